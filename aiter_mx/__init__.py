@@ -1,0 +1,53 @@
+"""MX-FP8 ops for AMD CDNA4 and NVIDIA Hopper.
+
+Importing the package does nothing but define names: torch, Triton and the GPU bindings are
+imported when an op is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from aiter_mx._version import __version__
+
+if TYPE_CHECKING:
+    from aiter_mx.dispatch.explain import explain
+    from aiter_mx.dispatch.route import Route
+    from aiter_mx.ops.linear import linear
+    from aiter_mx.ops.quantize import dequantize, quantize
+    from aiter_mx.target import simulate
+    from aiter_mx.warmup import warmup
+
+_HOME = {
+    "Route": "aiter_mx.dispatch.route",
+    "dequantize": "aiter_mx.ops.quantize",
+    "explain": "aiter_mx.dispatch.explain",
+    "linear": "aiter_mx.ops.linear",
+    "quantize": "aiter_mx.ops.quantize",
+    "simulate": "aiter_mx.target",
+    "warmup": "aiter_mx.warmup",
+}
+
+__all__ = [
+    "Route",
+    "__version__",
+    "dequantize",
+    "explain",
+    "linear",
+    "quantize",
+    "simulate",
+    "warmup",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'aiter_mx' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,1 @@
+"""Chooses who computes a call: tuned table first, then the kernels' envelopes."""

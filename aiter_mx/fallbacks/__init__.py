@@ -1,0 +1,1 @@
+"""What computes an op where none of our kernels does: Triton, and torch."""

@@ -1,0 +1,1 @@
+"""Builds kernels on first use and keeps the results."""

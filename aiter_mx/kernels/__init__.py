@@ -1,0 +1,1 @@
+"""The kernel registry: one module for each op, listing what can compute it."""

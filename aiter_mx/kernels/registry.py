@@ -1,0 +1,53 @@
+"""Finds the kernels of an op: module ``aiter_mx.kernels.<op>`` lists them as ``KERNELS``.
+
+The order of ``KERNELS`` is the order of preference where no tuned table decides. The module's
+``PROBLEM`` is the dataclass of the op's shapes; its fields are the table's key columns.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+
+from aiter_mx import kernels
+from aiter_mx.kernels.spec import KernelSpec, Problem
+
+_NOT_OPS = {"spec", "registry"}
+
+
+@cache
+def ops() -> tuple[str, ...]:
+    """Names of the ops that have kernels."""
+    return tuple(sorted(m.name for m in iter_modules(kernels.__path__) if m.name not in _NOT_OPS))
+
+
+def _module(op: str) -> Problem:
+    if op not in ops():
+        raise ValueError(f"unknown op {op!r}; there are {', '.join(ops())}")
+    return import_module(f"aiter_mx.kernels.{op}")
+
+
+def problem_type(op: str) -> type[Problem]:
+    """The dataclass that holds a problem of ``op``."""
+    problem: type[Problem] = _module(op).PROBLEM
+    return problem
+
+
+def kernels_of(op: str) -> tuple[KernelSpec, ...]:
+    """The kernels of ``op``, most preferred first."""
+    found: tuple[KernelSpec, ...] = _module(op).KERNELS
+    return found
+
+
+def find_kernel(op: str, backend: str, name: str) -> KernelSpec:
+    """The kernel of ``op`` with this backend and name.
+
+    Raises:
+        ValueError: there is none; the message lists those there are.
+    """
+    for kernel in kernels_of(op):
+        if (kernel.backend, kernel.name) == (backend, name):
+            return kernel
+    known = ", ".join(f"{k.backend}/{k.name}" for k in kernels_of(op))
+    raise ValueError(f"op {op!r} has no kernel {backend}/{name}; it has {known}")

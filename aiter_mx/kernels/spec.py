@@ -1,0 +1,108 @@
+"""What the registry says of a kernel: parameters, envelope, and how a compiled one is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aiter_mx.target import Target
+
+Config = Mapping[str, int]
+Problem = Any
+"""A frozen dataclass of the op, in its kernels module: the shape and dtypes of one call."""
+
+
+@dataclass(frozen=True)
+class Param:
+    """A compile-time parameter that a tuned table may choose."""
+
+    name: str
+    values: tuple[int, ...]
+    doc: str
+
+
+@dataclass(frozen=True)
+class Arg:
+    """A kernel argument.
+
+    Attributes:
+        name: as in the source.
+        kind: ``pointer``, ``i32``, ``i64`` or ``f32``.
+        access: for a pointer, ``r``, ``w`` or ``rw``; the simulator enforces it.
+    """
+
+    name: str
+    kind: str
+    access: str = ""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A launch: workgroups, threads of one workgroup, dynamic LDS in bytes."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Module:
+    """How a kernel of ours is built and launched.
+
+    Attributes:
+        sources: architecture to source file, relative to ``csrc/``.
+        symbol: the ``extern "C"`` name of the entry point.
+        args: the kernel's arguments, in order.
+        defines: preprocessor definitions for a problem and a configuration.
+        geometry: the launch for a problem and a configuration.
+        scalars: the values of the arguments that are not pointers, in order.
+    """
+
+    sources: Mapping[str, str]
+    symbol: str
+    args: tuple[Arg, ...]
+    defines: Callable[[Problem, Config], Mapping[str, int]]
+    geometry: Callable[[Problem, Config], Geometry]
+    scalars: Callable[[Problem, Config], tuple[int | float, ...]]
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One way to compute an op.
+
+    Attributes:
+        op: name of the op.
+        backend: ``hip`` (ours, on either vendor's GPU), ``triton``, ``vendor`` or ``torch``.
+        name: the kernel's name in tables.
+        params: what a table row may set.
+        refusal: why the kernel does not cover a problem on a target, or None when it does.
+        configure: the configuration to use when no table row chooses one.
+        module: for backend ``hip``, how to build and launch it.
+    """
+
+    op: str
+    backend: str
+    name: str
+    params: tuple[Param, ...]
+    refusal: Callable[[Target, Problem], str | None]
+    configure: Callable[[Target, Problem], Config]
+    module: Module | None = None
+
+    def check_config(self, config: Config) -> None:
+        """Raise ValueError unless ``config`` sets every parameter to one of its legal values."""
+        legal = {param.name: param.values for param in self.params}
+        for name, value in config.items():
+            if name not in legal:
+                raise ValueError(
+                    f"kernel {self.name!r} has no parameter {name!r}; it has "
+                    f"{', '.join(legal) or 'none'}"
+                )
+            if value not in legal[name]:
+                raise ValueError(
+                    f"parameter {name!r} of kernel {self.name!r} must be one of "
+                    f"{legal[name]}, got {value}"
+                )
+        missing = [name for name in legal if name not in config]
+        if missing:
+            raise ValueError(f"kernel {self.name!r} also needs {', '.join(missing)}")

@@ -1,0 +1,1 @@
+"""The public ops: argument checks, and the way from a call to a launch."""

@@ -1,0 +1,1 @@
+"""One file for each way to load and launch a code object, behind the same interface."""

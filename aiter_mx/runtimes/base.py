@@ -1,0 +1,88 @@
+"""The interface of a runtime, and the argument buffer that all of them launch with."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from aiter_mx.kernels.spec import Arg, Geometry
+
+_FORMAT = {"pointer": "P", "i32": "i", "i64": "q", "f32": "f"}
+
+
+@dataclass(frozen=True)
+class Region:
+    """A range of memory that a kernel may touch.
+
+    Attributes:
+        name: the argument it came from, for messages.
+        address: first byte.
+        size_bytes: its length.
+        access: ``r``, ``w`` or ``rw``.
+    """
+
+    name: str
+    address: int
+    size_bytes: int
+    access: str
+
+
+class PackedArgs:
+    """Kernel arguments laid out as the compiler expects them, written in place before a launch.
+
+    One instance belongs to one thread: a second thread patching it between a patch and its launch
+    would send its own pointers.
+
+    Attributes:
+        address: where the buffer is; it never moves.
+        size_bytes: the kernel-argument segment's length.
+        regions: what the pointers may reach; only the simulator reads it.
+    """
+
+    def __init__(self, args: tuple[Arg, ...], scalars: tuple[int | float, ...]) -> None:
+        layout = struct.Struct("@" + "".join(_FORMAT[arg.kind] for arg in args))
+        pointers = sum(arg.kind == "pointer" for arg in args)
+        if any(arg.kind != "pointer" for arg in args[:pointers]):
+            raise ValueError("a kernel's pointers must come before its scalars")
+        if len(scalars) != len(args) - pointers:
+            raise ValueError(
+                f"the kernel takes {len(args) - pointers} scalars, got {len(scalars)}: {scalars}"
+            )
+        self.size_bytes = layout.size
+        self._buffer = ctypes.create_string_buffer(layout.size)
+        self.address = ctypes.addressof(self._buffer)
+        self.regions: tuple[Region, ...] = ()
+        layout.pack_into(self._buffer, 0, *([0] * pointers), *scalars)
+        self._pack_pointers = struct.Struct(f"@{pointers}P").pack_into
+
+    def set_pointers(self, *addresses: int) -> None:
+        """Write the pointer arguments, in order; 0 is a null pointer."""
+        self._pack_pointers(self._buffer, 0, *addresses)
+
+    def to_bytes(self) -> bytes:
+        """A copy of the buffer."""
+        return self._buffer.raw
+
+
+class Runtime(Protocol):
+    """Loads code objects and launches their kernels on a stream."""
+
+    name: str
+
+    def load(self, image: bytes, device: int) -> Any:
+        """Load a code object on a device and return its module."""
+
+    def get_function(self, module: Any, symbol: str, shared_bytes: int) -> Any:
+        """The kernel named ``symbol``, allowed to use ``shared_bytes`` of dynamic LDS."""
+
+    def bind(self, function: Any, geometry: Geometry, args: PackedArgs) -> Callable[[int], None]:
+        """A function of a stream handle that launches the kernel with what ``args`` then holds."""
+
+    def current_stream(self, device: int) -> int:
+        """Handle of torch's current stream on a device."""
+
+    def is_capturing(self, device: int) -> bool:
+        """Whether torch's current stream is being captured into a graph."""

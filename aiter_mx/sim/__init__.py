@@ -1,0 +1,1 @@
+"""A functional simulator that runs gfx950 code objects on the CPU."""
