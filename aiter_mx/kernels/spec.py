@@ -54,17 +54,17 @@ class Module:
         sources: architecture to source file, relative to ``csrc/``.
         symbol: the ``extern "C"`` name of the entry point.
         args: the kernel's arguments, in order.
-        defines: preprocessor definitions for a problem and a configuration.
-        geometry: the launch for a problem and a configuration.
-        scalars: the values of the arguments that are not pointers, in order.
+        defines: preprocessor definitions for a target, a problem and a configuration.
+        geometry: the launch for a target, a problem and a configuration.
+        scalars: the values of the arguments that are not pointers, in order, likewise.
     """
 
     sources: Mapping[str, str]
     symbol: str
     args: tuple[Arg, ...]
-    defines: Callable[[Problem, Config], Mapping[str, int]]
-    geometry: Callable[[Problem, Config], Geometry]
-    scalars: Callable[[Problem, Config], tuple[int | float, ...]]
+    defines: Callable[[Target, Problem, Config], Mapping[str, int]]
+    geometry: Callable[[Target, Problem, Config], Geometry]
+    scalars: Callable[[Target, Problem, Config], tuple[int | float, ...]]
 
 
 @dataclass(frozen=True)
