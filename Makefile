@@ -1,0 +1,50 @@
+# Every target sets up what it needs first; PYTHON chooses the base interpreter.
+BIN := .venv/bin
+PYTHON ?= python3
+JOBS ?= 2
+MARKERS = import torch; print("" if torch.cuda.is_available() else "not gpu")
+C_FILES = find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.hpp'
+
+export PYTHON
+.PHONY: help setup demo test lint types unit format wheel clean
+.NOTPARALLEL:
+
+help:
+	@echo 'make demo     real sentence embeddings and decode shapes through the MX-FP8 kernels'
+	@echo 'make test     lint, types and tests'
+	@echo 'make lint     ruff and clang-format, without changing a file'
+	@echo 'make format   ruff and clang-format, in place'
+	@echo 'make wheel    build dist/*.whl'
+	@echo 'make clean    delete the environment and what the tools left behind'
+
+setup:
+	@.ci/setup
+
+demo: setup
+	@$(BIN)/aiter-mx demo
+
+test: lint types unit
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(C_FILES) | xargs -r $(BIN)/clang-format --dry-run -Werror
+
+types: setup
+	$(BIN)/mypy
+
+# Two workers by default: one thread each keeps them from fighting over the cores.
+unit: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m "$$($(BIN)/python -c '$(MARKERS)')"
+
+format: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(C_FILES) | xargs -r $(BIN)/clang-format -i
+
+wheel: setup
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf .venv dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
