@@ -1,0 +1,185 @@
+"""What every op test compares with: MX-FP8 data drawn at random, and products in float64.
+
+Nothing here uses ``aiter_mx``: the decoding follows the OCP MX specification v1.0 (section 5.3.1
+for E4M3, section 5.4.1 for E8M0) by its formulas, so that a mistake in the package cannot hide.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+NAN_SCALE = 255
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def _e4m3_value(byte: int) -> float:
+    sign = -1.0 if byte & 0x80 else 1.0
+    exponent, mantissa = (byte >> 3) & 15, byte & 7
+    if (exponent, mantissa) == (15, 7):
+        return math.nan
+    if exponent == 0:
+        return sign * mantissa * 2.0**-9
+    return sign * (8 + mantissa) * 2.0 ** (exponent - 10)
+
+
+E4M3_VALUES = torch.tensor([_e4m3_value(byte) for byte in range(256)], dtype=torch.float64)
+E8M0_VALUES = torch.tensor(
+    [2.0 ** (byte - 127) for byte in range(255)] + [math.nan], dtype=torch.float64
+)
+
+
+def random_mx(
+    rows: int,
+    K: int,
+    generator: torch.Generator,
+    *,
+    scale_exponents: tuple[int, int] = (-20, 20),
+    nan_payload: float = 0.0,
+    nan_scale: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Random MX-FP8 data on the CPU: every payload byte equally likely, a random scale a block.
+
+    Payload exponents are as uniform as payload bytes, so values over the whole e4m3 range occur.
+    The default scales test the range, but let a few blocks drown the others; (-6, 6) makes every
+    block count, so use both. fp16 outputs overflow with either: (-12, -6) suits them.
+
+    Args:
+        rows: number of rows.
+        K: elements of a row, a multiple of 32.
+        generator: a CPU generator.
+        scale_exponents: first and last power of two of the scales, within -127 to 127.
+        nan_payload: share of payload elements that are NaN.
+        nan_scale: share of scales that are 255 (NaN).
+
+    Returns:
+        payload float8_e4m3fn ``[rows, K]`` and scale uint8 ``[rows, K // 32]``.
+    """
+    low, high = scale_exponents
+    if K % BLOCK or not -127 <= low <= high <= 127:
+        raise ValueError(f"K={K} must be a multiple of 32, {scale_exponents} within -127 to 127")
+
+    def draw(first: int, last: int, shape: tuple[int, int]) -> Tensor:
+        return torch.randint(first, last + 1, shape, generator=generator).to(torch.uint8)
+
+    def chosen(share: float, shape: tuple[int, int]) -> Tensor:
+        return torch.rand(shape, generator=generator) < share
+
+    sign = draw(0, 1, (rows, K)) << 7
+    payload = draw(0, 0x7E, (rows, K))
+    if nan_payload:
+        payload[chosen(nan_payload, (rows, K))] = 0x7F
+    scale = draw(127 + low, 127 + high, (rows, K // BLOCK))
+    if nan_scale:
+        scale[chosen(nan_scale, (rows, K // BLOCK))] = NAN_SCALE
+    return (payload | sign).view(torch.float8_e4m3fn), scale
+
+
+def dequantize64(payload: Tensor, scale: Tensor) -> Tensor:
+    """Exact float64 values ``[rows, K]`` of a payload and its uint8 or e8m0 scales."""
+    values = E4M3_VALUES.to(payload.device)[payload.view(torch.uint8).int()]
+    scales = E8M0_VALUES.to(scale.device)[scale.view(torch.uint8).int()]
+    blocks = values.view(*scale.shape, BLOCK) * scales.unsqueeze(-1)
+    return blocks.view(payload.shape)
+
+
+def round_once(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float64 to ``dtype`` with one rounding, to nearest with ties to even.
+
+    torch converts float64 to a 16-bit format through float32 and so rounds twice. Rounding to
+    odd on the way makes the second rounding right: a float32 has more than two bits to spare.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return values.to(dtype)
+    nearest = values.to(torch.float32)
+    inexact = nearest.double() != values
+    away_from_zero = nearest.double().abs() > values.abs()
+    toward_zero = nearest.view(torch.int32) - away_from_zero.int()
+    odd = (toward_zero | inexact.int()).view(torch.float32)
+    return torch.where(values.isfinite(), odd, nearest).to(dtype)
+
+
+def linear_reference64(
+    xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """``dequantised(xq) @ dequantised(wq).T + bias`` in float64, ``[M, N]``."""
+    product = dequantize64(xq, xs) @ dequantize64(wq, ws).T
+    return product if bias is None else product + bias.double()
+
+
+def linear_reference(
+    xq: Tensor,
+    xs: Tensor,
+    wq: Tensor,
+    ws: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """The reference of a linear: float64, then one rounding to ``out_dtype``."""
+    return round_once(linear_reference64(xq, xs, wq, ws, bias), out_dtype)
+
+
+def assert_close_to_reference(
+    out: Tensor,
+    xq: Tensor,
+    xs: Tensor,
+    wq: Tensor,
+    ws: Tensor,
+    bias: Tensor | None = None,
+    *,
+    accumulation_error: float | None = None,
+    underflow: float = 2.0**-126,
+) -> None:
+    """Assert that ``out`` is the linear with fp32 accumulation and one rounding to its dtype.
+
+    With S = sum |x||w| + |bias| of an element, e = accumulation_error * S + underflow * K / 32
+    bounds the error before rounding, and half a unit in the last place of ``out`` at |ref| + e
+    bounds the rounding.
+
+    - Products of two e4m3 values and a power of two are exact in fp32, so that only the K
+      additions (and the bias) round, each to 2^-24 relative, or 2^-23 in matrix units that
+      truncate. Every partial sum is at most S, hence at most K * 2^-23 * S; rounding errors are
+      not aligned, which makes the sum grow as sqrt(K) (Higham and Mary, 2019). The default is
+      (8 + sqrt(K)) * 2^-23.
+    - A kernel whose matrix unit keeps fewer bits states its own ``accumulation_error``.
+    - NaN must be exactly where the reference has it, infinity where the reference overflows
+      ``out``'s dtype, either one allowed within e of the threshold. Where S alone overflows fp32,
+      infinity and NaN are allowed as well, because partial sums may overflow.
+
+    Raises:
+        AssertionError: names the worst element and how many are wrong.
+    """
+    x, w = dequantize64(xq, xs), dequantize64(wq, ws)
+    M, N, K = x.shape[0], w.shape[0], x.shape[1]
+    assert out.shape == (M, N), f"out is {tuple(out.shape)}, expected {(M, N)}"
+    ref, total = x @ w.T, x.abs() @ w.abs().T
+    if bias is not None:
+        ref, total = ref + bias.double(), total + bias.double().abs()
+    if accumulation_error is None:
+        accumulation_error = (8 + math.sqrt(K)) * 2.0**-23
+    error = accumulation_error * total + underflow * K / BLOCK
+
+    info = torch.finfo(out.dtype)
+    _, exponent = torch.frexp((ref.abs() + error).clamp(min=info.tiny, max=info.max))
+    half_ulp = torch.ldexp(torch.full_like(ref, info.eps / 4), exponent)
+    overflow = info.max * (1 + info.eps / (2 * (2 - info.eps)))  # max and half a unit
+
+    got = out.double()
+    finite = got.isfinite() & (ref.abs() - error < overflow)
+    right = finite & ((got - ref).abs() <= error + half_ulp)
+    right |= got.isinf() & (ref.abs() + error >= overflow) & (got.sign() == ref.sign())
+    right |= ~got.isfinite() & (total >= FLOAT32_MAX)
+    right |= ref.isinf() & (got == ref)
+    right = torch.where(ref.isnan(), got.isnan(), right)
+    if right.all():
+        return
+    excess = torch.where(right, 0.0, ((got - ref).abs() / (error + half_ulp)).nan_to_num(math.inf))
+    m, n = divmod(int((excess + (~right)).argmax()), N)
+    raise AssertionError(
+        f"{int((~right).sum())} of {M * N} elements are wrong (M={M}, N={N}, K={K}, {out.dtype}); "
+        f"worst at [{m}, {n}]: got {got[m, n].item():.9g}, float64 says {ref[m, n].item():.9g}, "
+        f"allowed error {(error + half_ulp)[m, n].item():.3g}"
+    )
