@@ -40,7 +40,23 @@ SIMULATED_GFX950 = Target(
     arch="gfx950", runtime="sim", cu_num=256, wave_size=64, name="simulated gfx950 (MI355X)"
 )
 
+_HARDWARE = {
+    "gfx950": Target("gfx950", "hip", 256, 64, "AMD Instinct MI355X"),
+    "sm_90a": Target("sm_90a", "cuda", 132, 32, "NVIDIA H200"),
+}
+
 _simulated = threading.local()
+
+
+def hardware(arch: str) -> Target:
+    """The GPU that stands for an architecture where none is present, as in building ahead.
+
+    Raises:
+        ValueError: the package has no kernels for ``arch``.
+    """
+    if arch not in _HARDWARE:
+        raise ValueError(f"unknown architecture {arch!r}; there are {', '.join(_HARDWARE)}")
+    return _HARDWARE[arch]
 
 
 @contextmanager

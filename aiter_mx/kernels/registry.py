@@ -1,7 +1,8 @@
 """Finds the kernels of an op: module ``aiter_mx.kernels.<op>`` lists them as ``KERNELS``.
 
 The order of ``KERNELS`` is the order of preference where no tuned table decides. The module's
-``PROBLEM`` is the dataclass of the op's shapes; its fields are the table's key columns.
+``PROBLEM`` is the dataclass of the op's shapes and dtypes; ``KEY`` names those of its fields that
+tables choose by, and the others have defaults.
 """
 
 from __future__ import annotations
@@ -32,6 +33,17 @@ def problem_type(op: str) -> type[Problem]:
     """The dataclass that holds a problem of ``op``."""
     problem: type[Problem] = _module(op).PROBLEM
     return problem
+
+
+def key_columns(op: str) -> tuple[str, ...]:
+    """The fields of a problem of ``op`` by which tables choose, in their order as columns."""
+    columns: tuple[str, ...] = _module(op).KEY
+    return columns
+
+
+def problem_key(op: str, problem: Problem) -> Problem:
+    """``problem`` with the fields that tables do not choose by at their defaults."""
+    return problem_type(op)(**{name: getattr(problem, name) for name in key_columns(op)})
 
 
 def kernels_of(op: str) -> tuple[KernelSpec, ...]:

@@ -67,6 +67,29 @@ class PackedArgs:
         return self._buffer.raw
 
 
+class LaunchConfig:
+    """The ``extra`` array through which HIP's and CUDA's driver calls take packed arguments.
+
+    Attributes:
+        address: of the array; valid as long as this object lives.
+    """
+
+    # HIP_LAUNCH_PARAM_* and CU_LAUNCH_PARAM_* agree on these two; their end markers differ.
+    _BUFFER_POINTER, _BUFFER_SIZE = 1, 2
+
+    def __init__(self, args: PackedArgs, end: int) -> None:
+        self._args = args
+        self._size = ctypes.c_size_t(args.size_bytes)
+        self._extra = (ctypes.c_void_p * 5)(
+            self._BUFFER_POINTER,
+            args.address,
+            self._BUFFER_SIZE,
+            ctypes.addressof(self._size),
+            end,
+        )
+        self.address = ctypes.addressof(self._extra)
+
+
 class Runtime(Protocol):
     """Loads code objects and launches their kernels on a stream."""
 

@@ -1,0 +1,64 @@
+"""``aiter_mx.explain``: the route of a shape, without running anything."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields, replace
+
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.dispatch.route import Route
+from aiter_mx.kernels.registry import problem_type
+from aiter_mx.kernels.spec import Problem
+from aiter_mx.target import Target, cpu_target, gpu_target, hardware
+
+_DTYPE_NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+
+
+def explain(op: str, *, arch: str | None = None, cu_num: int | None = None, **shape: object) -> Route:
+    """The route that a call would take, and why.
+
+    Args:
+        op: name of the op, such as ``"linear"``.
+        arch: ``"gfx950"`` or ``"sm_90a"``; by default what torch's current device is, and without
+            a GPU what CPU tensors run on (the simulator inside ``aiter_mx.simulate()``).
+        cu_num: compute units, where they are not those of the architecture's usual GPU.
+        shape: the op's problem, such as ``M=1, N=2304, K=6144, out_dtype="bf16"``.
+
+    Returns:
+        The route; printing its ``reason`` tells which row or rule decided.
+
+    Raises:
+        ValueError: an unknown op, architecture or field, or a field left out.
+
+    Example:
+        >>> aiter_mx.explain("linear", M=1, N=2304, K=6144, arch="gfx950").kernel
+        'gemv'
+    """
+    target = hardware(arch) if arch is not None else default_target()
+    if cu_num is not None:
+        target = replace(target, cu_num=cu_num)
+    return route(op, target, make_problem(op, shape))
+
+
+def default_target() -> Target:
+    """Torch's current GPU; without one, what CPU tensors run on."""
+    import torch
+
+    if torch.cuda.is_available():
+        return gpu_target(torch.cuda.current_device())
+    return cpu_target()
+
+
+def make_problem(op: str, shape: dict[str, object]) -> Problem:
+    """The problem of ``op`` with these fields; dtypes may be torch's or their short names."""
+    of_type = problem_type(op)
+    known = {field.name: field for field in fields(of_type)}
+    unknown = [name for name in shape if name not in known]
+    missing = [
+        name for name, field in known.items() if field.default is MISSING and name not in shape
+    ]
+    if unknown or missing:
+        raise ValueError(
+            f"{op} is described by {', '.join(known)}; "
+            + (f"{unknown[0]!r} is none of them" if unknown else f"{missing[0]!r} was not given")
+        )
+    return of_type(**{k: _DTYPE_NAMES.get(str(v), v) for k, v in shape.items()})

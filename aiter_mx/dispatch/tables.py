@@ -1,0 +1,188 @@
+"""Reads tuned tables and checks every row against the registry.
+
+A table is a CSV. Its columns:
+
+- ``gfx``, ``cu_num``, ``op``: what the row is for; an empty ``cu_num`` is any.
+- the op's key columns, such as ``M, N, K, out_dtype``;
+- ``backend``, ``kernel`` and one column for each parameter, empty where the kernel has none such;
+- measurements and their origin, which dispatch does not read: see ``INFORMATION``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from aiter_mx.errors import TableError
+from aiter_mx.kernels.registry import find_kernel, key_columns, kernels_of, ops, problem_type
+from aiter_mx.kernels.spec import Config, Problem
+from aiter_mx.paths import configs_dir
+from aiter_mx.target import hardware
+
+SCOPE = ("gfx", "cu_num", "op")
+CHOICE = ("backend", "kernel")
+INFORMATION = ("us", "rel_err", "spread", "build", "versions", "commit", "date", "source")
+INFORMATION_SUFFIX = "_us"  # one column for each peer's time
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table.
+
+    Attributes:
+        where: ``file:line``.
+        gfx: architecture.
+        cu_num: compute units of the GPU it was tuned on, None for any.
+        problem: what it is for; fields that are no key columns have their defaults.
+        backend: of the kernel chosen.
+        kernel: its name.
+        config: its parameters.
+        us: its time when tuned, in microseconds, if the table says.
+        origin: ``measured`` or ``model``, if the table says.
+    """
+
+    where: str
+    gfx: str
+    cu_num: int | None
+    problem: Problem
+    backend: str
+    kernel: str
+    config: Config
+    us: float | None
+    origin: str
+
+
+def table_files(arch: str, op: str) -> list[Path]:
+    """The tables that may hold rows for an op on an architecture; later ones win.
+
+    First the shipped table, then what the environment variable ``AITER_MX_CONFIG`` lists: files,
+    or folders whose CSVs are taken in the order of their names, separated like a PATH.
+
+    Raises:
+        TableError: ``AITER_MX_CONFIG`` names something that does not exist.
+    """
+    shipped = configs_dir() / arch / f"{op}.csv"
+    files = [shipped] if shipped.is_file() else []
+    for entry in filter(None, os.environ.get("AITER_MX_CONFIG", "").split(os.pathsep)):
+        path = Path(entry)
+        if path.is_dir():
+            files += sorted(path.glob("*.csv"))
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise TableError(f"AITER_MX_CONFIG names {entry!r}, which does not exist")
+    return files
+
+
+def load_rows(arch: str, op: str) -> Mapping[Problem, tuple[Row, ...]]:
+    """All rows for an op on an architecture, by problem, the row that wins last.
+
+    Raises:
+        TableError: a row that cannot be right, whichever op and architecture it is for.
+    """
+    return _rows_by_problem(tuple(table_files(arch, op)), arch, op)
+
+
+@cache
+def _rows_by_problem(
+    files: tuple[Path, ...], arch: str, op: str
+) -> Mapping[Problem, tuple[Row, ...]]:
+    found: dict[Problem, tuple[Row, ...]] = {}
+    for path in files:
+        for row_op, row in read_table(path):
+            if (row_op, row.gfx) == (op, arch):
+                found[row.problem] = (*found.get(row.problem, ()), row)
+    return found
+
+
+def read_table(path: Path) -> Iterator[tuple[str, Row]]:
+    """Each row of a table with the op it is for, checked against the registry.
+
+    Raises:
+        TableError: the file is no table, or a row names an unknown op, architecture, kernel or
+            parameter, an illegal value, or a shape outside the kernel's envelope.
+    """
+    import pandas  # here: it takes longer to import than a table takes to read
+
+    try:
+        frame = pandas.read_csv(path, dtype=str, keep_default_na=False, skip_blank_lines=False)
+    except (OSError, UnicodeDecodeError, pandas.errors.ParserError) as error:
+        raise TableError(f"{path}: cannot be read as a table: {error}") from error
+    except pandas.errors.EmptyDataError as error:
+        raise TableError(f"{path}: the file is empty; expected a header line") from error
+    columns = [str(column) for column in frame.columns]
+    for column in (*SCOPE, *CHOICE):
+        if column not in columns:
+            raise TableError(f"{path}:1: column {column!r} is missing")
+    for number, values in enumerate(frame.itertuples(index=False), start=2):
+        where = f"{path}:{number}"
+        if not all(isinstance(value, str) for value in values):
+            raise TableError(f"{where}: has fewer fields than the header's {len(columns)}")
+        cells = {column: str(value).strip() for column, value in zip(columns, values, strict=True)}
+        if any(cells.values()):
+            try:
+                yield cells["op"], _parse(where, cells)
+            except (ValueError, TypeError) as error:
+                raise TableError(f"{where}: {error}") from error
+
+
+def _parse(where: str, cells: dict[str, str]) -> Row:
+    op = cells["op"]
+    if op not in ops():
+        raise ValueError(f"unknown op {op!r}; there are {', '.join(ops())}")
+    keys = key_columns(op)
+    kernel = find_kernel(op, cells["backend"], cells["kernel"])
+    parameters = {param.name for k in kernels_of(op) for param in k.params}
+    config: dict[str, int] = {}
+    for column, value in cells.items():
+        if column in parameters:
+            if value:
+                config[column] = _integer(column, value)
+        elif column not in (*SCOPE, *CHOICE, *keys, *INFORMATION) and not column.endswith(
+            INFORMATION_SUFFIX
+        ):
+            raise ValueError(
+                f"unknown column {column!r}; the parameters of {op!r} are "
+                f"{', '.join(sorted(parameters))}"
+            )
+    kernel.check_config(config)
+    problem = _problem(op, keys, cells)
+    target = hardware(cells["gfx"])
+    refusal = kernel.refusal(target, problem)
+    if refusal is not None:
+        raise ValueError(f"{kernel.backend}/{kernel.name} does not cover this row: {refusal}")
+    return Row(
+        where=where,
+        gfx=cells["gfx"],
+        cu_num=_integer("cu_num", cells["cu_num"]) if cells["cu_num"] else None,
+        problem=problem,
+        backend=kernel.backend,
+        kernel=kernel.name,
+        config=config,
+        us=float(cells["us"]) if cells.get("us") else None,
+        origin=cells.get("source", ""),
+    )
+
+
+def _problem(op: str, keys: tuple[str, ...], cells: dict[str, str]) -> Problem:
+    missing = [key for key in keys if not cells.get(key)]
+    if missing:
+        raise ValueError(f"key column {missing[0]!r} is missing or empty")
+    of_type = problem_type(op)
+    annotations = of_type.__annotations__
+    return of_type(
+        **{
+            key: _integer(key, cells[key]) if annotations[key] in (int, "int") else cells[key]
+            for key in keys
+        }
+    )
+
+
+def _integer(column: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{column} must be a whole number, got {value!r}") from None

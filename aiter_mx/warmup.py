@@ -1,0 +1,89 @@
+"""``aiter_mx.warmup``: build and load ahead of the first call, as stream capture demands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from itertools import product
+from typing import TYPE_CHECKING
+
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.dispatch.explain import make_problem
+from aiter_mx.dispatch.route import Route
+from aiter_mx.jit.build import BuildRequest, CodeObject, build_all
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.kernels.spec import Problem
+from aiter_mx.launch import build_request
+from aiter_mx.target import Target, target_of
+
+if TYPE_CHECKING:
+    import torch
+
+OnBuilt = Callable[[BuildRequest, CodeObject], None]
+
+
+def warmup(
+    op: str,
+    *,
+    device: torch.device | str | None = None,
+    jobs: int | None = None,
+    on_built: OnBuilt | None = None,
+    **shape: object,
+) -> list[Route]:
+    """Make every kernel that these shapes route to ready to launch, building in parallel.
+
+    Each op call of one of the shapes then builds nothing and loads nothing, so that it may be
+    captured into a graph.
+
+    Args:
+        op: name of the op, such as ``"linear"``.
+        device: where the calls will be; by default torch's current GPU, else the CPU.
+        jobs: compilers at a time; by default one for each core.
+        on_built: called after each build with its request and code object, for progress.
+        shape: the op's problem; each field is a value or an iterable of values, and every
+            combination is made ready: ``M=range(1, 17), N=2304, K=6144``.
+
+    Returns:
+        The route of each combination.
+
+    Raises:
+        ValueError: an unknown op or field.
+        ToolchainError: no compiler for the device's architecture.
+        BuildError: a kernel failed to compile.
+    """
+    import torch
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    target = target_of(device)
+    problems = combinations(op, shape)
+    routes = [route(op, target, problem) for problem in problems]
+    build_all(build_requests(target, problems, routes), jobs=jobs, on_done=on_built)
+    run = import_module(f"aiter_mx.ops.{op}").warm
+    for problem in problems:
+        run(problem, device)
+    return routes
+
+
+def combinations(op: str, shape: dict[str, object]) -> list[Problem]:
+    """Every problem of ``op`` with one value of each field."""
+    axes = [
+        list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
+        for values in shape.values()
+    ]
+    return [
+        make_problem(op, dict(zip(shape, values, strict=True))) for values in product(*axes)
+    ]
+
+
+def build_requests(
+    target: Target, problems: Iterable[Problem], routes: Iterable[Route]
+) -> list[BuildRequest]:
+    """The builds that these routes need, each once."""
+    requests: dict[BuildRequest, None] = {}
+    for problem, chosen in zip(problems, routes, strict=True):
+        spec = find_kernel(chosen.op, chosen.backend, chosen.kernel)
+        if spec.module is not None:
+            requests[build_request(spec, target, problem, chosen.config)] = None
+    return list(requests)
