@@ -72,9 +72,7 @@ def combinations(op: str, shape: dict[str, object]) -> list[Problem]:
         list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
         for values in shape.values()
     ]
-    return [
-        make_problem(op, dict(zip(shape, values, strict=True))) for values in product(*axes)
-    ]
+    return [make_problem(op, dict(zip(shape, values, strict=True))) for values in product(*axes)]
 
 
 def build_requests(

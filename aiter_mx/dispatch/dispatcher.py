@@ -9,7 +9,7 @@ import threading
 
 from aiter_mx.dispatch.route import Route
 from aiter_mx.dispatch.tables import SCOPE, Row, load_rows
-from aiter_mx.kernels.registry import find_kernel, key_columns, kernels_of, problem_key
+from aiter_mx.kernels.registry import find_kernel, kernels_of, key_columns, problem_key
 from aiter_mx.kernels.spec import KernelSpec, Problem
 from aiter_mx.target import Target
 

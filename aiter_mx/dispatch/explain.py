@@ -13,7 +13,9 @@ from aiter_mx.target import Target, cpu_target, gpu_target, hardware
 _DTYPE_NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 
 
-def explain(op: str, *, arch: str | None = None, cu_num: int | None = None, **shape: object) -> Route:
+def explain(
+    op: str, *, arch: str | None = None, cu_num: int | None = None, **shape: object
+) -> Route:
     """The route that a call would take, and why.
 
     Args:

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from aiter_mx.errors import TableError
-from aiter_mx.kernels.registry import find_kernel, key_columns, kernels_of, ops, problem_type
+from aiter_mx.kernels.registry import find_kernel, kernels_of, key_columns, ops, problem_type
 from aiter_mx.kernels.spec import Config, Problem
 from aiter_mx.paths import configs_dir
 from aiter_mx.target import hardware

@@ -1,0 +1,355 @@
+"""``aiter_mx.linear``: a linear layer over MX-FP8 activations and weights."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.spec import Config
+from aiter_mx.ops.plan import Run, Tensors, bind
+from aiter_mx.target import cpu_target, target_of
+
+BLOCK = 32
+"""Elements of K that share a scale: OCP Microscaling Formats v1.0, section 5.2."""
+ALIGNMENT_BYTES = 16
+"""Kernels load payloads in pieces of this size."""
+
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+
+
+def linear(
+    xq: torch.Tensor,
+    xs: torch.Tensor,
+    wq: torch.Tensor,
+    ws: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``y[m, n] = sum_k x[m, k] * w[n, k] + bias[n]`` over MX-FP8 operands.
+
+    Products are accumulated in fp32 and rounded once. Results are bitwise the same on every run.
+    The call does not synchronise, and after ``aiter_mx.warmup`` it can be captured into a graph.
+    There is no gradient.
+
+    Args:
+        xq: activations, float8_e4m3fn ``[M, K]``, contiguous, K a multiple of 32.
+        xs: their scales, uint8 or float8_e8m0fnu ``[M, K // 32]``: 2**(byte - 127), 255 is NaN.
+        wq: weights, float8_e4m3fn ``[N, K]``, contiguous.
+        ws: their scales, ``[N, K // 32]``.
+        bias: bf16, fp16 or fp32 ``[N]``, or None.
+        out_dtype: dtype of the result: bf16, fp16 or fp32.
+        out: where to write the result, ``[M, N]`` contiguous of dtype ``out_dtype``; it may not
+            overlap an input.
+
+    Returns:
+        ``[M, N]``, or ``out``.
+
+    Raises:
+        TypeError: an argument that is no tensor, or of a dtype not listed above.
+        ValueError: a shape, stride, device or alignment other than those above, or an overlap.
+        CaptureError: a first use while a stream is captured.
+
+    Source of the semantics: OCP Microscaling Formats (MX) v1.0, sections 5.2 and 6.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or not _PLAIN.issuperset(map(type, (xq, xs, wq, ws, bias, out)))
+        or (bias is not None and bias.requires_grad and torch.is_grad_enabled())
+    ):
+        return _linear_through_torch(xq, xs, wq, ws, bias, out_dtype, out)
+    return _linear(xq, xs, wq, ws, bias, out_dtype, out)
+
+
+class _Plans(threading.local):
+    """What computes a call, by everything about it that the checks and the route depend on."""
+
+    def __init__(self) -> None:
+        self.by_call: dict[tuple[Any, ...], tuple[Run | None, tuple[int, int]]] = {}
+
+
+_plans = _Plans()
+
+
+def _linear(
+    xq: torch.Tensor,
+    xs: torch.Tensor,
+    wq: torch.Tensor,
+    ws: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    device = xq.device
+    call = (
+        (xq.shape, xs.shape, wq.shape, ws.shape),
+        (xq.dtype, xs.dtype, wq.dtype, ws.dtype, out_dtype),
+        (device, xs.device, wq.device, ws.device),
+        bias is not None and (bias.shape, bias.dtype, bias.device),
+        device.type == "cpu" and cpu_target(),
+    )
+    found = _plans.by_call.get(call)
+    if found is None:
+        found = _plans.by_call[call] = _plan(xq, xs, wq, ws, bias, out_dtype)
+    run, shape = found
+
+    if not (
+        xq.is_contiguous()
+        and xs.is_contiguous()
+        and wq.is_contiguous()
+        and ws.is_contiguous()
+        and (bias is None or bias.is_contiguous())
+    ):
+        _refuse_strides(xq=xq, xs=xs, wq=wq, ws=ws, bias=bias)
+    if out is None:
+        out = torch.empty(shape, dtype=out_dtype, device=device)
+    else:
+        _check_out(out, shape, out_dtype, xq=xq, xs=xs, wq=wq, ws=ws, bias=bias)
+    if run is not None:
+        x_address, w_address = xq.data_ptr(), wq.data_ptr()
+        if (x_address | w_address) % ALIGNMENT_BYTES:
+            _refuse_alignment(xq=xq, wq=wq)
+        run(
+            (xq, xs, wq, ws, bias, out),
+            (
+                x_address,
+                xs.data_ptr(),
+                w_address,
+                ws.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+            ),
+        )
+    return out
+
+
+def _plan(
+    xq: torch.Tensor,
+    xs: torch.Tensor,
+    wq: torch.Tensor,
+    ws: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> tuple[Run | None, tuple[int, int]]:
+    """What computes such a call (None for an empty result), and the result's shape."""
+    problem = _check(xq, xs, wq, ws, bias, out_dtype)
+    shape = (problem.M, problem.N)
+    if 0 in shape:
+        return None, shape
+    return bind("linear", target_of(xq.device), problem, xq.device, _FALLBACKS), shape
+
+
+def _run_triton(tensors: Tensors, config: Config) -> None:
+    from aiter_mx.fallbacks.linear_triton import linear_triton
+
+    linear_triton(*tensors, config)
+
+
+def _run_torch(tensors: Tensors, config: Config) -> None:
+    from aiter_mx.fallbacks.linear_torch import linear_torch
+
+    linear_torch(*tensors)
+
+
+_FALLBACKS = {"triton": _run_triton, "torch": _run_torch}
+
+
+def warm(problem: LinearProblem, device: torch.device) -> None:
+    """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
+    target = target_of(device)
+    run = bind("linear", target, problem, device, _FALLBACKS)
+    if route("linear", target, problem).backend != "triton":
+        return
+    # Triton compiles when it is called, so it is called, on whatever this memory holds.
+    M, N, K = problem.M, problem.N, problem.K
+    dtypes = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+    tensors = (
+        torch.empty((M, K), dtype=torch.float8_e4m3fn, device=device),
+        torch.empty((M, K // BLOCK), dtype=torch.uint8, device=device),
+        torch.empty((N, K), dtype=torch.float8_e4m3fn, device=device),
+        torch.empty((N, K // BLOCK), dtype=torch.uint8, device=device),
+        None
+        if problem.bias == "none"
+        else torch.empty(N, dtype=dtypes[problem.bias], device=device),
+        torch.empty((M, N), dtype=dtypes[problem.out_dtype], device=device),
+    )
+    run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+
+
+def _check(
+    xq: torch.Tensor,
+    xs: torch.Tensor,
+    wq: torch.Tensor,
+    ws: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> LinearProblem:
+    """The problem that these operands pose; raises as ``linear`` documents."""
+    for name, tensor, dtypes in (
+        ("xq", xq, (torch.float8_e4m3fn,)),
+        ("xs", xs, _SCALE_DTYPES),
+        ("wq", wq, (torch.float8_e4m3fn,)),
+        ("ws", ws, _SCALE_DTYPES),
+        ("bias", bias, tuple(_DTYPE_NAMES)),
+    ):
+        if tensor is None and name == "bias":
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name} must be {_either(dtypes)}, got {tensor.dtype}")
+        if tensor.device != xq.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, but xq is on {xq.device}: all operands must be on "
+                "one device"
+            )
+    if out_dtype not in _DTYPE_NAMES:
+        raise TypeError(f"out_dtype must be {_either(tuple(_DTYPE_NAMES))}, got {out_dtype}")
+    for name, tensor in (("xq", xq), ("wq", wq)):
+        if tensor.ndim != 2:
+            raise ValueError(f"{name} must have two dimensions, [rows, K], got {_shape(tensor)}")
+    (M, K), N = xq.shape, wq.shape[0]
+    if K == 0 or K % BLOCK:
+        raise ValueError(f"K must be a multiple of {BLOCK}, got K={K} (xq: {_shape(xq)})")
+    for name, tensor, expected in (
+        ("xs", xs, (M, K // BLOCK)),
+        ("wq", wq, (N, K)),
+        ("ws", ws, (N, K // BLOCK)),
+        ("bias", bias, (N,)),
+    ):
+        if tensor is not None and tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"{name} must be {list(expected)}, got {_shape(tensor)} "
+                f"(xq: {_shape(xq)}, wq: {_shape(wq)})"
+            )
+    bias_name = "none" if bias is None else _DTYPE_NAMES[bias.dtype]
+    return LinearProblem(M=M, N=N, K=K, out_dtype=_DTYPE_NAMES[out_dtype], bias=bias_name)
+
+
+def _check_out(
+    out: torch.Tensor,
+    shape: tuple[int, int],
+    out_dtype: torch.dtype,
+    **inputs: torch.Tensor | None,
+) -> None:
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out must be a tensor, got {type(out).__name__}")
+    if out.dtype != out_dtype:
+        raise TypeError(f"out must be of out_dtype {out_dtype}, got {out.dtype}")
+    device = inputs["xq"].device if inputs["xq"] is not None else None
+    if out.device != device:
+        raise ValueError(f"out must be on {device}, where the operands are, got {out.device}")
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out must be {list(shape)}, got {_shape(out)}")
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, got strides {out.stride()} for {_shape(out)}")
+    first, last = out.data_ptr(), out.data_ptr() + out.nbytes
+    for name, tensor in inputs.items():
+        if (
+            tensor is not None
+            and first < tensor.data_ptr() + tensor.nbytes
+            and tensor.data_ptr() < last
+        ):
+            raise ValueError(f"out overlaps {name}; give it memory of its own")
+
+
+def _refuse_strides(**tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous, got strides {tensor.stride()} for {_shape(tensor)}; "
+                f"call {name}.contiguous()"
+            )
+
+
+def _refuse_alignment(**payloads: torch.Tensor) -> None:
+    for name, tensor in payloads.items():
+        if tensor.data_ptr() % ALIGNMENT_BYTES:
+            raise ValueError(
+                f"{name} must start at a multiple of {ALIGNMENT_BYTES} bytes, got a view that is "
+                f"{tensor.data_ptr() % ALIGNMENT_BYTES} bytes past one; call {name}.clone()"
+            )
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def _either(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype) for dtype in dtypes)
+
+
+@torch.library.custom_op("aiter_mx::linear", mutates_args=())
+def _linear_op(
+    xq: torch.Tensor,
+    xs: torch.Tensor,
+    wq: torch.Tensor,
+    ws: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    return _linear(xq, xs, wq, ws, bias, out_dtype, None)
+
+
+@_linear_op.register_fake
+def _linear_fake(
+    xq: torch.Tensor,
+    xs: torch.Tensor,
+    wq: torch.Tensor,
+    ws: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    problem = _check(xq, xs, wq, ws, bias, out_dtype)
+    return xq.new_empty((problem.M, problem.N), dtype=out_dtype)
+
+
+@torch.library.custom_op("aiter_mx::linear_out", mutates_args=("out",))
+def _linear_out_op(
+    xq: torch.Tensor,
+    xs: torch.Tensor,
+    wq: torch.Tensor,
+    ws: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    _linear(xq, xs, wq, ws, bias, out.dtype, out)
+
+
+@_linear_out_op.register_fake
+def _linear_out_fake(
+    xq: torch.Tensor,
+    xs: torch.Tensor,
+    wq: torch.Tensor,
+    ws: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    problem = _check(xq, xs, wq, ws, bias, out.dtype)
+    if tuple(out.shape) != (problem.M, problem.N):
+        raise ValueError(f"out must be {[problem.M, problem.N]}, got {_shape(out)}")
+
+
+def _linear_through_torch(
+    xq: torch.Tensor,
+    xs: torch.Tensor,
+    wq: torch.Tensor,
+    ws: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    if out is None:
+        result: torch.Tensor = _linear_op(xq, xs, wq, ws, bias, out_dtype)
+        return result
+    if out.dtype != out_dtype:
+        raise TypeError(f"out must be of out_dtype {out_dtype}, got {out.dtype}")
+    _linear_out_op(xq, xs, wq, ws, bias, out)
+    return out

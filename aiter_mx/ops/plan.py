@@ -1,0 +1,126 @@
+"""Binds a route to something callable: a launch of ours, or a fallback."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.dispatch.route import Route
+from aiter_mx.errors import BuildError, CacheError, LaunchError, ToolchainError
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.kernels.spec import Config, Problem
+from aiter_mx.launch import Launch, not_warm
+from aiter_mx.target import Target
+
+Tensors: TypeAlias = Sequence[torch.Tensor | None]
+Run: TypeAlias = Callable[[Tensors, Sequence[int]], None]
+"""Computes an op over its tensors (outputs among them) and their addresses."""
+Fallback: TypeAlias = Callable[[Tensors, Config], None]
+
+_FAILURES = (ToolchainError, BuildError, CacheError, LaunchError)
+
+_warm_triton: set[tuple[Target, Problem]] = set()
+_warned: set[tuple[str, str]] = set()
+_warned_lock = threading.Lock()
+
+
+def bind(
+    op: str,
+    target: Target,
+    problem: Problem,
+    device: torch.device,
+    fallbacks: Mapping[str, Fallback],
+) -> Run:
+    """What computes ``problem`` on ``device``, for the calling thread.
+
+    Args:
+        op: name of the op.
+        target: what ``device`` is.
+        problem: shape and dtypes.
+        device: where the tensors are.
+        fallbacks: what runs each backend other than ``hip``.
+
+    Raises:
+        CaptureError: something would have to be built while the current stream is captured.
+        ToolchainError, BuildError, CacheError, LaunchError: the kernel of the route cannot be
+            used. With ``AITER_MX_ON_ERROR=fallback`` the next kernel in line is taken instead,
+            with one warning for each kernel.
+    """
+    if os.environ.get("AITER_MX_ON_ERROR", "raise") == "fallback":
+        return _bind_or_fall_back(op, target, problem, device, fallbacks)
+    return _bind_route(route(op, target, problem), target, problem, device, fallbacks)
+
+
+def _bind_route(
+    chosen: Route,
+    target: Target,
+    problem: Problem,
+    device: torch.device,
+    fallbacks: Mapping[str, Fallback],
+) -> Run:
+    spec = find_kernel(chosen.op, chosen.backend, chosen.kernel)
+    if spec.module is not None:
+        return Launch(spec, target, problem, chosen.config, device.index or 0)
+    if chosen.backend == "triton" and (target, problem) not in _warm_triton:
+        if torch.cuda.is_current_stream_capturing():
+            raise not_warm(spec, problem)
+        _warm_triton.add((target, problem))
+    fallback, config = fallbacks[chosen.backend], chosen.config
+    return lambda tensors, _: fallback(tensors, config)
+
+
+def _bind_or_fall_back(
+    op: str,
+    target: Target,
+    problem: Problem,
+    device: torch.device,
+    fallbacks: Mapping[str, Fallback],
+) -> Run:
+    skip: set[tuple[str, str]] = set()
+
+    def next_in_line() -> tuple[Route, Run]:
+        while True:
+            chosen = route(op, target, problem, frozenset(skip))
+            try:
+                return chosen, _bind_route(chosen, target, problem, device, fallbacks)
+            except _FAILURES as error:
+                pass_over(chosen, error)
+
+    def pass_over(chosen: Route, error: Exception) -> None:
+        if chosen.backend == "torch":
+            raise error
+        skip.add((chosen.backend, chosen.kernel))
+        _warn_once(chosen, error)
+
+    chosen, run = next_in_line()
+
+    def run_or_fall_back(tensors: Tensors, addresses: Sequence[int]) -> None:
+        nonlocal chosen, run
+        try:
+            run(tensors, addresses)
+        except _FAILURES as error:
+            pass_over(chosen, error)
+            chosen, run = next_in_line()
+            run_or_fall_back(tensors, addresses)
+
+    return run_or_fall_back
+
+
+def _warn_once(chosen: Route, error: Exception) -> None:
+    kernel = (chosen.backend, chosen.kernel)
+    with _warned_lock:
+        if kernel in _warned:
+            return
+        _warned.add(kernel)
+    warnings.warn(
+        f"{chosen.backend}/{chosen.kernel} failed and is passed over, "
+        f"as AITER_MX_ON_ERROR=fallback asks: {error}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
