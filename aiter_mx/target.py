@@ -45,6 +45,9 @@ _HARDWARE = {
     "sm_90a": Target("sm_90a", "cuda", 132, 32, "NVIDIA H200"),
 }
 
+ARCHS = tuple(_HARDWARE)
+"""Architectures that the package has kernels for."""
+
 _simulated = threading.local()
 
 

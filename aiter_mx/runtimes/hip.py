@@ -48,7 +48,7 @@ def bind(function: Any, geometry: Geometry, args: PackedArgs) -> Callable[[int],
     # A tuple of ctypes values as `extra` would cost some 30 us a launch; an address costs 2.
     config = LaunchConfig(args, end=_END)
     grid, block, shared_bytes = geometry.grid, geometry.block, geometry.shared_bytes
-    launch = hip.hipModuleLaunchKernel
+    launch: Any = hip.hipModuleLaunchKernel
 
     def start(stream: int) -> None:
         (status,) = launch(function, *grid, *block, shared_bytes, stream, None, config.address)
