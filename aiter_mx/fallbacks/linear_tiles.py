@@ -1,0 +1,153 @@
+"""Tiles of the Triton linear: what a table may set, and what is used where no table decides.
+
+Triton itself is not imported here, so that dispatch can reason without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from aiter_mx.kernels.spec import Param
+from aiter_mx.target import Target
+
+
+class Shape(Protocol):
+    """The part of a linear's problem that tiles depend on."""
+
+    @property
+    def M(self) -> int: ...
+
+    @property
+    def N(self) -> int: ...
+
+    @property
+    def K(self) -> int: ...
+
+
+PARAMS = (
+    Param("BLOCK_M", (16, 32, 64, 128), "rows of x in a tile"),
+    Param("BLOCK_N", (16, 32, 64, 128, 256), "rows of w in a tile"),
+    Param("BLOCK_K", (64, 128, 256, 512), "elements of K in one step of the loop"),
+    Param("SPLIT_K", (1, 2, 4, 8), "workgroups that share K; a second kernel adds their sums"),
+    Param("SWAP", (0, 1), "1: w is the first operand of the matrix instruction, 0: x is"),
+    Param("num_warps", (1, 2, 4, 8), "warps (sm_90a) or waves (gfx950) of a workgroup"),
+    Param("num_stages", (1, 2, 3, 4, 5), "steps of the loop in flight"),
+)
+
+_NAMES = tuple(param.name for param in PARAMS)
+_WORKGROUPS_A_CU = 2
+_MIN_STEPS = 4
+
+
+def _tiles(*rows: tuple[int, ...]) -> tuple[dict[str, int], ...]:
+    return tuple(dict(zip(_NAMES, row, strict=True)) for row in rows)
+
+
+def bucket(M: int) -> int:
+    """Tiles are chosen by this: the smallest of 16, 32, 64 and 128 that holds M, at most 128."""
+    return next((rows for rows in (16, 32, 64) if rows >= M), 128)
+
+
+CANDIDATES: Mapping[str, Mapping[int, tuple[dict[str, int], ...]]] = {
+    "gfx950": {
+        16: _tiles(
+            (16, 16, 256, 4, 0, 2, 2),
+            (16, 16, 512, 2, 0, 2, 2),
+            (16, 32, 256, 4, 0, 2, 2),
+            (16, 32, 512, 4, 0, 4, 2),
+            (16, 64, 256, 4, 0, 4, 2),
+            (16, 64, 256, 8, 0, 4, 2),
+            (16, 32, 256, 4, 1, 2, 2),
+            (16, 64, 256, 4, 1, 4, 2),
+        ),
+        32: _tiles(
+            (32, 32, 256, 4, 0, 2, 2),
+            (32, 32, 512, 4, 0, 4, 2),
+            (32, 64, 256, 4, 0, 4, 2),
+            (32, 64, 256, 8, 0, 4, 2),
+            (32, 32, 256, 4, 1, 2, 2),
+            (32, 64, 256, 4, 1, 4, 2),
+        ),
+        64: _tiles(
+            (64, 32, 256, 4, 0, 4, 2),
+            (64, 64, 256, 4, 0, 4, 2),
+            (64, 64, 256, 8, 0, 4, 2),
+            (64, 64, 128, 8, 0, 4, 2),
+            (64, 128, 128, 8, 0, 4, 2),
+            (64, 64, 256, 4, 1, 4, 2),
+        ),
+        128: _tiles(
+            (128, 128, 128, 1, 0, 4, 2),
+            (128, 128, 128, 1, 0, 8, 2),
+            (128, 256, 128, 1, 0, 8, 2),
+            (128, 128, 256, 1, 0, 8, 2),
+            (128, 64, 128, 2, 0, 4, 2),
+            (64, 128, 128, 1, 0, 4, 2),
+        ),
+    },
+    "sm_90a": {
+        16: _tiles(
+            (16, 64, 128, 4, 1, 4, 4),
+            (16, 64, 256, 4, 1, 4, 3),
+            (16, 64, 128, 8, 1, 4, 4),
+            (16, 128, 128, 8, 1, 8, 3),
+            (16, 128, 128, 8, 1, 4, 3),
+            (16, 32, 256, 2, 0, 4, 3),
+            (16, 32, 256, 4, 0, 4, 3),
+            (16, 64, 128, 4, 0, 4, 4),
+        ),
+        32: _tiles(
+            (32, 64, 128, 4, 1, 4, 4),
+            (32, 64, 256, 4, 1, 4, 3),
+            (32, 64, 128, 8, 1, 4, 4),
+            (32, 128, 128, 8, 1, 8, 3),
+            (32, 32, 256, 4, 0, 4, 3),
+            (32, 64, 128, 4, 0, 4, 4),
+        ),
+        64: _tiles(
+            (64, 64, 128, 4, 1, 4, 3),
+            (64, 64, 128, 8, 1, 4, 3),
+            (64, 128, 128, 4, 1, 8, 3),
+            (64, 128, 128, 8, 1, 4, 3),
+            (64, 64, 128, 4, 0, 4, 3),
+            (64, 64, 64, 4, 0, 4, 4),
+        ),
+        128: _tiles(
+            (128, 128, 64, 1, 0, 8, 3),
+            (128, 128, 128, 1, 0, 8, 2),
+            (128, 128, 128, 1, 1, 8, 2),
+            (128, 128, 64, 1, 1, 8, 3),
+            (64, 128, 128, 1, 0, 4, 3),
+            (128, 64, 128, 1, 1, 4, 3),
+        ),
+    },
+}
+"""Architecture, then bucket, to the configurations that a tuner should time; the first is the one
+that ``configure`` starts from."""
+
+
+def configure(target: Target, problem: Shape) -> dict[str, int]:
+    """The configuration of a problem that no tuned table lists.
+
+    The first candidate of M's bucket, with K split only as far as the GPU has room for more
+    workgroups and every workgroup keeps a few steps of its loop.
+    """
+    config = dict(CANDIDATES[target.arch][bucket(problem.M)][0])
+    tiles = -(-problem.M // config["BLOCK_M"]) * -(-problem.N // config["BLOCK_N"])
+    steps = -(-problem.K // config["BLOCK_K"])
+    while config["SPLIT_K"] > 1 and (
+        tiles * config["SPLIT_K"] > _WORKGROUPS_A_CU * target.cu_num
+        or steps < _MIN_STEPS * config["SPLIT_K"]
+    ):
+        config["SPLIT_K"] //= 2
+    return config
+
+
+def refusal(target: Target, problem: Shape) -> str | None:
+    """Why Triton does not compute a linear on ``target``, or None when it does."""
+    if target.runtime not in ("hip", "cuda"):
+        return f"Triton needs a GPU, and this is {target.name}"
+    if target.arch not in CANDIDATES:
+        return f"the Triton linear has tiles for {', '.join(CANDIDATES)}, not for {target.arch}"
+    return None
