@@ -1,0 +1,59 @@
+"""Host time of a launch: ours bare, a whole eager ``aiter_mx.linear``, and Triton's, in one run.
+
+    python op_tests/bench_host.py [--save]
+
+The problem is so small that the GPU is always waiting, and the host's time is what is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from aiter_mx.kernels.linear import LinearProblem
+from bench_common import report, time_host_us
+from mx_reference import random_mx
+
+import aiter_mx
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.fallbacks.linear_tiles import configure
+from aiter_mx.fallbacks.linear_triton import linear_triton
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.launch import Launch
+from aiter_mx.target import target_of
+
+M, N, K = 1, 64, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", action="store_true", help="write docs/measured/<gpu>/host.csv")
+    save = parser.parse_args().save
+
+    generator = torch.Generator().manual_seed(0)
+    operands = [t.cuda() for t in (*random_mx(M, K, generator), *random_mx(N, K, generator))]
+    out = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
+    x, w = torch.randn(M, K).bfloat16().cuda(), torch.randn(N, K).bfloat16().cuda()
+    target = target_of(out.device)
+    problem = LinearProblem(M=M, N=N, K=K, out_dtype="bf16")
+    chosen = route("linear", target, problem)
+    assert chosen.backend == "hip", chosen
+    launch = Launch(find_kernel("linear", "hip", chosen.kernel), target, problem, chosen.config, 0)
+    tensors = (*operands, None, out)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    tiles = dict(configure(target, problem), SPLIT_K=1)  # one launch, as a bare launch is
+
+    calls = {
+        "bare launch": lambda: launch(tensors, addresses),
+        "aiter_mx.linear": lambda: aiter_mx.linear(*operands),
+        "aiter_mx.linear, out given": lambda: aiter_mx.linear(*operands, out=out),
+        "bare Triton launch": lambda: linear_triton(*operands, None, out, tiles),
+        "torch.nn.functional.linear, bf16": lambda: torch.nn.functional.linear(x, w),
+        "torch.empty": lambda: torch.empty(M, N, dtype=torch.bfloat16, device="cuda"),
+    }
+    rows = [{"call": name, "host_us": time_host_us(call)} for name, call in calls.items()]
+    report("Host time of one call", rows, "host" if save else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Routing: which row or rule decides, and what a malformed table says."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from aiter_mx.kernels.linear import LinearProblem
+
+import aiter_mx
+from aiter_mx.dispatch import tables
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.errors import TableError
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.target import CPU, hardware
+
+GFX950 = hardware("gfx950")
+PROBLEM = LinearProblem(M=3, N=1000, K=96, out_dtype="bf16")  # in no shipped table
+
+
+def gemv_row(**changes: object) -> dict[str, object]:
+    """A legal row that chooses gemv for PROBLEM, with some cells changed."""
+    config = find_kernel("linear", "hip", "gemv").configure(GFX950, PROBLEM)
+    row: dict[str, object] = {"gfx": "gfx950", "cu_num": 256, "op": "linear"}
+    row |= {"M": 3, "N": 1000, "K": 96, "out_dtype": "bf16", "backend": "hip", "kernel": "gemv"}
+    return row | dict(config) | {"us": 2.5, "triton_us": 9.5, "source": "measured"} | changes
+
+
+def write_table(path: Path, *rows: dict[str, object]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_exact_row_decides_and_the_reason_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    legal = next(p for p in find_kernel("linear", "hip", "gemv").params if len(p.values) > 1)
+    usual = gemv_row()[legal.name]
+    unusual = next(value for value in legal.values if value != usual)
+    path = write_table(tmp_path / "mine.csv", gemv_row(M=4), gemv_row(**{legal.name: unusual}))
+    monkeypatch.setenv("AITER_MX_CONFIG", str(path))
+    chosen = route("linear", GFX950, PROBLEM)
+    assert (chosen.backend, chosen.kernel) == ("hip", "gemv")
+    assert chosen.config[legal.name] == unusual
+    assert chosen.source == f"{path}:3"
+    assert "2.5 us" in chosen.reason
+    assert chosen == route("linear", GFX950, PROBLEM)
+
+
+def test_bias_does_not_change_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_table(tmp_path / "mine.csv", gemv_row())
+    monkeypatch.setenv("AITER_MX_CONFIG", str(path))
+    with_bias = LinearProblem(M=3, N=1000, K=96, out_dtype="bf16", bias="fp32")
+    assert route("linear", GFX950, with_bias).source == f"{path}:2"
+
+
+def test_later_file_wins_and_an_exact_cu_count_beats_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path / "a.csv", gemv_row())
+    write_table(tmp_path / "b.csv", gemv_row(cu_num=""), gemv_row(cu_num=80))
+    (tmp_path / "c").mkdir()
+    write_table(tmp_path / "c" / "d.csv", gemv_row(us=2.25))
+    monkeypatch.setenv("AITER_MX_CONFIG", f"{tmp_path / 'a.csv'}:{tmp_path / 'b.csv'}")
+    assert route("linear", GFX950, PROBLEM).source == f"{tmp_path / 'a.csv'}:2"
+    monkeypatch.setenv("AITER_MX_CONFIG", f"{tmp_path / 'a.csv'}:{tmp_path / 'c'}")
+    assert route("linear", GFX950, PROBLEM).source == f"{tmp_path / 'c' / 'd.csv'}:2"
+
+
+def test_rows_for_another_cu_count_explain_why_they_do_not_apply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AITER_MX_CONFIG", str(write_table(tmp_path / "a.csv", gemv_row(cu_num=80))))
+    chosen = route("linear", GFX950, PROBLEM)
+    assert chosen.source == "envelope"
+    assert "for 80 CUs, not 256" in chosen.reason
+
+
+def test_envelope_names_each_refusal_on_the_way() -> None:
+    problem = LinearProblem(M=17, N=1000, K=96, out_dtype="bf16")
+    chosen = route("linear", GFX950, problem)
+    assert chosen.backend == "triton"
+    assert "M=17" in chosen.reason
+    simulated = aiter_mx.explain("linear", arch="gfx950", M=16, N=1000, K=96)
+    assert simulated.kernel == "gemv"
+    assert route("linear", CPU, problem).backend == "torch"
+
+
+def test_simulated_gfx950_takes_gemv_but_never_triton() -> None:
+    with aiter_mx.simulate("gfx950"):
+        assert aiter_mx.explain("linear", M=2, N=64, K=64).kernel == "gemv"
+        assert aiter_mx.explain("linear", M=100, N=64, K=64).backend == "torch"
+
+
+def test_failed_kernels_are_passed_over_when_told_so() -> None:
+    chosen = route("linear", GFX950, PROBLEM, frozenset({("hip", "gemv")}))
+    assert chosen.backend == "triton"
+    assert "hip/gemv failed before" in chosen.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kernel": "gemw"}, "no kernel hip/gemw; it has hip/gemv"),
+        ({"op": "lineal"}, "unknown op 'lineal'"),
+        ({"gfx": "gfx90c"}, "unknown architecture 'gfx90c'"),
+        ({"M": "three"}, "M must be a whole number, got 'three'"),
+        ({"M": 17}, "hip/gemv does not cover this row"),
+        ({"N": ""}, "key column 'N' is missing or empty"),
+        ({"out_dtype": "int8"}, "int8"),
+        ({"frobnicate": 1}, "unknown column 'frobnicate'"),
+        ({"cu_num": "many"}, "cu_num must be a whole number"),
+    ],
+)
+def test_malformed_row_is_an_error_with_file_and_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, object],
+    message: str,
+) -> None:
+    path = write_table(tmp_path / "bad.csv", gemv_row(**changes), gemv_row(M=5, us=1))
+    monkeypatch.setenv("AITER_MX_CONFIG", str(path))
+    with pytest.raises(TableError) as caught:
+        route("linear", GFX950, PROBLEM)
+    assert str(caught.value).startswith(f"{path}:2: ")
+    assert message in str(caught.value)
+
+
+def test_illegal_parameter_values_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for param in find_kernel("linear", "hip", "gemv").params:
+        for cell in (max(param.values) + 1, ""):
+            path = write_table(tmp_path / f"{param.name}{cell}.csv", gemv_row(**{param.name: cell}))
+            monkeypatch.setenv("AITER_MX_CONFIG", str(path))
+            with pytest.raises(TableError, match=param.name):
+                route("linear", GFX950, PROBLEM)
+
+
+def test_files_that_are_no_tables_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = ",".join(gemv_row())
+    for text, message in [
+        ("", "empty"),
+        ("gfx,cu_num,op\n", "column 'backend' is missing"),
+        (f"{header}\ngfx950,256\n", ":2: has fewer fields"),
+        (f"{header}\n{'1,' * 40}1\n", "cannot be read"),
+        (b"\xff\xfe\x00", "cannot be read"),
+    ]:
+        path = tmp_path / f"{len(text)}.csv"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        monkeypatch.setenv("AITER_MX_CONFIG", str(path))
+        with pytest.raises(TableError, match=message):
+            route("linear", GFX950, PROBLEM)
+    monkeypatch.setenv("AITER_MX_CONFIG", str(tmp_path / "absent.csv"))
+    with pytest.raises(TableError, match="does not exist"):
+        route("linear", GFX950, PROBLEM)
+
+
+def test_shipped_tables_are_legal() -> None:
+    for arch in ("gfx950", "sm_90a"):
+        for path in tables.table_files(arch, "linear"):
+            rows = [row for _, row in tables.read_table(path)]
+            assert rows, path
+            assert len({(row.problem, row.cu_num) for row in rows}) == len(rows), path
+
+
+def test_misses_are_logged_once_each_for_the_tuner(tmp_path: Path) -> None:
+    log = tmp_path / "untuned.csv"
+    script = (
+        "import aiter_mx\n"
+        "for M in (3, 4, 3):\n"
+        "    aiter_mx.explain('linear', arch='gfx950', M=M, N=1000, K=96, bias='bf16')\n"
+    )
+    for _ in range(2):
+        subprocess.run(
+            [sys.executable, "-c", script],
+            check=True,
+            env={"AITER_MX_LOG_UNTUNED": str(log), "PATH": ""},
+        )
+    lines = list(csv.DictReader(log.open()))
+    assert [int(line["M"]) for line in lines] == [3, 4, 3, 4]
+    expected = {"gfx": "gfx950", "cu_num": "256", "op": "linear", "N": "1000", "K": "96"}
+    assert all(expected.items() <= line.items() for line in lines)
+    assert lines[0]["out_dtype"] == "bf16"
+
+
+def test_explain_takes_torch_dtypes_and_refuses_unknown_fields() -> None:
+    by_dtype = aiter_mx.explain("linear", arch="gfx950", M=1, N=64, K=64, out_dtype=torch.float32)
+    assert by_dtype == aiter_mx.explain("linear", arch="gfx950", M=1, N=64, K=64, out_dtype="fp32")
+    with pytest.raises(ValueError, match="'L' is none of them"):
+        aiter_mx.explain("linear", M=1, N=64, K=64, L=2)
+    with pytest.raises(ValueError, match="'K' was not given"):
+        aiter_mx.explain("linear", M=1, N=64)
+    with pytest.raises(ValueError, match="unknown op 'conv'"):
+        aiter_mx.explain("conv", M=1)
+    with pytest.raises(ValueError, match="gfx42"):
+        aiter_mx.explain("linear", arch="gfx42", M=1, N=64, K=64)
