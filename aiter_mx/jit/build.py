@@ -1,0 +1,189 @@
+"""Builds kernels: source and compile-time parameters in, code object out."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiter_mx.errors import BuildError, ToolchainError
+from aiter_mx.jit import cache, compiler
+from aiter_mx.jit.toolchain import Toolchain, find_toolchain, vendor_of
+from aiter_mx.paths import csrc_dir
+
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)
+_STEERING = (  # environment variables that change what a compiler makes of the same command line
+    "CPATH",
+    "CPLUS_INCLUDE_PATH",
+    "CCC_OVERRIDE_OPTIONS",
+    "HIP_DEVICE_LIB_PATH",
+    "NVCC_PREPEND_FLAGS",
+    "NVCC_APPEND_FLAGS",
+)
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """One kernel to build.
+
+    Attributes:
+        source: relative to ``csrc/``.
+        arch: ``gfx950`` or ``sm_90a``.
+        defines: preprocessor definitions, name and value.
+    """
+
+    source: str
+    arch: str
+    defines: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        defines = " ".join(f"{name}={value}" for name, value in self.defines)
+        return f"{self.source} for {self.arch} ({defines or 'no defines'})"
+
+
+@dataclass(frozen=True)
+class CodeObject:
+    """A compiled kernel.
+
+    Attributes:
+        key: what it is stored under in the cache.
+        image: the ELF that a runtime loads.
+        path: where it is.
+        built: whether this call compiled it.
+        seconds: how long that took; 0 when it came out of the cache.
+    """
+
+    key: str
+    image: bytes
+    path: Path
+    built: bool
+    seconds: float
+
+
+def build(request: BuildRequest) -> CodeObject:
+    """The code object of a request, from the cache or compiled now.
+
+    Where there is no compiler at all, an artifact of the same sources, flags and definitions by
+    any compiler is used: that is how a container is filled ahead of time.
+
+    Raises:
+        BuildError: it does not compile; the message has the command line and the output.
+        ToolchainError: there is no compiler and no artifact.
+        CacheError: another process builds it and takes too long, or there is no space at all.
+        ValueError: there is no such source, or no such architecture.
+    """
+    sources = _source_key(request)
+    suffix = vendor_of(request.arch).SUFFIX
+    try:
+        tool = find_toolchain(request.arch)
+    except ToolchainError as error:
+        found = cache.lookup_prefix(request.arch, f"{sources}-", suffix)
+        if found is None:
+            raise ToolchainError(f"{request} is not in the cache, and {error}") from None
+        key = found.path.name.partition(".")[0]
+    else:
+        key = f"{sources}-{_compiler_key(tool)}"
+        found = cache.get_or_build(
+            request.arch, key, suffix, lambda out: _compile(request, tool, out), str(request)
+        )
+    return CodeObject(key, found.data, found.path, found.built, found.seconds)
+
+
+def is_cached(request: BuildRequest) -> bool:
+    """Whether ``build`` would compile nothing."""
+    sources = _source_key(request)
+    try:
+        prefix = f"{sources}-{_compiler_key(find_toolchain(request.arch))}."
+    except ToolchainError:
+        prefix = f"{sources}-"
+    suffix = vendor_of(request.arch).SUFFIX
+    return cache.lookup_prefix(request.arch, prefix, suffix) is not None
+
+
+def build_all(
+    requests: Sequence[BuildRequest],
+    jobs: int | None = None,
+    on_done: Callable[[BuildRequest, CodeObject], None] | None = None,
+) -> list[CodeObject]:
+    """Build many in parallel.
+
+    Args:
+        requests: duplicates are built once.
+        jobs: how many at a time; by default one for each core.
+        on_done: called in this thread after each build, in the order in which they finish.
+
+    Returns:
+        The code objects in the order of ``requests``.
+
+    Raises:
+        Exception: what ``build`` raised first; builds that had not started are dropped.
+    """
+    pool = ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0)), "aiter_mx-build")
+    try:
+        futures = {pool.submit(build, request): request for request in dict.fromkeys(requests)}
+        done = {}
+        for future in as_completed(futures):
+            request = futures[future]
+            done[request] = future.result()
+            if on_done:
+                on_done(request, done[request])
+        return [done[request] for request in requests]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _include_dirs(arch: str) -> list[Path]:
+    return [csrc_dir() / name for name in vendor_of(arch).INCLUDES]
+
+
+def _source_key(request: BuildRequest) -> str:
+    """Hash of everything but the compiler that the code object depends on."""
+    whole = hashlib.sha256()
+    parts: list[object] = [request.arch, *vendor_of(request.arch).FLAGS]
+    parts += [f"{name}={value}" for name, value in sorted(request.defines)]
+    for name, text in _texts(request):
+        parts += [name, hashlib.sha256(text).hexdigest()]
+    whole.update("\0".join(map(str, parts)).encode())
+    return whole.hexdigest()[:32]
+
+
+def _compiler_key(tool: Toolchain) -> str:
+    steering = [f"{name}={os.environ[name]}" for name in _STEERING if name in os.environ]
+    return hashlib.sha256("\0".join([tool.identity, *steering]).encode()).hexdigest()[:16]
+
+
+def _texts(request: BuildRequest) -> list[tuple[str, bytes]]:
+    """The source and everything under ``csrc/`` that it includes, whatever the preprocessor's
+    conditions, as names and texts in the order in which they are met."""
+    csrc = csrc_dir()
+    source = csrc / request.source
+    if not source.is_file():
+        raise ValueError(f"there is no kernel source {request.source!r} in {csrc}")
+    include_dirs = _include_dirs(request.arch)
+    texts: dict[Path, bytes] = {}
+    waiting = [source]
+    while waiting:
+        path = waiting.pop(0)
+        if path in texts:
+            continue
+        texts[path] = path.read_bytes()
+        for name in _INCLUDE.findall(texts[path]):
+            places = [folder / os.fsdecode(name) for folder in (path.parent, *include_dirs)]
+            waiting += [place for place in places if place.is_file()][:1]
+    return [(os.path.relpath(path, csrc), text) for path, text in texts.items()]
+
+
+def _compile(request: BuildRequest, tool: Toolchain, out: Path) -> None:
+    command = vendor_of(request.arch).command(tool, out.parent)
+    command += [f"-I{folder}" for folder in _include_dirs(request.arch)]
+    command += [f"-D{name}={value}" for name, value in request.defines]
+    try:
+        compiler.run([*command, csrc_dir() / request.source, "-o", out], out.parent)
+    except BuildError as error:
+        raise BuildError(f"building {request} failed: {error}") from None
+    if not out.is_file() or not out.stat().st_size:
+        raise BuildError(f"building {request} failed: {tool.compiler} succeeded but wrote nothing")

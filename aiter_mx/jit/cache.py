@@ -1,0 +1,362 @@
+"""The folder of built artifacts: each is built once, across processes, and checked when read.
+
+An artifact is one file, ``<kind>/<key>.<digest>.<suffix>``. The digest of its contents is part of
+its name, so it appears whole by one rename, and a truncated or altered one is known for what it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from aiter_mx.errors import CacheError
+from aiter_mx.jit.lock import build_lock
+
+_LOG = logging.getLogger("aiter_mx")
+_ABANDONED_S = 3600
+_NAME = re.compile(r"(?P<key>[\w-]+)\.(?P<digest>[0-9a-f]{32})\.(?P<suffix>\w+)")
+
+_thread_locks: dict[tuple[int, str], threading.Lock] = {}
+_unshared: dict[str, Artifact] = {}
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """Something that was built.
+
+    Attributes:
+        path: where it is; for one that could not be kept in the cache, a file in memory that lives
+            as long as this process.
+        data: its contents.
+        built: whether this call built it.
+        seconds: how long the build took; 0 when it came out of the cache.
+    """
+
+    path: Path
+    data: bytes
+    built: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An artifact in the cache, as a listing shows it.
+
+    Attributes:
+        kind, key: what it was stored under.
+        path: the file.
+        size_bytes: its length.
+        built_at: when, in seconds since the epoch.
+        describe: what it is, for people.
+        intact: whether its contents are what was built.
+    """
+
+    kind: str
+    key: str
+    path: Path
+    size_bytes: int
+    built_at: float
+    describe: str
+    intact: bool
+
+
+def cache_dir() -> Path:
+    """The cache folder: AITER_MX_CACHE_DIR, else aiter_mx in XDG_CACHE_HOME or ~/.cache.
+
+    It is not made by asking for it.
+
+    Raises:
+        CacheError: none of these is known.
+    """
+    if named := os.environ.get("AITER_MX_CACHE_DIR"):
+        return Path(named).expanduser().absolute()
+    above = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(above) if Path(above).is_absolute() else Path.home() / ".cache") / "aiter_mx"
+    except RuntimeError as error:
+        raise CacheError(f"no cache folder: {error}; set AITER_MX_CACHE_DIR to one") from None
+
+
+def _checked_dir() -> Path | None:
+    """The cache folder when it exists, after a look at whether others could plant things in it."""
+    root = cache_dir()
+    try:
+        status = root.stat()
+    except OSError:
+        return None
+    if not stat.S_ISDIR(status.st_mode):
+        raise CacheError(f"the cache folder {root} is a file; set AITER_MX_CACHE_DIR to a folder")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise CacheError(
+            f"the cache folder {root} belongs to user {status.st_uid}, and code from it would run "
+            f"as user {os.geteuid()}; set AITER_MX_CACHE_DIR to a folder of your own"
+        )
+    if status.st_mode & 0o022:
+        raise CacheError(
+            f"others can write to the cache folder {root} (mode {status.st_mode & 0o7777:o}), and "
+            f"code from it would run as you; chmod 700 it, or set AITER_MX_CACHE_DIR to a folder "
+            f"that does not exist yet"
+        )
+    return root
+
+
+def _made_dir() -> Path:
+    cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+    root = _checked_dir()
+    if root is None:
+        raise FileNotFoundError(f"{cache_dir()} is gone")
+    return root
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def _named(kind: str, prefix: str, suffix: str) -> list[Path]:
+    """Files whose name says that they hold a key that begins with ``prefix``."""
+    root = _checked_dir()
+    if root is None:
+        return []
+    try:
+        names = sorted(path.name for path in (root / kind).iterdir())
+    except OSError:
+        return []
+    matches = ((name, _NAME.fullmatch(name)) for name in names if name.startswith(prefix))
+    return [root / kind / name for name, match in matches if match and match["suffix"] == suffix]
+
+
+def _read(path: Path) -> bytes | None:
+    """The contents of an artifact, or None when they are not what was built."""
+    match = _NAME.fullmatch(path.name)
+    try:
+        data = path.read_bytes()
+        ours = path.stat().st_uid in (os.geteuid(), 0)
+    except OSError:
+        return None
+    return data if ours and match and _digest(data) == match["digest"] else None
+
+
+def lookup(kind: str, key: str, suffix: str) -> Artifact | None:
+    """The intact artifact of exactly this key, or None."""
+    return lookup_prefix(kind, f"{key}.", suffix)
+
+
+def lookup_prefix(kind: str, prefix: str, suffix: str) -> Artifact | None:
+    """An intact artifact whose key begins with ``prefix``, or None."""
+    for path in _named(kind, prefix, suffix.lstrip(".")):
+        data = _read(path)
+        if data is not None:
+            return Artifact(path, data, built=False, seconds=0.0)
+    return None
+
+
+def get_or_build(
+    kind: str, key: str, suffix: str, build: Callable[[Path], None], describe: str = ""
+) -> Artifact:
+    """The artifact of a key, built now if the cache has no intact one.
+
+    Of any number of threads and processes that ask at once, one builds and the others wait for it.
+    Where the cache folder cannot be written, the artifact is built for this process alone, with a
+    warning.
+
+    Args:
+        kind: what sort of artifact; a folder of the cache.
+        key: letters, digits, ``_`` and ``-``; everything that the result depends on goes into it.
+        suffix: of the file, such as ``hsaco``.
+        build: writes the artifact to the path that it is given; it may leave other files beside it.
+        describe: what it is, for people.
+
+    Raises:
+        CacheError: the wait for another builder took too long, there is no space even for a
+            private build, or the cache folder is not private.
+        Exception: whatever ``build`` raises.
+    """
+    suffix = suffix.lstrip(".")
+    entry = f"{kind}/{key}.{suffix}"
+    describe = describe or entry
+    # The process is part of the name because a fork copies a held lock but not its holder.
+    with _thread_locks.setdefault((os.getpid(), entry), threading.Lock()):
+        if found := lookup(kind, key, suffix):
+            return found
+        if found := _unshared.get(entry):
+            return replace(found, built=False, seconds=0.0)
+        try:
+            return _build_shared(kind, key, suffix, build, describe)
+        except OSError as error:
+            _warn_unshared(describe, error)
+        try:
+            with tempfile.TemporaryDirectory(prefix="aiter_mx-") as work:
+                data, seconds = _run(build, Path(work) / f"artifact.{suffix}")
+            return _keep(entry, data, seconds)
+        except OSError as error:
+            raise CacheError(
+                f"cannot build {describe}: {error}. Neither the cache folder {cache_dir()} nor "
+                f"the temporary folder {tempfile.gettempdir()} can be used; free some space, or "
+                "set AITER_MX_CACHE_DIR (and TMPDIR) to a folder that has some and is writable"
+            ) from error
+
+
+def _warn_unshared(describe: str, error: OSError) -> None:
+    _LOG.warning(
+        "%s cannot be kept in the cache folder %s (%s); it is built for this process alone. Set "
+        "AITER_MX_CACHE_DIR to a writable folder with space to build it once",
+        describe,
+        cache_dir(),
+        error,
+    )
+
+
+def _run(build: Callable[[Path], None], out: Path) -> tuple[bytes, float]:
+    start = time.perf_counter()
+    build(out)
+    return out.read_bytes(), time.perf_counter() - start
+
+
+def _keep(entry: str, data: bytes, seconds: float) -> Artifact:
+    """An artifact that lives in this process's memory, under a path that its children can open."""
+    descriptor = os.memfd_create(f"aiter_mx:{entry}")
+    path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+    path.write_bytes(data)
+    _unshared[entry] = Artifact(path, data, built=True, seconds=seconds)
+    return _unshared[entry]
+
+
+def _build_shared(
+    kind: str, key: str, suffix: str, build: Callable[[Path], None], describe: str
+) -> Artifact:
+    root = _made_dir()
+    with build_lock(root / "locks" / f"{kind}-{key}.lock", describe):
+        if found := lookup(kind, key, suffix):
+            return found
+        for garbled in _named(kind, f"{key}.", suffix):
+            _LOG.warning("%s is truncated or altered; building it anew", garbled)
+            garbled.unlink()
+        scratch = root / "tmp"
+        scratch.mkdir(exist_ok=True)
+        _sweep(scratch)
+        work = Path(tempfile.mkdtemp(prefix="build-", dir=scratch))
+        try:
+            out = work / f"artifact.{suffix}"
+            data, seconds = _run(build, out)
+            final = root / kind / f"{key}.{_digest(data)}.{suffix}"
+            try:
+                _publish(out, final, describe)
+            except OSError as error:
+                _warn_unshared(describe, error)
+                return _keep(f"{kind}/{key}.{suffix}", data, seconds)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return Artifact(final, data, built=True, seconds=seconds)
+
+
+def _publish(out: Path, final: Path, describe: str) -> None:
+    final.parent.mkdir(exist_ok=True)
+    _sync(out)
+    about = out.with_suffix(".about")
+    about.write_text(json.dumps({"describe": describe}))
+    about.replace(final.with_suffix(".about"))
+    out.replace(final)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(scratch: Path) -> None:
+    """Remove what builders that were killed have left."""
+    for work in scratch.glob("build-*"):
+        with suppress(OSError):
+            if time.time() - work.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(work, ignore_errors=True)
+
+
+def load_note(name: str) -> str | None:
+    """A small text that was saved under a name, or None."""
+    root = _checked_dir()
+    try:
+        return (root / "notes" / name).read_text() if root else None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def save_note(name: str, text: str) -> None:
+    """Save a small text, or not, when the cache cannot be written."""
+    with suppress(OSError):
+        folder = _made_dir() / "notes"
+        folder.mkdir(exist_ok=True)
+        draft = folder / f"{name}.{os.getpid()}"
+        draft.write_text(text)
+        draft.replace(folder / name)
+
+
+def _files() -> Iterator[tuple[Path, re.Match[str]]]:
+    root = _checked_dir()
+    for path in sorted(root.glob("*/*")) if root else ():
+        if match := _NAME.fullmatch(path.name):
+            yield path, match
+
+
+def entries() -> list[Entry]:
+    """Every artifact in the cache, by kind and key."""
+    found = []
+    for path, match in _files():
+        try:
+            status = path.stat()
+        except OSError:
+            continue  # cleared meanwhile
+        try:
+            describe = str(json.loads(path.with_suffix(".about").read_text())["describe"])
+        except (OSError, ValueError, KeyError, TypeError):
+            describe = ""
+        found.append(
+            Entry(
+                kind=path.parent.name,
+                key=match["key"],
+                path=path,
+                size_bytes=status.st_size,
+                built_at=status.st_mtime,
+                describe=describe,
+                intact=_read(path) is not None,
+            )
+        )
+    return found
+
+
+def clear() -> int:
+    """Delete every artifact and return how many there were.
+
+    Nothing is touched that the cache did not make, whatever folder it was pointed at.
+    """
+    root = _checked_dir()
+    if root is None:
+        return 0
+    artifacts = [path for path, _ in _files()]
+    doomed = [path for artifact in artifacts for path in (artifact, artifact.with_suffix(".about"))]
+    doomed += [*root.glob("notes/toolchain-*"), *root.glob("locks/*.lock")]
+    doomed += root.glob("locks/*.holder")
+    for path in doomed:
+        path.unlink(missing_ok=True)
+    for work in root.glob("tmp/build-*"):
+        shutil.rmtree(work, ignore_errors=True)
+    for folder in {path.parent for path in doomed} | {root / "tmp"}:
+        with suppress(OSError):
+            folder.rmdir()
+    _unshared.clear()
+    return len(artifacts)

@@ -1,0 +1,116 @@
+"""What the two vendors' compilers have in common: how one is named, tried, refused and run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiter_mx.errors import BuildError
+
+Command = list[str | Path]
+_TIMEOUT_S = 600
+_HEAD_LINES, _TAIL_LINES = 60, 20
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """A compiler that was tried and works for an architecture.
+
+    Attributes:
+        kind: ``rocm``, ``llvm`` (clang with Triton's HIP headers) or ``nvcc``.
+        arch: what it was tried for.
+        compiler: the program to run.
+        identity: the compiler's version and that of the headers and bitcode it uses.
+        reason: where it was found, for people.
+        flags: what this installation needs on the command line.
+        watch: the files that it consists of, as far as known; a change means: try it again.
+        headers: for kind ``llvm``, the folder with HIP's ``include`` and ``lib``.
+    """
+
+    kind: str
+    arch: str
+    compiler: Path
+    identity: str
+    reason: str
+    flags: tuple[str, ...] = ()
+    watch: tuple[Path, ...] = ()
+    headers: Path | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A place where a compiler may be.
+
+    Attributes:
+        kind: as in Toolchain.
+        origin: how the place was come by, for people: ``HIPCC``, ``PATH``.
+        path: the program, or None where there is none.
+        absent: without a path, what was looked for.
+    """
+
+    kind: str
+    origin: str
+    path: Path | None
+    absent: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.path}" if self.path else f"{self.origin}: {self.absent}"
+
+
+class Refused(Exception):
+    """A candidate cannot be used; the text says why."""
+
+
+def run(command: Command, work: Path) -> str:
+    """Run a compiler with ``work`` as its temporary folder and return what it printed.
+
+    Raises:
+        BuildError: it failed, did not start, or ran for more than ten minutes; the message carries
+            the command line and the output.
+        OSError: with ``ENOSPC``, when it failed because a disk is full.
+    """
+    words = [str(word) for word in command]
+    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(work)}
+    try:
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+            timeout=_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise _failure(words, f"did not finish within {_TIMEOUT_S} s", "") from None
+    except OSError as error:
+        raise _failure(words, f"could not be started: {error}", "") from None
+    if done.returncode == 0:
+        return done.stdout
+    if "no space left on device" in done.stdout.lower():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(work))
+    if done.returncode < 0:
+        raise _failure(words, f"was killed by signal {-done.returncode}", done.stdout)
+    raise _failure(words, f"exited with status {done.returncode}", done.stdout)
+
+
+def _failure(words: list[str], what: str, output: str) -> BuildError:
+    lines = output.strip().splitlines()
+    if len(lines) > _HEAD_LINES + _TAIL_LINES:
+        left_out = len(lines) - _HEAD_LINES - _TAIL_LINES
+        lines[_HEAD_LINES:-_TAIL_LINES] = [f"[... {left_out} lines left out ...]"]
+    return BuildError(
+        "\n".join([f"the compiler {what}", f"command: {shlex.join(words)}", "output:", *lines])
+    )
+
+
+def first_error(error: BuildError) -> str:
+    """The line of a compiler's output that says most."""
+    output = str(error).partition("\noutput:\n")[2].splitlines()
+    telling = [line for line in output if "error" in line or "fatal" in line]
+    return next(iter(telling + output), str(error).splitlines()[0]).strip()

@@ -1,0 +1,154 @@
+"""Finds the compiler for an architecture, and says why that one."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from aiter_mx.errors import ToolchainError
+from aiter_mx.jit import amd, nvidia
+from aiter_mx.jit.cache import load_note, save_note
+from aiter_mx.jit.compiler import Candidate, Refused, Toolchain
+
+__all__ = ["Toolchain", "find_toolchain", "llvm_tool", "vendor_of"]
+
+_search_lock = threading.Lock()
+
+
+def vendor_of(arch: str) -> ModuleType:
+    """The module that knows the compilers for ``arch``.
+
+    Raises:
+        ValueError: the name is of no architecture's form.
+    """
+    if re.fullmatch(r"gfx[0-9a-f]{3,4}", arch):
+        return amd
+    if re.fullmatch(r"sm_\d{2,3}[af]?", arch):
+        return nvidia
+    raise ValueError(f"an architecture is called like gfx950 or sm_90a, got {arch!r}")
+
+
+def find_toolchain(arch: str) -> Toolchain:
+    """The compiler to use for an architecture such as ``gfx950`` or ``sm_90a``.
+
+    The first of the vendor's candidates that compiles a trial kernel is chosen. The choice is
+    remembered in the cache folder until one of the candidates changes, so that a later process
+    starts no compiler to find it again.
+
+    Raises:
+        ToolchainError: there is none; the message lists every place looked at, why it was
+            refused, and what to install.
+        ValueError: the name is of no architecture's form.
+    """
+    names = ("PATH", "AITER_MX_CACHE_DIR", *vendor_of(arch).ENVIRONMENT)
+    environment = tuple(os.environ.get(name) for name in names)
+    with _search_lock:
+        return _find(arch, environment)
+
+
+@cache
+def _find(arch: str, environment: tuple[str | None, ...]) -> Toolchain:
+    vendor = vendor_of(arch)
+    candidates: list[Candidate] = list(dict.fromkeys(vendor.candidates()))
+    places = [str(candidate) for candidate in candidates]
+    stamps = [_stamp(candidate.path) for candidate in candidates if candidate.path]
+    question = json.dumps([arch, places, stamps, _stamp(_package("triton")), __file__])
+    note = "toolchain-" + hashlib.sha256(question.encode()).hexdigest()[:32]
+    if remembered := _recall(note):
+        return remembered
+    refusals = []
+    tried: set[Path] = set()
+    with tempfile.TemporaryDirectory(prefix="aiter_mx-") as work:
+        for candidate in candidates:
+            if candidate.path is None:
+                refusals.append(str(candidate))
+            elif (program := candidate.path.resolve()) not in tried:
+                tried.add(program)
+                try:
+                    found: Toolchain = vendor.probe(candidate, arch, Path(work))
+                except Refused as refusal:
+                    refusals.append(f"{candidate}: {refusal}")
+                else:
+                    _remember(note, found)
+                    return found
+    listed = "\n".join(f"  - {refusal}" for refusal in refusals)
+    raise ToolchainError(
+        f"no compiler for {arch} was found. Looked at:\n{listed}\nTo build kernels, "
+        f"{vendor.INSTALL}; or fill the cache where there is a compiler: aiter-mx build"
+    )
+
+
+def _package(name: str) -> Path | None:
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin) if spec and spec.origin else None
+
+
+def _stamp(path: Path | None) -> list[str | int]:
+    if path is None:
+        return []
+    try:
+        status = path.stat()
+    except OSError:
+        return [str(path)]
+    return [str(path.resolve()), status.st_size, status.st_mtime_ns]
+
+
+def _remember(note: str, tool: Toolchain) -> None:
+    record = asdict(tool) | {"stamps": [_stamp(path) for path in tool.watch]}
+    save_note(note, json.dumps(record, default=str))
+
+
+def _recall(note: str) -> Toolchain | None:
+    text = load_note(note)
+    if text is None:
+        return None
+    try:
+        record = json.loads(text)
+        watch = tuple(Path(path) for path in record["watch"])
+        if record["stamps"] != [_stamp(path) for path in watch]:
+            return None
+        return Toolchain(
+            kind=record["kind"],
+            arch=record["arch"],
+            compiler=Path(record["compiler"]),
+            identity=record["identity"],
+            reason=record["reason"],
+            flags=tuple(record["flags"]),
+            watch=watch,
+            headers=Path(record["headers"]) if record["headers"] else None,
+        )
+    except (ValueError, KeyError, TypeError):
+        return None  # written by another version, or garbled: find it anew
+
+
+@cache
+def llvm_tool(name: str) -> Path:
+    """An LLVM program that knows gfx950: ``llvm-objdump``, ``llvm-readelf``.
+
+    Raises:
+        ToolchainError: neither ROCm nor PATH has it in version 20 or newer.
+    """
+    roots = [Path(root) for root in (os.environ.get("ROCM_PATH"), "/opt/rocm") if root]
+    beside = [root / folder / name for root in roots for folder in ("lib/llvm/bin", "llvm/bin")]
+    plain = [Path(path)] if (path := shutil.which(name)) else []
+    looked_at = [path for path in beside if path.exists()] + amd.versioned_programs(name) + plain
+    for candidate in looked_at:
+        said = subprocess.run([candidate, "--version"], capture_output=True, text=True, check=False)
+        version = re.search(r"LLVM version (\d+)", said.stdout)
+        if version and int(version[1]) >= amd.OLDEST_CLANG:
+            return candidate
+    raise ToolchainError(
+        f"no {name} of LLVM {amd.OLDEST_CLANG} or newer was found; looked at "
+        f"{', '.join(map(str, [*beside, *plain]))} and PATH for {name}-N. To have it, {amd.INSTALL}"
+    )
