@@ -10,14 +10,14 @@ without it, the one that dispatch routes to.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import torch
 from aiter_mx.kernels.linear import LinearProblem
 from bench_common import copies_to_stay_cold, report, time_graph_us
 from mx_reference import linear_reference64
-from rich.progress import track
 
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
@@ -36,6 +36,8 @@ SHAPES = ((2304, 6144), (1536, 6144), (6144, 2048), (6144, 1536), (9216, 6144))
 ROWS = (1, 2, 4, 8, 16)
 DEVICE = torch.device("cuda", 0)
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Timed = tuple[float, str, Config]
+"""Microseconds, kernel, configuration."""
 
 
 def random_operands(M: int, N: int, K: int) -> Operands:
@@ -52,8 +54,8 @@ def random_operands(M: int, N: int, K: int) -> Operands:
     return payload(M), scale(M), payload(N), scale(N)
 
 
-def reader(target: Target) -> Callable[[torch.Tensor], Callable[[], None]]:
-    """Makes a call that only reads a tensor, with the fastest of a few grids and unrolls."""
+def reader(target: Target) -> Callable[[list[torch.Tensor]], float]:
+    """Times reading one of several tensors alone, with the fastest of a few grids and unrolls."""
     threads = 256
     runtime = runtime_of(target.runtime)
     functions = []
@@ -82,38 +84,47 @@ def reader(target: Target) -> Callable[[torch.Tensor], Callable[[], None]]:
     return best_of
 
 
-def time_ours(problem: LinearProblem, copies: list[Operands], sweep: bool) -> Iterator[dict]:
+def time_ours(problem: LinearProblem, copies: list[Operands], sweep: bool) -> list[Timed]:
     """Times of our kernels on ``problem``: as routed, or of each configuration that builds."""
     target = target_of(DEVICE)
     out = torch.empty(problem.M, problem.N, dtype=torch.bfloat16, device=DEVICE)
     if not sweep:
         chosen = route("linear", target, problem)
-        calls = [lambda c=c: aiter_mx.linear(*c, out=out) for c in copies]
-        yield {"kernel": chosen.kernel, "config": chosen.config, "us": time_graph_us(calls)}
-        return
+        us = time_graph_us([partial(aiter_mx.linear, *operands, out=out) for operands in copies])
+        return [(us, chosen.kernel, chosen.config)]
+    timed = []
     for kernel in kernels_of("linear"):
         if kernel.backend != "hip" or kernel.refusal(target, problem):
             continue
+        names = [param.name for param in kernel.params]
         for values in product(*(param.values for param in kernel.params)):
-            config = dict(zip((param.name for param in kernel.params), values, strict=True))
-            us = time_config(kernel, target, problem, config, copies, out)
-            if us is not None:
-                yield {"kernel": kernel.name, "config": config, "us": us}
+            config = dict(zip(names, values, strict=True))
+            try:
+                launch = Launch(kernel, target, problem, config, 0)
+            except AiterMxError as error:
+                print(f"{kernel.name} {config}: {error}"[:200])
+                continue
+            calls = []
+            for operands in copies:
+                tensors = (*operands, None, out)
+                addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+                calls.append(partial(launch, tensors, addresses))
+            timed.append((time_graph_us(calls), kernel.name, config))
+    return sorted(timed, key=lambda entry: entry[0])
 
 
-def time_config(kernel, target, problem, config: Config, copies, out) -> float | None:
-    try:
-        launch = Launch(kernel, target, problem, config, 0)
-    except AiterMxError:
-        return None
-    tensors = [(*c, None, out) for c in copies]
-    addresses = [[0 if t is None else t.data_ptr() for t in ts] for ts in tensors]
-    calls = [lambda t=t, a=a: launch(t, a) for t, a in zip(tensors, addresses, strict=True)]
-    return time_graph_us(calls)
+def time_triton(problem: LinearProblem, copies: list[Operands]) -> tuple[float, Config]:
+    """Time of the fastest of Triton's candidate tiles, and which it is."""
+    out = torch.empty(problem.M, problem.N, dtype=torch.bfloat16, device=DEVICE)
+    timed = []
+    for tiles in CANDIDATES[target_of(DEVICE).arch][bucket(problem.M)]:
+        calls = [partial(linear_triton, *operands, None, out, tiles) for operands in copies]
+        timed.append((time_graph_us(calls), tiles))
+    return min(timed, key=lambda entry: entry[0])
 
 
-def error_of(problem: LinearProblem, operands: Operands) -> float:
-    """Relative error (Frobenius norm) of the routed result against float64."""
+def error_of(operands: Operands) -> float:
+    """Relative error (Frobenius norm) of the routed result, in fp32, against float64."""
     out = aiter_mx.linear(*operands, out_dtype=torch.float32).double()
     reference = linear_reference64(*operands)
     return float((out - reference).norm() / reference.norm())
@@ -126,48 +137,31 @@ def main() -> None:
     parser.add_argument("--M", type=int, nargs="+", default=ROWS)
     parser.add_argument("--shapes", nargs="+", default=[f"{N}x{K}" for N, K in SHAPES])
     arguments = parser.parse_args()
-    target = target_of(DEVICE)
-    read_us = reader(target)
-    rows = []
-    for shape in track(arguments.shapes, description="shapes"):
+    read_us = reader(target_of(DEVICE))
+    rows: list[dict[str, object]] = []
+    for shape in arguments.shapes:
         N, K = map(int, shape.split("x"))
         weights = [random_operands(0, N, K)[2:] for _ in range(copies_to_stay_cold(N * K))]
-        dense = [w.bfloat16() for w, _ in weights[: copies_to_stay_cold(2 * N * K)]]
-        floor = read_us([w for w, _ in weights])
+        dense = [wq.bfloat16() for wq, _ in weights[: copies_to_stay_cold(2 * N * K)]]
+        floor_us = read_us([wq for wq, _ in weights])
         for M in arguments.M:
             problem = LinearProblem(M=M, N=N, K=K, out_dtype="bf16")
-            xq, xs = random_operands(M, 0, K)[:2]
-            copies = [(xq, xs, *w) for w in weights]
-            timed = list(time_ours(problem, copies, arguments.sweep))
-            best = min(timed, key=lambda t: t["us"])
-            out = torch.empty(M, N, dtype=torch.bfloat16, device=DEVICE)
-            triton_us = {}
-            for tiles in CANDIDATES[target.arch][bucket(M)]:
-                calls = [lambda c=c, t=tiles: linear_triton(*c, None, out, t) for c in copies]
-                triton_us[str(list(tiles.values()))] = time_graph_us(calls)
+            activations = random_operands(M, 0, K)[:2]
+            copies = [(*activations, *w) for w in weights]
+            timed = time_ours(problem, copies, arguments.sweep)
+            for entry in timed[1:5]:
+                print(M, N, K, *entry)
+            ours_us, kernel, config = timed[0]
+            triton_us, tiles = time_triton(problem, copies)
             x = torch.randn(M, K, device=DEVICE).bfloat16()
-            bf16_us = time_graph_us([lambda w=w: torch.mm(x, w.t(), out=out) for w in dense])
-            best_tiles = min(triton_us, key=triton_us.__getitem__)
-            rows.append(
-                {
-                    "M": M,
-                    "N": N,
-                    "K": K,
-                    "kernel": best["kernel"],
-                    **best["config"],
-                    "ours_us": best["us"],
-                    "triton_us": triton_us[best_tiles],
-                    "triton_tiles": best_tiles,
-                    "bf16_us": bf16_us,
-                    "floor_us": floor,
-                    "ours/floor": best["us"] / floor,
-                    "TB/s": N * K * (1 + 1 / 32) / best["us"] / 1e6,
-                    "rel_err": error_of(problem, copies[0]),
-                }
-            )
-            if arguments.sweep:
-                for entry in sorted(timed, key=lambda t: t["us"])[:6]:
-                    print(problem.M, N, K, entry["kernel"], dict(entry["config"]), entry["us"])
+            bf16_us = time_graph_us([partial(torch.mm, x, w.t()) for w in dense])
+            row: dict[str, object] = {"M": M, "N": N, "K": K, "kernel": kernel, **config}
+            row |= {"ours_us": ours_us, "triton_us": triton_us, "bf16_us": bf16_us}
+            row |= {"floor_us": floor_us, "ours_over_floor": ours_us / floor_us}
+            row |= {"tb_per_s": N * K * (1 + 1 / 32) / ours_us / 1e6}
+            row |= {"triton_tiles": "x".join(map(str, tiles.values()))}
+            row |= {"rel_err": error_of(copies[0])}
+            rows.append(row)
     report("Decode linear, cold weights", rows, "linear" if arguments.save else None)
 
 

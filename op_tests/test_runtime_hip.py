@@ -1,4 +1,4 @@
-"""The HIP runtime against a stand-in for libamdhip64 that writes down what it is asked to launch."""
+"""The HIP runtime against a stand-in for libamdhip64 that writes down each launch."""
 
 from __future__ import annotations
 
