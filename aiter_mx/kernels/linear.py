@@ -1,0 +1,164 @@
+"""What can compute ``aiter_mx.linear``: the decode GEMV, Triton, and the torch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aiter_mx.fallbacks import linear_tiles
+from aiter_mx.kernels.spec import Arg, Config, Geometry, KernelSpec, Module, Param
+from aiter_mx.target import Target
+
+_DTYPE_CODES = {"none": 0, "fp32": 1, "bf16": 2, "fp16": 3}  # csrc/include/mx_target.h
+OUT_DTYPES = ("bf16", "fp16", "fp32")
+BIAS_DTYPES = ("none", "bf16", "fp16", "fp32")
+BLOCK = 32  # elements of K that share a scale
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """``y[M, N] = x[M, K] @ w[N, K].T + bias[N]`` over MX-FP8 x and w.
+
+    Attributes:
+        M: tokens.
+        N: output features.
+        K: elements of the reduction, a multiple of 32.
+        out_dtype: of y: ``bf16``, ``fp16`` or ``fp32``.
+        bias: dtype of the bias, one of those or ``none``.
+
+    Raises:
+        ValueError: a field is none of the above.
+    """
+
+    M: int
+    N: int
+    K: int
+    out_dtype: str = "bf16"
+    bias: str = "none"
+
+    def __post_init__(self) -> None:
+        for name, value in (("M", self.M), ("N", self.N)):
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {name}={value}")
+        if self.K <= 0 or self.K % BLOCK:
+            raise ValueError(f"K must be a multiple of {BLOCK}, got K={self.K}")
+        for name, value, known in (
+            ("out_dtype", self.out_dtype, OUT_DTYPES),
+            ("bias", self.bias, BIAS_DTYPES),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+PROBLEM = LinearProblem
+KEY = ("M", "N", "K", "out_dtype")
+
+# The GEMV, csrc/linear_gemv.cu.
+
+GEMV_MAX_M = 16
+_PIECE_BYTES = 16  # what a lane reads of one row of w in one step
+_MAX_GRID_X = 1 << 20  # workgroups; more continue in y. HIP counts threads of a grid in 32 bits.
+
+GEMV_PARAMS = (
+    Param("rows", (1, 2, 3, 4, 6, 8), "output features that a workgroup computes"),
+    Param("waves", (1, 2, 3, 4, 6, 8, 12, 16), "waves of a workgroup, which split K"),
+    Param(
+        "unroll", (1, 2, 3, 4), "steps of a wave whose loads are issued before the first is used"
+    ),
+)
+
+
+def _gemv_refusal(target: Target, problem: LinearProblem) -> str | None:
+    if target.arch not in GEMV.sources:
+        return f"no gemv kernel for {target.arch}, only for {' and '.join(GEMV.sources)}"
+    if problem.M > GEMV_MAX_M:
+        return f"M={problem.M} is above {GEMV_MAX_M}, the most rows gemv holds in registers"
+    return None
+
+
+def _gemv_configure(target: Target, problem: LinearProblem) -> Config:
+    """A configuration that fits registers and keeps many bytes in flight: see docs/kernels.md."""
+    M, N = problem.M, problem.N
+    # Rows share the conversion of x, and more of them mean fewer reads of x; but each compute unit
+    # must get workgroups, and from M = 9 the sums of four rows leave no registers.
+    most_rows = 4 if M <= 8 else 2
+    rows = next(r for r in (4, 2, 1) if r == 1 or (r <= most_rows and N >= 2 * r * target.cu_num))
+    # Bytes in flight a lane: all steps of a wave at once where registers allow it.
+    most_unroll = max(1, min(4, 8 // (rows * M), 8 // rows))
+    steps = -(-problem.K // (_PIECE_BYTES * target.wave_size))
+    waves = next(w for w in (1, 2, 3, 4, 6, 8) if w == 8 or w * most_unroll >= steps)
+    unroll = min(most_unroll, -(-steps // waves))
+    return {"rows": rows, "waves": waves, "unroll": unroll}
+
+
+def _gemv_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
+    return {
+        "MX_M": problem.M,
+        "MX_OUT": _DTYPE_CODES[problem.out_dtype],
+        "MX_ROWS": config["rows"],
+        "MX_WAVES": config["waves"],
+        "MX_UNROLL": config["unroll"],
+        "MX_MAX_GRID_X": _MAX_GRID_X,
+    }
+
+
+def _gemv_geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
+    groups = -(-problem.N // config["rows"])
+    return Geometry(
+        grid=(min(groups, _MAX_GRID_X), -(-groups // _MAX_GRID_X), 1),
+        block=(config["waves"] * target.wave_size, 1, 1),
+    )
+
+
+def _gemv_scalars(
+    target: Target, problem: LinearProblem, config: Config
+) -> tuple[int | float, ...]:
+    return (problem.N, problem.K, _DTYPE_CODES[problem.bias])
+
+
+GEMV = Module(
+    sources={"gfx950": "linear_gemv.cu", "sm_90a": "linear_gemv.cu"},
+    symbol="aiter_mx_linear_gemv",
+    args=(
+        Arg("xq", "pointer", "r"),
+        Arg("xs", "pointer", "r"),
+        Arg("wq", "pointer", "r"),
+        Arg("ws", "pointer", "r"),
+        Arg("bias", "pointer", "r"),
+        Arg("y", "pointer", "w"),
+        Arg("N", "i64"),
+        Arg("K", "i64"),
+        Arg("bias_kind", "i32"),
+    ),
+    defines=_gemv_defines,
+    geometry=_gemv_geometry,
+    scalars=_gemv_scalars,
+)
+
+KERNELS = (
+    KernelSpec(
+        op="linear",
+        backend="hip",
+        name="gemv",
+        params=GEMV_PARAMS,
+        refusal=_gemv_refusal,
+        configure=_gemv_configure,
+        module=GEMV,
+    ),
+    KernelSpec(
+        op="linear",
+        backend="triton",
+        name="dot_scaled",
+        params=linear_tiles.PARAMS,
+        refusal=linear_tiles.refusal,
+        configure=linear_tiles.configure,
+    ),
+    KernelSpec(
+        op="linear",
+        backend="torch",
+        name="reference",
+        params=(),
+        refusal=lambda target, problem: None,
+        configure=lambda target, problem: {},
+    ),
+)

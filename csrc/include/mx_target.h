@@ -1,0 +1,34 @@
+// What differs between the targets, under the same names: lanes of a wave, loads, e4m3 conversion,
+// cross-lane sums, output conversion. Sources need no HIP or CUDA header of their own, which keeps
+// a build well under a second.
+#pragma once
+
+#if defined(__AMDGCN__)
+#include "mx_gfx950.h"
+#else
+#include "mx_sm90.h"
+#endif
+
+namespace mx {
+
+// Codes of the dtypes that the host names, aiter_mx/kernels/linear.py.
+enum DTypeCode { kF32 = 1, kBF16 = 2, kFP16 = 3 };
+
+template <int Code>
+struct DTypeOf;
+template <>
+struct DTypeOf<kF32> {
+    using type = float;
+};
+template <>
+struct DTypeOf<kBF16> {
+    using type = bf16;
+};
+template <>
+struct DTypeOf<kFP16> {
+    using type = fp16;
+};
+template <int Code>
+using DType = typename DTypeOf<Code>::type;
+
+} // namespace mx

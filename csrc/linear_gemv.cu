@@ -1,0 +1,140 @@
+// Decode linear for 1 to 16 rows of x: y = dequantised(x) * dequantised(w)^T + bias.
+//
+//   xq [M, K], wq [N, K]        e4m3 payload
+//   xs [M, K/32], ws [N, K/32]  e8m0 scale of each 32 consecutive k
+//   y  [M, N]                   fp32, bf16 or fp16
+//   bias [N]                    any of these, or none
+//
+// A workgroup computes kRows consecutive outputs n for all m. Its waves split K: in one step a
+// wave reads 16 bytes a lane, so kLanes * 16 consecutive k, of each of its rows of w.
+//
+//   k ->     |lane 0|lane 1|...      |lane 0|lane 1|...      |lane 0|...
+//   row n    |<-- wave 0, step 0 --->|<-- wave 1, step 0 --->|<-- wave 0, step 1
+//   row n+1  |<-- wave 0, step 0 --->|<-- wave 1, step 0 --->|<-- wave 0, step 1
+//
+// Two lanes share a 32-block; each scales its half of the block's sum. Weights are converted to
+// fp32 once for all m, and x once for all rows of the workgroup. Sums are fp32 and added in an
+// order that depends on nothing but the configuration: over a lane's k, lanes, then waves.
+
+#include "mx_reduce.h"
+#include "mx_scale.h"
+#include "mx_target.h"
+
+using namespace mx;
+
+constexpr int kM = MX_M;           // rows of x
+constexpr int kRows = MX_ROWS;     // outputs n of a workgroup
+constexpr int kWaves = MX_WAVES;   // waves of a workgroup
+constexpr int kUnroll = MX_UNROLL; // steps whose loads are issued before the first is used
+using Out = DType<MX_OUT>;
+
+constexpr int kBlock = 32; // k of one scale
+constexpr int kPiece = 16; // k of a lane in one step
+constexpr int kPairs = kPiece / 2;
+constexpr int kStep = kLanes * kPiece;
+constexpr int kThreads = kLanes * kWaves;
+constexpr int kValues = kM * kRows;
+constexpr long kMaxGridX = MX_MAX_GRID_X; // groups beyond it continue in the grid's y
+
+struct Piece {
+    u32x4 payload = {};
+    unsigned scale = 0;
+
+    // first: the wave's first k in this step, a multiple of kBlock; the row holds K of them.
+    __device__ void load_x(const unsigned char* q, const unsigned char* s, long first, int lane) {
+        payload = load(q + first + lane * kPiece);
+        scale = load_byte(s + first / kBlock + lane * kPiece / kBlock);
+    }
+    __device__ void load_w(const unsigned char* q, const unsigned char* s, long first, int lane) {
+        payload = load_once(q + first + lane * kPiece);
+        scale = load_byte(s + first / kBlock + lane * kPiece / kBlock);
+    }
+    __device__ void to_f32(f32x2 (&values)[kPairs]) const {
+#pragma unroll
+        for (int i = 0; i < kPairs / 2; ++i)
+            e4m3x4_to_f32(payload[i], values[2 * i], values[2 * i + 1]);
+    }
+};
+
+// Unread pieces stay zero: they add exactly nothing.
+MX_DEVICE void accumulate(float (&sums)[kValues], const Piece (&x)[kM], const Piece (&w)[kRows]) {
+    f32x2 w_values[kRows][kPairs];
+    float w_scale[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        w[r].to_f32(w_values[r]);
+        w_scale[r] = e8m0_to_f32(w[r].scale);
+    }
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+        f32x2 x_values[kPairs];
+        x[m].to_f32(x_values);
+        const HalfScales x_scale = e8m0_to_halves(x[m].scale);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            float& sum = sums[m * kRows + r];
+            sum = add_scaled(sum, dot(x_values, w_values[r]), x_scale, w_scale[r]);
+        }
+    }
+}
+
+MX_DEVICE float load_bias(const void* bias, int kind, long n) {
+    switch (kind) {
+    case kF32:
+        return static_cast<const float*>(bias)[n];
+    case kBF16:
+        return to_f32(static_cast<const bf16*>(bias)[n]);
+    case kFP16:
+        return to_f32(static_cast<const fp16*>(bias)[n]);
+    default:
+        return 0.0f;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    aiter_mx_linear_gemv(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
+                         const unsigned char* ws, const void* bias, Out* y, long N, long K,
+                         int bias_kind) {
+    const int lane = thread_in_group() % kLanes;
+    const int wave = wave_in_group();
+    const long first_row = (group_y() * kMaxGridX + group_x()) * kRows;
+    if (first_row >= N)
+        return;
+
+    float sums[kValues] = {};
+    for (long begin = wave * kStep; begin < K; begin += kUnroll * kWaves * kStep) {
+        Piece x[kUnroll][kM], w[kUnroll][kRows];
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+            const long first = begin + u * kWaves * kStep;
+            if (first + lane * kPiece < K) {
+#pragma unroll
+                for (int r = 0; r < kRows; ++r) {
+                    const long row = first_row + r < N ? first_row + r : N - 1;
+                    w[u][r].load_w(wq + row * K, ws + row * (K / kBlock), first, lane);
+                }
+#pragma unroll
+                for (int m = 0; m < kM; ++m)
+                    x[u][m].load_x(xq + m * K, xs + m * (K / kBlock), first, lane);
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u)
+            accumulate(sums, x[u], w[u]);
+    }
+
+    __shared__ float partial[kWaves][kValues];
+    sum_lanes(sums, partial[wave], lane);
+    group_barrier();
+    for (int i = thread_in_group(); i < kValues; i += kThreads) {
+        const int m = i / kRows;
+        const long n = first_row + i % kRows;
+        if (n < N) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int v = 0; v < kWaves; ++v)
+                sum += partial[v][i];
+            store(y + m * N + n, sum + load_bias(bias, bias_kind, n));
+        }
+    }
+}
