@@ -1,0 +1,99 @@
+"""``aiter-mx build``: fills the cache ahead of time, for containers and for other machines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from aiter_mx.cli.fields import DECODE_LINEARS, parse_fields, parse_shape
+from aiter_mx.cli.screen import make_console, make_progress
+
+if TYPE_CHECKING:
+    from aiter_mx.jit.build import BuildRequest
+    from aiter_mx.kernels.spec import Problem
+
+
+def build(
+    context: typer.Context,
+    op: Annotated[str, typer.Argument(help="Name of the op.")] = "linear",
+    arch: Annotated[
+        str | None,
+        typer.Option(help="gfx950,sm_90a; by default each whose compiler is present."),
+    ] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="MxNxK, as in 1-16x2304x6144; may be repeated.")
+    ] = None,
+    tables: Annotated[bool, typer.Option(help="The shapes of the tuned tables.")] = False,
+    jobs: Annotated[int | None, typer.Option(help="Compilers at a time.")] = None,
+) -> None:
+    """Compile kernels ahead of time.
+
+    The shapes are those given by --shape or by the op's fields (--M 1-16 --N 2304 --K 6144), the
+    tuned ones with --tables, and otherwise the decode shapes of a large model. No GPU is needed.
+    """
+    from aiter_mx.jit.build import build_all, is_cached
+
+    console = make_console()
+    fields = parse_fields(context.args)
+    started = time.perf_counter()
+    requests: list[BuildRequest] = []
+    for name in _archs(arch):
+        problems = _problems(op, name, fields, shape or [], tables)
+        found = _requests(op, name, problems)
+        console.print(f"{name}: {len(problems)} shapes, {len(found)} kernel variants")
+        requests += found
+    missing = [request for request in requests if not is_cached(request)]
+    with make_progress() as progress:
+        task = progress.add_task("compiling", total=len(missing))
+        build_all(missing, jobs=jobs, on_done=lambda *_: progress.advance(task))
+    seconds = time.perf_counter() - started
+    console.print(
+        f"{len(missing)} compiled in {seconds:.1f} s, {len(requests) - len(missing)} were cached"
+    )
+
+
+def _archs(text: str | None) -> list[str]:
+    from aiter_mx.errors import ToolchainError
+    from aiter_mx.jit.toolchain import find_toolchain
+    from aiter_mx.target import ARCHS
+
+    if text is not None:
+        return text.split(",")
+    found, refused = [], []
+    for arch in ARCHS:
+        try:
+            find_toolchain(arch)
+            found.append(arch)
+        except ToolchainError as error:
+            refused.append(str(error))
+    if not found:
+        raise ToolchainError("\n".join(refused))
+    return found
+
+
+def _problems(
+    op: str, arch: str, fields: dict[str, Any], shapes: list[str], tables: bool
+) -> list[Problem]:
+    from aiter_mx.dispatch.tables import load_rows
+    from aiter_mx.warmup import combinations
+
+    axes = [{**fields, **parse_shape(text)} for text in shapes]
+    if fields and not shapes:
+        axes = [fields]
+    if not axes and not tables:
+        axes = [{"M": range(1, 17), "N": n, "K": k} for n, k in DECODE_LINEARS.values()]
+    problems = [problem for each in axes for problem in combinations(op, dict(each))]
+    return [*problems, *load_rows(arch, op)] if tables else problems
+
+
+def _requests(op: str, arch: str, problems: Iterable[Problem]) -> list[BuildRequest]:
+    from aiter_mx.dispatch.dispatcher import route
+    from aiter_mx.target import hardware
+    from aiter_mx.warmup import build_requests
+
+    target = hardware(arch)
+    problems = list(problems)
+    return build_requests(target, problems, [route(op, target, problem) for problem in problems])

@@ -1,0 +1,42 @@
+"""``aiter-mx cache``: what the JIT has stored."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import typer
+
+from aiter_mx.cli.screen import format_bytes, make_console, make_table
+
+app = typer.Typer(help="List or clear what was compiled.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_artifacts() -> None:
+    """List what the cache folder holds."""
+    from aiter_mx.jit.cache import cache_dir, entries
+
+    console = make_console()
+    found = entries()
+    table = make_table("kind", "key", "size", "built", "state", "what", numbers=("size",))
+    for entry in found:
+        table.add_row(
+            entry.kind,
+            entry.key[:12],
+            format_bytes(entry.size_bytes),
+            f"{datetime.fromtimestamp(entry.built_at):%Y-%m-%d %H:%M}",
+            "intact" if entry.intact else "altered",
+            entry.describe,
+        )
+    if found:
+        console.print(table)
+    size = format_bytes(sum(entry.size_bytes for entry in found))
+    console.print(f"{len(found)} artifacts, {size}, in {cache_dir()}", soft_wrap=True)
+
+
+@app.command("clear")
+def clear_artifacts() -> None:
+    """Delete everything in the cache folder; it is compiled again when needed."""
+    from aiter_mx.jit.cache import cache_dir, clear
+
+    make_console().print(f"{clear()} artifacts deleted from {cache_dir()}", soft_wrap=True)

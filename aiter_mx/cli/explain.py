@@ -1,0 +1,52 @@
+"""``aiter-mx explain``: the route of a shape, and why."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from aiter_mx.cli.fields import parse_fields
+from aiter_mx.cli.screen import make_console, make_table, print_fields
+
+
+def explain(
+    context: typer.Context,
+    op: Annotated[str, typer.Argument(help="Name of the op, such as linear.")],
+    arch: Annotated[
+        str | None, typer.Option(help="gfx950 or sm_90a; by default what this machine has.")
+    ] = None,
+    cu_num: Annotated[int | None, typer.Option(help="Compute units, if not the usual.")] = None,
+) -> None:
+    """Say which kernel computes a shape, and why.
+
+    The shape is given by the op's fields: explain linear --M 1-16 --N 2304 --K 6144.
+    """
+    from aiter_mx.dispatch.explain import explain as explain_shape
+    from aiter_mx.warmup import combinations
+
+    fields: dict[str, Any] = parse_fields(context.args)
+    problems = combinations(op, fields)
+    routes = [explain_shape(op, arch=arch, cu_num=cu_num, **vars(p)) for p in problems]
+    console = make_console()
+    if len(routes) == 1:
+        route = routes[0]
+        shown = {
+            "route": f"{route.backend}/{route.kernel}",
+            "config": describe_config(route.config),
+            "reason": route.reason,
+            "source": route.source,
+        }
+        print_fields(console, {name: value for name, value in shown.items() if value})
+        return
+    table = make_table(*fields, "route", "config", "reason")
+    for problem, route in zip(problems, routes, strict=True):
+        shape = [str(getattr(problem, name)) for name in fields]
+        kernel = f"{route.backend}/{route.kernel}"
+        table.add_row(*shape, kernel, describe_config(route.config), route.reason)
+    console.print(table)
+
+
+def describe_config(config: Any) -> str:
+    """A kernel's configuration as text: ``rows=4 waves=8``."""
+    return " ".join(f"{name}={value}" for name, value in config.items())

@@ -1,0 +1,83 @@
+"""``aiter-mx isa``: what the compiler made of a kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from aiter_mx.cli.explain import describe_config
+from aiter_mx.cli.fields import Axis, parse_fields
+from aiter_mx.cli.screen import heading, make_console, make_table, print_fields
+
+if TYPE_CHECKING:
+    from aiter_mx.kernels.spec import KernelSpec
+
+_SHAPE: dict[str, Axis] = {"M": [1], "N": [2304], "K": [6144]}
+
+
+def isa(
+    context: typer.Context,
+    kernel: Annotated[str, typer.Argument(help="Name of the kernel, such as gemv.")],
+    arch: Annotated[str, typer.Option(help="gfx950 or sm_90a.")] = "gfx950",
+    text: Annotated[bool, typer.Option(help="Print the whole disassembly too.")] = False,
+) -> None:
+    """Show a kernel's registers, spills, LDS, occupancy and instruction mix.
+
+    The shape and the kernel's parameters may be given as options: isa gemv --M 4 --rows 2; what
+    is left out is what dispatch would choose.
+    """
+    from aiter_mx.cli.disassembly import disassemble
+    from aiter_mx.jit.build import build
+    from aiter_mx.launch import build_request
+    from aiter_mx.target import hardware
+    from aiter_mx.warmup import combinations
+
+    spec = _find(kernel)
+    fields = parse_fields(context.args)
+    known = {param.name for param in spec.params}
+    chosen = {name: fields.pop(name) for name in list(fields) if name in known}
+    target = hardware(arch)
+    problem = combinations(spec.op, {**_SHAPE, **fields})[0]
+    refusal = spec.refusal(target, problem)
+    if refusal is not None:
+        raise ValueError(f"{spec.op}/{spec.name} does not cover this shape: {refusal}")
+    config = dict(spec.configure(target, problem))
+    config.update({name: int(values[0]) for name, values in chosen.items()})
+    spec.check_config(config)
+    assert spec.module is not None  # _find looks for no other
+    built = build(build_request(spec, target, problem, config))
+    geometry = spec.module.geometry(target, problem, config)
+    found = disassemble(built.path, built.image, arch, spec.module.symbol, geometry)
+
+    console = make_console()
+    launch = f"{geometry.grid} workgroups of {geometry.block}, {geometry.shared_bytes} bytes of LDS"
+    shown = {
+        "kernel": f"{spec.op}/{spec.name} for {arch}",
+        "problem": describe_config(vars(problem)),
+        "config": describe_config(config),
+        "launch": launch,
+        **found.usage,
+    }
+    print_fields(console, dict(shown))
+    heading(console, "Instructions, as they stand in the code")
+    table = make_table("class", "count", "share", numbers=("count", "share"))
+    total = sum(found.mix.values())
+    for name, count in found.mix.most_common():
+        table.add_row(name, str(count), f"{count / total:.0%}")
+    table.add_row("all", str(total), "")
+    console.print(table)
+    if text:
+        heading(console, "Disassembly")
+        console.print(found.text, soft_wrap=True)
+
+
+def _find(name: str) -> KernelSpec:
+    from aiter_mx.kernels.registry import kernels_of, ops
+
+    ours = [spec for op in ops() for spec in kernels_of(op) if spec.module is not None]
+    for spec in ours:
+        if name in (spec.name, f"{spec.op}/{spec.name}"):
+            return spec
+    known = ", ".join(f"{spec.op}/{spec.name}" for spec in ours)
+    raise ValueError(f"no kernel {name!r}; there are {known}")

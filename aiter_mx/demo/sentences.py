@@ -1,0 +1,28 @@
+"""Sentences of at most 16 tokens, in pairs, so that neighbours mean something."""
+
+SENTENCES = (
+    "The harbour froze so hard that boats were stuck for weeks.",
+    "Ice closed the port and no ship could leave until March.",
+    "She baked two loaves of rye bread before breakfast.",
+    "Fresh dough needs an hour to rise in a warm kitchen.",
+    "The striker missed a penalty in the last minute.",
+    "Our team lost the football match by a single goal.",
+    "A comet will be visible low in the west after sunset.",
+    "Astronomers found a planet that orbits two dying stars.",
+    "My battery is dead.",
+    "The phone shuts down whenever its battery drops to ten percent.",
+    "Interest rates rose again in June to slow down inflation and new lending.",
+    "The central bank fears that prices keep climbing.",
+    "He practises the cello every evening after work.",
+    "The orchestra tuned its violins while the audience waited.",
+    "Vaccines train the immune system to recognise a virus.",
+    "The doctor prescribed antibiotics for her throat infection.",
+    "Our train was delayed by fallen trees on the track.",
+    "Buses replace trains on this track until Sunday.",
+    "The committee postponed its vote on the new budget.",
+    "Parliament rejected the tax bill by three votes.",
+    "Wolves have returned to the forests of this valley.",
+    "A fox crossed the snow and vanished among the pines.",
+    "The compiler keeps both operands in registers.",
+    "A cache miss costs more cycles than the whole multiplication.",
+)
