@@ -3,8 +3,8 @@
 gfx950 multiplies with its scaled matrix instruction. Hopper has none: there Triton multiplies each
 payload by its scale in bf16, and then the results. That is exact while every single value stays
 within bf16, which scales from 2^-117 to 2^119 guarantee for any payload; beyond, large values
-become infinite and tiny ones lose bits, even where the product would have been ordinary. Before
-Triton 3.9, scale byte 0 is read as zero there.
+become infinite and tiny ones lose bits, even where the product would have been ordinary (and
+Triton 3.6 reads scale byte 0 as zero).
 """
 
 from __future__ import annotations

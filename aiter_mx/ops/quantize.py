@@ -40,8 +40,7 @@ def _check(x: Tensor, mode: str) -> None:
 @torch.library.custom_op("aiter_mx::quantize", mutates_args=())
 def _quantize(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     _check(x, mode)
-    # reshape, since a mere cast would keep the strides of a transposed x
-    blocks = x.to(torch.float32).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
+    blocks = x.contiguous().to(torch.float32).unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
     # Bits of magnitudes order as the magnitudes do, subnormals too, with Inf and NaN on top.
     amax = (blocks.view(torch.int32) & _SIGN_CLEARED).amax(-1)
     above = _ROUND_ABOVE_448 if mode == "rceil" else 0
@@ -53,7 +52,7 @@ def _quantize(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     payload = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     payload.masked_fill_(not_finite.unsqueeze(-1), _E4M3_NAN)
     scale = byte.masked_fill_(not_finite, NAN_SCALE).to(torch.uint8)
-    return payload.view(torch.float8_e4m3fn).reshape(x.shape), scale
+    return payload.view(torch.float8_e4m3fn).flatten(-2), scale
 
 
 @_quantize.register_fake
