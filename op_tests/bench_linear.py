@@ -15,7 +15,6 @@ from functools import partial
 from itertools import product
 
 import torch
-from aiter_mx.kernels.linear import LinearProblem
 from bench_common import copies_to_stay_cold, report, time_graph_us
 from mx_reference import linear_reference64
 
@@ -24,10 +23,11 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import AiterMxError
 from aiter_mx.fallbacks.linear_tiles import CANDIDATES, bucket
 from aiter_mx.fallbacks.linear_triton import linear_triton
-from aiter_mx.jit.build import BuildRequest, build
+from aiter_mx.jit.build import BuildRequest, build, build_all
+from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import kernels_of
-from aiter_mx.kernels.spec import Arg, Config, Geometry
-from aiter_mx.launch import Launch, runtime_of
+from aiter_mx.kernels.spec import Arg, Config, Geometry, KernelSpec
+from aiter_mx.launch import Launch, build_request, runtime_of
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.target import Target, target_of
 
@@ -84,6 +84,19 @@ def reader(target: Target) -> Callable[[list[torch.Tensor]], float]:
     return best_of
 
 
+def all_configs(kernel: KernelSpec) -> list[Config]:
+    """Every combination of a kernel's parameters."""
+    names = [param.name for param in kernel.params]
+    values = product(*(param.values for param in kernel.params))
+    return [dict(zip(names, chosen, strict=True)) for chosen in values]
+
+
+def fits_registers(problem: LinearProblem, config: Config) -> bool:
+    """Whether what gemv holds a lane, loads in flight and sums, leaves room in 255 registers."""
+    loads = 5 * config["unroll"] * (config["rows"] + problem.M)
+    return loads + config["rows"] * problem.M <= 200
+
+
 def time_ours(problem: LinearProblem, copies: list[Operands], sweep: bool) -> list[Timed]:
     """Times of our kernels on ``problem``: as routed, or of each configuration that builds."""
     target = target_of(DEVICE)
@@ -96,9 +109,9 @@ def time_ours(problem: LinearProblem, copies: list[Operands], sweep: bool) -> li
     for kernel in kernels_of("linear"):
         if kernel.backend != "hip" or kernel.refusal(target, problem):
             continue
-        names = [param.name for param in kernel.params]
-        for values in product(*(param.values for param in kernel.params)):
-            config = dict(zip(names, values, strict=True))
+        configs = [c for c in all_configs(kernel) if fits_registers(problem, c)]
+        build_all([build_request(kernel, target, problem, config) for config in configs])
+        for config in configs:
             try:
                 launch = Launch(kernel, target, problem, config, 0)
             except AiterMxError as error:

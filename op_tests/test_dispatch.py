@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from aiter_mx.kernels.linear import LinearProblem
 
 import aiter_mx
 from aiter_mx.dispatch import tables
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import TableError
+from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import CPU, hardware
 
@@ -151,8 +151,9 @@ def test_files_that_are_no_tables_are_refused(
     for text, message in [
         ("", "empty"),
         ("gfx,cu_num,op\n", "column 'backend' is missing"),
-        (f"{header}\ngfx950,256\n", ":2: has fewer fields"),
-        (f"{header}\n{'1,' * 40}1\n", "cannot be read"),
+        (f"{header}\ngfx950,256\n", ":2: has 2 fields, the header has"),
+        (f"{header}\n{'1,' * 40}1\n", ":2: has 41 fields"),
+        (f'{header}\n"gfx950', "cannot be read"),
         (b"\xff\xfe\x00", "cannot be read"),
     ]:
         path = tmp_path / f"{len(text)}.csv"

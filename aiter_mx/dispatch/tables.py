@@ -10,8 +10,9 @@ A table is a CSV. Its columns:
 
 from __future__ import annotations
 
+import csv
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -105,31 +106,34 @@ def read_table(path: Path) -> Iterator[tuple[str, Row]]:
         TableError: the file is no table, or a row names an unknown op, architecture, kernel or
             parameter, an illegal value, or a shape outside the kernel's envelope.
     """
-    import pandas  # here: it takes longer to import than a table takes to read
-
     try:
-        frame = pandas.read_csv(path, dtype=str, keep_default_na=False, skip_blank_lines=False)
-    except (OSError, UnicodeDecodeError, pandas.errors.ParserError) as error:
+        with path.open(newline="", encoding="utf-8") as file:
+            lines = csv.reader(file, strict=True)
+            columns = next(lines, None)
+            if columns is None:
+                raise TableError(f"{path}: the file is empty; expected a header line")
+            for column in (*SCOPE, *CHOICE):
+                if column not in columns:
+                    raise TableError(f"{path}:1: column {column!r} is missing")
+            for fields in lines:
+                if any(fields):
+                    yield _parse(f"{path}:{lines.line_num}", columns, fields)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TableError(f"{path}: cannot be read as a table: {error}") from error
-    except pandas.errors.EmptyDataError as error:
-        raise TableError(f"{path}: the file is empty; expected a header line") from error
-    columns = [str(column) for column in frame.columns]
-    for column in (*SCOPE, *CHOICE):
-        if column not in columns:
-            raise TableError(f"{path}:1: column {column!r} is missing")
-    for number, values in enumerate(frame.itertuples(index=False), start=2):
-        where = f"{path}:{number}"
-        if not all(isinstance(value, str) for value in values):
-            raise TableError(f"{where}: has fewer fields than the header's {len(columns)}")
-        cells = {column: str(value).strip() for column, value in zip(columns, values, strict=True)}
-        if any(cells.values()):
-            try:
-                yield cells["op"], _parse(where, cells)
-            except (ValueError, TypeError) as error:
-                raise TableError(f"{where}: {error}") from error
 
 
-def _parse(where: str, cells: dict[str, str]) -> Row:
+def _parse(where: str, columns: Sequence[str], fields: Sequence[str]) -> tuple[str, Row]:
+    """The op of a row, and the row."""
+    if len(fields) != len(columns):
+        raise TableError(f"{where}: has {len(fields)} fields, the header has {len(columns)}")
+    try:
+        cells = {name: field.strip() for name, field in zip(columns, fields, strict=True)}
+        return cells["op"], _checked_row(where, cells)
+    except ValueError as error:
+        raise TableError(f"{where}: {error}") from error
+
+
+def _checked_row(where: str, cells: dict[str, str]) -> Row:
     op = cells["op"]
     if op not in ops():
         raise ValueError(f"unknown op {op!r}; there are {', '.join(ops())}")

@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -18,7 +18,8 @@ from aiter_mx.kernels.spec import Config, Problem
 from aiter_mx.launch import Launch, not_warm
 from aiter_mx.target import Target
 
-Tensors: TypeAlias = Sequence[torch.Tensor | None]
+Tensors: TypeAlias = Sequence[Any]
+"""Tensors, or None where the op has none."""
 Run: TypeAlias = Callable[[Tensors, Sequence[int]], None]
 """Computes an op over its tensors (outputs among them) and their addresses."""
 Fallback: TypeAlias = Callable[[Tensors, Config], None]
