@@ -56,24 +56,25 @@ struct Piece {
     }
 };
 
-// Unread pieces stay zero: they add exactly nothing.
-MX_DEVICE void accumulate(float (&sums)[kValues], const Piece (&x)[kM], const Piece (&w)[kRows]) {
-    f32x2 w_values[kRows][kPairs];
-    float w_scale[kRows];
+// sums[i * StrideI + j * StrideJ] += a[i] . b[j]. All of b is held in fp32, a's pieces pass by.
+template <int StrideI, int StrideJ, int CountI, int CountJ>
+MX_DEVICE void accumulate(float* sums, const Piece (&a)[CountI], const Piece (&b)[CountJ]) {
+    f32x2 b_values[CountJ][kPairs];
+    float b_scales[CountJ];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        w[r].to_f32(w_values[r]);
-        w_scale[r] = e8m0_to_f32(w[r].scale);
+    for (int j = 0; j < CountJ; ++j) {
+        b[j].to_f32(b_values[j]);
+        b_scales[j] = e8m0_to_f32(b[j].scale);
     }
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
-        f32x2 x_values[kPairs];
-        x[m].to_f32(x_values);
-        const HalfScales x_scale = e8m0_to_halves(x[m].scale);
+    for (int i = 0; i < CountI; ++i) {
+        f32x2 a_values[kPairs];
+        a[i].to_f32(a_values);
+        const HalfScales a_scale = e8m0_to_halves(a[i].scale);
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            float& sum = sums[m * kRows + r];
-            sum = add_scaled(sum, dot(x_values, w_values[r]), x_scale, w_scale[r]);
+        for (int j = 0; j < CountJ; ++j) {
+            float& sum = sums[i * StrideI + j * StrideJ];
+            sum = add_scaled(sum, dot(a_values, b_values[j]), a_scale, b_scales[j]);
         }
     }
 }
@@ -119,8 +120,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             }
         }
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u)
-            accumulate(sums, x[u], w[u]);
+        for (int u = 0; u < kUnroll; ++u) // a piece that was not read is zero and adds nothing
+            if constexpr (kM <= kRows)
+                accumulate<1, kRows>(sums, w[u], x[u]);
+            else
+                accumulate<kRows, 1>(sums, x[u], w[u]);
     }
 
     __shared__ float partial[kWaves][kValues];

@@ -42,12 +42,12 @@ class LinearProblem:
                 raise ValueError(f"{name} must not be negative, got {name}={value}")
         if self.K <= 0 or self.K % BLOCK:
             raise ValueError(f"K must be a multiple of {BLOCK}, got K={self.K}")
-        for name, value, known in (
+        for name, dtype, known in (
             ("out_dtype", self.out_dtype, OUT_DTYPES),
             ("bias", self.bias, BIAS_DTYPES),
         ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+            if dtype not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {dtype!r}")
 
 
 PROBLEM = LinearProblem
@@ -82,7 +82,7 @@ def _gemv_configure(target: Target, problem: LinearProblem) -> Config:
     # Rows share the conversion of x, and more of them mean fewer reads of x; but each compute unit
     # must get workgroups, and from M = 9 the sums of four rows leave no registers.
     most_rows = 4 if M <= 8 else 2
-    rows = next(r for r in (4, 2, 1) if r == 1 or (r <= most_rows and N >= 2 * r * target.cu_num))
+    rows = next(r for r in (4, 2, 1) if r == 1 or (r <= most_rows and 2 * r * target.cu_num <= N))
     # Bytes in flight a lane: all steps of a wave at once where registers allow it.
     most_unroll = max(1, min(4, 8 // (rows * M), 8 // rows))
     steps = -(-problem.K // (_PIECE_BYTES * target.wave_size))
