@@ -28,6 +28,7 @@ INSTALL = (
 )
 ENVIRONMENT = ("HIPCC", "ROCM_PATH")
 OLDEST_CLANG = 20
+_OPT = Path("/opt")
 _IN_ROCM = ("bin/amdclang++", "bin/hipcc", "lib/llvm/bin/clang++", "llvm/bin/clang++")
 
 # The constants by which ROCm's device libraries are told what they are linked for; a ROCm tree has
@@ -50,8 +51,8 @@ def candidates() -> Iterator[Candidate]:
         path = shutil.which(named)
         yield Candidate("rocm", "HIPCC", Path(path) if path else None, f"{named} is no program")
     roots = [("ROCM_PATH", Path(root))] if (root := os.environ.get("ROCM_PATH")) else []
-    newest_first = sorted(Path("/opt").glob("rocm-*"), reverse=True)
-    roots += [("installed", path) for path in (Path("/opt/rocm"), *newest_first)]
+    newest_first = sorted(_OPT.glob("rocm-*"), reverse=True)
+    roots += [("installed", path) for path in (_OPT / "rocm", *newest_first)]
     for origin, folder in roots:
         programs = [folder / name for name in _IN_ROCM if (folder / name).exists()]
         yield from (Candidate("rocm", origin, program) for program in programs)

@@ -16,6 +16,7 @@ from aiter_mx.jit.toolchain import Toolchain, find_toolchain, vendor_of
 from aiter_mx.paths import csrc_dir
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)
+_COMPUTED_INCLUDE = re.compile(rb"^[ \t]*#[ \t]*include[ \t]+\w", re.MULTILINE)
 _STEERING = (  # environment variables that change what a compiler makes of the same command line
     "CPATH",
     "CPLUS_INCLUDE_PATH",
@@ -83,12 +84,18 @@ def build(request: BuildRequest) -> CodeObject:
     except ToolchainError as error:
         found = cache.lookup_prefix(request.arch, f"{sources}-", suffix)
         if found is None:
-            raise ToolchainError(f"{request} is not in the cache, and {error}") from None
+            raise ToolchainError(
+                f"{request} is not in the cache {cache.cache_dir()}, and {error}"
+            ) from None
         key = found.path.name.partition(".")[0]
     else:
         key = f"{sources}-{_compiler_key(tool)}"
         found = cache.get_or_build(
-            request.arch, key, suffix, lambda out: _compile(request, tool, out), str(request)
+            request.arch,
+            key,
+            suffix,
+            lambda out: _compile(request, sources, tool, out),
+            str(request),
         )
     return CodeObject(key, found.data, found.path, found.built, found.seconds)
 
@@ -171,19 +178,23 @@ def _texts(request: BuildRequest) -> list[tuple[str, bytes]]:
         if path in texts:
             continue
         texts[path] = path.read_bytes()
+        if _COMPUTED_INCLUDE.search(texts[path]):
+            raise ValueError(f"{path} includes what a macro names; the cache key would not see it")
         for name in _INCLUDE.findall(texts[path]):
             places = [folder / os.fsdecode(name) for folder in (path.parent, *include_dirs)]
             waiting += [place for place in places if place.is_file()][:1]
     return [(os.path.relpath(path, csrc), text) for path, text in texts.items()]
 
 
-def _compile(request: BuildRequest, tool: Toolchain, out: Path) -> None:
+def _compile(request: BuildRequest, sources: str, tool: Toolchain, out: Path) -> None:
     command = vendor_of(request.arch).command(tool, out.parent)
     command += [f"-I{folder}" for folder in _include_dirs(request.arch)]
-    command += [f"-D{name}={value}" for name, value in request.defines]
+    command += [f"-D{name}={value}" for name, value in sorted(request.defines)]
     try:
         compiler.run([*command, csrc_dir() / request.source, "-o", out], out.parent)
     except BuildError as error:
         raise BuildError(f"building {request} failed: {error}") from None
+    if _source_key(request) != sources:
+        raise BuildError(f"building {request}: its sources changed meanwhile; build it again")
     if not out.is_file() or not out.stat().st_size:
         raise BuildError(f"building {request} failed: {tool.compiler} succeeded but wrote nothing")

@@ -30,6 +30,7 @@ _NAME = re.compile(r"(?P<key>[\w-]+)\.(?P<digest>[0-9a-f]{32})\.(?P<suffix>\w+)"
 
 _thread_locks: dict[tuple[int, str], threading.Lock] = {}
 _unshared: dict[str, Artifact] = {}
+_warned: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,10 @@ def _named(kind: str, prefix: str, suffix: str) -> list[Path]:
         return []
     try:
         names = sorted(path.name for path in (root / kind).iterdir())
-    except OSError:
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        _warn_once("the cache folder cannot be read (%s)", error)
         return []
     matches = ((name, _NAME.fullmatch(name)) for name in names if name.startswith(prefix))
     return [root / kind / name for name, match in matches if match and match["suffix"] == suffix]
@@ -159,6 +163,7 @@ def lookup_prefix(kind: str, prefix: str, suffix: str) -> Artifact | None:
         data = _read(path)
         if data is not None:
             return Artifact(path, data, built=False, seconds=0.0)
+        _warn_once("%s is truncated or altered and will not be used", path)
     return None
 
 
@@ -195,11 +200,11 @@ def get_or_build(
         try:
             return _build_shared(kind, key, suffix, build, describe)
         except OSError as error:
-            _warn_unshared(describe, error)
+            hindrance = error
         try:
             with tempfile.TemporaryDirectory(prefix="aiter_mx-") as work:
                 data, seconds = _run(build, Path(work) / f"artifact.{suffix}")
-            return _keep(entry, data, seconds)
+            return _keep(entry, data, seconds, hindrance)
         except OSError as error:
             raise CacheError(
                 f"cannot build {describe}: {error}. Neither the cache folder {cache_dir()} nor "
@@ -208,14 +213,20 @@ def get_or_build(
             ) from error
 
 
-def _warn_unshared(describe: str, error: OSError) -> None:
-    _LOG.warning(
-        "%s cannot be kept in the cache folder %s (%s); it is built for this process alone. Set "
-        "AITER_MX_CACHE_DIR to a writable folder with space to build it once",
-        describe,
-        cache_dir(),
-        error,
-    )
+def _warn_once(message: str, about: object) -> None:
+    text = message % about
+    if text not in _warned:
+        _warned.add(text)
+        _LOG.warning("%s", text)
+
+
+def discard(artifact: Artifact) -> None:
+    """Remove an artifact that has turned out to be out of date, where that can be done."""
+    with suppress(OSError):
+        artifact.path.unlink()
+    for entry, kept in list(_unshared.items()):
+        if kept.path == artifact.path:
+            del _unshared[entry]
 
 
 def _run(build: Callable[[Path], None], out: Path) -> tuple[bytes, float]:
@@ -224,11 +235,17 @@ def _run(build: Callable[[Path], None], out: Path) -> tuple[bytes, float]:
     return out.read_bytes(), time.perf_counter() - start
 
 
-def _keep(entry: str, data: bytes, seconds: float) -> Artifact:
+def _keep(entry: str, data: bytes, seconds: float, hindrance: OSError) -> Artifact:
     """An artifact that lives in this process's memory, under a path that its children can open."""
+    _warn_once(
+        f"the cache folder {cache_dir()} cannot be used (%s), so what is built serves this process "
+        "alone; set AITER_MX_CACHE_DIR to a folder that is writable and has space",
+        hindrance,
+    )
     descriptor = os.memfd_create(f"aiter_mx:{entry}")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
     path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
-    path.write_bytes(data)
     _unshared[entry] = Artifact(path, data, built=True, seconds=seconds)
     return _unshared[entry]
 
@@ -241,7 +258,6 @@ def _build_shared(
         if found := lookup(kind, key, suffix):
             return found
         for garbled in _named(kind, f"{key}.", suffix):
-            _LOG.warning("%s is truncated or altered; building it anew", garbled)
             garbled.unlink()
         scratch = root / "tmp"
         scratch.mkdir(exist_ok=True)
@@ -254,8 +270,7 @@ def _build_shared(
             try:
                 _publish(out, final, describe)
             except OSError as error:
-                _warn_unshared(describe, error)
-                return _keep(f"{kind}/{key}.{suffix}", data, seconds)
+                return _keep(f"{kind}/{key}.{suffix}", data, seconds, error)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return Artifact(final, data, built=True, seconds=seconds)
@@ -268,7 +283,8 @@ def _publish(out: Path, final: Path, describe: str) -> None:
     about.write_text(json.dumps({"describe": describe}))
     about.replace(final.with_suffix(".about"))
     out.replace(final)
-    _sync(final.parent)
+    with suppress(OSError):  # not every file system can; the artifact is there all the same
+        _sync(final.parent)
 
 
 def _sync(path: Path) -> None:
@@ -285,25 +301,6 @@ def _sweep(scratch: Path) -> None:
         with suppress(OSError):
             if time.time() - work.stat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(work, ignore_errors=True)
-
-
-def load_note(name: str) -> str | None:
-    """A small text that was saved under a name, or None."""
-    root = _checked_dir()
-    try:
-        return (root / "notes" / name).read_text() if root else None
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def save_note(name: str, text: str) -> None:
-    """Save a small text, or not, when the cache cannot be written."""
-    with suppress(OSError):
-        folder = _made_dir() / "notes"
-        folder.mkdir(exist_ok=True)
-        draft = folder / f"{name}.{os.getpid()}"
-        draft.write_text(text)
-        draft.replace(folder / name)
 
 
 def _files() -> Iterator[tuple[Path, re.Match[str]]]:
@@ -349,12 +346,13 @@ def clear() -> int:
         return 0
     artifacts = [path for path, _ in _files()]
     doomed = [path for artifact in artifacts for path in (artifact, artifact.with_suffix(".about"))]
-    doomed += [*root.glob("notes/toolchain-*"), *root.glob("locks/*.lock")]
-    doomed += root.glob("locks/*.holder")
-    for path in doomed:
-        path.unlink(missing_ok=True)
-    for work in root.glob("tmp/build-*"):
-        shutil.rmtree(work, ignore_errors=True)
+    doomed += [*root.glob("locks/*.lock"), *root.glob("locks/*.holder")]
+    try:
+        for path in doomed:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise CacheError(f"the cache folder {root} cannot be cleared: {error}") from error
+    _sweep(root / "tmp")
     for folder in {path.parent for path in doomed} | {root / "tmp"}:
         with suppress(OSError):
             folder.rmdir()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+import shutil
+import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from aiter_mx.errors import BuildError
 
 Command = list[str | Path]
 _TIMEOUT_S = 600
+_FULL_BYTES = 1 << 16
 _HEAD_LINES, _TAIL_LINES = 60, 20
 
 
@@ -76,7 +79,7 @@ def run(command: Command, work: Path) -> str:
     words = [str(word) for word in command]
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(work)}
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -84,19 +87,26 @@ def run(command: Command, work: Path) -> str:
             text=True,
             errors="replace",
             env=environment,
-            timeout=_TIMEOUT_S,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        raise _failure(words, f"did not finish within {_TIMEOUT_S} s", "") from None
     except OSError as error:
         raise _failure(words, f"could not be started: {error}", "") from None
-    if done.returncode == 0:
-        return done.stdout
-    if "no space left on device" in done.stdout.lower():
+    with process:
+        try:
+            output, _ = process.communicate(timeout=_TIMEOUT_S)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)  # with the programs that the compiler started
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise _failure(words, f"did not finish within {_TIMEOUT_S} s", "") from None
+            raise
+    if process.returncode == 0:
+        return output
+    # A linker that writes through a memory map dies of a signal when the disk is full.
+    if "no space left" in output.lower() or shutil.disk_usage(work).free < _FULL_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(work))
-    if done.returncode < 0:
-        raise _failure(words, f"was killed by signal {-done.returncode}", done.stdout)
-    raise _failure(words, f"exited with status {done.returncode}", done.stdout)
+    if process.returncode < 0:
+        raise _failure(words, f"was killed by signal {-process.returncode}", output)
+    raise _failure(words, f"exited with status {process.returncode}", output)
 
 
 def _failure(words: list[str], what: str, output: str) -> BuildError:

@@ -20,6 +20,7 @@ INSTALL = (
     "pip install nvidia-cuda-nvcc nvidia-cuda-cccl"
 )
 ENVIRONMENT = ("CUDA_HOME", "CUDA_PATH")
+_USUAL = Path("/usr/local/cuda/bin/nvcc")
 OLDEST_CUDA = (12, 4)
 
 
@@ -31,8 +32,7 @@ def candidates() -> Iterator[Candidate]:
             yield Candidate("nvcc", name, path if path.exists() else None, f"no {path}")
     on_path = shutil.which("nvcc")
     yield Candidate("nvcc", "PATH", Path(on_path) if on_path else None, "no nvcc")
-    usual = Path("/usr/local/cuda/bin/nvcc")
-    yield Candidate("nvcc", "installed", usual if usual.exists() else None, f"no {usual}")
+    yield Candidate("nvcc", "installed", _USUAL if _USUAL.exists() else None, f"no {_USUAL}")
     in_wheels = [path for folder in _wheels() for path in sorted(folder.glob("*/bin/nvcc"))]
     yield from (Candidate("nvcc", "wheel", path) for path in reversed(in_wheels))
     if not in_wheels:

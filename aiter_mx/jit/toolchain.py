@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -16,9 +15,10 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from aiter_mx._version import __version__
 from aiter_mx.errors import ToolchainError
 from aiter_mx.jit import amd, nvidia
-from aiter_mx.jit.cache import load_note, save_note
+from aiter_mx.jit.cache import discard, get_or_build
 from aiter_mx.jit.compiler import Candidate, Refused, Toolchain
 
 __all__ = ["Toolchain", "find_toolchain", "llvm_tool", "vendor_of"]
@@ -59,29 +59,46 @@ def find_toolchain(arch: str) -> Toolchain:
 
 @cache
 def _find(arch: str, environment: tuple[str | None, ...]) -> Toolchain:
-    vendor = vendor_of(arch)
-    candidates: list[Candidate] = list(dict.fromkeys(vendor.candidates()))
+    candidates: list[Candidate] = list(dict.fromkeys(vendor_of(arch).candidates()))
+    known = [_stamp(candidate.path) for candidate in candidates if candidate.path]
     places = [str(candidate) for candidate in candidates]
-    stamps = [_stamp(candidate.path) for candidate in candidates if candidate.path]
-    question = json.dumps([arch, places, stamps, _stamp(_package("triton")), __file__])
-    note = "toolchain-" + hashlib.sha256(question.encode()).hexdigest()[:32]
-    if remembered := _recall(note):
-        return remembered
+    question = json.dumps([arch, places, known, str(amd.triton_headers()), __version__])
+    key = hashlib.sha256(question.encode()).hexdigest()[:32]
+
+    def search(out: Path) -> None:
+        tool = _search(arch, candidates, out.parent)
+        record = asdict(tool) | {"stamps": [_stamp(path) for path in tool.watch]}
+        out.write_text(json.dumps(record, default=str))
+
+    describe = f"the choice of a compiler for {arch}"
+    answer = get_or_build("toolchain", key, "json", search, describe)
+    if (tool := _parse(answer.data)) is None:
+        discard(answer)
+        tool = _parse(get_or_build("toolchain", key, "json", search, describe).data)
+    if tool is None:  # what is out of date could not be replaced
+        with tempfile.TemporaryDirectory(prefix="aiter_mx-") as work:
+            tool = _search(arch, candidates, Path(work))
+    return tool
+
+
+def _search(arch: str, candidates: list[Candidate], work: Path) -> Toolchain:
+    vendor = vendor_of(arch)
     refusals = []
-    tried: set[Path] = set()
-    with tempfile.TemporaryDirectory(prefix="aiter_mx-") as work:
-        for candidate in candidates:
-            if candidate.path is None:
-                refusals.append(str(candidate))
-            elif (program := candidate.path.resolve()) not in tried:
-                tried.add(program)
-                try:
-                    found: Toolchain = vendor.probe(candidate, arch, Path(work))
-                except Refused as refusal:
-                    refusals.append(f"{candidate}: {refusal}")
-                else:
-                    _remember(note, found)
-                    return found
+    tried = set()
+    for candidate in candidates:
+        if candidate.path is None:
+            refusals.append(str(candidate))
+            continue
+        program = candidate.path.name, candidate.path.resolve()
+        if program in tried:
+            continue
+        tried.add(program)
+        try:
+            found: Toolchain = vendor.probe(candidate, arch, work)
+        except Refused as refusal:
+            refusals.append(f"{candidate}: {refusal}")
+        else:
+            return found
     listed = "\n".join(f"  - {refusal}" for refusal in refusals)
     raise ToolchainError(
         f"no compiler for {arch} was found. Looked at:\n{listed}\nTo build kernels, "
@@ -89,14 +106,8 @@ def _find(arch: str, environment: tuple[str | None, ...]) -> Toolchain:
     )
 
 
-def _package(name: str) -> Path | None:
-    spec = importlib.util.find_spec(name)
-    return Path(spec.origin) if spec and spec.origin else None
-
-
-def _stamp(path: Path | None) -> list[str | int]:
-    if path is None:
-        return []
+def _stamp(path: Path) -> list[str | int]:
+    """What changes when a file is replaced."""
     try:
         status = path.stat()
     except OSError:
@@ -104,32 +115,22 @@ def _stamp(path: Path | None) -> list[str | int]:
     return [str(path.resolve()), status.st_size, status.st_mtime_ns]
 
 
-def _remember(note: str, tool: Toolchain) -> None:
-    record = asdict(tool) | {"stamps": [_stamp(path) for path in tool.watch]}
-    save_note(note, json.dumps(record, default=str))
-
-
-def _recall(note: str) -> Toolchain | None:
-    text = load_note(note)
-    if text is None:
+def _parse(text: bytes) -> Toolchain | None:
+    """The remembered choice, or None when the compiler has changed since."""
+    record = json.loads(text)
+    watch = tuple(Path(path) for path in record["watch"])
+    if record["stamps"] != [_stamp(path) for path in watch]:
         return None
-    try:
-        record = json.loads(text)
-        watch = tuple(Path(path) for path in record["watch"])
-        if record["stamps"] != [_stamp(path) for path in watch]:
-            return None
-        return Toolchain(
-            kind=record["kind"],
-            arch=record["arch"],
-            compiler=Path(record["compiler"]),
-            identity=record["identity"],
-            reason=record["reason"],
-            flags=tuple(record["flags"]),
-            watch=watch,
-            headers=Path(record["headers"]) if record["headers"] else None,
-        )
-    except (ValueError, KeyError, TypeError):
-        return None  # written by another version, or garbled: find it anew
+    return Toolchain(
+        kind=record["kind"],
+        arch=record["arch"],
+        compiler=Path(record["compiler"]),
+        identity=record["identity"],
+        reason=record["reason"],
+        flags=tuple(record["flags"]),
+        watch=watch,
+        headers=Path(record["headers"]) if record["headers"] else None,
+    )
 
 
 @cache
