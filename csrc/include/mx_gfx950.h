@@ -5,6 +5,8 @@
 #define __global__ __attribute__((global))
 #define __device__ __attribute__((device))
 #define __shared__ __attribute__((shared))
+#endif
+#ifndef __launch_bounds__
 #define __launch_bounds__(threads) __attribute__((amdgpu_flat_work_group_size(threads, threads)))
 #endif
 #define MX_DEVICE static __device__ inline __attribute__((always_inline))
