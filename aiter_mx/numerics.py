@@ -44,7 +44,8 @@ def dequantize_block_scaled(payload: Tensor, scale_bytes: Tensor, dtype: torch.d
     """
     blocks = payload.to(dtype).unflatten(-1, (scale_bytes.shape[-1], BLOCK))
     blocks.mul_(decode_e8m0(scale_bytes).to(dtype).unsqueeze(-1))
-    return blocks.flatten(-2)
+    values: Tensor = blocks.flatten(-2)
+    return values
 
 
 def round_once(values: Tensor, dtype: torch.dtype) -> Tensor:

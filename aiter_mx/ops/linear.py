@@ -149,7 +149,8 @@ def _plan(
 def _run_triton(tensors: Tensors, config: Config) -> None:
     from aiter_mx.fallbacks.linear_triton import linear_triton
 
-    linear_triton(*tensors, config)
+    xq, xs, wq, ws, bias, out = tensors
+    linear_triton(xq, xs, wq, ws, bias, out, config)
 
 
 def _run_torch(tensors: Tensors, config: Config) -> None:
