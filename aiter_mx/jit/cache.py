@@ -306,7 +306,7 @@ def _sweep(scratch: Path) -> None:
 def _files() -> Iterator[tuple[Path, re.Match[str]]]:
     root = _checked_dir()
     for path in sorted(root.glob("*/*")) if root else ():
-        if match := _NAME.fullmatch(path.name):
+        if (match := _NAME.fullmatch(path.name)) and path.suffix != ".about":
             yield path, match
 
 
