@@ -69,7 +69,7 @@ def isa(
     console.print(table)
     if text:
         heading(console, "Disassembly")
-        console.print(found.text, soft_wrap=True)
+        print(found.text)
 
 
 def _find(name: str) -> KernelSpec:
