@@ -22,37 +22,47 @@
 
 using namespace mx;
 
-constexpr int kM = MX_M;           // rows of x
-constexpr int kRows = MX_ROWS;     // outputs n of a workgroup
-constexpr int kWaves = MX_WAVES;   // waves of a workgroup
-constexpr int kUnroll = MX_UNROLL; // steps whose loads are issued before the first is used
+constexpr int kM = MX_M;         // rows of x
+constexpr int kRows = MX_ROWS;   // outputs n of a workgroup
+constexpr int kWaves = MX_WAVES; // waves of a workgroup
+constexpr int kUnroll =
+    MX_UNROLL; // steps of a wave whose loads are issued before the first is used
 using Out = DType<MX_OUT>;
 
 constexpr int kBlock = 32; // k of one scale
 constexpr int kPiece = 16; // k of a lane in one step
 constexpr int kPairs = kPiece / 2;
 constexpr int kStep = kLanes * kPiece;
+constexpr long kStride = kWaves * kStep;
 constexpr int kThreads = kLanes * kWaves;
 constexpr int kValues = kM * kRows;
 constexpr long kMaxGridX = MX_MAX_GRID_X; // groups beyond it continue in the grid's y
 
 struct Piece {
-    u32x4 payload = {};
-    unsigned scale = 0;
+    u32x4 payload;
+    unsigned scale;
 
-    // first: the wave's first k in this step, a multiple of kBlock; the row holds K of them.
-    __device__ void load_x(const unsigned char* q, const unsigned char* s, long first, int lane) {
-        payload = load(q + first + lane * kPiece);
-        scale = load_byte(s + first / kBlock + lane * kPiece / kBlock);
-    }
-    __device__ void load_w(const unsigned char* q, const unsigned char* s, long first, int lane) {
-        payload = load_once(q + first + lane * kPiece);
-        scale = load_byte(s + first / kBlock + lane * kPiece / kBlock);
-    }
     __device__ void to_f32(f32x2 (&values)[kPairs]) const {
 #pragma unroll
         for (int i = 0; i < kPairs / 2; ++i)
             e4m3x4_to_f32(payload[i], values[2 * i], values[2 * i + 1]);
+    }
+};
+
+struct Operands {
+    const unsigned char *xq, *xs, *wq, *ws;
+    long rows[kRows]; // of w
+    long K;
+    int lane;
+
+    // first: of the step's k, a multiple of kBlock that all lanes of the wave share.
+    __device__ Piece x(int m, long first) const {
+        return {load(xq + m * K + first + lane * kPiece),
+                load_byte(xs + (m * K + first) / kBlock + lane * kPiece / kBlock)};
+    }
+    __device__ Piece w(int r, long first) const {
+        return {load_once(wq + rows[r] * K + first + lane * kPiece),
+                load_byte(ws + (rows[r] * K + first) / kBlock + lane * kPiece / kBlock)};
     }
 };
 
@@ -79,6 +89,27 @@ MX_DEVICE void accumulate(float* sums, const Piece (&a)[CountI], const Piece (&b
     }
 }
 
+// Steps of one wave at first, first + kStride, ...: all loads, then all sums.
+template <int Steps>
+MX_DEVICE void accumulate_steps(float (&sums)[kValues], const Operands& operands, long first) {
+    Piece x[Steps][kM], w[Steps][kRows];
+#pragma unroll
+    for (int i = 0; i < Steps; ++i) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+            w[i][r] = operands.w(r, first + i * kStride);
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+            x[i][m] = operands.x(m, first + i * kStride);
+    }
+#pragma unroll
+    for (int i = 0; i < Steps; ++i)
+        if constexpr (kM <= kRows)
+            accumulate<1, kRows>(sums, w[i], x[i]);
+        else
+            accumulate<kRows, 1>(sums, x[i], w[i]);
+}
+
 MX_DEVICE float load_bias(const void* bias, int kind, long n) {
     switch (kind) {
     case kF32:
@@ -96,36 +127,25 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     aiter_mx_linear_gemv(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
                          const unsigned char* ws, const void* bias, Out* y, long N, long K,
                          int bias_kind) {
-    const int lane = thread_in_group() % kLanes;
-    const int wave = wave_in_group();
     const long first_row = (group_y() * kMaxGridX + group_x()) * kRows;
     if (first_row >= N)
         return;
+    const int lane = thread_in_group() % kLanes;
+    const int wave = wave_in_group();
+
+    Operands operands{xq, xs, wq, ws, {}, K, lane};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) // rows past the last are computed from it and not stored
+        operands.rows[r] = first_row + r < N ? first_row + r : N - 1;
 
     float sums[kValues] = {};
-    for (long begin = wave * kStep; begin < K; begin += kUnroll * kWaves * kStep) {
-        Piece x[kUnroll][kM], w[kUnroll][kRows];
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-            const long first = begin + u * kWaves * kStep;
-            if (first + lane * kPiece < K) {
-#pragma unroll
-                for (int r = 0; r < kRows; ++r) {
-                    const long row = first_row + r < N ? first_row + r : N - 1;
-                    w[u][r].load_w(wq + row * K, ws + row * (K / kBlock), first, lane);
-                }
-#pragma unroll
-                for (int m = 0; m < kM; ++m)
-                    x[u][m].load_x(xq + m * K, xs + m * (K / kBlock), first, lane);
-            }
-        }
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) // a piece that was not read is zero and adds nothing
-            if constexpr (kM <= kRows)
-                accumulate<1, kRows>(sums, w[u], x[u]);
-            else
-                accumulate<kRows, 1>(sums, x[u], w[u]);
-    }
+    long first = wave * kStep;
+    if constexpr (kUnroll > 1)
+        for (; first + (kUnroll - 1) * kStride + kStep <= K; first += kUnroll * kStride)
+            accumulate_steps<kUnroll>(sums, operands, first);
+    for (; first < K; first += kStride)
+        if (first + lane * kPiece < K)
+            accumulate_steps<1>(sums, operands, first);
 
     __shared__ float partial[kWaves][kValues];
     sum_lanes(sums, partial[wave], lane);
