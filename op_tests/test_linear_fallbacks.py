@@ -199,6 +199,7 @@ INTERPRETED = [
     (150, 20, 64, (-6, 6), 0.0, None, torch.float32, 1, 0),
     (17, 33, 512, FP16_SCALES, 1e-4, None, torch.float16, 4, 0),
     (2, 16, 64, (-6, 6), 0.0, torch.float32, torch.float32, 8, 0),
+    (1, 1, 32, (-6, 6), 0.0, torch.float32, torch.float32, 2, 1),
 ]
 
 
@@ -259,6 +260,15 @@ def test_triton_takes_every_dtype_on_a_gpu(gpu, dtype, bias):
         drawn = operands(7, 5, 72, 2048, scale_exponents=scale_exponents, nan=1e-5, bias=bias)
         if dtype != torch.float16 or scale_exponents == FP16_SCALES:
             check_triton(on_gpu(drawn), dtype, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 1, 32), (1, 7, 64), (2, 1, 96), (19, 130, 1056)])
+def test_triton_takes_odd_shapes_on_a_gpu(gpu, shape):
+    arguments = on_gpu(operands(12, *shape))
+    for candidates in tiles.CANDIDATES[gpu.arch].values():
+        for split in (1, 4):
+            check_triton(arguments, torch.float32, {**candidates[0], "SPLIT_K": split})
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ _REDUCE_BLOCK = 512
 _OPTIONS = {"enable_fp_fusion": False}  # Triton's versions disagree on the default
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def linear_tile_kernel(
     x_ptr,
     xs_ptr,
@@ -102,7 +102,7 @@ def linear_tile_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["MN"])
 def add_splits_kernel(
     partial_ptr,
     bias_ptr,
@@ -116,9 +116,11 @@ def add_splits_kernel(
     """``out[M, N]`` from ``partial[SPLIT_K, M, N]``, added in the order of the splits."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < MN
-    total = tl.load(partial_ptr + at, mask=inside)
-    for split in tl.static_range(1, SPLIT_K):
-        total += tl.load(partial_ptr + split * MN.to(tl.int64) + at, mask=inside)
+    partial_ptrs = partial_ptr + at
+    total = tl.load(partial_ptrs, mask=inside)
+    for _ in tl.static_range(1, SPLIT_K):
+        partial_ptrs += MN
+        total += tl.load(partial_ptrs, mask=inside)
     if HAS_BIAS:
         total += tl.load(bias_ptr + at % N, mask=inside).to(tl.float32)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
