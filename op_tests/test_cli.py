@@ -105,7 +105,7 @@ def test_a_missing_compiler_is_one_message_and_status_1(command, monkeypatch):
 
 
 def test_build_fills_the_cache_once_and_cache_lists_and_clears_it(command):
-    build = ("build", "linear", "--arch", "gfx950", "--shape", "1,3x64x96", "--out-dtype", "fp16")
+    build = ("build", "--arch", "gfx950", "--shape", "1,3x64x96", "--out-dtype", "fp16")
     status, out, _ = command(*build)
     assert status == 0
     assert "gfx950: 2 shapes, 2 kernel variants" in out

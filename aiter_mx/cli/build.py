@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 def build(
     context: typer.Context,
-    op: Annotated[str, typer.Argument(help="Name of the op.")] = "linear",
     arch: Annotated[
         str | None,
         typer.Option(help="gfx950,sm_90a; by default each whose compiler is present."),
@@ -29,7 +28,7 @@ def build(
     tables: Annotated[bool, typer.Option(help="The shapes of the tuned tables.")] = False,
     jobs: Annotated[int | None, typer.Option(help="Compilers at a time.")] = None,
 ) -> None:
-    """Compile kernels ahead of time.
+    """Compile the kernels of OP (linear) ahead of time.
 
     The shapes are those given by --shape or by the op's fields (--M 1-16 --N 2304 --K 6144), the
     tuned ones with --tables, and otherwise the decode shapes of a large model. No GPU is needed.
@@ -37,7 +36,10 @@ def build(
     from aiter_mx.jit.build import build_all, is_cached
 
     console = make_console()
-    fields = parse_fields(context.args)
+    # No argument of typer's: it would take an unknown option's value for the op.
+    named = bool(context.args) and not context.args[0].startswith("-")
+    op = context.args[0] if named else "linear"
+    fields = parse_fields(context.args[named:])
     started = time.perf_counter()
     requests: list[BuildRequest] = []
     for name in _archs(arch):

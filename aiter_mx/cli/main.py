@@ -22,7 +22,7 @@ app = typer.Typer(
 app.command()(info.info)
 app.command()(demo.demo)
 app.command(context_settings=FIELDS)(explain.explain)
-app.command(context_settings=FIELDS)(build.build)
+app.command(context_settings=FIELDS, options_metavar="[OP] [OPTIONS]")(build.build)
 app.command(context_settings=FIELDS)(isa.isa)
 app.add_typer(cache.app, name="cache")
 
