@@ -222,6 +222,10 @@ def check_in_the_interpreter() -> None:
 
 
 def test_triton_matches_float64_in_the_interpreter():
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    if not hasattr(InterpreterBuilder, "create_dot_scaled"):
+        pytest.skip("the interpreter of this Triton has no dot_scaled; 3.9's has")
     root = Path(__file__).parents[1]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(

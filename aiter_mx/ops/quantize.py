@@ -75,7 +75,8 @@ def quantize(x: Tensor, *, mode: str = "rceil") -> tuple[Tensor, Tensor]:
     rounded to nearest even, and their signs kept, also of zeros. A block that holds a NaN or an
     infinity becomes NaN as a whole, scale byte 255 and every payload NaN: the specification leaves
     this to the implementation, torchao's scales are the same, and an infinity that became 448
-    would hide what went wrong. Results are equal bit for bit on every device.
+    would hide what went wrong. Results are equal bit for bit on every device. There is no
+    gradient.
 
     Args:
         x: ``[..., K]``, bfloat16, float16 or float32, any strides; K a multiple of 32.
