@@ -6,6 +6,7 @@ its name, so it appears whole by one rename, and a truncated or altered one is k
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -21,11 +22,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from aiter_mx.errors import CacheError
+from aiter_mx.errors import BuildError, CacheError
 from aiter_mx.jit.lock import build_lock
 
 _LOG = logging.getLogger("aiter_mx")
 _ABANDONED_S = 3600
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NAME = re.compile(r"(?P<key>[\w-]+)\.(?P<digest>[0-9a-f]{32})\.(?P<suffix>\w+)")
 
 _thread_locks: dict[tuple[int, str], threading.Lock] = {}
@@ -135,7 +137,7 @@ def _named(kind: str, prefix: str, suffix: str) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        _warn_once("the cache folder cannot be read (%s)", error)
+        _warn_once(f"the cache folder {root} cannot be read: {error.strerror}")
         return []
     matches = ((name, _NAME.fullmatch(name)) for name in names if name.startswith(prefix))
     return [root / kind / name for name, match in matches if match and match["suffix"] == suffix]
@@ -163,7 +165,7 @@ def lookup_prefix(kind: str, prefix: str, suffix: str) -> Artifact | None:
         data = _read(path)
         if data is not None:
             return Artifact(path, data, built=False, seconds=0.0)
-        _warn_once("%s is truncated or altered and will not be used", path)
+        _warn_once(f"{path} is truncated or altered and will not be used")
     return None
 
 
@@ -186,6 +188,7 @@ def get_or_build(
     Raises:
         CacheError: the wait for another builder took too long, there is no space even for a
             private build, or the cache folder is not private.
+        BuildError: ``build`` wrote nothing.
         Exception: whatever ``build`` raises.
     """
     suffix = suffix.lstrip(".")
@@ -203,7 +206,7 @@ def get_or_build(
             hindrance = error
         try:
             with tempfile.TemporaryDirectory(prefix="aiter_mx-") as work:
-                data, seconds = _run(build, Path(work) / f"artifact.{suffix}")
+                data, seconds = _run(build, Path(work) / f"artifact.{suffix}", describe)
             return _keep(entry, data, seconds, hindrance)
         except OSError as error:
             raise CacheError(
@@ -213,8 +216,7 @@ def get_or_build(
             ) from error
 
 
-def _warn_once(message: str, about: object) -> None:
-    text = message % about
+def _warn_once(text: str) -> None:
     if text not in _warned:
         _warned.add(text)
         _LOG.warning("%s", text)
@@ -229,18 +231,23 @@ def discard(artifact: Artifact) -> None:
             del _unshared[entry]
 
 
-def _run(build: Callable[[Path], None], out: Path) -> tuple[bytes, float]:
+def _run(build: Callable[[Path], None], out: Path, describe: str) -> tuple[bytes, float]:
     start = time.perf_counter()
-    build(out)
-    return out.read_bytes(), time.perf_counter() - start
+    try:
+        build(out)
+        data = out.read_bytes()
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise
+        raise BuildError(f"building {describe} failed: {error}") from error
+    return data, time.perf_counter() - start
 
 
 def _keep(entry: str, data: bytes, seconds: float, hindrance: OSError) -> Artifact:
     """An artifact that lives in this process's memory, under a path that its children can open."""
     _warn_once(
-        f"the cache folder {cache_dir()} cannot be used (%s), so what is built serves this process "
-        "alone; set AITER_MX_CACHE_DIR to a folder that is writable and has space",
-        hindrance,
+        f"the cache folder {cache_dir()} cannot be used ({hindrance.strerror}), so what is built "
+        "serves this process alone; set AITER_MX_CACHE_DIR to a writable folder with space"
     )
     descriptor = os.memfd_create(f"aiter_mx:{entry}")
     with open(descriptor, "wb", closefd=False) as file:
@@ -265,7 +272,7 @@ def _build_shared(
         work = Path(tempfile.mkdtemp(prefix="build-", dir=scratch))
         try:
             out = work / f"artifact.{suffix}"
-            data, seconds = _run(build, out)
+            data, seconds = _run(build, out, describe)
             final = root / kind / f"{key}.{_digest(data)}.{suffix}"
             try:
                 _publish(out, final, describe)
