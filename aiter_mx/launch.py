@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
+
+import torch
 
 from aiter_mx.errors import CaptureError
 from aiter_mx.jit.build import BuildRequest, build
-from aiter_mx.kernels.spec import Config, KernelSpec, Module, Problem
+from aiter_mx.kernels.spec import Arg, Config, KernelSpec, Module, Problem
 from aiter_mx.runtimes.base import PackedArgs, Region, Runtime
 from aiter_mx.target import Target
 
-if TYPE_CHECKING:
-    import torch
+Tensors: TypeAlias = Sequence[Any]
+"""A kernel's pointer arguments in order: tensors, or None for a null pointer."""
+Run: TypeAlias = Callable[[Tensors, Sequence[int]], None]
+"""Computes an op over its tensors (outputs among them), given also their addresses."""
 
 _functions: dict[tuple[BuildRequest, str, int, int], Any] = {}
 _functions_lock = threading.Lock()
@@ -77,8 +81,11 @@ def not_warm(spec: KernelSpec, problem: Problem) -> CaptureError:
     )
 
 
-class Launch:
-    """A kernel variant bound to one problem on one device, for the thread that made it.
+def bind(spec: KernelSpec, target: Target, problem: Problem, config: Config, device: int) -> Run:
+    """What launches a kernel variant on one problem, on torch's current stream.
+
+    It belongs to the calling thread: its arguments are patched in place, and its launch needs the
+    thread's context.
 
     Args:
         spec: the kernel; its backend is ``hip``.
@@ -87,38 +94,38 @@ class Launch:
         config: the kernel's compile-time parameters.
         device: torch's number of the GPU; 0 for the simulator.
     """
+    module = _module_of(spec)
+    function = load_function(spec, target, problem, config, device)
+    runtime = runtime_of(target.runtime)
+    args = PackedArgs(module.args, module.scalars(target, problem, config))
+    start = runtime.bind(function, module.geometry(target, problem, config), args)
+    if target.runtime == "sim":
+        return _simulated(start, args, [arg for arg in module.args if arg.kind == "pointer"])
+    set_pointers, current_stream = args.set_pointers, runtime.current_stream
+    current_device = torch._C._cuda_getDevice
 
-    __slots__ = ("_args", "_current_stream", "_device", "_pointers", "_simulated", "_start")
+    def run(tensors: Tensors, addresses: Sequence[int]) -> None:
+        set_pointers(*addresses)
+        if current_device() == device:
+            start(current_stream(device))
+        else:
+            with torch.cuda.device(device):
+                start(current_stream(device))
 
-    def __init__(
-        self, spec: KernelSpec, target: Target, problem: Problem, config: Config, device: int
-    ) -> None:
-        module = _module_of(spec)
-        function = load_function(spec, target, problem, config, device)
-        runtime = runtime_of(target.runtime)
-        self._pointers = tuple(arg for arg in module.args if arg.kind == "pointer")
-        self._args = PackedArgs(module.args, module.scalars(target, problem, config))
-        geometry = module.geometry(target, problem, config)
-        self._start = runtime.bind(function, geometry, self._args)
-        self._current_stream = runtime.current_stream
-        self._device = device
-        self._simulated = target.runtime == "sim"
+    return run
 
-    def __call__(self, tensors: Sequence[torch.Tensor | None], addresses: Sequence[int]) -> None:
-        """Launch on torch's current stream.
 
-        Args:
-            tensors: the pointer arguments, in the kernel's order; None is a null pointer.
-            addresses: their ``data_ptr()``, 0 for None.
-        """
-        self._args.set_pointers(*addresses)
-        if self._simulated:
-            self._args.regions = tuple(
-                Region(arg.name, tensor.data_ptr(), tensor.nbytes, arg.access)
-                for arg, tensor in zip(self._pointers, tensors, strict=True)
-                if tensor is not None
-            )
-        self._start(self._current_stream(self._device))
+def _simulated(start: Callable[[int], None], args: PackedArgs, pointers: Sequence[Arg]) -> Run:
+    def run(tensors: Tensors, addresses: Sequence[int]) -> None:
+        args.set_pointers(*addresses)
+        args.regions = tuple(
+            Region(pointer.name, tensor.data_ptr(), tensor.nbytes, pointer.access)
+            for pointer, tensor in zip(pointers, tensors, strict=True)
+            if tensor is not None
+        )
+        start(0)
+
+    return run
 
 
 def _module_of(spec: KernelSpec) -> Module:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 
 import torch
-from aiter_mx.kernels.linear import LinearProblem
 from bench_common import report, time_host_us
 from mx_reference import random_mx
 
@@ -18,8 +17,10 @@ import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.fallbacks.linear_tiles import configure
 from aiter_mx.fallbacks.linear_triton import linear_triton
+from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import find_kernel
-from aiter_mx.launch import Launch
+from aiter_mx.launch import bind
+from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.target import target_of
 
 M, N, K = 1, 64, 64
@@ -38,13 +39,20 @@ def main() -> None:
     problem = LinearProblem(M=M, N=N, K=K, out_dtype="bf16")
     chosen = route("linear", target, problem)
     assert chosen.backend == "hip", chosen
-    launch = Launch(find_kernel("linear", "hip", chosen.kernel), target, problem, chosen.config, 0)
+    variant = (find_kernel("linear", "hip", chosen.kernel), target, problem, chosen.config)
+    launch = bind(*variant, 0)
     tensors = (*operands, None, out)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    function = load_function(*variant, 0)
+    module, runtime = variant[0].module, runtime_of(target.runtime)
+    args = PackedArgs(module.args, module.scalars(*variant[1:]))
+    args.set_pointers(*addresses)
+    start = runtime.bind(function, module.geometry(*variant[1:]), args)
     tiles = dict(configure(target, problem), SPLIT_K=1)  # one launch, as a bare launch is
 
     calls = {
-        "bare launch": lambda: launch(tensors, addresses),
+        "bare launch": lambda: start(0),
+        "launch with new pointers": lambda: launch(tensors, addresses),
         "aiter_mx.linear": lambda: aiter_mx.linear(*operands),
         "aiter_mx.linear, out given": lambda: aiter_mx.linear(*operands, out=out),
         "bare Triton launch": lambda: linear_triton(*operands, None, out, tiles),

@@ -27,7 +27,7 @@ from aiter_mx.jit.build import BuildRequest, build, build_all
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import kernels_of
 from aiter_mx.kernels.spec import Arg, Config, Geometry, KernelSpec
-from aiter_mx.launch import Launch, build_request, runtime_of
+from aiter_mx.launch import bind, build_request, runtime_of
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.target import Target, target_of
 
@@ -113,7 +113,7 @@ def time_ours(problem: LinearProblem, copies: list[Operands], sweep: bool) -> li
         build_all([build_request(kernel, target, problem, config) for config in configs])
         for config in configs:
             try:
-                launch = Launch(kernel, target, problem, config, 0)
+                launch = bind(kernel, target, problem, config, 0)
             except AiterMxError as error:
                 print(f"{kernel.name} {config}: {error}"[:200])
                 continue

@@ -12,7 +12,7 @@ from mx_reference import assert_close_to_reference, random_mx
 
 import aiter_mx
 from aiter_mx.errors import BuildError, CaptureError
-from aiter_mx.ops import plan as plan_module
+from aiter_mx.ops import linear as linear_module
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -102,19 +102,12 @@ BAD_OPERANDS = [
 def test_bad_operand_is_refused_with_what_was_given_and_expected(
     arguments: Operands, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module.Launch, "__call__", launched := LaunchCounter())
+    launched: list[object] = []
+    monkeypatch.setattr(linear_module._plans, "by_call", {})
+    monkeypatch.setattr(linear_module, "bind", lambda *_: lambda *call: launched.append(call))
     with pytest.raises(error, match=message):
         aiter_mx.linear(*arguments)
-    assert launched.count == 0
-
-
-class LaunchCounter:
-    """Stands in for a launch and counts."""
-
-    count = 0
-
-    def __call__(self, *_: object) -> None:
-        self.count += 1
+    assert not launched
 
 
 def test_other_bad_arguments_are_refused() -> None:

@@ -47,7 +47,8 @@ int hipModuleLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz,
 CALLER = """
 import contextlib
 import torch
-torch.cuda.device = lambda device: contextlib.nullcontext()  # a CPU build of torch has no devices
+torch.cuda.device = lambda device: contextlib.nullcontext()  # a CPU build of torch has no GPU
+torch._C._cuda_getCurrentRawStream = lambda device: 0
 from aiter_mx.errors import LaunchError
 from aiter_mx.kernels.spec import Arg, Geometry
 from aiter_mx.runtimes import hip

@@ -10,7 +10,8 @@ import torch
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import Config
-from aiter_mx.ops.plan import Run, Tensors, bind
+from aiter_mx.launch import Run, Tensors
+from aiter_mx.ops.plan import bind
 from aiter_mx.target import cpu_target, target_of
 
 BLOCK = 32

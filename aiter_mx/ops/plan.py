@@ -6,22 +6,19 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
+from aiter_mx import launch
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.route import Route
 from aiter_mx.errors import BuildError, CacheError, LaunchError, ToolchainError
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Config, Problem
-from aiter_mx.launch import Launch, not_warm
+from aiter_mx.launch import Run, Tensors, not_warm
 from aiter_mx.target import Target
 
-Tensors: TypeAlias = Sequence[Any]
-"""Tensors, or None where the op has none."""
-Run: TypeAlias = Callable[[Tensors, Sequence[int]], None]
-"""Computes an op over its tensors (outputs among them) and their addresses."""
 Fallback: TypeAlias = Callable[[Tensors, Config], None]
 
 _FAILURES = (ToolchainError, BuildError, CacheError, LaunchError)
@@ -67,7 +64,7 @@ def _bind_route(
 ) -> Run:
     spec = find_kernel(chosen.op, chosen.backend, chosen.kernel)
     if spec.module is not None:
-        return Launch(spec, target, problem, chosen.config, device.index or 0)
+        return launch.bind(spec, target, problem, chosen.config, device.index or 0)
     if chosen.backend == "triton" and (target, problem) not in _warm_triton:
         if torch.cuda.is_current_stream_capturing():
             raise not_warm(spec, problem)

@@ -6,6 +6,7 @@ import ctypes
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from aiter_mx.kernels.spec import Arg, Geometry
@@ -40,6 +41,7 @@ class PackedArgs:
         address: where the buffer is; it never moves.
         size_bytes: the kernel-argument segment's length.
         regions: what the pointers may reach; only the simulator reads it.
+        set_pointers: writes the pointer arguments, in order; 0 is a null pointer.
     """
 
     def __init__(self, args: tuple[Arg, ...], scalars: tuple[int | float, ...]) -> None:
@@ -51,16 +53,12 @@ class PackedArgs:
             raise ValueError(
                 f"the kernel takes {len(args) - pointers} scalars, got {len(scalars)}: {scalars}"
             )
-        self.size_bytes = layout.size
         self._buffer = ctypes.create_string_buffer(layout.size)
+        layout.pack_into(self._buffer, 0, *([0] * pointers), *scalars)
+        self.size_bytes = layout.size
         self.address = ctypes.addressof(self._buffer)
         self.regions: tuple[Region, ...] = ()
-        layout.pack_into(self._buffer, 0, *([0] * pointers), *scalars)
-        self._pack_pointers = struct.Struct(f"@{pointers}P").pack_into
-
-    def set_pointers(self, *addresses: int) -> None:
-        """Write the pointer arguments, in order; 0 is a null pointer."""
-        self._pack_pointers(self._buffer, 0, *addresses)
+        self.set_pointers = partial(struct.Struct(f"@{pointers}P").pack_into, self._buffer, 0)
 
     def to_bytes(self) -> bytes:
         """A copy of the buffer."""

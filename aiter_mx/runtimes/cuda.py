@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +25,7 @@ _END = 0  # CU_LAUNCH_PARAM_END, cuda.h
 _DEFAULT_SHARED_BYTES = 48 * 1024  # above it a function must be allowed to, CUDA C guide 7.1
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 
-
-def current_stream(device: int) -> int:
-    """Handle of torch's current stream on a device."""
-    stream: int = torch._C._cuda_getCurrentRawStream(device)
-    return stream
+current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
 
 def is_capturing(device: int) -> bool:
@@ -65,13 +62,16 @@ def bind(function: Any, geometry: Geometry, args: PackedArgs) -> Callable[[int],
     """
     _ensure_context()
     config = LaunchConfig(args, end=_END)
-    grid, block, shared_bytes = geometry.grid, geometry.block, geometry.shared_bytes
-    launch = driver.cuLaunchKernel
+    launch = partial(
+        driver.cuLaunchKernel, function, *geometry.grid, *geometry.block, geometry.shared_bytes
+    )
 
     def start(stream: int) -> None:
-        (status,) = launch(function, *grid, *block, shared_bytes, stream, 0, config.address)
-        if status != _SUCCESS:
-            raise LaunchError(f"cuLaunchKernel: {status.name} (grid {grid}, block {block})")
+        (status,) = launch(stream, 0, config.address)
+        if status is not _SUCCESS:
+            raise LaunchError(
+                f"cuLaunchKernel: {status.name} (grid {geometry.grid}, block {geometry.block})"
+            )
 
     return start
 

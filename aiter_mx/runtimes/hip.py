@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,9 @@ name = "hip"
 _END = 3  # HIP_LAUNCH_PARAM_END, hip_runtime_api.h
 _SUCCESS = hip.hipError_t.hipSuccess
 
-
-def current_stream(device: int) -> int:
-    """Handle of torch's current stream on a device."""
-    stream: int = torch._C._cuda_getCurrentRawStream(device)  # ROCm builds keep the name
-    return stream
+current_stream: Callable[[int], int] = (
+    torch._C._cuda_getCurrentRawStream
+)  # ROCm builds keep the name
 
 
 def is_capturing(device: int) -> bool:
@@ -47,13 +46,17 @@ def bind(function: Any, geometry: Geometry, args: PackedArgs) -> Callable[[int],
     """A function of a stream handle that launches with what ``args`` then holds."""
     # A tuple of ctypes values as `extra` would cost some 30 us a launch; an address costs 2.
     config = LaunchConfig(args, end=_END)
-    grid, block, shared_bytes = geometry.grid, geometry.block, geometry.shared_bytes
-    launch: Any = hip.hipModuleLaunchKernel
+    launch = partial(
+        hip.hipModuleLaunchKernel, function, *geometry.grid, *geometry.block, geometry.shared_bytes
+    )
 
     def start(stream: int) -> None:
-        (status,) = launch(function, *grid, *block, shared_bytes, stream, None, config.address)
-        if status != _SUCCESS:
-            raise LaunchError(f"hipModuleLaunchKernel: {status.name} (grid {grid}, block {block})")
+        (status,) = launch(stream, None, config.address)
+        if status is not _SUCCESS:
+            raise LaunchError(
+                f"hipModuleLaunchKernel: {status.name} "
+                f"(grid {geometry.grid}, block {geometry.block})"
+            )
 
     return start
 
