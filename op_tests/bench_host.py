@@ -19,7 +19,7 @@ from aiter_mx.fallbacks.linear_tiles import configure
 from aiter_mx.fallbacks.linear_triton import linear_triton
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import find_kernel
-from aiter_mx.launch import bind
+from aiter_mx.launch import bind, load_function, runtime_of
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.target import target_of
 
