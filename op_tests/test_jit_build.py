@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -149,6 +150,23 @@ def test_a_compiler_that_runs_out_of_disk_is_no_kernel_error(
     monkeypatch.setenv("FAKE_ERROR", "error: cannot write: No space left on device")
     with pytest.raises(CacheError, match=r"No space left on device.*free some space"):
         build(REQUEST)
+
+
+def test_a_compiler_that_fails_where_space_is_scarce_is_tried_elsewhere(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = workshop.hipcc.read_text()
+    fail_there = f'case "$*" in *{workshop.cache}*.hsaco) echo error: odd; exit 1 ;; esac\nhead'
+    workshop.hipcc.write_text(text.replace("\nhead", "\n" + fail_there))
+    usage = shutil.disk_usage
+
+    def scarce(path: Path) -> object:
+        return usage(path)._replace(free=1 << 20 if workshop.cache in path.parents else 1 << 40)
+
+    monkeypatch.setattr(shutil, "disk_usage", scarce)
+    assert build(REQUEST).built
+    assert len(workshop.compilations()) == 2
+    assert is_cached(REQUEST) and not build(REQUEST).built
 
 
 def test_sources_that_change_during_the_build_are_not_stored(workshop: Workshop) -> None:

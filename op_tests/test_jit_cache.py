@@ -188,6 +188,8 @@ def test_an_unwritable_folder_is_read_and_otherwise_built_in_memory(
         again = cache.get_or_build("thing", "new", "so", never)
         cache.get_or_build("thing", "newer", "so", writer(new, calls))
     assert built.built and built.data == new
+    assert cache.lookup("thing", "new", "so") == again
+    assert cache.lookup("thing", "ne", "so") is None
     assert not again.built and again.data == new
     assert built.path.read_bytes() == new
     assert len(caplog.records) == 1 and str(folder) in caplog.text

@@ -160,12 +160,16 @@ def lookup(kind: str, key: str, suffix: str) -> Artifact | None:
 
 
 def lookup_prefix(kind: str, prefix: str, suffix: str) -> Artifact | None:
-    """An intact artifact whose key begins with ``prefix``, or None."""
-    for path in _named(kind, prefix, suffix.lstrip(".")):
+    """An intact artifact whose key, followed by a dot, begins with ``prefix``, or None."""
+    suffix = suffix.lstrip(".")
+    for path in _named(kind, prefix, suffix):
         data = _read(path)
         if data is not None:
             return Artifact(path, data, built=False, seconds=0.0)
         _warn_once(f"{path} is truncated or altered and will not be used")
+    for entry, kept in list(_unshared.items()):
+        if entry.startswith(f"{kind}/{prefix}") and entry.endswith(f".{suffix}"):
+            return replace(kept, built=False, seconds=0.0)
     return None
 
 
@@ -198,8 +202,6 @@ def get_or_build(
     with _thread_locks.setdefault((os.getpid(), entry), threading.Lock()):
         if found := lookup(kind, key, suffix):
             return found
-        if found := _unshared.get(entry):
-            return replace(found, built=False, seconds=0.0)
         try:
             return _build_shared(kind, key, suffix, build, describe)
         except OSError as error:
@@ -245,8 +247,9 @@ def _run(build: Callable[[Path], None], out: Path, describe: str) -> tuple[bytes
 
 def _keep(entry: str, data: bytes, seconds: float, hindrance: OSError) -> Artifact:
     """An artifact that lives in this process's memory, under a path that its children can open."""
+    cause = os.strerror(hindrance.errno) if hindrance.errno else str(hindrance)
     _warn_once(
-        f"the cache folder {cache_dir()} cannot be used ({hindrance.strerror}), so what is built "
+        f"the cache folder {cache_dir()} cannot be used ({cause}), so what is built "
         "serves this process alone; set AITER_MX_CACHE_DIR to a writable folder with space"
     )
     descriptor = os.memfd_create(f"aiter_mx:{entry}")

@@ -15,7 +15,7 @@ from aiter_mx.errors import BuildError
 
 Command = list[str | Path]
 _TIMEOUT_S = 600
-_FULL_BYTES = 1 << 16
+_SCARCE_BYTES = 32 << 20  # nvcc writes a few MiB of intermediate files
 _HEAD_LINES, _TAIL_LINES = 60, 20
 
 
@@ -74,7 +74,7 @@ def run(command: Command, work: Path) -> str:
     Raises:
         BuildError: it failed, did not start, or ran for more than ten minutes; the message carries
             the command line and the output.
-        OSError: with ``ENOSPC``, when it failed because a disk is full.
+        OSError: with ``ENOSPC``, when it failed and little or no space is left for it.
     """
     words = [str(word) for word in command]
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(work)}
@@ -101,12 +101,14 @@ def run(command: Command, work: Path) -> str:
             raise
     if process.returncode == 0:
         return output
-    # A linker that writes through a memory map dies of a signal when the disk is full.
-    if "no space left" in output.lower() or shutil.disk_usage(work).free < _FULL_BYTES:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(work))
-    if process.returncode < 0:
-        raise _failure(words, f"was killed by signal {-process.returncode}", output)
-    raise _failure(words, f"exited with status {process.returncode}", output)
+    status = process.returncode
+    how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+    failure = _failure(words, how, output)
+    # Programs that find a full disk say so, or something else, or die of a signal.
+    if "no space left" in output.lower() or shutil.disk_usage(work).free < _SCARCE_BYTES:
+        text = f"too little space for the compiler, which {how}: {first_error(failure)}"
+        raise OSError(errno.ENOSPC, text, str(work))
+    raise failure
 
 
 def _failure(words: list[str], what: str, output: str) -> BuildError:
