@@ -42,7 +42,7 @@ struct Piece {
     u32x4 payload;
     unsigned scale;
 
-    __device__ void to_f32(f32x2 (&values)[kPairs]) const {
+    MX_MEMBER void to_f32(f32x2 (&values)[kPairs]) const {
 #pragma unroll
         for (int i = 0; i < kPairs / 2; ++i)
             e4m3x4_to_f32(payload[i], values[2 * i], values[2 * i + 1]);
@@ -56,11 +56,11 @@ struct Operands {
     int lane;
 
     // first: of the step's k, a multiple of kBlock that all lanes of the wave share.
-    __device__ Piece x(int m, long first) const {
+    MX_MEMBER Piece x(int m, long first) const {
         return {load(xq + m * K + first + lane * kPiece),
                 load_byte(xs + (m * K + first) / kBlock + lane * kPiece / kBlock)};
     }
-    __device__ Piece w(int r, long first) const {
+    MX_MEMBER Piece w(int r, long first) const {
         return {load_once(wq + rows[r] * K + first + lane * kPiece),
                 load_byte(ws + (rows[r] * K + first) / kBlock + lane * kPiece / kBlock)};
     }
@@ -89,27 +89,6 @@ MX_DEVICE void accumulate(float* sums, const Piece (&a)[CountI], const Piece (&b
     }
 }
 
-// Steps of one wave at first, first + kStride, ...: all loads, then all sums.
-template <int Steps>
-MX_DEVICE void accumulate_steps(float (&sums)[kValues], const Operands& operands, long first) {
-    Piece x[Steps][kM], w[Steps][kRows];
-#pragma unroll
-    for (int i = 0; i < Steps; ++i) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r)
-            w[i][r] = operands.w(r, first + i * kStride);
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-            x[i][m] = operands.x(m, first + i * kStride);
-    }
-#pragma unroll
-    for (int i = 0; i < Steps; ++i)
-        if constexpr (kM <= kRows)
-            accumulate<1, kRows>(sums, w[i], x[i]);
-        else
-            accumulate<kRows, 1>(sums, x[i], w[i]);
-}
-
 MX_DEVICE float load_bias(const void* bias, int kind, long n) {
     switch (kind) {
     case kF32:
@@ -123,10 +102,10 @@ MX_DEVICE float load_bias(const void* bias, int kind, long n) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-    aiter_mx_linear_gemv(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
-                         const unsigned char* ws, const void* bias, Out* y, long N, long K,
-                         int bias_kind) {
+MX_KERNEL(kThreads)
+aiter_mx_linear_gemv(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
+                     const unsigned char* ws, const void* bias, Out* y, long N, long K,
+                     int bias_kind) {
     const long first_row = (group_y() * kMaxGridX + group_x()) * kRows;
     if (first_row >= N)
         return;
@@ -139,15 +118,29 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         operands.rows[r] = first_row + r < N ? first_row + r : N - 1;
 
     float sums[kValues] = {};
-    long first = wave * kStep;
-    if constexpr (kUnroll > 1)
-        for (; first + (kUnroll - 1) * kStride + kStep <= K; first += kUnroll * kStride)
-            accumulate_steps<kUnroll>(sums, operands, first);
-    for (; first < K; first += kStride)
-        if (first + lane * kPiece < K)
-            accumulate_steps<1>(sums, operands, first);
+    for (long first = wave * kStep; first + lane * kPiece < K; first += kUnroll * kStride) {
+        Piece x[kUnroll][kM] = {}, w[kUnroll][kRows] = {}; // zeros add nothing
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) {
+            const long k = first + i * kStride;
+            if (i == 0 || k + lane * kPiece < K) {
+#pragma unroll
+                for (int r = 0; r < kRows; ++r)
+                    w[i][r] = operands.w(r, k);
+#pragma unroll
+                for (int m = 0; m < kM; ++m)
+                    x[i][m] = operands.x(m, k);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i)
+            if constexpr (kM <= kRows)
+                accumulate<1, kRows>(sums, w[i], x[i]);
+            else
+                accumulate<kRows, 1>(sums, x[i], w[i]);
+    }
 
-    __shared__ float partial[kWaves][kValues];
+    MX_LDS float partial[kWaves][kValues];
     sum_lanes(sums, partial[wave], lane);
     group_barrier();
     for (int i = thread_in_group(); i < kValues; i += kThreads) {

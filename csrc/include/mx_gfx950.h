@@ -1,15 +1,12 @@
 // AMD CDNA4. Instructions are named as in the CDNA4 ISA manual.
 #pragma once
 
-#ifndef __global__
-#define __global__ __attribute__((global))
-#define __device__ __attribute__((device))
-#define __shared__ __attribute__((shared))
-#endif
-#ifndef __launch_bounds__
-#define __launch_bounds__(threads) __attribute__((amdgpu_flat_work_group_size(threads, threads)))
-#endif
-#define MX_DEVICE static __device__ inline __attribute__((always_inline))
+#define MX_DEVICE static __attribute__((device, always_inline)) inline
+#define MX_MEMBER __attribute__((device, always_inline)) inline
+#define MX_LDS __attribute__((shared))
+// A kernel that is launched with exactly so many threads a workgroup.
+#define MX_KERNEL(threads)                                                                         \
+    extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void
 
 namespace mx {
 

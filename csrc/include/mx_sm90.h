@@ -2,6 +2,11 @@
 #pragma once
 
 #define MX_DEVICE static __device__ __forceinline__
+#define MX_MEMBER __device__ __forceinline__
+#define MX_LDS __shared__
+// A kernel that is launched with exactly so many threads a workgroup. Told that one workgroup an SM
+// will do, ptxas keeps all loads before their use; else it saves registers by spreading them.
+#define MX_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
 
 namespace mx {
 
@@ -10,7 +15,7 @@ struct f32x2 {
 };
 struct u32x4 {
     unsigned words[4];
-    __device__ __forceinline__ unsigned operator[](int i) const { return words[i]; }
+    MX_MEMBER unsigned operator[](int i) const { return words[i]; }
 };
 // Storage of the 16-bit formats; to_f32 and store convert.
 struct bf16 {
@@ -28,19 +33,29 @@ MX_DEVICE long group_x() { return blockIdx.x; }
 MX_DEVICE long group_y() { return blockIdx.y; }
 MX_DEVICE void group_barrier() { __syncthreads(); }
 
-// 16 bytes that no one reads again: not kept in L1, fetched from memory in long bursts.
+// Loads are volatile to the compiler so that they stay in the order of the source, before their
+// use. 16 bytes that no one reads again: not kept in L1, fetched from memory in long bursts.
 MX_DEVICE u32x4 load_once(const void* p) {
     u32x4 v;
-    asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
-        : "l"(p));
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+                 : "l"(p));
     return v;
 }
+// These two could be ld.global.nc as well, but ptxas moves such loads down to their first use,
+// where each waits for memory anew; relaxed ones it leaves ahead of it.
 MX_DEVICE u32x4 load(const void* p) {
-    const uint4 v = __ldg(static_cast<const uint4*>(p));
-    return {{v.x, v.y, v.z, v.w}};
+    u32x4 v;
+    asm volatile("ld.relaxed.cta.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+                 : "l"(p));
+    return v;
 }
-MX_DEVICE unsigned load_byte(const unsigned char* p) { return __ldg(p); }
+MX_DEVICE unsigned load_byte(const unsigned char* p) {
+    unsigned v;
+    asm volatile("ld.relaxed.cta.global.u8 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
 
 // Four e4m3 bytes to two pairs of floats, exactly; 0x7f and 0xff become NaN.
 MX_DEVICE void e4m3x4_to_f32(unsigned word, f32x2& low, f32x2& high) {
