@@ -21,7 +21,8 @@ ALIGNMENT_BYTES = 16
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN_OR_NONE = _PLAIN | {type(None)}
 
 
 def linear(
@@ -62,7 +63,8 @@ def linear(
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
-        or not _PLAIN.issuperset(map(type, (xq, xs, wq, ws, bias, out)))
+        or not _PLAIN.issuperset(map(type, (xq, xs, wq, ws)))
+        or not _PLAIN_OR_NONE.issuperset((type(bias), type(out)))
         or (bias is not None and bias.requires_grad and torch.is_grad_enabled())
     ):
         return _linear_through_torch(xq, xs, wq, ws, bias, out_dtype, out)
@@ -203,8 +205,6 @@ def _check(
     ):
         if tensor is None and name == "bias":
             continue
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.dtype not in dtypes:
             raise TypeError(f"{name} must be {_either(dtypes)}, got {tensor.dtype}")
         if tensor.device != xq.device:
@@ -241,8 +241,6 @@ def _check_out(
     out_dtype: torch.dtype,
     **inputs: torch.Tensor | None,
 ) -> None:
-    if not isinstance(out, torch.Tensor):
-        raise TypeError(f"out must be a tensor, got {type(out).__name__}")
     if out.dtype != out_dtype:
         raise TypeError(f"out must be of out_dtype {out_dtype}, got {out.dtype}")
     device = inputs["xq"].device if inputs["xq"] is not None else None
@@ -348,6 +346,18 @@ def _linear_through_torch(
     out_dtype: torch.dtype,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
+    for name, value in (
+        ("xq", xq),
+        ("xs", xs),
+        ("wq", wq),
+        ("ws", ws),
+        ("bias", bias),
+        ("out", out),
+    ):
+        if not isinstance(value, torch.Tensor) and (
+            value is not None or name not in ("bias", "out")
+        ):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if out is None:
         result: torch.Tensor = _linear_op(xq, xs, wq, ws, bias, out_dtype)
         return result
