@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from bench_common import report, time_host_us
+from bench_common import report
 from mx_reference import random_mx
 
 import aiter_mx
@@ -22,6 +22,7 @@ from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.launch import bind, load_function, runtime_of
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.target import target_of
+from aiter_mx.timing import time_host_us
 
 M, N, K = 1, 64, 64
 

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import product
 
 import torch
-from bench_common import copies_to_stay_cold, report, time_graph_us
+from bench_common import report
 from mx_reference import linear_reference64
 
 import aiter_mx
@@ -26,10 +26,11 @@ from aiter_mx.fallbacks.linear_triton import linear_triton
 from aiter_mx.jit.build import BuildRequest, build, build_all
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import kernels_of
-from aiter_mx.kernels.spec import Arg, Config, Geometry, KernelSpec
+from aiter_mx.kernels.spec import Arg, Config, Geometry
 from aiter_mx.launch import bind, build_request, runtime_of
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.target import Target, target_of
+from aiter_mx.timing import copies_to_stay_cold, time_graph_us
 
 SHAPES = ((2304, 6144), (1536, 6144), (6144, 2048), (6144, 1536), (9216, 6144))
 """(N, K): qkv, gate_up, o_proj and down of a 6144-wide model at TP4, and qkv at TP1."""
@@ -84,19 +85,6 @@ def reader(target: Target) -> Callable[[list[torch.Tensor]], float]:
     return best_of
 
 
-def all_configs(kernel: KernelSpec) -> list[Config]:
-    """Every combination of a kernel's parameters."""
-    names = [param.name for param in kernel.params]
-    values = product(*(param.values for param in kernel.params))
-    return [dict(zip(names, chosen, strict=True)) for chosen in values]
-
-
-def fits_registers(problem: LinearProblem, config: Config) -> bool:
-    """Whether what gemv holds a lane, loads in flight and sums, leaves room in 255 registers."""
-    loads = 5 * config["unroll"] * (config["rows"] + problem.M)
-    return loads + config["rows"] * problem.M <= 200
-
-
 def time_ours(problem: LinearProblem, copies: list[Operands], sweep: bool) -> list[Timed]:
     """Times of our kernels on ``problem``: as routed, or of each configuration that builds."""
     target = target_of(DEVICE)
@@ -109,7 +97,7 @@ def time_ours(problem: LinearProblem, copies: list[Operands], sweep: bool) -> li
     for kernel in kernels_of("linear"):
         if kernel.backend != "hip" or kernel.refusal(target, problem):
             continue
-        configs = [c for c in all_configs(kernel) if fits_registers(problem, c)]
+        configs = kernel.candidates(target, problem)
         build_all([build_request(kernel, target, problem, config) for config in configs])
         for config in configs:
             try:

@@ -5,7 +5,7 @@ Triton itself is not imported here, so that dispatch can reason without it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from aiter_mx.kernels.spec import Param
@@ -142,6 +142,11 @@ def configure(target: Target, problem: Shape) -> dict[str, int]:
     ):
         config["SPLIT_K"] //= 2
     return config
+
+
+def candidates(target: Target, problem: Shape) -> Sequence[Mapping[str, int]]:
+    """The configurations that a tuner should time."""
+    return CANDIDATES[target.arch][bucket(problem.M)]
 
 
 def refusal(target: Target, problem: Shape) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aiter_mx.fallbacks import linear_tiles
-from aiter_mx.kernels.spec import Arg, Config, Geometry, KernelSpec, Module, Param
+from aiter_mx.kernels.spec import Arg, Config, Geometry, KernelSpec, Module, Param, combinations
 from aiter_mx.target import Target
 
 _DTYPE_CODES = {"none": 0, "fp32": 1, "bf16": 2, "fp16": 3}  # csrc/include/mx_target.h
@@ -91,6 +91,15 @@ def _gemv_configure(target: Target, problem: LinearProblem) -> Config:
     return {"rows": rows, "waves": waves, "unroll": unroll}
 
 
+def _gemv_candidates(target: Target, problem: LinearProblem) -> list[Config]:
+    """The configurations whose loads in flight and sums a lane leave room in the registers."""
+    return [
+        config
+        for config in combinations(GEMV_PARAMS)
+        if 5 * config["unroll"] * (config["rows"] + problem.M) + config["rows"] * problem.M <= 200
+    ]
+
+
 def _gemv_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     return {
         "MX_M": problem.M,
@@ -143,6 +152,7 @@ KERNELS = (
         params=GEMV_PARAMS,
         refusal=_gemv_refusal,
         configure=_gemv_configure,
+        candidates=_gemv_candidates,
         module=GEMV,
     ),
     KernelSpec(
@@ -152,6 +162,7 @@ KERNELS = (
         params=linear_tiles.PARAMS,
         refusal=linear_tiles.refusal,
         configure=linear_tiles.configure,
+        candidates=linear_tiles.candidates,
     ),
     KernelSpec(
         op="linear",
@@ -160,5 +171,6 @@ KERNELS = (
         params=(),
         refusal=lambda target, problem: None,
         configure=lambda target, problem: {},
+        candidates=lambda target, problem: ({},),
     ),
 )

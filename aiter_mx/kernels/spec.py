@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from aiter_mx.target import Target
@@ -20,6 +21,13 @@ class Param:
     name: str
     values: tuple[int, ...]
     doc: str
+
+
+def combinations(params: Sequence[Param]) -> list[Config]:
+    """Every configuration that the parameters' legal values allow."""
+    names = [param.name for param in params]
+    values = product(*(param.values for param in params))
+    return [dict(zip(names, chosen, strict=True)) for chosen in values]
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,7 @@ class KernelSpec:
         params: what a table row may set.
         refusal: why the kernel does not cover a problem on a target, or None when it does.
         configure: the configuration to use when no table row chooses one.
+        candidates: the configurations that a tuner should time.
         module: for backend ``hip``, how to build and launch it.
     """
 
@@ -87,6 +96,7 @@ class KernelSpec:
     params: tuple[Param, ...]
     refusal: Callable[[Target, Problem], str | None]
     configure: Callable[[Target, Problem], Config]
+    candidates: Callable[[Target, Problem], Sequence[Config]]
     module: Module | None = None
 
     def check_config(self, config: Config) -> None:

@@ -203,7 +203,7 @@ def _check(
         ("ws", ws, _SCALE_DTYPES),
         ("bias", bias, tuple(_DTYPE_NAMES)),
     ):
-        if tensor is None and name == "bias":
+        if tensor is None:  # the bias, which may be
             continue
         if tensor.dtype not in dtypes:
             raise TypeError(f"{name} must be {_either(dtypes)}, got {tensor.dtype}")
