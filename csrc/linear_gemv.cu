@@ -28,15 +28,16 @@ constexpr int kWaves = MX_WAVES; // waves of a workgroup
 constexpr int kUnroll =
     MX_UNROLL; // steps of a wave whose loads are issued before the first is used
 using Out = DType<MX_OUT>;
+using Offset = unsigned long; // elements and bytes: tensors may exceed 4 GiB
 
 constexpr int kBlock = 32; // k of one scale
 constexpr int kPiece = 16; // k of a lane in one step
 constexpr int kPairs = kPiece / 2;
 constexpr int kStep = kLanes * kPiece;
-constexpr long kStride = kWaves * kStep;
+constexpr Offset kStride = kWaves * kStep;
 constexpr int kThreads = kLanes * kWaves;
 constexpr int kValues = kM * kRows;
-constexpr long kMaxGridX = MX_MAX_GRID_X; // groups beyond it continue in the grid's y
+constexpr Offset kMaxGridX = MX_MAX_GRID_X; // groups beyond it continue in the grid's y
 
 struct Piece {
     u32x4 payload;
@@ -51,16 +52,16 @@ struct Piece {
 
 struct Operands {
     const unsigned char *xq, *xs, *wq, *ws;
-    long rows[kRows]; // of w
-    long K;
+    Offset rows[kRows]; // of w
+    Offset K;
     int lane;
 
     // first: of the step's k, a multiple of kBlock that all lanes of the wave share.
-    MX_MEMBER Piece x(int m, long first) const {
+    MX_MEMBER Piece x(int m, Offset first) const {
         return {load(xq + m * K + first + lane * kPiece),
                 load_byte(xs + (m * K + first) / kBlock + lane * kPiece / kBlock)};
     }
-    MX_MEMBER Piece w(int r, long first) const {
+    MX_MEMBER Piece w(int r, Offset first) const {
         return {load_once(wq + rows[r] * K + first + lane * kPiece),
                 load_byte(ws + (rows[r] * K + first) / kBlock + lane * kPiece / kBlock)};
     }
@@ -86,10 +87,12 @@ MX_DEVICE void accumulate(float* sums, const Piece (&a)[CountI], const Piece (&b
             float& sum = sums[i * StrideI + j * StrideJ];
             sum = add_scaled(sum, dot(a_values, b_values[j]), a_scale, b_scales[j]);
         }
+        if constexpr (kM > 8)
+            finish_before_next(); // converting all of a at once would not fit into registers
     }
 }
 
-MX_DEVICE float load_bias(const void* bias, int kind, long n) {
+MX_DEVICE float load_bias(const void* bias, int kind, Offset n) {
     switch (kind) {
     case kF32:
         return static_cast<const float*>(bias)[n];
@@ -104,9 +107,9 @@ MX_DEVICE float load_bias(const void* bias, int kind, long n) {
 
 MX_KERNEL(kThreads)
 aiter_mx_linear_gemv(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
-                     const unsigned char* ws, const void* bias, Out* y, long N, long K,
+                     const unsigned char* ws, const void* bias, Out* y, Offset N, Offset K,
                      int bias_kind) {
-    const long first_row = (group_y() * kMaxGridX + group_x()) * kRows;
+    const Offset first_row = (group_y() * kMaxGridX + group_x()) * kRows;
     if (first_row >= N)
         return;
     const int lane = thread_in_group() % kLanes;
@@ -118,11 +121,11 @@ aiter_mx_linear_gemv(const unsigned char* xq, const unsigned char* xs, const uns
         operands.rows[r] = first_row + r < N ? first_row + r : N - 1;
 
     float sums[kValues] = {};
-    for (long first = wave * kStep; first + lane * kPiece < K; first += kUnroll * kStride) {
+    for (Offset first = wave * kStep; first + lane * kPiece < K; first += kUnroll * kStride) {
         Piece x[kUnroll][kM] = {}, w[kUnroll][kRows] = {}; // zeros add nothing
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
-            const long k = first + i * kStride;
+            const Offset k = first + i * kStride;
             if (i == 0 || k + lane * kPiece < K) {
 #pragma unroll
                 for (int r = 0; r < kRows; ++r)
@@ -145,7 +148,7 @@ aiter_mx_linear_gemv(const unsigned char* xq, const unsigned char* xs, const uns
     group_barrier();
     for (int i = thread_in_group(); i < kValues; i += kThreads) {
         const int m = i / kRows;
-        const long n = first_row + i % kRows;
+        const Offset n = first_row + i % kRows;
         if (n < N) {
             float sum = 0.0f;
 #pragma unroll

@@ -57,6 +57,7 @@ KEY = ("M", "N", "K", "out_dtype")
 
 GEMV_MAX_M = 16
 _PIECE_BYTES = 16  # what a lane reads of one row of w in one step
+_CONFIGURED_WAVES = (1, 2, 3, 4, 6, 8)  # with more of them large M spills
 _MAX_GRID_X = 1 << 20  # workgroups; more continue in y. HIP counts threads of a grid in 32 bits.
 
 GEMV_PARAMS = (
@@ -77,27 +78,26 @@ def _gemv_refusal(target: Target, problem: LinearProblem) -> str | None:
 
 
 def _gemv_configure(target: Target, problem: LinearProblem) -> Config:
-    """A configuration that fits registers and keeps many bytes in flight: see docs/kernels.md."""
-    M, N = problem.M, problem.N
-    # Rows share the conversion of x, and more of them mean fewer reads of x; but each compute unit
-    # must get workgroups, and from M = 9 the sums of four rows leave no registers.
-    most_rows = 4 if M <= 8 else 2
-    rows = next(r for r in (4, 2, 1) if r == 1 or (r <= most_rows and 2 * r * target.cu_num <= N))
-    # Bytes in flight a lane: all steps of a wave at once where registers allow it.
-    most_unroll = max(1, min(4, 8 // (rows * M), 8 // rows))
+    """A balanced configuration without spills; docs/kernels.md derives its numbers."""
+    M, cus = problem.M, target.cu_num
+
+    def groups_a_cu(rows: int) -> int:
+        return -(-(-(-problem.N // rows)) // cus)
+
+    # Instructions of the busiest compute unit for two k of each row: to convert w and x, to
+    # multiply, and for each 16 k to sum and scale.
+    most_rows = 3 if M > 14 else 4
+    rows = min(range(most_rows, 0, -1), key=lambda r: groups_a_cu(r) * (r * (1 + 1.375 * M) + M))
     steps = -(-problem.K // (_PIECE_BYTES * target.wave_size))
-    waves = next(w for w in (1, 2, 3, 4, 6, 8) if w == 8 or w * most_unroll >= steps)
+    most_unroll = {1: 3, 2: 2}.get(M, 1)
+    # Enough lanes on a compute unit to hide memory's latency, in waves of no more than one step.
+    lanes = 768 if M <= 2 else 512
+    wanted = min(-(-lanes // (target.wave_size * groups_a_cu(rows))), steps, _CONFIGURED_WAVES[-1])
+    waves = next(w for w in _CONFIGURED_WAVES if w >= wanted)
     unroll = min(most_unroll, -(-steps // waves))
+    rounds = -(-steps // (waves * unroll))
+    waves = next(w for w in _CONFIGURED_WAVES if -(-steps // (w * unroll)) == rounds)
     return {"rows": rows, "waves": waves, "unroll": unroll}
-
-
-def _gemv_candidates(target: Target, problem: LinearProblem) -> list[Config]:
-    """The configurations whose loads in flight and sums a lane leave room in the registers."""
-    return [
-        config
-        for config in combinations(GEMV_PARAMS)
-        if 5 * config["unroll"] * (config["rows"] + problem.M) + config["rows"] * problem.M <= 200
-    ]
 
 
 def _gemv_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:

@@ -21,13 +21,16 @@ MX_DEVICE int thread_in_group() { return __builtin_amdgcn_workitem_id_x(); }
 MX_DEVICE int wave_in_group() {
     return __builtin_amdgcn_readfirstlane(__builtin_amdgcn_workitem_id_x() / kLanes);
 }
-MX_DEVICE long group_x() { return __builtin_amdgcn_workgroup_id_x(); }
-MX_DEVICE long group_y() { return __builtin_amdgcn_workgroup_id_y(); }
+MX_DEVICE unsigned long group_x() { return __builtin_amdgcn_workgroup_id_x(); }
+MX_DEVICE unsigned long group_y() { return __builtin_amdgcn_workgroup_id_y(); }
 MX_DEVICE void group_barrier() {
     __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");
     __builtin_amdgcn_s_barrier();
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
 }
+
+// The compiler may move no instruction across this.
+MX_DEVICE void finish_before_next() { __builtin_amdgcn_sched_barrier(0); }
 
 // 16 bytes that no one reads again: marked non-temporal, so that they leave the caches first.
 MX_DEVICE u32x4 load_once(const void* p) {

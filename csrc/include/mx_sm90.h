@@ -29,9 +29,11 @@ constexpr int kLanes = 32;
 
 MX_DEVICE int thread_in_group() { return threadIdx.x; }
 MX_DEVICE int wave_in_group() { return threadIdx.x / kLanes; }
-MX_DEVICE long group_x() { return blockIdx.x; }
-MX_DEVICE long group_y() { return blockIdx.y; }
+MX_DEVICE unsigned long group_x() { return blockIdx.x; }
+MX_DEVICE unsigned long group_y() { return blockIdx.y; }
 MX_DEVICE void group_barrier() { __syncthreads(); }
+
+MX_DEVICE void finish_before_next() {} // ptxas keeps registers low on its own
 
 // Loads are volatile to the compiler so that they stay in the order of the source, before their
 // use. 16 bytes that no one reads again: not kept in L1, fetched from memory in long bursts.
