@@ -62,7 +62,7 @@ _MAX_GRID_X = 1 << 20  # workgroups; more continue in y. HIP counts threads of a
 
 GEMV_PARAMS = (
     Param("rows", (1, 2, 3, 4, 6, 8), "output features that a workgroup computes"),
-    Param("waves", (1, 2, 3, 4, 6, 8, 12, 16), "waves of a workgroup, which split K"),
+    Param("waves", (1, 2, 3, 4, 6, 8, 12), "waves of a workgroup, which split K"),
     Param(
         "unroll", (1, 2, 3, 4), "steps of a wave whose loads are issued before the first is used"
     ),
@@ -82,7 +82,7 @@ def _gemv_configure(target: Target, problem: LinearProblem) -> Config:
     M, cus = problem.M, target.cu_num
 
     def groups_a_cu(rows: int) -> int:
-        return -(-(-(-problem.N // rows)) // cus)
+        return -(-problem.N // (rows * cus))
 
     # Instructions of the busiest compute unit for two k of each row: to convert w and x, to
     # multiply, and for each 16 k to sum and scale.
@@ -98,6 +98,20 @@ def _gemv_configure(target: Target, problem: LinearProblem) -> Config:
     rounds = -(-steps // (waves * unroll))
     waves = next(w for w in _CONFIGURED_WAVES if -(-steps // (w * unroll)) == rounds)
     return {"rows": rows, "waves": waves, "unroll": unroll}
+
+
+def _gemv_candidates(target: Target, problem: LinearProblem) -> list[Config]:
+    """The configurations that waste no wave and leave the sums and loads room in registers."""
+    M = problem.M
+    steps = -(-problem.K // (_PIECE_BYTES * target.wave_size))
+    return [
+        config
+        for config in combinations(GEMV_PARAMS)
+        if (rows := config["rows"]) <= (3 if M > 14 else 4) or rows * M <= 32
+        if (unroll := config["unroll"]) == 1 or unroll * (rows + M) <= 16
+        if (waves := config["waves"]) <= _CONFIGURED_WAVES[-1] or rows * M <= 8
+        if waves * unroll < steps + min(waves, unroll)
+    ]
 
 
 def _gemv_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
