@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import logging
 import os
 import random
@@ -291,17 +292,17 @@ def test_a_lock_timeout_that_is_no_time_is_refused(
         cache.get_or_build("thing", "a", "so", writer(b"x"))
 
 
+@pytest.mark.filterwarnings("ignore:flock not supported")
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
 def test_a_file_system_without_locks_is_built_on_without_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
-    import fcntl
-
     def unsupported(descriptor: int, how: int) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     data = random_bytes()
-    with caplog.at_level(logging.WARNING, logger="aiter_mx"), pytest.warns(UserWarning):
+    with caplog.at_level(logging.WARNING, logger="aiter_mx"):
         assert cache.get_or_build("thing", "a", "so", writer(data)).data == data
     assert "without locks" in caplog.text
     assert cache.lookup("thing", "a", "so") is not None

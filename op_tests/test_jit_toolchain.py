@@ -49,7 +49,13 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_without_a_compiler_every_place_and_the_remedy_are_named(bare: Path) -> None:
     with pytest.raises(ToolchainError) as caught:
         find_toolchain("gfx950")
-    for part in (f"{bare}/nothing/rocm", "no hipcc", "no clang++", "install ROCm", "clang-22"):
+    for part in (
+        f"{bare}/nothing/rocm",
+        "no program hipcc",
+        "no clang++",
+        "install ROCm",
+        "clang-22",
+    ):
         assert part in str(caught.value)
     with pytest.raises(ToolchainError) as caught:
         find_toolchain("sm_90a")
@@ -119,6 +125,7 @@ def test_the_newest_clang_with_headers_of_triton_is_chosen(
     monkeypatch.setenv("PATH", str(bare / "bin"))
     found = find_toolchain("gfx950")
     assert found.kind == "llvm" and found.compiler.name == "clang++-23"
+    assert llvm_tool.__wrapped__("clang++") == bare / "bin/clang++"
     monkeypatch.setattr(amd, "triton_headers", lambda: None)
     hide_compilers(monkeypatch, bare / "nothing")
     monkeypatch.setenv("PATH", str(bare / "bin"))

@@ -6,7 +6,9 @@ import hashlib
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,27 +31,28 @@ INSTALL = (
 ENVIRONMENT = ("HIPCC", "ROCM_PATH")
 OLDEST_CLANG = 20
 _OPT = Path("/opt")
+_HIP_VERSION = "include/hip/hip_version.h"
+_LIBRARIES = ("lib/ocml.bc", "lib/ockl.bc")
 _IN_ROCM = ("bin/amdclang++", "bin/hipcc", "lib/llvm/bin/clang++", "llvm/bin/clang++")
 
-# The constants by which ROCm's device libraries are told what they are linked for; a ROCm tree has
-# each in a bitcode file of its own (oclc_*.bc).
-_CONTROLS = (
-    ("ISA_version", "i32"),
-    ("ABI_version", "i32"),
-    ("wavefrontsize64", "i8"),
-    ("wavefrontsize_log2", "i32"),
-    ("finite_only_opt", "i8"),
-    ("unsafe_math_opt", "i8"),
-    ("daz_opt", "i8"),
-    ("correctly_rounded_sqrt32", "i8"),
-)
+_PROBE = """#include <hip/hip_runtime.h>
+__global__ void probe(float *x) { x[threadIdx.x] = expf(x[threadIdx.x]); }
+"""
 
 
-def candidates() -> Iterator[Candidate]:
-    """Every place where a compiler may be, best first."""
+@dataclass(frozen=True)
+class _Clang:
+    path: Path
+    origin: str
+    version: str  # the line of --version that says it
+    major: int
+    bin_dir: Path  # where the programs of its installation are
+
+
+def candidates() -> Iterator[Candidate | str]:
+    """Every place where a compiler may be, best first; in words where there is none."""
     if named := os.environ.get("HIPCC"):
-        path = shutil.which(named)
-        yield Candidate("rocm", "HIPCC", Path(path) if path else None, f"{named} is no program")
+        yield _program("HIPCC", named)
     roots = [("ROCM_PATH", Path(root))] if (root := os.environ.get("ROCM_PATH")) else []
     newest_first = sorted(_OPT.glob("rocm-*"), reverse=True)
     roots += [("installed", path) for path in (_OPT / "rocm", *newest_first)]
@@ -57,16 +60,19 @@ def candidates() -> Iterator[Candidate]:
         programs = [folder / name for name in _IN_ROCM if (folder / name).exists()]
         yield from (Candidate("rocm", origin, program) for program in programs)
         if not programs:
-            yield Candidate("rocm", origin, None, f"{folder} has none of {', '.join(_IN_ROCM)}")
-    for name in ("amdclang++", "hipcc"):
-        path = shutil.which(name)
-        yield Candidate("rocm", "PATH", Path(path) if path else None, f"no {name}")
+            yield f"{origin}: {folder} has none of {', '.join(_IN_ROCM)}"
+    yield from (_program("PATH", name) for name in ("amdclang++", "hipcc"))
     plain = versioned_programs("clang++")
     if unversioned := shutil.which("clang++"):
         plain.append(Path(unversioned))
     yield from (Candidate("llvm", "PATH", path) for path in plain)
     if not plain:
-        yield Candidate("llvm", "PATH", None, f"no clang++ or clang++-N with N >= {OLDEST_CLANG}")
+        yield f"PATH: no clang++ or clang++-N with N >= {OLDEST_CLANG}"
+
+
+def _program(origin: str, name: str) -> Candidate | str:
+    path = shutil.which(name)
+    return Candidate("rocm", origin, Path(path)) if path else f"{origin}: no program {name}"
 
 
 def versioned_programs(name: str) -> list[Path]:
@@ -96,99 +102,89 @@ def probe(candidate: Candidate, arch: str, work: Path) -> Toolchain:
     Raises:
         Refused: it cannot compile for ``arch``.
     """
-    assert candidate.path is not None
-    try:
-        version = run([candidate.path, "--version"], work)
-    except BuildError as error:
-        raise Refused(f"it does not tell its version: {first_error(error)}") from None
-    clang = re.search(r"^.*clang version (\d+).*$", version, re.MULTILINE)
-    if clang is None:
-        raise Refused("it is no clang: --version does not say so")
-    attempt = _rocm if candidate.kind == "rocm" else _llvm
-    tool = attempt(candidate, arch, version, int(clang[1]), clang[0].strip())
+    clang = _clang(candidate, work)
+    tool = _rocm(clang, arch) if candidate.kind == "rocm" else _llvm(clang, arch)
     source = work / "probe.cu"
-    if candidate.kind == "rocm":
-        text = "#include <hip/hip_runtime.h>\n__global__ void probe(float *x) { *x = expf(*x); }\n"
-        extra = tool.flags
-    else:
-        text = "__attribute__((global)) void probe(float *x) { *x = 1; }\n"
-        extra = ("-nogpuinc", "-nogpulib")
-    source.write_text(text)
-    command: Command = [tool.compiler, "-x", "hip", f"--offload-arch={arch}", *FLAGS, *extra]
+    source.write_text(_PROBE)
     try:
-        run([*command, source, "-o", work / "probe.out"], work)
+        run([*command(tool, work), source, "-o", work / "probe.out"], work)
     except BuildError as error:
-        raise Refused(f"{clang[0]} cannot compile for {arch}: {first_error(error)}") from None
+        raise Refused(f"{clang.version} cannot compile for {arch}: {first_error(error)}") from None
     return tool
 
 
-def _installed_dir(version: str, path: Path) -> Path:
-    told = re.search(r"^InstalledDir: *(.+)$", version, re.MULTILINE)
-    return Path(told[1].strip()) if told else path.resolve().parent
-
-
-def _rocm(candidate: Candidate, arch: str, version: str, major: int, line: str) -> Toolchain:
+def _clang(candidate: Candidate, work: Path) -> _Clang:
     path = candidate.path
-    assert path is not None
+    try:
+        told = run([path, "--version"], work)
+    except BuildError as error:
+        raise Refused(f"it does not tell its version: {first_error(error)}") from None
+    version = re.search(r"^.*clang version (\d+).*$", told, re.MULTILINE)
+    if version is None:
+        raise Refused(f"it is no clang: --version says {told.strip()[:100]!r}")
+    bin_dir = re.search(r"^InstalledDir: *(.+)$", told, re.MULTILINE)
+    return _Clang(
+        path=path,
+        origin=candidate.origin,
+        version=version[0].strip(),
+        major=int(version[1]),
+        bin_dir=Path(bin_dir[1].strip()) if bin_dir else path.resolve().parent,
+    )
+
+
+def _rocm(clang: _Clang, arch: str) -> Toolchain:
     # hipcc is a wrapper: the clang that it names is run directly, so that flags mean one thing.
-    bin_dir = _installed_dir(version, path)
-    clang = bin_dir / "clang++"
-    compiler = clang if clang.exists() else path
-    places = [path.parent.parent, path.resolve().parent.parent, *list(bin_dir.parents)[1:3]]
-    roots = [place for place in places if (place / "include/hip/hip_version.h").exists()]
-    if not roots:
-        raise Refused(
-            "no include/hip/hip_version.h beside it, in "
-            + ", ".join(sorted({str(place) for place in places}))
-        )
-    header = roots[0] / "include/hip/hip_version.h"
-    hip = _hip_version(header)
-    flags = [f"--rocm-path={roots[0]}"]
+    behind = clang.bin_dir / "clang++"
+    compiler = behind if behind.exists() else clang.path
+    near = (clang.path.parent.parent, clang.path.resolve().parent.parent)
+    places = dict.fromkeys([*near, *list(clang.bin_dir.parents)[1:3]])
+    root = next((place for place in places if (place / _HIP_VERSION).exists()), None)
+    if root is None:
+        raise Refused(f"no {_HIP_VERSION} beside it, in {', '.join(map(str, places))}")
+    hip = _hip_version(root)
+    flags = [f"--rocm-path={root}"]
     if hip < (6, 3):
         flags.append("-mcode-object-version=5")  # its loader knows no newer one
     return Toolchain(
         kind="rocm",
         arch=arch,
         compiler=compiler,
-        identity=f"{line}; HIP {'.'.join(map(str, hip))} {_digest([header])}",
-        reason=f"ROCm {hip[0]}.{hip[1]}, found by {candidate.origin}: {path}",
+        identity=f"{clang.version}; HIP {_dotted(hip)} {_digest([root / _HIP_VERSION])}",
+        reason=f"ROCm {_dotted(hip)}, found by {clang.origin}: {clang.path}",
         flags=tuple(flags),
-        watch=(path, compiler, header),
+        watch=(clang.path, compiler, root / _HIP_VERSION),
     )
 
 
-def _llvm(candidate: Candidate, arch: str, version: str, major: int, line: str) -> Toolchain:
-    path = candidate.path
-    assert path is not None
-    if major < OLDEST_CLANG:
-        raise Refused(f"{line} is older than {OLDEST_CLANG}")
-    headers = triton_headers()
-    if headers is None:
+def _llvm(clang: _Clang, arch: str) -> Toolchain:
+    if clang.major < OLDEST_CLANG:
+        raise Refused(f"{clang.version} is older than {OLDEST_CLANG}")
+    wheel = triton_headers()
+    if wheel is None:
         raise Refused("it has no HIP headers of its own, and triton's wheel, which has, is absent")
-    files = sorted(path for path in (headers / "include/hip").rglob("*") if path.is_file())
-    files += [headers / "lib/ocml.bc", headers / "lib/ockl.bc"]
-    hip_header = headers / "include/hip/hip_version.h"
-    hip = ".".join(map(str, _hip_version(hip_header)))
-    clang = _installed_dir(version, path) / "clang++"
+    libraries = [wheel / name for name in _LIBRARIES]
+    headers = sorted(path for path in (wheel / "include/hip").rglob("*") if path.is_file())
+    hip = _dotted(_hip_version(wheel))
     return Toolchain(
         kind="llvm",
         arch=arch,
-        compiler=path,
-        identity=f"{line}; HIP {hip} of triton {_digest(files)}",
-        reason=f"{line} on {candidate.origin} as {path}, with the HIP {hip} headers of {headers}",
-        watch=(path, clang, hip_header, *files[-2:]),
-        headers=headers,
+        compiler=clang.path,
+        identity=f"{clang.version}; HIP {hip} of triton {_digest([*headers, *libraries])}",
+        reason=f"{clang.version}, found by {clang.origin}: {clang.path}; HIP {hip} of {wheel}",
+        watch=(clang.path, clang.bin_dir / "clang++", wheel / _HIP_VERSION, *libraries),
+        headers=wheel,
     )
 
 
-def _hip_version(header: Path) -> tuple[int, int, int]:
-    text = header.read_text(errors="replace")
-    numbers = [
-        re.search(rf"#define\s+HIP_VERSION_{part}\s+(\d+)", text)
-        for part in ("MAJOR", "MINOR", "PATCH")
-    ]
-    major, minor, patch = (int(number[1]) if number else 0 for number in numbers)
+def _hip_version(root: Path) -> tuple[int, int, int]:
+    text = (root / _HIP_VERSION).read_text(errors="replace")
+    numbers = dict(re.findall(r"#define\s+HIP_VERSION_(MAJOR|MINOR|PATCH)\s+(\d+)", text))
+    major, minor, patch = (int(numbers.get(part, 0)) for part in ("MAJOR", "MINOR", "PATCH"))
     return major, minor, patch
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _digest(files: list[Path]) -> str:
@@ -199,18 +195,18 @@ def _digest(files: list[Path]) -> str:
 
 
 def command(tool: Toolchain, work: Path) -> Command:
-    """The beginning of a command line: compiler and everything that does not depend on the kernel.
+    """The beginning of a command line: all of it that does not depend on the kernel.
 
     For a clang without ROCm this lays out in ``work`` the little that makes up a ROCm tree.
     """
     words: Command = [tool.compiler, "-x", "hip", f"--offload-arch={tool.arch}", *FLAGS]
     if tool.headers is None:
         return [*words, *tool.flags]
-    root = work / "rocm"
-    (root / "share/hip").mkdir(parents=True)
+    root = Path(tempfile.mkdtemp(prefix="rocm-", dir=work))
     (root / "include").symlink_to(tool.headers / "include")
-    major, minor, patch = _hip_version(tool.headers / "include/hip/hip_version.h")
+    major, minor, patch = _hip_version(tool.headers)
     # Without this file clang takes HIP for a 3.5 and leaves out its own wrapper header.
+    (root / "share/hip").mkdir(parents=True)
     (root / "share/hip/version").write_text(
         f"HIP_VERSION_MAJOR={major}\nHIP_VERSION_MINOR={minor}\nHIP_VERSION_PATCH={patch}\n"
     )
@@ -219,31 +215,30 @@ def command(tool: Toolchain, work: Path) -> Command:
     target = "--target=amdgcn-amd-amdhsa"
     assemble: Command = ["-x", "ir", "-c", "-emit-llvm", "-nogpulib", target, root / "controls.ll"]
     run([tool.compiler, *assemble, "-o", controls], work)
-    libraries = (tool.headers / "lib/ocml.bc", tool.headers / "lib/ockl.bc", controls)
-    links: Command = [
-        word
-        for path in libraries
-        for word in ("-Xclang", "-mlink-builtin-bitcode", "-Xclang", path)
-    ]
-    return [*words, f"--rocm-path={root}", "-nogpulib", *links]
+    words += [f"--rocm-path={root}", "-nogpulib"]
+    for library in (*(tool.headers / name for name in _LIBRARIES), controls):
+        words += ["-Xclang", "-mlink-builtin-bitcode", "-Xclang", library]
+    return words
 
 
 def _controls(arch: str) -> str:
+    """The constants by which ROCm's device libraries are told what they are linked for.
+
+    A ROCm tree has each in a bitcode file of its own, ``oclc_*.bc``.
+    """
     digits = arch.removeprefix("gfx")
-    # gfx950 is 9500, gfx90a is 9010, gfx1100 is 11000: major, then minor and stepping in hex.
-    isa = int(digits[:-2]) * 1000 + int(digits[-2], 16) * 100 + int(digits[-1], 16)
     wave64 = digits.startswith("9")
-    values = {
-        "ISA_version": isa,
-        "ABI_version": 600,
-        "wavefrontsize64": int(wave64),
-        "wavefrontsize_log2": 6 if wave64 else 5,
-        "correctly_rounded_sqrt32": 1,
+    constants = {
+        # gfx950 is 9500, gfx90a is 9010, gfx1100 is 11000: major, then minor and stepping in hex.
+        "ISA_version": f"i32 {int(digits[:-2])}{int(digits[-2], 16)}{int(digits[-1], 16):02}",
+        "ABI_version": "i32 600",
+        "wavefrontsize64": f"i8 {int(wave64)}",
+        "wavefrontsize_log2": f"i32 {6 if wave64 else 5}",
+        "finite_only_opt": "i8 0",
+        "unsafe_math_opt": "i8 0",
+        "daz_opt": "i8 0",
+        "correctly_rounded_sqrt32": "i8 1",
     }
-    lines = ['target triple = "amdgcn-amd-amdhsa"']
-    for name, kind in _CONTROLS:
-        lines.append(
-            f"@__oclc_{name} = linkonce_odr protected local_unnamed_addr addrspace(4) "
-            f"constant {kind} {values.get(name, 0)}, align {int(kind[1:]) // 8}"
-        )
-    return "\n".join(lines) + "\n"
+    linkage = "linkonce_odr protected local_unnamed_addr addrspace(4) constant"
+    definitions = (f"@__oclc_{name} = {linkage} {value}" for name, value in constants.items())
+    return "\n".join(['target triple = "amdgcn-amd-amdhsa"', *definitions, ""])

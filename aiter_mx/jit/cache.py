@@ -252,7 +252,7 @@ def _keep(entry: str, data: bytes, seconds: float, hindrance: OSError) -> Artifa
         f"the cache folder {cache_dir()} cannot be used ({cause}), so what is built "
         "serves this process alone; set AITER_MX_CACHE_DIR to a writable folder with space"
     )
-    descriptor = os.memfd_create(f"aiter_mx:{entry}")
+    descriptor = os.memfd_create(f"aiter_mx:{entry}"[:200])
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)
     path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")

@@ -46,22 +46,20 @@ class Toolchain:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A place where a compiler may be.
+    """A program that may be a compiler for an architecture.
 
     Attributes:
         kind: as in Toolchain.
-        origin: how the place was come by, for people: ``HIPCC``, ``PATH``.
-        path: the program, or None where there is none.
-        absent: without a path, what was looked for.
+        origin: how it was found, for people: ``HIPCC``, ``PATH``.
+        path: the program.
     """
 
     kind: str
     origin: str
-    path: Path | None
-    absent: str = ""
+    path: Path
 
     def __str__(self) -> str:
-        return f"{self.origin}: {self.path}" if self.path else f"{self.origin}: {self.absent}"
+        return f"{self.origin}: {self.path}"
 
 
 class Refused(Exception):
@@ -77,7 +75,8 @@ def run(command: Command, work: Path) -> str:
         OSError: with ``ENOSPC``, when it failed and little or no space is left for it.
     """
     words = [str(word) for word in command]
-    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(work)}
+    # hipcc would otherwise take a machine with nvcc for one without AMD compilers.
+    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(work), "HIP_PLATFORM": "amd"}
     try:
         process = subprocess.Popen(
             words,

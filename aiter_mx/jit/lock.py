@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from aiter_mx.errors import CacheError
 _LOG = logging.getLogger("aiter_mx")
 _DEFAULT_TIMEOUT_S = 120.0
 _POLL_S = 0.02
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def _timeout_s() -> float:
@@ -55,7 +57,9 @@ def build_lock(path: Path, purpose: str) -> Iterator[None]:
             "it is still building, wait or set AITER_MX_LOCK_TIMEOUT (seconds) higher; if it "
             "hangs, end it: the lock is then free; or set AITER_MX_CACHE_DIR to another folder"
         ) from None
-    except NotImplementedError:  # what older releases of filelock raise without flock
+    except (NotImplementedError, OSError) as error:  # the former from older releases of filelock
+        if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+            raise
         lock_works = False
     else:
         # A soft lock would outlive a killed holder.

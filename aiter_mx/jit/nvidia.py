@@ -24,19 +24,21 @@ _USUAL = Path("/usr/local/cuda/bin/nvcc")
 OLDEST_CUDA = (12, 4)
 
 
-def candidates() -> Iterator[Candidate]:
-    """Every place where a compiler may be, best first."""
-    for name in ENVIRONMENT:
-        if root := os.environ.get(name):
-            path = Path(root) / "bin/nvcc"
-            yield Candidate("nvcc", name, path if path.exists() else None, f"no {path}")
-    on_path = shutil.which("nvcc")
-    yield Candidate("nvcc", "PATH", Path(on_path) if on_path else None, "no nvcc")
-    yield Candidate("nvcc", "installed", _USUAL if _USUAL.exists() else None, f"no {_USUAL}")
+def candidates() -> Iterator[Candidate | str]:
+    """Every place where a compiler may be, best first; in words where there is none."""
+    places = [(name, os.environ[name]) for name in ENVIRONMENT if os.environ.get(name)]
+    programs = [(origin, Path(root) / "bin/nvcc") for origin, root in places]
+    if on_path := shutil.which("nvcc"):
+        programs.append(("PATH", Path(on_path)))
+    else:
+        yield "PATH: no nvcc"
+    programs.append(("installed", _USUAL))
     in_wheels = [path for folder in _wheels() for path in sorted(folder.glob("*/bin/nvcc"))]
-    yield from (Candidate("nvcc", "wheel", path) for path in reversed(in_wheels))
+    programs += [("wheel", path) for path in reversed(in_wheels)]
+    for origin, path in programs:
+        yield Candidate("nvcc", origin, path) if path.exists() else f"{origin}: no {path}"
     if not in_wheels:
-        yield Candidate("nvcc", "wheel", None, "nvidia-cuda-nvcc is not installed")
+        yield "wheel: nvidia-cuda-nvcc is not installed"
 
 
 def _wheels() -> list[Path]:
@@ -60,7 +62,6 @@ def probe(candidate: Candidate, arch: str, work: Path) -> Toolchain:
         Refused: it cannot compile for ``arch``.
     """
     path = candidate.path
-    assert path is not None
     try:
         version = run([path, "--version"], work)
     except BuildError as error:

@@ -59,10 +59,9 @@ def find_toolchain(arch: str) -> Toolchain:
 
 @cache
 def _find(arch: str, environment: tuple[str | None, ...]) -> Toolchain:
-    candidates: list[Candidate] = list(dict.fromkeys(vendor_of(arch).candidates()))
-    known = [_stamp(candidate.path) for candidate in candidates if candidate.path]
-    places = [str(candidate) for candidate in candidates]
-    question = json.dumps([arch, places, known, str(amd.triton_headers()), __version__])
+    candidates: list[Candidate | str] = list(vendor_of(arch).candidates())
+    places = [place if isinstance(place, str) else _stamp(place.path) for place in candidates]
+    question = json.dumps([arch, places, str(amd.triton_headers()), __version__])
     key = hashlib.sha256(question.encode()).hexdigest()[:32]
 
     def search(out: Path) -> None:
@@ -81,13 +80,13 @@ def _find(arch: str, environment: tuple[str | None, ...]) -> Toolchain:
     return tool
 
 
-def _search(arch: str, candidates: list[Candidate], work: Path) -> Toolchain:
+def _search(arch: str, candidates: list[Candidate | str], work: Path) -> Toolchain:
     vendor = vendor_of(arch)
     refusals = []
     tried = set()
     for candidate in candidates:
-        if candidate.path is None:
-            refusals.append(str(candidate))
+        if isinstance(candidate, str):
+            refusals.append(candidate)
             continue
         program = candidate.path.name, candidate.path.resolve()
         if program in tried:
@@ -135,21 +134,27 @@ def _parse(text: bytes) -> Toolchain | None:
 
 @cache
 def llvm_tool(name: str) -> Path:
-    """An LLVM program that knows gfx950: ``llvm-objdump``, ``llvm-readelf``.
+    """An LLVM program that knows gfx950, such as ``llvm-objdump``.
 
     Raises:
-        ToolchainError: neither ROCm nor PATH has it in version 20 or newer.
+        ToolchainError: it is neither beside the compiler for gfx950, nor on PATH in version 20 or
+            newer.
     """
-    roots = [Path(root) for root in (os.environ.get("ROCM_PATH"), "/opt/rocm") if root]
-    beside = [root / folder / name for root in roots for folder in ("lib/llvm/bin", "llvm/bin")]
-    plain = [Path(path)] if (path := shutil.which(name)) else []
-    looked_at = [path for path in beside if path.exists()] + amd.versioned_programs(name) + plain
-    for candidate in looked_at:
-        said = subprocess.run([candidate, "--version"], capture_output=True, text=True, check=False)
+    try:
+        beside = find_toolchain("gfx950").compiler.resolve().parent / name
+        if beside.exists():
+            return beside
+    except ToolchainError:
+        pass  # the program may be there all the same
+    if versioned := amd.versioned_programs(name):
+        return versioned[0]
+    plain = shutil.which(name)
+    if plain:
+        said = subprocess.run([plain, "--version"], capture_output=True, text=True, check=False)
         version = re.search(r"LLVM version (\d+)", said.stdout)
         if version and int(version[1]) >= amd.OLDEST_CLANG:
-            return candidate
+            return Path(plain)
     raise ToolchainError(
-        f"no {name} of LLVM {amd.OLDEST_CLANG} or newer was found; looked at "
-        f"{', '.join(map(str, [*beside, *plain]))} and PATH for {name}-N. To have it, {amd.INSTALL}"
+        f"no {name} of LLVM {amd.OLDEST_CLANG} or newer is beside a compiler for gfx950 or on "
+        f"PATH ({plain or 'no ' + name} and no {name}-N there). To have it, {amd.INSTALL}"
     )
