@@ -42,6 +42,13 @@ def writer(data: bytes, calls: list[Path] | None = None) -> Callable[[Path], Non
     return build
 
 
+def refuse_locks(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def unsupported(descriptor: int, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+
+
 def never(out: Path) -> None:
     raise AssertionError("this must not be built again")
 
@@ -150,7 +157,12 @@ def test_a_build_that_writes_nothing_is_an_error(folder: Path) -> None:
         cache.get_or_build("thing", "a", "so", lambda out: None, "my thing")
 
 
-def test_threads_that_ask_at_once_build_once(folder: Path) -> None:
+@pytest.mark.parametrize("locks", [True, False])
+def test_threads_that_ask_at_once_build_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    if not locks:
+        refuse_locks(monkeypatch, errno.ENOLCK)
     calls: list[Path] = []
     results = []
     barrier = threading.Barrier(8)
@@ -297,10 +309,7 @@ def test_a_lock_timeout_that_is_no_time_is_refused(
 def test_a_file_system_without_locks_is_built_on_without_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
-    def unsupported(descriptor: int, how: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
+    refuse_locks(monkeypatch, number)
     data = random_bytes()
     with caplog.at_level(logging.WARNING, logger="aiter_mx"):
         assert cache.get_or_build("thing", "a", "so", writer(data)).data == data
