@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -57,3 +60,23 @@ def time_host_us(call: Callable[[], object], calls: int = 200, rounds: int = 50)
         times.append((time.perf_counter() - start) / calls * 1e6)
         torch.cuda.synchronize()
     return median(times)
+
+
+def random_mx(rows: int, K: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Payload ``[rows, K]`` over the whole e4m3 range and scales ``[rows, K // 32]``, all random.
+
+    They are drawn on the device: timing zeros, or one scale, could flatter a kernel.
+    """
+    payload = torch.randint(0, 127, (rows, K), device=device, dtype=torch.uint8)
+    payload |= torch.randint(0, 2, (rows, K), device=device, dtype=torch.uint8) << 7
+    scale = torch.randint(121, 134, (rows, K // 32), device=device, dtype=torch.uint8)
+    return payload.view(torch.float8_e4m3fn), scale
+
+
+def commit() -> str:
+    """The commit that is being measured; ``AITER_MX_COMMIT`` names it where git cannot."""
+    named = os.environ.get("AITER_MX_COMMIT")
+    if named:
+        return named
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

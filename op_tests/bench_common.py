@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import os
 import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +12,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from aiter_mx.timing import commit
+
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "docs" / "measured"
 
@@ -21,15 +21,6 @@ MEASURED = ROOT / "docs" / "measured"
 def gpu_name() -> str:
     """The GPU's name as a folder name, such as ``nvidia_h200``."""
     return re.sub(r"\W+", "_", torch.cuda.get_device_name().lower()).strip("_")
-
-
-def commit() -> str:
-    """The commit that is being measured; ``AITER_MX_COMMIT`` names it where git cannot."""
-    named = os.environ.get("AITER_MX_COMMIT")
-    if named:
-        return named
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def report(title: str, rows: Sequence[dict[str, object]], save_as: str | None) -> None:

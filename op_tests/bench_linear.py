@@ -30,7 +30,7 @@ from aiter_mx.kernels.spec import Arg, Config, Geometry
 from aiter_mx.launch import bind, build_request, runtime_of
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.target import Target, target_of
-from aiter_mx.timing import copies_to_stay_cold, time_graph_us
+from aiter_mx.timing import copies_to_stay_cold, random_mx, time_graph_us
 
 SHAPES = ((2304, 6144), (1536, 6144), (6144, 2048), (6144, 1536), (9216, 6144))
 """(N, K): qkv, gate_up, o_proj and down of a 6144-wide model at TP4, and qkv at TP1."""
@@ -39,20 +39,6 @@ DEVICE = torch.device("cuda", 0)
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Timed = tuple[float, str, Config]
 """Microseconds, kernel, configuration."""
-
-
-def random_operands(M: int, N: int, K: int) -> Operands:
-    """Random payloads over the whole e4m3 range and random scales, drawn on the GPU."""
-
-    def payload(rows: int) -> torch.Tensor:
-        magnitude = torch.randint(0, 127, (rows, K), device=DEVICE, dtype=torch.uint8)
-        sign = torch.randint(0, 2, (rows, K), device=DEVICE, dtype=torch.uint8) << 7
-        return (magnitude | sign).view(torch.float8_e4m3fn)
-
-    def scale(rows: int) -> torch.Tensor:
-        return torch.randint(121, 134, (rows, K // 32), device=DEVICE, dtype=torch.uint8)
-
-    return payload(M), scale(M), payload(N), scale(N)
 
 
 def reader(target: Target) -> Callable[[list[torch.Tensor]], float]:
@@ -65,8 +51,8 @@ def reader(target: Target) -> Callable[[list[torch.Tensor]], float]:
         image = build(BuildRequest("read_only.cu", target.arch, defines)).image
         function = runtime.get_function(runtime.load(image, 0), "aiter_mx_read_only", 0)
         functions.append((function, groups_a_cu * target.cu_num))
-    kinds = (Arg("data", "pointer", "r"), Arg("sink", "pointer", "w"))
-    kinds += (Arg("size_bytes", "i64"), Arg("groups", "i32"))
+    pointers = (Arg("data", "pointer", "r"), Arg("sink", "pointer", "w"))
+    kinds = (*pointers, Arg("size_bytes", "i64"), Arg("groups", "i32"))
     sink = torch.empty(1, dtype=torch.int32, device=DEVICE)
 
     def calls(variant: int, tensor: torch.Tensor) -> Callable[[], None]:
@@ -142,12 +128,12 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for shape in arguments.shapes:
         N, K = map(int, shape.split("x"))
-        weights = [random_operands(0, N, K)[2:] for _ in range(copies_to_stay_cold(N * K))]
+        weights = [random_mx(N, K, DEVICE) for _ in range(copies_to_stay_cold(N * K))]
         dense = [wq.bfloat16() for wq, _ in weights[: copies_to_stay_cold(2 * N * K)]]
         floor_us = read_us([wq for wq, _ in weights])
         for M in arguments.M:
             problem = LinearProblem(M=M, N=N, K=K, out_dtype="bf16")
-            activations = random_operands(M, 0, K)[:2]
+            activations = random_mx(M, K, DEVICE)
             copies = [(*activations, *w) for w in weights]
             timed = time_ours(problem, copies, arguments.sweep)
             for entry in timed[1:5]:

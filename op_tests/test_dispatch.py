@@ -83,6 +83,21 @@ def test_rows_for_another_cu_count_explain_why_they_do_not_apply(
     assert "for 80 CUs, not 256" in chosen.reason
 
 
+def test_nearest_tuned_rows_stand_in_and_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_table(tmp_path / "mine.csv", gemv_row(M=4), gemv_row(M=16))
+    monkeypatch.setenv("AITER_MX_CONFIG", str(path))
+    chosen = route("linear", GFX950, PROBLEM)
+    assert chosen.source == f"{path}:2"
+    assert "it is for M=4, the nearest that is tuned" in chosen.reason
+    in_fp32 = LinearProblem(M=9, N=1000, K=96, out_dtype="fp32")
+    chosen = route("linear", GFX950, in_fp32)
+    assert chosen.source == f"{path}:3"
+    assert "it is for M=16 and out_dtype=bf16" in chosen.reason
+    assert route("linear", GFX950, LinearProblem(M=5, N=1000, K=96)).source == "envelope"
+
+
 def test_envelope_names_each_refusal_on_the_way() -> None:
     problem = LinearProblem(M=17, N=1000, K=96, out_dtype="bf16")
     chosen = route("linear", GFX950, problem)

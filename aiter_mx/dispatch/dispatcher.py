@@ -1,4 +1,4 @@
-"""Routes a problem: the tuned table's exact row first, then the kernels' envelopes."""
+"""Routes a problem: its tuned row, else the row of a stand-in, else the kernels' envelopes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import threading
 
 from aiter_mx.dispatch.route import Route
 from aiter_mx.dispatch.tables import SCOPE, Row, load_rows
-from aiter_mx.kernels.registry import find_kernel, kernels_of, key_columns, problem_key
+from aiter_mx.kernels.registry import (
+    find_kernel,
+    kernels_of,
+    key_columns,
+    problem_key,
+    stand_ins,
+)
 from aiter_mx.kernels.spec import KernelSpec, Problem
 from aiter_mx.target import Target
 
@@ -33,39 +39,49 @@ def route(
         ValueError: nothing covers the problem.
     """
     key = problem_key(op, problem)
-    row, why_no_row = _find_row(op, target, key)
-    if row is not None and (row.backend, row.kernel) not in skip:
-        kernel = find_kernel(op, row.backend, row.kernel)
-        refusal = kernel.refusal(target, problem)
-        if refusal is None:
-            return Route(op, row.backend, row.kernel, row.config, _row_reason(row), row.where)
-        why_no_row = f"{row.where} names {row.backend}/{row.kernel}, but {refusal}"
-    elif row is None and target.runtime != "none":
-        _log_miss(op, target, key)
-
-    refusals: list[str] = []
-    for kernel in kernels_of(op):
-        if (kernel.backend, kernel.name) in skip:
-            refusals.append(f"{kernel.backend}/{kernel.name} failed before")
+    passed_over: list[str] = []
+    for stand_in in (key, *stand_ins(op, key)):
+        row, why_none = _find_row(op, target, stand_in)
+        if row is None:
+            if stand_in == key:
+                passed_over.append(why_none)
+                _log_miss(op, target, key)
             continue
-        refusal = kernel.refusal(target, problem)
+        kernel = find_kernel(op, row.backend, row.kernel)
+        refusal = _refusal(kernel, target, problem, skip)
         if refusal is None:
-            reason = "; ".join([why_no_row, *refusals, _choice_reason(kernel, bool(refusals))])
+            reason = _row_reason(row, stand_in, key)
+            return Route(op, row.backend, row.kernel, row.config, reason, row.where)
+        passed_over.append(f"{row.where} names {row.backend}/{row.kernel}, but {refusal}")
+
+    for kernel in kernels_of(op):
+        refusal = _refusal(kernel, target, problem, skip)
+        if refusal is None:
+            reason = "; ".join([*passed_over, f"{kernel.backend}/{kernel.name} covers it"])
             config = kernel.configure(target, problem)
             return Route(op, kernel.backend, kernel.name, config, reason, "envelope")
-        refusals.append(refusal)
-    raise ValueError(f"nothing computes {op} of {problem} on {target.name}: {'; '.join(refusals)}")
+        passed_over.append(refusal)
+    raise ValueError(
+        f"nothing computes {op} of {problem} on {target.name}: {'; '.join(passed_over)}"
+    )
 
 
-def _row_reason(row: Row) -> str:
+def _refusal(
+    kernel: KernelSpec, target: Target, problem: Problem, skip: frozenset[tuple[str, str]]
+) -> str | None:
+    if (kernel.backend, kernel.name) in skip:
+        return f"{kernel.backend}/{kernel.name} failed before"
+    return kernel.refusal(target, problem)
+
+
+def _row_reason(row: Row, stand_in: Problem, key: Problem) -> str:
     timed = f" in {row.us:g} us" if row.us is not None else ""
     origin = f" ({row.origin})" if row.origin else ""
-    return f"tuned row {row.where} chooses {row.backend}/{row.kernel}{timed}{origin}"
-
-
-def _choice_reason(kernel: KernelSpec, after_refusals: bool) -> str:
-    verb = "is next and covers it" if after_refusals else "covers it"
-    return f"{kernel.backend}/{kernel.name} {verb}"
+    reason = f"tuned row {row.where} chooses {row.backend}/{row.kernel}{timed}{origin}"
+    changes = [f"{k}={v}" for k, v in vars(stand_in).items() if getattr(key, k) != v]
+    if changes:
+        reason += f"; it is for {' and '.join(changes)}, the nearest that is tuned"
+    return reason
 
 
 def _find_row(op: str, target: Target, key: Problem) -> tuple[Row | None, str]:
@@ -89,7 +105,7 @@ def _find_row(op: str, target: Target, key: Problem) -> tuple[Row | None, str]:
 def _log_miss(op: str, target: Target, key: Problem) -> None:
     """Append a shape without a row to the CSV that ``AITER_MX_LOG_UNTUNED`` names, once."""
     path = os.environ.get("AITER_MX_LOG_UNTUNED")
-    if not path:
+    if not path or target.runtime == "none":
         return
     with _logged_lock:
         if (op, target, key) in _logged:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiter_mx.fallbacks import linear_tiles
 from aiter_mx.kernels.spec import Arg, Config, Geometry, KernelSpec, Module, Param, combinations
@@ -53,6 +53,17 @@ class LinearProblem:
 PROBLEM = LinearProblem
 KEY = ("M", "N", "K", "out_dtype")
 
+
+def stand_ins(key: LinearProblem) -> tuple[LinearProblem, ...]:
+    """The next power of two rows, and bf16, which is what tables are tuned for."""
+    rounded = 1 << (key.M - 1).bit_length() if key.M else 0
+    return (
+        replace(key, M=rounded),
+        replace(key, out_dtype="bf16"),
+        replace(key, M=rounded, out_dtype="bf16"),
+    )
+
+
 # The GEMV, csrc/linear_gemv.cu.
 
 GEMV_MAX_M = 16
@@ -91,7 +102,7 @@ def _gemv_configure(target: Target, problem: LinearProblem) -> Config:
     steps = -(-problem.K // (_PIECE_BYTES * target.wave_size))
     most_unroll = {1: 3, 2: 2}.get(M, 1)
     # Enough lanes on a compute unit to hide memory's latency, in waves of no more than one step.
-    lanes = 768 if M <= 2 else 512
+    lanes = 768 if M <= 8 else 512
     wanted = min(-(-lanes // (target.wave_size * groups_a_cu(rows))), steps, _CONFIGURED_WAVES[-1])
     waves = next(w for w in _CONFIGURED_WAVES if w >= wanted)
     unroll = min(most_unroll, -(-steps // waves))

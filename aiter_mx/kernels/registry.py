@@ -2,7 +2,8 @@
 
 The order of ``KERNELS`` is the order of preference where no tuned table decides. The module's
 ``PROBLEM`` is the dataclass of the op's shapes and dtypes; ``KEY`` names those of its fields that
-tables choose by, and the others have defaults.
+tables choose by, and the others have defaults. ``stand_ins`` gives the problems whose rows serve a
+problem that has none.
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ def key_columns(op: str) -> tuple[str, ...]:
 def problem_key(op: str, problem: Problem) -> Problem:
     """``problem`` with the fields that tables do not choose by at their defaults."""
     return problem_type(op)(**{name: getattr(problem, name) for name in key_columns(op)})
+
+
+def stand_ins(op: str, key: Problem) -> tuple[Problem, ...]:
+    """Problems whose tuned rows serve ``key`` too where it has none, the nearest first."""
+    found: tuple[Problem, ...] = _module(op).stand_ins(key)
+    return found
 
 
 def kernels_of(op: str) -> tuple[KernelSpec, ...]:
