@@ -103,6 +103,7 @@ def test_envelope_names_each_refusal_on_the_way() -> None:
     chosen = route("linear", GFX950, problem)
     assert chosen.backend == "triton"
     assert "M=17" in chosen.reason
+    assert len(set(chosen.reason.split("; "))) == len(chosen.reason.split("; "))
     simulated = aiter_mx.explain("linear", arch="gfx950", M=16, N=1000, K=96)
     assert simulated.kernel == "gemv"
     assert route("linear", CPU, problem).backend == "torch"

@@ -40,7 +40,7 @@ def route(
     """
     key = problem_key(op, problem)
     passed_over: list[str] = []
-    for stand_in in (key, *stand_ins(op, key)):
+    for stand_in in dict.fromkeys((key, *stand_ins(op, key))):
         row, why_none = _find_row(op, target, stand_in)
         if row is None:
             if stand_in == key:
