@@ -99,10 +99,9 @@ class Workshop:
             f"b.csrc_dir = lambda: Path({str(self.csrc)!r})\n"
             "request = b.BuildRequest('kernel.cu', 'gfx950', (('M', 1),))\n"
         )
-        package = str(Path(aiter_mx.__file__).parent.parent)
         return subprocess.Popen(
             [sys.executable, "-c", head + code],
-            env={**os.environ, "PYTHONPATH": package, **environment},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -122,7 +122,7 @@ def test_the_newest_clang_with_headers_of_triton_is_chosen(
 ) -> None:
     for name in ("clang++-19", "clang++-20", "clang++-23", "clang++-old", "clang++"):
         write_program(bare / "bin" / name, FAKE_CLANG)
-    monkeypatch.setenv("PATH", str(bare / "bin"))
+    monkeypatch.setenv("PATH", f"{bare}/absent:{bare}/bin/clang++:{bare}/bin")
     found = find_toolchain("gfx950")
     assert found.kind == "llvm" and found.compiler.name == "clang++-23"
     assert llvm_tool.__wrapped__("clang++") == bare / "bin/clang++"

@@ -79,9 +79,18 @@ def versioned_programs(name: str) -> list[Path]:
     """Programs called ``name-N`` on PATH with N at least 20, newest first."""
     found: dict[int, Path] = {}
     for folder in os.get_exec_path():
-        for path in Path(folder or ".").glob(f"{name}-*"):
-            number = path.name[len(name) + 1 :]
-            if number.isdigit() and int(number) >= OLDEST_CLANG and os.access(path, os.X_OK):
+        try:
+            paths = list(Path(folder).iterdir())
+        except OSError:
+            continue  # PATH may name what is absent or not ours to read
+        for path in paths:
+            stem, _, number = path.name.rpartition("-")
+            if (
+                stem == name
+                and number.isdigit()
+                and int(number) >= OLDEST_CLANG
+                and os.access(path, os.X_OK)
+            ):
                 found.setdefault(int(number), path)
     return [found[number] for number in sorted(found, reverse=True)]
 
