@@ -1,0 +1,69 @@
+"""What the compilers made of the kernels: no register of any variant in use lives in memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from aiter_mx.code_object import parse_code_object
+from aiter_mx.dispatch.tables import read_table, table_files
+from aiter_mx.jit.build import BuildRequest, build_all
+from aiter_mx.kernels.linear import GEMV_MAX_M, KERNELS, OUT_DTYPES, LinearProblem
+from aiter_mx.kernels.registry import find_kernel, ops
+from aiter_mx.launch import build_request, load_function
+from aiter_mx.target import Target, hardware
+
+GEMV = KERNELS[0]
+# (N, K) of FACTS' large model at TP4 and TP8, and of a sentence-embedding model.
+DECODE_SHAPES = [(2304, 6144), (6144, 2048), (9216, 6144), (6144, 384), (384, 1536)]
+
+
+def configured(target: Target) -> dict[BuildRequest, tuple[LinearProblem, dict[str, int]]]:
+    """One problem for each variant that ``configure`` picks for decode, dtypes taking turns."""
+    found = {}
+    for M in range(1, GEMV_MAX_M + 1):
+        for N, K in DECODE_SHAPES:
+            problem = LinearProblem(M, N, K, OUT_DTYPES[M % len(OUT_DTYPES)])
+            config = GEMV.configure(target, problem)
+            found[build_request(GEMV, target, problem, config)] = (problem, dict(config))
+    return found
+
+
+def tabled(target: Target) -> dict[BuildRequest, None]:
+    """Every variant of a kernel of ours that a shipped table names."""
+    found = {}
+    for op in ops():
+        for path in table_files(target.arch, op):
+            for row_op, row in read_table(path):
+                spec = find_kernel(row_op, row.backend, row.kernel)
+                if spec.module is not None and row.gfx == target.arch:
+                    here = replace(target, cu_num=row.cu_num or target.cu_num)
+                    found[build_request(spec, here, row.problem, row.config)] = None
+    return found
+
+
+def test_no_gfx950_variant_in_use_spills_or_has_scratch() -> None:
+    target = hardware("gfx950")
+    requests = [*configured(target), *tabled(target)]
+    for request, built in zip(requests, build_all(requests), strict=True):
+        for kernel in parse_code_object(built.image).kernels.values():
+            spilled = (kernel.vgpr_spills, kernel.sgpr_spills, kernel.agprs, kernel.scratch_bytes)
+            assert spilled == (0, 0, 0, 0), f"{request}: {kernel}"
+
+
+@pytest.mark.gpu
+def test_no_sm_90a_variant_in_use_has_local_memory() -> None:
+    import torch
+
+    if torch.version.hip:
+        pytest.skip("this is an AMD GPU; the test above reads its code objects")
+    from cuda.bindings import driver
+
+    target = hardware("sm_90a")
+    build_all([*configured(target)])
+    for request, (problem, config) in configured(target).items():
+        function = load_function(GEMV, target, problem, config, 0)
+        local = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+        status, size_bytes = driver.cuFuncGetAttribute(local, function)
+        assert (status, size_bytes) == (driver.CUresult.CUDA_SUCCESS, 0), request
