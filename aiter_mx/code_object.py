@@ -25,7 +25,8 @@ _WAVE_SIZE = 64
 
 _EM_AMDGPU = 224
 _NT_AMDGPU_METADATA = 32
-_SHT_SYMTAB, _SHT_NOTE, _SHT_NOBITS, _SHT_DYNSYM = 2, 7, 8, 11
+_SHT_SYMTAB, _SHT_RELA, _SHT_NOTE, _SHT_NOBITS, _SHT_DYNSYM = 2, 4, 7, 8, 11
+_STT_FUNC = 2
 _SHF_ALLOC = 2
 
 
@@ -101,6 +102,16 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Relocation:
+    """Eight bytes at ``address`` that become ``kind``'s function of symbol value and addend."""
+
+    address: int
+    kind: int
+    symbol: int
+    addend: int
+
+
+@dataclass(frozen=True)
 class CodeObject:
     """A parsed code object.
 
@@ -108,11 +119,15 @@ class CodeObject:
         target: architecture with its features, as in ``gfx950`` or ``gfx950:xnack-``.
         kernels: by name.
         segments: what is loaded into memory, by address.
+        functions: address and size in bytes of each function, kernels among them.
+        relocations: what the loader patches.
     """
 
     target: str
     kernels: Mapping[str, KernelInfo]
     segments: tuple[Segment, ...]
+    functions: Mapping[str, tuple[int, int]]
+    relocations: tuple[Relocation, ...]
 
     @property
     def arch(self) -> str:
@@ -129,6 +144,14 @@ class _Section:
     offset: int
     size: int
     link: int
+
+
+@dataclass(frozen=True)
+class _Symbol:
+    name: str
+    kind: int
+    address: int
+    size: int
 
 
 def occupancy(kernel: KernelInfo, block: int = 0, shared_bytes: int = 0) -> int:
@@ -158,7 +181,7 @@ def parse_code_object(image: bytes) -> CodeObject:
     """
     try:
         return _parse(image)
-    except (struct.error, IndexError, KeyError, UnicodeDecodeError) as error:
+    except (struct.error, IndexError, KeyError, ValueError, TypeError) as error:
         raise LaunchError(
             f"not a whole AMDGPU code object ({len(image)} bytes): {type(error).__name__}: {error}"
         ) from error
@@ -175,18 +198,25 @@ def _parse(image: bytes) -> CodeObject:
         raise LaunchError(f"expected an AMDGPU ELF (machine {_EM_AMDGPU}), got machine {machine}")
     sections = _sections(image)
     metadata = _metadata(image, sections)
-    symbols = dict(_symbols(image, sections))
+    symbols = {s.name: s for section in sections for s in _symbols(image, sections, section)}
     segments = tuple(
         Segment(s.name, s.address, _section_data(image, s))
         for s in sorted(sections, key=lambda s: s.address)
         if s.flags & _SHF_ALLOC and s.size
     )
     kernels = {
-        entry[".name"]: _kernel(entry, symbols[entry[".symbol"]], segments)
+        entry[".name"]: _kernel(entry, symbols[entry[".symbol"]].address, segments)
         for entry in metadata["amdhsa.kernels"]
     }
     target = metadata["amdhsa.target"].split("--")[-1]
-    return CodeObject(target, MappingProxyType(kernels), segments)
+    functions = {s.name: (s.address, s.size) for s in symbols.values() if s.kind == _STT_FUNC}
+    return CodeObject(
+        target,
+        MappingProxyType(kernels),
+        segments,
+        MappingProxyType(functions),
+        tuple(_relocations(image, sections)),
+    )
 
 
 def _kernel(entry: Mapping[str, Any], address: int, segments: tuple[Segment, ...]) -> KernelInfo:
@@ -241,13 +271,23 @@ def _section_data(image: bytes, section: _Section) -> bytes:
     return data
 
 
-def _symbols(image: bytes, sections: list[_Section]) -> Iterator[tuple[str, int]]:
+def _symbols(image: bytes, sections: list[_Section], section: _Section) -> Iterator[_Symbol]:
+    if section.kind in (_SHT_SYMTAB, _SHT_DYNSYM):
+        names = sections[section.link].offset
+        for at in range(section.offset, section.offset + section.size, 24):
+            name, info, _, _, address, size = struct.unpack_from("<IBBHQQ", image, at)
+            yield _Symbol(_string(image, names + name), info & 15, address, size)
+
+
+def _relocations(image: bytes, sections: list[_Section]) -> Iterator[Relocation]:
     for section in sections:
-        if section.kind in (_SHT_SYMTAB, _SHT_DYNSYM):
-            names = sections[section.link].offset
+        if section.kind == _SHT_RELA and section.flags & _SHF_ALLOC:
+            symbols = list(_symbols(image, sections, sections[section.link]))
             for at in range(section.offset, section.offset + section.size, 24):
-                name, _, _, _, value, _ = struct.unpack_from("<IBBHQQ", image, at)
-                yield _string(image, names + name), value
+                address, info, addend = struct.unpack_from("<QQq", image, at)
+                index = info >> 32
+                symbol = symbols[index].address if index else 0
+                yield Relocation(address, info & 0xFFFFFFFF, symbol, addend)
 
 
 def _metadata(image: bytes, sections: list[_Section]) -> dict[str, Any]:

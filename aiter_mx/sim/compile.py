@@ -1,0 +1,85 @@
+"""Translated kernels as shared libraries, kept in the artifact cache."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from aiter_mx.errors import ToolchainError
+from aiter_mx.jit.cache import get_or_build
+from aiter_mx.jit.toolchain import llvm_tool
+
+_HERE = Path(__file__).resolve().parent
+_FLAGS = (
+    "-std=gnu11", "-O1", "-ftree-vectorize", "-fno-math-errno", "-fno-trapping-math",
+    "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-march=native", "-w", "-shared",
+    "-fPIC",
+)  # fmt: skip
+
+
+@cache
+def c_compiler() -> str:
+    """The C compiler to use: CC, cc, gcc or any clang.
+
+    Raises:
+        ToolchainError: there is none.
+    """
+    named = os.environ.get("CC")
+    for name in (named, "cc", "gcc", "clang"):
+        if name and (found := shutil.which(name)):
+            return found
+    try:
+        return str(llvm_tool("clang"))
+    except ToolchainError:
+        raise ToolchainError(
+            "the simulator needs a C compiler and found none of CC, cc, gcc, clang; "
+            "install one, for example with: apt-get install gcc"
+        ) from None
+
+
+@cache
+def _host_key() -> str:
+    """What a library compiled with -march=native depends on besides its source."""
+    version = subprocess.run(
+        [c_compiler(), "--version"], capture_output=True, text=True, check=False
+    ).stdout
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+        cpu = next((line for line in info.splitlines() if line.startswith("flags")), "")
+    except OSError:
+        cpu = platform.processor()
+    return f"{version}{platform.machine()}{' '.join(sorted(cpu.split()))}{_FLAGS}"
+
+
+@cache
+def _own_sources() -> bytes:
+    """A digest of the translator itself: its output may change with any of its files."""
+    digest = hashlib.sha256()
+    for path in sorted([*_HERE.rglob("*.py"), *_HERE.rglob("*.h")]):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.digest()
+
+
+def library(key: bytes, make_source: Callable[[], str], describe: str) -> ctypes.CDLL:
+    """The shared library for a key; ``make_source`` is called when it has to be compiled."""
+    digest = hashlib.sha256(key + _own_sources() + _host_key().encode()).hexdigest()[:32]
+    artifact = get_or_build("sim", digest, "so", lambda out: _compile(make_source(), out), describe)
+    return ctypes.CDLL(str(artifact.path))
+
+
+def _compile(source: str, out: Path) -> None:
+    path = out.with_suffix(".c")
+    path.write_text(source)
+    command = [c_compiler(), *_FLAGS, f"-I{_HERE / 'csrc'}", str(path), "-o", str(out), "-lm"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise ToolchainError(
+            f"the simulator's C did not compile: {' '.join(command)}\n{run.stderr[-4000:]}"
+        )

@@ -1,0 +1,204 @@
+// The machine that translated code runs on: waves, workgroups, faults.
+#pragma once
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+typedef uint8_t u8;
+typedef uint16_t u16;
+typedef uint32_t u32;
+typedef uint64_t u64;
+typedef int8_t i8;
+typedef int16_t i16;
+typedef int32_t i32;
+typedef int64_t i64;
+
+#define NOINLINE static __attribute__((noinline, unused))
+#define COLD static __attribute__((noinline, cold, noreturn, unused))
+#define INLINE static inline __attribute__((always_inline, unused))
+#define UNLIKELY(x) __builtin_expect(!!(x), 0)
+#define ALIGNED __attribute__((aligned(64)))
+
+// Registers are whole rows of 64 lanes: two of them are the same row or do not overlap at all.
+#if defined(__clang__)
+#define LANES _Pragma("clang loop vectorize(assume_safety)") for (int l = 0; l < 64; l++)
+#else
+#define LANES _Pragma("GCC ivdep") for (int l = 0; l < 64; l++)
+#endif
+#define EACH_ACTIVE(w) for (u64 left_ = (w)->exec; left_; left_ &= left_ - 1)
+#define ACTIVE_LANE __builtin_ctzll(left_)
+
+enum { VCC = 106, M0 = 124, EXEC = 126, SGPRS = 128 };
+enum { RUNNING, YIELDED, AT_BARRIER, ENDED };
+enum { RANDOM, ROUND_ROBIN, RUN_TO_BARRIER };
+
+enum {
+  FAULT_NONE,
+  FAULT_OUTSIDE,         // address in no region
+  FAULT_ACCESS,          // a region that must not be read, or not be written
+  FAULT_LDS_OUTSIDE,     // beyond the workgroup's LDS
+  FAULT_SCRATCH_OUTSIDE, // beyond the lane's scratch
+  FAULT_REGISTER_UNSET,  // register never written
+  FAULT_REGISTER_EARLY,  // register read before the wait that makes it valid
+  FAULT_REGISTER_LATE,   // register overwritten while a load into it is under way
+  FAULT_LDS_UNSET,       // LDS byte never written
+  FAULT_LDS_EARLY,       // LDS byte read before the wait that ends the copy into it
+  FAULT_LDS_RACE,        // two waves, no barrier between
+  FAULT_JUMP,            // indirect jump to somewhere that is not known code
+  FAULT_STUCK,           // too many steps
+  FAULT_MEMORY           // the simulator has no memory
+};
+
+typedef struct {
+  u32 kind, instruction, lane, wave, group[3], is_write, size, reg;
+  u32 other_wave, other_is_write, is_scalar;
+  u64 address;
+} Fault;
+
+typedef struct {
+  u64 begin, end;
+  u32 readable, writable;
+} Region;
+
+typedef struct {
+  u64 bytes_read, bytes_written, scalar_bytes_read;
+  u64 lds_bytes_read, lds_bytes_written, scratch_bytes, lds_conflict_cycles;
+} Counters;
+
+// One launch, shared by the threads that run it. aiter_mx/sim/program.py mirrors this layout.
+typedef struct {
+  u64 next_group;
+  u32 stop, schedule;
+  u32 grid[3], block[3];
+  u64 seed, max_steps;
+  u64 kernarg, dispatch_packet, image_base;
+  const Region *regions;
+  u32 region_count, lds_bytes, scratch_bytes, entry_pc;
+} Launch;
+
+// A vector-memory or LDS operation whose counter has not been waited for.
+typedef struct {
+  u32 instruction;
+  u16 reg, reg_count;
+  u8 is_scalar, touches_lds, is_write, is_copy, size;
+  u64 lanes;
+  u32 address[64];
+} Pending;
+
+enum { VM_MAX = 63, LGKM_MAX = 15, QUEUE = 64 };
+typedef struct {
+  u32 first, count;
+  Pending entry[QUEUE];
+} Queue;
+
+struct Group;
+typedef struct Wave {
+  u32 mask[64] ALIGNED; // EXEC as one word a lane, all ones or zero
+  u32 tmp[4][256] ALIGNED;
+  u64 exec;
+  u32 s[SGPRS];
+  u32 scc, pc, id, state;
+  i64 budget, wait_cost;
+  u32 mode; // MODE register: bits 4-5 are f32 denormals
+  u32 *v;
+  u64 *set; // lanes of each register that hold a value
+  u8 *due;  // loads under way into each register
+  u64 sset[2];
+  u8 *scratch;
+  struct Group *group;
+  Queue vm, lgkm;
+} Wave;
+
+typedef struct Group {
+  const Launch *launch;
+  Counters *counters;
+  u64 *block_counts;
+  Fault *fault;
+  jmp_buf on_fault;
+  u32 id[3], wave_count, epoch;
+  u8 *lds;
+  u16 *writer, *reader;
+  u64 random, steps;
+  const Region *last_region;
+  Wave **waves;
+} Group;
+
+#define ROW(n) (w->v + 64 * (n))
+
+INLINE float f32(u32 x) {
+  float f;
+  memcpy(&f, &x, 4);
+  return f;
+}
+INLINE u32 bits32(float f) {
+  u32 x;
+  memcpy(&x, &f, 4);
+  return x;
+}
+INLINE double f64(u64 x) {
+  double d;
+  memcpy(&d, &x, 8);
+  return d;
+}
+INLINE u64 bits64(double d) {
+  u64 x;
+  memcpy(&x, &d, 8);
+  return x;
+}
+
+INLINE void expand_mask(u64 bits, u32 *out) {
+#if defined(__AVX512F__)
+  for (int i = 0; i < 4; i++)
+    _mm512_storeu_si512(out + 16 * i, _mm512_maskz_set1_epi32((__mmask16)(bits >> (16 * i)), -1));
+#else
+  for (int l = 0; l < 64; l++) out[l] = -(u32)(bits >> l & 1);
+#endif
+}
+INLINE u64 pack_mask(const u32 *in) {
+  u64 bits = 0;
+#if defined(__AVX512F__)
+  for (int i = 0; i < 4; i++) {
+    __m512i x = _mm512_loadu_si512(in + 16 * i);
+    bits |= (u64)_mm512_test_epi32_mask(x, x) << (16 * i);
+  }
+#else
+  for (int l = 0; l < 64; l++) bits |= (u64)(in[l] != 0) << l;
+#endif
+  return bits;
+}
+
+INLINE void set_exec(Wave *w, u64 bits) {
+  w->exec = bits;
+  expand_mask(bits, w->mask);
+}
+INLINE u64 s64(const Wave *w, int n) { return w->s[n] | (u64)w->s[n + 1] << 32; }
+INLINE void set_s64(Wave *w, int n, u64 x) {
+  w->s[n] = (u32)x;
+  w->s[n + 1] = (u32)(x >> 32);
+}
+
+COLD void fail(Wave *w, Fault fault) {
+  Group *g = w->group;
+  fault.wave = w->id;
+  memcpy(fault.group, g->id, sizeof g->id);
+  *g->fault = fault;
+  longjmp(g->on_fault, 1);
+}
+COLD void bad_jump(Wave *w, u32 instruction, u64 target) {
+  fail(w, (Fault){.kind = FAULT_JUMP, .instruction = instruction, .address = target});
+}
+
+INLINE void set_float_mode(u32 mode) {
+#if defined(__x86_64__)
+  u32 csr = _mm_getcsr() & ~0x8040u;
+  if (!(mode >> 5 & 1)) csr |= 0x8000; // results flushed
+  if (!(mode >> 4 & 1)) csr |= 0x0040; // sources flushed
+  _mm_setcsr(csr);
+#endif
+}

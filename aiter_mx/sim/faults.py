@@ -1,0 +1,29 @@
+"""What a simulated kernel can be found guilty of."""
+
+from __future__ import annotations
+
+from aiter_mx.errors import SimulatorError
+
+
+class UnknownInstruction(SimulatorError):
+    """The code has an instruction, operand or modifier whose meaning the simulator lacks."""
+
+
+class MemoryFault(SimulatorError):
+    """An address outside every region, or a region used against its access."""
+
+
+class UninitializedRead(SimulatorError):
+    """A register or LDS byte was read that nothing has written."""
+
+
+class PendingAccess(SimulatorError):
+    """A register or LDS byte was used before the ``s_waitcnt`` that makes it valid."""
+
+
+class RaceError(SimulatorError):
+    """Two waves touched one LDS byte with no barrier between."""
+
+
+class StuckError(SimulatorError):
+    """The kernel took more steps than the launch allows, or jumped to where no code is."""

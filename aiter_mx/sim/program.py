@@ -1,0 +1,312 @@
+"""Code objects loaded into the simulator, and launches of their kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from aiter_mx.code_object import CodeObject, KernelInfo, parse_code_object
+from aiter_mx.errors import LaunchError
+from aiter_mx.runtimes.base import Region
+from aiter_mx.sim.compile import library
+from aiter_mx.sim.disasm import Instruction, disassemble
+from aiter_mx.sim.image import LoadedImage, disjoint, dispatch_packet, kernel_arguments
+from aiter_mx.sim.report import CCounters, CFault, LaunchReport, fault_error
+from aiter_mx.sim.translate import translate_kernel
+
+SCHEDULES = ("random", "round-robin", "run-to-barrier")
+_ARCH = "gfx950"
+_LDS_BYTES = 160 * 1024
+_MAX_LANES = 1024
+_LANES = 64
+
+Dim3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class SimOptions:
+    """How launches are simulated.
+
+    Attributes:
+        strict: check registers, waits and LDS order, not addresses alone.
+        schedule: how the waves of a workgroup take turns: ``random`` (by the seed, a few memory
+            operations at a time), ``round-robin`` (at every ``s_waitcnt``) or ``run-to-barrier``.
+        seed: of the random schedule; the same seed repeats a run exactly.
+        threads: host threads over workgroups; 0 means one for each core.
+        max_steps: memory operations and waits a workgroup may take before it counts as stuck.
+    """
+
+    strict: bool = True
+    schedule: str = "random"
+    seed: int = 0
+    threads: int = 0
+    max_steps: int = 1 << 34
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(
+                f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}"
+            )
+
+    @classmethod
+    def from_environment(cls) -> SimOptions:
+        """Options from ``AITER_MX_SIM_STRICT``, ``_SCHEDULE``, ``_SEED`` and ``_MAX_STEPS``.
+
+        Raises:
+            ValueError: one of them has a value that cannot be used.
+        """
+
+        def number(name: str, default: int) -> int:
+            text = os.environ.get(f"AITER_MX_SIM_{name}", "")
+            try:
+                return int(text) if text else default
+            except ValueError:
+                raise ValueError(f"AITER_MX_SIM_{name} must be a number, got {text!r}") from None
+
+        return cls(
+            strict=bool(number("STRICT", 1)),
+            schedule=os.environ.get("AITER_MX_SIM_SCHEDULE") or cls.schedule,
+            seed=number("SEED", 0),
+            max_steps=number("MAX_STEPS", cls.max_steps),
+        )
+
+
+class _CRegion(ctypes.Structure):
+    _fields_ = [
+        ("begin", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+        ("readable", ctypes.c_uint32),
+        ("writable", ctypes.c_uint32),
+    ]
+
+
+class _CLaunch(ctypes.Structure):
+    _fields_ = [
+        ("next_group", ctypes.c_uint64),
+        ("stop", ctypes.c_uint32),
+        ("schedule", ctypes.c_uint32),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("seed", ctypes.c_uint64),
+        ("max_steps", ctypes.c_uint64),
+        ("kernarg", ctypes.c_uint64),
+        ("dispatch_packet", ctypes.c_uint64),
+        ("image_base", ctypes.c_uint64),
+        ("regions", ctypes.POINTER(_CRegion)),
+        ("region_count", ctypes.c_uint32),
+        ("lds_bytes", ctypes.c_uint32),
+        ("scratch_bytes", ctypes.c_uint32),
+        ("entry_pc", ctypes.c_uint32),
+    ]
+
+
+@dataclass(frozen=True)
+class _Translated:
+    """A kernel's compiled translation and what its numbers mean."""
+
+    run: Any
+    texts: list[str]
+    addresses: list[int]
+    blocks: list[dict[str, int]]
+    entry_pc: int
+
+
+class Program:
+    """One code object. Make it with ``from_image``; it may be used by several threads."""
+
+    def __init__(self, image: bytes, code_object: CodeObject) -> None:
+        self.code_object = code_object
+        self._image = image
+        self._loaded = LoadedImage(code_object)
+        self._translated: dict[tuple[str, bool], _Translated] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_image(cls, image: bytes) -> Program:
+        """Load a code object.
+
+        Raises:
+            LaunchError: the image is not a code object, or not one for gfx950.
+        """
+        code_object = parse_code_object(image)
+        if code_object.arch != _ARCH:
+            raise LaunchError(f"the simulator runs {_ARCH}, got {code_object.target}")
+        return cls(image, code_object)
+
+    @cached_property
+    def listing(self) -> list[Instruction]:
+        """The code object's disassembly."""
+        return disassemble(self._image)
+
+    def kernel(self, name: str) -> KernelInfo:
+        """A kernel by name. Raises LaunchError when there is none."""
+        if name not in self.code_object.kernels:
+            known = ", ".join(self.code_object.kernels) or "none"
+            raise LaunchError(f"the code object has no kernel {name!r}; it has {known}")
+        return self.code_object.kernels[name]
+
+    def prepare(self, kernel: str, strict: bool = True) -> None:
+        """Translate and compile a kernel now, so that its first launch does not have to.
+
+        Raises:
+            UnknownInstruction: it has an instruction whose meaning the simulator lacks.
+        """
+        self._translate(self.kernel(kernel), strict)
+
+    def _translate(self, kernel: KernelInfo, strict: bool) -> _Translated:
+        with self._lock:
+            if found := self._translated.get((kernel.name, strict)):
+                return found
+            key = hashlib.sha256(self._image).digest() + f"{kernel.name}:{strict}".encode()
+            loaded = library(
+                key,
+                lambda: translate_kernel(self.code_object, kernel, self.listing, strict).source,
+                f"simulated {kernel.name}",
+            )
+            meta = json.loads(
+                ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(loaded, "sim_meta")))
+            )
+            self._translated[kernel.name, strict] = found = _Translated(run=loaded.sim_run, **meta)
+            return found
+
+    def launch(
+        self,
+        kernel: str,
+        grid: Dim3,
+        block: Dim3,
+        kernarg: bytes,
+        shared_bytes: int = 0,
+        regions: Sequence[Region] = (),
+        options: SimOptions | None = None,
+    ) -> LaunchReport:
+        """Run a kernel to its end.
+
+        Args:
+            kernel: its name.
+            grid: workgroups.
+            block: lanes of a workgroup.
+            kernarg: the kernel's arguments as laid out by the compiler; hidden ones are added.
+            shared_bytes: dynamic LDS.
+            regions: host memory that the kernel may touch, and how.
+            options: how to simulate; the environment's when None.
+
+        Raises:
+            LaunchError: a geometry or argument buffer that the kernel cannot be launched with.
+            SimulatorError: the kernel did what it must not; see ``aiter_mx.sim.faults``.
+        """
+        options = options or SimOptions.from_environment()
+        info = self.kernel(kernel)
+        lds_bytes = info.lds_bytes + shared_bytes
+        _check_geometry(info, grid, block, lds_bytes)
+        translated = self._translate(info, options.strict)
+        segment = kernel_arguments(info, kernarg, grid, block, shared_bytes)
+        arguments = ctypes.create_string_buffer(segment, len(segment) + 64)
+        start = ctypes.addressof(arguments)
+        packet = ctypes.create_string_buffer(
+            dispatch_packet(info, grid, block, lds_bytes, start), 64
+        )
+        everything = [
+            *regions,
+            *self._loaded.regions,
+            Region("kernel arguments", start, len(segment), "r"),
+            Region("dispatch packet", ctypes.addressof(packet), 64, "r"),
+        ]
+        pieces = disjoint(everything)
+        launch = _CLaunch(
+            schedule=SCHEDULES.index(options.schedule),
+            grid=grid,
+            block=block,
+            seed=options.seed & (1 << 64) - 1,
+            max_steps=options.max_steps,
+            kernarg=start,
+            dispatch_packet=ctypes.addressof(packet),
+            image_base=self._loaded.base,
+            regions=(_CRegion * len(pieces))(*pieces),
+            region_count=len(pieces),
+            lds_bytes=lds_bytes,
+            scratch_bytes=info.scratch_bytes,
+            entry_pc=translated.entry_pc,
+        )
+        groups = grid[0] * grid[1] * grid[2]
+        threads = min(options.threads or len(os.sched_getaffinity(0)), groups)
+        begin = time.perf_counter()
+        results = _run_threads(translated, launch, threads)
+        seconds = time.perf_counter() - begin
+        for fault, _, _ in results:
+            if fault.kind:
+                raise fault_error(
+                    fault,
+                    kernel,
+                    translated.texts,
+                    translated.addresses,
+                    [r for r in everything if r.size_bytes],
+                    lds_bytes,
+                    info.scratch_bytes,
+                    self._row_name(info, fault.reg),
+                )
+        waves = groups * -(-block[0] * block[1] * block[2] // _LANES)
+        return _report(kernel, waves, seconds, translated, results)
+
+    def _row_name(self, kernel: KernelInfo, row: int) -> str:
+        base = ((kernel.descriptor.rsrc3 & 63) + 1) * 4
+        return f"v{row}" if row < base else f"a{row - base}"
+
+
+_Result = tuple[CFault, CCounters, Any]
+
+
+def _run_threads(translated: _Translated, launch: _CLaunch, threads: int) -> list[_Result]:
+    counts = ctypes.c_uint64 * max(len(translated.blocks), 1)
+    results: list[_Result] = [(CFault(), CCounters(), counts()) for _ in range(threads)]
+
+    def work(result: _Result) -> None:
+        fault, counters, blocks = result
+        translated.run(
+            ctypes.byref(launch), ctypes.byref(counters), ctypes.byref(blocks), ctypes.byref(fault)
+        )
+
+    others = [threading.Thread(target=work, args=(result,)) for result in results[1:]]
+    for thread in others:
+        thread.start()
+    work(results[0])
+    for thread in others:
+        thread.join()
+    return results
+
+
+def _report(
+    kernel: str, waves: int, seconds: float, translated: _Translated, results: list[_Result]
+) -> LaunchReport:
+    mnemonics: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    for _, counters, blocks in results:
+        for block, times in zip(translated.blocks, blocks, strict=True):
+            if times:
+                mnemonics.update({name: count * times for name, count in block.items()})
+        totals.update({name: getattr(counters, name) for name, _ in CCounters._fields_})
+    totals.pop("lds_conflict_cycles")
+    return LaunchReport(kernel, waves, seconds, dict(mnemonics), **totals)
+
+
+def _check_geometry(kernel: KernelInfo, grid: Dim3, block: Dim3, lds_bytes: int) -> None:
+    lanes = block[0] * block[1] * block[2]
+    if min(*grid, *block) < 1:
+        raise LaunchError(f"grid {grid} and block {block} must be positive")
+    if lanes > min(kernel.max_workgroup, _MAX_LANES):
+        raise LaunchError(
+            f"kernel {kernel.name} takes workgroups of at most {kernel.max_workgroup} lanes, "
+            f"got {block}"
+        )
+    if lds_bytes > _LDS_BYTES:
+        raise LaunchError(
+            f"kernel {kernel.name} wants {lds_bytes} bytes of LDS; a workgroup has {_LDS_BYTES}"
+        )

@@ -1,0 +1,207 @@
+"""What a launch did, and how its faults read."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from aiter_mx.errors import SimulatorError
+from aiter_mx.runtimes.base import Region
+from aiter_mx.sim import faults
+
+_VCC, _M0 = 106, 124
+
+
+class CFault(ctypes.Structure):
+    """``Fault`` of csrc/core.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in ("kind", "instruction", "lane", "wave")),
+        ("group", ctypes.c_uint32 * 3),
+        *(
+            (name, ctypes.c_uint32)
+            for name in (
+                "is_write", "size", "reg", "other_wave", "other_is_write", "is_scalar",
+            )
+        ),
+        ("address", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+class CCounters(ctypes.Structure):
+    """``Counters`` of csrc/core.h."""
+
+    _fields_ = [
+        (name, ctypes.c_uint64)
+        for name in (
+            "bytes_read", "bytes_written", "scalar_bytes_read", "lds_bytes_read",
+            "lds_bytes_written", "scratch_bytes", "lds_conflict_cycles",
+        )
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LaunchReport:
+    """What one launch did.
+
+    Attributes:
+        kernel: its name.
+        waves: waves run.
+        seconds: wall time, translation apart.
+        mnemonics: wave instructions executed, by mnemonic.
+        bytes_read, bytes_written: vector memory traffic in bytes, every access counted.
+        scalar_bytes_read: bytes of scalar loads, kernel arguments among them.
+        lds_bytes_read, lds_bytes_written: LDS traffic in bytes, copies from memory included.
+        scratch_bytes: private memory traffic.
+    """
+
+    kernel: str
+    waves: int
+    seconds: float
+    mnemonics: Mapping[str, int] = field(default_factory=dict)
+    bytes_read: int = 0
+    bytes_written: int = 0
+    scalar_bytes_read: int = 0
+    lds_bytes_read: int = 0
+    lds_bytes_written: int = 0
+    scratch_bytes: int = 0
+
+    @property
+    def instructions(self) -> int:
+        """Wave instructions executed."""
+        return sum(self.mnemonics.values())
+
+    @property
+    def by_class(self) -> dict[str, int]:
+        """Wave instructions by class: salu, smem, valu, mfma, vmem, lds, branch, wait."""
+        classes: Counter[str] = Counter()
+        for name, count in self.mnemonics.items():
+            classes[instruction_class(name)] += count
+        return dict(classes)
+
+    @property
+    def mfma(self) -> dict[str, int]:
+        """Matrix instructions executed, by mnemonic."""
+        return {n: c for n, c in self.mnemonics.items() if instruction_class(n) == "mfma"}
+
+
+def instruction_class(mnemonic: str) -> str:
+    """The class that a mnemonic counts in."""
+    if mnemonic.startswith(("v_mfma", "v_smfmac")):
+        return "mfma"
+    if mnemonic.startswith("v_"):
+        return "valu"
+    if mnemonic.startswith("ds_"):
+        return "lds"
+    if mnemonic.startswith(("s_load", "s_buffer_load")):
+        return "smem"
+    if mnemonic.startswith(("s_waitcnt", "s_nop", "s_sleep", "s_barrier")):
+        return "wait"
+    if mnemonic.startswith(("s_branch", "s_cbranch", "s_endpgm", "s_setpc", "s_swappc", "s_call")):
+        return "branch"
+    return "salu" if mnemonic.startswith("s_") else "vmem"
+
+
+def sgpr_name(number: int) -> str:
+    """The assembler's name of a scalar register."""
+    special = {_VCC: "vcc_lo", _VCC + 1: "vcc_hi", _M0: "m0"}
+    return special.get(number, f"s{number}")
+
+
+def fault_error(
+    fault: CFault,
+    kernel: str,
+    texts: Sequence[str],
+    addresses: Sequence[int],
+    regions: Sequence[Region],
+    lds_bytes: int,
+    scratch_bytes: int,
+    row_name: str,
+) -> SimulatorError:
+    """The error that a fault becomes."""
+    number = fault.instruction & 0xFFFFFFFF
+    where = f"kernel {kernel}, workgroup {tuple(fault.group)}, wave {fault.wave}"
+    if number < len(texts):
+        where += f", lane {fault.lane}: {texts[number]!r} at {addresses[number]:#x}"
+    verb = "writes" if fault.is_write else "reads"
+    register = sgpr_name(fault.reg) if fault.is_scalar else row_name
+    kind, at = fault.kind, fault.address
+    if kind in (1, 2):
+        return faults.MemoryFault(
+            f"{where} {verb} {fault.size} bytes at {at:#x}, {_place(at, fault.size, regions)}"
+            + (
+                f", which is not {'writable' if fault.is_write else 'readable'}"
+                if kind == 2
+                else ""
+            )
+        )
+    if kind == 3:
+        return faults.MemoryFault(
+            f"{where} {verb} {fault.size} bytes at LDS address {at}, "
+            f"but the workgroup has {lds_bytes} bytes of LDS"
+        )
+    if kind == 4:
+        signed = at - (1 << 64) if at >> 63 else at
+        return faults.MemoryFault(
+            f"{where} {verb} {fault.size} bytes at scratch offset {signed}, "
+            f"but a lane has {scratch_bytes} bytes of scratch"
+        )
+    if kind == 5:
+        return faults.UninitializedRead(f"{where} reads {register}, which nothing has written")
+    if kind == 6:
+        return faults.PendingAccess(
+            f"{where} reads {register} before the s_waitcnt that makes its load's result valid"
+        )
+    if kind == 7:
+        return faults.PendingAccess(
+            f"{where} overwrites {register} while a load into it is still under way"
+        )
+    if kind == 8:
+        return faults.UninitializedRead(
+            f"{where} reads the LDS byte at {at}, which nothing has written"
+        )
+    if kind == 9:
+        return faults.PendingAccess(
+            f"{where} {verb} the LDS byte at {at} before the s_waitcnt that ends the wave's own "
+            "copy into it"
+        )
+    if kind == 10:
+        return faults.RaceError(f"{where} {verb} the LDS byte at {at}, {_other(fault)}")
+    if kind == 11:
+        return faults.StuckError(f"{where} jumps to {at:#x}, where no known code begins")
+    if kind == 12:
+        return faults.StuckError(
+            f"kernel {kernel} did not end within the launch's step limit; it spins or loops for "
+            "ever (AITER_MX_SIM_MAX_STEPS raises the limit)"
+        )
+    return SimulatorError(f"the simulator has no memory for a workgroup of {kernel}")
+
+
+def _other(fault: CFault) -> str:
+    who = fault.other_wave
+    did = "wrote" if fault.other_is_write else "read"
+    by = {30: "several waves", 31: "an atomic operation"}.get(who)
+    if by is None:
+        by = f"wave {who % 16}" + (" (copying from memory)" if who >= 16 else "")
+    return f"which {by} {did} with no barrier, or no s_waitcnt before the barrier, in between"
+
+
+def _place(address: int, size: int, regions: Sequence[Region]) -> str:
+    """Where an address is relative to the nearest region."""
+    if not regions:
+        return "where no tensor is (the launch names none)"
+
+    def distance(region: Region) -> int:
+        end = region.address + region.size_bytes
+        return max(region.address - address, address + size - end, 0)
+
+    region = min(regions, key=distance)
+    offset = address - region.address
+    what = f"{region.name} ({region.size_bytes} bytes at {region.address:#x}, {region.access!r})"
+    if offset >= 0 and offset + size <= region.size_bytes:
+        return f"byte {offset} of {what}"
+    if offset < 0:
+        return f"{-offset} bytes before {what}"
+    return f"{offset + size - region.size_bytes} bytes beyond the end of {what}"

@@ -1,0 +1,263 @@
+"""One kernel of a code object to one C file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+
+from aiter_mx.code_object import CodeObject, KernelInfo
+from aiter_mx.sim.disasm import Instruction
+from aiter_mx.sim.emit import Code, Context, unknown
+from aiter_mx.sim.isa.salu import BRANCHES, IGNORED
+from aiter_mx.sim.matrix import translate_matrix
+from aiter_mx.sim.memory import translate_memory
+from aiter_mx.sim.scalar import changes_exec, translate_scalar
+from aiter_mx.sim.start import start_wave
+from aiter_mx.sim.strict import Strict
+from aiter_mx.sim.vector import translate_vector
+
+_INDIRECT = {"s_setpc_b64", "s_swappc_b64", "s_call_b64"}
+_TRANSLATORS = (translate_scalar, translate_vector, translate_memory, translate_matrix)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A kernel as C.
+
+    Attributes:
+        source: the C file.
+        instructions: those translated; their position is their number in the C code.
+    """
+
+    source: str
+    instructions: tuple[Instruction, ...]
+
+
+def translate_kernel(
+    code_object: CodeObject, kernel: KernelInfo, listing: list[Instruction], strict: bool
+) -> Translation:
+    """Translate a kernel and, if it calls any, the code object's functions.
+
+    Raises:
+        UnknownInstruction: there is an instruction whose meaning the simulator lacks.
+    """
+    instructions = _reachable(code_object, kernel, listing)
+    number = {ins.address: i for i, ins in enumerate(instructions)}
+    entry = kernel.descriptor.entry + (256 if kernel.descriptor.preload_dwords else 0)
+    if entry not in number:
+        raise unknown(listing[0], f"no instruction at the entry point {entry:#x}")
+    acc_base = ((kernel.descriptor.rsrc3 & 63) + 1) * 4
+    allocated = ((kernel.descriptor.rsrc1 & 63) + 1) * 8
+    context = Context(min(acc_base, allocated), allocated)
+    codes = [_translate(ins, context) for ins in instructions]
+    leaders = _leaders(instructions, number, entry)
+    body = _Body(instructions, codes, number, leaders, strict).render()
+    meta = {
+        "texts": [ins.text for ins in instructions],
+        "addresses": [ins.address for ins in instructions],
+        "blocks": [
+            Counter(ins.mnemonic for ins in block) for block in _blocks(instructions, leaders)
+        ],
+        "entry_pc": 2 * number[entry],
+    }
+    head = (
+        f"#define STRICT {int(strict)}\n#define REGISTERS {context.rows}\n"
+        '#include "core.h"\nstatic u32 run_wave(Wave *w);\nstatic void start_wave(Wave *w);\n'
+        '#include "run.h"\n'
+    )
+    source = "\n".join(
+        (
+            head,
+            f"const char sim_meta[] = {_c_string(json.dumps(meta))};",
+            context.render(),
+            start_wave(kernel, strict),
+            _jump_table(leaders, instructions, number),
+            body,
+        )
+    )
+    return Translation(source, tuple(instructions))
+
+
+def _c_string(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return "\n".join(f'"{escaped[i : i + 4000]}"' for i in _cuts(escaped)) or '""'
+
+
+def _cuts(text: str) -> list[int]:
+    return list(range(0, len(text), 4000))
+
+
+def _reachable(
+    code_object: CodeObject, kernel: KernelInfo, listing: list[Instruction]
+) -> list[Instruction]:
+    own = code_object.functions.get(kernel.name, (kernel.descriptor.entry, 0))
+    ranges = [(own[0], own[0] + own[1] if own[1] else listing[-1].end)]
+    found = [ins for ins in listing if ranges[0][0] <= ins.address < ranges[0][1]]
+    if any(ins.mnemonic in _INDIRECT for ins in found):
+        ranges = [(at, at + size) for at, size in code_object.functions.values()]
+        found = [ins for ins in listing if any(a <= ins.address < b for a, b in ranges)]
+    return found
+
+
+def _translate(ins: Instruction, context: Context) -> Code | None:
+    """The C of an instruction; None for what the control flow handles."""
+    name = ins.mnemonic
+    if name in BRANCHES or name in _INDIRECT or name in ("s_endpgm", "s_barrier", "s_waitcnt"):
+        return None
+    if name in IGNORED:
+        return Code("")
+    for translate in _TRANSLATORS:
+        if (code := translate(ins, context)) is not None:
+            return code
+    raise unknown(ins)
+
+
+def _leaders(instructions: list[Instruction], number: dict[int, int], entry: int) -> list[int]:
+    """Numbers of the instructions that begin a basic block."""
+    leaders = {0, number[entry]}
+    for i, ins in enumerate(instructions):
+        if ins.mnemonic in BRANCHES or ins.mnemonic == "s_call_b64":
+            if ins.branch_target not in number:
+                raise unknown(ins, "branch out of the kernel")
+            leaders.add(number[ins.branch_target])
+        ends = ins.mnemonic in BRANCHES or ins.mnemonic in _INDIRECT or ins.mnemonic == "s_endpgm"
+        gap = i + 1 < len(instructions) and instructions[i + 1].address != ins.end
+        if (ends or gap) and i + 1 < len(instructions):
+            leaders.add(i + 1)
+    return sorted(leaders)
+
+
+def _blocks(instructions: list[Instruction], leaders: list[int]) -> list[list[Instruction]]:
+    ends = [*leaders[1:], len(instructions)]
+    return [instructions[a:b] for a, b in zip(leaders, ends, strict=True)]
+
+
+def _jump_table(leaders: list[int], instructions: list[Instruction], number: dict[int, int]) -> str:
+    """``pc_at``: the number of the block that an address begins."""
+    if not any(ins.mnemonic in _INDIRECT for ins in instructions):
+        return ""
+    cases = "\n".join(f"  case {instructions[i].address:#x}: return {2 * i};" for i in leaders)
+    return (
+        "static u32 pc_at(Wave *w, u32 instruction, u64 address) {\n"
+        "  switch (address - w->group->launch->image_base) {\n"
+        f"{cases}\n  }}\n  bad_jump(w, instruction, address);\n}}"
+    )
+
+
+class _Body:
+    """Writes ``run_wave``: a state machine that can stop and go on at every yield point."""
+
+    def __init__(
+        self,
+        instructions: list[Instruction],
+        codes: list[Code | None],
+        number: dict[int, int],
+        leaders: list[int],
+        strict: bool,
+    ) -> None:
+        self.instructions, self.codes, self.number = instructions, codes, number
+        self.leaders = {leader: i for i, leader in enumerate(leaders)}
+        self.strict = Strict(codes) if strict else None
+        self.indirect = any(ins.mnemonic in _INDIRECT for ins in instructions)
+        self.targets = {
+            number[ins.branch_target] for ins in instructions if ins.mnemonic in BRANCHES
+        }
+        self.resumable = {
+            number[ins.branch_target]
+            for ins in instructions
+            if ins.mnemonic in BRANCHES and ins.branch_target <= ins.address
+        }
+
+    def render(self) -> str:
+        lines = ["static u32 run_wave(Wave *w) {", "  u64 *blocks = w->group->block_counts;"]
+        if self.indirect:
+            lines.append("dispatch:")
+        lines.append("  switch (w->pc) {")
+        entry_like = self.leaders if self.indirect else {}
+        for i, ins in enumerate(self.instructions):
+            if i in self.leaders:
+                if self.strict and (i in self.targets or i in entry_like or i == 0):
+                    self.strict.forget()
+                if i in self.targets:
+                    lines.append(f"L{i}:;")
+                if i in self.resumable or i in entry_like or self._is_entry(i):
+                    lines.append(f"  case {2 * i}:;")
+                lines.append(f"  blocks[{self.leaders[i]}]++;")
+            lines.append(f"  // {ins.text}")
+            lines += self._instruction(i, ins)
+        lines += ["  }", "  bad_jump(w, w->pc, 0);", "}"]
+        return "\n".join(lines)
+
+    def _is_entry(self, i: int) -> bool:
+        # The first instruction, and the one after a kernel-argument preload header.
+        return i == 0 or self.instructions[i].address == self.instructions[0].address + 256
+
+    def _instruction(self, i: int, ins: Instruction) -> list[str]:
+        name = ins.mnemonic
+        if name in BRANCHES:
+            return [self._branch(i, ins)]
+        if name == "s_endpgm":
+            return ["  return ENDED;"]
+        if name == "s_barrier":
+            return [f"  w->pc = {2 * i + 1}; return AT_BARRIER; case {2 * i + 1}:;"]
+        if name == "s_waitcnt":
+            return self._wait(i, ins)
+        if name in _INDIRECT:
+            return [self._jump(i, ins)]
+        code = self.codes[i]
+        assert code is not None
+        lines = [_yield(i, "--w->budget")] if code.yields else []
+        body = code.body
+        if self.strict:
+            body = self.strict.wrap(code, changes_exec(ins))
+        elif code.prepare:
+            body = code.prepare + " " + body
+        if body:
+            block = f"  {{ {body} }}" if code.prepare else f"  {body}"
+            lines.append(block.replace("$I", str(i)))
+        return lines
+
+    def _branch(self, i: int, ins: Instruction) -> str:
+        target = self.number[ins.branch_target]
+        condition = BRANCHES[ins.mnemonic]
+        go = f"goto L{target};"
+        if ins.branch_target <= ins.address:
+            go = f"{{ if (--w->budget < 0) {{ w->pc = {2 * target}; return YIELDED; }} {go} }}"
+        return f"  {go}" if condition == "1" else f"  if ({condition}) {go}"
+
+    def _wait(self, i: int, ins: Instruction) -> list[str]:
+        fields = ins.words[0] & 0xFFFF
+        lines = [_yield(i, "(w->budget -= w->wait_cost)")]
+        if self.strict:
+            vm, lgkm = (fields & 15) | (fields >> 14 & 3) << 4, fields >> 8 & 15
+            calls = [f"wait_vm(w, {vm});"] * (vm < 63) + [f"wait_lgkm(w, {lgkm});"] * (lgkm < 15)
+            lines.append("  " + " ".join(calls))
+        return lines
+
+    def _jump(self, i: int, ins: Instruction) -> str:
+        back = f"w->group->launch->image_base + {ins.end:#x}"
+        if ins.mnemonic == "s_call_b64":
+            save = f"set_s64(w, {ins.operands[0].index}, {back});"
+            return f"  {save} w->pc = {2 * self.number[ins.branch_target]}; goto dispatch;"
+        source = ins.operands[-1]
+        save = ""
+        if ins.mnemonic == "s_swappc_b64":
+            save = f"set_s64(w, {ins.operands[0].index}, {back});"
+        mark = ""
+        if self.strict and save:
+            mark = self.strict.set_scalars(
+                tuple(range(ins.operands[0].index, ins.operands[0].index + 2))
+            )
+        return (
+            f"  {{ u64 to = s64(w, {source.index}); {save} {mark} w->pc = pc_at(w, {i}, to); }} "
+            "goto dispatch;"
+        )
+
+
+def _yield(i: int, spend: str) -> str:
+    """Stop here when the turn is over. `pc` is twice an instruction's number, plus one past this."""
+    return (
+        f"  if (UNLIKELY({spend} < 0)) {{ w->pc = {2 * i + 1}; return YIELDED; }} "
+        f"case {2 * i + 1}:;"
+    )

@@ -1,0 +1,359 @@
+"""Vector arithmetic to C: one function for each distinct combination of operation and operands."""
+
+from __future__ import annotations
+
+from aiter_mx.sim.disasm import Instruction, Operand
+from aiter_mx.sim.emit import (
+    HALF_LETTERS,
+    Code,
+    Context,
+    Modifiers,
+    Reads,
+    interpret,
+    is_vector,
+    names_in,
+    result_statements,
+    scalar,
+    scalar_registers,
+    store,
+    unknown,
+    with_sign,
+    write_scalar,
+)
+from aiter_mx.sim.isa.tables import C_TYPES, FLOATS, WIDE, Rule
+from aiter_mx.sim.isa.valu import COMPARE, KEEPS_HIGH, MOVES, PACKED, VALU
+
+_OMOD = {"mul:2": "* 2", "mul:4": "* 4", "div:2": "/ 2"}
+_VCC = Operand("s", 106, 2, text="vcc")
+_DPP = {
+    "quad_perm": "QUAD_PERM", "row_shl": "ROW_SHL", "row_shr": "ROW_SHR", "row_ror": "ROW_ROR",
+    "wave_shl": "WAVE_SHL", "wave_rol": "WAVE_ROL", "wave_shr": "WAVE_SHR",
+    "wave_ror": "WAVE_ROR", "row_mirror": "ROW_MIRROR", "row_half_mirror": "ROW_HALF_MIRROR",
+    "row_newbcast": "ROW_NEWBCAST",
+}  # fmt: skip
+
+
+def translate_vector(ins: Instruction, ctx: Context) -> Code | None:
+    """The C of a vector-arithmetic instruction, or None when it is not one."""
+    if rule := PACKED.get(ins.mnemonic):
+        return _packed(ins, rule, ctx)
+    if rule := VALU.get(ins.mnemonic) or COMPARE.get(ins.mnemonic):
+        return _Plain(ins, rule, ctx).translate()
+    if ins.mnemonic in ("v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16"):
+        return _mixed(ins, ctx)
+    return None
+
+
+def _function(
+    ctx: Context, parameters: list[str], lines: list[str], stores: list[tuple[int, str]], bit: str
+) -> str:
+    """Make a function over 64 lanes; ``bit`` is the one-bit result's expression, if any."""
+    writes = [f"D[l + {row}] = (({new}) & M[l]) | (D[l + {row}] & ~M[l]);" for row, new in stores]
+    head = ["u32 *D"] if stores else []
+    signature = ", ".join([*head, *parameters, "const u32 *M"])
+    if bit:
+        writes.append(f"K[l] = -(u32)(({bit}) != 0) & M[l];")
+    body = "\n    ".join(lines + writes)
+    before = "u32 K[64] ALIGNED;\n  " if bit else ""
+    after = "\n  return pack_mask(K);" if bit else ""
+    return ctx.function(
+        f"NOINLINE {'u64' if bit else 'void'} NAME({signature}) {{\n  {before}"
+        f"LANES {{\n    {body}\n  }}{after}\n}}"
+    )
+
+
+class _Plain:
+    """VOP1, VOP2, VOP3 and VOPC, with DPP or SDWA."""
+
+    def __init__(self, ins: Instruction, rule: Rule, ctx: Context) -> None:
+        self.ins, self.rule, self.ctx = ins, rule, ctx
+        self.mods = Modifiers(ins)
+        self.code = Code("")
+        self.mask = "w->mask"
+        self.lanes = "w->exec"
+        operands = list(ins.operands)
+        self.target = operands.pop(0) if rule.result[0] != "k" else None
+        self.bit_target = operands.pop(0) if "k" in rule.result else None
+        if len(operands) == len(rule.sources) - 1 and rule.sources[-1] == "m":
+            operands.append(_VCC)
+        if len(operands) != len(rule.sources):
+            raise unknown(ins, f"{len(rule.sources)} sources expected, got {len(operands)}")
+        self.sources = operands
+        self.letter = rule.result[0] if self.target else ""
+        self.parameters: list[str] = []
+        self.lines: list[str] = []
+        self.values: list[str] = []
+        self.copied: list[int] = []
+
+    def translate(self) -> Code:
+        ins, rule, code = self.ins, self.rule, self.code
+        select = self.mods.bits("op_sel", len(self.sources) + 1)
+        if rule.result[0] == "k":
+            select = [*select[: len(self.sources)], 0]
+        for i, (operand, letter) in enumerate(zip(self.sources, rule.sources, strict=True)):
+            if select[i] and letter not in HALF_LETTERS:
+                raise unknown(ins, "op_sel on an operand that is not 16 bits")
+            self._source(i, operand, letter, 16 * select[i])
+        if select[-1] and self.letter not in HALF_LETTERS:
+            raise unknown(ins, "op_sel on a destination that is not 16 bits")
+        self._result(select[-1])
+        self.mods.finish()
+        code.copies = ins.mnemonic in MOVES and ins.encoding in ("", "e32", "e64")
+        return code
+
+    def _source(self, i: int, operand: Operand, letter: str, shift: int) -> None:
+        name = "abcm"[i] if letter != "m" else "m"
+        raw, value = self._raw(i, operand, letter)
+        parameter = f"const u32 *{name.upper()}_" if raw else f"{_raw_type(letter)} {name.upper()}_"
+        self.parameters.append(parameter)
+        self.values.append(value)
+        text = f"{name.upper()}_" + ("[l]" if raw else "")
+        if raw and letter in WIDE:
+            text = f"({name.upper()}_[l] | (u64){name.upper()}_[l + 64] << 32)"
+        signed = with_sign(letter, interpret(letter, text, shift), operand.negate, operand.absolute)
+        if signed is None:
+            raise unknown(self.ins, f"source modifier of {operand.text!r}")
+        self.lines.append(f"{C_TYPES[letter]} {name} = {signed};")
+
+    def _raw(self, i: int, operand: Operand, letter: str) -> tuple[bool, str]:
+        """Whether a source is a row of lanes, and the C argument."""
+        ins, code, ctx = self.ins, self.code, self.ctx
+        code.scalar_reads += scalar_registers(operand)
+        if letter == "m":
+            code.prepare += f"expand_mask({scalar(operand, 'U', ins)}, w->tmp[2]);"
+            return True, "w->tmp[2]"
+        sdwa, dpp = ins.encoding == "sdwa", ins.encoding == "dpp"
+        if operand.sign_extend and not sdwa:
+            raise unknown(ins, "sext")
+        if is_vector(operand):
+            rows = ctx.rows_of(operand, ins)
+            if len(rows) != (2 if letter in WIDE else 1):
+                raise unknown(ins, f"width of {operand.text!r}")
+            argument = f"ROW({rows[0]})"
+            if dpp and i == 0:
+                return True, self._dpp(rows)
+            code.reads.append(Reads(rows, self.lanes))
+            self.copied += rows
+        elif sdwa and letter != "m":
+            argument = f"w->tmp[{i}]"
+            code.prepare += f"fill({argument}, {scalar(operand, 'u', ins)});"
+        else:
+            return False, scalar(operand, letter, ins)
+        if sdwa:
+            piece = self.mods.take(f"src{i}_sel", "DWORD")
+            if piece != "DWORD":
+                code.prepare += (
+                    f"select_piece(w->tmp[{i}], {argument}, {piece}, {int(operand.sign_extend)});"
+                )
+                argument = f"w->tmp[{i}]"
+            elif operand.sign_extend:
+                raise unknown(ins, "sext of a whole dword")
+        return True, argument
+
+    def _dpp(self, rows: tuple[int, ...]) -> str:
+        ins, mods = self.ins, self.mods
+        control, argument = self._dpp_control()
+        row_mask, bank_mask = mods.number("row_mask", 15), mods.number("bank_mask", 15)
+        zero = int(mods.take("bound_ctrl", "") != "")
+        call = (
+            f"ROW({{}}), w->tmp[3], {control}, {argument}, {row_mask}, {bank_mask}, {zero}, &from"
+        )
+        self.code.prepare += "u64 from, written;"
+        for i, row in enumerate(rows):
+            self.code.prepare += f"written = dpp(w, w->tmp[0] + {64 * i}, {call.format(row)});"
+        self.code.reads.append(Reads(rows, "from"))
+        self.mask, self.lanes = "w->tmp[3]", "written"
+        if ins.operands and self.target is None:
+            raise unknown(ins, "DPP on a compare")
+        return "w->tmp[0]"
+
+    def _dpp_control(self) -> tuple[str, int]:
+        mods = self.mods
+        if mods.has("row_bcast"):
+            return f"ROW_BCAST{mods.number('row_bcast')}", 0
+        for name, control in _DPP.items():
+            if mods.has(name):
+                text = mods.take(name)
+                if name != "quad_perm":
+                    return control, int(text)
+                picks = [int(x) for x in text.strip("[]").split(",")]
+                return control, sum(pick << (2 * i) for i, pick in enumerate(picks))
+        raise unknown(self.ins, "DPP control")
+
+    def _result(self, high: int) -> None:
+        ins, rule, code, ctx = self.ins, self.rule, self.code, self.ctx
+        expression = rule.expression
+        if "BITOP3" in expression:
+            expression = expression.replace("BITOP3", f"{self.mods.number('bitop3'):#x}")
+        names = names_in(expression)
+        rows: tuple[int, ...] = ()
+        stores: list[tuple[int, str]] = []
+        arguments = []
+        if self.target:
+            rows = ctx.rows_of(self.target, ins)
+            if len(rows) != (2 if self.letter in WIDE else 1):
+                raise unknown(ins, f"width of {self.target.text!r}")
+            if "d" in names:
+                self._old_value(rows)
+            half = high if high or self.letter == "W" or ins.mnemonic in KEEPS_HIGH else None
+            stores = store(self.letter, half, "r")
+            destination = self._sdwa_destination(rows[0], stores)
+            arguments = [destination or f"ROW({rows[0]})"]
+        else:
+            destination = ""
+        bit = ""
+        if self.bit_target:
+            bit = "k" if self.target else "r"
+            self.lines.append("u32 k = 0;")
+        if self.target:
+            self.lines.append(
+                result_statements(Rule("", "", "", expression), self.letter) + self._finish_float()
+            )
+        else:
+            self.lines.append(f"u32 r = ({expression}) != 0;")
+            if self.mods.has("clamp"):
+                raise unknown(ins, "clamp")
+        name = _function(ctx, self.parameters, self.lines, stores, bit)
+        call = f"{name}({', '.join([*arguments, *self.values, self.mask])})"
+        if self.bit_target:
+            call = write_scalar(self.bit_target, True, call, ins)
+            code.scalar_writes += scalar_registers(self.bit_target)
+            if ins.mnemonic.startswith("v_cmpx"):
+                call += f" set_exec(w, {scalar(self.bit_target, 'U', ins)});"
+        code.body += call if call.endswith(";") else f"{call};"
+        if destination:
+            code.body += f"insert_piece(ROW({rows[0]}), {destination}, w->mask, {self._piece}, {self._rest});"
+        code.writes, code.write_lanes = rows, self.lanes
+
+    def _old_value(self, rows: tuple[int, ...]) -> None:
+        raw = "(D[l] | (u64)D[l + 64] << 32)" if self.letter in WIDE else "D[l]"
+        self.lines.append(f"{C_TYPES[self.letter]} d = {interpret(self.letter, raw)};")
+        self.code.reads.append(Reads(rows, self.lanes))
+
+    def _sdwa_destination(self, row: int, stores: list[tuple[int, str]]) -> str:
+        """A temporary row when SDWA writes a piece of the destination, else nothing."""
+        if self.ins.encoding != "sdwa":
+            return ""
+        self._piece = self.mods.take("dst_sel", "DWORD")
+        rest = self.mods.take("dst_unused", "UNUSED_PAD")
+        if self._piece == "DWORD":
+            return ""
+        if len(stores) != 1 or "d" in names_in(self.rule.expression):
+            raise unknown(self.ins, "dst_sel of this operation")
+        self._rest = ("UNUSED_PAD", "UNUSED_SEXT", "UNUSED_PRESERVE").index(rest)
+        return "w->tmp[3]"
+
+    def _finish_float(self) -> str:
+        text = ""
+        for name, factor in _OMOD.items():
+            key, value = name.split(":")
+            if self.mods.has(key) and self.ins.modifiers[key] == value:
+                self.mods.take(key)
+                text += f" r = r {factor};"
+        if self.mods.flag("clamp"):
+            if self.letter not in FLOATS or self.letter == "F":
+                raise unknown(self.ins, "clamp of this type")
+            text += f" r = {'clamp_f64' if self.letter == 'd' else 'clamp_f32'}(r);"
+        return text
+
+
+def _raw_type(letter: str) -> str:
+    return "u64" if letter in WIDE else "u32"
+
+
+def _packed(ins: Instruction, rule: Rule, ctx: Context) -> Code:
+    """VOP3P: the same operation on two halves, or on two registers for 32-bit types."""
+    mods, code = Modifiers(ins), Code("")
+    target, *sources = ins.operands
+    if len(sources) != len(rule.sources):
+        raise unknown(ins, f"{len(rule.sources)} sources expected, got {len(sources)}")
+    count, wide = len(sources), rule.result in "fu"
+    picks = [mods.bits("op_sel", count, 0), mods.bits("op_sel_hi", count, 1)]
+    if ins.mnemonic == "v_pk_mov_b32":  # one selector a source: the halves come from different ones
+        mods.take("op_sel_hi")
+        picks[1] = picks[0]
+    signs = [mods.bits("neg_lo", count), mods.bits("neg_hi", count)]
+    clamp = mods.flag("clamp")
+    mods.finish()
+    parameters, values, lines = [], [], []
+    for i, operand in enumerate(sources):
+        name = "ABC"[i]
+        code.scalar_reads += scalar_registers(operand)
+        if is_vector(operand):
+            rows = ctx.rows_of(operand, ins)
+            used = {picks[half][i] for half in (0, 1)} if wide else {0}
+            code.reads.append(Reads(tuple(rows[u] for u in sorted(used))))
+            parameters.append(f"const u32 *{name}")
+            values.append(f"ROW({rows[0]})")
+        else:
+            parameters.append(f"u64 {name}")
+            pair = wide and operand.kind == "s"
+            values.append(scalar(operand, "U" if pair else rule.sources[i], ins))
+    for half in (0, 1):
+        part = []
+        for i, (operand, letter) in enumerate(zip(sources, rule.sources, strict=True)):
+            pick, name = picks[half][i], "ABC"[i]
+            if operand.kind in ("int", "float", "literal") and pick and operand.value != 0:
+                raise unknown(ins, f"high half of the constant {operand.text}")
+            if wide:
+                raw = (
+                    f"{name}[l + {64 * pick}]"
+                    if is_vector(operand)
+                    else f"(u32)({name} >> {32 * pick})"
+                )
+                shift = 0
+            else:
+                raw, shift = (f"{name}[l]" if is_vector(operand) else f"(u32){name}"), 16 * pick
+            value = with_sign(letter, interpret(letter, raw, shift), bool(signs[half][i]), False)
+            if value is None or operand.negate or operand.absolute:
+                raise unknown(ins, f"source modifier of {operand.text!r}")
+            part.append(f"{C_TYPES[letter]} {'abc'[i]} = {value};")
+        result = C_TYPES[rule.result]
+        end = " r = clamp_f32(r);" if clamp else ""
+        if clamp and rule.result not in FLOATS:
+            raise unknown(ins, "clamp of this type")
+        expression = rule.expression.replace("half", str(half))
+        lines.append(
+            f"{result} r{half}; {{ {' '.join(part)} {result} r = ({result})({expression});{end} "
+            f"r{half} = r; }}"
+        )
+    if wide:
+        stores = [(64 * half, store(rule.result, None, f"r{half}")[0][1]) for half in (0, 1)]
+    else:
+        low, high = (store(rule.result, None, f"r{half}")[0][1] for half in (0, 1))
+        stores = [(0, f"({low}) | ({high}) << 16")]
+    name = _function(ctx, parameters, lines, stores, "")
+    rows = ctx.rows_of(target, ins)
+    code.body = f"{name}({', '.join([f'ROW({rows[0]})', *values, 'w->mask'])});"
+    code.writes = rows
+    return code
+
+
+def _mixed(ins: Instruction, ctx: Context) -> Code:
+    """v_fma_mix: each source is f32, or the half of a register that op_sel picks."""
+    mods, code = Modifiers(ins), Code("")
+    target, *sources = ins.operands
+    half, is_half = mods.bits("op_sel", 3), mods.bits("op_sel_hi", 3)
+    clamp = mods.flag("clamp")
+    mods.finish()
+    parameters, values, lines = [], [], []
+    for i, operand in enumerate(sources):
+        name, letter = "ABC"[i], "h" if is_half[i] else "f"
+        code.scalar_reads += scalar_registers(operand)
+        vector = is_vector(operand)
+        parameters.append(f"const u32 *{name}" if vector else f"u32 {name}")
+        if vector:
+            code.reads.append(Reads(ctx.rows_of(operand, ins)))
+            values.append(f"ROW({ctx.row(operand, ins)})")
+        else:
+            values.append(scalar(operand, letter, ins))
+        raw = interpret(letter, f"{name}[l]" if vector else name, 16 * half[i])
+        lines.append(f"float {'abc'[i]} = {with_sign('f', raw, operand.negate, operand.absolute)};")
+    lines.append("float r = fmaf(a, b, c);" + (" r = clamp_f32(r);" if clamp else ""))
+    kind = ins.mnemonic.removeprefix("v_fma_mix").split("_")[0]
+    stores = store("f", None, "r") if not kind else store("h", int(kind == "hi"), "r")
+    name = _function(ctx, parameters, lines, stores, "")
+    rows = ctx.rows_of(target, ins)
+    code.body = f"{name}({', '.join([f'ROW({rows[0]})', *values, 'w->mask'])});"
+    code.writes = rows
+    return code
