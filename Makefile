@@ -2,7 +2,8 @@
 BIN := .venv/bin
 PYTHON ?= python3
 JOBS ?= 2
-MARKERS = import torch; print("" if torch.cuda.is_available() else "not gpu")
+MARKERS = import torch; from aiter_mx.target import ARCHS, gpu_target; \
+	gpu = torch.cuda.is_available() and gpu_target(0).arch in ARCHS; print("" if gpu else "not gpu")
 C_FILES = find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.hpp'
 
 export PYTHON
