@@ -68,12 +68,13 @@ def stand_ins(key: LinearProblem) -> tuple[LinearProblem, ...]:
 
 GEMV_MAX_M = 16
 _PIECE_BYTES = 16  # what a lane reads of one row of w in one step
-_CONFIGURED_WAVES = (1, 2, 3, 4, 6, 8)  # with more of them large M spills
+_GEMV_WAVES = (1, 2, 3, 4, 6, 8, 12)
+_MANY_WAVES = 8  # with more of them in a workgroup large M spills
 _MAX_GRID_X = 1 << 20  # workgroups; more continue in y. HIP counts threads of a grid in 32 bits.
 
 GEMV_PARAMS = (
     Param("rows", (1, 2, 3, 4, 6, 8), "output features that a workgroup computes"),
-    Param("waves", (1, 2, 3, 4, 6, 8, 12), "waves of a workgroup, which split K"),
+    Param("waves", _GEMV_WAVES, "waves of a workgroup, which split K"),
     Param(
         "unroll", (1, 2, 3, 4), "steps of a wave whose loads are issued before the first is used"
     ),
@@ -99,29 +100,36 @@ def _gemv_configure(target: Target, problem: LinearProblem) -> Config:
     # multiply, and for each 16 k to sum and scale.
     most_rows = 3 if M > 14 else 4
     rows = min(range(most_rows, 0, -1), key=lambda r: groups_a_cu(r) * (r * (1 + 1.375 * M) + M))
-    steps = -(-problem.K // (_PIECE_BYTES * target.wave_size))
     most_unroll = {1: 3, 2: 2}.get(M, 1)
-    # Enough lanes on a compute unit to hide memory's latency, in waves of no more than one step.
+    # Enough lanes on a compute unit to hide memory's latency, in waves of at least one step.
     lanes = 768 if M <= 8 else 512
-    wanted = min(-(-lanes // (target.wave_size * groups_a_cu(rows))), steps, _CONFIGURED_WAVES[-1])
-    waves = next(w for w in _CONFIGURED_WAVES if w >= wanted)
+    steps = _gemv_steps(target, problem)
+    wanted = min(-(-lanes // (target.wave_size * groups_a_cu(rows))), steps, _MANY_WAVES)
+    waves = next(w for w in _GEMV_WAVES if w >= wanted)
     unroll = min(most_unroll, -(-steps // waves))
+    return {"rows": rows, "waves": _fewest_waves(steps, waves, unroll), "unroll": unroll}
+
+
+def _gemv_steps(target: Target, problem: LinearProblem) -> int:
+    return -(-problem.K // (_PIECE_BYTES * target.wave_size))
+
+
+def _fewest_waves(steps: int, waves: int, unroll: int) -> int:
+    """The fewest waves that take no more rounds of their loop than ``waves`` take."""
     rounds = -(-steps // (waves * unroll))
-    waves = next(w for w in _CONFIGURED_WAVES if -(-steps // (w * unroll)) == rounds)
-    return {"rows": rows, "waves": waves, "unroll": unroll}
+    return next(w for w in _GEMV_WAVES if w * unroll * rounds >= steps)
 
 
 def _gemv_candidates(target: Target, problem: LinearProblem) -> list[Config]:
     """The configurations that waste no wave and leave the sums and loads room in registers."""
-    M = problem.M
-    steps = -(-problem.K // (_PIECE_BYTES * target.wave_size))
+    M, steps = problem.M, _gemv_steps(target, problem)
     return [
         config
         for config in combinations(GEMV_PARAMS)
         if (rows := config["rows"]) <= (3 if M > 14 else 4) or rows * M <= 32
         if (unroll := config["unroll"]) == 1 or unroll * (rows + M) <= 16
-        if (waves := config["waves"]) <= _CONFIGURED_WAVES[-1] or rows * M <= 8
-        if waves * unroll < steps + min(waves, unroll)
+        if (waves := config["waves"]) <= _MANY_WAVES or rows * M <= 8
+        if waves == _fewest_waves(steps, waves, unroll) and unroll <= -(-steps // waves)
     ]
 
 
