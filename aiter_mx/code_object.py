@@ -208,7 +208,8 @@ def _parse(image: bytes) -> CodeObject:
         entry[".name"]: _kernel(entry, symbols[entry[".symbol"]].address, segments)
         for entry in metadata["amdhsa.kernels"]
     }
-    target = metadata["amdhsa.target"].split("--")[-1]
+    triple = metadata["amdhsa.target"]
+    target = triple[triple.index("gfx") :]
     functions = {s.name: (s.address, s.size) for s in symbols.values() if s.kind == _STT_FUNC}
     return CodeObject(
         target,

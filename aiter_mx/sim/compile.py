@@ -80,6 +80,7 @@ def _compile(source: str, out: Path) -> None:
     command = [c_compiler(), *_FLAGS, f"-I{_HERE / 'csrc'}", str(path), "-o", str(out), "-lm"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
+        errors = [line[:300] for line in run.stderr.splitlines() if "error" in line]
         raise ToolchainError(
-            f"the simulator's C did not compile: {' '.join(command)}\n{run.stderr[-4000:]}"
+            f"the simulator's C did not compile: {' '.join(command)}\n" + "\n".join(errors[:10])
         )

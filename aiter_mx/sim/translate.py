@@ -80,12 +80,9 @@ def translate_kernel(
 
 
 def _c_string(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return "\n".join(f'"{escaped[i : i + 4000]}"' for i in _cuts(escaped)) or '""'
-
-
-def _cuts(text: str) -> list[int]:
-    return list(range(0, len(text), 4000))
+    """A C string literal, in pieces that compilers accept."""
+    pieces = (text[i : i + 2000] for i in range(0, len(text), 2000))
+    return "\n".join(json.dumps(piece) for piece in pieces)
 
 
 def _reachable(
