@@ -87,7 +87,7 @@ MX_DEVICE void accumulate(float* sums, const Piece (&a)[CountI], const Piece (&b
             float& sum = sums[i * StrideI + j * StrideJ];
             sum = add_scaled(sum, dot(a_values, b_values[j]), a_scale, b_scales[j]);
         }
-        if constexpr (kM > 8)
+        if constexpr (kValues > 16)
             finish_before_next(); // converting all of a at once would not fit into registers
     }
 }
