@@ -81,7 +81,7 @@ def build_requests(
     """The builds that these routes need, each once."""
     requests: dict[BuildRequest, None] = {}
     for problem, chosen in zip(problems, routes, strict=True):
-        spec = find_kernel(chosen.op, chosen.backend, chosen.kernel)
+        spec = find_kernel(chosen.op, target.arch, chosen.backend, chosen.kernel)
         if spec.module is not None:
             requests[build_request(spec, target, problem, chosen.config)] = None
     return list(requests)

@@ -40,7 +40,7 @@ def main() -> None:
     problem = LinearProblem(M=M, N=N, K=K, out_dtype="bf16")
     chosen = route("linear", target, problem)
     assert chosen.backend == "hip", chosen
-    variant = (find_kernel("linear", "hip", chosen.kernel), target, problem, chosen.config)
+    variant = (find_kernel("linear", target.arch, "hip", chosen.kernel), target, problem, chosen.config)
     launch = bind(*variant, 0)
     tensors = (*operands, None, out)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

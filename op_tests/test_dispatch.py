@@ -24,7 +24,7 @@ PROBLEM = LinearProblem(M=3, N=1000, K=96, out_dtype="bf16")  # in no shipped ta
 
 def gemv_row(**changes: object) -> dict[str, object]:
     """A legal row that chooses gemv for PROBLEM, with some cells changed."""
-    config = find_kernel("linear", "hip", "gemv").configure(GFX950, PROBLEM)
+    config = find_kernel("linear", "gfx950", "hip", "gemv").configure(GFX950, PROBLEM)
     row: dict[str, object] = {"gfx": "gfx950", "cu_num": 256, "op": "linear"}
     row |= {"M": 3, "N": 1000, "K": 96, "out_dtype": "bf16", "backend": "hip", "kernel": "gemv"}
     return row | dict(config) | {"us": 2.5, "triton_us": 9.5, "source": "measured"} | changes
@@ -41,7 +41,9 @@ def write_table(path: Path, *rows: dict[str, object]) -> Path:
 def test_exact_row_decides_and_the_reason_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    legal = next(p for p in find_kernel("linear", "hip", "gemv").params if len(p.values) > 1)
+    legal = next(
+        p for p in find_kernel("linear", "gfx950", "hip", "gemv").params if len(p.values) > 1
+    )
     usual = gemv_row()[legal.name]
     unusual = next(value for value in legal.values if value != usual)
     path = write_table(tmp_path / "mine.csv", gemv_row(M=4), gemv_row(**{legal.name: unusual}))
@@ -124,7 +126,7 @@ def test_failed_kernels_are_passed_over_when_told_so() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kernel": "gemw"}, "no kernel hip/gemw; it has hip/gemv"),
+        ({"kernel": "gemw"}, "no kernel hip/gemw for gfx950; it has hip/gemv"),
         ({"op": "lineal"}, "unknown op 'lineal'"),
         ({"gfx": "gfx90c"}, "unknown architecture 'gfx90c'"),
         ({"M": "three"}, "M must be a whole number, got 'three'"),
@@ -152,7 +154,7 @@ def test_malformed_row_is_an_error_with_file_and_line(
 def test_illegal_parameter_values_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for param in find_kernel("linear", "hip", "gemv").params:
+    for param in find_kernel("linear", "gfx950", "hip", "gemv").params:
         for cell in (max(param.values) + 1, ""):
             path = write_table(tmp_path / f"{param.name}{cell}.csv", gemv_row(**{param.name: cell}))
             monkeypatch.setenv("AITER_MX_CONFIG", str(path))

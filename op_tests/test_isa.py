@@ -36,7 +36,7 @@ def tabled(target: Target) -> dict[BuildRequest, None]:
     for op in ops():
         for path in table_files(target.arch, op):
             for row_op, row in read_table(path):
-                spec = find_kernel(row_op, row.backend, row.kernel)
+                spec = find_kernel(row_op, row.gfx, row.backend, row.kernel)
                 if spec.module is not None and row.gfx == target.arch:
                     here = replace(target, cu_num=row.cu_num or target.cu_num)
                     found[build_request(spec, here, row.problem, row.config)] = None

@@ -124,7 +124,7 @@ def incumbent_of(rows: Rows, target: Target, problem: LinearProblem) -> Choice |
     row = rows.get(key)
     if row is None:
         return None
-    kernel = find_kernel("linear", str(row["backend"]), str(row["kernel"]))
+    kernel = find_kernel("linear", target.arch, str(row["backend"]), str(row["kernel"]))
     config = {param.name: int(str(row[param.name])) for param in kernel.params}
     return kernel.backend, kernel.name, config
 

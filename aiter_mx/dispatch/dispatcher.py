@@ -47,7 +47,7 @@ def route(
                 passed_over.append(why_none)
                 _log_miss(op, target, key)
             continue
-        kernel = find_kernel(op, row.backend, row.kernel)
+        kernel = find_kernel(op, target.arch, row.backend, row.kernel)
         refusal = _refusal(kernel, target, problem, skip)
         if refusal is None:
             reason = _row_reason(row, stand_in, key)

@@ -138,7 +138,8 @@ def _checked_row(where: str, cells: dict[str, str]) -> Row:
     if op not in ops():
         raise ValueError(f"unknown op {op!r}; there are {', '.join(ops())}")
     keys = key_columns(op)
-    kernel = find_kernel(op, cells["backend"], cells["kernel"])
+    target = hardware(cells["gfx"])
+    kernel = find_kernel(op, target.arch, cells["backend"], cells["kernel"])
     parameters = {param.name for k in kernels_of(op) for param in k.params}
     config: dict[str, int] = {}
     for column, value in cells.items():
@@ -154,7 +155,6 @@ def _checked_row(where: str, cells: dict[str, str]) -> Row:
             )
     kernel.check_config(config)
     problem = _problem(op, keys, cells)
-    target = hardware(cells["gfx"])
     refusal = kernel.refusal(target, problem)
     if refusal is not None:
         raise ValueError(f"{kernel.backend}/{kernel.name} does not cover this row: {refusal}")

@@ -59,14 +59,16 @@ def kernels_of(op: str) -> tuple[KernelSpec, ...]:
     return found
 
 
-def find_kernel(op: str, backend: str, name: str) -> KernelSpec:
-    """The kernel of ``op`` with this backend and name.
+def find_kernel(op: str, arch: str, backend: str, name: str) -> KernelSpec:
+    """The kernel of ``op`` with this backend and name on an architecture.
+
+    Two architectures may have kernels of one name whose structure and parameters differ.
 
     Raises:
         ValueError: there is none; the message lists those there are.
     """
     for kernel in kernels_of(op):
-        if (kernel.backend, kernel.name) == (backend, name):
+        if (kernel.backend, kernel.name) == (backend, name) and kernel.is_for(arch):
             return kernel
-    known = ", ".join(f"{k.backend}/{k.name}" for k in kernels_of(op))
-    raise ValueError(f"op {op!r} has no kernel {backend}/{name}; it has {known}")
+    known = ", ".join(f"{k.backend}/{k.name}" for k in kernels_of(op) if k.is_for(arch))
+    raise ValueError(f"op {op!r} has no kernel {backend}/{name} for {arch}; it has {known}")

@@ -99,6 +99,10 @@ class KernelSpec:
     candidates: Callable[[Target, Problem], Sequence[Config]]
     module: Module | None = None
 
+    def is_for(self, arch: str) -> bool:
+        """Whether the kernel can be built for an architecture, or is built by someone else."""
+        return self.module is None or arch in self.module.sources
+
     def check_config(self, config: Config) -> None:
         """Raise ValueError unless ``config`` sets every parameter to one of its legal values."""
         legal = {param.name: param.values for param in self.params}

@@ -62,7 +62,7 @@ def _bind_route(
     device: torch.device,
     fallbacks: Mapping[str, Fallback],
 ) -> Run:
-    spec = find_kernel(chosen.op, chosen.backend, chosen.kernel)
+    spec = find_kernel(chosen.op, target.arch, chosen.backend, chosen.kernel)
     if spec.module is not None:
         return launch.bind(spec, target, problem, chosen.config, device.index or 0)
     if chosen.backend == "triton" and (target, problem) not in _warm_triton:
