@@ -1,4 +1,4 @@
-"""Runs gfx950 kernels on the CPU, through the simulator."""
+"""The simulated gfx950, behind the interface of a runtime."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.sim.program import Program
 from aiter_mx.sim.report import LaunchReport
 
+name = "sim"
+
+_last = threading.local()
+
 
 @dataclass(frozen=True)
 class SimFunction:
-    """A kernel of a loaded code object, with its dynamic LDS."""
+    """A kernel of a loaded code object."""
 
     program: Program
     symbol: str
-    shared_bytes: int
-
-
-_last = threading.local()
 
 
 def last_report() -> LaunchReport | None:
@@ -29,45 +29,42 @@ def last_report() -> LaunchReport | None:
     return getattr(_last, "report", None)
 
 
-class SimRuntime:
-    """The ``Runtime`` of the simulated gfx950. Launches return when the kernel has ended."""
+def current_stream(device: int) -> int:
+    """The simulator has one stream; launches return when the kernel has ended."""
+    return 0
 
-    name = "sim"
 
-    def load(self, image: bytes, device: int) -> Program:
-        """Load a code object; every device number means the one simulated GPU.
+def is_capturing(device: int) -> bool:
+    """Nothing can be captured."""
+    return False
 
-        Raises:
-            LaunchError: it is not a gfx950 code object.
-        """
-        return Program.from_image(image)
 
-    def get_function(self, module: Program, symbol: str, shared_bytes: int) -> SimFunction:
-        """The kernel named ``symbol``. Raises LaunchError when there is none."""
-        module.kernel(symbol)
-        return SimFunction(module, symbol, shared_bytes)
+def load(image: bytes, device: int) -> Program:
+    """Load a code object; every device number means the one simulated GPU.
 
-    def bind(
-        self, function: SimFunction, geometry: Geometry, args: PackedArgs
-    ) -> Callable[[int], None]:
-        """A launcher: what it runs may touch ``args.regions`` and nothing else."""
+    Raises:
+        LaunchError: it is not a gfx950 code object.
+    """
+    return Program.from_image(image)
 
-        def launch(stream: int) -> None:
-            _last.report = function.program.launch(
-                function.symbol,
-                geometry.grid,
-                geometry.block,
-                args.to_bytes(),
-                max(geometry.shared_bytes, function.shared_bytes),
-                args.regions,
-            )
 
-        return launch
+def get_function(module: Program, symbol: str, shared_bytes: int) -> SimFunction:
+    """The kernel named ``symbol``. Raises LaunchError when there is none."""
+    module.kernel(symbol)
+    return SimFunction(module, symbol)
 
-    def current_stream(self, device: int) -> int:
-        """The simulator has one stream."""
-        return 0
 
-    def is_capturing(self, device: int) -> bool:
-        """Nothing can be captured."""
-        return False
+def bind(function: SimFunction, geometry: Geometry, args: PackedArgs) -> Callable[[int], None]:
+    """A launcher; what it runs may touch ``args.regions`` and nothing else."""
+
+    def start(stream: int) -> None:
+        _last.report = function.program.launch(
+            function.symbol,
+            geometry.grid,
+            geometry.block,
+            args.to_bytes(),
+            geometry.shared_bytes,
+            args.regions,
+        )
+
+    return start

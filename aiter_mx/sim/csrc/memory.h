@@ -83,7 +83,9 @@ NOINLINE void load_lanes(Wave *w, const u64 *address, u32 *d, Element element, u
   case U16_LO: LOAD_EACH(u16, (d[l] & 0xffff0000u) | x);
   case U16_HI: LOAD_EACH(u16, (d[l] & 0xffffu) | (u32)x << 16);
   case DWORDS:
-    if (dwords == 1) LOAD_EACH(u32, x);
+    if (dwords == 1) {
+      LOAD_EACH(u32, x);
+    }
     EACH_ACTIVE(w) {
       int l = ACTIVE_LANE;
       u32 x[4];
@@ -111,7 +113,9 @@ NOINLINE void store_lanes(Wave *w, const u64 *address, const u32 *d, Element ele
   case U16: STORE_EACH(u16, d[l]);
   case U16_HI: STORE_EACH(u16, d[l] >> 16);
   default:
-    if (dwords == 1) STORE_EACH(u32, d[l]);
+    if (dwords == 1) {
+      STORE_EACH(u32, d[l]);
+    }
     EACH_ACTIVE(w) {
       int l = ACTIVE_LANE;
       for (u32 i = 0; i < dwords; i++) memcpy((u8 *)address[l] + 4 * i, d + l + 64 * i, 4);
