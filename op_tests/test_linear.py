@@ -201,7 +201,9 @@ def test_failed_build_raises_unless_fallback_was_asked_for(
         raise BuildError("the compiler had a bad day")
 
     monkeypatch.setattr("aiter_mx.launch.build", refuse)
-    case = operands(2, 33, 352)  # a shape that no other test has loaded
+    monkeypatch.setattr("aiter_mx.launch._functions", {})
+    monkeypatch.setattr(linear_module._plans, "by_call", {})
+    case = operands(2, 33, 352)
     with aiter_mx.simulate("gfx950"):
         with pytest.raises(BuildError, match="bad day"):
             aiter_mx.linear(*case, out_dtype=torch.float32)
@@ -218,6 +220,7 @@ def test_first_use_under_capture_names_the_warmup_call(monkeypatch: pytest.Monke
     from aiter_mx.runtimes import sim
 
     case = operands(2, 34, 352)
+    monkeypatch.setattr(linear_module._plans, "by_call", {})
     with aiter_mx.simulate("gfx950"):
         monkeypatch.setattr(sim, "is_capturing", lambda device: True)
         monkeypatch.setattr("aiter_mx.launch._functions", {})
