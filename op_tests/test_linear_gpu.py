@@ -44,9 +44,12 @@ def test_capture_needs_a_warm_kernel_and_then_replays_new_inputs() -> None:
     case = operands(M, N, K)
     out = torch.empty(M, N, dtype=torch.float16, device="cuda")
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(CaptureError, match=r"aiter_mx.warmup\('linear', M=3, N=200, K=1056"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            aiter_mx.linear(*case, None, torch.float16, out)
+    warmup_call = r"aiter_mx.warmup\('linear', M=3, N=200, K=1056"
+    with (
+        pytest.raises(CaptureError, match=warmup_call),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        aiter_mx.linear(*case, None, torch.float16, out)
     routes = aiter_mx.warmup("linear", M=M, N=N, K=K, out_dtype=torch.float16)
     assert [route.backend for route in routes] == ["hip"]
     with torch.cuda.graph(graph):
