@@ -28,10 +28,14 @@ class Code:
     Attributes:
         body: statements.
         prepare: statements before the checks.
-        reads: vector registers read.
+        reads: vector registers that must be valid.
+        flows: for arithmetic, what each row written is made of: it becomes as valid as that, and
+            it is an error only when something that must be valid is read.
         writes: vector registers written, in the lanes ``write_lanes``.
         scalar_reads, scalar_writes: scalar registers.
-        copies: the destination is as valid as the source, instead of the source being checked.
+        scalar_flow: the scalar registers written become as valid as those read.
+        lane_copy: strict statement that does all the bookkeeping of a move between a lane and a
+            scalar register.
         issue: strict statement that starts an asynchronous operation, between checks and body.
         yields: ``memory`` or ``wait`` where another wave may take over before the instruction.
         counts: what a counter table calls this instruction.
@@ -44,7 +48,9 @@ class Code:
     write_lanes: str = "w->exec"
     scalar_reads: tuple[int, ...] = ()
     scalar_writes: tuple[int, ...] = ()
-    copies: bool = False
+    flows: dict[int, list[Reads]] = field(default_factory=dict)
+    scalar_flow: bool = False
+    lane_copy: str = ""
     issue: str = ""
     yields: str = ""
 
@@ -121,7 +127,7 @@ class Context:
 
     def function(self, text: str) -> str:
         """The name of a C function, given its text with ``NAME`` for the name."""
-        return self.functions.setdefault(text, f"f{len(self.functions)}")
+        return self.functions.setdefault(text, f"op_{len(self.functions)}")
 
     def render(self) -> str:
         """All functions."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 
-from aiter_mx.sim.disasm import Instruction, parse_operand
+from aiter_mx.sim.disasm import Instruction, Operand, parse_operand
 from aiter_mx.sim.emit import (
     EXEC,
     Code,
     Context,
     Modifiers,
-    Reads,
     interpret,
     is_vector,
     names_in,
@@ -19,7 +18,7 @@ from aiter_mx.sim.emit import (
     unknown,
     write_scalar,
 )
-from aiter_mx.sim.isa.salu import MOVES, SALU, SAVE_EXEC
+from aiter_mx.sim.isa.salu import SALU, SAVE_EXEC
 from aiter_mx.sim.isa.tables import C_TYPES, WIDE, Rule
 
 _SMEM = re.compile(r"s_(buffer_)?load_dword(?:x(\d+))?")
@@ -79,7 +78,7 @@ def _arithmetic(ins: Instruction, rule: Rule) -> Code:
         parts.append(f"{first};")
     text = re.sub(r"\bscc\b", "w->scc", " ".join(part for part in parts if part))
     code.body = "{ " + text.replace("w->w->scc", "w->scc") + " }"
-    code.copies = ins.mnemonic in MOVES and len(code.scalar_reads) == len(code.scalar_writes)
+    code.scalar_flow = bool(code.scalar_writes)
     return code
 
 
@@ -157,7 +156,7 @@ def _read_lane(ins: Instruction, ctx: Context) -> Code:
     value = f"ROW({row})[{pick}]" if pick else f"read_first_lane(w, ROW({row}))"
     return Code(
         write_scalar(target, False, value, ins),
-        reads=[Reads((row,), f"({lanes})")],
+        lane_copy=f"scalar_from_lane(w, $I, {target.index}, {row}, {lanes});",
         scalar_reads=scalar_registers(lane[0]) if lane else (),
         scalar_writes=scalar_registers(target),
     )
@@ -170,10 +169,15 @@ def _write_lane(ins: Instruction, ctx: Context) -> Code:
     pick = f"({scalar(lane, 'u', ins)}) & 63"
     return Code(
         f"ROW({row})[{pick}] = {scalar(source, 'u', ins)};",
-        scalar_reads=scalar_registers(source) + scalar_registers(lane),
+        lane_copy=f"lane_from_scalar(w, $I, {row}, 1ull << ({pick}), {_register(source)});",
+        scalar_reads=scalar_registers(lane),
         writes=(row,),
-        write_lanes=f"(1ull << ({pick}))",
     )
+
+
+def _register(operand: Operand) -> int:
+    """A scalar register's number, or that of EXEC, which always holds a value, for a constant."""
+    return operand.index if scalar_registers(operand) else EXEC
 
 
 def changes_exec(ins: Instruction) -> bool:

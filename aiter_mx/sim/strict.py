@@ -24,26 +24,80 @@ class Strict:
 
     def wrap(self, code: Code, changes_exec: bool) -> str:
         """The instruction with its checks before it and its effect on validity after it."""
-        is_load = bool(code.issue)
         parts = [code.prepare]
-        if not code.copies:
-            parts += [self._check_scalars(code), *self._check_rows(code)]
-        if not is_load:
-            parts.append(self._check_overwrite(code))
-        parts.append(code.issue)
-        parts.append(code.body)
-        if is_load:
+        after = []
+        if code.scalar_flow:
+            parts.append(self._scalar_flow(code))
+        else:
+            parts.append(self._check_scalars(code))
+        parts += self._check_rows(code)
+        if code.issue:
+            parts.append(code.issue)
             self._known.difference_update(code.writes)
             self._known_all.difference_update(code.writes)
             self._known_scalars.difference_update(code.scalar_writes)
-        elif code.copies:
-            parts += self._copy(code)
+        elif code.lane_copy:
+            parts.append(code.lane_copy)
+            self._known.difference_update(code.writes)
+            self._known_all.difference_update(code.writes)
+            self._known_scalars.difference_update(code.scalar_writes)
         else:
-            parts += self._mark(code)
-            parts.append(self.set_scalars(code.scalar_writes))
+            parts.append(self._check_overwrite(code))
+            after = self._flow(code) if code.flows else self._mark(code)
+            if code.flows:
+                parts.append(after.pop(0))
+            if not code.scalar_flow:
+                after.append(self.set_scalars(code.scalar_writes))
         if changes_exec:
             self._known.clear()
-        return " ".join(part for part in parts if part)
+        return " ".join(part for part in [*parts, code.body, *after] if part)
+
+    def _scalar_flow(self, code: Code) -> str:
+        wanted = set(code.scalar_reads) - self._known_scalars
+        if not wanted:
+            return self.set_scalars(code.scalar_writes)
+        self._known_scalars.difference_update(code.scalar_writes)
+        missing, low, high = _missing(wanted)
+        to_low, to_high = _masks(set(code.scalar_writes))
+        return (
+            f"if (UNLIKELY({missing})) unset_scalars(w, $I, {low:#x}ull, {high:#x}ull, "
+            f"{to_low:#x}ull, {to_high:#x}ull); else {{ {_set_bits(to_low, to_high)} }}"
+        )
+
+    def _flow(self, code: Code) -> list[str]:
+        """What to do before, then statements for after the instruction."""
+        before, after = "", []
+        known_after = []
+        names: dict[str, str] = {}
+        for row, sources in code.flows.items():
+            tests = []
+            for reads in sources:
+                rows = [r for r in dict.fromkeys(reads.rows) if not self._is_known(r)]
+                if rows:
+                    valid = " & ".join(f"w->set[{r}]" for r in rows)
+                    listed = ", ".join(map(str, rows))
+                    tests.append(
+                        (f"{reads.lanes} & ~({valid})", f"{len(rows)}, {listed}", reads.lanes)
+                    )
+            if not tests:
+                known_after.append(row)
+                if not self._is_known(row):
+                    after.append(f"w->set[{row}] |= w->exec;")
+                continue
+            text = ""
+            for test, listed, lanes in tests:
+                text += f"if (UNLIKELY({test})) NAME |= unset_lanes(w, $I, {lanes}, {listed}); "
+            if text not in names:
+                names[text] = f"unset{len(names)}"
+                before += f"u64 {names[text]} = 0; " + text.replace("NAME", names[text])
+            after.append(f"w->set[{row}] = (w->set[{row}] | w->exec) & ~{names[text]};")
+            self._known.discard(row)
+            self._known_all.discard(row)
+        self._known.update(known_after)
+        return [before, *after]
+
+    def _is_known(self, row: int) -> bool:
+        return row in self._known or row in self._known_all
 
     def _check_scalars(self, code: Code) -> str:
         wanted = {r for r in code.scalar_reads if r not in self._known_scalars}
@@ -106,44 +160,26 @@ class Strict:
                 marks.append(f"w->set[{row}] |= {code.write_lanes};")
         return marks
 
-    def _copy(self, code: Code) -> list[str]:
-        parts = []
-        sources = [row for reads in code.reads for row in reads.rows]
-        if code.writes and len(sources) == len(code.writes):
-            for row, source in zip(code.writes, sources, strict=True):
-                parts.append(
-                    f"w->set[{row}] = (w->set[{row}] & ~w->exec) | (w->set[{source}] & w->exec);"
-                )
-                self._move_known(row, source)
-            return parts
-        parts.append(self._check_scalars(code) if code.writes else "")
-        parts += self._mark(code)
-        if code.scalar_writes:
-            for target, source in zip(code.scalar_writes, code.scalar_reads, strict=True):
-                if source in self._known_scalars:
-                    parts.append(self.set_scalars((target,)))
-                else:
-                    parts.append(f"copy_valid(w, {target}, {source});")
-                    self._known_scalars.discard(target)
-        return parts
-
-    def _move_known(self, row: int, source: int) -> None:
-        for known in (self._known, self._known_all):
-            if source not in known:
-                known.discard(row)
-        if source in self._known | self._known_all:
-            self._known.add(row)
-
     def set_scalars(self, registers: tuple[int, ...]) -> str:
         """Mark scalar registers as holding a value."""
         new = set(registers) - self._known_scalars
         self._known_scalars |= new
-        low, high = _masks(new)
-        return " ".join(
-            f"w->sset[{half}] |= {mask:#x}ull;" for half, mask in ((0, low), (1, high)) if mask
-        )
+        return _set_bits(*_masks(new))
 
 
 def _masks(registers: set[int]) -> tuple[int, int]:
     low = sum(1 << r for r in registers if r < 64)
     return low, sum(1 << (r - 64) for r in registers if r >= 64)
+
+
+def _missing(registers: set[int]) -> tuple[str, int, int]:
+    """A C test for registers without a value, and their masks."""
+    low, high = _masks(registers)
+    tests = [f"({mask:#x}ull & ~w->sset[{half}])" for half, mask in enumerate((low, high)) if mask]
+    return " | ".join(tests), low, high
+
+
+def _set_bits(low: int, high: int) -> str:
+    return " ".join(
+        f"w->sset[{half}] |= {mask:#x}ull;" for half, mask in enumerate((low, high)) if mask
+    )

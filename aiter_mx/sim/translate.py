@@ -211,8 +211,7 @@ class _Body:
         elif code.prepare:
             body = code.prepare + " " + body
         if body:
-            block = f"  {{ {body} }}" if code.prepare else f"  {body}"
-            lines.append(block.replace("$I", str(i)))
+            lines.append(f"  {{ {body} }}".replace("$I", str(i)))
         return lines
 
     def _branch(self, i: int, ins: Instruction) -> str:

@@ -21,7 +21,14 @@ from aiter_mx.sim.emit import (
     write_scalar,
 )
 from aiter_mx.sim.isa.tables import C_TYPES, FLOATS, WIDE, Rule
-from aiter_mx.sim.isa.valu import COMPARE, KEEPS_HIGH, MOVES, PACKED, VALU
+from aiter_mx.sim.isa.valu import (
+    COMPARE,
+    KEEPS_HIGH,
+    LOW_FROM_LOW,
+    PACKED,
+    PACKS,
+    VALU,
+)
 
 _OMOD = {"mul:2": "* 2", "mul:4": "* 4", "div:2": "/ 2"}
 _VCC = Operand("s", 106, 2, text="vcc")
@@ -83,7 +90,7 @@ class _Plain:
         self.parameters: list[str] = []
         self.lines: list[str] = []
         self.values: list[str] = []
-        self.copied: list[int] = []
+        self.rows_by_source: list[tuple[int, ...]] = []
 
     def translate(self) -> Code:
         ins, rule, code = self.ins, self.rule, self.code
@@ -98,8 +105,28 @@ class _Plain:
             raise unknown(ins, "op_sel on a destination that is not 16 bits")
         self._result(select[-1])
         self.mods.finish()
-        code.copies = ins.mnemonic in MOVES and ins.encoding in ("", "e32", "e64")
+        if self.target and ins.encoding != "dpp":
+            code.flows = self._flows()
+            code.reads = []
         return code
+
+    def _flows(self) -> dict[int, list[Reads]]:
+        code, ins = self.code, self.ins
+        if ins.mnemonic == "v_cndmask_b32":
+            mask = scalar(self.sources[2], "U", ins)
+            chosen = [
+                Reads(rows, f"w->exec & {sign}{mask}")
+                for rows, sign in zip(self.rows_by_source, ("~", ""), strict=False)
+                if rows
+            ]
+            return dict.fromkeys(code.writes, chosen)
+        reads = code.reads
+        if ins.mnemonic in PACKS:  # the other of the two may be padding
+            reads = [Reads(self.rows_by_source[0])] if self.rows_by_source[0] else []
+        flows = dict.fromkeys(code.writes, reads)
+        if ins.mnemonic in LOW_FROM_LOW:
+            flows[code.writes[0]] = [Reads(r.rows[:1], r.lanes) for r in reads]
+        return flows
 
     def _source(self, i: int, operand: Operand, letter: str, shift: int) -> None:
         name = "abcm"[i] if letter != "m" else "m"
@@ -118,7 +145,9 @@ class _Plain:
     def _raw(self, i: int, operand: Operand, letter: str) -> tuple[bool, str]:
         """Whether a source is a row of lanes, and the C argument."""
         ins, code, ctx = self.ins, self.code, self.ctx
-        code.scalar_reads += scalar_registers(operand)
+        if not (i == 1 and ins.mnemonic in PACKS):
+            code.scalar_reads += scalar_registers(operand)
+        self.rows_by_source.append(ctx.rows_of(operand, ins) if is_vector(operand) else ())
         if letter == "m":
             code.prepare += f"expand_mask({scalar(operand, 'U', ins)}, w->tmp[2]);"
             return True, "w->tmp[2]"
@@ -133,7 +162,6 @@ class _Plain:
             if dpp and i == 0:
                 return True, self._dpp(rows)
             code.reads.append(Reads(rows, self.lanes))
-            self.copied += rows
         elif sdwa and letter != "m":
             argument = f"w->tmp[{i}]"
             code.prepare += f"fill({argument}, {scalar(operand, 'u', ins)});"
@@ -276,13 +304,14 @@ def _packed(ins: Instruction, rule: Rule, ctx: Context) -> Code:
     clamp = mods.flag("clamp")
     mods.finish()
     parameters, values, lines = [], [], []
+    parts: list[list[Reads]] = [[], []]
     for i, operand in enumerate(sources):
         name = "ABC"[i]
         code.scalar_reads += scalar_registers(operand)
         if is_vector(operand):
             rows = ctx.rows_of(operand, ins)
-            used = {picks[half][i] for half in (0, 1)} if wide else {0}
-            code.reads.append(Reads(tuple(rows[u] for u in sorted(used))))
+            for half in (0, 1):
+                parts[half].append(Reads((rows[picks[half][i] if wide else 0],)))
             parameters.append(f"const u32 *{name}")
             values.append(f"ROW({rows[0]})")
         else:
@@ -326,6 +355,7 @@ def _packed(ins: Instruction, rule: Rule, ctx: Context) -> Code:
     rows = ctx.rows_of(target, ins)
     code.body = f"{name}({', '.join([f'ROW({rows[0]})', *values, 'w->mask'])});"
     code.writes = rows
+    code.flows = {row: parts[half] for half, row in enumerate(rows)}
     return code
 
 

@@ -56,19 +56,54 @@ NOINLINE void late_write(Wave *w, u32 instruction, u64 lanes, int count, ...) {
   }
   va_end(list);
 }
-INLINE void copy_valid(Wave *w, u32 to, u32 from) {
-  u64 bit = 1ull << (to & 63);
-  if (w->sset[from >> 6] >> (from & 63) & 1)
-    w->sset[to >> 6] |= bit;
-  else
-    w->sset[to >> 6] &= ~bit;
-}
 static int scalar_is_due(const Wave *w, u32 reg) {
   for (u32 i = 0; i < w->lgkm.count; i++) {
     const Pending *p = &w->lgkm.entry[(w->lgkm.first + i) % QUEUE];
     if (p->is_scalar && reg - p->reg < p->reg_count) return 1;
   }
   return 0;
+}
+// Arithmetic may read what is unset, such as the unused half of a pair: the lanes returned are as
+// unset in the result. Reading what is on its way is wrong in any case.
+NOINLINE u64 unset_lanes(Wave *w, u32 instruction, u64 lanes, int count, ...) {
+  u64 unset = 0;
+  va_list list;
+  va_start(list, count);
+  while (count--) {
+    u32 reg = (u32)va_arg(list, int);
+    u64 missing = lanes & ~w->set[reg];
+    if (missing && w->due[reg] && (missing & lanes_due(w, reg, NULL)))
+      bad_read(w, instruction, missing, 1, reg);
+    unset |= missing;
+  }
+  va_end(list);
+  return unset;
+}
+COLD void bad_scalar_read(Wave *w, u32 instruction, u64 low, u64 high);
+NOINLINE void unset_scalars(Wave *w, u32 instruction, u64 low, u64 high, u64 to_low, u64 to_high) {
+  for (u32 half = 0; half < 2; half++)
+    for (u64 missing = (half ? high : low) & ~w->sset[half]; missing; missing &= missing - 1)
+      if (scalar_is_due(w, 64 * half + (u32)__builtin_ctzll(missing)))
+        bad_scalar_read(w, instruction, low, high);
+  w->sset[0] &= ~to_low;
+  w->sset[1] &= ~to_high;
+}
+NOINLINE void scalar_from_lane(Wave *w, u32 instruction, u32 to, u32 row, u64 lane) {
+  u64 bit = 1ull << (to & 63);
+  if (unset_lanes(w, instruction, lane, 1, row))
+    w->sset[to >> 6] &= ~bit;
+  else
+    w->sset[to >> 6] |= bit;
+}
+NOINLINE void lane_from_scalar(Wave *w, u32 instruction, u32 row, u64 lane, u32 from) {
+  u64 bit = 1ull << (from & 63);
+  if (w->sset[from >> 6] & bit || from >= EXEC) {
+    w->set[row] |= lane;
+    return;
+  }
+  if (scalar_is_due(w, from))
+    bad_scalar_read(w, instruction, from < 64 ? bit : 0, from < 64 ? 0 : bit);
+  w->set[row] &= ~lane;
 }
 COLD void bad_scalar_read(Wave *w, u32 instruction, u64 low, u64 high) {
   u64 missing[2] = {low & ~w->sset[0], high & ~w->sset[1]};

@@ -114,9 +114,6 @@ SAVE_EXEC = {
     "s_andn2_wrexec_b64": "a & ~e",
 }
 
-# Copies of a register half that is not set yet are harmless.
-MOVES = {"s_mov_b32", "s_mov_b64"}
-
 # Without effect on what a functional model computes.
 IGNORED = {
     "s_nop", "s_setprio", "s_sleep", "s_inst_prefetch", "s_icache_inv", "s_dcache_inv",

@@ -142,6 +142,9 @@ v_cvt_scalef32_pk_bf16_{t} u wu scaled_bf16(decoded[{T}][a & 255], b) | (u32)sca
 _INTEGER = """
 v_mov_b32 u u a
 v_mov_b64 U U a
+v_accvgpr_read_b32 u u a
+v_accvgpr_write_b32 u u a
+v_accvgpr_mov_b32 u u a
 v_not_b32 u u ~a
 v_and_b32 u uu a & b
 v_or_b32 u uu a | b
@@ -237,11 +240,12 @@ v_dot2c_f32_bf16 f uu dot_bf16(a, b, d)
 
 VALU: dict[str, Rule] = table("\n".join((_F32, _F64, _F16, _CONVERT, _SCALED_CONVERT, _INTEGER)))
 
-# Copies hand an unset lane on; nothing is computed from it yet.
-MOVES = {"v_mov_b32", "v_mov_b64", "v_accvgpr_read_b32", "v_accvgpr_write_b32", "v_accvgpr_mov_b32"}
+# Conversions of two values into one register; code that wants one leaves the other undefined.
+PACKS = {name for name in VALU if name.startswith(("v_cvt_pk", "v_cvt_scalef32_pk"))}
+# The low half of the result depends on the low halves of the sources alone.
+LOW_FROM_LOW = {"v_mad_u64_u32", "v_mad_i64_i32", "v_lshl_add_u64", "v_lshlrev_b64", "v_mov_b64"}
 # 16-bit instructions that keep the register's other half; the rest clear it (gfx9).
 KEEPS_HIGH = {"v_fma_f16", "v_mad_u16", "v_mad_i16", "v_bitop3_b16"}
-VALU |= table("\n".join(f"{name} u u a" for name in sorted(MOVES) if name.startswith("v_acc")))
 
 PACKED: dict[str, Rule] = table("""
 v_pk_fma_f32 f fff fmaf(a, b, c)
