@@ -91,7 +91,7 @@ def _show_model(console: Console, device: torch.device) -> bool:
         table.add_row(str(counts[i]), *figures, f"{seconds[i] * 1e3:.1f}", sentence)
     console.print(table)
     on_gpu = device.type == "cuda"
-    similar = min(similarity) >= LOWEST_SIMILARITY
+    similar = all(cosine >= LOWEST_SIMILARITY for cosine in similarity)  # NaN is not
     kept = sum(ranking.nearest_kept)
     print_fields(
         console,
