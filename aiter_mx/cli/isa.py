@@ -33,11 +33,11 @@ def isa(
     from aiter_mx.target import hardware
     from aiter_mx.warmup import combinations
 
-    spec = _find(kernel)
+    target = hardware(arch)
+    spec = _find(kernel, arch)
     fields = parse_fields(context.args)
     known = {param.name for param in spec.params}
     chosen = {name: fields.pop(name) for name in list(fields) if name in known}
-    target = hardware(arch)
     problem = combinations(spec.op, {**_SHAPE, **fields})[0]
     refusal = spec.refusal(target, problem)
     if refusal is not None:
@@ -72,12 +72,13 @@ def isa(
         print(found.text)
 
 
-def _find(name: str) -> KernelSpec:
+def _find(name: str, arch: str) -> KernelSpec:
     from aiter_mx.kernels.registry import kernels_of, ops
 
-    ours = [spec for op in ops() for spec in kernels_of(op) if spec.module is not None]
+    every = [spec for op in ops() for spec in kernels_of(op)]
+    ours = [spec for spec in every if spec.module is not None and arch in spec.module.sources]
     for spec in ours:
         if name in (spec.name, f"{spec.op}/{spec.name}"):
             return spec
     known = ", ".join(f"{spec.op}/{spec.name}" for spec in ours)
-    raise ValueError(f"no kernel {name!r}; there are {known}")
+    raise ValueError(f"no kernel {name!r} for {arch}; there are {known or 'none'}")
