@@ -81,7 +81,7 @@ MX_DEVICE void accumulate(float* sums, const Piece (&a)[CountI], const Piece (&b
     for (int i = 0; i < CountI; ++i) {
         f32x2 a_values[kPairs];
         a[i].to_f32(a_values);
-        const HalfScales a_scale = e8m0_to_halves(a[i].scale);
+        const SplitScale a_scale = e8m0_split(a[i].scale);
 #pragma unroll
         for (int j = 0; j < CountJ; ++j) {
             float& sum = sums[i * StrideI + j * StrideJ];

@@ -1,9 +1,12 @@
 // Exact application of two e8m0 block scales (OCP MX v1.0, section 5.4.1: 2^(byte - 127), 255 is
 // NaN) to a sum of e4m3 products.
 //
-// Their product spans 2^-254..2^254, more than fp32, though the scaled sum may be moderate. One
-// scale is therefore applied in two halves, around the other: no order of magnitudes then overflows
-// or loses bits before the end unless the result itself does.
+// The two scales' product spans 2^-254..2^254, more than fp32, though the scaled sum may be
+// moderate. So they are applied one after the other, in an order that neither overflows nor rounds
+// before the last step unless the result does. A sum p of up to 2^17 e4m3 products is below 2^35
+// and a multiple of 2^-18; times 2^-127 it is still a multiple of fp32's smallest number, hence
+// exact. Upwards there is less room: a scale above 1 is applied in two halves, around the other
+// scale.
 #pragma once
 
 #include "mx_target.h"
@@ -19,21 +22,21 @@ MX_DEVICE float e8m0_to_f32(unsigned byte) {
     return bits_to_float(byte == kNanScale ? kNanBits : bits);
 }
 
-struct HalfScales {
-    float first, second;
+// A scale as a product of two powers of two.
+struct SplitScale {
+    float first, last;
 };
 
-// 2^(byte - 127) as a product of two powers of two of nearly half its exponent.
-MX_DEVICE HalfScales e8m0_to_halves(unsigned byte) {
-    const unsigned biased = byte + 127;
-    const unsigned half = biased >> 1;
-    const unsigned first = byte == kNanScale ? kNanBits : half << 23;
-    return {bits_to_float(first), bits_to_float((biased - half) << 23)};
+// 2^(byte - 127) as a product: all of it in first up to 1, else half of the exponent in each.
+MX_DEVICE SplitScale e8m0_split(unsigned byte) {
+    const unsigned half = ((byte > 127 ? byte : 127) - 126) >> 1;
+    const float first = byte == kNanScale ? bits_to_float(kNanBits) : e8m0_to_f32(byte - half);
+    return {first, bits_to_float((127 + half) << 23)};
 }
 
 // sum + dot * (one scale) * (other scale)
-MX_DEVICE float add_scaled(float sum, float dot, HalfScales one, float other) {
-    return fma(dot * one.first * other, one.second, sum);
+MX_DEVICE float add_scaled(float sum, float dot, SplitScale one, float other) {
+    return fma(dot * one.first * other, one.last, sum);
 }
 
 } // namespace mx
