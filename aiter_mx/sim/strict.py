@@ -43,9 +43,10 @@ class Strict:
             self._known_scalars.difference_update(code.scalar_writes)
         else:
             parts.append(self._check_overwrite(code))
-            after = self._flow(code) if code.flows else self._mark(code)
             if code.flows:
-                parts.append(after.pop(0))
+                parts.append(self._flow(code))
+            else:
+                after = self._mark(code)
             if not code.scalar_flow:
                 after.append(self.set_scalars(code.scalar_writes))
         if changes_exec:
@@ -64,37 +65,34 @@ class Strict:
             f"{to_low:#x}ull, {to_high:#x}ull); else {{ {_set_bits(to_low, to_high)} }}"
         )
 
-    def _flow(self, code: Code) -> list[str]:
-        """What to do before, then statements for after the instruction."""
-        before, after = "", []
+    def _flow(self, code: Code) -> str:
+        """Work out before the instruction how valid its results are going to be."""
+        parts = []
         known_after = []
-        names: dict[str, str] = {}
         for row, sources in code.flows.items():
-            tests = []
-            for reads in sources:
-                rows = [r for r in dict.fromkeys(reads.rows) if not self._is_known(r)]
-                if rows:
-                    valid = " & ".join(f"w->set[{r}]" for r in rows)
-                    listed = ", ".join(map(str, rows))
-                    tests.append(
-                        (f"{reads.lanes} & ~({valid})", f"{len(rows)}, {listed}", reads.lanes)
-                    )
+            tests = [
+                (reads.lanes, rows)
+                for reads in sources
+                if (rows := [r for r in dict.fromkeys(reads.rows) if not self._is_known(r)])
+            ]
             if not tests:
                 known_after.append(row)
                 if not self._is_known(row):
-                    after.append(f"w->set[{row}] |= w->exec;")
+                    parts.append(f"w->set[{row}] |= w->exec;")
                 continue
-            text = ""
-            for test, listed, lanes in tests:
-                text += f"if (UNLIKELY({test})) NAME |= unset_lanes(w, $I, {lanes}, {listed}); "
-            if text not in names:
-                names[text] = f"unset{len(names)}"
-                before += f"u64 {names[text]} = 0; " + text.replace("NAME", names[text])
-            after.append(f"w->set[{row}] = (w->set[{row}] | w->exec) & ~{names[text]};")
             self._known.discard(row)
             self._known_all.discard(row)
+            if all(lanes == _EXEC for lanes, _ in tests):
+                rows = list(dict.fromkeys(r for _, rows in tests for r in rows))
+                parts.append(_call("flow", rows, f"{row}, "))
+            else:
+                unset = " | ".join(
+                    f"unset_lanes(w, $I, {lanes}, {len(rows)}, {', '.join(map(str, rows))})"
+                    for lanes, rows in tests
+                )
+                parts.append(f"become(w, {row}, {unset});")
         self._known.update(known_after)
-        return [before, *after]
+        return " ".join(parts)
 
     def _is_known(self, row: int) -> bool:
         return row in self._known or row in self._known_all
@@ -123,12 +121,11 @@ class Strict:
                 self._known.update(rows)
             elif reads.lanes == _ALL:
                 self._known_all.update(rows)
-            valid = " & ".join(f"w->set[{row}]" for row in rows)
-            listed = ", ".join(map(str, rows))
-            checks.append(
-                f"if (UNLIKELY({reads.lanes} & ~({valid}))) "
-                f"bad_read(w, $I, {reads.lanes}, {len(rows)}, {listed});"
-            )
+            if reads.lanes == _EXEC:
+                checks.append(_call("need", rows))
+            else:
+                listed = ", ".join(map(str, rows))
+                checks.append(f"need_lanes(w, $I, {reads.lanes}, {len(rows)}, {listed});")
         return checks
 
     def _check_overwrite(self, code: Code) -> str:
@@ -165,6 +162,14 @@ class Strict:
         new = set(registers) - self._known_scalars
         self._known_scalars |= new
         return _set_bits(*_masks(new))
+
+
+def _call(name: str, rows: list[int], before: str = "") -> str:
+    """A check of one to three rows, or of more."""
+    listed = ", ".join(map(str, rows))
+    if len(rows) <= 3:
+        return f"{name}{len(rows)}(w, $I, {before}{listed});"
+    return f"{name}_many(w, $I, {before}{len(rows)}, {listed});"
 
 
 def _masks(registers: set[int]) -> tuple[int, int]:

@@ -167,7 +167,10 @@ class _Body:
         }
 
     def render(self) -> str:
-        lines = ["static u32 run_wave(Wave *w) {", "  u64 *blocks = w->group->block_counts;"]
+        lines = [
+            "UNOPTIMIZED static u32 run_wave(Wave *w) {",
+            "  u64 *blocks = w->group->block_counts;",
+        ]
         if self.indirect:
             lines.append("dispatch:")
         lines.append("  switch (w->pc) {")

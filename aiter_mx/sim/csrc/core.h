@@ -6,9 +6,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 typedef uint8_t u8;
 typedef uint16_t u16;
@@ -19,6 +16,12 @@ typedef int16_t i16;
 typedef int32_t i32;
 typedef int64_t i64;
 
+// The state machine is calls and branches: optimising it costs seconds and gains little.
+#if defined(__clang__)
+#define UNOPTIMIZED __attribute__((noinline, optnone))
+#else
+#define UNOPTIMIZED __attribute__((optimize("O0")))
+#endif
 #define NOINLINE static __attribute__((noinline, unused))
 #define COLD static __attribute__((noinline, cold, noreturn, unused))
 #define INLINE static inline __attribute__((always_inline, unused))
@@ -152,24 +155,32 @@ INLINE u64 bits64(double d) {
   return x;
 }
 
+// Sixteen lanes at a time; the compilers' own vector types spare a slow intrinsics header.
+typedef u32 Lanes16 __attribute__((vector_size(64)));
+static const Lanes16 lane_bits = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                                  1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
 INLINE void expand_mask(u64 bits, u32 *out) {
-#if defined(__AVX512F__)
-  for (int i = 0; i < 4; i++)
-    _mm512_storeu_si512(out + 16 * i, _mm512_maskz_set1_epi32((__mmask16)(bits >> (16 * i)), -1));
-#else
-  for (int l = 0; l < 64; l++) out[l] = -(u32)(bits >> l & 1);
-#endif
+  for (int i = 0; i < 4; i++) {
+    Lanes16 x = (u32)(bits >> (16 * i) & 0xffff) - (Lanes16){0};
+    x = (Lanes16)((x & lane_bits) != 0);
+    memcpy(out + 16 * i, &x, sizeof x);
+  }
 }
 INLINE u64 pack_mask(const u32 *in) {
   u64 bits = 0;
-#if defined(__AVX512F__)
   for (int i = 0; i < 4; i++) {
-    __m512i x = _mm512_loadu_si512(in + 16 * i);
-    bits |= (u64)_mm512_test_epi32_mask(x, x) << (16 * i);
-  }
+    Lanes16 x;
+    memcpy(&x, in + 16 * i, sizeof x);
+#if defined(__AVX512F__) && !defined(__clang__)
+    typedef int Signed16 __attribute__((vector_size(64)));
+    bits |= (u64)(u16)__builtin_ia32_ptestmd512((Signed16)x, (Signed16)x, (u16)-1) << (16 * i);
 #else
-  for (int l = 0; l < 64; l++) bits |= (u64)(in[l] != 0) << l;
+    x = (Lanes16)(x != 0) & lane_bits;
+    u32 sum = 0;
+    for (int l = 0; l < 16; l++) sum |= x[l];
+    bits |= (u64)sum << (16 * i);
 #endif
+  }
   return bits;
 }
 
@@ -196,9 +207,9 @@ COLD void bad_jump(Wave *w, u32 instruction, u64 target) {
 
 INLINE void set_float_mode(u32 mode) {
 #if defined(__x86_64__)
-  u32 csr = _mm_getcsr() & ~0x8040u;
+  u32 csr = __builtin_ia32_stmxcsr() & ~0x8040u;
   if (!(mode >> 5 & 1)) csr |= 0x8000; // results flushed
   if (!(mode >> 4 & 1)) csr |= 0x0040; // sources flushed
-  _mm_setcsr(csr);
+  __builtin_ia32_ldmxcsr(csr);
 #endif
 }

@@ -79,6 +79,63 @@ NOINLINE u64 unset_lanes(Wave *w, u32 instruction, u64 lanes, int count, ...) {
   va_end(list);
   return unset;
 }
+// What translated code calls: `need` where a row must be valid in all active lanes, `flow` where
+// row d becomes as valid as the others are.
+NOINLINE void need1(Wave *w, u32 instruction, u32 a) {
+  if (UNLIKELY(w->exec & ~w->set[a])) bad_read(w, instruction, w->exec, 1, a);
+}
+NOINLINE void need2(Wave *w, u32 instruction, u32 a, u32 b) {
+  if (UNLIKELY(w->exec & ~(w->set[a] & w->set[b]))) bad_read(w, instruction, w->exec, 2, a, b);
+}
+NOINLINE void need3(Wave *w, u32 instruction, u32 a, u32 b, u32 c) {
+  if (UNLIKELY(w->exec & ~(w->set[a] & w->set[b] & w->set[c])))
+    bad_read(w, instruction, w->exec, 3, a, b, c);
+}
+static void need_rows(Wave *w, u32 instruction, u64 lanes, int count, va_list list) {
+  while (count--) {
+    u32 reg = (u32)va_arg(list, int);
+    if (UNLIKELY(lanes & ~w->set[reg])) bad_read(w, instruction, lanes, 1, reg);
+  }
+}
+NOINLINE void need_lanes(Wave *w, u32 instruction, u64 lanes, int count, ...) {
+  va_list list;
+  va_start(list, count);
+  need_rows(w, instruction, lanes, count, list);
+  va_end(list);
+}
+NOINLINE void need_many(Wave *w, u32 instruction, int count, ...) {
+  va_list list;
+  va_start(list, count);
+  need_rows(w, instruction, w->exec, count, list);
+  va_end(list);
+}
+INLINE void become(Wave *w, u32 d, u64 unset) { w->set[d] = (w->set[d] | w->exec) & ~unset; }
+NOINLINE void flow1(Wave *w, u32 instruction, u32 d, u32 a) {
+  u64 unset = w->exec & ~w->set[a];
+  if (UNLIKELY(unset)) unset = unset_lanes(w, instruction, w->exec, 1, a);
+  become(w, d, unset);
+}
+NOINLINE void flow2(Wave *w, u32 instruction, u32 d, u32 a, u32 b) {
+  u64 unset = w->exec & ~(w->set[a] & w->set[b]);
+  if (UNLIKELY(unset)) unset = unset_lanes(w, instruction, w->exec, 2, a, b);
+  become(w, d, unset);
+}
+NOINLINE void flow3(Wave *w, u32 instruction, u32 d, u32 a, u32 b, u32 c) {
+  u64 unset = w->exec & ~(w->set[a] & w->set[b] & w->set[c]);
+  if (UNLIKELY(unset)) unset = unset_lanes(w, instruction, w->exec, 3, a, b, c);
+  become(w, d, unset);
+}
+NOINLINE void flow_many(Wave *w, u32 instruction, u32 d, int count, ...) {
+  u64 unset = 0;
+  va_list list;
+  va_start(list, count);
+  while (count--) {
+    u32 reg = (u32)va_arg(list, int);
+    if (UNLIKELY(w->exec & ~w->set[reg])) unset |= unset_lanes(w, instruction, w->exec, 1, reg);
+  }
+  va_end(list);
+  become(w, d, unset);
+}
 COLD void bad_scalar_read(Wave *w, u32 instruction, u64 low, u64 high);
 NOINLINE void unset_scalars(Wave *w, u32 instruction, u64 low, u64 high, u64 to_low, u64 to_high) {
   for (u32 half = 0; half < 2; half++)

@@ -104,7 +104,7 @@ int sim_run(Launch *launch, Counters *counters, u64 *block_counts, Fault *fault)
     return 1;
   }
 #if defined(__x86_64__)
-  u32 csr = _mm_getcsr();
+  u32 csr = __builtin_ia32_stmxcsr();
 #endif
   u8 *at = memory;
   g->launch = launch;
@@ -135,7 +135,7 @@ int sim_run(Launch *launch, Counters *counters, u64 *block_counts, Fault *fault)
     __atomic_store_n(&launch->stop, 1, __ATOMIC_RELAXED);
   }
 #if defined(__x86_64__)
-  _mm_setcsr(csr);
+  __builtin_ia32_ldmxcsr(csr);
 #endif
   int failed = fault->kind != FAULT_NONE;
   free(memory);
