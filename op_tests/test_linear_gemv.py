@@ -158,8 +158,10 @@ def test_a_sum_is_rounded_to_nearest_with_ties_to_even(
         ((-127, -90), (90, 127)),
         ((-80, -50), (-80, -50)),
         ((40, 70), (20, 40)),
+        ((119, 127), (-25, -10)),
+        ((-25, -10), (119, 127)),
     ],
-    ids=["any", "huge x", "huge w", "near underflow", "near overflow"],
+    ids=["any", "huge x", "huge w", "near underflow", "near overflow", "top of x", "top of w"],
 )
 def test_scales_over_their_whole_range_are_exact(
     device: torch.device,
@@ -173,8 +175,12 @@ def test_scales_over_their_whole_range_are_exact(
             *random_mx(3, K, generator, scale_exponents=x_exponents),
             *random_mx(N, K, generator, scale_exponents=w_exponents),
         )
-        out = launch(device, config_of(3), drawn, dtype=dtype)
-        assert_close_to_reference(out, *drawn, underflow=2.0**-149)
+        for rows in (
+            1,
+            4,
+        ):  # the kernel holds the fewer of x's and w's rows, and scales by the rest
+            out = launch(device, config_of(3) | {"rows": rows}, drawn, dtype=dtype)
+            assert_close_to_reference(out, *drawn, underflow=2.0**-149)
 
 
 @pytest.mark.parametrize("M", [1, 3, 10])
@@ -198,9 +204,23 @@ def test_a_nan_scale_counts_even_where_the_payload_is_zero(device: torch.device)
     assert out[:, 4].isnan().all() and out.isnan().sum() == 3
 
 
-def test_results_are_bitwise_the_same_on_every_run(device: torch.device) -> None:
-    drawn = operands(5, 129, 4128, 3)
-    runs = [launch(device, config_of(5), drawn, dtype=torch.float32) for _ in range(3)]
+@pytest.mark.parametrize("M", [2, 5])
+def test_results_are_bitwise_the_same_whatever_the_order_of_waves(
+    device: torch.device, M: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = operands(M, 41, 9248, 3)
+    runs = []
+    for schedule, seed in [
+        ("random", 0),
+        ("random", 1),
+        ("random", 2),
+        ("round-robin", 0),
+        ("run-to-barrier", 0),
+    ]:
+        monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", schedule)
+        monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
+        runs.append(launch(device, config_of(M) | {"waves": 6}, drawn, dtype=torch.float32))
+    assert_close_to_reference(runs[0], *drawn)
     assert all(torch.equal(runs[0].view(torch.int32), run.view(torch.int32)) for run in runs)
 
 
