@@ -20,7 +20,7 @@ from aiter_mx.runtimes.base import Region
 from aiter_mx.sim.compile import library
 from aiter_mx.sim.disasm import Instruction, disassemble
 from aiter_mx.sim.image import LoadedImage, disjoint, dispatch_packet, kernel_arguments
-from aiter_mx.sim.report import CCounters, CFault, LaunchReport, fault_error
+from aiter_mx.sim.report import COUNTERS, CCounters, CFault, LaunchReport, fault_error
 from aiter_mx.sim.translate import translate_kernel
 
 SCHEDULES = ("random", "round-robin", "run-to-barrier")
@@ -230,7 +230,7 @@ class Program:
             kernarg=start,
             dispatch_packet=ctypes.addressof(packet),
             image_base=self._loaded.base,
-            regions=(_CRegion * len(pieces))(*pieces),
+            regions=(_CRegion * len(pieces))(*(_CRegion(*piece) for piece in pieces)),
             region_count=len(pieces),
             lds_bytes=lds_bytes,
             scratch_bytes=info.scratch_bytes,
@@ -292,8 +292,7 @@ def _report(
         for block, times in zip(translated.blocks, blocks, strict=True):
             if times:
                 mnemonics.update({name: count * times for name, count in block.items()})
-        totals.update({name: getattr(counters, name) for name, _ in CCounters._fields_})
-    totals.pop("lds_conflict_cycles")
+        totals.update({name: getattr(counters, name) for name in COUNTERS})
     return LaunchReport(kernel, waves, seconds, dict(mnemonics), **totals)
 
 

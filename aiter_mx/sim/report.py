@@ -30,16 +30,16 @@ class CFault(ctypes.Structure):
     ]  # fmt: skip
 
 
+COUNTERS = (
+    "bytes_read", "bytes_written", "scalar_bytes_read", "lds_bytes_read", "lds_bytes_written",
+    "scratch_bytes",
+)  # fmt: skip
+
+
 class CCounters(ctypes.Structure):
     """``Counters`` of csrc/core.h."""
 
-    _fields_ = [
-        (name, ctypes.c_uint64)
-        for name in (
-            "bytes_read", "bytes_written", "scalar_bytes_read", "lds_bytes_read",
-            "lds_bytes_written", "scratch_bytes", "lds_conflict_cycles",
-        )
-    ]  # fmt: skip
+    _fields_ = [(name, ctypes.c_uint64) for name in COUNTERS]
 
 
 @dataclass(frozen=True)

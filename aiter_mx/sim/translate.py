@@ -255,7 +255,7 @@ class _Body:
 
 
 def _yield(i: int, spend: str) -> str:
-    """Stop here when the turn is over. `pc` is twice an instruction's number, plus one past this."""
+    """End the turn when it is spent. `pc` is twice an instruction's number, plus one past this."""
     return (
         f"  if (UNLIKELY({spend} < 0)) {{ w->pc = {2 * i + 1}; return YIELDED; }} "
         f"case {2 * i + 1}:;"

@@ -250,7 +250,8 @@ class _Plain:
                 call += f" set_exec(w, {scalar(self.bit_target, 'U', ins)});"
         code.body += call if call.endswith(";") else f"{call};"
         if destination:
-            code.body += f"insert_piece(ROW({rows[0]}), {destination}, w->mask, {self._piece}, {self._rest});"
+            into = f"ROW({rows[0]}), {destination}, w->mask, {self._piece}, {self._rest}"
+            code.body += f"insert_piece({into});"
         code.writes, code.write_lanes = rows, self.lanes
 
     def _old_value(self, rows: tuple[int, ...]) -> None:

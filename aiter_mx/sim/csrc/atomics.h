@@ -4,118 +4,172 @@
 #include "numbers.h"
 
 typedef enum {
-  A_SWAP, A_CMPSWAP, A_ADD, A_SUB, A_SMIN, A_UMIN, A_SMAX, A_UMAX, A_AND, A_OR, A_XOR, A_INC, A_DEC,
-  A_ADD_F32, A_PK_ADD_F16, A_PK_ADD_BF16, A_ADD_F64, A_MIN_F32, A_MAX_F32, A_MIN_F64, A_MAX_F64
+    A_SWAP,
+    A_CMPSWAP,
+    A_ADD,
+    A_SUB,
+    A_SMIN,
+    A_UMIN,
+    A_SMAX,
+    A_UMAX,
+    A_AND,
+    A_OR,
+    A_XOR,
+    A_INC,
+    A_DEC,
+    A_ADD_F32,
+    A_PK_ADD_F16,
+    A_PK_ADD_BF16,
+    A_ADD_F64,
+    A_MIN_F32,
+    A_MAX_F32,
+    A_MIN_F64,
+    A_MAX_F64
 } Atomic;
 
 static u32 atomic32(Atomic op, u32 old, u32 x, u32 expected) {
-  switch (op) {
-  case A_SWAP: return x;
-  case A_CMPSWAP: return old == expected ? x : old;
-  case A_ADD: return old + x;
-  case A_SUB: return old - x;
-  case A_SMIN: return (i32)x < (i32)old ? x : old;
-  case A_UMIN: return x < old ? x : old;
-  case A_SMAX: return (i32)x > (i32)old ? x : old;
-  case A_UMAX: return x > old ? x : old;
-  case A_AND: return old & x;
-  case A_OR: return old | x;
-  case A_XOR: return old ^ x;
-  case A_INC: return old >= x ? 0 : old + 1;
-  case A_DEC: return old == 0 || old > x ? x : old - 1;
-  case A_ADD_F32: return bits32(f32(old) + f32(x));
-  case A_MIN_F32: return bits32(min_f32(f32(old), f32(x)));
-  case A_MAX_F32: return bits32(max_f32(f32(old), f32(x)));
-  case A_PK_ADD_F16:
-    return f32_to_f16(f16_to_f32((u16)old) + f16_to_f32((u16)x)) |
-           (u32)f32_to_f16(f16_to_f32((u16)(old >> 16)) + f16_to_f32((u16)(x >> 16))) << 16;
-  case A_PK_ADD_BF16:
-    return f32_to_bf16(f32(old << 16) + f32(x << 16)) |
-           (u32)f32_to_bf16(f32(old & 0xffff0000u) + f32(x & 0xffff0000u)) << 16;
-  default: __builtin_trap();
-  }
+    switch (op) {
+    case A_SWAP:
+        return x;
+    case A_CMPSWAP:
+        return old == expected ? x : old;
+    case A_ADD:
+        return old + x;
+    case A_SUB:
+        return old - x;
+    case A_SMIN:
+        return (i32)x < (i32)old ? x : old;
+    case A_UMIN:
+        return x < old ? x : old;
+    case A_SMAX:
+        return (i32)x > (i32)old ? x : old;
+    case A_UMAX:
+        return x > old ? x : old;
+    case A_AND:
+        return old & x;
+    case A_OR:
+        return old | x;
+    case A_XOR:
+        return old ^ x;
+    case A_INC:
+        return old >= x ? 0 : old + 1;
+    case A_DEC:
+        return old == 0 || old > x ? x : old - 1;
+    case A_ADD_F32:
+        return bits32(f32(old) + f32(x));
+    case A_MIN_F32:
+        return bits32(min_f32(f32(old), f32(x)));
+    case A_MAX_F32:
+        return bits32(max_f32(f32(old), f32(x)));
+    case A_PK_ADD_F16:
+        return f32_to_f16(f16_to_f32((u16)old) + f16_to_f32((u16)x)) |
+               (u32)f32_to_f16(f16_to_f32((u16)(old >> 16)) + f16_to_f32((u16)(x >> 16))) << 16;
+    case A_PK_ADD_BF16:
+        return f32_to_bf16(f32(old << 16) + f32(x << 16)) |
+               (u32)f32_to_bf16(f32(old & 0xffff0000u) + f32(x & 0xffff0000u)) << 16;
+    default:
+        __builtin_trap();
+    }
 }
 static u64 atomic64(Atomic op, u64 old, u64 x, u64 expected) {
-  switch (op) {
-  case A_SWAP: return x;
-  case A_CMPSWAP: return old == expected ? x : old;
-  case A_ADD: return old + x;
-  case A_SUB: return old - x;
-  case A_SMIN: return (i64)x < (i64)old ? x : old;
-  case A_UMIN: return x < old ? x : old;
-  case A_SMAX: return (i64)x > (i64)old ? x : old;
-  case A_UMAX: return x > old ? x : old;
-  case A_AND: return old & x;
-  case A_OR: return old | x;
-  case A_XOR: return old ^ x;
-  case A_ADD_F64: return bits64(f64(old) + f64(x));
-  case A_MIN_F64: return bits64(fmin(f64(old), f64(x)));
-  case A_MAX_F64: return bits64(fmax(f64(old), f64(x)));
-  default: __builtin_trap();
-  }
+    switch (op) {
+    case A_SWAP:
+        return x;
+    case A_CMPSWAP:
+        return old == expected ? x : old;
+    case A_ADD:
+        return old + x;
+    case A_SUB:
+        return old - x;
+    case A_SMIN:
+        return (i64)x < (i64)old ? x : old;
+    case A_UMIN:
+        return x < old ? x : old;
+    case A_SMAX:
+        return (i64)x > (i64)old ? x : old;
+    case A_UMAX:
+        return x > old ? x : old;
+    case A_AND:
+        return old & x;
+    case A_OR:
+        return old | x;
+    case A_XOR:
+        return old ^ x;
+    case A_ADD_F64:
+        return bits64(f64(old) + f64(x));
+    case A_MIN_F64:
+        return bits64(fmin(f64(old), f64(x)));
+    case A_MAX_F64:
+        return bits64(fmax(f64(old), f64(x)));
+    default:
+        __builtin_trap();
+    }
 }
 
-static void atomic_lanes(Wave *w, const u64 *address, u32 *d, const u32 *data, Atomic op, u32 size) {
-  u32 second = op == A_CMPSWAP ? size / 4 : 0; // the expected value follows the new one
-  EACH_ACTIVE(w) {
-    u32 l = ACTIVE_LANE;
-    if (size == 4) {
-      u32 *p = (u32 *)address[l], old = __atomic_load_n(p, __ATOMIC_RELAXED);
-      u32 x = data[l], expected = data[l + 64 * second];
-      while (!__atomic_compare_exchange_n(p, &old, atomic32(op, old, x, expected), 0,
-                                          __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {
-      }
-      if (d) d[l] = old;
-    } else {
-      u64 *p = (u64 *)address[l], old = __atomic_load_n(p, __ATOMIC_RELAXED);
-      u64 x = data[l] | (u64)data[l + 64] << 32;
-      u64 expected = data[l + 64 * second] | (u64)data[l + 64 * second + 64] << 32;
-      while (!__atomic_compare_exchange_n(p, &old, atomic64(op, old, x, expected), 0,
-                                          __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {
-      }
-      if (d) d[l] = (u32)old, d[l + 64] = (u32)(old >> 32);
+static void atomic_lanes(Wave* w, const u64* address, u32* d, const u32* data, Atomic op,
+                         u32 size) {
+    u32 second = op == A_CMPSWAP ? size / 4 : 0; // the expected value follows the new one
+    EACH_ACTIVE(w) {
+        u32 l = ACTIVE_LANE;
+        if (size == 4) {
+            u32 *p = (u32*)address[l], old = __atomic_load_n(p, __ATOMIC_RELAXED);
+            u32 x = data[l], expected = data[l + 64 * second];
+            while (!__atomic_compare_exchange_n(p, &old, atomic32(op, old, x, expected), 0,
+                                                __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {
+            }
+            if (d)
+                d[l] = old;
+        } else {
+            u64 *p = (u64*)address[l], old = __atomic_load_n(p, __ATOMIC_RELAXED);
+            u64 x = data[l] | (u64)data[l + 64] << 32;
+            u64 expected = data[l + 64 * second] | (u64)data[l + 64 * second + 64] << 32;
+            while (!__atomic_compare_exchange_n(p, &old, atomic64(op, old, x, expected), 0,
+                                                __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {
+            }
+            if (d)
+                d[l] = (u32)old, d[l + 64] = (u32)(old >> 32);
+        }
     }
-  }
 }
 // `d` is NULL where the old value is not wanted.
-NOINLINE void global_atomic(Wave *w, u32 instruction, const u64 *address, u32 *d, const u32 *data,
+NOINLINE void global_atomic(Wave* w, u32 instruction, const u64* address, u32* d, const u32* data,
                             Atomic op, u32 size) {
-  check_memory(w, instruction, address, size, 0);
-  check_memory(w, instruction, address, size, 1);
-  atomic_lanes(w, address, d, data, op, size);
-  u64 moved = (u64)size * (u64)__builtin_popcountll(w->exec);
-  w->group->counters->bytes_read += moved;
-  w->group->counters->bytes_written += moved;
+    check_memory(w, instruction, address, size, 0);
+    check_memory(w, instruction, address, size, 1);
+    atomic_lanes(w, address, d, data, op, size);
+    u64 moved = (u64)size * (u64)__builtin_popcountll(w->exec);
+    w->group->counters->bytes_read += moved;
+    w->group->counters->bytes_written += moved;
 }
-NOINLINE void buffer_atomic(Wave *w, u32 instruction, const u32 *resource, const u32 *offsets,
-                            i32 fixed, u32 soffset, u32 *d, const u32 *data, Atomic op, u32 size) {
-  u64 base = resource_base(resource), records = resource[2], valid = 0, address[64];
-  u64 exec = w->exec;
-  LANES {
-    u64 at = (u64)(offsets ? offsets[l] : 0) + (u64)(i64)fixed + soffset;
-    address[l] = base + at;
-    valid |= (u64)(at + size <= records) << l;
-  }
-  set_exec(w, exec & valid);
-  global_atomic(w, instruction, address, d, data, op, size);
-  set_exec(w, exec);
+NOINLINE void buffer_atomic(Wave* w, u32 instruction, const u32* resource, const u32* offsets,
+                            i32 fixed, u32 soffset, u32* d, const u32* data, Atomic op, u32 size) {
+    u64 base = resource_base(resource), records = resource[2], valid = 0, address[64];
+    u64 exec = w->exec;
+    LANES {
+        u64 at = (u64)(offsets ? offsets[l] : 0) + (u64)(i64)fixed + soffset;
+        address[l] = base + at;
+        valid |= (u64)(at + size <= records) << l;
+    }
+    set_exec(w, exec & valid);
+    global_atomic(w, instruction, address, d, data, op, size);
+    set_exec(w, exec);
 }
-NOINLINE void lds_atomic(Wave *w, u32 instruction, const u32 *base, u32 offset, u32 *d,
-                         const u32 *data, Atomic op, u32 size) {
-  u32 at[64];
-  u64 address[64];
-  lds_address(w, base, offset, at, address);
+NOINLINE void lds_atomic(Wave* w, u32 instruction, const u32* base, u32 offset, u32* d,
+                         const u32* data, Atomic op, u32 size) {
+    u32 at[64];
+    u64 address[64];
+    lds_address(w, base, offset, at, address);
 #if STRICT
-  EACH_ACTIVE(w) {
-    u32 l = ACTIVE_LANE, limit = w->group->launch->lds_bytes;
-    for (u32 i = 0; i < size && at[l] + i < limit; i++)
-      if (UNLIKELY(!w->group->writer[at[l] + i]))
-        bad_lds(w, instruction, l, at[l] + i, 0, 0, 1, FAULT_LDS_UNSET);
-  }
+    EACH_ACTIVE(w) {
+        u32 l = ACTIVE_LANE, limit = w->group->launch->lds_bytes;
+        for (u32 i = 0; i < size && at[l] + i < limit; i++)
+            if (UNLIKELY(!w->group->writer[at[l] + i]))
+                bad_lds(w, instruction, l, at[l] + i, 0, 0, 1, FAULT_LDS_UNSET);
+    }
 #endif
-  lds_check(w, instruction, at, size, 1, w->group->wave_count == 1 ? w->id : BY_ATOMIC);
-  atomic_lanes(w, address, d, data, op, size);
+    lds_check(w, instruction, at, size, 1, w->group->wave_count == 1 ? w->id : BY_ATOMIC);
+    atomic_lanes(w, address, d, data, op, size);
 #if STRICT
-  note_lds(w, &w->lgkm, at, size, w->exec, 1);
+    note_lds(w, &w->lgkm, at, size, w->exec, 1);
 #endif
 }

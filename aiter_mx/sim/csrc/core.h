@@ -42,174 +42,178 @@ enum { RUNNING, YIELDED, AT_BARRIER, ENDED };
 enum { RANDOM, ROUND_ROBIN, RUN_TO_BARRIER };
 
 enum {
-  FAULT_NONE,
-  FAULT_OUTSIDE,         // address in no region
-  FAULT_ACCESS,          // a region that must not be read, or not be written
-  FAULT_LDS_OUTSIDE,     // beyond the workgroup's LDS
-  FAULT_SCRATCH_OUTSIDE, // beyond the lane's scratch
-  FAULT_REGISTER_UNSET,  // register never written
-  FAULT_REGISTER_EARLY,  // register read before the wait that makes it valid
-  FAULT_REGISTER_LATE,   // register overwritten while a load into it is under way
-  FAULT_LDS_UNSET,       // LDS byte never written
-  FAULT_LDS_EARLY,       // LDS byte read before the wait that ends the copy into it
-  FAULT_LDS_RACE,        // two waves, no barrier between
-  FAULT_JUMP,            // indirect jump to somewhere that is not known code
-  FAULT_STUCK,           // too many steps
-  FAULT_MEMORY           // the simulator has no memory
+    FAULT_NONE,
+    FAULT_OUTSIDE,         // address in no region
+    FAULT_ACCESS,          // a region that must not be read, or not be written
+    FAULT_LDS_OUTSIDE,     // beyond the workgroup's LDS
+    FAULT_SCRATCH_OUTSIDE, // beyond the lane's scratch
+    FAULT_REGISTER_UNSET,  // register never written
+    FAULT_REGISTER_EARLY,  // register read before the wait that makes it valid
+    FAULT_REGISTER_LATE,   // register overwritten while a load into it is under way
+    FAULT_LDS_UNSET,       // LDS byte never written
+    FAULT_LDS_EARLY,       // LDS byte read before the wait that ends the copy into it
+    FAULT_LDS_RACE,        // two waves, no barrier between
+    FAULT_JUMP,            // indirect jump to somewhere that is not known code
+    FAULT_STUCK,           // too many steps
+    FAULT_MEMORY           // the simulator has no memory
 };
 
 typedef struct {
-  u32 kind, instruction, lane, wave, group[3], is_write, size, reg;
-  u32 other_wave, other_is_write, is_scalar;
-  u64 address;
+    u32 kind, instruction, lane, wave, group[3], is_write, size, reg;
+    u32 other_wave, other_is_write, is_scalar;
+    u64 address;
 } Fault;
 
 typedef struct {
-  u64 begin, end;
-  u32 readable, writable;
+    u64 begin, end;
+    u32 readable, writable;
 } Region;
 
 typedef struct {
-  u64 bytes_read, bytes_written, scalar_bytes_read;
-  u64 lds_bytes_read, lds_bytes_written, scratch_bytes, lds_conflict_cycles;
+    u64 bytes_read, bytes_written, scalar_bytes_read;
+    u64 lds_bytes_read, lds_bytes_written, scratch_bytes;
 } Counters;
 
 // One launch, shared by the threads that run it. aiter_mx/sim/program.py mirrors this layout.
 typedef struct {
-  u64 next_group;
-  u32 stop, schedule;
-  u32 grid[3], block[3];
-  u64 seed, max_steps;
-  u64 kernarg, dispatch_packet, image_base;
-  const Region *regions;
-  u32 region_count, lds_bytes, scratch_bytes, entry_pc;
+    u64 next_group;
+    u32 stop, schedule;
+    u32 grid[3], block[3];
+    u64 seed, max_steps;
+    u64 kernarg, dispatch_packet, image_base;
+    const Region* regions;
+    u32 region_count, lds_bytes, scratch_bytes, entry_pc;
 } Launch;
 
 // A vector-memory or LDS operation whose counter has not been waited for.
 typedef struct {
-  u32 instruction;
-  u16 reg, reg_count;
-  u8 is_scalar, touches_lds, is_write, is_copy, size;
-  u64 lanes;
-  u32 address[64];
+    u32 instruction;
+    u16 reg, reg_count;
+    u8 is_scalar, touches_lds, is_write, is_copy, size;
+    u64 lanes;
+    u32 address[64];
 } Pending;
 
 enum { VM_MAX = 63, LGKM_MAX = 15, QUEUE = 64 };
 typedef struct {
-  u32 first, count;
-  Pending entry[QUEUE];
+    u32 first, count;
+    Pending entry[QUEUE];
 } Queue;
 
 struct Group;
 typedef struct Wave {
-  u32 mask[64] ALIGNED; // EXEC as one word a lane, all ones or zero
-  u32 tmp[4][256] ALIGNED;
-  u64 exec;
-  u32 s[SGPRS];
-  u32 scc, pc, id, state;
-  i64 budget, wait_cost;
-  u32 mode; // MODE register: bits 4-5 are f32 denormals
-  u32 *v;
-  u64 *set; // lanes of each register that hold a value
-  u8 *due;  // loads under way into each register
-  u64 sset[2];
-  u8 *scratch;
-  struct Group *group;
-  Queue vm, lgkm;
+    u32 mask[64] ALIGNED; // EXEC as one word a lane, all ones or zero
+    u32 tmp[4][256] ALIGNED;
+    u64 exec;
+    u32 s[SGPRS];
+    u32 scc, pc, id, state;
+    i64 budget, wait_cost;
+    u32 mode; // MODE register: bits 4-5 are f32 denormals
+    u32* v;
+    u64* set; // lanes of each register that hold a value
+    u8* due;  // loads under way into each register
+    u64 sset[2];
+    u8* scratch;
+    struct Group* group;
+    Queue vm, lgkm;
 } Wave;
 
 typedef struct Group {
-  const Launch *launch;
-  Counters *counters;
-  u64 *block_counts;
-  Fault *fault;
-  jmp_buf on_fault;
-  u32 id[3], wave_count, epoch;
-  u8 *lds;
-  u16 *writer, *reader;
-  u64 random, steps;
-  const Region *last_region;
-  Wave **waves;
+    const Launch* launch;
+    Counters* counters;
+    u64* block_counts;
+    Fault* fault;
+    jmp_buf on_fault;
+    u32 id[3], wave_count, epoch;
+    u8* lds;
+    u16 *writer, *reader;
+    u64 random, steps;
+    const Region* last_region;
+    Wave** waves;
 } Group;
 
 #define ROW(n) (w->v + 64 * (n))
 
 INLINE float f32(u32 x) {
-  float f;
-  memcpy(&f, &x, 4);
-  return f;
+    float f;
+    memcpy(&f, &x, 4);
+    return f;
 }
 INLINE u32 bits32(float f) {
-  u32 x;
-  memcpy(&x, &f, 4);
-  return x;
+    u32 x;
+    memcpy(&x, &f, 4);
+    return x;
 }
 INLINE double f64(u64 x) {
-  double d;
-  memcpy(&d, &x, 8);
-  return d;
+    double d;
+    memcpy(&d, &x, 8);
+    return d;
 }
 INLINE u64 bits64(double d) {
-  u64 x;
-  memcpy(&x, &d, 8);
-  return x;
+    u64 x;
+    memcpy(&x, &d, 8);
+    return x;
 }
 
 // Sixteen lanes at a time; the compilers' own vector types spare a slow intrinsics header.
 typedef u32 Lanes16 __attribute__((vector_size(64)));
-static const Lanes16 lane_bits = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
-                                  1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
-INLINE void expand_mask(u64 bits, u32 *out) {
-  for (int i = 0; i < 4; i++) {
-    Lanes16 x = (u32)(bits >> (16 * i) & 0xffff) - (Lanes16){0};
-    x = (Lanes16)((x & lane_bits) != 0);
-    memcpy(out + 16 * i, &x, sizeof x);
-  }
+static const Lanes16 lane_bits = {1 << 0,  1 << 1,  1 << 2,  1 << 3, 1 << 4,  1 << 5,
+                                  1 << 6,  1 << 7,  1 << 8,  1 << 9, 1 << 10, 1 << 11,
+                                  1 << 12, 1 << 13, 1 << 14, 1 << 15};
+INLINE void expand_mask(u64 bits, u32* out) {
+    for (int i = 0; i < 4; i++) {
+        Lanes16 x = (u32)(bits >> (16 * i) & 0xffff) - (Lanes16){0};
+        x = (Lanes16)((x & lane_bits) != 0);
+        memcpy(out + 16 * i, &x, sizeof x);
+    }
 }
-INLINE u64 pack_mask(const u32 *in) {
-  u64 bits = 0;
-  for (int i = 0; i < 4; i++) {
-    Lanes16 x;
-    memcpy(&x, in + 16 * i, sizeof x);
+INLINE u64 pack_mask(const u32* in) {
+    u64 bits = 0;
+    for (int i = 0; i < 4; i++) {
+        Lanes16 x;
+        memcpy(&x, in + 16 * i, sizeof x);
 #if defined(__AVX512F__) && !defined(__clang__)
-    typedef int Signed16 __attribute__((vector_size(64)));
-    bits |= (u64)(u16)__builtin_ia32_ptestmd512((Signed16)x, (Signed16)x, (u16)-1) << (16 * i);
+        typedef int Signed16 __attribute__((vector_size(64)));
+        bits |= (u64)(u16)__builtin_ia32_ptestmd512((Signed16)x, (Signed16)x, (u16)-1) << (16 * i);
 #else
-    x = (Lanes16)(x != 0) & lane_bits;
-    u32 sum = 0;
-    for (int l = 0; l < 16; l++) sum |= x[l];
-    bits |= (u64)sum << (16 * i);
+        x = (Lanes16)(x != 0) & lane_bits;
+        u32 sum = 0;
+        for (int l = 0; l < 16; l++)
+            sum |= x[l];
+        bits |= (u64)sum << (16 * i);
 #endif
-  }
-  return bits;
+    }
+    return bits;
 }
 
-INLINE void set_exec(Wave *w, u64 bits) {
-  w->exec = bits;
-  expand_mask(bits, w->mask);
+INLINE void set_exec(Wave* w, u64 bits) {
+    w->exec = bits;
+    expand_mask(bits, w->mask);
 }
-INLINE u64 s64(const Wave *w, int n) { return w->s[n] | (u64)w->s[n + 1] << 32; }
-INLINE void set_s64(Wave *w, int n, u64 x) {
-  w->s[n] = (u32)x;
-  w->s[n + 1] = (u32)(x >> 32);
+INLINE u64 s64(const Wave* w, int n) { return w->s[n] | (u64)w->s[n + 1] << 32; }
+INLINE void set_s64(Wave* w, int n, u64 x) {
+    w->s[n] = (u32)x;
+    w->s[n + 1] = (u32)(x >> 32);
 }
 
-COLD void fail(Wave *w, Fault fault) {
-  Group *g = w->group;
-  fault.wave = w->id;
-  memcpy(fault.group, g->id, sizeof g->id);
-  *g->fault = fault;
-  longjmp(g->on_fault, 1);
+COLD void fail(Wave* w, Fault fault) {
+    Group* g = w->group;
+    fault.wave = w->id;
+    memcpy(fault.group, g->id, sizeof g->id);
+    *g->fault = fault;
+    longjmp(g->on_fault, 1);
 }
-COLD void bad_jump(Wave *w, u32 instruction, u64 target) {
-  fail(w, (Fault){.kind = FAULT_JUMP, .instruction = instruction, .address = target});
+COLD void bad_jump(Wave* w, u32 instruction, u64 target) {
+    fail(w, (Fault){.kind = FAULT_JUMP, .instruction = instruction, .address = target});
 }
 
 INLINE void set_float_mode(u32 mode) {
 #if defined(__x86_64__)
-  u32 csr = __builtin_ia32_stmxcsr() & ~0x8040u;
-  if (!(mode >> 5 & 1)) csr |= 0x8000; // results flushed
-  if (!(mode >> 4 & 1)) csr |= 0x0040; // sources flushed
-  __builtin_ia32_ldmxcsr(csr);
+    u32 csr = __builtin_ia32_stmxcsr() & ~0x8040u;
+    if (!(mode >> 5 & 1))
+        csr |= 0x8000; // results flushed
+    if (!(mode >> 4 & 1))
+        csr |= 0x0040; // sources flushed
+    __builtin_ia32_ldmxcsr(csr);
 #endif
 }

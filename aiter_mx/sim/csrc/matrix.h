@@ -3,125 +3,149 @@
 #pragma once
 #include "numbers.h"
 
-typedef enum { OF_F32, OF_F16, OF_BF16, OF_E4M3, OF_E5M2, OF_E2M3, OF_E3M2, OF_E2M1, OF_I8 } Operand;
+typedef enum {
+    OF_F32,
+    OF_F16,
+    OF_BF16,
+    OF_E4M3,
+    OF_E5M2,
+    OF_E2M3,
+    OF_E3M2,
+    OF_E2M1,
+    OF_I8
+} Operand;
 static const u8 operand_bits[] = {32, 16, 16, 8, 8, 6, 6, 4, 8};
 
-INLINE double element_of(const u32 *row, Operand kind, u32 lane, u32 index) {
-  u32 bits = operand_bits[kind], at = index * bits, word = at >> 5, shift = at & 31;
-  u64 both = row[lane + 64 * word];
-  if (shift + bits > 32) both |= (u64)row[lane + 64 * (word + 1)] << 32;
-  u32 x = (u32)(both >> shift) & (bits == 32 ? ~0u : (1u << bits) - 1);
-  switch (kind) {
-  case OF_F32: return f32(x);
-  case OF_F16: return f16_to_f32((u16)x);
-  case OF_BF16: return f32(x << 16);
-  case OF_I8: return (i8)x;
-  default: return decoded[kind - OF_E4M3][x];
-  }
+INLINE double element_of(const u32* row, Operand kind, u32 lane, u32 index) {
+    u32 bits = operand_bits[kind], at = index * bits, word = at >> 5, shift = at & 31;
+    u64 both = row[lane + 64 * word];
+    if (shift + bits > 32)
+        both |= (u64)row[lane + 64 * (word + 1)] << 32;
+    u32 x = (u32)(both >> shift) & (bits == 32 ? ~0u : (1u << bits) - 1);
+    switch (kind) {
+    case OF_F32:
+        return f32(x);
+    case OF_F16:
+        return f16_to_f32((u16)x);
+    case OF_BF16:
+        return f32(x << 16);
+    case OF_I8:
+        return (i8)x;
+    default:
+        return decoded[kind - OF_E4M3][x];
+    }
 }
 
 // C or D, element (row, column) of an M x M tile: register and lane.
 INLINE u32 tile_at(u32 M, u32 row, u32 column, u32 block) {
-  if (M == 4) return 64 * row + 4 * block + column;
-  if (M == 16) return 64 * (4 * block + row % 4) + 16 * (row / 4) + column;
-  return 64 * (16 * block + 4 * (row / 8) + row % 4) + 32 * (row / 4 % 2) + column;
+    if (M == 4)
+        return 64 * row + 4 * block + column;
+    if (M == 16)
+        return 64 * (4 * block + row % 4) + 16 * (row / 4) + column;
+    return 64 * (16 * block + 4 * (row / 8) + row % 4) + 32 * (row / 4 % 2) + column;
 }
-#define C_AT(i) (c ? (is_int ? (double)(i32)c[i] : (double)f32(c[i])) : (is_int ? (double)(i32)c_bits : (double)f32(c_bits)))
+#define C_AT(i)                                                                                    \
+    (c ? (is_int ? (double)(i32)c[i] : (double)f32(c[i]))                                          \
+       : (is_int ? (double)(i32)c_bits : (double)f32(c_bits)))
 
 // Unscaled: lane l holds row l%M; the K elements of a row are spread in order over the lanes of
 // that row, or, for several blocks, lane l/M is the block. `c` NULL: the constant `c_bits`.
-NOINLINE void mfma(Wave *w, u32 *d, const u32 *a, Operand ka, const u32 *b, Operand kb,
-                   const u32 *c, u32 c_bits, u32 M, u32 K, u32 blocks) {
-  u32 groups = 64 / M / blocks, each = K / groups, is_int = ka == OF_I8;
-  double A[32][64], B[64][32];
-  u32 out[32 * 64];
-  for (u32 block = 0; block < blocks; block++) {
-    for (u32 g = 0; g < groups; g++)
-      for (u32 row = 0; row < M; row++)
-        for (u32 j = 0; j < each; j++) {
-          u32 lane = (blocks > 1 ? block : g) * M + row;
-          A[row][g * each + j] = element_of(a, ka, lane, j);
-          B[g * each + j][row] = element_of(b, kb, lane, j);
+NOINLINE void mfma(Wave* w, u32* d, const u32* a, Operand ka, const u32* b, Operand kb,
+                   const u32* c, u32 c_bits, u32 M, u32 K, u32 blocks) {
+    u32 groups = 64 / M / blocks, each = K / groups, is_int = ka == OF_I8;
+    double A[32][64], B[64][32];
+    u32 out[32 * 64];
+    for (u32 block = 0; block < blocks; block++) {
+        for (u32 g = 0; g < groups; g++)
+            for (u32 row = 0; row < M; row++)
+                for (u32 j = 0; j < each; j++) {
+                    u32 lane = (blocks > 1 ? block : g) * M + row;
+                    A[row][g * each + j] = element_of(a, ka, lane, j);
+                    B[g * each + j][row] = element_of(b, kb, lane, j);
+                }
+        for (u32 i = 0; i < M; i++) {
+            double sum[32] = {0};
+            for (u32 k = 0; k < K; k++)
+                for (u32 j = 0; j < M; j++)
+                    sum[j] += A[i][k] * B[k][j];
+            for (u32 j = 0; j < M; j++) {
+                u32 at = tile_at(M, i, j, block);
+                double total = sum[j] + C_AT(at);
+                out[at] = is_int ? (u32)(i64)total : bits32((float)total);
+            }
         }
-    for (u32 i = 0; i < M; i++) {
-      double sum[32] = {0};
-      for (u32 k = 0; k < K; k++)
-        for (u32 j = 0; j < M; j++) sum[j] += A[i][k] * B[k][j];
-      for (u32 j = 0; j < M; j++) {
-        u32 at = tile_at(M, i, j, block);
-        double total = sum[j] + C_AT(at);
-        out[at] = is_int ? (u32)(i64)total : bits32((float)total);
-      }
     }
-  }
-  memcpy(d, out, 4 * M * M * blocks);
-  (void)w;
+    memcpy(d, out, 4 * M * M * blocks);
+    (void)w;
 }
 
 // Where element j of a lane's operand stands in K. fp8 halves: 16 consecutive, then 16 from the
 // middle; narrower formats: 32 consecutive.
 INLINE u32 scaled_k(u32 bits, u32 groups, u32 g, u32 j) {
-  return bits == 8 ? (j / 16) * 16 * groups + 16 * g + j % 16 : 32 * g + j;
+    return bits == 8 ? (j / 16) * 16 * groups + 16 * g + j % 16 : 32 * g + j;
 }
-static void decode_fp8(const u32 *row, Operand kind, u32 lane, float *out) {
-  const float *table = decoded_f32[kind - OF_E4M3];
-  for (u32 word = 0; word < 8; word++) {
-    u32 x = row[lane + 64 * word];
-    for (u32 i = 0; i < 4; i++) out[4 * word + i] = table[x >> (8 * i) & 255];
-  }
+static void decode_fp8(const u32* row, Operand kind, u32 lane, float* out) {
+    const float* table = decoded_f32[kind - OF_E4M3];
+    for (u32 word = 0; word < 8; word++) {
+        u32 x = row[lane + 64 * word];
+        for (u32 i = 0; i < 4; i++)
+            out[4 * word + i] = table[x >> (8 * i) & 255];
+    }
 }
 // Scaled: D = C + sum over blocks of 32 of 2^(ea+eb-254) * dot. Scale rows NULL: all ones. The
 // scale of block 32g.. of a row is in the lane g*M + row, at byte `sa` or `sb` of its word.
-INLINE void mfma_scaled_of(u32 *d, const u32 *a, Operand ka, const u32 *b, Operand kb, const u32 *c,
-                           u32 c_bits, u32 M, const u32 *scale_a, u32 sa, const u32 *scale_b,
+INLINE void mfma_scaled_of(u32* d, const u32* a, Operand ka, const u32* b, Operand kb, const u32* c,
+                           u32 c_bits, u32 M, const u32* scale_a, u32 sa, const u32* scale_b,
                            u32 sb) {
-  const u32 groups = 64 / M, is_int = 0;
-  double A[4][32][32], B[4][32][32];
-  u32 out[16 * 64];
-  for (u32 lane = 0; lane < 64; lane++) {
-    u32 g = lane / M, row = lane % M;
-    float one[2][32];
-    for (int side = 0; side < 2; side++) {
-      const u32 *from = side ? b : a;
-      Operand kind = side ? kb : ka;
-      if (operand_bits[kind] == 8)
-        decode_fp8(from, kind, lane, one[side]);
-      else
-        for (u32 j = 0; j < 32; j++) one[side][j] = (float)element_of(from, kind, lane, j);
+    const u32 groups = 64 / M, is_int = 0;
+    double A[4][32][32], B[4][32][32];
+    u32 out[16 * 64];
+    for (u32 lane = 0; lane < 64; lane++) {
+        u32 g = lane / M, row = lane % M;
+        float one[2][32];
+        for (int side = 0; side < 2; side++) {
+            const u32* from = side ? b : a;
+            Operand kind = side ? kb : ka;
+            if (operand_bits[kind] == 8)
+                decode_fp8(from, kind, lane, one[side]);
+            else
+                for (u32 j = 0; j < 32; j++)
+                    one[side][j] = (float)element_of(from, kind, lane, j);
+        }
+        for (u32 j = 0; j < 32; j++) {
+            u32 k = scaled_k(operand_bits[ka], groups, g, j);
+            A[k / 32][row][k % 32] = one[0][j];
+            k = scaled_k(operand_bits[kb], groups, g, j);
+            B[k / 32][k % 32][row] = one[1][j];
+        }
     }
-    for (u32 j = 0; j < 32; j++) {
-      u32 k = scaled_k(operand_bits[ka], groups, g, j);
-      A[k / 32][row][k % 32] = one[0][j];
-      k = scaled_k(operand_bits[kb], groups, g, j);
-      B[k / 32][k % 32][row] = one[1][j];
+    for (u32 i = 0; i < M; i++) {
+        double total[32] = {0};
+        for (u32 g = 0; g < groups; g++) {
+            double sum[32] = {0};
+            for (u32 k = 0; k < 32; k++)
+                for (u32 j = 0; j < M; j++)
+                    sum[j] += A[g][i][k] * B[g][k][j];
+            double for_a = scale_a ? scale_of_e8m0(scale_a[g * M + i] >> (8 * sa) & 255) : 1;
+            for (u32 j = 0; j < M; j++) {
+                double for_b = scale_b ? scale_of_e8m0(scale_b[g * M + j] >> (8 * sb) & 255) : 1;
+                total[j] += sum[j] * for_a * for_b;
+            }
+        }
+        for (u32 j = 0; j < M; j++) {
+            u32 at = tile_at(M, i, j, 0);
+            out[at] = bits32((float)(total[j] + C_AT(at)));
+        }
     }
-  }
-  for (u32 i = 0; i < M; i++) {
-    double total[32] = {0};
-    for (u32 g = 0; g < groups; g++) {
-      double sum[32] = {0};
-      for (u32 k = 0; k < 32; k++)
-        for (u32 j = 0; j < M; j++) sum[j] += A[g][i][k] * B[g][k][j];
-      double for_a = scale_a ? scale_of_e8m0(scale_a[g * M + i] >> (8 * sa) & 255) : 1;
-      for (u32 j = 0; j < M; j++) {
-        double for_b = scale_b ? scale_of_e8m0(scale_b[g * M + j] >> (8 * sb) & 255) : 1;
-        total[j] += sum[j] * for_a * for_b;
-      }
-    }
-    for (u32 j = 0; j < M; j++) {
-      u32 at = tile_at(M, i, j, 0);
-      out[at] = bits32((float)(total[j] + C_AT(at)));
-    }
-  }
-  memcpy(d, out, 4 * M * M);
+    memcpy(d, out, 4 * M * M);
 }
-NOINLINE void mfma_scaled_16(u32 *d, const u32 *a, Operand ka, const u32 *b, Operand kb,
-                             const u32 *c, u32 c_bits, const u32 *scale_a, u32 sa,
-                             const u32 *scale_b, u32 sb) {
-  mfma_scaled_of(d, a, ka, b, kb, c, c_bits, 16, scale_a, sa, scale_b, sb);
+NOINLINE void mfma_scaled_16(u32* d, const u32* a, Operand ka, const u32* b, Operand kb,
+                             const u32* c, u32 c_bits, const u32* scale_a, u32 sa,
+                             const u32* scale_b, u32 sb) {
+    mfma_scaled_of(d, a, ka, b, kb, c, c_bits, 16, scale_a, sa, scale_b, sb);
 }
-NOINLINE void mfma_scaled_32(u32 *d, const u32 *a, Operand ka, const u32 *b, Operand kb,
-                             const u32 *c, u32 c_bits, const u32 *scale_a, u32 sa,
-                             const u32 *scale_b, u32 sb) {
-  mfma_scaled_of(d, a, ka, b, kb, c, c_bits, 32, scale_a, sa, scale_b, sb);
+NOINLINE void mfma_scaled_32(u32* d, const u32* a, Operand ka, const u32* b, Operand kb,
+                             const u32* c, u32 c_bits, const u32* scale_a, u32 sa,
+                             const u32* scale_b, u32 sb) {
+    mfma_scaled_of(d, a, ka, b, kb, c, c_bits, 32, scale_a, sa, scale_b, sb);
 }

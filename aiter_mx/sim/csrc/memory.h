@@ -4,319 +4,338 @@
 
 typedef enum { U8, I8, U8_LO, U8_HI, I8_LO, I8_HI, U16, I16, U16_LO, U16_HI, DWORDS } Element;
 
-static const Region *find_region(const Launch *launch, u64 address) {
-  u32 low = 0, high = launch->region_count;
-  while (low < high) {
-    u32 middle = (low + high) / 2;
-    if (launch->regions[middle].end <= address)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  const Region *found = launch->regions + low;
-  return low < launch->region_count && address >= found->begin ? found : NULL;
+static const Region* find_region(const Launch* launch, u64 address) {
+    u32 low = 0, high = launch->region_count;
+    while (low < high) {
+        u32 middle = (low + high) / 2;
+        if (launch->regions[middle].end <= address)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    const Region* found = launch->regions + low;
+    return low < launch->region_count && address >= found->begin ? found : NULL;
 }
-static void check_one(Wave *w, u32 instruction, u32 lane, u64 address, u32 size, int is_write) {
-  const Region *r = w->group->last_region;
-  if (!r || address < r->begin || address >= r->end)
-    r = find_region(w->group->launch, address);
-  Fault fault = {.instruction = instruction,
-                 .lane = lane,
-                 .address = address,
-                 .size = size,
-                 .is_write = (u32)is_write};
-  if (UNLIKELY(!r || r->end - address < size)) {
-    fault.kind = FAULT_OUTSIDE;
-    fail(w, fault);
-  }
-  if (UNLIKELY(is_write ? !r->writable : !r->readable)) {
-    fault.kind = FAULT_ACCESS;
-    fail(w, fault);
-  }
-  w->group->last_region = r;
-}
-NOINLINE void check_memory(Wave *w, u32 instruction, const u64 *address, u32 size, int is_write) {
-  if (!w->exec) return;
-  u64 low = ~0ull, high = 0;
-  for (int l = 0; l < 64; l++) {
-    u64 m = (u64)(i64)(i32)w->mask[l], a = address[l];
-    u64 for_low = a | ~m, for_high = a & m;
-    low = for_low < low ? for_low : low;
-    high = for_high > high ? for_high : high;
-  }
-  const Region *r = w->group->last_region;
-  if (!r || low < r->begin || low >= r->end) r = find_region(w->group->launch, low);
-  if (r && high < r->end && r->end - high >= size && (is_write ? r->writable : r->readable)) {
+static void check_one(Wave* w, u32 instruction, u32 lane, u64 address, u32 size, int is_write) {
+    const Region* r = w->group->last_region;
+    if (!r || address < r->begin || address >= r->end)
+        r = find_region(w->group->launch, address);
+    Fault fault = {.instruction = instruction,
+                   .lane = lane,
+                   .address = address,
+                   .size = size,
+                   .is_write = (u32)is_write};
+    if (UNLIKELY(!r || r->end - address < size)) {
+        fault.kind = FAULT_OUTSIDE;
+        fail(w, fault);
+    }
+    if (UNLIKELY(is_write ? !r->writable : !r->readable)) {
+        fault.kind = FAULT_ACCESS;
+        fail(w, fault);
+    }
     w->group->last_region = r;
-    return;
-  }
-  EACH_ACTIVE(w) check_one(w, instruction, ACTIVE_LANE, address[ACTIVE_LANE], size, is_write);
+}
+NOINLINE void check_memory(Wave* w, u32 instruction, const u64* address, u32 size, int is_write) {
+    if (!w->exec)
+        return;
+    u64 low = ~0ull, high = 0;
+    for (int l = 0; l < 64; l++) {
+        u64 m = (u64)(i64)(i32)w->mask[l], a = address[l];
+        u64 for_low = a | ~m, for_high = a & m;
+        low = for_low < low ? for_low : low;
+        high = for_high > high ? for_high : high;
+    }
+    const Region* r = w->group->last_region;
+    if (!r || low < r->begin || low >= r->end)
+        r = find_region(w->group->launch, low);
+    if (r && high < r->end && r->end - high >= size && (is_write ? r->writable : r->readable)) {
+        w->group->last_region = r;
+        return;
+    }
+    EACH_ACTIVE(w) check_one(w, instruction, ACTIVE_LANE, address[ACTIVE_LANE], size, is_write);
 }
 
-NOINLINE void address_v(u64 *out, const u32 *base, i32 offset) {
-  LANES out[l] = (base[l] | (u64)base[l + 64] << 32) + (u64)(i64)offset;
+NOINLINE void address_v(u64* out, const u32* base, i32 offset) {
+    LANES out[l] = (base[l] | (u64)base[l + 64] << 32) + (u64)(i64)offset;
 }
-NOINLINE void address_s(u64 *out, u64 base, const u32 *index, i32 offset) {
-  LANES out[l] = base + index[l] + (u64)(i64)offset;
+NOINLINE void address_s(u64* out, u64 base, const u32* index, i32 offset) {
+    LANES out[l] = base + index[l] + (u64)(i64)offset;
 }
-NOINLINE void address_uniform(u64 *out, u64 base) { LANES out[l] = base; }
+NOINLINE void address_uniform(u64* out, u64 base) { LANES out[l] = base; }
 
 #define LOAD_EACH(type, expression)                                                                \
-  EACH_ACTIVE(w) {                                                                                 \
-    int l = ACTIVE_LANE;                                                                           \
-    type x;                                                                                        \
-    memcpy(&x, (const void *)address[l], sizeof x);                                                \
-    d[l] = (expression);                                                                           \
-  }                                                                                                \
-  break
+    EACH_ACTIVE(w) {                                                                               \
+        int l = ACTIVE_LANE;                                                                       \
+        type x;                                                                                    \
+        memcpy(&x, (const void*)address[l], sizeof x);                                             \
+        d[l] = (expression);                                                                       \
+    }                                                                                              \
+    break
 // Loads into row d and those after it; addresses are checked already.
-NOINLINE void load_lanes(Wave *w, const u64 *address, u32 *d, Element element, u32 dwords) {
-  switch (element) {
-  case U8: LOAD_EACH(u8, x);
-  case I8: LOAD_EACH(i8, (u32)(i32)x);
-  case U8_LO: LOAD_EACH(u8, (d[l] & 0xffff0000u) | x);
-  case U8_HI: LOAD_EACH(u8, (d[l] & 0xffffu) | (u32)x << 16);
-  case I8_LO: LOAD_EACH(i8, (d[l] & 0xffff0000u) | (u16)x);
-  case I8_HI: LOAD_EACH(i8, (d[l] & 0xffffu) | (u32)(u16)x << 16);
-  case U16: LOAD_EACH(u16, x);
-  case I16: LOAD_EACH(i16, (u32)(i32)x);
-  case U16_LO: LOAD_EACH(u16, (d[l] & 0xffff0000u) | x);
-  case U16_HI: LOAD_EACH(u16, (d[l] & 0xffffu) | (u32)x << 16);
-  case DWORDS:
-    if (dwords == 1) {
-      LOAD_EACH(u32, x);
+NOINLINE void load_lanes(Wave* w, const u64* address, u32* d, Element element, u32 dwords) {
+    switch (element) {
+    case U8:
+        LOAD_EACH(u8, x);
+    case I8:
+        LOAD_EACH(i8, (u32)(i32)x);
+    case U8_LO:
+        LOAD_EACH(u8, (d[l] & 0xffff0000u) | x);
+    case U8_HI:
+        LOAD_EACH(u8, (d[l] & 0xffffu) | (u32)x << 16);
+    case I8_LO:
+        LOAD_EACH(i8, (d[l] & 0xffff0000u) | (u16)x);
+    case I8_HI:
+        LOAD_EACH(i8, (d[l] & 0xffffu) | (u32)(u16)x << 16);
+    case U16:
+        LOAD_EACH(u16, x);
+    case I16:
+        LOAD_EACH(i16, (u32)(i32)x);
+    case U16_LO:
+        LOAD_EACH(u16, (d[l] & 0xffff0000u) | x);
+    case U16_HI:
+        LOAD_EACH(u16, (d[l] & 0xffffu) | (u32)x << 16);
+    case DWORDS:
+        if (dwords == 1) {
+            LOAD_EACH(u32, x);
+        }
+        EACH_ACTIVE(w) {
+            int l = ACTIVE_LANE;
+            u32 x[4];
+            if (dwords == 4) {
+                memcpy(x, (const void*)address[l], 16);
+                d[l] = x[0], d[l + 64] = x[1], d[l + 128] = x[2], d[l + 192] = x[3];
+            } else {
+                memcpy(x, (const void*)address[l], 4 * dwords);
+                for (u32 i = 0; i < dwords; i++)
+                    d[l + 64 * i] = x[i];
+            }
+        }
     }
-    EACH_ACTIVE(w) {
-      int l = ACTIVE_LANE;
-      u32 x[4];
-      if (dwords == 4) {
-        memcpy(x, (const void *)address[l], 16);
-        d[l] = x[0], d[l + 64] = x[1], d[l + 128] = x[2], d[l + 192] = x[3];
-      } else {
-        memcpy(x, (const void *)address[l], 4 * dwords);
-        for (u32 i = 0; i < dwords; i++) d[l + 64 * i] = x[i];
-      }
-    }
-  }
 }
 #define STORE_EACH(type, expression)                                                               \
-  EACH_ACTIVE(w) {                                                                                 \
-    int l = ACTIVE_LANE;                                                                           \
-    type x = (type)(expression);                                                                   \
-    memcpy((void *)address[l], &x, sizeof x);                                                      \
-  }                                                                                                \
-  break
-NOINLINE void store_lanes(Wave *w, const u64 *address, const u32 *d, Element element, u32 dwords) {
-  switch (element) {
-  case U8: STORE_EACH(u8, d[l]);
-  case U8_HI: STORE_EACH(u8, d[l] >> 16);
-  case U16: STORE_EACH(u16, d[l]);
-  case U16_HI: STORE_EACH(u16, d[l] >> 16);
-  default:
-    if (dwords == 1) {
-      STORE_EACH(u32, d[l]);
+    EACH_ACTIVE(w) {                                                                               \
+        int l = ACTIVE_LANE;                                                                       \
+        type x = (type)(expression);                                                               \
+        memcpy((void*)address[l], &x, sizeof x);                                                   \
+    }                                                                                              \
+    break
+NOINLINE void store_lanes(Wave* w, const u64* address, const u32* d, Element element, u32 dwords) {
+    switch (element) {
+    case U8:
+        STORE_EACH(u8, d[l]);
+    case U8_HI:
+        STORE_EACH(u8, d[l] >> 16);
+    case U16:
+        STORE_EACH(u16, d[l]);
+    case U16_HI:
+        STORE_EACH(u16, d[l] >> 16);
+    default:
+        if (dwords == 1) {
+            STORE_EACH(u32, d[l]);
+        }
+        EACH_ACTIVE(w) {
+            int l = ACTIVE_LANE;
+            for (u32 i = 0; i < dwords; i++)
+                memcpy((u8*)address[l] + 4 * i, d + l + 64 * i, 4);
+        }
     }
-    EACH_ACTIVE(w) {
-      int l = ACTIVE_LANE;
-      for (u32 i = 0; i < dwords; i++) memcpy((u8 *)address[l] + 4 * i, d + l + 64 * i, 4);
-    }
-  }
 }
 
-NOINLINE void global_load(Wave *w, u32 instruction, const u64 *address, u32 *d, Element element,
+NOINLINE void global_load(Wave* w, u32 instruction, const u64* address, u32* d, Element element,
                           u32 size) {
-  check_memory(w, instruction, address, size, 0);
-  load_lanes(w, address, d, element, size / 4);
-  w->group->counters->bytes_read += (u64)size * (u64)__builtin_popcountll(w->exec);
+    check_memory(w, instruction, address, size, 0);
+    load_lanes(w, address, d, element, size / 4);
+    w->group->counters->bytes_read += (u64)size * (u64)__builtin_popcountll(w->exec);
 }
-NOINLINE void global_store(Wave *w, u32 instruction, const u64 *address, const u32 *d,
+NOINLINE void global_store(Wave* w, u32 instruction, const u64* address, const u32* d,
                            Element element, u32 size) {
-  check_memory(w, instruction, address, size, 1);
-  store_lanes(w, address, d, element, size / 4);
-  w->group->counters->bytes_written += (u64)size * (u64)__builtin_popcountll(w->exec);
+    check_memory(w, instruction, address, size, 1);
+    store_lanes(w, address, d, element, size / 4);
+    w->group->counters->bytes_written += (u64)size * (u64)__builtin_popcountll(w->exec);
 }
 
 // Buffers: word 0-1 base, word 1 stride, word 2 records (bytes for a raw buffer), word 3 flags.
 // A dword out of range reads 0 and is not written.
-NOINLINE void buffer_access(Wave *w, u32 instruction, const u32 *resource, const u32 *offsets,
-                            i32 fixed, u32 soffset, u32 *d, Element element, u32 size,
+NOINLINE void buffer_access(Wave* w, u32 instruction, const u32* resource, const u32* offsets,
+                            i32 fixed, u32 soffset, u32* d, Element element, u32 size,
                             int is_write) {
-  u64 base = resource[0] | (u64)(resource[1] & 0xffff) << 32, records = resource[2];
-  Counters *counters = w->group->counters;
-  u32 step = size < 4 ? size : 4;
-  u64 exec = w->exec, in_range = 0;
-  u64 address[64];
-  LANES {
-    u64 at = (u64)(offsets ? offsets[l] : 0) + (u64)(i64)fixed;
-    address[l] = base + at + soffset;
-    in_range |= (u64)(at + soffset + size <= records) << l;
-  }
-  set_exec(w, exec & in_range);
-  check_memory(w, instruction, address, size, is_write);
-  if (is_write)
-    store_lanes(w, address, d, element, size / 4);
-  else
-    load_lanes(w, address, d, element, size / 4);
-  u64 moved = (u64)size * (u64)__builtin_popcountll(w->exec);
-  set_exec(w, exec);
-  for (u64 out = exec & ~in_range; out; out &= out - 1) {
-    u32 l = (u32)__builtin_ctzll(out);
-    for (u32 part = 0; part < size; part += step) {
-      u64 one = 1ull << l, at = address[l] - base + part;
-      u32 *row = d + 64 * (part / 4);
-      if (at + step <= records) {
-        check_one(w, instruction, l, base + at, step, is_write);
-        u64 where[64];
-        where[l] = base + at;
-        w->exec = one;
-        if (is_write)
-          store_lanes(w, where, row, element, step / 4);
-        else
-          load_lanes(w, where, row, element, step / 4);
-        w->exec = exec;
-        moved += step;
-      } else if (!is_write) {
-        static const u32 zero = 0;
-        u64 where[64];
-        where[l] = (u64)&zero;
-        w->exec = one;
-        load_lanes(w, where, row, element, step / 4);
-        w->exec = exec;
-      }
+    u64 base = resource[0] | (u64)(resource[1] & 0xffff) << 32, records = resource[2];
+    Counters* counters = w->group->counters;
+    u32 step = size < 4 ? size : 4;
+    u64 exec = w->exec, in_range = 0;
+    u64 address[64];
+    LANES {
+        u64 at = (u64)(offsets ? offsets[l] : 0) + (u64)(i64)fixed;
+        address[l] = base + at + soffset;
+        in_range |= (u64)(at + soffset + size <= records) << l;
     }
-  }
-  *(is_write ? &counters->bytes_written : &counters->bytes_read) += moved;
+    set_exec(w, exec & in_range);
+    check_memory(w, instruction, address, size, is_write);
+    if (is_write)
+        store_lanes(w, address, d, element, size / 4);
+    else
+        load_lanes(w, address, d, element, size / 4);
+    u64 moved = (u64)size * (u64)__builtin_popcountll(w->exec);
+    set_exec(w, exec);
+    for (u64 out = exec & ~in_range; out; out &= out - 1) {
+        u32 l = (u32)__builtin_ctzll(out);
+        for (u32 part = 0; part < size; part += step) {
+            u64 one = 1ull << l, at = address[l] - base + part;
+            u32* row = d + 64 * (part / 4);
+            if (at + step <= records) {
+                check_one(w, instruction, l, base + at, step, is_write);
+                u64 where[64];
+                where[l] = base + at;
+                w->exec = one;
+                if (is_write)
+                    store_lanes(w, where, row, element, step / 4);
+                else
+                    load_lanes(w, where, row, element, step / 4);
+                w->exec = exec;
+                moved += step;
+            } else if (!is_write) {
+                static const u32 zero = 0;
+                u64 where[64];
+                where[l] = (u64)&zero;
+                w->exec = one;
+                load_lanes(w, where, row, element, step / 4);
+                w->exec = exec;
+            }
+        }
+    }
+    *(is_write ? &counters->bytes_written : &counters->bytes_read) += moved;
 }
 
-NOINLINE u64 resource_base(const u32 *r) { return r[0] | (u64)(r[1] & 0xffff) << 32; }
+NOINLINE u64 resource_base(const u32* r) { return r[0] | (u64)(r[1] & 0xffff) << 32; }
 
 // Scratch: a lane's private memory; `base` is the uniform part of the offset.
-NOINLINE void scratch_access(Wave *w, u32 instruction, const u32 *offsets, i64 base, u32 *d,
+NOINLINE void scratch_access(Wave* w, u32 instruction, const u32* offsets, i64 base, u32* d,
                              Element element, u32 size, int is_write) {
-  u32 limit = w->group->launch->scratch_bytes;
-  u64 address[64];
-  EACH_ACTIVE(w) {
-    u32 l = ACTIVE_LANE;
-    i64 at = base + (offsets ? (i64)(i32)offsets[l] : 0);
-    if (UNLIKELY(at < 0 || at + size > limit))
-      fail(w, (Fault){.kind = FAULT_SCRATCH_OUTSIDE,
-                      .instruction = instruction,
-                      .lane = l,
-                      .address = (u64)at,
-                      .size = size,
-                      .is_write = (u32)is_write});
-    address[l] = (u64)w->scratch + (u64)l * limit + (u64)at;
-  }
-  if (is_write)
-    store_lanes(w, address, d, element, size / 4);
-  else
-    load_lanes(w, address, d, element, size / 4);
-  w->group->counters->scratch_bytes += (u64)size * (u64)__builtin_popcountll(w->exec);
+    u32 limit = w->group->launch->scratch_bytes;
+    u64 address[64];
+    EACH_ACTIVE(w) {
+        u32 l = ACTIVE_LANE;
+        i64 at = base + (offsets ? (i64)(i32)offsets[l] : 0);
+        if (UNLIKELY(at < 0 || at + size > limit))
+            fail(w, (Fault){.kind = FAULT_SCRATCH_OUTSIDE,
+                            .instruction = instruction,
+                            .lane = l,
+                            .address = (u64)at,
+                            .size = size,
+                            .is_write = (u32)is_write});
+        address[l] = (u64)w->scratch + (u64)l * limit + (u64)at;
+    }
+    if (is_write)
+        store_lanes(w, address, d, element, size / 4);
+    else
+        load_lanes(w, address, d, element, size / 4);
+    w->group->counters->scratch_bytes += (u64)size * (u64)__builtin_popcountll(w->exec);
 }
 
 // LDS
-NOINLINE void lds_check(Wave *w, u32 instruction, const u32 *at, u32 size, int is_write, u32 who) {
-  u64 limit = w->group->launch->lds_bytes;
-  u32 high = 0;
-  for (int l = 0; l < 64; l++) {
-    u32 x = at[l] & w->mask[l];
-    high = x > high ? x : high;
-  }
-  if (UNLIKELY((u64)high + size > limit) && w->exec) {
-    u32 lane = 0;
-    EACH_ACTIVE(w) if (at[ACTIVE_LANE] == high) lane = ACTIVE_LANE;
-    fail(w, (Fault){.kind = FAULT_LDS_OUTSIDE,
-                    .instruction = instruction,
-                    .lane = lane,
-                    .address = high,
-                    .size = size,
-                    .is_write = (u32)is_write});
-  }
+NOINLINE void lds_check(Wave* w, u32 instruction, const u32* at, u32 size, int is_write, u32 who) {
+    u64 limit = w->group->launch->lds_bytes;
+    u32 high = 0;
+    for (int l = 0; l < 64; l++) {
+        u32 x = at[l] & w->mask[l];
+        high = x > high ? x : high;
+    }
+    if (UNLIKELY((u64)high + size > limit) && w->exec) {
+        u32 lane = 0;
+        EACH_ACTIVE(w) if (at[ACTIVE_LANE] == high) lane = ACTIVE_LANE;
+        fail(w, (Fault){.kind = FAULT_LDS_OUTSIDE,
+                        .instruction = instruction,
+                        .lane = lane,
+                        .address = high,
+                        .size = size,
+                        .is_write = (u32)is_write});
+    }
 #if STRICT
-  shadow(w, instruction, at, size, w->exec, is_write, who);
+    shadow(w, instruction, at, size, w->exec, is_write, who);
 #endif
-  Counters *counters = w->group->counters;
-  *(is_write ? &counters->lds_bytes_written : &counters->lds_bytes_read) +=
-      (u64)size * (u64)__builtin_popcountll(w->exec);
+    Counters* counters = w->group->counters;
+    *(is_write ? &counters->lds_bytes_written : &counters->lds_bytes_read) +=
+        (u64)size * (u64)__builtin_popcountll(w->exec);
 }
-INLINE void lds_address(Wave *w, const u32 *base, u32 offset, u32 *at, u64 *address) {
-  u64 lds = (u64)w->group->lds;
-  LANES {
-    at[l] = base[l] + offset;
-    address[l] = lds + at[l];
-  }
+INLINE void lds_address(Wave* w, const u32* base, u32 offset, u32* at, u64* address) {
+    u64 lds = (u64)w->group->lds;
+    LANES {
+        at[l] = base[l] + offset;
+        address[l] = lds + at[l];
+    }
 }
-NOINLINE void lds_load(Wave *w, u32 instruction, const u32 *base, u32 offset, u32 *d,
+NOINLINE void lds_load(Wave* w, u32 instruction, const u32* base, u32 offset, u32* d,
                        Element element, u32 size) {
-  u32 at[64];
-  u64 address[64];
-  lds_address(w, base, offset, at, address);
-  lds_check(w, instruction, at, size, 0, w->id);
-  load_lanes(w, address, d, element, size / 4);
+    u32 at[64];
+    u64 address[64];
+    lds_address(w, base, offset, at, address);
+    lds_check(w, instruction, at, size, 0, w->id);
+    load_lanes(w, address, d, element, size / 4);
 #if STRICT
-  note_lds(w, &w->lgkm, at, size, w->exec, 0);
+    note_lds(w, &w->lgkm, at, size, w->exec, 0);
 #endif
 }
-NOINLINE void lds_store(Wave *w, u32 instruction, const u32 *base, u32 offset, const u32 *d,
+NOINLINE void lds_store(Wave* w, u32 instruction, const u32* base, u32 offset, const u32* d,
                         Element element, u32 size) {
-  u32 at[64];
-  u64 address[64];
-  lds_address(w, base, offset, at, address);
-  lds_check(w, instruction, at, size, 1, w->id);
-  store_lanes(w, address, d, element, size / 4);
+    u32 at[64];
+    u64 address[64];
+    lds_address(w, base, offset, at, address);
+    lds_check(w, instruction, at, size, 1, w->id);
+    store_lanes(w, address, d, element, size / 4);
 #if STRICT
-  note_lds(w, &w->lgkm, at, size, w->exec, 1);
+    note_lds(w, &w->lgkm, at, size, w->exec, 1);
 #endif
 }
 
 // Global or buffer memory to LDS: lane l lands at M0's base plus the offset plus l times the size.
-NOINLINE void copy_to_lds(Wave *w, u32 instruction, const u64 *address, u64 valid, u32 base,
+NOINLINE void copy_to_lds(Wave* w, u32 instruction, const u64* address, u64 valid, u32 base,
                           Element element, u32 size) {
-  u32 width = size < 4 ? 4 : size, at[64], rows[4 * 64];
-  u64 exec = w->exec, target[64], lds = (u64)w->group->lds;
-  memset(rows, 0, sizeof rows);
-  set_exec(w, exec & valid);
-  check_memory(w, instruction, address, size, 0);
-  load_lanes(w, address, rows, element, size / 4);
-  w->group->counters->bytes_read += (u64)size * (u64)__builtin_popcountll(w->exec);
-  set_exec(w, exec);
-  LANES {
-    at[l] = base + (u32)l * width;
-    target[l] = lds + at[l];
-  }
-  lds_check(w, instruction, at, width, 1, BY_COPY + w->id);
-  store_lanes(w, target, rows, DWORDS, width / 4);
+    u32 width = size < 4 ? 4 : size, at[64], rows[4 * 64];
+    u64 exec = w->exec, target[64], lds = (u64)w->group->lds;
+    memset(rows, 0, sizeof rows);
+    set_exec(w, exec & valid);
+    check_memory(w, instruction, address, size, 0);
+    load_lanes(w, address, rows, element, size / 4);
+    w->group->counters->bytes_read += (u64)size * (u64)__builtin_popcountll(w->exec);
+    set_exec(w, exec);
+    LANES {
+        at[l] = base + (u32)l * width;
+        target[l] = lds + at[l];
+    }
+    lds_check(w, instruction, at, width, 1, BY_COPY + w->id);
+    store_lanes(w, target, rows, DWORDS, width / 4);
 #if STRICT
-  note_lds(w, &w->vm, at, width, exec, 1);
+    note_lds(w, &w->vm, at, width, exec, 1);
 #endif
 }
-NOINLINE void buffer_to_lds(Wave *w, u32 instruction, const u32 *resource, const u32 *offsets,
+NOINLINE void buffer_to_lds(Wave* w, u32 instruction, const u32* resource, const u32* offsets,
                             i32 fixed, u32 soffset, Element element, u32 size) {
-  u64 base = resource_base(resource), records = resource[2], valid = 0, address[64];
-  LANES {
-    u64 at = (u64)(offsets ? offsets[l] : 0) + (u64)(i64)fixed + soffset;
-    address[l] = base + at;
-    valid |= (u64)(at + size <= records) << l;
-  }
-  copy_to_lds(w, instruction, address, valid, (w->s[M0] & 0x3ffff) + (u32)fixed, element, size);
+    u64 base = resource_base(resource), records = resource[2], valid = 0, address[64];
+    LANES {
+        u64 at = (u64)(offsets ? offsets[l] : 0) + (u64)(i64)fixed + soffset;
+        address[l] = base + at;
+        valid |= (u64)(at + size <= records) << l;
+    }
+    copy_to_lds(w, instruction, address, valid, (w->s[M0] & 0x3ffff) + (u32)fixed, element, size);
 }
 
-NOINLINE void scalar_load(Wave *w, u32 instruction, u64 address, u32 d, u32 dwords) {
-  address &= ~3ull;
-  check_one(w, instruction, 0, address, 4 * dwords, 0);
-  memcpy(w->s + d, (const void *)address, 4 * dwords);
-  w->group->counters->scalar_bytes_read += 4 * dwords;
+NOINLINE void scalar_load(Wave* w, u32 instruction, u64 address, u32 d, u32 dwords) {
+    address &= ~3ull;
+    check_one(w, instruction, 0, address, 4 * dwords, 0);
+    memcpy(w->s + d, (const void*)address, 4 * dwords);
+    w->group->counters->scalar_bytes_read += 4 * dwords;
 }
-NOINLINE void scalar_buffer_load(Wave *w, u32 instruction, const u32 *resource, u32 offset, u32 d,
+NOINLINE void scalar_buffer_load(Wave* w, u32 instruction, const u32* resource, u32 offset, u32 d,
                                  u32 dwords) {
-  u64 base = resource_base(resource), at = offset & ~3u;
-  u32 loaded[16];
-  for (u32 i = 0; i < dwords; i++, at += 4) {
-    loaded[i] = 0;
-    if (at + 4 > resource[2]) continue;
-    check_one(w, instruction, 0, base + at, 4, 0);
-    memcpy(loaded + i, (const void *)(base + at), 4);
-  }
-  memcpy(w->s + d, loaded, 4 * dwords);
-  w->group->counters->scalar_bytes_read += 4 * dwords;
+    u64 base = resource_base(resource), at = offset & ~3u;
+    u32 loaded[16];
+    for (u32 i = 0; i < dwords; i++, at += 4) {
+        loaded[i] = 0;
+        if (at + 4 > resource[2])
+            continue;
+        check_one(w, instruction, 0, base + at, 4, 0);
+        memcpy(loaded + i, (const void*)(base + at), 4);
+    }
+    memcpy(w->s + d, loaded, 4 * dwords);
+    w->group->counters->scalar_bytes_read += 4 * dwords;
 }

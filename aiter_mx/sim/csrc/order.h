@@ -12,325 +12,351 @@
 enum { WHO_BITS = 5, BY_COPY = 16, BY_MANY = 30, BY_ATOMIC = 31 };
 enum { SETTLED = 1 << WHO_BITS, FIRST_EPOCH = 2, LAST_EPOCH = 2047 };
 
-INLINE Pending *queued(Queue *q, u32 i) { return &q->entry[(q->first + i) % QUEUE]; }
+INLINE Pending* queued(Queue* q, u32 i) { return &q->entry[(q->first + i) % QUEUE]; }
 
-COLD void bad_read(Wave *w, u32 instruction, u64 lanes, int count, ...) {
-  Fault fault = {.kind = FAULT_REGISTER_UNSET, .instruction = instruction};
-  va_list list;
-  va_start(list, count);
-  while (count--) {
-    u32 reg = (u32)va_arg(list, int);
-    u64 missing = lanes & ~w->set[reg];
-    if (!missing && !w->due[reg]) continue;
-    fault.reg = reg;
-    fault.lane = missing ? (u32)__builtin_ctzll(missing) : 0;
-    if (w->due[reg]) fault.kind = FAULT_REGISTER_EARLY;
-    break;
-  }
-  va_end(list);
-  fail(w, fault);
+COLD void bad_read(Wave* w, u32 instruction, u64 lanes, int count, ...) {
+    Fault fault = {.kind = FAULT_REGISTER_UNSET, .instruction = instruction};
+    va_list list;
+    va_start(list, count);
+    while (count--) {
+        u32 reg = (u32)va_arg(list, int);
+        u64 missing = lanes & ~w->set[reg];
+        if (!missing && !w->due[reg])
+            continue;
+        fault.reg = reg;
+        fault.lane = missing ? (u32)__builtin_ctzll(missing) : 0;
+        if (w->due[reg])
+            fault.kind = FAULT_REGISTER_EARLY;
+        break;
+    }
+    va_end(list);
+    fail(w, fault);
 }
 // A register is written while a load into it is under way: wrong in the lanes of that load.
-static u64 lanes_due(Wave *w, u32 reg, const Pending *except) {
-  u64 lanes = 0;
-  Queue *queues[2] = {&w->vm, &w->lgkm};
-  for (int q = 0; q < 2; q++)
-    for (u32 i = 0; i < queues[q]->count; i++) {
-      const Pending *p = queued(queues[q], i);
-      if (p != except && !p->is_scalar && reg - p->reg < p->reg_count) lanes |= p->lanes;
+static u64 lanes_due(Wave* w, u32 reg, const Pending* except) {
+    u64 lanes = 0;
+    Queue* queues[2] = {&w->vm, &w->lgkm};
+    for (int q = 0; q < 2; q++)
+        for (u32 i = 0; i < queues[q]->count; i++) {
+            const Pending* p = queued(queues[q], i);
+            if (p != except && !p->is_scalar && reg - p->reg < p->reg_count)
+                lanes |= p->lanes;
+        }
+    return lanes;
+}
+NOINLINE void late_write(Wave* w, u32 instruction, u64 lanes, int count, ...) {
+    va_list list;
+    va_start(list, count);
+    while (count--) {
+        u32 reg = (u32)va_arg(list, int);
+        u64 hit = lanes_due(w, reg, NULL) & lanes;
+        if (hit)
+            fail(w, (Fault){.kind = FAULT_REGISTER_LATE,
+                            .instruction = instruction,
+                            .is_write = 1,
+                            .reg = reg,
+                            .lane = (u32)__builtin_ctzll(hit)});
     }
-  return lanes;
+    va_end(list);
 }
-NOINLINE void late_write(Wave *w, u32 instruction, u64 lanes, int count, ...) {
-  va_list list;
-  va_start(list, count);
-  while (count--) {
-    u32 reg = (u32)va_arg(list, int);
-    u64 hit = lanes_due(w, reg, NULL) & lanes;
-    if (hit)
-      fail(w, (Fault){.kind = FAULT_REGISTER_LATE,
-                      .instruction = instruction,
-                      .is_write = 1,
-                      .reg = reg,
-                      .lane = (u32)__builtin_ctzll(hit)});
-  }
-  va_end(list);
-}
-static int scalar_is_due(const Wave *w, u32 reg) {
-  for (u32 i = 0; i < w->lgkm.count; i++) {
-    const Pending *p = &w->lgkm.entry[(w->lgkm.first + i) % QUEUE];
-    if (p->is_scalar && reg - p->reg < p->reg_count) return 1;
-  }
-  return 0;
+static int scalar_is_due(const Wave* w, u32 reg) {
+    for (u32 i = 0; i < w->lgkm.count; i++) {
+        const Pending* p = &w->lgkm.entry[(w->lgkm.first + i) % QUEUE];
+        if (p->is_scalar && reg - p->reg < p->reg_count)
+            return 1;
+    }
+    return 0;
 }
 // Arithmetic may read what is unset, such as the unused half of a pair: the lanes returned are as
 // unset in the result. Reading what is on its way is wrong in any case.
-NOINLINE u64 unset_lanes(Wave *w, u32 instruction, u64 lanes, int count, ...) {
-  u64 unset = 0;
-  va_list list;
-  va_start(list, count);
-  while (count--) {
-    u32 reg = (u32)va_arg(list, int);
-    u64 missing = lanes & ~w->set[reg];
-    if (missing && w->due[reg] && (missing & lanes_due(w, reg, NULL)))
-      bad_read(w, instruction, missing, 1, reg);
-    unset |= missing;
-  }
-  va_end(list);
-  return unset;
+NOINLINE u64 unset_lanes(Wave* w, u32 instruction, u64 lanes, int count, ...) {
+    u64 unset = 0;
+    va_list list;
+    va_start(list, count);
+    while (count--) {
+        u32 reg = (u32)va_arg(list, int);
+        u64 missing = lanes & ~w->set[reg];
+        if (missing && w->due[reg] && (missing & lanes_due(w, reg, NULL)))
+            bad_read(w, instruction, missing, 1, reg);
+        unset |= missing;
+    }
+    va_end(list);
+    return unset;
 }
 // What translated code calls: `need` where a row must be valid in all active lanes, `flow` where
 // row d becomes as valid as the others are.
-NOINLINE void need1(Wave *w, u32 instruction, u32 a) {
-  if (UNLIKELY(w->exec & ~w->set[a])) bad_read(w, instruction, w->exec, 1, a);
+NOINLINE void need1(Wave* w, u32 instruction, u32 a) {
+    if (UNLIKELY(w->exec & ~w->set[a]))
+        bad_read(w, instruction, w->exec, 1, a);
 }
-NOINLINE void need2(Wave *w, u32 instruction, u32 a, u32 b) {
-  if (UNLIKELY(w->exec & ~(w->set[a] & w->set[b]))) bad_read(w, instruction, w->exec, 2, a, b);
+NOINLINE void need2(Wave* w, u32 instruction, u32 a, u32 b) {
+    if (UNLIKELY(w->exec & ~(w->set[a] & w->set[b])))
+        bad_read(w, instruction, w->exec, 2, a, b);
 }
-NOINLINE void need3(Wave *w, u32 instruction, u32 a, u32 b, u32 c) {
-  if (UNLIKELY(w->exec & ~(w->set[a] & w->set[b] & w->set[c])))
-    bad_read(w, instruction, w->exec, 3, a, b, c);
+NOINLINE void need3(Wave* w, u32 instruction, u32 a, u32 b, u32 c) {
+    if (UNLIKELY(w->exec & ~(w->set[a] & w->set[b] & w->set[c])))
+        bad_read(w, instruction, w->exec, 3, a, b, c);
 }
-static void need_rows(Wave *w, u32 instruction, u64 lanes, int count, va_list list) {
-  while (count--) {
-    u32 reg = (u32)va_arg(list, int);
-    if (UNLIKELY(lanes & ~w->set[reg])) bad_read(w, instruction, lanes, 1, reg);
-  }
+static void need_rows(Wave* w, u32 instruction, u64 lanes, int count, va_list list) {
+    while (count--) {
+        u32 reg = (u32)va_arg(list, int);
+        if (UNLIKELY(lanes & ~w->set[reg]))
+            bad_read(w, instruction, lanes, 1, reg);
+    }
 }
-NOINLINE void need_lanes(Wave *w, u32 instruction, u64 lanes, int count, ...) {
-  va_list list;
-  va_start(list, count);
-  need_rows(w, instruction, lanes, count, list);
-  va_end(list);
+NOINLINE void need_lanes(Wave* w, u32 instruction, u64 lanes, int count, ...) {
+    va_list list;
+    va_start(list, count);
+    need_rows(w, instruction, lanes, count, list);
+    va_end(list);
 }
-NOINLINE void need_many(Wave *w, u32 instruction, int count, ...) {
-  va_list list;
-  va_start(list, count);
-  need_rows(w, instruction, w->exec, count, list);
-  va_end(list);
+NOINLINE void need_many(Wave* w, u32 instruction, int count, ...) {
+    va_list list;
+    va_start(list, count);
+    need_rows(w, instruction, w->exec, count, list);
+    va_end(list);
 }
-INLINE void become(Wave *w, u32 d, u64 unset) { w->set[d] = (w->set[d] | w->exec) & ~unset; }
-NOINLINE void flow1(Wave *w, u32 instruction, u32 d, u32 a) {
-  u64 unset = w->exec & ~w->set[a];
-  if (UNLIKELY(unset)) unset = unset_lanes(w, instruction, w->exec, 1, a);
-  become(w, d, unset);
+INLINE void become(Wave* w, u32 d, u64 unset) { w->set[d] = (w->set[d] | w->exec) & ~unset; }
+NOINLINE void flow1(Wave* w, u32 instruction, u32 d, u32 a) {
+    u64 unset = w->exec & ~w->set[a];
+    if (UNLIKELY(unset))
+        unset = unset_lanes(w, instruction, w->exec, 1, a);
+    become(w, d, unset);
 }
-NOINLINE void flow2(Wave *w, u32 instruction, u32 d, u32 a, u32 b) {
-  u64 unset = w->exec & ~(w->set[a] & w->set[b]);
-  if (UNLIKELY(unset)) unset = unset_lanes(w, instruction, w->exec, 2, a, b);
-  become(w, d, unset);
+NOINLINE void flow2(Wave* w, u32 instruction, u32 d, u32 a, u32 b) {
+    u64 unset = w->exec & ~(w->set[a] & w->set[b]);
+    if (UNLIKELY(unset))
+        unset = unset_lanes(w, instruction, w->exec, 2, a, b);
+    become(w, d, unset);
 }
-NOINLINE void flow3(Wave *w, u32 instruction, u32 d, u32 a, u32 b, u32 c) {
-  u64 unset = w->exec & ~(w->set[a] & w->set[b] & w->set[c]);
-  if (UNLIKELY(unset)) unset = unset_lanes(w, instruction, w->exec, 3, a, b, c);
-  become(w, d, unset);
+NOINLINE void flow3(Wave* w, u32 instruction, u32 d, u32 a, u32 b, u32 c) {
+    u64 unset = w->exec & ~(w->set[a] & w->set[b] & w->set[c]);
+    if (UNLIKELY(unset))
+        unset = unset_lanes(w, instruction, w->exec, 3, a, b, c);
+    become(w, d, unset);
 }
-NOINLINE void flow_many(Wave *w, u32 instruction, u32 d, int count, ...) {
-  u64 unset = 0;
-  va_list list;
-  va_start(list, count);
-  while (count--) {
-    u32 reg = (u32)va_arg(list, int);
-    if (UNLIKELY(w->exec & ~w->set[reg])) unset |= unset_lanes(w, instruction, w->exec, 1, reg);
-  }
-  va_end(list);
-  become(w, d, unset);
+NOINLINE void flow_many(Wave* w, u32 instruction, u32 d, int count, ...) {
+    u64 unset = 0;
+    va_list list;
+    va_start(list, count);
+    while (count--) {
+        u32 reg = (u32)va_arg(list, int);
+        if (UNLIKELY(w->exec & ~w->set[reg]))
+            unset |= unset_lanes(w, instruction, w->exec, 1, reg);
+    }
+    va_end(list);
+    become(w, d, unset);
 }
-COLD void bad_scalar_read(Wave *w, u32 instruction, u64 low, u64 high);
-NOINLINE void unset_scalars(Wave *w, u32 instruction, u64 low, u64 high, u64 to_low, u64 to_high) {
-  for (u32 half = 0; half < 2; half++)
-    for (u64 missing = (half ? high : low) & ~w->sset[half]; missing; missing &= missing - 1)
-      if (scalar_is_due(w, 64 * half + (u32)__builtin_ctzll(missing)))
-        bad_scalar_read(w, instruction, low, high);
-  w->sset[0] &= ~to_low;
-  w->sset[1] &= ~to_high;
+COLD void bad_scalar_read(Wave* w, u32 instruction, u64 low, u64 high);
+NOINLINE void unset_scalars(Wave* w, u32 instruction, u64 low, u64 high, u64 to_low, u64 to_high) {
+    for (u32 half = 0; half < 2; half++)
+        for (u64 missing = (half ? high : low) & ~w->sset[half]; missing; missing &= missing - 1)
+            if (scalar_is_due(w, 64 * half + (u32)__builtin_ctzll(missing)))
+                bad_scalar_read(w, instruction, low, high);
+    w->sset[0] &= ~to_low;
+    w->sset[1] &= ~to_high;
 }
-NOINLINE void scalar_from_lane(Wave *w, u32 instruction, u32 to, u32 row, u64 lane) {
-  u64 bit = 1ull << (to & 63);
-  if (unset_lanes(w, instruction, lane, 1, row))
-    w->sset[to >> 6] &= ~bit;
-  else
-    w->sset[to >> 6] |= bit;
+NOINLINE void scalar_from_lane(Wave* w, u32 instruction, u32 to, u32 row, u64 lane) {
+    u64 bit = 1ull << (to & 63);
+    if (unset_lanes(w, instruction, lane, 1, row))
+        w->sset[to >> 6] &= ~bit;
+    else
+        w->sset[to >> 6] |= bit;
 }
-NOINLINE void lane_from_scalar(Wave *w, u32 instruction, u32 row, u64 lane, u32 from) {
-  u64 bit = 1ull << (from & 63);
-  if (w->sset[from >> 6] & bit || from >= EXEC) {
-    w->set[row] |= lane;
-    return;
-  }
-  if (scalar_is_due(w, from))
-    bad_scalar_read(w, instruction, from < 64 ? bit : 0, from < 64 ? 0 : bit);
-  w->set[row] &= ~lane;
+NOINLINE void lane_from_scalar(Wave* w, u32 instruction, u32 row, u64 lane, u32 from) {
+    u64 bit = 1ull << (from & 63);
+    if (w->sset[from >> 6] & bit || from >= EXEC) {
+        w->set[row] |= lane;
+        return;
+    }
+    if (scalar_is_due(w, from))
+        bad_scalar_read(w, instruction, from < 64 ? bit : 0, from < 64 ? 0 : bit);
+    w->set[row] &= ~lane;
 }
-COLD void bad_scalar_read(Wave *w, u32 instruction, u64 low, u64 high) {
-  u64 missing[2] = {low & ~w->sset[0], high & ~w->sset[1]};
-  u32 half = !missing[0], reg = 64 * half + (u32)__builtin_ctzll(missing[half]);
-  u32 kind = scalar_is_due(w, reg) ? FAULT_REGISTER_EARLY : FAULT_REGISTER_UNSET;
-  fail(w, (Fault){.kind = kind, .instruction = instruction, .reg = reg, .is_scalar = 1});
+COLD void bad_scalar_read(Wave* w, u32 instruction, u64 low, u64 high) {
+    u64 missing[2] = {low & ~w->sset[0], high & ~w->sset[1]};
+    u32 half = !missing[0], reg = 64 * half + (u32)__builtin_ctzll(missing[half]);
+    u32 kind = scalar_is_due(w, reg) ? FAULT_REGISTER_EARLY : FAULT_REGISTER_UNSET;
+    fail(w, (Fault){.kind = kind, .instruction = instruction, .reg = reg, .is_scalar = 1});
 }
 
 // An LDS access as the shadow sees it; `who` is the wave, or one of BY_COPY + wave and BY_ATOMIC.
-COLD void bad_lds(Wave *w, u32 instruction, u32 lane, u32 address, int is_write, u32 old,
+COLD void bad_lds(Wave* w, u32 instruction, u32 lane, u32 address, int is_write, u32 old,
                   int old_is_write, u32 kind) {
-  u32 who = old & ((1 << WHO_BITS) - 1);
-  fail(w, (Fault){.kind = kind,
-                  .instruction = instruction,
-                  .lane = lane,
-                  .address = address,
-                  .is_write = (u32)is_write,
-                  .other_wave = who,
-                  .other_is_write = (u32)old_is_write});
+    u32 who = old & ((1 << WHO_BITS) - 1);
+    fail(w, (Fault){.kind = kind,
+                    .instruction = instruction,
+                    .lane = lane,
+                    .address = address,
+                    .is_write = (u32)is_write,
+                    .other_wave = who,
+                    .other_is_write = (u32)old_is_write});
 }
-INLINE void shadow_byte(Wave *w, u32 instruction, u32 lane, u32 at, int is_write, u32 who) {
-  Group *g = w->group;
-  u32 now = g->epoch << WHO_BITS, old = g->writer[at], tag = now | who;
-  if (UNLIKELY(!old && !is_write))
-    bad_lds(w, instruction, lane, at, 0, 0, 1, FAULT_LDS_UNSET);
-  u32 own = now | w->id;
-  if (UNLIKELY(old >= now && old != tag && old != own)) {
-    u32 by_own_copy = (old & 31) == BY_COPY + w->id;
-    bad_lds(w, instruction, lane, at, is_write, old, 1,
-            by_own_copy ? FAULT_LDS_EARLY : FAULT_LDS_RACE);
-  }
-  u32 read = g->reader[at];
-  if (is_write) {
-    if (UNLIKELY(read >= now && read != own && read != tag))
-      bad_lds(w, instruction, lane, at, 1, read, 0, FAULT_LDS_RACE);
-    g->writer[at] = (u16)tag;
-  } else if (read != tag) {
-    g->reader[at] = (u16)(read >= now ? now | BY_MANY : tag);
-  }
+INLINE void shadow_byte(Wave* w, u32 instruction, u32 lane, u32 at, int is_write, u32 who) {
+    Group* g = w->group;
+    u32 now = g->epoch << WHO_BITS, old = g->writer[at], tag = now | who;
+    if (UNLIKELY(!old && !is_write))
+        bad_lds(w, instruction, lane, at, 0, 0, 1, FAULT_LDS_UNSET);
+    u32 own = now | w->id;
+    if (UNLIKELY(old >= now && old != tag && old != own)) {
+        u32 by_own_copy = (old & 31) == BY_COPY + w->id;
+        bad_lds(w, instruction, lane, at, is_write, old, 1,
+                by_own_copy ? FAULT_LDS_EARLY : FAULT_LDS_RACE);
+    }
+    u32 read = g->reader[at];
+    if (is_write) {
+        if (UNLIKELY(read >= now && read != own && read != tag))
+            bad_lds(w, instruction, lane, at, 1, read, 0, FAULT_LDS_RACE);
+        g->writer[at] = (u16)tag;
+    } else if (read != tag) {
+        g->reader[at] = (u16)(read >= now ? now | BY_MANY : tag);
+    }
 }
-NOINLINE void shadow(Wave *w, u32 instruction, const u32 *address, u32 size, u64 lanes,
+NOINLINE void shadow(Wave* w, u32 instruction, const u32* address, u32 size, u64 lanes,
                      int is_write, u32 who) {
-  Group *g = w->group;
-  u32 now = g->epoch << WHO_BITS;
-  u64 own = (now | who) * 0x0001000100010001ull;
-  for (; lanes; lanes &= lanes - 1) {
-    u32 lane = (u32)__builtin_ctzll(lanes), at = address[lane], end = at + size;
-    // Four bytes at once when this wave alone has touched them since the barrier.
-    if (size >= 4 && !(at & 3)) {
-      for (; at < end; at += 4) {
-        u64 written, read;
-        memcpy(&written, g->writer + at, 8);
-        memcpy(&read, g->reader + at, 8);
-        if (is_write ? written == own && (u16)read < now && read == (u16)read * 0x0001000100010001ull
-                     : read == own)
-          continue;
-        for (u32 i = 0; i < 4; i++) shadow_byte(w, instruction, lane, at + i, is_write, who);
-      }
-    } else {
-      for (; at < end; at++) shadow_byte(w, instruction, lane, at, is_write, who);
+    Group* g = w->group;
+    u32 now = g->epoch << WHO_BITS;
+    u64 own = (now | who) * 0x0001000100010001ull;
+    for (; lanes; lanes &= lanes - 1) {
+        u32 lane = (u32)__builtin_ctzll(lanes), at = address[lane], end = at + size;
+        // Four bytes at once when this wave alone has touched them since the barrier.
+        if (size >= 4 && !(at & 3)) {
+            for (; at < end; at += 4) {
+                u64 written, read;
+                memcpy(&written, g->writer + at, 8);
+                memcpy(&read, g->reader + at, 8);
+                if (is_write ? written == own && (u16)read < now &&
+                                   read == (u16)read * 0x0001000100010001ull
+                             : read == own)
+                    continue;
+                for (u32 i = 0; i < 4; i++)
+                    shadow_byte(w, instruction, lane, at + i, is_write, who);
+            }
+        } else {
+            for (; at < end; at++)
+                shadow_byte(w, instruction, lane, at, is_write, who);
+        }
     }
-  }
 }
 
-static void settle(Wave *w, Pending *p) {
-  if (p->is_scalar) {
-    for (u32 r = p->reg; r < (u32)p->reg + p->reg_count; r++) w->sset[r >> 6] |= 1ull << (r & 63);
-    return;
-  }
-  for (u32 r = p->reg; r < (u32)p->reg + p->reg_count; r++) {
-    u64 lanes = p->lanes;
-    if (--w->due[r]) lanes &= ~lanes_due(w, r, p); // another load into it goes on
-    w->set[r] |= lanes;
-  }
-  if (p->is_copy) { // the copied bytes are this wave's own from here on
-    Group *g = w->group;
-    u16 from = (u16)(g->epoch << WHO_BITS | (BY_COPY + w->id)), to = (u16)(from - BY_COPY);
-    for (u64 lanes = p->lanes; lanes; lanes &= lanes - 1) {
-      u32 at = p->address[__builtin_ctzll(lanes)];
-      for (u32 i = 0; i < p->size; i++)
-        if (g->writer[at + i] == from) g->writer[at + i] = to;
+static void settle(Wave* w, Pending* p) {
+    if (p->is_scalar) {
+        for (u32 r = p->reg; r < (u32)p->reg + p->reg_count; r++)
+            w->sset[r >> 6] |= 1ull << (r & 63);
+        return;
     }
-  }
-  p->reg_count = 0;
-}
-static void retire(Wave *w, Queue *q, u32 count) {
-  for (u32 i = 0; i < count; i++) settle(w, queued(q, i));
-  q->first += count;
-  q->count -= count;
-}
-NOINLINE void wait_vm(Wave *w, u32 left) {
-  if (w->vm.count > left) retire(w, &w->vm, w->vm.count - left);
-}
-NOINLINE void wait_lgkm(Wave *w, u32 left) {
-  Queue *q = &w->lgkm;
-  if (q->count <= left) return;
-  if (!left) return retire(w, q, q->count);
-  // Scalar loads return in any order, so those still out may be the ones that were counted down.
-  u32 scalar = 0;
-  for (u32 i = 0; i < q->count; i++) scalar += queued(q, i)->is_scalar;
-  u32 sure = q->count - left;
-  if (sure <= scalar) return;
-  sure -= scalar;
-  u32 kept = 0;
-  for (u32 i = 0; i < q->count; i++) {
-    if (sure && !queued(q, i)->is_scalar) {
-      settle(w, queued(q, i));
-      sure--;
-    } else {
-      *queued(q, kept++) = *queued(q, i);
+    for (u32 r = p->reg; r < (u32)p->reg + p->reg_count; r++) {
+        u64 lanes = p->lanes;
+        if (--w->due[r])
+            lanes &= ~lanes_due(w, r, p); // another load into it goes on
+        w->set[r] |= lanes;
     }
-  }
-  q->count = kept;
+    if (p->is_copy) { // the copied bytes are this wave's own from here on
+        Group* g = w->group;
+        u16 from = (u16)(g->epoch << WHO_BITS | (BY_COPY + w->id)), to = (u16)(from - BY_COPY);
+        for (u64 lanes = p->lanes; lanes; lanes &= lanes - 1) {
+            u32 at = p->address[__builtin_ctzll(lanes)];
+            for (u32 i = 0; i < p->size; i++)
+                if (g->writer[at + i] == from)
+                    g->writer[at + i] = to;
+        }
+    }
+    p->reg_count = 0;
+}
+static void retire(Wave* w, Queue* q, u32 count) {
+    for (u32 i = 0; i < count; i++)
+        settle(w, queued(q, i));
+    q->first += count;
+    q->count -= count;
+}
+NOINLINE void wait_vm(Wave* w, u32 left) {
+    if (w->vm.count > left)
+        retire(w, &w->vm, w->vm.count - left);
+}
+NOINLINE void wait_lgkm(Wave* w, u32 left) {
+    Queue* q = &w->lgkm;
+    if (q->count <= left)
+        return;
+    if (!left)
+        return retire(w, q, q->count);
+    // Scalar loads return in any order, so those still out may be the ones that were counted down.
+    u32 scalar = 0;
+    for (u32 i = 0; i < q->count; i++)
+        scalar += queued(q, i)->is_scalar;
+    u32 sure = q->count - left;
+    if (sure <= scalar)
+        return;
+    sure -= scalar;
+    u32 kept = 0;
+    for (u32 i = 0; i < q->count; i++) {
+        if (sure && !queued(q, i)->is_scalar) {
+            settle(w, queued(q, i));
+            sure--;
+        } else {
+            *queued(q, kept++) = *queued(q, i);
+        }
+    }
+    q->count = kept;
 }
 
-NOINLINE Pending *enqueue(Wave *w, Queue *q, u32 max, u32 instruction, u32 reg, u32 count) {
-  if (q->count == max) retire(w, q, 1); // the counter is full: issue stalls
-  Pending *p = queued(q, q->count++);
-  p->instruction = instruction;
-  p->reg = (u16)reg;
-  p->reg_count = (u16)count;
-  p->is_scalar = p->touches_lds = p->is_write = p->is_copy = p->size = 0;
-  p->lanes = w->exec;
-  for (u32 r = reg; r < reg + count; r++) {
-    w->due[r]++;
-    w->set[r] &= ~w->exec;
-  }
-  return p;
+NOINLINE Pending* enqueue(Wave* w, Queue* q, u32 max, u32 instruction, u32 reg, u32 count) {
+    if (q->count == max)
+        retire(w, q, 1); // the counter is full: issue stalls
+    Pending* p = queued(q, q->count++);
+    p->instruction = instruction;
+    p->reg = (u16)reg;
+    p->reg_count = (u16)count;
+    p->is_scalar = p->touches_lds = p->is_write = p->is_copy = p->size = 0;
+    p->lanes = w->exec;
+    for (u32 r = reg; r < reg + count; r++) {
+        w->due[r]++;
+        w->set[r] &= ~w->exec;
+    }
+    return p;
 }
-NOINLINE void issue_vm(Wave *w, u32 instruction, u32 reg, u32 count) {
-  enqueue(w, &w->vm, VM_MAX, instruction, reg, count);
+NOINLINE void issue_vm(Wave* w, u32 instruction, u32 reg, u32 count) {
+    enqueue(w, &w->vm, VM_MAX, instruction, reg, count);
 }
-NOINLINE void issue_scalar(Wave *w, u32 instruction, u32 reg, u32 count) {
-  Pending *p = enqueue(w, &w->lgkm, LGKM_MAX, instruction, 0, 0);
-  p->is_scalar = 1;
-  p->reg = (u16)reg;
-  p->reg_count = (u16)count;
-  for (u32 r = reg; r < reg + count; r++) w->sset[r >> 6] &= ~(1ull << (r & 63));
+NOINLINE void issue_scalar(Wave* w, u32 instruction, u32 reg, u32 count) {
+    Pending* p = enqueue(w, &w->lgkm, LGKM_MAX, instruction, 0, 0);
+    p->is_scalar = 1;
+    p->reg = (u16)reg;
+    p->reg_count = (u16)count;
+    for (u32 r = reg; r < reg + count; r++)
+        w->sset[r >> 6] &= ~(1ull << (r & 63));
 }
-NOINLINE void issue_lds(Wave *w, u32 instruction, u32 reg, u32 count) {
-  enqueue(w, &w->lgkm, LGKM_MAX, instruction, reg, count);
+NOINLINE void issue_lds(Wave* w, u32 instruction, u32 reg, u32 count) {
+    enqueue(w, &w->lgkm, LGKM_MAX, instruction, reg, count);
 }
 // Say of the operation issued last that it touches LDS, so that it is followed across barriers.
-static void note_lds(Wave *w, Queue *q, const u32 *address, u32 size, u64 lanes, int is_write) {
-  Pending *p = queued(q, q->count - 1);
-  p->touches_lds = 1;
-  p->is_write = (u8)is_write;
-  p->is_copy = q == &w->vm;
-  p->size = (u8)size;
-  p->lanes = lanes;
-  memcpy(p->address, address, sizeof p->address);
+static void note_lds(Wave* w, Queue* q, const u32* address, u32 size, u64 lanes, int is_write) {
+    Pending* p = queued(q, q->count - 1);
+    p->touches_lds = 1;
+    p->is_write = (u8)is_write;
+    p->is_copy = q == &w->vm;
+    p->size = (u8)size;
+    p->lanes = lanes;
+    memcpy(p->address, address, sizeof p->address);
 }
 
 // After a barrier, whatever was not waited for goes on in the new interval.
-static void carry_over(Wave *w) {
-  Queue *queues[2] = {&w->vm, &w->lgkm};
-  for (int q = 0; q < 2; q++)
-    for (u32 i = 0; i < queues[q]->count; i++) {
-      const Pending *p = queued(queues[q], i);
-      if (p->touches_lds)
-        shadow(w, p->instruction, p->address, p->size, p->lanes, p->is_write,
-               p->is_copy ? BY_COPY + w->id : w->id);
-    }
+static void carry_over(Wave* w) {
+    Queue* queues[2] = {&w->vm, &w->lgkm};
+    for (int q = 0; q < 2; q++)
+        for (u32 i = 0; i < queues[q]->count; i++) {
+            const Pending* p = queued(queues[q], i);
+            if (p->touches_lds)
+                shadow(w, p->instruction, p->address, p->size, p->lanes, p->is_write,
+                       p->is_copy ? BY_COPY + w->id : w->id);
+        }
 }
-static void next_epoch(Group *g) {
-  if (++g->epoch > LAST_EPOCH) {
-    g->epoch = FIRST_EPOCH;
-    for (u32 i = 0; i < g->launch->lds_bytes; i++) {
-      if (g->writer[i]) g->writer[i] = SETTLED;
-      g->reader[i] = 0;
+static void next_epoch(Group* g) {
+    if (++g->epoch > LAST_EPOCH) {
+        g->epoch = FIRST_EPOCH;
+        for (u32 i = 0; i < g->launch->lds_bytes; i++) {
+            if (g->writer[i])
+                g->writer[i] = SETTLED;
+            g->reader[i] = 0;
+        }
     }
-  }
 }

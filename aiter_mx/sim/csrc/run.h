@@ -8,137 +8,146 @@
 
 enum { POISON = 0xffbadbad, LONG_RUN = 1 << 20 };
 
-static u64 next_random(u64 *state) {
-  u64 z = *state += 0x9e3779b97f4a7c15ull;
-  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
-  z = (z ^ z >> 27) * 0x94d049bb133111ebull;
-  return z ^ z >> 31;
+static u64 next_random(u64* state) {
+    u64 z = *state += 0x9e3779b97f4a7c15ull;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+    return z ^ z >> 31;
 }
 
-static void begin_wave(Group *g, Wave *w, u32 id) {
-  const Launch *launch = g->launch;
-  u32 lanes = launch->block[0] * launch->block[1] * launch->block[2];
-  w->id = id;
-  w->group = g;
-  w->state = YIELDED;
-  w->pc = launch->entry_pc;
-  w->wait_cost = launch->schedule == ROUND_ROBIN ? 2 * LONG_RUN : 1;
-  w->sset[0] = w->sset[1] = 0;
-  w->vm.first = w->vm.count = w->lgkm.first = w->lgkm.count = 0;
-  for (u32 i = 0; i < SGPRS; i++) w->s[i] = POISON;
-  for (u32 i = 0; i < REGISTERS * 64; i++) w->v[i] = POISON;
-  memset(w->set, 0, REGISTERS * sizeof *w->set);
-  memset(w->due, 0, REGISTERS);
-  u32 left = lanes - 64 * id;
-  set_exec(w, left >= 64 ? ~0ull : (1ull << left) - 1);
-  start_wave(w);
+static void begin_wave(Group* g, Wave* w, u32 id) {
+    const Launch* launch = g->launch;
+    u32 lanes = launch->block[0] * launch->block[1] * launch->block[2];
+    w->id = id;
+    w->group = g;
+    w->state = YIELDED;
+    w->pc = launch->entry_pc;
+    w->wait_cost = launch->schedule == ROUND_ROBIN ? 2 * LONG_RUN : 1;
+    w->sset[0] = w->sset[1] = 0;
+    w->vm.first = w->vm.count = w->lgkm.first = w->lgkm.count = 0;
+    for (u32 i = 0; i < SGPRS; i++)
+        w->s[i] = POISON;
+    for (u32 i = 0; i < REGISTERS * 64; i++)
+        w->v[i] = POISON;
+    memset(w->set, 0, REGISTERS * sizeof *w->set);
+    memset(w->due, 0, REGISTERS);
+    u32 left = lanes - 64 * id;
+    set_exec(w, left >= 64 ? ~0ull : (1ull << left) - 1);
+    start_wave(w);
 }
 
-static void run_group(Group *g, u64 index) {
-  const Launch *launch = g->launch;
-  g->id[0] = (u32)(index % launch->grid[0]);
-  g->id[1] = (u32)(index / launch->grid[0] % launch->grid[1]);
-  g->id[2] = (u32)(index / launch->grid[0] / launch->grid[1]);
-  g->epoch = FIRST_EPOCH;
-  g->random = launch->seed ^ (index + 1) * 0xd1342543de82ef95ull;
-  u64 *lds = (u64 *)g->lds;
-  for (u32 i = 0; i < launch->lds_bytes / 8; i++) lds[i] = POISON | (u64)POISON << 32;
-  memset(g->writer, 0, launch->lds_bytes * sizeof *g->writer);
-  memset(g->reader, 0, launch->lds_bytes * sizeof *g->reader);
-  for (u32 i = 0; i < g->wave_count; i++) begin_wave(g, g->waves[i], i);
+static void run_group(Group* g, u64 index) {
+    const Launch* launch = g->launch;
+    g->id[0] = (u32)(index % launch->grid[0]);
+    g->id[1] = (u32)(index / launch->grid[0] % launch->grid[1]);
+    g->id[2] = (u32)(index / launch->grid[0] / launch->grid[1]);
+    g->epoch = FIRST_EPOCH;
+    g->random = launch->seed ^ (index + 1) * 0xd1342543de82ef95ull;
+    u64* lds = (u64*)g->lds;
+    for (u32 i = 0; i < launch->lds_bytes / 8; i++)
+        lds[i] = POISON | (u64)POISON << 32;
+    memset(g->writer, 0, launch->lds_bytes * sizeof *g->writer);
+    memset(g->reader, 0, launch->lds_bytes * sizeof *g->reader);
+    for (u32 i = 0; i < g->wave_count; i++)
+        begin_wave(g, g->waves[i], i);
 
-  u32 turn = 0;
-  for (;;) {
-    u32 ready = 0, waiting = 0;
-    for (u32 i = 0; i < g->wave_count; i++) {
-      ready += g->waves[i]->state == YIELDED;
-      waiting += g->waves[i]->state == AT_BARRIER;
-    }
-    if (!ready) {
-      if (!waiting) return;
-      next_epoch(g);
-      for (u32 i = 0; i < g->wave_count; i++)
-        if (g->waves[i]->state == AT_BARRIER) {
-          g->waves[i]->state = YIELDED;
-#if STRICT
-          carry_over(g->waves[i]);
-#endif
+    u32 turn = 0;
+    for (;;) {
+        u32 ready = 0, waiting = 0;
+        for (u32 i = 0; i < g->wave_count; i++) {
+            ready += g->waves[i]->state == YIELDED;
+            waiting += g->waves[i]->state == AT_BARRIER;
         }
-      continue;
+        if (!ready) {
+            if (!waiting)
+                return;
+            next_epoch(g);
+            for (u32 i = 0; i < g->wave_count; i++)
+                if (g->waves[i]->state == AT_BARRIER) {
+                    g->waves[i]->state = YIELDED;
+#if STRICT
+                    carry_over(g->waves[i]);
+#endif
+                }
+            continue;
+        }
+        u32 pick = launch->schedule == RANDOM ? (u32)(next_random(&g->random) % ready) : 0;
+        u32 i = launch->schedule == RANDOM ? 0 : turn % g->wave_count;
+        for (;; i = (i + 1) % g->wave_count)
+            if (g->waves[i]->state == YIELDED && !pick--)
+                break;
+        Wave* w = g->waves[i];
+        w->budget = launch->schedule == RANDOM ? (i64)(next_random(&g->random) % 24) : LONG_RUN;
+        i64 given = w->budget;
+        set_float_mode(w->mode);
+        w->state = RUNNING;
+        w->state = run_wave(w);
+        g->steps += 1 + (u64)(given - w->budget) % (2 * LONG_RUN);
+        turn = launch->schedule == RUN_TO_BARRIER && w->state == YIELDED ? i : i + 1;
+        if (g->steps > launch->max_steps)
+            fail(w, (Fault){.kind = FAULT_STUCK, .instruction = ~0u});
     }
-    u32 pick = launch->schedule == RANDOM ? (u32)(next_random(&g->random) % ready) : 0;
-    u32 i = launch->schedule == RANDOM ? 0 : turn % g->wave_count;
-    for (;; i = (i + 1) % g->wave_count)
-      if (g->waves[i]->state == YIELDED && !pick--) break;
-    Wave *w = g->waves[i];
-    w->budget = launch->schedule == RANDOM ? (i64)(next_random(&g->random) % 24) : LONG_RUN;
-    i64 given = w->budget;
-    set_float_mode(w->mode);
-    w->state = RUNNING;
-    w->state = run_wave(w);
-    g->steps += 1 + (u64)(given - w->budget) % (2 * LONG_RUN);
-    turn = launch->schedule == RUN_TO_BARRIER && w->state == YIELDED ? i : i + 1;
-    if (g->steps > launch->max_steps)
-      fail(w, (Fault){.kind = FAULT_STUCK, .instruction = ~0u});
-  }
 }
 
-static void *zeroed(u64 size) {
-  void *p = aligned_alloc(64, (size + 127) / 64 * 64);
-  if (p) memset(p, 0, size);
-  return p;
+static void* zeroed(u64 size) {
+    void* p = aligned_alloc(64, (size + 127) / 64 * 64);
+    if (p)
+        memset(p, 0, size);
+    return p;
 }
 
 // One thread's share of a launch: takes workgroups until none is left or a thread has failed.
-int sim_run(Launch *launch, Counters *counters, u64 *block_counts, Fault *fault) {
-  u64 total = (u64)launch->grid[0] * launch->grid[1] * launch->grid[2];
-  u32 lanes = launch->block[0] * launch->block[1] * launch->block[2], waves = (lanes + 63) / 64;
-  u64 lds = ((u64)launch->lds_bytes + 127) / 64 * 64, scratch = (u64)launch->scratch_bytes * 64;
-  u64 rows = (u64)REGISTERS * 256;
-  u64 per_wave = (sizeof(Wave) + rows + REGISTERS * 9 + scratch + 255) / 64 * 64;
-  Group *g = zeroed(sizeof *g);
-  u8 *memory = zeroed(waves * (per_wave + sizeof(Wave *)) + 5 * lds + 64);
-  if (!g || !memory) {
-    free(g), free(memory);
-    fault->kind = FAULT_MEMORY;
-    return 1;
-  }
-#if defined(__x86_64__)
-  u32 csr = __builtin_ia32_stmxcsr();
-#endif
-  u8 *at = memory;
-  g->launch = launch;
-  g->counters = counters;
-  g->block_counts = block_counts;
-  g->fault = fault;
-  g->wave_count = waves;
-  g->lds = at + (u64)waves * per_wave;
-  g->writer = (u16 *)(g->lds + lds);
-  g->reader = g->writer + lds;
-  g->waves = (Wave **)(g->reader + lds);
-  g->waves = (Wave **)(((u64)g->waves + 7) & ~7ull);
-  for (u32 i = 0; i < waves; i++, at += per_wave) {
-    Wave *w = g->waves[i] = (Wave *)at;
-    w->v = (u32 *)(at + (sizeof(Wave) + 63) / 64 * 64);
-    w->set = (u64 *)(w->v + REGISTERS * 64);
-    w->due = (u8 *)(w->set + REGISTERS);
-    w->scratch = w->due + REGISTERS;
-  }
-  if (!setjmp(g->on_fault)) {
-    for (;;) {
-      if (__atomic_load_n(&launch->stop, __ATOMIC_RELAXED)) break;
-      u64 index = __atomic_fetch_add(&launch->next_group, 1, __ATOMIC_RELAXED);
-      if (index >= total) break;
-      run_group(g, index);
+int sim_run(Launch* launch, Counters* counters, u64* block_counts, Fault* fault) {
+    u64 total = (u64)launch->grid[0] * launch->grid[1] * launch->grid[2];
+    u32 lanes = launch->block[0] * launch->block[1] * launch->block[2], waves = (lanes + 63) / 64;
+    u64 lds = ((u64)launch->lds_bytes + 127) / 64 * 64, scratch = (u64)launch->scratch_bytes * 64;
+    u64 rows = (u64)REGISTERS * 256;
+    u64 per_wave = (sizeof(Wave) + rows + REGISTERS * 9 + scratch + 255) / 64 * 64;
+    Group* g = zeroed(sizeof *g);
+    u8* memory = zeroed(waves * (per_wave + sizeof(Wave*)) + 5 * lds + 64);
+    if (!g || !memory) {
+        free(g), free(memory);
+        fault->kind = FAULT_MEMORY;
+        return 1;
     }
-  } else {
-    __atomic_store_n(&launch->stop, 1, __ATOMIC_RELAXED);
-  }
 #if defined(__x86_64__)
-  __builtin_ia32_ldmxcsr(csr);
+    u32 csr = __builtin_ia32_stmxcsr();
 #endif
-  int failed = fault->kind != FAULT_NONE;
-  free(memory);
-  free(g);
-  return failed;
+    u8* at = memory;
+    g->launch = launch;
+    g->counters = counters;
+    g->block_counts = block_counts;
+    g->fault = fault;
+    g->wave_count = waves;
+    g->lds = at + (u64)waves * per_wave;
+    g->writer = (u16*)(g->lds + lds);
+    g->reader = g->writer + lds;
+    g->waves = (Wave**)(g->reader + lds);
+    g->waves = (Wave**)(((u64)g->waves + 7) & ~7ull);
+    for (u32 i = 0; i < waves; i++, at += per_wave) {
+        Wave* w = g->waves[i] = (Wave*)at;
+        w->v = (u32*)(at + (sizeof(Wave) + 63) / 64 * 64);
+        w->set = (u64*)(w->v + REGISTERS * 64);
+        w->due = (u8*)(w->set + REGISTERS);
+        w->scratch = w->due + REGISTERS;
+    }
+    if (!setjmp(g->on_fault)) {
+        for (;;) {
+            if (__atomic_load_n(&launch->stop, __ATOMIC_RELAXED))
+                break;
+            u64 index = __atomic_fetch_add(&launch->next_group, 1, __ATOMIC_RELAXED);
+            if (index >= total)
+                break;
+            run_group(g, index);
+        }
+    } else {
+        __atomic_store_n(&launch->stop, 1, __ATOMIC_RELAXED);
+    }
+#if defined(__x86_64__)
+    __builtin_ia32_ldmxcsr(csr);
+#endif
+    int failed = fault->kind != FAULT_NONE;
+    free(memory);
+    free(g);
+    return failed;
 }

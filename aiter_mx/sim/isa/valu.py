@@ -119,7 +119,7 @@ v_cvt_pk_f16_f32 u ff f32_to_f16(a) | (u32)f32_to_f16(b) << 16
 v_cvt_pk_bf16_f32 u ff f32_to_bf16(a) | (u32)f32_to_bf16(b) << 16
 v_cvt_pk_u16_u32 u uu saturate(a, 0, 65535) | saturate(b, 0, 65535) << 16
 v_cvt_pk_i16_i32 u ii (saturate(a, -32768, 32767) & 0xffff) | saturate(b, -32768, 32767) << 16
-v_cvt_pk_u8_f32 u fuu (c & ~(255u << 8 * (b & 3))) | saturate(to_i32(rintf(a)), 0, 255) << 8 * (b & 3)
+v_cvt_pk_u8_f32 u fuu insert_byte(c, b, saturate(to_i32(rintf(a)), 0, 255))
 v_cvt_f32_fp8 f u decoded_f32[E4M3][a & 255]
 v_cvt_f32_bf8 f u decoded_f32[E5M2][a & 255]
 v_cvt_pk_f32_fp8 F w decoded_f32[E4M3][a & 255]; r2 = decoded_f32[E4M3][a >> 8]
@@ -128,13 +128,14 @@ v_cvt_pk_fp8_f32 W ff encode_fp8(a, E4M3, 0) | encode_fp8(b, E4M3, 0) << 8
 v_cvt_pk_bf8_f32 W ff encode_fp8(a, E5M2, 0) | encode_fp8(b, E5M2, 0) << 8
 """
 
+# `LOW` and `HIGH` are the two fp8 numbers of the source.
 _SCALED_CONVERT = family(
     """
-v_cvt_scalef32_pk_f32_{t} F wu scaled_f32(decoded[{T}][a & 255], b); r2 = scaled_f32(decoded[{T}][a >> 8], b)
+v_cvt_scalef32_pk_f32_{t} F wu scaled_f32(LOW, b); r2 = scaled_f32(HIGH, b)
 v_cvt_scalef32_pk_{t}_f32 W ffu unscaled_fp8(a, c, {T}) | unscaled_fp8(b, c, {T}) << 8
-v_cvt_scalef32_pk_f16_{t} u wu scaled_f16(decoded[{T}][a & 255], b) | (u32)scaled_f16(decoded[{T}][a >> 8], b) << 16
-v_cvt_scalef32_pk_bf16_{t} u wu scaled_bf16(decoded[{T}][a & 255], b) | (u32)scaled_bf16(decoded[{T}][a >> 8], b) << 16
-""",
+v_cvt_scalef32_pk_f16_{t} u wu scaled_f16(LOW, b) | (u32)scaled_f16(HIGH, b) << 16
+v_cvt_scalef32_pk_bf16_{t} u wu scaled_bf16(LOW, b) | (u32)scaled_bf16(HIGH, b) << 16
+""".replace("LOW", "decoded[{T}][a & 255]").replace("HIGH", "decoded[{T}][a >> 8]"),
     t="fp8|bf8",
     T="E4M3|E5M2",
 )
@@ -180,11 +181,11 @@ v_mul_hi_u32 u uu (u32)((u64)a * b >> 32)
 v_mul_hi_i32 u ii (u32)((i64)a * b >> 32)
 v_mul_u32_u24 u uu (a & 0xffffff) * (b & 0xffffff)
 v_mul_hi_u32_u24 u uu (u32)((u64)(a & 0xffffff) * (b & 0xffffff) >> 32)
-v_mul_i32_i24 u uu (u32)(((i32)(a << 8) >> 8) * (i64)((i32)(b << 8) >> 8))
+v_mul_i32_i24 u uu (u32)(signed24(a) * signed24(b))
 v_mad_u32_u24 u uuu (a & 0xffffff) * (b & 0xffffff) + c
-v_mad_i32_i24 u uuu (u32)(((i32)(a << 8) >> 8) * (i64)((i32)(b << 8) >> 8)) + c
+v_mad_i32_i24 u uuu (u32)(signed24(a) * signed24(b)) + c
 v_mad_u64_u32 Uk uuU (u64)a * b + c; k = r < c
-v_mad_i64_i32 Ik iiI (i64)((u64)((i64)a * b) + (u64)c); k = __builtin_add_overflow((i64)a * b, c, &(i64){0})
+v_mad_i64_i32 Ik iiI (i64)a * b + c; k = __builtin_add_overflow((i64)a * b, c, &(i64){0})
 v_min_u32 u uu a < b ? a : b
 v_max_u32 u uu a > b ? a : b
 v_min_i32 i ii a < b ? a : b
@@ -195,8 +196,8 @@ v_min3_i32 i iii a < b ? (a < c ? a : c) : (b < c ? b : c)
 v_max3_i32 i iii a > b ? (a > c ? a : c) : (b > c ? b : c)
 v_med3_u32 u uuu med3_u32(a, b, c)
 v_med3_i32 i iii med3_i32(a, b, c)
-v_bfe_u32 u uuu (c & 31) ? a >> (b & 31) & ((1u << (c & 31)) - 1) : 0
-v_bfe_i32 u iuu (c & 31) ? (u32)((i32)((u32)(a >> (b & 31)) << (32 - (c & 31))) >> (32 - (c & 31))) : 0
+v_bfe_u32 u uuu (u32)extract(a, b & 31, c & 31)
+v_bfe_i32 u uuu (u32)extract_signed(a, b & 31, c & 31, 32)
 v_bfi_b32 u uuu (a & b) | (~a & c)
 v_bfm_b32 u uu ((1u << (a & 31)) - 1) << (b & 31)
 v_bfrev_b32 u u reverse_bits(a)
