@@ -22,11 +22,10 @@
 
 using namespace mx;
 
-constexpr int kM = MX_M;         // rows of x
-constexpr int kRows = MX_ROWS;   // outputs n of a workgroup
-constexpr int kWaves = MX_WAVES; // waves of a workgroup
-constexpr int kUnroll =
-    MX_UNROLL; // steps of a wave whose loads are issued before the first is used
+constexpr int kM = MX_M;           // rows of x
+constexpr int kRows = MX_ROWS;     // outputs n of a workgroup
+constexpr int kWaves = MX_WAVES;   // waves of a workgroup
+constexpr int kUnroll = MX_UNROLL; // steps of a wave whose loads precede all use
 using Out = DType<MX_OUT>;
 using Offset = unsigned long; // elements and bytes: tensors may exceed 4 GiB
 
