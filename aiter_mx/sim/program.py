@@ -217,7 +217,8 @@ class Program:
         everything = [
             *regions,
             *self._loaded.regions,
-            Region("kernel arguments", start, len(segment), "r"),
+            # Compilers widen loads of the segment, which the runtime aligns to 16 bytes.
+            Region("kernel arguments", start, -(-len(segment) // 16) * 16, "r"),
             Region("dispatch packet", ctypes.addressof(packet), 64, "r"),
         ]
         pieces = disjoint(everything)

@@ -1,0 +1,338 @@
+"""Vector and scalar arithmetic of the simulator, instruction by instruction, against numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from sim_tools import Array, launch, program
+
+LANES = 1024
+np.seterr(all="ignore")
+
+
+@dataclass(frozen=True)
+class Case:
+    """An instruction: operand types as in ``TYPES``, and what it computes of whole arrays."""
+
+    asm: str
+    result: str
+    sources: str
+    expected: Callable[..., Array]
+    ulps: int = 0
+
+
+TYPES = {"u": np.uint32, "i": np.int32, "f": np.float32, "U": np.uint64, "I": np.int64,
+         "d": np.float64}  # fmt: skip
+_U64 = 0xFFFFFFFFFFFFFFFF
+
+
+def big(function: Callable[..., int]) -> Callable[..., Array]:
+    """An oracle in Python's unbounded integers, taken modulo the result's width afterwards."""
+    return lambda *arrays: np.array(
+        [function(*map(int, values)) & _U64 for values in zip(*arrays, strict=True)], np.uint64
+    )
+
+
+def halves(x: Array) -> tuple[Array, Array]:
+    low, high = (x & 0xFFFF).astype(np.uint16), (x >> 16).astype(np.uint16)
+    return low.view(np.float16), high.view(np.float16)
+
+
+def f16_word(low: Array, high: Array | None = None) -> Array:
+    low = low.astype(np.float16).view(np.uint16).astype(np.uint32)
+    return low if high is None else low | f16_word(high) << 16
+
+
+def rounded(dtype: torch.dtype) -> Callable[[Array], Array]:
+    """Bits of float32 values rounded by torch to a 16 or 8-bit type."""
+    bits = torch.uint8 if dtype.itemsize == 1 else torch.int16
+    return lambda x: (
+        torch.from_numpy(x).to(dtype).view(bits).numpy().astype(np.uint32)
+        & ((1 << 8 * dtype.itemsize) - 1)
+    )
+
+
+def decoded(dtype: torch.dtype, codes: Array) -> Array:
+    return torch.from_numpy(codes.astype(np.uint8)).view(dtype).float().numpy()
+
+
+to_bf16, to_e4m3 = rounded(torch.bfloat16), rounded(torch.float8_e4m3fn)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def scale_of(bits: Array) -> Array:
+    exponent = (bits >> 23 & 255).astype(np.float64)
+    return np.where(exponent == 255, np.nan, np.exp2(exponent - 127))
+
+
+def fma32(a: Array, b: Array, c: Array) -> Array:
+    """Exactly rounded a * b + c, through integers where double is not enough."""
+    wide = a.astype(np.longdouble) * b.astype(np.longdouble) + c.astype(np.longdouble)
+    return wide.astype(np.float32)
+
+
+def ieee_max(a: Array, b: Array) -> Array:
+    return np.where(np.isnan(a), b, np.where(np.isnan(b), a, np.maximum(a, b)))
+
+
+CASES = [
+    Case("v_add_f32 {d}, {a}, {b}", "f", "ff", lambda a, b: a + b),
+    Case("v_sub_f32 {d}, {a}, -{b}", "f", "ff", lambda a, b: a + b),
+    Case("v_subrev_f32 {d}, {a}, {b}", "f", "ff", lambda a, b: b - a),
+    Case("v_mul_f32_e64 {d}, |{a}|, -{b}", "f", "ff", lambda a, b: np.abs(a) * -b),
+    Case("v_mul_f32_e64 {d}, {a}, {b} mul:2", "f", "ff", lambda a, b: (a * b) * np.float32(2)),
+    Case("v_add_f32_e64 {d}, {a}, {b} clamp", "f", "ff",
+         lambda a, b: np.where((a + b) > 0, np.minimum(a + b, 1), 0)),
+    Case("v_fma_f32 {d}, {a}, {b}, {c}", "f", "fff", fma32),
+    Case("v_max_f32 {d}, {a}, {b}", "f", "ff", ieee_max),
+    Case("v_min_f32 {d}, {a}, {b}", "f", "ff", lambda a, b: -ieee_max(-a, -b)),
+    Case("v_max3_f32 {d}, {a}, {b}, {c}", "f", "fff",
+         lambda a, b, c: ieee_max(ieee_max(a, b), c)),
+    Case("v_rcp_f32 {d}, {a}", "f", "f", lambda a: 1 / a, 1),
+    Case("v_sqrt_f32 {d}, {a}", "f", "f", np.sqrt, 1),
+    Case("v_rsq_f32 {d}, {a}", "f", "f", lambda a: (1 / np.sqrt(a.astype(np.float64))), 2),
+    Case("v_exp_f32 {d}, {a}", "f", "f", lambda a: np.exp2(a.astype(np.float64)), 1),
+    Case("v_log_f32 {d}, {a}", "f", "f", lambda a: np.log2(a.astype(np.float64)), 2),
+    Case("v_floor_f32 {d}, {a}", "f", "f", np.floor),
+    Case("v_ceil_f32 {d}, {a}", "f", "f", np.ceil),
+    Case("v_trunc_f32 {d}, {a}", "f", "f", np.trunc),
+    Case("v_rndne_f32 {d}, {a}", "f", "f", np.rint),
+    Case("v_ldexp_f32 {d}, {a}, {b}", "f", "fe",
+         lambda a, b: np.ldexp(a.astype(np.float64), b).astype(np.float32)),
+    Case("v_ldexp_f64 {d}, {a}, {b}", "d", "de", np.ldexp),
+    Case("v_fma_f64 {d}, {a}, {b}, {c}", "d", "ddd",
+         lambda a, b, c: np.array([_fma64(*x) for x in zip(a, b, c, strict=True)])),
+    Case("v_add_f64 {d}, {a}, {b}", "d", "dd", lambda a, b: a + b),
+    Case("v_mul_f64 {d}, {a}, {b}", "d", "dd", lambda a, b: a * b),
+    Case("v_cvt_f32_i32 {d}, {a}", "f", "i", lambda a: a.astype(np.float32)),
+    Case("v_cvt_f32_u32 {d}, {a}", "f", "u", lambda a: a.astype(np.float32)),
+    Case("v_cvt_f64_u32 {d}, {a}", "d", "u", lambda a: a.astype(np.float64)),
+    Case("v_cvt_f32_f64 {d}, {a}", "f", "d", lambda a: a.astype(np.float32)),
+    Case("v_cvt_f64_f32 {d}, {a}", "d", "f", lambda a: a.astype(np.float64)),
+    Case("v_cvt_u32_f32 {d}, {a}", "u", "f",
+         lambda a: np.clip(np.nan_to_num(np.trunc(a.astype(np.float64)), posinf=2.0**40,
+                                         neginf=0), 0, 2**32 - 1).astype(np.uint32)),
+    Case("v_cvt_i32_f32 {d}, {a}", "i", "f",
+         lambda a: np.clip(np.nan_to_num(np.trunc(a.astype(np.float64)), posinf=2.0**40,
+                                         neginf=-(2.0**40)), -(2**31), 2**31 - 1
+                           ).astype(np.int64).astype(np.int32)),
+    Case("v_cvt_f16_f32 {d}, {a}", "u", "f", f16_word),
+    Case("v_cvt_f32_f16 {d}, {a}", "f", "u", lambda a: halves(a)[0].astype(np.float32)),
+    Case("v_cvt_pk_bf16_f32 {d}, {a}, {b}", "u", "nn",
+         lambda a, b: to_bf16(a) | to_bf16(b) << 16),
+    Case("v_cvt_pk_f32_fp8 {d}, {a}", "U", "u",
+         lambda a: _pair(decoded(E4M3, a & 255), decoded(E4M3, a >> 8 & 255))),
+    Case("v_cvt_pk_f32_bf8 {d}, {a}", "U", "u",
+         lambda a: _pair(decoded(E5M2, a & 255), decoded(E5M2, a >> 8 & 255))),
+    Case("v_cvt_pk_f32_fp8_sdwa {d}, {a} src0_sel:WORD_1", "U", "u",
+         lambda a: _pair(decoded(E4M3, a >> 16 & 255), decoded(E4M3, a >> 24))),
+    *(Case(f"v_cvt_f32_fp8_sdwa {{d}}, {{a}} src0_sel:BYTE_{n}", "f", "u",
+           lambda a, n=n: decoded(E4M3, a >> 8 * n & 255)) for n in range(4)),
+    Case("v_cvt_scalef32_pk_f32_fp8 {d}, {a}, {b}", "U", "ug",
+         lambda a, b: _pair(*(decoded(E4M3, a >> 8 * n & 255) * scale_of(b) for n in (0, 1)))),
+    Case("v_cvt_scalef32_pk_f32_fp8 {d}, {a}, {b} op_sel:[1,0,0]", "U", "ug",
+         lambda a, b: _pair(*(decoded(E4M3, a >> 8 * n & 255) * scale_of(b) for n in (2, 3)))),
+    Case("v_mov_b32 {d}, 0x11223344\n v_cvt_pk_fp8_f32 {d}, {a}, {b} op_sel:[0,0,1]", "u", "qq",
+         lambda a, b: 0x3344 | to_e4m3(a) << 16 | to_e4m3(b) << 24),
+    Case("v_mov_b32 {d}, 0x11223344\n v_cvt_pk_fp8_f32 {d}, {a}, {b}", "u", "qq",
+         lambda a, b: 0x11220000 | to_e4m3(a) | to_e4m3(b) << 8),
+    Case("v_add_u32 {d}, {a}, {b}", "u", "uu", lambda a, b: a + b),
+    Case("v_subrev_u32 {d}, {a}, {b}", "u", "uu", lambda a, b: b - a),
+    Case("v_mul_lo_u32 {d}, {a}, {b}", "u", "uu", lambda a, b: a * b),
+    Case("v_mul_hi_u32 {d}, {a}, {b}", "u", "uu", big(lambda a, b: a * b >> 32)),
+    Case("v_mul_hi_i32 {d}, {a}, {b}", "u", "ii", big(lambda a, b: a * b >> 32)),
+    Case("v_mul_u32_u24 {d}, {a}, {b}", "u", "uu",
+         big(lambda a, b: (a & 0xFFFFFF) * (b & 0xFFFFFF))),
+    Case("v_mul_i32_i24 {d}, {a}, {b}", "u", "uu",
+         big(lambda a, b: _signed(a, 24) * _signed(b, 24))),
+    Case("v_mad_u64_u32 {d}, vcc, {a}, {b}, {c}", "U", "uuU", big(lambda a, b, c: a * b + c)),
+    Case("v_mad_i64_i32 {d}, vcc, {a}, {b}, {c}", "U", "iiI", big(lambda a, b, c: a * b + c)),
+    Case("v_lshl_add_u64 {d}, {a}, 3, {b}", "U", "UU", big(lambda a, b: (a << 3) + b)),
+    Case("v_lshlrev_b64 {d}, {a}, {b}", "U", "uU", big(lambda a, b: b << (a & 63))),
+    Case("v_lshrrev_b64 {d}, {a}, {b}", "U", "uU", big(lambda a, b: b >> (a & 63))),
+    Case("v_ashrrev_i64 {d}, {a}, {b}", "U", "uI", big(lambda a, b: b >> (a & 63))),
+    Case("v_ashrrev_i32 {d}, {a}, {b}", "u", "ui", big(lambda a, b: b >> (a & 31))),
+    Case("v_lshl_or_b32 {d}, {a}, {b}, {c}", "u", "uuu", big(lambda a, b, c: a << (b & 31) | c)),
+    Case("v_xad_u32 {d}, {a}, {b}, {c}", "u", "uuu", lambda a, b, c: (a ^ b) + c),
+    Case("v_add3_u32 {d}, {a}, {b}, {c}", "u", "uuu", lambda a, b, c: a + b + c),
+    Case("v_and_or_b32 {d}, {a}, {b}, {c}", "u", "uuu", lambda a, b, c: a & b | c),
+    Case("v_bfi_b32 {d}, {a}, {b}, {c}", "u", "uuu", lambda a, b, c: a & b | ~a & c),
+    Case("v_bitop3_b32 {d}, {a}, {b}, {c} bitop3:0x1b", "u", "uuu",
+         big(lambda a, b, c: sum((0x1B >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1)
+                                 << i for i in range(32)))),
+    Case("v_bfe_u32 {d}, {a}, {b}, {c}", "u", "uuu",
+         big(lambda a, b, c: a >> (b & 31) & (1 << (c & 31)) - 1)),
+    Case("v_bfe_i32 {d}, {a}, 5, 9", "u", "u", big(lambda a: _signed(a >> 5, 9))),
+    Case("v_bfrev_b32 {d}, {a}", "u", "u", big(lambda a: int(f"{a:032b}"[::-1], 2))),
+    Case("v_ffbh_u32 {d}, {a}", "u", "u", big(lambda a: 32 - a.bit_length() if a else -1)),
+    Case("v_ffbl_b32 {d}, {a}", "u", "u", big(lambda a: (a & -a).bit_length() - 1)),
+    Case("v_bcnt_u32_b32 {d}, {a}, {b}", "u", "uu", big(lambda a, b: bin(a).count("1") + b)),
+    Case("v_alignbit_b32 {d}, {a}, {b}, {c}", "u", "uuu",
+         big(lambda a, b, c: (a << 32 | b) >> (c & 31))),
+    Case("v_perm_b32 {d}, {a}, {b}, {c}", "u", "uus",
+         big(lambda a, b, c: sum(((a << 32 | b) >> 8 * (c >> 8 * i & 7) & 255) << 8 * i
+                                 for i in range(4)))),
+    Case("v_med3_i32 {d}, {a}, {b}, {c}", "i", "iii",
+         lambda a, b, c: np.median([a, b, c], axis=0).astype(np.int32)),
+    Case("v_add_co_u32 {d}, vcc, {a}, {b}\n v_addc_co_u32 {d}, vcc, {a}, 0, vcc", "u", "uu",
+         big(lambda a, b: a + (a + b >> 32))),
+    Case("v_sub_co_u32 {d}, vcc, {a}, {b}\n v_subb_co_u32 {d}, vcc, 0, {d}, vcc", "u", "uu",
+         big(lambda a, b: -(a - b) - (a < b))),
+    Case("v_cmp_lt_i32 vcc, {a}, {b}\n v_cndmask_b32 {d}, {a}, {b}, vcc", "i", "ii",
+         lambda a, b: np.where(a < b, b, a)),
+    Case("v_cmp_nle_f32 vcc, {a}, {b}\n v_cndmask_b32 {d}, 3, 5, vcc", "u", "ff",
+         lambda a, b: np.where(~(a <= b), 5, 3)),
+    Case("v_cmp_class_f32 vcc, {a}, {b}\n v_cndmask_b32 {d}, 3, 5, vcc", "u", "fu",
+         lambda a, b: np.where(_class_bit(a) & b, 5, 3)),
+    Case("v_pk_fma_f32 {d}, {a}, {b}, {c} op_sel:[1,0,0] op_sel_hi:[0,1,1] neg_lo:[0,1,0]", "U",
+         "UUU",
+         lambda a, b, c: _pair(fma32(_hi(a), -_lo(b), _lo(c)), fma32(_lo(a), _hi(b), _hi(c)))),
+    Case("v_pk_mul_f32 {d}, {a}, {b}", "U", "UU",
+         lambda a, b: _pair(_lo(a) * _lo(b), _hi(a) * _hi(b))),
+    Case("v_pk_add_f16 {d}, {a}, {b} op_sel:[1,0] op_sel_hi:[0,1]", "u", "hh",
+         lambda a, b: f16_word(halves(a)[1] + halves(b)[0], halves(a)[0] + halves(b)[1])),
+    Case("v_add_u32_sdwa {d}, {a}, {b} dst_sel:DWORD src0_sel:BYTE_2 src1_sel:WORD_1", "u", "uu",
+         lambda a, b: (a >> 16 & 255) + (b >> 16)),
+    Case("v_mov_b32 {d}, -1\n v_add_u32_sdwa {d}, {a}, sext({b}) dst_sel:BYTE_1 "
+         "dst_unused:UNUSED_PRESERVE src0_sel:BYTE_3 src1_sel:BYTE_1", "u", "uu",
+         big(lambda a, b: 0xFFFF00FF | ((a >> 24) + (b >> 8 & 255) & 255) << 8)),
+]  # fmt: skip
+
+
+def _fma64(a: float, b: float, c: float) -> float:
+    from fractions import Fraction
+
+    if not all(map(math.isfinite, (a, b, c))):
+        return a * b + c
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    try:
+        return float(exact) if exact else a * b + c
+    except OverflowError:
+        return math.copysign(math.inf, exact)
+
+
+def _signed(x: int, bits: int) -> int:
+    x &= (1 << bits) - 1
+    return x - (1 << bits) if x >> (bits - 1) else x
+
+
+def _pair(low: Array, high: Array) -> Array:
+    words = [x.astype(np.float32).view(np.uint32).astype(np.uint64) for x in (low, high)]
+    return words[0] | words[1] << 32
+
+
+def _lo(x: Array) -> Array:
+    return (x & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+
+
+def _hi(x: Array) -> Array:
+    return (x >> 32).astype(np.uint32).view(np.float32)
+
+
+def _class_bit(x: Array) -> Array:
+    bits = x.view(np.uint32)
+    negative = bits >> 31 == 1
+    tiny = np.abs(x) < np.finfo(np.float32).tiny
+    order = [np.isnan(x) & (bits >> 22 & 1 == 0), np.isnan(x), np.isinf(x), x == 0, tiny]
+    positive = np.select(order, [1, 2, 0x200, 0x40, 0x80], 0x100)
+    below = np.select(order, [1, 2, 4, 0x20, 0x10], 8)
+    return np.where(negative, below, positive).astype(np.uint32)
+
+
+def draw(rng: np.random.Generator, letter: str) -> Array:
+    """Random operands of a type, its special values among them."""
+    if letter in "uish":
+        values = rng.integers(0, 1 << 32, LANES, dtype=np.uint32)
+        values[::7] >>= rng.integers(0, 32, LANES, dtype=np.uint32)[::7]
+        values[3::50] = rng.choice(np.array([0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF], np.uint32))
+        if letter == "s":  # byte selectors of v_perm
+            values &= 0x07070707
+        if letter == "h":
+            values = f16_word(*rng.normal(0, 30, (2, LANES)))
+        return values.view(TYPES.get(letter, np.uint32))
+    if letter in "UI":
+        return rng.integers(0, 1 << 64, LANES, dtype=np.uint64).view(TYPES[letter])
+    if letter == "e":
+        return rng.integers(-300, 300, LANES, dtype=np.int32)
+    if letter == "g":  # bits of a float32 scale
+        return np.exp2(rng.integers(-60, 60, LANES)).astype(np.float32).view(np.uint32)
+    values = rng.normal(0, 1, LANES) * np.exp2(rng.integers(-40, 40, LANES))
+    if letter == "q":  # around fp8's range: its values, midpoints, subnormals
+        values = rng.normal(0, 1, LANES) * np.exp2(rng.integers(-13, 9, LANES))
+        values[:512] = np.repeat(decoded(E4M3, np.arange(256)), 2) * 1.03125
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-45, 3e38, 1.0, -0.5])
+    values[5::64] = np.resize(special, values[5::64].shape)
+    if letter == "n":
+        values = np.nan_to_num(values, nan=-3.7, posinf=np.inf, neginf=-np.inf)
+    if letter == "q":  # overflow depends on modes that compilers leave alone
+        values = np.clip(values, -463.9, 463.9)
+    return values.astype(np.float64 if letter == "d" else np.float32)
+
+
+C_TYPES = {"U": "u64", "I": "u64", "d": "u64"}
+
+
+def source_of(cases: list[Case]) -> str:
+    lines = []
+    for n, case in enumerate(cases):
+        wide = [C_TYPES.get(letter, "u32") for letter in case.sources]
+        loads = "".join(
+            f"{t} {'abc'[i]} = in[{3 * n + i} * {LANES} + at]; " for i, t in enumerate(wide)
+        )
+        names = {"d": "%0"} | {x: f"%{i + 1}" for i, x in enumerate("abc"[: len(wide)])}
+        inputs = ", ".join(f'"v"({x})' for x in "abc"[: len(wide)])
+        text = case.asm.format(**names).replace("\n", "\\n")
+        lines.append(
+            f'{{ {loads} {C_TYPES.get(case.result, "u32")} d; asm volatile("{text}" : "=&v"(d) : '
+            f'{inputs} : "vcc"); out[{n} * {LANES} + at] = d; }}'
+        )
+    return (
+        "KERNEL(64) k(const u64 *in, u64 *out) {\n  u32 at = group_id() * 64 + lane_id();\n  "
+        + "\n  ".join(lines)
+        + "\n}"
+    )
+
+
+@pytest.fixture(scope="module")
+def results() -> list[tuple[list[Array], Array]]:
+    """Every case's inputs and simulated outputs, from one launch."""
+    rng = np.random.default_rng(7)
+    inputs = np.zeros((len(CASES), 3, LANES), np.uint64)
+    drawn = []
+    for n, case in enumerate(CASES):
+        drawn.append([draw(rng, letter) for letter in case.sources])
+        for i, values in enumerate(drawn[-1]):
+            inputs[n, i] = values.view(np.uint64 if values.itemsize == 8 else np.uint32)
+    out = np.zeros((len(CASES), LANES), np.uint64)
+    launch(program(source_of(CASES)), "k", LANES // 64, 64, [inputs, out], access="rw")
+    return list(zip(drawn, out, strict=True))
+
+
+@pytest.mark.parametrize("n", range(len(CASES)), ids=lambda n: CASES[n].asm.replace("\n", ";"))
+def test_instruction_matches_its_definition(
+    n: int, results: list[tuple[list[Array], Array]]
+) -> None:
+    case, (sources, out) = CASES[n], results[n]
+    dtype = TYPES[case.result]
+    width = np.uint64 if np.dtype(dtype).itemsize == 8 else np.uint32
+    got = out.astype(width).view(dtype)
+    want = np.asarray(case.expected(*sources))
+    want = want.astype(width).view(dtype) if want.dtype == np.uint64 else want.astype(dtype)
+    if case.result in "fd":
+        same = (got == want) | (np.isnan(got) & np.isnan(want))
+        same |= np.abs(got - want) <= case.ulps * np.spacing(np.abs(want))
+    else:
+        same = got == want
+        if case.result == "U" and "f32" in case.asm:  # pairs of floats: any NaN is as good
+            pairs = [(x(got), x(want)) for x in (_lo, _hi)]
+            same = np.all([(g == w) | (np.isnan(g) & np.isnan(w)) for g, w in pairs], axis=0)
+    wrong = np.flatnonzero(~same)
+    assert not wrong.size, (
+        f"{wrong.size} lanes wrong; lane {wrong[0]}: {[s[wrong[0]] for s in sources]} gave "
+        f"{got[wrong[0]]!r}, expected {want[wrong[0]]!r}"
+    )
