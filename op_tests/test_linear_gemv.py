@@ -251,6 +251,22 @@ def test_the_op_takes_the_gemv_for_decode_shapes(
     assert seconds < 1, f"a decode shape took {seconds:.2f} s after its translation"
 
 
+def test_each_weight_is_read_once_in_pieces_of_16_bytes() -> None:
+    from aiter_mx.runtimes.sim import last_report
+
+    M, N, K, config = 2, 96, 6144, {"rows": 3, "waves": 2, "unroll": 2}
+    with aiter_mx.simulate("gfx950"):
+        launch(torch.device("cpu"), config, operands(M, N, K, 0))
+    report = last_report()
+    rows_read = N + M * N // config["rows"]
+    assert report.bytes_read == rows_read * (K + K // 16)  # a lane's 16 bytes and their scale
+    assert report.bytes_written == 2 * M * N
+    pieces = rows_read * K // (16 * 64)
+    loads = {name: n for name, n in report.mnemonics.items() if "load" in name and name[0] != "s"}
+    assert loads == {"global_load_dwordx4": pieces, "global_load_ubyte": pieces}
+    assert report.scratch_bytes == 0
+
+
 @pytest.mark.gpu
 def test_weights_above_4_gib_match_float64() -> None:
     N, K, last = (1 << 20) + 5, 4128, 64
