@@ -21,6 +21,8 @@ _SINGLES = {
     for name, number in _NAMED.items()
     for half in ("lo", "hi")
 } | {"m0": 124}
+# Flat addresses that mean LDS or scratch; host addresses have fewer bits. Also in csrc/memory.h.
+_APERTURES = {"src_shared_base": 1 << 48, "src_private_base": 1 << 49}
 _FLOATS = {
     "0.5": 0.5,
     "1.0": 1.0,
@@ -39,7 +41,7 @@ class Operand:
 
     Attributes:
         kind: ``v``, ``a`` or ``s`` register, ``int`` or ``float`` constant, ``literal`` (32 raw
-            bits), ``off``, ``null``, ``scc``, or ``name`` for anything else.
+            bits), ``aperture``, ``off``, ``null``, ``scc``, or ``name`` for anything else.
         index: first register.
         count: how many registers.
         value: of a constant.
@@ -97,6 +99,8 @@ def parse_operand(text: str) -> Operand:
     body, negate, absolute, sign_extend = text, False, False, False
     if match := re.fullmatch(r"sext\((.*)\)", body):
         body, sign_extend = match[1], True
+    if match := re.fullmatch(r"lit\((.*)\)", body):
+        body = match[1]
     if match := re.fullmatch(r"neg\((.*)\)", body):
         body, negate = match[1], True
     elif re.match(r"-[vsa|a]", body):
@@ -119,6 +123,8 @@ def parse_operand(text: str) -> Operand:
         return operand(body)
     if body in ("scc", "src_scc"):
         return operand("scc")
+    if body in _APERTURES:
+        return operand("aperture", value=_APERTURES[body])
     if re.fullmatch(r"0x[0-9a-f]+", body):
         return operand("literal", value=int(body, 16))
     if re.fullmatch(r"-?\d+", body):

@@ -177,6 +177,8 @@ def scalar(operand: Operand, letter: str, instruction: Instruction) -> str:
         return _constant(operand, letter, instruction)
     if operand.kind == "scc":
         return "w->scc"
+    if operand.kind == "aperture" and wide:
+        return f"{int(operand.value):#x}ull"
     if operand.kind != "s":
         raise unknown(instruction, f"operand {operand.text!r}")
     if operand.index >= EXEC:

@@ -175,7 +175,7 @@ def _move(
             base = f"(w->s[M0] & 0x3ffff) + {written_offset}"
             code.body = (
                 f"{{ u64 at[64]; {address.fill} "
-                f"copy_to_lds(w, $I, at, ~0ull, {base}, {element}, {size}); }}"
+                f"copy_to_lds(w, $I, at, {base}, {element}, {size}); }}"
             )
         return code
     rows = ctx.rows_of(data, ins)
@@ -194,6 +194,10 @@ def _move(
         code.body = f"buffer_access(w, $I, {address.arguments}, {tail}, {int(is_store)});"
     elif space == "scratch":
         code.body = f"scratch_access(w, $I, {address.arguments}, {tail}, {int(is_store)});"
+    elif space == "flat":
+        code.body = (
+            f"{{ u64 at[64]; {address.fill} flat_access(w, $I, at, {tail}, {int(is_store)}); }}"
+        )
     else:
         action = "global_store" if is_store else "global_load"
         code.body = f"{{ u64 at[64]; {address.fill} {action}(w, $I, at, {tail}); }}"

@@ -92,7 +92,11 @@ def _reachable(
     ranges = [(own[0], own[0] + own[1] if own[1] else listing[-1].end)]
     found = [ins for ins in listing if ranges[0][0] <= ins.address < ranges[0][1]]
     if any(ins.mnemonic in _INDIRECT for ins in found):
-        ranges = [(at, at + size) for at, size in code_object.functions.values()]
+        ranges += [
+            (at, at + size)
+            for name, (at, size) in code_object.functions.items()
+            if name not in code_object.kernels
+        ]
         found = [ins for ins in listing if any(a <= ins.address < b for a, b in ranges)]
     return found
 

@@ -32,7 +32,9 @@ KERNEL(64) permutes(const int* in, const int* index, int* out) {
     out[576 + l] = __builtin_amdgcn_readfirstlane(x);
     out[640 + l] = __builtin_amdgcn_mbcnt_hi(-1, __builtin_amdgcn_mbcnt_lo(-1, 7));
     int written = x;
-    asm volatile("v_writelane_b32 %0, %1, 9" : "+v"(written) : "s"(index[3]));
+    asm volatile("v_writelane_b32 %0, %1, 9"
+                 : "+v"(written)
+                 : "s"(__builtin_amdgcn_readfirstlane(index[3])));
     out[704 + l] = written;
     u64 below = __builtin_amdgcn_ballot_w64(x < 0);
     out[768 + l] = below >> l & 1;

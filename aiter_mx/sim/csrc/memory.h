@@ -287,17 +287,41 @@ NOINLINE void lds_store(Wave* w, u32 instruction, const u32* base, u32 offset, c
 #endif
 }
 
-// Global or buffer memory to LDS: lane l lands at M0's base plus the offset plus l times the size.
-NOINLINE void copy_to_lds(Wave* w, u32 instruction, const u64* address, u64 valid, u32 base,
-                          Element element, u32 size) {
-    u32 width = size < 4 ? 4 : size, at[64], rows[4 * 64];
-    u64 exec = w->exec, target[64], lds = (u64)w->group->lds;
-    memset(rows, 0, sizeof rows);
-    set_exec(w, exec & valid);
-    check_memory(w, instruction, address, size, 0);
-    load_lanes(w, address, rows, element, size / 4);
-    w->group->counters->bytes_read += (u64)size * (u64)__builtin_popcountll(w->exec);
+// Flat: each lane's address says whether it means LDS, its scratch, or memory.
+enum { SHARED_APERTURE = 1 << 16, PRIVATE_APERTURE = 1 << 17 };
+NOINLINE void flat_access(Wave* w, u32 instruction, const u64* address, u32* d, Element element,
+                          u32 size, int is_write) {
+    u32 low[64];
+    u64 exec = w->exec, lds = 0, private_lanes = 0;
+    for (int l = 0; l < 64; l++) {
+        low[l] = (u32)address[l];
+        lds |= (u64)(address[l] >> 32 == SHARED_APERTURE) << l;
+        private_lanes |= (u64)(address[l] >> 32 == PRIVATE_APERTURE) << l;
+    }
+    if (exec & lds) {
+        set_exec(w, exec & lds);
+        if (is_write)
+            lds_store(w, instruction, low, 0, d, element, size);
+        else
+            lds_load(w, instruction, low, 0, d, element, size);
+    }
+    if (exec & private_lanes) {
+        set_exec(w, exec & private_lanes);
+        scratch_access(w, instruction, low, 0, d, element, size, is_write);
+    }
+    set_exec(w, exec & ~lds & ~private_lanes);
+    if (is_write)
+        global_store(w, instruction, address, d, element, size);
+    else
+        global_load(w, instruction, address, d, element, size);
     set_exec(w, exec);
+}
+
+// Global or buffer memory to LDS: lane l lands at `base`, which comes from M0, plus l dwords or
+// more.
+static void rows_to_lds(Wave* w, u32 instruction, const u32* rows, u32 base, u32 width) {
+    u32 at[64];
+    u64 target[64], lds = (u64)w->group->lds;
     LANES {
         at[l] = base + (u32)l * width;
         target[l] = lds + at[l];
@@ -305,18 +329,20 @@ NOINLINE void copy_to_lds(Wave* w, u32 instruction, const u64* address, u64 vali
     lds_check(w, instruction, at, width, 1, BY_COPY + w->id);
     store_lanes(w, target, rows, DWORDS, width / 4);
 #if STRICT
-    note_lds(w, &w->vm, at, width, exec, 1);
+    note_lds(w, &w->vm, at, width, w->exec, 1);
 #endif
+}
+NOINLINE void copy_to_lds(Wave* w, u32 instruction, const u64* address, u32 base, Element element,
+                          u32 size) {
+    u32 rows[4 * 64] = {0};
+    global_load(w, instruction, address, rows, element, size);
+    rows_to_lds(w, instruction, rows, base, size < 4 ? 4 : size);
 }
 NOINLINE void buffer_to_lds(Wave* w, u32 instruction, const u32* resource, const u32* offsets,
                             i32 fixed, u32 soffset, Element element, u32 size) {
-    u64 base = resource_base(resource), records = resource[2], valid = 0, address[64];
-    LANES {
-        u64 at = (u64)(offsets ? offsets[l] : 0) + (u64)(i64)fixed + soffset;
-        address[l] = base + at;
-        valid |= (u64)(at + size <= records) << l;
-    }
-    copy_to_lds(w, instruction, address, valid, (w->s[M0] & 0x3ffff) + (u32)fixed, element, size);
+    u32 rows[4 * 64] = {0};
+    buffer_access(w, instruction, resource, offsets, fixed, soffset, rows, element, size, 0);
+    rows_to_lds(w, instruction, rows, (w->s[M0] & 0x3ffff) + (u32)fixed, size < 4 ? 4 : size);
 }
 
 NOINLINE void scalar_load(Wave* w, u32 instruction, u64 address, u32 d, u32 dwords) {

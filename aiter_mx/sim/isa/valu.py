@@ -182,6 +182,7 @@ v_mul_hi_i32 u ii (u32)((i64)a * b >> 32)
 v_mul_u32_u24 u uu (a & 0xffffff) * (b & 0xffffff)
 v_mul_hi_u32_u24 u uu (u32)((u64)(a & 0xffffff) * (b & 0xffffff) >> 32)
 v_mul_i32_i24 u uu (u32)(signed24(a) * signed24(b))
+v_mul_hi_i32_i24 u uu (u32)(signed24(a) * signed24(b) >> 32)
 v_mad_u32_u24 u uuu (a & 0xffffff) * (b & 0xffffff) + c
 v_mad_i32_i24 u uuu (u32)(signed24(a) * signed24(b)) + c
 v_mad_u64_u32 Uk uuU (u64)a * b + c; k = r < c
