@@ -1,0 +1,235 @@
+// Decode linear for up to 64 rows of x on CDNA4: y = dequantised(x) * dequantised(w)^T + bias.
+//
+//   xq [M, K], wq [N, K]        e4m3 payload
+//   xs [M, K/32], ws [N, K/32]  e8m0 scale of each 32 consecutive k
+//   y  [M, N]                   fp32, bf16 or fp16
+//   bias [N]                    any of these, or none
+//
+// A workgroup computes kRows consecutive outputs n for all m. Its waves take steps of K in turn and
+// share nothing until their sums are added, in a fixed order.
+//
+// w is operand A of the scaled matrix instruction, x is B. A tile is what two instructions take of
+// one operand: 16 rows of 256 k, in memory
+//
+//   kFold 1: 16 rows                          kFold 2: 8 rows, and operand row 8 + r goes on in row
+//   r
+//
+//   k ->     |0           255|                k ->     |0            255|256           511|
+//   row 0    |operand row 0  |                row 0    |operand row 0   |operand row 8    |
+//   ...      |               |                ...      |                |                 |
+//   row 15   |operand row 15 |                row 7    |operand row 7   |operand row 15   |
+//
+// and likewise for 4. Folded, few rows of x fill the instruction, and few rows of w make a
+// workgroup, so that small N occupies more compute units. Of a folded product only the blocks on
+// its diagonal mean anything, where both operands have the same k; they are added at the end.
+//
+// Loading a tile, 4 adjacent lanes have 64 adjacent bytes, as the address unit takes 4 lanes at a
+// time if they are in one cache line. As an operand, adjacent lanes have adjacent rows. Each wave
+// turns its tiles in LDS.
+
+#include "gfx950_buffer.h"
+#include "gfx950_mfma.h"
+#include "mx_epilogue.h"
+#include "mx_target.h"
+
+using namespace mx;
+
+constexpr int kRowTiles = MX_ROW_TILES; // of w in a workgroup
+constexpr int kColTiles = MX_COL_TILES; // of x
+constexpr int kFold = MX_FOLD;          // parts of K in a tile
+constexpr int kWaves = MX_WAVES;        // of a workgroup
+constexpr int kUnroll =
+    MX_UNROLL; // steps of a wave whose loads are issued before the first is used
+constexpr bool kEvenBlocks = MX_EVEN_BLOCKS; // K / 32 is even
+using Out = DType<MX_OUT>;
+using Offset = unsigned long; // elements and bytes: tensors may exceed 4 GiB
+
+constexpr unsigned kBlock = 32; // k of one scale
+constexpr int kTileRows = kSide / kFold;
+constexpr unsigned kTileK = 2 * kDepth;      // of one operand row
+constexpr unsigned kStep = kFold * kTileK;   // k of a tile
+constexpr unsigned kStride = kWaves * kStep; // k of a step of all waves
+constexpr int kRows = kRowTiles * kTileRows;
+constexpr int kThreads = kWaves * kLanes;
+constexpr Offset kMaxGridX = MX_MAX_GRID_X; // groups beyond it continue in the grid's y
+
+constexpr unsigned kPiece = 16;              // bytes of one load
+constexpr int kRowPieces = kTileK / kPiece;  // of an operand row
+constexpr int kPieces = kSide * kRowPieces;  // of a tile
+constexpr int kLoads = kPieces / kLanes;     // of a lane for a tile
+constexpr int kProductWords = kSide * kSide; // sums of a row tile with a column tile
+constexpr int kSumPieces = kRowTiles * kColTiles * kProductWords * 4 / kPiece;
+constexpr int kWavePieces = kPieces > kSumPieces ? kPieces : kSumPieces; // LDS of a wave
+
+struct Tile { // as loaded: of 4 lanes, rows 4 a to 4 a + 3, one by each load
+    u32x4 payload[kLoads];
+    unsigned scales; // of two blocks, in bytes 0 and 1
+};
+
+struct Operand {
+    u32x8 rows[2];   // for two instructions
+    unsigned scales; // byte i for instruction i
+};
+
+// What a lane loads of a tile's first rows, in a step of K.
+struct Place {
+    unsigned payload, scales[2]; // offsets, or kNowhere past the end of K
+
+    // The lane's place in the step of K that begins at first.
+    MX_MEMBER Place(int lane, unsigned first, unsigned K) {
+        const int quad = lane / 4 % 4, part = lane / kSide; // rows 4 quad.., a fourth of their k
+        const unsigned k = first + 4 * quad / kTileRows * kTileK + part * 64 + lane % 4 * kPiece;
+        payload = k < K ? 4 * quad % kTileRows * K + k : kNowhere;
+
+        const int row = lane / 4;
+        const unsigned blocks = K / kBlock;
+        const unsigned block = (first + row / kTileRows * kTileK) / kBlock + lane % 4 * 2;
+        for (int i = 0; i < 2; ++i)
+            scales[i] = block + i < blocks ? row % kTileRows * blocks + block + i : kNowhere;
+    }
+};
+
+// Rows of x or w, from the first that the workgroup needs.
+struct Rows {
+    Buffer payload, scales;
+    unsigned K;
+
+    MX_MEMBER Rows(const unsigned char* q, const unsigned char* s, Offset first, Offset rows,
+                   unsigned K)
+        : payload(q + first * K, static_cast<unsigned>(rows) * K),
+          scales(s + first * (K / kBlock), static_cast<unsigned>(rows) * (K / kBlock)), K(K) {}
+
+    template <bool Once>
+    MX_MEMBER Tile load(int tile, const Place& place) const {
+        Tile loaded;
+        const unsigned first = tile * kTileRows * (K / kBlock);
+        loaded.scales = kEvenBlocks ? scales.load_two_bytes(place.scales[0] + first)
+                                    : scales.load_byte(place.scales[0] + first) |
+                                          scales.load_byte(place.scales[1] + first) << 8;
+#pragma unroll
+        for (int j = 0; j < kLoads; ++j) {
+            const unsigned offset = place.payload + (tile * kTileRows + j) * K;
+            loaded.payload[j] = Once ? payload.load_once(offset) : payload.load(offset);
+        }
+        return loaded;
+    }
+};
+
+// Turns a tile in the wave's LDS. Piece p of operand row r is kept at place p ^ r of its row, so
+// that any 8 lanes that are served together are in different banks.
+MX_DEVICE Operand turn(u32x4* lds, const Tile& tile, int lane) {
+    const int quad = lane / 4 % 4, part = lane / kSide;
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+        const int row = 4 * quad + j;
+        lds[row * kRowPieces + ((part * 4 + lane % 4) ^ row)] = tile.payload[j];
+    }
+    wave_in_order();
+    Operand operand;
+    const int row = lane % kSide, g = lane / kSide;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        // Lane group g has half g % 2 of the instruction's blocks g / 2 and 2 + g / 2, its scale is
+        // that of block g: which is to be block 2 g + i of the tile's row.
+        const int first = 2 * (2 * (g / 2) + i) + g % 2;
+        const u32x4 low = lds[row * kRowPieces + (first ^ row)];
+        const u32x4 high = lds[row * kRowPieces + ((first + 8) ^ row)];
+        operand.rows[i] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
+    }
+    wave_in_order();
+    operand.scales = of_lane(row * 4 + g, tile.scales);
+    return operand;
+}
+
+// The instruction's treatment of NaN scales is not relied on: a row that has one is noted here, and
+// gets a NaN payload at the end.
+struct NanNotes {
+    unsigned bits = 0;
+
+    MX_MEMBER void take(unsigned scales) { // bit 7 of a byte stays set if the byte is 255
+        bits |= ((scales & 0x7f7f7f7f) + 0x01010101) & scales;
+    }
+    MX_MEMBER u32x8 payload() const {
+        constexpr unsigned nans = 0x7f7f7f7f;
+        return bits & 0x80808080 ? u32x8{nans} : u32x8{};
+    }
+};
+
+MX_KERNEL(kThreads)
+aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
+                     const unsigned char* ws, const void* bias, Out* y, Offset M, Offset N,
+                     Offset K, int bias_kind) {
+    const Offset first_row = (group_y() * kMaxGridX + group_x()) * kRows;
+    if (first_row >= N)
+        return;
+    const int lane = thread_in_group() % kLanes;
+    const int wave = wave_in_group();
+
+    const Rows x_rows(xq, xs, 0, M, K);
+    const Rows w_rows(wq, ws, first_row, N - first_row < kRows ? N - first_row : kRows, K);
+    MX_LDS u32x4 lds[kWaves][kWavePieces];
+
+    f32x4 sums[kRowTiles][kColTiles] = {};
+    NanNotes w_nans[kRowTiles], x_nans[kColTiles];
+    for (unsigned first = wave * kStep; first < K; first += kUnroll * kStride) {
+        Tile w[kUnroll][kRowTiles], x[kUnroll][kColTiles];
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) { // a step past the end of K loads zeros
+            const Place place(lane, first + i * kStride, K);
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r)
+                w[i][r] = w_rows.load<true>(r, place);
+#pragma unroll
+            for (int c = 0; c < kColTiles; ++c)
+                x[i][c] = x_rows.load<false>(c, place);
+        }
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) {
+            Operand a[kRowTiles];
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r) {
+                a[r] = turn(lds[wave], w[i][r], lane);
+                w_nans[r].take(a[r].scales);
+            }
+#pragma unroll
+            for (int c = 0; c < kColTiles; ++c) {
+                const Operand b = turn(lds[wave], x[i][c], lane);
+                x_nans[c].take(b.scales);
+#pragma unroll
+                for (int r = 0; r < kRowTiles; ++r) {
+                    f32x4& sum = sums[r][c];
+                    sum = multiply_scaled<0>(a[r].rows[0], a[r].scales, b.rows[0], b.scales, sum);
+                    sum = multiply_scaled<1>(a[r].rows[1], a[r].scales, b.rows[1], b.scales, sum);
+                }
+            }
+        }
+    }
+
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+        for (int c = 0; c < kColTiles; ++c) {
+            const f32x4 sum = multiply_scaled<0>(w_nans[r].payload(), kUnitScale,
+                                                 x_nans[c].payload(), kUnitScale, sums[r][c]);
+            // Column lane % 16 of the product, 4 of its rows.
+            lds[wave][(r * kColTiles + c) * kLanes + lane % kSide * 4 + lane / kSide] =
+                __builtin_bit_cast(u32x4, sum);
+        }
+    group_barrier();
+    for (int i = thread_in_group(); i < static_cast<int>(M) * kRows; i += kThreads) {
+        const int m = i / kRows, row = i % kRows;
+        const Offset n = first_row + row;
+        if (n >= N)
+            continue;
+        const int product = row / kTileRows * kColTiles + m / kTileRows;
+        float sum = 0.0f;
+#pragma unroll
+        for (int v = 0; v < kWaves; ++v)
+#pragma unroll
+            for (int f = 0; f < kFold; ++f)
+                sum += reinterpret_cast<const float*>(
+                    lds[v])[product * kProductWords + (f * kTileRows + m % kTileRows) * kSide +
+                            f * kTileRows + row % kTileRows];
+        store(y + m * N + n, sum + load_bias(bias, bias_kind, n));
+    }
+}
