@@ -42,11 +42,12 @@ class Strict:
             self._known_all.difference_update(code.writes)
             self._known_scalars.difference_update(code.scalar_writes)
         else:
-            parts.append(self._check_overwrite(code))
+            overwrite = self._check_overwrite(code)
             if code.flows:
                 parts.append(self._flow(code))
             else:
                 after = self._mark(code)
+            parts.append(overwrite)
             if not code.scalar_flow:
                 after.append(self.set_scalars(code.scalar_writes))
         if changes_exec:
