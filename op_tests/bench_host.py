@@ -40,12 +40,13 @@ def main() -> None:
     problem = LinearProblem(M=M, N=N, K=K, out_dtype="bf16")
     chosen = route("linear", target, problem)
     assert chosen.backend == "hip", chosen
-    variant = (find_kernel("linear", target.arch, "hip", chosen.kernel), target, problem, chosen.config)
+    spec = find_kernel("linear", target.arch, "hip", chosen.kernel)
+    variant = (spec, target, problem, chosen.config)
     launch = bind(*variant, 0)
     tensors = (*operands, None, out)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     function = load_function(*variant, 0)
-    module, runtime = variant[0].module, runtime_of(target.runtime)
+    module, runtime = spec.module, runtime_of(target.runtime)
     args = PackedArgs(module.args, module.scalars(*variant[1:]))
     args.set_pointers(*addresses)
     start = runtime.bind(function, module.geometry(*variant[1:]), args)
