@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from aiter_mx._version import __version__
 
 if TYPE_CHECKING:
+    from aiter_mx.ahead import warmup
     from aiter_mx.dispatch.explain import explain
     from aiter_mx.dispatch.route import Route
     from aiter_mx.ops.linear import linear
     from aiter_mx.ops.quantize import dequantize, quantize
     from aiter_mx.target import simulate
-    from aiter_mx.warmup import warmup
 
 _HOME = {
     "Route": "aiter_mx.dispatch.route",
@@ -26,7 +26,7 @@ _HOME = {
     "linear": "aiter_mx.ops.linear",
     "quantize": "aiter_mx.ops.quantize",
     "simulate": "aiter_mx.target",
-    "warmup": "aiter_mx.warmup",
+    "warmup": "aiter_mx.ahead",
 }
 
 __all__ = [

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import aiter_mx
+
 CHECKOUT = Path(__file__).parents[1]
 
 IMPORT = """
@@ -85,9 +87,13 @@ def test_importing_is_quick_and_does_nothing():
     }
 
 
-def test_every_public_name_resolves():
-    import aiter_mx
+def test_no_module_takes_the_name_of_something_public():
+    """Importing ``aiter_mx.x`` sets ``aiter_mx.x``, whatever function had that name."""
+    modules = {path.stem for path in (CHECKOUT / "aiter_mx").iterdir()}
+    assert not modules & set(aiter_mx.__all__)
 
+
+def test_every_public_name_resolves():
     for name in aiter_mx.__all__:
         assert getattr(aiter_mx, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'linaer'"):

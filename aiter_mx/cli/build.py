@@ -79,8 +79,8 @@ def _archs(text: str | None) -> list[str]:
 def _problems(
     op: str, arch: str, fields: dict[str, Any], shapes: list[str], tables: bool
 ) -> list[Problem]:
+    from aiter_mx.ahead import combinations
     from aiter_mx.dispatch.tables import load_rows
-    from aiter_mx.warmup import combinations
 
     axes = [{**fields, **parse_shape(text)} for text in shapes]
     if fields and not shapes:
@@ -92,9 +92,9 @@ def _problems(
 
 
 def _requests(op: str, arch: str, problems: Iterable[Problem]) -> list[BuildRequest]:
+    from aiter_mx.ahead import build_requests
     from aiter_mx.dispatch.dispatcher import route
     from aiter_mx.target import hardware
-    from aiter_mx.warmup import build_requests
 
     target = hardware(arch)
     problems = list(problems)

@@ -22,8 +22,8 @@ def explain(
 
     The shape is given by the op's fields: explain linear --M 1-16 --N 2304 --K 6144.
     """
+    from aiter_mx.ahead import combinations
     from aiter_mx.dispatch.explain import explain as explain_shape
-    from aiter_mx.warmup import combinations
 
     fields: dict[str, Any] = parse_fields(context.args)
     problems = combinations(op, fields)

@@ -27,11 +27,11 @@ def isa(
     The shape and the kernel's parameters may be given as options: isa gemv --M 4 --rows 2; what
     is left out is what dispatch would choose.
     """
+    from aiter_mx.ahead import combinations
     from aiter_mx.cli.disassembly import disassemble
     from aiter_mx.jit.build import build
     from aiter_mx.launch import build_request
     from aiter_mx.target import hardware
-    from aiter_mx.warmup import combinations
 
     target = hardware(arch)
     spec = _find(kernel, arch)
