@@ -51,9 +51,13 @@ MX_DEVICE float dot(const f32x2 (&a)[Pairs], const f32x2 (&b)[Pairs]) {
     f32x2 sum = a[0] * b[0];
     for (int i = 1; i < Pairs; ++i)
         sum = __builtin_elementwise_fma(a[i], b[i], sum);
-    return sum.x + sum.y;
+    float total; // as assembly, because LLVM would pair two such sums with three moves
+    asm("v_add_f32 %0, %1, %2" : "=v"(total) : "v"(sum.x), "v"(sum.y));
+    return total;
 }
 
+MX_DEVICE unsigned min(unsigned a, unsigned b) { return __builtin_elementwise_min(a, b); }
+MX_DEVICE unsigned max(unsigned a, unsigned b) { return __builtin_elementwise_max(a, b); }
 MX_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 MX_DEVICE float bits_to_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 MX_DEVICE unsigned float_to_bits(float x) { return __builtin_bit_cast(unsigned, x); }

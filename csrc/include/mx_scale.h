@@ -18,7 +18,7 @@ constexpr unsigned kNanBits = 0x7fc00000;
 constexpr unsigned kTwoToMinus127 = 0x00400000; // subnormal: not an exponent field of 0
 
 MX_DEVICE float e8m0_to_f32(unsigned byte) {
-    const unsigned bits = byte == 0 ? kTwoToMinus127 : byte << 23;
+    const unsigned bits = max(byte << 23, kTwoToMinus127);
     return bits_to_float(byte == kNanScale ? kNanBits : bits);
 }
 
@@ -27,11 +27,12 @@ struct SplitScale {
     float first, last;
 };
 
-// 2^(byte - 127) as a product: all of it in first up to 1, else half of the exponent in each.
+// 2^(byte - 127) as a product: all of it in first up to 2^64, what is left in last.
 MX_DEVICE SplitScale e8m0_split(unsigned byte) {
-    const unsigned half = ((byte > 127 ? byte : 127) - 126) >> 1;
-    const float first = byte == kNanScale ? bits_to_float(kNanBits) : e8m0_to_f32(byte - half);
-    return {first, bits_to_float((127 + half) << 23)};
+    constexpr unsigned most = 127 + 64;
+    const unsigned bits = max(min(byte, most) << 23, kTwoToMinus127);
+    return {bits_to_float(byte == kNanScale ? kNanBits : bits),
+            bits_to_float((max(byte, most) - 64) << 23)};
 }
 
 // sum + dot * (one scale) * (other scale)
