@@ -5,8 +5,8 @@
 // moderate. So they are applied one after the other, in an order that neither overflows nor rounds
 // before the last step unless the result does. A sum p of up to 2^17 e4m3 products is below 2^35
 // and a multiple of 2^-18; times 2^-127 it is still a multiple of fp32's smallest number, hence
-// exact. Upwards there is less room: a scale above 1 is applied in two halves, around the other
-// scale.
+// exact; times 2^64 it is still far from overflow. What one scale has above 2^64 is applied last,
+// after the other scale.
 #pragma once
 
 #include "mx_target.h"
