@@ -29,7 +29,6 @@
 
 #include "gfx950_buffer.h"
 #include "gfx950_mfma.h"
-#include "mx_epilogue.h"
 #include "mx_target.h"
 
 using namespace mx;
@@ -94,10 +93,10 @@ struct Rows {
     Buffer payload, scales;
     unsigned K;
 
-    MX_MEMBER Rows(const unsigned char* q, const unsigned char* s, Offset first, Offset rows,
+    MX_MEMBER Rows(const unsigned char* q, const unsigned char* s, Offset first, unsigned rows,
                    unsigned K)
-        : payload(q + first * K, static_cast<unsigned>(rows) * K),
-          scales(s + first * (K / kBlock), static_cast<unsigned>(rows) * (K / kBlock)), K(K) {}
+        : payload(q + first * K, rows * K), scales(s + first * (K / kBlock), rows * (K / kBlock)),
+          K(K) {}
 
     template <bool Once>
     MX_MEMBER Tile load(int tile, const Place& place) const {
@@ -155,18 +154,51 @@ struct NanNotes {
     }
 };
 
+// The bias of one output. It is under way during all of the sum: waiting for it at the end would
+// cost a latency of memory.
+struct Bias {
+    unsigned low, high; // 16 bits each
+    int kind;
+
+    MX_MEMBER Bias(const void* bias, int kind, Offset first, unsigned rows, unsigned row)
+        : kind(kind) {
+        const unsigned size = kind == kF32 ? 4 : 2;
+        const Buffer values(static_cast<const unsigned char*>(bias) + first * size,
+                            kind == kNone ? 0 : rows * size);
+        low = values.load_two_bytes(row * size);
+        high = values.load_two_bytes(kind == kF32 ? row * size + 2 : kNowhere);
+    }
+    MX_MEMBER float to_f32() const {
+        if (kind == kFP16)
+            return mx::to_f32(__builtin_bit_cast(fp16, static_cast<unsigned short>(low)));
+        return bits_to_float(kind == kF32 ? high << 16 | low : low << 16);
+    }
+};
+
+// Has the scalar arguments loaded at once: left alone, each is loaded where it is first used, and
+// the latencies add up.
+MX_DEVICE void wait_for_arguments(Offset M, Offset N, Offset K, int bias_kind) {
+    asm volatile("" ::"s"(M), "s"(N), "s"(K), "s"(bias_kind));
+}
+
 MX_KERNEL(kThreads)
 aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
                      const unsigned char* ws, const void* bias, Out* y, Offset M, Offset N,
-                     Offset K, int bias_kind) {
+                     Offset k_size, int bias_kind) {
     const Offset first_row = (group_y() * kMaxGridX + group_x()) * kRows;
+    wait_for_arguments(M, N, k_size, bias_kind);
     if (first_row >= N)
         return;
+    const Offset rows_left = N - first_row;
+    const unsigned rows = rows_left < kRows ? rows_left : kRows;
+    const unsigned K = k_size;
     const int lane = thread_in_group() % kLanes;
     const int wave = wave_in_group();
 
+    const Bias own_bias(bias, bias_kind, first_row, rows, thread_in_group());
     const Rows x_rows(xq, xs, 0, M, K);
-    const Rows w_rows(wq, ws, first_row, N - first_row < kRows ? N - first_row : kRows, K);
+    const Rows w_rows(wq, ws, first_row, rows, K);
+    MX_LDS float added[kRows];
     MX_LDS u32x4 lds[kWaves][kWavePieces];
 
     f32x4 sums[kRowTiles][kColTiles] = {};
@@ -185,6 +217,7 @@ aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const uns
         }
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
+            finish_before_next(); // turning several steps at once would take more registers
             Operand a[kRowTiles];
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r) {
@@ -215,6 +248,8 @@ aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const uns
             lds[wave][(r * kColTiles + c) * kLanes + lane % kSide * 4 + lane / kSide] =
                 __builtin_bit_cast(u32x4, sum);
         }
+    if (thread_in_group() < kRows)
+        added[thread_in_group()] = own_bias.to_f32();
     group_barrier();
     for (int i = thread_in_group(); i < static_cast<int>(M) * kRows; i += kThreads) {
         const int m = i / kRows, row = i % kRows;
@@ -230,6 +265,6 @@ aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const uns
                 sum += reinterpret_cast<const float*>(
                     lds[v])[product * kProductWords + (f * kTileRows + m % kTileRows) * kSide +
                             f * kTileRows + row % kTileRows];
-        store(y + m * N + n, sum + load_bias(bias, bias_kind, n));
+        store(y + m * N + n, sum + added[row]);
     }
 }

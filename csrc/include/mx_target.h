@@ -12,7 +12,7 @@
 namespace mx {
 
 // Codes of the dtypes that the host names, aiter_mx/kernels/linear.py.
-enum DTypeCode { kF32 = 1, kBF16 = 2, kFP16 = 3 };
+enum DTypeCode { kNone = 0, kF32 = 1, kBF16 = 2, kFP16 = 3 };
 
 template <int Code>
 struct DTypeOf;
