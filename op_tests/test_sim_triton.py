@@ -19,13 +19,19 @@ from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.sim.report import LaunchReport
 
 WARPS = 4
+SCRATCH_POINTERS = [0] * 5  # two arguments that Triton adds, unused here
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 NUMPY = {"fp8e4nv": np.uint8, "fp8e5": np.uint8, "u8": np.uint8, "fp32": np.float32,
          "bf16": np.uint16, "fp16": np.float16, "i32": np.int32}  # fmt: skip
 
 
-def run(kernel: object, grid: tuple[int, ...], constants: dict[str, object], options: dict[str, int],
-        **arguments: tuple[str, Array] | int) -> LaunchReport:  # fmt: skip
+def run(
+    kernel: object,
+    grid: tuple[int, ...],
+    constants: dict[str, object],
+    options: dict[str, int],
+    **arguments: tuple[str, Array] | int,
+) -> LaunchReport:
     """Compile a Triton kernel for gfx950 and launch it; arrays come with Triton's element type."""
     signature = {
         name: "i32" if isinstance(value, int) else f"*{value[0]}"
@@ -45,15 +51,15 @@ def run(kernel: object, grid: tuple[int, ...], constants: dict[str, object], opt
     name = compiled.metadata.name
     values = [value if isinstance(value, int) else value[1] for value in arguments.values()]
     block = 64 * compiled.metadata.num_warps
-    given = loaded.kernel(name)
-    padding = [0] * ((given.kernarg_bytes - 4 * len(values)) // 4)  # scratch pointers, unused
-    return launch(loaded, name, (*grid, 1, 1)[:3], block, [*values, *padding],
+    return launch(loaded, name, (*grid, 1, 1)[:3], block, [*values, *SCRATCH_POINTERS],
                   shared_bytes=compiled.metadata.shared, options=SimOptions(seed=1))  # fmt: skip
 
 
 @triton.jit
-def scaled_matmul(a, sa, b, sb, c, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                  A: tl.constexpr, B: tl.constexpr, PA: tl.constexpr, PB: tl.constexpr):  # fmt: skip
+def scaled_matmul(
+    a, sa, b, sb, c, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, PA: tl.constexpr, PB: tl.constexpr,
+):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     ka, kb, ks = tl.arange(0, BK // PA), tl.arange(0, BK // PB), tl.arange(0, BK // 32)
@@ -144,7 +150,8 @@ def test_scaled_dots_with_a_different_scale_for_every_block(
         scaled_matmul,
         (M // tile[0], N // tile[1]),
         dict(zip(("BM", "BN", "BK"), tile, strict=True))
-        | {"A": kinds[0], "B": kinds[1], "PA": 1 + (kinds[0] == "e2m1"), "PB": 1 + (kinds[1] == "e2m1")},
+        | dict(zip("AB", kinds, strict=True))
+        | {f"P{x}": 1 + (kind == "e2m1") for x, kind in zip("AB", kinds, strict=True)},
         {"matrix_instr_nonkdim": int(instruction.split("_")[4].split("x")[0])},
         a=(POINTER[kinds[0]], a),
         sa=("u8", np.ascontiguousarray(sa)),

@@ -9,7 +9,7 @@ from aiter_mx.sim.faults import UnknownInstruction
 _USER = (
     (0, 4, None),  # private segment buffer
     (1, 2, "w->group->launch->dispatch_packet"),
-    (2, 2, None),  # queue pointer
+    (2, 2, "0"),  # queue pointer: there is no queue, and reading one is a memory fault
     (3, 2, "w->group->launch->kernarg"),
     (4, 2, "0"),  # dispatch id
     (5, 2, "0"),  # flat scratch
@@ -30,8 +30,8 @@ def start_wave(kernel: KernelInfo, strict: bool) -> str:
         if descriptor.properties >> bit & 1:
             if value is None:
                 raise UnknownInstruction(
-                    f"kernel {kernel.name} wants its private-segment buffer or queue pointer in "
-                    "registers, which the simulator does not set up"
+                    f"kernel {kernel.name} wants its private-segment buffer in registers, "
+                    "which the simulator does not set up"
                 )
             if count == 2:
                 lines.append(f"set_s64(w, {at}, {value});")
