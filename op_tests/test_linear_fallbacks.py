@@ -19,7 +19,7 @@ from torch import Tensor
 from aiter_mx.fallbacks import linear_tiles as tiles
 from aiter_mx.fallbacks import linear_torch as torch_fallback
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.spec import KernelSpec
+from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import CPU, SIMULATED_GFX950, Target
 
 MI355X = Target(arch="gfx950", runtime="hip", cu_num=256, wave_size=64, name="MI355X")
@@ -113,7 +113,7 @@ class TestTiles:
 
     @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
     def test_every_candidate_is_legal(self, target):
-        spec = KernelSpec("linear", "triton", "t", tiles.PARAMS, tiles.refusal, tiles.configure)
+        spec = find_kernel("linear", target.arch, "triton", "dot_scaled")
         for bucket, candidates in tiles.CANDIDATES[target.arch].items():
             assert 6 <= len(candidates) <= 10
             assert len({tuple(c.items()) for c in candidates}) == len(candidates)
