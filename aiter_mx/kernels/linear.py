@@ -6,10 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from aiter_mx.fallbacks import linear_tiles
-from aiter_mx.kernels.spec import Arg, Config, Geometry, KernelSpec, Module, Param, combinations
+from aiter_mx.kernels.linear_mfma_sm90 import MFMA as MFMA_SM90
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Arg,
+    Config,
+    Geometry,
+    KernelSpec,
+    Module,
+    Param,
+    combinations,
+)
 from aiter_mx.target import Target
 
-_DTYPE_CODES = {"none": 0, "fp32": 1, "bf16": 2, "fp16": 3}  # csrc/include/mx_target.h
 OUT_DTYPES = ("bf16", "fp16", "fp32")
 BIAS_DTYPES = ("none", "bf16", "fp16", "fp32")
 BLOCK = 32  # elements of K that share a scale
@@ -136,7 +145,7 @@ def _gemv_candidates(target: Target, problem: LinearProblem) -> list[Config]:
 def _gemv_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     return {
         "MX_M": problem.M,
-        "MX_OUT": _DTYPE_CODES[problem.out_dtype],
+        "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_ROWS": config["rows"],
         "MX_WAVES": config["waves"],
         "MX_UNROLL": config["unroll"],
@@ -155,7 +164,7 @@ def _gemv_geometry(target: Target, problem: LinearProblem, config: Config) -> Ge
 def _gemv_scalars(
     target: Target, problem: LinearProblem, config: Config
 ) -> tuple[int | float, ...]:
-    return (problem.N, problem.K, _DTYPE_CODES[problem.bias])
+    return (problem.N, problem.K, DTYPE_CODES[problem.bias])
 
 
 GEMV = Module(
@@ -188,6 +197,7 @@ KERNELS = (
         candidates=_gemv_candidates,
         module=GEMV,
     ),
+    MFMA_SM90,
     KernelSpec(
         op="linear",
         backend="triton",

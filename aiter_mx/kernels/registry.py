@@ -15,7 +15,7 @@ from pkgutil import iter_modules
 from aiter_mx import kernels
 from aiter_mx.kernels.spec import KernelSpec, Problem
 
-_NOT_OPS = {"spec", "registry"}
+_NOT_OPS = {"spec", "registry", "linear_mfma_sm90"}
 
 
 @cache

@@ -9,6 +9,7 @@ from typing import Any
 
 from aiter_mx.target import Target
 
+DTYPE_CODES = {"none": 0, "fp32": 1, "bf16": 2, "fp16": 3}  # csrc/include/mx_target.h
 Config = Mapping[str, int]
 Problem = Any
 """A frozen dataclass of the op, in its kernels module: the shape and dtypes of one call."""
@@ -88,6 +89,8 @@ class KernelSpec:
         configure: the configuration to use when no table row chooses one.
         candidates: the configurations that a tuner should time.
         module: for backend ``hip``, how to build and launch it.
+        yields: why the other kernels of its backend come before it where no table decides, or
+            None.
     """
 
     op: str
@@ -98,6 +101,7 @@ class KernelSpec:
     configure: Callable[[Target, Problem], Config]
     candidates: Callable[[Target, Problem], Sequence[Config]]
     module: Module | None = None
+    yields: Callable[[Target, Problem], str | None] = lambda target, problem: None
 
     def is_for(self, arch: str) -> bool:
         """Whether the kernel can be built for an architecture, or is built by someone else."""
