@@ -157,8 +157,8 @@ def test_the_command_line_runs_a_kernel_on_files(
     image.write_bytes(compile_gfx950(SAXPY))
     np.save(tmp_path / "x.npy", x)
     given = ["run", str(image), "--kernel", "saxpy", "--grid", "2", "--block", "256", "--args",
-             f"r={tmp_path}/x.npy", f"r={tmp_path}/x.npy", f"w={tmp_path}/z.npy:f32[500]", "i32=500",
-             "f32=3"]  # fmt: skip
+             f"r={tmp_path}/x.npy", f"r={tmp_path}/x.npy", f"w={tmp_path}/z.npy:f32[500]",
+             "i32=500", "f32=3"]  # fmt: skip
     assert main(given) == 0
     assert "2000 B written" in capsys.readouterr().out
     np.testing.assert_array_equal(np.load(tmp_path / "z.npy"), 4 * x)

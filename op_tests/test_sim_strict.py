@@ -103,6 +103,13 @@ def test_kernels_that_synchronise_are_not_accused(seed: int) -> None:
     np.testing.assert_array_equal(out[:256], loaded + byte + np.uint32(256))
 
 
+def test_waves_may_all_write_the_same_value_but_not_different_ones() -> None:
+    data, out, _ = run("duplicates", 1, block=256)
+    np.testing.assert_array_equal(out[:256], np.tile(data[np.arange(64) ^ 1], 4))
+    with pytest.raises(RaceError, match="'ds_write_b32"):
+        run("duplicates", 0, block=256)
+
+
 def test_a_seed_repeats_an_interleaving_and_another_gives_another() -> None:
     def order(options: SimOptions) -> bytes:
         return run("order", block=1024, options=options)[1].tobytes()

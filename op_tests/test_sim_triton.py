@@ -113,6 +113,32 @@ def histogram(x, counts, sums, N, BLOCK: tl.constexpr):
     tl.atomic_add(sums, tl.sum(values.to(tl.float32), axis=0))
 
 
+@triton.jit
+def attention(q, k, v, o, N, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    m, d, n = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, D), tl.arange(0, BN)
+    x = tl.load(q + m[:, None] * D + d[None, :])
+    top, weight = tl.full((BM,), -1e30, tl.float32), tl.zeros((BM,), tl.float32)
+    total = tl.zeros((BM, D), tl.float32)
+    for at in range(0, N, BN):
+        y = tl.load(k + (at + n)[None, :] * D + d[:, None])
+        s = tl.where(m[:, None] >= (at + n)[None, :], tl.dot(x, y), -1e30)
+        new = tl.maximum(top, tl.max(s, 1))
+        p, fade = tl.exp2(s - new[:, None]), tl.exp2(top - new)
+        weight, total, top = weight * fade + tl.sum(p, 1), total * fade[:, None], new
+        total = tl.dot(p.to(tl.float16), tl.load(v + (at + n)[:, None] * D + d[None, :]), total)
+    tl.store(o + m[:, None] * D + d[None, :], total / weight[:, None])
+
+
+@triton.jit
+def quantise(x, q, s, K: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, K)
+    blocks = tl.reshape(tl.load(x + row * K + at).to(tl.float32), (K // 32, 32))
+    exponent = tl.floor(tl.log2(tl.max(tl.abs(blocks), 1))) - 8
+    codes = (blocks * tl.exp2(-exponent)[:, None]).to(tl.float8e4nv)
+    tl.store(q + row * K + at, tl.reshape(codes, (K,)))
+    tl.store(s + row * (K // 32) + tl.arange(0, K // 32), (exponent + 127).to(tl.uint8))
+
+
 def random_codes(rng: np.random.Generator, kind: str, rows: int, depth: int) -> tuple[Array, Array]:
     """Stored bytes, and the values that they mean."""
     if kind == "e2m1":
@@ -206,3 +232,30 @@ def test_atomics() -> None:
         sums=("fp32", sums), N=3000)  # fmt: skip
     np.testing.assert_array_equal(counts, np.bincount(x % 16, minlength=16))
     assert sums[0] == x.sum()
+
+
+def test_attention() -> None:
+    N, D = 128, 64
+    q, k, v = np.random.default_rng(6).normal(0, 0.5, (3, N, D)).astype(np.float16)
+    out = np.zeros((N, D), np.float32)
+    run(attention, (2,), {"D": D, "BM": 64, "BN": 32}, {}, q=("fp16", q), k=("fp16", k),
+        v=("fp16", v), o=("fp32", out), N=N)  # fmt: skip
+    scores = np.where(np.tri(N) > 0, q.astype(np.float64) @ k.T.astype(np.float64), -np.inf)
+    powers = np.exp2(scores - scores.max(axis=1, keepdims=True))
+    want = powers / powers.sum(axis=1, keepdims=True) @ v.astype(np.float64)
+    np.testing.assert_allclose(out, want, atol=2e-3)
+
+
+def test_quantisation_to_fp8_saturates_where_its_mode_says_so() -> None:
+    x = torch.from_numpy(np.random.default_rng(7).normal(0, 1, (4, 2048))).bfloat16()
+    x *= torch.exp2(torch.arange(4 * 64).reshape(4, 64) % 23 - 11.0).repeat_interleave(32, 1)
+    codes, scales = np.zeros((4, 2048), np.uint8), np.zeros((4, 64), np.uint8)
+    stored = np.ascontiguousarray(x.view(torch.int16).numpy().view(np.uint16))
+    run(quantise, (4,), {"K": 2048}, {}, x=("bf16", stored), q=("fp8e4nv", codes), s=("u8", scales))
+    blocks = x.double().reshape(4, 64, 32)
+    exponent = torch.floor(torch.log2(blocks.abs().amax(-1))) - 8
+    np.testing.assert_array_equal(scales, (exponent + 127).numpy())
+    scaled = (blocks * torch.exp2(-exponent)[..., None]).clamp(-448, 448).reshape(4, 2048)
+    want = scaled.float().to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    assert (scaled.abs() == 448).any()
+    np.testing.assert_array_equal(codes, want)

@@ -182,7 +182,7 @@ def fault_error(
 def _other(fault: CFault) -> str:
     who = fault.other_wave
     did = "wrote" if fault.other_is_write else "read"
-    by = {30: "several waves", 31: "an atomic operation"}.get(who)
+    by = {32: "several waves", 33: "an atomic operation"}.get(who)
     if by is None:
         by = f"wave {who % 16}" + (" (copying from memory)" if who >= 16 else "")
     return f"which {by} {did} with no barrier, or no s_waitcnt before the barrier, in between"

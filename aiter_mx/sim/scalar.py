@@ -22,7 +22,7 @@ from aiter_mx.sim.isa.salu import SALU, SAVE_EXEC
 from aiter_mx.sim.isa.tables import C_TYPES, WIDE, Rule
 
 _SMEM = re.compile(r"s_(buffer_)?load_dword(?:x(\d+))?")
-_MODE_REGISTER = 1
+FP16_OVERFLOW_BIT = 23
 
 
 def translate_scalar(ins: Instruction, ctx: Context) -> Code | None:
@@ -129,13 +129,14 @@ def _write_pair(ins: Instruction, value: str) -> Code:
 
 
 def _set_register(ins: Instruction) -> Code:
-    """The MODE register's float fields; anything else is refused."""
+    """The MODE register's denormal modes and FP16_OVFL; anything else is refused."""
     match = re.fullmatch(r".*hwreg\(HW_REG_MODE(?:, (\d+), (\d+))?\), (\S+)", ins.text)
     if not match:
         raise unknown(ins)
     offset, size = int(match[1] or 0), int(match[2] or 32)
-    if offset not in (4, 5, 6) or offset + size > 8:
-        raise unknown(ins, "only the denormal modes are simulated")
+    fields = set(range(offset, offset + size))
+    if not (fields <= {4, 5, 6, 7} or fields == {FP16_OVERFLOW_BIT}):
+        raise unknown(ins, "only the denormal modes and FP16_OVFL are simulated")
     mask = ((1 << size) - 1) << offset
     source = parse_operand(match[3])
     value = f"(({scalar(source, 'u', ins)}) << {offset} & {mask:#x}u)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -51,6 +52,7 @@ def translate_kernel(
     allocated = ((kernel.descriptor.rsrc1 & 63) + 1) * 8
     context = Context(min(acc_base, allocated), allocated)
     codes = [_translate(ins, context) for ins in instructions]
+    _check_overflow_mode(instructions)
     leaders = _leaders(instructions, number, entry)
     body = _Body(instructions, codes, number, leaders, strict).render()
     meta = {
@@ -112,6 +114,14 @@ def _translate(ins: Instruction, context: Context) -> Code | None:
         if (code := translate(ins, context)) is not None:
             return code
     raise unknown(ins)
+
+
+def _check_overflow_mode(instructions: list[Instruction]) -> None:
+    """FP16_OVFL is simulated for fp8 alone: refuse kernels that set it and also make f16 numbers."""
+    setter = next((i for i in instructions if "HW_REG_MODE, 23" in i.text), None)
+    for ins in instructions if setter else ():
+        if re.match(r"v_.*_f16(_|$)", ins.mnemonic):
+            raise unknown(ins, "with MODE.FP16_OVFL set")
 
 
 def _leaders(instructions: list[Instruction], number: dict[int, int], entry: int) -> list[int]:

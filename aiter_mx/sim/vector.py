@@ -27,6 +27,7 @@ from aiter_mx.sim.isa.valu import (
     LOW_FROM_LOW,
     PACKED,
     PACKS,
+    SATURATING,
     VALU,
 )
 
@@ -213,6 +214,8 @@ class _Plain:
         expression = rule.expression
         if "BITOP3" in expression:
             expression = expression.replace("BITOP3", f"{self.mods.number('bitop3'):#x}")
+        if ins.mnemonic in SATURATING and self.mods.flag("clamp"):
+            expression = SATURATING[ins.mnemonic]
         names = names_in(expression)
         rows: tuple[int, ...] = ()
         stores: list[tuple[int, str]] = []
@@ -340,9 +343,11 @@ def _packed(ins: Instruction, rule: Rule, ctx: Context) -> Code:
             part.append(f"{C_TYPES[letter]} {'abc'[i]} = {value};")
         result = C_TYPES[rule.result]
         end = " r = clamp_f32(r);" if clamp else ""
-        if clamp and rule.result not in FLOATS:
-            raise unknown(ins, "clamp of this type")
         expression = rule.expression.replace("half", str(half))
+        if clamp and rule.result not in FLOATS:
+            if ins.mnemonic not in SATURATING:
+                raise unknown(ins, "clamp of this type")
+            expression, end = SATURATING[ins.mnemonic], ""
         lines.append(
             f"{result} r{half}; {{ {' '.join(part)} {result} r = ({result})({expression});{end} "
             f"r{half} = r; }}"

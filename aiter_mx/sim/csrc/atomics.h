@@ -167,7 +167,7 @@ NOINLINE void lds_atomic(Wave* w, u32 instruction, const u32* base, u32 offset, 
                 bad_lds(w, instruction, l, at[l] + i, 0, 0, 1, FAULT_LDS_UNSET);
     }
 #endif
-    lds_check(w, instruction, at, size, 1, w->group->wave_count == 1 ? w->id : BY_ATOMIC);
+    lds_check(w, instruction, at, size, 1, w->group->wave_count == 1 ? w->id : BY_ATOMIC, NULL, 0);
     atomic_lanes(w, address, d, data, op, size);
 #if STRICT
     note_lds(w, &w->lgkm, at, size, w->exec, 1);

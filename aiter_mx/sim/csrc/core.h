@@ -108,7 +108,7 @@ typedef struct Wave {
     u32 s[SGPRS];
     u32 scc, pc, id, state;
     i64 budget, wait_cost;
-    u32 mode; // MODE register: bits 4-5 are f32 denormals
+    u32 mode; // MODE register: bits 4-5 f32 denormals, 23 FP16_OVFL
     u32* v;
     u64* set; // lanes of each register that hold a value
     u8* due;  // loads under way into each register
@@ -207,7 +207,10 @@ COLD void bad_jump(Wave* w, u32 instruction, u64 target) {
     fail(w, (Fault){.kind = FAULT_JUMP, .instruction = instruction, .address = target});
 }
 
+// MODE.FP16_OVFL: conversions to fp8 saturate.
+static __thread int saturating;
 INLINE void set_float_mode(u32 mode) {
+    saturating = mode >> 23 & 1;
 #if defined(__x86_64__)
     u32 csr = __builtin_ia32_stmxcsr() & ~0x8040u;
     if (!(mode >> 5 & 1))

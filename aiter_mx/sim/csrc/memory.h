@@ -233,7 +233,8 @@ NOINLINE void scratch_access(Wave* w, u32 instruction, const u32* offsets, i64 b
 }
 
 // LDS
-NOINLINE void lds_check(Wave* w, u32 instruction, const u32* at, u32 size, int is_write, u32 who) {
+NOINLINE void lds_check(Wave* w, u32 instruction, const u32* at, u32 size, int is_write, u32 who,
+                        const u32* data, u32 shift) {
     u64 limit = w->group->launch->lds_bytes;
     u32 high = 0;
     for (int l = 0; l < 64; l++) {
@@ -251,7 +252,7 @@ NOINLINE void lds_check(Wave* w, u32 instruction, const u32* at, u32 size, int i
                         .is_write = (u32)is_write});
     }
 #if STRICT
-    shadow(w, instruction, at, size, w->exec, is_write, who);
+    shadow(w, instruction, &(Access){at, size, shift, w->exec, is_write, who, data});
 #endif
     Counters* counters = w->group->counters;
     *(is_write ? &counters->lds_bytes_written : &counters->lds_bytes_read) +=
@@ -269,7 +270,7 @@ NOINLINE void lds_load(Wave* w, u32 instruction, const u32* base, u32 offset, u3
     u32 at[64];
     u64 address[64];
     lds_address(w, base, offset, at, address);
-    lds_check(w, instruction, at, size, 0, w->id);
+    lds_check(w, instruction, at, size, 0, w->id, NULL, 0);
     load_lanes(w, address, d, element, size / 4);
 #if STRICT
     note_lds(w, &w->lgkm, at, size, w->exec, 0);
@@ -280,7 +281,8 @@ NOINLINE void lds_store(Wave* w, u32 instruction, const u32* base, u32 offset, c
     u32 at[64];
     u64 address[64];
     lds_address(w, base, offset, at, address);
-    lds_check(w, instruction, at, size, 1, w->id);
+    lds_check(w, instruction, at, size, 1, w->id, d,
+              element == U8_HI || element == U16_HI ? 16 : 0);
     store_lanes(w, address, d, element, size / 4);
 #if STRICT
     note_lds(w, &w->lgkm, at, size, w->exec, 1);
@@ -326,7 +328,7 @@ static void rows_to_lds(Wave* w, u32 instruction, const u32* rows, u32 base, u32
         at[l] = base + (u32)l * width;
         target[l] = lds + at[l];
     }
-    lds_check(w, instruction, at, width, 1, BY_COPY + w->id);
+    lds_check(w, instruction, at, width, 1, BY_COPY + w->id, rows, 0);
     store_lanes(w, target, rows, DWORDS, width / 4);
 #if STRICT
     note_lds(w, &w->vm, at, width, w->exec, 1);

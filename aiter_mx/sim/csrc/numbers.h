@@ -195,6 +195,9 @@ INLINE u32 class_f64(u64 bits) {
             x = (T)fabs((double)s0);                                                               \
         return negative ? -x : x;                                                                  \
     }
+// Half has no scaling step, so nothing to undo for numbers that are far apart.
+#define EXP_ALIKE(x) 0
+DIVISION(float, f16, EXP_ALIKE, ldexpf, 1, 0, -1, 256, 0)
 DIVISION(float, f32, EXP32, ldexpf, 96, 64, 23, 256, -150)
 DIVISION(double, f64, EXP64, ldexp, 768, 128, 53, 2048, -1075)
 
@@ -204,7 +207,7 @@ INLINE u16 scaled_bf16(double x, u32 scale) {
     return f32_to_bf16((float)(x * scale_of_f32(scale)));
 }
 INLINE u32 unscaled_fp8(float x, u32 scale, Format format) {
-    return encode_fp8((double)x / scale_of_f32(scale), format, 0);
+    return encode_fp8((double)x / scale_of_f32(scale), format, saturating);
 }
 INLINE u32 reverse_bits(u32 x) {
     x = (x >> 1 & 0x55555555) | (x & 0x55555555) << 1;
@@ -267,4 +270,10 @@ INLINE i64 signed24(u32 x) { return (i32)(x << 8) >> 8; }
 INLINE u32 insert_byte(u32 word, u32 at, u32 byte) {
     u32 shift = 8 * (at & 3);
     return (word & ~(255u << shift)) | byte << shift;
+}
+INLINE u32 sad_u8(u32 a, u32 b) {
+    u32 sum = 0;
+    for (int i = 0; i < 32; i += 8)
+        sum += (u32)abs((int)(a >> i & 255) - (int)(b >> i & 255));
+    return sum;
 }

@@ -9,8 +9,8 @@
 
 // Shadow of an LDS byte: barrier interval << 5 | who. Intervals count up from FIRST_EPOCH; 0 is
 // a byte never touched and SETTLED one last touched in an interval too old to be told apart.
-enum { WHO_BITS = 5, BY_COPY = 16, BY_MANY = 30, BY_ATOMIC = 31 };
-enum { SETTLED = 1 << WHO_BITS, FIRST_EPOCH = 2, LAST_EPOCH = 2047 };
+enum { WHO_BITS = 6, BY_COPY = 16, BY_MANY = 32, BY_ATOMIC = 33 };
+enum { SETTLED = 1 << WHO_BITS, FIRST_EPOCH = 2, LAST_EPOCH = 1023 };
 
 INLINE Pending* queued(Queue* q, u32 i) { return &q->entry[(q->first + i) % QUEUE]; }
 
@@ -192,49 +192,69 @@ COLD void bad_lds(Wave* w, u32 instruction, u32 lane, u32 address, int is_write,
                     .other_wave = who,
                     .other_is_write = (u32)old_is_write});
 }
-INLINE void shadow_byte(Wave* w, u32 instruction, u32 lane, u32 at, int is_write, u32 who) {
-    Group* g = w->group;
-    u32 now = g->epoch << WHO_BITS, old = g->writer[at], tag = now | who;
-    if (UNLIKELY(!old && !is_write))
-        bad_lds(w, instruction, lane, at, 0, 0, 1, FAULT_LDS_UNSET);
-    u32 own = now | w->id;
-    if (UNLIKELY(old >= now && old != tag && old != own)) {
-        u32 by_own_copy = (old & 31) == BY_COPY + w->id;
-        bad_lds(w, instruction, lane, at, is_write, old, 1,
-                by_own_copy ? FAULT_LDS_EARLY : FAULT_LDS_RACE);
-    }
-    u32 read = g->reader[at];
-    if (is_write) {
-        if (UNLIKELY(read >= now && read != own && read != tag))
-            bad_lds(w, instruction, lane, at, 1, read, 0, FAULT_LDS_RACE);
-        g->writer[at] = (u16)tag;
-    } else if (read != tag) {
-        g->reader[at] = (u16)(read >= now ? now | BY_MANY : tag);
-    }
+// An access to check. `data` is the first row written, or NULL where it is not at hand; `shift` the
+// bit of a row's word where it begins.
+typedef struct {
+    const u32* address;
+    u32 size, shift;
+    u64 lanes;
+    int is_write;
+    u32 who;
+    const u32* data;
+} Access;
+// Compilers let waves that hold copies of a value all write it: writing what is there is no race.
+static int writes_what_is_there(const Group* g, const Access* a, u32 lane, u32 at, u32 old) {
+    u32 who = old & ((1 << WHO_BITS) - 1), byte = at - a->address[lane];
+    if (!a->data || (who >= BY_COPY && who != BY_MANY))
+        return 0;
+    u32 word = a->data[lane + 64 * (byte / 4)] >> a->shift;
+    return g->lds[at] == (word >> (8 * (byte & 3)) & 255);
 }
-NOINLINE void shadow(Wave* w, u32 instruction, const u32* address, u32 size, u64 lanes,
-                     int is_write, u32 who) {
+INLINE void shadow_byte(Wave* w, u32 instruction, const Access* a, u32 lane, u32 at) {
+    Group* g = w->group;
+    u32 now = g->epoch << WHO_BITS, old = g->writer[at], read = g->reader[at];
+    u32 tag = now | a->who, own = now | w->id;
+    if (UNLIKELY(!old && !a->is_write))
+        bad_lds(w, instruction, lane, at, 0, 0, 1, FAULT_LDS_UNSET);
+    u32 by_other = old >= now && old != tag && old != own;
+    if (a->is_write) {
+        u32 read_by_other = read >= now && read != own && read != tag;
+        if (UNLIKELY(by_other | read_by_other) && writes_what_is_there(g, a, lane, at, old)) {
+            g->writer[at] = (u16)(by_other ? now | BY_MANY : tag);
+            return;
+        }
+        if (UNLIKELY(read_by_other & !by_other))
+            bad_lds(w, instruction, lane, at, 1, read, 0, FAULT_LDS_RACE);
+    }
+    if (UNLIKELY(by_other))
+        bad_lds(w, instruction, lane, at, a->is_write, old, 1,
+                old == (now | (BY_COPY + w->id)) ? FAULT_LDS_EARLY : FAULT_LDS_RACE);
+    if (a->is_write)
+        g->writer[at] = (u16)tag;
+    else if (read != tag)
+        g->reader[at] = (u16)(read >= now ? now | BY_MANY : tag);
+}
+NOINLINE void shadow(Wave* w, u32 instruction, const Access* a) {
     Group* g = w->group;
     u32 now = g->epoch << WHO_BITS;
-    u64 own = (now | who) * 0x0001000100010001ull;
-    for (; lanes; lanes &= lanes - 1) {
-        u32 lane = (u32)__builtin_ctzll(lanes), at = address[lane], end = at + size;
-        // Four bytes at once when this wave alone has touched them since the barrier.
-        if (size >= 4 && !(at & 3)) {
-            for (; at < end; at += 4) {
-                u64 written, read;
-                memcpy(&written, g->writer + at, 8);
-                memcpy(&read, g->reader + at, 8);
-                if (is_write ? written == own && (u16)read < now &&
-                                   read == (u16)read * 0x0001000100010001ull
-                             : read == own)
-                    continue;
-                for (u32 i = 0; i < 4; i++)
-                    shadow_byte(w, instruction, lane, at + i, is_write, who);
-            }
-        } else {
+    const u64 four = 0x0001000100010001ull, own = (now | a->who) * four;
+    for (u64 lanes = a->lanes; lanes; lanes &= lanes - 1) {
+        u32 lane = (u32)__builtin_ctzll(lanes), at = a->address[lane], end = at + a->size;
+        if (a->size < 4 || at & 3) {
             for (; at < end; at++)
-                shadow_byte(w, instruction, lane, at, is_write, who);
+                shadow_byte(w, instruction, a, lane, at);
+            continue;
+        }
+        // Four bytes at once when this wave alone has touched them since the barrier.
+        for (; at < end; at += 4) {
+            u64 written, read;
+            memcpy(&written, g->writer + at, 8);
+            memcpy(&read, g->reader + at, 8);
+            if (a->is_write ? written == own && (u16)read < now && read == (u16)read * four
+                            : read == own)
+                continue;
+            for (u32 i = 0; i < 4; i++)
+                shadow_byte(w, instruction, a, lane, at + i);
         }
     }
 }
@@ -346,8 +366,12 @@ static void carry_over(Wave* w) {
         for (u32 i = 0; i < queues[q]->count; i++) {
             const Pending* p = queued(queues[q], i);
             if (p->touches_lds)
-                shadow(w, p->instruction, p->address, p->size, p->lanes, p->is_write,
-                       p->is_copy ? BY_COPY + w->id : w->id);
+                shadow(w, p->instruction,
+                       &(Access){.address = p->address,
+                                 .size = p->size,
+                                 .lanes = p->lanes,
+                                 .is_write = p->is_write,
+                                 .who = p->is_copy ? BY_COPY + w->id : w->id});
         }
 }
 static void next_epoch(Group* g) {

@@ -88,6 +88,7 @@ v_ceil_f16 h h ceilf(a)
 v_trunc_f16 h h truncf(a)
 v_rndne_f16 h h rintf(a)
 v_ldexp_f16 h hx ldexpf(a, b)
+v_div_fixup_f16 h hhh div_fixup_f16(a, b, c)
 """
 
 _CONVERT = """
@@ -124,8 +125,8 @@ v_cvt_f32_fp8 f u decoded_f32[E4M3][a & 255]
 v_cvt_f32_bf8 f u decoded_f32[E5M2][a & 255]
 v_cvt_pk_f32_fp8 F w decoded_f32[E4M3][a & 255]; r2 = decoded_f32[E4M3][a >> 8]
 v_cvt_pk_f32_bf8 F w decoded_f32[E5M2][a & 255]; r2 = decoded_f32[E5M2][a >> 8]
-v_cvt_pk_fp8_f32 W ff encode_fp8(a, E4M3, 0) | encode_fp8(b, E4M3, 0) << 8
-v_cvt_pk_bf8_f32 W ff encode_fp8(a, E5M2, 0) | encode_fp8(b, E5M2, 0) << 8
+v_cvt_pk_fp8_f32 W ff encode_fp8(a, E4M3, saturating) | encode_fp8(b, E4M3, saturating) << 8
+v_cvt_pk_bf8_f32 W ff encode_fp8(a, E5M2, saturating) | encode_fp8(b, E5M2, saturating) << 8
 """
 
 # `LOW` and `HIGH` are the two fp8 numbers of the source.
@@ -211,6 +212,7 @@ v_alignbit_b32 u uuu (u32)(((u64)a << 32 | b) >> (c & 31))
 v_alignbyte_b32 u uuu (u32)(((u64)a << 32 | b) >> (8 * (c & 3)))
 v_perm_b32 u uuu permute_bytes(a, b, c)
 v_cndmask_b32 u uum m ? b : a
+v_sad_u8 u uuu sad_u8(a, b) + c
 v_sad_u32 u uuu (a > b ? a - b : b - a) + c
 v_add_u16 w ww a + b
 v_sub_u16 w ww a - b
@@ -247,7 +249,7 @@ PACKS = {name for name in VALU if name.startswith(("v_cvt_pk", "v_cvt_scalef32_p
 # The low half of the result depends on the low halves of the sources alone.
 LOW_FROM_LOW = {"v_mad_u64_u32", "v_mad_i64_i32", "v_lshl_add_u64", "v_lshlrev_b64", "v_mov_b64"}
 # 16-bit instructions that keep the register's other half; the rest clear it (gfx9).
-KEEPS_HIGH = {"v_fma_f16", "v_mad_u16", "v_mad_i16", "v_bitop3_b16"}
+KEEPS_HIGH = {"v_fma_f16", "v_div_fixup_f16", "v_mad_u16", "v_mad_i16", "v_bitop3_b16"}
 
 PACKED: dict[str, Rule] = table("""
 v_pk_fma_f32 f fff fmaf(a, b, c)
@@ -274,6 +276,19 @@ v_pk_lshlrev_b16 w ww b << (a & 15)
 v_pk_lshrrev_b16 w ww b >> (a & 15)
 v_pk_ashrrev_i16 w wx (u32)(b >> (a & 15))
 """)
+
+# Integer operations whose result the clamp bit saturates: the expression with it.
+SATURATING = {
+    "v_add_u32": "saturate((i64)a + b, 0, 0xffffffff)",
+    "v_sub_u32": "saturate((i64)a - b, 0, 0xffffffff)",
+    "v_add_i32": "saturate((i64)(i32)a + (i32)b, INT32_MIN, INT32_MAX)",
+    "v_sub_i32": "saturate((i64)(i32)a - (i32)b, INT32_MIN, INT32_MAX)",
+} | {
+    f"v_{pk}{operation}_{kind}16": f"saturate({cast}a {sign} {cast}b, {low}, {high})"
+    for pk in ("", "pk_")
+    for operation, sign in (("add", "+"), ("sub", "-"))
+    for kind, cast, low, high in (("u", "(i64)", 0, 65535), ("i", "(i16)", -32768, 32767))
+}
 
 _ORDER = {"lt": "a < b", "eq": "a == b", "le": "a <= b", "gt": "a > b", "ge": "a >= b"}
 _FLOAT_TESTS = _ORDER | {
