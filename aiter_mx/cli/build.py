@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aiter_mx.cli.fields import DECODE_LINEARS, parse_fields, parse_shape
+from aiter_mx.cli.fields import DECODE_LINEARS, Axis, parse_fields, parse_shape, problems
 from aiter_mx.cli.screen import make_console, make_progress
 
 if TYPE_CHECKING:
@@ -43,9 +42,9 @@ def build(
     started = time.perf_counter()
     requests: list[BuildRequest] = []
     for name in _archs(arch):
-        problems = _problems(op, name, fields, shape or [], tables)
-        found = _requests(op, name, problems)
-        console.print(f"{name}: {len(problems)} shapes, {len(found)} kernel variants")
+        shapes = _shapes(op, name, fields, shape or [], tables)
+        found = _requests(op, name, shapes)
+        console.print(f"{name}: {len(shapes)} shapes, {len(found)} kernel variants")
         requests += found
     missing = [request for request in requests if not is_cached(request)]
     with make_progress() as progress:
@@ -76,26 +75,24 @@ def _archs(text: str | None) -> list[str]:
     return found
 
 
-def _problems(
-    op: str, arch: str, fields: dict[str, Any], shapes: list[str], tables: bool
+def _shapes(
+    op: str, arch: str, fields: dict[str, Axis], texts: list[str], tables: bool
 ) -> list[Problem]:
-    from aiter_mx.ahead import combinations
     from aiter_mx.dispatch.tables import load_rows
 
-    axes = [{**fields, **parse_shape(text)} for text in shapes]
-    if fields and not shapes:
+    axes = [{**fields, **parse_shape(text)} for text in texts]
+    if fields and not texts:
         axes = [fields]
     if not axes and not tables:
-        axes = [{"M": range(1, 17), "N": n, "K": k} for n, k in DECODE_LINEARS.values()]
-    problems = [problem for each in axes for problem in combinations(op, dict(each))]
-    return [*problems, *load_rows(arch, op)] if tables else problems
+        axes = [{"M": [*range(1, 17)], "N": [n], "K": [k]} for n, k in DECODE_LINEARS.values()]
+    found = [problem for each in axes for problem in problems(op, each)]
+    return [*found, *load_rows(arch, op)] if tables else found
 
 
-def _requests(op: str, arch: str, problems: Iterable[Problem]) -> list[BuildRequest]:
+def _requests(op: str, arch: str, shapes: list[Problem]) -> list[BuildRequest]:
     from aiter_mx.ahead import build_requests
     from aiter_mx.dispatch.dispatcher import route
     from aiter_mx.target import hardware
 
     target = hardware(arch)
-    problems = list(problems)
-    return build_requests(target, problems, [route(op, target, problem) for problem in problems])
+    return build_requests(target, shapes, [route(op, target, shape) for shape in shapes])

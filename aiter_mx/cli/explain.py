@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from aiter_mx.cli.fields import parse_fields
+from aiter_mx.cli.fields import parse_fields, problems
 from aiter_mx.cli.screen import make_console, make_table, print_fields
 
 
@@ -22,12 +22,11 @@ def explain(
 
     The shape is given by the op's fields: explain linear --M 1-16 --N 2304 --K 6144.
     """
-    from aiter_mx.ahead import combinations
     from aiter_mx.dispatch.explain import explain as explain_shape
 
-    fields: dict[str, Any] = parse_fields(context.args)
-    problems = combinations(op, fields)
-    routes = [explain_shape(op, arch=arch, cu_num=cu_num, **vars(p)) for p in problems]
+    fields = parse_fields(context.args)
+    shapes = problems(op, fields)
+    routes = [explain_shape(op, arch=arch, cu_num=cu_num, **vars(shape)) for shape in shapes]
     console = make_console()
     if len(routes) == 1:
         route = routes[0]
@@ -40,10 +39,10 @@ def explain(
         print_fields(console, {name: value for name, value in shown.items() if value})
         return
     table = make_table(*fields, "route", "config", "reason")
-    for problem, route in zip(problems, routes, strict=True):
-        shape = [str(getattr(problem, name)) for name in fields]
+    for shape, route in zip(shapes, routes, strict=True):
+        values = [str(getattr(shape, name)) for name in fields]
         kernel = f"{route.backend}/{route.kernel}"
-        table.add_row(*shape, kernel, describe_config(route.config), route.reason)
+        table.add_row(*values, kernel, describe_config(route.config), route.reason)
     console.print(table)
 
 

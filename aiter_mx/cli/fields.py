@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aiter_mx.kernels.spec import Problem
 
 Axis = list[int] | list[str]
 
@@ -60,3 +64,20 @@ def parse_shape(text: str) -> dict[str, Axis]:
     if len(parts) != 3 or not all(isinstance(value, int) for part in parts for value in part):
         raise ValueError(f"expected a shape MxNxK, as in 1-16x2304x6144, got {text!r}")
     return dict(zip("MNK", parts, strict=True))
+
+
+def problems(op: str, fields: Mapping[str, Axis]) -> list[Problem]:
+    """Every problem of ``op`` with one value of each field.
+
+    Raises:
+        ValueError: an unknown op or field, or a value that the field cannot have.
+    """
+    from aiter_mx.ahead import combinations
+    from aiter_mx.kernels.registry import problem_type
+
+    types = problem_type(op).__annotations__
+    for name, values in fields.items():
+        for value in values:
+            if types.get(name) in (int, "int") and not isinstance(value, int):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+    return combinations(op, dict(fields))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aiter_mx.cli.explain import describe_config
-from aiter_mx.cli.fields import Axis, parse_fields
+from aiter_mx.cli.fields import Axis, parse_fields, problems
 from aiter_mx.cli.screen import heading, make_console, make_table, print_fields
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ def isa(
     The shape and the kernel's parameters may be given as options: isa gemv --M 4 --rows 2; what
     is left out is what dispatch would choose.
     """
-    from aiter_mx.ahead import combinations
     from aiter_mx.cli.disassembly import disassemble
+    from aiter_mx.dispatch.dispatcher import route
     from aiter_mx.jit.build import build
     from aiter_mx.launch import build_request
     from aiter_mx.target import hardware
@@ -38,12 +38,19 @@ def isa(
     fields = parse_fields(context.args)
     known = {param.name for param in spec.params}
     chosen = {name: fields.pop(name) for name in list(fields) if name in known}
-    problem = combinations(spec.op, {**_SHAPE, **fields})[0]
+    problem, *others = problems(spec.op, {**_SHAPE, **fields})
+    if others:
+        raise ValueError(f"isa shows one shape at a time, got {len(others) + 1}")
     refusal = spec.refusal(target, problem)
     if refusal is not None:
         raise ValueError(f"{spec.op}/{spec.name} does not cover this shape: {refusal}")
-    config = dict(spec.configure(target, problem))
-    config.update({name: int(values[0]) for name, values in chosen.items()})
+    tuned = route(spec.op, target, problem)
+    is_chosen = (tuned.backend, tuned.kernel) == (spec.backend, spec.name)
+    config = dict(tuned.config if is_chosen else spec.configure(target, problem))
+    for name, (value, *_) in chosen.items():
+        if not isinstance(value, int):
+            raise ValueError(f"{name} must be a whole number, got {value!r}")
+        config[name] = value
     spec.check_config(config)
     assert spec.module is not None  # _find looks for no other
     built = build(build_request(spec, target, problem, config))
