@@ -101,14 +101,25 @@ def test_nearest_tuned_rows_stand_in_and_say_so(
 
 
 def test_envelope_names_each_refusal_on_the_way() -> None:
-    problem = LinearProblem(M=17, N=1000, K=96, out_dtype="bf16")
+    problem = LinearProblem(M=65, N=1000, K=96, out_dtype="bf16")
     chosen = route("linear", GFX950, problem)
     assert chosen.backend == "triton"
-    assert "M=17" in chosen.reason
+    assert "M=65 is above 16" in chosen.reason and "M=65 is above 64" in chosen.reason
     assert len(set(chosen.reason.split("; "))) == len(chosen.reason.split("; "))
     simulated = aiter_mx.explain("linear", arch="gfx950", M=16, N=1000, K=96)
     assert simulated.kernel == "gemv"
     assert route("linear", CPU, problem).backend == "torch"
+
+
+def test_a_kernel_that_yields_comes_after_the_others_of_its_backend() -> None:
+    limited = LinearProblem(M=8, N=2304, K=6144)
+    chosen = route("linear", GFX950, limited)
+    assert (chosen.backend, chosen.kernel) == ("hip", "mfma")
+    assert "at M=8 gemv is limited by arithmetic" in chosen.reason
+    chosen = route("linear", GFX950, limited, frozenset({("hip", "mfma")}))
+    assert (chosen.backend, chosen.kernel) == ("hip", "gemv")
+    chosen = route("linear", GFX950, LinearProblem(M=1, N=2304, K=6144))
+    assert (chosen.backend, chosen.kernel) == ("hip", "gemv")
 
 
 def test_simulated_gfx950_takes_gemv_but_never_triton() -> None:
@@ -118,7 +129,7 @@ def test_simulated_gfx950_takes_gemv_but_never_triton() -> None:
 
 
 def test_failed_kernels_are_passed_over_when_told_so() -> None:
-    chosen = route("linear", GFX950, PROBLEM, frozenset({("hip", "gemv")}))
+    chosen = route("linear", GFX950, PROBLEM, frozenset({("hip", "gemv"), ("hip", "mfma")}))
     assert chosen.backend == "triton"
     assert "hip/gemv failed before" in chosen.reason
 

@@ -11,7 +11,7 @@ from aiter_mx.dispatch.route import Route
 from aiter_mx.dispatch.tables import SCOPE, Row, load_rows
 from aiter_mx.kernels.registry import (
     find_kernel,
-    kernels_of,
+    in_line,
     key_columns,
     problem_key,
     stand_ins,
@@ -54,7 +54,9 @@ def route(
             return Route(op, row.backend, row.kernel, row.config, reason, row.where)
         passed_over.append(f"{row.where} names {row.backend}/{row.kernel}, but {refusal}")
 
-    for kernel in kernels_of(op):
+    line = in_line(op, target, problem)
+    passed_over += [why for kernel in line if (why := kernel.yields(target, problem))]
+    for kernel in line:
         refusal = _refusal(kernel, target, problem, skip)
         if refusal is None:
             reason = "; ".join([*passed_over, f"{kernel.backend}/{kernel.name} covers it"])

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from aiter_mx.fallbacks import linear_tiles
+from aiter_mx.kernels.linear_mfma_gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.linear_mfma_sm90 import MFMA as MFMA_SM90
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
@@ -119,6 +120,20 @@ def _gemv_configure(target: Target, problem: LinearProblem) -> Config:
     return {"rows": rows, "waves": _fewest_waves(steps, waves, unroll), "unroll": unroll}
 
 
+def _gemv_yields(target: Target, problem: LinearProblem) -> str | None:
+    """Where mfma is the better kernel: docs/kernels.md derives it for gfx950."""
+    if target.arch != "gfx950" or problem.M > GEMV_MAX_M:
+        return None
+    rows = _gemv_configure(target, problem)["rows"]
+    rows_of_busiest = -(-problem.N // (rows * target.cu_num)) * rows
+    pairs = problem.K / (2 * target.wave_size)  # of k, of a row, for all lanes
+    vector_cycles = rows_of_busiest * pairs * (3.3 + 2.3 * problem.M)
+    memory_cycles = problem.N * problem.K * 33 / 32 / (13 * target.cu_num)
+    if vector_cycles <= max(memory_cycles, 2400):
+        return None
+    return f"at M={problem.M} gemv is limited by arithmetic"
+
+
 def _gemv_steps(target: Target, problem: LinearProblem) -> int:
     return -(-problem.K // (_PIECE_BYTES * target.wave_size))
 
@@ -196,7 +211,9 @@ KERNELS = (
         configure=_gemv_configure,
         candidates=_gemv_candidates,
         module=GEMV,
+        yields=_gemv_yields,
     ),
+    MFMA_GFX950,
     MFMA_SM90,
     KernelSpec(
         op="linear",

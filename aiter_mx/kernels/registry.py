@@ -1,6 +1,8 @@
 """Finds the kernels of an op: module ``aiter_mx.kernels.<op>`` lists them as ``KERNELS``.
 
-The order of ``KERNELS`` is the order of preference where no tuned table decides. The module's
+The order of ``KERNELS`` is the order of preference where no tuned table decides, except that of
+each backend those kernels come last that yield. Modules whose names end in an architecture hold
+single kernels of an op and are no ops themselves. An op's
 ``PROBLEM`` is the dataclass of the op's shapes and dtypes; ``KEY`` names those of its fields that
 tables choose by, and the others have defaults. ``stand_ins`` gives the problems whose rows serve a
 problem that has none.
@@ -14,14 +16,17 @@ from pkgutil import iter_modules
 
 from aiter_mx import kernels
 from aiter_mx.kernels.spec import KernelSpec, Problem
+from aiter_mx.target import Target
 
-_NOT_OPS = {"spec", "registry", "linear_mfma_sm90"}
+_NOT_OPS = {"spec", "registry"}
+_ARCH_SUFFIXES = ("_gfx950", "_sm90")
 
 
 @cache
 def ops() -> tuple[str, ...]:
     """Names of the ops that have kernels."""
-    return tuple(sorted(m.name for m in iter_modules(kernels.__path__) if m.name not in _NOT_OPS))
+    names = {module.name for module in iter_modules(kernels.__path__)} - _NOT_OPS
+    return tuple(sorted(name for name in names if not name.endswith(_ARCH_SUFFIXES)))
 
 
 def _module(op: str) -> Problem:
@@ -54,9 +59,18 @@ def stand_ins(op: str, key: Problem) -> tuple[Problem, ...]:
 
 
 def kernels_of(op: str) -> tuple[KernelSpec, ...]:
-    """The kernels of ``op``, most preferred first."""
+    """The kernels of ``op``, most preferred first but for those that yield."""
     found: tuple[KernelSpec, ...] = _module(op).KERNELS
     return found
+
+
+def in_line(op: str, target: Target, problem: Problem) -> list[KernelSpec]:
+    """The kernels of ``op`` in the order to take one in where no tuned table decides."""
+    every = kernels_of(op)
+    backends = list(dict.fromkeys(kernel.backend for kernel in every))
+    return sorted(
+        every, key=lambda k: (backends.index(k.backend), k.yields(target, problem) is not None)
+    )
 
 
 def find_kernel(op: str, arch: str, backend: str, name: str) -> KernelSpec:
