@@ -177,13 +177,16 @@ def _show_decode(console: Console, device: torch.device) -> bool:
             checked = run_decode(M, N, K, device, seed)
             route = explain("linear", M=M, N=N, K=K)
             taken = f"{route.backend}/{route.kernel}"
-            passed = passed and checked.worst <= 1 and taken == EXPECTED_ROUTE
+            passed = passed and checked.worst <= 1 and route.backend == "hip"
             shown_time = f"{checked.seconds * 1e6:.1f}" if on_gpu else f"{checked.seconds:.2f} s"
             table.add_row(
                 name, str(M), str(N), str(K), f"{checked.relative_error:.1e}",
                 f"{checked.worst:.2f}", shown_time, taken,
             )  # fmt: skip
     console.print(table)
+    if not passed:
+        text = "FAILED: every shape must run on a kernel of ours, within what rounding allows"
+        console.print(text, style="bold red")
     return passed
 
 
