@@ -4,7 +4,7 @@ PYTHON ?= python3
 JOBS ?= 2
 MARKERS = import torch; from aiter_mx.target import ARCHS, gpu_target; \
 	gpu = torch.cuda.is_available() and gpu_target(0).arch in ARCHS; print("" if gpu else "not gpu")
-C_FILES = find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.hpp'
+C_FILES = find csrc aiter_mx op_tests -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.hpp'
 
 export PYTHON
 .PHONY: help setup demo test lint types unit format wheel clean
