@@ -117,7 +117,7 @@ def _translate(ins: Instruction, context: Context) -> Code | None:
 
 
 def _check_overflow_mode(instructions: list[Instruction]) -> None:
-    """FP16_OVFL is simulated for fp8 alone: refuse kernels that set it and also make f16 numbers."""
+    """FP16_OVFL is simulated for fp8 alone: refuse kernels that also make f16 numbers."""
     setter = next((i for i in instructions if "HW_REG_MODE, 23" in i.text), None)
     for ins in instructions if setter else ():
         if re.match(r"v_.*_f16(_|$)", ins.mnemonic):

@@ -1,0 +1,182 @@
+// Planted mistakes that hardware would let pass, each beside the right way to do it.
+
+#define OUT ((u32*)out)[t]
+typedef __attribute__((address_space(3))) void* Lds;
+DEVICE u32 lds_address(const u32* x) { return (u32)(Lds)x; }
+
+#define T const int t = lane_id(), l = t % 64
+
+KERNEL(64) unset_register(const u32* in, u32* out) {
+    T;
+    u32 x;
+    asm volatile("; %0 is not written" : "=v"(x));
+    OUT = x * 2 + in[l];
+}
+KERNEL(64) unset_lanes(const u32* in, u32* out, int fix) {
+    T;
+    u32 x;
+    asm volatile("; %0 is not written" : "=v"(x));
+    if (fix || l >= 5)
+        asm volatile("v_mov_b32 %0, %1" : "+v"(x) : "v"(in[l]));
+    OUT = x;
+}
+KERNEL(64) early_read(const u32* in, u32* out) {
+    T;
+    u32 x;
+    asm volatile("global_load_dword %0, %1, off\nv_add_u32 %0, %0, 3" : "=&v"(x) : "v"(in + l));
+    OUT = x;
+}
+KERNEL(64) partly_waited(const u32* in, u32* out, int which) {
+    T;
+    u32 x, y, z;
+    asm volatile("global_load_dword %0, %2, off\n"
+                 "global_load_dword %1, %2, off offset:256\n"
+                 "s_waitcnt vmcnt(1)"
+                 : "=&v"(x), "=&v"(y)
+                 : "v"(in + l));
+    if (which)
+        asm volatile("v_add_u32 %0, %1, 1" : "=v"(z) : "v"(y));
+    else
+        asm volatile("v_add_u32 %0, %1, 1" : "=v"(z) : "v"(x));
+    asm volatile("s_waitcnt vmcnt(0)" : "+v"(z), "+v"(x), "+v"(y));
+    OUT = z;
+}
+KERNEL(64) late_write(const u32* in, u32* out) {
+    T;
+    u32 x;
+    asm volatile("global_load_dword %0, %1, off\nv_mov_b32 %0, 7\ns_waitcnt vmcnt(0)"
+                 : "=&v"(x)
+                 : "v"(in + l));
+    OUT = x;
+}
+KERNEL(64) early_scalar(const u32* in, u32* out) {
+    T;
+    u32 x;
+    asm volatile("s_load_dword %0, %1, 0\ns_add_u32 %0, %0, 1" : "=&s"(x) : "s"(in) : "scc");
+    OUT = x;
+}
+KERNEL(64) early_lds(const u32* in, u32* out) {
+    SHARED u32 words[64];
+    T;
+    words[l] = in[l];
+    barrier();
+    u32 x;
+    asm volatile("ds_read_b32 %0, %1\nv_add_u32 %0, %0, 1\ns_waitcnt lgkmcnt(0)"
+                 : "=&v"(x)
+                 : "v"(lds_address(words + l))
+                 : "memory");
+    OUT = x;
+}
+
+// kind 0: right; 1: no barrier; 2: a barrier that does not wait for the write before it.
+template <int kind>
+DEVICE void neighbour(const u32* in, u32* out) {
+    SHARED u32 words[256];
+    T;
+    words[t] = in[t];
+    if (kind == 0)
+        barrier();
+    if (kind == 1)
+        asm volatile("s_waitcnt lgkmcnt(0)" ::: "memory");
+    if (kind == 2)
+        __builtin_amdgcn_s_barrier();
+    OUT = words[t ^ 64];
+}
+KERNEL(256) neighbour_right(const u32* in, u32* out) { neighbour<0>(in, out); }
+KERNEL(256) neighbour_no_barrier(const u32* in, u32* out) { neighbour<1>(in, out); }
+KERNEL(256) neighbour_no_wait(const u32* in, u32* out) { neighbour<2>(in, out); }
+
+// A buffer that is filled again: the second barrier keeps the readers of the round before.
+template <bool right>
+DEVICE void rounds(const u32* in, u32* out) {
+    SHARED u32 words[256];
+    T;
+    u32 sum = 0;
+    for (int i = 0; i < 4; ++i) {
+        words[t] = in[t + 256 * i];
+        barrier();
+        sum += words[t ^ 192] * (i + 1);
+        if (right)
+            barrier();
+    }
+    OUT = sum;
+}
+KERNEL(256) rounds_right(const u32* in, u32* out) { rounds<true>(in, out); }
+KERNEL(256) rounds_overwrite(const u32* in, u32* out) { rounds<false>(in, out); }
+
+// Copies from memory to LDS. kind 0: right; 1: not waited for; 2: read by others with no barrier;
+// 3: the barrier comes before the wait.
+template <int kind>
+DEVICE void copied(const u32* in, u32* out) {
+    SHARED u32 words[256];
+    T;
+    typedef __attribute__((address_space(1))) void* Global;
+    const int wave = __builtin_amdgcn_readfirstlane(t / 64);
+    __builtin_amdgcn_global_load_lds((Global)(in + t), (Lds)(words + 64 * wave), 4, 0, 0);
+    if (kind == 3)
+        __builtin_amdgcn_s_barrier();
+    if (kind != 1)
+        asm volatile("s_waitcnt vmcnt(0)" ::: "memory");
+    if (kind == 0)
+        barrier();
+    u32 x;
+    const int from = kind == 1 ? t : t ^ 128;
+    asm volatile("ds_read_b32 %0, %1\ns_waitcnt lgkmcnt(0)"
+                 : "=&v"(x)
+                 : "v"(lds_address(words + from))
+                 : "memory");
+    OUT = x;
+}
+KERNEL(256) copied_right(const u32* in, u32* out) { copied<0>(in, out); }
+KERNEL(256) copied_not_waited(const u32* in, u32* out) { copied<1>(in, out); }
+KERNEL(256) copied_no_barrier(const u32* in, u32* out) { copied<2>(in, out); }
+KERNEL(256) copied_late_wait(const u32* in, u32* out) { copied<3>(in, out); }
+
+// What must not be taken for a mistake: bytes of one word, atomics, loads in both branches.
+KERNEL(256) innocent(const u32* in, u32* out) {
+    SHARED u8 bytes[256];
+    SHARED u32 count;
+    T;
+    if (t == 0)
+        count = 0;
+    bytes[(t % 64) * 4 + t / 64] = (u8)in[t];
+    barrier();
+    __hip_atomic_fetch_add(&count, 1u, __ATOMIC_RELAXED, 3);
+    u32 x;
+    if (in[t] & 1)
+        x = in[t + 256];
+    else
+        x = in[t + 512];
+    barrier();
+    OUT = x + bytes[t] + count;
+}
+
+// Every wave writes the same words: the same values when `same`, its own otherwise.
+KERNEL(256) duplicates(const u32* in, u32* out, int same) {
+    SHARED u32 words[64];
+    T;
+    words[l] = in[same ? l : t];
+    barrier();
+    OUT = words[l ^ 1];
+}
+
+// The order of waves decides: each leaves the number of those that came before it.
+KERNEL(1024) order(const u32* in, u32* out) {
+    T;
+    u32 before = 0;
+    for (int i = 0; i < 8; ++i)
+        before = before * 17 + __hip_atomic_fetch_add(out + 1024, l == 0, __ATOMIC_RELAXED, 4);
+    OUT = before + in[t];
+}
+KERNEL(64) endless(const u32* in, u32* out) {
+    T;
+    while (__hip_atomic_load(in + l, __ATOMIC_RELAXED, 4) != 12345)
+        ;
+    OUT = 1;
+}
+KERNEL(64) unknown(const u32* in, u32* out) {
+    T;
+    u32 x;
+    asm volatile("v_sad_hi_u8 %0, %1, %1, %1" : "=v"(x) : "v"(in[l]));
+    OUT = x;
+}
