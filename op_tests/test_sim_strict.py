@@ -144,7 +144,18 @@ def test_the_report_counts_what_ran() -> None:
     assert (report.bytes_read, report.bytes_written) == (4 * 4 * 256, 4 * 256)
     assert (report.lds_bytes_read, report.lds_bytes_written) == (4 * 4 * 256, 4 * 4 * 256)
     assert report.mnemonics["s_barrier"] == 4 * 8 and report.mnemonics["s_endpgm"] == 4
+    assert report.waits == 4 * 4 and report.in_flight_bytes == 4 * 4 * 256
+    assert report.unique_bytes_read is None
     assert report.by_class["lds"] == 4 * 8 and report.instructions == sum(report.by_class.values())
+
+
+def test_distinct_bytes_are_counted_once_over_all_workgroups() -> None:
+    data, out = np.zeros(1024, np.uint32), np.zeros(1025, np.uint32)
+    report = launch(program("strict.cu"), "rounds_right", 6, 256, [data, out], access="rw",
+                    options=SimOptions(count_unique=True, threads=2))  # fmt: skip
+    assert report.bytes_read == 6 * 4096 and report.bytes_written == 6 * 1024
+    assert report.unique_bytes_read == 4096 + 16  # the array, and two pointer arguments
+    assert report.unique_bytes_written == 1024
 
 
 def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

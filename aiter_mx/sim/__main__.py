@@ -124,7 +124,7 @@ def _run(program: Program, options: argparse.Namespace) -> None:
         packed,
         options.shared,
         [Region(text, a.values.ctypes.data, a.values.nbytes, a.access) for text, a in arrays],
-        SimOptions(not options.lax, options.schedule, options.seed),
+        SimOptions(not options.lax, options.schedule, options.seed, count_unique=True),
     )
     for _, array in arrays:
         if array.save_to:
@@ -161,8 +161,12 @@ def describe(report: LaunchReport) -> str:
         "by class: " + ", ".join(f"{n} {c}" for n, c in sorted(report.by_class.items())),
         f"memory: {report.bytes_read} B read, {report.bytes_written} B written, "
         f"{report.scalar_bytes_read} B by scalar loads, {report.scratch_bytes} B scratch",
+        f"distinct: {report.unique_bytes_read} B read, {report.unique_bytes_written} B written",
         f"LDS: {report.lds_bytes_read} B read, {report.lds_bytes_written} B written",
     ]
+    if report.waits:
+        mean = report.in_flight_bytes / report.waits
+        lines.append(f"waits for memory: {report.waits}, with {mean:.0f} B on their way each")
     lines += [f"{name}: {count}" for name, count in report.mfma.items()]
     return "\n".join(lines)
 

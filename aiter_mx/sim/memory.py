@@ -168,7 +168,7 @@ def _move(
         if is_store or space in ("flat", "scratch"):
             raise unknown(ins)
         code.scalar_reads += (_M0,)
-        code.issue = "issue_vm(w, $I, 0, 0);"
+        code.issue = f"issue_vm(w, $I, 0, 0, {size});"
         if space == "buffer":
             code.body = f"buffer_to_lds(w, $I, {address.arguments}, {element}, {size});"
         else:
@@ -183,12 +183,12 @@ def _move(
         raise unknown(ins, f"width of {data.text!r}")
     if is_store:
         code.reads.append(Reads(rows))
-        code.issue = "issue_vm(w, $I, 0, 0);"
+        code.issue = "issue_vm(w, $I, 0, 0, 0);"
     else:
-        code.issue = f"issue_vm(w, $I, {rows[0]}, {len(rows)});"
+        code.issue = f"issue_vm(w, $I, {rows[0]}, {len(rows)}, {size});"
         code.writes = rows
     if space == "flat":
-        code.issue += code.issue.replace("issue_vm", "issue_lds")
+        code.issue += f"issue_lds(w, $I, {rows[0]}, {0 if is_store else len(rows)});"
     tail = f"ROW({rows[0]}), {element}, {size}"
     if space == "buffer":
         code.body = f"buffer_access(w, $I, {address.arguments}, {tail}, {int(is_store)});"
@@ -229,7 +229,10 @@ def _atomic(ins: Instruction, ctx: Context, space: str, kind: str) -> Code:
     if target:
         first = ctx.row(target, ins)
         old = tuple(range(first, first + size // 4))
-    issue = f"issue_vm(w, $I, {old[0] if old else 0}, {len(old)});"
+    registers = f"{old[0] if old else 0}, {len(old)}"
+    issue = f"issue_vm(w, $I, {registers}, {size if old else 0});"
+    if space == "flat":
+        issue += f"issue_lds(w, $I, {registers});"
     destination = f"ROW({old[0]})" if old else "NULL"
     tail = f"{destination}, ROW({rows[0]}), {_ATOMICS[kind]}, {size}"
     if space == "buffer":
@@ -240,7 +243,7 @@ def _atomic(ins: Instruction, ctx: Context, space: str, kind: str) -> Code:
         body,
         reads=[*address.reads, Reads(rows)],
         scalar_reads=address.scalars,
-        issue=issue + (issue.replace("issue_vm", "issue_lds") if space == "flat" else ""),
+        issue=issue,
         writes=old,
         yields="memory",
     )

@@ -43,13 +43,15 @@ class SimOptions:
         seed: of the random schedule; the same seed repeats a run exactly.
         threads: host threads over workgroups; 0 means one for each core.
         max_steps: memory operations and waits a workgroup may take before it counts as stuck.
+        count_unique: count the distinct bytes of memory read and written.
     """
 
     strict: bool = True
     schedule: str = "random"
     seed: int = 0
     threads: int = 0
-    max_steps: int = 1 << 34
+    max_steps: int = 1 << 30
+    count_unique: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -59,7 +61,7 @@ class SimOptions:
 
     @classmethod
     def from_environment(cls) -> SimOptions:
-        """Options from ``AITER_MX_SIM_STRICT``, ``_SCHEDULE``, ``_SEED`` and ``_MAX_STEPS``.
+        """Options from ``AITER_MX_SIM_`` and STRICT, SCHEDULE, SEED, MAX_STEPS or UNIQUE.
 
         Raises:
             ValueError: one of them has a value that cannot be used.
@@ -77,6 +79,7 @@ class SimOptions:
             schedule=os.environ.get("AITER_MX_SIM_SCHEDULE") or cls.schedule,
             seed=number("SEED", 0),
             max_steps=number("MAX_STEPS", cls.max_steps),
+            count_unique=bool(number("UNIQUE", 0)),
         )
 
 
@@ -240,20 +243,20 @@ class Program:
         groups = grid[0] * grid[1] * grid[2]
         threads = min(options.threads or len(os.sched_getaffinity(0)), groups)
         begin = time.perf_counter()
-        results = _run_threads(translated, launch, threads)
+        sizes = [end - begin for begin, end, *_ in pieces] if options.count_unique else None
+        results = _run_threads(translated, launch, threads, sizes)
         seconds = time.perf_counter() - begin
-        for fault, _, _ in results:
-            if fault.kind:
-                raise fault_error(
-                    fault,
-                    kernel,
-                    translated.texts,
-                    translated.addresses,
-                    [r for r in everything if r.size_bytes],
-                    lds_bytes,
-                    info.scratch_bytes,
-                    self._row_name(info, fault.reg),
-                )
+        if faults := [result.fault for result in results if result.fault.kind]:
+            raise fault_error(
+                fault := min(faults, key=lambda fault: tuple(fault.group)[::-1]),
+                kernel,
+                translated.texts,
+                translated.addresses,
+                [r for r in everything if r.size_bytes],
+                lds_bytes,
+                info.scratch_bytes,
+                self._row_name(info, fault.reg),
+            )
         waves = groups * -(-block[0] * block[1] * block[2] // _LANES)
         return _report(kernel, waves, seconds, translated, results)
 
@@ -262,25 +265,39 @@ class Program:
         return f"v{row}" if row < base else f"a{row - base}"
 
 
-_Result = tuple[CFault, CCounters, Any]
+class _Result:
+    """What one thread reports: its fault, counters, and bitmaps of the bytes it touched."""
+
+    def __init__(self, blocks: int, sizes: list[int] | None) -> None:
+        self.fault, self.counters = CFault(), CCounters()
+        self.blocks = (ctypes.c_uint64 * max(blocks, 1))()
+        self.bitmaps = [
+            ctypes.create_string_buffer(size // 8 + 8) for size in sizes or () for _ in range(2)
+        ]
+        addresses = map(ctypes.addressof, self.bitmaps)
+        self.seen = (ctypes.c_void_p * len(self.bitmaps))(*addresses) if sizes else None
 
 
-def _run_threads(translated: _Translated, launch: _CLaunch, threads: int) -> list[_Result]:
-    counts = ctypes.c_uint64 * max(len(translated.blocks), 1)
-    results: list[_Result] = [(CFault(), CCounters(), counts()) for _ in range(threads)]
+def _run_threads(
+    translated: _Translated, launch: _CLaunch, threads: int, sizes: list[int] | None
+) -> list[_Result]:
+    results = [_Result(len(translated.blocks), sizes) for _ in range(threads)]
 
     def work(result: _Result) -> None:
-        fault, counters, blocks = result
-        translated.run(
-            ctypes.byref(launch), ctypes.byref(counters), ctypes.byref(blocks), ctypes.byref(fault)
-        )
+        counted = ctypes.byref(result.counters), ctypes.byref(result.blocks)
+        translated.run(ctypes.byref(launch), *counted, ctypes.byref(result.fault), result.seen)
 
-    others = [threading.Thread(target=work, args=(result,)) for result in results[1:]]
-    for thread in others:
-        thread.start()
-    work(results[0])
-    for thread in others:
-        thread.join()
+    workers = [threading.Thread(target=work, args=(result,)) for result in results]
+    for worker in workers:
+        worker.start()
+    try:
+        for worker in workers:
+            worker.join()
+    except BaseException:  # an interrupt: the kernel may be the one that never ends
+        launch.stop = 1
+        for worker in workers:
+            worker.join()
+        raise
     return results
 
 
@@ -289,12 +306,32 @@ def _report(
 ) -> LaunchReport:
     mnemonics: Counter[str] = Counter()
     totals: Counter[str] = Counter()
-    for _, counters, blocks in results:
-        for block, times in zip(translated.blocks, blocks, strict=True):
+    for result in results:
+        for block, times in zip(translated.blocks, result.blocks, strict=True):
             if times:
                 mnemonics.update({name: count * times for name, count in block.items()})
-        totals.update({name: getattr(counters, name) for name in COUNTERS})
-    return LaunchReport(kernel, waves, seconds, dict(mnemonics), **totals)
+        totals.update({name: getattr(result.counters, name) for name in COUNTERS})
+    unique = [_unique(results, kind) for kind in (0, 1)] if results[0].seen else [None, None]
+    return LaunchReport(
+        kernel,
+        waves,
+        seconds,
+        dict(mnemonics),
+        **totals,
+        unique_bytes_read=unique[0],
+        unique_bytes_written=unique[1],
+    )
+
+
+def _unique(results: list[_Result], kind: int) -> int:
+    """Bytes set in any thread's bitmaps of reads (0) or writes (1)."""
+    total = 0
+    for bitmaps in zip(*(result.bitmaps[kind::2] for result in results), strict=True):
+        merged = 0
+        for bitmap in bitmaps:
+            merged |= int.from_bytes(bitmap.raw, "little")
+        total += merged.bit_count()
+    return total
 
 
 def _check_geometry(kernel: KernelInfo, grid: Dim3, block: Dim3, lds_bytes: int) -> None:

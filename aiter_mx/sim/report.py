@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ class CFault(ctypes.Structure):
 
 COUNTERS = (
     "bytes_read", "bytes_written", "scalar_bytes_read", "lds_bytes_read", "lds_bytes_written",
-    "scratch_bytes",
+    "scratch_bytes", "waits", "in_flight_bytes",
 )  # fmt: skip
 
 
@@ -55,6 +56,10 @@ class LaunchReport:
         scalar_bytes_read: bytes of scalar loads, kernel arguments among them.
         lds_bytes_read, lds_bytes_written: LDS traffic in bytes, copies from memory included.
         scratch_bytes: private memory traffic.
+        waits: strict mode: waits for vector memory that had something to wait for.
+        in_flight_bytes: strict mode: bytes of loads under way, summed over those waits.
+        unique_bytes_read, unique_bytes_written: distinct bytes of memory touched by vector and
+            scalar instructions, where the options ask for the count.
     """
 
     kernel: str
@@ -67,6 +72,10 @@ class LaunchReport:
     lds_bytes_read: int = 0
     lds_bytes_written: int = 0
     scratch_bytes: int = 0
+    waits: int = 0
+    in_flight_bytes: int = 0
+    unique_bytes_read: int | None = None
+    unique_bytes_written: int | None = None
 
     @property
     def instructions(self) -> int:
@@ -85,6 +94,16 @@ class LaunchReport:
     def mfma(self) -> dict[str, int]:
         """Matrix instructions executed, by mnemonic."""
         return {n: c for n, c in self.mnemonics.items() if instruction_class(n) == "mfma"}
+
+    @property
+    def mfma_macs(self) -> int:
+        """Multiply-adds of the matrix instructions executed."""
+        total = 0
+        for name, count in self.mfma.items():
+            if shape := re.search(r"_(\d+)x(\d+)x(\d+)(?:_(\d+)b)?", name):
+                m, n, k, blocks = (int(x or 1) for x in shape.groups())
+                total += m * n * k * blocks * count
+        return total
 
 
 def instruction_class(mnemonic: str) -> str:

@@ -71,7 +71,7 @@ typedef struct {
 
 typedef struct {
     u64 bytes_read, bytes_written, scalar_bytes_read;
-    u64 lds_bytes_read, lds_bytes_written, scratch_bytes;
+    u64 lds_bytes_read, lds_bytes_written, scratch_bytes, waits, in_flight_bytes;
 } Counters;
 
 // One launch, shared by the threads that run it. aiter_mx/sim/program.py mirrors this layout.
@@ -87,7 +87,7 @@ typedef struct {
 
 // A vector-memory or LDS operation whose counter has not been waited for.
 typedef struct {
-    u32 instruction;
+    u32 instruction, bytes;
     u16 reg, reg_count;
     u8 is_scalar, touches_lds, is_write, is_copy, size;
     u64 lanes;
@@ -121,6 +121,7 @@ typedef struct Wave {
 typedef struct Group {
     const Launch* launch;
     Counters* counters;
+    u8** seen; // two bitmaps a region, bytes read and bytes written, or NULL
     u64* block_counts;
     Fault* fault;
     jmp_buf on_fault;

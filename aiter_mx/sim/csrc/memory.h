@@ -16,6 +16,16 @@ static const Region* find_region(const Launch* launch, u64 address) {
     const Region* found = launch->regions + low;
     return low < launch->region_count && address >= found->begin ? found : NULL;
 }
+static void mark_seen(Wave* w, const Region* r, u64 address, u32 size, int is_write) {
+    u8* bits = w->group->seen[2 * (r - w->group->launch->regions) + is_write];
+    u64 at = address - r->begin;
+    for (; size; size -= size < 16 ? size : 16, at += 16) {
+        u32 word, count = size < 16 ? size : 16;
+        memcpy(&word, bits + at / 8, 4);
+        word |= ((1u << count) - 1) << (at & 7);
+        memcpy(bits + at / 8, &word, 4);
+    }
+}
 static void check_one(Wave* w, u32 instruction, u32 lane, u64 address, u32 size, int is_write) {
     const Region* r = w->group->last_region;
     if (!r || address < r->begin || address >= r->end)
@@ -34,6 +44,8 @@ static void check_one(Wave* w, u32 instruction, u32 lane, u64 address, u32 size,
         fail(w, fault);
     }
     w->group->last_region = r;
+    if (UNLIKELY(w->group->seen != NULL))
+        mark_seen(w, r, address, size, is_write);
 }
 NOINLINE void check_memory(Wave* w, u32 instruction, const u64* address, u32 size, int is_write) {
     if (!w->exec)
@@ -50,6 +62,8 @@ NOINLINE void check_memory(Wave* w, u32 instruction, const u64* address, u32 siz
         r = find_region(w->group->launch, low);
     if (r && high < r->end && r->end - high >= size && (is_write ? r->writable : r->readable)) {
         w->group->last_region = r;
+        if (UNLIKELY(w->group->seen != NULL))
+            EACH_ACTIVE(w) mark_seen(w, r, address[ACTIVE_LANE], size, is_write);
         return;
     }
     EACH_ACTIVE(w) check_one(w, instruction, ACTIVE_LANE, address[ACTIVE_LANE], size, is_write);

@@ -290,8 +290,13 @@ static void retire(Wave* w, Queue* q, u32 count) {
     q->count -= count;
 }
 NOINLINE void wait_vm(Wave* w, u32 left) {
-    if (w->vm.count > left)
-        retire(w, &w->vm, w->vm.count - left);
+    Counters* counters = w->group->counters;
+    if (w->vm.count <= left)
+        return;
+    counters->waits++;
+    for (u32 i = 0; i < w->vm.count; i++)
+        counters->in_flight_bytes += queued(&w->vm, i)->bytes;
+    retire(w, &w->vm, w->vm.count - left);
 }
 NOINLINE void wait_lgkm(Wave* w, u32 left) {
     Queue* q = &w->lgkm;
@@ -334,8 +339,10 @@ NOINLINE Pending* enqueue(Wave* w, Queue* q, u32 max, u32 instruction, u32 reg, 
     }
     return p;
 }
-NOINLINE void issue_vm(Wave* w, u32 instruction, u32 reg, u32 count) {
-    enqueue(w, &w->vm, VM_MAX, instruction, reg, count);
+// `size` is what a lane loads, 0 for stores.
+NOINLINE void issue_vm(Wave* w, u32 instruction, u32 reg, u32 count, u32 size) {
+    Pending* p = enqueue(w, &w->vm, VM_MAX, instruction, reg, count);
+    p->bytes = size * (u32)__builtin_popcountll(w->exec);
 }
 NOINLINE void issue_scalar(Wave* w, u32 instruction, u32 reg, u32 count) {
     Pending* p = enqueue(w, &w->lgkm, LGKM_MAX, instruction, 0, 0);

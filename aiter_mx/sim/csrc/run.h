@@ -53,6 +53,8 @@ static void run_group(Group* g, u64 index) {
 
     u32 turn = 0;
     for (;;) {
+        if (__atomic_load_n(&launch->stop, __ATOMIC_RELAXED))
+            return;
         u32 ready = 0, waiting = 0;
         for (u32 i = 0; i < g->wave_count; i++) {
             ready += g->waves[i]->state == YIELDED;
@@ -97,7 +99,7 @@ static void* zeroed(u64 size) {
 }
 
 // One thread's share of a launch: takes workgroups until none is left or a thread has failed.
-int sim_run(Launch* launch, Counters* counters, u64* block_counts, Fault* fault) {
+int sim_run(Launch* launch, Counters* counters, u64* block_counts, Fault* fault, u8** seen) {
     u64 total = (u64)launch->grid[0] * launch->grid[1] * launch->grid[2];
     u32 lanes = launch->block[0] * launch->block[1] * launch->block[2], waves = (lanes + 63) / 64;
     u64 lds = ((u64)launch->lds_bytes + 127) / 64 * 64, scratch = (u64)launch->scratch_bytes * 64;
@@ -116,6 +118,7 @@ int sim_run(Launch* launch, Counters* counters, u64* block_counts, Fault* fault)
     u8* at = memory;
     g->launch = launch;
     g->counters = counters;
+    g->seen = seen;
     g->block_counts = block_counts;
     g->fault = fault;
     g->wave_count = waves;
