@@ -47,7 +47,7 @@ _LDS_BYTES = 160 * 1024
 _REGISTERS, _MOST_REGISTERS = 512, 256  # of a lane: in all waves of a SIMD, in one
 # docs/kernels.md derives these.
 _BYTES_A_CYCLE = 13  # of memory, for each compute unit
-_LATENCY_CYCLES = 2400
+_LATENCY_CYCLES = 4800
 _TILE_CYCLES = 80  # of the address unit
 
 
