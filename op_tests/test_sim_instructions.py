@@ -80,6 +80,29 @@ def ieee_max(a: Array, b: Array) -> Array:
     return np.where(np.isnan(a), b, np.where(np.isnan(b), a, np.maximum(a, b)))
 
 
+def _compares() -> list[Case]:
+    """Every compare of every type but f16."""
+    order = {"lt": np.less, "eq": np.equal, "le": np.less_equal, "gt": np.greater,
+             "ge": np.greater_equal}  # fmt: skip
+    ints = order | {"ne": np.not_equal}
+    floats = order | {
+        f"n{verb}": lambda a, b, test=test: ~test(a, b) for verb, test in order.items()
+    }
+    floats |= {
+        "lg": lambda a, b: (a < b) | (a > b),
+        "nlg": lambda a, b: ~((a < b) | (a > b)),
+        "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+        "u": lambda a, b: np.isnan(a) | np.isnan(b),
+    }
+    letters = {"i32": "i", "u32": "u", "i64": "I", "u64": "U", "f32": "f", "f64": "d"}
+    return [
+        Case(f"v_cmp_{verb}_{kind} vcc, {{a}}, {{b}}\n v_cndmask_b32 {{d}}, 3, 5, vcc", "u",
+             2 * letter, lambda a, b, test=test: np.where(test(a, b), 5, 3))
+        for kind, letter in letters.items()
+        for verb, test in (floats if kind[0] == "f" else ints).items()
+    ]  # fmt: skip
+
+
 CASES = [
     Case("v_add_f32 {d}, {a}, {b}", "f", "ff", lambda a, b: a + b),
     Case("v_sub_f32 {d}, {a}, -{b}", "f", "ff", lambda a, b: a + b),
@@ -201,7 +224,36 @@ CASES = [
     Case("v_mov_b32 {d}, -1\n v_add_u32_sdwa {d}, {a}, sext({b}) dst_sel:BYTE_1 "
          "dst_unused:UNUSED_PRESERVE src0_sel:BYTE_3 src1_sel:BYTE_1", "u", "uu",
          big(lambda a, b: 0xFFFF00FF | ((a >> 24) + (b >> 8 & 255) & 255) << 8)),
+    Case("v_add_u32_e64 {d}, {a}, {b} clamp", "u", "uu", big(lambda a, b: min(a + b, 2**32 - 1))),
+    Case("v_sub_u32_e64 {d}, {a}, {b} clamp", "u", "uu", big(lambda a, b: max(a - b, 0))),
+    Case("v_add_i32 {d}, {a}, {b} clamp", "u", "ii", big(lambda a, b: _clip(a + b, 32))),
+    Case("v_pk_sub_i16 {d}, {a}, {b} clamp", "u", "uu",
+         big(lambda a, b: sum((_clip(_signed(a >> n, 16) - _signed(b >> n, 16), 16) & 0xFFFF) << n
+                              for n in (0, 16)))),
+    Case("v_sad_u8 {d}, {a}, {b}, {c}", "u", "uuu",
+         big(lambda a, b, c: c + sum(abs((a >> n & 255) - (b >> n & 255)) for n in range(0, 32, 8)))),
+    Case("v_min3_u32 {d}, {a}, {b}, {c}", "u", "uuu",
+         lambda a, b, c: np.minimum(np.minimum(a, b), c)),
+    Case("v_mul_hi_i32_i24 {d}, {a}, {b}", "u", "uu",
+         big(lambda a, b: _signed(a, 24) * _signed(b, 24) >> 32)),
+    Case("v_mbcnt_lo_u32_b32 {d}, {a}, {b}", "u", "uu",
+         lambda a, b: b + np.array([bin(int(x) & (1 << min(n % 64, 32)) - 1).count("1")
+                                    for n, x in enumerate(a)], np.uint32)),
+    Case("v_mov_b32 {d}, 0\n v_div_fixup_f16 {d}, {a}, {b}, {c}", "u", "hhh",
+         lambda *abc: _fixed(*(halves(x)[0] for x in abc))),
+    *_compares(),
 ]  # fmt: skip
+
+
+def _clip(x: int, bits: int) -> int:
+    return max(-(1 << bits - 1), min((1 << bits - 1) - 1, x))
+
+
+def _fixed(quotient: Array, below: Array, above: Array) -> Array:
+    """Finite operands: the quotient with the sign of above / below, or what zeros make of it."""
+    negative = np.signbit(below) ^ np.signbit(above)
+    size = np.where(below == 0, np.inf, np.where(above == 0, 0, np.abs(quotient)))
+    return f16_word(np.where(negative, -size, size).astype(np.float16))
 
 
 def _fma64(a: float, b: float, c: float) -> float:
@@ -249,6 +301,7 @@ def draw(rng: np.random.Generator, letter: str) -> Array:
     if letter in "uish":
         values = rng.integers(0, 1 << 32, LANES, dtype=np.uint32)
         values[::7] >>= rng.integers(0, 32, LANES, dtype=np.uint32)[::7]
+        values[6::40] = rng.integers(0, 4, values[6::40].shape)  # equal operands now and then
         values[3::50] = rng.choice(np.array([0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF], np.uint32))
         if letter == "s":  # byte selectors of v_perm
             values &= 0x07070707
@@ -256,7 +309,9 @@ def draw(rng: np.random.Generator, letter: str) -> Array:
             values = f16_word(*rng.normal(0, 30, (2, LANES)))
         return values.view(TYPES.get(letter, np.uint32))
     if letter in "UI":
-        return rng.integers(0, 1 << 64, LANES, dtype=np.uint64).view(TYPES[letter])
+        values = rng.integers(0, 1 << 64, LANES, dtype=np.uint64)
+        values[6::40] = rng.integers(0, 4, values[6::40].shape)
+        return values.view(TYPES[letter])
     if letter == "e":
         return rng.integers(-300, 300, LANES, dtype=np.int32)
     if letter == "g":  # bits of a float32 scale

@@ -41,7 +41,7 @@ def test_dpp_moves_and_keeps_the_right_lanes(values: Array) -> None:
 
 def test_permutes_swaps_and_lane_reads(values: Array) -> None:
     index = np.random.default_rng(2).permutation(64).astype(np.int32)
-    out = np.zeros((13, 64), np.int32)
+    out = np.zeros((14, 64), np.int32)
     launch(program("lanes.cu"), "permutes", 1, 64, [values, index, out], access="rrw")
     scattered = np.zeros(64, np.int32)
     scattered[index] = values
@@ -62,6 +62,7 @@ def test_permutes_swaps_and_lane_reads(values: Array) -> None:
         L + 7,
         written,
         (values < 0).astype(np.int32),
+        np.where(L % 3, index - 3 * values, values - 3 * index),
     ]
     np.testing.assert_array_equal(out, np.array(want))
 

@@ -11,6 +11,7 @@ from aiter_mx.sim.faults import (
     PendingAccess,
     RaceError,
     StuckError,
+    TrapError,
     UninitializedRead,
     UnknownInstruction,
 )
@@ -124,6 +125,11 @@ def test_a_seed_repeats_an_interleaving_and_another_gives_another() -> None:
 def test_a_kernel_that_never_ends_is_stopped(schedule: str) -> None:
     with pytest.raises(StuckError, match="endless did not end within"):
         run("endless", options=SimOptions(schedule=schedule, max_steps=20_000))
+
+
+def test_a_trap_ends_the_launch() -> None:
+    with pytest.raises(TrapError, match=r"wave 2, lane 0: 's_trap 2' at .* the kernel trapped"):
+        run("traps", block=256)
 
 
 def test_an_unknown_instruction_is_named_and_nothing_runs() -> None:

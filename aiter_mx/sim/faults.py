@@ -27,3 +27,7 @@ class RaceError(SimulatorError):
 
 class StuckError(SimulatorError):
     """The kernel took more steps than the launch allows, or jumped to where no code is."""
+
+
+class TrapError(SimulatorError):
+    """The kernel executed ``s_trap``, as a failed assertion does."""

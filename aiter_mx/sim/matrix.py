@@ -36,7 +36,9 @@ def translate_matrix(ins: Instruction, ctx: Context) -> Code | None:
             raise unknown(ins)
         return _plain(ins, ctx, int(side), int(depth), int(blocks or 1), _TYPES[kind])
     if match := re.fullmatch(r"v_permlane(16|32)_swap_b32", ins.mnemonic):
-        return _swap(ins, ctx, int(match[1]))
+        return _swap(ins, ctx, f"swap_rows(w, {{}}, {match[1]});")
+    if ins.mnemonic == "v_swap_b32":
+        return _swap(ins, ctx, "swap_lanes(w, {});")
     return None
 
 
@@ -110,11 +112,11 @@ def _scaled(ins: Instruction, ctx: Context, has_scales: bool, side: int) -> Code
     )
 
 
-def _swap(ins: Instruction, ctx: Context, width: int) -> Code:
+def _swap(ins: Instruction, ctx: Context, call: str) -> Code:
     Modifiers(ins).finish()
     rows = [ctx.row(operand, ins) for operand in ins.operands]
     return Code(
-        f"swap_rows(w, ROW({rows[0]}), ROW({rows[1]}), {width});",
+        call.format(f"ROW({rows[0]}), ROW({rows[1]})"),
         reads=[Reads((rows[0],)), Reads((rows[1],))],
         writes=tuple(rows),
     )

@@ -195,6 +195,8 @@ def fault_error(
             f"kernel {kernel} did not end within the launch's step limit; it spins or loops for "
             "ever (AITER_MX_SIM_MAX_STEPS raises the limit)"
         )
+    if kind == 14:
+        return faults.TrapError(f"{where}: the kernel trapped, as a failed assertion does")
     return SimulatorError(f"the simulator has no memory for a workgroup of {kernel}")
 
 

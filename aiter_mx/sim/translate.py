@@ -110,6 +110,8 @@ def _translate(ins: Instruction, context: Context) -> Code | None:
         return None
     if name in IGNORED:
         return Code("")
+    if name == "s_trap":
+        return Code("trap(w, $I);")
     for translate in _TRANSLATORS:
         if (code := translate(ins, context)) is not None:
             return code
@@ -191,7 +193,7 @@ class _Body:
         entry_like = self.leaders if self.indirect else {}
         for i, ins in enumerate(self.instructions):
             if i in self.leaders:
-                if self.strict and (i in self.targets or i in entry_like or i == 0):
+                if self.strict and (i in self.targets or i in entry_like or self._is_entry(i)):
                     self.strict.forget()
                 if i in self.targets:
                     lines.append(f"L{i}:;")

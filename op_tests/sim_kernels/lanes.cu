@@ -36,6 +36,10 @@ KERNEL(64) permutes(const int* in, const int* index, int* out) {
                  : "+v"(written)
                  : "s"(__builtin_amdgcn_readfirstlane(index[3])));
     out[704 + l] = written;
+    int first = x, second = index[l];
+    if (l % 3)
+        asm volatile("v_swap_b32 %0, %1" : "+v"(first), "+v"(second));
+    out[832 + l] = first - 3 * second;
     u64 below = __builtin_amdgcn_ballot_w64(x < 0);
     out[768 + l] = below >> l & 1;
 }

@@ -174,6 +174,12 @@ KERNEL(64) endless(const u32* in, u32* out) {
         ;
     OUT = 1;
 }
+KERNEL(256) traps(const u32* in, u32* out) {
+    T;
+    if (t / 64 == 2)
+        __builtin_trap();
+    OUT = in[t];
+}
 KERNEL(64) unknown(const u32* in, u32* out) {
     T;
     u32 x;

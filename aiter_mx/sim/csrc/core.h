@@ -55,7 +55,8 @@ enum {
     FAULT_LDS_RACE,        // two waves, no barrier between
     FAULT_JUMP,            // indirect jump to somewhere that is not known code
     FAULT_STUCK,           // too many steps
-    FAULT_MEMORY           // the simulator has no memory
+    FAULT_MEMORY,          // the simulator has no memory
+    FAULT_TRAP             // s_trap
 };
 
 typedef struct {
@@ -206,6 +207,10 @@ COLD void fail(Wave* w, Fault fault) {
 }
 COLD void bad_jump(Wave* w, u32 instruction, u64 target) {
     fail(w, (Fault){.kind = FAULT_JUMP, .instruction = instruction, .address = target});
+}
+
+COLD void trap(Wave* w, u32 instruction) {
+    fail(w, (Fault){.kind = FAULT_TRAP, .instruction = instruction});
 }
 
 // MODE.FP16_OVFL: conversions to fp8 saturate.

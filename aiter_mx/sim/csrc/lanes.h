@@ -110,6 +110,13 @@ NOINLINE void swap_rows(Wave* w, u32* d, u32* s, u32 width) {
         }
     (void)w;
 }
+NOINLINE void swap_lanes(Wave* w, u32* a, u32* b) {
+    LANES {
+        u32 change = (a[l] ^ b[l]) & w->mask[l];
+        a[l] ^= change;
+        b[l] ^= change;
+    }
+}
 NOINLINE void bpermute(Wave* w, u32* d, const u32* index, const u32* in, u32 offset) {
     u32 out[64];
     for (int l = 0; l < 64; l++) {
