@@ -1,0 +1,253 @@
+"""Kernels of ours to plant mistakes in, and the launches that have to notice them.
+
+A probe is one launch with random data under one schedule, compared with float64. Between them the
+probes of a kernel reach all of its code that tensors below 16 GiB can reach: ends of rows and of K,
+several rounds, each bias, NaN, offsets above 4 GiB and addresses that carry into their high word.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from mx_reference import assert_close_to_reference, linear_reference64, random_mx
+from torch import Tensor
+
+from aiter_mx.errors import SimulatorError
+from aiter_mx.jit.build import build
+from aiter_mx.kernels.linear import KERNELS, LinearProblem
+from aiter_mx.kernels.linear_mfma_gfx950 import MFMA
+from aiter_mx.kernels.spec import KernelSpec, Module
+from aiter_mx.launch import build_request
+from aiter_mx.runtimes.base import PackedArgs, Region
+from aiter_mx.sim.program import Program, SimOptions
+from aiter_mx.target import hardware
+
+GFX950 = hardware("gfx950")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_GRID_X = 1 << 20  # workgroups in a grid's x, MX_MAX_GRID_X of the kernels
+_MAX_STEPS = 1 << 16  # of a launch; the probes take a twentieth of them
+_POISON = 0x5A
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One launch.
+
+    Attributes:
+        M, N, K: the shape; with ``far``, N is made such that the two workgroups that are launched
+            have the first and the last rows of a tensor above 4 GiB.
+        bias: its dtype, or ``none``.
+        draw: options of ``random_mx``.
+        schedule, seed: of the simulator.
+    """
+
+    M: int
+    N: int
+    K: int
+    bias: str = "none"
+    draw: Mapping[str, Any] = field(default_factory=lambda: {"scale_exponents": (-6, 6)})
+    schedule: str = "random"
+    seed: int = 0
+    far: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A kernel variant and the probes that it is held against."""
+
+    name: str
+    spec: KernelSpec
+    config: Mapping[str, int]
+    out_dtype: str
+    probes: tuple[Probe, ...]
+
+    @property
+    def module(self) -> Module:
+        assert self.spec.module is not None
+        return self.spec.module
+
+    @cached_property
+    def image(self) -> bytes:
+        """The code object."""
+        problem = self.problem(self.probes[0])
+        return build(build_request(self.spec, GFX950, problem, self.config)).image
+
+    def problem(self, probe: Probe) -> LinearProblem:
+        """What a probe computes."""
+        return LinearProblem(probe.M, probe.N, probe.K, self.out_dtype, probe.bias)
+
+    @cached_property
+    def launches(self) -> list[Launch]:
+        """The probes with their data."""
+        return [Launch(self, probe, seed) for seed, probe in enumerate(self.probes)]
+
+
+def _probes(ms: tuple[int, ...], N: int, ks: tuple[int, int, int], far: Probe) -> tuple[Probe, ...]:
+    few, some, many = ks
+    exponents = {"scale_exponents": (-6, 6)}
+    return (
+        Probe(ms[0], N, many),
+        Probe(ms[-1], N + 1, some, "fp32", {"scale_exponents": (-20, 20)}, "round-robin"),
+        Probe(ms[0], N, some, "bf16", exponents | {"nan_payload": 1e-3}, "run-to-barrier"),
+        Probe(ms[-1], N, few, "fp16", exponents | {"nan_scale": 2e-2}, seed=1),
+        Probe(ms[-1], N + 2, few, draw={"scale_exponents": (-127, 127)}, seed=2),
+        replace(far, far=True, seed=3),
+    )
+
+
+def _gemv(M: int, rows: int, waves: int, unroll: int, dtype: str) -> Case:
+    config = {"rows": rows, "waves": waves, "unroll": unroll}
+    far = Probe(M, (_GRID_X + 1) * rows - rows // 2, 4128 // rows // 32 * 32 + 32)
+    ks = (416, 1024 * waves * unroll + 96, 3 * 1024 * waves * unroll - 480)
+    name = f"gemv m{M} r{rows} w{waves} u{unroll} {dtype}"
+    return Case(name, KERNELS[0], config, dtype, _probes((M,), 2 * rows + 1, ks, far))
+
+
+def _mfma(
+    ms: tuple[int, ...], row_tiles: int, fold: int, waves: int, unroll: int, dtype: str, odd: int
+) -> Case:
+    config = {"row_tiles": row_tiles, "fold": fold, "waves": waves, "unroll": unroll}
+    rows, step = row_tiles * 16 // fold, 256 * fold * waves * unroll
+    far = Probe(ms[0], (_GRID_X + 1) * rows - rows // 2, 4096 // rows // 64 * 64 + 64 + 32 * odd)
+    ks = (128 + 32 * odd, step + 64 + 32 * odd, 3 * step - 128 + 32 * odd)
+    name = f"mfma t{row_tiles} f{fold} w{waves} u{unroll} {dtype}"
+    return Case(name, MFMA, config, dtype, _probes(ms, 2 * rows + 3, ks, far))
+
+
+CASES = (
+    _gemv(2, 2, 2, 1, "bf16"),
+    _gemv(5, 3, 2, 1, "fp32"),
+    _gemv(1, 4, 3, 2, "fp16"),
+    _mfma((3, 8), 1, 2, 2, 2, "bf16", odd=1),
+    _mfma((17, 30), 2, 1, 2, 1, "fp32", odd=0),
+    _mfma((2, 4), 1, 4, 3, 1, "fp16", odd=0),
+)
+
+
+class Memory:
+    """Zeroed memory that is reserved and not there before it is touched.
+
+    Its middle is at a multiple of 4 GiB, so that addresses within it differ in their high words.
+    """
+
+    _next = 0x2000_0000_0000
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _libc.mmap.restype = ctypes.c_void_p
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + 2 * mmap.PAGESIZE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000 | 0x100000  # NORESERVE, no clobber
+        for _ in range(1000):
+            middle = Memory._next
+            Memory._next += (pages // 2 >> 32) + 2 << 32
+            self.address = middle - size // 2 // 16 * 16
+            start = self.address // mmap.PAGESIZE * mmap.PAGESIZE
+            found = self._libc.mmap(
+                ctypes.c_void_p(start),
+                ctypes.c_size_t(pages),
+                mmap.PROT_READ | mmap.PROT_WRITE,
+                flags,
+                -1,
+                ctypes.c_long(0),
+            )
+            if found == start:
+                return
+        raise MemoryError(f"no {size} bytes of address space: errno {ctypes.get_errno()}")
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """The bytes."""
+        return np.frombuffer((ctypes.c_uint8 * self.size).from_address(self.address), np.uint8)
+
+
+class Launch:
+    """A probe with its data in place."""
+
+    def __init__(self, case: Case, probe: Probe, seed: int) -> None:
+        self.case, self.probe = case, probe
+        M, N, K = probe.M, probe.N, probe.K
+        problem = case.problem(probe)
+        geometry = case.module.geometry(GFX950, problem, case.config)
+        self.block = geometry.block
+        self.grid = (1, 2, 1) if probe.far else geometry.grid
+        group_rows = -(-N // (_GRID_X + 1)) if probe.far else N
+        self.rows = np.r_[0:group_rows, _GRID_X * group_rows : N]
+        generator = torch.Generator().manual_seed(seed)
+        self.x = random_mx(M, K, generator, **probe.draw)
+        self.w = random_mx(len(self.rows), K, generator, **probe.draw)
+        self.bias: Tensor | None = None
+        if probe.bias != "none":
+            size = linear_reference64(*self.x, *self.w).nan_to_num(0).abs().mean()
+            drawn = torch.randn(len(self.rows), generator=generator, dtype=torch.float64) * size
+            self.bias = drawn.to(_DTYPES[probe.bias])
+        self.dtype = _DTYPES[case.out_dtype]
+        self._args = PackedArgs(case.module.args, case.module.scalars(GFX950, problem, case.config))
+        self._place(N)
+
+    def _place(self, N: int) -> None:
+        by_row = {"wq": self.w[0], "ws": self.w[1], "bias": self.bias}
+        whole = {"xq": self.x[0], "xs": self.x[1]}
+        addresses, regions, self._memory = [], [], []
+        for arg in self.case.module.args:
+            if arg.kind != "pointer":
+                continue
+            values = by_row.get(arg.name, whole.get(arg.name))
+            if arg.name == "y":
+                memory = Memory(self.probe.M * N * self.dtype.itemsize)
+                self._y = memory.array().reshape(self.probe.M, N, self.dtype.itemsize)
+            elif values is None:
+                addresses.append(0)
+                continue
+            elif arg.name in whole:
+                raw = values.view(torch.uint8).numpy().reshape(-1)
+                memory = Memory(raw.size)
+                memory.array()[:] = raw
+            else:
+                raw = values.view(torch.uint8).numpy().reshape(len(self.rows), -1)
+                memory = Memory(N * raw.shape[1])
+                memory.array().reshape(N, -1)[self.rows] = raw
+            self._memory.append(memory)
+            addresses.append(memory.address)
+            regions.append(Region(arg.name, memory.address, memory.size, arg.access))
+        self._args.set_pointers(*addresses)
+        self._regions = regions
+
+    def run(self, program: Program, strict: bool = True) -> None:
+        """Launch and compare.
+
+        Raises:
+            SimulatorError: the simulator found a mistake.
+            AssertionError: the result is wrong.
+        """
+        self._y[:, self.rows] = _POISON
+        program.launch(
+            self.case.module.symbol,
+            self.grid,
+            self.block,
+            self._args.to_bytes(),
+            0,
+            self._regions,
+            SimOptions(strict, self.probe.schedule, self.probe.seed, 1, _MAX_STEPS),
+        )
+        out = torch.from_numpy(np.ascontiguousarray(self._y[:, self.rows])).view(self.dtype)
+        assert_close_to_reference(out.squeeze(-1), *self.x, *self.w, self.bias, underflow=2.0**-126)
+
+
+def verdict(case: Case, image: bytes) -> tuple[str, str]:
+    """What catches a mutant of a case's code object, and what it says; both empty if nothing does."""
+    program = Program.from_image(image)
+    for launch in case.launches:
+        try:
+            launch.run(program)
+        except SimulatorError as error:
+            return type(error).__name__, str(error)
+        except AssertionError as error:
+            return "wrong result", str(error)
+    return "", ""
