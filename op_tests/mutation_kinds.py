@@ -62,9 +62,10 @@ class Form:
     def with_modifier(self, name: str, value: str) -> Form:
         """With a modifier set, or taken away when the value is empty."""
         rest = re.sub(rf"(?<!\w){name}:\S+ ?", "", self.modifiers).strip()
-        # The assembler wants op_sel before op_sel_hi, and offsets before cache bits.
-        text = f"{name}:{value} {rest}" if value else rest
-        return replace(self, modifiers=text.strip())
+        # The assembler wants op_sel before op_sel_hi, offsets after offen and before cache bits.
+        before = "offen" if rest.startswith("offen") else ""
+        parts = (before, f"{name}:{value}" if value else "", rest.removeprefix(before).strip())
+        return replace(self, modifiers=" ".join(part for part in parts if part))
 
 
 Changed: TypeAlias = Iterator[tuple[str, str | Form]]
@@ -197,8 +198,8 @@ _DPP = {
     "row_half_mirror": "row_mirror",
     "quad_perm:[2,3,0,1]": "quad_perm:[1,0,3,2]",
     "quad_perm:[1,0,3,2]": "quad_perm:[2,3,0,1]",
-    "row_mask:0xf": "row_mask:0x7",
-    "bank_mask:0xf": "bank_mask:0xb",
+    "row_mask:0xf": "row_mask:0xe",
+    "bank_mask:0xf": "bank_mask:0xe",
 }
 
 
@@ -218,8 +219,8 @@ def _conversion_select(form: Form, ins: Instruction) -> Changed:
         return
     for name in ("src0_sel", "src1_sel"):
         old = form.modifier(name)
-        new = "WORD_0" if old.endswith("1") else "WORD_1" if old.startswith("WORD") else "BYTE_0"
-        if old and old != new:
+        new = "WORD_0" if old == "WORD_1" else "WORD_1"
+        if old:
             yield (
                 f"{name}:{new}",
                 replace(form, modifiers=form.modifiers.replace(f"{name}:{old}", f"{name}:{new}")),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -41,8 +41,8 @@ class Probe:
     """One launch.
 
     Attributes:
-        M, N, K: the shape; with ``far``, N is made such that the two workgroups that are launched
-            have the first and the last rows of a tensor above 4 GiB.
+        M, N, K: the shape; with ``far``, four workgroups are launched: two with the first rows of
+            a w above 4 GiB, one with its last rows, and one past them.
         bias: its dtype, or ``none``.
         draw: options of ``random_mx``.
         schedule, seed: of the simulator.
@@ -52,7 +52,7 @@ class Probe:
     N: int
     K: int
     bias: str = "none"
-    draw: Mapping[str, Any] = field(default_factory=lambda: {"scale_exponents": (-6, 6)})
+    draw: Mapping[str, Any] = field(default_factory=dict)
     schedule: str = "random"
     seed: int = 0
     far: bool = False
@@ -89,25 +89,29 @@ class Case:
         return [Launch(self, probe, seed) for seed, probe in enumerate(self.probes)]
 
 
-def _probes(ms: tuple[int, ...], N: int, ks: tuple[int, int, int], far: Probe) -> tuple[Probe, ...]:
+def _probes(
+    ms: tuple[int, ...], N: int, ks: tuple[int, int, int], dtype: str, rows: int, unit: int
+) -> tuple[Probe, ...]:
     few, some, many = ks
-    exponents = {"scale_exponents": (-6, 6)}
+    narrow, wide = ((-12, -6), (-20, -6)) if dtype == "fp16" else ((-6, 6), (-20, 20))
+    draw = {"scale_exponents": narrow}
+    far_k = ((1 << 32) // (_GRID_X * rows) // unit + 1) * unit + few % unit
     return (
-        Probe(ms[0], N, many),
-        Probe(ms[-1], N + 1, some, "fp32", {"scale_exponents": (-20, 20)}, "round-robin"),
-        Probe(ms[0], N, some, "bf16", exponents | {"nan_payload": 1e-3}, "run-to-barrier"),
-        Probe(ms[-1], N, few, "fp16", exponents | {"nan_scale": 2e-2}, seed=1),
+        Probe(ms[0], N, many, draw=draw),
+        Probe(ms[-1], N + 1, some, "fp32", {"scale_exponents": wide}, "round-robin"),
+        Probe(ms[0], N, some, "bf16", draw | {"nan_payload": 1e-3}, "run-to-barrier"),
+        Probe(ms[-1], N, few, "fp16", draw | {"nan_scale": 8 / few}, seed=1),
         Probe(ms[-1], N + 2, few, draw={"scale_exponents": (-127, 127)}, seed=2),
-        replace(far, far=True, seed=3),
+        Probe(ms[0], (_GRID_X + 1) * rows, far_k, draw=draw, seed=3, far=True),
     )
 
 
 def _gemv(M: int, rows: int, waves: int, unroll: int, dtype: str) -> Case:
     config = {"rows": rows, "waves": waves, "unroll": unroll}
-    far = Probe(M, (_GRID_X + 1) * rows - rows // 2, 4128 // rows // 32 * 32 + 32)
     ks = (416, 1024 * waves * unroll + 96, 3 * 1024 * waves * unroll - 480)
     name = f"gemv m{M} r{rows} w{waves} u{unroll} {dtype}"
-    return Case(name, KERNELS[0], config, dtype, _probes((M,), 2 * rows + 1, ks, far))
+    probes = _probes((M,), 2 * rows + 1, ks, dtype, rows, 32)
+    return Case(name, KERNELS[0], config, dtype, probes)
 
 
 def _mfma(
@@ -115,10 +119,9 @@ def _mfma(
 ) -> Case:
     config = {"row_tiles": row_tiles, "fold": fold, "waves": waves, "unroll": unroll}
     rows, step = row_tiles * 16 // fold, 256 * fold * waves * unroll
-    far = Probe(ms[0], (_GRID_X + 1) * rows - rows // 2, 4096 // rows // 64 * 64 + 64 + 32 * odd)
     ks = (128 + 32 * odd, step + 64 + 32 * odd, 3 * step - 128 + 32 * odd)
     name = f"mfma t{row_tiles} f{fold} w{waves} u{unroll} {dtype}"
-    return Case(name, MFMA, config, dtype, _probes(ms, 2 * rows + 3, ks, far))
+    return Case(name, MFMA, config, dtype, _probes(ms, 2 * rows + 3, ks, dtype, rows, 64))
 
 
 CASES = (
@@ -176,9 +179,9 @@ class Launch:
         problem = case.problem(probe)
         geometry = case.module.geometry(GFX950, problem, case.config)
         self.block = geometry.block
-        self.grid = (1, 2, 1) if probe.far else geometry.grid
-        group_rows = -(-N // (_GRID_X + 1)) if probe.far else N
-        self.rows = np.r_[0:group_rows, _GRID_X * group_rows : N]
+        self.grid = (2, 2, 1) if probe.far else geometry.grid
+        group_rows = N // (_GRID_X + 1)
+        self.rows = np.r_[: 2 * group_rows, _GRID_X * group_rows : N] if probe.far else np.r_[:N]
         generator = torch.Generator().manual_seed(seed)
         self.x = random_mx(M, K, generator, **probe.draw)
         self.w = random_mx(len(self.rows), K, generator, **probe.draw)
@@ -241,7 +244,7 @@ class Launch:
 
 
 def verdict(case: Case, image: bytes) -> tuple[str, str]:
-    """What catches a mutant of a case's code object, and what it says; both empty if nothing does."""
+    """What catches a mutant of a code object, and its message; both empty if nothing does."""
     program = Program.from_image(image)
     for launch in case.launches:
         try:

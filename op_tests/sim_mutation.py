@@ -1,4 +1,4 @@
-"""The mutation score of the simulator: plant mistakes in our kernels' machine code, see who notices.
+"""The simulator's mutation score: plant mistakes in our kernels' machine code, see who notices.
 
     python op_tests/sim_mutation.py                  a sample of every kind in every kernel
     python op_tests/sim_mutation.py --per-class 0    every mutant there is
@@ -240,11 +240,14 @@ def reason_of(outcome: Outcome, known: Sequence[Reason]) -> Reason | None:
 
 def _start_worker() -> None:
     torch.set_num_threads(1)
-    # Mutants' translations are of no use to anyone later.
-    folder = tempfile.mkdtemp(prefix="aiter_mx-mutants-", dir=os.environ["MUTANTS_DIR"])
-    for case in CASES:
-        _ = case.image
-    os.environ["AITER_MX_CACHE_DIR"] = folder
+    folder = Path(tempfile.mkdtemp(dir=os.environ["MUTANTS_DIR"]))
+    # A mutant's translation runs for milliseconds: optimising it takes several times as long as
+    # everything else. It is of no use to anyone later.
+    compiler = folder / "cc"
+    compiler.write_text(f'#!/bin/sh\nexec {llvm_tool("clang")} "$@" -O0\n')
+    compiler.chmod(0o700)
+    os.environ["CC"] = str(compiler)
+    os.environ["AITER_MX_CACHE_DIR"] = str(folder)
 
 
 def judge_all(chosen: Sequence[Mutant], jobs: int, console: Console) -> Iterator[Outcome]:
