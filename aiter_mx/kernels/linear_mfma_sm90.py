@@ -40,9 +40,9 @@ class Shape(Protocol):
 
 PARAMS = (
     Param("split", (1, 2, 3, 4, 5, 6, 7, 8), "workgroups of a cluster, which share K"),
-    Param("groups", (1, 2, 3), "consumer warpgroups of a workgroup, which share its K"),
-    Param("units", (2, 3, 4, 6, 8), "at most so many times 64 k in one stage of the ring"),
-    Param("per_cu", (1, 2, 3), "workgroups that an SM is to hold"),
+    Param("row_groups", (1, 2, 3, 4), "tiles of 64 rows of w that a cluster takes at a time"),
+    Param("k_groups", (1, 2, 3, 4), "warpgroups of a workgroup that share a tile, and its K"),
+    Param("depth", (2, 3, 4, 6), "times 64 k that are in flight"),
 )
 
 MAX_M = 64
@@ -50,11 +50,11 @@ _TILES_M = (8, 16, 32, 64)
 _UNIT = 64  # k of the four wgmmas that a 16-byte load of each lane feeds
 _ROWS = 64  # of w in a tile
 _GROUP_THREADS = 128
-_PRODUCER_THREADS = 128
-_SM_SHARED_BYTES = 228 * 1024  # CUDA C++ programming guide, compute capability 9.0
-_RESERVED_BYTES = 1024 + 512  # a workgroup's own of the driver, and the kernel's barriers
-_MOST_STAGES = 12
-_FEWEST_STAGES = 2
+_SM_THREADS = 512  # with 128 registers each
+_SHARED_BYTES = 226 * 1024  # of a workgroup, static shared memory apart: compute capability 9.0
+# A cluster lies within a GPC, so not all SMs get one: the share of an H200's that do, by the
+# cluster's size (cuOccupancyMaxActiveClusters).
+_PACKED = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 7: 0.80, 8: 0.91}
 
 
 @dataclass(frozen=True)
@@ -63,37 +63,27 @@ class Layout:
 
     Attributes:
         tile_m: rows of x with padding.
-        units: most units of a chunk, chunks being as equal as the slice of K allows.
-        stages: chunks of weights that fit shared memory.
-        x_slots: chunks of x that fit beside them, for each group; all of its K, or else 1.
-        shared_bytes: of a workgroup, dynamic.
+        x_units: units of x that a part of K has room for: all of it, or what fits.
+        shared_bytes: of a workgroup.
     """
 
     tile_m: int
-    units: int
-    stages: int
-    x_slots: int
+    x_units: int
     shared_bytes: int
 
 
 def layout(problem: Shape, config: Config) -> Layout | None:
     """The layout of shared memory, or None where a configuration does not fit."""
-    split, groups = config["split"], config["groups"]
+    split, k_groups, depth = config["split"], config["k_groups"], config["depth"]
     tile_m = next(tile for tile in _TILES_M if tile >= problem.M)
-    slice_units = -(-problem.K // (_UNIT * split))
-    chunks = -(-slice_units // (groups * config["units"]))  # of a group
-    units = -(-slice_units // (groups * chunks))
-    odd = units % 2  # else rows are padded, so that lanes meet in no bank
-    stage = _ROWS * (units * _UNIT + (0 if odd else 64)) + _ROWS * 4 * (2 * units + 2 - 2 * odd)
-    x_slot = groups * units * _UNIT * tile_m * 2
-    partials = -(-(tile_m // 4) // split) * split * groups * _GROUP_THREADS * 8
-    budget = _SM_SHARED_BYTES // config["per_cu"] - _RESERVED_BYTES - partials
-    for x_slots in (chunks, 1):
-        stages = min(_MOST_STAGES, (budget - x_slots * x_slot) // stage) // groups * groups
-        if stages >= _FEWEST_STAGES:
-            shared = stages * stage + x_slots * x_slot + partials
-            return Layout(tile_m, units, stages, x_slots, shared)
-    return None
+    pairs = -(-(tile_m // 4) // split)
+    partials = config["row_groups"] * pairs * split * k_groups * _GROUP_THREADS * 8
+    steps = -(-problem.K // (_UNIT * split * k_groups * depth))
+    step_bytes = k_groups * depth * _UNIT * tile_m * 2
+    steps = min(steps, (_SHARED_BYTES - partials) // step_bytes)
+    if steps < 1:
+        return None
+    return Layout(tile_m, steps * depth, partials + steps * step_bytes)
 
 
 def _layout(problem: Shape, config: Config) -> Layout:
@@ -112,10 +102,8 @@ def _refusal(target: Target, problem: Shape) -> str | None:
 
 
 def _fits(problem: Shape, config: Config) -> bool:
-    threads = config["groups"] * _GROUP_THREADS + _PRODUCER_THREADS
-    # 64 outputs take most of the 168 registers that 384 threads can have.
-    most_threads = 768 if problem.M <= 32 else 512
-    return threads * config["per_cu"] <= most_threads and layout(problem, config) is not None
+    threads = config["row_groups"] * config["k_groups"] * _GROUP_THREADS
+    return threads <= _SM_THREADS and layout(problem, config) is not None
 
 
 def _candidates(target: Target, problem: Shape) -> list[Config]:
@@ -123,7 +111,7 @@ def _candidates(target: Target, problem: Shape) -> list[Config]:
 
 
 def _configure(target: Target, problem: Shape) -> Config:
-    return {"split": 4, "groups": 2, "units": 4, "per_cu": 1}
+    return {"split": 4, "row_groups": 1, "k_groups": 4, "depth": 3}
 
 
 def _defines(target: Target, problem: Shape, config: Config) -> Mapping[str, int]:
@@ -132,19 +120,19 @@ def _defines(target: Target, problem: Shape, config: Config) -> Mapping[str, int
         "MX_TILE_M": found.tile_m,
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_SPLIT": config["split"],
-        "MX_GROUPS": config["groups"],
-        "MX_PER_CU": config["per_cu"],
-        "MX_UNITS": found.units,
-        "MX_STAGES": found.stages,
-        "MX_X_SLOTS": found.x_slots,
+        "MX_ROW_GROUPS": config["row_groups"],
+        "MX_K_GROUPS": config["k_groups"],
+        "MX_DEPTH": config["depth"],
+        "MX_X_UNITS": found.x_units,
         "MX_SHARED_BYTES": found.shared_bytes,
     }
 
 
 def _clusters(target: Target, problem: Shape, config: Config) -> int:
     """As many as the GPU holds at once, or fewer that take no more rounds."""
-    tiles = -(-problem.N // _ROWS)
-    most = max(1, target.cu_num * config["per_cu"] // config["split"])
+    split = config["split"]
+    tiles = -(-problem.N // (_ROWS * config["row_groups"]))
+    most = max(1, int(target.cu_num * _PACKED[split]) // split)
     rounds = -(-tiles // most)
     return -(-tiles // rounds)
 
@@ -152,7 +140,7 @@ def _clusters(target: Target, problem: Shape, config: Config) -> int:
 def _geometry(target: Target, problem: Shape, config: Config) -> Geometry:
     return Geometry(
         grid=(_clusters(target, problem, config) * config["split"], 1, 1),
-        block=(config["groups"] * _GROUP_THREADS + _PRODUCER_THREADS, 1, 1),
+        block=(config["row_groups"] * config["k_groups"] * _GROUP_THREADS, 1, 1),
         shared_bytes=_layout(problem, config).shared_bytes,
     )
 

@@ -75,20 +75,15 @@ MX_DEVICE void fence_barrier_init() {
 // Orders this thread's own accesses to shared memory before later ones by copies and wgmma.
 MX_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Copies 16 bytes from global to shared memory past the L1 cache: bytes of them, then zeros.
-MX_DEVICE void copy_async(unsigned to, const void* from, int bytes) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(bytes)
+// Copies bytes, a multiple of 16, from global to shared memory; the barrier counts them. They are
+// read once: first to leave L2.
+MX_DEVICE void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+    constexpr unsigned long long evict_first = 0x12f0000000000000; // createpolicy.fractional, 1.0
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier), "l"(evict_first)
                  : "memory");
 }
-
-// Arrives, for this thread, when all copies that it has started are there.
-MX_DEVICE void barrier_arrive_copies(unsigned barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-// Waits for all copies that this thread has started.
-MX_DEVICE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Stores to shared memory of any workgroup of the cluster, whose barrier counts the 8 bytes.
 MX_DEVICE void store_async(unsigned to, float x, float y, unsigned barrier) {
@@ -119,7 +114,9 @@ MX_DEVICE void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// A barrier of one warpgroup; id 0 is group_barrier's.
-MX_DEVICE void warpgroup_barrier(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
+// A barrier of some warps of a workgroup; id 0 is group_barrier's.
+MX_DEVICE void named_barrier(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 } // namespace mx

@@ -13,11 +13,16 @@ namespace mx {
 // B as 8x16-byte pieces, each contiguous: k_stride bytes from k to k + 8, n_stride from n to n + 8.
 // Of the address only the place in the workgroup's memory counts; in a cluster the rank is above
 // it.
-MX_DEVICE unsigned long long matrix_descriptor(unsigned address, unsigned k_stride,
-                                               unsigned n_stride) {
-    return (address & 0x3ffff) >> 4 | static_cast<unsigned long long>(k_stride >> 4) << 16 |
-           static_cast<unsigned long long>(n_stride >> 4) << 32;
-}
+struct MatrixDescriptor {
+    unsigned low, high;
+
+    MX_MEMBER MatrixDescriptor(unsigned address, unsigned k_stride, unsigned n_stride)
+        : low((address & 0x3ffff) >> 4 | k_stride >> 4 << 16), high(n_stride >> 4) {}
+    MX_MEMBER void advance(unsigned bytes) { low += bytes >> 4; }
+    MX_MEMBER unsigned long long at(unsigned bytes) const {
+        return static_cast<unsigned long long>(high) << 32 | (low + (bytes >> 4));
+    }
+};
 
 MX_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MX_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
