@@ -22,7 +22,6 @@ from aiter_mx.runtimes.base import LaunchConfig, PackedArgs
 name = "cuda"
 
 _END = 0  # CU_LAUNCH_PARAM_END, cuda.h
-_DEFAULT_SHARED_BYTES = 48 * 1024  # above it a function must be allowed to, CUDA C guide 7.1
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 
 current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
@@ -46,7 +45,7 @@ def get_function(module: Any, symbol: str, shared_bytes: int) -> Any:
     function = _checked(
         f"cuModuleGetFunction({symbol})", driver.cuModuleGetFunction(module, symbol.encode())
     )
-    if shared_bytes > _DEFAULT_SHARED_BYTES:
+    if shared_bytes:  # beyond 48 KiB with what the kernel declares, it must be allowed to
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(
             f"allowing {symbol} {shared_bytes} bytes of shared memory",
