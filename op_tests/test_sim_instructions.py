@@ -29,6 +29,7 @@ class Case:
 TYPES = {"u": np.uint32, "i": np.int32, "f": np.float32, "U": np.uint64, "I": np.int64,
          "d": np.float64}  # fmt: skip
 _U64 = 0xFFFFFFFFFFFFFFFF
+B = range(0, 32, 8)  # where the bytes of a word begin
 
 
 def big(function: Callable[..., int]) -> Callable[..., Array]:
@@ -231,7 +232,7 @@ CASES = [
          big(lambda a, b: sum((_clip(_signed(a >> n, 16) - _signed(b >> n, 16), 16) & 0xFFFF) << n
                               for n in (0, 16)))),
     Case("v_sad_u8 {d}, {a}, {b}, {c}", "u", "uuu",
-         big(lambda a, b, c: c + sum(abs((a >> n & 255) - (b >> n & 255)) for n in range(0, 32, 8)))),
+         big(lambda a, b, c: c + sum(abs((a >> n & 255) - (b >> n & 255)) for n in B))),
     Case("v_min3_u32 {d}, {a}, {b}, {c}", "u", "uuu",
          lambda a, b, c: np.minimum(np.minimum(a, b), c)),
     Case("v_mul_hi_i32_i24 {d}, {a}, {b}", "u", "uu",

@@ -34,6 +34,11 @@ typedef int64_t i64;
 #else
 #define LANES _Pragma("GCC ivdep") for (int l = 0; l < 64; l++)
 #endif
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 4")
+#endif
 #define EACH_ACTIVE(w) for (u64 left_ = (w)->exec; left_; left_ &= left_ - 1)
 #define ACTIVE_LANE __builtin_ctzll(left_)
 

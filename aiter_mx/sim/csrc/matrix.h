@@ -84,6 +84,7 @@ NOINLINE void mfma(Wave* w, u32* d, const u32* a, Operand ka, const u32* b, Oper
 INLINE u32 scaled_k(u32 bits, u32 groups, u32 g, u32 j) {
     return bits == 8 ? (j / 16) * 16 * groups + 16 * g + j % 16 : 32 * g + j;
 }
+typedef double Doubles __attribute__((vector_size(64)));
 static void decode_fp8(const u32* row, Operand kind, u32 lane, float* out) {
     const float* table = decoded_f32[kind - OF_E4M3];
     for (u32 word = 0; word < 8; word++) {
@@ -98,7 +99,7 @@ INLINE void mfma_scaled_of(u32* d, const u32* a, Operand ka, const u32* b, Opera
                            u32 c_bits, u32 M, const u32* scale_a, u32 sa, const u32* scale_b,
                            u32 sb) {
     const u32 groups = 64 / M, is_int = 0;
-    double A[4][32][32], B[4][32][32];
+    double A[4][32][32] ALIGNED, B[4][32][32] ALIGNED, for_a[4][32] ALIGNED, for_b[4][32] ALIGNED;
     u32 out[16 * 64];
     for (u32 lane = 0; lane < 64; lane++) {
         u32 g = lane / M, row = lane % M;
@@ -119,22 +120,26 @@ INLINE void mfma_scaled_of(u32* d, const u32* a, Operand ka, const u32* b, Opera
             B[k / 32][k % 32][row] = one[1][j];
         }
     }
-    for (u32 i = 0; i < M; i++) {
-        double total[32] = {0};
-        for (u32 g = 0; g < groups; g++) {
-            double sum[32] = {0};
-            for (u32 k = 0; k < 32; k++)
-                for (u32 j = 0; j < M; j++)
-                    sum[j] += A[g][i][k] * B[g][k][j];
-            double for_a = scale_a ? scale_of_e8m0(scale_a[g * M + i] >> (8 * sa) & 255) : 1;
-            for (u32 j = 0; j < M; j++) {
-                double for_b = scale_b ? scale_of_e8m0(scale_b[g * M + j] >> (8 * sb) & 255) : 1;
-                total[j] += sum[j] * for_a * for_b;
-            }
+    for (u32 g = 0; g < groups; g++)
+        for (u32 row = 0; row < M; row++) {
+            for_a[g][row] = scale_a ? scale_of_e8m0(scale_a[g * M + row] >> (8 * sa) & 255) : 1;
+            for_b[g][row] = scale_b ? scale_of_e8m0(scale_b[g * M + row] >> (8 * sb) & 255) : 1;
         }
-        for (u32 j = 0; j < M; j++) {
-            u32 at = tile_at(M, i, j, 0);
-            out[at] = bits32((float)(total[j] + C_AT(at)));
+    for (u32 i = 0; i < M; i += 4) { // four rows of A share the loads of B
+        Doubles total[4][4] = {0};
+        for (u32 g = 0; g < groups; g++) {
+            Doubles sum[4][4] = {0};
+            for (u32 k = 0; k < 32; k++)
+                UNROLL for (u32 q = 0; q < M / 8; q++) {
+                    const Doubles column = *(const Doubles*)&B[g][k][8 * q];
+                    UNROLL for (u32 r = 0; r < 4; r++) sum[r][q] += A[g][i + r][k] * column;
+                }
+            UNROLL for (u32 r = 0; r < 4; r++) UNROLL for (u32 q = 0; q < M / 8; q++) total[r][q] +=
+                sum[r][q] * for_a[g][i + r] * *(const Doubles*)&for_b[g][8 * q];
+        }
+        UNROLL for (u32 r = 0; r < 4; r++) for (u32 j = 0; j < M; j++) {
+            u32 at = tile_at(M, i + r, j, 0);
+            out[at] = bits32((float)(total[r][j / 8][j % 8] + C_AT(at)));
         }
     }
     memcpy(d, out, 4 * M * M);
