@@ -26,22 +26,28 @@ _FLAGS = (
 
 @cache
 def c_compiler() -> str:
-    """The C compiler to use: CC, cc, gcc or any clang.
+    """The C compiler to use: the first of CC, cc, gcc and any clang that knows _Float16.
 
     Raises:
         ToolchainError: there is none.
     """
-    named = os.environ.get("CC")
-    for name in (named, "cc", "gcc", "clang"):
-        if name and (found := shutil.which(name)):
+    named = [name for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name]
+    for name in named:
+        if (found := shutil.which(name)) and _knows_half(found):
             return found
     try:
         return str(llvm_tool("clang"))
     except ToolchainError:
         raise ToolchainError(
-            "the simulator needs a C compiler and found none of CC, cc, gcc, clang; "
-            "install one, for example with: apt-get install gcc"
+            f"the simulator needs a C compiler with _Float16, gcc 12 or any recent clang, and "
+            f"found none among {', '.join(named)}; to have one: apt-get install gcc"
         ) from None
+
+
+def _knows_half(compiler: str) -> bool:
+    """GCC before 12 has no half floats on x86."""
+    command = [compiler, "-x", "c", "-fsyntax-only", "-"]
+    return not subprocess.run(command, input=b"_Float16 x;", capture_output=True).returncode
 
 
 @cache

@@ -123,7 +123,8 @@ class _Plain:
             return dict.fromkeys(code.writes, chosen)
         reads = code.reads
         if ins.mnemonic in PACKS:  # the other of the two may be padding
-            reads = [Reads(self.rows_by_source[0])] if self.rows_by_source[0] else []
+            needed = [self.rows_by_source[0], *self.rows_by_source[2:]]
+            reads = [Reads(rows) for rows in needed if rows]
         flows = dict.fromkeys(code.writes, reads)
         if ins.mnemonic in LOW_FROM_LOW:
             flows[code.writes[0]] = [Reads(r.rows[:1], r.lanes) for r in reads]

@@ -245,7 +245,11 @@ v_dot2c_f32_bf16 f uu dot_bf16(a, b, d)
 VALU: dict[str, Rule] = table("\n".join((_F32, _F64, _F16, _CONVERT, _SCALED_CONVERT, _INTEGER)))
 
 # Conversions of two values into one register; code that wants one leaves the other undefined.
-PACKS = {name for name in VALU if name.startswith(("v_cvt_pk", "v_cvt_scalef32_pk"))}
+PACKS = {
+    name
+    for name, rule in VALU.items()
+    if name.startswith(("v_cvt_pk", "v_cvt_scalef32_pk")) and rule.sources[:2] in ("ff", "uu", "ii")
+}
 # The low half of the result depends on the low halves of the sources alone.
 LOW_FROM_LOW = {"v_mad_u64_u32", "v_mad_i64_i32", "v_lshl_add_u64", "v_lshlrev_b64", "v_mov_b64"}
 # 16-bit instructions that keep the register's other half; the rest clear it (gfx9).
