@@ -54,7 +54,8 @@ constexpr int kOwnedPairs = (kPairs + kSplit - 1) / kSplit;
 constexpr int kPairBytes = kGroupThreads * 8; // from one source
 constexpr int kPartials = kKGroups * kXBytes;
 constexpr int kPartialBytes = kOwnedPairs * kSources * kPairBytes; // of a tile
-static_assert(kPartials + kRowGroups * kPartialBytes == MX_SHARED_BYTES,
+constexpr int kSlots = 2; // a tile's outputs are added while the next one is computed
+static_assert(kPartials + kSlots * kRowGroups * kPartialBytes == MX_SHARED_BYTES,
               "the host lays shared memory out differently: aiter_mx/kernels/linear_mfma_sm90.py");
 
 // w is held as w * 2^-60 and x as x * 2^60: with these, bf16 covers scales of w from 2^-64 to 2^67
@@ -256,18 +257,67 @@ MX_DEVICE float load_bias(const void* bias, int kind, long n) {
     }
 }
 
+// Adds the partial sums of one tile that this workgroup owns, and stores them.
+struct Epilogue {
+    const Tensors& t;
+    const void* bias;
+    Out* y;
+    int bias_kind, rank, k_group, row, column;
+
+    MX_MEMBER void operator()(long tile, unsigned partials) const {
+        for (int p = k_group * kSplit + rank; p < kPairs; p += kKGroups * kSplit) {
+            float sum[2] = {};
+            bool again = false;
+#pragma unroll
+            for (int s = 0; s < kSources; ++s) {
+                const float2 part =
+                    load_shared_pair(partials + (p / kSplit * kSources + s) * kPairBytes);
+                again |= __float_as_uint(part.x) == kMarker;
+                sum[0] += part.x;
+                sum[1] += part.y;
+            }
+            const long n = tile * kRows + row + p % 2 * 8;
+            if (n >= t.N)
+                continue;
+            const long m = p / 2 * 8 + column;
+            if (__builtin_expect(again, false))
+                for (int i = 0; i < 2; ++i)
+                    if (m + i < t.M)
+                        (i ? sum[1] : sum[0]) = exact_output(t, m + i, n);
+            const float added = load_bias(bias, bias_kind, n);
+            Out* to = y + m * t.N + n;
+            if (m < t.M)
+                store(to, sum[0] + added);
+            if (m + 1 < t.M)
+                store(to + t.N, sum[1] + added);
+        }
+    }
+};
+
 extern "C" __global__ void __cluster_dims__(kSplit, 1, 1) __launch_bounds__(kThreads, 1)
     aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
                          const unsigned char* ws, const void* bias, Out* y, long M, long N, long K,
                          int bias_kind) {
     extern __shared__ __align__(128) unsigned char dynamic[];
-    __shared__ unsigned long long arrived_barriers[kRowGroups], taken_barriers[kRowGroups];
+    __shared__ unsigned long long arrived_barriers[kRowGroups][kSlots];
+    __shared__ unsigned long long taken_barriers[kRowGroups][kSlots];
     __shared__ unsigned x_outside[kKGroups];
 
     const unsigned shared = shared_address(dynamic);
     const int thread = threadIdx.x, lane = thread % kLanes;
     const int group = thread / kGroupThreads, in_group = thread % kGroupThreads;
     const int row_group = group % kRowGroups, k_group = group / kRowGroups;
+    // Before any loads: fences and barriers wait for those that are under way.
+    if (thread < kRowGroups * kSlots) {
+        barrier_init(shared_address(arrived_barriers[0] + thread), 1);
+        barrier_init(shared_address(taken_barriers[0] + thread), kSources * 4);
+        fence_barrier_init();
+    }
+    if (thread < kKGroups)
+        x_outside[thread] = 0;
+    group_barrier();
+    cluster_arrive();
+
     const int rank = rank_in_cluster();
     const int source = rank * kKGroups + k_group;
     const Tensors t{xq, xs, wq, ws, M, N, K};
@@ -283,18 +333,6 @@ extern "C" __global__ void __cluster_dims__(kSplit, 1, 1) __launch_bounds__(kThr
     for (int d = 0; d < kDepth; ++d)
         reader.next(ring[d]);
 
-    const unsigned arrived = shared_address(arrived_barriers + row_group);
-    const unsigned taken = shared_address(taken_barriers + row_group);
-    if (thread < kRowGroups) {
-        barrier_init(shared_address(arrived_barriers + thread), 1);
-        barrier_init(shared_address(taken_barriers + thread), kSources * 4);
-    }
-    fence_barrier_init();
-    if (thread < kKGroups)
-        x_outside[thread] = 0;
-    group_barrier();
-    cluster_arrive();
-
     const unsigned x = shared + k_group * kXBytes;
     const auto bring_x = [&](int from) {
         const int in_k_group = row_group * kGroupThreads + in_group;
@@ -307,6 +345,24 @@ extern "C" __global__ void __cluster_dims__(kSplit, 1, 1) __launch_bounds__(kThr
     const bool x_stays = part.padded <= kXUnits;
     if (x_stays)
         bring_x(0);
+
+    const int owned = (kPairs - rank + kSplit - 1) / kSplit;
+    const unsigned arrived = shared_address(arrived_barriers[row_group]);
+    const unsigned taken = shared_address(taken_barriers[row_group]);
+    const unsigned partials =
+        shared + kPartials + row_group * kSlots * kPartialBytes + in_group * 8;
+    const Epilogue epilogue{t, bias, y, bias_kind, rank, k_group, row, lane % 4 * 2};
+    const auto finish = [&](unsigned turn, bool last) {
+        const int slot = turn % kSlots;
+        if (owned > 0)
+            barrier_wait_cluster(arrived + 8 * slot, turn / kSlots & 1);
+        if (last) {
+            __syncwarp();
+            cluster_arrive();
+        }
+        epilogue(first_tile + turn * tile_step + row_group, partials + slot * kPartialBytes);
+        __syncwarp();
+    };
 
     unsigned turn = 0;
     for (long tiles = first_tile; tiles * kRows < N; tiles += tile_step, ++turn) {
@@ -348,56 +404,29 @@ extern "C" __global__ void __cluster_dims__(kSplit, 1, 1) __launch_bounds__(kThr
             }
             special[i] = outside[i] | x_outside[k_group] ? kMarker : nan[i] ? kNanBits : 0;
         }
+        const int slot = turn % kSlots;
         if (turn == 0)
-            cluster_wait(); // all workgroups of the cluster have set up their barriers
-        else
-            barrier_wait_cluster(taken, (turn & 1) ^ 1); // they have added the last partial sums
-        const int owned = (kPairs - rank + kSplit - 1) / kSplit;
+            cluster_wait();      // all workgroups of the cluster have set up their barriers
+        else if (turn >= kSlots) // they have added what was in the slot
+            barrier_wait_cluster(taken + 8 * slot, (turn / kSlots & 1) ^ 1);
         if (k_group == 0 && in_group == 0 && owned > 0)
-            barrier_arrive_expect(arrived, owned * kSources * kPairBytes);
-        const unsigned partials = shared + kPartials + row_group * kPartialBytes + in_group * 8;
+            barrier_arrive_expect(arrived + 8 * slot, owned * kSources * kPairBytes);
 #pragma unroll
         for (int p = 0; p < kPairs; ++p) {
-            const unsigned to = partials + (p / kSplit * kSources + source) * kPairBytes;
+            const unsigned to =
+                partials + slot * kPartialBytes + (p / kSplit * kSources + source) * kPairBytes;
             const unsigned instead = special[p % 2];
             store_async(address_in_cluster(to, p % kSplit),
                         instead ? bits_to_float(instead) : sums[2 * p],
                         instead ? bits_to_float(instead) : sums[2 * p + 1],
-                        address_in_cluster(arrived, p % kSplit));
+                        address_in_cluster(arrived + 8 * slot, p % kSplit));
         }
-
-        if (owned > 0)
-            barrier_wait_cluster(arrived, turn & 1);
-        const bool last = (tiles + tile_step) * kRows >= N;
-        if (last) {
-            __syncwarp();
-            cluster_arrive();
+        if (turn > 0) {
+            finish(turn - 1, false);
+            if ((tiles + tile_step) * kRows < N && lane < kSplit) // the slot will be filled again
+                barrier_arrive_cluster(address_in_cluster(taken + 8 * (slot ^ 1), lane));
         }
-        for (int l = k_group; l < owned; l += kKGroups) {
-            const int p = l * kSplit + rank;
-            float sum[2] = {};
-            bool again = false;
-#pragma unroll
-            for (int s = 0; s < kSources; ++s) {
-                const float2 part = load_shared_pair(partials + (l * kSources + s) * kPairBytes);
-                again |= __float_as_uint(part.x) == kMarker;
-                sum[0] += part.x;
-                sum[1] += part.y;
-            }
-            const long n = (tiles + row_group) * kRows + row + p % 2 * 8;
-            if (n >= N)
-                continue;
-            const float added = load_bias(bias, bias_kind, n);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const long m = p / 2 * 8 + lane % 4 * 2 + i;
-                if (m < M)
-                    store(y + m * N + n, (again ? exact_output(t, m, n) : sum[i]) + added);
-            }
-        }
-        __syncwarp();
-        if (!last && lane < kSplit)
-            barrier_arrive_cluster(address_in_cluster(taken, lane));
     }
+    finish(turn - 1, true);
     cluster_wait(); // what was sent to this workgroup, and by it, has arrived
 }

@@ -50,6 +50,7 @@ _TILES_M = (8, 16, 32, 64)
 _UNIT = 64  # k of the four wgmmas that a 16-byte load of each lane feeds
 _ROWS = 64  # of w in a tile
 _GROUP_THREADS = 128
+_SLOTS = 2  # tiles whose partial sums are kept
 _SM_THREADS = 512  # with 128 registers each
 _SHARED_BYTES = 226 * 1024  # of a workgroup, static shared memory apart: compute capability 9.0
 # A cluster lies within a GPC, so not all SMs get one: the share of an H200's that do, by the
@@ -77,7 +78,7 @@ def layout(problem: Shape, config: Config) -> Layout | None:
     split, k_groups, depth = config["split"], config["k_groups"], config["depth"]
     tile_m = next(tile for tile in _TILES_M if tile >= problem.M)
     pairs = -(-(tile_m // 4) // split)
-    partials = config["row_groups"] * pairs * split * k_groups * _GROUP_THREADS * 8
+    partials = _SLOTS * config["row_groups"] * pairs * split * k_groups * _GROUP_THREADS * 8
     steps = -(-problem.K // (_UNIT * split * k_groups * depth))
     step_bytes = k_groups * depth * _UNIT * tile_m * 2
     steps = min(steps, (_SHARED_BYTES - partials) // step_bytes)
