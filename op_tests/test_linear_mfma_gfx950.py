@@ -182,6 +182,19 @@ def test_nan_payloads_and_nan_scales_reach_their_outputs_alone(
 
 
 @folded
+@pytest.mark.parametrize("K", [32, 96, 1312])
+def test_nan_payloads_at_the_ends_of_a_row_do_not_reach_its_neighbours(
+    device: torch.device, config: dict[str, int], K: int
+) -> None:
+    for column in (0, K - 1):
+        xq, xs, wq, ws = operands(4, 21, K, column)
+        wq.view(torch.uint8)[18, column] = 0x7F
+        xq.view(torch.uint8)[2, column] = 0xFF
+        nans = launch(device, config, (xq, xs, wq, ws)).isnan()
+        assert nans[:, 18].all() and nans[2].all() and nans.sum() == 4 + 21 - 1
+
+
+@folded
 def test_a_nan_scale_counts_even_where_the_payload_is_zero(
     device: torch.device, config: dict[str, int]
 ) -> None:
@@ -279,8 +292,8 @@ def test_no_variant_that_may_be_chosen_spills() -> None:
     """Each number of tiles and waves with the most steps of loads that its registers admit."""
     most: dict[tuple[int, ...], tuple[LinearProblem, Config]] = {}
     for config in combinations(PARAMS):
-        if config["fold"] > 1 or config["waves"] % 4:
-            continue
+        if config["fold"] > 1 or config["waves"] not in (8, 12, 16):
+            continue  # fewer waves have the registers of 8, folds change no loads
         for col_tiles in range(1, 5):
             problem = LinearProblem(16 * col_tiles, 2304, 1 << 17)
             if registry._resident(config, registry._work(problem, config)):
@@ -290,7 +303,7 @@ def test_no_variant_that_may_be_chosen_spills() -> None:
                     (problem, config),
                     key=lambda e: e[1]["unroll"],
                 )
-    assert len(most) > 40
+    assert len(most) > 30
     requests = {build_request(MFMA, GFX950, *entry): entry for entry in most.values()}
     for (request, entry), built in zip(requests.items(), build_all([*requests]), strict=True):
         for kernel in parse_code_object(built.image).kernels.values():
