@@ -27,6 +27,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -238,23 +239,32 @@ def reason_of(outcome: Outcome, known: Sequence[Reason]) -> Reason | None:
     return next((reason for reason in known if reason.explains(outcome.mutant, code)), None)
 
 
-def _start_worker() -> None:
-    torch.set_num_threads(1)
-    folder = Path(tempfile.mkdtemp(dir=os.environ["MUTANTS_DIR"]))
-    # A mutant's translation runs for milliseconds: optimising it takes several times as long as
-    # everything else. It is of no use to anyone later.
+def quick_compiler(folder: Path) -> Path:
+    """A C compiler that does not optimise, written to a folder.
+
+    A mutant's translation runs for milliseconds; optimising it would take longer than all else.
+    """
     compiler = folder / "cc"
     compiler.write_text(f'#!/bin/sh\nexec {llvm_tool("clang")} "$@" -O0\n')
     compiler.chmod(0o700)
-    os.environ["CC"] = str(compiler)
-    os.environ["AITER_MX_CACHE_DIR"] = str(folder)
+    return compiler
+
+
+def _start_worker() -> None:
+    torch.set_num_threads(1)
+    for case in CASES:
+        _ = case.image  # by the usual cache
+    folder = Path(tempfile.mkdtemp(dir=os.environ["MUTANTS_DIR"]))
+    os.environ["CC"] = str(quick_compiler(folder))
+    os.environ["AITER_MX_CACHE_DIR"] = str(folder)  # a mutant's translation is of no use later
 
 
 def judge_all(chosen: Sequence[Mutant], jobs: int, console: Console) -> Iterator[Outcome]:
     """Outcomes as they come."""
     with tempfile.TemporaryDirectory(prefix="aiter_mx-") as folder:
         os.environ["MUTANTS_DIR"] = folder
-        with ProcessPoolExecutor(jobs, initializer=_start_worker) as pool:
+        fresh = get_context("spawn")  # a fork would inherit threads, and the choice of compiler
+        with ProcessPoolExecutor(jobs, fresh, _start_worker) as pool:
             outcomes = pool.map(judge, chosen)
             yield from track(outcomes, "mutants", len(chosen), console=console, transient=True)
 
