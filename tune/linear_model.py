@@ -50,7 +50,7 @@ LATENCY_US = 1.0
 SIMDS = 4
 VALU_CYCLES = 4  # 64 lanes over 16
 MACS_A_CYCLE = 1024  # of scaled fp8, a SIMD
-MOST_OTHERS = 24  # candidates of a kernel beside its own choice
+MOST_OTHERS = 8  # candidates of a kernel beside its own choice
 
 
 def estimate_us(kernel: KernelSpec, problem: LinearProblem, config: Config) -> float:
