@@ -37,8 +37,7 @@ class Code:
         lane_copy: strict statement that does all the bookkeeping of a move between a lane and a
             scalar register.
         issue: strict statement that starts an asynchronous operation, between checks and body.
-        yields: ``memory`` or ``wait`` where another wave may take over before the instruction.
-        counts: what a counter table calls this instruction.
+        yields: whether another wave may take over before the instruction.
     """
 
     body: str
@@ -52,7 +51,7 @@ class Code:
     scalar_flow: bool = False
     lane_copy: str = ""
     issue: str = ""
-    yields: str = ""
+    yields: bool = False
 
 
 class Modifiers:

@@ -163,7 +163,7 @@ def _move(
     written_offset = int(ins.modifiers.get("offset", "0"), 0)
     address = _Address(ins, ctx, space, operands, mods)
     mods.finish()
-    code = Code("", reads=address.reads, scalar_reads=address.scalars, yields="memory")
+    code = Code("", reads=address.reads, scalar_reads=address.scalars, yields=True)
     if data is None:
         if is_store or space in ("flat", "scratch"):
             raise unknown(ins)
@@ -245,7 +245,7 @@ def _atomic(ins: Instruction, ctx: Context, space: str, kind: str) -> Code:
         scalar_reads=address.scalars,
         issue=issue,
         writes=old,
-        yields="memory",
+        yields=True,
     )
 
 
@@ -268,7 +268,7 @@ def _lds(
     target = operands.pop(0) if is_read else None
     address, *data = operands
     at = f"ROW({ctx.row(address, ins)})"
-    code = Code("", reads=[Reads(ctx.rows_of(address, ins))], yields="memory")
+    code = Code("", reads=[Reads(ctx.rows_of(address, ins))], yields=True)
     each = _dwords(size)
     if target:
         rows = ctx.rows_of(target, ins)
@@ -316,7 +316,7 @@ def _lds_atomic(ins: Instruction, ctx: Context) -> Code:
     operands = list(ins.operands)
     target = operands.pop(0) if returns else None
     address, *data = operands
-    code = Code("", reads=[Reads(ctx.rows_of(address, ins))], yields="memory")
+    code = Code("", reads=[Reads(ctx.rows_of(address, ins))], yields=True)
     for operand in data:
         code.reads.append(Reads(ctx.rows_of(operand, ins)))
     source = f"ROW({ctx.row(data[0], ins)})"
@@ -349,5 +349,5 @@ def _permute(ins: Instruction, ctx: Context) -> Code:
         reads=[Reads(ctx.rows_of(source, ins)) for source in sources],
         issue=f"issue_lds(w, $I, {rows[0]}, 1);",
         writes=rows,
-        yields="memory",
+        yields=True,
     )

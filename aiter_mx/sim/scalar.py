@@ -118,7 +118,7 @@ def _load(ins: Instruction, is_buffer: bool, dwords: int) -> Code:
         scalar_reads=scalar_registers(base) + scalar_registers(index),
         issue=f"issue_scalar(w, $I, {target.index}, {dwords});",
         scalar_writes=registers,
-        yields="memory",
+        yields=True,
     )
 
 

@@ -130,7 +130,7 @@ class Strict:
         return checks
 
     def _check_overwrite(self, code: Code) -> str:
-        rows = [row for row in code.writes if row in self._loaded and row not in self._settled()]
+        rows = [row for row in code.writes if row in self._loaded and row not in self._known_all]
         if not rows:
             return ""
         due = " | ".join(f"w->due[{row}]" for row in rows)
@@ -138,10 +138,6 @@ class Strict:
             f"if (UNLIKELY({due})) late_write(w, $I, {code.write_lanes}, {len(rows)}, "
             f"{', '.join(map(str, rows))});"
         )
-
-    def _settled(self) -> set[int]:
-        # A register that was just found valid in every active lane has no load under way into it.
-        return self._known_all
 
     def _mark(self, code: Code) -> list[str]:
         marks = []

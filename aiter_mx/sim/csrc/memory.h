@@ -75,7 +75,6 @@ NOINLINE void address_v(u64* out, const u32* base, i32 offset) {
 NOINLINE void address_s(u64* out, u64 base, const u32* index, i32 offset) {
     LANES out[l] = base + index[l] + (u64)(i64)offset;
 }
-NOINLINE void address_uniform(u64* out, u64 base) { LANES out[l] = base; }
 
 #define LOAD_EACH(type, expression)                                                                \
     EACH_ACTIVE(w) {                                                                               \
