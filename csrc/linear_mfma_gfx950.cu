@@ -11,8 +11,7 @@
 // w is operand A of the scaled matrix instruction, x is B. A tile is what two instructions take of
 // one operand: 16 rows of 256 k, in memory
 //
-//   kFold 1: 16 rows                          kFold 2: 8 rows, and operand row 8 + r goes on in row
-//   r
+//   kFold 1: 16 rows                          kFold 2: 8 rows, of 512 k
 //
 //   k ->     |0           255|                k ->     |0            255|256           511|
 //   row 0    |operand row 0  |                row 0    |operand row 0   |operand row 8    |
@@ -33,12 +32,11 @@
 
 using namespace mx;
 
-constexpr int kRowTiles = MX_ROW_TILES; // of w in a workgroup
-constexpr int kColTiles = MX_COL_TILES; // of x
-constexpr int kFold = MX_FOLD;          // parts of K in a tile
-constexpr int kWaves = MX_WAVES;        // of a workgroup
-constexpr int kUnroll =
-    MX_UNROLL; // steps of a wave whose loads are issued before the first is used
+constexpr int kRowTiles = MX_ROW_TILES;      // of w in a workgroup
+constexpr int kColTiles = MX_COL_TILES;      // of x
+constexpr int kFold = MX_FOLD;               // parts of K in a tile
+constexpr int kWaves = MX_WAVES;             // of a workgroup
+constexpr int kUnroll = MX_UNROLL;           // steps of a wave whose loads precede all use
 constexpr bool kEvenBlocks = MX_EVEN_BLOCKS; // K / 32 is even
 using Out = DType<MX_OUT>;
 using Offset = unsigned long; // elements and bytes: tensors may exceed 4 GiB
