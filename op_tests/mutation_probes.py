@@ -44,7 +44,9 @@ class Probe:
         M, N, K: the shape; with ``far``, four workgroups are launched: two with the first rows of
             a w above 4 GiB, one with its last rows, and one past them.
         bias: its dtype, or ``none``.
-        draw: options of ``random_mx``.
+        draw: options of ``random_mx`` for x and w.
+        nan: which of x and w has NaN, and what: ``payload``, ``scale``, or ``start`` for whole
+            first blocks in every second row, which whoever reads past the end of a row meets.
         schedule, seed: of the simulator.
     """
 
@@ -56,6 +58,7 @@ class Probe:
     schedule: str = "random"
     seed: int = 0
     far: bool = False
+    nan: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,14 +99,18 @@ def _probes(
     narrow, wide = ((-12, -6), (-20, -6)) if dtype == "fp16" else ((-6, 6), (-20, 20))
     draw = {"scale_exponents": narrow}
     far_k = ((1 << 32) // (_GRID_X * rows) // unit + 1) * unit + few % unit
-    return (
+    probes = [
         Probe(ms[0], N, many, draw=draw),
         Probe(ms[-1], N + 1, some, "fp32", {"scale_exponents": wide}, "round-robin"),
-        Probe(ms[0], N, some, "bf16", draw | {"nan_payload": 1e-3}, "run-to-barrier"),
-        Probe(ms[-1], N, few, "fp16", draw | {"nan_scale": 8 / few}, seed=1),
+        Probe(ms[0], N, some, "bf16", draw, "run-to-barrier"),
+        Probe(ms[-1], N, few, "fp16", draw, seed=1),
         Probe(ms[-1], N + 2, few, draw={"scale_exponents": (-127, 127)}, seed=2),
         Probe(ms[0], (_GRID_X + 1) * rows, far_k, draw=draw, seed=3, far=True),
-    )
+    ]
+    for what, K in [("payload", some), ("scale", few), ("scale", many), ("start", some)]:
+        for of in "xw":
+            probes.append(Probe(ms[-1], N, K, draw=draw, seed=len(probes), nan=(of, what)))
+    return tuple(probes)
 
 
 def _gemv(M: int, rows: int, waves: int, unroll: int, dtype: str) -> Case:
@@ -183,8 +190,8 @@ class Launch:
         group_rows = N // (_GRID_X + 1)
         self.rows = np.r_[: 2 * group_rows, _GRID_X * group_rows : N] if probe.far else np.r_[:N]
         generator = torch.Generator().manual_seed(seed)
-        self.x = random_mx(M, K, generator, **probe.draw)
-        self.w = random_mx(len(self.rows), K, generator, **probe.draw)
+        self.x = self._draw("x", M, generator)
+        self.w = self._draw("w", len(self.rows), generator)
         self.bias: Tensor | None = None
         if probe.bias != "none":
             size = linear_reference64(*self.x, *self.w).nan_to_num(0).abs().mean()
@@ -193,6 +200,16 @@ class Launch:
         self.dtype = _DTYPES[case.out_dtype]
         self._args = PackedArgs(case.module.args, case.module.scalars(GFX950, problem, case.config))
         self._place(N)
+
+    def _draw(self, of: str, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Random data; where it is to have NaN, about a quarter of the rows have one."""
+        where, what = self.probe.nan
+        share = {"payload": 0.3 / self.probe.K, "scale": 10 / self.probe.K}
+        options = {f"nan_{what}": share[what]} if where == of and what in share else {}
+        payload, scale = random_mx(rows, self.probe.K, generator, **self.probe.draw, **options)
+        if (where, what) == (of, "start"):
+            payload.view(torch.uint8)[1::2, :32] = 0x7F
+        return payload, scale
 
     def _place(self, N: int) -> None:
         by_row = {"wq": self.w[0], "ws": self.w[1], "bias": self.bias}
