@@ -182,7 +182,7 @@ class Launch:
 
     def __init__(self, case: Case, probe: Probe, seed: int) -> None:
         self.case, self.probe = case, probe
-        M, N, K = probe.M, probe.N, probe.K
+        M, N = probe.M, probe.N
         problem = case.problem(probe)
         geometry = case.module.geometry(GFX950, problem, case.config)
         self.block = geometry.block

@@ -287,12 +287,16 @@ class Row:
     def cells(self) -> list[str]:
         """As text."""
         by = ", ".join(f"{name} {count}" for name, count in self.by.most_common())
-        share = f"{100 * self.caught / self.count:.1f} %" if self.count else "-"
+        counts = (self.count, self.count - self.harmless)
+        shares = [f"{100 * self.caught / n:.1f} %" if n else "-" for n in counts]
         numbers = (self.harmless, self.missed, self.unexplained)
-        return [self.name, str(self.count), str(self.caught), share, by, *map(str, numbers)]
+        return [self.name, str(self.count), str(self.caught), *shares, by, *map(str, numbers)]
 
 
-_HEADS = ("mistake", "mutants", "caught", "share", "by", "harmless", "missed", "unexplained")
+_HEADS = (
+    *("mistake", "mutants", "caught", "of all", "of harmful"),
+    *("by", "harmless", "missed", "unexplained"),
+)
 
 
 def rows(outcomes: Sequence[Outcome], known: Sequence[Reason]) -> list[Row]:
@@ -348,12 +352,12 @@ def page(outcomes: Sequence[Outcome], known: Sequence[Reason], command: str) -> 
         "One instruction at a time of our gfx950 kernels is changed in the machine code. A mutant",
         "is caught when the simulator reports it (the name of the error is given) or its result",
         "differs from float64, in one of the launches of `op_tests/mutation_probes.py`.",
-        "*Harmless* survivors do the same as the original; *missed* ones do not, and count against",
-        "the share. `op_tests/mutation_reasons.json` holds the reasons; a survivor without one",
-        "makes the program fail.",
+        "*Harmless* survivors do the same as the original, *missed* ones do not.",
+        "`op_tests/mutation_reasons.json` holds the reasons; a survivor without one makes the",
+        "program fail.",
         "",
         "| " + " | ".join(_HEADS) + " |",
-        "| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
+        "| --- | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
         *("| " + " | ".join(row.cells()) + " |" for row in rows(outcomes, known)),
         "",
         "## Kernels",

@@ -120,7 +120,7 @@ def test_survivors_count_against_the_share_and_need_a_reason() -> None:
         -1
     ].unexplained
     page = sim_mutation.page([caught, survivor], [], "command")
-    assert "| all | 2 | 1 | 50.0 % | RaceError 1 | 0 | 0 | 1 |" in page
+    assert "| all | 2 | 1 | 50.0 % | 50.0 % | RaceError 1 | 0 | 0 | 1 |" in page
 
 
 @pytest.mark.parametrize(
