@@ -8,6 +8,7 @@ The problem is so small that the GPU is always waiting, and the host's time is w
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import torch
 from bench_common import report
@@ -16,7 +17,7 @@ from mx_reference import random_mx
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.fallbacks.linear_tiles import configure
-from aiter_mx.fallbacks.linear_triton import linear_triton
+from aiter_mx.fallbacks.linear_triton import linear_tile_kernel, linear_triton
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.launch import bind, load_function, runtime_of
@@ -52,14 +53,19 @@ def main() -> None:
     start = runtime.bind(function, module.geometry(*variant[1:]), args)
     tiles = dict(configure(target, problem), SPLIT_K=1)  # one launch, as a bare launch is
 
+    flags = {"HAS_BIAS": False, "WHOLE_STEPS": False, "enable_fp_fusion": False}
+
     calls = {
-        "bare launch": lambda: start(0),
-        "launch with new pointers": lambda: launch(tensors, addresses),
-        "aiter_mx.linear": lambda: aiter_mx.linear(*operands),
-        "aiter_mx.linear, out given": lambda: aiter_mx.linear(*operands, out=out),
-        "bare Triton launch": lambda: linear_triton(*operands, None, out, tiles),
-        "torch.nn.functional.linear, bf16": lambda: torch.nn.functional.linear(x, w),
-        "torch.empty": lambda: torch.empty(M, N, dtype=torch.bfloat16, device="cuda"),
+        "bare launch": partial(start, 0),
+        "launch with new pointers": partial(launch, tensors, addresses),
+        "aiter_mx.linear": partial(aiter_mx.linear, *operands),
+        "aiter_mx.linear, out given": partial(aiter_mx.linear, *operands, out=out),
+        "bare Triton launch": lambda: linear_tile_kernel[(1, 1)](
+            *tensors, M, N, K, **tiles, **flags
+        ),
+        "linear through Triton": partial(linear_triton, *operands, None, out, tiles),
+        "torch.nn.functional.linear, bf16": partial(torch.nn.functional.linear, x, w),
+        "torch.empty": partial(torch.empty, (M, N), dtype=torch.bfloat16, device="cuda"),
     }
     rows = [{"call": name, "host_us": time_host_us(call)} for name, call in calls.items()]
     report("Host time of one call", rows, "host" if save else None)

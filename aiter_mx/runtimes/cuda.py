@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,16 +59,23 @@ def bind(function: Any, geometry: Geometry, args: PackedArgs) -> Callable[[int],
     It belongs to the thread that bound it: launching needs a current context.
     """
     _ensure_context()
-    config = LaunchConfig(args, end=_END)
-    launch = partial(
-        driver.cuLaunchKernel, function, *geometry.grid, *geometry.block, geometry.shared_bytes
-    )
+    packed = LaunchConfig(args, end=_END)
+    launch = driver.CUlaunchConfig()
+    launch.gridDimX, launch.gridDimY, launch.gridDimZ = geometry.grid
+    launch.blockDimX, launch.blockDimY, launch.blockDimZ = geometry.block
+    launch.sharedMemBytes = geometry.shared_bytes
+    launch.numAttrs = 0
+    launch.hStream = last_stream = 0
+    launch_kernel, success = driver.cuLaunchKernelEx, _SUCCESS
 
     def start(stream: int) -> None:
-        (status,) = launch(stream, 0, config.address)
-        if status is not _SUCCESS:
+        nonlocal last_stream
+        if stream != last_stream:  # setting it costs a third of a launch, and it seldom changes
+            launch.hStream = last_stream = stream
+        (status,) = launch_kernel(launch, function, 0, packed.address)
+        if status is not success:
             raise LaunchError(
-                f"cuLaunchKernel: {status.name} (grid {geometry.grid}, block {geometry.block})"
+                f"cuLaunchKernelEx: {status.name} (grid {geometry.grid}, block {geometry.block})"
             )
 
     return start
