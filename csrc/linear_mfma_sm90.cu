@@ -23,6 +23,7 @@
 // order. Scales that bf16 cannot hold are computed apart: kMarker is sent for the partial sums of
 // the row, and the owner computes its outputs again in fp32.
 
+#include "mx_epilogue.h"
 #include "mx_scale.h"
 #include "mx_target.h"
 #include "sm90_async.h"
@@ -35,7 +36,8 @@ constexpr int kSplit = MX_SPLIT;          // workgroups of a cluster
 constexpr int kRowGroups = MX_ROW_GROUPS; // tiles of a cluster at a time
 constexpr int kKGroups = MX_K_GROUPS;     // warpgroups of a workgroup that share a tile
 constexpr int kDepth = MX_DEPTH;          // units in flight
-constexpr int kXUnits = MX_X_UNITS;       // units of x that a part of K has room for
+static_assert(kDepth % 2 == 0, "units take turns with two sets of registers for wgmma's A");
+constexpr int kXUnits = MX_X_UNITS; // units of x that a part of K has room for
 using Out = DType<MX_OUT>;
 
 constexpr int kBlock = 32; // k of one scale
@@ -242,19 +244,6 @@ MX_DEVICE float exact_output(const Tensors& t, long m, long n) {
         sum = add_scaled(sum, dot(x, w), e8m0_split(x_scale), e8m0_to_f32(w_scale));
     }
     return sum;
-}
-
-MX_DEVICE float load_bias(const void* bias, int kind, long n) {
-    switch (kind) {
-    case kF32:
-        return static_cast<const float*>(bias)[n];
-    case kBF16:
-        return to_f32(static_cast<const bf16*>(bias)[n]);
-    case kFP16:
-        return to_f32(static_cast<const fp16*>(bias)[n]);
-    default:
-        return 0.0f;
-    }
 }
 
 // Adds the partial sums of one tile that this workgroup owns, and stores them.

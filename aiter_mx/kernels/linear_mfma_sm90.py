@@ -42,16 +42,16 @@ PARAMS = (
     Param("split", (1, 2, 3, 4, 5, 6, 7, 8), "workgroups of a cluster, which share K"),
     Param("row_groups", (1, 2, 3, 4), "tiles of 64 rows of w that a cluster takes at a time"),
     Param("k_groups", (1, 2, 3, 4), "warpgroups of a workgroup that share a tile, and its K"),
-    Param("depth", (2, 3, 4, 6), "times 64 k that are in flight"),
+    Param("depth", (2, 4, 6), "times 64 k that are in flight"),
 )
 
 MAX_M = 64
 _TILES_M = (8, 16, 32, 64)
+_MOST_CANDIDATES = 48  # the best of every shape measured is among them
 _UNIT = 64  # k of the four wgmmas that a 16-byte load of each lane feeds
 _ROWS = 64  # of w in a tile
 _GROUP_THREADS = 128
 _SLOTS = 2  # tiles whose partial sums are kept
-_SM_THREADS = 512  # with 128 registers each
 _SHARED_BYTES = 226 * 1024  # of a workgroup, static shared memory apart: compute capability 9.0
 # A cluster lies within a GPC, so not all SMs get one: the share of an H200's that do, by the
 # cluster's size (cuOccupancyMaxActiveClusters).
@@ -103,16 +103,37 @@ def _refusal(target: Target, problem: Shape) -> str | None:
 
 
 def _fits(problem: Shape, config: Config) -> bool:
-    threads = config["row_groups"] * config["k_groups"] * _GROUP_THREADS
-    return threads <= _SM_THREADS and layout(problem, config) is not None
+    most_groups = 4 if problem.M <= 16 else 3  # what the sums leave of the registers
+    return (
+        config["row_groups"] * config["k_groups"] <= most_groups
+        and layout(problem, config) is not None
+    )
+
+
+def _cycles(target: Target, problem: Shape, config: Config) -> float:
+    """A model of a call's time, fitted to traces on one H200: see docs/kernels.md."""
+    found = _layout(problem, config)
+    groups = config["row_groups"] * config["k_groups"]
+    units = -(-problem.K // (_UNIT * config["split"] * config["k_groups"]))
+    clusters = _clusters(target, problem, config)
+    rounds = -(-problem.N // (_ROWS * config["row_groups"] * clusters))
+    unit = groups * (220 + 1.5 * found.tile_m)
+    epilogue = 2500 + 16 * found.tile_m
+    expansion = 15 * units * found.tile_m / config["row_groups"]
+    expansions = 1 if found.x_units >= units else rounds
+    away = not 6 <= groups * config["depth"] <= 8  # from the units under way that did best
+    return rounds * (units * unit + epilogue) + expansions * expansion + 500 * away
 
 
 def _candidates(target: Target, problem: Shape) -> list[Config]:
-    return [config for config in combinations(PARAMS) if _fits(problem, config)]
+    """Those of the least modelled time, which order them."""
+    fitting = (config for config in combinations(PARAMS) if _fits(problem, config))
+    ordered = sorted(fitting, key=lambda config: _cycles(target, problem, config))
+    return ordered[:_MOST_CANDIDATES]
 
 
 def _configure(target: Target, problem: Shape) -> Config:
-    return {"split": 4, "row_groups": 1, "k_groups": 4, "depth": 3}
+    return _candidates(target, problem)[0]
 
 
 def _defines(target: Target, problem: Shape, config: Config) -> Mapping[str, int]:

@@ -1,0 +1,176 @@
+"""The Hopper ``mfma`` kernel of the linear: its host side here, its results with ``-m gpu``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mx_reference import assert_close_to_reference, linear_reference64, random_mx
+
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear_mfma_sm90 import MAX_M, layout
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.launch import bind
+from aiter_mx.target import hardware, target_of
+
+MFMA = find_kernel("linear", "sm_90a", "hip", "mfma")
+TARGET = hardware("sm_90a")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+gpu = pytest.mark.gpu
+
+
+def config(split: int, row_groups: int, k_groups: int, depth: int) -> dict[str, int]:
+    return {"split": split, "row_groups": row_groups, "k_groups": k_groups, "depth": depth}
+
+
+@pytest.mark.parametrize("M", [1, 8, 9, 17, 33, 64])
+@pytest.mark.parametrize(("N", "K"), [(1, 32), (300, 96), (2304, 6144), (9216, 28672), (70, 65568)])
+def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int) -> None:
+    problem = LinearProblem(M, N, K)
+    chosen = MFMA.configure(TARGET, problem)
+    MFMA.check_config(chosen)
+    found = layout(problem, chosen)
+    assert found is not None
+    assert found.tile_m >= M
+    assert found.shared_bytes <= 227 * 1024
+
+
+def test_envelope_ends_at_64_rows_and_gemv_has_the_fewest() -> None:
+    assert MFMA.refusal(TARGET, LinearProblem(MAX_M, 8, 64)) is None
+    assert "above 64" in (MFMA.refusal(TARGET, LinearProblem(MAX_M + 1, 8, 64)) or "")
+    kernels = [route("linear", TARGET, LinearProblem(M, 72, 96)).kernel for M in (1, 12, 33, 65)]
+    assert kernels[:3] == ["gemv", "mfma", "mfma"]
+    assert kernels[3] != "mfma"
+
+
+def operands(M: int, N: int, K: int, seed: int, **options: Any) -> Operands:
+    generator = torch.Generator().manual_seed(seed)
+    return (*random_mx(M, K, generator, **options), *random_mx(N, K, generator, **options))
+
+
+def launch(
+    arguments: Operands,
+    chosen: dict[str, int] | None = None,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """The kernel's result on the CPU; its output starts out poisoned, between guards."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    (M, K), N = arguments[0].shape, arguments[2].shape[0]
+    bias_name = "none" if bias is None else names[bias.dtype]
+    problem = LinearProblem(M, N, K, names[dtype], bias_name)
+    target = target_of(torch.device("cuda"))
+    guard, poison = 64, 0x5A
+    whole = torch.empty(2 * guard + M * N, dtype=dtype)
+    whole.view(torch.uint8).fill_(poison)
+    whole = whole.cuda()
+    out = whole[guard : guard + M * N].view(M, N)
+    here = [None if t is None else t.cuda() for t in (*arguments, bias)]
+    run = bind(MFMA, target, problem, chosen or MFMA.configure(target, problem), 0)
+    tensors = (*here, out)
+    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+    whole = whole.cpu()
+    for outside in (whole[:guard], whole[guard + M * N :]):
+        assert (outside.view(torch.uint8) == poison).all(), "wrote outside the output"
+    return whole[guard : guard + M * N].view(M, N)
+
+
+# Between them: every cluster size, empty parts of K, half a unit at the end, x that does not fit
+# shared memory, more tiles than clusters, fewer rows than a tile.
+CASES = [
+    (1, 64, 64, config(1, 1, 1, 2)),
+    (2, 3, 32, config(8, 1, 4, 4)),
+    (5, 100, 416, config(3, 1, 2, 4)),
+    (8, 9000, 1024, config(7, 1, 4, 2)),
+    (16, 70, 1056, config(4, 3, 1, 2)),
+    (17, 130, 2080, config(2, 1, 4, 6)),
+    (31, 7, 3104, config(5, 1, 3, 2)),
+    (33, 640, 1536, config(4, 4, 1, 2)),
+    (64, 200, 6144, config(6, 2, 1, 4)),
+    (64, 130, 28672, config(2, 2, 1, 4)),
+    (64, 20000, 512, config(8, 2, 2, 2)),
+]
+
+
+@gpu
+@pytest.mark.parametrize(("M", "N", "K", "chosen"), CASES)
+def test_any_shape_and_configuration_match_float64(
+    M: int, N: int, K: int, chosen: dict[str, int]
+) -> None:
+    for seed, exponents in enumerate([(-20, 20), (-6, 6)]):
+        drawn = operands(M, N, K, seed, scale_exponents=exponents)
+        assert_close_to_reference(launch(drawn, chosen), *drawn)
+
+
+@gpu
+@pytest.mark.parametrize("M", range(1, MAX_M + 1))
+def test_every_m_matches_float64(M: int) -> None:
+    drawn = operands(M, 130, 1120, M, scale_exponents=(-6, 6))
+    assert_close_to_reference(launch(drawn), *drawn)
+
+
+@gpu
+@pytest.mark.parametrize("exponents", [(-127, 127), (-127, -40), (40, 127), (-127, -120)])
+def test_scales_of_the_whole_e8m0_range_are_exact(exponents: tuple[int, int]) -> None:
+    for M, N, K, chosen in CASES[2:7]:
+        drawn = operands(M, min(N, 300), K, M, scale_exponents=exponents)
+        assert_close_to_reference(launch(drawn, chosen, dtype=torch.float32), *drawn)
+
+
+@gpu
+def test_extreme_scales_that_cancel_are_exact() -> None:
+    xq, xs, wq, ws = operands(9, 140, 416, 3, scale_exponents=(-3, 3))
+    for shift in (110, -110):
+        drawn = (xq, (xs.int() + shift).to(torch.uint8), wq, (ws.int() - shift).to(torch.uint8))
+        assert_close_to_reference(launch(drawn, dtype=torch.float32), *drawn)
+
+
+@gpu
+def test_nan_payloads_and_scales_reach_their_outputs_alone() -> None:
+    for M, N, K, chosen in CASES[2:8]:
+        drawn = operands(M, min(N, 300), K, M, nan_payload=2e-4, nan_scale=1e-3)
+        assert_close_to_reference(launch(drawn, chosen, dtype=torch.float32), *drawn)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_outputs_and_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> None:
+    exponents = (-12, -6) if dtype is torch.float16 else (-6, 6)
+    drawn = operands(19, 137, 1120, 5, scale_exponents=exponents)
+    size = linear_reference64(*drawn).abs().mean()
+    for bias_dtype in DTYPES.values():
+        generator = torch.Generator().manual_seed(6)
+        bias = (torch.randn(137, generator=generator, dtype=torch.float64) * size).to(bias_dtype)
+        assert_close_to_reference(launch(drawn, None, bias, dtype), *drawn, bias)
+
+
+@gpu
+@pytest.mark.parametrize("M", [8, 64])
+def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int) -> None:
+    N, K = 2304, 6144
+    here = [t.cuda() for t in operands(M, N, K, 1)]
+    problem = LinearProblem(M, N, K)
+    target = target_of(torch.device("cuda"))
+    run = bind(MFMA, target, problem, MFMA.configure(target, problem), 0)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outs = [torch.empty(50, M, N, dtype=torch.bfloat16, device="cuda") for _ in streams]
+    graphs = []
+    torch.cuda.synchronize()
+    for stream, out in zip(streams, outs, strict=True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for one in out:
+                tensors = (*here, None, one)
+                run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+        graphs.append(graph)
+    expected = None
+    for _ in range(10):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        expected = outs[0][0].clone() if expected is None else expected
+        assert all(torch.equal(out, expected.expand_as(out)) for out in outs)
