@@ -174,7 +174,8 @@ class Memory:
 
     def array(self) -> np.ndarray[Any, Any]:
         """The bytes."""
-        return np.frombuffer((ctypes.c_uint8 * self.size).from_address(self.address), np.uint8)
+        memory = memoryview((ctypes.c_uint8 * self.size).from_address(self.address))
+        return np.frombuffer(memory, np.uint8)
 
 
 class Launch:
@@ -205,34 +206,39 @@ class Launch:
         """Random data; where it is to have NaN, about a quarter of the rows have one."""
         where, what = self.probe.nan
         share = {"payload": 0.3 / self.probe.K, "scale": 10 / self.probe.K}
-        options = {f"nan_{what}": share[what]} if where == of and what in share else {}
-        payload, scale = random_mx(rows, self.probe.K, generator, **self.probe.draw, **options)
+        options = dict(self.probe.draw)
+        if where == of and what in share:
+            options[f"nan_{what}"] = share[what]
+        payload, scale = random_mx(rows, self.probe.K, generator, **options)
         if (where, what) == (of, "start"):
             payload.view(torch.uint8)[1::2, :32] = 0x7F
         return payload, scale
 
     def _place(self, N: int) -> None:
-        by_row = {"wq": self.w[0], "ws": self.w[1], "bias": self.bias}
-        whole = {"xq": self.x[0], "xs": self.x[1]}
+        tensors = {
+            "xq": self.x[0],
+            "xs": self.x[1],
+            "wq": self.w[0],
+            "ws": self.w[1],
+            "bias": self.bias,
+        }
         addresses, regions, self._memory = [], [], []
         for arg in self.case.module.args:
             if arg.kind != "pointer":
                 continue
-            values = by_row.get(arg.name, whole.get(arg.name))
+            values = tensors.get(arg.name)
             if arg.name == "y":
                 memory = Memory(self.probe.M * N * self.dtype.itemsize)
                 self._y = memory.array().reshape(self.probe.M, N, self.dtype.itemsize)
             elif values is None:
                 addresses.append(0)
                 continue
-            elif arg.name in whole:
-                raw = values.view(torch.uint8).numpy().reshape(-1)
-                memory = Memory(raw.size)
-                memory.array()[:] = raw
             else:
-                raw = values.view(torch.uint8).numpy().reshape(len(self.rows), -1)
-                memory = Memory(N * raw.shape[1])
-                memory.array().reshape(N, -1)[self.rows] = raw
+                raw = values.view(torch.uint8).numpy().reshape(len(values), -1)
+                of_x = arg.name.startswith("x")
+                memory = Memory(raw.size if of_x else N * raw.shape[1])
+                placed = memory.array().reshape(-1, raw.shape[1])
+                placed[slice(None) if of_x else self.rows] = raw
             self._memory.append(memory)
             addresses.append(memory.address)
             regions.append(Region(arg.name, memory.address, memory.size, arg.access))
