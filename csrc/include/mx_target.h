@@ -11,7 +11,7 @@
 
 namespace mx {
 
-// Codes of the dtypes that the host names, aiter_mx/kernels/linear.py.
+// Codes of the dtypes that the host names, aiter_mx/kernels/spec.py.
 enum DTypeCode { kNone = 0, kF32 = 1, kBF16 = 2, kFP16 = 3 };
 
 template <int Code>
