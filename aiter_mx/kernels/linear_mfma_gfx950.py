@@ -89,7 +89,7 @@ def _registers(config: Config, col_tiles: int) -> int:
     """At most so many registers of a lane: loads, sums and addresses, as compilers have it."""
     rows, cols = config["row_tiles"], col_tiles
     held = 10 * max(0, rows - 2) * max(0, cols - 1)
-    return 34 + 17 * config["unroll"] * (rows + cols) + 4 * rows * cols + held
+    return 42 + 17 * config["unroll"] * (rows + cols) + 4 * rows * cols + held
 
 
 def _resident(config: Config, work: _Work) -> int:
