@@ -32,7 +32,7 @@ from aiter_mx.target import hardware
 GFX950 = hardware("gfx950")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _GRID_X = 1 << 20  # workgroups in a grid's x, MX_MAX_GRID_X of the kernels
-_MAX_STEPS = 1 << 16  # of a launch; the probes take a twentieth of them
+_MAX_STEPS = 1 << 18  # of a launch; the probes take at most a quarter of them
 _POISON = 0x5A
 
 
@@ -41,8 +41,9 @@ class Probe:
     """One launch.
 
     Attributes:
-        M, N, K: the shape; with ``far``, four workgroups are launched: two with the first rows of
-            a w above 4 GiB, one with its last rows, and one past them.
+        M, N, K: the shape; with ``far``, the grid's y, two workgroups of each row of the grid are
+            launched; the first two and the last but one, which has the last rows of w, are checked,
+            and one is past the end.
         bias: its dtype, or ``none``.
         draw: options of ``random_mx`` for x and w.
         nan: which of x and w has NaN, and what: ``payload``, ``scale``, or ``start`` for whole
@@ -57,7 +58,7 @@ class Probe:
     draw: Mapping[str, Any] = field(default_factory=dict)
     schedule: str = "random"
     seed: int = 0
-    far: bool = False
+    far: int = 0
     nan: tuple[str, str] = ("", "")
 
 
@@ -105,11 +106,21 @@ def _probes(
         Probe(ms[0], N, some, "bf16", draw, "run-to-barrier"),
         Probe(ms[-1], N, few, "fp16", draw, seed=1),
         Probe(ms[-1], N + 2, few, draw={"scale_exponents": (-127, 127)}, seed=2),
-        Probe(ms[0], (_GRID_X + 1) * rows, far_k, draw=draw, seed=3, far=True),
+        Probe(ms[0], (_GRID_X + 1) * rows, far_k, draw=draw, seed=3, far=2),
     ]
-    for what, K in [("payload", some), ("scale", few), ("scale", many), ("start", some)]:
+    for what, K in [
+        ("payload", some),
+        ("scale", few),
+        ("scale", many),
+        ("start", some),
+        ("start", many),
+    ]:
         for of in "xw":
             probes.append(Probe(ms[-1], N, K, draw=draw, seed=len(probes), nan=(of, what)))
+    far_y = (1 << 32) // (_GRID_X * rows) + 2
+    probes.append(
+        Probe(ms[0], (_GRID_X * (far_y - 1) + 1) * rows, unit + few % unit, draw=draw, far=far_y)
+    )
     return tuple(probes)
 
 
@@ -187,9 +198,12 @@ class Launch:
         problem = case.problem(probe)
         geometry = case.module.geometry(GFX950, problem, case.config)
         self.block = geometry.block
-        self.grid = (2, 2, 1) if probe.far else geometry.grid
-        group_rows = N // (_GRID_X + 1)
-        self.rows = np.r_[: 2 * group_rows, _GRID_X * group_rows : N] if probe.far else np.r_[:N]
+        self.grid = (2, probe.far, 1) if probe.far else geometry.grid
+        before_last = _GRID_X * (probe.far - 1)
+        group_rows = N // (before_last + 1)
+        self.rows = (
+            np.r_[: 2 * group_rows, before_last * group_rows : N] if probe.far else np.arange(N)
+        )
         generator = torch.Generator().manual_seed(seed)
         self.x = self._draw("x", M, generator)
         self.w = self._draw("w", len(self.rows), generator)
