@@ -77,7 +77,6 @@ def stand_ins(key: LinearProblem) -> tuple[LinearProblem, ...]:
 # The GEMV, csrc/linear_gemv.cu.
 
 GEMV_MAX_M = 16
-_GEMV_FASTEST_M_SM90 = 4  # measured on an H200: docs/kernels.md
 _PIECE_BYTES = 16  # what a lane reads of one row of w in one step
 _GEMV_WAVES = (1, 2, 3, 4, 6, 8, 12)
 _MANY_WAVES = 8  # with more of them in a workgroup large M spills
@@ -122,9 +121,11 @@ def _gemv_configure(target: Target, problem: LinearProblem) -> Config:
 
 
 def _gemv_yields(target: Target, problem: LinearProblem) -> str | None:
-    """Where mfma is the better kernel: docs/kernels.md derives it for gfx950."""
-    if target.arch == "sm_90a" and _GEMV_FASTEST_M_SM90 < problem.M <= GEMV_MAX_M:
-        return f"from M={_GEMV_FASTEST_M_SM90 + 1} mfma is faster than gemv"
+    """Where mfma is the better kernel: docs/kernels.md derives it for gfx950, and fits sm_90a."""
+    if target.arch == "sm_90a" and problem.M <= GEMV_MAX_M:
+        gemv_us = 3 + 1.0e-7 * problem.N * problem.K * problem.M
+        mfma_us = 7 + 2.3e-7 * problem.N * problem.K
+        return "mfma is faster here by its fitted times" if mfma_us < gemv_us else None
     if target.arch != "gfx950" or problem.M > GEMV_MAX_M:
         return None
     rows = _gemv_configure(target, problem)["rows"]
