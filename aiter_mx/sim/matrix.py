@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 
 from aiter_mx.sim.disasm import Instruction, Operand
 from aiter_mx.sim.emit import Code, Context, Modifiers, Reads, is_vector, scalar, unknown
@@ -22,6 +24,7 @@ _TYPES = {
 }
 _BITS = {"OF_F32": 32, "OF_F16": 16, "OF_BF16": 16}
 _SCALED_TYPES = ("OF_E4M3", "OF_E5M2", "OF_E2M3", "OF_E3M2", "OF_E2M1")
+_SCALED_NAMES = ("fp8", "bf8", "fp6", "bf6", "fp4")
 _SCALED_ROWS = (8, 8, 6, 6, 4)
 _ALL_LANES = "~0ull"
 
@@ -40,6 +43,24 @@ def translate_matrix(ins: Instruction, ctx: Context) -> Code | None:
     if ins.mnemonic == "v_swap_b32":
         return _swap(ins, ctx, "swap_lanes(w, {});")
     return None
+
+
+def matrix_passes(instructions: Sequence[Instruction]) -> dict[str, int]:
+    """Passes of the matrix unit, by type: LLVM's scheduling model of gfx950."""
+    passes: Counter[str] = Counter()
+    for ins in instructions:
+        if match := _SCALED.fullmatch(ins.mnemonic):
+            kinds = [int(ins.modifiers.get(name, "0"), 0) for name in ("cbsz", "blgp")]
+            name = " x ".join(_SCALED_NAMES[kind] for kind in kinds)
+            side, is_slow = int(match[2][:2]), min(kinds) < 2  # an 8-bit operand halves the rate
+            passes["scaled " * bool(match[1]) + name] += side // (2 if is_slow else 4)
+        elif match := _MFMA.fullmatch(ins.mnemonic):
+            _, side_text, _, blocks, kind = match.groups()
+            is_slow = bool(blocks) or kind == "f32"
+            passes[kind.replace("_1k", "").replace("_", " x ")] += int(side_text) // (
+                2 if is_slow else 4
+            )
+    return dict(passes)
 
 
 def _accumulator(

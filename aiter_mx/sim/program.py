@@ -44,6 +44,7 @@ class SimOptions:
         threads: host threads over workgroups; 0 means one for each core.
         max_steps: memory operations and waits a workgroup may take before it counts as stuck.
         count_unique: count the distinct bytes of memory read and written.
+        count_conflicts: count bank conflicts of LDS.
     """
 
     strict: bool = True
@@ -52,6 +53,7 @@ class SimOptions:
     threads: int = 0
     max_steps: int = 1 << 30
     count_unique: bool = False
+    count_conflicts: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -61,7 +63,7 @@ class SimOptions:
 
     @classmethod
     def from_environment(cls) -> SimOptions:
-        """Options from ``AITER_MX_SIM_`` and STRICT, SCHEDULE, SEED, MAX_STEPS or UNIQUE.
+        """Options from the variables ``AITER_MX_SIM_...`` that docs/simulator.md lists.
 
         Raises:
             ValueError: one of them has a value that cannot be used.
@@ -80,6 +82,7 @@ class SimOptions:
             seed=number("SEED", 0),
             max_steps=number("MAX_STEPS", cls.max_steps),
             count_unique=bool(number("UNIQUE", 0)),
+            count_conflicts=bool(number("CONFLICTS", 0)),
         )
 
 
@@ -109,6 +112,7 @@ class _CLaunch(ctypes.Structure):
         ("lds_bytes", ctypes.c_uint32),
         ("scratch_bytes", ctypes.c_uint32),
         ("entry_pc", ctypes.c_uint32),
+        ("count_conflicts", ctypes.c_uint32),
     ]
 
 
@@ -120,6 +124,7 @@ class _Translated:
     texts: list[str]
     addresses: list[int]
     blocks: list[dict[str, int]]
+    passes: list[dict[str, int]]
     entry_pc: int
 
 
@@ -239,6 +244,7 @@ class Program:
             lds_bytes=lds_bytes,
             scratch_bytes=info.scratch_bytes,
             entry_pc=translated.entry_pc,
+            count_conflicts=options.count_conflicts,
         )
         groups = grid[0] * grid[1] * grid[2]
         threads = min(options.threads or len(os.sched_getaffinity(0)), groups)
@@ -305,11 +311,13 @@ def _report(
     kernel: str, waves: int, seconds: float, translated: _Translated, results: list[_Result]
 ) -> LaunchReport:
     mnemonics: Counter[str] = Counter()
+    passes: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     for result in results:
-        for block, times in zip(translated.blocks, result.blocks, strict=True):
+        for i, times in enumerate(result.blocks[: len(translated.blocks)]):
             if times:
-                mnemonics.update({name: count * times for name, count in block.items()})
+                for total, block in ((mnemonics, translated.blocks), (passes, translated.passes)):
+                    total.update({name: count * times for name, count in block[i].items()})
         totals.update({name: getattr(result.counters, name) for name in COUNTERS})
     unique = [_unique(results, kind) for kind in (0, 1)] if results[0].seen else [None, None]
     return LaunchReport(
@@ -317,6 +325,7 @@ def _report(
         waves,
         seconds,
         dict(mnemonics),
+        dict(passes),
         **totals,
         unique_bytes_read=unique[0],
         unique_bytes_written=unique[1],

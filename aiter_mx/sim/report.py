@@ -33,7 +33,7 @@ class CFault(ctypes.Structure):
 
 COUNTERS = (
     "bytes_read", "bytes_written", "scalar_bytes_read", "lds_bytes_read", "lds_bytes_written",
-    "scratch_bytes", "waits", "in_flight_bytes",
+    "lds_conflicts", "scratch_bytes", "waits", "in_flight_bytes",
 )  # fmt: skip
 
 
@@ -52,9 +52,13 @@ class LaunchReport:
         waves: waves run.
         seconds: wall time, translation apart.
         mnemonics: wave instructions executed, by mnemonic.
+        mfma_passes: passes of the matrix unit, each of 4 cycles, by the operands' type, such as
+            ``scaled fp8 x fp8``.
         bytes_read, bytes_written: vector memory traffic in bytes, every access counted.
         scalar_bytes_read: bytes of scalar loads, kernel arguments among them.
         lds_bytes_read, lds_bytes_written: LDS traffic in bytes, copies from memory included.
+        lds_conflicts: where the options ask for it, times that the banks of LDS are gone over again
+            because lanes served together want different dwords of one bank.
         scratch_bytes: private memory traffic.
         waits: strict mode: waits for vector memory that had something to wait for.
         in_flight_bytes: strict mode: bytes of loads under way, summed over those waits.
@@ -66,11 +70,13 @@ class LaunchReport:
     waves: int
     seconds: float
     mnemonics: Mapping[str, int] = field(default_factory=dict)
+    mfma_passes: Mapping[str, int] = field(default_factory=dict)
     bytes_read: int = 0
     bytes_written: int = 0
     scalar_bytes_read: int = 0
     lds_bytes_read: int = 0
     lds_bytes_written: int = 0
+    lds_conflicts: int = 0
     scratch_bytes: int = 0
     waits: int = 0
     in_flight_bytes: int = 0

@@ -11,7 +11,7 @@ from aiter_mx.code_object import CodeObject, KernelInfo
 from aiter_mx.sim.disasm import Instruction
 from aiter_mx.sim.emit import Code, Context, unknown
 from aiter_mx.sim.isa.salu import BRANCHES, IGNORED
-from aiter_mx.sim.matrix import translate_matrix
+from aiter_mx.sim.matrix import matrix_passes, translate_matrix
 from aiter_mx.sim.memory import translate_memory
 from aiter_mx.sim.scalar import changes_exec, translate_scalar
 from aiter_mx.sim.start import start_wave
@@ -55,12 +55,12 @@ def translate_kernel(
     _check_overflow_mode(instructions)
     leaders = _leaders(instructions, number, entry)
     body = _Body(instructions, codes, number, leaders, strict).render()
+    blocks = _blocks(instructions, leaders)
     meta = {
         "texts": [ins.text for ins in instructions],
         "addresses": [ins.address for ins in instructions],
-        "blocks": [
-            Counter(ins.mnemonic for ins in block) for block in _blocks(instructions, leaders)
-        ],
+        "blocks": [Counter(ins.mnemonic for ins in block) for block in blocks],
+        "passes": [matrix_passes(block) for block in blocks],
         "entry_pc": 2 * number[entry],
     }
     head = (

@@ -97,3 +97,34 @@ KERNEL(64) lds_at(u32* out, int offset) {
     small[lane_id() + offset] = lane_id();
     out[lane_id()] = small[lane_id()];
 }
+
+// One LDS access of each kind at addresses in bytes from `in`.
+KERNEL(64) one_access(const u32* in, u32* out, int kind) {
+    const int l = lane_id();
+    u32 at = in[l];
+    u32x4 x = {at, at, at, at};
+    u32x2 y = {at, at};
+#define READ(text, value)                                                                          \
+    asm volatile(text " %0, %1\ns_waitcnt lgkmcnt(0)" : "=v"(value) : "v"(at));                    \
+    break
+#define WRITE(text, value)                                                                         \
+    asm volatile(text " %0, %1\ns_waitcnt lgkmcnt(0)" ::"v"(at), "v"(value));                      \
+    break
+    switch (kind) {
+    case 0:
+        READ("ds_read_u8", y[0]);
+    case 1:
+        READ("ds_read_b32", y[0]);
+    case 2:
+        READ("ds_read_b64", y);
+    case 3:
+        READ("ds_read_b128", x);
+    case 4:
+        WRITE("ds_write_b32", y[0]);
+    case 5:
+        WRITE("ds_write_b64", y);
+    case 6:
+        WRITE("ds_write_b128", x);
+    }
+    out[l] = x[0] ^ x[1] ^ x[2] ^ x[3] ^ y[0] ^ y[1];
+}

@@ -77,7 +77,7 @@ typedef struct {
 
 typedef struct {
     u64 bytes_read, bytes_written, scalar_bytes_read;
-    u64 lds_bytes_read, lds_bytes_written, scratch_bytes, waits, in_flight_bytes;
+    u64 lds_bytes_read, lds_bytes_written, lds_conflicts, scratch_bytes, waits, in_flight_bytes;
 } Counters;
 
 // One launch, shared by the threads that run it. aiter_mx/sim/program.py mirrors this layout.
@@ -88,7 +88,7 @@ typedef struct {
     u64 seed, max_steps;
     u64 kernarg, dispatch_packet, image_base;
     const Region* regions;
-    u32 region_count, lds_bytes, scratch_bytes, entry_pc;
+    u32 region_count, lds_bytes, scratch_bytes, entry_pc, count_conflicts;
 } Launch;
 
 // A vector-memory or LDS operation whose counter has not been waited for.

@@ -1,5 +1,6 @@
 // Memory: global, flat, buffer, scratch, LDS, scalar loads. Every address is checked.
 #pragma once
+#include "banks.h"
 #include "order.h"
 
 typedef enum { U8, I8, U8_LO, U8_HI, I8_LO, I8_HI, U16, I16, U16_LO, U16_HI, DWORDS } Element;
@@ -271,6 +272,10 @@ NOINLINE void lds_check(Wave* w, u32 instruction, const u32* at, u32 size, int i
     *(is_write ? &counters->lds_bytes_written : &counters->lds_bytes_read) +=
         (u64)size * (u64)__builtin_popcountll(w->exec);
 }
+INLINE void count_conflicts(Wave* w, const u32* at, u32 size, int is_write) {
+    if (UNLIKELY(w->group->launch->count_conflicts))
+        w->group->counters->lds_conflicts += bank_conflicts(at, w->exec, size, is_write);
+}
 INLINE void lds_address(Wave* w, const u32* base, u32 offset, u32* at, u64* address) {
     u64 lds = (u64)w->group->lds;
     LANES {
@@ -284,6 +289,7 @@ NOINLINE void lds_load(Wave* w, u32 instruction, const u32* base, u32 offset, u3
     u64 address[64];
     lds_address(w, base, offset, at, address);
     lds_check(w, instruction, at, size, 0, w->id, NULL, 0);
+    count_conflicts(w, at, size, 0);
     load_lanes(w, address, d, element, size / 4);
 #if STRICT
     note_lds(w, &w->lgkm, at, size, w->exec, 0);
@@ -296,6 +302,7 @@ NOINLINE void lds_store(Wave* w, u32 instruction, const u32* base, u32 offset, c
     lds_address(w, base, offset, at, address);
     lds_check(w, instruction, at, size, 1, w->id, d,
               element == U8_HI || element == U16_HI ? 16 : 0);
+    count_conflicts(w, at, size, 1);
     store_lanes(w, address, d, element, size / 4);
 #if STRICT
     note_lds(w, &w->lgkm, at, size, w->exec, 1);
