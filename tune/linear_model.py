@@ -22,71 +22,30 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
 from linear import SHAPES, Rows, key_of, read_rows, write_rows
 from rich.console import Console
 from rich.progress import track
 
-from aiter_mx.code_object import occupancy, parse_code_object
-from aiter_mx.jit.build import build
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import kernels_of
 from aiter_mx.kernels.spec import Config, KernelSpec
-from aiter_mx.launch import bind, build_request
 from aiter_mx.paths import configs_dir
-from aiter_mx.runtimes.sim import last_report
-from aiter_mx.sim.report import LaunchReport
-from aiter_mx.target import SIMULATED_GFX950, hardware
-from aiter_mx.timing import commit, random_mx
+from aiter_mx.target import hardware
+from aiter_mx.timing import commit
+from aiter_mx.trial import try_out
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 TARGET = hardware("gfx950")
-CPU = torch.device("cpu")
 
-# MI355X: AMD's product page and the CDNA4 ISA manual; the latency is an assumption.
-BYTES_A_US = 8e6
-CYCLES_A_US = 2400
-LATENCY_US = 1.0
-SIMDS = 4
-VALU_CYCLES = 4  # 64 lanes over 16
-MACS_A_CYCLE = 1024  # of scaled fp8, a SIMD
 MOST_OTHERS = 8  # candidates of a kernel beside its own choice
 
 
 def estimate_us(kernel: KernelSpec, problem: LinearProblem, config: Config) -> float:
     """The model's bound on the time of a configuration, in microseconds."""
-    assert kernel.module is not None
-    image = build(build_request(kernel, TARGET, problem, config)).image
-    info = parse_code_object(image).kernels[kernel.module.symbol]
-    geometry = kernel.module.geometry(TARGET, problem, config)
-    groups = geometry.grid[0] * geometry.grid[1]
-    lanes = geometry.block[0]
-    waves = lanes // TARGET.wave_size
-    report = simulate(kernel, problem, config)
-
-    share = -(-groups // TARGET.cu_num) / groups  # of all work, what the busiest CU does
-    resident = min(
-        occupancy(info, lanes, geometry.shared_bytes) * SIMDS, -(-groups // TARGET.cu_num) * waves
-    )
+    trial = try_out(kernel, problem, config)
     weights = problem.N * problem.K * (1 + 1 / 32)  # x is in the L2
-    memory = weights * share * TARGET.cu_num / BYTES_A_US
-    under_way = resident * report.in_flight_bytes / max(report.waits, 1)
-    latency = report.bytes_read * share / under_way * LATENCY_US
-    cycles = report.by_class["valu"] * VALU_CYCLES + report.mfma_macs / MACS_A_CYCLE
-    issue = cycles * share / SIMDS / CYCLES_A_US
-    return max(memory, latency, issue)
-
-
-def simulate(kernel: KernelSpec, problem: LinearProblem, config: Config) -> LaunchReport:
-    """Run a configuration once, on random operands."""
-    M, N, K = problem.M, problem.N, problem.K
-    out = torch.empty(M, N, dtype=torch.bfloat16)
-    tensors = (*random_mx(M, K, CPU), *random_mx(N, K, CPU), None, out)
-    run = bind(kernel, SIMULATED_GFX950, problem, config, 0)
-    run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
-    report = last_report()
-    assert report is not None
-    return report
+    memory_us = trial.bounds.memory_us * weights / trial.minimal_bytes
+    return max(memory_us, trial.bounds.latency_us, trial.bounds.issue_us)
 
 
 def best_row(problem: LinearProblem) -> dict[str, object]:
@@ -101,10 +60,20 @@ def best_row(problem: LinearProblem) -> dict[str, object]:
         times = list(pool.map(lambda c: estimate_us(c[0], problem, c[1]), candidates))
     us, (kernel, config) = min(zip(times, candidates, strict=True), key=lambda pair: pair[0])
     return {
-        "gfx": TARGET.arch, "cu_num": TARGET.cu_num, "op": "linear",
-        "M": problem.M, "N": problem.N, "K": problem.K, "out_dtype": problem.out_dtype,
-        "backend": kernel.backend, "kernel": kernel.name, **config, "us": f"{us:.3f}",
-        "source": "model", "commit": commit(), "date": datetime.date.today().isoformat(),
+        "gfx": TARGET.arch,
+        "cu_num": TARGET.cu_num,
+        "op": "linear",
+        "M": problem.M,
+        "N": problem.N,
+        "K": problem.K,
+        "out_dtype": problem.out_dtype,
+        "backend": kernel.backend,
+        "kernel": kernel.name,
+        **config,
+        "us": f"{us:.3f}",
+        "source": "model",
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
     }
 
 

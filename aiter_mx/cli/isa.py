@@ -20,19 +20,23 @@ def isa(
     context: typer.Context,
     kernel: Annotated[str, typer.Argument(help="Name of the kernel, such as gemv.")],
     arch: Annotated[str, typer.Option(help="gfx950 or sm_90a.")] = "gfx950",
+    run: Annotated[bool, typer.Option(help="Also simulate it on random operands.")] = False,
     text: Annotated[bool, typer.Option(help="Print the whole disassembly too.")] = False,
 ) -> None:
     """Show a kernel's registers, spills, LDS, occupancy and instruction mix.
 
     The shape and the kernel's parameters may be given as options: isa gemv --M 4 --rows 2; what
-    is left out is what dispatch would choose.
+    is left out is what dispatch would choose. --run shows what a launch of it does (on gfx950), and
+    how far that is from the least that an MI355X needs.
     """
     from aiter_mx.cli.disassembly import disassemble
     from aiter_mx.dispatch.dispatcher import route
     from aiter_mx.jit.build import build
     from aiter_mx.launch import build_request
-    from aiter_mx.target import hardware
+    from aiter_mx.target import SIMULATED_ARCHS, hardware
 
+    if run and arch not in SIMULATED_ARCHS:
+        raise ValueError(f"--run simulates {' and '.join(SIMULATED_ARCHS)}, not {arch}")
     target = hardware(arch)
     spec = _find(kernel, arch)
     fields = parse_fields(context.args)
@@ -74,6 +78,10 @@ def isa(
         table.add_row(name, str(count), f"{count / total:.0%}")
     table.add_row("all", str(total), "")
     console.print(table)
+    if run:
+        from aiter_mx.cli.trial import print_trial
+
+        print_trial(console, spec, problem, config)
     if text:
         heading(console, "Disassembly")
         print(found.text)
