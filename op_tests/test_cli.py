@@ -159,6 +159,28 @@ def test_isa_reports_resources_and_mix_of_a_gfx950_kernel(command):
     assert int(row[2]) == loads > 0
 
 
+def test_isa_run_counts_a_simulated_launch_beside_its_limits(command):
+    status, out, _ = command(
+        "isa", "mfma", "--M", "5", "--N", "96", "--K", "2048", "--out-dtype", "fp32", "--run"
+    )
+    assert status == 0
+    counters = out[out.index("One launch") : out.index("\nInstructions, as they run")]
+    fields = dict(line.split("  ", 1) for line in counters.splitlines()[1:])
+    least = (5 + 96) * (2048 + 64) + 4 * 5 * 96
+    assert fields["operands and results"].strip() == f"{least / 1024:.1f} KiB"
+    assert ", 1.00 times those" in fields["distinct bytes"]
+    passes, kind = fields["MFMA passes"].split(None, 1)
+    assert kind == f"scaled fp8 x fp8 ({4 * int(passes)} cycles)"
+    # At least 6 tiles of 16 features, 16 steps of 128 k, 8 passes each.
+    assert int(passes) >= 6 * 16 * 8 and int(passes) % 8 == 0
+    limits = dict(line.rsplit(None, 2)[:2] for line in out[out.index("limit ") :].splitlines()[1:])
+    memory = limits["operands and results at 8 TB/s, all CUs alike"]
+    assert memory == f"{least / 8e6:.3f}"
+    status, _, error = command("isa", "gemv", "--arch", "sm_90a", "--run")
+    assert status != 0
+    assert "--run simulates gfx950, not sm_90a" in error
+
+
 def test_isa_reads_cubins(command):
     try:
         find_toolchain("sm_90a")
