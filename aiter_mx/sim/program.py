@@ -45,6 +45,8 @@ class SimOptions:
         max_steps: memory operations and waits a workgroup may take before it counts as stuck.
         count_unique: count the distinct bytes of memory read and written.
         count_conflicts: count bank conflicts of LDS.
+        delay: global and buffer loads and stores take effect at moments drawn by the seed, between
+            their issue and the wait that covers them; needs ``strict``.
     """
 
     strict: bool = True
@@ -54,12 +56,16 @@ class SimOptions:
     max_steps: int = 1 << 30
     count_unique: bool = False
     count_conflicts: bool = False
+    delay: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ValueError(
                 f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}"
             )
+
+        if self.delay and not self.strict:
+            raise ValueError("delay=True needs strict=True, which follows the waits")
 
     @classmethod
     def from_environment(cls) -> SimOptions:
@@ -83,6 +89,7 @@ class SimOptions:
             max_steps=number("MAX_STEPS", cls.max_steps),
             count_unique=bool(number("UNIQUE", 0)),
             count_conflicts=bool(number("CONFLICTS", 0)),
+            delay=bool(number("DELAY", 0)),
         )
 
 
@@ -113,6 +120,7 @@ class _CLaunch(ctypes.Structure):
         ("scratch_bytes", ctypes.c_uint32),
         ("entry_pc", ctypes.c_uint32),
         ("count_conflicts", ctypes.c_uint32),
+        ("delay", ctypes.c_uint32),
     ]
 
 
@@ -245,6 +253,7 @@ class Program:
             scratch_bytes=info.scratch_bytes,
             entry_pc=translated.entry_pc,
             count_conflicts=options.count_conflicts,
+            delay=options.delay,
         )
         groups = grid[0] * grid[1] * grid[2]
         threads = min(options.threads or len(os.sched_getaffinity(0)), groups)

@@ -186,3 +186,41 @@ KERNEL(64) unknown(const u32* in, u32* out) {
     asm volatile("v_sad_hi_u8 %0, %1, %1, %1" : "=v"(x) : "v"(in[l]));
     OUT = x;
 }
+
+// Neighbours talk through memory. The store of one wave is, or is not, waited for before the
+// barrier.
+template <bool is_waited>
+DEVICE void through_memory(const u32* in, u32* out) {
+    T;
+    u32 x = in[t];
+    asm volatile("global_store_dword %0, %1, off" ::"v"(out + t), "v"(x) : "memory");
+    if (is_waited)
+        asm volatile("s_waitcnt vmcnt(0)" ::: "memory");
+    __builtin_amdgcn_s_barrier();
+    asm volatile("global_load_dword %0, %1, off\ns_waitcnt vmcnt(0)"
+                 : "=&v"(x)
+                 : "v"(out + (t ^ 64))
+                 : "memory");
+    barrier();
+    asm volatile("s_waitcnt vmcnt(0)" ::: "memory");
+    out[256 + t] = x;
+}
+KERNEL(256) memory_waited(const u32* in, u32* out) { through_memory<true>(in, out); }
+KERNEL(256) memory_not_waited(const u32* in, u32* out) { through_memory<false>(in, out); }
+
+// The first wave's load is under way when the second overwrites what it reads.
+KERNEL(128) load_overtaken(const u32* in, u32* out) {
+    T;
+    u32 x = in[t];
+    asm volatile("" : "+v"(x));
+    if (t < 64)
+        asm volatile("global_load_dword %0, %1, off" : "=&v"(x) : "v"(out + t) : "memory");
+    __builtin_amdgcn_s_barrier();
+    if (t >= 64)
+        asm volatile("global_store_dword %0, %1, off\ns_waitcnt vmcnt(0)" ::"v"(out + l), "v"(x)
+                     : "memory");
+    __builtin_amdgcn_s_barrier();
+    asm volatile("s_waitcnt vmcnt(0)" : "+v"(x)::"memory");
+    if (t < 64)
+        out[256 + t] = x;
+}

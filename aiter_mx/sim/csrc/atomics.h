@@ -134,6 +134,7 @@ static void atomic_lanes(Wave* w, const u64* address, u32* d, const u32* data, A
 // `d` is NULL where the old value is not wanted.
 NOINLINE void global_atomic(Wave* w, u32 instruction, const u64* address, u32* d, const u32* data,
                             Atomic op, u32 size) {
+    complete_all(w);
     check_memory(w, instruction, address, size, 0);
     check_memory(w, instruction, address, size, 1);
     atomic_lanes(w, address, d, data, op, size);

@@ -88,7 +88,7 @@ typedef struct {
     u64 seed, max_steps;
     u64 kernarg, dispatch_packet, image_base;
     const Region* regions;
-    u32 region_count, lds_bytes, scratch_bytes, entry_pc, count_conflicts;
+    u32 region_count, lds_bytes, scratch_bytes, entry_pc, count_conflicts, delay;
 } Launch;
 
 // A vector-memory or LDS operation whose counter has not been waited for.
@@ -121,6 +121,7 @@ typedef struct Wave {
     u64 sset[2];
     u8* scratch;
     struct Group* group;
+    struct Delayed* delayed; // what each entry of vm has still to do
     Queue vm, lgkm;
 } Wave;
 

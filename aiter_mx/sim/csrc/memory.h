@@ -155,16 +155,18 @@ NOINLINE void store_lanes(Wave* w, const u64* address, const u32* d, Element ele
     }
 }
 
+#include "delay.h"
+
 NOINLINE void global_load(Wave* w, u32 instruction, const u64* address, u32* d, Element element,
                           u32 size) {
     check_memory(w, instruction, address, size, 0);
-    load_lanes(w, address, d, element, size / 4);
+    move_lanes(w, address, d, element, size / 4, 0);
     w->group->counters->bytes_read += (u64)size * (u64)__builtin_popcountll(w->exec);
 }
 NOINLINE void global_store(Wave* w, u32 instruction, const u64* address, const u32* d,
                            Element element, u32 size) {
     check_memory(w, instruction, address, size, 1);
-    store_lanes(w, address, d, element, size / 4);
+    move_lanes(w, address, (u32*)d, element, size / 4, 1);
     w->group->counters->bytes_written += (u64)size * (u64)__builtin_popcountll(w->exec);
 }
 
@@ -185,12 +187,11 @@ NOINLINE void buffer_access(Wave* w, u32 instruction, const u32* resource, const
     }
     set_exec(w, exec & in_range);
     check_memory(w, instruction, address, size, is_write);
-    if (is_write)
-        store_lanes(w, address, d, element, size / 4);
-    else
-        load_lanes(w, address, d, element, size / 4);
+    move_lanes(w, address, d, element, size / 4, is_write);
     u64 moved = (u64)size * (u64)__builtin_popcountll(w->exec);
     set_exec(w, exec);
+    if (exec & ~in_range)
+        complete_all(w);
     for (u64 out = exec & ~in_range; out; out &= out - 1) {
         u32 l = (u32)__builtin_ctzll(out);
         for (u32 part = 0; part < size; part += step) {
@@ -336,6 +337,7 @@ NOINLINE void flat_access(Wave* w, u32 instruction, const u64* address, u32* d, 
         global_store(w, instruction, address, d, element, size);
     else
         global_load(w, instruction, address, d, element, size);
+    complete_all(w);
     set_exec(w, exec);
 }
 
@@ -358,12 +360,14 @@ NOINLINE void copy_to_lds(Wave* w, u32 instruction, const u64* address, u32 base
                           u32 size) {
     u32 rows[4 * 64] = {0};
     global_load(w, instruction, address, rows, element, size);
+    complete_all(w);
     rows_to_lds(w, instruction, rows, base, size < 4 ? 4 : size);
 }
 NOINLINE void buffer_to_lds(Wave* w, u32 instruction, const u32* resource, const u32* offsets,
                             i32 fixed, u32 soffset, Element element, u32 size) {
     u32 rows[4 * 64] = {0};
     buffer_access(w, instruction, resource, offsets, fixed, soffset, rows, element, size, 0);
+    complete_all(w);
     rows_to_lds(w, instruction, rows, (w->s[M0] & 0x3ffff) + (u32)fixed, size < 4 ? 4 : size);
 }
 

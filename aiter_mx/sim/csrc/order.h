@@ -283,7 +283,10 @@ static void settle(Wave* w, Pending* p) {
     }
     p->reg_count = 0;
 }
+static void complete_oldest(Wave* w, u32 count);
 static void retire(Wave* w, Queue* q, u32 count) {
+    if (q == &w->vm && UNLIKELY(w->group->launch->delay))
+        complete_oldest(w, count);
     for (u32 i = 0; i < count; i++)
         settle(w, queued(q, i));
     q->first += count;

@@ -73,6 +73,10 @@ static void run_group(Group* g, u64 index) {
                 }
             continue;
         }
+        if (UNLIKELY(launch->delay)) {
+            Wave* any = g->waves[next_random(&g->random) % g->wave_count];
+            complete_oldest(any, (u32)(next_random(&g->random) % (any->vm.count + 1)));
+        }
         u32 pick = launch->schedule == RANDOM ? (u32)(next_random(&g->random) % ready) : 0;
         u32 i = launch->schedule == RANDOM ? 0 : turn % g->wave_count;
         for (;; i = (i + 1) % g->wave_count)
@@ -84,6 +88,8 @@ static void run_group(Group* g, u64 index) {
         set_float_mode(w->mode);
         w->state = RUNNING;
         w->state = run_wave(w);
+        if (w->state == ENDED)
+            complete_all(w);
         g->steps += 1 + (u64)(given - w->budget) % (2 * LONG_RUN);
         turn = launch->schedule == RUN_TO_BARRIER && w->state == YIELDED ? i : i + 1;
         if (g->steps > launch->max_steps)
@@ -107,8 +113,9 @@ int sim_run(Launch* launch, Counters* counters, u64* block_counts, Fault* fault,
     u64 per_wave = (sizeof(Wave) + rows + REGISTERS * 9 + scratch + 255) / 64 * 64;
     Group* g = zeroed(sizeof *g);
     u8* memory = zeroed(waves * (per_wave + sizeof(Wave*)) + 5 * lds + 64);
-    if (!g || !memory) {
-        free(g), free(memory);
+    Delayed* delayed = zeroed(launch->delay ? waves * QUEUE * sizeof *delayed : 0);
+    if (!g || !memory || !delayed) {
+        free(g), free(memory), free(delayed);
         fault->kind = FAULT_MEMORY;
         return 1;
     }
@@ -133,6 +140,7 @@ int sim_run(Launch* launch, Counters* counters, u64* block_counts, Fault* fault,
         w->set = (u64*)(w->v + REGISTERS * 64);
         w->due = (u8*)(w->set + REGISTERS);
         w->scratch = w->due + REGISTERS;
+        w->delayed = delayed + i * QUEUE;
     }
     if (!setjmp(g->on_fault)) {
         for (;;) {
@@ -150,6 +158,7 @@ int sim_run(Launch* launch, Counters* counters, u64* block_counts, Fault* fault,
     __builtin_ia32_ldmxcsr(csr);
 #endif
     int failed = fault->kind != FAULT_NONE;
+    free(delayed);
     free(memory);
     free(g);
     return failed;
