@@ -16,6 +16,7 @@
 // fp32 once for all m, and x once for all rows of the workgroup. Sums are fp32 and added in an
 // order that depends on nothing but the configuration: over a lane's k, lanes, then waves.
 
+#include "mx_epilogue.h"
 #include "mx_reduce.h"
 #include "mx_scale.h"
 #include "mx_target.h"
@@ -88,19 +89,6 @@ MX_DEVICE void accumulate(float* sums, const Piece (&a)[CountI], const Piece (&b
         }
         if constexpr (kValues > 16)
             finish_before_next(); // converting all of a at once would not fit into registers
-    }
-}
-
-MX_DEVICE float load_bias(const void* bias, int kind, Offset n) {
-    switch (kind) {
-    case kF32:
-        return static_cast<const float*>(bias)[n];
-    case kBF16:
-        return to_f32(static_cast<const bf16*>(bias)[n]);
-    case kFP16:
-        return to_f32(static_cast<const fp16*>(bias)[n]);
-    default:
-        return 0.0f;
     }
 }
 

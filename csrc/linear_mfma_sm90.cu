@@ -58,7 +58,7 @@ constexpr int kPartials = kKGroups * kXBytes;
 constexpr int kPartialBytes = kOwnedPairs * kSources * kPairBytes; // of a tile
 constexpr int kSlots = 2; // a tile's outputs are added while the next one is computed
 static_assert(kPartials + kSlots * kRowGroups * kPartialBytes == MX_SHARED_BYTES,
-              "the host lays shared memory out differently: aiter_mx/kernels/linear_mfma_sm90.py");
+              "the host lays shared memory out differently: aiter_mx/kernels/linear/mfma_sm90.py");
 
 // w is held as w * 2^-60 and x as x * 2^60: with these, bf16 covers scales of w from 2^-64 to 2^67
 // and of x up to 2^59, whatever the payload.

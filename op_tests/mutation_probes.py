@@ -22,7 +22,7 @@ from torch import Tensor
 from aiter_mx.errors import SimulatorError
 from aiter_mx.jit.build import build
 from aiter_mx.kernels.linear import KERNELS, LinearProblem
-from aiter_mx.kernels.linear_mfma_gfx950 import MFMA
+from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
 from aiter_mx.kernels.spec import KernelSpec, Module
 from aiter_mx.launch import build_request
 from aiter_mx.runtimes.base import PackedArgs, Region

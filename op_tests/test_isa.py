@@ -9,7 +9,9 @@ import pytest
 from aiter_mx.code_object import parse_code_object
 from aiter_mx.dispatch.tables import read_table, table_files
 from aiter_mx.jit.build import BuildRequest, build_all
-from aiter_mx.kernels.linear import GEMV_MAX_M, KERNELS, OUT_DTYPES, LinearProblem
+from aiter_mx.kernels.linear import KERNELS, LinearProblem
+from aiter_mx.kernels.linear.gemv import MAX_M as GEMV_MAX_M
+from aiter_mx.kernels.linear.problem import OUT_DTYPES
 from aiter_mx.kernels.registry import find_kernel, ops
 from aiter_mx.launch import build_request, load_function
 from aiter_mx.target import Target, hardware

@@ -208,7 +208,7 @@ def test_failed_build_raises_unless_fallback_was_asked_for(
         with pytest.raises(BuildError, match="bad day"):
             aiter_mx.linear(*case, out_dtype=torch.float32)
         monkeypatch.setenv("AITER_MX_ON_ERROR", "fallback")
-        with pytest.warns(RuntimeWarning, match="hip/(gemv|mfma) failed and is passed over.*bad day"):
+        with pytest.warns(RuntimeWarning, match="hip/(gemv|mfma) failed .*had a bad day"):
             out = aiter_mx.linear(*case, out_dtype=torch.float32)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

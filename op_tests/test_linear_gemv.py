@@ -12,8 +12,9 @@ import torch
 from mx_reference import assert_close_to_reference, linear_reference64, random_mx, round_once
 
 import aiter_mx
-from aiter_mx.kernels import linear as registry
-from aiter_mx.kernels.linear import GEMV_MAX_M, KERNELS, LinearProblem
+from aiter_mx.kernels.linear import KERNELS, LinearProblem
+from aiter_mx.kernels.linear import gemv as registry
+from aiter_mx.kernels.linear.gemv import MAX_M as GEMV_MAX_M
 from aiter_mx.launch import bind
 from aiter_mx.target import hardware, target_of
 
@@ -227,7 +228,7 @@ def test_results_are_bitwise_the_same_whatever_the_order_of_waves(
 def test_more_workgroups_than_a_grid_row_holds(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_MAX_GRID_X", 4)
+    monkeypatch.setattr(registry, "MAX_GRID_X", 4)
     drawn = operands(2, 53, 96, 4)
     config = {"rows": 3, "waves": 1, "unroll": 1}
     grid = GEMV.module.geometry(target_of(device), LinearProblem(2, 53, 96), config).grid

@@ -10,7 +10,7 @@ from mx_reference import assert_close_to_reference, linear_reference64, random_m
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear_mfma_sm90 import MAX_M, layout
+from aiter_mx.kernels.linear.mfma_sm90 import MAX_M, layout
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.launch import bind
 from aiter_mx.target import hardware, target_of

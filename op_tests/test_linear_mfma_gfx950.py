@@ -14,9 +14,9 @@ from mx_reference import assert_close_to_reference, linear_reference64, random_m
 import aiter_mx
 from aiter_mx.code_object import parse_code_object
 from aiter_mx.jit.build import build_all
-from aiter_mx.kernels import linear_mfma_gfx950 as registry
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear_mfma_gfx950 import MAX_K, MAX_M, MFMA, PARAMS
+from aiter_mx.kernels.linear import mfma_gfx950 as registry
+from aiter_mx.kernels.linear.mfma_gfx950 import MAX_K, MAX_M, MFMA, PARAMS
 from aiter_mx.kernels.spec import Config, Geometry, KernelSpec, combinations
 from aiter_mx.launch import bind, build_request
 from aiter_mx.runtimes.sim import last_report
@@ -240,7 +240,7 @@ def test_results_are_bitwise_the_same_whatever_the_order_of_waves(
 def test_more_workgroups_than_a_grid_row_holds(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_MAX_GRID_X", 2)
+    monkeypatch.setattr(registry, "MAX_GRID_X", 2)
     drawn, config = operands(2, 53, 96, 4), config_of(1, 2, 1, 1)
     assert MFMA.module is not None
     assert MFMA.module.geometry(GFX950, LinearProblem(2, 53, 96), config).grid == (2, 4, 1)
@@ -250,7 +250,7 @@ def test_more_workgroups_than_a_grid_row_holds(
 def test_weights_above_4_gib_match_float64() -> None:
     # Of a grid that covers all of N, only its first workgroup in each row of the grid is launched.
     K, config = 320, config_of(1, 1, 2, 1)
-    far = registry._MAX_GRID_X * 16
+    far = registry.MAX_GRID_X * 16
     N = far + 11
     assert far * K > 1 << 32 and MFMA.module is not None
     wq = torch.empty((N, K), dtype=torch.float8_e4m3fn)  # memory that is never touched is free

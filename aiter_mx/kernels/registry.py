@@ -1,11 +1,9 @@
-"""Finds the kernels of an op: module ``aiter_mx.kernels.<op>`` lists them as ``KERNELS``.
+"""Finds the kernels of an op: module or package ``aiter_mx.kernels.<op>`` lists them, ``KERNELS``.
 
 The order of ``KERNELS`` is the order of preference where no tuned table decides, except that of
-each backend those kernels come last that yield. Modules whose names end in an architecture hold
-single kernels of an op and are no ops themselves. An op's
-``PROBLEM`` is the dataclass of the op's shapes and dtypes; ``KEY`` names those of its fields that
-tables choose by, and the others have defaults. ``stand_ins`` gives the problems whose rows serve a
-problem that has none.
+each backend those kernels come last that yield. ``PROBLEM`` is the dataclass of the op's shapes and
+dtypes; ``KEY`` names those of its fields that tables choose by, and the others have defaults.
+``stand_ins`` gives the problems whose rows serve a problem that has none.
 """
 
 from __future__ import annotations
@@ -19,14 +17,12 @@ from aiter_mx.kernels.spec import KernelSpec, Problem
 from aiter_mx.target import Target
 
 _NOT_OPS = {"spec", "registry"}
-_ARCH_SUFFIXES = ("_gfx950", "_sm90")
 
 
 @cache
 def ops() -> tuple[str, ...]:
     """Names of the ops that have kernels."""
-    names = {module.name for module in iter_modules(kernels.__path__)} - _NOT_OPS
-    return tuple(sorted(name for name in names if not name.endswith(_ARCH_SUFFIXES)))
+    return tuple(sorted({module.name for module in iter_modules(kernels.__path__)} - _NOT_OPS))
 
 
 def _module(op: str) -> Problem:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from aiter_mx.kernels.linear.problem import MAX_GRID_X, MFMA_ARGS, LinearProblem
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
-    Arg,
     Config,
     Geometry,
     KernelSpec,
@@ -17,9 +16,6 @@ from aiter_mx.kernels.spec import (
     combinations,
 )
 from aiter_mx.target import Target
-
-if TYPE_CHECKING:
-    from aiter_mx.kernels.linear import LinearProblem
 
 _WAVES = (1, 2, 3, 4, 6, 8, 12, 16)
 PARAMS = (
@@ -37,7 +33,6 @@ _SIDE = 16  # rows of an operand of the matrix instruction
 _TILE_K = 256  # of one operand row in a tile
 _TILE_BYTES = _SIDE * _TILE_K * 33 // 32
 _BLOCK = 32
-_MAX_GRID_X = 1 << 20  # workgroups; more continue in y. HIP counts threads of a grid in 32 bits.
 _MOST_COL_TILES = 4
 _MOST_CANDIDATES = 48
 
@@ -155,14 +150,14 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_UNROLL": config["unroll"],
         "MX_EVEN_BLOCKS": int(problem.K % (2 * _BLOCK) == 0),
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
-        "MX_MAX_GRID_X": _MAX_GRID_X,
+        "MX_MAX_GRID_X": MAX_GRID_X,
     }
 
 
 def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
     groups = _work(problem, config).groups
     return Geometry(
-        grid=(min(groups, _MAX_GRID_X), -(-groups // _MAX_GRID_X), 1),
+        grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1),
         block=(config["waves"] * target.wave_size, 1, 1),
     )
 
@@ -174,18 +169,7 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
 MODULE = Module(
     sources={"gfx950": "linear_mfma_gfx950.cu"},
     symbol="aiter_mx_linear_mfma",
-    args=(
-        Arg("xq", "pointer", "r"),
-        Arg("xs", "pointer", "r"),
-        Arg("wq", "pointer", "r"),
-        Arg("ws", "pointer", "r"),
-        Arg("bias", "pointer", "r"),
-        Arg("y", "pointer", "w"),
-        Arg("M", "i64"),
-        Arg("N", "i64"),
-        Arg("K", "i64"),
-        Arg("bias_kind", "i32"),
-    ),
+    args=MFMA_ARGS,
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
+from aiter_mx.kernels.linear.problem import MFMA_ARGS, LinearProblem
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
-    Arg,
     Config,
     Geometry,
     KernelSpec,
@@ -17,26 +16,6 @@ from aiter_mx.kernels.spec import (
     combinations,
 )
 from aiter_mx.target import Target
-
-
-class Shape(Protocol):
-    """What of a linear's problem the kernel depends on."""
-
-    @property
-    def M(self) -> int: ...
-
-    @property
-    def N(self) -> int: ...
-
-    @property
-    def K(self) -> int: ...
-
-    @property
-    def out_dtype(self) -> str: ...
-
-    @property
-    def bias(self) -> str: ...
-
 
 PARAMS = (
     Param("split", (1, 2, 3, 4, 5, 6, 7, 8), "workgroups of a cluster, which share K"),
@@ -73,7 +52,7 @@ class Layout:
     shared_bytes: int
 
 
-def layout(problem: Shape, config: Config) -> Layout | None:
+def layout(problem: LinearProblem, config: Config) -> Layout | None:
     """The layout of shared memory, or None where a configuration does not fit."""
     split, k_groups, depth = config["split"], config["k_groups"], config["depth"]
     tile_m = next(tile for tile in _TILES_M if tile >= problem.M)
@@ -87,14 +66,14 @@ def layout(problem: Shape, config: Config) -> Layout | None:
     return Layout(tile_m, steps * depth, partials + steps * step_bytes)
 
 
-def _layout(problem: Shape, config: Config) -> Layout:
+def _layout(problem: LinearProblem, config: Config) -> Layout:
     found = layout(problem, config)
     if found is None:
         raise ValueError(f"{dict(config)} needs more shared memory than there is for {problem}")
     return found
 
 
-def _refusal(target: Target, problem: Shape) -> str | None:
+def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if target.arch not in MODULE.sources:
         return f"no wgmma kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.M > MAX_M:
@@ -102,7 +81,7 @@ def _refusal(target: Target, problem: Shape) -> str | None:
     return None
 
 
-def _fits(problem: Shape, config: Config) -> bool:
+def _fits(problem: LinearProblem, config: Config) -> bool:
     most_groups = 4 if problem.M <= 16 else 3  # what the sums leave of the registers
     return (
         config["row_groups"] * config["k_groups"] <= most_groups
@@ -110,7 +89,7 @@ def _fits(problem: Shape, config: Config) -> bool:
     )
 
 
-def _cycles(target: Target, problem: Shape, config: Config) -> float:
+def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
     """A model of a call's time, fitted to traces on one H200: see docs/kernels.md."""
     found = _layout(problem, config)
     groups = config["row_groups"] * config["k_groups"]
@@ -125,18 +104,18 @@ def _cycles(target: Target, problem: Shape, config: Config) -> float:
     return rounds * (units * unit + epilogue) + expansions * expansion + 500 * away
 
 
-def _candidates(target: Target, problem: Shape) -> list[Config]:
+def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
     """Those of the least modelled time, which order them."""
     fitting = (config for config in combinations(PARAMS) if _fits(problem, config))
     ordered = sorted(fitting, key=lambda config: _cycles(target, problem, config))
     return ordered[:_MOST_CANDIDATES]
 
 
-def _configure(target: Target, problem: Shape) -> Config:
+def _configure(target: Target, problem: LinearProblem) -> Config:
     return _candidates(target, problem)[0]
 
 
-def _defines(target: Target, problem: Shape, config: Config) -> Mapping[str, int]:
+def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     found = _layout(problem, config)
     return {
         "MX_TILE_M": found.tile_m,
@@ -150,7 +129,7 @@ def _defines(target: Target, problem: Shape, config: Config) -> Mapping[str, int
     }
 
 
-def _clusters(target: Target, problem: Shape, config: Config) -> int:
+def _clusters(target: Target, problem: LinearProblem, config: Config) -> int:
     """As many as the GPU holds at once, or fewer that take no more rounds."""
     split = config["split"]
     tiles = -(-problem.N // (_ROWS * config["row_groups"]))
@@ -159,7 +138,7 @@ def _clusters(target: Target, problem: Shape, config: Config) -> int:
     return -(-tiles // rounds)
 
 
-def _geometry(target: Target, problem: Shape, config: Config) -> Geometry:
+def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
     return Geometry(
         grid=(_clusters(target, problem, config) * config["split"], 1, 1),
         block=(config["row_groups"] * config["k_groups"] * _GROUP_THREADS, 1, 1),
@@ -167,25 +146,14 @@ def _geometry(target: Target, problem: Shape, config: Config) -> Geometry:
     )
 
 
-def _scalars(target: Target, problem: Shape, config: Config) -> tuple[int | float, ...]:
+def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
     return (problem.M, problem.N, problem.K, DTYPE_CODES[problem.bias])
 
 
 MODULE = Module(
     sources={"sm_90a": "linear_mfma_sm90.cu"},
     symbol="aiter_mx_linear_mfma",
-    args=(
-        Arg("xq", "pointer", "r"),
-        Arg("xs", "pointer", "r"),
-        Arg("wq", "pointer", "r"),
-        Arg("ws", "pointer", "r"),
-        Arg("bias", "pointer", "r"),
-        Arg("y", "pointer", "w"),
-        Arg("M", "i64"),
-        Arg("N", "i64"),
-        Arg("K", "i64"),
-        Arg("bias_kind", "i32"),
-    ),
+    args=MFMA_ARGS,
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,

@@ -1,0 +1,38 @@
+"""What can compute ``aiter_mx.linear``: our kernels, Triton, and the torch reference."""
+
+from __future__ import annotations
+
+from aiter_mx.fallbacks import linear_tiles
+from aiter_mx.kernels.linear.gemv import GEMV
+from aiter_mx.kernels.linear.mfma_gfx950 import MFMA as MFMA_GFX950
+from aiter_mx.kernels.linear.mfma_sm90 import MFMA as MFMA_SM90
+from aiter_mx.kernels.linear.problem import KEY, LinearProblem, stand_ins
+from aiter_mx.kernels.spec import KernelSpec
+
+__all__ = ["KERNELS", "KEY", "PROBLEM", "LinearProblem", "stand_ins"]
+
+PROBLEM = LinearProblem
+
+KERNELS = (
+    GEMV,
+    MFMA_GFX950,
+    MFMA_SM90,
+    KernelSpec(
+        op="linear",
+        backend="triton",
+        name="dot_scaled",
+        params=linear_tiles.PARAMS,
+        refusal=linear_tiles.refusal,
+        configure=linear_tiles.configure,
+        candidates=linear_tiles.candidates,
+    ),
+    KernelSpec(
+        op="linear",
+        backend="torch",
+        name="reference",
+        params=(),
+        refusal=lambda target, problem: None,
+        configure=lambda target, problem: {},
+        candidates=lambda target, problem: ({},),
+    ),
+)

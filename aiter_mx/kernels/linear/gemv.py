@@ -1,0 +1,146 @@
+"""The decode GEMV, csrc/linear_gemv.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aiter_mx.kernels.linear.problem import MAX_GRID_X, POINTERS, LinearProblem
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Arg,
+    Config,
+    Geometry,
+    KernelSpec,
+    Module,
+    Param,
+    combinations,
+)
+from aiter_mx.target import Target
+
+MAX_M = 16
+_PIECE_BYTES = 16  # what a lane reads of one row of w in one step
+_WAVES = (1, 2, 3, 4, 6, 8, 12)
+_MANY_WAVES = 8  # with more of them in a workgroup large M spills
+
+PARAMS = (
+    Param("rows", (1, 2, 3, 4, 6, 8), "output features that a workgroup computes"),
+    Param("waves", _WAVES, "waves of a workgroup, which split K"),
+    Param(
+        "unroll", (1, 2, 3, 4), "steps of a wave whose loads are issued before the first is used"
+    ),
+)
+
+
+def _refusal(target: Target, problem: LinearProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no gemv kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if problem.M > MAX_M:
+        return f"M={problem.M} is above {MAX_M}, the most rows gemv holds in registers"
+    return None
+
+
+def _configure(target: Target, problem: LinearProblem) -> Config:
+    """A balanced configuration without spills; docs/kernels.md derives its numbers."""
+    M, cus = problem.M, target.cu_num
+
+    def groups_a_cu(rows: int) -> int:
+        return -(-problem.N // (rows * cus))
+
+    # Instructions of the busiest compute unit for two k of each row: to convert w and x, to
+    # multiply, and for each 16 k to sum and scale.
+    most_rows = 3 if M > 14 else 4
+    rows = min(range(most_rows, 0, -1), key=lambda r: groups_a_cu(r) * (r * (1 + 1.375 * M) + M))
+    most_unroll = {1: 3, 2: 2}.get(M, 1)
+    # Enough lanes on a compute unit to hide memory's latency, in waves of at least one step.
+    lanes = 768 if M <= 8 else 512
+    steps = _steps(target, problem)
+    wanted = min(-(-lanes // (target.wave_size * groups_a_cu(rows))), steps, _MANY_WAVES)
+    waves = next(w for w in _WAVES if w >= wanted)
+    unroll = min(most_unroll, -(-steps // waves))
+    return {"rows": rows, "waves": _fewest_waves(steps, waves, unroll), "unroll": unroll}
+
+
+def _yields(target: Target, problem: LinearProblem) -> str | None:
+    """Where mfma is the better kernel: docs/kernels.md derives it for gfx950, and fits sm_90a."""
+    if target.arch == "sm_90a" and problem.M <= MAX_M:
+        gemv_us = 3 + 1.0e-7 * problem.N * problem.K * problem.M
+        mfma_us = 7 + 2.3e-7 * problem.N * problem.K
+        return "mfma is faster here by its fitted times" if mfma_us < gemv_us else None
+    if target.arch != "gfx950" or problem.M > MAX_M:
+        return None
+    rows = _configure(target, problem)["rows"]
+    rows_of_busiest = -(-problem.N // (rows * target.cu_num)) * rows
+    pairs = problem.K / (2 * target.wave_size)  # of k, of a row, for all lanes
+    vector_cycles = rows_of_busiest * pairs * (3.3 + 2.3 * problem.M)
+    memory_cycles = problem.N * problem.K * 33 / 32 / (13 * target.cu_num)
+    if vector_cycles <= max(memory_cycles, 2400):
+        return None
+    return f"at M={problem.M} gemv is limited by arithmetic"
+
+
+def _steps(target: Target, problem: LinearProblem) -> int:
+    return -(-problem.K // (_PIECE_BYTES * target.wave_size))
+
+
+def _fewest_waves(steps: int, waves: int, unroll: int) -> int:
+    """The fewest waves that take no more rounds of their loop than ``waves`` take."""
+    rounds = -(-steps // (waves * unroll))
+    return next(w for w in _WAVES if w * unroll * rounds >= steps)
+
+
+def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
+    """The configurations that waste no wave and leave the sums and loads room in registers."""
+    M, steps = problem.M, _steps(target, problem)
+    return [
+        config
+        for config in combinations(PARAMS)
+        if (rows := config["rows"]) <= (3 if M > 14 else 4) or rows * M <= 32
+        if (unroll := config["unroll"]) == 1 or unroll * (rows + M) <= 16
+        if (waves := config["waves"]) <= _MANY_WAVES or rows * M <= 8
+        if waves == _fewest_waves(steps, waves, unroll) and unroll <= -(-steps // waves)
+    ]
+
+
+def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
+    return {
+        "MX_M": problem.M,
+        "MX_OUT": DTYPE_CODES[problem.out_dtype],
+        "MX_ROWS": config["rows"],
+        "MX_WAVES": config["waves"],
+        "MX_UNROLL": config["unroll"],
+        "MX_MAX_GRID_X": MAX_GRID_X,
+    }
+
+
+def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
+    groups = -(-problem.N // config["rows"])
+    return Geometry(
+        grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1),
+        block=(config["waves"] * target.wave_size, 1, 1),
+    )
+
+
+def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
+    return (problem.N, problem.K, DTYPE_CODES[problem.bias])
+
+
+MODULE = Module(
+    sources={"gfx950": "linear_gemv.cu", "sm_90a": "linear_gemv.cu"},
+    symbol="aiter_mx_linear_gemv",
+    args=(*POINTERS, Arg("N", "i64"), Arg("K", "i64"), Arg("bias_kind", "i32")),
+    defines=_defines,
+    geometry=_geometry,
+    scalars=_scalars,
+)
+
+GEMV = KernelSpec(
+    op="linear",
+    backend="hip",
+    name="gemv",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=_configure,
+    candidates=_candidates,
+    module=MODULE,
+    yields=_yields,
+)

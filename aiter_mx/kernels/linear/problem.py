@@ -1,0 +1,75 @@
+"""What a linear asks for, and what its kernels are told: the same for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from aiter_mx.kernels.spec import Arg
+
+POINTERS = (
+    Arg("xq", "pointer", "r"),
+    Arg("xs", "pointer", "r"),
+    Arg("wq", "pointer", "r"),
+    Arg("ws", "pointer", "r"),
+    Arg("bias", "pointer", "r"),
+    Arg("y", "pointer", "w"),
+)
+"""The pointers of every linear kernel. Its scalars follow: sizes, then the bias's dtype code."""
+
+MFMA_ARGS = (*POINTERS, Arg("M", "i64"), Arg("N", "i64"), Arg("K", "i64"), Arg("bias_kind", "i32"))
+"""The arguments of ``mfma``, whose structure differs between the targets."""
+
+MAX_GRID_X = 1 << 20
+"""Workgroups of a grid's x; more continue in y. HIP counts threads of a grid in 32 bits."""
+
+OUT_DTYPES = ("bf16", "fp16", "fp32")
+BIAS_DTYPES = ("none", "bf16", "fp16", "fp32")
+BLOCK = 32  # elements of K that share a scale
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """``y[M, N] = x[M, K] @ w[N, K].T + bias[N]`` over MX-FP8 x and w.
+
+    Attributes:
+        M: tokens.
+        N: output features.
+        K: elements of the reduction, a multiple of 32.
+        out_dtype: of y: ``bf16``, ``fp16`` or ``fp32``.
+        bias: dtype of the bias, one of those or ``none``.
+
+    Raises:
+        ValueError: a field is none of the above.
+    """
+
+    M: int
+    N: int
+    K: int
+    out_dtype: str = "bf16"
+    bias: str = "none"
+
+    def __post_init__(self) -> None:
+        for name, value in (("M", self.M), ("N", self.N)):
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {name}={value}")
+        if self.K <= 0 or self.K % BLOCK:
+            raise ValueError(f"K must be a multiple of {BLOCK}, got K={self.K}")
+        for name, dtype, known in (
+            ("out_dtype", self.out_dtype, OUT_DTYPES),
+            ("bias", self.bias, BIAS_DTYPES),
+        ):
+            if dtype not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {dtype!r}")
+
+
+KEY = ("M", "N", "K", "out_dtype")
+
+
+def stand_ins(key: LinearProblem) -> tuple[LinearProblem, ...]:
+    """The next power of two rows, and bf16, which is what tables are tuned for."""
+    rounded = 1 << (key.M - 1).bit_length() if key.M else 0
+    return (
+        replace(key, M=rounded),
+        replace(key, out_dtype="bf16"),
+        replace(key, M=rounded, out_dtype="bf16"),
+    )
