@@ -61,6 +61,8 @@ MX_DEVICE unsigned max(unsigned a, unsigned b) { return __builtin_elementwise_ma
 MX_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 MX_DEVICE float bits_to_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 MX_DEVICE unsigned float_to_bits(float x) { return __builtin_bit_cast(unsigned, x); }
+MX_DEVICE float exp2(float x) { return __builtin_amdgcn_exp2f(x); } // subnormal results become 0
+MX_DEVICE float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
 
 // x of the lane that differs in the bit Distance. For 8 and 4 the mirror and half mirror of DPP
 // also reverse the lanes below that bit: as good for a sum whose lower lanes are still to be added.

@@ -1,0 +1,22 @@
+"""What can compute ``aiter_mx.moe_gemm``: our kernels, Triton, and the torch reference."""
+
+from __future__ import annotations
+
+from aiter_mx.kernels.moe_gemm.problem import KEY, MoeGemmProblem, stand_ins
+from aiter_mx.kernels.spec import KernelSpec
+
+__all__ = ["KERNELS", "KEY", "PROBLEM", "MoeGemmProblem", "stand_ins"]
+
+PROBLEM = MoeGemmProblem
+
+KERNELS = (
+    KernelSpec(
+        op="moe_gemm",
+        backend="torch",
+        name="reference",
+        params=(),
+        refusal=lambda target, problem: None,
+        configure=lambda target, problem: {},
+        candidates=lambda target, problem: ({},),
+    ),
+)
