@@ -66,6 +66,15 @@ to_bf16, to_e4m3 = rounded(torch.bfloat16), rounded(torch.float8_e4m3fn)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
+def to_e2m1(x: Array) -> Array:
+    """The nearest of the format's numbers, of two the one with an even code; 6 for NaN."""
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    magnitudes = np.where(np.isnan(x), 6, np.minimum(np.abs(x.astype(np.float64)), 6))
+    distances = np.abs(magnitudes[:, None] - numbers)
+    odd_later = distances * 16 + np.arange(8) % 2 * 1e-9
+    return (odd_later.argmin(1) | np.signbit(x) * 8).astype(np.uint32)
+
+
 def scale_of(bits: Array) -> Array:
     exponent = (bits >> 23 & 255).astype(np.float64)
     return np.where(exponent == 255, np.nan, np.exp2(exponent - 127))
@@ -165,6 +174,11 @@ CASES = [
          lambda a, b: 0x3344 | to_e4m3(a) << 16 | to_e4m3(b) << 24),
     Case("v_mov_b32 {d}, 0x11223344\n v_cvt_pk_fp8_f32 {d}, {a}, {b}", "u", "qq",
          lambda a, b: 0x11220000 | to_e4m3(a) | to_e4m3(b) << 8),
+    Case("v_mov_b32 {d}, 0x11223344\n v_cvt_scalef32_pk_fp4_f32 {d}, {a}, {b}, {c} op_sel:[0,0,1,0]",
+         "u", "qqg",
+         lambda a, b, c: 0x11220044 | to_e2m1(a / scale_of(c)) << 8 | to_e2m1(b / scale_of(c)) << 12),
+    Case("v_mov_b32 {d}, 0x11223344\n v_cvt_scalef32_pk_fp4_f32 {d}, {a}, {b}, 2.0 op_sel:[0,0,1,1]",
+         "u", "qq", lambda a, b: 0x223344 | to_e2m1(a / 2) << 24 | to_e2m1(b / 2) << 28),
     Case("v_add_u32 {d}, {a}, {b}", "u", "uu", lambda a, b: a + b),
     Case("v_subrev_u32 {d}, {a}, {b}", "u", "uu", lambda a, b: b - a),
     Case("v_mul_lo_u32 {d}, {a}, {b}", "u", "uu", lambda a, b: a * b),

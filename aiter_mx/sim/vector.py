@@ -88,6 +88,7 @@ class _Plain:
             raise unknown(ins, f"{len(rule.sources)} sources expected, got {len(operands)}")
         self.sources = operands
         self.letter = rule.result[0] if self.target else ""
+        self.byte = 0
         self.parameters: list[str] = []
         self.lines: list[str] = []
         self.values: list[str] = []
@@ -96,6 +97,8 @@ class _Plain:
     def translate(self) -> Code:
         ins, rule, code = self.ins, self.rule, self.code
         select = self.mods.bits("op_sel", len(self.sources) + 1)
+        if "BYTE" in names_in(rule.expression):
+            self.byte, select = select[2] + 2 * select[3], [*select[:2], 0, 0]
         if rule.result[0] == "k":
             select = [*select[: len(self.sources)], 0]
         for i, (operand, letter) in enumerate(zip(self.sources, rule.sources, strict=True)):
@@ -215,6 +218,7 @@ class _Plain:
         expression = rule.expression
         if "BITOP3" in expression:
             expression = expression.replace("BITOP3", f"{self.mods.number('bitop3'):#x}")
+        expression = expression.replace("BYTE", str(self.byte))
         if ins.mnemonic in SATURATING and self.mods.flag("clamp"):
             expression = SATURATING[ins.mnemonic]
         names = names_in(expression)

@@ -90,6 +90,14 @@ INLINE double scale_of_f32(u32 bits) {
     u32 e = bits >> 23 & 0xff;
     return e == 0xff ? NAN : ldexp(1, (int)e - 127);
 }
+// x over a scale to e2m1, to nearest even; there is nothing beyond 6. The format has no NaN: that
+// it becomes 6 is a guess.
+NOINLINE u32 encode_fp4(double x, u32 scale) {
+    double a = fabs(x / scale_of_f32(scale));
+    double unit = a < 2 ? 0.5 : a < 4 ? 1 : 2, rounded = rint(a / unit) * unit;
+    u32 code = !(rounded < 6) ? 7 : (u32)(rounded < 2 ? rounded * 2 : rounded + 2);
+    return (signbit(x) ? 8 : 0) | code;
+}
 INLINE double scale_of_e8m0(u32 e) { return e == 0xff ? NAN : f64((u64)(e + 1023 - 127) << 52); }
 
 INLINE float min_f32(float a, float b) {

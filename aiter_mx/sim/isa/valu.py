@@ -140,6 +140,10 @@ v_cvt_scalef32_pk_bf16_{t} u wu scaled_bf16(LOW, b) | (u32)scaled_bf16(HIGH, b) 
     t="fp8|bf8",
     T="E4M3|E5M2",
 )
+# Two numbers to the byte BYTE of the result, which op_sel chooses; the rest of it stays.
+_SCALED_CONVERT += """
+v_cvt_scalef32_pk_fp4_f32 u ffu insert_byte(d, BYTE, encode_fp4(a, c) | encode_fp4(b, c) << 4)
+"""
 
 _INTEGER = """
 v_mov_b32 u u a
