@@ -93,6 +93,7 @@ MX_DEVICE float dot(const f32x2 (&a)[Pairs], const f32x2 (&b)[Pairs]) {
 
 MX_DEVICE float fma(float a, float b, float c) { return fmaf(a, b, c); }
 MX_DEVICE float bits_to_float(unsigned bits) { return __uint_as_float(bits); }
+MX_DEVICE unsigned float_to_bits(float x) { return __float_as_uint(x); }
 MX_DEVICE float exp2(float x) { // subnormal results become 0
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
