@@ -174,11 +174,13 @@ CASES = [
          lambda a, b: 0x3344 | to_e4m3(a) << 16 | to_e4m3(b) << 24),
     Case("v_mov_b32 {d}, 0x11223344\n v_cvt_pk_fp8_f32 {d}, {a}, {b}", "u", "qq",
          lambda a, b: 0x11220000 | to_e4m3(a) | to_e4m3(b) << 8),
-    Case("v_mov_b32 {d}, 0x11223344\n v_cvt_scalef32_pk_fp4_f32 {d}, {a}, {b}, {c} op_sel:[0,0,1,0]",
-         "u", "qqg",
-         lambda a, b, c: 0x11220044 | to_e2m1(a / scale_of(c)) << 8 | to_e2m1(b / scale_of(c)) << 12),
-    Case("v_mov_b32 {d}, 0x11223344\n v_cvt_scalef32_pk_fp4_f32 {d}, {a}, {b}, 2.0 op_sel:[0,0,1,1]",
-         "u", "qq", lambda a, b: 0x223344 | to_e2m1(a / 2) << 24 | to_e2m1(b / 2) << 28),
+    Case("v_mov_b32 {d}, 0x11223344\n"
+         "v_cvt_scalef32_pk_fp4_f32 {d}, {a}, {b}, {c} op_sel:[0,0,1,0]", "u", "qqg",
+         lambda a, b, c: 0x11220044 | to_e2m1(a / scale_of(c)) << 8
+         | to_e2m1(b / scale_of(c)) << 12),
+    Case("v_mov_b32 {d}, 0x11223344\n"
+         "v_cvt_scalef32_pk_fp4_f32 {d}, {a}, {b}, 2.0 op_sel:[0,0,1,1]", "u", "qq",
+         lambda a, b: 0x223344 | to_e2m1(a / 2) << 24 | to_e2m1(b / 2) << 28),
     Case("v_add_u32 {d}, {a}, {b}", "u", "uu", lambda a, b: a + b),
     Case("v_subrev_u32 {d}, {a}, {b}", "u", "uu", lambda a, b: b - a),
     Case("v_mul_lo_u32 {d}, {a}, {b}", "u", "uu", lambda a, b: a * b),
