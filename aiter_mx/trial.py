@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from aiter_mx.code_object import occupancy
+from aiter_mx.code_object import KernelInfo, occupancy
 from aiter_mx.jit.build import build
-from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import Config, KernelSpec, Problem
 from aiter_mx.launch import build_request
 from aiter_mx.runtimes.base import PackedArgs, Region
@@ -16,10 +16,12 @@ from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.roofline import Bounds, bounds
 from aiter_mx.target import hardware
-from aiter_mx.timing import random_mx
+from aiter_mx.workloads import workload_of
+
+if TYPE_CHECKING:
+    from aiter_mx.workloads.workload import Operands
 
 _CPU = torch.device("cpu")
-_OUT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,15 @@ class Trial:
         report: what it did.
         bounds: on its time on an MI355X.
         minimal_bytes: the bytes of its operands and results, each moved once.
+        operands: what it ran on; its results are among them.
+        kernel: what the code object says of it.
     """
 
     report: LaunchReport
     bounds: Bounds
     minimal_bytes: int
+    operands: Operands
+    kernel: KernelInfo
 
 
 def try_out(
@@ -44,7 +50,7 @@ def try_out(
     assert spec.module is not None
     target, module = hardware("gfx950"), spec.module
     program = Program.from_image(build(build_request(spec, target, problem, config)).image)
-    tensors = _operands(problem)
+    tensors = workload_of(spec.op).operands(problem, _CPU)
     args = PackedArgs(module.args, module.scalars(target, problem, config))
     args.set_pointers(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
     regions = [
@@ -63,17 +69,9 @@ def try_out(
         options,
     )
     minimal_bytes = sum(region.size_bytes for region in regions)
+    kernel = program.kernel(module.symbol)
     groups = launch.grid[0] * launch.grid[1] * launch.grid[2]
     lanes = launch.block[0] * launch.block[1] * launch.block[2]
-    waves_a_simd = occupancy(program.kernel(module.symbol), lanes, launch.shared_bytes)
-    return Trial(report, bounds(report, minimal_bytes, groups, waves_a_simd), minimal_bytes)
-
-
-def _operands(problem: Problem) -> list[torch.Tensor | None]:
-    """Random operands and an empty result, in the order of a kernel's pointers."""
-    if not isinstance(problem, LinearProblem):
-        raise ValueError(f"no random operands are known for {type(problem).__name__}")
-    M, N, K = problem.M, problem.N, problem.K
-    bias = None if problem.bias == "none" else torch.randn(N, dtype=_OUT[problem.bias])
-    out = torch.empty(M, N, dtype=_OUT[problem.out_dtype])
-    return [*random_mx(M, K, _CPU), *random_mx(N, K, _CPU), bias, out]
+    waves_a_simd = occupancy(kernel, lanes, launch.shared_bytes)
+    limits = bounds(report, minimal_bytes, groups, waves_a_simd)
+    return Trial(report, limits, minimal_bytes, tensors, kernel)

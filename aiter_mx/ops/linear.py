@@ -146,7 +146,7 @@ def _plan(
     shape = (problem.M, problem.N)
     if 0 in shape:
         return None, shape
-    return bind("linear", target_of(xq.device), problem, xq.device, _FALLBACKS), shape
+    return bind("linear", target_of(xq.device), problem, xq.device, FALLBACKS), shape
 
 
 def _run_triton(tensors: Tensors, config: Config) -> None:
@@ -162,13 +162,14 @@ def _run_torch(tensors: Tensors, config: Config) -> None:
     linear_torch(*tensors)
 
 
-_FALLBACKS = {"triton": _run_triton, "torch": _run_torch}
+FALLBACKS = {"triton": _run_triton, "torch": _run_torch}
+"""What runs each backend other than ours."""
 
 
 def warm(problem: LinearProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
     target = target_of(device)
-    run = bind("linear", target, problem, device, _FALLBACKS)
+    run = bind("linear", target, problem, device, FALLBACKS)
     if route("linear", target, problem).backend != "triton":
         return
     # Triton compiles when it is called, so it is called, on whatever this memory holds.

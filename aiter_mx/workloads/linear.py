@@ -1,0 +1,78 @@
+"""The linear, tried out: weights are cold, activations come from the kernel before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.launch import Tensors
+from aiter_mx.numerics import as_scale_bytes, dequantize_block_scaled
+from aiter_mx.timing import random_mx
+from aiter_mx.tuning.models import Model
+from aiter_mx.workloads.workload import Fallback, Judge, Operands, Verdict, Workload, compare
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+"""Rows of x that tables have: the others up to 64 take those of the next power of two."""
+_SAMPLE_ROWS = 192
+"""Of w that the simulator needs at least: a few workgroups of any kernel."""
+
+
+def _operands(problem: LinearProblem, device: torch.device) -> Operands:
+    M, N, K = problem.M, problem.N, problem.K
+    bias = None
+    if problem.bias != "none":
+        bias = torch.randn(N, dtype=_DTYPES[problem.bias], device=device)
+    out = torch.empty(M, N, dtype=_DTYPES[problem.out_dtype], device=device)
+    return [*random_mx(M, K, device), *random_mx(N, K, device), bias, out]
+
+
+def _judge(problem: LinearProblem, tensors: Tensors) -> Judge:
+    xq, xs, wq, ws, bias, _ = tensors
+    x = dequantize_block_scaled(xq, as_scale_bytes(xs), torch.float64)
+    w = dequantize_block_scaled(wq, as_scale_bytes(ws), torch.float64)
+    reference = x @ w.T
+    bound = torch.outer(x.norm(dim=1), w.norm(dim=1))
+    if bias is not None:
+        reference += bias.double()
+        bound += bias.double().abs()
+
+    def judge(results: Tensors) -> Verdict:
+        return compare(results[5], reference, bound, problem.out_dtype)
+
+    return judge
+
+
+def _fallbacks() -> Mapping[str, Fallback]:
+    from aiter_mx.ops import linear
+
+    return linear.FALLBACKS
+
+
+def _sample(problem: LinearProblem, share: float) -> tuple[LinearProblem, float]:
+    rows = min(problem.N, max(_SAMPLE_ROWS, round(problem.N * share)))
+    return replace(problem, N=rows), rows / problem.N
+
+
+def _problems(model: Model, gpus: int) -> list[LinearProblem]:
+    return [
+        LinearProblem(M=M, N=N, K=K)
+        for N, K in model.linears(gpus)
+        if K % 32 == 0  # an engine pads the others, each in its own way
+        for M in ROWS
+    ]
+
+
+WORKLOAD = Workload(
+    op="linear",
+    operands=_operands,
+    cold=(2, 3, 4),
+    results=(5,),
+    judge=_judge,
+    fallbacks=_fallbacks,
+    sample=_sample,
+    problems=_problems,
+)

@@ -1,0 +1,142 @@
+"""What an op's workload says, and the checks that workloads share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from aiter_mx.kernels.spec import Config, KernelSpec, Problem
+from aiter_mx.target import Target
+
+if TYPE_CHECKING:
+    import torch
+
+    from aiter_mx.launch import Run, Tensors
+
+Operands: TypeAlias = "list[torch.Tensor | None]"
+"""In the order of the pointers of the op's kernels, results among them; None is a null pointer."""
+Judge: TypeAlias = "Callable[[Tensors], Verdict]"
+"""Compares the results among the tensors with what they must be."""
+Fallback: TypeAlias = "Callable[[Tensors, Config], None]"
+"""Runs a kernel that is not of our building."""
+
+ACCUMULATION = 1e-4
+"""How far fp32 sums may be off, relative to the product of the norms of the two rows whose product
+an element is. By Cauchy and Schwarz that bounds the sum of magnitudes, to whose (8 + sqrt(K)) *
+2^-23, or 5e-5 for fp8 matrix units of Hopper, sums of K products are accurate."""
+ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-20}
+"""Of one rounding to an output's dtype, relative to the value."""
+
+_FP16_MAX = 65504.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison with the reference found.
+
+    Attributes:
+        rel_err: norm of the error over the norm of the reference; not finite where a result is not.
+        worst: the largest error of an element over what rounding may make of it; above 1 is wrong.
+    """
+
+    rel_err: float
+    worst: float
+
+    @property
+    def right(self) -> bool:
+        """Whether the results are the reference's but for rounding; NaN is not."""
+        return self.worst <= 1.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How an op is tried out.
+
+    Attributes:
+        op: name of the op.
+        operands: random operands of a problem on a device, and results that hold anything.
+        cold: positions of the operands that an engine reads from memory at each call: weights. The
+            others are in the caches then, as whatever was computed just before.
+        results: positions of what a kernel writes.
+        judge: what the results of these operands must be, worked out once in float64.
+        fallbacks: what runs kernels of a backend other than ``hip``.
+        sample: a problem with about this share of the weights' rows, and the share, for which every
+            kernel is compiled as for the whole; the simulator runs it in place of the whole.
+        problems: the problems that serving a model of the catalogue poses, on so many GPUs.
+    """
+
+    op: str
+    operands: Callable[[Problem, torch.device], Operands]
+    cold: tuple[int, ...]
+    results: tuple[int, ...]
+    judge: Callable[[Problem, Tensors], Judge]
+    fallbacks: Callable[[], Mapping[str, Fallback]]
+    sample: Callable[[Problem, float], tuple[Problem, float]]
+    problems: Callable[[Any, int], list[Problem]]
+
+    def bind(
+        self, kernel: KernelSpec, target: Target, problem: Problem, config: Config, device: int
+    ) -> Run:
+        """What runs a kernel with this configuration, whatever dispatch would choose."""
+        from aiter_mx import launch
+
+        if kernel.module is not None:
+            return launch.bind(kernel, target, problem, config, device)
+        fallback = self.fallbacks()[kernel.backend]
+        return lambda tensors, _: fallback(tensors, config)
+
+
+def workload_of(op: str) -> Workload:
+    """The workload of an op.
+
+    Raises:
+        ValueError: there is no such op, or nobody has said how to try it out.
+    """
+    from aiter_mx.kernels.registry import problem_type
+
+    problem_type(op)  # an unknown op raises
+    name = f"aiter_mx.workloads.{op}"
+    try:
+        found: Workload = import_module(name).WORKLOAD
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ValueError(f"nothing says how to try out {op!r}: there is no {name}") from None
+    return found
+
+
+def poison(tensors: Tensors, results: tuple[int, ...]) -> None:
+    """Fill results with what no kernel writes: NaN, in every dtype that results have."""
+    import torch
+
+    for position in results:
+        if (tensor := tensors[position]) is not None:
+            tensor.view(torch.uint8).fill_(0xFF)
+
+
+def compare(
+    out: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor, out_dtype: str
+) -> Verdict:
+    """Compare a product with its reference, all elements of it.
+
+    Args:
+        out: what a kernel computed.
+        reference: float64, of the same shape.
+        bound: the product of the norms of the rows that each element comes from.
+        out_dtype: ``bf16``, ``fp16`` or ``fp32``.
+    """
+    values = out.double()
+    if out_dtype == "fp16":  # what does not fit becomes infinite
+        values, reference = (
+            values.clamp(-_FP16_MAX, _FP16_MAX),
+            reference.clamp(-_FP16_MAX, _FP16_MAX),
+        )
+    error = (values - reference).abs_()
+    norm = reference.norm()
+    rel_err = float(error.norm() / norm) if float(norm) else float(error.norm())
+    allowed = reference.abs().mul_(ROUNDING[out_dtype]).add_(bound, alpha=ACCUMULATION)
+    # An element whose whole row is zero must be zero, which a division would make NaN.
+    worst = float((error / allowed.clamp_(min=2.0**-140)).max()) if error.numel() else 0.0
+    return Verdict(rel_err, worst)
