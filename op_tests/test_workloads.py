@@ -34,8 +34,7 @@ def test_judge_takes_what_is_rounded_and_nothing_else(out_dtype: str) -> None:
     assert verdict.right
     assert verdict.rel_err < 3e-3
     for spoil in (lambda x: x * 1.1, lambda x: -x, lambda x: x * torch.nan):
-        # One element of 350, which fits fp16 and is no sum that cancels.
-        for at in (right.float().abs() - 2e4).abs().flatten().argsort()[:3]:
+        for at in right.float().abs().flatten().argsort()[-3:]:  # one element of 350
             out.copy_(right)
             out.view(-1)[at] = spoil(out.view(-1)[at])
             assert not judge(tensors).right
