@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from aiter_mx.ahead import warmup
     from aiter_mx.dispatch.explain import explain
     from aiter_mx.dispatch.route import Route
+    from aiter_mx.ops.grouped_gemm import grouped_gemm
     from aiter_mx.ops.linear import linear
     from aiter_mx.ops.quantize import dequantize, quantize
     from aiter_mx.target import simulate
@@ -23,6 +24,7 @@ _HOME = {
     "Route": "aiter_mx.dispatch.route",
     "dequantize": "aiter_mx.ops.quantize",
     "explain": "aiter_mx.dispatch.explain",
+    "grouped_gemm": "aiter_mx.ops.grouped_gemm",
     "linear": "aiter_mx.ops.linear",
     "quantize": "aiter_mx.ops.quantize",
     "simulate": "aiter_mx.target",
@@ -34,6 +36,7 @@ __all__ = [
     "__version__",
     "dequantize",
     "explain",
+    "grouped_gemm",
     "linear",
     "quantize",
     "simulate",

@@ -13,7 +13,7 @@ from aiter_mx.dispatch.route import Route
 from aiter_mx.jit.build import BuildRequest, CodeObject, build_all
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Problem
-from aiter_mx.launch import build_request
+from aiter_mx.launch import module_request
 from aiter_mx.target import Target, target_of
 
 if TYPE_CHECKING:
@@ -82,6 +82,6 @@ def build_requests(
     requests: dict[BuildRequest, None] = {}
     for problem, chosen in zip(problems, routes, strict=True):
         spec = find_kernel(chosen.op, target.arch, chosen.backend, chosen.kernel)
-        if spec.module is not None:
-            requests[build_request(spec, target, problem, chosen.config)] = None
+        for module in spec.modules:
+            requests[module_request(module, target, problem, chosen.config)] = None
     return list(requests)

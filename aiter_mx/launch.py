@@ -21,7 +21,7 @@ Tensors: TypeAlias = Sequence[Any]
 Run: TypeAlias = Callable[[Tensors, Sequence[int]], None]
 """Computes an op over its tensors (outputs among them), given also their addresses."""
 
-_functions: dict[tuple[BuildRequest, str, int, int], Any] = {}
+_functions: dict[tuple[BuildRequest, str, str, int, int], Any] = {}
 _functions_lock = threading.Lock()
 
 
@@ -35,8 +35,14 @@ def runtime_of(name: str) -> Runtime:
 def build_request(
     spec: KernelSpec, target: Target, problem: Problem, config: Config
 ) -> BuildRequest:
-    """What to compile for a problem and a configuration on a target."""
-    module = _module_of(spec)
+    """What to compile for a problem and a configuration on a target, earlier launches apart."""
+    return module_request(_module_of(spec), target, problem, config)
+
+
+def module_request(
+    module: Module, target: Target, problem: Problem, config: Config
+) -> BuildRequest:
+    """What to compile for one launch."""
     defines = module.defines(target, problem, config)
     return BuildRequest(
         source=module.sources[target.arch],
@@ -46,17 +52,30 @@ def build_request(
 
 
 def load_function(
-    spec: KernelSpec, target: Target, problem: Problem, config: Config, device: int
+    spec: KernelSpec,
+    target: Target,
+    problem: Problem,
+    config: Config,
+    device: int,
+    module: Module | None = None,
 ) -> Any:
     """The runtime's function for a kernel variant, built and loaded if this is its first use.
+
+    Args:
+        spec: the kernel.
+        target: what it runs on.
+        problem: the shape and dtypes.
+        config: the kernel's compile-time parameters.
+        device: torch's number of the GPU; 0 for the simulator.
+        module: which of its launches; by default the last.
 
     Raises:
         CaptureError: the variant is not loaded yet and the current stream is being captured.
     """
-    module = _module_of(spec)
-    request = build_request(spec, target, problem, config)
+    module = module or _module_of(spec)
+    request = module_request(module, target, problem, config)
     shared_bytes = module.geometry(target, problem, config).shared_bytes
-    key = (request, target.runtime, device, shared_bytes)
+    key = (request, module.symbol, target.runtime, device, shared_bytes)
     function = _functions.get(key)
     if function is not None:
         return function
@@ -94,8 +113,34 @@ def bind(spec: KernelSpec, target: Target, problem: Problem, config: Config, dev
         config: the kernel's compile-time parameters.
         device: torch's number of the GPU; 0 for the simulator.
     """
-    module = _module_of(spec)
-    function = load_function(spec, target, problem, config, device)
+    workspace_bytes = spec.workspace_bytes(target, problem, config)
+    runs = [_bind_one(spec, module, target, problem, config, device) for module in spec.modules]
+    if len(runs) == 1 and not workspace_bytes and not spec.nulls:
+        return runs[0]
+
+    def run(tensors: Tensors, addresses: Sequence[int]) -> None:
+        tensors, addresses = [*tensors, *[None] * spec.nulls], [*addresses, *[0] * spec.nulls]
+        if workspace_bytes:
+            # The allocator hands it out again only to what this stream does later.
+            where = next(tensor.device for tensor in tensors if tensor is not None)
+            workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=where)
+            tensors.append(workspace)
+            addresses.append(workspace.data_ptr())
+        for each in runs:
+            each(tensors, addresses)
+
+    return run
+
+
+def _bind_one(
+    spec: KernelSpec,
+    module: Module,
+    target: Target,
+    problem: Problem,
+    config: Config,
+    device: int,
+) -> Run:
+    function = load_function(spec, target, problem, config, device, module)
     runtime = runtime_of(target.runtime)
     args = PackedArgs(module.args, module.scalars(target, problem, config))
     start = runtime.bind(function, module.geometry(target, problem, config), args)

@@ -89,6 +89,11 @@ class KernelSpec:
         configure: the configuration to use when no table row chooses one.
         candidates: the configurations that a tuner should time.
         module: for backend ``hip``, how to build and launch it.
+        before: what is launched ahead of it on the same stream, in order, such as a pass that
+            prepares operands. All take the same pointers.
+        nulls: pointers after those of the op's tensors that are null, for a kernel of another op.
+        workspace_bytes: memory that the launches share and that lasts for one call, or 0; where it
+            is not, they have one more pointer, the last. It may hold anything at first.
         yields: why the other kernels of its backend come before it where no table decides, or
             None.
     """
@@ -101,7 +106,15 @@ class KernelSpec:
     configure: Callable[[Target, Problem], Config]
     candidates: Callable[[Target, Problem], Sequence[Config]]
     module: Module | None = None
+    before: tuple[Module, ...] = ()
+    nulls: int = 0
+    workspace_bytes: Callable[[Target, Problem, Config], int] = lambda target, problem, config: 0
     yields: Callable[[Target, Problem], str | None] = lambda target, problem: None
+
+    @property
+    def modules(self) -> tuple[Module, ...]:
+        """All that is launched, in order."""
+        return self.before if self.module is None else (*self.before, self.module)
 
     def is_for(self, arch: str) -> bool:
         """Whether the kernel can be built for an architecture, or is built by someone else."""

@@ -11,16 +11,20 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Run, Tensors
+from aiter_mx.ops.checks import (
+    ALIGNMENT_BYTES,
+    BLOCK,
+    DTYPE_NAMES,
+    SCALE_DTYPES,
+    check_out,
+    either,
+    refuse_alignment,
+    refuse_strides,
+    shape_text,
+)
 from aiter_mx.ops.plan import bind
 from aiter_mx.target import cpu_target, target_of
 
-BLOCK = 32
-"""Elements of K that share a scale: OCP Microscaling Formats v1.0, section 5.2."""
-ALIGNMENT_BYTES = 16
-"""Kernels load payloads in pieces of this size."""
-
-_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_OR_NONE = _PLAIN | {type(None)}
 
@@ -110,15 +114,15 @@ def _linear(
         and ws.is_contiguous()
         and (bias is None or bias.is_contiguous())
     ):
-        _refuse_strides(xq=xq, xs=xs, wq=wq, ws=ws, bias=bias)
+        refuse_strides(xq=xq, xs=xs, wq=wq, ws=ws, bias=bias)
     if out is None:
         out = torch.empty(shape, dtype=out_dtype, device=device)
     else:
-        _check_out(out, shape, out_dtype, xq=xq, xs=xs, wq=wq, ws=ws, bias=bias)
+        check_out(out, shape, out_dtype, xq=xq, xs=xs, wq=wq, ws=ws, bias=bias)
     if run is not None:
         x_address, w_address = xq.data_ptr(), wq.data_ptr()
         if (x_address | w_address) % ALIGNMENT_BYTES:
-            _refuse_alignment(xq=xq, wq=wq)
+            refuse_alignment(xq=xq, wq=wq)
         run(
             (xq, xs, wq, ws, bias, out),
             (
@@ -174,7 +178,7 @@ def warm(problem: LinearProblem, device: torch.device) -> None:
         return
     # Triton compiles when it is called, so it is called, on whatever this memory holds.
     M, N, K = problem.M, problem.N, problem.K
-    dtypes = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     tensors = (
         torch.empty((M, K), dtype=torch.float8_e4m3fn, device=device),
         torch.empty((M, K // BLOCK), dtype=torch.uint8, device=device),
@@ -199,28 +203,30 @@ def _check(
     """The problem that these operands pose; raises as ``linear`` documents."""
     for name, tensor, dtypes in (
         ("xq", xq, (torch.float8_e4m3fn,)),
-        ("xs", xs, _SCALE_DTYPES),
+        ("xs", xs, SCALE_DTYPES),
         ("wq", wq, (torch.float8_e4m3fn,)),
-        ("ws", ws, _SCALE_DTYPES),
-        ("bias", bias, tuple(_DTYPE_NAMES)),
+        ("ws", ws, SCALE_DTYPES),
+        ("bias", bias, tuple(DTYPE_NAMES)),
     ):
         if tensor is None:  # the bias, which may be
             continue
         if tensor.dtype not in dtypes:
-            raise TypeError(f"{name} must be {_either(dtypes)}, got {tensor.dtype}")
+            raise TypeError(f"{name} must be {either(dtypes)}, got {tensor.dtype}")
         if tensor.device != xq.device:
             raise ValueError(
                 f"{name} is on {tensor.device}, but xq is on {xq.device}: all operands must be on "
                 "one device"
             )
-    if out_dtype not in _DTYPE_NAMES:
-        raise TypeError(f"out_dtype must be {_either(tuple(_DTYPE_NAMES))}, got {out_dtype}")
+    if out_dtype not in DTYPE_NAMES:
+        raise TypeError(f"out_dtype must be {either(tuple(DTYPE_NAMES))}, got {out_dtype}")
     for name, tensor in (("xq", xq), ("wq", wq)):
         if tensor.ndim != 2:
-            raise ValueError(f"{name} must have two dimensions, [rows, K], got {_shape(tensor)}")
+            raise ValueError(
+                f"{name} must have two dimensions, [rows, K], got {shape_text(tensor)}"
+            )
     (M, K), N = xq.shape, wq.shape[0]
     if K == 0 or K % BLOCK:
-        raise ValueError(f"K must be a multiple of {BLOCK}, got K={K} (xq: {_shape(xq)})")
+        raise ValueError(f"K must be a multiple of {BLOCK}, got K={K} (xq: {shape_text(xq)})")
     for name, tensor, expected in (
         ("xs", xs, (M, K // BLOCK)),
         ("wq", wq, (N, K)),
@@ -229,62 +235,11 @@ def _check(
     ):
         if tensor is not None and tuple(tensor.shape) != expected:
             raise ValueError(
-                f"{name} must be {list(expected)}, got {_shape(tensor)} "
-                f"(xq: {_shape(xq)}, wq: {_shape(wq)})"
+                f"{name} must be {list(expected)}, got {shape_text(tensor)} "
+                f"(xq: {shape_text(xq)}, wq: {shape_text(wq)})"
             )
-    bias_name = "none" if bias is None else _DTYPE_NAMES[bias.dtype]
-    return LinearProblem(M=M, N=N, K=K, out_dtype=_DTYPE_NAMES[out_dtype], bias=bias_name)
-
-
-def _check_out(
-    out: torch.Tensor,
-    shape: tuple[int, int],
-    out_dtype: torch.dtype,
-    **inputs: torch.Tensor | None,
-) -> None:
-    if out.dtype != out_dtype:
-        raise TypeError(f"out must be of out_dtype {out_dtype}, got {out.dtype}")
-    device = inputs["xq"].device if inputs["xq"] is not None else None
-    if out.device != device:
-        raise ValueError(f"out must be on {device}, where the operands are, got {out.device}")
-    if tuple(out.shape) != shape:
-        raise ValueError(f"out must be {list(shape)}, got {_shape(out)}")
-    if not out.is_contiguous():
-        raise ValueError(f"out must be contiguous, got strides {out.stride()} for {_shape(out)}")
-    first, last = out.data_ptr(), out.data_ptr() + out.nbytes
-    for name, tensor in inputs.items():
-        if (
-            tensor is not None
-            and first < tensor.data_ptr() + tensor.nbytes
-            and tensor.data_ptr() < last
-        ):
-            raise ValueError(f"out overlaps {name}; give it memory of its own")
-
-
-def _refuse_strides(**tensors: torch.Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous, got strides {tensor.stride()} for {_shape(tensor)}; "
-                f"call {name}.contiguous()"
-            )
-
-
-def _refuse_alignment(**payloads: torch.Tensor) -> None:
-    for name, tensor in payloads.items():
-        if tensor.data_ptr() % ALIGNMENT_BYTES:
-            raise ValueError(
-                f"{name} must start at a multiple of {ALIGNMENT_BYTES} bytes, got a view that is "
-                f"{tensor.data_ptr() % ALIGNMENT_BYTES} bytes past one; call {name}.clone()"
-            )
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return str(list(tensor.shape))
-
-
-def _either(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(str(dtype) for dtype in dtypes)
+    bias_name = "none" if bias is None else DTYPE_NAMES[bias.dtype]
+    return LinearProblem(M=M, N=N, K=K, out_dtype=DTYPE_NAMES[out_dtype], bias=bias_name)
 
 
 @torch.library.custom_op("aiter_mx::linear", mutates_args=())
@@ -335,7 +290,7 @@ def _linear_out_fake(
 ) -> None:
     problem = _check(xq, xs, wq, ws, bias, out.dtype)
     if tuple(out.shape) != (problem.M, problem.N):
-        raise ValueError(f"out must be {[problem.M, problem.N]}, got {_shape(out)}")
+        raise ValueError(f"out must be {[problem.M, problem.N]}, got {shape_text(out)}")
 
 
 def _linear_through_torch(

@@ -1,0 +1,22 @@
+"""What can compute ``aiter_mx.grouped_gemm``: our kernels, Triton, and the torch reference."""
+
+from __future__ import annotations
+
+from aiter_mx.kernels.grouped_gemm.problem import KEY, GroupedGemmProblem, stand_ins
+from aiter_mx.kernels.spec import KernelSpec
+
+__all__ = ["KERNELS", "KEY", "PROBLEM", "GroupedGemmProblem", "stand_ins"]
+
+PROBLEM = GroupedGemmProblem
+
+KERNELS = (
+    KernelSpec(
+        op="grouped_gemm",
+        backend="torch",
+        name="reference",
+        params=(),
+        refusal=lambda target, problem: None,
+        configure=lambda target, problem: {},
+        candidates=lambda target, problem: ({},),
+    ),
+)

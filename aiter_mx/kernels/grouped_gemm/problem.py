@@ -1,0 +1,125 @@
+"""What a grouped GEMM asks for, and what its kernels are told.
+
+    out[m] = a[m] @ b[g].T + bias[g]   for each group g and each row m of it
+
+A kernel must keep to this:
+
+- ``jagged``: group g is the rows ``starts[g] .. ends[g]`` of a. Where ``starts`` is null a group
+  starts where the one before it ends, the first at row 0; where ``ends`` is null too, there is one
+  group, of all rows.
+- ``masked``: group g is the first ``ends[g]`` rows of the M / G rows from ``g * M / G``.
+- Both arrays are on the device, of 4 or 8 bytes an index, and no one reads them on the host. Groups
+  may be empty, of any length, in any order and with rows between them, but do not overlap. A kernel
+  cuts every bound to 0 .. M (``masked``: the end to M / G), so that no index whatever leads outside
+  a or out; a group that ends before it starts is empty.
+- Rows of out outside every group are not written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from aiter_mx.kernels.linear.problem import POINTERS
+from aiter_mx.kernels.spec import DTYPE_CODES, Arg
+
+ARGS = (
+    *POINTERS,  # xq is a [M, K], wq is b [G, N, K], bias [G, N] or null, y is out [M, N]
+    Arg("starts", "pointer", "r"),  # [G], or null
+    Arg("ends", "pointer", "r"),  # [G], or null
+    Arg("M", "i64"),
+    Arg("N", "i64"),
+    Arg("K", "i64"),
+    Arg("G", "i64"),
+    Arg("layout", "i32"),  # LAYOUT_CODES
+    Arg("index_bytes", "i32"),  # of starts and ends, 4 or 8
+    Arg("bias_kind", "i32"),  # code of the bias's dtype
+)
+"""The arguments of every grouped kernel. One that has a workspace takes its pointer after ends; it
+may add scalars of its own."""
+
+LAYOUT_CODES = {"jagged": 0, "masked": 1}
+INDEX_BYTES = {"i32": 4, "i64": 8}
+OUT_DTYPES = ("bf16", "fp16", "fp32")
+BIAS_DTYPES = ("none", "bf16", "fp16", "fp32")
+BLOCK = 32  # elements of K that share a scale
+
+
+@dataclass(frozen=True)
+class GroupedGemmProblem:
+    """A grouped GEMM, as this module's docstring defines it.
+
+    Attributes:
+        M: rows of a, whether in a group or not.
+        N: output features.
+        K: elements of the reduction, a multiple of 32.
+        G: groups.
+        out_dtype: ``bf16``, ``fp16`` or ``fp32``.
+        bias: dtype of the bias, one of those or ``none``.
+        layout: ``jagged`` or ``masked``.
+        index: dtype of the groups' bounds, ``i32`` or ``i64``.
+
+    Raises:
+        ValueError: a field is none of the above.
+    """
+
+    M: int
+    N: int
+    K: int
+    G: int
+    out_dtype: str = "bf16"
+    bias: str = "none"
+    layout: str = "jagged"
+    index: str = "i32"
+
+    def __post_init__(self) -> None:
+        for name, least in (("M", 0), ("N", 0), ("G", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.K <= 0 or self.K % BLOCK:
+            raise ValueError(f"K must be a multiple of {BLOCK}, got K={self.K}")
+        for name, known in (
+            ("out_dtype", OUT_DTYPES),
+            ("bias", BIAS_DTYPES),
+            ("layout", tuple(LAYOUT_CODES)),
+            ("index", tuple(INDEX_BYTES)),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
+        if self.layout == "masked" and self.M % self.G:
+            raise ValueError(f"masked groups have M / G rows each, got M={self.M} and G={self.G}")
+
+    def most_tiles(self, rows: int) -> int:
+        """The most tiles of ``rows`` rows that the groups can have together."""
+        if self.layout == "masked":
+            return self.G * -(-(self.M // self.G) // rows)
+        # A group of full tiles and one row more has the most for its rows.
+        with_one_more = min(self.G, self.M)
+        return with_one_more + (self.M - with_one_more) // rows
+
+
+KEY = ("M", "N", "K", "G", "out_dtype")
+
+
+def stand_ins(key: GroupedGemmProblem) -> tuple[GroupedGemmProblem, ...]:
+    """The next power of two rows, and bf16, which is what tables are tuned for."""
+    rounded = 1 << (key.M - 1).bit_length() if key.M else 0
+    return (
+        replace(key, M=rounded),
+        replace(key, out_dtype="bf16"),
+        replace(key, M=rounded, out_dtype="bf16"),
+    )
+
+
+def scalars(problem: GroupedGemmProblem) -> tuple[int, ...]:
+    """The values of ``ARGS``'s scalars."""
+    return (
+        problem.M,
+        problem.N,
+        problem.K,
+        problem.G,
+        LAYOUT_CODES[problem.layout],
+        INDEX_BYTES[problem.index],
+        DTYPE_CODES[problem.bias],
+    )

@@ -1,0 +1,75 @@
+"""What ops check of their arguments, and how they say what was wrong."""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK = 32
+"""Elements of K that share a scale: OCP Microscaling Formats v1.0, section 5.2."""
+ALIGNMENT_BYTES = 16
+"""Kernels load payloads in pieces of this size."""
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+"""Dtypes of results and biases, by their names in problems."""
+SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+
+
+def check_out(
+    out: torch.Tensor,
+    shape: tuple[int, ...],
+    out_dtype: torch.dtype,
+    **inputs: torch.Tensor | None,
+) -> None:
+    """Raise unless ``out`` can take a result of this shape and dtype, apart from every input.
+
+    The first input says on which device it must be.
+    """
+    if out.dtype != out_dtype:
+        raise TypeError(f"out must be of out_dtype {out_dtype}, got {out.dtype}")
+    device = next(tensor.device for tensor in inputs.values() if tensor is not None)
+    if out.device != device:
+        raise ValueError(f"out must be on {device}, where the operands are, got {out.device}")
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out must be {list(shape)}, got {shape_text(out)}")
+    if not out.is_contiguous():
+        raise ValueError(
+            f"out must be contiguous, got strides {out.stride()} for {shape_text(out)}"
+        )
+    first, last = out.data_ptr(), out.data_ptr() + out.nbytes
+    for name, tensor in inputs.items():
+        if (
+            tensor is not None
+            and first < tensor.data_ptr() + tensor.nbytes
+            and tensor.data_ptr() < last
+        ):
+            raise ValueError(f"out overlaps {name}; give it memory of its own")
+
+
+def refuse_strides(**tensors: torch.Tensor | None) -> None:
+    """Raise for the first of these that is not contiguous."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous, got strides {tensor.stride()} for "
+                f"{shape_text(tensor)}; call {name}.contiguous()"
+            )
+
+
+def refuse_alignment(**payloads: torch.Tensor) -> None:
+    """Raise for the first of these that kernels could not load in whole pieces."""
+    for name, tensor in payloads.items():
+        if tensor.data_ptr() % ALIGNMENT_BYTES:
+            raise ValueError(
+                f"{name} must start at a multiple of {ALIGNMENT_BYTES} bytes, got a view that is "
+                f"{tensor.data_ptr() % ALIGNMENT_BYTES} bytes past one; call {name}.clone()"
+            )
+
+
+def shape_text(tensor: torch.Tensor) -> str:
+    """A tensor's shape, for messages."""
+    return str(list(tensor.shape))
+
+
+def either(dtypes: tuple[torch.dtype, ...]) -> str:
+    """Dtypes, for messages."""
+    return " or ".join(str(dtype) for dtype in dtypes)

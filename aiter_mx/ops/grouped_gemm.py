@@ -1,0 +1,405 @@
+"""``aiter_mx.grouped_gemm``: a matrix product for each group of rows, over MX-FP8 operands."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.spec import Config
+from aiter_mx.launch import Run, Tensors
+from aiter_mx.ops.checks import (
+    BLOCK,
+    DTYPE_NAMES,
+    SCALE_DTYPES,
+    check_out,
+    either,
+    refuse_alignment,
+    refuse_strides,
+    shape_text,
+)
+from aiter_mx.ops.plan import Fallback, bind
+from aiter_mx.target import cpu_target, target_of
+
+_INDEX_NAMES = {torch.int32: "i32", torch.int64: "i64"}
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN_OR_NONE = _PLAIN | {type(None)}
+
+
+def grouped_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    group_offs: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``out[m] = a[m] @ b[g].T + bias[g]`` for the rows m of each group g, over MX-FP8 operands.
+
+    Groups may be empty and of any length: nothing is padded or copied, and where they begin and
+    end is read on the device alone. Products are accumulated in fp32 and rounded once, and results
+    are bitwise the same on every run. The call does not synchronise, and after ``aiter_mx.warmup``
+    it can be captured into a graph; a replay takes the bounds that are then in memory. There is no
+    gradient.
+
+    Args:
+        a: activations of all groups, float8_e4m3fn ``[M, K]``, contiguous, K a multiple of 32.
+        a_scale: their scales, uint8 or float8_e8m0fnu ``[M, K // 32]``: 2**(byte - 127), 255 is
+            NaN.
+        b: weights, float8_e4m3fn ``[G, N, K]``, contiguous, N a multiple of 32.
+        b_scale: their scales, ``[G, N, K // 32]``.
+        group_offs: where groups begin and end, int32 or int64. ``[G + 1]``: group g is the rows
+            ``group_offs[g] .. group_offs[g + 1]``. ``[G]``: it ends before ``group_offs[g]`` and
+            begins where the one before it ends, the first at row 0, as torch's ``offs`` has it.
+            Bounds are cut to 0 .. M, and must not decrease.
+        out: where to write the result, ``[M, N]`` contiguous of dtype ``out_dtype``; it may not
+            overlap an input. Its rows outside every group are left as they are.
+        out_dtype: dtype of the result: bf16, fp16 or fp32.
+        bias: bf16, fp16 or fp32 ``[G, N]``, or None.
+
+    Returns:
+        ``[M, N]``, or ``out``. Without ``out``, rows outside every group hold anything.
+
+    Raises:
+        TypeError: an argument that is no tensor, or of a dtype not listed above.
+        ValueError: a shape, stride, device or alignment other than those above, or an overlap.
+        CaptureError: a first use while a stream is captured.
+
+    Source of the semantics: OCP Microscaling Formats (MX) v1.0, sections 5.2 and 6; the bounds are
+    those of aiter's ``grouped_gemm_mxfp8_hip_fwd`` and of torch's ``scaled_grouped_mm``.
+
+    Example:
+        >>> a, a_scale = aiter_mx.quantize(torch.randn(100, 64))
+        >>> b, b_scale = aiter_mx.quantize(torch.randn(3, 32, 64))
+        >>> offs = torch.tensor([0, 41, 41, 100])
+        >>> aiter_mx.grouped_gemm(a, a_scale, b, b_scale, offs).shape
+        torch.Size([100, 32])
+    """
+    return grouped_gemm_ranges(a, a_scale, b, b_scale, None, group_offs, out, out_dtype, bias)
+
+
+def grouped_gemm_ranges(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``grouped_gemm`` whose groups need neither be in order nor adjoin, or start at fixed rows.
+
+    Args:
+        a: ``[M, K]`` as in ``grouped_gemm``; or ``[G, rows, K]``, where a group is the first
+            ``ends[g]`` of its rows.
+        a_scale: ``[..., K // 32]`` likewise.
+        b: ``[G, N, K]``.
+        b_scale: ``[G, N, K // 32]``.
+        starts: ``[G]``, first row of each group, of the dtype of ``ends``; or None: see ``ends``.
+        ends: ``[G]``, the row after each group's last. Where ``starts`` is None and a has two
+            dimensions, this is ``grouped_gemm``'s ``group_offs``. Groups must not overlap.
+        out: ``[M, N]`` or ``[G, rows, N]``.
+        out_dtype: as in ``grouped_gemm``.
+        bias: as in ``grouped_gemm``.
+
+    Returns:
+        ``[M, N]`` or ``[G, rows, N]``, or ``out``.
+
+    Raises:
+        TypeError, ValueError, CaptureError: as ``grouped_gemm``.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or not _PLAIN.issuperset(map(type, (a, a_scale, b, b_scale, ends)))
+        or not _PLAIN_OR_NONE.issuperset((type(starts), type(bias), type(out)))
+        or (bias is not None and bias.requires_grad and torch.is_grad_enabled())
+    ):
+        return _through_torch(a, a_scale, b, b_scale, starts, ends, out, out_dtype, bias)
+    return _grouped(a, a_scale, b, b_scale, starts, ends, out, out_dtype, bias)
+
+
+class _Plans(threading.local):
+    """What computes a call, by everything about it that the checks and the route depend on."""
+
+    def __init__(self) -> None:
+        self.by_call: dict[tuple[Any, ...], tuple[Run | None, tuple[int, ...], int]] = {}
+
+
+_plans = _Plans()
+
+
+def _grouped(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    device = a.device
+    call = (
+        (a.shape, a_scale.shape, b.shape, b_scale.shape, ends.shape),
+        (a.dtype, a_scale.dtype, b.dtype, b_scale.dtype, ends.dtype, out_dtype),
+        (device, a_scale.device, b.device, b_scale.device, ends.device),
+        starts is not None and (starts.shape, starts.dtype, starts.device),
+        bias is not None and (bias.shape, bias.dtype, bias.device),
+        device.type == "cpu" and cpu_target(),
+    )
+    found = _plans.by_call.get(call)
+    if found is None:
+        plan = _plan(a, a_scale, b, b_scale, starts, ends, out_dtype, bias)
+        found = _plans.by_call[call] = plan
+    run, shape, first_end = found
+
+    operands = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "bias": bias}
+    operands |= {"starts": starts, "group_offs": ends}
+    refuse_strides(**operands)
+    if out is None:
+        out = torch.empty(shape, dtype=out_dtype, device=device)
+    else:
+        check_out(out, shape, out_dtype, **operands)
+    if run is not None:
+        refuse_alignment(a=a, b=b)
+        ends_address = ends.data_ptr()
+        starts_address = 0 if starts is None else starts.data_ptr()
+        if first_end:  # offsets [G + 1]: starts, and the same from the second on
+            starts, starts_address = ends, ends_address
+            ends_address += first_end
+        run(
+            (a, a_scale, b, b_scale, bias, out, starts, ends),
+            (
+                a.data_ptr(),
+                a_scale.data_ptr(),
+                b.data_ptr(),
+                b_scale.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                starts_address,
+                ends_address,
+            ),
+        )
+    return out
+
+
+def _plan(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+) -> tuple[Run | None, tuple[int, ...], int]:
+    """What computes such a call (None for an empty result), the result's shape, and the bytes
+    before the first group's end in ``ends``."""
+    problem = _check(a, a_scale, b, b_scale, starts, ends, out_dtype, bias)
+    shape = (*a.shape[:-1], problem.N)
+    first_end = ends.itemsize if ends.shape[0] == problem.G + 1 else 0
+    if 0 in shape:
+        return None, shape, first_end
+    run = bind("grouped_gemm", target_of(a.device), problem, a.device, _fallbacks(problem))
+    return run, shape, first_end
+
+
+def _run_torch(problem: GroupedGemmProblem, tensors: Tensors, config: Config) -> None:
+    from aiter_mx.fallbacks.grouped_torch import grouped_torch
+
+    a, a_scale, b, b_scale, bias, out, starts, ends = tensors
+    M, N, K, G = problem.M, problem.N, problem.K, problem.G
+    if problem.layout == "masked":
+        starts = torch.arange(G, device=ends.device) * (M // G)
+        ends = starts + ends.clamp(max=M // G)
+    elif starts is None:
+        starts = torch.nn.functional.pad(ends[:-1], (1, 0))
+    elif ends.shape[0] > G:
+        starts, ends = starts[:-1], ends[1:]
+    scales = a_scale.view(M, K // BLOCK)
+    grouped_torch(a.view(M, K), scales, b, b_scale, bias, out.view(M, N), starts, ends)
+
+
+def _fallbacks(problem: GroupedGemmProblem) -> Mapping[str, Fallback]:
+    return {"torch": partial(_run_torch, problem)}
+
+
+def warm(problem: GroupedGemmProblem, device: torch.device) -> None:
+    """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
+    target = target_of(device)
+    bind("grouped_gemm", target, problem, device, _fallbacks(problem))
+    route("grouped_gemm", target, problem)
+
+
+def _check(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+) -> GroupedGemmProblem:
+    """The problem that these operands pose; raises as ``grouped_gemm`` documents."""
+    indices = tuple(_INDEX_NAMES)
+    for name, tensor, dtypes in (
+        ("a", a, (torch.float8_e4m3fn,)),
+        ("a_scale", a_scale, SCALE_DTYPES),
+        ("b", b, (torch.float8_e4m3fn,)),
+        ("b_scale", b_scale, SCALE_DTYPES),
+        ("group_offs", ends, indices),
+        ("starts", starts, (ends.dtype,)),
+        ("bias", bias, tuple(DTYPE_NAMES)),
+    ):
+        if tensor is None:
+            continue
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name} must be {either(dtypes)}, got {tensor.dtype}")
+        if tensor.device != a.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, but a is on {a.device}: all operands must be on "
+                "one device"
+            )
+    if out_dtype not in DTYPE_NAMES:
+        raise TypeError(f"out_dtype must be {either(tuple(DTYPE_NAMES))}, got {out_dtype}")
+    if a.ndim not in (2, 3):
+        raise ValueError(f"a must be [M, K] or, masked, [G, rows, K], got {shape_text(a)}")
+    if b.ndim != 3:
+        raise ValueError(f"b must have three dimensions, [G, N, K], got {shape_text(b)}")
+    (G, N, _), K = b.shape, a.shape[-1]
+    masked = a.ndim == 3
+    if K == 0 or K % BLOCK:
+        raise ValueError(f"K must be a multiple of {BLOCK}, got K={K} (a: {shape_text(a)})")
+    if N % BLOCK:
+        raise ValueError(f"N must be a multiple of {BLOCK}, got N={N} (b: {shape_text(b)})")
+    if G == 0:
+        raise ValueError(f"there must be at least one group, got none (b: {shape_text(b)})")
+    for name, tensor, expected in (
+        ("a", a, (G, a.shape[1], K) if masked else (a.shape[0], K)),
+        ("a_scale", a_scale, (*a.shape[:-1], K // BLOCK)),
+        ("b", b, (G, N, K)),
+        ("b_scale", b_scale, (G, N, K // BLOCK)),
+        ("starts", starts, (G,)),
+        ("bias", bias, (G, N)),
+    ):
+        if tensor is not None and tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"{name} must be {list(expected)}, got {shape_text(tensor)} "
+                f"(a: {shape_text(a)}, b: {shape_text(b)})"
+            )
+    lengths = {(G,)} if masked or starts is not None else {(G,), (G + 1,)}
+    if tuple(ends.shape) not in lengths:
+        known = " or ".join(str(list(length)) for length in sorted(lengths))
+        raise ValueError(
+            f"{'masked_m' if masked else 'group_offs'} must be {known}, got {shape_text(ends)} "
+            f"(b: {shape_text(b)})"
+        )
+    if masked and starts is not None:
+        raise ValueError("masked groups start at fixed rows; starts must be None")
+    return GroupedGemmProblem(
+        M=a.shape[:-1].numel(),
+        N=N,
+        K=K,
+        G=G,
+        out_dtype=DTYPE_NAMES[out_dtype],
+        bias="none" if bias is None else DTYPE_NAMES[bias.dtype],
+        layout="masked" if masked else "jagged",
+        index=_INDEX_NAMES[ends.dtype],
+    )
+
+
+@torch.library.custom_op("aiter_mx::grouped_gemm", mutates_args=())
+def _op(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return _grouped(a, a_scale, b, b_scale, starts, ends, None, out_dtype, bias)
+
+
+@_op.register_fake
+def _fake(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    problem = _check(a, a_scale, b, b_scale, starts, ends, out_dtype, bias)
+    return a.new_empty((*a.shape[:-1], problem.N), dtype=out_dtype)
+
+
+@torch.library.custom_op("aiter_mx::grouped_gemm_out", mutates_args=("out",))
+def _out_op(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> None:
+    _grouped(a, a_scale, b, b_scale, starts, ends, out, out.dtype, bias)
+
+
+@_out_op.register_fake
+def _out_fake(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> None:
+    problem = _check(a, a_scale, b, b_scale, starts, ends, out.dtype, bias)
+    expected = [*a.shape[:-1], problem.N]
+    if list(out.shape) != expected:
+        raise ValueError(f"out must be {expected}, got {shape_text(out)}")
+
+
+def _through_torch(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    operands = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "group_offs": ends}
+    optional = {"starts": starts, "bias": bias, "out": out}
+    for name, value in {**operands, **optional}.items():
+        if not isinstance(value, torch.Tensor) and (value is not None or name not in optional):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if out is None:
+        result: torch.Tensor = _op(a, a_scale, b, b_scale, starts, ends, out_dtype, bias)
+        return result
+    if out.dtype != out_dtype:
+        raise TypeError(f"out must be of out_dtype {out_dtype}, got {out.dtype}")
+    _out_op(a, a_scale, b, b_scale, starts, ends, out, bias)
+    return out
