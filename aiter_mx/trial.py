@@ -34,6 +34,7 @@ class Trial:
         minimal_bytes: the bytes of its operands and results, each moved once.
         operands: what it ran on; its results are among them.
         kernel: what the code object says of it.
+        waves_a_simd: waves that a SIMD holds at once.
     """
 
     report: LaunchReport
@@ -41,6 +42,7 @@ class Trial:
     minimal_bytes: int
     operands: Operands
     kernel: KernelInfo
+    waves_a_simd: int
 
 
 def try_out(
@@ -74,4 +76,4 @@ def try_out(
     lanes = launch.block[0] * launch.block[1] * launch.block[2]
     waves_a_simd = occupancy(kernel, lanes, launch.shared_bytes)
     limits = bounds(report, minimal_bytes, groups, waves_a_simd)
-    return Trial(report, limits, minimal_bytes, tensors, kernel)
+    return Trial(report, limits, minimal_bytes, tensors, kernel, waves_a_simd)
