@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from aiter_mx.tuning.candidates import Admission, Bench, Candidate, Unfit
@@ -100,7 +100,8 @@ def race(
             samples[candidate].clear()
         for turn in range(rounds):
             # Each round starts with another one: none always runs after the same neighbour.
-            for candidate in running[turn % len(running) :] + running[: turn % len(running)]:
+            first = turn % max(len(running), 1)
+            for candidate in running[first:] + running[:first]:
                 samples[candidate].append(bench.sample_us(candidate))
         running.sort(key=us)
 
@@ -112,6 +113,9 @@ def race(
         except Unfit as error:
             failures.append(Failure(candidate, str(error)))
             del admitted[candidate]
+    if running and not finalists:  # those that were dropped get their turn
+        again = race(bench, list(admitted), None, rules)
+        return replace(again, failures=(*failures, *again.failures))
     rest = sorted((c for c in admitted if c not in finalists), key=us)
     timings = tuple(
         Timing(c, us(c), (max(samples[c]) - min(samples[c])) / us(c), len(samples[c]), admitted[c])
