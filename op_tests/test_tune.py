@@ -29,6 +29,7 @@ from aiter_mx.tuning.table import columns_of, incumbent_of, read_rows
 
 PROBLEM = PROBLEMS[0]
 RULES = Rules(most=6)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def starters(problem: LinearProblem = PROBLEM) -> list[Candidate]:
@@ -178,12 +179,13 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_table(tmp_path: 
     script = [sys.executable, tune_fakes.__file__, str(table), "--pause", "0.0015"]
     while kills < 20:
         script[2] = str(table)
-        process = subprocess.Popen(script)
+        process = subprocess.Popen(script, env=ENVIRONMENT)
         if kills % 4:  # the others while it starts
             wait_for_growth(process, folder_of(table))
         time.sleep(dice.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
         code = process.wait()
+        assert code in (0, -signal.SIGKILL)
         if table.exists():
             assert list(read_table(table))
         assert {path.suffix for path in table.parent.glob("*")} <= {".csv", ".journal", ".draft"}
@@ -193,7 +195,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_table(tmp_path: 
             table = tmp_path / str(ends) / "linear.csv"
         else:
             kills += 1
-    subprocess.run(script, check=True)
+    subprocess.run(script, env=ENVIRONMENT, check=True)
     assert table.read_text() == expected.read_text()
     assert [path.name for path in table.parent.iterdir()] == ["linear.csv"]
 
@@ -311,7 +313,7 @@ def test_workers_share_the_work_and_write_the_same_table(tmp_path: Path) -> None
 def test_processes_share_the_work_through_torchs_store(tmp_path: Path) -> None:
     table = tmp_path / "linear.csv"
     port = str(20000 + os.getpid() % 20000)
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    environment = {**ENVIRONMENT, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     script = [sys.executable, tune_fakes.__file__, str(table)]
     processes = [
         subprocess.Popen(script, env={**environment, "MASTER_PORT": port, "RANK": str(rank)})

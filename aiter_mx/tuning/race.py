@@ -22,7 +22,7 @@ class Rules:
             is larger.
     """
 
-    most: int = 32
+    most: int = 24
     heats: tuple[int, ...] = (12, 5)
     rounds: int = 2
     final_rounds: int = 7
