@@ -256,7 +256,8 @@ def _check(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> MoeGe
             f"xq must have a row for each {a_div} of {routed} routed rows (a_div={a_div}), got "
             f"{list(xq.shape)}"
         )
-    if block_m > 0 and not 0 <= -(-len(sorted_ids) // block_m) - len(expert_ids) <= 1:
+    is_block = block_m > 0 and block_m % 4 == 0  # else the problem refuses it
+    if is_block and not 0 <= -(-len(sorted_ids) // block_m) - len(expert_ids) <= 1:
         raise ValueError(
             f"{len(sorted_ids)} sorted ids are {-(-len(sorted_ids) // block_m)} blocks of "
             f"block_m={block_m}, but expert_ids has {len(expert_ids)}: was the routing made for "
@@ -283,7 +284,7 @@ def _check(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> MoeGe
         weights="none" if weights is None else "by_place" if by_place else "by_t",
         ids=ids,
         a_div=a_div,
-        max_blocks=min(len(expert_ids), len(sorted_ids) // block_m) if block_m > 0 else 0,
+        max_blocks=min(len(expert_ids), len(sorted_ids) // block_m) if is_block else 0,
         alpha=alpha,
         beta=beta,
         limit=limit,
