@@ -43,10 +43,11 @@ def poisoned(spec: KernelSpec) -> KernelSpec:
     module = spec.module
     assert module is not None
 
+    names = [argument.name for argument in module.args if argument.kind != "pointer"]
+
     def half(target, problem, config):
-        M_N_K_bias = list(module.scalars(target, problem, config))
-        M_N_K_bias[-2] //= 2
-        return tuple(M_N_K_bias)
+        values = dict(zip(names, module.scalars(target, problem, config), strict=True))
+        return tuple(v // 2 if name == "K" else v for name, v in values.items())
 
     return replace(spec, name=f"half_{spec.name}", module=replace(module, scalars=half))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ import torch
 
 from aiter_mx.errors import AiterMxError
 from aiter_mx.jit.build import build
+from aiter_mx.jit.cache import cache_dir
 from aiter_mx.jit.toolchain import find_toolchain
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.launch import build_request
@@ -21,6 +23,7 @@ from aiter_mx.target import Target
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
 from aiter_mx.tuning.builds import build_each, requests_of
 from aiter_mx.tuning.candidates import Admission, Bench, Candidate, ContextLost, Meter, Unfit
+from aiter_mx.tuning.origin import sources_hash, versions
 from aiter_mx.workloads.workload import Operands, Workload, poison, workload_of
 
 BACKENDS = ("hip", "triton", "vendor")
@@ -190,11 +193,14 @@ def _compile_others(
     """Fill the caches of compilers that are not ours, as Triton's, by calling candidates once.
 
     It takes processes: Triton compiles under the interpreter's lock. One process gets all problems
-    of a configuration, most of which share a compilation.
+    of a configuration, most of which share a compilation. A file in the cache folder lists what was
+    called before, by the same versions and sources.
     """
+    done_file = cache_dir() / "tuner" / f"called-{sources_hash()}-{_hash(versions())}.txt"
+    done = set(done_file.read_text().splitlines()) if done_file.is_file() else set()
     problems: dict[Candidate, list[Problem]] = {}
     for problem, candidate in pairs:
-        if candidate.spec.module is None:
+        if candidate.spec.module is None and _hash(f"{target} {candidate} {problem}") not in done:
             problems.setdefault(candidate, []).append(problem)
     if not problems or not torch.cuda.is_available():
         return
@@ -202,6 +208,14 @@ def _compile_others(
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for candidate, of_it in problems.items():
             pool.submit(_call_once, op, target, device, candidate, of_it)
+    called = [_hash(f"{target} {c} {p}") for c, of_it in problems.items() for p in of_it]
+    done_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with done_file.open("a") as file:
+        file.write("".join(f"{line}\n" for line in called))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _call_once(
