@@ -161,7 +161,7 @@ def _variants(path: Path) -> tuple[int, dict[BuildRequest, str]]:
     from aiter_mx.dispatch.tables import read_table
     from aiter_mx.errors import TableError
     from aiter_mx.kernels.registry import find_kernel
-    from aiter_mx.launch import build_request
+    from aiter_mx.launch import module_request
     from aiter_mx.target import hardware
 
     seen: dict[tuple[object, ...], str] = {}
@@ -175,7 +175,8 @@ def _variants(path: Path) -> tuple[int, dict[BuildRequest, str]]:
         if spec.module is not None:
             target = hardware(row.gfx)
             target = replace(target, cu_num=row.cu_num or target.cu_num)
-            requests[build_request(spec, target, row.problem, row.config)] = row.where
+            for module in spec.modules:
+                requests[module_request(module, target, row.problem, row.config)] = row.where
     return len(seen), requests
 
 

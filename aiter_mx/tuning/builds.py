@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from aiter_mx.errors import AiterMxError
 from aiter_mx.jit.build import BuildRequest, build
 from aiter_mx.kernels.spec import Problem
-from aiter_mx.launch import build_request
+from aiter_mx.launch import module_request
 from aiter_mx.target import Target
 from aiter_mx.tuning.candidates import Candidate
 
@@ -22,7 +22,8 @@ def requests_of(
     for problem, candidate in pairs:
         if candidate.spec.module is not None:
             try:
-                found[build_request(candidate.spec, target, problem, candidate.config)] = None
+                for module in candidate.spec.modules:
+                    found[module_request(module, target, problem, candidate.config)] = None
             except ValueError:
                 continue  # the candidate's race says why
     return found

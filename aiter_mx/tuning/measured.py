@@ -140,15 +140,11 @@ class GpuBench:
 
 
 def _operand_sets(workload: Workload, problem: Problem, device: torch.device) -> list[Operands]:
-    """Operands for each call of a graph: two draws of all, and as many of weights as stay cold."""
+    """Operands for each call of a graph: two draws of all, and as many as stay cold."""
     sets = [workload.operands(problem, device) for _ in range(2)]
-    weights = [sets[0][position] for position in workload.cold]
-    copies = copies_to_stay_cold(sum(tensor.nbytes for tensor in weights if tensor is not None))
-    for index in range(2, copies):
-        fresh = workload.operands(problem, device)
-        own = (*workload.cold, *workload.results)
-        base = sets[index % 2]
-        sets.append([fresh[i] if i in own else tensor for i, tensor in enumerate(base)])
+    read_bytes = max(workload.read_bytes(problem, operands) for operands in sets)
+    for index in range(2, copies_to_stay_cold(read_bytes)):
+        sets.append(workload.another(problem, sets[index % 2]))
     return sets
 
 

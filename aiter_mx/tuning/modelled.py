@@ -96,11 +96,8 @@ class ModelBench:
         launch = module.geometry(hardware("gfx950"), self._problem, candidate.config)
         groups = launch.grid[0] * launch.grid[1] * launch.grid[2]
         whole = _scaled(trial.report, 1 / share)
-        weights = sum(
-            tensor.nbytes
-            for position in workload_of(self._op).cold
-            if (tensor := trial.operands[position]) is not None
-        )
+        part = workload_of(self._op).sample(self._problem, _SHARE)[0]
+        weights = workload_of(self._op).read_bytes(part, trial.operands)
         limits = bounds(whole, weights / share, groups, trial.waves_a_simd)
         issue_us = max(limits.issue_us, limits.lds_us)
         parts = (limits.memory_us, limits.latency_us, issue_us)
