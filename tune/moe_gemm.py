@@ -1,21 +1,12 @@
-"""Regenerates ``configs/<arch>/moe_gemm.csv``: measured on the GPU at hand, else modelled.
+"""Regenerates ``configs/<arch>/moe_gemm.csv``.
 
-    python tune/moe_gemm.py                # on a GPU: configs/<its arch>/moe_gemm.csv, measured
-    python tune/moe_gemm.py --arch gfx950  # without one: configs/gfx950/moe_gemm.csv, by the model
+    python tune/moe_gemm.py                # on a GPU: its architecture's table, measured
+    python tune/moe_gemm.py --arch gfx950  # without one: that table by the model
 
-Whatever else ``aiter-mx tune moe_gemm`` takes may follow, such as ``--tp 4,8``.
+Whatever else ``aiter-mx tune moe_gemm`` takes may follow.
 """
 
-from __future__ import annotations
-
-import sys
-
-from aiter_mx.cli.main import main
-
-MODELS = ("wide-6144", "gpt-oss-120b")
-"""Whose shapes the package ships rows for."""
+from shipped import tune
 
 if __name__ == "__main__":
-    shapes = [argument for model in MODELS for argument in ("--model", model)]
-    sys.argv = ["aiter-mx", "tune", "moe_gemm", *shapes, *sys.argv[1:]]
-    main()
+    tune("moe_gemm", ["wide-6144", "gpt-oss-120b"])
