@@ -2,5 +2,4 @@
 
 from aiter_mx.cli.main import main
 
-if __name__ == "__main__":  # processes of a pool import this too
-    main()
+main()

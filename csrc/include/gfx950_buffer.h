@@ -28,6 +28,10 @@ class Buffer {
     MX_MEMBER unsigned load_two_bytes(unsigned offset) const {
         return __builtin_amdgcn_raw_buffer_load_b16(rsrc, offset, 0, kCached);
     }
+    // 16 bytes; none beyond the length.
+    MX_MEMBER void store(unsigned offset, u32x4 values) const {
+        __builtin_amdgcn_raw_buffer_store_b128(values, rsrc, offset, 0, kCached);
+    }
 
   private:
     static constexpr short kRaw = 0;           // stride: none

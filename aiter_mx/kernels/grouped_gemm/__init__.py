@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
 from aiter_mx.kernels.grouped_gemm.problem import KEY, GroupedGemmProblem, stand_ins
 from aiter_mx.kernels.spec import KernelSpec
 
@@ -10,6 +11,7 @@ __all__ = ["KERNELS", "KEY", "PROBLEM", "GroupedGemmProblem", "stand_ins"]
 PROBLEM = GroupedGemmProblem
 
 KERNELS = (
+    PERSISTENT_GFX950,
     KernelSpec(
         op="grouped_gemm",
         backend="torch",

@@ -1,0 +1,189 @@
+"""The CDNA4 grouped GEMM, csrc/grouped_gemm_gfx950.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aiter_mx.kernels.grouped_gemm.problem import ARGS, GroupedGemmProblem, scalars
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Arg,
+    Config,
+    Geometry,
+    KernelSpec,
+    Module,
+    Param,
+)
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("tile_m", (32, 64, 128, 256), "rows of a in a tile"),
+    Param("tile_n", (128, 256), "features in a tile"),
+    Param("swath", (1, 4, 8, 16), "rows of tiles that are gone through column after column"),
+    Param("xcds", (1, 8), "dies that tiles are dealt to in runs; 1 deals them one by one"),
+)
+
+_DEPTH = 128  # of K in a step
+_BLOCK = 32
+_WAVES = 4
+# Of an MI355X: the CDNA4 ISA manual and white paper.
+_XCDS = 8
+_LDS_BYTES = 160 * 1024
+# Of a compute unit, a cycle.
+_PRODUCTS_A_CYCLE = 4096
+_LDS_BYTES_A_CYCLE = 128
+_COPY_BYTES_A_CYCLE = 64  # from L2
+# Estimates; docs/grouped.md has their origin.
+_LATENCY_CYCLES = 2000
+_EPILOGUE_CYCLES = 4000  # of the largest tile
+_TILE_CYCLES = 500  # to find the next tile
+
+# Offsets within a tile are below 2^31, with the farthest row of a step added to one out of range.
+MAX_K = 1 << 22
+MAX_N = 1 << 21
+MAX_ROWS = 1 << 31
+MAX_TILES = 1 << 31
+
+
+def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no scaled-MFMA kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if problem.N % _BLOCK:
+        return f"N={problem.N} is not a multiple of {_BLOCK}, the features that a lane stores"
+    for name, value, limit in (
+        ("K", problem.K, MAX_K),
+        ("N", problem.N, MAX_N),
+        ("M", problem.M, MAX_ROWS),
+        ("G", problem.G, MAX_ROWS),
+    ):
+        if value >= limit:
+            return f"{name}={value} is not below {limit}, as 32-bit offsets within a tile demand"
+    tiles = problem.most_tiles(PARAMS[0].values[0]) * -(-problem.N // PARAMS[1].values[0])
+    if tiles >= MAX_TILES:
+        return f"there are up to {tiles} tiles, and their numbers have 31 bits"
+    return None
+
+
+def _lds_bytes(problem: GroupedGemmProblem, config: Config) -> int:
+    """What the kernel's ``kLdsBytes`` is."""
+    tile_m, tile_n = config["tile_m"], config["tile_n"]
+    pieces = 4 // _scale_bytes(problem)
+    lines = 64 // pieces  # rows of scales that one copy takes
+    rows = -(-tile_m // lines) * lines
+    while (rows + tile_n) // lines % _WAVES:
+        rows += lines
+    stage = (tile_m + tile_n) * _DEPTH + (rows + tile_n) * 4 * pieces
+    size = 4 if problem.out_dtype == "fp32" else 2
+    features = tile_n // (2 if tile_m > 32 else 4)
+    return 2 * stage + _WAVES * 16 * min(features * size, 256)
+
+
+def _resident(problem: GroupedGemmProblem, config: Config) -> int:
+    """Workgroups that a compute unit holds at once."""
+    # Tiles of half this size and less leave each lane half of a SIMD's registers or more.
+    by_registers = 2 if config["tile_m"] * config["tile_n"] <= 128 * 128 else 1
+    return min(by_registers, _LDS_BYTES // _lds_bytes(problem, config))
+
+
+def _fits(problem: GroupedGemmProblem, config: Config) -> bool:
+    """Whether the variant compiles without spilling: copying scales byte by byte takes more scalar
+    registers than tall tiles leave."""
+    return config["tile_m"] < 256 or _scale_bytes(problem) > 1
+
+
+def _cycles(target: Target, problem: GroupedGemmProblem, config: Config) -> float:
+    """A bound on a call's time, all groups of one size; docs/grouped.md derives it."""
+    tile_m, tile_n = config["tile_m"], config["tile_n"]
+    waves_m = 2 if tile_m > 32 else 1
+    reads = _DEPTH * (tile_m * _WAVES // waves_m + tile_n * waves_m)
+    copies = _DEPTH * (tile_m + tile_n)
+    matrix = tile_m * tile_n * _DEPTH / _PRODUCTS_A_CYCLE
+    step = max(matrix, (reads + copies) / _LDS_BYTES_A_CYCLE, copies / _COPY_BYTES_A_CYCLE)
+    epilogue = _EPILOGUE_CYCLES * tile_m * tile_n / (256 * 256)
+    steps = -(-problem.K // _DEPTH)
+    tile = steps * step + epilogue + _TILE_CYCLES
+    resident = _resident(problem, config)
+    rows = -(-problem.M // problem.G)
+    tiles = min(problem.G, problem.M) * -(-rows // tile_m) * -(-problem.N // tile_n)
+    rounds = -(-tiles // (target.cu_num * resident))
+    latency = steps * _LATENCY_CYCLES / 2 + _LATENCY_CYCLES
+    return rounds * max(latency, resident * tile)
+
+
+def _candidates(target: Target, problem: GroupedGemmProblem) -> list[Config]:
+    """Every tile that fits, the one of the least modelled time first, in a few orders each."""
+    tiles = sorted(
+        (
+            {"tile_m": m, "tile_n": n, "swath": 8, "xcds": _XCDS}
+            for m in PARAMS[0].values
+            for n in PARAMS[1].values
+        ),
+        key=lambda config: _cycles(target, problem, config),
+    )
+    orders = ({"swath": 8, "xcds": _XCDS}, {"swath": 4, "xcds": _XCDS}, {"swath": 1, "xcds": 1})
+    return [{**tile, **order} for order in orders for tile in tiles if _fits(problem, tile)]
+
+
+def _configure(target: Target, problem: GroupedGemmProblem) -> Config:
+    return _candidates(target, problem)[0]
+
+
+def _workgroups(target: Target, problem: GroupedGemmProblem, config: Config) -> int:
+    tiles = problem.most_tiles(config["tile_m"]) * -(-problem.N // config["tile_n"])
+    return max(1, min(tiles, target.cu_num * _resident(problem, config)))
+
+
+def _scale_bytes(problem: GroupedGemmProblem) -> int:
+    """Scales that one copy of a lane takes: their rows start at multiples of this."""
+    blocks = problem.K // _BLOCK
+    return 1 if blocks % 2 else 2 if blocks % 4 else 4
+
+
+def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Mapping[str, int]:
+    return {
+        "MX_TILE_M": config["tile_m"],
+        "MX_TILE_N": config["tile_n"],
+        "MX_SWATH": config["swath"],
+        "MX_XCDS": config["xcds"],
+        "MX_SCALE_BYTES": _scale_bytes(problem),
+        "MX_WHOLE_STEPS": int(problem.K % _DEPTH == 0 and problem.K > _DEPTH),
+        "MX_OUT": DTYPE_CODES[problem.out_dtype],
+    }
+
+
+def _geometry(target: Target, problem: GroupedGemmProblem, config: Config) -> Geometry:
+    return Geometry(
+        grid=(_workgroups(target, problem, config), 1, 1),
+        block=(_WAVES * target.wave_size, 1, 1),
+    )
+
+
+def _scalars(
+    target: Target, problem: GroupedGemmProblem, config: Config
+) -> tuple[int | float, ...]:
+    return (
+        *scalars(problem),
+        problem.M // problem.G,
+        _workgroups(target, problem, config),
+    )
+
+
+MODULE = Module(
+    sources={"gfx950": "grouped_gemm_gfx950.cu"},
+    symbol="aiter_mx_grouped_gemm",
+    args=(*ARGS, Arg("rows_each", "i32"), Arg("workgroups", "i32")),
+    defines=_defines,
+    geometry=_geometry,
+    scalars=_scalars,
+)
+
+PERSISTENT = KernelSpec(
+    op="grouped_gemm",
+    backend="hip",
+    name="persistent",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=_configure,
+    candidates=_candidates,
+    module=MODULE,
+)

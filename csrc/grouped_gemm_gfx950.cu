@@ -1,0 +1,509 @@
+// Grouped GEMM on CDNA4: y[m] = dequantised(x[m]) * dequantised(w[g])^T + bias[g] for each row m of
+// each group g. aiter_mx/kernels/grouped_gemm/problem.py says what a group is.
+//
+//   xq [M, K], wq [G, N, K]          e4m3 payload
+//   xs [M, K/32], ws [G, N, K/32]    e8m0 scale of each 32 consecutive k
+//   y  [M, N]                        fp32, bf16 or fp16
+//   bias [G, N]                      any of these, or none
+//
+// Each workgroup, four waves, takes tiles of kTileM rows by kTileN features in turn. Over all its
+// tiles it takes steps of 128 k in one unbroken stream: what it copies to LDS is two steps ahead of
+// what it multiplies, across the ends of tiles too.
+//
+// A stage of LDS holds a step of both operands. The part of one wave, by which it is filled:
+//
+//   bytes ->   |0       15|16      31| ...             |127
+//   row 0      | piece 0  | piece 1  | ... | piece 7   |     16 bytes of k each
+//   row 1      |          |          |     |           |     Piece p of row r is kept in place
+//   ...        |                                       |     p ^ (r / 2 % 8), so that the lanes
+//   kRowsX - 1 |          x                            |     that one read serves together are
+//   row 0      |          w                            |     in different banks.
+//   kRowsW - 1 |                                       |
+//
+// After the four parts, the scales, a row after the other: kScalePieces dwords of kScaleBytes each.
+//
+// w is operand A of the matrix instruction and x is B, so that a lane holds consecutive features.
+// A wave's sums are kFragsX by kFragsW products of 16 by 16. A step multiplies them by quarters;
+// while it multiplies one, it reads operands for the next, one half of x's or w's fragments:
+//
+//   quarter         1             2              3                       4
+//   multiply        x lo, w lo    x lo, w hi     x hi, w hi              x hi, w lo
+//   read            w hi          x hi           x lo of the next step   w lo of the next step
+//   copy to LDS                                  two steps on, into this step's stage
+//
+// Each half has its registers, but that w lo of the next step comes into those of w hi: the roles
+// of the two change with each step.
+//
+// Order. Copies to LDS count in vmcnt, reads of LDS in lgkmcnt; the compiler places the waits for
+// reads, and knows nothing of the copies, which are assembly.
+// - Half way through quarter 3 a wave waits for its copies, vmcnt(0), and at a barrier for the
+//   others'. The copies were issued a step ago, in quarters 3 and 4, into the stage that is to be
+//   read from here on: after the barrier it is complete.
+// - Before that barrier a wave has the results of all its reads of this step's stage: quarters 1 to
+//   3 use them. After it, the stage may be overwritten.
+// - The results' way through LDS has memory of each wave's own and needs no barrier.
+
+#include "gfx950_buffer.h"
+#include "gfx950_copy.h"
+#include "gfx950_groups.h"
+#include "gfx950_mfma.h"
+#include "gfx950_sums.h"
+#include "mx_scale.h"
+
+using namespace mx;
+
+constexpr int kTileM = MX_TILE_M;            // rows of x in a tile: 32, 64, 128 or 256
+constexpr int kTileN = MX_TILE_N;            // rows of w
+constexpr int kScaleBytes = MX_SCALE_BYTES;  // of one copy: what K / 32 is a multiple of, at most 4
+constexpr bool kWholeSteps = MX_WHOLE_STEPS; // K is a multiple of 128
+constexpr unsigned kSwath = MX_SWATH;        // rows of tiles that a group's tiles are ordered by
+constexpr unsigned kXcds = MX_XCDS;          // dies that workgroups go to in turn; 1 to ignore them
+using Out = DType<MX_OUT>;
+
+constexpr int kWaves = 4;
+constexpr int kWavesM = kTileM > 32 ? 2 : 1, kWavesN = kWaves / kWavesM;
+constexpr int kThreads = kWaves * kLanes;
+constexpr unsigned kBlock = 32; // k of one scale
+constexpr unsigned kPiece = 16; // bytes of one copy or read of payload
+constexpr unsigned kRowPieces = kDepth / kPiece;
+constexpr int kFragsX = kTileM / kWavesM / kSide, kFragsW = kTileN / kWavesN / kSide;
+constexpr int kHalfX = kFragsX / 2, kHalfW = kFragsW / 2;
+
+// What a wave copies.
+constexpr int kRowsX = kTileM / kWaves, kRowsW = kTileN / kWaves;
+constexpr int kCopyRows = kLanes / kRowPieces;
+constexpr int kCopiesX = kRowsX / kCopyRows, kCopiesW = kRowsW / kCopyRows;
+constexpr int kScalePieces = kDepth / kBlock / kScaleBytes; // of one row, each a dword of LDS
+constexpr int kScaleCopyRows = kLanes / kScalePieces;
+// Rows of x's scales with as many more, all zeros, as let each wave make the same number of copies.
+constexpr int kScaleRowsX = [] {
+    int rows = (kTileM + kScaleCopyRows - 1) / kScaleCopyRows * kScaleCopyRows;
+    while ((rows + kTileN) / kScaleCopyRows % kWaves != 0)
+        rows += kScaleCopyRows;
+    return rows;
+}();
+constexpr int kScaleCopies = (kScaleRowsX + kTileN) / kScaleCopyRows / kWaves;
+constexpr int kCopies = kCopiesX + kCopiesW + kScaleCopies;
+
+// LDS, in bytes.
+constexpr int kPart = (kRowsX + kRowsW) * kDepth;
+constexpr int kScaleRow = 4 * kScalePieces;
+constexpr int kScalesAt = kWaves * kPart;
+constexpr int kStage = kScalesAt + (kScaleRowsX + kTileN) * kScaleRow;
+constexpr int kFeatures = kTileN / kWavesN; // of a wave
+constexpr int kPassFeatures = kFeatures * sizeof(Out) > 256 ? 256 / sizeof(Out) : kFeatures;
+constexpr int kPassRow = kPassFeatures * sizeof(Out);
+constexpr int kPass = kSide * kPassRow; // of results of a wave that are on their way at a time
+constexpr int kPassesAt = 2 * kStage;
+constexpr int kLdsBytes = kPassesAt + kWaves * kPass;
+static_assert(kHalfX >= 1 && kHalfW >= 1 && kLdsBytes <= 160 * 1024);
+
+MX_DEVICE unsigned char* lds() {
+    MX_LDS u32x4 all[kLdsBytes / 16];
+    return reinterpret_cast<unsigned char*>(all);
+}
+
+// Copies step after step of tile after tile to LDS.
+class Copier {
+  public:
+    MX_MEMBER Copier(unsigned N, unsigned K, int wave, int lane) : N(N), K(K), wave(wave) {
+        const int row = lane / kRowPieces, place = lane % kRowPieces;
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            const int x = wave * kRowsX + row + odd * kCopyRows;
+            const int w = wave * kRowsW + row + odd * kCopyRows;
+            k_x[odd] = (place ^ x / 2 % 8) * kPiece;
+            k_w[odd] = (place ^ w / 2 % 8) * kPiece;
+            x_at[odd] = x * K + k_x[odd];
+            w_at[odd] = w * K + k_w[odd];
+        }
+        block = lane % kScalePieces * kScaleBytes;
+        scale_at = lane / kScalePieces * (K / kBlock) + block;
+    }
+
+    // From here on it is this tile's turn; nothing but zeros if there is none.
+    MX_MEMBER void start(Tile tile, bool is_any) {
+        // Worked out here, not kept in registers since the tile is known.
+        asm volatile("" : "+s"(tile.first), "+s"(tile.rows), "+s"(tile.group), "+s"(tile.feature));
+        const ArgumentsPointer args = arguments();
+        const unsigned blocks = K / kBlock;
+        const Offset w_row = static_cast<Offset>(tile.group) * N + tile.feature;
+        const Offset x_row = tile.first;
+        const unsigned left = N - tile.feature;
+        const unsigned x_rows = is_any ? tile.rows : 0;
+        const unsigned w_rows = is_any ? left < kTileN ? left : kTileN : 0;
+        x = resource(args->xq + x_row * K, x_rows * K);
+        w = resource(args->wq + w_row * K, w_rows * K);
+        x_scales = resource(args->xs + x_row * blocks, x_rows * blocks);
+        w_scales = resource(args->ws + w_row * blocks, w_rows * blocks);
+        k = 0;
+    }
+
+    // To be called before a step's copies.
+    MX_MEMBER void aim() {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            const bool x_in = kWholeSteps || k + k_x[odd] < K;
+            const bool w_in = kWholeSteps || k + k_w[odd] < K;
+            x_now[odd] = x_in ? x_at[odd] + k : kNowhere;
+            w_now[odd] = w_in ? w_at[odd] + k : kNowhere;
+        }
+        const bool in = kWholeSteps || k / kBlock + block < K / kBlock;
+        scale_now = in ? scale_at + k / kBlock : kNowhere;
+    }
+
+    // One of the step's copies, into a stage.
+    MX_MEMBER void copy(int i, unsigned stage) const {
+        const unsigned part = stage + wave * kPart;
+        if (i < kCopiesX) {
+            copy_16_bytes(x, x_now[i % 2], i / 2 * 2 * kCopyRows * K, part, i * kCopyRows * kDepth);
+        } else if (i < kCopiesX + kCopiesW) {
+            const int j = i - kCopiesX;
+            copy_16_bytes(w, w_now[j % 2], j / 2 * 2 * kCopyRows * K, part,
+                          (kRowsX + j * kCopyRows) * kDepth);
+        } else {
+            copy_scales(i - kCopiesX - kCopiesW, stage);
+        }
+    }
+
+    // After a step's copies.
+    MX_MEMBER void advance() { k += kDepth; }
+    MX_MEMBER bool is_done(unsigned steps) const { return k >= steps * kDepth; }
+
+  private:
+    MX_MEMBER void copy_scales(int i, unsigned stage) const {
+        const unsigned row = (i * kWaves + wave) * kScaleCopyRows;
+        const bool is_x = row < kScaleRowsX;
+        const unsigned from = is_x ? row : row - kScaleRowsX;
+        copy_piece<kScaleBytes>(is_x ? x_scales : w_scales, scale_now, from * (K / kBlock),
+                                stage + wave * kScaleCopyRows * kScaleRow,
+                                kScalesAt + i * kWaves * kScaleCopyRows * kScaleRow);
+    }
+
+    unsigned N, K, wave, block, scale_at, k;
+    unsigned k_x[2], k_w[2], x_at[2], w_at[2]; // of copies of even and odd number
+    unsigned x_now[2], w_now[2], scale_now;
+    Resource x, w, x_scales, w_scales;
+};
+
+// One half of the fragments of an operand, of a wave.
+template <int Count>
+struct Half {
+    u32x8 rows[Count];
+    unsigned scales[Count]; // byte 0
+};
+
+// Where a lane reads the fragments of an operand in a stage.
+template <int Rows, int At, int ScaleRow> // of a wave's part; its first byte there; of the scales
+class Place {
+  public:
+    static constexpr int kReads = 3; // of one fragment
+
+    MX_MEMBER Place(int first, int lane) {
+        const int row = first + lane % kSide, g = lane / kSide;
+        const unsigned begin = row / Rows * kPart + At + row % Rows * kDepth;
+        low = begin + (g ^ row / 2 % 8) * kPiece;
+        high = begin + ((g + 4) ^ row / 2 % 8) * kPiece;
+        scale = kScalesAt + (ScaleRow + row) * kScaleRow + g / kScaleBytes * 4 + g % kScaleBytes;
+    }
+
+    // Read `which` of fragment i's, in order of use.
+    template <int Count>
+    MX_MEMBER void read(Half<Count>& to, int i, int of, int which, unsigned stage) const {
+        const unsigned char* at = lds() + stage;
+        const int further = kSide * of / Rows * kPart + kSide * of % Rows * kDepth;
+        if (which == 0)
+            to.scales[i] = at[scale + kSide * of * kScaleRow];
+        else if (which == 1)
+            put<0>(to.rows[i], *reinterpret_cast<const u32x4*>(at + low + further));
+        else
+            put<4>(to.rows[i], *reinterpret_cast<const u32x4*>(at + high + further));
+    }
+    // Read `which`, of 3 Count, of a half.
+    template <int Count>
+    MX_MEMBER void read_half(Half<Count>& to, bool is_upper, int which, unsigned stage) const {
+        const int i = which / kReads;
+        read(to, i, is_upper ? Count + i : i, which % kReads, stage);
+    }
+
+  private:
+    template <int First>
+    MX_MEMBER static void put(u32x8& whole, u32x4 half) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            whole[First + i] = half[i];
+    }
+    unsigned low, high, scale;
+};
+using PlaceX = Place<kRowsX, 0, 0>;
+using PlaceW = Place<kRowsW, kRowsX * kDepth, kScaleRowsX>;
+
+// The instruction's treatment of NaN scales is not relied on: the largest scale of each row is
+// kept, and a row that met a NaN gets a NaN payload at the end.
+template <int Count>
+struct Largest {
+    unsigned scale[2][Count] = {};
+
+    MX_MEMBER void take(int half, int i, unsigned x) { scale[half][i] = max(scale[half][i], x); }
+    MX_MEMBER bool any_nan() const {
+        unsigned most = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int i = 0; i < Count; ++i)
+                most = max(most, scale[half][i]);
+        return __builtin_amdgcn_ballot_w64(most == kNanScale) != 0;
+    }
+    MX_MEMBER u32x8 payload(int i) const {
+        constexpr unsigned nans = 0x7f7f7f7f;
+        return scale[i / Count][i % Count] == kNanScale ? u32x8{nans} : u32x8{};
+    }
+};
+
+// Of two waves a SIMD each has half of the registers, and plain sums fit.
+using Sums = SumsOf<(kFragsX * kFragsW >= 32), kFragsX * kFragsW>::type; // fragment x * kFragsW + w
+
+// What a wave does in the steps of its tiles.
+class Stream {
+  public:
+    Sums sums;
+
+    MX_MEMBER Stream(const Copier& copier, int wave, int lane)
+        : copier(copier), place_x(wave / kWavesN * (kTileM / kWavesM), lane),
+          place_w(wave % kWavesN * (kTileN / kWavesN), lane) {}
+
+    // Copies the first two steps of the first tile, and reads the first operands.
+    MX_MEMBER void begin(const Tile& first) {
+        copier.start(first, true);
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+            copier.aim();
+#pragma unroll
+            for (int i = 0; i < kCopies; ++i)
+                copier.copy(i, step * kStage);
+            copier.advance();
+        }
+        copies_arrived();
+#pragma unroll
+        for (int i = 0; i < kReadsX; ++i)
+            place_x.read_half(x_low, false, i, stage);
+#pragma unroll
+        for (int i = 0; i < kReadsW; ++i)
+            place_w.read_half(w_first, false, i, stage);
+    }
+    MX_MEMBER void even_step(unsigned steps, const Tile& next, bool is_last) {
+        step(w_first, w_second, steps, next, is_last);
+    }
+    MX_MEMBER void odd_step(unsigned steps, const Tile& next, bool is_last) {
+        step(w_second, w_first, steps, next, is_last);
+    }
+    // To be called where a tile ends with an even step.
+    MX_MEMBER void swap() { w_first = w_second; }
+
+    // Rows that met a NaN scale get NaN, and the next tile's notes begin.
+    MX_MEMBER void settle_nans() {
+        if (most_x.any_nan() || most_w.any_nan())
+#pragma unroll
+            for (int x = 0; x < kFragsX; ++x)
+#pragma unroll
+                for (int w = 0; w < kFragsW; ++w)
+                    sums.add(x * kFragsW + w, most_w.payload(w), kUnitScale, most_x.payload(x),
+                             kUnitScale);
+        most_x = {};
+        most_w = {};
+    }
+
+  private:
+    static constexpr int kReadsX = PlaceX::kReads * kHalfX, kReadsW = PlaceW::kReads * kHalfW;
+    static constexpr int kProducts = kHalfX * kHalfW, kEarly = kProducts / 2;
+    static constexpr int kCopiesEarly = kCopies / 3; // in quarter 3, which has half the time
+
+    // A step of the tile before `next`, of so many; without a next one, zeros are copied.
+    MX_MEMBER void step(Half<kHalfW>& low, Half<kHalfW>& high, unsigned steps, const Tile& next,
+                        bool is_last) {
+        const unsigned other = kStage - stage;
+        if (copier.is_done(steps))
+            copier.start(next, !is_last);
+        copier.aim();
+        note(most_x, 0, x_low);
+        note(most_w, 0, low);
+        quarter<kReadsW, 0>(x_low, 0, low, 0,
+                            [&](int i) { place_w.read_half(high, true, i, stage); });
+        note(most_w, 1, high);
+        quarter<kReadsX, 0>(x_low, 0, high, 1,
+                            [&](int i) { place_x.read_half(x_high, true, i, stage); });
+        note(most_x, 1, x_high);
+        quarter<1 + kReadsX + kCopiesEarly, kEarly>(x_high, 1, high, 1, [&](int i) {
+            if (i == 0)
+                copies_arrived();
+            else if (i <= kReadsX)
+                place_x.read_half(x_low, false, i - 1, other);
+            else
+                copier.copy(i - 1 - kReadsX, stage);
+        });
+        quarter<kReadsW + kCopies - kCopiesEarly, 0>(x_high, 1, low, 0, [&](int i) {
+            if (i < kReadsW)
+                place_w.read_half(high, false, i, other);
+            else
+                copier.copy(i - kReadsW + kCopiesEarly, stage);
+        });
+        copier.advance();
+        stage = other;
+    }
+
+    // A quarter of a step's products, and work(i) for each i below Work, spread over those from
+    // number From on.
+    template <int Work, int From, class Do>
+    MX_MEMBER void quarter(const Half<kHalfX>& x, int x_half, const Half<kHalfW>& w, int w_half,
+                           Do work) {
+        constexpr int slots = kProducts - From;
+        sums.reserve();
+#pragma unroll
+        for (int i = 0; i < kProducts; ++i) {
+            const int fx = i / kHalfW, fw = i % kHalfW;
+            sums.add((x_half * kHalfX + fx) * kFragsW + w_half * kHalfW + fw, w.rows[fw],
+                     w.scales[fw], x.rows[fx], x.scales[fx]);
+#pragma unroll
+            for (int j = 0; j < Work; ++j)
+                if (i >= From && j >= (i - From) * Work / slots &&
+                    j < (i - From + 1) * Work / slots)
+                    work(j);
+            finish_before_next();
+        }
+    }
+
+    template <int Count>
+    MX_MEMBER static void note(Largest<Count>& most, int half, const Half<Count>& taken) {
+#pragma unroll
+        for (int i = 0; i < Count; ++i)
+            most.take(half, i, taken.scales[i]);
+    }
+
+    Copier copier;
+    PlaceX place_x;
+    PlaceW place_w;
+    Half<kHalfX> x_low, x_high;
+    Half<kHalfW> w_first, w_second;
+    Largest<kHalfX> most_x;
+    Largest<kHalfW> most_w;
+    unsigned stage = 0;
+};
+
+// The bias of the features that a lane holds: four of each fragment.
+struct Bias {
+    float of[kFragsW][4];
+
+    MX_MEMBER Bias(const Tile& tile, unsigned N, unsigned feature) {
+        const ArgumentsPointer args = arguments();
+        const int kind = args->bias_kind;
+        const Offset first = static_cast<Offset>(tile.group) * N + tile.feature;
+        const unsigned size = kind == kF32 ? 4 : 2;
+        const Buffer values(static_cast<const unsigned char*>(args->bias) + first * size,
+                            kind == kNone ? 0 : (N - tile.feature) * size);
+#pragma unroll
+        for (int w = 0; w < kFragsW; ++w) {
+            const unsigned at = (feature + w * kSide) * size;
+            const u32x4 words = values.load(at); // of 16-bit values the first two
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const unsigned bits = words[i / 2] >> i % 2 * 16 & 0xffff;
+                of[w][i] = kind == kF32 ? bits_to_float(words[i])
+                           : kind == kFP16
+                               ? to_f32(__builtin_bit_cast(fp16, static_cast<unsigned short>(bits)))
+                               : bits_to_float(bits << 16);
+            }
+        }
+    }
+};
+
+// Rounds a wave's sums and stores them, 16 bytes a lane: rows come to lie in lines of memory by way
+// of LDS, 16 rows at a time, piece p of row r in place p ^ r.
+MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned N, int wave, int lane) {
+    constexpr int row_pieces = kPassRow / kPiece, pieces = kSide * row_pieces;
+    constexpr int frags = kPassFeatures / kSide;
+    using Values = Out __attribute__((ext_vector_type(4)));
+    // What follows from the lane is worked out for each tile, not kept in registers meanwhile.
+    asm volatile("" : "+v"(lane));
+    const Bias bias(tile, N, wave % kWavesN * kFeatures + lane / kSide * 4);
+    Out* y = static_cast<Out*>(arguments()->y);
+    unsigned char* own = lds() + kPassesAt + wave * kPass;
+    const unsigned left = N - tile.feature, row_bytes = N * sizeof(Out);
+    const Buffer out(
+        reinterpret_cast<unsigned char*>(y + static_cast<Offset>(tile.first) * N + tile.feature),
+        tile.rows * row_bytes - tile.feature * sizeof(Out));
+    const int row = lane % kSide, g = lane / kSide;
+#pragma unroll
+    for (int x = 0; x < kFragsX; ++x)
+#pragma unroll
+        for (int pass = 0; pass < kFragsW / frags; ++pass) {
+#pragma unroll
+            for (int i = 0; i < frags; ++i) {
+                const int w = pass * frags + i;
+                const f32x4 sum = sums.read(x * kFragsW + w);
+                Values values;
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    values[j] = static_cast<Out>(sum[j] + bias.of[w][j]);
+                const int at = (i * kSide + g * 4) * sizeof(Out);
+                const int place = (at / kPiece ^ row) % row_pieces;
+                *reinterpret_cast<Values*>(own + row * kPassRow + place * kPiece + at % kPiece) =
+                    values;
+            }
+            wave_in_order();
+#pragma unroll
+            for (int i = 0; i < pieces / kLanes; ++i) {
+                const int piece = i * kLanes + lane;
+                const int r = piece / row_pieces, p = piece % row_pieces;
+                const u32x4 values = *reinterpret_cast<const u32x4*>(own + r * kPassRow +
+                                                                     (p ^ r) % row_pieces * kPiece);
+                const unsigned m = wave / kWavesN * (kTileM / kWavesM) + x * kSide + r;
+                const unsigned n =
+                    wave % kWavesN * kFeatures + pass * kPassFeatures + p * (kPiece / sizeof(Out));
+                out.store(n < left ? m * row_bytes + n * sizeof(Out) : kNowhere, values);
+            }
+            wave_in_order();
+        }
+}
+
+// The arguments are those of GroupedArguments, which says how they are read.
+MX_KERNEL(kThreads)
+aiter_mx_grouped_gemm(const unsigned char*, const unsigned char*, const unsigned char*,
+                      const unsigned char*, const void*, Out*, const void*, const void*, Offset,
+                      Offset, Offset, Offset, int, int, int, unsigned, unsigned) {
+    const unsigned N = arguments()->N, K = arguments()->K;
+    const int lane = thread_in_group() % kLanes;
+    const int wave = wave_in_group();
+    // At least two, so that copies are never more than a tile ahead.
+    const unsigned steps = max((K + kDepth - 1) / kDepth, 2);
+
+    // Workgroups go to the dies in turn: those of one die get tiles that follow each other.
+    const unsigned workgroups = arguments()->workgroups, group = group_x();
+    unsigned t = workgroups % kXcds ? group : group % kXcds * (workgroups / kXcds) + group / kXcds;
+    Deal<kTileM, kTileN, kSwath> deal(N, lane);
+    Tile now;
+    if (!deal.find(t, now))
+        return;
+
+    Stream stream(Copier(N, K, wave, lane), wave, lane);
+    stream.begin(now);
+    for (;;) {
+        Tile next = now;
+        t += arguments()->workgroups;
+        const bool is_last = !deal.find(t, next);
+        stream.sums.clear();
+        for (unsigned step = 0; step + 2 <= steps; step += 2) {
+            stream.even_step(steps, next, is_last);
+            stream.odd_step(steps, next, is_last);
+        }
+        if (steps % 2) {
+            stream.even_step(steps, next, is_last);
+            stream.swap();
+        }
+        stream.settle_nans();
+        stream.sums.settle();
+        store_tile(stream.sums, now, N, wave, lane);
+        if (is_last)
+            return;
+        now = next;
+    }
+}
