@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from aiter_mx.dispatch.route import Route
     from aiter_mx.ops.grouped_gemm import grouped_gemm
     from aiter_mx.ops.linear import linear
+    from aiter_mx.ops.moe_align import moe_align, moe_sort
+    from aiter_mx.ops.moe_gemm import moe_gemm, moe_gemm_activated
     from aiter_mx.ops.quantize import dequantize, quantize
     from aiter_mx.target import simulate
 
@@ -26,6 +28,10 @@ _HOME = {
     "explain": "aiter_mx.dispatch.explain",
     "grouped_gemm": "aiter_mx.ops.grouped_gemm",
     "linear": "aiter_mx.ops.linear",
+    "moe_align": "aiter_mx.ops.moe_align",
+    "moe_gemm": "aiter_mx.ops.moe_gemm",
+    "moe_gemm_activated": "aiter_mx.ops.moe_gemm",
+    "moe_sort": "aiter_mx.ops.moe_align",
     "quantize": "aiter_mx.ops.quantize",
     "simulate": "aiter_mx.target",
     "warmup": "aiter_mx.ahead",
@@ -38,6 +44,10 @@ __all__ = [
     "explain",
     "grouped_gemm",
     "linear",
+    "moe_align",
+    "moe_gemm",
+    "moe_gemm_activated",
+    "moe_sort",
     "quantize",
     "simulate",
     "warmup",

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 
 import torch
+
+from aiter_mx.tuning.origin import commit
+
+__all__ = [
+    "COLD_BYTES",
+    "GraphedCalls",
+    "commit",
+    "copies_to_stay_cold",
+    "random_mx",
+    "time_graph_us",
+    "time_host_us",
+]
 
 COLD_BYTES = 512 << 20
 """Buffers are rotated through this much memory: several times the last-level cache, which is
@@ -21,6 +30,45 @@ def copies_to_stay_cold(size_bytes: int) -> int:
     return max(2, -(-COLD_BYTES // max(size_bytes, 1 << 20)))
 
 
+class GraphedCalls:
+    """Calls captured into one graph, to be replayed and timed as often as wanted."""
+
+    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Run the first two calls, so that nothing is built in the capture, and capture all.
+
+        Args:
+            calls: one for each copy of the buffers, so that weights are cold.
+        """
+        self._calls = len(calls)
+        self._stream = torch.cuda.Stream()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            for call in calls[:2]:
+                call()
+            self._stream.synchronize()
+            # torch.cuda.graph would also collect garbage and empty the allocator's cache.
+            self._graph.capture_begin()
+            try:
+                for call in calls:
+                    call()
+            finally:
+                self._graph.capture_end()
+
+    def time_us(self, replays: int = 15, warm: int = 3) -> float:
+        """Time of one call in microseconds: median over the replays, after some that are not
+        timed."""
+        with torch.cuda.stream(self._stream):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (replays + warm))]
+            for start, end in zip(events[::2], events[1::2], strict=True):
+                start.record()
+                self._graph.replay()
+                end.record()
+            self._stream.synchronize()
+        pairs = zip(events[::2], events[1::2], strict=True)
+        times: list[float] = [start.elapsed_time(end) for start, end in pairs]
+        return median(times[warm:]) * 1e3 / self._calls
+
+
 def time_graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:
     """Time of one call in microseconds: all captured into one graph, median over its replays.
 
@@ -28,23 +76,7 @@ def time_graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> f
         calls: one for each copy of the buffers, so that weights are cold.
         replays: timed replays, after three that are not.
     """
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (replays + 3))]
-        for start, end in zip(events[::2], events[1::2], strict=True):
-            start.record()
-            graph.replay()
-            end.record()
-        stream.synchronize()
-    times: list[float] = [s.elapsed_time(e) for s, e in zip(events[::2], events[1::2], strict=True)]
-    return median(times[3:]) * 1e3 / len(calls)
+    return GraphedCalls(calls).time_us(replays)
 
 
 def time_host_us(call: Callable[[], object], calls: int = 200, rounds: int = 50) -> float:
@@ -71,12 +103,3 @@ def random_mx(rows: int, K: int, device: torch.device) -> tuple[torch.Tensor, to
     payload |= torch.randint(0, 2, (rows, K), device=device, dtype=torch.uint8) << 7
     scale = torch.randint(121, 134, (rows, K // 32), device=device, dtype=torch.uint8)
     return payload.view(torch.float8_e4m3fn), scale
-
-
-def commit() -> str:
-    """The commit that is being measured; ``AITER_MX_COMMIT`` names it where git cannot."""
-    named = os.environ.get("AITER_MX_COMMIT")
-    if named:
-        return named
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

@@ -34,6 +34,7 @@ class Trial:
         minimal_bytes: the bytes of its operands and results, each moved once.
         operands: what it ran on; its results are among them.
         kernel: what the code object says of it.
+        waves_a_simd: waves that a SIMD holds at once.
     """
 
     report: LaunchReport
@@ -41,6 +42,7 @@ class Trial:
     minimal_bytes: int
     operands: Operands
     kernel: KernelInfo
+    waves_a_simd: int
 
 
 def try_out(
@@ -48,9 +50,14 @@ def try_out(
 ) -> Trial:
     """Run a gfx950 kernel once. Raises SimulatorError when it does what it must not."""
     assert spec.module is not None
+    if len(spec.modules) > 1:
+        raise ValueError(f"{spec.op}/{spec.name} takes several launches, and one alone is nothing")
     target, module = hardware("gfx950"), spec.module
     program = Program.from_image(build(build_request(spec, target, problem, config)).image)
-    tensors = workload_of(spec.op).operands(problem, _CPU)
+    operands = workload_of(spec.op).operands(problem, _CPU)
+    tensors = [*operands, *[None] * spec.nulls]
+    if size := spec.workspace_bytes(target, problem, config):
+        tensors.append(torch.empty(size, dtype=torch.uint8))
     args = PackedArgs(module.args, module.scalars(target, problem, config))
     args.set_pointers(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
     regions = [
@@ -68,10 +75,10 @@ def try_out(
         regions,
         options,
     )
-    minimal_bytes = sum(region.size_bytes for region in regions)
+    minimal_bytes = sum(tensor.nbytes for tensor in operands if tensor is not None)
     kernel = program.kernel(module.symbol)
     groups = launch.grid[0] * launch.grid[1] * launch.grid[2]
     lanes = launch.block[0] * launch.block[1] * launch.block[2]
     waves_a_simd = occupancy(kernel, lanes, launch.shared_bytes)
     limits = bounds(report, minimal_bytes, groups, waves_a_simd)
-    return Trial(report, limits, minimal_bytes, tensors, kernel)
+    return Trial(report, limits, minimal_bytes, operands, kernel, waves_a_simd)

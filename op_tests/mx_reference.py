@@ -162,6 +162,19 @@ def assert_close_to_reference(
         accumulation_error = (8 + math.sqrt(K)) * 2.0**-23
     error = accumulation_error * total + underflow * K / BLOCK
 
+    assert_rounded(out, ref, error, total, f"K={K}")
+
+
+def assert_rounded(out: Tensor, ref: Tensor, error: Tensor, total: Tensor, note: str = "") -> None:
+    """Assert that ``out`` is a value within ``error`` of ``ref``, rounded once to its dtype.
+
+    Infinity and NaN are allowed where ``total``, the sum of magnitudes, overflows fp32.
+
+    Raises:
+        AssertionError: names the worst element and how many are wrong.
+    """
+    M, N = ref.shape
+    assert out.shape == (M, N), f"out is {tuple(out.shape)}, expected {(M, N)}"
     info = torch.finfo(out.dtype)
     _, exponent = torch.frexp((ref.abs() + error).clamp(min=info.tiny, max=info.max))
     half_ulp = torch.ldexp(torch.full_like(ref, info.eps / 4), exponent)
@@ -179,7 +192,7 @@ def assert_close_to_reference(
     excess = torch.where(right, 0.0, ((got - ref).abs() / (error + half_ulp)).nan_to_num(math.inf))
     m, n = divmod(int((excess + (~right)).argmax()), N)
     raise AssertionError(
-        f"{int((~right).sum())} of {M * N} elements are wrong (M={M}, N={N}, K={K}, {out.dtype}); "
+        f"{int((~right).sum())} of {M * N} elements are wrong (M={M}, N={N}, {note}, {out.dtype}); "
         f"worst at [{m}, {n}]: got {got[m, n].item():.9g}, float64 says {ref[m, n].item():.9g}, "
         f"allowed error {(error + half_ulp)[m, n].item():.3g}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,23 @@ def test_rows_for_another_cu_count_explain_why_they_do_not_apply(
     chosen = route("linear", GFX950, PROBLEM)
     assert chosen.source == "envelope"
     assert "for 80 CUs, not 256" in chosen.reason
+
+
+def test_a_miss_names_the_nearest_shape_or_the_gpus_that_the_table_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "configs_dir", lambda: tmp_path / "none")
+    row = gemv_row(K=128)
+    path = write_table(tmp_path / "a.csv", row | {"M": 8}, row | {"M": 4}, row | {"N": 10})
+    monkeypatch.setenv("AITER_MX_CONFIG", str(path))
+    reason = route("linear", GFX950, PROBLEM).reason
+    assert "none of the 3 tuned shapes for gfx950 is this one" in reason
+    assert "the nearest is M=4 N=1000 K=128 out_dtype=bf16" in reason
+    other = replace(GFX950, cu_num=304)
+    reason = route("linear", other, PROBLEM).reason
+    assert "all tuned rows for gfx950 are for 256 CUs, not 304" in reason
+    reason = route("linear", hardware("sm_90a"), PROBLEM).reason
+    assert "no tuned table for linear on sm_90a" in reason
 
 
 def test_nearest_tuned_rows_stand_in_and_say_so(

@@ -3,81 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import torch
-from sim_tools import Array, launch, program
-
-LANES = 1024
-np.seterr(all="ignore")
-
-
-@dataclass(frozen=True)
-class Case:
-    """An instruction: operand types as in ``TYPES``, and what it computes of whole arrays."""
-
-    asm: str
-    result: str
-    sources: str
-    expected: Callable[..., Array]
-    ulps: int = 0
-
-
-TYPES = {"u": np.uint32, "i": np.int32, "f": np.float32, "U": np.uint64, "I": np.int64,
-         "d": np.float64}  # fmt: skip
-_U64 = 0xFFFFFFFFFFFFFFFF
-B = range(0, 32, 8)  # where the bytes of a word begin
-
-
-def big(function: Callable[..., int]) -> Callable[..., Array]:
-    """An oracle in Python's unbounded integers, taken modulo the result's width afterwards."""
-    return lambda *arrays: np.array(
-        [function(*map(int, values)) & _U64 for values in zip(*arrays, strict=True)], np.uint64
-    )
-
-
-def halves(x: Array) -> tuple[Array, Array]:
-    low, high = (x & 0xFFFF).astype(np.uint16), (x >> 16).astype(np.uint16)
-    return low.view(np.float16), high.view(np.float16)
-
-
-def f16_word(low: Array, high: Array | None = None) -> Array:
-    low = low.astype(np.float16).view(np.uint16).astype(np.uint32)
-    return low if high is None else low | f16_word(high) << 16
-
-
-def rounded(dtype: torch.dtype) -> Callable[[Array], Array]:
-    """Bits of float32 values rounded by torch to a 16 or 8-bit type."""
-    bits = torch.uint8 if dtype.itemsize == 1 else torch.int16
-    return lambda x: (
-        torch.from_numpy(x).to(dtype).view(bits).numpy().astype(np.uint32)
-        & ((1 << 8 * dtype.itemsize) - 1)
-    )
-
-
-def decoded(dtype: torch.dtype, codes: Array) -> Array:
-    return torch.from_numpy(codes.astype(np.uint8)).view(dtype).float().numpy()
-
-
-to_bf16, to_e4m3 = rounded(torch.bfloat16), rounded(torch.float8_e4m3fn)
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-def to_e2m1(x: Array) -> Array:
-    """The nearest of the format's numbers, of two the one with an even code; 6 for NaN."""
-    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    magnitudes = np.where(np.isnan(x), 6, np.minimum(np.abs(x.astype(np.float64)), 6))
-    distances = np.abs(magnitudes[:, None] - numbers)
-    odd_later = distances * 16 + np.arange(8) % 2 * 1e-9
-    return (odd_later.argmin(1) | np.signbit(x) * 8).astype(np.uint32)
-
-
-def scale_of(bits: Array) -> Array:
-    exponent = (bits >> 23 & 255).astype(np.float64)
-    return np.where(exponent == 255, np.nan, np.exp2(exponent - 127))
+from sim_cases import (
+    E4M3,
+    E5M2,
+    B,
+    Case,
+    big,
+    check_case,
+    decoded,
+    f16_word,
+    halves,
+    high_f32,
+    low_f32,
+    pair,
+    run_cases,
+    scale_of,
+    to_bf16,
+    to_e4m3,
+)
+from sim_tools import Array
 
 
 def fma32(a: Array, b: Array, c: Array) -> Array:
@@ -159,28 +106,21 @@ CASES = [
     Case("v_cvt_pk_bf16_f32 {d}, {a}, {b}", "u", "nn",
          lambda a, b: to_bf16(a) | to_bf16(b) << 16),
     Case("v_cvt_pk_f32_fp8 {d}, {a}", "U", "u",
-         lambda a: _pair(decoded(E4M3, a & 255), decoded(E4M3, a >> 8 & 255))),
+         lambda a: pair(decoded(E4M3, a & 255), decoded(E4M3, a >> 8 & 255))),
     Case("v_cvt_pk_f32_bf8 {d}, {a}", "U", "u",
-         lambda a: _pair(decoded(E5M2, a & 255), decoded(E5M2, a >> 8 & 255))),
+         lambda a: pair(decoded(E5M2, a & 255), decoded(E5M2, a >> 8 & 255))),
     Case("v_cvt_pk_f32_fp8_sdwa {d}, {a} src0_sel:WORD_1", "U", "u",
-         lambda a: _pair(decoded(E4M3, a >> 16 & 255), decoded(E4M3, a >> 24))),
+         lambda a: pair(decoded(E4M3, a >> 16 & 255), decoded(E4M3, a >> 24))),
     *(Case(f"v_cvt_f32_fp8_sdwa {{d}}, {{a}} src0_sel:BYTE_{n}", "f", "u",
            lambda a, n=n: decoded(E4M3, a >> 8 * n & 255)) for n in range(4)),
     Case("v_cvt_scalef32_pk_f32_fp8 {d}, {a}, {b}", "U", "ug",
-         lambda a, b: _pair(*(decoded(E4M3, a >> 8 * n & 255) * scale_of(b) for n in (0, 1)))),
+         lambda a, b: pair(*(decoded(E4M3, a >> 8 * n & 255) * scale_of(b) for n in (0, 1)))),
     Case("v_cvt_scalef32_pk_f32_fp8 {d}, {a}, {b} op_sel:[1,0,0]", "U", "ug",
-         lambda a, b: _pair(*(decoded(E4M3, a >> 8 * n & 255) * scale_of(b) for n in (2, 3)))),
+         lambda a, b: pair(*(decoded(E4M3, a >> 8 * n & 255) * scale_of(b) for n in (2, 3)))),
     Case("v_mov_b32 {d}, 0x11223344\n v_cvt_pk_fp8_f32 {d}, {a}, {b} op_sel:[0,0,1]", "u", "qq",
          lambda a, b: 0x3344 | to_e4m3(a) << 16 | to_e4m3(b) << 24),
     Case("v_mov_b32 {d}, 0x11223344\n v_cvt_pk_fp8_f32 {d}, {a}, {b}", "u", "qq",
          lambda a, b: 0x11220000 | to_e4m3(a) | to_e4m3(b) << 8),
-    Case("v_mov_b32 {d}, 0x11223344\n"
-         "v_cvt_scalef32_pk_fp4_f32 {d}, {a}, {b}, {c} op_sel:[0,0,1,0]", "u", "qqg",
-         lambda a, b, c: 0x11220044 | to_e2m1(a / scale_of(c)) << 8
-         | to_e2m1(b / scale_of(c)) << 12),
-    Case("v_mov_b32 {d}, 0x11223344\n"
-         "v_cvt_scalef32_pk_fp4_f32 {d}, {a}, {b}, 2.0 op_sel:[0,0,1,1]", "u", "qq",
-         lambda a, b: 0x223344 | to_e2m1(a / 2) << 24 | to_e2m1(b / 2) << 28),
     Case("v_add_u32 {d}, {a}, {b}", "u", "uu", lambda a, b: a + b),
     Case("v_subrev_u32 {d}, {a}, {b}", "u", "uu", lambda a, b: b - a),
     Case("v_mul_lo_u32 {d}, {a}, {b}", "u", "uu", lambda a, b: a * b),
@@ -231,9 +171,10 @@ CASES = [
          lambda a, b: np.where(_class_bit(a) & b, 5, 3)),
     Case("v_pk_fma_f32 {d}, {a}, {b}, {c} op_sel:[1,0,0] op_sel_hi:[0,1,1] neg_lo:[0,1,0]", "U",
          "UUU",
-         lambda a, b, c: _pair(fma32(_hi(a), -_lo(b), _lo(c)), fma32(_lo(a), _hi(b), _hi(c)))),
+         lambda a, b, c: pair(fma32(high_f32(a), -low_f32(b), low_f32(c)),
+                              fma32(low_f32(a), high_f32(b), high_f32(c)))),
     Case("v_pk_mul_f32 {d}, {a}, {b}", "U", "UU",
-         lambda a, b: _pair(_lo(a) * _lo(b), _hi(a) * _hi(b))),
+         lambda a, b: pair(low_f32(a) * low_f32(b), high_f32(a) * high_f32(b))),
     Case("v_pk_add_f16 {d}, {a}, {b} op_sel:[1,0] op_sel_hi:[0,1]", "u", "hh",
          lambda a, b: f16_word(halves(a)[1] + halves(b)[0], halves(a)[0] + halves(b)[1])),
     Case("v_add_u32_sdwa {d}, {a}, {b} dst_sel:DWORD src0_sel:BYTE_2 src1_sel:WORD_1", "u", "uu",
@@ -290,19 +231,6 @@ def _signed(x: int, bits: int) -> int:
     return x - (1 << bits) if x >> (bits - 1) else x
 
 
-def _pair(low: Array, high: Array) -> Array:
-    words = [x.astype(np.float32).view(np.uint32).astype(np.uint64) for x in (low, high)]
-    return words[0] | words[1] << 32
-
-
-def _lo(x: Array) -> Array:
-    return (x & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
-
-
-def _hi(x: Array) -> Array:
-    return (x >> 32).astype(np.uint32).view(np.float32)
-
-
 def _class_bit(x: Array) -> Array:
     bits = x.view(np.uint32)
     negative = bits >> 31 == 1
@@ -313,98 +241,13 @@ def _class_bit(x: Array) -> Array:
     return np.where(negative, below, positive).astype(np.uint32)
 
 
-def draw(rng: np.random.Generator, letter: str) -> Array:
-    """Random operands of a type, its special values among them."""
-    if letter in "uish":
-        values = rng.integers(0, 1 << 32, LANES, dtype=np.uint32)
-        values[::7] >>= rng.integers(0, 32, LANES, dtype=np.uint32)[::7]
-        values[6::40] = rng.integers(0, 4, values[6::40].shape)  # equal operands now and then
-        values[3::50] = rng.choice(np.array([0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF], np.uint32))
-        if letter == "s":  # byte selectors of v_perm
-            values &= 0x07070707
-        if letter == "h":
-            values = f16_word(*rng.normal(0, 30, (2, LANES)))
-        return values.view(TYPES.get(letter, np.uint32))
-    if letter in "UI":
-        values = rng.integers(0, 1 << 64, LANES, dtype=np.uint64)
-        values[6::40] = rng.integers(0, 4, values[6::40].shape)
-        return values.view(TYPES[letter])
-    if letter == "e":
-        return rng.integers(-300, 300, LANES, dtype=np.int32)
-    if letter == "g":  # bits of a float32 scale
-        return np.exp2(rng.integers(-60, 60, LANES)).astype(np.float32).view(np.uint32)
-    values = rng.normal(0, 1, LANES) * np.exp2(rng.integers(-40, 40, LANES))
-    if letter == "q":  # around fp8's range: its values, midpoints, subnormals
-        values = rng.normal(0, 1, LANES) * np.exp2(rng.integers(-13, 9, LANES))
-        values[:512] = np.repeat(decoded(E4M3, np.arange(256)), 2) * 1.03125
-    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-45, 3e38, 1.0, -0.5])
-    values[5::64] = np.resize(special, values[5::64].shape)
-    if letter == "n":
-        values = np.nan_to_num(values, nan=-3.7, posinf=np.inf, neginf=-np.inf)
-    if letter == "q":  # overflow depends on modes that compilers leave alone
-        values = np.clip(values, -463.9, 463.9)
-    return values.astype(np.float64 if letter == "d" else np.float32)
-
-
-C_TYPES = {"U": "u64", "I": "u64", "d": "u64"}
-
-
-def source_of(cases: list[Case]) -> str:
-    lines = []
-    for n, case in enumerate(cases):
-        wide = [C_TYPES.get(letter, "u32") for letter in case.sources]
-        loads = "".join(
-            f"{t} {'abc'[i]} = in[{3 * n + i} * {LANES} + at]; " for i, t in enumerate(wide)
-        )
-        names = {"d": "%0"} | {x: f"%{i + 1}" for i, x in enumerate("abc"[: len(wide)])}
-        inputs = ", ".join(f'"v"({x})' for x in "abc"[: len(wide)])
-        text = case.asm.format(**names).replace("\n", "\\n")
-        lines.append(
-            f'{{ {loads} {C_TYPES.get(case.result, "u32")} d; asm volatile("{text}" : "=&v"(d) : '
-            f'{inputs} : "vcc"); out[{n} * {LANES} + at] = d; }}'
-        )
-    return (
-        "KERNEL(64) k(const u64 *in, u64 *out) {\n  u32 at = group_id() * 64 + lane_id();\n  "
-        + "\n  ".join(lines)
-        + "\n}"
-    )
-
-
 @pytest.fixture(scope="module")
 def results() -> list[tuple[list[Array], Array]]:
-    """Every case's inputs and simulated outputs, from one launch."""
-    rng = np.random.default_rng(7)
-    inputs = np.zeros((len(CASES), 3, LANES), np.uint64)
-    drawn = []
-    for n, case in enumerate(CASES):
-        drawn.append([draw(rng, letter) for letter in case.sources])
-        for i, values in enumerate(drawn[-1]):
-            inputs[n, i] = values.view(np.uint64 if values.itemsize == 8 else np.uint32)
-    out = np.zeros((len(CASES), LANES), np.uint64)
-    launch(program(source_of(CASES)), "k", LANES // 64, 64, [inputs, out], access="rw")
-    return list(zip(drawn, out, strict=True))
+    return run_cases(CASES)
 
 
 @pytest.mark.parametrize("n", range(len(CASES)), ids=lambda n: CASES[n].asm.replace("\n", ";"))
 def test_instruction_matches_its_definition(
     n: int, results: list[tuple[list[Array], Array]]
 ) -> None:
-    case, (sources, out) = CASES[n], results[n]
-    dtype = TYPES[case.result]
-    width = np.uint64 if np.dtype(dtype).itemsize == 8 else np.uint32
-    got = out.astype(width).view(dtype)
-    want = np.asarray(case.expected(*sources))
-    want = want.astype(width).view(dtype) if want.dtype == np.uint64 else want.astype(dtype)
-    if case.result in "fd":
-        same = (got == want) | (np.isnan(got) & np.isnan(want))
-        same |= np.abs(got - want) <= case.ulps * np.spacing(np.abs(want))
-    else:
-        same = got == want
-        if case.result == "U" and "f32" in case.asm:  # pairs of floats: any NaN is as good
-            pairs = [(x(got), x(want)) for x in (_lo, _hi)]
-            same = np.all([(g == w) | (np.isnan(g) & np.isnan(w)) for g, w in pairs], axis=0)
-    wrong = np.flatnonzero(~same)
-    assert not wrong.size, (
-        f"{wrong.size} lanes wrong; lane {wrong[0]}: {[s[wrong[0]] for s in sources]} gave "
-        f"{got[wrong[0]]!r}, expected {want[wrong[0]]!r}"
-    )
+    check_case(CASES[n], *results[n])

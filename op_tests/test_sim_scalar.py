@@ -93,6 +93,9 @@ CASES = [
     Case("s_ff1_i32_b64 {d}, {a}", "u", "U", lambda a: (a & -a).bit_length() - 1),
     Case("s_flbit_i32_b32 {d}, {a}", "u", "u", lambda a: leading(a, 32)),
     Case("s_flbit_i32_b64 {d}, {a}", "u", "U", lambda a: leading(a, 64)),
+    Case("s_flbit_i32_i64 {d}, {a}", "u", "U", lambda a: leading(a ^ M64 * (a >> 63), 64)),
+    Case("s_ff0_i32_b32 {d}, {a}", "u", "u", lambda a: (~a & M32 & -(~a & M32)).bit_length() - 1),
+    Case("s_ff0_i32_b64 {d}, {a}", "u", "U", lambda a: (~a & M64 & -(~a & M64)).bit_length() - 1),
     Case("s_bcnt1_i32_b32 {d}, {a}", "u", "u", lambda a: bin(a).count("1"), NONZERO),
     Case("s_bcnt1_i32_b64 {d}, {a}", "u", "U", lambda a: bin(a).count("1"), NONZERO),
     Case("s_bcnt0_i32_b32 {d}, {a}", "u", "u", lambda a: 32 - bin(a).count("1"), NONZERO),
@@ -196,3 +199,16 @@ def test_scalar_instruction_matches_its_definition(n: int, results: tuple[Array,
         assert int(out[n, 0, at]) == value & mask, (case.asm, sources)
         if scc is not None:
             assert int(out[n, 1, at]) == scc, ("SCC", case.asm, sources)
+
+
+def test_hardware_registers_say_the_xcc_and_the_float_mode() -> None:
+    source = """KERNEL(64) k(u32 *out) {
+        u32 xcc, mode;
+        asm volatile("s_getreg_b32 %0, hwreg(HW_REG_XCC_ID, 0, 4)\\n"
+                     "s_getreg_b32 %1, hwreg(HW_REG_MODE, 4, 4)" : "=s"(xcc), "=s"(mode));
+        out[group_id() * 64 + lane_id()] = xcc | mode << 8;
+    }"""
+    out = np.zeros((20, 64), np.uint32)
+    launch(program(source), "k", 20, 64, [out])
+    flushes_nothing = 15 << 8  # denormal modes as clang leaves them
+    np.testing.assert_array_equal(out, (np.arange(20) % 8 | flushes_nothing)[:, None] + 0 * out)

@@ -74,6 +74,22 @@ def scaled_matmul(
 
 
 @triton.jit
+def packed_along_n(
+    a, sa, b, sb, c, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    m, n, half = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BN // 2)
+    ka, kb, ks = tl.arange(0, BK // 2), tl.arange(0, BK), tl.arange(0, BK // 32)
+    total = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        x = tl.load(a + m[:, None] * (K // 2) + (k // 2 + ka)[None, :])
+        y = tl.load(b + (k + kb)[:, None] * (N // 2) + half[None, :])
+        u = tl.load(sa + m[:, None] * (K // 32) + (k // 32 + ks)[None, :])
+        v = tl.load(sb + n[:, None] * (K // 32) + (k // 32 + ks)[None, :])
+        total = tl.dot_scaled(x, u, "e2m1", y, v, "e2m1", total, rhs_k_pack=False)
+    tl.store(c + m[:, None] * N + n[None, :], total)
+
+
+@triton.jit
 def matmul(a, b, c, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -190,6 +206,20 @@ def test_scaled_dots_with_a_different_scale_for_every_block(
     x, y = (v * np.repeat(np.exp2(s - 127.0), 32, axis=1) for v, s in ((x, sa), (y, sb)))
     np.testing.assert_array_less(np.abs(c - x @ y.T), np.abs(x) @ np.abs(y.T) * 2.0**-20 + 1e-30)
     assert set(report.mfma) == {instruction}
+
+
+def test_fp4_packed_along_n_is_turned_by_a_transposing_read() -> None:
+    rng = np.random.default_rng(8)
+    (a, x), (b, y) = (random_codes(rng, "e2m1", *shape) for shape in ((64, 512), (512, 64)))
+    sa, sb = (np.ascontiguousarray(s) for s in rng.integers(110, 145, (2, 64, 16), dtype=np.uint8))
+    c = np.zeros((64, 64), np.float32)
+    report = run(
+        packed_along_n, (1,), {"BM": 64, "BN": 64, "BK": 256}, {"matrix_instr_nonkdim": 16},
+        a=("u8", a), sa=("u8", sa), b=("u8", b), sb=("u8", sb), c=("fp32", c), N=64, K=512,
+    )  # fmt: skip
+    x, y = (v * np.repeat(np.exp2(s - 127.0), 32, axis=1) for v, s in ((x, sa), (y.T, sb)))
+    np.testing.assert_array_less(np.abs(c - x @ y.T), np.abs(x) @ np.abs(y.T) * 2.0**-20 + 1e-30)
+    assert report.mnemonics["ds_read_b64_tr_b4"]
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16", "fp8e4nv"])

@@ -2,4 +2,5 @@
 
 from aiter_mx.cli.main import main
 
-main()
+if __name__ == "__main__":  # processes of a pool import this too
+    main()

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from aiter_mx.cli import build, cache, demo, explain, info, isa
+from aiter_mx.cli import build, cache, demo, explain, info, isa, tables, tune
 from aiter_mx.errors import AiterMxError
 
 FIELDS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -24,6 +24,8 @@ app.command()(demo.demo)
 app.command(context_settings=FIELDS)(explain.explain)
 app.command(context_settings=FIELDS, options_metavar="[OP] [OPTIONS]")(build.build)
 app.command(context_settings=FIELDS)(isa.isa)
+app.command(context_settings=FIELDS)(tune.tune)
+app.add_typer(tables.app, name="tables")
 app.add_typer(cache.app, name="cache")
 
 

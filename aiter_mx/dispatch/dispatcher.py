@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 import threading
+from collections.abc import Mapping
 
 from aiter_mx.dispatch.route import Route
 from aiter_mx.dispatch.tables import SCOPE, Row, load_rows
@@ -97,11 +99,43 @@ def _find_row(op: str, target: Target, key: Problem) -> tuple[Row | None, str]:
     fitting.sort(key=lambda row: row.cu_num is not None)
     if fitting:
         return fitting[-1], ""
-    if same_shape:
-        counts = ", ".join(str(row.cu_num) for row in same_shape)
-        return None, f"the tuned rows of this shape are for {counts} CUs, not {target.cu_num}"
-    shapes = f"none of the {len(rows)} tuned shapes for {target.arch} is this one"
-    return None, shapes if rows else f"no tuned table for {op} on {target.arch}"
+    return None, _why_none(op, target, key, rows)
+
+
+def _why_none(
+    op: str, target: Target, key: Problem, rows: Mapping[Problem, tuple[Row, ...]]
+) -> str:
+    if not rows:
+        return f"no tuned table for {op} on {target.arch}"
+    if key in rows:
+        counts = ", ".join(str(row.cu_num) for row in rows[key])
+        return f"the tuned rows of this shape are for {counts} CUs, not {target.cu_num}"
+    shapes = [
+        shape
+        for shape, of_it in rows.items()
+        if {row.cu_num for row in of_it} & {None, target.cu_num}
+    ]
+    if not shapes:
+        counts = ", ".join(sorted({str(row.cu_num) for of_it in rows.values() for row in of_it}))
+        return f"all tuned rows for {target.arch} are for {counts} CUs, not {target.cu_num}"
+    nearest = min(shapes, key=lambda shape: _distance(shape, key))
+    shown = " ".join(f"{name}={getattr(nearest, name)}" for name in key_columns(op))
+    return (
+        f"none of the {len(shapes)} tuned shapes for {target.arch} is this one, "
+        f"the nearest is {shown}"
+    )
+
+
+def _distance(shape: Problem, key: Problem) -> float:
+    """How unlike two shapes are: factors between their sizes, and more for each other dtype."""
+    distance = 0.0
+    for name, value in vars(key).items():
+        other = getattr(shape, name)
+        if isinstance(value, int):
+            distance += abs(math.log2(max(other, 0.5) / max(value, 0.5)))
+        else:
+            distance += 100.0 * (other != value)
+    return distance
 
 
 def _log_miss(op: str, target: Target, key: Problem) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 BLOCK = 32
@@ -12,6 +14,45 @@ ALIGNMENT_BYTES = 16
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Dtypes of results and biases, by their names in problems."""
 SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+
+
+def check_tensor(
+    name: str,
+    tensor: object,
+    dtypes: Sequence[torch.dtype],
+    shape: Sequence[int | str],
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """``tensor``, if it is one as expected.
+
+    Args:
+        name: of the argument, for messages.
+        tensor: what was given.
+        dtypes: those allowed.
+        shape: what each dimension must be; a string names a dimension of any size.
+        device: where it must be; None for anywhere.
+
+    Raises:
+        TypeError: no tensor, or of another dtype.
+        ValueError: another shape or device, or not contiguous.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} must be {either(tuple(dtypes))}, got {tensor.dtype}")
+    if tensor.ndim != len(shape) or any(
+        isinstance(expected, int) and expected != size
+        for expected, size in zip(shape, tensor.shape, strict=True)
+    ):
+        expected_text = ", ".join(map(str, shape))
+        raise ValueError(f"{name} must be [{expected_text}], got {shape_text(tensor)}")
+    if device is not None and tensor.device != device:
+        raise ValueError(
+            f"{name} is on {tensor.device}, but must be on {device}: all operands must be on one "
+            "device"
+        )
+    refuse_strides(**{name: tensor})
+    return tensor
 
 
 def check_out(

@@ -213,6 +213,7 @@ def interpret(letter: str, raw: str, shift: int = 0) -> str:
         "I": f"(i64){raw}",
         "d": f"f64({raw})",
         "w": f"({raw} >> {shift} & 0xffff)",
+        "y": f"({raw} >> {shift} & 0xff)",
         "x": f"(i32)(i16)({raw} >> {shift})",
         "h": f"f16_to_f32((u16)({raw} >> {shift}))",
         "b": f"f32({raw} >> {shift} << 16)",
@@ -233,10 +234,10 @@ def with_sign(letter: str, value: str, negate: bool, absolute: bool) -> str | No
     return None
 
 
-def store(letter: str, half: int | None, value: str) -> list[tuple[int, str]]:
+def store(letter: str, part: int | None, value: str) -> list[tuple[int, str]]:
     """How a result goes to the destination's rows: row and the new bits of a lane.
 
-    ``half`` says which 16 bits are replaced, None that the others are cleared.
+    ``part`` says which 16 bits are replaced, of ``Y`` which 8; None that the others are cleared.
     """
     if letter in "UId":
         raw = f"bits64({value})" if letter == "d" else f"(u64){value}"
@@ -247,10 +248,17 @@ def store(letter: str, half: int | None, value: str) -> list[tuple[int, str]]:
         return [(0, f"bits32({value})")]
     if letter in "ui":
         return [(0, f"(u32){value}")]
-    raw = {"h": f"f32_to_f16({value})", "b": f"f32_to_bf16({value})"}.get(letter, value)
-    if half is None:
+    if letter == "Y":
+        shift = 8 * (part or 0)
+        return [(0, f"(D[l] & {~(0xFF << shift) & 0xFFFFFFFF:#x}u) | {value} << {shift}")]
+    raw = {
+        "h": f"f32_to_f16({value})",
+        "H": f"f32_to_f16({value})",
+        "b": f"f32_to_bf16({value})",
+    }.get(letter, value)
+    if part is None:
         return [(0, f"(u32)(u16){raw}")]
-    return [(0, f"(D[l] & {0xFFFF0000 >> 16 * half:#x}u) | (u32)(u16){raw} << {16 * half}")]
+    return [(0, f"(D[l] & {0xFFFF0000 >> 16 * part:#x}u) | (u32)(u16){raw} << {16 * part}")]
 
 
 def result_statements(rule: Rule, letter: str) -> str:
@@ -265,4 +273,4 @@ def names_in(text: str) -> set[str]:
     return set(re.findall(r"\b[A-Za-z_]\w*\b", text))
 
 
-HALF_LETTERS = HALF + "W"
+HALF_LETTERS = HALF + "WH"

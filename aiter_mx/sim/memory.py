@@ -63,8 +63,6 @@ def translate_memory(ins: Instruction, ctx: Context) -> Code | None:
     if ins.mnemonic in ("ds_bpermute_b32", "ds_permute_b32", "ds_swizzle_b32"):
         return _permute(ins, ctx)
     if match := re.fullmatch(r"ds_read_b64_tr_b(8|16|4)", ins.mnemonic):
-        if match[1] == "4":
-            raise unknown(ins)
         return _lds(ins, ctx, True, None, "DWORDS", 8, transpose=int(match[1]))
     if match := _DS.fullmatch(ins.mnemonic):
         action, pair, kind = match.groups()

@@ -37,6 +37,8 @@ def translate_scalar(ins: Instruction, ctx: Context) -> Code | None:
         return _write_pair(ins, f"w->group->launch->image_base + {ins.end:#x}")
     if ins.mnemonic in ("s_memtime", "s_memrealtime"):
         return _write_pair(ins, "w->group->steps")
+    if ins.mnemonic == "s_getreg_b32":
+        return _get_register(ins)
     if ins.mnemonic in ("s_setreg_imm32_b32", "s_setreg_b32"):
         return _set_register(ins)
     if ins.mnemonic in ("v_readfirstlane_b32", "v_readlane_b32"):
@@ -126,6 +128,20 @@ def _write_pair(ins: Instruction, value: str) -> Code:
     Modifiers(ins).finish()
     (target,) = ins.operands
     return Code(write_scalar(target, True, value, ins), scalar_writes=scalar_registers(target))
+
+
+def _get_register(ins: Instruction) -> Code:
+    """A field of MODE or XCC_ID; workgroups go round the 8 XCCs in turn, as hardware deals them."""
+    match = re.fullmatch(r"\S+ (\S+), hwreg\(HW_REG_(MODE|XCC_ID)(?:, (\d+), (\d+))?\)", ins.text)
+    if not match:
+        raise unknown(ins)
+    offset, size = int(match[3] or 0), int(match[4] or 32)
+    value = {"MODE": "w->mode", "XCC_ID": "(u32)(w->group->index % 8)"}[match[2]]
+    target = parse_operand(match[1])
+    return Code(
+        write_scalar(target, False, f"extract({value}, {offset}, {size})", ins),
+        scalar_writes=scalar_registers(target),
+    )
 
 
 def _set_register(ins: Instruction) -> Code:

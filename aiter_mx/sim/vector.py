@@ -88,7 +88,6 @@ class _Plain:
             raise unknown(ins, f"{len(rule.sources)} sources expected, got {len(operands)}")
         self.sources = operands
         self.letter = rule.result[0] if self.target else ""
-        self.byte = 0
         self.parameters: list[str] = []
         self.lines: list[str] = []
         self.values: list[str] = []
@@ -96,23 +95,37 @@ class _Plain:
 
     def translate(self) -> Code:
         ins, rule, code = self.ins, self.rule, self.code
-        select = self.mods.bits("op_sel", len(self.sources) + 1)
-        if "BYTE" in names_in(rule.expression):
-            self.byte, select = select[2] + 2 * select[3], [*select[:2], 0, 0]
-        if rule.result[0] == "k":
-            select = [*select[: len(self.sources)], 0]
+        shifts, part = self._select()
         for i, (operand, letter) in enumerate(zip(self.sources, rule.sources, strict=True)):
-            if select[i] and letter not in HALF_LETTERS:
-                raise unknown(ins, "op_sel on an operand that is not 16 bits")
-            self._source(i, operand, letter, 16 * select[i])
-        if select[-1] and self.letter not in HALF_LETTERS:
-            raise unknown(ins, "op_sel on a destination that is not 16 bits")
-        self._result(select[-1])
+            self._source(i, operand, letter, shifts[i])
+        self._result(part)
         self.mods.finish()
         if self.target and ins.encoding != "dpp":
             code.flows = self._flows()
             code.reads = []
         return code
+
+    def _select(self) -> tuple[list[int], int]:
+        """What op_sel picks: the first bit of each source, and the destination's half or byte."""
+        ins, count = self.ins, len(self.sources)
+        bits = self.mods.bits("op_sel", max(count + 1, 4))
+        if self.rule.sources[:1] == "y":
+            shifts, part, left = (
+                [8 * (bits[0] + 2 * bits[1])] + [0] * (count - 1),
+                bits[2],
+                bits[3:],
+            )
+        elif self.letter == "Y":
+            shifts, part, left = [0] * count, bits[2] + 2 * bits[3], bits[:2]
+        else:
+            part = 0 if self.rule.result[0] == "k" else bits[count]
+            shifts, left = [16 * bit for bit in bits[:count]], bits[count + 1 :]
+            halves = zip(bits, self.rule.sources, strict=False)
+            if any(bit and letter not in HALF_LETTERS for bit, letter in halves):
+                raise unknown(ins, "op_sel on an operand that is not 16 bits")
+        if (part and self.letter not in HALF_LETTERS + "Y") or any(left):
+            raise unknown(ins, "op_sel on a destination that is not 16 bits")
+        return shifts, part
 
     def _flows(self) -> dict[int, list[Reads]]:
         code, ins = self.code, self.ins
@@ -213,12 +226,11 @@ class _Plain:
                 return control, sum(pick << (2 * i) for i, pick in enumerate(picks))
         raise unknown(self.ins, "DPP control")
 
-    def _result(self, high: int) -> None:
+    def _result(self, part: int) -> None:
         ins, rule, code, ctx = self.ins, self.rule, self.code, self.ctx
         expression = rule.expression
         if "BITOP3" in expression:
             expression = expression.replace("BITOP3", f"{self.mods.number('bitop3'):#x}")
-        expression = expression.replace("BYTE", str(self.byte))
         if ins.mnemonic in SATURATING and self.mods.flag("clamp"):
             expression = SATURATING[ins.mnemonic]
         names = names_in(expression)
@@ -231,8 +243,8 @@ class _Plain:
                 raise unknown(ins, f"width of {self.target.text!r}")
             if "d" in names:
                 self._old_value(rows)
-            half = high if high or self.letter == "W" or ins.mnemonic in KEEPS_HIGH else None
-            stores = store(self.letter, half, "r")
+            keeps = self.letter in "WHY" or ins.mnemonic in KEEPS_HIGH
+            stores = store(self.letter, part if part or keeps else None, "r")
             destination = self._sdwa_destination(rows[0], stores)
             arguments = [destination or f"ROW({rows[0]})"]
         else:

@@ -9,7 +9,7 @@ import torch
 
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import as_scale_bytes, dequantize_block_scaled
+from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.timing import random_mx
 from aiter_mx.tuning.models import Model
 from aiter_mx.workloads.workload import Fallback, Judge, Operands, Verdict, Workload, compare
@@ -30,6 +30,16 @@ def _operands(problem: LinearProblem, device: torch.device) -> Operands:
     return [*random_mx(M, K, device), *random_mx(N, K, device), bias, out]
 
 
+def _another(problem: LinearProblem, operands: Operands) -> Operands:
+    xq, xs, wq, _, bias, out = operands
+    assert wq is not None and out is not None
+    return [xq, xs, *random_mx(problem.N, problem.K, wq.device), bias, torch.empty_like(out)]
+
+
+def _read_bytes(problem: LinearProblem, operands: Operands) -> int:
+    return problem.N * problem.K * (BLOCK + 1) // BLOCK
+
+
 def _judge(problem: LinearProblem, tensors: Tensors) -> Judge:
     xq, xs, wq, ws, bias, _ = tensors
     x = dequantize_block_scaled(xq, as_scale_bytes(xs), torch.float64)
@@ -46,7 +56,7 @@ def _judge(problem: LinearProblem, tensors: Tensors) -> Judge:
     return judge
 
 
-def _fallbacks() -> Mapping[str, Fallback]:
+def _fallbacks(problem: LinearProblem) -> Mapping[str, Fallback]:
     from aiter_mx.ops import linear
 
     return linear.FALLBACKS
@@ -61,7 +71,7 @@ def _problems(model: Model, gpus: int) -> list[LinearProblem]:
     return [
         LinearProblem(M=M, N=N, K=K)
         for N, K in model.linears(gpus)
-        if K % 32 == 0  # an engine pads the others, each in its own way
+        if K % BLOCK == 0  # an engine pads the others, each in its own way
         for M in ROWS
     ]
 
@@ -69,7 +79,8 @@ def _problems(model: Model, gpus: int) -> list[LinearProblem]:
 WORKLOAD = Workload(
     op="linear",
     operands=_operands,
-    cold=(2, 3, 4),
+    another=_another,
+    read_bytes=_read_bytes,
     results=(5,),
     judge=_judge,
     fallbacks=_fallbacks,

@@ -57,8 +57,10 @@ class Workload:
     Attributes:
         op: name of the op.
         operands: random operands of a problem on a device, and results that hold anything.
-        cold: positions of the operands that an engine reads from memory at each call: weights. The
-            others are in the caches then, as whatever was computed just before.
+        another: the same operands, but for what an engine reads from memory at each call (weights,
+            or which of them are used) and the results. The rest is in the caches then, as whatever
+            was computed just before.
+        read_bytes: of the weights that a call with these operands reads.
         results: positions of what a kernel writes.
         judge: what the results of these operands must be, worked out once in float64.
         fallbacks: what runs kernels of a backend other than ``hip``.
@@ -69,10 +71,11 @@ class Workload:
 
     op: str
     operands: Callable[[Problem, torch.device], Operands]
-    cold: tuple[int, ...]
+    another: Callable[[Problem, Operands], Operands]
+    read_bytes: Callable[[Problem, Operands], int]
     results: tuple[int, ...]
     judge: Callable[[Problem, Tensors], Judge]
-    fallbacks: Callable[[], Mapping[str, Fallback]]
+    fallbacks: Callable[[Problem], Mapping[str, Fallback]]
     sample: Callable[[Problem, float], tuple[Problem, float]]
     problems: Callable[[Any, int], list[Problem]]
 
@@ -84,7 +87,7 @@ class Workload:
 
         if kernel.module is not None:
             return launch.bind(kernel, target, problem, config, device)
-        fallback = self.fallbacks()[kernel.backend]
+        fallback = self.fallbacks(problem)[kernel.backend]
         return lambda tensors, _: fallback(tensors, config)
 
 

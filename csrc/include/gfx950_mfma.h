@@ -30,15 +30,4 @@ MX_DEVICE f32x4 multiply_scaled(u32x8 a, unsigned a_scales, u32x8 b, unsigned b_
                                                             Byte, b_scales);
 }
 
-// What lanes of a wave exchange through LDS stays in the order of the source. It costs nothing.
-MX_DEVICE void wave_in_order() {
-    __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront", "local");
-    __builtin_amdgcn_wave_barrier();
-}
-
-// x of lane `from`.
-MX_DEVICE unsigned of_lane(int from, unsigned x) {
-    return __builtin_amdgcn_ds_bpermute(4 * from, x);
-}
-
 } // namespace mx

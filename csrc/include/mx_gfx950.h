@@ -29,6 +29,12 @@ MX_DEVICE void group_barrier() {
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
 }
 
+// What lanes of a wave exchange through LDS stays in the order of the source. It costs nothing.
+MX_DEVICE void wave_in_order() {
+    __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront", "local");
+    __builtin_amdgcn_wave_barrier();
+}
+
 // The compiler may move no instruction across this.
 MX_DEVICE void finish_before_next() { __builtin_amdgcn_sched_barrier(0); }
 
@@ -61,8 +67,22 @@ MX_DEVICE unsigned max(unsigned a, unsigned b) { return __builtin_elementwise_ma
 MX_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 MX_DEVICE float bits_to_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 MX_DEVICE unsigned float_to_bits(float x) { return __builtin_bit_cast(unsigned, x); }
-MX_DEVICE float exp2(float x) { return __builtin_amdgcn_exp2f(x); } // subnormal results become 0
+MX_DEVICE float power_of_two(float x) {
+    return __builtin_amdgcn_exp2f(x);
+} // subnormal results become 0
 MX_DEVICE float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
+
+// x of lane `from`, modulo kLanes.
+MX_DEVICE unsigned of_lane(int from, unsigned x) {
+    return __builtin_amdgcn_ds_bpermute(4 * from, x);
+}
+
+using LaneMask = unsigned long; // a bit for each lane of a wave
+MX_DEVICE LaneMask lanes_where(bool x) { return __builtin_amdgcn_ballot_w64(x); }
+MX_DEVICE int lanes_of(LaneMask mask) { return __builtin_popcountl(mask); }
+MX_DEVICE int lanes_before(LaneMask mask, int lane) {
+    return __builtin_popcountl(mask & ((1ul << lane) - 1));
+}
 
 // x of the lane that differs in the bit Distance. For 8 and 4 the mirror and half mirror of DPP
 // also reverse the lanes below that bit: as good for a sum whose lower lanes are still to be added.

@@ -26,7 +26,7 @@ struct ActivationArgs {
 };
 
 // 1 / (1 + 2^-x), which is sigmoid(x * ln 2); NaN stays NaN.
-MX_DEVICE float sigmoid_of_two(float x) { return reciprocal(1.0f + exp2(-x)); }
+MX_DEVICE float sigmoid_of_two(float x) { return reciprocal(1.0f + power_of_two(-x)); }
 
 // gate and up to the activated value, in fp32; NaN of either stays NaN.
 template <int Code>

@@ -33,6 +33,9 @@ MX_DEVICE unsigned long group_x() { return blockIdx.x; }
 MX_DEVICE unsigned long group_y() { return blockIdx.y; }
 MX_DEVICE void group_barrier() { __syncthreads(); }
 
+// What lanes of a wave exchange through shared memory stays in the order of the source.
+MX_DEVICE void wave_in_order() { __syncwarp(); }
+
 MX_DEVICE void finish_before_next() {} // ptxas keeps registers low on its own
 
 // Loads are volatile to the compiler so that they stay in the order of the source, before their
@@ -94,7 +97,7 @@ MX_DEVICE float dot(const f32x2 (&a)[Pairs], const f32x2 (&b)[Pairs]) {
 MX_DEVICE float fma(float a, float b, float c) { return fmaf(a, b, c); }
 MX_DEVICE float bits_to_float(unsigned bits) { return __uint_as_float(bits); }
 MX_DEVICE unsigned float_to_bits(float x) { return __float_as_uint(x); }
-MX_DEVICE float exp2(float x) { // subnormal results become 0
+MX_DEVICE float power_of_two(float x) { // subnormal results become 0
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
@@ -104,6 +107,14 @@ MX_DEVICE float reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// x of lane `from`, modulo kLanes.
+MX_DEVICE unsigned of_lane(int from, unsigned x) { return __shfl_sync(0xffffffffu, x, from); }
+
+using LaneMask = unsigned; // a bit for each lane of a wave
+MX_DEVICE LaneMask lanes_where(bool x) { return __ballot_sync(0xffffffffu, x); }
+MX_DEVICE int lanes_of(LaneMask mask) { return __popc(mask); }
+MX_DEVICE int lanes_before(LaneMask mask, int lane) { return __popc(mask & ((1u << lane) - 1)); }
 
 template <int Distance>
 MX_DEVICE float across(float x) {

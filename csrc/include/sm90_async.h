@@ -1,5 +1,6 @@
-// Hopper's asynchronous machinery: barriers in shared memory, clusters. Each function
-// is one instruction of the PTX ISA manual; addresses of shared memory are 32 bits wide.
+// Hopper's asynchronous machinery: copies, barriers in shared memory, clusters, dependent grids.
+// Each function is one instruction of the PTX ISA manual; addresses of shared memory are 32 bits
+// wide.
 #pragma once
 
 #include "mx_target.h"
@@ -9,6 +10,37 @@ namespace mx {
 MX_DEVICE unsigned shared_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
+
+// Starts a copy of 16 bytes to shared memory that no one reads again from memory, or of zeros, for
+// which nothing is read.
+MX_DEVICE void copy_once_async(unsigned to, const void* from, bool exists) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(exists ? 16 : 0)
+                 : "memory");
+}
+// The same of bytes that others read too.
+MX_DEVICE void copy_async(unsigned to, const void* from, bool exists) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(exists ? 16 : 0)
+                 : "memory");
+}
+MX_DEVICE void copy_word_async(unsigned to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+// Closes a group of this thread's copies, which may be empty.
+MX_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most Pending of this thread's groups are under way.
+template <int Pending>
+MX_DEVICE void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// Of a launch that may start before the grid ahead of it in the stream ends: lets the next grid
+// start, and waits for the one ahead. Nothing happens where a launch does not ask for it.
+MX_DEVICE void launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+MX_DEVICE void wait_for_grid_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 MX_DEVICE void barrier_init(unsigned barrier, unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from aiter_mx.kernels.moe_gemm.gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.moe_gemm.problem import KEY, MoeGemmProblem, stand_ins
 from aiter_mx.kernels.spec import KernelSpec
 
@@ -10,6 +11,7 @@ __all__ = ["KERNELS", "KEY", "PROBLEM", "MoeGemmProblem", "stand_ins"]
 PROBLEM = MoeGemmProblem
 
 KERNELS = (
+    MFMA_GFX950,
     KernelSpec(
         op="moe_gemm",
         backend="torch",

@@ -135,7 +135,7 @@ typedef struct Group {
     u32 id[3], wave_count, epoch;
     u8* lds;
     u16 *writer, *reader;
-    u64 random, steps;
+    u64 index, random, steps;
     const Region* last_region;
     Wave** waves;
 } Group;

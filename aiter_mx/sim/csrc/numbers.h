@@ -60,6 +60,13 @@ __attribute__((constructor)) static void fill_decoded(void) {
             decoded_f32[f][i] = (float)decoded[f][i];
     }
 }
+// Round to nearest even into e2m1. There is nothing beyond 6, and no NaN: that it becomes 6 is a
+// guess.
+NOINLINE u32 encode_fp4(double x) {
+    double a = fabs(x), unit = a < 2 ? 0.5 : a < 4 ? 1 : 2, rounded = rint(a / unit) * unit;
+    u32 code = !(rounded < 6) ? 7 : (u32)(rounded < 2 ? rounded * 2 : rounded + 2);
+    return (signbit(x) ? 8 : 0) | code;
+}
 // Round to nearest even into fp8; saturates when `saturate`, else overflow is NaN or infinity.
 NOINLINE u32 encode_fp8(double x, Format format, int saturate) {
     int m = format == E4M3 ? 3 : 2, bias = format == E4M3 ? 7 : 15;
@@ -89,14 +96,6 @@ NOINLINE u32 encode_fp8(double x, Format format, int saturate) {
 INLINE double scale_of_f32(u32 bits) {
     u32 e = bits >> 23 & 0xff;
     return e == 0xff ? NAN : ldexp(1, (int)e - 127);
-}
-// x over a scale to e2m1, to nearest even; there is nothing beyond 6. The format has no NaN: that
-// it becomes 6 is a guess.
-NOINLINE u32 encode_fp4(double x, u32 scale) {
-    double a = fabs(x / scale_of_f32(scale));
-    double unit = a < 2 ? 0.5 : a < 4 ? 1 : 2, rounded = rint(a / unit) * unit;
-    u32 code = !(rounded < 6) ? 7 : (u32)(rounded < 2 ? rounded * 2 : rounded + 2);
-    return (signbit(x) ? 8 : 0) | code;
 }
 INLINE double scale_of_e8m0(u32 e) { return e == 0xff ? NAN : f64((u64)(e + 1023 - 127) << 52); }
 
@@ -148,6 +147,10 @@ INLINE u32 class_of(double x, int quiet, int denormal) {
 INLINE u32 class_f32(u32 bits) {
     u32 e = bits >> 23 & 0xff;
     return class_of(f32(bits), bits >> 22 & 1, e == 0);
+}
+INLINE u32 class_f16(u32 bits) {
+    u32 e = bits >> 10 & 0x1f;
+    return class_of(f16_to_f32((u16)bits), bits >> 9 & 1, e == 0);
 }
 INLINE u32 class_f64(u64 bits) {
     u64 e = bits >> 52 & 0x7ff;
@@ -214,8 +217,9 @@ INLINE u16 scaled_f16(double x, u32 scale) { return f64_to_f16(x * scale_of_f32(
 INLINE u16 scaled_bf16(double x, u32 scale) {
     return f32_to_bf16((float)(x * scale_of_f32(scale)));
 }
-INLINE u32 unscaled_fp8(float x, u32 scale, Format format) {
-    return encode_fp8((double)x / scale_of_f32(scale), format, saturating);
+INLINE u32 unscaled(float x, u32 scale, Format format) {
+    double y = (double)x / scale_of_f32(scale);
+    return format == E2M1 ? encode_fp4(y) : encode_fp8(y, format, saturating);
 }
 INLINE u32 reverse_bits(u32 x) {
     x = (x >> 1 & 0x55555555) | (x & 0x55555555) << 1;

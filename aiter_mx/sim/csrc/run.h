@@ -41,6 +41,7 @@ static void run_group(Group* g, u64 index) {
     g->id[0] = (u32)(index % launch->grid[0]);
     g->id[1] = (u32)(index / launch->grid[0] % launch->grid[1]);
     g->id[2] = (u32)(index / launch->grid[0] / launch->grid[1]);
+    g->index = index;
     g->epoch = FIRST_EPOCH;
     g->random = launch->seed ^ (index + 1) * 0xd1342543de82ef95ull;
     u64* lds = (u64*)g->lds;

@@ -23,6 +23,7 @@ s_lshr_{s} {t} {t}u a >> (b & {bits}); scc = r != 0
 s_bfm_{s} {t} uu ((({c})1 << (a & {bits})) - 1) << (b & {bits})
 s_ff1_i32_{s} u {t} a ? (u32)__builtin_ctzll(a) : ~0u
 s_flbit_i32_{s} u {t} a ? (u32)__builtin_clzll(a) - (63 - {bits}) : ~0u
+s_ff0_i32_{s} u {t} ({c})~a ? (u32)__builtin_ctzll(({c})~a) : ~0u
 s_bcnt1_i32_{s} u {t} (u32)__builtin_popcountll(a); scc = r != 0
 s_bcnt0_i32_{s} u {t} (u32)__builtin_popcountll(({c})~a); scc = r != 0
 s_bitset0_{s} {t} u d & ~(({c})1 << (a & {bits}))
@@ -92,6 +93,7 @@ s_pack_ll_b32_b16 u uu (a & 0xffff) | b << 16
 s_pack_lh_b32_b16 u uu (a & 0xffff) | (b & 0xffff0000u)
 s_pack_hh_b32_b16 u uu a >> 16 | (b & 0xffff0000u)
 s_flbit_i32 u u (u32)leading_signs((i32)a)
+s_flbit_i32_i64 u I a == 0 || a == -1 ? ~0u : (u32)__builtin_clrsbll(a) + 1
 """,
         )
     )
@@ -116,7 +118,7 @@ SAVE_EXEC = {
 
 # Without effect on what a functional model computes.
 IGNORED = {
-    "s_nop", "s_setprio", "s_sleep", "s_inst_prefetch", "s_icache_inv", "s_dcache_inv",
+    "s_nop", "s_setprio", "s_wakeup", "s_sleep", "s_inst_prefetch", "s_icache_inv", "s_dcache_inv",
     "s_dcache_wb", "s_sethalt", "s_ttracedata", "s_set_gpr_idx_off", "buffer_wbl2", "buffer_inv",
     "buffer_wbinvl1", "v_nop", "s_clause", "s_incperflevel", "s_decperflevel",
 }  # fmt: skip

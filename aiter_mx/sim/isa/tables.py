@@ -12,7 +12,9 @@ type      meaning
 ``U I d`` 64 bits in two registers: unsigned, signed, double
 ``w x h`` 16 bits, the half that op_sel picks: unsigned, signed, half float
 ``b``     16 bits as bfloat16
-``W``     destination only: 16 bits, the other half of the register is kept
+``W H``   destination only: 16 bits (``H`` half float), the other half of the register is kept
+``y``     8 bits, the byte that two bits of op_sel pick; of a first source
+``Y``     destination only: as ``y``, and the other bytes of the register are kept
 ``F``     a pair of f32 in two registers; as a destination set ``r`` and ``r2``
 ``m``     one bit a lane, from a pair of scalar registers
 ``k``     destination: one bit a lane into a pair of scalar registers
@@ -43,6 +45,9 @@ C_TYPES = {
     "d": "double",
     "w": "u32",
     "W": "u32",
+    "H": "float",
+    "y": "u32",
+    "Y": "u32",
     "x": "i32",
     "h": "float",
     "b": "float",
@@ -51,7 +56,7 @@ C_TYPES = {
 }
 WIDE = "UIdF"
 HALF = "wxhb"
-FLOATS = "fdhbF"
+FLOATS = "fdhbFH"
 
 
 def table(text: str) -> dict[str, Rule]:

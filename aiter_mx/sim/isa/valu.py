@@ -88,6 +88,10 @@ v_ceil_f16 h h ceilf(a)
 v_trunc_f16 h h truncf(a)
 v_rndne_f16 h h rintf(a)
 v_ldexp_f16 h hx ldexpf(a, b)
+v_frexp_mant_f16 h h isnan(a) || isinf(a) ? a : frexpf(a, &(int){0})
+v_frexp_exp_i16_f16 w h isnan(a) || isinf(a) || a == 0 ? 0 : (u32)(ilogbf(a) + 1)
+v_sin_f16 h h (float)sin(6.283185307179586 * a)
+v_cos_f16 h h (float)cos(6.283185307179586 * a)
 v_div_fixup_f16 h hhh div_fixup_f16(a, b, c)
 """
 
@@ -129,21 +133,44 @@ v_cvt_pk_fp8_f32 W ff encode_fp8(a, E4M3, saturating) | encode_fp8(b, E4M3, satu
 v_cvt_pk_bf8_f32 W ff encode_fp8(a, E5M2, saturating) | encode_fp8(b, E5M2, saturating) << 8
 """
 
-# `LOW` and `HIGH` are the two fp8 numbers of the source.
-_SCALED_CONVERT = family(
-    """
-v_cvt_scalef32_pk_f32_{t} F wu scaled_f32(LOW, b); r2 = scaled_f32(HIGH, b)
-v_cvt_scalef32_pk_{t}_f32 W ffu unscaled_fp8(a, c, {T}) | unscaled_fp8(b, c, {T}) << 8
-v_cvt_scalef32_pk_f16_{t} u wu scaled_f16(LOW, b) | (u32)scaled_f16(HIGH, b) << 16
-v_cvt_scalef32_pk_bf16_{t} u wu scaled_bf16(LOW, b) | (u32)scaled_bf16(HIGH, b) << 16
-""".replace("LOW", "decoded[{T}][a & 255]").replace("HIGH", "decoded[{T}][a >> 8]"),
-    t="fp8|bf8",
-    T="E4M3|E5M2",
-)
-# Two numbers to the byte BYTE of the result, which op_sel chooses; the rest of it stays.
-_SCALED_CONVERT += """
-v_cvt_scalef32_pk_fp4_f32 u ffu insert_byte(d, BYTE, encode_fp4(a, c) | encode_fp4(b, c) << 4)
+# `LOW` and `HIGH` are the two small numbers of the source, `16` the half-width type it packs.
+_DECODE = """
+v_cvt_scalef32_pk_f32_{t} F {s}u scaled_f32(LOW, b); r2 = scaled_f32(HIGH, b)
+v_cvt_scalef32_pk_f16_{t} u {s}u scaled_f16(LOW, b) | (u32)scaled_f16(HIGH, b) << 16
+v_cvt_scalef32_pk_bf16_{t} u {s}u scaled_bf16(LOW, b) | (u32)scaled_bf16(HIGH, b) << 16
 """
+_ENCODE = """
+v_cvt_scalef32_pk_{t}_f32 {d} ffu unscaled(a, c, {T}) | unscaled(b, c, {T}) << {bits}
+v_cvt_scalef32_pk_{t}_f16 {d} uu unscaled(F16L, b, {T}) | unscaled(F16H, b, {T}) << {bits}
+v_cvt_scalef32_pk_{t}_bf16 {d} uu unscaled(BF16L, b, {T}) | unscaled(BF16H, b, {T}) << {bits}
+"""
+_ENCODE = (
+    _ENCODE.replace("BF16L", "f32(a << 16)").replace("BF16H", "f32(a & 0xffff0000u)")
+    .replace("F16L", "f16_to_f32((u16)a)").replace("F16H", "f16_to_f32((u16)(a >> 16))")
+)  # fmt: skip
+_SCALED_CONVERT = "\n".join(
+    (
+        family(
+            _DECODE.replace("LOW", "decoded[{T}][a & {mask}]").replace(
+                "HIGH", "decoded[{T}][a >> {bits}]"
+            ),
+            t="fp8|bf8|fp4",
+            T="E4M3|E5M2|E2M1",
+            s="w|w|y",
+            mask="255|255|15",
+            bits="8|8|4",
+        ),
+        family(_ENCODE, t="fp8|bf8|fp4", T="E4M3|E5M2|E2M1", d="W|W|Y", bits="8|8|4"),
+        family(
+            """
+v_cvt_scalef32_f32_{t} f yu scaled_f32(decoded[{T}][a], b)
+v_cvt_scalef32_f16_{t} H yu (float)(decoded[{T}][a] * scale_of_f32(b))
+""",
+            t="fp8|bf8",
+            T="E4M3|E5M2",
+        ),
+    )
+)
 
 _INTEGER = """
 v_mov_b32 u u a
@@ -231,6 +258,12 @@ v_min_u16 w ww a < b ? a : b
 v_max_u16 w ww a > b ? a : b
 v_min_i16 w xx (u32)(a < b ? a : b)
 v_max_i16 w xx (u32)(a > b ? a : b)
+v_min3_u16 w www a < b ? (a < c ? a : c) : (b < c ? b : c)
+v_max3_u16 w www a > b ? (a > c ? a : c) : (b > c ? b : c)
+v_med3_u16 w www med3_u32(a, b, c)
+v_min3_i16 w xxx (u32)(a < b ? (a < c ? a : c) : (b < c ? b : c))
+v_max3_i16 w xxx (u32)(a > b ? (a > c ? a : c) : (b > c ? b : c))
+v_med3_i16 w xxx (u32)med3_i32(a, b, c)
 v_lshlrev_b16 w ww b << (a & 15)
 v_lshrrev_b16 w ww b >> (a & 15)
 v_ashrrev_i16 w wx (u32)(b >> (a & 15))
@@ -257,7 +290,9 @@ PACKS = {
 # The low half of the result depends on the low halves of the sources alone.
 LOW_FROM_LOW = {"v_mad_u64_u32", "v_mad_i64_i32", "v_lshl_add_u64", "v_lshlrev_b64", "v_mov_b64"}
 # 16-bit instructions that keep the register's other half; the rest clear it (gfx9).
-KEEPS_HIGH = {"v_fma_f16", "v_div_fixup_f16", "v_mad_u16", "v_mad_i16", "v_bitop3_b16"}
+KEEPS_HIGH = {"v_fma_f16", "v_div_fixup_f16", "v_mad_u16", "v_mad_i16", "v_bitop3_b16"} | {
+    f"v_{name}3_{kind}16" for name in ("min", "max", "med") for kind in "fiu"
+}
 
 PACKED: dict[str, Rule] = table("""
 v_pk_fma_f32 f fff fmaf(a, b, c)
@@ -269,6 +304,8 @@ v_pk_add_f16 h hh a + b
 v_pk_mul_f16 h hh a * b
 v_pk_min_f16 h hh min_f32(a, b)
 v_pk_max_f16 h hh max_f32(a, b)
+v_pk_minimum3_f16 h hhh isnan(a) || isnan(b) || isnan(c) ? NAN : min3_f32(a, b, c)
+v_pk_maximum3_f16 h hhh isnan(a) || isnan(b) || isnan(c) ? NAN : max3_f32(a, b, c)
 v_pk_add_u16 w ww a + b
 v_pk_sub_u16 w ww a - b
 v_pk_add_i16 w ww a + b
@@ -325,5 +362,6 @@ COMPARE: dict[str, Rule] = {
 } | table("""
 v_cmp_class_f32 k uu (class_f32(a) & b) != 0
 v_cmp_class_f64 k Uu (class_f64(a) & b) != 0
+v_cmp_class_f16 k wu (class_f16(a) & b) != 0
 v_cmpx_class_f32 k uu (class_f32(a) & b) != 0
 """)

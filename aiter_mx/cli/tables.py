@@ -1,0 +1,191 @@
+"""``aiter-mx tables``: checks tuned tables, compares two, draws them, measures one again."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from aiter_mx.cli.screen import make_console, make_progress, make_table
+
+if TYPE_CHECKING:
+    from aiter_mx.jit.build import BuildRequest
+    from aiter_mx.tuning.verify import Check
+
+app = typer.Typer(help="Check, compare, draw or re-measure tuned tables.", no_args_is_help=True)
+Files = Annotated[
+    list[Path] | None, typer.Argument(help="Tables; by default all that dispatch would read.")
+]
+
+
+@app.command()
+def check(
+    files: Files = None,
+    build: Annotated[bool, typer.Option(help="Also compile every variant.")] = True,
+    jobs: Annotated[int | None, typer.Option(help="Compilers at a time.")] = None,
+) -> None:
+    """Check every row against the kernels there are, and compile what they name.
+
+    Variants for an architecture without a compiler here are not compiled, which is said.
+    """
+    from aiter_mx.errors import AiterMxError
+    from aiter_mx.tuning.builds import build_each
+
+    console = make_console()
+    wrong: list[str] = []
+    requests: dict[BuildRequest, str] = {}
+    for path in files or _every_table():
+        try:
+            found = _variants(path)
+        except (AiterMxError, ValueError) as error:
+            wrong.append(str(error))
+            continue
+        requests.update(found[1])
+        console.print(f"{path}: {found[0]} rows, {len(found[1])} kernel variants", soft_wrap=True)
+    if build:
+        wanted = [r for r in requests if _has_compiler(r.arch)]
+        with make_progress() as progress:
+            task = progress.add_task("compiling", total=len(wanted))
+            for request, failure in build_each(wanted, jobs):
+                progress.advance(task)
+                if failure:
+                    wrong.append(f"{requests[request]}: {failure}")
+        skipped = sorted({r.arch for r in requests} - {r.arch for r in wanted})
+        note = f"; there is no compiler for {', '.join(skipped)}" if skipped else ""
+        if not wrong:
+            console.print(f"{len(wanted)} variants compile{note}")
+    for message in wrong:
+        print(f"error: {message}", file=sys.stderr)
+    sys.exit(bool(wrong))
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="A table.")],
+    after: Annotated[Path, typer.Argument(help="Another, of the same op.")],
+    all_rows: Annotated[bool, typer.Option("--all", help="Also rows whose choice stays.")] = False,
+) -> None:
+    """Show which rows two tables choose differently, and how their times changed."""
+    from aiter_mx.tuning.compare import compare_tables
+
+    console = make_console()
+    changes = compare_tables(before, after)
+    table = make_table("shape", "before", "us", "after", "us ", "change", numbers=("us", "us "))
+    for change in changes:
+        if all_rows or change.kind != "same":
+            table.add_row(*change.cells())
+    if table.row_count:
+        console.print(table)
+    kinds = ("same", "changed", "added", "removed")
+    counts = {kind: sum(change.kind == kind for change in changes) for kind in kinds}
+    console.print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+
+
+@app.command()
+def report(
+    files: Files = None,
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path(),
+) -> None:
+    """Draw which kernel wins where, and by how much, as one picture a table."""
+    from aiter_mx.tuning.picture import draw
+
+    console = make_console()
+    for path in files or _every_table():
+        picture = draw(path, out)
+        console.print(f"{picture}" if picture else f"{path}: no rows", soft_wrap=True)
+
+
+@app.command()
+def verify(
+    op: Annotated[str, typer.Argument(help="Name of the op, such as linear.")],
+    table: Annotated[Path | None, typer.Option(help="By default configs/<arch>/<op>.csv.")] = None,
+    save: Annotated[Path | None, typer.Option(help="CSV for what was measured.")] = None,
+    limit: Annotated[float, typer.Option(help="Percent that a row may be slower.")] = 3.0,
+    most: Annotated[int | None, typer.Option(help="Candidates of each kernel.")] = None,
+    rounds: Annotated[int, typer.Option(help="Times that each finalist is timed.")] = 11,
+    jobs: Annotated[int | None, typer.Option(help="Compilers at a time.")] = None,
+) -> None:
+    """Time each row's choice again beside all candidates; status 1 where one is too slow."""
+    from aiter_mx.cli.tune import default_table, the_meter, the_rules
+    from aiter_mx.tuning.origin import commit, today
+    from aiter_mx.tuning.share import Alone
+    from aiter_mx.tuning.table import write_text
+    from aiter_mx.tuning.verify import check_cells, named_by, verify
+
+    console = make_console()
+    target, meter = the_meter(op, None, Alone(), jobs, console, build_only=False)
+    rows = named_by(table or default_table(op, target), op, target)
+
+    def on_check(one: Check) -> None:
+        cells = check_cells(op, one)
+        console.print(" ".join(f"{name}={value}" for name, value in cells.items()), soft_wrap=True)
+
+    checks = verify(rows, op, target, meter, the_rules(most, rounds), on_check)
+    if save is not None:
+        origin = {"gpu": target.name, "commit": commit(), "date": today()}
+        write_text(save, _csv([{**check_cells(op, one), **origin} for one in checks]))
+    slow = [one for one in checks if one.slower > limit / 100]
+    worst = max((one.slower for one in checks), default=0.0)
+    console.print(
+        f"{len(checks)} rows measured again: {len(slow)} more than {limit:g} % slower than the "
+        f"best candidate, the worst {worst:.1%}"
+    )
+    sys.exit(bool(slow))
+
+
+def _csv(rows: list[dict[str, object]]) -> str:
+    import io
+
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _every_table() -> list[Path]:
+    from aiter_mx.dispatch.tables import table_files
+    from aiter_mx.kernels.registry import ops
+    from aiter_mx.target import ARCHS
+
+    return list(dict.fromkeys(p for arch in ARCHS for op in ops() for p in table_files(arch, op)))
+
+
+def _variants(path: Path) -> tuple[int, dict[BuildRequest, str]]:
+    """The number of rows of a table, and the builds that they need with a row that needs each."""
+    from dataclasses import replace
+
+    from aiter_mx.dispatch.tables import read_table
+    from aiter_mx.errors import TableError
+    from aiter_mx.kernels.registry import find_kernel
+    from aiter_mx.launch import module_request
+    from aiter_mx.target import hardware
+
+    seen: dict[tuple[object, ...], str] = {}
+    requests: dict[BuildRequest, str] = {}
+    for op, row in read_table(path):
+        key = (op, row.gfx, row.cu_num, row.problem)
+        if key in seen:
+            raise TableError(f"{row.where}: is for the same shape as {seen[key]}")
+        seen[key] = row.where
+        spec = find_kernel(op, row.gfx, row.backend, row.kernel)
+        if spec.module is not None:
+            target = hardware(row.gfx)
+            target = replace(target, cu_num=row.cu_num or target.cu_num)
+            for module in spec.modules:
+                requests[module_request(module, target, row.problem, row.config)] = row.where
+    return len(seen), requests
+
+
+def _has_compiler(arch: str) -> bool:
+    from aiter_mx.errors import ToolchainError
+    from aiter_mx.jit.toolchain import find_toolchain
+
+    try:
+        find_toolchain(arch)
+    except ToolchainError:
+        return False
+    return True

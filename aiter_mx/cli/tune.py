@@ -1,0 +1,205 @@
+"""``aiter-mx tune``: finds the fastest kernel for each shape and writes the table."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from aiter_mx.cli.fields import parse_axis, parse_fields, problems
+from aiter_mx.cli.screen import make_console, make_progress
+
+if TYPE_CHECKING:
+    from aiter_mx.kernels.spec import Problem
+    from aiter_mx.target import Target
+    from aiter_mx.tuning.candidates import Meter
+    from aiter_mx.tuning.journal import Record
+    from aiter_mx.tuning.race import Rules
+    from aiter_mx.tuning.share import Share
+
+
+def tune(
+    context: typer.Context,
+    op: Annotated[str, typer.Argument(help="Name of the op, such as linear.")],
+    shapes: Annotated[
+        Path | None, typer.Option(help="CSV of shapes; its columns are the op's fields.")
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A known model's shapes; may be repeated.")
+    ] = None,
+    tp: Annotated[str, typer.Option(help="Numbers of GPUs that share a model.")] = "1,2,4,8",
+    untuned: Annotated[
+        Path | None, typer.Option(help="CSV that AITER_MX_LOG_UNTUNED collected.")
+    ] = None,
+    arch: Annotated[
+        str | None, typer.Option(help="gfx950 without such a GPU: by a model, not measured.")
+    ] = None,
+    table: Annotated[Path | None, typer.Option(help="By default configs/<arch>/<op>.csv.")] = None,
+    most: Annotated[int | None, typer.Option(help="Candidates of each kernel.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Times that each finalist is timed.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Compilers at a time.")] = None,
+    timings: Annotated[
+        Path | None, typer.Option(help="CSV for the time of every candidate.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option(help="Discard what a killed sweep had found.")] = False,
+    build_only: Annotated[bool, typer.Option(help="Compile the candidates, and end.")] = False,
+) -> None:
+    """Time every candidate for each shape on this machine's GPU and write the tuned table.
+
+    Shapes come from --shapes, --model, --untuned or the op's fields (--M 1,4 --N 2304 --K 6144).
+    A killed sweep goes on where it was when the same command is given again. Under torchrun the
+    shapes are shared out: torchrun --nproc-per-node=8 -m aiter_mx.cli tune linear --model ...
+    """
+    from aiter_mx.tuning import sweep
+    from aiter_mx.tuning.candidates import ContextLost, candidates_of
+    from aiter_mx.tuning.shapes import model_shapes, read_shapes
+    from aiter_mx.tuning.share import join
+
+    share = join()
+    console = make_console()
+    target, meter = the_meter(op, arch, share, jobs, console, build_only)
+    rules = the_rules(most, rounds)
+    wanted: list[Problem] = []
+    if shapes is not None:
+        wanted += read_shapes(shapes, op)
+    if untuned is not None:
+        wanted += read_shapes(untuned, op, target)
+    gpus = [count for count in parse_axis(tp) if isinstance(count, int)]
+    wanted += model_shapes(model or [], op, gpus)
+    if context.args:
+        wanted += problems(op, parse_fields(context.args))
+    if not wanted:
+        raise ValueError("no shapes: give --shapes, --model, --untuned, or fields such as --M 1")
+    path = table or default_table(op, target)
+    plan = sweep.make_plan(op, target, wanted, path, meter.source, rules)
+    if build_only:
+        meter.prepare(
+            [
+                (problem, candidate)
+                for problem in plan.problems
+                for candidate in candidates_of(op, target, problem, meter.backends, rules.most)
+            ]
+        )
+        return
+    if fresh and share.local_rank == 0:
+        sweep.discard(plan)
+    share.meet("fresh")
+    started = time.monotonic()
+    try:
+        records = sweep.run(plan, meter, share, lambda *raced: _print_race(console, *raced))
+    except ContextLost as error:
+        console.print(f"lost the GPU to {error.args[1]}: {error.args[0]}; starting anew")
+        if share.workers > 1:
+            sys.exit(1)  # torchrun --max-restarts starts all workers again
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "aiter_mx.cli", *sys.argv[1:]])
+    if share.rank == 0:
+        if timings is not None:
+            from aiter_mx.tuning.table import write_text
+
+            write_text(timings, sweep.timings_text(records))
+        right = sum(record["row"] is not None for record in records)
+        failed = sum(len(record["failures"]) for record in records)
+        seconds = time.monotonic() - started
+        console.print(
+            f"{right} rows {meter.source} in {seconds:.1f} s by {share.workers} workers, "
+            f"{failed} candidates failed; {path}",
+            soft_wrap=True,
+        )
+
+
+def _print_race(console: Console, record: Record, done: int, of: int, seconds_left: float) -> None:
+    chosen = record["chosen"] or "nothing computes it"
+    row = record["row"] or {}
+    backends = [f"{name[:-3]} {us}" for name, us in row.items() if name.endswith("_us")]
+    times = f": {row['us']} us ({', '.join(backends)})" if row else ""
+    wrong = [f for f in record["failures"] if f["why"].startswith("wrong")]
+    failed = f"; {len(record['failures'])} failed" if record["failures"] else ""
+    if wrong:
+        failed += f", {len(wrong)} of them wrong, as {wrong[0]['candidate']}"
+    console.print(
+        f"[{done}/{of}, {_duration(seconds_left)} left] {record['problem']}: {chosen}"
+        f"{times}{failed}",
+        soft_wrap=True,
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"
+
+
+def the_rules(most: int | None, rounds: int | None) -> Rules:
+    """The rules of a race, with what was asked for."""
+    from aiter_mx.tuning.race import Rules
+
+    for name, value in (("most", most), ("rounds", rounds)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    usual = Rules()
+    return replace(usual, most=most or usual.most, final_rounds=rounds or usual.final_rounds)
+
+
+def the_meter(
+    op: str, arch: str | None, share: Share, jobs: int | None, console: Console, build_only: bool
+) -> tuple[Target, Meter]:
+    """What is tuned for, and how: measured on this worker's GPU, else modelled for gfx950.
+
+    Raises:
+        ValueError: neither is possible.
+    """
+    import torch
+
+    from aiter_mx.target import SIMULATED_ARCHS, gpu_target, hardware
+    from aiter_mx.tuning.measured import default_jobs, measured_meter
+
+    here = None
+    if torch.cuda.is_available():
+        index = share.local_rank % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        here = gpu_target(index)
+    if arch is None and here is None:
+        raise ValueError("no GPU here: --arch gfx950 writes a table by a model instead")
+    if here is not None and arch in (None, here.arch):
+        target = here
+    else:
+        assert arch is not None
+        target = hardware(arch)
+        if arch in SIMULATED_ARCHS and not build_only:
+            from aiter_mx.tuning.modelled import modelled_meter
+
+            return target, modelled_meter(op)
+        if not build_only:
+            raise ValueError(f"times for {arch} need such a GPU; here is {here and here.name}")
+    device = torch.device("cuda", torch.cuda.current_device() if here else 0)
+    progress = make_progress()
+    task = progress.add_task("compiling", total=None)
+
+    def on_built(done: int, of: int) -> None:
+        progress.update(task, completed=done, total=of)
+        progress.refresh()
+        if done == of:
+            progress.stop()
+            console.print(f"{of} kernel variants are compiled")
+
+    return target, measured_meter(op, target, device, jobs or default_jobs(), on_built)
+
+
+def default_table(op: str, target: Target) -> Path:
+    """The shipped table, in a checkout.
+
+    Raises:
+        ValueError: the package is installed, and its files are not to be rewritten.
+    """
+    from aiter_mx import paths
+
+    folder = paths.configs_dir()
+    if folder.is_relative_to(Path(paths.__file__).parent):
+        raise ValueError("say with --table where to write; AITER_MX_CONFIG can name the file then")
+    return folder / target.arch / f"{op}.csv"

@@ -1,0 +1,91 @@
+"""The routing of a mixture of experts in plain torch, on any device, without a host sync."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aiter_mx.kernels.moe_align import MoeAlignProblem
+
+
+def moe_align_torch(
+    problem: MoeAlignProblem,
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    expert_map: Tensor | None,
+    num_tokens: Tensor | None,
+    sorted_ids: Tensor,
+    sorted_weights: Tensor | None,
+    expert_ids: Tensor,
+    post_padded: Tensor,
+) -> None:
+    """Write the lists that csrc/moe_align.cu writes, the same to the last id.
+
+    Args:
+        problem: shape and encoding.
+        topk_ids: integers ``[M, top_k]``.
+        topk_weights: float32 ``[M, top_k]`` for aiter's ids, else None.
+        expert_map: int32 ``[E]`` or None.
+        num_tokens: int32 ``[1]``: tokens that count, or None for all.
+        sorted_ids: int32 ``[max_ids]``, written as the rest.
+        sorted_weights: float32 ``[max_ids]`` or None.
+        expert_ids: int32 ``[max_ids / block_m]``.
+        post_padded: int32 ``[1]``, or ``[2]`` for aiter's ids.
+    """
+    p, device = problem, topk_ids.device
+    experts = p.E + p.shared
+    numbers = _numbers(p, expert_map, device)
+    tokens = torch.full((1,), p.M, device=device, dtype=torch.int64)
+    if num_tokens is not None:
+        tokens = num_tokens.to(torch.int64).clamp(0, p.M)
+
+    ids = topk_ids.to(torch.int64)
+    kept = (ids >= 0) & (ids < p.E)
+    if p.drop_absent and expert_map is not None:
+        kept &= numbers[ids.clamp(0, p.E - 1)] >= 0
+    chosen = torch.where(kept, ids, experts)
+    of_shared = torch.arange(p.E, experts, device=device).expand(p.M, p.shared)
+    chosen = torch.cat((chosen, of_shared), 1)
+    token = torch.arange(p.M, device=device).unsqueeze(1).expand_as(chosen)
+    chosen = torch.where(token < tokens, chosen, experts).flatten()
+
+    counts = torch.zeros(experts + 1, device=device, dtype=torch.int64)
+    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+    padded = (counts[:experts] + p.block_m - 1) // p.block_m * p.block_m
+    ends = padded.cumsum(0)
+    order = chosen.argsort(stable=True)
+    expert = chosen[order]
+    rank = torch.arange(p.routed, device=device) - (counts.cumsum(0) - counts)[expert]
+    firsts = torch.cat((ends - padded, ends.new_full((1,), p.max_ids)))
+    place = (firsts[expert] + rank).clamp(max=p.max_ids)  # the last is for what is left out
+
+    slot = order % p.slots
+    packed = p.ids == "aiter"
+    t = slot << 24 | order // p.slots if packed else order
+    padding = p.slots << 24 | p.M if packed else p.routed
+    listed = sorted_ids.new_full((p.max_ids + 1,), padding)
+    sorted_ids.copy_(listed.scatter_(0, place, t.to(torch.int32))[:-1])
+    if sorted_weights is not None and topk_weights is not None:
+        ones = topk_weights.new_ones((p.M, p.shared))
+        weights = torch.cat((topk_weights, ones), 1).flatten()[order]
+        listed = sorted_weights.new_zeros(p.max_ids + 1)
+        sorted_weights.copy_(listed.scatter_(0, place, weights)[:-1])
+    starts = torch.arange(0, p.max_ids, p.block_m, device=device)
+    owner = torch.searchsorted(ends, starts, right=True)
+    expert_ids.copy_(torch.cat((numbers, numbers.new_full((1,), -1)))[owner])
+    post_padded[:1].copy_(ends[-1:])
+    if packed:
+        post_padded[1:].copy_(tokens)
+
+
+def _numbers(problem: MoeAlignProblem, expert_map: Tensor | None, device: torch.device) -> Tensor:
+    """The number here of every expert, shared ones last, or -1."""
+    if expert_map is None:
+        own = torch.arange(problem.E, device=device)
+    elif problem.expert_map == "mask":
+        present = expert_map != 0
+        own = torch.where(present, present.cumsum(0) - 1, -1)
+    else:
+        own = expert_map.to(torch.int64)
+    shared = torch.arange(problem.shared, device=device) + problem.first_shared
+    return torch.cat((own, shared))

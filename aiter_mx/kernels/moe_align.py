@@ -1,0 +1,193 @@
+"""What can compute ``aiter_mx.moe_align`` and ``moe_sort``: csrc/moe_align.cu, and torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aiter_mx.kernels.moe_gemm.problem import MAX_PACKED_TOKENS, MAX_PACKED_TOP_K, most_padded
+from aiter_mx.kernels.spec import Arg, Config, Geometry, KernelSpec, Module, Param
+from aiter_mx.target import Target
+
+MAP_CODES = {"none": 0, "numbers": 1, "mask": 2}  # csrc/moe_align.cu
+IDS = ("vllm", "aiter")
+ID_DTYPES = ("i32", "i64")
+MAX_EXPERTS = 1024  # whose counts fit into LDS
+MAX_ROUTED = 1 << 30
+_IDS_OF_FEW_WAVES = 1024
+
+
+@dataclass(frozen=True)
+class MoeAlignProblem:
+    """The routing of M tokens to top_k of E experts each, listed in blocks for a grouped GEMM.
+
+    Attributes:
+        M: tokens.
+        top_k: slots of a token that are routed.
+        E: experts that are routed to, on all ranks.
+        block_m: ids of a block, a multiple of 4.
+        ids: encoding of the sorted ids, ``vllm`` or ``aiter``.
+        id_dtype: of the experts' ids, ``i32`` or ``i64``.
+        expert_map: what tells which experts are here: ``none``, their ``numbers``, or a ``mask``.
+        drop_absent: 1: rows of experts that are not here are left out, 0: listed under expert -1.
+        shared: further slots of every token, for experts after the E.
+        first_shared: number of the first of these among the experts here.
+
+    Raises:
+        ValueError: a field is none of the above.
+    """
+
+    M: int
+    top_k: int
+    E: int
+    block_m: int = 64
+    ids: str = "vllm"
+    id_dtype: str = "i32"
+    expert_map: str = "none"
+    drop_absent: int = 0
+    shared: int = 0
+    first_shared: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("M", 0), ("E", 1), ("top_k", 1), ("shared", 0), ("first_shared", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.block_m <= 0 or self.block_m % 4:
+            raise ValueError(f"block_m must be a multiple of 4, got {self.block_m}")
+        for name, known in (
+            ("ids", IDS),
+            ("id_dtype", ID_DTYPES),
+            ("expert_map", tuple(MAP_CODES)),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
+        if self.routed >= MAX_ROUTED:
+            raise ValueError(f"M * top_k must be below 2^30, got {self.routed}")
+        if self.ids == "aiter" and (self.M >= MAX_PACKED_TOKENS or self.slots > MAX_PACKED_TOP_K):
+            raise ValueError(
+                f"aiter's ids hold fewer than 2^24 tokens and at most {MAX_PACKED_TOP_K} slots, "
+                f"got M={self.M} and top_k={self.slots}"
+            )
+
+    @property
+    def slots(self) -> int:
+        """Routed rows of a token."""
+        return self.top_k + self.shared
+
+    @property
+    def routed(self) -> int:
+        """Routed rows of all tokens."""
+        return self.M * self.slots
+
+    @property
+    def max_ids(self) -> int:
+        """Sorted ids, padding included, that there is room for."""
+        return most_padded(self.routed, self.E + self.shared, self.block_m)
+
+
+KEY = ("M", "top_k", "E", "block_m", "ids")
+
+
+def stand_ins(key: MoeAlignProblem) -> tuple[MoeAlignProblem, ...]:
+    """None: nothing about this kernel is worth a table."""
+    return ()
+
+
+PARAMS = (Param("waves", (2, 4, 8, 16), "waves of the workgroup"),)
+
+
+def _room(problem: MoeAlignProblem) -> int:
+    """Experts that LDS has room for: a power of two."""
+    return max(64, 1 << (problem.E + problem.shared - 1).bit_length())
+
+
+def _refusal(target: Target, problem: MoeAlignProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no align kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if problem.E + problem.shared > MAX_EXPERTS:
+        return f"E={problem.E + problem.shared} is above {MAX_EXPERTS}, the most align counts"
+    return None
+
+
+def _configure(target: Target, problem: MoeAlignProblem) -> Config:
+    most = min(16, 8192 // _room(problem))  # 32 KiB of counts
+    return {"waves": min(most, 4 if problem.routed <= _IDS_OF_FEW_WAVES else 16)}
+
+
+def _defines(target: Target, problem: MoeAlignProblem, config: Config) -> Mapping[str, int]:
+    return {
+        "MX_WAVES": config["waves"],
+        "MX_EXPERTS": _room(problem),
+        "MX_PACKED": int(problem.ids == "aiter"),
+        "MX_WIDE_IDS": int(problem.id_dtype == "i64"),
+    }
+
+
+def _geometry(target: Target, problem: MoeAlignProblem, config: Config) -> Geometry:
+    return Geometry(grid=(1, 1, 1), block=(config["waves"] * target.wave_size, 1, 1))
+
+
+def _scalars(target: Target, problem: MoeAlignProblem, config: Config) -> tuple[int | float, ...]:
+    return (
+        problem.M,
+        problem.top_k,
+        problem.E,
+        problem.shared,
+        problem.first_shared,
+        MAP_CODES[problem.expert_map],
+        problem.drop_absent,
+        problem.block_m,
+        problem.max_ids,
+        problem.max_ids // problem.block_m,
+    )
+
+
+_SCALARS = (
+    *("M", "top_k", "E", "shared", "first_shared", "map_kind", "drop_absent", "block_m"),
+    *("max_ids", "max_blocks"),
+)
+
+MODULE = Module(
+    sources={"gfx950": "moe_align.cu", "sm_90a": "moe_align.cu"},
+    symbol="aiter_mx_moe_align",
+    args=(
+        Arg("topk_ids", "pointer", "r"),
+        Arg("topk_weights", "pointer", "r"),
+        Arg("expert_map", "pointer", "r"),
+        Arg("num_tokens", "pointer", "r"),
+        Arg("sorted_ids", "pointer", "w"),
+        Arg("sorted_weights", "pointer", "w"),
+        Arg("expert_ids", "pointer", "w"),
+        Arg("post_padded", "pointer", "w"),
+        *(Arg(name, "i32") for name in _SCALARS),
+    ),
+    defines=_defines,
+    geometry=_geometry,
+    scalars=_scalars,
+)
+
+PROBLEM = MoeAlignProblem
+
+KERNELS = (
+    KernelSpec(
+        op="moe_align",
+        backend="hip",
+        name="align",
+        params=PARAMS,
+        refusal=_refusal,
+        configure=_configure,
+        candidates=lambda target, problem: (_configure(target, problem),),
+        module=MODULE,
+    ),
+    KernelSpec(
+        op="moe_align",
+        backend="torch",
+        name="reference",
+        params=(),
+        refusal=lambda target, problem: None,
+        configure=lambda target, problem: {},
+        candidates=lambda target, problem: ({},),
+    ),
+)

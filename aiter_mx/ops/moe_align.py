@@ -1,0 +1,185 @@
+"""``aiter_mx.moe_align`` and ``aiter_mx.moe_sort``: routed tokens as blocks, expert by expert."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiter_mx.kernels.moe_align import MoeAlignProblem
+from aiter_mx.kernels.spec import Config
+from aiter_mx.launch import Run, Tensors
+from aiter_mx.ops.checks import check_tensor
+from aiter_mx.ops.moe_check import check_expert_ids
+from aiter_mx.ops.plan import bind
+from aiter_mx.target import target_of
+
+_ID_DTYPES = {torch.int32: "i32", torch.int64: "i64"}
+
+
+def moe_align(
+    topk_ids: Tensor,
+    block_m: int,
+    num_experts: int,
+    expert_map: Tensor | None = None,
+    *,
+    drop_absent: bool = False,
+    shared_experts: int = 0,
+    first_shared: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort routed rows by expert, each expert's padded to whole blocks, in one launch.
+
+    A routed row is ``t = token * slots + slot``; an expert's come in rising order, and the result
+    is the same on every run. Nothing is read on the host. The interface is that of vLLM's
+    ``moe_align_block_size``.
+
+    Args:
+        topk_ids: int32 or int64 ``[M, top_k]``: the expert of each slot, 0 to num_experts - 1. Any
+            other value leaves the row out; ``AITER_MX_CHECK=1`` makes it an error.
+        block_m: ids of a block, a multiple of 4.
+        num_experts: experts that are routed to, on all ranks.
+        expert_map: int32 ``[num_experts]``: each expert's number on this rank, -1 for one that is
+            not here; None where all are here under their own numbers.
+        drop_absent: leave out the rows of experts that are not here, instead of listing them in
+            blocks of expert -1.
+        shared_experts: experts that every token has besides: slots top_k and up, so that there are
+            ``slots = top_k + shared_experts`` of them.
+        first_shared: number of the first of these on this rank; by default after the others.
+
+    Returns:
+        sorted_token_ids: int32; padding is M * slots.
+        expert_ids: int32, one for each block, -1 where there is no block.
+        num_tokens_post_padded: int32 ``[1]``: ids in use.
+
+    Raises:
+        TypeError, ValueError: arguments other than those above.
+    """
+    device = check_tensor("topk_ids", topk_ids, tuple(_ID_DTYPES), ("M", "top_k")).device
+    if expert_map is not None:
+        check_tensor("expert_map", expert_map, (torch.int32,), (num_experts,), device)
+    problem = MoeAlignProblem(
+        M=topk_ids.shape[0],
+        top_k=topk_ids.shape[1],
+        E=num_experts,
+        block_m=block_m,
+        id_dtype=_ID_DTYPES[topk_ids.dtype],
+        expert_map="none" if expert_map is None else "numbers",
+        drop_absent=int(drop_absent),
+        shared=shared_experts,
+        first_shared=num_experts if first_shared is None else first_shared,
+    )
+    check_expert_ids(topk_ids, num_experts)
+    sorted_ids, _, expert_ids, post_padded = _run(problem, topk_ids, None, expert_map, None)
+    return sorted_ids, expert_ids, post_padded
+
+
+def moe_sort(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    block_m: int = 32,
+    expert_mask: Tensor | None = None,
+    num_local_tokens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sort routed rows by expert in the encoding of aiter's ``moe_sorting``, in one launch.
+
+    An id is ``slot << 24 | token``, padding ``top_k << 24 | M`` with weight 0. Rows of experts that
+    are not here are left out.
+
+    Args:
+        topk_ids: int32 or int64 ``[M, top_k]``, as for ``moe_align``.
+        topk_weights: float32 ``[M, top_k]``.
+        num_experts: experts that are routed to, on all ranks.
+        block_m: ids of a block, a multiple of 4.
+        expert_mask: int32 ``[num_experts]``, not 0 for those on this rank, which are numbered in
+            their order; None where all are.
+        num_local_tokens: int32 ``[1]`` on the device: tokens that count, the first ones; None for
+            all.
+
+    Returns:
+        sorted_ids: int32.
+        sorted_weights: float32, of the same length.
+        sorted_expert_ids: int32, one for each block, -1 where there is no block.
+        num_valid_ids: int32 ``[2]``: ids in use, and tokens that count.
+
+    Raises:
+        TypeError, ValueError: arguments other than those above.
+    """
+    device = check_tensor("topk_ids", topk_ids, tuple(_ID_DTYPES), ("M", "top_k")).device
+    shape = tuple(topk_ids.shape)
+    check_tensor("topk_weights", topk_weights, (torch.float32,), shape, device)
+    if expert_mask is not None:
+        check_tensor("expert_mask", expert_mask, (torch.int32,), (num_experts,), device)
+    if num_local_tokens is not None:
+        check_tensor("num_local_tokens", num_local_tokens, (torch.int32,), (1,), device)
+    problem = MoeAlignProblem(
+        M=shape[0],
+        top_k=shape[1],
+        E=num_experts,
+        block_m=block_m,
+        ids="aiter",
+        id_dtype=_ID_DTYPES[topk_ids.dtype],
+        expert_map="none" if expert_mask is None else "mask",
+        drop_absent=1,
+    )
+    check_expert_ids(topk_ids, num_experts)
+    ids, weights, expert_ids, valid = _run(
+        problem, topk_ids, topk_weights, expert_mask, num_local_tokens
+    )
+    assert weights is not None
+    return ids, weights, expert_ids, valid
+
+
+class _Plans(threading.local):
+    """What computes a routing, by device and problem."""
+
+    def __init__(self) -> None:
+        self.by_problem: dict[Any, Run] = {}
+
+
+_plans = _Plans()
+
+
+def _run(
+    problem: MoeAlignProblem,
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    expert_map: Tensor | None,
+    num_tokens: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    device = topk_ids.device
+    packed = problem.ids == "aiter"
+    sorted_ids = torch.empty(problem.max_ids, dtype=torch.int32, device=device)
+    weights = torch.empty(problem.max_ids, device=device) if packed else None
+    blocks = problem.max_ids // problem.block_m
+    expert_ids = torch.empty(blocks, dtype=torch.int32, device=device)
+    post_padded = torch.empty(2 if packed else 1, dtype=torch.int32, device=device)
+    outputs = (sorted_ids, weights, expert_ids, post_padded)
+    if problem.routed == 0:
+        post_padded.zero_()
+        return outputs
+    target = target_of(device)
+    key = (target, device, problem)
+    run = _plans.by_problem.get(key)
+    if run is None:
+        run = bind("moe_align", target, problem, device, _fallbacks(problem))
+        _plans.by_problem[key] = run
+    tensors = (topk_ids, topk_weights, expert_map, num_tokens, *outputs)
+    run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+    return outputs
+
+
+def _fallbacks(problem: MoeAlignProblem) -> dict[str, Any]:
+    def run_torch(tensors: Tensors, config: Config) -> None:
+        from aiter_mx.fallbacks.moe_align_torch import moe_align_torch
+
+        moe_align_torch(problem, *tensors)
+
+    return {"torch": run_torch}
+
+
+def warm(problem: MoeAlignProblem, device: torch.device) -> None:
+    """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
+    bind("moe_align", target_of(device), problem, device, _fallbacks(problem))

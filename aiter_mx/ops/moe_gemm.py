@@ -1,0 +1,307 @@
+"""``aiter_mx.moe_gemm``: an MX-FP8 grouped GEMM over routed tokens."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.spec import Config
+from aiter_mx.launch import Run, Tensors
+from aiter_mx.ops.checks import (
+    ALIGNMENT_BYTES,
+    BLOCK,
+    DTYPE_NAMES,
+    SCALE_DTYPES,
+    check_out,
+    check_tensor,
+    either,
+    refuse_alignment,
+)
+from aiter_mx.ops.moe_check import check_routing, checking
+from aiter_mx.ops.plan import bind
+from aiter_mx.target import cpu_target, target_of
+
+_FP8 = (torch.float8_e4m3fn,)
+_INT32 = (torch.int32,)
+
+
+def moe_gemm(
+    xq: Tensor,
+    xs: Tensor,
+    wq: Tensor,
+    ws: Tensor,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    num_valid_tokens: int,
+    top_k: int,
+    block_m: int,
+    *,
+    a_div: int = 1,
+    topk_weights: Tensor | None = None,
+    bias: Tensor | None = None,
+    ids: str = "vllm",
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``y[t] = (x[t // a_div] @ w[expert of t].T + bias[expert of t]) * weight of t``.
+
+    ``t = token * top_k + slot`` is a routed row, and the lists of ``moe_align`` or ``moe_sort`` say
+    which expert has it. Products are accumulated in fp32 and rounded once. Results are bitwise the
+    same on every run. The call does not synchronise, and after ``aiter_mx.warmup`` it can be
+    captured into a graph and replayed with other routings in the same buffers.
+
+    Args:
+        xq: activations, float8_e4m3fn ``[rows, K]``, rows * a_div >= num_valid_tokens.
+        xs: their scales, uint8 or float8_e8m0fnu ``[rows, K // 32]``.
+        wq: weights, float8_e4m3fn ``[E, N, K]``.
+        ws: their scales, ``[E, N, K // 32]``.
+        sorted_token_ids: int32: ids of routed rows, block_m of them for each expert block. An id
+            that is out of range marks padding.
+        expert_ids: int32: the expert of each block. Rows of an expert that is not within 0 to
+            E - 1, such as -1 for one on another rank, become zero.
+        num_tokens_post_padded: int32, its first value says how many sorted ids are in use.
+        num_valid_tokens: M * top_k, the rows of the result.
+        top_k: slots of a token.
+        block_m: ids of a block, a multiple of 4.
+        a_div: routed rows that share a row of x: top_k where x has a row for each token, 1 where
+            it has one for each routed row.
+        topk_weights: float32: for vLLM's ids ``num_valid_tokens`` of them, by routed row; for
+            aiter's as sorted as the ids are; or None.
+        bias: bf16, fp16 or fp32 ``[E, N]``, or None.
+        ids: encoding of the sorted ids, ``"vllm"`` (t) or ``"aiter"`` (slot << 24 | token).
+        out_dtype: dtype of the result: bf16, fp16 or fp32.
+        out: where to write the result; it may not overlap an input.
+
+    Returns:
+        ``[num_valid_tokens, N]``, or ``out``. Rows that no valid id names are left as they are.
+
+    Raises:
+        TypeError: an argument that is no tensor, or of a dtype not listed above.
+        ValueError: a shape, stride, device or alignment other than those above, or an overlap; with
+            ``AITER_MX_CHECK=1`` also ids or experts that are out of range.
+        CaptureError: a first use while a stream is captured.
+    """
+    if out_dtype not in DTYPE_NAMES:
+        raise TypeError(f"out_dtype must be {either(tuple(DTYPE_NAMES))}, got {out_dtype}")
+    options = (num_valid_tokens, top_k, block_m, a_div, ids, DTYPE_NAMES[out_dtype], "none", "", ())
+    lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    return _moe_gemm((xq, xs, wq, ws, *lists, topk_weights, bias), options, out)[0]
+
+
+def moe_gemm_activated(
+    xq: Tensor,
+    xs: Tensor,
+    wq: Tensor,
+    ws: Tensor,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    num_valid_tokens: int,
+    top_k: int,
+    block_m: int,
+    *,
+    activation: str = "silu",
+    layout: str = "halves",
+    alpha: float = 1.702,
+    beta: float = 1.0,
+    limit: float = 7.0,
+    a_div: int = 1,
+    bias: Tensor | None = None,
+    ids: str = "vllm",
+) -> tuple[Tensor, Tensor]:
+    """The first GEMM of an expert layer: gate and up, their activation, and its quantisation.
+
+    As ``moe_gemm``, and then from the fp32 sums gate and up of each feature
+
+    - ``"silu"``: ``silu(gate) * up``;
+    - ``"swiglu_oai"``: with gate at most ``limit`` and up within ``-limit`` to ``limit``,
+      ``(up + beta) * gate * sigmoid(alpha * gate)``;
+
+    which is quantised as ``aiter_mx.quantize`` does, without leaving the kernel.
+
+    Args:
+        xq, xs, wq, ws, sorted_token_ids, expert_ids, num_tokens_post_padded, num_valid_tokens,
+            top_k, block_m, a_div, bias, ids: as for ``moe_gemm``; N is a multiple of 64.
+        activation: ``"silu"`` or ``"swiglu_oai"``.
+        layout: where gate and up stand among w's rows: ``"halves"``: gate first, ``[0, N / 2)``;
+            ``"interleaved"``: gate in even rows, up in odd ones.
+        alpha: of swiglu_oai.
+        beta: of swiglu_oai.
+        limit: of swiglu_oai.
+
+    Returns:
+        payload float8_e4m3fn ``[num_valid_tokens, N // 2]`` and scale uint8 ``[num_valid_tokens,
+        N // 64]``: the operand of the second GEMM, with ``a_div=1``. Rows that no valid id names
+        hold anything.
+
+    Raises:
+        TypeError, ValueError, CaptureError: as for ``moe_gemm``.
+    """
+    swiglu = (float(alpha), float(beta), float(limit)) if activation == "swiglu_oai" else ()
+    options = (num_valid_tokens, top_k, block_m, a_div, ids, "mxfp8", activation, layout, swiglu)
+    lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    out, scales = _moe_gemm((xq, xs, wq, ws, *lists, None, bias), options, None)
+    assert scales is not None
+    return out, scales
+
+
+class _Plans(threading.local):
+    """What computes a call, by everything about it that the checks and the route depend on."""
+
+    def __init__(self) -> None:
+        self.by_call: dict[Any, tuple[Run | None, MoeGemmProblem]] = {}
+
+
+_plans = _Plans()
+
+
+def _moe_gemm(
+    inputs: tuple[Tensor | None, ...], options: tuple[Any, ...], out: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    xq, xs, wq, ws, sorted_ids, expert_ids, post_padded, weights, bias = inputs
+    for name, tensor in zip(_NAMES, inputs, strict=True):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name not in _OPTIONAL):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    assert xq is not None and xs is not None and wq is not None and ws is not None
+    assert sorted_ids is not None and expert_ids is not None and post_padded is not None
+    device = xq.device
+    call = (
+        *((t.shape, t.dtype, t.device, t.is_contiguous()) for t in inputs if t is not None),
+        (weights is None, bias is None),
+        options,
+        device.type == "cpu" and cpu_target(),
+    )
+    found = _plans.by_call.get(call)
+    if found is None:
+        found = _plan(inputs, options)
+        _plans.by_call[call] = found
+    run, problem = found
+    if checking():
+        check_routing(problem, sorted_ids, expert_ids, post_padded)
+
+    shape = (problem.routed, problem.out_features)
+    out_scales = None
+    if problem.activation != "none":
+        out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+        scales_shape = (problem.routed, problem.out_features // BLOCK)
+        out_scales = torch.empty(scales_shape, dtype=torch.uint8, device=device)
+    elif out is None:
+        out = torch.empty(shape, dtype=_DTYPES[problem.out_dtype], device=device)
+    else:
+        named = dict(zip(_NAMES, inputs, strict=True))
+        check_out(out, shape, _DTYPES[problem.out_dtype], **named)
+    if run is not None:
+        tensors = (*inputs, out, out_scales)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if (addresses[0] | addresses[2]) % ALIGNMENT_BYTES:
+            refuse_alignment(xq=xq, wq=wq)
+        run(tensors, addresses)
+    return out, out_scales
+
+
+_NAMES = (
+    *("xq", "xs", "wq", "ws", "sorted_token_ids", "expert_ids", "num_tokens_post_padded"),
+    *("topk_weights", "bias"),
+)
+_OPTIONAL = ("topk_weights", "bias")
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def _plan(
+    inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]
+) -> tuple[Run | None, MoeGemmProblem]:
+    """What computes such a call (None where there is nothing to compute), and its problem."""
+    problem = _check(inputs, options)
+    assert inputs[0] is not None
+    device = inputs[0].device
+    if problem.routed == 0 or problem.N == 0 or problem.blocks == 0:
+        return None, problem
+    return bind("moe_gemm", target_of(device), problem, device, fallbacks(problem)), problem
+
+
+def _check(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> MoeGemmProblem:
+    """The problem that these arguments pose; raises as ``moe_gemm`` documents."""
+    xq, xs, wq, ws, sorted_ids, expert_ids, post_padded, weights, bias = inputs
+    routed, top_k, block_m, a_div, ids, out_dtype, activation, layout, swiglu = options
+    device = check_tensor("xq", xq, _FP8, ("rows", "K")).device
+    assert xq is not None
+    rows, K = xq.shape
+    if K == 0 or K % BLOCK:
+        raise ValueError(f"K must be a multiple of {BLOCK}, got K={K} (xq: {list(xq.shape)})")
+    check_tensor("xs", xs, SCALE_DTYPES, (rows, K // BLOCK), device)
+    E, N, _ = check_tensor("wq", wq, _FP8, ("E", "N", K), device).shape
+    check_tensor("ws", ws, SCALE_DTYPES, (E, N, K // BLOCK), device)
+    check_tensor("sorted_token_ids", sorted_ids, _INT32, ("ids",), device)
+    check_tensor("expert_ids", expert_ids, _INT32, ("blocks",), device)
+    check_tensor("num_tokens_post_padded", post_padded, _INT32, ("1 or 2",), device)
+    assert sorted_ids is not None and expert_ids is not None and post_padded is not None
+    if post_padded.numel() not in (1, 2):
+        raise ValueError(
+            f"num_tokens_post_padded must be [1] or [2], got {list(post_padded.shape)}"
+        )
+    for name, value in (("top_k", top_k), ("num_valid_tokens", routed), ("block_m", block_m)):
+        if not isinstance(value, int):
+            raise TypeError(f"{name} must be a whole number, got {type(value).__name__}")
+    if top_k < 1 or routed < 0 or routed % top_k:
+        raise ValueError(
+            f"num_valid_tokens must be a multiple of top_k, got {routed} and top_k={top_k}"
+        )
+    if not isinstance(a_div, int) or a_div < 1 or rows * a_div < routed:
+        raise ValueError(
+            f"xq must have a row for each {a_div} of {routed} routed rows (a_div={a_div}), got "
+            f"{list(xq.shape)}"
+        )
+    is_block = block_m > 0 and block_m % 4 == 0  # else the problem refuses it
+    if is_block and not 0 <= -(-len(sorted_ids) // block_m) - len(expert_ids) <= 1:
+        raise ValueError(
+            f"{len(sorted_ids)} sorted ids are {-(-len(sorted_ids) // block_m)} blocks of "
+            f"block_m={block_m}, but expert_ids has {len(expert_ids)}: was the routing made for "
+            "another block_m?"
+        )
+    by_place = ids == "aiter"
+    if weights is not None:
+        count = len(sorted_ids) if by_place else routed
+        check_tensor("topk_weights", weights.flatten(), (torch.float32,), (count,), device)
+    if bias is not None:
+        check_tensor("bias", bias, tuple(DTYPE_NAMES), (E, N), device)
+    alpha, beta, limit = swiglu or (1.702, 1.0, 7.0)
+    return MoeGemmProblem(
+        M=routed // top_k,
+        N=N,
+        K=K,
+        E=E,
+        top_k=top_k,
+        block_m=block_m,
+        out_dtype=out_dtype,
+        activation=activation,
+        layout=layout or "halves",
+        bias="none" if bias is None else DTYPE_NAMES[bias.dtype],
+        weights="none" if weights is None else "by_place" if by_place else "by_t",
+        ids=ids,
+        a_div=a_div,
+        max_blocks=min(len(expert_ids), len(sorted_ids) // block_m) if is_block else 0,
+        alpha=alpha,
+        beta=beta,
+        limit=limit,
+    )
+
+
+def fallbacks(problem: MoeGemmProblem) -> dict[str, Any]:
+    """What runs each backend other than ours."""
+
+    def run_torch(tensors: Tensors, config: Config) -> None:
+        from aiter_mx.fallbacks.moe_gemm_torch import moe_gemm_torch
+
+        moe_gemm_torch(problem, *tensors)
+
+    return {"torch": run_torch}
+
+
+def warm(problem: MoeGemmProblem, device: torch.device) -> None:
+    """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
+    bind("moe_gemm", target_of(device), problem, device, fallbacks(problem))

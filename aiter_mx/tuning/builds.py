@@ -1,0 +1,45 @@
+"""Many builds at a time, of which some may fail."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from aiter_mx.errors import AiterMxError
+from aiter_mx.jit.build import BuildRequest, build
+from aiter_mx.kernels.spec import Problem
+from aiter_mx.launch import module_request
+from aiter_mx.target import Target
+from aiter_mx.tuning.candidates import Candidate
+
+
+def requests_of(
+    target: Target, pairs: Iterable[tuple[Problem, Candidate]]
+) -> dict[BuildRequest, None]:
+    """What candidates need compiled, each once; those that can have no launch are left out."""
+    found: dict[BuildRequest, None] = {}
+    for problem, candidate in pairs:
+        if candidate.spec.module is not None:
+            try:
+                for module in candidate.spec.modules:
+                    found[module_request(module, target, problem, candidate.config)] = None
+            except ValueError:
+                continue  # the candidate's race says why
+    return found
+
+
+def build_each(
+    requests: Iterable[BuildRequest], jobs: int | None = None
+) -> Iterator[tuple[BuildRequest, str | None]]:
+    """Build in parallel; each request and what was wrong with it, or None, in their order."""
+
+    def attempt(request: BuildRequest) -> tuple[BuildRequest, str | None]:
+        try:
+            build(request)
+        except AiterMxError as error:
+            return request, str(error)
+        return request, None
+
+    with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0)), "aiter_mx-tune") as pool:
+        yield from pool.map(attempt, requests)

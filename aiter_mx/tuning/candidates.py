@@ -1,0 +1,129 @@
+"""What may compute a problem: kernels and configurations, and what is told of how they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from aiter_mx.errors import AiterMxError
+from aiter_mx.kernels.registry import find_kernel, kernels_of
+from aiter_mx.kernels.spec import Config, KernelSpec, Problem
+from aiter_mx.target import Target
+
+NO_CANDIDATES = ("torch",)
+"""Backends that no table names: the reference is there for whatever nothing else covers."""
+
+
+class Unfit(AiterMxError):
+    """A candidate cannot be chosen: it does not build or launch, or computes something else."""
+
+
+class ContextLost(AiterMxError):
+    """A candidate broke this process's connection to the GPU; the next process must avoid it."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel with a configuration.
+
+    Attributes:
+        op, arch, backend, kernel: as tables name them.
+        values: the configuration's names and values.
+    """
+
+    op: str
+    arch: str
+    backend: str
+    kernel: str
+    values: tuple[tuple[str, int], ...]
+
+    @property
+    def config(self) -> Config:
+        return dict(self.values)
+
+    @property
+    def spec(self) -> KernelSpec:
+        return find_kernel(self.op, self.arch, self.backend, self.kernel)
+
+    def __str__(self) -> str:
+        return " ".join([f"{self.backend}/{self.kernel}", *(f"{k}={v}" for k, v in self.values)])
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What was seen of a candidate that computes the right thing.
+
+    Attributes:
+        us: a first look at its time.
+        rel_err: norm of its error over the norm of the reference.
+        build: the hash that its code object is stored under, empty where it has none.
+    """
+
+    us: float
+    rel_err: float
+    build: str = ""
+
+
+class Bench(Protocol):
+    """Where the candidates for one problem are tried."""
+
+    def admit(self, candidate: Candidate) -> Admission:
+        """Run it on random inputs; raise Unfit unless it gives what the reference gives."""
+
+    def sample_us(self, candidate: Candidate) -> float:
+        """Time one that was admitted, over one round."""
+
+    def confirm(self, candidate: Candidate) -> None:
+        """Raise Unfit unless its results are still right after all that timing."""
+
+    def drop(self, candidate: Candidate) -> None:
+        """Forget one that is out of the race."""
+
+
+@dataclass(frozen=True)
+class Meter:
+    """A way of finding out how long candidates take.
+
+    Attributes:
+        source: what tables say of its times: ``measured`` or ``model``.
+        backends: whose kernels it can judge.
+        prepare: compiles what the candidates of these problems need, as far as it compiles.
+        bench: where the candidates for one problem are tried.
+    """
+
+    source: str
+    backends: tuple[str, ...]
+    prepare: Callable[[Sequence[tuple[Problem, Candidate]]], None]
+    bench: Callable[[Problem], AbstractContextManager[Bench]]
+
+
+def candidate_of(kernel: KernelSpec, arch: str, config: Config) -> Candidate:
+    """A configuration of a kernel as a candidate."""
+    values = tuple((param.name, config[param.name]) for param in kernel.params)
+    return Candidate(kernel.op, arch, kernel.backend, kernel.name, values)
+
+
+def candidates_of(
+    op: str, target: Target, problem: Problem, backends: Sequence[str], most: int
+) -> list[Candidate]:
+    """All that may compute a problem, at most so many of each kernel.
+
+    Of each kernel its own choice comes first, then its ``candidates`` in their order, which is that
+    of the kernel's own cost model where it has one.
+    """
+    found: dict[Candidate, None] = {}
+    for kernel in kernels_of(op):
+        if (
+            kernel.backend in NO_CANDIDATES
+            or kernel.backend not in backends
+            or not kernel.is_for(target.arch)
+            or kernel.refusal(target, problem) is not None
+        ):
+            continue
+        own = kernel.configure(target, problem)
+        others = [config for config in kernel.candidates(target, problem) if config != own]
+        for config in [own, *others][:most]:
+            found[candidate_of(kernel, target.arch, config)] = None
+    return list(found)

@@ -1,0 +1,236 @@
+"""Candidates timed on a GPU as an engine sees them: cold weights, graph replay, right results."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import get_context
+
+import torch
+
+from aiter_mx.errors import AiterMxError
+from aiter_mx.jit.build import build
+from aiter_mx.jit.cache import cache_dir
+from aiter_mx.jit.toolchain import find_toolchain
+from aiter_mx.kernels.spec import Problem
+from aiter_mx.launch import build_request
+from aiter_mx.target import Target
+from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
+from aiter_mx.tuning.builds import build_each, requests_of
+from aiter_mx.tuning.candidates import Admission, Bench, Candidate, ContextLost, Meter, Unfit
+from aiter_mx.tuning.origin import sources_hash, versions
+from aiter_mx.workloads.workload import Operands, Workload, poison, workload_of
+
+BACKENDS = ("hip", "triton", "vendor")
+_FIRST_REPLAYS, _ROUND_REPLAYS = 3, 9
+_HANG_S = 20.0
+_POLL_S = 2e-4
+_MOST_PROCESSES = 12
+OnBuilt = Callable[[int, int], None]
+"""Called with the number of builds that ended, and of all."""
+
+
+def measured_meter(
+    op: str, target: Target, device: torch.device, jobs: int, on_built: OnBuilt | None = None
+) -> Meter:
+    """A meter that times on ``device``, and builds with so many compilers at a time."""
+    workload = workload_of(op)
+
+    @contextmanager
+    def bench(problem: Problem) -> Iterator[Bench]:
+        with torch.cuda.device(device):
+            yield GpuBench(workload, target, problem, device)
+
+    return Meter(
+        source="measured",
+        backends=BACKENDS,
+        prepare=lambda pairs: prepare(workload, target, device, pairs, jobs, on_built),
+        bench=bench,
+    )
+
+
+class GpuBench:
+    """The candidates of one problem on a GPU."""
+
+    def __init__(
+        self, workload: Workload, target: Target, problem: Problem, device: torch.device
+    ) -> None:
+        self._workload, self._target, self._problem = workload, target, problem
+        self._device = device
+        self._sets = _operand_sets(workload, problem, device)
+        self._judges = [workload.judge(problem, operands) for operands in self._sets[:2]]
+        self._graphs: dict[Candidate, tuple[GraphedCalls, list[Callable[[], object]]]] = {}
+
+    def admit(self, candidate: Candidate) -> Admission:
+        try:
+            calls = self._calls(candidate)
+            rel_err = max(self._checked(call, i) for i, call in enumerate(calls[:2]))
+            graph = GraphedCalls(calls)
+            us = graph.time_us(_FIRST_REPLAYS, warm=1)
+        except ContextLost:
+            raise
+        except Exception as error:
+            self._raise_if_lost(candidate, error)
+            if isinstance(error, Unfit):
+                raise
+            raise Unfit(f"{type(error).__name__}: {error}") from None
+        self._graphs[candidate] = graph, calls
+        return Admission(us, rel_err, _build_key(self._target, self._problem, candidate))
+
+    def sample_us(self, candidate: Candidate) -> float:
+        return self._graphs[candidate][0].time_us(_ROUND_REPLAYS, warm=1)
+
+    def confirm(self, candidate: Candidate) -> None:
+        _, calls = self._graphs[candidate]
+        for index, call in enumerate(calls[:2]):
+            self._checked(call, index)
+
+    def drop(self, candidate: Candidate) -> None:
+        self._graphs.pop(candidate, None)
+
+    def _calls(self, candidate: Candidate) -> list[Callable[[], object]]:
+        """One call for each copy of the operands."""
+        index = self._device.index or 0
+        spec, config = candidate.spec, candidate.config
+        run = self._workload.bind(spec, self._target, self._problem, config, index)
+        calls: list[Callable[[], object]] = []
+        for operands in self._sets:
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
+            calls.append(partial(run, operands, addresses))
+        return calls
+
+    def _checked(self, call: Callable[[], object], index: int) -> float:
+        """The relative error of a call on a set of operands; raises Unfit where it is wrong."""
+        operands = self._sets[index]
+        poison(operands, self._workload.results)
+        call()
+        self._wait()
+        verdict = self._judges[index](operands)
+        if not verdict.right:
+            raise Unfit(
+                f"wrong: relative error {verdict.rel_err:.2e}, its worst element "
+                f"{verdict.worst:.3g} times what rounding allows"
+            )
+        return verdict.rel_err
+
+    def _wait(self) -> None:
+        event = torch.cuda.Event()
+        event.record()
+        deadline = time.monotonic() + _HANG_S
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"it did not end within {_HANG_S:g} s")
+            time.sleep(_POLL_S)
+
+    def _raise_if_lost(self, candidate: Candidate, error: Exception) -> None:
+        """Some errors end a CUDA context, and every later call fails with them."""
+        lost = isinstance(error, TimeoutError)
+        if not lost and not isinstance(error, AiterMxError):
+            try:
+                torch.cuda.synchronize(self._device)
+            except RuntimeError:
+                lost = True
+        if lost:
+            raise ContextLost(f"{type(error).__name__}: {error}", candidate) from error
+
+
+def _operand_sets(workload: Workload, problem: Problem, device: torch.device) -> list[Operands]:
+    """Operands for each call of a graph: two draws of all, and as many as stay cold."""
+    sets = [workload.operands(problem, device) for _ in range(2)]
+    read_bytes = max(workload.read_bytes(problem, operands) for operands in sets)
+    for index in range(2, copies_to_stay_cold(read_bytes)):
+        sets.append(workload.another(problem, sets[index % 2]))
+    return sets
+
+
+def _build_key(target: Target, problem: Problem, candidate: Candidate) -> str:
+    if candidate.spec.module is None:
+        return ""
+    request = build_request(candidate.spec, target, problem, candidate.config)
+    return build(request).key[:16]
+
+
+def prepare(
+    workload: Workload,
+    target: Target,
+    device: torch.device,
+    pairs: Sequence[tuple[Problem, Candidate]],
+    jobs: int,
+    on_built: OnBuilt | None = None,
+) -> None:
+    """Compile what candidates need, in parallel; what fails to compile fails again when tried.
+
+    Raises:
+        ToolchainError: no compiler for the target.
+    """
+    requests = requests_of(target, pairs)
+    if requests:
+        find_toolchain(target.arch)
+    with ThreadPoolExecutor(1) as others:
+        compiled = others.submit(_compile_others, workload.op, target, device, pairs, jobs)
+        for done, _ in enumerate(build_each(requests, jobs), 1):
+            if on_built is not None:
+                on_built(done, len(requests))
+        compiled.result()
+
+
+def _compile_others(
+    op: str,
+    target: Target,
+    device: torch.device,
+    pairs: Sequence[tuple[Problem, Candidate]],
+    jobs: int,
+) -> None:
+    """Fill the caches of compilers that are not ours, as Triton's, by calling candidates once.
+
+    It takes processes: Triton compiles under the interpreter's lock. One process gets all problems
+    of a configuration, most of which share a compilation. A file in the cache folder lists what was
+    called before, by the same versions and sources.
+    """
+    done_file = cache_dir() / "tuner" / f"called-{sources_hash()}-{_hash(versions())}.txt"
+    done = set(done_file.read_text().splitlines()) if done_file.is_file() else set()
+    problems: dict[Candidate, list[Problem]] = {}
+    for problem, candidate in pairs:
+        if candidate.spec.module is None and _hash(f"{target} {candidate} {problem}") not in done:
+            problems.setdefault(candidate, []).append(problem)
+    if not problems or not torch.cuda.is_available():
+        return
+    workers = min(jobs, len(problems), _MOST_PROCESSES)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for candidate, of_it in problems.items():
+            pool.submit(_call_once, op, target, device, candidate, of_it)
+    called = [_hash(f"{target} {c} {p}") for c, of_it in problems.items() for p in of_it]
+    done_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with done_file.open("a") as file:
+        file.write("".join(f"{line}\n" for line in called))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _call_once(
+    op: str, target: Target, device: torch.device, candidate: Candidate, problems: list[Problem]
+) -> None:
+    workload = workload_of(op)
+    with torch.cuda.device(device):
+        for problem in problems:
+            operands = workload.operands(problem, device)
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
+            with suppress(Exception):  # its race will say what is wrong
+                run = workload.bind(
+                    candidate.spec, target, problem, candidate.config, device.index or 0
+                )
+                run(operands, addresses)
+        torch.cuda.synchronize()
+
+
+def default_jobs() -> int:
+    """Compilers at a time: one for each core, divided among the workers of this host."""
+    workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // workers)

@@ -1,0 +1,132 @@
+"""Candidates judged without a GPU: compiled for gfx950, run in the simulator, bounded by a model.
+
+A part of the problem is simulated, in strict mode, on two random inputs, and must give what the
+reference gives; the counters, scaled to the whole, give a bound on the time on an MI355X. It is the
+largest of three, for the compute unit with the most workgroups:
+
+- memory: its share of the weights at 8 TB/s over 256 CUs;
+- latency: the bytes that a wave waits for at a time, over the waves that fit by registers and LDS
+  of the compiled object, each wait taking one microsecond;
+- issue: vector instructions at 4 cycles each and matrix passes at theirs, on 4 SIMDs; and LDS.
+
+A thousandth of the sum of all three is added, so that of two candidates with the same bound the one
+with less to do otherwise is taken. These are no measurements, and rows say ``source=model``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from aiter_mx.errors import AiterMxError
+from aiter_mx.jit.build import build
+from aiter_mx.kernels.spec import Problem
+from aiter_mx.launch import build_request
+from aiter_mx.sim.report import LaunchReport
+from aiter_mx.sim.roofline import bounds
+from aiter_mx.target import hardware
+from aiter_mx.trial import Trial, try_out
+from aiter_mx.tuning.builds import build_each, requests_of
+from aiter_mx.tuning.candidates import Admission, Bench, Candidate, Meter, Unfit
+from aiter_mx.workloads.workload import workload_of
+
+_SHARE = 0.02
+_TIE = 1e-3
+
+
+def modelled_meter(op: str) -> Meter:
+    """A meter for gfx950, on any machine."""
+    workload_of(op)  # an op that cannot be tried out raises here
+
+    @contextmanager
+    def bench(problem: Problem) -> Iterator[Bench]:
+        yield ModelBench(op, problem)
+
+    return Meter(source="model", backends=("hip",), prepare=_prepare, bench=bench)
+
+
+def _prepare(pairs: Sequence[tuple[Problem, Candidate]]) -> None:
+    for _ in build_each(requests_of(hardware("gfx950"), pairs)):
+        continue  # what fails to compile fails again in its race
+
+
+class ModelBench:
+    """The candidates of one problem in the simulator."""
+
+    def __init__(self, op: str, problem: Problem) -> None:
+        self._op, self._problem = op, problem
+        self._us: dict[Candidate, float] = {}
+
+    def admit(self, candidate: Candidate) -> Admission:
+        workload = workload_of(self._op)
+        part, share = workload.sample(self._problem, _SHARE)
+        rel_err = 0.0
+        try:
+            for _ in range(2):
+                trial = try_out(candidate.spec, part, candidate.config)
+                verdict = workload.judge(part, trial.operands)(trial.operands)
+                if not verdict.right:
+                    raise Unfit(f"wrong: relative error {verdict.rel_err:.2e} in the simulator")
+                rel_err = max(rel_err, verdict.rel_err)
+            _refuse_spills(trial)
+            self._us[candidate] = self._bound_us(candidate, trial, share)
+            request = build_request(
+                candidate.spec, hardware("gfx950"), self._problem, candidate.config
+            )
+            key = build(request).key[:16]
+        except Unfit:
+            raise
+        except (AiterMxError, ValueError) as error:
+            raise Unfit(f"{type(error).__name__}: {error}") from None
+        return Admission(self._us[candidate], rel_err, key)
+
+    def sample_us(self, candidate: Candidate) -> float:
+        return self._us[candidate]
+
+    def confirm(self, candidate: Candidate) -> None:
+        return
+
+    def drop(self, candidate: Candidate) -> None:
+        self._us.pop(candidate, None)
+
+    def _bound_us(self, candidate: Candidate, trial: Trial, share: float) -> float:
+        module = candidate.spec.module
+        assert module is not None
+        launch = module.geometry(hardware("gfx950"), self._problem, candidate.config)
+        groups = launch.grid[0] * launch.grid[1] * launch.grid[2]
+        whole = _scaled(trial.report, 1 / share)
+        part = workload_of(self._op).sample(self._problem, _SHARE)[0]
+        weights = workload_of(self._op).read_bytes(part, trial.operands)
+        limits = bounds(whole, weights / share, groups, trial.waves_a_simd)
+        issue_us = max(limits.issue_us, limits.lds_us)
+        parts = (limits.memory_us, limits.latency_us, issue_us)
+        return max(parts) + _TIE * sum(parts)
+
+
+def _refuse_spills(trial: Trial) -> None:
+    kernel = trial.kernel
+    spilled = kernel.vgpr_spills + kernel.sgpr_spills
+    if spilled or kernel.scratch_bytes:
+        raise Unfit(f"it spills {spilled} registers and uses {kernel.scratch_bytes} scratch bytes")
+
+
+def _scaled(report: LaunchReport, factor: float) -> LaunchReport:
+    """The report of a launch that does so many times as much."""
+
+    def times(count: int) -> int:
+        return round(count * factor)
+
+    return replace(
+        report,
+        waves=times(report.waves),
+        mnemonics={name: times(count) for name, count in report.mnemonics.items()},
+        mfma_passes={name: times(count) for name, count in report.mfma_passes.items()},
+        bytes_read=times(report.bytes_read),
+        bytes_written=times(report.bytes_written),
+        lds_bytes_read=times(report.lds_bytes_read),
+        lds_bytes_written=times(report.lds_bytes_written),
+        lds_conflicts=times(report.lds_conflicts),
+        waits=times(report.waits),
+        in_flight_bytes=times(report.in_flight_bytes),
+    )

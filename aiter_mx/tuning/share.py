@@ -1,0 +1,114 @@
+"""Who tunes what: one process alone, or the workers that ``torchrun`` started.
+
+Workers take the next problem from a counter in torchrun's own TCPStore and leave what they found
+there, where the first of them collects it. There is nothing else between them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from aiter_mx.tuning.journal import Record, merge
+
+_POLL_S = 0.05
+_PATIENCE_S = 3600.0
+"""The most that a worker waits for another: as long as a race, or all builds, may take."""
+
+
+class Share(Protocol):
+    """A worker's part of a sweep."""
+
+    rank: int
+    workers: int
+    name: str
+    local_rank: int
+    local_workers: int
+
+    def publish(self, records: Iterable[Record]) -> None:
+        """Show what was found to the other workers."""
+
+    def found(self, problems: Sequence[str]) -> list[Record]:
+        """What all workers have found so far of these problems."""
+
+    def claim(self, problems: Sequence[str]) -> Iterator[str]:
+        """The problems that are this worker's to tune: each goes to one worker."""
+
+    def meet(self, where: str) -> None:
+        """Wait until every worker is here."""
+
+
+class Alone:
+    """The only worker."""
+
+    def __init__(self) -> None:
+        self.rank, self.workers = 0, 1
+        self.local_rank, self.local_workers = 0, 1
+        self.name = "worker"
+        self._records: list[Record] = []
+
+    def publish(self, records: Iterable[Record]) -> None:
+        self._records += records
+
+    def found(self, problems: Sequence[str]) -> list[Record]:
+        done = merge(self._records)
+        return [done[name] for name in problems if name in done]
+
+    def claim(self, problems: Sequence[str]) -> Iterator[str]:
+        for name in problems:
+            if name not in merge(self._records):
+                yield name
+
+    def meet(self, where: str) -> None:
+        return
+
+
+class Shared:
+    """One of torchrun's workers."""
+
+    def __init__(self, store: Any, environment: dict[str, str] | None = None) -> None:
+        """Join; ``store`` is a torch.distributed store that all workers share."""
+        env = os.environ if environment is None else environment
+        self.rank, self.workers = int(env["RANK"]), int(env["WORLD_SIZE"])
+        self.local_rank = int(env.get("LOCAL_RANK", self.rank))
+        self.local_workers = int(env.get("LOCAL_WORLD_SIZE", self.workers))
+        self.name = f"{socket.gethostname()}-{self.rank}"
+        self._store = store
+
+    def publish(self, records: Iterable[Record]) -> None:
+        for name, record in merge(records).items():
+            self._store.set(f"found/{name}", json.dumps(record))
+
+    def found(self, problems: Sequence[str]) -> list[Record]:
+        done = [name for name in problems if self._store.check([f"found/{name}"])]
+        return [json.loads(self._store.get(f"found/{name}")) for name in done]
+
+    def claim(self, problems: Sequence[str]) -> Iterator[str]:
+        while (turn := self._store.add("next", 1) - 1) < len(problems):
+            if not self._store.check([f"found/{problems[turn]}"]):
+                yield problems[turn]
+
+    def meet(self, where: str) -> None:
+        self._store.add(f"meet/{where}", 1)
+        deadline = time.monotonic() + _PATIENCE_S
+        while (here := self._store.add(f"meet/{where}", 0)) < self.workers:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{here} of {self.workers} workers came to {where!r} within {_PATIENCE_S:g} s"
+                )
+            time.sleep(_POLL_S)
+
+
+def join() -> Share:
+    """This process's part: what torchrun's environment says, and without one everything."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Alone()
+    from torch import distributed
+
+    store, _, _ = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Shared(distributed.PrefixStore(f"aiter_mx-tune-{attempt}", store))  # type: ignore[attr-defined]

@@ -1,0 +1,249 @@
+"""A sweep: races over many problems, journaled as they end, and the table that comes out of them.
+
+A kill at any moment loses the race that was being run; the same command goes on from there. The
+table is written by the first worker, whole and in one step each time, from its rows before the
+sweep and from what all workers have found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from aiter_mx.kernels.registry import problem_key
+from aiter_mx.kernels.spec import Problem
+from aiter_mx.target import Target
+from aiter_mx.tuning.candidates import Candidate, ContextLost, Meter, candidates_of
+from aiter_mx.tuning.journal import Journal, Record, folder_of, merge, read_folder
+from aiter_mx.tuning.origin import commit, sources_hash, today, versions
+from aiter_mx.tuning.race import Outcome, Rules, race
+from aiter_mx.tuning.share import Share
+from aiter_mx.tuning.table import (
+    Cells,
+    Rows,
+    incumbent_of,
+    key_of,
+    problem_cells,
+    read_rows,
+    row_of,
+    table_text,
+    write_text,
+)
+
+OnRaced = Callable[[Record, int, int, float], None]
+"""Called after each race of this worker: its record, problems done, of how many, seconds left."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is swept.
+
+    Attributes:
+        op: name of the op.
+        target: what it is tuned for.
+        problems: those to tune; fields that tables do not choose by are at their defaults.
+        table: where the rows go; rows of other problems are kept.
+        source: ``measured`` or ``model``.
+        rules: of each race.
+    """
+
+    op: str
+    target: Target
+    problems: tuple[Problem, ...]
+    table: Path
+    source: str
+    rules: Rules = field(default_factory=Rules)
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for a sweep that is gone on with: same problems, rules, kernels, versions."""
+        parts = (self.op, self.target, self.problems, self.source, self.rules)
+        whole = "\0".join(map(repr, (*parts, sources_hash(), versions())))
+        return hashlib.sha256(whole.encode()).hexdigest()[:16]
+
+
+def make_plan(
+    op: str,
+    target: Target,
+    problems: Iterable[Problem],
+    table: Path,
+    source: str,
+    rules: Rules | None = None,
+) -> Plan:
+    """A plan, each problem once, as tables have it."""
+    once = dict.fromkeys(problem_key(op, problem) for problem in problems)
+    return Plan(op, target, tuple(once), table, source, rules or Rules())
+
+
+def name_of(op: str, problem: Problem) -> str:
+    """A problem as text, by which workers and journals know it."""
+    return " ".join(f"{name}={value}" for name, value in problem_cells(op, problem).items())
+
+
+def discard(plan: Plan) -> None:
+    """Delete the journal beside the table, of all workers."""
+    folder = folder_of(plan.table)
+    for path in folder.glob("*.jsonl"):
+        path.unlink()
+    if folder.is_dir():
+        folder.rmdir()
+
+
+def run(plan: Plan, meter: Meter, share: Share, on_raced: OnRaced | None = None) -> list[Record]:
+    """Tune what is left of a plan and write its table.
+
+    Returns:
+        The record of each problem, in the plan's order; only the first worker has those of others.
+
+    Raises:
+        ContextLost: a candidate broke the connection to the GPU. It is journaled: the same call in
+            a fresh process passes it over.
+        ValueError: the journal beside the table is of another sweep.
+        TableError: the table has a row that cannot be right.
+    """
+    before = read_rows(plan.table, plan.op)
+    journal = Journal(folder_of(plan.table), share.name, plan.fingerprint)
+    try:
+        records = _tune(plan, meter, share, before, journal, on_raced)
+    finally:
+        journal.close()
+    if share.local_rank == 0:
+        discard(plan)
+    return records
+
+
+def _tune(
+    plan: Plan,
+    meter: Meter,
+    share: Share,
+    before: Rows,
+    journal: Journal,
+    on_raced: OnRaced | None,
+) -> list[Record]:
+    by_name = {name_of(plan.op, problem): problem for problem in plan.problems}
+    names = list(by_name)
+    earlier = read_folder(folder_of(plan.table), plan.fingerprint)
+    lost = {(r["problem"], r["candidate"]): r["why"] for r in earlier if r["kind"] == "lost"}
+    share.publish(earlier)
+    share.meet("start")
+    done = {record["problem"] for record in share.found(names)}
+    left = {name: _starters(plan, meter, by_name[name]) for name in names if name not in done}
+    mine = list(left.items())[share.local_rank :: share.local_workers]
+    meter.prepare([(by_name[name], c) for name, starters in mine for c in starters])
+    share.meet("built")
+
+    started = time.monotonic()
+    for raced, name in enumerate(share.claim(names), 1):
+        problem = by_name[name]
+        incumbent = incumbent_of(before, plan.op, plan.target, problem)
+        starters = [c for c in left[name] if (name, str(c)) not in lost]
+        if incumbent is not None and (name, str(incumbent)) in lost:
+            incumbent = None
+        begun = time.monotonic()
+        try:
+            with meter.bench(problem) as bench:
+                outcome = race(bench, starters, incumbent, plan.rules)
+        except ContextLost as error:
+            candidate = str(error.args[1]) if len(error.args) > 1 else ""
+            why = str(error.args[0])
+            journal.append({"kind": "lost", "problem": name, "candidate": candidate, "why": why})
+            raise
+        record = _record(plan, problem, outcome, journal.worker, time.monotonic() - begun)
+        record["failures"] += [
+            {"candidate": candidate, "why": why}
+            for (where, candidate), why in lost.items()
+            if where == name
+        ]
+        journal.append(record)
+        share.publish([record])
+        if share.rank == 0:
+            found = share.found(names)
+            _write(plan, before, found)
+            done = {each["problem"] for each in found}
+        else:
+            done.add(name)
+        if on_raced is not None:
+            rate = (time.monotonic() - started) / raced / share.workers
+            on_raced(record, len(done), len(names), rate * (len(names) - len(done)))
+    share.meet("raced")
+    found = share.found(names)
+    if share.rank == 0:
+        _write(plan, before, found)
+    share.meet("written")
+    return found
+
+
+def _starters(plan: Plan, meter: Meter, problem: Problem) -> list[Candidate]:
+    return candidates_of(plan.op, plan.target, problem, meter.backends, plan.rules.most)
+
+
+def _record(plan: Plan, problem: Problem, outcome: Outcome, worker: str, seconds: float) -> Record:
+    row: Cells | None = None
+    if outcome.chosen is not None:
+        origin = {
+            "versions": versions(),
+            "commit": commit(),
+            "date": today(),
+            "source": plan.source,
+        }
+        row = row_of(plan.target, plan.op, problem, outcome.chosen, outcome.timings, origin)
+    return {
+        "kind": "problem",
+        "problem": name_of(plan.op, problem),
+        "worker": worker,
+        "at": time.time(),
+        "seconds": round(seconds, 3),
+        "row": row,
+        "chosen": str(outcome.chosen.candidate) if outcome.chosen else None,
+        "timings": [
+            {
+                "candidate": str(timing.candidate),
+                **asdict(timing.admission),
+                "us": timing.us,
+                "spread": timing.spread,
+                "rounds": timing.rounds,
+            }
+            for timing in outcome.timings
+        ],
+        "failures": [{"candidate": str(f.candidate), "why": f.why} for f in outcome.failures],
+    }
+
+
+def _write(plan: Plan, before: Rows, records: Sequence[Record]) -> None:
+    rows = dict(before)
+    for record in merge(records).values():
+        row = record["row"]
+        if row is not None and plan.source == "model":
+            measured = before.get(key_of(plan.op, row), {}).get("source") == "measured"
+            row = before[key_of(plan.op, row)] if measured else row
+        if row is not None:
+            rows[key_of(plan.op, row)] = row
+        else:  # nothing was right, what the table named so far included
+            for problem in plan.problems:
+                if name_of(plan.op, problem) == record["problem"]:
+                    rows.pop(_key(plan, problem), None)
+    write_text(plan.table, table_text(plan.op, plan.target.arch, rows))
+
+
+def _key(plan: Plan, problem: Problem) -> tuple[str, ...]:
+    cells = {"gfx": plan.target.arch, "cu_num": str(plan.target.cu_num)}
+    return key_of(plan.op, {**cells, **problem_cells(plan.op, problem)})
+
+
+def timings_text(records: Sequence[Record]) -> str:
+    """What every candidate of a sweep took, or why it was out, as CSV."""
+    import csv
+    import io
+
+    text = io.StringIO()
+    columns = ("problem", "candidate", "us", "spread", "rounds", "rel_err", "build", "why")
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        for entry in (*record["timings"], *record["failures"]):
+            shown = {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in entry.items()}
+            writer.writerow({"problem": record["problem"], **shown})
+    return text.getvalue()

@@ -1,0 +1,139 @@
+"""The grouped GEMM, tried out: groups of uneven sizes, as a router makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.launch import Tensors
+from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.timing import random_mx
+from aiter_mx.tuning.models import Model
+from aiter_mx.workloads.workload import Fallback, Judge, Operands, Verdict, Workload, compare
+
+ROWS = (8192, 32768)
+"""Rows of all groups that tables have."""
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_INDICES = {"i32": torch.int32, "i64": torch.int64}
+_SAMPLE_ROWS = 256
+
+
+def _operands(problem: GroupedGemmProblem, device: torch.device) -> Operands:
+    M, N, K, G = problem.M, problem.N, problem.K, problem.G
+    bias = None
+    if problem.bias != "none":
+        bias = torch.randn(G, N, dtype=_DTYPES[problem.bias], device=device)
+    out = torch.empty(M, N, dtype=_DTYPES[problem.out_dtype], device=device)
+    starts, ends = _bounds(problem, device)
+    return [*random_mx(M, K, device), *_weights(problem, device), bias, out, starts, ends]
+
+
+def _weights(problem: GroupedGemmProblem, device: torch.device) -> list[torch.Tensor]:
+    payload, scale = random_mx(problem.G * problem.N, problem.K, device)
+    shape = (problem.G, problem.N)
+    return [payload.view(*shape, problem.K), scale.view(*shape, problem.K // BLOCK)]
+
+
+def _bounds(
+    problem: GroupedGemmProblem, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Groups between half and one and a half of the average, with no rows between them."""
+    G, index = problem.G, _INDICES[problem.index]
+    shares = torch.rand(G) + 0.5
+    if problem.layout == "masked":
+        room = problem.M // G
+        return None, (shares / 1.5 * room).to(index).to(device)
+    ends = (shares.cumsum(0) / shares.sum() * problem.M).round()
+    ends[-1] = problem.M
+    return None, ends.to(index).to(device)
+
+
+def _another(problem: GroupedGemmProblem, operands: Operands) -> Operands:
+    out = operands[5]
+    assert out is not None
+    weights = _weights(problem, out.device)
+    return [*operands[:2], *weights, operands[4], torch.empty_like(out), *operands[6:]]
+
+
+def _read_bytes(problem: GroupedGemmProblem, operands: Operands) -> int:
+    return problem.G * problem.N * problem.K * (BLOCK + 1) // BLOCK
+
+
+def _judge(problem: GroupedGemmProblem, tensors: Tensors) -> Judge:
+    aq, a_scale, bq, b_scale, bias, _, _, ends = tensors
+    room = problem.M // problem.G
+    lasts = ends.tolist()
+    firsts = [0, *lasts] if problem.layout == "jagged" else range(0, problem.M, room)
+    groups = []
+    for g, (first, last) in enumerate(zip(firsts, lasts, strict=False)):
+        rows = slice(first, last if problem.layout == "jagged" else first + last)
+        a = dequantize_block_scaled(aq[rows], as_scale_bytes(a_scale[rows]), torch.float64)
+        b = dequantize_block_scaled(bq[g], as_scale_bytes(b_scale[g]), torch.float64)
+        # float32 is far closer to the product than what is judged, and takes half the memory.
+        reference = a @ b.T
+        if bias is not None:
+            reference += bias[g].double()
+        extra = 0.0 if bias is None else bias[g].double().abs()
+        groups.append((rows, reference.float(), a.norm(dim=1), b.norm(dim=1), extra))
+
+    def judge(results: Tensors) -> Verdict:
+        verdicts = [
+            compare(
+                results[5][rows],
+                reference.double(),
+                torch.outer(a_norm, b_norm) + extra,
+                problem.out_dtype,
+            )
+            for rows, reference, a_norm, b_norm, extra in groups
+            if reference.numel()
+        ]
+        # Each group's NaN must show: max(0.0, nan) is 0.0.
+        errors = torch.tensor([(v.rel_err, v.worst) for v in verdicts], dtype=torch.float64)
+        rel_err, worst = errors.amax(0).tolist() if verdicts else (0.0, 0.0)
+        return Verdict(rel_err, worst)
+
+    return judge
+
+
+def _fallbacks(problem: GroupedGemmProblem) -> Mapping[str, Fallback]:
+    from aiter_mx.ops import grouped_gemm
+
+    return grouped_gemm._fallbacks(problem)
+
+
+def _sample(problem: GroupedGemmProblem, share: float) -> tuple[GroupedGemmProblem, float]:
+    """Two groups of their usual size, and some of the output features."""
+    groups = min(problem.G, 2)
+    M = problem.M // problem.G * groups
+    N = min(problem.N, max(_SAMPLE_ROWS, round(problem.N * share)))
+    if M == 0:
+        return problem, 1.0
+    return replace(problem, G=groups, M=M, N=N), M * N / (problem.M * problem.N)
+
+
+def _problems(model: Model, gpus: int) -> list[GroupedGemmProblem]:
+    """A model's experts divided among GPUs, which is how prefill is served and trained."""
+    if model.experts is None or model.experts.count % gpus:
+        return []
+    return [
+        GroupedGemmProblem(M=M, N=N, K=K, G=model.experts.count // gpus)
+        for N, K in model.expert_linears(1)
+        if K % BLOCK == 0
+        for M in ROWS
+    ]
+
+
+WORKLOAD = Workload(
+    op="grouped_gemm",
+    operands=_operands,
+    another=_another,
+    read_bytes=_read_bytes,
+    results=(5,),
+    judge=_judge,
+    fallbacks=_fallbacks,
+    sample=_sample,
+    problems=_problems,
+)

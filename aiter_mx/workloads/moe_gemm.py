@@ -1,0 +1,210 @@
+"""The GEMM over routed tokens, tried out: each call routes to other experts, as decode does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from aiter_mx.kernels.moe_align import MoeAlignProblem
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.launch import Tensors
+from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.timing import COLD_BYTES, random_mx
+from aiter_mx.tuning.models import Model
+from aiter_mx.workloads.workload import (
+    ACCUMULATION,
+    Fallback,
+    Judge,
+    Operands,
+    Verdict,
+    Workload,
+    compare,
+)
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Tokens that tables have: the others take the rows of the next power of two."""
+BLOCK_M = 64
+"""What vLLM's routing pads to."""
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_SAMPLE_ROWS = 256
+_ROUNDING_E4M3 = 2.0**-4 * 1.01
+_SMALLEST_OF_BLOCK = 2.0**-17
+"""Half of the step of an e4m3's subnormals, 2^-10, in a block whose largest is 224 at least."""
+
+
+def _operands(problem: MoeGemmProblem, device: torch.device) -> Operands:
+    p = problem
+    bias = None
+    if p.bias != "none":
+        bias = torch.randn(p.E, p.N, dtype=_DTYPES[p.bias], device=device)
+    x = random_mx(-(-p.routed // p.a_div), p.K, device)
+    routing = _routing(p, device)
+    return [*x, *_weights(p, device), *routing, bias, *_results(p, device)]
+
+
+def _weights(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor]:
+    payload, scale = random_mx(p.E * p.N, p.K, device)
+    if p.activation != "none":
+        scale -= 6  # sums near one, where activations are curved, and not all saturated
+    return [payload.view(p.E, p.N, p.K), scale.view(p.E, p.N, p.K // BLOCK)]
+
+
+def _results(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | None]:
+    if p.activation == "none":
+        return [torch.empty(p.routed, p.N, dtype=_DTYPES[p.out_dtype], device=device), None]
+    width = p.out_features
+    payload = torch.empty(p.routed, width, dtype=torch.float8_e4m3fn, device=device)
+    return [payload, torch.empty(p.routed, width // BLOCK, dtype=torch.uint8, device=device)]
+
+
+def _routing(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | None]:
+    """Sorted ids, experts, ids in use and routing weights, of experts drawn for each token."""
+    from aiter_mx.fallbacks.moe_align_torch import moe_align_torch
+
+    slots = min(p.top_k, p.E)
+    experts = torch.rand(p.M, p.E).argsort(dim=1)[:, :slots]
+    experts = experts.repeat(1, -(-p.top_k // slots))[:, : p.top_k].contiguous()
+    weights = torch.rand(p.M, p.top_k) + 0.1
+    align = MoeAlignProblem(
+        M=p.M, top_k=p.top_k, E=p.E, block_m=p.block_m, ids=p.ids, id_dtype="i64"
+    )
+    by_place = p.weights == "by_place"
+    sorted_ids = torch.empty(align.max_ids, dtype=torch.int32)
+    sorted_weights = torch.empty(align.max_ids) if by_place or p.ids == "aiter" else None
+    blocks = torch.empty(align.max_ids // p.block_m, dtype=torch.int32)
+    used = torch.empty(2 if p.ids == "aiter" else 1, dtype=torch.int32)
+    given = weights if p.ids == "aiter" else None
+    moe_align_torch(align, experts, given, None, None, sorted_ids, sorted_weights, blocks, used)
+    of_rows = {"none": None, "by_t": weights, "by_place": sorted_weights}[p.weights]
+    found = (sorted_ids, blocks, used, of_rows)
+    return [None if tensor is None else tensor.to(device) for tensor in found]
+
+
+def _another(problem: MoeGemmProblem, operands: Operands) -> Operands:
+    wq, bias = operands[2], operands[8]
+    assert wq is not None
+    device = wq.device
+    # Few experts would be in a cache whatever the routing; all of many need not be copied.
+    few = wq.nbytes < COLD_BYTES
+    weights = _weights(problem, device) if few else operands[2:4]
+    routing = _routing(problem, device)
+    return [*operands[:2], *weights, *routing, bias, *_results(problem, device)]
+
+
+def _read_bytes(problem: MoeGemmProblem, operands: Operands) -> int:
+    blocks, used = operands[5], operands[6]
+    assert blocks is not None and used is not None
+    experts = blocks[: -(-int(used[0]) // problem.block_m)].unique().numel()
+    return int(experts) * problem.N * problem.K * (BLOCK + 1) // BLOCK
+
+
+def _judge(problem: MoeGemmProblem, tensors: Tensors) -> Judge:
+    reference, bound = _reference(problem, tensors)
+
+    def judge(results: Tensors) -> Verdict:
+        out, scales = results[9], results[10]
+        if problem.activation == "none":
+            return compare(out, reference, bound, problem.out_dtype)
+        values = dequantize_block_scaled(out, as_scale_bytes(scales), torch.float64)
+        blocks = reference.abs().unflatten(1, (-1, BLOCK)).amax(2).repeat_interleave(BLOCK, 1)
+        error = (values - reference).abs()
+        allowed = reference.abs() * _ROUNDING_E4M3 + blocks * _SMALLEST_OF_BLOCK + bound
+        worst = float((error / allowed.clamp(min=2.0**-140)).max())
+        return Verdict(float(error.norm() / reference.norm()), worst)
+
+    return judge
+
+
+def _reference(problem: MoeGemmProblem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each routed row must be, in float64, and what the error of sums may be: for plain
+    outputs relative to ``ACCUMULATION``, for activated ones as it is."""
+    p = problem
+    xq, xs, wq, ws, sorted_ids, blocks, used, weights, bias, _, _ = tensors
+    shape = (p.routed, p.out_features)
+    reference = torch.zeros(shape, dtype=torch.float64, device=xq.device)
+    bound = torch.zeros_like(reference)
+    for block in range(-(-int(used[0]) // p.block_m)):
+        places = slice(block * p.block_m, (block + 1) * p.block_m)
+        ids = sorted_ids[places].long()
+        rows = ids if p.ids == "vllm" else (ids & 0xFFFFFF) * p.top_k + (ids >> 24)
+        valid = rows < p.routed if p.ids == "vllm" else (ids & 0xFFFFFF) < p.M
+        rows, expert = rows[valid], int(blocks[block])
+        if not rows.numel() or not 0 <= expert < p.E:
+            continue
+        sources = rows // p.a_div
+        x = dequantize_block_scaled(xq[sources], as_scale_bytes(xs)[sources], torch.float64)
+        w = dequantize_block_scaled(wq[expert], as_scale_bytes(ws)[expert], torch.float64)
+        y, size = x @ w.T, torch.outer(x.norm(dim=1), w.norm(dim=1))
+        if bias is not None:
+            y += bias[expert].double()
+            size += bias[expert].double().abs()
+        if weights is not None:
+            of_rows = weights.flatten()[rows] if p.weights == "by_t" else weights[places][valid]
+            y *= of_rows.double().unsqueeze(1)
+            size *= of_rows.double().abs().unsqueeze(1)
+        if p.activation != "none":
+            y, size = _activated(p, y, size * ACCUMULATION)
+        reference[rows], bound[rows] = y, size
+    return reference, bound
+
+
+def _activated(
+    problem: MoeGemmProblem, y: torch.Tensor, error: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The activation of gate and up values, and the most by which errors of these change it."""
+    from aiter_mx.fallbacks.moe_gemm_torch import activate
+
+    middle = activate(problem, y)
+    most = torch.zeros_like(middle)
+    for gate in (-1, 1):
+        for up in (-1, 1):
+            signs = torch.empty(y.shape[1], dtype=torch.float64, device=y.device)
+            if problem.layout == "interleaved":
+                signs[::2], signs[1::2] = gate, up
+            else:
+                half = y.shape[1] // 2
+                signs[:half], signs[half:] = gate, up
+            most = torch.maximum(most, (activate(problem, y + error * signs) - middle).abs())
+    return middle, 2 * most
+
+
+def _fallbacks(problem: MoeGemmProblem) -> Mapping[str, Fallback]:
+    from aiter_mx.ops.moe_gemm import fallbacks
+
+    return fallbacks(problem)
+
+
+def _sample(problem: MoeGemmProblem, share: float) -> tuple[MoeGemmProblem, float]:
+    rows = max(_SAMPLE_ROWS, round(problem.N * share) // _SAMPLE_ROWS * _SAMPLE_ROWS)
+    rows = min(problem.N, rows)
+    return replace(problem, N=rows), rows / problem.N
+
+
+def _problems(model: Model, gpus: int) -> list[MoeGemmProblem]:
+    """Both GEMMs of a layer at decode, each expert divided among the GPUs."""
+    if model.experts is None:
+        return []
+    (N1, K1), (N2, K2) = model.expert_linears(gpus)
+    E, top_k = model.experts.count, model.experts.top_k
+    found = []
+    for M in ROWS:
+        if K1 % BLOCK == 0 and N1 % (2 * BLOCK) == 0:
+            found.append(MoeGemmProblem(M, N1, K1, E, top_k, BLOCK_M, "mxfp8", "silu", a_div=top_k))
+        if K2 % BLOCK == 0:
+            found.append(MoeGemmProblem(M, N2, K2, E, top_k, BLOCK_M, "fp32"))
+    return found
+
+
+WORKLOAD = Workload(
+    op="moe_gemm",
+    operands=_operands,
+    another=_another,
+    read_bytes=_read_bytes,
+    results=(9, 10),
+    judge=_judge,
+    fallbacks=_fallbacks,
+    sample=_sample,
+    problems=_problems,
+)

@@ -1,0 +1,239 @@
+"""``moe_align`` and ``moe_sort`` against lists made by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import aiter_mx
+from aiter_mx.dispatch.explain import explain
+from aiter_mx.target import target_of
+
+SCHEDULES = ("random", "round-robin", "run-to-barrier")
+
+
+@pytest.fixture(params=["sim", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    if request.param == "sim":
+        with aiter_mx.simulate("gfx950"):
+            yield torch.device("cpu")
+    else:
+        yield torch.device("cpu" if request.param == "torch" else "cuda")
+
+
+def lists_by_hand(
+    rows: list[list[int]], block_m: int, numbers: list[int], drop_absent: bool
+) -> tuple[list[list[tuple[int, int]]], list[int]]:
+    """For each block its (token, slot) pairs, without padding, and its expert's number.
+
+    rows: the experts of each token, in the order of its slots.
+    """
+    by_expert: dict[int, list[tuple[int, int]]] = {}
+    for token, experts in enumerate(rows):
+        for slot, expert in enumerate(experts):
+            if 0 <= expert < len(numbers) and (numbers[expert] >= 0 or not drop_absent):
+                by_expert.setdefault(expert, []).append((token, slot))
+    blocks, owners = [], []
+    for expert in sorted(by_expert):
+        pairs = by_expert[expert]
+        for first in range(0, len(pairs), block_m):
+            blocks.append(pairs[first : first + block_m])
+            owners.append(numbers[expert])
+    return blocks, owners
+
+
+def draw_ids(draw: random.Random, M: int, top_k: int, E: int) -> Tensor:
+    """Experts that are uniform, skewed, or all the same; sometimes some are out of range."""
+    kind = draw.choice(["uniform", "skewed", "one", "wrong"])
+    if kind == "one":
+        return torch.full((M, top_k), draw.randrange(E))
+    few = [draw.randrange(E) for _ in range(3)] if kind == "skewed" else list(range(E))
+    if kind == "wrong":
+        few += [-1, E, E + 5, -(2**31), 2**31 - 1]
+    ids = [[draw.choice(few) for _ in range(top_k)] for _ in range(M)]
+    return torch.tensor(ids).view(M, top_k)
+
+
+def randomise(monkeypatch: pytest.MonkeyPatch, draw: random.Random) -> None:
+    monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", draw.choice(SCHEDULES))
+    monkeypatch.setenv("AITER_MX_SIM_SEED", str(draw.randrange(1000)))
+
+
+def assert_lists(
+    ids: Tensor, expert_ids: Tensor, padded: Tensor, expected: object, block_m: int, M: int, k: int
+) -> None:
+    """vLLM's lists are the expected ones; k: slots of a token, shared ones included."""
+    blocks, owners = expected  # type: ignore[misc]
+    assert padded.tolist() == [len(blocks) * block_m]
+    assert expert_ids.tolist() == owners + [-1] * (len(expert_ids) - len(owners))
+    wanted = []
+    for pairs in blocks:
+        wanted += [token * k + slot for token, slot in pairs] + [M * k] * (block_m - len(pairs))
+    assert ids.tolist() == wanted + [M * k] * (len(ids) - len(wanted))
+
+
+# E of each compiled variant, block_m, top_k, shared, id dtype, whether there is a map.
+VARIANTS = [
+    (8, 4, 2, 0, torch.int32, False),
+    (64, 64, 4, 1, torch.int64, False),
+    (128, 16, 4, 0, torch.int32, True),
+    (256, 12, 8, 2, torch.int32, True),
+]
+CASES_EACH = 10
+
+
+@pytest.mark.parametrize(("E", "block_m", "top_k", "shared", "dtype", "mapped"), VARIANTS, ids=str)
+def test_align_lists_every_routed_row_once(
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    E: int,
+    block_m: int,
+    top_k: int,
+    shared: int,
+    dtype: torch.dtype,
+    mapped: bool,
+) -> None:
+    draw = random.Random(E)
+    for case in range(CASES_EACH):
+        randomise(monkeypatch, draw)
+        M = draw.choice([0, 1, 2, draw.randint(3, 60), draw.randint(61, 1200 // top_k)])
+        topk_ids = draw_ids(draw, M, top_k, E).to(dtype)
+        numbers, expert_map, local = list(range(E)), None, E
+        if mapped:
+            here = [draw.random() < 0.3 for _ in range(E)]
+            numbers = [sum(here[:e]) if here[e] else -1 for e in range(E)]
+            expert_map = torch.tensor(numbers, dtype=torch.int32, device=device)
+            local = sum(here)
+        drop = mapped and case % 2 == 0
+        ids, expert_ids, padded = aiter_mx.moe_align(
+            topk_ids.to(device),
+            block_m,
+            E,
+            expert_map,
+            drop_absent=drop,
+            shared_experts=shared,
+            first_shared=local,
+        )
+        all_numbers = numbers + [local + s for s in range(shared)]
+        rows = [
+            [e if 0 <= e < E else -1 for e in row] + [E + s for s in range(shared)]
+            for row in topk_ids.tolist()
+        ]
+        expected = lists_by_hand(rows, block_m, all_numbers, drop)
+        assert_lists(ids, expert_ids, padded, expected, block_m, M, top_k + shared)
+
+
+@pytest.mark.parametrize(
+    ("E", "block_m", "top_k", "masked"), [(32, 32, 3, True), (96, 8, 6, False)]
+)
+def test_sort_lists_packed_ids_with_their_weights(
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    E: int,
+    block_m: int,
+    top_k: int,
+    masked: bool,
+) -> None:
+    draw = random.Random(E)
+    for case in range(CASES_EACH):
+        randomise(monkeypatch, draw)
+        M = draw.choice([0, 1, draw.randint(2, 90)])
+        topk_ids = draw_ids(draw, M, top_k, E).to(torch.int32)
+        weights = torch.rand(M, top_k)
+        numbers, mask = list(range(E)), None
+        if masked:
+            here = [draw.random() < 0.5 for _ in range(E)]
+            numbers = [sum(here[:e]) if here[e] else -1 for e in range(E)]
+            mask = torch.tensor(here).to(device, torch.int32)
+        count = draw.randint(0, M + 2) if case % 2 else M
+        local_tokens = torch.tensor([count], dtype=torch.int32, device=device)
+        ids, sorted_weights, expert_ids, valid = aiter_mx.moe_sort(
+            topk_ids.to(device),
+            weights.to(device),
+            E,
+            block_m,
+            mask,
+            local_tokens if case % 2 else None,
+        )
+        count = min(count, M)
+        blocks, owners = lists_by_hand(topk_ids[:count].tolist(), block_m, numbers, True)
+        assert valid.tolist() == [len(blocks) * block_m, count]
+        assert expert_ids.tolist() == owners + [-1] * (len(expert_ids) - len(owners))
+        wanted, wanted_weights = [], []
+        padding = top_k << 24 | M
+        for pairs in blocks:
+            wanted += [slot << 24 | token for token, slot in pairs]
+            wanted_weights += [float(weights[token, slot]) for token, slot in pairs]
+            wanted += [padding] * (block_m - len(pairs))
+            wanted_weights += [0.0] * (block_m - len(pairs))
+        left = len(ids) - len(wanted)
+        assert ids.tolist() == wanted + [padding] * left
+        assert sorted_weights.tolist() == wanted_weights + [0.0] * left
+
+
+def test_more_ids_than_the_workgroup_holds_at_once(device: torch.device) -> None:
+    draw = random.Random(5)
+    topk_ids = draw_ids(draw, 1500, 8, 200).to(torch.int32)
+    ids, expert_ids, padded = aiter_mx.moe_align(topk_ids.to(device), 64, 200)
+    expected = lists_by_hand(topk_ids.tolist(), 64, list(range(200)), False)
+    assert_lists(ids, expert_ids, padded, expected, 64, 1500, 8)
+
+
+def test_many_experts_and_too_many(device: torch.device) -> None:
+    topk_ids = torch.tensor([[1023, 5, 700], [5, 0, 1023]], dtype=torch.int32)
+    ids, expert_ids, padded = aiter_mx.moe_align(topk_ids.to(device), 4, 1024)
+    expected = lists_by_hand(topk_ids.tolist(), 4, list(range(1024)), False)
+    assert_lists(ids, expert_ids, padded, expected, 4, 2, 3)
+    if target_of(device).runtime != "none":
+        route = explain("moe_align", arch="gfx950", M=2, top_k=3, E=1025)
+        assert route.backend == "torch" and "1025 is above 1024" in route.reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(4, 2, dtype=torch.int16), 64, 8), "topk_ids must be torch.int32 or"),
+        ((torch.zeros(4, dtype=torch.int32), 64, 8), r"topk_ids must be \[M, top_k\], got \[4\]"),
+        ((torch.zeros(4, 2, dtype=torch.int32), 6, 8), "block_m must be a multiple of 4, got 6"),
+        ((torch.zeros(4, 2, dtype=torch.int32), 64, 0), "E must be at least 1, got 0"),
+        (
+            (torch.zeros(4, 2, dtype=torch.int32), 64, 8, torch.zeros(7, dtype=torch.int32)),
+            r"expert_map must be \[8\], got \[7\]",
+        ),
+        (([[0]], 64, 8), "topk_ids must be a tensor, got list"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        aiter_mx.moe_align(*arguments)  # type: ignore[arg-type]
+
+
+def test_check_mode_reports_ids_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    topk_ids = torch.tensor([[0, 3], [8, -1]], dtype=torch.int32)
+    aiter_mx.moe_align(topk_ids, 4, 8)
+    monkeypatch.setenv("AITER_MX_CHECK", "1")
+    with pytest.raises(ValueError, match=r"2 of 4 ids .* the first is topk_ids\[1, 0\] = 8"):
+        aiter_mx.moe_align(topk_ids, 4, 8)
+    with pytest.raises(ValueError, match="are not within 0 to 7"):
+        aiter_mx.moe_sort(topk_ids, torch.rand(2, 2), 8)
+    aiter_mx.moe_align(topk_ids.clamp(0, 7), 4, 8)
+
+
+@pytest.mark.gpu
+def test_replays_with_other_routings() -> None:
+    draw = random.Random(9)
+    topk_ids = draw_ids(draw, 100, 4, 64).to("cuda", torch.int32)
+    aiter_mx.moe_align(topk_ids, 16, 64)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lists = aiter_mx.moe_align(topk_ids, 16, 64)
+    for _ in range(3):
+        fresh = draw_ids(draw, 100, 4, 64).to(torch.int32)
+        topk_ids.copy_(fresh)
+        graph.replay()
+        expected = lists_by_hand(fresh.tolist(), 16, list(range(64)), False)
+        assert_lists(*lists, expected, 16, 100, 4)

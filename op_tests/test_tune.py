@@ -1,0 +1,324 @@
+"""Tuning without a GPU: who is chosen, what survives a kill, and that workers agree."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import tune_fakes
+from tune_fakes import PROBLEMS, TARGET, FakeBench, FakeMeter, draw, plan_for, sweep
+
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.dispatch.tables import read_table
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.tuning import sweep as sweeps
+from aiter_mx.tuning.candidates import Candidate, ContextLost, candidates_of
+from aiter_mx.tuning.journal import Journal, folder_of, merge, read_folder
+from aiter_mx.tuning.race import Outcome, Rules, race
+from aiter_mx.tuning.share import Alone, Shared
+from aiter_mx.tuning.table import columns_of, incumbent_of, read_rows
+
+PROBLEM = PROBLEMS[0]
+RULES = Rules(most=6)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def starters(problem: LinearProblem = PROBLEM) -> list[Candidate]:
+    return candidates_of("linear", TARGET, problem, ("hip",), RULES.most)
+
+
+def run_race(fake: FakeMeter, incumbent: Candidate | None = None) -> Outcome:
+    return race(FakeBench(PROBLEM, fake), starters(), incumbent, RULES)
+
+
+def by_time(problem: LinearProblem = PROBLEM) -> list[Candidate]:
+    """The candidates, those that the fake finds fastest first."""
+    return sorted(starters(problem), key=lambda c: draw(problem, str(c)))
+
+
+def test_the_fastest_is_chosen_through_noise() -> None:
+    fake = FakeMeter()
+    fake.noise = lambda candidate, turn: 1 + 0.004 * draw(str(candidate), turn)
+    outcome = run_race(fake)
+    assert outcome.chosen is not None
+    assert outcome.chosen.candidate == by_time()[0]
+    assert outcome.chosen.rounds == RULES.final_rounds
+    assert 0 < outcome.chosen.spread < 0.005
+    assert {t.candidate for t in outcome.timings} == set(starters())
+
+
+def test_one_slow_round_does_not_decide() -> None:
+    first = by_time()[0]
+    fake = FakeMeter()
+    fake.noise = lambda candidate, turn: 3.0 if candidate == first and turn == 4 else 1.0
+    outcome = run_race(fake)
+    assert outcome.chosen is not None
+    assert outcome.chosen.candidate == first
+
+
+@pytest.mark.parametrize("kind", ["poisoned", "late"])
+def test_what_is_fast_and_wrong_is_never_chosen(kind: str, tmp_path: Path) -> None:
+    fake = FakeMeter()
+    wrong = {by_time(problem)[0] for problem in PROBLEMS} | {by_time()[2]}
+    getattr(fake, kind).update(wrong)
+    outcome = run_race(fake)
+    right = [candidate for candidate in by_time() if candidate not in wrong]
+    assert outcome.chosen is not None
+    assert outcome.chosen.candidate == right[0]
+    failed = {f.candidate for f in outcome.failures}
+    assert failed == wrong & set(starters()) if kind == "poisoned" else failed <= wrong
+    assert all(f.why.startswith("wrong") for f in outcome.failures)
+    sweep(tmp_path / "linear.csv", fake)
+    for problem in PROBLEMS:
+        rows = read_rows(tmp_path / "linear.csv", "linear")
+        chosen = incumbent_of(rows, "linear", TARGET, problem)
+        assert chosen is None or chosen not in wrong
+
+
+def test_incumbent_stays_unless_it_is_clearly_beaten() -> None:
+    first, second, *_ = by_time()
+    for ahead, noise, stays in [
+        (0.02, 0.0, True),
+        (0.04, 0.0, False),
+        (0.04, 0.1, True),  # within the spread
+        (0.20, 0.1, False),
+    ]:
+        fake = FakeMeter()
+        ratio = (2 + draw(PROBLEM, str(first))) / (2 + draw(PROBLEM, str(second)))
+
+        def times(
+            candidate: Candidate,
+            turn: int,
+            ahead: float = ahead,
+            noise: float = noise,
+            ratio: float = ratio,
+        ) -> float:
+            wave = 1 + noise * ((turn % 3) - 1) / 2
+            return wave * (ratio / (1 - ahead) if candidate == second else 1.0)
+
+        fake.noise = times
+        outcome = run_race(fake, incumbent=second)
+        assert outcome.chosen is not None
+        assert (outcome.chosen.candidate == second) == stays, (ahead, noise)
+
+
+def test_wrong_incumbent_is_replaced_and_leaves_the_table(tmp_path: Path) -> None:
+    table = tmp_path / "linear.csv"
+    sweep(table, FakeMeter())
+    fake = FakeMeter()
+    fake.poisoned = {by_time(problem)[0] for problem in PROBLEMS}
+    sweep(table, fake)
+    rows = read_rows(table, "linear")
+    assert len(rows) == len(PROBLEMS)
+    for problem in PROBLEMS:
+        assert incumbent_of(rows, "linear", TARGET, problem) not in fake.poisoned
+    fake.poisoned = set(starters())
+    sweep(table, fake)  # nothing computes the first problem now
+    rows = read_rows(table, "linear")
+    assert incumbent_of(rows, "linear", TARGET, PROBLEM) is None
+    assert 0 < len(rows) < len(PROBLEMS)
+
+
+def test_table_is_what_dispatch_and_pandas_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "linear.csv"
+    sweep(table, FakeMeter())
+    frame = pd.read_csv(table)
+    assert list(frame.columns) == columns_of("linear", "gfx950")
+    assert len(frame) == len(PROBLEMS)
+    assert (frame.us == frame.hip_us).all()
+    assert set(frame.source) == {"measured"}
+    assert frame[["N", "K", "M"]].values.tolist() == sorted(frame[["N", "K", "M"]].values.tolist())
+    for name in ("build", "versions", "commit", "date", "rel_err", "spread"):
+        assert frame[name].notna().all(), name
+    monkeypatch.setenv("AITER_MX_CONFIG", str(table))
+    chosen = route("linear", TARGET, PROBLEM)
+    assert chosen.source.startswith(str(table))
+    assert "measured" in chosen.reason
+    assert not list(tmp_path.glob("*.journal"))
+
+
+def test_rows_of_other_shapes_are_kept(tmp_path: Path) -> None:
+    table = tmp_path / "linear.csv"
+    sweeps.run(plan_for(table, PROBLEMS[:3]), FakeMeter().meter(), Alone())
+    before = read_rows(table, "linear")
+    sweeps.run(plan_for(table, PROBLEMS[2:]), FakeMeter().meter(), Alone())
+    after = read_rows(table, "linear")
+    assert len(after) == len(PROBLEMS)
+    assert before.items() <= after.items()
+
+
+def test_a_model_never_replaces_what_was_measured(tmp_path: Path) -> None:
+    table = tmp_path / "linear.csv"
+    sweeps.run(plan_for(table, PROBLEMS[:2]), FakeMeter().meter(), Alone())
+    measured = read_rows(table, "linear")
+    modelled = replace(FakeMeter().meter(), source="model")
+    sweeps.run(replace(plan_for(table, PROBLEMS[:4]), source="model"), modelled, Alone())
+    rows = read_rows(table, "linear")
+    assert measured.items() <= rows.items()
+    assert sorted(row["source"] for row in rows.values()) == ["measured"] * 2 + ["model"] * 2
+    # Nor does a modelled row hold its place against a measured one.
+    assert incumbent_of(rows, "linear", TARGET, PROBLEMS[3]) is None
+
+
+def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_table(tmp_path: Path) -> None:
+    expected = tmp_path / "undisturbed" / "linear.csv"
+    sweep(expected, FakeMeter())
+    dice = random.Random(8)
+    kills, ends, table = 0, 0, tmp_path / "0" / "linear.csv"
+    script = [sys.executable, tune_fakes.__file__, str(table), "--pause", "0.0015"]
+    while kills < 20:
+        script[2] = str(table)
+        process = subprocess.Popen(script, env=ENVIRONMENT)
+        if kills % 4:  # the others while it starts
+            wait_for_growth(process, folder_of(table))
+        time.sleep(dice.uniform(0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        code = process.wait()
+        assert code in (0, -signal.SIGKILL)
+        if table.exists():
+            assert list(read_table(table))
+        assert {path.suffix for path in table.parent.glob("*")} <= {".csv", ".journal", ".draft"}
+        if code == 0:  # it was done before the kill
+            assert table.read_text() == expected.read_text()
+            ends += 1
+            table = tmp_path / str(ends) / "linear.csv"
+        else:
+            kills += 1
+    subprocess.run(script, env=ENVIRONMENT, check=True)
+    assert table.read_text() == expected.read_text()
+    assert [path.name for path in table.parent.iterdir()] == ["linear.csv"]
+
+
+def wait_for_growth(process: subprocess.Popen[bytes], folder: Path) -> None:
+    def size() -> int:
+        return sum(path.stat().st_size for path in folder.glob("*.jsonl"))
+
+    before = size()
+    while process.poll() is None and size() <= before:
+        time.sleep(0.005)
+
+
+def test_journal_drops_a_torn_line_and_refuses_another_sweep(tmp_path: Path) -> None:
+    record = {"kind": "problem", "problem": "a", "at": 1.0, "worker": "w", "row": None}
+    journal = Journal(tmp_path, "w", "f1")
+    with pytest.raises(ValueError, match="already runs"):
+        Journal(tmp_path, "w", "f1")
+    journal.append(record)
+    journal.close()
+    path = tmp_path / "w.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"kind": "prob')
+    assert read_folder(tmp_path, "f1") == [record]
+    again = Journal(tmp_path, "w", "f1")
+    again.append({**record, "problem": "b"})
+    again.close()
+    assert [r["problem"] for r in read_folder(tmp_path, "f1")] == ["a", "b"]
+    for refused in (lambda: Journal(tmp_path, "w", "f2"), lambda: read_folder(tmp_path, "f2")):
+        with pytest.raises(ValueError, match="another sweep"):
+            refused()
+
+
+def test_merge_does_not_depend_on_the_order() -> None:
+    records = [
+        {"kind": "problem", "problem": name, "at": at, "worker": worker, "row": {"us": us}}
+        for name, at, worker, us in [
+            ("a", 1.0, "w0", "5"),
+            ("a", 2.0, "w1", "6"),
+            ("b", 2.0, "w1", "7"),
+            ("b", 2.0, "w0", "8"),
+        ]
+    ] + [{"kind": "lost", "problem": "a", "candidate": "x", "why": "y"}]
+    expected = merge(records)
+    assert {name: r["row"]["us"] for name, r in expected.items()} == {"a": "6", "b": "7"}
+    for seed in range(10):
+        random.Random(seed).shuffle(records)
+        assert merge(records) == expected
+
+
+def test_a_candidate_that_takes_the_gpu_with_it_is_passed_over_next_time(tmp_path: Path) -> None:
+    table = tmp_path / "linear.csv"
+    victim = PROBLEMS[5]
+    culprit = starters(victim)[2]
+    fake = FakeMeter()
+    fake.loses = lambda problem, candidate: problem == victim and candidate == culprit
+    with pytest.raises(ContextLost):
+        sweep(table, fake)
+    raced = len({problem for problem, _ in fake.tried}) - 1
+    again = FakeMeter()
+    again.loses = fake.loses
+    records = sweeps.run(plan_for(table), again.meter(), Alone())
+    assert len({problem for problem, _ in again.tried}) == len(PROBLEMS) - raced
+    assert (victim, culprit) not in again.tried
+    (record,) = (r for r in records if r["problem"] == sweeps.name_of("linear", victim))
+    assert {"candidate": str(culprit), "why": "an illegal memory access"} in record["failures"]
+    assert "an illegal memory access" in sweeps.timings_text(records)
+    assert len(read_rows(table, "linear")) == len(PROBLEMS)
+
+
+class DictStore:
+    """As much of a torch.distributed store as workers use."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.lock = threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> str:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        with self.lock:
+            self.values[key] = str(int(self.values.get(key, "0")) + amount)
+            return int(self.values[key])
+
+
+def test_workers_share_the_work_and_write_the_same_table(tmp_path: Path) -> None:
+    expected = tmp_path / "alone" / "linear.csv"
+    sweep(expected, FakeMeter())
+    store, table = DictStore(), tmp_path / "linear.csv"
+    fakes = [FakeMeter(pause_s=0.001) for _ in range(3)]
+
+    def work(rank: int) -> None:
+        sweep(table, fakes[rank], Shared(store, {"RANK": str(rank), "WORLD_SIZE": "3"}))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert table.read_text() == expected.read_text()
+    raced = [{problem for problem, _ in fake.tried} for fake in fakes]
+    assert sum(map(len, raced)) == len(set.union(*raced)) == len(PROBLEMS)
+    assert all(raced)
+    prepared = [{problem for problem, _ in fake.prepared} for fake in fakes]
+    assert sum(map(len, prepared)) == len(PROBLEMS)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["linear.csv"]
+
+
+def test_processes_share_the_work_through_torchs_store(tmp_path: Path) -> None:
+    table = tmp_path / "linear.csv"
+    port = str(20000 + os.getpid() % 20000)
+    environment = {**ENVIRONMENT, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    script = [sys.executable, tune_fakes.__file__, str(table)]
+    processes = [
+        subprocess.Popen(script, env={**environment, "MASTER_PORT": port, "RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    assert len(read_rows(table, "linear")) == len(PROBLEMS)
+    assert [path.name for path in tmp_path.iterdir()] == ["linear.csv"]

@@ -1,0 +1,215 @@
+"""``aiter-mx tune`` and ``aiter-mx tables``, by the simulator where something has to run."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiter_mx
+from aiter_mx.cli.main import main
+from aiter_mx.dispatch.tables import read_table
+from aiter_mx.kernels import linear as kernels
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.spec import KernelSpec
+from aiter_mx.target import hardware
+from aiter_mx.tuning.shapes import model_shapes, read_shapes
+from aiter_mx.tuning.table import read_rows
+
+SHAPE = ("--M", "2", "--N", "96", "--K", "128")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run a command line in this process: its exit status, standard output and standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["aiter-mx", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        out, err = capsys.readouterr()
+        code = exit_.value.code
+        return (code if isinstance(code, int) else 0), out, err
+
+    return run
+
+
+def poisoned(spec: KernelSpec) -> KernelSpec:
+    """A kernel that is fast, as it reads but half of K, and wrong."""
+    module = spec.module
+    assert module is not None
+
+    names = [argument.name for argument in module.args if argument.kind != "pointer"]
+
+    def half(target, problem, config):
+        values = dict(zip(names, module.scalars(target, problem, config), strict=True))
+        return tuple(v // 2 if name == "K" else v for name, v in values.items())
+
+    return replace(spec, name=f"half_{spec.name}", module=replace(module, scalars=half))
+
+
+def test_modelled_table_and_a_poisoned_kernel(command, tmp_path, monkeypatch) -> None:
+    gemv = kernels.KERNELS[0]
+    monkeypatch.setattr(kernels, "KERNELS", (poisoned(gemv), *kernels.KERNELS))
+    table, timings = tmp_path / "linear.csv", tmp_path / "timings.csv"
+    tune = ("tune", "linear", *SHAPE, "--arch", "gfx950", "--table", table, "--most", 2)
+    status, out, err = command(*tune, "--timings", timings)
+    assert (status, err) == (0, "")
+    assert "1 rows model in" in out
+    assert "of them wrong, as hip/half_gemv" in out
+    (row,) = read_rows(table, "linear").values()
+    assert row["kernel"] in ("gemv", "mfma")
+    assert row["source"] == "model"
+    assert float(row["us"]) > 0 and float(row["rel_err"]) < 4e-3
+    lines = timings.read_text().splitlines()
+    assert sum("half_gemv" in line and "wrong" in line for line in lines) >= 1
+    assert sum("half_gemv" not in line for line in lines) >= 3
+
+
+@no_gpu
+def test_a_table_is_checked_row_by_row_and_every_variant_compiled(command, tmp_path) -> None:
+    table = tmp_path / "linear.csv"
+    command("tune", "linear", *SHAPE, "--arch", "gfx950", "--table", table, "--most", 1)
+    status, out, _ = command("tables", "check", table)
+    assert status == 0
+    assert "1 rows, 1 kernel variants" in out
+    assert "1 variants compile" in out
+    text = table.read_text()
+    header, row = text.splitlines()
+    for broken, message in [
+        (f"{text}{row}\n", "is for the same shape as"),
+        (text.replace(",hip,", ",hip,x"), "no kernel hip/x"),
+        (f"{header}\n{row[:20]}\n", "fields, the header has"),
+    ]:
+        table.write_text(broken)
+        status, _, err = command("tables", "check", "--no-build", table)
+        assert status == 1
+        assert err.startswith(f"error: {table}:")
+        assert message in err
+
+
+def test_shipped_tables_pass_the_check(command) -> None:
+    status, out, err = command("tables", "check", "--no-build")
+    assert (status, err) == (0, "")
+    assert "sm_90a/linear.csv: " in out
+
+
+def test_diff_shows_what_changed_and_counts_the_rest(command, tmp_path) -> None:
+    header = "gfx,cu_num,op,M,N,K,out_dtype,backend,kernel,rows,waves,unroll,us"
+
+    def write(name: str, *rows: str) -> Path:
+        path = tmp_path / name
+        path.write_text("\n".join([header, *rows]) + "\n")
+        return path
+
+    def row(M: int, rows: int, us: float) -> str:
+        return f"gfx950,256,linear,{M},64,96,bf16,hip,gemv,{rows},1,1,{us}"
+
+    before = write("a.csv", row(1, 2, 4.0), row(2, 2, 5.0), row(3, 2, 5.0))
+    after = write("b.csv", row(1, 2, 4.5), row(2, 1, 4.0), row(4, 1, 7.0))
+    status, out, _ = command("tables", "diff", before, after)
+    assert status == 0
+    assert "1 same, 1 changed, 1 added, 1 removed" in out
+    (changed,) = (line for line in out.splitlines() if "-20.0%" in line)
+    assert "M=2 N=64" in changed
+    assert "hip/gemv rows=2 unroll=1 waves=1" in changed
+    assert "+12.5%" not in out
+    assert "+12.5%" in command("tables", "diff", before, after, "--all")[1]
+
+
+def test_report_draws_a_picture(command, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    shipped = Path(aiter_mx.__file__).parents[1] / "configs" / "sm_90a" / "linear.csv"
+    status, out, _ = command("tables", "report", shipped, "--out", tmp_path)
+    assert status == 0
+    picture = tmp_path / "sm_90a_linear.png"
+    assert str(picture) in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@no_gpu
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("tune", "linear", *SHAPE), "no GPU here: --arch gfx950 writes a table by a model"),
+        (("tune", "linear", *SHAPE, "--arch", "sm_90a"), "times for sm_90a need such a GPU"),
+        (("tune", "conv", "--arch", "gfx950"), "unknown op 'conv'"),
+        (("tune", "linear", "--arch", "gfx950"), "no shapes: give --shapes, --model"),
+        (("tune", "linear", "--arch", "gfx950", "--model", "gpt-9"), "unknown model 'gpt-9'"),
+        (("tune", "linear", "--arch", "gfx950", *SHAPE, "--most", "0"), "--most must be at least"),
+        (("tables", "diff", "a.csv", "b.csv"), "a.csv: cannot be read as a table"),
+        (("tables", "verify", "linear"), "no GPU here"),
+    ],
+)
+def test_wrong_input_is_one_message_and_status_1(command, arguments, message) -> None:
+    status, out, err = command(*arguments)
+    assert status == 1
+    assert message in err
+    assert err.startswith("error: ")
+    assert out == ""
+
+
+def test_misses_of_production_are_what_the_tuner_reads(tmp_path, monkeypatch) -> None:
+    log = tmp_path / "untuned.csv"
+    monkeypatch.setenv("AITER_MX_LOG_UNTUNED", str(log))
+    for arch, cu_num, M in (("gfx950", None, 3), ("gfx950", 80, 5), ("sm_90a", None, 7)):
+        aiter_mx.explain("linear", arch=arch, cu_num=cu_num, M=M, N=1001, K=96, out_dtype="fp32")
+    found = read_shapes(log, "linear", hardware("gfx950"))
+    assert found == [LinearProblem(M=3, N=1001, K=96, out_dtype="fp32")]
+    assert [problem.M for problem in read_shapes(log, "linear")] == [3, 5, 7]
+
+
+def test_lists_of_shapes_are_read_or_refused_by_line(tmp_path) -> None:
+    path = tmp_path / "shapes.csv"
+
+    def read(text: str) -> list[LinearProblem]:
+        path.write_text(text)
+        return read_shapes(path, "linear")
+
+    assert read("M,N,K\n1,64,96\n1,64,96\n2,64,96\n") == [
+        LinearProblem(1, 64, 96),
+        LinearProblem(2, 64, 96),
+    ]
+    assert read("op,M,N,K,out_dtype\nother,1,2,3,x\nlinear,1,64,96,fp16\n") == [
+        LinearProblem(1, 64, 96, "fp16")
+    ]
+    for text, message in [
+        ("M,N\n1,2\n", "column 'K' is missing"),
+        ("M,N,K,L\n1,2,3,4\n", "column 'L' is no field of linear"),
+        ("M,N,K\n1,2\n", "line 2 does not have 3 fields"),
+        ("M,N,K\n1,64,96\n1,x,96\n", "line 3: invalid literal"),
+        ("M,N,K\n1,64,97\n", "line 2: K must be a multiple of 32"),
+    ]:
+        with pytest.raises(ValueError, match=r"shapes\.csv cannot be read") as caught:
+            read(text)
+        assert message in str(caught.value)
+
+
+def test_models_pose_each_shape_once() -> None:
+    both = model_shapes(["llama-3.1-8b", "qwen3-8b"], "linear", (1, 2))
+    assert len(both) == len(set(both)) > 28
+    assert LinearProblem(M=1, N=6144, K=4096) in both
+    with pytest.raises(ValueError, match=r"unknown model 'llama'; there are llama-3\.2-1b"):
+        model_shapes(["llama"], "linear", (1,))
+
+
+def test_table_that_is_malformed_stops_a_sweep_before_it_begins(command, tmp_path) -> None:
+    table = tmp_path / "linear.csv"
+    table.write_text("gfx,op\n")
+    arguments = ("tune", "linear", *SHAPE, "--arch", "gfx950", "--table", table)
+    status, _, err = command(*arguments)
+    assert status == 1
+    assert "column 'cu_num' is missing" in err
+    assert table.read_text() == "gfx,op\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["linear.csv"]
+
+
+def test_read_rows_refuses_another_ops_table(tmp_path) -> None:
+    shipped = Path(aiter_mx.__file__).parents[1] / "configs" / "sm_90a" / "linear.csv"
+    assert len(read_rows(shipped, "linear")) == len(list(read_table(shipped)))
+    with pytest.raises(ValueError, match="is a row of 'linear'"):
+        read_rows(shipped, "moe_gemm")

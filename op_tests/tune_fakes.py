@@ -1,0 +1,106 @@
+"""A GPU that is none: candidates' times come out of a hash, and some of them misbehave.
+
+    python op_tests/tune_fakes.py TABLE [--pause S] [--lose N]
+
+sweeps a small plan with it, for tests that kill the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.spec import Problem
+from aiter_mx.target import hardware
+from aiter_mx.tuning.candidates import Admission, Candidate, ContextLost, Meter, Unfit
+from aiter_mx.tuning.race import Rules
+from aiter_mx.tuning.share import Share, join
+from aiter_mx.tuning.sweep import Plan, make_plan, run
+
+TARGET = hardware("gfx950")
+PROBLEMS = tuple(LinearProblem(M=M, N=N, K=96) for M in (1, 2, 4, 8, 16) for N in (32, 64, 96, 128))
+Noise = Callable[[Candidate, int], float]
+
+
+def draw(*of: object) -> float:
+    """A number from 0 to 1 that depends on nothing else."""
+    digest = hashlib.sha256(repr(of).encode()).digest()
+    return int.from_bytes(digest[:7], "big") / 2**56
+
+
+class FakeBench:
+    """Candidates of 2 to 3 us; ``poisoned`` ones take 1 us and are wrong."""
+
+    def __init__(self, problem: Problem, meter: FakeMeter) -> None:
+        self.problem, self.meter = problem, meter
+        self.turns: dict[Candidate, int] = {}
+        self.admitted: set[Candidate] = set()
+
+    def admit(self, candidate: Candidate) -> Admission:
+        self.meter.tried.append((self.problem, candidate))
+        time.sleep(self.meter.pause_s)
+        if candidate in self.meter.poisoned:
+            raise Unfit("wrong: relative error 1.00e+00")
+        if self.meter.loses(self.problem, candidate):
+            raise ContextLost("an illegal memory access", candidate)
+        self.admitted.add(candidate)
+        return Admission(self.sample_us(candidate), 1e-3, "0123")
+
+    def sample_us(self, candidate: Candidate) -> float:
+        assert candidate in self.admitted, f"{candidate} is timed, but was never found right"
+        turn = self.turns[candidate] = self.turns.get(candidate, -1) + 1
+        if candidate in self.meter.poisoned or candidate in self.meter.late:
+            return 1.0
+        return (2 + draw(self.problem, str(candidate))) * self.meter.noise(candidate, turn)
+
+    def confirm(self, candidate: Candidate) -> None:
+        if candidate in self.meter.late:
+            raise Unfit("wrong after 100 launches")
+
+    def drop(self, candidate: Candidate) -> None:
+        self.admitted.discard(candidate)
+
+
+class FakeMeter:
+    """What a FakeBench does with whom."""
+
+    def __init__(self, pause_s: float = 0.0) -> None:
+        self.pause_s = pause_s
+        self.poisoned: set[Candidate] = set()
+        self.late: set[Candidate] = set()
+        self.noise: Noise = lambda candidate, turn: 1.0
+        self.loses: Callable[[Problem, Candidate], bool] = lambda problem, candidate: False
+        self.tried: list[tuple[Problem, Candidate]] = []
+        self.prepared: list[tuple[Problem, Candidate]] = []
+
+    def meter(self) -> Meter:
+        @contextmanager
+        def bench(problem: Problem) -> Iterator[FakeBench]:
+            yield FakeBench(problem, self)
+
+        return Meter("measured", ("hip",), self.prepared.extend, bench)
+
+
+def plan_for(table: Path, problems: tuple[Problem, ...] = PROBLEMS) -> Plan:
+    return make_plan("linear", TARGET, problems, table, "measured", Rules(most=6))
+
+
+def sweep(table: Path, fake: FakeMeter, share: Share | None = None) -> None:
+    run(plan_for(table), fake.meter(), share or join())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", type=Path)
+    parser.add_argument("--pause", type=float, default=0.0)
+    arguments = parser.parse_args()
+    sweep(arguments.table, FakeMeter(arguments.pause))
+
+
+if __name__ == "__main__":
+    main()

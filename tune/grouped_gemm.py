@@ -1,0 +1,17 @@
+"""Regenerates ``configs/<arch>/grouped_gemm.csv``.
+
+    python tune/grouped_gemm.py                # on a GPU: its architecture's table, measured
+    python tune/grouped_gemm.py --arch gfx950  # without one: that table by the model
+
+Whatever else ``aiter-mx tune grouped_gemm`` takes may follow.
+"""
+
+from shipped import tune
+
+if __name__ == "__main__":
+    tune(
+        "grouped_gemm",
+        ["deepseek-v3", "gpt-oss-20b", "gpt-oss-120b", "wide-6144"],
+        "--tp",
+        "4,8,16",
+    )
