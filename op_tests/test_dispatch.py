@@ -164,6 +164,9 @@ def test_failed_kernels_are_passed_over_when_told_so() -> None:
         ({"out_dtype": "int8"}, "int8"),
         ({"frobnicate": 1}, "unknown column 'frobnicate'"),
         ({"cu_num": "many"}, "cu_num must be a whole number"),
+        ({"us": "fast"}, "us must be a number, got 'fast'"),
+        ({"us": "nan"}, "us must be above 0 and finite"),
+        ({"source": "guess"}, "source must be measured or model, got 'guess'"),
     ],
 )
 def test_malformed_row_is_an_error_with_file_and_line(

@@ -103,8 +103,11 @@ def verify(
     op: Annotated[str, typer.Argument(help="Name of the op, such as linear.")],
     table: Annotated[Path | None, typer.Option(help="By default configs/<arch>/<op>.csv.")] = None,
     save: Annotated[Path | None, typer.Option(help="CSV for what was measured.")] = None,
+    sample: Annotated[
+        int | None, typer.Option(help="Rows to measure, spread over the table; by default all.")
+    ] = None,
     limit: Annotated[float, typer.Option(help="Percent that a row may be slower.")] = 3.0,
-    most: Annotated[int | None, typer.Option(help="Candidates of each kernel.")] = None,
+    most: Annotated[int, typer.Option(help="Candidates of each kernel.")] = 1000,
     rounds: Annotated[int, typer.Option(help="Times that each finalist is timed.")] = 11,
     jobs: Annotated[int | None, typer.Option(help="Compilers at a time.")] = None,
 ) -> None:
@@ -118,6 +121,8 @@ def verify(
     console = make_console()
     target, meter = the_meter(op, None, Alone(), jobs, console, build_only=False)
     rows = named_by(table or default_table(op, target), op, target)
+    if sample is not None:
+        rows = rows[:: max(1, len(rows) // max(sample, 1))]
 
     def on_check(one: Check) -> None:
         cells = check_cells(op, one)

@@ -26,6 +26,7 @@ from aiter_mx.target import hardware
 SCOPE = ("gfx", "cu_num", "op")
 CHOICE = ("backend", "kernel")
 INFORMATION = ("us", "rel_err", "spread", "build", "versions", "commit", "date", "source")
+SOURCES = ("measured", "model")
 INFORMATION_SUFFIX = "_us"  # one column for each peer's time
 
 
@@ -166,8 +167,8 @@ def _checked_row(where: str, cells: dict[str, str]) -> Row:
         backend=kernel.backend,
         kernel=kernel.name,
         config=config,
-        us=float(cells["us"]) if cells.get("us") else None,
-        origin=cells.get("source", ""),
+        us=_number("us", cells["us"]) if cells.get("us") else None,
+        origin=_one_of("source", cells.get("source", ""), ("", *SOURCES)),
     )
 
 
@@ -183,6 +184,22 @@ def _problem(op: str, keys: tuple[str, ...], cells: dict[str, str]) -> Problem:
             for key in keys
         }
     )
+
+
+def _number(column: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(f"{column} must be a number, got {value!r}") from None
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{column} must be above 0 and finite, got {value!r}")
+    return number
+
+
+def _one_of(column: str, value: str, known: Sequence[str]) -> str:
+    if value not in known:
+        raise ValueError(f"{column} must be {' or '.join(filter(None, known))}, got {value!r}")
+    return value
 
 
 def _integer(column: str, value: str) -> int:
