@@ -139,7 +139,8 @@ def source_of(cases: list[Case]) -> str:
         )
         names = {"d": "%0"} | {x: f"%{i + 1}" for i, x in enumerate("abc"[: len(wide)])}
         inputs = ", ".join(f'"v"({x})' for x in "abc"[: len(wide)])
-        text = case.asm.format(**names).replace("\n", "\\n")
+        apart = "\\ns_nop 4\\n"  # as many wait states as any of these owe each other
+        text = case.asm.format(**names).replace("\n", apart)
         lines.append(
             f'{{ {loads} {_WIDE.get(case.result, "u32")} d; asm volatile("{text}" : "=&v"(d) : '
             f'{inputs} : "vcc"); out[{n} * {LANES} + at] = d; }}'

@@ -96,17 +96,17 @@ def _scaled_to_fp4() -> list[Case]:
 
         return expected
 
-    start = f"v_mov_b32 {{d}}, {OLD:#x}\n s_nop 0\n v_cvt_scalef32_pk_fp4_"
+    start = f"v_mov_b32 {{d}}, {OLD:#x}\n v_cvt_scalef32_pk_fp4_"
     return [
         case
         for at in range(4)
         for pick in [f"op_sel:[0,0,{at & 1},{at >> 1}]"]
         for case in (
-            Case(f"{start}f32 {{d}}, {{a}}, {{b}}, {{c}} {pick}\n s_nop 0", "u", "fft",
+            Case(f"{start}f32 {{d}}, {{a}}, {{b}}, {{c}} {pick}", "u", "fft",
                  packed(lambda a, b: [a, b], at)),
-            Case(f"{start}f16 {{d}}, {{a}}, {{b}} {pick}\n s_nop 0", "u", "kt",
+            Case(f"{start}f16 {{d}}, {{a}}, {{b}} {pick}", "u", "kt",
                  packed(f16_halves, at)),
-            Case(f"{start}bf16 {{d}}, {{a}}, {{b}} {pick}\n s_nop 0", "u", "lt",
+            Case(f"{start}bf16 {{d}}, {{a}}, {{b}} {pick}", "u", "lt",
                  packed(bf16_halves, at)),
         )
     ]  # fmt: skip
@@ -123,7 +123,7 @@ def _scaled_from_fp8() -> list[Case]:
                  "f", "ug",
                  lambda a, b, at=at, dtype=dtype: decoded(dtype, byte(a, at)) * scale_of(b)),
             Case(f"v_mov_b32 {{d}}, {OLD:#x}\n v_cvt_scalef32_f16_{name} {{d}}, {{a}}, {{b}} "
-                 f"op_sel:[{at & 1},{at >> 1},{at & 1}]\n s_nop 0", "u", "mt",
+                 f"op_sel:[{at & 1},{at >> 1},{at & 1}]", "u", "mt",
                  lambda a, b, at=at, dtype=dtype: put(
                      f16_word(decoded(dtype, byte(a, at)) * scale_of(b)), 16 * (at & 1), 16)),
         )
@@ -157,8 +157,8 @@ def middle(unsigned: bool, pick: Callable[..., Array]) -> Callable[..., Array]:
 CASES = [
     *_scaled_to_fp8(),
     *_scaled_to_fp4(),
-    Case(f"v_mov_b32 {{d}}, {OLD:#x}\n s_nop 0\n v_cvt_scalef32_pk_fp4_f32 {{d}}, {{a}}, {{b}}, "
-         "2.0 op_sel:[0,0,1,1]\n s_nop 0", "u", "qq",
+    Case(f"v_mov_b32 {{d}}, {OLD:#x}\n v_cvt_scalef32_pk_fp4_f32 {{d}}, {{a}}, {{b}}, "
+         "2.0 op_sel:[0,0,1,1]", "u", "qq",
          lambda a, b: put(to_fp4(a / 2) | to_fp4(b / 2) << 4, 24, 8)),
     *_scaled_from_fp8(),
     *_scaled_from_fp4(),

@@ -71,6 +71,19 @@ def test_neighbouring_lanes_and_broadcasts_have_no_bank_conflict(kind: int) -> N
     assert conflicts(kind, np.arange(64) * 256) > 0
 
 
+@pytest.mark.parametrize(("kind", "dwords"), [(7, 1), (8, 2)])
+def test_atomics_of_lds_take_turns_at_a_dword(kind: int, dwords: int) -> None:
+    generator = np.random.default_rng(kind)
+    addresses = 4 * dwords * generator.integers(0, 4096, 64)
+    extra = 0
+    for first in range(0, 64, 32 // dwords):
+        lanes = addresses[first : first + 32 // dwords]
+        extra += np.bincount(lanes // (4 * dwords) % (32 // dwords)).max() - 1
+    assert conflicts(kind, addresses) == extra > 0
+    assert conflicts(kind, np.arange(64) * 4 * dwords) == 0
+    assert conflicts(kind, np.full(64, 48)) == 64 - 2 * dwords
+
+
 def test_conflicts_are_not_counted_unasked() -> None:
     out = np.zeros(64, np.uint32)
     addresses = np.arange(0, 1 << 14, 256, dtype=np.uint32)

@@ -56,6 +56,20 @@ def test_scaled_fp8_nans_stay_in_their_row_column_and_block() -> None:
     assert_rounded(out[0][good], want[good], (np.abs(x) @ np.abs(y.T))[good])
 
 
+def test_a_scale_of_255_is_finite_where_the_options_say_so() -> None:
+    rng = np.random.default_rng(9)
+    a, b = random_e4m3(rng, 16, 128), random_e4m3(rng, 16, 128)
+    sa, sb = scale_words(rng, 16, 4), scale_words(rng, 16, 4)
+    sa[6, 1, 0] = 255
+    sb -= 80  # sums stay below f32's largest
+    c, out = np.zeros((16, 16), np.float32), np.zeros((4, 16, 16), np.float32)
+    options = SimOptions(finite_scales=True)
+    launch(program("matrix.cu"), "scaled16", 1, 64, [a, sa, b, sb, c, out], options=options)
+    factors = np.exp2(sa[..., 0] - 127.0).repeat(32, axis=1)
+    x, y = e4m3_to_f64(a) * factors, dequantise(b, np.ascontiguousarray(sb[..., 0]))
+    assert_rounded(out[0], x @ y.T, np.abs(x) @ np.abs(y.T))
+
+
 def test_scaled_fp4_takes_32_consecutive_k_low_nibble_first() -> None:
     rng = np.random.default_rng(6)
     packed = rng.integers(0, 256, (2, 16, 64), dtype=np.uint8)

@@ -65,13 +65,14 @@ def test_buffers_end_where_their_descriptor_says_and_copies_land_in_lds() -> Non
 def test_atomics_of_many_workgroups_add_up(schedule: str) -> None:
     data, old = words(4, 2048), np.zeros(2048, np.uint32)
     sums, total = np.zeros(11, np.uint32), np.zeros(1, np.float32)
-    wide = np.zeros(1, np.uint64)
+    wide = np.zeros(3, np.uint64)
     launch(program("memory.cu"), "atomics", 8, 256, [data, sums, total, old, wide],
            options=SimOptions(schedule=schedule, threads=2))  # fmt: skip
     np.testing.assert_array_equal(sums[:8], np.bincount(data & 7, minlength=8))
     assert sums[8] == data.max() and sums[9] == np.bitwise_xor.reduce(data)
     assert sums[10] == (data & 3).sum() and total[0] == 1024
     assert wide[0] == data.astype(np.uint64).sum()
+    assert wide[1] == 2048 % 1000 and wide[2] == -2048 % 1000  # from 0 to 999 and round
     for value in range(8):  # each atomic saw another old value
         np.testing.assert_array_equal(np.sort(old[data & 7 == value]), np.arange(sums[value]))
 

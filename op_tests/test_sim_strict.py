@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from sim_tools import Array, launch, program
 
-import aiter_mx
 from aiter_mx.errors import SimulatorError
 from aiter_mx.sim.faults import (
     PendingAccess,
@@ -19,7 +17,6 @@ from aiter_mx.sim.faults import (
 )
 from aiter_mx.sim.program import SCHEDULES, SimOptions
 from aiter_mx.sim.report import LaunchReport
-from aiter_mx.timing import random_mx
 
 T = np.arange(256)
 
@@ -167,51 +164,12 @@ def test_distinct_bytes_are_counted_once_over_all_workgroups() -> None:
     assert report.unique_bytes_written == 1024
 
 
-def seen_with_delay(kernel: str, block: int) -> set[tuple[bool, ...]]:
-    """For each of some seeds, which words of the kernel's second result are new ones of ``in``."""
-    found = set()
-    for seed in range(24):
-        options = SimOptions(seed=seed, delay=True)
-        data, out, _ = run(kernel, block=block, options=options)
-        want = data[T ^ 64] if block == 256 else data[64:128]
-        found.add(tuple((out[256:512][: len(want)] == want).tolist()))
-    return found
-
-
-def test_delay_shows_a_store_that_no_wait_brings_to_memory_before_the_barrier() -> None:
-    assert seen_with_delay("memory_waited", 256) == {(True,) * 256}
-    assert len(seen_with_delay("memory_not_waited", 256)) > 1
-    data, out, _ = run("memory_not_waited", block=256)  # the mistake that nothing else shows
-    np.testing.assert_array_equal(out[256:512], data[T ^ 64])
-
-
-def test_delay_lets_a_load_under_way_see_what_is_written_meanwhile() -> None:
-    assert seen_with_delay("load_overtaken", 128) == {(True,) * 64, (False,) * 64}
-
-
-@pytest.mark.parametrize("M", [1, 16])
-def test_our_kernels_do_not_mind_memory_that_is_late(
-    M: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (xq, xs), (wq, ws) = (random_mx(rows, 2048, torch.device("cpu")) for rows in (M, 96))
-    with aiter_mx.simulate("gfx950"):
-        want = aiter_mx.linear(xq, xs, wq, ws)
-        monkeypatch.setenv("AITER_MX_SIM_DELAY", "1")
-        for seed in "123":
-            monkeypatch.setenv("AITER_MX_SIM_SEED", seed)
-            assert torch.equal(aiter_mx.linear(xq, xs, wq, ws), want)
-
-
-def test_delay_needs_strict_mode() -> None:
-    with pytest.raises(ValueError, match="delay=True needs strict=True"):
-        SimOptions(delay=True, strict=False)
-
-
 def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AITER_MX_SIM_STRICT", "0")
     monkeypatch.setenv("AITER_MX_SIM_SEED", "17")
     monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", "round-robin")
-    assert SimOptions.from_environment() == SimOptions(False, "round-robin", 17)
+    monkeypatch.setenv("AITER_MX_SIM_FINITE_SCALES", "1")
+    assert SimOptions.from_environment() == SimOptions(False, "round-robin", 17, finite_scales=True)
     monkeypatch.setenv("AITER_MX_SIM_SEED", "often")
     with pytest.raises(ValueError, match="AITER_MX_SIM_SEED must be a number, got 'often'"):
         SimOptions.from_environment()

@@ -25,6 +25,10 @@ class RaceError(SimulatorError):
     """Two waves touched one LDS byte with no barrier between."""
 
 
+class HazardError(SimulatorError):
+    """An instruction follows another with fewer wait states between than software must leave."""
+
+
 class StuckError(SimulatorError):
     """The kernel took more steps than the launch allows, or jumped to where no code is."""
 

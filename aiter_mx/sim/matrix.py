@@ -45,6 +45,11 @@ def translate_matrix(ins: Instruction, ctx: Context) -> Code | None:
     return None
 
 
+def is_matrix(ins: Instruction) -> bool:
+    """Whether it runs on the matrix unit."""
+    return ins.mnemonic.startswith(("v_mfma", "v_smfmac"))
+
+
 def matrix_passes(instructions: Sequence[Instruction]) -> dict[str, int]:
     """Passes of the matrix unit, by type: LLVM's scheduling model of gfx950."""
     passes: Counter[str] = Counter()

@@ -45,8 +45,10 @@ class SimOptions:
         max_steps: memory operations and waits a workgroup may take before it counts as stuck.
         count_unique: count the distinct bytes of memory read and written.
         count_conflicts: count bank conflicts of LDS.
-        delay: global and buffer loads and stores take effect at moments drawn by the seed, between
-            their issue and the wait that covers them; needs ``strict``.
+        delay: memory operations take effect at moments drawn by the seed, between their issue and
+            the wait that covers them; needs ``strict``.
+        finite_scales: matrix instructions take an e8m0 byte of 255 for 2^128, not for NaN: for
+            kernels that do not rely on the instruction for NaN.
     """
 
     strict: bool = True
@@ -57,6 +59,7 @@ class SimOptions:
     count_unique: bool = False
     count_conflicts: bool = False
     delay: bool = False
+    finite_scales: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -90,6 +93,7 @@ class SimOptions:
             count_unique=bool(number("UNIQUE", 0)),
             count_conflicts=bool(number("CONFLICTS", 0)),
             delay=bool(number("DELAY", 0)),
+            finite_scales=bool(number("FINITE_SCALES", 0)),
         )
 
 
@@ -121,6 +125,7 @@ class _CLaunch(ctypes.Structure):
         ("entry_pc", ctypes.c_uint32),
         ("count_conflicts", ctypes.c_uint32),
         ("delay", ctypes.c_uint32),
+        ("finite_scales", ctypes.c_uint32),
     ]
 
 
@@ -134,6 +139,7 @@ class _Translated:
     blocks: list[dict[str, int]]
     passes: list[dict[str, int]]
     entry_pc: int
+    hazards: dict[str, str]
 
 
 class Program:
@@ -254,6 +260,7 @@ class Program:
             entry_pc=translated.entry_pc,
             count_conflicts=options.count_conflicts,
             delay=options.delay,
+            finite_scales=options.finite_scales,
         )
         groups = grid[0] * grid[1] * grid[2]
         threads = min(options.threads or len(os.sched_getaffinity(0)), groups)
@@ -271,6 +278,7 @@ class Program:
                 lds_bytes,
                 info.scratch_bytes,
                 self._row_name(info, fault.reg),
+                translated.hazards,
             )
         waves = groups * -(-block[0] * block[1] * block[2] // _LANES)
         return _report(kernel, waves, seconds, translated, results)

@@ -144,15 +144,20 @@ def fault_error(
     lds_bytes: int,
     scratch_bytes: int,
     row_name: str,
+    hazards: Mapping[str, str],
 ) -> SimulatorError:
     """The error that a fault becomes."""
     number = fault.instruction & 0xFFFFFFFF
+    kind, at = fault.kind, fault.address
     where = f"kernel {kernel}, workgroup {tuple(fault.group)}, wave {fault.wave}"
+    if kind == 15:
+        return faults.HazardError(
+            f"{where}: {texts[number]!r} at {addresses[number]:#x} {hazards[str(number)]}"
+        )
     if number < len(texts):
         where += f", lane {fault.lane}: {texts[number]!r} at {addresses[number]:#x}"
     verb = "writes" if fault.is_write else "reads"
     register = sgpr_name(fault.reg) if fault.is_scalar else row_name
-    kind, at = fault.kind, fault.address
     if kind in (1, 2):
         return faults.MemoryFault(
             f"{where} {verb} {fault.size} bytes at {at:#x}, {_place(at, fault.size, regions)}"

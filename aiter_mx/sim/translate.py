@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from aiter_mx.code_object import CodeObject, KernelInfo
 from aiter_mx.sim.disasm import Instruction
 from aiter_mx.sim.emit import Code, Context, unknown
+from aiter_mx.sim.hazards import find_hazards
 from aiter_mx.sim.isa.salu import BRANCHES, IGNORED
 from aiter_mx.sim.matrix import matrix_passes, translate_matrix
 from aiter_mx.sim.memory import translate_memory
@@ -54,7 +55,8 @@ def translate_kernel(
     codes = [_translate(ins, context) for ins in instructions]
     _check_overflow_mode(instructions)
     leaders = _leaders(instructions, number, entry)
-    body = _Body(instructions, codes, number, leaders, strict).render()
+    hazards = find_hazards(instructions, leaders) if strict else {}
+    body = _Body(instructions, codes, number, leaders, strict, set(hazards)).render()
     blocks = _blocks(instructions, leaders)
     meta = {
         "texts": [ins.text for ins in instructions],
@@ -62,6 +64,7 @@ def translate_kernel(
         "blocks": [Counter(ins.mnemonic for ins in block) for block in blocks],
         "passes": [matrix_passes(block) for block in blocks],
         "entry_pc": 2 * number[entry],
+        "hazards": {i: hazard.describe(instructions) for i, hazard in hazards.items()},
     }
     head = (
         f"#define STRICT {int(strict)}\n#define REGISTERS {context.rows}\n"
@@ -168,10 +171,12 @@ class _Body:
         number: dict[int, int],
         leaders: list[int],
         strict: bool,
+        too_soon: set[int],
     ) -> None:
         self.instructions, self.codes, self.number = instructions, codes, number
         self.leaders = {leader: i for i, leader in enumerate(leaders)}
         self.strict = Strict(codes) if strict else None
+        self.too_soon = too_soon
         self.indirect = any(ins.mnemonic in _INDIRECT for ins in instructions)
         self.targets = {
             number[ins.branch_target] for ins in instructions if ins.mnemonic in BRANCHES
@@ -201,6 +206,8 @@ class _Body:
                     lines.append(f"  case {2 * i}:;")
                 lines.append(f"  blocks[{self.leaders[i]}]++;")
             lines.append(f"  // {ins.text}")
+            if i in self.too_soon:
+                lines.append(f"  too_soon(w, {i});")
             lines += self._instruction(i, ins)
         lines += ["  }", "  bad_jump(w, w->pc, 0);", "}"]
         return "\n".join(lines)

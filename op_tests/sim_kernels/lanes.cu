@@ -32,7 +32,7 @@ KERNEL(64) permutes(const int* in, const int* index, int* out) {
     out[576 + l] = __builtin_amdgcn_readfirstlane(x);
     out[640 + l] = __builtin_amdgcn_mbcnt_hi(-1, __builtin_amdgcn_mbcnt_lo(-1, 7));
     int written = x;
-    asm volatile("v_writelane_b32 %0, %1, 9"
+    asm volatile("s_nop 1\nv_writelane_b32 %0, %1, 9"
                  : "+v"(written)
                  : "s"(__builtin_amdgcn_readfirstlane(index[3])));
     out[704 + l] = written;

@@ -60,6 +60,11 @@ KERNEL(256) atomics(const u32* in, u32* sums, float* total, u32* old, u64* wide)
     __hip_atomic_fetch_max(sums + 8, in[at], __ATOMIC_RELAXED, 4);
     __hip_atomic_fetch_xor(sums + 9, in[at], __ATOMIC_RELAXED, 4);
     __hip_atomic_fetch_add(wide, (u64)in[at], __ATOMIC_RELAXED, 4);
+    const u64 most = 999;
+    asm volatile("global_atomic_inc_x2 %0, %1, off offset:8\n"
+                 "global_atomic_dec_x2 %0, %1, off offset:16" ::"v"(wide),
+                 "v"(most)
+                 : "memory");
     barrier();
     if (t == 0) {
         __hip_atomic_fetch_add(sums + 10, count, __ATOMIC_RELAXED, 4);
@@ -125,6 +130,10 @@ KERNEL(64) one_access(const u32* in, u32* out, int kind) {
         WRITE("ds_write_b64", y);
     case 6:
         WRITE("ds_write_b128", x);
+    case 7:
+        WRITE("ds_add_u32", y[0]);
+    case 8:
+        WRITE("ds_add_u64", y);
     }
     out[l] = x[0] ^ x[1] ^ x[2] ^ x[3] ^ y[0] ^ y[1];
 }

@@ -27,34 +27,38 @@ typedef enum {
     A_MAX_F64
 } Atomic;
 
+// What both widths do, with the signed type.
+#define INTEGER_CASES(S)                                                                           \
+    case A_SWAP:                                                                                   \
+        return x;                                                                                  \
+    case A_CMPSWAP:                                                                                \
+        return old == expected ? x : old;                                                          \
+    case A_ADD:                                                                                    \
+        return old + x;                                                                            \
+    case A_SUB:                                                                                    \
+        return old - x;                                                                            \
+    case A_SMIN:                                                                                   \
+        return (S)x < (S)old ? x : old;                                                            \
+    case A_UMIN:                                                                                   \
+        return x < old ? x : old;                                                                  \
+    case A_SMAX:                                                                                   \
+        return (S)x > (S)old ? x : old;                                                            \
+    case A_UMAX:                                                                                   \
+        return x > old ? x : old;                                                                  \
+    case A_AND:                                                                                    \
+        return old & x;                                                                            \
+    case A_OR:                                                                                     \
+        return old | x;                                                                            \
+    case A_XOR:                                                                                    \
+        return old ^ x;                                                                            \
+    case A_INC:                                                                                    \
+        return old >= x ? 0 : old + 1;                                                             \
+    case A_DEC:                                                                                    \
+        return old == 0 || old > x ? x : old - 1;
+
 static u32 atomic32(Atomic op, u32 old, u32 x, u32 expected) {
     switch (op) {
-    case A_SWAP:
-        return x;
-    case A_CMPSWAP:
-        return old == expected ? x : old;
-    case A_ADD:
-        return old + x;
-    case A_SUB:
-        return old - x;
-    case A_SMIN:
-        return (i32)x < (i32)old ? x : old;
-    case A_UMIN:
-        return x < old ? x : old;
-    case A_SMAX:
-        return (i32)x > (i32)old ? x : old;
-    case A_UMAX:
-        return x > old ? x : old;
-    case A_AND:
-        return old & x;
-    case A_OR:
-        return old | x;
-    case A_XOR:
-        return old ^ x;
-    case A_INC:
-        return old >= x ? 0 : old + 1;
-    case A_DEC:
-        return old == 0 || old > x ? x : old - 1;
+        INTEGER_CASES(i32)
     case A_ADD_F32:
         return bits32(f32(old) + f32(x));
     case A_MIN_F32:
@@ -73,28 +77,7 @@ static u32 atomic32(Atomic op, u32 old, u32 x, u32 expected) {
 }
 static u64 atomic64(Atomic op, u64 old, u64 x, u64 expected) {
     switch (op) {
-    case A_SWAP:
-        return x;
-    case A_CMPSWAP:
-        return old == expected ? x : old;
-    case A_ADD:
-        return old + x;
-    case A_SUB:
-        return old - x;
-    case A_SMIN:
-        return (i64)x < (i64)old ? x : old;
-    case A_UMIN:
-        return x < old ? x : old;
-    case A_SMAX:
-        return (i64)x > (i64)old ? x : old;
-    case A_UMAX:
-        return x > old ? x : old;
-    case A_AND:
-        return old & x;
-    case A_OR:
-        return old | x;
-    case A_XOR:
-        return old ^ x;
+        INTEGER_CASES(i64)
     case A_ADD_F64:
         return bits64(f64(old) + f64(x));
     case A_MIN_F64:
@@ -106,38 +89,47 @@ static u64 atomic64(Atomic op, u64 old, u64 x, u64 expected) {
     }
 }
 
-static void atomic_lanes(Wave* w, const u64* address, u32* d, const u32* data, Atomic op,
+// Stores what `update` makes of the value there, which it leaves in `old`.
+#define EXCHANGE(type, update)                                                                     \
+    {                                                                                              \
+        type *p = (type*)address[l], found = __atomic_load_n(p, __ATOMIC_RELAXED);                 \
+        while (!__atomic_compare_exchange_n(p, &found, update(op, found, x, expected), 0,          \
+                                            __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {                 \
+        }                                                                                          \
+        old = found;                                                                               \
+    }
+static void atomic_lanes(Wave* w, const u64* address, u32* d, const u32* data, u32 operation,
                          u32 size) {
-    u32 second = op == A_CMPSWAP ? size / 4 : 0; // the expected value follows the new one
+    Atomic op = (Atomic)operation;
+    u32 wide = size == 8, compared = op == A_CMPSWAP ? 64 << wide : 0; // follows the new value
     EACH_ACTIVE(w) {
         u32 l = ACTIVE_LANE;
-        if (size == 4) {
-            u32 *p = (u32*)address[l], old = __atomic_load_n(p, __ATOMIC_RELAXED);
-            u32 x = data[l], expected = data[l + 64 * second];
-            while (!__atomic_compare_exchange_n(p, &old, atomic32(op, old, x, expected), 0,
-                                                __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {
-            }
-            if (d)
-                d[l] = old;
-        } else {
-            u64 *p = (u64*)address[l], old = __atomic_load_n(p, __ATOMIC_RELAXED);
-            u64 x = data[l] | (u64)data[l + 64] << 32;
-            u64 expected = data[l + 64 * second] | (u64)data[l + 64 * second + 64] << 32;
-            while (!__atomic_compare_exchange_n(p, &old, atomic64(op, old, x, expected), 0,
-                                                __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {
-            }
-            if (d)
-                d[l] = (u32)old, d[l + 64] = (u32)(old >> 32);
-        }
+        const u32* new = data + l, *compare = new + compared;
+        u64 x = wide ? new[0] | (u64) new[64] << 32 : new[0], old;
+        u64 expected = wide ? compare[0] | (u64)compare[64] << 32 : compare[0];
+        if (wide)
+            EXCHANGE(u64, atomic64)
+        else
+            EXCHANGE(u32, atomic32)
+        if (d)
+            d[l] = (u32)old;
+        if (d && wide)
+            d[l + 64] = (u32)(old >> 32);
     }
 }
 // `d` is NULL where the old value is not wanted.
 NOINLINE void global_atomic(Wave* w, u32 instruction, const u64* address, u32* d, const u32* data,
                             Atomic op, u32 size) {
-    complete_all(w);
     check_memory(w, instruction, address, size, 0);
     check_memory(w, instruction, address, size, 1);
-    atomic_lanes(w, address, d, data, op, size);
+    if (STRICT && UNLIKELY(w->group->launch->delay)) {
+        Delayed* late =
+            postpone(w, LATE_ATOMIC, address, size, data, size / 4 << (op == A_CMPSWAP));
+        late->row = d;
+        late->operation = op;
+    } else {
+        atomic_lanes(w, address, d, data, op, size);
+    }
     u64 moved = (u64)size * (u64)__builtin_popcountll(w->exec);
     w->group->counters->bytes_read += moved;
     w->group->counters->bytes_written += moved;
@@ -169,6 +161,8 @@ NOINLINE void lds_atomic(Wave* w, u32 instruction, const u32* base, u32 offset, 
     }
 #endif
     lds_check(w, instruction, at, size, 1, w->group->wave_count == 1 ? w->id : BY_ATOMIC, NULL, 0);
+    if (UNLIKELY(w->group->launch->count_conflicts))
+        w->group->counters->lds_conflicts += atomic_conflicts(at, w->exec, size);
     atomic_lanes(w, address, d, data, op, size);
 #if STRICT
     note_lds(w, &w->lgkm, at, size, w->exec, 1);

@@ -29,3 +29,20 @@ NOINLINE u32 bank_conflicts(const u32* at, u64 exec, u32 size, int is_write) {
     }
     return extra;
 }
+
+// An atomic is served as a write of its width is, but of the lanes that want one dword each has its
+// own turn.
+NOINLINE u32 atomic_conflicts(const u32* at, u64 exec, u32 size) {
+    u32 lanes = size == 8 ? 16 : 32, extra = 0;
+    for (u32 first = 0; first < 64; first += lanes) {
+        u32 turns[32] = {0}, most = 1;
+        for (u32 lane = first; lane < first + lanes; lane++)
+            for (u32 word = 0; exec >> lane & 1 && word < size / 4; word++) {
+                u32 bank = (at[lane] / 4 + word) % 32;
+                turns[bank]++;
+                most = turns[bank] > most ? turns[bank] : most;
+            }
+        extra += most - 1;
+    }
+    return extra;
+}

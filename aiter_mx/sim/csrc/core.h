@@ -61,7 +61,8 @@ enum {
     FAULT_JUMP,            // indirect jump to somewhere that is not known code
     FAULT_STUCK,           // too many steps
     FAULT_MEMORY,          // the simulator has no memory
-    FAULT_TRAP             // s_trap
+    FAULT_TRAP,            // s_trap
+    FAULT_HAZARD           // fewer wait states than software owes
 };
 
 typedef struct {
@@ -88,14 +89,14 @@ typedef struct {
     u64 seed, max_steps;
     u64 kernarg, dispatch_packet, image_base;
     const Region* regions;
-    u32 region_count, lds_bytes, scratch_bytes, entry_pc, count_conflicts, delay;
+    u32 region_count, lds_bytes, scratch_bytes, entry_pc, count_conflicts, delay, finite_scales;
 } Launch;
 
 // A vector-memory or LDS operation whose counter has not been waited for.
 typedef struct {
     u32 instruction, bytes;
     u16 reg, reg_count;
-    u8 is_scalar, touches_lds, is_write, is_copy, size;
+    u8 is_scalar, touches_lds, is_write, is_copy, size, is_waiting;
     u64 lanes;
     u32 address[64];
 } Pending;
@@ -163,6 +164,13 @@ INLINE u64 bits64(double d) {
     return x;
 }
 
+INLINE u64 next_random(u64* state) {
+    u64 z = *state += 0x9e3779b97f4a7c15ull;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+    return z ^ z >> 31;
+}
+
 // Sixteen lanes at a time; the compilers' own vector types spare a slow intrinsics header.
 typedef u32 Lanes16 __attribute__((vector_size(64)));
 static const Lanes16 lane_bits = {1 << 0,  1 << 1,  1 << 2,  1 << 3, 1 << 4,  1 << 5,
@@ -217,6 +225,10 @@ COLD void bad_jump(Wave* w, u32 instruction, u64 target) {
 
 COLD void trap(Wave* w, u32 instruction) {
     fail(w, (Fault){.kind = FAULT_TRAP, .instruction = instruction});
+}
+
+COLD void too_soon(Wave* w, u32 instruction) {
+    fail(w, (Fault){.kind = FAULT_HAZARD, .instruction = instruction});
 }
 
 // MODE.FP16_OVFL: conversions to fp8 saturate.

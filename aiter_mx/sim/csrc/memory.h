@@ -160,13 +160,13 @@ NOINLINE void store_lanes(Wave* w, const u64* address, const u32* d, Element ele
 NOINLINE void global_load(Wave* w, u32 instruction, const u64* address, u32* d, Element element,
                           u32 size) {
     check_memory(w, instruction, address, size, 0);
-    move_lanes(w, address, d, element, size / 4, 0);
+    move_lanes(w, address, d, element, size, 0);
     w->group->counters->bytes_read += (u64)size * (u64)__builtin_popcountll(w->exec);
 }
 NOINLINE void global_store(Wave* w, u32 instruction, const u64* address, const u32* d,
                            Element element, u32 size) {
     check_memory(w, instruction, address, size, 1);
-    move_lanes(w, address, (u32*)d, element, size / 4, 1);
+    move_lanes(w, address, (u32*)d, element, size, 1);
     w->group->counters->bytes_written += (u64)size * (u64)__builtin_popcountll(w->exec);
 }
 
@@ -178,20 +178,21 @@ NOINLINE void buffer_access(Wave* w, u32 instruction, const u32* resource, const
     u64 base = resource[0] | (u64)(resource[1] & 0xffff) << 32, records = resource[2];
     Counters* counters = w->group->counters;
     u32 step = size < 4 ? size : 4;
-    u64 exec = w->exec, in_range = 0;
+    u64 exec = w->exec, in_range = 0, begins_in_range = 0;
     u64 address[64];
     LANES {
         u64 at = (u64)(offsets ? offsets[l] : 0) + (u64)(i64)fixed;
         address[l] = base + at + soffset;
         in_range |= (u64)(at + soffset + size <= records) << l;
+        begins_in_range |= (u64)(at + soffset + step <= records) << l;
     }
     set_exec(w, exec & in_range);
     check_memory(w, instruction, address, size, is_write);
-    move_lanes(w, address, d, element, size / 4, is_write);
+    move_lanes(w, address, d, element, size, is_write);
     u64 moved = (u64)size * (u64)__builtin_popcountll(w->exec);
     set_exec(w, exec);
-    if (exec & ~in_range)
-        complete_all(w);
+    if (exec & ~in_range & begins_in_range)
+        complete_all(w); // such a lane's dwords are moved one by one
     for (u64 out = exec & ~in_range; out; out &= out - 1) {
         u32 l = (u32)__builtin_ctzll(out);
         for (u32 part = 0; part < size; part += step) {
@@ -337,57 +338,86 @@ NOINLINE void flat_access(Wave* w, u32 instruction, const u64* address, u32* d, 
         global_store(w, instruction, address, d, element, size);
     else
         global_load(w, instruction, address, d, element, size);
-    complete_all(w);
     set_exec(w, exec);
 }
 
 // Global or buffer memory to LDS: lane l lands at `base`, which comes from M0, plus l dwords or
 // more.
-static void rows_to_lds(Wave* w, u32 instruction, const u32* rows, u32 base, u32 width) {
+static void store_to_lds(Wave* w, const u32* rows, u32 base, u32 step) {
+    u64 target[64], lds = (u64)w->group->lds + base;
+    LANES target[l] = lds + (u32)l * step;
+    store_lanes(w, target, rows, DWORDS, step / 4);
+}
+// Where the rows of the copy issued last gather: `now`, unless it is to take effect late.
+static u32* copied_rows(Wave* w, u32* now) {
+    if (!STRICT || !w->group->launch->delay)
+        return now;
+    Delayed* late = delayed(w, w->vm.count - 1);
+    memset(late->data, 0, sizeof late->data);
+    return late->data;
+}
+static void rows_to_lds(Wave* w, u32 instruction, const u32* rows, u32 base, u32 step) {
     u32 at[64];
-    u64 target[64], lds = (u64)w->group->lds;
-    LANES {
-        at[l] = base + (u32)l * width;
-        target[l] = lds + at[l];
+    LANES at[l] = base + (u32)l * step;
+    int is_late = STRICT && w->group->launch->delay;
+    lds_check(w, instruction, at, step, 1, BY_COPY + w->id, is_late ? NULL : rows, 0);
+    if (is_late) {
+        Delayed* late = delayed(w, w->vm.count - 1);
+        if (!late->is_waiting)
+            late->lanes = 0; // loaded already
+        late->kind = LATE_COPY;
+        late->is_waiting = 1;
+        late->lds_base = base;
+        late->lds_step = step;
+        late->lds_lanes = w->exec;
+    } else {
+        store_to_lds(w, rows, base, step);
     }
-    lds_check(w, instruction, at, width, 1, BY_COPY + w->id, rows, 0);
-    store_lanes(w, target, rows, DWORDS, width / 4);
 #if STRICT
-    note_lds(w, &w->vm, at, width, w->exec, 1);
+    note_lds(w, &w->vm, at, step, w->exec, 1);
 #endif
 }
 NOINLINE void copy_to_lds(Wave* w, u32 instruction, const u64* address, u32 base, Element element,
                           u32 size) {
-    u32 rows[4 * 64] = {0};
+    u32 now[4 * 64] = {0}, *rows = copied_rows(w, now);
     global_load(w, instruction, address, rows, element, size);
-    complete_all(w);
     rows_to_lds(w, instruction, rows, base, size < 4 ? 4 : size);
 }
 NOINLINE void buffer_to_lds(Wave* w, u32 instruction, const u32* resource, const u32* offsets,
                             i32 fixed, u32 soffset, Element element, u32 size) {
-    u32 rows[4 * 64] = {0};
+    u32 now[4 * 64] = {0}, *rows = copied_rows(w, now);
     buffer_access(w, instruction, resource, offsets, fixed, soffset, rows, element, size, 0);
-    complete_all(w);
     rows_to_lds(w, instruction, rows, (w->s[M0] & 0x3ffff) + (u32)fixed, size < 4 ? 4 : size);
 }
 
+// The scalar load issued last: a dword from each address, 0 where there is none; now or later.
+static void load_scalars(Wave* w, const u64* from, u32 d, u32 dwords) {
+    Pending now = {.reg = (u16)d, .reg_count = (u16)dwords};
+    Pending* p = &now;
+    if (STRICT && w->group->launch->delay)
+        p = queued(&w->lgkm, w->lgkm.count - 1);
+    memcpy(p->address, from, 8 * dwords);
+    p->is_waiting = 1;
+    if (p == &now)
+        complete_scalar(w, p);
+}
 NOINLINE void scalar_load(Wave* w, u32 instruction, u64 address, u32 d, u32 dwords) {
+    u64 from[16];
     address &= ~3ull;
     check_one(w, instruction, 0, address, 4 * dwords, 0);
-    memcpy(w->s + d, (const void*)address, 4 * dwords);
+    for (u32 i = 0; i < dwords; i++)
+        from[i] = address + 4 * i;
+    load_scalars(w, from, d, dwords);
     w->group->counters->scalar_bytes_read += 4 * dwords;
 }
 NOINLINE void scalar_buffer_load(Wave* w, u32 instruction, const u32* resource, u32 offset, u32 d,
                                  u32 dwords) {
-    u64 base = resource_base(resource), at = offset & ~3u;
-    u32 loaded[16];
+    u64 base = resource_base(resource), at = offset & ~3u, from[16];
     for (u32 i = 0; i < dwords; i++, at += 4) {
-        loaded[i] = 0;
-        if (at + 4 > resource[2])
-            continue;
-        check_one(w, instruction, 0, base + at, 4, 0);
-        memcpy(loaded + i, (const void*)(base + at), 4);
+        from[i] = at + 4 > resource[2] ? 0 : base + at;
+        if (from[i])
+            check_one(w, instruction, 0, from[i], 4, 0);
     }
-    memcpy(w->s + d, loaded, 4 * dwords);
+    load_scalars(w, from, d, dwords);
     w->group->counters->scalar_bytes_read += 4 * dwords;
 }

@@ -97,7 +97,10 @@ INLINE double scale_of_f32(u32 bits) {
     u32 e = bits >> 23 & 0xff;
     return e == 0xff ? NAN : ldexp(1, (int)e - 127);
 }
-INLINE double scale_of_e8m0(u32 e) { return e == 0xff ? NAN : f64((u64)(e + 1023 - 127) << 52); }
+static __thread int finite_scales; // whether e8m0 255 is 2^128, not NaN
+INLINE double scale_of_e8m0(u32 e) {
+    return e == 0xff && !finite_scales ? NAN : f64((u64)(e + 1023 - 127) << 52);
+}
 
 INLINE float min_f32(float a, float b) {
     return isnan(a) ? b : isnan(b) ? a : a == b ? (signbit(a) ? a : b) : a < b ? a : b;

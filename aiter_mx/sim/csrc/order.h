@@ -259,7 +259,10 @@ NOINLINE void shadow(Wave* w, u32 instruction, const Access* a) {
     }
 }
 
+static void complete_scalar(Wave* w, Pending* p);
 static void settle(Wave* w, Pending* p) {
+    if (p->is_waiting)
+        complete_scalar(w, p);
     if (p->is_scalar) {
         for (u32 r = p->reg; r < (u32)p->reg + p->reg_count; r++)
             w->sset[r >> 6] |= 1ull << (r & 63);
@@ -334,7 +337,7 @@ NOINLINE Pending* enqueue(Wave* w, Queue* q, u32 max, u32 instruction, u32 reg, 
     p->instruction = instruction;
     p->reg = (u16)reg;
     p->reg_count = (u16)count;
-    p->is_scalar = p->touches_lds = p->is_write = p->is_copy = p->size = 0;
+    p->is_scalar = p->touches_lds = p->is_write = p->is_copy = p->size = p->is_waiting = 0;
     p->lanes = w->exec;
     for (u32 r = reg; r < reg + count; r++) {
         w->due[r]++;

@@ -8,13 +8,6 @@
 
 enum { POISON = 0xffbadbad, LONG_RUN = 1 << 20 };
 
-static u64 next_random(u64* state) {
-    u64 z = *state += 0x9e3779b97f4a7c15ull;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ z >> 27) * 0x94d049bb133111ebull;
-    return z ^ z >> 31;
-}
-
 static void begin_wave(Group* g, Wave* w, u32 id) {
     const Launch* launch = g->launch;
     u32 lanes = launch->block[0] * launch->block[1] * launch->block[2];
@@ -76,7 +69,7 @@ static void run_group(Group* g, u64 index) {
         }
         if (UNLIKELY(launch->delay)) {
             Wave* any = g->waves[next_random(&g->random) % g->wave_count];
-            complete_oldest(any, (u32)(next_random(&g->random) % (any->vm.count + 1)));
+            complete_some(any, &g->random);
         }
         u32 pick = launch->schedule == RANDOM ? (u32)(next_random(&g->random) % ready) : 0;
         u32 i = launch->schedule == RANDOM ? 0 : turn % g->wave_count;
@@ -107,6 +100,7 @@ static void* zeroed(u64 size) {
 
 // One thread's share of a launch: takes workgroups until none is left or a thread has failed.
 int sim_run(Launch* launch, Counters* counters, u64* block_counts, Fault* fault, u8** seen) {
+    finite_scales = (int)launch->finite_scales;
     u64 total = (u64)launch->grid[0] * launch->grid[1] * launch->grid[2];
     u32 lanes = launch->block[0] * launch->block[1] * launch->block[2], waves = (lanes + 63) / 64;
     u64 lds = ((u64)launch->lds_bytes + 127) / 64 * 64, scratch = (u64)launch->scratch_bytes * 64;
