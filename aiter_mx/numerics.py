@@ -1,22 +1,129 @@
-"""The MX-FP8 format in torch operations: exact on every device, and without a host sync.
+"""MX formats in torch operations: exact on every device, and without a host sync.
 
-An element is an e4m3 payload times a power of two that 32 consecutive elements of a row share
-(OCP MX specification v1.0, sections 5.3.1, 5.4.1 and 6.1). A scale byte ``b`` below 255 means
-2^(b - 127); 255 means NaN.
+An element is an e4m3 or e2m1 payload times a power of two that 32 consecutive elements of a row
+share (OCP MX specification v1.0, sections 5.3, 5.4.1, 6.1 and 6.3). A scale byte ``b`` below 255
+means 2^(b - 127); 255 means NaN.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 BLOCK = 32
-E4M3_MAX = 448.0
 NAN_SCALE = 255
 SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 
+_SIGN_CLEARED = 0x7FFFFFFF
+_MANTISSA_BITS = 23
+_INFINITY_BITS = 0x7F800000
 _FLOAT32_NAN_BITS = 0x7FC00000
 _TWO_TO_MINUS_127_BITS = 0x00400000  # subnormal in float32
+
+
+@dataclass(frozen=True)
+class PayloadFormat:
+    """A format of payload elements.
+
+    Attributes:
+        dtype: of payload tensors.
+        per_byte: elements of a byte; the first one has the lowest bits.
+        largest: the largest magnitude.
+        max_exponent: its exponent.
+        max_mantissa: its mantissa as float32 has it.
+        nan: the payload of elements of a NaN block.
+    """
+
+    dtype: torch.dtype
+    per_byte: int
+    largest: float
+    max_exponent: int
+    max_mantissa: int
+    nan: int
+
+
+FORMATS = {
+    "e4m3": PayloadFormat(torch.float8_e4m3fn, 1, 448.0, 8, 0x600000, 0x7F),
+    "e2m1": PayloadFormat(torch.uint8, 2, 6.0, 2, 0x400000, 0),
+}
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def format_of(payload: Tensor) -> PayloadFormat:
+    """The format of a payload tensor: e4m3 of float8_e4m3fn, two e2m1 a byte of uint8.
+
+    Raises:
+        TypeError: any other dtype.
+    """
+    for known in FORMATS.values():
+        if payload.dtype == known.dtype:
+            return known
+    raise TypeError(f"payload must be float8_e4m3fn, or uint8 for e2m1, got {payload.dtype}")
+
+
+def amax_bits(blocks: Tensor) -> Tensor:
+    """Float32 bits, as int32, of the largest magnitude of the last dimension.
+
+    Bits of magnitudes order as the magnitudes do, subnormals too, with infinity and NaN on top.
+    """
+    return (blocks.view(torch.int32) & _SIGN_CLEARED).amax(-1)
+
+
+def encode_blocks(
+    blocks: Tensor, amax: Tensor, payload_format: PayloadFormat, mode: str
+) -> tuple[Tensor, Tensor]:
+    """Elements and scales of float32 blocks.
+
+    Args:
+        blocks: float32 ``[..., 32]``.
+        amax: ``amax_bits`` of each block, or of more than it, int32 ``[...]``.
+        payload_format: of the elements.
+        mode: ``rceil`` or ``floor``, as ``aiter_mx.quantize`` has them.
+
+    Returns:
+        one element a byte, uint8 ``[..., 32]``, and scale bytes, uint8 ``[...]``.
+    """
+    # Carries into the exponent exactly when a mantissa is above the largest number's.
+    above = 0x7FFFFF - payload_format.max_mantissa if mode == "rceil" else 0
+    byte = (((amax + above) >> _MANTISSA_BITS) - payload_format.max_exponent).clamp_(min=0)
+    not_finite = amax >= _INFINITY_BITS
+    # The byte is at most 253, so that 2^(127 - byte) is a normal float32.
+    inverse = ((254 - byte) << _MANTISSA_BITS).view(torch.float32)
+    largest = payload_format.largest
+    scaled = (blocks * inverse.unsqueeze(-1)).clamp_(-largest, largest)
+    if payload_format.per_byte == 1:
+        elements = scaled.to(payload_format.dtype).view(torch.uint8)
+    else:
+        elements = _to_e2m1(scaled)
+    elements.masked_fill_(not_finite.unsqueeze(-1), payload_format.nan)
+    return elements, byte.masked_fill_(not_finite, NAN_SCALE).to(torch.uint8)
+
+
+def _to_e2m1(scaled: Tensor) -> Tensor:
+    """Bytes of e2m1 numbers, to nearest even, of float32 magnitudes up to 6."""
+    magnitude = scaled.abs()
+    unit = 0.5 + 0.5 * (magnitude >= 2) + (magnitude >= 4)
+    rounded = (magnitude / unit).round_() * unit  # exact but for the rounding to units
+    code = torch.where(rounded < 2, rounded * 2, rounded.clamp(max=5) + 2)
+    return code.nan_to_num_().to(torch.uint8) | (scaled.signbit().to(torch.uint8) << 3)
+
+
+def pack_elements(elements: Tensor, payload_format: PayloadFormat) -> Tensor:
+    """A payload ``[..., K // per_byte]`` of its format's dtype, from one element a byte."""
+    if payload_format.per_byte == 2:
+        elements = elements[..., 0::2] | elements[..., 1::2] << 4
+    return elements.view(payload_format.dtype)
+
+
+def element_values(payload: Tensor, dtype: torch.dtype) -> Tensor:
+    """A payload's elements without their scales, ``[..., K]`` of ``dtype``."""
+    if payload.dtype != torch.uint8:
+        return payload.to(dtype)
+    codes = torch.stack((payload & 15, payload >> 4), dim=-1).flatten(-2).int()
+    values = torch.tensor((*_E2M1, *(-v for v in _E2M1)), dtype=dtype, device=payload.device)
+    return values[codes]
 
 
 def as_scale_bytes(scale: Tensor) -> Tensor:
@@ -38,11 +145,11 @@ def decode_e8m0(scale_bytes: Tensor) -> Tensor:
 
 
 def dequantize_block_scaled(payload: Tensor, scale_bytes: Tensor, dtype: torch.dtype) -> Tensor:
-    """``payload`` times its scales in ``dtype`` (float32 or float64), of payload's shape.
+    """``payload`` times its scales in ``dtype`` (float32 or float64), ``[..., K]``.
 
     float64 holds every value; float32 does up to its overflow, and rounds nothing below it.
     """
-    blocks = payload.to(dtype).unflatten(-1, (scale_bytes.shape[-1], BLOCK))
+    blocks = element_values(payload, dtype).unflatten(-1, (scale_bytes.shape[-1], BLOCK))
     blocks.mul_(decode_e8m0(scale_bytes).to(dtype).unsqueeze(-1))
     values: Tensor = blocks.flatten(-2)
     return values

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import aiter_mx
 from aiter_mx.numerics import round_once
-from aiter_mx.ops.quantize import MODES
+from aiter_mx.ops.quantize_call import MODES
 
 E4M3 = mx.E4M3_VALUES[:127].tolist()
 E4M3_NAN = 0x7F

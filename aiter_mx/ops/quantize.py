@@ -1,110 +1,280 @@
-"""Row-wise quantisation to MX-FP8, and back."""
+"""Quantisation to MX formats along rows, columns or both, of groups too; and back."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from aiter_mx.numerics import (
-    BLOCK,
-    E4M3_MAX,
-    NAN_SCALE,
-    as_scale_bytes,
-    dequantize_block_scaled,
+from aiter_mx.kernels.quantize import QuantizeProblem
+from aiter_mx.layouts import layout_of, unshuffle_scales
+from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled, format_of
+from aiter_mx.ops.plan import bind
+from aiter_mx.ops.quantize_call import (
+    INPUT_DTYPES,
+    Options,
+    check,
+    empty_outputs,
+    fallbacks,
+    is_plain,
+    quantized,
 )
+from aiter_mx.target import target_of
 
-MODES = ("rceil", "floor")
-INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OUTPUT_DTYPES = (*INPUT_DTYPES, torch.float64)
-
-_E4M3_MAX_EXPONENT = 8
-_E4M3_NAN = 0x7F
-_MANTISSA_BITS = 23
-_SIGN_CLEARED = 0x7FFFFFFF
-_INFINITY_BITS = 0x7F800000
-# Carries into the exponent exactly when a mantissa is above that of 448 = 1.75 * 2^8.
-_ROUND_ABOVE_448 = 0x7FFFFF - 0x600000
+Block = int | tuple[int, int]
 
 
-def _check(x: Tensor, mode: str) -> None:
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    if x.dtype not in INPUT_DTYPES:
-        raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}")
-    if x.dim() == 0 or x.shape[-1] % BLOCK:
-        raise ValueError(
-            f"the last dimension of x must be a multiple of {BLOCK}, got x of shape {list(x.shape)}"
-        )
+class Dual(NamedTuple):
+    """Both quantisations of a tensor.
+
+    Attributes:
+        rows: payload ``[..., M, N]``, blocks along N.
+        row_scales: ``[..., M, N // 32]``.
+        columns: payload ``[..., N, M]``, blocks along M: transposed.
+        column_scales: ``[..., N, M // 32]``.
+    """
+
+    rows: Tensor
+    row_scales: Tensor
+    columns: Tensor
+    column_scales: Tensor
 
 
-@torch.library.custom_op("aiter_mx::quantize", mutates_args=())
-def _quantize(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:
-    _check(x, mode)
-    blocks = x.contiguous().to(torch.float32).unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
-    # Bits of magnitudes order as the magnitudes do, subnormals too, with Inf and NaN on top.
-    amax = (blocks.view(torch.int32) & _SIGN_CLEARED).amax(-1)
-    above = _ROUND_ABOVE_448 if mode == "rceil" else 0
-    byte = (((amax + above) >> _MANTISSA_BITS) - _E4M3_MAX_EXPONENT).clamp_(min=0)
-    not_finite = amax >= _INFINITY_BITS
-    # The byte is at most 247, so that 2^(127 - byte) is a normal float32.
-    inverse = ((254 - byte) << _MANTISSA_BITS).view(torch.float32)
-    scaled = (blocks * inverse.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX)
-    payload = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-    payload.masked_fill_(not_finite.unsqueeze(-1), _E4M3_NAN)
-    scale = byte.masked_fill_(not_finite, NAN_SCALE).to(torch.uint8)
-    return payload.view(torch.float8_e4m3fn).flatten(-2), scale
+class Grouped(NamedTuple):
+    """A quantisation whose groups of rows are padded to multiples of 128.
+
+    Attributes:
+        rows: payload ``[P, N]``.
+        row_scales: ``[P, N // 32]``.
+        group_offs: where each padded group begins, and the end of the last: ``[groups + 1]``.
+    """
+
+    rows: Tensor
+    row_scales: Tensor
+    group_offs: Tensor
 
 
-@_quantize.register_fake
-def _(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:
-    _check(x, mode)
-    payload = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-    return payload, x.new_empty((*x.shape[:-1], x.shape[-1] // BLOCK), dtype=torch.uint8)
+class DualGrouped(NamedTuple):
+    """Both quantisations, of groups padded to multiples of 128.
+
+    Attributes:
+        rows: payload ``[P, N]``, blocks along N.
+        row_scales: ``[P, N // 32]``.
+        columns: payload ``[N, P]``, blocks along P.
+        column_scales: ``[N, P // 32]``.
+        group_offs: where each padded group begins, and the end of the last: ``[groups + 1]``.
+    """
+
+    rows: Tensor
+    row_scales: Tensor
+    columns: Tensor
+    column_scales: Tensor
+    group_offs: Tensor
 
 
-def quantize(x: Tensor, *, mode: str = "rceil") -> tuple[Tensor, Tensor]:
-    """Quantise to MX-FP8 along the last dimension, 32 elements a scale.
+def quantize(
+    x: Tensor,
+    axis: int = -1,
+    *,
+    mode: str = "rceil",
+    block: Block = BLOCK,
+    format: str = "e4m3",
+    scale_layout: str = "row_major",
+) -> tuple[Tensor, Tensor]:
+    """Quantise to an MX format along one dimension, 32 elements a scale.
 
     The scale of a block with largest magnitude ``amax`` is
 
-    - ``"rceil"``: the smallest power of two for which amax / scale <= 448, so nothing saturates;
-    - ``"floor"``: 2^(floor(log2(amax)) - 8), as the OCP MX specification v1.0, section 6.3, has
-      it; elements above 448 * scale saturate.
+    - ``"rceil"``: the smallest power of two for which amax / scale is at most the format's largest
+      number (448 for e4m3, 6 for e2m1), so nothing saturates;
+    - ``"floor"``: 2^(floor(log2(amax)) - 8), for e2m1 - 2, as the OCP MX specification v1.0,
+      section 6.3, has it; elements above the largest number times the scale saturate.
 
     Either is kept within 2^-127 (also the scale of a block of zeros) and 2^127. Elements are
     rounded to nearest even, and their signs kept, also of zeros. A block that holds a NaN or an
-    infinity becomes NaN as a whole, scale byte 255 and every payload NaN: the specification leaves
-    this to the implementation, torchao's scales are the same, and an infinity that became 448
-    would hide what went wrong. Results are equal bit for bit on every device. There is no
-    gradient.
+    infinity becomes NaN as a whole, scale byte 255 and every e4m3 payload NaN (e2m1 has none, its
+    payload is 0): the specification leaves this to the implementation, torchao's scales are the
+    same, and an infinity that became 448 would hide what went wrong. Results are equal bit for bit
+    on every device. There is no gradient. The call does not synchronise and can be captured.
 
     Args:
         x: ``[..., K]``, bfloat16, float16 or float32, any strides; K a multiple of 32.
+        axis: -1, or -2 for blocks along the last dimension but one, of ``[..., K, N]``. Blocks
+            are always along the last dimension of the result, which is then transposed.
         mode: ``"rceil"`` or ``"floor"``.
+        block: 32, or (32, 32) for one scale for 32 rows by 32 columns, both multiples of 32. It is
+            stored for each of its rows, so that every GEMM takes it.
+        format: ``"e4m3"``, or ``"e2m1"``, two a byte, the first one in the low bits.
+        scale_layout: ``"row_major"``, or another that ``aiter_mx.layouts`` describes.
 
     Returns:
-        payload float8_e4m3fn ``[..., K]`` and scale uint8 ``[..., K // 32]``, both contiguous.
+        payload float8_e4m3fn ``[..., K]`` (e2m1: uint8 ``[..., K // 2]``) and scale uint8
+        ``[..., K // 32]``, padded if the layout demands it; both contiguous.
 
     Raises:
         TypeError: x is of another dtype.
-        ValueError: K is not a multiple of 32, or there is no such mode.
+        ValueError: a dimension that is not a multiple of 32, or an option that there is not.
 
     Example:
         >>> payload, scale = quantize(torch.randn(4, 64))
         >>> payload.shape, scale.shape
         (torch.Size([4, 64]), torch.Size([4, 2]))
     """
-    payload, scale = _quantize(x, mode)
-    return payload, scale
+    along_rows = axis in (-1, x.dim() - 1)
+    if not along_rows and axis not in (-2, x.dim() - 2):
+        raise ValueError(f"axis must be the last dimension or the one before, got {axis}")
+    options = Options("rows" if along_rows else "columns", mode, _is_square(block), format,
+                      scale_layout)  # fmt: skip
+    if is_plain(x):
+        payload, scale = quantized(x, None, options)
+        return payload, scale
+    found: tuple[Tensor, Tensor] = _quantize(
+        x, mode, -1 if along_rows else -2, options.square, format, scale_layout
+    )
+    return found
 
 
-def dequantize(payload: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of an MX-FP8 tensor.
+def quantize_dual(
+    x: Tensor,
+    *,
+    mode: str = "rceil",
+    block: Block = BLOCK,
+    format: str = "e4m3",
+    scale_layout: str = "row_major",
+) -> Dual:
+    """Quantise along the last dimension and along the one before, in one read of x.
+
+    Training wants both: the forward GEMM reduces over one dimension of a tensor, a backward GEMM
+    over the other. With ``block=(32, 32)`` both have the same elements, each under the same scale.
 
     Args:
-        payload: ``[..., K]``, float8_e4m3fn; K a multiple of 32.
+        x: ``[..., M, N]``, both multiples of 32; otherwise and for the options see ``quantize``.
+        mode: ``"rceil"`` or ``"floor"``.
+        block: 32 or (32, 32).
+        format: ``"e4m3"`` or ``"e2m1"``.
+        scale_layout: of both scales.
+
+    Returns:
+        what ``quantize(x)`` and ``quantize(x, axis=-2)`` return.
+
+    Raises:
+        TypeError, ValueError: as ``quantize`` does.
+    """
+    options = Options("both", mode, _is_square(block), format, scale_layout)
+    if is_plain(x):
+        return Dual(*quantized(x, None, options))
+    return Dual(*_quantize_dual(x, mode, options.square, format, scale_layout))
+
+
+def quantize_dual_batched(
+    x: Tensor,
+    *,
+    mode: str = "rceil",
+    block: Block = BLOCK,
+    format: str = "e4m3",
+    scale_layout: str = "row_major",
+) -> Dual:
+    """``quantize_dual`` of each of G matrices, such as the weights of experts, in one launch.
+
+    Args:
+        x: ``[G, M, N]``, M and N multiples of 32; for the options see ``quantize``.
+        mode: ``"rceil"`` or ``"floor"``.
+        block: 32 or (32, 32).
+        format: ``"e4m3"`` or ``"e2m1"``.
+        scale_layout: of both scales, of each matrix.
+
+    Returns:
+        rows ``[G, M, N]`` and columns ``[G, N, M]``, with their scales.
+
+    Raises:
+        TypeError, ValueError: as ``quantize`` does, or x has not three dimensions.
+    """
+    if x.dim() != 3:
+        raise ValueError(f"x must have three dimensions, [G, M, N], got {list(x.shape)}")
+    return quantize_dual(x, mode=mode, block=block, format=format, scale_layout=scale_layout)
+
+
+def quantize_grouped(
+    x: Tensor,
+    group_offs: Tensor,
+    *,
+    mode: str = "rceil",
+    format: str = "e4m3",
+    scale_layout: str = "row_major",
+) -> Grouped:
+    """Quantise groups of rows, each padded with zeros to a multiple of 128 rows.
+
+    Padded offsets are computed on the GPU: the host reads nothing, so the outputs have as many
+    rows as padding could make of ``T`` rows in ``G`` groups, P = (T + 127 G) // 128 * 128. Rows
+    after the last group are zeros as well. A captured call follows offsets that change.
+
+    Args:
+        x: ``[T, N]``, N a multiple of 32.
+        group_offs: group g is rows ``group_offs[g]`` to ``group_offs[g + 1] - 1``: int32 or int64
+            ``[G + 1]`` on x's device, not decreasing, within 0 and T. Wrong ones read nothing
+            outside x; what they give is not defined.
+        mode: ``"rceil"`` or ``"floor"``.
+        format: ``"e4m3"`` or ``"e2m1"``.
+        scale_layout: as in ``quantize``.
+
+    Returns:
+        payload, scales, and the padded groups' offsets, of group_offs's dtype.
+
+    Raises:
+        TypeError, ValueError: as ``quantize`` does; group_offs of another dtype, shape or device.
+    """
+    options = Options("rows", mode, False, format, scale_layout)
+    if is_plain(x, group_offs):
+        return Grouped(*quantized(x, group_offs, options))
+    return Grouped(*_quantize_grouped(x, group_offs, mode, format, scale_layout))
+
+
+def quantize_dual_grouped(
+    x: Tensor,
+    group_offs: Tensor,
+    *,
+    mode: str = "rceil",
+    format: str = "e4m3",
+    scale_layout: str = "row_major",
+) -> DualGrouped:
+    """``quantize_grouped`` along rows and along columns, in one read of x.
+
+    Args:
+        x: ``[T, N]``.
+        group_offs: ``[G + 1]``.
+        mode: ``"rceil"`` or ``"floor"``.
+        format: ``"e4m3"`` or ``"e2m1"``.
+        scale_layout: of both scales.
+
+    Returns:
+        rows ``[P, N]``, columns ``[N, P]``, their scales, and the padded groups' offsets. A block
+        of a column lies within one group, as groups begin at multiples of 128.
+
+    Raises:
+        TypeError, ValueError: as ``quantize_grouped`` does.
+    """
+    options = Options("both", mode, False, format, scale_layout)
+    if is_plain(x, group_offs):
+        return DualGrouped(*quantized(x, group_offs, options))
+    return DualGrouped(*_quantize_dual_grouped(x, group_offs, mode, format, scale_layout))
+
+
+def dequantize(
+    payload: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype = torch.float32,
+    *,
+    scale_layout: str = "row_major",
+) -> Tensor:
+    """The values of an MX tensor.
+
+    Args:
+        payload: ``[..., K]``, float8_e4m3fn, K a multiple of 32; or e2m1, uint8 ``[..., K // 2]``.
         scale: ``[..., K // 32]``, uint8 or float8_e8m0fnu; byte 255 makes its block NaN.
         dtype: float32, float64, bfloat16 or float16.
+        scale_layout: of the scales, which then are as ``quantize`` returns them.
 
     Returns:
         ``[..., K]`` of ``dtype``, exact where ``dtype`` holds the value, else rounded once to
@@ -112,21 +282,115 @@ def dequantize(payload: Tensor, scale: Tensor, dtype: torch.dtype = torch.float3
 
     Raises:
         TypeError: a dtype that is none of the above.
-        ValueError: the shapes do not fit each other.
+        ValueError: the shapes do not fit each other, or there is no such layout.
     """
-    if payload.dtype != torch.float8_e4m3fn:
-        raise TypeError(f"payload must be float8_e4m3fn, got {payload.dtype}")
+    per_byte = format_of(payload).per_byte
     if dtype not in OUTPUT_DTYPES:
         raise TypeError(f"dtype must be float32, float64, bfloat16 or float16, got {dtype}")
     scale_bytes = as_scale_bytes(scale)
-    if (
-        payload.dim() == 0
-        or payload.shape[-1] % BLOCK
-        or scale.shape != (*payload.shape[:-1], payload.shape[-1] // BLOCK)
-    ):
+    layout_of(scale_layout)
+    K = payload.shape[-1] * per_byte if payload.dim() else 0
+    if scale_layout != "row_major" and payload.dim():
+        rows = payload.shape[-2] if payload.dim() > 1 else 1
+        scale_bytes = unshuffle_scales(scale_bytes, scale_layout, rows, K // BLOCK)
+        if payload.dim() == 1:
+            scale_bytes = scale_bytes[0]
+    if payload.dim() == 0 or K % BLOCK or scale_bytes.shape != (*payload.shape[:-1], K // BLOCK):
         raise ValueError(
             f"payload must be [..., K], K a multiple of {BLOCK}, and scale [..., K // {BLOCK}]; "
             f"got payload {list(payload.shape)} and scale {list(scale.shape)}"
         )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return dequantize_block_scaled(payload, scale_bytes, wide).to(dtype)
+
+
+def warm(problem: QuantizeProblem, device: torch.device) -> None:
+    """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
+    bind("quantize", target_of(device), problem, device, fallbacks(problem))
+
+
+def _is_square(block: Block) -> bool:
+    if block not in (BLOCK, (1, BLOCK), (BLOCK, BLOCK)):
+        raise ValueError(f"block must be {BLOCK} or ({BLOCK}, {BLOCK}), got {block!r}")
+    return block == (BLOCK, BLOCK)
+
+
+def _fake(x: Tensor, offsets: Tensor | None, options: Options) -> list[Tensor]:
+    outputs = empty_outputs(x, offsets, check(x, offsets, options)[1], options)
+    return [tensor for tensor in outputs if tensor is not None]
+
+
+@torch.library.custom_op("aiter_mx::quantize", mutates_args=())
+def _quantize(
+    x: Tensor,
+    mode: str,
+    axis: int = -1,
+    square: bool = False,
+    format: str = "e4m3",
+    layout: str = "row_major",
+) -> tuple[Tensor, Tensor]:
+    to = "rows" if axis == -1 else "columns"
+    payload, scale = quantized(x, None, Options(to, mode, square, format, layout))
+    return payload, scale
+
+
+@_quantize.register_fake
+def _(
+    x: Tensor,
+    mode: str,
+    axis: int = -1,
+    square: bool = False,
+    format: str = "e4m3",
+    layout: str = "row_major",
+) -> tuple[Tensor, Tensor]:
+    to = "rows" if axis == -1 else "columns"
+    payload, scale = _fake(x, None, Options(to, mode, square, format, layout))
+    return payload, scale
+
+
+@torch.library.custom_op("aiter_mx::quantize_dual", mutates_args=())
+def _quantize_dual(
+    x: Tensor, mode: str, square: bool, format: str, layout: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a, b, c, d = quantized(x, None, Options("both", mode, square, format, layout))
+    return a, b, c, d
+
+
+@_quantize_dual.register_fake
+def _(
+    x: Tensor, mode: str, square: bool, format: str, layout: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a, b, c, d = _fake(x, None, Options("both", mode, square, format, layout))
+    return a, b, c, d
+
+
+@torch.library.custom_op("aiter_mx::quantize_grouped", mutates_args=())
+def _quantize_grouped(
+    x: Tensor, group_offs: Tensor, mode: str, format: str, layout: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    a, b, c = quantized(x, group_offs, Options("rows", mode, False, format, layout))
+    return a, b, c
+
+
+@_quantize_grouped.register_fake
+def _(
+    x: Tensor, group_offs: Tensor, mode: str, format: str, layout: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    a, b, c = _fake(x, group_offs, Options("rows", mode, False, format, layout))
+    return a, b, c
+
+
+@torch.library.custom_op("aiter_mx::quantize_dual_grouped", mutates_args=())
+def _quantize_dual_grouped(
+    x: Tensor, group_offs: Tensor, mode: str, format: str, layout: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    a, b, c, d, e = quantized(x, group_offs, Options("both", mode, False, format, layout))
+    return a, b, c, d, e
+
+
+@_quantize_dual_grouped.register_fake
+def _(
+    x: Tensor, group_offs: Tensor, mode: str, format: str, layout: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    a, b, c, d, e = _fake(x, group_offs, Options("both", mode, False, format, layout))
+    return a, b, c, d, e

@@ -27,19 +27,25 @@ MX_DEVICE unsigned f32_to_e4m3x4(f32x2 low, f32x2 high, bool is_nan) {
     return is_nan ? 0x7f7f7f7f : static_cast<unsigned>(word);
 }
 
-// Eight floats to e2m1, to nearest even; NaN to anything. Without Saturating none may be above 6.
-template <bool Saturating>
-MX_DEVICE unsigned f32_to_e2m1x8(const f32x2 (&pairs)[4]) {
-    constexpr float largest = 6.0f;
-    f32x2 bounded[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        bounded[i] = Saturating ? clamp(pairs[i], largest) : pairs[i];
-    unsigned word = 0;
-    word = __builtin_amdgcn_cvt_scalef32_pk_fp4_f32(word, bounded[0].x, bounded[0].y, 1.0f, 0);
-    word = __builtin_amdgcn_cvt_scalef32_pk_fp4_f32(word, bounded[1].x, bounded[1].y, 1.0f, 1);
-    word = __builtin_amdgcn_cvt_scalef32_pk_fp4_f32(word, bounded[2].x, bounded[2].y, 1.0f, 2);
-    return __builtin_amdgcn_cvt_scalef32_pk_fp4_f32(word, bounded[3].x, bounded[3].y, 1.0f, 3);
+// Two floats to e2m1 in byte Byte of a word, to nearest even; NaN to anything.
+template <bool Saturating, int Byte>
+MX_DEVICE unsigned insert_e2m1x2(unsigned word, f32x2 pair) {
+    constexpr float largest = 6.0f, no_scale = 1.0f;
+    const f32x2 bounded = Saturating ? clamp(pair, largest) : pair;
+    return __builtin_amdgcn_cvt_scalef32_pk_fp4_f32(word, bounded.x, bounded.y, no_scale, Byte);
+}
+
+// 2, 4 or 8 floats to e2m1; without Saturating none may be above 6.
+template <bool Saturating, int Pairs>
+MX_DEVICE unsigned f32_to_e2m1(const f32x2 (&pairs)[Pairs]) {
+    unsigned word = insert_e2m1x2<Saturating, 0>(0, pairs[0]);
+    if constexpr (Pairs > 1)
+        word = insert_e2m1x2<Saturating, 1>(word, pairs[1]);
+    if constexpr (Pairs > 2) {
+        word = insert_e2m1x2<Saturating, 2>(word, pairs[2]);
+        word = insert_e2m1x2<Saturating, 3>(word, pairs[3]);
+    }
+    return word;
 }
 
 } // namespace mx

@@ -7,6 +7,10 @@
 // A kernel that is launched with exactly so many threads a workgroup.
 #define MX_KERNEL(threads)                                                                         \
     extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void
+// A kernel whose registers let so many workgroups share a compute unit of four SIMDs.
+#define MX_KERNEL_RESIDENT(threads, groups)                                                        \
+    extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads),               \
+                              amdgpu_waves_per_eu((threads) * (groups) / (4 * 64)))) void
 
 namespace mx {
 

@@ -34,12 +34,24 @@ enum ScaleMode {
     kRoundDown = 1, // "floor": 2^(floor(log2(amax)) - the format's largest exponent): may saturate
 };
 
-// Largest exponent, and largest magnitude at exponent 0 as fp32's mantissa bits.
+// Payload formats: bits, largest exponent, and mantissa of the largest number as fp32 has it.
 struct E4M3 {
+    static constexpr int kBits = 8;
     static constexpr unsigned kMaxExponent = 8, kMaxMantissa = 0x600000; // 448 = 1.75 * 2^8
 };
 struct E2M1 {
+    static constexpr int kBits = 4;
     static constexpr unsigned kMaxExponent = 2, kMaxMantissa = 0x400000; // 6 = 1.5 * 2^2
+};
+
+// The format with so many bits.
+template <int Bits>
+struct FormatOfBits {
+    using type = E4M3;
+};
+template <>
+struct FormatOfBits<4> {
+    using type = E2M1;
 };
 
 constexpr unsigned kInfinityBits = 0x7f800000;
@@ -91,15 +103,16 @@ MX_DEVICE unsigned to_e4m3x4(float a, float b, float c, float d, BlockScale scal
     return f32_to_e4m3x4<Mode == kRoundDown>(low, high, scale.byte == kNanScale);
 }
 
-// Eight values of one block to e2m1, the first one in the lowest bits: to nearest even,
+// Up to eight values of one block to e2m1, the first one in the lowest bits: to nearest even,
 // saturating. The format has no NaN: a NaN block's payload is 0, and its scale says NaN.
-template <ScaleMode Mode>
-MX_DEVICE unsigned to_e2m1x8(const float (&values)[8], BlockScale scale) {
-    f32x2 scaled[4];
+template <ScaleMode Mode, int Count>
+MX_DEVICE unsigned to_e2m1(const float (&values)[Count], BlockScale scale) {
+    static_assert(Count % 2 == 0 && Count <= 8);
+    f32x2 scaled[Count / 2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < Count / 2; ++i)
         scaled[i] = multiply(f32x2{values[2 * i], values[2 * i + 1]}, scale.inverse);
-    const unsigned word = f32_to_e2m1x8<Mode == kRoundDown>(scaled);
+    const unsigned word = f32_to_e2m1<Mode == kRoundDown>(scaled);
     return scale.byte == kNanScale ? 0 : word;
 }
 

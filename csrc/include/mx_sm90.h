@@ -7,6 +7,9 @@
 // A kernel that is launched with exactly so many threads a workgroup. Told that one workgroup an SM
 // will do, ptxas keeps all loads before their use; else it saves registers by spreading them.
 #define MX_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
+// A kernel whose registers let so many workgroups share an SM.
+#define MX_KERNEL_RESIDENT(threads, groups)                                                        \
+    extern "C" __global__ void __launch_bounds__(threads, groups)
 
 namespace mx {
 

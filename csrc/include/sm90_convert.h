@@ -27,7 +27,7 @@ MX_DEVICE unsigned f32_to_e4m3x4(f32x2 low, f32x2 high, bool) {
 // One float below 8 to e2m1. Numbers of e2m1 with exponent e are 2^(e-1) apart, those below 1 as
 // far as those above it. So a number 2^(e+22) has bits of that weight last, and adding x to it
 // rounds x; these bits then count up to 4 units, and each exponent above 0 begins two codes later.
-MX_DEVICE unsigned f32_to_e2m1(float x) {
+MX_DEVICE unsigned one_to_e2m1(float x) {
     constexpr unsigned one = 0x3f800000, to_units = 22u << 23;
     const unsigned bits = __float_as_uint(x);
     const unsigned power = ::max(bits & 0x7f800000, one); // 2^e
@@ -37,13 +37,13 @@ MX_DEVICE unsigned f32_to_e2m1(float x) {
     return ::min(code, 7u) | (bits >> 28 & 8);
 }
 
-// Eight floats below 8 to e2m1, to nearest even, saturating; NaN to anything.
-template <bool Saturating>
-MX_DEVICE unsigned f32_to_e2m1x8(const f32x2 (&pairs)[4]) {
+// Floats below 8 to e2m1, to nearest even, saturating; NaN to anything.
+template <bool, int Pairs>
+MX_DEVICE unsigned f32_to_e2m1(const f32x2 (&pairs)[Pairs]) {
     unsigned word = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        word |= f32_to_e2m1(pairs[i].x) << 8 * i | f32_to_e2m1(pairs[i].y) << (8 * i + 4);
+    for (int i = 0; i < Pairs; ++i)
+        word |= one_to_e2m1(pairs[i].x) << 8 * i | one_to_e2m1(pairs[i].y) << (8 * i + 4);
     return word;
 }
 

@@ -1,0 +1,59 @@
+"""Quantisation in torch operations: the reference, on any device and without a host sync."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aiter_mx.kernels.quantize.problem import BLOCK, GROUP_ROWS, QuantizeProblem
+from aiter_mx.launch import Tensors
+from aiter_mx.layouts import shuffle_scales
+from aiter_mx.numerics import FORMATS, amax_bits, encode_blocks, pack_elements
+
+
+def quantize_torch(problem: QuantizeProblem, tensors: Tensors) -> None:
+    """Compute ``problem`` over the tensors of a kernel's pointers, outputs among them."""
+    x, offsets, rows, row_scales, columns, column_scales, padded_offsets = tensors
+    M, N = problem.M, problem.N
+    matrices = x.reshape(problem.matrices, M, N)
+    if problem.groups:
+        matrices = _padded(matrices[0], offsets, padded_offsets, problem.out_rows)[None]
+    for payload, scales, along in (
+        (rows, row_scales, matrices),
+        (columns, column_scales, matrices.mT),
+    ):
+        if payload is not None:
+            elements, found = _quantized(along, problem)
+            payload.copy_(elements.view(payload.shape))
+            scales.copy_(shuffle_scales(found, problem.layout).view(scales.shape))
+
+
+def _quantized(x: Tensor, problem: QuantizeProblem) -> tuple[Tensor, Tensor]:
+    """Payload and row-major scales of ``x[matrices, R, C]`` along C."""
+    payload_format = FORMATS[problem.format]
+    blocks = x.float().contiguous().unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
+    amax = amax_bits(blocks)
+    if problem.block == "32x32":
+        tiles = amax.unflatten(-2, (amax.shape[-2] // BLOCK, BLOCK)).amax(-2)
+        amax = tiles.repeat_interleave(BLOCK, dim=-2)
+    elements, scales = encode_blocks(blocks, amax, payload_format, problem.mode)
+    return pack_elements(elements.flatten(-2), payload_format), scales
+
+
+def _padded(x: Tensor, offsets: Tensor, padded_offsets: Tensor, out_rows: int) -> Tensor:
+    """``x`` with each group's rows followed by zeros; fills ``padded_offsets``."""
+    begin = offsets.long().clamp(0, x.shape[0])
+    size = (begin[1:] - begin[:-1]).clamp(min=0)
+    padded_size = (size + GROUP_ROWS - 1) // GROUP_ROWS * GROUP_ROWS
+    padded_end = padded_size.cumsum(0)
+    padded_offsets[:1] = 0
+    padded_offsets[1:] = padded_end
+    out = x.new_zeros(out_rows, x.shape[1])
+    if not x.shape[0]:
+        return out
+    row = torch.arange(out_rows, device=x.device)
+    group = torch.searchsorted(padded_end, row, right=True).clamp(max=len(size) - 1)
+    inside = row - (padded_end - padded_size)[group]
+    there = (row < padded_end[-1]) & (inside < size[group])
+    source = torch.where(there, begin[group] + inside, 0)
+    return torch.where(there[:, None], x[source], out)

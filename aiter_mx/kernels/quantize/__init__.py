@@ -1,0 +1,26 @@
+"""What can compute ``aiter_mx.quantize`` and its kin: our kernels, and the torch reference."""
+
+from __future__ import annotations
+
+from aiter_mx.kernels.quantize.problem import KEY, QuantizeProblem, stand_ins
+from aiter_mx.kernels.quantize.rows import ROWS
+from aiter_mx.kernels.quantize.tiles import TILES
+from aiter_mx.kernels.spec import KernelSpec
+
+__all__ = ["KERNELS", "KEY", "PROBLEM", "QuantizeProblem", "stand_ins"]
+
+PROBLEM = QuantizeProblem
+
+KERNELS = (
+    ROWS,
+    TILES,
+    KernelSpec(
+        op="quantize",
+        backend="torch",
+        name="reference",
+        params=(),
+        refusal=lambda target, problem: None,
+        configure=lambda target, problem: {},
+        candidates=lambda target, problem: ({},),
+    ),
+)

@@ -1,0 +1,101 @@
+"""What a quantisation asks for, and what its kernels are told: the same for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aiter_mx.kernels.spec import Arg
+from aiter_mx.layouts import LAYOUTS
+
+POINTERS = (
+    Arg("x", "pointer", "r"),
+    Arg("offsets", "pointer", "r"),
+    Arg("rows", "pointer", "w"),
+    Arg("row_scales", "pointer", "w"),
+    Arg("columns", "pointer", "w"),
+    Arg("column_scales", "pointer", "w"),
+    Arg("padded_offsets", "pointer", "w"),
+)
+"""The pointers of every kernel; those of outputs that are not asked for are null."""
+
+MAX_GRID_X = 1 << 20
+"""Workgroups of a grid's x; more continue in y. HIP counts threads of a grid in 32 bits."""
+BLOCK = 32  # elements that share a scale
+GROUP_ROWS = 128  # a group is padded to a multiple of so many rows
+
+_CHOICES = {
+    "dtype": ("bf16", "fp16", "fp32"),
+    "to": ("rows", "columns", "both"),
+    "format": ("e4m3", "e2m1"),
+    "mode": ("rceil", "floor"),
+    "block": ("1x32", "32x32"),
+    "layout": tuple(LAYOUTS),
+    "offsets": ("int32", "int64"),
+}
+
+
+@dataclass(frozen=True)
+class QuantizeProblem:
+    """Payloads and scales of matrices ``x[M, N]``, of which some may lie behind each other.
+
+    Attributes:
+        M: rows of a matrix.
+        N: its columns, a multiple of 32.
+        dtype: of x: ``bf16``, ``fp16`` or ``fp32``.
+        to: ``rows`` (scales for 32 elements of a row), ``columns`` (of a column; the payload is
+            transposed) or ``both``; for columns M is a multiple of 32, or there are groups.
+        matrices: how many there are.
+        groups: 0, or how many groups the rows of the one matrix are in, each of which is padded.
+        format: of the payload: ``e4m3`` or ``e2m1``.
+        mode: of the scales: ``rceil`` or ``floor``.
+        block: ``1x32``, or ``32x32`` for scales that 32 rows share too; then M is a multiple of 32.
+        layout: of the scales, as aiter_mx.layouts has them.
+        offsets: dtype of the groups' offsets: ``int32`` or ``int64``.
+
+    Raises:
+        ValueError: a field is none of the above, or they do not go together.
+    """
+
+    M: int
+    N: int
+    dtype: str = "bf16"
+    to: str = "rows"
+    matrices: int = 1
+    groups: int = 0
+    format: str = "e4m3"
+    mode: str = "rceil"
+    block: str = "1x32"
+    layout: str = "row_major"
+    offsets: str = "int64"
+
+    def __post_init__(self) -> None:
+        for name in ("M", "N", "matrices", "groups"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {name}={getattr(self, name)}")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
+        if self.N % BLOCK:
+            raise ValueError(f"N must be a multiple of {BLOCK}, got N={self.N}")
+        if self.groups and (self.matrices != 1 or self.block != "1x32"):
+            raise ValueError("groups are of the rows of one matrix, with blocks of 1x32")
+        if self.M % BLOCK and not self.groups and (self.to != "rows" or self.block != "1x32"):
+            raise ValueError(f"M must be a multiple of {BLOCK} here, got M={self.M}")
+
+    @property
+    def out_rows(self) -> int:
+        """Rows of each output matrix: M, or with groups the most that padding can make of it."""
+        if not self.groups:
+            return self.M
+        most = self.M + self.groups * (GROUP_ROWS - 1)
+        return most // GROUP_ROWS * GROUP_ROWS
+
+
+KEY = ("M", "N", "dtype", "to", "matrices", "groups", "format", "block")
+
+
+def stand_ins(key: QuantizeProblem) -> tuple[QuantizeProblem, ...]:
+    """None: a problem without a row of its own takes the kernel's own configuration."""
+    return ()

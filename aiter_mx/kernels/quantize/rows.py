@@ -1,0 +1,128 @@
+"""Quantisation along rows with row-major scales, csrc/quantize_rows.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aiter_mx.kernels.quantize.problem import (
+    BLOCK,
+    GROUP_ROWS,
+    MAX_GRID_X,
+    POINTERS,
+    QuantizeProblem,
+)
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Arg,
+    Config,
+    Geometry,
+    KernelSpec,
+    Module,
+    Param,
+    combinations,
+)
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("waves", (1, 2, 4, 8), "waves of a workgroup"),
+    Param("steps", (1, 2, 4, 8, 16), "steps of a wave, one block a lane each"),
+    Param("resident", (1, 2, 4), "workgroups of a compute unit that registers must leave room for"),
+)
+BITS = {"e4m3": 8, "e2m1": 4}
+MODES = {"rceil": 0, "floor": 1}  # csrc/include/mx_quantize.h
+
+
+def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no rows kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if problem.to != "rows" or problem.block != "1x32":
+        return f"rows makes blocks along rows alone, not to={problem.to}, block={problem.block}"
+    if problem.layout != "row_major":
+        return f"rows stores scales row-major, not as {problem.layout}"
+    return None
+
+
+def _configure(target: Target, problem: QuantizeProblem) -> Config:
+    # With groups a workgroup first finds its tile; more steps make that worth while.
+    waves = 8 if target.arch == "sm_90a" else 4
+    return {"waves": waves, "steps": 4 if problem.groups else 1, "resident": 4}
+
+
+def _candidates(target: Target, problem: QuantizeProblem) -> list[Config]:
+    return [
+        config
+        for config in combinations(PARAMS)
+        if config["waves"] * config["resident"] * target.wave_size <= 1024
+    ]
+
+
+def _defines(target: Target, problem: QuantizeProblem, config: Config) -> Mapping[str, int]:
+    return {
+        "MX_IN": DTYPE_CODES[problem.dtype],
+        "MX_BITS": BITS[problem.format],
+        "MX_MODE": MODES[problem.mode],
+        "MX_GROUPED": int(problem.groups > 0),
+        "MX_WAVES": config["waves"],
+        "MX_RESIDENT": config["resident"],
+        "MX_MAX_GRID_X": MAX_GRID_X,
+    }
+
+
+def _spans(target: Target, problem: QuantizeProblem, config: Config) -> tuple[int, int, int]:
+    """Blocks of a workgroup, workgroups of a tile of grouped rows, and all workgroups."""
+    span = config["waves"] * target.wave_size * config["steps"]
+    blocks_per_row = problem.N // BLOCK
+    if not problem.groups:
+        return span, 1, -(-problem.matrices * problem.M * blocks_per_row // span)
+    per_tile = -(-GROUP_ROWS * blocks_per_row // span)
+    return span, per_tile, per_tile * (problem.out_rows // GROUP_ROWS)
+
+
+def _geometry(target: Target, problem: QuantizeProblem, config: Config) -> Geometry:
+    _, _, groups = _spans(target, problem, config)
+    return Geometry(
+        grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1),
+        block=(config["waves"] * target.wave_size, 1, 1),
+    )
+
+
+def _scalars(target: Target, problem: QuantizeProblem, config: Config) -> tuple[int | float, ...]:
+    span, per_tile, _ = _spans(target, problem, config)
+    blocks_per_row = problem.N // BLOCK
+    blocks = problem.matrices * problem.out_rows * blocks_per_row
+    return (
+        blocks,
+        blocks_per_row,
+        span,
+        per_tile,
+        problem.M,
+        problem.groups,
+        int(problem.offsets == "int64"),
+    )
+
+
+MODULE = Module(
+    sources={"gfx950": "quantize_rows.cu", "sm_90a": "quantize_rows.cu"},
+    symbol="aiter_mx_quantize_rows",
+    args=(
+        *POINTERS,
+        *(Arg(name, "i64") for name in ("blocks", "blocks_per_row", "span", "spans_per_tile")),
+        Arg("x_rows", "i64"),
+        Arg("groups", "i32"),
+        Arg("wide", "i32"),
+    ),
+    defines=_defines,
+    geometry=_geometry,
+    scalars=_scalars,
+)
+
+ROWS = KernelSpec(
+    op="quantize",
+    backend="hip",
+    name="rows",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=_configure,
+    candidates=_candidates,
+    module=MODULE,
+)

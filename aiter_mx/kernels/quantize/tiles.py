@@ -1,0 +1,131 @@
+"""Quantisation along rows, columns or both, and into every layout, csrc/quantize_tiles.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aiter_mx.kernels.quantize.problem import (
+    BLOCK,
+    GROUP_ROWS,
+    MAX_GRID_X,
+    POINTERS,
+    QuantizeProblem,
+)
+from aiter_mx.kernels.quantize.rows import BITS, MODES
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Arg,
+    Config,
+    Geometry,
+    KernelSpec,
+    Module,
+    Param,
+    combinations,
+)
+from aiter_mx.layouts import LAYOUTS, padded_shape
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("resident", (2, 3, 4), "workgroups of a compute unit that registers must leave room for"),
+)
+_THREADS = 256
+_TILE_ROWS = GROUP_ROWS
+_TILE_COLUMNS = {"bf16": 128, "fp16": 128, "fp32": 64}
+_MAX_COLUMNS = 1 << 22  # a tile's rows lie within 2^31 bytes
+
+
+def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no tiles kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if problem.N >= _MAX_COLUMNS:
+        return f"tiles takes less than {_MAX_COLUMNS} columns, not N={problem.N}"
+    return None
+
+
+def _configure(target: Target, problem: QuantizeProblem) -> Config:
+    return {"resident": 2}
+
+
+def _candidates(target: Target, problem: QuantizeProblem) -> list[Config]:
+    return combinations(PARAMS)
+
+
+def _defines(target: Target, problem: QuantizeProblem, config: Config) -> Mapping[str, int]:
+    return {
+        "MX_IN": DTYPE_CODES[problem.dtype],
+        "MX_BITS": BITS[problem.format],
+        "MX_MODE": MODES[problem.mode],
+        "MX_TO_ROWS": int(problem.to != "columns"),
+        "MX_TO_COLUMNS": int(problem.to != "rows"),
+        "MX_SQUARE": int(problem.block == "32x32"),
+        "MX_GROUPED": int(problem.groups > 0),
+        "MX_LAYOUT": LAYOUTS[problem.layout].code,
+        "MX_RESIDENT": config["resident"],
+        "MX_MAX_GRID_X": MAX_GRID_X,
+    }
+
+
+def _scale_shapes(problem: QuantizeProblem) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of the rows' scales and the columns', as padded."""
+    M, N = problem.out_rows, problem.N
+    return (
+        padded_shape(M, N // BLOCK, problem.layout),
+        padded_shape(N, -(-M // BLOCK), problem.layout),
+    )
+
+
+def _tiles(problem: QuantizeProblem) -> tuple[int, int]:
+    """Tiles down and across that cover a matrix and the padding of its scales."""
+    rows, columns = [problem.out_rows], [problem.N]
+    of_rows, of_columns = _scale_shapes(problem)
+    if problem.to != "columns":
+        rows.append(of_rows[0])
+        columns.append(of_rows[1] * BLOCK)
+    if problem.to != "rows":
+        rows.append(of_columns[1] * BLOCK)
+        columns.append(of_columns[0])
+    return -(-max(rows) // _TILE_ROWS), -(-max(columns) // _TILE_COLUMNS[problem.dtype])
+
+
+def _geometry(target: Target, problem: QuantizeProblem, config: Config) -> Geometry:
+    down, across = _tiles(problem)
+    groups = down * across * problem.matrices
+    return Geometry(
+        grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1), block=(_THREADS, 1, 1)
+    )
+
+
+def _scalars(target: Target, problem: QuantizeProblem, config: Config) -> tuple[int | float, ...]:
+    of_rows, of_columns = _scale_shapes(problem)
+    wide = int(problem.offsets == "int64")
+    sizes = (problem.out_rows, problem.N, problem.matrices, problem.M)
+    return (*sizes, *_tiles(problem), *of_rows, *of_columns, problem.groups, wide)
+
+
+MODULE = Module(
+    sources={"gfx950": "quantize_tiles.cu", "sm_90a": "quantize_tiles.cu"},
+    symbol="aiter_mx_quantize_tiles",
+    args=(
+        *POINTERS,
+        *(Arg(name, "i64") for name in ("M", "N", "matrices", "x_rows")),
+        *(Arg(name, "i64") for name in ("tiles_down", "tiles_across")),
+        *(Arg(name, "i64") for name in ("scale_rows", "scale_columns")),
+        *(Arg(name, "i64") for name in ("column_scale_rows", "column_scale_columns")),
+        Arg("groups", "i32"),
+        Arg("wide", "i32"),
+    ),
+    defines=_defines,
+    geometry=_geometry,
+    scalars=_scalars,
+)
+
+TILES = KernelSpec(
+    op="quantize",
+    backend="hip",
+    name="tiles",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=_configure,
+    candidates=_candidates,
+    module=MODULE,
+)

@@ -1,0 +1,217 @@
+"""The way from a quantisation to a launch: checks, outputs, the plan, and torch's registration."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiter_mx.fallbacks.quantize_torch import quantize_torch
+from aiter_mx.kernels.quantize import QuantizeProblem
+from aiter_mx.kernels.quantize.problem import BLOCK
+from aiter_mx.kernels.spec import Config
+from aiter_mx.launch import Run, Tensors
+from aiter_mx.layouts import layout_of, padded_shape
+from aiter_mx.numerics import FORMATS
+from aiter_mx.ops.plan import bind
+from aiter_mx.target import cpu_target, target_of
+
+MODES = ("rceil", "floor")
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_OFFSET_NAMES = {torch.int32: "int32", torch.int64: "int64"}
+_ALIGNMENT_BYTES = 16  # kernels load pieces of this size
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call asks for beside its tensors.
+
+    Attributes:
+        to: ``rows``, ``columns`` or ``both``.
+        mode: ``rceil`` or ``floor``.
+        square: blocks are 32x32.
+        format: ``e4m3`` or ``e2m1``.
+        layout: of the scales.
+    """
+
+    to: str
+    mode: str = "rceil"
+    square: bool = False
+    format: str = "e4m3"
+    layout: str = "row_major"
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes of the outputs; None where there is none."""
+
+    rows: tuple[int, ...] | None
+    row_scales: tuple[int, ...] | None
+    columns: tuple[int, ...] | None
+    column_scales: tuple[int, ...] | None
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether a call may go straight to a launch, without torch's dispatcher."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or any(type(tensor) not in _PLAIN for tensor in tensors if tensor is not None)
+    )
+
+
+def quantized(x: Tensor, offsets: Tensor | None, options: Options) -> list[Tensor]:
+    """The outputs that ``options`` asks for, in the order of ``Shapes``, then padded offsets.
+
+    Raises:
+        TypeError, ValueError: as the public functions document.
+    """
+    key = (
+        (x.shape, x.dtype, x.device, options),
+        offsets is not None and (offsets.shape, offsets.dtype, offsets.device),
+        x.device.type == "cpu" and cpu_target(),
+    )
+    found = _plans.by_call.get(key)
+    if found is None:
+        found = _plans.by_call[key] = _plan(x, offsets, options)
+    run, shapes, needs_pieces = found
+    x = x.contiguous()
+    if needs_pieces and x.data_ptr() % _ALIGNMENT_BYTES:
+        x = x.clone()
+    if offsets is not None:
+        offsets = offsets.contiguous()
+    outputs = empty_outputs(x, offsets, shapes, options)
+    run_tensors = (x, offsets, *outputs)
+    run(run_tensors, [0 if tensor is None else tensor.data_ptr() for tensor in run_tensors])
+    return [tensor for tensor in outputs if tensor is not None]
+
+
+class _Plans(threading.local):
+    """What computes a call, by everything about it that the checks and the route depend on."""
+
+    def __init__(self) -> None:
+        self.by_call: dict[tuple[Any, ...], tuple[Run, Shapes, bool]] = {}
+
+
+_plans = _Plans()
+
+
+def _plan(x: Tensor, offsets: Tensor | None, options: Options) -> tuple[Run, Shapes, bool]:
+    """What computes such a call, its outputs' shapes, and whether x must be aligned."""
+    problem, shapes = check(x, offsets, options)
+    if problem.out_rows * problem.N * problem.matrices == 0:
+        return partial(_run_torch_unplanned, problem), shapes, False
+    run = bind("quantize", target_of(x.device), problem, x.device, fallbacks(problem))
+    return run, shapes, True
+
+
+def fallbacks(problem: QuantizeProblem) -> dict[str, Any]:
+    """What runs the backends that are not our kernels, as ``plan.bind`` wants it."""
+
+    def run_torch(tensors: Tensors, config: Config) -> None:
+        quantize_torch(problem, tensors)
+
+    return {"torch": run_torch}
+
+
+def _run_torch_unplanned(problem: QuantizeProblem, tensors: Tensors, addresses: Any) -> None:
+    quantize_torch(problem, tensors)
+
+
+def check(x: Tensor, offsets: Tensor | None, options: Options) -> tuple[QuantizeProblem, Shapes]:
+    """The problem that these arguments pose, and the outputs' shapes."""
+    for name, value, known in (
+        ("mode", options.mode, MODES),
+        ("format", options.format, tuple(FORMATS)),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    layout_of(options.layout)
+    if x.dtype not in INPUT_DTYPES:
+        raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}")
+    shape = list(x.shape)
+    if x.dim() == 0 or shape[-1] % BLOCK:
+        raise ValueError(
+            f"the last dimension of x must be a multiple of {BLOCK}, got x of shape {shape}"
+        )
+    across = options.to != "rows" or options.square
+    if across and (x.dim() < 2 or (offsets is None and shape[-2] % BLOCK)):
+        raise ValueError(
+            f"the last but one dimension of x must be a multiple of {BLOCK} for blocks along it, "
+            f"got x of shape {shape}"
+        )
+    if offsets is not None:
+        _check_offsets(x, offsets)
+    *leading, M, N = shape if x.dim() > 1 else [1, *shape]
+    matrices = 1
+    for size in leading:
+        matrices *= size
+    problem = QuantizeProblem(
+        M=M,
+        N=N,
+        dtype=_DTYPE_NAMES[x.dtype],
+        to=options.to,
+        matrices=matrices,
+        groups=0 if offsets is None else offsets.shape[0] - 1,
+        format=options.format,
+        mode=options.mode,
+        block="32x32" if options.square else "1x32",
+        layout=options.layout,
+        offsets="int64" if offsets is None else _OFFSET_NAMES[offsets.dtype],
+    )
+    return problem, _shapes(problem, leading, x.dim())
+
+
+def _check_offsets(x: Tensor, offsets: Tensor) -> None:
+    if x.dim() != 2:
+        raise ValueError(f"x must have two dimensions, [rows, N], got {list(x.shape)}")
+    if offsets.dtype not in _OFFSET_NAMES:
+        raise TypeError(f"group_offs must be int32 or int64, got {offsets.dtype}")
+    if offsets.dim() != 1 or offsets.shape[0] < 2:
+        raise ValueError(
+            "group_offs must be [groups + 1] with at least one group, got shape "
+            f"{list(offsets.shape)}"
+        )
+    if offsets.device != x.device:
+        raise ValueError(f"group_offs is on {offsets.device}, but x is on {x.device}")
+
+
+def _shapes(problem: QuantizeProblem, leading: list[int], dimensions: int) -> Shapes:
+    per_byte = FORMATS[problem.format].per_byte
+    M, N = problem.out_rows, problem.N
+
+    def of_matrix(rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        payload = (*leading, rows, columns // per_byte)
+        scales = (*leading, *padded_shape(rows, columns // BLOCK, problem.layout))
+        if dimensions == 1:
+            return payload[-1:], scales if problem.layout != "row_major" else scales[-1:]
+        return payload, scales
+
+    rows = of_matrix(M, N) if problem.to != "columns" else (None, None)
+    columns = of_matrix(N, M) if problem.to != "rows" else (None, None)
+    return Shapes(*rows, *columns)
+
+
+def empty_outputs(
+    x: Tensor, offsets: Tensor | None, shapes: Shapes, options: Options
+) -> list[Tensor | None]:
+    """Uninitialised outputs, in the order of a kernel's pointers."""
+    dtype = FORMATS[options.format].dtype
+
+    def empty(shape: tuple[int, ...] | None, of: torch.dtype) -> Tensor | None:
+        return None if shape is None else x.new_empty(shape, dtype=of)
+
+    return [
+        empty(shapes.rows, dtype),
+        empty(shapes.row_scales, torch.uint8),
+        empty(shapes.columns, dtype),
+        empty(shapes.column_scales, torch.uint8),
+        None if offsets is None else torch.empty_like(offsets),
+    ]

@@ -1,0 +1,43 @@
+// Exchanges between lanes of a wave, and arithmetic on two 16-bit numbers at once: CDNA4.
+#pragma once
+
+#include "mx_gfx950.h"
+
+namespace mx {
+
+// x of lane `from`.
+MX_DEVICE unsigned from_lane(int from, unsigned x) {
+    return __builtin_amdgcn_ds_bpermute(4 * from, x);
+}
+
+// x here and in the lane whose number differs in the bit Distance, in either order.
+struct LanePair {
+    unsigned one, other;
+};
+template <int Distance>
+MX_DEVICE LanePair pair_of_lanes(unsigned x) {
+    static_assert(Distance == 8 || Distance == 16);
+    if constexpr (Distance == 16) {
+        const auto halves = __builtin_amdgcn_permlane16_swap(x, x, false, false);
+        return {halves[0], halves[1]};
+    } else {
+        constexpr int row_ror_8 = 0x128;
+        return {x, static_cast<unsigned>(__builtin_amdgcn_mov_dpp(x, row_ror_8, 0xf, 0xf, true))};
+    }
+}
+
+// The larger of the low halves and the larger of the high halves.
+MX_DEVICE unsigned max_halves(unsigned a, unsigned b) {
+    using u16x2 = unsigned short __attribute__((ext_vector_type(2)));
+    return __builtin_bit_cast(unsigned, __builtin_elementwise_max(__builtin_bit_cast(u16x2, a),
+                                                                  __builtin_bit_cast(u16x2, b)));
+}
+
+// fp16 of the low or the high half of a word.
+template <int Half>
+MX_DEVICE float half_to_f32(unsigned word) {
+    return static_cast<float>(
+        __builtin_bit_cast(_Float16, static_cast<unsigned short>(word >> 16 * Half)));
+}
+
+} // namespace mx

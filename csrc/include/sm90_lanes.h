@@ -1,0 +1,33 @@
+// Exchanges between lanes of a warp, and arithmetic on two 16-bit numbers at once: Hopper.
+#pragma once
+
+#include "mx_sm90.h"
+
+namespace mx {
+
+// x of lane `from`.
+MX_DEVICE unsigned from_lane(int from, unsigned x) { return __shfl_sync(0xffffffffu, x, from); }
+
+// x here and in the lane whose number differs in the bit Distance, in either order.
+struct LanePair {
+    unsigned one, other;
+};
+template <int Distance>
+MX_DEVICE LanePair pair_of_lanes(unsigned x) {
+    return {x, __shfl_xor_sync(0xffffffffu, x, Distance)};
+}
+
+// The larger of the low halves and the larger of the high halves.
+MX_DEVICE unsigned max_halves(unsigned a, unsigned b) {
+    unsigned larger;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
+// fp16 of the low or the high half of a word.
+template <int Half>
+MX_DEVICE float half_to_f32(unsigned word) {
+    return to_f32(fp16{static_cast<unsigned short>(word >> 16 * Half)});
+}
+
+} // namespace mx
