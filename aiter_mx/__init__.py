@@ -15,11 +15,19 @@ if TYPE_CHECKING:
     from aiter_mx.ahead import warmup
     from aiter_mx.dispatch.explain import explain
     from aiter_mx.dispatch.route import Route
+    from aiter_mx.layouts import shuffle_scales, unshuffle_scales
     from aiter_mx.ops.grouped_gemm import grouped_gemm
     from aiter_mx.ops.linear import linear
     from aiter_mx.ops.moe_align import moe_align, moe_sort
     from aiter_mx.ops.moe_gemm import moe_gemm, moe_gemm_activated
-    from aiter_mx.ops.quantize import dequantize, quantize
+    from aiter_mx.ops.quantize import (
+        dequantize,
+        quantize,
+        quantize_dual,
+        quantize_dual_batched,
+        quantize_dual_grouped,
+        quantize_grouped,
+    )
     from aiter_mx.target import simulate
 
 _HOME = {
@@ -33,7 +41,13 @@ _HOME = {
     "moe_gemm_activated": "aiter_mx.ops.moe_gemm",
     "moe_sort": "aiter_mx.ops.moe_align",
     "quantize": "aiter_mx.ops.quantize",
+    "quantize_dual": "aiter_mx.ops.quantize",
+    "quantize_dual_batched": "aiter_mx.ops.quantize",
+    "quantize_dual_grouped": "aiter_mx.ops.quantize",
+    "quantize_grouped": "aiter_mx.ops.quantize",
+    "shuffle_scales": "aiter_mx.layouts",
     "simulate": "aiter_mx.target",
+    "unshuffle_scales": "aiter_mx.layouts",
     "warmup": "aiter_mx.ahead",
 }
 
@@ -49,7 +63,13 @@ __all__ = [
     "moe_gemm_activated",
     "moe_sort",
     "quantize",
+    "quantize_dual",
+    "quantize_dual_batched",
+    "quantize_dual_grouped",
+    "quantize_grouped",
+    "shuffle_scales",
     "simulate",
+    "unshuffle_scales",
     "warmup",
 ]
 
