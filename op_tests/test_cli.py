@@ -81,7 +81,7 @@ def test_explain_takes_ranges_and_shows_where_the_route_changes(command):
         (("explain", "linear", "--M"), "expected a field and its value"),
         (("build", "--shape", "1x2"), "expected a shape MxNxK"),
         (("build", "--arch", "gfx90a"), "unknown architecture 'gfx90a'"),
-        (("isa", "gemm"), "no kernel 'gemm' for gfx950; there are linear"),
+        (("isa", "gemm"), "no kernel 'gemm' for gfx950; there are grouped_gemm/persistent, "),
         (("isa", "gemv", "--M", "1-4"), "isa shows one shape at a time, got 4"),
         (("isa", "gemv", "--rows", "few"), "rows must be a whole number, got 'few'"),
         (("isa", "gemv", "--M", "17"), "does not cover this shape: M=17"),

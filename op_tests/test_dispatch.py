@@ -140,10 +140,11 @@ def test_a_kernel_that_yields_comes_after_the_others_of_its_backend() -> None:
     assert (chosen.backend, chosen.kernel) == ("hip", "gemv")
 
 
-def test_simulated_gfx950_takes_gemv_but_never_triton() -> None:
+def test_simulated_gfx950_takes_our_kernels_but_never_triton() -> None:
     with aiter_mx.simulate("gfx950"):
         assert aiter_mx.explain("linear", M=2, N=64, K=64).kernel == "gemv"
-        assert aiter_mx.explain("linear", M=100, N=64, K=64).backend == "torch"
+        assert aiter_mx.explain("linear", M=100, N=64, K=64).kernel == "persistent"
+        assert aiter_mx.explain("linear", M=100, N=70, K=64).backend == "torch"
 
 
 def test_failed_kernels_are_passed_over_when_told_so() -> None:

@@ -33,12 +33,13 @@ def computing(request: pytest.FixtureRequest) -> object:
 
 
 @pytest.mark.usefixtures("computing")
+@pytest.mark.parametrize(("M", "N"), [(2, 70), (100, 96)])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_result_matches_reference(out_dtype: torch.dtype) -> None:
-    xq, xs, wq, ws = operands(2, 70, 160)
-    bias = torch.randn(70)
+def test_result_matches_reference(out_dtype: torch.dtype, M: int, N: int) -> None:
+    xq, xs, wq, ws = operands(M, N, 160)
+    bias = torch.randn(N)
     out = aiter_mx.linear(xq, xs, wq, ws, bias, out_dtype=out_dtype)
-    assert (out.shape, out.dtype) == ((2, 70), out_dtype)
+    assert (out.shape, out.dtype) == ((M, N), out_dtype)
     assert_close_to_reference(out, xq, xs, wq, ws, bias)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiter_mx.fallbacks import linear_tiles
 from aiter_mx.kernels.linear.gemv import GEMV
+from aiter_mx.kernels.linear.grouped import GROUPED
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.linear.mfma_sm90 import MFMA as MFMA_SM90
 from aiter_mx.kernels.linear.problem import KEY, LinearProblem, stand_ins
@@ -17,6 +18,7 @@ KERNELS = (
     GEMV,
     MFMA_GFX950,
     MFMA_SM90,
+    *GROUPED,
     KernelSpec(
         op="linear",
         backend="triton",

@@ -1,0 +1,58 @@
+"""The grouped GEMMs as kernels of the linear, which is one group of all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
+from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
+from aiter_mx.kernels.linear.mfma_gfx950 import MAX_M as MAX_FEW_ROWS
+from aiter_mx.kernels.linear.problem import LinearProblem
+from aiter_mx.kernels.spec import KernelSpec, Module
+from aiter_mx.target import Target
+
+T = TypeVar("T")
+
+
+def _one_group(problem: LinearProblem) -> GroupedGemmProblem:
+    return GroupedGemmProblem(
+        problem.M, problem.N, problem.K, 1, problem.out_dtype, problem.bias, "jagged", "i32"
+    )
+
+
+def as_linear(spec: KernelSpec) -> KernelSpec:
+    """A kernel of ``grouped_gemm`` as one of the linear: its ``starts`` and ``ends`` are null."""
+
+    def of_one_group(function: Callable[..., T]) -> Callable[..., T]:
+        return lambda target, problem, *config: function(target, _one_group(problem), *config)
+
+    def module_of_one_group(module: Module) -> Module:
+        return replace(
+            module,
+            defines=of_one_group(module.defines),
+            geometry=of_one_group(module.geometry),
+            scalars=of_one_group(module.scalars),
+        )
+
+    def refusal(target: Target, problem: LinearProblem) -> str | None:
+        if problem.M <= MAX_FEW_ROWS:
+            return f"M={problem.M} is not above {MAX_FEW_ROWS}: mfma has the better tiles"
+        return spec.refusal(target, _one_group(problem))
+
+    return replace(
+        spec,
+        op="linear",
+        refusal=refusal,
+        configure=of_one_group(spec.configure),
+        candidates=of_one_group(spec.candidates),
+        module=spec.module and module_of_one_group(spec.module),
+        before=tuple(module_of_one_group(module) for module in spec.before),
+        nulls=2,
+        workspace_bytes=of_one_group(spec.workspace_bytes),
+        yields=of_one_group(spec.yields),
+    )
+
+
+GROUPED = (as_linear(PERSISTENT_GFX950),)
