@@ -10,6 +10,8 @@ BLOCK = 32
 """Elements of K that share a scale: OCP Microscaling Formats v1.0, section 5.2."""
 ALIGNMENT_BYTES = 16
 """Kernels load payloads in pieces of this size."""
+SCALE_ALIGNMENT_BYTES = 4
+"""Kernels of the MoE's GEMM copy scales in pieces of this size."""
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Dtypes of results and biases, by their names in problems."""
@@ -96,13 +98,14 @@ def refuse_strides(**tensors: torch.Tensor | None) -> None:
             )
 
 
-def refuse_alignment(**payloads: torch.Tensor) -> None:
+def refuse_alignment(alignment_bytes: int = ALIGNMENT_BYTES, /, **tensors: torch.Tensor) -> None:
     """Raise for the first of these that kernels could not load in whole pieces."""
-    for name, tensor in payloads.items():
-        if tensor.data_ptr() % ALIGNMENT_BYTES:
+    for name, tensor in tensors.items():
+        past = tensor.data_ptr() % alignment_bytes
+        if past:
             raise ValueError(
-                f"{name} must start at a multiple of {ALIGNMENT_BYTES} bytes, got a view that is "
-                f"{tensor.data_ptr() % ALIGNMENT_BYTES} bytes past one; call {name}.clone()"
+                f"{name} must start at a multiple of {alignment_bytes} bytes, got a view that is "
+                f"{past} bytes past one; call {name}.clone()"
             )
 
 

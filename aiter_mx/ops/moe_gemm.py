@@ -15,6 +15,7 @@ from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
     DTYPE_NAMES,
+    SCALE_ALIGNMENT_BYTES,
     SCALE_DTYPES,
     check_out,
     check_tensor,
@@ -200,6 +201,8 @@ def _moe_gemm(
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         if (addresses[0] | addresses[2]) % ALIGNMENT_BYTES:
             refuse_alignment(xq=xq, wq=wq)
+        if (addresses[1] | addresses[3]) % SCALE_ALIGNMENT_BYTES:
+            refuse_alignment(SCALE_ALIGNMENT_BYTES, xs=xs, ws=ws)
         run(tensors, addresses)
     return out, out_scales
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from aiter_mx.kernels.moe_gemm.gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.moe_gemm.problem import KEY, MoeGemmProblem, stand_ins
+from aiter_mx.kernels.moe_gemm.sm90 import STREAM
+from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import KernelSpec
 
 __all__ = ["KERNELS", "KEY", "PROBLEM", "MoeGemmProblem", "stand_ins"]
@@ -12,6 +14,8 @@ PROBLEM = MoeGemmProblem
 
 KERNELS = (
     MFMA_GFX950,
+    STREAM,
+    WIDE,
     KernelSpec(
         op="moe_gemm",
         backend="torch",

@@ -1,0 +1,166 @@
+"""The Hopper kernel of the grouped GEMM for few tokens an expert, csrc/moe_gemm_sm90.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, ARGS, MoeGemmProblem, scalars
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Config,
+    Geometry,
+    KernelSpec,
+    Module,
+    Param,
+    combinations,
+)
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("row_tiles", (1, 2, 3, 4), "tiles of 16 rows of w that a workgroup takes at a time"),
+    Param("col_tiles", (1, 2, 4), "tiles of 8 rows of x that it takes at a time"),
+    Param("k_warps", (1, 2, 3, 4, 6, 8, 12), "warps of a workgroup, which share K"),
+    Param("depth", (2, 3, 4, 6, 8), "times 128 k of a warp that are in its ring"),
+    Param("groups", (1, 2, 3, 4, 6, 8), "workgroups of an SM"),
+)
+
+_CHUNK = 128  # k
+_PIECE = 64  # ids of a block that are looked up at a time
+_MAX_ITEMS = 1 << 31
+_SHARED_BYTES = 227 * 1024  # of an SM, for workgroups of 1 KiB more each: compute capability 9.0
+_REGISTERS = 64 * 1024  # of an SM
+_MOST_CANDIDATES = 40
+MOST_ROWS = 12  # of an expert, measured on an H200
+
+
+def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
+    """Of a workgroup: its warps' rings, partial sums and queues."""
+    rows, cols, depth = config["row_tiles"] * 16, config["col_tiles"] * 8, config["depth"]
+    scale_bytes = 4 if problem.K % _CHUNK == 0 else 8
+    slot = (rows + cols) * (_CHUNK + scale_bytes)
+    entry = cols * 8 + 16
+    return config["k_warps"] * (depth * slot + cols * (rows + 4) * 4 + (depth + 1) * entry)
+
+
+def _items(problem: MoeGemmProblem, config: Config) -> int:
+    pieces = problem.blocks * -(-problem.block_m // _PIECE)
+    return pieces * -(-problem.N // (config["row_tiles"] * 16))
+
+
+def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no such kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if _items(problem, {"row_tiles": 1}) >= _MAX_ITEMS:
+        return f"{problem.blocks} blocks by N={problem.N} are more tiles than 31 bits count"
+    return None
+
+
+def _fits(problem: MoeGemmProblem, config: Config) -> bool:
+    chunks = -(-problem.K // _CHUNK)
+    threads = config["k_warps"] * 32 * config["groups"]
+    registers = 56 + 10 * config["row_tiles"] * (2 + config["col_tiles"])
+    return (
+        config["k_warps"] <= chunks
+        and (problem.activation == "none" or config["row_tiles"] == 4)
+        and (shared_bytes(problem, config) + 1024) * config["groups"] <= _SHARED_BYTES
+        and threads <= 2048
+        and threads * registers <= _REGISTERS
+    )
+
+
+def rows_of_expert(problem: MoeGemmProblem) -> float:
+    """Routed rows of an expert that has any, where tokens choose experts at random."""
+    touched = problem.E * (1 - (1 - 1 / problem.E) ** problem.routed)
+    return problem.routed / touched if touched else 0.0
+
+
+def _preferred(problem: MoeGemmProblem) -> list[Config]:
+    """Configurations that did well on an H200, the best first; not all fit."""
+    rows = rows_of_expert(problem)
+    most_cols = -(-min(problem.block_m, _PIECE) // 8)
+    col_tiles = next((c for c in (1, 2) if rows <= 4 * c or most_cols <= c), 4)
+    row_tiles = 4 if problem.activation != "none" else 3
+    if problem.K >= 16 * _CHUNK:
+        shapes = [(row_tiles, 4, 2, 2), (row_tiles, 8, 2, 1), (4, 8, 2, 1), (2, 4, 2, 2)]
+    else:
+        shapes = [(row_tiles, 2, 3, 4), (row_tiles, 2, 2, 4), (row_tiles, 2, 2, 3), (2, 2, 2, 4)]
+    shapes += [(row_tiles, 2, 2, 2), (row_tiles, 1, 2, 4), (row_tiles, 1, 2, 2), (4, 1, 2, 1)]
+    names = ("row_tiles", "k_warps", "depth", "groups")
+    return [
+        {"col_tiles": cols, **dict(zip(names, shape, strict=True))}
+        for cols in dict.fromkeys((col_tiles, 2, 1))
+        for shape in shapes
+    ]
+
+
+def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
+    """The preferred ones, and what is near them."""
+    most_cols = -(-min(problem.block_m, _PIECE) // 8)
+    near = [
+        config
+        for config in combinations(PARAMS)
+        if config["row_tiles"] >= 2
+        and config["col_tiles"] <= max(2, most_cols)
+        and config["depth"] <= 3
+        and 4 <= config["k_warps"] * config["groups"] <= 12
+    ]
+    ordered = [*_preferred(problem), *near]
+    distinct = {tuple(sorted(config.items())): config for config in ordered}
+    return [config for config in distinct.values() if _fits(problem, config)][:_MOST_CANDIDATES]
+
+
+def _configure(target: Target, problem: MoeGemmProblem) -> Config:
+    return _candidates(target, problem)[0]
+
+
+def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
+    rows = rows_of_expert(problem)
+    if rows <= MOST_ROWS or problem.K % _CHUNK:
+        return None
+    return f"wide is faster for the {rows:.0f} rows of an expert"
+
+
+def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
+    return {
+        "MX_ROW_TILES": config["row_tiles"],
+        "MX_COL_TILES": config["col_tiles"],
+        "MX_K_WARPS": config["k_warps"],
+        "MX_DEPTH": config["depth"],
+        "MX_GROUPS": config["groups"],
+        "MX_WHOLE": int(problem.K % _CHUNK == 0),
+        "MX_OUT": DTYPE_CODES.get(problem.out_dtype, 0),
+        "MX_ACTIVATION": ACTIVATION_CODES[problem.activation],
+        "MX_INTERLEAVED": int(problem.layout == "interleaved"),
+        "MX_SHARED_BYTES": shared_bytes(problem, config),
+    }
+
+
+def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:
+    groups = min(target.cu_num * config["groups"], _items(problem, config))
+    return Geometry(
+        grid=(max(1, groups), 1, 1),
+        block=(config["k_warps"] * target.wave_size, 1, 1),
+        shared_bytes=shared_bytes(problem, config),
+    )
+
+
+MODULE = Module(
+    sources={"sm_90a": "moe_gemm_sm90.cu"},
+    symbol="aiter_mx_moe_gemm",
+    args=ARGS,
+    defines=_defines,
+    geometry=_geometry,
+    scalars=lambda target, problem, config: scalars(problem),
+)
+
+STREAM = KernelSpec(
+    op="moe_gemm",
+    backend="hip",
+    name="stream",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=_configure,
+    candidates=_candidates,
+    module=MODULE,
+    yields=_yields,
+)

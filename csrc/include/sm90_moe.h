@@ -1,0 +1,228 @@
+// What the Hopper kernels of moe_gemm share: their arguments, and the walk over blocks of ids and
+// tiles of w. aiter_mx/kernels/moe_gemm/problem.py defines the terms.
+#pragma once
+
+#include "mx_moe.h"
+#include "mx_target.h"
+#include "sm90_async.h"
+
+namespace mx {
+
+using Offset = unsigned long; // elements and bytes: tensors may exceed 4 GiB
+
+constexpr int kBlock = 32;               // k of one scale
+constexpr int kChunk = 128;              // k that are copied at a time
+constexpr int kBlocks = kChunk / kBlock; // of a chunk
+constexpr int kPiece = 64;               // ids of a block that are looked up at a time
+
+struct MoeArgs {
+    const unsigned char *xq, *xs, *wq, *ws;
+    const int *ids, *expert_ids, *padded;
+    const float* weights;
+    const void* bias;
+    void* out;
+    unsigned char* out_scales;
+    long N, K;
+    int num_experts, num_valid, a_div, packed_top_k, weights_by_place, max_blocks, block_m;
+    int bias_kind;
+    ActivationArgs activation;
+
+    MX_MEMBER Offset blocks() const { return static_cast<Offset>(K) / kBlock; }
+    MX_MEMBER int chunks() const { return (K + kChunk - 1) / kChunk; }
+    MX_MEMBER unsigned pieces() const { return (block_m + kPiece - 1) / kPiece; }
+};
+
+MX_DEVICE unsigned load_shared_4(unsigned address) {
+    unsigned v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
+MX_DEVICE uint2 load_shared_8(unsigned address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+    return v;
+}
+MX_DEVICE uint4 load_shared_16(unsigned address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address));
+    return v;
+}
+MX_DEVICE void store_shared_4(unsigned address, unsigned v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
+// Where 16 bytes of a row of a chunk are in shared memory: 4 rows' blocks are on different banks.
+MX_DEVICE unsigned swizzled(int row, int part) {
+    return row * kChunk + ((part / 2 ^ row % 4) * 2 + part % 2) * 16;
+}
+// Where a lane finds its 8 bytes of block b of a row, whose number is that of its group of lanes
+// and a multiple of 8.
+MX_DEVICE unsigned swizzled_block(int b, int lane) {
+    return lane / 4 * kChunk + (b ^ lane / 4 % 4) * kBlock + lane % 4 * 8;
+}
+
+// Rows of w in a tile of `Rows`. With an activation, each Group of them are half gate rows, then
+// the up rows of the same features; the layout says where these are in w.
+template <int Rows, int Group, bool Activated, bool Interleaved>
+struct TileRows {
+    // Features of the result that the tile has.
+    static constexpr int kFeatures = Activated ? Rows / 2 : Rows;
+
+    MX_MEMBER static long count(const MoeArgs& a) { return (a.N + Rows - 1) / Rows; }
+    // The row of an expert's w; those past its last one are taken from that.
+    MX_MEMBER static long row(const MoeArgs& a, unsigned tile, int r) {
+        if constexpr (!Activated)
+            return min(tile * static_cast<long>(Rows) + r, a.N - 1);
+        constexpr int half = Group / 2;
+        const long feature =
+            min(tile * static_cast<long>(kFeatures) + r / Group * half + r % half, a.N / 2 - 1);
+        const bool up = r % Group >= half;
+        return Interleaved ? 2 * feature + up : feature + (up ? a.N / 2 : 0);
+    }
+};
+
+// Goes over the items of a workgroup, each a tile of w and a piece of a block of ids, and gives out
+// the piece's valid rows, Cols at a time. All lanes of each warp take part, and each warp of the
+// workgroup goes the same way. The ids of the next item are on their way meanwhile.
+template <int Cols>
+struct MoeWalk {
+    static_assert(kPiece % Cols == 0, "a piece is taken Cols ids at a time");
+    static constexpr int kWords = Cols == kPiece ? 2 : 1; // of the mask of Cols ids
+
+    const MoeArgs& a;
+    const unsigned tiles; // of an expert's w
+    const int lane;
+    const unsigned step_pieces, step_tiles;  // from an item of the workgroup to its next one
+    unsigned next_piece, next_tile;          // of the next item to open
+    unsigned pieces;                         // in use
+    int next_expert = -1, ids[2] = {-1, -1}; // of the next item
+    unsigned left[2] = {}; // valid ids of the open item that are not given out yet
+    int t[2];              // the open item's routed rows, lanes' 0..31 and 32..63
+    long place;            // of its first id
+    unsigned tile;
+    int expert;
+    int first; // of the rows given out last
+    unsigned valid[kWords];
+
+    MX_MEMBER MoeWalk(const MoeArgs& a, unsigned tiles, int lane)
+        : a(a), tiles(tiles), lane(lane), step_pieces(gridDim.x / tiles),
+          step_tiles(gridDim.x % tiles), next_piece(blockIdx.x / tiles),
+          next_tile(blockIdx.x % tiles) {
+        const int padded = *a.padded;
+        look_up(); // of what may not exist, rather than wait for padded first
+        pieces = min((padded + a.block_m - 1) / a.block_m, a.max_blocks) * a.pieces();
+    }
+    // Splits the number of a piece into that of its block and its first id's within the block.
+    MX_MEMBER unsigned block_of(unsigned piece, int& first_id) const {
+        first_id = 0;
+        if (a.block_m <= kPiece)
+            return piece;
+        first_id = piece % a.pieces() * kPiece;
+        return piece / a.pieces();
+    }
+    MX_MEMBER void look_up() {
+        int in_block;
+        const unsigned block = block_of(next_piece, in_block);
+        if (block >= static_cast<unsigned>(a.max_blocks))
+            return;
+        next_expert = a.expert_ids[block];
+        in_block += lane;
+        const int* from = a.ids + block * static_cast<long>(a.block_m) + in_block;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            ids[i] = in_block + i * kLanes < a.block_m ? from[i * kLanes] : -1;
+    }
+    // Gives out the next rows; false if there are none. absent() is called for items whose expert
+    // is not here.
+    template <class Absent>
+    MX_MEMBER bool next(Absent absent) {
+        while (!(left[0] | left[1])) {
+            if (next_piece >= pieces)
+                return false;
+            int in_block;
+            const long block = block_of(next_piece, in_block);
+            place = block * a.block_m + in_block;
+            tile = next_tile;
+            expert = next_expert;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                t[i] = routed_row(ids[i], a.num_valid, a.packed_top_k);
+                left[i] = __ballot_sync(~0u, t[i] >= 0);
+            }
+            next_piece += step_pieces;
+            next_tile += step_tiles;
+            if (next_tile >= tiles) {
+                next_tile -= tiles;
+                ++next_piece;
+            }
+            look_up();
+            if (static_cast<unsigned>(expert) >= static_cast<unsigned>(a.num_experts)) {
+                absent();
+                left[0] = left[1] = 0;
+            }
+        }
+        if constexpr (kWords == 2) {
+            first = 0;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                valid[i] = left[i];
+                left[i] = 0;
+            }
+        } else {
+            const bool upper = left[0] == 0;
+            const unsigned in_word = upper ? left[1] : left[0];
+            const int shift = (__ffs(in_word) - 1) / Cols * Cols;
+            const unsigned mask = ~0u >> (kLanes - Cols) << shift;
+            valid[0] = (in_word & mask) >> shift;
+            (upper ? left[1] : left[0]) &= ~mask;
+            first = upper * kLanes + shift;
+        }
+        return true;
+    }
+    // The routed row of one of the rows given out, or -1; each lane may ask for another one.
+    MX_MEMBER int row(int i) const {
+        if constexpr (kWords == 2) {
+            const int low = __shfl_sync(~0u, t[0], i % kLanes);
+            const int high = __shfl_sync(~0u, t[1], i % kLanes);
+            return i < kLanes ? low : high;
+        } else {
+            return __shfl_sync(~0u, first < kLanes ? t[0] : t[1], (first + i) % kLanes);
+        }
+    }
+    // Tiles of 8 rows up to the last valid one.
+    MX_MEMBER int col_tiles() const {
+        if constexpr (kWords == 2)
+            if (valid[1])
+                return (64 - __clz(valid[1]) + 7) / 8;
+        return (32 - __clz(valid[0]) + 7) / 8;
+    }
+    // Where the routing's weight of one of the rows is.
+    MX_MEMBER const float* weight(int i, int row) const {
+        return a.weights + (a.weights_by_place ? place + first + i : row);
+    }
+};
+
+// Zeros for the open item, whose expert is not here: `features` from its first one, of each row.
+template <class Out, int Features, bool Activated, int Cols>
+MX_DEVICE void store_zeros(const MoeArgs& a, const MoeWalk<Cols>& walk, int warp, int warps) {
+    const long features = Activated ? a.N / 2 : a.N;
+    for (int r = warp; r < kPiece; r += warps) {
+        const long row = __shfl_sync(~0u, r < kLanes ? walk.t[0] : walk.t[1], r % kLanes);
+        for (int i = walk.lane; i < Features; i += kLanes) {
+            const long n = walk.tile * static_cast<long>(Features) + i;
+            if (row < 0 || n >= features)
+                continue;
+            if constexpr (Activated) {
+                static_cast<unsigned char*>(a.out)[row * features + n] = 0;
+                if (n % kBlock == 0)
+                    a.out_scales[(row * features + n) / kBlock] = 0;
+            } else {
+                store(static_cast<Out*>(a.out) + row * features + n, 0.0f);
+            }
+        }
+    }
+}
+
+} // namespace mx

@@ -1,0 +1,438 @@
+// Grouped GEMM over routed tokens on Hopper, for few tokens an expert: a stream of weights.
+// aiter_mx/kernels/moe_gemm/problem.py defines what it computes and its arguments.
+//
+// A workgroup takes a tile of kRows rows of an expert's w and the valid rows of a block of ids,
+// kCols of them at a time. Its warps share K, kChunk at a time in turn, and each brings what it
+// needs into a ring of its own, kDepth chunks ahead, across the ends of tiles:
+//
+//   k ->          | warp 0 | warp 1 | ... | warp 0 | warp 1 | ...
+//   w, kRows rows | chunk  | chunk  |     | chunk  |        |
+//   x, kCols rows | chunk  | chunk  |     | chunk  |        |
+//
+// So nothing but the sum over warps, once a tile, makes a warp wait for another one. Both operands
+// become fp16, which is exact; a 32-block is two matrix instructions, whose fp32 sums are then
+// scaled and added to those of the tile.
+//
+// What is open, and which rows of x that takes, is looked up ahead by the part that fills the ring
+// (Filler); each warp keeps a queue of it for the part that empties the ring.
+
+#include "mx_epilogue.h"
+#include "mx_moe.h"
+#include "mx_quantize.h"
+#include "mx_scale.h"
+#include "mx_target.h"
+#include "sm90_async.h"
+#include "sm90_mma.h"
+#include "sm90_moe.h"
+
+using namespace mx;
+
+constexpr int kRowTiles = MX_ROW_TILES; // 16 rows of w each
+constexpr int kColTiles = MX_COL_TILES; // 8 rows of x each
+constexpr int kWarps = MX_K_WARPS;      // of a workgroup, which share K
+constexpr int kDepth = MX_DEPTH;        // chunks of a warp in its ring
+constexpr int kGroups = MX_GROUPS;      // workgroups that an SM must have room for
+constexpr bool kWhole = MX_WHOLE;       // K is a multiple of kChunk
+constexpr int kActivation = MX_ACTIVATION;
+using Out = DType<kActivation == kNoActivation ? MX_OUT : kF32>;
+
+constexpr int kRows = kRowTiles * 16;
+constexpr int kCols = kColTiles * 8;
+constexpr int kThreads = kWarps * kLanes;
+using Rows = TileRows<kRows, kRows, kActivation != kNoActivation, MX_INTERLEAVED>;
+using Walk = MoeWalk<kCols>;
+static_assert(kActivation == kNoActivation || kRows % (2 * kBlock) == 0,
+              "a tile has whole blocks of gate and of up");
+
+// A slot of a ring. Scales of a row are the aligned words that hold its bytes.
+constexpr int kScaleWords = kWhole ? 1 : 2;
+constexpr int kXAt = kRows * kChunk;
+constexpr int kWScalesAt = kXAt + kCols * kChunk;
+constexpr int kXScalesAt = kWScalesAt + kRows * kScaleWords * 4;
+constexpr int kSlotBytes = kXScalesAt + kCols * kScaleWords * 4;
+constexpr int kRingBytes = kDepth * kSlotBytes; // of a warp
+constexpr int kPitch = kRows + 4;               // of partial sums: keeps lanes on different banks
+constexpr int kPartials = kCols * kPitch;       // of a warp
+constexpr int kEntries = kDepth + 1;            // of a warp's queue
+
+// What a warp is to sum up: some rows of x by a tile of w.
+struct Entry {
+    int t[kCols];         // routed rows, or -1
+    float weights[kCols]; // of the routing
+    int expert;
+    unsigned tile;
+    int col_tiles; // that have rows
+    int unused;    // keeps what follows aligned
+};
+static_assert(kWarps * (kRingBytes + kPartials * 4 + kEntries * sizeof(Entry)) == MX_SHARED_BYTES,
+              "the host lays shared memory out differently: aiter_mx/kernels/moe_gemm/sm90.py");
+
+MX_DEVICE int blocks_of(const MoeArgs& a, int chunk) {
+    return kWhole ? kBlocks : min(kBlocks, static_cast<int>(a.blocks()) - chunk * kBlocks);
+}
+
+// Copies the scales of one row's blocks of a chunk, of which `blocks` exist. Words are aligned, so
+// that of a K that is not whole the bytes may begin anywhere in the first of two.
+MX_DEVICE void copy_scales(unsigned to, const unsigned char* from, int blocks) {
+    if constexpr (kWhole) {
+        copy_word_async(to, from);
+    } else {
+        const int before = reinterpret_cast<unsigned long>(from) % 4;
+        const int bytes = before + blocks; // none beyond the last is read
+        copy_word_async(to, from - before, min(bytes, 4));
+        copy_word_async(to + 4, from - before + (bytes > 4 ? 4 : 0), max(bytes - 4, 0));
+    }
+}
+MX_DEVICE unsigned load_scales(unsigned at, const unsigned char* base, Offset first) {
+    if constexpr (kWhole) {
+        return load_shared_4(at);
+    } else {
+        const uint2 words = load_shared_8(at);
+        const unsigned before = (reinterpret_cast<unsigned long>(base) + first) % 4;
+        return __funnelshift_r(words.x, words.y, before * 8);
+    }
+}
+
+// Brings chunks into a warp's ring, and opens one entry after another.
+struct Filler {
+    const MoeArgs& a;
+    Walk& walk;
+    const unsigned ring;
+    Entry* const queue;
+    const int lane, warp;
+    int opened = 0, slot = 0, entry = 0; // entries so far; the next slots of ring and queue
+    int chunk;                           // the next one
+    int x_rows[kCols / 4], xs_row;       // that this lane copies of the open entry, or -1
+
+    MX_MEMBER bool open() {
+        if (!walk.next([&] {
+                store_zeros<Out, Rows::kFeatures, kActivation != kNoActivation>(a, walk, warp,
+                                                                                kWarps);
+            }))
+            return false;
+        const int row = walk.row(lane % kCols);
+        xs_row = row < 0 ? -1 : row / a.a_div;
+#pragma unroll
+        for (int i = 0; i < kCols / 4; ++i)
+            x_rows[i] = __shfl_sync(~0u, xs_row, lane / 8 + 4 * i);
+        Entry& to = queue[entry];
+        if (lane < kCols) {
+            to.t[lane] = row;
+            if (a.weights != nullptr && row >= 0)
+                copy_word_async(shared_address(to.weights + lane), walk.weight(lane, row));
+        }
+        if (lane == 0) {
+            to.expert = walk.expert;
+            to.tile = walk.tile;
+            to.col_tiles = walk.col_tiles();
+        }
+        entry = entry + 1 == kEntries ? 0 : entry + 1;
+        ++opened;
+        chunk = warp;
+        return true;
+    }
+    MX_MEMBER void copy_chunk() const {
+        const unsigned to = ring + slot * kSlotBytes;
+        const int part = lane % 8, row_in_4 = lane / 8;
+        const Offset k = static_cast<Offset>(chunk) * kChunk + part * 16;
+        const int blocks = blocks_of(a, chunk);
+        const unsigned place = to + swizzled(row_in_4, part);
+        const bool exists = kWhole || k < static_cast<Offset>(a.K);
+        const Offset from = exists ? k : 0, first_row = walk.expert * static_cast<Offset>(a.N);
+#pragma unroll
+        for (int i = 0; i < kRows / 4; ++i)
+            copy_once_async(place + i * 4 * kChunk,
+                            a.wq + (first_row + Rows::row(a, walk.tile, row_in_4 + 4 * i)) * a.K +
+                                from,
+                            exists);
+#pragma unroll
+        for (int i = 0; i < (kRows + kLanes - 1) / kLanes; ++i) {
+            const int r = i * kLanes + lane;
+            if (r < kRows)
+                copy_scales(to + kWScalesAt + r * kScaleWords * 4,
+                            a.ws + (first_row + Rows::row(a, walk.tile, r)) * a.blocks() +
+                                chunk * kBlocks,
+                            blocks);
+        }
+#pragma unroll
+        for (int i = 0; i < kCols / 4; ++i)
+            if (x_rows[i] >= 0)
+                copy_async(place + kXAt + i * 4 * kChunk,
+                           a.xq + x_rows[i] * static_cast<Offset>(a.K) + from, exists);
+        if (lane < kCols) {
+            const unsigned at = to + kXScalesAt + lane * kScaleWords * 4;
+            if (xs_row >= 0) {
+                copy_scales(at, a.xs + xs_row * a.blocks() + chunk * kBlocks, blocks);
+            } else {
+#pragma unroll
+                for (int i = 0; i < kScaleWords; ++i)
+                    store_shared_4(at + i * 4, 0x7f7f7f7f); // so that no sum looks unusual
+            }
+        }
+    }
+    // Brings this warp's next chunk, if there is one.
+    MX_MEMBER void fill() {
+        if ((opened > 0 && chunk < a.chunks()) || open()) {
+            copy_chunk();
+            chunk += kWarps;
+        }
+        copy_commit();
+        slot = slot + 1 == kDepth ? 0 : slot + 1;
+    }
+};
+
+using Sums = float[kRowTiles][kColTiles][4];
+
+// Whether a byte of v is 0; of ~v, 255.
+MX_DEVICE unsigned zero_bytes(unsigned v) { return (v - 0x01010101) & ~v & 0x80808080; }
+
+MX_DEVICE float plain_scale(unsigned word, int b) {
+    return bits_to_float((b == 3 ? word >> 1 : word << (23 - 8 * b)) & 0x7f800000);
+}
+
+// Adds a chunk of the first ColTiles tiles of x. Unless Any, scales of x are 2^-126 .. 2^64 and
+// those of w 2^-126 .. 2^127, which take fewer instructions.
+template <int ColTiles, bool Any>
+MX_DEVICE void add_blocks(Sums& sums, unsigned slot, const unsigned (&w_scales)[kRowTiles][2],
+                          const unsigned (&x_scales)[ColTiles][2], int blocks, int lane) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+        if (!kWhole && b >= blocks)
+            break;
+        const unsigned in_row = slot + swizzled_block(b, lane);
+        f16x8 x[ColTiles];
+        SplitScale x_scale[ColTiles][2];
+#pragma unroll
+        for (int j = 0; j < ColTiles; ++j) {
+            x[j] = e4m3x8_to_f16(load_shared_8(in_row + kXAt + j * 8 * kChunk));
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+                x_scale[j][c] = Any ? e8m0_split(x_scales[j][c] >> 8 * b & 255)
+                                    : SplitScale{plain_scale(x_scales[j][c], b), 1.0f};
+        }
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+            const f16x8 w = e4m3x8_to_f16(load_shared_8(in_row + i * 16 * kChunk));
+            const f16x8 w_8 = e4m3x8_to_f16(load_shared_8(in_row + (i * 16 + 8) * kChunk));
+            float w_scale[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                w_scale[r] = Any ? e8m0_to_f32(w_scales[i][r] >> 8 * b & 255)
+                                 : plain_scale(w_scales[i][r], b);
+#pragma unroll
+            for (int j = 0; j < ColTiles; ++j) {
+                float dots[4];
+                mma_block(dots, w, w_8, x[j]);
+#pragma unroll
+                for (int d = 0; d < 4; ++d)
+                    sums[i][j][d] =
+                        Any ? add_scaled(sums[i][j][d], dots[d], x_scale[j][d % 2], w_scale[d / 2])
+                            : mx::fma(dots[d] * x_scale[j][d % 2].first, w_scale[d / 2],
+                                      sums[i][j][d]);
+            }
+        }
+    }
+}
+
+template <int ColTiles>
+MX_DEVICE void add_chunk(Sums& sums, const MoeArgs& a, const Entry& entry, unsigned slot, int chunk,
+                         int lane) {
+    constexpr int scale_bytes = kScaleWords * 4;
+    unsigned w_scales[kRowTiles][2], x_scales[ColTiles][2], unusual = 0;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = i * 16 + r * 8 + lane / 4;
+            const Offset first =
+                kWhole ? 0
+                       : (entry.expert * static_cast<Offset>(a.N) + Rows::row(a, entry.tile, row)) *
+                             a.blocks();
+            const unsigned word = load_scales(slot + kWScalesAt + row * scale_bytes, a.ws, first);
+            w_scales[i][r] = word;
+            unusual |= zero_bytes(word) | zero_bytes(~word);
+        }
+#pragma unroll
+    for (int j = 0; j < ColTiles; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int col = j * 8 + lane % 4 * 2 + c;
+            const int t = kWhole ? 0 : entry.t[col];
+            const Offset first = kWhole || t < 0 ? 0 : t / a.a_div * a.blocks();
+            const unsigned word = load_scales(slot + kXScalesAt + col * scale_bytes, a.xs, first);
+            x_scales[j][c] = word;
+            unusual |= zero_bytes(word) | (word & word << 1 & 0x80808080);
+        }
+    const int blocks = blocks_of(a, chunk);
+    if (__any_sync(~0u, unusual))
+        add_blocks<ColTiles, true>(sums, slot, w_scales, x_scales, blocks, lane);
+    else
+        add_blocks<ColTiles, false>(sums, slot, w_scales, x_scales, blocks, lane);
+}
+
+// Four consecutive values of row m of x, summed over warps.
+MX_DEVICE void sum_of_warps(float (&sums)[4], const float* partials, int m, int r) {
+    const float4* from = reinterpret_cast<const float4*>(partials + m * kPitch + r);
+#pragma unroll
+    for (int v = 0; v < kWarps; ++v) {
+        const float4 part = from[v * (kPartials / 4)];
+        sums[0] = v ? sums[0] + part.x : part.x;
+        sums[1] = v ? sums[1] + part.y : part.y;
+        sums[2] = v ? sums[2] + part.z : part.z;
+        sums[3] = v ? sums[3] + part.w : part.w;
+    }
+}
+
+MX_DEVICE void store_plain(const MoeArgs& a, const Entry& entry, const float* partials,
+                           int thread) {
+    constexpr int quads = kRows / 4;
+    const bool aligned = a.N % 4 == 0;
+    for (int i = thread; i < entry.col_tiles * 8 * quads; i += kThreads) {
+        const int m = i / quads, r = i % quads * 4;
+        const long n = entry.tile * static_cast<long>(kRows) + r, t = entry.t[m];
+        if (t < 0 || n >= a.N)
+            continue;
+        float sums[4];
+        sum_of_warps(sums, partials, m, r);
+        const float weight = a.weights == nullptr ? 1.0f : entry.weights[m];
+        Out* const to = static_cast<Out*>(a.out) + t * a.N + n;
+        struct alignas(4 * sizeof(Out)) Quad {
+            Out values[4];
+        } quad;
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            if (a.bias_kind != kNone && n + v < a.N)
+                sums[v] += load_bias(a.bias, a.bias_kind, entry.expert * a.N + n + v);
+            store(quad.values + v, sums[v] * weight);
+        }
+        if (aligned) {
+            *reinterpret_cast<Quad*>(to) = quad;
+        } else {
+#pragma unroll
+            for (int v = 0; v < 4; ++v)
+                if (n + v < a.N)
+                    to[v] = quad.values[v];
+        }
+    }
+}
+
+// Eight lanes have a block of 32 features of a routed row, and four such rows are a warp's.
+template <int Activation>
+MX_DEVICE void store_activated(const MoeArgs& a, const Entry& entry, const float* partials,
+                               int thread) {
+    constexpr int features = Rows::kFeatures, blocks = features / kBlock, lanes = 8;
+    const int count = entry.col_tiles * 8 * blocks * lanes; // a multiple of a warp's lanes
+    for (int i = thread; i < count; i += kThreads) {
+        const int m = i / lanes / blocks, first = i / lanes % blocks * kBlock + i % lanes * 4;
+        const long t = entry.t[m];
+        float gate[4] = {}, up[4] = {};
+        if (t >= 0) {
+            sum_of_warps(gate, partials, m, first);
+            sum_of_warps(up, partials, m, first + features);
+        }
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            if (a.bias_kind != kNone) {
+                const Offset expert = entry.expert * static_cast<Offset>(a.N);
+                gate[v] +=
+                    load_bias(a.bias, a.bias_kind, expert + Rows::row(a, entry.tile, first + v));
+                up[v] += load_bias(a.bias, a.bias_kind,
+                                   expert + Rows::row(a, entry.tile, first + v + features));
+            }
+            gate[v] = activate<Activation>(gate[v], up[v], a.activation);
+        }
+        const BlockScale scale = block_scale<E4M3, kRoundUp>(max_of_lanes<lanes>(amax_bits(gate)));
+        const unsigned word = to_e4m3x4<kRoundUp>(gate[0], gate[1], gate[2], gate[3], scale);
+        const long n = t * (a.N / 2) + entry.tile * static_cast<long>(features) + first;
+        if (t < 0)
+            continue;
+        *reinterpret_cast<unsigned*>(static_cast<unsigned char*>(a.out) + n) = word;
+        if (i % lanes == 0)
+            a.out_scales[n / kBlock] = scale.byte;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kGroups)
+    aiter_mx_moe_gemm(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
+                      const unsigned char* ws, const int* ids, const int* expert_ids,
+                      const int* padded, const float* weights, const void* bias, void* out,
+                      unsigned char* out_scales, long N, long K, int num_experts, int num_valid,
+                      int a_div, int packed_top_k, int weights_by_place, int max_blocks,
+                      int block_m, int bias_kind, float alpha, float beta, float limit) {
+    extern __shared__ __align__(128) unsigned char dynamic[];
+    const MoeArgs a{xq,
+                    xs,
+                    wq,
+                    ws,
+                    ids,
+                    expert_ids,
+                    padded,
+                    weights,
+                    bias,
+                    out,
+                    out_scales,
+                    N,
+                    K,
+                    num_experts,
+                    num_valid,
+                    a_div,
+                    packed_top_k,
+                    weights_by_place,
+                    max_blocks,
+                    block_m,
+                    bias_kind,
+                    {alpha, beta, limit}};
+    const int thread = threadIdx.x, lane = thread % kLanes, warp = thread / kLanes;
+    const unsigned ring = shared_address(dynamic) + warp * kRingBytes;
+    float* const partials = reinterpret_cast<float*>(dynamic + kWarps * kRingBytes);
+    Entry* const queue = reinterpret_cast<Entry*>(partials + kWarps * kPartials) + warp * kEntries;
+
+    Walk walk(a, Rows::count(a), lane);
+    Filler filler{a, walk, ring, queue, lane, warp};
+    Sums sums;
+    const Entry* entry = queue;
+    int done = 0, slot = 0, chunk = warp;
+    for (int step = 0;; ++step) {
+        __syncwarp(); // the slot to be filled is no longer read
+        filler.fill();
+        if (step < kDepth - 1)
+            continue;
+        if (done == filler.opened)
+            break;
+        if (chunk == warp)
+            for (auto& rows : sums)
+                for (auto& tile : rows)
+                    for (float& sum : tile)
+                        sum = 0.0f;
+        copy_wait<kDepth - 1>();
+        __syncwarp();
+        const unsigned at = ring + slot * kSlotBytes;
+        if (kColTiles == 1 || entry->col_tiles == 1)
+            add_chunk<1>(sums, a, *entry, at, chunk, lane);
+        else
+            add_chunk<kColTiles>(sums, a, *entry, at, chunk, lane);
+        slot = slot + 1 == kDepth ? 0 : slot + 1;
+        chunk += kWarps;
+        if (chunk < a.chunks())
+            continue;
+
+        group_barrier(); // the partial sums of the entry before have been read
+#pragma unroll
+        for (int j = 0; j < kColTiles; ++j)
+            if (j < entry->col_tiles)
+#pragma unroll
+                for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+                    for (int d = 0; d < 4; ++d)
+                        partials[warp * kPartials + (j * 8 + lane % 4 * 2 + d % 2) * kPitch +
+                                 i * 16 + d / 2 * 8 + lane / 4] = sums[i][j][d];
+        group_barrier();
+        if constexpr (kActivation == kNoActivation)
+            store_plain(a, *entry, partials, thread);
+        else
+            store_activated<kActivation>(a, *entry, partials, thread);
+        entry = entry + 1 == queue + kEntries ? queue : entry + 1;
+        ++done;
+        chunk = warp;
+    }
+}
