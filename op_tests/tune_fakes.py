@@ -34,7 +34,8 @@ def draw(*of: object) -> float:
 
 
 class FakeBench:
-    """Candidates of 2 to 3 us; ``poisoned`` ones take 1 us and are wrong."""
+    """Candidates of 2 to 3 us; ``poisoned`` ones are wrong, ``late`` ones take 1 us and are wrong
+    in the end, ``flaky`` ones take 1 us and fail in a later round."""
 
     def __init__(self, problem: Problem, meter: FakeMeter) -> None:
         self.problem, self.meter = problem, meter
@@ -54,7 +55,9 @@ class FakeBench:
     def sample_us(self, candidate: Candidate) -> float:
         assert candidate in self.admitted, f"{candidate} is timed, but was never found right"
         turn = self.turns[candidate] = self.turns.get(candidate, -1) + 1
-        if candidate in self.meter.poisoned or candidate in self.meter.late:
+        if candidate in self.meter.flaky and turn == 3:
+            raise Unfit("LaunchError: out of luck")
+        if candidate in self.meter.late or candidate in self.meter.flaky:
             return 1.0
         return (2 + draw(self.problem, str(candidate))) * self.meter.noise(candidate, turn)
 
@@ -73,6 +76,7 @@ class FakeMeter:
         self.pause_s = pause_s
         self.poisoned: set[Candidate] = set()
         self.late: set[Candidate] = set()
+        self.flaky: set[Candidate] = set()
         self.noise: Noise = lambda candidate, turn: 1.0
         self.loses: Callable[[Problem, Candidate], bool] = lambda problem, candidate: False
         self.tried: list[tuple[Problem, Candidate]] = []

@@ -73,7 +73,7 @@ class Bench(Protocol):
         """Run it on random inputs; raise Unfit unless it gives what the reference gives."""
 
     def sample_us(self, candidate: Candidate) -> float:
-        """Time one that was admitted, over one round."""
+        """Time one that was admitted, over one round; raise Unfit where it fails now."""
 
     def confirm(self, candidate: Candidate) -> None:
         """Raise Unfit unless its results are still right after all that timing."""

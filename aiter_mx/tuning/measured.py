@@ -67,28 +67,23 @@ class GpuBench:
         self._graphs: dict[Candidate, tuple[GraphedCalls, list[Callable[[], object]]]] = {}
 
     def admit(self, candidate: Candidate) -> Admission:
-        try:
+        with self._guard(candidate):
             calls = self._calls(candidate)
             rel_err = max(self._checked(call, i) for i, call in enumerate(calls[:2]))
             graph = GraphedCalls(calls)
             us = graph.time_us(_FIRST_REPLAYS, warm=1)
-        except ContextLost:
-            raise
-        except Exception as error:
-            self._raise_if_lost(candidate, error)
-            if isinstance(error, Unfit):
-                raise
-            raise Unfit(f"{type(error).__name__}: {error}") from None
         self._graphs[candidate] = graph, calls
         return Admission(us, rel_err, _build_key(self._target, self._problem, candidate))
 
     def sample_us(self, candidate: Candidate) -> float:
-        return self._graphs[candidate][0].time_us(_ROUND_REPLAYS, warm=1)
+        with self._guard(candidate):
+            return self._graphs[candidate][0].time_us(_ROUND_REPLAYS, warm=1)
 
     def confirm(self, candidate: Candidate) -> None:
         _, calls = self._graphs[candidate]
-        for index, call in enumerate(calls[:2]):
-            self._checked(call, index)
+        with self._guard(candidate):
+            for index, call in enumerate(calls[:2]):
+                self._checked(call, index)
 
     def drop(self, candidate: Candidate) -> None:
         self._graphs.pop(candidate, None)
@@ -127,16 +122,24 @@ class GpuBench:
                 raise TimeoutError(f"it did not end within {_HANG_S:g} s")
             time.sleep(_POLL_S)
 
-    def _raise_if_lost(self, candidate: Candidate, error: Exception) -> None:
-        """Some errors end a CUDA context, and every later call fails with them."""
-        lost = isinstance(error, TimeoutError)
-        if not lost and not isinstance(error, AiterMxError):
-            try:
-                torch.cuda.synchronize(self._device)
-            except RuntimeError:
-                lost = True
-        if lost:
-            raise ContextLost(f"{type(error).__name__}: {error}", candidate) from error
+    @contextmanager
+    def _guard(self, candidate: Candidate) -> Iterator[None]:
+        """Whatever goes wrong becomes Unfit, or ContextLost where nothing else would work now."""
+        try:
+            yield
+        except Unfit:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            lost = isinstance(error, TimeoutError)
+            if not lost and not isinstance(error, AiterMxError):
+                try:  # some errors end a CUDA context, and every later call fails with them
+                    torch.cuda.synchronize(self._device)
+                except RuntimeError:
+                    lost = True
+            if lost:
+                raise ContextLost(what, candidate) from error
+            raise Unfit(what) from None
 
 
 def _operand_sets(workload: Workload, problem: Problem, device: torch.device) -> list[Operands]:

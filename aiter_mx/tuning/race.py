@@ -102,8 +102,13 @@ def race(
             # Each round starts with another one: none always runs after the same neighbour.
             first = turn % max(len(running), 1)
             for candidate in running[first:] + running[:first]:
-                samples[candidate].append(bench.sample_us(candidate))
-        running.sort(key=us)
+                if candidate in admitted:
+                    try:
+                        samples[candidate].append(bench.sample_us(candidate))
+                    except Unfit as error:
+                        failures.append(Failure(candidate, str(error)))
+                        del admitted[candidate]
+        running = sorted((candidate for candidate in running if candidate in admitted), key=us)
 
     finalists = []
     for candidate in running:
@@ -113,7 +118,7 @@ def race(
         except Unfit as error:
             failures.append(Failure(candidate, str(error)))
             del admitted[candidate]
-    if running and not finalists:  # those that were dropped get their turn
+    if admitted and not finalists:  # those that were dropped get their turn
         again = race(bench, list(admitted), None, rules)
         return replace(again, failures=(*failures, *again.failures))
     rest = sorted((c for c in admitted if c not in finalists), key=us)
