@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import mx_reference as mx
@@ -16,10 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.errors import LaunchError
 from aiter_mx.fallbacks import linear_tiles as tiles
 from aiter_mx.fallbacks import linear_torch as torch_fallback
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.ops.linear import FALLBACKS
 from aiter_mx.target import CPU, SIMULATED_GFX950, Target
 
 MI355X = Target(arch="gfx950", runtime="hip", cu_num=256, wave_size=64, name="MI355X")
@@ -317,6 +321,36 @@ def test_torch_matches_float64_on_a_gpu():
     out = torch.empty(70, 200, dtype=torch.bfloat16, device="cuda")
     torch_fallback.linear_torch(*on_gpu(arguments), out)
     mx.assert_close_to_reference(out.cpu(), *arguments, accumulation_error=2.0**-45, underflow=0.0)
+
+
+def test_vendors_library_is_asked_for_what_it_has_and_nothing_else(monkeypatch) -> None:
+    vendor = find_kernel("linear", "gfx950", "vendor", "scaled_mm")
+    gfx950 = MI355X
+    fits = LinearProblem(M=32, N=64, K=96)
+    assert vendor.refusal(gfx950, fits) is None
+    for changes in ({"M": 33}, {"N": 48}, {"out_dtype": "fp32"}, {"bias": "bf16"}):
+        assert "the vendor's MX GEMM" in str(vendor.refusal(gfx950, replace(fits, **changes)))
+    assert "no MX datapath" in str(vendor.refusal(H200, fits))
+    assert "needs a gfx950 GPU" in str(vendor.refusal(SIMULATED_GFX950, fits))
+    # It comes after Triton wherever no table decides.
+    assert route("linear", gfx950, replace(fits, M=320, N=32 * 7)).backend != "vendor"
+
+    asked = {}
+
+    def scaled_mm(x, wt, *, scale_a, scale_b, out_dtype, out):
+        asked.update(x=x, wt=wt, scales=(scale_a.dtype, scale_b.dtype), out_dtype=out_dtype)
+        raise NotImplementedError("no gfx950 here")
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    x, w = (torch.zeros(n, 96, dtype=torch.uint8).view(torch.float8_e4m3fn) for n in (32, 64))
+    scales = [torch.full((n, 3), 127, dtype=torch.uint8) for n in (32, 64)]
+    out = torch.empty(32, 64, dtype=torch.bfloat16)
+    with pytest.raises(LaunchError, match="refuses MX-FP8 here: no gfx950 here"):
+        FALLBACKS["vendor"]((x, scales[0], w, scales[1], None, out), {})
+    assert asked["x"].data_ptr() == x.data_ptr()
+    assert asked["wt"].shape == (96, 64)
+    assert asked["scales"] == (torch.float8_e8m0fnu,) * 2
+    assert asked["out_dtype"] == torch.bfloat16
 
 
 if __name__ == "__main__":

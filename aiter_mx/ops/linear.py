@@ -166,7 +166,14 @@ def _run_torch(tensors: Tensors, config: Config) -> None:
     linear_torch(*tensors)
 
 
-FALLBACKS = {"triton": _run_triton, "torch": _run_torch}
+def _run_vendor(tensors: Tensors, config: Config) -> None:
+    from aiter_mx.fallbacks.linear_vendor import linear_vendor
+
+    xq, xs, wq, ws, bias, out = tensors
+    linear_vendor(xq, xs, wq, ws, bias, out, config)
+
+
+FALLBACKS = {"triton": _run_triton, "vendor": _run_vendor, "torch": _run_torch}
 """What runs each backend other than ours."""
 
 

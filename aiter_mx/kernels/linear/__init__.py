@@ -1,8 +1,8 @@
-"""What can compute ``aiter_mx.linear``: our kernels, Triton, and the torch reference."""
+"""What can compute ``aiter_mx.linear``: our kernels, Triton, the vendor, torch."""
 
 from __future__ import annotations
 
-from aiter_mx.fallbacks import linear_tiles
+from aiter_mx.fallbacks import linear_tiles, linear_vendor
 from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.grouped import GROUPED
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA as MFMA_GFX950
@@ -27,6 +27,15 @@ KERNELS = (
         refusal=linear_tiles.refusal,
         configure=linear_tiles.configure,
         candidates=linear_tiles.candidates,
+    ),
+    KernelSpec(
+        op="linear",
+        backend="vendor",
+        name="scaled_mm",
+        params=(),
+        refusal=linear_vendor.refusal,
+        configure=lambda target, problem: {},
+        candidates=lambda target, problem: ({},),
     ),
     KernelSpec(
         op="linear",
