@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from aiter_mx.dispatch.explain import explain
     from aiter_mx.dispatch.route import Route
     from aiter_mx.layouts import shuffle_scales, unshuffle_scales
+    from aiter_mx.ops.fused_moe import fused_moe
     from aiter_mx.ops.grouped_gemm import grouped_gemm
     from aiter_mx.ops.linear import linear
     from aiter_mx.ops.moe_align import moe_align, moe_sort
@@ -35,6 +36,7 @@ _HOME = {
     "dequantize": "aiter_mx.ops.quantize",
     "explain": "aiter_mx.dispatch.explain",
     "grouped_gemm": "aiter_mx.ops.grouped_gemm",
+    "fused_moe": "aiter_mx.ops.fused_moe",
     "linear": "aiter_mx.ops.linear",
     "moe_align": "aiter_mx.ops.moe_align",
     "moe_gemm": "aiter_mx.ops.moe_gemm",
@@ -56,6 +58,7 @@ __all__ = [
     "__version__",
     "dequantize",
     "explain",
+    "fused_moe",
     "grouped_gemm",
     "linear",
     "moe_align",

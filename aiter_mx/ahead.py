@@ -19,6 +19,9 @@ from aiter_mx.target import Target, target_of
 if TYPE_CHECKING:
     import torch
 
+_MADE_OF = {"fused_moe": ("aiter_mx.ops.fused_moe", "FusedMoeProblem")}
+"""Ops that are several launches of others: where their problems are, which name those launches."""
+
 OnBuilt = Callable[[BuildRequest, CodeObject], None]
 
 
@@ -57,6 +60,13 @@ def warmup(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
     target = target_of(device)
+    if op in _MADE_OF:
+        parts = [part for layer in combinations(op, shape) for part in layer.parts()]
+        return [
+            made
+            for name, part in parts
+            for made in warmup(name, device=device, jobs=jobs, on_built=on_built, **vars(part))
+        ]
     problems = combinations(op, shape)
     routes = [route(op, target, problem) for problem in problems]
     build_all(build_requests(target, problems, routes), jobs=jobs, on_done=on_built)
@@ -72,7 +82,12 @@ def combinations(op: str, shape: dict[str, object]) -> list[Problem]:
         list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
         for values in shape.values()
     ]
-    return [make_problem(op, dict(zip(shape, values, strict=True))) for values in product(*axes)]
+    each = [dict(zip(shape, values, strict=True)) for values in product(*axes)]
+    if op in _MADE_OF:
+        module, name = _MADE_OF[op]
+        layer = getattr(import_module(module), name)
+        return [layer(**fields) for fields in each]
+    return [make_problem(op, fields) for fields in each]
 
 
 def build_requests(

@@ -10,13 +10,18 @@
 // t = token * slots + slot, where slots past top_k belong to shared experts, which every token has.
 // vLLM's ids are t, padding is M * slots; aiter's are slot << 24 | token, padding slots << 24 | M.
 //
-// One workgroup. Each wave counts its part of the ids, the counts are summed over waves and experts
-// in a fixed order, and each wave then places its part. Nothing is added atomically, so the lists
-// are the same on every run.
+// One workgroup does it. Each wave counts its part of the ids, the counts are summed over waves and
+// experts in a fixed order, and each wave then places its part. Nothing is added atomically, so the
+// lists are the same on every run.
 //
 //   ids     |<---- wave 0 ---->|<---- wave 1 ---->|...     chunks of a wave's lanes
 //   place = first of the expert + its ids in waves before + in chunks before + in lanes before
 
+//
+// With kQuantizes the other workgroups of the launch meanwhile quantise the tokens' activations, as
+// aiter_mx.quantize does: two launches of which neither needs the other's result are one.
+
+#include "mx_quantize.h"
 #include "mx_target.h"
 
 using namespace mx;
@@ -24,6 +29,8 @@ using namespace mx;
 constexpr int kWaves = MX_WAVES;     // of the workgroup
 constexpr int kExperts = MX_EXPERTS; // room for experts: a power of two, at least kLanes
 constexpr bool kPacked = MX_PACKED;  // aiter's ids
+constexpr bool kQuantizes = MX_X != kNone;
+using X = DType<kQuantizes ? MX_X : kF32>; // of the activations
 #if MX_WIDE_IDS
 using Id = long long;
 #else
@@ -84,11 +91,46 @@ MX_DEVICE int sum_so_far(int x, int lane) {
     return x;
 }
 
+// Eight elements of one block, which 4 lanes hold together.
+struct alignas(16) Piece {
+    X values[8];
+};
+struct alignas(8) Payload {
+    unsigned words[2];
+};
+
+MX_DEVICE float to_f32(float x) { return x; }
+
+MX_DEVICE void quantize(const X* x, unsigned char* xq, unsigned char* xs, long elements,
+                        int group) {
+    const long i = static_cast<long>(group) * kThreads + thread_in_group();
+    const bool is_inside = i * 8 < elements;
+    Piece piece = {};
+    if (is_inside)
+        piece = reinterpret_cast<const Piece*>(x)[i];
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+        v[j] = to_f32(piece.values[j]);
+    const BlockScale scale = block_scale<E4M3, kRoundUp>(max_of_lanes<4>(amax_bits(v)));
+    if (!is_inside)
+        return;
+    reinterpret_cast<Payload*>(xq)[i] = {{to_e4m3x4<kRoundUp>(v[0], v[1], v[2], v[3], scale),
+                                          to_e4m3x4<kRoundUp>(v[4], v[5], v[6], v[7], scale)}};
+    if (i % 4 == 0)
+        xs[i / 4] = scale.byte;
+}
+
 MX_KERNEL(kThreads)
 aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* expert_map,
-                   const int* num_tokens, int* sorted_ids, float* sorted_weights, int* expert_ids,
-                   int* post_padded, int M, int top_k, int experts, int shared, int first_shared,
+                   const int* num_tokens, const X* x, int* sorted_ids, float* sorted_weights,
+                   int* expert_ids, int* post_padded, unsigned char* xq, unsigned char* xs,
+                   long elements, int M, int top_k, int experts, int shared, int first_shared,
                    int map_kind, int drop_absent, int block_m, int max_ids, int max_blocks) {
+    if (kQuantizes && group_x() > 0) {
+        quantize(x, xq, xs, elements, static_cast<int>(group_x()) - 1);
+        return;
+    }
     const int lane = thread_in_group() % kLanes;
     const int wave = wave_in_group();
     MX_LDS int counts[kWaves][kExperts]; // then ids of the expert in waves and chunks before

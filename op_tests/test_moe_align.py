@@ -76,31 +76,23 @@ def assert_lists(
     assert ids.tolist() == wanted + [M * k] * (len(ids) - len(wanted))
 
 
-# E of each compiled variant, block_m, top_k, shared, id dtype, whether there is a map.
-VARIANTS = [
-    (8, 4, 2, 0, torch.int32, False),
-    (64, 64, 4, 1, torch.int64, False),
-    (128, 16, 4, 0, torch.int32, True),
-    (256, 12, 8, 2, torch.int32, True),
-]
-CASES_EACH = 10
+# Most experts, id dtype: what compiled kernels depend on.
+VARIANTS = [(64, torch.int32), (256, torch.int64)]
+CASES_EACH = 20
+BLOCKS_M = (4, 12, 16, 32, 64)
 
 
-@pytest.mark.parametrize(("E", "block_m", "top_k", "shared", "dtype", "mapped"), VARIANTS, ids=str)
+@pytest.mark.parametrize(("most_experts", "dtype"), VARIANTS, ids=str)
 def test_align_lists_every_routed_row_once(
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-    E: int,
-    block_m: int,
-    top_k: int,
-    shared: int,
-    dtype: torch.dtype,
-    mapped: bool,
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, most_experts: int, dtype: torch.dtype
 ) -> None:
-    draw = random.Random(E)
+    draw = random.Random(most_experts)
     for case in range(CASES_EACH):
         randomise(monkeypatch, draw)
-        M = draw.choice([0, 1, 2, draw.randint(3, 60), draw.randint(61, 1200 // top_k)])
+        shared, mapped = draw.choice([0, 0, 1, 2]), draw.random() < 0.5
+        E, block_m = draw.randint(most_experts // 2 + 1, most_experts - 2), draw.choice(BLOCKS_M)
+        top_k = draw.choice([1, 2, 4, 6])
+        M = draw.choice([0, 1, 2, draw.randint(3, 40), draw.randint(41, 1000 // (top_k + shared))])
         topk_ids = draw_ids(draw, M, top_k, E).to(dtype)
         numbers, expert_map, local = list(range(E)), None, E
         if mapped:
@@ -127,21 +119,14 @@ def test_align_lists_every_routed_row_once(
         assert_lists(ids, expert_ids, padded, expected, block_m, M, top_k + shared)
 
 
-@pytest.mark.parametrize(
-    ("E", "block_m", "top_k", "masked"), [(32, 32, 3, True), (96, 8, 6, False)]
-)
 def test_sort_lists_packed_ids_with_their_weights(
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-    E: int,
-    block_m: int,
-    top_k: int,
-    masked: bool,
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw = random.Random(E)
+    draw = random.Random(2)
     for case in range(CASES_EACH):
         randomise(monkeypatch, draw)
-        M = draw.choice([0, 1, draw.randint(2, 90)])
+        E, block_m, top_k = draw.randint(1, 64), draw.choice(BLOCKS_M), draw.randint(1, 8)
+        M, masked = draw.choice([0, 1, draw.randint(2, 90)]), draw.random() < 0.5
         topk_ids = draw_ids(draw, M, top_k, E).to(torch.int32)
         weights = torch.rand(M, top_k)
         numbers, mask = list(range(E)), None

@@ -14,10 +14,13 @@ def moe_align_torch(
     topk_weights: Tensor | None,
     expert_map: Tensor | None,
     num_tokens: Tensor | None,
+    x: Tensor | None,
     sorted_ids: Tensor,
     sorted_weights: Tensor | None,
     expert_ids: Tensor,
     post_padded: Tensor,
+    xq: Tensor | None,
+    xs: Tensor | None,
 ) -> None:
     """Write the lists that csrc/moe_align.cu writes, the same to the last id.
 
@@ -27,11 +30,20 @@ def moe_align_torch(
         topk_weights: float32 ``[M, top_k]`` for aiter's ids, else None.
         expert_map: int32 ``[E]`` or None.
         num_tokens: int32 ``[1]``: tokens that count, or None for all.
+        x: activations ``[M, K]`` to quantise, or None.
         sorted_ids: int32 ``[max_ids]``, written as the rest.
         sorted_weights: float32 ``[max_ids]`` or None.
         expert_ids: int32 ``[max_ids / block_m]``.
         post_padded: int32 ``[1]``, or ``[2]`` for aiter's ids.
+        xq: float8_e4m3fn ``[M, K]`` or None.
+        xs: uint8 ``[M, K / 32]`` or None.
     """
+    if x is not None and xq is not None and xs is not None:
+        from aiter_mx.ops.quantize import quantize
+
+        payload, scale = quantize(x)
+        xq.view(torch.uint8).copy_(payload.view(torch.uint8))
+        xs.copy_(scale)
     p, device = problem, topk_ids.device
     experts = p.E + p.shared
     numbers = _numbers(p, expert_map, device)

@@ -6,12 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aiter_mx.kernels.moe_gemm.problem import MAX_PACKED_TOKENS, MAX_PACKED_TOP_K, most_padded
-from aiter_mx.kernels.spec import Arg, Config, Geometry, KernelSpec, Module, Param
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Arg,
+    Config,
+    Geometry,
+    KernelSpec,
+    Module,
+    Param,
+)
 from aiter_mx.target import Target
 
 MAP_CODES = {"none": 0, "numbers": 1, "mask": 2}  # csrc/moe_align.cu
 IDS = ("vllm", "aiter")
 ID_DTYPES = ("i32", "i64")
+X_DTYPES = ("none", "bf16", "fp16", "fp32")
+BLOCK = 32  # elements of K that share a scale
 MAX_EXPERTS = 1024  # whose counts fit into LDS
 MAX_ROUTED = 1 << 30
 _IDS_OF_FEW_WAVES = 1024
@@ -32,6 +42,8 @@ class MoeAlignProblem:
         drop_absent: 1: rows of experts that are not here are left out, 0: listed under expert -1.
         shared: further slots of every token, for experts after the E.
         first_shared: number of the first of these among the experts here.
+        x_dtype: dtype of the tokens' activations, to be quantised by the same launch, or ``none``.
+        K: elements of a token's activations, a multiple of 32; 0 where none are quantised.
 
     Raises:
         ValueError: a field is none of the above.
@@ -47,6 +59,8 @@ class MoeAlignProblem:
     drop_absent: int = 0
     shared: int = 0
     first_shared: int = 0
+    x_dtype: str = "none"
+    K: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("M", 0), ("E", 1), ("top_k", 1), ("shared", 0), ("first_shared", 0)):
@@ -58,11 +72,17 @@ class MoeAlignProblem:
             ("ids", IDS),
             ("id_dtype", ID_DTYPES),
             ("expert_map", tuple(MAP_CODES)),
+            ("x_dtype", X_DTYPES),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
                 )
+        if self.K % BLOCK or (self.K > 0) != (self.x_dtype != "none"):
+            raise ValueError(
+                f"K must be a multiple of {BLOCK} where activations are quantised, else 0, got "
+                f"K={self.K} and x_dtype={self.x_dtype!r}"
+            )
         if self.routed >= MAX_ROUTED:
             raise ValueError(f"M * top_k must be below 2^30, got {self.routed}")
         if self.ids == "aiter" and (self.M >= MAX_PACKED_TOKENS or self.slots > MAX_PACKED_TOP_K):
@@ -122,15 +142,19 @@ def _defines(target: Target, problem: MoeAlignProblem, config: Config) -> Mappin
         "MX_EXPERTS": _room(problem),
         "MX_PACKED": int(problem.ids == "aiter"),
         "MX_WIDE_IDS": int(problem.id_dtype == "i64"),
+        "MX_X": DTYPE_CODES[problem.x_dtype],
     }
 
 
 def _geometry(target: Target, problem: MoeAlignProblem, config: Config) -> Geometry:
-    return Geometry(grid=(1, 1, 1), block=(config["waves"] * target.wave_size, 1, 1))
+    threads = config["waves"] * target.wave_size
+    quantizing = -(-problem.M * problem.K // (8 * threads))
+    return Geometry(grid=(1 + quantizing, 1, 1), block=(threads, 1, 1))
 
 
 def _scalars(target: Target, problem: MoeAlignProblem, config: Config) -> tuple[int | float, ...]:
     return (
+        problem.M * problem.K,
         problem.M,
         problem.top_k,
         problem.E,
@@ -157,10 +181,14 @@ MODULE = Module(
         Arg("topk_weights", "pointer", "r"),
         Arg("expert_map", "pointer", "r"),
         Arg("num_tokens", "pointer", "r"),
+        Arg("x", "pointer", "r"),
         Arg("sorted_ids", "pointer", "w"),
         Arg("sorted_weights", "pointer", "w"),
         Arg("expert_ids", "pointer", "w"),
         Arg("post_padded", "pointer", "w"),
+        Arg("xq", "pointer", "w"),
+        Arg("xs", "pointer", "w"),
+        Arg("elements", "i64"),
         *(Arg(name, "i32") for name in _SCALARS),
     ),
     defines=_defines,

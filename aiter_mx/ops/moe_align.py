@@ -164,14 +164,16 @@ def _run(
     key = (target, device, problem)
     run = _plans.by_problem.get(key)
     if run is None:
-        run = bind("moe_align", target, problem, device, _fallbacks(problem))
+        run = bind("moe_align", target, problem, device, fallbacks(problem))
         _plans.by_problem[key] = run
-    tensors = (topk_ids, topk_weights, expert_map, num_tokens, *outputs)
+    tensors = (topk_ids, topk_weights, expert_map, num_tokens, None, *outputs, None, None)
     run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
     return outputs
 
 
-def _fallbacks(problem: MoeAlignProblem) -> dict[str, Any]:
+def fallbacks(problem: MoeAlignProblem) -> dict[str, Any]:
+    """What runs each backend other than ours."""
+
     def run_torch(tensors: Tensors, config: Config) -> None:
         from aiter_mx.fallbacks.moe_align_torch import moe_align_torch
 
@@ -182,4 +184,4 @@ def _fallbacks(problem: MoeAlignProblem) -> dict[str, Any]:
 
 def warm(problem: MoeAlignProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
-    bind("moe_align", target_of(device), problem, device, _fallbacks(problem))
+    bind("moe_align", target_of(device), problem, device, fallbacks(problem))

@@ -1,0 +1,140 @@
+"""What adds up the routed rows of a token: csrc/moe_combine.cu, and torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Arg,
+    Config,
+    Geometry,
+    KernelSpec,
+    Module,
+    Param,
+)
+from aiter_mx.target import Target
+
+MAX_SLOTS = 32  # whose loads are all under way at once
+MAX_GROUPS_Y = 65535
+_WIDTH = 4  # features of a thread
+
+
+@dataclass(frozen=True)
+class MoeCombineProblem:
+    """``out[m] = sum over slots of weight[m, slot] * y[m * slots + slot]``.
+
+    Attributes:
+        M: tokens.
+        N: features, a multiple of 4.
+        top_k: slots of a token that are routed.
+        E: experts that are routed to, on all ranks.
+        shared: further slots of every token, of weight 1.
+        y_dtype: of the routed rows.
+        out_dtype: of the result.
+        id_dtype: of the experts' ids, ``i32`` or ``i64``.
+
+    Raises:
+        ValueError: N is not a multiple of 4.
+    """
+
+    M: int
+    N: int
+    top_k: int
+    E: int
+    shared: int = 0
+    y_dtype: str = "fp32"
+    out_dtype: str = "bf16"
+    id_dtype: str = "i32"
+
+    def __post_init__(self) -> None:
+        if self.N % _WIDTH:
+            raise ValueError(f"N must be a multiple of {_WIDTH}, got N={self.N}")
+
+
+KEY = ("M", "N", "top_k", "E")
+
+
+def stand_ins(key: MoeCombineProblem) -> tuple[MoeCombineProblem, ...]:
+    """None: nothing about this kernel is worth a table."""
+    return ()
+
+
+PARAMS = (Param("threads", (64, 128, 256), "threads of a workgroup"),)
+
+
+def _refusal(target: Target, problem: MoeCombineProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no combine kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if problem.top_k + problem.shared > MAX_SLOTS:
+        return f"{problem.top_k + problem.shared} slots are above {MAX_SLOTS}, the most of combine"
+    return None
+
+
+def _configure(target: Target, problem: MoeCombineProblem) -> Config:
+    """Small workgroups while there are fewer of them than compute units."""
+    pieces = problem.N // _WIDTH * problem.M
+    return {"threads": next((t for t in (256, 128) if pieces >= 2 * t * target.cu_num), 64)}
+
+
+def _defines(target: Target, problem: MoeCombineProblem, config: Config) -> Mapping[str, int]:
+    return {
+        "MX_TOP_K": problem.top_k,
+        "MX_SHARED": problem.shared,
+        "MX_THREADS": config["threads"],
+        "MX_MAX_GROUPS_Y": MAX_GROUPS_Y,
+        "MX_Y": DTYPE_CODES[problem.y_dtype],
+        "MX_OUT": DTYPE_CODES[problem.out_dtype],
+        "MX_WIDE_IDS": int(problem.id_dtype == "i64"),
+    }
+
+
+def _geometry(target: Target, problem: MoeCombineProblem, config: Config) -> Geometry:
+    return Geometry(
+        grid=(-(-problem.N // (_WIDTH * config["threads"])), min(problem.M, MAX_GROUPS_Y), 1),
+        block=(config["threads"], 1, 1),
+    )
+
+
+MODULE = Module(
+    sources={"gfx950": "moe_combine.cu", "sm_90a": "moe_combine.cu"},
+    symbol="aiter_mx_moe_combine",
+    args=(
+        Arg("y", "pointer", "r"),
+        Arg("topk_ids", "pointer", "r"),
+        Arg("topk_weights", "pointer", "r"),
+        Arg("expert_map", "pointer", "r"),
+        Arg("out", "pointer", "w"),
+        Arg("N", "i64"),
+        Arg("M", "i32"),
+        Arg("E", "i32"),
+    ),
+    defines=_defines,
+    geometry=_geometry,
+    scalars=lambda target, problem, config: (problem.N, problem.M, problem.E),
+)
+
+PROBLEM = MoeCombineProblem
+
+KERNELS = (
+    KernelSpec(
+        op="moe_combine",
+        backend="hip",
+        name="combine",
+        params=PARAMS,
+        refusal=_refusal,
+        configure=_configure,
+        candidates=lambda target, problem: (_configure(target, problem),),
+        module=MODULE,
+    ),
+    KernelSpec(
+        op="moe_combine",
+        backend="torch",
+        name="reference",
+        params=(),
+        refusal=lambda target, problem: None,
+        configure=lambda target, problem: {},
+        candidates=lambda target, problem: ({},),
+    ),
+)
