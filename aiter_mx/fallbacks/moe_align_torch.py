@@ -19,8 +19,8 @@ def moe_align_torch(
     sorted_weights: Tensor | None,
     expert_ids: Tensor,
     post_padded: Tensor,
-    xq: Tensor | None,
-    xs: Tensor | None,
+    xq: Tensor | None = None,
+    xs: Tensor | None = None,
 ) -> None:
     """Write the lists that csrc/moe_align.cu writes, the same to the last id.
 

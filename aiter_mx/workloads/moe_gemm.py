@@ -76,7 +76,9 @@ def _routing(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | Non
     blocks = torch.empty(align.max_ids // p.block_m, dtype=torch.int32)
     used = torch.empty(2 if p.ids == "aiter" else 1, dtype=torch.int32)
     given = weights if p.ids == "aiter" else None
-    moe_align_torch(align, experts, given, None, None, sorted_ids, sorted_weights, blocks, used)
+    moe_align_torch(
+        align, experts, given, None, None, None, sorted_ids, sorted_weights, blocks, used
+    )
     of_rows = {"none": None, "by_t": weights, "by_place": sorted_weights}[p.weights]
     found = (sorted_ids, blocks, used, of_rows)
     return [None if tensor is None else tensor.to(device) for tensor in found]
