@@ -16,7 +16,7 @@ from aiter_mx.dispatch import tables
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import TableError
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.kernels.registry import find_kernel, ops
 from aiter_mx.target import CPU, hardware
 
 GFX950 = hardware("gfx950")
@@ -256,3 +256,10 @@ def test_explain_takes_torch_dtypes_and_refuses_unknown_fields() -> None:
         aiter_mx.explain("conv", M=1)
     with pytest.raises(ValueError, match="gfx42"):
         aiter_mx.explain("linear", arch="gfx42", M=1, N=64, K=64)
+
+
+def test_every_op_can_be_the_first_that_is_asked_for() -> None:
+    """Kernels of one op may be another's too; whose module is imported first must not matter."""
+    for op in ops():
+        script = f"from aiter_mx.kernels.registry import kernels_of; kernels_of({op!r})"
+        subprocess.run([sys.executable, "-c", script], check=True)

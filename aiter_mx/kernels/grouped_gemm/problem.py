@@ -19,11 +19,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from aiter_mx.kernels.linear.problem import POINTERS
 from aiter_mx.kernels.spec import DTYPE_CODES, Arg
 
 ARGS = (
-    *POINTERS,  # xq is a [M, K], wq is b [G, N, K], bias [G, N] or null, y is out [M, N]
+    # Those of the linear, whose kernels these are too: see kernels/linear/grouped.py.
+    Arg("xq", "pointer", "r"),  # a [M, K]
+    Arg("xs", "pointer", "r"),
+    Arg("wq", "pointer", "r"),  # b [G, N, K]
+    Arg("ws", "pointer", "r"),
+    Arg("bias", "pointer", "r"),  # [G, N], or null
+    Arg("y", "pointer", "w"),  # out [M, N]
     Arg("starts", "pointer", "r"),  # [G], or null
     Arg("ends", "pointer", "r"),  # [G], or null
     Arg("M", "i64"),
