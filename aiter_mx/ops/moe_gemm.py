@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Run, Tensors
@@ -151,11 +153,26 @@ def moe_gemm_activated(
     return out, scales
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What computes a call.
+
+    Attributes:
+        problem: what it asks for.
+        backend: of the kernel that computes it, or ``none``.
+        run: the kernel; None where there is nothing to compute.
+    """
+
+    problem: MoeGemmProblem
+    backend: str
+    run: Run | None
+
+
 class _Plans(threading.local):
-    """What computes a call, by everything about it that the checks and the route depend on."""
+    """Plans by everything about a call that the checks and the route depend on."""
 
     def __init__(self) -> None:
-        self.by_call: dict[Any, tuple[Run | None, MoeGemmProblem]] = {}
+        self.by_call: dict[Any, Plan] = {}
 
 
 _plans = _Plans()
@@ -164,27 +181,47 @@ _plans = _Plans()
 def _moe_gemm(
     inputs: tuple[Tensor | None, ...], options: tuple[Any, ...], out: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    xq, xs, wq, ws, sorted_ids, expert_ids, post_padded, weights, bias = inputs
+    return compute(plan_of(inputs, options), inputs, out)
+
+
+def plan_of(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Plan:
+    """What computes a call.
+
+    Args:
+        inputs: what ``_NAMES`` names.
+        options: num_valid_tokens, top_k, block_m, a_div, ids, out_dtype, activation, layout, and
+            alpha, beta and limit of swiglu_oai, else nothing.
+
+    Raises:
+        TypeError, ValueError, CaptureError: as ``moe_gemm`` documents.
+    """
     for name, tensor in zip(_NAMES, inputs, strict=True):
         if not isinstance(tensor, Tensor) and (tensor is not None or name not in _OPTIONAL):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    assert xq is not None and xs is not None and wq is not None and ws is not None
-    assert sorted_ids is not None and expert_ids is not None and post_padded is not None
-    device = xq.device
+    xq, weights, bias = inputs[0], inputs[7], inputs[8]
+    assert xq is not None
     call = (
         *((t.shape, t.dtype, t.device, t.is_contiguous()) for t in inputs if t is not None),
         (weights is None, bias is None),
         options,
-        device.type == "cpu" and cpu_target(),
+        xq.device.type == "cpu" and cpu_target(),
     )
     found = _plans.by_call.get(call)
     if found is None:
-        found = _plan(inputs, options)
-        _plans.by_call[call] = found
-    run, problem = found
+        found = _plans.by_call[call] = _plan(inputs, options)
+    return found
+
+
+def compute(
+    plan: Plan, inputs: tuple[Tensor | None, ...], out: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The result of a call, and the scales of one that is MX-FP8."""
+    xq, xs, wq, ws, sorted_ids, expert_ids, post_padded, _, _ = inputs
+    assert xq is not None and xs is not None and wq is not None and ws is not None
+    assert sorted_ids is not None and expert_ids is not None and post_padded is not None
+    problem, device = plan.problem, xq.device
     if checking():
         check_routing(problem, sorted_ids, expert_ids, post_padded)
-
     shape = (problem.routed, problem.out_features)
     out_scales = None
     if problem.activation != "none":
@@ -196,14 +233,14 @@ def _moe_gemm(
     else:
         named = dict(zip(_NAMES, inputs, strict=True))
         check_out(out, shape, _DTYPES[problem.out_dtype], **named)
-    if run is not None:
+    if plan.run is not None:
         tensors = (*inputs, out, out_scales)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         if (addresses[0] | addresses[2]) % ALIGNMENT_BYTES:
             refuse_alignment(xq=xq, wq=wq)
         if (addresses[1] | addresses[3]) % SCALE_ALIGNMENT_BYTES:
             refuse_alignment(SCALE_ALIGNMENT_BYTES, xs=xs, ws=ws)
-        run(tensors, addresses)
+        plan.run(tensors, addresses)
     return out, out_scales
 
 
@@ -215,16 +252,15 @@ _OPTIONAL = ("topk_weights", "bias")
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-def _plan(
-    inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]
-) -> tuple[Run | None, MoeGemmProblem]:
-    """What computes such a call (None where there is nothing to compute), and its problem."""
+def _plan(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Plan:
     problem = _check(inputs, options)
     assert inputs[0] is not None
     device = inputs[0].device
     if problem.routed == 0 or problem.N == 0 or problem.blocks == 0:
-        return None, problem
-    return bind("moe_gemm", target_of(device), problem, device, fallbacks(problem)), problem
+        return Plan(problem, "none", None)
+    target = target_of(device)
+    backend = route("moe_gemm", target, problem).backend
+    return Plan(problem, backend, bind("moe_gemm", target, problem, device, fallbacks(problem)))
 
 
 def _check(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> MoeGemmProblem:

@@ -1,0 +1,118 @@
+"""``mxfp8_gemv`` and ``grouped_gemm_mxfp8`` as aiter has them (its pull request 3783).
+
+Both return None where no kernel of this package computes the shape on the tensors' device, so that
+the caller takes its own fallback. Arguments that no shape could make right raise.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.ops.checks import DTYPE_NAMES, check_tensor
+from aiter_mx.ops.linear import linear
+from aiter_mx.ops.moe_gemm import compute, plan_of
+from aiter_mx.target import Target, target_of
+
+_OURS = ("hip", "none")  # kernels of csrc/ on either vendor's GPU; nothing to compute
+
+
+def mxfp8_gemv(
+    xq: Tensor,
+    x_scale: Tensor,
+    wq: Tensor,
+    w_scale: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor | None:
+    """``dequantised(xq) @ dequantised(wq).T``, or None where ``aiter_mx.linear`` would fall back.
+
+    Args:
+        xq: float8_e4m3fn ``[M, K]``.
+        x_scale: uint8 ``[M, K // 32]``.
+        wq: float8_e4m3fn ``[N, K]``.
+        w_scale: uint8 ``[N, K // 32]``.
+        out_dtype: bf16, fp16 or fp32.
+
+    Returns:
+        ``[M, N]``, or None.
+
+    Raises:
+        TypeError, ValueError: as ``aiter_mx.linear`` has it.
+    """
+    is_known = (
+        out_dtype in DTYPE_NAMES
+        and isinstance(xq, Tensor)
+        and isinstance(wq, Tensor)
+        and xq.ndim == wq.ndim == 2
+        and xq.shape[1] > 0
+    )
+    if is_known:
+        if xq.shape[1] % 32:
+            return None
+        problem = (xq.shape[0], wq.shape[0], xq.shape[1], DTYPE_NAMES[out_dtype])
+        if 0 not in problem[:2] and not _is_ours(target_of(xq.device), *problem):
+            return None
+    return linear(xq, x_scale, wq, w_scale, None, out_dtype)
+
+
+@lru_cache(maxsize=4096)
+def _is_ours(target: Target, M: int, N: int, K: int, out_dtype: str) -> bool:
+    return route("linear", target, LinearProblem(M, N, K, out_dtype)).backend in _OURS
+
+
+def grouped_gemm_mxfp8(
+    a_q: Tensor,
+    a_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    num_valid_tokens: int,
+    top_k: int,
+    block_m: int,
+    out_dtype: torch.dtype,
+    a_div: int,
+    mul_weight_by: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+) -> Tensor | None:
+    """A grouped GEMM over vLLM's routing, or None where ``aiter_mx.moe_gemm`` would fall back.
+
+    Args:
+        a_q: float8_e4m3fn ``[rows, K]``; routed row t takes row ``t // a_div``.
+        a_scale: uint8 ``[rows, K // 32]``.
+        w: float8_e4m3fn ``[E, N, K]``.
+        w_scale: uint8 ``[E, N, K // 32]``.
+        sorted_token_ids: int32, of ``moe_align_block_size``.
+        expert_ids: int32, one for each block_m ids; rows of expert -1 become zero.
+        num_tokens_post_padded: int32 ``[1]``.
+        num_valid_tokens: tokens times top_k.
+        top_k: experts of a token.
+        block_m: ids of a block.
+        out_dtype: bf16, fp16 or fp32.
+        a_div: routed rows that share a row of a_q.
+        mul_weight_by: routing weights, num_valid_tokens of them, or None.
+        topk_ids: experts of the tokens; nothing here needs them.
+
+    Returns:
+        ``[num_valid_tokens, N]``, or None.
+
+    Raises:
+        TypeError, ValueError: as ``aiter_mx.moe_gemm`` has it.
+    """
+    if out_dtype not in DTYPE_NAMES:
+        raise TypeError(f"out_dtype must be a floating-point dtype, got {out_dtype}")
+    if a_q.ndim == 2 and a_q.shape[1] % 32:
+        return None
+    if mul_weight_by is not None:
+        mul_weight_by = mul_weight_by.reshape(-1).to(torch.float32)
+        check_tensor("mul_weight_by", mul_weight_by, (torch.float32,), (num_valid_tokens,))
+    lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    inputs = (a_q, a_scale, w, w_scale, *lists, mul_weight_by, None)
+    name = DTYPE_NAMES[out_dtype]
+    plan = plan_of(inputs, (num_valid_tokens, top_k, block_m, a_div, "vllm", name, "none", "", ()))
+    return compute(plan, inputs, None)[0] if plan.backend in _OURS else None

@@ -1,0 +1,84 @@
+"""aiter's two names: its signatures, and None where the caller is to fall back."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from moe_reference import Layer, assert_rows, random_weights
+from mx_reference import assert_close_to_reference, random_mx
+
+import aiter_mx
+from aiter_mx.compat.aiter import grouped_gemm_mxfp8, mxfp8_gemv
+
+
+def test_signatures_are_aiters() -> None:
+    gemv = inspect.signature(mxfp8_gemv).parameters
+    assert list(gemv) == ["xq", "x_scale", "wq", "w_scale", "out_dtype"]
+    assert gemv["out_dtype"].default is torch.bfloat16
+    grouped = inspect.signature(grouped_gemm_mxfp8).parameters
+    assert list(grouped) == [
+        *("a_q", "a_scale", "w", "w_scale", "sorted_token_ids", "expert_ids"),
+        *("num_tokens_post_padded", "num_valid_tokens", "top_k", "block_m", "out_dtype", "a_div"),
+        *("mul_weight_by", "topk_ids"),
+    ]
+    assert [grouped[name].default for name in ("mul_weight_by", "topk_ids")] == [None, None]
+
+
+def test_gemv_is_the_linear_or_none() -> None:
+    generator = torch.Generator().manual_seed(0)
+    case = (
+        *random_mx(3, 96, generator, scale_exponents=(-6, 6)),
+        *random_mx(40, 96, generator, scale_exponents=(-6, 6)),
+    )
+    assert mxfp8_gemv(*case) is None  # on a CPU
+    with aiter_mx.simulate("gfx950"):
+        out = mxfp8_gemv(*case)
+        assert out is not None and out.dtype == torch.bfloat16
+        assert_close_to_reference(out, *case)
+        assert mxfp8_gemv(case[0][:, :80].contiguous(), *case[1:]) is None
+        with pytest.raises(TypeError, match="xq must be torch"):
+            mxfp8_gemv(case[0].float(), *case[1:])  # type: ignore[arg-type]
+
+
+def grouped_case() -> tuple[dict[str, Any], list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    topk_ids = torch.tensor([[0, 2], [1, 1], [2, 0]], dtype=torch.int32)
+    expert_map = torch.tensor([0, -1, 1], dtype=torch.int32)
+    lists = aiter_mx.moe_align(topk_ids, 64, 3, expert_map)
+    a_q, a_scale = random_mx(3, 64, generator, scale_exponents=(-6, 6))
+    w, w_scale = random_weights(2, 32, 64, generator, scale_exponents=(-6, 6))
+    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
+    case = {
+        "a_q": a_q,
+        "a_scale": a_scale,
+        "w": w,
+        "w_scale": w_scale,
+        **dict(zip(names, lists, strict=True)),
+        "num_valid_tokens": 6,
+        "top_k": 2,
+        "block_m": 64,
+        "out_dtype": torch.float32,
+        "a_div": 2,
+        "topk_ids": topk_ids,
+    }
+    return case, [0, 1, 2, 2, 1, 0]  # 2: of an expert that is not here
+
+
+def test_grouped_gemm_is_the_moe_gemm_or_none() -> None:
+    case, experts = grouped_case()
+    weights = torch.rand(3, 2)
+    operands = [case[name] for name in ("a_q", "a_scale", "w", "w_scale")]
+    assert grouped_gemm_mxfp8(**case) is None  # on a CPU
+    with aiter_mx.simulate("gfx950"):
+        out = grouped_gemm_mxfp8(**case)
+        assert out is not None
+        assert_rows(out, Layer(*operands, None, experts, 2), 0)
+        out = grouped_gemm_mxfp8(**case, mul_weight_by=weights)
+        assert out is not None
+        assert_rows(out, Layer(*operands, None, experts, 2, weights.flatten()), 0)
+        assert grouped_gemm_mxfp8(**{**case, "a_q": case["a_q"][:, :48].contiguous()}) is None
+        with pytest.raises(ValueError, match="mul_weight_by must be"):
+            grouped_gemm_mxfp8(**case, mul_weight_by=weights[:2])
