@@ -75,12 +75,12 @@ def row_of(
     timings: tuple[Timing, ...],
     origin: Mapping[str, str],
 ) -> Cells:
-    """The row that names ``chosen``; ``timings`` are of all that computed the problem."""
+    """The row that names ``chosen``; ``timings`` are of all that computed the problem, as a race
+    orders them."""
     candidate = chosen.candidate
     best: dict[str, float] = {}
-    for timing in timings:
-        backend = timing.candidate.backend
-        best[backend] = min(timing.us, best.get(backend, timing.us))
+    for timing in timings:  # finalists first: times of earlier heats do not compare with theirs
+        best.setdefault(timing.candidate.backend, timing.us)
     return {
         "gfx": target.arch,
         "cu_num": str(target.cu_num),
