@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -320,7 +321,9 @@ def test_workers_share_the_work_and_write_the_same_table(tmp_path: Path) -> None
 
 def test_processes_share_the_work_through_torchs_store(tmp_path: Path) -> None:
     table = tmp_path / "linear.csv"
-    port = str(20000 + os.getpid() % 20000)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     environment = {**ENVIRONMENT, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     script = [sys.executable, tune_fakes.__file__, str(table)]
     processes = [

@@ -41,6 +41,9 @@ class Share(Protocol):
     def meet(self, where: str) -> None:
         """Wait until every worker is here."""
 
+    def leave(self) -> None:
+        """Say that nothing more is wanted of the others; the first worker goes last."""
+
 
 class Alone:
     """The only worker."""
@@ -64,6 +67,9 @@ class Alone:
                 yield name
 
     def meet(self, where: str) -> None:
+        return
+
+    def leave(self) -> None:
         return
 
 
@@ -94,6 +100,14 @@ class Shared:
 
     def meet(self, where: str) -> None:
         self._store.add(f"meet/{where}", 1)
+        self._wait_for_all(where)
+
+    def leave(self) -> None:
+        self._store.add("meet/the end", 1)
+        if self.rank == 0:  # whose process may be the one that holds the store
+            self._wait_for_all("the end")
+
+    def _wait_for_all(self, where: str) -> None:
         deadline = time.monotonic() + _PATIENCE_S
         while (here := self._store.add(f"meet/{where}", 0)) < self.workers:
             if time.monotonic() > deadline:

@@ -173,6 +173,7 @@ def _tune(
     if share.rank == 0:
         _write(plan, before, found)
     share.meet("written")
+    share.leave()
     return found
 
 
