@@ -16,17 +16,15 @@ from aiter_mx.launch import Run, Tensors
 from aiter_mx.ops.checks import (
     BLOCK,
     DTYPE_NAMES,
-    SCALE_DTYPES,
     check_out,
-    either,
     refuse_alignment,
     refuse_strides,
     shape_text,
 )
+from aiter_mx.ops.grouped_check import INDEX_NAMES, grouped_problem
 from aiter_mx.ops.plan import Fallback, bind
 from aiter_mx.target import cpu_target, target_of
 
-_INDEX_NAMES = {torch.int32: "i32", torch.int64: "i64"}
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_OR_NONE = _PLAIN | {type(None)}
 
@@ -95,6 +93,7 @@ def grouped_gemm_ranges(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     bias: torch.Tensor | None = None,
+    expected_rows: int = 0,
 ) -> torch.Tensor:
     """``grouped_gemm`` whose groups need neither be in order nor adjoin, or start at fixed rows.
 
@@ -110,6 +109,8 @@ def grouped_gemm_ranges(
         out: ``[M, N]`` or ``[G, rows, N]``.
         out_dtype: as in ``grouped_gemm``.
         bias: as in ``grouped_gemm``.
+        expected_rows: rows that a group is likely to have, where that is not their average. It
+            chooses tiles and does not bear on results.
 
     Returns:
         ``[M, N]`` or ``[G, rows, N]``, or ``out``.
@@ -124,8 +125,10 @@ def grouped_gemm_ranges(
         or not _PLAIN_OR_NONE.issuperset((type(starts), type(bias), type(out)))
         or (bias is not None and bias.requires_grad and torch.is_grad_enabled())
     ):
-        return _through_torch(a, a_scale, b, b_scale, starts, ends, out, out_dtype, bias)
-    return _grouped(a, a_scale, b, b_scale, starts, ends, out, out_dtype, bias)
+        return _through_torch(
+            a, a_scale, b, b_scale, starts, ends, out, out_dtype, bias, expected_rows
+        )
+    return _grouped(a, a_scale, b, b_scale, starts, ends, out, out_dtype, bias, expected_rows)
 
 
 class _Plans(threading.local):
@@ -148,6 +151,7 @@ def _grouped(
     out: torch.Tensor | None,
     out_dtype: torch.dtype,
     bias: torch.Tensor | None,
+    expected_rows: int,
 ) -> torch.Tensor:
     device = a.device
     call = (
@@ -156,11 +160,11 @@ def _grouped(
         (device, a_scale.device, b.device, b_scale.device, ends.device),
         starts is not None and (starts.shape, starts.dtype, starts.device),
         bias is not None and (bias.shape, bias.dtype, bias.device),
-        device.type == "cpu" and cpu_target(),
+        (device.type == "cpu" and cpu_target(), expected_rows),
     )
     found = _plans.by_call.get(call)
     if found is None:
-        plan = _plan(a, a_scale, b, b_scale, starts, ends, out_dtype, bias)
+        plan = _plan(a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows)
         found = _plans.by_call[call] = plan
     run, shape, first_end = found
 
@@ -203,10 +207,11 @@ def _plan(
     ends: torch.Tensor,
     out_dtype: torch.dtype,
     bias: torch.Tensor | None,
+    expected_rows: int,
 ) -> tuple[Run | None, tuple[int, ...], int]:
     """What computes such a call (None for an empty result), the result's shape, and the bytes
     before the first group's end in ``ends``."""
-    problem = _check(a, a_scale, b, b_scale, starts, ends, out_dtype, bias)
+    problem = grouped_problem(a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows)
     shape = (*a.shape[:-1], problem.N)
     first_end = ends.itemsize if ends.shape[0] == problem.G + 1 else 0
     if 0 in shape:
@@ -215,109 +220,65 @@ def _plan(
     return run, shape, first_end
 
 
+def _ranges(
+    problem: GroupedGemmProblem, starts: torch.Tensor | None, ends: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """First row of each group, and the row after its last, whatever the layout."""
+    M, G = problem.M, problem.G
+    if problem.layout == "masked":
+        first = torch.arange(G, device=ends.device) * (M // G)
+        return first, first + ends.clamp(max=M // G)
+    if starts is None:
+        return torch.nn.functional.pad(ends[:-1], (1, 0)), ends
+    return starts[:G], ends[-G:]
+
+
 def _run_torch(problem: GroupedGemmProblem, tensors: Tensors, config: Config) -> None:
     from aiter_mx.fallbacks.grouped_torch import grouped_torch
 
     a, a_scale, b, b_scale, bias, out, starts, ends = tensors
-    M, N, K, G = problem.M, problem.N, problem.K, problem.G
-    if problem.layout == "masked":
-        starts = torch.arange(G, device=ends.device) * (M // G)
-        ends = starts + ends.clamp(max=M // G)
-    elif starts is None:
-        starts = torch.nn.functional.pad(ends[:-1], (1, 0))
-    elif ends.shape[0] > G:
-        starts, ends = starts[:-1], ends[1:]
-    scales = a_scale.view(M, K // BLOCK)
-    grouped_torch(a.view(M, K), scales, b, b_scale, bias, out.view(M, N), starts, ends)
+    M, N, K = problem.M, problem.N, problem.K
+    a, a_scale, out = a.view(M, K), a_scale.view(M, K // BLOCK), out.view(M, N)
+    grouped_torch(a, a_scale, b, b_scale, bias, out, *_ranges(problem, starts, ends))
+
+
+def _run_triton(problem: GroupedGemmProblem, tensors: Tensors, config: Config) -> None:
+    from aiter_mx.fallbacks.grouped_triton import grouped_triton
+
+    a, a_scale, b, b_scale, bias, out, starts, ends = tensors
+    M, N, K = problem.M, problem.N, problem.K
+    a, a_scale, out = a.view(M, K), a_scale.view(M, K // BLOCK), out.view(M, N)
+    ranges, most_tiles = _ranges(problem, starts, ends), problem.most_tiles(config["BLOCK_M"])
+    grouped_triton(a, a_scale, b, b_scale, bias, out, *ranges, most_tiles, config)
 
 
 def _fallbacks(problem: GroupedGemmProblem) -> Mapping[str, Fallback]:
-    return {"torch": partial(_run_torch, problem)}
+    return {"triton": partial(_run_triton, problem), "torch": partial(_run_torch, problem)}
 
 
 def warm(problem: GroupedGemmProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
     target = target_of(device)
-    bind("grouped_gemm", target, problem, device, _fallbacks(problem))
-    route("grouped_gemm", target, problem)
-
-
-def _check(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None,
-) -> GroupedGemmProblem:
-    """The problem that these operands pose; raises as ``grouped_gemm`` documents."""
-    indices = tuple(_INDEX_NAMES)
-    for name, tensor, dtypes in (
-        ("a", a, (torch.float8_e4m3fn,)),
-        ("a_scale", a_scale, SCALE_DTYPES),
-        ("b", b, (torch.float8_e4m3fn,)),
-        ("b_scale", b_scale, SCALE_DTYPES),
-        ("group_offs", ends, indices),
-        ("starts", starts, (ends.dtype,)),
-        ("bias", bias, tuple(DTYPE_NAMES)),
-    ):
-        if tensor is None:
-            continue
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"{name} must be {either(dtypes)}, got {tensor.dtype}")
-        if tensor.device != a.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, but a is on {a.device}: all operands must be on "
-                "one device"
-            )
-    if out_dtype not in DTYPE_NAMES:
-        raise TypeError(f"out_dtype must be {either(tuple(DTYPE_NAMES))}, got {out_dtype}")
-    if a.ndim not in (2, 3):
-        raise ValueError(f"a must be [M, K] or, masked, [G, rows, K], got {shape_text(a)}")
-    if b.ndim != 3:
-        raise ValueError(f"b must have three dimensions, [G, N, K], got {shape_text(b)}")
-    (G, N, _), K = b.shape, a.shape[-1]
-    masked = a.ndim == 3
-    if K == 0 or K % BLOCK:
-        raise ValueError(f"K must be a multiple of {BLOCK}, got K={K} (a: {shape_text(a)})")
-    if N % BLOCK:
-        raise ValueError(f"N must be a multiple of {BLOCK}, got N={N} (b: {shape_text(b)})")
-    if G == 0:
-        raise ValueError(f"there must be at least one group, got none (b: {shape_text(b)})")
-    for name, tensor, expected in (
-        ("a", a, (G, a.shape[1], K) if masked else (a.shape[0], K)),
-        ("a_scale", a_scale, (*a.shape[:-1], K // BLOCK)),
-        ("b", b, (G, N, K)),
-        ("b_scale", b_scale, (G, N, K // BLOCK)),
-        ("starts", starts, (G,)),
-        ("bias", bias, (G, N)),
-    ):
-        if tensor is not None and tuple(tensor.shape) != expected:
-            raise ValueError(
-                f"{name} must be {list(expected)}, got {shape_text(tensor)} "
-                f"(a: {shape_text(a)}, b: {shape_text(b)})"
-            )
-    lengths = {(G,)} if masked or starts is not None else {(G,), (G + 1,)}
-    if tuple(ends.shape) not in lengths:
-        known = " or ".join(str(list(length)) for length in sorted(lengths))
-        raise ValueError(
-            f"{'masked_m' if masked else 'group_offs'} must be {known}, got {shape_text(ends)} "
-            f"(b: {shape_text(b)})"
-        )
-    if masked and starts is not None:
-        raise ValueError("masked groups start at fixed rows; starts must be None")
-    return GroupedGemmProblem(
-        M=a.shape[:-1].numel(),
-        N=N,
-        K=K,
-        G=G,
-        out_dtype=DTYPE_NAMES[out_dtype],
-        bias="none" if bias is None else DTYPE_NAMES[bias.dtype],
-        layout="masked" if masked else "jagged",
-        index=_INDEX_NAMES[ends.dtype],
+    run = bind("grouped_gemm", target, problem, device, _fallbacks(problem))
+    if route("grouped_gemm", target, problem).backend != "triton":
+        return
+    # Triton compiles when it is called, so it is called, on whatever this memory holds.
+    M, N, K, G = problem.M, problem.N, problem.K, problem.G
+    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    indices = {name: dtype for dtype, name in INDEX_NAMES.items()}
+    tensors = (
+        torch.empty((M, K), dtype=torch.float8_e4m3fn, device=device),
+        torch.empty((M, K // BLOCK), dtype=torch.uint8, device=device),
+        torch.empty((G, N, K), dtype=torch.float8_e4m3fn, device=device),
+        torch.empty((G, N, K // BLOCK), dtype=torch.uint8, device=device),
+        None
+        if problem.bias == "none"
+        else torch.empty((G, N), dtype=dtypes[problem.bias], device=device),
+        torch.empty((M, N), dtype=dtypes[problem.out_dtype], device=device),
+        None,
+        torch.zeros(G, dtype=indices[problem.index], device=device),
     )
+    run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 @torch.library.custom_op("aiter_mx::grouped_gemm", mutates_args=())
@@ -330,8 +291,9 @@ def _op(
     ends: torch.Tensor,
     out_dtype: torch.dtype = torch.bfloat16,
     bias: torch.Tensor | None = None,
+    expected_rows: int = 0,
 ) -> torch.Tensor:
-    return _grouped(a, a_scale, b, b_scale, starts, ends, None, out_dtype, bias)
+    return _grouped(a, a_scale, b, b_scale, starts, ends, None, out_dtype, bias, expected_rows)
 
 
 @_op.register_fake
@@ -344,8 +306,9 @@ def _fake(
     ends: torch.Tensor,
     out_dtype: torch.dtype = torch.bfloat16,
     bias: torch.Tensor | None = None,
+    expected_rows: int = 0,
 ) -> torch.Tensor:
-    problem = _check(a, a_scale, b, b_scale, starts, ends, out_dtype, bias)
+    problem = grouped_problem(a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows)
     return a.new_empty((*a.shape[:-1], problem.N), dtype=out_dtype)
 
 
@@ -359,8 +322,9 @@ def _out_op(
     ends: torch.Tensor,
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
+    expected_rows: int = 0,
 ) -> None:
-    _grouped(a, a_scale, b, b_scale, starts, ends, out, out.dtype, bias)
+    _grouped(a, a_scale, b, b_scale, starts, ends, out, out.dtype, bias, expected_rows)
 
 
 @_out_op.register_fake
@@ -373,8 +337,9 @@ def _out_fake(
     ends: torch.Tensor,
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
+    expected_rows: int = 0,
 ) -> None:
-    problem = _check(a, a_scale, b, b_scale, starts, ends, out.dtype, bias)
+    problem = grouped_problem(a, a_scale, b, b_scale, starts, ends, out.dtype, bias, expected_rows)
     expected = [*a.shape[:-1], problem.N]
     if list(out.shape) != expected:
         raise ValueError(f"out must be {expected}, got {shape_text(out)}")
@@ -390,6 +355,7 @@ def _through_torch(
     out: torch.Tensor | None,
     out_dtype: torch.dtype,
     bias: torch.Tensor | None,
+    expected_rows: int,
 ) -> torch.Tensor:
     operands = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "group_offs": ends}
     optional = {"starts": starts, "bias": bias, "out": out}
@@ -397,9 +363,11 @@ def _through_torch(
         if not isinstance(value, torch.Tensor) and (value is not None or name not in optional):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if out is None:
-        result: torch.Tensor = _op(a, a_scale, b, b_scale, starts, ends, out_dtype, bias)
+        result: torch.Tensor = _op(
+            a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows
+        )
         return result
     if out.dtype != out_dtype:
         raise TypeError(f"out must be of out_dtype {out_dtype}, got {out.dtype}")
-    _out_op(a, a_scale, b, b_scale, starts, ends, out, bias)
+    _out_op(a, a_scale, b, b_scale, starts, ends, out, bias, expected_rows)
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from aiter_mx.fallbacks import grouped_tiles
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
 from aiter_mx.kernels.grouped_gemm.problem import KEY, GroupedGemmProblem, stand_ins
 from aiter_mx.kernels.spec import KernelSpec
@@ -12,6 +13,15 @@ PROBLEM = GroupedGemmProblem
 
 KERNELS = (
     PERSISTENT_GFX950,
+    KernelSpec(
+        op="grouped_gemm",
+        backend="triton",
+        name="dot_scaled",
+        params=grouped_tiles.PARAMS,
+        refusal=grouped_tiles.refusal,
+        configure=grouped_tiles.configure,
+        candidates=grouped_tiles.candidates,
+    ),
     KernelSpec(
         op="grouped_gemm",
         backend="torch",

@@ -103,8 +103,7 @@ def _cycles(target: Target, problem: GroupedGemmProblem, config: Config) -> floa
     steps = -(-problem.K // _DEPTH)
     tile = steps * step + epilogue + _TILE_CYCLES
     resident = _resident(problem, config)
-    rows = -(-problem.M // problem.G)
-    tiles = min(problem.G, problem.M) * -(-rows // tile_m) * -(-problem.N // tile_n)
+    tiles = min(problem.G, problem.M) * -(-problem.usual_rows // tile_m) * -(-problem.N // tile_n)
     rounds = -(-tiles // (target.cu_num * resident))
     latency = steps * _LATENCY_CYCLES / 2 + _LATENCY_CYCLES
     return rounds * max(latency, resident * tile)

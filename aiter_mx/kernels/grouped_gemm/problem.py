@@ -62,6 +62,8 @@ class GroupedGemmProblem:
         bias: dtype of the bias, one of those or ``none``.
         layout: ``jagged`` or ``masked``.
         index: dtype of the groups' bounds, ``i32`` or ``i64``.
+        expected: rows that a group is likely to have, or 0 for M / G. It may choose a kernel's
+            tiles, and never bears on results.
 
     Raises:
         ValueError: a field is none of the above.
@@ -75,9 +77,10 @@ class GroupedGemmProblem:
     bias: str = "none"
     layout: str = "jagged"
     index: str = "i32"
+    expected: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("M", 0), ("N", 0), ("G", 1)):
+        for name, least in (("M", 0), ("N", 0), ("G", 1), ("expected", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.K <= 0 or self.K % BLOCK:
@@ -94,6 +97,11 @@ class GroupedGemmProblem:
                 )
         if self.layout == "masked" and self.M % self.G:
             raise ValueError(f"masked groups have M / G rows each, got M={self.M} and G={self.G}")
+
+    @property
+    def usual_rows(self) -> int:
+        """Rows of a group to choose tiles by."""
+        return self.expected or -(-self.M // self.G)
 
     def most_tiles(self, rows: int) -> int:
         """The most tiles of ``rows`` rows that the groups can have together."""

@@ -1,0 +1,82 @@
+"""Tiles of the Triton grouped GEMM. Triton itself is not imported, so that dispatch can do without.
+
+They are the linear's for many rows: a group of a prefill has hundreds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from aiter_mx.fallbacks import linear_tiles
+from aiter_mx.kernels.spec import Param
+from aiter_mx.target import Target
+
+MAX_GROUPS = 4096  # a program looks at all of them at once
+
+
+class Shape(Protocol):
+    """The part of a problem that tiles depend on."""
+
+    @property
+    def G(self) -> int: ...
+
+    @property
+    def usual_rows(self) -> int: ...
+
+
+PARAMS = (
+    Param("BLOCK_M", (16, 32, 64, 128), "rows of a in a tile"),
+    Param("BLOCK_N", (64, 128, 256), "features in a tile"),
+    Param("BLOCK_K", (64, 128, 256), "elements of K in one step of the loop"),
+    Param("num_warps", (4, 8), "warps (sm_90a) or waves (gfx950) of a workgroup"),
+    Param("num_stages", (2, 3, 4), "steps of the loop in flight"),
+)
+
+
+def _tiles(*rows: tuple[int, ...]) -> tuple[dict[str, int], ...]:
+    return tuple(dict(zip((param.name for param in PARAMS), row, strict=True)) for row in rows)
+
+
+CANDIDATES: Mapping[str, tuple[dict[str, int], ...]] = {
+    "gfx950": _tiles(
+        (128, 128, 128, 4, 2),
+        (128, 256, 128, 8, 2),
+        (128, 128, 256, 8, 2),
+        (64, 128, 128, 4, 2),
+        (32, 128, 256, 4, 2),
+        (16, 128, 256, 4, 2),
+    ),
+    "sm_90a": _tiles(
+        (128, 128, 64, 8, 3),
+        (128, 128, 128, 8, 2),
+        (128, 64, 128, 4, 3),
+        (64, 128, 128, 4, 3),
+        (32, 128, 128, 4, 3),
+        (16, 128, 128, 4, 3),
+    ),
+}
+"""Architecture to the configurations that a tuner should time."""
+
+
+def configure(target: Target, problem: Shape) -> dict[str, int]:
+    """The first candidate that is as tall as an average group, or as near to it as there is."""
+    rows = linear_tiles.bucket(problem.usual_rows)
+    return dict(next(c for c in CANDIDATES[target.arch] if c["BLOCK_M"] <= rows))
+
+
+def candidates(target: Target, problem: Shape) -> Sequence[Mapping[str, int]]:
+    """The configurations that a tuner should time."""
+    return CANDIDATES[target.arch]
+
+
+def refusal(target: Target, problem: Shape) -> str | None:
+    """Why Triton does not compute a grouped GEMM on ``target``, or None when it does."""
+    if target.runtime not in ("hip", "cuda"):
+        return f"Triton needs a GPU, and this is {target.name}"
+    if target.arch not in CANDIDATES:
+        known = ", ".join(CANDIDATES)
+        return f"the Triton grouped GEMM has tiles for {known}, not for {target.arch}"
+    if problem.G > MAX_GROUPS:
+        return f"G={problem.G} is above {MAX_GROUPS}, the most groups of the Triton grouped GEMM"
+    return None
