@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 from aiter_mx.kernels.spec import DTYPE_CODES, Arg
 
 ARGS = (
-    # Those of the linear, whose kernels these are too: see kernels/linear/grouped.py.
-    Arg("xq", "pointer", "r"),  # a [M, K]
-    Arg("xs", "pointer", "r"),
-    Arg("wq", "pointer", "r"),  # b [G, N, K]
-    Arg("ws", "pointer", "r"),
+    Arg("xq", "pointer", "r"),  # a, e4m3 [M, K]
+    Arg("xs", "pointer", "r"),  # e8m0 [M, K / 32]
+    Arg("wq", "pointer", "r"),  # b, e4m3 [G, N, K]
+    Arg("ws", "pointer", "r"),  # e8m0 [G, N, K / 32]
     Arg("bias", "pointer", "r"),  # [G, N], or null
     Arg("y", "pointer", "w"),  # out [M, N]
     Arg("starts", "pointer", "r"),  # [G], or null
@@ -39,8 +38,8 @@ ARGS = (
     Arg("index_bytes", "i32"),  # of starts and ends, 4 or 8
     Arg("bias_kind", "i32"),  # code of the bias's dtype
 )
-"""The arguments of every grouped kernel. One that has a workspace takes its pointer after ends; it
-may add scalars of its own."""
+"""The arguments of every grouped kernel; up to y they are those of a linear, which is one group.
+A kernel that has a workspace takes its pointer after ends; it may add scalars of its own."""
 
 LAYOUT_CODES = {"jagged": 0, "masked": 1}
 INDEX_BYTES = {"i32": 4, "i64": 8}

@@ -1,0 +1,151 @@
+"""DeepGEMM's call sites: against the product of what was quantised, and on every kind of scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import aiter_mx
+from aiter_mx.compat.deep_gemm import (
+    expand_scales,
+    m_grouped_fp8_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_masked,
+)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    if request.param == "cuda":
+        yield torch.device("cuda")
+    else:
+        with aiter_mx.simulate("gfx950"):
+            yield torch.device("cpu")
+
+
+def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
+    """DeepGEMM's measure: 1 - 2 <x, y> / (<x, x> + <y, y>)."""
+    x, y = x.double(), y.double()
+    return float(1 - 2 * (x * y).sum() / (x * x + y * y).sum())
+
+
+def quantize_coarse(x: torch.Tensor, rows: int) -> Pair:
+    """e4m3 with a fp32 power of two for each 128 k of ``rows`` rows, rounded up to be one."""
+    *outer, M, K = x.shape
+    padded = x.new_zeros(*outer, -(-M // rows) * rows, -(-K // 128) * 128)
+    padded[..., :M, :K] = x
+    tiles = padded.unflatten(-1, (-1, 128)).unflatten(-3, (-1, rows))  # [.., m, rows, k, 128]
+    amax = tiles.abs().amax((-3, -1)).clamp(min=1e-4)
+    scale = torch.exp2(torch.ceil(torch.log2(amax / 448)))
+    payload = (tiles / scale[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
+    return payload[..., :M, :K].contiguous().to(torch.float8_e4m3fn), scale
+
+
+def to_uint8(pair: Pair) -> Pair:
+    return pair[0], (torch.log2(pair[1]) + 127).to(torch.uint8)
+
+
+def both(kind: str, x: torch.Tensor, w: torch.Tensor) -> tuple[Pair, Pair]:
+    """Activations and weights in one of the three kinds of scale."""
+    if kind == "1x32":
+        return aiter_mx.quantize(x), aiter_mx.quantize(w)
+    a, b = quantize_coarse(x, 1), quantize_coarse(w, 128)
+    return (a, b) if kind == "fp32 at 128" else (to_uint8(a), to_uint8(b))
+
+
+KINDS = ["fp32 at 128", "e8m0 at 128", "1x32"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("zero_padding", [False, True])
+def test_contiguous_is_close_to_the_unquantised_product(
+    device: torch.device, kind: str, zero_padding: bool
+) -> None:
+    torch.manual_seed(1)
+    sizes, aligned, (N, K) = [70, 0, 129, 1], [128, 0, 256, 5], (192, 576)
+    layout = torch.full((sum(aligned),), -1, dtype=torch.int32)
+    row, x, w = 0, torch.randn(sum(aligned), K), torch.randn(4, N, K)
+    expected = torch.full((len(x), N), 0.0 if zero_padding else 7.0)
+    for g, (size, room) in enumerate(zip(sizes, aligned, strict=True)):
+        layout[row : row + size] = g
+        expected[row : row + size] = x[row : row + size] @ w[g].T
+        row += room
+    d = torch.full((len(x), N), 7.0, dtype=torch.bfloat16, device=device)
+    a, b = ((q.to(device), s.to(device)) for q, s in both(kind, x, w))
+    m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout.to(device), zero_padding=zero_padding)
+    d, mine = d.cpu(), layout >= 0
+    assert calc_diff(d[mine], expected[mine]) < 1e-3
+    assert torch.equal(d[~mine].float(), expected[~mine])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masked_is_close_to_the_unquantised_product(device: torch.device, kind: str) -> None:
+    torch.manual_seed(2)
+    G, M, N, K = 3, 150, 160, 512
+    masked = torch.tensor([150, 0, 37], dtype=torch.int32)
+    x, w = torch.randn(G, M, K), torch.randn(G, N, K)
+    d = torch.full((G, M, N), 7.0, dtype=torch.bfloat16, device=device)
+    a, b = ((q.to(device), s.to(device)) for q, s in both(kind, x, w))
+    m_grouped_fp8_gemm_nt_masked(a, b, d, masked.to(device), expected_m=60)
+    d = d.cpu()
+    for g, rows in enumerate(masked.tolist()):
+        assert (d[g, rows:] == 7).all()
+        if rows:
+            assert calc_diff(d[g, :rows], x[g, :rows] @ w[g].T) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("G", "M", "N", "K"), [(4, 8192, 4096, 7168), (8, 4096, 7168, 2048)])
+def test_their_shapes_are_close_to_the_unquantised_product(G: int, M: int, N: int, K: int) -> None:
+    torch.manual_seed(3)
+    sizes = (torch.randint(int(0.7 * M), int(1.3 * M), (G,)) // 128 * 128).tolist()
+    x = torch.randn(sum(sizes), K, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(G, N, K, device="cuda", dtype=torch.bfloat16)
+    layout = torch.arange(G, device="cuda", dtype=torch.int32)
+    layout = layout.repeat_interleave(torch.tensor(sizes, device="cuda"))
+    d = torch.empty(sum(sizes), N, device="cuda", dtype=torch.bfloat16)
+    a, b = quantize_coarse(x.float(), 1), quantize_coarse(w.float(), 128)
+    m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout)
+    row = 0
+    for g, size in enumerate(sizes):
+        assert calc_diff(d[row : row + size], x[row : row + size] @ w[g].T) < 1e-3
+        row += size
+
+
+def test_scales_are_expanded_exactly() -> None:
+    payload = torch.zeros(2, 130, 160, dtype=torch.float8_e4m3fn)
+    scale = torch.tensor([2.0**-127, 2.0**-126, 1.0, 2.0**127, 0.75, 0.0, -2.0, float("inf")])
+    scale = scale.view(2, 2, 2)
+    found = expand_scales(payload, scale)
+    assert (found.shape, found.dtype) == ((2, 130, 5), torch.uint8)
+    assert found[0, 0].tolist() == [0, 0, 0, 0, 1] and found[0, 127].tolist() == [0, 0, 0, 0, 1]
+    assert found[0, 128].tolist() == [127] * 4 + [254]
+    assert (found[1] == 255).all()
+    fine = torch.randint(0, 256, (2, 130, 5), dtype=torch.uint8)
+    assert torch.equal(expand_scales(payload, fine.view(torch.float8_e8m0fnu)), fine)
+
+
+def test_bad_arguments_are_refused() -> None:
+    a, b = aiter_mx.quantize(torch.randn(8, 64)), aiter_mx.quantize(torch.randn(2, 32, 64))
+    d, layout = torch.empty(8, 32).bfloat16(), torch.zeros(8, dtype=torch.int32)
+    for arguments, keywords, error, message in [
+        ((a[0], b, d, layout), {}, TypeError, r"a must be a pair \(payload, scale\), got Tensor"),
+        (
+            ((a[0], a[1][:3]), b, d, layout),
+            {},
+            ValueError,
+            r"must be \[8, 2\], \[8, 1\] or \[1, 1\]",
+        ),
+        (((a[0], a[1].int()), b, d, layout), {}, TypeError, "scales must be torch.float32"),
+        ((a, b, d, layout.long()), {}, TypeError, "grouped_layout must be torch.int32"),
+        ((a, b, d, layout[:7]), {}, ValueError, r"a must be \[M, K\] and grouped_layout \[M\]"),
+        ((a, b, d[:7], layout), {}, ValueError, r"out must be \[8, 32\], got \[7, 32\]"),
+        ((a, b, d, layout), {"disable_ue8m0_cast": True}, ValueError, "no powers of two"),
+    ]:
+        with pytest.raises(error, match=message):
+            m_grouped_fp8_gemm_nt_contiguous(*arguments, **keywords)
+    with pytest.raises(ValueError, match=r"a must be \[G, M, K\], got \[8, 64\]"):
+        m_grouped_fp8_gemm_nt_masked(a, b, d, layout[:2], 4)
