@@ -229,10 +229,10 @@ def compute(
         scales_shape = (problem.routed, problem.out_features // BLOCK)
         out_scales = torch.empty(scales_shape, dtype=torch.uint8, device=device)
     elif out is None:
-        out = torch.empty(shape, dtype=_DTYPES[problem.out_dtype], device=device)
+        out = torch.empty(shape, dtype=DTYPES[problem.out_dtype], device=device)
     else:
         named = dict(zip(_NAMES, inputs, strict=True))
-        check_out(out, shape, _DTYPES[problem.out_dtype], **named)
+        check_out(out, shape, DTYPES[problem.out_dtype], **named)
     if plan.run is not None:
         tensors = (*inputs, out, out_scales)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -249,7 +249,7 @@ _NAMES = (
     *("topk_weights", "bias"),
 )
 _OPTIONAL = ("topk_weights", "bias")
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def _plan(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Plan:
@@ -338,9 +338,42 @@ def fallbacks(problem: MoeGemmProblem) -> dict[str, Any]:
 
         moe_gemm_torch(problem, *tensors)
 
-    return {"torch": run_torch}
+    def run_triton(tensors: Tensors, config: Config) -> None:
+        from aiter_mx.fallbacks.moe_gemm_triton import moe_gemm_triton
+
+        moe_gemm_triton(problem, *tensors, config)
+
+    return {"torch": run_torch, "triton": run_triton}
 
 
 def warm(problem: MoeGemmProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
-    bind("moe_gemm", target_of(device), problem, device, fallbacks(problem))
+    target = target_of(device)
+    run = bind("moe_gemm", target, problem, device, fallbacks(problem))
+    if route("moe_gemm", target, problem).backend != "triton" or problem.routed == 0:
+        return
+    # Triton compiles when it is called, so it is called, on whatever this memory holds but for the
+    # lists, which have no block in use.
+    p = problem
+    ids = torch.empty(p.blocks * p.block_m, dtype=torch.int32, device=device)
+    experts = torch.empty(p.blocks, dtype=torch.int32, device=device)
+    none_used = torch.zeros(1, dtype=torch.int32, device=device)
+    dtypes = {**DTYPES, "mxfp8": _FP8[0]}
+    scales = (p.routed, p.out_features // BLOCK)
+    tensors = (
+        *_operand(p.routed, p.K, device=device),
+        *_operand(p.E, p.N, p.K, device=device),
+        *(ids, experts, none_used),
+        None if p.weights == "none" else torch.empty(len(ids), device=device),
+        None if p.bias == "none" else torch.empty(p.E, p.N, dtype=dtypes[p.bias], device=device),
+        torch.empty(p.routed, p.out_features, dtype=dtypes[p.out_dtype], device=device),
+        None if p.activation == "none" else torch.empty(scales, dtype=torch.uint8, device=device),
+    )
+    run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+
+
+def _operand(*shape: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty(shape, dtype=_FP8[0], device=device),
+        torch.empty((*shape[:-1], shape[-1] // BLOCK), dtype=torch.uint8, device=device),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from aiter_mx.fallbacks import moe_gemm_tiles
 from aiter_mx.kernels.moe_gemm.gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.moe_gemm.problem import KEY, MoeGemmProblem, stand_ins
 from aiter_mx.kernels.moe_gemm.sm90 import STREAM
@@ -16,6 +17,15 @@ KERNELS = (
     MFMA_GFX950,
     STREAM,
     WIDE,
+    KernelSpec(
+        op="moe_gemm",
+        backend="triton",
+        name="dot_scaled",
+        params=moe_gemm_tiles.PARAMS,
+        refusal=moe_gemm_tiles.refusal,
+        configure=moe_gemm_tiles.configure,
+        candidates=moe_gemm_tiles.candidates,
+    ),
     KernelSpec(
         op="moe_gemm",
         backend="torch",

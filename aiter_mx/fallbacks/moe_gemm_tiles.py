@@ -1,0 +1,58 @@
+"""Tiles of the Triton grouped GEMM over routed tokens. Triton itself is not imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem
+from aiter_mx.kernels.spec import Param
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("BLOCK_M", (16, 32, 64), "ids in a tile"),
+    Param("BLOCK_N", (32, 64, 128), "rows of w in a tile"),
+    Param("BLOCK_K", (64, 128, 256), "elements of K in one step of the loop"),
+    Param("SWAP", (0, 1), "1: w is the first operand of the matrix instruction, 0: x is"),
+    Param("num_warps", (1, 2, 4, 8), "warps (sm_90a) or waves (gfx950) of a workgroup"),
+    Param("num_stages", (1, 2, 3, 4), "steps of the loop in flight"),
+)
+_NAMES = tuple(param.name for param in PARAMS)
+
+
+def _tiles(*rows: tuple[int, ...]) -> tuple[dict[str, int], ...]:
+    return tuple(dict(zip(_NAMES, row, strict=True)) for row in rows)
+
+
+CANDIDATES: Mapping[str, Mapping[int, tuple[dict[str, int], ...]]] = {
+    "gfx950": {
+        16: _tiles((16, 32, 256, 0, 2, 2), (16, 64, 256, 0, 4, 2), (16, 64, 128, 1, 4, 2)),
+        32: _tiles((32, 64, 256, 0, 4, 2), (32, 32, 256, 0, 2, 2)),
+        64: _tiles((64, 64, 256, 0, 4, 2), (64, 128, 128, 0, 8, 2)),
+    },
+    "sm_90a": {
+        16: _tiles((16, 64, 128, 1, 4, 4), (16, 64, 256, 1, 4, 3), (16, 32, 256, 0, 4, 3)),
+        32: _tiles((32, 64, 128, 1, 4, 4), (32, 32, 256, 0, 4, 3)),
+        64: _tiles((64, 64, 128, 1, 4, 3), (64, 64, 64, 0, 4, 4)),
+    },
+}
+"""Architecture, then the rows of a tile, to the configurations that a tuner should time."""
+
+
+def candidates(target: Target, problem: MoeGemmProblem) -> Sequence[Mapping[str, int]]:
+    """The configurations that a tuner should time; the first one is used where no table decides."""
+    rows = min(problem.block_m, max(16, problem.routed // min(problem.routed or 1, problem.E)))
+    return CANDIDATES[target.arch][next((size for size in (16, 32) if rows <= size), 64)]
+
+
+def configure(target: Target, problem: MoeGemmProblem) -> Mapping[str, int]:
+    """The configuration of a problem that no tuned table lists."""
+    return candidates(target, problem)[0]
+
+
+def refusal(target: Target, problem: MoeGemmProblem) -> str | None:
+    """Why Triton does not compute a problem on ``target``, or None when it does."""
+    if target.runtime not in ("hip", "cuda"):
+        return f"Triton needs a GPU, and this is {target.name}"
+    if target.arch not in CANDIDATES:
+        return f"the Triton kernel has tiles for {', '.join(CANDIDATES)}, not for {target.arch}"
+    return None

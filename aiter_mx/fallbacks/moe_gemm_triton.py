@@ -1,0 +1,190 @@
+"""The grouped GEMM over routed tokens in Triton. What fallbacks/linear_triton.py says of
+``tl.dot_scaled`` holds here too. An activation is a second step, in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem
+from aiter_mx.numerics import as_scale_bytes
+
+_OPTIONS = {"enable_fp_fusion": False}  # Triton's versions disagree on the default
+
+
+@triton.jit(do_not_specialize=["M", "num_experts", "a_div"])
+def moe_tile_kernel(
+    x_ptr,
+    xs_ptr,
+    w_ptr,
+    ws_ptr,
+    ids_ptr,
+    experts_ptr,
+    used_ptr,
+    weights_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    num_experts,
+    a_div,
+    TOP_K: tl.constexpr,
+    ROUTING_BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BY_PLACE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    WHOLE_STEPS: tl.constexpr,
+):
+    """One tile of an expert's w with BLOCK_M ids of a block."""
+    SCALES: tl.constexpr = BLOCK_K // 32
+    CHUNKS: tl.constexpr = (ROUTING_BLOCK + BLOCK_M - 1) // BLOCK_M
+    tile_n = tl.program_id(0)
+    block = tl.program_id(1) // CHUNKS
+    in_block = tl.program_id(1) % CHUNKS * BLOCK_M + tl.arange(0, BLOCK_M)
+    if block * ROUTING_BLOCK >= tl.load(used_ptr):
+        return
+
+    place = block * ROUTING_BLOCK + in_block
+    id = tl.load(ids_ptr + place, mask=in_block < ROUTING_BLOCK, other=-1)
+    if PACKED:
+        token = id & 0xFFFFFF
+        slot = (id >> 24) & 0xFF
+        t = token * TOP_K + slot
+        valid = (token < M) & (slot < TOP_K) & (in_block < ROUTING_BLOCK)
+    else:
+        t = id
+        valid = (t >= 0) & (t < M * TOP_K)
+    t = tl.where(valid, t, 0).to(tl.int64)
+    expert = tl.load(experts_ptr + block).to(tl.int64)
+    is_here = (expert >= 0) & (expert < num_experts)
+    first_row = tl.where(is_here, expert, 0) * N
+
+    # Rows past the end read the last row instead, and are not stored.
+    n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_n = first_row + tl.minimum(n, N - 1)
+    row_x = t // a_div
+    k = tl.arange(0, BLOCK_K)
+    s = tl.arange(0, SCALES)
+    x_ptrs = x_ptr + row_x[:, None] * K + k[None, :]
+    w_ptrs = w_ptr + row_n[:, None] * K + k[None, :]
+    xs_ptrs = xs_ptr + row_x[:, None] * (K // 32) + s[None, :]
+    ws_ptrs = ws_ptr + row_n[:, None] * (K // 32) + s[None, :]
+
+    if SWAP:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    steps = tl.where(is_here, tl.cdiv(K, BLOCK_K), 0)
+    for step in range(steps):
+        if WHOLE_STEPS:
+            x = tl.load(x_ptrs)
+            w = tl.load(w_ptrs)
+            xs = tl.load(xs_ptrs)
+            ws = tl.load(ws_ptrs)
+        else:
+            left = K - step * BLOCK_K
+            x = tl.load(x_ptrs, mask=k[None, :] < left, other=0.0)
+            w = tl.load(w_ptrs, mask=k[None, :] < left, other=0.0)
+            xs = tl.load(xs_ptrs, mask=s[None, :] < left // 32, other=127)
+            ws = tl.load(ws_ptrs, mask=s[None, :] < left // 32, other=127)
+        if SWAP:
+            acc = tl.dot_scaled(w, ws, "e4m3", x.T, xs, "e4m3", acc)
+        else:
+            acc = tl.dot_scaled(x, xs, "e4m3", w.T, ws, "e4m3", acc)
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+        xs_ptrs += SCALES
+        ws_ptrs += SCALES
+
+    if SWAP:
+        acc = acc.T
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + row_n).to(tl.float32)[None, :]
+    if HAS_WEIGHTS:
+        if BY_PLACE:
+            weight = tl.load(weights_ptr + place, mask=valid, other=0.0)
+        else:
+            weight = tl.load(weights_ptr + t, mask=valid, other=0.0)
+        acc *= weight[:, None]
+    acc = tl.where(is_here, acc, 0.0)
+    inside = valid[:, None] & (n[None, :] < N)
+    out_ptrs = out_ptr + t[:, None] * N + n[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def moe_gemm_triton(
+    problem: MoeGemmProblem,
+    xq: Tensor,
+    xs: Tensor,
+    wq: Tensor,
+    ws: Tensor,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    topk_weights: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    out_scales: Tensor | None,
+    config: Mapping[str, int],
+) -> None:
+    """What ``aiter_mx.kernels.moe_gemm.problem`` defines, accumulated in fp32.
+
+    The first call with a configuration compiles it; later ones neither synchronise nor compile.
+
+    Args:
+        problem: shape and dtypes; the tensors are those of its kernels.
+        config: a value for each of ``moe_gemm_tiles.PARAMS``.
+    """
+    p = problem
+    sums = out
+    if p.activation != "none":
+        sums = torch.zeros((p.routed, p.N), dtype=torch.float32, device=out.device)
+    chunks = triton.cdiv(p.block_m, config["BLOCK_M"])
+    grid = (triton.cdiv(p.N, config["BLOCK_N"]), p.blocks * chunks)
+    with torch.cuda.device_of(out):
+        moe_tile_kernel[grid](
+            xq,
+            as_scale_bytes(xs),
+            wq,
+            as_scale_bytes(ws),
+            sorted_token_ids,
+            expert_ids,
+            num_tokens_post_padded,
+            topk_weights,
+            bias,
+            sums,
+            p.M,
+            p.N,
+            p.K,
+            p.E,
+            p.a_div,
+            TOP_K=p.top_k,
+            ROUTING_BLOCK=p.block_m,
+            PACKED=p.ids == "aiter",
+            HAS_WEIGHTS=topk_weights is not None,
+            BY_PLACE=p.weights == "by_place",
+            HAS_BIAS=bias is not None,
+            WHOLE_STEPS=p.K % config["BLOCK_K"] == 0,
+            **config,
+            **_OPTIONS,
+        )
+    if out_scales is None:
+        return
+    from aiter_mx.fallbacks.moe_gemm_torch import activate
+    from aiter_mx.ops.quantize import quantize
+
+    # Rows that no id names may be anything then, as the op says.
+    payload, scale = quantize(activate(p, sums))
+    out.view(torch.uint8).copy_(payload.view(torch.uint8))
+    out_scales.copy_(scale)

@@ -1,0 +1,100 @@
+"""The Triton grouped GEMM over routed tokens: in Triton's interpreter, and on a GPU.
+
+Run as a script, this file checks the kernel in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from moe_reference import assert_activated, assert_rows
+from test_moe_gemm import POISON, SWIGLU, random_layer
+
+from aiter_mx.fallbacks import moe_gemm_tiles as tiles
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.ops.moe_gemm import fallbacks
+from aiter_mx.target import CPU, hardware
+
+CONFIG = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64, "SWAP": 0, "num_warps": 4, "num_stages": 2}
+
+
+def check(
+    seed: int, N: int, K: int, dtype: torch.dtype, device: str, config: dict[str, int]
+) -> None:
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    problem, layer, tensors = random_layer(random.Random(seed), seed, N, K, names[dtype])
+    out = torch.empty(problem.routed, N, dtype=dtype)
+    out.view(torch.uint8).fill_(POISON)
+    every = [None if t is None else t.to(device) for t in (*tensors, out, None)]
+    fallbacks(problem)["triton"](every, config)
+    assert_rows(every[9].cpu(), layer, POISON)
+
+
+def check_in_the_interpreter() -> None:
+    # The interpreter truncates when it makes bf16, so that only compiled kernels can be held to it.
+    for seed in range(4):
+        dtype = [torch.float32, torch.float16][seed % 2]
+        check(seed, 1 + 13 * seed, 64 + 32 * seed, dtype, "cpu", {**CONFIG, "SWAP": seed % 2})
+
+
+def test_triton_matches_float64_in_the_interpreter() -> None:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    if not hasattr(InterpreterBuilder, "create_dot_scaled"):
+        pytest.skip("the interpreter of this Triton has no dot_scaled; 3.9's has")
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here.parent), str(here)])
+    done = subprocess.run(
+        [sys.executable, __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "sm_90a"])
+def test_candidates_are_legal_and_refused_without_a_gpu(arch: str) -> None:
+    spec = find_kernel("moe_gemm", arch, "triton", "dot_scaled")
+    for rows, candidates in tiles.CANDIDATES[arch].items():
+        for candidate in candidates:
+            spec.check_config(candidate)
+            assert candidate["BLOCK_M"] == rows
+    problem = random_layer(random.Random(0), 0, 64, 64, "bf16")[0]
+    assert tiles.refusal(hardware(arch), problem) is None
+    assert tiles.configure(hardware(arch), problem) in tiles.candidates(hardware(arch), problem)
+    assert "Triton needs a GPU" in str(tiles.refusal(CPU, problem))
+
+
+@pytest.mark.gpu
+def test_every_candidate_matches_float64_on_a_gpu() -> None:
+    from aiter_mx.target import gpu_target
+
+    for candidates in tiles.CANDIDATES[gpu_target(0).arch].values():
+        for seed, config in enumerate(candidates):
+            check(seed, 200, 1056, torch.bfloat16, "cuda", config)
+            check(seed + 10, 70, 512, torch.float32, "cuda", config)
+
+
+@pytest.mark.gpu
+def test_activation_is_quantised_on_a_gpu() -> None:
+    drawn = random_layer(random.Random(4), 4, 128, 256, "fp32", activated=True)
+    problem, layer, tensors = drawn
+    problem = replace(problem, out_dtype="mxfp8", activation="swiglu_oai")
+    out = torch.empty(problem.routed, 64, dtype=torch.float8_e4m3fn, device="cuda")
+    scales = torch.empty(problem.routed, 2, dtype=torch.uint8, device="cuda")
+    every = [None if t is None else t.cuda() for t in tensors]
+    fallbacks(problem)["triton"]([*every, out, scales], CONFIG)
+    assert_activated(out.cpu(), scales.cpu(), layer, "swiglu_oai", False, SWIGLU)
+
+
+if __name__ == "__main__":
+    check_in_the_interpreter()
