@@ -125,6 +125,7 @@ def moe_tile_kernel(
 
 def moe_gemm_triton(
     problem: MoeGemmProblem,
+    config: Mapping[str, int],
     xq: Tensor,
     xs: Tensor,
     wq: Tensor,
@@ -136,7 +137,6 @@ def moe_gemm_triton(
     bias: Tensor | None,
     out: Tensor,
     out_scales: Tensor | None,
-    config: Mapping[str, int],
 ) -> None:
     """What ``aiter_mx.kernels.moe_gemm.problem`` defines, accumulated in fp32.
 
@@ -144,7 +144,7 @@ def moe_gemm_triton(
 
     Args:
         problem: shape and dtypes; the tensors are those of its kernels.
-        config: a value for each of ``moe_gemm_tiles.PARAMS``.
+        config: a value for each parameter of ``moe_gemm_tiles``.
     """
     p = problem
     sums = out

@@ -341,7 +341,7 @@ def fallbacks(problem: MoeGemmProblem) -> dict[str, Any]:
     def run_triton(tensors: Tensors, config: Config) -> None:
         from aiter_mx.fallbacks.moe_gemm_triton import moe_gemm_triton
 
-        moe_gemm_triton(problem, *tensors, config)
+        moe_gemm_triton(problem, config, *tensors)
 
     return {"torch": run_torch, "triton": run_triton}
 
