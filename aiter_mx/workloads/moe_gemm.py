@@ -28,7 +28,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 BLOCK_M = 64
 """What vLLM's routing pads to."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_SAMPLE_ROWS = 256
+_SAMPLE_ROWS, _SAMPLE_EXPERTS = 256, 8
 _ROUNDING_E4M3 = 2.0**-4 * 1.01
 _SMALLEST_OF_BLOCK = 2.0**-17
 """Half of the step of an e4m3's subnormals, 2^-10, in a block whose largest is 224 at least."""
@@ -179,9 +179,17 @@ def _fallbacks(problem: MoeGemmProblem) -> Mapping[str, Fallback]:
 
 
 def _sample(problem: MoeGemmProblem, share: float) -> tuple[MoeGemmProblem, float]:
-    rows = max(_SAMPLE_ROWS, round(problem.N * share) // _SAMPLE_ROWS * _SAMPLE_ROWS)
-    rows = min(problem.N, rows)
-    return replace(problem, N=rows), rows / problem.N
+    """Few experts with as many tokens each as before, and some of their rows."""
+    p = problem
+    rows = max(_SAMPLE_ROWS, round(p.N * share) // _SAMPLE_ROWS * _SAMPLE_ROWS)
+    E = min(p.E, max(_SAMPLE_EXPERTS, p.top_k))
+    part = replace(p, N=min(p.N, rows), E=E, M=-(-p.M * E // p.E))
+    return part, part.N * _touched(part) / (p.N * _touched(p))
+
+
+def _touched(p: MoeGemmProblem) -> float:
+    """Experts that get a token, on average."""
+    return float(p.E * (1 - max(0.0, 1 - p.top_k / p.E) ** p.M))
 
 
 def _problems(model: Model, gpus: int) -> list[MoeGemmProblem]:
