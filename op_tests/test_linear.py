@@ -225,7 +225,8 @@ def test_first_use_under_capture_names_the_warmup_call(monkeypatch: pytest.Monke
     with aiter_mx.simulate("gfx950"):
         monkeypatch.setattr(sim, "is_capturing", lambda device: True)
         monkeypatch.setattr("aiter_mx.launch._functions", {})
-        message = r"aiter_mx.warmup\('linear', M=2, N=34, K=352, out_dtype='fp32', bias='none'\)"
+        shape = "M=2, N=34, K=352, out_dtype='fp32', bias='none', pdl=False"
+        message = rf"aiter_mx.warmup\('linear', {shape}\)"
         with pytest.raises(CaptureError, match=message):
             aiter_mx.linear(*case, out_dtype=torch.float32)
         monkeypatch.setattr(sim, "is_capturing", lambda device: False)

@@ -48,11 +48,20 @@ class Arg:
 
 @dataclass(frozen=True)
 class Geometry:
-    """A launch: workgroups, threads of one workgroup, dynamic LDS in bytes."""
+    """A launch.
+
+    Attributes:
+        grid: workgroups.
+        block: threads of one workgroup.
+        shared_bytes: dynamic LDS.
+        overlaps: whether it may begin before the kernel ahead of it in the stream ends, which the
+            kernel itself then waits for (CUDA's programmatic dependent launch).
+    """
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int = 0
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)

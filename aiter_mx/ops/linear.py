@@ -37,6 +37,8 @@ def linear(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
+    *,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """``y[m, n] = sum_k x[m, k] * w[n, k] + bias[n]`` over MX-FP8 operands.
 
@@ -53,6 +55,9 @@ def linear(
         out_dtype: dtype of the result: bf16, fp16 or fp32.
         out: where to write the result, ``[M, N]`` contiguous of dtype ``out_dtype``; it may not
             overlap an input.
+        pdl: let the kernel start, and read weights, scales of weights and bias, while the kernel
+            ahead of it in the stream still runs (CUDA's programmatic dependent launch). Only for
+            weights that this kernel does not write. Targets and kernels without it ignore it.
 
     Returns:
         ``[M, N]``, or ``out``.
@@ -71,8 +76,8 @@ def linear(
         or not _PLAIN_OR_NONE.issuperset((type(bias), type(out)))
         or (bias is not None and bias.requires_grad and torch.is_grad_enabled())
     ):
-        return _linear_through_torch(xq, xs, wq, ws, bias, out_dtype, out)
-    return _linear(xq, xs, wq, ws, bias, out_dtype, out)
+        return _linear_through_torch(xq, xs, wq, ws, bias, out_dtype, out, pdl)
+    return _linear(xq, xs, wq, ws, bias, out_dtype, out, pdl)
 
 
 class _Plans(threading.local):
@@ -93,6 +98,7 @@ def _linear(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     out: torch.Tensor | None,
+    pdl: bool,
 ) -> torch.Tensor:
     device = xq.device
     call = (
@@ -101,10 +107,11 @@ def _linear(
         (device, xs.device, wq.device, ws.device),
         bias is not None and (bias.shape, bias.dtype, bias.device),
         device.type == "cpu" and cpu_target(),
+        pdl,
     )
     found = _plans.by_call.get(call)
     if found is None:
-        found = _plans.by_call[call] = _plan(xq, xs, wq, ws, bias, out_dtype)
+        found = _plans.by_call[call] = _plan(xq, xs, wq, ws, bias, out_dtype, pdl)
     run, shape = found
 
     if not (
@@ -144,9 +151,10 @@ def _plan(
     ws: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    pdl: bool,
 ) -> tuple[Run | None, tuple[int, int]]:
     """What computes such a call (None for an empty result), and the result's shape."""
-    problem = _check(xq, xs, wq, ws, bias, out_dtype)
+    problem = _check(xq, xs, wq, ws, bias, out_dtype, pdl)
     shape = (problem.M, problem.N)
     if 0 in shape:
         return None, shape
@@ -206,6 +214,7 @@ def _check(
     ws: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    pdl: bool = False,
 ) -> LinearProblem:
     """The problem that these operands pose; raises as ``linear`` documents."""
     for name, tensor, dtypes in (
@@ -246,7 +255,7 @@ def _check(
                 f"(xq: {shape_text(xq)}, wq: {shape_text(wq)})"
             )
     bias_name = "none" if bias is None else DTYPE_NAMES[bias.dtype]
-    return LinearProblem(M=M, N=N, K=K, out_dtype=DTYPE_NAMES[out_dtype], bias=bias_name)
+    return LinearProblem(M, N, K, DTYPE_NAMES[out_dtype], bias_name, pdl)
 
 
 @torch.library.custom_op("aiter_mx::linear", mutates_args=())
@@ -257,8 +266,9 @@ def _linear_op(
     ws: torch.Tensor,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    pdl: bool = False,
 ) -> torch.Tensor:
-    return _linear(xq, xs, wq, ws, bias, out_dtype, None)
+    return _linear(xq, xs, wq, ws, bias, out_dtype, None, pdl)
 
 
 @_linear_op.register_fake
@@ -269,6 +279,7 @@ def _linear_fake(
     ws: torch.Tensor,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    pdl: bool = False,
 ) -> torch.Tensor:
     problem = _check(xq, xs, wq, ws, bias, out_dtype)
     return xq.new_empty((problem.M, problem.N), dtype=out_dtype)
@@ -282,8 +293,9 @@ def _linear_out_op(
     ws: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    pdl: bool = False,
 ) -> None:
-    _linear(xq, xs, wq, ws, bias, out.dtype, out)
+    _linear(xq, xs, wq, ws, bias, out.dtype, out, pdl)
 
 
 @_linear_out_op.register_fake
@@ -294,6 +306,7 @@ def _linear_out_fake(
     ws: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    pdl: bool = False,
 ) -> None:
     problem = _check(xq, xs, wq, ws, bias, out.dtype)
     if tuple(out.shape) != (problem.M, problem.N):
@@ -308,6 +321,7 @@ def _linear_through_torch(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     out: torch.Tensor | None,
+    pdl: bool,
 ) -> torch.Tensor:
     for name, value in (
         ("xq", xq),
@@ -322,9 +336,9 @@ def _linear_through_torch(
         ):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if out is None:
-        result: torch.Tensor = _linear_op(xq, xs, wq, ws, bias, out_dtype)
+        result: torch.Tensor = _linear_op(xq, xs, wq, ws, bias, out_dtype, pdl)
         return result
     if out.dtype != out_dtype:
         raise TypeError(f"out must be of out_dtype {out_dtype}, got {out.dtype}")
-    _linear_out_op(xq, xs, wq, ws, bias, out)
+    _linear_out_op(xq, xs, wq, ws, bias, out, pdl)
     return out

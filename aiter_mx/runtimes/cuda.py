@@ -64,7 +64,14 @@ def bind(function: Any, geometry: Geometry, args: PackedArgs) -> Callable[[int],
     launch.gridDimX, launch.gridDimY, launch.gridDimZ = geometry.grid
     launch.blockDimX, launch.blockDimY, launch.blockDimZ = geometry.block
     launch.sharedMemBytes = geometry.shared_bytes
-    launch.numAttrs = 0
+    if geometry.overlaps:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = (
+            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        )
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        launch.attrs = [attribute]
+    launch.numAttrs = int(geometry.overlaps)
     launch.hStream = last_stream = 0
     launch_kernel, success = driver.cuLaunchKernelEx, _SUCCESS
 

@@ -63,6 +63,17 @@ MX_DEVICE void barrier_arrive_cluster(unsigned barrier) {
                  : "memory");
 }
 
+// Waits until the phase of this parity is over.
+MX_DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n"
+                 "}" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
 // Waits until the phase of this parity is over, to which other workgroups of the cluster add.
 MX_DEVICE void barrier_wait_cluster(unsigned barrier, unsigned parity) {
     asm volatile("{\n"
@@ -83,13 +94,21 @@ MX_DEVICE void fence_barrier_init() {
 // Orders this thread's own accesses to shared memory before later ones by copies and wgmma.
 MX_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Stores to shared memory of any workgroup of the cluster, whose barrier counts the 8 bytes.
+// Stores to shared memory of any workgroup of the cluster, whose barrier counts the bytes.
 MX_DEVICE void store_async(unsigned to, float x, float y, unsigned barrier) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
             "r"(to),
         "f"(x), "f"(y), "r"(barrier)
         : "memory");
+}
+
+MX_DEVICE void store_async(unsigned to, float4 v, unsigned barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, "
+                 "%3, %4}, [%5];" ::"r"(to),
+                 "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)),
+                 "r"(__float_as_uint(v.w)), "r"(barrier)
+                 : "memory");
 }
 
 // Address, in the workgroup of this rank, of what address is in one's own.
@@ -107,6 +126,10 @@ MX_DEVICE int rank_in_cluster() {
 
 MX_DEVICE void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+// Without the fence that makes earlier writes visible, which takes hundreds of cycles.
+MX_DEVICE void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 MX_DEVICE void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");

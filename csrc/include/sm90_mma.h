@@ -52,18 +52,15 @@ MX_DEVICE f16x8 multiply(f16x8 v, unsigned factor) {
     return v;
 }
 
-// Exponents of block scales that fp16 takes along with any payload, as e8m0 bytes.
-constexpr unsigned kFirstF16Scale = 113, kLastF16Scale = 134;
+// fp16 takes a power of two of 22 along with any payload: 2^-14 to 2^7. Which block scales, times
+// which constant, these are is up to the caller: e8m0 bytes lowest + 1 to lowest + 22.
+constexpr unsigned kF16Scales = 22, kUsualLowest = 112; // of scales times 1
 
-// Twice 2^(byte - 127) in fp16, for a byte of that range.
-MX_DEVICE unsigned e8m0_to_f16x2(unsigned byte) { return byte * 0x04000400u - 112 * 0x04000400u; }
-
-// Zero if each of four e8m0 bytes is in that range.
-MX_DEVICE unsigned outside_f16(unsigned bytes) {
-    constexpr unsigned each = 0x01010101;
-    const unsigned from_first = bytes - kFirstF16Scale * each;
-    const unsigned to_32 = from_first + (31 - (kLastF16Scale - kFirstF16Scale)) * each;
-    return (from_first | to_32) & 0xe0 * each;
+// Whether a byte is one of them.
+MX_DEVICE bool f16_holds(unsigned byte, unsigned lowest) { return byte - lowest - 1 < kF16Scales; }
+// Twice its power of two in fp16.
+MX_DEVICE unsigned e8m0_to_f16x2(unsigned byte, unsigned lowest = kUsualLowest) {
+    return (byte - lowest) * 0x04000400u;
 }
 
 // d += a * b, 16 rows by 8 columns over 16 k.

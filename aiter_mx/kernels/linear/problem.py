@@ -37,6 +37,7 @@ class LinearProblem:
         K: elements of the reduction, a multiple of 32.
         out_dtype: of y: ``bf16``, ``fp16`` or ``fp32``.
         bias: dtype of the bias, one of those or ``none``.
+        pdl: whether the launch may begin before the kernel ahead of it in the stream ends.
 
     Raises:
         ValueError: a field is none of the above.
@@ -47,6 +48,7 @@ class LinearProblem:
     K: int
     out_dtype: str = "bf16"
     bias: str = "none"
+    pdl: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("M", self.M), ("N", self.N)):
@@ -54,6 +56,8 @@ class LinearProblem:
                 raise ValueError(f"{name} must not be negative, got {name}={value}")
         if self.K <= 0 or self.K % BLOCK:
             raise ValueError(f"K must be a multiple of {BLOCK}, got K={self.K}")
+        if self.pdl not in (False, True):
+            raise ValueError(f"pdl must be False or True, got {self.pdl!r}")
         for name, dtype, known in (
             ("out_dtype", self.out_dtype, OUT_DTYPES),
             ("bias", self.bias, BIAS_DTYPES),
