@@ -11,6 +11,7 @@ import torch
 
 import aiter_mx
 from aiter_mx.cli.main import main
+from aiter_mx.cli.tune import with_fields
 from aiter_mx.dispatch.tables import read_table
 from aiter_mx.kernels import linear as kernels
 from aiter_mx.kernels.linear import LinearProblem
@@ -195,6 +196,15 @@ def test_models_pose_each_shape_once() -> None:
     assert LinearProblem(M=1, N=6144, K=4096) in both
     with pytest.raises(ValueError, match=r"unknown model 'llama'; there are llama-3\.2-1b"):
         model_shapes(["llama"], "linear", (1,))
+
+
+def test_fields_beside_a_list_of_shapes_take_the_place_of_its_own() -> None:
+    shapes = model_shapes(["llama-3.1-8b"], "linear", (1,))
+    found = with_fields("linear", shapes, {"M": [128, 256], "out_dtype": ["fp32"]})
+    assert len(found) == 2 * len({(p.N, p.K) for p in shapes})
+    assert {(p.M, p.out_dtype) for p in found} == {(128, "fp32"), (256, "fp32")}
+    with pytest.raises(ValueError, match="'L' is none of them"):
+        with_fields("linear", shapes, {"L": [1]})
 
 
 def test_table_that_is_malformed_stops_a_sweep_before_it_begins(command, tmp_path) -> None:

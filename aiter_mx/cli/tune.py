@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from aiter_mx.cli.fields import parse_axis, parse_fields, problems
+from aiter_mx.cli.fields import Axis, parse_axis, parse_fields, problems
 from aiter_mx.cli.screen import make_console, make_progress
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def tune(
 ) -> None:
     """Time every candidate for each shape on this machine's GPU and write the tuned table.
 
-    Shapes come from --shapes, --model, --untuned or the op's fields (--M 1,4 --N 2304 --K 6144).
+    Shapes come from --shapes, --model, --untuned or the op's fields (--M 1,4 --N 2304 --K 6144);
+    fields beside one of the others take the place of its own (--model qwen3-8b --M 128,256).
     A killed sweep goes on where it was when the same command is given again. Under torchrun the
     shapes are shared out: torchrun --nproc-per-node=8 -m aiter_mx.cli tune linear --model ...
     """
@@ -73,7 +74,8 @@ def tune(
     gpus = [count for count in parse_axis(tp) if isinstance(count, int)]
     wanted += model_shapes(model or [], op, gpus)
     if context.args:
-        wanted += problems(op, parse_fields(context.args))
+        fields = parse_fields(context.args)
+        wanted = with_fields(op, wanted, fields) if wanted else problems(op, fields)
     if not wanted:
         raise ValueError("no shapes: give --shapes, --model, --untuned, or fields such as --M 1")
     path = table or default_table(op, target)
@@ -112,6 +114,20 @@ def tune(
             f"{failed} candidates failed; {path}",
             soft_wrap=True,
         )
+
+
+def with_fields(op: str, shapes: list[Problem], fields: dict[str, Axis]) -> list[Problem]:
+    """Shapes with some of their fields replaced, by each combination of the values given.
+
+    Raises:
+        ValueError: an unknown field, or a value that it cannot have.
+    """
+    changed = [problems(op, {**_axes(shape), **fields}) for shape in shapes]
+    return list(dict.fromkeys(problem for found in changed for problem in found))
+
+
+def _axes(shape: Problem) -> dict[str, Axis]:
+    return {name: [value] for name, value in vars(shape).items()}
 
 
 def _print_race(console: Console, record: Record, done: int, of: int, seconds_left: float) -> None:

@@ -27,7 +27,9 @@ from aiter_mx.tuning.origin import sources_hash, versions
 from aiter_mx.workloads.workload import Operands, Workload, poison, workload_of
 
 BACKENDS = ("hip", "triton", "vendor")
-_FIRST_REPLAYS, _ROUND_REPLAYS = 3, 9
+_FIRST_REPLAYS, _FEWEST_REPLAYS, _ROUND_REPLAYS = 3, 3, 9
+_ROUND_US = 20e3
+"""Beyond this a round has fewer replays: long kernels need fewer of them for a steady median."""
 _HANG_S = 20.0
 _POLL_S = 2e-4
 _MOST_PROCESSES = 12
@@ -64,7 +66,8 @@ class GpuBench:
         self._device = device
         self._sets = _operand_sets(workload, problem, device)
         self._judges = [workload.judge(problem, operands) for operands in self._sets[:2]]
-        self._graphs: dict[Candidate, tuple[GraphedCalls, list[Callable[[], object]]]] = {}
+        self._graphs: dict[Candidate, tuple[GraphedCalls, list[Callable[[], object]], float]] = {}
+        """Of those admitted: the graph, its calls, and about how long a replay takes in us."""
 
     def admit(self, candidate: Candidate) -> Admission:
         with self._guard(candidate):
@@ -72,15 +75,17 @@ class GpuBench:
             rel_err = max(self._checked(call, i) for i, call in enumerate(calls[:2]))
             graph = GraphedCalls(calls)
             us = graph.time_us(_FIRST_REPLAYS, warm=1)
-        self._graphs[candidate] = graph, calls
+        self._graphs[candidate] = graph, calls, us * len(calls)
         return Admission(us, rel_err, _build_key(self._target, self._problem, candidate))
 
     def sample_us(self, candidate: Candidate) -> float:
+        graph, _, once_us = self._graphs[candidate]
+        replays = min(_ROUND_REPLAYS, max(_FEWEST_REPLAYS, int(_ROUND_US / once_us)))
         with self._guard(candidate):
-            return self._graphs[candidate][0].time_us(_ROUND_REPLAYS, warm=1)
+            return graph.time_us(replays, warm=1)
 
     def confirm(self, candidate: Candidate) -> None:
-        _, calls = self._graphs[candidate]
+        _, calls, _ = self._graphs[candidate]
         with self._guard(candidate):
             for index, call in enumerate(calls[:2]):
                 self._checked(call, index)
