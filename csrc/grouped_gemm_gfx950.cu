@@ -75,21 +75,21 @@ constexpr int kCopyRows = kLanes / kRowPieces;
 constexpr int kCopiesX = kRowsX / kCopyRows, kCopiesW = kRowsW / kCopyRows;
 constexpr int kScalePieces = kDepth / kBlock / kScaleBytes; // of one row, each a dword of LDS
 constexpr int kScaleCopyRows = kLanes / kScalePieces;
-// Rows of x's scales with as many more, all zeros, as let each wave make the same number of copies.
-constexpr int kScaleRowsX = [] {
-    int rows = (kTileM + kScaleCopyRows - 1) / kScaleCopyRows * kScaleCopyRows;
-    while ((rows + kTileN) / kScaleCopyRows % kWaves != 0)
-        rows += kScaleCopyRows;
-    return rows;
-}();
-constexpr int kScaleCopies = (kScaleRowsX + kTileN) / kScaleCopyRows / kWaves;
+// Rows with as many more, whose scales are never read, as let each wave make as many copies.
+constexpr int whole_copies(int rows) {
+    constexpr int at_once = kWaves * kScaleCopyRows;
+    return (rows + at_once - 1) / at_once * at_once;
+}
+constexpr int kScaleRowsX = whole_copies(kTileM), kScaleRowsW = whole_copies(kTileN);
+constexpr int kScaleCopiesX = kScaleRowsX / kScaleCopyRows / kWaves;
+constexpr int kScaleCopies = kScaleCopiesX + kScaleRowsW / kScaleCopyRows / kWaves;
 constexpr int kCopies = kCopiesX + kCopiesW + kScaleCopies;
 
 // LDS, in bytes.
 constexpr int kPart = (kRowsX + kRowsW) * kDepth;
 constexpr int kScaleRow = 4 * kScalePieces;
 constexpr int kScalesAt = kWaves * kPart;
-constexpr int kStage = kScalesAt + (kScaleRowsX + kTileN) * kScaleRow;
+constexpr int kStage = kScalesAt + (kScaleRowsX + kScaleRowsW) * kScaleRow;
 constexpr int kFeatures = kTileN / kWavesN; // of a wave
 constexpr int kPassFeatures = kFeatures * sizeof(Out) > 256 ? 256 / sizeof(Out) : kFeatures;
 constexpr int kPassRow = kPassFeatures * sizeof(Out);
@@ -97,6 +97,23 @@ constexpr int kPass = kSide * kPassRow; // of results of a wave that are on thei
 constexpr int kPassesAt = 2 * kStage;
 constexpr int kLdsBytes = kPassesAt + kWaves * kPass;
 static_assert(kHalfX >= 1 && kHalfW >= 1 && kLdsBytes <= 160 * 1024);
+
+template <int Value>
+struct Constant {
+    static constexpr int value = Value;
+};
+template <class T, T... I>
+struct Sequence {};
+template <class Do, int... I>
+MX_DEVICE void each_of(Do work, Sequence<int, I...>) {
+    (work(Constant<I>{}), ...);
+}
+// work(Constant<0>), ..., work(Constant<Count - 1>): LLVM unrolls loops too late to see that arrays
+// are indexed by constants alone, and puts them into memory.
+template <int Count, class Do>
+MX_DEVICE void each(Do work) {
+    each_of(work, __make_integer_seq<Sequence, int, Count>{});
+}
 
 MX_DEVICE unsigned char* lds() {
     MX_LDS u32x4 all[kLdsBytes / 16];
@@ -153,16 +170,20 @@ class Copier {
     }
 
     // One of the step's copies, into a stage.
-    MX_MEMBER void copy(int i, unsigned stage) const {
+    template <int I>
+    MX_MEMBER void copy(unsigned stage) const {
         const unsigned part = stage + wave * kPart;
-        if (i < kCopiesX) {
-            copy_16_bytes(x, x_now[i % 2], i / 2 * 2 * kCopyRows * K, part, i * kCopyRows * kDepth);
-        } else if (i < kCopiesX + kCopiesW) {
-            const int j = i - kCopiesX;
+        if constexpr (I < kCopiesX) {
+            copy_16_bytes(x, x_now[I % 2], I / 2 * 2 * kCopyRows * K, part, I * kCopyRows * kDepth);
+        } else if constexpr (I < kCopiesX + kCopiesW) {
+            constexpr int j = I - kCopiesX;
             copy_16_bytes(w, w_now[j % 2], j / 2 * 2 * kCopyRows * K, part,
                           (kRowsX + j * kCopyRows) * kDepth);
+        } else if constexpr (I < kCopiesX + kCopiesW + kScaleCopiesX) {
+            copy_scales(x_scales, I - kCopiesX - kCopiesW, stage, 0);
         } else {
-            copy_scales(i - kCopiesX - kCopiesW, stage);
+            copy_scales(w_scales, I - kCopiesX - kCopiesW - kScaleCopiesX, stage,
+                        kScaleRowsX * kScaleRow);
         }
     }
 
@@ -171,13 +192,12 @@ class Copier {
     MX_MEMBER bool is_done(unsigned steps) const { return k >= steps * kDepth; }
 
   private:
-    MX_MEMBER void copy_scales(int i, unsigned stage) const {
-        const unsigned row = (i * kWaves + wave) * kScaleCopyRows;
-        const bool is_x = row < kScaleRowsX;
-        const unsigned from = is_x ? row : row - kScaleRowsX;
-        copy_piece<kScaleBytes>(is_x ? x_scales : w_scales, scale_now, from * (K / kBlock),
+    // Copy i of x's or of w's scales.
+    MX_MEMBER void copy_scales(Resource from, int i, unsigned stage, int at) const {
+        constexpr int rows = kWaves * kScaleCopyRows;
+        copy_piece<kScaleBytes>(from, scale_now, (i * rows + wave * kScaleCopyRows) * (K / kBlock),
                                 stage + wave * kScaleCopyRows * kScaleRow,
-                                kScalesAt + i * kWaves * kScaleCopyRows * kScaleRow);
+                                kScalesAt + at + i * rows * kScaleRow);
     }
 
     unsigned N, K, wave, block, scale_at, k;
@@ -191,6 +211,14 @@ template <int Count>
 struct Half {
     u32x8 rows[Count];
     unsigned scales[Count]; // byte 0
+
+    // From here on these are words. Left alone, LLVM takes bytes to the next step, and clears the
+    // rest of their registers there, just before a product takes them.
+    MX_MEMBER void widen() {
+#pragma unroll
+        for (int i = 0; i < Count; ++i)
+            asm volatile("" : "+v"(scales[i]));
+    }
 };
 
 // Where a lane reads the fragments of an operand in a stage.
@@ -207,31 +235,27 @@ class Place {
         scale = kScalesAt + (ScaleRow + row) * kScaleRow + g / kScaleBytes * 4 + g % kScaleBytes;
     }
 
-    // Read `which` of fragment i's, in order of use.
-    template <int Count>
-    MX_MEMBER void read(Half<Count>& to, int i, int of, int which, unsigned stage) const {
+    // Read `which`, of 3 Count, of a half: scales first, since all are looked at before the first
+    // product.
+    template <int Which, int Count>
+    MX_MEMBER void read_half(Half<Count>& to, bool is_upper, unsigned stage) const {
         const unsigned char* at = lds() + stage;
-        const int further = kSide * of / Rows * kPart + kSide * of % Rows * kDepth;
-        if (which == 0)
-            to.scales[i] = at[scale + kSide * of * kScaleRow];
-        else if (which == 1)
-            put<0>(to.rows[i], *reinterpret_cast<const u32x4*>(at + low + further));
+        const int first = is_upper ? Count : 0;
+        if constexpr (Which < Count)
+            to.scales[Which] = at[scale + kSide * (first + Which) * kScaleRow];
         else
-            put<4>(to.rows[i], *reinterpret_cast<const u32x4*>(at + high + further));
-    }
-    // Read `which`, of 3 Count, of a half.
-    template <int Count>
-    MX_MEMBER void read_half(Half<Count>& to, bool is_upper, int which, unsigned stage) const {
-        const int i = which / kReads;
-        read(to, i, is_upper ? Count + i : i, which % kReads, stage);
+            read_rows<(Which - Count) % 2>(to.rows[(Which - Count) / 2],
+                                           kSide * (first + (Which - Count) / 2), at);
     }
 
   private:
-    template <int First>
-    MX_MEMBER static void put(u32x8& whole, u32x4 half) {
+    template <bool IsHigh>
+    MX_MEMBER void read_rows(u32x8& to, int row, const unsigned char* stage) const {
+        const int further = row / Rows * kPart + row % Rows * kDepth;
+        const u32x4 half = *reinterpret_cast<const u32x4*>(stage + (IsHigh ? high : low) + further);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            whole[First + i] = half[i];
+            to[IsHigh * 4 + i] = half[i];
     }
     unsigned low, high, scale;
 };
@@ -275,21 +299,16 @@ class Stream {
     // Copies the first two steps of the first tile, and reads the first operands.
     MX_MEMBER void begin(const Tile& first) {
         copier.start(first, true);
-#pragma unroll
         for (int step = 0; step < 2; ++step) {
             copier.aim();
-#pragma unroll
-            for (int i = 0; i < kCopies; ++i)
-                copier.copy(i, step * kStage);
+            each<kCopies>([&](auto i) { copier.copy<i.value>(step * kStage); });
             copier.advance();
         }
         copies_arrived();
-#pragma unroll
-        for (int i = 0; i < kReadsX; ++i)
-            place_x.read_half(x_low, false, i, stage);
-#pragma unroll
-        for (int i = 0; i < kReadsW; ++i)
-            place_w.read_half(w_first, false, i, stage);
+        each<kReadsX>([&](auto i) { place_x.read_half<i.value>(x_low, false, stage); });
+        each<kReadsW>([&](auto i) { place_w.read_half<i.value>(w_first, false, stage); });
+        x_low.widen();
+        w_first.widen();
     }
     MX_MEMBER void even_step(unsigned steps, const Tile& next, bool is_last) {
         step(w_first, w_second, steps, next, is_last);
@@ -307,8 +326,8 @@ class Stream {
             for (int x = 0; x < kFragsX; ++x)
 #pragma unroll
                 for (int w = 0; w < kFragsW; ++w)
-                    sums.add(x * kFragsW + w, most_w.payload(w), kUnitScale, most_x.payload(x),
-                             kUnitScale);
+                    sums.add_fresh(x * kFragsW + w, most_w.payload(w), kUnitScale,
+                                   most_x.payload(x), kUnitScale);
         most_x = {};
         most_w = {};
     }
@@ -328,25 +347,27 @@ class Stream {
         note(most_x, 0, x_low);
         note(most_w, 0, low);
         quarter<kReadsW, 0>(x_low, 0, low, 0,
-                            [&](int i) { place_w.read_half(high, true, i, stage); });
+                            [&](auto i) { place_w.read_half<i.value>(high, true, stage); });
         note(most_w, 1, high);
         quarter<kReadsX, 0>(x_low, 0, high, 1,
-                            [&](int i) { place_x.read_half(x_high, true, i, stage); });
+                            [&](auto i) { place_x.read_half<i.value>(x_high, true, stage); });
         note(most_x, 1, x_high);
-        quarter<1 + kReadsX + kCopiesEarly, kEarly>(x_high, 1, high, 1, [&](int i) {
-            if (i == 0)
+        quarter<1 + kReadsX + kCopiesEarly, kEarly>(x_high, 1, high, 1, [&](auto i) {
+            if constexpr (i.value == 0)
                 copies_arrived();
-            else if (i <= kReadsX)
-                place_x.read_half(x_low, false, i - 1, other);
+            else if constexpr (i.value <= kReadsX)
+                place_x.read_half<i.value - 1>(x_low, false, other);
             else
-                copier.copy(i - 1 - kReadsX, stage);
+                copier.copy<i.value - 1 - kReadsX>(stage);
         });
-        quarter<kReadsW + kCopies - kCopiesEarly, 0>(x_high, 1, low, 0, [&](int i) {
-            if (i < kReadsW)
-                place_w.read_half(high, false, i, other);
+        quarter<kReadsW + kCopies - kCopiesEarly, 0>(x_high, 1, low, 0, [&](auto i) {
+            if constexpr (i.value < kReadsW)
+                place_w.read_half<i.value>(high, false, other);
             else
-                copier.copy(i - kReadsW + kCopiesEarly, stage);
+                copier.copy<i.value - kReadsW + kCopiesEarly>(stage);
         });
+        x_low.widen();
+        high.widen();
         copier.advance();
         stage = other;
     }
@@ -358,18 +379,17 @@ class Stream {
                            Do work) {
         constexpr int slots = kProducts - From;
         sums.reserve();
-#pragma unroll
-        for (int i = 0; i < kProducts; ++i) {
-            const int fx = i / kHalfW, fw = i % kHalfW;
+        each<kProducts>([&](auto i) {
+            constexpr int fx = i.value / kHalfW, fw = i.value % kHalfW;
             sums.add((x_half * kHalfX + fx) * kFragsW + w_half * kHalfW + fw, w.rows[fw],
                      w.scales[fw], x.rows[fx], x.scales[fx]);
-#pragma unroll
-            for (int j = 0; j < Work; ++j)
-                if (i >= From && j >= (i - From) * Work / slots &&
-                    j < (i - From + 1) * Work / slots)
-                    work(j);
+            if constexpr (i.value >= From) {
+                constexpr int first = (i.value - From) * Work / slots;
+                constexpr int end = (i.value - From + 1) * Work / slots;
+                each<end - first>([&](auto j) { work(Constant<first + j.value>{}); });
+            }
             finish_before_next();
-        }
+        });
     }
 
     template <int Count>

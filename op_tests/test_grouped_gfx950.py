@@ -176,6 +176,7 @@ def test_random_jagged_groups_match_float64(
     for seed in range(cases):
         monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", draw.choice(SCHEDULES))
         monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
+        monkeypatch.setenv("AITER_MX_SIM_DELAY", draw.choice("01"))
         groups = draw_groups(draw, tile[0])
         N = 32 * draw.choice([1, 2, 3, tile[1] // 32, tile[1] // 32 + 1])
         K = 32 * blocks * (draw.randint(2, 5) if whole_steps else 2 * draw.randint(0, 4) + 1)

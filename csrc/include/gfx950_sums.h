@@ -3,9 +3,8 @@
 // it moves them about, by way of memory. So it is not told of them, but that all are in use.
 //
 // What it does not know of it cannot protect: settle() waits until the last product is in its
-// registers (ISA manual, section 4.5: 8 passes, and a margin), and a vector instruction must not
-// write an operand in the two before the product that takes it, which op_tests/test_grouped_isa.py
-// looks for in the code.
+// registers (ISA manual, section 4.5: 8 passes, and a margin), and no vector instruction may write
+// an operand in the two wait states before the product that takes it. The simulator checks both.
 #pragma once
 
 #include "gfx950_mfma.h"
@@ -27,13 +26,21 @@ struct NamedSums {
     // No value of the compiler's lives in these registers across this.
     MX_MEMBER static void reserve() { asm volatile("" ::: "memory", MX_ALL_SUMS); }
 
+#define MX_ADD(before)                                                                             \
+    asm volatile(before "v_mfma_scale_f32_16x16x128_f8f6f4 a[%c4:%c5], %0, %1, a[%c4:%c5], "       \
+                        "%2, %3 op_sel_hi:[0,0,0]"                                                 \
+                 :                                                                                 \
+                 : "v"(a), "v"(b), "v"(a_scales), "v"(b_scales), "i"(4 * i), "i"(4 * i + 3)        \
+                 : "memory")
+    // Of operands that come from loads.
     MX_MEMBER static void add(int i, u32x8 a, unsigned a_scales, u32x8 b, unsigned b_scales) {
-        asm volatile("v_mfma_scale_f32_16x16x128_f8f6f4 a[%c4:%c5], %0, %1, a[%c4:%c5], %2, %3 "
-                     "op_sel_hi:[0,0,0]"
-                     :
-                     : "v"(a), "v"(b), "v"(a_scales), "v"(b_scales), "i"(4 * i), "i"(4 * i + 3)
-                     : "memory");
+        MX_ADD("");
     }
+    // Of operands that vector instructions may have written just now.
+    MX_MEMBER static void add_fresh(int i, u32x8 a, unsigned a_scales, u32x8 b, unsigned b_scales) {
+        MX_ADD("s_nop 1\n\t");
+    }
+#undef MX_ADD
     MX_MEMBER static void settle() { asm volatile("s_nop 15\n\ts_nop 7" ::: "memory"); }
     MX_MEMBER static f32x4 read(int i) {
         return {read_one(4 * i), read_one(4 * i + 1), read_one(4 * i + 2), read_one(4 * i + 3)};
@@ -62,6 +69,9 @@ struct PlainSums {
         of[i] = multiply_scaled<0>(a, a_scales, b, b_scales, of[i]);
         // LLVM would move the product, which touches no memory, away from the reads it is to hide.
         asm volatile("" : "+v"(of[i])::"memory");
+    }
+    MX_MEMBER void add_fresh(int i, u32x8 a, unsigned a_scales, u32x8 b, unsigned b_scales) {
+        add(i, a, a_scales, b, b_scales);
     }
     MX_MEMBER static void settle() {}
     MX_MEMBER f32x4 read(int i) const { return of[i]; }

@@ -68,11 +68,9 @@ def _lds_bytes(problem: GroupedGemmProblem, config: Config) -> int:
     """What the kernel's ``kLdsBytes`` is."""
     tile_m, tile_n = config["tile_m"], config["tile_n"]
     pieces = 4 // _scale_bytes(problem)
-    lines = 64 // pieces  # rows of scales that one copy takes
-    rows = -(-tile_m // lines) * lines
-    while (rows + tile_n) // lines % _WAVES:
-        rows += lines
-    stage = (tile_m + tile_n) * _DEPTH + (rows + tile_n) * 4 * pieces
+    at_once = _WAVES * 64 // pieces  # rows of scales that the waves copy together
+    rows = sum(-(-tile // at_once) * at_once for tile in (tile_m, tile_n))
+    stage = (tile_m + tile_n) * _DEPTH + rows * 4 * pieces
     size = 4 if problem.out_dtype == "fp32" else 2
     features = tile_n // (2 if tile_m > 32 else 4)
     return 2 * stage + _WAVES * 16 * min(features * size, 256)
@@ -83,12 +81,6 @@ def _resident(problem: GroupedGemmProblem, config: Config) -> int:
     # Tiles of half this size and less leave each lane half of a SIMD's registers or more.
     by_registers = 2 if config["tile_m"] * config["tile_n"] <= 128 * 128 else 1
     return min(by_registers, _LDS_BYTES // _lds_bytes(problem, config))
-
-
-def _fits(problem: GroupedGemmProblem, config: Config) -> bool:
-    """Whether the variant compiles without spilling: copying scales byte by byte takes more scalar
-    registers than tall tiles leave."""
-    return config["tile_m"] < 256 or _scale_bytes(problem) > 1
 
 
 def _cycles(target: Target, problem: GroupedGemmProblem, config: Config) -> float:
@@ -120,7 +112,7 @@ def _candidates(target: Target, problem: GroupedGemmProblem) -> list[Config]:
         key=lambda config: _cycles(target, problem, config),
     )
     orders = ({"swath": 8, "xcds": _XCDS}, {"swath": 4, "xcds": _XCDS}, {"swath": 1, "xcds": 1})
-    return [{**tile, **order} for order in orders for tile in tiles if _fits(problem, tile)]
+    return [{**tile, **order} for order in orders for tile in tiles]
 
 
 def _configure(target: Target, problem: GroupedGemmProblem) -> Config:
