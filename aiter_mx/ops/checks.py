@@ -15,6 +15,7 @@ SCALE_ALIGNMENT_BYTES = 4
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Dtypes of results and biases, by their names in problems."""
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 
 

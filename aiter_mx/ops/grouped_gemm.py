@@ -216,7 +216,7 @@ def _plan(
     first_end = ends.itemsize if ends.shape[0] == problem.G + 1 else 0
     if 0 in shape:
         return None, shape, first_end
-    run = bind("grouped_gemm", target_of(a.device), problem, a.device, _fallbacks(problem))
+    run = bind("grouped_gemm", target_of(a.device), problem, a.device, fallbacks(problem))
     return run, shape, first_end
 
 
@@ -252,14 +252,15 @@ def _run_triton(problem: GroupedGemmProblem, tensors: Tensors, config: Config) -
     grouped_triton(a, a_scale, b, b_scale, bias, out, *ranges, most_tiles, config)
 
 
-def _fallbacks(problem: GroupedGemmProblem) -> Mapping[str, Fallback]:
+def fallbacks(problem: GroupedGemmProblem) -> Mapping[str, Fallback]:
+    """What runs each backend other than ours."""
     return {"triton": partial(_run_triton, problem), "torch": partial(_run_torch, problem)}
 
 
 def warm(problem: GroupedGemmProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
     target = target_of(device)
-    run = bind("grouped_gemm", target, problem, device, _fallbacks(problem))
+    run = bind("grouped_gemm", target, problem, device, fallbacks(problem))
     if route("grouped_gemm", target, problem).backend != "triton":
         return
     # Triton compiles when it is called, so it is called, on whatever this memory holds.

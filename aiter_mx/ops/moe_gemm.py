@@ -17,6 +17,7 @@ from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
     DTYPE_NAMES,
+    DTYPES,
     SCALE_ALIGNMENT_BYTES,
     SCALE_DTYPES,
     check_out,
@@ -249,7 +250,6 @@ _NAMES = (
     *("topk_weights", "bias"),
 )
 _OPTIONAL = ("topk_weights", "bias")
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def _plan(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Plan:
@@ -331,7 +331,15 @@ def _check(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> MoeGe
 
 
 def fallbacks(problem: MoeGemmProblem) -> dict[str, Any]:
-    """What runs each backend other than ours."""
+    """What runs each backend other than ours, and ours where it is several ops."""
+    bound: list[Run] = []
+
+    def run_grouped(tensors: Tensors, config: Config) -> None:
+        if not bound:
+            from aiter_mx.ops.moe_grouped import bind_grouped
+
+            bound.append(bind_grouped(problem, tensors[0].device))
+        bound[0](tensors, ())
 
     def run_torch(tensors: Tensors, config: Config) -> None:
         from aiter_mx.fallbacks.moe_gemm_torch import moe_gemm_torch
@@ -343,14 +351,17 @@ def fallbacks(problem: MoeGemmProblem) -> dict[str, Any]:
 
         moe_gemm_triton(problem, config, *tensors)
 
-    return {"torch": run_torch, "triton": run_triton}
+    return {"hip": run_grouped, "torch": run_torch, "triton": run_triton}
 
 
 def warm(problem: MoeGemmProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
     target = target_of(device)
     run = bind("moe_gemm", target, problem, device, fallbacks(problem))
-    if route("moe_gemm", target, problem).backend != "triton" or problem.routed == 0:
+    chosen = route("moe_gemm", target, problem)
+    if chosen.kernel == "grouped":
+        warm_grouped(problem, device)
+    if chosen.backend != "triton" or problem.routed == 0:
         return
     # Triton compiles when it is called, so it is called, on whatever this memory holds but for the
     # lists, which have no block in use.
@@ -370,6 +381,16 @@ def warm(problem: MoeGemmProblem, device: torch.device) -> None:
         None if p.activation == "none" else torch.empty(scales, dtype=torch.uint8, device=device),
     )
     run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+
+
+def warm_grouped(problem: MoeGemmProblem, device: torch.device) -> None:
+    """Load what computes ``problem`` by way of ``grouped_gemm``."""
+    from aiter_mx.kernels.moe_gemm.grouped import grouped_problem
+    from aiter_mx.ops import grouped_gemm
+    from aiter_mx.ops.moe_grouped import bind_grouped
+
+    grouped_gemm.warm(grouped_problem(problem), device)
+    bind_grouped(problem, device)
 
 
 def _operand(*shape: int, device: torch.device) -> tuple[Tensor, Tensor]:

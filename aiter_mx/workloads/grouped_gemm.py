@@ -101,7 +101,7 @@ def _judge(problem: GroupedGemmProblem, tensors: Tensors) -> Judge:
 def _fallbacks(problem: GroupedGemmProblem) -> Mapping[str, Fallback]:
     from aiter_mx.ops import grouped_gemm
 
-    return grouped_gemm._fallbacks(problem)
+    return grouped_gemm.fallbacks(problem)
 
 
 def _sample(problem: GroupedGemmProblem, share: float) -> tuple[GroupedGemmProblem, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiter_mx.fallbacks import moe_gemm_tiles
 from aiter_mx.kernels.moe_gemm.gfx950 import MFMA as MFMA_GFX950
+from aiter_mx.kernels.moe_gemm.grouped import GROUPED
 from aiter_mx.kernels.moe_gemm.problem import KEY, MoeGemmProblem, stand_ins
 from aiter_mx.kernels.moe_gemm.sm90 import STREAM
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
@@ -14,6 +15,7 @@ __all__ = ["KERNELS", "KEY", "PROBLEM", "MoeGemmProblem", "stand_ins"]
 PROBLEM = MoeGemmProblem
 
 KERNELS = (
+    GROUPED,
     MFMA_GFX950,
     STREAM,
     WIDE,
