@@ -43,7 +43,8 @@ def run_race(fake: FakeMeter, incumbent: Candidate | None = None) -> Outcome:
 
 def by_time(problem: LinearProblem = PROBLEM) -> list[Candidate]:
     """The candidates, those that the fake finds fastest first."""
-    return sorted(starters(problem), key=lambda c: draw(problem, str(c)))
+    name = sweeps.name_of("linear", problem)
+    return sorted(starters(problem), key=lambda c: draw(name, str(c)))
 
 
 def test_the_fastest_is_chosen_through_noise() -> None:
@@ -76,21 +77,30 @@ def test_one_slow_round_does_not_decide() -> None:
 @pytest.mark.parametrize("kind", ["poisoned", "late", "flaky"])
 def test_what_is_fast_and_wrong_is_never_chosen(kind: str, tmp_path: Path) -> None:
     fake = FakeMeter()
-    wrong = {by_time(problem)[0] for problem in PROBLEMS} | {by_time()[2]}
+    wrong = {(problem, by_time(problem)[i]) for problem in PROBLEMS for i in (0, 2)}
     getattr(fake, kind).update(wrong)
     outcome = run_race(fake)
-    right = [candidate for candidate in by_time() if candidate not in wrong]
     assert outcome.chosen is not None
-    assert outcome.chosen.candidate in (right[:1] if kind == "poisoned" else right)
-    failed = {f.candidate for f in outcome.failures}
-    assert failed == wrong & set(starters()) if kind == "poisoned" else failed <= wrong
+    assert outcome.chosen.candidate == by_time()[1]
+    assert {(PROBLEM, f.candidate) for f in outcome.failures} == {
+        pair for pair in wrong if pair[0] == PROBLEM
+    }
     why = "LaunchError" if kind == "flaky" else "wrong"
     assert all(f.why.startswith(why) for f in outcome.failures)
     sweep(tmp_path / "linear.csv", fake)
+    rows = read_rows(tmp_path / "linear.csv", "linear")
     for problem in PROBLEMS:
-        rows = read_rows(tmp_path / "linear.csv", "linear")
-        chosen = incumbent_of(rows, "linear", TARGET, problem)
-        assert chosen is None or chosen not in wrong
+        assert incumbent_of(rows, "linear", TARGET, problem) == by_time(problem)[1]
+
+
+def test_where_no_finalist_is_right_in_the_end_the_others_have_their_turn() -> None:
+    fake = FakeMeter()
+    fake.late = {(PROBLEM, candidate) for candidate in by_time()[:-2]}
+    outcome = run_race(fake)
+    assert outcome.chosen is not None
+    assert outcome.chosen.candidate == by_time()[-2]
+    fake.late = {(PROBLEM, candidate) for candidate in by_time()}
+    assert run_race(fake).chosen is None
 
 
 def test_incumbent_stays_unless_it_is_clearly_beaten() -> None:
@@ -102,7 +112,8 @@ def test_incumbent_stays_unless_it_is_clearly_beaten() -> None:
         (0.20, 0.1, False),
     ]:
         fake = FakeMeter()
-        ratio = (2 + draw(PROBLEM, str(first))) / (2 + draw(PROBLEM, str(second)))
+        name = sweeps.name_of("linear", PROBLEM)
+        ratio = (2 + draw(name, str(first))) / (2 + draw(name, str(second)))
 
         def times(
             candidate: Candidate,
@@ -124,17 +135,16 @@ def test_wrong_incumbent_is_replaced_and_leaves_the_table(tmp_path: Path) -> Non
     table = tmp_path / "linear.csv"
     sweep(table, FakeMeter())
     fake = FakeMeter()
-    fake.poisoned = {by_time(problem)[0] for problem in PROBLEMS}
+    fake.poisoned = {(problem, by_time(problem)[0]) for problem in PROBLEMS}
     sweep(table, fake)
     rows = read_rows(table, "linear")
-    assert len(rows) == len(PROBLEMS)
     for problem in PROBLEMS:
-        assert incumbent_of(rows, "linear", TARGET, problem) not in fake.poisoned
-    fake.poisoned = set(starters())
+        assert incumbent_of(rows, "linear", TARGET, problem) == by_time(problem)[1]
+    fake.poisoned = {(PROBLEM, candidate) for candidate in starters()}
     sweep(table, fake)  # nothing computes the first problem now
     rows = read_rows(table, "linear")
     assert incumbent_of(rows, "linear", TARGET, PROBLEM) is None
-    assert 0 < len(rows) < len(PROBLEMS)
+    assert len(rows) == len(PROBLEMS) - 1
 
 
 def test_table_is_what_dispatch_and_pandas_read(

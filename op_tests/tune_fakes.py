@@ -20,7 +20,7 @@ from aiter_mx.target import hardware
 from aiter_mx.tuning.candidates import Admission, Candidate, ContextLost, Meter, Unfit
 from aiter_mx.tuning.race import Rules
 from aiter_mx.tuning.share import Share, join
-from aiter_mx.tuning.sweep import Plan, make_plan, run
+from aiter_mx.tuning.sweep import Plan, make_plan, name_of, run
 
 TARGET = hardware("gfx950")
 PROBLEMS = tuple(LinearProblem(M=M, N=N, K=96) for M in (1, 2, 4, 8, 16) for N in (32, 64, 96, 128))
@@ -45,7 +45,7 @@ class FakeBench:
     def admit(self, candidate: Candidate) -> Admission:
         self.meter.tried.append((self.problem, candidate))
         time.sleep(self.meter.pause_s)
-        if candidate in self.meter.poisoned:
+        if (self.problem, candidate) in self.meter.poisoned:
             raise Unfit("wrong: relative error 1.00e+00")
         if self.meter.loses(self.problem, candidate):
             raise ContextLost("an illegal memory access", candidate)
@@ -55,14 +55,16 @@ class FakeBench:
     def sample_us(self, candidate: Candidate) -> float:
         assert candidate in self.admitted, f"{candidate} is timed, but was never found right"
         turn = self.turns[candidate] = self.turns.get(candidate, -1) + 1
-        if candidate in self.meter.flaky and turn == 3:
+        if (self.problem, candidate) in self.meter.flaky and turn == 3:
             raise Unfit("LaunchError: out of luck")
-        if candidate in self.meter.late or candidate in self.meter.flaky:
+        if (self.problem, candidate) in self.meter.late | self.meter.flaky:
             return 1.0
-        return (2 + draw(self.problem, str(candidate))) * self.meter.noise(candidate, turn)
+        return (2 + draw(name_of("linear", self.problem), str(candidate))) * self.meter.noise(
+            candidate, turn
+        )
 
     def confirm(self, candidate: Candidate) -> None:
-        if candidate in self.meter.late:
+        if (self.problem, candidate) in self.meter.late:
             raise Unfit("wrong after 100 launches")
 
     def drop(self, candidate: Candidate) -> None:
@@ -74,9 +76,9 @@ class FakeMeter:
 
     def __init__(self, pause_s: float = 0.0) -> None:
         self.pause_s = pause_s
-        self.poisoned: set[Candidate] = set()
-        self.late: set[Candidate] = set()
-        self.flaky: set[Candidate] = set()
+        self.poisoned: set[tuple[Problem, Candidate]] = set()
+        self.late: set[tuple[Problem, Candidate]] = set()
+        self.flaky: set[tuple[Problem, Candidate]] = set()
         self.noise: Noise = lambda candidate, turn: 1.0
         self.loses: Callable[[Problem, Candidate], bool] = lambda problem, candidate: False
         self.tried: list[tuple[Problem, Candidate]] = []
