@@ -19,7 +19,7 @@ from aiter_mx.target import Target, target_of
 if TYPE_CHECKING:
     import torch
 
-_MADE_OF = {"fused_moe": ("aiter_mx.ops.fused_moe", "FusedMoeProblem")}
+_MADE_OF = {"fused_moe": ("aiter_mx.ops.moe_layer", "FusedMoeProblem")}
 """Ops that are several launches of others: where their problems are, which name those launches."""
 
 OnBuilt = Callable[[BuildRequest, CodeObject], None]

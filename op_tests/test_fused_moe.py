@@ -13,7 +13,7 @@ from mx_reference import assert_rounded
 from torch import Tensor
 
 import aiter_mx
-from aiter_mx.ops.fused_moe import FusedMoeProblem
+from aiter_mx.ops.moe_layer import FusedMoeProblem
 
 SCHEDULES = ("random", "round-robin", "run-to-barrier")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

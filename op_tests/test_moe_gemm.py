@@ -221,14 +221,17 @@ def test_activated_rows_are_quantised_as_the_exact_ones(
         monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
         N, K = 64 * draw.randint(1, 3), 64 * draw.randint(1, 10)
         problem, layer, tensors = random_layer(draw, seed, N, K, "fp32", activated=True)
-        problem = replace(problem, out_dtype="mxfp8", activation=activation, layout=layout)
+        swiglu = SWIGLU if seed % 2 else (1.2, 0.5, 3.0)
+        more = dict(zip(("alpha", "beta", "limit"), swiglu, strict=True))
+        fields = {"out_dtype": "mxfp8", "activation": activation, "layout": layout, **more}
+        problem = replace(problem, **fields)
         with aiter_mx.simulate("gfx950"):
             out, scales = run_kernel(torch.device("cpu"), problem, config, tensors)
         assert scales is not None
         unwritten = [t for t, expert in enumerate(layer.experts) if expert == -1]
         assert (out.view(torch.uint8)[unwritten] == POISON).all()
         assert (scales[unwritten] == POISON).all()
-        assert_activated(out, scales, layer, activation, layout == "interleaved", SWIGLU)
+        assert_activated(out, scales, layer, activation, layout == "interleaved", swiglu)
 
 
 def test_sweeps_take_every_value_of_every_parameter() -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from aiter_mx.kernels.moe_align import MoeAlignProblem
-from aiter_mx.kernels.moe_combine import MoeCombineProblem
-from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.launch import Run
 from aiter_mx.ops import moe_align, moe_combine, moe_gemm
@@ -26,10 +27,12 @@ from aiter_mx.ops.checks import (
     refuse_alignment,
 )
 from aiter_mx.ops.moe_check import check_expert_ids
+from aiter_mx.ops.moe_layer import FusedMoeProblem
 from aiter_mx.ops.plan import bind
-from aiter_mx.target import cpu_target, target_of
+from aiter_mx.target import Target, cpu_target, target_of
 
 _FP8 = (torch.float8_e4m3fn,)
+_PART_ALIGNMENT = 256  # bytes
 _ID_DTYPES = {torch.int32: "i32", torch.int64: "i64"}
 
 
@@ -121,23 +124,34 @@ def fused_moe(
         refuse_alignment(x=x, w1q=w1q, w2q=w2q)
 
     held = torch.empty(plan.bytes, dtype=torch.uint8, device=device)
-    xq, xs, hq, hs, y, sorted_ids, expert_ids, post_padded = (
-        held[at : at + size].view(dtype) for at, size, dtype in plan.parts
-    )
-    hq, y = hq.view(problem.routed, -1), y.view(problem.routed, -1)
-    xq, xs, hs = xq.view(problem.M, -1), xs.view(problem.M, -1), hs.view(problem.routed, -1)
-    lists = (sorted_ids, expert_ids, post_padded)
-    align, first, second, combine = plan.runs
-    _launch(align, topk_ids, None, expert_map, None, x, sorted_ids, None, *lists[1:], xq, xs)
-    _launch(first, xq, xs, w1q, w1s, *lists, None, bias1, hq, hs)
-    _launch(second, hq, hs, w2q, w2s, *lists, None, bias2, y, None)
-    _launch(combine, y, topk_ids, topk_weights, expert_map, out)
+    given = {"x": x, "w1q": w1q, "w1s": w1s, "w2q": w2q, "w2s": w2s, "bias1": bias1, "bias2": bias2}
+    given |= {"ids": topk_ids, "weights": topk_weights, "map": expert_map, "out": out, "none": None}
+    if plan.takes_tensors:
+        given |= {
+            name: held[part.at : part.at + part.bytes].view(part.dtype).view(part.shape)
+            for name, part in plan.parts.items()
+        }
+        for run, names in zip(plan.runs, _ARGUMENTS, strict=True):
+            tensors = [given[name] for name in names]
+            run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+        return out
+    at = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in given.items()}
+    first = held.data_ptr()
+    for name, part in plan.parts.items():
+        at[name] = first + part.at
+    for run, names in zip(plan.runs, _ARGUMENTS, strict=True):
+        run((), [at[name] for name in names])
     return out
 
 
-def _launch(run: Run, *tensors: Tensor | None) -> None:
-    run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
-
+_LISTS = ("sorted_ids", "expert_ids", "post_padded")
+_ARGUMENTS = (
+    (*("ids", "none", "map", "none", "x", "sorted_ids", "none"), *_LISTS[1:], "xq", "xs"),
+    ("xq", "xs", "w1q", "w1s", *_LISTS, "none", "bias1", "hq", "hs"),
+    ("hq", "hs", "w2q", "w2s", *_LISTS, "none", "bias2", "y", "none"),
+    ("y", "ids", "weights", "map", "out"),
+)
+"""The pointers of each launch: what the caller gave, or what lies between the launches."""
 
 _NAMES = (
     *("x", "w1q", "w1s", "w2q", "w2s", "topk_ids", "topk_weights"),
@@ -147,140 +161,13 @@ _OPTIONAL = ("expert_map", "bias1", "bias2")
 
 
 @dataclass(frozen=True)
-class FusedMoeProblem:
-    """An expert layer.
+class _Part:
+    """A tensor between the launches: where it is in the memory that they share."""
 
-    Attributes:
-        M: tokens.
-        hidden: their elements, H.
-        intermediate: activated features, I.
-        E: experts here, shared ones included.
-        top_k: slots of a token that are routed.
-        num_experts: experts that are routed to, on all ranks; 0 for those here.
-        shared: further slots of every token, for the last of the experts here.
-        has_map: 1: an expert map says which experts are here.
-        activation: ``silu`` or ``swiglu_oai``.
-        layout: of gate and up rows, ``halves`` or ``interleaved``.
-        dtype: of the tokens, in and out.
-        bias1: dtype of the first GEMM's bias, or ``none``.
-        bias2: of the second's.
-        id_dtype: of the experts' ids, ``i32`` or ``i64``.
-        block_m: rows of an expert that make a block; 0 for what suits the shape.
-        alpha: of swiglu_oai.
-        beta: of swiglu_oai.
-        limit: of swiglu_oai.
-    """
-
-    M: int
-    hidden: int
-    intermediate: int
-    E: int
-    top_k: int
-    num_experts: int = 0
-    shared: int = 0
-    has_map: int = 0
-    activation: str = "silu"
-    layout: str = "halves"
-    dtype: str = "bf16"
-    bias1: str = "none"
-    bias2: str = "none"
-    id_dtype: str = "i32"
-    block_m: int = 0
-    alpha: float = 1.702
-    beta: float = 1.0
-    limit: float = 7.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.shared < self.E:
-            raise ValueError(
-                f"shared experts must be fewer than the experts here, got {self.shared} of {self.E}"
-            )
-        if self.num_experts == 0:
-            object.__setattr__(self, "num_experts", self.E - self.shared)
-        if self.block_m == 0:
-            object.__setattr__(self, "block_m", _block_m(self))
-        if not self.has_map and self.num_experts != self.E - self.shared:
-            raise ValueError(
-                f"num_experts={self.num_experts} but {self.E - self.shared} routed experts are "
-                "here, and no expert_map says which"
-            )
-        if self.intermediate % BLOCK or self.hidden % BLOCK:
-            raise ValueError(
-                f"H and I must be multiples of {BLOCK}, got H={self.hidden} and "
-                f"I={self.intermediate}"
-            )
-
-    @property
-    def routed(self) -> int:
-        """Routed rows of all tokens."""
-        return self.M * (self.top_k + self.shared)
-
-    def parts(self) -> tuple[tuple[str, Problem], ...]:
-        """The ops and the problems of the four launches."""
-        align = MoeAlignProblem(
-            M=self.M,
-            top_k=self.top_k,
-            E=self.num_experts,
-            block_m=self.block_m,
-            id_dtype=self.id_dtype,
-            expert_map="numbers" if self.has_map else "none",
-            drop_absent=self.has_map,
-            shared=self.shared,
-            first_shared=self.E - self.shared,
-            x_dtype=self.dtype,
-            K=self.hidden,
-        )
-        first = MoeGemmProblem(
-            M=self.M,
-            N=2 * self.intermediate,
-            K=self.hidden,
-            E=self.E,
-            top_k=align.slots,
-            block_m=self.block_m,
-            out_dtype="mxfp8",
-            activation=self.activation,
-            layout=self.layout,
-            bias=self.bias1,
-            a_div=align.slots,
-            max_blocks=align.max_ids // self.block_m,
-            alpha=self.alpha,
-            beta=self.beta,
-            limit=self.limit,
-        )
-        second = replace(
-            first,
-            N=self.hidden,
-            K=self.intermediate,
-            out_dtype="fp32",
-            activation="none",
-            layout="halves",
-            bias=self.bias2,
-            a_div=1,
-        )
-        combine = MoeCombineProblem(
-            M=self.M,
-            N=self.hidden,
-            top_k=self.top_k,
-            E=self.num_experts,
-            shared=self.shared,
-            y_dtype="fp32",
-            out_dtype=self.dtype,
-            id_dtype=self.id_dtype,
-        )
-        return (
-            ("moe_align", align),
-            ("moe_gemm", first),
-            ("moe_gemm", second),
-            ("moe_combine", combine),
-        )
-
-
-def _block_m(problem: FusedMoeProblem) -> int:
-    """The least of 16, 32 and 64 that holds the rows of an expert that is chosen on average."""
-    routed = problem.M * problem.top_k
-    touched = problem.num_experts * (1 - (1 - 1 / problem.num_experts) ** routed)
-    rows = max(routed / touched if touched else 0, problem.M if problem.shared else 0)
-    return next((block for block in (16, 32) if rows <= block), 64)
+    at: int
+    bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -290,14 +177,16 @@ class _Plan:
     Attributes:
         problem: the layer.
         runs: the four launches, or none where there is nothing to compute.
+        takes_tensors: whether one of them asks for tensors and not for addresses alone.
         bytes: of all that lies between the launches, in one piece of memory.
-        parts: offset, bytes and dtype of each part of it.
+        parts: what lies there, by name.
     """
 
     problem: FusedMoeProblem
     runs: tuple[Run, ...]
+    takes_tensors: bool
     bytes: int
-    parts: tuple[tuple[int, int, torch.dtype], ...]
+    parts: dict[str, _Part]
 
 
 class _Plans(threading.local):
@@ -315,28 +204,38 @@ def _plan(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> _Plan:
     assert inputs[0] is not None
     device = inputs[0].device
     if problem.M == 0 or problem.hidden == 0:
-        return _Plan(problem, (), 0, ())
-    target = target_of(device)
-    runs = tuple(
-        bind(op, target, part, device, _FALLBACKS[op](part)) for op, part in problem.parts()
-    )
-    align = problem.parts()[0][1]
-    M, H, I = problem.M, problem.hidden, problem.intermediate
-    sizes = (
-        (M * H, _FP8[0]),
-        (M * H // BLOCK, torch.uint8),
-        (problem.routed * I, _FP8[0]),
-        (problem.routed * I // BLOCK, torch.uint8),
-        (problem.routed * H * 4, torch.float32),
-        (align.max_ids * 4, torch.int32),
-        (align.max_ids // align.block_m * 4, torch.int32),
-        (4, torch.int32),
-    )
-    at, placed = 0, []
-    for size, dtype in sizes:
-        placed.append((at, size, dtype))
-        at += -(-size // 256) * 256
-    return _Plan(problem, runs, at, tuple(placed))
+        return _Plan(problem, (), False, 0, {})
+    target, layer = target_of(device), problem.parts()
+    runs = tuple(bind(op, target, part, device, _FALLBACKS[op](part)) for op, part in layer)
+    align, M, H, I = layer[0][1], problem.M, problem.hidden, problem.intermediate
+    tensors = {
+        "xq": ((M, H), _FP8[0]),
+        "xs": ((M, H // BLOCK), torch.uint8),
+        "hq": ((problem.routed, I), _FP8[0]),
+        "hs": ((problem.routed, I // BLOCK), torch.uint8),
+        "y": ((problem.routed, H), torch.float32),
+        "sorted_ids": ((align.max_ids,), torch.int32),
+        "expert_ids": ((align.max_ids // align.block_m,), torch.int32),
+        "post_padded": ((1,), torch.int32),
+    }
+    at, parts = 0, {}
+    for name, (shape, dtype) in tensors.items():
+        size = prod(shape) * dtype.itemsize
+        parts[name] = _Part(at, size, dtype, shape)
+        at += -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
+    return _Plan(problem, runs, _takes_tensors(layer, target), at, parts)
+
+
+def _takes_tensors(layer: Sequence[tuple[str, Problem]], target: Target) -> bool:
+    """Whether a launch is simulated, is not of one kernel of ours, or may be replaced by others."""
+    if target.runtime not in ("hip", "cuda") or os.environ.get("AITER_MX_ON_ERROR") == "fallback":
+        return True
+    for op, part in layer:
+        chosen = route(op, target, part)
+        spec = find_kernel(op, target.arch, chosen.backend, chosen.kernel)
+        if spec.module is None or spec.workspace_bytes(target, part, chosen.config):
+            return True
+    return False
 
 
 _FALLBACKS: dict[str, Callable[[Any], dict[str, Any]]] = {

@@ -1,0 +1,148 @@
+"""What an expert layer asks for, and the four launches that it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from aiter_mx.kernels.moe_align import MoeAlignProblem
+from aiter_mx.kernels.moe_combine import MoeCombineProblem
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.spec import Problem
+from aiter_mx.ops.checks import BLOCK
+
+
+@dataclass(frozen=True)
+class FusedMoeProblem:
+    """An expert layer.
+
+    Attributes:
+        M: tokens.
+        hidden: their elements, H.
+        intermediate: activated features, I.
+        E: experts here, shared ones included.
+        top_k: slots of a token that are routed.
+        num_experts: experts that are routed to, on all ranks; 0 for those here.
+        shared: further slots of every token, for the last of the experts here.
+        has_map: 1: an expert map says which experts are here.
+        activation: ``silu`` or ``swiglu_oai``.
+        layout: of gate and up rows, ``halves`` or ``interleaved``.
+        dtype: of the tokens, in and out.
+        bias1: dtype of the first GEMM's bias, or ``none``.
+        bias2: of the second's.
+        id_dtype: of the experts' ids, ``i32`` or ``i64``.
+        block_m: rows of an expert that make a block; 0 for what suits the shape.
+        alpha: of swiglu_oai.
+        beta: of swiglu_oai.
+        limit: of swiglu_oai.
+    """
+
+    M: int
+    hidden: int
+    intermediate: int
+    E: int
+    top_k: int
+    num_experts: int = 0
+    shared: int = 0
+    has_map: int = 0
+    activation: str = "silu"
+    layout: str = "halves"
+    dtype: str = "bf16"
+    bias1: str = "none"
+    bias2: str = "none"
+    id_dtype: str = "i32"
+    block_m: int = 0
+    alpha: float = 1.702
+    beta: float = 1.0
+    limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.shared < self.E:
+            raise ValueError(
+                f"shared experts must be fewer than the experts here, got {self.shared} of {self.E}"
+            )
+        if self.num_experts == 0:
+            object.__setattr__(self, "num_experts", self.E - self.shared)
+        if self.block_m == 0:
+            object.__setattr__(self, "block_m", _block_m(self))
+        if not self.has_map and self.num_experts != self.E - self.shared:
+            raise ValueError(
+                f"num_experts={self.num_experts} but {self.E - self.shared} routed experts are "
+                "here, and no expert_map says which"
+            )
+        if self.intermediate % BLOCK or self.hidden % BLOCK:
+            raise ValueError(
+                f"H and I must be multiples of {BLOCK}, got H={self.hidden} and "
+                f"I={self.intermediate}"
+            )
+
+    @property
+    def routed(self) -> int:
+        """Routed rows of all tokens."""
+        return self.M * (self.top_k + self.shared)
+
+    def parts(self) -> tuple[tuple[str, Problem], ...]:
+        """The ops and the problems of the four launches."""
+        align = MoeAlignProblem(
+            M=self.M,
+            top_k=self.top_k,
+            E=self.num_experts,
+            block_m=self.block_m,
+            id_dtype=self.id_dtype,
+            expert_map="numbers" if self.has_map else "none",
+            drop_absent=self.has_map,
+            shared=self.shared,
+            first_shared=self.E - self.shared,
+            x_dtype=self.dtype,
+            K=self.hidden,
+        )
+        first = MoeGemmProblem(
+            M=self.M,
+            N=2 * self.intermediate,
+            K=self.hidden,
+            E=self.E,
+            top_k=align.slots,
+            block_m=self.block_m,
+            out_dtype="mxfp8",
+            activation=self.activation,
+            layout=self.layout,
+            bias=self.bias1,
+            a_div=align.slots,
+            max_blocks=align.max_ids // self.block_m,
+            alpha=self.alpha,
+            beta=self.beta,
+            limit=self.limit,
+        )
+        second = replace(
+            first,
+            N=self.hidden,
+            K=self.intermediate,
+            out_dtype="fp32",
+            activation="none",
+            layout="halves",
+            bias=self.bias2,
+            a_div=1,
+        )
+        combine = MoeCombineProblem(
+            M=self.M,
+            N=self.hidden,
+            top_k=self.top_k,
+            E=self.num_experts,
+            shared=self.shared,
+            y_dtype="fp32",
+            out_dtype=self.dtype,
+            id_dtype=self.id_dtype,
+        )
+        return (
+            ("moe_align", align),
+            ("moe_gemm", first),
+            ("moe_gemm", second),
+            ("moe_combine", combine),
+        )
+
+
+def _block_m(problem: FusedMoeProblem) -> int:
+    """The least of 16, 32 and 64 that holds the rows of an expert that is chosen on average."""
+    routed = problem.M * problem.top_k
+    touched = problem.num_experts * (1 - (1 - 1 / problem.num_experts) ** routed)
+    rows = max(routed / touched if touched else 0, problem.M if problem.shared else 0)
+    return next((block for block in (16, 32) if rows <= block), 64)
