@@ -9,8 +9,8 @@ largest of three, for the compute unit with the most workgroups:
   of the compiled object, each wait taking one microsecond;
 - issue: vector instructions at 4 cycles each and matrix passes at theirs, on 4 SIMDs; and LDS.
 
-A thousandth of the sum of all three is added, so that of two candidates with the same bound the one
-with less to do otherwise is taken. These are no measurements, and rows say ``source=model``.
+Bounds are given to three digits: where candidates do not differ in those, the kernel's own choice
+comes first. These are no measurements, and rows say ``source=model``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from aiter_mx.tuning.candidates import Admission, Bench, Candidate, Meter, Unfit
 from aiter_mx.workloads.workload import workload_of
 
 _SHARE = 0.02
-_TIE = 1e-3
 
 
 def modelled_meter(op: str) -> Meter:
@@ -100,8 +99,7 @@ class ModelBench:
         weights = workload_of(self._op).read_bytes(part, trial.operands)
         limits = bounds(whole, weights / share, groups, trial.waves_a_simd)
         issue_us = max(limits.issue_us, limits.lds_us)
-        parts = (limits.memory_us, limits.latency_us, issue_us)
-        return max(parts) + _TIE * sum(parts)
+        return float(f"{max(limits.memory_us, limits.latency_us, issue_us):.3g}")
 
 
 def _refuse_spills(trial: Trial) -> None:
