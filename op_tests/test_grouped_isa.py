@@ -1,0 +1,131 @@
+"""The CDNA4 grouped kernel's code and what it counts: registers, bank conflicts, what limits it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+from test_grouped_gfx950 import config_of, launch, one_group, operands
+
+import aiter_mx
+from aiter_mx.code_object import parse_code_object
+from aiter_mx.jit.build import build_all
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PARAMS, PERSISTENT, _lds_bytes
+from aiter_mx.kernels.spec import Config, combinations
+from aiter_mx.launch import build_request
+from aiter_mx.runtimes.sim import last_report
+from aiter_mx.sim.disasm import disassemble
+from aiter_mx.sim.report import LaunchReport
+from aiter_mx.sim.roofline import PASS_CYCLES
+from aiter_mx.target import hardware
+
+GFX950 = hardware("gfx950")
+K_OF_SCALE_BYTES = {1: 32 * 9, 2: 32 * 10, 4: 32 * 12}
+NAMED_FROM = 128 * 256  # elements of a tile whose sums are in accumulation registers
+STEP = 128
+WAVES = 4
+
+
+def variants() -> list[tuple[GroupedGemmProblem, Config]]:
+    """Every tile, ways of copying scales and dtypes taking turns; the largest in every way."""
+    ks, dtypes = list(K_OF_SCALE_BYTES.values()), ["bf16", "fp32", "fp16"]
+    tiles = [c for c in combinations(PARAMS) if (c["swath"], c["xcds"]) == (4, 8)]
+    return [
+        (GroupedGemmProblem(64, 64, K, 2, dtypes[(i + j) % 3]), tile)
+        for i, tile in enumerate(tiles)
+        for j, K in enumerate(ks)
+        if j == i % 3 or (tile["tile_m"], tile["tile_n"]) == (256, 256)
+    ]
+
+
+def test_no_variant_spills_and_named_sums_are_touched_by_nothing_else() -> None:
+    chosen = variants()
+    built = build_all([build_request(PERSISTENT, GFX950, *variant) for variant in chosen])
+    for (problem, config), code in zip(chosen, built, strict=True):
+        (kernel,) = parse_code_object(code.image).kernels.values()
+        spilled = (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes)
+        assert spilled == (0, 0, 0), f"{problem} {config}: {kernel}"
+        assert kernel.lds_bytes == _lds_bytes(problem, config)
+        elements = config["tile_m"] * config["tile_n"]
+        is_named = elements >= NAMED_FROM
+        assert kernel.agprs == (256 if is_named else 0), f"{config}: {kernel}"
+        touching = Counter(
+            instruction.mnemonic
+            for instruction in disassemble(code.image)
+            if re.search(r"\ba(\d|\[)", instruction.text)
+        )
+        for mnemonic in ("v_accvgpr_read_b32", "v_accvgpr_write_b32"):
+            assert touching.pop(mnemonic, 0) == (elements // 256 if is_named else 0)
+        assert set(touching) <= {"v_mfma_scale_f32_16x16x128_f8f6f4"}
+
+
+def difference(one: LaunchReport, other: LaunchReport, steps: int) -> dict[str, float]:
+    """What a step of a workgroup's main loop does: two launches that differ in their steps."""
+
+    def each(name: str) -> float:
+        return (getattr(other, name) - getattr(one, name)) / steps
+
+    def passes(report: LaunchReport) -> int:
+        return sum(report.mfma_passes.values())
+
+    def mfma(report: LaunchReport) -> int:
+        return report.by_class["mfma"]
+
+    lds_bytes = each("lds_bytes_read") + each("lds_bytes_written")
+    return {
+        "matrix_cycles": (passes(other) - passes(one)) / steps * PASS_CYCLES / WAVES,
+        "lds_cycles": lds_bytes / 128 + each("lds_conflicts"),
+        "issue_cycles": each("instructions") / WAVES * 4,
+        "conflicts": each("lds_conflicts"),
+        "lds_bytes_a_product": lds_bytes / ((mfma(other) - mfma(one)) / steps),
+        "matrix_share": (mfma(other) - mfma(one)) / (other.instructions - one.instructions),
+        "scratch": each("scratch_bytes"),
+    }
+
+
+def main_loop(
+    tile: tuple[int, int], first_k: int, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, float]:
+    monkeypatch.setenv("AITER_MX_SIM_CONFLICTS", "1")
+    reports = []
+    for K in (first_k, first_k + 4 * STEP):
+        drawn = operands(tile[0], 1, tile[1], K, 1, (-6, 6))
+        with aiter_mx.simulate("gfx950"):
+            launch(torch.device("cpu"), config_of(*tile), drawn, one_group(tile[0]))
+        report = last_report()
+        assert report is not None
+        reports.append(report)
+    return difference(*reports, 4)
+
+
+@pytest.mark.parametrize("first_k", [1024, 1088], ids=["dword scales", "word scales"])
+def test_the_main_loop_of_the_main_tile_is_limited_by_products(
+    first_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = main_loop((256, 256), first_k, monkeypatch)
+    assert found["matrix_cycles"] == 2048  # 256 * 256 * 128 products, 1024 a cycle and SIMD
+    assert found["lds_cycles"] < 0.8 * found["matrix_cycles"]
+    assert found["issue_cycles"] < 0.5 * found["matrix_cycles"]
+    assert found["conflicts"] == found["scratch"] == 0
+
+
+@pytest.mark.parametrize("tile", [(128, 128), (64, 128), (32, 256)], ids=str)
+def test_smaller_tiles_have_no_bank_conflicts_in_their_main_loop(
+    tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = main_loop(tile, 1024, monkeypatch)
+    assert found["conflicts"] == found["scratch"] == 0
+
+
+def test_an_operand_is_read_once_for_each_tile_of_the_other() -> None:
+    drawn = operands(256, 1, 256, 512, 1, (-6, 6))
+    with aiter_mx.simulate("gfx950"):
+        launch(torch.device("cpu"), config_of(128, 128), drawn, one_group(256), cus=1)
+    report = last_report()
+    assert report is not None
+    operand_bytes = sum(t.nbytes for t in drawn)
+    assert report.bytes_written == 2 * 256 * 256
+    assert 2 * operand_bytes <= report.bytes_read <= 2.001 * operand_bytes
