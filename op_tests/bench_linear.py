@@ -1,21 +1,24 @@
-"""Decode linear: ours, Triton's best tile and bf16 matmul beside reading the weights alone.
+"""Decode linear: ours, Triton's best tile, bf16 matmul and the vendor's MX GEMM (where there is
+one) beside reading the weights and their scales alone.
 
     python op_tests/bench_linear.py [--save] [--sweep] [--M 1 4 16] [--shapes 2304x6144 ...]
 
 All in one run on one GPU, cold weights (buffers rotated past the last-level cache), graph replay,
 medians. With --sweep, each configuration of our kernels is timed and the fastest is reported;
-without it, the one that dispatch routes to.
+without it, the one that dispatch routes to. ``pdl_us`` is the same launches one after the other
+with ``pdl=True``, each free to read its weights before the one ahead of it ends.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import torch
-from bench_common import report
+from bench_common import MEASURED, gpu_name, report
 from mx_reference import linear_reference64
 
 import aiter_mx
@@ -23,18 +26,19 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import AiterMxError
 from aiter_mx.fallbacks.linear_tiles import CANDIDATES, bucket
 from aiter_mx.fallbacks.linear_triton import linear_triton
+from aiter_mx.fallbacks.linear_vendor import linear_vendor
 from aiter_mx.jit.build import BuildRequest, build, build_all
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.registry import kernels_of
+from aiter_mx.kernels.registry import find_kernel, kernels_of
 from aiter_mx.kernels.spec import Arg, Config, Geometry
 from aiter_mx.launch import bind, build_request, runtime_of
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.target import Target, target_of
-from aiter_mx.timing import copies_to_stay_cold, random_mx, time_graph_us
+from aiter_mx.timing import commit, copies_to_stay_cold, random_mx, time_graph_us
 
 SHAPES = ((2304, 6144), (1536, 6144), (6144, 2048), (6144, 1536), (9216, 6144))
 """(N, K): qkv, gate_up, o_proj and down of a 6144-wide model at TP4, and qkv at TP1."""
-ROWS = (1, 2, 4, 8, 16)
+ROWS = (1, 2, 4, 8, 16, 32, 64)
 DEVICE = torch.device("cuda", 0)
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Timed = tuple[float, str, Config]
@@ -77,7 +81,8 @@ def time_ours(problem: LinearProblem, copies: list[Operands], sweep: bool) -> li
     out = torch.empty(problem.M, problem.N, dtype=torch.bfloat16, device=DEVICE)
     if not sweep:
         chosen = route("linear", target, problem)
-        us = time_graph_us([partial(aiter_mx.linear, *operands, out=out) for operands in copies])
+        call = partial(aiter_mx.linear, out=out, pdl=problem.pdl)
+        us = time_graph_us([partial(call, *operands) for operands in copies])
         return [(us, chosen.kernel, chosen.config)]
     timed = []
     for kernel in kernels_of("linear"):
@@ -100,6 +105,16 @@ def time_ours(problem: LinearProblem, copies: list[Operands], sweep: bool) -> li
     return sorted(timed, key=lambda entry: entry[0])
 
 
+def time_vendor(problem: LinearProblem, copies: list[Operands]) -> float | None:
+    """Time of the vendor's MX GEMM, or None where its library has none for this problem."""
+    kernel = find_kernel("linear", target_of(DEVICE).arch, "vendor", "scaled_mm")
+    refusal = kernel.refusal(target_of(DEVICE), problem)
+    if refusal is not None:
+        return None
+    out = torch.empty(problem.M, problem.N, dtype=torch.bfloat16, device=DEVICE)
+    return time_graph_us([partial(linear_vendor, *o, None, out, {}) for o in copies])
+
+
 def time_triton(problem: LinearProblem, copies: list[Operands]) -> tuple[float, Config]:
     """Time of the fastest of Triton's candidate tiles, and which it is."""
     out = torch.empty(problem.M, problem.N, dtype=torch.bfloat16, device=DEVICE)
@@ -117,20 +132,60 @@ def error_of(operands: Operands) -> float:
     return float((out - reference).norm() / reference.norm())
 
 
+def draw(rows: list[dict[str, object]]) -> None:
+    """A roofline: what each cell computes a second over what it computes for a byte of weights."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed (pip install 'aiter-mx[report]')")
+        return
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    shapes = dict.fromkeys((row["N"], row["K"]) for row in rows)
+    for color, (N, K) in zip(pyplot.cm.tab10.colors, shapes, strict=False):
+        cells = [row for row in rows if (row["N"], row["K"]) == (N, K)]
+        intensity = [2 * float(row["M"]) * 32 / 33 for row in cells]
+        for column, style in (("ours_us", "o-"), ("triton_us", "x:"), ("bf16_us", "s:")):
+            tflops = [2e-6 * row["M"] * N * K / row[column] for row in cells]
+            name = f"{column.removesuffix('_us')}, {N} x {K}"
+            axes.plot(intensity, tflops, style, color=color, label=name, markersize=4)
+        floor = [2e-6 * row["M"] * N * K / row["floor_us"] for row in cells]
+        axes.plot(intensity, floor, "-", color=color, alpha=0.35, linewidth=4)
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="operations for each byte of weights and scales (2 M, almost)",
+        ylabel="TFLOPS",
+        title=f"Decode linear, {torch.cuda.get_device_name()}, {commit()}: cold weights, graph "
+        "replay\nwide lines: reading the weights and scales alone",
+    )
+    axes.grid(which="both", alpha=0.3)
+    axes.legend(fontsize=6, ncols=2)
+    figure.tight_layout()
+    figure.savefig(MEASURED / gpu_name() / "linear.png", dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", action="store_true", help="write docs/measured/<gpu>/linear.csv")
+    parser.add_argument("--save", action="store_true", help="write docs/measured/<gpu>/linear.*")
     parser.add_argument("--sweep", action="store_true", help="time every configuration of ours")
     parser.add_argument("--M", type=int, nargs="+", default=ROWS)
     parser.add_argument("--shapes", nargs="+", default=[f"{N}x{K}" for N, K in SHAPES])
     arguments = parser.parse_args()
-    read_us = reader(target_of(DEVICE))
+    target = target_of(DEVICE)
+    read_us = reader(target)
+    vendor = find_kernel("linear", target.arch, "vendor", "scaled_mm")
     rows: list[dict[str, object]] = []
     for shape in arguments.shapes:
         N, K = map(int, shape.split("x"))
         weights = [random_mx(N, K, DEVICE) for _ in range(copies_to_stay_cold(N * K))]
         dense = [wq.bfloat16() for wq, _ in weights[: copies_to_stay_cold(2 * N * K)]]
-        floor_us = read_us([wq for wq, _ in weights])
+        size_bytes = N * (K + K // 32)
+        floor_us = read_us(
+            [torch.cat([part.view(torch.uint8).flatten() for part in pair]) for pair in weights]
+        )
         for M in arguments.M:
             problem = LinearProblem(M=M, N=N, K=K, out_dtype="bf16")
             activations = random_mx(M, K, DEVICE)
@@ -139,17 +194,26 @@ def main() -> None:
             for entry in timed[1:5]:
                 print(M, N, K, *entry)
             ours_us, kernel, config = timed[0]
+            pdl_us = time_ours(replace(problem, pdl=True), copies, False)[0][0]
             triton_us, tiles = time_triton(problem, copies)
             x = torch.randn(M, K, device=DEVICE).bfloat16()
             bf16_us = time_graph_us([partial(torch.mm, x, w.t()) for w in dense])
-            row: dict[str, object] = {"M": M, "N": N, "K": K, "kernel": kernel, **config}
-            row |= {"ours_us": ours_us, "triton_us": triton_us, "bf16_us": bf16_us}
+            vendor_us = time_vendor(problem, copies)
+            row: dict[str, object] = {"M": M, "N": N, "K": K, "kernel": kernel}
+            row |= {"ours_us": ours_us, "pdl_us": pdl_us, "triton_us": triton_us}
+            row |= {"bf16_us": bf16_us, "vendor_us": "" if vendor_us is None else vendor_us}
             row |= {"floor_us": floor_us, "ours_over_floor": ours_us / floor_us}
-            row |= {"tb_per_s": N * K * (1 + 1 / 32) / ours_us / 1e6}
+            row |= {"pdl_over_floor": pdl_us / floor_us}
+            row |= {"over_triton": triton_us / ours_us, "over_bf16": bf16_us / ours_us}
+            row |= {"tb_per_s": size_bytes / ours_us / 1e6, "rel_err": error_of(copies[0])}
+            row |= {"config": "x".join(map(str, config.values()))}
             row |= {"triton_tiles": "x".join(map(str, tiles.values()))}
-            row |= {"rel_err": error_of(copies[0])}
             rows.append(row)
     report("Decode linear, cold weights", rows, "linear" if arguments.save else None)
+    if why_not := vendor.refusal(target, LinearProblem(M=32, N=32, K=32)):
+        print(f"vendor_us is empty: {why_not}")
+    if arguments.save:
+        draw(rows)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.grouped import GROUPED
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.linear.mfma_sm90 import MFMA as MFMA_SM90
+from aiter_mx.kernels.linear.mma_sm90 import MMA
 from aiter_mx.kernels.linear.problem import KEY, LinearProblem, stand_ins
 from aiter_mx.kernels.spec import KernelSpec
 
@@ -18,6 +19,7 @@ KERNELS = (
     GEMV,
     MFMA_GFX950,
     MFMA_SM90,
+    MMA,
     *GROUPED,
     KernelSpec(
         op="linear",

@@ -168,4 +168,5 @@ MFMA = KernelSpec(
     configure=_configure,
     candidates=_candidates,
     module=MODULE,
+    yields=lambda target, problem: "mma is faster up to M=32" if problem.M <= 32 else None,
 )

@@ -1,0 +1,273 @@
+"""The Hopper ``mma`` kernel of the linear: its host side here, its results with ``-m gpu``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mx_reference import assert_close_to_reference, linear_reference64, random_mx
+
+import aiter_mx
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.mma_sm90 import MAX_M, layout
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.launch import bind
+from aiter_mx.target import hardware, target_of
+
+MMA = find_kernel("linear", "sm_90a", "hip", "mma")
+TARGET = hardware("sm_90a")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+gpu = pytest.mark.gpu
+
+
+def config(
+    split: int, row_tiles: int, row_warps: int, k_warps: int, depth: int, per_sm: int = 1
+) -> dict[str, int]:
+    return {
+        "split": split,
+        "row_tiles": row_tiles,
+        "row_warps": row_warps,
+        "k_warps": k_warps,
+        "depth": depth,
+        "per_sm": per_sm,
+    }
+
+
+# Between them: no cluster, clusters of several sizes, parts of K without a chunk, K that ends
+# within a chunk, scales at odd addresses, several passes, sums exchanged in turns, rings longer
+# than K, warps without rows.
+CASES = [
+    (1, 64, 64, config(1, 1, 1, 4, 2)),
+    (2, 3, 32, config(4, 1, 1, 4, 1)),
+    (5, 100, 416, config(2, 2, 1, 4, 2)),
+    (8, 9000, 1024, config(2, 3, 1, 4, 2)),
+    (16, 70, 1056, config(4, 3, 1, 2, 2, 2)),
+    (17, 130, 2080, config(2, 2, 2, 4, 2)),
+    (24, 3000, 2880, config(2, 2, 1, 6, 2)),
+    (31, 7, 3104, config(8, 1, 1, 4, 2)),
+    (33, 640, 1536, config(4, 2, 2, 4, 2)),
+    (48, 9000, 1056, config(4, 1, 3, 1, 2, 2)),
+    (64, 200, 6144, config(8, 3, 2, 4, 1)),
+    (64, 5000, 6144, config(8, 4, 3, 1, 1)),
+    (64, 5000, 6144, config(8, 2, 2, 3, 1)),
+    (64, 130, 28672, config(2, 1, 1, 4, 2)),
+    (64, 20000, 512, config(2, 2, 1, 4, 2)),
+]
+
+
+@pytest.mark.parametrize("M", [1, 8, 9, 17, 33, 64])
+@pytest.mark.parametrize(("N", "K"), [(1, 32), (300, 96), (2304, 6144), (9216, 28672), (70, 65568)])
+def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int) -> None:
+    problem = LinearProblem(M, N, K)
+    candidates = MMA.candidates(TARGET, problem)
+    assert MMA.configure(TARGET, problem) == candidates[0]
+    for chosen in candidates:
+        MMA.check_config(chosen)
+        found = layout(TARGET, problem, chosen)
+        assert found is not None
+        assert found.shared_bytes * chosen["per_sm"] <= 227 * 1024
+        assert found.clusters <= N
+
+
+def test_rows_and_chunks_are_dealt_out_evenly_and_whole() -> None:
+    assert MMA.module is not None
+    for M, N, K, chosen in CASES:
+        problem = LinearProblem(M, N, K)
+        found = layout(TARGET, problem, chosen)
+        scalars = MMA.module.scalars(TARGET, problem, chosen)
+        _, _, _, _, rows, rows_more, chunks, chunks_more, overlaps = scalars
+        assert found is not None and not overlaps
+        assert found.clusters * rows + rows_more == N
+        assert chosen["split"] * chunks + chunks_more == -(-K // 128)
+        most_rows = rows + (rows_more > 0)
+        assert most_rows <= found.passes * 16 * chosen["row_tiles"] * chosen["row_warps"]
+
+
+def test_only_the_asked_for_launch_overlaps() -> None:
+    assert MMA.module is not None
+    chosen = MMA.configure(TARGET, LinearProblem(8, 2304, 6144))
+    for pdl in (False, True):
+        problem = LinearProblem(8, 2304, 6144, pdl=pdl)
+        assert MMA.configure(TARGET, problem) == chosen
+        assert MMA.module.geometry(TARGET, problem, chosen).overlaps is pdl
+        assert MMA.module.scalars(TARGET, problem, chosen)[-1] == pdl
+        assert MMA.module.defines(TARGET, problem, chosen) == MMA.module.defines(
+            TARGET, LinearProblem(8, 2304, 6144), chosen
+        )
+
+
+def test_what_it_does_not_cover_is_refused() -> None:
+    assert MMA.refusal(TARGET, LinearProblem(MAX_M, 8, 64)) is None
+    assert "above 64" in (MMA.refusal(TARGET, LinearProblem(MAX_M + 1, 8, 64)) or "")
+    assert "sm_90a" in (MMA.refusal(hardware("gfx950"), LinearProblem(8, 8, 64)) or "")
+
+
+def operands(M: int, N: int, K: int, seed: int, **options: Any) -> Operands:
+    generator = torch.Generator().manual_seed(seed)
+    return (*random_mx(M, K, generator, **options), *random_mx(N, K, generator, **options))
+
+
+def launch(
+    arguments: Operands,
+    chosen: dict[str, int],
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The kernel's result on the CPU; its output starts out poisoned, between guards."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    (M, K), N = arguments[0].shape, arguments[2].shape[0]
+    bias_name = "none" if bias is None else names[bias.dtype]
+    problem = LinearProblem(M, N, K, names[dtype], bias_name)
+    guard, poison = 64, 0x5A
+    whole = torch.empty(2 * guard + M * N, dtype=dtype)
+    whole.view(torch.uint8).fill_(poison)
+    whole = whole.cuda()
+    out = whole[guard : guard + M * N].view(M, N)
+    here = [None if t is None else t.cuda() for t in (*arguments, bias)]
+    run = bind(MMA, target_of(torch.device("cuda")), problem, chosen, 0)
+    tensors = (*here, out)
+    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+    whole = whole.cpu()
+    for outside in (whole[:guard], whole[guard + M * N :]):
+        assert (outside.view(torch.uint8) == poison).all(), "wrote outside the output"
+    return whole[guard : guard + M * N].view(M, N)
+
+
+@gpu
+@pytest.mark.parametrize(("M", "N", "K", "chosen"), CASES)
+def test_any_shape_and_configuration_match_float64(
+    M: int, N: int, K: int, chosen: dict[str, int]
+) -> None:
+    for seed, exponents in enumerate([(-20, 20), (-6, 6)]):
+        drawn = operands(M, N, K, seed, scale_exponents=exponents)
+        assert_close_to_reference(launch(drawn, chosen), *drawn)
+
+
+@gpu
+@pytest.mark.parametrize("exponents", [(-127, 127), (-127, -40), (40, 127), (-127, -120)])
+def test_scales_of_the_whole_e8m0_range_are_exact(exponents: tuple[int, int]) -> None:
+    for M, N, K, chosen in CASES[2:12]:
+        drawn = operands(M, min(N, 300), K, M, scale_exponents=exponents)
+        assert_close_to_reference(launch(drawn, chosen), *drawn)
+
+
+@gpu
+def test_extreme_scales_that_cancel_are_exact() -> None:
+    for M, N, K, chosen in CASES[2:9]:
+        xq, xs, wq, ws = operands(M, min(N, 300), K, 3, scale_exponents=(-3, 3))
+        for shift in (110, 60, 25, -25, -60, -110):
+            drawn = (xq, (xs.int() + shift).to(torch.uint8), wq, (ws.int() - shift).to(torch.uint8))
+            assert_close_to_reference(launch(drawn, chosen), *drawn)
+
+
+@gpu
+def test_zero_blocks_of_any_scale_add_nothing() -> None:
+    for M, N, K, chosen in CASES[2:9]:
+        xq, xs, wq, ws = operands(M, min(N, 300), K, 4, scale_exponents=(-6, 6))
+        for payload, scale in ((xq, xs), (wq, ws)):
+            blocks = payload.view(torch.uint8).view(*scale.shape, 32)
+            chosen_blocks = torch.rand(scale.shape) < 0.2
+            blocks[chosen_blocks] &= 0x80
+            scale[chosen_blocks] = torch.randint(0, 255, (int(chosen_blocks.sum()),)).byte()
+        assert_close_to_reference(launch((xq, xs, wq, ws), chosen), xq, xs, wq, ws)
+
+
+@gpu
+def test_nan_payloads_and_scales_reach_their_outputs_alone() -> None:
+    for M, N, K, chosen in CASES[2:11]:
+        drawn = operands(M, min(N, 300), K, M, nan_payload=2e-4, nan_scale=1e-3)
+        assert_close_to_reference(launch(drawn, chosen), *drawn)
+
+
+@gpu
+def test_scales_at_any_address_are_read_rightly() -> None:
+    for M, N, K, chosen in CASES[2:9]:
+        xq, xs, wq, ws = operands(M, min(N, 300), K, 5)
+        for shift in (1, 2, 3):
+            moved = []
+            for scale in (xs, ws):
+                room = torch.full((scale.numel() + 8,), 255, dtype=torch.uint8, device="cuda")
+                room[shift : shift + scale.numel()] = scale.flatten().cuda()
+                moved.append(room[shift : shift + scale.numel()].view(scale.shape))
+            got = launch((xq, moved[0], wq, moved[1]), chosen)
+            assert_close_to_reference(got, xq, xs, wq, ws)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_outputs_and_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> None:
+    exponents = (-12, -6) if dtype is torch.float16 else (-6, 6)
+    drawn = operands(19, 137, 1120, 5, scale_exponents=exponents)
+    size = linear_reference64(*drawn).abs().mean()
+    for bias_dtype in DTYPES.values():
+        generator = torch.Generator().manual_seed(6)
+        bias = (torch.randn(137, generator=generator, dtype=torch.float64) * size).to(bias_dtype)
+        got = launch(drawn, config(2, 2, 1, 4, 2), bias, dtype)
+        assert_close_to_reference(got, *drawn, bias)
+
+
+@gpu
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("M", [8, 32])
+def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int, pdl: bool) -> None:
+    N, K = 2304, 6144
+    here = [t.cuda() for t in operands(M, N, K, 1)]
+    problem = LinearProblem(M, N, K, pdl=pdl)
+    target = target_of(torch.device("cuda"))
+    run = bind(MMA, target, problem, MMA.configure(target, problem), 0)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outs = [torch.empty(50, M, N, dtype=torch.bfloat16, device="cuda") for _ in streams]
+    graphs = []
+    torch.cuda.synchronize()
+    for stream, out in zip(streams, outs, strict=True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for one in out:
+                tensors = (*here, None, one)
+                run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+        graphs.append(graph)
+    expected = None
+    for _ in range(10):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        expected = outs[0][0].clone() if expected is None else expected
+        assert all(torch.equal(out, expected.expand_as(out)) for out in outs)
+
+
+@gpu
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(captured: bool) -> None:
+    """Each layer's activations are made from the result of the layer ahead of it, in one stream."""
+    M, width, layers = 8, 1536, 12
+    generator = torch.Generator().manual_seed(7)
+    weights = [
+        [t.cuda() for t in random_mx(width, width, generator, scale_exponents=(-14, -12))]
+        for _ in range(layers)
+    ]
+    first = [t.cuda() for t in random_mx(M, width, generator, scale_exponents=(-3, 3))]
+
+    def chain(pdl: bool) -> torch.Tensor:
+        xq, xs = first
+        for wq, ws in weights:
+            # One right after the other: the second writes where the first wrote.
+            y = aiter_mx.linear(xq, xs, wq, ws, pdl=pdl)
+            aiter_mx.linear(xq, xs, wq, ws, out=y, pdl=pdl)
+            xq, xs = aiter_mx.quantize(y)
+        return y
+
+    expected = chain(False)
+    if not captured:
+        for _ in range(20):
+            assert torch.equal(chain(True), expected)
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(True)
+    for _ in range(20):
+        got.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(got, expected)
