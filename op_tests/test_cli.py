@@ -63,7 +63,7 @@ def test_explain_gives_route_config_and_reason(command):
 
 def test_explain_takes_ranges_and_shows_where_the_route_changes(command):
     shape = ("--M", "15-18", "--N", "1000", "--K", "768")
-    status, out, _ = command("explain", "linear", *shape, "--arch", "sm_90a")
+    status, out, _ = command("explain", "linear", *shape, "--arch", "gfx950")
     assert status == 0
     routes = [line.split()[3] for line in out.splitlines()[1:]]
     assert routes[:2] == ["hip/gemv"] * 2
