@@ -58,6 +58,8 @@ class ModelBench:
         self._us: dict[Candidate, float] = {}
 
     def admit(self, candidate: Candidate) -> Admission:
+        if candidate.spec.module is None:
+            raise Unfit("it is made of other ops, and only single kernels are simulated")
         workload = workload_of(self._op)
         part, share = workload.sample(self._problem, _SHARE)
         rel_err = 0.0
