@@ -44,223 +44,11 @@
 // - The results' way through LDS has memory of each wave's own and needs no barrier.
 
 #include "gfx950_buffer.h"
-#include "gfx950_copy.h"
-#include "gfx950_groups.h"
-#include "gfx950_mfma.h"
+#include "gfx950_grouped_stage.h"
 #include "gfx950_sums.h"
 #include "mx_scale.h"
 
 using namespace mx;
-
-constexpr int kTileM = MX_TILE_M;            // rows of x in a tile: 32, 64, 128 or 256
-constexpr int kTileN = MX_TILE_N;            // rows of w
-constexpr int kScaleBytes = MX_SCALE_BYTES;  // of one copy: what K / 32 is a multiple of, at most 4
-constexpr bool kWholeSteps = MX_WHOLE_STEPS; // K is a multiple of 128
-constexpr unsigned kSwath = MX_SWATH;        // rows of tiles that a group's tiles are ordered by
-constexpr unsigned kXcds = MX_XCDS;          // dies that workgroups go to in turn; 1 to ignore them
-using Out = DType<MX_OUT>;
-
-constexpr int kWaves = 4;
-constexpr int kWavesM = kTileM > 32 ? 2 : 1, kWavesN = kWaves / kWavesM;
-constexpr int kThreads = kWaves * kLanes;
-constexpr unsigned kBlock = 32; // k of one scale
-constexpr unsigned kPiece = 16; // bytes of one copy or read of payload
-constexpr unsigned kRowPieces = kDepth / kPiece;
-constexpr int kFragsX = kTileM / kWavesM / kSide, kFragsW = kTileN / kWavesN / kSide;
-constexpr int kHalfX = kFragsX / 2, kHalfW = kFragsW / 2;
-
-// What a wave copies.
-constexpr int kRowsX = kTileM / kWaves, kRowsW = kTileN / kWaves;
-constexpr int kCopyRows = kLanes / kRowPieces;
-constexpr int kCopiesX = kRowsX / kCopyRows, kCopiesW = kRowsW / kCopyRows;
-constexpr int kScalePieces = kDepth / kBlock / kScaleBytes; // of one row, each a dword of LDS
-constexpr int kScaleCopyRows = kLanes / kScalePieces;
-// Rows with as many more, whose scales are never read, as let each wave make as many copies.
-constexpr int whole_copies(int rows) {
-    constexpr int at_once = kWaves * kScaleCopyRows;
-    return (rows + at_once - 1) / at_once * at_once;
-}
-constexpr int kScaleRowsX = whole_copies(kTileM), kScaleRowsW = whole_copies(kTileN);
-constexpr int kScaleCopiesX = kScaleRowsX / kScaleCopyRows / kWaves;
-constexpr int kScaleCopies = kScaleCopiesX + kScaleRowsW / kScaleCopyRows / kWaves;
-constexpr int kCopies = kCopiesX + kCopiesW + kScaleCopies;
-
-// LDS, in bytes.
-constexpr int kPart = (kRowsX + kRowsW) * kDepth;
-constexpr int kScaleRow = 4 * kScalePieces;
-constexpr int kScalesAt = kWaves * kPart;
-constexpr int kStage = kScalesAt + (kScaleRowsX + kScaleRowsW) * kScaleRow;
-constexpr int kFeatures = kTileN / kWavesN; // of a wave
-constexpr int kPassFeatures = kFeatures * sizeof(Out) > 256 ? 256 / sizeof(Out) : kFeatures;
-constexpr int kPassRow = kPassFeatures * sizeof(Out);
-constexpr int kPass = kSide * kPassRow; // of results of a wave that are on their way at a time
-constexpr int kPassesAt = 2 * kStage;
-constexpr int kLdsBytes = kPassesAt + kWaves * kPass;
-static_assert(kHalfX >= 1 && kHalfW >= 1 && kLdsBytes <= 160 * 1024);
-
-template <int Value>
-struct Constant {
-    static constexpr int value = Value;
-};
-template <class T, T... I>
-struct Sequence {};
-template <class Do, int... I>
-MX_DEVICE void each_of(Do work, Sequence<int, I...>) {
-    (work(Constant<I>{}), ...);
-}
-// work(Constant<0>), ..., work(Constant<Count - 1>): LLVM unrolls loops too late to see that arrays
-// are indexed by constants alone, and puts them into memory.
-template <int Count, class Do>
-MX_DEVICE void each(Do work) {
-    each_of(work, __make_integer_seq<Sequence, int, Count>{});
-}
-
-MX_DEVICE unsigned char* lds() {
-    MX_LDS u32x4 all[kLdsBytes / 16];
-    return reinterpret_cast<unsigned char*>(all);
-}
-
-// Copies step after step of tile after tile to LDS.
-class Copier {
-  public:
-    MX_MEMBER Copier(unsigned N, unsigned K, int wave, int lane) : N(N), K(K), wave(wave) {
-        const int row = lane / kRowPieces, place = lane % kRowPieces;
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            const int x = wave * kRowsX + row + odd * kCopyRows;
-            const int w = wave * kRowsW + row + odd * kCopyRows;
-            k_x[odd] = (place ^ x / 2 % 8) * kPiece;
-            k_w[odd] = (place ^ w / 2 % 8) * kPiece;
-            x_at[odd] = x * K + k_x[odd];
-            w_at[odd] = w * K + k_w[odd];
-        }
-        block = lane % kScalePieces * kScaleBytes;
-        scale_at = lane / kScalePieces * (K / kBlock) + block;
-    }
-
-    // From here on it is this tile's turn; nothing but zeros if there is none.
-    MX_MEMBER void start(Tile tile, bool is_any) {
-        // Worked out here, not kept in registers since the tile is known.
-        asm volatile("" : "+s"(tile.first), "+s"(tile.rows), "+s"(tile.group), "+s"(tile.feature));
-        const ArgumentsPointer args = arguments();
-        const unsigned blocks = K / kBlock;
-        const Offset w_row = static_cast<Offset>(tile.group) * N + tile.feature;
-        const Offset x_row = tile.first;
-        const unsigned left = N - tile.feature;
-        const unsigned x_rows = is_any ? tile.rows : 0;
-        const unsigned w_rows = is_any ? left < kTileN ? left : kTileN : 0;
-        x = resource(args->xq + x_row * K, x_rows * K);
-        w = resource(args->wq + w_row * K, w_rows * K);
-        x_scales = resource(args->xs + x_row * blocks, x_rows * blocks);
-        w_scales = resource(args->ws + w_row * blocks, w_rows * blocks);
-        k = 0;
-    }
-
-    // To be called before a step's copies.
-    MX_MEMBER void aim() {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            const bool x_in = kWholeSteps || k + k_x[odd] < K;
-            const bool w_in = kWholeSteps || k + k_w[odd] < K;
-            x_now[odd] = x_in ? x_at[odd] + k : kNowhere;
-            w_now[odd] = w_in ? w_at[odd] + k : kNowhere;
-        }
-        const bool in = kWholeSteps || k / kBlock + block < K / kBlock;
-        scale_now = in ? scale_at + k / kBlock : kNowhere;
-    }
-
-    // One of the step's copies, into a stage.
-    template <int I>
-    MX_MEMBER void copy(unsigned stage) const {
-        const unsigned part = stage + wave * kPart;
-        if constexpr (I < kCopiesX) {
-            copy_16_bytes(x, x_now[I % 2], I / 2 * 2 * kCopyRows * K, part, I * kCopyRows * kDepth);
-        } else if constexpr (I < kCopiesX + kCopiesW) {
-            constexpr int j = I - kCopiesX;
-            copy_16_bytes(w, w_now[j % 2], j / 2 * 2 * kCopyRows * K, part,
-                          (kRowsX + j * kCopyRows) * kDepth);
-        } else if constexpr (I < kCopiesX + kCopiesW + kScaleCopiesX) {
-            copy_scales(x_scales, I - kCopiesX - kCopiesW, stage, 0);
-        } else {
-            copy_scales(w_scales, I - kCopiesX - kCopiesW - kScaleCopiesX, stage,
-                        kScaleRowsX * kScaleRow);
-        }
-    }
-
-    // After a step's copies.
-    MX_MEMBER void advance() { k += kDepth; }
-    MX_MEMBER bool is_done(unsigned steps) const { return k >= steps * kDepth; }
-
-  private:
-    // Copy i of x's or of w's scales.
-    MX_MEMBER void copy_scales(Resource from, int i, unsigned stage, int at) const {
-        constexpr int rows = kWaves * kScaleCopyRows;
-        copy_piece<kScaleBytes>(from, scale_now, (i * rows + wave * kScaleCopyRows) * (K / kBlock),
-                                stage + wave * kScaleCopyRows * kScaleRow,
-                                kScalesAt + at + i * rows * kScaleRow);
-    }
-
-    unsigned N, K, wave, block, scale_at, k;
-    unsigned k_x[2], k_w[2], x_at[2], w_at[2]; // of copies of even and odd number
-    unsigned x_now[2], w_now[2], scale_now;
-    Resource x, w, x_scales, w_scales;
-};
-
-// One half of the fragments of an operand, of a wave.
-template <int Count>
-struct Half {
-    u32x8 rows[Count];
-    unsigned scales[Count]; // byte 0
-
-    // From here on these are words. Left alone, LLVM takes bytes to the next step, and clears the
-    // rest of their registers there, just before a product takes them.
-    MX_MEMBER void widen() {
-#pragma unroll
-        for (int i = 0; i < Count; ++i)
-            asm volatile("" : "+v"(scales[i]));
-    }
-};
-
-// Where a lane reads the fragments of an operand in a stage.
-template <int Rows, int At, int ScaleRow> // of a wave's part; its first byte there; of the scales
-class Place {
-  public:
-    static constexpr int kReads = 3; // of one fragment
-
-    MX_MEMBER Place(int first, int lane) {
-        const int row = first + lane % kSide, g = lane / kSide;
-        const unsigned begin = row / Rows * kPart + At + row % Rows * kDepth;
-        low = begin + (g ^ row / 2 % 8) * kPiece;
-        high = begin + ((g + 4) ^ row / 2 % 8) * kPiece;
-        scale = kScalesAt + (ScaleRow + row) * kScaleRow + g / kScaleBytes * 4 + g % kScaleBytes;
-    }
-
-    // Read `which`, of 3 Count, of a half: scales first, since all are looked at before the first
-    // product.
-    template <int Which, int Count>
-    MX_MEMBER void read_half(Half<Count>& to, bool is_upper, unsigned stage) const {
-        const unsigned char* at = lds() + stage;
-        const int first = is_upper ? Count : 0;
-        if constexpr (Which < Count)
-            to.scales[Which] = at[scale + kSide * (first + Which) * kScaleRow];
-        else
-            read_rows<(Which - Count) % 2>(to.rows[(Which - Count) / 2],
-                                           kSide * (first + (Which - Count) / 2), at);
-    }
-
-  private:
-    template <bool IsHigh>
-    MX_MEMBER void read_rows(u32x8& to, int row, const unsigned char* stage) const {
-        const int further = row / Rows * kPart + row % Rows * kDepth;
-        const u32x4 half = *reinterpret_cast<const u32x4*>(stage + (IsHigh ? high : low) + further);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            to[IsHigh * 4 + i] = half[i];
-    }
-    unsigned low, high, scale;
-};
-using PlaceX = Place<kRowsX, 0, 0>;
-using PlaceW = Place<kRowsW, kRowsX * kDepth, kScaleRowsX>;
 
 // The instruction's treatment of NaN scales is not relied on: the largest scale of each row is
 // kept, and a row that met a NaN gets a NaN payload at the end.
@@ -310,11 +98,12 @@ class Stream {
         x_low.widen();
         w_first.widen();
     }
+    template <bool IsFirst>
     MX_MEMBER void even_step(unsigned steps, const Tile& next, bool is_last) {
-        step(w_first, w_second, steps, next, is_last);
+        step<IsFirst>(w_first, w_second, steps, next, is_last);
     }
     MX_MEMBER void odd_step(unsigned steps, const Tile& next, bool is_last) {
-        step(w_second, w_first, steps, next, is_last);
+        step<false>(w_second, w_first, steps, next, is_last);
     }
     // To be called where a tile ends with an even step.
     MX_MEMBER void swap() { w_first = w_second; }
@@ -337,7 +126,9 @@ class Stream {
     static constexpr int kProducts = kHalfX * kHalfW, kEarly = kProducts / 2;
     static constexpr int kCopiesEarly = kCopies / 3; // in quarter 3, which has half the time
 
-    // A step of the tile before `next`, of so many; without a next one, zeros are copied.
+    // A step of the tile before `next`, of so many; without a next one, zeros are copied. The first
+    // begins the sums.
+    template <bool IsFirst>
     MX_MEMBER void step(Half<kHalfW>& low, Half<kHalfW>& high, unsigned steps, const Tile& next,
                         bool is_last) {
         const unsigned other = kStage - stage;
@@ -346,13 +137,13 @@ class Stream {
         copier.aim();
         note(most_x, 0, x_low);
         note(most_w, 0, low);
-        quarter<kReadsW, 0>(x_low, 0, low, 0,
-                            [&](auto i) { place_w.read_half<i.value>(high, true, stage); });
+        quarter<IsFirst, kReadsW, 0>(
+            x_low, 0, low, 0, [&](auto i) { place_w.read_half<i.value>(high, true, stage); });
         note(most_w, 1, high);
-        quarter<kReadsX, 0>(x_low, 0, high, 1,
-                            [&](auto i) { place_x.read_half<i.value>(x_high, true, stage); });
+        quarter<IsFirst, kReadsX, 0>(
+            x_low, 0, high, 1, [&](auto i) { place_x.read_half<i.value>(x_high, true, stage); });
         note(most_x, 1, x_high);
-        quarter<1 + kReadsX + kCopiesEarly, kEarly>(x_high, 1, high, 1, [&](auto i) {
+        quarter<IsFirst, 1 + kReadsX + kCopiesEarly, kEarly>(x_high, 1, high, 1, [&](auto i) {
             if constexpr (i.value == 0)
                 copies_arrived();
             else if constexpr (i.value <= kReadsX)
@@ -360,7 +151,7 @@ class Stream {
             else
                 copier.copy<i.value - 1 - kReadsX>(stage);
         });
-        quarter<kReadsW + kCopies - kCopiesEarly, 0>(x_high, 1, low, 0, [&](auto i) {
+        quarter<IsFirst, kReadsW + kCopies - kCopiesEarly, 0>(x_high, 1, low, 0, [&](auto i) {
             if constexpr (i.value < kReadsW)
                 place_w.read_half<i.value>(high, false, other);
             else
@@ -374,15 +165,15 @@ class Stream {
 
     // A quarter of a step's products, and work(i) for each i below Work, spread over those from
     // number From on.
-    template <int Work, int From, class Do>
+    template <bool IsFirst, int Work, int From, class Do>
     MX_MEMBER void quarter(const Half<kHalfX>& x, int x_half, const Half<kHalfW>& w, int w_half,
                            Do work) {
         constexpr int slots = kProducts - From;
         sums.reserve();
         each<kProducts>([&](auto i) {
             constexpr int fx = i.value / kHalfW, fw = i.value % kHalfW;
-            sums.add((x_half * kHalfX + fx) * kFragsW + w_half * kHalfW + fw, w.rows[fw],
-                     w.scales[fw], x.rows[fx], x.scales[fx]);
+            sums.template add<IsFirst>((x_half * kHalfX + fx) * kFragsW + w_half * kHalfW + fw,
+                                       w.rows[fw], w.scales[fw], x.rows[fx], x.scales[fx]);
             if constexpr (i.value >= From) {
                 constexpr int first = (i.value - From) * Work / slots;
                 constexpr int end = (i.value - From + 1) * Work / slots;
@@ -510,15 +301,16 @@ aiter_mx_grouped_gemm(const unsigned char*, const unsigned char*, const unsigned
         Tile next = now;
         t += arguments()->workgroups;
         const bool is_last = !deal.find(t, next);
-        stream.sums.clear();
-        for (unsigned step = 0; step + 2 <= steps; step += 2) {
-            stream.even_step(steps, next, is_last);
+        stream.even_step<true>(steps, next, is_last);
+        unsigned step = 1;
+        for (; step + 2 <= steps; step += 2) {
             stream.odd_step(steps, next, is_last);
+            stream.even_step<false>(steps, next, is_last);
         }
-        if (steps % 2) {
-            stream.even_step(steps, next, is_last);
+        if (step < steps)
+            stream.odd_step(steps, next, is_last);
+        else
             stream.swap();
-        }
         stream.settle_nans();
         stream.sums.settle();
         store_tile(stream.sums, now, N, wave, lane);

@@ -26,29 +26,28 @@ struct NamedSums {
     // No value of the compiler's lives in these registers across this.
     MX_MEMBER static void reserve() { asm volatile("" ::: "memory", MX_ALL_SUMS); }
 
-#define MX_ADD(before)                                                                             \
-    asm volatile(before "v_mfma_scale_f32_16x16x128_f8f6f4 a[%c4:%c5], %0, %1, a[%c4:%c5], "       \
-                        "%2, %3 op_sel_hi:[0,0,0]"                                                 \
+#define MX_ADD(before, to)                                                                         \
+    asm volatile(before "v_mfma_scale_f32_16x16x128_f8f6f4 a[%c4:%c5], %0, %1, " to ", %2, %3 "    \
+                        "op_sel_hi:[0,0,0]"                                                        \
                  :                                                                                 \
                  : "v"(a), "v"(b), "v"(a_scales), "v"(b_scales), "i"(4 * i), "i"(4 * i + 3)        \
                  : "memory")
-    // Of operands that come from loads.
+    // A product of operands that come from loads; the first begins the sum.
+    template <bool IsFirst>
     MX_MEMBER static void add(int i, u32x8 a, unsigned a_scales, u32x8 b, unsigned b_scales) {
-        MX_ADD("");
+        if constexpr (IsFirst)
+            MX_ADD("", "0");
+        else
+            MX_ADD("", "a[%c4:%c5]");
     }
     // Of operands that vector instructions may have written just now.
     MX_MEMBER static void add_fresh(int i, u32x8 a, unsigned a_scales, u32x8 b, unsigned b_scales) {
-        MX_ADD("s_nop 1\n\t");
+        MX_ADD("s_nop 1\n\t", "a[%c4:%c5]");
     }
 #undef MX_ADD
     MX_MEMBER static void settle() { asm volatile("s_nop 15\n\ts_nop 7" ::: "memory"); }
     MX_MEMBER static f32x4 read(int i) {
         return {read_one(4 * i), read_one(4 * i + 1), read_one(4 * i + 2), read_one(4 * i + 3)};
-    }
-    MX_MEMBER static void clear() {
-#pragma unroll
-        for (int i = 0; i < 4 * Count; ++i)
-            asm volatile("v_accvgpr_write_b32 a%c0, 0" ::"i"(i) : "memory");
     }
 
   private:
@@ -62,23 +61,20 @@ struct NamedSums {
 // The same, in registers of the compiler's choice, for as many as it can hold.
 template <int Count>
 struct PlainSums {
-    f32x4 of[Count] = {};
+    f32x4 of[Count];
 
     MX_MEMBER static void reserve() {}
+    template <bool IsFirst>
     MX_MEMBER void add(int i, u32x8 a, unsigned a_scales, u32x8 b, unsigned b_scales) {
-        of[i] = multiply_scaled<0>(a, a_scales, b, b_scales, of[i]);
+        of[i] = multiply_scaled<0>(a, a_scales, b, b_scales, IsFirst ? f32x4{} : of[i]);
         // LLVM would move the product, which touches no memory, away from the reads it is to hide.
         asm volatile("" : "+v"(of[i])::"memory");
     }
     MX_MEMBER void add_fresh(int i, u32x8 a, unsigned a_scales, u32x8 b, unsigned b_scales) {
-        add(i, a, a_scales, b, b_scales);
+        add<false>(i, a, a_scales, b, b_scales);
     }
     MX_MEMBER static void settle() {}
     MX_MEMBER f32x4 read(int i) const { return of[i]; }
-    MX_MEMBER void clear() {
-        for (int i = 0; i < Count; ++i)
-            of[i] = {};
-    }
 };
 
 template <bool IsNamed, int Count>

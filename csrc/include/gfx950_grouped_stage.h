@@ -1,0 +1,222 @@
+// What the grouped kernel holds in LDS: two stages of copied operands, and results on their way.
+// Its compile-time parameters, the copies into a stage and the reads from it.
+#pragma once
+
+#include "gfx950_copy.h"
+#include "gfx950_groups.h"
+#include "gfx950_mfma.h"
+#include "mx_target.h"
+
+namespace mx {
+
+constexpr int kTileM = MX_TILE_M;            // rows of x in a tile: 32, 64, 128 or 256
+constexpr int kTileN = MX_TILE_N;            // rows of w
+constexpr int kScaleBytes = MX_SCALE_BYTES;  // of one copy: what K / 32 is a multiple of, at most 4
+constexpr bool kWholeSteps = MX_WHOLE_STEPS; // K is a multiple of 128
+constexpr unsigned kSwath = MX_SWATH;        // rows of tiles that a group's tiles are ordered by
+constexpr unsigned kXcds = MX_XCDS;          // dies that workgroups go to in turn; 1 to ignore them
+using Out = DType<MX_OUT>;
+
+constexpr int kWaves = 4;
+constexpr int kWavesM = kTileM > 32 ? 2 : 1, kWavesN = kWaves / kWavesM;
+constexpr int kThreads = kWaves * kLanes;
+constexpr unsigned kBlock = 32; // k of one scale
+constexpr unsigned kPiece = 16; // bytes of one copy or read of payload
+constexpr unsigned kRowPieces = kDepth / kPiece;
+constexpr int kFragsX = kTileM / kWavesM / kSide, kFragsW = kTileN / kWavesN / kSide;
+constexpr int kHalfX = kFragsX / 2, kHalfW = kFragsW / 2;
+
+// What a wave copies.
+constexpr int kRowsX = kTileM / kWaves, kRowsW = kTileN / kWaves;
+constexpr int kCopyRows = kLanes / kRowPieces;
+constexpr int kCopiesX = kRowsX / kCopyRows, kCopiesW = kRowsW / kCopyRows;
+constexpr int kScalePieces = kDepth / kBlock / kScaleBytes; // of one row, each a dword of LDS
+constexpr int kScaleCopyRows = kLanes / kScalePieces;
+// Rows with as many more, whose scales are never read, as let each wave make as many copies.
+constexpr int whole_copies(int rows) {
+    constexpr int at_once = kWaves * kScaleCopyRows;
+    return (rows + at_once - 1) / at_once * at_once;
+}
+constexpr int kScaleRowsX = whole_copies(kTileM), kScaleRowsW = whole_copies(kTileN);
+constexpr int kScaleCopiesX = kScaleRowsX / kScaleCopyRows / kWaves;
+constexpr int kScaleCopies = kScaleCopiesX + kScaleRowsW / kScaleCopyRows / kWaves;
+constexpr int kCopies = kCopiesX + kCopiesW + kScaleCopies;
+
+// LDS, in bytes.
+constexpr int kPart = (kRowsX + kRowsW) * kDepth;
+constexpr int kScaleRow = 4 * kScalePieces;
+constexpr int kScalesAt = kWaves * kPart;
+constexpr int kStage = kScalesAt + (kScaleRowsX + kScaleRowsW) * kScaleRow;
+constexpr int kFeatures = kTileN / kWavesN; // of a wave
+constexpr int kPassFeatures = kFeatures * sizeof(Out) > 256 ? 256 / sizeof(Out) : kFeatures;
+constexpr int kPassRow = kPassFeatures * sizeof(Out);
+constexpr int kPass = kSide * kPassRow; // of results of a wave that are on their way at a time
+constexpr int kPassesAt = 2 * kStage;
+constexpr int kLdsBytes = kPassesAt + kWaves * kPass;
+static_assert(kHalfX >= 1 && kHalfW >= 1 && kLdsBytes <= 160 * 1024);
+
+template <int Value>
+struct Constant {
+    static constexpr int value = Value;
+};
+template <class T, T... I>
+struct Sequence {};
+template <class Do, int... I>
+MX_DEVICE void each_of(Do work, Sequence<int, I...>) {
+    (work(Constant<I>{}), ...);
+}
+// work(Constant<0>), ..., work(Constant<Count - 1>): LLVM unrolls loops too late to see that arrays
+// are indexed by constants alone, and puts them into memory.
+template <int Count, class Do>
+MX_DEVICE void each(Do work) {
+    each_of(work, __make_integer_seq<Sequence, int, Count>{});
+}
+
+MX_DEVICE unsigned char* lds() {
+    MX_LDS u32x4 all[kLdsBytes / 16];
+    return reinterpret_cast<unsigned char*>(all);
+}
+
+// Copies step after step of tile after tile to LDS.
+class Copier {
+  public:
+    MX_MEMBER Copier(unsigned N, unsigned K, int wave, int lane) : N(N), K(K), wave(wave) {
+        const int row = lane / kRowPieces, place = lane % kRowPieces;
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            const int x = wave * kRowsX + row + odd * kCopyRows;
+            const int w = wave * kRowsW + row + odd * kCopyRows;
+            k_x[odd] = (place ^ x / 2 % 8) * kPiece;
+            k_w[odd] = (place ^ w / 2 % 8) * kPiece;
+            x_at[odd] = x * K + k_x[odd];
+            w_at[odd] = w * K + k_w[odd];
+        }
+        block = lane % kScalePieces * kScaleBytes;
+        scale_at = lane / kScalePieces * (K / kBlock) + block;
+    }
+
+    // From here on it is this tile's turn; nothing but zeros if there is none.
+    MX_MEMBER void start(Tile tile, bool is_any) {
+        // Worked out here, not kept in registers since the tile is known.
+        asm volatile("" : "+s"(tile.first), "+s"(tile.rows), "+s"(tile.group), "+s"(tile.feature));
+        const ArgumentsPointer args = arguments();
+        const unsigned blocks = K / kBlock;
+        const Offset w_row = static_cast<Offset>(tile.group) * N + tile.feature;
+        const Offset x_row = tile.first;
+        const unsigned left = N - tile.feature;
+        const unsigned x_rows = is_any ? tile.rows : 0;
+        const unsigned w_rows = is_any ? left < kTileN ? left : kTileN : 0;
+        x = resource(args->xq + x_row * K, x_rows * K);
+        w = resource(args->wq + w_row * K, w_rows * K);
+        x_scales = resource(args->xs + x_row * blocks, x_rows * blocks);
+        w_scales = resource(args->ws + w_row * blocks, w_rows * blocks);
+        k = 0;
+    }
+
+    // To be called before a step's copies.
+    MX_MEMBER void aim() {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            const bool x_in = kWholeSteps || k + k_x[odd] < K;
+            const bool w_in = kWholeSteps || k + k_w[odd] < K;
+            x_now[odd] = x_in ? x_at[odd] + k : kNowhere;
+            w_now[odd] = w_in ? w_at[odd] + k : kNowhere;
+        }
+        const bool in = kWholeSteps || k / kBlock + block < K / kBlock;
+        scale_now = in ? scale_at + k / kBlock : kNowhere;
+    }
+
+    // One of the step's copies, into a stage.
+    template <int I>
+    MX_MEMBER void copy(unsigned stage) const {
+        const unsigned part = stage + wave * kPart;
+        if constexpr (I < kCopiesX) {
+            copy_16_bytes(x, x_now[I % 2], I / 2 * 2 * kCopyRows * K, part, I * kCopyRows * kDepth);
+        } else if constexpr (I < kCopiesX + kCopiesW) {
+            constexpr int j = I - kCopiesX;
+            copy_16_bytes(w, w_now[j % 2], j / 2 * 2 * kCopyRows * K, part,
+                          (kRowsX + j * kCopyRows) * kDepth);
+        } else if constexpr (I < kCopiesX + kCopiesW + kScaleCopiesX) {
+            copy_scales(x_scales, I - kCopiesX - kCopiesW, stage, 0);
+        } else {
+            copy_scales(w_scales, I - kCopiesX - kCopiesW - kScaleCopiesX, stage,
+                        kScaleRowsX * kScaleRow);
+        }
+    }
+
+    // After a step's copies.
+    MX_MEMBER void advance() { k += kDepth; }
+    MX_MEMBER bool is_done(unsigned steps) const { return k >= steps * kDepth; }
+
+  private:
+    // Copy i of x's or of w's scales.
+    MX_MEMBER void copy_scales(Resource from, int i, unsigned stage, int at) const {
+        constexpr int rows = kWaves * kScaleCopyRows;
+        copy_piece<kScaleBytes>(from, scale_now, (i * rows + wave * kScaleCopyRows) * (K / kBlock),
+                                stage + wave * kScaleCopyRows * kScaleRow,
+                                kScalesAt + at + i * rows * kScaleRow);
+    }
+
+    unsigned N, K, wave, block, scale_at, k;
+    unsigned k_x[2], k_w[2], x_at[2], w_at[2]; // of copies of even and odd number
+    unsigned x_now[2], w_now[2], scale_now;
+    Resource x, w, x_scales, w_scales;
+};
+
+// One half of the fragments of an operand, of a wave.
+template <int Count>
+struct Half {
+    u32x8 rows[Count];
+    unsigned scales[Count]; // byte 0
+
+    // From here on these are words. Left alone, LLVM takes bytes to the next step, and clears the
+    // rest of their registers there, just before a product takes them.
+    MX_MEMBER void widen() {
+#pragma unroll
+        for (int i = 0; i < Count; ++i)
+            asm volatile("" : "+v"(scales[i]));
+    }
+};
+
+// Where a lane reads the fragments of an operand in a stage.
+template <int Rows, int At, int ScaleRow> // of a wave's part; its first byte there; of the scales
+class Place {
+  public:
+    static constexpr int kReads = 3; // of one fragment
+
+    MX_MEMBER Place(int first, int lane) {
+        const int row = first + lane % kSide, g = lane / kSide;
+        const unsigned begin = row / Rows * kPart + At + row % Rows * kDepth;
+        low = begin + (g ^ row / 2 % 8) * kPiece;
+        high = begin + ((g + 4) ^ row / 2 % 8) * kPiece;
+        scale = kScalesAt + (ScaleRow + row) * kScaleRow + g / kScaleBytes * 4 + g % kScaleBytes;
+    }
+
+    // Read `which`, of 3 Count, of a half: scales first, since all are looked at before the first
+    // product.
+    template <int Which, int Count>
+    MX_MEMBER void read_half(Half<Count>& to, bool is_upper, unsigned stage) const {
+        const unsigned char* at = lds() + stage;
+        const int first = is_upper ? Count : 0;
+        if constexpr (Which < Count)
+            to.scales[Which] = at[scale + kSide * (first + Which) * kScaleRow];
+        else
+            read_rows<(Which - Count) % 2>(to.rows[(Which - Count) / 2],
+                                           kSide * (first + (Which - Count) / 2), at);
+    }
+
+  private:
+    template <bool IsHigh>
+    MX_MEMBER void read_rows(u32x8& to, int row, const unsigned char* stage) const {
+        const int further = row / Rows * kPart + row % Rows * kDepth;
+        const u32x4 half = *reinterpret_cast<const u32x4*>(stage + (IsHigh ? high : low) + further);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            to[IsHigh * 4 + i] = half[i];
+    }
+    unsigned low, high, scale;
+};
+using PlaceX = Place<kRowsX, 0, 0>;
+using PlaceW = Place<kRowsW, kRowsX * kDepth, kScaleRowsX>;
+
+} // namespace mx
