@@ -44,8 +44,7 @@ enum Map { kAll = 0, kNumbers = 1, kMask = 2 }; // what expert_map holds
 
 struct Routing {
     const Id* topk_ids;
-    const int* expert_map;
-    int tokens, top_k, experts, shared, map_kind, drop_absent;
+    int tokens, top_k, experts, shared;
 
     MX_MEMBER int slots() const { return top_k + shared; }
 
@@ -53,20 +52,16 @@ struct Routing {
     MX_MEMBER int expert(int t) const {
         if (t >= tokens * slots())
             return -1;
-        const int token = static_cast<unsigned>(t) / static_cast<unsigned>(slots());
-        const int slot = t - token * slots();
-        if (slot >= top_k)
-            return experts + slot - top_k;
-        const Id id = topk_ids[static_cast<long>(token) * top_k + slot];
-        if (id < 0 || id >= experts)
-            return -1;
-        const int expert = static_cast<int>(id);
-        if (drop_absent && map_kind != kAll) {
-            const int mapped = expert_map[expert];
-            if (map_kind == kMask ? mapped == 0 : mapped < 0)
-                return -1;
+        long at = t;
+        if (shared > 0) {
+            const int token = static_cast<unsigned>(t) / static_cast<unsigned>(slots());
+            const int slot = t - token * slots();
+            if (slot >= top_k)
+                return experts + slot - top_k;
+            at = static_cast<long>(token) * top_k + slot;
         }
-        return expert;
+        const Id id = topk_ids[at];
+        return id >= 0 && id < experts ? static_cast<int>(id) : -1;
     }
 };
 
@@ -134,14 +129,12 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
     const int lane = thread_in_group() % kLanes;
     const int wave = wave_in_group();
     MX_LDS int counts[kWaves][kExperts]; // then ids of the expert in waves and chunks before
-    MX_LDS int totals[kExperts], firsts[kExperts], numbers[kExperts];
-    MX_LDS int padded_total;
+    MX_LDS int totals[kExperts], firsts[kExperts], numbers[kExperts]; // firsts: blocks
 
     int tokens = M;
     if (num_tokens)
         tokens = *num_tokens < 0 ? 0 : *num_tokens < M ? *num_tokens : M;
-    const Routing routing{topk_ids, expert_map, tokens,   top_k,
-                          experts,  shared,     map_kind, drop_absent};
+    const Routing routing{topk_ids, tokens, top_k, experts, shared};
     const int routed = tokens * routing.slots();
     const int chunks = (routed + kThreads - 1) / kThreads; // of each wave
     const int first_t = wave * chunks * kLanes + lane;
@@ -149,23 +142,46 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
 #pragma unroll
     for (int c = 0; c < kHeld; ++c)
         held[c] = c < chunks ? routing.expert(first_t + c * kLanes) : -1;
+    const auto mapped = [&](int e) { // what expert_map says, or the expert's own number
+        if (e >= experts)
+            return first_shared + e - experts;
+        return map_kind == kAll ? e : expert_map[e];
+    };
+    const int own_mapped = mapped(thread_in_group()); // under way early
 
+    const auto put = [&](int place, int id, float weight) {
+        if (place < max_ids) {
+            sorted_ids[place] = id;
+            if (kPacked)
+                sorted_weights[place] = weight;
+        }
+    };
+    // All is padding until ids are placed, which the barrier keeps after this.
+    const int padding = kPacked ? routing.slots() << 24 | M : M * routing.slots();
+    for (int p = thread_in_group(); p < max_ids; p += kThreads)
+        put(p, padding, 0.0f);
+    for (int b = thread_in_group(); b < max_blocks; b += kThreads)
+        expert_ids[b] = -1;
     for (int i = thread_in_group(); i < kWaves * kExperts; i += kThreads)
         counts[i / kExperts][i % kExperts] = 0;
-    group_barrier();
+    group_memory_barrier();
 
-    const auto count_chunk = [&](int expert) {
-        const LaneMask same = same_expert(expert);
+    LaneMask held_same[kHeld];
+    const auto count_chunk = [&](int expert, LaneMask same) {
         if (expert >= 0 && lanes_before(same, lane) == 0)
             counts[wave][expert] += lanes_of(same);
         wave_in_order();
     };
 #pragma unroll
     for (int c = 0; c < kHeld; ++c)
-        if (c < chunks)
-            count_chunk(held[c]);
-    for (int c = kHeld; c < chunks; ++c)
-        count_chunk(routing.expert(first_t + c * kLanes));
+        if (c < chunks) {
+            held_same[c] = same_expert(held[c]);
+            count_chunk(held[c], held_same[c]);
+        }
+    for (int c = kHeld; c < chunks; ++c) {
+        const int expert = routing.expert(first_t + c * kLanes);
+        count_chunk(expert, same_expert(expert));
+    }
     group_barrier();
 
     for (int e = thread_in_group(); e < kExperts; e += kThreads) {
@@ -176,94 +192,83 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
             counts[w][e] = total;
             total += count;
         }
-        totals[e] = total;
-        int number = e;
-        if (e >= experts)
-            number = first_shared + e - experts;
-        else if (map_kind != kAll)
-            number = expert_map[e];
-        numbers[e] = number;
+        const int number = e == thread_in_group() ? own_mapped : mapped(e);
+        const bool is_absent = e < experts && (map_kind == kMask ? number == 0 : number < 0);
+        totals[e] = is_absent && drop_absent ? 0 : total;
+        firsts[e] = (totals[e] + block_m - 1) / block_m;
+        numbers[e] = map_kind == kMask && e < experts ? number != 0 : number;
     }
     group_barrier();
 
-    if (wave == 0) {
-        int ids = 0, present = 0;
+    if (wave == 0) { // from blocks of each expert to the first block of each
+        int blocks = 0;
+#pragma unroll
+        for (int i = 0; i < kScanned; ++i)
+            blocks += firsts[lane * kScanned + i];
+        int first = sum_so_far(blocks, lane) - blocks;
 #pragma unroll
         for (int i = 0; i < kScanned; ++i) {
-            const int e = lane * kScanned + i;
-            ids += (totals[e] + block_m - 1) / block_m * block_m;
-            present += e < experts && numbers[e] != 0;
+            const int e = lane * kScanned + i, own = firsts[e];
+            firsts[e] = first;
+            first += own;
         }
-        int first = sum_so_far(ids, lane) - ids;
+        if (lane == kLanes - 1) {
+            post_padded[0] = first * block_m;
+            if (kPacked)
+                post_padded[1] = tokens;
+        }
+    } else if (wave == 1 && map_kind == kMask) {
+        int present = 0;
+#pragma unroll
+        for (int i = 0; i < kScanned; ++i)
+            present += lane * kScanned + i < experts ? numbers[lane * kScanned + i] : 0;
         int number = sum_so_far(present, lane) - present;
 #pragma unroll
         for (int i = 0; i < kScanned; ++i) {
             const int e = lane * kScanned + i;
-            firsts[e] = first;
-            first += (totals[e] + block_m - 1) / block_m * block_m;
-            if (map_kind == kMask && e < experts) {
-                const bool is_present = numbers[e] != 0;
+            if (e < experts) {
+                const int is_present = numbers[e];
                 numbers[e] = is_present ? number : -1;
                 number += is_present;
             }
         }
-        if (lane == kLanes - 1) {
-            padded_total = first;
-            post_padded[0] = first;
-            if (kPacked)
-                post_padded[1] = tokens;
-        }
     }
     group_barrier();
 
-    const auto put = [&](int place, int id, float weight) {
-        if (place < max_ids) {
-            sorted_ids[place] = id;
-            if (kPacked)
-                sorted_weights[place] = weight;
-        }
-    };
-    const auto place_chunk = [&](int t, int expert) {
-        const LaneMask same = same_expert(expert);
+    for (int e = thread_in_group(); e < experts + shared; e += kThreads) {
+        const int blocks = (totals[e] + block_m - 1) / block_m;
+        for (int b = 0; b < blocks; ++b)
+            if (firsts[e] + b < max_blocks)
+                expert_ids[firsts[e] + b] = numbers[e];
+    }
+    const auto place_chunk = [&](int t, int expert, LaneMask same) {
         const int before = lanes_before(same, lane);
+        const bool is_listed = expert >= 0 && totals[expert] > 0;
         int placed = 0;
-        if (expert >= 0)
+        if (is_listed)
             placed = counts[wave][expert];
         wave_in_order();
-        if (expert < 0)
-            return;
-        if (before == 0)
+        if (is_listed && before == 0)
             counts[wave][expert] = placed + lanes_of(same);
-        const int token = static_cast<unsigned>(t) / static_cast<unsigned>(routing.slots());
-        const int slot = t - token * routing.slots();
-        float weight = 1.0f; // of a shared expert
-        if (kPacked && slot < top_k)
-            weight = topk_weights[static_cast<long>(token) * top_k + slot];
-        put(firsts[expert] + placed + before, kPacked ? slot << 24 | token : t, weight);
+        if (is_listed) {
+            const int place = firsts[expert] * block_m + placed + before;
+            if constexpr (kPacked) {
+                const int token = static_cast<unsigned>(t) / static_cast<unsigned>(routing.slots());
+                const int slot = t - token * routing.slots();
+                const long at = static_cast<long>(token) * top_k + slot;
+                put(place, slot << 24 | token, slot < top_k ? topk_weights[at] : 1.0f);
+            } else {
+                put(place, t, 0.0f);
+            }
+        }
+        wave_in_order();
     };
 #pragma unroll
     for (int c = 0; c < kHeld; ++c)
-        if (c < chunks) {
-            place_chunk(first_t + c * kLanes, held[c]);
-            wave_in_order();
-        }
+        if (c < chunks)
+            place_chunk(first_t + c * kLanes, held[c], held_same[c]);
     for (int c = kHeld; c < chunks; ++c) {
-        place_chunk(first_t + c * kLanes, routing.expert(first_t + c * kLanes));
-        wave_in_order();
+        const int t = first_t + c * kLanes, expert = routing.expert(t);
+        place_chunk(t, expert, same_expert(expert));
     }
-
-    const int padding = kPacked ? routing.slots() << 24 | M : M * routing.slots();
-    for (int e = wave; e < experts + shared; e += kWaves) {
-        const int first = firsts[e], total = totals[e];
-        const int blocks = (total + block_m - 1) / block_m;
-        for (int p = total + lane; p < blocks * block_m; p += kLanes)
-            put(first + p, padding, 0.0f);
-        for (int b = lane; b < blocks; b += kLanes)
-            if (first / block_m + b < max_blocks)
-                expert_ids[first / block_m + b] = numbers[e];
-    }
-    for (int p = padded_total + thread_in_group(); p < max_ids; p += kThreads)
-        put(p, padding, 0.0f);
-    for (int b = padded_total / block_m + thread_in_group(); b < max_blocks; b += kThreads)
-        expert_ids[b] = -1;
 }

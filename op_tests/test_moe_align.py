@@ -61,6 +61,7 @@ def draw_ids(draw: random.Random, M: int, top_k: int, E: int) -> Tensor:
 def randomise(monkeypatch: pytest.MonkeyPatch, draw: random.Random) -> None:
     monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", draw.choice(SCHEDULES))
     monkeypatch.setenv("AITER_MX_SIM_SEED", str(draw.randrange(1000)))
+    monkeypatch.setenv("AITER_MX_SIM_DELAY", "1")  # ids are written over padding
 
 
 def assert_lists(

@@ -133,7 +133,7 @@ def _refusal(target: Target, problem: MoeAlignProblem) -> str | None:
 
 def _configure(target: Target, problem: MoeAlignProblem) -> Config:
     most = min(16, 8192 // _room(problem))  # 32 KiB of counts
-    return {"waves": min(most, 4 if problem.routed <= _IDS_OF_FEW_WAVES else 16)}
+    return {"waves": min(most, 8 if problem.routed <= _IDS_OF_FEW_WAVES else 16)}
 
 
 def _defines(target: Target, problem: MoeAlignProblem, config: Config) -> Mapping[str, int]:

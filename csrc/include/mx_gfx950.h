@@ -32,6 +32,15 @@ MX_DEVICE void group_barrier() {
     __builtin_amdgcn_s_barrier();
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
 }
+// Orders the workgroup's accesses to memory too, not to LDS alone. The compiler trusts waves of one
+// compute unit to reach memory in order and waits for nothing; this does not.
+MX_DEVICE void group_memory_barrier() {
+    constexpr int no_vmcnt = 0x0f70; // ISA manual, section 4.4: only vmcnt is waited for
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+    __builtin_amdgcn_s_waitcnt(no_vmcnt);
+    __builtin_amdgcn_s_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
 
 // What lanes of a wave exchange through LDS stays in the order of the source. It costs nothing.
 MX_DEVICE void wave_in_order() {

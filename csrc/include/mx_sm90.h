@@ -35,6 +35,7 @@ MX_DEVICE int wave_in_group() { return threadIdx.x / kLanes; }
 MX_DEVICE unsigned long group_x() { return blockIdx.x; }
 MX_DEVICE unsigned long group_y() { return blockIdx.y; }
 MX_DEVICE void group_barrier() { __syncthreads(); }
+MX_DEVICE void group_memory_barrier() { __syncthreads(); }
 
 // What lanes of a wave exchange through shared memory stays in the order of the source.
 MX_DEVICE void wave_in_order() { __syncwarp(); }
