@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,6 +27,7 @@ from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
 from aiter_mx.kernels.spec import KernelSpec, Module
 from aiter_mx.launch import build_request
 from aiter_mx.runtimes.base import PackedArgs, Region
+from aiter_mx.sim.faults import StuckError
 from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.target import hardware
 
@@ -48,7 +50,7 @@ class Probe:
         draw: options of ``random_mx`` for x and w.
         nan: which of x and w has NaN, and what: ``payload``, ``scale``, or ``start`` for whole
             first blocks in every second row, which whoever reads past the end of a row meets.
-        schedule, seed: of the simulator.
+        schedule, seed, delay, finite_scales: of the simulator.
     """
 
     M: int
@@ -58,6 +60,8 @@ class Probe:
     draw: Mapping[str, Any] = field(default_factory=dict)
     schedule: str = "random"
     seed: int = 0
+    delay: bool = False
+    finite_scales: bool = False
     far: int = 0
     nan: tuple[str, str] = ("", "")
 
@@ -88,9 +92,10 @@ class Case:
         return LinearProblem(probe.M, probe.N, probe.K, self.out_dtype, probe.bias)
 
     @cached_property
-    def launches(self) -> list[Launch]:
-        """The probes with their data."""
-        return [Launch(self, probe, seed) for seed, probe in enumerate(self.probes)]
+    def launches(self) -> list[Launch | Endless]:
+        """The probes with their data, and one that does not end where K may be as large."""
+        probes = [Launch(self, probe, seed) for seed, probe in enumerate(self.probes)]
+        return probes if self.spec is MFMA else [*probes, Endless(self)]
 
 
 def _probes(
@@ -104,7 +109,7 @@ def _probes(
         Probe(ms[0], N, many, draw=draw),
         Probe(ms[-1], N + 1, some, "fp32", {"scale_exponents": wide}, "round-robin"),
         Probe(ms[0], N, some, "bf16", draw, "run-to-barrier"),
-        Probe(ms[-1], N, few, "fp16", draw, seed=1),
+        Probe(ms[-1], N, few, "fp16", draw, seed=1, delay=True),
         Probe(ms[-1], N + 2, few, draw={"scale_exponents": (-127, 127)}, seed=2),
         Probe(ms[0], (_GRID_X + 1) * rows, far_k, draw=draw, seed=3, far=2),
     ]
@@ -117,6 +122,9 @@ def _probes(
     ]:
         for of in "xw":
             probes.append(Probe(ms[-1], N, K, draw=draw, seed=len(probes), nan=(of, what)))
+    for of in "xw":  # the kernel provides for NaN by itself
+        nan = (of, "scale")
+        probes.append(Probe(ms[-1], N, few, draw=draw, seed=3, nan=nan, finite_scales=True))
     far_y = (1 << 32) // (_GRID_X * rows) + 2
     probes.append(
         Probe(ms[0], (_GRID_X * (far_y - 1) + 1) * rows, unit + few % unit, draw=draw, far=far_y)
@@ -267,17 +275,73 @@ class Launch:
             AssertionError: the result is wrong.
         """
         self._y[:, self.rows] = _POISON
+        probe, module = self.probe, self.case.module
+        options = SimOptions(
+            strict,
+            probe.schedule,
+            probe.seed,
+            1,
+            _MAX_STEPS,
+            delay=probe.delay,
+            finite_scales=probe.finite_scales,
+        )
         program.launch(
-            self.case.module.symbol,
-            self.grid,
-            self.block,
-            self._args.to_bytes(),
-            0,
-            self._regions,
-            SimOptions(strict, self.probe.schedule, self.probe.seed, 1, _MAX_STEPS),
+            module.symbol, self.grid, self.block, self._args.to_bytes(), 0, self._regions, options
         )
         out = torch.from_numpy(np.ascontiguousarray(self._y[:, self.rows])).view(self.dtype)
         assert_close_to_reference(out.squeeze(-1), *self.x, *self.w, self.bias, underflow=2.0**-126)
+
+
+class Endless:
+    """A launch with K beyond 2^32, stopped after some rounds of the loop over K.
+
+    Of each row of x and w only the first bytes may be read: a wrong high word of an offset is a
+    memory fault, one of the loop's bound an early end. For kernels that take such K.
+    """
+
+    K = (1 << 32) + 2080
+    WINDOW = 1 << 20
+    STEPS = 2000  # within the window
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        probe = Probe(case.probes[0].M, 2 * case.config["rows"] + 1, self.K)
+        problem, module = case.problem(probe), case.module
+        geometry = module.geometry(GFX950, problem, case.config)
+        self.block = geometry.block
+        rows = {"x": probe.M, "w": probe.N, "y": 1}
+        widths = {"q": self.K, "s": self.K // 32, "": 4 * probe.M * probe.N}
+        self._args = PackedArgs(module.args, module.scalars(GFX950, problem, case.config))
+        self._memory, self._regions, addresses = [], [], []
+        for arg in module.args:
+            if arg.kind != "pointer" or arg.name == "bias":
+                addresses += [0] * (arg.kind == "pointer")
+                continue
+            count, width = rows[arg.name[0]], widths[arg.name[1:]]
+            memory = Memory(count * width)
+            self._memory.append(memory)
+            addresses.append(memory.address)
+            window = min(width, self.WINDOW // (32 if arg.name.endswith("s") else 1))
+            self._regions += [
+                Region(f"{arg.name} {i}", memory.address + i * width, window, arg.access)
+                for i in range(count)
+            ]
+        self._args.set_pointers(*addresses)
+
+    def run(self, program: Program) -> None:
+        """Launch two workgroups.
+
+        Raises:
+            SimulatorError: the simulator found a mistake.
+            AssertionError: the loop ended early.
+        """
+        options = SimOptions(threads=1, max_steps=self.STEPS)
+        with suppress(StuckError):
+            program.launch(
+                self.case.module.symbol, (2, 1, 1), self.block, self._args.to_bytes(), 0,
+                self._regions, options,
+            )  # fmt: skip
+            raise AssertionError("the loop over K ended early")
 
 
 def verdict(case: Case, image: bytes) -> tuple[str, str]:

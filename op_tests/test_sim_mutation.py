@@ -8,26 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import sim_mutation
 from mutation_kinds import KINDS, Form, mutants_of
+from mutation_planting import Mutant, assemble, code_around, listing, mutants, patched, sample
 from mutation_probes import CASES, Case, verdict
+from mutation_report import Outcome, Reason, page, reason_of, reasons, rows
 from rich.console import Console
-from sim_mutation import (
-    Mutant,
-    Outcome,
-    Reason,
-    assemble,
-    code_around,
-    judge_all,
-    listing,
-    mutants,
-    patched,
-    quick_compiler,
-    reason_of,
-    reasons,
-    rows,
-    sample,
-)
+from sim_mutation import judge_all, quick_compiler
 
 from aiter_mx.sim.compile import c_compiler
 from aiter_mx.sim.disasm import disassemble, parse_line
@@ -119,8 +105,8 @@ def test_survivors_count_against_the_share_and_need_a_reason() -> None:
     assert rows([survivor], [Reason("mfma*", "drop s_waitcnt", ".*", "", "missed", "")])[
         -1
     ].unexplained
-    page = sim_mutation.page([caught, survivor], [], "command")
-    assert "| all | 2 | 1 | 50.0 % | 50.0 % | RaceError 1 | 0 | 0 | 1 |" in page
+    text = page([caught, survivor], [], "command")
+    assert "| all | 2 | 1 | 50.0 % | 50.0 % | RaceError 1 | 0 | 0 | 1 |" in text
 
 
 @pytest.mark.parametrize(
