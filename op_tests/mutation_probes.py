@@ -43,9 +43,8 @@ class Probe:
     """One launch.
 
     Attributes:
-        M, N, K: the shape; with ``far``, the grid's y, two workgroups of each row of the grid are
-            launched; the first two and the last but one, which has the last rows of w, are checked,
-            and one is past the end.
+        M, N, K: the shape; with ``far``, the grid's y, the last but one workgroup, which has the
+            last rows of w, is launched and checked, and one past the end.
         bias: its dtype, or ``none``.
         draw: options of ``random_mx`` for x and w.
         nan: which of x and w has NaN, and what: ``payload``, ``scale``, or ``start`` for whole
@@ -93,9 +92,9 @@ class Case:
 
     @cached_property
     def launches(self) -> list[Launch | Endless]:
-        """The probes with their data, and one that does not end where K may be as large."""
+        """The probes with their data, and some that do not end where K may be as large."""
         probes = [Launch(self, probe, seed) for seed, probe in enumerate(self.probes)]
-        return probes if self.spec is MFMA else [*probes, Endless(self)]
+        return probes if self.spec is MFMA else probes + [Endless(self, K) for K in Endless.KS]
 
 
 def _probes(
@@ -125,7 +124,7 @@ def _probes(
     for of in "xw":  # the kernel provides for NaN by itself
         nan = (of, "scale")
         probes.append(Probe(ms[-1], N, few, draw=draw, seed=3, nan=nan, finite_scales=True))
-    far_y = (1 << 32) // (_GRID_X * rows) + 2
+    far_y = (1 << 12) + 2  # workgroups, and rows of w, beyond 2^32
     probes.append(
         Probe(ms[0], (_GRID_X * (far_y - 1) + 1) * rows, unit + few % unit, draw=draw, far=far_y)
     )
@@ -209,9 +208,7 @@ class Launch:
         self.grid = (2, probe.far, 1) if probe.far else geometry.grid
         before_last = _GRID_X * (probe.far - 1)
         group_rows = N // (before_last + 1)
-        self.rows = (
-            np.r_[: 2 * group_rows, before_last * group_rows : N] if probe.far else np.arange(N)
-        )
+        self.rows = np.arange(before_last * group_rows if probe.far else 0, N)
         generator = torch.Generator().manual_seed(seed)
         self.x = self._draw("x", M, generator)
         self.w = self._draw("w", len(self.rows), generator)
@@ -283,6 +280,7 @@ class Launch:
             1,
             _MAX_STEPS,
             delay=probe.delay,
+            first_group=2 * (probe.far - 1) if probe.far else 0,
             finite_scales=probe.finite_scales,
         )
         program.launch(
@@ -299,18 +297,20 @@ class Endless:
     memory fault, one of the loop's bound an early end. For kernels that take such K.
     """
 
-    K = (1 << 32) + 2080
+    # The loop would end soon by the low word of the first one; offsets in all rows but the first
+    # carry into their high words with the second.
+    KS = ((1 << 32) + 2080, 3 * (1 << 32) - 544)
     WINDOW = 1 << 20
     STEPS = 2000  # within the window
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, K: int) -> None:
         self.case = case
-        probe = Probe(case.probes[0].M, 2 * case.config["rows"] + 1, self.K)
+        probe = Probe(case.probes[0].M, 2 * case.config["rows"] + 1, K)
         problem, module = case.problem(probe), case.module
         geometry = module.geometry(GFX950, problem, case.config)
         self.block = geometry.block
         rows = {"x": probe.M, "w": probe.N, "y": 1}
-        widths = {"q": self.K, "s": self.K // 32, "": 4 * probe.M * probe.N}
+        widths = {"q": K, "s": K // 32, "": 4 * probe.M * probe.N}
         self._args = PackedArgs(module.args, module.scalars(GFX950, problem, case.config))
         self._memory, self._regions, addresses = [], [], []
         for arg in module.args:
@@ -329,13 +329,13 @@ class Endless:
         self._args.set_pointers(*addresses)
 
     def run(self, program: Program) -> None:
-        """Launch two workgroups.
+        """Launch the second workgroup.
 
         Raises:
             SimulatorError: the simulator found a mistake.
             AssertionError: the loop ended early.
         """
-        options = SimOptions(threads=1, max_steps=self.STEPS)
+        options = SimOptions(threads=1, max_steps=self.STEPS, first_group=1)
         with suppress(StuckError):
             program.launch(
                 self.case.module.symbol, (2, 1, 1), self.block, self._args.to_bytes(), 0,

@@ -47,6 +47,8 @@ class SimOptions:
         count_conflicts: count bank conflicts of LDS.
         delay: memory operations take effect at moments drawn by the seed, between their issue and
             the wait that covers them; needs ``strict``.
+        first_group: number of the first workgroup that runs, counting x first; those before it are
+            left out.
         finite_scales: matrix instructions take an e8m0 byte of 255 for 2^128, not for NaN: for
             kernels that do not rely on the instruction for NaN.
     """
@@ -59,6 +61,7 @@ class SimOptions:
     count_unique: bool = False
     count_conflicts: bool = False
     delay: bool = False
+    first_group: int = 0
     finite_scales: bool = False
 
     def __post_init__(self) -> None:
@@ -93,6 +96,7 @@ class SimOptions:
             count_unique=bool(number("UNIQUE", 0)),
             count_conflicts=bool(number("CONFLICTS", 0)),
             delay=bool(number("DELAY", 0)),
+            first_group=number("FIRST_GROUP", 0),
             finite_scales=bool(number("FINITE_SCALES", 0)),
         )
 
@@ -244,7 +248,11 @@ class Program:
             Region("dispatch packet", ctypes.addressof(packet), 64, "r"),
         ]
         pieces = disjoint(everything)
+        groups = grid[0] * grid[1] * grid[2]
+        if not 0 <= options.first_group < groups:
+            raise LaunchError(f"first_group is {options.first_group} of {groups} workgroups")
         launch = _CLaunch(
+            next_group=options.first_group,
             schedule=SCHEDULES.index(options.schedule),
             grid=grid,
             block=block,
@@ -262,7 +270,7 @@ class Program:
             delay=options.delay,
             finite_scales=options.finite_scales,
         )
-        groups = grid[0] * grid[1] * grid[2]
+        groups -= options.first_group
         threads = min(options.threads or len(os.sched_getaffinity(0)), groups)
         begin = time.perf_counter()
         sizes = [end - begin for begin, end, *_ in pieces] if options.count_unique else None
