@@ -49,12 +49,13 @@ def compiled(kind: str, folder: Path) -> bytes:
     )
 
 
-@pytest.mark.parametrize("kind", ["f32", "bf16"])
+@pytest.mark.parametrize("kind", ["f32", "bf16", "fp8"])
 def test_a_product_that_flydsl_compiled_matches_float64(kind: str, tmp_path: Path) -> None:
     program = Program.from_image(compiled(kind, tmp_path))
     generator = torch.Generator().manual_seed(1)
-    dtype = torch.float32 if kind == "f32" else torch.bfloat16
-    a, b = (torch.randn(rows, 32, generator=generator).to(dtype) for rows in (128, 64))
+    dtypes = {"f32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+    K = 256 if kind == "fp8" else 32
+    a, b = (torch.randn(rows, K, generator=generator).to(dtypes[kind]) for rows in (128, 64))
     c = torch.zeros(128, 64)
     arguments = b"".join(
         struct.pack("<Qiiq", x.data_ptr(), *x.shape, x.shape[1]) for x in (a, b, c)
@@ -67,5 +68,6 @@ def test_a_product_that_flydsl_compiled_matches_float64(kind: str, tmp_path: Pat
     report = program.launch(
         name, (2, 1, 1), (256, 1, 1), arguments, 0, regions, SimOptions(delay=True)
     )
-    assert report.mfma_passes
-    np.testing.assert_allclose(c, a.double() @ b.double().T, rtol=1e-5, atol=1e-5)
+    scale = 2.0 ** (0x7E + 0x81 - 254) if kind == "fp8" else 1
+    np.testing.assert_allclose(c, scale * (a.double() @ b.double().T), rtol=1e-5, atol=1e-5)
+    assert list(report.mfma_passes) == ["scaled fp8 x fp8" if kind == "fp8" else kind]

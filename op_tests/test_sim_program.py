@@ -19,7 +19,7 @@ from aiter_mx.sim.__main__ import main
 from aiter_mx.sim.disasm import Operand, parse_line, parse_operand
 from aiter_mx.sim.faults import UnknownInstruction
 from aiter_mx.sim.image import disjoint
-from aiter_mx.sim.program import Program
+from aiter_mx.sim.program import Program, SimOptions
 
 SAXPY = """
 KERNEL(256) saxpy(const float *x, const float *y, float *z, int n, float a) {
@@ -133,6 +133,16 @@ def test_float_mode_of_the_kernel_decides_about_denormals() -> None:
     np.testing.assert_array_equal(z, np.zeros_like(x))
 
 
+def test_workgroups_before_the_first_one_asked_for_are_left_out() -> None:
+    x, z = np.arange(1, 769, dtype=np.float32), np.zeros(768, np.float32)
+    arguments = [x, x, z, 768, 2.0]
+    report = launch(program(SAXPY), "saxpy", 3, 256, arguments, options=SimOptions(first_group=2))
+    np.testing.assert_array_equal(z, np.where(np.arange(768) < 512, 0, 3 * x))
+    assert report.waves == 4
+    with pytest.raises(LaunchError, match="first_group is 3 of 3 workgroups"):
+        launch(program(SAXPY), "saxpy", 3, 256, arguments, options=SimOptions(first_group=3))
+
+
 def test_the_runtime_launches_packed_arguments() -> None:
     x, y = np.random.default_rng(1).normal(0, 1, (2, 1000)).astype(np.float32)
     z = np.zeros_like(x)
@@ -164,6 +174,8 @@ def test_the_command_line_runs_a_kernel_on_files(
     np.testing.assert_array_equal(np.load(tmp_path / "z.npy"), 4 * x)
     assert main([*given[:-2], "i32=600", "f32=3"]) == 1
     assert "MemoryFault: kernel saxpy, workgroup (1, 0, 0)" in capsys.readouterr().err
+    assert main([*given, "--delay", "--seed", "3", "--schedule", "round-robin"]) == 0
+    assert "0 bank conflicts" in capsys.readouterr().out
     assert main(["info", str(image)]) == 0
     assert "saxpy(global_buffer:8" in capsys.readouterr().out
     assert main(["run", str(image)]) == 1

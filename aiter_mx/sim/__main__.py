@@ -7,7 +7,7 @@ import re
 import struct
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--block", type=_dim3, default=(64, 1, 1), help="lanes of a workgroup")
     run.add_argument("--shared", type=int, default=0, help="bytes of dynamic LDS")
     run.add_argument("--args", nargs="*", default=[], metavar="ARG", help=_ARGS_HELP)
-    run.add_argument("--seed", type=int, default=0, help="of the schedule and of random arrays")
-    run.add_argument("--schedule", choices=SCHEDULES, default="random")
+    run.add_argument("--seed", type=int, help="of the schedule and of random arrays")
+    run.add_argument("--schedule", choices=SCHEDULES)
+    run.add_argument("--delay", action="store_true", help="let memory be as late as waits allow")
     run.add_argument("--lax", action="store_true", help="check addresses only")
     return parser
 
@@ -109,7 +110,7 @@ def _run(program: Program, options: argparse.Namespace) -> None:
     kernels = list(program.code_object.kernels)
     if not options.kernel and len(kernels) != 1:
         raise ValueError(f"name one of the kernels with --kernel: {', '.join(kernels)}")
-    rng = np.random.default_rng(options.seed)
+    rng = np.random.default_rng(options.seed or 0)
     packed, arrays = b"", []
     for text in options.args:
         value = _argument(text, rng)
@@ -124,12 +125,26 @@ def _run(program: Program, options: argparse.Namespace) -> None:
         packed,
         options.shared,
         [Region(text, a.values.ctypes.data, a.values.nbytes, a.access) for text, a in arrays],
-        SimOptions(not options.lax, options.schedule, options.seed, count_unique=True),
+        _options(options),
     )
     for _, array in arrays:
         if array.save_to:
             np.save(array.save_to, array.values)
     print(describe(report))
+
+
+def _options(given: argparse.Namespace) -> SimOptions:
+    """The environment's options, but for what is given."""
+    options = SimOptions.from_environment()
+    return replace(
+        options,
+        strict=options.strict and not given.lax,
+        schedule=given.schedule or options.schedule,
+        seed=options.seed if given.seed is None else given.seed,
+        delay=(options.delay or given.delay) and not given.lax,
+        count_unique=True,
+        count_conflicts=True,
+    )
 
 
 def _argument(text: str, rng: np.random.Generator) -> bytes | _Array:
@@ -162,12 +177,14 @@ def describe(report: LaunchReport) -> str:
         f"memory: {report.bytes_read} B read, {report.bytes_written} B written, "
         f"{report.scalar_bytes_read} B by scalar loads, {report.scratch_bytes} B scratch",
         f"distinct: {report.unique_bytes_read} B read, {report.unique_bytes_written} B written",
-        f"LDS: {report.lds_bytes_read} B read, {report.lds_bytes_written} B written",
+        f"LDS: {report.lds_bytes_read} B read, {report.lds_bytes_written} B written, "
+        f"{report.lds_conflicts} bank conflicts",
     ]
     if report.waits:
         mean = report.in_flight_bytes / report.waits
         lines.append(f"waits for memory: {report.waits}, with {mean:.0f} B on their way each")
     lines += [f"{name}: {count}" for name, count in report.mfma.items()]
+    lines += [f"matrix passes, {name}: {count}" for name, count in report.mfma_passes.items()]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Compiles C = A @ B.T with FlyDSL, for test_sim_flydsl.py: python flydsl_product.py f32|bf16."""
+"""Compiles C = A @ B.T with FlyDSL, for test_sim_flydsl.py: its argument is f32, bf16 or fp8."""
 
 import sys
 
@@ -6,11 +6,13 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 import torch
 
-K = 32
+SCALES = 0x7E7E7E7E, 0x81818181  # of A and B where they are fp8: all four bytes alike
 TYPES = {
     "f32": (torch.float32, fx.Float32, 4, fx.rocdl.BufferCopy32b),
     "bf16": (torch.bfloat16, fx.BFloat16, 16, fx.rocdl.BufferCopy16b),
+    "fp8": (torch.float8_e4m3fn, fx.Float8E4M3FN, 128, fx.rocdl.BufferCopy128b),
 }
+K = 256 if sys.argv[1] == "fp8" else 32
 DTYPE, ELEMENT, DEPTH, LOAD = TYPES[sys.argv[1]]
 
 
@@ -24,7 +26,11 @@ def product(A: fx.Tensor, B: fx.Tensor, C: fx.Tensor):
 
     a, b = tile_of(A, (64, K), group), tile_of(B, (64, K), 0)
     c = tile_of(C, (64, 64), group)
-    unit = fx.make_mma_atom(fx.rocdl.MFMA(16, 16, DEPTH, ELEMENT))
+    if fx.const_expr(DEPTH == 128):
+        unit = fx.make_mma_atom(fx.rocdl.cdna4.MFMA_Scale(16, 16, DEPTH, ELEMENT))
+        unit = unit.set_value({"scale_a": fx.Int32(SCALES[0]), "scale_b": fx.Int32(SCALES[1])})
+    else:
+        unit = fx.make_mma_atom(fx.rocdl.MFMA(16, 16, DEPTH, ELEMENT))
     waves = fx.make_tiled_mma(unit, fx.make_layout((2, 2, 1), (1, 2, 0)))
     mine = waves.thr_slice(lane)
     load = fx.make_copy_atom(LOAD(), ELEMENT)
