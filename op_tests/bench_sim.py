@@ -8,6 +8,7 @@ Seconds are processor time of the launch, of all threads together, in the best o
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
 import platform
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from bench_common import MEASURED
 from mx_reference import random_mx
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +31,6 @@ from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.timing import commit
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "measured" / "simulator.csv"
 RUNS = 5
 CHAINS = """
 KERNEL(256) chains(const float* in, float* out) {
@@ -101,9 +102,24 @@ def seconds(run: Launch, options: SimOptions) -> tuple[float, LaunchReport]:
     return best, report
 
 
+def draw(frame: pd.DataFrame, path: Path) -> None:
+    """A picture of the seconds, where matplotlib is installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed (pip install 'aiter-mx[report]')")
+        return
+    matplotlib.use("agg")
+    wide = frame.pivot(index="launch", columns="checks", values="seconds") * 1e3
+    axes = wide.plot.barh(figsize=(8, 3), title=f"Simulated launches, one core of {cpu_name()}")
+    axes.set(xlabel="processor time, ms", ylabel="")
+    axes.figure.tight_layout()
+    axes.figure.savefig(path, dpi=100)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--save", action="store_true", help=f"write docs/measured/{PAGE.name}")
+    parser.add_argument("--save", action="store_true", help="write docs/measured/<cpu>/simulator")
     save = parser.parse_args().save
     launches: dict[str, Launch] = {
         "vector arithmetic": chains,
@@ -129,8 +145,11 @@ def main() -> None:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
     Console(width=160).print(table)
     if save:
-        frame = pd.DataFrame(rows).assign(cpu=cpu_name(), commit=commit())
-        frame.to_csv(PAGE, index=False, float_format="%.4g")
+        folder = MEASURED / re.sub(r"\W+", "_", cpu_name().lower()).strip("_")
+        folder.mkdir(parents=True, exist_ok=True)
+        frame = pd.DataFrame(rows).assign(commit=commit(), date=datetime.date.today().isoformat())
+        frame.to_csv(folder / "simulator.csv", index=False, float_format="%.4g")
+        draw(frame, folder / "simulator.png")
 
 
 if __name__ == "__main__":
