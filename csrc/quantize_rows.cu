@@ -62,25 +62,29 @@ aiter_mx_quantize_rows(const unsigned char* x, const void* offsets, unsigned cha
     const int lane = thread_in_group() % kLanes;
     for (Offset step = wave_in_group() * kLanes; first + step < end; step += kThreads) {
         const Offset read = (from + step) * kBlockBytes;
-        const Slice in(x + read, bytes_left(available * kBlockBytes, read, kLanes * kBlockBytes));
+        const Slice<> in(x + read, bytes_left(available * kBlockBytes, read, kLanes * kBlockBytes));
         const Offset block = first + step;
         const unsigned blocks_left = bytes_left(end, block, kLanes);
-        const Slice out(payload + block * kPayloadBytes, blocks_left * kPayloadBytes);
+        const Slice<> out(payload + block * kPayloadBytes, blocks_left * kPayloadBytes);
         u32x4 pieces[kLoads];
 #pragma unroll
         for (int i = 0; i < kLoads; ++i)
             pieces[i] = in.load_once((i * kLanes + lane) * 16);
         unsigned own_scale = 0;
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-            const unsigned amax = max_of_lanes<kLoads>(amax_of_piece<In>(pieces[i]));
-            const BlockScale scale = block_scale<Format, kMode>(amax);
-            own_scale = lane % kLoads == i ? scale.byte : own_scale;
-            const auto bytes = piece_to_payload<Format, kMode, In>(pieces[i], scale);
-            out.store((i * kLanes + lane) * sizeof(bytes), bytes);
-            finish_before_next(); // side by side the pieces would take too many registers
+        for (int pair = 0; pair < kLoads; pair += 2) {
+            unsigned amax[2];
+            amax_of_blocks<In, kLoads>(pieces[pair], pieces[pair + 1], amax[0], amax[1]);
+#pragma unroll
+            for (int i = pair; i < pair + 2; ++i) {
+                const BlockScale scale = block_scale<Format, kMode>(amax[i - pair]);
+                own_scale = lane % kLoads == i ? scale.byte : own_scale;
+                const auto bytes = piece_to_payload<Format, kMode, In>(pieces[i], scale);
+                out.store((i * kLanes + lane) * sizeof(bytes), bytes);
+                finish_before_next(); // side by side they would take too many registers
+            }
         }
-        Slice(scales + block, blocks_left)
+        Slice<>(scales + block, blocks_left)
             .store(lane % kLoads * kBlocksPerLoad + lane / kLoads,
                    static_cast<unsigned char>(own_scale));
     }

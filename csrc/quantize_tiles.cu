@@ -66,22 +66,111 @@ MX_DEVICE unsigned max_of_block_rows(unsigned x) {
     return packed_max_across<In, 2 * kColumnLanes>(x);
 }
 
-// Number Half of one word of each of the lane's rows to the column's place in LDS.
-template <int Half>
-MX_DEVICE void column_to_lds(const u32x4 (&pieces)[kRows], int word, unsigned row, unsigned column,
-                             BlockScale scale, Shared& shared) {
-    float v[kRows];
+// The part of a matrix that a workgroup works on.
+struct Tile {
+    Offset from_row; // of x
+    unsigned rows_in, rows_out, columns;
+};
+
+// Reads the tile's x, writes its rows, and leaves columns and scales in LDS. x and rows begin at
+// the tile.
+template <bool Bounded>
+MX_DEVICE void quantize_tile(const unsigned char* x, unsigned char* rows, Offset N,
+                             const Tile& tile, Shared& shared) {
+    const int lane = thread_in_group() % kLanes, wave = wave_in_group();
+    const unsigned row = wave % kWavesDown * kWaveRows + lane / kColumnLanes * kRows;
+    const unsigned column = wave / kWavesDown * kWaveColumns + lane % kColumnLanes * kColumns;
+    const unsigned row_bytes = N * sizeof(In), out_row_bytes = N * MX_BITS / 8;
+    const unsigned rows_in = !Bounded || column < tile.columns ? tile.rows_in : 0;
+    const unsigned rows_out = !Bounded || column < tile.columns ? tile.rows_out : 0;
+
+    const Slice<Bounded> in(x, kBeyond - 1);
+    u32x4 pieces[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
-        v[i] = value_of_word<In, Half>(pieces[i][word]);
-    unsigned char* to = shared.columns + column_at(column, row * MX_BITS / 8);
-    if constexpr (MX_BITS == 8)
-        *reinterpret_cast<Words<2>*>(to) = {to_e4m3x4<kMode>(v[0], v[1], v[2], v[3], scale),
-                                            to_e4m3x4<kMode>(v[4], v[5], v[6], v[7], scale)};
-    else
-        *reinterpret_cast<Words<1>*>(to) = {to_e2m1<kMode>(v, scale)};
-    if (row % kBlock == 0)
-        shared.column_scales[column][row / kBlock] = scale.byte;
+    for (int i = 0; i < kRows; ++i) {
+        const unsigned at = (row + i) * row_bytes + column * sizeof(In);
+        pieces[i] = in.load_once(!Bounded || row + i < rows_in ? at : kBeyond);
+    }
+
+    BlockScale square_scale;
+    if constexpr (kSquare) {
+        unsigned largest = packed_amax_of_piece<In>(pieces[0]);
+#pragma unroll
+        for (int i = 1; i < kRows; ++i)
+            largest = packed_max<In>(largest, packed_amax_of_piece<In>(pieces[i]));
+        largest = largest_magnitude<In>(max_of_block_rows(largest));
+        square_scale = block_scale<Format, kMode>(max_of_lanes<kBlockLanes>(largest));
+    }
+
+    if constexpr (kToRows) {
+        const Slice<Bounded> out(rows, kBeyond - 1);
+#pragma unroll
+        for (int pair = 0; pair < kRows; pair += 2) {
+            unsigned amax[2] = {};
+            if constexpr (!kSquare)
+                amax_of_blocks<In, kBlockLanes>(pieces[pair], pieces[pair + 1], amax[0], amax[1]);
+#pragma unroll
+            for (int i = pair; i < pair + 2; ++i) {
+                const BlockScale scale =
+                    kSquare ? square_scale : block_scale<Format, kMode>(amax[i - pair]);
+                const unsigned at = (row + i) * out_row_bytes + column * MX_BITS / 8;
+                out.store(!Bounded || row + i < rows_out ? at : kBeyond,
+                          piece_to_payload<Format, kMode, In>(pieces[i], scale));
+                if (lane % kBlockLanes == 0)
+                    shared.row_scales[row + i][column / kBlock] = scale.byte;
+                finish_before_next(); // side by side they would take too many registers
+            }
+        }
+    }
+
+    if constexpr (kToColumns) {
+        unsigned char* to = shared.columns + column_at(column, row * MX_BITS / 8);
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+            BlockScale scales[2] = {square_scale, square_scale};
+            if constexpr (!kSquare) {
+                unsigned largest = packed_magnitude<In>(pieces[0][word]);
+#pragma unroll
+                for (int i = 1; i < kRows; ++i)
+                    largest = packed_max<In>(largest, packed_magnitude<In>(pieces[i][word]));
+                largest = max_of_block_rows(largest);
+                scales[0] = block_scale<Format, kMode>(unpacked_magnitude<In, 0>(largest));
+                scales[1] = block_scale<Format, kMode>(unpacked_magnitude<In, 1>(largest));
+            }
+            const int first = word * kColumns / 4;
+            Words<MX_BITS / 4> payload[kColumns / 4];
+            columns_to_payload<Format, kMode, In>(pieces, word, scales, payload);
+#pragma unroll
+            for (int i = 0; i < kColumns / 4; ++i)
+                *reinterpret_cast<Words<MX_BITS / 4>*>(to + (first + i) * kColumnBytes) =
+                    payload[i];
+            if (row % kBlock == 0) {
+#pragma unroll
+                for (int half = 0; half < kColumns / 4; ++half)
+                    shared.column_scales[column + first + half][row / kBlock] = scales[half].byte;
+            }
+            finish_before_next();
+        }
+    }
+}
+
+// The tile's columns from LDS, where columns begin at the tile.
+template <bool Bounded>
+MX_DEVICE void store_columns(unsigned char* columns, Offset M, const Tile& tile,
+                             const Shared& shared) {
+    constexpr unsigned chunk_rows = 16 * 8 / MX_BITS, step = kThreads / kChunks;
+    const unsigned chunk = thread_in_group() % kChunks, first = thread_in_group() / kChunks;
+    const Offset column_bytes = M * MX_BITS / 8;
+    if (Bounded && chunk * chunk_rows >= tile.rows_out)
+        return;
+    unsigned char* to = columns + first * column_bytes + chunk * 16;
+#pragma unroll
+    for (unsigned n = first; n < kTileColumns; n += step) {
+        if (!Bounded || n < tile.columns)
+            *reinterpret_cast<Words<4>*>(to) =
+                *reinterpret_cast<const Words<4>*>(shared.columns + column_at(n, chunk * 16));
+        to += step * column_bytes;
+    }
 }
 
 // A tile's scales to a matrix of scales, [rows, columns] as padded, of which the tile begins at
@@ -109,101 +198,45 @@ aiter_mx_quantize_tiles(const unsigned char* x, const void* offsets, unsigned ch
     const Offset id = group_y() * kMaxGridX + group_x();
     if (id >= tiles_down * tiles_across * matrices)
         return;
-    const Offset across = id % tiles_across, down = id / tiles_across % tiles_down;
-    const Offset matrix = id / tiles_across / tiles_down;
-    const Offset first_row = down * kTileRows, first_column = across * kTileColumns;
+    const unsigned strip = static_cast<unsigned>(id) / static_cast<unsigned>(tiles_across);
+    const unsigned across = id - strip * tiles_across;
+    const unsigned matrix = strip / static_cast<unsigned>(tiles_down);
+    const unsigned down = strip - matrix * static_cast<unsigned>(tiles_down);
+    const Offset first_row = static_cast<Offset>(down) * kTileRows;
+    const Offset first_column = static_cast<Offset>(across) * kTileColumns;
 
-    // Where the tile's rows are in x, and how many there are.
-    Offset from_row = matrix * M + first_row;
-    unsigned rows_in = bytes_left(M, first_row, kTileRows);
+    Tile tile;
+    tile.rows_out = tile.rows_in = bytes_left(M, first_row, kTileRows);
+    tile.columns = bytes_left(N, first_column, kTileColumns);
+    tile.from_row = matrix * M + first_row;
     if constexpr (kGrouped) {
         const TileRows found =
             rows_of_tile<kThreads>({offsets, wide != 0, static_cast<unsigned>(groups), x_rows},
                                    down, id == 0 ? padded_offsets : nullptr);
-        from_row = found.first;
-        rows_in = found.count;
+        tile.from_row = found.first;
+        tile.rows_in = found.count;
     }
-    const unsigned rows_out = bytes_left(M, first_row, kTileRows);
-    const unsigned columns_left = bytes_left(N, first_column, kTileColumns);
-
-    const int lane = thread_in_group() % kLanes, wave = wave_in_group();
-    const unsigned row = wave % kWavesDown * kWaveRows + lane / kColumnLanes * kRows;
-    const unsigned column = wave / kWavesDown * kWaveColumns + lane % kColumnLanes * kColumns;
-    const unsigned row_bytes = N * sizeof(In), out_row_bytes = N * MX_BITS / 8;
-    const bool inside = column < columns_left;
-
-    const Slice in(x + (from_row * N + first_column) * sizeof(In), kBeyond - 1);
-    u32x4 pieces[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i)
-        pieces[i] = in.load_once(
-            inside && row + i < rows_in ? (row + i) * row_bytes + column * sizeof(In) : kBeyond);
 
     MX_LDS Shared shared;
-    BlockScale square_scale;
-    if constexpr (kSquare) {
-        unsigned largest = 0;
-#pragma unroll
-        for (int i = 0; i < kRows; ++i)
-            largest = packed_max<In>(largest, packed_amax_of_piece<In>(pieces[i]));
-        largest = largest_magnitude<In>(max_of_block_rows(largest));
-        square_scale = block_scale<Format, kMode>(max_of_lanes<kBlockLanes>(largest));
-    }
-
-    if constexpr (kToRows) {
-        const Offset at = ((matrix * M + first_row) * N + first_column) * MX_BITS / 8;
-        const Slice out(rows + at, kBeyond - 1);
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            const unsigned amax = max_of_lanes<kBlockLanes>(amax_of_piece<In>(pieces[i]));
-            const BlockScale scale = kSquare ? square_scale : block_scale<Format, kMode>(amax);
-            out.store(inside && row + i < rows_out
-                          ? (row + i) * out_row_bytes + column * MX_BITS / 8
-                          : kBeyond,
-                      piece_to_payload<Format, kMode, In>(pieces[i], scale));
-            if (lane % kBlockLanes == 0)
-                shared.row_scales[row + i][column / kBlock] = scale.byte;
-            finish_before_next();
-        }
-    }
-    if constexpr (kToColumns) {
-#pragma unroll
-        for (int word = 0; word < 4; ++word) {
-            unsigned largest = packed_magnitude<In>(pieces[0][word]);
-#pragma unroll
-            for (int i = 1; i < kRows; ++i)
-                largest = packed_max<In>(largest, packed_magnitude<In>(pieces[i][word]));
-            largest = max_of_block_rows(largest);
-            const unsigned at = column + word * kColumns / 4;
-            const BlockScale scale = block_scale<Format, kMode>(unpacked_magnitude<In, 0>(largest));
-            column_to_lds<0>(pieces, word, row, at, kSquare ? square_scale : scale, shared);
-            if constexpr (sizeof(In) == 2) {
-                const BlockScale next =
-                    block_scale<Format, kMode>(unpacked_magnitude<In, 1>(largest));
-                column_to_lds<1>(pieces, word, row, at + 1, kSquare ? square_scale : next, shared);
-            }
-            finish_before_next();
-        }
-    }
+    x += (tile.from_row * N + first_column) * sizeof(In);
+    rows += ((matrix * M + first_row) * N + first_column) * MX_BITS / 8;
+    columns += ((matrix * N + first_column) * M + first_row) * MX_BITS / 8;
+    const bool whole = tile.rows_in == kTileRows && tile.columns == kTileColumns;
+    if (!kBoundsCostNothing && whole)
+        quantize_tile<false>(x, rows, N, tile, shared);
+    else
+        quantize_tile<true>(x, rows, N, tile, shared);
     group_barrier();
-
-    if constexpr (kToRows)
-        store_scales(shared.row_scales, row_scales + matrix * scale_rows * scale_columns, first_row,
-                     first_column / kBlock, scale_rows, scale_columns);
     if constexpr (kToColumns) {
-        constexpr unsigned chunk_rows = 16 * 8 / MX_BITS;
-#pragma unroll
-        for (unsigned i = thread_in_group(); i < kTileColumns * kChunks; i += kThreads) {
-            const unsigned n = i / kChunks, chunk = i % kChunks;
-            if (n < columns_left && chunk * chunk_rows < rows_out) {
-                const Offset at =
-                    ((matrix * N + first_column + n) * M + first_row) * MX_BITS / 8 + chunk * 16;
-                *reinterpret_cast<Words<4>*>(columns + at) =
-                    *reinterpret_cast<const Words<4>*>(shared.columns + column_at(n, chunk * 16));
-            }
-        }
+        if (whole)
+            store_columns<false>(columns, M, tile, shared);
+        else
+            store_columns<true>(columns, M, tile, shared);
         store_scales(shared.column_scales,
                      column_scales + matrix * column_scale_rows * column_scale_columns,
                      first_column, first_row / kBlock, column_scale_rows, column_scale_columns);
     }
+    if constexpr (kToRows)
+        store_scales(shared.row_scales, row_scales + matrix * scale_rows * scale_columns, first_row,
+                     first_column / kBlock, scale_rows, scale_columns);
 }

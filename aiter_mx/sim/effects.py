@@ -173,9 +173,9 @@ def _vector(ins: Instruction) -> Effect:
 def _places_part(ins: Instruction, sources: int) -> bool:
     if ins.encoding == "sdwa":
         return ins.modifiers.get("dst_sel", "DWORD") != "DWORD"
-    if ins.mnemonic.startswith("v_cvt_scalef32_pk_fp4"):
-        return True
     picks = ins.modifiers.get("op_sel", "").strip("[]").split(",")
+    if ins.mnemonic.startswith("v_cvt_scalef32_pk_fp4"):
+        return "1" in picks[2:4]  # the number of a byte; to the first one, clang leaves no state
     return not is_matrix(ins) and len(picks) > sources and picks[sources] == "1"
 
 

@@ -33,6 +33,14 @@ MX_DEVICE unsigned max_halves(unsigned a, unsigned b) {
                                                                   __builtin_bit_cast(u16x2, b)));
 }
 
+// The low halves of two words, the first one's below; and the high ones.
+MX_DEVICE unsigned low_halves(unsigned a, unsigned b) {
+    return __builtin_amdgcn_perm(b, a, 0x05040100);
+}
+MX_DEVICE unsigned high_halves(unsigned a, unsigned b) {
+    return __builtin_amdgcn_perm(b, a, 0x07060302);
+}
+
 // fp16 of the low or the high half of a word.
 template <int Half>
 MX_DEVICE float half_to_f32(unsigned word) {

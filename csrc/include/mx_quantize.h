@@ -90,9 +90,11 @@ template <class Format, ScaleMode Mode>
 MX_DEVICE BlockScale block_scale(unsigned amax) {
     // Carries into the exponent exactly when the mantissa is above the format's largest.
     constexpr unsigned round_up = Mode == kRoundUp ? 0x7fffff - Format::kMaxMantissa : 0;
-    const unsigned byte = max((amax + round_up) >> 23, Format::kMaxExponent) - Format::kMaxExponent;
+    constexpr unsigned least = Format::kMaxExponent << 23;
+    const unsigned exponent = max((amax + round_up) & kInfinityBits, least);
     const bool finite = amax < kInfinityBits;
-    return {finite ? byte : kNanScale, bits_to_float(finite ? (254 - byte) << 23 : kNanBits)};
+    return {finite ? (exponent - least) >> 23 : kNanScale,
+            bits_to_float(finite ? (254 << 23) + least - exponent : kNanBits)};
 }
 
 // Four values of one block to e4m3 bytes, the first one lowest: to nearest even, saturating.

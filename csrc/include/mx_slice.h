@@ -14,9 +14,12 @@ struct alignas(4 * Count) Words {
 // An offset that is beyond the end of every slice, with room for another to be added.
 constexpr unsigned kBeyond = 1u << 31;
 
+#if defined(__AMDGCN__)
+constexpr bool kBoundsCostNothing = true;
+
+template <bool Bounded = true>
 class Slice {
   public:
-#if defined(__AMDGCN__)
     // first and size_bytes, which is below kBeyond, are the same in all lanes.
     MX_MEMBER Slice(const void* first, unsigned size_bytes)
         : buffer(__builtin_amdgcn_make_buffer_rsrc(const_cast<void*>(first), kRaw,
@@ -49,25 +52,32 @@ class Slice {
     static constexpr int kFormat = 0x00027000; // 32-bit words, no swizzle
     static constexpr int kNonTemporal = 2;
     __amdgpu_buffer_rsrc_t buffer;
+};
 #else
+constexpr bool kBoundsCostNothing = false;
+
+// Without Bounded, all offsets must be below size_bytes.
+template <bool Bounded = true>
+class Slice {
+  public:
     MX_MEMBER Slice(const void* first, unsigned size_bytes)
         : first(static_cast<const unsigned char*>(first)), size_bytes(size_bytes) {}
 
     // 16 bytes that no one reads again.
     MX_MEMBER u32x4 load_once(unsigned offset) const {
-        return offset < size_bytes ? mx::load_once(first + offset) : u32x4{};
+        return !Bounded || offset < size_bytes ? mx::load_once(first + offset) : u32x4{};
     }
     template <class T>
     MX_MEMBER void store(unsigned offset, T x) const {
-        if (offset < size_bytes)
+        if (!Bounded || offset < size_bytes)
             *reinterpret_cast<T*>(const_cast<unsigned char*>(first) + offset) = x;
     }
 
   private:
     const unsigned char* first;
     unsigned size_bytes;
-#endif
 };
+#endif
 
 // Bytes left of total from offset on, at most `most`.
 MX_DEVICE unsigned bytes_left(unsigned long total, unsigned long offset, unsigned most) {

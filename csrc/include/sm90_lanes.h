@@ -24,6 +24,10 @@ MX_DEVICE unsigned max_halves(unsigned a, unsigned b) {
     return larger;
 }
 
+// The low halves of two words, the first one's below; and the high ones.
+MX_DEVICE unsigned low_halves(unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); }
+MX_DEVICE unsigned high_halves(unsigned a, unsigned b) { return __byte_perm(a, b, 0x7632); }
+
 // fp16 of the low or the high half of a word.
 template <int Half>
 MX_DEVICE float half_to_f32(unsigned word) {
