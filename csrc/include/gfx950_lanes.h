@@ -41,6 +41,13 @@ MX_DEVICE unsigned high_halves(unsigned a, unsigned b) {
     return __builtin_amdgcn_perm(b, a, 0x07060302);
 }
 
+// x, the same in all lanes; what is computed from it is computed here, and not before a loop to be
+// kept in registers.
+MX_DEVICE unsigned afresh(unsigned x) {
+    asm volatile("" : "+s"(x));
+    return x;
+}
+
 // fp16 of the low or the high half of a word.
 template <int Half>
 MX_DEVICE float half_to_f32(unsigned word) {

@@ -91,7 +91,9 @@ MX_DEVICE TileRows rows_of_tile(const Groups& groups, unsigned tile, void* padde
                          static_cast<unsigned long>(end_tile) * kGroupRows);
         group_barrier(); // sums are read, and found is there
     }
-    return found;
+    const TileRows rows = found;
+    group_barrier(); // before another call
+    return rows;
 }
 
 } // namespace mx

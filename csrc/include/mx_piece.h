@@ -5,22 +5,28 @@
 #include "mx_slice.h"
 
 #if !defined(__AMDGCN__)
-#include "sm90_e2m1.h"
+#include "sm90_pairs.h"
 #endif
 
 namespace mx {
 
-// Whether e2m1 is made of 16-bit numbers two at a time, for want of an instruction.
+// On Hopper, whether e2m1 is made of two numbers at a time, for want of an instruction, and whether
+// numbers are scaled two at a time, which leaves no floats to keep.
 #if defined(__AMDGCN__)
 template <class Format, class T>
 constexpr bool kInPairs = false;
+template <class T>
+constexpr bool kScaledInPairs = false;
 template <class T, bool Saturating>
 MX_DEVICE unsigned words_to_e2m1(const u32x4&, float);
 template <class T, bool Saturating>
 MX_DEVICE void columns_to_e2m1(const unsigned (&)[8], float, float, unsigned&, unsigned&);
+MX_DEVICE unsigned scaled_pair(bf16, unsigned, float, float);
 #else
 template <class Format, class T>
 constexpr bool kInPairs = Format::kBits == 4 && sizeof(T) == 2;
+template <class T>
+constexpr bool kScaledInPairs = sizeof(T) == 2 && !kIsFP16<T>;
 #endif
 
 template <class T>
@@ -42,33 +48,40 @@ MX_DEVICE void piece_to_f32(u32x4 piece, float (&values)[kPieceValues<T>]) {
 template <class Format, ScaleMode Mode, class T>
 MX_DEVICE auto piece_to_payload(u32x4 piece, BlockScale scale) {
     constexpr int count = kPieceValues<T>;
-    float v[count];
-    if constexpr (!kInPairs<Format, T>)
-        piece_to_f32<T>(piece, v);
     if constexpr (kInPairs<Format, T>) {
         const unsigned word = words_to_e2m1<T, Mode == kRoundDown>(piece, scale.inverse);
         return Words<1>{scale.byte == kNanScale ? 0 : word};
-    } else if constexpr (Format::kBits == 4 && count == 4) {
-        return static_cast<unsigned short>(to_e2m1<Mode>(v, scale));
-    } else if constexpr (Format::kBits == 4) {
-        return Words<1>{to_e2m1<Mode>(v, scale)};
     } else {
-        Words<count / 4> words;
+        if constexpr (kScaledInPairs<T>) {
+            piece = {scaled_pair(T{}, piece[0], scale.inverse, scale.inverse),
+                     scaled_pair(T{}, piece[1], scale.inverse, scale.inverse),
+                     scaled_pair(T{}, piece[2], scale.inverse, scale.inverse),
+                     scaled_pair(T{}, piece[3], scale.inverse, scale.inverse)};
+            scale.inverse = 1.0f;
+        }
+        float v[count];
+        piece_to_f32<T>(piece, v);
+        if constexpr (Format::kBits == 8) {
+            Words<count / 4> words;
 #pragma unroll
-        for (int i = 0; i < count; i += 4)
-            words.word[i / 4] = to_e4m3x4<Mode>(v[i], v[i + 1], v[i + 2], v[i + 3], scale);
-        return words;
+            for (int i = 0; i < count; i += 4)
+                words.word[i / 4] = to_e4m3x4<Mode>(v[i], v[i + 1], v[i + 2], v[i + 3], scale);
+            return words;
+        } else if constexpr (count == 4) {
+            return static_cast<unsigned short>(to_e2m1<Mode>(v, scale));
+        } else {
+            return Words<1>{to_e2m1<Mode>(v, scale)};
+        }
     }
 }
 
-// Payload bytes of 8 rows of one column: number Half of a word of each row's piece.
+// Payload bytes of 8 rows of a column: number Half of a word of each.
 template <class Format, ScaleMode Mode, class T, int Half>
-MX_DEVICE Words<Format::kBits / 4> column_to_payload(const u32x4 (&pieces)[8], int word,
-                                                     BlockScale scale) {
+MX_DEVICE Words<Format::kBits / 4> column_to_payload(const unsigned (&words)[8], BlockScale scale) {
     float v[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-        v[i] = value_of_word<T, Half>(pieces[i][word]);
+        v[i] = value_of_word<T, Half>(words[i]);
     if constexpr (Format::kBits == 4)
         return {to_e2m1<Mode>(v, scale)};
     else
@@ -79,21 +92,28 @@ MX_DEVICE Words<Format::kBits / 4> column_to_payload(const u32x4 (&pieces)[8], i
 // Payload bytes of 8 rows of a column of words, which is two columns of 16-bit numbers, each with
 // its scale.
 template <class Format, ScaleMode Mode, class T>
-MX_DEVICE void columns_to_payload(const u32x4 (&pieces)[8], int word, const BlockScale (&scales)[2],
+MX_DEVICE void columns_to_payload(const u32x4 (&pieces)[8], int word, BlockScale (&scales)[2],
                                   Words<Format::kBits / 4> (&payload)[4 / sizeof(T)]) {
-    if constexpr (kInPairs<Format, T>) {
-        unsigned words[8], low, high;
+    unsigned words[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-            words[i] = pieces[i][word];
+    for (int i = 0; i < 8; ++i)
+        words[i] = pieces[i][word];
+    if constexpr (kInPairs<Format, T>) {
+        unsigned low, high;
         columns_to_e2m1<T, Mode == kRoundDown>(words, scales[0].inverse, scales[1].inverse, low,
                                                high);
         payload[0].word[0] = scales[0].byte == kNanScale ? 0 : low;
         payload[1].word[0] = scales[1].byte == kNanScale ? 0 : high;
     } else {
-        payload[0] = column_to_payload<Format, Mode, T, 0>(pieces, word, scales[0]);
+        if constexpr (kScaledInPairs<T>) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                words[i] = scaled_pair(T{}, words[i], scales[0].inverse, scales[1].inverse);
+            scales[0].inverse = scales[1].inverse = 1.0f;
+        }
+        payload[0] = column_to_payload<Format, Mode, T, 0>(words, scales[0]);
         if constexpr (sizeof(T) == 2)
-            payload[1] = column_to_payload<Format, Mode, T, 1>(pieces, word, scales[1]);
+            payload[1] = column_to_payload<Format, Mode, T, 1>(words, scales[1]);
     }
 }
 

@@ -67,6 +67,7 @@ class Slice {
     MX_MEMBER u32x4 load_once(unsigned offset) const {
         return !Bounded || offset < size_bytes ? mx::load_once(first + offset) : u32x4{};
     }
+    MX_MEMBER const unsigned char* address(unsigned offset) const { return first + offset; }
     template <class T>
     MX_MEMBER void store(unsigned offset, T x) const {
         if (!Bounded || offset < size_bytes)

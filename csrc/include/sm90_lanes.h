@@ -28,6 +28,13 @@ MX_DEVICE unsigned max_halves(unsigned a, unsigned b) {
 MX_DEVICE unsigned low_halves(unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); }
 MX_DEVICE unsigned high_halves(unsigned a, unsigned b) { return __byte_perm(a, b, 0x7632); }
 
+// x, the same in all lanes; what is computed from it is computed here, and not before a loop to be
+// kept in registers.
+MX_DEVICE unsigned afresh(unsigned x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // fp16 of the low or the high half of a word.
 template <int Half>
 MX_DEVICE float half_to_f32(unsigned word) {

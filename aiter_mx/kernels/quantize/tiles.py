@@ -27,11 +27,14 @@ from aiter_mx.target import Target
 
 PARAMS = (
     Param("resident", (2, 3, 4), "workgroups of a compute unit that registers must leave room for"),
+    Param("steps", (1, 2, 4, 8, 16), "tiles of a workgroup, one after the other"),
 )
 _THREADS = 256
+_AHEAD_BYTES = _THREADS * 8 * 16  # csrc/include/mx_incoming.h
 _TILE_ROWS = GROUP_ROWS
 _TILE_COLUMNS = {"bf16": 128, "fp16": 128, "fp32": 64}
 _MAX_COLUMNS = 1 << 22  # a tile's rows lie within 2^31 bytes
+_MAX_ROWS = 1 << 31
 
 
 def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
@@ -39,11 +42,13 @@ def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
         return f"no tiles kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.N >= _MAX_COLUMNS:
         return f"tiles takes less than {_MAX_COLUMNS} columns, not N={problem.N}"
+    if problem.out_rows >= _MAX_ROWS:
+        return f"tiles takes less than {_MAX_ROWS} rows, not M={problem.M}"
     return None
 
 
 def _configure(target: Target, problem: QuantizeProblem) -> Config:
-    return {"resident": 2}
+    return {"resident": 2 if target.arch == "gfx950" else 3, "steps": 8}
 
 
 def _candidates(target: Target, problem: QuantizeProblem) -> list[Config]:
@@ -89,9 +94,11 @@ def _tiles(problem: QuantizeProblem) -> tuple[int, int]:
 
 def _geometry(target: Target, problem: QuantizeProblem, config: Config) -> Geometry:
     down, across = _tiles(problem)
-    groups = down * across * problem.matrices
+    groups = problem.matrices * down * -(-across // config["steps"])
     return Geometry(
-        grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1), block=(_THREADS, 1, 1)
+        grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1),
+        block=(_THREADS, 1, 1),
+        shared_bytes=_AHEAD_BYTES if target.arch == "sm_90a" else 0,
     )
 
 
@@ -99,7 +106,7 @@ def _scalars(target: Target, problem: QuantizeProblem, config: Config) -> tuple[
     of_rows, of_columns = _scale_shapes(problem)
     wide = int(problem.offsets == "int64")
     sizes = (problem.out_rows, problem.N, problem.matrices, problem.M)
-    return (*sizes, *_tiles(problem), *of_rows, *of_columns, problem.groups, wide)
+    return (*sizes, *_tiles(problem), *of_rows, *of_columns, config["steps"], problem.groups, wide)
 
 
 MODULE = Module(
@@ -107,10 +114,11 @@ MODULE = Module(
     symbol="aiter_mx_quantize_tiles",
     args=(
         *POINTERS,
-        *(Arg(name, "i64") for name in ("M", "N", "matrices", "x_rows")),
-        *(Arg(name, "i64") for name in ("tiles_down", "tiles_across")),
-        *(Arg(name, "i64") for name in ("scale_rows", "scale_columns")),
-        *(Arg(name, "i64") for name in ("column_scale_rows", "column_scale_columns")),
+        *(Arg(name, "i32") for name in ("M", "N", "matrices", "x_rows")),
+        *(Arg(name, "i32") for name in ("tiles_down", "tiles_across")),
+        *(Arg(name, "i32") for name in ("scale_rows", "scale_columns")),
+        *(Arg(name, "i32") for name in ("column_scale_rows", "column_scale_columns")),
+        Arg("steps", "i32"),
         Arg("groups", "i32"),
         Arg("wide", "i32"),
     ),
