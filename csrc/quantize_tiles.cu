@@ -60,7 +60,7 @@ MX_DEVICE unsigned column_at(unsigned column, unsigned byte) {
 
 struct Shared {
     alignas(16) unsigned char columns[kToColumns ? kTileColumns * kColumnBytes : 16];
-    alignas(16) unsigned char row_scales[kTileRows][kSpan * kScaleColumns];
+    alignas(16) unsigned char row_scales[kTileRows][kSpan * kScaleColumns + 4]; // in other banks
     alignas(16) unsigned char column_scales[kTileColumns][kScaleRows];
 };
 
@@ -119,8 +119,21 @@ MX_DEVICE BlockScale scale_of_square(const u32x4 (&pieces)[kRows]) {
     return block_scale<Format, kMode>(max_of_lanes<kBlockLanes>(largest));
 }
 
-// Payload to memory, where rows begin at the tile, and scales to LDS.
-template <bool Bounded>
+// A path of its own for tiles without bounds and NaN, where it saves instructions.
+constexpr bool kHasFastPath = !kBoundsCostNothing;
+MX_DEVICE bool all_finite(const u32x4 (&pieces)[kRows]) {
+    if constexpr (!kHasFastPath || !kScalesInPairs<In>)
+        return true; // as far as the path is concerned
+    unsigned largest = packed_amax_of_piece<In>(pieces[0]);
+#pragma unroll
+    for (int i = 1; i < kRows; ++i)
+        largest = packed_max<In>(largest, packed_amax_of_piece<In>(pieces[i]));
+    return !any_not_finite(largest);
+}
+
+// Payload to memory, where rows begin at the tile, and scales to LDS. With Finite there is no NaN
+// or infinity.
+template <bool Bounded, bool Finite>
 MX_DEVICE void to_rows(const u32x4 (&pieces)[kRows], BlockScale square, unsigned char* rows,
                        const Strip& strip, unsigned across, Shared& shared) {
     const Part part = own_part();
@@ -130,12 +143,19 @@ MX_DEVICE void to_rows(const u32x4 (&pieces)[kRows], BlockScale square, unsigned
     const Slice<Bounded> out(rows, kBeyond - 1);
 #pragma unroll
     for (int pair = 0; pair < kRows; pair += 2) {
-        unsigned amax[2] = {};
-        if constexpr (!kSquare)
+        BlockScale scales[2] = {square, square};
+        if constexpr (!kSquare && Finite) {
+            finite_block_scales<Format, kMode>(
+                packed_amax_of_blocks<In, kBlockLanes>(pieces[pair], pieces[pair + 1]), scales);
+        } else if constexpr (!kSquare) {
+            unsigned amax[2];
             amax_of_blocks<In, kBlockLanes>(pieces[pair], pieces[pair + 1], amax[0], amax[1]);
+            scales[0] = block_scale<Format, kMode>(amax[0]);
+            scales[1] = block_scale<Format, kMode>(amax[1]);
+        }
 #pragma unroll
         for (int i = pair; i < pair + 2; ++i) {
-            const BlockScale scale = kSquare ? square : block_scale<Format, kMode>(amax[i - pair]);
+            const BlockScale scale = scales[i - pair];
             const unsigned at = (part.row + i) * row_bytes + part.column * MX_BITS / 8;
             out.store(!Bounded || part.row + i < there ? at : kBeyond,
                       piece_to_payload<Format, kMode, In>(pieces[i], scale));
@@ -147,6 +167,7 @@ MX_DEVICE void to_rows(const u32x4 (&pieces)[kRows], BlockScale square, unsigned
 }
 
 // Payload and scales to LDS.
+template <bool Finite>
 MX_DEVICE void to_columns(const u32x4 (&pieces)[kRows], BlockScale square, Shared& shared) {
     const Part part = own_part();
     unsigned char* to = shared.columns + column_at(part.column, part.row * MX_BITS / 8);
@@ -159,8 +180,12 @@ MX_DEVICE void to_columns(const u32x4 (&pieces)[kRows], BlockScale square, Share
             for (int i = 1; i < kRows; ++i)
                 largest = packed_max<In>(largest, packed_magnitude<In>(pieces[i][word]));
             largest = max_of_block_rows(largest);
-            scales[0] = block_scale<Format, kMode>(unpacked_magnitude<In, 0>(largest));
-            scales[1] = block_scale<Format, kMode>(unpacked_magnitude<In, 1>(largest));
+            if constexpr (Finite) {
+                finite_block_scales<Format, kMode>(largest, scales);
+            } else {
+                scales[0] = block_scale<Format, kMode>(unpacked_magnitude<In, 0>(largest));
+                scales[1] = block_scale<Format, kMode>(unpacked_magnitude<In, 1>(largest));
+            }
         }
         const int first = word * kColumns / 4;
         Words<MX_BITS / 4> payload[kColumns / 4];
@@ -196,8 +221,8 @@ MX_DEVICE void store_columns(unsigned char* columns, const Strip& strip, unsigne
 
 // Scales from LDS to a matrix of them, [rows, columns] as padded; first to end - 1 are the columns
 // of the matrix that are in LDS, the first of them at column `skipped` there.
-template <int Rows, int Columns>
-MX_DEVICE void store_scales(const unsigned char (&from)[Rows][Columns], unsigned skipped,
+template <int Columns, int Rows, int Pitch>
+MX_DEVICE void store_scales(const unsigned char (&from)[Rows][Pitch], unsigned skipped,
                             unsigned char* to, unsigned first_row, unsigned first, unsigned end,
                             unsigned rows, unsigned columns) {
     const unsigned thread = thread_in_group();
@@ -272,15 +297,19 @@ aiter_mx_quantize_tiles(const unsigned char* x, const void* offsets, unsigned ch
         BlockScale square{};
         if constexpr (kSquare)
             square = scale_of_square(pieces);
-        if constexpr (kToRows) {
-            unsigned char* at = rows + column * MX_BITS / 8;
-            if (!kBoundsCostNothing && strip.is_whole(across))
-                to_rows<false>(pieces, square, at, strip, across, shared);
-            else
-                to_rows<true>(pieces, square, at, strip, across, shared);
+        unsigned char* rows_at = rows + column * MX_BITS / 8;
+        const bool fast = strip.is_whole(across) && all_finite(pieces);
+        if (kHasFastPath && fast) {
+            if constexpr (kToRows)
+                to_rows<false, kScalesInPairs<In>>(pieces, square, rows_at, strip, across, shared);
+            if constexpr (kToColumns)
+                to_columns<kScalesInPairs<In>>(pieces, square, shared);
+        } else {
+            if constexpr (kToRows)
+                to_rows<true, false>(pieces, square, rows_at, strip, across, shared);
+            if constexpr (kToColumns)
+                to_columns<false>(pieces, square, shared);
         }
-        if constexpr (kToColumns)
-            to_columns(pieces, square, shared);
         group_barrier();
 
         if constexpr (kToColumns) {
@@ -290,15 +319,15 @@ aiter_mx_quantize_tiles(const unsigned char* x, const void* offsets, unsigned ch
             else
                 store_columns<true>(at, strip, across, shared);
             const unsigned block = strip.row / kBlock;
-            store_scales(shared.column_scales, 0, column_scales, column, block, block + kScaleRows,
-                         column_scale_rows, column_scale_columns);
+            store_scales<kScaleRows>(shared.column_scales, 0, column_scales, column, block,
+                                     block + kScaleRows, column_scale_rows, column_scale_columns);
         }
         if constexpr (kToRows) {
             const unsigned next = across + 1;
             if (next == end || next % kSpan == 0) {
-                store_scales(shared.row_scales, kept_from % kSpan * kScaleColumns, row_scales,
-                             strip.row, kept_from * kScaleColumns, next * kScaleColumns, scale_rows,
-                             scale_columns);
+                store_scales<kSpan * kScaleColumns>(
+                    shared.row_scales, kept_from % kSpan * kScaleColumns, row_scales, strip.row,
+                    kept_from * kScaleColumns, next * kScaleColumns, scale_rows, scale_columns);
                 kept_from = next;
             }
         }

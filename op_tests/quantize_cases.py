@@ -47,12 +47,14 @@ def name_of(problem: QuantizeProblem) -> str:
     return "-".join(changed) or "default"
 
 
-def draw(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def draw(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, finite: bool = False
+) -> Tensor:
     """Of each run of some blocks, at random: any bits, also NaN; finite bits; like magnitudes."""
     count = 1
     for size in shape:
         count *= size
-    kind = torch.randint(0, 4, (-(-count // 96),), generator=generator)
+    kind = torch.randint(int(finite), 4, (-(-count // 96),), generator=generator)
     kind = kind.repeat_interleave(96)[:count]
     if dtype == torch.float32:
         bits = torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32)

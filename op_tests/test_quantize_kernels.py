@@ -59,7 +59,8 @@ def test_tiles_of_any_shape_are_as_the_reference(
 ) -> None:
     generator = torch.Generator().manual_seed(2)
     for matrices, M, N in TILES_SHAPES:
-        x = draw((matrices, M, N), DTYPES[variant.dtype], generator)
+        finite = (M, N) == (288, 416)  # whole tiles without NaN have a path of their own
+        x = draw((matrices, M, N), DTYPES[variant.dtype], generator, finite)
         problem = resized(variant, matrices=matrices, M=M, N=N)
         assert_as_reference(TILES, problem, x, None, device)
 

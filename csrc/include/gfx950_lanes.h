@@ -10,6 +10,9 @@ MX_DEVICE unsigned from_lane(int from, unsigned x) {
     return __builtin_amdgcn_ds_bpermute(4 * from, x);
 }
 
+// Whether x is true in any lane.
+MX_DEVICE bool any_lane(bool x) { return __builtin_amdgcn_ballot_w64(x) != 0; }
+
 // x here and in the lane whose number differs in the bit Distance, in either order.
 struct LanePair {
     unsigned one, other;

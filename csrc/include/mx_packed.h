@@ -85,17 +85,22 @@ MX_DEVICE unsigned packed_amax_of_piece(u32x4 piece) {
 }
 
 // The largest magnitudes of two blocks, of which each of Lanes neighbouring lanes has a piece of 16
-// bytes: magnitude_bits of them, in all these lanes.
+// bytes, packed, in all these lanes; of 16-bit numbers.
+template <class T, int Lanes>
+MX_DEVICE unsigned packed_amax_of_blocks(u32x4 one, u32x4 other) {
+    const unsigned a = packed_amax_of_piece<T>(one), b = packed_amax_of_piece<T>(other);
+    return packed_max_of_lanes<T, Lanes>(max_halves(low_halves(a, b), high_halves(a, b)));
+}
+
+// The same, as magnitude_bits has it.
 template <class T, int Lanes>
 MX_DEVICE void amax_of_blocks(u32x4 one, u32x4 other, unsigned& amax_one, unsigned& amax_other) {
-    const unsigned a = packed_amax_of_piece<T>(one), b = packed_amax_of_piece<T>(other);
     if constexpr (sizeof(T) == 4) {
-        amax_one = max_of_lanes<Lanes>(a);
-        amax_other = max_of_lanes<Lanes>(b);
+        amax_one = max_of_lanes<Lanes>(packed_amax_of_piece<T>(one));
+        amax_other = max_of_lanes<Lanes>(packed_amax_of_piece<T>(other));
     } else {
         // Both blocks share the words that are exchanged.
-        const unsigned both = max_halves(low_halves(a, b), high_halves(a, b));
-        const unsigned amax = packed_max_of_lanes<T, Lanes>(both);
+        const unsigned amax = packed_amax_of_blocks<T, Lanes>(one, other);
         amax_one = unpacked_magnitude<T, 0>(amax);
         amax_other = unpacked_magnitude<T, 1>(amax);
     }

@@ -29,6 +29,29 @@ template <class T>
 constexpr bool kScaledInPairs = sizeof(T) == 2 && !kIsFP16<T>;
 #endif
 
+// Whether scales are found two at a time, where no NaN or infinity is about.
+template <class T>
+constexpr bool kScalesInPairs = kScaledInPairs<T>;
+
+// Of two finite packed magnitudes in bf16, what block_scale finds for each.
+template <class Format, ScaleMode Mode>
+MX_DEVICE void finite_block_scales(unsigned amax, BlockScale (&scales)[2]) {
+    constexpr unsigned both = 0x00010001, exponent = 0x7f80;
+    constexpr unsigned round_up = Mode == kRoundUp ? 0x7f - (Format::kMaxMantissa >> 16) : 0;
+    constexpr unsigned least = Format::kMaxExponent << 7;
+    const unsigned exponents =
+        max_halves((amax + round_up * both) & (exponent * both), least * both);
+    const unsigned bytes = (exponents - least * both) >> 7;
+    const unsigned inverses = ((254 << 7) + least) * both - exponents;
+    scales[0] = {bytes & 0xff, bits_to_float(inverses << 16)};
+    scales[1] = {bytes >> 16, bits_to_float(inverses & 0xffff0000)};
+}
+
+// Whether a lane has a packed magnitude in bf16 that is not finite.
+MX_DEVICE bool any_not_finite(unsigned packed) {
+    return any_lane(((packed + 0x00800080) & 0x80008000) != 0);
+}
+
 template <class T>
 constexpr int kPieceValues = 16 / sizeof(T);
 

@@ -8,6 +8,9 @@ namespace mx {
 // x of lane `from`.
 MX_DEVICE unsigned from_lane(int from, unsigned x) { return __shfl_sync(0xffffffffu, x, from); }
 
+// Whether x is true in any lane.
+MX_DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
+
 // x here and in the lane whose number differs in the bit Distance, in either order.
 struct LanePair {
     unsigned one, other;

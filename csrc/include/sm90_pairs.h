@@ -46,14 +46,17 @@ MX_DEVICE unsigned pair_to_e2m1(unsigned numbers) {
     return codes | (numbers >> 12 & 0x00080008);
 }
 
+MX_DEVICE unsigned multiply_pair(unsigned a, unsigned b) {
+    unsigned product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
 // Two numbers times their factors, which are powers of two; exact unless they are too small for
 // e2m1 by far.
 MX_DEVICE unsigned scaled_pair(bf16, unsigned word, float low_factor, float high_factor) {
-    unsigned scaled;
-    const unsigned factors =
-        __byte_perm(__float_as_uint(low_factor), __float_as_uint(high_factor), 0x7632);
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(scaled) : "r"(word), "r"(factors));
-    return scaled;
+    return multiply_pair(word, __float_as_uint(low_factor) >> 16 |
+                                   (__float_as_uint(high_factor) & 0xffff0000));
 }
 MX_DEVICE unsigned scaled_pair(fp16, unsigned word, float low_factor, float high_factor) {
     unsigned scaled; // the factors are beyond fp16
