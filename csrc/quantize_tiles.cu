@@ -43,7 +43,8 @@ constexpr int kColumns = kPieceValues<In>, kRows = 8; // of a lane
 constexpr int kColumnLanes = 8, kRowLanes = kLanes / kColumnLanes;
 constexpr int kBlockLanes = kBlock / kColumns;
 constexpr int kWaveRows = kRows * kRowLanes, kWaveColumns = kColumns * kColumnLanes;
-constexpr int kTileRows = kGroupRows, kWavesDown = kTileRows / kWaveRows;
+constexpr int kTileRows = MX_TILE_ROWS, kWavesDown = kTileRows / kWaveRows;
+static_assert(!kGrouped || kTileRows == kGroupRows);
 constexpr int kTileColumns = kThreads / kLanes / kWavesDown * kWaveColumns;
 constexpr int kScaleRows = kTileRows / kBlock, kScaleColumns = kTileColumns / kBlock;
 
@@ -228,17 +229,19 @@ MX_DEVICE void store_scales(const unsigned char (&from)[Rows][Pitch], unsigned s
     const unsigned thread = thread_in_group();
     const unsigned count = bytes_left(end < columns ? end : columns, first, Columns);
     const unsigned rows_left = bytes_left(rows, first_row, Rows);
-    if (kLayout == kRowMajor && (columns | count | skipped) % 4 == 0) {
+    if constexpr (kLayout == kRowMajor) {
         constexpr unsigned words = Columns / 4;
-        to += static_cast<Offset>(first_row) * columns + first;
+        if ((columns | count | skipped) % 4 == 0) {
+            to += static_cast<Offset>(first_row) * columns + first;
 #pragma unroll
-        for (unsigned i = thread; i < Rows * words; i += kThreads) {
-            const unsigned r = i / words, c = i % words * 4;
-            if (r < rows_left && c < count)
-                *reinterpret_cast<Words<1>*>(to + static_cast<Offset>(r) * columns + c) =
-                    *reinterpret_cast<const Words<1>*>(&from[r][skipped + c]);
+            for (unsigned i = thread; i < Rows * words; i += kThreads) {
+                const unsigned r = i / words, c = i % words * 4;
+                if (r < rows_left && c < count)
+                    *reinterpret_cast<Words<1>*>(to + static_cast<Offset>(r) * columns + c) =
+                        *reinterpret_cast<const Words<1>*>(&from[r][skipped + c]);
+            }
+            return;
         }
-        return;
     }
     constexpr bool along_columns = kLayout == k16x4 || kLayout == k32x8; // neighbours in memory
     for (unsigned i = thread; i < Rows * Columns; i += kThreads) {

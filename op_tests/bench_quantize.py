@@ -1,20 +1,25 @@
 """Quantisation beside a device copy of as many bytes, and beside what torch.compile makes of it.
 
     python op_tests/bench_quantize.py [--save] [--sweep] [--compiled] [--mb 64 256] [--only rows]
+    python op_tests/bench_quantize.py --draw docs/measured/nvidia_h200/quantize.csv
 
 All in one run on one GPU, cold inputs and outputs (buffers rotated past the last-level cache),
 graph replay, medians. The copy moves half of an op's bytes from one place to another, so that it
 reads and writes as much as the op does. Sizes are those of x. With --sweep, each configuration of
 our kernels is timed and the fastest is reported; without it, the one that dispatch routes to.
+--save draws the table too, where matplotlib is; --draw does that alone.
 """
 
 from __future__ import annotations
 
 import argparse
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 
+import pandas as pd
 import torch
-from bench_common import report
+from bench_common import MEASURED, gpu_name, report
 
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
@@ -155,6 +160,34 @@ def measure(name: str, size_mb: int, arguments: argparse.Namespace) -> dict[str,
     return row
 
 
+def draw_table(table: Path) -> None:
+    """A saved table's speeds, in parts of the copy's, as a picture beside it."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    frame = pd.read_csv(table)
+    largest = frame[frame["mb"] == frame["mb"].max()].set_index("case")
+    smallest = frame[frame["mb"] == frame["mb"].min()].set_index("case")
+    figure, axes = plt.subplots(figsize=(8, 6), layout="constrained")
+    kinds = [(f"{smallest['mb'].iloc[0]} MB", smallest, "ours_us", "tab:blue")]
+    kinds.append((f"{largest['mb'].iloc[0]} MB", largest, "ours_us", "tab:cyan"))
+    if "compiled_us" in frame:
+        kinds.append(("torch.compile", largest, "compiled_us", "tab:gray"))
+    for number, (label, rows, column, colour) in enumerate(kinds):
+        speed = rows["copy_us"] / rows[column]
+        places = [place + (number - 1) * 0.28 for place in range(len(rows))]
+        axes.barh(places, speed, height=0.26, label=label, color=colour)
+    axes.set_yticks(range(len(largest)), largest.index)
+    axes.invert_yaxis()
+    axes.axvline(0.85, color="black", linewidth=0.8, linestyle=":")
+    axes.set_xlabel("speed, in parts of a device copy of as many bytes")
+    axes.set_title(f"Quantisation, {table.parent.name}, commit {frame['commit'].iloc[0]}")
+    axes.legend()
+    figure.savefig(table.with_suffix(".png"), dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write docs/measured/<gpu>/quantize.*")
@@ -162,7 +195,11 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="time torch.compile as well")
     parser.add_argument("--mb", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--draw", type=Path, help="draw a saved table and do nothing else")
     arguments = parser.parse_args()
+    if arguments.draw is not None:
+        draw_table(arguments.draw)
+        return
     rows = []
     for name in arguments.only:
         for size_mb in arguments.mb:
@@ -172,6 +209,8 @@ def main() -> None:
             rows.append(row)
             torch.cuda.empty_cache()
     report("Quantisation, cold", rows, "quantize" if arguments.save else None)
+    if arguments.save and find_spec("matplotlib"):
+        draw_table(MEASURED / gpu_name() / "quantize.csv")
 
 
 if __name__ == "__main__":

@@ -26,13 +26,14 @@ from aiter_mx.layouts import LAYOUTS, padded_shape
 from aiter_mx.target import Target
 
 PARAMS = (
+    Param("rows", (128, 256), "rows of a tile; groups take 128"),
     Param("resident", (2, 3, 4), "workgroups of a compute unit that registers must leave room for"),
     Param("steps", (1, 2, 4, 8, 16), "tiles of a workgroup, one after the other"),
 )
 _THREADS = 256
 _AHEAD_BYTES = _THREADS * 8 * 16  # csrc/include/mx_incoming.h
-_TILE_ROWS = GROUP_ROWS
-_TILE_COLUMNS = {"bf16": 128, "fp16": 128, "fp32": 64}
+_TILE_BYTES = 128 * 256  # of x
+_DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MAX_COLUMNS = 1 << 22  # a tile's rows lie within 2^31 bytes
 _MAX_ROWS = 1 << 31
 
@@ -48,11 +49,12 @@ def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
 
 
 def _configure(target: Target, problem: QuantizeProblem) -> Config:
-    return {"resident": 2 if target.arch == "gfx950" else 3, "steps": 8}
+    return {"rows": 128, "resident": 2, "steps": 2 if target.arch == "sm_90a" else 4}
 
 
 def _candidates(target: Target, problem: QuantizeProblem) -> list[Config]:
-    return combinations(PARAMS)
+    every = combinations(PARAMS)
+    return [config for config in every if config["rows"] == GROUP_ROWS or not problem.groups]
 
 
 def _defines(target: Target, problem: QuantizeProblem, config: Config) -> Mapping[str, int]:
@@ -65,6 +67,7 @@ def _defines(target: Target, problem: QuantizeProblem, config: Config) -> Mappin
         "MX_SQUARE": int(problem.block == "32x32"),
         "MX_GROUPED": int(problem.groups > 0),
         "MX_LAYOUT": LAYOUTS[problem.layout].code,
+        "MX_TILE_ROWS": config["rows"],
         "MX_RESIDENT": config["resident"],
         "MX_MAX_GRID_X": MAX_GRID_X,
     }
@@ -79,7 +82,7 @@ def _scale_shapes(problem: QuantizeProblem) -> tuple[tuple[int, int], tuple[int,
     )
 
 
-def _tiles(problem: QuantizeProblem) -> tuple[int, int]:
+def _tiles(problem: QuantizeProblem, config: Config) -> tuple[int, int]:
     """Tiles down and across that cover a matrix and the padding of its scales."""
     rows, columns = [problem.out_rows], [problem.N]
     of_rows, of_columns = _scale_shapes(problem)
@@ -89,11 +92,12 @@ def _tiles(problem: QuantizeProblem) -> tuple[int, int]:
     if problem.to != "rows":
         rows.append(of_columns[1] * BLOCK)
         columns.append(of_columns[0])
-    return -(-max(rows) // _TILE_ROWS), -(-max(columns) // _TILE_COLUMNS[problem.dtype])
+    tile_columns = _TILE_BYTES // config["rows"] // _DTYPE_BYTES[problem.dtype]
+    return -(-max(rows) // config["rows"]), -(-max(columns) // tile_columns)
 
 
 def _geometry(target: Target, problem: QuantizeProblem, config: Config) -> Geometry:
-    down, across = _tiles(problem)
+    down, across = _tiles(problem, config)
     groups = problem.matrices * down * -(-across // config["steps"])
     return Geometry(
         grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1),
@@ -106,7 +110,15 @@ def _scalars(target: Target, problem: QuantizeProblem, config: Config) -> tuple[
     of_rows, of_columns = _scale_shapes(problem)
     wide = int(problem.offsets == "int64")
     sizes = (problem.out_rows, problem.N, problem.matrices, problem.M)
-    return (*sizes, *_tiles(problem), *of_rows, *of_columns, config["steps"], problem.groups, wide)
+    return (
+        *sizes,
+        *_tiles(problem, config),
+        *of_rows,
+        *of_columns,
+        config["steps"],
+        problem.groups,
+        wide,
+    )
 
 
 MODULE = Module(
