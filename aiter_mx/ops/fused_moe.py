@@ -16,7 +16,7 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.launch import Run
-from aiter_mx.ops import moe_align, moe_combine, moe_gemm
+from aiter_mx.ops import moe_align, moe_combine, moe_gemm, moe_library
 from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
@@ -97,11 +97,29 @@ def fused_moe(
         CaptureError: a first use while a stream is captured.
     """
     inputs = (x, w1q, w1s, w2q, w2s, topk_ids, topk_weights, expert_map, bias1, bias2)
+    swiglu = (float(alpha), float(beta), float(limit)) if activation == "swiglu_oai" else ()
+    options = (num_experts, shared_experts, activation, layout, swiglu, block_m)
+    if moe_library.is_traced((*inputs, out)):
+        return moe_library.fused_moe(inputs, options, out)
+    return compute(inputs, options, out)
+
+
+def compute(
+    inputs: tuple[Tensor | None, ...], options: tuple[Any, ...], out: Tensor | None
+) -> Tensor:
+    """The layer's result.
+
+    Args:
+        inputs: what ``_NAMES`` names.
+        options: num_experts, shared_experts, activation, layout, swiglu_oai's alpha, beta and limit
+            or nothing, and block_m, as ``fused_moe`` takes them.
+        out: where to write the result, or None.
+    """
     for name, tensor in zip(_NAMES, inputs, strict=True):
         if not isinstance(tensor, Tensor) and (tensor is not None or name not in _OPTIONAL):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    swiglu = (float(alpha), float(beta), float(limit)) if activation == "swiglu_oai" else ()
-    options = (num_experts, shared_experts, activation, layout, swiglu, block_m)
+    x, w1q, _, w2q, _, topk_ids, _, expert_map, bias1, bias2 = inputs
+    assert x is not None and w1q is not None and w2q is not None and topk_ids is not None
     device = x.device
     call = (
         *((t.shape, t.dtype, t.device, t.is_contiguous()) for t in inputs if t is not None),
@@ -112,20 +130,19 @@ def fused_moe(
     plan = _plans.by_call.get(call)
     if plan is None:
         plan = _plans.by_call[call] = _plan(inputs, options)
-    problem = plan.problem
-    check_expert_ids(topk_ids, problem.num_experts)
+    check_expert_ids(topk_ids, plan.problem.num_experts)
+    given: dict[str, Tensor | None] = dict(zip(_NAMES, inputs, strict=True))
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=device)
     else:
-        check_out(out, tuple(x.shape), x.dtype, **dict(zip(_NAMES, inputs, strict=True)))
+        check_out(out, tuple(x.shape), x.dtype, **given)
     if not plan.runs:
         return out.zero_()
     if (x.data_ptr() | w1q.data_ptr() | w2q.data_ptr()) % ALIGNMENT_BYTES:
         refuse_alignment(x=x, w1q=w1q, w2q=w2q)
 
     held = torch.empty(plan.bytes, dtype=torch.uint8, device=device)
-    given = {"x": x, "w1q": w1q, "w1s": w1s, "w2q": w2q, "w2s": w2s, "bias1": bias1, "bias2": bias2}
-    given |= {"ids": topk_ids, "weights": topk_weights, "map": expert_map, "out": out, "none": None}
+    given |= {"out": out, "none": None}
     if plan.takes_tensors:
         given |= {
             name: held[part.at : part.at + part.bytes].view(part.dtype).view(part.shape)
@@ -146,10 +163,15 @@ def fused_moe(
 
 _LISTS = ("sorted_ids", "expert_ids", "post_padded")
 _ARGUMENTS = (
-    (*("ids", "none", "map", "none", "x", "sorted_ids", "none"), *_LISTS[1:], "xq", "xs"),
+    (
+        *("topk_ids", "none", "expert_map", "none", "x", "sorted_ids", "none"),
+        *_LISTS[1:],
+        "xq",
+        "xs",
+    ),
     ("xq", "xs", "w1q", "w1s", *_LISTS, "none", "bias1", "hq", "hs"),
     ("hq", "hs", "w2q", "w2s", *_LISTS, "none", "bias2", "y", "none"),
-    ("y", "ids", "weights", "map", "out"),
+    ("y", "topk_ids", "topk_weights", "expert_map", "out"),
 )
 """The pointers of each launch: what the caller gave, or what lies between the launches."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Run, Tensors
+from aiter_mx.ops import moe_library
 from aiter_mx.ops.checks import check_tensor
 from aiter_mx.ops.moe_check import check_expert_ids
 from aiter_mx.ops.plan import bind
@@ -56,6 +57,24 @@ def moe_align(
     Raises:
         TypeError, ValueError: arguments other than those above.
     """
+    first_shared = num_experts if first_shared is None else first_shared
+    options = (drop_absent, shared_experts, first_shared)
+    if moe_library.is_traced((topk_ids, expert_map)):
+        lists = moe_library.moe_align(topk_ids, block_m, num_experts, expert_map, *options)
+        return lists[0], lists[1], lists[2]
+    return align(topk_ids, block_m, num_experts, expert_map, *options)
+
+
+def align(
+    topk_ids: Tensor,
+    block_m: int,
+    num_experts: int,
+    expert_map: Tensor | None,
+    drop_absent: bool,
+    shared: int,
+    first_shared: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``moe_align``, past what torch traces."""
     device = check_tensor("topk_ids", topk_ids, tuple(_ID_DTYPES), ("M", "top_k")).device
     if expert_map is not None:
         check_tensor("expert_map", expert_map, (torch.int32,), (num_experts,), device)
@@ -67,8 +86,8 @@ def moe_align(
         id_dtype=_ID_DTYPES[topk_ids.dtype],
         expert_map="none" if expert_map is None else "numbers",
         drop_absent=int(drop_absent),
-        shared=shared_experts,
-        first_shared=num_experts if first_shared is None else first_shared,
+        shared=shared,
+        first_shared=first_shared,
     )
     check_expert_ids(topk_ids, num_experts)
     sorted_ids, _, expert_ids, post_padded = _run(problem, topk_ids, None, expert_map, None)

@@ -13,6 +13,7 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Run, Tensors
+from aiter_mx.ops import moe_library
 from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
@@ -158,10 +159,8 @@ def moe_gemm_activated(
 class Plan:
     """What computes a call.
 
-    Attributes:
-        problem: what it asks for.
-        backend: of the kernel that computes it, or ``none``.
-        run: the kernel; None where there is nothing to compute.
+    Attributes: the problem; the backend of the kernel that computes it, or ``none``; the kernel,
+    or None where there is nothing to compute.
     """
 
     problem: MoeGemmProblem
@@ -182,6 +181,8 @@ _plans = _Plans()
 def _moe_gemm(
     inputs: tuple[Tensor | None, ...], options: tuple[Any, ...], out: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
+    if moe_library.is_traced((*inputs, out)):
+        return moe_library.moe_gemm(inputs, options, out)
     return compute(plan_of(inputs, options), inputs, out)
 
 

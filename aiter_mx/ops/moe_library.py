@@ -1,0 +1,189 @@
+"""The MoE ops in ``torch.library``, through which calls go that torch traces: ``aiter_mx::...``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiter_mx.ops.checks import BLOCK, DTYPES
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+_FP8 = torch.float8_e4m3fn
+
+
+def is_traced(tensors: Sequence[object]) -> bool:
+    """Whether torch compiles the caller, a dispatch mode is on, or a tensor is of a subclass."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or any(type(t) not in _PLAIN and isinstance(t, Tensor) for t in tensors)
+    )
+
+
+def moe_gemm(
+    inputs: tuple[Tensor | None, ...], options: tuple[Any, ...], out: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """``aiter_mx.ops.moe_gemm.compute`` of such a call."""
+    *given, swiglu = options
+    result, scales = _moe_gemm(*inputs, *given, list(swiglu))
+    if out is not None:
+        result = out.copy_(result)
+    return result, scales if options[6] != "none" else None
+
+
+@torch.library.custom_op("aiter_mx::moe_gemm", mutates_args=())
+def _moe_gemm(
+    xq: Tensor,
+    xs: Tensor,
+    wq: Tensor,
+    ws: Tensor,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    topk_weights: Tensor | None,
+    bias: Tensor | None,
+    num_valid_tokens: int,
+    top_k: int,
+    block_m: int,
+    a_div: int,
+    ids: str,
+    out_dtype: str,
+    activation: str,
+    layout: str,
+    swiglu: list[float],
+) -> tuple[Tensor, Tensor]:
+    from aiter_mx.ops.moe_gemm import compute, plan_of
+
+    lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    inputs = (xq, xs, wq, ws, *lists, topk_weights, bias)
+    options = (num_valid_tokens, top_k, block_m, a_div, ids, out_dtype, activation, layout)
+    out, scales = compute(plan_of(inputs, (*options, tuple(swiglu))), inputs, None)
+    return out, xs.new_empty(0, dtype=torch.uint8) if scales is None else scales
+
+
+@_moe_gemm.register_fake
+def _(
+    xq: Tensor,
+    xs: Tensor,
+    wq: Tensor,
+    ws: Tensor,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    topk_weights: Tensor | None,
+    bias: Tensor | None,
+    num_valid_tokens: int,
+    top_k: int,
+    block_m: int,
+    a_div: int,
+    ids: str,
+    out_dtype: str,
+    activation: str,
+    layout: str,
+    swiglu: list[float],
+) -> tuple[Tensor, Tensor]:
+    N = wq.shape[1]
+    if activation == "none":
+        out = xq.new_empty((num_valid_tokens, N), dtype=DTYPES[out_dtype])
+        return out, xs.new_empty(0, dtype=torch.uint8)
+    scales = xs.new_empty((num_valid_tokens, N // 2 // BLOCK), dtype=torch.uint8)
+    return xq.new_empty((num_valid_tokens, N // 2), dtype=_FP8), scales
+
+
+def fused_moe(
+    inputs: tuple[Tensor | None, ...], options: tuple[Any, ...], out: Tensor | None
+) -> Tensor:
+    """``aiter_mx.ops.fused_moe.compute`` of such a call."""
+    num_experts, shared, activation, layout, swiglu, block_m = options
+    result: Tensor = _fused_moe(
+        *inputs, num_experts, shared, activation, layout, list(swiglu), block_m
+    )
+    return result if out is None else out.copy_(result)
+
+
+@torch.library.custom_op("aiter_mx::fused_moe", mutates_args=())
+def _fused_moe(
+    x: Tensor,
+    w1q: Tensor,
+    w1s: Tensor,
+    w2q: Tensor,
+    w2s: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    num_experts: int | None,
+    shared_experts: int,
+    activation: str,
+    layout: str,
+    swiglu: list[float],
+    block_m: int | None,
+) -> Tensor:
+    from aiter_mx.ops.fused_moe import compute
+
+    inputs = (x, w1q, w1s, w2q, w2s, topk_ids, topk_weights, expert_map, bias1, bias2)
+    options = (num_experts, shared_experts, activation, layout, tuple(swiglu), block_m)
+    return compute(inputs, options, None)
+
+
+@_fused_moe.register_fake
+def _(
+    x: Tensor,
+    w1q: Tensor,
+    w1s: Tensor,
+    w2q: Tensor,
+    w2s: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    num_experts: int | None,
+    shared_experts: int,
+    activation: str,
+    layout: str,
+    swiglu: list[float],
+    block_m: int | None,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("aiter_mx::moe_align", mutates_args=())
+def moe_align(
+    topk_ids: Tensor,
+    block_m: int,
+    num_experts: int,
+    expert_map: Tensor | None,
+    drop_absent: bool,
+    shared: int,
+    first_shared: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from aiter_mx.ops.moe_align import align
+
+    return align(topk_ids, block_m, num_experts, expert_map, drop_absent, shared, first_shared)
+
+
+@moe_align.register_fake
+def _(
+    topk_ids: Tensor,
+    block_m: int,
+    num_experts: int,
+    expert_map: Tensor | None,
+    drop_absent: bool,
+    shared: int,
+    first_shared: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from aiter_mx.kernels.moe_gemm.problem import most_padded
+
+    routed = topk_ids.shape[0] * (topk_ids.shape[1] + shared)
+    ids = most_padded(routed, num_experts + shared, block_m)
+    new = topk_ids.new_empty
+    return (
+        new(ids, dtype=torch.int32),
+        new(ids // block_m, dtype=torch.int32),
+        new(1, dtype=torch.int32),
+    )
