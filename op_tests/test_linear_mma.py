@@ -164,13 +164,15 @@ def test_extreme_scales_that_cancel_are_exact() -> None:
 
 @gpu
 def test_zero_blocks_of_any_scale_add_nothing() -> None:
+    generator = torch.Generator().manual_seed(8)
     for M, N, K, chosen in CASES[2:9]:
         xq, xs, wq, ws = operands(M, min(N, 300), K, 4, scale_exponents=(-6, 6))
         for payload, scale in ((xq, xs), (wq, ws)):
             blocks = payload.view(torch.uint8).view(*scale.shape, 32)
-            chosen_blocks = torch.rand(scale.shape) < 0.2
-            blocks[chosen_blocks] &= 0x80
-            scale[chosen_blocks] = torch.randint(0, 255, (int(chosen_blocks.sum()),)).byte()
+            empty = torch.rand(scale.shape, generator=generator) < 0.2
+            blocks[empty] &= 0x80
+            drawn = torch.randint(0, 255, scale.shape, generator=generator, dtype=torch.uint8)
+            scale[empty] = drawn[empty]
         assert_close_to_reference(launch((xq, xs, wq, ws), chosen), xq, xs, wq, ws)
 
 
