@@ -126,7 +126,7 @@ def _fits(target: Target, problem: LinearProblem, config: Config) -> bool:
     registers = min(65536 // (32 * warps), 255)
     steps = -(-found.chunks // config["k_warps"])
     return (
-        4 * config["row_tiles"] * found.tiles_m + 4 * found.tiles_m + 70 <= registers
+        4 * config["row_tiles"] * found.tiles_m + 8 * found.tiles_m + 80 <= registers
         and 4 <= warps <= 18
         and (config["depth"] <= steps * found.passes or config["depth"] == 1)
     )
@@ -144,16 +144,18 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
     steps = -(-found.chunks // config["k_warps"]) * config["k_warps"] / (K / _CHUNK / split)
     padding = found.passes * pass_rows * found.clusters / problem.N * steps * idle
     a_unit = 22 + 6 * found.tiles_m + 12 * found.tiles_m / row_tiles  # 16 rows by 32 k
-    stall = {1: 2.6, 2: 2.2, 3: 1.8}.get(round(warps / 4), 1.6)
+    stall = {1: 2.6, 2: 2.2, 3: 2.0}.get(round(warps / 4), 1.9)
     units = problem.N * K / (512 * 4 * target.cu_num)
     x_bytes = M * K * found.clusters * found.passes * config["row_warps"]
     in_flight = warps * config["depth"] * row_tiles * 16 * _CHUNK
     starved = 0 if in_flight >= 40e3 else 1e4
     return (
         padding * units * max(a_unit * stall, 12.5 * found.tiles_m)
-        + 600 * (split > 1)
+        + {1: 0, 2: 500, 4: 900, 8: 2500}[split]
         + 0.012 * x_bytes / target.cu_num
         + 50 * warps
+        + 1200 * (config["depth"] == 1)  # nothing is copied while the only chunk is computed
+        + 400 * (config["per_sm"] - 1)
         + starved
     )
 
