@@ -229,24 +229,30 @@ struct Bias {
 
 // Rounds a wave's sums and stores them, 16 bytes a lane: rows come to lie in lines of memory by way
 // of LDS, 16 rows at a time, piece p of row r in place p ^ r.
-MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned N, int wave, int lane) {
-    constexpr int row_pieces = kPassRow / kPiece, pieces = kSide * row_pieces;
+MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned N, unsigned wave,
+                          unsigned lane) {
+    constexpr unsigned row_pieces = kPassRow / kPiece, rows = kLanes / row_pieces; // of a store
     constexpr int frags = kPassFeatures / kSide;
     using Values = Out __attribute__((ext_vector_type(4)));
     // What follows from the lane is worked out for each tile, not kept in registers meanwhile.
     asm volatile("" : "+v"(lane));
-    const Bias bias(tile, N, wave % kWavesN * kFeatures + lane / kSide * 4);
-    Out* y = static_cast<Out*>(arguments()->y);
+    const unsigned first_feature = wave % kWavesN * kFeatures;
+    const Bias bias(tile, N, first_feature + lane / kSide * 4);
     unsigned char* own = lds() + kPassesAt + wave * kPass;
     const unsigned left = N - tile.feature, row_bytes = N * sizeof(Out);
+    Out* y = static_cast<Out*>(arguments()->y);
     const Buffer out(
         reinterpret_cast<unsigned char*>(y + static_cast<Offset>(tile.first) * N + tile.feature),
         tile.rows * row_bytes - tile.feature * sizeof(Out));
-    const int row = lane % kSide, g = lane / kSide;
+    const unsigned written = lane % kSide, read = lane / row_pieces, piece = lane % row_pieces;
+    const unsigned m = wave / kWavesN * (kTileM / kWavesM) + read;
 #pragma unroll
-    for (int x = 0; x < kFragsX; ++x)
+    for (int pass = 0; pass < kFragsW / frags; ++pass) {
+        const unsigned n = first_feature + pass * kPassFeatures + piece * (kPiece / sizeof(Out));
+        const unsigned at = n < left ? m * row_bytes + n * sizeof(Out) : kNowhere;
+        unsigned further = 0;
 #pragma unroll
-        for (int pass = 0; pass < kFragsW / frags; ++pass) {
+        for (int x = 0; x < kFragsX; ++x) {
 #pragma unroll
             for (int i = 0; i < frags; ++i) {
                 const int w = pass * frags + i;
@@ -255,25 +261,24 @@ MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned N, int wa
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
                     values[j] = static_cast<Out>(sum[j] + bias.of[w][j]);
-                const int at = (i * kSide + g * 4) * sizeof(Out);
-                const int place = (at / kPiece ^ row) % row_pieces;
-                *reinterpret_cast<Values*>(own + row * kPassRow + place * kPiece + at % kPiece) =
-                    values;
+                const unsigned to = (i * kSide + lane / kSide * 4) * sizeof(Out);
+                const unsigned place = (to / kPiece ^ written) % row_pieces;
+                *reinterpret_cast<Values*>(own + written * kPassRow + place * kPiece +
+                                           to % kPiece) = values;
             }
             wave_in_order();
 #pragma unroll
-            for (int i = 0; i < pieces / kLanes; ++i) {
-                const int piece = i * kLanes + lane;
-                const int r = piece / row_pieces, p = piece % row_pieces;
-                const u32x4 values = *reinterpret_cast<const u32x4*>(own + r * kPassRow +
-                                                                     (p ^ r) % row_pieces * kPiece);
-                const unsigned m = wave / kWavesN * (kTileM / kWavesM) + x * kSide + r;
-                const unsigned n =
-                    wave % kWavesN * kFeatures + pass * kPassFeatures + p * (kPiece / sizeof(Out));
-                out.store(n < left ? m * row_bytes + n * sizeof(Out) : kNowhere, values);
+            for (int i = 0; i < kSide / rows; ++i) {
+                const unsigned r = i * rows + read;
+                const u32x4 values = *reinterpret_cast<const u32x4*>(
+                    own + r * kPassRow + (piece ^ r) % row_pieces * kPiece);
+                out.store(at + further, values);
+                further += rows * row_bytes;
+                asm volatile("" : "+s"(further)); // else each would be kept in a register
             }
             wave_in_order();
         }
+    }
 }
 
 // The arguments are those of GroupedArguments, which says how they are read.

@@ -153,12 +153,12 @@ def draw_groups(draw: random.Random, tile_m: int) -> Groups:
 # (tile, blocks of 32 k a multiple of this, dtype): between them every way of copying scales, whole
 # steps and others, and sums in either kind of register.
 SWEPT = [
-    ((256, 256), 4, "bf16", 30),
-    ((256, 256), 2, "fp32", 20),
-    ((128, 256), 1, "bf16", 30),
-    ((128, 128), 4, "fp16", 45),
-    ((64, 128), 2, "bf16", 45),
-    ((32, 256), 1, "fp32", 45),
+    ((256, 256), 4, "bf16", 24),
+    ((256, 256), 2, "fp32", 8),
+    ((128, 256), 1, "bf16", 24),
+    ((128, 128), 4, "fp16", 48),
+    ((64, 128), 2, "bf16", 48),
+    ((32, 256), 1, "fp32", 48),
 ]
 
 
