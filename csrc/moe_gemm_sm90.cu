@@ -139,30 +139,28 @@ struct Filler {
         const unsigned place = to + swizzled(row_in_4, part);
         const bool exists = kWhole || k < static_cast<Offset>(a.K);
         const Offset from = exists ? k : 0, first_row = walk.expert * static_cast<Offset>(a.N);
+        const unsigned char* w = a.wq + first_row * a.K + from;
 #pragma unroll
         for (int i = 0; i < kRows / 4; ++i)
             copy_once_async(place + i * 4 * kChunk,
-                            a.wq + (first_row + Rows::row(a, walk.tile, row_in_4 + 4 * i)) * a.K +
-                                from,
-                            exists);
+                            w + a.row_of_k(Rows::row(a, walk.tile, row_in_4 + 4 * i)), exists);
+        const unsigned char* w_scales = a.ws + first_row * a.blocks() + chunk * kBlocks;
 #pragma unroll
         for (int i = 0; i < (kRows + kLanes - 1) / kLanes; ++i) {
             const int r = i * kLanes + lane;
             if (r < kRows)
                 copy_scales(to + kWScalesAt + r * kScaleWords * 4,
-                            a.ws + (first_row + Rows::row(a, walk.tile, r)) * a.blocks() +
-                                chunk * kBlocks,
-                            blocks);
+                            w_scales + a.row_of_blocks(Rows::row(a, walk.tile, r)), blocks);
         }
 #pragma unroll
         for (int i = 0; i < kCols / 4; ++i)
             if (x_rows[i] >= 0)
-                copy_async(place + kXAt + i * 4 * kChunk,
-                           a.xq + x_rows[i] * static_cast<Offset>(a.K) + from, exists);
+                copy_async(place + kXAt + i * 4 * kChunk, a.xq + a.row_of_k(x_rows[i]) + from,
+                           exists);
         if (lane < kCols) {
             const unsigned at = to + kXScalesAt + lane * kScaleWords * 4;
             if (xs_row >= 0) {
-                copy_scales(at, a.xs + xs_row * a.blocks() + chunk * kBlocks, blocks);
+                copy_scales(at, a.xs + a.row_of_blocks(xs_row) + chunk * kBlocks, blocks);
             } else {
 #pragma unroll
                 for (int i = 0; i < kScaleWords; ++i)

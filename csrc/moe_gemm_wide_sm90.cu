@@ -1,13 +1,14 @@
 // Grouped GEMM over routed tokens on Hopper, for some tens of tokens an expert.
 // aiter_mx/kernels/moe_gemm/problem.py defines what it computes and its arguments.
 //
-// A workgroup takes a tile of kRows rows of an expert's w, 32 for each warp, and up to kCols rows
-// of x, those of a block of ids. It goes along K by kChunk, kDepth chunks ahead with its copies,
-// across the ends of tiles:
+// A workgroup takes a tile of kRows rows of an expert's w, 32 for each of its adding warps, and up
+// to kCols rows of x, those of a block of ids, and goes along K by kChunk. Its warps share the work
+// so that none of them waits for memory while it could add:
 //
-//   w   each warp its own rows, e4m3, to fp16 as they go into the matrix instruction
-//   x   all threads together: e4m3, then, a chunk before it is used, to fp16 in the order in which
-//       lanes take it, once for all warps
+//   copying     2 warps bring w and x, both e4m3, into a ring, as far ahead as there is room,
+//               across the ends of tiles
+//   converting  2 warps make fp16 of x, in the order in which lanes take it, once for all
+//   adding      kWarps warps take w from the ring and x from what was converted
 //
 // A 32-block is two matrix instructions, whose fp32 sums are then scaled. Scales of x go into its
 // fp16, which has room for 22 of them: they are taken relative to a power of two for each row, the
@@ -26,14 +27,18 @@
 
 using namespace mx;
 
-constexpr int kWarps = MX_WARPS;        // of a workgroup
+constexpr int kWarps = MX_WARPS;        // that add
 constexpr int kColTiles = MX_COL_TILES; // 8 rows of x each
 constexpr int kDepth = MX_DEPTH;        // chunks in the ring
 constexpr int kGroups = MX_GROUPS;      // workgroups that an SM must have room for
 constexpr int kActivation = MX_ACTIVATION;
 using Out = DType<kActivation == kNoActivation ? MX_OUT : kF32>;
 
-constexpr int kThreads = kWarps * kLanes;
+constexpr int kCopying = 2, kConverting = 2; // warps, after those that add
+constexpr int kThreads = (kWarps + kCopying + kConverting) * kLanes;
+// Registers move from the warps that do not add to those that do.
+constexpr int kOtherRegisters = 104;
+constexpr int kAddingRegisters = kWarps == 8 ? 200 : kGroups == 2 ? 152 : 232;
 constexpr int kRowTiles = 2; // 16 rows of w each, of a warp
 constexpr int kWarpRows = kRowTiles * 16;
 constexpr int kRows = kWarps * kWarpRows;
@@ -41,21 +46,14 @@ constexpr int kCols = kColTiles * 8;
 using Rows = TileRows<kRows, kWarpRows, kActivation != kNoActivation, MX_INTERLEAVED>;
 using Walk = MoeWalk<kCols>;
 
-// The threads of a row of x copy, and later convert, 16 of its k each, kParts times a chunk.
-constexpr int kRowThreads = kThreads / kCols;
-constexpr int kParts = 8 / kRowThreads;
-static_assert(kRowThreads * kCols == kThreads && kParts * kRowThreads == 8,
-              "threads share the rows of x evenly");
-
-// A slot of the ring: w of each warp with its scales; x with its scales, for each thread its own.
-constexpr int kWScalesAt = kWarpRows * kChunk;
-constexpr int kWarpBytes = kWScalesAt + kWarpRows * 4;
-constexpr int kXAt = kWarps * kWarpBytes;
-constexpr int kXScalesAt = kXAt + kCols * kChunk;
-constexpr int kSlotBytes = kXScalesAt + kThreads * 4;
-// x in fp16, of the chunk in use and the next one: [block][tile of x][lane] 16 bytes.
+// A slot of the ring.
+constexpr int kXAt = kRows * kChunk;
+constexpr int kWScalesAt = kXAt + kCols * kChunk;
+constexpr int kXScalesAt = kWScalesAt + kRows * 4;
+constexpr int kSlotBytes = kXScalesAt + kCols * 4;
+// x in fp16, of a chunk: [block][tile of x][lane] 16 bytes.
 constexpr int kHalvesBytes = kCols * kChunk * 2;
-constexpr int kEntries = kDepth + 1;
+constexpr int kHalves = 2; // chunks that are converted
 
 // What the workgroup sums up: rows of x by a tile of w.
 struct Entry {
@@ -66,19 +64,40 @@ struct Entry {
     int col_tiles; // that have rows
     int unused;    // keeps what follows aligned
 };
+// What is in a slot of the ring.
+struct Chunk {
+    int entry; // its place in the queue, or -1: there is nothing more
+    int first, last;
+};
 struct Shared {
     unsigned char ring[kDepth][kSlotBytes];
-    unsigned char halves[2][kHalvesBytes];
-    Entry queue[kEntries];
-    unsigned amax[kWarps][kCols]; // of a warp's features, after the activation
-    // Of a chunk, by its number modulo 4: the units of x's rows; whether some of them have grown;
-    // whether scales of x do not fit into its fp16.
-    float units[4][kCols];
-    int grown[4], outside[4];
+    unsigned char halves[kHalves][kHalvesBytes];
+    Entry queue[kDepth]; // an entry is in use as long as one of its chunks is in the ring
+    unsigned amax[2][kWarps][kCols]; // of a warp's features, after the activation
+    float units[4][kCols];           // of x's rows, of a chunk by its number modulo 4
+    // Of a chunk that is converted, by its warps: whether units have grown, and whether there are
+    // scales that do not fit into fp16.
+    int grown[kHalves][kConverting], outside[kHalves][kConverting];
+    Chunk chunks[kDepth];
+    unsigned long long copied[kDepth], taken[kDepth]; // barriers of the ring
+    unsigned long long converted[kHalves], used[kHalves];
 };
-static_assert(
-    sizeof(Shared) == MX_SHARED_BYTES,
-    "the host lays shared memory out differently: aiter_mx/kernels/moe_gemm/wide_sm90.py");
+static_assert(sizeof(Shared) <= MX_SHARED_BYTES,
+              "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/wide_sm90.py");
+
+// A place in a ring of Size, and the parity of the round.
+template <int Size>
+struct Turn {
+    int at = 0;
+    unsigned parity = 0;
+
+    MX_MEMBER void next() {
+        if (++at == Size) {
+            at = 0;
+            parity ^= 1;
+        }
+    }
+};
 
 // Units of sums, as e8m0 bytes, and the scales of w below which sums in them stay within fp32.
 constexpr int kFirstUnit = 127 - 40, kLastUnit = 127 + 20;
@@ -91,132 +110,164 @@ MX_DEVICE void store_shared_16(unsigned address, const f16x8& v) {
                  : "memory");
 }
 
-struct Filler {
+// Copies half of the rows of each chunk.
+struct Copier {
     const MoeArgs& a;
     Shared& shared;
-    Walk& walk;
-    const int thread, lane, warp;
-    const int x_row_in_tile, x_part; // that this thread copies
-    int slot = 0, entry = 0, chunk;  // the next ones
-    int filled = 0;                  // chunks
-    int x_row;                       // of the open entry, or -1
+    const int lane, half;
+    static constexpr int kHalfRows = kRows / kCopying, kHalfCols = kCols / kCopying;
 
-    MX_MEMBER bool open() {
-        if (!walk.next([&] {
-                store_zeros<Out, Rows::kFeatures, kActivation != kNoActivation>(a, walk, warp,
-                                                                                kWarps);
-            }))
-            return false;
-        const int own = walk.row(x_row_in_tile);
-        x_row = own < 0 ? -1 : own / a.a_div;
-        Entry& to = shared.queue[entry];
-        if (warp == 0) {
+    MX_MEMBER void open(const Walk& walk, int at, int (&x_rows)[kHalfCols / 4], int& own) const {
+        const int row = walk.row(half * kHalfCols + lane % kHalfCols);
+        own = row < 0 ? -1 : row / a.a_div;
 #pragma unroll
-            for (int i = 0; i < kCols; i += kLanes) {
-                const int row = walk.row(i + lane);
-                to.t[i + lane] = row;
-                if (a.weights != nullptr && row >= 0)
-                    copy_word_async(shared_address(to.weights + i + lane),
-                                    walk.weight(i + lane, row));
-            }
-            if (lane == 0) {
-                to.expert = walk.expert;
-                to.tile = walk.tile;
-                to.col_tiles = walk.col_tiles();
-            }
+        for (int i = 0; i < kHalfCols / 4; ++i)
+            x_rows[i] = __shfl_sync(~0u, own, lane / 8 + 4 * i);
+        Entry& to = shared.queue[at];
+        if (lane < kHalfCols) {
+            const int m = half * kHalfCols + lane;
+            to.t[m] = row;
+            if (a.weights != nullptr && row >= 0)
+                copy_word_async(shared_address(to.weights + m), walk.weight(m, row));
         }
-        entry = entry + 1 == kEntries ? 0 : entry + 1;
-        chunk = 0;
-        return true;
+        if (lane == 0 && half == 0) {
+            to.expert = walk.expert;
+            to.tile = walk.tile;
+            to.col_tiles = walk.col_tiles();
+        }
     }
-    MX_MEMBER void copy_chunk() const {
-        const unsigned to = shared_address(shared.ring[slot]);
+    MX_MEMBER void copy(const Walk& walk, unsigned to, int chunk,
+                        const int (&x_rows)[kHalfCols / 4], int own) const {
         const Offset first_row = walk.expert * static_cast<Offset>(a.N);
-        const Offset k = static_cast<Offset>(chunk) * kChunk;
         const int part = lane % 8, row_in_4 = lane / 8;
-        const unsigned char* w = a.wq + k + part * 16;
-        const unsigned place = to + warp * kWarpBytes + swizzled(row_in_4, part);
-#pragma unroll
-        for (int i = 0; i < kWarpRows / 4; ++i) {
-            const int r = warp * kWarpRows + i * 4 + row_in_4;
-            copy_once_async(place + i * 4 * kChunk,
-                            w + (first_row + Rows::row(a, walk.tile, r)) * a.K, true);
+        const Offset k = static_cast<Offset>(chunk) * kChunk + part * 16;
+        const unsigned char* w = a.wq + first_row * a.K + k;
+        unsigned place = to + half * kHalfRows * kChunk + swizzled(row_in_4, part);
+#pragma unroll 8
+        for (int i = 0; i < kHalfRows / 4; ++i) {
+            const int r = half * kHalfRows + i * 4 + row_in_4;
+            copy_once_async(place + i * 4 * kChunk, w + a.row_of_k(Rows::row(a, walk.tile, r)),
+                            true);
         }
-        const int r = warp * kWarpRows + lane;
-        copy_word_async(to + warp * kWarpBytes + kWScalesAt + lane * 4,
-                        a.ws + (first_row + Rows::row(a, walk.tile, r)) * a.blocks() +
-                            chunk * kBlocks);
-        const unsigned scales = to + kXScalesAt + thread * 4;
-        if (x_row < 0) {
-            store_shared_4(scales, 0x7f7f7f7f); // so that nothing about the row looks unusual
-            return;
-        }
-        const unsigned char* x = a.xq + x_row * static_cast<Offset>(a.K) + k;
+        place = to + kXAt + half * kHalfCols * kChunk + swizzled(row_in_4, part);
 #pragma unroll
-        for (int i = 0; i < kParts; ++i)
-            copy_async(to + kXAt + swizzled(x_row_in_tile, x_part + i * kRowThreads),
-                       x + (x_part + i * kRowThreads) * 16, true);
-        copy_word_async(scales, a.xs + x_row * a.blocks() + chunk * kBlocks);
+        for (int i = 0; i < kHalfCols / 4; ++i)
+            if (x_rows[i] >= 0)
+                copy_async(place + i * 4 * kChunk, a.xq + a.row_of_k(x_rows[i]) + k, true);
+        const unsigned char* w_scales = a.ws + first_row * a.blocks() + chunk * kBlocks;
+#pragma unroll
+        for (int i = 0; i < kHalfRows / kLanes; ++i) {
+            const int r = half * kHalfRows + i * kLanes + lane;
+            copy_word_async(to + kWScalesAt + r * 4,
+                            w_scales + a.row_of_blocks(Rows::row(a, walk.tile, r)));
+        }
+        if (lane < kHalfCols) {
+            const unsigned scales = to + kXScalesAt + (half * kHalfCols + lane) * 4;
+            if (own >= 0)
+                copy_word_async(scales, a.xs + a.row_of_blocks(own) + chunk * kBlocks);
+            else
+                store_shared_4(scales, 0x7f7f7f7f); // so that the row does not look unusual
+        }
     }
-    // Brings the next chunk, if there is one.
-    MX_MEMBER void fill() {
-        if ((filled > 0 && chunk < a.chunks()) || open()) {
-            copy_chunk();
+    MX_MEMBER void run() const {
+        Walk walk(a, Rows::count(a), lane);
+        int x_rows[kHalfCols / 4], own = -1;
+        const int chunks = a.chunks();
+        int chunk = chunks, entry = kDepth - 1;
+        for (Turn<kDepth> turn;; turn.next()) {
+            barrier_wait(shared_address(shared.taken + turn.at), turn.parity ^ 1);
+            if (chunk == chunks) {
+                const bool more = walk.next([&] {
+                    store_zeros<Out, Rows::kFeatures, kActivation != kNoActivation>(a, walk, half,
+                                                                                    kCopying);
+                });
+                chunk = 0;
+                entry = !more ? -1 : entry + 1 == kDepth ? 0 : entry + 1;
+                if (more)
+                    open(walk, entry, x_rows, own);
+            }
+            if (lane == 0 && half == 0)
+                shared.chunks[turn.at] = {entry, chunk == 0, chunk + 1 == chunks};
+            if (entry >= 0)
+                copy(walk, shared_address(shared.ring[turn.at]), chunk, x_rows, own);
+            const unsigned copied = shared_address(shared.copied + turn.at);
+            barrier_arrive_with_copies(copied);
+            barrier_arrive(copied); // for what was stored
+            if (entry < 0)
+                break;
             ++chunk;
-            ++filled;
         }
         copy_commit();
-        slot = slot + 1 == kDepth ? 0 : slot + 1;
+        copy_wait<0>(); // copies must not outlive the warp
     }
 };
 
-// Makes fp16 of what this thread has copied of x.
+// Makes fp16 of x. Each thread has a row, or one of two the half of a row.
 struct Converter {
-    const MoeArgs& a;
     Shared& shared;
-    const int thread, x_row_in_tile, x_part;
-    int converted = 0, slot = 0, chunk = 0; // chunks so far; the next ones
-    int unit;                               // of the row's sums, an e8m0 byte
+    const int lane, warp;
+    static constexpr int kRowThreads = kConverting * kLanes / kCols;
+    static constexpr int kParts = 8 / kRowThreads; // of 16 k
 
-    MX_MEMBER void convert() {
-        const unsigned from = shared_address(shared.ring[slot]);
-        const unsigned scales = load_shared_4(from + kXScalesAt + thread * 4);
-        const int most =
-            max(max(scales & 255, scales >> 8 & 255), max(scales >> 16 & 255, scales >> 24));
-        const int needed = min(max(most - kHeadroom, kFirstUnit), kLastUnit);
-        if (chunk == 0) {
-            unit = needed;
-        } else if (most + 127 - unit > static_cast<int>(kLastF16Scale) && needed > unit) {
-            unit = needed;
-            shared.grown[converted % 4] = 1;
+    MX_MEMBER void run() const {
+        const int thread = warp * kLanes + lane;
+        const int row = thread / kRowThreads, first_part = thread % kRowThreads * kParts;
+        int unit = 0; // of the row's sums, an e8m0 byte
+        unsigned number = 0;
+        Turn<kHalves> to;
+        for (Turn<kDepth> turn;; turn.next(), to.next(), ++number) {
+            barrier_wait(shared_address(shared.copied + turn.at), turn.parity);
+            const Chunk chunk = shared.chunks[turn.at];
+            if (chunk.entry < 0)
+                break;
+            barrier_wait(shared_address(shared.used + to.at), to.parity ^ 1);
+            const unsigned from = shared_address(shared.ring[turn.at]);
+            const unsigned scales = load_shared_4(from + kXScalesAt + row * 4);
+            const int most =
+                max(max(scales & 255, scales >> 8 & 255), max(scales >> 16 & 255, scales >> 24));
+            const int needed = min(max(most - kHeadroom, kFirstUnit), kLastUnit);
+            const bool grown = !chunk.first && needed > unit &&
+                               most + 127 - unit > static_cast<int>(kLastF16Scale);
+            if (chunk.first || grown)
+                unit = needed;
+            if (first_part == 0)
+                shared.units[number % 4][row] = bits_to_float(unit << 23);
+            const bool outside = convert(from + kXAt, shared_address(shared.halves[to.at]), scales,
+                                         unit, row, first_part);
+            const bool any_grown = __any_sync(~0u, grown), any_outside = __any_sync(~0u, outside);
+            if (lane == 0) {
+                shared.grown[to.at][warp] = any_grown;
+                shared.outside[to.at][warp] = any_outside;
+            }
+            barrier_arrive(shared_address(shared.converted + to.at));
         }
-        if (x_part == 0)
-            shared.units[converted % 4][x_row_in_tile] = bits_to_float(unit << 23);
-        const unsigned to = shared_address(shared.halves[converted % 2]);
+    }
+    // Whether there are values whose scale does not fit.
+    MX_MEMBER bool convert(unsigned x, unsigned halves, unsigned scales, int unit, int row,
+                           int first_part) const {
+        // 4 rows later lanes take parts, and 2 rows later halves of these, in the other order: so
+        // they are on different banks.
+        const int flipped = row / 4 % 2, swapped = row / 2 % 2 * 16;
         bool outside = false;
 #pragma unroll
         for (int i = 0; i < kParts; ++i) {
-            const int part = x_part + i * kRowThreads, b = part / 2;
-            const uint4 payload = load_shared_16(from + kXAt + swizzled(x_row_in_tile, part));
+            const int part = first_part + (i ^ flipped), b = part / 2;
+            const uint4 payload = load_shared_16(x + swizzled(row, part));
             const unsigned byte = scales >> 8 * b & 255;
             const unsigned relative = byte + 127 - unit;
             outside |=
                 relative - kFirstF16Scale > kLastF16Scale - kFirstF16Scale &&
                 (byte == kNanScale || (payload.x | payload.y | payload.z | payload.w) & 0x7f7f7f7f);
             const unsigned factor = e8m0_to_f16x2(relative);
-            const unsigned place = to + ((b * kColTiles + x_row_in_tile / 8) * kLanes +
-                                         x_row_in_tile % 8 * 4 + part % 2 * 2) *
-                                            16;
-            store_shared_16(place, multiply(e4m3x8_to_f16({payload.x, payload.y}), factor));
-            store_shared_16(place + 16, multiply(e4m3x8_to_f16({payload.z, payload.w}), factor));
+            const unsigned place =
+                halves + ((b * kColTiles + row / 8) * kLanes + row % 8 * 4 + part % 2 * 2) * 16;
+            const uint2 first = swapped ? uint2{payload.z, payload.w} : uint2{payload.x, payload.y};
+            const uint2 second =
+                swapped ? uint2{payload.x, payload.y} : uint2{payload.z, payload.w};
+            store_shared_16(place + swapped, multiply(e4m3x8_to_f16(first), factor));
+            store_shared_16(place + (swapped ^ 16), multiply(e4m3x8_to_f16(second), factor));
         }
-        if (outside)
-            shared.outside[converted % 4] = 1;
-        if (thread == 0)
-            shared.outside[(converted + 1) % 4] = shared.grown[(converted + 1) % 4] = 0;
-        ++converted;
-        slot = slot + 1 == kDepth ? 0 : slot + 1;
-        chunk = chunk + 1 == a.chunks() ? 0 : chunk + 1;
+        return outside;
     }
 };
 
@@ -278,8 +329,7 @@ MX_DEVICE void add_plain_x(Sums& sums, unsigned w, unsigned x, unsigned x_scales
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 const int m = j * 8 + lane % 4 * 2 + c;
-                scales[c] =
-                    e8m0_split(load_shared_4(x_scales + m * kRowThreads * 4) >> 8 * b & 255);
+                scales[c] = e8m0_split(load_shared_4(x_scales + m * 4) >> 8 * b & 255);
             }
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
@@ -351,8 +401,8 @@ MX_DEVICE void store_plain(const MoeArgs& a, const Entry& entry, const Sums& sum
 // A warp has 16 features, gate in its first tile of rows and up in the second; two warps have a
 // block of 32.
 template <int Activation>
-MX_DEVICE void store_activated(const MoeArgs& a, const Entry& entry, Sums& sums, Shared& shared,
-                               int warp, int lane) {
+MX_DEVICE void store_activated(const MoeArgs& a, const Entry& entry, Sums& sums,
+                               unsigned (&amaxes)[kWarps][kCols], int warp, int lane) {
     const long first = entry.tile * static_cast<long>(Rows::kFeatures) + warp * 16 + lane / 4;
 #pragma unroll
     for (int j = 0; j < kColTiles; ++j)
@@ -370,9 +420,9 @@ MX_DEVICE void store_activated(const MoeArgs& a, const Entry& entry, Sums& sums,
             for (int distance = 4; distance < kLanes; distance *= 2)
                 amax = max(amax, __shfl_xor_sync(~0u, amax, distance));
             if (lane < 4)
-                shared.amax[warp][column_of(j, c, lane)] = amax;
+                amaxes[warp][column_of(j, c, lane)] = amax;
         }
-    group_barrier();
+    named_barrier(1 + warp / 2, 2 * kLanes);
 #pragma unroll
     for (int j = 0; j < kColTiles; ++j)
 #pragma unroll
@@ -383,7 +433,7 @@ MX_DEVICE void store_activated(const MoeArgs& a, const Entry& entry, Sums& sums,
             if (t < 0 || first >= a.N / 2)
                 continue;
             const BlockScale scale =
-                block_scale<E4M3, kRoundUp>(max(shared.amax[warp][m], shared.amax[warp ^ 1][m]));
+                block_scale<E4M3, kRoundUp>(max(amaxes[warp][m], amaxes[warp ^ 1][m]));
             const unsigned bytes =
                 to_e4m3x4<kRoundUp>(sums[0][j][c], sums[0][j][2 + c], 0.0f, 0.0f, scale);
             const long n = t * (a.N / 2) + first;
@@ -393,6 +443,85 @@ MX_DEVICE void store_activated(const MoeArgs& a, const Entry& entry, Sums& sums,
                 a.out_scales[n / kBlock] = scale.byte;
         }
 }
+
+// Adds chunks and stores what they come to.
+struct Adder {
+    const MoeArgs& a;
+    Shared& shared;
+    const int lane, warp;
+
+    MX_MEMBER void run() const {
+        Sums sums;
+        bool in_units = true; // the sums; else they are plain
+        unsigned number = 0, entries = 0;
+        Turn<kHalves> from;
+        for (Turn<kDepth> turn;; turn.next(), from.next(), ++number) {
+            barrier_wait(shared_address(shared.copied + turn.at), turn.parity);
+            const Chunk chunk = shared.chunks[turn.at];
+            if (chunk.entry < 0)
+                break;
+            const Entry& entry = shared.queue[chunk.entry];
+            if (chunk.first) {
+                in_units = true;
+#pragma unroll
+                for (auto& rows : sums)
+#pragma unroll
+                    for (auto& tile : rows)
+#pragma unroll
+                        for (float& sum : tile)
+                            sum = 0.0f;
+            }
+            const unsigned slot = shared_address(shared.ring[turn.at]);
+            const unsigned w = slot + warp * kWarpRows * kChunk;
+            unsigned w_scales[kRowTiles][2], most = 0;
+#pragma unroll
+            for (int i = 0; i < kRowTiles * 2; ++i) {
+                const unsigned word =
+                    load_shared_4(slot + kWScalesAt + (warp * kWarpRows + i * 8 + lane / 4) * 4);
+                w_scales[i / 2][i % 2] = word;
+                most = max(max(most, max(word & 255, word >> 8 & 255)),
+                           max(word >> 16 & 255, word >> 24));
+            }
+            barrier_wait(shared_address(shared.converted + from.at), from.parity);
+            const float* units = shared.units[number % 4];
+            const float* before = shared.units[(number + 3) % 4];
+            const bool fits = __all_sync(~0u, most <= kLastWScale) &&
+                              !(shared.outside[from.at][0] | shared.outside[from.at][1]);
+            if (in_units && fits && (shared.grown[from.at][0] | shared.grown[from.at][1]))
+                change_units(sums, before, [&](int m) { return units[m]; }, lane);
+            if (in_units && !fits) {
+                in_units = false;
+                if (!chunk.first)
+                    change_units(sums, before, [](int) { return 1.0f; }, lane);
+            }
+            const unsigned halves = shared_address(shared.halves[from.at]);
+            if (!in_units)
+                add_plain_x(sums, w, slot + kXAt, slot + kXScalesAt, w_scales, entry.col_tiles,
+                            lane);
+            else if (entry.col_tiles > kColTiles / 2)
+                add_scaled_x<kColTiles>(sums, w, halves, w_scales, lane);
+            else
+                add_scaled_x<kColTiles / 2>(sums, w, halves, w_scales, lane);
+            if (chunk.last) {
+                if (in_units)
+                    change_units(sums, units, [](int) { return 1.0f; }, lane);
+                if (a.bias_kind != kNone)
+                    add_bias(a, entry, sums, warp, lane);
+                if constexpr (kActivation == kNoActivation)
+                    store_plain(a, entry, sums, warp, lane);
+                else
+                    store_activated<kActivation>(a, entry, sums, shared.amax[entries % 2], warp,
+                                                 lane);
+                ++entries;
+            }
+            __syncwarp();
+            if (lane == 0) {
+                barrier_arrive(shared_address(shared.taken + turn.at));
+                barrier_arrive(shared_address(shared.used + from.at));
+            }
+        }
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads, kGroups)
     aiter_mx_moe_gemm(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
@@ -426,82 +555,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kGroups)
                     bias_kind,
                     {alpha, beta, limit}};
     const int thread = threadIdx.x, lane = thread % kLanes, warp = thread / kLanes;
-    const int x_row_in_tile = thread / kRowThreads, x_part = thread % kRowThreads;
-    if (thread < 4)
-        shared.outside[thread] = shared.grown[thread] = 0;
-    Walk walk(a, Rows::count(a), lane);
-    Filler filler{a, shared, walk, thread, lane, warp, x_row_in_tile, x_part};
-    Converter converter{a, shared, thread, x_row_in_tile, x_part};
-    group_barrier(); // the flags are set up
-
-    Sums sums;
-    bool in_units = true; // the sums; else they are plain
-    int done = 0, slot = 0, chunk = 0;
-    const Entry* entry = shared.queue;
-    for (int step = 0;; ++step) {
-        filler.fill();
-        if (step < kDepth - 2)
-            continue;
-        copy_wait<kDepth - 2>();
-        if (converter.converted < filler.filled)
-            converter.convert();
-        if (step >= kDepth - 1) {
-            if (done == filler.filled)
-                break;
-            if (chunk == 0) {
-                in_units = true;
-#pragma unroll
-                for (auto& rows : sums)
-#pragma unroll
-                    for (auto& tile : rows)
-#pragma unroll
-                        for (float& sum : tile)
-                            sum = 0.0f;
-            }
-            const unsigned at = shared_address(shared.ring[slot]);
-            const unsigned w = at + warp * kWarpBytes;
-            unsigned w_scales[kRowTiles][2], most = 0;
-#pragma unroll
-            for (int i = 0; i < kRowTiles * 2; ++i) {
-                const unsigned word = load_shared_4(w + kWScalesAt + (i * 8 + lane / 4) * 4);
-                w_scales[i / 2][i % 2] = word;
-                most = max(max(most, max(word & 255, word >> 8 & 255)),
-                           max(word >> 16 & 255, word >> 24));
-            }
-            const float* units = shared.units[done % 4];
-            const float* before = shared.units[(done + 3) % 4];
-            const bool fits = __all_sync(~0u, most <= kLastWScale) && !shared.outside[done % 4];
-            if (in_units && fits && shared.grown[done % 4])
-                change_units(sums, before, [&](int m) { return units[m]; }, lane);
-            if (in_units && !fits) {
-                in_units = false;
-                if (chunk > 0)
-                    change_units(sums, before, [](int) { return 1.0f; }, lane);
-            }
-            if (!in_units)
-                add_plain_x(sums, w, at + kXAt, at + kXScalesAt, w_scales, entry->col_tiles, lane);
-            else if (entry->col_tiles > kColTiles / 2)
-                add_scaled_x<kColTiles>(sums, w, shared_address(shared.halves[done % 2]), w_scales,
-                                        lane);
-            else
-                add_scaled_x<kColTiles / 2>(sums, w, shared_address(shared.halves[done % 2]),
-                                            w_scales, lane);
-            ++done;
-            ++chunk;
-            slot = slot + 1 == kDepth ? 0 : slot + 1;
-        }
-        group_barrier(); // a chunk is converted, another one no longer read
-        if (chunk < a.chunks())
-            continue;
-        if (in_units)
-            change_units(sums, shared.units[(done + 3) % 4], [](int) { return 1.0f; }, lane);
-        if (a.bias_kind != kNone)
-            add_bias(a, *entry, sums, warp, lane);
-        if constexpr (kActivation == kNoActivation)
-            store_plain(a, *entry, sums, warp, lane);
-        else
-            store_activated<kActivation>(a, *entry, sums, shared, warp, lane);
-        chunk = 0;
-        entry = entry + 1 == shared.queue + kEntries ? shared.queue : entry + 1;
+    if (thread < kDepth) {
+        barrier_init(shared_address(shared.copied + thread), 2 * kCopying * kLanes);
+        barrier_init(shared_address(shared.taken + thread), kWarps);
     }
+    if (thread < kHalves) {
+        barrier_init(shared_address(shared.converted + thread), kConverting * kLanes);
+        barrier_init(shared_address(shared.used + thread), kWarps);
+    }
+    group_barrier();
+    if (warp < kWarps) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kAddingRegisters));
+        Adder{a, shared, lane, warp}.run();
+        return;
+    }
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
+    if (warp < kWarps + kCopying)
+        Copier{a, shared, lane, warp - kWarps}.run();
+    else
+        Converter{shared, lane, warp - kWarps - kCopying}.run();
 }

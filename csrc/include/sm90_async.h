@@ -52,6 +52,27 @@ MX_DEVICE void barrier_init(unsigned barrier, unsigned arrivals) {
                  : "memory");
 }
 
+MX_DEVICE void barrier_arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives once this thread's copies so far are complete; one of the arrivals that are expected.
+MX_DEVICE void barrier_arrive_with_copies(unsigned barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits until the phase of this parity is over, to which only this workgroup adds.
+MX_DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n"
+                 "}" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+
 MX_DEVICE void barrier_arrive_expect(unsigned barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");

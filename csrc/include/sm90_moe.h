@@ -28,7 +28,14 @@ struct MoeArgs {
     ActivationArgs activation;
 
     MX_MEMBER Offset blocks() const { return static_cast<Offset>(K) / kBlock; }
-    MX_MEMBER int chunks() const { return (K + kChunk - 1) / kChunk; }
+    // Of K, and of N, the host sees to it that 32 bits hold them.
+    MX_MEMBER Offset row_of_k(unsigned row) const {
+        return static_cast<Offset>(row) * static_cast<unsigned>(K);
+    }
+    MX_MEMBER Offset row_of_blocks(unsigned row) const {
+        return static_cast<Offset>(row) * static_cast<unsigned>(K / kBlock);
+    }
+    MX_MEMBER int chunks() const { return (static_cast<int>(K) + kChunk - 1) / kChunk; }
     MX_MEMBER unsigned pieces() const { return (block_m + kPiece - 1) / kPiece; }
 };
 
@@ -72,14 +79,14 @@ struct TileRows {
 
     MX_MEMBER static long count(const MoeArgs& a) { return (a.N + Rows - 1) / Rows; }
     // The row of an expert's w; those past its last one are taken from that.
-    MX_MEMBER static long row(const MoeArgs& a, unsigned tile, int r) {
+    MX_MEMBER static unsigned row(const MoeArgs& a, unsigned tile, unsigned r) {
+        const unsigned rows = a.N;
         if constexpr (!Activated)
-            return min(tile * static_cast<long>(Rows) + r, a.N - 1);
-        constexpr int half = Group / 2;
-        const long feature =
-            min(tile * static_cast<long>(kFeatures) + r / Group * half + r % half, a.N / 2 - 1);
-        const bool up = r % Group >= half;
-        return Interleaved ? 2 * feature + up : feature + (up ? a.N / 2 : 0);
+            return min(tile * Rows + r, rows - 1);
+        constexpr unsigned half = Group / 2;
+        const unsigned feature = min(tile * kFeatures + r / Group * half + r % half, rows / 2 - 1);
+        const unsigned up = r % Group >= half;
+        return Interleaved ? 2 * feature + up : feature + up * (rows / 2);
     }
 };
 

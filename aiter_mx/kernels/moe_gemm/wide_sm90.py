@@ -17,7 +17,7 @@ from aiter_mx.kernels.spec import (
 from aiter_mx.target import Target
 
 PARAMS = (
-    Param("warps", (4, 8), "warps of a workgroup, each with 32 rows of w"),
+    Param("warps", (4, 8), "warps of a workgroup that add, each with 32 rows of w"),
     Param("col_tiles", (4, 8), "tiles of 8 rows of x that a workgroup takes at a time"),
     Param("depth", (3, 4, 5), "times 128 k that are in the ring"),
     Param("groups", (1, 2), "workgroups of an SM"),
@@ -28,15 +28,16 @@ _WARP_ROWS = 32  # of w
 _PIECE = 64  # ids of a block that are looked up at a time
 _MAX_ITEMS = 1 << 31
 _SHARED_BYTES = 227 * 1024  # of an SM, for workgroups of 1 KiB more each: compute capability 9.0
-_MOST_WARPS = 8  # of an SM: of 255 registers each
+_OTHER_WARPS = 4  # of a workgroup
+_WARPS = 8  # of an SM that add: as its registers are shared out
 
 
 def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
     """Of a workgroup: ring, x in fp16, queue, maxima, units and flags."""
     warps, cols, depth = config["warps"], config["col_tiles"] * 8, config["depth"]
-    slot = warps * _WARP_ROWS * (_CHUNK + 4) + cols * _CHUNK + warps * 32 * 4
-    queue = (depth + 1) * (cols * 8 + 16)
-    return depth * slot + 2 * cols * _CHUNK * 2 + queue + (warps + 4) * cols * 4 + 32
+    slot = (warps * _WARP_ROWS + cols) * (_CHUNK + 4)
+    queue = depth * (cols * 8 + 16)
+    return depth * (slot + 28) + 2 * cols * _CHUNK * 2 + queue + (2 * warps + 4) * cols * 4 + 80
 
 
 def _items(problem: MoeGemmProblem, config: Config) -> int:
@@ -56,7 +57,7 @@ def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
 
 def _fits(problem: MoeGemmProblem, config: Config) -> bool:
     return (
-        config["warps"] * config["groups"] <= _MOST_WARPS
+        config["warps"] * config["groups"] == _WARPS
         and (shared_bytes(problem, config) + 1024) * config["groups"] <= _SHARED_BYTES
     )
 
@@ -88,7 +89,7 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
     groups = min(target.cu_num * config["groups"], _items(problem, config))
     return Geometry(
         grid=(max(1, groups), 1, 1),
-        block=(config["warps"] * target.wave_size, 1, 1),
+        block=((config["warps"] + _OTHER_WARPS) * target.wave_size, 1, 1),
         shared_bytes=shared_bytes(problem, config),
     )
 
