@@ -5,9 +5,9 @@
 // to kCols rows of x, those of a block of ids, and goes along K by kChunk. Its warps share the work
 // so that none of them waits for memory while it could add:
 //
-//   copying     2 warps bring w and x, both e4m3, into a ring, as far ahead as there is room,
+//   copying     4 warps bring w and x, both e4m3, into a ring, as far ahead as there is room,
 //               across the ends of tiles
-//   converting  2 warps make fp16 of x, in the order in which lanes take it, once for all
+//   converting  4 warps make fp16 of x, in the order in which lanes take it, once for all
 //   adding      kWarps warps take w from the ring and x from what was converted
 //
 // A 32-block is two matrix instructions, whose fp32 sums are then scaled. Scales of x go into its
@@ -27,18 +27,16 @@
 
 using namespace mx;
 
-constexpr int kWarps = MX_WARPS;        // that add
+constexpr int kWarps = 8;               // that add
 constexpr int kColTiles = MX_COL_TILES; // 8 rows of x each
 constexpr int kDepth = MX_DEPTH;        // chunks in the ring
-constexpr int kGroups = MX_GROUPS;      // workgroups that an SM must have room for
 constexpr int kActivation = MX_ACTIVATION;
 using Out = DType<kActivation == kNoActivation ? MX_OUT : kF32>;
 
-constexpr int kCopying = 2, kConverting = 2; // warps, after those that add
+constexpr int kCopying = 4, kConverting = 4; // warps, after those that add
 constexpr int kThreads = (kWarps + kCopying + kConverting) * kLanes;
 // Registers move from the warps that do not add to those that do.
-constexpr int kOtherRegisters = 104;
-constexpr int kAddingRegisters = kWarps == 8 ? 200 : kGroups == 2 ? 152 : 232;
+constexpr int kCopyingRegisters = 104, kConvertingRegisters = 72, kAddingRegisters = 168;
 constexpr int kRowTiles = 2; // 16 rows of w each, of a warp
 constexpr int kWarpRows = kRowTiles * 16;
 constexpr int kRows = kWarps * kWarpRows;
@@ -67,7 +65,7 @@ struct Entry {
 // What is in a slot of the ring.
 struct Chunk {
     int entry; // its place in the queue, or -1: there is nothing more
-    int first, last;
+    int first;
 };
 struct Shared {
     unsigned char ring[kDepth][kSlotBytes];
@@ -75,15 +73,17 @@ struct Shared {
     Entry queue[kDepth]; // an entry is in use as long as one of its chunks is in the ring
     unsigned amax[2][kWarps][kCols]; // of a warp's features, after the activation
     float units[4][kCols];           // of x's rows, of a chunk by its number modulo 4
-    // Of a chunk that is converted, by its warps: whether units have grown, and whether there are
-    // scales that do not fit into fp16.
-    int grown[kHalves][kConverting], outside[kHalves][kConverting];
+    alignas(4) unsigned char flags[kHalves][kConverting]; // of a chunk that is converted, by warps
     Chunk chunks[kDepth];
     unsigned long long copied[kDepth], taken[kDepth]; // barriers of the ring
     unsigned long long converted[kHalves], used[kHalves];
 };
+static_assert(kConverting == 4, "their flags are read as a word");
 static_assert(sizeof(Shared) <= MX_SHARED_BYTES,
               "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/wide_sm90.py");
+
+// Of a chunk's scales of x: units have grown; there are some that do not fit into fp16.
+enum Flags { kGrown = 1, kOutside = 2 };
 
 // A place in a ring of Size, and the parity of the round.
 template <int Size>
@@ -110,59 +110,59 @@ MX_DEVICE void store_shared_16(unsigned address, const f16x8& v) {
                  : "memory");
 }
 
-// Copies half of the rows of each chunk.
+// Copies a share of the rows of each chunk.
 struct Copier {
     const MoeArgs& a;
     Shared& shared;
-    const int lane, half;
-    static constexpr int kHalfRows = kRows / kCopying, kHalfCols = kCols / kCopying;
+    const int lane, share;
+    static constexpr int kShareRows = kRows / kCopying, kShareCols = kCols / kCopying;
 
-    MX_MEMBER void open(const Walk& walk, int at, int (&x_rows)[kHalfCols / 4], int& own) const {
-        const int row = walk.row(half * kHalfCols + lane % kHalfCols);
+    MX_MEMBER void open(const Walk& walk, int at, int (&x_rows)[kShareCols / 4], int& own) const {
+        const int row = walk.row(share * kShareCols + lane % kShareCols);
         own = row < 0 ? -1 : row / a.a_div;
 #pragma unroll
-        for (int i = 0; i < kHalfCols / 4; ++i)
+        for (int i = 0; i < kShareCols / 4; ++i)
             x_rows[i] = __shfl_sync(~0u, own, lane / 8 + 4 * i);
         Entry& to = shared.queue[at];
-        if (lane < kHalfCols) {
-            const int m = half * kHalfCols + lane;
+        if (lane < kShareCols) {
+            const int m = share * kShareCols + lane;
             to.t[m] = row;
             if (a.weights != nullptr && row >= 0)
                 copy_word_async(shared_address(to.weights + m), walk.weight(m, row));
         }
-        if (lane == 0 && half == 0) {
+        if (lane == 0 && share == 0) {
             to.expert = walk.expert;
             to.tile = walk.tile;
             to.col_tiles = walk.col_tiles();
         }
     }
     MX_MEMBER void copy(const Walk& walk, unsigned to, int chunk,
-                        const int (&x_rows)[kHalfCols / 4], int own) const {
+                        const int (&x_rows)[kShareCols / 4], int own) const {
         const Offset first_row = walk.expert * static_cast<Offset>(a.N);
         const int part = lane % 8, row_in_4 = lane / 8;
         const Offset k = static_cast<Offset>(chunk) * kChunk + part * 16;
         const unsigned char* w = a.wq + first_row * a.K + k;
-        unsigned place = to + half * kHalfRows * kChunk + swizzled(row_in_4, part);
+        unsigned place = to + share * kShareRows * kChunk + swizzled(row_in_4, part);
 #pragma unroll 8
-        for (int i = 0; i < kHalfRows / 4; ++i) {
-            const int r = half * kHalfRows + i * 4 + row_in_4;
+        for (int i = 0; i < kShareRows / 4; ++i) {
+            const int r = share * kShareRows + i * 4 + row_in_4;
             copy_once_async(place + i * 4 * kChunk, w + a.row_of_k(Rows::row(a, walk.tile, r)),
                             true);
         }
-        place = to + kXAt + half * kHalfCols * kChunk + swizzled(row_in_4, part);
+        place = to + kXAt + share * kShareCols * kChunk + swizzled(row_in_4, part);
 #pragma unroll
-        for (int i = 0; i < kHalfCols / 4; ++i)
+        for (int i = 0; i < kShareCols / 4; ++i)
             if (x_rows[i] >= 0)
                 copy_async(place + i * 4 * kChunk, a.xq + a.row_of_k(x_rows[i]) + k, true);
         const unsigned char* w_scales = a.ws + first_row * a.blocks() + chunk * kBlocks;
 #pragma unroll
-        for (int i = 0; i < kHalfRows / kLanes; ++i) {
-            const int r = half * kHalfRows + i * kLanes + lane;
+        for (int i = 0; i < kShareRows / kLanes; ++i) {
+            const int r = share * kShareRows + i * kLanes + lane;
             copy_word_async(to + kWScalesAt + r * 4,
                             w_scales + a.row_of_blocks(Rows::row(a, walk.tile, r)));
         }
-        if (lane < kHalfCols) {
-            const unsigned scales = to + kXScalesAt + (half * kHalfCols + lane) * 4;
+        if (lane < kShareCols) {
+            const unsigned scales = to + kXScalesAt + (share * kShareCols + lane) * 4;
             if (own >= 0)
                 copy_word_async(scales, a.xs + a.row_of_blocks(own) + chunk * kBlocks);
             else
@@ -171,14 +171,14 @@ struct Copier {
     }
     MX_MEMBER void run() const {
         Walk walk(a, Rows::count(a), lane);
-        int x_rows[kHalfCols / 4], own = -1;
+        int x_rows[kShareCols / 4], own = -1;
         const int chunks = a.chunks();
         int chunk = chunks, entry = kDepth - 1;
         for (Turn<kDepth> turn;; turn.next()) {
             barrier_wait(shared_address(shared.taken + turn.at), turn.parity ^ 1);
             if (chunk == chunks) {
                 const bool more = walk.next([&] {
-                    store_zeros<Out, Rows::kFeatures, kActivation != kNoActivation>(a, walk, half,
+                    store_zeros<Out, Rows::kFeatures, kActivation != kNoActivation>(a, walk, share,
                                                                                     kCopying);
                 });
                 chunk = 0;
@@ -186,8 +186,8 @@ struct Copier {
                 if (more)
                     open(walk, entry, x_rows, own);
             }
-            if (lane == 0 && half == 0)
-                shared.chunks[turn.at] = {entry, chunk == 0, chunk + 1 == chunks};
+            if (lane == 0 && share == 0)
+                shared.chunks[turn.at] = {entry, chunk == 0};
             if (entry >= 0)
                 copy(walk, shared_address(shared.ring[turn.at]), chunk, x_rows, own);
             const unsigned copied = shared_address(shared.copied + turn.at);
@@ -202,7 +202,7 @@ struct Copier {
     }
 };
 
-// Makes fp16 of x. Each thread has a row, or one of two the half of a row.
+// Makes fp16 of x. Each thread has a part of a row.
 struct Converter {
     Shared& shared;
     const int lane, warp;
@@ -235,10 +235,8 @@ struct Converter {
             const bool outside = convert(from + kXAt, shared_address(shared.halves[to.at]), scales,
                                          unit, row, first_part);
             const bool any_grown = __any_sync(~0u, grown), any_outside = __any_sync(~0u, outside);
-            if (lane == 0) {
-                shared.grown[to.at][warp] = any_grown;
-                shared.outside[to.at][warp] = any_outside;
-            }
+            if (lane == 0)
+                shared.flags[to.at][warp] = any_grown * kGrown + any_outside * kOutside;
             barrier_arrive(shared_address(shared.converted + to.at));
         }
     }
@@ -275,24 +273,49 @@ using Sums = float[kRowTiles][kColTiles][4];
 
 // The rows of w of a lane: of each tile of 16, two.
 struct Weights {
-    f16x8 rows[kRowTiles][2];
+    uint2 payload[kRowTiles][2];
 
-    MX_MEMBER Weights(unsigned w, int b, int lane) {
+    MX_MEMBER void load(unsigned w, int b, int lane) {
         const unsigned at = w + swizzled_block(b, lane);
 #pragma unroll
         for (int i = 0; i < kRowTiles * 2; ++i)
-            rows[i / 2][i % 2] = e4m3x8_to_f16(load_shared_8(at + i * 8 * kChunk));
+            payload[i / 2][i % 2] = load_shared_8(at + i * 8 * kChunk);
+    }
+    MX_MEMBER void convert(f16x8 (&rows)[kRowTiles][2]) const {
+#pragma unroll
+        for (int i = 0; i < kRowTiles * 2; ++i)
+            rows[i / 2][i % 2] = e4m3x8_to_f16(payload[i / 2][i % 2]);
     }
 };
 
 // Adds a chunk of the first ColTiles tiles of x, whose scales are in its fp16. Those of w are not
-// NaN.
+// NaN. What a block begins with is loaded while the one before is added.
 template <int ColTiles>
 MX_DEVICE void add_scaled_x(Sums& sums, unsigned w, unsigned x,
                             const unsigned (&w_scales)[kRowTiles][2], int lane) {
+    constexpr int ahead = 2; // tiles of x
+    const auto load_x = [&](int b, int j) {
+        return load_shared_16(x + ((b * kColTiles + j) * kLanes + lane) * 16);
+    };
+    Weights weights;
+    uint4 columns[ahead];
+    weights.load(w, 0, lane);
+#pragma unroll
+    for (int j = 0; j < ahead; ++j)
+        columns[j] = load_x(0, j);
 #pragma unroll 1 // else more is loaded ahead than registers hold
     for (int b = 0; b < kBlocks; ++b) {
-        const Weights weights(w, b, lane);
+        f16x8 rows[kRowTiles][2];
+        weights.convert(rows);
+        uint4 all[ColTiles];
+#pragma unroll
+        for (int j = 0; j < ColTiles; ++j)
+            all[j] = j < ahead ? columns[j] : load_x(b, j);
+        const int next = b + 1 < kBlocks ? b + 1 : 0; // the last time it is not used
+        weights.load(w, next, lane);
+#pragma unroll
+        for (int j = 0; j < ahead; ++j)
+            columns[j] = load_x(next, j);
         float scales[kRowTiles][2];
 #pragma unroll
         for (int i = 0; i < kRowTiles * 2; ++i)
@@ -300,12 +323,11 @@ MX_DEVICE void add_scaled_x(Sums& sums, unsigned w, unsigned x,
                 max(w_scales[i / 2][i % 2] >> 8 * b << 23 & 0x7f800000, kTwoToMinus127));
 #pragma unroll
         for (int j = 0; j < ColTiles; ++j) {
-            const uint4 words = load_shared_16(x + ((b * kColTiles + j) * kLanes + lane) * 16);
-            const f16x8 column = {{words.x, words.y, words.z, words.w}};
+            const f16x8 column = {{all[j].x, all[j].y, all[j].z, all[j].w}};
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
                 float dots[4];
-                mma_block(dots, weights.rows[i][0], weights.rows[i][1], column);
+                mma_block(dots, rows[i][0], rows[i][1], column);
 #pragma unroll
                 for (int d = 0; d < 4; ++d)
                     sums[i][j][d] = mx::fma(dots[d], scales[i][d / 2], sums[i][j][d]);
@@ -318,7 +340,10 @@ MX_DEVICE void add_scaled_x(Sums& sums, unsigned w, unsigned x,
 MX_DEVICE void add_plain_x(Sums& sums, unsigned w, unsigned x, unsigned x_scales,
                            const unsigned (&w_scales)[kRowTiles][2], int col_tiles, int lane) {
     for (int b = 0; b < kBlocks; ++b) {
-        const Weights weights(w, b, lane);
+        Weights weights;
+        f16x8 rows[kRowTiles][2];
+        weights.load(w, b, lane);
+        weights.convert(rows);
         const unsigned column_at = x + swizzled_block(b, lane);
 #pragma unroll
         for (int j = 0; j < kColTiles; ++j) {
@@ -334,7 +359,7 @@ MX_DEVICE void add_plain_x(Sums& sums, unsigned w, unsigned x, unsigned x_scales
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
                 float dots[4];
-                mma_block(dots, weights.rows[i][0], weights.rows[i][1], column);
+                mma_block(dots, rows[i][0], rows[i][1], column);
 #pragma unroll
                 for (int d = 0; d < 4; ++d)
                     sums[i][j][d] = add_scaled(sums[i][j][d], dots[d], scales[d % 2],
@@ -454,23 +479,11 @@ struct Adder {
         Sums sums;
         bool in_units = true; // the sums; else they are plain
         unsigned number = 0, entries = 0;
+        const int chunks = a.chunks();
+        int chunk = 0, at = 0, col_tiles = 0; // of the entry, and its place in the queue
         Turn<kHalves> from;
         for (Turn<kDepth> turn;; turn.next(), from.next(), ++number) {
             barrier_wait(shared_address(shared.copied + turn.at), turn.parity);
-            const Chunk chunk = shared.chunks[turn.at];
-            if (chunk.entry < 0)
-                break;
-            const Entry& entry = shared.queue[chunk.entry];
-            if (chunk.first) {
-                in_units = true;
-#pragma unroll
-                for (auto& rows : sums)
-#pragma unroll
-                    for (auto& tile : rows)
-#pragma unroll
-                        for (float& sum : tile)
-                            sum = 0.0f;
-            }
             const unsigned slot = shared_address(shared.ring[turn.at]);
             const unsigned w = slot + warp * kWarpRows * kChunk;
             unsigned w_scales[kRowTiles][2], most = 0;
@@ -482,27 +495,44 @@ struct Adder {
                 most = max(max(most, max(word & 255, word >> 8 & 255)),
                            max(word >> 16 & 255, word >> 24));
             }
+            if (chunk == 0) {
+                at = shared.chunks[turn.at].entry;
+                if (at < 0)
+                    break;
+                col_tiles = shared.queue[at].col_tiles;
+                in_units = true;
+#pragma unroll
+                for (auto& rows : sums)
+#pragma unroll
+                    for (auto& tile : rows)
+#pragma unroll
+                        for (float& sum : tile)
+                            sum = 0.0f;
+            }
+            const bool few = __all_sync(~0u, most <= kLastWScale);
             barrier_wait(shared_address(shared.converted + from.at), from.parity);
+            const unsigned flags = load_shared_4(shared_address(shared.flags[from.at]));
             const float* units = shared.units[number % 4];
             const float* before = shared.units[(number + 3) % 4];
-            const bool fits = __all_sync(~0u, most <= kLastWScale) &&
-                              !(shared.outside[from.at][0] | shared.outside[from.at][1]);
-            if (in_units && fits && (shared.grown[from.at][0] | shared.grown[from.at][1]))
-                change_units(sums, before, [&](int m) { return units[m]; }, lane);
-            if (in_units && !fits) {
-                in_units = false;
-                if (!chunk.first)
-                    change_units(sums, before, [](int) { return 1.0f; }, lane);
+            if (in_units && (flags != 0 || !few)) {
+                if (!few || flags & kOutside * 0x01010101) {
+                    in_units = false;
+                    if (chunk > 0)
+                        change_units(sums, before, [](int) { return 1.0f; }, lane);
+                } else {
+                    change_units(sums, before, [&](int m) { return units[m]; }, lane);
+                }
             }
             const unsigned halves = shared_address(shared.halves[from.at]);
             if (!in_units)
-                add_plain_x(sums, w, slot + kXAt, slot + kXScalesAt, w_scales, entry.col_tiles,
-                            lane);
-            else if (entry.col_tiles > kColTiles / 2)
+                add_plain_x(sums, w, slot + kXAt, slot + kXScalesAt, w_scales, col_tiles, lane);
+            else if (col_tiles > kColTiles / 2)
                 add_scaled_x<kColTiles>(sums, w, halves, w_scales, lane);
             else
                 add_scaled_x<kColTiles / 2>(sums, w, halves, w_scales, lane);
-            if (chunk.last) {
+            if (++chunk == chunks) {
+                chunk = 0;
+                const Entry& entry = shared.queue[at];
                 if (in_units)
                     change_units(sums, units, [](int) { return 1.0f; }, lane);
                 if (a.bias_kind != kNone)
@@ -523,7 +553,7 @@ struct Adder {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, kGroups)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     aiter_mx_moe_gemm(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
                       const unsigned char* ws, const int* ids, const int* expert_ids,
                       const int* padded, const float* weights, const void* bias, void* out,
@@ -567,11 +597,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kGroups)
     if (warp < kWarps) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kAddingRegisters));
         Adder{a, shared, lane, warp}.run();
-        return;
-    }
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
-    if (warp < kWarps + kCopying)
+    } else if (warp < kWarps + kCopying) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopyingRegisters));
         Copier{a, shared, lane, warp - kWarps}.run();
-    else
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kConvertingRegisters));
         Converter{shared, lane, warp - kWarps - kCopying}.run();
+    }
 }

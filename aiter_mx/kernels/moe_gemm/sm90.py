@@ -26,6 +26,7 @@ PARAMS = (
 
 _CHUNK = 128  # k
 _PIECE = 64  # ids of a block that are looked up at a time
+MAX_SIDE = 1 << 31  # N and K, of which products alone are 64 bits wide
 _MAX_ITEMS = 1 << 31
 _SHARED_BYTES = 227 * 1024  # of an SM, for workgroups of 1 KiB more each: compute capability 9.0
 _REGISTERS = 64 * 1024  # of an SM
@@ -50,6 +51,8 @@ def _items(problem: MoeGemmProblem, config: Config) -> int:
 def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
     if target.arch not in MODULE.sources:
         return f"no such kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if max(problem.N, problem.K) >= MAX_SIDE:
+        return f"N={problem.N} and K={problem.K} must be below {MAX_SIDE}"
     if _items(problem, {"row_tiles": 1}) >= _MAX_ITEMS:
         return f"{problem.blocks} blocks by N={problem.N} are more tiles than 31 bits count"
     return None
