@@ -27,9 +27,10 @@
 
 using namespace mx;
 
-constexpr int kWarps = 8;               // that add
-constexpr int kColTiles = MX_COL_TILES; // 8 rows of x each
-constexpr int kDepth = MX_DEPTH;        // chunks in the ring
+constexpr int kWarps = 8;                     // that add
+constexpr int kColTiles = MX_COL_TILES;       // 8 rows of x each
+constexpr int kDepth = MX_DEPTH;              // chunks in the ring
+constexpr int kScaleChunks = MX_SCALE_CHUNKS; // whose scales are copied at once: 1, 2 or 4
 constexpr int kActivation = MX_ACTIVATION;
 using Out = DType<kActivation == kNoActivation ? MX_OUT : kF32>;
 
@@ -44,11 +45,12 @@ constexpr int kCols = kColTiles * 8;
 using Rows = TileRows<kRows, kWarpRows, kActivation != kNoActivation, MX_INTERLEAVED>;
 using Walk = MoeWalk<kCols>;
 
-// A slot of the ring.
+// A slot of the ring. Of every kScaleChunks chunks the first one's slot has the scales of all.
+constexpr int kScaleBytes = 4 * kScaleChunks; // of a row
 constexpr int kXAt = kRows * kChunk;
 constexpr int kWScalesAt = kXAt + kCols * kChunk;
-constexpr int kXScalesAt = kWScalesAt + kRows * 4;
-constexpr int kSlotBytes = kXScalesAt + kCols * 4;
+constexpr int kXScalesAt = kWScalesAt + kRows * kScaleBytes;
+constexpr int kSlotBytes = kXScalesAt + kCols * kScaleBytes;
 // x in fp16, of a chunk: [block][tile of x][lane] 16 bytes.
 constexpr int kHalvesBytes = kCols * kChunk * 2;
 constexpr int kHalves = 2; // chunks that are converted
@@ -73,6 +75,7 @@ struct Shared {
     Entry queue[kDepth]; // an entry is in use as long as one of its chunks is in the ring
     unsigned amax[2][kWarps][kCols]; // of a warp's features, after the activation
     float units[4][kCols];           // of x's rows, of a chunk by its number modulo 4
+    unsigned scales[kHalves][kCols]; // of x's rows, of a chunk that is converted
     alignas(4) unsigned char flags[kHalves][kConverting]; // of a chunk that is converted, by warps
     Chunk chunks[kDepth];
     unsigned long long copied[kDepth], taken[kDepth]; // barriers of the ring
@@ -109,6 +112,36 @@ MX_DEVICE void store_shared_16(unsigned address, const f16x8& v) {
                  "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3])
                  : "memory");
 }
+
+// Scales of a row, of the chunk at hand and of those after it that were copied with it.
+struct Scales {
+    unsigned words[kScaleChunks];
+
+    MX_MEMBER static void copy(unsigned to, const unsigned char* from) {
+        if constexpr (kScaleChunks == 4)
+            copy_once_async(to, from, true);
+        else if constexpr (kScaleChunks == 2)
+            copy_pair_async(to, from);
+        else
+            copy_word_async(to, from);
+    }
+    MX_MEMBER void load(unsigned from) {
+        if constexpr (kScaleChunks == 4) {
+            const uint4 v = load_shared_16(from);
+            words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+        } else if constexpr (kScaleChunks == 2) {
+            const uint2 v = load_shared_8(from);
+            words[0] = v.x, words[1] = v.y;
+        } else {
+            words[0] = load_shared_4(from);
+        }
+    }
+    MX_MEMBER void next() {
+#pragma unroll
+        for (int i = 0; i + 1 < kScaleChunks; ++i)
+            words[i] = words[i + 1];
+    }
+};
 
 // Copies a share of the rows of each chunk.
 struct Copier {
@@ -154,19 +187,23 @@ struct Copier {
         for (int i = 0; i < kShareCols / 4; ++i)
             if (x_rows[i] >= 0)
                 copy_async(place + i * 4 * kChunk, a.xq + a.row_of_k(x_rows[i]) + k, true);
+        if (chunk % kScaleChunks)
+            return;
         const unsigned char* w_scales = a.ws + first_row * a.blocks() + chunk * kBlocks;
 #pragma unroll
         for (int i = 0; i < kShareRows / kLanes; ++i) {
             const int r = share * kShareRows + i * kLanes + lane;
-            copy_word_async(to + kWScalesAt + r * 4,
-                            w_scales + a.row_of_blocks(Rows::row(a, walk.tile, r)));
+            Scales::copy(to + kWScalesAt + r * kScaleBytes,
+                         w_scales + a.row_of_blocks(Rows::row(a, walk.tile, r)));
         }
         if (lane < kShareCols) {
-            const unsigned scales = to + kXScalesAt + (share * kShareCols + lane) * 4;
+            const unsigned at = to + kXScalesAt + (share * kShareCols + lane) * kScaleBytes;
             if (own >= 0)
-                copy_word_async(scales, a.xs + a.row_of_blocks(own) + chunk * kBlocks);
-            else
-                store_shared_4(scales, 0x7f7f7f7f); // so that the row does not look unusual
+                Scales::copy(at, a.xs + a.row_of_blocks(own) + chunk * kBlocks);
+            else // so that the row does not look unusual
+#pragma unroll
+                for (int i = 0; i < kScaleChunks; ++i)
+                    store_shared_4(at + i * 4, 0x7f7f7f7f);
         }
     }
     MX_MEMBER void run() const {
@@ -212,8 +249,9 @@ struct Converter {
     MX_MEMBER void run() const {
         const int thread = warp * kLanes + lane;
         const int row = thread / kRowThreads, first_part = thread % kRowThreads * kParts;
-        int unit = 0; // of the row's sums, an e8m0 byte
+        int unit = 0, in_entry = 0; // of the row's sums, an e8m0 byte; chunks of it so far
         unsigned number = 0;
+        Scales held;
         Turn<kHalves> to;
         for (Turn<kDepth> turn;; turn.next(), to.next(), ++number) {
             barrier_wait(shared_address(shared.copied + turn.at), turn.parity);
@@ -222,7 +260,11 @@ struct Converter {
                 break;
             barrier_wait(shared_address(shared.used + to.at), to.parity ^ 1);
             const unsigned from = shared_address(shared.ring[turn.at]);
-            const unsigned scales = load_shared_4(from + kXScalesAt + row * 4);
+            in_entry = chunk.first ? 0 : in_entry + 1;
+            if (in_entry % kScaleChunks == 0)
+                held.load(from + kXScalesAt + row * kScaleBytes);
+            const unsigned scales = held.words[0];
+            held.next();
             const int most =
                 max(max(scales & 255, scales >> 8 & 255), max(scales >> 16 & 255, scales >> 24));
             const int needed = min(max(most - kHeadroom, kFirstUnit), kLastUnit);
@@ -230,8 +272,10 @@ struct Converter {
                                most + 127 - unit > static_cast<int>(kLastF16Scale);
             if (chunk.first || grown)
                 unit = needed;
-            if (first_part == 0)
+            if (first_part == 0) {
                 shared.units[number % 4][row] = bits_to_float(unit << 23);
+                shared.scales[to.at][row] = scales;
+            }
             const bool outside = convert(from + kXAt, shared_address(shared.halves[to.at]), scales,
                                          unit, row, first_part);
             const bool any_grown = __any_sync(~0u, grown), any_outside = __any_sync(~0u, outside);
@@ -337,7 +381,7 @@ MX_DEVICE void add_scaled_x(Sums& sums, unsigned w, unsigned x,
 }
 
 // The same from x in e4m3, with any scales.
-MX_DEVICE void add_plain_x(Sums& sums, unsigned w, unsigned x, unsigned x_scales,
+MX_DEVICE void add_plain_x(Sums& sums, unsigned w, unsigned x, const unsigned (&x_scales)[kCols],
                            const unsigned (&w_scales)[kRowTiles][2], int col_tiles, int lane) {
     for (int b = 0; b < kBlocks; ++b) {
         Weights weights;
@@ -354,7 +398,7 @@ MX_DEVICE void add_plain_x(Sums& sums, unsigned w, unsigned x, unsigned x_scales
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 const int m = j * 8 + lane % 4 * 2 + c;
-                scales[c] = e8m0_split(load_shared_4(x_scales + m * 4) >> 8 * b & 255);
+                scales[c] = e8m0_split(x_scales[m] >> 8 * b & 255);
             }
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
@@ -481,6 +525,7 @@ struct Adder {
         unsigned number = 0, entries = 0;
         const int chunks = a.chunks();
         int chunk = 0, at = 0, col_tiles = 0; // of the entry, and its place in the queue
+        Scales held[kRowTiles * 2];
         Turn<kHalves> from;
         for (Turn<kDepth> turn;; turn.next(), from.next(), ++number) {
             barrier_wait(shared_address(shared.copied + turn.at), turn.parity);
@@ -489,8 +534,11 @@ struct Adder {
             unsigned w_scales[kRowTiles][2], most = 0;
 #pragma unroll
             for (int i = 0; i < kRowTiles * 2; ++i) {
-                const unsigned word =
-                    load_shared_4(slot + kWScalesAt + (warp * kWarpRows + i * 8 + lane / 4) * 4);
+                if (chunk % kScaleChunks == 0)
+                    held[i].load(slot + kWScalesAt +
+                                 (warp * kWarpRows + i * 8 + lane / 4) * kScaleBytes);
+                const unsigned word = held[i].words[0];
+                held[i].next();
                 w_scales[i / 2][i % 2] = word;
                 most = max(max(most, max(word & 255, word >> 8 & 255)),
                            max(word >> 16 & 255, word >> 24));
@@ -525,7 +573,8 @@ struct Adder {
             }
             const unsigned halves = shared_address(shared.halves[from.at]);
             if (!in_units)
-                add_plain_x(sums, w, slot + kXAt, slot + kXScalesAt, w_scales, col_tiles, lane);
+                add_plain_x(sums, w, slot + kXAt, shared.scales[from.at], w_scales, col_tiles,
+                            lane);
             else if (col_tiles > kColTiles / 2)
                 add_scaled_x<kColTiles>(sums, w, halves, w_scales, lane);
             else

@@ -27,6 +27,9 @@ MX_DEVICE void copy_async(unsigned to, const void* from, bool exists) {
 MX_DEVICE void copy_word_async(unsigned to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+MX_DEVICE void copy_pair_async(unsigned to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
 // The first `bytes` of a word, and zeros.
 MX_DEVICE void copy_word_async(unsigned to, const void* from, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)

@@ -33,10 +33,16 @@ _SHARED_BYTES = 226 * 1024  # of a workgroup: compute capability 9.0
 def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
     """Of a workgroup: ring, x in fp16, queue, maxima, units, flags and barriers."""
     cols, depth = config["col_tiles"] * 8, config["depth"]
-    slot = (_ROWS + cols) * (_CHUNK + 4)
+    slot = (_ROWS + cols) * (_CHUNK + 4 * _scale_chunks(problem, config))
     entry = cols * 8 + 16
-    halves = cols * _CHUNK * 2 + 24
+    halves = cols * (_CHUNK * 2 + 4) + 24
     return depth * (slot + entry + 24) + 2 * halves + (2 * _ADDING + 4) * cols * 4 + 16
+
+
+def _scale_chunks(problem: MoeGemmProblem, config: Config) -> int:
+    """Chunks whose scales are copied at once, as rows' alignment and registers allow."""
+    most = (4, 2, 1) if config["col_tiles"] == 4 else (2, 1)
+    return next(count for count in most if problem.K % (count * _CHUNK) == 0)
 
 
 def _items(problem: MoeGemmProblem) -> int:
@@ -70,6 +76,7 @@ def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping
     return {
         "MX_COL_TILES": config["col_tiles"],
         "MX_DEPTH": config["depth"],
+        "MX_SCALE_CHUNKS": _scale_chunks(problem, config),
         "MX_OUT": DTYPE_CODES.get(problem.out_dtype, 0),
         "MX_ACTIVATION": ACTIVATION_CODES[problem.activation],
         "MX_INTERLEAVED": int(problem.layout == "interleaved"),
