@@ -122,6 +122,8 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
                    int* expert_ids, int* post_padded, unsigned char* xq, unsigned char* xs,
                    long elements, int M, int top_k, int experts, int shared, int first_shared,
                    int map_kind, int drop_absent, int block_m, int max_ids, int max_blocks) {
+    wait_for_grid_ahead();
+    launch_dependents();
     if (kQuantizes && group_x() > 0) {
         quantize(x, xq, xs, elements, static_cast<int>(group_x()) - 1);
         return;

@@ -35,6 +35,7 @@ MX_DEVICE float to_f32(float x) { return x; }
 MX_KERNEL(kThreads)
 aiter_mx_moe_combine(const Y* y, const Id* topk_ids, const float* weights, const int* expert_map,
                      Out* out, long N, int M, int experts) {
+    wait_for_grid_ahead();
     const long n = (static_cast<long>(group_x()) * kThreads + thread_in_group()) * kWidth;
     if (n >= N)
         return;

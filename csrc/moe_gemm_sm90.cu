@@ -27,12 +27,13 @@
 
 using namespace mx;
 
-constexpr int kRowTiles = MX_ROW_TILES; // 16 rows of w each
-constexpr int kColTiles = MX_COL_TILES; // 8 rows of x each
-constexpr int kWarps = MX_K_WARPS;      // of a workgroup, which share K
-constexpr int kDepth = MX_DEPTH;        // chunks of a warp in its ring
-constexpr int kGroups = MX_GROUPS;      // workgroups that an SM must have room for
-constexpr bool kWhole = MX_WHOLE;       // K is a multiple of kChunk
+constexpr int kRowTiles = MX_ROW_TILES;          // 16 rows of w each
+constexpr int kColTiles = MX_COL_TILES;          // 8 rows of x each
+constexpr int kWarps = MX_K_WARPS;               // of a workgroup, which share K
+constexpr int kDepth = MX_DEPTH;                 // chunks of a warp in its ring
+constexpr int kGroups = MX_GROUPS;               // workgroups that an SM must have room for
+constexpr bool kWhole = MX_WHOLE;                // K is a multiple of kChunk
+constexpr bool kEarlyRouting = MX_EARLY_ROUTING; // it is older than the kernel ahead
 constexpr int kActivation = MX_ACTIVATION;
 using Out = DType<kActivation == kNoActivation ? MX_OUT : kF32>;
 
@@ -131,7 +132,8 @@ struct Filler {
         chunk = warp;
         return true;
     }
-    MX_MEMBER void copy_chunk() const {
+    // Of w, of x, or both.
+    MX_MEMBER void copy_chunk(bool of_w, bool of_x) const {
         const unsigned to = ring + slot * kSlotBytes;
         const int part = lane % 8, row_in_4 = lane / 8;
         const Offset k = static_cast<Offset>(chunk) * kChunk + part * 16;
@@ -139,19 +141,23 @@ struct Filler {
         const unsigned place = to + swizzled(row_in_4, part);
         const bool exists = kWhole || k < static_cast<Offset>(a.K);
         const Offset from = exists ? k : 0, first_row = walk.expert * static_cast<Offset>(a.N);
-        const unsigned char* w = a.wq + first_row * a.K + from;
+        if (of_w) {
+            const unsigned char* w = a.wq + first_row * a.K + from;
 #pragma unroll
-        for (int i = 0; i < kRows / 4; ++i)
-            copy_once_async(place + i * 4 * kChunk,
-                            w + a.row_of_k(Rows::row(a, walk.tile, row_in_4 + 4 * i)), exists);
-        const unsigned char* w_scales = a.ws + first_row * a.blocks() + chunk * kBlocks;
+            for (int i = 0; i < kRows / 4; ++i)
+                copy_once_async(place + i * 4 * kChunk,
+                                w + a.row_of_k(Rows::row(a, walk.tile, row_in_4 + 4 * i)), exists);
+            const unsigned char* w_scales = a.ws + first_row * a.blocks() + chunk * kBlocks;
 #pragma unroll
-        for (int i = 0; i < (kRows + kLanes - 1) / kLanes; ++i) {
-            const int r = i * kLanes + lane;
-            if (r < kRows)
-                copy_scales(to + kWScalesAt + r * kScaleWords * 4,
-                            w_scales + a.row_of_blocks(Rows::row(a, walk.tile, r)), blocks);
+            for (int i = 0; i < (kRows + kLanes - 1) / kLanes; ++i) {
+                const int r = i * kLanes + lane;
+                if (r < kRows)
+                    copy_scales(to + kWScalesAt + r * kScaleWords * 4,
+                                w_scales + a.row_of_blocks(Rows::row(a, walk.tile, r)), blocks);
+            }
         }
+        if (!of_x)
+            return;
 #pragma unroll
         for (int i = 0; i < kCols / 4; ++i)
             if (x_rows[i] >= 0)
@@ -169,12 +175,13 @@ struct Filler {
         }
     }
     // Brings this warp's next chunk, if there is one.
-    MX_MEMBER void fill() {
+    MX_MEMBER void fill(bool of_w, bool of_x) {
         if ((opened > 0 && chunk < a.chunks()) || open()) {
-            copy_chunk();
+            copy_chunk(of_w, of_x);
             chunk += kWarps;
         }
-        copy_commit();
+        if (of_x)
+            copy_commit();
         slot = slot + 1 == kDepth ? 0 : slot + 1;
     }
 };
@@ -385,14 +392,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, kGroups)
     float* const partials = reinterpret_cast<float*>(dynamic + kWarps * kRingBytes);
     Entry* const queue = reinterpret_cast<Entry*>(partials + kWarps * kPartials) + warp * kEntries;
 
+    if (!kEarlyRouting)
+        wait_for_grid_ahead();
+    launch_dependents();
     Walk walk(a, Rows::count(a), lane);
     Filler filler{a, walk, ring, queue, lane, warp};
+    if (kEarlyRouting) {
+        Walk early_walk = walk;
+        Filler early{a, early_walk, ring, queue, lane, warp};
+        for (int d = 0; d < kDepth - 1; ++d)
+            early.fill(true, false);
+        wait_for_grid_ahead(); // which made x
+    }
     Sums sums;
     const Entry* entry = queue;
     int done = 0, slot = 0, chunk = warp;
     for (int step = 0;; ++step) {
         __syncwarp(); // the slot to be filled is no longer read
-        filler.fill();
+        filler.fill(!kEarlyRouting || step >= kDepth - 1, true);
         if (step < kDepth - 1)
             continue;
         if (done == filler.opened)

@@ -105,6 +105,8 @@ struct Turn {
 // Units of sums, as e8m0 bytes, and the scales of w below which sums in them stay within fp32.
 constexpr int kFirstUnit = 127 - 40, kLastUnit = 127 + 20;
 constexpr unsigned kLastWScale = 127 + 60;
+// fp16 holds scales of x from 2^-14 to 2^7 units.
+constexpr int kBelowUnit = 127 - kUsualLowest, kMostAboveUnit = kF16Scales - kBelowUnit;
 constexpr int kHeadroom = 2; // log2 of the largest scale of x over the unit, when that is chosen
 
 MX_DEVICE void store_shared_16(unsigned address, const f16x8& v) {
@@ -268,8 +270,7 @@ struct Converter {
             const int most =
                 max(max(scales & 255, scales >> 8 & 255), max(scales >> 16 & 255, scales >> 24));
             const int needed = min(max(most - kHeadroom, kFirstUnit), kLastUnit);
-            const bool grown = !chunk.first && needed > unit &&
-                               most + 127 - unit > static_cast<int>(kLastF16Scale);
+            const bool grown = !chunk.first && needed > unit && most > unit + kMostAboveUnit;
             if (chunk.first || grown)
                 unit = needed;
             if (first_part == 0) {
@@ -296,11 +297,10 @@ struct Converter {
             const int part = first_part + (i ^ flipped), b = part / 2;
             const uint4 payload = load_shared_16(x + swizzled(row, part));
             const unsigned byte = scales >> 8 * b & 255;
-            const unsigned relative = byte + 127 - unit;
             outside |=
-                relative - kFirstF16Scale > kLastF16Scale - kFirstF16Scale &&
+                !f16_holds(byte, unit - kBelowUnit) &&
                 (byte == kNanScale || (payload.x | payload.y | payload.z | payload.w) & 0x7f7f7f7f);
-            const unsigned factor = e8m0_to_f16x2(relative);
+            const unsigned factor = e8m0_to_f16x2(byte, unit - kBelowUnit);
             const unsigned place =
                 halves + ((b * kColTiles + row / 8) * kLanes + row % 8 * 4 + part % 2 * 2) * 16;
             const uint2 first = swapped ? uint2{payload.z, payload.w} : uint2{payload.x, payload.y};
@@ -634,6 +634,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                     bias_kind,
                     {alpha, beta, limit}};
     const int thread = threadIdx.x, lane = thread % kLanes, warp = thread / kLanes;
+    wait_for_grid_ahead();
+    launch_dependents();
     if (thread < kDepth) {
         barrier_init(shared_address(shared.copied + thread), 2 * kCopying * kLanes);
         barrier_init(shared_address(shared.taken + thread), kWarps);

@@ -149,7 +149,11 @@ def _defines(target: Target, problem: MoeAlignProblem, config: Config) -> Mappin
 def _geometry(target: Target, problem: MoeAlignProblem, config: Config) -> Geometry:
     threads = config["waves"] * target.wave_size
     quantizing = -(-problem.M * problem.K // (8 * threads))
-    return Geometry(grid=(1 + quantizing, 1, 1), block=(threads, 1, 1))
+    return Geometry(
+        grid=(1 + quantizing, 1, 1),
+        block=(threads, 1, 1),
+        overlaps=target.arch == "sm_90a",
+    )
 
 
 def _scalars(target: Target, problem: MoeAlignProblem, config: Config) -> tuple[int | float, ...]:

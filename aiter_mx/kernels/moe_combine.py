@@ -94,6 +94,7 @@ def _geometry(target: Target, problem: MoeCombineProblem, config: Config) -> Geo
     return Geometry(
         grid=(-(-problem.N // (_WIDTH * config["threads"])), min(problem.M, MAX_GROUPS_Y), 1),
         block=(config["threads"], 1, 1),
+        overlaps=target.arch == "sm_90a",
     )
 
 

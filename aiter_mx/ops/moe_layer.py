@@ -121,6 +121,7 @@ class FusedMoeProblem:
             layout="halves",
             bias=self.bias2,
             a_div=1,
+            early_routing=True,
         )
         combine = MoeCombineProblem(
             M=self.M,

@@ -40,6 +40,13 @@ MX_DEVICE void group_memory_barrier() { __syncthreads(); }
 // What lanes of a wave exchange through shared memory stays in the order of the source.
 MX_DEVICE void wave_in_order() { __syncwarp(); }
 
+// Of a launch that may start before the grid ahead of it in the stream ends: lets the next grid
+// start, and waits for the one ahead. Nothing happens where a launch does not ask for it.
+MX_DEVICE void launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+MX_DEVICE void wait_for_grid_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 MX_DEVICE void finish_before_next() {} // ptxas keeps registers low on its own
 
 // Loads are volatile to the compiler so that they stay in the order of the source, before their

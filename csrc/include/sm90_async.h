@@ -1,4 +1,4 @@
-// Hopper's asynchronous machinery: copies, barriers in shared memory, clusters, dependent grids.
+// Hopper's asynchronous machinery: copies, barriers in shared memory, clusters.
 // Each function is one instruction of the PTX ISA manual; addresses of shared memory are 32 bits
 // wide.
 #pragma once
@@ -43,13 +43,6 @@ MX_DEVICE void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// Of a launch that may start before the grid ahead of it in the stream ends: lets the next grid
-// start, and waits for the one ahead. Nothing happens where a launch does not ask for it.
-MX_DEVICE void launch_dependents() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-MX_DEVICE void wait_for_grid_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 MX_DEVICE void barrier_init(unsigned barrier, unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)
                  : "memory");
@@ -64,6 +57,17 @@ MX_DEVICE void barrier_arrive_with_copies(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+MX_DEVICE void barrier_arrive_expect(unsigned barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+// Arrives at a barrier of any workgroup of the cluster.
+MX_DEVICE void barrier_arrive_cluster(unsigned barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
+                 : "memory");
+}
+
 // Waits until the phase of this parity is over, to which only this workgroup adds.
 MX_DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile("{\n"
@@ -76,28 +80,6 @@ MX_DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
                  : "memory");
 }
 
-MX_DEVICE void barrier_arrive_expect(unsigned barrier, unsigned bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-
-// Arrives at a barrier of any workgroup of the cluster.
-MX_DEVICE void barrier_arrive_cluster(unsigned barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
-                 : "memory");
-}
-
-// Waits until the phase of this parity is over.
-MX_DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
-    asm volatile("{\n"
-                 ".reg .pred done;\n"
-                 "again:\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@!done bra again;\n"
-                 "}" ::"r"(barrier),
-                 "r"(parity)
-                 : "memory");
-}
 // Waits until the phase of this parity is over, to which other workgroups of the cluster add.
 MX_DEVICE void barrier_wait_cluster(unsigned barrier, unsigned parity) {
     asm volatile("{\n"

@@ -93,6 +93,8 @@ class MoeGemmProblem:
         alpha: of swiglu_oai.
         beta: of swiglu_oai.
         limit: of swiglu_oai.
+        early_routing: whether the routing was complete before the kernel ahead in the stream began,
+            so that a launch that overlaps with that one may use it already.
 
     Raises:
         ValueError: a field is none of the above.
@@ -115,6 +117,7 @@ class MoeGemmProblem:
     alpha: float = 1.702
     beta: float = 1.0
     limit: float = 7.0
+    early_routing: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("M", 0), ("N", 0), ("E", 1), ("top_k", 1), ("a_div", 1)):

@@ -134,6 +134,7 @@ def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping
         "MX_OUT": DTYPE_CODES.get(problem.out_dtype, 0),
         "MX_ACTIVATION": ACTIVATION_CODES[problem.activation],
         "MX_INTERLEAVED": int(problem.layout == "interleaved"),
+        "MX_EARLY_ROUTING": int(problem.early_routing),
         "MX_SHARED_BYTES": shared_bytes(problem, config),
     }
 
@@ -144,6 +145,7 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
         grid=(max(1, groups), 1, 1),
         block=(config["k_warps"] * target.wave_size, 1, 1),
         shared_bytes=shared_bytes(problem, config),
+        overlaps=True,
     )
 
 

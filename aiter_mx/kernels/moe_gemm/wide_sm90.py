@@ -89,6 +89,7 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
         grid=(max(1, min(target.cu_num, _items(problem))), 1, 1),
         block=(_WARPS * target.wave_size, 1, 1),
         shared_bytes=shared_bytes(problem, config),
+        overlaps=True,
     )
 
 
