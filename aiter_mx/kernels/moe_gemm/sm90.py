@@ -77,7 +77,7 @@ def rows_of_expert(problem: MoeGemmProblem) -> float:
     return problem.routed / touched if touched else 0.0
 
 
-def _preferred(problem: MoeGemmProblem) -> list[Config]:
+def _preferred(target: Target, problem: MoeGemmProblem) -> list[Config]:
     """Configurations that did well on an H200, the best first; not all fit."""
     rows = rows_of_expert(problem)
     most_cols = -(-min(problem.block_m, _PIECE) // 8)
@@ -85,6 +85,9 @@ def _preferred(problem: MoeGemmProblem) -> list[Config]:
     row_tiles = 4 if problem.activation != "none" else 3
     if problem.K >= 16 * _CHUNK:
         shapes = [(row_tiles, 4, 2, 2), (row_tiles, 8, 2, 1), (4, 8, 2, 1), (2, 4, 2, 2)]
+        tiles = min(problem.routed, problem.E) * -(-problem.N // (row_tiles * 16))
+        if tiles <= target.cu_num:  # one for each SM, with as many warps
+            shapes.insert(0, shapes.pop(1))
     else:
         shapes = [(row_tiles, 2, 3, 4), (row_tiles, 2, 2, 4), (row_tiles, 2, 2, 3), (2, 2, 2, 4)]
     shapes += [(row_tiles, 2, 2, 2), (row_tiles, 1, 2, 4), (row_tiles, 1, 2, 2), (4, 1, 2, 1)]
@@ -107,7 +110,7 @@ def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
         and config["depth"] <= 3
         and 4 <= config["k_warps"] * config["groups"] <= 12
     ]
-    ordered = [*_preferred(problem), *near]
+    ordered = [*_preferred(target, problem), *near]
     distinct = {tuple(sorted(config.items())): config for config in ordered}
     return [config for config in distinct.values() if _fits(problem, config)][:_MOST_CANDIDATES]
 

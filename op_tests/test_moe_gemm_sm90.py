@@ -1,0 +1,230 @@
+"""Hopper's kernels of ``moe_gemm``, each with ``-m gpu`` against float64; and which is chosen."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from moe_reference import Layer, assert_activated, assert_rows, random_weights
+from mx_reference import random_mx
+from test_moe_gemm import DTYPES, POISON, SWIGLU
+from torch import Tensor
+
+import aiter_mx
+from aiter_mx import launch
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.moe_gemm.sm90 import STREAM
+from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
+from aiter_mx.kernels.spec import Config, KernelSpec
+from aiter_mx.target import hardware
+
+SM90 = hardware("sm_90a")
+GUARD = 256
+
+
+def stream(row_tiles: int, col_tiles: int, k_warps: int, depth: int, groups: int = 1) -> Config:
+    values = (row_tiles, col_tiles, k_warps, depth, groups)
+    return dict(zip((param.name for param in STREAM.params), values, strict=True))
+
+
+def wide(col_tiles: int, depth: int) -> Config:
+    return {"col_tiles": col_tiles, "depth": depth}
+
+
+# Kernel, configuration, tokens, N, K, experts, top_k, block_m.
+CASES = [
+    (STREAM, stream(1, 1, 2, 2), 3, 96, 256, 8, 4, 16),
+    (STREAM, stream(4, 2, 8, 2), 30, 200, 1152, 8, 4, 16),
+    (STREAM, stream(2, 4, 3, 4), 100, 136, 768, 8, 2, 64),
+    (STREAM, stream(2, 2, 4, 3), 17, 64, 1056, 5, 3, 16),
+    (STREAM, stream(1, 1, 1, 4, 2), 9, 40, 32, 6, 2, 4),
+    (STREAM, stream(3, 2, 1, 4, 2), 70, 333, 96, 4, 3, 20),
+    (STREAM, stream(4, 1, 4, 2), 200, 64, 512, 3, 2, 128),
+    (WIDE, wide(8, 4), 200, 520, 1024, 8, 2, 64),
+    (WIDE, wide(8, 3), 300, 64, 384, 3, 2, 128),
+    (WIDE, wide(4, 4), 60, 328, 128, 6, 2, 32),
+    (WIDE, wide(4, 3), 30, 256, 256, 8, 4, 16),
+]
+
+
+def lists_of(
+    experts: list[int], E: int, block_m: int, packed_top_k: int, draw: random.Random
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks of ids with the valid ones anywhere, and garbage after those in use.
+
+    Experts E and up are listed as -1; routed rows of expert -1 are not listed at all.
+    """
+    ids, blocks = [], []
+    M = len(experts) // max(1, packed_top_k)
+    for expert in sorted(set(experts) - {-1}, key=lambda _: draw.random()):
+        rows = [t for t, e in enumerate(experts) if e == expert]
+        if packed_top_k:
+            rows = [(t % packed_top_k) << 24 | t // packed_top_k for t in rows]
+        padding = packed_top_k << 24 | M if packed_top_k else len(experts)
+        rows += [padding] * (-len(rows) % block_m)
+        draw.shuffle(rows)
+        ids += rows
+        blocks += [expert if expert < E else -1] * (len(rows) // block_m)
+    used = torch.tensor([len(ids)], dtype=torch.int32)
+    ids += [draw.randrange(1 << 30) for _ in range(2 * block_m)]
+    blocks += [draw.randrange(E) for _ in range(2)]
+    return torch.tensor(ids, dtype=torch.int32), torch.tensor(blocks, dtype=torch.int32), used
+
+
+def run_on_gpu(
+    spec: KernelSpec, config: Config, problem: MoeGemmProblem, tensors: list[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """Result and scales of one launch into poisoned memory with guards around it."""
+    assert spec.refusal(SM90, problem) is None
+    spec.check_config(config)
+    activated = problem.activation != "none"
+    dtype = torch.float8_e4m3fn if activated else DTYPES[problem.out_dtype]
+    guarded = []
+    for kind, width in ((dtype, problem.out_features), (torch.uint8, problem.out_features // 32)):
+        size = problem.routed * width * kind.itemsize
+        whole = torch.full((size + 2 * GUARD,), POISON, dtype=torch.uint8, device="cuda")
+        guarded.append((whole, whole[GUARD : GUARD + size].view(kind).view(problem.routed, width)))
+    results = (guarded[0][1], guarded[1][1] if activated else None)
+    every = [*(t if t is None else t.cuda() for t in tensors), *results]
+    run = launch.bind(spec, SM90, problem, config, 0)
+    run(every, [0 if t is None else t.data_ptr() for t in every])
+    for whole, _ in guarded:
+        for guard in (whole[:GUARD], whole[-GUARD:]):
+            assert (guard == POISON).all(), "wrote outside the result"
+    return guarded[0][1].cpu(), guarded[1][1].cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["plain", "packed", "extremes", "nan", "activated"])
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_matches_float64(case: int, kind: str) -> None:
+    spec, config, M, N, K, E, top_k, block_m = CASES[case]
+    activated = kind == "activated"
+    if activated:
+        N = -(-N // 64) * 64
+        config = {**config, "row_tiles": 4, "depth": 2} if spec is STREAM else config
+    draw, generator = random.Random(case), torch.Generator().manual_seed(case)
+    options: dict[str, object] = {"scale_exponents": (-11, -8) if activated else (-6, 6)}
+    if kind == "extremes":
+        options = {"scale_exponents": (-127, 127)}
+    if kind == "nan":
+        options |= {"nan_payload": 1e-3, "nan_scale": 2e-3}
+    # Experts E and E + 1 are not here; a row in ten has none at all.
+    chosen = [draw.randrange(E + 2) if draw.random() < 0.9 else -1 for _ in range(M * top_k)]
+    a_div = draw.choice([1, top_k])
+    weights = torch.rand(M * top_k, generator=generator) if kind in ("plain", "packed") else None
+    bias = torch.randn(E, N, generator=generator) if kind != "extremes" else None
+    layer = Layer(
+        *random_mx(M * top_k // a_div, K, generator, **options),  # type: ignore[arg-type]
+        *random_weights(E, N, K, generator, **options),
+        bias if bias is None else bias.bfloat16(),
+        chosen,
+        a_div,
+        weights,
+    )
+    packed = kind == "packed"
+    lists = lists_of(chosen, E, block_m, top_k if packed else 0, draw)
+    by_place = weights
+    if packed and weights is not None:
+        ids = lists[0].long()
+        rows = ((ids & 0xFFFFFF) * top_k + (ids >> 24)).clamp(max=M * top_k - 1)
+        by_place = weights[rows]
+    problem = MoeGemmProblem(
+        M=M,
+        N=N,
+        K=K,
+        E=E,
+        top_k=top_k,
+        block_m=block_m,
+        out_dtype="mxfp8" if activated else "bf16" if kind == "plain" else "fp32",
+        activation=draw.choice(["silu", "swiglu_oai"]) if activated else "none",
+        layout=draw.choice(["halves", "interleaved"]),
+        bias="none" if bias is None else "bf16",
+        weights="none" if weights is None else "by_place" if packed else "by_t",
+        ids="aiter" if packed else "vllm",
+        a_div=a_div,
+        max_blocks=len(lists[1]),
+    )
+    tensors = [layer.xq, layer.xs, layer.wq, layer.ws, *lists, by_place, layer.bias]
+    out, scales = run_on_gpu(spec, config, problem, tensors)
+    if activated:
+        interleaved = problem.layout == "interleaved"
+        assert_activated(out, scales, layer, problem.activation, interleaved, SWIGLU)
+    else:
+        assert_rows(out, layer, POISON)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", [STREAM, WIDE], ids=["stream", "wide"])
+def test_thousand_launches_are_bitwise_equal(spec: KernelSpec) -> None:
+    generator, draw = torch.Generator().manual_seed(1), random.Random(1)
+    M, N, K, E, top_k, block_m = 40, 512, 1024, 8, 4, 32
+    chosen = [draw.randrange(E) for _ in range(M * top_k)]
+    lists = lists_of(chosen, E, block_m, 0, draw)
+    problem = MoeGemmProblem(M, N, K, E, top_k, block_m, "fp32", max_blocks=len(lists[1]))
+    x, w = random_mx(M * top_k, K, generator), random_weights(E, N, K, generator)
+    out = torch.empty(M * top_k, N, device="cuda")
+    every = [*(t.cuda() for t in (*x, *w, *lists)), None, None, out, None]
+    run = launch.bind(spec, SM90, problem, spec.configure(SM90, problem), 0)
+    first = None
+    for _ in range(1000):
+        out.fill_(float("nan"))
+        run(every, [0 if t is None else t.data_ptr() for t in every])
+        first = out.clone() if first is None else first
+        assert torch.equal(out, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [6, 200])
+def test_replays_with_other_routings_in_the_same_buffers(M: int) -> None:
+    generator = torch.Generator().manual_seed(M)
+    N, K, E, top_k = 256, 512, 8, 2
+    block_m = 16 if M == 6 else 64
+    x = [t.cuda() for t in random_mx(M, K, generator)]
+    w = [t.cuda() for t in random_weights(E, N, K, generator)]
+    ids = torch.zeros(M, top_k, dtype=torch.int32, device="cuda")
+    out = torch.empty(M * top_k, N, dtype=torch.bfloat16, device="cuda")
+
+    def layer() -> None:
+        lists = aiter_mx.moe_align(ids, block_m, E)
+        arguments = (*x, *w, *lists, M * top_k, top_k, block_m)
+        aiter_mx.moe_gemm(*arguments, a_div=top_k, out=out)
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer()
+    for _ in range(3):
+        chosen = torch.randint(0, E, (M, top_k), generator=generator, dtype=torch.int32)
+        ids.copy_(chosen)
+        out.view(torch.uint8).fill_(POISON)
+        graph.replay()
+        cpu = [t.cpu() for t in (*x, *w)]
+        reference = Layer(*cpu, None, chosen.flatten().tolist(), top_k)  # type: ignore[arg-type]
+        assert_rows(out.cpu(), reference, POISON)
+
+
+def test_stream_runs_where_experts_have_few_rows_and_wide_where_more() -> None:
+    few = MoeGemmProblem(16, 1536, 6144, 128, 4, 16)
+    many = replace(few, M=1024, block_m=32)
+    assert route("moe_gemm", SM90, few).kernel == "stream"
+    assert route("moe_gemm", SM90, many).kernel == "wide"
+    assert route("moe_gemm", SM90, replace(many, K=6112)).kernel == "stream"
+    assert WIDE.refusal(SM90, replace(many, K=6112)) == "K=6112 is not a multiple of 128"
+
+
+@pytest.mark.parametrize("spec", [STREAM, WIDE], ids=["stream", "wide"])
+def test_candidates_fit_an_sm(spec: KernelSpec) -> None:
+    assert spec.module is not None
+    for M, N, K, block_m in ((1, 1536, 6144, 16), (64, 6144, 384, 16), (900, 6144, 768, 64)):
+        problem = MoeGemmProblem(M, N, K, 128, 4, block_m)
+        found = spec.candidates(SM90, problem)
+        assert found and dict(found[0]) == dict(spec.configure(SM90, problem))
+        for config in found:
+            spec.check_config(config)
+            geometry = spec.module.geometry(SM90, problem, config)
+            assert geometry.shared_bytes <= 227 * 1024
+            assert geometry.block[0] <= 1024
