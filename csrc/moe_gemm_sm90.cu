@@ -179,6 +179,8 @@ struct Filler {
         if ((opened > 0 && chunk < a.chunks()) || open()) {
             copy_chunk(of_w, of_x);
             chunk += kWarps;
+        } else if (of_x) {
+            launch_dependents(); // not before, else what comes next settles unevenly on the SMs
         }
         if (of_x)
             copy_commit();
@@ -394,7 +396,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kGroups)
 
     if (!kEarlyRouting)
         wait_for_grid_ahead();
-    launch_dependents();
     Walk walk(a, Rows::count(a), lane);
     Filler filler{a, walk, ring, queue, lane, warp};
     if (kEarlyRouting) {

@@ -10,11 +10,11 @@
 //   converting  4 warps make fp16 of x, in the order in which lanes take it, once for all
 //   adding      kWarps warps take w from the ring and x from what was converted
 //
-// Scales go into the fp16 of both operands, so that sums stay in the matrix unit. fp16 has room for
-// 22 of them beside any payload: they are taken relative to a power of two for each row of x and of
-// w, the unit of that row, which grows when a larger scale comes; sums are in units of both rows.
-// From the first chunk of a tile whose scales do not fit on, a warp takes x from its e4m3 and
-// applies both scales to the sums of each 32-block.
+// A 32-block is two matrix instructions, whose fp32 sums are then scaled. Scales of x go into its
+// fp16, which has room for 22 of them: they are taken relative to a power of two for each row, the
+// unit of the row's sums, which grows when a larger scale comes. That leaves one multiplication and
+// addition for each sum and block. From the first chunk of a tile whose scales do not fit on, a
+// warp takes x from its e4m3 and applies both scales.
 
 #include "mx_epilogue.h"
 #include "mx_moe.h"
@@ -85,19 +85,6 @@ static_assert(kConverting == 4, "their flags are read as a word");
 static_assert(sizeof(Shared) <= MX_SHARED_BYTES,
               "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/wide_sm90.py");
 
-// Units of rows, as e8m0 bytes, within which sums in them stay within fp32.
-constexpr int kFirstUnit = 127 - 40, kLastUnit = 127 + 20;
-// fp16 holds scales from 2^-14 to 2^7 units.
-constexpr int kBelowUnit = 127 - kUsualLowest, kMostAboveUnit = kF16Scales - kBelowUnit;
-constexpr int kHeadroom = 2; // log2 of the largest scale over the unit, when that is chosen
-
-MX_DEVICE int largest_byte(unsigned word) {
-    return max(max(word & 255, word >> 8 & 255), max(word >> 16 & 255, word >> 24));
-}
-MX_DEVICE int unit_for(int largest_scale) {
-    return min(max(largest_scale - kHeadroom, kFirstUnit), kLastUnit);
-}
-
 // Of a chunk's scales of x: units have grown; there are some that do not fit into fp16.
 enum Flags { kGrown = 1, kOutside = 2 };
 
@@ -114,6 +101,13 @@ struct Turn {
         }
     }
 };
+
+// Units of sums, as e8m0 bytes, and the scales of w below which sums in them stay within fp32.
+constexpr int kFirstUnit = 127 - 40, kLastUnit = 127 + 20;
+constexpr unsigned kLastWScale = 127 + 60;
+// fp16 holds scales of x from 2^-14 to 2^7 units.
+constexpr int kBelowUnit = 127 - kUsualLowest, kMostAboveUnit = kF16Scales - kBelowUnit;
+constexpr int kHeadroom = 2; // log2 of the largest scale of x over the unit, when that is chosen
 
 MX_DEVICE void store_shared_16(unsigned address, const f16x8& v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.words[0]),
@@ -238,8 +232,10 @@ struct Copier {
             const unsigned copied = shared_address(shared.copied + turn.at);
             barrier_arrive_with_copies(copied);
             barrier_arrive(copied); // for what was stored
-            if (entry < 0)
+            if (entry < 0) {
+                launch_dependents(); // not before, else what comes next settles unevenly
                 break;
+            }
             ++chunk;
         }
         copy_commit();
@@ -273,7 +269,9 @@ struct Converter {
                 held.load(from + kXScalesAt + row * kScaleBytes);
             const unsigned scales = held.words[0];
             held.next();
-            const int most = largest_byte(scales), needed = unit_for(most);
+            const int most =
+                max(max(scales & 255, scales >> 8 & 255), max(scales >> 16 & 255, scales >> 24));
+            const int needed = min(max(most - kHeadroom, kFirstUnit), kLastUnit);
             const bool grown = !chunk.first && needed > unit && most > unit + kMostAboveUnit;
             if (chunk.first || grown)
                 unit = needed;
@@ -336,27 +334,11 @@ struct Weights {
     }
 };
 
-// The scales of a lane's rows of w, of a chunk, and the rows' units, e8m0 bytes.
-struct WScales {
-    unsigned words[kRowTiles * 2];
-    int units[kRowTiles * 2];
-
-    // Whether all scales fit into fp16 in these units.
-    MX_MEMBER bool fit() const {
-        bool all = true;
-#pragma unroll
-        for (int i = 0; i < kRowTiles * 2; ++i)
-#pragma unroll
-            for (int b = 0; b < kBlocks; ++b)
-                all &= f16_holds(words[i] >> 8 * b & 255, units[i] - kBelowUnit);
-        return all;
-    }
-};
-
-// Adds a chunk of the first ColTiles tiles of x, in units. What a block begins with is loaded while
-// the one before is added.
+// Adds a chunk of the first ColTiles tiles of x, whose scales are in its fp16. Those of w are not
+// NaN. What a block begins with is loaded while the one before is added.
 template <int ColTiles>
-MX_DEVICE void add_in_units(Sums& sums, unsigned w, unsigned x, const WScales& scales, int lane) {
+MX_DEVICE void add_scaled_x(Sums& sums, unsigned w, unsigned x,
+                            const unsigned (&w_scales)[kRowTiles][2], int lane) {
     constexpr int ahead = 2; // tiles of x
     const auto load_x = [&](int b, int j) {
         return load_shared_16(x + ((b * kColTiles + j) * kLanes + lane) * 16);
@@ -380,24 +362,29 @@ MX_DEVICE void add_in_units(Sums& sums, unsigned w, unsigned x, const WScales& s
 #pragma unroll
         for (int j = 0; j < ahead; ++j)
             columns[j] = load_x(next, j);
+        float scales[kRowTiles][2];
 #pragma unroll
         for (int i = 0; i < kRowTiles * 2; ++i)
-            rows[i / 2][i % 2] =
-                multiply(rows[i / 2][i % 2], e8m0_to_f16x2(scales.words[i] >> 8 * b & 255,
-                                                           scales.units[i] - kBelowUnit));
+            scales[i / 2][i % 2] = bits_to_float(
+                max(w_scales[i / 2][i % 2] >> 8 * b << 23 & 0x7f800000, kTwoToMinus127));
 #pragma unroll
         for (int j = 0; j < ColTiles; ++j) {
             const f16x8 column = {{all[j].x, all[j].y, all[j].z, all[j].w}};
 #pragma unroll
-            for (int i = 0; i < kRowTiles; ++i)
-                mma_add(sums[i][j], rows[i][0], rows[i][1], column);
+            for (int i = 0; i < kRowTiles; ++i) {
+                float dots[4];
+                mma_block(dots, rows[i][0], rows[i][1], column);
+#pragma unroll
+                for (int d = 0; d < 4; ++d)
+                    sums[i][j][d] = mx::fma(dots[d], scales[i][d / 2], sums[i][j][d]);
+            }
         }
     }
 }
 
-// The same with any scales, from x in e4m3, not in units.
-MX_DEVICE void add_plain(Sums& sums, unsigned w, unsigned x, const unsigned (&x_scales)[kCols],
-                         const WScales& w_scales, int col_tiles, int lane) {
+// The same from x in e4m3, with any scales.
+MX_DEVICE void add_plain_x(Sums& sums, unsigned w, unsigned x, const unsigned (&x_scales)[kCols],
+                           const unsigned (&w_scales)[kRowTiles][2], int col_tiles, int lane) {
     for (int b = 0; b < kBlocks; ++b) {
         Weights weights;
         f16x8 rows[kRowTiles][2];
@@ -421,9 +408,8 @@ MX_DEVICE void add_plain(Sums& sums, unsigned w, unsigned x, const unsigned (&x_
                 mma_block(dots, rows[i][0], rows[i][1], column);
 #pragma unroll
                 for (int d = 0; d < 4; ++d)
-                    sums[i][j][d] =
-                        add_scaled(sums[i][j][d], dots[d], scales[d % 2],
-                                   e8m0_to_f32(w_scales.words[i * 2 + d / 2] >> 8 * b & 255));
+                    sums[i][j][d] = add_scaled(sums[i][j][d], dots[d], scales[d % 2],
+                                               e8m0_to_f32(w_scales[i][d / 2] >> 8 * b & 255));
             }
         }
     }
@@ -432,47 +418,21 @@ MX_DEVICE void add_plain(Sums& sums, unsigned w, unsigned x, const unsigned (&x_
 // Of value d of tile j of a lane: the row of x.
 MX_DEVICE int column_of(int j, int d, int lane) { return j * 8 + lane % 4 * 2 + d % 2; }
 
-// A power of two from e8m0 bytes: 2^(over - under).
-MX_DEVICE float ratio_of(int over, int under) { return bits_to_float((127 + over - under) << 23); }
-
 // sums * from / to, for units of their rows of x.
-MX_DEVICE void change_x_units(Sums& sums, const float* from, const float* to, int lane) {
+template <class To>
+MX_DEVICE void change_units(Sums& sums, const float* from, To to, int lane) {
 #pragma unroll
     for (int j = 0; j < kColTiles; ++j)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
             const int m = column_of(j, c, lane);
-            const float ratio = from[m] * bits_to_float((254u << 23) - float_to_bits(to[m]));
+            const float ratio = from[m] * bits_to_float((254u << 23) - float_to_bits(to(m)));
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
                 sums[i][j][c] *= ratio;
                 sums[i][j][2 + c] *= ratio;
             }
         }
-}
-MX_DEVICE void multiply_rows(Sums& sums, const float (&ratios)[kRowTiles * 2]) {
-#pragma unroll
-    for (int j = 0; j < kColTiles; ++j)
-#pragma unroll
-        for (int i = 0; i < kRowTiles * 2; ++i)
-#pragma unroll
-            for (int c = 0; c < 2; ++c)
-                sums[i / 2][j][i % 2 * 2 + c] *= ratios[i];
-}
-// Sums in units to sums.
-MX_DEVICE void leave_units(Sums& sums, const float* x_units, const WScales& w, int lane) {
-#pragma unroll
-    for (int j = 0; j < kColTiles; ++j)
-#pragma unroll
-        for (int d = 0; d < 4; ++d)
-#pragma unroll
-            for (int i = 0; i < kRowTiles; ++i)
-                sums[i][j][d] *= x_units[column_of(j, d, lane)];
-    float ratios[kRowTiles * 2];
-#pragma unroll
-    for (int i = 0; i < kRowTiles * 2; ++i)
-        ratios[i] = ratio_of(w.units[i], 127);
-    multiply_rows(sums, ratios);
 }
 
 MX_DEVICE void add_bias(const MoeArgs& a, const Entry& entry, Sums& sums, int warp, int lane) {
@@ -568,19 +528,22 @@ struct Adder {
         const int chunks = a.chunks();
         int chunk = 0, at = 0, col_tiles = 0; // of the entry, and its place in the queue
         Scales held[kRowTiles * 2];
-        WScales scales;
         Turn<kHalves> from;
         for (Turn<kDepth> turn;; turn.next(), from.next(), ++number) {
             barrier_wait(shared_address(shared.copied + turn.at), turn.parity);
             const unsigned slot = shared_address(shared.ring[turn.at]);
             const unsigned w = slot + warp * kWarpRows * kChunk;
+            unsigned w_scales[kRowTiles][2], most = 0;
 #pragma unroll
             for (int i = 0; i < kRowTiles * 2; ++i) {
                 if (chunk % kScaleChunks == 0)
                     held[i].load(slot + kWScalesAt +
                                  (warp * kWarpRows + i * 8 + lane / 4) * kScaleBytes);
-                scales.words[i] = held[i].words[0];
+                const unsigned word = held[i].words[0];
                 held[i].next();
+                w_scales[i / 2][i % 2] = word;
+                most = max(max(most, max(word & 255, word >> 8 & 255)),
+                           max(word >> 16 & 255, word >> 24));
             }
             if (chunk == 0) {
                 at = shared.chunks[turn.at].entry;
@@ -596,47 +559,33 @@ struct Adder {
                         for (float& sum : tile)
                             sum = 0.0f;
             }
-            WScales grown = scales;
-            float ratios[kRowTiles * 2];
-            bool grows = false;
-#pragma unroll
-            for (int i = 0; i < kRowTiles * 2; ++i) {
-                const int most = largest_byte(scales.words[i]), needed = unit_for(most);
-                if (chunk == 0 ||
-                    (needed > scales.units[i] && most > scales.units[i] + kMostAboveUnit)) {
-                    grown.units[i] = needed;
-                    grows = true;
-                }
-                ratios[i] = ratio_of(scales.units[i], grown.units[i]);
-            }
-            const bool w_fits = __all_sync(~0u, grown.fit());
-            grows = __any_sync(~0u, grows) && chunk > 0;
+            const bool few = __all_sync(~0u, most <= kLastWScale);
             barrier_wait(shared_address(shared.converted + from.at), from.parity);
             const unsigned flags = load_shared_4(shared_address(shared.flags[from.at]));
             const float* units = shared.units[number % 4];
             const float* before = shared.units[(number + 3) % 4];
-            if (in_units && (!w_fits || flags & kOutside * 0x01010101)) {
-                in_units = false;
-                if (chunk > 0)
-                    leave_units(sums, before, scales, lane);
+            if (in_units && (flags != 0 || !few)) {
+                if (!few || flags & kOutside * 0x01010101) {
+                    in_units = false;
+                    if (chunk > 0)
+                        change_units(sums, before, [](int) { return 1.0f; }, lane);
+                } else {
+                    change_units(sums, before, [&](int m) { return units[m]; }, lane);
+                }
             }
-            if (in_units && grows)
-                multiply_rows(sums, ratios);
-            if (in_units && flags)
-                change_x_units(sums, before, units, lane);
-            scales = grown;
             const unsigned halves = shared_address(shared.halves[from.at]);
             if (!in_units)
-                add_plain(sums, w, slot + kXAt, shared.scales[from.at], scales, col_tiles, lane);
+                add_plain_x(sums, w, slot + kXAt, shared.scales[from.at], w_scales, col_tiles,
+                            lane);
             else if (col_tiles > kColTiles / 2)
-                add_in_units<kColTiles>(sums, w, halves, scales, lane);
+                add_scaled_x<kColTiles>(sums, w, halves, w_scales, lane);
             else
-                add_in_units<kColTiles / 2>(sums, w, halves, scales, lane);
+                add_scaled_x<kColTiles / 2>(sums, w, halves, w_scales, lane);
             if (++chunk == chunks) {
                 chunk = 0;
                 const Entry& entry = shared.queue[at];
                 if (in_units)
-                    leave_units(sums, units, scales, lane);
+                    change_units(sums, units, [](int) { return 1.0f; }, lane);
                 if (a.bias_kind != kNone)
                     add_bias(a, entry, sums, warp, lane);
                 if constexpr (kActivation == kNoActivation)
@@ -688,7 +637,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                     {alpha, beta, limit}};
     const int thread = threadIdx.x, lane = thread % kLanes, warp = thread / kLanes;
     wait_for_grid_ahead();
-    launch_dependents();
     if (thread < kDepth) {
         barrier_init(shared_address(shared.copied + thread), 2 * kCopying * kLanes);
         barrier_init(shared_address(shared.taken + thread), kWarps);

@@ -65,7 +65,8 @@ def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
 def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
     fitting = [c for c in combinations(PARAMS) if shared_bytes(problem, c) <= _SHARED_BYTES]
     cols = 4 if problem.block_m <= 32 else 8
-    return sorted(fitting, key=lambda c: (c["col_tiles"] != cols, abs(c["depth"] - 4)))
+    depth = 4 if cols == 4 else 3
+    return sorted(fitting, key=lambda c: (c["col_tiles"] != cols, abs(c["depth"] - depth)))
 
 
 def _configure(target: Target, problem: MoeGemmProblem) -> Config:
