@@ -11,7 +11,7 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.explain import make_problem
 from aiter_mx.dispatch.route import Route
 from aiter_mx.jit.build import BuildRequest, CodeObject, build_all
-from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.kernels.registry import find_kernel, problem_type
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.launch import module_request
 from aiter_mx.target import Target, target_of
@@ -61,10 +61,10 @@ def warmup(
     device = torch.device(device)
     target = target_of(device)
     if op in _MADE_OF:
-        parts = [part for layer in combinations(op, shape) for part in layer.parts()]
         return [
             made
-            for name, part in parts
+            for layer in combinations(op, shape)
+            for name, part in launches_of(op, layer)
             for made in warmup(name, device=device, jobs=jobs, on_built=on_built, **vars(part))
         ]
     problems = combinations(op, shape)
@@ -76,6 +76,20 @@ def warmup(
     return routes
 
 
+def problem_type_of(op: str) -> type[Problem]:
+    """The dataclass that holds a problem of ``op``, which may be several launches of others."""
+    if op not in _MADE_OF:
+        return problem_type(op)
+    module, name = _MADE_OF[op]
+    layer: type[Problem] = getattr(import_module(module), name)
+    return layer
+
+
+def launches_of(op: str, problem: Problem) -> list[tuple[str, Problem]]:
+    """The ops and problems that a problem of ``op`` is made of, most often itself alone."""
+    return list(problem.parts()) if op in _MADE_OF else [(op, problem)]
+
+
 def combinations(op: str, shape: dict[str, object]) -> list[Problem]:
     """Every problem of ``op`` with one value of each field."""
     axes = [
@@ -84,9 +98,7 @@ def combinations(op: str, shape: dict[str, object]) -> list[Problem]:
     ]
     each = [dict(zip(shape, values, strict=True)) for values in product(*axes)]
     if op in _MADE_OF:
-        module, name = _MADE_OF[op]
-        layer = getattr(import_module(module), name)
-        return [layer(**fields) for fields in each]
+        return [problem_type_of(op)(**fields) for fields in each]
     return [make_problem(op, fields) for fields in each]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -245,3 +246,27 @@ def test_warmup_makes_every_launch_ready() -> None:
         routes = aiter_mx.warmup("fused_moe", M=[1, 5], hidden=64, intermediate=32, E=8, top_k=2)
     ops = ["moe_align", "moe_gemm", "moe_gemm", "moe_combine"]
     assert [(route.op, route.backend) for route in routes] == [(op, "hip") for op in ops * 2]
+
+
+def test_builds_ahead_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from aiter_mx.cli.main import app
+
+    monkeypatch.setenv("AITER_MX_CACHE_DIR", str(tmp_path))
+    sizes = ["--hidden", "64", "--intermediate", "32", "--E", "8", "--top-k", "2"]
+    command = ["build", "fused_moe", "--arch", "gfx950", "--M", "1,2", *sizes]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "2 shapes, 4 kernel variants" in done.output
+
+
+def test_real_size_layer_matches_float64() -> None:
+    """Two tokens of a layer of eight experts, 6144 wide, 768 intermediate features."""
+    fixed = {"M": 2, "experts": 8, "top_k": 4, "hidden": 6144, "intermediate": 768, "shared": 0}
+    fixed |= {"has_map": False, "dtype": torch.bfloat16, "id_dtype": torch.int32, "biased": False}
+    call = random_call(random.Random(0), 0, activation="silu", layout="halves", **fixed)
+    for name in ("w1s", "w2s"):
+        call[name] -= 3  # as many more products in a sum
+    with aiter_mx.simulate("gfx950"):
+        assert_layer(aiter_mx.fused_moe(**call), call, torch.device("cpu"))

@@ -90,9 +90,11 @@ def _shapes(
 
 
 def _requests(op: str, arch: str, shapes: list[Problem]) -> list[BuildRequest]:
-    from aiter_mx.ahead import build_requests
+    from aiter_mx.ahead import build_requests, launches_of
     from aiter_mx.dispatch.dispatcher import route
     from aiter_mx.target import hardware
 
     target = hardware(arch)
-    return build_requests(target, shapes, [route(op, target, shape) for shape in shapes])
+    launches = [launch for shape in shapes for launch in launches_of(op, shape)]
+    routes = [route(name, target, part) for name, part in launches]
+    return build_requests(target, [part for _, part in launches], routes)

@@ -72,10 +72,9 @@ def problems(op: str, fields: Mapping[str, Axis]) -> list[Problem]:
     Raises:
         ValueError: an unknown op or field, or a value that the field cannot have.
     """
-    from aiter_mx.ahead import combinations
-    from aiter_mx.kernels.registry import problem_type
+    from aiter_mx.ahead import combinations, problem_type_of
 
-    types = problem_type(op).__annotations__
+    types = problem_type_of(op).__annotations__
     for name, values in fields.items():
         for value in values:
             if types.get(name) in (int, "int") and not isinstance(value, int):
