@@ -120,10 +120,10 @@ def test_operands_beyond_four_gib() -> None:
 
 
 def test_no_variant_that_may_be_chosen_spills() -> None:
-    """Each number of tiles, with 8 waves or as many as fit, and the most steps of loads."""
+    """Each number of tiles with the most steps of loads that 8 waves admit."""
     most: dict[tuple[int, ...], Config] = {}
     for config in combinations(PARAMS):
-        if config["waves"] in (8, 16) and _resident(config):
+        if config["waves"] == 8 and _resident(config):
             most[config["row_tiles"], config["col_tiles"], config["waves"]] = config  # rising
     requests = {}
     for config in most.values():
@@ -131,7 +131,7 @@ def test_no_variant_that_may_be_chosen_spills() -> None:
         for activation in activations:
             problem = problem_of(64, 1536, (1 << 14) + 32, activation, block_m=64)
             requests[build_request(MFMA, GFX950, problem, config)] = config
-    assert len(requests) > 8
+    assert len(requests) >= 8
     for (request, config), built in zip(requests.items(), build_all([*requests]), strict=True):
         for kernel in parse_code_object(built.image).kernels.values():
             spilled = (kernel.vgpr_spills, kernel.sgpr_spills, kernel.agprs, kernel.scratch_bytes)

@@ -39,7 +39,7 @@ def test_random_routings_match_float64(
     for seed in range(10):
         monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", draw.choice(SCHEDULES))
         monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
-        N, K = 32 * draw.randint(1, 3), 128 * draw.randint(1, 4)
+        N, K = 32 * draw.randint(1, 3), 256 * draw.randint(1, 2)
         problem, layer, tensors = random_layer(draw, seed, N, K, "fp32")
         if problem.weights != "none":  # then sums are fp32, as the variant in use has them
             problem = replace(problem, out_dtype="bf16")
@@ -58,7 +58,7 @@ def test_activated_rows_are_quantised_as_the_exact_ones(
 ) -> None:
     draw = random.Random(activation)
     for seed in range(4):
-        N, K = 64 * draw.randint(1, 2), 128 * draw.randint(1, 4)
+        N, K = 64 * draw.randint(1, 2), 256 * draw.randint(1, 2)
         problem, layer, tensors = random_layer(draw, seed, N, K, "fp32", activated=True)
         problem = replace(problem, out_dtype="mxfp8", activation=activation, layout=layout)
         out = torch.empty(problem.routed, N // 2, dtype=torch.float8_e4m3fn, device=device)
@@ -78,7 +78,7 @@ def test_dispatch_hands_over_where_experts_have_many_rows() -> None:
 
 
 def test_fused_layer_of_many_tokens_matches_float64(device: torch.device) -> None:
-    fixed = {"M": 300, "experts": 2, "top_k": 2, "hidden": 128, "intermediate": 128, "shared": 0}
+    fixed = {"M": 300, "experts": 2, "top_k": 2, "hidden": 256, "intermediate": 256, "shared": 0}
     fixed |= {"has_map": False, "dtype": torch.bfloat16, "id_dtype": torch.int32, "biased": True}
     call = random_call(random.Random(1), 1, activation="silu", layout="halves", **fixed)
     with_wide_blocks = aiter_mx.fused_moe(**on(device, call))
