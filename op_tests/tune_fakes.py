@@ -50,7 +50,7 @@ class FakeBench:
         if self.meter.loses(self.problem, candidate):
             raise ContextLost("an illegal memory access", candidate)
         self.admitted.add(candidate)
-        return Admission(self.sample_us(candidate), 1e-3, "0123")
+        return Admission(self.sample_us(candidate), 1e-3)
 
     def sample_us(self, candidate: Candidate) -> float:
         assert candidate in self.admitted, f"{candidate} is timed, but was never found right"
@@ -69,6 +69,9 @@ class FakeBench:
 
     def drop(self, candidate: Candidate) -> None:
         self.admitted.discard(candidate)
+
+    def build_of(self, candidate: Candidate) -> str:
+        return hashlib.sha256(str(candidate).encode()).hexdigest()[:16]
 
 
 class FakeMeter:

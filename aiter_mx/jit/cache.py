@@ -133,13 +133,15 @@ def _named(kind: str, prefix: str, suffix: str) -> list[Path]:
     if root is None:
         return []
     try:
-        names = sorted(path.name for path in (root / kind).iterdir())
+        # A tuner looks a thousand times into a folder of thousands: no Path for each name.
+        with os.scandir(root / kind) as entries_:
+            names = sorted(entry.name for entry in entries_ if entry.name.startswith(prefix))
     except FileNotFoundError:
         return []
     except OSError as error:
         _warn_once(f"the cache folder {root} cannot be read: {error.strerror}")
         return []
-    matches = ((name, _NAME.fullmatch(name)) for name in names if name.startswith(prefix))
+    matches = ((name, _NAME.fullmatch(name)) for name in names)
     return [root / kind / name for name, match in matches if match and match["suffix"] == suffix]
 
 

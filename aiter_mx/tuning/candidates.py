@@ -58,12 +58,10 @@ class Admission:
     Attributes:
         us: a first look at its time.
         rel_err: norm of its error over the norm of the reference.
-        build: the hash that its code object is stored under, empty where it has none.
     """
 
     us: float
     rel_err: float
-    build: str = ""
 
 
 class Bench(Protocol):
@@ -80,6 +78,9 @@ class Bench(Protocol):
 
     def drop(self, candidate: Candidate) -> None:
         """Forget one that is out of the race."""
+
+    def build_of(self, candidate: Candidate) -> str:
+        """The hash that its code object is stored under, empty where it has none."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class GpuBench:
             graph = GraphedCalls(calls)
             us = graph.time_us(_FIRST_REPLAYS, warm=1)
         self._graphs[candidate] = graph, calls, us * len(calls)
-        return Admission(us, rel_err, _build_key(self._target, self._problem, candidate))
+        return Admission(us, rel_err)
 
     def sample_us(self, candidate: Candidate) -> float:
         graph, _, once_us = self._graphs[candidate]
@@ -92,6 +92,12 @@ class GpuBench:
 
     def drop(self, candidate: Candidate) -> None:
         self._graphs.pop(candidate, None)
+
+    def build_of(self, candidate: Candidate) -> str:
+        if candidate.spec.module is None:
+            return ""
+        request = build_request(candidate.spec, self._target, self._problem, candidate.config)
+        return build(request).key[:16]
 
     def _calls(self, candidate: Candidate) -> list[Callable[[], object]]:
         """One call for each copy of the operands."""
@@ -154,13 +160,6 @@ def _operand_sets(workload: Workload, problem: Problem, device: torch.device) ->
     for index in range(2, copies_to_stay_cold(read_bytes)):
         sets.append(workload.another(problem, sets[index % 2]))
     return sets
-
-
-def _build_key(target: Target, problem: Problem, candidate: Candidate) -> str:
-    if candidate.spec.module is None:
-        return ""
-    request = build_request(candidate.spec, target, problem, candidate.config)
-    return build(request).key[:16]
 
 
 def prepare(

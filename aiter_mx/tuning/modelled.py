@@ -72,15 +72,11 @@ class ModelBench:
                 rel_err = max(rel_err, verdict.rel_err)
             _refuse_spills(trial)
             self._us[candidate] = self._bound_us(candidate, trial, share)
-            request = build_request(
-                candidate.spec, hardware("gfx950"), self._problem, candidate.config
-            )
-            key = build(request).key[:16]
         except Unfit:
             raise
         except (AiterMxError, ValueError) as error:
             raise Unfit(f"{type(error).__name__}: {error}") from None
-        return Admission(self._us[candidate], rel_err, key)
+        return Admission(self._us[candidate], rel_err)
 
     def sample_us(self, candidate: Candidate) -> float:
         return self._us[candidate]
@@ -90,6 +86,11 @@ class ModelBench:
 
     def drop(self, candidate: Candidate) -> None:
         self._us.pop(candidate, None)
+
+    def build_of(self, candidate: Candidate) -> str:
+        target = hardware("gfx950")
+        request = build_request(candidate.spec, target, self._problem, candidate.config)
+        return build(request).key[:16]
 
     def _bound_us(self, candidate: Candidate, trial: Trial, share: float) -> float:
         module = candidate.spec.module

@@ -23,7 +23,7 @@ class Rules:
     """
 
     most: int = 24
-    heats: tuple[int, ...] = (12, 5)
+    heats: tuple[int, ...] = (10, 5)
     rounds: int = 2
     final_rounds: int = 7
     margin: float = 0.03
@@ -56,11 +56,13 @@ class Outcome:
         chosen: what the table should name; None where nothing was right.
         timings: of all that were right; those of the final first, the fastest first.
         failures: of the others.
+        build: the hash that the chosen one's code object is stored under.
     """
 
     chosen: Timing | None
     timings: tuple[Timing, ...]
     failures: tuple[Failure, ...]
+    build: str = ""
 
 
 def race(
@@ -127,7 +129,8 @@ def race(
         for c in [*finalists, *rest]
     )
     chosen = _chosen(timings[: len(finalists)], incumbent, rules.margin)
-    return Outcome(chosen, timings, tuple(failures))
+    build = bench.build_of(chosen.candidate) if chosen else ""
+    return Outcome(chosen, timings, tuple(failures), build)
 
 
 def _kept(running: list[Candidate], size: int, incumbent: Candidate | None) -> list[Candidate]:

@@ -185,6 +185,7 @@ def _record(plan: Plan, problem: Problem, outcome: Outcome, worker: str, seconds
     row: Cells | None = None
     if outcome.chosen is not None:
         origin = {
+            "build": outcome.build,
             "versions": versions(),
             "commit": commit(),
             "date": today(),
@@ -240,7 +241,7 @@ def timings_text(records: Sequence[Record]) -> str:
     import io
 
     text = io.StringIO()
-    columns = ("problem", "candidate", "us", "spread", "rounds", "rel_err", "build", "why")
+    columns = ("problem", "candidate", "us", "spread", "rounds", "rel_err", "why")
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     for record in records:

@@ -93,7 +93,6 @@ def row_of(
         **{f"{backend}_us": f"{us:.3f}" for backend, us in best.items()},
         "rel_err": f"{chosen.admission.rel_err:.2e}",
         "spread": f"{chosen.spread:.4f}",
-        "build": chosen.admission.build,
         **origin,
     }
 
