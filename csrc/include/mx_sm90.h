@@ -73,6 +73,12 @@ MX_DEVICE unsigned load_byte(const unsigned char* p) {
     return v;
 }
 
+MX_DEVICE void store_vector(void* p, const u32x4& v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.words[0]),
+                 "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3])
+                 : "memory");
+}
+
 // Four e4m3 bytes to two pairs of floats, exactly; 0x7f and 0xff become NaN.
 MX_DEVICE void e4m3x4_to_f32(unsigned word, f32x2& low, f32x2& high) {
     asm("{\n"

@@ -1,0 +1,175 @@
+"""The Hopper grouped GEMM: csrc/grouped_expand_sm90.cu, then csrc/grouped_gemm_sm90.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aiter_mx.kernels.grouped_gemm.problem import ARGS, GroupedGemmProblem, scalars
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Arg,
+    Config,
+    Geometry,
+    KernelSpec,
+    Module,
+    Param,
+    combinations,
+)
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("order", (2, 4, 8, 16), "tiles of tokens that share a tile of b before the next"),
+    Param("parts", (1, 2, 4, 8), "workgroups that expand a slab of a, which share K"),
+)
+
+_BLOCK = 32
+_TILE_N = 256  # of the two workgroups of a cluster
+_SLAB_ROWS = 64
+_MOST_SLABS = 4  # of a tile
+_UNIT_K = 64
+_STAGES = 5
+_STAGE_BYTES = (_MOST_SLABS * _SLAB_ROWS * 2 + _TILE_N // 2) * _UNIT_K
+_STAGING_BYTES = 2 * 64 * _SLAB_ROWS * 2  # results on their way out
+_SHARED_BYTES = _STAGES * _STAGE_BYTES + _STAGING_BYTES
+_THREADS = 3 * 128
+_EXPAND_THREADS = 256
+_EXPAND_UNROLL = 4
+_TILE_ENTRY_BYTES = 24
+_FLAGS_OF_SLAB = 8
+_MORE_TILES = 16  # that come of cutting full ones
+_MAX_TURNS = 1 << 31
+
+
+def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no wgmma kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if problem.N % _BLOCK:
+        return f"N={problem.N} is not a multiple of {_BLOCK}"
+    turns = _most_tiles(problem) * _pairs(problem)
+    if turns >= _MAX_TURNS or _most_slabs(problem) >= _MAX_TURNS:
+        return f"there are up to {turns} tiles, and their numbers have 31 bits"
+    return None
+
+
+def _pairs(problem: GroupedGemmProblem) -> int:
+    return -(-problem.N // _TILE_N)
+
+
+def _most_tiles(problem: GroupedGemmProblem) -> int:
+    return problem.most_tiles(_MOST_SLABS * _SLAB_ROWS) + _MORE_TILES
+
+
+def _most_slabs(problem: GroupedGemmProblem) -> int:
+    return max(1, problem.most_tiles(_SLAB_ROWS))
+
+
+def _clusters(target: Target, problem: GroupedGemmProblem) -> int:
+    return max(1, min(target.cu_num // 2, _most_slabs(problem) * _pairs(problem)))
+
+
+def _configure(target: Target, problem: GroupedGemmProblem) -> Config:
+    return {"order": 8, "parts": 4 if problem.M >= 8192 else 8}
+
+
+def _candidates(target: Target, problem: GroupedGemmProblem) -> list[Config]:
+    return list(combinations(PARAMS))
+
+
+def _round_up(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+def _workspace_bytes(target: Target, problem: GroupedGemmProblem, config: Config) -> int:
+    """See ``Workspace`` in csrc/include/grouped_sm90.h."""
+    slabs = _most_slabs(problem)
+    units = -(-problem.K // _UNIT_K)
+    return (
+        128
+        + _round_up(_most_tiles(problem) * _TILE_ENTRY_BYTES, 128)
+        + _round_up(slabs * _FLAGS_OF_SLAB, 1024)
+        + slabs * _SLAB_ROWS * units * _UNIT_K * 2
+    )
+
+
+def _scalars(
+    target: Target, problem: GroupedGemmProblem, config: Config
+) -> tuple[int | float, ...]:
+    return (
+        *scalars(problem),
+        _most_tiles(problem),
+        _most_slabs(problem),
+        _clusters(target, problem),
+    )
+
+
+_POINTERS = sum(arg.kind == "pointer" for arg in ARGS)
+_ARGS = (
+    *ARGS[:_POINTERS],
+    Arg("workspace", "pointer", "rw"),
+    *ARGS[_POINTERS:],
+    Arg("most_tiles", "i64"),
+    Arg("most_slabs", "i64"),
+    Arg("clusters", "i32"),
+)
+
+
+def _expand_defines(
+    target: Target, problem: GroupedGemmProblem, config: Config
+) -> Mapping[str, int]:
+    return {"MX_THREADS": _EXPAND_THREADS, "MX_UNROLL": _EXPAND_UNROLL}
+
+
+def _expand_geometry(target: Target, problem: GroupedGemmProblem, config: Config) -> Geometry:
+    units = -(-problem.K // _UNIT_K)
+    return Geometry(
+        grid=(_most_slabs(problem), min(config["parts"], units), 1),
+        block=(_EXPAND_THREADS, 1, 1),
+    )
+
+
+def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Mapping[str, int]:
+    return {
+        "MX_OUT": DTYPE_CODES[problem.out_dtype],
+        "MX_ORDER": config["order"],
+        "MX_STAGES": _STAGES,
+        "MX_SHARED_BYTES": _SHARED_BYTES,
+    }
+
+
+def _geometry(target: Target, problem: GroupedGemmProblem, config: Config) -> Geometry:
+    return Geometry(
+        grid=(2 * _clusters(target, problem), 1, 1),
+        block=(_THREADS, 1, 1),
+        shared_bytes=_SHARED_BYTES,
+    )
+
+
+EXPAND = Module(
+    sources={"sm_90a": "grouped_expand_sm90.cu"},
+    symbol="aiter_mx_grouped_expand",
+    args=_ARGS,
+    defines=_expand_defines,
+    geometry=_expand_geometry,
+    scalars=_scalars,
+)
+MODULE = Module(
+    sources={"sm_90a": "grouped_gemm_sm90.cu"},
+    symbol="aiter_mx_grouped_gemm",
+    args=_ARGS,
+    defines=_defines,
+    geometry=_geometry,
+    scalars=_scalars,
+)
+
+PERSISTENT = KernelSpec(
+    op="grouped_gemm",
+    backend="hip",
+    name="persistent",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=_configure,
+    candidates=_candidates,
+    module=MODULE,
+    before=(EXPAND,),
+    workspace_bytes=_workspace_bytes,
+)

@@ -1,0 +1,540 @@
+// Grouped GEMM on Hopper, for many rows: y[m] = dequantised(x[m]) * dequantised(w[g])^T + bias[g]
+// for each group g and each row m of it.
+//
+//   xq [M, K], wq [G, N, K]        e4m3 payload
+//   xs [M, K/32], ws [G, N, K/32]  e8m0 scale of each 32 consecutive k
+//   y  [M, N]                      fp32, bf16 or fp16
+//   bias [G, N]                    any of these, or none
+//
+// Both operands are made bf16 with their scales applied, which is exact, so that sums over all of
+// K stay in the matrix unit. grouped_expand_sm90.cu does so with x, before this; w is expanded in
+// registers, as wgmma's A, while the matrix unit works on the k before.
+//
+// Two workgroups, a cluster, compute a tile of 256 rows of w by up to 256 tokens, 128 rows of w
+// each; both need all of the tile's x, and each brings half of it to both.
+//
+//   producer, a warpgroup: 64 k of w by cp.async, and of x by copies of 8 KiB a slab, into a ring
+//   consumer, two of them, 64 rows of w each: w to bf16, multiply; then store the tile
+//
+// Clusters stay and walk over the tiles of all groups, kOrder tiles of tokens with the same w after
+// one another. What bf16 does not cover, and NaN in w, is put right after a tile is stored.
+
+#include "grouped_sm90.h"
+#include "mx_epilogue.h"
+#include "mx_exact.h"
+#include "sm90_async.h"
+#include "sm90_copy.h"
+#include "sm90_expand.h"
+#include "sm90_wgmma_wide.h"
+
+using namespace mx;
+
+constexpr int kStages = MX_STAGES; // of the ring
+constexpr int kOrder = MX_ORDER;   // tiles of tokens that share a tile of w before the next
+using Out = DType<MX_OUT>;
+
+constexpr int kBlock = 32; // k of one scale
+constexpr int kCluster = 2;
+constexpr int kConsumers = MX_CONSUMERS;
+constexpr int kGroupRows = 64; // of w for a consumer
+constexpr int kRows = kConsumers * kGroupRows;
+constexpr int kGroupThreads = 128;
+constexpr int kWarps = kGroupThreads / kLanes;
+constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
+// The register file, 168 for each thread at first.
+constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+
+constexpr int kStageX = kMostSlabs * kSlabUnitBytes;
+constexpr int kStageW = kRows * kUnitK;
+constexpr int kStagingBytes = kGroupRows * kSlabRows * 2; // a slab of 16-bit results
+constexpr int kAtW = kStages * kStageX;
+constexpr int kAtStaging = kAtW + kStages * kStageW;
+static_assert(kAtStaging + kConsumers * kStagingBytes == MX_SHARED_BYTES,
+              "the host lays shared memory out differently: aiter_mx/kernels/grouped_gemm/sm90.py");
+
+constexpr int kStepBytes = 256; // of 8 tokens' x, for one wgmma
+
+struct Operands {
+    const unsigned char *xq, *xs, *wq, *ws;
+    const void* bias;
+    Out* y;
+    long N, K;
+    int bias_kind;
+
+    MX_MEMBER long blocks() const { return K / kBlock; }
+    MX_MEMBER int units() const { return (K + kUnitK - 1) / kUnitK; }
+};
+
+// The tiles that a cluster computes, one after another: first those of most slabs.
+struct Walk {
+    const Workspace& workspace;
+    int rank, pairs, step;
+    int slabs = kMostSlabs; // of the tiles of this class
+    int first = 0, count;   // of the workspace's tiles, in this class
+    int turn;               // in this class
+    // What is next, and where.
+    TokenTile tokens;
+    int n; // first row of w of this workgroup
+
+    MX_MEMBER Walk(const Workspace& workspace, long N, int rank)
+        : workspace(workspace), rank(rank) {
+        pairs = (N + kCluster * kRows - 1) / (kCluster * kRows);
+        turn = blockIdx.x / kCluster;
+        step = gridDim.x / kCluster;
+        count = workspace.tiles[kMostSlabs];
+        find();
+    }
+    MX_MEMBER bool any() const { return slabs > 0; }
+    MX_MEMBER void next() {
+        turn += step;
+        find();
+    }
+
+  private:
+    MX_MEMBER void find() {
+        while (turn >= count * pairs) {
+            if (--slabs == 0)
+                return;
+            turn -= count * pairs;
+            first += count;
+            count = workspace.tiles[slabs];
+        }
+        const int super = turn / (kOrder * pairs) * kOrder, height = min(kOrder, count - super);
+        const int inside = turn - super * pairs;
+        tokens = workspace.tile[first + super + inside % height];
+        n = (inside / height * kCluster + rank) * kRows;
+    }
+};
+
+// Which stage of the ring is next, and the parity of its barriers' phase.
+struct Ring {
+    int stage = 0, parity = 0;
+
+    MX_MEMBER void advance() {
+        if (++stage == kStages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+struct Producer {
+    const Operands& t;
+    const Workspace& workspace;
+    unsigned shared, x_full, w_full, empty;
+    int rank, thread;
+    Ring ring;
+
+    MX_MEMBER void tile(const Walk& walk) {
+        const int chunk = thread % 4, row = thread / 4;
+        constexpr int rows_apart = kGroupThreads / 4, copies = kRows / rows_apart;
+        const unsigned char* from[copies];
+#pragma unroll
+        for (int i = 0; i < copies; ++i) {
+            const long n = min(static_cast<long>(walk.n + row + i * rows_apart), t.N - 1);
+            from[i] = t.wq + (walk.tokens.group * t.N + n) * t.K + chunk * 16;
+        }
+        const unsigned to = shared + kAtW + row * kUnitK + (chunk ^ (row / 2 & 3)) * 16;
+        const int units = t.units(), slabs = walk.slabs;
+        const long slab_bytes = units * static_cast<long>(kSlabUnitBytes);
+        const unsigned char* x = workspace.x + (walk.tokens.slab + rank) * slab_bytes;
+        long k = chunk * 16;
+        for (int unit = 0; unit < units; ++unit) {
+            barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+            if (thread == 0) {
+                const unsigned barrier = x_full + 8 * ring.stage;
+                barrier_arrive_expect(barrier, slabs * kSlabUnitBytes);
+                const unsigned place = shared + ring.stage * kStageX + rank * kSlabUnitBytes;
+                if (rank < slabs)
+                    copy_to_cluster(place, x, kSlabUnitBytes, barrier, 3);
+                if (rank + 2 < slabs)
+                    copy_to_cluster(place + 2 * kSlabUnitBytes, x + 2 * slab_bytes, kSlabUnitBytes,
+                                    barrier, 3);
+                if (MX_PREFETCH && unit + MX_PREFETCH < units &&
+                    (unit + walk.n / (kCluster * kRows)) % MX_SHARE == 0) {
+                    for (int i = 0; i < 2; ++i)
+                        if (rank + 2 * i < slabs)
+                            prefetch(x + MX_PREFETCH * kSlabUnitBytes + 2 * i * slab_bytes,
+                                     kSlabUnitBytes);
+                }
+                x += kSlabUnitBytes;
+            }
+#pragma unroll
+            for (int i = 0; i < copies; ++i) {
+                copy_16(to + ring.stage * kStageW + i * rows_apart * kUnitK, from[i], k < t.K);
+                from[i] += kUnitK;
+            }
+            k += kUnitK;
+            barrier_arrive_after_copies(w_full + 8 * ring.stage);
+            ring.advance();
+        }
+    }
+};
+
+struct Consumer {
+    const Operands& t;
+    unsigned shared, x_full, w_full, empty, staging;
+    int index, thread, lane, warp;
+    Ring ring;
+    // Scales of the next two units: of row lane / 4 of the warp's 16, or that + 8 for odd lanes,
+    // and of the first 32 k or the other for lanes 2 and 3 of four.
+    unsigned scale[2];
+    const unsigned char* scales;
+    int scale_units; // that this lane has
+    unsigned least, most, nan[2];
+    unsigned magnitude = kMagnitude;
+    unsigned words[2][4], factor[2][2]; // of the unit to expand: [row], [half of k][row]
+
+    MX_MEMBER Consumer(const Operands& t, unsigned shared, unsigned x_full, unsigned w_full,
+                       unsigned empty, int index, int thread)
+        : t(t), shared(shared), x_full(x_full), w_full(w_full), empty(empty), index(index),
+          thread(thread) {
+        asm volatile("" : "+r"(magnitude)); // not a constant to the compiler
+        lane = thread % kLanes;
+        warp = thread / kLanes;
+        staging = shared + kAtStaging + index * kStagingBytes;
+    }
+
+    MX_MEMBER unsigned load_scale(int unit) const {
+        return unit < scale_units ? load_byte(scales + unit * 2) : 127;
+    }
+    // What a tile needs first.
+    MX_MEMBER void open(const Walk& walk) {
+        const long row = walk.n + index * kGroupRows + warp * 16 + lane / 4 + lane % 2 * 8;
+        const int half = lane / 2 % 2;
+        scales = t.ws + (walk.tokens.group * t.N + min(row, t.N - 1)) * t.blocks() + half;
+        scale_units = (t.blocks() - half + 1) / 2;
+        scale[0] = load_scale(0);
+        scale[1] = load_scale(1);
+        least = 127;
+        most = 127;
+        nan[0] = nan[1] = 0;
+    }
+
+    MX_MEMBER void release(int stage) const {
+        if (lane < kCluster)
+            barrier_arrive_read(address_in_cluster(empty + 8 * stage, lane));
+    }
+
+    // The payload of a unit, once it is there, and its scales as factors.
+    MX_MEMBER void fetch(int buffer, int unit, unsigned w_place) {
+        barrier_wait(w_full + 8 * ring.stage, ring.parity);
+        load_matrices(words[0], w_place + ring.stage * kStageW);
+        load_matrices(words[1], w_place + ring.stage * kStageW + 8 * kUnitK);
+        least = min(least, scale[buffer]);
+        most = max(most, scale[buffer]);
+        const unsigned own = w_factor(scale[buffer]);
+        scale[buffer] = load_scale(unit + 2);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            factor[i / 2][i % 2] = __shfl_sync(0xffffffff, own, i, 4);
+        ring.advance();
+    }
+    // What wgmma j of the unit needs.
+    MX_MEMBER void expand(unsigned (&a)[4], int j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            e4m3x4_to_bf16(words[i][j], factor[j / 2][i], magnitude, a[i], a[2 + i]);
+#ifndef MX_NO_NAN
+            // The top bit of a byte changes if it is NaN, or if one below is.
+            nan[i] |= (words[i][j] + 0x01010101) ^ words[i][j];
+#endif
+        }
+    }
+
+    // Multiplies a unit, which is in registers as a[Buffer], while the next becomes a[1 - Buffer].
+    template <int Buffer, bool Last, int Slabs>
+    MX_MEMBER void multiply(float (&sums)[Slabs * 32], unsigned (&a)[2][4][4], int unit,
+                            unsigned w_place) {
+        const int stage = ring.stage ? ring.stage - 1 : kStages - 1;
+        barrier_wait(x_full + 8 * stage, ring.stage ? ring.parity : ring.parity ^ 1);
+        const MatrixDescriptor b(shared + stage * kStageX, kStepBytes / 2, 4 * kStepBytes);
+        wgmma_fence();
+        wgmma(sums, a[Buffer][0], b.at(0));
+        wgmma_commit();
+        if constexpr (!Last)
+            fetch(1 - Buffer, unit + 1, w_place);
+        wgmma_wait<1>();
+        if (unit > 0)
+            release(stage ? stage - 1 : kStages - 1);
+#pragma unroll
+        for (int j = 1; j < 4; ++j) {
+            if constexpr (!Last)
+                expand(a[1 - Buffer][j - 1], j - 1);
+            wgmma(sums, a[Buffer][j], b.at(j * kStepBytes));
+        }
+        wgmma_commit();
+        if constexpr (!Last)
+            expand(a[1 - Buffer][3], 3);
+    }
+
+    template <int Parity, int Slabs>
+    MX_MEMBER void single(float (&sums)[Slabs * 32], unsigned (&a)[4][4], int unit, bool more,
+                          unsigned w_place) {
+        const int stage = ring.stage ? ring.stage - 1 : kStages - 1;
+        wgmma_wait<0>();
+        if (unit > 0)
+            release(stage ? stage - 1 : kStages - 1);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            expand(a[j], j);
+        barrier_wait(x_full + 8 * stage, ring.stage ? ring.parity : ring.parity ^ 1);
+        const MatrixDescriptor b(shared + stage * kStageX, kStepBytes / 2, 4 * kStepBytes);
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            wgmma(sums, a[j], b.at(j * kStepBytes));
+        wgmma_commit();
+        if (more)
+            fetch(1 - Parity, unit + 1, w_place);
+    }
+
+    template <int Slabs>
+    MX_MEMBER void tile_single(Walk& walk) {
+        float sums[Slabs * 32];
+#pragma unroll
+        for (int i = 0; i < Slabs * 32; ++i)
+            sums[i] = 0;
+        const unsigned w_place = shared + kAtW + (index * kGroupRows + warp * 16) * kUnitK +
+                                 lane % 8 * kUnitK + (lane / 8 ^ (lane / 2 & 3)) * 16;
+        unsigned a[4][4];
+        const int units = t.units();
+        fetch(0, 0, w_place);
+        int unit = 0;
+        for (; unit + 1 < units; unit += 2) {
+            single<0, Slabs>(sums, a, unit, true, w_place);
+            single<1, Slabs>(sums, a, unit + 1, unit + 2 < units, w_place);
+        }
+        if (unit < units)
+            single<0, Slabs>(sums, a, unit, false, w_place);
+        wgmma_wait<0>();
+        keep_in_order(sums);
+        release(ring.stage ? ring.stage - 1 : kStages - 1);
+        finish<Slabs>(walk, sums);
+    }
+
+    template <int Slabs>
+    MX_MEMBER void tile(Walk& walk) {
+        if constexpr (kConsumers == 3 || MX_SINGLE)
+            return tile_single<Slabs>(walk);
+        float sums[Slabs * 32];
+#pragma unroll
+        for (int i = 0; i < Slabs * 32; ++i)
+            sums[i] = 0;
+        const unsigned w_place = shared + kAtW + (index * kGroupRows + warp * 16) * kUnitK +
+                                 lane % 8 * kUnitK + (lane / 8 ^ (lane / 2 & 3)) * 16;
+        unsigned a[2][4][4];
+        const int units = t.units();
+        fetch(0, 0, w_place);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            expand(a[0][j], j);
+        int unit = 0;
+        for (; unit + 2 < units; unit += 2) {
+            multiply<0, false, Slabs>(sums, a, unit, w_place);
+            multiply<1, false, Slabs>(sums, a, unit + 1, w_place);
+        }
+        if (unit + 1 < units) {
+            multiply<0, false, Slabs>(sums, a, unit, w_place);
+            multiply<1, true, Slabs>(sums, a, unit + 1, w_place);
+        } else {
+            multiply<0, true, Slabs>(sums, a, unit, w_place);
+        }
+        wgmma_wait<0>();
+        keep_in_order(sums);
+        release(ring.stage ? ring.stage - 1 : kStages - 1);
+        finish<Slabs>(walk, sums);
+    }
+
+    template <int Slabs>
+    MX_MEMBER void finish(Walk& walk, float (&sums)[Slabs * 32]) {
+        const TokenTile tokens = walk.tokens;
+        const long n = walk.n + index * kGroupRows;
+        const unsigned low = least, high = most;
+        unsigned is_nan[2];
+        is_nan[0] = nan[0] & 0x80808080;
+        is_nan[1] = nan[1] & 0x80808080;
+        float added[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            added[i] = load_bias(t.bias, t.bias_kind,
+                                 tokens.group * t.N +
+                                     min(n + warp * 16 + lane / 4 + i * 8, t.N - 1));
+        const bool x_outside = tile_outside(walk, Slabs);
+        walk.next();
+        if (walk.any())
+            open(walk);
+        if constexpr (sizeof(Out) == 4)
+            store_fp32<Slabs>(tokens, n, sums, added);
+        else
+            store_16<Slabs>(tokens, n, sums, added);
+        // Whether a row of w has NaN, or a scale that bf16 does not cover.
+        const bool scale_outside = low < kFirstWScale || high > kLastWScale;
+        if (__any_sync(0xffffffff, is_nan[0] || is_nan[1] || scale_outside || x_outside))
+            again(tokens, n, is_nan, scale_outside, x_outside);
+    }
+
+    MX_MEMBER bool tile_outside(const Walk& walk, int slabs) const {
+        return lane < slabs * kFlagsOfSlab &&
+               walk.workspace.outside[walk.tokens.slab * kFlagsOfSlab + lane];
+    }
+
+    template <int Slabs>
+    MX_MEMBER void store_fp32(const TokenTile& tokens, long n, const float (&sums)[Slabs * 32],
+                              const float (&added)[2]) const {
+        const long first = n + warp * 16 + lane / 4;
+        Out* to = t.y + (tokens.row + lane % 4 * 2) * t.N + first;
+#pragma unroll
+        for (int i = 0; i < Slabs * 32; ++i) {
+            const int token = i / 4 * 8 + i % 2, row = i / 2 % 2 * 8;
+            if (token + lane % 4 * 2 < tokens.rows && first + row < t.N)
+                store(to + token * t.N + row, sums[i] + added[i / 2 % 2]);
+        }
+        named_barrier(1 + index, kGroupThreads);
+    }
+
+    template <int Slabs>
+    MX_MEMBER void store_16(const TokenTile& tokens, long n, const float (&sums)[Slabs * 32],
+                            const float (&added)[2]) const {
+        // Results are staged as [token][n], 128 bytes a token, 16 bytes at place ^ token % 8.
+        const int row = lane % 8, place = (warp * 2 + lane / 8 % 2) ^ row;
+        const unsigned from_sums = staging + (lane / 16 * 8 + row) * 128 + place * 16;
+        const int token = thread / 8, piece = thread % 8;
+        const unsigned to_y = staging + token * 128 + (piece ^ (token % 8)) * 16;
+        const bool stored = n + piece * 8 < t.N;
+        Out* to = t.y + (tokens.row + token) * t.N + n + piece * 8;
+        const bool aligned = reinterpret_cast<unsigned long long>(t.y) % 16 == 0;
+#pragma unroll
+        for (int slab = 0; slab < Slabs; ++slab) {
+#pragma unroll
+            for (int j = 0; j < 8; j += 2) {
+                unsigned packed[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int at = (slab * 8 + j + i / 2) * 4 + i % 2 * 2;
+                    packed[i] = pack<Out>(sums[at] + added[i % 2], sums[at + 1] + added[i % 2]);
+                }
+                store_matrices_transposed(from_sums + j * 8 * 128, packed);
+            }
+            named_barrier(1 + index, kGroupThreads);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int in_tile = slab * kSlabRows + i * 16 + token;
+                const u32x4 values = load_shared_vector(to_y + i * 16 * 128);
+                Out* at = to + (slab * kSlabRows + i * 16) * t.N;
+                if (stored && in_tile < tokens.rows) {
+                    if (aligned)
+                        store_vector(at, values);
+                    else
+                        store_halves(at, values);
+                }
+            }
+            named_barrier(1 + index, kGroupThreads);
+        }
+    }
+
+    MX_MEMBER static void store_halves(Out* to, const u32x4& values) {
+        unsigned short* halves = reinterpret_cast<unsigned short*>(to);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            halves[i] = values[i / 2] >> (i % 2 * 16);
+    }
+
+    MX_MEMBER bool token_outside(long row) const {
+        bool outside = false;
+        for (long i = 0; i < t.blocks(); ++i) {
+            const unsigned scale = load_byte(t.xs + row * t.blocks() + i);
+            outside |= scale > kLastXScale && scale != kNanScale;
+        }
+        return outside;
+    }
+
+    // Computes the outputs of this warp's 16 rows that the matrix unit cannot.
+    MX_MEMBER void again(TokenTile tokens, long n, const unsigned (&is_nan)[2],
+                                       bool scale_outside, bool x_outside) const {
+        x_outside = __any_sync(0xffffffff, x_outside);
+        const unsigned nans_low = __ballot_sync(0xffffffff, is_nan[0]);
+        const unsigned nans_high = __ballot_sync(0xffffffff, is_nan[1]);
+        const unsigned scales_outside = __ballot_sync(0xffffffff, scale_outside);
+#pragma unroll 1
+        for (int row = 0; row < 16; ++row) {
+            const long in_group = n + warp * 16 + row;
+            if (in_group >= t.N)
+                break;
+            const int lanes = row % 8 * 4, half = row / 8; // those that hold this row
+            const bool nan_row = (half ? nans_high : nans_low) >> lanes & 0xf;
+            const bool outside_row = scales_outside >> lanes & (half ? 0xa : 0x5);
+            if (!nan_row && !outside_row && !x_outside)
+                continue;
+            const long w = tokens.group * t.N + in_group;
+            const float added = load_bias(t.bias, t.bias_kind, w);
+#pragma unroll 1
+            for (int m = lane; m < tokens.rows; m += kLanes) {
+                const long x = tokens.row + m;
+                float sum = bits_to_float(kNanBits);
+                if (!nan_row) {
+                    if (!outside_row && !token_outside(x))
+                        continue;
+                    sum = exact_output(t.xq + x * t.K, t.xs + x * t.blocks(), t.wq + w * t.K,
+                                       t.ws + w * t.blocks(), t.K);
+                }
+                store(t.y + x * t.N + in_group, sum + added);
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    aiter_mx_grouped_gemm(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
+                          const unsigned char* ws, const void* bias, Out* y, const void* starts,
+                          const void* ends, void* workspace_memory, long M, long N, long K, long G,
+                          int layout, int index_bytes, int bias_kind, long most_tiles,
+                          long most_slabs, long pairs, int clusters) {
+    extern __shared__ __align__(1024) unsigned char dynamic[];
+    __shared__ unsigned long long x_barriers[kStages], w_barriers[kStages], empty_barriers[kStages];
+    const unsigned shared = shared_address(dynamic);
+    const unsigned x_full = shared_address(x_barriers), w_full = shared_address(w_barriers);
+    const unsigned empty = shared_address(empty_barriers);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kStages; ++i) {
+            barrier_init(x_full + 8 * i, 1);
+            barrier_init(w_full + 8 * i, kGroupThreads);
+            barrier_init(empty + 8 * i, kCluster * kConsumers * kWarps);
+        }
+        fence_barrier_init();
+    }
+    group_barrier();
+    cluster_arrive();
+    cluster_wait();
+
+    const Operands t{xq, xs, wq, ws, bias, y, N, K, bias_kind};
+    const Workspace workspace(workspace_memory, most_tiles, most_slabs);
+    const int rank = rank_in_cluster();
+    const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
+    Walk walk(workspace, N, rank);
+    if (group == 0) {
+        decrease_registers<kProducerRegisters>();
+        Producer producer{t, workspace, shared, x_full, w_full, empty, rank, thread};
+        for (; walk.any(); walk.next())
+            producer.tile(walk);
+    } else {
+        increase_registers<kConsumerRegisters>();
+        Consumer consumer(t, shared, x_full, w_full, empty, group - 1, thread);
+        if (walk.any())
+            consumer.open(walk);
+        // Apart, since ptxas keeps wgmmas in flight only where one kind of them is in a loop.
+        if constexpr (kMostSlabs >= 4)
+            while (walk.slabs == 4)
+                consumer.tile<4>(walk);
+        if constexpr (kMostSlabs >= 3)
+            while (walk.slabs == 3)
+                consumer.tile<3>(walk);
+        while (walk.slabs == 2)
+            consumer.tile<2>(walk);
+        while (walk.slabs == 1)
+            consumer.tile<1>(walk);
+    }
+    cluster_arrive();
+    cluster_wait(); // what the other workgroup sends has arrived
+}
