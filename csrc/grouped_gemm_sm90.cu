@@ -35,15 +35,14 @@ using Out = DType<MX_OUT>;
 
 constexpr int kBlock = 32; // k of one scale
 constexpr int kCluster = 2;
-constexpr int kConsumers = MX_CONSUMERS;
+constexpr int kConsumers = 2;
 constexpr int kGroupRows = 64; // of w for a consumer
 constexpr int kRows = kConsumers * kGroupRows;
 constexpr int kGroupThreads = 128;
 constexpr int kWarps = kGroupThreads / kLanes;
 constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
 // The register file, 168 for each thread at first.
-constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 constexpr int kStageX = kMostSlabs * kSlabUnitBytes;
 constexpr int kStageW = kRows * kUnitK;
@@ -52,6 +51,9 @@ constexpr int kAtW = kStages * kStageX;
 constexpr int kAtStaging = kAtW + kStages * kStageW;
 static_assert(kAtStaging + kConsumers * kStagingBytes == MX_SHARED_BYTES,
               "the host lays shared memory out differently: aiter_mx/kernels/grouped_gemm/sm90.py");
+
+// Barriers of each stage: x is there, w is there, and both have been used.
+constexpr int kXFull = 0, kWFull = 8 * kStages, kEmpty = 16 * kStages;
 
 constexpr int kStepBytes = 256; // of 8 tokens' x, for one wgmma
 
@@ -122,7 +124,7 @@ struct Ring {
 struct Producer {
     const Operands& t;
     const Workspace& workspace;
-    unsigned shared, x_full, w_full, empty;
+    unsigned shared, barriers;
     int rank, thread;
     Ring ring;
 
@@ -141,9 +143,9 @@ struct Producer {
         const unsigned char* x = workspace.x + (walk.tokens.slab + rank) * slab_bytes;
         long k = chunk * 16;
         for (int unit = 0; unit < units; ++unit) {
-            barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+            barrier_wait(barriers + kEmpty + 8 * ring.stage, ring.parity ^ 1);
             if (thread == 0) {
-                const unsigned barrier = x_full + 8 * ring.stage;
+                const unsigned barrier = barriers + kXFull + 8 * ring.stage;
                 barrier_arrive_expect(barrier, slabs * kSlabUnitBytes);
                 const unsigned place = shared + ring.stage * kStageX + rank * kSlabUnitBytes;
                 if (rank < slabs)
@@ -151,13 +153,6 @@ struct Producer {
                 if (rank + 2 < slabs)
                     copy_to_cluster(place + 2 * kSlabUnitBytes, x + 2 * slab_bytes, kSlabUnitBytes,
                                     barrier, 3);
-                if (MX_PREFETCH && unit + MX_PREFETCH < units &&
-                    (unit + walk.n / (kCluster * kRows)) % MX_SHARE == 0) {
-                    for (int i = 0; i < 2; ++i)
-                        if (rank + 2 * i < slabs)
-                            prefetch(x + MX_PREFETCH * kSlabUnitBytes + 2 * i * slab_bytes,
-                                     kSlabUnitBytes);
-                }
                 x += kSlabUnitBytes;
             }
 #pragma unroll
@@ -166,7 +161,7 @@ struct Producer {
                 from[i] += kUnitK;
             }
             k += kUnitK;
-            barrier_arrive_after_copies(w_full + 8 * ring.stage);
+            barrier_arrive_after_copies(barriers + kWFull + 8 * ring.stage);
             ring.advance();
         }
     }
@@ -174,30 +169,30 @@ struct Producer {
 
 struct Consumer {
     const Operands& t;
-    unsigned shared, x_full, w_full, empty, staging;
+    unsigned shared, barriers, staging;
     int index, thread, lane, warp;
-    Ring ring;
+    Ring ring, fetched; // where the next unit to expand is, and the one before
+    int used;           // stage of the unit before that
     // Scales of the next two units: of row lane / 4 of the warp's 16, or that + 8 for odd lanes,
     // and of the first 32 k or the other for lanes 2 and 3 of four.
     unsigned scale[2];
     const unsigned char* scales;
     int scale_units; // that this lane has
     unsigned least, most, nan[2];
-    unsigned magnitude = kMagnitude;
+    const unsigned magnitude = held(kMagnitude);
     unsigned words[2][4], factor[2][2]; // of the unit to expand: [row], [half of k][row]
 
-    MX_MEMBER Consumer(const Operands& t, unsigned shared, unsigned x_full, unsigned w_full,
-                       unsigned empty, int index, int thread)
-        : t(t), shared(shared), x_full(x_full), w_full(w_full), empty(empty), index(index),
-          thread(thread) {
-        asm volatile("" : "+r"(magnitude)); // not a constant to the compiler
+    MX_MEMBER Consumer(const Operands& t, unsigned shared, unsigned barriers, int index, int thread)
+        : t(t), shared(shared), barriers(barriers), index(index), thread(thread) {
         lane = thread % kLanes;
         warp = thread / kLanes;
         staging = shared + kAtStaging + index * kStagingBytes;
     }
 
-    MX_MEMBER unsigned load_scale(int unit) const {
-        return unit < scale_units ? load_byte(scales + unit * 2) : 127;
+    MX_MEMBER unsigned load_scale() {
+        const unsigned char* from = scales;
+        scales += 2;
+        return scale_units-- > 0 ? load_byte(from) : 127;
     }
     // What a tile needs first.
     MX_MEMBER void open(const Walk& walk) {
@@ -205,8 +200,8 @@ struct Consumer {
         const int half = lane / 2 % 2;
         scales = t.ws + (walk.tokens.group * t.N + min(row, t.N - 1)) * t.blocks() + half;
         scale_units = (t.blocks() - half + 1) / 2;
-        scale[0] = load_scale(0);
-        scale[1] = load_scale(1);
+        scale[0] = load_scale();
+        scale[1] = load_scale();
         least = 127;
         most = 127;
         nan[0] = nan[1] = 0;
@@ -214,21 +209,22 @@ struct Consumer {
 
     MX_MEMBER void release(int stage) const {
         if (lane < kCluster)
-            barrier_arrive_read(address_in_cluster(empty + 8 * stage, lane));
+            barrier_arrive_read(address_in_cluster(barriers + kEmpty + 8 * stage, lane));
     }
 
     // The payload of a unit, once it is there, and its scales as factors.
-    MX_MEMBER void fetch(int buffer, int unit, unsigned w_place) {
-        barrier_wait(w_full + 8 * ring.stage, ring.parity);
+    MX_MEMBER void fetch(int buffer, unsigned w_place) {
+        barrier_wait(barriers + kWFull + 8 * ring.stage, ring.parity);
         load_matrices(words[0], w_place + ring.stage * kStageW);
         load_matrices(words[1], w_place + ring.stage * kStageW + 8 * kUnitK);
         least = min(least, scale[buffer]);
         most = max(most, scale[buffer]);
         const unsigned own = w_factor(scale[buffer]);
-        scale[buffer] = load_scale(unit + 2);
+        scale[buffer] = load_scale();
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             factor[i / 2][i % 2] = __shfl_sync(0xffffffff, own, i, 4);
+        fetched = ring;
         ring.advance();
     }
     // What wgmma j of the unit needs.
@@ -247,17 +243,19 @@ struct Consumer {
     template <int Buffer, bool Last, int Slabs>
     MX_MEMBER void multiply(float (&sums)[Slabs * 32], unsigned (&a)[2][4][4], int unit,
                             unsigned w_place) {
-        const int stage = ring.stage ? ring.stage - 1 : kStages - 1;
-        barrier_wait(x_full + 8 * stage, ring.stage ? ring.parity : ring.parity ^ 1);
+        const int stage = fetched.stage;
+        barrier_wait(barriers + kXFull + 8 * stage, fetched.parity);
         const MatrixDescriptor b(shared + stage * kStageX, kStepBytes / 2, 4 * kStepBytes);
         wgmma_fence();
+#if MX_PLAN == 0
         wgmma(sums, a[Buffer][0], b.at(0));
         wgmma_commit();
         if constexpr (!Last)
-            fetch(1 - Buffer, unit + 1, w_place);
+            fetch(1 - Buffer, w_place);
         wgmma_wait<1>();
         if (unit > 0)
-            release(stage ? stage - 1 : kStages - 1);
+            release(used);
+        used = stage;
 #pragma unroll
         for (int j = 1; j < 4; ++j) {
             if constexpr (!Last)
@@ -267,57 +265,62 @@ struct Consumer {
         wgmma_commit();
         if constexpr (!Last)
             expand(a[1 - Buffer][3], 3);
-    }
-
-    template <int Parity, int Slabs>
-    MX_MEMBER void single(float (&sums)[Slabs * 32], unsigned (&a)[4][4], int unit, bool more,
-                          unsigned w_place) {
-        const int stage = ring.stage ? ring.stage - 1 : kStages - 1;
-        wgmma_wait<0>();
-        if (unit > 0)
-            release(stage ? stage - 1 : kStages - 1);
+#elif MX_PLAN == 1
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-            expand(a[j], j);
-        barrier_wait(x_full + 8 * stage, ring.stage ? ring.parity : ring.parity ^ 1);
-        const MatrixDescriptor b(shared + stage * kStageX, kStepBytes / 2, 4 * kStepBytes);
-        wgmma_fence();
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-            wgmma(sums, a[j], b.at(j * kStepBytes));
+            wgmma(sums, a[Buffer][j], b.at(j * kStepBytes));
         wgmma_commit();
-        if (more)
-            fetch(1 - Parity, unit + 1, w_place);
+        if constexpr (!Last)
+            fetch(1 - Buffer, w_place);
+        wgmma_wait<1>();
+        if (unit > 0)
+            release(used);
+        used = stage;
+        if constexpr (!Last)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                expand(a[1 - Buffer][j], j);
+#else
+        wgmma(sums, a[Buffer][0], b.at(0));
+        wgmma(sums, a[Buffer][1], b.at(kStepBytes));
+        wgmma_commit();
+        if constexpr (!Last)
+            fetch(1 - Buffer, w_place);
+        wgmma_wait<1>();
+        if (unit > 0)
+            release(used);
+        used = stage;
+        if constexpr (!Last) {
+            expand(a[1 - Buffer][0], 0);
+            expand(a[1 - Buffer][1], 1);
+        }
+        wgmma_fence();
+        wgmma(sums, a[Buffer][2], b.at(2 * kStepBytes));
+        wgmma(sums, a[Buffer][3], b.at(3 * kStepBytes));
+        wgmma_commit();
+        if constexpr (!Last) {
+            expand(a[1 - Buffer][2], 2);
+            expand(a[1 - Buffer][3], 3);
+        }
+#endif
     }
 
-    template <int Slabs>
-    MX_MEMBER void tile_single(Walk& walk) {
-        float sums[Slabs * 32];
-#pragma unroll
-        for (int i = 0; i < Slabs * 32; ++i)
-            sums[i] = 0;
-        const unsigned w_place = shared + kAtW + (index * kGroupRows + warp * 16) * kUnitK +
-                                 lane % 8 * kUnitK + (lane / 8 ^ (lane / 2 & 3)) * 16;
-        unsigned a[4][4];
-        const int units = t.units();
-        fetch(0, 0, w_place);
-        int unit = 0;
-        for (; unit + 1 < units; unit += 2) {
-            single<0, Slabs>(sums, a, unit, true, w_place);
-            single<1, Slabs>(sums, a, unit + 1, unit + 2 < units, w_place);
+    // Lets the ring pass where no row of w is this consumer's.
+    MX_MEMBER void skip(Walk& walk) {
+        for (int unit = 0; unit < t.units(); ++unit) {
+            barrier_wait(barriers + kXFull + 8 * ring.stage, ring.parity);
+            release(ring.stage);
+            ring.advance();
         }
-        if (unit < units)
-            single<0, Slabs>(sums, a, unit, false, w_place);
-        wgmma_wait<0>();
-        keep_in_order(sums);
-        release(ring.stage ? ring.stage - 1 : kStages - 1);
-        finish<Slabs>(walk, sums);
+        walk.next();
+        if (walk.any())
+            open(walk);
     }
 
     template <int Slabs>
     MX_MEMBER void tile(Walk& walk) {
-        if constexpr (kConsumers == 3 || MX_SINGLE)
-            return tile_single<Slabs>(walk);
+        if (MX_SKIP && walk.n + index * kGroupRows >= t.N)
+            return skip(walk);
         float sums[Slabs * 32];
 #pragma unroll
         for (int i = 0; i < Slabs * 32; ++i)
@@ -326,7 +329,7 @@ struct Consumer {
                                  lane % 8 * kUnitK + (lane / 8 ^ (lane / 2 & 3)) * 16;
         unsigned a[2][4][4];
         const int units = t.units();
-        fetch(0, 0, w_place);
+        fetch(0, w_place);
 #pragma unroll
         for (int j = 0; j < 4; ++j)
             expand(a[0][j], j);
@@ -343,7 +346,7 @@ struct Consumer {
         }
         wgmma_wait<0>();
         keep_in_order(sums);
-        release(ring.stage ? ring.stage - 1 : kStages - 1);
+        release(used);
         finish<Slabs>(walk, sums);
     }
 
@@ -492,15 +495,14 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                           int layout, int index_bytes, int bias_kind, long most_tiles,
                           long most_slabs, long pairs, int clusters) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
-    __shared__ unsigned long long x_barriers[kStages], w_barriers[kStages], empty_barriers[kStages];
-    const unsigned shared = shared_address(dynamic);
-    const unsigned x_full = shared_address(x_barriers), w_full = shared_address(w_barriers);
-    const unsigned empty = shared_address(empty_barriers);
+    __shared__ unsigned long long barrier_memory[3 * kStages];
+    const unsigned shared = held(shared_address(dynamic));
+    const unsigned barriers = held(shared_address(barrier_memory));
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
-            barrier_init(x_full + 8 * i, 1);
-            barrier_init(w_full + 8 * i, kGroupThreads);
-            barrier_init(empty + 8 * i, kCluster * kConsumers * kWarps);
+            barrier_init(barriers + kXFull + 8 * i, 1);
+            barrier_init(barriers + kWFull + 8 * i, kGroupThreads);
+            barrier_init(barriers + kEmpty + 8 * i, kCluster * kConsumers * kWarps);
         }
         fence_barrier_init();
     }
@@ -511,25 +513,25 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const Operands t{xq, xs, wq, ws, bias, y, N, K, bias_kind};
     const Workspace workspace(workspace_memory, most_tiles, most_slabs);
     const int rank = rank_in_cluster();
-    const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
+    // Told so, ptxas knows that it is the same for all lanes of a warp.
+    const int group = __shfl_sync(0xffffffff, threadIdx.x / kGroupThreads, 0);
+    const int thread = threadIdx.x % kGroupThreads;
     Walk walk(workspace, N, rank);
     if (group == 0) {
         decrease_registers<kProducerRegisters>();
-        Producer producer{t, workspace, shared, x_full, w_full, empty, rank, thread};
+        Producer producer{t, workspace, shared, barriers, rank, thread};
         for (; walk.any(); walk.next())
             producer.tile(walk);
     } else {
         increase_registers<kConsumerRegisters>();
-        Consumer consumer(t, shared, x_full, w_full, empty, group - 1, thread);
+        Consumer consumer(t, shared, barriers, group - 1, thread);
         if (walk.any())
             consumer.open(walk);
         // Apart, since ptxas keeps wgmmas in flight only where one kind of them is in a loop.
-        if constexpr (kMostSlabs >= 4)
-            while (walk.slabs == 4)
-                consumer.tile<4>(walk);
-        if constexpr (kMostSlabs >= 3)
-            while (walk.slabs == 3)
-                consumer.tile<3>(walk);
+        while (walk.slabs == 4)
+            consumer.tile<4>(walk);
+        while (walk.slabs == 3)
+            consumer.tile<3>(walk);
         while (walk.slabs == 2)
             consumer.tile<2>(walk);
         while (walk.slabs == 1)

@@ -16,7 +16,7 @@
 namespace mx {
 
 constexpr int kSlabRows = 64;
-constexpr int kMostSlabs = MX_SLABS; // of a tile
+constexpr int kMostSlabs = 4; // of a tile
 constexpr int kUnitK = 64;
 constexpr int kSlabUnitBytes = kSlabRows * kUnitK * 2;
 constexpr int kFlagsOfSlab = 8; // parts of K that are expanded apart

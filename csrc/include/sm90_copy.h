@@ -33,8 +33,9 @@ MX_DEVICE void barrier_arrive_after_copies(unsigned barrier) {
 
 // 16 bytes, or zeros.
 MX_DEVICE void copy_16(unsigned to, const void* from, bool exists) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(exists ? 16 : 0)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                     to),
+                 "l"(from), "r"(exists ? 16 : 0)
                  : "memory");
 }
 
@@ -46,11 +47,6 @@ MX_DEVICE void copy_to_cluster(unsigned to, const void* from, unsigned bytes, un
                  ".multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier), "h"(mask)
                  : "memory");
-}
-
-// Brings bytes into L2.
-MX_DEVICE void prefetch(const void* from, unsigned bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
 }
 
 // Four matrices of 8 rows of 16 bytes; lane 8i + r gives the address of row r of matrix i, lane
@@ -85,6 +81,12 @@ MX_DEVICE void increase_registers() {
 template <int Registers>
 MX_DEVICE void decrease_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+// A value that the compiler keeps in a register, rather than compute it again at each use.
+MX_DEVICE unsigned held(unsigned value) {
+    asm volatile("" : "+r"(value));
+    return value;
 }
 
 // Keeps uses of values that asynchronous instructions write after the wait for these.
