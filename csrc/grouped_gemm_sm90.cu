@@ -19,6 +19,12 @@
 // Clusters stay and walk over the tiles of all groups, kOrder tiles of tokens with the same w after
 // one another. What bf16 does not cover, and NaN in w, is put right after a tile is stored.
 
+#ifndef MX_PLAN
+#define MX_PLAN 2
+#endif
+#ifndef MX_SKIP
+#define MX_SKIP 1
+#endif
 #include "grouped_sm90.h"
 #include "mx_epilogue.h"
 #include "mx_exact.h"
@@ -309,6 +315,7 @@ struct Consumer {
     MX_MEMBER void skip(Walk& walk) {
         for (int unit = 0; unit < t.units(); ++unit) {
             barrier_wait(barriers + kXFull + 8 * ring.stage, ring.parity);
+            barrier_wait(barriers + kWFull + 8 * ring.stage, ring.parity);
             release(ring.stage);
             ring.advance();
         }

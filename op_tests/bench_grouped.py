@@ -1,12 +1,11 @@
 """Prefill grouped GEMM: ours, torch's bf16 and fp8 and Triton's, for even and uneven groups.
 
-    python op_tests/bench_grouped.py [--save] [--shapes 16x2048x4096x7168 ...] [--modes balanced ...]
+    python op_tests/bench_grouped.py [--save] [--shapes 16x2048x4096x7168 ...] [--modes mild ...]
 
 Shapes are groups x rows of each x N x K. All in one run on one GPU, graph replay over buffers
 rotated past the last-level cache; what is compared is timed in turn, several rounds, medians.
 Operands are normal random values, quantised for those that want it. ``torch_fp8`` is
-torch._scaled_grouped_mm with one scale a row, which is no MX; Triton is told the sizes of the
-groups on the host and gets one launch a group, with the best of its tiles.
+torch._scaled_grouped_mm with one scale a row, which is no MX; Triton has the best of its tiles.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from mx_reference import linear_reference64
 
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.fallbacks.linear_tiles import CANDIDATES
-from aiter_mx.fallbacks.linear_triton import linear_triton
+from aiter_mx.fallbacks import grouped_tiles
+from aiter_mx.fallbacks.grouped_triton import grouped_triton
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.spec import Config
 from aiter_mx.target import target_of
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
 
@@ -89,26 +89,21 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x / scale[:, None]).to(torch.float8_e4m3fn), scale
 
 
-def triton_calls(operands: Sequence[Operands], ends: list[int], out: torch.Tensor) -> list[Call]:
-    """Triton's product, one launch a group, with the fastest of its tiles for a full group."""
-    bounds = list(zip([0, *ends], ends, strict=False))
+def triton_calls(
+    operands: Sequence[Operands], offs: torch.Tensor, out: torch.Tensor, problem: GroupedGemmProblem
+) -> list[Call]:
+    """The calls of our Triton kernel with the fastest of its tiles."""
+    starts = torch.nn.functional.pad(offs[:-1], (1, 0))
 
-    def launch(data: Operands, tiles: dict[str, int], groups: list[int]) -> None:
-        for g in groups:
-            start, end = bounds[g]
-            if end > start:
-                x, xs = data.xq[start:end], data.xs[start:end]
-                linear_triton(x, xs, data.wq[g], data.ws[g], None, out[start:end], tiles)
+    def launch(data: Operands, tiles: Config) -> None:
+        x, w, most = (data.xq, data.xs), (data.wq, data.ws), problem.most_tiles(tiles["BLOCK_M"])
+        grouped_triton(*x, *w, None, out, starts, offs, most, tiles)
 
-    largest = max(range(len(ends)), key=lambda g: bounds[g][1] - bounds[g][0])
-    best_us, best = float("inf"), None
-    for tiles in CANDIDATES[target_of(DEVICE).arch][128]:
-        tiles = {**tiles, "SPLIT_K": 1}
-        us = GraphedCalls([partial(launch, operands[0], tiles, [largest])] * 2).time_us(3, 1)
-        if us < best_us:
-            best_us, best = us, tiles
-    assert best is not None
-    return [partial(launch, data, best, list(range(len(ends)))) for data in operands]
+    def time_us(tiles: Config) -> float:
+        return GraphedCalls([partial(launch, operands[0], tiles)] * 2).time_us(3, 1)
+
+    best = min(grouped_tiles.candidates(target_of(DEVICE), problem), key=time_us)
+    return [partial(launch, data, best) for data in operands]
 
 
 def error_of(data: Operands, ends: list[int], out: torch.Tensor) -> float:
@@ -132,6 +127,8 @@ def measure(
     ends = group_ends(mode, groups, rows)
     offs = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
     out = torch.empty(groups * rows, N, dtype=torch.bfloat16, device=DEVICE)
+
+    problem = GroupedGemmProblem(M=groups * rows, N=N, K=K, G=groups)
 
     def ours(data: Operands) -> None:
         aiter_mx.grouped_gemm(data.xq, data.xs, data.wq, data.ws, offs, out)
@@ -158,13 +155,12 @@ def measure(
         "ours_with_quantize": [partial(with_quantize, data) for data in operands],
         "torch_bf16": [partial(torch_bf16, data) for data in operands],
         "torch_fp8": [partial(torch_fp8, data) for data in operands],
-        "triton": triton_calls(operands, ends, out),
+        "triton": triton_calls(operands, offs, out, problem),
     }
     graphs = {name: GraphedCalls(calls) for name, calls in compared.items()}
     rounds = [{name: graph.time_us(3, 1) for name, graph in graphs.items()} for _ in range(ROUNDS)]
     us = {name: median(each[name] for each in rounds) for name in graphs}
     flops = 2 * groups * rows * N * K
-    problem = GroupedGemmProblem(M=groups * rows, N=N, K=K, G=groups)
     chosen = route("grouped_gemm", target_of(DEVICE), problem)
     ours(operands[0])
     return {

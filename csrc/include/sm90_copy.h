@@ -7,18 +7,6 @@
 
 namespace mx {
 
-// Waits until the phase of this parity is over, to which only this workgroup and copies add.
-MX_DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
-    asm volatile("{\n"
-                 ".reg .pred done;\n"
-                 "again:\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@!done bra again;\n"
-                 "}" ::"r"(barrier),
-                 "r"(parity)
-                 : "memory");
-}
-
 // Arrives at a barrier of any workgroup of the cluster, once this thread has what it loaded from
 // shared memory, and its wgmmas are over. Nothing that it wrote is made visible: a release at the
 // cluster's scope is a fence of all memory, which takes a thousand cycles.

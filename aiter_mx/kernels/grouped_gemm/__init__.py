@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiter_mx.fallbacks import grouped_tiles
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
+from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTENT_SM90
 from aiter_mx.kernels.grouped_gemm.problem import KEY, GroupedGemmProblem, stand_ins
 from aiter_mx.kernels.spec import KernelSpec
 
@@ -13,6 +14,7 @@ PROBLEM = GroupedGemmProblem
 
 KERNELS = (
     PERSISTENT_GFX950,
+    PERSISTENT_SM90,
     KernelSpec(
         op="grouped_gemm",
         backend="triton",

@@ -98,6 +98,7 @@ def _scalars(
         *scalars(problem),
         _most_tiles(problem),
         _most_slabs(problem),
+        _pairs(problem),
         _clusters(target, problem),
     )
 
@@ -109,6 +110,7 @@ _ARGS = (
     *ARGS[_POINTERS:],
     Arg("most_tiles", "i64"),
     Arg("most_slabs", "i64"),
+    Arg("pairs", "i64"),
     Arg("clusters", "i32"),
 )
 

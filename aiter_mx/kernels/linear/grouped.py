@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
+from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTENT_SM90
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
 from aiter_mx.kernels.linear.mfma_gfx950 import MAX_M as MAX_FEW_ROWS
 from aiter_mx.kernels.linear.problem import LinearProblem
@@ -55,4 +56,4 @@ def as_linear(spec: KernelSpec) -> KernelSpec:
     )
 
 
-GROUPED = (as_linear(PERSISTENT_GFX950),)
+GROUPED = (as_linear(PERSISTENT_GFX950), as_linear(PERSISTENT_SM90))

@@ -1,0 +1,241 @@
+"""``aiter_mx.grouped_gemm`` on Hopper: shapes, bounds, scales, repeatability, large memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from mx_reference import assert_close_to_reference, random_mx
+
+import aiter_mx
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
+from aiter_mx.target import hardware, target_of
+from aiter_mx.timing import random_mx as random_mx_on_device
+
+SM90 = hardware("sm_90a")
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+POISON = 7.25
+EDGES = (0, 1, 7, 63, 64, 65, 127, 128, 129, 191, 192, 255, 256, 257, 320, 511, 513)
+
+
+@pytest.fixture
+def hopper() -> Iterator[None]:
+    if target_of(torch.device("cuda")).arch != "sm_90a":
+        pytest.skip("the kernel is for another GPU")
+    yield
+
+
+ON_HOPPER = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+
+
+def operands(
+    M: int, G: int, N: int, K: int, seed: int = 0, exponents: tuple[int, int] = (-6, 6)
+) -> Operands:
+    generator = torch.Generator().manual_seed(seed)
+    a = random_mx(M, K, generator, scale_exponents=exponents)
+    b, b_scale = random_mx(G * N, K, generator, scale_exponents=exponents)
+    return (*a, b.view(G, N, K), b_scale.view(G, N, K // 32))
+
+
+def check(
+    case: Operands,
+    ends: Sequence[int],
+    dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+    index: torch.dtype = torch.int32,
+) -> torch.Tensor:
+    a, a_scale, b, b_scale = case
+    out = torch.full((a.shape[0], b.shape[1]), POISON, dtype=dtype, device="cuda")
+    offs = torch.tensor(ends, dtype=index, device="cuda")
+    own = None if bias is None else bias.cuda()
+    aiter_mx.grouped_gemm(*(t.cuda() for t in case), offs, out, dtype, own)
+    result = out.cpu()
+    for g, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if start < end:
+            rows = slice(start, end)
+            assert_close_to_reference(
+                result[rows],
+                a[rows],
+                a_scale[rows],
+                b[g],
+                b_scale[g],
+                None if bias is None else bias[g],
+            )
+    assert (result[ends[-1] :] == POISON).all()
+    return out
+
+
+def test_routes_there_on_hopper_and_refuses_what_it_cannot() -> None:
+    problem = GroupedGemmProblem(M=300, N=96, K=64, G=3)
+    assert find_kernel("grouped_gemm", "sm_90a", "hip", "persistent") is PERSISTENT
+    assert PERSISTENT.refusal(SM90, problem) is None
+    assert "gfx950" in (PERSISTENT.refusal(hardware("gfx950"), problem) or "")
+    assert "N=40" in (PERSISTENT.refusal(SM90, GroupedGemmProblem(M=3, N=40, K=64, G=1)) or "")
+
+
+def test_the_workspace_holds_every_group_in_slabs_of_its_own() -> None:
+    config = PERSISTENT.configure(SM90, GroupedGemmProblem(M=1, N=32, K=32, G=1))
+    for M, G, K in ((1, 1, 32), (1000, 7, 96), (5, 300, 2880), (65536, 32, 7168)):
+        problem = GroupedGemmProblem(M=M, N=64, K=K, G=G)
+        slabs = min(M, G) + (M - min(M, G)) // 64
+        expanded = slabs * 64 * -(-K // 64) * 64 * 2
+        size = PERSISTENT.workspace_bytes(SM90, problem, config)
+        assert expanded < size <= expanded + 9 * slabs + 24 * (slabs + 16) + 2048
+
+
+class TestOnHopper:
+    pytestmark = ON_HOPPER
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_unaligned_groups_match_reference(self, dtype: torch.dtype) -> None:
+        exponents = (-12, -6) if dtype == torch.float16 else (-6, 6)
+        case = operands(1000, 6, 416, 1056, exponents=exponents)
+        check(case, [1, 66, 66, 322, 700, 990], dtype, torch.randn(6, 416).to(dtype))
+
+    @pytest.mark.parametrize("index", [torch.int32, torch.int64])
+    def test_random_groups_around_every_edge_match_reference(self, index: torch.dtype) -> None:
+        draw = random.Random(str(index))
+        for seed in range(25):
+            G = draw.choice([1, 2, 3, 5, 9])
+            N, K = draw.choice([32, 96, 160, 256, 288]), draw.choice([32, 64, 96, 160, 352, 544])
+            ends = [0]
+            for _ in range(G):
+                ends.append(ends[-1] + draw.choice(EDGES))
+            M = ends[-1] + draw.choice([0, 5])
+            if M:
+                check(operands(M, G, N, K, seed), ends[1:], index=index)
+
+    def test_more_groups_than_threads_match_reference(self) -> None:
+        draw = random.Random(0)
+        ends = sorted(draw.randrange(700) for _ in range(600))
+        check(operands(700, 600, 32, 64), ends)
+
+    def test_wide_and_extreme_scales_match_reference(self) -> None:
+        check(operands(300, 2, 160, 352, exponents=(-20, 20)), [100, 300], torch.float32)
+        case = operands(300, 2, 160, 352)
+        _, a_scale, _, b_scale = case
+        b_scale[0, 5, 7], b_scale[1, 100], a_scale[60, 3] = 250, 1, 200
+        a_scale[200], a_scale[201] = 0, 240
+        check(case, [100, 300], torch.float32)
+
+    def test_nan_payloads_and_scales_make_nan_of_what_they_reach_alone(self) -> None:
+        case = operands(300, 2, 160, 352)
+        a, a_scale, b, b_scale = case
+        a.view(torch.uint8)[50, 3] = 0x7F
+        b.view(torch.uint8)[0, 5, 7], b.view(torch.uint8)[1, 140, 351] = 0xFF, 0x7F
+        a_scale[120, 10], b_scale[1, 70, 2] = 255, 255
+        check(case, [100, 300])
+
+    def test_ranges_in_any_order_and_masked_groups_match_reference(self) -> None:
+        a, a_scale, b, b_scale = operands(900, 3, 96, 160)
+        ranges = [(500, 900), (0, 70), (100, 400)]
+        starts, ends = (torch.tensor(bounds).cuda() for bounds in zip(*ranges, strict=True))
+        on_gpu = [t.cuda() for t in (a, a_scale, b, b_scale)]
+        out = grouped_gemm_ranges(*on_gpu, starts, ends, None, torch.float32).cpu()
+        for g, (start, end) in enumerate(ranges):
+            rows = slice(start, end)
+            assert_close_to_reference(out[rows], a[rows], a_scale[rows], b[g], b_scale[g])
+        masked = torch.tensor([300, 0, 65], dtype=torch.int32).cuda()
+        shaped = (on_gpu[0].view(3, 300, 160), on_gpu[1].view(3, 300, 5), *on_gpu[2:])
+        out = grouped_gemm_ranges(*shaped, None, masked, None, torch.float32).cpu()
+        for g, count in enumerate((300, 0, 65)):
+            rows = slice(300 * g, 300 * g + count)
+            if count:
+                assert_close_to_reference(out[g, :count], a[rows], a_scale[rows], b[g], b_scale[g])
+
+    def test_wrong_bounds_harm_no_memory(self) -> None:
+        a, a_scale, b, b_scale = (t.cuda() for t in operands(300, 4, 96, 160))
+        for bounds in ([0, 900, -5, 10**9, 7], [300, 0, 300, 0, 300]):
+            offs = torch.tensor(bounds, device="cuda")
+            starts, ends = torch.zeros_like(offs[1:]), torch.full_like(offs[1:], 300)
+            aiter_mx.grouped_gemm(a, a_scale, b, b_scale, offs)
+            grouped_gemm_ranges(a, a_scale, b, b_scale, starts, ends)  # all overlap
+        torch.cuda.synchronize()
+        check(operands(300, 2, 96, 160), [100, 300])
+
+    def test_linear_of_many_rows_is_one_group(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        xq, xs = random_mx(700, 544, generator, scale_exponents=(-6, 6))
+        wq, ws = random_mx(416, 544, generator, scale_exponents=(-6, 6))
+        bias = torch.randn(416)
+        problem = {"M": 700, "N": 416, "K": 544}
+        assert aiter_mx.warmup("linear", **problem)[0].kernel
+        spec = find_kernel("linear", "sm_90a", "hip", "persistent")
+        assert spec.workspace_bytes is not None
+        out = aiter_mx.linear(
+            *(t.cuda() for t in (xq, xs, wq, ws, bias)), out_dtype=torch.float32
+        ).cpu()
+        assert_close_to_reference(out, xq, xs, wq, ws, bias)
+
+    def test_out_that_is_not_aligned_is_written_all_the_same(self) -> None:
+        case = operands(100, 1, 96, 160)
+        memory = torch.full((100 * 96 + 1,), POISON, dtype=torch.bfloat16, device="cuda")
+        out = memory[1:].view(100, 96)
+        offs = torch.tensor([100], dtype=torch.int32, device="cuda")
+        aiter_mx.grouped_gemm(*(t.cuda() for t in case), offs, out)
+        assert torch.equal(out, check(case, [100])) and memory[0] == POISON
+
+    def test_a_replay_takes_new_bounds(self) -> None:
+        case = operands(500, 3, 160, 352)
+        on_gpu = [t.cuda() for t in case]
+        offs = torch.tensor([100, 100, 500], dtype=torch.int32, device="cuda")
+        out = torch.empty(500, 160, dtype=torch.bfloat16, device="cuda")
+        aiter_mx.warmup("grouped_gemm", M=500, N=160, K=352, G=3)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            aiter_mx.grouped_gemm(*on_gpu, offs, out)
+        for ends in ([3, 250, 500], [500, 500, 500]):
+            offs.copy_(torch.tensor(ends))
+            graph.replay()
+            assert torch.equal(out, check(case, ends))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("G", "rows", "N", "K"), [(4, 512, 2880, 2880), (8, 256, 4096, 7168), (4, 300, 7168, 2048)]
+    )
+    def test_ten_thousand_launches_are_bitwise_equal(
+        self, G: int, rows: int, N: int, K: int
+    ) -> None:
+        device = torch.device("cuda")
+        a = random_mx_on_device(G * rows, K, device)
+        b, b_scale = random_mx_on_device(G * N, K, device)
+        weights = (b.view(G, N, K), b_scale.view(G, N, K // 32))
+        ends = torch.arange(1, G + 1, dtype=torch.int32, device=device) * rows
+        ends[:-1] -= 37
+        first = aiter_mx.grouped_gemm(*a, *weights, ends)
+        out, differ = torch.empty_like(first), torch.zeros((), dtype=torch.int64, device=device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(10):
+                aiter_mx.grouped_gemm(*a, *weights, ends, out)
+                differ += (out != first).any()
+                out.fill_(POISON)
+        for _ in range(1000):
+            graph.replay()
+        assert not differ.item()
+
+    @pytest.mark.slow
+    def test_operands_and_results_above_4_gib_are_right_in_their_last_rows(self) -> None:
+        device = torch.device("cuda")
+        for M, G, N, K in ((2048, 3, 20480, 73728), (69000, 2, 32768, 1024)):
+            a = random_mx_on_device(M, K, device)
+            b, b_scale = random_mx_on_device(G * N, K, device)
+            weights = (b.view(G, N, K), b_scale.view(G, N, K // 32))
+            ends = torch.arange(1, G + 1, dtype=torch.int32, device=device) * (M // G)
+            ends[-1] = M
+            out = aiter_mx.grouped_gemm(*a, *weights, ends)
+            assert max(weights[0].nbytes, out.nbytes) > 4 << 30
+            few = slice(M - 40, M)
+            columns = slice(N - 64, N)
+            assert_close_to_reference(
+                out[few, columns].cpu(),
+                a[0][few].cpu(),
+                a[1][few].cpu(),
+                weights[0][-1, columns].cpu(),
+                weights[1][-1, columns].cpu(),
+            )
