@@ -1,11 +1,11 @@
 // Ahead of grouped_gemm_sm90.cu: the groups' rows of x as bf16 in the order that wgmma takes, and
 // the list of tiles of tokens. grouped_sm90.h draws the workspace.
 //
-// A workgroup expands some units of one slab. Each finds its slab in the groups' bounds by itself;
-// the first also writes the list.
+// A workgroup expands some units of one slab, which it finds in the groups' bounds by itself; the
+// first instead writes the list.
 
-#include "grouped_sm90.h"
 #include "grouped_rows.h"
+#include "grouped_sm90.h"
 #include "sm90_expand.h"
 
 using namespace mx;
@@ -14,7 +14,7 @@ constexpr int kThreads = MX_THREADS;
 constexpr int kWarps = kThreads / kLanes;
 constexpr int kUnroll = MX_UNROLL; // units whose loads are issued together
 constexpr int kBlock = 32;         // k of one scale
-constexpr int kMostCut = 4; // tiles; the list has room for them: see the host
+constexpr int kMostCut = 4;        // tiles; the list has room for them: see the host
 static_assert(kWarps == kSlabRows / 8, "a warp has 8 rows of the slab");
 
 struct Slab {
@@ -78,37 +78,38 @@ struct Cut {
 };
 
 // Clusters take tiles in turn, full ones first. The time of a tile of s slabs is taken as s + 0.3.
-MX_DEVICE Cut best_cut(long full, long pairs, long clusters) {
-    if (clusters == 0) return Cut{};
-    const auto last = [&](long tiles, int slabs) { // when the last cluster is done
-        const long first = (full - tiles) * pairs, then = tiles * (kMostSlabs / slabs) * pairs;
-        const long rounds = first / clusters, more = first % clusters; // busy for a round more
+MX_DEVICE Cut best_cut(int full, int pairs, int clusters) {
+    const auto last = [&](int tiles, int slabs) { // when the last cluster is done
+        const int first = (full - tiles) * pairs, then = tiles * (kMostSlabs / slabs) * pairs;
+        const int rounds = first / clusters, more = first % clusters; // busy for a round more
         const float full_time = kMostSlabs + 0.3f, time = slabs + 0.3f;
-        const long waiting = (then + clusters - 1) / clusters;
-        const long behind = max((then - (clusters - more) + clusters - 1) / clusters, 0l);
+        const int waiting = (then + clusters - 1) / clusters;
+        const int behind = max((then - (clusters - more) + clusters - 1) / clusters, 0);
         return rounds * full_time + max(waiting * time, more ? full_time + behind * time : 0.0f);
     };
     Cut best;
     float least = last(0, 1);
-    for (int tiles = 1; tiles <= min(full, static_cast<long>(kMostCut)); ++tiles)
-        for (int slabs = 1; slabs <= 2; ++slabs)
-            if (kMostSlabs % slabs == 0 && last(tiles, slabs) < least) {
-                least = last(tiles, slabs);
-                best.tiles = tiles;
-                best.slabs = slabs;
+    for (int tiles = 1; tiles <= min(full, kMostCut); ++tiles)
+        for (int slabs = 1; slabs <= 2; ++slabs) {
+            const float time = last(tiles, slabs);
+            if (time < least) {
+                least = time;
+                best = {tiles, slabs};
             }
+        }
     return best;
 }
 
 // Writes the list of tiles. Only groups that overlap have more than there is room for; their
 // results are of no use, but nothing outside the workspace is named.
-MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most_tiles, int most_slabs,
-                          long pairs, int clusters) {
+MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most_tiles,
+                          int most_slabs, int pairs, int clusters) {
     __shared__ int totals[kWarps];
     int count[kMostSlabs + 1] = {};
     for (long base = 0; base < groups.count; base += kThreads) {
         RowRange range;
         const int slabs = slabs_of(groups, base + threadIdx.x, range);
+#pragma unroll
         for (int kind = 1; kind <= kMostSlabs; ++kind) {
             const int own = kind == kMostSlabs ? slabs / kMostSlabs : slabs % kMostSlabs == kind;
             int before, all;
@@ -117,9 +118,7 @@ MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most
         }
     }
     // Tiles that are not full fill the gaps as well.
-    bool only_full = true;
-    for (int kind = 1; kind < kMostSlabs; ++kind)
-        only_full &= count[kind] == 0;
+    const bool only_full = count[1] + count[2] + count[3] == 0;
     const Cut cut = only_full ? best_cut(count[kMostSlabs], pairs, clusters) : Cut{};
     const int uncut = count[kMostSlabs] - cut.tiles;
     const auto put = [&](int at, const RowRange& range, long group, int group_slab, int skipped,
@@ -131,6 +130,7 @@ MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most
                            min(group_slab + skipped, most_slabs - slabs), 0};
     };
     int first = 0; // tile of the kind
+#pragma unroll
     for (int kind = kMostSlabs; kind > 0; --kind) {
         int slabs_before = 0, tiles_before = 0;
         for (long base = 0; base < groups.count && count[kind]; base += kThreads) {
@@ -173,10 +173,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                             long most_tiles, long most_slabs, long pairs, int clusters) {
     const Workspace to(workspace, most_tiles, most_slabs);
     const RowGroups groups{starts, ends, M, G, layout, index_bytes};
-    const long index = blockIdx.x;
+    if (blockIdx.x == 0) {
+        if (blockIdx.y == 0)
+            list_tiles(groups, to, most_tiles, most_slabs, pairs, clusters);
+        return;
+    }
+    const long index = blockIdx.x - 1;
     const int part = blockIdx.y;
-    if (index == 0 && part == 0)
-        list_tiles(groups, to, most_tiles, most_slabs, pairs, clusters);
     const Slab slab = find_slab(groups, index);
     if (slab.rows == 0)
         return;
@@ -189,8 +192,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int first = units * part / gridDim.y, end = units * (part + 1) / gridDim.y;
     const unsigned char* payload = xq + row * K + step * 16;
     const unsigned char* scales = xs + row * (K / kBlock) + step / 2;
-    unsigned char* out = to.x + (index * units) * kSlabUnitBytes + octet * 1024 + step * 256 +
-                         in_octet * 16;
+    unsigned char* out =
+        to.x + (index * units) * kSlabUnitBytes + octet * 1024 + step * 256 + in_octet * 16;
     bool outside = false;
     for (int unit = first; unit < end; unit += kUnroll) {
         u32x4 words[kUnroll];
@@ -201,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             words[i] = u32x4{};
             scale[i] = 127;
             if (unit + i < end && k + step * 16 < K) {
-                words[i] = load_once(payload + k);
+                words[i] = load(payload + k);
                 scale[i] = load_byte(scales + k / kBlock);
             }
         }
@@ -209,7 +212,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < kUnroll; ++i) {
             const bool is_nan = scale[i] == kNanScale, over = scale[i] > kLastXScale && !is_nan;
             outside |= over;
-            const float factor = bits_to_float(is_nan ? kNanBits : over ? 0 : (scale[i] + 60) << 23);
+            const float factor = bits_to_float(is_nan ? kNanBits
+                                               : over ? 0
+                                                      : (scale[i] + 60) << 23);
             u32x4 even, odd;
 #pragma unroll
             for (int j = 0; j < 4; ++j)

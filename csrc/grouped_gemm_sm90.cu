@@ -19,12 +19,6 @@
 // Clusters stay and walk over the tiles of all groups, kOrder tiles of tokens with the same w after
 // one another. What bf16 does not cover, and NaN in w, is put right after a tile is stored.
 
-#ifndef MX_PLAN
-#define MX_PLAN 2
-#endif
-#ifndef MX_SKIP
-#define MX_SKIP 1
-#endif
 #include "grouped_sm90.h"
 #include "mx_epilogue.h"
 #include "mx_exact.h"
@@ -238,10 +232,8 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             e4m3x4_to_bf16(words[i][j], factor[j / 2][i], magnitude, a[i], a[2 + i]);
-#ifndef MX_NO_NAN
             // The top bit of a byte changes if it is NaN, or if one below is.
             nan[i] |= (words[i][j] + 0x01010101) ^ words[i][j];
-#endif
         }
     }
 
@@ -253,40 +245,6 @@ struct Consumer {
         barrier_wait(barriers + kXFull + 8 * stage, fetched.parity);
         const MatrixDescriptor b(shared + stage * kStageX, kStepBytes / 2, 4 * kStepBytes);
         wgmma_fence();
-#if MX_PLAN == 0
-        wgmma(sums, a[Buffer][0], b.at(0));
-        wgmma_commit();
-        if constexpr (!Last)
-            fetch(1 - Buffer, w_place);
-        wgmma_wait<1>();
-        if (unit > 0)
-            release(used);
-        used = stage;
-#pragma unroll
-        for (int j = 1; j < 4; ++j) {
-            if constexpr (!Last)
-                expand(a[1 - Buffer][j - 1], j - 1);
-            wgmma(sums, a[Buffer][j], b.at(j * kStepBytes));
-        }
-        wgmma_commit();
-        if constexpr (!Last)
-            expand(a[1 - Buffer][3], 3);
-#elif MX_PLAN == 1
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-            wgmma(sums, a[Buffer][j], b.at(j * kStepBytes));
-        wgmma_commit();
-        if constexpr (!Last)
-            fetch(1 - Buffer, w_place);
-        wgmma_wait<1>();
-        if (unit > 0)
-            release(used);
-        used = stage;
-        if constexpr (!Last)
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                expand(a[1 - Buffer][j], j);
-#else
         wgmma(sums, a[Buffer][0], b.at(0));
         wgmma(sums, a[Buffer][1], b.at(kStepBytes));
         wgmma_commit();
@@ -308,7 +266,6 @@ struct Consumer {
             expand(a[1 - Buffer][2], 2);
             expand(a[1 - Buffer][3], 3);
         }
-#endif
     }
 
     // Lets the ring pass where no row of w is this consumer's.
@@ -326,7 +283,7 @@ struct Consumer {
 
     template <int Slabs>
     MX_MEMBER void tile(Walk& walk) {
-        if (MX_SKIP && walk.n + index * kGroupRows >= t.N)
+        if (walk.n + index * kGroupRows >= t.N)
             return skip(walk);
         float sums[Slabs * 32];
 #pragma unroll
@@ -368,9 +325,9 @@ struct Consumer {
         float added[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            added[i] = load_bias(t.bias, t.bias_kind,
-                                 tokens.group * t.N +
-                                     min(n + warp * 16 + lane / 4 + i * 8, t.N - 1));
+            added[i] =
+                load_bias(t.bias, t.bias_kind,
+                          tokens.group * t.N + min(n + warp * 16 + lane / 4 + i * 8, t.N - 1));
         const bool x_outside = tile_outside(walk, Slabs);
         walk.next();
         if (walk.any())
@@ -461,8 +418,8 @@ struct Consumer {
     }
 
     // Computes the outputs of this warp's 16 rows that the matrix unit cannot.
-    MX_MEMBER void again(TokenTile tokens, long n, const unsigned (&is_nan)[2],
-                                       bool scale_outside, bool x_outside) const {
+    MX_MEMBER void again(TokenTile tokens, long n, const unsigned (&is_nan)[2], bool scale_outside,
+                         bool x_outside) const {
         x_outside = __any_sync(0xffffffff, x_outside);
         const unsigned nans_low = __ballot_sync(0xffffffff, is_nan[0]);
         const unsigned nans_high = __ballot_sync(0xffffffff, is_nan[1]);

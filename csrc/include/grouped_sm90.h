@@ -23,7 +23,7 @@ constexpr int kFlagsOfSlab = 8; // parts of K that are expanded apart
 
 // Rows of one group that are multiplied together.
 struct TokenTile {
-    long row;  // first, of x and y
+    long row; // first, of x and y
     int rows;
     int group;
     int slab; // first, of the workspace
@@ -32,8 +32,8 @@ struct TokenTile {
 
 // The parts of the workspace; the host sizes it: aiter_mx/kernels/grouped_gemm.
 struct Workspace {
-    int* tiles; // how many of 1, 2, .. kMostSlabs slabs, from index 1
-    TokenTile* tile; // those of most slabs first
+    int* tiles;             // how many of 1, 2, .. kMostSlabs slabs, from index 1
+    TokenTile* tile;        // those of most slabs first
     unsigned char* outside; // of each slab kFlagsOfSlab: whether bf16 does not cover all scales
     unsigned char* x;
 

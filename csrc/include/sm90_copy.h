@@ -21,9 +21,8 @@ MX_DEVICE void barrier_arrive_after_copies(unsigned barrier) {
 
 // 16 bytes, or zeros.
 MX_DEVICE void copy_16(unsigned to, const void* from, bool exists) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                     to),
-                 "l"(from), "r"(exists ? 16 : 0)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(exists ? 16 : 0)
                  : "memory");
 }
 
@@ -47,10 +46,10 @@ MX_DEVICE void load_matrices(unsigned (&v)[4], unsigned address) {
 }
 // Likewise of 16-bit values; lane 4g + t gives column g of rows 2t and 2t + 1.
 MX_DEVICE void store_matrices_transposed(unsigned address, const unsigned (&v)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     address),
-                 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                 : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+        "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+        : "memory");
 }
 MX_DEVICE u32x4 load_shared_vector(unsigned address) {
     u32x4 v;

@@ -68,7 +68,7 @@ def _clusters(target: Target, problem: GroupedGemmProblem) -> int:
 
 
 def _configure(target: Target, problem: GroupedGemmProblem) -> Config:
-    return {"order": 8, "parts": 4 if problem.M >= 8192 else 8}
+    return {"order": 8, "parts": 4 if problem.M >= 4096 else 8}
 
 
 def _candidates(target: Target, problem: GroupedGemmProblem) -> list[Config]:
@@ -124,7 +124,7 @@ def _expand_defines(
 def _expand_geometry(target: Target, problem: GroupedGemmProblem, config: Config) -> Geometry:
     units = -(-problem.K // _UNIT_K)
     return Geometry(
-        grid=(_most_slabs(problem), min(config["parts"], units), 1),
+        grid=(1 + _most_slabs(problem), min(config["parts"], units), 1),
         block=(_EXPAND_THREADS, 1, 1),
     )
 
