@@ -258,6 +258,19 @@ def test_a_captured_call_follows_group_sizes_that_change() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("format", ["e4m3", "e2m1"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_nan_spoils_no_other_block_of_a_whole_tile(dtype: torch.dtype, format: str) -> None:
+    x = draw((384, 640), dtype, torch.Generator().manual_seed(5), finite=True)
+    for m, n, bad in ((300, 600, math.nan), (17, 33, math.inf), (200, 5, -math.inf)):
+        x[m, n] = bad
+    for mode in ("rceil", "floor"):
+        got = aiter_mx.quantize_dual(x.cuda(), mode=mode, format=format)
+        for one, want in zip(got, aiter_mx.quantize_dual(x, mode=mode, format=format), strict=True):
+            assert equal(one.cpu(), want)
+
+
+@pytest.mark.gpu
 def test_tensors_above_4_gib_are_quantised_to_their_ends() -> None:
     rows, N = (1 << 21) + 96, 1024  # 4 GiB and some of bf16
     x = torch.empty(rows, N, dtype=torch.bfloat16, device="cuda")

@@ -130,8 +130,8 @@ MX_DEVICE void columns_to_payload(const u32x4 (&pieces)[8], int word, BlockScale
             for (int i = 0; i < 8; ++i)
                 words[i] &= kept;
         }
-        columns_to_e2m1<T, Mode == kRoundDown>(words, scales[0].inverse, scales[1].inverse, low,
-                                               high);
+        columns_to_e2m1<T, Mode == kRoundDown>(words, low_nan ? 0.0f : scales[0].inverse,
+                                               high_nan ? 0.0f : scales[1].inverse, low, high);
         payload[0].word[0] = low_nan ? 0 : low;
         payload[1].word[0] = high_nan ? 0 : high;
     } else {

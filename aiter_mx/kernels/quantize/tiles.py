@@ -49,7 +49,12 @@ def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
 
 
 def _configure(target: Target, problem: QuantizeProblem) -> Config:
-    return {"rows": 128, "resident": 2, "steps": 2 if target.arch == "sm_90a" else 4}
+    if target.arch == "gfx950":
+        return {"rows": 128, "resident": 2, "steps": 4}
+    if problem.to == "both" or problem.groups:
+        return {"rows": 128, "resident": 2, "steps": 2}
+    rows = 256 if problem.to == "columns" else 128
+    return {"rows": rows, "resident": 3, "steps": 1 if problem.to == "columns" else 2}
 
 
 def _candidates(target: Target, problem: QuantizeProblem) -> list[Config]:
