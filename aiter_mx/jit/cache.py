@@ -134,8 +134,8 @@ def _named(kind: str, prefix: str, suffix: str) -> list[Path]:
         return []
     try:
         # A tuner looks a thousand times into a folder of thousands: no Path for each name.
-        with os.scandir(root / kind) as entries_:
-            names = sorted(entry.name for entry in entries_ if entry.name.startswith(prefix))
+        every = os.listdir(root / kind)  # noqa: PTH208
+        names = sorted(name for name in every if name.startswith(prefix))
     except FileNotFoundError:
         return []
     except OSError as error:
