@@ -42,7 +42,7 @@ _MAX_TURNS = 1 << 31
 
 def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
     if target.arch not in MODULE.sources:
-        return f"no wgmma kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+        return f"no grouped wgmma for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.N % _BLOCK:
         return f"N={problem.N} is not a multiple of {_BLOCK}"
     turns = _most_tiles(problem) * _pairs(problem)
