@@ -35,8 +35,8 @@ _LDS_BYTES_A_CYCLE = 128
 _COPY_BYTES_A_CYCLE = 64  # from L2
 # Estimates; docs/grouped.md has their origin.
 _LATENCY_CYCLES = 2000
-_EPILOGUE_CYCLES = 4000  # of the largest tile
-_TILE_CYCLES = 500  # to find the next tile
+_EPILOGUE_CYCLES = 5000  # of the largest tile
+_TILE_CYCLES = 1000  # to find the next tile
 
 # Offsets within a tile are below 2^31, with the farthest row of a step added to one out of range.
 MAX_K = 1 << 22
