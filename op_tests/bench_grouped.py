@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 
-import matplotlib.pyplot as plt
 import torch
 from bench_common import MEASURED, gpu_name, report
 from mx_reference import linear_reference64
@@ -182,8 +181,16 @@ def measure(
 
 def picture(rows: Sequence[dict[str, object]]) -> None:
     """TFLOPS of all that was compared, a group of bars for each shape and mode."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed (pip install 'aiter-mx[report]')")
+        return
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
     names = ("ours", "torch_bf16", "torch_fp8", "triton")
-    figure, axes = plt.subplots(figsize=(2 + 0.75 * len(rows), 5))
+    figure, axes = pyplot.subplots(figsize=(2 + 0.75 * len(rows), 5))
     for i, name in enumerate(names):
         flops = [2.0 * int(r["M"]) * int(r["N"]) * int(r["K"]) for r in rows]  # type: ignore[call-overload]
         tflops = [f / float(r[f"{name}_us"]) / 1e6 for f, r in zip(flops, rows, strict=True)]  # type: ignore[arg-type]
