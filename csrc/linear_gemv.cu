@@ -23,10 +23,11 @@
 
 using namespace mx;
 
-constexpr int kM = MX_M;           // rows of x
-constexpr int kRows = MX_ROWS;     // outputs n of a workgroup
-constexpr int kWaves = MX_WAVES;   // waves of a workgroup
-constexpr int kUnroll = MX_UNROLL; // steps of a wave whose loads precede all use
+constexpr int kM = MX_M;                // rows of x
+constexpr int kRows = MX_ROWS;          // outputs n of a workgroup
+constexpr int kWaves = MX_WAVES;        // waves of a workgroup
+constexpr int kUnroll = MX_UNROLL;      // steps of a wave whose loads precede all use
+constexpr bool kOverlaps = MX_OVERLAPS; // may begin before the grid ahead of it ends
 using Out = DType<MX_OUT>;
 using Offset = unsigned long; // elements and bytes: tensors may exceed 4 GiB
 
@@ -110,17 +111,39 @@ aiter_mx_linear_gemv(const unsigned char* xq, const unsigned char* xs, const uns
     float sums[kValues] = {};
     for (Offset first = wave * kStep; first + lane * kPiece < K; first += kUnroll * kStride) {
         Piece x[kUnroll][kM] = {}, w[kUnroll][kRows] = {}; // zeros add nothing
+        const auto load_w = [&](int i) {
 #pragma unroll
-        for (int i = 0; i < kUnroll; ++i) {
-            const Offset k = first + i * kStride;
-            if (i == 0 || k + lane * kPiece < K) {
+            for (int r = 0; r < kRows; ++r)
+                w[i][r] = operands.w(r, first + i * kStride);
+        };
+        const auto load_x = [&](int i) {
 #pragma unroll
-                for (int r = 0; r < kRows; ++r)
-                    w[i][r] = operands.w(r, k);
+            for (int m = 0; m < kM; ++m)
+                x[i][m] = operands.x(m, first + i * kStride);
+        };
+        const auto exists = [&](int i) {
+            return i == 0 || first + i * kStride + lane * kPiece < K;
+        };
+        if constexpr (kOverlaps) {
 #pragma unroll
-                for (int m = 0; m < kM; ++m)
-                    x[i][m] = operands.x(m, k);
+            for (int i = 0; i < kUnroll; ++i)
+                if (exists(i))
+                    load_w(i);
+            if (first == wave * kStep) { // what is stored later comes after this as well
+                launch_dependents();
+                wait_for_grid_ahead();
             }
+#pragma unroll
+            for (int i = 0; i < kUnroll; ++i)
+                if (exists(i))
+                    load_x(i);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kUnroll; ++i)
+                if (exists(i)) {
+                    load_w(i);
+                    load_x(i);
+                }
         }
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i)

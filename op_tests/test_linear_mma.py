@@ -241,10 +241,13 @@ def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int, pdl: boo
 
 
 @gpu
+@pytest.mark.parametrize("M", [1, 8], ids=["gemv", "mma"])
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(captured: bool) -> None:
+def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(
+    captured: bool, M: int
+) -> None:
     """Each layer's activations are made from the result of the layer ahead of it, in one stream."""
-    M, width, layers = 8, 1536, 12
+    width, layers = 1536, 12
     generator = torch.Generator().manual_seed(7)
     weights = [
         [t.cuda() for t in random_mx(width, width, generator, scale_exponents=(-14, -12))]

@@ -116,6 +116,10 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
     return sorted(found, key=cost)
 
 
+def _overlaps(target: Target, problem: LinearProblem) -> bool:
+    return problem.pdl and target.arch == "sm_90a"
+
+
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     return {
         "MX_M": problem.M,
@@ -124,6 +128,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_WAVES": config["waves"],
         "MX_UNROLL": config["unroll"],
         "MX_MAX_GRID_X": MAX_GRID_X,
+        "MX_OVERLAPS": int(_overlaps(target, problem)),
     }
 
 
@@ -132,6 +137,7 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
     return Geometry(
         grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1),
         block=(config["waves"] * target.wave_size, 1, 1),
+        overlaps=_overlaps(target, problem),
     )
 
 
