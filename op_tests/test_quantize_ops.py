@@ -6,11 +6,15 @@ import math
 
 import pytest
 import torch
-from quantize_cases import draw
+from quantize_cases import TILES, draw
 from torch import Tensor
 
 import aiter_mx
 from aiter_mx.errors import CaptureError
+from aiter_mx.kernels.quantize import QuantizeProblem
+from aiter_mx.target import hardware
+from aiter_mx.trial import try_out
+from aiter_mx.workloads import workload_of
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -175,6 +179,27 @@ def test_routes_say_why() -> None:
     assert both.kernel == "tiles" and "blocks along rows alone" in both.reason
     wide = aiter_mx.explain("quantize", M=32, N=1 << 23, to="columns", arch="sm_90a")
     assert wide.backend == "torch" and "columns, not N=8388608" in wide.reason
+
+
+@pytest.mark.parametrize("groups", [0, 3])
+def test_its_workload_judges_a_simulated_launch_right(groups: int) -> None:
+    problem = QuantizeProblem(192, 96, to="both", groups=groups)
+    trial = try_out(TILES, problem, TILES.configure(hardware("gfx950"), problem))
+    judge = workload_of("quantize").judge(problem, trial.operands)
+    assert judge(trial.operands).right
+    written = trial.operands[4]
+    assert written is not None
+    written.view(torch.uint8)[..., 0] ^= 1
+    assert not judge(trial.operands).right
+
+
+def test_few_tiles_are_spread_over_the_gpu() -> None:
+    target = hardware("gfx950")
+    steps = [
+        TILES.configure(target, QuantizeProblem(M, 4096, to="both"))["steps"]
+        for M in (128, 1 << 13, 1 << 16)
+    ]
+    assert steps == [1, 4, 4]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def isa(
     from aiter_mx.cli.disassembly import disassemble
     from aiter_mx.dispatch.dispatcher import route
     from aiter_mx.jit.build import build
+    from aiter_mx.kernels.registry import problem_type
     from aiter_mx.launch import build_request
     from aiter_mx.target import SIMULATED_ARCHS, hardware
 
@@ -42,7 +43,9 @@ def isa(
     fields = parse_fields(context.args)
     known = {param.name for param in spec.params}
     chosen = {name: fields.pop(name) for name in list(fields) if name in known}
-    problem, *others = problems(spec.op, {**_SHAPE, **fields})
+    described = problem_type(spec.op).__annotations__
+    shape = {name: value for name, value in _SHAPE.items() if name in described}
+    problem, *others = problems(spec.op, {**shape, **fields})
     if others:
         raise ValueError(f"isa shows one shape at a time, got {len(others) + 1}")
     refusal = spec.refusal(target, problem)

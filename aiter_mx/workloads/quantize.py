@@ -1,0 +1,110 @@
+"""Quantisation, tried out: on matrices whose blocks differ in magnitude, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from aiter_mx.fallbacks.quantize_torch import quantize_torch
+from aiter_mx.kernels.quantize import QuantizeProblem
+from aiter_mx.kernels.quantize.problem import BLOCK
+from aiter_mx.kernels.spec import Config
+from aiter_mx.launch import Tensors
+from aiter_mx.layouts import padded_shape
+from aiter_mx.numerics import FORMATS
+from aiter_mx.workloads.workload import Fallback, Judge, Operands, Verdict, Workload
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_OFFSETS = {"int32": torch.int32, "int64": torch.int64}
+_RESULTS = (2, 3, 4, 5, 6)
+_SAMPLE_ROWS = 256
+
+
+def _operands(problem: QuantizeProblem, device: torch.device) -> Operands:
+    shape = (problem.matrices, problem.M, problem.N)
+    exponents = torch.randint(-12, 12, (*shape[:2], problem.N // BLOCK), device=device)
+    x = torch.randn(shape, device=device) * 2.0 ** exponents.repeat_interleave(BLOCK, dim=-1)
+    offsets = None
+    if problem.groups:
+        cuts = torch.randint(0, problem.M + 1, (problem.groups + 1,)).sort().values
+        cuts[0], cuts[-1] = 0, problem.M
+        offsets = cuts.to(_OFFSETS[problem.offsets]).to(device)
+    x = x.to(_DTYPES[problem.dtype])
+    return [x, offsets, *_results(problem, device)]
+
+
+def _results(problem: QuantizeProblem, device: torch.device) -> Operands:
+    payload, M, N = FORMATS[problem.format], problem.out_rows, problem.N
+    results: Operands = []
+    for wanted, rows, columns in ((problem.to != "columns", M, N), (problem.to != "rows", N, M)):
+        if not wanted:
+            results += [None, None]
+            continue
+        scales = padded_shape(rows, columns // BLOCK, problem.layout)
+        shape = (problem.matrices, rows, columns // payload.per_byte)
+        results.append(torch.empty(shape, dtype=payload.dtype, device=device))
+        results.append(torch.empty(problem.matrices, *scales, dtype=torch.uint8, device=device))
+    ends = torch.empty(problem.groups + 1, dtype=_OFFSETS[problem.offsets], device=device)
+    return [*results, ends if problem.groups else None]
+
+
+def _another(problem: QuantizeProblem, operands: Operands) -> Operands:
+    x, offsets, *_ = operands
+    assert x is not None
+    return [torch.roll(x, 1, dims=1), offsets, *_results(problem, x.device)]
+
+
+def _read_bytes(problem: QuantizeProblem, operands: Operands) -> int:
+    x = operands[0]
+    assert x is not None
+    return x.nbytes
+
+
+def _judge(problem: QuantizeProblem, tensors: Tensors) -> Judge:
+    expected = list(_results(problem, tensors[0].device))
+    quantize_torch(problem, (*tensors[:2], *expected))
+
+    def verdict(got: Tensors) -> Verdict:
+        wrong = sum(
+            int((one.view(torch.uint8) != want.view(torch.uint8)).sum())
+            for one, want in zip(got[2:], expected, strict=True)
+            if want is not None
+        )
+        return Verdict(rel_err=float(wrong), worst=2.0 if wrong else 0.0)
+
+    return verdict
+
+
+def _fallbacks(problem: QuantizeProblem) -> Mapping[str, Fallback]:
+    def run_torch(tensors: Tensors, config: Config) -> None:
+        quantize_torch(problem, tensors)
+
+    return {"torch": run_torch}
+
+
+def _sample(problem: QuantizeProblem, share: float) -> tuple[QuantizeProblem, float]:
+    rows = max(int(problem.M * share) // _SAMPLE_ROWS, 1) * _SAMPLE_ROWS
+    if rows >= problem.M:
+        return problem, 1.0
+    return replace(problem, M=rows), rows / problem.M
+
+
+def _problems(model: Any, gpus: int) -> list[QuantizeProblem]:
+    """None: configurations do not depend on the shape, so tables have no rows for this op."""
+    return []
+
+
+WORKLOAD = Workload(
+    op="quantize",
+    operands=_operands,
+    another=_another,
+    read_bytes=_read_bytes,
+    results=_RESULTS,
+    judge=_judge,
+    fallbacks=_fallbacks,
+    sample=_sample,
+    problems=_problems,
+)
