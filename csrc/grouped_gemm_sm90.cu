@@ -20,6 +20,7 @@
 // one another. What bf16 does not cover, and NaN in w, is put right after a tile is stored.
 
 #include "grouped_sm90.h"
+#include "grouped_walk_sm90.h"
 #include "mx_epilogue.h"
 #include "mx_exact.h"
 #include "sm90_async.h"
@@ -32,12 +33,10 @@ using namespace mx;
 constexpr int kStages = MX_STAGES; // of the ring
 constexpr int kOrder = MX_ORDER;   // tiles of tokens that share a tile of w before the next
 using Out = DType<MX_OUT>;
+using Walk = TileWalk<kOrder>;
+using Ring = StageRing<kStages>;
 
 constexpr int kBlock = 32; // k of one scale
-constexpr int kCluster = 2;
-constexpr int kConsumers = 2;
-constexpr int kGroupRows = 64; // of w for a consumer
-constexpr int kRows = kConsumers * kGroupRows;
 constexpr int kGroupThreads = 128;
 constexpr int kWarps = kGroupThreads / kLanes;
 constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
@@ -50,7 +49,8 @@ constexpr int kStagingBytes = kGroupRows * kSlabRows * 2; // a slab of 16-bit re
 constexpr int kAtW = kStages * kStageX;
 constexpr int kAtStaging = kAtW + kStages * kStageW;
 static_assert(kAtStaging + kConsumers * kStagingBytes == MX_SHARED_BYTES,
-              "the host lays shared memory out differently: aiter_mx/kernels/grouped_gemm/sm90.py");
+              "the host lays shared memory out differently: "
+              "aiter_mx/kernels/grouped_gemm/persistent_sm90.py");
 
 // Barriers of each stage: x is there, w is there, and both have been used.
 constexpr int kXFull = 0, kWFull = 8 * kStages, kEmpty = 16 * kStages;
@@ -66,59 +66,6 @@ struct Operands {
 
     MX_MEMBER long blocks() const { return K / kBlock; }
     MX_MEMBER int units() const { return (K + kUnitK - 1) / kUnitK; }
-};
-
-// The tiles that a cluster computes, one after another: first those of most slabs.
-struct Walk {
-    const Workspace& workspace;
-    int rank, pairs, step;
-    int slabs = kMostSlabs; // of the tiles of this class
-    int first = 0, count;   // of the workspace's tiles, in this class
-    int turn;               // in this class
-    // What is next, and where.
-    TokenTile tokens;
-    int n; // first row of w of this workgroup
-
-    MX_MEMBER Walk(const Workspace& workspace, long N, int rank)
-        : workspace(workspace), rank(rank) {
-        pairs = (N + kCluster * kRows - 1) / (kCluster * kRows);
-        turn = blockIdx.x / kCluster;
-        step = gridDim.x / kCluster;
-        count = workspace.tiles[kMostSlabs];
-        find();
-    }
-    MX_MEMBER bool any() const { return slabs > 0; }
-    MX_MEMBER void next() {
-        turn += step;
-        find();
-    }
-
-  private:
-    MX_MEMBER void find() {
-        while (turn >= count * pairs) {
-            if (--slabs == 0)
-                return;
-            turn -= count * pairs;
-            first += count;
-            count = workspace.tiles[slabs];
-        }
-        const int super = turn / (kOrder * pairs) * kOrder, height = min(kOrder, count - super);
-        const int inside = turn - super * pairs;
-        tokens = workspace.tile[first + super + inside % height];
-        n = (inside / height * kCluster + rank) * kRows;
-    }
-};
-
-// Which stage of the ring is next, and the parity of its barriers' phase.
-struct Ring {
-    int stage = 0, parity = 0;
-
-    MX_MEMBER void advance() {
-        if (++stage == kStages) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
 };
 
 struct Producer {
