@@ -9,6 +9,7 @@ import torch
 from mx_reference import assert_close_to_reference, linear_reference64, random_mx
 
 import aiter_mx
+from aiter_mx import timing
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.mma_sm90 import MAX_M, layout
 from aiter_mx.kernels.registry import find_kernel
@@ -208,6 +209,25 @@ def test_outputs_and_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> 
         bias = (torch.randn(137, generator=generator, dtype=torch.float64) * size).to(bias_dtype)
         got = launch(drawn, config(2, 2, 1, 4, 2), bias, dtype)
         assert_close_to_reference(got, *drawn, bias)
+
+
+@gpu
+def test_weights_beyond_4_gib_are_addressed_rightly() -> None:
+    M, N, K = 8, 700_000, 6240
+    device = torch.device("cuda")
+    (xq, xs), (wq, ws) = timing.random_mx(M, K, device), timing.random_mx(N, K, device)
+    assert wq.nbytes > 4 << 30
+    out = torch.full((M, N), float("nan"), device=device)
+    problem = LinearProblem(M, N, K, "fp32")
+    target = target_of(device)
+    tensors = (xq, xs, wq, ws, None, out)
+    run = bind(MMA, target, problem, MMA.configure(target, problem), 0)
+    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+    generator = torch.Generator().manual_seed(9)
+    rows = torch.cat([torch.randint(0, N, (300,), generator=generator), torch.tensor([0, N - 1])])
+    there = rows.cuda()
+    some = wq.view(torch.uint8)[there].view(torch.float8_e4m3fn).cpu(), ws[there].cpu()
+    assert_close_to_reference(out[:, there].cpu(), xq.cpu(), xs.cpu(), *some)
 
 
 @gpu
