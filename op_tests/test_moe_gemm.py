@@ -323,7 +323,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "spoil", "error", "message"), BAD, ids=str)
+@pytest.mark.parametrize(("name", "spoil", "error", "message"), BAD, ids=[bad[3] for bad in BAD])
 def test_bad_arguments_are_refused(
     call: dict[str, Any], name: str, spoil: Any, error: type[Exception], message: str
 ) -> None:
