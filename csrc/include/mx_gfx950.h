@@ -51,10 +51,6 @@ MX_DEVICE void wave_in_order() {
 }
 
 // The compiler may move no instruction across this.
-// A grid here begins when the one ahead of it in the stream has ended.
-MX_DEVICE void launch_dependents() {}
-MX_DEVICE void wait_for_grid_ahead() {}
-
 MX_DEVICE void finish_before_next() { __builtin_amdgcn_sched_barrier(0); }
 
 // 16 bytes that no one reads again: marked non-temporal, so that they leave the caches first.
