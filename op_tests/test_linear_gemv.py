@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from aiter_mx.kernels.linear import KERNELS, LinearProblem
 from aiter_mx.kernels.linear import gemv as registry
 from aiter_mx.kernels.linear.gemv import MAX_M as GEMV_MAX_M
 from aiter_mx.launch import bind
+from aiter_mx.ops.linear import _plans
 from aiter_mx.target import hardware, target_of
 
 GEMV = KERNELS[0]
@@ -237,13 +239,20 @@ def test_more_workgroups_than_a_grid_row_holds(
 
 
 @pytest.mark.parametrize(("M", "N", "K"), [(1, 2304, 6144), (16, 384, 1536), (5, 1536, 384)])
-def test_the_op_takes_the_gemv_for_decode_shapes(
-    device: torch.device, M: int, N: int, K: int
+def test_the_op_takes_the_gemv_where_a_table_names_it(
+    device: torch.device, M: int, N: int, K: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = operands(M, N, K, N)
     arguments = [t.to(device) for t in drawn]
-    arch = target_of(device).arch
-    assert aiter_mx.explain("linear", M=M, N=N, K=K, arch=arch).kernel == "gemv"
+    target = target_of(device)
+    config = GEMV.configure(target, LinearProblem(M, N, K))
+    columns = ("gfx", "op", "M", "N", "K", "out_dtype", "backend", "kernel", "cu_num", *config)
+    row = (target.arch, "linear", M, N, K, "bf16", "hip", "gemv", "", *config.values())
+    table = tmp_path / "linear.csv"
+    table.write_text("".join(",".join(map(str, line)) + "\n" for line in (columns, row)))
+    monkeypatch.setenv("AITER_MX_CONFIG", str(table))
+    monkeypatch.setattr(_plans, "by_call", {})
+    assert aiter_mx.explain("linear", M=M, N=N, K=K, arch=target.arch).kernel == "gemv"
     aiter_mx.linear(*arguments)
     start = time.perf_counter()
     out = aiter_mx.linear(*arguments).cpu()
