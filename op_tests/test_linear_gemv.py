@@ -247,7 +247,7 @@ def test_the_op_takes_the_gemv_where_a_table_names_it(
     target = target_of(device)
     config = GEMV.configure(target, LinearProblem(M, N, K))
     columns = ("gfx", "op", "M", "N", "K", "out_dtype", "backend", "kernel", "cu_num", *config)
-    row = (target.arch, "linear", M, N, K, "bf16", "hip", "gemv", "", *config.values())
+    row = (target.arch, "linear", M, N, K, "bf16", "hip", "gemv", target.cu_num, *config.values())
     table = tmp_path / "linear.csv"
     table.write_text("".join(",".join(map(str, line)) + "\n" for line in (columns, row)))
     monkeypatch.setenv("AITER_MX_CONFIG", str(table))
