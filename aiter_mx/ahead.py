@@ -109,6 +109,10 @@ def build_requests(
     requests: dict[BuildRequest, None] = {}
     for problem, chosen in zip(problems, routes, strict=True):
         spec = find_kernel(chosen.op, target.arch, chosen.backend, chosen.kernel)
+        if parts := spec.parts(target, problem, chosen.config):
+            of_parts = [route(op, target, part) for op, part in parts]
+            requests |= dict.fromkeys(build_requests(target, [part for _, part in parts], of_parts))
+            continue
         for module in spec.modules:
             requests[module_request(module, target, problem, chosen.config)] = None
     return list(requests)

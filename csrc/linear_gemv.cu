@@ -2,6 +2,7 @@
 //
 //   xq [M, K], wq [N, K]        e4m3 payload
 //   xs [M, K/32], ws [N, K/32]  e8m0 scale of each 32 consecutive k
+//                               or xq is bf16 or fp16, there is no xs, and x is quantised here
 //   y  [M, N]                   fp32, bf16 or fp16
 //   bias [N]                    any of these, or none
 //
@@ -17,6 +18,7 @@
 // order that depends on nothing but the configuration: over a lane's k, lanes, then waves.
 
 #include "mx_epilogue.h"
+#include "mx_fused.h"
 #include "mx_reduce.h"
 #include "mx_scale.h"
 #include "mx_target.h"
@@ -28,6 +30,7 @@ constexpr int kRows = MX_ROWS;          // outputs n of a workgroup
 constexpr int kWaves = MX_WAVES;        // waves of a workgroup
 constexpr int kUnroll = MX_UNROLL;      // steps of a wave whose loads precede all use
 constexpr bool kOverlaps = MX_OVERLAPS; // may begin before the grid ahead of it ends
+constexpr bool kQuantises = !kIsQuantised<MX_X>;
 using Out = DType<MX_OUT>;
 using Offset = unsigned long; // elements and bytes: tensors may exceed 4 GiB
 
@@ -61,6 +64,10 @@ struct Operands {
     MX_MEMBER Piece x(int m, Offset first) const {
         return {load(xq + m * K + first + lane * kPiece),
                 load_byte(xs + (m * K + first) / kBlock + lane * kPiece / kBlock)};
+    }
+    MX_MEMBER HalfBlock<MX_X> unquantised_x(int m, Offset first) const {
+        const unsigned char* from = xq + 2 * (m * K + first + lane * kPiece);
+        return {load(from), load(from + 16)};
     }
     MX_MEMBER Piece w(int r, Offset first) const {
         return {load_once(wq + rows[r] * K + first + lane * kPiece),
@@ -109,8 +116,11 @@ aiter_mx_linear_gemv(const unsigned char* xq, const unsigned char* xs, const uns
         operands.rows[r] = first_row + r < N ? first_row + r : N - 1;
 
     float sums[kValues] = {};
-    for (Offset first = wave * kStep; first + lane * kPiece < K; first += kUnroll * kStride) {
+    // All lanes take part in quantising, also those whose k are past the end.
+    const int lane_k = kQuantises ? 0 : lane * kPiece;
+    for (Offset first = wave * kStep; first + lane_k < K; first += kUnroll * kStride) {
         Piece x[kUnroll][kM] = {}, w[kUnroll][kRows] = {}; // zeros add nothing
+        HalfBlock<MX_X> unquantised[kUnroll][kQuantises ? kM : 1] = {};
         const auto load_w = [&](int i) {
 #pragma unroll
             for (int r = 0; r < kRows; ++r)
@@ -119,10 +129,13 @@ aiter_mx_linear_gemv(const unsigned char* xq, const unsigned char* xs, const uns
         const auto load_x = [&](int i) {
 #pragma unroll
             for (int m = 0; m < kM; ++m)
-                x[i][m] = operands.x(m, first + i * kStride);
+                if constexpr (kQuantises)
+                    unquantised[i][m] = operands.unquantised_x(m, first + i * kStride);
+                else
+                    x[i][m] = operands.x(m, first + i * kStride);
         };
         const auto exists = [&](int i) {
-            return i == 0 || first + i * kStride + lane * kPiece < K;
+            return (i == 0 && !kQuantises) || first + i * kStride + lane * kPiece < K;
         };
         if constexpr (kOverlaps) {
 #pragma unroll
@@ -143,6 +156,15 @@ aiter_mx_linear_gemv(const unsigned char* xq, const unsigned char* xs, const uns
                 if (exists(i)) {
                     load_w(i);
                     load_x(i);
+                }
+        }
+        if constexpr (kQuantises) {
+#pragma unroll
+            for (int i = 0; i < kUnroll; ++i)
+#pragma unroll
+                for (int m = 0; m < kM; ++m) {
+                    const QuantisedHalf half = quantised(unquantised[i][m]);
+                    x[i][m] = {half.payload, half.scale};
                 }
         }
 #pragma unroll

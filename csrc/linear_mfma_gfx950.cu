@@ -2,6 +2,7 @@
 //
 //   xq [M, K], wq [N, K]        e4m3 payload
 //   xs [M, K/32], ws [N, K/32]  e8m0 scale of each 32 consecutive k
+//                               or xq is bf16 or fp16, there is no xs, and x is quantised here
 //   y  [M, N]                   fp32, bf16 or fp16
 //   bias [N]                    any of these, or none
 //
@@ -24,6 +25,7 @@
 
 #include "gfx950_buffer.h"
 #include "gfx950_tile.h"
+#include "mx_fused.h"
 #include "mx_target.h"
 
 using namespace mx;
@@ -34,6 +36,7 @@ constexpr int kFold = MX_FOLD;               // parts of K in a tile
 constexpr int kWaves = MX_WAVES;             // of a workgroup
 constexpr int kUnroll = MX_UNROLL;           // steps of a wave whose loads precede all use
 constexpr bool kEvenBlocks = MX_EVEN_BLOCKS; // K / 32 is even
+constexpr bool kQuantises = !kIsQuantised<MX_X>;
 using Out = DType<MX_OUT>;
 using Offset = unsigned long; // elements and bytes: tensors may exceed 4 GiB
 
@@ -91,6 +94,78 @@ struct Rows {
     }
 };
 
+// A tile of x that is yet to be quantised: as a Tile, with half a block for each 16 bytes.
+struct WideTile {
+    HalfBlock<MX_X> halves[kLoads];
+
+    // Its scales come out where operands have theirs: lane l has blocks 2 g and 2 g + 1, g = l / 16,
+    // of operand row l % 16, which is 4 (l / 4 % 4) + l % 4. Before, four lanes have half a block
+    // each of blocks 2 g, 2 g, 2 g + 1, 2 g + 1 of four rows.
+    MX_MEMBER Tile quantise(int lane) const {
+        Tile tile;
+#pragma unroll
+        for (int j = 0; j < kLoads; ++j) {
+            const QuantisedHalf half = quantised(halves[j]);
+            tile.payload[j] = half.payload;
+            const unsigned other = float_to_bits(across<2>(bits_to_float(half.scale)));
+            const unsigned both = lane & 2 ? other | half.scale << 8 : half.scale | other << 8;
+            tile.scales = j == 0 || lane % kLoads == j ? both : tile.scales;
+            finish_before_next(); // rows side by side would take too many registers
+        }
+        return tile;
+    }
+};
+static_assert(kLoads == 4);
+
+// Rows of x before quantisation.
+struct WideRows {
+    Buffer values;
+    unsigned K;
+
+    MX_MEMBER WideRows(const unsigned char* x, unsigned rows, unsigned K)
+        : values(x, 2 * rows * K), K(K) {}
+
+    MX_MEMBER WideTile load(int tile, const Place& place) const {
+        WideTile loaded;
+#pragma unroll
+        for (int j = 0; j < kLoads; ++j) {
+            const unsigned first = place.payload == kNowhere ? kNowhere : 2 * place.payload;
+            const unsigned offset = first + 2 * (tile * kTileRows + j) * K;
+            loaded.halves[j] = {values.load(offset), values.load(offset + 16)};
+        }
+        return loaded;
+    }
+};
+
+// Rows of x, their tiles as loaded, and as operands.
+template <bool Quantises>
+struct Activations {
+    using Loaded = Tile;
+    Rows rows;
+
+    MX_MEMBER Activations(const unsigned char* q, const unsigned char* s, unsigned M, unsigned K)
+        : rows(q, s, 0, M, K) {}
+    MX_MEMBER Tile load(int tile, const Place& place) const {
+        return rows.template load<false>(tile, place);
+    }
+    MX_MEMBER static Operand operand(u32x4* lds, const Tile& loaded, int lane) {
+        return turn(lds, loaded, lane);
+    }
+};
+template <>
+struct Activations<true> {
+    using Loaded = WideTile;
+    WideRows rows;
+
+    MX_MEMBER Activations(const unsigned char* x, const unsigned char*, unsigned M, unsigned K)
+        : rows(x, M, K) {}
+    MX_MEMBER WideTile load(int tile, const Place& place) const { return rows.load(tile, place); }
+    MX_MEMBER static Operand operand(u32x4* lds, const WideTile& loaded, int lane) {
+        return turn_payload(lds, loaded.quantise(lane), lane);
+    }
+};
+using X = Activations<kQuantises>;
+
 // Has the scalar arguments loaded at once: left alone, each is loaded where it is first used, and
 // the latencies add up.
 MX_DEVICE void wait_for_arguments(Offset M, Offset N, Offset K, int bias_kind) {
@@ -112,7 +187,7 @@ aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const uns
     const int wave = wave_in_group();
 
     const BiasLoad own_bias(bias, bias_kind, first_row, rows, thread_in_group());
-    const Rows x_rows(xq, xs, 0, M, K);
+    const X x_rows(xq, xs, M, K);
     const Rows w_rows(wq, ws, first_row, rows, K);
     MX_LDS float added[kRows];
     MX_LDS u32x4 lds[kWaves][kWavePieces];
@@ -120,7 +195,8 @@ aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const uns
     f32x4 sums[kRowTiles][kColTiles] = {};
     NanNotes w_nans[kRowTiles], x_nans[kColTiles];
     for (unsigned first = wave * kStep; first < K; first += kUnroll * kStride) {
-        Tile w[kUnroll][kRowTiles], x[kUnroll][kColTiles];
+        Tile w[kUnroll][kRowTiles];
+        X::Loaded x[kUnroll][kColTiles];
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) { // a step past the end of K loads zeros
             const Place place(lane, first + i * kStride, K);
@@ -129,7 +205,7 @@ aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const uns
                 w[i][r] = w_rows.load<true>(r, place);
 #pragma unroll
             for (int c = 0; c < kColTiles; ++c)
-                x[i][c] = x_rows.load<false>(c, place);
+                x[i][c] = x_rows.load(c, place);
         }
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
@@ -142,7 +218,7 @@ aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const uns
             }
 #pragma unroll
             for (int c = 0; c < kColTiles; ++c) {
-                const Operand b = turn(lds[wave], x[i][c], lane);
+                const Operand b = X::operand(lds[wave], x[i][c], lane);
                 x_nans[c].take(b.scales);
 #pragma unroll
                 for (int r = 0; r < kRowTiles; ++r) {

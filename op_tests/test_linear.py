@@ -73,7 +73,7 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 BAD_OPERANDS: list[tuple[Operands, type[Exception], str]] = [
-    (replace(0, lambda t: t.float()), TypeError, "xq must be torch.float8_e4m3fn, got torch.float"),
+    (replace(0, lambda t: t.float()), TypeError, "or torch.float16, got torch.float32"),
     (replace(0, lambda t: t.view(torch.float8_e5m2)), TypeError, "got torch.float8_e5m2"),
     (replace(1, lambda t: t.int()), TypeError, "xs must be torch.uint8 or torch.float8_e8m0fnu"),
     (replace(2, lambda t: t.view(torch.uint8)), TypeError, "wq must be torch.float8_e4m3fn"),
@@ -225,7 +225,7 @@ def test_first_use_under_capture_names_the_warmup_call(monkeypatch: pytest.Monke
     with aiter_mx.simulate("gfx950"):
         monkeypatch.setattr(sim, "is_capturing", lambda device: True)
         monkeypatch.setattr("aiter_mx.launch._functions", {})
-        shape = "M=2, N=34, K=352, out_dtype='fp32', bias='none', pdl=False"
+        shape = "M=2, N=34, K=352, out_dtype='fp32', bias='none', pdl=False, x_dtype='e4m3'"
         message = rf"aiter_mx.warmup\('linear', {shape}\)"
         with pytest.raises(CaptureError, match=message):
             aiter_mx.linear(*case, out_dtype=torch.float32)

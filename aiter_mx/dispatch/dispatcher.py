@@ -18,7 +18,7 @@ from aiter_mx.kernels.registry import (
     problem_key,
     stand_ins,
 )
-from aiter_mx.kernels.spec import KernelSpec, Problem
+from aiter_mx.kernels.spec import Config, KernelSpec, Problem
 from aiter_mx.target import Target
 
 _logged: set[tuple[str, Target, Problem]] = set()
@@ -52,7 +52,9 @@ def route(
         kernel = find_kernel(op, target.arch, row.backend, row.kernel)
         refusal = _refusal(kernel, target, problem, skip)
         if refusal is None:
-            reason = _row_reason(row, stand_in, key)
+            reason = _row_reason(row, stand_in, key) + _in_parts(
+                kernel, target, problem, row.config
+            )
             return Route(op, row.backend, row.kernel, row.config, reason, row.where)
         passed_over.append(f"{row.where} names {row.backend}/{row.kernel}, but {refusal}")
 
@@ -63,11 +65,17 @@ def route(
         if refusal is None:
             reason = "; ".join([*passed_over, f"{kernel.backend}/{kernel.name} covers it"])
             config = kernel.configure(target, problem)
+            reason += _in_parts(kernel, target, problem, config)
             return Route(op, kernel.backend, kernel.name, config, reason, "envelope")
         passed_over.append(refusal)
     raise ValueError(
         f"nothing computes {op} of {problem} on {target.name}: {'; '.join(passed_over)}"
     )
+
+
+def _in_parts(kernel: KernelSpec, target: Target, problem: Problem, config: Config) -> str:
+    parts = kernel.parts(target, problem, config)
+    return f"; it is {' and then '.join(op for op, _ in parts)}" if parts else ""
 
 
 def _refusal(

@@ -13,6 +13,8 @@ DTYPE_CODES = {"none": 0, "fp32": 1, "bf16": 2, "fp16": 3}  # csrc/include/mx_ta
 Config = Mapping[str, int]
 Problem = Any
 """A frozen dataclass of the op, in its kernels module: the shape and dtypes of one call."""
+Parts = tuple[tuple[str, Problem], ...]
+"""Ops and their problems that together are another problem, in the order of their launches."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class KernelSpec:
         nulls: pointers after those of the op's tensors that are null, for a kernel of another op.
         workspace_bytes: memory that the launches share and that lasts for one call, or 0; where it
             is not, they have one more pointer, the last. It may hold anything at first.
+        parts: the problems that are solved in place of one that the kernel, in a configuration,
+            covers only together with other launches; none where it is alone.
         yields: why the other kernels of its backend come before it where no table decides, or
             None.
     """
@@ -118,6 +122,7 @@ class KernelSpec:
     before: tuple[Module, ...] = ()
     nulls: int = 0
     workspace_bytes: Callable[[Target, Problem, Config], int] = lambda target, problem, config: 0
+    parts: Callable[[Target, Problem, Config], Parts] = lambda target, problem, config: ()
     yields: Callable[[Target, Problem], str | None] = lambda target, problem: None
 
     @property

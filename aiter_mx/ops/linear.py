@@ -1,20 +1,22 @@
-"""``aiter_mx.linear``: a linear layer over MX-FP8 activations and weights."""
+"""``aiter_mx.linear``: a linear layer over MX-FP8 weights and activations, or unquantised ones."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.spec import Config
+from aiter_mx.kernels.spec import Config, Parts
 from aiter_mx.launch import Run, Tensors
 from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
     DTYPE_NAMES,
+    DTYPES,
     SCALE_DTYPES,
     check_out,
     either,
@@ -23,15 +25,18 @@ from aiter_mx.ops.checks import (
     shape_text,
 )
 from aiter_mx.ops.plan import bind
-from aiter_mx.target import cpu_target, target_of
+from aiter_mx.ops.quantize import warm as bind_quantisation
+from aiter_mx.ops.quantize_call import Options, quantized
+from aiter_mx.target import Target, cpu_target, target_of
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_OR_NONE = _PLAIN | {type(None)}
+_X_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def linear(
     xq: torch.Tensor,
-    xs: torch.Tensor,
+    xs: torch.Tensor | None,
     wq: torch.Tensor,
     ws: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -47,7 +52,9 @@ def linear(
     There is no gradient.
 
     Args:
-        xq: activations, float8_e4m3fn ``[M, K]``, contiguous, K a multiple of 32.
+        xq: activations, float8_e4m3fn ``[M, K]``, contiguous, K a multiple of 32. Or bf16 or fp16,
+            with xs None: the result is then, bit for bit, that of what ``aiter_mx.quantize`` makes
+            of them. Small decode shapes are quantised in the linear's own kernel.
         xs: their scales, uint8 or float8_e8m0fnu ``[M, K // 32]``: 2**(byte - 127), 255 is NaN.
         wq: weights, float8_e4m3fn ``[N, K]``, contiguous.
         ws: their scales, ``[N, K // 32]``.
@@ -72,8 +79,8 @@ def linear(
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
-        or not _PLAIN.issuperset(map(type, (xq, xs, wq, ws)))
-        or not _PLAIN_OR_NONE.issuperset((type(bias), type(out)))
+        or not _PLAIN.issuperset(map(type, (xq, wq, ws)))
+        or not _PLAIN_OR_NONE.issuperset((type(xs), type(bias), type(out)))
         or (bias is not None and bias.requires_grad and torch.is_grad_enabled())
     ):
         return _linear_through_torch(xq, xs, wq, ws, bias, out_dtype, out, pdl)
@@ -92,7 +99,7 @@ _plans = _Plans()
 
 def _linear(
     xq: torch.Tensor,
-    xs: torch.Tensor,
+    xs: torch.Tensor | None,
     wq: torch.Tensor,
     ws: torch.Tensor,
     bias: torch.Tensor | None,
@@ -102,9 +109,10 @@ def _linear(
 ) -> torch.Tensor:
     device = xq.device
     call = (
-        (xq.shape, xs.shape, wq.shape, ws.shape),
-        (xq.dtype, xs.dtype, wq.dtype, ws.dtype, out_dtype),
-        (device, xs.device, wq.device, ws.device),
+        (xq.shape, wq.shape, ws.shape),
+        (xq.dtype, wq.dtype, ws.dtype, out_dtype),
+        (device, wq.device, ws.device),
+        xs is not None and (xs.shape, xs.dtype, xs.device),
         bias is not None and (bias.shape, bias.dtype, bias.device),
         device.type == "cpu" and cpu_target(),
         pdl,
@@ -116,7 +124,7 @@ def _linear(
 
     if not (
         xq.is_contiguous()
-        and xs.is_contiguous()
+        and (xs is None or xs.is_contiguous())
         and wq.is_contiguous()
         and ws.is_contiguous()
         and (bias is None or bias.is_contiguous())
@@ -134,7 +142,7 @@ def _linear(
             (xq, xs, wq, ws, bias, out),
             (
                 x_address,
-                xs.data_ptr(),
+                0 if xs is None else xs.data_ptr(),
                 w_address,
                 ws.data_ptr(),
                 0 if bias is None else bias.data_ptr(),
@@ -146,7 +154,7 @@ def _linear(
 
 def _plan(
     xq: torch.Tensor,
-    xs: torch.Tensor,
+    xs: torch.Tensor | None,
     wq: torch.Tensor,
     ws: torch.Tensor,
     bias: torch.Tensor | None,
@@ -158,7 +166,21 @@ def _plan(
     shape = (problem.M, problem.N)
     if 0 in shape:
         return None, shape
-    return bind("linear", target_of(xq.device), problem, xq.device, FALLBACKS), shape
+    return bind("linear", target_of(xq.device), problem, xq.device, FALLBACKS, _in_parts), shape
+
+
+def _in_parts(target: Target, parts: Parts, device: torch.device) -> Run:
+    """What quantises x with a launch of its own and goes on with the result."""
+    (_, quantisation), (_, quantised_problem) = parts
+    bind_quantisation(quantisation, device)
+    run = bind("linear", target, quantised_problem, device, FALLBACKS)
+
+    def run_both(tensors: Tensors, addresses: Sequence[int]) -> None:
+        x, _, *others = tensors
+        xq, xs = quantized(x, None, Options("rows"))
+        run((xq, xs, *others), (xq.data_ptr(), xs.data_ptr(), *addresses[2:]))
+
+    return run_both
 
 
 def _run_triton(tensors: Tensors, config: Config) -> None:
@@ -188,28 +210,32 @@ FALLBACKS = {"triton": _run_triton, "vendor": _run_vendor, "torch": _run_torch}
 def warm(problem: LinearProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
     target = target_of(device)
-    run = bind("linear", target, problem, device, FALLBACKS)
+    run = bind("linear", target, problem, device, FALLBACKS, _in_parts)
     if route("linear", target, problem).backend != "triton":
         return
     # Triton compiles when it is called, so it is called, on whatever this memory holds.
     M, N, K = problem.M, problem.N, problem.K
-    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    is_quantised = problem.x_dtype == "e4m3"
     tensors = (
-        torch.empty((M, K), dtype=torch.float8_e4m3fn, device=device),
-        torch.empty((M, K // BLOCK), dtype=torch.uint8, device=device),
+        torch.empty(
+            (M, K),
+            dtype=torch.float8_e4m3fn if is_quantised else DTYPES[problem.x_dtype],
+            device=device,
+        ),
+        torch.empty((M, K // BLOCK), dtype=torch.uint8, device=device) if is_quantised else None,
         torch.empty((N, K), dtype=torch.float8_e4m3fn, device=device),
         torch.empty((N, K // BLOCK), dtype=torch.uint8, device=device),
         None
         if problem.bias == "none"
-        else torch.empty(N, dtype=dtypes[problem.bias], device=device),
-        torch.empty((M, N), dtype=dtypes[problem.out_dtype], device=device),
+        else torch.empty(N, dtype=DTYPES[problem.bias], device=device),
+        torch.empty((M, N), dtype=DTYPES[problem.out_dtype], device=device),
     )
     run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 def _check(
     xq: torch.Tensor,
-    xs: torch.Tensor,
+    xs: torch.Tensor | None,
     wq: torch.Tensor,
     ws: torch.Tensor,
     bias: torch.Tensor | None,
@@ -217,14 +243,20 @@ def _check(
     pdl: bool = False,
 ) -> LinearProblem:
     """The problem that these operands pose; raises as ``linear`` documents."""
+    x_dtype = _X_DTYPES.get(xq.dtype, "e4m3")
+    if (xs is None) == (x_dtype == "e4m3") and xq.dtype in _X_DTYPES:
+        raise TypeError(
+            f"xs must be {'given' if xs is None else 'None'} for xq of {xq.dtype}: float8_e4m3fn has "
+            "scales, and other activations are quantised here"
+        )
     for name, tensor, dtypes in (
-        ("xq", xq, (torch.float8_e4m3fn,)),
+        ("xq", xq, tuple(_X_DTYPES)),
         ("xs", xs, SCALE_DTYPES),
         ("wq", wq, (torch.float8_e4m3fn,)),
         ("ws", ws, SCALE_DTYPES),
         ("bias", bias, tuple(DTYPE_NAMES)),
     ):
-        if tensor is None:  # the bias, which may be
+        if tensor is None:  # the bias, or scales, which may be
             continue
         if tensor.dtype not in dtypes:
             raise TypeError(f"{name} must be {either(dtypes)}, got {tensor.dtype}")
@@ -255,13 +287,13 @@ def _check(
                 f"(xq: {shape_text(xq)}, wq: {shape_text(wq)})"
             )
     bias_name = "none" if bias is None else DTYPE_NAMES[bias.dtype]
-    return LinearProblem(M, N, K, DTYPE_NAMES[out_dtype], bias_name, pdl)
+    return LinearProblem(M, N, K, DTYPE_NAMES[out_dtype], bias_name, pdl, x_dtype)
 
 
 @torch.library.custom_op("aiter_mx::linear", mutates_args=())
 def _linear_op(
     xq: torch.Tensor,
-    xs: torch.Tensor,
+    xs: torch.Tensor | None,
     wq: torch.Tensor,
     ws: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -274,7 +306,7 @@ def _linear_op(
 @_linear_op.register_fake
 def _linear_fake(
     xq: torch.Tensor,
-    xs: torch.Tensor,
+    xs: torch.Tensor | None,
     wq: torch.Tensor,
     ws: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -288,7 +320,7 @@ def _linear_fake(
 @torch.library.custom_op("aiter_mx::linear_out", mutates_args=("out",))
 def _linear_out_op(
     xq: torch.Tensor,
-    xs: torch.Tensor,
+    xs: torch.Tensor | None,
     wq: torch.Tensor,
     ws: torch.Tensor,
     bias: torch.Tensor | None,
@@ -301,7 +333,7 @@ def _linear_out_op(
 @_linear_out_op.register_fake
 def _linear_out_fake(
     xq: torch.Tensor,
-    xs: torch.Tensor,
+    xs: torch.Tensor | None,
     wq: torch.Tensor,
     ws: torch.Tensor,
     bias: torch.Tensor | None,
@@ -315,7 +347,7 @@ def _linear_out_fake(
 
 def _linear_through_torch(
     xq: torch.Tensor,
-    xs: torch.Tensor,
+    xs: torch.Tensor | None,
     wq: torch.Tensor,
     ws: torch.Tensor,
     bias: torch.Tensor | None,
@@ -332,7 +364,7 @@ def _linear_through_torch(
         ("out", out),
     ):
         if not isinstance(value, torch.Tensor) and (
-            value is not None or name not in ("bias", "out")
+            value is not None or name not in ("xs", "bias", "out")
         ):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if out is None:

@@ -15,11 +15,13 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.route import Route
 from aiter_mx.errors import BuildError, CacheError, LaunchError, ToolchainError
 from aiter_mx.kernels.registry import find_kernel
-from aiter_mx.kernels.spec import Config, Problem
+from aiter_mx.kernels.spec import Config, Parts, Problem
 from aiter_mx.launch import Run, Tensors, not_warm
 from aiter_mx.target import Target
 
 Fallback: TypeAlias = Callable[[Tensors, Config], None]
+InParts: TypeAlias = Callable[[Target, Parts, torch.device], Run]
+"""Binds the problems that are solved in place of one, ``KernelSpec.parts``."""
 
 _FAILURES = (ToolchainError, BuildError, CacheError, LaunchError)
 
@@ -34,6 +36,7 @@ def bind(
     problem: Problem,
     device: torch.device,
     fallbacks: Mapping[str, Fallback],
+    in_parts: InParts | None = None,
 ) -> Run:
     """What computes ``problem`` on ``device``, for the calling thread.
 
@@ -43,6 +46,7 @@ def bind(
         problem: shape and dtypes.
         device: where the tensors are.
         fallbacks: what runs each backend other than ``hip``.
+        in_parts: what runs a problem that takes several launches, for an op that has such.
 
     Raises:
         CaptureError: something would have to be built while the current stream is captured.
@@ -51,8 +55,8 @@ def bind(
             with one warning for each kernel.
     """
     if os.environ.get("AITER_MX_ON_ERROR", "raise") == "fallback":
-        return _bind_or_fall_back(op, target, problem, device, fallbacks)
-    return _bind_route(route(op, target, problem), target, problem, device, fallbacks)
+        return _bind_or_fall_back(op, target, problem, device, fallbacks, in_parts)
+    return _bind_route(route(op, target, problem), target, problem, device, fallbacks, in_parts)
 
 
 def _bind_route(
@@ -61,8 +65,11 @@ def _bind_route(
     problem: Problem,
     device: torch.device,
     fallbacks: Mapping[str, Fallback],
+    in_parts: InParts | None,
 ) -> Run:
     spec = find_kernel(chosen.op, target.arch, chosen.backend, chosen.kernel)
+    if in_parts and (parts := spec.parts(target, problem, chosen.config)):
+        return in_parts(target, parts, device)
     if spec.module is not None:
         return launch.bind(spec, target, problem, chosen.config, device.index or 0)
     if chosen.backend == "triton" and (target, problem) not in _warm_triton:
@@ -79,6 +86,7 @@ def _bind_or_fall_back(
     problem: Problem,
     device: torch.device,
     fallbacks: Mapping[str, Fallback],
+    in_parts: InParts | None,
 ) -> Run:
     skip: set[tuple[str, str]] = set()
 
@@ -86,7 +94,8 @@ def _bind_or_fall_back(
         while True:
             chosen = route(op, target, problem, frozenset(skip))
             try:
-                return chosen, _bind_route(chosen, target, problem, device, fallbacks)
+                bound = _bind_route(chosen, target, problem, device, fallbacks, in_parts)
+                return chosen, bound
             except _FAILURES as error:
                 pass_over(chosen, error)
 

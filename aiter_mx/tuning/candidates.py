@@ -126,5 +126,7 @@ def candidates_of(
         own = kernel.configure(target, problem)
         others = [config for config in kernel.candidates(target, problem) if config != own]
         for config in [own, *others][:most]:
+            if kernel.parts(target, problem, config):
+                continue  # its time would be that of several launches
             found[candidate_of(kernel, target.arch, config)] = None
     return list(found)

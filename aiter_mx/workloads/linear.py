@@ -27,7 +27,10 @@ def _operands(problem: LinearProblem, device: torch.device) -> Operands:
     if problem.bias != "none":
         bias = torch.randn(N, dtype=_DTYPES[problem.bias], device=device)
     out = torch.empty(M, N, dtype=_DTYPES[problem.out_dtype], device=device)
-    return [*random_mx(M, K, device), *random_mx(N, K, device), bias, out]
+    x: Operands = [*random_mx(M, K, device)]
+    if problem.x_dtype != "e4m3":
+        x = [torch.randn(M, K, device=device).to(_DTYPES[problem.x_dtype]), None]
+    return [*x, *random_mx(N, K, device), bias, out]
 
 
 def _another(problem: LinearProblem, operands: Operands) -> Operands:
@@ -41,7 +44,11 @@ def _read_bytes(problem: LinearProblem, operands: Operands) -> int:
 
 
 def _judge(problem: LinearProblem, tensors: Tensors) -> Judge:
+    from aiter_mx.ops.quantize import quantize
+
     xq, xs, wq, ws, bias, _ = tensors
+    if xs is None:
+        xq, xs = quantize(xq)
     x = dequantize_block_scaled(xq, as_scale_bytes(xs), torch.float64)
     w = dequantize_block_scaled(wq, as_scale_bytes(ws), torch.float64)
     reference = x @ w.T

@@ -30,9 +30,10 @@ struct Operand {
     unsigned scales; // byte i for instruction i
 };
 
-// Turns a tile in the wave's LDS. Piece p of operand row r is kept at place p ^ r of its row, so
-// that any 8 lanes that are served together are in different banks.
-MX_DEVICE Operand turn(u32x4* lds, const Tile& tile, int lane) {
+// Turns a tile's payload in the wave's LDS. Piece p of operand row r is kept at place p ^ r of its
+// row, so that any 8 lanes that are served together are in different banks. The scales are taken as
+// they are.
+MX_DEVICE Operand turn_payload(u32x4* lds, const Tile& tile, int lane) {
     const int quad = lane / 4 % 4, part = lane / kSide;
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
@@ -52,7 +53,13 @@ MX_DEVICE Operand turn(u32x4* lds, const Tile& tile, int lane) {
         operand.rows[i] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
     }
     wave_in_order();
-    operand.scales = of_lane(row * 4 + g, tile.scales);
+    operand.scales = tile.scales;
+    return operand;
+}
+
+MX_DEVICE Operand turn(u32x4* lds, const Tile& tile, int lane) {
+    Operand operand = turn_payload(lds, tile, lane);
+    operand.scales = of_lane(lane % kSide * 4 + lane / kSide, tile.scales);
     return operand;
 }
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aiter_mx.fallbacks import linear_tiles, linear_vendor
 from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.grouped import GROUPED
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.linear.mfma_sm90 import MFMA as MFMA_SM90
 from aiter_mx.kernels.linear.mma_sm90 import MMA
-from aiter_mx.kernels.linear.problem import KEY, LinearProblem, stand_ins
+from aiter_mx.kernels.linear.problem import KEY, LinearProblem, quantised_first, stand_ins
 from aiter_mx.kernels.spec import KernelSpec
 
 __all__ = ["KERNELS", "KEY", "PROBLEM", "LinearProblem", "stand_ins"]
 
 PROBLEM = LinearProblem
 
-KERNELS = (
-    GEMV,
-    MFMA_GFX950,
+_FOR_QUANTISED_X = (
     MFMA_SM90,
     MMA,
     *GROUPED,
@@ -48,4 +48,10 @@ KERNELS = (
         configure=lambda target, problem: {},
         candidates=lambda target, problem: ({},),
     ),
+)
+
+KERNELS = (
+    GEMV,
+    MFMA_GFX950,
+    *(replace(kernel, parts=quantised_first) for kernel in _FOR_QUANTISED_X),
 )

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import log2
 
-from aiter_mx.kernels.linear.problem import MAX_GRID_X, POINTERS, LinearProblem
+from aiter_mx.kernels.linear.problem import (
+    MAX_GRID_X,
+    POINTERS,
+    X_CODES,
+    LinearProblem,
+    quantise_pays,
+    quantised_first,
+)
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
@@ -14,6 +21,7 @@ from aiter_mx.kernels.spec import (
     KernelSpec,
     Module,
     Param,
+    Parts,
     combinations,
 )
 from aiter_mx.target import Target
@@ -21,6 +29,7 @@ from aiter_mx.target import Target
 MAX_M = 16
 _PIECE_BYTES = 16  # what a lane reads of one row of w in one step
 _WAVES = (1, 2, 3, 4, 6, 8, 12)
+_MOST_WIDE_ROWS = 8  # of x, of all steps that are under way, before they are quantised
 _MANY_WAVES = 8  # with more of them in a workgroup large M spills
 
 PARAMS = (
@@ -116,6 +125,14 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
     return sorted(found, key=cost)
 
 
+def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
+    """A quantisation first, where doing it here costs more or takes too many registers."""
+    fits = config["unroll"] * problem.M <= _MOST_WIDE_ROWS
+    if fits and quantise_pays(target, problem, -(-problem.N // config["rows"])):
+        return ()
+    return quantised_first(target, problem, config)
+
+
 def _overlaps(target: Target, problem: LinearProblem) -> bool:
     return problem.pdl and target.arch == "sm_90a"
 
@@ -123,6 +140,7 @@ def _overlaps(target: Target, problem: LinearProblem) -> bool:
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     return {
         "MX_M": problem.M,
+        "MX_X": X_CODES[problem.x_dtype],
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_ROWS": config["rows"],
         "MX_WAVES": config["waves"],
@@ -163,5 +181,6 @@ GEMV = KernelSpec(
     configure=_configure,
     candidates=_candidates,
     module=MODULE,
+    parts=_parts,
     yields=_yields,
 )

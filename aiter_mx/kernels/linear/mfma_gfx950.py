@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aiter_mx.kernels.linear.problem import MAX_GRID_X, MFMA_ARGS, LinearProblem
+from aiter_mx.kernels.linear.problem import (
+    MAX_GRID_X,
+    MFMA_ARGS,
+    X_CODES,
+    LinearProblem,
+    quantise_pays,
+    quantised_first,
+)
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Config,
@@ -13,6 +20,7 @@ from aiter_mx.kernels.spec import (
     KernelSpec,
     Module,
     Param,
+    Parts,
     combinations,
 )
 from aiter_mx.target import Target
@@ -80,16 +88,27 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     return None
 
 
-def _registers(config: Config, col_tiles: int) -> int:
+def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
+    """A quantisation first, where doing it here costs more or takes too much of something."""
+    work = _work(problem, config)
+    fits = problem.K < MAX_K // 2 and _resident(config, work, quantises=True) > 0
+    if fits and quantise_pays(target, problem, work.groups):
+        return ()
+    return quantised_first(target, problem, config)
+
+
+def _registers(config: Config, col_tiles: int, quantises: bool = False) -> int:
     """At most so many registers of a lane: loads, sums and addresses, as compilers have it."""
     rows, cols = config["row_tiles"], col_tiles
     held = 10 * max(0, rows - 2) * max(0, cols - 1)
+    if quantises:
+        held += 16 + 16 * config["unroll"] * cols
     return 42 + 17 * config["unroll"] * (rows + cols) + 4 * rows * cols + held
 
 
-def _resident(config: Config, work: _Work) -> int:
+def _resident(config: Config, work: _Work, quantises: bool = False) -> int:
     """Workgroups that a compute unit holds at once; 0 where not even one fits."""
-    registers = -(-_registers(config, work.col_tiles) // 8) * 8
+    registers = -(-_registers(config, work.col_tiles, quantises) // 8) * 8
     waves = config["waves"]
     lds = waves * 1024 * max(4, config["row_tiles"] * work.col_tiles) + 256
     if registers > _MOST_REGISTERS:
@@ -149,6 +168,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_WAVES": config["waves"],
         "MX_UNROLL": config["unroll"],
         "MX_EVEN_BLOCKS": int(problem.K % (2 * _BLOCK) == 0),
+        "MX_X": X_CODES[problem.x_dtype],
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_MAX_GRID_X": MAX_GRID_X,
     }
@@ -184,4 +204,5 @@ MFMA = KernelSpec(
     configure=_configure,
     candidates=_candidates,
     module=MODULE,
+    parts=_parts,
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from aiter_mx.kernels.spec import Arg
+from aiter_mx.kernels.quantize.problem import QuantizeProblem
+from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Parts
+from aiter_mx.target import Target
 
 POINTERS = (
     Arg("xq", "pointer", "r"),
@@ -22,6 +24,12 @@ MFMA_ARGS = (*POINTERS, Arg("M", "i64"), Arg("N", "i64"), Arg("K", "i64"), Arg("
 MAX_GRID_X = 1 << 20
 """Workgroups of a grid's x; more continue in y. HIP counts threads of a grid in 32 bits."""
 
+X_CODES = {"e4m3": DTYPE_CODES["none"], **{d: DTYPE_CODES[d] for d in ("bf16", "fp16")}}
+"""What kernels that quantise x themselves are told of its dtype, ``MX_X``."""
+
+_LAUNCH_CYCLES = 6000  # 2.5 us at 2.4 GHz: what a launch that quantises adds
+_QUANTISING = 3  # instructions for a value, as compilers have it for gfx950
+
 OUT_DTYPES = ("bf16", "fp16", "fp32")
 BIAS_DTYPES = ("none", "bf16", "fp16", "fp32")
 BLOCK = 32  # elements of K that share a scale
@@ -29,7 +37,7 @@ BLOCK = 32  # elements of K that share a scale
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """``y[M, N] = x[M, K] @ w[N, K].T + bias[N]`` over MX-FP8 x and w.
+    """``y[M, N] = x[M, K] @ w[N, K].T + bias[N]`` over MX-FP8 w, and x or what it is quantised to.
 
     Attributes:
         M: tokens.
@@ -38,6 +46,7 @@ class LinearProblem:
         out_dtype: of y: ``bf16``, ``fp16`` or ``fp32``.
         bias: dtype of the bias, one of those or ``none``.
         pdl: whether the launch may begin before the kernel ahead of it in the stream ends.
+        x_dtype: of x: ``e4m3`` with scales, or ``bf16`` or ``fp16`` that is yet to be quantised.
 
     Raises:
         ValueError: a field is none of the above.
@@ -49,6 +58,7 @@ class LinearProblem:
     out_dtype: str = "bf16"
     bias: str = "none"
     pdl: bool = False
+    x_dtype: str = "e4m3"
 
     def __post_init__(self) -> None:
         for name, value in (("M", self.M), ("N", self.N)):
@@ -61,6 +71,7 @@ class LinearProblem:
         for name, dtype, known in (
             ("out_dtype", self.out_dtype, OUT_DTYPES),
             ("bias", self.bias, BIAS_DTYPES),
+            ("x_dtype", self.x_dtype, tuple(X_CODES)),
         ):
             if dtype not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {dtype!r}")
@@ -77,3 +88,17 @@ def stand_ins(key: LinearProblem) -> tuple[LinearProblem, ...]:
         replace(key, out_dtype="bf16"),
         replace(key, M=rounded, out_dtype="bf16"),
     )
+
+
+def quantised_first(target: Target, problem: LinearProblem, config: Config) -> Parts:
+    """What a kernel that takes quantised x alone does for another: have it quantised before."""
+    if problem.x_dtype == "e4m3":
+        return ()
+    quantisation = QuantizeProblem(problem.M, problem.K, problem.x_dtype)
+    return (("quantize", quantisation), ("linear", replace(problem, x_dtype="e4m3")))
+
+
+def quantise_pays(target: Target, problem: LinearProblem, groups: int) -> bool:
+    """Whether so many workgroups, each quantising all of x, take less than one more launch."""
+    of_busiest = -(-groups // target.cu_num)
+    return of_busiest * problem.M * problem.K * _QUANTISING / 64 <= _LAUNCH_CYCLES
