@@ -98,9 +98,9 @@ struct Rows {
 struct WideTile {
     HalfBlock<MX_X> halves[kLoads];
 
-    // Its scales come out where operands have theirs: lane l has blocks 2 g and 2 g + 1, g = l / 16,
-    // of operand row l % 16, which is 4 (l / 4 % 4) + l % 4. Before, four lanes have half a block
-    // each of blocks 2 g, 2 g, 2 g + 1, 2 g + 1 of four rows.
+    // Its scales come out where operands have theirs: lane l has blocks 2 g and 2 g + 1, g = l /
+    // 16, of operand row l % 16, which is 4 (l / 4 % 4) + l % 4. Before, four lanes have half a
+    // block each of blocks 2 g, 2 g, 2 g + 1, 2 g + 1 of four rows.
     MX_MEMBER Tile quantise(int lane) const {
         Tile tile;
 #pragma unroll

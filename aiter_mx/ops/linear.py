@@ -245,9 +245,10 @@ def _check(
     """The problem that these operands pose; raises as ``linear`` documents."""
     x_dtype = _X_DTYPES.get(xq.dtype, "e4m3")
     if (xs is None) == (x_dtype == "e4m3") and xq.dtype in _X_DTYPES:
+        wanted = "given" if xs is None else "None"
         raise TypeError(
-            f"xs must be {'given' if xs is None else 'None'} for xq of {xq.dtype}: float8_e4m3fn has "
-            "scales, and other activations are quantised here"
+            f"xs must be {wanted} for xq of {xq.dtype}: scales belong to float8_e4m3fn, and "
+            "other activations are quantised here"
         )
     for name, tensor, dtypes in (
         ("xq", xq, tuple(_X_DTYPES)),

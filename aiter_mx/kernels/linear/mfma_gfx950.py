@@ -52,6 +52,7 @@ _REGISTERS, _MOST_REGISTERS = 512, 256  # of a lane: in all waves of a SIMD, in 
 _BYTES_A_CYCLE = 13  # of memory, for each compute unit
 _LATENCY_CYCLES = 4800
 _TILE_CYCLES = 80  # of the address unit
+_QUANTISING = 4.8  # vector instructions for 64 values
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
     """A quantisation first, where doing it here costs more or takes too much of something."""
     work = _work(problem, config)
     fits = problem.K < MAX_K // 2 and _resident(config, work, quantises=True) > 0
-    if fits and quantise_pays(target, problem, work.groups):
+    if fits and quantise_pays(target, problem, work.groups, _QUANTISING):
         return ()
     return quantised_first(target, problem, config)
 
@@ -102,7 +103,7 @@ def _registers(config: Config, col_tiles: int, quantises: bool = False) -> int:
     rows, cols = config["row_tiles"], col_tiles
     held = 10 * max(0, rows - 2) * max(0, cols - 1)
     if quantises:
-        held += 16 + 16 * config["unroll"] * cols
+        held += 8 + 16 * config["unroll"] * cols
     return 42 + 17 * config["unroll"] * (rows + cols) + 4 * rows * cols + held
 
 

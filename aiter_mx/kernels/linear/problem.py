@@ -28,7 +28,7 @@ X_CODES = {"e4m3": DTYPE_CODES["none"], **{d: DTYPE_CODES[d] for d in ("bf16", "
 """What kernels that quantise x themselves are told of its dtype, ``MX_X``."""
 
 _LAUNCH_CYCLES = 6000  # 2.5 us at 2.4 GHz: what a launch that quantises adds
-_QUANTISING = 3  # instructions for a value, as compilers have it for gfx950
+_BYTES_A_CYCLE = 13  # of memory, for each compute unit of an MI355X
 
 OUT_DTYPES = ("bf16", "fp16", "fp32")
 BIAS_DTYPES = ("none", "bf16", "fp16", "fp32")
@@ -98,7 +98,15 @@ def quantised_first(target: Target, problem: LinearProblem, config: Config) -> P
     return (("quantize", quantisation), ("linear", replace(problem, x_dtype="e4m3")))
 
 
-def quantise_pays(target: Target, problem: LinearProblem, groups: int) -> bool:
-    """Whether so many workgroups, each quantising all of x, take less than one more launch."""
+def quantise_pays(target: Target, problem: LinearProblem, groups: int, instructions: float) -> bool:
+    """Whether so many workgroups, each quantising all of x, take less than one more launch.
+
+    Args:
+        target: what it runs on.
+        problem: the linear.
+        groups: workgroups.
+        instructions: of a wave for 64 values. They are free while memory brings the weights.
+    """
     of_busiest = -(-groups // target.cu_num)
-    return of_busiest * problem.M * problem.K * _QUANTISING / 64 <= _LAUNCH_CYCLES
+    memory = problem.N * problem.K * 33 / 32 / (_BYTES_A_CYCLE * target.cu_num)
+    return of_busiest * problem.M * problem.K / 64 * instructions <= memory + _LAUNCH_CYCLES
