@@ -10,6 +10,23 @@ from aiter_mx.target import ARCHS, gpu_target
 HAS_GPU = torch.cuda.is_available() and gpu_target(0).arch in ARCHS
 
 
+@pytest.fixture
+def payloads_compared_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets ``torch.library.opcheck`` check the schema of an op that takes payloads.
+
+    It compares inputs before and after by allclose, which torch has for no 8-bit float. Comparing
+    those by their bytes is stricter.
+    """
+    allclose = torch.allclose
+
+    def allclose_or_same_bytes(a: torch.Tensor, b: torch.Tensor, **keywords: bool) -> bool:
+        if a.dtype == b.dtype == torch.float8_e4m3fn:
+            return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        return allclose(a, b, **keywords)
+
+    monkeypatch.setattr(torch, "allclose", allclose_or_same_bytes)
+
+
 def pytest_report_header() -> str:
     places = " or ".join(ARCHS)
     return "gpu tests: run" if HAS_GPU else f"gpu tests: left out, no GPU of {places} here"

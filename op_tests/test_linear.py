@@ -140,17 +140,8 @@ def test_other_bad_arguments_are_refused() -> None:
         aiter_mx.linear(tail, scales, tail, scales)
 
 
-def test_torch_library_checks_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The schema check compares inputs before and after by allclose, which torch has for no 8-bit
-    # float: compare those by their bytes, which is stricter.
-    allclose = torch.allclose
-
-    def allclose_or_same_bytes(a: torch.Tensor, b: torch.Tensor, **keywords: bool) -> bool:
-        if a.dtype == b.dtype == torch.float8_e4m3fn:
-            return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        return allclose(a, b, **keywords)
-
-    monkeypatch.setattr(torch, "allclose", allclose_or_same_bytes)
+@pytest.mark.usefixtures("payloads_compared_by_bytes")
+def test_torch_library_checks_pass() -> None:
     xq, xs, wq, ws = operands(4, 8, 64)
     bias = torch.randn(8)
     torch.library.opcheck(torch.ops.aiter_mx.linear.default, (xq, xs, wq, ws, bias, torch.float16))

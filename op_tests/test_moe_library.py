@@ -12,9 +12,6 @@ from test_fused_moe import random_call
 import aiter_mx
 from aiter_mx.ops import moe_library
 
-# What torch checks of schemas adds e4m3 tensors of three dimensions, which it cannot on a CPU.
-CHECKED = ("test_faketensor", "test_autograd_registration")
-
 
 def layer_call() -> dict[str, Any]:
     fixed = {"M": 5, "experts": 4, "top_k": 2, "hidden": 64, "intermediate": 32, "shared": 0}
@@ -34,11 +31,13 @@ def gemm_arguments(activation: str) -> tuple[Any, ...]:
     return (xq, xs, call["w1q"], call["w1s"], *lists, weights, call["bias1"], *options)
 
 
+@pytest.mark.usefixtures("payloads_compared_by_bytes")
 @pytest.mark.parametrize("activation", ["none", "silu", "swiglu_oai"])
 def test_gemm_is_a_proper_op(activation: str) -> None:
-    torch.library.opcheck(moe_library._moe_gemm, gemm_arguments(activation), test_utils=CHECKED)
+    torch.library.opcheck(moe_library._moe_gemm, gemm_arguments(activation))
 
 
+@pytest.mark.usefixtures("payloads_compared_by_bytes")
 def test_layer_and_routing_are_proper_ops() -> None:
     call = layer_call()
     layer = (
@@ -46,9 +45,9 @@ def test_layer_and_routing_are_proper_ops() -> None:
         *(call[name] for name in ("expert_map", "bias1", "bias2")),
         *(len(call["expert_map"]), 0, "swiglu_oai", "halves", [1.7, 1.0, 7.0], 16),
     )
-    torch.library.opcheck(moe_library._fused_moe, layer, test_utils=CHECKED)
+    torch.library.opcheck(moe_library._fused_moe, layer)
     routing = (call["topk_ids"], 8, 4, call["expert_map"], True, 1, 3)
-    torch.library.opcheck(moe_library.moe_align, routing, test_utils=CHECKED)
+    torch.library.opcheck(moe_library.moe_align, routing)
 
 
 def test_layer_compiles_as_one_graph() -> None:
