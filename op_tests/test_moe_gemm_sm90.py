@@ -19,6 +19,7 @@ from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.sm90 import STREAM
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import Config, KernelSpec
+from aiter_mx.ops.moe_gemm import Plan, alignment_of_scales, compute
 from aiter_mx.target import hardware
 
 SM90 = hardware("sm_90a")
@@ -214,6 +215,39 @@ def test_stream_runs_where_experts_have_few_rows_and_wide_where_more() -> None:
     assert route("moe_gemm", SM90, many).kernel == "wide"
     assert route("moe_gemm", SM90, replace(many, K=6112)).kernel == "stream"
     assert WIDE.refusal(SM90, replace(many, K=6112)) == "K=6112 is not a multiple of 128"
+
+
+def test_scales_are_as_aligned_as_the_copies_of_any_kernel_that_may_be_chosen() -> None:
+    for K, alignment in ((512, 16), (1536, 16), (768, 8), (384, 4), (96, 4)):
+        for M in (1, 1000):  # stream's and wide's
+            problem = MoeGemmProblem(M, 64, K, 8, 2, 16)
+            assert alignment_of_scales(SM90, problem) == alignment
+            assert alignment_of_scales(hardware("gfx950"), problem) == 4
+
+
+@pytest.mark.parametrize("name", ["xs", "ws"])
+def test_scales_that_wide_cannot_copy_are_refused_before_a_launch(name: str) -> None:
+    problem = MoeGemmProblem(3, 32, 512, 2, 1, 4)
+    xq, xs = random_mx(3, 512, torch.Generator().manual_seed(0))
+    wq, ws = random_weights(2, 32, 512, torch.Generator().manual_seed(1))
+    lists = lists_of([0, 1, 1], 2, 4, 0, random.Random(0))
+    launches: list[object] = []
+    alignment = alignment_of_scales(SM90, problem)
+    plan = Plan(problem, "hip", lambda tensors, addresses: launches.append(tensors), alignment)
+
+    def moved(scales: Tensor, bytes: int) -> Tensor:
+        memory = torch.empty(scales.numel() + bytes, dtype=torch.uint8)
+        assert memory.data_ptr() % 16 == 0
+        return memory[bytes:].view(scales.shape).copy_(scales)
+
+    for bytes in (4, 8):
+        given = {"xs": xs, "ws": ws, name: moved({"xs": xs, "ws": ws}[name], bytes)}
+        message = f"{name} must start at a multiple of 16 bytes, got a view that is {bytes} bytes"
+        with pytest.raises(ValueError, match=message):
+            compute(plan, (xq, given["xs"], wq, given["ws"], *lists, None, None), None)
+    assert not launches
+    compute(plan, (xq, moved(xs, 16), wq, ws, *lists, None, None), None)
+    assert len(launches) == 1
 
 
 @pytest.mark.parametrize("spec", [STREAM, WIDE], ids=["stream", "wide"])

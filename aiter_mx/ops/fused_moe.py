@@ -70,7 +70,8 @@ def fused_moe(
         w1q: gate and up weights, float8_e4m3fn ``[E, 2 * I, H]``, I a multiple of 32.
         w1s: their scales, uint8 or float8_e8m0fnu ``[E, 2 * I, H // 32]``.
         w2q: down weights, ``[E, H, I]``.
-        w2s: their scales, ``[E, H, I // 32]``.
+        w2s: their scales, ``[E, H, I // 32]``. Payloads and scales begin where those of
+            ``moe_gemm`` must.
         topk_ids: int32 or int64 ``[M, top_k]``: the expert of each slot, 0 to num_experts - 1. A
             slot with any other value is left out; ``AITER_MX_CHECK=1`` makes it an error.
         topk_weights: float32 ``[M, top_k]``.
@@ -118,8 +119,9 @@ def compute(
     for name, tensor in zip(_NAMES, inputs, strict=True):
         if not isinstance(tensor, Tensor) and (tensor is not None or name not in _OPTIONAL):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    x, w1q, _, w2q, _, topk_ids, _, expert_map, bias1, bias2 = inputs
+    x, w1q, w1s, w2q, w2s, topk_ids, _, expert_map, bias1, bias2 = inputs
     assert x is not None and w1q is not None and w2q is not None and topk_ids is not None
+    assert w1s is not None and w2s is not None
     device = x.device
     call = (
         *((t.shape, t.dtype, t.device, t.is_contiguous()) for t in inputs if t is not None),
@@ -140,6 +142,10 @@ def compute(
         return out.zero_()
     if (x.data_ptr() | w1q.data_ptr() | w2q.data_ptr()) % ALIGNMENT_BYTES:
         refuse_alignment(x=x, w1q=w1q, w2q=w2q)
+    if w1s.data_ptr() % plan.w1s_alignment_bytes:
+        refuse_alignment(plan.w1s_alignment_bytes, w1s=w1s)
+    if w2s.data_ptr() % plan.w2s_alignment_bytes:
+        refuse_alignment(plan.w2s_alignment_bytes, w2s=w2s)
 
     held = torch.empty(plan.bytes, dtype=torch.uint8, device=device)
     given |= {"out": out, "none": None}
@@ -202,6 +208,8 @@ class _Plan:
         takes_tensors: whether one of them asks for tensors and not for addresses alone.
         bytes: of all that lies between the launches, in one piece of memory.
         parts: what lies there, by name.
+        w1s_alignment_bytes: what the address of w1s must be a multiple of.
+        w2s_alignment_bytes: that of w2s.
     """
 
     problem: FusedMoeProblem
@@ -209,6 +217,8 @@ class _Plan:
     takes_tensors: bool
     bytes: int
     parts: dict[str, _Part]
+    w1s_alignment_bytes: int = 1
+    w2s_alignment_bytes: int = 1
 
 
 class _Plans(threading.local):
@@ -245,7 +255,9 @@ def _plan(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> _Plan:
         size = prod(shape) * dtype.itemsize
         parts[name] = _Part(at, size, dtype, shape)
         at += -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
-    return _Plan(problem, runs, _takes_tensors(layer, target), at, parts)
+    takes_tensors = _takes_tensors(layer, target)
+    scales = (moe_gemm.alignment_of_scales(target, part) for op, part in layer if op == "moe_gemm")
+    return _Plan(problem, runs, takes_tensors, at, parts, *scales)
 
 
 def _takes_tensors(layer: Sequence[tuple[str, Problem]], target: Target) -> bool:

@@ -45,6 +45,11 @@ def _scale_chunks(problem: MoeGemmProblem, config: Config) -> int:
     return next(count for count in most if problem.K % (count * _CHUNK) == 0)
 
 
+def _scale_alignment_bytes(problem: MoeGemmProblem) -> int:
+    """Of a copy, four scales a chunk, in the configuration that has the largest."""
+    return max(4 * _scale_chunks(problem, config) for config in combinations(PARAMS))
+
+
 def _items(problem: MoeGemmProblem) -> int:
     pieces = problem.blocks * -(-problem.block_m // _PIECE)
     return pieces * -(-problem.N // _ROWS)
@@ -112,4 +117,5 @@ WIDE = KernelSpec(
     configure=_configure,
     candidates=_candidates,
     module=MODULE,
+    scale_alignment_bytes=_scale_alignment_bytes,
 )
