@@ -56,7 +56,7 @@ def draw(path: Path, folder: Path) -> Path | None:
         left.plot([], [], "s", color=colour, label=name)
     left.legend(loc="lower left", bbox_to_anchor=(0, 1.02), ncols=len(kernels), frameon=False)
     sources = ", ".join(sorted({row.get("source", "") for row in rows}))
-    left.set_title(f"{op}, {rows[0]['gfx']}: us ({sources})", loc="right", fontsize=9, pad=26)
+    left.set_title(f"{op}, {rows[0]['gfx']}: us ({sources})", loc="right", fontsize=9, pad=42)
     right.set_title("next backend's time over the chosen one's", fontsize=9)
     folder.mkdir(parents=True, exist_ok=True)
     picture = folder / f"{rows[0]['gfx']}_{path.stem}.png"
