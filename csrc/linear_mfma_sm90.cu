@@ -24,6 +24,7 @@
 // the row, and the owner computes its outputs again in fp32.
 
 #include "mx_epilogue.h"
+#include "mx_exact.h"
 #include "mx_scale.h"
 #include "mx_target.h"
 #include "sm90_async.h"
@@ -228,24 +229,6 @@ struct Reader {
     }
 };
 
-// One output in fp32, as linear_gemv.cu computes it: for scales that bf16 does not hold.
-MX_DEVICE float exact_output(const Tensors& t, long m, long n) {
-    float sum = 0.0f;
-    for (long k = 0; k < t.K; k += 16) {
-        f32x2 x[8], w[8];
-        const u32x4 x_words = load(t.xq + m * t.K + k), w_words = load(t.wq + n * t.K + k);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            e4m3x4_to_f32(x_words[i], x[2 * i], x[2 * i + 1]);
-            e4m3x4_to_f32(w_words[i], w[2 * i], w[2 * i + 1]);
-        }
-        const unsigned x_scale = load_byte(t.xs + (m * t.K + k) / kBlock);
-        const unsigned w_scale = load_byte(t.ws + (n * t.K + k) / kBlock);
-        sum = add_scaled(sum, dot(x, w), e8m0_split(x_scale), e8m0_to_f32(w_scale));
-    }
-    return sum;
-}
-
 // Adds the partial sums of one tile that this workgroup owns, and stores them.
 struct Epilogue {
     const Tensors& t;
@@ -272,7 +255,9 @@ struct Epilogue {
             if (__builtin_expect(again, false))
                 for (int i = 0; i < 2; ++i)
                     if (m + i < t.M)
-                        (i ? sum[1] : sum[0]) = exact_output(t, m + i, n);
+                        (i ? sum[1] : sum[0]) =
+                            exact_output(t.xq + (m + i) * t.K, t.xs + (m + i) * t.blocks(),
+                                         t.wq + n * t.K, t.ws + n * t.blocks(), t.K);
             const float added = load_bias(bias, bias_kind, n);
             Out* to = y + m * t.N + n;
             if (m < t.M)
