@@ -5,24 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from linear_cases import DTYPES, launch_linear, operands
 from mx_reference import assert_close_to_reference, linear_reference64, random_mx, round_once
 
 import aiter_mx
 from aiter_mx.kernels.linear import KERNELS, LinearProblem
 from aiter_mx.kernels.linear import gemv as registry
 from aiter_mx.kernels.linear.gemv import MAX_M as GEMV_MAX_M
-from aiter_mx.launch import bind
 from aiter_mx.ops.linear import _plans
 from aiter_mx.target import hardware, target_of
 
 GEMV = KERNELS[0]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 # A wave's step is 1024 k on gfx950 and 512 on sm_90a; the last of these K take several rounds of
 # every configuration below, and most leave lanes, waves or both without work at the end.
@@ -51,40 +50,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
             yield torch.device("cpu")
 
 
-def operands(M: int, N: int, K: int, seed: int, **options: Any) -> Operands:
-    generator = torch.Generator().manual_seed(seed)
-    return (*random_mx(M, K, generator, **options), *random_mx(N, K, generator, **options))
-
-
-def launch(
-    device: torch.device,
-    config: dict[str, int],
-    arguments: Operands,
-    bias: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
-    """The kernel's result in one configuration, on the CPU; its output starts out poisoned."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    (M, K), N = arguments[0].shape, arguments[2].shape[0]
-    bias_name = "none" if bias is None else names[bias.dtype]
-    problem = LinearProblem(M, N, K, names[dtype], bias_name)
-    target = target_of(device)
-    assert GEMV.refusal(target, problem) is None
-    GEMV.check_config(config)
-    # Guards before and after, which the kernel must leave as they are.
-    guard, poison = 64, 0x5A
-    whole = torch.full((2 * guard + M * N,), 0, dtype=dtype)
-    whole.view(torch.uint8).fill_(poison)
-    whole = whole.to(device)
-    out = whole[guard : guard + M * N].view(M, N)
-    here = [None if t is None else t.to(device) for t in (*arguments, bias)]
-    run = bind(GEMV, target, problem, config, torch.cuda.current_device() if out.is_cuda else 0)
-    tensors = (*here, out)
-    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
-    whole = whole.cpu()
-    for outside in (whole[:guard], whole[guard + M * N :]):
-        assert (outside.view(torch.uint8) == poison).all(), "wrote outside the output"
-    return whole[guard : guard + M * N].view(M, N)
+launch = partial(launch_linear, GEMV)
 
 
 def config_of(M: int) -> dict[str, int]:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from mx_reference import assert_close_to_reference, linear_reference64, random_mx
+from linear_cases import DTYPES, Operands, assert_repeats_on_two_streams, launch_linear, operands
+from mx_reference import assert_close_to_reference, linear_reference64
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.mfma_sm90 import MAX_M, layout
 from aiter_mx.kernels.registry import find_kernel
-from aiter_mx.launch import bind
-from aiter_mx.target import hardware, target_of
+from aiter_mx.target import hardware
 
 MFMA = find_kernel("linear", "sm_90a", "hip", "mfma")
 TARGET = hardware("sm_90a")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 gpu = pytest.mark.gpu
 
 
@@ -49,36 +45,13 @@ def test_envelope_ends_at_64_rows_and_gemv_has_the_fewest_and_the_smallest() -> 
     assert kernels(72, 96) == ["gemv", "gemv", "mfma", "dot_scaled"]
 
 
-def operands(M: int, N: int, K: int, seed: int, **options: Any) -> Operands:
-    generator = torch.Generator().manual_seed(seed)
-    return (*random_mx(M, K, generator, **options), *random_mx(N, K, generator, **options))
-
-
 def launch(
     arguments: Operands,
     chosen: dict[str, int] | None = None,
     bias: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """The kernel's result on the CPU; its output starts out poisoned, between guards."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    (M, K), N = arguments[0].shape, arguments[2].shape[0]
-    bias_name = "none" if bias is None else names[bias.dtype]
-    problem = LinearProblem(M, N, K, names[dtype], bias_name)
-    target = target_of(torch.device("cuda"))
-    guard, poison = 64, 0x5A
-    whole = torch.empty(2 * guard + M * N, dtype=dtype)
-    whole.view(torch.uint8).fill_(poison)
-    whole = whole.cuda()
-    out = whole[guard : guard + M * N].view(M, N)
-    here = [None if t is None else t.cuda() for t in (*arguments, bias)]
-    run = bind(MFMA, target, problem, chosen or MFMA.configure(target, problem), 0)
-    tensors = (*here, out)
-    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
-    whole = whole.cpu()
-    for outside in (whole[:guard], whole[guard + M * N :]):
-        assert (outside.view(torch.uint8) == poison).all(), "wrote outside the output"
-    return whole[guard : guard + M * N].view(M, N)
+    return launch_linear(MFMA, torch.device("cuda"), chosen, arguments, bias, dtype)
 
 
 # Between them: every cluster size, empty parts of K, half a unit at the end, x that does not fit
@@ -153,27 +126,4 @@ def test_outputs_and_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> 
 @gpu
 @pytest.mark.parametrize("M", [8, 64])
 def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int) -> None:
-    N, K = 2304, 6144
-    here = [t.cuda() for t in operands(M, N, K, 1)]
-    problem = LinearProblem(M, N, K)
-    target = target_of(torch.device("cuda"))
-    run = bind(MFMA, target, problem, MFMA.configure(target, problem), 0)
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    outs = [torch.empty(50, M, N, dtype=torch.bfloat16, device="cuda") for _ in streams]
-    graphs = []
-    torch.cuda.synchronize()
-    for stream, out in zip(streams, outs, strict=True):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for one in out:
-                tensors = (*here, None, one)
-                run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
-        graphs.append(graph)
-    expected = None
-    for _ in range(10):
-        for stream, graph in zip(streams, graphs, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-        torch.cuda.synchronize()
-        expected = outs[0][0].clone() if expected is None else expected
-        assert all(torch.equal(out, expected.expand_as(out)) for out in outs)
+    assert_repeats_on_two_streams(MFMA, LinearProblem(M, 2304, 6144))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from linear_cases import DTYPES, Operands, launch_linear, operands
 from mx_reference import assert_close_to_reference, linear_reference64, random_mx, round_once
 
 import aiter_mx
@@ -18,15 +18,13 @@ from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear import mfma_gfx950 as registry
 from aiter_mx.kernels.linear.mfma_gfx950 import MAX_K, MAX_M, MFMA, PARAMS
 from aiter_mx.kernels.spec import Config, Geometry, KernelSpec, combinations
-from aiter_mx.launch import bind, build_request
+from aiter_mx.launch import build_request
 from aiter_mx.runtimes.sim import last_report
 from aiter_mx.target import hardware, target_of
 
 GFX950 = hardware("gfx950")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCHEDULES = ("random", "round-robin", "run-to-barrier")
 DECODE_SHAPES = [(2304, 6144), (1536, 6144), (6144, 2048), (6144, 1536), (9216, 6144), (768, 6144)]
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -44,11 +42,6 @@ def config_of(row_tiles: int, fold: int, waves: int, unroll: int) -> dict[str, i
     return {"row_tiles": row_tiles, "fold": fold, "waves": waves, "unroll": unroll}
 
 
-def operands(M: int, N: int, K: int, seed: int, **options: Any) -> Operands:
-    generator = torch.Generator().manual_seed(seed)
-    return (*random_mx(M, K, generator, **options), *random_mx(N, K, generator, **options))
-
-
 def launch(
     device: torch.device,
     config: Config,
@@ -57,28 +50,7 @@ def launch(
     dtype: torch.dtype = torch.bfloat16,
     kernel: KernelSpec = MFMA,
 ) -> torch.Tensor:
-    """The kernel's result in one configuration, on the CPU; its output starts out poisoned."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    (M, K), N = arguments[0].shape, arguments[2].shape[0]
-    bias_name = "none" if bias is None else names[bias.dtype]
-    problem = LinearProblem(M, N, K, names[dtype], bias_name)
-    target = target_of(device)
-    assert kernel.refusal(target, problem) is None
-    kernel.check_config(config)
-    # Guards before and after, which the kernel must leave as they are.
-    guard, poison = 64, 0x5A
-    whole = torch.empty(2 * guard + M * N, dtype=dtype)
-    whole.view(torch.uint8).fill_(poison)
-    whole = whole.to(device)
-    out = whole[guard : guard + M * N].view(M, N)
-    here = [None if t is None else t.to(device) for t in (*arguments, bias)]
-    run = bind(kernel, target, problem, config, torch.cuda.current_device() if out.is_cuda else 0)
-    tensors = (*here, out)
-    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
-    whole = whole.cpu()
-    for outside in (whole[:guard], whole[guard + M * N :]):
-        assert (outside.view(torch.uint8) == poison).all(), "wrote outside the output"
-    return whole[guard : guard + M * N].view(M, N)
+    return launch_linear(kernel, device, config, arguments, bias, dtype)
 
 
 # Between them these take every value of every parameter and every number of tiles of x. An odd

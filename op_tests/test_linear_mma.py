@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from linear_cases import DTYPES, Operands, assert_repeats_on_two_streams, launch_linear, operands
 from mx_reference import assert_close_to_reference, linear_reference64, random_mx
 
 import aiter_mx
@@ -18,8 +17,6 @@ from aiter_mx.target import hardware, target_of
 
 MMA = find_kernel("linear", "sm_90a", "hip", "mma")
 TARGET = hardware("sm_90a")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 gpu = pytest.mark.gpu
 
 
@@ -105,35 +102,13 @@ def test_what_it_does_not_cover_is_refused() -> None:
     assert "sm_90a" in (MMA.refusal(hardware("gfx950"), LinearProblem(8, 8, 64)) or "")
 
 
-def operands(M: int, N: int, K: int, seed: int, **options: Any) -> Operands:
-    generator = torch.Generator().manual_seed(seed)
-    return (*random_mx(M, K, generator, **options), *random_mx(N, K, generator, **options))
-
-
 def launch(
     arguments: Operands,
     chosen: dict[str, int],
     bias: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The kernel's result on the CPU; its output starts out poisoned, between guards."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    (M, K), N = arguments[0].shape, arguments[2].shape[0]
-    bias_name = "none" if bias is None else names[bias.dtype]
-    problem = LinearProblem(M, N, K, names[dtype], bias_name)
-    guard, poison = 64, 0x5A
-    whole = torch.empty(2 * guard + M * N, dtype=dtype)
-    whole.view(torch.uint8).fill_(poison)
-    whole = whole.cuda()
-    out = whole[guard : guard + M * N].view(M, N)
-    here = [None if t is None else t.cuda() for t in (*arguments, bias)]
-    run = bind(MMA, target_of(torch.device("cuda")), problem, chosen, 0)
-    tensors = (*here, out)
-    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
-    whole = whole.cpu()
-    for outside in (whole[:guard], whole[guard + M * N :]):
-        assert (outside.view(torch.uint8) == poison).all(), "wrote outside the output"
-    return whole[guard : guard + M * N].view(M, N)
+    return launch_linear(MMA, torch.device("cuda"), chosen, arguments, bias, dtype)
 
 
 @gpu
@@ -234,30 +209,7 @@ def test_weights_beyond_4_gib_are_addressed_rightly() -> None:
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("M", [8, 32])
 def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int, pdl: bool) -> None:
-    N, K = 2304, 6144
-    here = [t.cuda() for t in operands(M, N, K, 1)]
-    problem = LinearProblem(M, N, K, pdl=pdl)
-    target = target_of(torch.device("cuda"))
-    run = bind(MMA, target, problem, MMA.configure(target, problem), 0)
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    outs = [torch.empty(50, M, N, dtype=torch.bfloat16, device="cuda") for _ in streams]
-    graphs = []
-    torch.cuda.synchronize()
-    for stream, out in zip(streams, outs, strict=True):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for one in out:
-                tensors = (*here, None, one)
-                run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
-        graphs.append(graph)
-    expected = None
-    for _ in range(10):
-        for stream, graph in zip(streams, graphs, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-        torch.cuda.synchronize()
-        expected = outs[0][0].clone() if expected is None else expected
-        assert all(torch.equal(out, expected.expand_as(out)) for out in outs)
+    assert_repeats_on_two_streams(MMA, LinearProblem(M, 2304, 6144, pdl=pdl))
 
 
 @gpu

@@ -1,0 +1,84 @@
+"""What tests of the linear's kernels share: random operands, and launches of one kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from mx_reference import random_mx
+
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.spec import Config, KernelSpec
+from aiter_mx.launch import bind
+from aiter_mx.target import target_of
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+GUARD = 64  # elements
+POISON = 0x5A
+
+
+def operands(M: int, N: int, K: int, seed: int, **options: Any) -> Operands:
+    generator = torch.Generator().manual_seed(seed)
+    return (*random_mx(M, K, generator, **options), *random_mx(N, K, generator, **options))
+
+
+def launch_linear(
+    kernel: KernelSpec,
+    device: torch.device,
+    config: Config | None,
+    arguments: Operands,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """The kernel's result on the CPU, in its own configuration where ``config`` is None.
+
+    Its output starts out poisoned, between guards that must stay so.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    (M, K), N = arguments[0].shape, arguments[2].shape[0]
+    bias_name = "none" if bias is None else names[bias.dtype]
+    problem = LinearProblem(M, N, K, names[dtype], bias_name)
+    target = target_of(device)
+    assert kernel.refusal(target, problem) is None
+    config = config or kernel.configure(target, problem)
+    kernel.check_config(config)
+    whole = torch.empty(2 * GUARD + M * N, dtype=dtype)
+    whole.view(torch.uint8).fill_(POISON)
+    whole = whole.to(device)
+    out = whole[GUARD : GUARD + M * N].view(M, N)
+    here = [None if t is None else t.to(device) for t in (*arguments, bias)]
+    run = bind(kernel, target, problem, config, torch.cuda.current_device() if out.is_cuda else 0)
+    tensors = (*here, out)
+    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+    whole = whole.cpu()
+    for outside in (whole[:GUARD], whole[GUARD + M * N :]):
+        assert (outside.view(torch.uint8) == POISON).all(), "wrote outside the output"
+    return whole[GUARD : GUARD + M * N].view(M, N)
+
+
+def assert_repeats_on_two_streams(kernel: KernelSpec, problem: LinearProblem) -> None:
+    """A thousand launches in graphs, on two streams at once, give the same bits."""
+    here = [t.cuda() for t in operands(problem.M, problem.N, problem.K, 1)]
+    target = target_of(torch.device("cuda"))
+    run = bind(kernel, target, problem, kernel.configure(target, problem), 0)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    shape = (50, problem.M, problem.N)
+    outs = [torch.empty(shape, dtype=DTYPES[problem.out_dtype], device="cuda") for _ in streams]
+    graphs = []
+    torch.cuda.synchronize()
+    for stream, out in zip(streams, outs, strict=True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for one in out:
+                tensors = (*here, None, one)
+                run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+        graphs.append(graph)
+    expected = None
+    for _ in range(10):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        expected = outs[0][0].clone() if expected is None else expected
+        assert all(torch.equal(out, expected.expand_as(out)) for out in outs)
