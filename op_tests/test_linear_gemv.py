@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +23,7 @@ from aiter_mx.ops.linear import _plans
 from aiter_mx.target import hardware, target_of
 
 GEMV = KERNELS[0]
+SCHEDULES = ("random", "round-robin", "run-to-barrier")
 
 # A wave's step is 1024 k on gfx950 and 512 on sm_90a; the last of these K take several rounds of
 # every configuration below, and most leave lanes, waves or both without work at the end.
@@ -63,8 +65,13 @@ def config_of(M: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("M", range(1, GEMV_MAX_M + 1))
-def test_every_m_and_any_shape_match_float64(device: torch.device, M: int) -> None:
+def test_every_m_and_any_shape_match_float64(
+    device: torch.device, M: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedules = random.Random(M)
     for seed, (N, K) in enumerate(SHAPES):
+        monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", schedules.choice(SCHEDULES))
+        monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
         exponents = (-20, 20) if seed % 2 else (-6, 6)
         drawn = operands(M, N, K, 100 * M + seed, scale_exponents=exponents)
         assert_close_to_reference(launch(device, config_of(M), drawn), *drawn)
