@@ -166,6 +166,17 @@ struct Activations<true> {
 };
 using X = Activations<kQuantises>;
 
+// Where rows 4 g to 4 g + 3 of a column of a product are kept in LDS, in pieces of 16 bytes. Lanes
+// that write together have adjacent columns, those that read have adjacent outputs: adjacent rows
+// of w, then the next row of x. The exclusive or puts either in different banks.
+MX_DEVICE int place_of_sums(int row_tile, int col_tile, int g, int column) {
+    constexpr int of_tile = kTileRows / 4, of_group = kRowTiles * of_tile;
+    constexpr int spread = of_group > 8 ? 1 : of_group > 4 ? 2 : of_group > 2 ? 4 : 16 / of_group;
+    const int piece = row_tile * of_tile + g % of_tile; // of all that one row of x has
+    const int turned = column ^ (piece * spread ^ col_tile * kTileRows) % kSide;
+    return (row_tile * kColTiles + col_tile) * kLanes + g * kSide + turned;
+}
+
 // Has the scalar arguments loaded at once: left alone, each is loaded where it is first used, and
 // the latencies add up.
 MX_DEVICE void wait_for_arguments(Offset M, Offset N, Offset K, int bias_kind) {
@@ -236,8 +247,7 @@ aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const uns
         for (int c = 0; c < kColTiles; ++c) {
             const f32x4 sum = multiply_scaled<0>(w_nans[r].payload(), kUnitScale,
                                                  x_nans[c].payload(), kUnitScale, sums[r][c]);
-            // Column lane % 16 of the product, 4 of its rows.
-            lds[wave][(r * kColTiles + c) * kLanes + lane % kSide * 4 + lane / kSide] =
+            lds[wave][place_of_sums(r, c, lane / kSide, lane % kSide)] =
                 __builtin_bit_cast(u32x4, sum);
         }
     if (thread_in_group() < kRows)
@@ -248,15 +258,16 @@ aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const uns
         const Offset n = first_row + row;
         if (n >= N)
             continue;
-        const int product = row / kTileRows * kColTiles + m / kTileRows;
         float sum = 0.0f;
 #pragma unroll
         for (int v = 0; v < kWaves; ++v)
 #pragma unroll
-            for (int f = 0; f < kFold; ++f)
-                sum += reinterpret_cast<const float*>(
-                    lds[v])[product * kProductWords + (f * kTileRows + m % kTileRows) * kSide +
-                            f * kTileRows + row % kTileRows];
+            for (int f = 0; f < kFold; ++f) {
+                const int operand_row = f * kTileRows + row % kTileRows;
+                const int place = place_of_sums(row / kTileRows, m / kTileRows, operand_row / 4,
+                                                f * kTileRows + m % kTileRows);
+                sum += reinterpret_cast<const float*>(lds[v] + place)[operand_row % 4];
+            }
         store(y + m * N + n, sum + added[row]);
     }
 }

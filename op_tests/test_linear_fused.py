@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from linear_cases import DTYPES
 from mx_reference import assert_close_to_reference, random_mx
 
 import aiter_mx
@@ -23,7 +24,6 @@ from aiter_mx.ops import linear as linear_module
 from aiter_mx.target import hardware, target_of
 
 GFX950, SM90A = hardware("gfx950"), hardware("sm_90a")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCHEDULES = ("random", "round-robin", "run-to-barrier")
 Weights = tuple[torch.Tensor, torch.Tensor]
 

@@ -256,6 +256,23 @@ def test_the_op_takes_mfma_for_decode_shapes_and_reads_each_weight_once(
     assert report.scratch_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("config", "M"),
+    [(config_of(2, 2, 12, 1), 16), (config_of(1, 4, 4, 1), 13), (config_of(4, 1, 2, 1), 32)],
+    ids=str,
+)
+def test_lanes_that_lds_serves_together_are_in_different_banks(
+    config: dict[str, int], M: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AITER_MX_SIM_CONFLICTS", "1")
+    drawn = operands(M, 70, 3104, 7)
+    with aiter_mx.simulate("gfx950"):
+        assert_close_to_reference(launch(torch.device("cpu"), config, drawn), *drawn)
+    report = last_report()
+    assert report is not None and report.lds_bytes_read > 0
+    assert report.lds_conflicts == 0
+
+
 def waves_a_simd(registers: int) -> int:
     return 512 // (-(-registers // 8) * 8)
 
