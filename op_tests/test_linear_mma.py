@@ -10,8 +10,10 @@ from mx_reference import assert_close_to_reference, linear_reference64, random_m
 import aiter_mx
 from aiter_mx import timing
 from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.mfma_sm90 import MFMA
 from aiter_mx.kernels.linear.mma_sm90 import MAX_M, layout
 from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.kernels.spec import KernelSpec
 from aiter_mx.launch import bind
 from aiter_mx.target import hardware, target_of
 
@@ -187,8 +189,9 @@ def test_outputs_and_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> 
 
 
 @gpu
-def test_weights_beyond_4_gib_are_addressed_rightly() -> None:
-    M, N, K = 8, 700_000, 6240
+@pytest.mark.parametrize(("kernel", "M"), [(MMA, 8), (MFMA, 40)], ids=["mma", "mfma"])
+def test_weights_beyond_4_gib_are_addressed_rightly(kernel: KernelSpec, M: int) -> None:
+    N, K = 700_000, 6240
     device = torch.device("cuda")
     (xq, xs), (wq, ws) = timing.random_mx(M, K, device), timing.random_mx(N, K, device)
     assert wq.nbytes > 4 << 30
@@ -196,7 +199,7 @@ def test_weights_beyond_4_gib_are_addressed_rightly() -> None:
     problem = LinearProblem(M, N, K, "fp32")
     target = target_of(device)
     tensors = (xq, xs, wq, ws, None, out)
-    run = bind(MMA, target, problem, MMA.configure(target, problem), 0)
+    run = bind(kernel, target, problem, kernel.configure(target, problem), 0)
     run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
     generator = torch.Generator().manual_seed(9)
     rows = torch.cat([torch.randint(0, N, (300,), generator=generator), torch.tensor([0, N - 1])])
