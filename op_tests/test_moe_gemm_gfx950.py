@@ -22,7 +22,7 @@ from aiter_mx.target import hardware
 
 GFX950 = hardware("gfx950")
 CPU = torch.device("cpu")
-# Of FACTS' large model at TP4 and TP8, 6144 wide with 3072 intermediate features.
+# Of ``wide-6144`` at TP4 and TP8: 6144 wide with 3072 intermediate features.
 SHAPES = [(1536, 6144, "silu"), (6144, 768, "none"), (768, 6144, "silu"), (6144, 384, "none")]
 
 
