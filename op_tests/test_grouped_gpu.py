@@ -10,6 +10,7 @@ import torch
 from mx_reference import assert_close_to_reference, random_mx
 
 import aiter_mx
+from aiter_mx import launch
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT
 from aiter_mx.kernels.registry import find_kernel
@@ -76,6 +77,24 @@ def test_routes_there_on_hopper_and_refuses_what_it_cannot() -> None:
     assert PERSISTENT.refusal(SM90, problem) is None
     assert "gfx950" in (PERSISTENT.refusal(hardware("gfx950"), problem) or "")
     assert "N=40" in (PERSISTENT.refusal(SM90, GroupedGemmProblem(M=3, N=40, K=64, G=1)) or "")
+
+
+def test_launches_of_a_call_share_a_workspace_and_calls_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        launch, "_bind_one", lambda *_: lambda tensors, addresses: given.append(tensors[-1])
+    )
+    problem = GroupedGemmProblem(M=100, N=64, K=96, G=3)
+    config = PERSISTENT.configure(SM90, problem)
+    run = launch.bind(PERSISTENT, SM90, problem, config, 0)
+    for _ in range(2):
+        run([torch.empty(0)] * 8, [0] * 8)
+    first, second = given[:2], given[2:]
+    assert first[0] is first[1] and second[0] is second[1]
+    assert first[0].data_ptr() != second[0].data_ptr()
+    assert first[0].numel() == PERSISTENT.workspace_bytes(SM90, problem, config)
 
 
 def test_the_workspace_holds_every_group_in_slabs_of_its_own() -> None:
@@ -193,6 +212,39 @@ class TestOnHopper:
             offs.copy_(torch.tensor(ends))
             graph.replay()
             assert torch.equal(out, check(case, ends))
+
+    @pytest.mark.parametrize("captured", [False, True])
+    def test_two_streams_at_once_have_workspaces_of_their_own(self, captured: bool) -> None:
+        """One shape, so one plan; other values, so that a shared expansion would show."""
+        ends = [100, 100, 500]
+        cases = [[t.cuda() for t in operands(500, 3, 160, 4096, seed)] for seed in range(2)]
+        offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        expected = [aiter_mx.grouped_gemm(*case, offs) for case in cases]
+        assert not torch.equal(*expected)
+        outs = [torch.empty(50, *one.shape, dtype=one.dtype, device="cuda") for one in expected]
+        streams = [torch.cuda.Stream() for _ in cases]
+        graphs = [torch.cuda.CUDAGraph() for _ in cases]
+
+        def enqueue(which: int, at: int) -> None:
+            aiter_mx.grouped_gemm(*cases[which], offs, outs[which][at])
+
+        torch.cuda.synchronize()
+        if captured:
+            for which, graph in enumerate(graphs):
+                with torch.cuda.graph(graph, stream=streams[which]):
+                    for at in range(50):
+                        enqueue(which, at)
+        for _ in range(10):
+            for out in outs:
+                out.fill_(POISON)
+            torch.cuda.synchronize()
+            for at in range(1 if captured else 50):  # in turns, so that the streams overlap
+                for which, stream in enumerate(streams):
+                    with torch.cuda.stream(stream):
+                        graphs[which].replay() if captured else enqueue(which, at)
+            torch.cuda.synchronize()
+            for out, one in zip(outs, expected, strict=True):
+                assert torch.equal(out, one.expand_as(out))
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
