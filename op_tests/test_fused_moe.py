@@ -185,6 +185,10 @@ BAD = [
     ("activation", lambda n: "gelu", ValueError, "activation must be one of none, silu"),
     ("layout", lambda n: "thirds", ValueError, "layout must be one of halves, interleaved"),
     ("block_m", lambda n: 10, ValueError, "block_m must be a multiple of 4, got 10"),
+    ("block_m", lambda n: 0, ValueError, "block_m must be at least 1, or None, got 0"),
+    ("block_m", lambda n: "16", TypeError, "block_m must be a whole number, got str"),
+    ("num_experts", lambda n: 0, ValueError, "num_experts must be at least 1, or None, got 0"),
+    ("out", lambda n: "here", TypeError, "out must be a tensor, got str"),
     ("num_experts", lambda n: 9, ValueError, "num_experts=9 but 8 routed experts are here"),
 ]
 

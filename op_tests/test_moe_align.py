@@ -190,6 +190,8 @@ def test_many_experts_and_too_many(device: torch.device) -> None:
             (torch.zeros(4, 2, dtype=torch.int32), 64, 8, torch.zeros(7, dtype=torch.int32)),
             r"expert_map must be \[8\], got \[7\]",
         ),
+        ((torch.zeros(4, 2, dtype=torch.int32), 64.0, 8), "block_m must be a whole number, got fl"),
+        ((torch.zeros(4, 2, dtype=torch.int32), 64, "8"), "num_experts must be a whole number"),
         (([[0]], 64, 8), "topk_ids must be a tensor, got list"),
     ],
 )

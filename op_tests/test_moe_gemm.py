@@ -317,6 +317,8 @@ BAD = [
     ("block_m", lambda n: 16, ValueError, "was the routing made for another block_m"),
     ("block_m", lambda n: 6, ValueError, "block_m must be a multiple of 4, got 6"),
     ("num_valid_tokens", lambda n: 5, ValueError, "must be a multiple of top_k, got 5"),
+    ("a_div", lambda n: "2", TypeError, "a_div must be a whole number, got str"),
+    ("out", lambda n: [], TypeError, "out must be a tensor, got list"),
     ("a_div", lambda n: 1, ValueError, "xq must have a row for each 1 of 6 routed rows"),
     ("expert_ids", lambda t: None, TypeError, "expert_ids must be a tensor, got NoneType"),
     ("xq", lambda t: t.T.contiguous().T, ValueError, "xq must be contiguous"),
@@ -328,7 +330,7 @@ def test_bad_arguments_are_refused(
     call: dict[str, Any], name: str, spoil: Any, error: type[Exception], message: str
 ) -> None:
     with aiter_mx.simulate("gfx950"), pytest.raises(error, match=message):
-        aiter_mx.moe_gemm(**{**call, name: spoil(call[name])})
+        aiter_mx.moe_gemm(**{**call, name: spoil(call.get(name))})
 
 
 def test_misaligned_payload_and_overlap_are_refused(call: dict[str, Any]) -> None:

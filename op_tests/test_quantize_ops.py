@@ -206,6 +206,12 @@ def test_few_tiles_are_spread_over_the_gpu() -> None:
     ("call", "error", "message"),
     [
         (lambda x: aiter_mx.quantize(x, 0, block=(32, 32)), ValueError, "multiple of 32 for"),
+        (lambda x: aiter_mx.quantize(x.tolist()), TypeError, "x must be a tensor, got list"),
+        (lambda x: aiter_mx.quantize_dual(None), TypeError, "x must be a tensor, got NoneType"),
+        (lambda x: aiter_mx.quantize_dual_batched(0), TypeError, "x must be a tensor, got int"),
+        (lambda x: aiter_mx.quantize_grouped(x, [0, 40]), TypeError, "group_offs must be a tensor"),
+        (lambda x: aiter_mx.quantize_dual_grouped(x, None), TypeError, "group_offs must be a"),
+        (lambda x: aiter_mx.dequantize(x, None), TypeError, "scale must be a tensor, got NoneType"),
         (lambda x: aiter_mx.quantize_dual(x), ValueError, r"got x of shape \[40, 64\]"),
         (lambda x: aiter_mx.quantize(x, 5), ValueError, "axis must be .* got 5"),
         (lambda x: aiter_mx.quantize(x, block=16), ValueError, r"32 or \(32, 32\), got 16"),

@@ -113,6 +113,6 @@ def grouped_gemm_mxfp8(
         check_tensor("mul_weight_by", mul_weight_by, (torch.float32,), (num_valid_tokens,))
     lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     inputs = (a_q, a_scale, w, w_scale, *lists, mul_weight_by, None)
-    name = DTYPE_NAMES[out_dtype]
-    plan = plan_of(inputs, (num_valid_tokens, top_k, block_m, a_div, "vllm", name, "none", "", ()))
+    plain = (DTYPE_NAMES[out_dtype], "none", "halves", ())
+    plan = plan_of(inputs, (num_valid_tokens, top_k, block_m, a_div, "vllm", *plain))
     return compute(plan, inputs, None)[0] if plan.backend in _OURS else None

@@ -39,8 +39,8 @@ def check_tensor(
         TypeError: no tensor, or of another dtype.
         ValueError: another shape or device, or not contiguous.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    refuse_no_tensor(**{name: tensor})
+    assert isinstance(tensor, torch.Tensor)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} must be {either(tuple(dtypes))}, got {tensor.dtype}")
     if tensor.ndim != len(shape) or any(
@@ -58,6 +58,20 @@ def check_tensor(
     return tensor
 
 
+def refuse_no_tensor(**given: object) -> None:
+    """Raise TypeError for the first of these that is no tensor."""
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def refuse_no_whole_number(**given: object) -> None:
+    """Raise TypeError for the first of these that is no whole number."""
+    for name, value in given.items():
+        if not isinstance(value, (int, torch.SymInt)):
+            raise TypeError(f"{name} must be a whole number, got {type(value).__name__}")
+
+
 def check_out(
     out: torch.Tensor,
     shape: tuple[int, ...],
@@ -68,6 +82,7 @@ def check_out(
 
     The first input says on which device it must be.
     """
+    refuse_no_tensor(out=out)
     if out.dtype != out_dtype:
         raise TypeError(f"out must be of out_dtype {out_dtype}, got {out.dtype}")
     device = next(tensor.device for tensor in inputs.values() if tensor is not None)

@@ -25,6 +25,7 @@ from aiter_mx.ops.checks import (
     check_out,
     check_tensor,
     refuse_alignment,
+    refuse_no_whole_number,
 )
 from aiter_mx.ops.moe_check import check_expert_ids
 from aiter_mx.ops.moe_layer import FusedMoeProblem
@@ -297,8 +298,15 @@ def _check(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> FusedMo
     ids = check_tensor("topk_ids", topk_ids, tuple(_ID_DTYPES), (M, "top_k"), device)
     top_k = ids.shape[1]
     check_tensor("topk_weights", topk_weights, (torch.float32,), (M, top_k), device)
-    if not isinstance(shared, int) or not 0 <= shared < E:
+    refuse_no_whole_number(shared_experts=shared)
+    if not 0 <= shared < E:
         raise ValueError(f"shared_experts must be fewer than the {E} experts of w1q, got {shared}")
+    for name, value in (("num_experts", num_experts), ("block_m", block_m)):
+        if value is None:
+            continue
+        refuse_no_whole_number(**{name: value})
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, or None, got {value}")
     if num_experts is None:
         num_experts = E - shared if expert_map is None else expert_map.shape[0]
     if expert_map is not None:

@@ -12,7 +12,7 @@ from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Run, Tensors
 from aiter_mx.ops import moe_library
-from aiter_mx.ops.checks import check_tensor
+from aiter_mx.ops.checks import check_tensor, refuse_no_whole_number
 from aiter_mx.ops.moe_check import check_expert_ids
 from aiter_mx.ops.plan import bind
 from aiter_mx.target import target_of
@@ -75,6 +75,8 @@ def align(
     first_shared: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``moe_align``, past what torch traces."""
+    refuse_no_whole_number(block_m=block_m, num_experts=num_experts)
+    refuse_no_whole_number(shared_experts=shared, first_shared=first_shared)
     device = check_tensor("topk_ids", topk_ids, tuple(_ID_DTYPES), ("M", "top_k")).device
     if expert_map is not None:
         check_tensor("expert_map", expert_map, (torch.int32,), (num_experts,), device)
@@ -126,6 +128,7 @@ def moe_sort(
     Raises:
         TypeError, ValueError: arguments other than those above.
     """
+    refuse_no_whole_number(block_m=block_m, num_experts=num_experts)
     device = check_tensor("topk_ids", topk_ids, tuple(_ID_DTYPES), ("M", "top_k")).device
     shape = tuple(topk_ids.shape)
     check_tensor("topk_weights", topk_weights, (torch.float32,), shape, device)

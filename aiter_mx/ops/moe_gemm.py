@@ -26,6 +26,7 @@ from aiter_mx.ops.checks import (
     check_tensor,
     either,
     refuse_alignment,
+    refuse_no_whole_number,
 )
 from aiter_mx.ops.moe_check import check_routing, checking
 from aiter_mx.ops.plan import bind
@@ -96,7 +97,17 @@ def moe_gemm(
     """
     if out_dtype not in DTYPE_NAMES:
         raise TypeError(f"out_dtype must be {either(tuple(DTYPE_NAMES))}, got {out_dtype}")
-    options = (num_valid_tokens, top_k, block_m, a_div, ids, DTYPE_NAMES[out_dtype], "none", "", ())
+    options = (
+        num_valid_tokens,
+        top_k,
+        block_m,
+        a_div,
+        ids,
+        DTYPE_NAMES[out_dtype],
+        "none",
+        "halves",
+        (),
+    )
     lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     return _moe_gemm((xq, xs, wq, ws, *lists, topk_weights, bias), options, out)[0]
 
@@ -294,14 +305,12 @@ def _check(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> MoeGe
         raise ValueError(
             f"num_tokens_post_padded must be [1] or [2], got {list(post_padded.shape)}"
         )
-    for name, value in (("top_k", top_k), ("num_valid_tokens", routed), ("block_m", block_m)):
-        if not isinstance(value, int):
-            raise TypeError(f"{name} must be a whole number, got {type(value).__name__}")
+    refuse_no_whole_number(top_k=top_k, num_valid_tokens=routed, block_m=block_m, a_div=a_div)
     if top_k < 1 or routed < 0 or routed % top_k:
         raise ValueError(
             f"num_valid_tokens must be a multiple of top_k, got {routed} and top_k={top_k}"
         )
-    if not isinstance(a_div, int) or a_div < 1 or rows * a_div < routed:
+    if a_div < 1 or rows * a_div < routed:
         raise ValueError(
             f"xq must have a row for each {a_div} of {routed} routed rows (a_div={a_div}), got "
             f"{list(xq.shape)}"
@@ -329,7 +338,7 @@ def _check(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> MoeGe
         block_m=block_m,
         out_dtype=out_dtype,
         activation=activation,
-        layout=layout or "halves",
+        layout=layout,
         bias="none" if bias is None else DTYPE_NAMES[bias.dtype],
         weights="none" if weights is None else "by_place" if by_place else "by_t",
         ids=ids,

@@ -10,6 +10,7 @@ from torch import Tensor
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.layouts import layout_of, unshuffle_scales
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled, format_of
+from aiter_mx.ops.checks import refuse_no_tensor
 from aiter_mx.ops.plan import bind
 from aiter_mx.ops.quantize_call import (
     INPUT_DTYPES,
@@ -114,7 +115,7 @@ def quantize(
         ``[..., K // 32]``, padded if the layout demands it; both contiguous.
 
     Raises:
-        TypeError: x is of another dtype.
+        TypeError: x is no tensor, or of another dtype.
         ValueError: a dimension that is not a multiple of 32, or an option that there is not.
 
     Example:
@@ -122,6 +123,7 @@ def quantize(
         >>> payload.shape, scale.shape
         (torch.Size([4, 64]), torch.Size([4, 2]))
     """
+    refuse_no_tensor(x=x)
     along_rows = axis in (-1, x.dim() - 1)
     if not along_rows and axis not in (-2, x.dim() - 2):
         raise ValueError(f"axis must be the last dimension or the one before, got {axis}")
@@ -162,6 +164,7 @@ def quantize_dual(
     Raises:
         TypeError, ValueError: as ``quantize`` does.
     """
+    refuse_no_tensor(x=x)
     options = Options("both", mode, _is_square(block), format, scale_layout)
     if is_plain(x):
         return Dual(*quantized(x, None, options))
@@ -191,6 +194,7 @@ def quantize_dual_batched(
     Raises:
         TypeError, ValueError: as ``quantize`` does, or x has not three dimensions.
     """
+    refuse_no_tensor(x=x)
     if x.dim() != 3:
         raise ValueError(f"x must have three dimensions, [G, M, N], got {list(x.shape)}")
     return quantize_dual(x, mode=mode, block=block, format=format, scale_layout=scale_layout)
@@ -225,6 +229,7 @@ def quantize_grouped(
     Raises:
         TypeError, ValueError: as ``quantize`` does; group_offs of another dtype, shape or device.
     """
+    refuse_no_tensor(x=x, group_offs=group_offs)
     options = Options("rows", mode, False, format, scale_layout)
     if is_plain(x, group_offs):
         return Grouped(*quantized(x, group_offs, options))
@@ -255,6 +260,7 @@ def quantize_dual_grouped(
     Raises:
         TypeError, ValueError: as ``quantize_grouped`` does.
     """
+    refuse_no_tensor(x=x, group_offs=group_offs)
     options = Options("both", mode, False, format, scale_layout)
     if is_plain(x, group_offs):
         return DualGrouped(*quantized(x, group_offs, options))
@@ -281,9 +287,10 @@ def dequantize(
         nearest even.
 
     Raises:
-        TypeError: a dtype that is none of the above.
+        TypeError: an argument that is no tensor, or a dtype that is none of the above.
         ValueError: the shapes do not fit each other, or there is no such layout.
     """
+    refuse_no_tensor(payload=payload, scale=scale)
     per_byte = format_of(payload).per_byte
     if dtype not in OUTPUT_DTYPES:
         raise TypeError(f"dtype must be float32, float64, bfloat16 or float16, got {dtype}")
