@@ -14,6 +14,7 @@ from aiter_mx.kernels.spec import (
     KernelSpec,
     Module,
     Param,
+    reference,
 )
 from aiter_mx.target import Target
 
@@ -213,13 +214,5 @@ KERNELS = (
         candidates=lambda target, problem: (_configure(target, problem),),
         module=MODULE,
     ),
-    KernelSpec(
-        op="moe_align",
-        backend="torch",
-        name="reference",
-        params=(),
-        refusal=lambda target, problem: None,
-        configure=lambda target, problem: {},
-        candidates=lambda target, problem: ({},),
-    ),
+    reference("moe_align"),
 )

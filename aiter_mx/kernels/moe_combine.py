@@ -13,6 +13,7 @@ from aiter_mx.kernels.spec import (
     KernelSpec,
     Module,
     Param,
+    reference,
 )
 from aiter_mx.target import Target
 
@@ -129,13 +130,5 @@ KERNELS = (
         candidates=lambda target, problem: (_configure(target, problem),),
         module=MODULE,
     ),
-    KernelSpec(
-        op="moe_combine",
-        backend="torch",
-        name="reference",
-        params=(),
-        refusal=lambda target, problem: None,
-        configure=lambda target, problem: {},
-        candidates=lambda target, problem: ({},),
-    ),
+    reference("moe_combine"),
 )

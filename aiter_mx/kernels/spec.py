@@ -154,3 +154,16 @@ class KernelSpec:
         missing = [name for name in legal if name not in config]
         if missing:
             raise ValueError(f"kernel {self.name!r} also needs {', '.join(missing)}")
+
+
+def reference(op: str) -> KernelSpec:
+    """What torch computes for an op, on any device and for any problem: last in its line."""
+    return KernelSpec(
+        op=op,
+        backend="torch",
+        name="reference",
+        params=(),
+        refusal=lambda target, problem: None,
+        configure=lambda target, problem: {},
+        candidates=lambda target, problem: ({},),
+    )

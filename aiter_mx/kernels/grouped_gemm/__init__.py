@@ -6,7 +6,7 @@ from aiter_mx.fallbacks import grouped_tiles
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
 from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTENT_SM90
 from aiter_mx.kernels.grouped_gemm.problem import KEY, GroupedGemmProblem, stand_ins
-from aiter_mx.kernels.spec import KernelSpec
+from aiter_mx.kernels.spec import KernelSpec, reference
 
 __all__ = ["KERNELS", "KEY", "PROBLEM", "GroupedGemmProblem", "stand_ins"]
 
@@ -24,13 +24,5 @@ KERNELS = (
         configure=grouped_tiles.configure,
         candidates=grouped_tiles.candidates,
     ),
-    KernelSpec(
-        op="grouped_gemm",
-        backend="torch",
-        name="reference",
-        params=(),
-        refusal=lambda target, problem: None,
-        configure=lambda target, problem: {},
-        candidates=lambda target, problem: ({},),
-    ),
+    reference("grouped_gemm"),
 )

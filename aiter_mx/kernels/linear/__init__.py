@@ -11,7 +11,7 @@ from aiter_mx.kernels.linear.mfma_gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.linear.mfma_sm90 import MFMA as MFMA_SM90
 from aiter_mx.kernels.linear.mma_sm90 import MMA
 from aiter_mx.kernels.linear.problem import KEY, LinearProblem, quantised_first, stand_ins
-from aiter_mx.kernels.spec import KernelSpec
+from aiter_mx.kernels.spec import KernelSpec, reference
 
 __all__ = ["KERNELS", "KEY", "PROBLEM", "LinearProblem", "stand_ins"]
 
@@ -39,15 +39,7 @@ _FOR_QUANTISED_X = (
         configure=lambda target, problem: {},
         candidates=lambda target, problem: ({},),
     ),
-    KernelSpec(
-        op="linear",
-        backend="torch",
-        name="reference",
-        params=(),
-        refusal=lambda target, problem: None,
-        configure=lambda target, problem: {},
-        candidates=lambda target, problem: ({},),
-    ),
+    reference("linear"),
 )
 
 KERNELS = (

@@ -8,7 +8,7 @@ from aiter_mx.kernels.moe_gemm.grouped import GROUPED
 from aiter_mx.kernels.moe_gemm.problem import KEY, MoeGemmProblem, stand_ins
 from aiter_mx.kernels.moe_gemm.sm90 import STREAM
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
-from aiter_mx.kernels.spec import KernelSpec
+from aiter_mx.kernels.spec import KernelSpec, reference
 
 __all__ = ["KERNELS", "KEY", "PROBLEM", "MoeGemmProblem", "stand_ins"]
 
@@ -28,13 +28,5 @@ KERNELS = (
         configure=moe_gemm_tiles.configure,
         candidates=moe_gemm_tiles.candidates,
     ),
-    KernelSpec(
-        op="moe_gemm",
-        backend="torch",
-        name="reference",
-        params=(),
-        refusal=lambda target, problem: None,
-        configure=lambda target, problem: {},
-        candidates=lambda target, problem: ({},),
-    ),
+    reference("moe_gemm"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiter_mx.kernels.quantize.problem import KEY, QuantizeProblem, stand_ins
 from aiter_mx.kernels.quantize.rows import ROWS
 from aiter_mx.kernels.quantize.tiles import TILES
-from aiter_mx.kernels.spec import KernelSpec
+from aiter_mx.kernels.spec import reference
 
 __all__ = ["KERNELS", "KEY", "PROBLEM", "QuantizeProblem", "stand_ins"]
 
@@ -14,13 +14,5 @@ PROBLEM = QuantizeProblem
 KERNELS = (
     ROWS,
     TILES,
-    KernelSpec(
-        op="quantize",
-        backend="torch",
-        name="reference",
-        params=(),
-        refusal=lambda target, problem: None,
-        configure=lambda target, problem: {},
-        candidates=lambda target, problem: ({},),
-    ),
+    reference("quantize"),
 )
