@@ -78,6 +78,20 @@ def random_mx(
     return (payload | sign).view(torch.float8_e4m3fn), scale
 
 
+def random_mx_groups(
+    M: int, G: int, N: int, K: int, seed: int = 0, exponents: tuple[int, int] = (-6, 6)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operands of a grouped GEMM by ``random_mx``: a ``[M, K]``, b ``[G, N, K]`` and their scales.
+
+    Returns:
+        a, a_scale, b, b_scale.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    a = random_mx(M, K, generator, scale_exponents=exponents)
+    b, b_scale = random_mx(G * N, K, generator, scale_exponents=exponents)
+    return (*a, b.view(G, N, K), b_scale.view(G, N, K // 32))
+
+
 def dequantize64(payload: Tensor, scale: Tensor) -> Tensor:
     """Exact float64 values ``[rows, K]`` of a payload and its uint8 or e8m0 scales."""
     values = E4M3_VALUES.to(payload.device)[payload.view(torch.uint8).int()]

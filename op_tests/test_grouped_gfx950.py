@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from mx_reference import assert_close_to_reference, random_mx
+from mx_reference import assert_close_to_reference, random_mx, random_mx_groups
 
 import aiter_mx
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
@@ -70,13 +70,6 @@ class Groups:
         if self.told == "masked":
             return None, ends - starts
         return None, ends
-
-
-def operands(M: int, G: int, N: int, K: int, seed: int, exponents: Range) -> Operands:
-    generator = torch.Generator().manual_seed(seed)
-    a = random_mx(M, K, generator, scale_exponents=exponents)
-    b, b_scale = random_mx(G * N, K, generator, scale_exponents=exponents)
-    return (*a, b.view(G, N, K), b_scale.view(G, N, K // 32))
 
 
 def launch(
@@ -182,7 +175,7 @@ def test_random_jagged_groups_match_float64(
         K = 32 * blocks * (draw.randint(2, 5) if whole_steps else 2 * draw.randint(0, 4) + 1)
         exponents = (-12, -6) if dtype == "fp16" else draw.choice([(-20, 20), (-6, 6)])
         G = len(groups.ranges)
-        drawn = operands(groups.M, G, N, K, seed, exponents)
+        drawn = random_mx_groups(groups.M, G, N, K, seed, exponents)
         bias = None
         if bias_dtype := draw.choice([None, *DTYPES.values()]):
             generator = torch.Generator().manual_seed(seed)
@@ -240,7 +233,7 @@ def test_nan_payloads_and_nan_scales_reach_their_outputs_alone(
 def test_a_nan_scale_counts_even_where_the_payload_is_zero(device: torch.device) -> None:
     M, N, K = 40, 64, 576
     for block in range(K // 32):
-        a, a_scale, b, b_scale = operands(M, 1, N, K, block, (-6, 6))
+        a, a_scale, b, b_scale = random_mx_groups(M, 1, N, K, block, (-6, 6))
         b.view(torch.uint8)[0, 18, 32 * block : 32 * block + 32] = 0
         b_scale[0, 18, block] = 255
         a.view(torch.uint8)[33, 32 * block : 32 * block + 32] = 0
@@ -251,7 +244,7 @@ def test_a_nan_scale_counts_even_where_the_payload_is_zero(device: torch.device)
 
 def test_rows_beyond_a_group_do_not_reach_it(device: torch.device) -> None:
     """Its last tile also holds rows of others, and k past the end is the next row's beginning."""
-    drawn = operands(90, 2, 64, 96, 3, (-6, 6))
+    drawn = random_mx_groups(90, 2, 64, 96, 3, (-6, 6))
     drawn[0].view(torch.uint8)[41:] = 0x7F
     drawn[1][41:] = 255
     groups = Groups([(3, 41), (60, 60)], "ranges", "i64", 90)
@@ -260,7 +253,7 @@ def test_rows_beyond_a_group_do_not_reach_it(device: torch.device) -> None:
 
 
 def test_bounds_that_make_no_sense_touch_nothing_else(device: torch.device) -> None:
-    drawn = operands(50, 5, 64, 64, 4, (-6, 6))
+    drawn = random_mx_groups(50, 5, 64, 64, 4, (-6, 6))
     wild = Groups(
         [(-7, 9), (9, 4), (30, 1 << 40), (1 << 33, 1 << 34), (60, -3)], "ranges", "i64", 50
     )
@@ -278,7 +271,7 @@ def test_results_are_bitwise_the_same_whatever_the_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     groups = Groups([(0, 129), (129, 129), (129, 180)], "offsets", "i64", 180)
-    drawn = operands(180, 3, 288, 320, 5, (-6, 6))
+    drawn = random_mx_groups(180, 3, 288, 320, 5, (-6, 6))
     runs = []
     for seed, schedule in enumerate([*SCHEDULES, "random", "random"]):
         monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", schedule)
@@ -299,7 +292,7 @@ def test_operands_and_results_above_4_gib_match_float64() -> None:
     a_scale = torch.empty((M, K // 32), dtype=torch.uint8)
     b = torch.empty((G, N, K), dtype=torch.float8_e4m3fn)
     b_scale = torch.empty((G, N, K // 32), dtype=torch.uint8)
-    rows, near = slice(M - 70, M), operands(70, 1, N, K, 6, (-6, 6))
+    rows, near = slice(M - 70, M), random_mx_groups(70, 1, N, K, 6, (-6, 6))
     a[rows], a_scale[rows], b[-1], b_scale[-1] = near[0], near[1], near[2][0], near[3][0]
     ends = torch.zeros(G, dtype=torch.int64)
     starts = torch.zeros(G, dtype=torch.int64)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from mx_reference import assert_close_to_reference, random_mx
+from mx_reference import assert_close_to_reference, random_mx, random_mx_groups
 
 import aiter_mx
 from aiter_mx import launch
@@ -32,15 +32,6 @@ def hopper() -> Iterator[None]:
 
 
 ON_HOPPER = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
-
-
-def operands(
-    M: int, G: int, N: int, K: int, seed: int = 0, exponents: tuple[int, int] = (-6, 6)
-) -> Operands:
-    generator = torch.Generator().manual_seed(seed)
-    a = random_mx(M, K, generator, scale_exponents=exponents)
-    b, b_scale = random_mx(G * N, K, generator, scale_exponents=exponents)
-    return (*a, b.view(G, N, K), b_scale.view(G, N, K // 32))
 
 
 def check(
@@ -113,7 +104,7 @@ class TestOnHopper:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     def test_unaligned_groups_match_reference(self, dtype: torch.dtype) -> None:
         exponents = (-12, -6) if dtype == torch.float16 else (-6, 6)
-        case = operands(1000, 6, 416, 1056, exponents=exponents)
+        case = random_mx_groups(1000, 6, 416, 1056, exponents=exponents)
         check(case, [1, 66, 66, 322, 700, 990], dtype, torch.randn(6, 416).to(dtype))
 
     @pytest.mark.parametrize("index", [torch.int32, torch.int64])
@@ -127,23 +118,23 @@ class TestOnHopper:
                 ends.append(ends[-1] + draw.choice(EDGES))
             M = ends[-1] + draw.choice([0, 5])
             if M:
-                check(operands(M, G, N, K, seed), ends[1:], index=index)
+                check(random_mx_groups(M, G, N, K, seed), ends[1:], index=index)
 
     def test_more_groups_than_threads_match_reference(self) -> None:
         draw = random.Random(0)
         ends = sorted(draw.randrange(700) for _ in range(600))
-        check(operands(700, 600, 32, 64), ends)
+        check(random_mx_groups(700, 600, 32, 64), ends)
 
     def test_wide_and_extreme_scales_match_reference(self) -> None:
-        check(operands(300, 2, 160, 352, exponents=(-20, 20)), [100, 300], torch.float32)
-        case = operands(300, 2, 160, 352)
+        check(random_mx_groups(300, 2, 160, 352, exponents=(-20, 20)), [100, 300], torch.float32)
+        case = random_mx_groups(300, 2, 160, 352)
         _, a_scale, _, b_scale = case
         b_scale[0, 5, 7], b_scale[1, 100], a_scale[60, 3] = 250, 1, 200
         a_scale[200], a_scale[201] = 0, 240
         check(case, [100, 300], torch.float32)
 
     def test_nan_payloads_and_scales_make_nan_of_what_they_reach_alone(self) -> None:
-        case = operands(300, 2, 160, 352)
+        case = random_mx_groups(300, 2, 160, 352)
         a, a_scale, b, b_scale = case
         a.view(torch.uint8)[50, 3] = 0x7F
         b.view(torch.uint8)[0, 5, 7], b.view(torch.uint8)[1, 140, 351] = 0xFF, 0x7F
@@ -151,7 +142,7 @@ class TestOnHopper:
         check(case, [100, 300])
 
     def test_ranges_in_any_order_and_masked_groups_match_reference(self) -> None:
-        a, a_scale, b, b_scale = operands(900, 3, 96, 160)
+        a, a_scale, b, b_scale = random_mx_groups(900, 3, 96, 160)
         ranges = [(500, 900), (0, 70), (100, 400)]
         starts, ends = (torch.tensor(bounds).cuda() for bounds in zip(*ranges, strict=True))
         on_gpu = [t.cuda() for t in (a, a_scale, b, b_scale)]
@@ -168,14 +159,14 @@ class TestOnHopper:
                 assert_close_to_reference(out[g, :count], a[rows], a_scale[rows], b[g], b_scale[g])
 
     def test_wrong_bounds_harm_no_memory(self) -> None:
-        a, a_scale, b, b_scale = (t.cuda() for t in operands(300, 4, 96, 160))
+        a, a_scale, b, b_scale = (t.cuda() for t in random_mx_groups(300, 4, 96, 160))
         for bounds in ([0, 900, -5, 10**9, 7], [300, 0, 300, 0, 300]):
             offs = torch.tensor(bounds, device="cuda")
             starts, ends = torch.zeros_like(offs[1:]), torch.full_like(offs[1:], 300)
             aiter_mx.grouped_gemm(a, a_scale, b, b_scale, offs)
             grouped_gemm_ranges(a, a_scale, b, b_scale, starts, ends)  # all overlap
         torch.cuda.synchronize()
-        check(operands(300, 2, 96, 160), [100, 300])
+        check(random_mx_groups(300, 2, 96, 160), [100, 300])
 
     def test_linear_of_many_rows_is_one_group(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -192,7 +183,7 @@ class TestOnHopper:
         assert_close_to_reference(out, xq, xs, wq, ws, bias)
 
     def test_out_that_is_not_aligned_is_written_all_the_same(self) -> None:
-        case = operands(100, 1, 96, 160)
+        case = random_mx_groups(100, 1, 96, 160)
         memory = torch.full((100 * 96 + 1,), POISON, dtype=torch.bfloat16, device="cuda")
         out = memory[1:].view(100, 96)
         offs = torch.tensor([100], dtype=torch.int32, device="cuda")
@@ -200,7 +191,7 @@ class TestOnHopper:
         assert torch.equal(out, check(case, [100])) and memory[0] == POISON
 
     def test_a_replay_takes_new_bounds(self) -> None:
-        case = operands(500, 3, 160, 352)
+        case = random_mx_groups(500, 3, 160, 352)
         on_gpu = [t.cuda() for t in case]
         offs = torch.tensor([100, 100, 500], dtype=torch.int32, device="cuda")
         out = torch.empty(500, 160, dtype=torch.bfloat16, device="cuda")
@@ -217,7 +208,7 @@ class TestOnHopper:
     def test_two_streams_at_once_have_workspaces_of_their_own(self, captured: bool) -> None:
         """One shape, so one plan; other values, so that a shared expansion would show."""
         ends = [100, 100, 500]
-        cases = [[t.cuda() for t in operands(500, 3, 160, 4096, seed)] for seed in range(2)]
+        cases = [[t.cuda() for t in random_mx_groups(500, 3, 160, 4096, seed)] for seed in range(2)]
         offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
         expected = [aiter_mx.grouped_gemm(*case, offs) for case in cases]
         assert not torch.equal(*expected)

@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 import torch
-from test_grouped_gfx950 import config_of, launch, one_group, operands
+from mx_reference import random_mx_groups
+from test_grouped_gfx950 import config_of, launch, one_group
 
 import aiter_mx
 from aiter_mx.code_object import parse_code_object
@@ -91,7 +92,7 @@ def main_loop(
     monkeypatch.setenv("AITER_MX_SIM_CONFLICTS", "1")
     reports = []
     for K in (first_k, first_k + 4 * STEP):
-        drawn = operands(tile[0], 1, tile[1], K, 1, (-6, 6))
+        drawn = random_mx_groups(tile[0], 1, tile[1], K, 1, (-6, 6))
         with aiter_mx.simulate("gfx950"):
             launch(torch.device("cpu"), config_of(*tile), drawn, one_group(tile[0]))
         report = last_report()
@@ -120,7 +121,7 @@ def test_smaller_tiles_have_no_bank_conflicts_in_their_main_loop(
 
 
 def test_an_operand_is_read_once_for_each_tile_of_the_other() -> None:
-    drawn = operands(256, 1, 256, 512, 1, (-6, 6))
+    drawn = random_mx_groups(256, 1, 256, 512, 1, (-6, 6))
     with aiter_mx.simulate("gfx950"):
         launch(torch.device("cpu"), config_of(128, 128), drawn, one_group(256), cus=1)
     report = last_report()

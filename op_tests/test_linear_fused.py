@@ -203,16 +203,8 @@ def test_bad_activations_are_refused() -> None:
         LinearProblem(1, 8, 64, x_dtype="fp32")
 
 
-def test_torch_library_checks_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    # torch has no allclose for 8-bit floats, which the schema check uses.
-    allclose = torch.allclose
-
-    def allclose_or_same_bytes(a: torch.Tensor, b: torch.Tensor, **keywords: bool) -> bool:
-        if a.dtype == b.dtype == torch.float8_e4m3fn:
-            return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        return allclose(a, b, **keywords)
-
-    monkeypatch.setattr(torch, "allclose", allclose_or_same_bytes)
+@pytest.mark.usefixtures("payloads_compared_by_bytes")
+def test_torch_library_checks_pass() -> None:
     x, w = activations(4, 64, torch.bfloat16, 0), weights(8, 64, 0)
     torch.library.opcheck(torch.ops.aiter_mx.linear.default, (x, None, *w))
     torch.library.opcheck(
