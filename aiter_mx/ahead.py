@@ -110,7 +110,9 @@ def build_requests(
     for problem, chosen in zip(problems, routes, strict=True):
         spec = find_kernel(chosen.op, target.arch, chosen.backend, chosen.kernel)
         if parts := spec.parts(target, problem, chosen.config):
-            of_parts = [route(op, target, part) for op, part in parts]
+            of_parts = [
+                chosen if op == chosen.op else route(op, target, part) for op, part in parts
+            ]
             requests |= dict.fromkeys(build_requests(target, [part for _, part in parts], of_parts))
             continue
         for module in spec.modules:

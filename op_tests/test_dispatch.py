@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import aiter_mx
+from aiter_mx.ahead import build_requests
 from aiter_mx.dispatch import tables
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import TableError
@@ -263,3 +264,44 @@ def test_every_op_can_be_the_first_that_is_asked_for() -> None:
     for op in ops():
         script = f"from aiter_mx.kernels.registry import kernels_of; kernels_of({op!r})"
         subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_rows_for_overlap_or_unquantised_x_come_before_those_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, fused, overlapping = (
+        gemv_row(M=4, x_dtype=x_dtype, pdl=pdl)
+        for x_dtype, pdl in (("e4m3", False), ("bf16", False), ("e4m3", True))
+    )
+    path = write_table(tmp_path / "mine.csv", plain, fused, overlapping)
+    monkeypatch.setenv("AITER_MX_CONFIG", str(path))
+    for fields, line in [
+        ({}, 2),
+        ({"pdl": True}, 4),
+        ({"x_dtype": "bf16"}, 3),
+        ({"x_dtype": "fp16"}, 3),
+        ({"x_dtype": "bf16", "pdl": True}, 3),
+        ({"out_dtype": "fp32", "pdl": True}, 4),
+    ]:
+        assert route("linear", GFX950, replace(PROBLEM, **fields)).source == f"{path}:{line}"
+    monkeypatch.setenv("AITER_MX_CONFIG", str(write_table(tmp_path / "plain.csv", plain)))
+    chosen = route("linear", GFX950, replace(PROBLEM, pdl=True, x_dtype="bf16"))
+    assert "it is for M=4 and pdl=False and x_dtype=e4m3, the nearest" in chosen.reason
+
+
+def test_a_tables_row_computes_the_linear_after_a_quantisation_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = LinearProblem(M=16, N=96, K=2048, x_dtype="bf16")
+    gemv = find_kernel("linear", "gfx950", "hip", "gemv")
+    for waves in (2, 4):
+        config = {"rows": 1, "waves": waves, "unroll": 1}
+        assert gemv.parts(GFX950, problem, config)
+        fields = {name: getattr(problem, name) for name in ("M", "N", "K", "x_dtype")}
+        path = write_table(tmp_path / f"{waves}.csv", gemv_row(**fields, **config))
+        monkeypatch.setenv("AITER_MX_CONFIG", str(path))
+        chosen = route("linear", GFX950, problem)
+        assert "it is quantize and then linear" in chosen.reason
+        built = build_requests(GFX950, [problem], [chosen])
+        assert [request.source[:6] for request in built] == ["quanti", "linear"]
+        assert dict(built[1].defines)["MX_WAVES"] == waves

@@ -182,7 +182,7 @@ def test_lists_of_shapes_are_read_or_refused_by_line(tmp_path) -> None:
         ("M,N\n1,2\n", "column 'K' is missing"),
         ("M,N,K,L\n1,2,3,4\n", "column 'L' is no field of linear"),
         ("M,N,K\n1,2\n", "line 2 does not have 3 fields"),
-        ("M,N,K\n1,64,96\n1,x,96\n", "line 3: invalid literal"),
+        ("M,N,K\n1,64,96\n1,x,96\n", "line 3: N must be a whole number, got 'x'"),
         ("M,N,K\n1,64,97\n", "line 2: K must be a multiple of 32"),
     ]:
         with pytest.raises(ValueError, match=r"shapes\.csv cannot be read") as caught:

@@ -73,10 +73,12 @@ def problems(op: str, fields: Mapping[str, Axis]) -> list[Problem]:
         ValueError: an unknown op or field, or a value that the field cannot have.
     """
     from aiter_mx.ahead import combinations, problem_type_of
+    from aiter_mx.kernels.registry import field_value
 
-    types = problem_type_of(op).__annotations__
-    for name, values in fields.items():
-        for value in values:
-            if types.get(name) in (int, "int") and not isinstance(value, int):
-                raise ValueError(f"{name} must be a whole number, got {value!r}")
-    return combinations(op, dict(fields))
+    of_type = problem_type_of(op)
+    known = {
+        name: [field_value(of_type, name, str(value)) for value in values]
+        for name, values in fields.items()
+        if name in of_type.__annotations__
+    }
+    return combinations(op, {**fields, **known})

@@ -163,10 +163,10 @@ def _variants(path: Path) -> tuple[int, dict[BuildRequest, str]]:
     """The number of rows of a table, and the builds that they need with a row that needs each."""
     from dataclasses import replace
 
+    from aiter_mx.ahead import build_requests
+    from aiter_mx.dispatch.route import Route
     from aiter_mx.dispatch.tables import read_table
     from aiter_mx.errors import TableError
-    from aiter_mx.kernels.registry import find_kernel
-    from aiter_mx.launch import module_request
     from aiter_mx.target import hardware
 
     seen: dict[tuple[object, ...], str] = {}
@@ -176,12 +176,11 @@ def _variants(path: Path) -> tuple[int, dict[BuildRequest, str]]:
         if key in seen:
             raise TableError(f"{row.where}: is for the same shape as {seen[key]}")
         seen[key] = row.where
-        spec = find_kernel(op, row.gfx, row.backend, row.kernel)
-        if spec.module is not None:
-            target = hardware(row.gfx)
-            target = replace(target, cu_num=row.cu_num or target.cu_num)
-            for module in spec.modules:
-                requests[module_request(module, target, row.problem, row.config)] = row.where
+        target = hardware(row.gfx)
+        target = replace(target, cu_num=row.cu_num or target.cu_num)
+        chosen = Route(op, row.backend, row.kernel, row.config, "", row.where)
+        for request in build_requests(target, [row.problem], [chosen]):
+            requests[request] = row.where
     return len(seen), requests
 
 

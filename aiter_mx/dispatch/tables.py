@@ -3,7 +3,8 @@
 A table is a CSV. Its columns:
 
 - ``gfx``, ``cu_num``, ``op``: what the row is for; an empty ``cu_num`` is any.
-- the op's key columns, such as ``M, N, K, out_dtype``;
+- the op's key columns, such as ``M, N, K, out_dtype``; a table that has none for a field with a
+  default is for that default;
 - ``backend``, ``kernel`` and one column for each parameter, empty where the kernel has none such;
 - measurements and their origin, which dispatch does not read: see ``INFORMATION``.
 """
@@ -13,12 +14,19 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
 
 from aiter_mx.errors import TableError
-from aiter_mx.kernels.registry import find_kernel, kernels_of, key_columns, ops, problem_type
+from aiter_mx.kernels.registry import (
+    field_value,
+    find_kernel,
+    kernels_of,
+    key_columns,
+    ops,
+    problem_type,
+)
 from aiter_mx.kernels.spec import Config, Problem
 from aiter_mx.paths import configs_dir
 from aiter_mx.target import hardware
@@ -173,17 +181,16 @@ def _checked_row(where: str, cells: dict[str, str]) -> Row:
 
 
 def _problem(op: str, keys: tuple[str, ...], cells: dict[str, str]) -> Problem:
-    missing = [key for key in keys if not cells.get(key)]
-    if missing:
-        raise ValueError(f"key column {missing[0]!r} is missing or empty")
+    """A row's problem; a column that its table does not have at all is at its default."""
     of_type = problem_type(op)
-    annotations = of_type.__annotations__
-    return of_type(
-        **{
-            key: _integer(key, cells[key]) if annotations[key] in (int, "int") else cells[key]
-            for key in keys
-        }
-    )
+    defaults = {f.name: f.default for f in fields(of_type) if f.default is not MISSING}
+    values = {}
+    for key in keys:
+        if cells.get(key):
+            values[key] = field_value(of_type, key, cells[key])
+        elif key in cells or key not in defaults:
+            raise ValueError(f"key column {key!r} is missing or empty")
+    return of_type(**values)
 
 
 def _number(column: str, value: str) -> float:

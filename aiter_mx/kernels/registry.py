@@ -17,6 +17,7 @@ from aiter_mx.kernels.spec import KernelSpec, Problem
 from aiter_mx.target import Target
 
 _NOT_OPS = {"spec", "registry"}
+_TRUTH = {"True": True, "1": True, "False": False, "0": False}
 
 
 @cache
@@ -41,6 +42,25 @@ def key_columns(op: str) -> tuple[str, ...]:
     """The fields of a problem of ``op`` by which tables choose, in their order as columns."""
     columns: tuple[str, ...] = _module(op).KEY
     return columns
+
+
+def field_value(of_type: type[Problem], name: str, text: str) -> int | bool | str:
+    """A field of a problem from what a table or a command line says of it.
+
+    Raises:
+        ValueError: the field is a number or a truth value, and the text is none.
+    """
+    kind = of_type.__annotations__[name]
+    if kind in (bool, "bool"):
+        if text not in _TRUTH:
+            raise ValueError(f"{name} must be True or False, got {text!r}")
+        return _TRUTH[text]
+    if kind in (int, "int"):
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"{name} must be a whole number, got {text!r}") from None
+    return text
 
 
 def problem_key(op: str, problem: Problem) -> Problem:

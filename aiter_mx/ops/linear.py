@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.dispatch.route import Route
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import Config, Parts
 from aiter_mx.launch import Run, Tensors
@@ -24,7 +25,7 @@ from aiter_mx.ops.checks import (
     refuse_strides,
     shape_text,
 )
-from aiter_mx.ops.plan import bind
+from aiter_mx.ops.plan import bind, bind_route
 from aiter_mx.ops.quantize import warm as bind_quantisation
 from aiter_mx.ops.quantize_call import Options, quantized
 from aiter_mx.target import Target, cpu_target, target_of
@@ -166,14 +167,14 @@ def _plan(
     shape = (problem.M, problem.N)
     if 0 in shape:
         return None, shape
-    return bind("linear", target_of(xq.device), problem, xq.device, FALLBACKS, _in_parts), shape
+    return bind("linear", target_of(xq.device), problem, xq.device, FALLBACKS, in_parts), shape
 
 
-def _in_parts(target: Target, parts: Parts, device: torch.device) -> Run:
+def in_parts(chosen: Route, target: Target, parts: Parts, device: torch.device) -> Run:
     """What quantises x with a launch of its own and goes on with the result."""
     (_, quantisation), (_, quantised_problem) = parts
     bind_quantisation(quantisation, device)
-    run = bind("linear", target, quantised_problem, device, FALLBACKS)
+    run = bind_route(chosen, target, quantised_problem, device, FALLBACKS)
 
     def run_both(tensors: Tensors, addresses: Sequence[int]) -> None:
         x, _, *others = tensors
@@ -210,7 +211,7 @@ FALLBACKS = {"triton": _run_triton, "vendor": _run_vendor, "torch": _run_torch}
 def warm(problem: LinearProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
     target = target_of(device)
-    run = bind("linear", target, problem, device, FALLBACKS, _in_parts)
+    run = bind("linear", target, problem, device, FALLBACKS, in_parts)
     if route("linear", target, problem).backend != "triton":
         return
     # Triton compiles when it is called, so it is called, on whatever this memory holds.

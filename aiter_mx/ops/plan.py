@@ -20,8 +20,9 @@ from aiter_mx.launch import Run, Tensors, not_warm
 from aiter_mx.target import Target
 
 Fallback: TypeAlias = Callable[[Tensors, Config], None]
-InParts: TypeAlias = Callable[[Target, Parts, torch.device], Run]
-"""Binds the problems that are solved in place of one, ``KernelSpec.parts``."""
+InParts: TypeAlias = Callable[[Route, Target, Parts, torch.device], Run]
+"""Binds the problems that are solved in place of one, ``KernelSpec.parts``. What the route of that
+one names computes the part that is of the same op."""
 
 _FAILURES = (ToolchainError, BuildError, CacheError, LaunchError)
 
@@ -56,20 +57,21 @@ def bind(
     """
     if os.environ.get("AITER_MX_ON_ERROR", "raise") == "fallback":
         return _bind_or_fall_back(op, target, problem, device, fallbacks, in_parts)
-    return _bind_route(route(op, target, problem), target, problem, device, fallbacks, in_parts)
+    return bind_route(route(op, target, problem), target, problem, device, fallbacks, in_parts)
 
 
-def _bind_route(
+def bind_route(
     chosen: Route,
     target: Target,
     problem: Problem,
     device: torch.device,
     fallbacks: Mapping[str, Fallback],
-    in_parts: InParts | None,
+    in_parts: InParts | None = None,
 ) -> Run:
+    """``bind`` for a route that is given."""
     spec = find_kernel(chosen.op, target.arch, chosen.backend, chosen.kernel)
     if in_parts and (parts := spec.parts(target, problem, chosen.config)):
-        return in_parts(target, parts, device)
+        return in_parts(chosen, target, parts, device)
     if spec.module is not None:
         return launch.bind(spec, target, problem, chosen.config, device.index or 0)
     if chosen.backend == "triton" and (target, problem) not in _warm_triton:
@@ -94,7 +96,7 @@ def _bind_or_fall_back(
         while True:
             chosen = route(op, target, problem, frozenset(skip))
             try:
-                bound = _bind_route(chosen, target, problem, device, fallbacks, in_parts)
+                bound = bind_route(chosen, target, problem, device, fallbacks, in_parts)
                 return chosen, bound
             except _FAILURES as error:
                 pass_over(chosen, error)

@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from aiter_mx.ahead import build_requests
 from aiter_mx.errors import AiterMxError
 from aiter_mx.jit.build import BuildRequest, build
 from aiter_mx.kernels.spec import Problem
-from aiter_mx.launch import module_request
 from aiter_mx.target import Target
 from aiter_mx.tuning.candidates import Candidate
 
@@ -20,13 +20,17 @@ def requests_of(
     """What candidates need compiled, each once; those that can have no launch are left out."""
     found: dict[BuildRequest, None] = {}
     for problem, candidate in pairs:
-        if candidate.spec.module is not None:
-            try:
-                for module in candidate.spec.modules:
-                    found[module_request(module, target, problem, candidate.config)] = None
-            except ValueError:
-                continue  # the candidate's race says why
+        try:
+            found |= dict.fromkeys(build_requests(target, [problem], [candidate.route]))
+        except ValueError:
+            continue  # the candidate's race says why
     return found
+
+
+def build_of(target: Target, problem: Problem, candidate: Candidate) -> str:
+    """What a candidate's own code object is stored under, shortened; empty where it has none."""
+    requests = build_requests(target, [problem], [candidate.route])
+    return build(requests[-1]).key[:16] if candidate.spec.module is not None else ""
 
 
 def build_each(

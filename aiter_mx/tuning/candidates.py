@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from aiter_mx.dispatch.route import Route
 from aiter_mx.errors import AiterMxError
 from aiter_mx.kernels.registry import find_kernel, kernels_of
 from aiter_mx.kernels.spec import Config, KernelSpec, Problem
@@ -42,6 +43,12 @@ class Candidate:
     @property
     def config(self) -> Config:
         return dict(self.values)
+
+    @property
+    def route(self) -> Route:
+        """As though dispatch had chosen it."""
+        reason = "a candidate of the tuner's"
+        return Route(self.op, self.backend, self.kernel, self.config, reason, "tuner")
 
     @property
     def spec(self) -> KernelSpec:
@@ -126,7 +133,5 @@ def candidates_of(
         own = kernel.configure(target, problem)
         others = [config for config in kernel.candidates(target, problem) if config != own]
         for config in [own, *others][:most]:
-            if kernel.parts(target, problem, config):
-                continue  # its time would be that of several launches
             found[candidate_of(kernel, target.arch, config)] = None
     return list(found)

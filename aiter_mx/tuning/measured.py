@@ -14,14 +14,12 @@ from multiprocessing import get_context
 import torch
 
 from aiter_mx.errors import AiterMxError
-from aiter_mx.jit.build import build
 from aiter_mx.jit.cache import cache_dir
 from aiter_mx.jit.toolchain import find_toolchain
 from aiter_mx.kernels.spec import Problem
-from aiter_mx.launch import build_request
 from aiter_mx.target import Target
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
-from aiter_mx.tuning.builds import build_each, requests_of
+from aiter_mx.tuning.builds import build_each, build_of, requests_of
 from aiter_mx.tuning.candidates import Admission, Bench, Candidate, ContextLost, Meter, Unfit
 from aiter_mx.tuning.origin import sources_hash, versions
 from aiter_mx.workloads.workload import Operands, Workload, poison, workload_of
@@ -94,16 +92,11 @@ class GpuBench:
         self._graphs.pop(candidate, None)
 
     def build_of(self, candidate: Candidate) -> str:
-        if candidate.spec.module is None:
-            return ""
-        request = build_request(candidate.spec, self._target, self._problem, candidate.config)
-        return build(request).key[:16]
+        return build_of(self._target, self._problem, candidate)
 
     def _calls(self, candidate: Candidate) -> list[Callable[[], object]]:
         """One call for each copy of the operands."""
-        index = self._device.index or 0
-        spec, config = candidate.spec, candidate.config
-        run = self._workload.bind(spec, self._target, self._problem, config, index)
+        run = self._workload.bind(candidate.route, self._target, self._problem, self._device)
         calls: list[Callable[[], object]] = []
         for operands in self._sets:
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
@@ -230,10 +223,7 @@ def _call_once(
             operands = workload.operands(problem, device)
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
             with suppress(Exception):  # its race will say what is wrong
-                run = workload.bind(
-                    candidate.spec, target, problem, candidate.config, device.index or 0
-                )
-                run(operands, addresses)
+                workload.bind(candidate.route, target, problem, device)(operands, addresses)
         torch.cuda.synchronize()
 
 

@@ -20,14 +20,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from aiter_mx.errors import AiterMxError
-from aiter_mx.jit.build import build
 from aiter_mx.kernels.spec import Problem
-from aiter_mx.launch import build_request
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.roofline import bounds
 from aiter_mx.target import hardware
 from aiter_mx.trial import Trial, try_out
-from aiter_mx.tuning.builds import build_each, requests_of
+from aiter_mx.tuning.builds import build_each, build_of, requests_of
 from aiter_mx.tuning.candidates import Admission, Bench, Candidate, Meter, Unfit
 from aiter_mx.workloads.workload import workload_of
 
@@ -58,7 +56,8 @@ class ModelBench:
         self._us: dict[Candidate, float] = {}
 
     def admit(self, candidate: Candidate) -> Admission:
-        if candidate.spec.module is None:
+        spec, config = candidate.spec, candidate.config
+        if spec.module is None or spec.parts(hardware("gfx950"), self._problem, config):
             raise Unfit("it is made of other ops, and only single kernels are simulated")
         workload = workload_of(self._op)
         part, share = workload.sample(self._problem, _SHARE)
@@ -88,9 +87,7 @@ class ModelBench:
         self._us.pop(candidate, None)
 
     def build_of(self, candidate: Candidate) -> str:
-        target = hardware("gfx950")
-        request = build_request(candidate.spec, target, self._problem, candidate.config)
-        return build(request).key[:16]
+        return build_of(hardware("gfx950"), self._problem, candidate)
 
     def _bound_us(self, candidate: Candidate, trial: Trial, share: float) -> float:
         module = candidate.spec.module

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from aiter_mx.dispatch.tables import read_table
-from aiter_mx.kernels.registry import key_columns
+from aiter_mx.kernels.registry import key_columns, problem_type
 from aiter_mx.tuning.table import read_rows
 
 _MOST_ROWS = 60  # of a picture; more would not be legible
@@ -66,7 +67,8 @@ def draw(path: Path, folder: Path) -> Path | None:
 
 
 def _label(op: str, row: dict[str, str]) -> str:
-    names = [name for name in key_columns(op) if name != "M" and row[name] != "bf16"]
+    usual = {field.name: str(field.default) for field in fields(problem_type(op))}
+    names = [name for name in key_columns(op) if name != "M" and row[name] != usual[name]]
     return " ".join(f"{name}={row[name]}" for name in names)
 
 

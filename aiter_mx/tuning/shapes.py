@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from aiter_mx.dispatch.tables import SCOPE
-from aiter_mx.kernels.registry import problem_type
+from aiter_mx.kernels.registry import field_value, problem_type
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
 from aiter_mx.tuning.models import model_of
@@ -28,7 +28,6 @@ def read_shapes(path: Path, op: str, target: Target | None = None) -> list[Probl
     """
     known = {field.name: field for field in fields(problem_type(op))}
     needed = [name for name, field in known.items() if field.default is MISSING]
-    types = problem_type(op).__annotations__
     found: dict[Problem, None] = {}
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -47,7 +46,7 @@ def read_shapes(path: Path, op: str, target: Target | None = None) -> list[Probl
                     continue
                 try:
                     values = {
-                        name: int(text) if types[name] in (int, "int") else text
+                        name: field_value(problem_type(op), name, text)
                         for name, text in cells.items()
                         if name in known and text
                     }

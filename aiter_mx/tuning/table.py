@@ -6,6 +6,7 @@ import csv
 import io
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TypeAlias
 
@@ -36,6 +37,12 @@ def key_of(op: str, row: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(row[name] for name in ("gfx", "cu_num", *key_columns(op)))
 
 
+def _whole(op: str, row: Cells) -> Cells:
+    """A row of a table that may be older than some of its key columns."""
+    defaults = {f.name: str(f.default) for f in fields(problem_type(op))}
+    return {**{name: defaults[name] for name in key_columns(op)}, **row}
+
+
 def problem_cells(op: str, problem: Problem) -> Cells:
     """The key columns of a problem."""
     return {name: str(getattr(problem, name)) for name in key_columns(op)}
@@ -53,7 +60,8 @@ def read_rows(path: Path, op: str) -> Rows:
         if row_op != op:
             raise ValueError(f"{row.where} is a row of {row_op!r}; the table is for {op!r}")
     with path.open(newline="", encoding="utf-8") as file:
-        return {key_of(op, row): dict(row) for row in csv.DictReader(file)}
+        rows = [_whole(op, row) for row in csv.DictReader(file)]
+    return {key_of(op, row): row for row in rows}
 
 
 def incumbent_of(rows: Rows, op: str, target: Target, problem: Problem) -> Candidate | None:

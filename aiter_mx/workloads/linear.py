@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import torch
 
+from aiter_mx.dispatch.route import Route
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.launch import Tensors
+from aiter_mx.kernels.spec import Parts
+from aiter_mx.launch import Run, Tensors
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.target import Target
 from aiter_mx.timing import random_mx
 from aiter_mx.tuning.models import Model
 from aiter_mx.workloads.workload import Fallback, Judge, Operands, Verdict, Workload, compare
@@ -69,6 +72,12 @@ def _fallbacks(problem: LinearProblem) -> Mapping[str, Fallback]:
     return linear.FALLBACKS
 
 
+def _in_parts(chosen: Route, target: Target, parts: Parts, device: torch.device) -> Run:
+    from aiter_mx.ops.linear import in_parts
+
+    return in_parts(chosen, target, parts, device)
+
+
 def _sample(problem: LinearProblem, share: float) -> tuple[LinearProblem, float]:
     rows = min(problem.N, max(_SAMPLE_ROWS, round(problem.N * share)))
     return replace(problem, N=rows), rows / problem.N
@@ -93,4 +102,5 @@ WORKLOAD = Workload(
     fallbacks=_fallbacks,
     sample=_sample,
     problems=_problems,
+    in_parts=_in_parts,
 )

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aiter_mx.kernels.spec import Config, KernelSpec, Problem
+from aiter_mx.kernels.spec import Config, Problem
 from aiter_mx.target import Target
 
 if TYPE_CHECKING:
     import torch
 
+    from aiter_mx.dispatch.route import Route
     from aiter_mx.launch import Run, Tensors
+    from aiter_mx.ops.plan import InParts
 
 Operands: TypeAlias = "list[torch.Tensor | None]"
 """In the order of the pointers of the op's kernels, results among them; None is a null pointer."""
@@ -67,6 +69,7 @@ class Workload:
         sample: a problem with about this share of the weights' rows, and the share, for which every
             kernel is compiled as for the whole; the simulator runs it in place of the whole.
         problems: the problems that serving a model of the catalogue poses, on so many GPUs.
+        in_parts: what runs a problem that takes several launches, for an op that has such.
     """
 
     op: str
@@ -78,17 +81,13 @@ class Workload:
     fallbacks: Callable[[Problem], Mapping[str, Fallback]]
     sample: Callable[[Problem, float], tuple[Problem, float]]
     problems: Callable[[Any, int], list[Problem]]
+    in_parts: InParts | None = None
 
-    def bind(
-        self, kernel: KernelSpec, target: Target, problem: Problem, config: Config, device: int
-    ) -> Run:
-        """What runs a kernel with this configuration, whatever dispatch would choose."""
-        from aiter_mx import launch
+    def bind(self, chosen: Route, target: Target, problem: Problem, device: torch.device) -> Run:
+        """What runs the kernel that a route names, whatever dispatch would choose."""
+        from aiter_mx.ops.plan import bind_route
 
-        if kernel.module is not None:
-            return launch.bind(kernel, target, problem, config, device)
-        fallback = self.fallbacks(problem)[kernel.backend]
-        return lambda tensors, _: fallback(tensors, config)
+        return bind_route(chosen, target, problem, device, self.fallbacks(problem), self.in_parts)
 
 
 def workload_of(op: str) -> Workload:

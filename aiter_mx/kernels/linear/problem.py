@@ -77,16 +77,22 @@ class LinearProblem:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {dtype!r}")
 
 
-KEY = ("M", "N", "K", "out_dtype")
+KEY = ("M", "N", "K", "out_dtype", "x_dtype", "pdl")
 
 
 def stand_ins(key: LinearProblem) -> tuple[LinearProblem, ...]:
-    """The next power of two rows, and bf16, which is what tables are tuned for."""
+    """Those of the next power of two rows, of bf16, without overlap and of quantised x.
+
+    M is given up first and the kind of x last: what quantises x itself is another kernel's work.
+    """
     rounded = 1 << (key.M - 1).bit_length() if key.M else 0
-    return (
-        replace(key, M=rounded),
-        replace(key, out_dtype="bf16"),
-        replace(key, M=rounded, out_dtype="bf16"),
+    x_dtypes = (key.x_dtype, "bf16", "e4m3") if key.x_dtype != "e4m3" else ("e4m3",)
+    return tuple(
+        replace(key, M=M, out_dtype=out_dtype, pdl=pdl, x_dtype=x_dtype)
+        for x_dtype in x_dtypes
+        for pdl in dict.fromkeys((key.pdl, False))
+        for out_dtype in (key.out_dtype, "bf16")
+        for M in (key.M, rounded)
     )
 
 
