@@ -21,12 +21,16 @@ from tune_fakes import PROBLEMS, TARGET, FakeBench, FakeMeter, draw, plan_for, s
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.tables import read_table
 from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.spec import Problem
+from aiter_mx.target import hardware
 from aiter_mx.tuning import sweep as sweeps
 from aiter_mx.tuning.candidates import Candidate, ContextLost, candidates_of
 from aiter_mx.tuning.journal import Journal, folder_of, merge, read_folder
 from aiter_mx.tuning.race import Outcome, Rules, race
 from aiter_mx.tuning.share import Alone, Shared
 from aiter_mx.tuning.table import columns_of, incumbent_of, read_rows, row_of
+from aiter_mx.tuning.triton_ahead import TritonAhead
 
 PROBLEM = PROBLEMS[0]
 RULES = Rules(most=6)
@@ -53,7 +57,6 @@ def test_the_fastest_is_chosen_through_noise() -> None:
     outcome = run_race(fake)
     assert outcome.chosen is not None
     assert outcome.chosen.candidate == by_time()[0]
-    assert outcome.chosen.rounds == RULES.final_rounds
     assert 0 < outcome.chosen.spread < 0.005
     assert {t.candidate for t in outcome.timings} == set(starters())
     # Times of an earlier heat, when the GPU was cooler, are not what a table lists.
@@ -228,6 +231,63 @@ def wait_for_growth(process: subprocess.Popen[bytes], folder: Path) -> None:
         time.sleep(0.005)
 
 
+def test_a_budget_takes_the_first_shapes_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    expected, table = tmp_path / "whole.csv", tmp_path / "linear.csv"
+    sweep(expected, FakeMeter())
+    first = FakeMeter(pause_s=0.01)
+    done = sweeps.run(plan_for(table), first.meter(), Alone(), budget_s=0.1)
+    names = [sweeps.name_of("linear", problem) for problem in PROBLEMS]
+    assert 0 < len(done) < len(PROBLEMS)
+    assert [record["problem"] for record in done] == names[: len(done)]
+    assert len(read_rows(table, "linear")) == len(done)
+    second = FakeMeter()
+    assert len(sweeps.run(plan_for(table), second.meter(), Alone(), budget_s=60)) == len(PROBLEMS)
+    assert not {p for p, _ in first.tried} & {p for p, _ in second.tried}
+    assert table.read_text() == expected.read_text()
+    assert not folder_of(table).exists()
+
+
+def test_without_a_budget_the_largest_come_first(tmp_path: Path) -> None:
+    fake = FakeMeter()
+    sweep(tmp_path / "linear.csv", fake)
+    sizes = [p.M * p.N for p in dict.fromkeys(problem for problem, _ in fake.tried)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_kernel_far_behind_is_given_up_unless_one_looks_closely() -> None:
+    other = [
+        replace(c, kernel="slow", values=(*c.values[:-1], ("x", i)))
+        for i, c in enumerate(starters() * 2)
+    ]
+    last = other[-1]  # which is the fastest of all
+
+    def times(candidate: Candidate, turn: int) -> float:
+        return 0.1 if candidate == last else 9.0 if candidate.kernel == "slow" else 1.0
+
+    for rules, best in ((RULES, by_time()[0]), (RULES.thorough, last)):
+        fake = FakeMeter()
+        fake.noise = times
+        outcome = race(FakeBench(PROBLEM, fake), [*starters(), *other], None, rules)
+        assert outcome.chosen is not None
+        assert outcome.chosen.candidate == best
+        tried = [c for _, c in fake.tried if c.kernel == "slow"]
+        assert tried == (other[: RULES.tries] if rules is RULES else other)
+
+
+def test_those_clearly_behind_are_not_timed_to_the_end() -> None:
+    first = by_time()[0]
+    fake = FakeMeter()
+    fake.noise = lambda candidate, turn: 0.95 if candidate == first else 1.0
+    outcome = run_race(fake)
+    assert outcome.chosen is not None
+    assert (outcome.chosen.candidate, outcome.chosen.rounds) == (first, 3)
+    assert max(timing.rounds for timing in outcome.timings[1:]) < 3
+    # As long as their rounds overlap, they are.
+    fake.noise = lambda candidate, turn: (1 + 0.5 * (turn % 2)) * (1 - 0.05 * (candidate == first))
+    outcome = run_race(fake)
+    assert [timing.rounds for timing in outcome.timings[:2]] == [7, 7]
+
+
 def test_journal_drops_a_torn_line_and_refuses_another_sweep(tmp_path: Path) -> None:
     record = {"kind": "problem", "problem": "a", "at": 1.0, "worker": "w", "row": None}
     journal = Journal(tmp_path, "w", "f1")
@@ -282,6 +342,20 @@ def test_a_candidate_that_takes_the_gpu_with_it_is_passed_over_next_time(tmp_pat
     assert {"candidate": str(culprit), "why": "an illegal memory access"} in record["failures"]
     assert "an illegal memory access" in sweeps.timings_text(records)
     assert len(read_rows(table, "linear")) == len(PROBLEMS)
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, MoeGemmProblem(3, 128, 96, 5, 2, 16)])
+def test_tritons_candidates_are_compiled_without_a_gpu(
+    problem: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    op = "linear" if problem is PROBLEM else "moe_gemm"
+    target = replace(hardware("sm_90a"), runtime="cuda")
+    (candidate,) = candidates_of(op, target, problem, ("triton",), 1)
+    ahead = TritonAhead(target, jobs=1)
+    ahead.wait(problem, [candidate])
+    ahead.close()
+    assert list(tmp_path.rglob("*tile_kernel.cubin"))
 
 
 class DictStore:

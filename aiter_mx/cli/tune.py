@@ -18,6 +18,7 @@ from aiter_mx.cli.screen import make_console, make_progress
 if TYPE_CHECKING:
     from aiter_mx.kernels.spec import Problem
     from aiter_mx.target import Target
+    from aiter_mx.tuning.builds import OnBuilt
     from aiter_mx.tuning.candidates import Meter
     from aiter_mx.tuning.journal import Record
     from aiter_mx.tuning.race import Rules
@@ -44,6 +45,9 @@ def tune(
     most: Annotated[int | None, typer.Option(help="Candidates of each kernel.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Times that each finalist is timed.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Compilers at a time.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Seconds, after which no race begins; go on later.")
+    ] = None,
     timings: Annotated[
         Path | None, typer.Option(help="CSV for the time of every candidate.")
     ] = None,
@@ -54,8 +58,9 @@ def tune(
 
     Shapes come from --shapes, --model, --untuned or the op's fields (--M 1,4 --N 2304 --K 6144);
     fields beside one of the others take the place of its own (--model qwen3-8b --M 128,256).
-    A killed sweep goes on where it was when the same command is given again. Under torchrun the
-    shapes are shared out: torchrun --nproc-per-node=8 -m aiter_mx.cli tune linear --model ...
+    A sweep that was killed, or whose --budget ended, goes on where it was when the same command is
+    given again; with a budget the shapes are raced in the order given. Under torchrun they are
+    shared out: torchrun --nproc-per-node=8 -m aiter_mx.cli tune linear --model ...
     """
     from aiter_mx.tuning import sweep
     from aiter_mx.tuning.candidates import ContextLost, candidates_of
@@ -81,20 +86,22 @@ def tune(
     path = table or default_table(op, target)
     plan = sweep.make_plan(op, target, wanted, path, meter.source, rules)
     if build_only:
-        meter.prepare(
-            [
-                (problem, candidate)
+        with meter.ahead() as ahead:
+            wanted_by = {
+                problem: candidates_of(op, target, problem, meter.backends, rules.most)
                 for problem in plan.problems
-                for candidate in candidates_of(op, target, problem, meter.backends, rules.most)
-            ]
-        )
+            }
+            for problem, candidates in wanted_by.items():
+                ahead.add(problem, candidates)
+            for problem, candidates in wanted_by.items():
+                ahead.wait(problem, candidates)
         return
     if fresh and share.local_rank == 0:
         sweep.discard(plan)
     share.meet("fresh")
     started = time.monotonic()
     try:
-        records = sweep.run(plan, meter, share, lambda *raced: _print_race(console, *raced))
+        records = sweep.run(plan, meter, share, lambda *raced: _print_race(console, *raced), budget)
     except ContextLost as error:
         console.print(f"lost the GPU to {error.args[1]}: {error.args[0]}; starting anew")
         if share.workers > 1:
@@ -109,11 +116,14 @@ def tune(
         right = sum(record["row"] is not None for record in records)
         failed = sum(len(record["failures"]) for record in records)
         seconds = time.monotonic() - started
+        unraced = len(plan.problems) - len(records)
         console.print(
             f"{right} rows {meter.source} in {seconds:.1f} s by {share.workers} workers, "
             f"{failed} candidates failed; {path}",
             soft_wrap=True,
         )
+        if unraced:
+            console.print(f"{unraced} shapes are left: the same command goes on with them")
 
 
 def with_fields(op: str, shapes: list[Problem], fields: dict[str, Axis]) -> list[Problem]:
@@ -190,10 +200,15 @@ def the_meter(
         if arch in SIMULATED_ARCHS and not build_only:
             from aiter_mx.tuning.modelled import modelled_meter
 
-            return target, modelled_meter(op)
+            return target, modelled_meter(op, jobs or default_jobs())
         if not build_only:
             raise ValueError(f"times for {arch} need such a GPU; here is {here and here.name}")
     device = torch.device("cuda", torch.cuda.current_device() if here else 0)
+    on_built = _shown_builds(console) if build_only else None
+    return target, measured_meter(op, target, device, jobs or default_jobs(), on_built)
+
+
+def _shown_builds(console: Console) -> OnBuilt:
     progress = make_progress()
     task = progress.add_task("compiling", total=None)
 
@@ -204,7 +219,7 @@ def the_meter(
             progress.stop()
             console.print(f"{of} kernel variants are compiled")
 
-    return target, measured_meter(op, target, device, jobs or default_jobs(), on_built)
+    return on_built
 
 
 def default_table(op: str, target: Target) -> Path:

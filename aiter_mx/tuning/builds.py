@@ -1,17 +1,38 @@
-"""Many builds at a time, of which some may fail."""
+"""Many builds at a time, of which some may fail, ahead of what needs them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Protocol
 
 from aiter_mx.ahead import build_requests
 from aiter_mx.errors import AiterMxError
 from aiter_mx.jit.build import BuildRequest, build
+from aiter_mx.jit.toolchain import find_toolchain
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
 from aiter_mx.tuning.candidates import Candidate
+
+OnBuilt = Callable[[int, int], None]
+"""Called with the number of builds that ended, and of those begun."""
+
+_BACKLOG = 6  # builds that wait for each compiler: races of a few seconds do not use them up
+
+
+class Others(Protocol):
+    """Compiles candidates that are not of our building."""
+
+    def add(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
+        """Begin with these."""
+
+    def wait(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
+        """Return when these are compiled."""
+
+    def close(self) -> None:
+        """Stop; nothing is waited for any more."""
 
 
 def requests_of(
@@ -47,3 +68,72 @@ def build_each(
 
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0)), "aiter_mx-tune") as pool:
         yield from pool.map(attempt, requests)
+
+
+class Ahead:
+    """Compiles what races will need while others are run, in the order in which it is told of them.
+
+    What fails to compile fails again in its race, which says why.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        jobs: int,
+        others: Others | None = None,
+        on_built: OnBuilt | None = None,
+    ) -> None:
+        """Have so many compilers at a time; ``others`` compiles what is not of our building."""
+        self._target, self._others, self._on_built = target, others, on_built
+        self._pool = ThreadPoolExecutor(jobs, "aiter_mx-tune")
+        self._builds: dict[BuildRequest, Future[None]] = {}
+        self._enough = _BACKLOG * jobs
+
+    def add(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
+        """Begin with what these need.
+
+        Raises:
+            ToolchainError: no compiler for the target.
+        """
+        candidates = list(candidates)
+        new = requests_of(self._target, [(problem, candidate) for candidate in candidates])
+        if new and not self._builds:
+            find_toolchain(self._target.arch)
+        for request in new:
+            if request not in self._builds:
+                build = self._builds[request] = self._pool.submit(_attempt, request)
+                build.add_done_callback(self._report)
+        if self._others is not None:
+            self._others.add(problem, candidates)
+
+    def wait(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
+        """Return when all that these need is compiled, whoever of this host's workers did it."""
+        candidates = list(candidates)
+        self.add(problem, candidates)
+        for request in requests_of(self._target, [(problem, c) for c in candidates]):
+            self._builds[request].result()
+        if self._others is not None:
+            self._others.wait(problem, candidates)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is enough to do for the time being."""
+        return sum(not build.done() for build in self._builds.values()) >= self._enough
+
+    def _report(self, _: Future[None]) -> None:
+        if self._on_built is not None:
+            done = sum(build.done() for build in self._builds.values())
+            self._on_built(done, len(self._builds))
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        if self._others is not None:
+            self._others.close()
+
+
+def _attempt(request: BuildRequest) -> None:
+    with suppress(AiterMxError):
+        build(request)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -71,6 +71,20 @@ class Admission:
     rel_err: float
 
 
+class Ahead(Protocol):
+    """Compiles what races will need."""
+
+    def add(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
+        """Begin with what these need."""
+
+    def wait(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
+        """Return when all that these need is compiled."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is enough to do for the time being."""
+
+
 class Bench(Protocol):
     """Where the candidates for one problem are tried."""
 
@@ -97,13 +111,13 @@ class Meter:
     Attributes:
         source: what tables say of its times: ``measured`` or ``model``.
         backends: whose kernels it can judge.
-        prepare: compiles what the candidates of these problems need, as far as it compiles.
+        ahead: what compiles candidates while others are raced.
         bench: where the candidates for one problem are tried.
     """
 
     source: str
     backends: tuple[str, ...]
-    prepare: Callable[[Sequence[tuple[Problem, Candidate]]], None]
+    ahead: Callable[[], AbstractContextManager[Ahead]]
     bench: Callable[[Problem], AbstractContextManager[Bench]]
 
 

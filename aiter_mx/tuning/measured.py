@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from multiprocessing import get_context
 
 import torch
 
 from aiter_mx.errors import AiterMxError
-from aiter_mx.jit.cache import cache_dir
-from aiter_mx.jit.toolchain import find_toolchain
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
-from aiter_mx.tuning.builds import build_each, build_of, requests_of
+from aiter_mx.tuning.builds import Ahead, OnBuilt, build_of
 from aiter_mx.tuning.candidates import Admission, Bench, Candidate, ContextLost, Meter, Unfit
-from aiter_mx.tuning.origin import sources_hash, versions
+from aiter_mx.tuning.triton_ahead import TritonAhead
 from aiter_mx.workloads.workload import Operands, Workload, poison, workload_of
 
 BACKENDS = ("hip", "triton", "vendor")
@@ -30,9 +25,6 @@ _ROUND_US = 20e3
 """Beyond this a round has fewer replays: long kernels need fewer of them for a steady median."""
 _HANG_S = 20.0
 _POLL_S = 2e-4
-_MOST_PROCESSES = 12
-OnBuilt = Callable[[int, int], None]
-"""Called with the number of builds that ended, and of all."""
 
 
 def measured_meter(
@@ -49,7 +41,7 @@ def measured_meter(
     return Meter(
         source="measured",
         backends=BACKENDS,
-        prepare=lambda pairs: prepare(workload, target, device, pairs, jobs, on_built),
+        ahead=lambda: Ahead(target, jobs, TritonAhead(target, jobs), on_built),
         bench=bench,
     )
 
@@ -155,79 +147,8 @@ def _operand_sets(workload: Workload, problem: Problem, device: torch.device) ->
     return sets
 
 
-def prepare(
-    workload: Workload,
-    target: Target,
-    device: torch.device,
-    pairs: Sequence[tuple[Problem, Candidate]],
-    jobs: int,
-    on_built: OnBuilt | None = None,
-) -> None:
-    """Compile what candidates need, in parallel; what fails to compile fails again when tried.
-
-    Raises:
-        ToolchainError: no compiler for the target.
-    """
-    requests = requests_of(target, pairs)
-    if requests:
-        find_toolchain(target.arch)
-    with ThreadPoolExecutor(1) as others:
-        compiled = others.submit(_compile_others, workload.op, target, device, pairs, jobs)
-        for done, _ in enumerate(build_each(requests, jobs), 1):
-            if on_built is not None:
-                on_built(done, len(requests))
-        compiled.result()
-
-
-def _compile_others(
-    op: str,
-    target: Target,
-    device: torch.device,
-    pairs: Sequence[tuple[Problem, Candidate]],
-    jobs: int,
-) -> None:
-    """Fill the caches of compilers that are not ours, as Triton's, by calling candidates once.
-
-    It takes processes: Triton compiles under the interpreter's lock. One process gets all problems
-    of a configuration, most of which share a compilation. A file in the cache folder lists what was
-    called before, by the same versions and sources.
-    """
-    done_file = cache_dir() / "tuner" / f"called-{sources_hash()}-{_hash(versions())}.txt"
-    done = set(done_file.read_text().splitlines()) if done_file.is_file() else set()
-    problems: dict[Candidate, list[Problem]] = {}
-    for problem, candidate in pairs:
-        if candidate.spec.module is None and _hash(f"{target} {candidate} {problem}") not in done:
-            problems.setdefault(candidate, []).append(problem)
-    if not problems or not torch.cuda.is_available():
-        return
-    workers = min(jobs, len(problems), _MOST_PROCESSES)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for candidate, of_it in problems.items():
-            pool.submit(_call_once, op, target, device, candidate, of_it)
-    called = [_hash(f"{target} {c} {p}") for c, of_it in problems.items() for p in of_it]
-    done_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with done_file.open("a") as file:
-        file.write("".join(f"{line}\n" for line in called))
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _call_once(
-    op: str, target: Target, device: torch.device, candidate: Candidate, problems: list[Problem]
-) -> None:
-    workload = workload_of(op)
-    with torch.cuda.device(device):
-        for problem in problems:
-            operands = workload.operands(problem, device)
-            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
-            with suppress(Exception):  # its race will say what is wrong
-                workload.bind(candidate.route, target, problem, device)(operands, addresses)
-        torch.cuda.synchronize()
-
-
 def default_jobs() -> int:
-    """Compilers at a time: one for each core, divided among the workers of this host."""
+    """Compilers at a time: one for each core, divided among the workers of this host, but for the
+    core that each worker races on."""
     workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // workers)
+    return max(1, len(os.sched_getaffinity(0)) // workers - 1)

@@ -15,7 +15,7 @@ comes first. These are no measurements, and rows say ``source=model``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -25,27 +25,22 @@ from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.roofline import bounds
 from aiter_mx.target import hardware
 from aiter_mx.trial import Trial, try_out
-from aiter_mx.tuning.builds import build_each, build_of, requests_of
+from aiter_mx.tuning.builds import Ahead, build_of
 from aiter_mx.tuning.candidates import Admission, Bench, Candidate, Meter, Unfit
 from aiter_mx.workloads.workload import workload_of
 
 _SHARE = 0.02
 
 
-def modelled_meter(op: str) -> Meter:
-    """A meter for gfx950, on any machine."""
+def modelled_meter(op: str, jobs: int) -> Meter:
+    """A meter for gfx950, on any machine, with so many compilers at a time."""
     workload_of(op)  # an op that cannot be tried out raises here
 
     @contextmanager
     def bench(problem: Problem) -> Iterator[Bench]:
         yield ModelBench(op, problem)
 
-    return Meter(source="model", backends=("hip",), prepare=_prepare, bench=bench)
-
-
-def _prepare(pairs: Sequence[tuple[Problem, Candidate]]) -> None:
-    for _ in build_each(requests_of(hardware("gfx950"), pairs)):
-        continue  # what fails to compile fails again in its race
+    return Meter("model", ("hip",), lambda: Ahead(hardware("gfx950"), jobs), bench)
 
 
 class ModelBench:

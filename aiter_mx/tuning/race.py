@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from aiter_mx.tuning.candidates import Admission, Bench, Candidate, Unfit
+
+_FEWEST_ROUNDS = 3  # of a final, also where one candidate is left
 
 
 @dataclass(frozen=True)
@@ -15,18 +19,31 @@ class Rules:
 
     Attributes:
         most: candidates of each kernel that start.
+        tries: of these, those that each kernel begins with.
+        hopeless: a kernel is given up when all that it began with take more than so many times the
+            fastest of all.
+        first_look: a candidate is out when it takes more than so many times the fastest then.
         heats: candidates that are left for each heat, fewer each time; the last is the final.
         rounds: times that each is timed in a heat, all in turns.
-        final_rounds: the same in the final.
+        final_rounds: the most of them in the final.
         margin: by how much the winner must beat the incumbent, or by the spread of either if that
-            is larger.
+            is larger. A candidate is out when its fastest round is slower than the leader's slowest
+            by more.
     """
 
     most: int = 24
+    tries: int = 3
+    hopeless: float = 3.0
+    first_look: float = 1.25
     heats: tuple[int, ...] = (10, 5)
     rounds: int = 2
     final_rounds: int = 7
     margin: float = 0.03
+
+    @property
+    def thorough(self) -> Rules:
+        """Without the two guesses that save time: of kernels by a few, and of times by one look."""
+        return replace(self, hopeless=math.inf, first_look=math.inf)
 
 
 @dataclass(frozen=True)
@@ -78,8 +95,12 @@ def race(
     """
     failures: list[Failure] = []
     admitted: dict[Candidate, Admission] = {}
-    starters = dict.fromkeys([*candidates, *([incumbent] if incumbent else [])])
-    for candidate in starters:
+    starters = _in_turn(candidates, rules.tries)
+    if incumbent is not None and incumbent not in starters:
+        starters.append(incumbent)
+    for place, candidate in enumerate(starters):
+        if candidate != incumbent and _is_hopeless(candidate, starters[:place], admitted, rules):
+            continue
         try:
             admitted[candidate] = bench.admit(candidate)
         except Unfit as error:
@@ -90,27 +111,34 @@ def race(
     def us(candidate: Candidate) -> float:
         return median(samples[candidate])
 
-    running = sorted(admitted, key=us)
-    for heat, size in enumerate(rules.heats):
-        kept = _kept(running, size, incumbent)
+    def keep(kept: list[Candidate]) -> list[Candidate]:
         for candidate in running:
-            if candidate not in kept:
+            if candidate not in kept and candidate != incumbent:
                 bench.drop(candidate)
-        running = kept
-        rounds = rules.final_rounds if heat == len(rules.heats) - 1 else rules.rounds
+        return [candidate for candidate in running if candidate in kept or candidate == incumbent]
+
+    running = sorted(admitted, key=us)
+    running = keep([c for c in running if us(c) <= rules.first_look * us(running[0])])
+    for heat, size in enumerate(rules.heats):
+        running = keep(running[:size])
+        is_final = heat == len(rules.heats) - 1
         for candidate in running:
             samples[candidate].clear()
-        for turn in range(rounds):
+        for turn in range(rules.final_rounds if is_final else rules.rounds):
             # Each round starts with another one: none always runs after the same neighbour.
             first = turn % max(len(running), 1)
             for candidate in running[first:] + running[:first]:
-                if candidate in admitted:
-                    try:
-                        samples[candidate].append(bench.sample_us(candidate))
-                    except Unfit as error:
-                        failures.append(Failure(candidate, str(error)))
-                        del admitted[candidate]
-        running = sorted((candidate for candidate in running if candidate in admitted), key=us)
+                try:
+                    samples[candidate].append(bench.sample_us(candidate))
+                except Unfit as error:
+                    failures.append(Failure(candidate, str(error)))
+                    del admitted[candidate]
+            running = sorted((c for c in running if c in admitted), key=us)
+            if turn and running:  # each has two times at least
+                slowest = max(samples[running[0]]) * (1 + rules.margin)
+                running = keep([c for c in running if min(samples[c]) <= slowest])
+            if turn + 1 >= _FEWEST_ROUNDS and len(running) < 2:
+                break
 
     finalists = []
     for candidate in running:
@@ -120,9 +148,12 @@ def race(
         except Unfit as error:
             failures.append(Failure(candidate, str(error)))
             del admitted[candidate]
-    if admitted and not finalists:  # those that were dropped get their turn
-        again = race(bench, list(admitted), None, rules)
-        return replace(again, failures=(*failures, *again.failures))
+    if not finalists:  # those that were given up for one that is wrong get their turn
+        failed = {failure.candidate for failure in failures}
+        others = [candidate for candidate in starters if candidate not in failed]
+        if others:
+            again = race(bench, others, incumbent if incumbent in others else None, rules)
+            return replace(again, failures=(*failures, *again.failures))
     rest = sorted((c for c in admitted if c not in finalists), key=us)
     timings = tuple(
         Timing(c, us(c), (max(samples[c]) - min(samples[c])) / us(c), len(samples[c]), admitted[c])
@@ -133,11 +164,35 @@ def race(
     return Outcome(chosen, timings, tuple(failures), build)
 
 
-def _kept(running: list[Candidate], size: int, incumbent: Candidate | None) -> list[Candidate]:
-    """The fastest, the incumbent, and the fastest of each backend, which tables list beside."""
-    firsts = {candidate.backend: candidate for candidate in reversed(running)}
-    wanted = {*running[:size], *firsts.values(), incumbent}
-    return [candidate for candidate in running if candidate in wanted]
+def _in_turn(candidates: Sequence[Candidate], tries: int) -> list[Candidate]:
+    """Those that each kernel begins with, and then the others."""
+    begun = openers(candidates, tries)
+    return [*begun, *(candidate for candidate in candidates if candidate not in begun)]
+
+
+def openers(candidates: Sequence[Candidate], tries: int) -> list[Candidate]:
+    """Those that each kernel begins with."""
+    places: Counter[tuple[str, str]] = Counter()
+    found = []
+    for candidate in dict.fromkeys(candidates):
+        places[candidate.backend, candidate.kernel] += 1
+        if places[candidate.backend, candidate.kernel] <= tries:
+            found.append(candidate)
+    return found
+
+
+def _is_hopeless(
+    candidate: Candidate,
+    before: Sequence[Candidate],
+    admitted: Mapping[Candidate, Admission],
+    rules: Rules,
+) -> bool:
+    """Whether enough of a candidate's kernel were tried to know that it is far too slow."""
+    tried = [c for c in before if (c.backend, c.kernel) == (candidate.backend, candidate.kernel)]
+    times = [admitted[c].us for c in tried if c in admitted]
+    if len(tried) < rules.tries or not times:
+        return False
+    return min(times) > rules.hopeless * min(admission.us for admission in admitted.values())
 
 
 def _chosen(

@@ -52,18 +52,17 @@ class Alone:
         self.rank, self.workers = 0, 1
         self.local_rank, self.local_workers = 0, 1
         self.name = "worker"
-        self._records: list[Record] = []
+        self._found: dict[str, Record] = {}
 
     def publish(self, records: Iterable[Record]) -> None:
-        self._records += records
+        self._found |= merge(records)
 
     def found(self, problems: Sequence[str]) -> list[Record]:
-        done = merge(self._records)
-        return [done[name] for name in problems if name in done]
+        return [self._found[name] for name in problems if name in self._found]
 
     def claim(self, problems: Sequence[str]) -> Iterator[str]:
         for name in problems:
-            if name not in merge(self._records):
+            if name not in self._found:
                 yield name
 
     def meet(self, where: str) -> None:
@@ -84,14 +83,17 @@ class Shared:
         self.local_workers = int(env.get("LOCAL_WORLD_SIZE", self.workers))
         self.name = f"{socket.gethostname()}-{self.rank}"
         self._store = store
+        self._found: dict[str, Record] = {}
 
     def publish(self, records: Iterable[Record]) -> None:
         for name, record in merge(records).items():
             self._store.set(f"found/{name}", json.dumps(record))
 
     def found(self, problems: Sequence[str]) -> list[Record]:
-        done = [name for name in problems if self._store.check([f"found/{name}"])]
-        return [json.loads(self._store.get(f"found/{name}")) for name in done]
+        for name in problems:
+            if name not in self._found and self._store.check([f"found/{name}"]):
+                self._found[name] = json.loads(self._store.get(f"found/{name}"))
+        return [self._found[name] for name in problems if name in self._found]
 
     def claim(self, problems: Sequence[str]) -> Iterator[str]:
         while (turn := self._store.add("next", 1) - 1) < len(problems):

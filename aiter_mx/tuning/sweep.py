@@ -8,18 +8,20 @@ sweep and from what all workers have found.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from aiter_mx.kernels.registry import problem_key
+from aiter_mx.kernels.registry import key_columns, problem_key
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
-from aiter_mx.tuning.candidates import Candidate, ContextLost, Meter, candidates_of
+from aiter_mx.tuning.candidates import Ahead, Candidate, ContextLost, Meter, candidates_of
 from aiter_mx.tuning.journal import Journal, Record, folder_of, merge, read_folder
 from aiter_mx.tuning.origin import commit, sources_hash, today, versions
-from aiter_mx.tuning.race import Outcome, Rules, race
+from aiter_mx.tuning.race import Outcome, Rules, openers, race
 from aiter_mx.tuning.share import Share
 from aiter_mx.tuning.table import (
     Cells,
@@ -32,6 +34,9 @@ from aiter_mx.tuning.table import (
     table_text,
     write_text,
 )
+
+_WRITE_EVERY_S = 5.0
+"""Between two tables of an unfinished sweep: the journal has all, and they are only to look at."""
 
 OnRaced = Callable[[Record, int, int, float], None]
 """Called after each race of this worker: its record, problems done, of how many, seconds left."""
@@ -92,11 +97,25 @@ def discard(plan: Plan) -> None:
         folder.rmdir()
 
 
-def run(plan: Plan, meter: Meter, share: Share, on_raced: OnRaced | None = None) -> list[Record]:
+def run(
+    plan: Plan,
+    meter: Meter,
+    share: Share,
+    on_raced: OnRaced | None = None,
+    budget_s: float | None = None,
+) -> list[Record]:
     """Tune what is left of a plan and write its table.
 
+    Args:
+        plan: what to tune.
+        meter: how.
+        share: this worker's part of it.
+        on_raced: called after each race of this worker.
+        budget_s: begin no race after so many seconds. Problems are raced in the plan's order then,
+            else the largest first, so that the workers end together.
+
     Returns:
-        The record of each problem, in the plan's order; only the first worker has those of others.
+        The record of each problem that is done, in that order.
 
     Raises:
         ContextLost: a candidate broke the connection to the GPU. It is journaled: the same call in
@@ -104,13 +123,14 @@ def run(plan: Plan, meter: Meter, share: Share, on_raced: OnRaced | None = None)
         ValueError: the journal beside the table is of another sweep.
         TableError: the table has a row that cannot be right.
     """
+    ends_at = math.inf if budget_s is None else time.monotonic() + budget_s
     before = read_rows(plan.table, plan.op)
     journal = Journal(folder_of(plan.table), share.name, plan.fingerprint)
     try:
-        records = _tune(plan, meter, share, before, journal, on_raced)
+        records = _tune(plan, meter, share, before, journal, on_raced, ends_at)
     finally:
         journal.close()
-    if share.local_rank == 0:
+    if share.local_rank == 0 and len(records) == len(plan.problems):
         discard(plan)
     return records
 
@@ -122,52 +142,41 @@ def _tune(
     before: Rows,
     journal: Journal,
     on_raced: OnRaced | None,
+    ends_at: float,
 ) -> list[Record]:
     by_name = {name_of(plan.op, problem): problem for problem in plan.problems}
     names = list(by_name)
+    if ends_at == math.inf:
+        names.sort(key=lambda name: -_size(plan.op, by_name[name]))
     earlier = read_folder(folder_of(plan.table), plan.fingerprint)
     lost = {(r["problem"], r["candidate"]): r["why"] for r in earlier if r["kind"] == "lost"}
     share.publish(earlier)
     share.meet("start")
     done = {record["problem"] for record in share.found(names)}
-    left = {name: _starters(plan, meter, by_name[name]) for name in names if name not in done}
-    mine = list(left.items())[share.local_rank :: share.local_workers]
-    meter.prepare([(by_name[name], c) for name, starters in mine for c in starters])
-    share.meet("built")
-
+    left = [name for name in names if name not in done]
+    starters = _Starters(plan, meter, by_name, lost)
     started = time.monotonic()
-    for raced, name in enumerate(share.claim(names), 1):
-        problem = by_name[name]
-        incumbent = incumbent_of(before, plan.op, plan.target, problem)
-        starters = [c for c in left[name] if (name, str(c)) not in lost]
-        if incumbent is not None and (name, str(incumbent)) in lost:
-            incumbent = None
-        begun = time.monotonic()
-        try:
-            with meter.bench(problem) as bench:
-                outcome = race(bench, starters, incumbent, plan.rules)
-        except ContextLost as error:
-            candidate = str(error.args[1]) if len(error.args) > 1 else ""
-            why = str(error.args[0])
-            journal.append({"kind": "lost", "problem": name, "candidate": candidate, "why": why})
-            raise
-        record = _record(plan, problem, outcome, journal.worker, time.monotonic() - begun)
-        record["failures"] += [
-            {"candidate": candidate, "why": why}
-            for (where, candidate), why in lost.items()
-            if where == name
-        ]
-        journal.append(record)
-        share.publish([record])
-        if share.rank == 0:
-            found = share.found(names)
-            _write(plan, before, found)
-            done = {each["problem"] for each in found}
-        else:
+    written_at = 0.0
+    with meter.ahead() as ahead:
+        upcoming = deque(left[share.local_rank :: share.local_workers])
+        _feed(ahead, upcoming, starters)
+        for raced, name in enumerate(share.claim(names), 1):
+            _feed(ahead, upcoming, starters)
+            record = _race(plan, meter, ahead, before, journal, starters, name)
+            journal.append(record)
+            share.publish([record])
             done.add(name)
-        if on_raced is not None:
-            rate = (time.monotonic() - started) / raced / share.workers
-            on_raced(record, len(done), len(names), rate * (len(names) - len(done)))
+            if share.rank == 0 and time.monotonic() - written_at > _WRITE_EVERY_S:
+                found = share.found(names)
+                done |= {each["problem"] for each in found}
+                _write(plan, before, found)
+                written_at = time.monotonic()
+            if on_raced is not None:
+                rate = (time.monotonic() - started) / raced / share.workers
+                seconds_left = min(rate * (len(names) - len(done)), ends_at - time.monotonic())
+                on_raced(record, len(done), len(names), max(seconds_left, 0.0))
+            if time.monotonic() >= ends_at:
+                break
     share.meet("raced")
     found = share.found(names)
     if share.rank == 0:
@@ -177,8 +186,81 @@ def _tune(
     return found
 
 
-def _starters(plan: Plan, meter: Meter, problem: Problem) -> list[Candidate]:
-    return candidates_of(plan.op, plan.target, problem, meter.backends, plan.rules.most)
+class _Starters:
+    """The candidates of each problem, without those that a process was lost to."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        meter: Meter,
+        by_name: Mapping[str, Problem],
+        lost: Mapping[tuple[str, str], str],
+    ) -> None:
+        self.by_name, self.lost = by_name, lost
+        self._plan, self._meter = plan, meter
+        self._found: dict[str, list[Candidate]] = {}
+
+    def of(self, name: str) -> list[Candidate]:
+        """Worked out when they are wanted: cost models take as long as a part of a race."""
+        if name not in self._found:
+            plan = self._plan
+            found = candidates_of(
+                plan.op, plan.target, self.by_name[name], self._meter.backends, plan.rules.most
+            )
+            self._found[name] = [c for c in found if (name, str(c)) not in self.lost]
+        return self._found[name]
+
+    def to_compile(self, name: str) -> list[Candidate]:
+        """Those that can be sure of a turn, or are ours, whose kernels are rarely given up."""
+        every = self.of(name)
+        begin = openers(every, self._plan.rules.tries)
+        return [c for c in every if c.spec.module is not None or c in begin]
+
+
+def _feed(ahead: Ahead, upcoming: deque[str], starters: _Starters) -> None:
+    """Have as much compiled ahead as keeps the compilers busy."""
+    while upcoming and not ahead.is_busy:
+        name = upcoming.popleft()
+        ahead.add(starters.by_name[name], starters.to_compile(name))
+
+
+def _race(
+    plan: Plan,
+    meter: Meter,
+    ahead: Ahead,
+    before: Rows,
+    journal: Journal,
+    starters: _Starters,
+    name: str,
+) -> Record:
+    """The record of one race."""
+    problem = starters.by_name[name]
+    incumbent = incumbent_of(before, plan.op, plan.target, problem)
+    if incumbent is not None and (name, str(incumbent)) in starters.lost:
+        incumbent = None
+    ahead.wait(problem, starters.to_compile(name))
+    begun = time.monotonic()
+    try:
+        with meter.bench(problem) as bench:
+            outcome = race(bench, starters.of(name), incumbent, plan.rules)
+    except ContextLost as error:
+        candidate = str(error.args[1]) if len(error.args) > 1 else ""
+        why = str(error.args[0])
+        journal.append({"kind": "lost", "problem": name, "candidate": candidate, "why": why})
+        raise
+    record = _record(plan, problem, outcome, journal.worker, time.monotonic() - begun)
+    record["failures"] += [
+        {"candidate": candidate, "why": why}
+        for (where, candidate), why in starters.lost.items()
+        if where == name
+    ]
+    return record
+
+
+def _size(op: str, problem: Problem) -> float:
+    """About how much work a problem is, in no unit: workers take the largest first."""
+    sizes = (getattr(problem, name) for name in key_columns(op))
+    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
 def _record(plan: Plan, problem: Problem, outcome: Outcome, worker: str, seconds: float) -> Record:

@@ -11,7 +11,7 @@ from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
 from aiter_mx.tuning.candidates import Candidate, Meter, candidate_of, candidates_of
-from aiter_mx.tuning.race import Rules, race
+from aiter_mx.tuning.race import Outcome, Rules, race
 from aiter_mx.tuning.table import problem_cells
 
 
@@ -68,26 +68,33 @@ def verify(
     on_check: Callable[[Check], None],
 ) -> list[Check]:
     """Race each row's choice against all candidates; nothing is written."""
-    fields = {p: candidates_of(op, target, p, meter.backends, rules.most) for p, _ in rows}
-    meter.prepare([(problem, c) for problem, starters in fields.items() for c in starters])
     checks = []
-    for problem, chosen in rows:
-        with meter.bench(problem) as bench:
-            outcome = race(bench, fields[problem], chosen, rules)
-        of_chosen = next((t for t in outcome.timings if t.candidate == chosen), None)
-        best = outcome.timings[0] if outcome.timings else None
-        check = Check(
-            problem=problem,
-            chosen=chosen,
-            chosen_us=of_chosen.us if of_chosen else None,
-            best=best.candidate if best else None,
-            best_us=best.us if best else None,
-            spread=max((t.spread for t in (of_chosen, best) if t), default=0.0),
-            candidates=len(outcome.timings),
-        )
-        checks.append(check)
-        on_check(check)
+    with meter.ahead() as ahead:
+        fields = {p: candidates_of(op, target, p, meter.backends, rules.most) for p, _ in rows}
+        for problem, starters in fields.items():
+            ahead.add(problem, starters)
+        for problem, chosen in rows:
+            ahead.wait(problem, fields[problem])
+            with meter.bench(problem) as bench:
+                outcome = race(bench, fields[problem], chosen, rules.thorough)
+            check = _check(problem, chosen, outcome)
+            checks.append(check)
+            on_check(check)
     return checks
+
+
+def _check(problem: Problem, chosen: Candidate, outcome: Outcome) -> Check:
+    of_chosen = next((t for t in outcome.timings if t.candidate == chosen), None)
+    best = outcome.timings[0] if outcome.timings else None
+    return Check(
+        problem=problem,
+        chosen=chosen,
+        chosen_us=of_chosen.us if of_chosen else None,
+        best=best.candidate if best else None,
+        best_us=best.us if best else None,
+        spread=max((t.spread for t in (of_chosen, best) if t), default=0.0),
+        candidates=len(outcome.timings),
+    )
 
 
 def check_cells(op: str, check: Check) -> dict[str, object]:
