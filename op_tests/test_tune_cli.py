@@ -191,15 +191,15 @@ def test_lists_of_shapes_are_read_or_refused_by_line(tmp_path) -> None:
 
 
 def test_models_pose_each_shape_once() -> None:
-    both = model_shapes(["llama-3.1-8b", "qwen3-8b"], "linear", (1, 2))
+    both = model_shapes(["llama-3.1-8b", "qwen3-8b"], "linear", (1, 2), "sm_90a")
     assert len(both) == len(set(both)) > 28
     assert LinearProblem(M=1, N=6144, K=4096) in both
     with pytest.raises(ValueError, match=r"unknown model 'llama'; there are llama-3\.2-1b"):
-        model_shapes(["llama"], "linear", (1,))
+        model_shapes(["llama"], "linear", (1,), "sm_90a")
 
 
 def test_fields_beside_a_list_of_shapes_take_the_place_of_its_own() -> None:
-    shapes = model_shapes(["llama-3.1-8b"], "linear", (1,))
+    shapes = model_shapes(["llama-3.1-8b"], "linear", (1,), "gfx950")
     found = with_fields("linear", shapes, {"M": [128, 256], "out_dtype": ["fp32"]})
     assert len(found) == 2 * len({(p.N, p.K) for p in shapes})
     assert {(p.M, p.out_dtype) for p in found} == {(128, "fp32"), (256, "fp32")}

@@ -55,11 +55,13 @@ def test_samples_are_parts_of_the_whole() -> None:
 def test_every_model_poses_linears_that_can_be_tuned() -> None:
     for name, model in MODELS.items():
         for gpus in TENSOR_PARALLEL:
-            problems = WORKLOAD.problems(model, gpus)
+            problems = WORKLOAD.problems(model, gpus, "sm_90a")
             assert problems, name
             assert all(problem.N > 0 for problem in problems)
-    shapes = {(p.N, p.K) for p in WORKLOAD.problems(MODELS["wide-6144"], 4)}
-    assert shapes == {(2304, 6144), (6144, 2048), (1536, 6144), (6144, 768)}
+    posed = WORKLOAD.problems(MODELS["wide-6144"], 4, "sm_90a")
+    assert {(p.N, p.K) for p in posed} == {(2304, 6144), (6144, 2048), (1536, 6144), (6144, 768)}
+    assert {p.M for p in posed if p.pdl} == {1, 2, 4, 8}
+    assert not any(p.pdl for p in WORKLOAD.problems(MODELS["wide-6144"], 4, "gfx950"))
 
 
 def test_unknown_ops_are_refused() -> None:
@@ -103,9 +105,10 @@ def test_other_ops_judge_their_torch_reference(problem: object) -> None:
 
 
 def test_models_with_experts_pose_moe_and_grouped_problems() -> None:
-    moe = workload_of("moe_gemm").problems(MODELS["wide-6144"], 4)
-    shapes = {(p.N, p.K, p.E, p.top_k, p.activation) for p in moe}
-    assert shapes == {(1536, 6144, 128, 4, "silu"), (6144, 768, 128, 4, "none")}
-    grouped = workload_of("grouped_gemm").problems(MODELS["deepseek-v3"], 16)
+    moe = workload_of("moe_gemm").problems(MODELS["wide-6144"], 4, "sm_90a")
+    divided = {(1536, 6144, 128, 4, "silu"), (6144, 768, 128, 4, "none")}
+    whole = {(6144, 6144, 32, 4, "silu"), (6144, 3072, 32, 4, "none")}
+    assert {(p.N, p.K, p.E, p.top_k, p.activation) for p in moe} == divided | whole
+    grouped = workload_of("grouped_gemm").problems(MODELS["deepseek-v3"], 16, "sm_90a")
     assert {(p.G, p.N, p.K) for p in grouped} == {(16, 4096, 7168), (16, 7168, 2048)}
-    assert workload_of("moe_gemm").problems(MODELS["llama-3.1-8b"], 1) == []
+    assert workload_of("moe_gemm").problems(MODELS["llama-3.1-8b"], 1, "sm_90a") == []

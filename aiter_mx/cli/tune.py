@@ -77,7 +77,7 @@ def tune(
     if untuned is not None:
         wanted += read_shapes(untuned, op, target)
     gpus = [count for count in parse_axis(tp) if isinstance(count, int)]
-    wanted += model_shapes(model or [], op, gpus)
+    wanted += model_shapes(model or [], op, gpus, target.arch)
     if context.args:
         fields = parse_fields(context.args)
         wanted = with_fields(op, wanted, fields) if wanted else problems(op, fields)

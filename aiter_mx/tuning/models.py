@@ -100,6 +100,7 @@ MODELS = {
     ),
     # The class of MiniMax: dense layers of both widths, and experts as narrow as 3072.
     "wide-6144": Model(6144, 64, 4, 128, 3072, Experts(128, 4, 3072)),
+    "wide-6144-256e": Model(6144, 64, 4, 128, 3072, Experts(256, 4, 3072)),
     # all-MiniLM-L6-v2, which `aiter-mx demo` runs.
     "minilm-l6": Model(384, 0, 0, 0, 0, None, ((384, 384), (1536, 384), (384, 1536))),
 }

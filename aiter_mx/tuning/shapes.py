@@ -69,15 +69,20 @@ def _is_for(cells: dict[str, str], op: str, target: Target | None) -> bool:
     )
 
 
-def model_shapes(names: Sequence[str], op: str, gpus: Sequence[int]) -> list[Problem]:
-    """The problems of serving these models, each on these numbers of GPUs.
+def model_shapes(names: Sequence[str], op: str, gpus: Sequence[int], arch: str) -> list[Problem]:
+    """The problems of serving these models, each on these numbers of GPUs of an architecture.
 
     Raises:
         ValueError: an unknown model, or an op that has no part in any of them.
     """
     models = [model_of(name) for name in names]
     workload = workload_of(op)
-    every = [p for model in models for count in gpus for p in workload.problems(model, count)]
+    every = [
+        problem
+        for model in models
+        for count in gpus
+        for problem in workload.problems(model, count, arch)
+    ]
     if names and not every:
         raise ValueError(f"{', '.join(names)} poses no {op}")
     return list(dict.fromkeys(every))

@@ -114,7 +114,7 @@ def _sample(problem: GroupedGemmProblem, share: float) -> tuple[GroupedGemmProbl
     return replace(problem, G=groups, M=M, N=N), M * N / (problem.M * problem.N)
 
 
-def _problems(model: Model, gpus: int) -> list[GroupedGemmProblem]:
+def _problems(model: Model, gpus: int, arch: str) -> list[GroupedGemmProblem]:
     """A model's experts divided among GPUs, which is how prefill is served and trained."""
     if model.experts is None or model.experts.count % gpus:
         return []

@@ -20,6 +20,9 @@ from aiter_mx.workloads.workload import Fallback, Judge, Operands, Verdict, Work
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Rows of x that tables have: the others up to 64 take those of the next power of two."""
+_MOST_OVERLAPPING = 8
+"""Rows of x up to which tables have launches that overlap too: beyond, products outlast reading,
+and starting to read early gains little."""
 _SAMPLE_ROWS = 192
 """Of w that the simulator needs at least: a few workgroups of any kernel."""
 
@@ -83,12 +86,13 @@ def _sample(problem: LinearProblem, share: float) -> tuple[LinearProblem, float]
     return replace(problem, N=rows), rows / problem.N
 
 
-def _problems(model: Model, gpus: int) -> list[LinearProblem]:
+def _problems(model: Model, gpus: int, arch: str) -> list[LinearProblem]:
     return [
-        LinearProblem(M=M, N=N, K=K)
+        LinearProblem(M=M, N=N, K=K, pdl=pdl)
         for N, K in model.linears(gpus)
         if K % BLOCK == 0  # an engine pads the others, each in its own way
         for M in ROWS
+        for pdl in ((False, True) if arch == "sm_90a" and M <= _MOST_OVERLAPPING else (False,))
     ]
 
 

@@ -11,6 +11,7 @@ from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.launch import Tensors
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.ops.moe_layer import FusedMoeProblem
 from aiter_mx.timing import COLD_BYTES, random_mx
 from aiter_mx.tuning.models import Model
 from aiter_mx.workloads.workload import (
@@ -25,8 +26,9 @@ from aiter_mx.workloads.workload import (
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Tokens that tables have: the others take the rows of the next power of two."""
-BLOCK_M = 64
-"""What vLLM's routing pads to."""
+ROWS_OF_PARALLEL_EXPERTS = tuple(M for M in ROWS if M <= 32)
+"""Of experts divided among GPUs: all rows are drawn for those here, and with more tokens an expert
+would have many more of them than it gets."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SAMPLE_ROWS, _SAMPLE_EXPERTS = 256, 8
 _ROUNDING_E4M3 = 2.0**-4 * 1.01
@@ -192,19 +194,27 @@ def _touched(p: MoeGemmProblem) -> float:
     return float(p.E * (1 - max(0.0, 1 - p.top_k / p.E) ** p.M))
 
 
-def _problems(model: Model, gpus: int) -> list[MoeGemmProblem]:
-    """Both GEMMs of a layer at decode, each expert divided among the GPUs."""
+def _problems(model: Model, gpus: int, arch: str) -> list[MoeGemmProblem]:
+    """Both GEMMs of the fused layer at decode, with each expert divided among the GPUs, and with
+    whole experts divided among them."""
     if model.experts is None:
         return []
-    (N1, K1), (N2, K2) = model.expert_linears(gpus)
-    E, top_k = model.experts.count, model.experts.top_k
-    found = []
-    for M in ROWS:
-        if K1 % BLOCK == 0 and N1 % (2 * BLOCK) == 0:
-            found.append(MoeGemmProblem(M, N1, K1, E, top_k, BLOCK_M, "mxfp8", "silu", a_div=top_k))
-        if K2 % BLOCK == 0:
-            found.append(MoeGemmProblem(M, N2, K2, E, top_k, BLOCK_M, "fp32"))
-    return found
+    hidden, experts = model.hidden, model.experts
+    layers = [
+        FusedMoeProblem(M, hidden, experts.intermediate // gpus, experts.count, experts.top_k)
+        for M in ROWS
+        if experts.intermediate // gpus % BLOCK == 0
+    ]
+    if gpus > 1 and experts.count % gpus == 0:
+        layers += [
+            FusedMoeProblem(
+                *(M, hidden, experts.intermediate, experts.count // gpus, experts.top_k),
+                num_experts=experts.count,
+                has_map=1,
+            )
+            for M in ROWS_OF_PARALLEL_EXPERTS
+        ]
+    return [part for layer in layers for op, part in layer.parts() if op == "moe_gemm"]
 
 
 WORKLOAD = Workload(

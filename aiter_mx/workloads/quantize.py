@@ -92,7 +92,7 @@ def _sample(problem: QuantizeProblem, share: float) -> tuple[QuantizeProblem, fl
     return replace(problem, M=rows), rows / problem.M
 
 
-def _problems(model: Any, gpus: int) -> list[QuantizeProblem]:
+def _problems(model: Any, gpus: int, arch: str) -> list[QuantizeProblem]:
     """None: configurations do not depend on the shape, so tables have no rows for this op."""
     return []
 

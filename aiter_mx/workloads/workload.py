@@ -68,7 +68,8 @@ class Workload:
         fallbacks: what runs kernels of a backend other than ``hip``.
         sample: a problem with about this share of the weights' rows, and the share, for which every
             kernel is compiled as for the whole; the simulator runs it in place of the whole.
-        problems: the problems that serving a model of the catalogue poses, on so many GPUs.
+        problems: the problems that serving a model of the catalogue poses, on so many GPUs
+            of an architecture.
         in_parts: what runs a problem that takes several launches, for an op that has such.
     """
 
@@ -80,7 +81,7 @@ class Workload:
     judge: Callable[[Problem, Tensors], Judge]
     fallbacks: Callable[[Problem], Mapping[str, Fallback]]
     sample: Callable[[Problem, float], tuple[Problem, float]]
-    problems: Callable[[Any, int], list[Problem]]
+    problems: Callable[[Any, int, str], list[Problem]]
     in_parts: InParts | None = None
 
     def bind(self, chosen: Route, target: Target, problem: Problem, device: torch.device) -> Run:

@@ -205,8 +205,9 @@ KEY = ("M", "N", "K", "E", "top_k", "block_m", "out_dtype", "activation")
 
 
 def stand_ins(key: MoeGemmProblem) -> tuple[MoeGemmProblem, ...]:
-    """The next power of two tokens, and bf16 for other plain outputs, as tables have them."""
+    """The next power of two tokens, and bf16 for other plain outputs, as tables have them; of
+    activations silu, which costs the same."""
     rounded = replace(key, M=1 << (key.M - 1).bit_length() if key.M else 0)
     if key.activation != "none":
-        return (rounded,)
+        return (rounded, replace(key, activation="silu"), replace(rounded, activation="silu"))
     return (rounded, replace(key, out_dtype="bf16"), replace(rounded, out_dtype="bf16"))
