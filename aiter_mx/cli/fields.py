@@ -76,9 +76,12 @@ def problems(op: str, fields: Mapping[str, Axis]) -> list[Problem]:
     from aiter_mx.kernels.registry import field_value
 
     of_type = problem_type_of(op)
-    known = {
-        name: [field_value(of_type, name, str(value)) for value in values]
-        for name, values in fields.items()
-        if name in of_type.__annotations__
-    }
-    return combinations(op, {**fields, **known})
+    types = of_type.__annotations__
+    read: dict[str, object] = dict(fields)
+    for name, values in fields.items():
+        for value in values:
+            if types.get(name) in (int, "int") and not isinstance(value, int):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+        if types.get(name) in (bool, "bool"):
+            read[name] = [field_value(of_type, name, str(value)) for value in values]
+    return combinations(op, read)
