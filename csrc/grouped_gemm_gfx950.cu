@@ -92,6 +92,8 @@ class Stream {
             each<kCopies>([&](auto i) { copier.copy<i.value>(step * kStage); });
             copier.advance();
         }
+        if constexpr (kShuffledX)
+            place_x.start(skew = copier.skew);
         copies_arrived();
         each<kReadsX>([&](auto i) { place_x.read_half<i.value>(x_low, false, stage); });
         each<kReadsW>([&](auto i) { place_w.read_half<i.value>(w_first, false, stage); });
@@ -143,6 +145,10 @@ class Stream {
         quarter<IsFirst, kReadsX, 0>(
             x_low, 0, high, 1, [&](auto i) { place_x.read_half<i.value>(x_high, true, stage); });
         note(most_x, 1, x_high);
+        if constexpr (kShuffledX) { // a branch would let LLVM take bytes to its other side
+            skew = copier.has_begun() ? copier.skew : skew;
+            place_x.start(skew);
+        }
         quarter<IsFirst, 1 + kReadsX + kCopiesEarly, kEarly>(x_high, 1, high, 1, [&](auto i) {
             if constexpr (i.value == 0)
                 copies_arrived();
@@ -197,7 +203,7 @@ class Stream {
     Half<kHalfW> w_first, w_second;
     Largest<kHalfX> most_x;
     Largest<kHalfW> most_w;
-    unsigned stage = 0;
+    unsigned stage = 0, skew = 0;
 };
 
 // The bias of the features that a lane holds: four of each fragment.

@@ -92,6 +92,58 @@ def test_ranges_in_any_order_and_masked_groups_match_reference() -> None:
 
 
 @pytest.mark.usefixtures("computing")
+@pytest.mark.parametrize("layouts", [("16x4", "16x4"), ("256x8", "16x4"), ("32_8", "32_4_4")])
+def test_scales_of_any_layout_give_the_same_result(layouts: tuple[str, str]) -> None:
+    case = operands()
+    a, a_scale, b, b_scale = case
+    names = dict(zip(("a_scale_layout", "b_scale_layout"), layouts, strict=True))
+    shuffled = [*map(aiter_mx.shuffle_scales, (a_scale, b_scale), layouts)]
+    expected = aiter_mx.grouped_gemm(*case, OFFS)
+    assert torch.equal(
+        expected, aiter_mx.grouped_gemm(a, shuffled[0], b, shuffled[1], OFFS, **names)
+    )
+
+    masked = torch.tensor([3, 0, 20, 18], dtype=torch.int32)
+    a, a_scale = operands(80)[:2]
+    a, a_scale = a.view(4, 20, 160), a_scale.view(4, 20, 5)
+    expected = torch.zeros(4, 20, 64, dtype=torch.bfloat16)
+    found = expected.clone()
+    grouped_gemm_ranges(a, a_scale, b, b_scale, None, masked, expected)
+    a_scale = aiter_mx.shuffle_scales(a_scale, layouts[0])
+    grouped_gemm_ranges(a, a_scale, b, shuffled[1], None, masked, found, **names)
+    assert torch.equal(expected, found) and expected.any()
+
+
+@pytest.mark.usefixtures("computing")
+def test_what_quantisation_shuffles_is_taken_as_it_is() -> None:
+    x, offs = torch.randn(90, 160), OFFS
+    _, _, b, b_scale = operands()
+    plain = aiter_mx.quantize_grouped(x, offs)
+    expected = aiter_mx.grouped_gemm(*plain[:2], b, b_scale, plain[2])
+    shuffled = aiter_mx.quantize_grouped(x, offs, scale_layout="16x4")
+    found = aiter_mx.grouped_gemm(*shuffled[:2], b, b_scale, shuffled[2], a_scale_layout="16x4")
+    end = plain[2][-1]
+    assert torch.equal(expected[:end], found[:end]) and expected[:end].any()
+
+
+def test_explain_says_which_scales_are_made_row_major_first() -> None:
+    def reason(arch: str, a: str, b: str) -> str:
+        shape = {"M": 512, "N": 256, "K": 512, "G": 2}
+        return aiter_mx.explain(
+            "grouped_gemm", arch=arch, **shape, a_scale_layout=a, b_scale_layout=b
+        ).reason
+
+    assert "row_major" not in reason("gfx950", "16x4", "16x4")
+    assert "row_major" not in reason("gfx950", "row_major", "16x4")
+    assert reason("gfx950", "256x8", "16x4").endswith(
+        "it is grouped_gemm with a_scale_layout=row_major"
+    )
+    assert "a_scale_layout=row_major and b_scale_layout=row_major" in reason(
+        "sm_90a", "16x4", "16x4"
+    )
+
+
+@pytest.mark.usefixtures("computing")
 @pytest.mark.parametrize(("M", "N"), [(0, 64), (90, 0), (0, 0)])
 def test_no_rows_or_no_features_give_an_empty_result(M: int, N: int) -> None:
     offs = torch.zeros(5, dtype=torch.int64)
@@ -159,6 +211,9 @@ def test_other_bad_arguments_are_refused() -> None:
     for keywords, error, message in [
         ({"bias": torch.randn(4, 32)}, ValueError, r"bias must be \[4, 64\], got \[4, 32\]"),
         ({"out_dtype": torch.int32}, TypeError, "out_dtype must be torch.bfloat16 or"),
+        ({"a_scale_layout": "4x16"}, ValueError, "the layout must be one of row_major, 16x4"),
+        ({"a_scale_layout": "16x4"}, ValueError, r"a_scale must be \[96, 8\], got \[90, 5\]"),
+        ({"b_scale_layout": "16x4"}, ValueError, r"b_scale must be \[4, 64, 8\], got \[4, 64, 5\]"),
         ({"out": torch.empty(90, 64)}, TypeError, "out must be of out_dtype torch.bfloat16"),
         ({"out": torch.empty(64, 90).bfloat16()}, ValueError, r"out must be \[90, 64\]"),
     ]:
@@ -169,6 +224,9 @@ def test_other_bad_arguments_are_refused() -> None:
     out = shared[: 90 * 64 * 2].view(torch.bfloat16).view(90, 64)
     with pytest.raises(ValueError, match="out overlaps a; give it memory of its own"):
         aiter_mx.grouped_gemm(a, *case[1:], OFFS, out=out)
+    b_scale = misaligned(aiter_mx.shuffle_scales(case[3], "16x4"))
+    with pytest.raises(ValueError, match="b_scale must start at a multiple of 16 bytes"):
+        aiter_mx.grouped_gemm(*case[:3], b_scale, OFFS, b_scale_layout="16x4")
     tail = torch.empty(4, 64, 100, dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"K must be a multiple of 32, got K=100"):
         aiter_mx.grouped_gemm(tail[0], case[1], tail, case[3], OFFS)
@@ -180,7 +238,10 @@ def test_compiles_as_one_graph() -> None:
         a, a_scale = aiter_mx.quantize(x)
         y = torch.zeros(x.shape[0], b.shape[1], dtype=torch.float32)
         aiter_mx.grouped_gemm(a, a_scale, b, s, o, out=y, out_dtype=torch.float32)
-        return y + aiter_mx.grouped_gemm(a, a_scale, b, s, o, out_dtype=torch.float32)
+        a_scale = aiter_mx.quantize(x, scale_layout="16x4")[1]
+        return y + aiter_mx.grouped_gemm(
+            a, a_scale, b, s, o, out_dtype=torch.float32, a_scale_layout="16x4"
+        )
 
     x = torch.randn(90, 160)
     _, _, b, s = operands()

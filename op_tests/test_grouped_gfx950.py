@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -81,13 +82,19 @@ def launch(
     dtype: torch.dtype = torch.bfloat16,
     cus: int = 256,
     kernel: KernelSpec = PERSISTENT,
+    layouts: tuple[str, str] = ("row_major", "row_major"),
 ) -> torch.Tensor:
-    """The kernel's result on the CPU; its output starts out poisoned, between guards."""
+    """The kernel's result on the CPU; its output starts out poisoned, between guards.
+
+    ``arguments`` have row-major scales, which are brought into ``layouts`` here.
+    """
     names = {dtype: name for name, dtype in DTYPES.items()}
     (M, K), (G, N, _) = arguments[0].shape, arguments[2].shape
     bias_name = "none" if bias is None else names[bias.dtype]
     layout = "masked" if groups.told == "masked" else "jagged"
-    problem = GroupedGemmProblem(M, N, K, G, names[dtype], bias_name, layout, groups.index)
+    problem = GroupedGemmProblem(
+        M, N, K, G, names[dtype], bias_name, layout, groups.index, 0, *layouts
+    )
     target = replace(target_of(device), cu_num=cus)
     assert kernel.refusal(target, problem) is None
     kernel.check_config(config)
@@ -96,7 +103,11 @@ def launch(
     whole.view(torch.uint8).fill_(POISON)
     whole = whole.to(device)
     out = whole[guard : guard + M * N]
-    tensors = [None if t is None else t.to(device) for t in (*arguments, bias)]
+    a, a_scale, b, b_scale = arguments
+    if layout == "masked":
+        a_scale = a_scale.view(G, M // G, K // 32)
+    a_scale, b_scale = map(aiter_mx.shuffle_scales, (a_scale, b_scale), layouts)
+    tensors = [None if t is None else t.to(device) for t in (a, a_scale, b, b_scale, bias)]
     tensors += [out, *(None if t is None else t.to(device) for t in groups.bounds())]
     run = bind(kernel, target, problem, config, torch.cuda.current_device() if out.is_cuda else 0)
     run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
@@ -143,8 +154,10 @@ def draw_groups(draw: random.Random, tile_m: int) -> Groups:
     return Groups(ranges, told, index, row + draw.choice([0, 1, 9]) or 1)
 
 
+LAYOUTS = [*itertools.product(("row_major", "16x4"), repeat=2)]  # of a's and b's scales
+
 # (tile, blocks of 32 k a multiple of this, dtype): between them every way of copying scales, whole
-# steps and others, and sums in either kind of register.
+# steps and others, and sums in either kind of register. Layouts of scales take turns.
 SWEPT = [
     ((256, 256), 4, "bf16", 24),
     ((256, 256), 2, "fp32", 8),
@@ -180,8 +193,10 @@ def test_random_jagged_groups_match_float64(
         if bias_dtype := draw.choice([None, *DTYPES.values()]):
             generator = torch.Generator().manual_seed(seed)
             bias = (torch.randn(G, N, generator=generator) * 100).to(bias_dtype)
-        cus = draw.choice([1, 2, 3, 8, 256])
-        out = launch(device, config_of(*tile), drawn, groups, bias, DTYPES[dtype], cus)
+        cus, layouts = draw.choice([1, 2, 3, 8, 256]), LAYOUTS[seed % 4]
+        out = launch(
+            device, config_of(*tile), drawn, groups, bias, DTYPES[dtype], cus, layouts=layouts
+        )
         check(out, drawn, groups, bias)
 
 

@@ -74,8 +74,12 @@ def route(
 
 
 def _in_parts(kernel: KernelSpec, target: Target, problem: Problem, config: Config) -> str:
-    parts = kernel.parts(target, problem, config)
-    return f"; it is {' and then '.join(op for op, _ in parts)}" if parts else ""
+    parts = []
+    for op, part in kernel.parts(target, problem, config):
+        same = vars(problem) if op == kernel.op else vars(part)
+        changes = [f"{name}={value}" for name, value in vars(part).items() if same[name] != value]
+        parts.append(f"{op} with {' and '.join(changes)}" if changes else op)
+    return f"; it is {' and then '.join(parts)}" if parts else ""
 
 
 def _refusal(

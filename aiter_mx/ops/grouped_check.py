@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.layouts import padded_shape
 from aiter_mx.ops.checks import BLOCK, DTYPE_NAMES, SCALE_DTYPES, either, shape_text
 
 INDEX_NAMES = {torch.int32: "i32", torch.int64: "i64"}
@@ -20,6 +21,8 @@ def grouped_problem(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None,
     expected_rows: int = 0,
+    a_scale_layout: str = "row_major",
+    b_scale_layout: str = "row_major",
 ) -> GroupedGemmProblem:
     """The problem that these operands pose; raises as ``grouped_gemm`` documents."""
     indices = tuple(INDEX_NAMES)
@@ -55,11 +58,12 @@ def grouped_problem(
         raise ValueError(f"N must be a multiple of {BLOCK}, got N={N} (b: {shape_text(b)})")
     if G == 0:
         raise ValueError(f"there must be at least one group, got none (b: {shape_text(b)})")
+    a_scales = padded_shape(a.shape[-2], K // BLOCK, a_scale_layout)
     for name, tensor, expected in (
         ("a", a, (G, a.shape[1], K) if masked else (a.shape[0], K)),
-        ("a_scale", a_scale, (*a.shape[:-1], K // BLOCK)),
+        ("a_scale", a_scale, (*a.shape[:-2], *a_scales)),
         ("b", b, (G, N, K)),
-        ("b_scale", b_scale, (G, N, K // BLOCK)),
+        ("b_scale", b_scale, (G, *padded_shape(N, K // BLOCK, b_scale_layout))),
         ("starts", starts, (G,)),
         ("bias", bias, (G, N)),
     ):
@@ -87,4 +91,6 @@ def grouped_problem(
         layout="masked" if masked else "jagged",
         index=INDEX_NAMES[ends.dtype],
         expected=expected_rows,
+        a_scale_layout=a_scale_layout,
+        b_scale_layout=b_scale_layout,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
-from aiter_mx.kernels.spec import Config
+from aiter_mx.kernels.spec import Config, Parts
 from aiter_mx.launch import Run, Tensors
+from aiter_mx.layouts import padded_shape, unshuffle_scales
 from aiter_mx.ops.checks import (
     BLOCK,
     DTYPE_NAMES,
@@ -23,7 +24,7 @@ from aiter_mx.ops.checks import (
 )
 from aiter_mx.ops.grouped_check import INDEX_NAMES, grouped_problem
 from aiter_mx.ops.plan import Fallback, bind
-from aiter_mx.target import cpu_target, target_of
+from aiter_mx.target import Target, cpu_target, target_of
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_OR_NONE = _PLAIN | {type(None)}
@@ -38,6 +39,9 @@ def grouped_gemm(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     bias: torch.Tensor | None = None,
+    *,
+    a_scale_layout: str = "row_major",
+    b_scale_layout: str = "row_major",
 ) -> torch.Tensor:
     """``out[m] = a[m] @ b[g].T + bias[g]`` for the rows m of each group g, over MX-FP8 operands.
 
@@ -61,6 +65,13 @@ def grouped_gemm(
             overlap an input. Its rows outside every group are left as they are.
         out_dtype: dtype of the result: bf16, fp16 or fp32.
         bias: bf16, fp16 or fp32 ``[G, N]``, or None.
+        a_scale_layout: layout of a_scale, one that ``aiter_mx.layouts`` describes: what
+            ``quantize``, ``quantize_grouped`` or ``shuffle_scales`` make of all rows of a,
+            whatever the groups. It starts at a multiple of 16 bytes then, as any but row-major.
+            CDNA4's kernel reads ``row_major`` and ``16x4``; what the chosen one does not read is
+            made row-major by each call, in a few launches of torch's.
+        b_scale_layout: layout of b_scale, each group's by itself, such as of
+            ``quantize(b, scale_layout=...)``.
 
     Returns:
         ``[M, N]``, or ``out``. Without ``out``, rows outside every group hold anything.
@@ -80,7 +91,10 @@ def grouped_gemm(
         >>> aiter_mx.grouped_gemm(a, a_scale, b, b_scale, offs).shape
         torch.Size([100, 32])
     """
-    return grouped_gemm_ranges(a, a_scale, b, b_scale, None, group_offs, out, out_dtype, bias)
+    return grouped_gemm_ranges(
+        a, a_scale, b, b_scale, None, group_offs, out, out_dtype, bias, 0,
+        a_scale_layout, b_scale_layout,
+    )  # fmt: skip
 
 
 def grouped_gemm_ranges(
@@ -94,6 +108,8 @@ def grouped_gemm_ranges(
     out_dtype: torch.dtype = torch.bfloat16,
     bias: torch.Tensor | None = None,
     expected_rows: int = 0,
+    a_scale_layout: str = "row_major",
+    b_scale_layout: str = "row_major",
 ) -> torch.Tensor:
     """``grouped_gemm`` whose groups need neither be in order nor adjoin, or start at fixed rows.
 
@@ -111,6 +127,8 @@ def grouped_gemm_ranges(
         bias: as in ``grouped_gemm``.
         expected_rows: rows that a group is likely to have, where that is not their average. It
             chooses tiles and does not bear on results.
+        a_scale_layout: as in ``grouped_gemm``; where a is ``[G, rows, K]``, of each group's.
+        b_scale_layout: as in ``grouped_gemm``.
 
     Returns:
         ``[M, N]`` or ``[G, rows, N]``, or ``out``.
@@ -126,9 +144,13 @@ def grouped_gemm_ranges(
         or (bias is not None and bias.requires_grad and torch.is_grad_enabled())
     ):
         return _through_torch(
-            a, a_scale, b, b_scale, starts, ends, out, out_dtype, bias, expected_rows
-        )
-    return _grouped(a, a_scale, b, b_scale, starts, ends, out, out_dtype, bias, expected_rows)
+            a, a_scale, b, b_scale, starts, ends, out, out_dtype, bias, expected_rows,
+            a_scale_layout, b_scale_layout,
+        )  # fmt: skip
+    return _grouped(
+        a, a_scale, b, b_scale, starts, ends, out, out_dtype, bias, expected_rows,
+        a_scale_layout, b_scale_layout,
+    )  # fmt: skip
 
 
 class _Plans(threading.local):
@@ -152,6 +174,8 @@ def _grouped(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None,
     expected_rows: int,
+    a_scale_layout: str,
+    b_scale_layout: str,
 ) -> torch.Tensor:
     device = a.device
     call = (
@@ -160,12 +184,14 @@ def _grouped(
         (device, a_scale.device, b.device, b_scale.device, ends.device),
         starts is not None and (starts.shape, starts.dtype, starts.device),
         bias is not None and (bias.shape, bias.dtype, bias.device),
-        (device.type == "cpu" and cpu_target(), expected_rows),
+        (device.type == "cpu" and cpu_target(), expected_rows, a_scale_layout, b_scale_layout),
     )
     found = _plans.by_call.get(call)
     if found is None:
-        plan = _plan(a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows)
-        found = _plans.by_call[call] = plan
+        found = _plans.by_call[call] = _plan(
+            a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
+            a_scale_layout, b_scale_layout,
+        )  # fmt: skip
     run, shape, first_end = found
 
     operands = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "bias": bias}
@@ -177,6 +203,10 @@ def _grouped(
         check_out(out, shape, out_dtype, **operands)
     if run is not None:
         refuse_alignment(a=a, b=b)
+        if a_scale_layout != "row_major":
+            refuse_alignment(a_scale=a_scale)
+        if b_scale_layout != "row_major":
+            refuse_alignment(b_scale=b_scale)
         ends_address = ends.data_ptr()
         starts_address = 0 if starts is None else starts.data_ptr()
         if first_end:  # offsets [G + 1]: starts, and the same from the second on
@@ -208,16 +238,47 @@ def _plan(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None,
     expected_rows: int,
+    a_scale_layout: str,
+    b_scale_layout: str,
 ) -> tuple[Run | None, tuple[int, ...], int]:
     """What computes such a call (None for an empty result), the result's shape, and the bytes
     before the first group's end in ``ends``."""
-    problem = grouped_problem(a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows)
+    problem = grouped_problem(
+        a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
+        a_scale_layout, b_scale_layout,
+    )  # fmt: skip
     shape = (*a.shape[:-1], problem.N)
     first_end = ends.itemsize if ends.shape[0] == problem.G + 1 else 0
     if 0 in shape:
         return None, shape, first_end
-    run = bind("grouped_gemm", target_of(a.device), problem, a.device, fallbacks(problem))
+    run = _bind(problem, a.device)
     return run, shape, first_end
+
+
+def _bind(problem: GroupedGemmProblem, device: torch.device) -> Run:
+    target = target_of(device)
+    return bind(
+        "grouped_gemm", target, problem, device, fallbacks(problem), partial(_read, problem)
+    )
+
+
+def _read(problem: GroupedGemmProblem, target: Target, parts: Parts, device: torch.device) -> Run:
+    """What makes scales row-major that the chosen kernel does not read, and goes on with them."""
+    ((_, read),) = parts
+    run = _bind(read, device)
+    M, N, blocks = problem.M, problem.N, problem.K // BLOCK
+    rows_a = M // problem.G if problem.layout == "masked" else M
+
+    def run_on_row_major(tensors: Tensors, addresses: Sequence[int]) -> None:
+        tensors, addresses = list(tensors), list(addresses)
+        for at, name, rows in ((1, "a_scale_layout", rows_a), (3, "b_scale_layout", N)):
+            layout = getattr(problem, name)
+            if getattr(read, name) != layout:
+                tensors[at] = unshuffle_scales(tensors[at], layout, rows, blocks)
+                addresses[at] = tensors[at].data_ptr()
+        run(tensors, addresses)
+
+    return run_on_row_major
 
 
 def _ranges(
@@ -259,19 +320,23 @@ def fallbacks(problem: GroupedGemmProblem) -> Mapping[str, Fallback]:
 
 def warm(problem: GroupedGemmProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
-    target = target_of(device)
-    run = bind("grouped_gemm", target, problem, device, fallbacks(problem))
-    if route("grouped_gemm", target, problem).backend != "triton":
+    run = _bind(problem, device)
+    if route("grouped_gemm", target_of(device), problem).backend != "triton":
         return
     # Triton compiles when it is called, so it is called, on whatever this memory holds.
     M, N, K, G = problem.M, problem.N, problem.K, problem.G
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     indices = {name: dtype for dtype, name in INDEX_NAMES.items()}
+    leading, rows = ((G,), M // G) if problem.layout == "masked" else ((), M)
+    scales = (
+        (*leading, *padded_shape(rows, K // BLOCK, problem.a_scale_layout)),
+        (G, *padded_shape(N, K // BLOCK, problem.b_scale_layout)),
+    )
     tensors = (
         torch.empty((M, K), dtype=torch.float8_e4m3fn, device=device),
-        torch.empty((M, K // BLOCK), dtype=torch.uint8, device=device),
+        torch.empty(scales[0], dtype=torch.uint8, device=device),
         torch.empty((G, N, K), dtype=torch.float8_e4m3fn, device=device),
-        torch.empty((G, N, K // BLOCK), dtype=torch.uint8, device=device),
+        torch.empty(scales[1], dtype=torch.uint8, device=device),
         None
         if problem.bias == "none"
         else torch.empty((G, N), dtype=dtypes[problem.bias], device=device),
@@ -293,8 +358,13 @@ def _op(
     out_dtype: torch.dtype = torch.bfloat16,
     bias: torch.Tensor | None = None,
     expected_rows: int = 0,
+    a_scale_layout: str = "row_major",
+    b_scale_layout: str = "row_major",
 ) -> torch.Tensor:
-    return _grouped(a, a_scale, b, b_scale, starts, ends, None, out_dtype, bias, expected_rows)
+    return _grouped(
+        a, a_scale, b, b_scale, starts, ends, None, out_dtype, bias, expected_rows,
+        a_scale_layout, b_scale_layout,
+    )  # fmt: skip
 
 
 @_op.register_fake
@@ -308,8 +378,13 @@ def _fake(
     out_dtype: torch.dtype = torch.bfloat16,
     bias: torch.Tensor | None = None,
     expected_rows: int = 0,
+    a_scale_layout: str = "row_major",
+    b_scale_layout: str = "row_major",
 ) -> torch.Tensor:
-    problem = grouped_problem(a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows)
+    problem = grouped_problem(
+        a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
+        a_scale_layout, b_scale_layout,
+    )  # fmt: skip
     return a.new_empty((*a.shape[:-1], problem.N), dtype=out_dtype)
 
 
@@ -324,8 +399,13 @@ def _out_op(
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
     expected_rows: int = 0,
+    a_scale_layout: str = "row_major",
+    b_scale_layout: str = "row_major",
 ) -> None:
-    _grouped(a, a_scale, b, b_scale, starts, ends, out, out.dtype, bias, expected_rows)
+    _grouped(
+        a, a_scale, b, b_scale, starts, ends, out, out.dtype, bias, expected_rows,
+        a_scale_layout, b_scale_layout,
+    )  # fmt: skip
 
 
 @_out_op.register_fake
@@ -339,8 +419,13 @@ def _out_fake(
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
     expected_rows: int = 0,
+    a_scale_layout: str = "row_major",
+    b_scale_layout: str = "row_major",
 ) -> None:
-    problem = grouped_problem(a, a_scale, b, b_scale, starts, ends, out.dtype, bias, expected_rows)
+    problem = grouped_problem(
+        a, a_scale, b, b_scale, starts, ends, out.dtype, bias, expected_rows,
+        a_scale_layout, b_scale_layout,
+    )  # fmt: skip
     expected = [*a.shape[:-1], problem.N]
     if list(out.shape) != expected:
         raise ValueError(f"out must be {expected}, got {shape_text(out)}")
@@ -357,6 +442,8 @@ def _through_torch(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None,
     expected_rows: int,
+    a_scale_layout: str,
+    b_scale_layout: str,
 ) -> torch.Tensor:
     operands = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "group_offs": ends}
     optional = {"starts": starts, "bias": bias, "out": out}
@@ -365,10 +452,14 @@ def _through_torch(
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if out is None:
         result: torch.Tensor = _op(
-            a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows
-        )
+            a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
+            a_scale_layout, b_scale_layout,
+        )  # fmt: skip
         return result
     if out.dtype != out_dtype:
         raise TypeError(f"out must be of out_dtype {out_dtype}, got {out.dtype}")
-    _out_op(a, a_scale, b, b_scale, starts, ends, out, bias, expected_rows)
+    _out_op(
+        a, a_scale, b, b_scale, starts, ends, out, bias, expected_rows,
+        a_scale_layout, b_scale_layout,
+    )  # fmt: skip
     return out

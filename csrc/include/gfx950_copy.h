@@ -33,6 +33,18 @@ MX_DEVICE void copy_16_bytes(Resource from, unsigned offset, unsigned further, u
     MX_COPY("buffer_load_dwordx4");
 }
 
+// The same for the first few lanes, fewer than 32. Saving the mask of lanes is the wait state.
+template <int Lanes>
+MX_DEVICE void copy_16_bytes_of(Resource from, unsigned offset, unsigned further, unsigned to,
+                                int at) {
+    LaneMask all;
+    asm volatile("s_add_u32 m0, %4, %5\n\ts_and_saveexec_b64 %0, %6\n\t"
+                 "buffer_load_dwordx4 %1, %2, %3 offen lds\n\ts_mov_b64 exec, %0"
+                 : "=&s"(all)
+                 : "v"(offset), "s"(from), "s"(further), "s"(to), "i"(at), "i"((1 << Lanes) - 1)
+                 : "memory", "scc");
+}
+
 // Size bytes a lane, each in a dword of LDS.
 template <int Size>
 MX_DEVICE void copy_piece(Resource from, unsigned offset, unsigned further, unsigned to, int at) {

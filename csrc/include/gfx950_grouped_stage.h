@@ -5,6 +5,7 @@
 #include "gfx950_copy.h"
 #include "gfx950_groups.h"
 #include "gfx950_mfma.h"
+#include "mx_scale_layout.h"
 #include "mx_target.h"
 
 namespace mx {
@@ -12,6 +13,7 @@ namespace mx {
 constexpr int kTileM = MX_TILE_M;            // rows of x in a tile: 32, 64, 128 or 256
 constexpr int kTileN = MX_TILE_N;            // rows of w
 constexpr int kScaleBytes = MX_SCALE_BYTES;  // of one copy: what K / 32 is a multiple of, at most 4
+constexpr bool kShuffledX = MX_X_SCALES == k16x4, kShuffledW = MX_W_SCALES == k16x4; // or row-major
 constexpr bool kWholeSteps = MX_WHOLE_STEPS; // K is a multiple of 128
 constexpr unsigned kSwath = MX_SWATH;        // rows of tiles that a group's tiles are ordered by
 constexpr unsigned kXcds = MX_XCDS;          // dies that workgroups go to in turn; 1 to ignore them
@@ -37,16 +39,31 @@ constexpr int whole_copies(int rows) {
     constexpr int at_once = kWaves * kScaleCopyRows;
     return (rows + at_once - 1) / at_once * at_once;
 }
-constexpr int kScaleRowsX = whole_copies(kTileM), kScaleRowsW = whole_copies(kTileN);
-constexpr int kScaleCopiesX = kScaleRowsX / kScaleCopyRows / kWaves;
-constexpr int kScaleCopies = kScaleCopiesX + kScaleRowsW / kScaleCopyRows / kWaves;
+// Shuffled, those of 16 rows and a step are a block of four pieces, of which the waves copy as many
+// each. A tile of x may begin within a block.
+constexpr unsigned kScaleBlock = kSide * kDepth / kBlock;
+constexpr int kBlockPieces = kScaleBlock / kPiece;
+static_assert(kBlockPieces == kWaves);
+constexpr int kBlocksX = kTileM / kSide + 1, kBlocksW = kTileN / kSide;
+
+// What LDS has of an operand's scales, and how many copies of a wave bring them.
+constexpr int kScaleRow = 4 * kScalePieces;
+constexpr int scales_size(bool is_shuffled, int rows, int blocks) {
+    return is_shuffled ? blocks * kScaleBlock : whole_copies(rows) * kScaleRow;
+}
+constexpr int scale_copies(bool is_shuffled, int rows) {
+    return is_shuffled ? 1 : whole_copies(rows) / kScaleCopyRows / kWaves;
+}
+constexpr int kScalesSizeX = scales_size(kShuffledX, kTileM, kBlocksX);
+constexpr int kScalesSizeW = scales_size(kShuffledW, kTileN, kBlocksW);
+constexpr int kScaleCopiesX = scale_copies(kShuffledX, kTileM);
+constexpr int kScaleCopies = kScaleCopiesX + scale_copies(kShuffledW, kTileN);
 constexpr int kCopies = kCopiesX + kCopiesW + kScaleCopies;
 
 // LDS, in bytes.
 constexpr int kPart = (kRowsX + kRowsW) * kDepth;
-constexpr int kScaleRow = 4 * kScalePieces;
-constexpr int kScalesAt = kWaves * kPart;
-constexpr int kStage = kScalesAt + (kScaleRowsX + kScaleRowsW) * kScaleRow;
+constexpr int kScalesAtX = kWaves * kPart, kScalesAtW = kScalesAtX + kScalesSizeX;
+constexpr int kStage = kScalesAtW + kScalesSizeW;
 constexpr int kFeatures = kTileN / kWavesN; // of a wave
 constexpr int kPassFeatures = kFeatures * sizeof(Out) > 256 ? 256 / sizeof(Out) : kFeatures;
 constexpr int kPassRow = kPassFeatures * sizeof(Out);
@@ -93,6 +110,8 @@ class Copier {
         }
         block = lane % kScalePieces * kScaleBytes;
         scale_at = lane / kScalePieces * (K / kBlock) + block;
+        blocks_x_at = piece_of_blocks(wave * kBlocksX + lane);
+        blocks_w_at = piece_of_blocks(wave * kBlocksW + lane);
     }
 
     // From here on it is this tile's turn; nothing but zeros if there is none.
@@ -108,8 +127,21 @@ class Copier {
         const unsigned w_rows = is_any ? left < kTileN ? left : kTileN : 0;
         x = resource(args->xq + x_row * K, x_rows * K);
         w = resource(args->wq + w_row * K, w_rows * K);
-        x_scales = resource(args->xs + x_row * blocks, x_rows * blocks);
-        w_scales = resource(args->ws + w_row * blocks, w_rows * blocks);
+        if constexpr (kShuffledX) {
+            // Groups of one size each begin with a block.
+            const Offset more = args->is_masked ? -args->rows_each % kSide : 0;
+            const Offset row = x_row + more * tile.group;
+            skew = row % kSide;
+            x_scales =
+                resource(args->xs + row / kSide * block_row(),
+                         is_any ? (skew + tile.rows + kSide - 1) / kSide * block_row() : 0);
+        } else {
+            x_scales = resource(args->xs + x_row * blocks, x_rows * blocks);
+        }
+        if constexpr (kShuffledW)
+            w_scales = resource(args->ws + w_row / kSide * block_row(), w_rows / kSide * block_row());
+        else
+            w_scales = resource(args->ws + w_row * blocks, w_rows * blocks);
         k = 0;
     }
 
@@ -124,6 +156,10 @@ class Copier {
         }
         const bool in = kWholeSteps || k / kBlock + block < K / kBlock;
         scale_now = in ? scale_at + k / kBlock : kNowhere;
+        const bool is_any = kWholeSteps || k < K;
+        const unsigned step_at = k / kDepth * kScaleBlock;
+        blocks_x_now = is_any ? blocks_x_at + step_at : kNowhere;
+        blocks_w_now = is_any ? blocks_w_at + step_at : kNowhere;
     }
 
     // One of the step's copies, into a stage.
@@ -137,29 +173,48 @@ class Copier {
             copy_16_bytes(w, w_now[j % 2], j / 2 * 2 * kCopyRows * K, part,
                           (kRowsX + j * kCopyRows) * kDepth);
         } else if constexpr (I < kCopiesX + kCopiesW + kScaleCopiesX) {
-            copy_scales(x_scales, I - kCopiesX - kCopiesW, stage, 0);
+            if constexpr (kShuffledX)
+                copy_blocks<kBlocksX>(x_scales, blocks_x_now, stage, kScalesAtX);
+            else
+                copy_scales(x_scales, I - kCopiesX - kCopiesW, stage, kScalesAtX);
+        } else if constexpr (kShuffledW) {
+            copy_blocks<kBlocksW>(w_scales, blocks_w_now, stage, kScalesAtW);
         } else {
-            copy_scales(w_scales, I - kCopiesX - kCopiesW - kScaleCopiesX, stage,
-                        kScaleRowsX * kScaleRow);
+            copy_scales(w_scales, I - kCopiesX - kCopiesW - kScaleCopiesX, stage, kScalesAtW);
         }
     }
 
     // After a step's copies.
     MX_MEMBER void advance() { k += kDepth; }
     MX_MEMBER bool is_done(unsigned steps) const { return k >= steps * kDepth; }
+    // Whether the step that comes after the present one's products is a tile's first.
+    MX_MEMBER bool has_begun() const { return k == kDepth; }
+
+    unsigned skew; // the tile's first row within a block of shuffled scales
 
   private:
-    // Copy i of x's or of w's scales.
+    // Copy i of row-major scales.
     MX_MEMBER void copy_scales(Resource from, int i, unsigned stage, int at) const {
         constexpr int rows = kWaves * kScaleCopyRows;
         copy_piece<kScaleBytes>(from, scale_now, (i * rows + wave * kScaleCopyRows) * (K / kBlock),
                                 stage + wave * kScaleCopyRows * kScaleRow,
-                                kScalesAt + at + i * rows * kScaleRow);
+                                at + i * rows * kScaleRow);
     }
+    // So many blocks of shuffled ones.
+    template <int Blocks>
+    MX_MEMBER void copy_blocks(Resource from, unsigned offset, unsigned stage, int at) const {
+        copy_16_bytes_of<Blocks>(from, offset, 0, stage + wave * Blocks * kPiece, at);
+    }
+    // Where a piece of a tile's blocks is in memory.
+    MX_MEMBER unsigned piece_of_blocks(int piece) const {
+        return piece / kBlockPieces * block_row() + piece % kBlockPieces * kPiece;
+    }
+    // Bytes of the shuffled scales of 16 rows, K padded to whole steps.
+    MX_MEMBER unsigned block_row() const { return (K + kDepth - 1) / kDepth * kScaleBlock; }
 
-    unsigned N, K, wave, block, scale_at, k;
+    unsigned N, K, wave, block, scale_at, blocks_x_at, blocks_w_at, k;
     unsigned k_x[2], k_w[2], x_at[2], w_at[2]; // of copies of even and odd number
-    unsigned x_now[2], w_now[2], scale_now;
+    unsigned x_now[2], w_now[2], scale_now, blocks_x_now, blocks_w_now;
     Resource x, w, x_scales, w_scales;
 };
 
@@ -179,7 +234,7 @@ struct Half {
 };
 
 // Where a lane reads the fragments of an operand in a stage.
-template <int Rows, int At, int ScaleRow> // of a wave's part; its first byte there; of the scales
+template <int Rows, int At, int ScalesAt, bool IsShuffled> // of a wave's part; where there; scales
 class Place {
   public:
     static constexpr int kReads = 3; // of one fragment
@@ -189,7 +244,16 @@ class Place {
         const unsigned begin = row / Rows * kPart + At + row % Rows * kDepth;
         low = begin + (g ^ row / 2 % 8) * kPiece;
         high = begin + ((g + 4) ^ row / 2 % 8) * kPiece;
-        scale = kScalesAt + (ScaleRow + row) * kScaleRow + g / kScaleBytes * 4 + g % kScaleBytes;
+        row_in_block = lane % kSide;
+        block = ScalesAt + first / kSide * kScaleBlock + g * kSide;
+        scale = IsShuffled ? block + row_in_block
+                           : ScalesAt + row * kScaleRow + g / kScaleBytes * 4 + g % kScaleBytes;
+    }
+
+    // From here on it is a tile's turn whose first row is row `skew` of a block of scales.
+    MX_MEMBER void start(unsigned skew) {
+        const unsigned row = row_in_block + skew;
+        scale = block + row + row / kSide * (kScaleBlock - kSide);
     }
 
     // Read `which`, of 3 Count, of a half: scales first, since all are looked at before the first
@@ -199,7 +263,7 @@ class Place {
         const unsigned char* at = lds() + stage;
         const int first = is_upper ? Count : 0;
         if constexpr (Which < Count)
-            to.scales[Which] = at[scale + kSide * (first + Which) * kScaleRow];
+            to.scales[Which] = at[scale + (first + Which) * kScaleFragment];
         else
             read_rows<(Which - Count) % 2>(to.rows[(Which - Count) / 2],
                                            kSide * (first + (Which - Count) / 2), at);
@@ -214,9 +278,11 @@ class Place {
         for (int i = 0; i < 4; ++i)
             to[IsHigh * 4 + i] = half[i];
     }
+    static constexpr int kScaleFragment = IsShuffled ? kScaleBlock : kSide * kScaleRow;
     unsigned low, high, scale;
+    unsigned row_in_block, block; // of shuffled scales
 };
-using PlaceX = Place<kRowsX, 0, 0>;
-using PlaceW = Place<kRowsW, kRowsX * kDepth, kScaleRowsX>;
+using PlaceX = Place<kRowsX, 0, kScalesAtX, kShuffledX>;
+using PlaceW = Place<kRowsW, kRowsX * kDepth, kScalesAtW, kShuffledW>;
 
 } // namespace mx

@@ -14,6 +14,7 @@ from aiter_mx.kernels.spec import (
     Module,
     Param,
 )
+from aiter_mx.layouts import LAYOUTS as SCALE_LAYOUTS
 from aiter_mx.target import Target
 
 PARAMS = (
@@ -22,6 +23,9 @@ PARAMS = (
     Param("swath", (1, 4, 8, 16), "rows of tiles that are gone through column after column"),
     Param("xcds", (1, 8), "dies that tiles are dealt to in runs; 1 deals them one by one"),
 )
+
+LAYOUTS = ("16x4",)
+"""Of scales, besides row-major ones, that the kernel reads."""
 
 _DEPTH = 128  # of K in a step
 _BLOCK = 32
@@ -69,8 +73,15 @@ def _lds_bytes(problem: GroupedGemmProblem, config: Config) -> int:
     tile_m, tile_n = config["tile_m"], config["tile_n"]
     pieces = 4 // _scale_bytes(problem)
     at_once = _WAVES * 64 // pieces  # rows of scales that the waves copy together
-    rows = sum(-(-tile // at_once) * at_once for tile in (tile_m, tile_n))
-    stage = (tile_m + tile_n) * _DEPTH + rows * 4 * pieces
+    stage = (tile_m + tile_n) * _DEPTH
+    for layout, rows, blocks in (
+        (problem.a_scale_layout, tile_m, tile_m // 16 + 1),  # it may begin within a block
+        (problem.b_scale_layout, tile_n, tile_n // 16),
+    ):
+        if layout == "row_major":
+            stage += -(-rows // at_once) * at_once * 4 * pieces
+        else:
+            stage += blocks * 16 * _DEPTH // _BLOCK
     size = 4 if problem.out_dtype == "fp32" else 2
     features = tile_n // (2 if tile_m > 32 else 4)
     return 2 * stage + _WAVES * 16 * min(features * size, 256)
@@ -137,6 +148,8 @@ def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Map
         "MX_SWATH": config["swath"],
         "MX_XCDS": config["xcds"],
         "MX_SCALE_BYTES": _scale_bytes(problem),
+        "MX_X_SCALES": SCALE_LAYOUTS[problem.a_scale_layout].code,
+        "MX_W_SCALES": SCALE_LAYOUTS[problem.b_scale_layout].code,
         "MX_WHOLE_STEPS": int(problem.K % _DEPTH == 0 and problem.K > _DEPTH),
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
     }

@@ -13,6 +13,9 @@ A kernel must keep to this:
   cuts every bound to 0 .. M (``masked``: the end to M / G), so that no index whatever leads outside
   a or out; a group that ends before it starts is empty.
 - Rows of out outside every group are not written.
+
+Scales are row-major, or shuffled: those of a as all of its rows, ``[M, K / 32]``, whatever the
+groups, or ``masked`` as G matrices of M / G rows each; those of b as G matrices ``[N, K / 32]``.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from aiter_mx.kernels.spec import DTYPE_CODES, Arg
+from aiter_mx.layouts import LAYOUTS
 
 ARGS = (
     Arg("xq", "pointer", "r"),  # a, e4m3 [M, K]
@@ -63,6 +67,8 @@ class GroupedGemmProblem:
         index: dtype of the groups' bounds, ``i32`` or ``i64``.
         expected: rows that a group is likely to have, or 0 for M / G. It may choose a kernel's
             tiles, and never bears on results.
+        a_scale_layout: of a's scales, as aiter_mx.layouts has them.
+        b_scale_layout: of b's.
 
     Raises:
         ValueError: a field is none of the above.
@@ -77,6 +83,8 @@ class GroupedGemmProblem:
     layout: str = "jagged"
     index: str = "i32"
     expected: int = 0
+    a_scale_layout: str = "row_major"
+    b_scale_layout: str = "row_major"
 
     def __post_init__(self) -> None:
         for name, least in (("M", 0), ("N", 0), ("G", 1), ("expected", 0)):
@@ -89,6 +97,8 @@ class GroupedGemmProblem:
             ("bias", BIAS_DTYPES),
             ("layout", tuple(LAYOUT_CODES)),
             ("index", tuple(INDEX_BYTES)),
+            ("a_scale_layout", tuple(LAYOUTS)),
+            ("b_scale_layout", tuple(LAYOUTS)),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(
@@ -101,6 +111,18 @@ class GroupedGemmProblem:
     def usual_rows(self) -> int:
         """Rows of a group to choose tiles by."""
         return self.expected or -(-self.M // self.G)
+
+    def with_scales_in(self, *layouts: str) -> GroupedGemmProblem:
+        """This one, but with row-major scales where they are in no such layout."""
+
+        def kept(layout: str) -> str:
+            return layout if layout in layouts else "row_major"
+
+        return replace(
+            self,
+            a_scale_layout=kept(self.a_scale_layout),
+            b_scale_layout=kept(self.b_scale_layout),
+        )
 
     def most_tiles(self, rows: int) -> int:
         """The most tiles of ``rows`` rows that the groups can have together."""
