@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from mx_reference import random_mx_groups
-from test_grouped_gfx950 import config_of, launch, one_group
+from test_grouped_gfx950 import LAYOUTS, config_of, launch, one_group
 
 import aiter_mx
 from aiter_mx.code_object import parse_code_object
@@ -35,10 +35,14 @@ def variants() -> list[tuple[GroupedGemmProblem, Config]]:
     ks, dtypes = list(K_OF_SCALE_BYTES.values()), ["bf16", "fp32", "fp16"]
     tiles = [c for c in combinations(PARAMS) if (c["swath"], c["xcds"]) == (4, 8)]
     return [
-        (GroupedGemmProblem(64, 64, K, 2, dtypes[(i + j) % 3]), tile)
+        (
+            GroupedGemmProblem(64, 64, K, 2, dtypes[(i + j) % 3], "none", "jagged", "i32", 0, *of),
+            tile,
+        )
         for i, tile in enumerate(tiles)
         for j, K in enumerate(ks)
-        if j == i % 3 or (tile["tile_m"], tile["tile_n"]) == (256, 256)
+        for k, of in enumerate(LAYOUTS)
+        if (j, k) == (i % 3, i % 4) or (tile["tile_m"], tile["tile_n"]) == (256, 256)
     ]
 
 
@@ -80,6 +84,7 @@ def difference(one: LaunchReport, other: LaunchReport, steps: int) -> dict[str, 
         "lds_cycles": lds_bytes / 128 + each("lds_conflicts"),
         "issue_cycles": each("instructions") / WAVES * 4,
         "conflicts": each("lds_conflicts"),
+        "address_cycles": each("address_cycles"),
         "lds_bytes_a_product": lds_bytes / ((mfma(other) - mfma(one)) / steps),
         "matrix_share": (mfma(other) - mfma(one)) / (other.instructions - one.instructions),
         "scratch": each("scratch_bytes"),
@@ -87,14 +92,18 @@ def difference(one: LaunchReport, other: LaunchReport, steps: int) -> dict[str, 
 
 
 def main_loop(
-    tile: tuple[int, int], first_k: int, monkeypatch: pytest.MonkeyPatch
+    tile: tuple[int, int],
+    first_k: int,
+    monkeypatch: pytest.MonkeyPatch,
+    layouts: tuple[str, str] = ("row_major", "row_major"),
 ) -> dict[str, float]:
     monkeypatch.setenv("AITER_MX_SIM_CONFLICTS", "1")
     reports = []
     for K in (first_k, first_k + 4 * STEP):
         drawn = random_mx_groups(tile[0], 1, tile[1], K, 1, (-6, 6))
         with aiter_mx.simulate("gfx950"):
-            launch(torch.device("cpu"), config_of(*tile), drawn, one_group(tile[0]))
+            group = one_group(tile[0])
+            launch(torch.device("cpu"), config_of(*tile), drawn, group, layouts=layouts)
         report = last_report()
         assert report is not None
         reports.append(report)
@@ -107,6 +116,20 @@ def test_the_main_loop_of_the_main_tile_is_limited_by_products(
 ) -> None:
     found = main_loop((256, 256), first_k, monkeypatch)
     assert found["matrix_cycles"] == 2048  # 256 * 256 * 128 products, 1024 a cycle and SIMD
+    assert found["lds_cycles"] < 0.8 * found["matrix_cycles"]
+    assert found["issue_cycles"] < 0.5 * found["matrix_cycles"]
+    assert found["conflicts"] == found["scratch"] == 0
+
+
+def test_shuffled_scales_take_few_cycles_of_the_address_unit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, payload = 512, 1024  # of the tile and a step; 64 bytes of payload a cycle
+    first_k = 4096  # rows of scales are whole lines
+    plain = main_loop((256, 256), first_k, monkeypatch)
+    assert plain["address_cycles"] == payload + rows
+    found = main_loop((256, 256), first_k, monkeypatch, ("16x4", "16x4"))
+    assert found["address_cycles"] <= payload + 1.05 * rows / 16
     assert found["lds_cycles"] < 0.8 * found["matrix_cycles"]
     assert found["issue_cycles"] < 0.5 * found["matrix_cycles"]
     assert found["conflicts"] == found["scratch"] == 0

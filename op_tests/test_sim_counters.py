@@ -92,6 +92,30 @@ def test_conflicts_are_not_counted_unasked() -> None:
     assert report.lds_conflicts == 0
 
 
+STRIDED = """
+KERNEL(64) strided(const u32* in, u32* out, int bytes) {
+    const char* from = (const char*)in + lane_id() * bytes;
+    if (lane_id() < 50)
+        out[lane_id()] = *(const u32*)from;
+}
+"""
+
+
+def in_whole_lines(dwords: int) -> Array:
+    memory = np.zeros(dwords + 32, np.uint32)
+    return memory[-memory.ctypes.data % 128 // 4 :][:dwords]
+
+
+@pytest.mark.parametrize("stride", [4, 16, 32, 36, 128, 260])
+def test_neighbours_in_one_line_share_a_cycle_of_the_address_unit(stride: int) -> None:
+    data, out = in_whole_lines(64 * 260 // 4), in_whole_lines(64)
+    lines = [[lane * stride // 128 for lane in range(i, min(i + 4, 50))] for i in range(0, 50, 4)]
+    loading = sum(1 if len(set(four)) == 1 else len(four) for four in lines)
+    report = launch(program(STRIDED), "strided", 1, 64, [data, out, stride], access="rw",
+                    options=SimOptions(count_conflicts=True))  # fmt: skip
+    assert report.address_cycles == loading + len(lines)  # what is stored is in whole lines
+
+
 MFMA = """
 KERNEL(64) passes(const u32* in, u32* out) {
     i32x8 a;

@@ -179,6 +179,7 @@ def describe(report: LaunchReport) -> str:
         f"distinct: {report.unique_bytes_read} B read, {report.unique_bytes_written} B written",
         f"LDS: {report.lds_bytes_read} B read, {report.lds_bytes_written} B written, "
         f"{report.lds_conflicts} bank conflicts",
+        f"address units: {report.address_cycles} cycles",
     ]
     if report.waits:
         mean = report.in_flight_bytes / report.waits

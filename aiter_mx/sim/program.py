@@ -44,7 +44,7 @@ class SimOptions:
         threads: host threads over workgroups; 0 means one for each core.
         max_steps: memory operations and waits a workgroup may take before it counts as stuck.
         count_unique: count the distinct bytes of memory read and written.
-        count_conflicts: count bank conflicts of LDS.
+        count_conflicts: count bank conflicts of LDS, and cycles of the address units.
         delay: memory operations take effect at moments drawn by the seed, between their issue and
             the wait that covers them; needs ``strict``.
         first_group: number of the first workgroup that runs, counting x first; those before it are

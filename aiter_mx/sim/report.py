@@ -33,7 +33,7 @@ class CFault(ctypes.Structure):
 
 COUNTERS = (
     "bytes_read", "bytes_written", "scalar_bytes_read", "lds_bytes_read", "lds_bytes_written",
-    "lds_conflicts", "scratch_bytes", "waits", "in_flight_bytes",
+    "lds_conflicts", "scratch_bytes", "waits", "in_flight_bytes", "address_cycles",
 )  # fmt: skip
 
 
@@ -59,6 +59,8 @@ class LaunchReport:
         lds_bytes_read, lds_bytes_written: LDS traffic in bytes, copies from memory included.
         lds_conflicts: where the options ask for it, times that the banks of LDS are gone over again
             because lanes served together want different dwords of one bank.
+        address_cycles: likewise, cycles of the address units for vector memory: one for four
+            neighbouring lanes in one line of 128 bytes, else one for each of them.
         scratch_bytes: private memory traffic.
         waits: strict mode: waits for vector memory that had something to wait for.
         in_flight_bytes: strict mode: bytes of loads under way, summed over those waits.
@@ -77,6 +79,7 @@ class LaunchReport:
     lds_bytes_read: int = 0
     lds_bytes_written: int = 0
     lds_conflicts: int = 0
+    address_cycles: int = 0
     scratch_bytes: int = 0
     waits: int = 0
     in_flight_bytes: int = 0

@@ -120,6 +120,7 @@ def _scaled(report: LaunchReport, factor: float) -> LaunchReport:
         lds_bytes_read=times(report.lds_bytes_read),
         lds_bytes_written=times(report.lds_bytes_written),
         lds_conflicts=times(report.lds_conflicts),
+        address_cycles=times(report.address_cycles),
         waits=times(report.waits),
         in_flight_bytes=times(report.in_flight_bytes),
     )

@@ -10,9 +10,9 @@
 
 namespace mx {
 
-constexpr int kTileM = MX_TILE_M;            // rows of x in a tile: 32, 64, 128 or 256
-constexpr int kTileN = MX_TILE_N;            // rows of w
-constexpr int kScaleBytes = MX_SCALE_BYTES;  // of one copy: what K / 32 is a multiple of, at most 4
+constexpr int kTileM = MX_TILE_M;           // rows of x in a tile: 32, 64, 128 or 256
+constexpr int kTileN = MX_TILE_N;           // rows of w
+constexpr int kScaleBytes = MX_SCALE_BYTES; // of one copy: what K / 32 is a multiple of, at most 4
 constexpr bool kShuffledX = MX_X_SCALES == k16x4, kShuffledW = MX_W_SCALES == k16x4; // or row-major
 constexpr bool kWholeSteps = MX_WHOLE_STEPS; // K is a multiple of 128
 constexpr unsigned kSwath = MX_SWATH;        // rows of tiles that a group's tiles are ordered by
@@ -39,12 +39,12 @@ constexpr int whole_copies(int rows) {
     constexpr int at_once = kWaves * kScaleCopyRows;
     return (rows + at_once - 1) / at_once * at_once;
 }
-// Shuffled, those of 16 rows and a step are a block of four pieces, of which the waves copy as many
-// each. A tile of x may begin within a block.
+// Shuffled, those of 16 rows and a step are a block of four pieces. Waves copy as many whole blocks
+// each. A tile of x may begin within a block, and then is in one more.
 constexpr unsigned kScaleBlock = kSide * kDepth / kBlock;
 constexpr int kBlockPieces = kScaleBlock / kPiece;
-static_assert(kBlockPieces == kWaves);
-constexpr int kBlocksX = kTileM / kSide + 1, kBlocksW = kTileN / kSide;
+constexpr int of_all_waves(int blocks) { return (blocks + kWaves - 1) / kWaves * kWaves; }
+constexpr int kBlocksX = of_all_waves(kTileM / kSide + 1), kBlocksW = of_all_waves(kTileN / kSide);
 
 // What LDS has of an operand's scales, and how many copies of a wave bring them.
 constexpr int kScaleRow = 4 * kScalePieces;
@@ -110,8 +110,9 @@ class Copier {
         }
         block = lane % kScalePieces * kScaleBytes;
         scale_at = lane / kScalePieces * (K / kBlock) + block;
-        blocks_x_at = piece_of_blocks(wave * kBlocksX + lane);
-        blocks_w_at = piece_of_blocks(wave * kBlocksW + lane);
+        const int of_share = lane / kBlockPieces, piece_at = lane % kBlockPieces * kPiece;
+        blocks_x_at = (wave * (kBlocksX / kWaves) + of_share) * block_row() + piece_at;
+        blocks_w_at = (wave * (kBlocksW / kWaves) + of_share) * block_row() + piece_at;
     }
 
     // From here on it is this tile's turn; nothing but zeros if there is none.
@@ -132,14 +133,14 @@ class Copier {
             const Offset more = args->is_masked ? -args->rows_each % kSide : 0;
             const Offset row = x_row + more * tile.group;
             skew = row % kSide;
-            x_scales =
-                resource(args->xs + row / kSide * block_row(),
-                         is_any ? (skew + tile.rows + kSide - 1) / kSide * block_row() : 0);
+            x_scales = resource(args->xs + row / kSide * block_row(),
+                                is_any ? (skew + tile.rows + kSide - 1) / kSide * block_row() : 0);
         } else {
             x_scales = resource(args->xs + x_row * blocks, x_rows * blocks);
         }
         if constexpr (kShuffledW)
-            w_scales = resource(args->ws + w_row / kSide * block_row(), w_rows / kSide * block_row());
+            w_scales =
+                resource(args->ws + w_row / kSide * block_row(), w_rows / kSide * block_row());
         else
             w_scales = resource(args->ws + w_row * blocks, w_rows * blocks);
         k = 0;
@@ -200,14 +201,12 @@ class Copier {
                                 stage + wave * kScaleCopyRows * kScaleRow,
                                 at + i * rows * kScaleRow);
     }
-    // So many blocks of shuffled ones.
+    // The wave's share of so many blocks of shuffled ones.
     template <int Blocks>
     MX_MEMBER void copy_blocks(Resource from, unsigned offset, unsigned stage, int at) const {
-        copy_16_bytes_of<Blocks>(from, offset, 0, stage + wave * Blocks * kPiece, at);
-    }
-    // Where a piece of a tile's blocks is in memory.
-    MX_MEMBER unsigned piece_of_blocks(int piece) const {
-        return piece / kBlockPieces * block_row() + piece % kBlockPieces * kPiece;
+        constexpr int share = Blocks / kWaves;
+        copy_16_bytes_of<share * kBlockPieces>(from, offset, 0, stage + wave * share * kScaleBlock,
+                                               at);
     }
     // Bytes of the shuffled scales of 16 rows, K padded to whole steps.
     MX_MEMBER unsigned block_row() const { return (K + kDepth - 1) / kDepth * kScaleBlock; }

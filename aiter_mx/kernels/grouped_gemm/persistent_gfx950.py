@@ -81,7 +81,7 @@ def _lds_bytes(problem: GroupedGemmProblem, config: Config) -> int:
         if layout == "row_major":
             stage += -(-rows // at_once) * at_once * 4 * pieces
         else:
-            stage += blocks * 16 * _DEPTH // _BLOCK
+            stage += -(-blocks // _WAVES) * _WAVES * 16 * _DEPTH // _BLOCK
     size = 4 if problem.out_dtype == "fp32" else 2
     features = tile_n // (2 if tile_m > 32 else 4)
     return 2 * stage + _WAVES * 16 * min(features * size, 256)
@@ -94,6 +94,20 @@ def _resident(problem: GroupedGemmProblem, config: Config) -> int:
     return min(by_registers, _LDS_BYTES // _lds_bytes(problem, config))
 
 
+def _address_cycles(problem: GroupedGemmProblem, config: Config) -> float:
+    """Of the copies of a step: one for four lanes in one line, else one for each lane."""
+    pieces = 4 // _scale_bytes(problem)  # lanes of a row of scales
+    of_row = 1 if pieces == 4 else pieces
+    cycles = 0.0
+    for layout, rows in (
+        (problem.a_scale_layout, config["tile_m"]),
+        (problem.b_scale_layout, config["tile_n"]),
+    ):
+        cycles += rows * _DEPTH / _COPY_BYTES_A_CYCLE
+        cycles += rows * of_row if layout == "row_major" else rows / 16
+    return cycles
+
+
 def _cycles(target: Target, problem: GroupedGemmProblem, config: Config) -> float:
     """A bound on a call's time, all groups of one size; docs/grouped.md derives it."""
     tile_m, tile_n = config["tile_m"], config["tile_n"]
@@ -101,7 +115,8 @@ def _cycles(target: Target, problem: GroupedGemmProblem, config: Config) -> floa
     reads = _DEPTH * (tile_m * _WAVES // waves_m + tile_n * waves_m)
     copies = _DEPTH * (tile_m + tile_n)
     matrix = tile_m * tile_n * _DEPTH / _PRODUCTS_A_CYCLE
-    step = max(matrix, (reads + copies) / _LDS_BYTES_A_CYCLE, copies / _COPY_BYTES_A_CYCLE)
+    lds = (reads + copies) / _LDS_BYTES_A_CYCLE
+    step = max(matrix, lds, _address_cycles(problem, config))
     epilogue = _EPILOGUE_CYCLES * tile_m * tile_n / (256 * 256)
     steps = -(-problem.K // _DEPTH)
     tile = steps * step + epilogue + _TILE_CYCLES

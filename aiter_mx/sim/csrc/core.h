@@ -79,6 +79,7 @@ typedef struct {
 typedef struct {
     u64 bytes_read, bytes_written, scalar_bytes_read;
     u64 lds_bytes_read, lds_bytes_written, lds_conflicts, scratch_bytes, waits, in_flight_bytes;
+    u64 address_cycles;
 } Counters;
 
 // One launch, shared by the threads that run it. aiter_mx/sim/program.py mirrors this layout.

@@ -48,9 +48,27 @@ static void check_one(Wave* w, u32 instruction, u32 lane, u64 address, u32 size,
     if (UNLIKELY(w->group->seen != NULL))
         mark_seen(w, r, address, size, is_write);
 }
+// Four neighbours take a cycle of the address unit if they begin in one line, else one each.
+NOINLINE u64 address_cycles(const u64* address, u64 lanes) {
+    enum { LINE_BYTES = 128 };
+    u64 cycles = 0;
+    for (u32 first = 0; first < 64; first += 4) {
+        u64 line = 0, count = 0, same = 0;
+        for (u32 l = first; l < first + 4; l++)
+            if (lanes >> l & 1) {
+                line = count ? line : address[l] / LINE_BYTES;
+                same += address[l] / LINE_BYTES == line;
+                count++;
+            }
+        cycles += same == count ? count > 0 : count;
+    }
+    return cycles;
+}
 NOINLINE void check_memory(Wave* w, u32 instruction, const u64* address, u32 size, int is_write) {
     if (!w->exec)
         return;
+    if (UNLIKELY(w->group->launch->count_conflicts))
+        w->group->counters->address_cycles += address_cycles(address, w->exec);
     u64 low = ~0ull, high = 0;
     for (int l = 0; l < 64; l++) {
         u64 m = (u64)(i64)(i32)w->mask[l], a = address[l];
