@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 
@@ -41,7 +42,9 @@ def measured_meter(
     return Meter(
         source="measured",
         backends=BACKENDS,
-        ahead=lambda: Ahead(target, jobs, TritonAhead(target, jobs), on_built),
+        ahead=lambda: Ahead(
+            target, jobs, TritonAhead(target, jobs) if find_spec("triton") else None, on_built
+        ),
         bench=bench,
     )
 

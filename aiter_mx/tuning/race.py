@@ -33,7 +33,7 @@ class Rules:
 
     most: int = 24
     tries: int = 3
-    hopeless: float = 3.0
+    hopeless: float = 1.5
     first_look: float = 1.25
     heats: tuple[int, ...] = (10, 5)
     rounds: int = 2

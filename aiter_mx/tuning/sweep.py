@@ -238,10 +238,10 @@ def _race(
     incumbent = incumbent_of(before, plan.op, plan.target, problem)
     if incumbent is not None and (name, str(incumbent)) in starters.lost:
         incumbent = None
-    ahead.wait(problem, starters.to_compile(name))
     begun = time.monotonic()
     try:
-        with meter.bench(problem) as bench:
+        with meter.bench(problem) as bench:  # operands are made while the last kernels compile
+            ahead.wait(problem, starters.to_compile(name))
             outcome = race(bench, starters.of(name), incumbent, plan.rules)
     except ContextLost as error:
         candidate = str(error.args[1]) if len(error.args) > 1 else ""

@@ -26,11 +26,18 @@ class TritonAhead:
     """Processes that fill Triton's cache."""
 
     def __init__(self, target: Target, jobs: int) -> None:
-        """Have so many processes at a time, but few: each takes seconds to begin."""
+        """Have so many processes at a time, but few.
+
+        They are forked, at once, before there are threads: each would take seconds to import what
+        this one has. They never touch the GPU, which a process and its fork cannot share.
+        """
+        import triton  # noqa: F401
+
         workers = max(1, min(jobs // 2, _MOST_PROCESSES))
         self._pool = ProcessPoolExecutor(
-            workers, get_context("spawn"), initializer=stand_in_for_a_gpu, initargs=(target,)
+            workers, get_context("fork"), initializer=stand_in_for_a_gpu, initargs=(target,)
         )
+        self._pool.submit(os.getpid)
         self._calls: dict[tuple[Problem, Candidate], Future[None]] = {}
 
     def add(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
@@ -61,11 +68,12 @@ def compile_without_gpu(problem: Problem, candidate: Candidate) -> None:
 
 def stand_in_for_a_gpu(target: Target) -> None:
     """Make this process, which is for nothing else, compile for a target what it would launch."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    torch.set_num_threads(1)  # those of the process that was forked are not here
     if target.arch == "sm_90a":
         gpu = GPUTarget("cuda", 90, 32)
     else:

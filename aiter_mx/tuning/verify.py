@@ -74,8 +74,8 @@ def verify(
         for problem, starters in fields.items():
             ahead.add(problem, starters)
         for problem, chosen in rows:
-            ahead.wait(problem, fields[problem])
             with meter.bench(problem) as bench:
+                ahead.wait(problem, fields[problem])
                 outcome = race(bench, fields[problem], chosen, rules.thorough)
             check = _check(problem, chosen, outcome)
             checks.append(check)
