@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import tune_fakes
-from tune_fakes import PROBLEMS, TARGET, FakeBench, FakeMeter, draw, plan_for, sweep
+from tune_fakes import PROBLEMS, RULES, TARGET, FakeBench, FakeMeter, draw, plan_for, sweep
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.tables import read_table
@@ -27,13 +27,12 @@ from aiter_mx.target import hardware
 from aiter_mx.tuning import sweep as sweeps
 from aiter_mx.tuning.candidates import Candidate, ContextLost, candidates_of
 from aiter_mx.tuning.journal import Journal, folder_of, merge, read_folder
-from aiter_mx.tuning.race import Outcome, Rules, race
+from aiter_mx.tuning.race import Outcome, race
 from aiter_mx.tuning.share import Alone, Shared
 from aiter_mx.tuning.table import columns_of, incumbent_of, read_rows, row_of
 from aiter_mx.tuning.triton_ahead import TritonAhead
 
 PROBLEM = PROBLEMS[0]
-RULES = Rules(most=6)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 

@@ -12,10 +12,13 @@ import torch
 import aiter_mx
 from aiter_mx.cli.main import main
 from aiter_mx.cli.tune import with_fields
+from aiter_mx.dispatch import dispatcher
 from aiter_mx.dispatch.tables import read_table
 from aiter_mx.kernels import linear as kernels
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import KernelSpec
+from aiter_mx.ops import plan
 from aiter_mx.target import hardware
 from aiter_mx.tuning.shapes import model_shapes, read_shapes
 from aiter_mx.tuning.table import read_rows
@@ -162,6 +165,25 @@ def test_misses_of_production_are_what_the_tuner_reads(tmp_path, monkeypatch) ->
     found = read_shapes(log, "linear", hardware("gfx950"))
     assert found == [LinearProblem(M=3, N=1001, K=96, out_dtype="fp32")]
     assert [problem.M for problem in read_shapes(log, "linear")] == [3, 5, 7]
+    aiter_mx.explain("grouped_gemm", arch="gfx950", M=31, N=1001, K=96, G=3)  # the same file
+    grouped = read_shapes(log, "grouped_gemm", hardware("gfx950"))
+    assert grouped == [GroupedGemmProblem(M=31, N=1001, K=96, G=3)]
+    assert [problem.M for problem in read_shapes(log, "linear")] == [3, 5, 7]
+    log.write_text(log.read_text().replace("G=3", "H=3"))
+    with pytest.raises(ValueError, match="line 5: 'H' is no field of grouped_gemm"):
+        read_shapes(log, "grouped_gemm")
+
+
+def test_only_a_shapes_first_call_looks_for_its_row(tmp_path, monkeypatch) -> None:
+    log = tmp_path / "untuned.csv"
+    monkeypatch.setenv("AITER_MX_LOG_UNTUNED", str(log))
+    with aiter_mx.simulate("gfx950"):
+        x, w = (aiter_mx.quantize(torch.randn(rows, 160)) for rows in (3, 37))
+        first = aiter_mx.linear(*x, *w)
+        monkeypatch.setattr(plan, "route", None)
+        monkeypatch.setattr(dispatcher, "_log_miss", None)
+        assert torch.equal(aiter_mx.linear(*x, *w), first)
+    assert read_shapes(log, "linear") == [LinearProblem(M=3, N=37, K=160)]
 
 
 def test_lists_of_shapes_are_read_or_refused_by_line(tmp_path) -> None:

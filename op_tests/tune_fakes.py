@@ -1,19 +1,23 @@
 """A GPU that is none: candidates' times come out of a hash, and some of them misbehave.
 
-    python op_tests/tune_fakes.py TABLE [--pause S] [--lose N]
+    python op_tests/tune_fakes.py TABLE [--pause S]
 
-sweeps a small plan with it, for tests that kill the process.
+is ``aiter-mx tune`` with it over a few shapes, for tests that kill the process.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 
+from aiter_mx.cli import tune
+from aiter_mx.cli.main import main as command_line
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import hardware
@@ -23,7 +27,9 @@ from aiter_mx.tuning.share import Share, join
 from aiter_mx.tuning.sweep import Plan, make_plan, name_of, run
 
 TARGET = hardware("gfx950")
-PROBLEMS = tuple(LinearProblem(M=M, N=N, K=96) for M in (1, 2, 4, 8, 16) for N in (32, 64, 96, 128))
+AXES = {"M": (1, 2, 4, 8, 16), "N": (32, 64, 96, 128), "K": (96,)}
+PROBLEMS = tuple(LinearProblem(*shape) for shape in product(*AXES.values()))
+RULES = Rules(most=6)
 Noise = Callable[[Candidate, int], float]
 
 
@@ -111,7 +117,7 @@ class FakeMeter:
 
 
 def plan_for(table: Path, problems: tuple[Problem, ...] = PROBLEMS) -> Plan:
-    return make_plan("linear", TARGET, problems, table, "measured", Rules(most=6))
+    return make_plan("linear", TARGET, problems, table, "measured", RULES)
 
 
 def sweep(table: Path, fake: FakeMeter, share: Share | None = None) -> None:
@@ -123,7 +129,11 @@ def main() -> None:
     parser.add_argument("table", type=Path)
     parser.add_argument("--pause", type=float, default=0.0)
     arguments = parser.parse_args()
-    sweep(arguments.table, FakeMeter(arguments.pause))
+    tune.the_meter = lambda *of: (TARGET, FakeMeter(arguments.pause).meter())
+    shape = [f"--{name}={','.join(map(str, of))}" for name, of in AXES.items()]
+    command = ["aiter-mx", "tune", "linear", *shape, f"--most={RULES.most}"]
+    sys.argv = [*command, "--table", str(arguments.table)]
+    command_line()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping
 
 from aiter_mx.dispatch.route import Route
-from aiter_mx.dispatch.tables import SCOPE, Row, load_rows
+from aiter_mx.dispatch.tables import SCOPE, SHAPE, Row, load_rows
 from aiter_mx.kernels.registry import (
     find_kernel,
     in_line,
@@ -151,7 +151,10 @@ def _distance(shape: Problem, key: Problem) -> float:
 
 
 def _log_miss(op: str, target: Target, key: Problem) -> None:
-    """Append a shape without a row to the CSV that ``AITER_MX_LOG_UNTUNED`` names, once."""
+    """Append a shape without a row to the CSV that ``AITER_MX_LOG_UNTUNED`` names, once.
+
+    Its columns are the same for all ops, as they share the file.
+    """
     path = os.environ.get("AITER_MX_LOG_UNTUNED")
     if not path or target.runtime == "none":
         return
@@ -159,13 +162,13 @@ def _log_miss(op: str, target: Target, key: Problem) -> None:
         if (op, target, key) in _logged:
             return
         _logged.add((op, target, key))
-        columns = key_columns(op)
-        line = _csv_line(target.arch, target.cu_num, op, *(getattr(key, name) for name in columns))
+        shape = " ".join(f"{name}={getattr(key, name)}" for name in key_columns(op))
+        line = _csv_line(target.arch, target.cu_num, op, shape)
         # One write to a file opened for appending: ranks that share it do not cut lines in two.
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             is_new = os.fstat(handle).st_size == 0
-            os.write(handle, (_csv_line(*SCOPE, *columns) if is_new else b"") + line)
+            os.write(handle, (_csv_line(*SCOPE, SHAPE) if is_new else b"") + line)
         finally:
             os.close(handle)
 

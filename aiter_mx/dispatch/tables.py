@@ -32,6 +32,7 @@ from aiter_mx.paths import configs_dir
 from aiter_mx.target import hardware
 
 SCOPE = ("gfx", "cu_num", "op")
+SHAPE = "shape"  # of what AITER_MX_LOG_UNTUNED collects: all key columns, as ``M=1 N=2304 K=6144``
 CHOICE = ("backend", "kernel")
 INFORMATION = ("us", "rel_err", "spread", "build", "versions", "commit", "date", "source")
 SOURCES = ("measured", "model")

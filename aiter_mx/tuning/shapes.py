@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from aiter_mx.dispatch.tables import SCOPE
+from aiter_mx.dispatch.tables import SCOPE, SHAPE
 from aiter_mx.kernels.registry import field_value, problem_type
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
@@ -19,9 +19,9 @@ def read_shapes(path: Path, op: str, target: Target | None = None) -> list[Probl
     """The problems that a CSV lists, each once, in its order.
 
     Its columns are fields of the op's problem, such as ``M,N,K,out_dtype``; those with a default
-    may be left out. Columns ``gfx``, ``cu_num`` and ``op``, as ``AITER_MX_LOG_UNTUNED`` writes
-    them, say what a line is for: lines for another op are passed over, and with a target those for
-    another GPU.
+    may be left out. Or it is what ``AITER_MX_LOG_UNTUNED`` writes: columns ``gfx``, ``cu_num`` and
+    ``op`` say what a line is for, and ``shape`` has the fields. Lines for another op are passed
+    over, and with a target those for another GPU.
 
     Raises:
         ValueError: the file cannot be read so; the message names file and line.
@@ -34,10 +34,10 @@ def read_shapes(path: Path, op: str, target: Target | None = None) -> list[Probl
             lines = csv.DictReader(file, strict=True)
             columns = lines.fieldnames or []
             for name in columns:
-                if name not in known and name not in SCOPE:
+                if name not in known and name not in (*SCOPE, SHAPE):
                     raise ValueError(f"column {name!r} is no field of {op}: {', '.join(known)}")
             for name in needed:
-                if name not in columns:
+                if name not in columns and SHAPE not in columns:
                     raise ValueError(f"column {name!r} is missing")
             for cells in lines:
                 if None in cells or None in cells.values():
@@ -45,17 +45,23 @@ def read_shapes(path: Path, op: str, target: Target | None = None) -> list[Probl
                 if not _is_for(cells, op, target):
                     continue
                 try:
-                    values = {
-                        name: field_value(problem_type(op), name, text)
-                        for name, text in cells.items()
-                        if name in known and text
-                    }
-                    found[problem_type(op)(**values)] = None
+                    found[_problem(op, known, cells)] = None
                 except (TypeError, ValueError) as error:
                     raise ValueError(f"line {lines.line_num}: {error}") from None
     except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a list of shapes: {error}") from None
     return list(found)
+
+
+def _problem(op: str, known: Iterable[str], cells: dict[str, str]) -> Problem:
+    texts = {name: text for name, text in cells.items() if name in known and text}
+    for field in cells.get(SHAPE, "").split():
+        name, _, text = field.partition("=")
+        if name not in known:
+            raise ValueError(f"{name!r} is no field of {op}: {', '.join(known)}")
+        texts[name] = text
+    of_type = problem_type(op)
+    return of_type(**{name: field_value(of_type, name, text) for name, text in texts.items()})
 
 
 def _is_for(cells: dict[str, str], op: str, target: Target | None) -> bool:
