@@ -21,19 +21,14 @@ from aiter_mx.ops.checks import (
     DTYPE_NAMES,
     DTYPES,
     SCALE_ALIGNMENT_BYTES,
-    SCALE_DTYPES,
     check_out,
-    check_tensor,
     either,
     refuse_alignment,
-    refuse_no_whole_number,
 )
 from aiter_mx.ops.moe_check import check_routing, checking
+from aiter_mx.ops.moe_problem import FP8, problem_of
 from aiter_mx.ops.plan import bind
 from aiter_mx.target import Target, cpu_target, target_of
-
-_FP8 = (torch.float8_e4m3fn,)
-_INT32 = (torch.int32,)
 
 
 def moe_gemm(
@@ -269,7 +264,7 @@ _OPTIONAL = ("topk_weights", "bias")
 
 
 def _plan(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Plan:
-    problem = _check(inputs, options)
+    problem = problem_of(inputs, options)
     assert inputs[0] is not None
     device = inputs[0].device
     if problem.routed == 0 or problem.N == 0 or problem.blocks == 0:
@@ -283,71 +278,6 @@ def _plan(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Plan:
 def alignment_of_scales(target: Target, problem: MoeGemmProblem) -> int:
     """What addresses of scales must be a multiple of, whichever kernel is chosen."""
     return max(SCALE_ALIGNMENT_BYTES, scale_alignment_bytes("moe_gemm", target, problem))
-
-
-def _check(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> MoeGemmProblem:
-    """The problem that these arguments pose; raises as ``moe_gemm`` documents."""
-    xq, xs, wq, ws, sorted_ids, expert_ids, post_padded, weights, bias = inputs
-    routed, top_k, block_m, a_div, ids, out_dtype, activation, layout, swiglu = options
-    device = check_tensor("xq", xq, _FP8, ("rows", "K")).device
-    assert xq is not None
-    rows, K = xq.shape
-    if K == 0 or K % BLOCK:
-        raise ValueError(f"K must be a multiple of {BLOCK}, got K={K} (xq: {list(xq.shape)})")
-    check_tensor("xs", xs, SCALE_DTYPES, (rows, K // BLOCK), device)
-    E, N, _ = check_tensor("wq", wq, _FP8, ("E", "N", K), device).shape
-    check_tensor("ws", ws, SCALE_DTYPES, (E, N, K // BLOCK), device)
-    check_tensor("sorted_token_ids", sorted_ids, _INT32, ("ids",), device)
-    check_tensor("expert_ids", expert_ids, _INT32, ("blocks",), device)
-    check_tensor("num_tokens_post_padded", post_padded, _INT32, ("1 or 2",), device)
-    assert sorted_ids is not None and expert_ids is not None and post_padded is not None
-    if post_padded.numel() not in (1, 2):
-        raise ValueError(
-            f"num_tokens_post_padded must be [1] or [2], got {list(post_padded.shape)}"
-        )
-    refuse_no_whole_number(top_k=top_k, num_valid_tokens=routed, block_m=block_m, a_div=a_div)
-    if top_k < 1 or routed < 0 or routed % top_k:
-        raise ValueError(
-            f"num_valid_tokens must be a multiple of top_k, got {routed} and top_k={top_k}"
-        )
-    if a_div < 1 or rows * a_div < routed:
-        raise ValueError(
-            f"xq must have a row for each {a_div} of {routed} routed rows (a_div={a_div}), got "
-            f"{list(xq.shape)}"
-        )
-    is_block = block_m > 0 and block_m % 4 == 0  # else the problem refuses it
-    if is_block and not 0 <= -(-len(sorted_ids) // block_m) - len(expert_ids) <= 1:
-        raise ValueError(
-            f"{len(sorted_ids)} sorted ids are {-(-len(sorted_ids) // block_m)} blocks of "
-            f"block_m={block_m}, but expert_ids has {len(expert_ids)}: was the routing made for "
-            "another block_m?"
-        )
-    by_place = ids == "aiter"
-    if weights is not None:
-        count = len(sorted_ids) if by_place else routed
-        check_tensor("topk_weights", weights.flatten(), (torch.float32,), (count,), device)
-    if bias is not None:
-        check_tensor("bias", bias, tuple(DTYPE_NAMES), (E, N), device)
-    alpha, beta, limit = swiglu or (1.702, 1.0, 7.0)
-    return MoeGemmProblem(
-        M=routed // top_k,
-        N=N,
-        K=K,
-        E=E,
-        top_k=top_k,
-        block_m=block_m,
-        out_dtype=out_dtype,
-        activation=activation,
-        layout=layout,
-        bias="none" if bias is None else DTYPE_NAMES[bias.dtype],
-        weights="none" if weights is None else "by_place" if by_place else "by_t",
-        ids=ids,
-        a_div=a_div,
-        max_blocks=min(len(expert_ids), len(sorted_ids) // block_m) if is_block else 0,
-        alpha=alpha,
-        beta=beta,
-        limit=limit,
-    )
 
 
 def fallbacks(problem: MoeGemmProblem) -> dict[str, Any]:
@@ -380,7 +310,9 @@ def warm(problem: MoeGemmProblem, device: torch.device) -> None:
     run = bind("moe_gemm", target, problem, device, fallbacks(problem))
     chosen = route("moe_gemm", target, problem)
     if chosen.kernel == "grouped":
-        warm_grouped(problem, device)
+        from aiter_mx.ops import moe_grouped
+
+        moe_grouped.warm(problem, device)
     if chosen.backend != "triton" or problem.routed == 0:
         return
     # Triton compiles when it is called, so it is called, on whatever this memory holds but for the
@@ -389,7 +321,7 @@ def warm(problem: MoeGemmProblem, device: torch.device) -> None:
     ids = torch.empty(p.blocks * p.block_m, dtype=torch.int32, device=device)
     experts = torch.empty(p.blocks, dtype=torch.int32, device=device)
     none_used = torch.zeros(1, dtype=torch.int32, device=device)
-    dtypes = {**DTYPES, "mxfp8": _FP8[0]}
+    dtypes = {**DTYPES, "mxfp8": FP8[0]}
     scales = (p.routed, p.out_features // BLOCK)
     tensors = (
         *_operand(p.routed, p.K, device=device),
@@ -403,18 +335,8 @@ def warm(problem: MoeGemmProblem, device: torch.device) -> None:
     run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
-def warm_grouped(problem: MoeGemmProblem, device: torch.device) -> None:
-    """Load what computes ``problem`` by way of ``grouped_gemm``."""
-    from aiter_mx.kernels.moe_gemm.grouped import grouped_problem
-    from aiter_mx.ops import grouped_gemm
-    from aiter_mx.ops.moe_grouped import bind_grouped
-
-    grouped_gemm.warm(grouped_problem(problem), device)
-    bind_grouped(problem, device)
-
-
 def _operand(*shape: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return (
-        torch.empty(shape, dtype=_FP8[0], device=device),
+        torch.empty(shape, dtype=FP8[0], device=device),
         torch.empty((*shape[:-1], shape[-1] // BLOCK), dtype=torch.uint8, device=device),
     )

@@ -44,5 +44,11 @@ def bind_grouped(problem: MoeGemmProblem, device: torch.device) -> Run:
     return run
 
 
+def warm(problem: MoeGemmProblem, device: torch.device) -> None:
+    """Load what computes ``problem`` so, on ``device``."""
+    grouped_gemm.warm(grouped_problem(problem), device)
+    bind_grouped(problem, device)
+
+
 def _launch(run: Run, *tensors: Tensor | None) -> None:
     run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])

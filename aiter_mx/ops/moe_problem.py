@@ -1,0 +1,85 @@
+"""Checks a call of ``moe_gemm``: the problem that it poses, as far as the host can know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.ops.checks import (
+    BLOCK,
+    DTYPE_NAMES,
+    SCALE_DTYPES,
+    check_tensor,
+    refuse_no_whole_number,
+)
+
+FP8 = (torch.float8_e4m3fn,)
+_INT32 = (torch.int32,)
+
+
+def problem_of(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> MoeGemmProblem:
+    """The problem that these arguments pose, ``plan_of``'s; raises as ``moe_gemm`` documents."""
+    xq, xs, wq, ws, sorted_ids, expert_ids, post_padded, weights, bias = inputs
+    routed, top_k, block_m, a_div, ids, out_dtype, activation, layout, swiglu = options
+    device = check_tensor("xq", xq, FP8, ("rows", "K")).device
+    assert xq is not None
+    rows, K = xq.shape
+    if K == 0 or K % BLOCK:
+        raise ValueError(f"K must be a multiple of {BLOCK}, got K={K} (xq: {list(xq.shape)})")
+    check_tensor("xs", xs, SCALE_DTYPES, (rows, K // BLOCK), device)
+    E, N, _ = check_tensor("wq", wq, FP8, ("E", "N", K), device).shape
+    check_tensor("ws", ws, SCALE_DTYPES, (E, N, K // BLOCK), device)
+    check_tensor("sorted_token_ids", sorted_ids, _INT32, ("ids",), device)
+    check_tensor("expert_ids", expert_ids, _INT32, ("blocks",), device)
+    check_tensor("num_tokens_post_padded", post_padded, _INT32, ("1 or 2",), device)
+    assert sorted_ids is not None and expert_ids is not None and post_padded is not None
+    if post_padded.numel() not in (1, 2):
+        raise ValueError(
+            f"num_tokens_post_padded must be [1] or [2], got {list(post_padded.shape)}"
+        )
+    refuse_no_whole_number(top_k=top_k, num_valid_tokens=routed, block_m=block_m, a_div=a_div)
+    if top_k < 1 or routed < 0 or routed % top_k:
+        raise ValueError(
+            f"num_valid_tokens must be a multiple of top_k, got {routed} and top_k={top_k}"
+        )
+    if a_div < 1 or rows * a_div < routed:
+        raise ValueError(
+            f"xq must have a row for each {a_div} of {routed} routed rows (a_div={a_div}), got "
+            f"{list(xq.shape)}"
+        )
+    is_block = block_m > 0 and block_m % 4 == 0  # else the problem refuses it
+    if is_block and not 0 <= -(-len(sorted_ids) // block_m) - len(expert_ids) <= 1:
+        raise ValueError(
+            f"{len(sorted_ids)} sorted ids are {-(-len(sorted_ids) // block_m)} blocks of "
+            f"block_m={block_m}, but expert_ids has {len(expert_ids)}: was the routing made for "
+            "another block_m?"
+        )
+    by_place = ids == "aiter"
+    if weights is not None:
+        count = len(sorted_ids) if by_place else routed
+        check_tensor("topk_weights", weights.flatten(), (torch.float32,), (count,), device)
+    if bias is not None:
+        check_tensor("bias", bias, tuple(DTYPE_NAMES), (E, N), device)
+    alpha, beta, limit = swiglu or (1.702, 1.0, 7.0)
+    return MoeGemmProblem(
+        M=routed // top_k,
+        N=N,
+        K=K,
+        E=E,
+        top_k=top_k,
+        block_m=block_m,
+        out_dtype=out_dtype,
+        activation=activation,
+        layout=layout,
+        bias="none" if bias is None else DTYPE_NAMES[bias.dtype],
+        weights="none" if weights is None else "by_place" if by_place else "by_t",
+        ids=ids,
+        a_div=a_div,
+        max_blocks=min(len(expert_ids), len(sorted_ids) // block_m) if is_block else 0,
+        alpha=alpha,
+        beta=beta,
+        limit=limit,
+    )
