@@ -200,35 +200,9 @@ MX_DEVICE void store_activated(const MoeArgs& a, const Entry& entry, const float
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kGroups)
-    aiter_mx_moe_gemm(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
-                      const unsigned char* ws, const int* ids, const int* expert_ids,
-                      const int* padded, const float* weights, const void* bias, void* out,
-                      unsigned char* out_scales, long N, long K, int num_experts, int num_valid,
-                      int a_div, int packed_top_k, int weights_by_place, int max_blocks,
-                      int block_m, int bias_kind, float alpha, float beta, float limit) {
+    aiter_mx_moe_gemm(MX_MOE_PARAMETERS) {
     extern __shared__ __align__(128) unsigned char dynamic[];
-    const MoeArgs a{xq,
-                    xs,
-                    wq,
-                    ws,
-                    ids,
-                    expert_ids,
-                    padded,
-                    weights,
-                    bias,
-                    out,
-                    out_scales,
-                    N,
-                    K,
-                    num_experts,
-                    num_valid,
-                    a_div,
-                    packed_top_k,
-                    weights_by_place,
-                    max_blocks,
-                    block_m,
-                    bias_kind,
-                    {alpha, beta, limit}};
+    const MoeArgs a = MX_MOE_ARGS;
     const int thread = threadIdx.x, lane = thread % kLanes, warp = thread / kLanes;
     const unsigned ring = shared_address(dynamic) + warp * kRingBytes;
     float* const partials = reinterpret_cast<float*>(dynamic + kWarps * kRingBytes);

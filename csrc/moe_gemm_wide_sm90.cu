@@ -1,372 +1,374 @@
 // Grouped GEMM over routed tokens on Hopper, for some tens of tokens an expert.
 // aiter_mx/kernels/moe_gemm/problem.py defines what it computes and its arguments.
 //
-// A workgroup takes a tile of kRows rows of an expert's w, 32 for each of its adding warps, and up
-// to kCols rows of x, those of a block of ids, and goes along K by kChunk. Its warps share the work
-// so that none of them waits for memory while it could add:
+// A workgroup takes kGroups * 64 rows of an expert's w and up to kCols rows of x, those of a block
+// of ids, and goes along K. Both become bf16 with their scales applied, which is exact, so that
+// sums over all of K stay in the matrix unit (sm90_expand.h). Weights are the A operand of wgmma:
 //
-//   copying     4 warps bring w and x, both e4m3, into a ring, as far ahead as there is room,
-//               across the ends of tiles
-//   converting  4 warps make fp16 of x, in the order in which lanes take it, once for all
-//   adding      kWarps warps take w from the ring and x from what was converted
+//   w  -> registers, kDepth units of 64 k ahead, across the ends of tiles -> bf16 -> wgmma
+//   x  -> registers of a warpgroup of its own -> bf16 -> shared memory -> wgmma
 //
-// A 32-block is two matrix instructions, whose fp32 sums are then scaled. Scales of x go into its
-// fp16, which has room for 22 of them: they are taken relative to a power of two for each row, the
-// unit of the row's sums, which grows when a larger scale comes. That leaves one multiplication and
-// addition for each sum and block. From the first chunk of a tile whose scales do not fit on, a
-// warp takes x from its e4m3 and applies both scales.
+// A lane reads 16 consecutive bytes of a row. A unit is 4 lanes wide and feeds 4 wgmmas: word j of
+// each lane goes to wgmma j, and x is stored in the same order of k. As many columns are multiplied
+// as the block has rows, in steps of `widths`.
+//
+// Scales that bf16 cannot hold are left out, and the outputs of their row computed again in fp32.
 
 #include "mx_epilogue.h"
+#include "mx_exact.h"
 #include "mx_moe.h"
 #include "mx_quantize.h"
 #include "mx_scale.h"
 #include "mx_target.h"
 #include "sm90_async.h"
-#include "sm90_mma.h"
+#include "sm90_copy.h"
+#include "sm90_expand.h"
 #include "sm90_moe.h"
 #include "sm90_moe_wide.h"
+#include "sm90_wgmma.h"
+#include "sm90_wgmma_steps.h"
 
 using namespace mx;
 
-using Sums = float[kRowTiles][kColTiles][4];
+constexpr unsigned kNanBF16x2 = 0x7fc07fc0;
 
-// The rows of w of a lane: of each tile of 16, two.
+// Whether scales of a row of w are outside of what bf16 holds is in shared memory: it is rare.
+struct Unusual {
+    unsigned nan[2]; // the top bit of a byte is set where a lane's row has NaN payloads
+    int* const outside;
+};
+
+// 128 k of a lane's two rows of w.
 struct Weights {
-    uint2 payload[kRowTiles][2];
+    u32x4 payload[kUnits][2];
+    unsigned scales[2]; // of 4 blocks
 
-    MX_MEMBER void load(unsigned w, int b, int lane) {
-        const unsigned at = w + swizzled_block(b, lane);
+    // Unit u, whose scales are at the bytes that `place` takes.
+    MX_MEMBER void to_bf16(unsigned (&a)[kSteps][4], int u, unsigned place, unsigned magnitude,
+                           Unusual& unusual) const {
 #pragma unroll
-        for (int i = 0; i < kRowTiles * 2; ++i)
-            payload[i / 2][i % 2] = load_shared_8(at + i * 8 * kChunk);
-    }
-    MX_MEMBER void convert(f16x8 (&rows)[kRowTiles][2]) const {
+        for (int i = 0; i < 2; ++i) {
+            const unsigned scale = __byte_perm(scales[i], 0, place + u * 2);
+            const u32x4& words = payload[u][i];
+            unsigned factor = w_factor(scale);
+            if (scale - kFirstWScale > kLastWScale - kFirstWScale) {
+                factor = scale == kNanScale ? kNanBF16x2 : 0;
+                if (scale != kNanScale && (words[0] | words[1] | words[2] | words[3]) & 0x7f7f7f7f)
+                    unusual.outside[i] = 1;
+            }
 #pragma unroll
-        for (int i = 0; i < kRowTiles * 2; ++i)
-            rows[i / 2][i % 2] = e4m3x8_to_f16(payload[i / 2][i % 2]);
+            for (int j = 0; j < kSteps; ++j) {
+                e4m3x4_to_bf16(words[j], factor, magnitude, a[j][i], a[j][2 + i]);
+                unusual.nan[i] |= (words[j] & 0x7f7f7f7f) + 0x01010101;
+            }
+        }
     }
 };
 
-// Adds a chunk of the first ColTiles tiles of x, whose scales are in its fp16. Those of w are not
-// NaN. What a block begins with is loaded while the one before is added.
-template <int ColTiles>
-MX_DEVICE void add_scaled_x(Sums& sums, unsigned w, unsigned x,
-                            const unsigned (&w_scales)[kRowTiles][2], int lane) {
-    constexpr int ahead = 2; // tiles of x
-    const auto load_x = [&](int b, int j) {
-        return load_shared_16(x + ((b * kColTiles + j) * kLanes + lane) * 16);
-    };
-    Weights weights;
-    uint4 columns[ahead];
-    weights.load(w, 0, lane);
+// Row i of a lane within the tile. Where nothing is activated a lane's rows are neighbours, so that
+// it stores two features at once.
+MX_DEVICE int row_of(int warp, int lane, int i) {
+    return warp * 16 + (kActivated ? lane / 4 + 8 * i : lane / 4 * 2 + i);
+}
+
+// Reads the chunks of one tile after another.
+struct Reader {
+    const MoeArgs& a;
+    Shared& shared;
+    const int warp, lane;
+    Turn<kEntries> turn; // of the queue
+    int left = 0;        // chunks of the open tile from the next ones on; -1: no more tiles
+    const unsigned char *payload[2], *scales[2];
+
+    MX_MEMBER void open() {
+        if (left < 0)
+            return;
+        barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
+        const int expert = shared.queue[turn.at].expert;
+        const unsigned tile = shared.queue[turn.at].tile;
+        turn.next();
+        left = expert < 0 ? -1 : a.chunks();
+        if (expert < 0) {
+            launch_dependents(); // not before, else what comes next settles unevenly on the SMs
+            return;
+        }
 #pragma unroll
-    for (int j = 0; j < ahead; ++j)
-        columns[j] = load_x(0, j);
-#pragma unroll 1 // else more is loaded ahead than registers hold
-    for (int b = 0; b < kBlocks; ++b) {
-        f16x8 rows[kRowTiles][2];
-        weights.convert(rows);
-        uint4 all[ColTiles];
-#pragma unroll
-        for (int j = 0; j < ColTiles; ++j)
-            all[j] = j < ahead ? columns[j] : load_x(b, j);
-        const int next = b + 1 < kBlocks ? b + 1 : 0; // the last time it is not used
-        weights.load(w, next, lane);
-#pragma unroll
-        for (int j = 0; j < ahead; ++j)
-            columns[j] = load_x(next, j);
-        float scales[kRowTiles][2];
-#pragma unroll
-        for (int i = 0; i < kRowTiles * 2; ++i)
-            scales[i / 2][i % 2] = bits_to_float(
-                max(w_scales[i / 2][i % 2] >> 8 * b << 23 & 0x7f800000, kTwoToMinus127));
-#pragma unroll
-        for (int j = 0; j < ColTiles; ++j) {
-            const f16x8 column = {{all[j].x, all[j].y, all[j].z, all[j].w}};
-#pragma unroll
-            for (int i = 0; i < kRowTiles; ++i) {
-                float dots[4];
-                mma_block(dots, rows[i][0], rows[i][1], column);
-#pragma unroll
-                for (int d = 0; d < 4; ++d)
-                    sums[i][j][d] = mx::fma(dots[d], scales[i][d / 2], sums[i][j][d]);
-            }
+        for (int i = 0; i < 2; ++i) {
+            const unsigned row = Rows::row(a, tile, row_of(warp, lane, i));
+            const Offset first = expert * static_cast<Offset>(a.N) + row;
+            payload[i] = a.wq + first * a.K + lane % 4 * 16;
+            scales[i] = a.ws + first * a.blocks();
         }
     }
-}
-
-// The same from x in e4m3, with any scales.
-MX_DEVICE void add_plain_x(Sums& sums, unsigned w, unsigned x, const unsigned (&x_scales)[kCols],
-                           const unsigned (&w_scales)[kRowTiles][2], int col_tiles, int lane) {
-    for (int b = 0; b < kBlocks; ++b) {
-        Weights weights;
-        f16x8 rows[kRowTiles][2];
-        weights.load(w, b, lane);
-        weights.convert(rows);
-        const unsigned column_at = x + swizzled_block(b, lane);
+    // Unit u of the d-th of the next chunks.
+    MX_MEMBER void read(Weights& w, int d, int u) const {
+        const bool exists = kWhole ? left > 0 : left > d;
 #pragma unroll
-        for (int j = 0; j < kColTiles; ++j) {
-            if (j >= col_tiles)
-                break;
-            const f16x8 column = e4m3x8_to_f16(load_shared_8(column_at + j * 8 * kChunk));
-            SplitScale scales[2];
+        for (int i = 0; i < 2; ++i) {
+            w.payload[u][i] = u32x4{};
+            if (exists)
+                w.payload[u][i] = load_once(payload[i] + d * kChunk + u * kUnit);
+        }
+        if (u == kUnits - 1)
 #pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int m = j * 8 + lane % 4 * 2 + c;
-                scales[c] = e8m0_split(x_scales[m] >> 8 * b & 255);
+            for (int i = 0; i < 2; ++i) {
+                w.scales[i] = 0x7f7f7f7f;
+                if (exists)
+                    w.scales[i] = load_word(scales[i] + d * kBlocks);
             }
+    }
+    MX_MEMBER void advance() {
+        left = left < 0 ? left : max(left - kDepth, 0);
 #pragma unroll
-            for (int i = 0; i < kRowTiles; ++i) {
-                float dots[4];
-                mma_block(dots, rows[i][0], rows[i][1], column);
-#pragma unroll
-                for (int d = 0; d < 4; ++d)
-                    sums[i][j][d] = add_scaled(sums[i][j][d], dots[d], scales[d % 2],
-                                               e8m0_to_f32(w_scales[i][d / 2] >> 8 * b & 255));
-            }
+        for (int i = 0; i < 2; ++i) {
+            payload[i] += kDepth * kChunk;
+            scales[i] += kDepth * kBlocks;
         }
     }
-}
+};
 
-// Of value d of tile j of a lane: the row of x.
-MX_DEVICE int column_of(int j, int d, int lane) { return j * 8 + lane % 4 * 2 + d % 2; }
+// Of pair p of values of a lane, those of one row of w: columns of x.
+MX_DEVICE int column_of(int tile, int c, int lane) { return tile * 8 + lane % 4 * 2 + c; }
 
-// sums * from / to, for units of their rows of x.
-template <class To>
-MX_DEVICE void change_units(Sums& sums, const float* from, To to, int lane) {
-#pragma unroll
-    for (int j = 0; j < kColTiles; ++j)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const int m = column_of(j, c, lane);
-            const float ratio = from[m] * bits_to_float((254u << 23) - float_to_bits(to(m)));
-#pragma unroll
-            for (int i = 0; i < kRowTiles; ++i) {
-                sums[i][j][c] *= ratio;
-                sums[i][j][2 + c] *= ratio;
-            }
-        }
-}
-
-MX_DEVICE void add_bias(const MoeArgs& a, const Entry& entry, Sums& sums, int warp, int lane) {
-#pragma unroll
-    for (int i = 0; i < kRowTiles * 2; ++i) {
-        const int r = warp * kWarpRows + i * 8 + lane / 4;
-        const float bias =
-            load_bias(a.bias, a.bias_kind, entry.expert * a.N + Rows::row(a, entry.tile, r));
-#pragma unroll
-        for (int j = 0; j < kColTiles; ++j)
-#pragma unroll
-            for (int c = 0; c < 2; ++c)
-                sums[i / 2][j][i % 2 * 2 + c] += bias;
-    }
-}
-
-MX_DEVICE void store_plain(const MoeArgs& a, const Entry& entry, const Sums& sums, int warp,
-                           int lane) {
-    const long first = entry.tile * static_cast<long>(kRows) + warp * kWarpRows + lane / 4;
-#pragma unroll
-    for (int j = 0; j < kColTiles; ++j)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const int m = column_of(j, c, lane);
-            const long t = entry.t[m];
-            if (t < 0)
-                continue;
-            const float weight = a.weights == nullptr ? 1.0f : entry.weights[m];
-            Out* to = static_cast<Out*>(a.out) + t * a.N + first;
-#pragma unroll
-            for (int i = 0; i < kRowTiles * 2; ++i)
-                if (first + i * 8 < a.N)
-                    store(to + i * 8, sums[i / 2][j][i % 2 * 2 + c] * weight);
-        }
-}
-
-// A warp has 16 features, gate in its first tile of rows and up in the second; two warps have a
-// block of 32.
-template <int Activation>
-MX_DEVICE void store_activated(const MoeArgs& a, const Entry& entry, Sums& sums,
-                               unsigned (&amaxes)[kWarps][kCols], int warp, int lane) {
-    const long first = entry.tile * static_cast<long>(Rows::kFeatures) + warp * 16 + lane / 4;
-#pragma unroll
-    for (int j = 0; j < kColTiles; ++j)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            asm volatile("" ::: "memory"); // one after the other: registers are few
-            unsigned amax = 0;
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                float& value = sums[0][j][r * 2 + c];
-                value = activate<Activation>(value, sums[1][j][r * 2 + c], a.activation);
-                amax = max(amax, magnitude_bits(value));
-            }
-#pragma unroll
-            for (int distance = 4; distance < kLanes; distance *= 2)
-                amax = max(amax, __shfl_xor_sync(~0u, amax, distance));
-            if (lane < 4)
-                amaxes[warp][column_of(j, c, lane)] = amax;
-        }
-    named_barrier(1 + warp / 2, 2 * kLanes);
-#pragma unroll
-    for (int j = 0; j < kColTiles; ++j)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            asm volatile("" ::: "memory");
-            const int m = column_of(j, c, lane);
-            const long t = entry.t[m];
-            if (t < 0 || first >= a.N / 2)
-                continue;
-            const BlockScale scale =
-                block_scale<E4M3, kRoundUp>(max(amaxes[warp][m], amaxes[warp ^ 1][m]));
-            const unsigned bytes =
-                to_e4m3x4<kRoundUp>(sums[0][j][c], sums[0][j][2 + c], 0.0f, 0.0f, scale);
-            const long n = t * (a.N / 2) + first;
-            static_cast<unsigned char*>(a.out)[n] = bytes;
-            static_cast<unsigned char*>(a.out)[n + 8] = bytes >> 8;
-            if (warp % 2 == 0 && lane < 4)
-                a.out_scales[n / kBlock] = scale.byte;
-        }
-}
-
-// Adds chunks and stores what they come to.
+// Adds tiles and stores what they come to.
 struct Adder {
     const MoeArgs& a;
     Shared& shared;
-    const int lane, warp;
+    const int group, warp, lane; // warp: of all that add
+    const unsigned magnitude, place;
+    Weights ring[kDepth];
+    Turn<kSlots> from;
 
-    MX_MEMBER void run() const {
-        Sums sums;
-        bool in_units = true; // the sums; else they are plain
-        unsigned number = 0, entries = 0;
-        const int chunks = a.chunks();
-        int chunk = 0, at = 0, col_tiles = 0; // of the entry, and its place in the queue
-        Scales held[kRowTiles * 2];
-        Turn<kHalves> from;
-        for (Turn<kDepth> turn;; turn.next(), from.next(), ++number) {
-            barrier_wait(shared_address(shared.copied + turn.at), turn.parity);
-            const unsigned slot = shared_address(shared.ring[turn.at]);
-            const unsigned w = slot + warp * kWarpRows * kChunk;
-            unsigned w_scales[kRowTiles][2], most = 0;
+    MX_MEMBER void take(int slot) const {
+        if (lane == 0)
+            barrier_arrive(shared_address(shared.taken + slot));
+    }
+
+    // Multiplies as many columns as the least of these widths that holds them.
+    template <int Width, int... Wider>
+    MX_MEMBER static void multiply(float (&sums)[kCols / 2], const unsigned (&w)[kSteps][4],
+                                   const MatrixDescriptor& x, int columns) {
+        if constexpr (sizeof...(Wider) > 0 && Width < kCols)
+            if (columns > Width)
+                return multiply<Wider...>(sums, w, x, columns);
+        wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < kRowTiles * 2; ++i) {
-                if (chunk % kScaleChunks == 0)
-                    held[i].load(slot + kWScalesAt +
-                                 (warp * kWarpRows + i * 8 + lane / 4) * kScaleBytes);
-                const unsigned word = held[i].words[0];
-                held[i].next();
-                w_scales[i / 2][i % 2] = word;
-                most = max(max(most, max(word & 255, word >> 8 & 255)),
-                           max(word >> 16 & 255, word >> 24));
+        for (int j = 0; j < kSteps; ++j)
+            FirstColumns<Width>::wgmma(sums, w[j], x.at(j * kStepBytes));
+        wgmma_commit();
+    }
+
+    MX_MEMBER void add(float (&sums)[kCols / 2], Unusual& unusual, Reader& reader, int columns) {
+        unsigned operand[kUnits][kSteps][4];
+        const int steps = steps_of(a);
+        for (int step = 0; step < steps; ++step) {
+            if (step + 1 == steps)
+                reader.open();
+#pragma unroll
+            for (int d = 0; d < kDepth; ++d) {
+#pragma unroll
+                for (int u = 0; u < kUnits; ++u) {
+                    ring[d].to_bf16(operand[u], u, place, magnitude, unusual);
+                    reader.read(ring[d], d, u);
+                    if (u == 0)
+                        barrier_wait(shared_address(shared.ready + from.at), from.parity);
+                    const MatrixDescriptor x(shared_address(shared.x[from.at]) +
+                                                 u * kSteps * kStepBytes,
+                                             kHalfStepBytes, 128);
+                    multiply<16, 32, 48, 64, 80, 96, 128>(sums, operand[u], x, columns);
+                    wgmma_wait<1>();
+                    if (u == 0 && (d > 0 || step > 0))
+                        take((from.at + kSlots - 1) % kSlots);
+                }
+                from.next();
             }
-            if (chunk == 0) {
-                at = shared.chunks[turn.at].entry;
-                if (at < 0)
-                    break;
-                col_tiles = shared.queue[at].col_tiles;
-                in_units = true;
+            reader.advance();
+        }
+        wgmma_wait<0>();
+        keep_in_order(sums);
+        take((from.at + kSlots - 1) % kSlots);
+    }
+
+    // Computes again what has been left out, and spreads NaN.
+    template <int Count>
+    MX_MEMBER void mend(const Entry& entry, float (&sums)[Count], const Unusual& unusual) const {
+        unsigned is_nan = 0, outside = 0; // a bit for each of the two rows, for all lanes of it
 #pragma unroll
-                for (auto& rows : sums)
-#pragma unroll
-                    for (auto& tile : rows)
-#pragma unroll
-                        for (float& sum : tile)
-                            sum = 0.0f;
+        for (int i = 0; i < 2; ++i) {
+            const unsigned lanes = __ballot_sync(~0u, unusual.nan[i] & 0x80808080);
+            is_nan |= (lanes >> lane / 4 * 4 & 15 ? 1 : 0) << i;
+            outside |= unusual.outside[i] << i;
+        }
+        __syncwarp();
+        if (lane % 4 == 0)
+            unusual.outside[0] = unusual.outside[1] = 0;
+#pragma unroll 1
+        for (int at = 0; at < Count; ++at) {
+            const int i = at / 2 % 2, m = column_of(at / 4, at % 2, lane), t = entry.t[m];
+            const bool again = outside >> i & 1 || entry.outside[m];
+            if (t < 0 || !(again || is_nan >> i & 1))
+                continue;
+            float value = bits_to_float(kNanBits);
+            if (again) {
+                const Offset x = t / a.a_div, w = entry.expert * static_cast<Offset>(a.N) +
+                                                  Rows::row(a, entry.tile, row_of(warp, lane, i));
+                value = exact_output(a.xq + x * a.K, a.xs + x * a.blocks(), a.wq + w * a.K,
+                                     a.ws + w * a.blocks(), a.K);
             }
-            const bool few = __all_sync(~0u, most <= kLastWScale);
-            barrier_wait(shared_address(shared.converted + from.at), from.parity);
-            const unsigned flags = load_shared_4(shared_address(shared.flags[from.at]));
-            const float* units = shared.units[number % 4];
-            const float* before = shared.units[(number + 3) % 4];
-            if (in_units && (flags != 0 || !few)) {
-                if (!few || flags & kOutside * 0x01010101) {
-                    in_units = false;
-                    if (chunk > 0)
-                        change_units(sums, before, [](int) { return 1.0f; }, lane);
+#pragma unroll
+            for (int n = 0; n < Count; ++n)
+                sums[n] = n == at ? value : sums[n];
+        }
+    }
+
+    template <int Count>
+    MX_MEMBER void add_bias(const Entry& entry, float (&sums)[Count]) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned row = Rows::row(a, entry.tile, row_of(warp, lane, i));
+            const float bias =
+                load_bias(a.bias, a.bias_kind, entry.expert * static_cast<Offset>(a.N) + row);
+#pragma unroll
+            for (int j = 0; j < Count / 4; ++j)
+#pragma unroll
+                for (int c = 0; c < 2; ++c)
+                    sums[j * 4 + i * 2 + c] += bias;
+        }
+    }
+
+    template <int Count>
+    MX_MEMBER void store_plain(const Entry& entry, const float (&sums)[Count]) const {
+        struct alignas(2 * sizeof(Out)) Pair {
+            Out values[2];
+        };
+        const long first = entry.tile * static_cast<long>(kRows) + row_of(warp, lane, 0);
+        const bool aligned =
+            a.N % 2 == 0 && reinterpret_cast<unsigned long>(a.out) % sizeof(Pair) == 0;
+#pragma unroll
+        for (int j = 0; j < Count / 4; ++j)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int m = column_of(j, c, lane);
+                const long t = entry.t[m];
+                if (t < 0 || first >= a.N)
+                    continue;
+                const float weight = a.weights == nullptr ? 1.0f : entry.weights[m];
+                Out* const to = static_cast<Out*>(a.out) + t * a.N + first;
+                Pair pair;
+                store(pair.values, sums[j * 4 + c] * weight);
+                store(pair.values + 1, sums[j * 4 + 2 + c] * weight);
+                if (aligned) {
+                    *reinterpret_cast<Pair*>(to) = pair;
                 } else {
-                    change_units(sums, before, [&](int m) { return units[m]; }, lane);
+                    to[0] = pair.values[0];
+                    if (first + 1 < a.N)
+                        to[1] = pair.values[1];
                 }
             }
-            const unsigned halves = shared_address(shared.halves[from.at]);
-            if (!in_units)
-                add_plain_x(sums, w, slot + kXAt, shared.scales[from.at], w_scales, col_tiles,
-                            lane);
-            else if (col_tiles > kColTiles / 2)
-                add_scaled_x<kColTiles>(sums, w, halves, w_scales, lane);
-            else
-                add_scaled_x<kColTiles / 2>(sums, w, halves, w_scales, lane);
-            if (++chunk == chunks) {
-                chunk = 0;
-                const Entry& entry = shared.queue[at];
-                if (in_units)
-                    change_units(sums, units, [](int) { return 1.0f; }, lane);
-                if (a.bias_kind != kNone)
-                    add_bias(a, entry, sums, warp, lane);
-                if constexpr (kActivation == kNoActivation)
-                    store_plain(a, entry, sums, warp, lane);
-                else
-                    store_activated<kActivation>(a, entry, sums, shared.amax[entries % 2], warp,
-                                                 lane);
-                ++entries;
+    }
+
+    // A lane has gate and up of one feature; a warpgroup has a block of 32 features.
+    template <int Count>
+    MX_MEMBER void store_activated(const Entry& entry, float (&sums)[Count],
+                                   unsigned (&amaxes)[kGroupWarps][kActivated ? kCols : 2]) const {
+        const int in_group = warp % kGroupWarps;
+        const long first = entry.tile * static_cast<long>(Rows::kFeatures) + warp * 8 + lane / 4;
+#pragma unroll
+        for (int j = 0; j < Count / 4; ++j)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                float& value = sums[j * 4 + c];
+                value = activate<kActivation>(value, sums[j * 4 + 2 + c], a.activation);
+                unsigned amax = magnitude_bits(value);
+#pragma unroll
+                for (int distance = 4; distance < kLanes; distance *= 2)
+                    amax = max(amax, __shfl_xor_sync(~0u, amax, distance));
+                if (lane < 4)
+                    amaxes[in_group][column_of(j, c, lane)] = amax;
             }
+        named_barrier(1 + group, kGroupThreads);
+#pragma unroll
+        for (int j = 0; j < Count / 4; ++j)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int m = column_of(j, c, lane);
+                const long t = entry.t[m];
+                if (t < 0 || first >= a.N / 2)
+                    continue;
+                unsigned amax = amaxes[0][m];
+#pragma unroll
+                for (int v = 1; v < kGroupWarps; ++v)
+                    amax = max(amax, amaxes[v][m]);
+                const BlockScale scale = block_scale<E4M3, kRoundUp>(amax);
+                const long n = t * (a.N / 2) + first;
+                static_cast<unsigned char*>(a.out)[n] =
+                    to_e4m3x4<kRoundUp>(sums[j * 4 + c], 0.0f, 0.0f, 0.0f, scale);
+                if (in_group == 0 && lane < 4)
+                    a.out_scales[n / kBlock] = scale.byte;
+            }
+    }
+
+    MX_MEMBER void do_entry(const Entry& entry, Reader& reader, int amax_turn) {
+        float sums[kCols / 2] = {};
+        Unusual unusual{{}, shared.outside[warp * 8 + lane / 4]};
+        add(sums, unusual, reader, entry.col_tiles * 8);
+        __syncwarp(); // for what lanes of a row say of it
+        if (__any_sync(~0u, (unusual.nan[0] | unusual.nan[1]) & 0x80808080 ||
+                                unusual.outside[0] | unusual.outside[1] | entry.any_outside))
+            mend(entry, sums, unusual);
+        if (a.bias_kind != kNone)
+            add_bias(entry, sums);
+        if constexpr (kActivated)
+            store_activated(entry, sums, shared.amax[amax_turn][group]);
+        else
+            store_plain(entry, sums);
+    }
+
+    MX_MEMBER void run() {
+        Reader reader{a, shared, warp, lane};
+        reader.open();
+#pragma unroll
+        for (int d = 0; d < kDepth; ++d)
+#pragma unroll
+            for (int u = 0; u < kUnits; ++u)
+                reader.read(ring[d], d, u);
+        reader.advance();
+        Turn<kEntries> turn;
+        for (int amax_turn = 0;; turn.next(), amax_turn ^= 1) {
+            barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
+            const Entry& entry = shared.queue[turn.at];
+            if (entry.expert < 0)
+                break;
+            do_entry(entry, reader, amax_turn);
             __syncwarp();
-            if (lane == 0) {
-                barrier_arrive(shared_address(shared.taken + turn.at));
-                barrier_arrive(shared_address(shared.used + from.at));
-            }
+            if (lane == 0)
+                barrier_arrive(shared_address(shared.closed + turn.at));
         }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    aiter_mx_moe_gemm(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
-                      const unsigned char* ws, const int* ids, const int* expert_ids,
-                      const int* padded, const float* weights, const void* bias, void* out,
-                      unsigned char* out_scales, long N, long K, int num_experts, int num_valid,
-                      int a_div, int packed_top_k, int weights_by_place, int max_blocks,
-                      int block_m, int bias_kind, float alpha, float beta, float limit) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) aiter_mx_moe_gemm(MX_MOE_PARAMETERS) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic);
-    const MoeArgs a{xq,
-                    xs,
-                    wq,
-                    ws,
-                    ids,
-                    expert_ids,
-                    padded,
-                    weights,
-                    bias,
-                    out,
-                    out_scales,
-                    N,
-                    K,
-                    num_experts,
-                    num_valid,
-                    a_div,
-                    packed_top_k,
-                    weights_by_place,
-                    max_blocks,
-                    block_m,
-                    bias_kind,
-                    {alpha, beta, limit}};
+    const MoeArgs a = MX_MOE_ARGS;
     const int thread = threadIdx.x, lane = thread % kLanes, warp = thread / kLanes;
-    wait_for_grid_ahead();
-    if (thread < kDepth) {
-        barrier_init(shared_address(shared.copied + thread), 2 * kCopying * kLanes);
-        barrier_init(shared_address(shared.taken + thread), kWarps);
+    const int group = warp / kGroupWarps;
+    if (thread < kSlots) {
+        barrier_init(shared_address(shared.ready + thread), kGroupWarps);
+        barrier_init(shared_address(shared.taken + thread), kGroups * kGroupWarps);
     }
-    if (thread < kHalves) {
-        barrier_init(shared_address(shared.converted + thread), kConverting * kLanes);
-        barrier_init(shared_address(shared.used + thread), kWarps);
+    if (thread < kEntries) {
+        barrier_init(shared_address(shared.opened + thread), 1);
+        barrier_init(shared_address(shared.closed + thread), kGroups * kGroupWarps);
     }
+    if (thread < kRows)
+        shared.outside[thread / 2][thread % 2] = 0;
     group_barrier();
-    if (warp < kWarps) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kAddingRegisters));
-        Adder{a, shared, lane, warp}.run();
-    } else if (warp < kWarps + kCopying) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopyingRegisters));
-        Copier{a, shared, lane, warp - kWarps}.run();
+    if (group < kGroups) {
+        increase_registers<kAddingRegisters>();
+        Adder{a, shared, group, warp, lane, held(kMagnitude), 0x4440u + lane % 4 / 2}.run();
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kConvertingRegisters));
-        Converter{shared, lane, warp - kWarps - kCopying}.run();
+        decrease_registers<kBringingRegisters>();
+        Bringer{a, shared, lane, warp - kGroups * kGroupWarps}.run();
     }
 }

@@ -13,7 +13,6 @@ using Offset = unsigned long; // elements and bytes: tensors may exceed 4 GiB
 constexpr int kBlock = 32;               // k of one scale
 constexpr int kChunk = 128;              // k that are copied at a time
 constexpr int kBlocks = kChunk / kBlock; // of a chunk
-constexpr int kPiece = 64;               // ids of a block that are looked up at a time
 
 struct MoeArgs {
     const unsigned char *xq, *xs, *wq, *ws;
@@ -36,8 +35,23 @@ struct MoeArgs {
         return static_cast<Offset>(row) * static_cast<unsigned>(K / kBlock);
     }
     MX_MEMBER int chunks() const { return (static_cast<int>(K) + kChunk - 1) / kChunk; }
-    MX_MEMBER unsigned pieces() const { return (block_m + kPiece - 1) / kPiece; }
 };
+
+// The parameters of a kernel, as the host packs them, and MoeArgs of these.
+#define MX_MOE_PARAMETERS                                                                          \
+    const unsigned char *xq, const unsigned char *xs, const unsigned char *wq,                     \
+        const unsigned char *ws, const int *ids, const int *expert_ids, const int *padded,         \
+        const float *weights, const void *bias, void *out, unsigned char *out_scales, long N,      \
+        long K, int num_experts, int num_valid, int a_div, int packed_top_k, int weights_by_place, \
+        int max_blocks, int block_m, int bias_kind, float alpha, float beta, float limit
+#define MX_MOE_ARGS                                                                                \
+    {                                                                                              \
+        xq, xs, wq, ws, ids, expert_ids, padded, weights, bias, out, out_scales, N, K,             \
+            num_experts, num_valid, a_div, packed_top_k, weights_by_place, max_blocks, block_m,    \
+            bias_kind, {                                                                           \
+            alpha, beta, limit                                                                     \
+        }                                                                                          \
+    }
 
 MX_DEVICE unsigned load_shared_4(unsigned address) {
     unsigned v;
@@ -95,19 +109,21 @@ struct TileRows {
 // workgroup goes the same way. The ids of the next item are on their way meanwhile.
 template <int Cols>
 struct MoeWalk {
-    static_assert(kPiece % Cols == 0, "a piece is taken Cols ids at a time");
-    static constexpr int kWords = Cols == kPiece ? 2 : 1; // of the mask of Cols ids
+    static constexpr int kPiece = Cols < 64 ? 64 : Cols; // ids of a block, looked up at a time
+    static constexpr int kIds = kPiece / kLanes;         // of a lane
+    static constexpr int kWords = (Cols + kLanes - 1) / kLanes; // of the mask of Cols ids
+    static_assert(kWords == 1 || kWords == kIds, "rows are those of a word, or of the whole piece");
 
     const MoeArgs& a;
     const unsigned tiles; // of an expert's w
     const int lane;
-    const unsigned step_pieces, step_tiles;  // from an item of the workgroup to its next one
-    unsigned next_piece, next_tile;          // of the next item to open
-    unsigned pieces;                         // in use
-    int next_expert = -1, ids[2] = {-1, -1}; // of the next item
-    unsigned left[2] = {}; // valid ids of the open item that are not given out yet
-    int t[2];              // the open item's routed rows, lanes' 0..31 and 32..63
-    long place;            // of its first id
+    const unsigned step_pieces, step_tiles; // from an item of the workgroup to its next one
+    unsigned next_piece, next_tile;         // of the next item to open
+    unsigned pieces;                        // in use
+    int next_expert = -1, ids[kIds];        // of the next item
+    unsigned left[kIds] = {};               // valid ids of the open item that are not given out yet
+    int t[kIds];                            // the open item's routed rows, 32 after each other
+    long place;                             // of its first id
     unsigned tile;
     int expert;
     int first; // of the rows given out last
@@ -119,15 +135,16 @@ struct MoeWalk {
           next_tile(blockIdx.x % tiles) {
         const int padded = *a.padded;
         look_up(); // of what may not exist, rather than wait for padded first
-        pieces = min((padded + a.block_m - 1) / a.block_m, a.max_blocks) * a.pieces();
+        pieces = min((padded + a.block_m - 1) / a.block_m, a.max_blocks) * pieces_of_block();
     }
+    MX_MEMBER unsigned pieces_of_block() const { return (a.block_m + kPiece - 1) / kPiece; }
     // Splits the number of a piece into that of its block and its first id's within the block.
     MX_MEMBER unsigned block_of(unsigned piece, int& first_id) const {
         first_id = 0;
         if (a.block_m <= kPiece)
             return piece;
-        first_id = piece % a.pieces() * kPiece;
-        return piece / a.pieces();
+        first_id = piece % pieces_of_block() * kPiece;
+        return piece / pieces_of_block();
     }
     MX_MEMBER void look_up() {
         int in_block;
@@ -138,14 +155,21 @@ struct MoeWalk {
         in_block += lane;
         const int* from = a.ids + block * static_cast<long>(a.block_m) + in_block;
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
+        for (int i = 0; i < kIds; ++i)
             ids[i] = in_block + i * kLanes < a.block_m ? from[i * kLanes] : -1;
+    }
+    MX_MEMBER unsigned any_left() const {
+        unsigned any = 0;
+#pragma unroll
+        for (unsigned word : left)
+            any |= word;
+        return any;
     }
     // Gives out the next rows; false if there are none. absent() is called for items whose expert
     // is not here.
     template <class Absent>
     MX_MEMBER bool next(Absent absent) {
-        while (!(left[0] | left[1])) {
+        while (!any_left()) {
             if (next_piece >= pieces)
                 return false;
             int in_block;
@@ -154,7 +178,7 @@ struct MoeWalk {
             tile = next_tile;
             expert = next_expert;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
+            for (int i = 0; i < kIds; ++i) {
                 t[i] = routed_row(ids[i], a.num_valid, a.packed_top_k);
                 left[i] = __ballot_sync(~0u, t[i] >= 0);
             }
@@ -167,13 +191,15 @@ struct MoeWalk {
             look_up();
             if (static_cast<unsigned>(expert) >= static_cast<unsigned>(a.num_experts)) {
                 absent();
-                left[0] = left[1] = 0;
+#pragma unroll
+                for (unsigned& word : left)
+                    word = 0;
             }
         }
-        if constexpr (kWords == 2) {
+        if constexpr (kWords > 1) {
             first = 0;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
+            for (int i = 0; i < kWords; ++i) {
                 valid[i] = left[i];
                 left[i] = 0;
             }
@@ -190,20 +216,26 @@ struct MoeWalk {
     }
     // The routed row of one of the rows given out, or -1; each lane may ask for another one.
     MX_MEMBER int row(int i) const {
-        if constexpr (kWords == 2) {
-            const int low = __shfl_sync(~0u, t[0], i % kLanes);
-            const int high = __shfl_sync(~0u, t[1], i % kLanes);
-            return i < kLanes ? low : high;
+        if constexpr (kWords > 1) {
+            int found = __shfl_sync(~0u, t[0], i % kLanes);
+#pragma unroll
+            for (int word = 1; word < kWords; ++word) {
+                const int other = __shfl_sync(~0u, t[word], i % kLanes);
+                found = i / kLanes == word ? other : found;
+            }
+            return found;
         } else {
             return __shfl_sync(~0u, first < kLanes ? t[0] : t[1], (first + i) % kLanes);
         }
     }
     // Tiles of 8 rows up to the last valid one.
     MX_MEMBER int col_tiles() const {
-        if constexpr (kWords == 2)
-            if (valid[1])
-                return (64 - __clz(valid[1]) + 7) / 8;
-        return (32 - __clz(valid[0]) + 7) / 8;
+        int last = 0;
+#pragma unroll
+        for (int i = 0; i < kWords; ++i)
+            if (valid[i])
+                last = i * kLanes + kLanes - __clz(valid[i]);
+        return (last + 7) / 8;
     }
     // Where the routing's weight of one of the rows is.
     MX_MEMBER const float* weight(int i, int row) const {
@@ -215,21 +247,23 @@ struct MoeWalk {
 template <class Out, int Features, bool Activated, int Cols>
 MX_DEVICE void store_zeros(const MoeArgs& a, const MoeWalk<Cols>& walk, int warp, int warps) {
     const long features = Activated ? a.N / 2 : a.N;
-    for (int r = warp; r < kPiece; r += warps) {
-        const long row = __shfl_sync(~0u, r < kLanes ? walk.t[0] : walk.t[1], r % kLanes);
-        for (int i = walk.lane; i < Features; i += kLanes) {
-            const long n = walk.tile * static_cast<long>(Features) + i;
-            if (row < 0 || n >= features)
-                continue;
-            if constexpr (Activated) {
-                static_cast<unsigned char*>(a.out)[row * features + n] = 0;
-                if (n % kBlock == 0)
-                    a.out_scales[(row * features + n) / kBlock] = 0;
-            } else {
-                store(static_cast<Out*>(a.out) + row * features + n, 0.0f);
+#pragma unroll
+    for (int t : walk.t)
+        for (int r = warp; r < kLanes; r += warps) {
+            const long row = __shfl_sync(~0u, t, r);
+            for (int i = walk.lane; i < Features; i += kLanes) {
+                const long n = walk.tile * static_cast<long>(Features) + i;
+                if (row < 0 || n >= features)
+                    continue;
+                if constexpr (Activated) {
+                    static_cast<unsigned char*>(a.out)[row * features + n] = 0;
+                    if (n % kBlock == 0)
+                        a.out_scales[(row * features + n) / kBlock] = 0;
+                } else {
+                    store(static_cast<Out*>(a.out) + row * features + n, 0.0f);
+                }
             }
         }
-    }
 }
 
 } // namespace mx

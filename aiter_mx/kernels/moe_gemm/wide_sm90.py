@@ -18,41 +18,37 @@ from aiter_mx.kernels.spec import (
 from aiter_mx.target import Target
 
 PARAMS = (
-    Param("col_tiles", (4, 8), "tiles of 8 rows of x that a workgroup takes at a time"),
-    Param("depth", (3, 4, 5), "times 128 k that are in the ring"),
+    Param("col_tiles", (4, 8, 16), "tiles of 8 rows of x that a workgroup takes at a time"),
+    Param("groups", (2, 3), "warpgroups of a workgroup that add, with 64 rows of w each"),
+    Param("depth", (1, 2, 3, 4), "times 128 k of w that are in flight"),
 )
 
 _CHUNK = 128  # k
-_ADDING, _WARPS = 8, 16  # of a workgroup: warps that add, and all
-_ROWS = _ADDING * 32  # of w in a tile
-_PIECE = 64  # ids of a block that are looked up at a time
+_GROUP_ROWS = 64  # of w
+_SLOTS = {4: 8, 8: 6, 16: 5}  # chunks of x in shared memory, by col_tiles
+_ENTRIES = 4  # of the queue
 _MAX_ITEMS = 1 << 31
-_SHARED_BYTES = 226 * 1024  # of a workgroup: compute capability 9.0
+_SHARED_BYTES = 227 * 1024  # of a workgroup: compute capability 9.0
 
 
 def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
-    """Of a workgroup: ring, x in fp16, queue, maxima, units, flags and barriers."""
-    cols, depth = config["col_tiles"] * 8, config["depth"]
-    slot = (_ROWS + cols) * (_CHUNK + 4 * _scale_chunks(problem, config))
-    entry = cols * 8 + 16
-    halves = cols * (_CHUNK * 2 + 4) + 24
-    return depth * (slot + entry + 24) + 2 * halves + (2 * _ADDING + 4) * cols * 4 + 16
+    """Of a workgroup: x in bf16, the queue, flags of rows of w, maxima and barriers."""
+    cols, groups, slots = config["col_tiles"] * 8, config["groups"], _SLOTS[config["col_tiles"]]
+    maxima = 32 * groups * (2 if problem.activation == "none" else cols)
+    flags = groups * _GROUP_ROWS * 4
+    return slots * (cols * _CHUNK * 2 + 16) + _ENTRIES * (12 * cols + 32) + flags + maxima
 
 
-def _scale_chunks(problem: MoeGemmProblem, config: Config) -> int:
-    """Chunks whose scales are copied at once, as rows' alignment and registers allow."""
-    most = (4, 2, 1) if config["col_tiles"] == 4 else (2, 1)
-    return next(count for count in most if problem.K % (count * _CHUNK) == 0)
+def _fits(config: Config) -> bool:
+    """Whether registers hold what a thread that adds has in flight."""
+    registers = 52 + config["col_tiles"] * 4 + config["depth"] * 18
+    return registers <= (144 if config["groups"] == 3 else 208)
 
 
-def _scale_alignment_bytes(problem: MoeGemmProblem) -> int:
-    """Of a copy, four scales a chunk, in the configuration that has the largest."""
-    return max(4 * _scale_chunks(problem, config) for config in combinations(PARAMS))
-
-
-def _items(problem: MoeGemmProblem) -> int:
-    pieces = problem.blocks * -(-problem.block_m // _PIECE)
-    return pieces * -(-problem.N // _ROWS)
+def _items(problem: MoeGemmProblem, config: Config) -> int:
+    piece = max(64, config["col_tiles"] * 8)  # ids of a block that are looked up at a time
+    pieces = problem.blocks * -(-problem.block_m // piece)
+    return pieces * -(-problem.N // (config["groups"] * _GROUP_ROWS))
 
 
 def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
@@ -62,16 +58,18 @@ def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
         return f"K={problem.K} is not a multiple of {_CHUNK}"
     if max(problem.N, problem.K) >= MAX_SIDE:
         return f"N={problem.N} and K={problem.K} must be below {MAX_SIDE}"
-    if _items(problem) >= _MAX_ITEMS:
+    if _items(problem, {"col_tiles": 4, "groups": 2}) >= _MAX_ITEMS:
         return f"{problem.blocks} blocks by N={problem.N} are more tiles than 31 bits count"
     return None
 
 
 def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
-    fitting = [c for c in combinations(PARAMS) if shared_bytes(problem, c) <= _SHARED_BYTES]
-    cols = 4 if problem.block_m <= 32 else 8
-    depth = 4 if cols == 4 else 3
-    return sorted(fitting, key=lambda c: (c["col_tiles"] != cols, abs(c["depth"] - depth)))
+    cols = next((c for c in (4, 8) if problem.block_m <= c * 8), 16)
+    groups, depth = (2, 2) if cols == 16 else (3, 2)
+    return sorted(
+        filter(_fits, combinations(PARAMS)),
+        key=lambda c: (c["col_tiles"] != cols, c["groups"] != groups, abs(c["depth"] - depth)),
+    )
 
 
 def _configure(target: Target, problem: MoeGemmProblem) -> Config:
@@ -81,8 +79,11 @@ def _configure(target: Target, problem: MoeGemmProblem) -> Config:
 def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
     return {
         "MX_COL_TILES": config["col_tiles"],
+        "MX_GROUPS": config["groups"],
         "MX_DEPTH": config["depth"],
-        "MX_SCALE_CHUNKS": _scale_chunks(problem, config),
+        "MX_SLOTS": _SLOTS[config["col_tiles"]],
+        "MX_WHOLE": int(problem.K % (config["depth"] * _CHUNK) == 0),
+        "MX_EARLY_ROUTING": int(problem.early_routing),
         "MX_OUT": DTYPE_CODES.get(problem.out_dtype, 0),
         "MX_ACTIVATION": ACTIVATION_CODES[problem.activation],
         "MX_INTERLEAVED": int(problem.layout == "interleaved"),
@@ -92,8 +93,8 @@ def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping
 
 def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:
     return Geometry(
-        grid=(max(1, min(target.cu_num, _items(problem))), 1, 1),
-        block=(_WARPS * target.wave_size, 1, 1),
+        grid=(max(1, min(target.cu_num, _items(problem, config))), 1, 1),
+        block=((config["groups"] + 1) * 4 * target.wave_size, 1, 1),
         shared_bytes=shared_bytes(problem, config),
         overlaps=True,
     )
@@ -117,5 +118,4 @@ WIDE = KernelSpec(
     configure=_configure,
     candidates=_candidates,
     module=MODULE,
-    scale_alignment_bytes=_scale_alignment_bytes,
 )
