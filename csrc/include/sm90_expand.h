@@ -36,7 +36,8 @@ MX_DEVICE unsigned select_bits(unsigned mask, unsigned a, unsigned b) {
 constexpr unsigned kMagnitude = 0x07f007f0; // where a payload without its sign is put
 MX_DEVICE void e4m3x4_to_bf16(unsigned word, unsigned factor, unsigned magnitude, unsigned& even,
                               unsigned& odd) {
-    const unsigned signs = word & 0x80808080;
+    unsigned signs;
+    asm("and.b32 %0, %1, 0x80808080;" : "=r"(signs) : "r"(word)); // else it is found twice
     even = multiply_bf16x2(select_bits(magnitude, word << 4, signs << 8), factor);
     odd = multiply_bf16x2(select_bits(magnitude, word >> 4, signs), factor);
 }

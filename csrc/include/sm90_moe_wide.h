@@ -37,10 +37,11 @@ constexpr int kUnits = kChunk / kUnit, kSteps = 4; // of a chunk, of a unit
 constexpr int kHalfStepBytes = 8 * kCols * 2, kStepBytes = 2 * kHalfStepBytes;
 constexpr int kSlotBytes = kUnits * kSteps * kStepBytes;
 constexpr int kSlots = MX_SLOTS; // chunks of x that are ready, or about to be
-constexpr int kEntries = 4;      // of the queue
-// A tile is opened when all x of the one before is on its way, for which those that add have to
-// have taken the chunks before their last step.
-static_assert(kSlots > kDepth);
+constexpr int kAhead = MX_AHEAD; // chunks of x on their way before those
+// An entry is opened when the fetching of x gets to it, and taken from the queue when it has been
+// added: as many may lie between as there are chunks, each an entry of its own.
+constexpr int kEntries = 8;
+static_assert(kEntries > kAhead + 1);
 
 // What the workgroup sums up: rows of x by a tile of w.
 struct Entry {
@@ -52,8 +53,13 @@ struct Entry {
     int col_tiles; // that have rows
     int any_outside;
 };
+constexpr int kTiles = kColTiles / kGroupWarps; // of x, of a warp that brings it
+static_assert(kTiles * kGroupWarps == kColTiles, "each warp has as many tiles of x");
 struct Shared {
     unsigned char x[kSlots][kSlotBytes];
+    // What a thread that brings x has fetched, for itself alone.
+    uint4 fetched[kAhead][kTiles][kUnits][kGroupThreads];
+    unsigned fetched_scales[kAhead][kTiles][kGroupThreads];
     Entry queue[kEntries];
     int outside[kRows / 2][2]; // whether a row of w has scales that bf16 does not hold
     unsigned amax[2][kGroups][kGroupWarps][kActivated ? kCols : 2]; // of a warp's features
@@ -87,14 +93,12 @@ MX_DEVICE unsigned load_word(const unsigned char* p) {
 // A step is kDepth chunks, of which the last one's may not all exist.
 MX_DEVICE int steps_of(const MoeArgs& a) { return (a.chunks() + kDepth - 1) / kDepth; }
 
-// Looks up what the workgroup is to do, brings the rows of x that it takes, and makes them bf16.
-// Lane 4g + t has 16 k of row g of 8.
+// Looks up what the workgroup is to do, fetches the rows of x that it takes, and makes them bf16.
+// A warp has tiles warp, warp + 4, ... of 8 rows, lane 4g + t of these 16 k of row g of each unit.
 struct Bringer {
     const MoeArgs& a;
     Shared& shared;
     const int lane, warp;
-    static constexpr int kTiles = kColTiles / kGroupWarps;
-    static_assert(kTiles * kGroupWarps == kColTiles, "each warp has as many tiles of x");
 
     MX_MEMBER void open(Walk& walk, const Turn<kEntries>& turn) const {
         barrier_wait(shared_address(shared.closed + turn.at), turn.parity ^ 1);
@@ -103,7 +107,7 @@ struct Bringer {
             walk.next([&] { store_zeros<Out, Rows::kFeatures, kActivated>(a, walk, 0, 1); });
         if (more)
 #pragma unroll
-            for (int i = 0; i < (kCols + kLanes - 1) / kLanes; ++i) {
+            for (int i = 0; i < kCols / kLanes; ++i) {
                 const int m = i * kLanes + lane;
                 const int row = walk.row(m);
                 to.t[m] = row;
@@ -122,97 +126,132 @@ struct Bringer {
             barrier_arrive(shared_address(shared.opened + turn.at));
     }
 
-    // Of a chunk of each of 8 rows, 16 k of each unit.
-    struct Task {
-        u32x4 payload[kUnits];
-        unsigned scales; // of 4 blocks
+    // How many tiles of x of the entry are this warp's.
+    MX_MEMBER int tiles_of(const Entry& entry) const {
+        return (entry.col_tiles + kGroupWarps - 1 - warp) / kGroupWarps;
+    }
+    MX_MEMBER int column(int tile) const { return (tile * kGroupWarps + warp) * 8 + lane / 4; }
 
-        MX_MEMBER void load(const MoeArgs& a, int row, int chunk, int lane) {
-            const bool exists = row >= 0 && chunk < a.chunks();
-            const unsigned char* from = a.xq + a.row_of_k(row) + chunk * kChunk + lane % 4 * 16;
+    // Goes over the chunks of one entry after another, and starts their copies.
+    struct Fetcher {
+        const Bringer& of;
+        Walk walk; // of the first warp alone
+        Turn<kEntries> turn;
+        Turn<kAhead> to;
+        int left = 0;     // chunks of the open entry, or -1: there are no more entries
+        int count;        // its tiles
+        int rows[kTiles]; // of x, or -1
+
+        MX_MEMBER void open() {
+            const MoeArgs& a = of.a;
+            if (of.warp == 0)
+                of.open(walk, turn);
+            barrier_wait(shared_address(of.shared.opened + turn.at), turn.parity);
+            const Entry& entry = of.shared.queue[turn.at];
+            turn.next();
+            left = entry.expert < 0 ? -1 : steps_of(a) * kDepth;
+            count = of.tiles_of(entry);
 #pragma unroll
-            for (int u = 0; u < kUnits; ++u)
-                payload[u] = exists ? mx::load(from + u * kUnit) : u32x4{};
-            scales = exists ? load_word(a.xs + a.row_of_blocks(row) + chunk * kBlocks) : 0x7f7f7f7f;
-        }
-        // Returns whether values are left out because of their scale.
-        MX_MEMBER bool store(unsigned to, int lane) const {
-            bool left_out = false;
-#pragma unroll
-            for (int u = 0; u < kUnits; ++u) {
-                const u32x4& words = payload[u];
-                const unsigned scale = scales >> (u * 2 + lane % 4 / 2) * 8 & 255;
-                const bool outside = kLastXScale < scale && scale != kNanScale;
-                const float factor = bits_to_float(scale == kNanScale ? kNanBits
-                                                   : outside          ? 0
-                                                                      : (scale + 60) << 23);
-                left_out |= outside && (words[0] | words[1] | words[2] | words[3]) & 0x7f7f7f7f;
-#pragma unroll
-                for (int j = 0; j < kSteps; ++j) {
-                    unsigned even, odd;
-                    e4m3x4_to_bf16(words[j], factor, even, odd);
-                    store_shared_4(to + (u * kSteps + j) * kStepBytes, even);
-                    store_shared_4(to + (u * kSteps + j) * kStepBytes + kHalfStepBytes, odd);
-                }
+            for (int i = 0; i < kTiles; ++i) {
+                const int t = i < count && left > 0 ? entry.t[of.column(i)] : -1;
+                rows[i] = t < 0 ? -1 : t / a.a_div;
             }
-            return left_out;
+        }
+        MX_MEMBER void fetch() {
+            const MoeArgs& a = of.a;
+            if (left == 0)
+                open();
+            if (left > 0) {
+                const int thread = of.warp * kLanes + of.lane;
+                const int chunk = steps_of(a) * kDepth - left;
+#pragma unroll
+                for (int i = 0; i < kTiles; ++i) {
+                    if (i >= count)
+                        break;
+                    const bool exists = rows[i] >= 0 && (kWhole || chunk < a.chunks());
+                    const unsigned row = exists ? rows[i] : 0, from = exists ? chunk : 0;
+                    const unsigned char* x =
+                        a.xq + a.row_of_k(row) + from * kChunk + of.lane % 4 * 16;
+#pragma unroll
+                    for (int u = 0; u < kUnits; ++u)
+                        copy_async(shared_address(&of.shared.fetched[to.at][i][u][thread]),
+                                   x + u * kUnit, exists);
+                    copy_word_async(shared_address(&of.shared.fetched_scales[to.at][i][thread]),
+                                    a.xs + a.row_of_blocks(row) + from * kBlocks, exists ? 4 : 0);
+                }
+                --left;
+            }
+            copy_commit();
+            to.next();
         }
     };
 
-    MX_MEMBER void bring(Entry& entry, Turn<kSlots>& to, int chunks) const {
-        int rows[kTiles], count = 0; // of x, or -1
-        bool outside[kTiles] = {};
-        Task tasks[kTiles];
+    // Makes bf16 of what a thread has of a tile. Returns whether values are left out because of
+    // their scale.
+    MX_MEMBER bool expand(const uint4 (&fetched)[kUnits][kGroupThreads], unsigned scales,
+                          unsigned to) const {
+        bool left_out = false;
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
-            const int tile = i * kGroupWarps + warp;
-            const int t = tile < entry.col_tiles ? entry.t[tile * 8 + lane / 4] : -1;
-            rows[i] = t < 0 ? -1 : t / a.a_div;
-            count += tile < entry.col_tiles;
-            tasks[i].load(a, rows[i], 0, lane);
-        }
-        for (int chunk = 0; chunk < chunks; ++chunk, to.next()) {
-            barrier_wait(shared_address(shared.taken + to.at), to.parity ^ 1);
-            const unsigned slot = shared_address(shared.x[to.at]) + warp * 128 + lane * 4;
+        for (int u = 0; u < kUnits; ++u) {
+            const uint4 v = load_shared_16(shared_address(&fetched[u][warp * kLanes + lane]));
+            const unsigned words[4] = {v.x, v.y, v.z, v.w};
+            const unsigned scale = scales >> (u * 2 + lane % 4 / 2) * 8 & 255;
+            const bool outside = kLastXScale < scale && scale != kNanScale;
+            const float factor =
+                bits_to_float(scale == kNanScale ? kNanBits : outside ? 0 : (scale + 60) << 23);
+            left_out |= outside && (words[0] | words[1] | words[2] | words[3]) & 0x7f7f7f7f;
 #pragma unroll
-            for (int i = 0; i < kTiles; ++i) {
-                if (i >= count)
-                    break;
-                outside[i] |= tasks[i].store(slot + i * kGroupWarps * 128, lane);
-                tasks[i].load(a, rows[i], chunk + 1, lane);
+            for (int j = 0; j < kSteps; ++j) {
+                unsigned even, odd;
+                e4m3x4_to_bf16(words[j], factor, even, odd);
+                store_shared_4(to + (u * kSteps + j) * kStepBytes, even);
+                store_shared_4(to + (u * kSteps + j) * kStepBytes + kHalfStepBytes, odd);
             }
-            if (chunk + 1 == chunks)
-#pragma unroll
-                for (int i = 0; i < kTiles; ++i)
-                    if (outside[i])
-                        entry.outside[(i * kGroupWarps + warp) * 8 + lane / 4] = entry.any_outside =
-                            1;
-            fence_async();
-            __syncwarp();
-            if (lane == 0)
-                barrier_arrive(shared_address(shared.ready + to.at));
         }
+        return left_out;
     }
 
     MX_MEMBER void run() const {
         if (!kEarlyRouting)
             wait_for_grid_ahead();
-        Walk walk(a, Rows::count(a), lane); // of the first warp alone
+        Fetcher fetcher{*this, Walk(a, Rows::count(a), lane)};
+        if (kEarlyRouting) {
+            fetcher.open();
+            wait_for_grid_ahead(); // which made x
+        }
+        for (int i = 0; i < kAhead - 1; ++i)
+            fetcher.fetch();
         Turn<kEntries> turn;
+        Turn<kAhead> from;
         Turn<kSlots> to;
-        for (int entries = 0;; ++entries) {
-            if (warp == 0)
-                open(walk, turn);
-            if (kEarlyRouting && entries == 0)
-                wait_for_grid_ahead(); // which made x
+        for (;; turn.next()) {
             barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
             Entry& entry = shared.queue[turn.at];
             if (entry.expert < 0)
                 break;
-            bring(entry, to, steps_of(a) * kDepth);
-            turn.next();
+            const int count = tiles_of(entry);
+            for (int left = steps_of(a) * kDepth; left > 0; --left, from.next(), to.next()) {
+                fetcher.fetch();
+                copy_wait<kAhead - 1>();
+                barrier_wait(shared_address(shared.taken + to.at), to.parity ^ 1);
+                const unsigned slot = shared_address(shared.x[to.at]) + warp * 128 + lane * 4;
+#pragma unroll
+                for (int i = 0; i < kTiles; ++i) {
+                    if (i >= count)
+                        break;
+                    const unsigned scales = load_shared_4(
+                        shared_address(&shared.fetched_scales[from.at][i][warp * kLanes + lane]));
+                    if (expand(shared.fetched[from.at][i], scales, slot + i * kGroupWarps * 128))
+                        entry.outside[column(i)] = entry.any_outside = 1;
+                }
+                fence_async();
+                __syncwarp();
+                if (lane == 0)
+                    barrier_arrive(shared_address(shared.ready + to.at));
+            }
         }
         launch_dependents(); // not before, else what comes next settles unevenly on the SMs
+        copy_wait<0>();      // copies must not outlive the warp
     }
 };
 

@@ -25,18 +25,22 @@ PARAMS = (
 
 _CHUNK = 128  # k
 _GROUP_ROWS = 64  # of w
-_SLOTS = {4: 8, 8: 6, 16: 5}  # chunks of x in shared memory, by col_tiles
-_ENTRIES = 4  # of the queue
+_SLOTS = {4: 8, 8: 5, 16: 3}  # chunks of x that are ready, by col_tiles
+_AHEAD = {4: 5, 8: 5, 16: 3}  # and on their way
+_ENTRIES = 8  # of the queue
 _MAX_ITEMS = 1 << 31
 _SHARED_BYTES = 227 * 1024  # of a workgroup: compute capability 9.0
 
 
 def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
-    """Of a workgroup: x in bf16, the queue, flags of rows of w, maxima and barriers."""
-    cols, groups, slots = config["col_tiles"] * 8, config["groups"], _SLOTS[config["col_tiles"]]
+    """Of a workgroup: x in bf16 and as fetched, the queue, flags of rows of w, maxima, barriers."""
+    tiles, groups = config["col_tiles"], config["groups"]
+    cols = tiles * 8
+    ready = _SLOTS[tiles] * (cols * _CHUNK * 2 + 16)
+    fetched = _AHEAD[tiles] * cols * (_CHUNK + 16)
     maxima = 32 * groups * (2 if problem.activation == "none" else cols)
     flags = groups * _GROUP_ROWS * 4
-    return slots * (cols * _CHUNK * 2 + 16) + _ENTRIES * (12 * cols + 32) + flags + maxima
+    return ready + fetched + _ENTRIES * (12 * cols + 32) + flags + maxima
 
 
 def _fits(config: Config) -> bool:
@@ -82,6 +86,7 @@ def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping
         "MX_GROUPS": config["groups"],
         "MX_DEPTH": config["depth"],
         "MX_SLOTS": _SLOTS[config["col_tiles"]],
+        "MX_AHEAD": _AHEAD[config["col_tiles"]],
         "MX_WHOLE": int(problem.K % (config["depth"] * _CHUNK) == 0),
         "MX_EARLY_ROUTING": int(problem.early_routing),
         "MX_OUT": DTYPE_CODES.get(problem.out_dtype, 0),
