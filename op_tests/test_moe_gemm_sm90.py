@@ -20,6 +20,7 @@ from aiter_mx.kernels.moe_gemm.sm90 import STREAM
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import Config, KernelSpec
 from aiter_mx.ops.moe_gemm import Plan, alignment_of_scales, compute
+from aiter_mx.ops.moe_layer import FusedMoeProblem
 from aiter_mx.target import hardware
 
 SM90 = hardware("sm_90a")
@@ -217,6 +218,17 @@ def test_stream_runs_where_experts_have_few_rows_and_wide_where_more() -> None:
     assert route("moe_gemm", SM90, many).kernel == "wide"
     assert route("moe_gemm", SM90, replace(many, K=6112)).kernel == "stream"
     assert WIDE.refusal(SM90, replace(many, K=6112)) == "K=6112 is not a multiple of 128"
+
+
+def test_rows_of_other_ranks_experts_do_not_count() -> None:
+    layer = {"M": 64, "hidden": 6144, "intermediate": 768, "top_k": 4, "has_map": 1}
+    for here in (128, 16):
+        problem = FusedMoeProblem(E=here, num_experts=128, **layer)
+        routes = [route(op, SM90, part) for op, part in problem.parts() if op == "moe_gemm"]
+        assert [chosen.kernel for chosen in routes] == ["stream", "stream"]
+    alone = MoeGemmProblem(64, 1536, 6144, 16, 4, 32)
+    assert alone.rows_of_expert == pytest.approx(16)
+    assert 2 < replace(alone, num_experts=128).rows_of_expert < 3
 
 
 def test_scales_are_as_aligned_as_the_loads_of_any_kernel_that_may_be_chosen() -> None:

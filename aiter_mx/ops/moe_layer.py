@@ -108,6 +108,7 @@ class FusedMoeProblem:
             bias=self.bias1,
             a_div=align.slots,
             max_blocks=align.max_ids // self.block_m,
+            num_experts=self.num_experts if self.has_map else 0,
             alpha=self.alpha,
             beta=self.beta,
             limit=self.limit,

@@ -68,10 +68,9 @@ class _Work:
 
 
 def _work(problem: MoeGemmProblem, config: Config) -> _Work:
-    experts = problem.E * (1 - (1 - 1 / problem.E) ** problem.routed)
-    of_expert = problem.routed / experts
+    experts, of_expert = problem.touched, problem.rows_of_expert
     in_chunk = min(of_expert, _chunk(problem, config))
-    chunks = max(experts, problem.routed / _chunk(problem, config))
+    chunks = max(experts, experts * of_expert / _chunk(problem, config))
     return _Work(
         tiles=-(-problem.N // (_SIDE * config["row_tiles"])),
         experts=experts,

@@ -35,12 +35,6 @@ def grouped_problem(problem: MoeGemmProblem) -> GroupedGemmProblem:
     )
 
 
-def _rows_of_expert(problem: MoeGemmProblem) -> float:
-    """On average, of experts drawn at random."""
-    touched = problem.E * (1 - (1 - 1 / problem.E) ** problem.routed)
-    return problem.routed / touched if touched else 0.0
-
-
 def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
     if target.arch not in _LEAST_ROWS:
         return f"no kernels for {target.arch}"
@@ -56,7 +50,7 @@ def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
 
 
 def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
-    rows, least = _rows_of_expert(problem), _LEAST_ROWS.get(target.arch, 0)
+    rows, least = problem.rows_of_expert, _LEAST_ROWS.get(target.arch, 0)
     if rows >= least:
         return None
     return f"{rows:.0f} rows of an expert are fewer than the {least} that pay for gathering them"

@@ -93,6 +93,7 @@ class MoeGemmProblem:
         alpha: of swiglu_oai.
         beta: of swiglu_oai.
         limit: of swiglu_oai.
+        num_experts: experts that tokens choose among, on all ranks; 0 for those here.
         early_routing: whether the routing was complete before the kernel ahead in the stream began,
             so that a launch that overlaps with that one may use it already.
 
@@ -117,6 +118,7 @@ class MoeGemmProblem:
     alpha: float = 1.702
     beta: float = 1.0
     limit: float = 7.0
+    num_experts: int = 0
     early_routing: bool = False
 
     def __post_init__(self) -> None:
@@ -162,6 +164,17 @@ class MoeGemmProblem:
     def routed(self) -> int:
         """Rows of the result."""
         return self.M * self.top_k
+
+    @property
+    def touched(self) -> float:
+        """Experts here that have routed rows, where tokens choose at random."""
+        return self.E * (1 - (1 - 1 / (self.num_experts or self.E)) ** self.routed)
+
+    @property
+    def rows_of_expert(self) -> float:
+        """Routed rows of such an expert."""
+        here = self.routed * self.E / (self.num_experts or self.E)
+        return here / self.touched if self.routed else 0.0
 
     @property
     def blocks(self) -> int:

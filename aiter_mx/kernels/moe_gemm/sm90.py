@@ -71,15 +71,9 @@ def _fits(problem: MoeGemmProblem, config: Config) -> bool:
     )
 
 
-def rows_of_expert(problem: MoeGemmProblem) -> float:
-    """Routed rows of an expert that has any, where tokens choose experts at random."""
-    touched = problem.E * (1 - (1 - 1 / problem.E) ** problem.routed)
-    return problem.routed / touched if touched else 0.0
-
-
 def _preferred(target: Target, problem: MoeGemmProblem) -> list[Config]:
     """Configurations that did well on an H200, the best first; not all fit."""
-    rows = rows_of_expert(problem)
+    rows = problem.rows_of_expert
     most_cols = -(-min(problem.block_m, _PIECE) // 8)
     col_tiles = next((c for c in (1, 2) if rows <= 4 * c or most_cols <= c), 4)
     row_tiles = 4 if problem.activation != "none" else 3
@@ -120,7 +114,7 @@ def _configure(target: Target, problem: MoeGemmProblem) -> Config:
 
 
 def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
-    rows = rows_of_expert(problem)
+    rows = problem.rows_of_expert
     if rows <= MOST_ROWS or problem.K % _CHUNK:
         return None
     return f"wide is faster for the {rows:.0f} rows of an expert"
