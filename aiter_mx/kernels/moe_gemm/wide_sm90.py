@@ -68,11 +68,16 @@ def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
 
 
 def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
-    cols = next((c for c in (4, 8) if problem.block_m <= c * 8), 16)
-    groups, depth = (2, 2) if cols == 16 else (3, 2)
+    """All that fit, the ones that did well on an H200 first."""
+    rows = problem.rows_of_expert
+    most = min(problem.block_m, rows + 2 * rows**0.5)  # of most blocks
+    cols = next((c for c in (4, 8) if most <= c * 8), 16)
+    if cols == 16 and problem.K < 16 * _CHUNK:
+        cols = 8
+    depth = {4: 4 if problem.K >= 16 * _CHUNK else 3, 8: 2, 16: 1}[cols]
     return sorted(
         filter(_fits, combinations(PARAMS)),
-        key=lambda c: (c["col_tiles"] != cols, c["groups"] != groups, abs(c["depth"] - depth)),
+        key=lambda c: (c["col_tiles"] != cols, -c["groups"], abs(c["depth"] - depth)),
     )
 
 
