@@ -197,8 +197,9 @@ struct Bringer {
             const unsigned words[4] = {v.x, v.y, v.z, v.w};
             const unsigned scale = scales >> (u * 2 + lane % 4 / 2) * 8 & 255;
             const bool outside = kLastXScale < scale && scale != kNanScale;
-            const float factor =
-                bits_to_float(scale == kNanScale ? kNanBits : outside ? 0 : (scale + 60) << 23);
+            const float factor = bits_to_float(scale == kNanScale ? kNanBits
+                                               : outside          ? 0
+                                                                  : (scale + 60) << 23);
             left_out |= outside && (words[0] | words[1] | words[2] | words[3]) & 0x7f7f7f7f;
 #pragma unroll
             for (int j = 0; j < kSteps; ++j) {
