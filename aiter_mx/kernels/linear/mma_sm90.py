@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from aiter_mx.kernels.linear.problem import MFMA_ARGS, LinearProblem
 from aiter_mx.kernels.spec import (
@@ -160,6 +161,7 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
     )
 
 
+@lru_cache(maxsize=64)
 def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
     """Those of the least modelled time, which order them, but few that are alike."""
     fitting = [config for config in combinations(PARAMS) if _fits(target, problem, config)]
