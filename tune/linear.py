@@ -9,4 +9,6 @@ Whatever else ``aiter-mx tune linear`` takes may follow.
 from shipped import tune
 
 if __name__ == "__main__":
-    tune("linear", ["wide-6144", "minilm-l6"])
+    models = ["wide-6144", "minilm-l6", "llama-3.1-8b", "gpt-oss-120b", "deepseek-v3"]
+    models += ["llama-3.1-70b", "qwen3-235b-a22b", "llama-3.2-1b", "qwen3-32b", "llama-3.1-405b"]
+    tune("linear", models)

@@ -9,4 +9,5 @@ Whatever else ``aiter-mx tune moe_gemm`` takes may follow.
 from shipped import tune
 
 if __name__ == "__main__":
-    tune("moe_gemm", ["wide-6144", "gpt-oss-120b"])
+    models = ["wide-6144", "wide-6144-256e", "gpt-oss-120b", "gpt-oss-20b", "deepseek-v3"]
+    tune("moe_gemm", [*models, "qwen3-235b-a22b"])
