@@ -383,7 +383,7 @@ def test_workers_share_the_work_and_write_the_same_table(tmp_path: Path) -> None
     expected = tmp_path / "alone" / "linear.csv"
     sweep(expected, FakeMeter())
     store, table = DictStore(), tmp_path / "linear.csv"
-    fakes = [FakeMeter(pause_s=0.001) for _ in range(3)]
+    fakes = [FakeMeter(pause_s=0.01) for _ in range(3)]
 
     def work(rank: int) -> None:
         sweep(table, fakes[rank], Shared(store, {"RANK": str(rank), "WORLD_SIZE": "3"}))

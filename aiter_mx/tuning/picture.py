@@ -37,7 +37,9 @@ def draw(path: Path, folder: Path) -> Path | None:
         return None
     rows = list(read_rows(path, op).values())
     across = sorted({int(row["M"]) for row in rows})
-    down = list(dict.fromkeys(_label(op, row) for row in rows))[:_MOST_ROWS]
+    labels = list(dict.fromkeys(_label(op, row) for row in rows))
+    down = labels[:_MOST_ROWS]
+    cut = f", {len(down)} of {len(labels)} shapes" if len(down) < len(labels) else ""
     kernels = sorted({f"{row['backend']}/{row['kernel']}" for row in rows})
     height = 1.6 + 0.28 * len(down)
     figure, (left, right) = plt.subplots(1, 2, figsize=(3 + 1.5 * len(across), height))
@@ -57,7 +59,7 @@ def draw(path: Path, folder: Path) -> Path | None:
         left.plot([], [], "s", color=colour, label=name)
     left.legend(loc="lower left", bbox_to_anchor=(0, 1.02), ncols=len(kernels), frameon=False)
     sources = ", ".join(sorted({row.get("source", "") for row in rows}))
-    left.set_title(f"{op}, {rows[0]['gfx']}: us ({sources})", loc="right", fontsize=9, pad=42)
+    left.set_title(f"{op}, {rows[0]['gfx']}: us ({sources}{cut})", loc="right", fontsize=9, pad=42)
     right.set_title("next backend's time over the chosen one's", fontsize=9)
     folder.mkdir(parents=True, exist_ok=True)
     picture = folder / f"{rows[0]['gfx']}_{path.stem}.png"
