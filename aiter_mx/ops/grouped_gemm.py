@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.dispatch.route import Route
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.spec import Config, Parts
 from aiter_mx.launch import Run, Tensors
@@ -23,7 +24,7 @@ from aiter_mx.ops.checks import (
     shape_text,
 )
 from aiter_mx.ops.grouped_check import INDEX_NAMES, grouped_problem
-from aiter_mx.ops.plan import Fallback, bind
+from aiter_mx.ops.plan import Fallback, bind, bind_route
 from aiter_mx.target import Target, cpu_target, target_of
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -262,10 +263,16 @@ def _bind(problem: GroupedGemmProblem, device: torch.device) -> Run:
     )
 
 
-def _read(problem: GroupedGemmProblem, target: Target, parts: Parts, device: torch.device) -> Run:
+def _read(
+    problem: GroupedGemmProblem,
+    chosen: Route,
+    target: Target,
+    parts: Parts,
+    device: torch.device,
+) -> Run:
     """What makes scales row-major that the chosen kernel does not read, and goes on with them."""
     ((_, read),) = parts
-    run = _bind(read, device)
+    run = bind_route(chosen, target, read, device, fallbacks(read))
     M, N, blocks = problem.M, problem.N, problem.K // BLOCK
     rows_a = M // problem.G if problem.layout == "masked" else M
 
