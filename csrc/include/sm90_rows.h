@@ -101,10 +101,12 @@ struct Copier {
             if (plain) {
                 copy_word_async(place, scales[i]);
             } else {
-                const unsigned offset = reinterpret_cast<unsigned long>(scales[i]) & 3;
-                copy_word_async(place, scales[i] - offset);
-                if (offset + min(left / kBlock, 4l) > 4) // the next word has a scale of the row
-                    copy_word_async(place + 4, scales[i] - offset + 4);
+                // Only what is the row's is read: the words' other bytes may be beyond the tensor.
+                const int offset = reinterpret_cast<unsigned long>(scales[i]) & 3;
+                const int last = offset + static_cast<int>(min(left / kBlock, 4l));
+                copy_word_async(place, scales[i] - offset, min(last, 4));
+                if (last > 4)
+                    copy_word_async(place + 4, scales[i] - offset + 4, last - 4);
             }
         }
         payload += Step * kChunk;
