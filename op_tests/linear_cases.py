@@ -58,12 +58,12 @@ def launch_linear(
 
 
 def assert_repeats_on_two_streams(kernel: KernelSpec, problem: LinearProblem) -> None:
-    """A thousand launches in graphs, on two streams at once, give the same bits."""
+    """A thousand launches in graphs on each of two streams at once give the same bits."""
     here = [t.cuda() for t in operands(problem.M, problem.N, problem.K, 1)]
     target = target_of(torch.device("cuda"))
     run = bind(kernel, target, problem, kernel.configure(target, problem), 0)
     streams = [torch.cuda.Stream() for _ in range(2)]
-    shape = (50, problem.M, problem.N)
+    shape = (100, problem.M, problem.N)
     outs = [torch.empty(shape, dtype=DTYPES[problem.out_dtype], device="cuda") for _ in streams]
     graphs = []
     torch.cuda.synchronize()
