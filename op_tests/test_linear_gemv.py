@@ -296,6 +296,24 @@ def test_what_is_configured_is_a_candidate_and_legal(arch: str, M: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("N", "K", "config"),
+    [(1536, 6144, (6, 6, 2)), (2304, 6144, (3, 4, 1)), (6144, 1536, (6, 3, 1))],
+)
+def test_hopper_takes_what_was_fastest_there_and_yields_to_mma_where_it_lost(
+    N: int, K: int, config: tuple[int, int, int]
+) -> None:
+    target = hardware("sm_90a")
+    assert GEMV.yields is not None
+    for M, pdl, yields in [(1, False, False), (1, True, False), (2, False, False), (2, True, True)]:
+        problem = LinearProblem(M, N, K, pdl=pdl)
+        assert bool(GEMV.yields(target, problem)) is yields
+        if M == 1:
+            assert tuple(GEMV.configure(target, problem).values()) == config
+    assert GEMV.yields(target, LinearProblem(2, 9216, 6144))
+    assert not GEMV.yields(target, LinearProblem(16, 384, 384))
+
+
+@pytest.mark.parametrize(
     ("field", "message"),
     [
         ({"K": 100}, "K must be a multiple of 32, got K=100"),

@@ -90,12 +90,28 @@ def test_only_the_asked_for_launch_overlaps() -> None:
     chosen = MMA.configure(TARGET, LinearProblem(8, 2304, 6144))
     for pdl in (False, True):
         problem = LinearProblem(8, 2304, 6144, pdl=pdl)
-        assert MMA.configure(TARGET, problem) == chosen
         assert MMA.module.geometry(TARGET, problem, chosen).overlaps is pdl
         assert MMA.module.scalars(TARGET, problem, chosen)[-1] == pdl
         assert MMA.module.defines(TARGET, problem, chosen) == MMA.module.defines(
             TARGET, LinearProblem(8, 2304, 6144), chosen
         )
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "alone", "overlapping"),
+    [
+        (2304, 6144, config(4, 5, 1, 6, 2), config(4, 3, 1, 6, 2, 2)),
+        (6144, 1536, config(1, 3, 1, 6, 2), config(1, 3, 1, 6, 2)),
+        (6144, 2048, config(1, 3, 1, 8, 2), config(1, 3, 1, 6, 2)),
+        (9216, 6144, config(2, 3, 3, 4, 2), config(2, 3, 3, 4, 2)),
+    ],
+)
+def test_the_default_configurations_are_what_won_on_an_h200(
+    N: int, K: int, alone: dict[str, int], overlapping: dict[str, int]
+) -> None:
+    for M in (2, 8):
+        assert MMA.configure(TARGET, LinearProblem(M, N, K)) == alone
+        assert MMA.configure(TARGET, LinearProblem(M, N, K, pdl=True)) == overlapping
 
 
 def test_what_it_does_not_cover_is_refused() -> None:

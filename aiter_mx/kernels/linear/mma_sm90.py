@@ -142,7 +142,8 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
     rounds = -(-groups // (target.cu_num * config["per_sm"]))
     idle = rounds * target.cu_num * config["per_sm"] / groups
     pass_rows = 16 * row_tiles * config["row_warps"]
-    steps = -(-found.chunks // config["k_warps"]) * config["k_warps"] / (K / _CHUNK / split)
+    chunks = -(-found.chunks // config["k_warps"])  # of a warp in a pass
+    steps = chunks * config["k_warps"] / (K / _CHUNK / split)
     padding = found.passes * pass_rows * found.clusters / problem.N * steps * idle
     a_unit = 22 + 6 * found.tiles_m + 12 * found.tiles_m / row_tiles  # 16 rows by 32 k
     stall = {1: 2.6, 2: 2.2, 3: 2.0}.get(round(warps / 4), 1.9)
@@ -155,10 +156,20 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
         + {1: 0, 2: 500, 4: 900, 8: 2500}[split]
         + 0.012 * x_bytes / target.cu_num
         + 50 * warps
-        + 1200 * (config["depth"] == 1)  # nothing is copied while the only chunk is computed
+        + 800 * (found.passes - 1)  # sums are exchanged once more
+        # With one chunk in flight nothing is copied while it is computed.
+        + 1200 * (config["depth"] == 1) * chunks * found.passes
         + 400 * (config["per_sm"] - 1)
         + starved
+        + (_overlap_cycles(target, found, groups) if problem.pdl else 0)
     )
+
+
+def _overlap_cycles(target: Target, found: Layout, groups: int) -> float:
+    """What a launch loses or wins beside others that start before it ends: fitted as above."""
+    alone = 2 * (found.shared_bytes + _STATIC_BYTES) > _SHARED_BYTES
+    shares = target.cu_num < groups <= 1.5 * target.cu_num  # leaves the next one a place on an SM
+    return 600 * alone - 800 * shares
 
 
 @lru_cache(maxsize=64)
