@@ -12,10 +12,13 @@ with ``pdl=True``, each free to read its weights before the one ahead of it ends
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from multiprocessing import get_context
 
 import torch
 from bench_common import MEASURED, gpu_name, report
@@ -35,6 +38,8 @@ from aiter_mx.launch import bind, build_request, runtime_of
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.target import Target, target_of
 from aiter_mx.timing import commit, copies_to_stay_cold, random_mx, time_graph_us
+from aiter_mx.tuning.candidates import Candidate
+from aiter_mx.tuning.triton_ahead import compile_without_gpu, stand_in_for_a_gpu
 
 SHAPES = ((2304, 6144), (1536, 6144), (6144, 2048), (6144, 1536), (9216, 6144))
 """(N, K): qkv, gate_up, o_proj and down of a 6144-wide model at TP4, and qkv at TP1."""
@@ -50,11 +55,11 @@ def reader(target: Target) -> Callable[[list[torch.Tensor]], float]:
     threads = 256
     runtime = runtime_of(target.runtime)
     functions = []
-    for unroll, groups_a_cu in product((4, 8), (2, 4, 8)):
+    for unroll in (4, 8):
         defines = (("MX_THREADS", threads), ("MX_UNROLL", unroll))
         image = build(BuildRequest("read_only.cu", target.arch, defines)).image
         function = runtime.get_function(runtime.load(image, 0), "aiter_mx_read_only", 0)
-        functions.append((function, groups_a_cu * target.cu_num))
+        functions += [(function, groups_a_cu * target.cu_num) for groups_a_cu in (2, 4, 8)]
     pointers = (Arg("data", "pointer", "r"), Arg("sink", "pointer", "w"))
     kinds = (*pointers, Arg("size_bytes", "i64"), Arg("groups", "i32"))
     sink = torch.empty(1, dtype=torch.int32, device=DEVICE)
@@ -113,6 +118,25 @@ def time_vendor(problem: LinearProblem, copies: list[Operands]) -> float | None:
         return None
     out = torch.empty(problem.M, problem.N, dtype=torch.bfloat16, device=DEVICE)
     return time_graph_us([partial(linear_vendor, *o, None, out, {}) for o in copies])
+
+
+def compile_all(target: Target, rows: Sequence[int], shapes: Sequence[tuple[int, int]]) -> None:
+    """Compiles what dispatch routes to and all of Triton's tiles, as many as there are cores at a
+    time: one after the other they would take longer than the rest of a run."""
+    for N, K in shapes:
+        aiter_mx.warmup("linear", device=DEVICE, M=rows, N=N, K=K, pdl=(False, True))
+        aiter_mx.warmup("linear", device=DEVICE, M=rows, N=N, K=K, out_dtype=torch.float32)
+    own_rows = {bucket(M): M for M in rows}  # tiles are compiled for these
+    own_shapes = {K: N for N, K in shapes}
+    with ProcessPoolExecutor(
+        min(os.cpu_count() or 1, 16), get_context("spawn"), stand_in_for_a_gpu, (target,)
+    ) as pool:
+        for (most, M), (K, N) in product(own_rows.items(), own_shapes.items()):
+            for tiles in CANDIDATES[target.arch][most]:
+                tile = Candidate(
+                    "linear", target.arch, "triton", "dot_scaled", tuple(tiles.items())
+                )
+                pool.submit(compile_without_gpu, LinearProblem(M, N, K), tile)
 
 
 def time_triton(problem: LinearProblem, copies: list[Operands]) -> tuple[float, Config]:
@@ -174,12 +198,13 @@ def main() -> None:
     parser.add_argument("--M", type=int, nargs="+", default=ROWS)
     parser.add_argument("--shapes", nargs="+", default=[f"{N}x{K}" for N, K in SHAPES])
     arguments = parser.parse_args()
+    shapes = [(int(N), int(K)) for N, K in (shape.split("x") for shape in arguments.shapes)]
     target = target_of(DEVICE)
+    compile_all(target, arguments.M, shapes)
     read_us = reader(target)
     vendor = find_kernel("linear", target.arch, "vendor", "scaled_mm")
     rows: list[dict[str, object]] = []
-    for shape in arguments.shapes:
-        N, K = map(int, shape.split("x"))
+    for N, K in shapes:
         weights = [random_mx(N, K, DEVICE) for _ in range(copies_to_stay_cold(N * K))]
         dense = [wq.bfloat16() for wq, _ in weights[: copies_to_stay_cold(2 * N * K)]]
         size_bytes = N * (K + K // 32)
