@@ -22,7 +22,10 @@
 //
 // After the four parts, the scales, a row after the other: kScalePieces dwords of kScaleBytes each.
 //
-// w is operand A of the matrix instruction and x is B, so that a lane holds consecutive features.
+// Or, shuffled, in blocks of 16 rows as they are in memory.
+//
+// w is operand A of the matrix instruction and x is B, so that a lane holds consecutive features:
+// eight, as rows of w are in such an order in LDS that two fragments have four each (paired_row).
 // A wave's sums are kFragsX by kFragsW products of 16 by 16. A step multiplies them by quarters;
 // while it multiplies one, it reads operands for the next, one half of x's or w's fragments:
 //
@@ -207,84 +210,108 @@ class Stream {
 };
 
 // The bias of the features that a lane holds: four of each fragment.
+template <int Kind>
 struct Bias {
-    float of[kFragsW][4];
+    f32x4 of[kFragsW];
 
     MX_MEMBER Bias(const Tile& tile, unsigned N, unsigned feature) {
-        const ArgumentsPointer args = arguments();
-        const int kind = args->bias_kind;
+        constexpr unsigned size = sizeof(DType<Kind>);
         const Offset first = static_cast<Offset>(tile.group) * N + tile.feature;
-        const unsigned size = kind == kF32 ? 4 : 2;
-        const Buffer values(static_cast<const unsigned char*>(args->bias) + first * size,
-                            kind == kNone ? 0 : (N - tile.feature) * size);
+        const Buffer values(static_cast<const unsigned char*>(arguments()->bias) + first * size,
+                            (N - tile.feature) * size);
 #pragma unroll
         for (int w = 0; w < kFragsW; ++w) {
-            const unsigned at = (feature + w * kSide) * size;
-            const u32x4 words = values.load(at); // of 16-bit values the first two
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const unsigned bits = words[i / 2] >> i % 2 * 16 & 0xffff;
-                of[w][i] = kind == kF32 ? bits_to_float(words[i])
-                           : kind == kFP16
-                               ? to_f32(__builtin_bit_cast(fp16, static_cast<unsigned short>(bits)))
-                               : bits_to_float(bits << 16);
+            const u32x4 words = values.load((feature + paired_row(w * kSide)) * size);
+            if constexpr (Kind == kF32) {
+                of[w] = __builtin_bit_cast(f32x4, words);
+            } else { // in the first two
+                using Four = DType<Kind> __attribute__((ext_vector_type(4)));
+                of[w] = __builtin_convertvector(__builtin_bit_cast(Four, words.xy), f32x4);
             }
         }
     }
+    MX_MEMBER f32x4 added_to(f32x4 sum, int w) const { return sum + of[w]; }
+};
+template <>
+struct Bias<kNone> {
+    MX_MEMBER Bias(const Tile&, unsigned, unsigned) {}
+    MX_MEMBER static f32x4 added_to(f32x4 sum, int) { return sum; }
 };
 
+// Where LDS has piece p of row r of results on their way: eight lanes that write adjacent rows, and
+// those that read a row, are in different banks.
+MX_DEVICE unsigned place_of(unsigned r, unsigned p) {
+    constexpr unsigned banks = 128; // bytes
+    constexpr unsigned together = kPassRow < banks ? banks / kPassRow : 1;
+    return r * kPassRow + (p ^ r / together) % (kPassRow / kPiece) * kPiece;
+}
+
 // Rounds a wave's sums and stores them, 16 bytes a lane: rows come to lie in lines of memory by way
-// of LDS, 16 rows at a time, piece p of row r in place p ^ r.
+// of LDS, 16 rows at a time.
 MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned N, unsigned wave,
                           unsigned lane) {
     constexpr unsigned row_pieces = kPassRow / kPiece, rows = kLanes / row_pieces; // of a store
     constexpr int frags = kPassFeatures / kSide;
-    using Values = Out __attribute__((ext_vector_type(4)));
+    constexpr int count = kPiece / sizeof(Out), piece_frags = count / 4; // of a piece
+    using Values = Out __attribute__((ext_vector_type(count)));
     // What follows from the lane is worked out for each tile, not kept in registers meanwhile.
     asm volatile("" : "+v"(lane));
     const unsigned first_feature = wave % kWavesN * kFeatures;
-    const Bias bias(tile, N, first_feature + lane / kSide * 4);
+    const unsigned written = lane % kSide, eight = lane / kSide, read = lane / row_pieces;
+    const Bias<MX_BIAS> bias(tile, N, first_feature + eight * 8);
     unsigned char* own = lds() + kPassesAt + wave * kPass;
     const unsigned left = N - tile.feature, row_bytes = N * sizeof(Out);
     Out* y = static_cast<Out*>(arguments()->y);
     const Buffer out(
         reinterpret_cast<unsigned char*>(y + static_cast<Offset>(tile.first) * N + tile.feature),
         tile.rows * row_bytes - tile.feature * sizeof(Out));
-    const unsigned written = lane % kSide, read = lane / row_pieces, piece = lane % row_pieces;
+    const unsigned piece = lane % row_pieces;
     const unsigned m = wave / kWavesN * (kTileM / kWavesM) + read;
+    constexpr int stores = kSide / rows;
+    u32x4 arrived[stores]; // of the 16 rows before, read while the next ones are rounded
+    unsigned at;
+    const auto store = [&] {
+#pragma unroll
+        for (int i = 0; i < stores; ++i) {
+            out.store(at, arrived[i]);
+            at += rows * row_bytes;
+            asm volatile("" : "+v"(at)); // else each would be kept in a register
+        }
+    };
 #pragma unroll
     for (int pass = 0; pass < kFragsW / frags; ++pass) {
-        const unsigned n = first_feature + pass * kPassFeatures + piece * (kPiece / sizeof(Out));
-        const unsigned at = n < left ? m * row_bytes + n * sizeof(Out) : kNowhere;
-        unsigned further = 0;
 #pragma unroll
         for (int x = 0; x < kFragsX; ++x) {
 #pragma unroll
-            for (int i = 0; i < frags; ++i) {
+            for (int i = 0; i < frags; i += piece_frags) {
                 const int w = pass * frags + i;
-                const f32x4 sum = sums.read(x * kFragsW + w);
+                f32x4 sum;
                 Values values;
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    values[j] = static_cast<Out>(sum[j] + bias.of[w][j]);
-                const unsigned to = (i * kSide + lane / kSide * 4) * sizeof(Out);
-                const unsigned place = (to / kPiece ^ written) % row_pieces;
-                *reinterpret_cast<Values*>(own + written * kPassRow + place * kPiece +
-                                           to % kPiece) = values;
+                for (int j = 0; j < count; ++j) {
+                    if (j % 4 == 0)
+                        sum = bias.added_to(sums.read(x * kFragsW + w + j / 4), w + j / 4);
+                    values[j] = static_cast<Out>(sum[j % 4]);
+                }
+                const unsigned p = (eight * 8 + paired_row(i * kSide)) / count;
+                *reinterpret_cast<Values*>(own + place_of(written, p)) = values;
+            }
+            finish_before_next();
+            if (pass > 0 || x > 0)
+                store();
+            if (x == 0) {
+                const unsigned n = first_feature + pass * kPassFeatures + piece * count;
+                at = n < left ? m * row_bytes + n * sizeof(Out) : kNowhere;
             }
             wave_in_order();
 #pragma unroll
-            for (int i = 0; i < kSide / rows; ++i) {
-                const unsigned r = i * rows + read;
-                const u32x4 values = *reinterpret_cast<const u32x4*>(
-                    own + r * kPassRow + (piece ^ r) % row_pieces * kPiece);
-                out.store(at + further, values);
-                further += rows * row_bytes;
-                asm volatile("" : "+s"(further)); // else each would be kept in a register
-            }
+            for (int i = 0; i < stores; ++i)
+                arrived[i] =
+                    *reinterpret_cast<const u32x4*>(own + place_of(i * rows + read, piece));
             wave_in_order();
         }
     }
+    store();
 }
 
 // The arguments are those of GroupedArguments, which says how they are read.

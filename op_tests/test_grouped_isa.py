@@ -143,6 +143,37 @@ def test_smaller_tiles_have_no_bank_conflicts_in_their_main_loop(
     assert found["conflicts"] == found["scratch"] == 0
 
 
+@pytest.mark.parametrize("tile", [(256, 256), (128, 128), (32, 256), (32, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_results_have_no_bank_conflicts_on_their_way(
+    tile: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AITER_MX_SIM_CONFLICTS", "1")
+    drawn = random_mx_groups(tile[0], 1, tile[1], 1024, 1, (-6, 6))
+    with aiter_mx.simulate("gfx950"):
+        launch(torch.device("cpu"), config_of(*tile), drawn, one_group(tile[0]), dtype=dtype)
+    report = last_report()
+    assert report is not None
+    assert report.bytes_written == dtype.itemsize * tile[0] * tile[1]
+    assert report.lds_conflicts == 0
+
+
+def test_between_the_steps_of_two_tiles_a_wave_has_few_instructions() -> None:
+    def instructions(K: int, tiles: int) -> float:
+        drawn = random_mx_groups(256, 1, 256 * tiles, K, 1, (-6, 6))
+        with aiter_mx.simulate("gfx950"):
+            launch(torch.device("cpu"), config_of(256, 256), drawn, one_group(256), cus=1)
+        report = last_report()
+        assert report is not None
+        return report.instructions / WAVES
+
+    first_k, of_one = 4 * STEP, instructions(4 * STEP, 1)
+    of_step = (instructions(first_k + 4 * STEP, 1) - of_one) / 4
+    of_tile = (instructions(first_k, 3) - of_one) / 2 - 4 * of_step
+    reads, conversions = 256, 128  # of the sums of a lane, two results at a time
+    assert reads + conversions < of_tile < 2.5 * (reads + conversions)
+
+
 def test_an_operand_is_read_once_for_each_tile_of_the_other() -> None:
     drawn = random_mx_groups(256, 1, 256, 512, 1, (-6, 6))
     with aiter_mx.simulate("gfx950"):

@@ -72,6 +72,14 @@ constexpr int kPassesAt = 2 * kStage;
 constexpr int kLdsBytes = kPassesAt + kWaves * kPass;
 static_assert(kHalfX >= 1 && kHalfW >= 1 && kLdsBytes <= 160 * 1024);
 
+// The row of w, of 32, at a row of LDS. Fragments are pairs of which lanes hold eight features side
+// by side: the first of a pair has features 0 to 3 of each eight, the second has 4 to 7.
+constexpr int kPairRows = 2 * kSide;
+static_assert(kRowsW % kPairRows == 0);
+MX_DEVICE constexpr int paired_row(int at) {
+    return at / kPairRows * kPairRows + at % kSide / 4 * 8 + at % kPairRows / kSide * 4 + at % 4;
+}
+
 template <int Value>
 struct Constant {
     static constexpr int value = Value;
@@ -106,7 +114,7 @@ class Copier {
             k_x[odd] = (place ^ x / 2 % 8) * kPiece;
             k_w[odd] = (place ^ w / 2 % 8) * kPiece;
             x_at[odd] = x * K + k_x[odd];
-            w_at[odd] = w * K + k_w[odd];
+            w_at[odd] = (wave * kRowsW + paired_row(row + odd * kCopyRows)) * K + k_w[odd];
         }
         block = lane % kScalePieces * kScaleBytes;
         scale_at = lane / kScalePieces * (K / kBlock) + block;
@@ -171,7 +179,7 @@ class Copier {
             copy_16_bytes(x, x_now[I % 2], I / 2 * 2 * kCopyRows * K, part, I * kCopyRows * kDepth);
         } else if constexpr (I < kCopiesX + kCopiesW) {
             constexpr int j = I - kCopiesX;
-            copy_16_bytes(w, w_now[j % 2], j / 2 * 2 * kCopyRows * K, part,
+            copy_16_bytes(w, w_now[j % 2], paired_row(j / 2 * 2 * kCopyRows) * K, part,
                           (kRowsX + j * kCopyRows) * kDepth);
         } else if constexpr (I < kCopiesX + kCopiesW + kScaleCopiesX) {
             if constexpr (kShuffledX)
@@ -233,7 +241,8 @@ struct Half {
 };
 
 // Where a lane reads the fragments of an operand in a stage.
-template <int Rows, int At, int ScalesAt, bool IsShuffled> // of a wave's part; where there; scales
+// Of a wave's part; where it begins there; the operand's scales; whether fragments are of pairs.
+template <int Rows, int At, int ScalesAt, bool IsShuffled, bool IsPaired>
 class Place {
   public:
     static constexpr int kReads = 3; // of one fragment
@@ -243,10 +252,12 @@ class Place {
         const unsigned begin = row / Rows * kPart + At + row % Rows * kDepth;
         low = begin + (g ^ row / 2 % 8) * kPiece;
         high = begin + ((g + 4) ^ row / 2 % 8) * kPiece;
-        row_in_block = lane % kSide;
-        block = ScalesAt + first / kSide * kScaleBlock + g * kSide;
-        scale = IsShuffled ? block + row_in_block
-                           : ScalesAt + row * kScaleRow + g / kScaleBytes * 4 + g % kScaleBytes;
+        const int own = IsPaired ? paired_row(lane % kSide) : lane % kSide;
+        row_in_block = own % kSide;
+        block = ScalesAt + (first + own) / kSide * kScaleBlock + g * kSide;
+        scale = IsShuffled
+                    ? block + row_in_block
+                    : ScalesAt + (first + own) * kScaleRow + g / kScaleBytes * 4 + g % kScaleBytes;
     }
 
     // From here on it is a tile's turn whose first row is row `skew` of a block of scales.
@@ -262,7 +273,7 @@ class Place {
         const unsigned char* at = lds() + stage;
         const int first = is_upper ? Count : 0;
         if constexpr (Which < Count)
-            to.scales[Which] = at[scale + (first + Which) * kScaleFragment];
+            to.scales[Which] = at[scale + scale_of_fragment(first + Which)];
         else
             read_rows<(Which - Count) % 2>(to.rows[(Which - Count) / 2],
                                            kSide * (first + (Which - Count) / 2), at);
@@ -277,11 +288,15 @@ class Place {
         for (int i = 0; i < 4; ++i)
             to[IsHigh * 4 + i] = half[i];
     }
-    static constexpr int kScaleFragment = IsShuffled ? kScaleBlock : kSide * kScaleRow;
+    // From the scale of a lane's first fragment to that of another.
+    MX_MEMBER static constexpr int scale_of_fragment(int i) {
+        const int rows = IsPaired ? paired_row(i * kSide) : i * kSide;
+        return IsShuffled ? rows / kSide * kScaleBlock + rows % kSide : rows * kScaleRow;
+    }
     unsigned low, high, scale;
     unsigned row_in_block, block; // of shuffled scales
 };
-using PlaceX = Place<kRowsX, 0, kScalesAtX, kShuffledX>;
-using PlaceW = Place<kRowsW, kRowsX * kDepth, kScalesAtW, kShuffledW>;
+using PlaceX = Place<kRowsX, 0, kScalesAtX, kShuffledX, false>;
+using PlaceW = Place<kRowsW, kRowsX * kDepth, kScalesAtW, kShuffledW, true>;
 
 } // namespace mx

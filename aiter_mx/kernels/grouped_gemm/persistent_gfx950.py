@@ -39,7 +39,7 @@ _LDS_BYTES_A_CYCLE = 128
 _COPY_BYTES_A_CYCLE = 64  # from L2
 # Estimates; docs/grouped.md has their origin.
 _LATENCY_CYCLES = 2000
-_EPILOGUE_CYCLES = 5000  # of the largest tile
+_EPILOGUE_CYCLES = 2600  # of the largest tile
 _TILE_CYCLES = 1000  # to find the next tile
 
 # Offsets within a tile are below 2^31, with the farthest row of a step added to one out of range.
@@ -167,6 +167,7 @@ def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Map
         "MX_W_SCALES": SCALE_LAYOUTS[problem.b_scale_layout].code,
         "MX_WHOLE_STEPS": int(problem.K % _DEPTH == 0 and problem.K > _DEPTH),
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
+        "MX_BIAS": DTYPE_CODES[problem.bias],
     }
 
 
