@@ -24,7 +24,7 @@
 // its diagonal mean anything, where both operands have the same k; they are added at the end.
 
 #include "gfx950_buffer.h"
-#include "gfx950_tile.h"
+#include "gfx950_tile_sums.h"
 #include "mx_fused.h"
 #include "mx_target.h"
 
@@ -219,37 +219,11 @@ aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const uns
                 x[i][c] = x_rows.load(c, place);
         }
 #pragma unroll
-        for (int i = 0; i < kUnroll; ++i) {
-            finish_before_next(); // turning several steps at once would take more registers
-            Operand a[kRowTiles];
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r) {
-                a[r] = turn(lds[wave], w[i][r], lane);
-                w_nans[r].take(a[r].scales);
-            }
-#pragma unroll
-            for (int c = 0; c < kColTiles; ++c) {
-                const Operand b = X::operand(lds[wave], x[i][c], lane);
-                x_nans[c].take(b.scales);
-#pragma unroll
-                for (int r = 0; r < kRowTiles; ++r) {
-                    f32x4& sum = sums[r][c];
-                    sum = multiply_scaled<0>(a[r].rows[0], a[r].scales, b.rows[0], b.scales, sum);
-                    sum = multiply_scaled<1>(a[r].rows[1], a[r].scales, b.rows[1], b.scales, sum);
-                }
-            }
-        }
+        for (int i = 0; i < kUnroll; ++i)
+            multiply_step(lds[wave], w[i], x[i], lane, X::operand, sums, w_nans, x_nans);
     }
 
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-        for (int c = 0; c < kColTiles; ++c) {
-            const f32x4 sum = multiply_scaled<0>(w_nans[r].payload(), kUnitScale,
-                                                 x_nans[c].payload(), kUnitScale, sums[r][c]);
-            lds[wave][place_of_sums(r, c, lane / kSide, lane % kSide)] =
-                __builtin_bit_cast(u32x4, sum);
-        }
+    put_sums(lds[wave], lane, place_of_sums, sums, w_nans, x_nans);
     if (thread_in_group() < kRows)
         added[thread_in_group()] = own_bias.to_f32();
     group_barrier();

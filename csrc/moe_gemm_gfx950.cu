@@ -14,7 +14,7 @@
 // blocks of 32 activated features, which it quantises before they leave it.
 
 #include "gfx950_buffer.h"
-#include "gfx950_tile.h"
+#include "gfx950_tile_sums.h"
 #include "mx_epilogue.h"
 #include "mx_moe.h"
 #include "mx_quantize.h"
@@ -314,37 +314,13 @@ MX_DEVICE void compute(ArgsInMemory& args, const Chunk& chunk, u32x4 (&lds)[kWav
                 x[i][c] = x_rows.load(c, place);
         }
 #pragma unroll
-        for (int i = 0; i < kUnroll; ++i) {
-            finish_before_next(); // turning several steps at once would take more registers
-            Operand a[kRowTiles];
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r) {
-                a[r] = turn(lds[wave], w[i][r], lane);
-                w_nans[r].take(a[r].scales);
-            }
-#pragma unroll
-            for (int c = 0; c < ColTiles; ++c) {
-                const Operand b = turn(lds[wave], x[i][c], lane);
-                x_nans[c].take(b.scales);
-#pragma unroll
-                for (int r = 0; r < kRowTiles; ++r) {
-                    f32x4& sum = sums[r][c];
-                    sum = multiply_scaled<0>(a[r].rows[0], a[r].scales, b.rows[0], b.scales, sum);
-                    sum = multiply_scaled<1>(a[r].rows[1], a[r].scales, b.rows[1], b.scales, sum);
-                }
-            }
-        }
+        for (int i = 0; i < kUnroll; ++i)
+            multiply_step(lds[wave], w[i], x[i], lane, turn, sums, w_nans, x_nans);
     }
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-        for (int c = 0; c < ColTiles; ++c) {
-            const f32x4 sum = multiply_scaled<0>(w_nans[r].payload(), kUnitScale,
-                                                 x_nans[c].payload(), kUnitScale, sums[r][c]);
-            // Column lane % 16 of the product, 4 of its rows.
-            lds[wave][(r * ColTiles + c) * kLanes + lane % kSide * 4 + lane / kSide] =
-                __builtin_bit_cast(u32x4, sum);
-        }
+    const auto place = [](int r, int c, int g, int column) {
+        return (r * ColTiles + c) * kLanes + column * 4 + g;
+    };
+    put_sums(lds[wave], lane, place, sums, w_nans, x_nans);
     if constexpr (kActivated)
         store_activated<ColTiles>(loaded_anew(), chunk, lds);
     else
