@@ -357,6 +357,36 @@ def test_tritons_candidates_are_compiled_without_a_gpu(
     assert list(tmp_path.rglob("*tile_kernel.cubin"))
 
 
+def test_tritons_compilers_die_with_the_process_that_has_them() -> None:
+    script = (
+        "import time\n"
+        "from aiter_mx.target import hardware\n"
+        "from aiter_mx.tuning.triton_ahead import TritonAhead\n"
+        "ahead = TritonAhead(hardware('sm_90a'), jobs=4)\n"
+        "ahead._pool.submit(int).result()\n"
+        "print(*ahead._pool._processes, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        children = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(children) == 2
+        process.kill()
+    deadline = time.monotonic() + 20
+    while any(is_running(pid) for pid in children):
+        assert time.monotonic() < deadline, children
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
 class DictStore:
     """As much of a torch.distributed store as workers use."""
 

@@ -55,7 +55,7 @@ def test_a_fast_and_wrong_kernel_is_never_chosen(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "KERNELS", (half, most, *kernels.KERNELS))
     (record,) = tune(tmp_path / "linear.csv")
     (row,) = read_rows(tmp_path / "linear.csv", "linear").values()
-    assert row["kernel"] in ("gemv", "mfma")
+    assert row["kernel"] not in ("half", "most")
     assert row["source"] == "measured"
     assert float(row["us"]) < 50
     wrong = {f["candidate"].split()[0] for f in record["failures"] if f["why"][:5] == "wrong"}
@@ -73,7 +73,7 @@ def test_a_kernel_that_does_not_compile_is_passed_over(tmp_path, monkeypatch) ->
     (record,) = tune(tmp_path / "linear.csv")
     assert any("BuildError" in f["why"] for f in record["failures"])
     (row,) = read_rows(tmp_path / "linear.csv", "linear").values()
-    assert row["kernel"] in ("gemv", "mfma")
+    assert row["kernel"] != "broken"
 
 
 def test_a_kernel_that_ends_the_context_is_left_out_by_the_next_process(tmp_path) -> None:
@@ -89,7 +89,7 @@ def test_a_kernel_that_ends_the_context_is_left_out_by_the_next_process(tmp_path
         # The one candidate of the kernel is journaled, and the second process knows it.
         assert done.returncode == (3 if attempt == 0 else 0), done.stderr
     (row,) = read_rows(table, "linear").values()
-    assert row["kernel"] in ("gemv", "mfma")
+    assert row["kernel"] != "far"
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ cache on disk in which the process that races finds it. What fails to compile fa
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
+from threading import Thread
 from typing import Any
 
 from aiter_mx.kernels.spec import Problem
@@ -20,6 +22,7 @@ from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.workloads.workload import workload_of
 
 _MOST_PROCESSES = 6
+_POLL_S = 0.5
 
 
 class TritonAhead:
@@ -35,7 +38,7 @@ class TritonAhead:
 
         workers = max(1, min(jobs // 2, _MOST_PROCESSES))
         self._pool = ProcessPoolExecutor(
-            workers, get_context("fork"), initializer=stand_in_for_a_gpu, initargs=(target,)
+            workers, get_context("fork"), initializer=_begin, initargs=(target, os.getpid())
         )
         self._pool.submit(os.getpid)
         self._calls: dict[tuple[Problem, Candidate], Future[None]] = {}
@@ -53,7 +56,7 @@ class TritonAhead:
                 self._calls[problem, candidate].result()
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
 
 def compile_without_gpu(problem: Problem, candidate: Candidate) -> None:
@@ -64,6 +67,17 @@ def compile_without_gpu(problem: Problem, candidate: Candidate) -> None:
     operands = workload.operands(problem, torch.device("meta"))
     with suppress(Exception):  # as of what follows the launch, which has nothing to work on
         workload.fallbacks(problem)["triton"](operands, candidate.config)
+
+
+def _begin(target: Target, parent: int) -> None:
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_S)
+        os._exit(1)
+
+    # One that is killed would leave these behind, with what they have open of its GPU.
+    Thread(target=end_with_parent, daemon=True).start()
+    stand_in_for_a_gpu(target)
 
 
 def stand_in_for_a_gpu(target: Target) -> None:
