@@ -220,6 +220,14 @@ def test_stream_runs_where_experts_have_few_rows_and_wide_where_more() -> None:
     assert WIDE.refusal(SM90, replace(many, K=6112)) == "K=6112 is not a multiple of 128"
 
 
+def test_wide_has_room_for_the_rows_of_most_blocks() -> None:
+    first, second = (MoeGemmProblem(512, N, K, 128, 4, 128) for N, K in ((1536, 6144), (6144, 768)))
+    for M, of_first, of_second in ((512, 4, 4), (1024, 8, 8), (2048, 16, 8)):
+        for problem, col_tiles in ((first, of_first), (second, of_second)):
+            assert WIDE.configure(SM90, replace(problem, M=M))["col_tiles"] == col_tiles
+    assert WIDE.configure(SM90, replace(first, M=2048, block_m=64))["col_tiles"] == 8
+
+
 def test_rows_of_other_ranks_experts_do_not_count() -> None:
     layer = {"M": 64, "hidden": 6144, "intermediate": 768, "top_k": 4, "has_map": 1}
     for here in (128, 16):
