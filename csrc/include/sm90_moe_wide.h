@@ -42,6 +42,8 @@ constexpr int kAhead = MX_AHEAD; // chunks of x on their way before those
 // added: as many may lie between as there are chunks, each an entry of its own.
 constexpr int kEntries = 8;
 static_assert(kEntries > kAhead + 1);
+// Those that add ask for the next entry before they take the chunks of their last step.
+static_assert(kAhead + kSlots > kDepth + 1);
 
 // What the workgroup sums up: rows of x by a tile of w.
 struct Entry {

@@ -25,8 +25,8 @@ PARAMS = (
 
 _CHUNK = 128  # k
 _GROUP_ROWS = 64  # of w
-_SLOTS = {4: 8, 8: 5, 16: 3}  # chunks of x that are ready, by col_tiles
-_AHEAD = {4: 5, 8: 5, 16: 3}  # and on their way
+_SLOTS = {4: 4, 8: 5, 16: 3}  # chunks of x that are ready, by col_tiles
+_AHEAD = {4: 4, 8: 5, 16: 3}  # and on their way
 _ENTRIES = 8  # of the queue
 _MAX_ITEMS = 1 << 31
 _SHARED_BYTES = 227 * 1024  # of a workgroup: compute capability 9.0
