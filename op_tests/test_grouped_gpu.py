@@ -64,7 +64,8 @@ def check(
 
 def test_routes_there_on_hopper_and_refuses_what_it_cannot() -> None:
     problem = GroupedGemmProblem(M=300, N=96, K=64, G=3)
-    assert find_kernel("grouped_gemm", "sm_90a", "hip", "persistent") is PERSISTENT
+    found = find_kernel("grouped_gemm", "sm_90a", "hip", "persistent")
+    assert (found.module, found.before) == (PERSISTENT.module, PERSISTENT.before)
     assert PERSISTENT.refusal(SM90, problem) is None
     assert "gfx950" in (PERSISTENT.refusal(hardware("gfx950"), problem) or "")
     assert "N=40" in (PERSISTENT.refusal(SM90, GroupedGemmProblem(M=3, N=40, K=64, G=1)) or "")
@@ -140,6 +141,25 @@ class TestOnHopper:
         b.view(torch.uint8)[0, 5, 7], b.view(torch.uint8)[1, 140, 351] = 0xFF, 0x7F
         a_scale[120, 10], b_scale[1, 70, 2] = 255, 255
         check(case, [100, 300])
+
+    @pytest.mark.parametrize("layouts", [("16x4", "row_major"), ("256x8", "16x4")])
+    def test_shuffled_scales_are_converted_eagerly_and_in_a_graph(
+        self, layouts: tuple[str, str]
+    ) -> None:
+        a, a_scale, b, b_scale = (t.cuda() for t in random_mx_groups(300, 2, 160, 352))
+        offs = torch.tensor([100, 300], dtype=torch.int32, device="cuda")
+        expected = aiter_mx.grouped_gemm(a, a_scale, b, b_scale, offs)
+        a_scale, b_scale = map(aiter_mx.shuffle_scales, (a_scale, b_scale), layouts)
+        names = dict(zip(("a_scale_layout", "b_scale_layout"), layouts, strict=True))
+        out = torch.full_like(expected, POISON)
+        aiter_mx.grouped_gemm(a, a_scale, b, b_scale, offs, out, **names)
+        assert torch.equal(out, expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            aiter_mx.grouped_gemm(a, a_scale, b, b_scale, offs, out, **names)
+        out.fill_(POISON)
+        graph.replay()
+        assert torch.equal(out, expected)
 
     def test_ranges_in_any_order_and_masked_groups_match_reference(self) -> None:
         a, a_scale, b, b_scale = random_mx_groups(900, 3, 96, 160)
