@@ -31,17 +31,21 @@ WAVES = 4
 
 
 def variants() -> list[tuple[GroupedGemmProblem, Config]]:
-    """Every tile, ways of copying scales and dtypes taking turns; the largest in every way."""
+    """Every tile, ways of copying scales and dtypes taking turns; the largest with all the ways."""
     ks, dtypes = list(K_OF_SCALE_BYTES.values()), ["bf16", "fp32", "fp16"]
     tiles = [c for c in combinations(PARAMS) if (c["swath"], c["xcds"]) == (4, 8)]
-    return [
-        (
-            GroupedGemmProblem(64, 64, K, 2, dtypes[(i + j) % 3], "none", "jagged", "i32", 0, *of),
-            tile,
+
+    def problem(K: int, turn: int, layouts: tuple[str, str]) -> GroupedGemmProblem:
+        bias = ["none", *dtypes][turn % 4]
+        return GroupedGemmProblem(
+            64, 64, K, 2, dtypes[turn % 3], bias, "jagged", "i32", 0, *layouts
         )
+
+    return [
+        (problem(K, i + j + k, layouts), tile)
         for i, tile in enumerate(tiles)
         for j, K in enumerate(ks)
-        for k, of in enumerate(LAYOUTS)
+        for k, layouts in enumerate(LAYOUTS)
         if (j, k) == (i % 3, i % 4) or (tile["tile_m"], tile["tile_n"]) == (256, 256)
     ]
 

@@ -11,6 +11,7 @@ from mx_reference import linear_reference
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 from aiter_mx.tuning.models import MODELS, TENSOR_PARALLEL
 from aiter_mx.workloads import workload_of
 from aiter_mx.workloads.workload import poison
@@ -112,3 +113,17 @@ def test_models_with_experts_pose_moe_and_grouped_problems() -> None:
     grouped = workload_of("grouped_gemm").problems(MODELS["deepseek-v3"], 16, "sm_90a")
     assert {(p.G, p.N, p.K) for p in grouped} == {(16, 4096, 7168), (16, 7168, 2048)}
     assert workload_of("moe_gemm").problems(MODELS["llama-3.1-8b"], 1, "sm_90a") == []
+
+
+@pytest.mark.parametrize("layout", ["jagged", "masked"])
+def test_grouped_operands_have_the_layouts_of_scales_that_are_asked_for(layout: str) -> None:
+    names = {"a_scale_layout": "16x4", "b_scale_layout": "256x8"}
+    problem = GroupedGemmProblem(M=60, N=64, K=160, G=3, layout=layout, index="i64", **names)
+    workload = workload_of("grouped_gemm")
+    a, a_scale, b, b_scale, bias, out, starts, ends = workload.operands(problem, CPU)
+    shaped = (3, 20, -1) if layout == "masked" else (60, -1)
+    judge = workload.judge(problem, [a, a_scale, b, b_scale, bias, out, starts, ends])
+    grouped_gemm_ranges(
+        a.view(shaped), a_scale, b, b_scale, starts, ends, out.view(shaped), out.dtype, **names
+    )
+    assert judge([a, a_scale, b, b_scale, bias, out, starts, ends]).right

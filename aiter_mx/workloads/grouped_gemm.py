@@ -9,6 +9,7 @@ import torch
 
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.launch import Tensors
+from aiter_mx.layouts import shuffle_scales, unshuffle_scales
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.timing import random_mx
 from aiter_mx.tuning.models import Model
@@ -28,13 +29,18 @@ def _operands(problem: GroupedGemmProblem, device: torch.device) -> Operands:
         bias = torch.randn(G, N, dtype=_DTYPES[problem.bias], device=device)
     out = torch.empty(M, N, dtype=_DTYPES[problem.out_dtype], device=device)
     starts, ends = _bounds(problem, device)
-    return [*random_mx(M, K, device), *_weights(problem, device), bias, out, starts, ends]
+    a, a_scale = random_mx(M, K, device)
+    if problem.layout == "masked":
+        a_scale = a_scale.view(G, M // G, K // BLOCK)
+    a_scale = shuffle_scales(a_scale, problem.a_scale_layout)
+    return [a, a_scale, *_weights(problem, device), bias, out, starts, ends]
 
 
 def _weights(problem: GroupedGemmProblem, device: torch.device) -> list[torch.Tensor]:
     payload, scale = random_mx(problem.G * problem.N, problem.K, device)
     shape = (problem.G, problem.N)
-    return [payload.view(*shape, problem.K), scale.view(*shape, problem.K // BLOCK)]
+    scale = shuffle_scales(scale.view(*shape, problem.K // BLOCK), problem.b_scale_layout)
+    return [payload.view(*shape, problem.K), scale]
 
 
 def _bounds(
@@ -64,7 +70,10 @@ def _read_bytes(problem: GroupedGemmProblem, operands: Operands) -> int:
 
 def _judge(problem: GroupedGemmProblem, tensors: Tensors) -> Judge:
     aq, a_scale, bq, b_scale, bias, _, _, ends = tensors
-    room = problem.M // problem.G
+    room, blocks = problem.M // problem.G, problem.K // BLOCK
+    rows_a = room if problem.layout == "masked" else problem.M
+    a_scale = unshuffle_scales(a_scale, problem.a_scale_layout, rows_a, blocks).view(-1, blocks)
+    b_scale = unshuffle_scales(b_scale, problem.b_scale_layout, problem.N, blocks)
     lasts = ends.tolist()
     firsts = [0, *lasts] if problem.layout == "jagged" else range(0, problem.M, room)
     groups = []
