@@ -12,7 +12,7 @@ import torch
 
 from aiter_mx.errors import CaptureError
 from aiter_mx.jit.build import BuildRequest, build
-from aiter_mx.kernels.spec import Arg, Config, KernelSpec, Module, Problem
+from aiter_mx.kernels.spec import Arg, Config, KernelSpec, Module, Problem, TensorMap
 from aiter_mx.runtimes.base import PackedArgs, Region, Runtime
 from aiter_mx.target import Target
 
@@ -23,6 +23,7 @@ Run: TypeAlias = Callable[[Tensors, Sequence[int]], None]
 
 _functions: dict[tuple[BuildRequest, str, str, int, int], Any] = {}
 _functions_lock = threading.Lock()
+_MOST_MAPS = 4096  # that a bound problem keeps: more than the layers of a model
 
 
 @cache
@@ -142,12 +143,14 @@ def _bind_one(
 ) -> Run:
     function = load_function(spec, target, problem, config, device, module)
     runtime = runtime_of(target.runtime)
-    args = PackedArgs(module.args, module.scalars(target, problem, config))
+    described = module.tensor_map and module.tensor_map(target, problem, config)
+    map_at = runtime.map_offset(function, len(module.args)) if described else None
+    args = PackedArgs(module.args, module.scalars(target, problem, config), map_at)
     start = runtime.bind(function, module.geometry(target, problem, config), args)
     if target.runtime == "sim":
         return _simulated(start, args, [arg for arg in module.args if arg.kind == "pointer"])
-    set_pointers, current_stream = args.set_pointers, runtime.current_stream
-    current_device = torch._C._cuda_getDevice
+    set_pointers = _setting_map(args, described, runtime) if described else args.set_pointers
+    current_stream, current_device = runtime.current_stream, torch._C._cuda_getDevice
 
     def run(tensors: Tensors, addresses: Sequence[int]) -> None:
         set_pointers(*addresses)
@@ -158,6 +161,27 @@ def _bind_one(
                 start(current_stream(device))
 
     return run
+
+
+def _setting_map(args: PackedArgs, described: TensorMap, runtime: Runtime) -> Callable[..., None]:
+    """What writes the pointers and the tensor map of the matrix at one of them.
+
+    A map depends on the address alone, so that one that was made stays right.
+    """
+    maps: dict[int, bytes] = {}
+    set_pointers, set_map, pointer = args.set_pointers, args.set_map, described.pointer
+
+    def set_both(*addresses: int) -> None:
+        address = addresses[pointer]
+        encoded = maps.get(address)
+        if encoded is None:
+            if len(maps) == _MOST_MAPS:
+                maps.clear()
+            encoded = maps[address] = runtime.encode_map(described, address)
+        set_pointers(*addresses)
+        set_map(encoded)
+
+    return set_both
 
 
 def _simulated(start: Callable[[int], None], args: PackedArgs, pointers: Sequence[Arg]) -> Run:

@@ -67,6 +67,26 @@ class Geometry:
 
 
 @dataclass(frozen=True)
+class TensorMap:
+    """A matrix of bytes that a kernel copies in boxes by Hopper's tensor maps.
+
+    Attributes:
+        pointer: which of the kernel's pointers it starts at.
+        rows: of the matrix.
+        row_bytes: of the matrix, a multiple of 16; rows follow one another.
+        box_rows: of a box.
+        box_bytes: of a row of a box, 64 or 128; the 16-byte pieces of so many bytes are turned, in
+            shared memory, by the number of their 128 bytes (CU_TENSOR_MAP_SWIZZLE_64B, _128B).
+    """
+
+    pointer: int
+    rows: int
+    row_bytes: int
+    box_rows: int
+    box_bytes: int = 128
+
+
+@dataclass(frozen=True)
 class Module:
     """How a kernel of ours is built and launched.
 
@@ -77,6 +97,8 @@ class Module:
         defines: preprocessor definitions for a target, a problem and a configuration.
         geometry: the launch for a target, a problem and a configuration.
         scalars: the values of the arguments that are not pointers, in order, likewise.
+        tensor_map: what the kernel's one more argument, after all others, describes, likewise;
+            only with the runtime ``cuda``.
     """
 
     sources: Mapping[str, str]
@@ -85,6 +107,7 @@ class Module:
     defines: Callable[[Target, Problem, Config], Mapping[str, int]]
     geometry: Callable[[Target, Problem, Config], Geometry]
     scalars: Callable[[Target, Problem, Config], tuple[int | float, ...]]
+    tensor_map: Callable[[Target, Problem, Config], TensorMap] | None = None
 
 
 @dataclass(frozen=True)

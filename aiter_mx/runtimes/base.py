@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from aiter_mx.kernels.spec import Arg, Geometry
+from aiter_mx.kernels.spec import Arg, Geometry, TensorMap
 
 _FORMAT = {"pointer": "P", "i32": "i", "i64": "q", "f32": "f"}
+_MAP_BYTES = 128  # of a CUtensorMap, cuda.h
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,12 @@ class PackedArgs:
         size_bytes: the kernel-argument segment's length.
         regions: what the pointers may reach; only the simulator reads it.
         set_pointers: writes the pointer arguments, in order; 0 is a null pointer.
+        set_map: writes the tensor map behind the others, where there is one.
     """
 
-    def __init__(self, args: tuple[Arg, ...], scalars: tuple[int | float, ...]) -> None:
+    def __init__(
+        self, args: tuple[Arg, ...], scalars: tuple[int | float, ...], map_at: int | None = None
+    ) -> None:
         layout = struct.Struct("@" + "".join(_FORMAT[arg.kind] for arg in args))
         pointers = sum(arg.kind == "pointer" for arg in args)
         if any(arg.kind != "pointer" for arg in args[:pointers]):
@@ -53,12 +57,14 @@ class PackedArgs:
             raise ValueError(
                 f"the kernel takes {len(args) - pointers} scalars, got {len(scalars)}: {scalars}"
             )
-        self._buffer = ctypes.create_string_buffer(layout.size)
+        self.size_bytes = layout.size if map_at is None else map_at + _MAP_BYTES
+        self._buffer = ctypes.create_string_buffer(self.size_bytes)
         layout.pack_into(self._buffer, 0, *([0] * pointers), *scalars)
-        self.size_bytes = layout.size
         self.address = ctypes.addressof(self._buffer)
         self.regions: tuple[Region, ...] = ()
         self.set_pointers = partial(struct.Struct(f"@{pointers}P").pack_into, self._buffer, 0)
+        if map_at is not None:
+            self.set_map = partial(struct.Struct(f"{_MAP_BYTES}s").pack_into, self._buffer, map_at)
 
     def to_bytes(self) -> bytes:
         """A copy of the buffer."""
@@ -107,3 +113,9 @@ class Runtime(Protocol):
 
     def is_capturing(self, device: int) -> bool:
         """Whether torch's current stream is being captured into a graph."""
+
+    def map_offset(self, function: Any, index: int) -> int:
+        """Where argument ``index``, a tensor map, lies; of ``cuda`` alone, as are such kernels."""
+
+    def encode_map(self, described: TensorMap, address: int) -> bytes:
+        """A tensor map of the matrix at an address; of ``cuda`` alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +16,14 @@ except ImportError as error:  # the one dependency that only NVIDIA machines hav
     ) from error
 
 from aiter_mx.errors import LaunchError
-from aiter_mx.kernels.spec import Geometry
+from aiter_mx.kernels.spec import Geometry, TensorMap
 from aiter_mx.runtimes.base import LaunchConfig, PackedArgs
 
 name = "cuda"
 
 _END = 0  # CU_LAUNCH_PARAM_END, cuda.h
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
+_MAP_BYTES = 128  # of a CUtensorMap, cuda.h
 
 current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
@@ -88,6 +90,42 @@ def bind(function: Any, geometry: Geometry, args: PackedArgs) -> Callable[[int],
     return start
 
 
+def map_offset(function: Any, index: int) -> int:
+    """Where in the buffer of arguments a tensor map lies.
+
+    Its 64 bytes of alignment hold for the place in constant memory, of which the buffer's begin is
+    no multiple: only the compiler knows.
+    """
+    offset, size = _checked(
+        f"cuFuncGetParamInfo({index})", driver.cuFuncGetParamInfo(function, index)
+    )
+    if size != _MAP_BYTES:
+        raise LaunchError(f"argument {index} has {size} bytes, not the {_MAP_BYTES} of a map")
+    return int(offset)
+
+
+def encode_map(described: TensorMap, address: int) -> bytes:
+    """A CUtensorMap of the matrix that starts at ``address``."""
+    u32, u64 = driver.cuuint32_t, driver.cuuint64_t
+    encoded = _checked(
+        f"cuTensorMapEncodeTiled({described})",
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            2,
+            address,
+            [u64(described.row_bytes), u64(described.rows)],
+            [u64(described.row_bytes)],
+            [u32(described.box_bytes), u32(described.box_rows)],
+            [u32(1), u32(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{described.box_bytes}B"),
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+    )
+    return ctypes.string_at(int(encoded.getPtr()), _MAP_BYTES)
+
+
 def _ensure_context() -> None:
     """Give this thread torch's context if it has none yet, as a fresh thread has."""
     torch.cuda.init()
@@ -102,4 +140,4 @@ def _checked(what: str, result: tuple[Any, ...]) -> Any:
     status, *values = result
     if status != _SUCCESS:
         raise LaunchError(f"{what}: {status.name}")
-    return values[0] if values else None
+    return values[0] if len(values) == 1 else values

@@ -35,6 +35,7 @@ def as_linear(spec: KernelSpec) -> KernelSpec:
             defines=of_one_group(module.defines),
             geometry=of_one_group(module.geometry),
             scalars=of_one_group(module.scalars),
+            tensor_map=module.tensor_map and of_one_group(module.tensor_map),
         )
 
     def refusal(target: Target, problem: LinearProblem) -> str | None:
