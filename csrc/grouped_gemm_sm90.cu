@@ -7,18 +7,20 @@
 //   bias [G, N]                    any of these, or none
 //
 // Both operands are made bf16 with their scales applied, which is exact, so that sums over all of
-// K stay in the matrix unit. grouped_expand_sm90.cu does so with x, before this; w is expanded in
-// registers, as wgmma's A, while the matrix unit works on the k before.
+// K stay in the matrix unit. x becomes so in memory, in the order of the tiles and just ahead of
+// them; w in registers, as wgmma's A, while the matrix unit works on the k before.
 //
 // Two workgroups, a cluster, compute a tile of 256 rows of w by up to 256 tokens, 128 rows of w
 // each; both need all of the tile's x, and each brings half of it to both.
 //
-//   producer, a warpgroup: 64 k of w by cp.async, and of x by copies of 8 KiB a slab, into a ring
-//   consumer, two of them, 64 rows of w each: w to bf16, multiply; then store the tile
+//   producer, a thread: 64 k of w as a box, and of x by copies of 8 KiB a slab, into a ring
+//   expander, three warps: x to bf16, for all workgroups: grouped_expand_sm90.h
+//   consumer, two warpgroups, 64 rows of w each: w to bf16, multiply; then store the tile
 //
 // Clusters stay and walk over the tiles of all groups, kOrder tiles of tokens with the same w after
 // one another. What bf16 does not cover, and NaN in w, is put right after a tile is stored.
 
+#include "grouped_expand_sm90.h"
 #include "grouped_sm90.h"
 #include "grouped_walk_sm90.h"
 #include "mx_epilogue.h"
@@ -26,6 +28,8 @@
 #include "sm90_async.h"
 #include "sm90_copy.h"
 #include "sm90_expand.h"
+#include "sm90_global.h"
+#include "sm90_tensor_map.h"
 #include "sm90_wgmma_wide.h"
 
 using namespace mx;
@@ -40,8 +44,9 @@ constexpr int kBlock = 32; // k of one scale
 constexpr int kGroupThreads = 128;
 constexpr int kWarps = kGroupThreads / kLanes;
 constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
-// The register file, 168 for each thread at first.
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kExpanderThreads = kGroupThreads - kLanes; // of the first warpgroup
+// The register file, 168 for each thread at first. The consumers take no more than these.
+constexpr int kHelperRegisters = 104, kConsumerRegisters = 200;
 
 constexpr int kStageX = kMostSlabs * kSlabUnitBytes;
 constexpr int kStageW = kRows * kUnitK;
@@ -55,7 +60,8 @@ static_assert(kAtStaging + kConsumers * kStagingBytes == MX_SHARED_BYTES,
 // Barriers of each stage: x is there, w is there, and both have been used.
 constexpr int kXFull = 0, kWFull = 8 * kStages, kEmpty = 16 * kStages;
 
-constexpr int kStepBytes = 256; // of 8 tokens' x, for one wgmma
+constexpr int kExpanderBarrier = 1 + kConsumers; // after those of the consumers
+constexpr int kStepBytes = 256;                  // of 8 tokens' x, for one wgmma
 
 struct Operands {
     const unsigned char *xq, *xs, *wq, *ws;
@@ -70,45 +76,51 @@ struct Operands {
 
 struct Producer {
     const Operands& t;
+    const TensorMap& weights;
     const Workspace& workspace;
-    unsigned shared, barriers;
-    int rank, thread;
+    unsigned shared, barriers, now;
+    int rank;
     Ring ring;
+    unsigned long long expanded; // of the tile, as last seen
+
+    // Waits until a chunk of x is there, and what its expansion noted.
+    MX_MEMBER void await(int tile, int chunk) {
+        const int place = chunk % kChunksOfWord;
+        if (place == 0)
+            expanded = 0;
+        const auto there = [&] {
+            return (expanded >> place * kChunkParts & kWholeChunk) == kWholeChunk;
+        };
+        if (there())
+            return;
+        do
+            expanded = load_acquire(workspace.expanded(tile) + chunk / kChunksOfWord);
+        while (!there());
+        fence_async_global();
+    }
 
     MX_MEMBER void tile(const Walk& walk) {
-        const int chunk = thread % 4, row = thread / 4;
-        constexpr int rows_apart = kGroupThreads / 4, copies = kRows / rows_apart;
-        const unsigned char* from[copies];
-#pragma unroll
-        for (int i = 0; i < copies; ++i) {
-            const long n = min(static_cast<long>(walk.n + row + i * rows_apart), t.N - 1);
-            from[i] = t.wq + (walk.tokens.group * t.N + n) * t.K + chunk * 16;
-        }
-        const unsigned to = shared + kAtW + row * kUnitK + (chunk ^ (row / 2 & 3)) * 16;
+        store_shared(now, walk.index);
         const int units = t.units(), slabs = walk.slabs;
+        const int row = walk.tokens.group * t.N + walk.n;
         const long slab_bytes = units * static_cast<long>(kSlabUnitBytes);
-        const unsigned char* x = workspace.x + (walk.tokens.slab + rank) * slab_bytes;
-        long k = chunk * 16;
+        const unsigned char* x = workspace.x() + (walk.tokens.slab + rank) * slab_bytes;
         for (int unit = 0; unit < units; ++unit) {
             barrier_wait(barriers + kEmpty + 8 * ring.stage, ring.parity ^ 1);
-            if (thread == 0) {
-                const unsigned barrier = barriers + kXFull + 8 * ring.stage;
-                barrier_arrive_expect(barrier, slabs * kSlabUnitBytes);
-                const unsigned place = shared + ring.stage * kStageX + rank * kSlabUnitBytes;
-                if (rank < slabs)
-                    copy_to_cluster(place, x, kSlabUnitBytes, barrier, 3);
-                if (rank + 2 < slabs)
-                    copy_to_cluster(place + 2 * kSlabUnitBytes, x + 2 * slab_bytes, kSlabUnitBytes,
-                                    barrier, 3);
-                x += kSlabUnitBytes;
-            }
-#pragma unroll
-            for (int i = 0; i < copies; ++i) {
-                copy_16(to + ring.stage * kStageW + i * rows_apart * kUnitK, from[i], k < t.K);
-                from[i] += kUnitK;
-            }
-            k += kUnitK;
-            barrier_arrive_after_copies(barriers + kWFull + 8 * ring.stage);
+            const unsigned w_barrier = barriers + kWFull + 8 * ring.stage;
+            barrier_arrive_expect(w_barrier, kStageW);
+            copy_box(shared + kAtW + ring.stage * kStageW, weights, unit * kUnitK, row, w_barrier);
+            if (unit % kChunkUnits == 0)
+                await(walk.index, unit / kChunkUnits);
+            const unsigned barrier = barriers + kXFull + 8 * ring.stage;
+            barrier_arrive_expect(barrier, slabs * kSlabUnitBytes);
+            const unsigned place = shared + ring.stage * kStageX + rank * kSlabUnitBytes;
+            if (rank < slabs)
+                copy_to_cluster(place, x, kSlabUnitBytes, barrier, 3);
+            if (rank + 2 < slabs)
+                copy_to_cluster(place + 2 * kSlabUnitBytes, x + 2 * slab_bytes, kSlabUnitBytes,
+                                barrier, 3);
+            x += kSlabUnitBytes;
             ring.advance();
         }
     }
@@ -275,7 +287,7 @@ struct Consumer {
             added[i] =
                 load_bias(t.bias, t.bias_kind,
                           tokens.group * t.N + min(n + warp * 16 + lane / 4 + i * 8, t.N - 1));
-        const bool x_outside = tile_outside(walk, Slabs);
+        const bool x_outside = tile_outside(walk);
         walk.next();
         if (walk.any())
             open(walk);
@@ -289,9 +301,12 @@ struct Consumer {
             again(tokens, n, is_nan, scale_outside, x_outside);
     }
 
-    MX_MEMBER bool tile_outside(const Walk& walk, int slabs) const {
-        return lane < slabs * kFlagsOfSlab &&
-               walk.workspace.outside[walk.tokens.slab * kFlagsOfSlab + lane];
+    MX_MEMBER bool tile_outside(const Walk& walk) const {
+        const Workspace& from = walk.workspace;
+        unsigned long long bits = 0;
+        for (int i = lane; i < from.words(); i += kLanes)
+            bits |= load_relaxed(from.expanded(walk.index) + i);
+        return bits >> 32;
     }
 
     template <int Slabs>
@@ -404,15 +419,19 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                           const unsigned char* ws, const void* bias, Out* y, const void* starts,
                           const void* ends, void* workspace_memory, long M, long N, long K, long G,
                           int layout, int index_bytes, int bias_kind, long most_tiles,
-                          long most_slabs, long pairs, int clusters) {
+                          long most_slabs, long pairs, int clusters,
+                          const __grid_constant__ TensorMap weights) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
-    __shared__ unsigned long long barrier_memory[3 * kStages];
+    // One object for all: with two, ptxas holds barriers' addresses in vector registers, and the
+    // loop over k has more instructions.
+    __shared__ unsigned long long barrier_memory[3 * kStages + 1];
     const unsigned shared = held(shared_address(dynamic));
     const unsigned barriers = held(shared_address(barrier_memory));
     if (threadIdx.x == 0) {
+        barrier_memory[3 * kStages] = 0; // what expander and producer tell each other
         for (int i = 0; i < kStages; ++i) {
             barrier_init(barriers + kXFull + 8 * i, 1);
-            barrier_init(barriers + kWFull + 8 * i, kGroupThreads);
+            barrier_init(barriers + kWFull + 8 * i, 1);
             barrier_init(barriers + kEmpty + 8 * i, kCluster * kConsumers * kWarps);
         }
         fence_barrier_init();
@@ -420,22 +439,32 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     group_barrier();
     cluster_arrive();
     cluster_wait();
+    wait_for_grid_ahead();
 
     const Operands t{xq, xs, wq, ws, bias, y, N, K, bias_kind};
-    const Workspace workspace(workspace_memory, most_tiles, most_slabs);
+    const Workspace workspace{static_cast<unsigned char*>(workspace_memory), most_tiles, K};
     const int rank = rank_in_cluster();
     // Told so, ptxas knows that it is the same for all lanes of a warp.
     const int group = __shfl_sync(0xffffffff, threadIdx.x / kGroupThreads, 0);
     const int thread = threadIdx.x % kGroupThreads;
-    Walk walk(workspace, N, rank);
+    const unsigned turn = barriers + 24 * kStages, now = turn + 4;
     if (group == 0) {
-        decrease_registers<kProducerRegisters>();
-        Producer producer{t, workspace, shared, barriers, rank, thread};
-        for (; walk.any(); walk.next())
-            producer.tile(walk);
+        decrease_registers<kHelperRegisters>();
+        if (thread == 0) {
+            Producer producer{t, weights, workspace, shared, barriers, now, rank};
+            for (Walk walk(workspace, N, rank); walk.any(); walk.next())
+                producer.tile(walk);
+            store_shared(now, kNoTile);
+        } else if (thread >= kLanes) {
+            const Expander<kExpanderThreads, kExpanderBarrier> expander{
+                workspace, xq, xs, K, thread - kLanes, turn, now};
+            expander.run(tiles_of_band(kOrder, pairs));
+        }
+        __syncwarp();
     } else {
         increase_registers<kConsumerRegisters>();
         Consumer consumer(t, shared, barriers, group - 1, thread);
+        Walk walk(workspace, N, rank);
         if (walk.any())
             consumer.open(walk);
         // Apart, since ptxas keeps wgmmas in flight only where one kind of them is in a loop.

@@ -13,6 +13,8 @@ import aiter_mx
 from aiter_mx import launch
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT
+from aiter_mx.kernels.grouped_gemm.problem import ARGS
+from aiter_mx.kernels.linear.problem import LinearProblem
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 from aiter_mx.target import hardware, target_of
@@ -71,6 +73,21 @@ def test_routes_there_on_hopper_and_refuses_what_it_cannot() -> None:
     assert "N=40" in (PERSISTENT.refusal(SM90, GroupedGemmProblem(M=3, N=40, K=64, G=1)) or "")
 
 
+def test_weights_are_one_matrix_of_all_groups_to_the_copies() -> None:
+    describe = PERSISTENT.module and PERSISTENT.module.tensor_map
+    assert describe is not None and PERSISTENT.before[0].tensor_map is None
+    problem = GroupedGemmProblem(M=100, N=160, K=96, G=7)
+    described = describe(SM90, problem, PERSISTENT.configure(SM90, problem))
+    assert ARGS[described.pointer].name == "wq"
+    assert (described.rows, described.row_bytes) == (7 * 160, 96)
+    linear = find_kernel("linear", "sm_90a", "hip", "persistent").module
+    assert linear is not None and linear.tensor_map is not None
+    described = linear.tensor_map(SM90, LinearProblem(M=100, N=160, K=96), {"order": 8})
+    assert (described.rows, described.row_bytes) == (160, 96)
+    many = GroupedGemmProblem(M=1, N=1 << 16, K=32, G=1 << 15)
+    assert "31 bits" in (PERSISTENT.refusal(SM90, many) or "")
+
+
 def test_launches_of_a_call_share_a_workspace_and_calls_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -96,7 +113,8 @@ def test_the_workspace_holds_every_group_in_slabs_of_its_own() -> None:
         slabs = min(M, G) + (M - min(M, G)) // 64
         expanded = slabs * 64 * -(-K // 64) * 64 * 2
         size = PERSISTENT.workspace_bytes(SM90, problem, config)
-        assert expanded < size <= expanded + 9 * slabs + 24 * (slabs + 16) + 2048
+        of_tiles = (slabs + 16) * (24 + 8 * -(-K // 2048))
+        assert expanded < size <= expanded + of_tiles + 2048
 
 
 class TestOnHopper:
@@ -256,6 +274,34 @@ class TestOnHopper:
             torch.cuda.synchronize()
             for out, one in zip(outs, expected, strict=True):
                 assert torch.equal(out, one.expand_as(out))
+
+    def test_launches_that_fill_the_gpu_on_two_streams_finish_and_are_bitwise_equal(self) -> None:
+        """Each alone has a workgroup for every SM: together, some of each wait for the other."""
+        device = torch.device("cuda")
+        G, rows, N, K = 5, 700, 2880, 1056
+        ends = torch.arange(1, G + 1, dtype=torch.int32, device=device) * rows
+        ends[1:3] = ends[1].item() - 99  # an empty group, and others that are not aligned
+        cases = []
+        for _ in range(2):
+            b, b_scale = random_mx_on_device(G * N, K, device)
+            weights = (b.view(G, N, K), b_scale.view(G, N, K // 32))
+            cases.append((*random_mx_on_device(G * rows, K, device), *weights))
+        expected = [aiter_mx.grouped_gemm(*case, ends) for case in cases]
+        assert not torch.equal(*expected)
+        outs = [torch.full((20, *one.shape), POISON, dtype=one.dtype).cuda() for one in expected]
+        streams = [torch.cuda.Stream() for _ in cases]
+        torch.cuda.synchronize()
+        for at in range(20):
+            for stream, case, out in zip(streams, cases, outs, strict=True):
+                with torch.cuda.stream(stream):
+                    aiter_mx.grouped_gemm(*case, ends, out[at])
+        torch.cuda.synchronize()
+        for out, one in zip(outs, expected, strict=True):
+            assert torch.equal(out, one.expand_as(out))
+
+    def test_groups_without_any_rows_write_nothing(self) -> None:
+        for bounds in ([0, 0, 0], [0, 0, 1]):
+            check(random_mx_groups(70, 3, 96, 160), bounds)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(

@@ -19,7 +19,10 @@ constexpr int kSlabRows = 64;
 constexpr int kMostSlabs = 4; // of a tile
 constexpr int kUnitK = 64;
 constexpr int kSlabUnitBytes = kSlabRows * kUnitK * 2;
-constexpr int kFlagsOfSlab = 8; // parts of K that are expanded apart
+constexpr int kChunkUnits = 2; // of a tile's x that are expanded together
+constexpr int kChunkParts = 2; // of a chunk's rows, that are expanded apart
+constexpr int kChunksOfWord = 32 / kChunkParts;
+constexpr unsigned kWholeChunk = (1 << kChunkParts) - 1;
 
 // Rows of one group that are multiplied together.
 struct TokenTile {
@@ -30,22 +33,30 @@ struct TokenTile {
     int padding;
 };
 
-// The parts of the workspace; the host sizes it: aiter_mx/kernels/grouped_gemm.
+// The parts of the workspace; the host sizes it: aiter_mx/kernels/grouped_gemm. They are computed
+// where they are needed, from the kernel's arguments, so that they take no registers.
 struct Workspace {
-    int* tiles;             // how many of 1, 2, .. kMostSlabs slabs, from index 1
-    TokenTile* tile;        // those of most slabs first
-    unsigned char* outside; // of each slab kFlagsOfSlab: whether bf16 does not cover all scales
-    unsigned char* x;
+    unsigned char* start;
+    long most_tiles, K;
 
-    MX_MEMBER Workspace(void* start, long most_tiles, long most_slabs) {
-        unsigned char* at = static_cast<unsigned char*>(start);
-        tiles = reinterpret_cast<int*>(at);
-        at += 128;
-        tile = reinterpret_cast<TokenTile*>(at);
-        at += (most_tiles * static_cast<long>(sizeof(TokenTile)) + 127) / 128 * 128;
-        outside = at;
-        at += (most_slabs * kFlagsOfSlab + 1023) / 1024 * 1024;
-        x = at;
+    MX_MEMBER int units() const { return (K + kUnitK - 1) / kUnitK; } // of a tile
+    MX_MEMBER int chunks() const { return (units() + kChunkUnits - 1) / kChunkUnits; }
+    MX_MEMBER int words() const { return (chunks() + kChunksOfWord - 1) / kChunksOfWord; }
+
+    // How many tiles of 1, 2, .. kMostSlabs slabs there are, from index 1.
+    MX_MEMBER int* tiles() const { return reinterpret_cast<int*>(start); }
+    // Chunks that someone expands or has expanded.
+    MX_MEMBER unsigned* claimed() const { return reinterpret_cast<unsigned*>(start + 128); }
+    // Tiles, those of most slabs first.
+    MX_MEMBER TokenTile* tile() const { return reinterpret_cast<TokenTile*>(start + 256); }
+    // Of each kChunksOfWord chunks of a tile: a bit for each part that is there; in the upper half,
+    // whether it has scales that bf16 does not cover.
+    MX_MEMBER unsigned long long* expanded(long of_tile) const {
+        return reinterpret_cast<unsigned long long*>(tile() + most_tiles) + of_tile * words();
+    }
+    MX_MEMBER unsigned char* x() const {
+        return start + ((reinterpret_cast<unsigned char*>(expanded(most_tiles)) - start) + 1023) /
+                           1024 * 1024;
     }
 };
 

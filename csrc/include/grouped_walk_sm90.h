@@ -9,6 +9,7 @@ constexpr int kCluster = 2; // workgroups that share a tile's tokens
 constexpr int kConsumers = 2;
 constexpr int kGroupRows = 64; // of w for a consumer
 constexpr int kRows = kConsumers * kGroupRows;
+constexpr int kNoTile = 1 << 30; // beyond all
 
 // The tiles that a cluster computes, one after another: first those of most slabs.
 template <int Order>
@@ -20,14 +21,15 @@ struct TileWalk {
     int turn;               // in this class
     // What is next, and where.
     TokenTile tokens;
-    int n; // first row of w of this workgroup
+    int index; // of tokens in the list
+    int n;     // first row of w of this workgroup
 
     MX_MEMBER TileWalk(const Workspace& workspace, long N, int rank)
         : workspace(workspace), rank(rank) {
         pairs = (N + kCluster * kRows - 1) / (kCluster * kRows);
         turn = blockIdx.x / kCluster;
         step = gridDim.x / kCluster;
-        count = workspace.tiles[kMostSlabs];
+        count = workspace.tiles()[kMostSlabs];
         find();
     }
     MX_MEMBER bool any() const { return slabs > 0; }
@@ -43,11 +45,12 @@ struct TileWalk {
                 return;
             turn -= count * pairs;
             first += count;
-            count = workspace.tiles[slabs];
+            count = workspace.tiles()[slabs];
         }
         const int super = turn / (Order * pairs) * Order, height = min(Order, count - super);
         const int inside = turn - super * pairs;
-        tokens = workspace.tile[first + super + inside % height];
+        index = first + super + inside % height;
+        tokens = workspace.tile()[index];
         n = (inside / height * kCluster + rank) * kRows;
     }
 };

@@ -14,18 +14,6 @@ MX_DEVICE void barrier_arrive_read(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, without having been counted in, once all earlier copy_16 of this thread are there.
-MX_DEVICE void barrier_arrive_after_copies(unsigned barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-// 16 bytes, or zeros.
-MX_DEVICE void copy_16(unsigned to, const void* from, bool exists) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(exists ? 16 : 0)
-                 : "memory");
-}
-
 // Bytes to the same place in the workgroups of a cluster that the mask names, where the barrier in
 // that workgroup counts them.
 MX_DEVICE void copy_to_cluster(unsigned to, const void* from, unsigned bytes, unsigned barrier,

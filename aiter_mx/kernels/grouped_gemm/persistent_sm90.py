@@ -1,4 +1,4 @@
-"""The Hopper grouped GEMM: csrc/grouped_expand_sm90.cu, then csrc/grouped_gemm_sm90.cu."""
+"""The Hopper grouped GEMM: csrc/grouped_list_sm90.cu, then csrc/grouped_gemm_sm90.cu."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from aiter_mx.kernels.spec import (
     KernelSpec,
     Module,
     Param,
+    TensorMap,
 )
 from aiter_mx.target import Target
 
-PARAMS = (
-    Param("order", (2, 4, 8, 16), "tiles of tokens that share a tile of b before the next"),
-    Param("parts", (1, 2, 4, 8), "workgroups that expand a slab of a, which share K"),
-)
+PARAMS = (Param("order", (2, 4, 8, 16), "tiles of tokens that share a tile of b before the next"),)
 
 _BLOCK = 32
 _TILE_N = 256  # of the two workgroups of a cluster
@@ -31,10 +29,11 @@ _STAGE_BYTES = (_MOST_SLABS * _SLAB_ROWS * 2 + _TILE_N // 2) * _UNIT_K
 _STAGING_BYTES = 2 * 64 * _SLAB_ROWS * 2  # results on their way out
 _SHARED_BYTES = _STAGES * _STAGE_BYTES + _STAGING_BYTES
 _THREADS = 3 * 128
-_EXPAND_THREADS = 256
-_EXPAND_UNROLL = 4
+_LIST_THREADS = 256
+_HEADER_BYTES = 256
 _TILE_ENTRY_BYTES = 24
-_FLAGS_OF_SLAB = 8
+_CHUNKS_OF_WORD = 16  # of 128 k, that 8 bytes tell of
+_CHUNK_K = 128
 _MORE_TILES = 16  # that come of cutting full ones
 _MAX_TURNS = 1 << 31
 
@@ -47,6 +46,8 @@ def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
     turns = _most_tiles(problem) * _pairs(problem)
     if turns >= _MAX_TURNS or _most_slabs(problem) >= _MAX_TURNS:
         return f"there are up to {turns} tiles, and their numbers have 31 bits"
+    if problem.G * problem.N >= _MAX_TURNS:
+        return f"b has {problem.G * problem.N} rows, and their numbers have 31 bits"
     return None
 
 
@@ -67,13 +68,12 @@ def _clusters(target: Target, problem: GroupedGemmProblem) -> int:
 
 
 def _configure(target: Target, problem: GroupedGemmProblem) -> Config:
-    return {"order": 8, "parts": 4 if problem.M >= 4096 else 8}
+    return {"order": 8}
 
 
 def _candidates(target: Target, problem: GroupedGemmProblem) -> list[Config]:
     """The few that were within 5 % of the best anywhere."""
-    usual = _configure(target, problem)
-    return [usual, *({**usual, **other} for other in ({"order": 4}, {"order": 16}, {"parts": 2}))]
+    return [{"order": order} for order in (8, 4, 16)]
 
 
 def _round_up(size: int, to: int) -> int:
@@ -82,14 +82,10 @@ def _round_up(size: int, to: int) -> int:
 
 def _workspace_bytes(target: Target, problem: GroupedGemmProblem, config: Config) -> int:
     """See ``Workspace`` in csrc/include/grouped_sm90.h."""
-    slabs = _most_slabs(problem)
-    units = -(-problem.K // _UNIT_K)
-    return (
-        128
-        + _round_up(_most_tiles(problem) * _TILE_ENTRY_BYTES, 128)
-        + _round_up(slabs * _FLAGS_OF_SLAB, 1024)
-        + slabs * _SLAB_ROWS * units * _UNIT_K * 2
-    )
+    words = -(-problem.K // (_CHUNK_K * _CHUNKS_OF_WORD))
+    before_x = _HEADER_BYTES + _most_tiles(problem) * (_TILE_ENTRY_BYTES + 8 * words)
+    slab_bytes = _SLAB_ROWS * _round_up(problem.K, _UNIT_K) * 2
+    return _round_up(before_x, 1024) + _most_slabs(problem) * slab_bytes
 
 
 def _scalars(
@@ -116,18 +112,12 @@ _ARGS = (
 )
 
 
-def _expand_defines(
-    target: Target, problem: GroupedGemmProblem, config: Config
-) -> Mapping[str, int]:
-    return {"MX_THREADS": _EXPAND_THREADS, "MX_UNROLL": _EXPAND_UNROLL}
+def _list_defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Mapping[str, int]:
+    return {"MX_THREADS": _LIST_THREADS}
 
 
-def _expand_geometry(target: Target, problem: GroupedGemmProblem, config: Config) -> Geometry:
-    units = -(-problem.K // _UNIT_K)
-    return Geometry(
-        grid=(1 + _most_slabs(problem), min(config["parts"], units), 1),
-        block=(_EXPAND_THREADS, 1, 1),
-    )
+def _list_geometry(target: Target, problem: GroupedGemmProblem, config: Config) -> Geometry:
+    return Geometry(grid=(1, 1, 1), block=(_LIST_THREADS, 1, 1), overlaps=True)
 
 
 def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Mapping[str, int]:
@@ -139,20 +129,27 @@ def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Map
     }
 
 
+def _weights(target: Target, problem: GroupedGemmProblem, config: Config) -> TensorMap:
+    """What the product copies of b at a time: a workgroup's rows of 64 k."""
+    pointer = next(i for i, arg in enumerate(ARGS) if arg.name == "wq")
+    return TensorMap(pointer, problem.G * problem.N, problem.K, _TILE_N // 2, _UNIT_K)
+
+
 def _geometry(target: Target, problem: GroupedGemmProblem, config: Config) -> Geometry:
     return Geometry(
         grid=(2 * _clusters(target, problem), 1, 1),
         block=(_THREADS, 1, 1),
         shared_bytes=_SHARED_BYTES,
+        overlaps=True,
     )
 
 
-EXPAND = Module(
-    sources={"sm_90a": "grouped_expand_sm90.cu"},
-    symbol="aiter_mx_grouped_expand",
+LIST = Module(
+    sources={"sm_90a": "grouped_list_sm90.cu"},
+    symbol="aiter_mx_grouped_list",
     args=_ARGS,
-    defines=_expand_defines,
-    geometry=_expand_geometry,
+    defines=_list_defines,
+    geometry=_list_geometry,
     scalars=_scalars,
 )
 MODULE = Module(
@@ -162,6 +159,7 @@ MODULE = Module(
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
+    tensor_map=_weights,
 )
 
 PERSISTENT = KernelSpec(
@@ -173,6 +171,6 @@ PERSISTENT = KernelSpec(
     configure=_configure,
     candidates=_candidates,
     module=MODULE,
-    before=(EXPAND,),
+    before=(LIST,),
     workspace_bytes=_workspace_bytes,
 )
