@@ -4,8 +4,10 @@
 
 Shapes are groups x rows of each x N x K. All in one run on one GPU, graph replay over buffers
 rotated past the last-level cache; what is compared is timed in turn, several rounds, medians.
-Operands are normal random values, quantised for those that want it. ``torch_fp8`` is
-torch._scaled_grouped_mm with one scale a row, which is no MX; Triton has the best of its tiles.
+Operands are normal random values, quantised for those that want it. ``torch_bf16`` multiplies them
+as they were drawn, what an engine without MX holds; ``torch_bf16_of_mx`` what the MX tensors stand
+for, whose short mantissas take less power. ``torch_fp8`` is torch._scaled_grouped_mm with one scale
+a row, which is no MX; Triton has the best of its tiles.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ class Operands:
     def __init__(self, groups: int, rows: int, N: int, K: int) -> None:
         self.x = torch.randn(groups * rows, K, device=DEVICE).bfloat16()
         self.w = torch.empty(groups, N, K, dtype=torch.bfloat16, device=DEVICE)
+        self.w_of_mx = torch.empty_like(self.w)
         self.w8 = torch.empty(groups, N, K, dtype=torch.float8_e4m3fn, device=DEVICE)
         self.wq = torch.empty_like(self.w8)
         self.ws = torch.empty(groups, N, K // 32, dtype=torch.uint8, device=DEVICE)
@@ -78,8 +81,16 @@ class Operands:
             self.w8[g], self.w_scale[g] = quantize_rows(self.w[g])
             payload, scale = aiter_mx.quantize(self.w[g])
             self.wq[g], self.ws[g] = payload, scale.view(torch.uint8)
+            self.w_of_mx[g] = dequantized(self.wq[g], self.ws[g])
         self.xq, self.xs = aiter_mx.quantize(self.x)
+        self.x_of_mx = dequantized(self.xq, self.xs.view(torch.uint8))
         self.x8, self.x_scale = quantize_rows(self.x)
+
+
+def dequantized(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """MX as bf16, which holds these values exactly."""
+    blocks = payload.bfloat16().unflatten(-1, (-1, 32))
+    return torch.ldexp(blocks, scale[..., None].int() - 127).bfloat16().flatten(-2)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,6 +149,9 @@ def measure(
     def torch_bf16(data: Operands) -> None:
         torch._grouped_mm(data.x, data.w.transpose(1, 2), offs=offs)
 
+    def torch_bf16_of_mx(data: Operands) -> None:
+        torch._grouped_mm(data.x_of_mx, data.w_of_mx.transpose(1, 2), offs=offs)
+
     def torch_fp8(data: Operands) -> None:
         torch._scaled_grouped_mm(
             data.x8,
@@ -153,6 +167,7 @@ def measure(
         "ours": [partial(ours, data) for data in operands],
         "ours_with_quantize": [partial(with_quantize, data) for data in operands],
         "torch_bf16": [partial(torch_bf16, data) for data in operands],
+        "torch_bf16_of_mx": [partial(torch_bf16_of_mx, data) for data in operands],
         "torch_fp8": [partial(torch_fp8, data) for data in operands],
         "triton": triton_calls(operands, offs, out, problem),
     }
@@ -174,6 +189,7 @@ def measure(
         "ours_tflops": flops / us["ours"] / 1e6,
         "torch_bf16_tflops": flops / us["torch_bf16"] / 1e6,
         "over_bf16": us["torch_bf16"] / us["ours"],
+        "over_bf16_of_mx": us["torch_bf16_of_mx"] / us["ours"],
         "over_triton": us["triton"] / us["ours"],
         "rel_err": error_of(operands[0], ends, out),
     }
