@@ -33,6 +33,8 @@ TILES_VARIANTS = (
     QuantizeProblem(32, 32, "fp32", "both", mode="floor", format="e2m1", layout="32_4_4"),
     QuantizeProblem(32, 32, "fp32", "columns", layout="256x8"),
     QuantizeProblem(32, 32, "bf16", "both", block="32x32", layout="32_8"),
+    QuantizeProblem(32, 32, "bf16", "both", format="e2m1"),
+    QuantizeProblem(32, 32, "fp16", "both", mode="floor", format="e2m1"),
 )
 GROUPED_VARIANTS = (
     (ROWS, QuantizeProblem(1, 32, "bf16", groups=1)),

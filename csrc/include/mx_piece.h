@@ -124,14 +124,8 @@ MX_DEVICE void columns_to_payload(const u32x4 (&pieces)[8], int word, BlockScale
     if constexpr (kInPairs<Format, T>) {
         unsigned low, high;
         const bool low_nan = scales[0].byte == kNanScale, high_nan = scales[1].byte == kNanScale;
-        if (low_nan || high_nan) { // a NaN would carry into the other half
-            const unsigned kept = (low_nan ? 0 : 0x0000ffff) | (high_nan ? 0 : 0xffff0000);
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                words[i] &= kept;
-        }
-        columns_to_e2m1<T, Mode == kRoundDown>(words, low_nan ? 0.0f : scales[0].inverse,
-                                               high_nan ? 0.0f : scales[1].inverse, low, high);
+        columns_to_e2m1<T, Mode == kRoundDown>(words, scales[0].inverse, scales[1].inverse, low,
+                                               high);
         payload[0].word[0] = low_nan ? 0 : low;
         payload[1].word[0] = high_nan ? 0 : high;
     } else {
