@@ -44,8 +44,11 @@ def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
 
 def _configure(target: Target, problem: QuantizeProblem) -> Config:
     # With groups a workgroup first finds its tile; more steps make that worth while.
-    waves = 8 if target.arch == "sm_90a" else 4
-    return {"waves": waves, "steps": 4 if problem.groups else 1, "resident": 4}
+    if target.arch == "gfx950":
+        return {"waves": 4, "steps": 4 if problem.groups else 1, "resident": 4}
+    if problem.format == "e2m1":
+        return {"waves": 4, "steps": 2, "resident": 4}
+    return {"waves": 8, "steps": 2 if problem.groups else 1, "resident": 4}
 
 
 def _candidates(target: Target, problem: QuantizeProblem) -> list[Config]:
