@@ -49,8 +49,8 @@ aiter_mx_quantize_rows(const unsigned char* x, const void* offsets, unsigned cha
         const Offset inside = id % spans_per_tile * span;
         const Offset tile_blocks = kGroupRows * blocks_per_row;
         const TileRows tile_rows =
-            rows_of_tile<kThreads>({offsets, wide != 0, static_cast<unsigned>(groups), x_rows},
-                                   tile, id == 0 ? padded_offsets : nullptr);
+            rows_of_tile({offsets, wide != 0, static_cast<unsigned>(groups), x_rows}, tile,
+                         id == 0 ? padded_offsets : nullptr);
         first = tile * tile_blocks + inside;
         end = first + (inside + span < tile_blocks ? span : tile_blocks - inside);
         from = tile_rows.first * blocks_per_row + inside;

@@ -82,6 +82,21 @@ def test_other_configurations_are_as_the_reference(
         assert_as_reference(ROWS, QuantizeProblem(M, N), x, None, device, config)
 
 
+@pytest.mark.parametrize("block", ["1x32", "32x32"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_strips_and_clusters_are_as_the_reference(
+    device: torch.device, block: str, dtype: str
+) -> None:
+    generator = torch.Generator().manual_seed(10)
+    on_gpu = [(1, 8), (2, 2), (8, 1), (8, 8)]
+    for steps, cluster in on_gpu if device.type == "cuda" else [(2, 1), (8, 1)]:
+        config = {"rows": 128, "resident": 2, "steps": steps, "cluster": cluster}
+        for matrices, M, N in ((1, 1440, 96), (2, 160, 1184), (1, 1056, 1056)):
+            x = draw((matrices, M, N), DTYPES[dtype], generator, finite=M == N)
+            problem = QuantizeProblem(M, N, dtype, "both", matrices, block=block)
+            assert_as_reference(TILES, problem, x, None, device, config)
+
+
 def offsets_of(sizes: list[int], first: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor([first, *sizes], dtype=torch.int64).cumsum(0).to(dtype)
 
@@ -95,6 +110,7 @@ def test_groups_of_any_sizes_are_padded(
     generator = torch.Generator().manual_seed(5)
     cases = [[0, 3], [1], [128], [129, 127], [0, 0, 5, 128, 0, 131, 36, 0], [256, 0, 0]]
     cases += [torch.randint(0, 3, (700,), generator=generator).tolist()]  # rounds of the scan
+    cases += [[900, 0, 1, 300]]  # strips of several tiles, and some of padding alone
     for number, sizes in enumerate(cases):
         kind = "int32" if number % 2 else "int64"
         first, after = (number % 3) * 7, number % 4  # rows of no group before and after

@@ -1,6 +1,6 @@
 // Groups of rows, each padded to whole tiles: which rows of the input a tile of the output holds.
-// Every workgroup finds out for itself from the groups' offsets, so that the host need not know
-// them and one launch is enough.
+// Every wave finds out for itself from the groups' offsets, so that the host need not know them,
+// one launch is enough, and no wave waits for another.
 #pragma once
 
 #include "mx_piece.h"
@@ -48,22 +48,20 @@ MX_DEVICE unsigned sum_up_to_lane(unsigned x, int lane) {
     return x;
 }
 
-// The rows of a tile, for a workgroup of Threads threads, all of which take part. Where padded is
+// x of a lane, which is the same for all, in all of them.
+MX_DEVICE unsigned long wide_from_lane(int from, unsigned long x) {
+    const unsigned long high = from_lane(from, static_cast<unsigned>(x >> 32));
+    return high << 32 | from_lane(from, static_cast<unsigned>(x));
+}
+
+// The rows of a tile, which each wave finds on its own: all its lanes take part. Where padded is
 // not null, the padded groups' offsets go there, [groups + 1].
-template <int Threads>
 MX_DEVICE TileRows rows_of_tile(const Groups& groups, unsigned tile, void* padded) {
-    constexpr int waves = Threads / kLanes;
-    MX_LDS TileRows found;
-    MX_LDS unsigned sums[waves];
-    const int thread = thread_in_group(), lane = thread % kLanes, wave = wave_in_group();
-    if (thread == 0) {
-        found = {0, 0};
-        if (padded != nullptr)
-            store_offset(padded, groups.wide, 0, 0);
-    }
+    const int lane = thread_in_group() % kLanes;
+    TileRows found{0, 0};
     unsigned tiles_before = 0;
-    for (unsigned first = 0; first < groups.count; first += Threads) {
-        const unsigned group = first + thread;
+    for (unsigned first = 0; first < groups.count; first += kLanes) {
+        const unsigned group = first + lane;
         unsigned long begin = 0, end = 0;
         if (group < groups.count) {
             begin = groups.begin(group);
@@ -71,29 +69,24 @@ MX_DEVICE TileRows rows_of_tile(const Groups& groups, unsigned tile, void* padde
         }
         const unsigned size = end > begin ? end - begin : 0;
         const unsigned tiles = (size + kGroupRows - 1) / kGroupRows;
-        const unsigned up_to_lane = sum_up_to_lane(tiles, lane);
-        if (lane == kLanes - 1)
-            sums[wave] = up_to_lane;
-        group_barrier();
-        unsigned end_tile = tiles_before + up_to_lane;
-#pragma unroll
-        for (int w = 0; w < waves; ++w) {
-            end_tile += w < wave ? sums[w] : 0;
-            tiles_before += sums[w];
-        }
+        const unsigned end_tile = tiles_before + sum_up_to_lane(tiles, lane);
         const unsigned inside = tile - (end_tile - tiles); // huge before the group
-        if (inside < tiles) {
+        if (const LaneMask here = lanes_where(inside < tiles)) {
+            const int owner = lanes_of((here & (0 - here)) - 1);
             const unsigned left = size - inside * kGroupRows;
-            found = {begin + inside * kGroupRows, left < kGroupRows ? left : kGroupRows};
+            found.first = wide_from_lane(owner, begin + inside * kGroupRows);
+            found.count = from_lane(owner, left < kGroupRows ? left : kGroupRows);
+            if (padded == nullptr)
+                break;
         }
         if (padded != nullptr && group < groups.count)
             store_offset(padded, groups.wide, group + 1,
                          static_cast<unsigned long>(end_tile) * kGroupRows);
-        group_barrier(); // sums are read, and found is there
+        tiles_before = from_lane(kLanes - 1, end_tile);
     }
-    const TileRows rows = found;
-    group_barrier(); // before another call
-    return rows;
+    if (padded != nullptr)
+        store_offset(padded, groups.wide, 0, 0);
+    return found;
 }
 
 } // namespace mx

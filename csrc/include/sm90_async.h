@@ -109,6 +109,13 @@ MX_DEVICE void store_async(unsigned to, float x, float y, unsigned barrier) {
         : "memory");
 }
 
+MX_DEVICE void store_async(unsigned to, unsigned x, unsigned barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+        "r"(x), "r"(barrier)
+        : "memory");
+}
+
 MX_DEVICE void store_async(unsigned to, float4 v, unsigned barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, "
                  "%3, %4}, [%5];" ::"r"(to),

@@ -1,4 +1,4 @@
-"""Quantisation along rows, columns or both, and into every layout, csrc/quantize_tiles.cu."""
+"""Quantisation along rows, columns or both, and into every layout, csrc/quantize_tiles*.cu."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from aiter_mx.target import Target
 PARAMS = (
     Param("rows", (128, 256), "rows of a tile; groups take 128"),
     Param("resident", (2, 3, 4), "workgroups of a compute unit that registers must leave room for"),
-    Param("steps", (1, 2, 4, 8, 16), "tiles of a workgroup, one after the other"),
+    Param("steps", (1, 2, 4, 8), "tiles of a workgroup: side by side; sm_90a: below each other"),
+    Param("cluster", (1, 2, 4, 8), "workgroups that gather scales of rows; gfx950: 1"),
 )
 _THREADS = 256
 _AHEAD_BYTES = _THREADS * 8 * 16  # csrc/include/mx_incoming.h
@@ -49,27 +50,47 @@ def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
 
 
 def _configure(target: Target, problem: QuantizeProblem) -> Config:
-    """What an H200 was fastest with at 64 MB, in shorter strips where there are few tiles."""
-    if target.arch == "gfx950":
-        config = {"rows": 128, "resident": 2, "steps": 4}
-    elif problem.to == "columns" and not problem.groups:
-        config = {"rows": 256, "resident": 3, "steps": 1}
-    else:
-        config = {"rows": 128, "resident": 3 if problem.to == "rows" else 2, "steps": 2}
+    """What an H200 was fastest with at 64 and 256 MB; shorter strips where there are few tiles."""
+    config = {"rows": 128, "resident": 2, "steps": 4, "cluster": 1}
     down, across = _tiles(problem, config)
-    at_once = config["resident"] * target.cu_num
-    while config["steps"] > 1 and down * across * problem.matrices < config["steps"] * at_once:
+    tiles, at_once = down * across * problem.matrices, 2 * target.cu_num
+    if target.arch == "sm_90a":
+        plain = problem.format == "e4m3" and not problem.groups
+        if problem.to == "rows":
+            config |= {"resident": 4, "steps": 1, "cluster": 8}
+        elif problem.to == "columns" and not problem.groups:
+            config |= {"rows": 256, "resident": 3, "steps": 1}
+        elif problem.layout != "row_major" and plain and problem.dtype == "bf16":
+            config |= {"resident": 3, "steps": 1}
+        elif plain and tiles < 16 * at_once:
+            config["steps"] = 8  # clusters do not fill all SMs, which few of them feel
+        else:
+            config["cluster"] = 8
+        config["cluster"] = _cluster(target, problem, config)
+        while config["cluster"] > across:
+            config["cluster"] //= 2
+    while config["steps"] > 1 and tiles < (config["steps"] - 1) * at_once:
         config["steps"] //= 2
     return config
 
 
 def _candidates(target: Target, problem: QuantizeProblem) -> list[Config]:
-    every = combinations(PARAMS)
-    return [config for config in every if config["rows"] == GROUP_ROWS or not problem.groups]
+    return [
+        config
+        for config in combinations(PARAMS)
+        if (config["rows"] == GROUP_ROWS or not problem.groups)
+        and config["cluster"] == _cluster(target, problem, config)
+    ]
+
+
+def _cluster(target: Target, problem: QuantizeProblem, config: Config) -> int:
+    """Workgroups that gather: of scales that would leave in pieces, where there are clusters."""
+    gathers = target.arch == "sm_90a" and problem.to != "columns" and problem.layout == "row_major"
+    return config["cluster"] if gathers else 1
 
 
 def _defines(target: Target, problem: QuantizeProblem, config: Config) -> Mapping[str, int]:
-    return {
+    defines = {
         "MX_IN": DTYPE_CODES[problem.dtype],
         "MX_BITS": BITS[problem.format],
         "MX_MODE": MODES[problem.mode],
@@ -82,6 +103,9 @@ def _defines(target: Target, problem: QuantizeProblem, config: Config) -> Mappin
         "MX_RESIDENT": config["resident"],
         "MX_MAX_GRID_X": MAX_GRID_X,
     }
+    if target.arch == "sm_90a":  # where gfx950 has an argument, and no clusters
+        defines |= {"MX_STEPS": config["steps"], "MX_CLUSTER": _cluster(target, problem, config)}
+    return defines
 
 
 def _scale_shapes(problem: QuantizeProblem) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -109,7 +133,12 @@ def _tiles(problem: QuantizeProblem, config: Config) -> tuple[int, int]:
 
 def _geometry(target: Target, problem: QuantizeProblem, config: Config) -> Geometry:
     down, across = _tiles(problem, config)
-    groups = problem.matrices * down * -(-across // config["steps"])
+    if target.arch == "sm_90a":  # strips go down, in clusters side by side
+        cluster = _cluster(target, problem, config)
+        strips = -(-down // config["steps"]) * -(-across // cluster) * cluster
+    else:
+        strips = down * -(-across // config["steps"])
+    groups = problem.matrices * strips
     return Geometry(
         grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1),
         block=(_THREADS, 1, 1),
@@ -133,7 +162,7 @@ def _scalars(target: Target, problem: QuantizeProblem, config: Config) -> tuple[
 
 
 MODULE = Module(
-    sources={"gfx950": "quantize_tiles.cu", "sm_90a": "quantize_tiles.cu"},
+    sources={"gfx950": "quantize_tiles.cu", "sm_90a": "quantize_tiles_sm90.cu"},
     symbol="aiter_mx_quantize_tiles",
     args=(
         *POINTERS,
