@@ -163,6 +163,18 @@ def test_the_op_quantises_in_its_kernel_where_that_pays(
     assert_same_bits(out.bfloat16(), y)
 
 
+@pytest.mark.parametrize(
+    ("N", "K", "rows", "most"), [(2304, 6144, 3, 1), (6144, 1536, 4, 3), (384, 384, 1, 8)]
+)
+def test_on_an_h200_the_gemv_quantises_where_that_was_faster(
+    N: int, K: int, rows: int, most: int
+) -> None:
+    config = gemv_config(rows, waves=2, unroll=1)
+    problems = [LinearProblem(M, N, K, x_dtype="bf16") for M in range(1, 9)]
+    fused = [problem.M for problem in problems if not GEMV.parts(SM90A, problem, config)]
+    assert fused == list(range(1, most + 1))
+
+
 def test_the_torch_reference_and_empty_results_take_unquantised_x() -> None:
     x, w = activations(5, 96, torch.bfloat16, 0), weights(33, 96, 1)
     assert_same_bits(aiter_mx.linear(x, None, *w), aiter_mx.linear(*aiter_mx.quantize(x), *w))

@@ -30,7 +30,8 @@ MAX_M = 16
 _PIECE_BYTES = 16  # what a lane reads of one row of w in one step
 _WAVES = (1, 2, 3, 4, 6, 8, 12)
 _MOST_WIDE_ROWS = 8  # of x, of all steps that are under way, before they are quantised
-_QUANTISING = 6.7  # vector instructions for 64 values, counted for gfx950
+# Of a compute unit for 64 values: counted for gfx950, measured on an H200 (docs/kernels.md).
+_QUANTISING_CYCLES = {"gfx950": 6.7, "sm_90a": 3.4}
 _MANY_WAVES = 8  # with more of them in a workgroup large M spills
 
 PARAMS = (
@@ -135,7 +136,7 @@ def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
     """A quantisation first, where doing it here costs more or takes too many registers."""
     groups = -(-problem.N // config["rows"])
     fits = config["unroll"] * problem.M <= _MOST_WIDE_ROWS
-    if fits and quantise_pays(target, problem, groups, _QUANTISING):
+    if fits and quantise_pays(target, problem, groups, _QUANTISING_CYCLES[target.arch]):
         return ()
     return quantised_first(target, problem, config)
 
