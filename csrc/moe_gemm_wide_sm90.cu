@@ -5,12 +5,13 @@
 // of ids, and goes along K. Both become bf16 with their scales applied, which is exact, so that
 // sums over all of K stay in the matrix unit (sm90_expand.h). Weights are the A operand of wgmma:
 //
-//   w  -> registers, kDepth units of 64 k ahead, across the ends of tiles -> bf16 -> wgmma
-//   x  -> registers of a warpgroup of its own -> bf16 -> shared memory -> wgmma
+//   w  -> registers, kDepth chunks of 128 k ahead, across the ends of tiles -> bf16 -> wgmma
+//   x  -> shared memory, kAhead chunks ahead -> bf16 by a warpgroup of its own -> shared memory
+//      -> wgmma
 //
-// A lane reads 16 consecutive bytes of a row. A unit is 4 lanes wide and feeds 4 wgmmas: word j of
-// each lane goes to wgmma j, and x is stored in the same order of k. As many columns are multiplied
-// as the block has rows, in steps of `widths`.
+// A lane reads 16 consecutive bytes of a row. A unit, half a chunk, is 4 lanes wide and feeds 4
+// wgmmas: word j of each lane goes to wgmma j, and x is stored in the same order of k. As many
+// columns are multiplied as the block has rows, or a few more (Adder::multiply).
 //
 // Scales that bf16 cannot hold are left out, and the outputs of their row computed again in fp32.
 
@@ -154,7 +155,7 @@ struct Adder {
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < kSteps; ++j)
-            FirstColumns<Width>::wgmma(sums, w[j], x.at(j * kStepBytes));
+            wgmma_first<Width>(sums, w[j], x.at(j * kStepBytes));
         wgmma_commit();
     }
 

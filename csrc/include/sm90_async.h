@@ -27,9 +27,6 @@ MX_DEVICE void copy_async(unsigned to, const void* from, bool exists) {
 MX_DEVICE void copy_word_async(unsigned to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-MX_DEVICE void copy_pair_async(unsigned to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
-}
 // The first `bytes` of a word, and zeros.
 MX_DEVICE void copy_word_async(unsigned to, const void* from, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)
@@ -50,11 +47,6 @@ MX_DEVICE void barrier_init(unsigned barrier, unsigned arrivals) {
 
 MX_DEVICE void barrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives once this thread's copies so far are complete; one of the arrivals that are expected.
-MX_DEVICE void barrier_arrive_with_copies(unsigned barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 MX_DEVICE void barrier_arrive_expect(unsigned barrier, unsigned bytes) {

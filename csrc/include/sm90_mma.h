@@ -56,13 +56,7 @@ MX_DEVICE f16x8 multiply(f16x8 v, unsigned factor) {
 // which constant, these are is up to the caller: e8m0 bytes lowest + 1 to lowest + 22.
 constexpr unsigned kF16Scales = 22, kUsualLowest = 112; // of scales times 1
 
-// Whether a byte is one of them.
-MX_DEVICE bool f16_holds(unsigned byte, unsigned lowest) { return byte - lowest - 1 < kF16Scales; }
-// Twice its power of two in fp16.
 constexpr unsigned kF16x2Exponent = 0x04000400; // the lowest bits of the exponents of two fp16
-MX_DEVICE unsigned e8m0_to_f16x2(unsigned byte, unsigned lowest = kUsualLowest) {
-    return (byte - lowest) * kF16x2Exponent;
-}
 
 // d += a * b, 16 rows by 8 columns over 16 k.
 MX_DEVICE void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,

@@ -3,13 +3,6 @@
 
 #include "sm90_wgmma.h"
 
-// Operands of a wgmma: 32 sums of d from d[i].
-#define MX_SUMS_8(d, i)                                                                            \
-    "+f"((d)[i]), "+f"((d)[i + 1]), "+f"((d)[i + 2]), "+f"((d)[i + 3]), "+f"((d)[i + 4]),          \
-        "+f"((d)[i + 5]), "+f"((d)[i + 6]), "+f"((d)[i + 7])
-#define MX_SUMS_32(d, i)                                                                           \
-    MX_SUMS_8(d, i), MX_SUMS_8(d, i + 8), MX_SUMS_8(d, i + 16), MX_SUMS_8(d, i + 24)
-
 namespace mx {
 
 MX_DEVICE void wgmma(float (&d)[64], const unsigned (&a)[4], unsigned long long b) {
@@ -52,6 +45,3 @@ MX_DEVICE void wgmma(float (&d)[128], const unsigned (&a)[4], unsigned long long
 }
 
 } // namespace mx
-
-#undef MX_SUMS_32
-#undef MX_SUMS_8
