@@ -240,8 +240,9 @@ struct Half {
     }
 };
 
-// Where a lane reads the fragments of an operand in a stage.
-// Of a wave's part; where it begins there; the operand's scales; whether fragments are of pairs.
+// Where a lane reads the fragments of an operand in a stage. Rows are those of a part, At is where
+// they begin in it, ScalesAt where the operand's scales begin in the stage. IsShuffled says how
+// these lie, IsPaired whether rows are in the order of paired_row.
 template <int Rows, int At, int ScalesAt, bool IsShuffled, bool IsPaired>
 class Place {
   public:

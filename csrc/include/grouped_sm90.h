@@ -45,7 +45,7 @@ struct Workspace {
 
     // How many tiles of 1, 2, .. kMostSlabs slabs there are, from index 1.
     MX_MEMBER int* tiles() const { return reinterpret_cast<int*>(start); }
-    // Chunks that someone expands or has expanded.
+    // How many parts of chunks someone expands or has expanded.
     MX_MEMBER unsigned* claimed() const { return reinterpret_cast<unsigned*>(start + 128); }
     // Tiles, those of most slabs first.
     MX_MEMBER TokenTile* tile() const { return reinterpret_cast<TokenTile*>(start + 256); }

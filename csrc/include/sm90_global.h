@@ -1,5 +1,5 @@
-// What workgroups of one launch tell each other through memory. Each function is an instruction or
-// two of the PTX ISA manual.
+// What workgroups of one launch tell each other through memory, and warps of a workgroup through
+// shared memory and a barrier. Each function is an instruction or two of the PTX ISA manual.
 #pragma once
 
 #include "mx_target.h"
