@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from aiter_mx.kernels.spec import Arg, Geometry, TensorMap
 
 _FORMAT = {"pointer": "P", "i32": "i", "i64": "q", "f32": "f"}
-_MAP_BYTES = 128  # of a CUtensorMap, cuda.h
+MAP_BYTES = 128  # of a CUtensorMap, cuda.h
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class PackedArgs:
             raise ValueError(
                 f"the kernel takes {len(args) - pointers} scalars, got {len(scalars)}: {scalars}"
             )
-        self.size_bytes = layout.size if map_at is None else map_at + _MAP_BYTES
+        self.size_bytes = layout.size if map_at is None else map_at + MAP_BYTES
         self._buffer = ctypes.create_string_buffer(self.size_bytes)
         layout.pack_into(self._buffer, 0, *([0] * pointers), *scalars)
         self.address = ctypes.addressof(self._buffer)
         self.regions: tuple[Region, ...] = ()
         self.set_pointers = partial(struct.Struct(f"@{pointers}P").pack_into, self._buffer, 0)
         if map_at is not None:
-            self.set_map = partial(struct.Struct(f"{_MAP_BYTES}s").pack_into, self._buffer, map_at)
+            self.set_map = partial(struct.Struct(f"{MAP_BYTES}s").pack_into, self._buffer, map_at)
 
     def to_bytes(self) -> bytes:
         """A copy of the buffer."""

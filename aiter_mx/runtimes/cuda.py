@@ -17,13 +17,12 @@ except ImportError as error:  # the one dependency that only NVIDIA machines hav
 
 from aiter_mx.errors import LaunchError
 from aiter_mx.kernels.spec import Geometry, TensorMap
-from aiter_mx.runtimes.base import LaunchConfig, PackedArgs
+from aiter_mx.runtimes.base import MAP_BYTES, LaunchConfig, PackedArgs
 
 name = "cuda"
 
 _END = 0  # CU_LAUNCH_PARAM_END, cuda.h
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
-_MAP_BYTES = 128  # of a CUtensorMap, cuda.h
 
 current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
@@ -99,8 +98,8 @@ def map_offset(function: Any, index: int) -> int:
     offset, size = _checked(
         f"cuFuncGetParamInfo({index})", driver.cuFuncGetParamInfo(function, index)
     )
-    if size != _MAP_BYTES:
-        raise LaunchError(f"argument {index} has {size} bytes, not the {_MAP_BYTES} of a map")
+    if size != MAP_BYTES:
+        raise LaunchError(f"argument {index} has {size} bytes, not the {MAP_BYTES} of a map")
     return int(offset)
 
 
@@ -123,7 +122,7 @@ def encode_map(described: TensorMap, address: int) -> bytes:
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),
     )
-    return ctypes.string_at(int(encoded.getPtr()), _MAP_BYTES)
+    return ctypes.string_at(int(encoded.getPtr()), MAP_BYTES)
 
 
 def _ensure_context() -> None:
