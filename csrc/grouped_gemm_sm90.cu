@@ -13,7 +13,8 @@
 // Two workgroups, a cluster, compute a tile of 256 rows of w by up to 256 tokens, 128 rows of w
 // each; both need all of the tile's x, and each brings half of it to both.
 //
-//   producer, a thread: 64 k of w as a box, and of x by copies of 8 KiB a slab, into a ring
+//   producer, a thread: 64 k of w as a box, and of x by copies of 8 KiB a slab, into a ring:
+//     grouped_stage_sm90.h
 //   expander, three warps: x to bf16, for all workgroups: grouped_expand_sm90.h
 //   consumer, two warpgroups, 64 rows of w each: w to bf16, multiply; then store the tile
 //
@@ -22,6 +23,7 @@
 
 #include "grouped_expand_sm90.h"
 #include "grouped_sm90.h"
+#include "grouped_stage_sm90.h"
 #include "grouped_walk_sm90.h"
 #include "mx_epilogue.h"
 #include "mx_exact.h"
@@ -34,97 +36,14 @@
 
 using namespace mx;
 
-constexpr int kStages = MX_STAGES; // of the ring
-constexpr int kOrder = MX_ORDER;   // tiles of tokens that share a tile of w before the next
-using Out = DType<MX_OUT>;
-using Walk = TileWalk<kOrder>;
-using Ring = StageRing<kStages>;
-
-constexpr int kBlock = 32; // k of one scale
 constexpr int kGroupThreads = 128;
 constexpr int kWarps = kGroupThreads / kLanes;
 constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
 constexpr int kExpanderThreads = kGroupThreads - kLanes; // of the first warpgroup
 // The register file, 168 for each thread at first. The consumers take no more than these.
 constexpr int kHelperRegisters = 104, kConsumerRegisters = 200;
-
-constexpr int kStageX = kMostSlabs * kSlabUnitBytes;
-constexpr int kStageW = kRows * kUnitK;
-constexpr int kStagingBytes = kGroupRows * kSlabRows * 2; // a slab of 16-bit results
-constexpr int kAtW = kStages * kStageX;
-constexpr int kAtStaging = kAtW + kStages * kStageW;
-static_assert(kAtStaging + kConsumers * kStagingBytes == MX_SHARED_BYTES,
-              "the host lays shared memory out differently: "
-              "aiter_mx/kernels/grouped_gemm/persistent_sm90.py");
-
-// Barriers of each stage: x is there, w is there, and both have been used.
-constexpr int kXFull = 0, kWFull = 8 * kStages, kEmpty = 16 * kStages;
-
 constexpr int kExpanderBarrier = 1 + kConsumers; // after those of the consumers
 constexpr int kStepBytes = 256;                  // of 8 tokens' x, for one wgmma
-
-struct Operands {
-    const unsigned char *xq, *xs, *wq, *ws;
-    const void* bias;
-    Out* y;
-    long N, K;
-    int bias_kind;
-
-    MX_MEMBER long blocks() const { return K / kBlock; }
-    MX_MEMBER int units() const { return (K + kUnitK - 1) / kUnitK; }
-};
-
-struct Producer {
-    const Operands& t;
-    const TensorMap& weights;
-    const Workspace& workspace;
-    unsigned shared, barriers, now;
-    int rank;
-    Ring ring;
-    unsigned long long expanded; // of the tile, as last seen
-
-    // Waits until a chunk of x is there, and what its expansion noted.
-    MX_MEMBER void await(int tile, int chunk) {
-        const int place = chunk % kChunksOfWord;
-        if (place == 0)
-            expanded = 0;
-        const auto there = [&] {
-            return (expanded >> place * kChunkParts & kWholeChunk) == kWholeChunk;
-        };
-        if (there())
-            return;
-        do
-            expanded = load_acquire(workspace.expanded(tile) + chunk / kChunksOfWord);
-        while (!there());
-        fence_async_global();
-    }
-
-    MX_MEMBER void tile(const Walk& walk) {
-        store_shared(now, walk.index);
-        const int units = t.units(), slabs = walk.slabs;
-        const int row = walk.tokens.group * t.N + walk.n;
-        const long slab_bytes = units * static_cast<long>(kSlabUnitBytes);
-        const unsigned char* x = workspace.x() + (walk.tokens.slab + rank) * slab_bytes;
-        for (int unit = 0; unit < units; ++unit) {
-            barrier_wait(barriers + kEmpty + 8 * ring.stage, ring.parity ^ 1);
-            const unsigned w_barrier = barriers + kWFull + 8 * ring.stage;
-            barrier_arrive_expect(w_barrier, kStageW);
-            copy_box(shared + kAtW + ring.stage * kStageW, weights, unit * kUnitK, row, w_barrier);
-            if (unit % kChunkUnits == 0)
-                await(walk.index, unit / kChunkUnits);
-            const unsigned barrier = barriers + kXFull + 8 * ring.stage;
-            barrier_arrive_expect(barrier, slabs * kSlabUnitBytes);
-            const unsigned place = shared + ring.stage * kStageX + rank * kSlabUnitBytes;
-            if (rank < slabs)
-                copy_to_cluster(place, x, kSlabUnitBytes, barrier, 3);
-            if (rank + 2 < slabs)
-                copy_to_cluster(place + 2 * kSlabUnitBytes, x + 2 * slab_bytes, kSlabUnitBytes,
-                                barrier, 3);
-            x += kSlabUnitBytes;
-            ring.advance();
-        }
-    }
-};
 
 struct Consumer {
     const Operands& t;
