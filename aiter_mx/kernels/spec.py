@@ -83,7 +83,7 @@ class TensorMap:
     rows: int
     row_bytes: int
     box_rows: int
-    box_bytes: int = 128
+    box_bytes: int
 
 
 @dataclass(frozen=True)
