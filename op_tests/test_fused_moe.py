@@ -14,7 +14,6 @@ from mx_reference import assert_rounded
 from torch import Tensor
 
 import aiter_mx
-from aiter_mx.ops import fused_moe
 from aiter_mx.ops.moe_layer import FusedMoeProblem
 
 SCHEDULES = ("random", "round-robin", "run-to-barrier")
@@ -204,20 +203,13 @@ def test_bad_arguments_are_refused(
         aiter_mx.fused_moe(**call)
 
 
-@pytest.mark.parametrize(("name", "moved", "needed"), [("w1s", 8, 16), ("w2s", 4, 8)])
-def test_scales_that_a_launch_cannot_copy_are_refused(
-    name: str, moved: int, needed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("name", "moved"), [("w1s", 1), ("w2s", 2)])
+def test_scales_that_a_launch_cannot_load_are_refused(name: str, moved: int) -> None:
     fixed = {"shared": 0, "has_map": False, "experts": 8, "hidden": 64, "intermediate": 96}
     call = random_call(random.Random(0), 0, M=5, top_k=2, **fixed)
     memory = torch.empty(call[name].numel() + moved, dtype=torch.uint8)
     call[name] = memory[moved:].view(call[name].shape).copy_(call[name])
-    monkeypatch.setattr(fused_moe, "_plans", fused_moe._Plans())
-    for_hopper = {64: 16, 96: 8}  # as if these K were multiples of 512 and 256
-    monkeypatch.setattr(
-        fused_moe.moe_gemm, "alignment_of_scales", lambda target, part: for_hopper[part.K]
-    )
-    message = f"{name} must start at a multiple of {needed} bytes, got a view that is {moved} bytes"
+    message = f"{name} must start at a multiple of 4 bytes, got a view that is {moved} bytes"
     with aiter_mx.simulate("gfx950"), pytest.raises(ValueError, match=message):
         aiter_mx.fused_moe(**call)
 

@@ -19,7 +19,7 @@ from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.sm90 import STREAM
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import Config, KernelSpec
-from aiter_mx.ops.moe_gemm import Plan, alignment_of_scales, compute
+from aiter_mx.ops.moe_gemm import Plan, compute
 from aiter_mx.ops.moe_layer import FusedMoeProblem
 from aiter_mx.target import hardware
 
@@ -239,14 +239,6 @@ def test_rows_of_other_ranks_experts_do_not_count() -> None:
     assert 2 < replace(alone, num_experts=128).rows_of_expert < 3
 
 
-def test_scales_are_as_aligned_as_the_loads_of_any_kernel_that_may_be_chosen() -> None:
-    for K in (512, 768, 384, 96):
-        for M in (1, 1000):  # stream's and wide's
-            problem = MoeGemmProblem(M, 64, K, 8, 2, 16)
-            for arch in ("sm_90a", "gfx950"):
-                assert alignment_of_scales(hardware(arch), problem) == 4
-
-
 @pytest.mark.parametrize("name", ["xs", "ws"])
 def test_scales_that_kernels_cannot_load_are_refused_before_a_launch(name: str) -> None:
     problem = MoeGemmProblem(3, 32, 512, 2, 1, 4)
@@ -254,8 +246,7 @@ def test_scales_that_kernels_cannot_load_are_refused_before_a_launch(name: str) 
     wq, ws = random_weights(2, 32, 512, torch.Generator().manual_seed(1))
     lists = lists_of([0, 1, 1], 2, 4, 0, random.Random(0))
     launches: list[object] = []
-    alignment = alignment_of_scales(SM90, problem)
-    plan = Plan(problem, "hip", lambda tensors, addresses: launches.append(tensors), alignment)
+    plan = Plan(problem, "hip", lambda tensors, addresses: launches.append(tensors))
 
     def moved(scales: Tensor, bytes: int) -> Tensor:
         memory = torch.empty(scales.numel() + bytes, dtype=torch.uint8)

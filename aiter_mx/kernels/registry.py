@@ -89,15 +89,6 @@ def in_line(op: str, target: Target, problem: Problem) -> list[KernelSpec]:
     )
 
 
-def scale_alignment_bytes(op: str, target: Target, problem: Problem) -> int:
-    """What scales' addresses must be a multiple of for every kernel that can be chosen."""
-    return max(
-        kernel.scale_alignment_bytes(problem)
-        for kernel in kernels_of(op)
-        if kernel.is_for(target.arch) and kernel.refusal(target, problem) is None
-    )
-
-
 def find_kernel(op: str, arch: str, backend: str, name: str) -> KernelSpec:
     """The kernel of ``op`` with this backend and name on an architecture.
 

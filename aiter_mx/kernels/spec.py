@@ -132,8 +132,6 @@ class KernelSpec:
             covers only together with other launches; none where it is alone.
         yields: why the other kernels of its backend come before it where no table decides, or
             None.
-        scale_alignment_bytes: what addresses of block scales must be a multiple of, whatever the
-            configuration.
     """
 
     op: str
@@ -149,7 +147,6 @@ class KernelSpec:
     workspace_bytes: Callable[[Target, Problem, Config], int] = lambda target, problem, config: 0
     parts: Callable[[Target, Problem, Config], Parts] = lambda target, problem, config: ()
     yields: Callable[[Target, Problem], str | None] = lambda target, problem: None
-    scale_alignment_bytes: Callable[[Problem], int] = lambda problem: 1
 
     @property
     def modules(self) -> tuple[Module, ...]:

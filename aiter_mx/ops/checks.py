@@ -11,7 +11,7 @@ BLOCK = 32
 ALIGNMENT_BYTES = 16
 """Kernels load payloads in pieces of this size."""
 SCALE_ALIGNMENT_BYTES = 4
-"""Kernels of the MoE's GEMM copy scales in pieces of this size or, where they say so, a larger."""
+"""Kernels of the MoE's GEMM load scales in pieces of this size."""
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Dtypes of results and biases, by their names in problems."""

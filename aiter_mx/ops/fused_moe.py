@@ -21,6 +21,7 @@ from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
     DTYPE_NAMES,
+    SCALE_ALIGNMENT_BYTES,
     SCALE_DTYPES,
     check_out,
     check_tensor,
@@ -143,10 +144,8 @@ def compute(
         return out.zero_()
     if (x.data_ptr() | w1q.data_ptr() | w2q.data_ptr()) % ALIGNMENT_BYTES:
         refuse_alignment(x=x, w1q=w1q, w2q=w2q)
-    if w1s.data_ptr() % plan.w1s_alignment_bytes:
-        refuse_alignment(plan.w1s_alignment_bytes, w1s=w1s)
-    if w2s.data_ptr() % plan.w2s_alignment_bytes:
-        refuse_alignment(plan.w2s_alignment_bytes, w2s=w2s)
+    if (w1s.data_ptr() | w2s.data_ptr()) % SCALE_ALIGNMENT_BYTES:
+        refuse_alignment(SCALE_ALIGNMENT_BYTES, w1s=w1s, w2s=w2s)
 
     held = torch.empty(plan.bytes, dtype=torch.uint8, device=device)
     given |= {"out": out, "none": None}
@@ -209,8 +208,6 @@ class _Plan:
         takes_tensors: whether one of them asks for tensors and not for addresses alone.
         bytes: of all that lies between the launches, in one piece of memory.
         parts: what lies there, by name.
-        w1s_alignment_bytes: what the address of w1s must be a multiple of.
-        w2s_alignment_bytes: that of w2s.
     """
 
     problem: FusedMoeProblem
@@ -218,8 +215,6 @@ class _Plan:
     takes_tensors: bool
     bytes: int
     parts: dict[str, _Part]
-    w1s_alignment_bytes: int = 1
-    w2s_alignment_bytes: int = 1
 
 
 class _Plans(threading.local):
@@ -256,9 +251,7 @@ def _plan(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> _Plan:
         size = prod(shape) * dtype.itemsize
         parts[name] = _Part(at, size, dtype, shape)
         at += -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
-    takes_tensors = _takes_tensors(layer, target)
-    scales = (moe_gemm.alignment_of_scales(target, part) for op, part in layer if op == "moe_gemm")
-    return _Plan(problem, runs, takes_tensors, at, parts, *scales)
+    return _Plan(problem, runs, _takes_tensors(layer, target), at, parts)
 
 
 def _takes_tensors(layer: Sequence[tuple[str, Problem]], target: Target) -> bool:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
-from aiter_mx.kernels.registry import scale_alignment_bytes
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Run, Tensors
 from aiter_mx.ops import moe_library
@@ -28,7 +27,7 @@ from aiter_mx.ops.checks import (
 from aiter_mx.ops.moe_check import check_routing, checking
 from aiter_mx.ops.moe_problem import FP8, problem_of
 from aiter_mx.ops.plan import bind
-from aiter_mx.target import Target, cpu_target, target_of
+from aiter_mx.target import cpu_target, target_of
 
 
 def moe_gemm(
@@ -61,9 +60,8 @@ def moe_gemm(
         xq: activations, float8_e4m3fn ``[rows, K]``, rows * a_div >= num_valid_tokens.
         xs: their scales, uint8 or float8_e8m0fnu ``[rows, K // 32]``.
         wq: weights, float8_e4m3fn ``[E, N, K]``.
-        ws: their scales, ``[E, N, K // 32]``. Payloads and scales begin at multiples of 16 bytes,
-            as tensors do that are no views; for scales 4 is enough, but on sm_90a 8 where K is a
-            multiple of 256, and 16 where it is one of 512.
+        ws: their scales, ``[E, N, K // 32]``. Payloads begin at multiples of 16 bytes and scales
+            at multiples of 4, as tensors do that are no views.
         sorted_token_ids: int32: ids of routed rows, block_m of them for each expert block. An id
             that is out of range marks padding.
         expert_ids: int32: the expert of each block. Rows of an expert that is not within 0 to
@@ -169,13 +167,12 @@ class Plan:
     """What computes a call.
 
     Attributes: the problem; the backend of the kernel that computes it, or ``none``; the kernel,
-    or None where there is nothing to compute; what addresses of scales must be a multiple of.
+    or None where there is nothing to compute.
     """
 
     problem: MoeGemmProblem
     backend: str
     run: Run | None
-    scale_alignment_bytes: int = 1
 
 
 class _Plans(threading.local):
@@ -250,8 +247,8 @@ def compute(
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         if (addresses[0] | addresses[2]) % ALIGNMENT_BYTES:
             refuse_alignment(xq=xq, wq=wq)
-        if (addresses[1] | addresses[3]) % plan.scale_alignment_bytes:
-            refuse_alignment(plan.scale_alignment_bytes, xs=xs, ws=ws)
+        if (addresses[1] | addresses[3]) % SCALE_ALIGNMENT_BYTES:
+            refuse_alignment(SCALE_ALIGNMENT_BYTES, xs=xs, ws=ws)
         plan.run(tensors, addresses)
     return out, out_scales
 
@@ -272,12 +269,7 @@ def _plan(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Plan:
     target = target_of(device)
     backend = route("moe_gemm", target, problem).backend
     run = bind("moe_gemm", target, problem, device, fallbacks(problem))
-    return Plan(problem, backend, run, alignment_of_scales(target, problem))
-
-
-def alignment_of_scales(target: Target, problem: MoeGemmProblem) -> int:
-    """What addresses of scales must be a multiple of, whichever kernel is chosen."""
-    return max(SCALE_ALIGNMENT_BYTES, scale_alignment_bytes("moe_gemm", target, problem))
+    return Plan(problem, backend, run)
 
 
 def fallbacks(problem: MoeGemmProblem) -> dict[str, Any]:
