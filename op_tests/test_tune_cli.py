@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -210,6 +211,16 @@ def test_lists_of_shapes_are_read_or_refused_by_line(tmp_path) -> None:
         with pytest.raises(ValueError, match=r"shapes\.csv cannot be read") as caught:
             read(text)
         assert message in str(caught.value)
+
+
+def test_builds_alone_need_no_gpu_and_write_no_table(command, tmp_path) -> None:
+    table = tmp_path / "linear.csv"
+    tune = ("tune", "linear", *SHAPE, "--arch", "gfx950", "--table", table, "--most", 1)
+    for _ in range(2):  # the second finds all of them in the cache
+        status, out, err = command(*tune, "--build-only")
+        assert (status, err) == (0, "")
+        assert re.fullmatch(r"[1-9]\d* kernel variants were compiled\n", out)
+    assert not list(tmp_path.glob("linear*"))
 
 
 def test_models_pose_each_shape_once() -> None:

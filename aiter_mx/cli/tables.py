@@ -119,7 +119,7 @@ def verify(
     from aiter_mx.tuning.verify import check_cells, named_by, verify
 
     console = make_console()
-    target, meter = the_meter(op, None, Alone(), jobs, console, build_only=False)
+    target, meter = the_meter(op, None, Alone(), jobs)
     rows = named_by(table or default_table(op, target), op, target)
     if sample is not None:
         rows = rows[:: max(1, len(rows) // max(sample, 1))]

@@ -69,7 +69,13 @@ def tune(
 
     share = join()
     console = make_console()
-    target, meter = the_meter(op, arch, share, jobs, console, build_only)
+    progress = make_progress()
+    compiling = progress.add_task("compiling", total=0)
+
+    def on_built(done: int, of: int) -> None:
+        progress.update(compiling, completed=done, total=of)
+
+    target, meter = the_meter(op, arch, share, jobs, on_built if build_only else None)
     rules = the_rules(most, rounds)
     wanted: list[Problem] = []
     if shapes is not None:
@@ -86,7 +92,7 @@ def tune(
     path = table or default_table(op, target)
     plan = sweep.make_plan(op, target, wanted, path, meter.source, rules)
     if build_only:
-        with meter.ahead() as ahead:
+        with progress, meter.ahead() as ahead:
             wanted_by = {
                 problem: candidates_of(op, target, problem, meter.backends, rules.most)
                 for problem in plan.problems
@@ -95,6 +101,7 @@ def tune(
                 ahead.add(problem, candidates)
             for problem, candidates in wanted_by.items():
                 ahead.wait(problem, candidates)
+        console.print(f"{progress.tasks[0].total:.0f} kernel variants were compiled")
         return
     if fresh and share.local_rank == 0:
         sweep.discard(plan)
@@ -173,9 +180,20 @@ def the_rules(most: int | None, rounds: int | None) -> Rules:
 
 
 def the_meter(
-    op: str, arch: str | None, share: Share, jobs: int | None, console: Console, build_only: bool
+    op: str,
+    arch: str | None,
+    share: Share,
+    jobs: int | None,
+    on_built: OnBuilt | None = None,
 ) -> tuple[Target, Meter]:
     """What is tuned for, and how: measured on this worker's GPU, else modelled for gfx950.
+
+    Args:
+        op: the op.
+        arch: the architecture; None for that of the GPU here.
+        share: this worker's part of the work.
+        jobs: compilers at a time; None for one on each core.
+        on_built: called as builds end, where only compilers are wanted, which need no GPU.
 
     Raises:
         ValueError: neither is possible.
@@ -197,29 +215,14 @@ def the_meter(
     else:
         assert arch is not None
         target = hardware(arch)
-        if arch in SIMULATED_ARCHS and not build_only:
+        if arch in SIMULATED_ARCHS and on_built is None:
             from aiter_mx.tuning.modelled import modelled_meter
 
             return target, modelled_meter(op, jobs or default_jobs())
-        if not build_only:
+        if on_built is None:
             raise ValueError(f"times for {arch} need such a GPU; here is {here and here.name}")
     device = torch.device("cuda", torch.cuda.current_device() if here else 0)
-    on_built = _shown_builds(console) if build_only else None
     return target, measured_meter(op, target, device, jobs or default_jobs(), on_built)
-
-
-def _shown_builds(console: Console) -> OnBuilt:
-    progress = make_progress()
-    task = progress.add_task("compiling", total=None)
-
-    def on_built(done: int, of: int) -> None:
-        progress.update(task, completed=done, total=of)
-        progress.refresh()
-        if done == of:
-            progress.stop()
-            console.print(f"{of} kernel variants are compiled")
-
-    return on_built
 
 
 def default_table(op: str, target: Target) -> Path:
