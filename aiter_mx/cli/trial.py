@@ -46,6 +46,7 @@ def _counters(trial: Trial) -> dict[str, object]:
         "all bytes": _traffic(every, least, report.bytes_read + report.scalar_bytes_read),
         "LDS": f"{format_bytes(report.lds_bytes_read)} read, "
         f"{format_bytes(report.lds_bytes_written)} written, {_conflicts(report)}",
+        "address units": f"{report.address_cycles} cycles",
         "scratch": format_bytes(report.scratch_bytes),
         "MFMA passes": f"{passes} ({cycles} cycles)" if passes else "none",
         "under way at a wait": f"{format_bytes(int(trial.bounds.wave_bytes))} a wave, "
