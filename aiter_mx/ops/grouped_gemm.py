@@ -257,13 +257,11 @@ def _plan(
 
 
 def _bind(problem: GroupedGemmProblem, device: torch.device) -> Run:
-    target = target_of(device)
-    return bind(
-        "grouped_gemm", target, problem, device, fallbacks(problem), partial(_read, problem)
-    )
+    in_parts = partial(_with_readable_scales, problem)
+    return bind("grouped_gemm", target_of(device), problem, device, fallbacks(problem), in_parts)
 
 
-def _read(
+def _with_readable_scales(
     problem: GroupedGemmProblem,
     chosen: Route,
     target: Target,
@@ -271,21 +269,21 @@ def _read(
     device: torch.device,
 ) -> Run:
     """What makes scales row-major that the chosen kernel does not read, and goes on with them."""
-    ((_, read),) = parts
-    run = bind_route(chosen, target, read, device, fallbacks(read))
+    ((_, readable),) = parts
+    run = bind_route(chosen, target, readable, device, fallbacks(readable))
     M, N, blocks = problem.M, problem.N, problem.K // BLOCK
     rows_a = M // problem.G if problem.layout == "masked" else M
 
-    def run_on_row_major(tensors: Tensors, addresses: Sequence[int]) -> None:
+    def convert_and_run(tensors: Tensors, addresses: Sequence[int]) -> None:
         tensors, addresses = list(tensors), list(addresses)
         for at, name, rows in ((1, "a_scale_layout", rows_a), (3, "b_scale_layout", N)):
             layout = getattr(problem, name)
-            if getattr(read, name) != layout:
+            if getattr(readable, name) != layout:
                 tensors[at] = unshuffle_scales(tensors[at], layout, rows, blocks)
                 addresses[at] = tensors[at].data_ptr()
         run(tensors, addresses)
 
-    return run_on_row_major
+    return convert_and_run
 
 
 def _ranges(
