@@ -15,14 +15,8 @@ from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.spec import Config, Parts
 from aiter_mx.launch import Run, Tensors
 from aiter_mx.layouts import padded_shape, unshuffle_scales
-from aiter_mx.ops.checks import (
-    BLOCK,
-    DTYPE_NAMES,
-    check_out,
-    refuse_alignment,
-    refuse_strides,
-    shape_text,
-)
+from aiter_mx.ops import grouped_library
+from aiter_mx.ops.checks import BLOCK, DTYPE_NAMES, check_out, refuse_alignment, refuse_strides
 from aiter_mx.ops.grouped_check import INDEX_NAMES, grouped_problem
 from aiter_mx.ops.plan import Fallback, bind, bind_route
 from aiter_mx.target import Target, cpu_target, target_of
@@ -144,11 +138,11 @@ def grouped_gemm_ranges(
         or not _PLAIN_OR_NONE.issuperset((type(starts), type(bias), type(out)))
         or (bias is not None and bias.requires_grad and torch.is_grad_enabled())
     ):
-        return _through_torch(
+        return grouped_library.grouped_gemm(
             a, a_scale, b, b_scale, starts, ends, out, out_dtype, bias, expected_rows,
             a_scale_layout, b_scale_layout,
         )  # fmt: skip
-    return _grouped(
+    return compute(
         a, a_scale, b, b_scale, starts, ends, out, out_dtype, bias, expected_rows,
         a_scale_layout, b_scale_layout,
     )  # fmt: skip
@@ -164,7 +158,7 @@ class _Plans(threading.local):
 _plans = _Plans()
 
 
-def _grouped(
+def compute(
     a: torch.Tensor,
     a_scale: torch.Tensor,
     b: torch.Tensor,
@@ -178,6 +172,7 @@ def _grouped(
     a_scale_layout: str,
     b_scale_layout: str,
 ) -> torch.Tensor:
+    """``grouped_gemm_ranges`` of a call that torch does not trace."""
     device = a.device
     call = (
         (a.shape, a_scale.shape, b.shape, b_scale.shape, ends.shape),
@@ -350,121 +345,3 @@ def warm(problem: GroupedGemmProblem, device: torch.device) -> None:
         torch.zeros(G, dtype=indices[problem.index], device=device),
     )
     run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
-
-
-@torch.library.custom_op("aiter_mx::grouped_gemm", mutates_args=())
-def _op(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor,
-    out_dtype: torch.dtype = torch.bfloat16,
-    bias: torch.Tensor | None = None,
-    expected_rows: int = 0,
-    a_scale_layout: str = "row_major",
-    b_scale_layout: str = "row_major",
-) -> torch.Tensor:
-    return _grouped(
-        a, a_scale, b, b_scale, starts, ends, None, out_dtype, bias, expected_rows,
-        a_scale_layout, b_scale_layout,
-    )  # fmt: skip
-
-
-@_op.register_fake
-def _fake(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor,
-    out_dtype: torch.dtype = torch.bfloat16,
-    bias: torch.Tensor | None = None,
-    expected_rows: int = 0,
-    a_scale_layout: str = "row_major",
-    b_scale_layout: str = "row_major",
-) -> torch.Tensor:
-    problem = grouped_problem(
-        a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
-        a_scale_layout, b_scale_layout,
-    )  # fmt: skip
-    return a.new_empty((*a.shape[:-1], problem.N), dtype=out_dtype)
-
-
-@torch.library.custom_op("aiter_mx::grouped_gemm_out", mutates_args=("out",))
-def _out_op(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    expected_rows: int = 0,
-    a_scale_layout: str = "row_major",
-    b_scale_layout: str = "row_major",
-) -> None:
-    _grouped(
-        a, a_scale, b, b_scale, starts, ends, out, out.dtype, bias, expected_rows,
-        a_scale_layout, b_scale_layout,
-    )  # fmt: skip
-
-
-@_out_op.register_fake
-def _out_fake(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    expected_rows: int = 0,
-    a_scale_layout: str = "row_major",
-    b_scale_layout: str = "row_major",
-) -> None:
-    problem = grouped_problem(
-        a, a_scale, b, b_scale, starts, ends, out.dtype, bias, expected_rows,
-        a_scale_layout, b_scale_layout,
-    )  # fmt: skip
-    expected = [*a.shape[:-1], problem.N]
-    if list(out.shape) != expected:
-        raise ValueError(f"out must be {expected}, got {shape_text(out)}")
-
-
-def _through_torch(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    expected_rows: int,
-    a_scale_layout: str,
-    b_scale_layout: str,
-) -> torch.Tensor:
-    operands = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "group_offs": ends}
-    optional = {"starts": starts, "bias": bias, "out": out}
-    for name, value in {**operands, **optional}.items():
-        if not isinstance(value, torch.Tensor) and (value is not None or name not in optional):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    if out is None:
-        result: torch.Tensor = _op(
-            a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
-            a_scale_layout, b_scale_layout,
-        )  # fmt: skip
-        return result
-    if out.dtype != out_dtype:
-        raise TypeError(f"out must be of out_dtype {out_dtype}, got {out.dtype}")
-    _out_op(
-        a, a_scale, b, b_scale, starts, ends, out, bias, expected_rows,
-        a_scale_layout, b_scale_layout,
-    )  # fmt: skip
-    return out
