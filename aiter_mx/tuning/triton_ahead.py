@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing import get_context
 from threading import Thread
 from typing import Any
@@ -34,7 +35,7 @@ class TritonAhead:
         They are forked, at once, before there are threads: each would take seconds to import what
         this one has. They never touch the GPU, which a process and its fork cannot share.
         """
-        import triton  # noqa: F401
+        import_module("triton")
 
         workers = max(1, min(jobs // 2, _MOST_PROCESSES))
         self._pool = ProcessPoolExecutor(
