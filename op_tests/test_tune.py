@@ -1,43 +1,41 @@
-"""Tuning without a GPU: who is chosen, what survives a kill, and that workers agree."""
+"""Tuning without a GPU: who is chosen, and what the table says of it."""
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
-import tune_fakes
-from tune_fakes import PROBLEMS, RULES, TARGET, FakeBench, FakeMeter, draw, plan_for, sweep
+from tune_fakes import (
+    ENVIRONMENT,
+    PROBLEMS,
+    RULES,
+    TARGET,
+    FakeBench,
+    FakeMeter,
+    draw,
+    plan_for,
+    starters,
+    sweep,
+)
 
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.dispatch.tables import read_table
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import hardware
 from aiter_mx.tuning import sweep as sweeps
-from aiter_mx.tuning.candidates import Candidate, ContextLost, candidates_of
-from aiter_mx.tuning.journal import Journal, folder_of, merge, read_folder
+from aiter_mx.tuning.candidates import Candidate, candidates_of
 from aiter_mx.tuning.race import Outcome, race
-from aiter_mx.tuning.share import Alone, Shared
+from aiter_mx.tuning.share import Alone
 from aiter_mx.tuning.table import columns_of, incumbent_of, read_rows, row_of
 from aiter_mx.tuning.triton_ahead import TritonAhead
 
 PROBLEM = PROBLEMS[0]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-
-
-def starters(problem: LinearProblem = PROBLEM) -> list[Candidate]:
-    return candidates_of("linear", TARGET, problem, ("hip",), RULES.most)
 
 
 def run_race(fake: FakeMeter, incumbent: Candidate | None = None) -> Outcome:
@@ -192,67 +190,6 @@ def test_a_model_never_replaces_what_was_measured(tmp_path: Path) -> None:
     assert incumbent_of(rows, "linear", TARGET, PROBLEMS[3]) is None
 
 
-def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_table(tmp_path: Path) -> None:
-    expected = tmp_path / "undisturbed" / "linear.csv"
-    sweep(expected, FakeMeter())
-    dice = random.Random(8)
-    kills, ends, table = 0, 0, tmp_path / "0" / "linear.csv"
-    script = [sys.executable, tune_fakes.__file__, str(table), "--pause", "0.0015"]
-    while kills < 20:
-        script[2] = str(table)
-        process = subprocess.Popen(script, env=ENVIRONMENT)
-        if kills % 4:  # the others while it starts
-            wait_for_growth(process, folder_of(table))
-        time.sleep(dice.uniform(0, 0.1))
-        process.send_signal(signal.SIGKILL)
-        code = process.wait()
-        assert code in (0, -signal.SIGKILL)
-        if table.exists():
-            assert list(read_table(table))
-        assert {path.suffix for path in table.parent.glob("*")} <= {".csv", ".journal", ".draft"}
-        if code == 0:  # it was done before the kill
-            assert table.read_text() == expected.read_text()
-            ends += 1
-            table = tmp_path / str(ends) / "linear.csv"
-        else:
-            kills += 1
-    subprocess.run(script, env=ENVIRONMENT, check=True)
-    assert table.read_text() == expected.read_text()
-    assert [path.name for path in table.parent.iterdir()] == ["linear.csv"]
-
-
-def wait_for_growth(process: subprocess.Popen[bytes], folder: Path) -> None:
-    def size() -> int:
-        return sum(path.stat().st_size for path in folder.glob("*.jsonl"))
-
-    before = size()
-    while process.poll() is None and size() <= before:
-        time.sleep(0.005)
-
-
-def test_a_budget_takes_the_first_shapes_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    expected, table = tmp_path / "whole.csv", tmp_path / "linear.csv"
-    sweep(expected, FakeMeter())
-    first = FakeMeter(pause_s=0.01)
-    done = sweeps.run(plan_for(table), first.meter(), Alone(), budget_s=0.1)
-    names = [sweeps.name_of("linear", problem) for problem in PROBLEMS]
-    assert 0 < len(done) < len(PROBLEMS)
-    assert [record["problem"] for record in done] == names[: len(done)]
-    assert len(read_rows(table, "linear")) == len(done)
-    second = FakeMeter()
-    assert len(sweeps.run(plan_for(table), second.meter(), Alone(), budget_s=60)) == len(PROBLEMS)
-    assert not {p for p, _ in first.tried} & {p for p, _ in second.tried}
-    assert table.read_text() == expected.read_text()
-    assert not folder_of(table).exists()
-
-
-def test_without_a_budget_the_largest_come_first(tmp_path: Path) -> None:
-    fake = FakeMeter()
-    sweep(tmp_path / "linear.csv", fake)
-    sizes = [p.M * p.N for p in dict.fromkeys(problem for problem, _ in fake.tried)]
-    assert sizes == sorted(sizes, reverse=True)
-
-
 def test_a_kernel_far_behind_is_given_up_unless_one_looks_closely() -> None:
     other = [
         replace(c, kernel="slow", values=(*c.values[:-1], ("x", i)))
@@ -285,62 +222,6 @@ def test_those_clearly_behind_are_not_timed_to_the_end() -> None:
     fake.noise = lambda candidate, turn: (1 + 0.5 * (turn % 2)) * (1 - 0.05 * (candidate == first))
     outcome = run_race(fake)
     assert [timing.rounds for timing in outcome.timings[:2]] == [7, 7]
-
-
-def test_journal_drops_a_torn_line_and_refuses_another_sweep(tmp_path: Path) -> None:
-    record = {"kind": "problem", "problem": "a", "at": 1.0, "worker": "w", "row": None}
-    journal = Journal(tmp_path, "w", "f1")
-    with pytest.raises(ValueError, match="already runs"):
-        Journal(tmp_path, "w", "f1")
-    journal.append(record)
-    journal.close()
-    path = tmp_path / "w.jsonl"
-    path.write_bytes(path.read_bytes() + b'{"kind": "prob')
-    assert read_folder(tmp_path, "f1") == [record]
-    again = Journal(tmp_path, "w", "f1")
-    again.append({**record, "problem": "b"})
-    again.close()
-    assert [r["problem"] for r in read_folder(tmp_path, "f1")] == ["a", "b"]
-    for refused in (lambda: Journal(tmp_path, "w", "f2"), lambda: read_folder(tmp_path, "f2")):
-        with pytest.raises(ValueError, match="another sweep"):
-            refused()
-
-
-def test_merge_does_not_depend_on_the_order() -> None:
-    records = [
-        {"kind": "problem", "problem": name, "at": at, "worker": worker, "row": {"us": us}}
-        for name, at, worker, us in [
-            ("a", 1.0, "w0", "5"),
-            ("a", 2.0, "w1", "6"),
-            ("b", 2.0, "w1", "7"),
-            ("b", 2.0, "w0", "8"),
-        ]
-    ] + [{"kind": "lost", "problem": "a", "candidate": "x", "why": "y"}]
-    expected = merge(records)
-    assert {name: r["row"]["us"] for name, r in expected.items()} == {"a": "6", "b": "7"}
-    for seed in range(10):
-        random.Random(seed).shuffle(records)
-        assert merge(records) == expected
-
-
-def test_a_candidate_that_takes_the_gpu_with_it_is_passed_over_next_time(tmp_path: Path) -> None:
-    table = tmp_path / "linear.csv"
-    victim = PROBLEMS[5]
-    culprit = starters(victim)[2]
-    fake = FakeMeter()
-    fake.loses = lambda problem, candidate: problem == victim and candidate == culprit
-    with pytest.raises(ContextLost):
-        sweep(table, fake)
-    raced = len({problem for problem, _ in fake.tried}) - 1
-    again = FakeMeter()
-    again.loses = fake.loses
-    records = sweeps.run(plan_for(table), again.meter(), Alone())
-    assert len({problem for problem, _ in again.tried}) == len(PROBLEMS) - raced
-    assert (victim, culprit) not in again.tried
-    (record,) = (r for r in records if r["problem"] == sweeps.name_of("linear", victim))
-    assert {"candidate": str(culprit), "why": "an illegal memory access"} in record["failures"]
-    assert "an illegal memory access" in sweeps.timings_text(records)
-    assert len(read_rows(table, "linear")) == len(PROBLEMS)
 
 
 @pytest.mark.parametrize("problem", [PROBLEM, MoeGemmProblem(3, 128, 96, 5, 2, 16)])
@@ -385,64 +266,3 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
-
-
-class DictStore:
-    """As much of a torch.distributed store as workers use."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-        self.lock = threading.Lock()
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> str:
-        return self.values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def add(self, key: str, amount: int) -> int:
-        with self.lock:
-            self.values[key] = str(int(self.values.get(key, "0")) + amount)
-            return int(self.values[key])
-
-
-def test_workers_share_the_work_and_write_the_same_table(tmp_path: Path) -> None:
-    expected = tmp_path / "alone" / "linear.csv"
-    sweep(expected, FakeMeter())
-    store, table = DictStore(), tmp_path / "linear.csv"
-    fakes = [FakeMeter(pause_s=0.01) for _ in range(3)]
-
-    def work(rank: int) -> None:
-        sweep(table, fakes[rank], Shared(store, {"RANK": str(rank), "WORLD_SIZE": "3"}))
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert table.read_text() == expected.read_text()
-    raced = [{problem for problem, _ in fake.tried} for fake in fakes]
-    assert sum(map(len, raced)) == len(set.union(*raced)) == len(PROBLEMS)
-    assert all(raced)
-    prepared = [{problem for problem, _ in fake.prepared} for fake in fakes]
-    assert sum(map(len, prepared)) == len(PROBLEMS)
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["linear.csv"]
-
-
-def test_processes_share_the_work_through_torchs_store(tmp_path: Path) -> None:
-    table = tmp_path / "linear.csv"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {**ENVIRONMENT, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    script = [sys.executable, tune_fakes.__file__, str(table)]
-    processes = [
-        subprocess.Popen(script, env={**environment, "MASTER_PORT": port, "RANK": str(rank)})
-        for rank in range(2)
-    ]
-    assert [process.wait(timeout=60) for process in processes] == [0, 0]
-    assert len(read_rows(table, "linear")) == len(PROBLEMS)
-    assert [path.name for path in tmp_path.iterdir()] == ["linear.csv"]

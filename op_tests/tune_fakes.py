@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,14 @@ from aiter_mx.cli.main import main as command_line
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import hardware
-from aiter_mx.tuning.candidates import Admission, Candidate, ContextLost, Meter, Unfit
+from aiter_mx.tuning.candidates import (
+    Admission,
+    Candidate,
+    ContextLost,
+    Meter,
+    Unfit,
+    candidates_of,
+)
 from aiter_mx.tuning.race import Rules
 from aiter_mx.tuning.share import Share, join
 from aiter_mx.tuning.sweep import Plan, make_plan, name_of, run
@@ -30,6 +38,8 @@ TARGET = hardware("gfx950")
 AXES = {"M": (1, 2, 4, 8, 16), "N": (32, 64, 96, 128), "K": (96,)}
 PROBLEMS = tuple(LinearProblem(*shape) for shape in product(*AXES.values()))
 RULES = Rules(most=6)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+"""Of processes that tests start."""
 Noise = Callable[[Candidate, int], float]
 
 
@@ -37,6 +47,10 @@ def draw(*of: object) -> float:
     """A number from 0 to 1 that depends on nothing else."""
     digest = hashlib.sha256(repr(of).encode()).digest()
     return int.from_bytes(digest[:7], "big") / 2**56
+
+
+def starters(problem: LinearProblem = PROBLEMS[0]) -> list[Candidate]:
+    return candidates_of("linear", TARGET, problem, ("hip",), RULES.most)
 
 
 class FakeBench:
