@@ -17,7 +17,7 @@ from aiter_mx.sim.emit import (
 )
 
 _M0 = 124
-# Name of the data type: element of memory.h, bytes.
+# Name of the data type: element of access.h, bytes.
 _GLOBAL = {
     "ubyte": ("U8", 1), "sbyte": ("I8", 1), "ushort": ("U16", 2), "sshort": ("I16", 2),
     "ubyte_d16": ("U8_LO", 1), "ubyte_d16_hi": ("U8_HI", 1), "sbyte_d16": ("I8_LO", 1),

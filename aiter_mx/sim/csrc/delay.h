@@ -1,7 +1,7 @@
 // Memory operations that take effect late: at a random moment between their issue and the wait that
 // covers them. Those of one wave may overtake each other where they touch different memory.
 #pragma once
-#include "order.h"
+#include "access.h"
 
 typedef enum { LATE_LOAD, LATE_STORE, LATE_COPY, LATE_ATOMIC } LateKind;
 // What an entry of a wave's vm queue has still to do.
