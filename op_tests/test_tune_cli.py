@@ -20,7 +20,10 @@ from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import KernelSpec
 from aiter_mx.ops import plan
+from aiter_mx.sim.roofline import CYCLES_A_US
 from aiter_mx.target import hardware
+from aiter_mx.tuning.candidates import Candidate
+from aiter_mx.tuning.modelled import ModelBench
 from aiter_mx.tuning.shapes import model_shapes, read_shapes
 from aiter_mx.tuning.table import read_rows
 
@@ -73,6 +76,15 @@ def test_modelled_table_and_a_poisoned_kernel(command, tmp_path, monkeypatch) ->
     lines = timings.read_text().splitlines()
     assert sum("half_gemv" in line and "wrong" in line for line in lines) >= 1
     assert sum("half_gemv" not in line for line in lines) >= 3
+
+
+def test_the_model_knows_of_the_unit_that_takes_addresses() -> None:
+    """64 rows of x are more to load than any other unit has to do."""
+    values = (("row_tiles", 1), ("fold", 1), ("waves", 6), ("unroll", 1))
+    candidate = Candidate("linear", "gfx950", "hip", "mfma", values)
+    admission = ModelBench("linear", LinearProblem(64, 6144, 1536)).admit(candidate)
+    groups, steps, tiles, cycles = 2, 6, 5, 80  # docs/kernels.md counts these
+    assert admission.us == pytest.approx(groups * steps * tiles * cycles / CYCLES_A_US, rel=0.15)
 
 
 @no_gpu

@@ -74,4 +74,5 @@ def _limits(trial: Trial) -> dict[str, float]:
         "vector instructions": bounds.valu_us,
         "matrix instructions": bounds.mfma_us,
         "LDS, conflicts included": bounds.lds_us,
+        "address units": bounds.address_us,
     }

@@ -28,6 +28,7 @@ class Bounds:
         valu_us: vector instructions, at 4 cycles each.
         mfma_us: passes of the matrix units, at 4 cycles each.
         lds_us: bytes to and from LDS at 128 bytes a cycle, and a cycle for each bank conflict.
+        address_us: cycles of the unit that takes the addresses of vector memory; a CU has one.
         wave_bytes: loads under way for a wave when it waits for memory, on average.
         cu_bytes: the same for all waves that a compute unit holds.
     """
@@ -37,6 +38,7 @@ class Bounds:
     valu_us: float
     mfma_us: float
     lds_us: float
+    address_us: float
     wave_bytes: float
     cu_bytes: float
 
@@ -45,12 +47,18 @@ class Bounds:
         """Vector and matrix instructions, as if never issued side by side."""
         return self.valu_us + self.mfma_us
 
+    @property
+    def longest_us(self) -> float:
+        """The longest of all: units work side by side at best."""
+        return max(self.memory_us, self.latency_us, self.issue_us, self.lds_us, self.address_us)
+
 
 def bounds(report: LaunchReport, minimal_bytes: float, groups: int, waves_a_simd: int) -> Bounds:
     """The bounds of a launch on an MI355X.
 
     Args:
-        report: of the launch, simulated in strict mode.
+        report: of the launch, simulated in strict mode. Where the options did not ask for bank
+            conflicts and address cycles, none are in the bounds.
         minimal_bytes: what must come from or go to memory.
         groups: workgroups.
         waves_a_simd: waves that a SIMD holds at once, as ``aiter_mx.code_object.occupancy`` says.
@@ -68,6 +76,7 @@ def bounds(report: LaunchReport, minimal_bytes: float, groups: int, waves_a_simd
         valu_us=report.by_class.get("valu", 0) * VALU_CYCLES * simd_us,
         mfma_us=sum(report.mfma_passes.values()) * PASS_CYCLES * simd_us,
         lds_us=(lds_cycles + report.lds_conflicts) * share / CYCLES_A_US,
+        address_us=report.address_cycles * share / CYCLES_A_US,
         wave_bytes=wave_bytes,
         cu_bytes=cu_bytes,
     )

@@ -2,12 +2,13 @@
 
 A part of the problem is simulated, in strict mode, on two random inputs, and must give what the
 reference gives; the counters, scaled to the whole, give a bound on the time on an MI355X. It is the
-largest of three, for the compute unit with the most workgroups:
+largest of these, for the compute unit with the most workgroups:
 
 - memory: its share of the weights at 8 TB/s over 256 CUs;
 - latency: the bytes that a wave waits for at a time, over the waves that fit by registers and LDS
   of the compiled object, each wait taking one microsecond;
-- issue: vector instructions at 4 cycles each and matrix passes at theirs, on 4 SIMDs; and LDS.
+- issue: vector instructions at 4 cycles each and matrix passes at theirs, on 4 SIMDs;
+- LDS by its bytes and bank conflicts, and the unit that takes the addresses of vector memory.
 
 Bounds are given to three digits: where candidates do not differ in those, the kernel's own choice
 comes first. These are no measurements, and rows say ``source=model``.
@@ -21,6 +22,7 @@ from dataclasses import replace
 
 from aiter_mx.errors import AiterMxError
 from aiter_mx.kernels.spec import Problem
+from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.roofline import bounds
 from aiter_mx.target import hardware
@@ -30,6 +32,7 @@ from aiter_mx.tuning.candidates import Admission, Bench, Candidate, Meter, Unfit
 from aiter_mx.workloads.workload import workload_of
 
 _SHARE = 0.02
+_COUNTED = SimOptions(count_conflicts=True)
 
 
 def modelled_meter(op: str, jobs: int) -> Meter:
@@ -59,7 +62,7 @@ class ModelBench:
         rel_err = 0.0
         try:
             for _ in range(2):
-                trial = try_out(candidate.spec, part, candidate.config)
+                trial = try_out(candidate.spec, part, candidate.config, _COUNTED)
                 verdict = workload.judge(part, trial.operands)(trial.operands)
                 if not verdict.right:
                     raise Unfit(f"wrong: relative error {verdict.rel_err:.2e} in the simulator")
@@ -93,8 +96,7 @@ class ModelBench:
         part = workload_of(self._op).sample(self._problem, _SHARE)[0]
         weights = workload_of(self._op).read_bytes(part, trial.operands)
         limits = bounds(whole, weights / share, groups, trial.waves_a_simd)
-        issue_us = max(limits.issue_us, limits.lds_us)
-        return float(f"{max(limits.memory_us, limits.latency_us, issue_us):.3g}")
+        return float(f"{limits.longest_us:.3g}")
 
 
 def _refuse_spills(trial: Trial) -> None:
