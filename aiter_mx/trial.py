@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,7 @@ from aiter_mx.launch import build_request
 from aiter_mx.runtimes.base import PackedArgs, Region
 from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.sim.report import LaunchReport
-from aiter_mx.sim.roofline import Bounds, bounds
+from aiter_mx.sim.roofline import CUS, Bounds, bounds
 from aiter_mx.target import hardware
 from aiter_mx.workloads import workload_of
 
@@ -46,13 +46,25 @@ class Trial:
 
 
 def try_out(
-    spec: KernelSpec, problem: Problem, config: Config, options: SimOptions | None = None
+    spec: KernelSpec,
+    problem: Problem,
+    config: Config,
+    options: SimOptions | None = None,
+    cu_num: int = CUS,
 ) -> Trial:
-    """Run a gfx950 kernel once. Raises SimulatorError when it does what it must not."""
+    """Run a gfx950 kernel once. Raises SimulatorError when it does what it must not.
+
+    Args:
+        spec: the kernel.
+        problem: the shape and dtypes.
+        config: the kernel's compile-time parameters.
+        options: of the simulator; by default as the environment says.
+        cu_num: compute units that the kernel divides the problem among: fewer for a part of one.
+    """
     assert spec.module is not None
     if len(spec.modules) > 1:
         raise ValueError(f"{spec.op}/{spec.name} takes several launches, and one alone is nothing")
-    target, module = hardware("gfx950"), spec.module
+    target, module = replace(hardware("gfx950"), cu_num=cu_num), spec.module
     program = Program.from_image(build(build_request(spec, target, problem, config)).image)
     operands = workload_of(spec.op).operands(problem, _CPU)
     tensors = [*operands, *[None] * spec.nulls]

@@ -6,8 +6,9 @@
 //   y  [M, N]                   fp32, bf16 or fp16
 //   bias [N]                    any of these, or none
 //
-// A workgroup computes kRows consecutive outputs n for all m. Its waves take steps of K in turn and
-// share nothing until their sums are added, in a fixed order.
+// A workgroup computes up to kRows consecutive outputs n for all m: as many as any other, or one
+// more. Its waves take steps of K in turn and share nothing until their sums are added, in a fixed
+// order.
 //
 // w is operand A of the scaled matrix instruction, x is B. A tile is what two instructions take of
 // one operand: 16 rows of 256 k, in memory
@@ -179,20 +180,22 @@ MX_DEVICE int place_of_sums(int row_tile, int col_tile, int g, int column) {
 
 // Has the scalar arguments loaded at once: left alone, each is loaded where it is first used, and
 // the latencies add up.
-MX_DEVICE void wait_for_arguments(Offset M, Offset N, Offset K, int bias_kind) {
-    asm volatile("" ::"s"(M), "s"(N), "s"(K), "s"(bias_kind));
+MX_DEVICE void wait_for_arguments(Offset M, Offset N, Offset K, int bias_kind, unsigned rows_each,
+                                  Offset longer) {
+    asm volatile("" ::"s"(M), "s"(N), "s"(K), "s"(bias_kind), "s"(rows_each), "s"(longer));
 }
 
 MX_KERNEL(kThreads)
 aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
                      const unsigned char* ws, const void* bias, Out* y, Offset M, Offset N,
-                     Offset k_size, int bias_kind) {
-    const Offset first_row = (group_y() * kMaxGridX + group_x()) * kRows;
-    wait_for_arguments(M, N, k_size, bias_kind);
+                     Offset k_size, int bias_kind, unsigned rows_each, Offset longer) {
+    const Offset group = group_y() * kMaxGridX + group_x();
+    wait_for_arguments(M, N, k_size, bias_kind, rows_each, longer);
+    const bool is_longer = group < longer;
+    const Offset first_row = group * rows_each + (is_longer ? group : longer);
     if (first_row >= N)
         return;
-    const Offset rows_left = N - first_row;
-    const unsigned rows = rows_left < kRows ? rows_left : kRows;
+    const unsigned rows = rows_each + is_longer;
     const unsigned K = k_size;
     const int lane = thread_in_group() % kLanes;
     const int wave = wave_in_group();
@@ -229,8 +232,7 @@ aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const uns
     group_barrier();
     for (int i = thread_in_group(); i < static_cast<int>(M) * kRows; i += kThreads) {
         const int m = i / kRows, row = i % kRows;
-        const Offset n = first_row + row;
-        if (n >= N)
+        if (row >= static_cast<int>(rows))
             continue;
         float sum = 0.0f;
 #pragma unroll
@@ -242,6 +244,6 @@ aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const uns
                                                 f * kTileRows + m % kTileRows);
                 sum += reinterpret_cast<const float*>(lds[v] + place)[operand_row % 4];
             }
-        store(y + m * N + n, sum + added[row]);
+        store(y + m * N + first_row + row, sum + added[row]);
     }
 }

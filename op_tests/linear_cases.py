@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,16 +31,19 @@ def launch_linear(
     arguments: Operands,
     bias: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    cu_num: int | None = None,
 ) -> torch.Tensor:
     """The kernel's result on the CPU, in its own configuration where ``config`` is None.
 
-    Its output starts out poisoned, between guards that must stay so.
+    Its output starts out poisoned, between guards that must stay so. Work is divided as for so many
+    compute units, where ``cu_num`` says how many.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
     (M, K), N = arguments[0].shape, arguments[2].shape[0]
     bias_name = "none" if bias is None else names[bias.dtype]
     problem = LinearProblem(M, N, K, names[dtype], bias_name)
     target = target_of(device)
+    target = replace(target, cu_num=cu_num or target.cu_num)
     assert kernel.refusal(target, problem) is None
     config = config or kernel.configure(target, problem)
     kernel.check_config(config)

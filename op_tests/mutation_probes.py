@@ -11,7 +11,7 @@ import ctypes
 import mmap
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +31,7 @@ from aiter_mx.sim.faults import StuckError
 from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.target import hardware
 
-GFX950 = hardware("gfx950")
+GFX950 = replace(hardware("gfx950"), cu_num=1)  # whose workgroups have all the rows they may
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _GRID_X = 1 << 20  # workgroups in a grid's x, MX_MAX_GRID_X of the kernels
 _MAX_STEPS = 1 << 18  # of a launch; the probes take at most a quarter of them

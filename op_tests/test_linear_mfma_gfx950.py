@@ -49,8 +49,10 @@ def launch(
     bias: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     kernel: KernelSpec = MFMA,
+    cu_num: int = 1,
 ) -> torch.Tensor:
-    return launch_linear(kernel, device, config, arguments, bias, dtype)
+    """For one compute unit, workgroups have as many rows as they may."""
+    return launch_linear(kernel, device, config, arguments, bias, dtype, cu_num)
 
 
 # Between them these take every value of every parameter and every number of tiles of x. An odd
@@ -88,7 +90,8 @@ def test_random_shapes_match_float64(
         monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", draw.choice(SCHEDULES))
         monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
         M = draw.randint((col_tiles - 1) * tile_rows + 1, col_tiles * tile_rows)
-        N = draw.choice([1, draw.randint(2, 15), draw.randint(16, 70)])
+        most_n = config["row_tiles"] * tile_rows * draw.randint(1, 2)
+        N = draw.choice([1, draw.randint(2, 15), draw.randint(16, 70), most_n])
         K = 32 * max(1, draw.randint(1, min(most_k, 5_000) // 64) * 2 - odd_blocks)
         exponents = (-12, -6) if dtype == "fp16" else draw.choice([(-20, 20), (-6, 6)])
         drawn = operands(M, N, K, seed, scale_exponents=exponents)
@@ -98,7 +101,8 @@ def test_random_shapes_match_float64(
             bias = (torch.randn(N, dtype=torch.float64) * size).to(bias_dtype)
             if not bias.isfinite().all():
                 bias = None
-        out = launch(device, config, drawn, bias, DTYPES[dtype])
+        cu_num = draw.choice([1, 1, 3, 7, 256])
+        out = launch(device, config, drawn, bias, DTYPES[dtype], cu_num=cu_num)
         assert_close_to_reference(out, *drawn, bias)
 
 
@@ -209,13 +213,39 @@ def test_results_are_bitwise_the_same_whatever_the_order_of_waves(
     assert all(torch.equal(runs[0].view(torch.int32), run.view(torch.int32)) for run in runs)
 
 
+def test_results_are_bitwise_the_same_however_rows_are_divided(device: torch.device) -> None:
+    drawn, config = operands(13, 75, 1312, 5), config_of(2, 1, 3, 2)
+    runs = [
+        launch(device, config, drawn, dtype=torch.float32, cu_num=cu_num)
+        for cu_num in (1, 2, 4, 5, 20, 256)
+    ]
+    assert_close_to_reference(runs[0], *drawn)
+    assert all(torch.equal(runs[0].view(torch.int32), run.view(torch.int32)) for run in runs)
+
+
+@pytest.mark.parametrize("cu_num", [1, 6, 64, 256])
+def test_compute_units_have_as_many_rows_each(cu_num: int) -> None:
+    assert MFMA.module is not None
+    target = replace(GFX950, cu_num=cu_num)
+    for N in (1, 5, 63, 64, 100, 255, 256, 2304, 6144, 5000):
+        problem = LinearProblem(16, N, 6144)
+        for config in MFMA.candidates(target, problem)[:12]:
+            grid = MFMA.module.geometry(target, problem, config).grid
+            *_, each, longer = MFMA.module.scalars(target, problem, config)
+            groups = grid[0] * grid[1]
+            assert groups % cu_num == 0 or groups == N
+            assert groups * each + longer == N
+            assert each + (longer > 0) <= config["row_tiles"] * 16 // config["fold"]
+
+
 def test_more_workgroups_than_a_grid_row_holds(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "MAX_GRID_X", 2)
     drawn, config = operands(2, 53, 96, 4), config_of(1, 2, 1, 1)
     assert MFMA.module is not None
-    assert MFMA.module.geometry(GFX950, LinearProblem(2, 53, 96), config).grid == (2, 4, 1)
+    one = replace(GFX950, cu_num=1)
+    assert MFMA.module.geometry(one, LinearProblem(2, 53, 96), config).grid == (2, 4, 1)
     assert_close_to_reference(launch(device, config, drawn), *drawn)
 
 
@@ -223,12 +253,12 @@ def test_weights_above_4_gib_match_float64() -> None:
     # Of a grid that covers all of N, only its first workgroup in each row of the grid is launched.
     K, config = 320, config_of(1, 1, 2, 1)
     far = registry.MAX_GRID_X * 16
-    N = far + 11
+    N = far + 16
     assert far * K > 1 << 32 and MFMA.module is not None
     wq = torch.empty((N, K), dtype=torch.float8_e4m3fn)  # memory that is never touched is free
     ws = torch.empty((N, K // 32), dtype=torch.uint8)
     xq, xs, *near = operands(2, 16, K, 1)
-    _, _, *last = operands(2, 11, K, 2)
+    _, _, *last = operands(2, 16, K, 2)
     wq[:16], ws[:16], wq[far:], ws[far:] = *near, *last
     block = MFMA.module.geometry(GFX950, LinearProblem(2, N, K), config).block
     module = replace(MFMA.module, geometry=lambda *_: Geometry((1, 2, 1), block))
@@ -250,7 +280,8 @@ def test_the_op_takes_mfma_for_decode_shapes_and_reads_each_weight_once(
         config = MFMA.configure(GFX950, LinearProblem(M, N, K))
     report = last_report()
     assert report is not None
-    groups = N * config["fold"] // (16 * config["row_tiles"])
+    groups = registry._work(GFX950, LinearProblem(M, N, K), config).groups
+    assert groups % GFX950.cu_num == 0
     assert report.bytes_read == (N + groups * M) * (K + K // 32)
     assert report.bytes_written == 2 * M * N
     assert report.scratch_bytes == 0
@@ -285,7 +316,7 @@ def test_no_variant_that_may_be_chosen_spills() -> None:
             continue  # fewer waves have the registers of 8; folds and an odd block take a few more
         for col_tiles in range(1, 5):
             problem = LinearProblem(8 * col_tiles, 2304, (1 << 17) + 32)
-            if registry._resident(config, registry._work(problem, config)):
+            if registry._resident(config, registry._work(GFX950, problem, config)):
                 key = (config["row_tiles"], col_tiles, config["waves"])
                 most[key] = max(
                     most.get(key, (problem, config)),
@@ -298,7 +329,7 @@ def test_no_variant_that_may_be_chosen_spills() -> None:
         for kernel in parse_code_object(built.image).kernels.values():
             spilled = (kernel.vgpr_spills, kernel.sgpr_spills, kernel.agprs, kernel.scratch_bytes)
             assert spilled == (0, 0, 0, 0), f"{request}: {kernel}"
-            expected = registry._registers(entry[1], registry._work(*entry).col_tiles)
+            expected = registry._registers(entry[1], registry._work(GFX950, *entry).col_tiles)
             assert waves_a_simd(kernel.vgprs) >= waves_a_simd(expected), f"{request}: {kernel}"
 
 
@@ -319,10 +350,10 @@ def test_enough_bytes_of_weights_are_under_way(M: int, N: int, K: int) -> None:
     """A latency's worth at full speed on each busy compute unit, or else all of its weights."""
     problem = LinearProblem(M, N, K)
     config = MFMA.configure(GFX950, problem)
-    work = registry._work(problem, config)
+    work = registry._work(GFX950, problem, config)
     at_once = min(registry._resident(config, work), -(-work.groups // GFX950.cu_num))
     steps = min(work.steps, config["waves"] * config["unroll"])
-    under_way = at_once * steps * config["row_tiles"] * 16 * 256
+    under_way = at_once * steps * work.rows * config["fold"] * 256
     busy = min(work.groups, GFX950.cu_num)
     latency_bytes = registry._LATENCY_CYCLES * registry._BYTES_A_CYCLE * GFX950.cu_num / busy
     assert under_way >= min(latency_bytes, N * K / busy)

@@ -1,8 +1,9 @@
 """Candidates judged without a GPU: compiled for gfx950, run in the simulator, bounded by a model.
 
-A part of the problem is simulated, in strict mode, on two random inputs, and must give what the
-reference gives; the counters, scaled to the whole, give a bound on the time on an MI355X. It is the
-largest of these, for the compute unit with the most workgroups:
+A part of the problem is simulated as that part of a GPU would have it, in strict mode, on two
+random inputs, and must give what the reference gives; the counters, scaled to the whole, give a
+bound on the time on an MI355X. It is the largest of these, for the compute unit with the most
+workgroups:
 
 - memory: its share of the weights at 8 TB/s over 256 CUs;
 - latency: the bytes that a wave waits for at a time, over the waves that fit by registers and LDS
@@ -24,7 +25,7 @@ from aiter_mx.errors import AiterMxError
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport
-from aiter_mx.sim.roofline import bounds
+from aiter_mx.sim.roofline import CUS, bounds
 from aiter_mx.target import hardware
 from aiter_mx.trial import Trial, try_out
 from aiter_mx.tuning.builds import Ahead, build_of
@@ -59,10 +60,11 @@ class ModelBench:
             raise Unfit("it is made of other ops, and only single kernels are simulated")
         workload = workload_of(self._op)
         part, share = workload.sample(self._problem, _SHARE)
+        cu_num = max(1, round(CUS * share))
         rel_err = 0.0
         try:
             for _ in range(2):
-                trial = try_out(candidate.spec, part, candidate.config, _COUNTED)
+                trial = try_out(candidate.spec, part, candidate.config, _COUNTED, cu_num)
                 verdict = workload.judge(part, trial.operands)(trial.operands)
                 if not verdict.right:
                     raise Unfit(f"wrong: relative error {verdict.rel_err:.2e} in the simulator")

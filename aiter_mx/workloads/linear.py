@@ -12,6 +12,7 @@ from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import Parts
 from aiter_mx.launch import Run, Tensors
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.sim.roofline import CUS
 from aiter_mx.target import Target
 from aiter_mx.timing import random_mx
 from aiter_mx.tuning.models import Model
@@ -82,7 +83,9 @@ def _in_parts(chosen: Route, target: Target, parts: Parts, device: torch.device)
 
 
 def _sample(problem: LinearProblem, share: float) -> tuple[LinearProblem, float]:
+    """The rows of w that so many whole compute units have."""
     rows = min(problem.N, max(_SAMPLE_ROWS, round(problem.N * share)))
+    rows = -(-CUS * rows // problem.N) * problem.N // CUS
     return replace(problem, N=rows), rows / problem.N
 
 

@@ -15,6 +15,7 @@ from aiter_mx.kernels.linear.problem import (
 )
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
+    Arg,
     Config,
     Geometry,
     KernelSpec,
@@ -39,7 +40,6 @@ MAX_M = 64
 MAX_K = 1 << 25  # offsets within the rows of a workgroup, at most 64, are below 2^31
 _SIDE = 16  # rows of an operand of the matrix instruction
 _TILE_K = 256  # of one operand row in a tile
-_TILE_BYTES = _SIDE * _TILE_K * 33 // 32
 _BLOCK = 32
 _MOST_COL_TILES = 4
 _MOST_CANDIDATES = 48
@@ -62,19 +62,26 @@ class _Work:
     Attributes:
         col_tiles: tiles of x.
         groups: workgroups.
+        rows: of w, of the largest of them.
         steps: tiles along K.
     """
 
     col_tiles: int
     groups: int
+    rows: int
     steps: int
 
 
-def _work(problem: LinearProblem, config: Config) -> _Work:
+def _work(target: Target, problem: LinearProblem, config: Config) -> _Work:
+    """Workgroups are as many on each compute unit, where there are rows for them: the busiest has
+    no more of them then, and each has fewer rows."""
     fold = config["fold"]
+    needed = -(-problem.N * fold // (_SIDE * config["row_tiles"]))
+    groups = min(problem.N, -(-needed // target.cu_num) * target.cu_num)
     return _Work(
         col_tiles=-(-problem.M * fold // _SIDE),
-        groups=-(-problem.N * fold // (_SIDE * config["row_tiles"])),
+        groups=groups,
+        rows=-(-problem.N // max(groups, 1)),
         steps=-(-problem.K // (_TILE_K * fold)),
     )
 
@@ -91,7 +98,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 
 def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
     """A quantisation first, where doing it here costs more or takes too much of something."""
-    work = _work(problem, config)
+    work = _work(target, problem, config)
     fits = problem.K < MAX_K // 2 and _resident(config, work, quantises=True) > 0
     if fits and quantise_pays(target, problem, work.groups, _QUANTISING):
         return ()
@@ -121,7 +128,7 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
     """The configurations that fit and waste no wave: those of the lowest bounds, best first."""
 
     def suits(config: Config) -> bool:
-        work = _work(problem, config)
+        work = _work(target, problem, config)
         waves, unroll = config["waves"], config["unroll"]
         return (
             work.col_tiles <= _MOST_COL_TILES
@@ -142,9 +149,9 @@ def _fewest_waves(steps: int, waves: int, unroll: int) -> int:
 
 def _cycles(target: Target, problem: LinearProblem, config: Config) -> tuple[float, ...]:
     """A bound on the time in cycles; then what to have less of where bounds are equal."""
-    work, row_tiles = _work(problem, config), config["row_tiles"]
+    work, row_tiles = _work(target, problem, config), config["row_tiles"]
     of_busiest = -(-work.groups // target.cu_num)
-    memory = work.groups * work.steps * row_tiles * _TILE_BYTES / (target.cu_num * _BYTES_A_CYCLE)
+    memory = of_busiest * work.rows * problem.K * 33 / 32 / _BYTES_A_CYCLE
     loads = of_busiest * work.steps * (row_tiles + work.col_tiles) * _TILE_CYCLES
     under_way = config["waves"] * config["unroll"]
     rounds = -(-work.steps // under_way) * -(-of_busiest // _resident(config, work))
@@ -164,7 +171,7 @@ def _configure(target: Target, problem: LinearProblem) -> Config:
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     return {
         "MX_ROW_TILES": config["row_tiles"],
-        "MX_COL_TILES": _work(problem, config).col_tiles,
+        "MX_COL_TILES": _work(target, problem, config).col_tiles,
         "MX_FOLD": config["fold"],
         "MX_WAVES": config["waves"],
         "MX_UNROLL": config["unroll"],
@@ -176,7 +183,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
 
 
 def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
-    groups = _work(problem, config).groups
+    groups = _work(target, problem, config).groups
     return Geometry(
         grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1),
         block=(config["waves"] * target.wave_size, 1, 1),
@@ -184,13 +191,15 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
 
 
 def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
-    return (problem.M, problem.N, problem.K, DTYPE_CODES[problem.bias])
+    groups = max(1, _work(target, problem, config).groups)
+    sizes = (problem.M, problem.N, problem.K, DTYPE_CODES[problem.bias])
+    return (*sizes, problem.N // groups, problem.N % groups)
 
 
 MODULE = Module(
     sources={"gfx950": "linear_mfma_gfx950.cu"},
     symbol="aiter_mx_linear_mfma",
-    args=MFMA_ARGS,
+    args=(*MFMA_ARGS, Arg("rows_each", "i32"), Arg("longer_groups", "i64")),
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
