@@ -158,7 +158,7 @@ def test_bounds_are_those_of_the_busiest_compute_unit() -> None:
         "k", waves=3 * 257, seconds=0.0, mnemonics={"v_add_u32_e32": 257 * 9600}, waits=10,
         mfma_passes={"scaled fp8 x fp8": 257 * 4800}, bytes_read=257 << 14,
         in_flight_bytes=10 << 10, lds_bytes_read=257 * 128 * 1000, lds_conflicts=257 * 200,
-        address_cycles=257 * 24_000,
+        address_cycles=257 * 24_000, latencies=257 * 3,
     )  # fmt: skip
     found = bounds(report, minimal_bytes=257 * 31250, groups=257, waves_a_simd=1)
     assert found.memory_us == pytest.approx(2.0)  # two workgroups' bytes at 31,250 a microsecond
@@ -167,7 +167,32 @@ def test_bounds_are_those_of_the_busiest_compute_unit() -> None:
     assert found.lds_us == pytest.approx(2 * 0.5)
     assert found.address_us == pytest.approx(2 * 10.0) == found.longest_us
     assert (found.wave_bytes, found.cu_bytes) == (1024, 4096)  # four of six waves fit
-    assert found.latency_us == pytest.approx(2 * 16 / 4)
+    assert found.latency_us == pytest.approx(2 * 3.0)  # one workgroup after the other
     full = bounds(report, minimal_bytes=0, groups=257, waves_a_simd=8)
-    assert full.cu_bytes == 6 * 1024
+    assert (full.cu_bytes, full.latency_us) == (6 * 1024, 3.0)
     assert bounds(replace(report, address_cycles=0), 0, 257, 1).longest_us == found.issue_us
+
+
+CHAINS = """
+KERNEL(256) chains(const u32* in, u32* out, int links) {
+    SHARED u32 last[256];
+    int thread = lane_id();
+    u32 at = in[thread % 64], beside = in[thread % 64 + 64];
+    if (thread / 64 == 1)
+        for (int i = 1; i < links; i++)
+            at = in[at];
+    last[thread] = at + beside;
+    barrier();
+    out[thread] = in[last[thread ^ 64] & 127];
+}
+"""
+
+
+def test_latencies_are_those_of_the_longest_chain_of_loads() -> None:
+    data = np.random.default_rng(4).integers(0, 64, 128, dtype=np.uint32)
+    for links in (1, 2, 5):
+        out = np.zeros(256, np.uint32)
+        for schedule in ("random", "round-robin", "run-to-barrier"):
+            report = launch(program(CHAINS), "chains", 3, 256, [data, out, links], access="rw",
+                            options=SimOptions(schedule=schedule))  # fmt: skip
+            assert report.latencies == 3 * (links + 1)  # after the barrier all waves have waited

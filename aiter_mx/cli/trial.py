@@ -70,7 +70,7 @@ def _limits(trial: Trial) -> dict[str, float]:
     return {
         "operands and results at 8 TB/s, all CUs alike": trial.minimal_bytes / MEMORY_BYTES_A_US,
         "the same, work divided as the grid is": bounds.memory_us,
-        "latency: all loads, 1 us a wait": bounds.latency_us,
+        "latency: waits in a row, 1 us each": bounds.latency_us,
         "vector instructions": bounds.valu_us,
         "matrix instructions": bounds.mfma_us,
         "LDS, conflicts included": bounds.lds_us,

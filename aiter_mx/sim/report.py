@@ -34,6 +34,7 @@ class CFault(ctypes.Structure):
 COUNTERS = (
     "bytes_read", "bytes_written", "scalar_bytes_read", "lds_bytes_read", "lds_bytes_written",
     "lds_conflicts", "scratch_bytes", "waits", "in_flight_bytes", "address_cycles",
+    "latencies",
 )  # fmt: skip
 
 
@@ -61,6 +62,9 @@ class LaunchReport:
             because lanes served together want different dwords of one bank.
         address_cycles: likewise, cycles of the address units for vector memory: one for four
             neighbouring lanes in one line of 128 bytes, else one for each of them.
+        latencies: strict mode: how many waits for vector memory follow each other, each for what
+            was issued after the one before, in the workgroup's wave that has most of them, barriers
+            taken into account; summed over workgroups.
         scratch_bytes: private memory traffic.
         waits: strict mode: waits for vector memory that had something to wait for.
         in_flight_bytes: strict mode: bytes of loads under way, summed over those waits.
@@ -80,6 +84,7 @@ class LaunchReport:
     lds_bytes_written: int = 0
     lds_conflicts: int = 0
     address_cycles: int = 0
+    latencies: int = 0
     scratch_bytes: int = 0
     waits: int = 0
     in_flight_bytes: int = 0

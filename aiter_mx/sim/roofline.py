@@ -24,7 +24,8 @@ class Bounds:
 
     Attributes:
         memory_us: its share of the bytes that must be moved, at its share of the bandwidth.
-        latency_us: all bytes it reads, in waits of one microsecond for what is under way then.
+        latency_us: a microsecond for each wait for memory that follows another one, in each round
+            of the workgroups that it holds at once.
         valu_us: vector instructions, at 4 cycles each.
         mfma_us: passes of the matrix units, at 4 cycles each.
         lds_us: bytes to and from LDS at 128 bytes a cycle, and a cycle for each bank conflict.
@@ -66,13 +67,15 @@ def bounds(report: LaunchReport, minimal_bytes: float, groups: int, waves_a_simd
     groups_of_busiest = -(-groups // CUS)
     share = groups_of_busiest / groups
     resident = min(waves_a_simd * SIMDS, groups_of_busiest * report.waves // groups)
+    at_once = max(1, waves_a_simd * SIMDS // max(1, round(report.waves / groups)))
+    rounds = -(-groups_of_busiest // at_once)
     wave_bytes = report.in_flight_bytes / max(report.waits, 1)
     cu_bytes = resident * wave_bytes
     simd_us = share / SIMDS / CYCLES_A_US
     lds_cycles = (report.lds_bytes_read + report.lds_bytes_written) / LDS_BYTES_A_CYCLE
     return Bounds(
         memory_us=minimal_bytes * share * CUS / MEMORY_BYTES_A_US,
-        latency_us=report.bytes_read * share / cu_bytes * LATENCY_US if cu_bytes else 0.0,
+        latency_us=rounds * report.latencies / groups * LATENCY_US,
         valu_us=report.by_class.get("valu", 0) * VALU_CYCLES * simd_us,
         mfma_us=sum(report.mfma_passes.values()) * PASS_CYCLES * simd_us,
         lds_us=(lds_cycles + report.lds_conflicts) * share / CYCLES_A_US,

@@ -6,8 +6,8 @@ bound on the time on an MI355X. It is the largest of these, for the compute unit
 workgroups:
 
 - memory: its share of the weights at 8 TB/s over 256 CUs;
-- latency: the bytes that a wave waits for at a time, over the waves that fit by registers and LDS
-  of the compiled object, each wait taking one microsecond;
+- latency: the waits for memory that follow each other, each taking one microsecond, in as many
+  rounds as it takes workgroups that fit by registers and LDS of the compiled object;
 - issue: vector instructions at 4 cycles each and matrix passes at theirs, on 4 SIMDs;
 - LDS by its bytes and bank conflicts, and the unit that takes the addresses of vector memory.
 
@@ -127,4 +127,5 @@ def _scaled(report: LaunchReport, factor: float) -> LaunchReport:
         address_cycles=times(report.address_cycles),
         waits=times(report.waits),
         in_flight_bytes=times(report.in_flight_bytes),
+        latencies=times(report.latencies),
     )

@@ -79,7 +79,7 @@ typedef struct {
 typedef struct {
     u64 bytes_read, bytes_written, scalar_bytes_read;
     u64 lds_bytes_read, lds_bytes_written, lds_conflicts, scratch_bytes, waits, in_flight_bytes;
-    u64 address_cycles;
+    u64 address_cycles, latencies;
 } Counters;
 
 // One launch, shared by the threads that run it. aiter_mx/sim/program.py mirrors this layout.
@@ -95,7 +95,7 @@ typedef struct {
 
 // A vector-memory or LDS operation whose counter has not been waited for.
 typedef struct {
-    u32 instruction, bytes;
+    u32 instruction, bytes, depth; // depth: of the wave when it was issued
     u16 reg, reg_count;
     u8 is_scalar, touches_lds, is_write, is_copy, size, is_waiting;
     u64 lanes;
@@ -115,6 +115,7 @@ typedef struct Wave {
     u64 exec;
     u32 s[SGPRS];
     u32 scc, pc, id, state;
+    u32 depth; // memory latencies that it has waited for, one after the other
     i64 budget, wait_cost;
     u32 mode; // MODE register: bits 4-5 f32 denormals, 23 FP16_OVFL
     u32* v;

@@ -290,6 +290,10 @@ static void complete_oldest(Wave* w, u32 count);
 static void retire(Wave* w, Queue* q, u32 count) {
     if (q == &w->vm && UNLIKELY(w->group->launch->delay))
         complete_oldest(w, count);
+    if (q == &w->vm) { // of operations waited for, none is deeper than the youngest
+        u32 depth = queued(q, count - 1)->depth + 1;
+        w->depth = depth > w->depth ? depth : w->depth;
+    }
     for (u32 i = 0; i < count; i++)
         settle(w, queued(q, i));
     q->first += count;
@@ -349,6 +353,7 @@ NOINLINE Pending* enqueue(Wave* w, Queue* q, u32 max, u32 instruction, u32 reg, 
 NOINLINE void issue_vm(Wave* w, u32 instruction, u32 reg, u32 count, u32 size) {
     Pending* p = enqueue(w, &w->vm, VM_MAX, instruction, reg, count);
     p->bytes = size * (u32)__builtin_popcountll(w->exec);
+    p->depth = w->depth;
 }
 NOINLINE void issue_scalar(Wave* w, u32 instruction, u32 reg, u32 count) {
     Pending* p = enqueue(w, &w->lgkm, LGKM_MAX, instruction, 0, 0);
@@ -386,14 +391,4 @@ static void carry_over(Wave* w) {
                                  .is_write = p->is_write,
                                  .who = p->is_copy ? BY_COPY + w->id : w->id});
         }
-}
-static void next_epoch(Group* g) {
-    if (++g->epoch > LAST_EPOCH) {
-        g->epoch = FIRST_EPOCH;
-        for (u32 i = 0; i < g->launch->lds_bytes; i++) {
-            if (g->writer[i])
-                g->writer[i] = SETTLED;
-            g->reader[i] = 0;
-        }
-    }
 }

@@ -15,6 +15,7 @@ static void begin_wave(Group* g, Wave* w, u32 id) {
     w->group = g;
     w->state = YIELDED;
     w->pc = launch->entry_pc;
+    w->depth = 0;
     w->wait_cost = launch->schedule == ROUND_ROBIN ? 2 * LONG_RUN : 1;
     w->sset[0] = w->sset[1] = 0;
     w->vm.first = w->vm.count = w->lgkm.first = w->lgkm.count = 0;
@@ -27,6 +28,24 @@ static void begin_wave(Group* g, Wave* w, u32 id) {
     u32 left = lanes - 64 * id;
     set_exec(w, left >= 64 ? ~0ull : (1ull << left) - 1);
     start_wave(w);
+}
+
+static void next_epoch(Group* g) {
+    if (++g->epoch > LAST_EPOCH) {
+        g->epoch = FIRST_EPOCH;
+        for (u32 i = 0; i < g->launch->lds_bytes; i++) {
+            if (g->writer[i])
+                g->writer[i] = SETTLED;
+            g->reader[i] = 0;
+        }
+    }
+}
+
+static u32 deepest(const Group* g) {
+    u32 depth = 0;
+    for (u32 i = 0; i < g->wave_count; i++)
+        depth = g->waves[i]->depth > depth ? g->waves[i]->depth : depth;
+    return depth;
 }
 
 static void run_group(Group* g, u64 index) {
@@ -55,12 +74,16 @@ static void run_group(Group* g, u64 index) {
             waiting += g->waves[i]->state == AT_BARRIER;
         }
         if (!ready) {
-            if (!waiting)
+            u32 depth = deepest(g);
+            if (!waiting) {
+                g->counters->latencies += depth;
                 return;
+            }
             next_epoch(g);
             for (u32 i = 0; i < g->wave_count; i++)
                 if (g->waves[i]->state == AT_BARRIER) {
                     g->waves[i]->state = YIELDED;
+                    g->waves[i]->depth = depth;
 #if STRICT
                     carry_over(g->waves[i]);
 #endif
