@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from aiter_mx.errors import BuildError, ToolchainError
@@ -152,8 +154,7 @@ def _source_key(request: BuildRequest) -> str:
     whole = hashlib.sha256()
     parts: list[object] = [request.arch, *vendor_of(request.arch).FLAGS]
     parts += [f"{name}={value}" for name, value in sorted(request.defines)]
-    for name, text in _texts(request):
-        parts += [name, hashlib.sha256(text).hexdigest()]
+    parts += [part for name, source in _sources(request) for part in (name, source.digest)]
     whole.update("\0".join(map(str, parts)).encode())
     return whole.hexdigest()[:32]
 
@@ -163,27 +164,60 @@ def _compiler_key(tool: Toolchain) -> str:
     return hashlib.sha256("\0".join([tool.identity, *steering]).encode()).hexdigest()[:16]
 
 
-def _texts(request: BuildRequest) -> list[tuple[str, bytes]]:
+@dataclass(frozen=True)
+class _Source:
+    """A source file as it was read.
+
+    Attributes:
+        stamp: its length and when it was changed.
+        digest: of its text.
+        includes: what it names in include lines.
+    """
+
+    stamp: tuple[int, int]
+    digest: str
+    includes: tuple[str, ...]
+
+
+_read_before: dict[Path, _Source] = {}
+
+
+def _read(path: Path) -> _Source:
+    """A source file, read again where it may have changed."""
+    status = path.stat()
+    stamp = status.st_size, status.st_mtime_ns
+    kept = _read_before.get(path)
+    if kept is not None and kept.stamp == stamp:
+        return kept
+    text = path.read_bytes()
+    if _COMPUTED_INCLUDE.search(text):
+        raise ValueError(f"{path} includes what a macro names; the cache key would not see it")
+    names = tuple(os.fsdecode(name) for name in _INCLUDE.findall(text))
+    source = _Source(stamp, hashlib.sha256(text).hexdigest(), names)
+    if time.time_ns() - status.st_mtime_ns > cache.TICK_NS:
+        _read_before[path] = source
+    return source
+
+
+def _sources(request: BuildRequest) -> list[tuple[str, _Source]]:
     """The source and everything under ``csrc/`` that it includes, whatever the preprocessor's
-    conditions, as names and texts in the order in which they are met."""
+    conditions, with their names, in the order in which they are met."""
     csrc = csrc_dir()
     source = csrc / request.source
     if not source.is_file():
         raise ValueError(f"there is no kernel source {request.source!r} in {csrc}")
     include_dirs = _include_dirs(request.arch)
-    texts: dict[Path, bytes] = {}
+    found: dict[Path, _Source] = {}
     waiting = [source]
     while waiting:
         path = waiting.pop(0)
-        if path in texts:
+        if path in found:
             continue
-        texts[path] = path.read_bytes()
-        if _COMPUTED_INCLUDE.search(texts[path]):
-            raise ValueError(f"{path} includes what a macro names; the cache key would not see it")
-        for name in _INCLUDE.findall(texts[path]):
-            places = [folder / os.fsdecode(name) for folder in (path.parent, *include_dirs)]
-            waiting += [place for place in places if place.is_file()][:1]
-    return [(os.path.relpath(path, csrc), text) for path, text in texts.items()]
+        found[path] = _read(path)
+        for name in found[path].includes:
+            places = (folder / name for folder in (path.parent, *include_dirs))
+            waiting += islice(filter(Path.is_file, places), 1)
+    return [(os.path.relpath(path, csrc), source) for path, source in found.items()]
 
 
 def _compile(request: BuildRequest, sources: str, tool: Toolchain, out: Path) -> None:

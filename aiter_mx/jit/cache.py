@@ -17,9 +17,11 @@ import stat
 import tempfile
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 from aiter_mx.errors import BuildError, CacheError
@@ -27,9 +29,12 @@ from aiter_mx.jit.lock import build_lock
 
 _LOG = logging.getLogger("aiter_mx")
 _ABANDONED_S = 3600
+TICK_NS = 10**9
+"""Far longer than between two times of change that a file system can tell apart."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NAME = re.compile(r"(?P<key>[\w-]+)\.(?P<digest>[0-9a-f]{32})\.(?P<suffix>\w+)")
 
+_listings: dict[Path, tuple[int, list[str]]] = {}
 _thread_locks: dict[tuple[int, str], threading.Lock] = {}
 _unshared: dict[str, Artifact] = {}
 _warned: set[str] = set()
@@ -133,16 +138,27 @@ def _named(kind: str, prefix: str, suffix: str) -> list[Path]:
     if root is None:
         return []
     try:
-        # A tuner looks a thousand times into a folder of thousands: no Path for each name.
-        every = os.listdir(root / kind)  # noqa: PTH208
-        names = sorted(name for name in every if name.startswith(prefix))
+        every = _listing(root / kind)
     except FileNotFoundError:
         return []
     except OSError as error:
         _warn_once(f"the cache folder {root} cannot be read: {error.strerror}")
         return []
+    names = takewhile(lambda name: name.startswith(prefix), every[bisect_left(every, prefix) :])
     matches = ((name, _NAME.fullmatch(name)) for name in names)
     return [root / kind / name for name, match in matches if match and match["suffix"] == suffix]
+
+
+def _listing(folder: Path) -> list[str]:
+    """The names in a folder, sorted: a tuner looks a thousand times into one of thousands."""
+    changed_at = folder.stat().st_mtime_ns
+    kept = _listings.get(folder)
+    if kept is not None and kept[0] == changed_at:
+        return kept[1]
+    names = sorted(os.listdir(folder))  # noqa: PTH208  no Path for each name
+    if time.time_ns() - changed_at > TICK_NS:  # no later change can have the same time
+        _listings[folder] = changed_at, names
+    return names
 
 
 def _read(path: Path) -> bytes | None:
