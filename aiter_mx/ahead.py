@@ -114,7 +114,6 @@ def build_requests(
                 chosen if op == chosen.op else route(op, target, part) for op, part in parts
             ]
             requests |= dict.fromkeys(build_requests(target, [part for _, part in parts], of_parts))
-            continue
-        for module in spec.modules:
+        for module in spec.around if parts else spec.modules:
             requests[module_request(module, target, problem, chosen.config)] = None
     return list(requests)

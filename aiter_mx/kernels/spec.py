@@ -125,6 +125,7 @@ class KernelSpec:
         module: for backend ``hip``, how to build and launch it.
         before: what is launched ahead of it on the same stream, in order, such as a pass that
             prepares operands. All take the same pointers.
+        around: of a kernel without a module, what it launches beside its parts.
         nulls: pointers after those of the op's tensors that are null, for a kernel of another op.
         workspace_bytes: memory that the launches share and that lasts for one call, or 0; where it
             is not, they have one more pointer, the last. It may hold anything at first.
@@ -143,6 +144,7 @@ class KernelSpec:
     candidates: Callable[[Target, Problem], Sequence[Config]]
     module: Module | None = None
     before: tuple[Module, ...] = ()
+    around: tuple[Module, ...] = ()
     nulls: int = 0
     workspace_bytes: Callable[[Target, Problem, Config], int] = lambda target, problem, config: 0
     parts: Callable[[Target, Problem, Config], Parts] = lambda target, problem, config: ()

@@ -56,18 +56,6 @@ def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
     return f"{rows:.0f} rows of an expert are fewer than the {least} that pay for gathering them"
 
 
-GROUPED = KernelSpec(
-    op="moe_gemm",
-    backend="hip",
-    name="grouped",
-    params=(),
-    refusal=_refusal,
-    configure=lambda target, problem: {},
-    candidates=lambda target, problem: ({},),
-    yields=_yields,
-)
-
-
 def _gather_defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
     return {"MX_WAVES": _WAVES, "MX_EXPERTS": max(64, 1 << (problem.E - 1).bit_length())}
 
@@ -150,4 +138,17 @@ SCATTER = KernelSpec(
             *(p.blocks, p.block_m, p.alpha, p.beta, p.limit),
         ),
     ),
+)
+
+GROUPED = KernelSpec(
+    op="moe_gemm",
+    backend="hip",
+    name="grouped",
+    params=(),
+    refusal=_refusal,
+    configure=lambda target, problem: {},
+    candidates=lambda target, problem: ({},),
+    around=tuple(step.module for step in (GATHER, SCATTER) if step.module),
+    parts=lambda target, problem, config: (("grouped_gemm", grouped_problem(problem)),),
+    yields=_yields,
 )
