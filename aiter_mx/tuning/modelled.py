@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+
 from aiter_mx.errors import AiterMxError
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.sim.program import SimOptions
@@ -59,18 +61,20 @@ class ModelBench:
         if spec.module is None or spec.parts(hardware("gfx950"), self._problem, config):
             raise Unfit("it is made of other ops, and only single kernels are simulated")
         workload = workload_of(self._op)
-        part, share = workload.sample(self._problem, _SHARE)
+        part, read_bytes = workload.sample(self._problem, _SHARE), workload.read_bytes
+        share = read_bytes(part, None) / read_bytes(self._problem, None)
         cu_num = max(1, round(CUS * share))
         rel_err = 0.0
         try:
-            for _ in range(2):
+            for seed in range(2):
+                torch.manual_seed(seed)  # all candidates get the same routing
                 trial = try_out(candidate.spec, part, candidate.config, _COUNTED, cu_num)
                 verdict = workload.judge(part, trial.operands)(trial.operands)
                 if not verdict.right:
                     raise Unfit(f"wrong: relative error {verdict.rel_err:.2e} in the simulator")
                 rel_err = max(rel_err, verdict.rel_err)
             _refuse_spills(trial)
-            self._us[candidate] = self._bound_us(candidate, trial, share)
+            self._us[candidate] = self._bound_us(candidate, trial, part)
         except Unfit:
             raise
         except (AiterMxError, ValueError) as error:
@@ -89,15 +93,15 @@ class ModelBench:
     def build_of(self, candidate: Candidate) -> str:
         return build_of(hardware("gfx950"), self._problem, candidate)
 
-    def _bound_us(self, candidate: Candidate, trial: Trial, share: float) -> float:
+    def _bound_us(self, candidate: Candidate, trial: Trial, part: Problem) -> float:
         module = candidate.spec.module
         assert module is not None
         launch = module.geometry(hardware("gfx950"), self._problem, candidate.config)
         groups = launch.grid[0] * launch.grid[1] * launch.grid[2]
-        whole = _scaled(trial.report, 1 / share)
-        part = workload_of(self._op).sample(self._problem, _SHARE)[0]
-        weights = workload_of(self._op).read_bytes(part, trial.operands)
-        limits = bounds(whole, weights / share, groups, trial.waves_a_simd)
+        read_bytes = workload_of(self._op).read_bytes
+        weights = read_bytes(self._problem, None)
+        whole = _scaled(trial.report, weights / read_bytes(part, trial.operands))
+        limits = bounds(whole, weights, groups, trial.waves_a_simd)
         return float(f"{limits.longest_us:.3g}")
 
 

@@ -64,8 +64,8 @@ def _another(problem: GroupedGemmProblem, operands: Operands) -> Operands:
     return [*operands[:2], *weights, operands[4], torch.empty_like(out), *operands[6:]]
 
 
-def _read_bytes(problem: GroupedGemmProblem, operands: Operands) -> int:
-    return problem.G * problem.N * problem.K * (BLOCK + 1) // BLOCK
+def _read_bytes(problem: GroupedGemmProblem, operands: Operands | None) -> float:
+    return problem.G * problem.N * problem.K * (BLOCK + 1) / BLOCK
 
 
 def _judge(problem: GroupedGemmProblem, tensors: Tensors) -> Judge:
@@ -113,14 +113,14 @@ def _fallbacks(problem: GroupedGemmProblem) -> Mapping[str, Fallback]:
     return grouped_gemm.fallbacks(problem)
 
 
-def _sample(problem: GroupedGemmProblem, share: float) -> tuple[GroupedGemmProblem, float]:
+def _sample(problem: GroupedGemmProblem, share: float) -> GroupedGemmProblem:
     """Two groups of their usual size, and some of the output features."""
     groups = min(problem.G, 2)
     M = problem.M // problem.G * groups
     N = min(problem.N, max(_SAMPLE_ROWS, round(problem.N * share)))
     if M == 0:
-        return problem, 1.0
-    return replace(problem, G=groups, M=M, N=N), M * N / (problem.M * problem.N)
+        return problem
+    return replace(problem, G=groups, M=M, N=N)
 
 
 def _problems(model: Model, gpus: int, arch: str) -> list[GroupedGemmProblem]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -24,6 +25,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 _MOST_OVERLAPPING = 8
 """Rows of x up to which tables have launches that overlap too: beyond, products outlast reading,
 and starting to read early gains little."""
+_MOST_QUANTISED_IN_PLACE = 2
+"""Rows of x up to which tables have x that is yet to be quantised: with more, a launch of its own
+pays, and what follows it has rows already."""
 _SAMPLE_ROWS = 192
 """Of w that the simulator needs at least: a few workgroups of any kernel."""
 
@@ -46,8 +50,8 @@ def _another(problem: LinearProblem, operands: Operands) -> Operands:
     return [xq, xs, *random_mx(problem.N, problem.K, wq.device), bias, torch.empty_like(out)]
 
 
-def _read_bytes(problem: LinearProblem, operands: Operands) -> int:
-    return problem.N * problem.K * (BLOCK + 1) // BLOCK
+def _read_bytes(problem: LinearProblem, operands: Operands | None) -> float:
+    return problem.N * problem.K * (BLOCK + 1) / BLOCK
 
 
 def _judge(problem: LinearProblem, tensors: Tensors) -> Judge:
@@ -82,21 +86,30 @@ def _in_parts(chosen: Route, target: Target, parts: Parts, device: torch.device)
     return in_parts(chosen, target, parts, device)
 
 
-def _sample(problem: LinearProblem, share: float) -> tuple[LinearProblem, float]:
+def _sample(problem: LinearProblem, share: float) -> LinearProblem:
     """The rows of w that so many whole compute units have."""
     rows = min(problem.N, max(_SAMPLE_ROWS, round(problem.N * share)))
-    rows = -(-CUS * rows // problem.N) * problem.N // CUS
-    return replace(problem, N=rows), rows / problem.N
+    return replace(problem, N=-(-CUS * rows // problem.N) * problem.N // CUS)
 
 
 def _problems(model: Model, gpus: int, arch: str) -> list[LinearProblem]:
     return [
-        LinearProblem(M=M, N=N, K=K, pdl=pdl)
+        LinearProblem(M=M, N=N, K=K, **kind)
         for N, K in model.linears(gpus)
         if K % BLOCK == 0  # an engine pads the others, each in its own way
         for M in ROWS
-        for pdl in ((False, True) if arch == "sm_90a" and M <= _MOST_OVERLAPPING else (False,))
+        for kind in _kinds(M, arch)
     ]
+
+
+def _kinds(M: int, arch: str) -> list[dict[str, Any]]:
+    """The ways in which a linear is called; without such a GPU only the plain one is modelled."""
+    kinds: list[dict[str, Any]] = [{}]
+    if arch == "sm_90a" and M <= _MOST_OVERLAPPING:
+        kinds.append({"pdl": True})
+    if arch == "sm_90a" and M <= _MOST_QUANTISED_IN_PLACE:
+        kinds.append({"x_dtype": "bf16"})
+    return kinds
 
 
 WORKLOAD = Workload(

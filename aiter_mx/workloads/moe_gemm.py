@@ -1,4 +1,8 @@
-"""The GEMM over routed tokens, tried out: each call routes to other experts, as decode does."""
+"""The GEMM over routed tokens, tried out: each call routes to other experts, as decode does.
+
+Where experts are divided among GPUs, tokens choose among all of them, and this one has those that
+chose its own; at least one did, since the others wait for a GPU that has some.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +28,8 @@ from aiter_mx.workloads.workload import (
     compare,
 )
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Tokens that tables have: the others take the rows of the next power of two."""
-ROWS_OF_PARALLEL_EXPERTS = tuple(M for M in ROWS if M <= 32)
-"""Of experts divided among GPUs: all rows are drawn for those here, and with more tokens an expert
-would have many more of them than it gets."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SAMPLE_ROWS, _SAMPLE_EXPERTS = 256, 8
 _ROUNDING_E4M3 = 2.0**-4 * 1.01
@@ -65,12 +66,16 @@ def _routing(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | Non
     """Sorted ids, experts, ids in use and routing weights, of experts drawn for each token."""
     from aiter_mx.fallbacks.moe_align_torch import moe_align_torch
 
-    slots = min(p.top_k, p.E)
-    experts = torch.rand(p.M, p.E).argsort(dim=1)[:, :slots]
+    every = p.num_experts or p.E
+    slots = min(p.top_k, every)
+    experts = torch.rand(p.M, every).argsort(dim=1)[:, :slots]
     experts = experts.repeat(1, -(-p.top_k // slots))[:, : p.top_k].contiguous()
+    if p.routed and not bool((experts < p.E).any()):
+        experts[0, 0] = torch.randint(p.E, ())
     weights = torch.rand(p.M, p.top_k) + 0.1
+    numbers = torch.arange(every, dtype=torch.int32)
     align = MoeAlignProblem(
-        M=p.M, top_k=p.top_k, E=p.E, block_m=p.block_m, ids=p.ids, id_dtype="i64"
+        *(p.M, p.top_k, every, p.block_m, p.ids, "i64"), expert_map="numbers", drop_absent=1
     )
     by_place = p.weights == "by_place"
     sorted_ids = torch.empty(align.max_ids, dtype=torch.int32)
@@ -78,8 +83,9 @@ def _routing(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | Non
     blocks = torch.empty(align.max_ids // p.block_m, dtype=torch.int32)
     used = torch.empty(2 if p.ids == "aiter" else 1, dtype=torch.int32)
     given = weights if p.ids == "aiter" else None
+    here = numbers.where(numbers < p.E, -1)
     moe_align_torch(
-        align, experts, given, None, None, None, sorted_ids, sorted_weights, blocks, used
+        align, experts, given, here, None, None, sorted_ids, sorted_weights, blocks, used
     )
     of_rows = {"none": None, "by_t": weights, "by_place": sorted_weights}[p.weights]
     found = (sorted_ids, blocks, used, of_rows)
@@ -97,21 +103,28 @@ def _another(problem: MoeGemmProblem, operands: Operands) -> Operands:
     return [*operands[:2], *weights, *routing, bias, *_results(problem, device)]
 
 
-def _read_bytes(problem: MoeGemmProblem, operands: Operands) -> int:
-    blocks, used = operands[5], operands[6]
-    assert blocks is not None and used is not None
-    experts = blocks[: -(-int(used[0]) // problem.block_m)].unique().numel()
-    return int(experts) * problem.N * problem.K * (BLOCK + 1) // BLOCK
+def _read_bytes(problem: MoeGemmProblem, operands: Operands | None) -> float:
+    p = problem
+    if operands is None:
+        every = p.num_experts or p.E
+        experts = p.E * (1 - max(0.0, 1 - p.top_k / every) ** p.M)
+        experts += (1 - p.E / every) ** p.routed  # where none would be here, one is
+    else:
+        blocks, used = operands[5], operands[6]
+        assert blocks is not None and used is not None
+        experts = blocks[: -(-int(used[0]) // p.block_m)].unique().numel()
+    return experts * p.N * p.K * (BLOCK + 1) / BLOCK
 
 
 def _judge(problem: MoeGemmProblem, tensors: Tensors) -> Judge:
-    reference, bound = _reference(problem, tensors)
+    reference, bound, listed = _reference(problem, tensors)
 
     def judge(results: Tensors) -> Verdict:
-        out, scales = results[9], results[10]
+        out = results[9][listed]
         if problem.activation == "none":
             return compare(out, reference, bound, problem.out_dtype)
-        values = dequantize_block_scaled(out, as_scale_bytes(scales), torch.float64)
+        scales = as_scale_bytes(results[10][listed])
+        values = dequantize_block_scaled(out, scales, torch.float64)
         blocks = reference.abs().unflatten(1, (-1, BLOCK)).amax(2).repeat_interleave(BLOCK, 1)
         error = (values - reference).abs()
         allowed = reference.abs() * _ROUNDING_E4M3 + blocks * _SMALLEST_OF_BLOCK + bound
@@ -121,20 +134,24 @@ def _judge(problem: MoeGemmProblem, tensors: Tensors) -> Judge:
     return judge
 
 
-def _reference(problem: MoeGemmProblem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each routed row must be, in float64, and what the error of sums may be: for plain
-    outputs relative to ``ACCUMULATION``, for activated ones as it is."""
+def _reference(
+    problem: MoeGemmProblem, tensors: Tensors
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What each row that the routing lists must be, in float64, what the error of sums may be (for
+    plain outputs relative to ``ACCUMULATION``, for activated ones as it is), and these rows."""
     p = problem
     xq, xs, wq, ws, sorted_ids, blocks, used, weights, bias, _, _ = tensors
     shape = (p.routed, p.out_features)
     reference = torch.zeros(shape, dtype=torch.float64, device=xq.device)
     bound = torch.zeros_like(reference)
+    found = []
     for block in range(-(-int(used[0]) // p.block_m)):
         places = slice(block * p.block_m, (block + 1) * p.block_m)
         ids = sorted_ids[places].long()
         rows = ids if p.ids == "vllm" else (ids & 0xFFFFFF) * p.top_k + (ids >> 24)
         valid = rows < p.routed if p.ids == "vllm" else (ids & 0xFFFFFF) < p.M
         rows, expert = rows[valid], int(blocks[block])
+        found.append(rows)
         if not rows.numel() or not 0 <= expert < p.E:
             continue
         sources = rows // p.a_div
@@ -151,7 +168,8 @@ def _reference(problem: MoeGemmProblem, tensors: Tensors) -> tuple[torch.Tensor,
         if p.activation != "none":
             y, size = _activated(p, y, size * ACCUMULATION)
         reference[rows], bound[rows] = y, size
-    return reference, bound
+    listed = torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=xq.device)
+    return reference[listed], bound[listed], listed
 
 
 def _activated(
@@ -180,18 +198,13 @@ def _fallbacks(problem: MoeGemmProblem) -> Mapping[str, Fallback]:
     return fallbacks(problem)
 
 
-def _sample(problem: MoeGemmProblem, share: float) -> tuple[MoeGemmProblem, float]:
+def _sample(problem: MoeGemmProblem, share: float) -> MoeGemmProblem:
     """Few experts with as many tokens each as before, and some of their rows."""
     p = problem
     rows = max(_SAMPLE_ROWS, round(p.N * share) // _SAMPLE_ROWS * _SAMPLE_ROWS)
     E = min(p.E, max(_SAMPLE_EXPERTS, p.top_k))
-    part = replace(p, N=min(p.N, rows), E=E, M=-(-p.M * E // p.E))
-    return part, part.N * _touched(part) / (p.N * _touched(p))
-
-
-def _touched(p: MoeGemmProblem) -> float:
-    """Experts that get a token, on average."""
-    return float(p.E * (1 - max(0.0, 1 - p.top_k / p.E) ** p.M))
+    every = p.num_experts * E // p.E
+    return replace(p, N=min(p.N, rows), E=E, num_experts=every, M=-(-p.M * E // p.E))
 
 
 def _problems(model: Model, gpus: int, arch: str) -> list[MoeGemmProblem]:
@@ -212,7 +225,7 @@ def _problems(model: Model, gpus: int, arch: str) -> list[MoeGemmProblem]:
                 num_experts=experts.count,
                 has_map=1,
             )
-            for M in ROWS_OF_PARALLEL_EXPERTS
+            for M in ROWS
         ]
     return [part for layer in layers for op, part in layer.parts() if op == "moe_gemm"]
 

@@ -57,10 +57,8 @@ def _another(problem: QuantizeProblem, operands: Operands) -> Operands:
     return [torch.roll(x, 1, dims=1), offsets, *_results(problem, x.device)]
 
 
-def _read_bytes(problem: QuantizeProblem, operands: Operands) -> int:
-    x = operands[0]
-    assert x is not None
-    return x.nbytes
+def _read_bytes(problem: QuantizeProblem, operands: Operands | None) -> float:
+    return problem.matrices * problem.M * problem.N * _DTYPES[problem.dtype].itemsize
 
 
 def _judge(problem: QuantizeProblem, tensors: Tensors) -> Judge:
@@ -85,11 +83,9 @@ def _fallbacks(problem: QuantizeProblem) -> Mapping[str, Fallback]:
     return {"torch": run_torch}
 
 
-def _sample(problem: QuantizeProblem, share: float) -> tuple[QuantizeProblem, float]:
+def _sample(problem: QuantizeProblem, share: float) -> QuantizeProblem:
     rows = max(int(problem.M * share) // _SAMPLE_ROWS, 1) * _SAMPLE_ROWS
-    if rows >= problem.M:
-        return problem, 1.0
-    return replace(problem, M=rows), rows / problem.M
+    return replace(problem, M=min(rows, problem.M))
 
 
 def _problems(model: Any, gpus: int, arch: str) -> list[QuantizeProblem]:

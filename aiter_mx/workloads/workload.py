@@ -62,12 +62,13 @@ class Workload:
         another: the same operands, but for what an engine reads from memory at each call (weights,
             or which of them are used) and the results. The rest is in the caches then, as whatever
             was computed just before.
-        read_bytes: of the weights that a call with these operands reads.
+        read_bytes: of the weights that a call with these operands reads, or, without operands, that
+            one reads on average.
         results: positions of what a kernel writes.
         judge: what the results of these operands must be, worked out once in float64.
         fallbacks: what runs kernels of a backend other than ``hip``.
-        sample: a problem with about this share of the weights' rows, and the share, for which every
-            kernel is compiled as for the whole; the simulator runs it in place of the whole.
+        sample: a problem with about this share of the weights' rows, for which every kernel is
+            compiled as for the whole; the simulator runs it in place of the whole.
         problems: the problems that serving a model of the catalogue poses, on so many GPUs
             of an architecture.
         in_parts: what runs a problem that takes several launches, for an op that has such.
@@ -76,11 +77,11 @@ class Workload:
     op: str
     operands: Callable[[Problem, torch.device], Operands]
     another: Callable[[Problem, Operands], Operands]
-    read_bytes: Callable[[Problem, Operands], int]
+    read_bytes: Callable[[Problem, Operands | None], float]
     results: tuple[int, ...]
     judge: Callable[[Problem, Tensors], Judge]
     fallbacks: Callable[[Problem], Mapping[str, Fallback]]
-    sample: Callable[[Problem, float], tuple[Problem, float]]
+    sample: Callable[[Problem, float], Problem]
     problems: Callable[[Any, int, str], list[Problem]]
     in_parts: InParts | None = None
 

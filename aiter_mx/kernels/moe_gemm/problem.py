@@ -93,7 +93,8 @@ class MoeGemmProblem:
         alpha: of swiglu_oai.
         beta: of swiglu_oai.
         limit: of swiglu_oai.
-        num_experts: experts that tokens choose among, on all ranks; 0 for those here.
+        num_experts: experts that tokens choose among, on all ranks; 0 for those here. The routing
+            leaves out rows of the others.
         early_routing: whether the routing was complete before the kernel ahead in the stream began,
             so that a launch that overlaps with that one may use it already.
 
@@ -181,7 +182,8 @@ class MoeGemmProblem:
         """The most blocks there can be."""
         if self.max_blocks >= 0:
             return self.max_blocks
-        return most_padded(self.routed, self.E, self.block_m) // self.block_m
+        experts = self.num_experts or self.E
+        return most_padded(self.routed, experts, self.block_m) // self.block_m
 
     @property
     def out_features(self) -> int:
@@ -214,7 +216,7 @@ def scalars(problem: MoeGemmProblem) -> tuple[int | float, ...]:
     )
 
 
-KEY = ("M", "N", "K", "E", "top_k", "block_m", "out_dtype", "activation")
+KEY = ("M", "N", "K", "E", "num_experts", "top_k", "block_m", "out_dtype", "activation")
 
 
 def stand_ins(key: MoeGemmProblem) -> tuple[MoeGemmProblem, ...]:
