@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import TypeAlias
 
 import torch
 
@@ -19,6 +20,8 @@ __all__ = [
     "time_graph_us",
     "time_host_us",
 ]
+
+Statistic: TypeAlias = Callable[[Sequence[float]], float]
 
 COLD_BYTES = 512 << 20
 """Buffers are rotated through this much memory: several times the last-level cache, which is
@@ -54,9 +57,9 @@ class GraphedCalls:
             finally:
                 self._graph.capture_end()
 
-    def time_us(self, replays: int = 15, warm: int = 3) -> float:
-        """Time of one call in microseconds: median over the replays, after some that are not
-        timed."""
+    def time_us(self, replays: int = 15, warm: int = 3, of: Statistic = median) -> float:
+        """Time of one call in microseconds: median over the replays, or another statistic, after
+        some that are not timed."""
         with torch.cuda.stream(self._stream):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (replays + warm))]
             for start, end in zip(events[::2], events[1::2], strict=True):
@@ -66,7 +69,7 @@ class GraphedCalls:
             self._stream.synchronize()
         pairs = zip(events[::2], events[1::2], strict=True)
         times: list[float] = [start.elapsed_time(end) for start, end in pairs]
-        return median(times[warm:]) * 1e3 / self._calls
+        return of(times[warm:]) * 1e3 / self._calls
 
 
 def time_graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,6 +209,21 @@ def test_a_kernel_far_behind_is_given_up_unless_one_looks_closely() -> None:
         assert outcome.chosen.candidate == best
         tried = [c for _, c in fake.tried if c.kernel == "slow"]
         assert tried == (other[: RULES.tries] if rules is RULES else other)
+
+
+def test_kernels_further_back_in_line_begin_with_fewer() -> None:
+    target = hardware("sm_90a")
+    for M, order in ((1, ["gemv", "mma"]), (16, ["mma", "gemv"])):
+        problem = LinearProblem(M, 2304, 6144)
+        found = candidates_of("linear", target, problem, ("hip", "triton"), 6, (4, 2))
+        count = Counter(candidate.kernel for candidate in found)
+        assert [count[name] for name in order] == [6, 4]
+        assert set(count.values()) == {6, 4, 2}  # Triton's is the first of its backend
+        every = candidates_of("linear", target, problem, ("hip", "triton"), 6)
+        assert set(found) < set(every)
+        assert [c for c in found if c.kernel == order[1]] == [
+            c for c in every if c.kernel == order[1]
+        ][:4]
 
 
 def test_those_clearly_behind_are_not_timed_to_the_end() -> None:

@@ -50,7 +50,7 @@ def draw(*of: object) -> float:
 
 
 def starters(problem: LinearProblem = PROBLEMS[0]) -> list[Candidate]:
-    return candidates_of("linear", TARGET, problem, ("hip",), RULES.most)
+    return candidates_of("linear", TARGET, problem, ("hip",), RULES.most, RULES.of_next)
 
 
 class FakeBench:

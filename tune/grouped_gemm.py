@@ -11,4 +11,4 @@ from shipped import tune
 if __name__ == "__main__":
     models = ["deepseek-v3", "gpt-oss-20b", "gpt-oss-120b", "qwen3-235b-a22b", "qwen3-30b-a3b"]
     models += ["wide-6144", "wide-6144-256e"]
-    tune("grouped_gemm", models, "--tp", "4,8,16")
+    tune("grouped_gemm", models, "--tp", "8,16,4")

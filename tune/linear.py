@@ -9,6 +9,6 @@ Whatever else ``aiter-mx tune linear`` takes may follow.
 from shipped import tune
 
 if __name__ == "__main__":
-    models = ["wide-6144", "minilm-l6", "llama-3.1-8b", "gpt-oss-120b", "deepseek-v3"]
-    models += ["llama-3.1-70b", "qwen3-235b-a22b", "llama-3.2-1b", "qwen3-32b", "llama-3.1-405b"]
-    tune("linear", models)
+    models = ["wide-6144", "llama-3.1-8b", "gpt-oss-120b", "deepseek-v3", "llama-3.1-70b"]
+    models += ["qwen3-235b-a22b", "llama-3.2-1b", "qwen3-32b", "llama-3.1-405b", "minilm-l6"]
+    tune("linear", models, "--tp", "4,8,1,2")

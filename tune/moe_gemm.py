@@ -10,4 +10,4 @@ from shipped import tune
 
 if __name__ == "__main__":
     models = ["wide-6144", "wide-6144-256e", "gpt-oss-120b", "gpt-oss-20b", "deepseek-v3"]
-    tune("moe_gemm", [*models, "qwen3-235b-a22b"])
+    tune("moe_gemm", [*models, "qwen3-235b-a22b"], "--tp", "4,8,2,1")

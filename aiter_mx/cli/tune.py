@@ -94,7 +94,9 @@ def tune(
     if build_only:
         with progress, meter.ahead() as ahead:
             wanted_by = {
-                problem: candidates_of(op, target, problem, meter.backends, rules.most)
+                problem: candidates_of(
+                    op, target, problem, meter.backends, rules.most, rules.of_next
+                )
                 for problem in plan.problems
             }
             for problem, candidates in wanted_by.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Protocol
 
 from aiter_mx.dispatch.route import Route
 from aiter_mx.errors import AiterMxError
-from aiter_mx.kernels.registry import find_kernel, kernels_of
+from aiter_mx.kernels.registry import find_kernel, in_line
 from aiter_mx.kernels.spec import Config, KernelSpec, Problem
 from aiter_mx.target import Target
 
@@ -128,15 +129,30 @@ def candidate_of(kernel: KernelSpec, arch: str, config: Config) -> Candidate:
 
 
 def candidates_of(
-    op: str, target: Target, problem: Problem, backends: Sequence[str], most: int
+    op: str,
+    target: Target,
+    problem: Problem,
+    backends: Sequence[str],
+    most: int,
+    of_next: Sequence[int] = (),
 ) -> list[Candidate]:
-    """All that may compute a problem, at most so many of each kernel.
+    """What may compute a problem.
 
     Of each kernel its own choice comes first, then its ``candidates`` in their order, which is that
     of the kernel's own cost model where it has one.
+
+    Args:
+        op: name of the op.
+        target: what computes it.
+        problem: shape and dtypes.
+        backends: whose kernels are wanted.
+        most: candidates of each kernel.
+        of_next: the most of a backend's second kernel, third, and so on, in the order in which
+            they are taken where no table decides; the last number is for all that are left.
     """
     found: dict[Candidate, None] = {}
-    for kernel in kernels_of(op):
+    places: Counter[str] = Counter()
+    for kernel in in_line(op, target, problem):
         if (
             kernel.backend in NO_CANDIDATES
             or kernel.backend not in backends
@@ -144,8 +160,11 @@ def candidates_of(
             or kernel.refusal(target, problem) is not None
         ):
             continue
+        limits = (most, *(min(limit, most) for limit in of_next))
+        limit = limits[min(places[kernel.backend], len(limits) - 1)]
+        places[kernel.backend] += 1
         own = kernel.configure(target, problem)
         others = [config for config in kernel.candidates(target, problem) if config != own]
-        for config in [own, *others][:most]:
+        for config in [own, *others][:limit]:
             found[candidate_of(kernel, target.arch, config)] = None
     return list(found)

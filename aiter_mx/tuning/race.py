@@ -19,6 +19,8 @@ class Rules:
 
     Attributes:
         most: candidates of each kernel that start.
+        of_next: the most of a backend's second kernel, third, and so on, as ``candidates_of`` has
+            it: a guess that the order in which kernels are preferred is about right.
         tries: of these, those that each kernel begins with.
         hopeless: a kernel is given up when all that it began with take more than so many times the
             fastest of all.
@@ -32,6 +34,7 @@ class Rules:
     """
 
     most: int = 24
+    of_next: tuple[int, ...] = (4, 2)
     tries: int = 3
     hopeless: float = 1.5
     first_look: float = 1.25
@@ -42,8 +45,9 @@ class Rules:
 
     @property
     def thorough(self) -> Rules:
-        """Without the two guesses that save time: of kernels by a few, and of times by one look."""
-        return replace(self, hopeless=math.inf, first_look=math.inf)
+        """Without the guesses that save time: of kernels by their order or a few of each, and of
+        times by one look."""
+        return replace(self, of_next=(), hopeless=math.inf, first_look=math.inf)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Who tunes what: one process alone, or the workers that ``torchrun`` started.
 
-Workers take the next problem from a counter in torchrun's own TCPStore and leave what they found
-there, where the first of them collects it. There is nothing else between them.
+Each worker has every so manieth problem for its own, which it compiles ahead, and helps the others
+with theirs in the end. Counters in torchrun's own TCPStore say what is taken; workers leave what
+they found there, where the first of them collects it. There is nothing else between them.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ class Share(Protocol):
     workers: int
     name: str
     local_rank: int
-    local_workers: int
 
     def publish(self, records: Iterable[Record]) -> None:
         """Show what was found to the other workers."""
 
     def found(self, problems: Sequence[str]) -> list[Record]:
         """What all workers have found so far of these problems."""
+
+    def own(self, problems: Sequence[str]) -> Sequence[str]:
+        """The problems that this worker begins with, in their order."""
 
     def claim(self, problems: Sequence[str]) -> Iterator[str]:
         """The problems that are this worker's to tune: each goes to one worker."""
@@ -50,7 +53,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.rank, self.workers = 0, 1
-        self.local_rank, self.local_workers = 0, 1
+        self.local_rank = 0
         self.name = "worker"
         self._found: dict[str, Record] = {}
 
@@ -59,6 +62,9 @@ class Alone:
 
     def found(self, problems: Sequence[str]) -> list[Record]:
         return [self._found[name] for name in problems if name in self._found]
+
+    def own(self, problems: Sequence[str]) -> Sequence[str]:
+        return problems
 
     def claim(self, problems: Sequence[str]) -> Iterator[str]:
         for name in problems:
@@ -80,7 +86,6 @@ class Shared:
         env = os.environ if environment is None else environment
         self.rank, self.workers = int(env["RANK"]), int(env["WORLD_SIZE"])
         self.local_rank = int(env.get("LOCAL_RANK", self.rank))
-        self.local_workers = int(env.get("LOCAL_WORLD_SIZE", self.workers))
         self.name = f"{socket.gethostname()}-{self.rank}"
         self._store = store
         self._found: dict[str, Record] = {}
@@ -95,10 +100,15 @@ class Shared:
                 self._found[name] = json.loads(self._store.get(f"found/{name}"))
         return [self._found[name] for name in problems if name in self._found]
 
+    def own(self, problems: Sequence[str]) -> Sequence[str]:
+        return problems[self.rank :: self.workers]
+
     def claim(self, problems: Sequence[str]) -> Iterator[str]:
-        while (turn := self._store.add("next", 1) - 1) < len(problems):
-            if not self._store.check([f"found/{problems[turn]}"]):
-                yield problems[turn]
+        for whose in (*range(self.rank, self.workers), *range(self.rank)):
+            part = problems[whose :: self.workers]
+            while (turn := self._store.add(f"next/{whose}", 1) - 1) < len(part):
+                if not self._store.check([f"found/{part[turn]}"]):
+                    yield part[turn]
 
     def meet(self, where: str) -> None:
         self._store.add(f"meet/{where}", 1)

@@ -38,6 +38,10 @@ from aiter_mx.tuning.table import (
 _WRITE_EVERY_S = 5.0
 """Between two tables of an unfinished sweep: the journal has all, and they are only to look at."""
 
+_MOST_AHEAD = 32
+"""Problems whose candidates are worked out and compiled before their turn: where all are compiled
+already, working out those of a whole catalogue would hold up the first race."""
+
 OnRaced = Callable[[Record, int, int, float], None]
 """Called after each race of this worker: its record, problems done, of how many, seconds left."""
 
@@ -153,15 +157,14 @@ def _tune(
     share.publish(earlier)
     share.meet("start")
     done = {record["problem"] for record in share.found(names)}
-    left = [name for name in names if name not in done]
     starters = _Starters(plan, meter, by_name, lost)
     started = time.monotonic()
     written_at = 0.0
     with meter.ahead() as ahead:
-        upcoming = deque(left[share.local_rank :: share.local_workers])
-        _feed(ahead, upcoming, starters)
+        upcoming = deque(name for name in share.own(names) if name not in done)
+        of_all = len(upcoming)
         for raced, name in enumerate(share.claim(names), 1):
-            _feed(ahead, upcoming, starters)
+            _feed(ahead, upcoming, starters, of_all - raced - _MOST_AHEAD)
             record = _race(plan, meter, ahead, before, journal, starters, name)
             journal.append(record)
             share.publish([record])
@@ -204,8 +207,9 @@ class _Starters:
         """Worked out when they are wanted: cost models take as long as a part of a race."""
         if name not in self._found:
             plan = self._plan
+            rules, backends = plan.rules, self._meter.backends
             found = candidates_of(
-                plan.op, plan.target, self.by_name[name], self._meter.backends, plan.rules.most
+                plan.op, plan.target, self.by_name[name], backends, rules.most, rules.of_next
             )
             self._found[name] = [c for c in found if (name, str(c)) not in self.lost]
         return self._found[name]
@@ -217,9 +221,9 @@ class _Starters:
         return [c for c in every if c.spec.module is not None or c in begin]
 
 
-def _feed(ahead: Ahead, upcoming: deque[str], starters: _Starters) -> None:
-    """Have as much compiled ahead as keeps the compilers busy."""
-    while upcoming and not ahead.is_busy:
+def _feed(ahead: Ahead, upcoming: deque[str], starters: _Starters, least: int) -> None:
+    """Have as much compiled ahead as keeps the compilers busy, but leave some for later."""
+    while len(upcoming) > max(least, 0) and not ahead.is_busy:
         name = upcoming.popleft()
         ahead.add(starters.by_name[name], starters.to_compile(name))
 

@@ -36,6 +36,8 @@ class TritonAhead:
         this one has. They never touch the GPU, which a process and its fork cannot share.
         """
         import_module("triton")
+        with suppress(ImportError, AttributeError):  # hashes all of Triton, once for all of them
+            import_module("triton.runtime.cache").triton_key()
 
         workers = max(1, min(jobs // 2, _MOST_PROCESSES))
         self._pool = ProcessPoolExecutor(
