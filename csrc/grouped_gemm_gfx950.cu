@@ -32,18 +32,22 @@
 //   quarter         1             2              3                       4
 //   multiply        x lo, w lo    x lo, w hi     x hi, w hi              x hi, w lo
 //   read            w hi          x hi           x lo of the next step   w lo of the next step
-//   copy to LDS                                  two steps on, into this step's stage
+//   copy to LDS                   w              w, then x               x
+//
+// What is copied is two steps on and goes into this step's stage.
 //
 // Each half has its registers, but that w lo of the next step comes into those of w hi: the roles
 // of the two change with each step.
 //
 // Order. Copies to LDS count in vmcnt, reads of LDS in lgkmcnt; the compiler places the waits for
 // reads, and knows nothing of the copies, which are assembly.
-// - Half way through quarter 3 a wave waits for its copies, vmcnt(0), and at a barrier for the
-//   others'. The copies were issued a step ago, in quarters 3 and 4, into the stage that is to be
-//   read from here on: after the barrier it is complete.
-// - Before that barrier a wave has the results of all its reads of this step's stage: quarters 1 to
-//   3 use them. After it, the stage may be overwritten.
+// - Early in quarter 2 a wave waits for its reads of this step's w, and at a barrier for the
+//   others'. After it, w may be overwritten.
+// - Half way through quarter 3 a wave waits for its copies but those that it has issued in this
+//   step, and for its reads of x, and at a barrier for the others'. After it, x may be overwritten,
+//   and the stage that is read from here on is complete.
+// - The unit that takes the copies' addresses is busy for most of a step, so that copies in a burst
+//   would hold up the products behind them, and be late: hence two barriers and not one.
 // - The results' way through LDS has memory of each wave's own and needs no barrier.
 
 #include "gfx950_buffer.h"
@@ -92,12 +96,13 @@ class Stream {
         copier.start(first, true);
         for (int step = 0; step < 2; ++step) {
             copier.aim();
-            each<kCopies>([&](auto i) { copier.copy<i.value>(step * kStage); });
+            each<kAllCopiesX>([&](auto i) { copier.copy_x<i.value>(step * kStage); });
+            each<kAllCopiesW>([&](auto i) { copier.copy_w<i.value>(step * kStage); });
             copier.advance();
         }
         if constexpr (kShuffledX)
             place_x.start(skew = copier.skew);
-        copies_arrived();
+        copies_arrived<kAllCopiesX + kAllCopiesW>();
         each<kReadsX>([&](auto i) { place_x.read_half<i.value>(x_low, false, stage); });
         each<kReadsW>([&](auto i) { place_w.read_half<i.value>(w_first, false, stage); });
         x_low.widen();
@@ -129,7 +134,9 @@ class Stream {
   private:
     static constexpr int kReadsX = PlaceX::kReads * kHalfX, kReadsW = PlaceW::kReads * kHalfW;
     static constexpr int kProducts = kHalfX * kHalfW, kEarly = kProducts / 2;
-    static constexpr int kCopiesEarly = kCopies / 3; // in quarter 3, which has half the time
+    // Of w in quarter 2, of x in quarter 3: the other one has half the time, and may have none.
+    static constexpr int kLateW = kEarly ? kAllCopiesW / 3 : 0, kEarlyW = kAllCopiesW - kLateW;
+    static constexpr int kEarlyX = kAllCopiesX / 3;
 
     // A step of the tile before `next`, of so many; without a next one, zeros are copied. The first
     // begins the sums.
@@ -142,48 +149,63 @@ class Stream {
         copier.aim();
         note(most_x, 0, x_low);
         note(most_w, 0, low);
-        quarter<IsFirst, kReadsW, 0>(
-            x_low, 0, low, 0, [&](auto i) { place_w.read_half<i.value>(high, true, stage); });
+        const auto nothing = [](auto) {};
+        quarter<IsFirst, 0, kReadsW, 0>(x_low, 0, low, 0, nothing, [&](auto i) {
+            place_w.read_half<i.value>(high, true, stage);
+        });
         note(most_w, 1, high);
-        quarter<IsFirst, kReadsX, 0>(
-            x_low, 0, high, 1, [&](auto i) { place_x.read_half<i.value>(x_high, true, stage); });
+        quarter<IsFirst, 0, 1 + kReadsX + kEarlyW, kProducts / 8>(
+            x_low, 0, high, 1, nothing, [&](auto i) {
+                if constexpr (i.value == 0)
+                    reads_arrived();
+                else if constexpr (i.value <= kReadsX)
+                    place_x.read_half<i.value - 1>(x_high, true, stage);
+                else
+                    copier.copy_w<i.value - 1 - kReadsX>(stage);
+            });
         note(most_x, 1, x_high);
         if constexpr (kShuffledX) { // a branch would let LLVM take bytes to its other side
             skew = copier.has_begun() ? copier.skew : skew;
             place_x.start(skew);
         }
-        quarter<IsFirst, 1 + kReadsX + kCopiesEarly, kEarly>(x_high, 1, high, 1, [&](auto i) {
-            if constexpr (i.value == 0)
-                copies_arrived();
-            else if constexpr (i.value <= kReadsX)
-                place_x.read_half<i.value - 1>(x_low, false, other);
-            else
-                copier.copy<i.value - 1 - kReadsX>(stage);
-        });
-        quarter<IsFirst, kReadsW + kCopies - kCopiesEarly, 0>(x_high, 1, low, 0, [&](auto i) {
-            if constexpr (i.value < kReadsW)
-                place_w.read_half<i.value>(high, false, other);
-            else
-                copier.copy<i.value - kReadsW + kCopiesEarly>(stage);
-        });
+        quarter<IsFirst, kLateW, 1 + kReadsX + kEarlyX, kEarly>(
+            x_high, 1, high, 1, [&](auto i) { copier.copy_w<kEarlyW + i.value>(stage); },
+            [&](auto i) {
+                if constexpr (i.value == 0)
+                    copies_arrived<kAllCopiesW>();
+                else if constexpr (i.value <= kReadsX)
+                    place_x.read_half<i.value - 1>(x_low, false, other);
+                else
+                    copier.copy_x<i.value - 1 - kReadsX>(stage);
+            });
+        quarter<IsFirst, 0, kReadsW + kAllCopiesX - kEarlyX, 0>(
+            x_high, 1, low, 0, nothing, [&](auto i) {
+                if constexpr (i.value < kReadsW)
+                    place_w.read_half<i.value>(high, false, other);
+                else
+                    copier.copy_x<i.value - kReadsW + kEarlyX>(stage);
+            });
         x_low.widen();
         high.widen();
         copier.advance();
         stage = other;
     }
 
-    // A quarter of a step's products, and work(i) for each i below Work, spread over those from
-    // number From on.
-    template <bool IsFirst, int Work, int From, class Do>
+    // A quarter of a step's products. early(i), for each i below Early, is spread over those before
+    // number From, and work(i), for each i below Work, over the others.
+    template <bool IsFirst, int Early, int Work, int From, class DoEarly, class Do>
     MX_MEMBER void quarter(const Half<kHalfX>& x, int x_half, const Half<kHalfW>& w, int w_half,
-                           Do work) {
+                           DoEarly early, Do work) {
         constexpr int slots = kProducts - From;
         sums.reserve();
         each<kProducts>([&](auto i) {
             constexpr int fx = i.value / kHalfW, fw = i.value % kHalfW;
             sums.template add<IsFirst>((x_half * kHalfX + fx) * kFragsW + w_half * kHalfW + fw,
                                        w.rows[fw], w.scales[fw], x.rows[fx], x.scales[fx]);
-            if constexpr (i.value >= From) {
+            if constexpr (i.value < From) {
+                constexpr int first = i.value * Early / From, end = (i.value + 1) * Early / From;
+                each<end - first>([&](auto j) { early(Constant<first + j.value>{}); });
+            } else {
                 constexpr int first = (i.value - From) * Work / slots;
                 constexpr int end = (i.value - From + 1) * Work / slots;
                 each<end - first>([&](auto j) { work(Constant<first + j.value>{}); });

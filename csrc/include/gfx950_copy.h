@@ -57,9 +57,12 @@ MX_DEVICE void copy_piece(Resource from, unsigned offset, unsigned further, unsi
 }
 #undef MX_COPY
 
-// Every wave is here, and its copies and reads of LDS are done.
+// Every wave is here, its reads of LDS are done, and its copies but for the youngest few.
+template <int Youngest>
 MX_DEVICE void copies_arrived() {
-    asm volatile("s_waitcnt vmcnt(0) lgkmcnt(0)\n\ts_barrier" ::: "memory");
+    asm volatile("s_waitcnt vmcnt(%0) lgkmcnt(0)\n\ts_barrier" ::"i"(Youngest) : "memory");
 }
+// Every wave is here, and its reads of LDS are done.
+MX_DEVICE void reads_arrived() { asm volatile("s_waitcnt lgkmcnt(0)\n\ts_barrier" ::: "memory"); }
 
 } // namespace mx

@@ -56,9 +56,8 @@ constexpr int scale_copies(bool is_shuffled, int rows) {
 }
 constexpr int kScalesSizeX = scales_size(kShuffledX, kTileM, kBlocksX);
 constexpr int kScalesSizeW = scales_size(kShuffledW, kTileN, kBlocksW);
-constexpr int kScaleCopiesX = scale_copies(kShuffledX, kTileM);
-constexpr int kScaleCopies = kScaleCopiesX + scale_copies(kShuffledW, kTileN);
-constexpr int kCopies = kCopiesX + kCopiesW + kScaleCopies;
+constexpr int kAllCopiesX = kCopiesX + scale_copies(kShuffledX, kTileM);
+constexpr int kAllCopiesW = kCopiesW + scale_copies(kShuffledW, kTileN);
 
 // LDS, in bytes.
 constexpr int kPart = (kRowsX + kRowsW) * kDepth;
@@ -171,26 +170,26 @@ class Copier {
         blocks_w_now = is_any ? blocks_w_at + step_at : kNowhere;
     }
 
-    // One of the step's copies, into a stage.
+    // One of the step's copies of x, into a stage.
     template <int I>
-    MX_MEMBER void copy(unsigned stage) const {
-        const unsigned part = stage + wave * kPart;
-        if constexpr (I < kCopiesX) {
-            copy_16_bytes(x, x_now[I % 2], I / 2 * 2 * kCopyRows * K, part, I * kCopyRows * kDepth);
-        } else if constexpr (I < kCopiesX + kCopiesW) {
-            constexpr int j = I - kCopiesX;
-            copy_16_bytes(w, w_now[j % 2], paired_row(j / 2 * 2 * kCopyRows) * K, part,
-                          (kRowsX + j * kCopyRows) * kDepth);
-        } else if constexpr (I < kCopiesX + kCopiesW + kScaleCopiesX) {
-            if constexpr (kShuffledX)
-                copy_blocks<kBlocksX>(x_scales, blocks_x_now, stage, kScalesAtX);
-            else
-                copy_scales(x_scales, I - kCopiesX - kCopiesW, stage, kScalesAtX);
-        } else if constexpr (kShuffledW) {
+    MX_MEMBER void copy_x(unsigned stage) const {
+        if constexpr (I < kCopiesX)
+            copy_16_bytes(x, x_now[I % 2], I / 2 * 2 * kCopyRows * K, stage + wave * kPart,
+                          I * kCopyRows * kDepth);
+        else if constexpr (kShuffledX)
+            copy_blocks<kBlocksX>(x_scales, blocks_x_now, stage, kScalesAtX);
+        else
+            copy_scales(x_scales, I - kCopiesX, stage, kScalesAtX);
+    }
+    template <int I>
+    MX_MEMBER void copy_w(unsigned stage) const {
+        if constexpr (I < kCopiesW)
+            copy_16_bytes(w, w_now[I % 2], paired_row(I / 2 * 2 * kCopyRows) * K,
+                          stage + wave * kPart, (kRowsX + I * kCopyRows) * kDepth);
+        else if constexpr (kShuffledW)
             copy_blocks<kBlocksW>(w_scales, blocks_w_now, stage, kScalesAtW);
-        } else {
-            copy_scales(w_scales, I - kCopiesX - kCopiesW - kScaleCopiesX, stage, kScalesAtW);
-        }
+        else
+            copy_scales(w_scales, I - kCopiesW, stage, kScalesAtW);
     }
 
     // After a step's copies.

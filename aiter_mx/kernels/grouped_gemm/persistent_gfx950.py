@@ -39,6 +39,7 @@ _LDS_BYTES_A_CYCLE = 128
 _COPY_BYTES_A_CYCLE = 64  # from L2
 # Estimates; docs/grouped.md has their origin.
 _LATENCY_CYCLES = 2000
+_COPY_CYCLES = 1000  # until the copies of a step are there
 _EPILOGUE_CYCLES = 2600  # of the largest tile
 _TILE_CYCLES = 1000  # to find the next tile
 
@@ -123,7 +124,7 @@ def _cycles(target: Target, problem: GroupedGemmProblem, config: Config) -> floa
     resident = _resident(problem, config)
     tiles = min(problem.G, problem.M) * -(-problem.usual_rows // tile_m) * -(-problem.N // tile_n)
     rounds = -(-tiles // (target.cu_num * resident))
-    latency = steps * _LATENCY_CYCLES / 2 + _LATENCY_CYCLES
+    latency = steps * _COPY_CYCLES + _LATENCY_CYCLES
     return rounds * max(latency, resident * tile)
 
 
