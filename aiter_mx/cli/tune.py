@@ -93,14 +93,12 @@ def tune(
     plan = sweep.make_plan(op, target, wanted, path, meter.source, rules)
     if build_only:
         with progress, meter.ahead() as ahead:
-            wanted_by = {
-                problem: candidates_of(
+            wanted_by = {}
+            for problem in plan.problems:
+                wanted_by[problem] = candidates_of(
                     op, target, problem, meter.backends, rules.most, rules.of_next
                 )
-                for problem in plan.problems
-            }
-            for problem, candidates in wanted_by.items():
-                ahead.add(problem, candidates)
+                ahead.add(problem, wanted_by[problem])
             for problem, candidates in wanted_by.items():
                 ahead.wait(problem, candidates)
         console.print(f"{progress.tasks[0].total:.0f} kernel variants were compiled")
