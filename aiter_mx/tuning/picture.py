@@ -38,7 +38,7 @@ def draw(path: Path, folder: Path) -> Path | None:
     rows = list(read_rows(path, op).values())
     across = sorted({int(row["M"]) for row in rows})
     labels = list(dict.fromkeys(_label(op, row) for row in rows))
-    down = labels[:_MOST_ROWS]
+    down = labels[:: -(-len(labels) // _MOST_ROWS)]
     cut = f", {len(down)} of {len(labels)} shapes" if len(down) < len(labels) else ""
     kernels = sorted({f"{row['backend']}/{row['kernel']}" for row in rows})
     height = 1.6 + 0.28 * len(down)
