@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import log2
 
 from aiter_mx.kernels.linear.problem import (
@@ -94,6 +95,28 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
     return f"at M={problem.M} gemv is limited by arithmetic"
 
 
+@dataclass(frozen=True)
+class _Taste:
+    """What a configuration costs for being unlike the one that suits a GPU.
+
+    Attributes:
+        lanes: that suit a compute unit, times the steps that each has under way.
+        off: for each factor of two from them.
+        rest: for lanes without work in the last round, as a share of K.
+        fewer_rows, more_rows: for each factor of two from four rows of a workgroup.
+    """
+
+    lanes: int
+    off: float
+    rest: float = 0.0
+    fewer_rows: float = 0.0
+    more_rows: float = 0.0
+
+
+_AT_ONE_ROW_ON_HOPPER = _Taste(lanes=768, off=0.5, rest=2.0, fewer_rows=0.4, more_rows=0.2)
+"""Fitted to a sweep of 31 shapes (docs/linear_sm90.md); with pdl or more rows it does no better."""
+
+
 def _steps(target: Target, problem: LinearProblem) -> int:
     return -(-problem.K // (_PIECE_BYTES * target.wave_size))
 
@@ -108,18 +131,23 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
     """The configurations that waste no wave and leave the sums and loads room in registers.
 
     First come those with little work for the busiest compute unit and about as many loads under way
-    as suit a CDNA4 too, and of these waves rather than steps: on an H200 the first one is at most
-    12 % behind the best of a sweep at M = 1 and 2.
+    as suit a CDNA4 too, and of these waves rather than steps.
     """
     M, steps = problem.M, _steps(target, problem)
+    taste = _Taste(lanes=768 if M <= 8 else 512, off=0.5)
+    if target.arch == "sm_90a" and M == 1 and not problem.pdl:
+        taste = _AT_ONE_ROW_ON_HOPPER
 
     def cost(config: Config) -> float:
-        rows = config["rows"]
+        rows, under_way = config["rows"], config["waves"] * config["unroll"]
         groups = -(-problem.N // (rows * target.cu_num))
         work = groups * (rows * (1 + 1.375 * M) + M)
-        lanes = config["waves"] * config["unroll"] * target.wave_size * groups
         least = -(-problem.N // target.cu_num) * (1 + 1.375 * M)
-        return work / least + 0.5 * abs(log2(lanes / (768 if M <= 8 else 512)))
+        lanes = under_way * target.wave_size * groups
+        rest = -steps % under_way / steps  # of K, for which lanes have nothing to do
+        unlike = taste.off * abs(log2(lanes / taste.lanes)) + taste.rest * rest
+        unlike += log2(rows / 4) * (taste.more_rows if rows > 4 else -taste.fewer_rows)
+        return work / least + unlike
 
     found = [
         config
