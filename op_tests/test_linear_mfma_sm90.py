@@ -41,8 +41,9 @@ def test_envelope_ends_at_64_rows_and_gemv_has_the_fewest_and_the_smallest() -> 
     def kernels(N: int, K: int) -> list[str]:
         return [route("linear", TARGET, LinearProblem(M, N, K)).kernel for M in (1, 12, 33, 65)]
 
-    assert kernels(4000, 4096) == ["gemv", "mma", "mfma", "persistent"]
-    assert kernels(72, 96) == ["gemv", "gemv", "mfma", "dot_scaled"]
+    assert kernels(4000, 4096) == ["gemv", "mma", "wide", "persistent"]
+    assert kernels(72, 96) == ["gemv", "gemv", "wide", "dot_scaled"]
+    assert kernels(72, 32768)[2] == "mfma"
 
 
 def launch(

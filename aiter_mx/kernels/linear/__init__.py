@@ -11,6 +11,7 @@ from aiter_mx.kernels.linear.mfma_gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.linear.mfma_sm90 import MFMA as MFMA_SM90
 from aiter_mx.kernels.linear.mma_sm90 import MMA
 from aiter_mx.kernels.linear.problem import KEY, LinearProblem, quantised_first, stand_ins
+from aiter_mx.kernels.linear.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import KernelSpec, reference
 
 __all__ = ["KERNELS", "KEY", "PROBLEM", "LinearProblem", "stand_ins"]
@@ -18,6 +19,7 @@ __all__ = ["KERNELS", "KEY", "PROBLEM", "LinearProblem", "stand_ins"]
 PROBLEM = LinearProblem
 
 _FOR_QUANTISED_X = (
+    WIDE,
     MFMA_SM90,
     MMA,
     *GROUPED,

@@ -32,7 +32,7 @@ MAX_M = 64
 MAX_SIZE = (1 << 31) - 1
 _MOST_CANDIDATES = 20
 _MOST_ALIKE = 2
-_MOST_OWN_ROWS = 32  # above, mfma is faster on one H200
+_MOST_OWN_ROWS = 16  # above, wide is faster on one H200
 _CHUNK = 128  # k that a warp takes at a time
 _TILE_BYTES = 512  # sums of a tile of 16 rows of w by 8 of x
 _SHARED_BYTES = 227 * 1024  # that the workgroups of an SM may have, compute capability 9.0
@@ -192,7 +192,7 @@ def _configure(target: Target, problem: LinearProblem) -> Config:
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     if problem.M > _MOST_OWN_ROWS:
-        return f"mfma is faster above M={_MOST_OWN_ROWS}"
+        return f"wide is faster above M={_MOST_OWN_ROWS}"
     return None
 
 

@@ -1,0 +1,217 @@
+"""The Hopper kernel of the linear for up to 64 rows of x, csrc/linear_wide_sm90.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from aiter_mx.kernels.linear.problem import MFMA_ARGS, LinearProblem
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Arg,
+    Config,
+    Geometry,
+    KernelSpec,
+    Module,
+    Param,
+    TensorMap,
+    combinations,
+)
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("split", (1, 2, 3, 4, 5, 6, 7, 8), "workgroups of a cluster, which share K"),
+    Param("rows", tuple(range(32, 257, 16)), "of w that a cluster takes at a time"),
+    Param("depth", (1, 2, 3, 4, 5, 6, 7, 8), "times 128 k of them that are in flight"),
+)
+
+MAX_M = 64
+MAX_N = (1 << 31) - 1
+_MOST_CANDIDATES = 16
+_MOST_ALIKE = 2
+_MOST_OF_OTHERS = 16  # rows of x up to which mma is faster on one H200
+_MOST_WIDE_SUMS = 32  # rows of x for which a fifth warpgroup leaves enough registers
+_TILES_M = (8, 16, 32, 48, 64)
+_CHUNK = 128  # k of a stage of the ring
+_MOST_CHUNKS = 16  # of a part of K: a row's scales are in registers for a while
+_BYTES_A_CYCLE = 2190  # of an H200's memory
+_TILE_BYTES = 512  # sums of a tile of 16 rows of w by 8 of x
+_SHARED_BYTES = 226 * 1024  # of a workgroup, static shared memory apart: compute capability 9.0
+# A cluster lies within a GPC, so not all SMs get one: the share of an H200's that do, by the
+# cluster's size (cuOccupancyMaxActiveClusters).
+_PACKED = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 7: 0.80, 8: 0.91}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the host works out of a configuration: see the constants of the kernel.
+
+    Attributes:
+        tile_m: rows of x with padding.
+        clusters: how many share the rows of w.
+        passes: in which the busiest cluster takes its rows.
+        chunks: of K in the largest part.
+        shared_bytes: of a workgroup.
+    """
+
+    tile_m: int
+    clusters: int
+    passes: int
+    chunks: int
+    shared_bytes: int
+
+
+def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
+    """How a configuration is laid out, or None where it does not fit."""
+    split, rows = config["split"], config["rows"]
+    tile_m = next(tile for tile in _TILES_M if tile >= problem.M)
+    tiles = -(-problem.N // rows)
+    most = max(1, int(target.cu_num * _PACKED[split]) // split)
+    passes = -(-tiles // most)
+    chunks = -(-problem.K // (_CHUNK * split))
+    sums = rows // 16 * tile_m // 8
+    if chunks > _MOST_CHUNKS or (passes > 1 and sums < split):
+        return None  # who owns no sums would not know when the others have read theirs
+    inbox = -(-sums // split) * split * _TILE_BYTES if split > 1 else 0
+    shared_bytes = (
+        config["depth"] * rows * _CHUNK
+        + chunks * _CHUNK // 16 * (32 * tile_m + 16)
+        + (1 if passes == 1 else 2) * inbox
+        + rows * ((chunks + 1) | 1) * 4
+    )
+    if shared_bytes > _SHARED_BYTES:
+        return None
+    return Layout(tile_m, -(-tiles // passes), passes, chunks, shared_bytes)
+
+
+def _layout(target: Target, problem: LinearProblem, config: Config) -> Layout:
+    found = layout(target, problem, config)
+    if found is None:
+        raise ValueError(f"{dict(config)} needs more shared memory than there is for {problem}")
+    return found
+
+
+def _refusal(target: Target, problem: LinearProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no wide kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if problem.M > MAX_M:
+        return f"M={problem.M} is above {MAX_M}, the most rows of a tile of wide"
+    if problem.N > MAX_N:
+        return f"N={problem.N}: wide counts rows of w in 31 bits"
+    if not _candidates(target, problem):
+        return f"M={problem.M}, K={problem.K}: wide has no room for an eighth of x"
+    return None
+
+
+def _fits(target: Target, problem: LinearProblem, config: Config) -> bool:
+    """Whether registers, shared memory and K leave the configuration something to do."""
+    found = layout(target, problem, config)
+    if found is None or (config["rows"] > 192 and found.tile_m > _MOST_WIDE_SUMS):
+        return False
+    return config["depth"] <= max(found.chunks * found.passes, 1)
+
+
+def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
+    """A model of a call's time: fitted to a sweep on one H200."""
+    found = _layout(target, problem, config)
+    rows, split, depth, tile_m = config["rows"], config["split"], config["depth"], found.tile_m
+    groups = found.clusters * split
+    rounds = -(-groups // target.cu_num)
+    computed = rounds * (320 + -(-rows // 64) * (130 + 2.3 * tile_m))
+    copied = rounds * min(groups, target.cu_num) * rows * _CHUNK / _BYTES_A_CYCLE
+    exchanged = 720 + (0.35 * rows * tile_m if split > 1 else 0)
+    a_pass = found.chunks * max(computed, copied) + exchanged
+    depths = 1460 * max(0, 4 - depth) + 60 * max(0, depth - 4)  # 4 stages did best
+    cluster = {1: 100, 8: 0}.get(split, 450)
+    return 4300 + 5.9 * tile_m * found.chunks + found.passes * a_pass + depths + cluster
+
+
+@lru_cache(maxsize=64)
+def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
+    """Those of the least modelled time, which order them, but few that are alike."""
+    fitting = [config for config in combinations(PARAMS) if _fits(target, problem, config)]
+    alike: dict[tuple[int, ...], int] = {}
+    chosen = []
+    for config in sorted(fitting, key=lambda config: _cycles(target, problem, config)):
+        kind = (config["split"], config["rows"])
+        alike[kind] = alike.get(kind, 0) + 1
+        if alike[kind] <= _MOST_ALIKE:
+            chosen.append(config)
+    return chosen[:_MOST_CANDIDATES]
+
+
+def _configure(target: Target, problem: LinearProblem) -> Config:
+    return _candidates(target, problem)[0]
+
+
+def _yields(target: Target, problem: LinearProblem) -> str | None:
+    if problem.M <= _MOST_OF_OTHERS:
+        return f"mma is faster up to M={_MOST_OF_OTHERS}"
+    return None
+
+
+def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
+    found = _layout(target, problem, config)
+    return {
+        "MX_TILE_M": found.tile_m,
+        "MX_OUT": DTYPE_CODES[problem.out_dtype],
+        "MX_SPLIT": config["split"],
+        "MX_ROWS": config["rows"],
+        "MX_DEPTH": config["depth"],
+        "MX_CHUNKS": found.chunks,
+        "MX_ONE_PASS": int(found.passes == 1),
+        "MX_WHOLE": int(problem.K % (_CHUNK * config["split"]) == 0),
+        "MX_SHARED_BYTES": found.shared_bytes,
+    }
+
+
+def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
+    found = _layout(target, problem, config)
+    return Geometry(
+        grid=(found.clusters * config["split"], 1, 1),
+        block=(max(-(-config["rows"] // 64) + 1, 4) * 128, 1, 1),
+        shared_bytes=found.shared_bytes,
+        overlaps=problem.pdl,
+    )
+
+
+def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
+    part, parts_with_one_more = divmod(-(-problem.K // _CHUNK), config["split"])
+    return (
+        *(problem.M, problem.N, problem.K, DTYPE_CODES[problem.bias]),
+        *(part, parts_with_one_more, int(problem.pdl)),
+    )
+
+
+def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
+    pointer = [arg.name for arg in MFMA_ARGS].index("wq")
+    return TensorMap(pointer, problem.N, problem.K, config["rows"], _CHUNK)
+
+
+MODULE = Module(
+    sources={"sm_90a": "linear_wide_sm90.cu"},
+    symbol="aiter_mx_linear_wide",
+    args=(
+        *MFMA_ARGS,
+        Arg("part_chunks", "i32"),
+        Arg("parts_with_one_more", "i32"),
+        Arg("overlaps", "i32"),
+    ),
+    defines=_defines,
+    geometry=_geometry,
+    scalars=_scalars,
+    tensor_map=_weights,
+)
+
+WIDE = KernelSpec(
+    op="linear",
+    backend="hip",
+    name="wide",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=_configure,
+    candidates=_candidates,
+    module=MODULE,
+    yields=_yields,
+)

@@ -1,0 +1,228 @@
+"""The Hopper ``wide`` kernel of the linear: its host side here, its results with ``-m gpu``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from linear_cases import DTYPES, Operands, assert_repeats_on_two_streams, launch_linear, operands
+from mx_reference import assert_close_to_reference, linear_reference64
+
+from aiter_mx import timing
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.wide_sm90 import MAX_M, layout
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.launch import bind
+from aiter_mx.target import hardware, target_of
+
+WIDE = find_kernel("linear", "sm_90a", "hip", "wide")
+TARGET = hardware("sm_90a")
+gpu = pytest.mark.gpu
+
+
+def config(split: int, rows: int, depth: int) -> dict[str, int]:
+    return {"split": split, "rows": rows, "depth": depth}
+
+
+# Between them: no cluster, clusters of several sizes, parts of K without a chunk, parts of unequal
+# length, K that ends within a chunk, more scales of a row than a lane has words, warps without
+# rows, several passes, fewer rows than a pass, a ring of one stage and rings longer than a part.
+CASES = [
+    (1, 64, 64, config(1, 64, 2)),
+    (2, 3, 32, config(4, 32, 1)),
+    (5, 100, 416, config(2, 48, 2)),
+    (8, 4000, 1024, config(7, 208, 3)),
+    (16, 70, 1056, config(4, 64, 4)),
+    (17, 130, 2080, config(3, 96, 3)),
+    (24, 700, 2880, config(2, 112, 4)),
+    (31, 7, 3104, config(5, 32, 3)),
+    (33, 640, 1536, config(4, 160, 1)),
+    (40, 7000, 512, config(1, 48, 6)),
+    (48, 3000, 1056, config(8, 176, 2)),
+    (64, 200, 6144, config(6, 128, 2)),
+    (64, 1700, 6144, config(8, 96, 4)),
+    (64, 6000, 1024, config(2, 64, 3)),
+    (8, 130, 16384, config(8, 32, 4)),
+    (11, 130, 2048, config(1, 80, 8)),
+]
+
+
+@pytest.mark.parametrize("M", [1, 8, 9, 17, 33, 64])
+@pytest.mark.parametrize(("N", "K"), [(1, 32), (300, 96), (2304, 6144), (9216, 6144), (70, 8224)])
+def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int) -> None:
+    problem = LinearProblem(M, N, K)
+    assert WIDE.refusal(TARGET, problem) is None
+    candidates = WIDE.candidates(TARGET, problem)
+    assert WIDE.configure(TARGET, problem) == candidates[0]
+    for chosen in candidates:
+        WIDE.check_config(chosen)
+        found = layout(TARGET, problem, chosen)
+        assert found is not None
+        assert found.shared_bytes <= 226 * 1024
+        assert found.clusters * chosen["split"] <= TARGET.cu_num or found.passes == 1
+        assert found.clusters * found.passes * chosen["rows"] >= N
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "chosen"),
+    [
+        (32, 2304, 6144, config(8, 160, 4)),
+        (64, 2304, 6144, config(8, 160, 4)),
+        (64, 9216, 6144, config(8, 128, 3)),
+        (32, 6144, 1536, config(2, 96, 4)),
+        (64, 1536, 6144, config(8, 112, 4)),
+        (64, 6144, 2048, config(2, 96, 4)),
+    ],
+)
+def test_the_default_configurations_are_what_won_on_an_h200(
+    M: int, N: int, K: int, chosen: dict[str, int]
+) -> None:
+    assert WIDE.configure(TARGET, LinearProblem(M, N, K)) == chosen
+
+
+def test_only_the_asked_for_launch_overlaps() -> None:
+    assert WIDE.module is not None
+    chosen = WIDE.configure(TARGET, LinearProblem(8, 2304, 6144))
+    for pdl in (False, True):
+        problem = LinearProblem(8, 2304, 6144, pdl=pdl)
+        assert WIDE.module.geometry(TARGET, problem, chosen).overlaps is pdl
+        assert WIDE.module.scalars(TARGET, problem, chosen)[-1] == pdl
+
+
+def test_the_map_of_weights_has_a_box_of_a_stage() -> None:
+    assert WIDE.module is not None and WIDE.module.tensor_map is not None
+    described = WIDE.module.tensor_map(TARGET, LinearProblem(8, 300, 416), config(2, 48, 2))
+    assert (described.rows, described.row_bytes) == (300, 416)
+    assert (described.box_rows, described.box_bytes) == (48, 128)
+    assert WIDE.module.args[described.pointer].name == "wq"
+
+
+def test_what_it_does_not_cover_is_refused() -> None:
+    assert WIDE.refusal(TARGET, LinearProblem(MAX_M, 8, 64)) is None
+    assert "above 64" in (WIDE.refusal(TARGET, LinearProblem(MAX_M + 1, 8, 64)) or "")
+    assert "no room" in (WIDE.refusal(TARGET, LinearProblem(64, 8, 65536)) or "")
+    assert "sm_90a" in (WIDE.refusal(hardware("gfx950"), LinearProblem(8, 8, 64)) or "")
+
+
+def launch(
+    arguments: Operands,
+    chosen: dict[str, int],
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    return launch_linear(WIDE, torch.device("cuda"), chosen, arguments, bias, dtype)
+
+
+@gpu
+@pytest.mark.parametrize(("M", "N", "K", "chosen"), CASES)
+def test_any_shape_and_configuration_match_float64(
+    M: int, N: int, K: int, chosen: dict[str, int]
+) -> None:
+    for seed, exponents in enumerate([(-20, 20), (-6, 6)]):
+        drawn = operands(M, N, K, seed, scale_exponents=exponents)
+        assert_close_to_reference(launch(drawn, chosen), *drawn)
+
+
+@gpu
+def test_every_m_matches_float64() -> None:
+    for M in range(1, MAX_M + 1):
+        drawn = operands(M, 130, 1120, M, scale_exponents=(-6, 6))
+        assert_close_to_reference(launch(drawn, config(3, 48, 2)), *drawn)
+
+
+@gpu
+@pytest.mark.parametrize("exponents", [(-127, 127), (-127, -40), (40, 127), (-127, -120)])
+def test_scales_of_the_whole_e8m0_range_are_exact(exponents: tuple[int, int]) -> None:
+    for M, N, K, chosen in CASES[1:12]:
+        drawn = operands(M, min(N, 300), K, M, scale_exponents=exponents)
+        assert_close_to_reference(launch(drawn, chosen), *drawn)
+
+
+@gpu
+def test_extreme_scales_that_cancel_are_exact() -> None:
+    for M, N, K, chosen in CASES[1:10]:
+        xq, xs, wq, ws = operands(M, min(N, 300), K, 3, scale_exponents=(-3, 3))
+        for shift in (110, 60, 25, -25, -60, -110):
+            drawn = (xq, (xs.int() + shift).to(torch.uint8), wq, (ws.int() - shift).to(torch.uint8))
+            assert_close_to_reference(launch(drawn, chosen), *drawn)
+
+
+@gpu
+def test_one_row_of_scales_too_far_apart_leaves_the_others_alone() -> None:
+    for M, N, K, chosen in CASES[3:10]:
+        xq, xs, wq, ws = operands(M, min(N, 300), K, 7, scale_exponents=(-3, 3))
+        for scale, row in ((xs, M // 2), (ws, len(ws) // 3)):
+            scale[row, ::2] -= 60
+        assert_close_to_reference(launch((xq, xs, wq, ws), chosen), xq, xs, wq, ws)
+
+
+@gpu
+def test_zero_blocks_of_any_scale_add_nothing() -> None:
+    generator = torch.Generator().manual_seed(8)
+    for M, N, K, chosen in CASES[1:10]:
+        xq, xs, wq, ws = operands(M, min(N, 300), K, 4, scale_exponents=(-6, 6))
+        for payload, scale in ((xq, xs), (wq, ws)):
+            blocks = payload.view(torch.uint8).view(*scale.shape, 32)
+            empty = torch.rand(scale.shape, generator=generator) < 0.2
+            blocks[empty] &= 0x80
+            drawn = torch.randint(0, 255, scale.shape, generator=generator, dtype=torch.uint8)
+            scale[empty] = drawn[empty]
+        assert_close_to_reference(launch((xq, xs, wq, ws), chosen), xq, xs, wq, ws)
+
+
+@gpu
+def test_nan_payloads_and_scales_reach_their_outputs_alone() -> None:
+    for M, N, K, chosen in CASES[1:12]:
+        drawn = operands(M, min(N, 300), K, M, nan_payload=2e-4, nan_scale=1e-3)
+        assert_close_to_reference(launch(drawn, chosen), *drawn)
+
+
+@gpu
+def test_scales_at_any_address_are_read_rightly() -> None:
+    for M, N, K, chosen in CASES[3:10]:
+        xq, xs, wq, ws = operands(M, min(N, 300), K, 5)
+        for shift in (1, 2, 3):
+            moved = []
+            for scale in (xs, ws):
+                room = torch.full((scale.numel() + 8,), 255, dtype=torch.uint8, device="cuda")
+                room[shift : shift + scale.numel()] = scale.flatten().cuda()
+                moved.append(room[shift : shift + scale.numel()].view(scale.shape))
+            got = launch((xq, moved[0], wq, moved[1]), chosen)
+            assert_close_to_reference(got, xq, xs, wq, ws)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_outputs_and_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> None:
+    exponents = (-12, -6) if dtype is torch.float16 else (-6, 6)
+    drawn = operands(19, 137, 1120, 5, scale_exponents=exponents)
+    size = linear_reference64(*drawn).abs().mean()
+    for bias_dtype in DTYPES.values():
+        generator = torch.Generator().manual_seed(6)
+        bias = (torch.randn(137, generator=generator, dtype=torch.float64) * size).to(bias_dtype)
+        for chosen in (config(2, 64, 2), config(1, 80, 2)):
+            assert_close_to_reference(launch(drawn, chosen, bias, dtype), *drawn, bias)
+
+
+@gpu
+def test_weights_beyond_4_gib_are_addressed_rightly() -> None:
+    M, N, K = 40, 700_000, 6240
+    device = torch.device("cuda")
+    (xq, xs), (wq, ws) = timing.random_mx(M, K, device), timing.random_mx(N, K, device)
+    assert wq.nbytes > 4 << 30
+    out = torch.full((M, N), float("nan"), device=device)
+    problem = LinearProblem(M, N, K, "fp32")
+    target = target_of(device)
+    tensors = (xq, xs, wq, ws, None, out)
+    run = bind(WIDE, target, problem, WIDE.configure(target, problem), 0)
+    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+    generator = torch.Generator().manual_seed(9)
+    rows = torch.cat([torch.randint(0, N, (300,), generator=generator), torch.tensor([0, N - 1])])
+    there = rows.cuda()
+    some = wq.view(torch.uint8)[there].view(torch.float8_e4m3fn).cpu(), ws[there].cpu()
+    assert_close_to_reference(out[:, there].cpu(), xq.cpu(), xs.cpu(), *some)
+
+
+@gpu
+@pytest.mark.parametrize(("M", "N", "pdl"), [(8, 2304, True), (64, 2304, False), (64, 3072, True)])
+def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int, N: int, pdl: bool) -> None:
+    assert_repeats_on_two_streams(WIDE, LinearProblem(M, N, 6144, pdl=pdl))
