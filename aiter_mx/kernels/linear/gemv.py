@@ -80,8 +80,8 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
     if target.arch == "sm_90a" and problem.M <= MAX_M:
         weights = problem.N * problem.K
         saved_us = min(1.1, 1.2e-7 * weights) if problem.pdl else 0
-        gemv_us = 2.9 + (1.6 + 0.55 * problem.M) * 1e-7 * weights - saved_us / (2 * problem.M)
-        mma_us = 3.3 + 2.6e-7 * weights - saved_us
+        gemv_us = 2.4 + (1.7 + 0.75 * problem.M) * 1e-7 * weights - saved_us / (2 * problem.M)
+        mma_us = 3.4 + 2.57e-7 * weights - saved_us
         return "mma is faster here by its fitted times" if mma_us < gemv_us else None
     if target.arch != "gfx950" or problem.M > MAX_M:
         return None
