@@ -271,9 +271,9 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     if (asks && !overlaps)
         ask(kAskedFirst);
     __syncwarp();
-    expander.run();
     if (has_rows)
         table.write();
+    expander.run();
     if (!overlaps)
         launch_dependents();
     __syncthreads();

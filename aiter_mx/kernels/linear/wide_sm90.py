@@ -35,7 +35,7 @@ _MOST_WIDE_SUMS = 32  # rows of x for which a fifth warpgroup leaves enough regi
 _TILES_M = (8, 16, 32, 48, 64)
 _CHUNK = 128  # k of a stage of the ring
 _MOST_CHUNKS = 16  # of a part of K: a row's scales are in registers for a while
-_BYTES_A_CYCLE = 2190  # of an H200's memory
+_BYTES_A_CYCLE = 2090  # of an H200's memory
 _TILE_BYTES = 512  # sums of a tile of 16 rows of w by 8 of x
 _SHARED_BYTES = 226 * 1024  # of a workgroup, static shared memory apart: compute capability 9.0
 # A cluster lies within a GPC, so not all SMs get one: the share of an H200's that do, by the
@@ -118,13 +118,17 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
     rows, split, depth, tile_m = config["rows"], config["split"], config["depth"], found.tile_m
     groups = found.clusters * split
     rounds = -(-groups // target.cu_num)
-    computed = rounds * (320 + -(-rows // 64) * (130 + 2.3 * tile_m))
-    copied = rounds * min(groups, target.cu_num) * rows * _CHUNK / _BYTES_A_CYCLE
-    exchanged = 720 + (0.35 * rows * tile_m if split > 1 else 0)
-    a_pass = found.chunks * max(computed, copied) + exchanged
-    depths = 1460 * max(0, 4 - depth) + 60 * max(0, depth - 4)  # 4 stages did best
-    cluster = {1: 100, 8: 0}.get(split, 450)
-    return 4300 + 5.9 * tile_m * found.chunks + found.passes * a_pass + depths + cluster
+    computed = found.chunks * rounds * (300 + -(-rows // 64) * (147 + 1.9 * tile_m))
+    copied = rounds * min(groups, target.cu_num) * rows * found.chunks * _CHUNK / _BYTES_A_CYCLE
+    exchanged = 1000 + (0.34 * rows * tile_m if split > 1 else 0)
+    if found.passes > 1:  # copies go on while sums are exchanged, as far as the ring is long
+        copied *= 1 + 0.29 * max(0.0, 1 - depth * rows * _CHUNK / 80e3)
+    a_pass = max(copied, computed + exchanged)
+    last = max(copied, computed) + exchanged
+    depths = 1290 * max(0, 4 - depth) + 60 * max(0, depth - 5)
+    cluster = {1: 130, 2: 260, 8: 0}.get(split, 340)
+    started = 3930 + 6.6 * tile_m * found.chunks
+    return started + (found.passes - 1) * a_pass + last + depths + cluster
 
 
 @lru_cache(maxsize=64)
