@@ -133,8 +133,9 @@ struct XRows {
         }
     }
 
+    // Divided by vector instructions, it would make descriptors that differ from lane to lane.
     static MX_MEMBER unsigned rows_of_x(ArgsInMemory& args) {
-        return (args.valid_tokens + args.a_div - 1u) / args.a_div;
+        return __builtin_amdgcn_readfirstlane((args.valid_tokens + args.a_div - 1u) / args.a_div);
     }
 
     MX_MEMBER Tile load(int tile, const Place& place) const {
@@ -174,6 +175,23 @@ struct Chunk {
     int expert; // outside 0 .. experts - 1 where it is not here
     int t;      // routed row, or -1
     int place;  // in sorted_ids
+};
+
+// What memory says of a chunk: the expert of its block, and the id of each lane.
+struct LookUp {
+    int expert, id;
+
+    MX_MEMBER LookUp(ArgsInMemory& args, int block, int first, int lane)
+        : expert(args.expert_ids[block]) {
+        const int in_block = first + lane < args.block_m ? first + lane : args.block_m - 1;
+        id = args.sorted_ids[block * args.block_m + in_block];
+    }
+    // With another load that all lanes share. Left alone, each is loaded where it is first used.
+    MX_MEMBER void wait_with(int& other) {
+        asm volatile("" : "+v"(expert), "+v"(id), "+v"(other));
+        expert = __builtin_amdgcn_readfirstlane(expert);
+        other = __builtin_amdgcn_readfirstlane(other);
+    }
 };
 
 // First row of w of the workgroup's tile, of which tiles there are the fewest that cover N.
@@ -341,35 +359,36 @@ aiter_mx_moe_gemm(const unsigned char*, const unsigned char*, const unsigned cha
     long groups_y = most_items < args.valid_tokens ? most_items : args.valid_tokens;
     groups_y = groups_y < kMaxGroupsY ? groups_y : kMaxGroupsY; // as launched
 
+    // Looked up under the supposition that it is in use and a first chunk, as most are.
+    const long first_item = group_y();
+    int block = first_item < args.max_blocks ? first_item : 0, first = 0;
+    LookUp found(args, block, first, lane);
+    int padded = *args.post_padded;
+    found.wait_with(padded);
+    const int in_use = (padded + args.block_m - 1) / args.block_m;
+    const int blocks = in_use < args.max_blocks ? in_use : args.max_blocks;
+
     bool lds_in_use = false;
-    for (long item = group_y(); item < most_items; item += groups_y) {
-        // Looked up under the supposition that it is in use and a first chunk: one latency less.
-        Chunk chunk;
-        int block = item < args.max_blocks ? item : 0;
-        int first = 0;
-        int expert = args.expert_ids[block];
-        const int in_use = (*args.post_padded + args.block_m - 1) / args.block_m;
-        const int blocks = in_use < args.max_blocks ? in_use : args.max_blocks;
-        if (item >= static_cast<long>(blocks) * chunks)
-            return;
-        if (item >= blocks) {
+    for (long item = first_item; item < static_cast<long>(blocks) * chunks; item += groups_y) {
+        if (item != first_item || item >= blocks) {
             block = item % blocks;
             first = item / blocks * kCols;
-            expert = args.expert_ids[block];
+            found = LookUp(args, block, first, lane);
+            found.wait_with(padded);
         }
-        chunk.expert = expert;
+        Chunk chunk;
+        chunk.expert = found.expert;
         chunk.place = block * args.block_m + first + lane;
         chunk.t = -1;
         if (lane < kCols && first + lane < args.block_m)
-            chunk.t =
-                routed_row(args.sorted_ids[chunk.place], args.valid_tokens, args.packed_top_k);
+            chunk.t = routed_row(found.id, args.valid_tokens, args.packed_top_k);
         const LaneMask valid = lanes_where(chunk.t >= 0);
         if (valid == 0)
             continue;
         if (lds_in_use)
             group_barrier();
         lds_in_use = true;
-        if (expert < 0 || expert >= args.experts)
+        if (chunk.expert < 0 || chunk.expert >= args.experts)
             store_zeros(loaded_anew(), chunk);
         else if (kMostColTiles == 1 || valid >> kSide == 0)
             compute<1>(loaded_anew(), chunk, lds);

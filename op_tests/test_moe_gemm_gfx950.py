@@ -16,9 +16,9 @@ from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.gfx950 import MAX_K, MFMA, PARAMS, _registers, _resident
 from aiter_mx.kernels.spec import Config, combinations
-from aiter_mx.launch import build_request
+from aiter_mx.launch import bind, build_request
 from aiter_mx.runtimes.sim import last_report
-from aiter_mx.target import hardware
+from aiter_mx.target import hardware, target_of
 
 GFX950 = hardware("gfx950")
 CPU = torch.device("cpu")
@@ -62,6 +62,26 @@ def test_decode_reads_hardly_more_than_it_must(
         assert_activated(payload, scales, layer, "silu", False, SWIGLU)
     else:
         assert_rows(out, layer, POISON)
+
+
+@pytest.mark.parametrize(("block_m", "chunks"), [(16, 1), (64, 4)])
+def test_what_is_looked_up_takes_one_latency(block_m: int, chunks: int) -> None:
+    """Then weights take one, and stores at most one; so do lookups of chunks without an id."""
+    generator = torch.Generator().manual_seed(block_m)
+    wq, ws = random_weights(8, 64, 512, generator)
+    xq, xs = random_mx(4, 512, generator)
+    config = {"row_tiles": 1, "col_tiles": 1, "waves": 2, "unroll": 1}
+    with aiter_mx.simulate("gfx950"):
+        lists = aiter_mx.moe_align(torch.tensor([[6, 1, 3, 4]]), block_m, 8)
+        problem = MoeGemmProblem(1, 64, 512, 8, 4, block_m, "fp32")
+        out = torch.empty(4, 64)
+        tensors = [xq, xs, wq, ws, *lists, None, None, out, None]
+        run = bind(MFMA, target_of(torch.device("cpu")), problem, config, 0)
+        run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+    report = last_report()
+    assert report is not None
+    assert_rows(out, Layer(xq, xs, wq, ws, None, [6, 1, 3, 4], 1), POISON)
+    assert report.latencies <= 4 * 4 * (chunks + 2)  # of four workgroups for each of four experts
 
 
 @pytest.mark.parametrize("nans", [{"nan_payload": 2e-3}, {"nan_scale": 2e-2}], ids=str)

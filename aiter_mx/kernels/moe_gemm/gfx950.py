@@ -45,7 +45,7 @@ _REGISTERS, _MOST_REGISTERS = 512, 256
 _BYTES_A_CYCLE = 13
 _LATENCY_CYCLES = 4800
 _TILE_CYCLES = 80
-_LOOK_UP_CYCLES = 2 * 1500  # the expert of a block, then its rows: two latencies of the L2
+_LOOK_UP_CYCLES = 1500  # the expert of a block and its ids: a latency of the L2
 
 
 @dataclass(frozen=True)
