@@ -31,11 +31,9 @@
 
 using namespace mx;
 
-constexpr unsigned kNanBF16x2 = 0x7fc07fc0;
-
 // Whether scales of a row of w are outside of what bf16 holds is in shared memory: it is rare.
 struct Unusual {
-    unsigned nan[2]; // the top bit of a byte is set where a lane's row has NaN payloads
+    unsigned nan[2]; // any top bit of a byte is set where a lane's row has NaN payloads
     int* const outside;
 };
 
@@ -44,33 +42,44 @@ struct Weights {
     u32x4 payload[kUnits][2];
     unsigned scales[2]; // of 4 blocks
 
-    // Unit u, whose scales are at the bytes that `place` takes.
-    MX_MEMBER void to_bf16(unsigned (&a)[kSteps][4], int u, unsigned place, unsigned magnitude,
-                           Unusual& unusual) const {
+    // The factors of unit u for row i, 2 * i + u. `place` takes a lane's scales.
+    MX_MEMBER void find_factors(unsigned (&factors)[2 * kUnits], unsigned place,
+                                Unusual& unusual) const {
+        static_assert(kUnits == 2 && kFirstWScale <= 0x80 && kLastWScale >= 0x80);
+        constexpr unsigned each = 0x01010101, top = 0x80 * each;
+        const unsigned own = __byte_perm(scales[0], scales[1], place), low = own & ~top;
+#pragma unroll
+        for (int k = 0; k < 2 * kUnits; ++k)
+            factors[k] = w_factor(__byte_perm(own, 0, 0x4440 + k));
+        const unsigned from_first = low + (0x80 - kFirstWScale) * each; // the top bit says so
+        const unsigned past_last = low + (0xff - kLastWScale) * each;
+        if (!(((own & past_last) | ~(own | from_first)) & top))
+            return;
+#pragma unroll
+        for (int k = 0; k < 2 * kUnits; ++k) {
+            const unsigned scale = own >> 8 * k & 255;
+            if (kFirstWScale <= scale && scale <= kLastWScale)
+                continue;
+            factors[k] = scale == kNanScale ? kNanBF16x2 : 0;
+            const u32x4& words = payload[k % kUnits][k / kUnits];
+            if (scale != kNanScale && (words[0] | words[1] | words[2] | words[3]) & ~top)
+                unusual.outside[k / kUnits] = 1;
+        }
+    }
+    MX_MEMBER void to_bf16(unsigned (&a)[kSteps][4], int u, const unsigned (&factors)[2 * kUnits],
+                           unsigned magnitude, Unusual& unusual) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const unsigned scale = __byte_perm(scales[i], 0, place + u * 2);
             const u32x4& words = payload[u][i];
-            unsigned factor = w_factor(scale);
-            if (scale - kFirstWScale > kLastWScale - kFirstWScale) {
-                factor = scale == kNanScale ? kNanBF16x2 : 0;
-                if (scale != kNanScale && (words[0] | words[1] | words[2] | words[3]) & 0x7f7f7f7f)
-                    unusual.outside[i] = 1;
-            }
 #pragma unroll
             for (int j = 0; j < kSteps; ++j) {
-                e4m3x4_to_bf16(words[j], factor, magnitude, a[j][i], a[j][2 + i]);
-                unusual.nan[i] |= (words[j] & 0x7f7f7f7f) + 0x01010101;
+                e4m3x4_to_bf16(words[j], factors[2 * i + u], magnitude, a[j][i], a[j][2 + i]);
+                // Only 0x7f and 0xff turn their top bit, and only 0xff carries into the next byte.
+                unusual.nan[i] |= (words[j] + 0x01010101) ^ words[j];
             }
         }
     }
 };
-
-// Row i of a lane within the tile. Where nothing is activated a lane's rows are neighbours, so that
-// it stores two features at once.
-MX_DEVICE int row_of(int warp, int lane, int i) {
-    return warp * 16 + (kActivated ? lane / 4 + 8 * i : lane / 4 * 2 + i);
-}
 
 // Reads the chunks of one tile after another.
 struct Reader {
@@ -106,14 +115,16 @@ struct Reader {
         const bool exists = kWhole ? left > 0 : left > d;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            w.payload[u][i] = u32x4{};
+            if (!kWhole) // else those that do not exist are not used
+                w.payload[u][i] = u32x4{};
             if (exists)
                 w.payload[u][i] = load_once(payload[i] + d * kChunk + u * kUnit);
         }
         if (u == kUnits - 1)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                w.scales[i] = 0x7f7f7f7f;
+                if (!kWhole)
+                    w.scales[i] = 0x7f7f7f7f;
                 if (exists)
                     w.scales[i] = load_word(scales[i] + d * kBlocks);
             }
@@ -128,16 +139,13 @@ struct Reader {
     }
 };
 
-// Of pair p of values of a lane, those of one row of w: columns of x.
-MX_DEVICE int column_of(int tile, int c, int lane) { return tile * 8 + lane % 4 * 2 + c; }
-
 // Adds tiles and stores what they come to.
 struct Adder {
     const MoeArgs& a;
     Shared& shared;
     const int group, warp, lane; // warp: of all that add
     const unsigned magnitude, place;
-    Weights ring[kDepth];
+    Weights ring[kDepth] = {};
     Turn<kSlots> from;
 
     MX_MEMBER void take(int slot) const {
@@ -160,16 +168,18 @@ struct Adder {
     }
 
     MX_MEMBER void add(float (&sums)[kCols / 2], Unusual& unusual, Reader& reader, int columns) {
-        unsigned operand[kUnits][kSteps][4];
+        unsigned operand[kUnits][kSteps][4], factors[2 * kUnits];
         const int steps = steps_of(a);
+        int before = 0; // the slot of the chunk before
         for (int step = 0; step < steps; ++step) {
             if (step + 1 == steps)
                 reader.open();
 #pragma unroll
             for (int d = 0; d < kDepth; ++d) {
+                ring[d].find_factors(factors, place, unusual);
 #pragma unroll
                 for (int u = 0; u < kUnits; ++u) {
-                    ring[d].to_bf16(operand[u], u, place, magnitude, unusual);
+                    ring[d].to_bf16(operand[u], u, factors, magnitude, unusual);
                     reader.read(ring[d], d, u);
                     if (u == 0)
                         barrier_wait(shared_address(shared.ready + from.at), from.parity);
@@ -179,15 +189,16 @@ struct Adder {
                     multiply<16, 32, 48, 64, 80, 96, 128>(sums, operand[u], x, columns);
                     wgmma_wait<1>();
                     if (u == 0 && (d > 0 || step > 0))
-                        take((from.at + kSlots - 1) % kSlots);
+                        take(before);
                 }
+                before = from.at;
                 from.next();
             }
             reader.advance();
         }
         wgmma_wait<0>();
         keep_in_order(sums);
-        take((from.at + kSlots - 1) % kSlots);
+        take(before);
     }
 
     // Computes again what has been left out, and spreads NaN.
@@ -245,27 +256,35 @@ struct Adder {
         const long first = entry.tile * static_cast<long>(kRows) + row_of(warp, lane, 0);
         const bool aligned =
             a.N % 2 == 0 && reinterpret_cast<unsigned long>(a.out) % sizeof(Pair) == 0;
+        const int room = max(0L, min(2L, a.N - first)); // for so many of the two features
+        Out* const out = static_cast<Out*>(a.out) + first;
 #pragma unroll
-        for (int j = 0; j < Count / 4; ++j)
+        for (int j = 0; j < Count / 4; ++j) {
+            if (j >= entry.col_tiles)
+                break;
+            const int m = column_of(j, 0, lane);
+            const int2 rows = *reinterpret_cast<const int2*>(entry.t + m);
+            const float2 weights = *reinterpret_cast<const float2*>(entry.weights + m);
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                const int m = column_of(j, c, lane);
-                const long t = entry.t[m];
-                if (t < 0 || first >= a.N)
+                const int t = c ? rows.y : rows.x;
+                const float weight = c ? weights.y : weights.x;
+                if (t < 0)
                     continue;
-                const float weight = a.weights == nullptr ? 1.0f : entry.weights[m];
-                Out* const to = static_cast<Out*>(a.out) + t * a.N + first;
+                Out* const to = out + t * a.N;
                 Pair pair;
                 store(pair.values, sums[j * 4 + c] * weight);
                 store(pair.values + 1, sums[j * 4 + 2 + c] * weight);
-                if (aligned) {
+                if (aligned && room == 2) {
                     *reinterpret_cast<Pair*>(to) = pair;
                 } else {
-                    to[0] = pair.values[0];
-                    if (first + 1 < a.N)
-                        to[1] = pair.values[1];
+#pragma unroll
+                    for (int v = 0; v < 2; ++v)
+                        if (v < room)
+                            to[v] = pair.values[v];
                 }
             }
+        }
     }
 
     // A lane has gate and up of one feature; a warpgroup has a block of 32 features.
@@ -367,7 +386,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) aiter_mx_moe_gemm(MX_M
     group_barrier();
     if (group < kGroups) {
         increase_registers<kAddingRegisters>();
-        Adder{a, shared, group, warp, lane, held(kMagnitude), 0x4440u + lane % 4 / 2}.run();
+        Adder{a, shared, group, warp, lane, held(kMagnitude), 0x6420u + lane % 4 / 2 * 0x1111}
+            .run();
     } else {
         decrease_registers<kBringingRegisters>();
         Bringer{a, shared, lane, warp - kGroups * kGroupWarps}.run();

@@ -51,6 +51,8 @@ CASES = [
     (WIDE, wide(8, 2, 4), 150, 203, 640, 5, 3, 128),
     (WIDE, wide(4, 3, 3), 60, 328, 128, 6, 2, 32),
     (WIDE, wide(4, 2, 1), 30, 256, 256, 8, 4, 16),
+    (WIDE, wide(12, 3, 1), 400, 328, 640, 4, 2, 96),
+    (WIDE, wide(12, 2, 2), 260, 200, 384, 3, 2, 128),
 ]
 
 
@@ -222,8 +224,8 @@ def test_stream_runs_where_experts_have_few_rows_and_wide_where_more() -> None:
 
 def test_wide_has_room_for_the_rows_of_most_blocks() -> None:
     first, second = (MoeGemmProblem(512, N, K, 128, 4, 128) for N, K in ((1536, 6144), (6144, 768)))
-    for M, of_first, of_second in ((512, 4, 4), (1024, 8, 8), (2048, 16, 8)):
-        for problem, col_tiles in ((first, of_first), (second, of_second)):
+    for M, col_tiles in ((512, 4), (1024, 8), (2048, 12), (3000, 16)):
+        for problem in (first, second):
             assert WIDE.configure(SM90, replace(problem, M=M))["col_tiles"] == col_tiles
     assert WIDE.configure(SM90, replace(first, M=2048, block_m=64))["col_tiles"] == 8
 

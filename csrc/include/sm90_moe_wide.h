@@ -32,6 +32,15 @@ constexpr int kCols = kColTiles * 8;
 using Rows = TileRows<kRows, 16, kActivated, MX_INTERLEAVED>;
 using Walk = MoeWalk<kCols>;
 
+// Row i of a lane within the tile. Where nothing is activated a lane's rows are neighbours, so that
+// it stores two features at once.
+MX_DEVICE int row_of(int warp, int lane, int i) {
+    return warp * 16 + (kActivated ? lane / 4 + 8 * i : lane / 4 * 2 + i);
+}
+
+// Of pair p of values of a lane, those of one row of w: columns of x.
+MX_DEVICE int column_of(int tile, int c, int lane) { return tile * 8 + lane % 4 * 2 + c; }
+
 // x of a chunk in bf16, as wgmma takes it: a step is 16 k, in two halves.
 constexpr int kUnits = kChunk / kUnit, kSteps = 4; // of a chunk, of a unit
 constexpr int kHalfStepBytes = 8 * kCols * 2, kStepBytes = 2 * kHalfStepBytes;
@@ -85,6 +94,18 @@ struct Turn {
     }
 };
 
+constexpr unsigned kNanBF16x2 = 0x7fc07fc0;
+
+// The factor of activations as bf16, twice, for scales up to kLastXScale.
+MX_DEVICE unsigned x_factor(unsigned scale) { return (scale + 60) * 0x00800080; }
+
+// Four activations times factor, exactly: bytes 0 and 2, then 1 and 3. NaN stays NaN.
+MX_DEVICE void activations_to_bf16(unsigned word, unsigned factor, unsigned& even, unsigned& odd) {
+    e4m3x4_to_bf16(word, 1.0f, even, odd);
+    even = multiply_bf16x2(even, factor);
+    odd = multiply_bf16x2(odd, factor);
+}
+
 // What others read too, in the order of the source.
 MX_DEVICE unsigned load_word(const unsigned char* p) {
     unsigned v;
@@ -114,8 +135,7 @@ struct Bringer {
                 const int row = walk.row(m);
                 to.t[m] = row;
                 to.outside[m] = 0;
-                if (a.weights != nullptr)
-                    to.weights[m] = row < 0 ? 0.0f : *walk.weight(m, row);
+                to.weights[m] = row < 0 || a.weights == nullptr ? 1.0f : *walk.weight(m, row);
             }
         if (lane == 0) {
             to.expert = more ? walk.expert : -1;
@@ -199,14 +219,12 @@ struct Bringer {
             const unsigned words[4] = {v.x, v.y, v.z, v.w};
             const unsigned scale = scales >> (u * 2 + lane % 4 / 2) * 8 & 255;
             const bool outside = kLastXScale < scale && scale != kNanScale;
-            const float factor = bits_to_float(scale == kNanScale ? kNanBits
-                                               : outside          ? 0
-                                                                  : (scale + 60) << 23);
+            const unsigned factor = scale == kNanScale ? kNanBF16x2 : outside ? 0 : x_factor(scale);
             left_out |= outside && (words[0] | words[1] | words[2] | words[3]) & 0x7f7f7f7f;
 #pragma unroll
             for (int j = 0; j < kSteps; ++j) {
                 unsigned even, odd;
-                e4m3x4_to_bf16(words[j], factor, even, odd);
+                activations_to_bf16(words[j], factor, even, odd);
                 store_shared_4(to + (u * kSteps + j) * kStepBytes, even);
                 store_shared_4(to + (u * kSteps + j) * kStepBytes + kHalfStepBytes, odd);
             }

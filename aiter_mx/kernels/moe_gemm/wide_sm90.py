@@ -18,15 +18,15 @@ from aiter_mx.kernels.spec import (
 from aiter_mx.target import Target
 
 PARAMS = (
-    Param("col_tiles", (4, 8, 16), "tiles of 8 rows of x that a workgroup takes at a time"),
+    Param("col_tiles", (4, 8, 12, 16), "tiles of 8 rows of x that a workgroup takes at a time"),
     Param("groups", (2, 3), "warpgroups of a workgroup that add, with 64 rows of w each"),
     Param("depth", (1, 2, 3, 4), "times 128 k of w that are in flight"),
 )
 
 _CHUNK = 128  # k
 _GROUP_ROWS = 64  # of w
-_SLOTS = {4: 4, 8: 5, 16: 3}  # chunks of x that are ready, by col_tiles
-_AHEAD = {4: 4, 8: 5, 16: 3}  # and on their way
+_SLOTS = {4: 4, 8: 5, 12: 4, 16: 3}  # chunks of x that are ready, by col_tiles
+_AHEAD = {4: 4, 8: 5, 12: 4, 16: 3}  # and on their way
 _ENTRIES = 8  # of the queue
 _MAX_ITEMS = 1 << 31
 _SHARED_BYTES = 227 * 1024  # of a workgroup: compute capability 9.0
@@ -71,10 +71,8 @@ def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
     """All that fit, the ones that did well on an H200 first."""
     rows = problem.rows_of_expert
     most = min(problem.block_m, rows + 2 * rows**0.5)  # of most blocks
-    cols = next((c for c in (4, 8) if most <= c * 8), 16)
-    if cols == 16 and problem.K < 16 * _CHUNK:
-        cols = 8
-    depth = {4: 4 if problem.K >= 16 * _CHUNK else 3, 8: 2, 16: 1}[cols]
+    cols = next((c for c in (4, 8, 12) if most <= c * 8), 16)
+    depth = {4: 4 if problem.K >= 16 * _CHUNK else 3, 8: 2, 12: 1, 16: 1}[cols]
     return sorted(
         filter(_fits, combinations(PARAMS)),
         key=lambda c: (c["col_tiles"] != cols, -c["groups"], abs(c["depth"] - depth)),
