@@ -3,7 +3,8 @@
     python op_tests/bench_grouped.py [--save] [--shapes 16x2048x4096x7168 ...] [--modes mild ...]
 
 Shapes are groups x rows of each x N x K. All in one run on one GPU, graph replay over buffers
-rotated past the last-level cache; what is compared is timed in turn, several rounds, medians.
+rotated past the last-level cache; what is compared is timed in turn, several rounds, each in an
+order of its own, medians.
 Operands are normal random values, quantised for those that want it. ``torch_bf16`` multiplies them
 as they were drawn, what an engine without MX holds; ``torch_bf16_of_mx`` what the MX tensors stand
 for, whose short mantissas take less power. ``torch_fp8`` is torch._scaled_grouped_mm with one scale
@@ -13,6 +14,7 @@ a row, which is no MX; Triton has the best of its tiles.
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
@@ -172,7 +174,10 @@ def measure(
         "triton": triton_calls(operands, offs, out, problem),
     }
     graphs = {name: GraphedCalls(calls) for name, calls in compared.items()}
-    rounds = [{name: graph.time_us(3, 1) for name, graph in graphs.items()} for _ in range(ROUNDS)]
+    rounds, order, draw = [], list(graphs), random.Random(0)
+    for _ in range(ROUNDS):
+        draw.shuffle(order)  # in a fixed one, ours would always follow Triton's, which heats less
+        rounds.append({name: graphs[name].time_us(3, 1) for name in order})
     us = {name: median(each[name] for each in rounds) for name in graphs}
     flops = 2 * groups * rows * N * K
     chosen = route("grouped_gemm", target_of(DEVICE), problem)
