@@ -18,15 +18,16 @@
 //   expander, three warps: x to bf16, for all workgroups: grouped_expand_sm90.h
 //   consumer, two warpgroups, 64 rows of w each: w to bf16, multiply; then store the tile
 //
-// Clusters stay and walk over the tiles of all groups, kOrder tiles of tokens with the same w after
-// one another. What bf16 does not cover, and NaN in w, is put right after a tile is stored.
+// Clusters stay and claim the tiles of all groups, long ones first, kOrder tiles of tokens with the
+// same w after one another: grouped_walk_sm90.h. What bf16 does not cover, and NaN in w, is put
+// right after a tile is stored: grouped_again_sm90.h.
 
+#include "grouped_again_sm90.h"
 #include "grouped_expand_sm90.h"
 #include "grouped_sm90.h"
 #include "grouped_stage_sm90.h"
 #include "grouped_walk_sm90.h"
 #include "mx_epilogue.h"
-#include "mx_exact.h"
 #include "sm90_async.h"
 #include "sm90_copy.h"
 #include "sm90_expand.h"
@@ -47,8 +48,14 @@ constexpr int kStepBytes = 256;                  // of 8 tokens' x, for one wgmm
 
 struct Consumer {
     const Operands& t;
+    const Workspace& workspace;
     unsigned shared, barriers, staging;
-    int index, thread, lane, warp;
+    int index, rank, thread, lane, warp;
+    unsigned turn = 0;
+    // The tile that is next, of which this consumer has a part.
+    TokenTile tokens;
+    int slabs, n;       // so many of tokens; first row of w
+    int x_slab;         // of a stage
     Ring ring, fetched; // where the next unit to expand is, and the one before
     int used;           // stage of the unit before that
     // Scales of the next two units: of row lane / 4 of the warp's 16, or that + 8 for odd lanes,
@@ -60,8 +67,10 @@ struct Consumer {
     const unsigned magnitude = held(kMagnitude);
     unsigned words[2][4], factor[2][2]; // of the unit to expand: [row], [half of k][row]
 
-    MX_MEMBER Consumer(const Operands& t, unsigned shared, unsigned barriers, int index, int thread)
-        : t(t), shared(shared), barriers(barriers), index(index), thread(thread) {
+    MX_MEMBER Consumer(const Operands& t, const Workspace& workspace, unsigned shared,
+                       unsigned barriers, int index, int rank, int thread)
+        : t(t), workspace(workspace), shared(shared), barriers(barriers), index(index), rank(rank),
+          thread(thread) {
         lane = thread % kLanes;
         warp = thread / kLanes;
         staging = shared + kAtStaging + index * kStagingBytes;
@@ -72,11 +81,21 @@ struct Consumer {
         scales += 2;
         return scale_units-- > 0 ? load_byte(from) : 127;
     }
-    // What a tile needs first.
-    MX_MEMBER void open(const Walk& walk) {
-        const long row = walk.n + index * kGroupRows + warp * 16 + lane / 4 + lane % 2 * 8;
+    // Takes the next tile, and loads what it needs first.
+    MX_MEMBER void open() {
+        const Work work = receive(barriers, turn++);
+        // Told so, ptxas knows that these are the same for all lanes of a warp.
+        slabs = __shfl_sync(0xffffffff, work.slabs, 0);
+        const int tail = __shfl_sync(0xffffffff, work.tail, 0);
+        x_slab = tail ? rank * slabs : 0;
+        tokens = work.tokens;
+        tokens.row += x_slab * kSlabRows;
+        tokens.rows = min(tokens.rows - x_slab * kSlabRows, slabs * kSlabRows);
+        n = work.n + (tail ? 0 : rank * kRows) + index * kGroupRows;
+
+        const long row = n + warp * 16 + lane / 4 + lane % 2 * 8;
         const int half = lane / 2 % 2;
-        scales = t.ws + (walk.tokens.group * t.N + min(row, t.N - 1)) * t.blocks() + half;
+        scales = t.ws + (tokens.group * t.N + min(row, t.N - 1)) * t.blocks() + half;
         scale_units = (t.blocks() - half + 1) / 2;
         scale[0] = load_scale();
         scale[1] = load_scale();
@@ -118,10 +137,10 @@ struct Consumer {
     // Multiplies a unit, which is in registers as a[Buffer], while the next becomes a[1 - Buffer].
     template <int Buffer, bool Last, int Slabs>
     MX_MEMBER void multiply(float (&sums)[Slabs * 32], unsigned (&a)[2][4][4], int unit,
-                            unsigned w_place) {
+                            unsigned w_place, unsigned x_place) {
         const int stage = fetched.stage;
         barrier_wait(barriers + kXFull + 8 * stage, fetched.parity);
-        const MatrixDescriptor b(shared + stage * kStageX, kStepBytes / 2, 4 * kStepBytes);
+        const MatrixDescriptor b(x_place + stage * kStageX, kStepBytes / 2, 4 * kStepBytes);
         wgmma_fence();
         wgmma(sums, a[Buffer][0], b.at(0));
         wgmma(sums, a[Buffer][1], b.at(kStepBytes));
@@ -146,29 +165,29 @@ struct Consumer {
         }
     }
 
-    // Lets the ring pass where no row of w is this consumer's.
-    MX_MEMBER void skip(Walk& walk) {
+    // Lets the ring pass where no output is this consumer's.
+    MX_MEMBER void skip() {
         for (int unit = 0; unit < t.units(); ++unit) {
             barrier_wait(barriers + kXFull + 8 * ring.stage, ring.parity);
             barrier_wait(barriers + kWFull + 8 * ring.stage, ring.parity);
             release(ring.stage);
             ring.advance();
         }
-        walk.next();
-        if (walk.any())
-            open(walk);
+        open();
     }
 
     template <int Slabs>
-    MX_MEMBER void tile(Walk& walk) {
-        if (walk.n + index * kGroupRows >= t.N)
-            return skip(walk);
+    MX_MEMBER void tile() {
+        if (n >= t.N || tokens.rows <= 0)
+            return skip();
         float sums[Slabs * 32];
 #pragma unroll
         for (int i = 0; i < Slabs * 32; ++i)
             sums[i] = 0;
         const unsigned w_place = shared + kAtW + (index * kGroupRows + warp * 16) * kUnitK +
                                  lane % 8 * kUnitK + (lane / 8 ^ (lane / 2 & 3)) * 16;
+        // Of tails a consumer has two slabs at most.
+        const unsigned x_place = shared + (Slabs > 2 ? 0 : x_slab * kSlabUnitBytes);
         unsigned a[2][4][4];
         const int units = t.units();
         fetch(0, w_place);
@@ -177,25 +196,25 @@ struct Consumer {
             expand(a[0][j], j);
         int unit = 0;
         for (; unit + 2 < units; unit += 2) {
-            multiply<0, false, Slabs>(sums, a, unit, w_place);
-            multiply<1, false, Slabs>(sums, a, unit + 1, w_place);
+            multiply<0, false, Slabs>(sums, a, unit, w_place, x_place);
+            multiply<1, false, Slabs>(sums, a, unit + 1, w_place, x_place);
         }
         if (unit + 1 < units) {
-            multiply<0, false, Slabs>(sums, a, unit, w_place);
-            multiply<1, true, Slabs>(sums, a, unit + 1, w_place);
+            multiply<0, false, Slabs>(sums, a, unit, w_place, x_place);
+            multiply<1, true, Slabs>(sums, a, unit + 1, w_place, x_place);
         } else {
-            multiply<0, true, Slabs>(sums, a, unit, w_place);
+            multiply<0, true, Slabs>(sums, a, unit, w_place, x_place);
         }
         wgmma_wait<0>();
         keep_in_order(sums);
         release(used);
-        finish<Slabs>(walk, sums);
+        finish<Slabs>(sums);
     }
 
     template <int Slabs>
-    MX_MEMBER void finish(Walk& walk, float (&sums)[Slabs * 32]) {
-        const TokenTile tokens = walk.tokens;
-        const long n = walk.n + index * kGroupRows;
+    MX_MEMBER void finish(float (&sums)[Slabs * 32]) {
+        const TokenTile tokens = this->tokens;
+        const long n = this->n;
         const unsigned low = least, high = most;
         unsigned is_nan[2];
         is_nan[0] = nan[0] & 0x80808080;
@@ -206,10 +225,8 @@ struct Consumer {
             added[i] =
                 load_bias(t.bias, t.bias_kind,
                           tokens.group * t.N + min(n + warp * 16 + lane / 4 + i * 8, t.N - 1));
-        const bool x_outside = tile_outside(walk);
-        walk.next();
-        if (walk.any())
-            open(walk);
+        const bool x_outside = tile_outside(tokens.index);
+        open();
         if constexpr (sizeof(Out) == 4)
             store_fp32<Slabs>(tokens, n, sums, added);
         else
@@ -217,14 +234,13 @@ struct Consumer {
         // Whether a row of w has NaN, or a scale that bf16 does not cover.
         const bool scale_outside = low < kFirstWScale || high > kLastWScale;
         if (__any_sync(0xffffffff, is_nan[0] || is_nan[1] || scale_outside || x_outside))
-            again(tokens, n, is_nan, scale_outside, x_outside);
+            compute_again(t, tokens, n + warp * 16, lane, is_nan, scale_outside, x_outside);
     }
 
-    MX_MEMBER bool tile_outside(const Walk& walk) const {
-        const Workspace& from = walk.workspace;
+    MX_MEMBER bool tile_outside(int tile) const {
         unsigned long long bits = 0;
-        for (int i = lane; i < from.words(); i += kLanes)
-            bits |= load_relaxed(from.expanded(walk.index) + i);
+        for (int i = lane; i < workspace.words(); i += kLanes)
+            bits |= load_relaxed(workspace.expanded(tile) + i);
         return bits >> 32;
     }
 
@@ -288,49 +304,6 @@ struct Consumer {
         for (int i = 0; i < 8; ++i)
             halves[i] = values[i / 2] >> (i % 2 * 16);
     }
-
-    MX_MEMBER bool token_outside(long row) const {
-        bool outside = false;
-        for (long i = 0; i < t.blocks(); ++i) {
-            const unsigned scale = load_byte(t.xs + row * t.blocks() + i);
-            outside |= scale > kLastXScale && scale != kNanScale;
-        }
-        return outside;
-    }
-
-    // Computes the outputs of this warp's 16 rows that the matrix unit cannot.
-    MX_MEMBER void again(TokenTile tokens, long n, const unsigned (&is_nan)[2], bool scale_outside,
-                         bool x_outside) const {
-        x_outside = __any_sync(0xffffffff, x_outside);
-        const unsigned nans_low = __ballot_sync(0xffffffff, is_nan[0]);
-        const unsigned nans_high = __ballot_sync(0xffffffff, is_nan[1]);
-        const unsigned scales_outside = __ballot_sync(0xffffffff, scale_outside);
-#pragma unroll 1
-        for (int row = 0; row < 16; ++row) {
-            const long in_group = n + warp * 16 + row;
-            if (in_group >= t.N)
-                break;
-            const int lanes = row % 8 * 4, half = row / 8; // those that hold this row
-            const bool nan_row = (half ? nans_high : nans_low) >> lanes & 0xf;
-            const bool outside_row = scales_outside >> lanes & (half ? 0xa : 0x5);
-            if (!nan_row && !outside_row && !x_outside)
-                continue;
-            const long w = tokens.group * t.N + in_group;
-            const float added = load_bias(t.bias, t.bias_kind, w);
-#pragma unroll 1
-            for (int m = lane; m < tokens.rows; m += kLanes) {
-                const long x = tokens.row + m;
-                float sum = bits_to_float(kNanBits);
-                if (!nan_row) {
-                    if (!outside_row && !token_outside(x))
-                        continue;
-                    sum = exact_output(t.xq + x * t.K, t.xs + x * t.blocks(), t.wq + w * t.K,
-                                       t.ws + w * t.blocks(), t.K);
-                }
-                store(t.y + x * t.N + in_group, sum + added);
-            }
-        }
-    }
 };
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
@@ -343,11 +316,13 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     extern __shared__ __align__(1024) unsigned char dynamic[];
     // One object for all: with two, ptxas holds barriers' addresses in vector registers, and the
     // loop over k has more instructions.
-    __shared__ unsigned long long barrier_memory[3 * kStages + 1];
+    __shared__ __align__(16) unsigned long long barrier_memory[kBarrierBytes / 8];
     const unsigned shared = held(shared_address(dynamic));
     const unsigned barriers = held(shared_address(barrier_memory));
     if (threadIdx.x == 0) {
-        barrier_memory[3 * kStages] = 0; // what expander and producer tell each other
+        barrier_memory[kTold / 8] = 0; // what expander and producer tell each other
+        for (int i = 0; i < kWorkPlaces; ++i)
+            barrier_init(barriers + kWorkFull + 8 * i, 1);
         for (int i = 0; i < kStages; ++i) {
             barrier_init(barriers + kXFull + 8 * i, 1);
             barrier_init(barriers + kWFull + 8 * i, 1);
@@ -366,14 +341,12 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     // Told so, ptxas knows that it is the same for all lanes of a warp.
     const int group = __shfl_sync(0xffffffff, threadIdx.x / kGroupThreads, 0);
     const int thread = threadIdx.x % kGroupThreads;
-    const unsigned turn = barriers + 24 * kStages, now = turn + 4;
+    const unsigned turn = barriers + kTold, now = turn + 4;
     if (group == 0) {
         decrease_registers<kHelperRegisters>();
         if (thread == 0) {
             Producer producer{t, weights, workspace, shared, barriers, now, rank};
-            for (Walk walk(workspace, N, rank); walk.any(); walk.next())
-                producer.tile(walk);
-            store_shared(now, kNoTile);
+            producer.run();
         } else if (thread >= kLanes) {
             const Expander<kExpanderThreads, kExpanderBarrier> expander{
                 workspace, xq, xs, K, thread - kLanes, turn, now};
@@ -382,19 +355,17 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         __syncwarp();
     } else {
         increase_registers<kConsumerRegisters>();
-        Consumer consumer(t, shared, barriers, group - 1, thread);
-        Walk walk(workspace, N, rank);
-        if (walk.any())
-            consumer.open(walk);
+        Consumer consumer(t, workspace, shared, barriers, group - 1, rank, thread);
+        consumer.open();
         // Apart, since ptxas keeps wgmmas in flight only where one kind of them is in a loop.
-        while (walk.slabs == 4)
-            consumer.tile<4>(walk);
-        while (walk.slabs == 3)
-            consumer.tile<3>(walk);
-        while (walk.slabs == 2)
-            consumer.tile<2>(walk);
-        while (walk.slabs == 1)
-            consumer.tile<1>(walk);
+        while (consumer.slabs == 4)
+            consumer.tile<4>();
+        while (consumer.slabs == 3)
+            consumer.tile<3>();
+        while (consumer.slabs == 2)
+            consumer.tile<2>();
+        while (consumer.slabs == 1)
+            consumer.tile<1>();
     }
     cluster_arrive();
     cluster_wait(); // what the other workgroup sends has arrived

@@ -2,13 +2,14 @@
 // grouped_sm90.h draws the workspace. One workgroup, so that it takes a few microseconds.
 
 #include "grouped_rows.h"
-#include "grouped_sm90.h"
+#include "grouped_walk_sm90.h"
 
 using namespace mx;
 
 constexpr int kThreads = MX_THREADS;
 constexpr int kWarps = kThreads / kLanes;
-constexpr int kMostCut = 4; // tiles; the list has room for them: see the host
+constexpr int kMostMore = 16; // tiles that come of cutting, for which the host leaves room
+constexpr float kMore = 2.4f; // slabs' time that a tile takes beyond that of its own
 
 // Adds up what the threads of the workgroup have: the sum before each, and of all.
 MX_DEVICE void scan(const int own, int& before, int& all, int (&totals)[kWarps]) {
@@ -40,24 +41,43 @@ MX_DEVICE int slabs_of(const RowGroups& groups, long group, RowRange& range) {
 // How the last full tiles are cut so that all clusters finish at about the same time.
 struct Cut {
     int tiles = 0, slabs = 1; // so many, into tiles of so many slabs
+
+    MX_MEMBER int pieces() const { return tiles * (kMostSlabs / slabs); }
 };
 
-// Clusters take tiles in turn, full ones first. The time of a tile of s slabs is taken as s + 0.3.
-MX_DEVICE Cut best_cut(int full, int pairs, int clusters) {
-    const auto last = [&](int tiles, int slabs) { // when the last cluster is done
-        const int first = (full - tiles) * pairs, then = tiles * (kMostSlabs / slabs) * pairs;
-        const int rounds = first / clusters, more = first % clusters; // busy for a round more
-        const float full_time = kMostSlabs + 0.3f, time = slabs + 0.3f;
-        const int waiting = (then + clusters - 1) / clusters;
-        const int behind = max((then - (clusters - more) + clusters - 1) / clusters, 0);
-        return rounds * full_time + max(waiting * time, more ? full_time + behind * time : 0.0f);
-    };
+// Clusters take the longest tiles first. Those where consumers have s slabs take about s + 2.4, as
+// measured when all of the GPU has such; another kind of tiles fills the gaps that those before
+// leave, but for about a third of one.
+MX_DEVICE float time_of_all(const int (&tiles)[kMostSlabs + 1], const Columns& columns,
+                            int clusters) {
+    const float each = 1.0f / clusters;
+    float busy = 0, last = 0; // sum of all in a cluster; when the last is done
+#pragma unroll
+    for (int slabs = kMostSlabs; slabs > 0; --slabs) {
+        const auto add = [&](int count, float time) {
+            if (count == 0)
+                return;
+            const int rounds = (count + clusters - 1) / clusters;
+            const float alone = rounds * time;
+            last = busy == 0 ? alone : max(last, busy + count * time * each + 0.3f * time);
+            busy += count * time * each;
+        };
+        add(tiles[slabs] * columns.panels, slabs + kMore);
+        add(Tails(columns, slabs, tiles).count, slabs + kMore);
+    }
+    return last;
+}
+
+MX_DEVICE Cut best_cut(const int (&tiles)[kMostSlabs + 1], const Columns& columns, int clusters) {
     // A lane for each way; all of a warp learn which is the best.
     int best = threadIdx.x % kLanes;
-    const auto cut = [&](int way) {
-        return way && way <= 2 * min(full, kMostCut) ? Cut{(way + 1) / 2, 2 - way % 2} : Cut{};
-    };
-    float least = last(cut(best).tiles, cut(best).slabs);
+    const auto cut = [](int way) { return way ? Cut{(way + 1) / 2, 2 - way % 2} : Cut{}; };
+    const Cut own = cut(best);
+    int after[kMostSlabs + 1] = {0, tiles[1], tiles[2], tiles[3], tiles[4] - own.tiles};
+    after[1] += own.slabs == 1 ? own.pieces() : 0;
+    after[2] += own.slabs == 2 ? own.pieces() : 0;
+    const bool possible = own.tiles <= tiles[kMostSlabs] && own.pieces() - own.tiles <= kMostMore;
+    float least = possible ? time_of_all(after, columns, clusters) : 1e30f;
 #pragma unroll
     for (int distance = kLanes / 2; distance; distance /= 2) {
         const float time = __shfl_xor_sync(0xffffffff, least, distance);
@@ -73,7 +93,7 @@ MX_DEVICE Cut best_cut(int full, int pairs, int clusters) {
 // Writes the list of tiles. Only groups that overlap have more than there is room for; their
 // results are of no use, but nothing outside the workspace is named.
 MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most_tiles,
-                          int most_slabs, int pairs, int clusters) {
+                          int most_slabs, const Columns& columns, int clusters) {
     __shared__ int totals[kWarps];
     int count[kMostSlabs + 1] = {};
     for (long base = 0; base < groups.count; base += kThreads) {
@@ -87,17 +107,17 @@ MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most
             count[kind] += all;
         }
     }
-    // Tiles that are not full fill the gaps as well.
-    const bool only_full = count[1] + count[2] + count[3] == 0;
-    const Cut cut = only_full ? best_cut(count[kMostSlabs], pairs, clusters) : Cut{};
+    const Cut cut = best_cut(count, columns, clusters);
     const int uncut = count[kMostSlabs] - cut.tiles;
+    // Where those that come of cutting are, ahead of others of their kind.
+    const int first_cut = uncut + count[3] + (cut.slabs == 1 ? count[2] : 0);
     const auto put = [&](int at, const RowRange& range, long group, int group_slab, int skipped,
                          int slabs) {
         const long row = range.begin + static_cast<long>(skipped) * kSlabRows;
         const long rows = min(range.end - row, static_cast<long>(slabs * kSlabRows));
         if (at < most_tiles)
             to.tile()[at] = {row, static_cast<int>(rows), static_cast<int>(group),
-                             min(group_slab + skipped, most_slabs - slabs), 0};
+                             min(group_slab + skipped, most_slabs - slabs), at};
     };
     int first = 0; // tile of the kind
 #pragma unroll
@@ -116,18 +136,19 @@ MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most
                 const int at = tiles_before + tile + i;
                 const int skipped = (kind == kMostSlabs ? i : full) * kMostSlabs;
                 if (kind < kMostSlabs || at < uncut)
-                    put(first + at, range, group, slabs_before + slab, skipped, kind);
+                    put(first + (kind == cut.slabs ? cut.pieces() : 0) + at, range, group,
+                        slabs_before + slab, skipped, kind);
                 else
                     for (int part = 0; part < kMostSlabs / cut.slabs; ++part)
-                        put(uncut + (at - uncut) * (kMostSlabs / cut.slabs) + part, range, group,
-                            slabs_before + slab, skipped + part * cut.slabs, cut.slabs);
+                        put(first_cut + (at - uncut) * (kMostSlabs / cut.slabs) + part, range,
+                            group, slabs_before + slab, skipped + part * cut.slabs, cut.slabs);
             }
             slabs_before += all_slabs;
             tiles_before += all_tiles;
         }
         int listed = kind == kMostSlabs ? uncut : count[kind];
         if (kind == cut.slabs)
-            listed += cut.tiles * (kMostSlabs / cut.slabs);
+            listed += cut.pieces();
         listed = min(listed, most_tiles - first);
         first += listed;
         if (threadIdx.x == 0)
@@ -144,10 +165,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     launch_dependents();
     wait_for_grid_ahead();
     const Workspace to{static_cast<unsigned char*>(workspace), most_tiles, K};
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
         *to.claimed() = 0;
+        *to.begun() = clusters; // each begins with the tile of its own number
+    }
     for (long i = threadIdx.x; i < most_tiles * to.words(); i += kThreads)
         to.expanded(0)[i] = 0;
-    list_tiles({starts, ends, M, G, layout, index_bytes}, to, most_tiles, most_slabs, pairs,
+    list_tiles({starts, ends, M, G, layout, index_bytes}, to, most_tiles, most_slabs, Columns(N),
                clusters);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import pytest
 import torch
@@ -138,6 +139,19 @@ class TestOnHopper:
             M = ends[-1] + draw.choice([0, 5])
             if M:
                 check(random_mx_groups(M, G, N, K, seed), ends[1:], index=index)
+
+    @pytest.mark.parametrize("N", [64, 128, 320, 352, 384, 448, 608])
+    def test_rows_of_w_beyond_whole_tiles_match_reference(self, N: int) -> None:
+        """Up to two slabs of them are shared by all consumers, in tiles of one to four slabs."""
+        ends = list(accumulate((640, 193, 0, 100, 1, 385, 300, 129)))
+        case = random_mx_groups(ends[-1] + 3, len(ends), N, 352, exponents=(-6, 6))
+        b, b_scale = case[2:]
+        b.view(torch.uint8)[0, N - 1, 7], b_scale[3, N - 40, 5], b_scale[6, N - 1, 9] = 0xFF, 250, 1
+        check(case, ends, torch.float32, torch.randn(len(ends), N))
+
+    def test_many_tiles_of_little_k_match_reference(self) -> None:
+        """Clusters take more tiles than there is room to tell of at a time."""
+        check(random_mx_groups(70000, 2, 576, 32), [30000, 69999])
 
     def test_more_groups_than_threads_match_reference(self) -> None:
         draw = random.Random(0)

@@ -57,7 +57,7 @@ struct Expander {
             const int inside = mine % of_band, chunk = inside / (height * kChunkParts);
             const int tile = first + inside / kChunkParts % height, part = inside % kChunkParts;
             if (thread == 0)
-                while (tile >= (static_cast<int>(load_shared(now)) / band + 1 + kAhead) * band)
+                while (tile >= (static_cast<int>(watch_shared(now)) / band + 1 + kAhead) * band)
                     sleep(500);
             named_barrier(Barrier, Threads);
             const bool outside = expand(workspace.tile()[tile], chunk, part);

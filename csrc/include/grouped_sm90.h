@@ -29,8 +29,8 @@ struct TokenTile {
     long row; // first, of x and y
     int rows;
     int group;
-    int slab; // first, of the workspace
-    int padding;
+    int slab;  // first, of the workspace
+    int index; // in the list
 };
 
 // The parts of the workspace; the host sizes it: aiter_mx/kernels/grouped_gemm. They are computed
@@ -47,6 +47,8 @@ struct Workspace {
     MX_MEMBER int* tiles() const { return reinterpret_cast<int*>(start); }
     // How many parts of chunks someone expands or has expanded.
     MX_MEMBER unsigned* claimed() const { return reinterpret_cast<unsigned*>(start + 128); }
+    // How many of the product's tiles clusters have begun.
+    MX_MEMBER unsigned* begun() const { return reinterpret_cast<unsigned*>(start + 192); }
     // Tiles, those of most slabs first.
     MX_MEMBER TokenTile* tile() const { return reinterpret_cast<TokenTile*>(start + 256); }
     // Of each kChunksOfWord chunks of a tile: a bit for each part that is there; in the upper half,

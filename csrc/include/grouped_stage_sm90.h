@@ -29,6 +29,25 @@ static_assert(kAtStaging + kConsumers * kStagingBytes == MX_SHARED_BYTES,
 
 // Barriers of each stage: x is there, w is there, and both have been used.
 constexpr int kXFull = 0, kWFull = 8 * kStages, kEmpty = 16 * kStages;
+// After them, what the expander and the producer tell each other, then tiles that the cluster
+// computes, and a barrier for each that says that it is there. A tile is told once the stages of
+// the one before are under way, so that consumers have read all but the last kStages + 1.
+constexpr int kWorkPlaces = 8;
+static_assert(kWorkPlaces >= kStages + 2, "a tile would be overwritten before it is read");
+constexpr int kTold = 24 * kStages, kWork = (kTold + 8 + 15) / 16 * 16;
+constexpr int kWorkFull = kWork + kWorkPlaces * sizeof(Work);
+constexpr int kBarrierBytes = kWorkFull + 8 * kWorkPlaces;
+constexpr int kClaimAhead = 3; // units before its end that a tile's successor is claimed
+
+// The tile of this turn of the cluster, once it is told.
+MX_DEVICE Work receive(unsigned barriers, unsigned turn) {
+    barrier_wait(barriers + kWorkFull + 8 * (turn % kWorkPlaces), turn / kWorkPlaces % 2);
+    const unsigned place = barriers + kWork + turn % kWorkPlaces * sizeof(Work);
+    const u32x4 halves[2] = {load_shared_vector(place), load_shared_vector(place + 16)};
+    Work work;
+    __builtin_memcpy(&work, halves, sizeof(Work));
+    return work;
+}
 
 struct Operands {
     const unsigned char *xq, *xs, *wq, *ws;
@@ -67,30 +86,72 @@ struct Producer {
         fence_async_global();
     }
 
-    MX_MEMBER void tile(const Walk& walk) {
-        store_shared(now, walk.index);
-        const int units = t.units(), slabs = walk.slabs;
-        const int row = walk.tokens.group * t.N + walk.n;
+    // Fills the stages of one tile after another. The first workgroup's producer claims them, and
+    // tells all of the cluster.
+    MX_MEMBER void run() {
+        Walk walk(workspace, t.N);
+        if (rank == 0)
+            send(0, walk.at(blockIdx.x / kCluster));
+        for (unsigned turn = 0;; ++turn) {
+            barrier_arrive_expect(barriers + kWorkFull + 8 * (turn % kWorkPlaces), sizeof(Work));
+            const Work work = receive(barriers, turn);
+            if (work.slabs == 0)
+                break;
+            const unsigned next = tile(work);
+            if (rank == 0)
+                send(turn + 1, walk.at(next));
+        }
+        announce_shared(now, kNoTile);
+    }
+
+    MX_MEMBER void send(unsigned turn, const Work& work) const {
+        const unsigned place = barriers + kWork + turn % kWorkPlaces * sizeof(Work);
+        const unsigned barrier = barriers + kWorkFull + 8 * (turn % kWorkPlaces);
+        u32x4 halves[2];
+        __builtin_memcpy(halves, &work, sizeof(Work));
+        for (int to = 0; to < kCluster; ++to)
+            for (int i = 0; i < 2; ++i)
+                store_async(address_in_cluster(place + 16 * i, to), halves[i],
+                            address_in_cluster(barrier, to));
+    }
+
+    // Returns what the cluster takes next, as far as the first workgroup is asked.
+    MX_MEMBER unsigned tile(const Work& work) {
+        // What tails need has been expanded, or will be whatever this workgroup multiplies.
+        announce_shared(now, work.tail ? kNoTile : work.tokens.index);
+        const int units = t.units(), index = work.tokens.index;
+        const int slabs = (work.tokens.rows + kSlabRows - 1) / kSlabRows;
+        const int row = work.tokens.group * t.N + work.n + (work.tail ? 0 : rank * kRows);
+        const int claimed_at = max(units - kClaimAhead, 0);
         const long slab_bytes = units * static_cast<long>(kSlabUnitBytes);
-        const unsigned char* x = workspace.x() + (walk.tokens.slab + rank) * slab_bytes;
+        // Of a tile each workgroup brings every second slab to both; of a tail what it needs.
+        const int first = work.tail ? rank * work.slabs : rank, step = work.tail ? 1 : kCluster;
+        const int end = work.tail ? min(first + work.slabs, slabs) : slabs;
+        const int arriving = max(work.tail ? end - first : slabs, 0) * kSlabUnitBytes;
+        const unsigned short mask = work.tail ? 1 << rank : (1 << kCluster) - 1;
+        const unsigned char* x = workspace.x() + (work.tokens.slab + first) * slab_bytes;
+        unsigned next = 0;
         for (int unit = 0; unit < units; ++unit) {
+            if (unit == claimed_at && rank == 0)
+                next = atomicAdd(workspace.begun(), 1u);
             barrier_wait(barriers + kEmpty + 8 * ring.stage, ring.parity ^ 1);
             const unsigned w_barrier = barriers + kWFull + 8 * ring.stage;
             barrier_arrive_expect(w_barrier, kStageW);
             copy_box(shared + kAtW + ring.stage * kStageW, weights, unit * kUnitK, row, w_barrier);
             if (unit % kChunkUnits == 0)
-                await(walk.index, unit / kChunkUnits);
+                await(index, unit / kChunkUnits);
             const unsigned barrier = barriers + kXFull + 8 * ring.stage;
-            barrier_arrive_expect(barrier, slabs * kSlabUnitBytes);
-            const unsigned place = shared + ring.stage * kStageX + rank * kSlabUnitBytes;
-            if (rank < slabs)
-                copy_to_cluster(place, x, kSlabUnitBytes, barrier, 3);
-            if (rank + 2 < slabs)
-                copy_to_cluster(place + 2 * kSlabUnitBytes, x + 2 * slab_bytes, kSlabUnitBytes,
-                                barrier, 3);
+            barrier_arrive_expect(barrier, arriving);
+            const unsigned place = shared + ring.stage * kStageX + first * kSlabUnitBytes;
+            if (first < end)
+                copy_to_cluster(place, x, kSlabUnitBytes, barrier, mask);
+            if (first + step < end)
+                copy_to_cluster(place + step * kSlabUnitBytes, x + step * slab_bytes,
+                                kSlabUnitBytes, barrier, mask);
             x += kSlabUnitBytes;
             ring.advance();
         }
+        return next;
     }
 };
 

@@ -108,12 +108,16 @@ MX_DEVICE void store_async(unsigned to, unsigned x, unsigned barrier) {
         : "memory");
 }
 
-MX_DEVICE void store_async(unsigned to, float4 v, unsigned barrier) {
+MX_DEVICE void store_async(unsigned to, const u32x4& v, unsigned barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, "
                  "%3, %4}, [%5];" ::"r"(to),
-                 "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)),
-                 "r"(__float_as_uint(v.w)), "r"(barrier)
+                 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(barrier)
                  : "memory");
+}
+MX_DEVICE void store_async(unsigned to, float4 v, unsigned barrier) {
+    const u32x4 words{__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z),
+                      __float_as_uint(v.w)};
+    store_async(to, words, barrier);
 }
 
 // Address, in the workgroup of this rank, of what address is in one's own.

@@ -27,7 +27,7 @@ MX_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" :
 
 MX_DEVICE void sleep(unsigned ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 
-// Words in shared memory that warps watch.
+// Words in shared memory.
 MX_DEVICE unsigned load_shared(unsigned address) {
     unsigned v;
     asm volatile("ld.relaxed.cta.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
@@ -35,6 +35,20 @@ MX_DEVICE unsigned load_shared(unsigned address) {
 }
 MX_DEVICE void store_shared(unsigned address, unsigned value) {
     asm volatile("st.relaxed.cta.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// The same where nothing else orders the two: an atomic, so that tools that look for races know.
+MX_DEVICE unsigned watch_shared(unsigned address) {
+    unsigned v;
+    asm volatile("atom.relaxed.cta.shared.or.b32 %0, [%1], 0;" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+MX_DEVICE void announce_shared(unsigned address, unsigned value) {
+    unsigned before;
+    asm volatile("atom.relaxed.cta.shared.exch.b32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "r"(address), "r"(value)
+                 : "memory");
 }
 
 // named_barrier which tells whether any thread's x was true.
