@@ -31,10 +31,9 @@ MAX_N = (1 << 31) - 1
 _MOST_CANDIDATES = 16
 _MOST_ALIKE = 2
 _MOST_OF_OTHERS = 16  # rows of x up to which mma is faster on one H200
-_MOST_WIDE_SUMS = 32  # rows of x for which a fifth warpgroup leaves enough registers
 _TILES_M = (8, 16, 32, 48, 64)
 _CHUNK = 128  # k of a stage of the ring
-_MOST_CHUNKS = 16  # of a part of K: a row's scales are in registers for a while
+_MOST_CHUNKS = 16  # of a part of K, whose scales are in registers for a while
 _BYTES_A_CYCLE = 2090  # of an H200's memory
 _TILE_BYTES = 512  # sums of a tile of 16 rows of w by 8 of x
 _SHARED_BYTES = 226 * 1024  # of a workgroup, static shared memory apart: compute capability 9.0
@@ -107,9 +106,13 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 def _fits(target: Target, problem: LinearProblem, config: Config) -> bool:
     """Whether registers, shared memory and K leave the configuration something to do."""
     found = layout(target, problem, config)
-    if found is None or (config["rows"] > 192 and found.tile_m > _MOST_WIDE_SUMS):
+    if found is None or config["depth"] > max(found.chunks * found.passes, 1):
         return False
-    return config["depth"] <= max(found.chunks * found.passes, 1)
+    if found.tile_m <= 16:
+        return True
+    # Sums, x on its way and scales share the registers: of these, none are spilled.
+    most_chunks = 8 if config["rows"] > 192 else 12
+    return found.chunks <= most_chunks and (config["rows"] <= 192 or found.tile_m <= 32)
 
 
 def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
