@@ -10,6 +10,10 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
+MX_DEVICE void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // Of rows of 128 bytes the copy turns the 16-byte pieces: piece p of row r lies at place p ^ (r %
 // 8); of rows of 64 bytes at p ^ (r / 2 % 4). Boxes begin at multiples of 1024 bytes.
 MX_DEVICE void copy_box(unsigned to, const TensorMap& map, int column, int row, unsigned barrier) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from aiter_mx.fallbacks import linear_tiles, linear_vendor
+from aiter_mx.kernels.linear.fp8_sm90 import FP8
 from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.grouped import GROUPED
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA as MFMA_GFX950
@@ -22,6 +23,7 @@ _FOR_QUANTISED_X = (
     WIDE,
     MFMA_SM90,
     MMA,
+    FP8,
     *GROUPED,
     KernelSpec(
         op="linear",

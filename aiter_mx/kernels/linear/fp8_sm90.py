@@ -1,0 +1,275 @@
+"""The Hopper kernel of the linear that multiplies fp8 as it is, csrc/linear_fp8_sm90.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from aiter_mx.kernels.linear.problem import MFMA_ARGS, LinearProblem
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Arg,
+    Config,
+    Geometry,
+    KernelSpec,
+    Module,
+    Param,
+    TensorMap,
+    combinations,
+)
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("split", (1, 2, 4, 8), "workgroups of a cluster, which share K"),
+    Param("row_groups", (1, 2), "warpgroups of 64 rows of w side by side"),
+    Param("k_groups", (1, 2, 3, 4), "warpgroups that take turns along K"),
+    Param("depth", (4, 6, 8, 9, 10, 12, 16, 24), "chunks of 128 k that are under way at most"),
+    Param("per_sm", (1, 2), "workgroups that an SM is to hold"),
+)
+
+MAX_M = 32
+MAX_SIZE = (1 << 31) - 1
+ACCUMULATION_ERROR = 2.0**-10
+"""Of a sum, relative to the sum of its products' magnitudes. The matrix unit adds the 32 products
+of a block with some 14 bits; random payloads were at most half as far off."""
+_MOST_CANDIDATES = 20
+_MOST_ALIKE = 4
+_CHUNK = 128  # k of a box; also bytes of a row
+_TILE_BYTES = 512  # sums of a tile of 16 rows of w by 8 of x
+_GROUP_ROWS = 64
+_ALIGNMENT_BYTES = 1024  # of boxes in shared memory, which the kernel's first byte may not have
+_SHARED_BYTES = 228 * 1024  # of an SM, compute capability 9.0
+_SYSTEM_BYTES = 1024  # of a workgroup's part of it
+# A cluster lies within a GPC, so not all SMs get one: the share of an H200's that do, by the
+# cluster's size (cuOccupancyMaxActiveClusters).
+_PACKED = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the host works out of a configuration: see the constants of the kernel.
+
+    Attributes:
+        tiles_m: tiles of 8 rows of x.
+        clusters: how many share the rows of w.
+        passes: in which each takes them.
+        tile_rows: of w in a pass.
+        chunks: of K in the largest part.
+        depth: stages of the ring.
+        refills: whether they are used more than once.
+        shared_bytes: of a workgroup.
+    """
+
+    tiles_m: int
+    clusters: int
+    passes: int
+    tile_rows: int
+    chunks: int
+    depth: int
+    refills: bool
+    shared_bytes: int
+
+    @property
+    def stage_bytes(self) -> int:
+        return -(-self.tile_rows // 8) * 8 * _CHUNK
+
+
+def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
+    """How a configuration is laid out, or None where it does not fit."""
+    split, row_groups, k_groups = config["split"], config["row_groups"], config["k_groups"]
+    tiles_m = 1 << (-(-problem.M // 8) - 1).bit_length()
+    fewest_chunks, more = divmod(problem.K // _CHUNK, split)
+    chunks = fewest_chunks + (more > 0)
+    resident = max(1, int(target.cu_num * _PACKED[split]) // split) * config["per_sm"]
+    needed = -(-problem.N // (_GROUP_ROWS * row_groups))
+    passes = -(-needed // resident)
+    # An SM that holds one workgroup is to have one; else the next launch may share it.
+    wanted = needed if passes == 1 and config["per_sm"] > 1 else resident
+    tile_rows = -(-problem.N // (wanted * passes))
+    clusters = -(-problem.N // (tile_rows * passes))
+    depth, total = min(config["depth"], chunks * passes), chunks * passes
+    refills = total > depth
+    tiles = 4 * row_groups * tiles_m
+    if fewest_chunks < k_groups or (refills and (depth % k_groups or depth < 2 * k_groups)):
+        return None
+    if passes > 1 and tiles < split:
+        return None
+    buffers = 1 if passes == 1 else 2
+    inbox = -(-tiles // split) * split * k_groups * _TILE_BYTES if split * k_groups > 1 else 0
+    own_chunks = -(-chunks // k_groups)
+    of_warp = (own_chunks + 1) // 2 * 128  # scales of w
+    found = Layout(tiles_m, clusters, passes, tile_rows, chunks, depth, refills, 0)
+    behind = (
+        chunks * 8 * tiles_m * (_CHUNK + 16)  # x and its scales
+        + buffers * (4 * row_groups * k_groups * of_warp + inbox)
+        + (2 * depth + buffers) * 8
+    )
+    # The last stage is read as if it had all rows.
+    room = max(behind, row_groups * _GROUP_ROWS * _CHUNK - found.stage_bytes)
+    shared_bytes = -(-(_ALIGNMENT_BYTES + depth * found.stage_bytes + room) // 16) * 16
+    if (shared_bytes + _SYSTEM_BYTES) * config["per_sm"] > _SHARED_BYTES:
+        return None
+    return Layout(tiles_m, clusters, passes, tile_rows, chunks, depth, refills, shared_bytes)
+
+
+def _layout(target: Target, problem: LinearProblem, config: Config) -> Layout:
+    found = layout(target, problem, config)
+    if found is None:
+        raise ValueError(f"{dict(config)} does not fit {problem}")
+    return found
+
+
+def _refusal(target: Target, problem: LinearProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no fp8 kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if problem.M > MAX_M:
+        return f"M={problem.M} is above {MAX_M}, the most rows of a tile of fp8"
+    if problem.out_dtype != "bf16":
+        return f"fp8 sums a block with 14 bits: enough for bf16, not for {problem.out_dtype}"
+    if problem.K % _CHUNK:
+        return f"K={problem.K} is no multiple of {_CHUNK}, which fp8 takes at a time"
+    if max(problem.N, problem.K) > MAX_SIZE:
+        return f"N={problem.N}, K={problem.K}: fp8 counts both in 31 bits"
+    if not _candidates(target, problem):
+        return f"K={problem.K} has no configuration whose part of x fits shared memory"
+    return None
+
+
+def _fits(target: Target, problem: LinearProblem, config: Config) -> bool:
+    """Whether registers, shared memory and K leave the configuration something to do."""
+    found = layout(target, problem, config)
+    if found is None:
+        return False
+    groups = config["row_groups"] * config["k_groups"]
+    registers = 65536 // ((groups + 1) * 128 * config["per_sm"])  # the producer counts as a group
+    shorter = [depth for depth in _DEPTHS if found.depth <= depth < config["depth"]]
+    return (
+        not shorter
+        and groups <= 4
+        and 20 * found.tiles_m + 48 <= registers
+        and (config["row_groups"] == 1 or found.tile_rows > _GROUP_ROWS)
+    )
+
+
+_DEPTHS = next(param.values for param in PARAMS if param.name == "depth")
+
+
+def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
+    """A model of what a call takes beyond reading: fitted to sweeps on one H200."""
+    found = _layout(target, problem, config)
+    split, row_groups, per_sm = config["split"], config["row_groups"], config["per_sm"]
+    workgroups = found.clusters * split
+    of_busiest = -(-workgroups // target.cu_num)
+    units = of_busiest * found.passes * found.chunks * row_groups  # 64 rows by 128 k
+    resident = row_groups * config["k_groups"] * min(per_sm, of_busiest)
+    a_unit = max(60 + 55 * found.tiles_m, (450 + 90 * found.tiles_m) / resident)
+    x_bytes = problem.M * problem.K / split * workgroups
+    ring = found.depth * found.stage_bytes * min(per_sm, of_busiest)
+    return (
+        0.6 * units * a_unit
+        + {1: 0, 2: 300, 4: 700, 8: 2500}[split]
+        + 0.03 * x_bytes / target.cu_num
+        + 300 * (found.passes - 1)
+        + 8 * max(0, 128 - workgroups)
+        + 0.01 * max(0, 120e3 - ring)
+        + (-800 if problem.pdl and per_sm == 2 and found.passes == 1 else 0)
+    )
+
+
+@lru_cache(maxsize=64)
+def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
+    """Those of the least modelled time, which order them, but few that are alike."""
+    fitting = [config for config in combinations(PARAMS) if _fits(target, problem, config)]
+    alike: dict[tuple[int, ...], int] = {}
+    chosen = []
+    for config in sorted(fitting, key=lambda config: _cycles(target, problem, config)):
+        kind = (config["split"], config["row_groups"], config["per_sm"])
+        alike[kind] = alike.get(kind, 0) + 1
+        if alike[kind] <= _MOST_ALIKE:
+            chosen.append(config)
+    return chosen[:_MOST_CANDIDATES]
+
+
+def _configure(target: Target, problem: LinearProblem) -> Config:
+    return _candidates(target, problem)[0]
+
+
+def _yields(target: Target, problem: LinearProblem) -> str | None:
+    return "fp8 keeps fewer bits of sums than the others: a table has to choose it"
+
+
+def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
+    found = _layout(target, problem, config)
+    return {
+        "MX_TILES_M": found.tiles_m,
+        "MX_OUT": DTYPE_CODES[problem.out_dtype],
+        "MX_SPLIT": config["split"],
+        "MX_ROW_GROUPS": config["row_groups"],
+        "MX_K_GROUPS": config["k_groups"],
+        "MX_DEPTH": found.depth,
+        "MX_PER_SM": config["per_sm"],
+        "MX_ONE_PASS": int(found.passes == 1),
+        "MX_REFILLS": int(found.refills),
+        "MX_MOST_CHUNKS": found.chunks,
+        "MX_STAGE_BYTES": found.stage_bytes,
+        "MX_SHARED_BYTES": found.shared_bytes,
+    }
+
+
+def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
+    found = _layout(target, problem, config)
+    warps = 4 * config["row_groups"] * config["k_groups"] + 1  # and the producer
+    return Geometry(
+        grid=(found.clusters * config["split"], 1, 1),
+        block=(warps * 32, 1, 1),
+        shared_bytes=found.shared_bytes,
+        overlaps=problem.pdl,
+    )
+
+
+def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
+    found = _layout(target, problem, config)
+    part, parts_with_one_more = divmod(problem.K // _CHUNK, config["split"])
+    return (
+        *(problem.M, problem.N, problem.K, DTYPE_CODES[problem.bias]),
+        *(found.tile_rows, found.passes, part, parts_with_one_more),
+        int(problem.pdl),
+    )
+
+
+def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
+    """What is copied of w at a time: a pass's rows of a chunk."""
+    pointer = next(i for i, arg in enumerate(MFMA_ARGS) if arg.name == "wq")
+    found = _layout(target, problem, config)
+    return TensorMap(pointer, problem.N, problem.K, found.tile_rows, _CHUNK)
+
+
+MODULE = Module(
+    sources={"sm_90a": "linear_fp8_sm90.cu"},
+    symbol="aiter_mx_linear_fp8",
+    args=(
+        *MFMA_ARGS,
+        Arg("tile_rows", "i32"),
+        Arg("passes", "i32"),
+        Arg("part_chunks", "i32"),
+        Arg("parts_with_one_more", "i32"),
+        Arg("overlaps", "i32"),
+    ),
+    defines=_defines,
+    geometry=_geometry,
+    scalars=_scalars,
+    tensor_map=_weights,
+)
+
+FP8 = KernelSpec(
+    op="linear",
+    backend="hip",
+    name="fp8",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=_configure,
+    candidates=_candidates,
+    module=MODULE,
+    yields=_yields,
+)

@@ -1,0 +1,210 @@
+// What the linear over fp8 is made of: sizes, copies of scales, and where sums go.
+// The kernel and a drawing are in linear_fp8_sm90.cu.
+#pragma once
+
+#include "mx_epilogue.h"
+#include "mx_exact.h"
+#include "mx_target.h"
+#include "sm90_async.h"
+#include "sm90_rows.h"
+
+namespace mx {
+
+constexpr int kTilesM = MX_TILES_M;       // of 8 rows of x
+constexpr int kRowGroups = MX_ROW_GROUPS; // of 64 rows of w, a warpgroup each
+constexpr int kSplit = MX_SPLIT;          // workgroups of a cluster, which share K
+constexpr int kDepth = MX_DEPTH;          // chunks under way
+constexpr int kPerSm = MX_PER_SM;
+constexpr int kKGroups = MX_K_GROUPS; // warpgroups that take turns along K
+constexpr bool kOnePass = MX_ONE_PASS;
+constexpr bool kRefills = MX_REFILLS; // a workgroup takes more chunks than its ring has
+using Out = DType<MX_OUT>;
+
+constexpr int kGroupThreads = 128;
+constexpr int kConsumers = kRowGroups * kKGroups * kGroupThreads;
+constexpr int kParts = kSplit * kKGroups; // whose sums are added
+constexpr int kThreads = kConsumers + kLanes;
+constexpr int kWarps = kConsumers / kLanes;
+constexpr int kRowsM = 8 * kTilesM;
+constexpr int kValues = 4 * kTilesM; // of a block's products, of a thread
+
+constexpr int kTileBytes = kLanes * 16; // sums of 16 rows of w by 8 of x
+constexpr int kRowWarps = 4 * kRowGroups;
+constexpr int kTiles = kRowWarps * kTilesM;
+constexpr int kOwnedTiles = (kTiles + kSplit - 1) / kSplit;
+constexpr int kInboxes = kOnePass ? 1 : 2;
+constexpr int kInboxBytes = kParts == 1 ? 0 : kOwnedTiles * kParts * kTileBytes;
+static_assert(kOnePass || kTiles >= kSplit, "who owns a tile waits for the whole cluster");
+
+constexpr int kStageBytes = MX_STAGE_BYTES; // what wgmma reads beyond belongs to no row
+constexpr int kMostChunks = MX_MOST_CHUNKS; // of a workgroup's part of K
+constexpr int kXBytes = kRowsM * kChunk;    // of a chunk
+constexpr int kX = kDepth * kStageBytes;
+constexpr int kXScales = kX + kMostChunks * kXBytes;
+constexpr int kWScales = kXScales + kMostChunks * kBlocks * kRowsM * 4;
+constexpr int kWarpScaleBytes = ((kMostChunks + kKGroups - 1) / kKGroups + 1) / 2 * kLanes * 4;
+constexpr int kScaleBuffers = kOnePass ? 1 : 2;
+constexpr int kInbox = kWScales + kScaleBuffers * kWarps * kWarpScaleBytes;
+constexpr int kBarriers = kInbox + kInboxes * kInboxBytes;
+constexpr int kEnd = kBarriers + (2 * kDepth + kInboxes) * 8;
+static_assert(kEnd + 1024 <= MX_SHARED_BYTES,
+              "the host lays shared memory out differently: aiter_mx/kernels/linear/fp8_sm90.py");
+
+using Sums = float[kValues];
+
+template <int I>
+struct Int {
+    static constexpr int value = I;
+};
+
+// Four scales, which may be at any address.
+MX_DEVICE unsigned load_word(const unsigned char* p) {
+    unsigned v;
+    if (reinterpret_cast<unsigned long>(p) % 4 == 0) {
+        asm volatile("ld.relaxed.cta.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+        return v;
+    }
+    v = 0;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+        v |= load_byte(p + i) << (8 * i);
+    return v;
+}
+MX_DEVICE void store_shared(unsigned to, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+}
+
+// The sums of a lane over its warpgroup's chunks, where w has scales so near the ends of e8m0 that
+// they are to be applied in two steps.
+MX_DEVICE void sum_again(Sums& sums, const Tensors& t, long first, int row, int tile_rows,
+                         int first_chunk, int chunk, int chunks, int lane) {
+#pragma unroll 1
+    for (int v = 0; v < kValues; ++v) {
+        const int in_tile = row + v / 2 % 2 * 8, m = v / 4 * 8 + lane % 4 * 2 + v % 2;
+        const long n = first + in_tile;
+        if (in_tile >= tile_rows || n >= t.N || m >= t.M)
+            continue;
+        float sum = 0;
+#pragma unroll 1
+        for (int c = first_chunk + chunk; c < first_chunk + chunks; c += kKGroups)
+            sum += exact_output(t.xq + m * t.K + c * kChunk, t.xs + m * t.blocks() + c * kBlocks,
+                                t.wq + n * t.K + c * kChunk, t.ws + n * t.blocks() + c * kBlocks,
+                                kChunk);
+#pragma unroll
+        for (int i = 0; i < kValues; ++i)
+            sums[i] = i == v ? sum : sums[i];
+    }
+}
+
+struct Store {
+    const void* bias;
+    Out* y;
+    int bias_kind, M;
+    long N;
+    int lane;
+
+    MX_MEMBER void operator()(float4 sums, long first, int end, int tile) const {
+        const int m = tile % kTilesM * 8 + lane % 4 * 2;
+        const int row = tile / kTilesM * 16 + lane / 4;
+        const float values[2][2] = {{sums.x, sums.y}, {sums.z, sums.w}};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const long n = first + row + 8 * i;
+            if (row + 8 * i >= end || n >= N)
+                continue;
+            const float added = load_bias(bias, bias_kind, n);
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                if (m + j < M)
+                    store(y + (m + j) * N + n, values[i][j] + added);
+        }
+    }
+};
+
+struct Inbox {
+    const Store& store;
+    unsigned boxes, full;
+    int warp, rank, owned;
+    int next = 0;
+    long first;
+    int end;
+
+    MX_MEMBER void finish(bool last) {
+        if constexpr (kSplit > 1) {
+            if (owned > 0)
+                barrier_wait(full + (next - 1) % kInboxes * 8, (next - 1) / kInboxes & 1);
+            if (!last && threadIdx.x == 0)
+                barrier_arrive_expect(full + (next - 1) % kInboxes * 8,
+                                      owned * kParts * kTileBytes);
+        } else {
+            named_barrier(1, kConsumers);
+        }
+        const unsigned box = boxes + (next - 1) % kInboxes * kInboxBytes + store.lane * 16;
+        for (int i = warp; i < owned; i += kWarps) {
+            float4 sum = load_tile(box + i * kParts * kTileBytes);
+#pragma unroll
+            for (int s = 1; s < kParts; ++s)
+                sum = add(sum, load_tile(box + (i * kParts + s) * kTileBytes));
+            store(sum, first, end, i * kSplit + rank);
+        }
+    }
+    MX_MEMBER void begin(long first_row, int rows) {
+        first = first_row;
+        end = rows;
+        ++next;
+    }
+    MX_MEMBER void send(int tile, int k_group, float4 sum) const {
+        const int box = (next - 1) % kInboxes, to = tile % kSplit;
+        const unsigned place = boxes + box * kInboxBytes +
+                               (tile / kSplit * kParts + rank * kKGroups + k_group) * kTileBytes;
+        if constexpr (kSplit > 1)
+            store_async(address_in_cluster(place + store.lane * 16, to), sum,
+                        address_in_cluster(full + box * 8, to));
+        else
+            store_tile(place + store.lane * 16, sum);
+    }
+};
+
+// Copies of the scales of w that a warp needs, those of its own 16 rows and chunks: a word each.
+struct ScaleCopies {
+    const unsigned char* ws;
+    long blocks, last_row;
+    int row, last_in_tile, chunks; // row: the warp's first
+    unsigned to;
+
+    MX_MEMBER void ask(long tile_row, int buffer, int first, int lane) const {
+        const long n = min(tile_row + min(row + lane % 16, last_in_tile), last_row);
+        const unsigned char* from = ws + n * blocks;
+        unsigned at = to + buffer * kWarpScaleBytes + lane * 4;
+#pragma unroll 1
+        for (int c = first + lane / 16 * kKGroups; c < chunks; c += 2 * kKGroups) {
+            if (reinterpret_cast<unsigned long>(ws) % 4 == 0)
+                copy_word_async(at, from + c * kBlocks);
+            else
+                store_shared(at, bits_to_float(load_word(from + c * kBlocks)));
+            at += kLanes * 4;
+        }
+    }
+};
+
+// Waits for a stage while wgmmas are under way. ptxas lets these run on only past a loop that does
+// not go on for ever.
+MX_DEVICE void wait_for_stage(unsigned barrier, unsigned parity) {
+#pragma unroll 1
+    for (int i = 0; i < 1 << 30; ++i) {
+        unsigned done;
+        asm volatile("{\n"
+                     ".reg .pred done;\n"
+                     "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                     "selp.u32 %0, 1, 0, done;\n"
+                     "}"
+                     : "=r"(done)
+                     : "r"(barrier), "r"(parity)
+                     : "memory");
+        if (done)
+            return;
+    }
+    __trap();
+}
+
+} // namespace mx

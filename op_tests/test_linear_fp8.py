@@ -1,0 +1,261 @@
+"""The Hopper ``fp8`` kernel of the linear: its host side here, its results with ``-m gpu``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from linear_cases import DTYPES, Operands, assert_repeats_on_two_streams, launch_linear, operands
+from mx_reference import assert_close_to_reference, linear_reference64, random_mx
+
+import aiter_mx
+from aiter_mx import timing
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.fp8_sm90 import ACCUMULATION_ERROR, MAX_M, layout
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.launch import bind
+from aiter_mx.target import hardware, target_of
+
+FP8 = find_kernel("linear", "sm_90a", "hip", "fp8")
+TARGET = hardware("sm_90a")
+gpu = pytest.mark.gpu
+
+
+def config(
+    split: int, row_groups: int, k_groups: int, depth: int, per_sm: int = 1
+) -> dict[str, int]:
+    return {
+        "split": split,
+        "row_groups": row_groups,
+        "k_groups": k_groups,
+        "depth": depth,
+        "per_sm": per_sm,
+    }
+
+
+# Between them: no cluster, clusters of several sizes, parts of K that differ, tiles of few rows,
+# several passes, rings that are used again and that are not, chunks that no warpgroup's turn
+# divides, warps without rows.
+CASES = [
+    (1, 64, 128, config(1, 1, 1, 4)),
+    (2, 3, 512, config(4, 1, 1, 4)),
+    (5, 100, 896, config(2, 1, 3, 12)),
+    (8, 5000, 1152, config(2, 1, 2, 6)),
+    (9, 300, 2176, config(2, 2, 2, 8)),
+    (16, 300, 1152, config(8, 1, 1, 4)),
+    (17, 2304, 1664, config(4, 2, 1, 6, 1)),
+    (31, 7, 3200, config(1, 1, 3, 9)),
+    (32, 2300, 6144, config(4, 1, 3, 9)),
+    (24, 8600, 640, config(1, 1, 3, 9)),
+    (8, 8500, 896, config(1, 1, 4, 8)),
+    (3, 777, 1664, config(2, 1, 2, 4, 2)),
+    (8, 2304, 6144, config(4, 1, 2, 10, 2)),
+    (11, 4500, 1024, config(4, 2, 2, 6, 1)),
+]
+
+
+@pytest.mark.parametrize("M", [1, 8, 9, 17, 32])
+@pytest.mark.parametrize(("N", "K"), [(1, 128), (300, 384), (2304, 6144), (9216, 28672)])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int, pdl: bool) -> None:
+    problem = LinearProblem(M, N, K, pdl=pdl)
+    assert FP8.refusal(TARGET, problem) is None
+    candidates = FP8.candidates(TARGET, problem)
+    assert FP8.configure(TARGET, problem) == candidates[0]
+    for chosen in candidates:
+        FP8.check_config(chosen)
+        found = layout(TARGET, problem, chosen)
+        assert found is not None
+        assert (found.shared_bytes + 1024) * chosen["per_sm"] <= 228 * 1024
+        assert found.tile_rows <= 64 * chosen["row_groups"]
+
+
+def test_rows_and_chunks_are_dealt_out_whole() -> None:
+    assert FP8.module is not None and FP8.module.tensor_map is not None
+    for M, N, K, chosen in CASES:
+        problem = LinearProblem(M, N, K)
+        found = layout(TARGET, problem, chosen)
+        assert found is not None, (M, N, K, chosen)
+        scalars = FP8.module.scalars(TARGET, problem, chosen)
+        _, _, _, _, tile_rows, passes, chunks, chunks_more, overlaps = scalars
+        assert not overlaps
+        assert found.clusters * passes * tile_rows >= N > (found.clusters - 1) * passes * tile_rows
+        assert chosen["split"] * chunks + chunks_more == K // 128
+        described = FP8.module.tensor_map(TARGET, problem, chosen)
+        assert (described.rows, described.row_bytes) == (N, K)
+        assert (described.box_rows, described.box_bytes) == (tile_rows, 128)
+
+
+def test_cases_reach_what_differs_between_configurations() -> None:
+    found = [layout(TARGET, LinearProblem(M, N, K), chosen) for M, N, K, chosen in CASES]
+    assert {one.passes > 1 for one in found if one} == {False, True}
+    assert {one.refills for one in found if one} == {False, True}
+    assert {one.tiles_m for one in found if one} == {1, 2, 4}
+
+
+def test_only_the_asked_for_launch_overlaps() -> None:
+    assert FP8.module is not None
+    for pdl in (False, True):
+        problem = LinearProblem(8, 2304, 6144, pdl=pdl)
+        chosen = FP8.configure(TARGET, problem)
+        assert FP8.module.geometry(TARGET, problem, chosen).overlaps is pdl
+        assert FP8.module.scalars(TARGET, problem, chosen)[-1] == pdl
+
+
+@pytest.mark.parametrize(
+    ("problem", "why"),
+    [
+        (LinearProblem(MAX_M + 1, 8, 128), "above 32"),
+        (LinearProblem(8, 8, 128, "fp32"), "not for fp32"),
+        (LinearProblem(8, 8, 128, "fp16"), "not for fp16"),
+        (LinearProblem(8, 8, 160), "no multiple of 128"),
+        (LinearProblem(8, 8, 1 << 20), "fits shared memory"),
+    ],
+)
+def test_what_it_does_not_cover_is_refused(problem: LinearProblem, why: str) -> None:
+    assert FP8.refusal(TARGET, LinearProblem(MAX_M, 8, 128)) is None
+    assert why in (FP8.refusal(TARGET, problem) or "")
+    assert "sm_90a" in (FP8.refusal(hardware("gfx950"), LinearProblem(8, 8, 128)) or "")
+
+
+def test_only_a_table_chooses_it() -> None:
+    assert "a table" in (FP8.yields(TARGET, LinearProblem(8, 2304, 6144)) or "")
+
+
+def launch(
+    arguments: Operands, chosen: dict[str, int] | None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    return launch_linear(FP8, torch.device("cuda"), chosen, arguments, bias, torch.bfloat16)
+
+
+def assert_right(got: torch.Tensor, arguments: Operands, bias: torch.Tensor | None = None) -> None:
+    assert_close_to_reference(got, *arguments, bias, accumulation_error=ACCUMULATION_ERROR)
+
+
+@gpu
+@pytest.mark.parametrize(("M", "N", "K", "chosen"), CASES)
+def test_any_shape_and_configuration_match_float64(
+    M: int, N: int, K: int, chosen: dict[str, int]
+) -> None:
+    for seed, exponents in enumerate([(-20, 20), (-6, 6)]):
+        drawn = operands(M, N, K, seed, scale_exponents=exponents)
+        assert_right(launch(drawn, chosen), drawn)
+
+
+@gpu
+@pytest.mark.parametrize("exponents", [(-127, 127), (-127, -40), (40, 127), (-127, -120)])
+def test_scales_of_the_whole_e8m0_range_are_right(exponents: tuple[int, int]) -> None:
+    for M, N, K, chosen in CASES[1:]:
+        drawn = operands(M, min(N, 300), K, M, scale_exponents=exponents)
+        assert_right(launch(drawn, chosen), drawn)
+
+
+@gpu
+def test_extreme_scales_that_cancel_are_right() -> None:
+    for M, N, K, chosen in CASES[1:9]:
+        xq, xs, wq, ws = operands(M, min(N, 300), K, 3, scale_exponents=(-3, 3))
+        for shift in (110, 60, 25, -25, -60, -110):
+            drawn = (xq, (xs.int() + shift).to(torch.uint8), wq, (ws.int() - shift).to(torch.uint8))
+            assert_right(launch(drawn, chosen), drawn)
+
+
+@gpu
+def test_zero_blocks_of_any_scale_add_nothing() -> None:
+    generator = torch.Generator().manual_seed(8)
+    for M, N, K, chosen in CASES[1:9]:
+        xq, xs, wq, ws = operands(M, min(N, 300), K, 4, scale_exponents=(-6, 6))
+        for payload, scale in ((xq, xs), (wq, ws)):
+            blocks = payload.view(torch.uint8).view(*scale.shape, 32)
+            empty = torch.rand(scale.shape, generator=generator) < 0.2
+            blocks[empty] &= 0x80
+            drawn = torch.randint(0, 255, scale.shape, generator=generator, dtype=torch.uint8)
+            scale[empty] = drawn[empty]
+        assert_right(launch((xq, xs, wq, ws), chosen), (xq, xs, wq, ws))
+
+
+@gpu
+def test_nan_payloads_and_scales_reach_their_outputs_alone() -> None:
+    for M, N, K, chosen in CASES[1:]:
+        drawn = operands(M, min(N, 300), K, M, nan_payload=2e-4, nan_scale=1e-3)
+        assert_right(launch(drawn, chosen), drawn)
+
+
+@gpu
+def test_scales_at_any_address_are_read_rightly() -> None:
+    for M, N, K, chosen in CASES[1:9]:
+        xq, xs, wq, ws = operands(M, min(N, 300), K, 5)
+        for shift in (1, 2, 3):
+            moved = []
+            for scale in (xs, ws):
+                room = torch.full((scale.numel() + 8,), 255, dtype=torch.uint8, device="cuda")
+                room[shift : shift + scale.numel()] = scale.flatten().cuda()
+                moved.append(room[shift : shift + scale.numel()].view(scale.shape))
+            got = launch((xq, moved[0], wq, moved[1]), chosen)
+            assert_right(got, (xq, xs, wq, ws))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> None:
+    drawn = operands(19, 137, 1152, 5, scale_exponents=(-6, 6))
+    size = linear_reference64(*drawn).abs().mean()
+    generator = torch.Generator().manual_seed(6)
+    scale = size if dtype is not torch.float16 else size.clamp(max=1000.0)
+    bias = (torch.randn(137, generator=generator, dtype=torch.float64) * scale).to(dtype)
+    assert_right(launch(drawn, config(2, 1, 2, 4), bias), drawn, bias)
+
+
+@gpu
+def test_weights_beyond_4_gib_are_addressed_rightly() -> None:
+    M, N, K = 8, 700_000, 6272
+    device = torch.device("cuda")
+    (xq, xs), (wq, ws) = timing.random_mx(M, K, device), timing.random_mx(N, K, device)
+    assert wq.nbytes > 4 << 30
+    out = torch.full((M, N), float("nan"), dtype=torch.bfloat16, device=device)
+    problem = LinearProblem(M, N, K)
+    target = target_of(device)
+    tensors = (xq, xs, wq, ws, None, out)
+    run = bind(FP8, target, problem, FP8.configure(target, problem), 0)
+    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+    generator = torch.Generator().manual_seed(9)
+    rows = torch.cat([torch.randint(0, N, (300,), generator=generator), torch.tensor([0, N - 1])])
+    there = rows.cuda()
+    some = wq.view(torch.uint8)[there].view(torch.float8_e4m3fn).cpu(), ws[there].cpu()
+    assert_right(out[:, there].cpu(), (xq.cpu(), xs.cpu(), *some))
+
+
+@gpu
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("M", [8, 32])
+def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int, pdl: bool) -> None:
+    assert_repeats_on_two_streams(FP8, LinearProblem(M, 2304, 6144, pdl=pdl))
+
+
+@gpu
+@pytest.mark.parametrize("M", [8, 32])
+def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(M: int) -> None:
+    """Each layer's activations are made from the result of the layer ahead of it, in one stream."""
+    width, layers = 1536, 12
+    generator = torch.Generator().manual_seed(7)
+    weights = [
+        [t.cuda() for t in random_mx(width, width, generator, scale_exponents=(-14, -12))]
+        for _ in range(layers)
+    ]
+    first = [t.cuda() for t in random_mx(M, width, generator, scale_exponents=(-3, 3))]
+    target = target_of(torch.device("cuda"))
+
+    def chain(pdl: bool) -> torch.Tensor:
+        problem = LinearProblem(M, width, width, pdl=pdl)
+        run = bind(FP8, target, problem, FP8.configure(target, LinearProblem(M, width, width)), 0)
+        xq, xs = first
+        for wq, ws in weights:
+            y = torch.empty(M, width, dtype=torch.bfloat16, device="cuda")
+            tensors = (xq, xs, wq, ws, None, y)
+            # One right after the other: the second writes where the first wrote.
+            for _ in range(2):
+                run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+            xq, xs = aiter_mx.quantize(y)
+        return y
+
+    expected = chain(False)
+    for _ in range(20):
+        assert torch.equal(chain(True), expected)
