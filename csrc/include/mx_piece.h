@@ -68,12 +68,12 @@ MX_DEVICE void piece_to_f32(u32x4 piece, float (&values)[kPieceValues<T>]) {
 }
 
 // Payload bytes of 16 bytes of one block: 8 or 4 of e4m3, 4 or 2 of e2m1.
-template <class Format, ScaleMode Mode, class T>
+template <class Format, ScaleMode Mode, class T, bool Finite = false>
 MX_DEVICE auto piece_to_payload(u32x4 piece, BlockScale scale) {
     constexpr int count = kPieceValues<T>;
     if constexpr (kInPairs<Format, T>) {
         const unsigned word = words_to_e2m1<T, Mode == kRoundDown>(piece, scale.inverse);
-        return Words<1>{scale.byte == kNanScale ? 0 : word};
+        return Words<1>{!Finite && scale.byte == kNanScale ? 0 : word};
     } else {
         if constexpr (kScaledInPairs<T>) {
             piece = {scaled_pair(T{}, piece[0], scale.inverse, scale.inverse),
@@ -114,7 +114,7 @@ MX_DEVICE Words<Format::kBits / 4> column_to_payload(const unsigned (&words)[8],
 
 // Payload bytes of 8 rows of a column of words, which is two columns of 16-bit numbers, each with
 // its scale.
-template <class Format, ScaleMode Mode, class T>
+template <class Format, ScaleMode Mode, class T, bool Finite = false>
 MX_DEVICE void columns_to_payload(const u32x4 (&pieces)[8], int word, BlockScale (&scales)[2],
                                   Words<Format::kBits / 4> (&payload)[4 / sizeof(T)]) {
     unsigned words[8];
@@ -123,9 +123,11 @@ MX_DEVICE void columns_to_payload(const u32x4 (&pieces)[8], int word, BlockScale
         words[i] = pieces[i][word];
     if constexpr (kInPairs<Format, T>) {
         unsigned low, high;
-        const bool low_nan = scales[0].byte == kNanScale, high_nan = scales[1].byte == kNanScale;
-        columns_to_e2m1<T, Mode == kRoundDown>(words, scales[0].inverse, scales[1].inverse, low,
-                                               high);
+        const bool low_nan = !Finite && scales[0].byte == kNanScale;
+        const bool high_nan = !Finite && scales[1].byte == kNanScale;
+        // What becomes of a NaN must not reach the other column.
+        constexpr bool saturating = Mode == kRoundDown || !Finite;
+        columns_to_e2m1<T, saturating>(words, scales[0].inverse, scales[1].inverse, low, high);
         payload[0].word[0] = low_nan ? 0 : low;
         payload[1].word[0] = high_nan ? 0 : high;
     } else {

@@ -1,15 +1,20 @@
 // Two 16-bit numbers at once to e2m1, by arithmetic in their own precision: Hopper has no
 // instruction for it.
 //
-// A number of exponent e is rounded by adding a number whose last bit weighs one unit of e2m1 at
-// that exponent. Numbers of e2m1 with exponent e are 2^(e-1) apart, those below 1 as far as those
-// above it, so units count up to 4, and each exponent above 0 begins two codes later. These two are
-// part of what is added: then the sum's last bits are the code, and ties go to even as they did.
+// The code of a magnitude x, of which each exponent but the first has two, is min(2x, x + 2,
+// x/2 + 4), rounded; ties go to the even code, as they should. Rounding does not change which of
+// the three is least, so that an fma makes each of them an integer: by adding it to a number whose
+// last bit weighs 1.
 #pragma once
 
 #include "mx_sm90.h"
 
 namespace mx {
+
+template <class T>
+constexpr bool kIsHalfPrecision = false;
+template <>
+constexpr bool kIsHalfPrecision<fp16> = true;
 
 MX_DEVICE unsigned multiply_pair(unsigned a, unsigned b) {
     unsigned product;
@@ -31,72 +36,52 @@ MX_DEVICE unsigned scaled_pair(fp16, unsigned word, float low_factor, float high
     return scaled;
 }
 
-// a + b, but at least `least`, of each half; signed.
-MX_DEVICE unsigned add_at_least(unsigned a, unsigned b, unsigned least) {
+MX_DEVICE unsigned fma_pair(bf16, unsigned a, unsigned b, unsigned c) {
     unsigned sum;
-    asm("{\n"
-        ".reg .b32 sum;\n"
-        "add.s16x2 sum, %1, %2;\n"
-        "max.s16x2 %0, sum, %3;\n"
-        "}"
-        : "=r"(sum)
-        : "r"(a), "r"(b), "r"(least));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     return sum;
 }
+MX_DEVICE unsigned fma_pair(fp16, unsigned a, unsigned b, unsigned c) {
+    unsigned sum;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+MX_DEVICE unsigned min_pair(unsigned a, unsigned b) {
+    unsigned least;
+    asm("min.u16x2 %0, %1, %2;" : "=r"(least) : "r"(a), "r"(b));
+    return least;
+}
 
-// Makes e2m1 codes of pairs under two factors: of a sum of so many bits, codes are the last four
-// bits of each half, without sign.
+// Makes e2m1 codes of pairs under two factors: of a sum's halves, codes are the lower bytes,
+// without sign. Sums are 2 and a little: then no bit of the exponent is in those bytes.
 template <class T, bool Saturating>
-class PairRounding;
-
-// bf16: numbers are scaled as they are added, by factors / 8, which makes the sums 8 to 64 and the
-// exponents' bits zeros where they meet the codes.
-template <bool Saturating>
-class PairRounding<bf16, Saturating> {
-  public:
-    MX_MEMBER PairRounding(float low_factor, float high_factor) {
-        const unsigned factors =
-            __float_as_uint(low_factor) >> 16 | (__float_as_uint(high_factor) & 0xffff0000);
-        scale = multiply_pair(factors, 0x3e003e00);
-        asm("add.s16x2 %0, %1, %2;" : "=r"(exponent) : "r"(factors), "r"(0xc100c100));
-    }
-    MX_MEMBER unsigned sums(unsigned numbers) const {
-        // 128 + e as an exponent, and the sum's as 130 + e.
-        const unsigned power = add_at_least(numbers & 0x7f807f80, exponent, 0x40004000);
-        unsigned sum;
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;"
-            : "=r"(sum)
-            : "r"(numbers & 0x7fff7fff), "r"(scale), "r"(power + (power >> 6)));
-        if (Saturating)
-            asm("min.u16x2 %0, %0, %1;" : "+r"(sum) : "r"(0x42074207));
-        return sum;
-    }
-
-  private:
-    unsigned scale, exponent;
-};
-
-// fp16: the factors are beyond it, so numbers are scaled first.
-template <bool Saturating>
-class PairRounding<fp16, Saturating> {
+class PairRounding {
   public:
     MX_MEMBER PairRounding(float low_factor, float high_factor)
-        : low_factor(low_factor), high_factor(high_factor) {}
+        : low_factor(low_factor), high_factor(high_factor) {
+        if constexpr (!kIsHalf) {
+            const unsigned factors =
+                __float_as_uint(low_factor) >> 16 | (__float_as_uint(high_factor) & 0xffff0000);
+            twice = multiply_pair(factors, 0x3d003d00); // by 2^-5
+            once = multiply_pair(factors, 0x3c803c80);
+            half = multiply_pair(factors, 0x3c003c00);
+        }
+    }
     MX_MEMBER unsigned sums(unsigned numbers) const {
-        const unsigned scaled = scaled_pair(fp16{}, numbers, low_factor, high_factor);
-        // 24 + e as an exponent; the sum's last bits are 48 more than the code.
-        const unsigned power = add_at_least(scaled & 0x7c007c00, 0x24002400, 0x60006000);
-        unsigned sum;
-        asm("add.rn.f16x2 %0, %1, %2;"
-            : "=r"(sum)
-            : "r"(scaled & 0x7fff7fff), "r"(power + (power >> 9)));
-        if (Saturating)
-            asm("min.u16x2 %0, %0, %1;" : "+r"(sum) : "r"(0x68376837));
-        return sum;
+        // fp16 does not have all factors, so that its numbers are scaled first.
+        if constexpr (kIsHalf)
+            numbers = scaled_pair(T{}, numbers, low_factor, high_factor);
+        numbers &= 0x7fff7fff;
+        unsigned sum = fma_pair(T{}, numbers, twice, 0x40004000);
+        sum = min_pair(sum, fma_pair(T{}, numbers, once, 0x40024002));
+        sum = min_pair(sum, fma_pair(T{}, numbers, half, 0x40044004));
+        return Saturating ? min_pair(sum, 0x40074007) : sum;
     }
 
   private:
+    static constexpr bool kIsHalf = kIsHalfPrecision<T>;
     float low_factor, high_factor;
+    unsigned twice = 0x1c001c00, once = 0x18001800, half = 0x14001400; // 2^-8, 2^-9, 2^-10
 };
 
 // Bytes of two words; a selector above 7 gives eight times the sign of the byte.
@@ -107,25 +92,21 @@ MX_DEVICE unsigned bytes_of(unsigned a, unsigned b) {
     return bytes;
 }
 
-// Bits of a where the mask is set, else of b.
-MX_DEVICE unsigned select_bits(unsigned mask, unsigned a, unsigned b) {
-    return (a & mask) | (b & ~mask);
-}
+// Words of a nibble in each byte: those of `high` go above those of `low`.
+MX_DEVICE unsigned merge_nibbles(unsigned low, unsigned high) { return high * 16 + low; }
 
 // Eight numbers of one block, in words of two, to e2m1.
 template <class T, bool Saturating>
 MX_DEVICE unsigned words_to_e2m1(const u32x4& words, float factor) {
     const PairRounding<T, Saturating> rounding(factor, factor);
-    unsigned bytes[2];
+    unsigned both[2]; // of four numbers: the low halves' in the low half
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const unsigned a = words[2 * i], b = words[2 * i + 1];
-        const unsigned codes =
-            select_bits(0x07070707, bytes_of<0x6420>(rounding.sums(a), rounding.sums(b)),
-                        bytes_of<0xfdb9>(a, b));
-        bytes[i] = select_bits(0x0f0f0f0f, codes, codes >> 4); // in every other byte
+        both[i] = bytes_of<0x6240>(rounding.sums(a), rounding.sums(b)) |
+                  (bytes_of<0xfbd9>(a, b) & 0x08080808);
     }
-    return bytes_of<0x6420>(bytes[0], bytes[1]);
+    return merge_nibbles(bytes_of<0x5410>(both[0], both[1]), bytes_of<0x7632>(both[0], both[1]));
 }
 
 // Columns of eight words of two numbers, each half with its own factor: the low halves' e2m1, and
@@ -141,7 +122,7 @@ MX_DEVICE void columns_to_e2m1(const unsigned (&words)[8], float low_factor, flo
                        d = words[4 * i + 3];
         const unsigned even = bytes_of<0x6240>(rounding.sums(a), rounding.sums(c));
         const unsigned odd = bytes_of<0x6240>(rounding.sums(b), rounding.sums(d));
-        both[i] = select_bits(0x0f0f0f0f, even, odd << 4) | (bytes_of<0xfbd9>(a, c) & 0x08080808) |
+        both[i] = merge_nibbles(even, odd) | (bytes_of<0xfbd9>(a, c) & 0x08080808) |
                   (bytes_of<0xfbd9>(b, d) & 0x80808080);
     }
     low = bytes_of<0x5410>(both[0], both[1]);
