@@ -9,6 +9,8 @@
 //   step 0     |tile   |tile   |     |tile   |  each workgroup gets the scales that all found for
 //   step 1     |tile   |tile   |     |tile   |  kOwnRows of the rows, and stores them a step later
 //
+// A launch may begin before the one ahead of it in the stream ends.
+//
 // Scales travel through distributed shared memory to where a barrier counts their bytes. A place is
 // written once, so that no workgroup waits for another before it sends; and none ends before all
 // that is sent to it has come.
@@ -142,6 +144,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         }
         cluster_arrive_relaxed();
     }
+    launch_dependents();
+    wait_for_grid_ahead();
     if constexpr (kGrouped)
         find_rows({offsets, wide != 0, groups, x_rows}, first, id == 0 ? padded_offsets : nullptr,
                   shared);

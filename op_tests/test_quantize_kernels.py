@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from quantize_cases import (
+    BOTH,
+    BOTH_VARIANTS,
     DTYPES,
     GROUPED_VARIANTS,
     OFFSETS,
@@ -95,6 +97,30 @@ def test_strips_and_clusters_are_as_the_reference(
             x = draw((matrices, M, N), DTYPES[dtype], generator, finite=M == N)
             problem = QuantizeProblem(M, N, dtype, "both", matrices, block=block)
             assert_as_reference(TILES, problem, x, None, device, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", BOTH_VARIANTS, ids=name_of)
+def test_blocks_of_tiles_are_as_the_reference(variant: QuantizeProblem) -> None:
+    generator = torch.Generator().manual_seed(11)
+    for across, down in ((2, 2), (1, 4), (4, 1)):
+        for matrices, M, N in ((1, 32, 32), (3, 288, 416), (1, 1440, 96), (2, 160, 1184)):
+            finite = (M, N) == (288, 416)  # whole tiles without NaN have a path of their own
+            x = draw((matrices, M, N), DTYPES[variant.dtype], generator, finite)
+            problem = resized(variant, matrices=matrices, M=M, N=N)
+            config = {"across": across, "down": down}
+            assert_as_reference(BOTH, problem, x, None, torch.device("cuda"), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["e4m3", "e2m1"])
+def test_workgroups_that_stay_are_as_the_reference(format: str) -> None:
+    generator = torch.Generator().manual_seed(12)
+    problem = QuantizeProblem(2080, 4480, "bf16", "both", format=format)
+    x = draw((problem.M, problem.N), torch.bfloat16, generator, finite=True)
+    config = {"across": 1, "down": 2}  # more than two blocks for each of an H200's SMs
+    for _ in range(3):
+        assert_as_reference(BOTH, problem, x, None, torch.device("cuda"), config)
 
 
 def offsets_of(sizes: list[int], first: int, dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,7 @@
 
 namespace mx {
 
-template <int Count, int Threads>
+template <int Count, int Threads, int Teams = 1>
 class Incoming {
   public:
 #if defined(__AMDGCN__)
@@ -28,7 +28,7 @@ class Incoming {
   private:
     u32x4 pieces[Count];
 #else
-    static constexpr int kSharedBytes = Count * Threads * 16; // of dynamic shared memory
+    static constexpr int kSharedBytes = Teams * Count * Threads * 16; // of dynamic shared memory
 
     MX_MEMBER void ask(int i, const Slice<true>& from, unsigned offset) {
         const unsigned size = offset < kBeyond ? 16 : 0; // of what is read, the rest is zeros
@@ -49,10 +49,11 @@ class Incoming {
     }
 
   private:
+    static MX_MEMBER int own_team() { return Teams > 1 ? team_in_group() : 0; }
     static MX_MEMBER unsigned place(int i) {
         extern __shared__ uint4 incoming[];
-        return static_cast<unsigned>(
-            __cvta_generic_to_shared(incoming + i * Threads + thread_in_group()));
+        return static_cast<unsigned>(__cvta_generic_to_shared(
+            incoming + (threadIdx.y * Count + i) * Threads + thread_in_group()));
     }
 #endif
 };

@@ -30,7 +30,8 @@ constexpr ScaleLayout kLayout = static_cast<ScaleLayout>(MX_LAYOUT);
 constexpr Offset kMaxGridX = MX_MAX_GRID_X; // tiles beyond it continue in the grid's y
 
 constexpr int kBlock = 32, kThreads = 256;
-constexpr int kResident = MX_RESIDENT;                // workgroups of a compute unit
+constexpr int kTeams = MX_TEAMS;       // of kThreads each, which work on tiles of their own
+constexpr int kResident = MX_RESIDENT; // workgroups of a compute unit
 constexpr int kColumns = kPieceValues<In>, kRows = 8; // of a lane
 constexpr int kColumnLanes = 8, kRowLanes = kLanes / kColumnLanes;
 constexpr int kBlockLanes = kBlock / kColumns;
@@ -68,7 +69,7 @@ MX_DEVICE Part own_part() {
 }
 
 // Asks for a tile that begins at x.
-using Ahead = Incoming<kRows, kThreads>;
+using Ahead = Incoming<kRows, kThreads, kTeams>;
 MX_DEVICE void ask_for(const unsigned char* x, const Tile& tile, Ahead& ahead) {
     const Part part = own_part();
     const unsigned row_bytes = afresh(tile.N) * sizeof(In);
@@ -128,7 +129,7 @@ MX_DEVICE void to_rows(const u32x4 (&pieces)[kRows], BlockScale square, unsigned
             const BlockScale scale = scales[i - pair];
             const unsigned at = (part.row + i) * row_bytes + part.column * MX_BITS / 8;
             out.store(!Bounded || part.row + i < there ? at : kBeyond,
-                      piece_to_payload<Format, kMode, In>(pieces[i], scale));
+                      piece_to_payload<Format, kMode, In, Finite>(pieces[i], scale));
             if (part.column % kBlock == 0)
                 row_scales[i * Pitch] = scale.byte;
             finish_before_next(); // side by side they would take too many registers
@@ -161,7 +162,7 @@ MX_DEVICE void to_columns(const u32x4 (&pieces)[kRows], BlockScale square, unsig
         }
         const int first = word * kColumns / 4;
         Words<MX_BITS / 4> payload[kColumns / 4];
-        columns_to_payload<Format, kMode, In>(pieces, word, scales, payload);
+        columns_to_payload<Format, kMode, In, Finite>(pieces, word, scales, payload);
 #pragma unroll
         for (int i = 0; i < kColumns / 4; ++i) {
             *reinterpret_cast<Words<MX_BITS / 4>*>(columns + (first + i) * kColumnBytes) =

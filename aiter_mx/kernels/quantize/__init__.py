@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from aiter_mx.kernels.quantize.both import BOTH
 from aiter_mx.kernels.quantize.problem import KEY, QuantizeProblem, stand_ins
 from aiter_mx.kernels.quantize.rows import ROWS
 from aiter_mx.kernels.quantize.tiles import TILES
@@ -13,6 +14,7 @@ PROBLEM = QuantizeProblem
 
 KERNELS = (
     ROWS,
+    BOTH,
     TILES,
     reference("quantize"),
 )

@@ -42,6 +42,11 @@ _MAX_ROWS = 1 << 31
 def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
     if target.arch not in MODULE.sources:
         return f"no tiles kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    return tile_refusal(problem)
+
+
+def tile_refusal(problem: QuantizeProblem) -> str | None:
+    """Why no kernel that works on tiles takes a problem of such a size."""
     if problem.N >= _MAX_COLUMNS:
         return f"tiles takes less than {_MAX_COLUMNS} columns, not N={problem.N}"
     if problem.out_rows >= _MAX_ROWS:
@@ -52,7 +57,7 @@ def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
 def _configure(target: Target, problem: QuantizeProblem) -> Config:
     """What an H200 was fastest with at 64 and 256 MB; shorter strips where there are few tiles."""
     config = {"rows": 128, "resident": 2, "steps": 4, "cluster": 1}
-    down, across = _tiles(problem, config)
+    down, across = tiles_of(problem, config)
     tiles, at_once = down * across * problem.matrices, 2 * target.cu_num
     if target.arch == "sm_90a":
         plain = problem.format == "e4m3" and not problem.groups
@@ -89,8 +94,9 @@ def _cluster(target: Target, problem: QuantizeProblem, config: Config) -> int:
     return config["cluster"] if gathers else 1
 
 
-def _defines(target: Target, problem: QuantizeProblem, config: Config) -> Mapping[str, int]:
-    defines = {
+def variant_defines(problem: QuantizeProblem) -> dict[str, int]:
+    """What csrc/include/mx_quantize_tile.h is told of a problem."""
+    return {
         "MX_IN": DTYPE_CODES[problem.dtype],
         "MX_BITS": BITS[problem.format],
         "MX_MODE": MODES[problem.mode],
@@ -99,9 +105,15 @@ def _defines(target: Target, problem: QuantizeProblem, config: Config) -> Mappin
         "MX_SQUARE": int(problem.block == "32x32"),
         "MX_GROUPED": int(problem.groups > 0),
         "MX_LAYOUT": LAYOUTS[problem.layout].code,
+        "MX_MAX_GRID_X": MAX_GRID_X,
+    }
+
+
+def _defines(target: Target, problem: QuantizeProblem, config: Config) -> Mapping[str, int]:
+    defines = variant_defines(problem) | {
         "MX_TILE_ROWS": config["rows"],
         "MX_RESIDENT": config["resident"],
-        "MX_MAX_GRID_X": MAX_GRID_X,
+        "MX_TEAMS": 1,
     }
     if target.arch == "sm_90a":  # where gfx950 has an argument, and no clusters
         defines |= {"MX_STEPS": config["steps"], "MX_CLUSTER": _cluster(target, problem, config)}
@@ -117,7 +129,7 @@ def _scale_shapes(problem: QuantizeProblem) -> tuple[tuple[int, int], tuple[int,
     )
 
 
-def _tiles(problem: QuantizeProblem, config: Config) -> tuple[int, int]:
+def tiles_of(problem: QuantizeProblem, config: Config) -> tuple[int, int]:
     """Tiles down and across that cover a matrix and the padding of its scales."""
     rows, columns = [problem.out_rows], [problem.N]
     of_rows, of_columns = _scale_shapes(problem)
@@ -132,7 +144,7 @@ def _tiles(problem: QuantizeProblem, config: Config) -> tuple[int, int]:
 
 
 def _geometry(target: Target, problem: QuantizeProblem, config: Config) -> Geometry:
-    down, across = _tiles(problem, config)
+    down, across = tiles_of(problem, config)
     if target.arch == "sm_90a":  # strips go down, in clusters side by side
         cluster = _cluster(target, problem, config)
         strips = -(-down // config["steps"]) * -(-across // cluster) * cluster
@@ -143,22 +155,21 @@ def _geometry(target: Target, problem: QuantizeProblem, config: Config) -> Geome
         grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1),
         block=(_THREADS, 1, 1),
         shared_bytes=_AHEAD_BYTES if target.arch == "sm_90a" else 0,
+        overlaps=target.arch == "sm_90a",
     )
+
+
+def tile_scalars(problem: QuantizeProblem, tiles: tuple[int, int]) -> tuple[int, ...]:
+    """Sizes of the matrices, tiles down and across, sizes of the scales."""
+    of_rows, of_columns = _scale_shapes(problem)
+    sizes = (problem.out_rows, problem.N, problem.matrices, problem.M)
+    return (*sizes, *tiles, *of_rows, *of_columns)
 
 
 def _scalars(target: Target, problem: QuantizeProblem, config: Config) -> tuple[int | float, ...]:
-    of_rows, of_columns = _scale_shapes(problem)
     wide = int(problem.offsets == "int64")
-    sizes = (problem.out_rows, problem.N, problem.matrices, problem.M)
-    return (
-        *sizes,
-        *_tiles(problem, config),
-        *of_rows,
-        *of_columns,
-        config["steps"],
-        problem.groups,
-        wide,
-    )
+    tiles = tiles_of(problem, config)
+    return (*tile_scalars(problem, tiles), config["steps"], problem.groups, wide)
 
 
 MODULE = Module(
