@@ -21,8 +21,8 @@ using Out = DType<kActivated ? kF32 : MX_OUT>;
 constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kLanes;
 constexpr int kThreads = (kGroups + 1) * kGroupThreads; // the last warpgroup brings x
 // Registers move from the warps that bring x to those that add.
-constexpr int kAddingRegisters = kGroups == 3 ? 144 : 208;
-constexpr int kBringingRegisters = kGroups == 3 ? 80 : 88;
+constexpr int kAddingRegisters = kGroups == 2 ? 208 : kColTiles < 12 ? 144 : 136;
+constexpr int kBringingRegisters = kGroups == 2 ? 88 : kColTiles < 12 ? 80 : 104;
 
 constexpr int kUnit = 64;      // k of 4 matrix instructions
 constexpr int kGroupRows = 64; // of w, of a warpgroup
@@ -160,9 +160,10 @@ struct Bringer {
         Walk walk; // of the first warp alone
         Turn<kEntries> turn;
         Turn<kAhead> to;
-        int left = 0;     // chunks of the open entry, or -1: there are no more entries
-        int count;        // its tiles
-        int rows[kTiles]; // of x, or -1
+        int left = 0;          // chunks of the open entry, or -1: there are no more entries
+        int count;             // its tiles
+        Offset places[kTiles]; // of rows of x, in K, or none
+        static constexpr Offset kNone = ~Offset(0);
 
         MX_MEMBER void open() {
             const MoeArgs& a = of.a;
@@ -176,7 +177,7 @@ struct Bringer {
 #pragma unroll
             for (int i = 0; i < kTiles; ++i) {
                 const int t = i < count && left > 0 ? entry.t[of.column(i)] : -1;
-                rows[i] = t < 0 ? -1 : t / a.a_div;
+                places[i] = t < 0 ? kNone : a.row_of_k(t / a.a_div);
             }
         }
         MX_MEMBER void fetch() {
@@ -185,21 +186,21 @@ struct Bringer {
                 open();
             if (left > 0) {
                 const int thread = of.warp * kLanes + of.lane;
-                const int chunk = steps_of(a) * kDepth - left;
+                const bool in_k = kWhole || left > steps_of(a) * kDepth - a.chunks();
 #pragma unroll
                 for (int i = 0; i < kTiles; ++i) {
                     if (i >= count)
                         break;
-                    const bool exists = rows[i] >= 0 && (kWhole || chunk < a.chunks());
-                    const unsigned row = exists ? rows[i] : 0, from = exists ? chunk : 0;
-                    const unsigned char* x =
-                        a.xq + a.row_of_k(row) + from * kChunk + of.lane % 4 * 16;
+                    const bool exists = in_k && places[i] != kNone;
+                    const Offset place = exists ? places[i] : 0;
+                    const unsigned char* x = a.xq + place + of.lane % 4 * 16;
 #pragma unroll
                     for (int u = 0; u < kUnits; ++u)
                         copy_async(shared_address(&of.shared.fetched[to.at][i][u][thread]),
                                    x + u * kUnit, exists);
                     copy_word_async(shared_address(&of.shared.fetched_scales[to.at][i][thread]),
-                                    a.xs + a.row_of_blocks(row) + from * kBlocks, exists ? 4 : 0);
+                                    a.xs + place / kBlock, exists ? 4 : 0);
+                    places[i] += exists ? kChunk : 0;
                 }
                 --left;
             }
@@ -212,19 +213,33 @@ struct Bringer {
     // their scale.
     MX_MEMBER bool expand(const uint4 (&fetched)[kUnits][kGroupThreads], unsigned scales,
                           unsigned to) const {
+        constexpr unsigned each = 0x01010101, top = 0x80 * each;
+        static_assert(kLastXScale >= 0x80);
         bool left_out = false;
+        unsigned factors[kUnits];
+        uint4 v[kUnits];
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) {
-            const uint4 v = load_shared_16(shared_address(&fetched[u][warp * kLanes + lane]));
-            const unsigned words[4] = {v.x, v.y, v.z, v.w};
-            const unsigned scale = scales >> (u * 2 + lane % 4 / 2) * 8 & 255;
-            const bool outside = kLastXScale < scale && scale != kNanScale;
-            const unsigned factor = scale == kNanScale ? kNanBF16x2 : outside ? 0 : x_factor(scale);
-            left_out |= outside && (words[0] | words[1] | words[2] | words[3]) & 0x7f7f7f7f;
+            v[u] = load_shared_16(shared_address(&fetched[u][warp * kLanes + lane]));
+            factors[u] = x_factor(__byte_perm(scales, 0, 0x4440 + u * 2 + lane % 4 / 2));
+        }
+        if (((scales & ~top) + (0xff - kLastXScale) * each) & scales & top) {
+#pragma unroll
+            for (int u = 0; u < kUnits; ++u) {
+                const unsigned scale = scales >> (u * 2 + lane % 4 / 2) * 8 & 255;
+                if (scale <= kLastXScale)
+                    continue;
+                factors[u] = scale == kNanScale ? kNanBF16x2 : 0;
+                left_out |= scale != kNanScale && (v[u].x | v[u].y | v[u].z | v[u].w) & ~top;
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) {
+            const unsigned words[4] = {v[u].x, v[u].y, v[u].z, v[u].w};
 #pragma unroll
             for (int j = 0; j < kSteps; ++j) {
                 unsigned even, odd;
-                activations_to_bf16(words[j], factor, even, odd);
+                activations_to_bf16(words[j], factors[u], even, odd);
                 store_shared_4(to + (u * kSteps + j) * kStepBytes, even);
                 store_shared_4(to + (u * kSteps + j) * kStepBytes + kHalfStepBytes, odd);
             }
