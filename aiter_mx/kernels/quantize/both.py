@@ -63,7 +63,9 @@ def _shared_bytes(problem: QuantizeProblem, config: Config) -> int:
 
 
 def _configure(target: Target, problem: QuantizeProblem) -> Config:
-    return {"across": 2, "down": 4 if problem.format == "e2m1" else 2}
+    down, across = _tiles(problem)
+    enough = down * across * problem.matrices >= 8 * target.cu_num  # for a block on each SM
+    return {"across": 2, "down": 4 if problem.format == "e2m1" and enough else 2}
 
 
 def _takes(problem: QuantizeProblem, config: Config) -> bool:
