@@ -117,8 +117,16 @@ def test_what_it_does_not_cover_is_refused(problem: LinearProblem, why: str) -> 
     assert "sm_90a" in (FP8.refusal(hardware("gfx950"), LinearProblem(8, 8, 128)) or "")
 
 
-def test_only_a_table_chooses_it() -> None:
-    assert "a table" in (FP8.yields(TARGET, LinearProblem(8, 2304, 6144)) or "")
+def test_without_a_table_it_takes_only_overlapping_launches_that_gain() -> None:
+    assert FP8.yields(TARGET, LinearProblem(8, 2304, 6144, pdl=True)) is None
+    for other in (
+        LinearProblem(8, 2304, 6144),
+        LinearProblem(4, 2304, 6144, pdl=True),
+        LinearProblem(17, 2304, 6144, pdl=True),
+        LinearProblem(8, 1024, 6144, pdl=True),
+        LinearProblem(8, 9216, 6144, pdl=True),
+    ):
+        assert "fewer bits" in (FP8.yields(TARGET, other) or "")
 
 
 def launch(

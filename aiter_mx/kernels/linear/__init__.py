@@ -20,10 +20,10 @@ __all__ = ["KERNELS", "KEY", "PROBLEM", "LinearProblem", "stand_ins"]
 PROBLEM = LinearProblem
 
 _FOR_QUANTISED_X = (
+    FP8,
     WIDE,
     MFMA_SM90,
     MMA,
-    FP8,
     *GROUPED,
     KernelSpec(
         op="linear",

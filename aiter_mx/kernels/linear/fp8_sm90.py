@@ -33,6 +33,8 @@ MAX_SIZE = (1 << 31) - 1
 ACCUMULATION_ERROR = 2.0**-10
 """Of a sum, relative to the sum of its products' magnitudes. The matrix unit adds the 32 products
 of a block with some 14 bits; random payloads were at most half as far off."""
+_FEWEST_ROWS, _MOST_OWN_ROWS = 5, 16  # with which it gains most where launches overlap, on an H200
+_FEWEST_WEIGHTS, _MOST_WEIGHTS = 9_000_000, 30_000_000  # between which that was measured
 _MOST_CANDIDATES = 20
 _MOST_ALIKE = 4
 _CHUNK = 128  # k of a box; also bytes of a row
@@ -142,11 +144,12 @@ def _fits(target: Target, problem: LinearProblem, config: Config) -> bool:
     if found is None:
         return False
     groups = config["row_groups"] * config["k_groups"]
-    registers = 65536 // ((groups + 1) * 128 * config["per_sm"])  # the producer counts as a group
+    warps = 4 * groups + 1  # and the producer
+    registers = 65536 // (warps * 32 * config["per_sm"])
     shorter = [depth for depth in _DEPTHS if found.depth <= depth < config["depth"]]
     return (
         not shorter
-        and groups <= 4
+        and groups * config["per_sm"] <= 4
         and 20 * found.tiles_m + 48 <= registers
         and (config["row_groups"] == 1 or found.tile_rows > _GROUP_ROWS)
     )
@@ -172,8 +175,8 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
         + 0.03 * x_bytes / target.cu_num
         + 300 * (found.passes - 1)
         + 8 * max(0, 128 - workgroups)
-        + 0.01 * max(0, 120e3 - ring)
-        + (-800 if problem.pdl and per_sm == 2 and found.passes == 1 else 0)
+        + 0.01 * max(0, 170e3 - ring)
+        - (1500 if problem.pdl and per_sm == 2 and found.passes == 1 else 0)
     )
 
 
@@ -196,7 +199,11 @@ def _configure(target: Target, problem: LinearProblem) -> Config:
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
-    return "fp8 keeps fewer bits of sums than the others: a table has to choose it"
+    rows = range(_FEWEST_ROWS, _MOST_OWN_ROWS + 1)
+    weights = range(_FEWEST_WEIGHTS, _MOST_WEIGHTS + 1)
+    if problem.pdl and problem.M in rows and problem.N * problem.K in weights:
+        return None
+    return "fp8 keeps fewer bits of sums than the others, and gains little without a table"
 
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
