@@ -52,6 +52,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_warned", set())
     monkeypatch.setattr(cache, "_unshared", {})
     monkeypatch.setattr(cache, "_thread_locks", {})
+    monkeypatch.setattr(cache, "_listings", {})
 
 
 def hide_compilers(monkeypatch: pytest.MonkeyPatch, empty: Path) -> None:

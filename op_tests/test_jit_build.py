@@ -73,6 +73,29 @@ def test_a_changed_header_means_another_key(workshop: Workshop, header: str) -> 
     assert after.built and after.key != before.key and after.image != before.image
 
 
+def test_sources_are_read_again_only_when_they_have_changed(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [path for path in workshop.csrc.rglob("*") if path.is_file()]
+    long_ago = time.time() - 60
+    for path in sources:
+        os.utime(path, (long_ago, long_ago))
+    before = build(REQUEST)
+    read: list[Path] = []
+    read_bytes = Path.read_bytes
+
+    def noted(path: Path) -> bytes:
+        read.append(path)
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", noted)
+    assert is_cached(REQUEST)
+    assert not set(read) & set(sources)
+    header = workshop.csrc / "include" / "inner.h"
+    header.write_bytes(header.read_bytes().swapcase())  # as long as it was
+    assert build(REQUEST).key != before.key
+
+
 def test_source_defines_and_arch_are_part_of_the_key(workshop: Workshop) -> None:
     (workshop.csrc / "kernel_2.cu").write_text((workshop.csrc / "kernel.cu").read_text() + " ")
     requests = [

@@ -68,6 +68,23 @@ def test_an_artifact_is_built_once_and_then_found(folder: Path) -> None:
     assert cache.lookup("thing", "a-1", "so") == again
 
 
+def test_a_folder_is_listed_again_only_when_it_has_changed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = random_bytes()
+    cache.get_or_build("thing", "a-1", "so", writer(data))
+    long_ago = time.time() - 60
+    os.utime(folder / "thing", (long_ago, long_ago))
+    assert cache.lookup("thing", "a-1", "so") is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", never)
+        found = cache.lookup("thing", "a-1", "so")
+        assert found is not None and found.data == data
+        assert cache.lookup("thing", "a-2", "so") is None
+    cache.get_or_build("thing", "a-2", "so", writer(data))
+    assert cache.lookup("thing", "a-2", "so") is not None
+
+
 @pytest.mark.parametrize(
     "kind, key, suffix", [("thing", "a", "so"), ("other", "a-1", "so"), ("thing", "a-1", "o")]
 )

@@ -24,6 +24,7 @@ from quantize_cases import (
 
 import aiter_mx
 from aiter_mx.code_object import parse_code_object
+from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.spec import KernelSpec
@@ -97,6 +98,42 @@ def test_strips_and_clusters_are_as_the_reference(
             x = draw((matrices, M, N), DTYPES[dtype], generator, finite=M == N)
             problem = QuantizeProblem(M, N, dtype, "both", matrices, block=block)
             assert_as_reference(TILES, problem, x, None, device, config)
+
+
+@pytest.mark.parametrize(
+    ("problem", "kernel"),
+    [
+        (QuantizeProblem(2944, 2944, "bf16", "both"), "both"),  # 529 tiles of 128 x 128
+        (QuantizeProblem(2048, 2048, "bf16", "both"), "tiles"),
+        (QuantizeProblem(2048, 2112, "fp32", "both"), "both"),  # of 128 x 64: 528
+        (QuantizeProblem(8192, 8192, "bf16", "both"), "both"),
+        (QuantizeProblem(8192, 8448, "bf16", "both"), "tiles"),
+        (QuantizeProblem(1024, 1024, "bf16", "both", matrices=9), "both"),
+        (QuantizeProblem(4096, 4096, "bf16", "both", layout="16x4"), "tiles"),
+        (QuantizeProblem(4096, 4096, "bf16", "both", groups=3), "tiles"),
+        (QuantizeProblem(4096, 4096, "bf16", "columns"), "tiles"),
+        (QuantizeProblem(4096, 4096, "bf16", "rows"), "rows"),
+    ],
+    ids=str,
+)
+def test_both_runs_on_hopper_where_it_is_faster(problem: QuantizeProblem, kernel: str) -> None:
+    assert route("quantize", hardware("sm_90a"), problem).kernel == kernel
+    assert route("quantize", hardware("gfx950"), problem).kernel != "both"
+
+
+@pytest.mark.parametrize("variant", BOTH_VARIANTS, ids=name_of)
+def test_every_configuration_of_both_has_room(variant: QuantizeProblem) -> None:
+    target = hardware("sm_90a")
+    assert BOTH.module is not None
+    for M, N in ((32, 32), (2944, 2944), (8192, 8192)):
+        problem = resized(variant, M=M, N=N)
+        candidates = BOTH.candidates(target, problem)
+        assert BOTH.configure(target, problem) in candidates
+        for config in candidates:
+            BOTH.check_config(config)
+            launch = BOTH.module.geometry(target, problem, config)
+            assert 1 <= launch.grid[0] <= target.cu_num
+            assert launch.shared_bytes <= 227 * 1024
 
 
 @pytest.mark.gpu
