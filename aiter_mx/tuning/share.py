@@ -1,6 +1,6 @@
 """Who tunes what: one process alone, or the workers that ``torchrun`` started.
 
-Each worker has every so manieth problem for its own, which it compiles ahead, and helps the others
+Of n workers each has every nth problem for its own, which it compiles ahead, and helps the others
 with theirs in the end. Counters in torchrun's own TCPStore say what is taken; workers leave what
 they found there, where the first of them collects it. There is nothing else between them.
 """
