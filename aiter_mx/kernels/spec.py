@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -31,6 +32,32 @@ def combinations(params: Sequence[Param]) -> list[Config]:
     names = [param.name for param in params]
     values = product(*(param.values for param in params))
     return [dict(zip(names, chosen, strict=True)) for chosen in values]
+
+
+def cheapest(
+    configs: Iterable[Config],
+    cost: Callable[[Config], float],
+    alike: Sequence[str],
+    most_alike: int,
+    most: int,
+) -> list[Config]:
+    """The configurations of the least cost, which orders them, but few that are alike.
+
+    Args:
+        configs: what there is to choose from.
+        cost: of a configuration.
+        alike: the parameters in which two configurations agree that are alike.
+        most_alike: of these.
+        most: of all.
+    """
+    taken: Counter[tuple[int, ...]] = Counter()
+    chosen = []
+    for config in sorted(configs, key=cost):
+        kind = tuple(config[name] for name in alike)
+        taken[kind] += 1
+        if taken[kind] <= most_alike:
+            chosen.append(config)
+    return chosen[:most]
 
 
 @dataclass(frozen=True)

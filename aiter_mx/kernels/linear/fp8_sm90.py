@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
 from aiter_mx.kernels.linear.problem import MFMA_ARGS, LinearProblem
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
@@ -16,6 +17,7 @@ from aiter_mx.kernels.spec import (
     Module,
     Param,
     TensorMap,
+    cheapest,
     combinations,
 )
 from aiter_mx.target import Target
@@ -43,9 +45,6 @@ _GROUP_ROWS = 64
 _ALIGNMENT_BYTES = 1024  # of boxes in shared memory, which the kernel's first byte may not have
 _SHARED_BYTES = 228 * 1024  # of an SM, compute capability 9.0
 _SYSTEM_BYTES = 1024  # of a workgroup's part of it
-# A cluster lies within a GPC, so not all SMs get one: the share of an H200's that do, by the
-# cluster's size (cuOccupancyMaxActiveClusters).
-_PACKED = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     tiles_m = 1 << (-(-problem.M // 8) - 1).bit_length()
     fewest_chunks, more = divmod(problem.K // _CHUNK, split)
     chunks = fewest_chunks + (more > 0)
-    resident = max(1, int(target.cu_num * _PACKED[split]) // split) * config["per_sm"]
+    resident = most_clusters(target, split) * config["per_sm"]
     needed = -(-problem.N // (_GROUP_ROWS * row_groups))
     passes = -(-needed // resident)
     # An SM that holds one workgroup is to have one; else the next launch may share it.
@@ -184,14 +183,13 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
 def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
     """Those of the least modelled time, which order them, but few that are alike."""
     fitting = [config for config in combinations(PARAMS) if _fits(target, problem, config)]
-    alike: dict[tuple[int, ...], int] = {}
-    chosen = []
-    for config in sorted(fitting, key=lambda config: _cycles(target, problem, config)):
-        kind = (config["split"], config["row_groups"], config["per_sm"])
-        alike[kind] = alike.get(kind, 0) + 1
-        if alike[kind] <= _MOST_ALIKE:
-            chosen.append(config)
-    return chosen[:_MOST_CANDIDATES]
+    return cheapest(
+        fitting,
+        lambda config: _cycles(target, problem, config),
+        alike=("split", "row_groups", "per_sm"),
+        most_alike=_MOST_ALIKE,
+        most=_MOST_CANDIDATES,
+    )
 
 
 def _configure(target: Target, problem: LinearProblem) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
 from aiter_mx.kernels.linear.problem import MFMA_ARGS, LinearProblem
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
@@ -32,9 +33,6 @@ _ROWS = 64  # of w in a tile
 _GROUP_THREADS = 128
 _SLOTS = 2  # tiles whose partial sums are kept
 _SHARED_BYTES = 226 * 1024  # of a workgroup, static shared memory apart: compute capability 9.0
-# A cluster lies within a GPC, so not all SMs get one: the share of an H200's that do, by the
-# cluster's size (cuOccupancyMaxActiveClusters).
-_PACKED = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 7: 0.80, 8: 0.91}
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ def _clusters(target: Target, problem: LinearProblem, config: Config) -> int:
     """As many as the GPU holds at once, or fewer that take no more rounds."""
     split = config["split"]
     tiles = -(-problem.N // (_ROWS * config["row_groups"]))
-    most = max(1, int(target.cu_num * _PACKED[split]) // split)
+    most = most_clusters(target, split)
     rounds = -(-tiles // most)
     return -(-tiles // rounds)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
 from aiter_mx.kernels.linear.problem import MFMA_ARGS, LinearProblem
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
@@ -15,6 +16,7 @@ from aiter_mx.kernels.spec import (
     KernelSpec,
     Module,
     Param,
+    cheapest,
     combinations,
 )
 from aiter_mx.target import Target
@@ -37,9 +39,6 @@ _CHUNK = 128  # k that a warp takes at a time
 _TILE_BYTES = 512  # sums of a tile of 16 rows of w by 8 of x
 _SHARED_BYTES = 227 * 1024  # that the workgroups of an SM may have, compute capability 9.0
 _STATIC_BYTES = 1024 + 128  # of a workgroup: what the system takes, and barriers
-# A cluster lies within a GPC, so not all SMs get one: the share of an H200's that do, by the
-# cluster's size (cuOccupancyMaxActiveClusters).
-_PACKED = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
 def _clusters(
     target: Target, problem: LinearProblem, split: int, pass_rows: int, per_sm: int
 ) -> int:
-    most = max(1, int(target.cu_num * _PACKED[split]) // split)
+    most = most_clusters(target, split)
     needed = -(-problem.N // pass_rows)
     if needed <= most:
         return min(most, -(-problem.N // 16))
@@ -176,14 +175,13 @@ def _overlap_cycles(target: Target, found: Layout, groups: int) -> float:
 def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
     """Those of the least modelled time, which order them, but few that are alike."""
     fitting = [config for config in combinations(PARAMS) if _fits(target, problem, config)]
-    alike: dict[tuple[int, ...], int] = {}
-    chosen = []
-    for config in sorted(fitting, key=lambda config: _cycles(target, problem, config)):
-        kind = (config["split"], config["row_tiles"], config["row_warps"])
-        alike[kind] = alike.get(kind, 0) + 1
-        if alike[kind] <= _MOST_ALIKE:
-            chosen.append(config)
-    return chosen[:_MOST_CANDIDATES]
+    return cheapest(
+        fitting,
+        lambda config: _cycles(target, problem, config),
+        alike=("split", "row_tiles", "row_warps"),
+        most_alike=_MOST_ALIKE,
+        most=_MOST_CANDIDATES,
+    )
 
 
 def _configure(target: Target, problem: LinearProblem) -> Config:

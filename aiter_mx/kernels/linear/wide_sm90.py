@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
 from aiter_mx.kernels.linear.problem import MFMA_ARGS, LinearProblem
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
@@ -16,6 +17,7 @@ from aiter_mx.kernels.spec import (
     Module,
     Param,
     TensorMap,
+    cheapest,
     combinations,
 )
 from aiter_mx.target import Target
@@ -37,9 +39,6 @@ _MOST_CHUNKS = 16  # of a part of K, whose scales are in registers for a while
 _BYTES_A_CYCLE = 2090  # of an H200's memory
 _TILE_BYTES = 512  # sums of a tile of 16 rows of w by 8 of x
 _SHARED_BYTES = 226 * 1024  # of a workgroup, static shared memory apart: compute capability 9.0
-# A cluster lies within a GPC, so not all SMs get one: the share of an H200's that do, by the
-# cluster's size (cuOccupancyMaxActiveClusters).
-_PACKED = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 7: 0.80, 8: 0.91}
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     split, rows = config["split"], config["rows"]
     tile_m = next(tile for tile in _TILES_M if tile >= problem.M)
     tiles = -(-problem.N // rows)
-    most = max(1, int(target.cu_num * _PACKED[split]) // split)
+    most = most_clusters(target, split)
     passes = -(-tiles // most)
     chunks = -(-problem.K // (_CHUNK * split))
     sums = rows // 16 * tile_m // 8
@@ -87,7 +86,7 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
 def _layout(target: Target, problem: LinearProblem, config: Config) -> Layout:
     found = layout(target, problem, config)
     if found is None:
-        raise ValueError(f"{dict(config)} needs more shared memory than there is for {problem}")
+        raise ValueError(f"{dict(config)} does not fit {problem}")
     return found
 
 
@@ -138,14 +137,13 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
 def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
     """Those of the least modelled time, which order them, but few that are alike."""
     fitting = [config for config in combinations(PARAMS) if _fits(target, problem, config)]
-    alike: dict[tuple[int, ...], int] = {}
-    chosen = []
-    for config in sorted(fitting, key=lambda config: _cycles(target, problem, config)):
-        kind = (config["split"], config["rows"])
-        alike[kind] = alike.get(kind, 0) + 1
-        if alike[kind] <= _MOST_ALIKE:
-            chosen.append(config)
-    return chosen[:_MOST_CANDIDATES]
+    return cheapest(
+        fitting,
+        lambda config: _cycles(target, problem, config),
+        alike=("split", "rows"),
+        most_alike=_MOST_ALIKE,
+        most=_MOST_CANDIDATES,
+    )
 
 
 def _configure(target: Target, problem: LinearProblem) -> Config:
