@@ -43,7 +43,9 @@ def test_envelope_ends_at_64_rows_and_gemv_has_the_fewest_and_the_smallest() -> 
 
     assert kernels(4000, 4096) == ["gemv", "mma", "wide", "persistent"]
     assert kernels(72, 96) == ["gemv", "gemv", "wide", "dot_scaled"]
-    assert kernels(72, 32768)[2] == "mfma"
+    for M, kernel in ((17, "mma"), (32, "mma"), (33, "mfma"), (64, "mfma")):
+        longer = LinearProblem(M, 72, 32768)  # than wide has room for
+        assert route("linear", TARGET, longer).kernel == kernel
 
 
 def launch(

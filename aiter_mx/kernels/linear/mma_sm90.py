@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
 from aiter_mx.kernels.linear.problem import MFMA_ARGS, LinearProblem
+from aiter_mx.kernels.linear.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
@@ -189,7 +190,7 @@ def _configure(target: Target, problem: LinearProblem) -> Config:
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
-    if problem.M > _MOST_OWN_ROWS:
+    if problem.M > _MOST_OWN_ROWS and WIDE.refusal(target, problem) is None:
         return f"wide is faster above M={_MOST_OWN_ROWS}"
     return None
 
