@@ -27,7 +27,7 @@ _MOST_OVERLAPPING = 8
 and starting to read early gains little."""
 _MOST_QUANTISED_IN_PLACE = 2
 """Rows of x up to which tables have x that is yet to be quantised: with more, a launch of its own
-pays, and what follows it has rows already."""
+pays but at small shapes, and rows of quantised x name the kernel that either way takes."""
 _SAMPLE_ROWS = 192
 """Of w that the simulator needs at least: a few workgroups of any kernel."""
 
