@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from mx_reference import assert_close_to_reference, random_mx
 
 import aiter_mx
 from aiter_mx.code_object import parse_code_object
+from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import CaptureError
 from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.linear import KERNELS, LinearProblem
@@ -21,6 +23,7 @@ from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
 from aiter_mx.kernels.spec import Config, KernelSpec, combinations
 from aiter_mx.launch import bind, build_request
 from aiter_mx.ops import linear as linear_module
+from aiter_mx.ops.plan import bind_route
 from aiter_mx.target import hardware, target_of
 
 GFX950, SM90A = hardware("gfx950"), hardware("sm_90a")
@@ -181,6 +184,27 @@ def test_the_torch_reference_and_empty_results_take_unquantised_x() -> None:
     assert aiter_mx.linear(x[:0], None, *w).shape == (0, 33)
 
 
+def computed_as_routed(x: torch.Tensor, w: Weights) -> torch.Tensor:
+    """Quantised first, then multiplied by the kernel and the configuration that x itself gets.
+
+    A table may give quantised x another configuration, whose sums are added in another order.
+    """
+    (M, K), N = x.shape, w[0].shape[0]
+    x_dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}[x.dtype]
+    problem, target = LinearProblem(M, N, K, "bf16", x_dtype=x_dtype), target_of(x.device)
+    run = bind_route(
+        route("linear", target, problem),
+        target,
+        replace(problem, x_dtype="e4m3"),
+        x.device,
+        linear_module.FALLBACKS,
+    )
+    out = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
+    tensors = (*aiter_mx.quantize(x), *w, None, out)
+    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+    return out
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 2, 3, 4, 7, 16, 32, 64, 128])
 def test_the_op_on_a_gpu_gives_what_quantising_first_gives(M: int) -> None:
@@ -188,7 +212,7 @@ def test_the_op_on_a_gpu_gives_what_quantising_first_gives(M: int) -> None:
     w = [t.cuda() for t in weights(N, K, 5)]
     for dtype in (torch.bfloat16, torch.float16):
         x = activations(M, K, dtype, M).cuda()
-        expected = aiter_mx.linear(*aiter_mx.quantize(x), *w)
+        expected = computed_as_routed(x, w)
         assert_same_bits(aiter_mx.linear(x, None, *w), expected)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
