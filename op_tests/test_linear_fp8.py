@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from linear_cases import DTYPES, Operands, assert_repeats_on_two_streams, launch_linear, operands
@@ -11,7 +13,7 @@ import aiter_mx
 from aiter_mx import timing
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.fp8_sm90 import ACCUMULATION_ERROR, MAX_M, layout
-from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.kernels.registry import find_kernel, in_line
 from aiter_mx.launch import bind
 from aiter_mx.target import hardware, target_of
 
@@ -127,6 +129,16 @@ def test_without_a_table_it_takes_only_overlapping_launches_that_gain() -> None:
         LinearProblem(8, 9216, 6144, pdl=True),
     ):
         assert "fewer bits" in (FP8.yields(TARGET, other) or "")
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_without_a_table_no_one_takes_what_it_would_leave_to_others(pdl: bool) -> None:
+    for M, K in product((1, 4, 8, 16, 17, 32, 33, 64), (2048, 12288, 14336, 14400, 16384, 25600)):
+        for out_dtype in ("bf16", "fp32"):
+            problem = LinearProblem(M, 5000, K, out_dtype=out_dtype, pdl=pdl)
+            line = in_line("linear", TARGET, problem)
+            first = next(kernel for kernel in line if kernel.refusal(TARGET, problem) is None)
+            assert first.yields(TARGET, problem) is None, problem
 
 
 def launch(

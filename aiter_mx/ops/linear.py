@@ -48,9 +48,10 @@ def linear(
 ) -> torch.Tensor:
     """``y[m, n] = sum_k x[m, k] * w[n, k] + bias[n]`` over MX-FP8 operands.
 
-    Products are accumulated in fp32 and rounded once. Results are bitwise the same on every run.
-    The call does not synchronise, and after ``aiter_mx.warmup`` it can be captured into a graph.
-    There is no gradient.
+    Products are accumulated in fp32 and rounded once, but that Hopper's ``fp8`` kernel, which
+    small M and bf16 results may get, adds those of a block with some 14 bits. Results are bitwise
+    the same on every run. The call does not synchronise, and after ``aiter_mx.warmup`` it can be
+    captured into a graph. There is no gradient.
 
     Args:
         xq: activations, float8_e4m3fn ``[M, K]``, contiguous, K a multiple of 32. Or bf16 or fp16,
@@ -65,7 +66,9 @@ def linear(
             overlap an input.
         pdl: let the kernel start, and read weights, scales of weights and bias, while the kernel
             ahead of it in the stream still runs (CUDA's programmatic dependent launch). Only for
-            weights that this kernel does not write. Targets and kernels without it ignore it.
+            weights that this kernel does not write, nor those before it where it starts early
+            itself: a linear with ``pdl``, or on Hopper a quantisation other than along rows.
+            Targets and kernels without it ignore it.
 
     Returns:
         ``[M, N]``, or ``out``.
