@@ -55,8 +55,9 @@ def linear(
 
     Args:
         xq: activations, float8_e4m3fn ``[M, K]``, contiguous, K a multiple of 32. Or bf16 or fp16,
-            with xs None: the result is then, bit for bit, that of what ``aiter_mx.quantize`` makes
-            of them. Small decode shapes are quantised in the linear's own kernel.
+            with xs None: they are quantised on the way, bit for bit as by ``aiter_mx.quantize``,
+            small decode shapes in the linear's own kernel. A table may have another configuration
+            for them than for what is quantised already, which adds in another order.
         xs: their scales, uint8 or float8_e8m0fnu ``[M, K // 32]``: 2**(byte - 127), 255 is NaN.
         wq: weights, float8_e4m3fn ``[N, K]``, contiguous.
         ws: their scales, ``[N, K // 32]``.
