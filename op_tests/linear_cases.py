@@ -12,6 +12,7 @@ from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import Config, KernelSpec
 from aiter_mx.launch import bind
 from aiter_mx.target import target_of
+from aiter_mx.timing import random_mx as random_mx_there
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -22,6 +23,54 @@ POISON = 0x5A
 def operands(M: int, N: int, K: int, seed: int, **options: Any) -> Operands:
     generator = torch.Generator().manual_seed(seed)
     return (*random_mx(M, K, generator, **options), *random_mx(N, K, generator, **options))
+
+
+def with_opposite_scales(drawn: Operands, shift: int) -> Operands:
+    """x times 2^shift and w divided by as much: the same products, from extreme scales."""
+    xq, xs, wq, ws = drawn
+    return xq, (xs.int() + shift).to(torch.uint8), wq, (ws.int() - shift).to(torch.uint8)
+
+
+def with_zero_blocks(drawn: Operands, generator: torch.Generator) -> Operands:
+    """A fifth of all blocks zero, of either sign, with any scale but NaN."""
+    xq, xs, wq, ws = (t.clone() for t in drawn)
+    for payload, scale in ((xq, xs), (wq, ws)):
+        blocks = payload.view(torch.uint8).view(*scale.shape, 32)
+        empty = torch.rand(scale.shape, generator=generator) < 0.2
+        blocks[empty] &= 0x80
+        anything = torch.randint(0, 255, scale.shape, generator=generator, dtype=torch.uint8)
+        scale[empty] = anything[empty]
+    return xq, xs, wq, ws
+
+
+def with_scales_moved(drawn: Operands, shift: int) -> Operands:
+    """The same, with scales on the GPU that begin ``shift`` bytes past an aligned address."""
+    xq, xs, wq, ws = drawn
+    moved = []
+    for scale in (xs, ws):
+        room = torch.full((scale.numel() + 8,), 255, dtype=torch.uint8, device="cuda")
+        room[shift : shift + scale.numel()] = scale.flatten().cuda()
+        moved.append(room[shift : shift + scale.numel()].view(scale.shape))
+    return xq, moved[0], wq, moved[1]
+
+
+def launch_beyond_4_gib(
+    kernel: KernelSpec, M: int, K: int, out_dtype: str = "fp32"
+) -> tuple[torch.Tensor, Operands]:
+    """Some columns of a result whose weights take more than 4 GiB, and the operands of these."""
+    N, device = 700_000, torch.device("cuda")
+    (xq, xs), (wq, ws) = random_mx_there(M, K, device), random_mx_there(N, K, device)
+    assert wq.nbytes > 4 << 30
+    out = torch.full((M, N), float("nan"), dtype=DTYPES[out_dtype], device=device)
+    problem, target = LinearProblem(M, N, K, out_dtype), target_of(device)
+    tensors = (xq, xs, wq, ws, None, out)
+    run = bind(kernel, target, problem, kernel.configure(target, problem), 0)
+    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+    generator = torch.Generator().manual_seed(9)
+    some = torch.cat([torch.randint(0, N, (300,), generator=generator), torch.tensor([0, N - 1])])
+    there = some.cuda()
+    weights = wq.view(torch.uint8)[there].view(torch.float8_e4m3fn).cpu(), ws[there].cpu()
+    return out[:, there].cpu(), (xq.cpu(), xs.cpu(), *weights)
 
 
 def launch_linear(

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-from linear_cases import DTYPES, Operands, assert_repeats_on_two_streams, launch_linear, operands
+from linear_cases import (
+    DTYPES,
+    Operands,
+    assert_repeats_on_two_streams,
+    launch_beyond_4_gib,
+    launch_linear,
+    operands,
+    with_opposite_scales,
+    with_scales_moved,
+    with_zero_blocks,
+)
 from mx_reference import assert_close_to_reference, linear_reference64, random_mx
 
 import aiter_mx
-from aiter_mx import timing
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.mfma_sm90 import MFMA
 from aiter_mx.kernels.linear.mma_sm90 import MAX_M, layout
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import KernelSpec
-from aiter_mx.launch import bind
-from aiter_mx.target import hardware, target_of
+from aiter_mx.target import hardware
 
 MMA = find_kernel("linear", "sm_90a", "hip", "mma")
 TARGET = hardware("sm_90a")
@@ -150,9 +158,9 @@ def test_scales_of_the_whole_e8m0_range_are_exact(exponents: tuple[int, int]) ->
 @gpu
 def test_extreme_scales_that_cancel_are_exact() -> None:
     for M, N, K, chosen in CASES[2:9]:
-        xq, xs, wq, ws = operands(M, min(N, 300), K, 3, scale_exponents=(-3, 3))
+        plain = operands(M, min(N, 300), K, 3, scale_exponents=(-3, 3))
         for shift in (110, 60, 25, -25, -60, -110):
-            drawn = (xq, (xs.int() + shift).to(torch.uint8), wq, (ws.int() - shift).to(torch.uint8))
+            drawn = with_opposite_scales(plain, shift)
             assert_close_to_reference(launch(drawn, chosen), *drawn)
 
 
@@ -160,14 +168,9 @@ def test_extreme_scales_that_cancel_are_exact() -> None:
 def test_zero_blocks_of_any_scale_add_nothing() -> None:
     generator = torch.Generator().manual_seed(8)
     for M, N, K, chosen in CASES[2:9]:
-        xq, xs, wq, ws = operands(M, min(N, 300), K, 4, scale_exponents=(-6, 6))
-        for payload, scale in ((xq, xs), (wq, ws)):
-            blocks = payload.view(torch.uint8).view(*scale.shape, 32)
-            empty = torch.rand(scale.shape, generator=generator) < 0.2
-            blocks[empty] &= 0x80
-            drawn = torch.randint(0, 255, scale.shape, generator=generator, dtype=torch.uint8)
-            scale[empty] = drawn[empty]
-        assert_close_to_reference(launch((xq, xs, wq, ws), chosen), xq, xs, wq, ws)
+        plain = operands(M, min(N, 300), K, 4, scale_exponents=(-6, 6))
+        drawn = with_zero_blocks(plain, generator)
+        assert_close_to_reference(launch(drawn, chosen), *drawn)
 
 
 @gpu
@@ -180,15 +183,10 @@ def test_nan_payloads_and_scales_reach_their_outputs_alone() -> None:
 @gpu
 def test_scales_at_any_address_are_read_rightly() -> None:
     for M, N, K, chosen in CASES[2:9]:
-        xq, xs, wq, ws = operands(M, min(N, 300), K, 5)
+        drawn = operands(M, min(N, 300), K, 5)
         for shift in (1, 2, 3):
-            moved = []
-            for scale in (xs, ws):
-                room = torch.full((scale.numel() + 8,), 255, dtype=torch.uint8, device="cuda")
-                room[shift : shift + scale.numel()] = scale.flatten().cuda()
-                moved.append(room[shift : shift + scale.numel()].view(scale.shape))
-            got = launch((xq, moved[0], wq, moved[1]), chosen)
-            assert_close_to_reference(got, xq, xs, wq, ws)
+            got = launch(with_scales_moved(drawn, shift), chosen)
+            assert_close_to_reference(got, *drawn)
 
 
 @gpu
@@ -207,21 +205,8 @@ def test_outputs_and_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> 
 @gpu
 @pytest.mark.parametrize(("kernel", "M"), [(MMA, 8), (MFMA, 40)], ids=["mma", "mfma"])
 def test_weights_beyond_4_gib_are_addressed_rightly(kernel: KernelSpec, M: int) -> None:
-    N, K = 700_000, 6240
-    device = torch.device("cuda")
-    (xq, xs), (wq, ws) = timing.random_mx(M, K, device), timing.random_mx(N, K, device)
-    assert wq.nbytes > 4 << 30
-    out = torch.full((M, N), float("nan"), device=device)
-    problem = LinearProblem(M, N, K, "fp32")
-    target = target_of(device)
-    tensors = (xq, xs, wq, ws, None, out)
-    run = bind(kernel, target, problem, kernel.configure(target, problem), 0)
-    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
-    generator = torch.Generator().manual_seed(9)
-    rows = torch.cat([torch.randint(0, N, (300,), generator=generator), torch.tensor([0, N - 1])])
-    there = rows.cuda()
-    some = wq.view(torch.uint8)[there].view(torch.float8_e4m3fn).cpu(), ws[there].cpu()
-    assert_close_to_reference(out[:, there].cpu(), xq.cpu(), xs.cpu(), *some)
+    got, drawn = launch_beyond_4_gib(kernel, M, 6240)
+    assert_close_to_reference(got, *drawn)
 
 
 @gpu
