@@ -259,6 +259,23 @@ def test_explain_takes_torch_dtypes_and_refuses_unknown_fields() -> None:
         aiter_mx.explain("linear", arch="gfx42", M=1, N=64, K=64)
 
 
+@pytest.mark.parametrize("arch", ["gfx950", "sm_90a"])
+@pytest.mark.parametrize(("M", "N"), [(0, 72), (5, 0), (0, 0)])
+def test_an_empty_linear_needs_no_kernel(arch: str, M: int, N: int) -> None:
+    chosen = aiter_mx.explain("linear", arch=arch, M=M, N=N, K=64)
+    assert (chosen.backend, chosen.reason) == (
+        "torch",
+        "the result is empty, so nothing is launched",
+    )
+    assert build_requests(hardware(arch), [LinearProblem(M, N, 64)], [chosen]) == []
+
+
+def test_a_warm_up_passes_over_empty_linears() -> None:
+    with aiter_mx.simulate("gfx950"):
+        routes = aiter_mx.warmup("linear", M=[0, 2], N=72, K=64)
+    assert [chosen.kernel for chosen in routes] == ["reference", "gemv"]
+
+
 def test_every_op_can_be_the_first_that_is_asked_for() -> None:
     """Kernels of one op may be another's too; whose module is imported first must not matter."""
     for op in ops():

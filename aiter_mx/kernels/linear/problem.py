@@ -77,6 +77,11 @@ class LinearProblem:
             if dtype not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {dtype!r}")
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the result has no element, so that no kernel is asked for it."""
+        return 0 in (self.M, self.N)
+
 
 KEY = ("M", "N", "K", "out_dtype", "x_dtype", "pdl")
 
@@ -86,7 +91,7 @@ def stand_ins(key: LinearProblem) -> tuple[LinearProblem, ...]:
 
     M is given up first and the kind of x last: what quantises x itself is another kernel's work.
     """
-    rounded = 1 << (key.M - 1).bit_length() if key.M else 0
+    rounded = 1 << (key.M - 1).bit_length()
     x_dtypes = (key.x_dtype, "bf16", "e4m3") if key.x_dtype != "e4m3" else ("e4m3",)
     return tuple(
         replace(key, M=M, out_dtype=out_dtype, pdl=pdl, x_dtype=x_dtype)
