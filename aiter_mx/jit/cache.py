@@ -155,7 +155,8 @@ def _listing(folder: Path) -> list[str]:
     kept = _listings.get(folder)
     if kept is not None and kept[0] == changed_at:
         return kept[1]
-    names = sorted(os.listdir(folder))  # noqa: PTH208  no Path for each name
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries)
     if time.time_ns() - changed_at > TICK_NS:  # no later change can have the same time
         _listings[folder] = changed_at, names
     return names
