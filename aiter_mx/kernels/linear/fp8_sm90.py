@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
-from aiter_mx.kernels.linear.problem import MFMA_ARGS, LinearProblem
+from aiter_mx.kernels.linear.problem import MATRIX_ARGS, W_POINTER, LinearProblem
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
@@ -245,16 +245,15 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
 
 def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
     """What is copied of w at a time: a pass's rows of a chunk."""
-    pointer = next(i for i, arg in enumerate(MFMA_ARGS) if arg.name == "wq")
     found = _layout(target, problem, config)
-    return TensorMap(pointer, problem.N, problem.K, found.tile_rows, _CHUNK)
+    return TensorMap(W_POINTER, problem.N, problem.K, found.tile_rows, _CHUNK)
 
 
 MODULE = Module(
     sources={"sm_90a": "linear_fp8_sm90.cu"},
     symbol="aiter_mx_linear_fp8",
     args=(
-        *MFMA_ARGS,
+        *MATRIX_ARGS,
         Arg("tile_rows", "i32"),
         Arg("passes", "i32"),
         Arg("part_chunks", "i32"),

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aiter_mx.kernels.linear.problem import (
+    MATRIX_ARGS,
     MAX_GRID_X,
-    MFMA_ARGS,
     X_CODES,
     LinearProblem,
     quantise_pays,
@@ -199,7 +199,7 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
 MODULE = Module(
     sources={"gfx950": "linear_mfma_gfx950.cu"},
     symbol="aiter_mx_linear_mfma",
-    args=(*MFMA_ARGS, Arg("rows_each", "i32"), Arg("longer_groups", "i64")),
+    args=(*MATRIX_ARGS, Arg("rows_each", "i32"), Arg("longer_groups", "i64")),
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,

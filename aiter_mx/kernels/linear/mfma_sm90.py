@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
-from aiter_mx.kernels.linear.problem import MFMA_ARGS, LinearProblem
+from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Config,
@@ -151,7 +151,7 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
 MODULE = Module(
     sources={"sm_90a": "linear_mfma_sm90.cu"},
     symbol="aiter_mx_linear_mfma",
-    args=MFMA_ARGS,
+    args=MATRIX_ARGS,
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,

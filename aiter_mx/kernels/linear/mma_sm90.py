@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
-from aiter_mx.kernels.linear.problem import MFMA_ARGS, LinearProblem
+from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem
 from aiter_mx.kernels.linear.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
@@ -237,7 +237,7 @@ MODULE = Module(
     sources={"sm_90a": "linear_mma_sm90.cu"},
     symbol="aiter_mx_linear_mfma",
     args=(
-        *MFMA_ARGS,
+        *MATRIX_ARGS,
         Arg("cluster_rows", "i64"),
         Arg("clusters_with_one_more", "i32"),
         Arg("part_chunks", "i32"),

@@ -18,8 +18,15 @@ POINTERS = (
 )
 """The pointers of every linear kernel. Its scalars follow: sizes, then the bias's dtype code."""
 
-MFMA_ARGS = (*POINTERS, Arg("M", "i64"), Arg("N", "i64"), Arg("K", "i64"), Arg("bias_kind", "i32"))
-"""The arguments of ``mfma``, whose structure differs between the targets."""
+MATRIX_ARGS = (
+    *POINTERS,
+    *(Arg(name, "i64") for name in ("M", "N", "K")),
+    Arg("bias_kind", "i32"),
+)
+"""What the arguments of every kernel that uses the matrix unit begin with."""
+
+W_POINTER = next(place for place, arg in enumerate(POINTERS) if arg.name == "wq")
+"""Which of them a tensor map of the weights stands for."""
 
 MAX_GRID_X = 1 << 20
 """Workgroups of a grid's x; more continue in y. HIP counts threads of a grid in 32 bits."""

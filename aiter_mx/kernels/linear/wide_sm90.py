@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
-from aiter_mx.kernels.linear.problem import MFMA_ARGS, LinearProblem
+from aiter_mx.kernels.linear.problem import MATRIX_ARGS, W_POINTER, LinearProblem
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
@@ -190,15 +190,14 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
 
 
 def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-    pointer = [arg.name for arg in MFMA_ARGS].index("wq")
-    return TensorMap(pointer, problem.N, problem.K, config["rows"], _CHUNK)
+    return TensorMap(W_POINTER, problem.N, problem.K, config["rows"], _CHUNK)
 
 
 MODULE = Module(
     sources={"sm_90a": "linear_wide_sm90.cu"},
     symbol="aiter_mx_linear_wide",
     args=(
-        *MFMA_ARGS,
+        *MATRIX_ARGS,
         Arg("part_chunks", "i32"),
         Arg("parts_with_one_more", "i32"),
         Arg("overlaps", "i32"),
