@@ -34,7 +34,11 @@ def copies_to_stay_cold(size_bytes: int) -> int:
 
 
 class GraphedCalls:
-    """Calls captured into one graph, to be replayed and timed as often as wanted."""
+    """Calls captured into one graph, to be replayed and timed as often as wanted.
+
+    Attributes:
+        calls: how many they are.
+    """
 
     def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
         """Run the first two calls, so that nothing is built in the capture, and capture all.
@@ -42,7 +46,7 @@ class GraphedCalls:
         Args:
             calls: one for each copy of the buffers, so that weights are cold.
         """
-        self._calls = len(calls)
+        self.calls = len(calls)
         self._stream = torch.cuda.Stream()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -69,7 +73,7 @@ class GraphedCalls:
             self._stream.synchronize()
         pairs = zip(events[::2], events[1::2], strict=True)
         times: list[float] = [start.elapsed_time(end) for start, end in pairs]
-        return of(times[warm:]) * 1e3 / self._calls
+        return of(times[warm:]) * 1e3 / self.calls
 
 
 def time_graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:

@@ -1,10 +1,12 @@
 """Prefill grouped GEMM: ours, torch's bf16 and fp8 and Triton's, for even and uneven groups.
 
     python op_tests/bench_grouped.py [--save] [--shapes 16x2048x4096x7168 ...] [--modes mild ...]
+                                     [--settle MS]
 
 Shapes are groups x rows of each x N x K. All in one run on one GPU, graph replay over buffers
 rotated past the last-level cache; what is compared is timed in turn, several rounds, each in an
-order of its own, medians.
+order of its own, medians. Before it is timed, each runs for a while untimed: prefill is a steady
+load, under which a GPU at its power limit lowers its clock, and what ran before must not count.
 Operands are normal random values, quantised for those that want it. ``torch_bf16`` multiplies them
 as they were drawn, what an engine without MX holds; ``torch_bf16_of_mx`` what the MX tensors stand
 for, whose short mantissas take less power. ``torch_fp8`` is torch._scaled_grouped_mm with one scale
@@ -14,8 +16,9 @@ a row, which is no MX; Triton has the best of its tiles.
 from __future__ import annotations
 
 import argparse
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
 
@@ -44,6 +47,8 @@ SHAPES = (
 MODES = ("balanced", "mild", "extreme")
 DEVICE = torch.device("cuda", 0)
 ROUNDS = 5
+SETTLE_MS = 60.0
+"""What is timed has run so long before, so that the clock is that of its own power."""
 # NVIDIA H200 data sheet, dense bf16, which is what the kernel multiplies in.
 PEAK_TFLOPS = 989.4
 Call = Callable[[], object]
@@ -131,8 +136,24 @@ def error_of(data: Operands, ends: list[int], out: torch.Tensor) -> float:
     return (difference / reference) ** 0.5
 
 
+def settled_us(graphs: Mapping[str, GraphedCalls], settle_ms: float) -> dict[str, float]:
+    """Time of a call of each, in turns, each with the clock that its own load leaves the GPU."""
+    warm = {
+        name: 1 + math.ceil(settle_ms * 1e3 / (graph.time_us(1, 1) * graph.calls))
+        for name, graph in graphs.items()
+    }
+    rounds, order, draw = [], list(graphs), random.Random(0)
+    for _ in range(ROUNDS):
+        draw.shuffle(order)
+        rounds.append({name: graphs[name].time_us(3, warm[name]) for name in order})
+    return {name: median(each[name] for each in rounds) for name in graphs}
+
+
 def measure(
-    shape: tuple[int, int, int, int], mode: str, operands: Sequence[Operands]
+    shape: tuple[int, int, int, int],
+    mode: str,
+    operands: Sequence[Operands],
+    settle_ms: float = SETTLE_MS,
 ) -> dict[str, object]:
     """One row of the table."""
     groups, rows, N, K = shape
@@ -174,11 +195,7 @@ def measure(
         "triton": triton_calls(operands, offs, out, problem),
     }
     graphs = {name: GraphedCalls(calls) for name, calls in compared.items()}
-    rounds, order, draw = [], list(graphs), random.Random(0)
-    for _ in range(ROUNDS):
-        draw.shuffle(order)  # in a fixed one, ours would always follow Triton's, which heats less
-        rounds.append({name: graphs[name].time_us(3, 1) for name in order})
-    us = {name: median(each[name] for each in rounds) for name in graphs}
+    us = settled_us(graphs, settle_ms)
     flops = 2 * groups * rows * N * K
     chosen = route("grouped_gemm", target_of(DEVICE), problem)
     ours(operands[0])
@@ -230,6 +247,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write docs/measured/<gpu>/grouped.csv")
     parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, s)) for s in SHAPES])
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--settle", type=float, default=SETTLE_MS, metavar="MS")
     arguments = parser.parse_args()
     rows = []
     for text in arguments.shapes:
@@ -237,7 +255,7 @@ def main() -> None:
         size = groups * (rows_each + N) * K
         operands = [Operands(groups, rows_each, N, K) for _ in range(copies_to_stay_cold(size))]
         for mode in arguments.modes:
-            rows.append(measure((groups, rows_each, N, K), mode, operands))
+            rows.append(measure((groups, rows_each, N, K), mode, operands, arguments.settle))
             print(rows[-1], flush=True)
         del operands
         torch.cuda.empty_cache()
