@@ -159,7 +159,7 @@ def test_table_is_what_dispatch_and_pandas_read(
     assert (frame.us == frame.hip_us).all()
     assert set(frame.source) == {"measured"}
     assert frame[["N", "K", "M"]].values.tolist() == sorted(frame[["N", "K", "M"]].values.tolist())
-    for name in ("build", "versions", "commit", "date", "rel_err", "spread"):
+    for name in ("build", "code", "versions", "commit", "date", "rel_err", "spread"):
         assert frame[name].notna().all(), name
     monkeypatch.setenv("AITER_MX_CONFIG", str(table))
     chosen = route("linear", TARGET, PROBLEM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import aiter_mx
+import aiter_mx.jit.build
 from aiter_mx.cli.main import main
 from aiter_mx.cli.tune import with_fields
 from aiter_mx.dispatch import dispatcher
@@ -107,6 +109,40 @@ def test_a_table_is_checked_row_by_row_and_every_variant_compiled(command, tmp_p
         assert status == 1
         assert err.startswith(f"error: {table}:")
         assert message in err
+
+
+def test_rows_that_were_tuned_with_other_sources_are_told_from_those_of_another_kernel(
+    command, tmp_path, monkeypatch
+) -> None:
+    table, csrc = tmp_path / "linear.csv", tmp_path / "csrc"
+    tune = ("tune", "linear", "--N", 96, "--K", 128, "--arch", "gfx950", "--most", 1)
+    command(*tune, "--M", "1,2", "--table", table)
+    status, out, _ = command("tables", "check", table)
+    assert status == 0
+    assert "have changed" not in out
+    shutil.copytree(aiter_mx.jit.build.csrc_dir(), csrc)
+    header = csrc / "include" / "mx_target.h"
+    header.write_text(f"// More to say.\n{header.read_text()}")
+    monkeypatch.setattr(aiter_mx.jit.build, "csrc_dir", lambda: csrc)
+    status, out, err = command("tables", "check", table)
+    assert (status, err) == (0, "")
+    assert re.search(r"the sources of gemv \(1 row\), mfma \(1 row\) have changed since", out)
+    assert "2 of them compile to the same machine code" in out
+    assert "other machine code" not in out
+    assert "2 of them are not known" in command("tables", "check", "--no-build", table)[1]
+    rows = table.read_text().splitlines()
+    code = rows[0].split(",").index("code")
+    cells = [row.split(",") for row in rows]
+    for changed, message in [
+        ("0" * 16, r"1 of them compile to other machine code.* \(lines 3\)"),
+        ("", "1 of them are not known to compile to the same machine code still"),
+    ]:
+        cells[2][code] = changed
+        table.write_text("\n".join(map(",".join, cells)) + "\n")
+        status, out, _ = command("tables", "check", table)
+        assert status == 0
+        assert re.search(message, out)
+        assert "1 of them compile to the same machine code" in out
 
 
 def test_shipped_tables_pass_the_check(command) -> None:

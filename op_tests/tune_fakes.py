@@ -24,6 +24,7 @@ from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import hardware
 from aiter_mx.tuning.candidates import (
     Admission,
+    Built,
     Candidate,
     ContextLost,
     Meter,
@@ -90,8 +91,9 @@ class FakeBench:
     def drop(self, candidate: Candidate) -> None:
         self.admitted.discard(candidate)
 
-    def build_of(self, candidate: Candidate) -> str:
-        return hashlib.sha256(str(candidate).encode()).hexdigest()[:16]
+    def build_of(self, candidate: Candidate) -> Built:
+        digest = hashlib.sha256(str(candidate).encode()).hexdigest()
+        return Built(digest[:16], digest[16:32])
 
 
 class FakeAhead:

@@ -29,22 +29,29 @@ def check(
 ) -> None:
     """Check every row against the kernels there are, and compile what they name.
 
-    Variants for an architecture without a compiler here are not compiled, which is said.
+    Variants for an architecture without a compiler here are not compiled, which is said. Rows that
+    were tuned with other sources than those here are counted, and those of them whose kernel has
+    become another: their times may no longer hold, but they are no errors.
     """
     from aiter_mx.errors import AiterMxError
     from aiter_mx.tuning.builds import build_each
+    from aiter_mx.tuning.check import CheckedTable, age_of, check_table
 
     console = make_console()
     wrong: list[str] = []
     requests: dict[BuildRequest, str] = {}
+    checked: list[CheckedTable] = []
     for path in files or _every_table():
         try:
-            found = _variants(path)
+            table = check_table(path)
         except (AiterMxError, ValueError) as error:
             wrong.append(str(error))
             continue
-        requests.update(found[1])
-        console.print(f"{path}: {found[0]} rows, {len(found[1])} kernel variants", soft_wrap=True)
+        checked.append(table)
+        requests.update(table.requests)
+        console.print(
+            f"{path}: {table.rows} rows, {len(table.requests)} kernel variants", soft_wrap=True
+        )
     if build:
         wanted = [r for r in requests if _has_compiler(r.arch)]
         with make_progress() as progress:
@@ -57,6 +64,10 @@ def check(
         note = f"; there is no compiler for {', '.join(skipped)}" if skipped else ""
         if not wrong:
             console.print(f"{len(wanted)} variants compile{note}")
+    compared = build and not wrong
+    for table in checked:
+        for line in age_of(table, _has_compiler if compared else lambda arch: False):
+            console.print(line, soft_wrap=True)
     for message in wrong:
         print(f"error: {message}", file=sys.stderr)
     sys.exit(bool(wrong))
@@ -157,31 +168,6 @@ def _every_table() -> list[Path]:
     from aiter_mx.target import ARCHS
 
     return list(dict.fromkeys(p for arch in ARCHS for op in ops() for p in table_files(arch, op)))
-
-
-def _variants(path: Path) -> tuple[int, dict[BuildRequest, str]]:
-    """The number of rows of a table, and the builds that they need with a row that needs each."""
-    from dataclasses import replace
-
-    from aiter_mx.ahead import build_requests
-    from aiter_mx.dispatch.route import Route
-    from aiter_mx.dispatch.tables import read_table
-    from aiter_mx.errors import TableError
-    from aiter_mx.target import hardware
-
-    seen: dict[tuple[object, ...], str] = {}
-    requests: dict[BuildRequest, str] = {}
-    for op, row in read_table(path):
-        key = (op, row.gfx, row.cu_num, row.problem)
-        if key in seen:
-            raise TableError(f"{row.where}: is for the same shape as {seen[key]}")
-        seen[key] = row.where
-        target = hardware(row.gfx)
-        target = replace(target, cu_num=row.cu_num or target.cu_num)
-        chosen = Route(op, row.backend, row.kernel, row.config, "", row.where)
-        for request in build_requests(target, [row.problem], [chosen]):
-            requests[request] = row.where
-    return len(seen), requests
 
 
 def _has_compiler(arch: str) -> bool:

@@ -34,7 +34,10 @@ from aiter_mx.target import hardware
 SCOPE = ("gfx", "cu_num", "op")
 SHAPE = "shape"  # of what AITER_MX_LOG_UNTUNED collects: all key columns, as ``M=1 N=2304 K=6144``
 CHOICE = ("backend", "kernel")
-INFORMATION = ("us", "rel_err", "spread", "build", "versions", "commit", "date", "source")
+INFORMATION = (
+    *("us", "rel_err", "spread", "build", "code"),
+    *("versions", "commit", "date", "source"),
+)
 SOURCES = ("measured", "model")
 INFORMATION_SUFFIX = "_us"  # one column for each peer's time
 
@@ -53,6 +56,8 @@ class Row:
         config: its parameters.
         us: its time when tuned, in microseconds, if the table says.
         origin: ``measured`` or ``model``, if the table says.
+        build: hash of the sources that it was tuned with, if the table says.
+        code: hash of the machine code that it was tuned with, if the table says.
     """
 
     where: str
@@ -64,6 +69,8 @@ class Row:
     config: Config
     us: float | None
     origin: str
+    build: str = ""
+    code: str = ""
 
 
 def table_files(arch: str, op: str) -> list[Path]:
@@ -178,6 +185,8 @@ def _checked_row(where: str, cells: dict[str, str]) -> Row:
         config=config,
         us=_number("us", cells["us"]) if cells.get("us") else None,
         origin=_one_of("source", cells.get("source", ""), ("", *SOURCES)),
+        build=cells.get("build", ""),
+        code=cells.get("code", ""),
     )
 
 

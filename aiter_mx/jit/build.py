@@ -102,6 +102,15 @@ def build(request: BuildRequest) -> CodeObject:
     return CodeObject(key, found.data, found.path, found.built, found.seconds)
 
 
+def sources_key(request: BuildRequest) -> str:
+    """What the keys of a request's code objects begin with: a hash of all but the compiler.
+
+    Raises:
+        ValueError: there is no such source, or no such architecture.
+    """
+    return _source_key(request)
+
+
 def is_cached(request: BuildRequest) -> bool:
     """Whether ``build`` would compile nothing."""
     sources = _source_key(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,16 +10,20 @@ from contextlib import suppress
 from typing import Protocol
 
 from aiter_mx.ahead import build_requests
+from aiter_mx.dispatch.route import Route
 from aiter_mx.errors import AiterMxError
 from aiter_mx.jit.build import BuildRequest, build
 from aiter_mx.jit.toolchain import find_toolchain
+from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
-from aiter_mx.tuning.candidates import Candidate
+from aiter_mx.tuning.candidates import Built, Candidate
 
 OnBuilt = Callable[[int, int], None]
 """Called with the number of builds that ended, and of those begun."""
 
+HASH_DIGITS = 16
+"""Of a hash in a table."""
 _BACKLOG = 6  # builds that wait for each compiler: races of a few seconds do not use them up
 
 
@@ -48,10 +53,24 @@ def requests_of(
     return found
 
 
-def build_of(target: Target, problem: Problem, candidate: Candidate) -> str:
-    """What a candidate's own code object is stored under, shortened; empty where it has none."""
-    requests = build_requests(target, [problem], [candidate.route])
-    return build(requests[-1]).key[:16] if candidate.spec.module is not None else ""
+def own_request(target: Target, problem: Problem, chosen: Route) -> BuildRequest | None:
+    """What a kernel's own code object is built from; None where it has none of its own."""
+    if find_kernel(chosen.op, target.arch, chosen.backend, chosen.kernel).module is None:
+        return None
+    return build_requests(target, [problem], [chosen])[-1]
+
+
+def build_of(target: Target, problem: Problem, candidate: Candidate) -> Built:
+    """What is known of a candidate's own code object."""
+    request = own_request(target, problem, candidate.route)
+    return Built() if request is None else built(request)
+
+
+def built(request: BuildRequest) -> Built:
+    """What is known of a code object, which is compiled if it is not in the cache."""
+    found = build(request)
+    code = hashlib.sha256(found.image).hexdigest()
+    return Built(found.key[:HASH_DIGITS], code[:HASH_DIGITS])
 
 
 def build_each(

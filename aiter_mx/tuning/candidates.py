@@ -72,6 +72,19 @@ class Admission:
     rel_err: float
 
 
+@dataclass(frozen=True)
+class Built:
+    """What is known of a candidate's code object, as hashes; empty where it has none.
+
+    Attributes:
+        build: of its sources, flags and definitions.
+        code: of the object itself, which other sources may give too.
+    """
+
+    build: str = ""
+    code: str = ""
+
+
 class Ahead(Protocol):
     """Compiles what races will need."""
 
@@ -101,8 +114,8 @@ class Bench(Protocol):
     def drop(self, candidate: Candidate) -> None:
         """Forget one that is out of the race."""
 
-    def build_of(self, candidate: Candidate) -> str:
-        """The hash that its code object is stored under, empty where it has none."""
+    def build_of(self, candidate: Candidate) -> Built:
+        """What is known of its code object."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
 from aiter_mx.tuning.builds import Ahead, OnBuilt, build_of
-from aiter_mx.tuning.candidates import Admission, Bench, Candidate, ContextLost, Meter, Unfit
+from aiter_mx.tuning.candidates import Admission, Bench, Built, Candidate, ContextLost, Meter, Unfit
 from aiter_mx.tuning.triton_ahead import TritonAhead
 from aiter_mx.workloads.workload import Operands, Workload, poison, workload_of
 
@@ -88,7 +88,7 @@ class GpuBench:
     def drop(self, candidate: Candidate) -> None:
         self._graphs.pop(candidate, None)
 
-    def build_of(self, candidate: Candidate) -> str:
+    def build_of(self, candidate: Candidate) -> Built:
         return build_of(self._target, self._problem, candidate)
 
     def _calls(self, candidate: Candidate) -> list[Callable[[], object]]:

@@ -31,7 +31,7 @@ from aiter_mx.sim.roofline import CUS, bounds
 from aiter_mx.target import hardware
 from aiter_mx.trial import Trial, try_out
 from aiter_mx.tuning.builds import Ahead, build_of
-from aiter_mx.tuning.candidates import Admission, Bench, Candidate, Meter, Unfit
+from aiter_mx.tuning.candidates import Admission, Bench, Built, Candidate, Meter, Unfit
 from aiter_mx.workloads.workload import workload_of
 
 _SHARE = 0.02
@@ -90,7 +90,7 @@ class ModelBench:
     def drop(self, candidate: Candidate) -> None:
         self._us.pop(candidate, None)
 
-    def build_of(self, candidate: Candidate) -> str:
+    def build_of(self, candidate: Candidate) -> Built:
         return build_of(hardware("gfx950"), self._problem, candidate)
 
     def _bound_us(self, candidate: Candidate, trial: Trial, part: Problem) -> float:

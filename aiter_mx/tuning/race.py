@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 
-from aiter_mx.tuning.candidates import Admission, Bench, Candidate, Unfit
+from aiter_mx.tuning.candidates import Admission, Bench, Built, Candidate, Unfit
 
 _FEWEST_ROUNDS = 3  # of a final, also where one candidate is left
 
@@ -77,13 +77,13 @@ class Outcome:
         chosen: what the table should name; None where nothing was right.
         timings: of all that were right; those of the final first, the fastest first.
         failures: of the others.
-        build: the hash that the chosen one's code object is stored under.
+        built: what is known of the chosen one's code object.
     """
 
     chosen: Timing | None
     timings: tuple[Timing, ...]
     failures: tuple[Failure, ...]
-    build: str = ""
+    built: Built = field(default_factory=Built)
 
 
 def race(
@@ -164,8 +164,8 @@ def race(
         for c in [*finalists, *rest]
     )
     chosen = _chosen(timings[: len(finalists)], incumbent, rules.margin)
-    build = bench.build_of(chosen.candidate) if chosen else ""
-    return Outcome(chosen, timings, tuple(failures), build)
+    built = bench.build_of(chosen.candidate) if chosen else Built()
+    return Outcome(chosen, timings, tuple(failures), built)
 
 
 def _in_turn(candidates: Sequence[Candidate], tries: int) -> list[Candidate]:

@@ -271,7 +271,7 @@ def _record(plan: Plan, problem: Problem, outcome: Outcome, worker: str, seconds
     row: Cells | None = None
     if outcome.chosen is not None:
         origin = {
-            "build": outcome.build,
+            **asdict(outcome.built),
             "versions": versions(),
             "commit": commit(),
             "date": today(),

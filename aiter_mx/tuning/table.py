@@ -28,8 +28,9 @@ def columns_of(op: str, arch: str) -> list[str]:
     kernels = [k for k in kernels_of(op) if k.is_for(arch) and k.backend not in NO_CANDIDATES]
     params = dict.fromkeys(param.name for kernel in kernels for param in kernel.params)
     backends = dict.fromkeys(f"{kernel.backend}_us" for kernel in kernels)
-    measured = ("us", *backends, "rel_err", "spread", "build", "versions", "commit", "date")
-    return [*SCOPE, *key_columns(op), *CHOICE, *params, *measured, "source"]
+    measured = ("us", *backends, "rel_err", "spread")
+    origin = ("build", "code", "versions", "commit", "date", "source")
+    return [*SCOPE, *key_columns(op), *CHOICE, *params, *measured, *origin]
 
 
 def key_of(op: str, row: Mapping[str, str]) -> tuple[str, ...]:

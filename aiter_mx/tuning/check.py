@@ -1,0 +1,102 @@
+"""Checks a table against the kernels there are: rows, builds, and what has changed since."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from aiter_mx.ahead import build_requests
+from aiter_mx.dispatch.route import Route
+from aiter_mx.dispatch.tables import Row, read_table
+from aiter_mx.errors import TableError
+from aiter_mx.jit.build import BuildRequest, sources_key
+from aiter_mx.target import hardware
+from aiter_mx.tuning.builds import HASH_DIGITS, built, own_request
+
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class CheckedTable:
+    """A table all of whose rows can be.
+
+    Attributes:
+        path: the file.
+        rows: how many.
+        requests: the builds that they need, with a row that needs each.
+        changed: rows that were tuned with other sources than those here, and what their kernel is
+            built from now.
+    """
+
+    path: Path
+    rows: int
+    requests: dict[BuildRequest, str]
+    changed: tuple[tuple[Row, BuildRequest], ...]
+
+
+def check_table(path: Path) -> CheckedTable:
+    """Check the rows of a table; nothing is compiled.
+
+    Raises:
+        TableError: a row cannot be right, or is for the same shape as another.
+    """
+    seen: dict[tuple[object, ...], str] = {}
+    requests: dict[BuildRequest, str] = {}
+    changed = []
+    for op, row in read_table(path):
+        key = (op, row.gfx, row.cu_num, row.problem)
+        if key in seen:
+            raise TableError(f"{row.where}: is for the same shape as {seen[key]}")
+        seen[key] = row.where
+        target = hardware(row.gfx)
+        target = replace(target, cu_num=row.cu_num or target.cu_num)
+        chosen = Route(op, row.backend, row.kernel, row.config, "", row.where)
+        for request in build_requests(target, [row.problem], [chosen]):
+            requests[request] = row.where
+        own = own_request(target, row.problem, chosen)
+        if own is not None and row.build and sources_key(own)[:HASH_DIGITS] != row.build:
+            changed.append((row, own))
+    return CheckedTable(path, len(seen), requests, tuple(changed))
+
+
+def age_of(table: CheckedTable, can_build: Callable[[str], bool]) -> list[str]:
+    """What to say of rows that were tuned with other sources than those here.
+
+    Args:
+        table: what was checked.
+        can_build: whether code for an architecture is to be compared, which needs a compiler.
+    """
+    if not table.changed:
+        return []
+    lines = [
+        f"{table.path}: the sources of {_kernels([row for row, _ in table.changed])} have changed "
+        "since these rows were tuned"
+    ]
+    compared = [
+        (row, built(request).code == row.code)
+        for row, request in table.changed
+        if row.code and can_build(row.gfx)
+    ]
+    others = [row for row, is_same in compared if not is_same]
+    if len(compared) > len(others):
+        lines.append(f"  {len(compared) - len(others)} of them compile to the same machine code")
+    if others:
+        named = ", ".join(row.where.rpartition(":")[2] for row in others[:_MOST_NAMED])
+        more = ", ..." if len(others) > _MOST_NAMED else ""
+        lines.append(
+            f"  {len(others)} of them compile to other machine code, or did so with another "
+            f"compiler: what they say of times may no longer hold, and aiter-mx tune measures "
+            f"them again (lines {named}{more})"
+        )
+    if len(compared) < len(table.changed):
+        count = len(table.changed) - len(compared)
+        lines.append(f"  {count} of them are not known to compile to the same machine code still")
+    return lines
+
+
+def _kernels(rows: Sequence[Row]) -> str:
+    """Which kernels rows name, and how often: ``gemv (12 rows), mma (1 row)``."""
+    counts = Counter(row.kernel for row in rows)
+    return ", ".join(f"{name} ({n} row{'s' * (n > 1)})" for name, n in counts.most_common())
