@@ -110,6 +110,9 @@ class FakeAhead:
     def wait(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
         return
 
+    def is_ready(self, problem: Problem, candidates: Iterable[Candidate]) -> bool:
+        return True
+
 
 class FakeMeter:
     """What a FakeBench does with whom."""

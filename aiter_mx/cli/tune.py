@@ -94,7 +94,7 @@ def tune(
     if build_only:
         with progress, meter.ahead() as ahead:
             wanted_by = {}
-            for problem in plan.problems:
+            for problem in plan.problems[share.rank :: share.workers]:
                 wanted_by[problem] = candidates_of(
                     op, target, problem, meter.backends, rules.most, rules.of_next
                 )

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from threading import Lock
 from typing import Protocol
 
 from aiter_mx.ahead import build_requests
@@ -106,6 +107,8 @@ class Ahead:
         self._target, self._others, self._on_built = target, others, on_built
         self._pool = ThreadPoolExecutor(jobs, "aiter_mx-tune")
         self._builds: dict[BuildRequest, Future[None]] = {}
+        self._needs: dict[tuple[Problem, Candidate], tuple[BuildRequest, ...]] = {}
+        self._ended, self._counting = 0, Lock()
         self._enough = _BACKLOG * jobs
 
     def add(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
@@ -115,10 +118,10 @@ class Ahead:
             ToolchainError: no compiler for the target.
         """
         candidates = list(candidates)
-        new = requests_of(self._target, [(problem, candidate) for candidate in candidates])
-        if new and not self._builds:
+        needed = self._needed(problem, candidates)
+        if needed and not self._builds:
             find_toolchain(self._target.arch)
-        for request in new:
+        for request in needed:
             if request not in self._builds:
                 build = self._builds[request] = self._pool.submit(_attempt, request)
                 build.add_done_callback(self._report)
@@ -129,7 +132,7 @@ class Ahead:
         """Return when all that these need is compiled, whoever of this host's workers did it."""
         candidates = list(candidates)
         self.add(problem, candidates)
-        for request in requests_of(self._target, [(problem, c) for c in candidates]):
+        for request in self._needed(problem, candidates):
             self._builds[request].result()
         if self._others is not None:
             self._others.wait(problem, candidates)
@@ -137,12 +140,29 @@ class Ahead:
     @property
     def is_busy(self) -> bool:
         """Whether there is enough to do for the time being."""
-        return sum(not build.done() for build in self._builds.values()) >= self._enough
+        return len(self._builds) - self._ended >= self._enough
+
+    def is_ready(self, problem: Problem, candidates: Iterable[Candidate]) -> bool:
+        """Whether none of these is yet to be compiled."""
+        builds = map(self._builds.get, self._needed(problem, candidates))
+        return all(build is not None and build.done() for build in builds)
+
+    def _needed(self, problem: Problem, candidates: Iterable[Candidate]) -> list[BuildRequest]:
+        """What these need compiled, worked out once."""
+        found: list[BuildRequest] = []
+        for candidate in candidates:
+            pair = problem, candidate
+            if pair not in self._needs:
+                self._needs[pair] = tuple(requests_of(self._target, [pair]))
+            found += self._needs[pair]
+        return found
 
     def _report(self, _: Future[None]) -> None:
+        with self._counting:
+            self._ended += 1
+            ended = self._ended
         if self._on_built is not None:
-            done = sum(build.done() for build in self._builds.values())
-            self._on_built(done, len(self._builds))
+            self._on_built(ended, len(self._builds))
 
     def __enter__(self) -> Ahead:
         return self

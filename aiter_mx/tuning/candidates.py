@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -94,6 +95,9 @@ class Ahead(Protocol):
     def wait(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
         """Return when all that these need is compiled."""
 
+    def is_ready(self, problem: Problem, candidates: Iterable[Candidate]) -> bool:
+        """Whether none of these is yet to be compiled."""
+
     @property
     def is_busy(self) -> bool:
         """Whether there is enough to do for the time being."""
@@ -127,12 +131,15 @@ class Meter:
         backends: whose kernels it can judge.
         ahead: what compiles candidates while others are raced.
         bench: where the candidates for one problem are tried.
+        aside: where candidates are worked out, if not where they are wanted: cost models would
+            hold up the thread that times.
     """
 
     source: str
     backends: tuple[str, ...]
     ahead: Callable[[], AbstractContextManager[Ahead]]
     bench: Callable[[Problem], AbstractContextManager[Bench]]
+    aside: Callable[[], AbstractContextManager[Executor]] | None = None
 
 
 def candidate_of(kernel: KernelSpec, arch: str, config: Config) -> Candidate:

@@ -17,6 +17,7 @@ from aiter_mx.target import Target
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
 from aiter_mx.tuning.builds import Ahead, OnBuilt, build_of
 from aiter_mx.tuning.candidates import Admission, Bench, Built, Candidate, ContextLost, Meter, Unfit
+from aiter_mx.tuning.forked import aside
 from aiter_mx.tuning.triton_ahead import TritonAhead
 from aiter_mx.workloads.workload import Operands, Workload, poison, workload_of
 
@@ -46,6 +47,7 @@ def measured_meter(
             target, jobs, TritonAhead(target, jobs) if find_spec("triton") else None, on_built
         ),
         bench=bench,
+        aside=aside,
     )
 
 

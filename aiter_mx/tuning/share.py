@@ -89,15 +89,20 @@ class Shared:
         self.name = f"{socket.gethostname()}-{self.rank}"
         self._store = store
         self._found: dict[str, Record] = {}
+        self._read = 0  # of what was published
 
     def publish(self, records: Iterable[Record]) -> None:
-        for name, record in merge(records).items():
-            self._store.set(f"found/{name}", json.dumps(record))
+        for record in merge(records).values():
+            place = self._store.add("published", 1) - 1
+            self._store.set(f"found/{place}", json.dumps(record))
 
     def found(self, problems: Sequence[str]) -> list[Record]:
-        for name in problems:
-            if name not in self._found and self._store.check([f"found/{name}"]):
-                self._found[name] = json.loads(self._store.get(f"found/{name}"))
+        # Whoever has taken a place may not have filled it yet; those behind wait for it then.
+        new: list[Record] = []
+        while self._store.check([f"found/{self._read + len(new)}"]):
+            new.append(json.loads(self._store.get(f"found/{self._read + len(new)}")))
+        self._read += len(new)
+        self._found = merge([*self._found.values(), *new])
         return [self._found[name] for name in problems if name in self._found]
 
     def own(self, problems: Sequence[str]) -> Sequence[str]:
@@ -107,7 +112,7 @@ class Shared:
         for whose in (*range(self.rank, self.workers), *range(self.rank)):
             part = problems[whose :: self.workers]
             while (turn := self._store.add(f"next/{whose}", 1) - 1) < len(part):
-                if not self._store.check([f"found/{part[turn]}"]):
+                if part[turn] not in self._found:  # in an earlier run, of which all were told
                     yield part[turn]
 
     def meet(self, where: str) -> None:

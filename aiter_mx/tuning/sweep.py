@@ -12,6 +12,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -41,6 +43,9 @@ _WRITE_EVERY_S = 5.0
 _MOST_AHEAD = 32
 """Problems whose candidates are worked out and compiled before their turn: where all are compiled
 already, working out those of a whole catalogue would hold up the first race."""
+
+_FED_A_RACE = 3
+"""Of these, before each race whose own kernels are ready."""
 
 OnRaced = Callable[[Record, int, int, float], None]
 """Called after each race of this worker: its record, problems done, of how many, seconds left."""
@@ -154,17 +159,21 @@ def _tune(
         names.sort(key=lambda name: -_size(plan.op, by_name[name]))
     earlier = read_folder(folder_of(plan.table), plan.fingerprint)
     lost = {(r["problem"], r["candidate"]): r["why"] for r in earlier if r["kind"] == "lost"}
-    share.publish(earlier)
+    if share.local_rank == 0:  # a host's workers have their journals in one folder
+        share.publish(earlier)
     share.meet("start")
     done = {record["problem"] for record in share.found(names)}
-    starters = _Starters(plan, meter, by_name, lost)
+    upcoming = deque(name for name in share.own(names) if name not in done)
+    own = set(upcoming)
     started = time.monotonic()
     written_at = 0.0
-    with meter.ahead() as ahead:
-        upcoming = deque(name for name in share.own(names) if name not in done)
-        of_all = len(upcoming)
+    with ExitStack() as stack:
+        aside = stack.enter_context(meter.aside()) if meter.aside else None
+        starters = _Starters(plan, meter, by_name, lost, aside, upcoming)
+        ahead = stack.enter_context(meter.ahead())
         for raced, name in enumerate(share.claim(names), 1):
-            _feed(ahead, upcoming, starters, of_all - raced - _MOST_AHEAD)
+            if name in own:  # else this worker's are all taken
+                _feed(ahead, upcoming, starters, name, len(own) - raced - _MOST_AHEAD)
             record = _race(plan, meter, ahead, before, journal, starters, name)
             journal.append(record)
             share.publish([record])
@@ -198,21 +207,30 @@ class _Starters:
         meter: Meter,
         by_name: Mapping[str, Problem],
         lost: Mapping[tuple[str, str], str],
+        aside: Executor | None,
+        first: Iterable[str],
     ) -> None:
+        """Those of ``first`` are worked out aside, in this order, before they are wanted."""
         self.by_name, self.lost = by_name, lost
-        self._plan, self._meter = plan, meter
+        self._plan, self._backends = plan, meter.backends
         self._found: dict[str, list[Candidate]] = {}
+        self._coming: dict[str, Future[list[Candidate]]] = {}
+        if aside is not None:
+            self._coming = {
+                name: aside.submit(candidates_of, *self._wanted(name)) for name in first
+            }
 
     def of(self, name: str) -> list[Candidate]:
-        """Worked out when they are wanted: cost models take as long as a part of a race."""
+        """Worked out by now, or when they are wanted: cost models take a part of a race's time."""
         if name not in self._found:
-            plan = self._plan
-            rules, backends = plan.rules, self._meter.backends
-            found = candidates_of(
-                plan.op, plan.target, self.by_name[name], backends, rules.most, rules.of_next
-            )
+            coming = self._coming.pop(name, None)
+            found = coming.result() if coming else candidates_of(*self._wanted(name))
             self._found[name] = [c for c in found if (name, str(c)) not in self.lost]
         return self._found[name]
+
+    def _wanted(self, name: str) -> tuple[str, Target, Problem, Sequence[str], int, Sequence[int]]:
+        plan, problem = self._plan, self.by_name[name]
+        return plan.op, plan.target, problem, self._backends, plan.rules.most, plan.rules.of_next
 
     def to_compile(self, name: str) -> list[Candidate]:
         """Those that can be sure of a turn, or are ours, whose kernels are rarely given up."""
@@ -221,11 +239,17 @@ class _Starters:
         return [c for c in every if c.spec.module is not None or c in begin]
 
 
-def _feed(ahead: Ahead, upcoming: deque[str], starters: _Starters, least: int) -> None:
-    """Have as much compiled ahead as keeps the compilers busy, but leave some for later."""
+def _feed(ahead: Ahead, upcoming: deque[str], starters: _Starters, turn: str, least: int) -> None:
+    """Have as much compiled ahead as keeps the compilers busy, but leave some for later, and while
+    what is raced now is ready, no more than a few."""
+    problem, candidates = starters.by_name[turn], starters.to_compile(turn)
+    fed = 0
     while len(upcoming) > max(least, 0) and not ahead.is_busy:
+        if fed >= _FED_A_RACE and ahead.is_ready(problem, candidates):
+            break
         name = upcoming.popleft()
         ahead.add(starters.by_name[name], starters.to_compile(name))
+        fed += 1
 
 
 def _race(

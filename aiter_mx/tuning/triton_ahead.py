@@ -7,43 +7,32 @@ cache on disk in which the process that races finds it. What fails to compile fa
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from importlib import import_module
-from multiprocessing import get_context
-from threading import Thread
 from typing import Any
 
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
 from aiter_mx.tuning.candidates import Candidate
+from aiter_mx.tuning.forked import forked_pool
 from aiter_mx.workloads.workload import workload_of
 
 _MOST_PROCESSES = 6
-_POLL_S = 0.5
 
 
 class TritonAhead:
     """Processes that fill Triton's cache."""
 
     def __init__(self, target: Target, jobs: int) -> None:
-        """Have so many processes at a time, but few.
-
-        They are forked, at once, before there are threads: each would take seconds to import what
-        this one has. They never touch the GPU, which a process and its fork cannot share.
-        """
+        """Have so many processes at a time, but few."""
         import_module("triton")
         with suppress(ImportError, AttributeError):  # hashes all of Triton, once for all of them
             import_module("triton.runtime.cache").triton_key()
 
         workers = max(1, min(jobs // 2, _MOST_PROCESSES))
-        self._pool = ProcessPoolExecutor(
-            workers, get_context("fork"), initializer=_begin, initargs=(target, os.getpid())
-        )
-        self._pool.submit(os.getpid)
+        self._pool = forked_pool(workers, stand_in_for_a_gpu, target)
         self._calls: dict[tuple[Problem, Candidate], Future[None]] = {}
 
     def add(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
@@ -70,17 +59,6 @@ def compile_without_gpu(problem: Problem, candidate: Candidate) -> None:
     operands = workload.operands(problem, torch.device("meta"))
     with suppress(Exception):  # as of what follows the launch, which has nothing to work on
         workload.fallbacks(problem)["triton"](operands, candidate.config)
-
-
-def _begin(target: Target, parent: int) -> None:
-    def end_with_parent() -> None:
-        while os.getppid() == parent:
-            time.sleep(_POLL_S)
-        os._exit(1)
-
-    # One that is killed would leave these behind, with what they have open of its GPU.
-    Thread(target=end_with_parent, daemon=True).start()
-    stand_in_for_a_gpu(target)
 
 
 def stand_in_for_a_gpu(target: Target) -> None:
