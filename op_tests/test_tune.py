@@ -73,6 +73,11 @@ def test_one_slow_round_does_not_decide() -> None:
     outcome = run_race(fake)
     assert outcome.chosen is not None
     assert outcome.chosen.candidate == first
+    assert outcome.chosen.spread == 0.0  # the final was run again
+    fake.noise = lambda candidate, turn: 1.0 + 2.0 * (candidate == first and turn > 3 and turn % 2)
+    outcome = run_race(fake)
+    assert outcome.chosen is not None
+    assert outcome.chosen.rounds == RULES.final_rounds
 
 
 @pytest.mark.parametrize("kind", ["poisoned", "late", "flaky"])

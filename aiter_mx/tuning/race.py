@@ -31,6 +31,7 @@ class Rules:
         margin: by how much the winner must beat the incumbent, or by the spread of either if that
             is larger. A candidate is out when its fastest round is slower than the leader's slowest
             by more.
+        unsteady: a final is run again, once, where the winner's rounds are spread by more.
     """
 
     most: int = 24
@@ -42,6 +43,7 @@ class Rules:
     rounds: int = 2
     final_rounds: int = 7
     margin: float = 0.03
+    unsteady: float = 0.1
 
     @property
     def thorough(self) -> Rules:
@@ -115,6 +117,9 @@ def race(
     def us(candidate: Candidate) -> float:
         return median(samples[candidate])
 
+    def spread(candidate: Candidate) -> float:
+        return (max(samples[candidate]) - min(samples[candidate])) / us(candidate)
+
     def keep(kept: list[Candidate]) -> list[Candidate]:
         for candidate in running:
             if candidate not in kept and candidate != incumbent:
@@ -123,12 +128,15 @@ def race(
 
     running = sorted(admitted, key=us)
     running = keep([c for c in running if us(c) <= rules.first_look * us(running[0])])
-    for heat, size in enumerate(rules.heats):
+    rounds_of = [(size, rules.rounds) for size in rules.heats[:-1]]
+    rounds_of += 2 * [(rules.heats[-1], rules.final_rounds)]  # the last where it is needed
+    for heat, (size, rounds) in enumerate(rounds_of):
+        if heat == len(rules.heats) and (not running or spread(running[0]) <= rules.unsteady):
+            break
         running = keep(running[:size])
-        is_final = heat == len(rules.heats) - 1
         for candidate in running:
             samples[candidate].clear()
-        for turn in range(rules.final_rounds if is_final else rules.rounds):
+        for turn in range(rounds):
             # Each round starts with another one: none always runs after the same neighbour.
             first = turn % max(len(running), 1)
             for candidate in running[first:] + running[:first]:
@@ -160,8 +168,7 @@ def race(
             return replace(again, failures=(*failures, *again.failures))
     rest = sorted((c for c in admitted if c not in finalists), key=us)
     timings = tuple(
-        Timing(c, us(c), (max(samples[c]) - min(samples[c])) / us(c), len(samples[c]), admitted[c])
-        for c in [*finalists, *rest]
+        Timing(c, us(c), spread(c), len(samples[c]), admitted[c]) for c in [*finalists, *rest]
     )
     chosen = _chosen(timings[: len(finalists)], incumbent, rules.margin)
     built = bench.build_of(chosen.candidate) if chosen else Built()
