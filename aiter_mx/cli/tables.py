@@ -135,14 +135,17 @@ def verify(
     if sample is not None:
         rows = rows[:: max(1, len(rows) // max(sample, 1))]
 
+    origin = {"gpu": target.name, "commit": commit(), "date": today()}
+    lines: list[dict[str, object]] = []
+
     def on_check(one: Check) -> None:
         cells = check_cells(op, one)
         console.print(" ".join(f"{name}={value}" for name, value in cells.items()), soft_wrap=True)
+        lines.append({**cells, **origin})
+        if save is not None:  # what a kill leaves is whole
+            write_text(save, _csv(lines))
 
     checks = verify(rows, op, target, meter, the_rules(most, rounds), on_check)
-    if save is not None:
-        origin = {"gpu": target.name, "commit": commit(), "date": today()}
-        write_text(save, _csv([{**check_cells(op, one), **origin} for one in checks]))
     slow = [one for one in checks if one.slower > limit / 100]
     worst = max((one.slower for one in checks), default=0.0)
     console.print(
