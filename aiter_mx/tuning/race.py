@@ -35,7 +35,7 @@ class Rules:
     """
 
     most: int = 24
-    of_next: tuple[int, ...] = (4, 3)
+    of_next: tuple[int, ...] = (6,)
     tries: int = 3
     hopeless: float = 1.5
     first_look: float = 1.25
