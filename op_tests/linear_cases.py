@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from mx_reference import random_mx
+from mx_reference import linear_reference64, random_mx
 
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import Config, KernelSpec
@@ -29,6 +29,30 @@ def with_opposite_scales(drawn: Operands, shift: int) -> Operands:
     """x times 2^shift and w divided by as much: the same products, from extreme scales."""
     xq, xs, wq, ws = drawn
     return xq, (xs.int() + shift).to(torch.uint8), wq, (ws.int() - shift).to(torch.uint8)
+
+
+def operands_that_all_count(M: int, N: int, K: int, seed: int) -> Operands:
+    """Payloads of 1 to 1.875 of either sign under scales of 1 and 2: no product is negligible."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        payload = torch.randint(0x38, 0x40, (rows, K), generator=generator, dtype=torch.uint8)
+        payload |= torch.randint(0, 2, (rows, K), generator=generator, dtype=torch.uint8) << 7
+        scale = torch.randint(127, 129, (rows, K // 32), generator=generator, dtype=torch.uint8)
+        return payload.view(torch.float8_e4m3fn), scale
+
+    return (*draw(M), *draw(N))
+
+
+def assert_no_product_is_missing(got: torch.Tensor, drawn: Operands) -> None:
+    """Of ``operands_that_all_count``, in bf16: the error of each row and column, by its norm, is at
+    most that of rounding and the 2^-11 that fp8 sums are allowed here. One product of K that all
+    lack makes about 1 / sqrt(K), which is more up to K = 40,000."""
+    reference = linear_reference64(*drawn)
+    error = got.double() - reference
+    for dim in (0, 1):
+        relative = error.norm(dim=dim) / reference.norm(dim=dim)
+        assert relative.max() <= 2.0**-8 + 2.0**-11, (dim, float(relative.max()))
 
 
 def with_zero_blocks(drawn: Operands, generator: torch.Generator) -> Operands:

@@ -9,10 +9,12 @@ import torch
 from linear_cases import (
     DTYPES,
     Operands,
+    assert_no_product_is_missing,
     assert_repeats_on_two_streams,
     launch_beyond_4_gib,
     launch_linear,
     operands,
+    operands_that_all_count,
     with_opposite_scales,
     with_scales_moved,
     with_zero_blocks,
@@ -45,7 +47,7 @@ def config(
 
 # Between them: no cluster, clusters of several sizes, parts of K that differ, tiles of few rows,
 # several passes, rings that are used again and that are not, chunks that no warpgroup's turn
-# divides, warps without rows.
+# divides, warps without rows, several on an SM.
 CASES = [
     (1, 64, 128, config(1, 1, 1, 4)),
     (2, 3, 512, config(4, 1, 1, 4)),
@@ -61,6 +63,9 @@ CASES = [
     (3, 777, 1664, config(2, 1, 2, 4, 2)),
     (8, 2304, 6144, config(4, 1, 2, 10, 2)),
     (11, 4500, 1024, config(4, 2, 2, 6, 1)),
+    (12, 1001, 3072, config(8, 1, 1, 4, 3)),
+    (8, 2304, 6144, config(8, 1, 1, 6, 3)),
+    (16, 2300, 2048, config(4, 1, 1, 4, 4)),
 ]
 
 
@@ -129,10 +134,10 @@ def test_what_it_does_not_cover_is_refused(problem: LinearProblem, why: str) -> 
 
 
 def test_without_a_table_it_takes_only_overlapping_launches_that_gain() -> None:
-    assert FP8.yields(TARGET, LinearProblem(8, 2304, 6144, pdl=True)) is None
+    for M in (1, 4, 8, 16):
+        assert FP8.yields(TARGET, LinearProblem(M, 2304, 6144, pdl=True)) is None
     for other in (
         LinearProblem(8, 2304, 6144),
-        LinearProblem(4, 2304, 6144, pdl=True),
         LinearProblem(17, 2304, 6144, pdl=True),
         LinearProblem(8, 1024, 6144, pdl=True),
         LinearProblem(8, 9216, 6144, pdl=True),
@@ -168,6 +173,14 @@ def test_any_shape_and_configuration_match_float64(
     for seed, exponents in enumerate([(-20, 20), (-6, 6)]):
         drawn = operands(M, N, K, seed, scale_exponents=exponents)
         assert_right(launch(drawn, chosen), drawn)
+
+
+@gpu
+def test_no_product_is_missing_however_long_k_is() -> None:
+    for M, N, K, chosen in CASES:
+        if M >= 8 and N >= 100:
+            drawn = operands_that_all_count(M, N, K, M)
+            assert_no_product_is_missing(launch(drawn, chosen), drawn)
 
 
 @gpu

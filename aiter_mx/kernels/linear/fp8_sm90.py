@@ -27,7 +27,7 @@ PARAMS = (
     Param("row_groups", (1, 2), "warpgroups of 64 rows of w side by side"),
     Param("k_groups", (1, 2, 3, 4), "warpgroups that take turns along K"),
     Param("depth", (4, 6, 8, 9, 10, 12, 16, 24), "chunks of 128 k that are under way at most"),
-    Param("per_sm", (1, 2), "workgroups that an SM is to hold"),
+    Param("per_sm", (1, 2, 3, 4), "workgroups that an SM is to hold"),
 )
 
 MAX_M = 32
@@ -35,7 +35,7 @@ MAX_SIZE = (1 << 31) - 1
 ACCUMULATION_ERROR = 2.0**-10
 """Of a sum, relative to the sum of its products' magnitudes. The matrix unit adds the 32 products
 of a block with some 14 bits; random payloads were at most half as far off."""
-_FEWEST_ROWS, _MOST_OWN_ROWS = 5, 16  # with which it gains most where launches overlap, on an H200
+_MOST_OWN_ROWS = 16  # up to which it gains most where launches overlap, on an H200
 _FEWEST_WEIGHTS, _MOST_WEIGHTS = 9_000_000, 30_000_000  # between which that was measured
 _MOST_CANDIDATES = 20
 _MOST_ALIKE = 4
@@ -161,21 +161,29 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
     """A model of what a call takes beyond reading: fitted to sweeps on one H200."""
     found = _layout(target, problem, config)
     split, row_groups, per_sm = config["split"], config["row_groups"], config["per_sm"]
-    workgroups = found.clusters * split
+    warpgroups, workgroups = row_groups * config["k_groups"], found.clusters * split
     of_busiest = -(-workgroups // target.cu_num)
-    units = of_busiest * found.passes * found.chunks * row_groups  # 64 rows by 128 k
-    resident = row_groups * config["k_groups"] * min(per_sm, of_busiest)
+    resident = warpgroups * min(per_sm, of_busiest)
+    small = warpgroups == 1 and per_sm > 1
+    exchange = {1: 0, 2: 600, 4: 1600, 8: 900 if small else 4700}[split]
+    rounds: float = of_busiest
+    overlap = 0
+    if problem.pdl:  # the next launch takes what SMs have to spare, if there is room for it
+        rounds, resident = max(workgroups / target.cu_num, 1), max(resident, 3)
+        exchange = {1: 0, 2: 300, 4: 0, 8: 1900}[split]
+        shares = per_sm > 1 and found.passes == 1
+        overlap = 1900 * found.refills - 1500 * shares - 600 * small
+    units = rounds * found.passes * found.chunks * row_groups  # 64 rows by 128 k
     a_unit = max(60 + 55 * found.tiles_m, (450 + 90 * found.tiles_m) / resident)
     x_bytes = problem.M * problem.K / split * workgroups
     ring = found.depth * found.stage_bytes * min(per_sm, of_busiest)
     return (
-        0.6 * units * a_unit
-        + {1: 0, 2: 300, 4: 700, 8: 2500}[split]
+        1.4 * units * a_unit
+        + exchange
         + 0.03 * x_bytes / target.cu_num
         + 300 * (found.passes - 1)
-        + 8 * max(0, 128 - workgroups)
         + 0.01 * max(0, 170e3 - ring)
-        - (1500 if problem.pdl and per_sm == 2 and found.passes == 1 else 0)
+        + overlap
     )
 
 
@@ -197,9 +205,8 @@ def _configure(target: Target, problem: LinearProblem) -> Config:
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
-    rows = range(_FEWEST_ROWS, _MOST_OWN_ROWS + 1)
     weights = range(_FEWEST_WEIGHTS, _MOST_WEIGHTS + 1)
-    if problem.pdl and problem.M in rows and problem.N * problem.K in weights:
+    if problem.pdl and problem.M <= _MOST_OWN_ROWS and problem.N * problem.K in weights:
         return None
     return "fp8 keeps fewer bits of sums than the others, and gains little without a table"
 
