@@ -27,6 +27,7 @@ from aiter_mx.target import hardware
 from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.modelled import ModelBench
 from aiter_mx.tuning.shapes import model_shapes, read_shapes
+from aiter_mx.tuning.share import Alone
 from aiter_mx.tuning.table import read_rows
 
 SHAPE = ("--M", "2", "--N", "96", "--K", "128")
@@ -269,6 +270,22 @@ def test_builds_alone_need_no_gpu_and_write_no_table(command, tmp_path) -> None:
         assert (status, err) == (0, "")
         assert re.fullmatch(r"[1-9]\d* kernel variants were compiled\n", out)
     assert not list(tmp_path.glob("linear*"))
+
+
+def test_workers_share_out_builds(command, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("AITER_MX_CACHE_DIR", str(tmp_path / "cache"))
+    counts = []
+    for rank in range(2):
+        worker = Alone()
+        worker.rank, worker.workers = rank, 2
+        monkeypatch.setattr("aiter_mx.tuning.share.join", lambda worker=worker: worker)
+        shapes = ("--M", "2", "--N", "96", "--K", "128,160", "--table", tmp_path / "t.csv")
+        build = ("tune", "linear", *shapes, "--arch", "gfx950", "--most", 2, "--build-only")
+        status, out, _ = command(*build)
+        assert status == 0
+        counts.append(int(out.split()[0]))
+    built = len(list((tmp_path / "cache" / "gfx950").glob("*.hsaco")))
+    assert 0 < max(counts) < built <= sum(counts)
 
 
 def test_models_pose_each_shape_once() -> None:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from tune_fakes import ENVIRONMENT, PROBLEMS, FakeMeter, plan_for, starters, swe
 from aiter_mx.dispatch.tables import read_table
 from aiter_mx.tuning import sweep as sweeps
 from aiter_mx.tuning.candidates import ContextLost
+from aiter_mx.tuning.forked import aside
 from aiter_mx.tuning.journal import Journal, folder_of, merge, read_folder
 from aiter_mx.tuning.share import Alone, Shared
 from aiter_mx.tuning.table import read_rows
@@ -82,6 +85,35 @@ def test_without_a_budget_the_largest_come_first(tmp_path: Path) -> None:
     sweep(tmp_path / "linear.csv", fake)
     sizes = [p.M * p.N for p in dict.fromkeys(problem for problem, _ in fake.tried)]
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_candidates_that_are_worked_out_aside_make_the_same_table(tmp_path: Path) -> None:
+    expected, table = tmp_path / "here.csv", tmp_path / "aside.csv"
+    sweep(expected, FakeMeter())
+    meter = replace(FakeMeter().meter(), aside=aside)
+    sweeps.run(plan_for(table), meter, Alone())
+    assert table.read_text() == expected.read_text()
+    held_up = FakeMeter(pause_s=0.01)
+    begun = time.monotonic()
+    sweeps.run(plan_for(table), replace(held_up.meter(), aside=aside), Alone(), budget_s=0.1)
+    assert time.monotonic() - begun < 5  # what is not wanted any more is not waited for
+
+
+def test_few_problems_are_given_to_the_compilers_before_a_race_that_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeMeter()
+    given: list[int] = []
+
+    def note(problem: object, candidates: object, *of: object) -> bool:
+        given.append(len({problem for problem, _ in fake.prepared}))
+        return True
+
+    monkeypatch.setattr(tune_fakes.FakeAhead, "is_ready", note)
+    sweep(tmp_path / "linear.csv", fake)
+    assert given[0] == 3
+    assert {after - before for before, after in pairwise(given)} <= {0, 3}
+    assert len({problem for problem, _ in fake.prepared}) == len(PROBLEMS)
 
 
 def test_journal_drops_a_torn_line_and_refuses_another_sweep(tmp_path: Path) -> None:
