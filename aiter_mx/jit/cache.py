@@ -132,13 +132,16 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def _named(kind: str, prefix: str, suffix: str) -> list[Path]:
-    """Files whose name says that they hold a key that begins with ``prefix``."""
+def _named(kind: str, prefix: str, suffix: str, as_kept: bool = False) -> list[Path]:
+    """Files whose name says that they hold a key that begins with ``prefix``.
+
+    ``as_kept`` asks the listing that was kept, whatever has come or gone since.
+    """
     root = _checked_dir()
     if root is None:
         return []
     try:
-        every = _listing(root / kind)
+        every = _listings.get(root / kind, (0, []))[1] if as_kept else _listing(root / kind)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -157,8 +160,9 @@ def _listing(folder: Path) -> list[str]:
         return kept[1]
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries)
-    if time.time_ns() - changed_at > TICK_NS:  # no later change can have the same time
-        _listings[folder] = changed_at, names
+    if time.time_ns() - changed_at <= TICK_NS:  # a later change may have the same time
+        changed_at = 0
+    _listings[folder] = changed_at, names
     return names
 
 
@@ -181,6 +185,10 @@ def lookup(kind: str, key: str, suffix: str) -> Artifact | None:
 def lookup_prefix(kind: str, prefix: str, suffix: str) -> Artifact | None:
     """An intact artifact whose key, followed by a dot, begins with ``prefix``, or None."""
     suffix = suffix.lstrip(".")
+    for path in _named(kind, prefix, suffix, as_kept=True):
+        data = _read(path)
+        if data is not None:
+            return Artifact(path, data, built=False, seconds=0.0)
     for path in _named(kind, prefix, suffix):
         data = _read(path)
         if data is not None:
