@@ -89,7 +89,7 @@ aiter_mx_quantize_tiles(const unsigned char* x, const void* offsets, unsigned ch
         unsigned char* scales_at = &shared.row_scales[0][across % kSpan * kScaleColumns];
         unsigned char* column_scales_at = &shared.column_scales[0][0];
         if constexpr (kToRows)
-            to_rows<true, false, kRowPitch>(pieces, square, rows_at, tile, scales_at);
+            to_rows<true, false, kRowPitch>(pieces, square, rows_at, tile, scales_at, {});
         if constexpr (kToColumns)
             to_columns<false, kScaleRows>(pieces, square, shared.columns, column_scales_at);
         group_barrier();

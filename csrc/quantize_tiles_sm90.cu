@@ -37,10 +37,6 @@ struct Shared {
     TileRows groups_rows[kSteps];
 };
 
-MX_DEVICE bool all_finite(const u32x4 (&pieces)[kRows]) {
-    return !any_not_finite(packed_amax_of_pieces(pieces));
-}
-
 MX_DEVICE unsigned barrier_of(const Shared& shared, int step) {
     return shared_address(&shared.barriers[step]);
 }
@@ -203,16 +199,22 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                 square = scale_of_square(pieces);
             constexpr bool in_pairs = kScalesInPairs<In>;
             // A path of its own for tiles without bounds and NaN saves instructions.
-            if (tile.is_whole() && (!in_pairs || all_finite(pieces))) {
+            RowMaxima maxima;
+            bool simple = tile.is_whole();
+            if constexpr (in_pairs) {
+                maxima = row_maxima(pieces);
+                simple = is_whole_and_finite(tile, maxima);
+            }
+            if (simple) {
                 if constexpr (kToRows)
                     to_rows<false, in_pairs, kScaleColumns>(pieces, square, rows_at, tile,
-                                                            kept_row_scales);
+                                                            kept_row_scales, maxima);
                 if constexpr (kToColumns)
                     to_columns<in_pairs, pitch>(pieces, square, kept_columns, kept_column_scales);
             } else {
                 if constexpr (kToRows)
                     to_rows<true, false, kScaleColumns>(pieces, square, rows_at, tile,
-                                                        kept_row_scales);
+                                                        kept_row_scales, maxima);
                 if constexpr (kToColumns)
                     to_columns<false, pitch>(pieces, square, kept_columns, kept_column_scales);
             }

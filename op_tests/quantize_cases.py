@@ -18,7 +18,7 @@ from aiter_mx.target import target_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OFFSETS = {"int32": torch.int32, "int64": torch.int64}
-ROWS, BOTH, TILES = KERNELS[:3]
+ROWS, STAGED, TILES = KERNELS[:3]
 
 # Between them every dtype, format, mode, destination, block and layout, in few code objects.
 ROWS_VARIANTS = (
@@ -36,7 +36,9 @@ TILES_VARIANTS = (
     QuantizeProblem(32, 32, "bf16", "both", format="e2m1"),
     QuantizeProblem(32, 32, "fp16", "both", mode="floor", format="e2m1"),
 )
-BOTH_VARIANTS = tuple(problem for problem in TILES_VARIANTS if problem.to == "both")
+STAGED_VARIANTS = tuple(
+    dict.fromkeys(replace(p, layout="row_major") for p in TILES_VARIANTS if p.to == "both")
+)
 GROUPED_VARIANTS = (
     (ROWS, QuantizeProblem(1, 32, "bf16", groups=1)),
     (TILES, QuantizeProblem(1, 32, "bf16", "both", groups=1)),

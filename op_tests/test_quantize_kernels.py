@@ -7,28 +7,30 @@ from collections.abc import Iterator
 import pytest
 import torch
 from quantize_cases import (
-    BOTH,
-    BOTH_VARIANTS,
     DTYPES,
     GROUPED_VARIANTS,
     OFFSETS,
     ROWS,
     ROWS_VARIANTS,
+    STAGED,
+    STAGED_VARIANTS,
     TILES,
     TILES_VARIANTS,
     assert_as_reference,
     draw,
     name_of,
+    output_shapes,
     resized,
 )
 
 import aiter_mx
 from aiter_mx.code_object import parse_code_object
 from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.fallbacks.quantize_torch import quantize_torch
 from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.spec import KernelSpec
-from aiter_mx.launch import build_request
+from aiter_mx.launch import bind, build_request
 from aiter_mx.runtimes import sim
 from aiter_mx.target import hardware
 
@@ -100,77 +102,103 @@ def test_strips_and_clusters_are_as_the_reference(
             assert_as_reference(TILES, problem, x, None, device, config)
 
 
-@pytest.mark.parametrize(
-    ("problem", "kernel"),
-    [
-        (QuantizeProblem(2944, 2944, "bf16", "both"), "both"),  # 529 tiles of 128 x 128
-        (QuantizeProblem(2048, 2048, "bf16", "both"), "tiles"),
-        (QuantizeProblem(2048, 2112, "fp32", "both"), "both"),  # of 128 x 64: 528
-        (QuantizeProblem(8192, 8192, "bf16", "both"), "both"),
-        (QuantizeProblem(8192, 8448, "bf16", "both"), "tiles"),
-        (QuantizeProblem(1024, 1024, "bf16", "both", matrices=9), "both"),
-        (QuantizeProblem(4096, 4096, "bf16", "both", layout="16x4"), "tiles"),
-        (QuantizeProblem(4096, 4096, "bf16", "both", groups=3), "tiles"),
-        (QuantizeProblem(4096, 4096, "bf16", "columns"), "tiles"),
-        (QuantizeProblem(4096, 4096, "bf16", "rows"), "rows"),
-    ],
-    ids=str,
+ROUTES = (
+    (QuantizeProblem(8192, 8192, "bf16", "both"), "staged"),
+    (QuantizeProblem(8160, 4064, "bf16", "both"), "staged"),
+    (QuantizeProblem(1024, 1024, "bf16", "both"), "tiles"),
+    (QuantizeProblem(1024, 1024, "bf16", "both", matrices=32), "staged"),
+    (QuantizeProblem(8192, 4096, "bf16", "both", layout="16x4"), "tiles"),
+    (QuantizeProblem(8192, 4096, "bf16", "both", groups=3), "staged"),
+    (QuantizeProblem(65536 * 128, 32, "bf16", "both"), "tiles"),  # more than a grid is high
+    (QuantizeProblem(128, 128, "bf16", "both", matrices=65536), "tiles"),
+    (QuantizeProblem(8192, 4096, "bf16", "columns"), "tiles"),
+    (QuantizeProblem(8192, 4096, "bf16", "rows"), "rows"),
 )
-def test_both_runs_on_hopper_where_it_is_faster(problem: QuantizeProblem, kernel: str) -> None:
+
+
+@pytest.mark.parametrize(("problem", "kernel"), ROUTES, ids=str)
+def test_staged_runs_on_hopper_where_it_is_faster(problem: QuantizeProblem, kernel: str) -> None:
     assert route("quantize", hardware("sm_90a"), problem).kernel == kernel
-    assert route("quantize", hardware("gfx950"), problem).kernel != "both"
+    assert route("quantize", hardware("gfx950"), problem).kernel != "staged"
 
 
-@pytest.mark.parametrize("variant", BOTH_VARIANTS, ids=name_of)
-def test_every_configuration_of_both_has_room(variant: QuantizeProblem) -> None:
-    target = hardware("sm_90a")
-    assert BOTH.module is not None
-    for M, N in ((32, 32), (2944, 2944), (8192, 8192)):
-        problem = resized(variant, M=M, N=N)
-        candidates = BOTH.candidates(target, problem)
-        assert BOTH.configure(target, problem) in candidates
-        for config in candidates:
-            BOTH.check_config(config)
-            launch = BOTH.module.geometry(target, problem, config)
-            assert 1 <= launch.grid[0] <= target.cu_num
-            assert launch.shared_bytes <= 227 * 1024
+@pytest.mark.parametrize("variant", STAGED_VARIANTS, ids=name_of)
+def test_staged_scales_have_room_and_a_lane_each(variant: QuantizeProblem) -> None:
+    target, module = hardware("sm_90a"), STAGED.module
+    assert module is not None
+    for M, N, matrices in ((32, 32, 1), (288, 4192, 3), (8192, 4096, 1)):
+        problem = resized(variant, M=M, N=N, matrices=matrices)
+        for config in STAGED.candidates(target, problem):
+            STAGED.check_config(config)
+            launches = [each.geometry(target, problem, config) for each in STAGED.modules]
+            across, down, deep = launches[0].grid
+            # Every scale of a tile, also of parts that the matrix does not have.
+            tiles, columns = across * down * deep, 64 if variant.dtype == "fp32" else 128
+            size = tiles * (128 * columns // 32 + columns * 4)
+            assert STAGED.workspace_bytes(target, problem, config) == size
+            assert across * columns >= N and down * 128 >= M and deep == matrices
+            # A lane stores 4 bytes of each of its lines.
+            words = matrices * (down * 128 * -(-N // 128) + across * columns * -(-M // 128))
+            assert launches[1].grid[0] * 256 * config["lines"] >= words
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", BOTH_VARIANTS, ids=name_of)
-def test_blocks_of_tiles_are_as_the_reference(variant: QuantizeProblem) -> None:
+@pytest.mark.parametrize("variant", STAGED_VARIANTS, ids=name_of)
+def test_staged_scales_are_as_the_reference(variant: QuantizeProblem) -> None:
     generator = torch.Generator().manual_seed(11)
-    for across, down in ((2, 2), (1, 4), (4, 1)):
-        for matrices, M, N in ((1, 32, 32), (3, 288, 416), (1, 1440, 96), (2, 160, 1184)):
-            finite = (M, N) == (288, 416)  # whole tiles without NaN have a path of their own
+    shapes = ((1, 32, 32), (3, 288, 416), (1, 1440, 96), (2, 160, 1184), (2, 256, 384))
+    # Lines of scales of several waves, and of bytes that are no whole words.
+    shapes += ((1, 4256, 96), (1, 64, 4192))
+    for lines in (4, 8):
+        for matrices, M, N in shapes:
+            finite = M in (288, 256)  # whole tiles without NaN have a path of their own
             x = draw((matrices, M, N), DTYPES[variant.dtype], generator, finite)
             problem = resized(variant, matrices=matrices, M=M, N=N)
-            config = {"across": across, "down": down}
-            assert_as_reference(BOTH, problem, x, None, torch.device("cuda"), config)
+            config = {"resident": 3, "lines": lines}
+            assert_as_reference(STAGED, problem, x, None, torch.device("cuda"), config)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["e4m3", "e2m1"])
-def test_workgroups_that_stay_are_as_the_reference(format: str) -> None:
+def test_staged_groups_are_as_the_reference(format: str) -> None:
     generator = torch.Generator().manual_seed(12)
-    problem = QuantizeProblem(2080, 4480, "bf16", "both", format=format)
-    x = draw((problem.M, problem.N), torch.bfloat16, generator, finite=True)
-    config = {"across": 1, "down": 2}  # more than two blocks for each of an H200's SMs
-    for _ in range(3):
-        assert_as_reference(BOTH, problem, x, None, torch.device("cuda"), config)
+    problem = QuantizeProblem(1, 32, "bf16", "both", groups=1, format=format)
+    groups_are_padded(STAGED, problem, torch.device("cuda"), generator)
+    wrong_offsets_stay_inside(STAGED, problem, torch.device("cuda"), generator)
+
+
+@pytest.mark.gpu
+def test_staged_calls_behind_each_other_do_not_mix() -> None:
+    """They share a workspace, and the next one begins before the last one ends."""
+    target, device = hardware("sm_90a"), torch.device("cuda")
+    problem = QuantizeProblem(1024, 1024, "bf16", "both")
+    run = bind(STAGED, target, problem, STAGED.configure(target, problem), 0)
+    generator = torch.Generator().manual_seed(13)
+    calls = []
+    for _ in range(8):
+        x = draw((1, 1024, 1024), torch.bfloat16, generator)
+        outs = [None if s is None else torch.empty(s, dtype=d) for s, d in output_shapes(problem)]
+        quantize_torch(problem, (x, None, *outs))
+        here = [None if t is None else torch.zeros_like(t, device=device) for t in outs]
+        calls.append(((x.to(device), None, *here), outs))
+    for tensors, _ in calls:
+        run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+    for tensors, outs in calls:
+        for got, want in zip(tensors[2:6], outs[:4], strict=True):
+            assert got is not None and want is not None
+            assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8))
 
 
 def offsets_of(sizes: list[int], first: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor([first, *sizes], dtype=torch.int64).cumsum(0).to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "variant"), GROUPED_VARIANTS, ids=[kernel.name for kernel, _ in GROUPED_VARIANTS]
-)
-def test_groups_of_any_sizes_are_padded(
-    device: torch.device, kernel: KernelSpec, variant: QuantizeProblem
+def groups_are_padded(
+    kernel: KernelSpec,
+    variant: QuantizeProblem,
+    device: torch.device,
+    generator: torch.Generator,
 ) -> None:
-    generator = torch.Generator().manual_seed(5)
     cases = [[0, 3], [1], [128], [129, 127], [0, 0, 5, 128, 0, 131, 36, 0], [256, 0, 0]]
     cases += [torch.randint(0, 3, (700,), generator=generator).tolist()]  # rounds of the scan
     cases += [[900, 0, 1, 300]]  # strips of several tiles, and some of padding alone
@@ -183,17 +211,34 @@ def test_groups_of_any_sizes_are_padded(
         assert_as_reference(kernel, problem, x, offsets_of(sizes, first, OFFSETS[kind]), device)
 
 
+def wrong_offsets_stay_inside(
+    kernel: KernelSpec,
+    variant: QuantizeProblem,
+    device: torch.device,
+    generator: torch.Generator,
+) -> None:
+    x = draw((150, 64), torch.bfloat16, generator)
+    for wrong in ([0, 100, 50, 150], [-5, 20, 2**40, 150], [2**40, -(2**40), 150, 3]):
+        problem = resized(variant, M=150, N=64, groups=3)
+        assert_as_reference(kernel, problem, x, torch.tensor(wrong), device)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "variant"), GROUPED_VARIANTS, ids=[kernel.name for kernel, _ in GROUPED_VARIANTS]
+)
+def test_groups_of_any_sizes_are_padded(
+    device: torch.device, kernel: KernelSpec, variant: QuantizeProblem
+) -> None:
+    groups_are_padded(kernel, variant, device, torch.Generator().manual_seed(5))
+
+
 @pytest.mark.parametrize(
     ("kernel", "variant"), GROUPED_VARIANTS, ids=[kernel.name for kernel, _ in GROUPED_VARIANTS]
 )
 def test_wrong_offsets_read_and_write_nothing_outside(
     device: torch.device, kernel: KernelSpec, variant: QuantizeProblem
 ) -> None:
-    generator = torch.Generator().manual_seed(6)
-    x = draw((150, 64), torch.bfloat16, generator)
-    for wrong in ([0, 100, 50, 150], [-5, 20, 2**40, 150], [2**40, -(2**40), 150, 3]):
-        problem = resized(variant, M=150, N=64, groups=3)
-        assert_as_reference(kernel, problem, x, torch.tensor(wrong), device)
+    wrong_offsets_stay_inside(kernel, variant, device, torch.Generator().manual_seed(6))
 
 
 @pytest.mark.parametrize("mode", ["rceil", "floor"])

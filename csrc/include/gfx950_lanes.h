@@ -36,6 +36,10 @@ MX_DEVICE unsigned max_halves(unsigned a, unsigned b) {
                                                                   __builtin_bit_cast(u16x2, b)));
 }
 
+// Whether one instruction compares magnitudes.
+template <class T>
+constexpr bool kComparesMagnitudes = false;
+
 // The low halves of two words, the first one's below; and the high ones.
 MX_DEVICE unsigned low_halves(unsigned a, unsigned b) {
     return __builtin_amdgcn_perm(b, a, 0x05040100);

@@ -7,7 +7,7 @@
 
 namespace mx {
 
-template <int Count, int Threads, int Teams = 1>
+template <int Count, int Threads>
 class Incoming {
   public:
 #if defined(__AMDGCN__)
@@ -16,6 +16,9 @@ class Incoming {
     // Asks for piece i: of a slice at an offset, zeros beyond it.
     MX_MEMBER void ask(int i, const Slice<true>& from, unsigned offset) {
         pieces[i] = from.load_once(offset);
+    }
+    MX_MEMBER void ask_there(int i, const unsigned char* from) {
+        pieces[i] = *reinterpret_cast<const u32x4*>(from);
     }
     MX_MEMBER void asked() {}
     // All pieces, after which the next ones may be asked for.
@@ -28,12 +31,17 @@ class Incoming {
   private:
     u32x4 pieces[Count];
 #else
-    static constexpr int kSharedBytes = Teams * Count * Threads * 16; // of dynamic shared memory
+    static constexpr int kSharedBytes = Count * Threads * 16; // of dynamic shared memory
 
     MX_MEMBER void ask(int i, const Slice<true>& from, unsigned offset) {
         const unsigned size = offset < kBeyond ? 16 : 0; // of what is read, the rest is zeros
         asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(place(i)),
                      "l"(from.address(size ? offset : 0)), "r"(size)
+                     : "memory");
+    }
+    // The same of 16 bytes that are there.
+    MX_MEMBER void ask_there(int i, const unsigned char* from) {
+        asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(place(i)), "l"(from)
                      : "memory");
     }
     MX_MEMBER void asked() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -49,11 +57,10 @@ class Incoming {
     }
 
   private:
-    static MX_MEMBER int own_team() { return Teams > 1 ? team_in_group() : 0; }
     static MX_MEMBER unsigned place(int i) {
         extern __shared__ uint4 incoming[];
-        return static_cast<unsigned>(__cvta_generic_to_shared(
-            incoming + (threadIdx.y * Count + i) * Threads + thread_in_group()));
+        return static_cast<unsigned>(
+            __cvta_generic_to_shared(incoming + i * Threads + thread_in_group()));
     }
 #endif
 };

@@ -32,6 +32,29 @@ MX_DEVICE unsigned packed_max(unsigned a, unsigned b) {
         return max(a, b);
 }
 
+// The largest magnitudes of words. Where one instruction compares magnitudes, signs stay until the
+// end.
+template <class T>
+class PackedAmax {
+  public:
+    MX_MEMBER explicit PackedAmax(unsigned word) : amax(word) {
+        if constexpr (!kComparesMagnitudes<T>)
+            amax = packed_magnitude<T>(word);
+    }
+    MX_MEMBER void add(unsigned word) {
+        if constexpr (kComparesMagnitudes<T>)
+            amax = larger_magnitudes(T{}, amax, word);
+        else
+            amax = packed_max<T>(amax, packed_magnitude<T>(word));
+    }
+    MX_MEMBER unsigned found() const {
+        return kComparesMagnitudes<T> ? packed_magnitude<T>(amax) : amax;
+    }
+
+  private:
+    unsigned amax;
+};
+
 // Packed maxima of each aligned group of Lanes lanes, up to 16, in all of them.
 template <class T, int Lanes>
 MX_DEVICE unsigned packed_max_of_lanes(unsigned x) {
@@ -77,22 +100,22 @@ MX_DEVICE unsigned largest_magnitude(unsigned word) {
 
 template <class T>
 MX_DEVICE unsigned packed_amax_of_piece(u32x4 piece) {
-    unsigned amax = packed_magnitude<T>(piece[0]);
+    PackedAmax<T> amax(piece[0]);
 #pragma unroll
     for (int i = 1; i < 4; ++i)
-        amax = packed_max<T>(amax, packed_magnitude<T>(piece[i]));
-    return amax;
+        amax.add(piece[i]);
+    return amax.found();
+}
+
+// The largest magnitudes of two pieces of 16-bit numbers, packed.
+template <class T>
+MX_DEVICE unsigned packed_amax_of_two(u32x4 one, u32x4 other) {
+    const unsigned a = packed_amax_of_piece<T>(one), b = packed_amax_of_piece<T>(other);
+    return max_halves(low_halves(a, b), high_halves(a, b));
 }
 
 // The largest magnitudes of two blocks, of which each of Lanes neighbouring lanes has a piece of 16
-// bytes, packed, in all these lanes; of 16-bit numbers.
-template <class T, int Lanes>
-MX_DEVICE unsigned packed_amax_of_blocks(u32x4 one, u32x4 other) {
-    const unsigned a = packed_amax_of_piece<T>(one), b = packed_amax_of_piece<T>(other);
-    return packed_max_of_lanes<T, Lanes>(max_halves(low_halves(a, b), high_halves(a, b)));
-}
-
-// The same, as magnitude_bits has it.
+// bytes, in all these lanes, as magnitude_bits has it.
 template <class T, int Lanes>
 MX_DEVICE void amax_of_blocks(u32x4 one, u32x4 other, unsigned& amax_one, unsigned& amax_other) {
     if constexpr (sizeof(T) == 4) {
@@ -100,7 +123,7 @@ MX_DEVICE void amax_of_blocks(u32x4 one, u32x4 other, unsigned& amax_one, unsign
         amax_other = max_of_lanes<Lanes>(packed_amax_of_piece<T>(other));
     } else {
         // Both blocks share the words that are exchanged.
-        const unsigned amax = packed_amax_of_blocks<T, Lanes>(one, other);
+        const unsigned amax = packed_max_of_lanes<T, Lanes>(packed_amax_of_two<T>(one, other));
         amax_one = unpacked_magnitude<T, 0>(amax);
         amax_other = unpacked_magnitude<T, 1>(amax);
     }

@@ -47,10 +47,8 @@ MX_DEVICE void finite_block_scales(unsigned amax, BlockScale (&scales)[2]) {
     scales[1] = {bytes >> 16, bits_to_float(inverses & 0xffff0000)};
 }
 
-// Whether a lane has a packed magnitude in bf16 that is not finite.
-MX_DEVICE bool any_not_finite(unsigned packed) {
-    return any_lane(((packed + 0x00800080) & 0x80008000) != 0);
-}
+// Whether a packed magnitude in bf16 is not finite.
+MX_DEVICE bool has_not_finite(unsigned packed) { return ((packed + 0x00800080) & 0x80008000) != 0; }
 
 template <class T>
 constexpr int kPieceValues = 16 / sizeof(T);

@@ -30,8 +30,7 @@ constexpr ScaleLayout kLayout = static_cast<ScaleLayout>(MX_LAYOUT);
 constexpr Offset kMaxGridX = MX_MAX_GRID_X; // tiles beyond it continue in the grid's y
 
 constexpr int kBlock = 32, kThreads = 256;
-constexpr int kTeams = MX_TEAMS;       // of kThreads each, which work on tiles of their own
-constexpr int kResident = MX_RESIDENT; // workgroups of a compute unit
+constexpr int kResident = MX_RESIDENT;                // workgroups of a compute unit
 constexpr int kColumns = kPieceValues<In>, kRows = 8; // of a lane
 constexpr int kColumnLanes = 8, kRowLanes = kLanes / kColumnLanes;
 constexpr int kBlockLanes = kBlock / kColumns;
@@ -69,7 +68,7 @@ MX_DEVICE Part own_part() {
 }
 
 // Asks for a tile that begins at x.
-using Ahead = Incoming<kRows, kThreads, kTeams>;
+using Ahead = Incoming<kRows, kThreads>;
 MX_DEVICE void ask_for(const unsigned char* x, const Tile& tile, Ahead& ahead) {
     const Part part = own_part();
     const unsigned row_bytes = afresh(tile.N) * sizeof(In);
@@ -80,6 +79,17 @@ MX_DEVICE void ask_for(const unsigned char* x, const Tile& tile, Ahead& ahead) {
         const unsigned at = (part.row + i) * row_bytes + part.column * sizeof(In);
         ahead.ask(i, in, part.row + i < rows ? at : kBeyond);
     }
+    ahead.asked();
+}
+
+// The same where all of the tile is there.
+MX_DEVICE void ask_for_whole(const unsigned char* x, const Tile& tile, Ahead& ahead) {
+    const Part part = own_part();
+    const Offset row_bytes = static_cast<Offset>(afresh(tile.N)) * sizeof(In);
+    x += part.row * row_bytes + part.column * sizeof(In);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+        ahead.ask_there(i, x + i * row_bytes);
     ahead.asked();
 }
 
@@ -97,16 +107,35 @@ MX_DEVICE unsigned packed_amax_of_pieces(const u32x4 (&pieces)[kRows]) {
     return largest;
 }
 
+// The largest magnitudes of a lane's rows in bf16, two rows a word.
+struct RowMaxima {
+    unsigned pairs[kRows / 2] = {};
+};
+MX_DEVICE RowMaxima row_maxima(const u32x4 (&pieces)[kRows]) {
+    RowMaxima maxima;
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i)
+        maxima.pairs[i] = packed_amax_of_two<In>(pieces[2 * i], pieces[2 * i + 1]);
+    return maxima;
+}
+// Whether a tile is whole and has no NaN or infinity where this wave is.
+MX_DEVICE bool is_whole_and_finite(const Tile& tile, const RowMaxima& maxima) {
+    const unsigned (&pairs)[kRows / 2] = maxima.pairs;
+    const unsigned largest =
+        max_halves(max_halves(pairs[0], pairs[1]), max_halves(pairs[2], pairs[3]));
+    return !any_lane(!tile.is_whole() || has_not_finite(largest));
+}
+
 MX_DEVICE BlockScale scale_of_square(const u32x4 (&pieces)[kRows]) {
     const unsigned amax = max_of_block_rows(packed_amax_of_pieces(pieces));
     return block_scale<Format, kMode>(max_of_lanes<kBlockLanes>(largest_magnitude<In>(amax)));
 }
 
 // Payload to memory, where it begins with the tile, and scales to LDS, where rows of them are Pitch
-// apart. With Finite there is no NaN or infinity.
+// apart. With Finite there is no NaN or infinity, and the rows' maxima are known.
 template <bool Bounded, bool Finite, int Pitch>
 MX_DEVICE void to_rows(const u32x4 (&pieces)[kRows], BlockScale square, unsigned char* rows,
-                       const Tile& tile, unsigned char* row_scales) {
+                       const Tile& tile, unsigned char* row_scales, const RowMaxima& maxima) {
     const Part part = own_part();
     const unsigned row_bytes = afresh(tile.N) * MX_BITS / 8;
     const unsigned there = !Bounded || part.column < tile.columns ? tile.rows_out : 0;
@@ -117,7 +146,7 @@ MX_DEVICE void to_rows(const u32x4 (&pieces)[kRows], BlockScale square, unsigned
         BlockScale scales[2] = {square, square};
         if constexpr (!kSquare && Finite) {
             finite_block_scales<Format, kMode>(
-                packed_amax_of_blocks<In, kBlockLanes>(pieces[pair], pieces[pair + 1]), scales);
+                packed_max_of_lanes<In, kBlockLanes>(maxima.pairs[pair / 2]), scales);
         } else if constexpr (!kSquare) {
             unsigned amax[2];
             amax_of_blocks<In, kBlockLanes>(pieces[pair], pieces[pair + 1], amax[0], amax[1]);
@@ -148,11 +177,11 @@ MX_DEVICE void to_columns(const u32x4 (&pieces)[kRows], BlockScale square, unsig
     for (int word = 0; word < 4; ++word) {
         BlockScale scales[2] = {square, square};
         if constexpr (!kSquare) {
-            unsigned largest = packed_magnitude<In>(pieces[0][word]);
+            PackedAmax<In> amax(pieces[0][word]);
 #pragma unroll
             for (int i = 1; i < kRows; ++i)
-                largest = packed_max<In>(largest, packed_magnitude<In>(pieces[i][word]));
-            largest = max_of_block_rows(largest);
+                amax.add(pieces[i][word]);
+            const unsigned largest = max_of_block_rows(amax.found());
             if constexpr (Finite) {
                 finite_block_scales<Format, kMode>(largest, scales);
             } else {

@@ -31,7 +31,6 @@ struct fp16 {
 constexpr int kLanes = 32;
 
 MX_DEVICE int thread_in_group() { return threadIdx.x; }
-MX_DEVICE int team_in_group() { return threadIdx.y; } // where threads are those of a team
 MX_DEVICE int wave_in_group() { return threadIdx.x / kLanes; }
 MX_DEVICE unsigned long group_x() { return blockIdx.x; }
 MX_DEVICE unsigned long group_y() { return blockIdx.y; }

@@ -27,6 +27,22 @@ MX_DEVICE unsigned max_halves(unsigned a, unsigned b) {
     return larger;
 }
 
+// Whether one instruction compares magnitudes.
+template <class T>
+constexpr bool kComparesMagnitudes = sizeof(T) == 2;
+
+// Of two 16-bit floats each, the one with the larger magnitude, with either sign; or NaN.
+MX_DEVICE unsigned larger_magnitudes(bf16, unsigned a, unsigned b) {
+    unsigned larger;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+MX_DEVICE unsigned larger_magnitudes(fp16, unsigned a, unsigned b) {
+    unsigned larger;
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
 // The low halves of two words, the first one's below; and the high ones.
 MX_DEVICE unsigned low_halves(unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); }
 MX_DEVICE unsigned high_halves(unsigned a, unsigned b) { return __byte_perm(a, b, 0x7632); }
@@ -36,6 +52,11 @@ MX_DEVICE unsigned high_halves(unsigned a, unsigned b) { return __byte_perm(a, b
 MX_DEVICE unsigned afresh(unsigned x) {
     asm volatile("" : "+r"(x));
     return x;
+}
+// The same of a pointer, which then is not kept in registers as parts of addresses either.
+MX_DEVICE unsigned char* afresh(unsigned char* p) {
+    asm volatile("" : "+l"(p));
+    return p;
 }
 
 // fp16 of the low or the high half of a word.

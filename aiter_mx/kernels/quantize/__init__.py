@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from aiter_mx.kernels.quantize.both import BOTH
 from aiter_mx.kernels.quantize.problem import KEY, QuantizeProblem, stand_ins
 from aiter_mx.kernels.quantize.rows import ROWS
+from aiter_mx.kernels.quantize.staged import STAGED
 from aiter_mx.kernels.quantize.tiles import TILES
 from aiter_mx.kernels.spec import reference
 
@@ -14,7 +14,7 @@ PROBLEM = QuantizeProblem
 
 KERNELS = (
     ROWS,
-    BOTH,
+    STAGED,
     TILES,
     reference("quantize"),
 )

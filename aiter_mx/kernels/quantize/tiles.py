@@ -65,8 +65,10 @@ def _configure(target: Target, problem: QuantizeProblem) -> Config:
             config |= {"resident": 4, "steps": 1, "cluster": 8}
         elif problem.to == "columns" and not problem.groups:
             config |= {"rows": 256, "resident": 3, "steps": 1}
-        elif problem.layout != "row_major" and plain and problem.dtype == "bf16":
+        elif problem.layout != "row_major" and problem.format == "e4m3" and problem.dtype == "bf16":
             config |= {"resident": 3, "steps": 1}
+        elif problem.layout == "row_major" and tiles <= 3 * target.cu_num:
+            config |= {"steps": 1}
         elif plain and tiles < 16 * at_once:
             config["steps"] = 8  # clusters do not fill all SMs, which few of them feel
         else:
@@ -113,7 +115,6 @@ def _defines(target: Target, problem: QuantizeProblem, config: Config) -> Mappin
     defines = variant_defines(problem) | {
         "MX_TILE_ROWS": config["rows"],
         "MX_RESIDENT": config["resident"],
-        "MX_TEAMS": 1,
     }
     if target.arch == "sm_90a":  # where gfx950 has an argument, and no clusters
         defines |= {"MX_STEPS": config["steps"], "MX_CLUSTER": _cluster(target, problem, config)}
