@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import tune_fakes
-from tune_fakes import ENVIRONMENT, PROBLEMS, FakeMeter, plan_for, starters, sweep
+from tune_fakes import AXES, ENVIRONMENT, PROBLEMS, FakeMeter, plan_for, starters, sweep
 
 from aiter_mx.dispatch.tables import read_table
 from aiter_mx.tuning import sweep as sweeps
@@ -215,6 +215,17 @@ def test_workers_share_the_work_and_write_the_same_table(tmp_path: Path) -> None
     prepared = [{problem for problem, _ in fake.prepared} for fake in fakes]
     assert sum(map(len, prepared)) == len(PROBLEMS)
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["linear.csv"]
+
+
+def test_problems_that_need_the_same_kernels_go_to_one_worker(tmp_path: Path) -> None:
+    plan = plan_for(tmp_path / "linear.csv")
+    for workers in (1, 2):  # there are four widths
+        parts = sweeps.parts_of(plan, PROBLEMS, workers)
+        widths = [{name.split()[1] for name in part} for part in parts]
+        assert sum(map(len, widths)) == len(set.union(*widths)) == len(AXES["N"])
+        assert {len(part) for part in parts} == {len(PROBLEMS) // workers}
+    names = [sweeps.name_of("linear", problem) for problem in PROBLEMS]
+    assert sweeps.parts_of(plan, PROBLEMS, 3) == [names[0::3], names[1::3], names[2::3]]
 
 
 def test_processes_share_the_work_through_torchs_store(tmp_path: Path) -> None:

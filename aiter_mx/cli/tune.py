@@ -94,7 +94,8 @@ def tune(
     if build_only:
         with progress, meter.ahead() as ahead:
             wanted_by = {}
-            for problem in plan.problems[share.rank :: share.workers]:
+            mine = set(sweep.parts_of(plan, plan.problems, share.workers)[share.rank])
+            for problem in (p for p in plan.problems if sweep.name_of(op, p) in mine):
                 wanted_by[problem] = candidates_of(
                     op, target, problem, meter.backends, rules.most, rules.of_next
                 )

@@ -1,6 +1,6 @@
 """Who tunes what: one process alone, or the workers that ``torchrun`` started.
 
-Of n workers each has every nth problem for its own, which it compiles ahead, and helps the others
+Each worker has a part of the problems for its own, which it compiles ahead, and helps the others
 with theirs in the end. Counters in torchrun's own TCPStore say what is taken; workers leave what
 they found there, where the first of them collects it. There is nothing else between them.
 """
@@ -12,10 +12,12 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from aiter_mx.tuning.journal import Record, merge
 
+Parts: TypeAlias = "Sequence[Sequence[str]]"
+"""The problems that each worker begins with, in their order."""
 _POLL_S = 0.05
 _PATIENCE_S = 3600.0
 """The most that a worker waits for another: as long as a race, or all builds, may take."""
@@ -35,11 +37,8 @@ class Share(Protocol):
     def found(self, problems: Sequence[str]) -> list[Record]:
         """What all workers have found so far of these problems."""
 
-    def own(self, problems: Sequence[str]) -> Sequence[str]:
-        """The problems that this worker begins with, in their order."""
-
-    def claim(self, problems: Sequence[str]) -> Iterator[str]:
-        """The problems that are this worker's to tune: each goes to one worker."""
+    def claim(self, parts: Parts) -> Iterator[str]:
+        """The problems that are this worker's to tune, of its own part first: each goes to one."""
 
     def meet(self, where: str) -> None:
         """Wait until every worker is here."""
@@ -63,11 +62,8 @@ class Alone:
     def found(self, problems: Sequence[str]) -> list[Record]:
         return [self._found[name] for name in problems if name in self._found]
 
-    def own(self, problems: Sequence[str]) -> Sequence[str]:
-        return problems
-
-    def claim(self, problems: Sequence[str]) -> Iterator[str]:
-        for name in problems:
+    def claim(self, parts: Parts) -> Iterator[str]:
+        for name in parts[0]:
             if name not in self._found:
                 yield name
 
@@ -105,12 +101,9 @@ class Shared:
         self._found = merge([*self._found.values(), *new])
         return [self._found[name] for name in problems if name in self._found]
 
-    def own(self, problems: Sequence[str]) -> Sequence[str]:
-        return problems[self.rank :: self.workers]
-
-    def claim(self, problems: Sequence[str]) -> Iterator[str]:
+    def claim(self, parts: Parts) -> Iterator[str]:
         for whose in (*range(self.rank, self.workers), *range(self.rank)):
-            part = problems[whose :: self.workers]
+            part = parts[whose]
             while (turn := self._store.add(f"next/{whose}", 1) - 1) < len(part):
                 if part[turn] not in self._found:  # in an earlier run, of which all were told
                     yield part[turn]

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from aiter_mx.kernels.registry import key_columns, problem_key
+from aiter_mx.kernels.registry import key_columns, problem_key, problem_type
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
 from aiter_mx.tuning.candidates import Ahead, Candidate, ContextLost, Meter, candidates_of
@@ -43,6 +43,9 @@ _WRITE_EVERY_S = 5.0
 _MOST_AHEAD = 32
 """Problems whose candidates are worked out and compiled before their turn: where all are compiled
 already, working out those of a whole catalogue would hold up the first race."""
+
+_FEWEST_GROUPS = 2
+"""Of problems alike for each worker: with fewer, some would have no part of their own."""
 
 _FED_A_RACE = 3
 """Of these, before each race whose own kernels are ready."""
@@ -163,7 +166,8 @@ def _tune(
         share.publish(earlier)
     share.meet("start")
     done = {record["problem"] for record in share.found(names)}
-    upcoming = deque(name for name in share.own(names) if name not in done)
+    parts = parts_of(plan, [by_name[name] for name in names], share.workers)
+    upcoming = deque(name for name in parts[share.rank] if name not in done)
     own = set(upcoming)
     started = time.monotonic()
     written_at = 0.0
@@ -171,7 +175,7 @@ def _tune(
         aside = stack.enter_context(meter.aside()) if meter.aside else None
         starters = _Starters(plan, meter, by_name, lost, aside, upcoming)
         ahead = stack.enter_context(meter.ahead())
-        for raced, name in enumerate(share.claim(names), 1):
+        for raced, name in enumerate(share.claim(parts), 1):
             if name in own:  # else this worker's are all taken
                 _feed(ahead, upcoming, starters, name, len(own) - raced - _MOST_AHEAD)
             record = _race(plan, meter, ahead, before, journal, starters, name)
@@ -196,6 +200,26 @@ def _tune(
     share.meet("written")
     share.leave()
     return found
+
+
+def parts_of(plan: Plan, problems: Sequence[Problem], workers: int) -> list[list[str]]:
+    """The names of the problems that each of so many workers begins with.
+
+    Problems that differ in rows and in dtypes alone go to one worker, as they have many kernels in
+    common: of 540 linears that need 1775 variants, each of two workers would need 1640 of them if
+    every other problem were its own, and needs 1220 so. Where there are few such groups, each
+    problem is one.
+    """
+    types = problem_type(plan.op).__annotations__
+    sizes = [n for n in key_columns(plan.op) if n != "M" and types[n] in (int, "int")]
+    groups = [tuple(getattr(problem, name) for name in sizes) for problem in problems]
+    turns = {group: turn for turn, group in enumerate(dict.fromkeys(groups))}
+    if len(turns) < _FEWEST_GROUPS * workers:
+        turns = {}
+    parts: list[list[str]] = [[] for _ in range(workers)]
+    for place, (problem, group) in enumerate(zip(problems, groups, strict=True)):
+        parts[turns.get(group, place) % workers].append(name_of(plan.op, problem))
+    return parts
 
 
 class _Starters:
