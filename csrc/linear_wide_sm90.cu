@@ -212,15 +212,11 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
             barrier_init(shared_address(shared.full + i), 1);
             barrier_init(shared_address(shared.empty + i), kRowWarps);
         }
-        for (int i = 0; i < kInboxes; ++i) {
-            barrier_init(shared_address(shared.inbox + i), 1);
-            barrier_init(shared_address(shared.finished + i), kFinishers);
-        }
+        barrier_init(shared_address(&shared.inbox), 1);
+        barrier_init(shared_address(&shared.finished), kSplit);
         fence_barrier_init();
         if (kSplit > 1)
-            for (int i = 0; i < kInboxes; ++i)
-                barrier_arrive_expect(shared_address(shared.inbox + i),
-                                      owned * kSplit * kTileBytes);
+            barrier_arrive_expect(shared_address(&shared.inbox), owned * kSplit * kTileBytes);
         shared.any_x_outside = shared.any_x_far = 0;
     }
     if (threadIdx.x < kTileM)
@@ -274,19 +270,24 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     if (has_rows)
         table.write();
     expander.run();
+    if (asks && !overlaps) // x has come
+        ask(kDepth - kAskedFirst);
+    __syncwarp();
     if (!overlaps)
         launch_dependents();
     __syncthreads();
 
     const Finisher finisher{t, bias, y, bias_kind, rank, lane};
-    const auto inbox_of = [&](int turn) { return base + kInbox + turn % kInboxes * kInboxBytes; };
+    const unsigned inbox = base + kInbox, inbox_full = shared_address(&shared.inbox);
     int turn = 0;
     if (warp < kAddWarps) {
         Adder adder(shared, base, table.place, warp, lane);
         for (int tile = first_tile; tile < tiles; tile += tile_step, ++turn) {
             const long first = tile * static_cast<long>(kRows);
-            if (!kOnePass && turn > 0 && has_rows)
+            if (!kOnePass && turn > 0 && has_rows) {
+                __syncwarp(); // all lanes have read what it replaces
                 table.write();
+            }
             if (!kOnePass && has_rows && tile + tile_step < tiles)
                 table.read(first + tile_step * static_cast<long>(kRows) + warp * kWarpRows);
             float sums[kTileM / 2] = {};
@@ -297,8 +298,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
             if (kSplit > 1 && turn == 0)
                 cluster_wait(); // all of the cluster have set up their barriers
             if (kSplit > 1 && turn > 0 && has_rows)
-                barrier_wait(shared_address(shared.finished + (turn - 1) % kInboxes),
-                             (turn - 1) / kInboxes & 1);
+                barrier_wait(shared_address(&shared.finished), (turn - 1) & 1);
             if (has_rows) {
 #pragma unroll
                 for (int j = 0; j < kTilesM; ++j) {
@@ -307,11 +307,9 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
                     const int i = warp * kTilesM + j;
                     if constexpr (kSplit > 1) {
                         const unsigned to =
-                            inbox_of(turn) + (i / kSplit * kSplit + rank) * kTileBytes + lane * 16;
-                        store_async(
-                            address_in_cluster(to, i % kSplit), sum,
-                            address_in_cluster(shared_address(shared.inbox + turn % kInboxes),
-                                               i % kSplit));
+                            inbox + (i / kSplit * kSplit + rank) * kTileBytes + lane * 16;
+                        store_async(address_in_cluster(to, i % kSplit), sum,
+                                    address_in_cluster(inbox_full, i % kSplit));
                     } else {
                         finisher.store_tile(first, i, sum, Finisher::marks(sum));
                     }
@@ -327,27 +325,31 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
         for (int tile = first_tile; tile < tiles; tile += tile_step, ++turn) {
             if (kOnePass || kSplit == 1 || warp == kWarps - 1 || tile + tile_step >= tiles)
                 continue;
-            const unsigned full = shared_address(shared.inbox + turn % kInboxes);
-            if (owned > 0)
-                barrier_wait(full, turn / kInboxes & 1);
-            finisher.run(tile * static_cast<long>(kRows), inbox_of(turn), owned, warp - kAddWarps,
+            barrier_wait(inbox_full, turn & 1);
+            finisher.run(tile * static_cast<long>(kRows), inbox, owned, warp - kAddWarps,
                          kFinishers);
             named_barrier(1, kFinishers * kLanes);
-            if (warp == kAddWarps && lane == 0)
-                barrier_arrive_expect(full, owned * kSplit * kTileBytes);
-            __syncwarp();
+            if (warp > kAddWarps)
+                continue;
             if (lane == 0)
-                barrier_arrive(shared_address(shared.finished + turn % kInboxes));
+                barrier_arrive_expect(inbox_full, owned * kSplit * kTileBytes);
+            __syncwarp();
+            if (lane < kSplit) // the cluster may send the next sums
+                barrier_arrive_read(address_in_cluster(shared_address(&shared.finished), lane));
         }
     }
     if constexpr (kSplit > 1) {
         --turn; // all add what came last
+        // Who does not send knows by this alone that all before it has come: else the parity that
+        // is waited for might be that of two phases before.
+        if (!kOnePass)
+            __syncthreads();
         if (owned > 0)
-            barrier_wait(shared_address(shared.inbox + turn % kInboxes), turn / kInboxes & 1);
+            barrier_wait(inbox_full, turn & 1);
         __syncwarp();
         cluster_arrive_relaxed();
-        finisher.run((first_tile + turn * tile_step) * static_cast<long>(kRows), inbox_of(turn),
-                     owned, warp, kWarps);
+        finisher.run((first_tile + turn * tile_step) * static_cast<long>(kRows), inbox, owned, warp,
+                     kWarps);
         cluster_wait();
     }
 }

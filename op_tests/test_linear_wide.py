@@ -33,7 +33,8 @@ def config(split: int, rows: int, depth: int) -> dict[str, int]:
 
 # Between them: no cluster, clusters of several sizes, parts of K without a chunk, parts of unequal
 # length, K that ends within a chunk, more scales of a row than a lane has words, warps without
-# rows, several passes, fewer rows than a pass, a ring of one stage and rings longer than a part.
+# rows, several passes, fewer rows than a pass, a ring of one stage, rings longer than a part, and
+# one as long as five passes.
 CASES = [
     (1, 64, 64, config(1, 64, 2)),
     (2, 3, 32, config(4, 32, 1)),
@@ -51,6 +52,7 @@ CASES = [
     (64, 6000, 1024, config(2, 64, 3)),
     (8, 130, 16384, config(8, 32, 4)),
     (11, 130, 2048, config(1, 80, 8)),
+    (33, 9000, 512, config(4, 64, 5)),
 ]
 
 
@@ -75,7 +77,7 @@ def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int) -> N
     [
         (32, 2304, 6144, config(8, 160, 4)),
         (64, 2304, 6144, config(8, 160, 4)),
-        (64, 9216, 6144, config(8, 128, 3)),
+        (64, 9216, 6144, config(8, 128, 5)),
         (32, 6144, 1536, config(2, 96, 4)),
         (64, 1536, 6144, config(8, 112, 4)),
         (64, 6144, 2048, config(2, 96, 4)),

@@ -39,12 +39,11 @@ constexpr int kOwnedTiles = (kTiles + kSplit - 1) / kSplit; // workgroup t % kSp
 constexpr int kStepBytes = 16 * kTileM * 2 + 16; // x of one wgmma; the next is in other banks
 constexpr int kChunkSteps = kChunk / 16;
 constexpr int kStageBytes = kRows * kChunk;
-constexpr int kInboxes = kOnePass ? 1 : 2;
 constexpr int kInboxBytes = kSplit == 1 ? 0 : kOwnedTiles * kSplit * kTileBytes;
 constexpr int kScaleStride = (kChunks + 1) | 1; // words of a row of w: scales, and the largest
 constexpr int kX = kDepth * kStageBytes;
 constexpr int kInbox = kX + kChunks * kChunkSteps * kStepBytes;
-constexpr int kTables = kInbox + kInboxes * kInboxBytes;
+constexpr int kTables = kInbox + kInboxBytes;
 static_assert(kOnePass || kSplit == 1 || kTiles >= kSplit,
               "who owns a tile waits for the whole cluster");
 static_assert(kTables + kRows * kScaleStride * 4 == MX_SHARED_BYTES,
@@ -55,7 +54,7 @@ constexpr int kNanFactor = 0x7e;
 // A row's largest scale becomes 2^7 in fp16, with this exponent field; 2^-14 is the least.
 constexpr int kTopExponent = 22;
 // Stages of w that are asked for before x is there: each of them delays x.
-constexpr int kEarly = kTileM <= 32 ? 4 : kOnePass ? 2 : 0;
+constexpr int kEarly = kTileM <= 32 ? 4 : 1;
 constexpr int kAskedFirst = kEarly < kDepth ? kEarly : kDepth;
 
 // The upper byte of the fp16 that a block is multiplied with; 0 if it is too small.
@@ -79,7 +78,7 @@ struct Part {
 };
 
 struct Shared {
-    unsigned long long full[kDepth], empty[kDepth], inbox[kInboxes], finished[kInboxes];
+    unsigned long long full[kDepth], empty[kDepth], inbox, finished;
     int x_exponent[kTileM];
     alignas(8) float x_power[kTileM];
     unsigned x_outside[kTileM], any_x_outside, any_x_far;

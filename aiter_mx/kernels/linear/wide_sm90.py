@@ -70,12 +70,12 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     chunks = -(-problem.K // (_CHUNK * split))
     sums = rows // 16 * tile_m // 8
     if chunks > _MOST_CHUNKS or (passes > 1 and sums < split):
-        return None  # who owns no sums would not know when the others have read theirs
+        return None  # who owns no sums would let the others send theirs too early
     inbox = -(-sums // split) * split * _TILE_BYTES if split > 1 else 0
     shared_bytes = (
         config["depth"] * rows * _CHUNK
         + chunks * _CHUNK // 16 * (32 * tile_m + 16)
-        + (1 if passes == 1 else 2) * inbox
+        + inbox
         + rows * ((chunks + 1) | 1) * 4
     )
     if shared_bytes > _SHARED_BYTES:
