@@ -23,6 +23,14 @@ using Id = long long;
 using Id = int;
 #endif
 
+// Whether the launch may begin before the one ahead of it, which makes y, has ended. The routing is
+// older than that one, and looked up first.
+#if defined(__AMDGCN__)
+constexpr bool kOverlaps = false;
+#else
+constexpr bool kOverlaps = true;
+#endif
+
 constexpr int kSlots = kTopK + kShared;
 constexpr int kWidth = 4; // features of a thread; N is a multiple of it
 
@@ -35,7 +43,6 @@ MX_DEVICE float to_f32(float x) { return x; }
 MX_KERNEL(kThreads)
 aiter_mx_moe_combine(const Y* y, const Id* topk_ids, const float* weights, const int* expert_map,
                      Out* out, long N, int M, int experts) {
-    wait_for_grid_ahead();
     const long n = (static_cast<long>(group_x()) * kThreads + thread_in_group()) * kWidth;
     if (n >= N)
         return;
@@ -43,6 +50,9 @@ aiter_mx_moe_combine(const Y* y, const Id* topk_ids, const float* weights, const
         Piece pieces[kSlots];
         float factors[kSlots];
         bool is_here[kSlots];
+        const auto load = [&](int s) {
+            return *reinterpret_cast<const Piece*>(y + (token * kSlots + s) * N + n);
+        };
 #pragma unroll
         for (int s = 0; s < kSlots; ++s) {
             is_here[s] = true;
@@ -54,9 +64,17 @@ aiter_mx_moe_combine(const Y* y, const Id* topk_ids, const float* weights, const
                     is_here[s] = expert_map[id] >= 0;
                 factors[s] = weights[token * kTopK + s];
             }
-            if (is_here[s])
-                pieces[s] = *reinterpret_cast<const Piece*>(y + (token * kSlots + s) * N + n);
+            if (!kOverlaps && is_here[s])
+                pieces[s] = load(s);
         }
+        if (kOverlaps && token == group_y()) {
+            wait_for_grid_ahead();
+            launch_dependents();
+        }
+#pragma unroll
+        for (int s = 0; s < kSlots; ++s)
+            if (kOverlaps && is_here[s])
+                pieces[s] = load(s);
         float sums[kWidth] = {};
 #pragma unroll
         for (int s = 0; s < kSlots; ++s)
