@@ -13,6 +13,9 @@
 // become fp16, which is exact; a 32-block is two matrix instructions, whose fp32 sums are then
 // scaled and added to those of the tile.
 //
+// With an activation, a block of 32 features is one tile's, or shared by the tiles of a cluster of
+// two or four workgroups, which tell each other their largest magnitudes.
+//
 // What is open, and which rows of x that takes, is looked up ahead by the part that fills the ring
 // (Filler); each warp keeps a queue of it for the part that empties the ring.
 
@@ -163,15 +166,42 @@ MX_DEVICE void store_plain(const MoeArgs& a, const Entry& entry, const float* pa
     }
 }
 
-// Eight lanes have a block of 32 features of a routed row, and four such rows are a warp's.
+// The largest magnitude of a block of row m of x, of which this thread has four features: from all
+// fours of the block, which each workgroup of the cluster sends to each one.
+[[maybe_unused]] MX_DEVICE unsigned largest_of_block(unsigned own, Maxima& maxima,
+                                                     const Entry& entry, int done, int m, int quad,
+                                                     bool is_inside) {
+    const int turn = done % 2;
+    const unsigned barrier = shared_address(maxima.barriers + turn);
+    if (threadIdx.x == 0)
+        barrier_arrive_expect(barrier, entry.col_tiles * 8 * kBlockQuads * 4);
+    if (is_inside) {
+        const unsigned to =
+            shared_address(&maxima.of_quad[turn][m][rank_in_cluster() * kQuads + quad]);
+#pragma unroll
+        for (int rank = 0; rank < kCluster; ++rank)
+            store_async(address_in_cluster(to, rank), own, address_in_cluster(barrier, rank));
+    }
+    barrier_wait_cluster(barrier, done / 2 % 2);
+    if (is_inside)
+#pragma unroll
+        for (unsigned of_quad : maxima.of_quad[turn][m])
+            own = max(own, of_quad);
+    return own;
+}
+
+// Four features of a routed row to a lane. Eight lanes have a block of 32 of them, in this
+// workgroup or in the cluster.
 template <int Activation>
 MX_DEVICE void store_activated(const MoeArgs& a, const Entry& entry, const float* partials,
-                               int thread) {
-    constexpr int features = Rows::kFeatures, blocks = features / kBlock, lanes = 8;
-    const int count = entry.col_tiles * 8 * blocks * lanes; // a multiple of a warp's lanes
-    for (int i = thread; i < count; i += kThreads) {
-        const int m = i / lanes / blocks, first = i / lanes % blocks * kBlock + i % lanes * 4;
-        const long t = entry.t[m];
+                               Maxima& maxima, int done, int thread) {
+    constexpr int features = Rows::kFeatures;
+    static_assert(kCluster == 1 || kCols * kQuads <= kThreads, "all send before one waits");
+    const int count = entry.col_tiles * 8 * kQuads;
+    for (int i = thread; i < (count + kLanes - 1) / kLanes * kLanes; i += kThreads) {
+        const bool is_inside = kCluster == 1 || i < count; // else count is one of whole warps
+        const int m = i / kQuads, first = i % kQuads * 4;
+        const long t = is_inside ? entry.t[m] : -1;
         float gate[4] = {}, up[4] = {};
         if (t >= 0) {
             sum_of_warps(gate, partials, m, first);
@@ -188,18 +218,29 @@ MX_DEVICE void store_activated(const MoeArgs& a, const Entry& entry, const float
             }
             gate[v] = activate<Activation>(gate[v], up[v], a.activation);
         }
-        const BlockScale scale = block_scale<E4M3, kRoundUp>(max_of_lanes<lanes>(amax_bits(gate)));
+        unsigned largest = amax_bits(gate);
+        if constexpr (kCluster > 1)
+            largest = largest_of_block(largest, maxima, entry, done, m, i % kQuads, is_inside);
+        else
+            largest = max_of_lanes<kQuads>(largest);
+        const BlockScale scale = block_scale<E4M3, kRoundUp>(largest);
         const unsigned word = to_e4m3x4<kRoundUp>(gate[0], gate[1], gate[2], gate[3], scale);
         const long n = t * (a.N / 2) + entry.tile * static_cast<long>(features) + first;
         if (t < 0)
             continue;
         *reinterpret_cast<unsigned*>(static_cast<unsigned char*>(a.out) + n) = word;
-        if (i % lanes == 0)
+        if (n % kBlock == 0)
             a.out_scales[n / kBlock] = scale.byte;
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kGroups)
+#if MX_ACTIVATION && MX_ROW_TILES < 4 // a cluster of one is a launch in clusters, too
+#define CLUSTER __cluster_dims__(kCluster, 1, 1)
+#else
+#define CLUSTER
+#endif
+
+extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kGroups)
     aiter_mx_moe_gemm(MX_MOE_PARAMETERS) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     const MoeArgs a = MX_MOE_ARGS;
@@ -207,17 +248,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, kGroups)
     const unsigned ring = shared_address(dynamic) + warp * kRingBytes;
     float* const partials = reinterpret_cast<float*>(dynamic + kWarps * kRingBytes);
     Entry* const queue = reinterpret_cast<Entry*>(partials + kWarps * kPartials) + warp * kEntries;
+    Maxima& maxima = *reinterpret_cast<Maxima*>(dynamic + MX_SHARED_BYTES - kMaximaBytes);
 
-    if (!kEarlyRouting)
-        wait_for_grid_ahead();
-    Walk walk(a, Rows::count(a), lane);
-    Filler filler{a, walk, ring, queue, lane, warp};
-    if (kEarlyRouting) {
+    if constexpr (kCluster > 1) {
+        if (thread == 0) {
+            for (unsigned long& barrier : maxima.barriers)
+                barrier_init(shared_address(&barrier), 1);
+            fence_barrier_init();
+        }
+        __syncwarp();
+        cluster_arrive_relaxed();
+    }
+    Walk walk(a, Rows::count(a), lane, false);
+    Filler filler(a, walk, ring, queue, lane, warp);
+    if constexpr (kEarlyRouting) {
+        walk.begin();
         Walk early_walk = walk;
-        Filler early{a, early_walk, ring, queue, lane, warp};
+        Filler early(a, early_walk, ring, queue, lane, warp);
         for (int d = 0; d < kDepth - 1; ++d)
             early.fill(true, false);
         wait_for_grid_ahead(); // which made x
+    } else {
+        if (warp == 0 && walk.next_tile == 0) // one workgroup for each block of ids
+            walk.ask_for_lists();
+        wait_for_grid_ahead();
+        walk.begin();
     }
     Sums sums;
     const Entry* entry = queue;
@@ -257,12 +312,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kGroups)
                         partials[warp * kPartials + (j * 8 + lane % 4 * 2 + d % 2) * kPitch +
                                  i * 16 + d / 2 * 8 + lane / 4] = sums[i][j][d];
         group_barrier();
-        if constexpr (kActivation == kNoActivation)
+        if constexpr (kActivation == kNoActivation) {
             store_plain(a, *entry, partials, thread);
-        else
-            store_activated<kActivation>(a, *entry, partials, thread);
+        } else {
+            if (kCluster > 1 && done == 0)
+                cluster_wait(); // all have set up their barriers
+            store_activated<kActivation>(a, *entry, partials, maxima, done, thread);
+        }
         entry = entry + 1 == queue + kEntries ? queue : entry + 1;
-        ++done;
         chunk = warp;
+        if (++done == filler.opened && filler.is_over)
+            break;
     }
 }

@@ -84,6 +84,10 @@ MX_DEVICE unsigned swizzled_block(int b, int lane) {
     return lane / 4 * kChunk + (b ^ lane / 4 % 4) * kBlock + lane % 4 * 8;
 }
 
+MX_DEVICE void prefetch_l2(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
+}
+
 // Rows of w in a tile of `Rows`. With an activation, each Group of them are half gate rows, then
 // the up rows of the same features; the layout says where these are in w.
 template <int Rows, int Group, bool Activated, bool Interleaved>
@@ -112,30 +116,48 @@ struct MoeWalk {
     static constexpr int kPiece = Cols < 64 ? 64 : Cols; // ids of a block, looked up at a time
     static constexpr int kIds = kPiece / kLanes;         // of a lane
     static constexpr int kWords = (Cols + kLanes - 1) / kLanes; // of the mask of Cols ids
+    static constexpr long kNowhere = 1l << 62;
     static_assert(kWords == 1 || kWords == kIds, "rows are those of a word, or of the whole piece");
 
     const MoeArgs& a;
     const unsigned tiles; // of an expert's w
     const int lane;
-    const unsigned step_pieces, step_tiles; // from an item of the workgroup to its next one
-    unsigned next_piece, next_tile;         // of the next item to open
-    unsigned pieces;                        // in use
-    int next_expert = -1, ids[kIds];        // of the next item
-    unsigned left[kIds] = {};               // valid ids of the open item that are not given out yet
-    int t[kIds];                            // the open item's routed rows, 32 after each other
-    long place;                             // of its first id
+    unsigned step_pieces, step_tiles;        // from an item of the workgroup to its next one
+    unsigned next_piece, next_tile;          // of the next item to open
+    long next_begin;                         // place of its block's first id
+    int next_in_block;                       // of its own first id
+    const int *next_expert_at, *next_ids_at; // of its first id for this lane
+    int next_ids;                            // of the block from that one
+    int padded = 0;                          // ids in use, padding included
+    int next_expert = -1, ids[kIds];         // of the next item
+    unsigned left[kIds] = {}; // valid ids of the open item that are not given out yet
+    int t[kIds];              // the open item's routed rows, 32 after each other
+    long place;               // of its first id
     unsigned tile;
     int expert;
     int first; // of the rows given out last
     unsigned valid[kWords];
+    bool looks_ahead; // look_ahead() is due
 
-    MX_MEMBER MoeWalk(const MoeArgs& a, unsigned tiles, int lane)
+    // Unless begins, the lists may not be written yet: begin() is to follow.
+    MX_MEMBER MoeWalk(const MoeArgs& a, unsigned tiles, int lane, bool begins = true)
         : a(a), tiles(tiles), lane(lane), step_pieces(gridDim.x / tiles),
           step_tiles(gridDim.x % tiles), next_piece(blockIdx.x / tiles),
           next_tile(blockIdx.x % tiles) {
-        const int padded = *a.padded;
-        look_up(); // of what may not exist, rather than wait for padded first
-        pieces = min((padded + a.block_m - 1) / a.block_m, a.max_blocks) * pieces_of_block();
+        aim();
+        if (begins)
+            begin();
+    }
+    MX_MEMBER void begin() {
+        padded = *a.padded;
+        look_up(); // of what may not be in use, rather than wait for padded first
+    }
+    // Fetches into the L2 what begin() will read; it may be written meanwhile.
+    MX_MEMBER void ask_for_lists() const {
+        if (next_begin == kNowhere)
+            return;
+        if (lane < 3)
+            prefetch_l2(lane == 0 ? a.padded : lane == 1 ? next_expert_at : next_ids_at - lane);
     }
     MX_MEMBER unsigned pieces_of_block() const { return (a.block_m + kPiece - 1) / kPiece; }
     // Splits the number of a piece into that of its block and its first id's within the block.
@@ -146,17 +168,27 @@ struct MoeWalk {
         first_id = piece % pieces_of_block() * kPiece;
         return piece / pieces_of_block();
     }
+    // Finds where the next item's lists are.
+    MX_MEMBER void aim() {
+        const unsigned block = block_of(next_piece, next_in_block);
+        const bool exists = block < static_cast<unsigned>(a.max_blocks);
+        next_begin = exists ? block * static_cast<long>(a.block_m) : kNowhere;
+        next_expert_at = a.expert_ids + block;
+        next_ids_at = a.ids + next_begin + next_in_block + lane;
+        next_ids = exists ? a.block_m - next_in_block - lane : 0;
+    }
+    // Asks for the ids and the expert of the next item.
     MX_MEMBER void look_up() {
-        int in_block;
-        const unsigned block = block_of(next_piece, in_block);
-        if (block >= static_cast<unsigned>(a.max_blocks))
+        if (next_begin == kNowhere)
             return;
-        next_expert = a.expert_ids[block];
-        in_block += lane;
-        const int* from = a.ids + block * static_cast<long>(a.block_m) + in_block;
+        next_expert = *next_expert_at;
 #pragma unroll
         for (int i = 0; i < kIds; ++i)
-            ids[i] = in_block + i * kLanes < a.block_m ? from[i * kLanes] : -1;
+            ids[i] = i * kLanes < next_ids ? next_ids_at[i * kLanes] : -1;
+    }
+    MX_MEMBER void look_ahead() {
+        aim();
+        look_up();
     }
     MX_MEMBER unsigned any_left() const {
         unsigned any = 0;
@@ -166,15 +198,16 @@ struct MoeWalk {
         return any;
     }
     // Gives out the next rows; false if there are none. absent() is called for items whose expert
-    // is not here.
+    // is not here. Unless looks_up, the caller calls look_ahead() where it is due.
     template <class Absent>
-    MX_MEMBER bool next(Absent absent) {
+    MX_MEMBER bool next(Absent absent, bool looks_up = true) {
+        looks_ahead = false;
         while (!any_left()) {
-            if (next_piece >= pieces)
+            if (looks_ahead)
+                look_ahead();
+            if (next_begin >= padded) // its block is not in use
                 return false;
-            int in_block;
-            const long block = block_of(next_piece, in_block);
-            place = block * a.block_m + in_block;
+            place = next_begin + next_in_block;
             tile = next_tile;
             expert = next_expert;
 #pragma unroll
@@ -188,7 +221,7 @@ struct MoeWalk {
                 next_tile -= tiles;
                 ++next_piece;
             }
-            look_up();
+            looks_ahead = true;
             if (static_cast<unsigned>(expert) >= static_cast<unsigned>(a.num_experts)) {
                 absent();
 #pragma unroll
@@ -196,6 +229,8 @@ struct MoeWalk {
                     word = 0;
             }
         }
+        if (looks_ahead && looks_up)
+            look_ahead();
         if constexpr (kWords > 1) {
             first = 0;
 #pragma unroll

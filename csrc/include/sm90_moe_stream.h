@@ -22,8 +22,12 @@ constexpr int kCols = kColTiles * 8;
 constexpr int kThreads = kWarps * kLanes;
 using Rows = TileRows<kRows, kRows, kActivation != kNoActivation, MX_INTERLEAVED>;
 using Walk = MoeWalk<kCols>;
-static_assert(kActivation == kNoActivation || kRows % (2 * kBlock) == 0,
-              "a tile has whole blocks of gate and of up");
+// With an activation, neighbours of a cluster that have a block of 32 features together.
+constexpr int kCluster = kActivation == kNoActivation ? 1 : 4 / kRowTiles;
+constexpr int kQuads = Rows::kFeatures / 4; // of features of a workgroup
+constexpr int kBlockQuads = kBlock / 4;
+static_assert(kActivation == kNoActivation || kQuads * kCluster == kBlockQuads,
+              "a cluster has one block of 32 features");
 
 // A slot of a ring. Scales of a row are the aligned words that hold its bytes.
 constexpr int kScaleWords = kWhole ? 1 : 2;
@@ -45,7 +49,16 @@ struct Entry {
     int col_tiles; // that have rows
     int unused;    // keeps what follows aligned
 };
-static_assert(kWarps * (kRingBytes + kPartials * 4 + kEntries * sizeof(Entry)) == MX_SHARED_BYTES,
+
+// The largest magnitude of each four features of the block, for each row of x. Two entries take
+// turns.
+struct Maxima {
+    unsigned long barriers[2];
+    unsigned of_quad[2][kCols][kBlockQuads];
+};
+constexpr int kMaximaBytes = kCluster > 1 ? sizeof(Maxima) : 0;
+static_assert(kWarps * (kRingBytes + kPartials * 4 + kEntries * sizeof(Entry)) + kMaximaBytes ==
+                  MX_SHARED_BYTES,
               "the host lays shared memory out differently: aiter_mx/kernels/moe_gemm/sm90.py");
 
 MX_DEVICE int blocks_of(const MoeArgs& a, int chunk) {
@@ -81,18 +94,53 @@ struct Filler {
     const unsigned ring;
     Entry* const queue;
     const int lane, warp;
+    unsigned a_div_inverse;              // times 2^32, rounded up; of 1, 0
     int opened = 0, slot = 0, entry = 0; // entries so far; the next slots of ring and queue
     int chunk;                           // the next one
-    int x_rows[kCols / 4], xs_row;       // that this lane copies of the open entry, or -1
+    static constexpr int kScaleRows = (kRows + kLanes - 1) / kLanes;
+    unsigned tile_of_rows, w_rows[kRows / 4], ws_rows[kScaleRows]; // of w, that this lane copies
+    int x_rows[kCols / 4], xs_row; // that this lane copies of the open entry, or -1
+    bool is_over = false;          // no entry is left
+
+    MX_MEMBER Filler(const MoeArgs& a, Walk& walk, unsigned ring, Entry* queue, int lane, int warp)
+        : a(a), walk(walk), ring(ring), queue(queue), lane(lane), warp(warp),
+          a_div_inverse(a.a_div == 1 ? 0 : ~0u / static_cast<unsigned>(a.a_div) + 1) {
+        find_w_rows(walk.next_tile);
+    }
+    // Those of w that this lane copies.
+    MX_MEMBER void find_w_rows(unsigned tile) {
+        tile_of_rows = tile;
+#pragma unroll
+        for (int i = 0; i < kRows / 4; ++i)
+            w_rows[i] = Rows::row(a, tile, lane / 8 + 4 * i);
+#pragma unroll
+        for (int i = 0; i < kScaleRows; ++i)
+            ws_rows[i] = Rows::row(a, tile, i * kLanes + lane);
+    }
 
     MX_MEMBER bool open() {
-        if (!walk.next([&] {
-                store_zeros<Out, Rows::kFeatures, kActivation != kNoActivation>(a, walk, warp,
-                                                                                kWarps);
-            }))
+        if (!walk.next(
+                [&] {
+                    store_zeros<Out, Rows::kFeatures, kActivation != kNoActivation>(a, walk, warp,
+                                                                                    kWarps);
+                },
+                false))
             return false;
+        if (walk.tile != tile_of_rows)
+            find_w_rows(walk.tile);
+        ++opened;
+        chunk = warp;
+        return true;
+    }
+    // t / a_div, without the long chain that a division is. The product is at most one too high.
+    MX_MEMBER int x_row(unsigned t) const {
+        const unsigned row = a_div_inverse == 0 ? t : __umulhi(t, a_div_inverse);
+        return row - (row * static_cast<unsigned>(a.a_div) > t);
+    }
+    // Finds the rows of x of the entry that was opened, and puts it into the queue.
+    MX_MEMBER void find_rows() {
         const int row = walk.row(lane % kCols);
-        xs_row = row < 0 ? -1 : row / a.a_div;
+        xs_row = row < 0 ? -1 : x_row(row);
 #pragma unroll
         for (int i = 0; i < kCols / 4; ++i)
             x_rows[i] = __shfl_sync(~0u, xs_row, lane / 8 + 4 * i);
@@ -108,45 +156,45 @@ struct Filler {
             to.col_tiles = walk.col_tiles();
         }
         entry = entry + 1 == kEntries ? 0 : entry + 1;
-        ++opened;
-        chunk = warp;
-        return true;
     }
-    // Of w, of x, or both.
-    MX_MEMBER void copy_chunk(bool of_w, bool of_x) const {
+    // Where 16 bytes of a chunk that this lane copies begin in a row, and whether they exist.
+    MX_MEMBER Offset place_in_row(bool& exists) const {
+        const Offset k = static_cast<Offset>(chunk) * kChunk + lane % 8 * 16;
+        exists = kWhole || k < static_cast<Offset>(a.K);
+        return exists ? k : 0;
+    }
+    MX_MEMBER void copy_w() const {
         const unsigned to = ring + slot * kSlotBytes;
-        const int part = lane % 8, row_in_4 = lane / 8;
-        const Offset k = static_cast<Offset>(chunk) * kChunk + part * 16;
-        const int blocks = blocks_of(a, chunk);
-        const unsigned place = to + swizzled(row_in_4, part);
-        const bool exists = kWhole || k < static_cast<Offset>(a.K);
-        const Offset from = exists ? k : 0, first_row = walk.expert * static_cast<Offset>(a.N);
-        if (of_w) {
-            const unsigned char* w = a.wq + first_row * a.K + from;
+        bool exists;
+        const Offset first_row = walk.expert * static_cast<Offset>(a.N);
+        const unsigned char* w = a.wq + first_row * a.K + place_in_row(exists);
 #pragma unroll
-            for (int i = 0; i < kRows / 4; ++i)
-                copy_once_async(place + i * 4 * kChunk,
-                                w + a.row_of_k(Rows::row(a, walk.tile, row_in_4 + 4 * i)), exists);
-            const unsigned char* w_scales = a.ws + first_row * a.blocks() + chunk * kBlocks;
+        for (int i = 0; i < kRows / 4; ++i)
+            copy_once_async(to + swizzled(lane / 8, lane % 8) + i * 4 * kChunk,
+                            w + a.row_of_k(w_rows[i]), exists);
+        const unsigned char* w_scales = a.ws + first_row * a.blocks() + chunk * kBlocks;
 #pragma unroll
-            for (int i = 0; i < (kRows + kLanes - 1) / kLanes; ++i) {
-                const int r = i * kLanes + lane;
-                if (r < kRows)
-                    copy_scales(to + kWScalesAt + r * kScaleWords * 4,
-                                w_scales + a.row_of_blocks(Rows::row(a, walk.tile, r)), blocks);
-            }
+        for (int i = 0; i < kScaleRows; ++i) {
+            const int r = i * kLanes + lane;
+            if (r < kRows)
+                copy_scales(to + kWScalesAt + r * kScaleWords * 4,
+                            w_scales + a.row_of_blocks(ws_rows[i]), blocks_of(a, chunk));
         }
-        if (!of_x)
-            return;
+    }
+    MX_MEMBER void copy_x() const {
+        const unsigned to = ring + slot * kSlotBytes;
+        bool exists;
+        const unsigned char* x = a.xq + place_in_row(exists);
 #pragma unroll
         for (int i = 0; i < kCols / 4; ++i)
             if (x_rows[i] >= 0)
-                copy_async(place + kXAt + i * 4 * kChunk, a.xq + a.row_of_k(x_rows[i]) + from,
-                           exists);
+                copy_async(to + kXAt + swizzled(lane / 8, lane % 8) + i * 4 * kChunk,
+                           x + a.row_of_k(x_rows[i]), exists);
         if (lane < kCols) {
             const unsigned at = to + kXScalesAt + lane * kScaleWords * 4;
             if (xs_row >= 0) {
-                copy_scales(at, a.xs + a.row_of_blocks(xs_row) + chunk * kBlocks, blocks);
+                copy_scales(at, a.xs + a.row_of_blocks(xs_row) + chunk * kBlocks,
+                            blocks_of(a, chunk));
             } else {
 #pragma unroll
                 for (int i = 0; i < kScaleWords; ++i)
@@ -154,12 +202,21 @@ struct Filler {
             }
         }
     }
-    // Brings this warp's next chunk, if there is one.
+    // Brings this warp's next chunk, if there is one: of w, of x, or both.
     MX_MEMBER void fill(bool of_w, bool of_x) {
-        if ((opened > 0 && chunk < a.chunks()) || open()) {
-            copy_chunk(of_w, of_x);
+        const bool opens = opened == 0 || chunk >= a.chunks();
+        if (!opens || open()) {
+            if (of_w)
+                copy_w();
+            if (opens) // once the weights are asked for, to which all this makes no difference
+                find_rows();
+            if (of_x)
+                copy_x();
+            if (opens && walk.looks_ahead)
+                walk.look_ahead();
             chunk += kWarps;
         } else if (of_x) {
+            is_over = true;
             launch_dependents(); // not before, else what comes next settles unevenly on the SMs
         }
         if (of_x)

@@ -25,6 +25,7 @@ PARAMS = (
 )
 
 _CHUNK = 128  # k
+_ACTIVATED_TILES = 4  # hold the gate and up rows of a block of 32 features
 _PIECE = 64  # ids of a block that are looked up at a time
 MAX_SIDE = 1 << 31  # N and K, of which products alone are 64 bits wide
 _MAX_ITEMS = 1 << 31
@@ -40,7 +41,15 @@ def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
     scale_bytes = 4 if problem.K % _CHUNK == 0 else 8
     slot = (rows + cols) * (_CHUNK + scale_bytes)
     entry = cols * 8 + 16
-    return config["k_warps"] * (depth * slot + cols * (rows + 4) * 4 + (depth + 1) * entry)
+    of_warp = depth * slot + cols * (rows + 4) * 4 + (depth + 1) * entry
+    cluster = _cluster(problem, config)
+    maxima = 16 + 2 * cols * 8 * 4 if cluster > 1 else 0
+    return config["k_warps"] * of_warp + maxima
+
+
+def _cluster(problem: MoeGemmProblem, config: Config) -> int:
+    """Workgroups that have a block of 32 features of an activated result together."""
+    return 1 if problem.activation == "none" else _ACTIVATED_TILES // config["row_tiles"]
 
 
 def _items(problem: MoeGemmProblem, config: Config) -> int:
@@ -58,17 +67,33 @@ def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
     return None
 
 
-def _fits(problem: MoeGemmProblem, config: Config) -> bool:
+def _shares_blocks(problem: MoeGemmProblem, config: Config) -> bool:
+    """Whether clusters have one block of 32 features, and of those that exchange maxima each
+    workgroup a thread for every four of its features of each row of x."""
+    if problem.activation == "none":
+        return True
+    cluster, row_tiles = _cluster(problem, config), config["row_tiles"]
+    enough = config["col_tiles"] * 8 * row_tiles * 2 <= config["k_warps"] * 32
+    return cluster * row_tiles == _ACTIVATED_TILES and (cluster == 1 or enough)
+
+
+def fits(problem: MoeGemmProblem, config: Config) -> bool:
+    """Whether an SM has room for a configuration's workgroups, and these for the problem."""
     chunks = -(-problem.K // _CHUNK)
     threads = config["k_warps"] * 32 * config["groups"]
     registers = 56 + 10 * config["row_tiles"] * (2 + config["col_tiles"])
     return (
         config["k_warps"] <= chunks
-        and (problem.activation == "none" or config["row_tiles"] == 4)
+        and _shares_blocks(problem, config)
         and (shared_bytes(problem, config) + 1024) * config["groups"] <= _SHARED_BYTES
         and threads <= 2048
         and threads * registers <= _REGISTERS
     )
+
+
+def _rounds(tiles: int, workgroups: int) -> int:
+    """The most tiles of a workgroup."""
+    return -(-tiles // workgroups)
 
 
 def _preferred(target: Target, problem: MoeGemmProblem) -> list[Config]:
@@ -78,10 +103,13 @@ def _preferred(target: Target, problem: MoeGemmProblem) -> list[Config]:
     col_tiles = next((c for c in (1, 2) if rows <= 4 * c or most_cols <= c), 4)
     row_tiles = 4 if problem.activation != "none" else 3
     if problem.K >= 16 * _CHUNK:
-        shapes = [(row_tiles, 4, 2, 2), (row_tiles, 8, 2, 1), (4, 8, 2, 1), (2, 4, 2, 2)]
-        tiles = min(problem.routed, problem.E) * -(-problem.N // (row_tiles * 16))
-        if tiles <= target.cu_num:  # one for each SM, with as many warps
-            shapes.insert(0, shapes.pop(1))
+        shapes = [(row_tiles, 8, 2, 1), (row_tiles, 4, 2, 2), (4, 8, 2, 1), (2, 4, 2, 2)]
+        if problem.activation != "none":
+            tiles = min(problem.routed, problem.E) * -(-problem.N // (row_tiles * 16))
+            if tiles <= target.cu_num:  # two workgroups for each block of features, or four
+                shapes = [(2, 6, 2, 2), *shapes, (1, 8, 2, 2)]
+            elif _rounds(tiles, 2 * target.cu_num) * 2 <= _rounds(tiles, target.cu_num):
+                shapes.insert(0, shapes.pop(1))
     else:
         shapes = [(row_tiles, 2, 3, 4), (row_tiles, 2, 2, 4), (row_tiles, 2, 2, 3), (2, 2, 2, 4)]
     shapes += [(row_tiles, 2, 2, 2), (row_tiles, 1, 2, 4), (row_tiles, 1, 2, 2), (4, 1, 2, 1)]
@@ -99,14 +127,14 @@ def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
     near = [
         config
         for config in combinations(PARAMS)
-        if config["row_tiles"] >= 2
+        if config["row_tiles"] >= (2 if problem.activation == "none" else _ACTIVATED_TILES)
         and config["col_tiles"] <= max(2, most_cols)
         and config["depth"] <= 3
         and 4 <= config["k_warps"] * config["groups"] <= 12
     ]
     ordered = [*_preferred(target, problem), *near]
     distinct = {tuple(sorted(config.items())): config for config in ordered}
-    return [config for config in distinct.values() if _fits(problem, config)][:_MOST_CANDIDATES]
+    return [config for config in distinct.values() if fits(problem, config)][:_MOST_CANDIDATES]
 
 
 def _configure(target: Target, problem: MoeGemmProblem) -> Config:
@@ -137,9 +165,10 @@ def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping
 
 
 def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:
-    groups = min(target.cu_num * config["groups"], _items(problem, config))
+    cluster = _cluster(problem, config)
+    groups = min(target.cu_num * config["groups"], _items(problem, config)) // cluster * cluster
     return Geometry(
-        grid=(max(1, groups), 1, 1),
+        grid=(max(cluster, groups), 1, 1),
         block=(config["k_warps"] * target.wave_size, 1, 1),
         shared_bytes=shared_bytes(problem, config),
         overlaps=True,
