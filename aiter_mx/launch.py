@@ -143,13 +143,15 @@ def _bind_one(
 ) -> Run:
     function = load_function(spec, target, problem, config, device, module)
     runtime = runtime_of(target.runtime)
-    described = module.tensor_map and module.tensor_map(target, problem, config)
-    map_at = runtime.map_offset(function, len(module.args)) if described else None
-    args = PackedArgs(module.args, module.scalars(target, problem, config), map_at)
+    describing = [of for of in (module.tensor_map, module.result_map) if of]
+    described = [of(target, problem, config) for of in describing]
+    first_map = len(module.args)
+    maps_at = [runtime.map_offset(function, first_map + i) for i in range(len(described))]
+    args = PackedArgs(module.args, module.scalars(target, problem, config), maps_at)
     start = runtime.bind(function, module.geometry(target, problem, config), args)
     if target.runtime == "sim":
         return _simulated(start, args, [arg for arg in module.args if arg.kind == "pointer"])
-    set_pointers = _setting_map(args, described, runtime) if described else args.set_pointers
+    set_pointers = _setting_maps(args, described, runtime) if described else args.set_pointers
     current_stream, current_device = runtime.current_stream, torch._C._cuda_getDevice
 
     def run(tensors: Tensors, addresses: Sequence[int]) -> None:
@@ -163,25 +165,41 @@ def _bind_one(
     return run
 
 
-def _setting_map(args: PackedArgs, described: TensorMap, runtime: Runtime) -> Callable[..., None]:
-    """What writes the pointers and the tensor map of the matrix at one of them.
+def _setting_maps(
+    args: PackedArgs, described: Sequence[TensorMap], runtime: Runtime
+) -> Callable[..., None]:
+    """What writes the pointers and the tensor maps of the matrices at some of them.
 
     A map depends on the address alone, so that one that was made stays right.
     """
-    maps: dict[int, bytes] = {}
-    set_pointers, set_map, pointer = args.set_pointers, args.set_map, described.pointer
+    set_pointers = args.set_pointers
+    setting = [
+        (each.pointer, _setting_map(set_map, each, runtime))
+        for set_map, each in zip(args.set_maps, described, strict=True)
+    ]
 
-    def set_both(*addresses: int) -> None:
-        address = addresses[pointer]
+    def set_all(*addresses: int) -> None:
+        for pointer, set_map in setting:
+            set_map(addresses[pointer])
+        set_pointers(*addresses)
+
+    return set_all
+
+
+def _setting_map(
+    set_map: Callable[[bytes], None], described: TensorMap, runtime: Runtime
+) -> Callable[[int], None]:
+    maps: dict[int, bytes] = {}
+
+    def set_map_of(address: int) -> None:
         encoded = maps.get(address)
         if encoded is None:
             if len(maps) == _MOST_MAPS:
                 maps.clear()
             encoded = maps[address] = runtime.encode_map(described, address)
-        set_pointers(*addresses)
         set_map(encoded)
 
-    return set_both
+    return set_map_of
 
 
 def _simulated(start: Callable[[int], None], args: PackedArgs, pointers: Sequence[Arg]) -> Run:

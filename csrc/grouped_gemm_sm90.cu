@@ -26,6 +26,7 @@
 #include "grouped_expand_sm90.h"
 #include "grouped_sm90.h"
 #include "grouped_stage_sm90.h"
+#include "grouped_store_sm90.h"
 #include "grouped_walk_sm90.h"
 #include "mx_epilogue.h"
 #include "sm90_async.h"
@@ -37,27 +38,29 @@
 
 using namespace mx;
 
-constexpr int kGroupThreads = 128;
 constexpr int kWarps = kGroupThreads / kLanes;
 constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
 constexpr int kExpanderThreads = kGroupThreads - kLanes; // of the first warpgroup
 // The register file, 168 for each thread at first. The consumers take no more than these.
 constexpr int kHelperRegisters = 104, kConsumerRegisters = 200;
-constexpr int kExpanderBarrier = 1 + kConsumers; // after those of the consumers
-constexpr int kStepBytes = 256;                  // of 8 tokens' x, for one wgmma
+constexpr int kExpanderBarrier = kConsumersBarrier + 1;
+constexpr int kStepBytes = 256; // of 8 tokens' x, for one wgmma
 
 struct Consumer {
     const Operands& t;
     const Workspace& workspace;
-    unsigned shared, barriers, staging;
+    const TensorMap& results;
+    unsigned shared, barriers;
     int index, rank, thread, lane, warp;
     unsigned turn = 0;
-    // The tile that is next, of which this consumer has a part.
-    TokenTile tokens;
-    int slabs, n;       // so many of tokens; first row of w
+    TokenTile tokens;   // this consumer's part of the tile
+    int n;              // its first row of w
+    int slabs;          // of tokens; of the next tile once that is awaited
     int x_slab;         // of a stage
     Ring ring, fetched; // where the next unit to expand is, and the one before
-    int used;           // stage of the unit before that
+    // Stage of the unit before that, or of the tile before, where results may be on their way out;
+    // none at first.
+    int used = -1;
     // Scales of the next two units: of row lane / 4 of the warp's 16, or that + 8 for odd lanes,
     // and of the first 32 k or the other for lanes 2 and 3 of four.
     unsigned scale[2];
@@ -67,13 +70,12 @@ struct Consumer {
     const unsigned magnitude = held(kMagnitude);
     unsigned words[2][4], factor[2][2]; // of the unit to expand: [row], [half of k][row]
 
-    MX_MEMBER Consumer(const Operands& t, const Workspace& workspace, unsigned shared,
-                       unsigned barriers, int index, int rank, int thread)
-        : t(t), workspace(workspace), shared(shared), barriers(barriers), index(index), rank(rank),
-          thread(thread) {
+    MX_MEMBER Consumer(const Operands& t, const Workspace& workspace, const TensorMap& results,
+                       unsigned shared, unsigned barriers, int index, int rank, int thread)
+        : t(t), workspace(workspace), results(results), shared(shared), barriers(barriers),
+          index(index), rank(rank), thread(thread) {
         lane = thread % kLanes;
         warp = thread / kLanes;
-        staging = shared + kAtStaging + index * kStagingBytes;
     }
 
     MX_MEMBER unsigned load_scale() {
@@ -81,32 +83,45 @@ struct Consumer {
         scales += 2;
         return scale_units-- > 0 ? load_byte(from) : 127;
     }
-    // Takes the next tile, and loads what it needs first.
-    MX_MEMBER void open() {
-        const Work work = receive(barriers, turn++);
+    MX_MEMBER int first_row(const Work& work, int tail) const {
+        return work.n + (tail ? 0 : rank * kRows) + index * kGroupRows;
+    }
+    // Waits for the next tile, and loads what it needs first.
+    MX_MEMBER void await() {
+        const Work work = receive(barriers, turn);
         // Told so, ptxas knows that these are the same for all lanes of a warp.
         slabs = __shfl_sync(0xffffffff, work.slabs, 0);
+        const long row = first_row(work, work.tail) + warp * 16 + lane / 4 + lane % 2 * 8;
+        const int half = lane / 2 % 2;
+        scales = t.ws + (work.tokens.group * t.N + min(row, t.N - 1)) * t.blocks() + half;
+        scale_units = (t.blocks() - half + 1) / 2;
+        scale[0] = load_scale();
+        scale[1] = load_scale();
+    }
+    // Takes the tile of a turn.
+    MX_MEMBER void open(unsigned turn) {
+        const Work work = told(barriers, turn);
         const int tail = __shfl_sync(0xffffffff, work.tail, 0);
         x_slab = tail ? rank * slabs : 0;
         tokens = work.tokens;
         tokens.row += x_slab * kSlabRows;
         tokens.rows = min(tokens.rows - x_slab * kSlabRows, slabs * kSlabRows);
-        n = work.n + (tail ? 0 : rank * kRows) + index * kGroupRows;
-
-        const long row = n + warp * 16 + lane / 4 + lane % 2 * 8;
-        const int half = lane / 2 % 2;
-        scales = t.ws + (tokens.group * t.N + min(row, t.N - 1)) * t.blocks() + half;
-        scale_units = (t.blocks() - half + 1) / 2;
-        scale[0] = load_scale();
-        scale[1] = load_scale();
-        least = 127;
-        most = 127;
-        nan[0] = nan[1] = 0;
+        n = first_row(work, tail);
     }
 
     MX_MEMBER void release(int stage) const {
         if (lane < kCluster)
             barrier_arrive_read(address_in_cluster(barriers + kEmpty + 8 * stage, lane));
+    }
+
+    // Gives back the stage that was last used by the tile before.
+    MX_MEMBER void release_results() {
+        if (used < 0)
+            return;
+        if (thread == 0)
+            store_wait_read<0>();
+        __syncwarp();
+        release(used);
     }
 
     // The payload of a unit, once it is there, and its scales as factors.
@@ -167,17 +182,23 @@ struct Consumer {
 
     // Lets the ring pass where no output is this consumer's.
     MX_MEMBER void skip() {
+        release_results();
+        used = -1;
         for (int unit = 0; unit < t.units(); ++unit) {
             barrier_wait(barriers + kXFull + 8 * ring.stage, ring.parity);
             barrier_wait(barriers + kWFull + 8 * ring.stage, ring.parity);
             release(ring.stage);
             ring.advance();
         }
-        open();
+        await();
     }
 
     template <int Slabs>
     MX_MEMBER void tile() {
+        open(turn++);
+        least = 127;
+        most = 127;
+        nan[0] = nan[1] = 0;
         if (n >= t.N || tokens.rows <= 0)
             return skip();
         float sums[Slabs * 32];
@@ -194,6 +215,7 @@ struct Consumer {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
             expand(a[0][j], j);
+        release_results();
         int unit = 0;
         for (; unit + 2 < units; unit += 2) {
             multiply<0, false, Slabs>(sums, a, unit, w_place, x_place);
@@ -205,36 +227,43 @@ struct Consumer {
         } else {
             multiply<0, true, Slabs>(sums, a, unit, w_place, x_place);
         }
-        wgmma_wait<0>();
-        keep_in_order(sums);
-        release(used);
+        open(turn - 1); // again, so that it takes no registers in the loop
         finish<Slabs>(sums);
     }
 
     template <int Slabs>
     MX_MEMBER void finish(float (&sums)[Slabs * 32]) {
-        const TokenTile tokens = this->tokens;
-        const long n = this->n;
-        const unsigned low = least, high = most;
-        unsigned is_nan[2];
-        is_nan[0] = nan[0] & 0x80808080;
-        is_nan[1] = nan[1] & 0x80808080;
+        // Whether a row of w has NaN, or a scale that bf16 does not cover.
+        const unsigned is_nan[2] = {nan[0] & 0x80808080, nan[1] & 0x80808080};
+        const bool scale_outside = least < kFirstWScale || most > kLastWScale;
+        const bool x_outside = tile_outside(tokens.index);
+        const bool again = is_nan[0] || is_nan[1] || scale_outside || x_outside;
         float added[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             added[i] =
                 load_bias(t.bias, t.bias_kind,
-                          tokens.group * t.N + min(n + warp * 16 + lane / 4 + i * 8, t.N - 1));
-        const bool x_outside = tile_outside(tokens.index);
-        open();
-        if constexpr (sizeof(Out) == 4)
-            store_fp32<Slabs>(tokens, n, sums, added);
-        else
-            store_16<Slabs>(tokens, n, sums, added);
-        // Whether a row of w has NaN, or a scale that bf16 does not cover.
-        const bool scale_outside = low < kFirstWScale || high > kLastWScale;
-        if (__any_sync(0xffffffff, is_nan[0] || is_nan[1] || scale_outside || x_outside))
-            compute_again(t, tokens, n + warp * 16, lane, is_nan, scale_outside, x_outside);
+                          tokens.group * t.N +
+                              min(static_cast<long>(n) + warp * 16 + lane / 4 + i * 8, t.N - 1));
+        await();
+        wgmma_wait<0>();
+        keep_in_order(sums);
+        const Results out{t,
+                          results,
+                          tokens,
+                          n,
+                          index,
+                          thread,
+                          shared + kAtStaging + index * kStagingBytes,
+                          shared + used * kStageX + index * (kStageX / kConsumers),
+                          shared + kAtW + used * kStageW + index * (kStageW / kConsumers)};
+        if (out.template store<Slabs>(sums, added, again)) {
+            if (thread == 0)
+                store_wait();
+            named_barrier(1 + index, kGroupThreads);
+            if (__any_sync(0xffffffff, again))
+                compute_again(t, tokens, n + warp * 16, lane, is_nan, scale_outside, x_outside);
+        }
     }
 
     MX_MEMBER bool tile_outside(int tile) const {
@@ -242,67 +271,6 @@ struct Consumer {
         for (int i = lane; i < workspace.words(); i += kLanes)
             bits |= load_relaxed(workspace.expanded(tile) + i);
         return bits >> 32;
-    }
-
-    template <int Slabs>
-    MX_MEMBER void store_fp32(const TokenTile& tokens, long n, const float (&sums)[Slabs * 32],
-                              const float (&added)[2]) const {
-        const long first = n + warp * 16 + lane / 4;
-        Out* to = t.y + (tokens.row + lane % 4 * 2) * t.N + first;
-#pragma unroll
-        for (int i = 0; i < Slabs * 32; ++i) {
-            const int token = i / 4 * 8 + i % 2, row = i / 2 % 2 * 8;
-            if (token + lane % 4 * 2 < tokens.rows && first + row < t.N)
-                store(to + token * t.N + row, sums[i] + added[i / 2 % 2]);
-        }
-        named_barrier(1 + index, kGroupThreads);
-    }
-
-    template <int Slabs>
-    MX_MEMBER void store_16(const TokenTile& tokens, long n, const float (&sums)[Slabs * 32],
-                            const float (&added)[2]) const {
-        // Results are staged as [token][n], 128 bytes a token, 16 bytes at place ^ token % 8.
-        const int row = lane % 8, place = (warp * 2 + lane / 8 % 2) ^ row;
-        const unsigned from_sums = staging + (lane / 16 * 8 + row) * 128 + place * 16;
-        const int token = thread / 8, piece = thread % 8;
-        const unsigned to_y = staging + token * 128 + (piece ^ (token % 8)) * 16;
-        const bool stored = n + piece * 8 < t.N;
-        Out* to = t.y + (tokens.row + token) * t.N + n + piece * 8;
-        const bool aligned = reinterpret_cast<unsigned long long>(t.y) % 16 == 0;
-#pragma unroll
-        for (int slab = 0; slab < Slabs; ++slab) {
-#pragma unroll
-            for (int j = 0; j < 8; j += 2) {
-                unsigned packed[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int at = (slab * 8 + j + i / 2) * 4 + i % 2 * 2;
-                    packed[i] = pack<Out>(sums[at] + added[i % 2], sums[at + 1] + added[i % 2]);
-                }
-                store_matrices_transposed(from_sums + j * 8 * 128, packed);
-            }
-            named_barrier(1 + index, kGroupThreads);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int in_tile = slab * kSlabRows + i * 16 + token;
-                const u32x4 values = load_shared_vector(to_y + i * 16 * 128);
-                Out* at = to + (slab * kSlabRows + i * 16) * t.N;
-                if (stored && in_tile < tokens.rows) {
-                    if (aligned)
-                        store_vector(at, values);
-                    else
-                        store_halves(at, values);
-                }
-            }
-            named_barrier(1 + index, kGroupThreads);
-        }
-    }
-
-    MX_MEMBER static void store_halves(Out* to, const u32x4& values) {
-        unsigned short* halves = reinterpret_cast<unsigned short*>(to);
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-            halves[i] = values[i / 2] >> (i % 2 * 16);
     }
 };
 
@@ -312,7 +280,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                           const void* ends, void* workspace_memory, long M, long N, long K, long G,
                           int layout, int index_bytes, int bias_kind, long most_tiles,
                           long most_slabs, long pairs, int clusters,
-                          const __grid_constant__ TensorMap weights) {
+                          const __grid_constant__ TensorMap weights,
+                          const __grid_constant__ TensorMap results) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     // One object for all: with two, ptxas holds barriers' addresses in vector registers, and the
     // loop over k has more instructions.
@@ -355,8 +324,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         __syncwarp();
     } else {
         increase_registers<kConsumerRegisters>();
-        Consumer consumer(t, workspace, shared, barriers, group - 1, rank, thread);
-        consumer.open();
+        Consumer consumer(t, workspace, results, shared, barriers, group - 1, rank, thread);
+        consumer.await();
         // Apart, since ptxas keeps wgmmas in flight only where one kind of them is in a loop.
         while (consumer.slabs == 4)
             consumer.tile<4>();
@@ -366,6 +335,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             consumer.tile<2>();
         while (consumer.slabs == 1)
             consumer.tile<1>();
+        if (thread == 0)
+            store_wait();
     }
     cluster_arrive();
     cluster_wait(); // what the other workgroup sends has arrived

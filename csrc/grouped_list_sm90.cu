@@ -11,31 +11,61 @@ constexpr int kWarps = kThreads / kLanes;
 constexpr int kMostMore = 16; // tiles that come of cutting, for which the host leaves room
 constexpr float kMore = 2.4f; // slabs' time that a tile takes beyond that of its own
 
-// Adds up what the threads of the workgroup have: the sum before each, and of all.
-MX_DEVICE void scan(const int own, int& before, int& all, int (&totals)[kWarps]) {
-    const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-    int sum = own;
+// What groups need: slabs, and tiles of 1, 2, .. slabs, from index 1.
+struct Need {
+    int of[1 + kMostSlabs];
+
+    template <typename Each>
+    MX_MEMBER void change(Each each) {
 #pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-        const int other = __shfl_up_sync(0xffffffff, sum, distance);
-        sum += lane >= distance ? other : 0;
+        for (int i = 0; i <= kMostSlabs; ++i)
+            of[i] = each(i);
     }
-    __syncthreads();
+};
+
+MX_DEVICE Need need_of(const RowRange& range) {
+    const int slabs = (range.end - range.begin + kSlabRows - 1) / kSlabRows;
+    Need need;
+    need.change([&](int i) {
+        return i == 0 ? slabs : i == kMostSlabs ? slabs / kMostSlabs : slabs % kMostSlabs == i;
+    });
+    return need;
+}
+
+struct Place {
+    RowRange range;
+    Need before; // of the groups before
+};
+
+// Places the groups whose numbers begin with base, one for each thread. Adds what they need to
+// that of those before.
+MX_DEVICE void place_groups(const RowGroups& groups, long base, Need& before,
+                            Place (&places)[kThreads]) {
+    __shared__ Need totals[kWarps];
+    const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+    const long group = base + threadIdx.x;
+    const RowRange range = group < groups.count ? groups.range(group) : RowRange{0, 0};
+    const Need own = need_of(range);
+    Need sum = own;
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2)
+        sum.change([&](int i) {
+            const int other = __shfl_up_sync(0xffffffff, sum.of[i], distance);
+            return sum.of[i] + (lane >= distance ? other : 0);
+        });
+    __syncthreads(); // all have read what was here
     if (lane == kLanes - 1)
         totals[warp] = sum;
     __syncthreads();
-    before = sum - own;
-    all = 0;
+    Need here;
+    here.change([&](int i) { return before.of[i] + sum.of[i] - own.of[i]; });
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-        before += w < warp ? totals[w] : 0;
-        all += totals[w];
+        here.change([&](int i) { return here.of[i] + (w < warp ? totals[w].of[i] : 0); });
+        before.change([&](int i) { return before.of[i] + totals[w].of[i]; });
     }
-}
-
-MX_DEVICE int slabs_of(const RowGroups& groups, long group, RowRange& range) {
-    range = group < groups.count ? groups.range(group) : RowRange{0, 0};
-    return (range.end - range.begin + kSlabRows - 1) / kSlabRows;
+    places[threadIdx.x] = {range, here};
+    __syncthreads();
 }
 
 // How the last full tiles are cut so that all clusters finish at about the same time.
@@ -57,7 +87,8 @@ MX_DEVICE float time_of_all(const int (&tiles)[kMostSlabs + 1], const Columns& c
         const auto add = [&](int count, float time) {
             if (count == 0)
                 return;
-            const int rounds = (count + clusters - 1) / clusters;
+            // Rounded up: a half keeps errors of the product away from whole numbers.
+            const int rounds = (count + clusters - 0.5f) * each;
             const float alone = rounds * time;
             last = busy == 0 ? alone : max(last, busy + count * time * each + 0.3f * time);
             busy += count * time * each;
@@ -94,69 +125,64 @@ MX_DEVICE Cut best_cut(const int (&tiles)[kMostSlabs + 1], const Columns& column
 // results are of no use, but nothing outside the workspace is named.
 MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most_tiles,
                           int most_slabs, const Columns& columns, int clusters) {
-    __shared__ int totals[kWarps];
-    int count[kMostSlabs + 1] = {};
-    for (long base = 0; base < groups.count; base += kThreads) {
-        RowRange range;
-        const int slabs = slabs_of(groups, base + threadIdx.x, range);
-#pragma unroll
-        for (int kind = 1; kind <= kMostSlabs; ++kind) {
-            const int own = kind == kMostSlabs ? slabs / kMostSlabs : slabs % kMostSlabs == kind;
-            int before, all;
-            scan(own, before, all, totals);
-            count[kind] += all;
-        }
-    }
-    const Cut cut = best_cut(count, columns, clusters);
-    const int uncut = count[kMostSlabs] - cut.tiles;
+    __shared__ Place places[kThreads];
+    Need all{};
+    for (long base = 0; base < groups.count; base += kThreads)
+        place_groups(groups, base, all, places);
+    const Cut cut = best_cut(all.of, columns, clusters);
+    const int uncut = all.of[kMostSlabs] - cut.tiles, pieces = kMostSlabs / cut.slabs;
     // Where those that come of cutting are, ahead of others of their kind.
-    const int first_cut = uncut + count[3] + (cut.slabs == 1 ? count[2] : 0);
-    const auto put = [&](int at, const RowRange& range, long group, int group_slab, int skipped,
-                         int slabs) {
-        const long row = range.begin + static_cast<long>(skipped) * kSlabRows;
-        const long rows = min(range.end - row, static_cast<long>(slabs * kSlabRows));
-        if (at < most_tiles)
-            to.tile()[at] = {row, static_cast<int>(rows), static_cast<int>(group),
-                             min(group_slab + skipped, most_slabs - slabs), at};
-    };
-    int first = 0; // tile of the kind
+    const int first_cut = uncut + all.of[3] + (cut.slabs == 1 ? all.of[2] : 0);
+    int first[1 + kMostSlabs], end = 0; // where tiles of each kind begin
 #pragma unroll
     for (int kind = kMostSlabs; kind > 0; --kind) {
-        int slabs_before = 0, tiles_before = 0;
-        for (long base = 0; base < groups.count && count[kind]; base += kThreads) {
-            const long group = base + threadIdx.x;
-            RowRange range;
-            const int slabs = slabs_of(groups, group, range);
-            const int full = slabs / kMostSlabs;
-            const int own = kind == kMostSlabs ? full : slabs % kMostSlabs == kind;
-            int slab, all_slabs, tile, all_tiles;
-            scan(slabs, slab, all_slabs, totals);
-            scan(own, tile, all_tiles, totals);
-            for (int i = 0; i < own; ++i) {
-                const int at = tiles_before + tile + i;
-                const int skipped = (kind == kMostSlabs ? i : full) * kMostSlabs;
-                if (kind < kMostSlabs || at < uncut)
-                    put(first + (kind == cut.slabs ? cut.pieces() : 0) + at, range, group,
-                        slabs_before + slab, skipped, kind);
-                else
-                    for (int part = 0; part < kMostSlabs / cut.slabs; ++part)
-                        put(first_cut + (at - uncut) * (kMostSlabs / cut.slabs) + part, range,
-                            group, slabs_before + slab, skipped + part * cut.slabs, cut.slabs);
-            }
-            slabs_before += all_slabs;
-            tiles_before += all_tiles;
-        }
-        int listed = kind == kMostSlabs ? uncut : count[kind];
-        if (kind == cut.slabs)
-            listed += cut.pieces();
-        listed = min(listed, most_tiles - first);
-        first += listed;
+        const int own = kind == kMostSlabs ? uncut : all.of[kind];
+        const int of_cutting = kind == cut.slabs ? cut.pieces() : 0;
+        first[kind] = end + of_cutting;
+        const int listed = min(own + of_cutting, most_tiles - end);
+        end += listed;
         if (threadIdx.x == 0)
             to.tiles()[kind] = listed;
     }
+    // Threads share groups where there are fewer of these.
+    const int count = min(groups.count, static_cast<long>(kThreads));
+    int sharing = kThreads;
+    while (sharing * count > kThreads)
+        sharing /= 2;
+    Need before{};
+    for (long base = 0; base < groups.count; base += kThreads) {
+        if (groups.count > kThreads)
+            place_groups(groups, base, before, places);
+        const int in_base = threadIdx.x / sharing;
+        if (base + in_base >= groups.count)
+            continue;
+        const Place& group = places[in_base];
+        const Need own = need_of(group.range);
+        const auto put = [&](int at, int skipped, int slabs) {
+            const long row = group.range.begin + static_cast<long>(skipped) * kSlabRows;
+            const long rows = min(group.range.end - row, static_cast<long>(slabs * kSlabRows));
+            if (at < most_tiles)
+                to.tile()[at] = {row, static_cast<int>(rows), static_cast<int>(base + in_base),
+                                 min(group.before.of[0] + skipped, most_slabs - slabs), at};
+        };
+        const int full = own.of[kMostSlabs];
+        for (int i = threadIdx.x % sharing; i < full; i += sharing) {
+            const int at = group.before.of[kMostSlabs] + i, skipped = i * kMostSlabs;
+            if (at < uncut)
+                put(first[kMostSlabs] + at, skipped, kMostSlabs);
+            else
+                for (int part = 0; part < pieces; ++part)
+                    put(first_cut + (at - uncut) * pieces + part, skipped + part * cut.slabs,
+                        cut.slabs);
+        }
+#pragma unroll
+        for (int kind = 1; kind < kMostSlabs; ++kind)
+            if (own.of[kind] && threadIdx.x % sharing == 0)
+                put(first[kind] + group.before.of[kind], full * kMostSlabs, kind);
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     aiter_mx_grouped_list(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
                           const unsigned char* ws, const void* bias, void* y, const void* starts,
                           const void* ends, void* workspace, long M, long N, long K, long G,

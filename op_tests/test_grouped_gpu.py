@@ -89,6 +89,20 @@ def test_weights_are_one_matrix_of_all_groups_to_the_copies() -> None:
     assert "31 bits" in (PERSISTENT.refusal(SM90, many) or "")
 
 
+@pytest.mark.parametrize(("dtype", "bytes_each"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])
+def test_results_are_one_matrix_to_the_stores(dtype: str, bytes_each: int) -> None:
+    describe = PERSISTENT.module and PERSISTENT.module.result_map
+    assert describe is not None and PERSISTENT.before[0].result_map is None
+    problem = GroupedGemmProblem(M=100, N=160, K=96, G=7, out_dtype=dtype)
+    described = describe(SM90, problem, PERSISTENT.configure(SM90, problem))
+    assert ARGS[described.pointer].name == "y" and described.only_aligned
+    assert (described.rows, described.row_bytes) == (100, 160 * bytes_each)
+    linear = find_kernel("linear", "sm_90a", "hip", "persistent").module
+    assert linear is not None and linear.result_map is not None
+    of_linear = linear.result_map(SM90, LinearProblem(M=100, N=160, K=96), {"order": 8})
+    assert (of_linear.rows, of_linear.box_rows, of_linear.box_bytes) == (100, 32, 128)
+
+
 def test_launches_of_a_call_share_a_workspace_and_calls_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -312,6 +326,16 @@ class TestOnHopper:
         torch.cuda.synchronize()
         for out, one in zip(outs, expected, strict=True):
             assert torch.equal(out, one.expand_as(out))
+
+    def test_16_bit_results_that_are_computed_again_replace_those_on_their_way(self) -> None:
+        """Boxes of whole slabs are stored by the copy engine, and some of theirs once more."""
+        case = random_mx_groups(1300, 2, 320, 416)
+        _, a_scale, b, b_scale = case
+        b_scale[0, 5, 7], b_scale[1, 300], a_scale[60, 3] = 250, 1, 200
+        b.view(torch.uint8)[0, 70, 7] = 0x7F
+        first = check(case, [1030, 1300])
+        for _ in range(20):
+            assert torch.equal(check(case, [1030, 1300]).nan_to_num(1.0), first.nan_to_num(1.0))
 
     def test_groups_without_any_rows_write_nothing(self) -> None:
         for bounds in ([0, 0, 0], [0, 0, 1]):

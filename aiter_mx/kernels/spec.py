@@ -104,6 +104,8 @@ class TensorMap:
         box_rows: of a box.
         box_bytes: of a row of a box, 64 or 128; the 16-byte pieces of so many bytes are turned, in
             shared memory, by the number of their 128 bytes (CU_TENSOR_MAP_SWIZZLE_64B, _128B).
+        only_aligned: whether the matrix may begin at an address that is no multiple of 16, for
+            which there is no map: the kernel then gets zeros.
     """
 
     pointer: int
@@ -111,6 +113,7 @@ class TensorMap:
     row_bytes: int
     box_rows: int
     box_bytes: int
+    only_aligned: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class Module:
         scalars: the values of the arguments that are not pointers, in order, likewise.
         tensor_map: what the kernel's one more argument, after all others, describes, likewise;
             only with the runtime ``cuda``.
+        result_map: what another argument after that describes, of what the kernel stores.
     """
 
     sources: Mapping[str, str]
@@ -135,6 +139,7 @@ class Module:
     geometry: Callable[[Target, Problem, Config], Geometry]
     scalars: Callable[[Target, Problem, Config], tuple[int | float, ...]]
     tensor_map: Callable[[Target, Problem, Config], TensorMap] | None = None
+    result_map: Callable[[Target, Problem, Config], TensorMap] | None = None
 
 
 @dataclass(frozen=True)

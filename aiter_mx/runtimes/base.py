@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -43,11 +43,11 @@ class PackedArgs:
         size_bytes: the kernel-argument segment's length.
         regions: what the pointers may reach; only the simulator reads it.
         set_pointers: writes the pointer arguments, in order; 0 is a null pointer.
-        set_map: writes the tensor map behind the others, where there is one.
+        set_maps: each writes a tensor map behind the others, where there are any.
     """
 
     def __init__(
-        self, args: tuple[Arg, ...], scalars: tuple[int | float, ...], map_at: int | None = None
+        self, args: tuple[Arg, ...], scalars: tuple[int | float, ...], maps_at: Sequence[int] = ()
     ) -> None:
         layout = struct.Struct("@" + "".join(_FORMAT[arg.kind] for arg in args))
         pointers = sum(arg.kind == "pointer" for arg in args)
@@ -57,14 +57,14 @@ class PackedArgs:
             raise ValueError(
                 f"the kernel takes {len(args) - pointers} scalars, got {len(scalars)}: {scalars}"
             )
-        self.size_bytes = layout.size if map_at is None else map_at + MAP_BYTES
+        self.size_bytes = max([layout.size, *(at + MAP_BYTES for at in maps_at)])
         self._buffer = ctypes.create_string_buffer(self.size_bytes)
         layout.pack_into(self._buffer, 0, *([0] * pointers), *scalars)
         self.address = ctypes.addressof(self._buffer)
         self.regions: tuple[Region, ...] = ()
         self.set_pointers = partial(struct.Struct(f"@{pointers}P").pack_into, self._buffer, 0)
-        if map_at is not None:
-            self.set_map = partial(struct.Struct(f"{MAP_BYTES}s").pack_into, self._buffer, map_at)
+        set_map = struct.Struct(f"{MAP_BYTES}s").pack_into
+        self.set_maps = [partial(set_map, self._buffer, at) for at in maps_at]
 
     def to_bytes(self) -> bytes:
         """A copy of the buffer."""

@@ -105,6 +105,8 @@ def map_offset(function: Any, index: int) -> int:
 
 def encode_map(described: TensorMap, address: int) -> bytes:
     """A CUtensorMap of the matrix that starts at ``address``."""
+    if described.only_aligned and address % 16:
+        return bytes(MAP_BYTES)
     u32, u64 = driver.cuuint32_t, driver.cuuint64_t
     encoded = _checked(
         f"cuTensorMapEncodeTiled({described})",

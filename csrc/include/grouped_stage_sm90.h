@@ -20,7 +20,7 @@ constexpr int kBlock = 32; // k of one scale
 
 constexpr int kStageX = kMostSlabs * kSlabUnitBytes;
 constexpr int kStageW = kRows * kUnitK;
-constexpr int kStagingBytes = kGroupRows * kSlabRows * 2; // a slab of 16-bit results
+constexpr int kStagingBytes = 12 << 10; // of 16-bit results, for a consumer
 constexpr int kAtW = kStages * kStageX;
 constexpr int kAtStaging = kAtW + kStages * kStageW;
 static_assert(kAtStaging + kConsumers * kStagingBytes == MX_SHARED_BYTES,
@@ -39,14 +39,18 @@ constexpr int kWorkFull = kWork + kWorkPlaces * sizeof(Work);
 constexpr int kBarrierBytes = kWorkFull + 8 * kWorkPlaces;
 constexpr int kClaimAhead = 3; // units before its end that a tile's successor is claimed
 
-// The tile of this turn of the cluster, once it is told.
-MX_DEVICE Work receive(unsigned barriers, unsigned turn) {
-    barrier_wait(barriers + kWorkFull + 8 * (turn % kWorkPlaces), turn / kWorkPlaces % 2);
+// The tile of this turn of the cluster, which was told.
+MX_DEVICE Work told(unsigned barriers, unsigned turn) {
     const unsigned place = barriers + kWork + turn % kWorkPlaces * sizeof(Work);
     const u32x4 halves[2] = {load_shared_vector(place), load_shared_vector(place + 16)};
     Work work;
     __builtin_memcpy(&work, halves, sizeof(Work));
     return work;
+}
+// The same, once it is told.
+MX_DEVICE Work receive(unsigned barriers, unsigned turn) {
+    barrier_wait(barriers + kWorkFull + 8 * (turn % kWorkPlaces), turn / kWorkPlaces % 2);
+    return told(barriers, turn);
 }
 
 struct Operands {

@@ -23,4 +23,22 @@ MX_DEVICE void copy_box(unsigned to, const TensorMap& map, int column, int row, 
                  : "memory");
 }
 
+// The box, of so many columns and rows as the map has them, to the matrix; what is beyond its edges
+// is not stored. Writes to the box by threads need fence_async before.
+MX_DEVICE void store_box(const TensorMap& map, int column, int row, unsigned from) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+        "r"(column), "r"(row), "r"(from)
+        : "memory");
+}
+// Closes a group of this thread's boxes.
+MX_DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until the boxes of all but Pending of this thread's groups have been read.
+template <int Pending>
+MX_DEVICE void store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+}
+// Waits until all of this thread's boxes are in memory.
+MX_DEVICE void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 } // namespace mx

@@ -26,8 +26,9 @@ _MOST_SLABS = 4  # of a tile
 _UNIT_K = 64
 _STAGES = 5
 _STAGE_BYTES = (_MOST_SLABS * _SLAB_ROWS * 2 + _TILE_N // 2) * _UNIT_K
-_STAGING_BYTES = 2 * 64 * _SLAB_ROWS * 2  # results on their way out
+_STAGING_BYTES = 2 * 12 << 10  # results on their way out, of each consumer
 _SHARED_BYTES = _STAGES * _STAGE_BYTES + _STAGING_BYTES
+_BOX_ROWS = 32  # of results
 _THREADS = 3 * 128
 _LIST_THREADS = 256
 _HEADER_BYTES = 256
@@ -135,6 +136,13 @@ def _weights(target: Target, problem: GroupedGemmProblem, config: Config) -> Ten
     return TensorMap(pointer, problem.G * problem.N, problem.K, _TILE_N // 2, _UNIT_K)
 
 
+def _results(target: Target, problem: GroupedGemmProblem, config: Config) -> TensorMap:
+    """What it stores at a time of 16-bit results: 64 features of 32 tokens."""
+    pointer = next(i for i, arg in enumerate(ARGS) if arg.name == "y")
+    bytes_each = 4 if problem.out_dtype == "fp32" else 2
+    return TensorMap(pointer, problem.M, problem.N * bytes_each, _BOX_ROWS, 128, True)
+
+
 def _geometry(target: Target, problem: GroupedGemmProblem, config: Config) -> Geometry:
     return Geometry(
         grid=(2 * _clusters(target, problem), 1, 1),
@@ -160,6 +168,7 @@ MODULE = Module(
     geometry=_geometry,
     scalars=_scalars,
     tensor_map=_weights,
+    result_map=_results,
 )
 
 PERSISTENT = KernelSpec(

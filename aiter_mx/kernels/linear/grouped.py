@@ -36,6 +36,7 @@ def as_linear(spec: KernelSpec) -> KernelSpec:
             geometry=of_one_group(module.geometry),
             scalars=of_one_group(module.scalars),
             tensor_map=module.tensor_map and of_one_group(module.tensor_map),
+            result_map=module.result_map and of_one_group(module.result_map),
         )
 
     def refusal(target: Target, problem: LinearProblem) -> str | None:
