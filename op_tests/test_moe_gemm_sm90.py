@@ -16,6 +16,7 @@ import aiter_mx
 from aiter_mx import launch
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.moe_gemm.boxes_sm90 import BOXES
 from aiter_mx.kernels.moe_gemm.sm90 import STREAM, fits
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import Config, KernelSpec
@@ -25,6 +26,7 @@ from aiter_mx.target import hardware
 
 SM90 = hardware("sm_90a")
 GUARD = 256
+KERNELS = (STREAM, WIDE, BOXES)
 
 
 def stream(row_tiles: int, col_tiles: int, k_warps: int, depth: int, groups: int = 1) -> Config:
@@ -34,6 +36,11 @@ def stream(row_tiles: int, col_tiles: int, k_warps: int, depth: int, groups: int
 
 def wide(col_tiles: int, groups: int, depth: int) -> Config:
     return {"col_tiles": col_tiles, "groups": groups, "depth": depth}
+
+
+def boxes(col_tiles: int, groups: int, depth: int, slots: int, ahead: int) -> Config:
+    values = (col_tiles, groups, depth, slots, ahead)
+    return dict(zip((param.name for param in BOXES.params), values, strict=True))
 
 
 # Kernel, configuration, tokens, N, K, experts, top_k, block_m.
@@ -55,6 +62,14 @@ CASES = [
     (WIDE, wide(12, 2, 2), 260, 200, 384, 3, 2, 128),
     (STREAM, stream(2, 1, 4, 2, 2), 40, 384, 640, 6, 3, 16),
     (STREAM, stream(1, 4, 8, 2), 90, 448, 1024, 3, 2, 64),
+    (BOXES, boxes(8, 3, 4, 3, 3), 200, 520, 1024, 8, 2, 64),
+    (BOXES, boxes(8, 2, 3, 0, 2), 150, 203, 640, 5, 3, 128),
+    (BOXES, boxes(12, 3, 3, 3, 3), 400, 328, 1152, 4, 2, 96),
+    (BOXES, boxes(10, 3, 2, 0, 2), 400, 1000, 768, 4, 2, 96),
+    (BOXES, boxes(4, 3, 4, 3, 3), 60, 328, 128, 6, 2, 32),
+    (BOXES, boxes(4, 3, 2, 0, 2), 30, 256, 256, 8, 4, 16),
+    (BOXES, boxes(6, 3, 5, 2, 2), 260, 200, 384, 3, 2, 128),
+    (BOXES, boxes(12, 2, 2, 4, 4), 900, 64, 384, 3, 2, 96),
 ]
 
 
@@ -167,7 +182,7 @@ def test_matches_float64(case: int, kind: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("spec", [STREAM, WIDE], ids=["stream", "wide"])
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_thousand_launches_are_bitwise_equal(spec: KernelSpec) -> None:
     generator, draw = torch.Generator().manual_seed(1), random.Random(1)
     M, N, K, E, top_k, block_m = 40, 512, 1024, 8, 4, 32
@@ -216,13 +231,33 @@ def test_replays_with_other_routings_in_the_same_buffers(M: int) -> None:
         assert_rows(out.cpu(), reference, POISON)
 
 
-def test_stream_runs_where_experts_have_few_rows_and_wide_where_more() -> None:
+def test_stream_runs_where_experts_have_few_rows_and_others_where_more() -> None:
     few = MoeGemmProblem(16, 1536, 6144, 128, 4, 16)
-    many = replace(few, M=1024, block_m=32)
+    many = replace(few, M=1024, block_m=48)
     assert route("moe_gemm", SM90, few).kernel == "stream"
-    assert route("moe_gemm", SM90, many).kernel == "wide"
+    assert route("moe_gemm", SM90, many).kernel == "boxes"
+    assert route("moe_gemm", SM90, replace(many, M=3000, block_m=128)).kernel == "wide"
     assert route("moe_gemm", SM90, replace(many, K=6112)).kernel == "stream"
-    assert WIDE.refusal(SM90, replace(many, K=6112)) == "K=6112 is not a multiple of 128"
+    for spec in (WIDE, BOXES):
+        assert spec.refusal(SM90, replace(many, K=6112)) == "K=6112 is not a multiple of 128"
+
+
+def test_boxes_holds_whole_blocks_and_keeps_x_where_it_fits() -> None:
+    first, second = (MoeGemmProblem(512, N, K, 128, 4, 32) for N, K in ((1536, 6144), (6144, 768)))
+    for M, block_m, col_tiles in ((512, 32, 4), (1024, 48, 6), (1024, 128, 8), (2048, 80, 10)):
+        for problem in (first, second):
+            config = BOXES.configure(SM90, replace(problem, M=M, block_m=block_m))
+            assert (config["col_tiles"], config["groups"]) == (col_tiles, 3)
+            assert (config["slots"] == 0) == (problem is second)
+    for rows in (1 << 24, (1 << 24) - 1):
+        refusal = BOXES.refusal(SM90, replace(second, N=rows))
+        assert refusal is not None and "E * N" in refusal
+    assert BOXES.refusal(SM90, replace(second, N=(1 << 24) - 2)) is None
+
+
+def test_layers_have_blocks_that_hold_most_experts_rows() -> None:
+    blocks = {M: FusedMoeProblem(M, 6144, 768, 128, 4).block_m for M in (64, 512, 1024, 2048, 4096)}
+    assert blocks == {64: 16, 512: 32, 1024: 48, 2048: 80, 4096: 128}
 
 
 def test_wide_has_room_for_the_rows_of_most_blocks() -> None:
@@ -268,7 +303,7 @@ def test_scales_that_kernels_cannot_load_are_refused_before_a_launch(name: str) 
     assert len(launches) == 1
 
 
-@pytest.mark.parametrize("spec", [STREAM, WIDE], ids=["stream", "wide"])
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_candidates_fit_an_sm(spec: KernelSpec) -> None:
     assert spec.module is not None
     for M, N, K, block_m in ((1, 1536, 6144, 16), (64, 6144, 384, 16), (900, 6144, 768, 64)):

@@ -143,9 +143,9 @@ class FusedMoeProblem:
 
 
 def _block_m(problem: FusedMoeProblem) -> int:
-    """The least of 16, 32, 64, 96 and 128 that holds most experts' rows, chosen at random."""
+    """The least of these blocks that holds most experts' rows, chosen at random."""
     routed = problem.M * problem.top_k
     touched = problem.num_experts * (1 - (1 - 1 / problem.num_experts) ** routed)
     mean = routed / touched if touched else 0
     rows = max(mean + 2 * mean**0.5, problem.M if problem.shared else 0)  # two deviations more
-    return next((block for block in (16, 32, 64, 96) if rows <= block), 128)
+    return next((block for block in (16, 32, 48, 64, 80, 96) if rows <= block), 128)

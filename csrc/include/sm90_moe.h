@@ -129,6 +129,7 @@ struct MoeWalk {
     const int *next_expert_at, *next_ids_at; // of its first id for this lane
     int next_ids;                            // of the block from that one
     int padded = 0;                          // ids in use, padding included
+    unsigned end_piece = ~0u;                // where the workgroup's part of the pieces ends
     int next_expert = -1, ids[kIds];         // of the next item
     unsigned left[kIds] = {}; // valid ids of the open item that are not given out yet
     int t[kIds];              // the open item's routed rows, 32 after each other
@@ -205,7 +206,7 @@ struct MoeWalk {
         while (!any_left()) {
             if (looks_ahead)
                 look_ahead();
-            if (next_begin >= padded) // its block is not in use
+            if (next_begin >= padded || next_piece >= end_piece) // its block is not in use
                 return false;
             place = next_begin + next_in_block;
             tile = next_tile;

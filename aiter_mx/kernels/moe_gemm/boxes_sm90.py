@@ -1,0 +1,160 @@
+"""The Hopper kernel of the grouped GEMM for tens of tokens an expert, moe_gemm_boxes_sm90.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, ARGS, MoeGemmProblem, scalars
+from aiter_mx.kernels.moe_gemm.sm90 import MAX_SIDE, MOST_ROWS
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Config,
+    Geometry,
+    KernelSpec,
+    Module,
+    Param,
+    TensorMap,
+    combinations,
+)
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("col_tiles", (4, 6, 8, 10, 12), "tiles of 8 rows of x that a workgroup takes at a time"),
+    Param("groups", (2, 3), "warpgroups of a workgroup that add, with 64 rows of w each"),
+    Param("depth", (2, 3, 4, 5, 6), "times 128 k of w that are in flight"),
+    Param("slots", (0, 2, 3, 4), "times 128 k of x that are ready; 0: all of K, from tile to tile"),
+    Param("ahead", (2, 3, 4, 6), "times 128 k of x that are on their way"),
+)
+
+_CHUNK = 128  # k
+_GROUP_ROWS = 64  # of w
+_ENTRIES = 4  # of the queue
+_MOST_ROWS = MAX_SIDE - 256  # of all experts' w, which boxes may start past
+_SHARED_BYTES = 227 * 1024  # of a workgroup: compute capability 9.0
+_W_POINTER = 2  # of ARGS
+_MOST_CANDIDATES = 24
+_MOST_TILES = PARAMS[0].values[-1]
+
+
+def _slots(problem: MoeGemmProblem, config: Config) -> int:
+    return config["slots"] or problem.K // _CHUNK
+
+
+def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
+    """Of a workgroup: weights, x in fp16 and as fetched, factors, the queue, maxima, barriers."""
+    groups, depth, ahead = config["groups"], config["depth"], config["ahead"]
+    slots, cols = _slots(problem, config), config["col_tiles"] * 8
+    rows, passes = groups * _GROUP_ROWS, -(-cols // 16)
+    ring = depth * rows * (_CHUNK + 8)
+    ready = slots * 8 * (32 * cols + 16)
+    fetched = ahead * passes * 16 * (_CHUNK + 4)
+    maxima = 32 * groups * (2 if problem.activation == "none" else cols)
+    entries = _ENTRIES * (24 * cols + 32 + 16)
+    total = ring + ready + fetched + maxima + entries + 16 * (depth + slots + ahead)
+    return -(-total // 1024) * 1024  # weights are where a KiB begins
+
+
+def _fits(problem: MoeGemmProblem, config: Config) -> bool:
+    return shared_bytes(problem, config) <= _SHARED_BYTES
+
+
+def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no such kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if problem.K % _CHUNK:
+        return f"K={problem.K} is not a multiple of {_CHUNK}"
+    if problem.N == 0 or max(problem.N * problem.E, problem.K) > _MOST_ROWS:
+        return f"E * N={problem.E * problem.N} and K={problem.K} must be from 1 to {_MOST_ROWS}"
+    return None
+
+
+def _most_rows(problem: MoeGemmProblem) -> float:
+    """Of a block: what an entry has no room for is another entry, which takes w anew."""
+    rows = problem.rows_of_expert
+    most: float = min(problem.block_m, rows + 4 * rows**0.5)  # chosen at random
+    return most
+
+
+@lru_cache(maxsize=64)
+def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
+    """Those that fit, the ones that did well on an H200 first."""
+    tiles = next((t for t in PARAMS[0].values if _most_rows(problem) <= t * 8), _MOST_TILES)
+    depth, ahead = (4, 3) if tiles <= 8 else (3, 4)
+    return sorted(
+        (config for config in combinations(PARAMS) if _fits(problem, config)),
+        key=lambda c: (
+            abs(c["col_tiles"] - tiles),
+            c["groups"] != 3,
+            c["slots"] != 0,
+            abs(c["depth"] - depth),
+            abs(c["ahead"] - ahead),
+            abs(c["slots"] - 3),
+        ),
+    )[:_MOST_CANDIDATES]
+
+
+def _configure(target: Target, problem: MoeGemmProblem) -> Config:
+    return _candidates(target, problem)[0]
+
+
+def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
+    rows = problem.rows_of_expert
+    if rows <= MOST_ROWS:
+        return f"stream is faster for the {rows:.0f} rows of an expert"
+    if _most_rows(problem) > _MOST_TILES * 8:
+        return f"wide has room for more than {_MOST_TILES * 8} rows of a block"
+    return None
+
+
+def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
+    return {
+        "MX_COL_TILES": config["col_tiles"],
+        "MX_GROUPS": config["groups"],
+        "MX_DEPTH": config["depth"],
+        "MX_SLOTS": _slots(problem, config),
+        "MX_AHEAD": config["ahead"],
+        "MX_RESIDENT": int(config["slots"] == 0),
+        "MX_EARLY_ROUTING": int(problem.early_routing),
+        "MX_OUT": DTYPE_CODES.get(problem.out_dtype, 0),
+        "MX_ACTIVATION": ACTIVATION_CODES[problem.activation],
+        "MX_INTERLEAVED": int(problem.layout == "interleaved"),
+        "MX_SHARED_BYTES": shared_bytes(problem, config),
+    }
+
+
+def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:
+    return Geometry(
+        grid=(target.cu_num, 1, 1),
+        block=((config["groups"] + 3) * 4 * target.wave_size, 1, 1),
+        shared_bytes=shared_bytes(problem, config),
+        overlaps=True,
+    )
+
+
+def _weights(target: Target, problem: MoeGemmProblem, config: Config) -> TensorMap:
+    box_rows = config["groups"] * _GROUP_ROWS // 2
+    return TensorMap(_W_POINTER, problem.E * problem.N, problem.K, box_rows, _CHUNK)
+
+
+MODULE = Module(
+    sources={"sm_90a": "moe_gemm_boxes_sm90.cu"},
+    symbol="aiter_mx_moe_gemm",
+    args=ARGS,
+    defines=_defines,
+    geometry=_geometry,
+    scalars=lambda target, problem, config: scalars(problem),
+    tensor_map=_weights,
+)
+
+BOXES = KernelSpec(
+    op="moe_gemm",
+    backend="hip",
+    name="boxes",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=_configure,
+    candidates=_candidates,
+    module=MODULE,
+    yields=_yields,
+)

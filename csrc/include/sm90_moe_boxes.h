@@ -1,0 +1,286 @@
+// The layout of moe_gemm_boxes_sm90.cu's shared memory, and its warp that looks up what there is to
+// do and brings weights.
+#pragma once
+
+#include "mx_scale.h"
+#include "mx_target.h"
+#include "sm90_async.h"
+#include "sm90_moe.h"
+#include "sm90_tensor_map.h"
+
+namespace mx {
+
+constexpr int kColTiles = MX_COL_TILES;          // 8 rows of x each
+constexpr int kGroups = MX_GROUPS;               // warpgroups that add
+constexpr int kDepth = MX_DEPTH;                 // stages of the ring of weights, 128 k each
+constexpr int kSlots = MX_SLOTS;                 // chunks of x that are ready, or about to be
+constexpr int kAhead = MX_AHEAD;                 // chunks of x on their way before those
+constexpr bool kResident = MX_RESIDENT;          // kSlots are all of K
+constexpr bool kEarlyRouting = MX_EARLY_ROUTING; // it is older than the kernel ahead
+constexpr int kActivation = MX_ACTIVATION;
+constexpr bool kActivated = kActivation != kNoActivation;
+constexpr bool kHalves = kActivated && !MX_INTERLEAVED; // gate and up rows are N / 2 apart
+using Out = DType<kActivated ? kF32 : MX_OUT>;
+
+// Warpgroups: those that add, one that makes x fp16, one for scales of w, and one that starts
+// copies.
+constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kLanes;
+constexpr int kAddWarps = kGroups * kGroupWarps;
+constexpr int kBringGroups = 3, kFetchWarps = kGroupWarps - 1;
+constexpr int kThreads = (kGroups + kBringGroups) * kGroupThreads;
+// Registers move from the warps that bring to those that add.
+constexpr int kBringingRegisters = 48;
+constexpr int kPool = 65536 / kThreads / 8 * 8 * kThreads;
+constexpr int kMostRegisters =
+    (kPool - kBringGroups * kGroupThreads * kBringingRegisters) / (kGroups * kGroupThreads) / 8 * 8;
+constexpr int kAddingRegisters = kMostRegisters < 232 ? kMostRegisters : 232;
+
+constexpr int kRows = kGroups * 64, kHalfRows = kRows / 2; // of w: of a tile, of a box
+constexpr int kStageBytes = kRows * kChunk;
+constexpr int kCols = kColTiles * 8;
+using Walk = MoeWalk<(kCols + kLanes - 1) / kLanes * kLanes>;
+
+constexpr int kFeatures = kActivated ? kHalfRows : kRows; // of the result, of a tile
+MX_DEVICE unsigned tiles_of(const MoeArgs& a) {
+    return (static_cast<unsigned>(a.N) + kRows - 1) / kRows;
+}
+// The row of an expert's w that is row r of a tile in shared memory; of those past the last one,
+// the last.
+MX_DEVICE unsigned row_of_w(const MoeArgs& a, unsigned tile, unsigned r) {
+    const unsigned rows = a.N;
+    if constexpr (!kHalves)
+        return min(tile * kRows + r, rows - 1);
+    return min(tile * kHalfRows + r % kHalfRows, rows / 2 - 1) + r / kHalfRows * (rows / 2);
+}
+// The row of a tile that is row i of two of a lane. Where gate and up rows do not lie apart they
+// are neighbours; which is the first of the two turns in the middle, so that 8 lanes' rows are on
+// different banks.
+MX_DEVICE int row_of(int warp, int lane, int i) {
+    const int g = lane / 4;
+    return kHalves ? i * kHalfRows + warp * 8 + g : warp * 16 + g * 2 + (i ^ g >> 2);
+}
+// Of pair p of values of a lane, those of one row of w: columns of x.
+MX_DEVICE int column_of(int tile, int c, int lane) { return tile * 8 + lane % 4 * 2 + c; }
+
+constexpr int kSteps = 4;                   // matrix instructions of a unit, of 64 k
+constexpr int kPieces = kChunk / 16;        // of 16 k, of a chunk
+constexpr int kStepBytes = 32 * kCols + 16; // x of 16 k; the next is in other banks
+constexpr int kPasses = kCols / 16;         // of the threads that bring x over its rows
+static_assert(kCols % 16 == 0, "all threads that bring x have as many rows");
+constexpr int kEntries = 4;
+
+// What the workgroup sums up: rows of x by some tiles of w.
+struct alignas(16) Entry {
+    int t[kCols];          // routed rows, or -1
+    float weights[kCols];  // of the routing
+    int x_row[kCols];      // of x, or -1
+    float x_power[kCols];  // what sums are to be multiplied with
+    unsigned x_top[kCols]; // the scale to which a row of x is relative
+    int x_outside[kCols];  // whether a row of x has scales too far apart
+    int expert;            // -1: there is nothing more
+    unsigned tile, end;    // from, to
+    int col_tiles;         // that have rows
+    int any_x_outside;
+};
+struct Shared {
+    unsigned char ring[kDepth][kStageBytes];
+    unsigned char x[kSlots][kPieces * kStepBytes];
+    unsigned char fetched[kAhead][kPasses * 16][kChunk]; // x, as it is
+    unsigned fetched_scales[kAhead][kPasses * 16];
+    uint2 factors[kDepth][kRows]; // of a row of w: bytes of factors, and its power of two
+    Entry queue[kEntries];
+    unsigned amax[2][kGroups][kGroupWarps][kActivated ? kCols : 2]; // of a warp's features
+    unsigned long long full[kDepth], empty[kDepth];                 // barriers of w
+    unsigned long long arrived[kAhead], drained[kAhead];            // of x as fetched
+    unsigned long long ready[kSlots], taken[kSlots];                // of x
+    unsigned long long opened[kEntries], closed[kEntries];          // of the queue
+};
+static_assert(sizeof(Shared) <= MX_SHARED_BYTES,
+              "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/boxes_sm90.py");
+
+// A place in a ring of Size, and the parity of the round.
+template <int Size>
+struct Turn {
+    int at = 0;
+    unsigned parity = 0;
+
+    MX_MEMBER void next() {
+        if (++at == Size) {
+            at = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+constexpr int kNanFactor = 0x7e;
+// A row's largest scale becomes 2^7 in fp16, with this exponent field; 2^-14 is the least.
+constexpr int kTopExponent = 22;
+
+// Rows are held relative to their largest scale, or to the nearest of these, so that the powers of
+// two of a row of x and one of w are a float, and a row of zeros needs nothing more. Of a row
+// beyond the last nothing is held.
+constexpr unsigned kFirstTop = 74, kLastTop = 194, kNoTop = 512;
+MX_DEVICE unsigned top_to_use(unsigned top) {
+    return top > kLastTop ? kNoTop : max(top, kFirstTop);
+}
+// What a row's sums are to be multiplied with.
+MX_DEVICE float power_of(unsigned top) {
+    const unsigned exponent = top == kNoTop ? 127 : top + 15 - kTopExponent;
+    return bits_to_float(exponent << 23);
+}
+// The upper byte of the fp16 that a block is multiplied with; 0 if it is too small.
+MX_DEVICE unsigned factor_byte(unsigned scale, unsigned top) {
+    const int exponent = static_cast<int>(scale - top) + kTopExponent;
+    return scale == kNanScale ? kNanFactor : exponent < 1 ? 0 : exponent << 2;
+}
+
+// What others read too, in the order of the source.
+MX_DEVICE unsigned load_word(const unsigned char* p) {
+    unsigned v;
+    asm volatile("ld.relaxed.cta.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
+// The largest of some scales that are numbers.
+struct Largest {
+    unsigned even = 0, odd = 0; // one more than the largest, of two bytes each
+
+    MX_MEMBER void take(unsigned scales) {
+        constexpr unsigned bytes = 0x00ff00ff, one = 0x00010001;
+        even = __vmaxu2(even, ((scales & bytes) + one) & bytes); // kNanScale becomes 0
+        odd = __vmaxu2(odd, ((scales >> 8 & bytes) + one) & bytes);
+    }
+    MX_MEMBER unsigned both() const { return __vmaxu2(even, odd); }
+    MX_MEMBER static unsigned of(unsigned both) {
+        return top_to_use(max(max(both & 0xffff, both >> 16), 1u) - 1);
+    }
+};
+
+// Fills the queue: entries are the pieces of the routing with the tiles of w that are this
+// workgroup's.
+struct Opener {
+    const MoeArgs& a;
+    Shared& shared;
+    const int lane;
+    Walk walk;
+    Turn<kEntries> turn;
+    int given = 0, rows = 0;           // columns of the walk's rows, in the queue and all
+    unsigned long first = 0, last = 0; // items, where x is resident
+
+    MX_MEMBER Opener(const MoeArgs& a, Shared& shared, int lane)
+        : a(a), shared(shared), lane(lane), walk(a, tiles_of(a), lane, !kResident) {
+        if constexpr (kResident) { // successive tiles, so that x stays
+            walk.padded = *a.padded;
+            const unsigned blocks = min((walk.padded + a.block_m - 1) / a.block_m, a.max_blocks);
+            const unsigned long items =
+                blocks * walk.pieces_of_block() * static_cast<unsigned long>(walk.tiles);
+            first = items * blockIdx.x / gridDim.x;
+            last = items * (blockIdx.x + 1) / gridDim.x;
+            walk.next_piece = first / walk.tiles;
+            walk.next_tile = 0;
+            walk.step_pieces = 1;
+            walk.step_tiles = 0;
+            walk.end_piece = first == last ? 0 : (last + walk.tiles - 1) / walk.tiles;
+            walk.look_ahead();
+        }
+    }
+    // Of the open piece.
+    MX_MEMBER unsigned first_tile() const {
+        if (!kResident)
+            return walk.tile;
+        const unsigned long start = (walk.next_piece - 1) * static_cast<unsigned long>(walk.tiles);
+        return max(first, start) - start;
+    }
+    MX_MEMBER unsigned end_tile() const {
+        if (!kResident)
+            return walk.tile + 1;
+        const unsigned long start = (walk.next_piece - 1) * static_cast<unsigned long>(walk.tiles);
+        return min(last, start + walk.tiles) - start;
+    }
+    MX_MEMBER void open() {
+        barrier_wait(shared_address(shared.closed + turn.at), turn.parity ^ 1);
+        Entry& to = shared.queue[turn.at];
+        bool more = given < rows;
+        if (!more) {
+            more = walk.next([&] {
+                const unsigned end = end_tile();
+                for (unsigned tile = first_tile(); tile < end; ++tile) {
+                    walk.tile = tile;
+                    store_zeros<Out, kFeatures, kActivated>(a, walk, 0, 1);
+                }
+            });
+            given = 0;
+            rows = walk.col_tiles() * 8;
+        }
+        if (more)
+#pragma unroll
+            for (int i = 0; i < (kCols + kLanes - 1) / kLanes; ++i) {
+                const int m = i * kLanes + lane;
+                const int row = walk.row(given + m);
+                if (m < kCols) {
+                    const bool valid = given + m < rows && row >= 0;
+                    to.t[m] = valid ? row : -1;
+                    to.x_row[m] = valid ? row / a.a_div : -1;
+                    to.x_outside[m] = 0;
+                    to.weights[m] =
+                        valid && a.weights != nullptr ? *walk.weight(given + m, row) : 1.0f;
+                }
+            }
+        if (lane == 0) {
+            to.expert = more ? walk.expert : -1;
+            to.tile = more ? first_tile() : 0;
+            to.end = more ? end_tile() : 0;
+            to.col_tiles = min(kColTiles, (rows - given) / 8);
+            to.any_x_outside = 0;
+        }
+        given += kCols;
+        __syncwarp();
+        if (lane == 0)
+            barrier_arrive(shared_address(shared.opened + turn.at));
+        turn.next();
+    }
+};
+
+// Asks for boxes of weights, and opens entries ahead of that. One warp.
+MX_DEVICE void copy_weights(const MoeArgs& a, Shared& shared, const TensorMap& map, int lane) {
+    if (!kEarlyRouting)
+        wait_for_grid_ahead();
+    Opener opener(a, shared, lane);
+    opener.open();
+    Turn<kEntries> turn;
+    Turn<kDepth> to;
+    for (bool at_start = true;; at_start = false, turn.next()) {
+        const Entry& entry = shared.queue[turn.at];
+        const int expert = entry.expert, chunks = a.chunks();
+        const unsigned end = entry.end;
+        if (expert < 0)
+            break;
+        if (!at_start)
+            opener.open();
+        int copied = 0; // of the first entry, before the next one is opened
+        for (unsigned tile = entry.tile; tile < end; ++tile) {
+            const int features = static_cast<int>(a.N);
+            const int row = expert * features + tile * (kHalves ? kHalfRows : kRows);
+            for (int c = 0; c < chunks; ++c) {
+                if (lane == 0) {
+                    barrier_wait(shared_address(shared.empty + to.at), to.parity ^ 1);
+                    const unsigned full = shared_address(shared.full + to.at);
+                    barrier_arrive_expect(full, kStageBytes);
+                    const unsigned stage = shared_address(shared.ring[to.at]);
+                    const int other = row + (kHalves ? features / 2 : kHalfRows);
+                    copy_box(stage, map, c * kChunk, row, full);
+                    copy_box(stage + kStageBytes / 2, map, c * kChunk, other, full);
+                }
+                __syncwarp();
+                to.next();
+                if (at_start && ++copied == kDepth)
+                    opener.open();
+            }
+        }
+        if (at_start && copied < kDepth)
+            opener.open();
+    }
+    launch_dependents(); // not before, else what comes next settles unevenly on the SMs
+}
+
+} // namespace mx

@@ -1,0 +1,122 @@
+// The warps of moe_gemm_boxes_sm90.cu that make factors of w's scales.
+#pragma once
+
+#include "sm90_moe_boxes.h"
+
+namespace mx {
+
+// Makes factors of scales of w: relative to the row's largest, which is found while the tile before
+// is under way. Four warps, whose lanes have a row every kStride.
+struct Scaler {
+    static constexpr int kWarps = kGroupWarps, kStride = kWarps * kLanes;
+    static constexpr int kOwned = (kRows + kStride - 1) / kStride, kBatch = 2; // rows, chunks
+    const MoeArgs& a;
+    Shared& shared;
+    const int thread; // of these
+
+    using Words = unsigned[kOwned][kBatch];
+    MX_MEMBER static void load(Words& words, const unsigned char* const (&from)[kOwned], int c,
+                               int chunks) {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+#pragma unroll
+            for (int r = 0; r < kOwned; ++r) {
+                words[r][i] = 0;
+                if (c + i < chunks)
+                    words[r][i] = load_word(from[r] + (c + i) * kBlocks);
+            }
+    }
+    MX_MEMBER void locate(const unsigned char* (&rows)[kOwned], int expert, unsigned tile) const {
+#pragma unroll
+        for (int r = 0; r < kOwned; ++r) {
+            const unsigned row = row_of_w(a, tile, min(thread + r * kStride, kRows - 1));
+            rows[r] = a.ws + (expert * static_cast<Offset>(a.N) + row) * a.blocks();
+        }
+    }
+    MX_MEMBER static unsigned factors_of(unsigned scales, unsigned top) {
+        constexpr unsigned each = 0x01010101;
+        const unsigned below = top * each - scales; // where it is right, no byte borrows
+        const unsigned nan = ((scales & 0x7f * each) + each) & scales;
+        const unsigned far = (below + (128 - kTopExponent) * each) | below | nan;
+        if (__builtin_expect(!(far & 0x80 * each) && top != kNoTop, true))
+            return (kTopExponent * each - below) << 2;
+        unsigned factors = 0;
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b)
+            factors |= factor_byte(scales >> 8 * b & 255, top) << 8 * b;
+        return factors;
+    }
+    MX_MEMBER void run() const {
+        const int chunks = a.chunks();
+        Turn<kEntries> turn;
+        Turn<kDepth> to;
+        barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
+        int expert = shared.queue[turn.at].expert;
+        unsigned tile = shared.queue[turn.at].tile, end = shared.queue[turn.at].end;
+        if (expert < 0)
+            return;
+        const unsigned char *rows[kOwned], *next[kOwned];
+        Words words;
+        unsigned top[kOwned];
+        locate(rows, expert, tile);
+        Largest largest[kOwned];
+        for (int c = 0; c < chunks; c += kBatch) {
+            load(words, rows, c, chunks);
+#pragma unroll
+            for (int r = 0; r < kOwned; ++r)
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i)
+                    largest[r].take(words[r][i]);
+        }
+        while (expert >= 0) {
+#pragma unroll
+            for (int r = 0; r < kOwned; ++r) {
+                top[r] = Largest::of(largest[r].both());
+                largest[r] = {};
+            }
+            load(words, rows, 0, chunks);
+            if (++tile == end) {
+                turn.next();
+                barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
+                expert = shared.queue[turn.at].expert;
+                tile = shared.queue[turn.at].tile;
+                end = shared.queue[turn.at].end;
+            }
+            locate(next, max(expert, 0), tile);
+            for (int c = 0; c < chunks; c += kBatch) {
+                Words later, ahead;
+                load(later, rows, c + kBatch, chunks);
+                load(ahead, next, c, expert < 0 ? 0 : chunks);
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    if (c + i >= chunks)
+                        break;
+                    barrier_wait(shared_address(shared.empty + to.at), to.parity ^ 1);
+#pragma unroll
+                    for (int r = 0; r < kOwned; ++r) {
+                        const int row = thread + r * kStride;
+                        if (row < kRows)
+                            shared.factors[to.at][row] = uint2{factors_of(words[r][i], top[r]),
+                                                               __float_as_uint(power_of(top[r]))};
+                    }
+                    __syncwarp();
+                    if (thread % kLanes == 0)
+                        barrier_arrive(shared_address(shared.full + to.at));
+                    to.next();
+                }
+#pragma unroll
+                for (int r = 0; r < kOwned; ++r)
+#pragma unroll
+                    for (int i = 0; i < kBatch; ++i) {
+                        largest[r].take(ahead[r][i]);
+                        words[r][i] = later[r][i];
+                    }
+            }
+#pragma unroll
+            for (int r = 0; r < kOwned; ++r)
+                rows[r] = next[r];
+        }
+    }
+};
+
+} // namespace mx

@@ -1,0 +1,189 @@
+// The warps of moe_gemm_boxes_sm90.cu that bring x and make it fp16, as wgmma takes it: 8x16-byte
+// pieces of 8 rows by the lower, then the upper halves of the words of 16 k.
+#pragma once
+
+#include "sm90_copy.h"
+#include "sm90_mma.h"
+#include "sm90_moe_boxes.h"
+
+namespace mx {
+
+MX_DEVICE void store_shared_16(unsigned address, const unsigned (&v)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]),
+                 "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
+
+// For how many chunks x of an entry comes.
+MX_DEVICE int chunks_of(const MoeArgs& a, const Entry& entry) {
+    return kResident ? a.chunks() : static_cast<int>(entry.end - entry.tile) * a.chunks();
+}
+
+// Where a row begins. Worked out where it is used: all rows' places would not fit the registers.
+MX_DEVICE const unsigned char* row_at(const unsigned char* first, int row, unsigned row_bytes) {
+    unsigned long place;
+    asm volatile("mad.wide.u32 %0, %1, %2, %3;"
+                 : "=l"(place)
+                 : "r"(max(row, 0)), "r"(row_bytes), "l"(first));
+    return reinterpret_cast<const unsigned char*>(place);
+}
+
+// Starts copies of x. Warps apart from those that make x fp16, whose fences would wait for them.
+MX_DEVICE void fetch_x(const MoeArgs& a, Shared& shared, int warp, int lane) {
+    wait_for_grid_ahead(); // which made x
+    const int piece = lane % kPieces;
+    constexpr int rows_at_once = kFetchWarps * kLanes / kPieces;
+    constexpr int batches = (kCols + rows_at_once - 1) / rows_at_once;
+    const int first_row = (warp * kLanes + lane) / kPieces, first_scale = warp * kLanes + lane;
+    static_assert(kCols <= kFetchWarps * kLanes, "a lane has scales of one row");
+    Turn<kEntries> turn;
+    Turn<kAhead> to;
+    for (;; turn.next()) {
+        barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
+        const Entry& entry = shared.queue[turn.at];
+        if (entry.expert < 0)
+            break;
+        const int rows = (entry.col_tiles + 1) / 2 * 16, chunks = a.chunks();
+        int row[batches]; // of x, or -1: looked up once, not for each chunk
+#pragma unroll
+        for (int i = 0; i < batches; ++i)
+            row[i] = i * rows_at_once + first_row < rows ? entry.x_row[i * rows_at_once + first_row]
+                                                         : -1;
+        const int scale_row = first_scale < rows ? entry.x_row[first_scale] : -1;
+        int chunk = 0;
+        for (int left = chunks_of(a, entry); left > 0; --left, to.next()) {
+            barrier_wait(shared_address(shared.drained + to.at), to.parity ^ 1);
+            const unsigned place = shared_address(shared.fetched[to.at][first_row]) + piece * 16;
+            const unsigned char* const x = a.xq + chunk * kChunk + piece * 16;
+#pragma unroll
+            for (int i = 0; i < batches; ++i)
+                if (i * rows_at_once + first_row < rows)
+                    copy_async(place + i * rows_at_once * kChunk, row_at(x, row[i], a.K),
+                               row[i] >= 0);
+            if (first_scale < rows)
+                copy_word_async(shared_address(&shared.fetched_scales[to.at][first_scale]),
+                                row_at(a.xs + chunk * kBlocks, scale_row, a.K / kBlock),
+                                scale_row >= 0 ? 4 : 0);
+            barrier_arrive_copied(shared_address(shared.arrived + to.at));
+            if (++chunk == chunks)
+                chunk = 0;
+        }
+    }
+    copy_wait<0>(); // copies must not outlive the warp
+}
+
+// A thread has 16 k of a chunk of every 16th row.
+struct Bringer {
+    const MoeArgs& a;
+    Shared& shared;
+    const int thread; // of these
+
+    MX_MEMBER int piece() const { return thread % kPieces; }
+    MX_MEMBER int column(int pass) const { return pass * 16 + thread / kPieces; }
+
+    // The row of x, or -1.
+    MX_MEMBER int row_of_x(const Entry& entry, int pass) const { return entry.x_row[column(pass)]; }
+    // Finds the largest scale of each row.
+    MX_MEMBER void find_tops(Entry& entry) const {
+        const int chunks = a.chunks(), passes = (entry.col_tiles + 1) / 2;
+#pragma unroll 1
+        for (int first = 0; first < passes; first += 2) {
+            Largest largest[2];
+            int rows[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                rows[i] = first + i < passes ? row_of_x(entry, first + i) : -1;
+#pragma unroll 4
+            for (int c = piece(); c < chunks; c += kPieces)
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    if (rows[i] >= 0)
+                        largest[i].take(load_word(a.xs + a.row_of_blocks(rows[i]) + c * kBlocks));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                unsigned both = largest[i].both();
+#pragma unroll
+                for (int distance = 1; distance < kPieces; distance *= 2)
+                    both = __vmaxu2(both, __shfl_xor_sync(~0u, both, distance));
+                const unsigned top = Largest::of(both);
+                const int m = column(first + i);
+                if (piece() == 0 && first + i < passes) {
+                    entry.x_top[m] = top;
+                    entry.x_power[m] = power_of(top);
+                }
+            }
+        }
+        __syncwarp();
+    }
+
+    // Makes fp16 of 16 k of a row. Returns whether values are left out because of their scale.
+    MX_MEMBER static bool expand(const uint4& v, unsigned scale, unsigned top, unsigned to) {
+        const unsigned words[4] = {v.x, v.y, v.z, v.w};
+        const unsigned byte = factor_byte(scale, top), factor = byte * 0x01000100;
+        unsigned low[4], high[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            e4m3x4_to_f16(words[j], low[j], high[j]);
+            low[j] = multiply_f16x2(low[j], factor);
+            high[j] = multiply_f16x2(high[j], factor);
+        }
+        store_shared_16(to, low);
+        store_shared_16(to + kCols * 16, high);
+        return byte == 0 && (v.x | v.y | v.z | v.w) & 0x7f7f7f7f;
+    }
+
+    static constexpr int kBatch = 3; // passes at once
+    MX_MEMBER void expand_batch(Entry& entry, int from, int first, int passes,
+                                unsigned slot) const {
+        uint4 v[kBatch];
+        unsigned scales[kBatch], tops[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int m = column(min(first + i, kPasses - 1));
+            v[i] = load_shared_16(shared_address(shared.fetched[from][m] + piece() * 16));
+            scales[i] = load_shared_4(shared_address(&shared.fetched_scales[from][m]));
+            tops[i] = entry.x_top[m];
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int m = column(first + i);
+            if (first + i < passes &&
+                expand(v[i], scales[i] >> piece() / 2 * 8 & 255, tops[i], slot + m * 16))
+                entry.x_outside[m] = entry.any_x_outside = 1;
+        }
+    }
+
+    MX_MEMBER void run() const {
+        wait_for_grid_ahead(); // which made x
+        Turn<kEntries> turn;
+        Turn<kAhead> from;
+        Turn<kSlots> to;
+        for (;; turn.next()) {
+            barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
+            Entry& entry = shared.queue[turn.at];
+            if (entry.expert < 0)
+                break;
+            const int passes = (entry.col_tiles + 1) / 2;
+            find_tops(entry);
+            for (int left = chunks_of(a, entry); left > 0; --left, from.next(), to.next()) {
+                barrier_wait(shared_address(shared.arrived + from.at), from.parity);
+                barrier_wait(shared_address(shared.taken + to.at), to.parity ^ 1);
+                const unsigned slot = shared_address(shared.x[to.at]) + piece() * kStepBytes;
+#pragma unroll
+                for (int first = 0; first < kPasses; first += kBatch) {
+                    if (first >= passes)
+                        break;
+                    expand_batch(entry, from.at, first, passes, slot);
+                }
+                fence_async();
+                __syncwarp();
+                if (thread % kLanes == 0) {
+                    barrier_arrive(shared_address(shared.drained + from.at));
+                    barrier_arrive(shared_address(shared.ready + to.at));
+                }
+            }
+        }
+    }
+};
+
+} // namespace mx

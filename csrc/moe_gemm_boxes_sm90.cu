@@ -1,0 +1,377 @@
+// Grouped GEMM over routed tokens on Hopper, for some tens of tokens an expert.
+// aiter_mx/kernels/moe_gemm/problem.py defines what it computes and its arguments.
+//
+// A workgroup takes kRows rows of an expert's w and up to kCols rows of x, those of a block of ids,
+// and goes along K. Both become fp16 with their scales applied, relative to the largest of the row,
+// so that sums over all of K stay in the matrix unit and take both rows' largest scales at its end:
+//
+//   w  -> a ring in shared memory, by boxes of 128 k -> registers -> fp16, wgmma's A
+//   x  -> shared memory, kAhead chunks ahead -> fp16, by a warpgroup of its own -> shared memory:
+//      wgmma's B. Where there is room for all of K it stays there from tile to tile.
+//
+// A row whose scales are too far apart for fp16, zero blocks aside, is computed again in fp32.
+
+#include "mx_epilogue.h"
+#include "mx_exact.h"
+#include "mx_moe.h"
+#include "mx_quantize.h"
+#include "mx_scale.h"
+#include "mx_target.h"
+#include "sm90_async.h"
+#include "sm90_copy.h"
+#include "sm90_moe.h"
+#include "sm90_moe_boxes.h"
+#include "sm90_moe_boxes_scales.h"
+#include "sm90_moe_boxes_x.h"
+#include "sm90_wgmma_f16_wide.h"
+
+using namespace mx;
+
+// Adds tiles and stores what they come to.
+struct Adder {
+    const MoeArgs& a;
+    Shared& shared;
+    const int group, warp, lane; // warp: of all that add
+    const unsigned base;         // of the ring
+    unsigned place[2];           // in a stage: of what the lane gives ldmatrix the address of
+    Turn<kDepth> ring;
+    Turn<kSlots> from;
+    unsigned words[2][4], scale[2];
+    float by_w[2];
+    unsigned outside[2]; // whether a row of w has scales too far apart, as far as the lane sees it
+
+    MX_MEMBER Adder(const MoeArgs& a, Shared& shared, int group, int warp, int lane)
+        : a(a), shared(shared), group(group), warp(warp), lane(lane),
+          base(held(shared_address(shared.ring[0]))) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = row_of(warp, lane % 8 * 4, i);
+            place[i] = held(row * kChunk + (lane / 8 ^ row % 8) * 16);
+        }
+    }
+    MX_MEMBER void fetch(int u) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            load_matrices(words[i], base + ring.at * kStageBytes + (place[i] ^ u * 64));
+    }
+    // Notes rows of blocks that fp16 takes for zero, though they are not.
+    MX_MEMBER void look_for_lost() {
+#pragma unroll 1
+        for (int at = 0; at < 4; ++at) {
+            const int row = row_of(warp, lane, at % 2), piece = lane % 4 * 2 + at / 2;
+            const u32x4 v = load_shared_vector(base + ring.at * kStageBytes + row * kChunk +
+                                               (piece ^ row % 8) * 16);
+            const unsigned byte = (at % 2 ? scale[1] : scale[0]) >> lane % 4 * 8 & 255;
+            const bool lost = byte == 0 && (v[0] | v[1] | v[2] | v[3]) & 0x7f7f7f7f;
+            outside[0] |= lost && at % 2 == 0;
+            outside[1] |= lost && at % 2;
+        }
+    }
+    // The top bit of a byte is set where it is 0, of bytes below 0x80.
+    MX_MEMBER static unsigned zero_bytes(unsigned word) { return (word - 0x01010101) & 0x80808080; }
+    MX_MEMBER void open() {
+        barrier_wait(shared_address(shared.full + ring.at), ring.parity);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint2 both =
+                load_shared_8(shared_address(&shared.factors[ring.at][row_of(warp, lane, i)]));
+            scale[i] = both.x;
+            by_w[i] = __uint_as_float(both.y);
+        }
+        fetch(0);
+        if (__builtin_expect((zero_bytes(scale[0]) | zero_bytes(scale[1])) != 0, false))
+            look_for_lost();
+    }
+    MX_MEMBER void close() {
+        __syncwarp();
+        if (lane == 0)
+            barrier_arrive(shared_address(shared.empty + ring.at));
+        ring.next();
+    }
+    MX_MEMBER void expand(unsigned (&to)[kSteps][4], int u) const {
+#pragma unroll
+        for (int j = 0; j < kSteps; ++j) {
+            const int b = u * 2 + j / 2;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const unsigned factor = __byte_perm(scale[i], 0, 0x0404 | b << 4 | b << 12);
+                e4m3x4_to_f16(words[i][j], to[j][i], to[j][2 + i]);
+                to[j][i] = multiply_f16x2(to[j][i], factor);
+                to[j][2 + i] = multiply_f16x2(to[j][2 + i], factor);
+            }
+        }
+    }
+    MX_MEMBER void take(int slot) const {
+        if (lane == 0)
+            barrier_arrive(shared_address(shared.taken + slot));
+    }
+    // Multiplies as many columns as the least of these widths that holds them.
+    template <int Width, int... Narrower>
+    MX_MEMBER static void multiply(float (&sums)[kCols / 2], const unsigned (&w)[kSteps][4],
+                                   const MatrixDescriptor& x, int columns) {
+        if constexpr (sizeof...(Narrower) > 0) {
+            constexpr int widths[] = {Narrower...};
+            if (Width > kCols || columns <= widths[0])
+                return multiply<Narrower...>(sums, w, x, columns);
+        }
+        if constexpr (Width <= kCols)
+            multiply_by<Width>(sums, w, x);
+    }
+    template <int Width>
+    MX_MEMBER static void multiply_by(float (&sums)[kCols / 2], const unsigned (&w)[kSteps][4],
+                                      const MatrixDescriptor& x) {
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < kSteps; ++j)
+            wgmma_f16_first<Width>(sums, w[j], x.at(j * kStepBytes));
+        wgmma_commit();
+    }
+    // frees: whether x is not needed again.
+    MX_MEMBER void add(float (&sums)[kCols / 2], int columns, bool frees) {
+        unsigned operand[2][kSteps][4];
+        const int chunks = a.chunks();
+        int before = 0; // the slot of the chunk before
+        outside[0] = outside[1] = 0;
+        open();
+#pragma unroll 1
+        for (int c = 0; c < chunks; ++c) {
+#pragma unroll
+            for (int u = 0; u < 2; ++u) {
+                expand(operand[u], u);
+                if (u == 0)
+                    barrier_wait(shared_address(shared.ready + from.at), from.parity);
+                const MatrixDescriptor x(
+                    shared_address(shared.x[from.at]) + u * kSteps * kStepBytes, kCols * 16, 128);
+                multiply<96, 80, 64, 48, 32, 16>(sums, operand[u], x, columns);
+                if (u == 0) {
+                    fetch(1);
+                } else {
+                    close();
+                    if (c + 1 < chunks)
+                        open();
+                }
+                wgmma_wait<1>();
+                if (u == 0 && c > 0 && frees)
+                    take(before);
+            }
+            before = from.at;
+            if (kResident && !frees)
+                from.at = from.at + 1 == kSlots ? 0 : from.at + 1; // the same once more
+            else
+                from.next();
+        }
+        wgmma_wait<0>();
+        keep_in_order(sums);
+        if (frees)
+            take(before);
+    }
+
+    // Applies what the rows are relative to.
+    MX_MEMBER void scale_sums(const Entry& entry, float (&sums)[kCols / 2]) const {
+#pragma unroll
+        for (int j = 0; j < kColTiles; ++j) {
+            const float2 by_x =
+                *reinterpret_cast<const float2*>(entry.x_power + column_of(j, 0, lane));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                sums[j * 4 + i * 2] *= by_w[i] * by_x.x;
+                sums[j * 4 + i * 2 + 1] *= by_w[i] * by_x.y;
+            }
+        }
+    }
+
+    // Computes again what has been left out.
+    MX_MEMBER void mend(const Entry& entry, unsigned tile, float (&sums)[kCols / 2]) const {
+        unsigned again = 0; // a bit for each of the two rows, for all lanes of it
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            again |= (__ballot_sync(~0u, outside[i] != 0) >> lane / 4 * 4 & 15 ? 1u : 0u) << i;
+#pragma unroll 1
+        for (int at = 0; at < kCols / 2; ++at) {
+            const int i = at / 2 % 2, m = column_of(at / 4, at % 2, lane), t = entry.t[m];
+            if (t < 0 || !(again >> i & 1 || entry.x_outside[m]))
+                continue;
+            const Offset x = t / a.a_div, w = entry.expert * static_cast<Offset>(a.N) +
+                                              row_of_w(a, tile, row_of(warp, lane, i));
+            const float value = exact_output(a.xq + x * a.K, a.xs + x * a.blocks(), a.wq + w * a.K,
+                                             a.ws + w * a.blocks(), a.K);
+#pragma unroll
+            for (int n = 0; n < kCols / 2; ++n)
+                sums[n] = n == at ? value : sums[n];
+        }
+    }
+
+    MX_MEMBER void add_bias(const Entry& entry, unsigned tile, float (&sums)[kCols / 2]) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned row = row_of_w(a, tile, row_of(warp, lane, i));
+            const float bias =
+                load_bias(a.bias, a.bias_kind, entry.expert * static_cast<Offset>(a.N) + row);
+#pragma unroll
+            for (int j = 0; j < kColTiles; ++j)
+#pragma unroll
+                for (int c = 0; c < 2; ++c)
+                    sums[j * 4 + i * 2 + c] += bias;
+        }
+    }
+    // Which of a lane's two rows comes first, where they are neighbours.
+    MX_MEMBER int first_row() const { return kHalves ? 0 : lane / 16; }
+
+    MX_MEMBER void store_plain(const Entry& entry, unsigned tile,
+                               const float (&sums)[kCols / 2]) const {
+        struct alignas(2 * sizeof(Out)) Pair {
+            Out values[2];
+        };
+        const long first = tile * static_cast<long>(kRows) + warp * 16 + lane / 4 * 2;
+        const bool aligned =
+            a.N % 2 == 0 && reinterpret_cast<unsigned long>(a.out) % sizeof(Pair) == 0;
+        const int room = max(0L, min(2L, a.N - first)); // for so many of the two features
+        Out* const out = static_cast<Out*>(a.out) + first;
+#pragma unroll
+        for (int j = 0; j < kColTiles; ++j) {
+            if (j >= entry.col_tiles)
+                break;
+            const int m = column_of(j, 0, lane);
+            const int2 rows = *reinterpret_cast<const int2*>(entry.t + m);
+            const float2 weights = *reinterpret_cast<const float2*>(entry.weights + m);
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int t = c ? rows.y : rows.x;
+                const float weight = c ? weights.y : weights.x;
+                const float one = sums[j * 4 + c], other = sums[j * 4 + 2 + c];
+                if (t < 0)
+                    continue;
+                Out* const to = out + t * a.N;
+                Pair pair;
+                store(pair.values, (first_row() ? other : one) * weight);
+                store(pair.values + 1, (first_row() ? one : other) * weight);
+                if (aligned && room == 2) {
+                    *reinterpret_cast<Pair*>(to) = pair;
+                } else {
+#pragma unroll
+                    for (int v = 0; v < 2; ++v)
+                        if (v < room)
+                            to[v] = pair.values[v];
+                }
+            }
+        }
+    }
+
+    // A lane has gate and up of one feature; a warpgroup has a block of 32 features.
+    template <int Count>
+    MX_MEMBER void store_activated(const Entry& entry, unsigned tile, float (&sums)[Count],
+                                   unsigned (&amaxes)[kGroupWarps][kActivated ? kCols : 2]) const {
+        const int in_group = warp % kGroupWarps;
+        const long first = tile * static_cast<long>(kFeatures) + warp * 8 + lane / 4;
+#pragma unroll
+        for (int j = 0; j < kColTiles; ++j)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const float one = sums[j * 4 + c], other = sums[j * 4 + 2 + c];
+                const float value = activate<Count == 0 ? 0 : kActivation>(
+                    first_row() ? other : one, first_row() ? one : other, a.activation);
+                sums[j * 4 + c] = value;
+                unsigned amax = magnitude_bits(value);
+#pragma unroll
+                for (int distance = 4; distance < kLanes; distance *= 2)
+                    amax = max(amax, __shfl_xor_sync(~0u, amax, distance));
+                if (lane < 4)
+                    amaxes[in_group][column_of(j, c, lane)] = amax;
+            }
+        named_barrier(1 + group, kGroupThreads);
+#pragma unroll
+        for (int j = 0; j < kColTiles; ++j)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int m = column_of(j, c, lane);
+                const long t = entry.t[m];
+                if (t < 0 || first >= a.N / 2)
+                    continue;
+                unsigned amax = amaxes[0][m];
+#pragma unroll
+                for (int v = 1; v < kGroupWarps; ++v)
+                    amax = max(amax, amaxes[v][m]);
+                const BlockScale scale = block_scale<E4M3, kRoundUp>(amax);
+                const long n = t * (a.N / 2) + first;
+                static_cast<unsigned char*>(a.out)[n] =
+                    to_e4m3x4<kRoundUp>(sums[j * 4 + c], 0.0f, 0.0f, 0.0f, scale);
+                if (in_group == 0 && lane < 4)
+                    a.out_scales[n / kBlock] = scale.byte;
+            }
+    }
+
+    MX_MEMBER void run() {
+        Turn<kEntries> turn;
+        for (int amax_turn = 0;; turn.next()) {
+            barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
+            const Entry& entry = shared.queue[turn.at];
+            if (entry.expert < 0)
+                break;
+            for (unsigned tile = entry.tile; tile < entry.end; ++tile, amax_turn ^= 1) {
+                float sums[kCols / 2] = {};
+                add(sums, entry.col_tiles * 8, !kResident || tile + 1 == entry.end);
+                scale_sums(entry, sums);
+                if (__builtin_expect(__any_sync(~0u, outside[0] | outside[1] | entry.any_x_outside),
+                                     false))
+                    mend(entry, tile, sums);
+                if (a.bias_kind != kNone)
+                    add_bias(entry, tile, sums);
+                if constexpr (kActivated)
+                    store_activated(entry, tile, sums, shared.amax[amax_turn][group]);
+                else
+                    store_plain(entry, tile, sums);
+            }
+            __syncwarp();
+            if (lane == 0)
+                barrier_arrive(shared_address(shared.closed + turn.at));
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    aiter_mx_moe_gemm(MX_MOE_PARAMETERS, const __grid_constant__ TensorMap weights_map) {
+    extern __shared__ __align__(1024) unsigned char dynamic[];
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic);
+    const MoeArgs a = MX_MOE_ARGS;
+    // The same in all lanes, and known to be.
+    const int lane = threadIdx.x % kLanes, warp = __shfl_sync(~0u, threadIdx.x / kLanes, 0);
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i < kDepth; ++i) {
+            barrier_init(shared_address(shared.full + i), 1 + Scaler::kWarps);
+            barrier_init(shared_address(shared.empty + i), kAddWarps);
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            barrier_init(shared_address(shared.arrived + i), kFetchWarps * kLanes);
+            barrier_init(shared_address(shared.drained + i), kGroupWarps);
+        }
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) {
+            barrier_init(shared_address(shared.ready + i), kGroupWarps);
+            barrier_init(shared_address(shared.taken + i), kAddWarps);
+        }
+#pragma unroll
+        for (int i = 0; i < kEntries; ++i) {
+            barrier_init(shared_address(shared.opened + i), 1);
+            barrier_init(shared_address(shared.closed + i), kAddWarps);
+        }
+        fence_barrier_init();
+    }
+    group_barrier();
+    if (warp < kAddWarps) {
+        increase_registers<kAddingRegisters>();
+        Adder(a, shared, warp / kGroupWarps, warp, lane).run();
+    } else {
+        decrease_registers<kBringingRegisters>();
+        const int role = warp - kAddWarps;
+        if (role < kGroupWarps)
+            Bringer{a, shared, role * kLanes + lane}.run();
+        else if (role < 2 * kGroupWarps)
+            Scaler{a, shared, (role - kGroupWarps) * kLanes + lane}.run();
+        else if (role < 2 * kGroupWarps + kFetchWarps)
+            fetch_x(a, shared, role - 2 * kGroupWarps, lane);
+        else
+            copy_weights(a, shared, weights_map, lane);
+    }
+}
