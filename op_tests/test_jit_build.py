@@ -4,13 +4,14 @@ import os
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from jit_fakes import Workshop, hide_compilers, wait_until
 
 from aiter_mx.errors import BuildError, CacheError, ToolchainError
-from aiter_mx.jit import toolchain
+from aiter_mx.jit import compiler, toolchain
 from aiter_mx.jit.build import BuildRequest, build, build_all, is_cached
 
 REQUEST = BuildRequest("kernel.cu", "gfx950", (("M", 1),))
@@ -19,6 +20,14 @@ REQUEST = BuildRequest("kernel.cu", "gfx950", (("M", 1),))
 @pytest.fixture
 def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
     return Workshop(tmp_path, monkeypatch)
+
+
+def test_compilers_of_a_thread_that_gives_way_are_nice(tmp_path: Path) -> None:
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    show = ["sh", "-c", "sleep 0.2; nice"]
+    with ThreadPoolExecutor(1, initializer=compiler.give_way) as pool:
+        assert int(pool.submit(compiler.run, show, tmp_path).result()) == min(here + 10, 19)
+    assert int(compiler.run(show, tmp_path)) == here
 
 
 def test_sixteen_processes_on_a_cold_cache_compile_once(workshop: Workshop) -> None:

@@ -80,6 +80,15 @@ def test_one_slow_round_does_not_decide() -> None:
     assert outcome.chosen.rounds == RULES.final_rounds
 
 
+def test_one_that_was_held_up_through_a_final_has_another() -> None:
+    first = by_time()[0]
+    fake = FakeMeter()
+    fake.noise = lambda candidate, turn: 3.0 if candidate == first and 4 <= turn <= 9 else 1.0
+    outcome = run_race(fake)
+    assert outcome.chosen is not None
+    assert (outcome.chosen.candidate, outcome.chosen.spread) == (first, 0.0)
+
+
 @pytest.mark.parametrize("kind", ["poisoned", "late", "flaky"])
 def test_what_is_fast_and_wrong_is_never_chosen(kind: str, tmp_path: Path) -> None:
     fake = FakeMeter()

@@ -8,6 +8,8 @@ import shlex
 import shutil
 import signal
 import subprocess
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from aiter_mx.errors import BuildError
 Command = list[str | Path]
 _TIMEOUT_S = 600
 _SCARCE_BYTES = 32 << 20  # nvcc writes a few MiB of intermediate files
+_NICENESS = 10
 _HEAD_LINES, _TAIL_LINES = 60, 20
 
 
@@ -66,6 +69,14 @@ class Refused(Exception):
     """A candidate cannot be used; the text says why."""
 
 
+_thread = threading.local()
+
+
+def give_way() -> None:
+    """Have compilers that this thread runs leave the cores to whoever else wants them."""
+    _thread.niceness = _NICENESS
+
+
 def run(command: Command, work: Path) -> str:
     """Run a compiler with ``work`` as its temporary folder and return what it printed.
 
@@ -91,6 +102,10 @@ def run(command: Command, work: Path) -> str:
     except OSError as error:
         raise _failure(words, f"could not be started: {error}", "") from None
     with process:
+        if niceness := getattr(_thread, "niceness", 0):
+            with suppress(OSError):  # it may have ended
+                niceness += os.getpriority(os.PRIO_PGRP, process.pid)
+                os.setpriority(os.PRIO_PGRP, process.pid, niceness)
         try:
             output, _ = process.communicate(timeout=_TIMEOUT_S)
         except BaseException as error:

@@ -14,6 +14,7 @@ from aiter_mx.ahead import build_requests
 from aiter_mx.dispatch.route import Route
 from aiter_mx.errors import AiterMxError
 from aiter_mx.jit.build import BuildRequest, build
+from aiter_mx.jit.compiler import give_way
 from aiter_mx.jit.toolchain import find_toolchain
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Problem
@@ -105,7 +106,7 @@ class Ahead:
     ) -> None:
         """Have so many compilers at a time; ``others`` compiles what is not of our building."""
         self._target, self._others, self._on_built = target, others, on_built
-        self._pool = ThreadPoolExecutor(jobs, "aiter_mx-tune")
+        self._pool = ThreadPoolExecutor(jobs, "aiter_mx-tune", give_way)
         self._builds: dict[BuildRequest, Future[None]] = {}
         self._needs: dict[tuple[Problem, Candidate], tuple[BuildRequest, ...]] = {}
         self._ended, self._counting = 0, Lock()

@@ -31,11 +31,12 @@ class Rules:
         margin: by how much the winner must beat the incumbent, or by the spread of either if that
             is larger. A candidate is out when its fastest round is slower than the leader's slowest
             by more.
-        unsteady: a final is run again, once, where the winner's rounds are spread by more.
+        unsteady: a final is run again, once, where the rounds of one in it are spread by more: it
+            may have been held up.
     """
 
     most: int = 24
-    of_next: tuple[int, ...] = (6,)
+    of_next: tuple[int, ...] = (8,)
     tries: int = 3
     hopeless: float = 1.5
     first_look: float = 1.25
@@ -131,7 +132,7 @@ def race(
     rounds_of = [(size, rules.rounds) for size in rules.heats[:-1]]
     rounds_of += 2 * [(rules.heats[-1], rules.final_rounds)]  # the last where it is needed
     for heat, (size, rounds) in enumerate(rounds_of):
-        if heat == len(rules.heats) and (not running or spread(running[0]) <= rules.unsteady):
+        if heat == len(rules.heats) and all(spread(c) <= rules.unsteady for c in running):
             break
         running = keep(running[:size])
         for candidate in running:
