@@ -15,9 +15,16 @@ from linear_cases import (
     launch_linear,
     operands,
     operands_that_all_count,
-    with_opposite_scales,
-    with_scales_moved,
-    with_zero_blocks,
+)
+from linear_trials import (
+    RANGES,
+    assert_right,
+    of_cancelling_scales,
+    of_moved_scales,
+    of_nan,
+    of_scales,
+    of_zero_blocks,
+    plain,
 )
 from mx_reference import assert_close_to_reference, linear_reference64, random_mx
 
@@ -161,7 +168,7 @@ def launch(
     return launch_linear(FP8, torch.device("cuda"), chosen, arguments, bias, torch.bfloat16)
 
 
-def assert_right(got: torch.Tensor, arguments: Operands, bias: torch.Tensor | None = None) -> None:
+def assert_close(got: torch.Tensor, arguments: Operands, bias: torch.Tensor | None = None) -> None:
     assert_close_to_reference(got, *arguments, bias, accumulation_error=ACCUMULATION_ERROR)
 
 
@@ -170,9 +177,7 @@ def assert_right(got: torch.Tensor, arguments: Operands, bias: torch.Tensor | No
 def test_any_shape_and_configuration_match_float64(
     M: int, N: int, K: int, chosen: dict[str, int]
 ) -> None:
-    for seed, exponents in enumerate([(-20, 20), (-6, 6)]):
-        drawn = operands(M, N, K, seed, scale_exponents=exponents)
-        assert_right(launch(drawn, chosen), drawn)
+    assert_right(launch, plain(M, N, K, chosen), ACCUMULATION_ERROR)
 
 
 @gpu
@@ -184,45 +189,29 @@ def test_no_product_is_missing_however_long_k_is() -> None:
 
 
 @gpu
-@pytest.mark.parametrize("exponents", [(-127, 127), (-127, -40), (40, 127), (-127, -120)])
+@pytest.mark.parametrize("exponents", RANGES)
 def test_scales_of_the_whole_e8m0_range_are_right(exponents: tuple[int, int]) -> None:
-    for M, N, K, chosen in CASES[1:]:
-        drawn = operands(M, min(N, 300), K, M, scale_exponents=exponents)
-        assert_right(launch(drawn, chosen), drawn)
+    assert_right(launch, of_scales(CASES[1:], exponents), ACCUMULATION_ERROR)
 
 
 @gpu
 def test_extreme_scales_that_cancel_are_right() -> None:
-    for M, N, K, chosen in CASES[1:9]:
-        plain = operands(M, min(N, 300), K, 3, scale_exponents=(-3, 3))
-        for shift in (110, 60, 25, -25, -60, -110):
-            drawn = with_opposite_scales(plain, shift)
-            assert_right(launch(drawn, chosen), drawn)
+    assert_right(launch, of_cancelling_scales(CASES[1:9]), ACCUMULATION_ERROR)
 
 
 @gpu
 def test_zero_blocks_of_any_scale_add_nothing() -> None:
-    generator = torch.Generator().manual_seed(8)
-    for M, N, K, chosen in CASES[1:9]:
-        plain = operands(M, min(N, 300), K, 4, scale_exponents=(-6, 6))
-        drawn = with_zero_blocks(plain, generator)
-        assert_right(launch(drawn, chosen), drawn)
+    assert_right(launch, of_zero_blocks(CASES[1:9]), ACCUMULATION_ERROR)
 
 
 @gpu
 def test_nan_payloads_and_scales_reach_their_outputs_alone() -> None:
-    for M, N, K, chosen in CASES[1:]:
-        drawn = operands(M, min(N, 300), K, M, nan_payload=2e-4, nan_scale=1e-3)
-        assert_right(launch(drawn, chosen), drawn)
+    assert_right(launch, of_nan(CASES[1:]), ACCUMULATION_ERROR)
 
 
 @gpu
 def test_scales_at_any_address_are_read_rightly() -> None:
-    for M, N, K, chosen in CASES[1:9]:
-        drawn = operands(M, min(N, 300), K, 5)
-        for shift in (1, 2, 3):
-            got = launch(with_scales_moved(drawn, shift), chosen)
-            assert_right(got, drawn)
+    assert_right(launch, of_moved_scales(CASES[1:9]), ACCUMULATION_ERROR)
 
 
 @gpu
@@ -233,13 +222,13 @@ def test_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(6)
     scale = size if dtype is not torch.float16 else size.clamp(max=1000.0)
     bias = (torch.randn(137, generator=generator, dtype=torch.float64) * scale).to(dtype)
-    assert_right(launch(drawn, config(2, 1, 2, 4), bias), drawn, bias)
+    assert_close(launch(drawn, config(2, 1, 2, 4), bias), drawn, bias)
 
 
 @gpu
 def test_weights_beyond_4_gib_are_addressed_rightly() -> None:
     got, drawn = launch_beyond_4_gib(FP8, 8, 6272, "bf16")
-    assert_right(got, drawn)
+    assert_close(got, drawn)
 
 
 @gpu

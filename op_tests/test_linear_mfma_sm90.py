@@ -10,9 +10,17 @@ from linear_cases import (
     assert_repeats_on_two_streams,
     launch_linear,
     operands,
-    with_opposite_scales,
 )
-from mx_reference import assert_close_to_reference, linear_reference64
+from linear_trials import (
+    RANGES,
+    assert_outputs_and_biases_right,
+    assert_right,
+    of_cancelling_scales,
+    of_nan,
+    of_scales,
+    plain,
+)
+from mx_reference import assert_close_to_reference
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
@@ -64,6 +72,10 @@ def launch(
     return launch_linear(MFMA, torch.device("cuda"), chosen, arguments, bias, dtype)
 
 
+def exact(arguments: Operands, chosen: dict[str, int]) -> torch.Tensor:
+    return launch(arguments, chosen or None, dtype=torch.float32)
+
+
 # Between them: every cluster size, empty parts of K, half a unit at the end, x that does not fit
 # shared memory, more tiles than clusters, fewer rows than a tile.
 CASES = [
@@ -86,9 +98,7 @@ CASES = [
 def test_any_shape_and_configuration_match_float64(
     M: int, N: int, K: int, chosen: dict[str, int]
 ) -> None:
-    for seed, exponents in enumerate([(-20, 20), (-6, 6)]):
-        drawn = operands(M, N, K, seed, scale_exponents=exponents)
-        assert_close_to_reference(launch(drawn, chosen), *drawn)
+    assert_right(launch, plain(M, N, K, chosen))
 
 
 @gpu
@@ -99,38 +109,26 @@ def test_every_m_matches_float64(M: int) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("exponents", [(-127, 127), (-127, -40), (40, 127), (-127, -120)])
+@pytest.mark.parametrize("exponents", RANGES)
 def test_scales_of_the_whole_e8m0_range_are_exact(exponents: tuple[int, int]) -> None:
-    for M, N, K, chosen in CASES[2:7]:
-        drawn = operands(M, min(N, 300), K, M, scale_exponents=exponents)
-        assert_close_to_reference(launch(drawn, chosen, dtype=torch.float32), *drawn)
+    assert_right(exact, of_scales(CASES[2:7], exponents))
 
 
 @gpu
 def test_extreme_scales_that_cancel_are_exact() -> None:
-    plain = operands(9, 140, 416, 3, scale_exponents=(-3, 3))
-    for shift in (110, -110):
-        drawn = with_opposite_scales(plain, shift)
-        assert_close_to_reference(launch(drawn, dtype=torch.float32), *drawn)
+    trials = of_cancelling_scales([(9, 140, 416, {})], (110, -110))
+    assert_right(exact, trials)
 
 
 @gpu
 def test_nan_payloads_and_scales_reach_their_outputs_alone() -> None:
-    for M, N, K, chosen in CASES[2:8]:
-        drawn = operands(M, min(N, 300), K, M, nan_payload=2e-4, nan_scale=1e-3)
-        assert_close_to_reference(launch(drawn, chosen, dtype=torch.float32), *drawn)
+    assert_right(exact, of_nan(CASES[2:8]))
 
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_outputs_and_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> None:
-    exponents = (-12, -6) if dtype is torch.float16 else (-6, 6)
-    drawn = operands(19, 137, 1120, 5, scale_exponents=exponents)
-    size = linear_reference64(*drawn).abs().mean()
-    for bias_dtype in DTYPES.values():
-        generator = torch.Generator().manual_seed(6)
-        bias = (torch.randn(137, generator=generator, dtype=torch.float64) * size).to(bias_dtype)
-        assert_close_to_reference(launch(drawn, None, bias, dtype), *drawn, bias)
+    assert_outputs_and_biases_right(launch, dtype, [None])
 
 
 @gpu

@@ -10,12 +10,19 @@ from linear_cases import (
     assert_repeats_on_two_streams,
     launch_beyond_4_gib,
     launch_linear,
-    operands,
-    with_opposite_scales,
-    with_scales_moved,
-    with_zero_blocks,
 )
-from mx_reference import assert_close_to_reference, linear_reference64, random_mx
+from linear_trials import (
+    RANGES,
+    assert_outputs_and_biases_right,
+    assert_right,
+    of_cancelling_scales,
+    of_moved_scales,
+    of_nan,
+    of_scales,
+    of_zero_blocks,
+    plain,
+)
+from mx_reference import assert_close_to_reference, random_mx
 
 import aiter_mx
 from aiter_mx.kernels.linear import LinearProblem
@@ -142,64 +149,39 @@ def launch(
 def test_any_shape_and_configuration_match_float64(
     M: int, N: int, K: int, chosen: dict[str, int]
 ) -> None:
-    for seed, exponents in enumerate([(-20, 20), (-6, 6)]):
-        drawn = operands(M, N, K, seed, scale_exponents=exponents)
-        assert_close_to_reference(launch(drawn, chosen), *drawn)
+    assert_right(launch, plain(M, N, K, chosen))
 
 
 @gpu
-@pytest.mark.parametrize("exponents", [(-127, 127), (-127, -40), (40, 127), (-127, -120)])
+@pytest.mark.parametrize("exponents", RANGES)
 def test_scales_of_the_whole_e8m0_range_are_exact(exponents: tuple[int, int]) -> None:
-    for M, N, K, chosen in CASES[2:12]:
-        drawn = operands(M, min(N, 300), K, M, scale_exponents=exponents)
-        assert_close_to_reference(launch(drawn, chosen), *drawn)
+    assert_right(launch, of_scales(CASES[2:12], exponents))
 
 
 @gpu
 def test_extreme_scales_that_cancel_are_exact() -> None:
-    for M, N, K, chosen in CASES[2:9]:
-        plain = operands(M, min(N, 300), K, 3, scale_exponents=(-3, 3))
-        for shift in (110, 60, 25, -25, -60, -110):
-            drawn = with_opposite_scales(plain, shift)
-            assert_close_to_reference(launch(drawn, chosen), *drawn)
+    assert_right(launch, of_cancelling_scales(CASES[2:9]))
 
 
 @gpu
 def test_zero_blocks_of_any_scale_add_nothing() -> None:
-    generator = torch.Generator().manual_seed(8)
-    for M, N, K, chosen in CASES[2:9]:
-        plain = operands(M, min(N, 300), K, 4, scale_exponents=(-6, 6))
-        drawn = with_zero_blocks(plain, generator)
-        assert_close_to_reference(launch(drawn, chosen), *drawn)
+    assert_right(launch, of_zero_blocks(CASES[2:9]))
 
 
 @gpu
 def test_nan_payloads_and_scales_reach_their_outputs_alone() -> None:
-    for M, N, K, chosen in CASES[2:11]:
-        drawn = operands(M, min(N, 300), K, M, nan_payload=2e-4, nan_scale=1e-3)
-        assert_close_to_reference(launch(drawn, chosen), *drawn)
+    assert_right(launch, of_nan(CASES[2:11]))
 
 
 @gpu
 def test_scales_at_any_address_are_read_rightly() -> None:
-    for M, N, K, chosen in CASES[2:9]:
-        drawn = operands(M, min(N, 300), K, 5)
-        for shift in (1, 2, 3):
-            got = launch(with_scales_moved(drawn, shift), chosen)
-            assert_close_to_reference(got, *drawn)
+    assert_right(launch, of_moved_scales(CASES[2:9]))
 
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_outputs_and_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> None:
-    exponents = (-12, -6) if dtype is torch.float16 else (-6, 6)
-    drawn = operands(19, 137, 1120, 5, scale_exponents=exponents)
-    size = linear_reference64(*drawn).abs().mean()
-    for bias_dtype in DTYPES.values():
-        generator = torch.Generator().manual_seed(6)
-        bias = (torch.randn(137, generator=generator, dtype=torch.float64) * size).to(bias_dtype)
-        got = launch(drawn, config(2, 2, 1, 4, 2), bias, dtype)
-        assert_close_to_reference(got, *drawn, bias)
+    assert_outputs_and_biases_right(launch, dtype, [config(2, 2, 1, 4, 2)])
 
 
 @gpu
