@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -96,6 +97,9 @@ def test_results_are_one_matrix_to_the_stores(dtype: str, bytes_each: int) -> No
     problem = GroupedGemmProblem(M=100, N=160, K=96, G=7, out_dtype=dtype)
     described = describe(SM90, problem, PERSISTENT.configure(SM90, problem))
     assert ARGS[described.pointer].name == "y" and described.only_aligned
+    wide = GroupedGemmProblem(M=100, N=(1 << 31) // bytes_each, K=32, G=1, out_dtype=dtype)
+    assert "in bytes" in (PERSISTENT.refusal(SM90, wide) or "")
+    assert PERSISTENT.refusal(SM90, replace(wide, N=wide.N - 32)) is None
     assert (described.rows, described.row_bytes) == (100, 160 * bytes_each)
     linear = find_kernel("linear", "sm_90a", "hip", "persistent").module
     assert linear is not None and linear.result_map is not None

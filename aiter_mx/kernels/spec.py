@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from aiter_mx.target import Target
 
@@ -16,6 +16,8 @@ Problem = Any
 """A frozen dataclass of the op, in its kernels module: the shape and dtypes of one call."""
 Parts = tuple[tuple[str, Problem], ...]
 """Ops and their problems that together are another problem, in the order of their launches."""
+_Args = ParamSpec("_Args")
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,29 @@ def cheapest(
     return chosen[:most]
 
 
+def first_of(
+    candidates: Callable[[Target, Problem], Sequence[Config]],
+) -> Callable[[Target, Problem], Config]:
+    """What configures a kernel whose candidates are in the order in which they are preferred."""
+    return lambda target, problem: candidates(target, problem)[0]
+
+
+def where_it_fits(layout: Callable[_Args, _Found | None]) -> Callable[_Args, _Found]:
+    """``layout``, whose last arguments are a problem and a configuration, for those that fit.
+
+    Raises:
+        ValueError: when it is called, where ``layout`` finds none.
+    """
+
+    def found(*args: _Args.args, **kwargs: _Args.kwargs) -> _Found:
+        one = layout(*args, **kwargs)
+        if one is None:
+            raise ValueError(f"{args[-1]} does not fit {args[-2]}")
+        return one
+
+    return found
+
+
 @dataclass(frozen=True)
 class Arg:
     """A kernel argument.
@@ -73,6 +98,11 @@ class Arg:
     name: str
     kind: str
     access: str = ""
+
+
+def place_of(args: Sequence[Arg], name: str) -> int:
+    """Which of them is the argument of that name."""
+    return [arg.name for arg in args].index(name)
 
 
 @dataclass(frozen=True)

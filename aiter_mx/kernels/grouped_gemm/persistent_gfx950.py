@@ -13,6 +13,7 @@ from aiter_mx.kernels.spec import (
     KernelSpec,
     Module,
     Param,
+    first_of,
 )
 from aiter_mx.layouts import LAYOUTS as SCALE_LAYOUTS
 from aiter_mx.target import Target
@@ -142,10 +143,6 @@ def _candidates(target: Target, problem: GroupedGemmProblem) -> list[Config]:
     return [{**tile, **order} for order in orders for tile in tiles]
 
 
-def _configure(target: Target, problem: GroupedGemmProblem) -> Config:
-    return _candidates(target, problem)[0]
-
-
 def _workgroups(target: Target, problem: GroupedGemmProblem, config: Config) -> int:
     tiles = problem.most_tiles(config["tile_m"]) * -(-problem.N // config["tile_n"])
     return max(1, min(tiles, target.cu_num * _resident(problem, config)))
@@ -204,7 +201,7 @@ PERSISTENT = KernelSpec(
     name="persistent",
     params=PARAMS,
     refusal=_refusal,
-    configure=_configure,
+    configure=first_of(_candidates),
     candidates=_candidates,
     module=MODULE,
 )

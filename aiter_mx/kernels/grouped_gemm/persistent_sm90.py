@@ -14,6 +14,7 @@ from aiter_mx.kernels.spec import (
     Module,
     Param,
     TensorMap,
+    place_of,
 )
 from aiter_mx.target import Target
 
@@ -49,7 +50,13 @@ def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
         return f"there are up to {turns} tiles, and their numbers have 31 bits"
     if problem.G * problem.N >= _MAX_TURNS:
         return f"b has {problem.G * problem.N} rows, and their numbers have 31 bits"
+    if problem.N * _result_bytes(problem) >= _MAX_TURNS:
+        return f"N={problem.N}: places in a row of results, in bytes, have 31 bits"
     return None
+
+
+def _result_bytes(problem: GroupedGemmProblem) -> int:
+    return 4 if problem.out_dtype == "fp32" else 2
 
 
 def _pairs(problem: GroupedGemmProblem) -> int:
@@ -132,15 +139,13 @@ def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Map
 
 def _weights(target: Target, problem: GroupedGemmProblem, config: Config) -> TensorMap:
     """What the product copies of b at a time: a workgroup's rows of 64 k."""
-    pointer = next(i for i, arg in enumerate(ARGS) if arg.name == "wq")
-    return TensorMap(pointer, problem.G * problem.N, problem.K, _TILE_N // 2, _UNIT_K)
+    return TensorMap(place_of(ARGS, "wq"), problem.G * problem.N, problem.K, _TILE_N // 2, _UNIT_K)
 
 
 def _results(target: Target, problem: GroupedGemmProblem, config: Config) -> TensorMap:
     """What it stores at a time of 16-bit results: 64 features of 32 tokens."""
-    pointer = next(i for i, arg in enumerate(ARGS) if arg.name == "y")
-    bytes_each = 4 if problem.out_dtype == "fp32" else 2
-    return TensorMap(pointer, problem.M, problem.N * bytes_each, _BOX_ROWS, 128, True)
+    row_bytes = problem.N * _result_bytes(problem)
+    return TensorMap(place_of(ARGS, "y"), problem.M, row_bytes, _BOX_ROWS, 128, True)
 
 
 def _geometry(target: Target, problem: GroupedGemmProblem, config: Config) -> Geometry:

@@ -19,6 +19,8 @@ from aiter_mx.kernels.spec import (
     TensorMap,
     cheapest,
     combinations,
+    first_of,
+    where_it_fits,
 )
 from aiter_mx.target import Target
 
@@ -114,11 +116,7 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     return Layout(tiles_m, clusters, passes, tile_rows, chunks, depth, refills, shared_bytes)
 
 
-def _layout(target: Target, problem: LinearProblem, config: Config) -> Layout:
-    found = layout(target, problem, config)
-    if found is None:
-        raise ValueError(f"{dict(config)} does not fit {problem}")
-    return found
+_layout = where_it_fits(layout)
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
@@ -200,10 +198,6 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
     )
 
 
-def _configure(target: Target, problem: LinearProblem) -> Config:
-    return _candidates(target, problem)[0]
-
-
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     weights = range(_FEWEST_WEIGHTS, _MOST_WEIGHTS + 1)
     if problem.pdl and problem.M <= _MOST_OWN_ROWS and problem.N * problem.K in weights:
@@ -279,7 +273,7 @@ FP8 = KernelSpec(
     name="fp8",
     params=PARAMS,
     refusal=_refusal,
-    configure=_configure,
+    configure=first_of(_candidates),
     candidates=_candidates,
     module=MODULE,
     yields=_yields,

@@ -23,6 +23,7 @@ from aiter_mx.kernels.spec import (
     Param,
     Parts,
     combinations,
+    first_of,
 )
 from aiter_mx.target import Target
 
@@ -164,10 +165,6 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> tuple[flo
     )
 
 
-def _configure(target: Target, problem: LinearProblem) -> Config:
-    return _candidates(target, problem)[0]
-
-
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     return {
         "MX_ROW_TILES": config["row_tiles"],
@@ -211,7 +208,7 @@ MFMA = KernelSpec(
     name="mfma",
     params=PARAMS,
     refusal=_refusal,
-    configure=_configure,
+    configure=first_of(_candidates),
     candidates=_candidates,
     module=MODULE,
     parts=_parts,

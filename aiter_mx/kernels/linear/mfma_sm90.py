@@ -15,6 +15,8 @@ from aiter_mx.kernels.spec import (
     Module,
     Param,
     combinations,
+    first_of,
+    where_it_fits,
 )
 from aiter_mx.target import Target
 
@@ -64,11 +66,7 @@ def layout(problem: LinearProblem, config: Config) -> Layout | None:
     return Layout(tile_m, steps * depth, partials + steps * step_bytes)
 
 
-def _layout(problem: LinearProblem, config: Config) -> Layout:
-    found = layout(problem, config)
-    if found is None:
-        raise ValueError(f"{dict(config)} needs more shared memory than there is for {problem}")
-    return found
+_layout = where_it_fits(layout)
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
@@ -107,10 +105,6 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
     fitting = (config for config in combinations(PARAMS) if _fits(problem, config))
     ordered = sorted(fitting, key=lambda config: _cycles(target, problem, config))
     return ordered[:_MOST_CANDIDATES]
-
-
-def _configure(target: Target, problem: LinearProblem) -> Config:
-    return _candidates(target, problem)[0]
 
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
@@ -163,7 +157,7 @@ MFMA = KernelSpec(
     name="mfma",
     params=PARAMS,
     refusal=_refusal,
-    configure=_configure,
+    configure=first_of(_candidates),
     candidates=_candidates,
     module=MODULE,
     yields=lambda target, problem: "mma is faster up to M=32" if problem.M <= 32 else None,

@@ -19,6 +19,8 @@ from aiter_mx.kernels.spec import (
     Param,
     cheapest,
     combinations,
+    first_of,
+    where_it_fits,
 )
 from aiter_mx.target import Target
 
@@ -101,11 +103,7 @@ def _clusters(
     return min(needed, most * per_sm)
 
 
-def _layout(target: Target, problem: LinearProblem, config: Config) -> Layout:
-    found = layout(target, problem, config)
-    if found is None:
-        raise ValueError(f"{dict(config)} needs more shared memory than there is for {problem}")
-    return found
+_layout = where_it_fits(layout)
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
@@ -185,10 +183,6 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
     )
 
 
-def _configure(target: Target, problem: LinearProblem) -> Config:
-    return _candidates(target, problem)[0]
-
-
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     if problem.M > _MOST_OWN_ROWS and WIDE.refusal(target, problem) is None:
         return f"wide is faster above M={_MOST_OWN_ROWS}"
@@ -255,7 +249,7 @@ MMA = KernelSpec(
     name="mma",
     params=PARAMS,
     refusal=_refusal,
-    configure=_configure,
+    configure=first_of(_candidates),
     candidates=_candidates,
     module=MODULE,
     yields=_yields,

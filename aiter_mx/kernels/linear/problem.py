@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from aiter_mx.kernels.quantize.problem import QuantizeProblem
-from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Parts
+from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Parts, place_of
 from aiter_mx.target import Target
 
 POINTERS = (
@@ -25,7 +25,7 @@ MATRIX_ARGS = (
 )
 """What the arguments of every kernel that uses the matrix unit begin with."""
 
-W_POINTER = next(place for place, arg in enumerate(POINTERS) if arg.name == "wq")
+W_POINTER = place_of(POINTERS, "wq")
 """Which of them a tensor map of the weights stands for."""
 
 MAX_GRID_X = 1 << 20

@@ -19,6 +19,8 @@ from aiter_mx.kernels.spec import (
     TensorMap,
     cheapest,
     combinations,
+    first_of,
+    where_it_fits,
 )
 from aiter_mx.target import Target
 
@@ -83,11 +85,7 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     return Layout(tile_m, -(-tiles // passes), passes, chunks, shared_bytes)
 
 
-def _layout(target: Target, problem: LinearProblem, config: Config) -> Layout:
-    found = layout(target, problem, config)
-    if found is None:
-        raise ValueError(f"{dict(config)} does not fit {problem}")
-    return found
+_layout = where_it_fits(layout)
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
@@ -144,10 +142,6 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
         most_alike=_MOST_ALIKE,
         most=_MOST_CANDIDATES,
     )
-
-
-def _configure(target: Target, problem: LinearProblem) -> Config:
-    return _candidates(target, problem)[0]
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
@@ -214,7 +208,7 @@ WIDE = KernelSpec(
     name="wide",
     params=PARAMS,
     refusal=_refusal,
-    configure=_configure,
+    configure=first_of(_candidates),
     candidates=_candidates,
     module=MODULE,
     yields=_yields,

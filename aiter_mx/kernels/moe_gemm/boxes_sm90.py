@@ -16,6 +16,8 @@ from aiter_mx.kernels.spec import (
     Param,
     TensorMap,
     combinations,
+    first_of,
+    place_of,
 )
 from aiter_mx.target import Target
 
@@ -32,7 +34,6 @@ _GROUP_ROWS = 64  # of w
 _ENTRIES = 4  # of the queue
 _MOST_ROWS = MAX_SIDE - 256  # of all experts' w, which boxes may start past
 _SHARED_BYTES = 227 * 1024  # of a workgroup: compute capability 9.0
-_W_POINTER = 2  # of ARGS
 _MOST_CANDIDATES = 24
 _MOST_TILES = PARAMS[0].values[-1]
 
@@ -94,10 +95,6 @@ def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
     )[:_MOST_CANDIDATES]
 
 
-def _configure(target: Target, problem: MoeGemmProblem) -> Config:
-    return _candidates(target, problem)[0]
-
-
 def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
     rows = problem.rows_of_expert
     if rows <= MOST_ROWS:
@@ -134,7 +131,7 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
 
 def _weights(target: Target, problem: MoeGemmProblem, config: Config) -> TensorMap:
     box_rows = config["groups"] * _GROUP_ROWS // 2
-    return TensorMap(_W_POINTER, problem.E * problem.N, problem.K, box_rows, _CHUNK)
+    return TensorMap(place_of(ARGS, "wq"), problem.E * problem.N, problem.K, box_rows, _CHUNK)
 
 
 MODULE = Module(
@@ -153,7 +150,7 @@ BOXES = KernelSpec(
     name="boxes",
     params=PARAMS,
     refusal=_refusal,
-    configure=_configure,
+    configure=first_of(_candidates),
     candidates=_candidates,
     module=MODULE,
     yields=_yields,

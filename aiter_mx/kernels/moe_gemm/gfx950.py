@@ -14,6 +14,7 @@ from aiter_mx.kernels.spec import (
     Module,
     Param,
     combinations,
+    first_of,
 )
 from aiter_mx.target import Target
 
@@ -159,10 +160,6 @@ def _cycles(target: Target, problem: MoeGemmProblem, config: Config) -> tuple[fl
     )
 
 
-def _configure(target: Target, problem: MoeGemmProblem) -> Config:
-    return _candidates(target, problem)[0]
-
-
 def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
     rows_of_x = -(-problem.routed // problem.a_div)
     return {
@@ -206,7 +203,7 @@ MFMA = KernelSpec(
     name="mfma",
     params=PARAMS,
     refusal=_refusal,
-    configure=_configure,
+    configure=first_of(_candidates),
     candidates=_candidates,
     module=MODULE,
 )

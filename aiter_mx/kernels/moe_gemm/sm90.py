@@ -13,6 +13,7 @@ from aiter_mx.kernels.spec import (
     Module,
     Param,
     combinations,
+    first_of,
 )
 from aiter_mx.target import Target
 
@@ -137,10 +138,6 @@ def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
     return [config for config in distinct.values() if fits(problem, config)][:_MOST_CANDIDATES]
 
 
-def _configure(target: Target, problem: MoeGemmProblem) -> Config:
-    return _candidates(target, problem)[0]
-
-
 def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
     rows = problem.rows_of_expert
     if rows <= MOST_ROWS or problem.K % _CHUNK:
@@ -190,7 +187,7 @@ STREAM = KernelSpec(
     name="stream",
     params=PARAMS,
     refusal=_refusal,
-    configure=_configure,
+    configure=first_of(_candidates),
     candidates=_candidates,
     module=MODULE,
     yields=_yields,

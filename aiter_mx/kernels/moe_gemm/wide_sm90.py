@@ -14,6 +14,7 @@ from aiter_mx.kernels.spec import (
     Module,
     Param,
     combinations,
+    first_of,
 )
 from aiter_mx.target import Target
 
@@ -79,10 +80,6 @@ def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
     )
 
 
-def _configure(target: Target, problem: MoeGemmProblem) -> Config:
-    return _candidates(target, problem)[0]
-
-
 def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
     return {
         "MX_COL_TILES": config["col_tiles"],
@@ -123,7 +120,7 @@ WIDE = KernelSpec(
     name="wide",
     params=PARAMS,
     refusal=_refusal,
-    configure=_configure,
+    configure=first_of(_candidates),
     candidates=_candidates,
     module=MODULE,
 )
