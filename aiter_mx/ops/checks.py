@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -58,10 +58,10 @@ def check_tensor(
     return tensor
 
 
-def refuse_no_tensor(**given: object) -> None:
-    """Raise TypeError for the first of these that is no tensor."""
+def refuse_no_tensor(optional: Collection[str] = (), /, **given: object) -> None:
+    """Raise TypeError for the first of these that is no tensor, nor None where it is optional."""
     for name, value in given.items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) and (value is not None or name not in optional):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
 
 

@@ -184,10 +184,11 @@ def compute(
     )
     found = _plans.by_call.get(call)
     if found is None:
-        found = _plans.by_call[call] = _plan(
+        problem = grouped_problem(
             a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
             a_scale_layout, b_scale_layout,
         )  # fmt: skip
+        found = _plans.by_call[call] = _plan(problem, a, ends)
     run, shape, first_end = found
 
     operands = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "bias": bias}
@@ -225,24 +226,10 @@ def compute(
 
 
 def _plan(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    expected_rows: int,
-    a_scale_layout: str,
-    b_scale_layout: str,
+    problem: GroupedGemmProblem, a: torch.Tensor, ends: torch.Tensor
 ) -> tuple[Run | None, tuple[int, ...], int]:
     """What computes such a call (None for an empty result), the result's shape, and the bytes
     before the first group's end in ``ends``."""
-    problem = grouped_problem(
-        a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
-        a_scale_layout, b_scale_layout,
-    )  # fmt: skip
     shape = (*a.shape[:-1], problem.N)
     first_end = ends.itemsize if ends.shape[0] == problem.G + 1 else 0
     if 0 in shape:

@@ -22,6 +22,7 @@ from aiter_mx.ops.checks import (
     check_out,
     either,
     refuse_alignment,
+    refuse_no_tensor,
     refuse_strides,
     shape_text,
 )
@@ -68,7 +69,8 @@ def linear(
         pdl: let the kernel start, and read weights, scales of weights and bias, while the kernel
             ahead of it in the stream still runs (CUDA's programmatic dependent launch). Only for
             weights that this kernel does not write, nor those before it where it starts early
-            itself: a linear with ``pdl``, or on Hopper a quantisation other than along rows.
+            itself: a linear with ``pdl``, or on Hopper a quantisation, but one along rows with
+            row-major scales of 32 elements each.
             Targets and kernels without it ignore it.
 
     Returns:
@@ -243,8 +245,8 @@ def _check(
     xs: torch.Tensor | None,
     wq: torch.Tensor,
     ws: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
     pdl: bool = False,
 ) -> LinearProblem:
     """The problem that these operands pose; raises as ``linear`` documents."""
@@ -310,17 +312,12 @@ def _linear_op(
 
 
 @_linear_op.register_fake
-def _linear_fake(
-    xq: torch.Tensor,
-    xs: torch.Tensor | None,
-    wq: torch.Tensor,
-    ws: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    pdl: bool = False,
-) -> torch.Tensor:
-    problem = _check(xq, xs, wq, ws, bias, out_dtype)
-    return xq.new_empty((problem.M, problem.N), dtype=out_dtype)
+def _linear_fake(*operands: Any, **options: Any) -> torch.Tensor:
+    problem = _check(*operands, **options)
+    fake: torch.Tensor = operands[0].new_empty(
+        (problem.M, problem.N), dtype=DTYPES[problem.out_dtype]
+    )
+    return fake
 
 
 @torch.library.custom_op("aiter_mx::linear_out", mutates_args=("out",))
@@ -337,16 +334,9 @@ def _linear_out_op(
 
 
 @_linear_out_op.register_fake
-def _linear_out_fake(
-    xq: torch.Tensor,
-    xs: torch.Tensor | None,
-    wq: torch.Tensor,
-    ws: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    pdl: bool = False,
-) -> None:
-    problem = _check(xq, xs, wq, ws, bias, out.dtype)
+def _linear_out_fake(*operands: Any, **options: Any) -> None:
+    out = operands[5]
+    problem = _check(*(*operands[:5], out.dtype, *operands[6:]), **options)
     if tuple(out.shape) != (problem.M, problem.N):
         raise ValueError(f"out must be {[problem.M, problem.N]}, got {shape_text(out)}")
 
@@ -361,18 +351,8 @@ def _linear_through_torch(
     out: torch.Tensor | None,
     pdl: bool,
 ) -> torch.Tensor:
-    for name, value in (
-        ("xq", xq),
-        ("xs", xs),
-        ("wq", wq),
-        ("ws", ws),
-        ("bias", bias),
-        ("out", out),
-    ):
-        if not isinstance(value, torch.Tensor) and (
-            value is not None or name not in ("xs", "bias", "out")
-        ):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    optional = ("xs", "bias", "out")
+    refuse_no_tensor(optional, xq=xq, xs=xs, wq=wq, ws=ws, bias=bias, out=out)
     if out is None:
         result: torch.Tensor = _linear_op(xq, xs, wq, ws, bias, out_dtype, pdl)
         return result

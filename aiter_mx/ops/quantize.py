@@ -10,13 +10,12 @@ from torch import Tensor
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.layouts import layout_of, unshuffle_scales
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled, format_of
+from aiter_mx.ops import quantize_library
 from aiter_mx.ops.checks import refuse_no_tensor
 from aiter_mx.ops.plan import bind
 from aiter_mx.ops.quantize_call import (
     INPUT_DTYPES,
     Options,
-    check,
-    empty_outputs,
     fallbacks,
     is_plain,
     quantized,
@@ -132,7 +131,7 @@ def quantize(
     if is_plain(x):
         payload, scale = quantized(x, None, options)
         return payload, scale
-    found: tuple[Tensor, Tensor] = _quantize(
+    found: tuple[Tensor, Tensor] = quantize_library.quantize(
         x, mode, -1 if along_rows else -2, options.square, format, scale_layout
     )
     return found
@@ -168,7 +167,7 @@ def quantize_dual(
     options = Options("both", mode, _is_square(block), format, scale_layout)
     if is_plain(x):
         return Dual(*quantized(x, None, options))
-    return Dual(*_quantize_dual(x, mode, options.square, format, scale_layout))
+    return Dual(*quantize_library.quantize_dual(x, mode, options.square, format, scale_layout))
 
 
 def quantize_dual_batched(
@@ -233,7 +232,7 @@ def quantize_grouped(
     options = Options("rows", mode, False, format, scale_layout)
     if is_plain(x, group_offs):
         return Grouped(*quantized(x, group_offs, options))
-    return Grouped(*_quantize_grouped(x, group_offs, mode, format, scale_layout))
+    return Grouped(*quantize_library.quantize_grouped(x, group_offs, mode, format, scale_layout))
 
 
 def quantize_dual_grouped(
@@ -264,7 +263,9 @@ def quantize_dual_grouped(
     options = Options("both", mode, False, format, scale_layout)
     if is_plain(x, group_offs):
         return DualGrouped(*quantized(x, group_offs, options))
-    return DualGrouped(*_quantize_dual_grouped(x, group_offs, mode, format, scale_layout))
+    return DualGrouped(
+        *quantize_library.quantize_dual_grouped(x, group_offs, mode, format, scale_layout)
+    )
 
 
 def dequantize(
@@ -320,84 +321,3 @@ def _is_square(block: Block) -> bool:
     if block not in (BLOCK, (1, BLOCK), (BLOCK, BLOCK)):
         raise ValueError(f"block must be {BLOCK} or ({BLOCK}, {BLOCK}), got {block!r}")
     return block == (BLOCK, BLOCK)
-
-
-def _fake(x: Tensor, offsets: Tensor | None, options: Options) -> list[Tensor]:
-    outputs = empty_outputs(x, offsets, check(x, offsets, options)[1], options)
-    return [tensor for tensor in outputs if tensor is not None]
-
-
-@torch.library.custom_op("aiter_mx::quantize", mutates_args=())
-def _quantize(
-    x: Tensor,
-    mode: str,
-    axis: int = -1,
-    square: bool = False,
-    format: str = "e4m3",
-    layout: str = "row_major",
-) -> tuple[Tensor, Tensor]:
-    to = "rows" if axis == -1 else "columns"
-    payload, scale = quantized(x, None, Options(to, mode, square, format, layout))
-    return payload, scale
-
-
-@_quantize.register_fake
-def _(
-    x: Tensor,
-    mode: str,
-    axis: int = -1,
-    square: bool = False,
-    format: str = "e4m3",
-    layout: str = "row_major",
-) -> tuple[Tensor, Tensor]:
-    to = "rows" if axis == -1 else "columns"
-    payload, scale = _fake(x, None, Options(to, mode, square, format, layout))
-    return payload, scale
-
-
-@torch.library.custom_op("aiter_mx::quantize_dual", mutates_args=())
-def _quantize_dual(
-    x: Tensor, mode: str, square: bool, format: str, layout: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    a, b, c, d = quantized(x, None, Options("both", mode, square, format, layout))
-    return a, b, c, d
-
-
-@_quantize_dual.register_fake
-def _(
-    x: Tensor, mode: str, square: bool, format: str, layout: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    a, b, c, d = _fake(x, None, Options("both", mode, square, format, layout))
-    return a, b, c, d
-
-
-@torch.library.custom_op("aiter_mx::quantize_grouped", mutates_args=())
-def _quantize_grouped(
-    x: Tensor, group_offs: Tensor, mode: str, format: str, layout: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    a, b, c = quantized(x, group_offs, Options("rows", mode, False, format, layout))
-    return a, b, c
-
-
-@_quantize_grouped.register_fake
-def _(
-    x: Tensor, group_offs: Tensor, mode: str, format: str, layout: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    a, b, c = _fake(x, group_offs, Options("rows", mode, False, format, layout))
-    return a, b, c
-
-
-@torch.library.custom_op("aiter_mx::quantize_dual_grouped", mutates_args=())
-def _quantize_dual_grouped(
-    x: Tensor, group_offs: Tensor, mode: str, format: str, layout: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    a, b, c, d, e = quantized(x, group_offs, Options("both", mode, False, format, layout))
-    return a, b, c, d, e
-
-
-@_quantize_dual_grouped.register_fake
-def _(
-    x: Tensor, group_offs: Tensor, mode: str, format: str, layout: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    a, b, c, d, e = _fake(x, group_offs, Options("both", mode, False, format, layout))
-    return a, b, c, d, e
