@@ -86,8 +86,10 @@ def test_weights_are_one_matrix_of_all_groups_to_the_copies() -> None:
     assert linear is not None and linear.tensor_map is not None
     described = linear.tensor_map(SM90, LinearProblem(M=100, N=160, K=96), {"order": 8})
     assert (described.rows, described.row_bytes) == (160, 96)
-    many = GroupedGemmProblem(M=1, N=1 << 16, K=32, G=1 << 15)
-    assert "31 bits" in (PERSISTENT.refusal(SM90, many) or "")
+    for N, G in ((1 << 16, 1 << 15), (32, (1 << 26) - 7)):
+        many = GroupedGemmProblem(M=1, N=N, K=32, G=G)
+        assert "31 bits" in (PERSISTENT.refusal(SM90, many) or "")
+    assert PERSISTENT.refusal(SM90, replace(many, G=(1 << 26) - 8)) is None
 
 
 @pytest.mark.parametrize(("dtype", "bytes_each"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])

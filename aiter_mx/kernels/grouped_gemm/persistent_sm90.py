@@ -48,7 +48,7 @@ def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
     turns = _most_tiles(problem) * _pairs(problem)
     if turns >= _MAX_TURNS or _most_slabs(problem) >= _MAX_TURNS:
         return f"there are up to {turns} tiles, and their numbers have 31 bits"
-    if problem.G * problem.N >= _MAX_TURNS:
+    if problem.G * problem.N > _MAX_TURNS - _TILE_N:  # boxes may start past the last one
         return f"b has {problem.G * problem.N} rows, and their numbers have 31 bits"
     if problem.N * _result_bytes(problem) >= _MAX_TURNS:
         return f"N={problem.N}: places in a row of results, in bytes, have 31 bits"
