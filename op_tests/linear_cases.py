@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from mx_reference import linear_reference64, random_mx
 
+import aiter_mx
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import Config, KernelSpec
 from aiter_mx.launch import bind
@@ -159,3 +161,36 @@ def assert_repeats_on_two_streams(kernel: KernelSpec, problem: LinearProblem) ->
         torch.cuda.synchronize()
         expected = outs[0][0].clone() if expected is None else expected
         assert all(torch.equal(out, expected.expand_as(out)) for out in outs)
+
+
+def chain_of_layers(kernel: KernelSpec, M: int) -> Callable[[bool], torch.Tensor]:
+    """Layers each of whose activations are made from the result of the one ahead, in one stream.
+
+    It is told whether launches overlap, and takes one configuration either way: another one may add
+    in another order. Both ways are loaded here, so that either can be captured at once.
+    """
+    width, layers = 1536, 12
+    generator = torch.Generator().manual_seed(7)
+    weights = [
+        [t.cuda() for t in random_mx(width, width, generator, scale_exponents=(-14, -12))]
+        for _ in range(layers)
+    ]
+    first = [t.cuda() for t in random_mx(M, width, generator, scale_exponents=(-3, 3))]
+    target, problem = target_of(torch.device("cuda")), LinearProblem(M, width, width)
+    config = kernel.configure(target, problem)
+    runs = {
+        pdl: bind(kernel, target, replace(problem, pdl=pdl), config, 0) for pdl in (False, True)
+    }
+
+    def chain(pdl: bool) -> torch.Tensor:
+        xq, xs = first
+        for wq, ws in weights:
+            y = torch.empty(M, width, dtype=torch.bfloat16, device="cuda")
+            tensors = (xq, xs, wq, ws, None, y)
+            # One right after the other: the second writes where the first wrote.
+            for _ in range(2):
+                runs[pdl](tensors, [0 if t is None else t.data_ptr() for t in tensors])
+            xq, xs = aiter_mx.quantize(y)
+        return y
+
+    return chain

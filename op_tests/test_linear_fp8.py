@@ -11,6 +11,7 @@ from linear_cases import (
     Operands,
     assert_no_product_is_missing,
     assert_repeats_on_two_streams,
+    chain_of_layers,
     launch_beyond_4_gib,
     launch_linear,
     operands,
@@ -26,14 +27,12 @@ from linear_trials import (
     of_zero_blocks,
     plain,
 )
-from mx_reference import assert_close_to_reference, linear_reference64, random_mx
+from mx_reference import assert_close_to_reference, linear_reference64
 
-import aiter_mx
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.fp8_sm90 import ACCUMULATION_ERROR, MAX_M, layout
 from aiter_mx.kernels.registry import find_kernel, in_line
-from aiter_mx.launch import bind
-from aiter_mx.target import hardware, target_of
+from aiter_mx.target import hardware
 
 FP8 = find_kernel("linear", "sm_90a", "hip", "fp8")
 TARGET = hardware("sm_90a")
@@ -241,29 +240,7 @@ def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int, pdl: boo
 @gpu
 @pytest.mark.parametrize("M", [8, 32])
 def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(M: int) -> None:
-    """Each layer's activations are made from the result of the layer ahead of it, in one stream."""
-    width, layers = 1536, 12
-    generator = torch.Generator().manual_seed(7)
-    weights = [
-        [t.cuda() for t in random_mx(width, width, generator, scale_exponents=(-14, -12))]
-        for _ in range(layers)
-    ]
-    first = [t.cuda() for t in random_mx(M, width, generator, scale_exponents=(-3, 3))]
-    target = target_of(torch.device("cuda"))
-
-    def chain(pdl: bool) -> torch.Tensor:
-        problem = LinearProblem(M, width, width, pdl=pdl)
-        run = bind(FP8, target, problem, FP8.configure(target, LinearProblem(M, width, width)), 0)
-        xq, xs = first
-        for wq, ws in weights:
-            y = torch.empty(M, width, dtype=torch.bfloat16, device="cuda")
-            tensors = (xq, xs, wq, ws, None, y)
-            # One right after the other: the second writes where the first wrote.
-            for _ in range(2):
-                run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
-            xq, xs = aiter_mx.quantize(y)
-        return y
-
+    chain = chain_of_layers(FP8, M)
     expected = chain(False)
     for _ in range(20):
         assert torch.equal(chain(True), expected)

@@ -8,6 +8,7 @@ from linear_cases import (
     DTYPES,
     Operands,
     assert_repeats_on_two_streams,
+    chain_of_layers,
     launch_beyond_4_gib,
     launch_linear,
 )
@@ -22,10 +23,10 @@ from linear_trials import (
     of_zero_blocks,
     plain,
 )
-from mx_reference import assert_close_to_reference, random_mx
+from mx_reference import assert_close_to_reference
 
-import aiter_mx
 from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.mfma_sm90 import MFMA
 from aiter_mx.kernels.linear.mma_sm90 import MAX_M, layout
 from aiter_mx.kernels.registry import find_kernel
@@ -199,29 +200,12 @@ def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int, pdl: boo
 
 
 @gpu
-@pytest.mark.parametrize("M", [1, 8], ids=["gemv", "mma"])
+@pytest.mark.parametrize(("kernel", "M"), [(GEMV, 1), (MMA, 8)], ids=["gemv", "mma"])
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(
-    captured: bool, M: int
+    captured: bool, kernel: KernelSpec, M: int
 ) -> None:
-    """Each layer's activations are made from the result of the layer ahead of it, in one stream."""
-    width, layers = 1536, 12
-    generator = torch.Generator().manual_seed(7)
-    weights = [
-        [t.cuda() for t in random_mx(width, width, generator, scale_exponents=(-14, -12))]
-        for _ in range(layers)
-    ]
-    first = [t.cuda() for t in random_mx(M, width, generator, scale_exponents=(-3, 3))]
-
-    def chain(pdl: bool) -> torch.Tensor:
-        xq, xs = first
-        for wq, ws in weights:
-            # One right after the other: the second writes where the first wrote.
-            y = aiter_mx.linear(xq, xs, wq, ws, pdl=pdl)
-            aiter_mx.linear(xq, xs, wq, ws, out=y, pdl=pdl)
-            xq, xs = aiter_mx.quantize(y)
-        return y
-
+    chain = chain_of_layers(kernel, M)
     expected = chain(False)
     if not captured:
         for _ in range(20):
