@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, ARGS, MoeGemmProblem, scalars
+from aiter_mx.kernels.moe_gemm.problem import (
+    ARGS,
+    MoeGemmProblem,
+    scalars,
+    sm90_defines,
+)
 from aiter_mx.kernels.moe_gemm.sm90 import MAX_SIDE, MOST_ROWS
 from aiter_mx.kernels.spec import (
-    DTYPE_CODES,
     Config,
     Geometry,
     KernelSpec,
@@ -106,16 +110,13 @@ def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
 
 def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
     return {
+        **sm90_defines(problem),
         "MX_COL_TILES": config["col_tiles"],
         "MX_GROUPS": config["groups"],
         "MX_DEPTH": config["depth"],
         "MX_SLOTS": _slots(problem, config),
         "MX_AHEAD": config["ahead"],
         "MX_RESIDENT": int(config["slots"] == 0),
-        "MX_EARLY_ROUTING": int(problem.early_routing),
-        "MX_OUT": DTYPE_CODES.get(problem.out_dtype, 0),
-        "MX_ACTIVATION": ACTIVATION_CODES[problem.activation],
-        "MX_INTERLEAVED": int(problem.layout == "interleaved"),
         "MX_SHARED_BYTES": shared_bytes(problem, config),
     }
 

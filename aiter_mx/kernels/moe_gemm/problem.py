@@ -216,6 +216,16 @@ def scalars(problem: MoeGemmProblem) -> tuple[int | float, ...]:
     )
 
 
+def sm90_defines(problem: MoeGemmProblem) -> dict[str, int]:
+    """What all of Hopper's kernels are compiled for: results, and what they may read early."""
+    return {
+        "MX_EARLY_ROUTING": int(problem.early_routing),
+        "MX_OUT": DTYPE_CODES.get(problem.out_dtype, 0),
+        "MX_ACTIVATION": ACTIVATION_CODES[problem.activation],
+        "MX_INTERLEAVED": int(problem.layout == "interleaved"),
+    }
+
+
 KEY = ("M", "N", "K", "E", "num_experts", "top_k", "block_m", "out_dtype", "activation")
 
 

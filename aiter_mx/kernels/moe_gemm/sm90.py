@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, ARGS, MoeGemmProblem, scalars
+from aiter_mx.kernels.moe_gemm.problem import (
+    ARGS,
+    MoeGemmProblem,
+    scalars,
+    sm90_defines,
+)
 from aiter_mx.kernels.spec import (
-    DTYPE_CODES,
     Config,
     Geometry,
     KernelSpec,
@@ -147,16 +151,13 @@ def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
 
 def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
     return {
+        **sm90_defines(problem),
         "MX_ROW_TILES": config["row_tiles"],
         "MX_COL_TILES": config["col_tiles"],
         "MX_K_WARPS": config["k_warps"],
         "MX_DEPTH": config["depth"],
         "MX_GROUPS": config["groups"],
         "MX_WHOLE": int(problem.K % _CHUNK == 0),
-        "MX_OUT": DTYPE_CODES.get(problem.out_dtype, 0),
-        "MX_ACTIVATION": ACTIVATION_CODES[problem.activation],
-        "MX_INTERLEAVED": int(problem.layout == "interleaved"),
-        "MX_EARLY_ROUTING": int(problem.early_routing),
         "MX_SHARED_BYTES": shared_bytes(problem, config),
     }
 
