@@ -35,6 +35,7 @@ from aiter_mx.tuning.race import Outcome, race
 from aiter_mx.tuning.share import Alone
 from aiter_mx.tuning.table import columns_of, incumbent_of, read_rows, row_of
 from aiter_mx.tuning.triton_ahead import TritonAhead
+from aiter_mx.tuning.verify import Check, verify
 
 PROBLEM = PROBLEMS[0]
 
@@ -87,6 +88,27 @@ def test_one_that_was_held_up_through_a_final_has_another() -> None:
     outcome = run_race(fake)
     assert outcome.chosen is not None
     assert (outcome.chosen.candidate, outcome.chosen.spread) == (first, 0.0)
+
+
+def verified(fake: FakeMeter, chosen: Candidate) -> Check:
+    (check,) = verify([(PROBLEM, chosen)], "linear", TARGET, fake.meter(), RULES, lambda _: None)
+    return check
+
+
+def test_a_row_that_was_held_up_is_verified_once_more() -> None:
+    first, second, *_ = by_time()
+    fake = FakeMeter()
+    fake.noise = lambda candidate, turn: 3.0 if candidate == first and 4 <= turn <= 9 else 1.0
+    check = verified(fake, first)
+    assert (check.best, check.slower, check.spread) == (first, 0.0, 0.0)
+    # Held up all the time, it is slow, whatever it was in a first look.
+    fake.noise = lambda candidate, turn: 3.0 if candidate == first and turn >= 4 else 1.0
+    check = verified(fake, first)
+    assert check.best == second
+    assert check.slower > 1
+    fake.poisoned = {(PROBLEM, first)}
+    check = verified(fake, first)
+    assert (check.best, check.chosen_us, check.slower) == (second, None, float("inf"))
 
 
 @pytest.mark.parametrize("kind", ["poisoned", "late", "flaky"])
