@@ -10,6 +10,7 @@ from quantize_cases import TILES, draw
 from torch import Tensor
 
 import aiter_mx
+from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import CaptureError
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.target import hardware
@@ -18,6 +19,7 @@ from aiter_mx.workloads import workload_of
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+Tensors = tuple[Tensor, ...]
 
 
 def equal(got: Tensor, expected: Tensor) -> bool:
@@ -268,24 +270,68 @@ def test_a_captured_call_follows_group_sizes_that_change() -> None:
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         aiter_mx.quantize_dual_grouped(x, offsets, mode="floor")
-    shape = {"M": 1000, "N": 128, "groups": 4}
-    for to in ("rows", "both"):
-        aiter_mx.warmup("quantize", to=to, mode="floor", **shape)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        both = aiter_mx.quantize_dual_grouped(x, offsets, mode="floor")
-        rows = aiter_mx.quantize_grouped(x, offsets, mode="floor")
+    graph, *outs = captured_groups(x, offsets)
     for cuts in ([0, 100, 100, 600, 1000], [0, 0, 0, 0, 1000], [0, 129, 257, 999, 1000]):
-        offsets.copy_(torch.tensor(cuts))
-        for out in (*both, *rows):
-            out.view(torch.uint8).fill_(0x5A)
+        cut_again(offsets, cuts, *outs)
         graph.replay()
         torch.cuda.synchronize()
-        expected = aiter_mx.quantize_dual_grouped(x.cpu(), torch.tensor(cuts), mode="floor")
-        for got, want in zip(both, expected, strict=True):
-            assert equal(got.cpu(), want)
-        for got, want in zip(rows, (*expected[:2], expected[4]), strict=True):
-            assert equal(got.cpu(), want)
+        assert_quantised_in_groups(x, cuts, *outs)
+
+
+@pytest.mark.gpu
+def test_graphs_on_two_streams_follow_group_sizes_with_a_workspace_each() -> None:
+    """Of as many tiles as on Hopper take two launches, with scales in a workspace between them."""
+    M, N = 5000, 2560
+    problem = QuantizeProblem(M, N, "bf16", "both", groups=4, mode="floor", offsets="int64")
+    assert route("quantize", hardware("sm_90a"), problem).kernel == "staged"
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    calls = []
+    for seed, stream in enumerate(streams):
+        x = draw((M, N), torch.bfloat16, torch.Generator().manual_seed(seed)).cuda()
+        offsets = torch.tensor([0, 100, 100, 600, M]).cuda()
+        calls.append((x, offsets, captured_groups(x, offsets, stream)))
+    for cuts in (([0, 1, 2, 3, M], [0, 0, 0, 0, M]), ([0, 129, 257, M - 1, M], [0, 2500, M, M, M])):
+        for (_, offsets, (_, *outs)), cut in zip(calls, cuts, strict=True):
+            cut_again(offsets, cut, *outs)
+        torch.cuda.synchronize()
+        for _ in range(20):
+            for stream, (_, _, (graph, *_)) in zip(streams, calls, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+        torch.cuda.synchronize()
+        for (x, _, (_, *outs)), cut in zip(calls, cuts, strict=True):
+            assert_quantised_in_groups(x, cut, *outs)
+
+
+def captured_groups(
+    x: torch.Tensor, offsets: torch.Tensor, stream: torch.cuda.Stream | None = None
+) -> tuple[torch.cuda.CUDAGraph, Tensors, Tensors]:
+    """A graph that quantises groups of x both ways and along rows, and what it writes."""
+    (M, N), groups = x.shape, len(offsets) - 1
+    for to in ("rows", "both"):
+        aiter_mx.warmup("quantize", M=M, N=N, groups=groups, to=to, mode="floor")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        both = aiter_mx.quantize_dual_grouped(x, offsets, mode="floor")
+        rows = aiter_mx.quantize_grouped(x, offsets, mode="floor")
+    return graph, both, rows
+
+
+def cut_again(offsets: torch.Tensor, cuts: list[int], both: Tensors, rows: Tensors) -> None:
+    """Other groups from the next replay on, and outputs that are poisoned until then."""
+    offsets.copy_(torch.tensor(cuts))
+    for out in (*both, *rows):
+        out.view(torch.uint8).fill_(0x5A)
+
+
+def assert_quantised_in_groups(
+    x: torch.Tensor, cuts: list[int], both: Tensors, rows: Tensors
+) -> None:
+    expected = aiter_mx.quantize_dual_grouped(x.cpu(), torch.tensor(cuts), mode="floor")
+    for got, want in zip(both, expected, strict=True):
+        assert equal(got.cpu(), want)
+    for got, want in zip(rows, (*expected[:2], expected[4]), strict=True):
+        assert equal(got.cpu(), want)
 
 
 @pytest.mark.gpu
