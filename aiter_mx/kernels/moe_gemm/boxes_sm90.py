@@ -36,7 +36,7 @@ PARAMS = (
 _CHUNK = 128  # k
 _GROUP_ROWS = 64  # of w
 _ENTRIES = 4  # of the queue
-_MOST_ROWS = MAX_SIDE - 256  # of all experts' w, which boxes may start past
+_MOST_WEIGHT_ROWS = MAX_SIDE - 256  # of all experts, as boxes may start past the last
 _SHARED_BYTES = 227 * 1024  # of a workgroup: compute capability 9.0
 _MOST_CANDIDATES = 24
 _MOST_TILES = PARAMS[0].values[-1]
@@ -69,22 +69,24 @@ def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
         return f"no such kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.K % _CHUNK:
         return f"K={problem.K} is not a multiple of {_CHUNK}"
-    if problem.N == 0 or max(problem.N * problem.E, problem.K) > _MOST_ROWS:
-        return f"E * N={problem.E * problem.N} and K={problem.K} must be from 1 to {_MOST_ROWS}"
+    if problem.N == 0 or max(problem.N * problem.E, problem.K) > _MOST_WEIGHT_ROWS:
+        return (
+            f"E * N={problem.E * problem.N} and K={problem.K} must be from 1 to {_MOST_WEIGHT_ROWS}"
+        )
     return None
 
 
-def _most_rows(problem: MoeGemmProblem) -> float:
-    """Of a block: what an entry has no room for is another entry, which takes w anew."""
+def _rows_of_block(problem: MoeGemmProblem) -> float:
+    """Hardly ever more: what an entry has no room for is another entry, which takes w anew."""
     rows = problem.rows_of_expert
-    most: float = min(problem.block_m, rows + 4 * rows**0.5)  # chosen at random
+    most: float = min(problem.block_m, rows + 4 * rows**0.5)  # of experts chosen at random
     return most
 
 
 @lru_cache(maxsize=64)
 def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
     """Those that fit, the ones that did well on an H200 first."""
-    tiles = next((t for t in PARAMS[0].values if _most_rows(problem) <= t * 8), _MOST_TILES)
+    tiles = next((t for t in PARAMS[0].values if _rows_of_block(problem) <= t * 8), _MOST_TILES)
     depth, ahead = (4, 3) if tiles <= 8 else (3, 4)
     return sorted(
         (config for config in combinations(PARAMS) if _fits(problem, config)),
@@ -103,7 +105,7 @@ def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
     rows = problem.rows_of_expert
     if rows <= MOST_ROWS:
         return f"stream is faster for the {rows:.0f} rows of an expert"
-    if _most_rows(problem) > _MOST_TILES * 8:
+    if _rows_of_block(problem) > _MOST_TILES * 8:
         return f"wide has room for more than {_MOST_TILES * 8} rows of a block"
     return None
 
