@@ -322,6 +322,8 @@ BAD = [
     ("a_div", lambda n: 1, ValueError, "xq must have a row for each 1 of 6 routed rows"),
     ("expert_ids", lambda t: None, TypeError, "expert_ids must be a tensor, got NoneType"),
     ("xq", lambda t: t.T.contiguous().T, ValueError, "xq must be contiguous"),
+    ("topk_weights", lambda t: torch.rand(2, 3).T, ValueError, "topk_weights must be contiguous"),
+    ("topk_weights", lambda t: torch.rand(5), ValueError, r"topk_weights must be \[6\], got \[5\]"),
 ]
 
 

@@ -73,7 +73,7 @@ def moe_gemm(
         a_div: routed rows that share a row of x: top_k where x has a row for each token, 1 where
             it has one for each routed row.
         topk_weights: float32: for vLLM's ids ``num_valid_tokens`` of them, by routed row; for
-            aiter's as sorted as the ids are; or None.
+            aiter's as sorted as the ids are; of any shape, contiguous; or None.
         bias: bf16, fp16 or fp32 ``[E, N]``, or None.
         ids: encoding of the sorted ids, ``"vllm"`` (t) or ``"aiter"`` (slot << 24 | token).
         out_dtype: dtype of the result: bf16, fp16 or fp32.

@@ -14,6 +14,7 @@ from aiter_mx.ops.checks import (
     SCALE_DTYPES,
     check_tensor,
     refuse_no_whole_number,
+    refuse_strides,
 )
 
 FP8 = (torch.float8_e4m3fn,)
@@ -60,6 +61,7 @@ def problem_of(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> M
     by_place = ids == "aiter"
     if weights is not None:
         count = len(sorted_ids) if by_place else routed
+        refuse_strides(topk_weights=weights)  # flattened, any others would be a copy's
         check_tensor("topk_weights", weights.flatten(), (torch.float32,), (count,), device)
     if bias is not None:
         check_tensor("bias", bias, tuple(DTYPE_NAMES), (E, N), device)
