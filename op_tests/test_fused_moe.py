@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,7 @@ def test_no_tokens_are_an_empty_result(device: torch.device) -> None:
     assert aiter_mx.fused_moe(**call).shape == (0, call["w1q"].shape[2])
 
 
+INT32 = partial(torch.zeros, dtype=torch.int32)
 BAD = [
     ("x", lambda t: t.double(), TypeError, "x must be torch.bfloat16 or"),
     ("w2q", lambda t: t[:, :, :32], ValueError, r"w2q must be \[8, 64, 96\], got \[8, 64, 32\]"),
@@ -189,6 +191,8 @@ BAD = [
     ("num_experts", lambda n: 0, ValueError, "num_experts must be at least 1, or None, got 0"),
     ("out", lambda n: "here", TypeError, "out must be a tensor, got str"),
     ("num_experts", lambda n: 9, ValueError, "num_experts=9 but 8 routed experts are here"),
+    ("expert_map", lambda t: INT32(0), ValueError, "expert_map must name at least one expert"),
+    ("expert_map", lambda t: INT32(()), ValueError, r"must be \[num_experts\], got \[\]"),
 ]
 
 

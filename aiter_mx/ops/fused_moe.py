@@ -300,10 +300,13 @@ def _check(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> FusedMo
         refuse_no_whole_number(**{name: value})
         if value < 1:
             raise ValueError(f"{name} must be at least 1, or None, got {value}")
-    if num_experts is None:
-        num_experts = E - shared if expert_map is None else expert_map.shape[0]
     if expert_map is not None:
-        check_tensor("expert_map", expert_map, (torch.int32,), (num_experts,), device)
+        known = ("num_experts",) if num_experts is None else (num_experts,)
+        num_experts = len(check_tensor("expert_map", expert_map, (torch.int32,), known, device))
+        if num_experts == 0:
+            raise ValueError("expert_map must name at least one expert, got [0]")
+    elif num_experts is None:
+        num_experts = E - shared
     for name, bias, shape in (("bias1", bias1, (E, N)), ("bias2", bias2, (E, H))):
         if bias is not None:
             check_tensor(name, bias, tuple(DTYPE_NAMES), shape, device)
