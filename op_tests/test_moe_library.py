@@ -34,7 +34,11 @@ def gemm_arguments(activation: str) -> tuple[Any, ...]:
 @pytest.mark.usefixtures("payloads_compared_by_bytes")
 @pytest.mark.parametrize("activation", ["none", "silu", "swiglu_oai"])
 def test_gemm_is_a_proper_op(activation: str) -> None:
-    torch.library.opcheck(moe_library._moe_gemm, gemm_arguments(activation))
+    arguments = gemm_arguments(activation)
+    torch.library.opcheck(moe_library._moe_gemm, arguments)
+    if activation == "none":
+        out = torch.empty(10, arguments[2].shape[1], dtype=torch.bfloat16)
+        torch.library.opcheck(moe_library._moe_gemm_out, (*arguments[:9], out, *arguments[9:14]))
 
 
 @pytest.mark.usefixtures("payloads_compared_by_bytes")
@@ -46,6 +50,8 @@ def test_layer_and_routing_are_proper_ops() -> None:
         *(len(call["expert_map"]), 0, "swiglu_oai", "halves", [1.7, 1.0, 7.0], 16),
     )
     torch.library.opcheck(moe_library._fused_moe, layer)
+    out = torch.empty_like(call["x"])
+    torch.library.opcheck(moe_library._fused_moe_out, (*layer[:10], out, *layer[10:]))
     routing = (call["topk_ids"], 8, 4, call["expert_map"], True, 1, 3)
     torch.library.opcheck(moe_library.moe_align, routing)
 
@@ -71,3 +77,32 @@ def test_layer_compiles_as_one_graph() -> None:
 
     payload, scales = parts(call["x"], call["topk_ids"])
     assert (payload.shape, scales.shape) == ((10, 32), (10, 1))
+
+
+def test_traced_results_are_written_where_the_caller_said_and_nowhere_else() -> None:
+    call = layer_call()
+    xq, xs = aiter_mx.quantize(call["x"])
+    absent = call["topk_ids"].clamp(0, 3)
+    absent[0, 0] = 99  # a routed row that no id names, which stays as it is
+    lists = aiter_mx.moe_align(absent, 8, 4)
+    gemm = (xq, xs, call["w1q"], call["w1s"], *lists, 10, 2, 8)
+
+    def run_gemm(out: torch.Tensor) -> torch.Tensor:
+        return aiter_mx.moe_gemm(*gemm, a_div=2, out=out)
+
+    def run_layer(out: torch.Tensor) -> torch.Tensor:
+        return aiter_mx.fused_moe(**call, out=out)
+
+    for run, shape in ((run_gemm, (10, 64)), (run_layer, (5, 64))):
+        eager, traced = (torch.full(shape, 7.0, dtype=torch.bfloat16) for _ in range(2))
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        run(eager)
+        compiled(traced)
+        assert torch.equal(eager, traced)
+        for wrong, message in (
+            (torch.empty(shape), "out must be of out_dtype torch.bfloat16, got torch.float32"),
+            (torch.empty((2, *shape), dtype=torch.bfloat16), r"out must be \[\d+, 64\], got \["),
+        ):
+            with pytest.raises(Exception, match=message):
+                compiled(wrong)
+    assert (run_gemm(torch.full((10, 64), 7.0, dtype=torch.bfloat16))[0] == 7).all()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiter_mx.ops.checks import BLOCK, DTYPES
+from aiter_mx.ops.checks import BLOCK, DTYPE_NAMES, DTYPES, refuse_no_tensor, shape_text
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 _FP8 = torch.float8_e4m3fn
@@ -28,10 +28,25 @@ def moe_gemm(
 ) -> tuple[Tensor, Tensor | None]:
     """``aiter_mx.ops.moe_gemm.compute`` of such a call."""
     *given, swiglu = options
-    result, scales = _moe_gemm(*inputs, *given, list(swiglu))
     if out is not None:
-        result = out.copy_(result)
+        _check_result(out, DTYPES[options[5]])
+        _moe_gemm_out(*inputs, out, *given[:5])
+        return out, None
+    result, scales = _moe_gemm(*inputs, *given, list(swiglu))
     return result, scales if options[6] != "none" else None
+
+
+def _check_result(out: object, dtype: torch.dtype) -> None:
+    """Raise TypeError unless ``out`` is a tensor of this dtype, which its op takes for granted."""
+    refuse_no_tensor(out=out)
+    assert isinstance(out, Tensor)
+    if out.dtype != dtype:
+        raise TypeError(f"out must be of out_dtype {dtype}, got {out.dtype}")
+
+
+def _refuse_shape(out: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out must be {list(shape)}, got {shape_text(out)}")
 
 
 @torch.library.custom_op("aiter_mx::moe_gemm", mutates_args=())
@@ -65,7 +80,19 @@ def _moe_gemm(
 
 
 @_moe_gemm.register_fake
-def _(
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    xq, xs, wq = arguments[:3]
+    routed, *_, out_dtype, activation, _, _ = arguments[9:]
+    N = wq.shape[1]
+    if activation == "none":
+        out = xq.new_empty((routed, N), dtype=DTYPES[out_dtype])
+        return out, xs.new_empty(0, dtype=torch.uint8)
+    scales = xs.new_empty((routed, N // 2 // BLOCK), dtype=torch.uint8)
+    return xq.new_empty((routed, N // 2), dtype=_FP8), scales
+
+
+@torch.library.custom_op("aiter_mx::moe_gemm_out", mutates_args=("out",))
+def _moe_gemm_out(
     xq: Tensor,
     xs: Tensor,
     wq: Tensor,
@@ -75,22 +102,26 @@ def _(
     num_tokens_post_padded: Tensor,
     topk_weights: Tensor | None,
     bias: Tensor | None,
+    out: Tensor,
     num_valid_tokens: int,
     top_k: int,
     block_m: int,
     a_div: int,
     ids: str,
-    out_dtype: str,
-    activation: str,
-    layout: str,
-    swiglu: list[float],
-) -> tuple[Tensor, Tensor]:
-    N = wq.shape[1]
-    if activation == "none":
-        out = xq.new_empty((num_valid_tokens, N), dtype=DTYPES[out_dtype])
-        return out, xs.new_empty(0, dtype=torch.uint8)
-    scales = xs.new_empty((num_valid_tokens, N // 2 // BLOCK), dtype=torch.uint8)
-    return xq.new_empty((num_valid_tokens, N // 2), dtype=_FP8), scales
+) -> None:
+    from aiter_mx.ops.moe_gemm import compute, plan_of
+
+    lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    inputs = (xq, xs, wq, ws, *lists, topk_weights, bias)
+    plain = (DTYPE_NAMES[out.dtype], "none", "halves", ())
+    plan = plan_of(inputs, (num_valid_tokens, top_k, block_m, a_div, ids, *plain))
+    compute(plan, inputs, out)
+
+
+@_moe_gemm_out.register_fake
+def _(*arguments: Any) -> None:
+    wq, out, routed = arguments[2], arguments[9], arguments[10]
+    _refuse_shape(out, (routed, wq.shape[1]))
 
 
 def fused_moe(
@@ -98,10 +129,14 @@ def fused_moe(
 ) -> Tensor:
     """``aiter_mx.ops.fused_moe.compute`` of such a call."""
     num_experts, shared, activation, layout, swiglu, block_m = options
-    result: Tensor = _fused_moe(
-        *inputs, num_experts, shared, activation, layout, list(swiglu), block_m
-    )
-    return result if out is None else out.copy_(result)
+    given = (num_experts, shared, activation, layout, list(swiglu), block_m)
+    if out is None:
+        result: Tensor = _fused_moe(*inputs, *given)
+        return result
+    assert inputs[0] is not None
+    _check_result(out, inputs[0].dtype)
+    _fused_moe_out(*inputs, out, *given)
+    return out
 
 
 @torch.library.custom_op("aiter_mx::fused_moe", mutates_args=())
@@ -131,7 +166,12 @@ def _fused_moe(
 
 
 @_fused_moe.register_fake
-def _(
+def _(x: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("aiter_mx::fused_moe_out", mutates_args=("out",))
+def _fused_moe_out(
     x: Tensor,
     w1q: Tensor,
     w1s: Tensor,
@@ -142,14 +182,24 @@ def _(
     expert_map: Tensor | None,
     bias1: Tensor | None,
     bias2: Tensor | None,
+    out: Tensor,
     num_experts: int | None,
     shared_experts: int,
     activation: str,
     layout: str,
     swiglu: list[float],
     block_m: int | None,
-) -> Tensor:
-    return x.new_empty(x.shape)
+) -> None:
+    from aiter_mx.ops.fused_moe import compute
+
+    inputs = (x, w1q, w1s, w2q, w2s, topk_ids, topk_weights, expert_map, bias1, bias2)
+    options = (num_experts, shared_experts, activation, layout, tuple(swiglu), block_m)
+    compute(inputs, options, out)
+
+
+@_fused_moe_out.register_fake
+def _(x: Tensor, *others: Any) -> None:
+    _refuse_shape(others[9], tuple(x.shape))
 
 
 @torch.library.custom_op("aiter_mx::moe_align", mutates_args=())
