@@ -54,6 +54,18 @@ def test_layer_and_routing_are_proper_ops() -> None:
     torch.library.opcheck(moe_library._fused_moe_out, (*layer[:10], out, *layer[10:]))
     routing = (call["topk_ids"], 8, 4, call["expert_map"], True, 1, 3)
     torch.library.opcheck(moe_library.moe_align, routing)
+    mask, tokens = (torch.tensor(v, dtype=torch.int32) for v in ([1, 0, 1, 1], [3]))
+    sorting = (call["topk_ids"], call["topk_weights"], 4, 8, mask, tokens)
+    torch.library.opcheck(moe_library.moe_sort, sorting)
+
+
+def test_sorting_compiles_as_one_graph() -> None:
+    call = layer_call()
+    topk_ids, weights = call["topk_ids"], call["topk_weights"]
+    compiled = torch.compile(aiter_mx.moe_sort, fullgraph=True, backend="aot_eager")
+    expected = aiter_mx.moe_sort(topk_ids, weights, 4, 8)
+    for found, wanted in zip(compiled(topk_ids, weights, 4, 8), expected, strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_layer_compiles_as_one_graph() -> None:

@@ -128,6 +128,22 @@ def moe_sort(
     Raises:
         TypeError, ValueError: arguments other than those above.
     """
+    arguments = (topk_ids, topk_weights, num_experts, block_m, expert_mask, num_local_tokens)
+    if moe_library.is_traced((topk_ids, topk_weights, expert_mask, num_local_tokens)):
+        lists = moe_library.moe_sort(*arguments)
+        return lists[0], lists[1], lists[2], lists[3]
+    return sort(*arguments)
+
+
+def sort(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    block_m: int,
+    expert_mask: Tensor | None,
+    num_local_tokens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``moe_sort``, past what torch traces."""
     refuse_no_whole_number(block_m=block_m, num_experts=num_experts)
     device = check_tensor("topk_ids", topk_ids, tuple(_ID_DTYPES), ("M", "top_k")).device
     shape = tuple(topk_ids.shape)

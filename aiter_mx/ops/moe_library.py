@@ -219,21 +219,43 @@ def moe_align(
 
 @moe_align.register_fake
 def _(
-    topk_ids: Tensor,
-    block_m: int,
-    num_experts: int,
-    expert_map: Tensor | None,
-    drop_absent: bool,
-    shared: int,
-    first_shared: int,
+    topk_ids: Tensor, block_m: int, num_experts: int, expert_map: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _, shared, _ = options
+    ids, expert_ids = _empty_lists(topk_ids, block_m, num_experts, shared)
+    return ids, expert_ids, topk_ids.new_empty(1, dtype=torch.int32)
+
+
+@torch.library.custom_op("aiter_mx::moe_sort", mutates_args=())
+def moe_sort(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    block_m: int,
+    expert_mask: Tensor | None,
+    num_local_tokens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from aiter_mx.ops.moe_align import sort
+
+    return sort(topk_ids, topk_weights, num_experts, block_m, expert_mask, num_local_tokens)
+
+
+@moe_sort.register_fake
+def _(
+    topk_ids: Tensor, topk_weights: Tensor, num_experts: int, block_m: int, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ids, expert_ids = _empty_lists(topk_ids, block_m, num_experts, 0)
+    weights = ids.new_empty(ids.shape, dtype=torch.float32)
+    return ids, weights, expert_ids, topk_ids.new_empty(2, dtype=torch.int32)
+
+
+def _empty_lists(
+    topk_ids: Tensor, block_m: int, num_experts: int, shared: int
+) -> tuple[Tensor, Tensor]:
+    """Sorted ids and the expert of each block, as a routing of this shape has them."""
     from aiter_mx.kernels.moe_gemm.problem import most_padded
 
     routed = topk_ids.shape[0] * (topk_ids.shape[1] + shared)
     ids = most_padded(routed, num_experts + shared, block_m)
     new = topk_ids.new_empty
-    return (
-        new(ids, dtype=torch.int32),
-        new(ids // block_m, dtype=torch.int32),
-        new(1, dtype=torch.int32),
-    )
+    return new(ids, dtype=torch.int32), new(ids // block_m, dtype=torch.int32)
