@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +16,7 @@ from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.launch import Run
 from aiter_mx.ops import moe_align, moe_combine, moe_gemm, moe_library
+from aiter_mx.ops.calls import Plans, is_traced, wants_gradient
 from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
@@ -65,7 +65,9 @@ def fused_moe(
     Four launches: the routing, beside the quantisation of x; the first GEMM, whose sums are
     activated and quantised before they leave it; the second; and the sum over a token's slots, in
     their order. Results are bitwise the same on every run. Nothing is read on the host, and after
-    ``aiter_mx.warmup("fused_moe", ...)`` the call can be captured into a graph.
+    ``aiter_mx.warmup("fused_moe", ...)`` the call can be captured into a graph. There is no
+    gradient: where torch records one for tokens, routing weights or biases, its backward pass
+    raises.
 
     Args:
         x: tokens, bf16, fp16 or fp32 ``[M, H]``, H a multiple of 32.
@@ -102,7 +104,7 @@ def fused_moe(
     inputs = (x, w1q, w1s, w2q, w2s, topk_ids, topk_weights, expert_map, bias1, bias2)
     swiglu = (float(alpha), float(beta), float(limit)) if activation == "swiglu_oai" else ()
     options = (num_experts, shared_experts, activation, layout, swiglu, block_m)
-    if moe_library.is_traced((*inputs, out)):
+    if is_traced((*inputs, out)) or wants_gradient(x, topk_weights, bias1, bias2):
         return moe_library.fused_moe(inputs, options, out)
     return compute(inputs, options, out)
 
@@ -133,7 +135,7 @@ def compute(
     )
     plan = _plans.by_call.get(call)
     if plan is None:
-        plan = _plans.by_call[call] = _plan(inputs, options)
+        plan = _plans.keep(call, _plan(inputs, options))
     check_expert_ids(topk_ids, plan.problem.num_experts)
     given: dict[str, Tensor | None] = dict(zip(_NAMES, inputs, strict=True))
     if out is None:
@@ -217,14 +219,7 @@ class _Plan:
     parts: dict[str, _Part]
 
 
-class _Plans(threading.local):
-    """Plans by everything about a call that the checks and the routes depend on."""
-
-    def __init__(self) -> None:
-        self.by_call: dict[Any, _Plan] = {}
-
-
-_plans = _Plans()
+_plans: Plans[_Plan] = Plans()
 
 
 def _plan(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> _Plan:

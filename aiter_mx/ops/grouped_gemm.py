@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -16,13 +14,11 @@ from aiter_mx.kernels.spec import Config, Parts
 from aiter_mx.launch import Run, Tensors
 from aiter_mx.layouts import padded_shape, unshuffle_scales
 from aiter_mx.ops import grouped_library
+from aiter_mx.ops.calls import PLAIN, PLAIN_OR_NONE, Plans, wants_gradient
 from aiter_mx.ops.checks import BLOCK, DTYPE_NAMES, check_out, refuse_alignment, refuse_strides
 from aiter_mx.ops.grouped_check import INDEX_NAMES, grouped_problem
 from aiter_mx.ops.plan import Fallback, bind, bind_route
 from aiter_mx.target import Target, cpu_target, target_of
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_PLAIN_OR_NONE = _PLAIN | {type(None)}
 
 
 def grouped_gemm(
@@ -134,9 +130,9 @@ def grouped_gemm_ranges(
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
-        or not _PLAIN.issuperset(map(type, (a, a_scale, b, b_scale, ends)))
-        or not _PLAIN_OR_NONE.issuperset((type(starts), type(bias), type(out)))
-        or (bias is not None and bias.requires_grad and torch.is_grad_enabled())
+        or not PLAIN.issuperset(map(type, (a, a_scale, b, b_scale, ends)))
+        or not PLAIN_OR_NONE.issuperset((type(starts), type(bias), type(out)))
+        or wants_gradient(bias)
     ):
         return grouped_library.grouped_gemm(
             a, a_scale, b, b_scale, starts, ends, out, out_dtype, bias, expected_rows,
@@ -148,14 +144,7 @@ def grouped_gemm_ranges(
     )  # fmt: skip
 
 
-class _Plans(threading.local):
-    """What computes a call, by everything about it that the checks and the route depend on."""
-
-    def __init__(self) -> None:
-        self.by_call: dict[tuple[Any, ...], tuple[Run | None, tuple[int, ...], int]] = {}
-
-
-_plans = _Plans()
+_plans: Plans[tuple[Run | None, tuple[int, ...], int]] = Plans()
 
 
 def compute(
@@ -188,7 +177,7 @@ def compute(
             a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
             a_scale_layout, b_scale_layout,
         )  # fmt: skip
-        found = _plans.by_call[call] = _plan(problem, a, ends)
+        found = _plans.keep(call, _plan(problem, a, ends))
     run, shape, first_end = found
 
     operands = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "bias": bias}

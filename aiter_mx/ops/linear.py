@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from aiter_mx.dispatch.route import Route
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import Config, Parts
 from aiter_mx.launch import Run, Tensors
+from aiter_mx.ops.calls import PLAIN, PLAIN_OR_NONE, Plans
 from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
@@ -31,8 +31,6 @@ from aiter_mx.ops.quantize import warm as bind_quantisation
 from aiter_mx.ops.quantize_call import Options, quantized
 from aiter_mx.target import Target, cpu_target, target_of
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_PLAIN_OR_NONE = _PLAIN | {type(None)}
 _X_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -52,7 +50,8 @@ def linear(
     Products are accumulated in fp32 and rounded once, but that Hopper's ``fp8`` kernel, which
     small M and bf16 results may get, adds those of a block with some 14 bits. Results are bitwise
     the same on every run. The call does not synchronise, and after ``aiter_mx.warmup`` it can be
-    captured into a graph. There is no gradient.
+    captured into a graph. There is no gradient: where torch records one for activations or bias,
+    its backward pass raises.
 
     Args:
         xq: activations, float8_e4m3fn ``[M, K]``, contiguous, K a multiple of 32. Or bf16 or fp16,
@@ -86,22 +85,18 @@ def linear(
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
-        or not _PLAIN.issuperset(map(type, (xq, wq, ws)))
-        or not _PLAIN_OR_NONE.issuperset((type(xs), type(bias), type(out)))
-        or (bias is not None and bias.requires_grad and torch.is_grad_enabled())
+        or not PLAIN.issuperset(map(type, (xq, wq, ws)))
+        or not PLAIN_OR_NONE.issuperset((type(xs), type(bias), type(out)))
+        or (
+            torch.is_grad_enabled()
+            and (xq.requires_grad or (bias is not None and bias.requires_grad))
+        )
     ):
         return _linear_through_torch(xq, xs, wq, ws, bias, out_dtype, out, pdl)
     return _linear(xq, xs, wq, ws, bias, out_dtype, out, pdl)
 
 
-class _Plans(threading.local):
-    """What computes a call, by everything about it that the checks and the route depend on."""
-
-    def __init__(self) -> None:
-        self.by_call: dict[tuple[Any, ...], tuple[Run | None, tuple[int, int]]] = {}
-
-
-_plans = _Plans()
+_plans: Plans[tuple[Run | None, tuple[int, int]]] = Plans()
 
 
 def _linear(
@@ -126,7 +121,7 @@ def _linear(
     )
     found = _plans.by_call.get(call)
     if found is None:
-        found = _plans.by_call[call] = _plan(xq, xs, wq, ws, bias, out_dtype, pdl)
+        found = _plans.keep(call, _plan(xq, xs, wq, ws, bias, out_dtype, pdl))
     run, shape = found
 
     if not (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Run, Tensors
 from aiter_mx.ops import moe_library
+from aiter_mx.ops.calls import Plans, is_traced
 from aiter_mx.ops.checks import check_tensor, refuse_no_whole_number
 from aiter_mx.ops.moe_check import check_expert_ids
 from aiter_mx.ops.plan import bind
@@ -59,7 +59,7 @@ def moe_align(
     """
     first_shared = num_experts if first_shared is None else first_shared
     options = (drop_absent, shared_experts, first_shared)
-    if moe_library.is_traced((topk_ids, expert_map)):
+    if is_traced((topk_ids, expert_map)):
         lists = moe_library.moe_align(topk_ids, block_m, num_experts, expert_map, *options)
         return lists[0], lists[1], lists[2]
     return align(topk_ids, block_m, num_experts, expert_map, *options)
@@ -129,7 +129,7 @@ def moe_sort(
         TypeError, ValueError: arguments other than those above.
     """
     arguments = (topk_ids, topk_weights, num_experts, block_m, expert_mask, num_local_tokens)
-    if moe_library.is_traced((topk_ids, topk_weights, expert_mask, num_local_tokens)):
+    if is_traced((topk_ids, topk_weights, expert_mask, num_local_tokens)):
         lists = moe_library.moe_sort(*arguments)
         return lists[0], lists[1], lists[2], lists[3]
     return sort(*arguments)
@@ -170,14 +170,7 @@ def sort(
     return ids, weights, expert_ids, valid
 
 
-class _Plans(threading.local):
-    """What computes a routing, by device and problem."""
-
-    def __init__(self) -> None:
-        self.by_problem: dict[Any, Run] = {}
-
-
-_plans = _Plans()
+_plans: Plans[Run] = Plans()
 
 
 def _run(
@@ -200,10 +193,9 @@ def _run(
         return outputs
     target = target_of(device)
     key = (target, device, problem)
-    run = _plans.by_problem.get(key)
+    run = _plans.by_call.get(key)
     if run is None:
-        run = bind("moe_align", target, problem, device, fallbacks(problem))
-        _plans.by_problem[key] = run
+        run = _plans.keep(key, bind("moe_align", target, problem, device, fallbacks(problem)))
     tensors = (topk_ids, topk_weights, expert_map, num_tokens, None, *outputs, None, None)
     run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
     return outputs

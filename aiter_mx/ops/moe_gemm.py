@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Run, Tensors
 from aiter_mx.ops import moe_library
+from aiter_mx.ops.calls import Plans, is_traced, wants_gradient
 from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
@@ -54,7 +54,8 @@ def moe_gemm(
     ``t = token * top_k + slot`` is a routed row, and the lists of ``moe_align`` or ``moe_sort`` say
     which expert has it. Products are accumulated in fp32 and rounded once. Results are bitwise the
     same on every run. The call does not synchronise, and after ``aiter_mx.warmup`` it can be
-    captured into a graph and replayed with other routings in the same buffers.
+    captured into a graph and replayed with other routings in the same buffers. There is no
+    gradient: where torch records one for routing weights or bias, its backward pass raises.
 
     Args:
         xq: activations, float8_e4m3fn ``[rows, K]``, rows * a_div >= num_valid_tokens.
@@ -175,20 +176,13 @@ class Plan:
     run: Run | None
 
 
-class _Plans(threading.local):
-    """Plans by everything about a call that the checks and the route depend on."""
-
-    def __init__(self) -> None:
-        self.by_call: dict[Any, Plan] = {}
-
-
-_plans = _Plans()
+_plans: Plans[Plan] = Plans()
 
 
 def _moe_gemm(
     inputs: tuple[Tensor | None, ...], options: tuple[Any, ...], out: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    if moe_library.is_traced((*inputs, out)):
+    if is_traced((*inputs, out)) or wants_gradient(*inputs[7:]):
         return moe_library.moe_gemm(inputs, options, out)
     return compute(plan_of(inputs, options), inputs, out)
 
@@ -217,7 +211,7 @@ def plan_of(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Plan
     )
     found = _plans.by_call.get(call)
     if found is None:
-        found = _plans.by_call[call] = _plan(inputs, options)
+        found = _plans.keep(call, _plan(inputs, options))
     return found
 
 

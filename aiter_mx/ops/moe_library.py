@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,17 +9,7 @@ from torch import Tensor
 
 from aiter_mx.ops.checks import BLOCK, DTYPE_NAMES, DTYPES, refuse_no_tensor, shape_text
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 _FP8 = torch.float8_e4m3fn
-
-
-def is_traced(tensors: Sequence[object]) -> bool:
-    """Whether torch compiles the caller, a dispatch mode is on, or a tensor is of a subclass."""
-    return bool(
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or any(type(t) not in _PLAIN and isinstance(t, Tensor) for t in tensors)
-    )
 
 
 def moe_gemm(

@@ -79,7 +79,12 @@ def bind_route(
             raise not_warm(spec, problem)
         _warm_triton.add((target, problem))
     fallback, config = fallbacks[chosen.backend], chosen.config
-    return lambda tensors, _: fallback(tensors, config)
+
+    @torch.no_grad()  # no op has a gradient, whoever computes it
+    def run(tensors: Tensors, addresses: Sequence[int]) -> None:
+        fallback(tensors, config)
+
+    return run
 
 
 def _bind_or_fall_back(

@@ -11,13 +11,13 @@ from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.layouts import layout_of, unshuffle_scales
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled, format_of
 from aiter_mx.ops import quantize_library
+from aiter_mx.ops.calls import is_traced
 from aiter_mx.ops.checks import refuse_no_tensor
 from aiter_mx.ops.plan import bind
 from aiter_mx.ops.quantize_call import (
     INPUT_DTYPES,
     Options,
     fallbacks,
-    is_plain,
     quantized,
 )
 from aiter_mx.target import target_of
@@ -128,7 +128,7 @@ def quantize(
         raise ValueError(f"axis must be the last dimension or the one before, got {axis}")
     options = Options("rows" if along_rows else "columns", mode, _is_square(block), format,
                       scale_layout)  # fmt: skip
-    if is_plain(x):
+    if not is_traced((x,)):
         payload, scale = quantized(x, None, options)
         return payload, scale
     found: tuple[Tensor, Tensor] = quantize_library.quantize(
@@ -165,7 +165,7 @@ def quantize_dual(
     """
     refuse_no_tensor(x=x)
     options = Options("both", mode, _is_square(block), format, scale_layout)
-    if is_plain(x):
+    if not is_traced((x,)):
         return Dual(*quantized(x, None, options))
     return Dual(*quantize_library.quantize_dual(x, mode, options.square, format, scale_layout))
 
@@ -230,7 +230,7 @@ def quantize_grouped(
     """
     refuse_no_tensor(x=x, group_offs=group_offs)
     options = Options("rows", mode, False, format, scale_layout)
-    if is_plain(x, group_offs):
+    if not is_traced((x, group_offs)):
         return Grouped(*quantized(x, group_offs, options))
     return Grouped(*quantize_library.quantize_grouped(x, group_offs, mode, format, scale_layout))
 
@@ -261,7 +261,7 @@ def quantize_dual_grouped(
     """
     refuse_no_tensor(x=x, group_offs=group_offs)
     options = Options("both", mode, False, format, scale_layout)
-    if is_plain(x, group_offs):
+    if not is_traced((x, group_offs)):
         return DualGrouped(*quantized(x, group_offs, options))
     return DualGrouped(
         *quantize_library.quantize_dual_grouped(x, group_offs, mode, format, scale_layout)

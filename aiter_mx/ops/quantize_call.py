@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Run, Tensors
 from aiter_mx.layouts import layout_of, padded_shape
 from aiter_mx.numerics import FORMATS
+from aiter_mx.ops.calls import Plans
 from aiter_mx.ops.plan import bind
 from aiter_mx.target import cpu_target, target_of
 
@@ -26,7 +26,6 @@ INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _OFFSET_NAMES = {torch.int32: "int32", torch.int64: "int64"}
 _ALIGNMENT_BYTES = 16  # kernels load pieces of this size
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 @dataclass(frozen=True)
@@ -58,15 +57,6 @@ class Shapes:
     column_scales: tuple[int, ...] | None
 
 
-def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether a call may go straight to a launch, without torch's dispatcher."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or any(type(tensor) not in _PLAIN for tensor in tensors if tensor is not None)
-    )
-
-
 def quantized(x: Tensor, offsets: Tensor | None, options: Options) -> list[Tensor]:
     """The outputs that ``options`` asks for, in the order of ``Shapes``, then padded offsets.
 
@@ -80,7 +70,7 @@ def quantized(x: Tensor, offsets: Tensor | None, options: Options) -> list[Tenso
     )
     found = _plans.by_call.get(key)
     if found is None:
-        found = _plans.by_call[key] = _plan(x, offsets, options)
+        found = _plans.keep(key, _plan(x, offsets, options))
     run, shapes, needs_pieces = found
     x = x.contiguous()
     if needs_pieces and x.data_ptr() % _ALIGNMENT_BYTES:
@@ -93,14 +83,7 @@ def quantized(x: Tensor, offsets: Tensor | None, options: Options) -> list[Tenso
     return [tensor for tensor in outputs if tensor is not None]
 
 
-class _Plans(threading.local):
-    """What computes a call, by everything about it that the checks and the route depend on."""
-
-    def __init__(self) -> None:
-        self.by_call: dict[tuple[Any, ...], tuple[Run, Shapes, bool]] = {}
-
-
-_plans = _Plans()
+_plans: Plans[tuple[Run, Shapes, bool]] = Plans()
 
 
 def _plan(x: Tensor, offsets: Tensor | None, options: Options) -> tuple[Run, Shapes, bool]:
