@@ -135,6 +135,7 @@ def test_a_kernel_that_yields_comes_after_the_others_of_its_backend() -> None:
     chosen = route("linear", GFX950, limited)
     assert (chosen.backend, chosen.kernel) == ("hip", "mfma")
     assert "at M=8 gemv is limited by arithmetic" in chosen.reason
+    assert "mma is faster" not in chosen.reason  # which is Hopper's
     chosen = route("linear", GFX950, limited, frozenset({("hip", "mfma")}))
     assert (chosen.backend, chosen.kernel) == ("hip", "gemv")
     chosen = route("linear", GFX950, LinearProblem(M=1, N=4640, K=6144))
@@ -244,6 +245,18 @@ def test_misses_are_logged_once_each_for_the_tuner(tmp_path: Path) -> None:
     assert [line["shape"] for line in lines] == [shape.format(M) for M in (3, 4, 3, 4)]
     expected = {"gfx": "gfx950", "cu_num": "256", "op": "linear"}
     assert all(expected.items() <= line.items() for line in lines)
+
+
+@pytest.mark.parametrize("log", ["no/such/folder.csv", "."])
+def test_a_list_of_misses_that_cannot_be_written_is_a_warning(
+    log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AITER_MX_LOG_UNTUNED", str(tmp_path / log))
+    for M in (3, 5):
+        problem = LinearProblem(M=M, N=1001, K=96 + 32 * len(log))
+        assert route("linear", GFX950, problem).backend == "hip"
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert str(tmp_path / log) in warning and "cannot be written" in warning
 
 
 def test_explain_takes_torch_dtypes_and_refuses_unknown_fields() -> None:

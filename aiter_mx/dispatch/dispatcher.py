@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import math
 import os
 import threading
@@ -23,6 +24,8 @@ from aiter_mx.target import Target
 
 _logged: set[tuple[str, Target, Problem]] = set()
 _logged_lock = threading.Lock()
+_unwritable: set[str] = set()
+_LOG = logging.getLogger("aiter_mx")
 
 
 def route(
@@ -62,7 +65,12 @@ def route(
         passed_over.append(f"{row.where} names {row.backend}/{row.kernel}, but {refusal}")
 
     line = in_line(op, target, problem)
-    passed_over += [why for kernel in line if (why := kernel.yields(target, problem))]
+    passed_over += [
+        why
+        for kernel in line
+        if _refusal(kernel, target, problem, skip) is None
+        and (why := kernel.yields(target, problem))
+    ]
     for kernel in line:
         refusal = _refusal(kernel, target, problem, skip)
         if refusal is None:
@@ -168,12 +176,22 @@ def _log_miss(op: str, target: Target, key: Problem) -> None:
         shape = " ".join(f"{name}={getattr(key, name)}" for name in key_columns(op))
         line = _csv_line(target.arch, target.cu_num, op, shape)
         # One write to a file opened for appending: ranks that share it do not cut lines in two.
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            is_new = os.fstat(handle).st_size == 0
-            os.write(handle, (_csv_line(*SCOPE, SHAPE) if is_new else b"") + line)
-        finally:
-            os.close(handle)
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                is_new = os.fstat(handle).st_size == 0
+                os.write(handle, (_csv_line(*SCOPE, SHAPE) if is_new else b"") + line)
+            finally:
+                os.close(handle)
+        except OSError as error:  # a full disk ends the list of shapes, not the server
+            if path not in _unwritable:
+                _unwritable.add(path)
+                _LOG.warning(
+                    "AITER_MX_LOG_UNTUNED names %r, which cannot be written (%s): shapes without "
+                    "a tuned row are missing from it",
+                    path,
+                    error.strerror,
+                )
 
 
 def _csv_line(*cells: object) -> bytes:
