@@ -80,9 +80,9 @@ def simulate(arch: str = "gfx950") -> Iterator[Target]:
         _simulated.target = before
 
 
-def _simulated_target(arch: str) -> Target:
+def _simulated_target(arch: str, named_by: str = "got ") -> Target:
     if arch not in SIMULATED_ARCHS:
-        raise ValueError(f"the simulator runs {', '.join(SIMULATED_ARCHS)}, got {arch!r}")
+        raise ValueError(f"the simulator runs {', '.join(SIMULATED_ARCHS)}, {named_by}{arch!r}")
     return SIMULATED_GFX950
 
 
@@ -92,7 +92,7 @@ def cpu_target() -> Target:
     if target is not None:
         return target
     arch = os.environ.get("AITER_MX_SIMULATE")
-    return _simulated_target(arch) if arch else CPU
+    return _simulated_target(arch, "AITER_MX_SIMULATE names ") if arch else CPU
 
 
 @cache
@@ -114,7 +114,8 @@ def target_of(device: torch.device) -> Target:
     """The target that tensors on ``device`` run on.
 
     Raises:
-        ValueError: a device that is neither a CPU nor a CUDA/ROCm GPU.
+        ValueError: a device that is neither a CPU nor a CUDA/ROCm GPU, or the environment asks for
+            a simulator that there is not.
     """
     if device.type == "cpu":
         return cpu_target()

@@ -199,6 +199,9 @@ def test_failed_build_raises_unless_fallback_was_asked_for(
     with aiter_mx.simulate("gfx950"):
         with pytest.raises(BuildError, match="bad day"):
             aiter_mx.linear(*case, out_dtype=torch.float32)
+        monkeypatch.setenv("AITER_MX_ON_ERROR", "fall back")
+        with pytest.raises(ValueError, match="AITER_MX_ON_ERROR must be raise or fallback, got 'f"):
+            aiter_mx.linear(*case, out_dtype=torch.float32)
         monkeypatch.setenv("AITER_MX_ON_ERROR", "fallback")
         with pytest.warns(RuntimeWarning, match="hip/(gemv|mfma) failed .*had a bad day"):
             out = aiter_mx.linear(*case, out_dtype=torch.float32)
@@ -206,6 +209,14 @@ def test_failed_build_raises_unless_fallback_was_asked_for(
             warnings.simplefilter("error")
             aiter_mx.linear(*operands(1, 33, 352))
     assert_close_to_reference(out, *case, None)
+
+
+def test_a_simulator_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AITER_MX_SIMULATE", "gfx942")
+    with pytest.raises(ValueError, match="runs gfx950, AITER_MX_SIMULATE names 'gfx942'"):
+        aiter_mx.linear(*operands(2, 33, 352))
+    with pytest.raises(ValueError, match="runs gfx950, got 'sm_90a'"), aiter_mx.simulate("sm_90a"):
+        pass
 
 
 def test_first_use_under_capture_names_the_warmup_call(monkeypatch: pytest.MonkeyPatch) -> None:

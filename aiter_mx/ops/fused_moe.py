@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -30,7 +29,7 @@ from aiter_mx.ops.checks import (
 )
 from aiter_mx.ops.moe_check import check_expert_ids
 from aiter_mx.ops.moe_layer import FusedMoeProblem
-from aiter_mx.ops.plan import bind
+from aiter_mx.ops.plan import bind, falls_back
 from aiter_mx.target import Target, cpu_target, target_of
 
 _FP8 = (torch.float8_e4m3fn,)
@@ -251,7 +250,7 @@ def _plan(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> _Plan:
 
 def _takes_tensors(layer: Sequence[tuple[str, Problem]], target: Target) -> bool:
     """Whether a launch is simulated, is not of one kernel of ours, or may be replaced by others."""
-    if target.runtime not in ("hip", "cuda") or os.environ.get("AITER_MX_ON_ERROR") == "fallback":
+    if target.runtime not in ("hip", "cuda") or falls_back():
         return True
     for op, part in layer:
         chosen = route(op, target, part)

@@ -54,10 +54,23 @@ def bind(
         ToolchainError, BuildError, CacheError, LaunchError: the kernel of the route cannot be
             used. With ``AITER_MX_ON_ERROR=fallback`` the next kernel in line is taken instead,
             with one warning for each kernel.
+        ValueError: that variable is something else, or nothing computes the problem.
     """
-    if os.environ.get("AITER_MX_ON_ERROR", "raise") == "fallback":
+    if falls_back():
         return _bind_or_fall_back(op, target, problem, device, fallbacks, in_parts)
     return bind_route(route(op, target, problem), target, problem, device, fallbacks, in_parts)
+
+
+def falls_back() -> bool:
+    """Whether ``AITER_MX_ON_ERROR=fallback`` asks for the next kernel where one fails.
+
+    Raises:
+        ValueError: the variable is neither ``fallback`` nor ``raise``.
+    """
+    text = os.environ.get("AITER_MX_ON_ERROR") or "raise"
+    if text not in ("raise", "fallback"):
+        raise ValueError(f"AITER_MX_ON_ERROR must be raise or fallback, got {text!r}")
+    return text == "fallback"
 
 
 def bind_route(
