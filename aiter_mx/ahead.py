@@ -8,10 +8,10 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.dispatch.explain import make_problem
+from aiter_mx.dispatch.explain import described
 from aiter_mx.dispatch.route import Route
 from aiter_mx.jit.build import BuildRequest, CodeObject, build_all
-from aiter_mx.kernels.registry import find_kernel, problem_type
+from aiter_mx.kernels.registry import find_kernel, ops, problem_type
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.launch import module_request
 from aiter_mx.target import Target, target_of
@@ -50,7 +50,8 @@ def warmup(
         The route of each combination.
 
     Raises:
-        ValueError: an unknown op or field.
+        ValueError: an unknown op or field, a field left out, a value that it cannot have, or less
+            than one job.
         ToolchainError: no compiler for the device's architecture.
         BuildError: a kernel failed to compile.
     """
@@ -79,6 +80,10 @@ def warmup(
 def problem_type_of(op: str) -> type[Problem]:
     """The dataclass that holds a problem of ``op``, which may be several launches of others."""
     if op not in _MADE_OF:
+        if op not in ops():
+            raise ValueError(
+                f"unknown op {op!r}; there are {', '.join(sorted((*ops(), *_MADE_OF)))}"
+            )
         return problem_type(op)
     module, name = _MADE_OF[op]
     layer: type[Problem] = getattr(import_module(module), name)
@@ -91,15 +96,17 @@ def launches_of(op: str, problem: Problem) -> list[tuple[str, Problem]]:
 
 
 def combinations(op: str, shape: dict[str, object]) -> list[Problem]:
-    """Every problem of ``op`` with one value of each field."""
+    """Every problem of ``op`` with one value of each field.
+
+    Raises:
+        ValueError: an unknown op or field, a field left out, or a value that it cannot have.
+    """
     axes = [
         list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
         for values in shape.values()
     ]
     each = [dict(zip(shape, values, strict=True)) for values in product(*axes)]
-    if op in _MADE_OF:
-        return [problem_type_of(op)(**fields) for fields in each]
-    return [make_problem(op, fields) for fields in each]
+    return [described(op, problem_type_of(op), fields) for fields in each]
 
 
 def build_requests(

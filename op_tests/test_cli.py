@@ -71,6 +71,9 @@ def test_explain_takes_ranges_and_shows_where_the_route_changes(command):
     assert "M=17 is above 16" in out
 
 
+SHAPE = ("--M", "1", "--N", "64", "--K", "64", "--arch", "gfx950")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -79,6 +82,11 @@ def test_explain_takes_ranges_and_shows_where_the_route_changes(command):
         (("explain", "linear", "--M", "9-2"), "the range '9-2' is empty"),
         (("explain", "linear", "--M", "-1"), "M must be a whole number, got '-1'"),
         (("explain", "linear", "--M"), "expected a field and its value"),
+        (("explain", "linear", *SHAPE, "--cu-num", "0"), "cu_num must be a whole number of at"),
+        (("explain", "fused_moe", "--M", "1"), "'hidden' was not given"),
+        (("build", "fused", "--M", "1"), "unknown op 'fused'; there are fused_moe, grouped_gemm"),
+        (("tables", "diff", "no.csv", "none.csv"), "no.csv: cannot be read as a table"),
+        (("tables", "verify", "lineer"), "unknown op 'lineer'; there are"),
         (("build", "--shape", "1x2"), "expected a shape MxNxK"),
         (("build", "--arch", "gfx90a"), "unknown architecture 'gfx90a'"),
         (("isa", "gemm"), "no kernel 'gemm' for gfx950; there are grouped_gemm/persistent, "),
@@ -95,6 +103,24 @@ def test_wrong_input_is_one_message_and_status_1(command, arguments, message):
     assert err.startswith("error: ")
     assert "Traceback" not in err
     assert out == ""
+
+
+def test_explain_shows_each_launch_of_a_layer(command):
+    sizes = ("--hidden", "64", "--intermediate", "32", "--E", "8", "--top-k", "2")
+    status, out, _ = command("explain", "fused_moe", "--M", "1,2", *sizes, "--arch", "gfx950")
+    assert status == 0
+    launches = [line.split()[5:7] for line in out.splitlines()[1:]]
+    ops = ["moe_align", "moe_gemm", "moe_gemm", "moe_combine"] * 2
+    assert [op for op, _ in launches] == ops
+    assert all(kernel.startswith("hip/") for _, kernel in launches)
+
+
+def test_a_folder_that_cannot_be_made_is_one_message_and_status_1(command, tmp_path):
+    (tmp_path / "file").touch()
+    table = ("--table", str(tmp_path / "file" / "x.csv"), "--most", "1")
+    status, _, err = command("tune", "linear", *SHAPE, *table)
+    assert status == 1
+    assert err.startswith("error: ") and "Not a directory" in err
 
 
 def test_a_missing_compiler_is_one_message_and_status_1(command, monkeypatch):

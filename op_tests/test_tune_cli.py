@@ -185,6 +185,9 @@ def test_report_draws_a_picture(command, tmp_path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+WIDE = ("--model", "wide-6144")
+
+
 @no_gpu
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -195,6 +198,9 @@ def test_report_draws_a_picture(command, tmp_path) -> None:
         (("tune", "linear", "--arch", "gfx950"), "no shapes: give --shapes, --model"),
         (("tune", "linear", "--arch", "gfx950", "--model", "gpt-9"), "unknown model 'gpt-9'"),
         (("tune", "linear", "--arch", "gfx950", *SHAPE, "--most", "0"), "--most must be at least"),
+        (("tune", "linear", "--arch", "gfx950", *WIDE, "--tp", "1,0"), "numbers of GPUs, as in"),
+        (("tune", "linear", "--arch", "gfx950", *WIDE, "--tp", "two"), "--tp takes numbers of"),
+        (("tune", "linear", "--arch", "gfx950", *SHAPE, "--table", "."), "got the folder '.'"),
         (("tables", "diff", "a.csv", "b.csv"), "a.csv: cannot be read as a table"),
         (("tables", "verify", "linear"), "no GPU here"),
     ],

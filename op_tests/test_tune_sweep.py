@@ -116,6 +116,18 @@ def test_few_problems_are_given_to_the_compilers_before_a_race_that_is_ready(
     assert len({problem for problem, _ in fake.prepared}) == len(PROBLEMS)
 
 
+@pytest.mark.parametrize("line", ['{"kind": "prob', "[]", "{}"])
+def test_a_damaged_journal_is_named_with_its_line(tmp_path: Path, line: str) -> None:
+    Journal(tmp_path, "w", "f1").close()
+    with (tmp_path / "w.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    for read in (lambda: Journal(tmp_path, "w", "f1"), lambda: read_folder(tmp_path, "f1")):
+        with pytest.raises(ValueError, match=r"w\.jsonl:2 is damaged .* --fresh"):
+            read()
+    (tmp_path / "w.jsonl").write_text("")
+    Journal(tmp_path, "w", "f1").close()  # the file was let go of
+
+
 def test_journal_drops_a_torn_line_and_refuses_another_sweep(tmp_path: Path) -> None:
     record = {"kind": "problem", "problem": "a", "at": 1.0, "worker": "w", "row": None}
     journal = Journal(tmp_path, "w", "f1")

@@ -25,7 +25,7 @@ def build(
         list[str] | None, typer.Option(help="MxNxK, as in 1-16x2304x6144; may be repeated.")
     ] = None,
     tables: Annotated[bool, typer.Option(help="The shapes of the tuned tables.")] = False,
-    jobs: Annotated[int | None, typer.Option(help="Compilers at a time.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at a time.")] = None,
 ) -> None:
     """Compile the kernels of OP (linear) ahead of time.
 

@@ -20,16 +20,21 @@ def explain(
 ) -> None:
     """Say which kernel computes a shape, and why.
 
-    The shape is given by the op's fields: explain linear --M 1-16 --N 2304 --K 6144.
+    The shape is given by the op's fields: explain linear --M 1-16 --N 2304 --K 6144. A whole layer
+    (fused_moe) has a line for each of its launches.
     """
+    from aiter_mx.ahead import launches_of
     from aiter_mx.dispatch.explain import explain as explain_shape
 
     fields = parse_fields(context.args)
-    shapes = problems(op, fields)
-    routes = [explain_shape(op, arch=arch, cu_num=cu_num, **vars(shape)) for shape in shapes]
+    routes = [
+        (shape, explain_shape(name, arch=arch, cu_num=cu_num, **vars(part)))
+        for shape in problems(op, fields)
+        for name, part in launches_of(op, shape)
+    ]
     console = make_console()
     if len(routes) == 1:
-        route = routes[0]
+        ((_, route),) = routes
         shown = {
             "route": f"{route.backend}/{route.kernel}",
             "config": describe_config(route.config),
@@ -38,9 +43,11 @@ def explain(
         }
         print_fields(console, {name: value for name, value in shown.items() if value})
         return
-    table = make_table(*fields, "route", "config", "reason")
-    for shape, route in zip(shapes, routes, strict=True):
+    is_layer = any(route.op != op for _, route in routes)
+    table = make_table(*fields, *(["launch"] if is_layer else []), "route", "config", "reason")
+    for shape, route in routes:
         values = [str(getattr(shape, name)) for name in fields]
+        values += [route.op] if is_layer else []
         kernel = f"{route.backend}/{route.kernel}"
         table.add_row(*values, kernel, describe_config(route.config), route.reason)
     console.print(table)

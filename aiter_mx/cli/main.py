@@ -30,9 +30,9 @@ app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:
-    """Run the command line; wrong input and the package's errors end with exit status 1."""
+    """Run the command line; wrong input, files and the package's errors end with exit status 1."""
     try:
         app()
-    except (AiterMxError, ValueError) as error:
+    except (AiterMxError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -25,7 +25,7 @@ Files = Annotated[
 def check(
     files: Files = None,
     build: Annotated[bool, typer.Option(help="Also compile every variant.")] = True,
-    jobs: Annotated[int | None, typer.Option(help="Compilers at a time.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at a time.")] = None,
 ) -> None:
     """Check every row against the kernels there are, and compile what they name.
 
@@ -120,16 +120,23 @@ def verify(
     limit: Annotated[float, typer.Option(help="Percent that a row may be slower.")] = 3.0,
     most: Annotated[int, typer.Option(help="Candidates of each kernel.")] = 1000,
     rounds: Annotated[int, typer.Option(help="Times that each finalist is timed.")] = 11,
-    jobs: Annotated[int | None, typer.Option(help="Compilers at a time.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at a time.")] = None,
 ) -> None:
     """Time each row's choice again beside all candidates; status 1 where one is too slow."""
+    import torch
+
     from aiter_mx.cli.tune import default_table, the_meter, the_rules
+    from aiter_mx.kernels.registry import ops
     from aiter_mx.tuning.origin import commit, today
     from aiter_mx.tuning.share import Alone
     from aiter_mx.tuning.table import write_text
     from aiter_mx.tuning.verify import check_cells, named_by, verify
 
     console = make_console()
+    if op not in ops():
+        raise ValueError(f"unknown op {op!r}; there are {', '.join(ops())}")
+    if not torch.cuda.is_available():
+        raise ValueError("tables are verified by measuring, and there is no GPU here")
     target, meter = the_meter(op, None, Alone(), jobs)
     rows = named_by(table or default_table(op, target), op, target)
     if sample is not None:

@@ -44,7 +44,7 @@ def tune(
     table: Annotated[Path | None, typer.Option(help="By default configs/<arch>/<op>.csv.")] = None,
     most: Annotated[int | None, typer.Option(help="Candidates of each kernel.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Times that each finalist is timed.")] = None,
-    jobs: Annotated[int | None, typer.Option(help="Compilers at a time.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at a time.")] = None,
     budget: Annotated[
         float | None, typer.Option(help="Seconds, after which no race begins; go on later.")
     ] = None,
@@ -82,14 +82,15 @@ def tune(
         wanted += read_shapes(shapes, op)
     if untuned is not None:
         wanted += read_shapes(untuned, op, target)
-    gpus = [count for count in parse_axis(tp) if isinstance(count, int)]
-    wanted += model_shapes(model or [], op, gpus, target.arch)
+    wanted += model_shapes(model or [], op, _counts(tp), target.arch)
     if context.args:
         fields = parse_fields(context.args)
         wanted = with_fields(op, wanted, fields) if wanted else problems(op, fields)
     if not wanted:
         raise ValueError("no shapes: give --shapes, --model, --untuned, or fields such as --M 1")
     path = table or default_table(op, target)
+    if path.is_dir():
+        raise ValueError(f"--table must be a file, got the folder {str(path)!r}")
     plan = sweep.make_plan(op, target, wanted, path, meter.source, rules)
     if build_only:
         with progress, meter.ahead() as ahead:
@@ -132,6 +133,13 @@ def tune(
         )
         if unraced:
             console.print(f"{unraced} shapes are left: the same command goes on with them")
+
+
+def _counts(tp: str) -> list[int]:
+    counts = [count for count in parse_axis(tp) if isinstance(count, int)]
+    if not counts or min(counts) < 1:
+        raise ValueError(f"--tp takes numbers of GPUs, as in 1,2,4,8, got {tp!r}")
+    return counts
 
 
 def with_fields(op: str, shapes: list[Problem], fields: dict[str, Axis]) -> list[Problem]:
@@ -221,7 +229,9 @@ def the_meter(
 
             return target, modelled_meter(op, jobs or default_jobs())
         if on_built is None:
-            raise ValueError(f"times for {arch} need such a GPU; here is {here and here.name}")
+            raise ValueError(
+                f"times for {arch} need such a GPU; here is {here.name if here else 'none'}"
+            )
     device = torch.device("cuda", torch.cuda.current_device() if here else 0)
     return target, measured_meter(op, target, device, jobs or default_jobs(), on_built)
 

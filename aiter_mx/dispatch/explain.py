@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 
 from aiter_mx.dispatch.dispatcher import route
@@ -19,7 +20,8 @@ def explain(
     """The route that a call would take, and why.
 
     Args:
-        op: name of the op, such as ``"linear"``.
+        op: name of the op, such as ``"linear"``. Layers of several launches, such as
+            ``"fused_moe"``, have a route for each of them, which ``warmup`` returns.
         arch: ``"gfx950"`` or ``"sm_90a"``; by default what torch's current device is, and without
             a GPU what CPU tensors run on (the simulator inside ``aiter_mx.simulate()``).
         cu_num: compute units, where they are not those of the architecture's usual GPU.
@@ -29,7 +31,8 @@ def explain(
         The route; printing its ``reason`` tells which row or rule decided.
 
     Raises:
-        ValueError: an unknown op, architecture or field, or a field left out.
+        ValueError: an unknown op, architecture or field, a field left out, or a value that it
+            cannot have.
 
     Example:
         >>> aiter_mx.explain("linear", M=1, N=2304, K=6144, arch="gfx950").kernel
@@ -37,6 +40,8 @@ def explain(
     """
     target = hardware(arch) if arch is not None else default_target()
     if cu_num is not None:
+        if not isinstance(cu_num, int) or cu_num < 1:
+            raise ValueError(f"cu_num must be a whole number of at least 1, got {cu_num!r}")
         target = replace(target, cu_num=cu_num)
     return route(op, target, make_problem(op, shape))
 
@@ -52,7 +57,15 @@ def default_target() -> Target:
 
 def make_problem(op: str, shape: dict[str, object]) -> Problem:
     """The problem of ``op`` with these fields; dtypes may be torch's or their short names."""
-    of_type = problem_type(op)
+    return described(op, problem_type(op), shape)
+
+
+def described(op: str, of_type: type[Problem], shape: Mapping[str, object]) -> Problem:
+    """``make_problem`` of an op whose dataclass of problems is given.
+
+    Raises:
+        ValueError: an unknown field, one left out, or a value that it cannot have.
+    """
     known = {field.name: field for field in fields(of_type)}
     unknown = [name for name in shape if name not in known]
     missing = [

@@ -138,8 +138,11 @@ def build_all(
         The code objects in the order of ``requests``.
 
     Raises:
+        ValueError: less than one job.
         Exception: what ``build`` raised first; builds that had not started are dropped.
     """
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs must be at least 1, or None for one for each core, got {jobs}")
     pool = ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0)), "aiter_mx-build")
     try:
         futures = {pool.submit(build, request): request for request in dict.fromkeys(requests)}

@@ -28,7 +28,7 @@ def read_folder(folder: Path, fingerprint: str) -> list[Record]:
     """The records of all workers, in the order of their files' names.
 
     Raises:
-        ValueError: the journal belongs to another sweep.
+        ValueError: the journal belongs to another sweep, or is damaged.
     """
     records: list[Record] = []
     for path in sorted(folder.glob("*.jsonl")):
@@ -62,7 +62,7 @@ class Journal:
         """Open or make it.
 
         Raises:
-            ValueError: another process writes it, or it belongs to another sweep.
+            ValueError: another process writes it, it belongs to another sweep, or is damaged.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{worker}.jsonl"
@@ -73,11 +73,15 @@ class Journal:
         except OSError:
             os.close(self._file)
             raise ValueError(f"{self.path} is being written: this sweep already runs") from None
-        lines, whole_bytes = _whole_lines(self.path)
+        try:
+            lines, whole_bytes = _whole_lines(self.path)
+            if lines:
+                _check(self.path, lines[0], fingerprint)
+        except ValueError:
+            self.close()
+            raise
         os.ftruncate(self._file, whole_bytes)
-        if lines:
-            _check(self.path, lines[0], fingerprint)
-        else:
+        if not lines:
             self.append({"kind": "sweep", "fingerprint": fingerprint})
 
     def append(self, record: Record) -> None:
@@ -99,7 +103,19 @@ def _whole_lines(path: Path) -> tuple[list[Record], int]:
     except FileNotFoundError:
         return [], 0
     whole = data[: data.rfind(b"\n") + 1]
-    return [json.loads(line) for line in whole.splitlines()], len(whole)
+    records = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or "kind" not in record:
+                raise ValueError("no record of a sweep")
+        except ValueError as error:
+            raise ValueError(
+                f"{path}:{number} is damaged ({error}); delete that line, or give --fresh to "
+                "discard all that the sweep found"
+            ) from None
+        records.append(record)
+    return records, len(whole)
 
 
 def _check(path: Path, header: Record, fingerprint: str) -> None:

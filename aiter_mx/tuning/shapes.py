@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+from aiter_mx.dispatch.explain import make_problem
 from aiter_mx.dispatch.tables import SCOPE, SHAPE
 from aiter_mx.kernels.registry import field_value, problem_type
 from aiter_mx.kernels.spec import Problem
@@ -61,7 +62,7 @@ def _problem(op: str, known: Iterable[str], cells: dict[str, str]) -> Problem:
             raise ValueError(f"{name!r} is no field of {op}: {', '.join(known)}")
         texts[name] = text
     of_type = problem_type(op)
-    return of_type(**{name: field_value(of_type, name, text) for name, text in texts.items()})
+    return make_problem(op, {n: field_value(of_type, n, text) for n, text in texts.items()})
 
 
 def _is_for(cells: dict[str, str], op: str, target: Target | None) -> bool:
