@@ -58,10 +58,18 @@ LAYOUTS = {
 }
 
 
-def layout_of(name: str) -> ScaleLayout:
-    """The layout called ``name``. Raises ValueError when there is none."""
-    if name not in LAYOUTS:
-        raise ValueError(f"the layout must be one of {', '.join(LAYOUTS)}, got {name!r}")
+def layout_of(name: str, argument: str = "the layout") -> ScaleLayout:
+    """The layout called ``name``.
+
+    Args:
+        name: one of ``LAYOUTS``.
+        argument: what named it, for the message.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if not isinstance(name, str) or name not in LAYOUTS:
+        raise ValueError(f"{argument} must be one of {', '.join(LAYOUTS)}, got {name!r}")
     return LAYOUTS[name]
 
 
@@ -86,7 +94,7 @@ def shuffle_scales(scales: Tensor, layout: str) -> Tensor:
         Its memory is in the layout's order; peers that want a flat tensor take its ``flatten()``.
 
     Raises:
-        TypeError: another dtype.
+        TypeError: no tensor, or of another dtype.
         ValueError: no such layout, or fewer than two dimensions.
 
     Example:
@@ -115,7 +123,7 @@ def unshuffle_scales(scales: Tensor, layout: str, rows: int, columns: int) -> Te
         ``[..., rows, columns]`` of the same dtype, contiguous.
 
     Raises:
-        TypeError: another dtype.
+        TypeError: no tensor, or of another dtype.
         ValueError: no such layout, or another number of scales.
     """
     _check(scales, at_least=1)
@@ -161,6 +169,8 @@ def _product(factors: tuple[int, ...]) -> int:
 
 
 def _check(scales: Tensor, at_least: int = 2) -> None:
+    if not isinstance(scales, Tensor):
+        raise TypeError(f"scales must be a tensor, got {type(scales).__name__}")
     if scales.dtype not in SCALE_DTYPES:
         raise TypeError(f"scales must be uint8 or float8_e8m0fnu, got {scales.dtype}")
     if scales.dim() < at_least:

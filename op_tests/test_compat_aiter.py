@@ -80,5 +80,9 @@ def test_grouped_gemm_is_the_moe_gemm_or_none() -> None:
         assert out is not None
         assert_rows(out, Layer(*operands, None, experts, 2, weights.flatten()), 0)
         assert grouped_gemm_mxfp8(**{**case, "a_q": case["a_q"][:, :48].contiguous()}) is None
+        with pytest.raises(TypeError, match="a_q must be a tensor, got NoneType"):
+            grouped_gemm_mxfp8(**{**case, "a_q": None})
+        with pytest.raises(TypeError, match="mul_weight_by must be a tensor, got list"):
+            grouped_gemm_mxfp8(**case, mul_weight_by=weights.tolist())
         with pytest.raises(ValueError, match="mul_weight_by must be"):
             grouped_gemm_mxfp8(**case, mul_weight_by=weights[:2])

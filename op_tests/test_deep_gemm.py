@@ -141,6 +141,11 @@ def test_bad_arguments_are_refused() -> None:
         ),
         (((a[0], a[1].int()), b, d, layout), {}, TypeError, "scales must be torch.float32"),
         ((a, b, d, layout.long()), {}, TypeError, "grouped_layout must be torch.int32"),
+        ((a, b, d, None), {}, TypeError, "grouped_layout must be a tensor, got NoneType"),
+        ((a, b, None, layout), {}, TypeError, "d must be a tensor, got NoneType"),
+        (((a[0], None), b, d, layout), {}, TypeError, "a's scale must be a tensor, got NoneType"),
+        ((a, b, d, layout.to("meta")), {}, ValueError, "grouped_layout is on meta, but a is on"),
+        ((a, (b[0], b[1].to("meta")), d, layout), {}, ValueError, "must be there too, got meta"),
         ((a, b, d, layout[:7]), {}, ValueError, r"a must be \[M, K\] and grouped_layout \[M\]"),
         ((a, b, d[:7], layout), {}, ValueError, r"out must be \[8, 32\], got \[7, 32\]"),
         ((a, b, d, layout), {"disable_ue8m0_cast": True}, ValueError, "no powers of two"),
@@ -149,3 +154,13 @@ def test_bad_arguments_are_refused() -> None:
             m_grouped_fp8_gemm_nt_contiguous(*arguments, **keywords)
     with pytest.raises(ValueError, match=r"a must be \[G, M, K\], got \[8, 64\]"):
         m_grouped_fp8_gemm_nt_masked(a, b, d, layout[:2], 4)
+    a, d, rows = aiter_mx.quantize(torch.randn(2, 4, 64)), d.view(2, 4, 32), layout[:2]
+    for more, error, message in [
+        ((d, rows.float(), 4), TypeError, "masked_m must be torch.int32 or torch.int64"),
+        ((d, rows[:1], 4), ValueError, r"masked_m must be \[2\], got \[1\]"),
+        ((d, None, 4), TypeError, "masked_m must be a tensor, got NoneType"),
+        ((d, rows, 4.0), TypeError, "expected_m must be a whole number, got float"),
+        ((d, rows, -1), ValueError, "expected_m must not be negative, got -1"),
+    ]:
+        with pytest.raises(error, match=message):
+            m_grouped_fp8_gemm_nt_masked(a, b, *more)

@@ -211,7 +211,8 @@ def test_other_bad_arguments_are_refused() -> None:
     for keywords, error, message in [
         ({"bias": torch.randn(4, 32)}, ValueError, r"bias must be \[4, 64\], got \[4, 32\]"),
         ({"out_dtype": torch.int32}, TypeError, "out_dtype must be torch.bfloat16 or"),
-        ({"a_scale_layout": "4x16"}, ValueError, "the layout must be one of row_major, 16x4"),
+        ({"a_scale_layout": "4x16"}, ValueError, "a_scale_layout must be one of row_major, 16x4"),
+        ({"b_scale_layout": None}, ValueError, "b_scale_layout must be one of .*, got None"),
         ({"a_scale_layout": "16x4"}, ValueError, r"a_scale must be \[96, 8\], got \[90, 5\]"),
         ({"b_scale_layout": "16x4"}, ValueError, r"b_scale must be \[4, 64, 8\], got \[4, 64, 5\]"),
         ({"out": torch.empty(90, 64)}, TypeError, "out must be of out_dtype torch.bfloat16"),

@@ -61,6 +61,8 @@ def test_layouts_refuse_what_they_cannot_hold() -> None:
         aiter_mx.shuffle_scales(scales, "8x8")
     with pytest.raises(TypeError, match=r"got torch\.int32"):
         aiter_mx.shuffle_scales(scales.int(), "16x4")
+    with pytest.raises(TypeError, match="scales must be a tensor, got list"):
+        aiter_mx.shuffle_scales(scales.tolist(), "16x4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"\[\.\.\., rows, columns\], got \[4\]"):
         aiter_mx.shuffle_scales(scales[0], "16x4")
     with pytest.raises(ValueError, match=r"17x4 scales in layout '16x4' are \[32, 4\]"):

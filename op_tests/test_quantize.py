@@ -226,6 +226,10 @@ def test_dequantize_refuses_what_it_cannot_do():
         aiter_mx.dequantize(payload, scale, torch.int32)
     with pytest.raises(ValueError, match=r"scale \[4, 1\]"):
         aiter_mx.dequantize(payload, scale[:, :1])
+    with pytest.raises(ValueError, match="scale is on meta, but payload is on cpu"):
+        aiter_mx.dequantize(payload, scale.to("meta"))
+    with pytest.raises(ValueError, match=r"scale_layout must be one of .*, got \['16x4'\]"):
+        aiter_mx.dequantize(payload, scale, scale_layout=["16x4"])
 
 
 @pytest.mark.gpu

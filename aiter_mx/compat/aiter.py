@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.ops.checks import DTYPE_NAMES, check_tensor
+from aiter_mx.ops.checks import DTYPE_NAMES, check_tensor, either, refuse_no_tensor
 from aiter_mx.ops.linear import linear
 from aiter_mx.ops.moe_gemm import compute, plan_of
 from aiter_mx.target import Target, target_of
@@ -105,12 +105,14 @@ def grouped_gemm_mxfp8(
         TypeError, ValueError: as ``aiter_mx.moe_gemm`` has it.
     """
     if out_dtype not in DTYPE_NAMES:
-        raise TypeError(f"out_dtype must be a floating-point dtype, got {out_dtype}")
+        raise TypeError(f"out_dtype must be {either(tuple(DTYPE_NAMES))}, got {out_dtype}")
+    refuse_no_tensor(("mul_weight_by",), a_q=a_q, mul_weight_by=mul_weight_by)
     if a_q.ndim == 2 and a_q.shape[1] % 32:
         return None
     if mul_weight_by is not None:
         mul_weight_by = mul_weight_by.reshape(-1).to(torch.float32)
-        check_tensor("mul_weight_by", mul_weight_by, (torch.float32,), (num_valid_tokens,))
+        shape, device = (num_valid_tokens,), a_q.device
+        check_tensor("mul_weight_by", mul_weight_by, (torch.float32,), shape, device)
     lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     inputs = (a_q, a_scale, w, w_scale, *lists, mul_weight_by, None)
     plain = (DTYPE_NAMES[out_dtype], "none", "halves", ())

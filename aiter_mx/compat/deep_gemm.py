@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from aiter_mx.numerics import NAN_SCALE, as_scale_bytes
-from aiter_mx.ops.checks import BLOCK, shape_text
+from aiter_mx.ops.checks import BLOCK, refuse_no_tensor, refuse_no_whole_number, shape_text
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -58,12 +58,17 @@ def m_grouped_fp8_gemm_nt_contiguous(
     _refuse_uncast(disable_ue8m0_cast)
     payload, scale = _operand("a", a)
     weights, weight_scale = _operand("b", b)
+    refuse_no_tensor(d=d, grouped_layout=grouped_layout)
     if grouped_layout.dtype != torch.int32:
         raise TypeError(f"grouped_layout must be torch.int32, got {grouped_layout.dtype}")
     if payload.ndim != 2 or tuple(grouped_layout.shape) != (payload.shape[0],):
         raise ValueError(
             "a must be [M, K] and grouped_layout [M], got "
             f"{shape_text(payload)} and {shape_text(grouped_layout)}"
+        )
+    if grouped_layout.device != payload.device:
+        raise ValueError(
+            f"grouped_layout is on {grouped_layout.device}, but a is on {payload.device}"
         )
     starts, ends = _ranges(grouped_layout, weights.shape[0])
     grouped_gemm_ranges(payload, scale, weights, weight_scale, starts, ends, d, d.dtype)
@@ -99,6 +104,8 @@ def m_grouped_fp8_gemm_nt_masked(
     _refuse_uncast(disable_ue8m0_cast)
     payload, scale = _operand("a", a)
     weights, weight_scale = _operand("b", b)
+    refuse_no_tensor(d=d, masked_m=masked_m)
+    refuse_no_whole_number(expected_m=expected_m)
     if payload.ndim != 3:
         raise ValueError(f"a must be [G, M, K], got {shape_text(payload)}")
     if expected_m < 0:
@@ -120,9 +127,14 @@ def expand_scales(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
             ``[..., rows / 128, K / 128]``, rounded up.
 
     Raises:
-        TypeError: another dtype.
-        ValueError: another shape.
+        TypeError: no tensor, or of another dtype.
+        ValueError: another shape, or scales on another device than the payload.
     """
+    refuse_no_tensor(payload=payload, scale=scale)
+    if payload.device != scale.device:
+        raise ValueError(
+            f"scales of a payload on {payload.device} must be there too, got {scale.device}"
+        )
     if payload.ndim < 2 or payload.shape[-1] == 0 or payload.shape[-1] % BLOCK:
         raise ValueError(
             f"a payload must be [..., rows, K], K a multiple of {BLOCK}, got {shape_text(payload)}"
@@ -157,6 +169,7 @@ def _operand(name: str, pair: Pair) -> Pair:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise TypeError(f"{name} must be a pair (payload, scale), got {type(pair).__name__}")
     payload, scale = pair
+    refuse_no_tensor(**{f"{name}'s payload": payload, f"{name}'s scale": scale})
     return payload, expand_scales(payload, scale)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
-from aiter_mx.layouts import padded_shape
+from aiter_mx.layouts import layout_of, padded_shape
 from aiter_mx.ops.checks import BLOCK, DTYPE_NAMES, SCALE_DTYPES, either, shape_text
 
 INDEX_NAMES = {torch.int32: "i32", torch.int64: "i64"}
@@ -31,7 +31,7 @@ def grouped_problem(
         ("a_scale", a_scale, SCALE_DTYPES),
         ("b", b, (torch.float8_e4m3fn,)),
         ("b_scale", b_scale, SCALE_DTYPES),
-        ("group_offs", ends, indices),
+        ("masked_m" if a.ndim == 3 else "group_offs", ends, indices),
         ("starts", starts, (ends.dtype,)),
         ("bias", bias, tuple(DTYPE_NAMES)),
     ):
@@ -58,6 +58,8 @@ def grouped_problem(
         raise ValueError(f"N must be a multiple of {BLOCK}, got N={N} (b: {shape_text(b)})")
     if G == 0:
         raise ValueError(f"there must be at least one group, got none (b: {shape_text(b)})")
+    for name, layout in (("a_scale_layout", a_scale_layout), ("b_scale_layout", b_scale_layout)):
+        layout_of(layout, name)
     a_scales = padded_shape(a.shape[-2], K // BLOCK, a_scale_layout)
     for name, tensor, expected in (
         ("a", a, (G, a.shape[1], K) if masked else (a.shape[0], K)),

@@ -289,14 +289,16 @@ def dequantize(
 
     Raises:
         TypeError: an argument that is no tensor, or a dtype that is none of the above.
-        ValueError: the shapes do not fit each other, or there is no such layout.
+        ValueError: the shapes do not fit each other, nor the devices, or there is no such layout.
     """
     refuse_no_tensor(payload=payload, scale=scale)
     per_byte = format_of(payload).per_byte
     if dtype not in OUTPUT_DTYPES:
         raise TypeError(f"dtype must be float32, float64, bfloat16 or float16, got {dtype}")
     scale_bytes = as_scale_bytes(scale)
-    layout_of(scale_layout)
+    if scale.device != payload.device:
+        raise ValueError(f"scale is on {scale.device}, but payload is on {payload.device}")
+    layout_of(scale_layout, "scale_layout")
     K = payload.shape[-1] * per_byte if payload.dim() else 0
     if scale_layout != "row_major" and payload.dim():
         rows = payload.shape[-2] if payload.dim() > 1 else 1

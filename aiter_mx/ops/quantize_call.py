@@ -116,7 +116,7 @@ def check(x: Tensor, offsets: Tensor | None, options: Options) -> tuple[Quantize
     ):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-    layout_of(options.layout)
+    layout_of(options.layout, "scale_layout")
     if x.dtype not in INPUT_DTYPES:
         raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}")
     shape = list(x.shape)
