@@ -1,7 +1,9 @@
 """``mxfp8_gemv`` and ``grouped_gemm_mxfp8`` as aiter has them (its pull request 3783).
 
 Both return None where no kernel of this package computes the shape on the tensors' device, so that
-the caller takes its own fallback. Arguments that no shape could make right raise.
+the caller takes its own fallback. Arguments that no shape could make right raise. As None is for
+each shape to decide, torch.compile does not trace them: call them from an op of your own, as vLLM
+does, or call ``aiter_mx.linear`` and ``aiter_mx.moe_gemm``, which it does trace.
 """
 
 from __future__ import annotations
