@@ -266,6 +266,10 @@ def test_explain_takes_torch_dtypes_and_refuses_unknown_fields() -> None:
         aiter_mx.explain("linear", M=1, N=64, K=64, L=2)
     with pytest.raises(ValueError, match="'K' was not given"):
         aiter_mx.explain("linear", M=1, N=64)
+    for wrong in ("1", 1.5, None):
+        with pytest.raises(ValueError, match=f"M must be a whole number, got {wrong!r}"):
+            aiter_mx.explain("linear", M=wrong, N=64, K=64)
+    assert aiter_mx.explain("linear", arch="gfx950", M=torch.tensor(1), N=64, K=64).kernel == "gemv"
     with pytest.raises(ValueError, match="unknown op 'conv'"):
         aiter_mx.explain("conv", M=1)
     with pytest.raises(ValueError, match="gfx42"):

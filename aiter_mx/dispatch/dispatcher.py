@@ -74,7 +74,8 @@ def route(
     for kernel in line:
         refusal = _refusal(kernel, target, problem, skip)
         if refusal is None:
-            reason = "; ".join([*passed_over, f"{kernel.backend}/{kernel.name} covers it"])
+            covers = f"{kernel.backend}/{kernel.name} covers it"
+            reason = "; ".join(dict.fromkeys([*passed_over, covers]))
             config = kernel.configure(target, problem)
             reason += _in_parts(kernel, target, problem, config)
             return Route(op, kernel.backend, kernel.name, config, reason, "envelope")

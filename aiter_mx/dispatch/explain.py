@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, Field, fields, replace
+from operator import index
+from typing import Any
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.route import Route
@@ -76,4 +78,13 @@ def described(op: str, of_type: type[Problem], shape: Mapping[str, object]) -> P
             f"{op} is described by {', '.join(known)}; "
             + (f"{unknown[0]!r} is none of them" if unknown else f"{missing[0]!r} was not given")
         )
-    return of_type(**{k: _DTYPE_NAMES.get(str(v), v) for k, v in shape.items()})
+    return of_type(**{name: _value(known[name], value) for name, value in shape.items()})
+
+
+def _value(field: Field[Any], given: object) -> object:
+    if field.type not in (int, "int"):
+        return _DTYPE_NAMES.get(str(given), given)
+    try:
+        return index(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{field.name} must be a whole number, got {given!r}") from None
