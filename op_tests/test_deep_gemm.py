@@ -159,7 +159,7 @@ def test_bad_arguments_are_refused() -> None:
         ((d, rows.float(), 4), TypeError, "masked_m must be torch.int32 or torch.int64"),
         ((d, rows[:1], 4), ValueError, r"masked_m must be \[2\], got \[1\]"),
         ((d, None, 4), TypeError, "masked_m must be a tensor, got NoneType"),
-        ((d, rows, 4.0), TypeError, "expected_m must be a whole number, got float"),
+        ((d, rows, 4.0), TypeError, "expected_m must be a whole number, an int, got float"),
         ((d, rows, -1), ValueError, "expected_m must not be negative, got -1"),
     ]:
         with pytest.raises(error, match=message):

@@ -173,6 +173,8 @@ def test_no_tokens_are_an_empty_result(device: torch.device) -> None:
     for name in ("x", "topk_ids", "topk_weights"):
         call[name] = call[name][:0]
     assert aiter_mx.fused_moe(**call).shape == (0, call["w1q"].shape[2])
+    with pytest.raises(ValueError, match="activation must be one of"):
+        aiter_mx.fused_moe(**{**call, "activation": "gelu"})
 
 
 INT32 = partial(torch.zeros, dtype=torch.int32)
@@ -182,12 +184,13 @@ BAD = [
     ("w1s", lambda t: t.int(), TypeError, "w1s must be torch.uint8"),
     ("topk_weights", lambda t: t.half(), TypeError, "topk_weights must be torch.float32"),
     ("topk_ids", lambda t: t[:1], ValueError, r"topk_ids must be \[5, top_k\], got \[1, 2\]"),
+    ("w1q", lambda t: t[:0], ValueError, r"w1q must have at least one expert, got \[0, 192, 64\]"),
     ("shared_experts", lambda n: 8, ValueError, "must be fewer than the 8 experts"),
     ("activation", lambda n: "gelu", ValueError, "activation must be one of none, silu"),
     ("layout", lambda n: "thirds", ValueError, "layout must be one of halves, interleaved"),
     ("block_m", lambda n: 10, ValueError, "block_m must be a multiple of 4, got 10"),
     ("block_m", lambda n: 0, ValueError, "block_m must be at least 1, or None, got 0"),
-    ("block_m", lambda n: "16", TypeError, "block_m must be a whole number, got str"),
+    ("block_m", lambda n: "16", TypeError, "block_m must be a whole number, an int, got str"),
     ("num_experts", lambda n: 0, ValueError, "num_experts must be at least 1, or None, got 0"),
     ("out", lambda n: "here", TypeError, "out must be a tensor, got str"),
     ("num_experts", lambda n: 9, ValueError, "num_experts=9 but 8 routed experts are here"),

@@ -190,7 +190,10 @@ def test_many_experts_and_too_many(device: torch.device) -> None:
             (torch.zeros(4, 2, dtype=torch.int32), 64, 8, torch.zeros(7, dtype=torch.int32)),
             r"expert_map must be \[8\], got \[7\]",
         ),
-        ((torch.zeros(4, 2, dtype=torch.int32), 64.0, 8), "block_m must be a whole number, got fl"),
+        (
+            (torch.zeros(4, 2, dtype=torch.int32), 64.0, 8),
+            "block_m must be a whole number, an int, got fl",
+        ),
         ((torch.zeros(4, 2, dtype=torch.int32), 64, "8"), "num_experts must be a whole number"),
         (([[0]], 64, 8), "topk_ids must be a tensor, got list"),
     ],
@@ -198,6 +201,15 @@ def test_many_experts_and_too_many(device: torch.device) -> None:
 def test_bad_arguments_are_refused(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         aiter_mx.moe_align(*arguments)  # type: ignore[arg-type]
+
+
+def test_options_are_refused_by_name() -> None:
+    topk_ids = torch.zeros(4, 2, dtype=torch.int32)
+    with pytest.raises(TypeError, match="drop_absent must be True or False, got 'no'"):
+        aiter_mx.moe_align(topk_ids, 64, 8, drop_absent="no")  # type: ignore[arg-type]
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(TypeError, match=r"block_m must be a whole number, .*got numpy\.int64"):
+        aiter_mx.moe_align(topk_ids, numpy.int64(64), 8)
 
 
 def test_check_mode_reports_ids_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:

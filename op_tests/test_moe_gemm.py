@@ -317,7 +317,7 @@ BAD = [
     ("block_m", lambda n: 16, ValueError, "was the routing made for another block_m"),
     ("block_m", lambda n: 6, ValueError, "block_m must be a multiple of 4, got 6"),
     ("num_valid_tokens", lambda n: 5, ValueError, "must be a multiple of top_k, got 5"),
-    ("a_div", lambda n: "2", TypeError, "a_div must be a whole number, got str"),
+    ("a_div", lambda n: "2", TypeError, "a_div must be a whole number, an int, got str"),
     ("out", lambda n: [], TypeError, "out must be a tensor, got list"),
     ("a_div", lambda n: 1, ValueError, "xq must have a row for each 1 of 6 routed rows"),
     ("expert_ids", lambda t: None, TypeError, "expert_ids must be a tensor, got NoneType"),

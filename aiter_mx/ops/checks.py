@@ -66,10 +66,16 @@ def refuse_no_tensor(optional: Collection[str] = (), /, **given: object) -> None
 
 
 def refuse_no_whole_number(**given: object) -> None:
-    """Raise TypeError for the first of these that is no whole number."""
+    """Raise TypeError for the first of these that is no whole number of Python's."""
     for name, value in given.items():
         if not isinstance(value, (int, torch.SymInt)):
-            raise TypeError(f"{name} must be a whole number, got {type(value).__name__}")
+            kind = type(value)
+            found = (
+                kind.__name__
+                if kind.__module__ == "builtins"
+                else f"{kind.__module__}.{kind.__name__}"
+            )
+            raise TypeError(f"{name} must be a whole number, an int, got {found}")
 
 
 def check_out(

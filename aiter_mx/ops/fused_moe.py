@@ -225,9 +225,10 @@ def _plan(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> _Plan:
     problem = _check(inputs, options)
     assert inputs[0] is not None
     device = inputs[0].device
-    if problem.M == 0 or problem.hidden == 0:
+    layer = problem.parts() if problem.hidden else ()  # it refuses what no launch can do
+    if problem.M == 0 or not layer:
         return _Plan(problem, (), False, 0, {})
-    target, layer = target_of(device), problem.parts()
+    target = target_of(device)
     runs = tuple(bind(op, target, part, device, _FALLBACKS[op](part)) for op, part in layer)
     align, M, H, I = layer[0][1], problem.M, problem.hidden, problem.intermediate
     tensors = {
@@ -277,6 +278,8 @@ def _check(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> FusedMo
     if H % BLOCK:
         raise ValueError(f"H must be a multiple of {BLOCK}, got H={H} (x: {list(x.shape)})")
     E, N, _ = check_tensor("w1q", w1q, _FP8, ("E", "2 * I", H), device).shape
+    if E == 0:
+        raise ValueError(f"w1q must have at least one expert, got {[E, N, H]}")
     check_tensor("w1s", w1s, SCALE_DTYPES, (E, N, H // BLOCK), device)
     if N % (2 * BLOCK):
         raise ValueError(f"w1q must have a multiple of {2 * BLOCK} rows, got {N}")

@@ -77,6 +77,8 @@ def align(
     """``moe_align``, past what torch traces."""
     refuse_no_whole_number(block_m=block_m, num_experts=num_experts)
     refuse_no_whole_number(shared_experts=shared, first_shared=first_shared)
+    if drop_absent not in (False, True):
+        raise TypeError(f"drop_absent must be True or False, got {drop_absent!r}")
     device = check_tensor("topk_ids", topk_ids, tuple(_ID_DTYPES), ("M", "top_k")).device
     if expert_map is not None:
         check_tensor("expert_map", expert_map, (torch.int32,), (num_experts,), device)
