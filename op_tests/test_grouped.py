@@ -233,6 +233,15 @@ def test_other_bad_arguments_are_refused() -> None:
         aiter_mx.grouped_gemm(tail[0], case[1], tail, case[3], OFFS)
 
 
+def test_torch_library_checks_pass() -> None:
+    case = operands()
+    ops, options = torch.ops.aiter_mx, (None, 0, "row_major", "row_major")
+    arguments = (*case, None, OFFS)
+    torch.library.opcheck(ops.grouped_gemm.default, (*arguments, torch.float16, *options))
+    out = torch.zeros(case[0].shape[0], case[2].shape[1])
+    torch.library.opcheck(ops.grouped_gemm_out.default, (*arguments, out, *options))
+
+
 def test_compiles_as_one_graph() -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def layer(x: torch.Tensor, b: torch.Tensor, s: torch.Tensor, o: torch.Tensor) -> torch.Tensor:

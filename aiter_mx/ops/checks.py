@@ -88,14 +88,11 @@ def check_out(
 
     The first input says on which device it must be.
     """
-    refuse_no_tensor(out=out)
-    if out.dtype != out_dtype:
-        raise TypeError(f"out must be of out_dtype {out_dtype}, got {out.dtype}")
+    check_result(out, out_dtype)
     device = next(tensor.device for tensor in inputs.values() if tensor is not None)
     if out.device != device:
         raise ValueError(f"out must be on {device}, where the operands are, got {out.device}")
-    if tuple(out.shape) != shape:
-        raise ValueError(f"out must be {list(shape)}, got {shape_text(out)}")
+    refuse_shape(out, shape)
     if not out.is_contiguous():
         raise ValueError(
             f"out must be contiguous, got strides {out.stride()} for {shape_text(out)}"
@@ -108,6 +105,20 @@ def check_out(
             and tensor.data_ptr() < last
         ):
             raise ValueError(f"out overlaps {name}; give it memory of its own")
+
+
+def check_result(out: object, out_dtype: torch.dtype) -> None:
+    """Raise TypeError unless ``out`` is a tensor of this dtype, which ops with ``out`` go by."""
+    refuse_no_tensor(out=out)
+    assert isinstance(out, torch.Tensor)
+    if out.dtype != out_dtype:
+        raise TypeError(f"out must be of out_dtype {out_dtype}, got {out.dtype}")
+
+
+def refuse_shape(out: torch.Tensor, shape: Sequence[int]) -> None:
+    """Raise ValueError unless ``out`` has the shape of its result."""
+    if tuple(out.shape) != tuple(shape):
+        raise ValueError(f"out must be {list(shape)}, got {shape_text(out)}")
 
 
 def refuse_strides(**tensors: torch.Tensor | None) -> None:

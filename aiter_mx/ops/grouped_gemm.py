@@ -134,10 +134,9 @@ def grouped_gemm_ranges(
         or not PLAIN_OR_NONE.issuperset((type(starts), type(bias), type(out)))
         or wants_gradient(bias)
     ):
-        return grouped_library.grouped_gemm(
-            a, a_scale, b, b_scale, starts, ends, out, out_dtype, bias, expected_rows,
-            a_scale_layout, b_scale_layout,
-        )  # fmt: skip
+        options = (expected_rows, a_scale_layout, b_scale_layout)
+        operands = (a, a_scale, b, b_scale, starts, ends)
+        return grouped_library.grouped_gemm(operands, out, out_dtype, bias, options)
     return compute(
         a, a_scale, b, b_scale, starts, ends, out, out_dtype, bias, expected_rows,
         a_scale_layout, b_scale_layout,

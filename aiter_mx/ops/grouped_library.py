@@ -6,98 +6,83 @@ from typing import Any
 
 import torch
 
-from aiter_mx.ops.checks import DTYPES, refuse_no_tensor, shape_text
+from aiter_mx.ops.checks import DTYPES, check_result, refuse_no_tensor, refuse_shape
 from aiter_mx.ops.grouped_check import grouped_problem
 
+_SCHEMA = (
+    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? starts, Tensor ends, {}, "
+    "Tensor? bias, SymInt expected_rows, str a_scale_layout, str b_scale_layout) -> {}"
+)
+_AT = 6  # where the dtype of the result is among the arguments, or the result itself
 
-@torch.library.custom_op("aiter_mx::grouped_gemm", mutates_args=())
-def _op(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor,
-    out_dtype: torch.dtype = torch.bfloat16,
-    bias: torch.Tensor | None = None,
-    expected_rows: int = 0,
-    a_scale_layout: str = "row_major",
-    b_scale_layout: str = "row_major",
-) -> torch.Tensor:
+
+def _run(*arguments: Any) -> torch.Tensor:
     from aiter_mx.ops.grouped_gemm import compute
 
-    return compute(
-        a, a_scale, b, b_scale, starts, ends, None, out_dtype, bias, expected_rows,
-        a_scale_layout, b_scale_layout,
-    )  # fmt: skip
+    with_out: tuple[Any, ...] = (*arguments[:_AT], None, *arguments[_AT:])
+    return compute(*with_out)
+
+
+def _run_out(*arguments: Any) -> None:
+    from aiter_mx.ops.grouped_gemm import compute
+
+    out = arguments[_AT]
+    with_dtype: tuple[Any, ...] = (*arguments[: _AT + 1], out.dtype, *arguments[_AT + 1 :])
+    compute(*with_dtype)
+
+
+_op = torch.library.custom_op(
+    "aiter_mx::grouped_gemm",
+    _run,
+    mutates_args=(),
+    schema=_SCHEMA.format("ScalarType out_dtype", "Tensor"),
+)
+_out_op = torch.library.custom_op(
+    "aiter_mx::grouped_gemm_out",
+    _run_out,
+    mutates_args=("out",),
+    schema=_SCHEMA.format("Tensor(a!) out", "()"),
+)
 
 
 @_op.register_fake
-def _fake(*operands: Any, **options: Any) -> torch.Tensor:
-    problem, a = grouped_problem(*operands, **options), operands[0]
+def _(*arguments: Any) -> torch.Tensor:
+    problem, a = grouped_problem(*arguments), arguments[0]
     fake: torch.Tensor = a.new_empty((*a.shape[:-1], problem.N), dtype=DTYPES[problem.out_dtype])
     return fake
 
 
-@torch.library.custom_op("aiter_mx::grouped_gemm_out", mutates_args=("out",))
-def _out_op(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    expected_rows: int = 0,
-    a_scale_layout: str = "row_major",
-    b_scale_layout: str = "row_major",
-) -> None:
-    from aiter_mx.ops.grouped_gemm import compute
-
-    compute(
-        a, a_scale, b, b_scale, starts, ends, out, out.dtype, bias, expected_rows,
-        a_scale_layout, b_scale_layout,
-    )  # fmt: skip
-
-
 @_out_op.register_fake
-def _out_fake(*operands: Any, **options: Any) -> None:
-    a, out = operands[0], operands[6]
-    problem = grouped_problem(*(*operands[:6], out.dtype, *operands[7:]), **options)
-    expected = [*a.shape[:-1], problem.N]
-    if list(out.shape) != expected:
-        raise ValueError(f"out must be {expected}, got {shape_text(out)}")
+def _(*arguments: Any) -> None:
+    a, out = arguments[0], arguments[_AT]
+    plain: tuple[Any, ...] = (*arguments[:_AT], out.dtype, *arguments[_AT + 1 :])
+    problem = grouped_problem(*plain)
+    refuse_shape(out, (*a.shape[:-1], problem.N))
 
 
 def grouped_gemm(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor,
+    operands: tuple[torch.Tensor | None, ...],
     out: torch.Tensor | None,
     out_dtype: torch.dtype,
     bias: torch.Tensor | None,
-    expected_rows: int,
-    a_scale_layout: str,
-    b_scale_layout: str,
+    options: tuple[int | str, ...],
 ) -> torch.Tensor:
     """``aiter_mx.ops.grouped_gemm.compute`` of a call that torch traces, or whose arguments are no
-    plain tensors."""
-    refuse_no_tensor(a=a, a_scale=a_scale, b=b, b_scale=b_scale, group_offs=ends)
-    refuse_no_tensor(("starts", "bias", "out"), starts=starts, bias=bias, out=out)
+    plain tensors.
+
+    Args:
+        operands: a, a_scale, b, b_scale, starts and ends.
+        out: where to write the result, or None.
+        out_dtype: dtype of the result.
+        bias: or None.
+        options: expected_rows, a_scale_layout and b_scale_layout.
+    """
+    names = ("a", "a_scale", "b", "b_scale", "starts", "group_offs")
+    given = dict(zip(names, operands, strict=True))
+    refuse_no_tensor(("starts", "bias", "out"), **given, bias=bias, out=out)
     if out is None:
-        result: torch.Tensor = _op(
-            a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
-            a_scale_layout, b_scale_layout,
-        )  # fmt: skip
+        result: torch.Tensor = _op(*operands, out_dtype, bias, *options)
         return result
-    if out.dtype != out_dtype:
-        raise TypeError(f"out must be of out_dtype {out_dtype}, got {out.dtype}")
-    _out_op(
-        a, a_scale, b, b_scale, starts, ends, out, bias, expected_rows,
-        a_scale_layout, b_scale_layout,
-    )  # fmt: skip
+    check_result(out, out_dtype)
+    _out_op(*operands, out, bias, *options)
     return out

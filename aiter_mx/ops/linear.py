@@ -20,9 +20,11 @@ from aiter_mx.ops.checks import (
     DTYPES,
     SCALE_DTYPES,
     check_out,
+    check_result,
     either,
     refuse_alignment,
     refuse_no_tensor,
+    refuse_shape,
     refuse_strides,
     shape_text,
 )
@@ -332,8 +334,7 @@ def _linear_out_op(
 def _linear_out_fake(*operands: Any, **options: Any) -> None:
     out = operands[5]
     problem = _check(*(*operands[:5], out.dtype, *operands[6:]), **options)
-    if tuple(out.shape) != (problem.M, problem.N):
-        raise ValueError(f"out must be {[problem.M, problem.N]}, got {shape_text(out)}")
+    refuse_shape(out, (problem.M, problem.N))
 
 
 def _linear_through_torch(
@@ -351,7 +352,6 @@ def _linear_through_torch(
     if out is None:
         result: torch.Tensor = _linear_op(xq, xs, wq, ws, bias, out_dtype, pdl)
         return result
-    if out.dtype != out_dtype:
-        raise TypeError(f"out must be of out_dtype {out_dtype}, got {out.dtype}")
+    check_result(out, out_dtype)
     _linear_out_op(xq, xs, wq, ws, bias, out, pdl)
     return out

@@ -7,9 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiter_mx.ops.checks import BLOCK, DTYPE_NAMES, DTYPES, refuse_no_tensor, shape_text
+from aiter_mx.ops.checks import BLOCK, DTYPE_NAMES, DTYPES, check_result, refuse_shape
 
 _FP8 = torch.float8_e4m3fn
+
+_GEMM_INPUTS = (
+    "Tensor xq, Tensor xs, Tensor wq, Tensor ws, Tensor sorted_token_ids, Tensor expert_ids, "
+    "Tensor num_tokens_post_padded, Tensor? topk_weights, Tensor? bias"
+)
+_GEMM_ROUTING = "SymInt num_valid_tokens, SymInt top_k, SymInt block_m, SymInt a_div, str ids"
+_GEMM_INPUT_COUNT = 9
+_LAYER_INPUTS = (
+    "Tensor x, Tensor w1q, Tensor w1s, Tensor w2q, Tensor w2s, Tensor topk_ids, "
+    "Tensor topk_weights, Tensor? expert_map, Tensor? bias1, Tensor? bias2"
+)
+_LAYER_OPTIONS = (
+    "SymInt? num_experts, SymInt shared_experts, str activation, str layout, float[] swiglu, "
+    "SymInt? block_m"
+)
+_LAYER_INPUT_COUNT = 10
 
 
 def moe_gemm(
@@ -18,60 +34,48 @@ def moe_gemm(
     """``aiter_mx.ops.moe_gemm.compute`` of such a call."""
     *given, swiglu = options
     if out is not None:
-        _check_result(out, DTYPES[options[5]])
+        check_result(out, DTYPES[options[5]])
         _moe_gemm_out(*inputs, out, *given[:5])
         return out, None
     result, scales = _moe_gemm(*inputs, *given, list(swiglu))
     return result, scales if options[6] != "none" else None
 
 
-def _check_result(out: object, dtype: torch.dtype) -> None:
-    """Raise TypeError unless ``out`` is a tensor of this dtype, which its op takes for granted."""
-    refuse_no_tensor(out=out)
-    assert isinstance(out, Tensor)
-    if out.dtype != dtype:
-        raise TypeError(f"out must be of out_dtype {dtype}, got {out.dtype}")
-
-
-def _refuse_shape(out: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(out.shape) != shape:
-        raise ValueError(f"out must be {list(shape)}, got {shape_text(out)}")
-
-
-@torch.library.custom_op("aiter_mx::moe_gemm", mutates_args=())
-def _moe_gemm(
-    xq: Tensor,
-    xs: Tensor,
-    wq: Tensor,
-    ws: Tensor,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
-    topk_weights: Tensor | None,
-    bias: Tensor | None,
-    num_valid_tokens: int,
-    top_k: int,
-    block_m: int,
-    a_div: int,
-    ids: str,
-    out_dtype: str,
-    activation: str,
-    layout: str,
-    swiglu: list[float],
-) -> tuple[Tensor, Tensor]:
+def _run_moe_gemm(*arguments: Any) -> tuple[Tensor, Tensor]:
     from aiter_mx.ops.moe_gemm import compute, plan_of
 
-    lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    inputs = (xq, xs, wq, ws, *lists, topk_weights, bias)
-    options = (num_valid_tokens, top_k, block_m, a_div, ids, out_dtype, activation, layout)
+    inputs, (*options, swiglu) = arguments[:_GEMM_INPUT_COUNT], arguments[_GEMM_INPUT_COUNT:]
     out, scales = compute(plan_of(inputs, (*options, tuple(swiglu))), inputs, None)
-    return out, xs.new_empty(0, dtype=torch.uint8) if scales is None else scales
+    return out, out.new_empty(0, dtype=torch.uint8) if scales is None else scales
+
+
+def _run_moe_gemm_out(*arguments: Any) -> None:
+    from aiter_mx.ops.moe_gemm import compute, plan_of
+
+    inputs, (out, *routing) = arguments[:_GEMM_INPUT_COUNT], arguments[_GEMM_INPUT_COUNT:]
+    plain = (DTYPE_NAMES[out.dtype], "none", "halves", ())
+    compute(plan_of(inputs, (*routing, *plain)), inputs, out)
+
+
+_moe_gemm = torch.library.custom_op(
+    "aiter_mx::moe_gemm",
+    _run_moe_gemm,
+    mutates_args=(),
+    schema=f"({_GEMM_INPUTS}, {_GEMM_ROUTING}, str out_dtype, str activation, str layout, "
+    "float[] swiglu) -> (Tensor, Tensor)",
+)
+_moe_gemm_out = torch.library.custom_op(
+    "aiter_mx::moe_gemm_out",
+    _run_moe_gemm_out,
+    mutates_args=("out",),
+    schema=f"({_GEMM_INPUTS}, Tensor(a!) out, {_GEMM_ROUTING}) -> ()",
+)
 
 
 @_moe_gemm.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     xq, xs, wq = arguments[:3]
-    routed, *_, out_dtype, activation, _, _ = arguments[9:]
+    routed, *_, out_dtype, activation, _, _ = arguments[_GEMM_INPUT_COUNT:]
     N = wq.shape[1]
     if activation == "none":
         out = xq.new_empty((routed, N), dtype=DTYPES[out_dtype])
@@ -80,37 +84,10 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     return xq.new_empty((routed, N // 2), dtype=_FP8), scales
 
 
-@torch.library.custom_op("aiter_mx::moe_gemm_out", mutates_args=("out",))
-def _moe_gemm_out(
-    xq: Tensor,
-    xs: Tensor,
-    wq: Tensor,
-    ws: Tensor,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
-    topk_weights: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    num_valid_tokens: int,
-    top_k: int,
-    block_m: int,
-    a_div: int,
-    ids: str,
-) -> None:
-    from aiter_mx.ops.moe_gemm import compute, plan_of
-
-    lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    inputs = (xq, xs, wq, ws, *lists, topk_weights, bias)
-    plain = (DTYPE_NAMES[out.dtype], "none", "halves", ())
-    plan = plan_of(inputs, (num_valid_tokens, top_k, block_m, a_div, ids, *plain))
-    compute(plan, inputs, out)
-
-
 @_moe_gemm_out.register_fake
 def _(*arguments: Any) -> None:
-    wq, out, routed = arguments[2], arguments[9], arguments[10]
-    _refuse_shape(out, (routed, wq.shape[1]))
+    wq, (out, routed, *_) = arguments[2], arguments[_GEMM_INPUT_COUNT:]
+    refuse_shape(out, (routed, wq.shape[1]))
 
 
 def fused_moe(
@@ -123,35 +100,38 @@ def fused_moe(
         result: Tensor = _fused_moe(*inputs, *given)
         return result
     assert inputs[0] is not None
-    _check_result(out, inputs[0].dtype)
+    check_result(out, inputs[0].dtype)
     _fused_moe_out(*inputs, out, *given)
     return out
 
 
-@torch.library.custom_op("aiter_mx::fused_moe", mutates_args=())
-def _fused_moe(
-    x: Tensor,
-    w1q: Tensor,
-    w1s: Tensor,
-    w2q: Tensor,
-    w2s: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    expert_map: Tensor | None,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    num_experts: int | None,
-    shared_experts: int,
-    activation: str,
-    layout: str,
-    swiglu: list[float],
-    block_m: int | None,
-) -> Tensor:
+def _run_fused_moe(*arguments: Any, out: Tensor | None = None) -> Tensor:
     from aiter_mx.ops.fused_moe import compute
 
-    inputs = (x, w1q, w1s, w2q, w2s, topk_ids, topk_weights, expert_map, bias1, bias2)
-    options = (num_experts, shared_experts, activation, layout, tuple(swiglu), block_m)
-    return compute(inputs, options, None)
+    inputs, (*options, swiglu, block_m) = (
+        arguments[:_LAYER_INPUT_COUNT],
+        arguments[_LAYER_INPUT_COUNT:],
+    )
+    return compute(inputs, (*options, tuple(swiglu), block_m), out)
+
+
+def _run_fused_moe_out(*arguments: Any) -> None:
+    at = _LAYER_INPUT_COUNT
+    _run_fused_moe(*arguments[:at], *arguments[at + 1 :], out=arguments[at])
+
+
+_fused_moe = torch.library.custom_op(
+    "aiter_mx::fused_moe",
+    _run_fused_moe,
+    mutates_args=(),
+    schema=f"({_LAYER_INPUTS}, {_LAYER_OPTIONS}) -> Tensor",
+)
+_fused_moe_out = torch.library.custom_op(
+    "aiter_mx::fused_moe_out",
+    _run_fused_moe_out,
+    mutates_args=("out",),
+    schema=f"({_LAYER_INPUTS}, Tensor(a!) out, {_LAYER_OPTIONS}) -> ()",
+)
 
 
 @_fused_moe.register_fake
@@ -159,36 +139,9 @@ def _(x: Tensor, *others: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("aiter_mx::fused_moe_out", mutates_args=("out",))
-def _fused_moe_out(
-    x: Tensor,
-    w1q: Tensor,
-    w1s: Tensor,
-    w2q: Tensor,
-    w2s: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    expert_map: Tensor | None,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    out: Tensor,
-    num_experts: int | None,
-    shared_experts: int,
-    activation: str,
-    layout: str,
-    swiglu: list[float],
-    block_m: int | None,
-) -> None:
-    from aiter_mx.ops.fused_moe import compute
-
-    inputs = (x, w1q, w1s, w2q, w2s, topk_ids, topk_weights, expert_map, bias1, bias2)
-    options = (num_experts, shared_experts, activation, layout, tuple(swiglu), block_m)
-    compute(inputs, options, out)
-
-
 @_fused_moe_out.register_fake
 def _(x: Tensor, *others: Any) -> None:
-    _refuse_shape(others[9], tuple(x.shape))
+    refuse_shape(others[_LAYER_INPUT_COUNT - 1], x.shape)
 
 
 @torch.library.custom_op("aiter_mx::moe_align", mutates_args=())
