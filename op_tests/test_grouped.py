@@ -233,6 +233,7 @@ def test_other_bad_arguments_are_refused() -> None:
         aiter_mx.grouped_gemm(tail[0], case[1], tail, case[3], OFFS)
 
 
+@pytest.mark.usefixtures("payloads_compared_by_bytes")
 def test_torch_library_checks_pass() -> None:
     case = operands()
     ops, options = torch.ops.aiter_mx, (None, 0, "row_major", "row_major")

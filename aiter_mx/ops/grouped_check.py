@@ -74,9 +74,9 @@ def grouped_problem(
                 f"{name} must be {list(expected)}, got {shape_text(tensor)} "
                 f"(a: {shape_text(a)}, b: {shape_text(b)})"
             )
-    lengths = {(G,)} if masked or starts is not None else {(G,), (G + 1,)}
-    if tuple(ends.shape) not in lengths:
-        known = " or ".join(str(list(length)) for length in sorted(lengths))
+    lengths = [(G,)] if masked or starts is not None else [(G,), (G + 1,)]
+    if tuple(ends.shape) not in lengths:  # no set: while torch traces, sizes have no hash
+        known = " or ".join(str(list(length)) for length in lengths)
         raise ValueError(
             f"{'masked_m' if masked else 'group_offs'} must be {known}, got {shape_text(ends)} "
             f"(b: {shape_text(b)})"
