@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
+"""Elements of K that share a scale: OCP Microscaling Formats v1.0, section 5.2."""
 NAN_SCALE = 255
 SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 

@@ -196,6 +196,7 @@ def test_many_experts_and_too_many(device: torch.device) -> None:
         ),
         ((torch.zeros(4, 2, dtype=torch.int32), 64, "8"), "num_experts must be a whole number"),
         (([[0]], 64, 8), "topk_ids must be a tensor, got list"),
+        ((torch.zeros(4, 2, dtype=torch.int32), 1 << 28, 8), "may hold 2147483648 ids, padding"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: tuple[object, ...], message: str) -> None:

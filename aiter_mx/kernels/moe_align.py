@@ -25,6 +25,7 @@ X_DTYPES = ("none", "bf16", "fp16", "fp32")
 BLOCK = 32  # elements of K that share a scale
 MAX_EXPERTS = 1024  # whose counts fit into LDS
 MAX_ROUTED = 1 << 30
+MAX_IDS = 1 << 31  # places in the lists are int32
 _IDS_OF_FEW_WAVES = 1024
 
 
@@ -86,6 +87,11 @@ class MoeAlignProblem:
             )
         if self.routed >= MAX_ROUTED:
             raise ValueError(f"M * top_k must be below 2^30, got {self.routed}")
+        if self.max_ids >= MAX_IDS:
+            raise ValueError(
+                f"blocks of block_m={self.block_m} may hold {self.max_ids} ids, padding included, "
+                "which must be below 2^31"
+            )
         if self.ids == "aiter" and (self.M >= MAX_PACKED_TOKENS or self.slots > MAX_PACKED_TOP_K):
             raise ValueError(
                 f"aiter's ids hold fewer than 2^24 tokens and at most {MAX_PACKED_TOP_K} slots, "

@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-BLOCK = 32
-"""Elements of K that share a scale: OCP Microscaling Formats v1.0, section 5.2."""
+from aiter_mx.numerics import BLOCK as BLOCK
+from aiter_mx.numerics import SCALE_DTYPES as SCALE_DTYPES
+
 ALIGNMENT_BYTES = 16
 """Kernels load payloads in pieces of this size."""
 SCALE_ALIGNMENT_BYTES = 4
@@ -16,7 +17,8 @@ SCALE_ALIGNMENT_BYTES = 4
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Dtypes of results and biases, by their names in problems."""
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+INDEX_NAMES = {torch.int32: "i32", torch.int64: "i64"}
+"""Dtypes of bounds of groups and of experts' ids, likewise."""
 
 
 def check_tensor(

@@ -20,6 +20,7 @@ from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
     DTYPE_NAMES,
+    INDEX_NAMES,
     SCALE_ALIGNMENT_BYTES,
     SCALE_DTYPES,
     check_out,
@@ -34,7 +35,6 @@ from aiter_mx.target import Target, cpu_target, target_of
 
 _FP8 = (torch.float8_e4m3fn,)
 _PART_ALIGNMENT = 256  # bytes
-_ID_DTYPES = {torch.int32: "i32", torch.int64: "i64"}
 
 
 def fused_moe(
@@ -285,7 +285,7 @@ def _check(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> FusedMo
         raise ValueError(f"w1q must have a multiple of {2 * BLOCK} rows, got {N}")
     check_tensor("w2q", w2q, _FP8, (E, H, N // 2), device)
     check_tensor("w2s", w2s, SCALE_DTYPES, (E, H, N // 2 // BLOCK), device)
-    ids = check_tensor("topk_ids", topk_ids, tuple(_ID_DTYPES), (M, "top_k"), device)
+    ids = check_tensor("topk_ids", topk_ids, tuple(INDEX_NAMES), (M, "top_k"), device)
     top_k = ids.shape[1]
     check_tensor("topk_weights", topk_weights, (torch.float32,), (M, top_k), device)
     refuse_no_whole_number(shared_experts=shared)
@@ -322,7 +322,7 @@ def _check(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> FusedMo
         dtype=DTYPE_NAMES[x.dtype],
         bias1="none" if bias1 is None else DTYPE_NAMES[bias1.dtype],
         bias2="none" if bias2 is None else DTYPE_NAMES[bias2.dtype],
-        id_dtype=_ID_DTYPES[ids.dtype],
+        id_dtype=INDEX_NAMES[ids.dtype],
         block_m=block_m or 0,
         alpha=alpha,
         beta=beta,

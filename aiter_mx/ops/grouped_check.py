@@ -6,9 +6,7 @@ import torch
 
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.layouts import layout_of, padded_shape
-from aiter_mx.ops.checks import BLOCK, DTYPE_NAMES, SCALE_DTYPES, either, shape_text
-
-INDEX_NAMES = {torch.int32: "i32", torch.int64: "i64"}
+from aiter_mx.ops.checks import BLOCK, DTYPE_NAMES, INDEX_NAMES, SCALE_DTYPES, either, shape_text
 
 
 def grouped_problem(

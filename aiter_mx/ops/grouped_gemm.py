@@ -15,8 +15,15 @@ from aiter_mx.launch import Run, Tensors
 from aiter_mx.layouts import padded_shape, unshuffle_scales
 from aiter_mx.ops import grouped_library
 from aiter_mx.ops.calls import PLAIN, PLAIN_OR_NONE, Plans, wants_gradient
-from aiter_mx.ops.checks import BLOCK, DTYPE_NAMES, check_out, refuse_alignment, refuse_strides
-from aiter_mx.ops.grouped_check import INDEX_NAMES, grouped_problem
+from aiter_mx.ops.checks import (
+    BLOCK,
+    DTYPES,
+    INDEX_NAMES,
+    check_out,
+    refuse_alignment,
+    refuse_strides,
+)
+from aiter_mx.ops.grouped_check import grouped_problem
 from aiter_mx.ops.plan import Fallback, bind, bind_route
 from aiter_mx.target import Target, cpu_target, target_of
 
@@ -300,7 +307,6 @@ def warm(problem: GroupedGemmProblem, device: torch.device) -> None:
         return
     # Triton compiles when it is called, so it is called, on whatever this memory holds.
     M, N, K, G = problem.M, problem.N, problem.K, problem.G
-    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     indices = {name: dtype for dtype, name in INDEX_NAMES.items()}
     leading, rows = ((G,), M // G) if problem.layout == "masked" else ((), M)
     scales = (
@@ -314,8 +320,8 @@ def warm(problem: GroupedGemmProblem, device: torch.device) -> None:
         torch.empty(scales[1], dtype=torch.uint8, device=device),
         None
         if problem.bias == "none"
-        else torch.empty((G, N), dtype=dtypes[problem.bias], device=device),
-        torch.empty((M, N), dtype=dtypes[problem.out_dtype], device=device),
+        else torch.empty((G, N), dtype=DTYPES[problem.bias], device=device),
+        torch.empty((M, N), dtype=DTYPES[problem.out_dtype], device=device),
         None,
         torch.zeros(G, dtype=indices[problem.index], device=device),
     )

@@ -12,12 +12,10 @@ from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Run, Tensors
 from aiter_mx.ops import moe_library
 from aiter_mx.ops.calls import Plans, is_traced
-from aiter_mx.ops.checks import check_tensor, refuse_no_whole_number
+from aiter_mx.ops.checks import INDEX_NAMES, check_tensor, refuse_no_whole_number
 from aiter_mx.ops.moe_check import check_expert_ids
 from aiter_mx.ops.plan import bind
 from aiter_mx.target import target_of
-
-_ID_DTYPES = {torch.int32: "i32", torch.int64: "i64"}
 
 
 def moe_align(
@@ -79,7 +77,7 @@ def align(
     refuse_no_whole_number(shared_experts=shared, first_shared=first_shared)
     if drop_absent not in (False, True):
         raise TypeError(f"drop_absent must be True or False, got {drop_absent!r}")
-    device = check_tensor("topk_ids", topk_ids, tuple(_ID_DTYPES), ("M", "top_k")).device
+    device = check_tensor("topk_ids", topk_ids, tuple(INDEX_NAMES), ("M", "top_k")).device
     if expert_map is not None:
         check_tensor("expert_map", expert_map, (torch.int32,), (num_experts,), device)
     problem = MoeAlignProblem(
@@ -87,7 +85,7 @@ def align(
         top_k=topk_ids.shape[1],
         E=num_experts,
         block_m=block_m,
-        id_dtype=_ID_DTYPES[topk_ids.dtype],
+        id_dtype=INDEX_NAMES[topk_ids.dtype],
         expert_map="none" if expert_map is None else "numbers",
         drop_absent=int(drop_absent),
         shared=shared,
@@ -147,7 +145,7 @@ def sort(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``moe_sort``, past what torch traces."""
     refuse_no_whole_number(block_m=block_m, num_experts=num_experts)
-    device = check_tensor("topk_ids", topk_ids, tuple(_ID_DTYPES), ("M", "top_k")).device
+    device = check_tensor("topk_ids", topk_ids, tuple(INDEX_NAMES), ("M", "top_k")).device
     shape = tuple(topk_ids.shape)
     check_tensor("topk_weights", topk_weights, (torch.float32,), shape, device)
     if expert_mask is not None:
@@ -160,7 +158,7 @@ def sort(
         E=num_experts,
         block_m=block_m,
         ids="aiter",
-        id_dtype=_ID_DTYPES[topk_ids.dtype],
+        id_dtype=INDEX_NAMES[topk_ids.dtype],
         expert_map="none" if expert_mask is None else "mask",
         drop_absent=1,
     )

@@ -17,15 +17,14 @@ from aiter_mx.launch import Run, Tensors
 from aiter_mx.layouts import layout_of, padded_shape
 from aiter_mx.numerics import FORMATS
 from aiter_mx.ops.calls import Plans
+from aiter_mx.ops.checks import ALIGNMENT_BYTES, DTYPE_NAMES
 from aiter_mx.ops.plan import bind
 from aiter_mx.target import cpu_target, target_of
 
 MODES = ("rceil", "floor")
-INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INPUT_DTYPES = tuple(DTYPE_NAMES)
 
-_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _OFFSET_NAMES = {torch.int32: "int32", torch.int64: "int64"}
-_ALIGNMENT_BYTES = 16  # kernels load pieces of this size
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def quantized(x: Tensor, offsets: Tensor | None, options: Options) -> list[Tenso
         found = _plans.keep(key, _plan(x, offsets, options))
     run, shapes, needs_pieces = found
     x = x.contiguous()
-    if needs_pieces and x.data_ptr() % _ALIGNMENT_BYTES:
+    if needs_pieces and x.data_ptr() % ALIGNMENT_BYTES:
         x = x.clone()
     if offsets is not None:
         offsets = offsets.contiguous()
@@ -139,7 +138,7 @@ def check(x: Tensor, offsets: Tensor | None, options: Options) -> tuple[Quantize
     problem = QuantizeProblem(
         M=M,
         N=N,
-        dtype=_DTYPE_NAMES[x.dtype],
+        dtype=DTYPE_NAMES[x.dtype],
         to=options.to,
         matrices=matrices,
         groups=0 if offsets is None else offsets.shape[0] - 1,
