@@ -162,8 +162,12 @@ MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most
             const long row = group.range.begin + static_cast<long>(skipped) * kSlabRows;
             const long rows = min(group.range.end - row, static_cast<long>(slabs * kSlabRows));
             if (at < most_tiles)
-                to.tile()[at] = {row, static_cast<int>(rows), static_cast<int>(base + in_base),
-                                 min(group.before.of[0] + skipped, most_slabs - slabs), at};
+                to.tile()[at] = {row,
+                                 static_cast<short>(rows),
+                                 skipped == 0,
+                                 static_cast<int>(base + in_base),
+                                 min(group.before.of[0] + skipped, most_slabs - slabs),
+                                 at};
         };
         const int full = own.of[kMostSlabs];
         for (int i = threadIdx.x % sharing; i < full; i += sharing) {
@@ -190,13 +194,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                           long most_slabs, long pairs, int clusters) {
     launch_dependents();
     wait_for_grid_ahead();
-    const Workspace to{static_cast<unsigned char*>(workspace), most_tiles, K};
+    const Workspace to{static_cast<unsigned char*>(workspace), most_tiles, K, G * N};
     if (threadIdx.x == 0) {
+        *to.finished() = 0;
         *to.claimed() = 0;
         *to.begun() = clusters; // each begins with the tile of its own number
     }
     for (long i = threadIdx.x; i < most_tiles * to.words(); i += kThreads)
         to.expanded(0)[i] = 0;
+    for (long i = threadIdx.x; i < G * N / 32; i += kThreads)
+        to.nans()[i] = 0;
     list_tiles({starts, ends, M, G, layout, index_bytes}, to, most_tiles, most_slabs, Columns(N),
                clusters);
 }

@@ -135,7 +135,8 @@ def test_the_workspace_holds_every_group_in_slabs_of_its_own() -> None:
         expanded = slabs * 64 * -(-K // 64) * 64 * 2
         size = PERSISTENT.workspace_bytes(SM90, problem, config)
         of_tiles = (slabs + 16) * (24 + 8 * -(-K // 2048))
-        assert expanded < size <= expanded + of_tiles + 2048
+        of_rows = G * 64 // 8
+        assert expanded + of_rows < size <= expanded + of_tiles + of_rows + 2048
 
 
 class TestOnHopper:
@@ -193,6 +194,31 @@ class TestOnHopper:
         b.view(torch.uint8)[0, 5, 7], b.view(torch.uint8)[1, 140, 351] = 0xFF, 0x7F
         a_scale[120, 10], b_scale[1, 70, 2] = 255, 255
         check(case, [100, 300])
+
+    @pytest.mark.parametrize("K", [96, 352, 448])
+    @pytest.mark.parametrize("N", [288, 608])
+    def test_nan_in_w_reaches_all_tiles_of_its_group(self, N: int, K: int) -> None:
+        """One tile of tokens looks for it: the others may be multiplied sooner or later, and a
+        group may end in a tile of one row, or begin in one that was cut."""
+        ends = [1030, 1030, 1287, 1288, 1800, 2900]
+        case = random_mx_groups(2910, len(ends), N, K)
+        a_scale, b, b_scale = case[1], case[2].view(torch.uint8), case[3]
+        b[0, 5, 7] = b[2, N - 1, K - 1] = b[3, 64, 0] = b[5, 31, 33] = 0x7F
+        b[0, N - 1, 95] = b[5, 127, 64] = b[5, N - 32, 32] = 0xFF
+        b_scale[0, 70, 1], b_scale[5, 31], b_scale[5, 130, 0] = 250, 1, 255
+        a_scale[1029, 0], a_scale[2899, 2], a_scale[1900, 1] = 200, 255, 240
+        first = check(case, ends)
+        for _ in range(10):
+            again = check(case, ends)
+            assert torch.equal(again.isnan(), first.isnan())
+            assert torch.equal(again.nan_to_num(1.0), first.nan_to_num(1.0))
+
+    def test_nan_in_all_of_w_makes_nan_of_its_group_alone(self) -> None:
+        case = random_mx_groups(2000, 3, 416, 160)
+        case[2].view(torch.uint8)[1, :, 77] = 0x7F
+        out = check(case, [600, 1500, 2000]).float()
+        assert out[600:1500].isnan().all() and not out[:600].isnan().any()
+        assert not out[1500:].isnan().any()
 
     @pytest.mark.parametrize("layouts", [("16x4", "row_major"), ("256x8", "16x4")])
     def test_shuffled_scales_are_converted_eagerly_and_in_a_graph(

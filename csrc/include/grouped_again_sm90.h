@@ -1,7 +1,8 @@
-// What the grouped GEMM on Hopper computes without the matrix unit: outputs that NaN reaches, and
-// those of scales that bf16 does not cover.
+// What the grouped GEMM on Hopper computes without the matrix unit: outputs that NaN in w reaches,
+// and those of scales that bf16 does not cover.
 #pragma once
 
+#include "grouped_rows.h"
 #include "grouped_stage_sm90.h"
 #include "mx_epilogue.h"
 #include "mx_exact.h"
@@ -20,13 +21,10 @@ MX_DEVICE bool token_outside(const Operands& t, long row) {
 }
 
 // Computes the outputs of a warp's 16 rows of w, from n, that the matrix unit cannot. Lane 4g + t
-// tells whether it saw NaN in row g, and in row g + 8, and whether bf16 does not cover a scale of
-// row g, or of row g + 8 where t is odd.
+// tells whether bf16 does not cover a scale of row g, or of row g + 8 where t is odd.
 MX_DEVICE void compute_again(const Operands& t, const TokenTile& tokens, long n, int lane,
-                             const unsigned (&is_nan)[2], bool scale_outside, bool x_outside) {
+                             bool scale_outside, bool x_outside) {
     x_outside = __any_sync(0xffffffff, x_outside);
-    const unsigned nans_low = __ballot_sync(0xffffffff, is_nan[0]);
-    const unsigned nans_high = __ballot_sync(0xffffffff, is_nan[1]);
     const unsigned scales_outside = __ballot_sync(0xffffffff, scale_outside);
 #pragma unroll 1
     for (int row = 0; row < 16; ++row) {
@@ -34,23 +32,57 @@ MX_DEVICE void compute_again(const Operands& t, const TokenTile& tokens, long n,
         if (in_group >= t.N)
             break;
         const int lanes = row % 8 * 4, half = row / 8; // those that hold this row
-        const bool nan_row = (half ? nans_high : nans_low) >> lanes & 0xf;
         const bool outside_row = scales_outside >> lanes & (half ? 0xa : 0x5);
-        if (!nan_row && !outside_row && !x_outside)
+        if (!outside_row && !x_outside)
             continue;
         const long w = tokens.group * t.N + in_group;
         const float added = load_bias(t.bias, t.bias_kind, w);
 #pragma unroll 1
         for (int m = lane; m < tokens.rows; m += kLanes) {
             const long x = tokens.row + m;
-            float sum = bits_to_float(kNanBits);
-            if (!nan_row) {
-                if (!outside_row && !token_outside(t, x))
-                    continue;
-                sum = exact_output(t.xq + x * t.K, t.xs + x * t.blocks(), t.wq + w * t.K,
-                                   t.ws + w * t.blocks(), t.K);
-            }
+            if (!outside_row && !token_outside(t, x))
+                continue;
+            const float sum = exact_output(t.xq + x * t.K, t.xs + x * t.blocks(), t.wq + w * t.K,
+                                           t.ws + w * t.blocks(), t.K);
             store(t.y + x * t.N + in_group, sum + added);
+        }
+    }
+}
+
+// Notes which of a warp's 16 rows of w, from row, have NaN. Lane 4g + t tells whether it saw one
+// in row g, and in row g + 8.
+MX_DEVICE void note_nans(const Workspace& workspace, long row, int lane, bool low, bool high) {
+    const unsigned seen[2] = {__ballot_sync(0xffffffff, low), __ballot_sync(0xffffffff, high)};
+    if (lane != 0 || !(seen[0] | seen[1]))
+        return;
+    unsigned rows = 0;
+#pragma unroll 1
+    for (int i = 0; i < 16; ++i)
+        if (seen[i / 8] >> i % 8 * 4 & 0xf)
+            rows |= 1u << i;
+    atomicOr(workspace.nans() + row / 32, rows << row % 32);
+    atomicOr(workspace.finished(), kSomeNan);
+}
+
+// Makes NaN of all outputs of the rows that were noted. For the consumer that finishes last.
+MX_DEVICE void spread_nans(const Operands& t, const Workspace& workspace, const RowGroups& groups,
+                           int thread) {
+    const int lane = thread % kLanes;
+    const long words = groups.count * t.N / 32;
+#pragma unroll 1
+    for (long base = thread - lane; base < words; base += 128) {
+        const unsigned own = base + lane < words ? load_relaxed(workspace.nans() + base + lane) : 0;
+        unsigned some = __ballot_sync(0xffffffff, own);
+#pragma unroll 1
+        for (; some; some &= some - 1) {
+            const int at = __ffs(some) - 1;
+            const bool mine = __shfl_sync(0xffffffff, own, at) >> lane & 1;
+            const long row = (base + at) * 32 + lane, group = row / t.N;
+            const RowRange range = groups.range(group);
+            if (mine)
+#pragma unroll 1
+                for (long m = range.begin; m < range.end; ++m)
+                    store(t.y + m * t.N + row % t.N, bits_to_float(kNanBits));
         }
     }
 }

@@ -37,13 +37,13 @@ struct Expander {
     unsigned now;  // shared: the tile that this workgroup multiplies, or one beyond all
 
     MX_MEMBER void run(int band) const {
+        unsigned next = thread == 0 ? claim() : 0;
         int tiles = 0;
 #pragma unroll
         for (int kind = 1; kind <= kMostSlabs; ++kind)
             tiles += workspace.tiles()[kind];
         const int parts = workspace.chunks() * kChunkParts;
         const unsigned of_band = band * parts, all = tiles * parts;
-        unsigned next = thread == 0 ? claim() : 0;
         while (true) {
             if (thread == 0)
                 store_shared(turn, next);

@@ -23,11 +23,13 @@ constexpr int kChunkUnits = 2; // of a tile's x that are expanded together
 constexpr int kChunkParts = 2; // of a chunk's rows, that are expanded apart
 constexpr int kChunksOfWord = 32 / kChunkParts;
 constexpr unsigned kWholeChunk = (1 << kChunkParts) - 1;
+constexpr unsigned kSomeNan = 1u << 31; // in what counts the consumers that have finished
 
 // Rows of one group that are multiplied together.
 struct TokenTile {
     long row; // first, of x and y
-    int rows;
+    short rows;
+    short first; // whether it is the first of its group
     int group;
     int slab;  // first, of the workspace
     int index; // in the list
@@ -37,7 +39,7 @@ struct TokenTile {
 // where they are needed, from the kernel's arguments, so that they take no registers.
 struct Workspace {
     unsigned char* start;
-    long most_tiles, K;
+    long most_tiles, K, w_rows; // w_rows: of all groups
 
     MX_MEMBER int units() const { return (K + kUnitK - 1) / kUnitK; } // of a tile
     MX_MEMBER int chunks() const { return (units() + kChunkUnits - 1) / kChunkUnits; }
@@ -45,6 +47,8 @@ struct Workspace {
 
     // How many tiles of 1, 2, .. kMostSlabs slabs there are, from index 1.
     MX_MEMBER int* tiles() const { return reinterpret_cast<int*>(start); }
+    // How many consumers have stored all that they will, and whether w has NaN.
+    MX_MEMBER unsigned* finished() const { return reinterpret_cast<unsigned*>(start + 64); }
     // How many parts of chunks someone expands or has expanded.
     MX_MEMBER unsigned* claimed() const { return reinterpret_cast<unsigned*>(start + 128); }
     // How many of the product's tiles clusters have begun.
@@ -56,8 +60,10 @@ struct Workspace {
     MX_MEMBER unsigned long long* expanded(long of_tile) const {
         return reinterpret_cast<unsigned long long*>(tile() + most_tiles) + of_tile * words();
     }
+    // A bit for each row of w that has NaN.
+    MX_MEMBER unsigned* nans() const { return reinterpret_cast<unsigned*>(expanded(most_tiles)); }
     MX_MEMBER unsigned char* x() const {
-        return start + ((reinterpret_cast<unsigned char*>(expanded(most_tiles)) - start) + 1023) /
+        return start + ((reinterpret_cast<unsigned char*>(nans()) - start) + w_rows / 8 + 1023) /
                            1024 * 1024;
     }
 };

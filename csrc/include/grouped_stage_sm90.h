@@ -1,4 +1,5 @@
-// The ring of stages in shared memory of the grouped GEMM on Hopper, and the thread that fills it.
+// The rings of stages in shared memory of the grouped GEMM on Hopper, of x and of w, and the thread
+// that fills them.
 #pragma once
 
 #include "grouped_walk_sm90.h"
@@ -10,31 +11,34 @@
 
 namespace mx {
 
-constexpr int kStages = MX_STAGES; // of the ring
-constexpr int kOrder = MX_ORDER;   // tiles of tokens that share a tile of w before the next
+constexpr int kStages = MX_STAGES, kWStages = MX_W_STAGES; // of the rings of x and of w
+constexpr int kOrder = MX_ORDER; // tiles of tokens that share a tile of w before the next
 using Out = DType<MX_OUT>;
 using Walk = TileWalk<kOrder>;
 using Ring = StageRing<kStages>;
+using WRing = StageRing<kWStages>;
 
 constexpr int kBlock = 32; // k of one scale
 
 constexpr int kStageX = kMostSlabs * kSlabUnitBytes;
-constexpr int kStageW = kRows * kUnitK;
-constexpr int kStagingBytes = 12 << 10; // of 16-bit results, for a consumer
+constexpr int kBoxUnits = 2, kBoxK = kBoxUnits * kUnitK; // of w that is copied at a time
+constexpr int kStagingBytes = 8 << 10;                   // of 16-bit results, for a consumer
+constexpr int kStageW = kRows * kBoxK;
 constexpr int kAtW = kStages * kStageX;
-constexpr int kAtStaging = kAtW + kStages * kStageW;
+constexpr int kAtStaging = kAtW + kWStages * kStageW;
 static_assert(kAtStaging + kConsumers * kStagingBytes == MX_SHARED_BYTES,
               "the host lays shared memory out differently: "
               "aiter_mx/kernels/grouped_gemm/persistent_sm90.py");
 
-// Barriers of each stage: x is there, w is there, and both have been used.
-constexpr int kXFull = 0, kWFull = 8 * kStages, kEmpty = 16 * kStages;
+// Barriers of each stage: x is there, it has been used, w is there, it has been used.
+constexpr int kXFull = 0, kEmpty = 8 * kStages;
+constexpr int kWFull = 16 * kStages, kWEmpty = kWFull + 8 * kWStages;
 // After them, what the expander and the producer tell each other, then tiles that the cluster
-// computes, and a barrier for each that says that it is there. A tile is told once the stages of
-// the one before are under way, so that consumers have read all but the last kStages + 1.
+// computes, and a barrier for each that says that it is there. A tile is told once all stages but
+// one of the tile before are under way, so that consumers have read all but the last kStages + 1.
 constexpr int kWorkPlaces = 8;
 static_assert(kWorkPlaces >= kStages + 2, "a tile would be overwritten before it is read");
-constexpr int kTold = 24 * kStages, kWork = (kTold + 8 + 15) / 16 * 16;
+constexpr int kTold = kWEmpty + 8 * kWStages, kWork = (kTold + 8 + 15) / 16 * 16;
 constexpr int kWorkFull = kWork + kWorkPlaces * sizeof(Work);
 constexpr int kBarrierBytes = kWorkFull + 8 * kWorkPlaces;
 constexpr int kClaimAhead = 3; // units before its end that a tile's successor is claimed
@@ -72,6 +76,7 @@ struct Producer {
     unsigned shared, barriers, now;
     int rank;
     Ring ring;
+    WRing w;
     unsigned long long expanded; // of the tile, as last seen
 
     // Waits until a chunk of x is there, and what its expansion noted.
@@ -101,9 +106,7 @@ struct Producer {
             const Work work = receive(barriers, turn);
             if (work.slabs == 0)
                 break;
-            const unsigned next = tile(work);
-            if (rank == 0)
-                send(turn + 1, walk.at(next));
+            tile(work, walk, turn);
         }
         announce_shared(now, kNoTile);
     }
@@ -119,8 +122,7 @@ struct Producer {
                             address_in_cluster(barrier, to));
     }
 
-    // Returns what the cluster takes next, as far as the first workgroup is asked.
-    MX_MEMBER unsigned tile(const Work& work) {
+    MX_MEMBER void tile(const Work& work, Walk& walk, unsigned turn) {
         // What tails need has been expanded, or will be whatever this workgroup multiplies.
         announce_shared(now, work.tail ? kNoTile : work.tokens.index);
         const int units = t.units(), index = work.tokens.index;
@@ -138,10 +140,16 @@ struct Producer {
         for (int unit = 0; unit < units; ++unit) {
             if (unit == claimed_at && rank == 0)
                 next = atomicAdd(workspace.begun(), 1u);
+            if (unit == units - 1 && rank == 0)
+                send(turn + 1, walk.at(next));
+            if (unit % kBoxUnits == 0) {
+                barrier_wait(barriers + kWEmpty + 8 * w.stage, w.parity ^ 1);
+                const unsigned w_barrier = barriers + kWFull + 8 * w.stage;
+                barrier_arrive_expect(w_barrier, kStageW);
+                copy_box(shared + kAtW + w.stage * kStageW, weights, unit * kUnitK, row, w_barrier);
+                w.advance();
+            }
             barrier_wait(barriers + kEmpty + 8 * ring.stage, ring.parity ^ 1);
-            const unsigned w_barrier = barriers + kWFull + 8 * ring.stage;
-            barrier_arrive_expect(w_barrier, kStageW);
-            copy_box(shared + kAtW + ring.stage * kStageW, weights, unit * kUnitK, row, w_barrier);
             if (unit % kChunkUnits == 0)
                 await(index, unit / kChunkUnits);
             const unsigned barrier = barriers + kXFull + 8 * ring.stage;
@@ -155,7 +163,6 @@ struct Producer {
             x += kSlabUnitBytes;
             ring.advance();
         }
-        return next;
     }
 };
 

@@ -2,7 +2,8 @@
 //
 // 16-bit results go through shared memory, from where the copy engine takes them to memory, in
 // boxes of 32 tokens, while the next tile is multiplied. They need more room than there is beside
-// the ring: so the stage that was used last is given back only when they have been read.
+// the rings: so the stages that were used last are given back only when they have been read, by
+// each warp once it has seen that those that it sent have been.
 #pragma once
 
 #include "grouped_stage_sm90.h"
@@ -15,9 +16,10 @@
 namespace mx {
 
 constexpr int kGroupThreads = 128;
+constexpr int kWarps = kGroupThreads / kLanes;
 constexpr int kBoxRows = 32, kBoxBytes = kBoxRows * kGroupRows * 2;
 constexpr int kOwnBoxes = kStagingBytes / kBoxBytes;
-static_assert(kOwnBoxes == 3, "and four in the stage's x, and one in its w");
+static_assert(kOwnBoxes + 4 + kBoxUnits == 8, "four in the stage's x, and the others in its w");
 constexpr int kConsumersBarrier = 1 + kConsumers; // a named one of all, after those of each
 
 struct Results {
@@ -25,8 +27,8 @@ struct Results {
     const TensorMap& map;
     const TokenTile& tokens;
     int n, index, thread;
-    // Where boxes are staged: kOwnBoxes in a place of this consumer's, the others in its part of
-    // the stage that was used last, all but the eighth in its x.
+    // Where boxes are staged: kOwnBoxes in a place of this consumer's, four in its part of the x
+    // that was used last, the others in that of w.
     unsigned own, in_x, in_w;
 
     // Returns whether again holds for any thread.
@@ -59,7 +61,7 @@ struct Results {
     MX_MEMBER bool store_16(const float (&sums)[Slabs * 32], const float (&added)[2],
                             bool again) const {
         constexpr int boxes = Slabs * kSlabRows / kBoxRows;
-        // The first thread has seen that what was staged before has been read.
+        // The warps have seen that what was staged before has been read.
         named_barrier(1 + index, kGroupThreads);
         stage<Slabs, 0, (boxes < kOwnBoxes ? boxes : kOwnBoxes)>(sums, added);
         if constexpr (boxes <= kOwnBoxes) {
@@ -81,15 +83,24 @@ struct Results {
     }
 
     MX_MEMBER unsigned place(int box) const {
-        return box < kOwnBoxes ? own + box * kBoxBytes
-               : box < 7       ? in_x + (box - kOwnBoxes) * kBoxBytes
-                               : in_w;
+        return box < kOwnBoxes       ? own + box * kBoxBytes
+               : box < kOwnBoxes + 4 ? in_x + (box - kOwnBoxes) * kBoxBytes
+                                     : in_w + (box - kOwnBoxes - 4) * kBoxBytes;
+    }
+
+    // Adding nothing takes as many instructions as all else.
+    template <int Slabs, int First, int End>
+    MX_MEMBER void stage(const float (&sums)[Slabs * 32], const float (&added)[2]) const {
+        if (t.bias_kind == kNone)
+            stage_sums<Slabs, First, End, false>(sums, added);
+        else
+            stage_sums<Slabs, First, End, true>(sums, added);
     }
 
     // Stages some boxes as [token][n], 128 bytes a token, 16 bytes at place ^ token % 8, as the map
     // has them.
-    template <int Slabs, int First, int End>
-    MX_MEMBER void stage(const float (&sums)[Slabs * 32], const float (&added)[2]) const {
+    template <int Slabs, int First, int End, bool Biased>
+    MX_MEMBER void stage_sums(const float (&sums)[Slabs * 32], const float (&added)[2]) const {
         const int lane = thread % kLanes, row = lane % 8;
         const int piece = (thread / kLanes * 2 + lane / 8 % 2) ^ row;
         const unsigned at_place = (lane / 16 * 8 + row) * 128 + piece * 16;
@@ -101,7 +112,8 @@ struct Results {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int at = ((box * 2 + j) * 2 + i / 2) * 4 + i % 2 * 2;
-                    packed[i] = pack<Out>(sums[at] + added[i % 2], sums[at + 1] + added[i % 2]);
+                    const float plus = Biased ? added[i % 2] : -0.0f;
+                    packed[i] = pack<Out>(sums[at] + plus, sums[at + 1] + plus);
                 }
                 store_matrices_transposed(place(box) + at_place + j * 16 * 128, packed);
             }
@@ -113,15 +125,18 @@ struct Results {
     template <int First, int End>
     MX_MEMBER void send() const {
         const bool aligned = reinterpret_cast<unsigned long long>(t.y) % 16 == 0;
-#pragma unroll
-        for (int box = First; box < End; ++box) {
-            if (!aligned || (box + 1) * kBoxRows > tokens.rows)
-                send_rows(box * kBoxRows, place(box), aligned);
-            else if (thread == 0)
+        // Each warp's first thread stores some of the boxes that are whole, all threads the others.
+        const int whole = max(First, aligned ? min(tokens.rows / kBoxRows, End) : 0);
+        if (thread % kLanes == 0) {
+#pragma unroll 1
+            for (int box = First + (thread / kLanes - First & kWarps - 1); box < whole;
+                 box += kWarps)
                 store_box(map, n * sizeof(Out), tokens.row + box * kBoxRows, place(box));
-        }
-        if (thread == 0)
             store_commit();
+        }
+#pragma unroll 1
+        for (int box = whole; box < End; ++box)
+            send_rows(box * kBoxRows, place(box), aligned);
     }
 
     // Stores the rows of a box that are of the tile, where the copy engine cannot.

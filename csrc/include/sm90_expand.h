@@ -31,6 +31,27 @@ MX_DEVICE unsigned select_bits(unsigned mask, unsigned a, unsigned b) {
     return chosen;
 }
 
+// Both halves of a times the low half of b, or the high one.
+template <int Half>
+MX_DEVICE unsigned multiply_by_half(unsigned a, unsigned b) {
+    unsigned product;
+    if constexpr (Half == 0)
+        asm("{\n.reg .b16 low, high;\n.reg .b32 twice;\n"
+            "mov.b32 {low, high}, %2;\n"
+            "mov.b32 twice, {low, low};\n"
+            "mul.rn.bf16x2 %0, %1, twice;\n}"
+            : "=r"(product)
+            : "r"(a), "r"(b));
+    else
+        asm("{\n.reg .b16 low, high;\n.reg .b32 twice;\n"
+            "mov.b32 {low, high}, %2;\n"
+            "mov.b32 twice, {high, high};\n"
+            "mul.rn.bf16x2 %0, %1, twice;\n}"
+            : "=r"(product)
+            : "r"(a), "r"(b));
+    return product;
+}
+
 // Bytes 0 and 2, then 1 and 3, of four e4m3 times factor. NaN payloads are not NaN here. magnitude
 // is kMagnitude, in a register.
 constexpr unsigned kMagnitude = 0x07f007f0; // where a payload without its sign is put
@@ -40,6 +61,19 @@ MX_DEVICE void e4m3x4_to_bf16(unsigned word, unsigned factor, unsigned magnitude
     asm("and.b32 %0, %1, 0x80808080;" : "=r"(signs) : "r"(word)); // else it is found twice
     even = multiply_bf16x2(select_bits(magnitude, word << 4, signs << 8), factor);
     odd = multiply_bf16x2(select_bits(magnitude, word >> 4, signs), factor);
+}
+
+// The same with one of two factors: w_factors of their scales, which are in the halves of a word.
+MX_DEVICE unsigned w_factors(unsigned scales) {
+    return scales * 0x80 + ((120 - 60) << 7) * 0x00010001u;
+}
+template <int Half>
+MX_DEVICE void e4m3x4_to_bf16(unsigned word, unsigned factors, unsigned magnitude, unsigned& even,
+                              unsigned& odd) {
+    unsigned signs;
+    asm("and.b32 %0, %1, 0x80808080;" : "=r"(signs) : "r"(word)); // else it is found twice
+    even = multiply_by_half<Half>(select_bits(magnitude, word << 4, signs << 8), factors);
+    odd = multiply_by_half<Half>(select_bits(magnitude, word >> 4, signs), factors);
 }
 
 // Four activations times factor, rounded where they need it: bytes 0 and 2, then 1 and 3.

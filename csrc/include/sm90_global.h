@@ -22,6 +22,28 @@ MX_DEVICE unsigned long long load_relaxed(const unsigned long long* p) {
     return v;
 }
 
+// Two bytes, the first one lower.
+MX_DEVICE unsigned load_two(const unsigned char* p) {
+    unsigned short v;
+    asm volatile("ld.relaxed.cta.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    return v;
+}
+MX_DEVICE unsigned load_relaxed(const unsigned* p) {
+    unsigned v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+// Adds, and returns what was there, after all that this thread wrote, and has seen others write, is
+// visible; and sees what those wrote who added before.
+MX_DEVICE unsigned add_acquire_release(unsigned* p, unsigned x) {
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(p), "r"(x)
+                 : "memory");
+    return before;
+}
+
 // Orders plain accesses to memory and those of asynchronous copies, of which this thread knows.
 MX_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 

@@ -27,6 +27,12 @@ MX_DEVICE unsigned max_halves(unsigned a, unsigned b) {
     return larger;
 }
 
+MX_DEVICE unsigned min_halves(unsigned a, unsigned b) {
+    unsigned smaller;
+    asm("min.u16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b));
+    return smaller;
+}
+
 // Whether one instruction compares magnitudes.
 template <class T>
 constexpr bool kComparesMagnitudes = sizeof(T) == 2;

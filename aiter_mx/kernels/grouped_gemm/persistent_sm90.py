@@ -25,10 +25,13 @@ _TILE_N = 256  # of the two workgroups of a cluster
 _SLAB_ROWS = 64
 _MOST_SLABS = 4  # of a tile
 _UNIT_K = 64
+_BOX_K = 2 * _UNIT_K  # of b, that is copied at a time
 _STAGES = 5
-_STAGE_BYTES = (_MOST_SLABS * _SLAB_ROWS * 2 + _TILE_N // 2) * _UNIT_K
-_STAGING_BYTES = 2 * 12 << 10  # results on their way out, of each consumer
-_SHARED_BYTES = _STAGES * _STAGE_BYTES + _STAGING_BYTES
+_STAGE_BYTES = _MOST_SLABS * _SLAB_ROWS * _UNIT_K * 2
+_W_STAGES = 3
+_W_STAGE_BYTES = _TILE_N // 2 * _BOX_K
+_STAGING_BYTES = 2 * 8 << 10  # results on their way out, of each consumer
+_SHARED_BYTES = _STAGES * _STAGE_BYTES + _W_STAGES * _W_STAGE_BYTES + _STAGING_BYTES
 _BOX_ROWS = 32  # of results
 _THREADS = 3 * 128
 _LIST_THREADS = 256
@@ -93,6 +96,7 @@ def _workspace_bytes(target: Target, problem: GroupedGemmProblem, config: Config
     words = -(-problem.K // (_CHUNK_K * _CHUNKS_OF_WORD))
     before_x = _HEADER_BYTES + _most_tiles(problem) * (_TILE_ENTRY_BYTES + 8 * words)
     slab_bytes = _SLAB_ROWS * _round_up(problem.K, _UNIT_K) * 2
+    before_x += problem.G * problem.N // 8  # a bit for each row of b
     return _round_up(before_x, 1024) + _most_slabs(problem) * slab_bytes
 
 
@@ -133,13 +137,16 @@ def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Map
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_ORDER": config["order"],
         "MX_STAGES": _STAGES,
+        "MX_W_STAGES": _W_STAGES,
         "MX_SHARED_BYTES": _SHARED_BYTES,
+        # A row's scales begin at even addresses only where they are even in number.
+        "MX_SCALES_APART": problem.K // _BLOCK % 2,
     }
 
 
 def _weights(target: Target, problem: GroupedGemmProblem, config: Config) -> TensorMap:
-    """What the product copies of b at a time: a workgroup's rows of 64 k."""
-    return TensorMap(place_of(ARGS, "wq"), problem.G * problem.N, problem.K, _TILE_N // 2, _UNIT_K)
+    """What the product copies of b at a time: a workgroup's rows of 128 k."""
+    return TensorMap(place_of(ARGS, "wq"), problem.G * problem.N, problem.K, _TILE_N // 2, _BOX_K)
 
 
 def _results(target: Target, problem: GroupedGemmProblem, config: Config) -> TensorMap:
