@@ -221,6 +221,8 @@ def test_check_mode_reports_ids_out_of_range(monkeypatch: pytest.MonkeyPatch) ->
         aiter_mx.moe_align(topk_ids, 4, 8)
     with pytest.raises(ValueError, match="are not within 0 to 7"):
         aiter_mx.moe_sort(topk_ids, torch.rand(2, 2), 8)
+    one = torch.tensor([1], dtype=torch.int32)  # the second token does not count
+    aiter_mx.moe_sort(topk_ids, torch.rand(2, 2), 8, num_local_tokens=one)
     aiter_mx.moe_align(topk_ids.clamp(0, 7), 4, 8)
 
 

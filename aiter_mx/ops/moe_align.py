@@ -162,7 +162,7 @@ def sort(
         expert_map="none" if expert_mask is None else "mask",
         drop_absent=1,
     )
-    check_expert_ids(topk_ids, num_experts)
+    check_expert_ids(topk_ids, num_experts, num_local_tokens)
     ids, weights, expert_ids, valid = _run(
         problem, topk_ids, topk_weights, expert_mask, num_local_tokens
     )

@@ -21,10 +21,19 @@ def checking() -> bool:
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-def check_expert_ids(topk_ids: Tensor, num_experts: int) -> None:
-    """Raise ValueError if checks are on and an id is not within 0 to num_experts - 1."""
+def check_expert_ids(topk_ids: Tensor, num_experts: int, tokens: Tensor | None = None) -> None:
+    """Raise ValueError if checks are on and an id is not within 0 to num_experts - 1.
+
+    Args:
+        topk_ids: integers ``[M, top_k]``.
+        num_experts: experts that are routed to.
+        tokens: int32 ``[1]``: tokens that count, the first ones; those of the others may be
+            anything. None for all.
+    """
     if not checking():
         return
+    if tokens is not None:
+        topk_ids = topk_ids[: max(int(tokens), 0)]
     wrong = (topk_ids < 0) | (topk_ids >= num_experts)
     if wrong.any():
         token, slot = wrong.nonzero()[0].tolist()
