@@ -1,0 +1,42 @@
+"""The sum over a token's routed rows in plain torch, on any device, without a host sync."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aiter_mx.kernels.moe_combine import MoeCombineProblem
+
+
+def moe_combine_torch(
+    problem: MoeCombineProblem,
+    y: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
+    out: Tensor,
+) -> None:
+    """``out[m] = sum over slots of weight * y[m * slots + slot]``, of experts that are here.
+
+    Sums are fp32 and in the order of slots, as csrc/moe_combine.cu has them.
+
+    Args:
+        problem: shape and dtypes; a token has ``slots = top_k + shared`` of them.
+        y: ``[M * slots, N]`` of problem.y_dtype: routed rows.
+        topk_ids: int32 or int64 ``[M, top_k]``; a slot with an id outside 0 to E - 1 is left out.
+        topk_weights: float32 ``[M, top_k]``; shared slots weigh 1.
+        expert_map: int32 ``[E]``, negative for experts that are not here, or None.
+        out: ``[M, N]`` of problem.out_dtype, written.
+    """
+    p = problem
+    is_here = (topk_ids >= 0) & (topk_ids < p.E)
+    if expert_map is not None:
+        is_here &= expert_map[topk_ids.clamp(0, p.E - 1).to(torch.int64)] >= 0
+    shared = torch.ones((p.M, p.shared), dtype=torch.bool, device=y.device)
+    is_here = torch.cat((is_here, shared), 1).unsqueeze(2)
+    weights = torch.cat((topk_weights, shared.to(topk_weights.dtype)), 1).unsqueeze(2)
+    rows = y.view(p.M, p.top_k + p.shared, p.N).to(torch.float32)
+    total = torch.zeros((p.M, p.N), device=y.device)
+    for slot in range(rows.shape[1]):  # in the order of the kernel
+        total += torch.where(is_here[:, slot], rows[:, slot] * weights[:, slot], 0.0)
+    out.copy_(total)
