@@ -269,6 +269,14 @@ def test_explain_takes_torch_dtypes_and_refuses_unknown_fields() -> None:
     for wrong in ("1", 1.5, None):
         with pytest.raises(ValueError, match=f"M must be a whole number, got {wrong!r}"):
             aiter_mx.explain("linear", M=wrong, N=64, K=64)
+    with pytest.raises(ValueError, match="pdl must be True or False, got 'no'"):
+        aiter_mx.explain("linear", M=1, N=64, K=64, pdl="no")
+    sizes = {"M": 1, "N": 64, "top_k": 2, "E": 4}
+    with pytest.raises(ValueError, match="alpha must be a number, got '1'"):
+        aiter_mx.explain("moe_gemm", **sizes, K=64, alpha="1")
+    for name, wrong in {"M": -1, "top_k": 0, "E": 0, "shared": -1, "y_dtype": "fp8"}.items():
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            aiter_mx.explain("moe_combine", **{**sizes, name: wrong})
     assert aiter_mx.explain("linear", arch="gfx950", M=torch.tensor(1), N=64, K=64).kernel == "gemv"
     with pytest.raises(ValueError, match="unknown op 'conv'"):
         aiter_mx.explain("conv", M=1)

@@ -82,6 +82,10 @@ def described(op: str, of_type: type[Problem], shape: Mapping[str, object]) -> P
 
 
 def _value(field: Field[Any], given: object) -> object:
+    if field.type in (bool, "bool") and given not in (False, True):
+        raise ValueError(f"{field.name} must be True or False, got {given!r}")
+    if field.type in (float, "float") and not isinstance(given, (int, float)):
+        raise ValueError(f"{field.name} must be a number, got {given!r}")
     if field.type not in (int, "int"):
         return _DTYPE_NAMES.get(str(given), given)
     try:

@@ -80,7 +80,7 @@ class MoeAlignProblem:
                 raise ValueError(
                     f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
                 )
-        if self.K % BLOCK or (self.K > 0) != (self.x_dtype != "none"):
+        if self.K < 0 or self.K % BLOCK or (self.K > 0) != (self.x_dtype != "none"):
             raise ValueError(
                 f"K must be a multiple of {BLOCK} where activations are quantised, else 0, got "
                 f"K={self.K} and x_dtype={self.x_dtype!r}"

@@ -19,6 +19,8 @@ from aiter_mx.target import Target
 
 MAX_SLOTS = 32  # whose loads are all under way at once
 MAX_GROUPS_Y = 65535
+DTYPES = ("bf16", "fp16", "fp32")
+ID_DTYPES = ("i32", "i64")
 _WIDTH = 4  # features of a thread
 
 
@@ -37,7 +39,7 @@ class MoeCombineProblem:
         id_dtype: of the experts' ids, ``i32`` or ``i64``.
 
     Raises:
-        ValueError: N is not a multiple of 4.
+        ValueError: a field is none of the above.
     """
 
     M: int
@@ -50,6 +52,14 @@ class MoeCombineProblem:
     id_dtype: str = "i32"
 
     def __post_init__(self) -> None:
+        for name, least in (("M", 0), ("N", 0), ("top_k", 1), ("E", 1), ("shared", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name, known in (("y_dtype", DTYPES), ("out_dtype", DTYPES), ("id_dtype", ID_DTYPES)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
         if self.N % _WIDTH:
             raise ValueError(f"N must be a multiple of {_WIDTH}, got N={self.N}")
 
