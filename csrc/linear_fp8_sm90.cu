@@ -12,7 +12,8 @@
 // thread, asks for boxes of w by a tensor map, far ahead; x stays from start to end. The products
 // of a block of 32 k come from one wgmma and are added, times both scales, to sums in fp32.
 //
-//   producer: barriers; once x is asked for, which would wait behind the weights, a ring of boxes
+//   producer: barriers and a box or two; once x is asked for, which would wait behind the weights,
+//             a ring of boxes
 //   consumers: ask for x and scales; multiply two blocks while two others are scaled
 //
 // Sums are added over the warpgroups and the cluster in a fixed order.
@@ -53,13 +54,39 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
     const long first_row = static_cast<long>(cluster) * passes * tile_rows;
 
     if (warp == kWarps) { // the producer
-        if (lane == 0) {
+        const int total = chunks * passes;
+        // Where to copy next. It is uniform to ptxas, which else takes 100 cycles a copy.
+        int next_c = 0, next_row = cluster * passes * tile_rows;
+        const auto copy = [&](int stage) {
+            barrier_arrive_expect(full + 8 * stage, tile_rows * kChunk);
+            copy_box(shared + stage * kStageBytes, w_map, (first_chunk + next_c) * kChunk, next_row,
+                     full + 8 * stage);
+            ++next_c;
+            if (!kOnePass && next_c == chunks) {
+                next_c = 0;
+                next_row += tile_rows;
+            }
+        };
+        const auto fill = [&](auto from, auto to) {
+#pragma unroll
+            for (int i = decltype(from)::value; i < decltype(to)::value; ++i)
+                if (i < kMostChunks - 1 || i < total)
+                    copy(i);
+        };
+        if (elected_lane()) {
             prefetch_map(w_map);
             // One thread alone: ptxas makes a loop with fences of lanes that set up one each.
 #pragma unroll
-            for (int i = 0; i < kDepth; ++i) {
+            for (int i = 0; i < kEarly; ++i)
                 barrier_init(full + 8 * i, 1);
-                if (kRefills)
+            fence_barrier_init();
+            fill(Int<0>(), Int<kEarly>());
+#pragma unroll
+            for (int i = kEarly; i < kDepth; ++i)
+                barrier_init(full + 8 * i, 1);
+            if constexpr (kRefills) {
+#pragma unroll
+                for (int i = 0; i < kDepth; ++i)
                     barrier_init(empty + 8 * i, kRowWarps);
             }
             if constexpr (kSplit > 1) {
@@ -80,33 +107,19 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
             cluster_arrive_relaxed();
         if (!overlaps)
             named_barrier(2, kThreads); // what would wait behind the weights is asked for
-        if (lane == 0) {
-            const int total = chunks * passes, filled = min(total, kDepth);
-            int stage = 0, parity = 0, c = 0;
-            long row = first_row;
-            const auto copy = [&] {
-                barrier_arrive_expect(full + 8 * stage, tile_rows * kChunk);
-                copy_box(shared + stage * kStageBytes, w_map, (first_chunk + c) * kChunk,
-                         static_cast<int>(row), full + 8 * stage);
-                if (++stage == kDepth) {
-                    stage = 0;
-                    parity ^= 1;
-                }
-                if (++c == chunks) {
-                    c = 0;
-                    row += tile_rows;
-                }
-            };
-#pragma unroll 1
-            for (int i = 0; i < filled; ++i)
-                copy();
+        if (elected_lane()) {
+            fill(Int<kEarly>(), Int<kDepth>());
             launch_dependents();
             if constexpr (kRefills) {
-                parity = 0;
+                int stage = 0, parity = 0;
 #pragma unroll 1
-                for (int i = filled; i < total; ++i) {
+                for (int i = kDepth; i < total; ++i) {
                     barrier_wait(empty + 8 * stage, parity);
-                    copy();
+                    copy(stage);
+                    if (++stage == kDepth) {
+                        stage = 0;
+                        parity ^= 1;
+                    }
                 }
             }
         }
@@ -133,27 +146,42 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
         wait_for_grid_ahead();
     // x and its scales, these as fp32 in order of blocks. Rows that x does not have may be
     // anything.
-    constexpr int kXWords = (kRowsM * kMostChunks + kConsumers - 1) / kConsumers;
+    constexpr unsigned kXWords = (kRowsM * kMostChunks + kConsumers - 1) / kConsumers;
+    const unsigned thread = threadIdx.x;
     unsigned x_words[kXWords];
 #pragma unroll
-    for (int j = 0; j < kXWords; ++j) {
-        const int i = threadIdx.x + j * kConsumers, m = i % kRowsM, at = i / kRowsM;
+    for (unsigned j = 0; j < kXWords; ++j) {
+        const unsigned i = thread + j * kConsumers, m = i % kRowsM, at = i / kRowsM;
         if (m < M && at < chunks)
             x_words[j] = load_word(xs + m * blocks + (first_chunk + at) * kBlocks);
     }
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kRowsM * 8 * chunks; i += kConsumers) {
-        const int piece = i % 8, m = i / 8 % kRowsM, at = i / (8 * kRowsM);
+    constexpr unsigned kPieces = kChunk / kPiece, kXPieces = kRowsM * kPieces; // of a chunk
+    if constexpr (kConsumers % kXPieces == 0) {
+        constexpr unsigned step = kConsumers / kXPieces; // chunks
+        const unsigned piece = thread % kPieces, m = thread / kPieces % kRowsM;
+        const unsigned first = thread / kXPieces;
+        const unsigned to = shared + kX + first * kXBytes + m * kChunk + (piece ^ (m % 8)) * kPiece;
+        const unsigned char* from = xq + m * K + (first_chunk + first) * kChunk + piece * kPiece;
         if (m < M)
-            copy_async(shared + kX + at * kXBytes + m * kChunk + (piece ^ (m % 8)) * kPiece,
-                       xq + m * K + (first_chunk + at) * kChunk + piece * kPiece, true);
+#pragma unroll
+            for (unsigned j = 0; j < (kMostChunks + step - 1) / step; ++j)
+                if (first + j * step < chunks)
+                    copy_async(to + j * step * kXBytes, from + j * step * kChunk, true);
+    } else {
+#pragma unroll 1
+        for (unsigned i = thread; i < kXPieces * chunks; i += kConsumers) {
+            const unsigned piece = i % kPieces, m = i / kPieces % kRowsM, at = i / kXPieces;
+            if (m < M)
+                copy_async(shared + kX + at * kXBytes + m * kChunk + (piece ^ (m % 8)) * kPiece,
+                           xq + m * K + (first_chunk + at) * kChunk + piece * kPiece, true);
+        }
     }
     copy_commit();
     if (!overlaps)
         named_barrier_arrive(2, kThreads);
 #pragma unroll
-    for (int j = 0; j < kXWords; ++j) {
-        const int i = threadIdx.x + j * kConsumers, m = i % kRowsM, at = i / kRowsM;
+    for (unsigned j = 0; j < kXWords; ++j) {
+        const unsigned i = thread + j * kConsumers, m = i % kRowsM, at = i / kRowsM;
         if (m < M && at < chunks)
 #pragma unroll
             for (int b = 0; b < kBlocks; ++b)

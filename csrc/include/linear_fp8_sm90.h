@@ -20,6 +20,9 @@ constexpr bool kOnePass = MX_ONE_PASS;
 constexpr bool kRefills = MX_REFILLS; // a workgroup takes more chunks than its ring has
 using Out = DType<MX_OUT>;
 
+// Chunks that are asked for ahead of x.
+constexpr int kEarly = kPerSm > 1 ? 2 : 1;
+
 constexpr int kGroupThreads = 128;
 constexpr int kConsumers = kRowGroups * kKGroups * kGroupThreads;
 constexpr int kParts = kSplit * kKGroups; // whose sums are added
@@ -173,16 +176,23 @@ struct ScaleCopies {
     unsigned to;
 
     MX_MEMBER void ask(long tile_row, int buffer, int first, int lane) const {
-        const long n = min(tile_row + min(row + lane % 16, last_in_tile), last_row);
-        const unsigned char* from = ws + n * blocks;
-        unsigned at = to + buffer * kWarpScaleBytes + lane * 4;
+        const unsigned row_lane = lane % 16u, after = lane / 16u; // two chunks at once
+        const long n =
+            min(tile_row + min(row + static_cast<int>(row_lane), last_in_tile), last_row);
+        const int begin = first + static_cast<int>(after) * kKGroups;
+        const unsigned char* from = ws + n * blocks + begin * kBlocks;
+        const unsigned at = to + buffer * kWarpScaleBytes + lane * 4;
+        constexpr int most = ((kMostChunks + kKGroups - 1) / kKGroups + 1) / 2;
+        if (reinterpret_cast<unsigned long>(ws) % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < most; ++i)
+                if (begin + i * 2 * kKGroups < chunks)
+                    copy_word_async(at + i * kLanes * 4, from + i * 2 * kKGroups * kBlocks);
+        } else {
 #pragma unroll 1
-        for (int c = first + lane / 16 * kKGroups; c < chunks; c += 2 * kKGroups) {
-            if (reinterpret_cast<unsigned long>(ws) % 4 == 0)
-                copy_word_async(at, from + c * kBlocks);
-            else
-                store_shared(at, bits_to_float(load_word(from + c * kBlocks)));
-            at += kLanes * 4;
+            for (int i = 0; begin + i * 2 * kKGroups < chunks; ++i)
+                store_shared(at + i * kLanes * 4,
+                             bits_to_float(load_word(from + i * 2 * kKGroups * kBlocks)));
         }
     }
 };

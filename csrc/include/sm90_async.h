@@ -40,6 +40,19 @@ MX_DEVICE void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+// Whether this is the lane that is to act for its warp, all of whose lanes ask. ptxas knows that it
+// is one: after lane == 0 it makes a loop over lanes of each copy by a tensor map.
+MX_DEVICE bool elected_lane() {
+    unsigned elected;
+    asm volatile("{\n"
+                 ".reg .pred one;\n"
+                 "elect.sync _|one, 0xffffffff;\n"
+                 "selp.u32 %0, 1, 0, one;\n"
+                 "}"
+                 : "=r"(elected));
+    return elected;
+}
+
 MX_DEVICE void barrier_init(unsigned barrier, unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)
                  : "memory");

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from aiter_mx.fallbacks import linear_tiles, linear_vendor
+from aiter_mx.kernels.linear.direct_sm90 import DIRECT
 from aiter_mx.kernels.linear.fp8_sm90 import FP8
 from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.grouped import GROUPED
@@ -20,6 +21,7 @@ __all__ = ["KERNELS", "KEY", "PROBLEM", "LinearProblem", "stand_ins"]
 PROBLEM = LinearProblem
 
 _FOR_QUANTISED_X = (
+    DIRECT,
     FP8,
     WIDE,
     MFMA_SM90,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log2
 
+from aiter_mx.kernels.linear.direct_sm90 import DIRECT
 from aiter_mx.kernels.linear.problem import (
     MAX_GRID_X,
     POINTERS,
@@ -77,6 +78,8 @@ def _configure(target: Target, problem: LinearProblem) -> Config:
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     """Where another is the better kernel: docs/kernels.md derives it, linear_sm90.md fits it."""
+    if DIRECT.refusal(target, problem) is None and DIRECT.yields(target, problem) is None:
+        return "direct is faster here by its fitted times"
     if target.arch == "sm_90a" and problem.M <= MAX_M:
         weights = problem.N * problem.K
         saved_us = min(1.1, 1.2e-7 * weights) if problem.pdl else 0

@@ -1,0 +1,159 @@
+"""The Hopper kernel of the linear whose weights go straight into registers, for up to 4 rows of x,
+csrc/linear_direct_sm90.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from math import log2
+
+from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Config,
+    Geometry,
+    KernelSpec,
+    Module,
+    Param,
+    cheapest,
+    first_of,
+)
+from aiter_mx.target import Target
+
+MAX_M = 4
+MAX_SIZE = (1 << 31) - 1
+_MOST_ROWS = 48
+_FEWEST_ROWS = 4  # of a candidate
+_USUAL_ROWS = (8, 16, 24, 32, 40, 48)
+_FEWEST_WEIGHTS = 2_500_000  # below, the GEMV is faster on one H200
+_MOST_CANDIDATES = 20
+_MOST_ALIKE = 3
+_CHUNK = 128  # k that a wave takes at a time
+_REGISTERS = 65536  # of an SM
+_MOST_REGISTERS = 232  # of a lane, above which ptxas was seen to spill
+
+PARAMS = (
+    Param("rows", tuple(range(1, _MOST_ROWS + 1)), "output features that a workgroup computes"),
+    Param("waves", (1, 2, 3, 4, 6, 8, 12, 16), "waves of a workgroup, which take turns with K"),
+    Param("unroll", (1, 2, 3), "chunks of 128 k of a wave whose loads precede the first use"),
+)
+
+
+def _refusal(target: Target, problem: LinearProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no direct kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if problem.M > MAX_M:
+        return f"M={problem.M} is above {MAX_M}, the most rows of a tile of direct"
+    if max(problem.N, problem.K) > MAX_SIZE:
+        return f"N={problem.N}, K={problem.K}: direct counts both in 31 bits"
+    return None
+
+
+def _chunks(problem: LinearProblem) -> int:
+    return -(-problem.K // _CHUNK)
+
+
+def _registers(config: Config) -> int:
+    """Of a lane, about: what ptxas took for ten configurations, or up to 9 more."""
+    halves = -(-config["rows"] // 8)
+    return 36 + 9 * config["unroll"] * (halves + 1) + 7 * halves
+
+
+def _fits(problem: LinearProblem, config: Config) -> bool:
+    """Whether registers and K leave the configuration something to do."""
+    waves, chunks = config["waves"], _chunks(problem)
+    most = min(_REGISTERS // (32 * waves), _MOST_REGISTERS)
+    return (
+        _registers(config) <= most and waves <= chunks and config["unroll"] <= -(-chunks // waves)
+    )
+
+
+def _cost(target: Target, problem: LinearProblem, config: Config) -> float:
+    """A model of what a call takes beyond reading, in us: fitted to 57 sweeps on one H200."""
+    rows, waves, chunks = config["rows"], config["waves"], _chunks(problem)
+    halves = -(-rows // 8)
+    of_busiest = -(-problem.N // (rows * target.cu_num))
+    resident = max(1, min(_REGISTERS // (-(-_registers(config) // 8) * 256 * waves), 64 // waves))
+    held = min(resident, of_busiest)
+    under_way = held * rows * min(waves * config["unroll"], chunks) * _CHUNK
+    chunk_us = (48 * halves + 50 * -(-halves // 2) + 90) / 4 / 1980  # of an SM's four schedulers
+    starved = max(0.0, log2(96e3 / under_way))
+    unlike = abs(log2(held * waves / 12))
+    idle = -chunks % (waves * config["unroll"]) / chunks
+    return 0.55 * of_busiest * chunks * chunk_us + 0.3 * starved + 0.4 * unlike + 2.0 * idle
+
+
+@lru_cache(maxsize=64)
+def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
+    """Those of the least modelled time, which order them, but few that are alike."""
+    even = {-(-problem.N // (target.cu_num * groups)) for groups in range(1, 9)}
+    choices = {*_USUAL_ROWS, *(rows for rows in even if _FEWEST_ROWS <= rows <= _MOST_ROWS)}
+    waves, unrolls = PARAMS[1].values, PARAMS[2].values
+    found: list[Config] = [
+        {"rows": rows, "waves": wave, "unroll": unroll}
+        for rows in sorted(choices)
+        for wave in waves
+        for unroll in unrolls
+    ]
+    return cheapest(
+        [config for config in found if _fits(problem, config)],
+        lambda config: _cost(target, problem, config),
+        alike=("rows", "unroll"),
+        most_alike=_MOST_ALIKE,
+        most=_MOST_CANDIDATES,
+    )
+
+
+def _yields(target: Target, problem: LinearProblem) -> str | None:
+    if problem.pdl or problem.x_dtype != "e4m3" or problem.M < 2:
+        return "direct gains for quantised x of several rows, where launches do not overlap"
+    if problem.K > problem.N or problem.K % _CHUNK or problem.N * problem.K < _FEWEST_WEIGHTS:
+        return f"direct gains where K is at most N and there are {_FEWEST_WEIGHTS} weights"
+    return None
+
+
+def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
+    a_round = config["waves"] * config["unroll"]
+    return {
+        "MX_OUT": DTYPE_CODES[problem.out_dtype],
+        "MX_ROWS": config["rows"],
+        "MX_WAVES": config["waves"],
+        "MX_UNROLL": config["unroll"],
+        "MX_OVERLAPS": int(problem.pdl),
+        "MX_WHOLE_CHUNKS": int(problem.K % _CHUNK == 0),
+        "MX_EVEN": int(_chunks(problem) % a_round == 0),
+    }
+
+
+def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
+    return Geometry(
+        grid=(-(-problem.N // config["rows"]), 1, 1),
+        block=(config["waves"] * target.wave_size, 1, 1),
+        overlaps=problem.pdl,
+    )
+
+
+def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
+    return (problem.M, problem.N, problem.K, DTYPE_CODES[problem.bias])
+
+
+MODULE = Module(
+    sources={"sm_90a": "linear_direct_sm90.cu"},
+    symbol="aiter_mx_linear_direct",
+    args=MATRIX_ARGS,
+    defines=_defines,
+    geometry=_geometry,
+    scalars=_scalars,
+)
+
+DIRECT = KernelSpec(
+    op="linear",
+    backend="hip",
+    name="direct",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=first_of(_candidates),
+    candidates=_candidates,
+    module=MODULE,
+    yields=_yields,
+)

@@ -1,0 +1,204 @@
+"""The Hopper ``direct`` kernel of the linear: its host side here, its results with ``-m gpu``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from linear_cases import (
+    DTYPES,
+    Operands,
+    assert_repeats_on_two_streams,
+    chain_of_layers,
+    launch_beyond_4_gib,
+    launch_linear,
+    operands,
+)
+from linear_trials import (
+    RANGES,
+    assert_right,
+    of_cancelling_scales,
+    of_moved_scales,
+    of_nan,
+    of_scales,
+    of_zero_blocks,
+    plain,
+)
+from mx_reference import assert_close_to_reference, linear_reference64
+
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.direct_sm90 import MAX_M
+from aiter_mx.kernels.registry import find_kernel, in_line
+from aiter_mx.target import hardware
+
+DIRECT = find_kernel("linear", "sm_90a", "hip", "direct")
+TARGET = hardware("sm_90a")
+gpu = pytest.mark.gpu
+SMALL = (-12, -6)  # exponents of scales whose results fp16 holds
+
+
+def config(rows: int, waves: int, unroll: int) -> dict[str, int]:
+    return {"rows": rows, "waves": waves, "unroll": unroll}
+
+
+# Between them: rows that fill no tile, one and several tiles, K that ends within a chunk and within
+# a step, rounds with and without all of their chunks, waves without a chunk.
+CASES = [
+    (1, 64, 64, config(16, 4, 1)),
+    (2, 3, 32, config(8, 1, 1)),
+    (3, 100, 416, config(12, 4, 2)),
+    (4, 5000, 1536, config(47, 12, 1)),
+    (1, 70, 1056, config(3, 2, 3)),
+    (4, 2304, 6144, config(18, 16, 3)),
+    (3, 130, 2080, config(24, 4, 2)),
+    (2, 777, 2048, config(16, 8, 2)),
+    (4, 300, 1152, config(9, 3, 1)),
+    (4, 33, 6144, config(32, 4, 2)),
+    (2, 1000, 1920, config(40, 6, 1)),
+]
+
+
+@pytest.mark.parametrize("M", [1, 4])
+@pytest.mark.parametrize(("N", "K"), [(1, 32), (300, 96), (2304, 6144), (9216, 28672), (70, 65568)])
+def test_the_chosen_configuration_is_legal_and_leaves_no_wave_idle(M: int, N: int, K: int) -> None:
+    for pdl in (False, True):
+        problem = LinearProblem(M, N, K, pdl=pdl)
+        candidates = DIRECT.candidates(TARGET, problem)
+        assert DIRECT.configure(TARGET, problem) == candidates[0]
+        for chosen in candidates:
+            DIRECT.check_config(chosen)
+            assert chosen["waves"] <= -(-K // 128)
+
+
+def test_every_output_has_a_workgroup_and_no_workgroup_is_without() -> None:
+    assert DIRECT.module is not None
+    for M, N, K, chosen in CASES:
+        grid = DIRECT.module.geometry(TARGET, LinearProblem(M, N, K), chosen).grid
+        assert grid[0] * chosen["rows"] >= N > (grid[0] - 1) * chosen["rows"]
+
+
+def test_rounds_are_called_even_only_where_each_has_all_of_its_chunks() -> None:
+    assert DIRECT.module is not None
+    for M, N, K, chosen in CASES:
+        defines = DIRECT.module.defines(TARGET, LinearProblem(M, N, K), chosen)
+        assert defines["MX_WHOLE_CHUNKS"] == (K % 128 == 0)
+        rounds = -(-K // 128) / (chosen["waves"] * chosen["unroll"])
+        assert defines["MX_EVEN"] == (rounds == int(rounds))
+
+
+def test_only_the_asked_for_launch_overlaps() -> None:
+    assert DIRECT.module is not None
+    for pdl in (False, True):
+        problem = LinearProblem(4, 6144, 2048, pdl=pdl)
+        chosen = DIRECT.configure(TARGET, problem)
+        assert DIRECT.module.geometry(TARGET, problem, chosen).overlaps is pdl
+        assert DIRECT.module.defines(TARGET, problem, chosen)["MX_OVERLAPS"] == pdl
+
+
+def test_what_it_does_not_cover_is_refused() -> None:
+    assert DIRECT.refusal(TARGET, LinearProblem(MAX_M, 8, 64)) is None
+    assert "above 4" in (DIRECT.refusal(TARGET, LinearProblem(MAX_M + 1, 8, 64)) or "")
+    assert "sm_90a" in (DIRECT.refusal(hardware("gfx950"), LinearProblem(4, 8, 64)) or "")
+
+
+@pytest.mark.parametrize(("N", "K"), [(6144, 1536), (6144, 2048), (9216, 6144)])
+def test_without_a_table_it_takes_what_it_won_on_an_h200(N: int, K: int) -> None:
+    def first(problem: LinearProblem) -> str:
+        line = in_line("linear", TARGET, problem)
+        return next(kernel.name for kernel in line if kernel.refusal(TARGET, problem) is None)
+
+    for M in (2, 3, 4):
+        assert first(LinearProblem(M, N, K)) == "direct"
+        assert first(LinearProblem(M, N, K, pdl=True)) != "direct"
+        assert first(LinearProblem(M, K, N)) != "direct"
+        assert first(LinearProblem(M, N, K + 32)) != "direct"
+    assert first(LinearProblem(1, N, K)) == "gemv"
+    assert first(LinearProblem(2, N, K, x_dtype="bf16")) != "direct"
+
+
+def launch(
+    arguments: Operands,
+    chosen: dict[str, int] | None,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    return launch_linear(DIRECT, torch.device("cuda"), chosen, arguments, bias, dtype)
+
+
+@gpu
+@pytest.mark.parametrize(("M", "N", "K", "chosen"), CASES)
+def test_any_shape_and_configuration_match_float64(
+    M: int, N: int, K: int, chosen: dict[str, int]
+) -> None:
+    assert_right(launch, plain(M, N, K, chosen))
+
+
+@gpu
+@pytest.mark.parametrize("exponents", RANGES)
+def test_scales_of_the_whole_e8m0_range_are_exact(exponents: tuple[int, int]) -> None:
+    assert_right(launch, of_scales(CASES[1:], exponents))
+
+
+@gpu
+def test_extreme_scales_that_cancel_are_exact() -> None:
+    assert_right(launch, of_cancelling_scales(CASES[1:]))
+
+
+@gpu
+def test_zero_blocks_of_any_scale_add_nothing() -> None:
+    assert_right(launch, of_zero_blocks(CASES[1:]))
+
+
+@gpu
+def test_nan_payloads_and_scales_reach_their_outputs_alone() -> None:
+    assert_right(launch, of_nan(CASES[1:]))
+
+
+@gpu
+def test_scales_at_any_address_are_read_rightly() -> None:
+    assert_right(launch, of_moved_scales(CASES[1:]))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_outputs_and_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> None:
+    drawn = operands(3, 137, 1120, 5, scale_exponents=SMALL if dtype is torch.float16 else (-6, 6))
+    size = linear_reference64(*drawn).abs().mean()
+    for bias_dtype in DTYPES.values():
+        generator = torch.Generator().manual_seed(6)
+        bias = (torch.randn(137, generator=generator, dtype=torch.float64) * size).to(bias_dtype)
+        got = launch(drawn, config(16, 4, 2), bias, dtype)
+        assert_close_to_reference(got, *drawn, bias)
+
+
+@gpu
+def test_weights_beyond_4_gib_are_addressed_rightly() -> None:
+    got, drawn = launch_beyond_4_gib(DIRECT, 4, 6240)
+    assert_close_to_reference(got, *drawn)
+
+
+@gpu
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("M", [2, 4])
+def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int, pdl: bool) -> None:
+    assert_repeats_on_two_streams(DIRECT, LinearProblem(M, 2304, 6144, pdl=pdl))
+
+
+@gpu
+@pytest.mark.parametrize("M", [2, 4])
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(
+    captured: bool, M: int
+) -> None:
+    chain = chain_of_layers(DIRECT, M)
+    expected = chain(False)
+    if not captured:
+        for _ in range(20):
+            assert torch.equal(chain(True), expected)
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(True)
+    for _ in range(20):
+        got.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(got, expected)
