@@ -109,9 +109,10 @@ def test_without_a_table_it_takes_what_it_won_on_an_h200(N: int, K: int) -> None
     for M in (2, 3, 4):
         assert first(LinearProblem(M, N, K)) == "direct"
         assert first(LinearProblem(M, N, K, pdl=True)) != "direct"
-        assert first(LinearProblem(M, K, N)) != "direct"
         assert first(LinearProblem(M, N, K + 32)) != "direct"
     assert first(LinearProblem(1, N, K)) == "gemv"
+    assert first(LinearProblem(2, 1536, 6144)) == "gemv"
+    assert first(LinearProblem(4, 1536, 6144)) == "direct"
     assert first(LinearProblem(2, N, K, x_dtype="bf16")) != "direct"
 
 

@@ -27,10 +27,12 @@ _FEWEST_ROWS = 4  # of a candidate
 _USUAL_ROWS = (8, 16, 24, 32, 40, 48)
 _FEWEST_WEIGHTS = 2_500_000  # below, the GEMV is faster on one H200
 _MOST_CANDIDATES = 20
-_MOST_ALIKE = 3
+_MOST_ALIKE = 2
 _CHUNK = 128  # k that a wave takes at a time
 _REGISTERS = 65536  # of an SM
 _MOST_REGISTERS = 232  # of a lane, above which ptxas was seen to spill
+_CYCLES_A_US = 4 * 1980  # of an SM's four schedulers
+_SUITS_BYTES, _SUITS_WAVES = 96e3, 12  # of weights under way on an SM, and waves there
 
 PARAMS = (
     Param("rows", tuple(range(1, _MOST_ROWS + 1)), "output features that a workgroup computes"),
@@ -69,18 +71,19 @@ def _fits(problem: LinearProblem, config: Config) -> bool:
 
 
 def _cost(target: Target, problem: LinearProblem, config: Config) -> float:
-    """A model of what a call takes beyond reading, in us: fitted to 57 sweeps on one H200."""
+    """A model of what a call takes beyond reading, in us: fitted to 111 times on one H200."""
     rows, waves, chunks = config["rows"], config["waves"], _chunks(problem)
     halves = -(-rows // 8)
     of_busiest = -(-problem.N // (rows * target.cu_num))
     resident = max(1, min(_REGISTERS // (-(-_registers(config) // 8) * 256 * waves), 64 // waves))
     held = min(resident, of_busiest)
     under_way = held * rows * min(waves * config["unroll"], chunks) * _CHUNK
-    chunk_us = (48 * halves + 50 * -(-halves // 2) + 90) / 4 / 1980  # of an SM's four schedulers
-    starved = max(0.0, log2(96e3 / under_way))
-    unlike = abs(log2(held * waves / 12))
+    busy_us = of_busiest * chunks * (48 * halves + 50 * -(-halves // 2) + 90) / _CYCLES_A_US
     idle = -chunks % (waves * config["unroll"]) / chunks
-    return 0.55 * of_busiest * chunks * chunk_us + 0.3 * starved + 0.4 * unlike + 2.0 * idle
+    starved = max(0.0, log2(_SUITS_BYTES / under_way))
+    unlike = abs(log2(held * waves / _SUITS_WAVES))
+    length = config["unroll"] * halves  # of a round's code
+    return 0.92 * busy_us + 0.58 * idle + 0.16 * starved + 0.14 * unlike + 0.066 * length
 
 
 @lru_cache(maxsize=64)
@@ -107,8 +110,10 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     if problem.pdl or problem.x_dtype != "e4m3" or problem.M < 2:
         return "direct gains for quantised x of several rows, where launches do not overlap"
-    if problem.K > problem.N or problem.K % _CHUNK or problem.N * problem.K < _FEWEST_WEIGHTS:
-        return f"direct gains where K is at most N and there are {_FEWEST_WEIGHTS} weights"
+    if problem.K % _CHUNK or problem.N * problem.K < _FEWEST_WEIGHTS:
+        return f"direct gains from {_FEWEST_WEIGHTS} weights on, and whole chunks of {_CHUNK} k"
+    if problem.M == 2 and problem.K > problem.N:
+        return "gemv is faster for two rows of x and long K"
     return None
 
 
