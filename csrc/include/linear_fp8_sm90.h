@@ -20,8 +20,8 @@ constexpr bool kOnePass = MX_ONE_PASS;
 constexpr bool kRefills = MX_REFILLS; // a workgroup takes more chunks than its ring has
 using Out = DType<MX_OUT>;
 
-// Chunks that are asked for ahead of x.
-constexpr int kEarly = kPerSm > 1 ? 2 : 1;
+// Chunks that are asked for ahead of x: what was fastest.
+constexpr int kEarly = kPerSm > 1 ? 2 : kRefills ? 4 : 1;
 
 constexpr int kGroupThreads = 128;
 constexpr int kConsumers = kRowGroups * kKGroups * kGroupThreads;
