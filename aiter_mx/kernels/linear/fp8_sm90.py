@@ -172,7 +172,8 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
         shares = per_sm > 1 and found.passes == 1
         overlap = 1900 * found.refills - 1500 * shares - 600 * small
     units = rounds * found.passes * found.chunks * row_groups  # 64 rows by 128 k
-    a_unit = max(60 + 55 * found.tiles_m, (450 + 90 * found.tiles_m) / resident)
+    latency = 450 + 90 * found.tiles_m if problem.pdl else 240 + 60 * found.tiles_m
+    a_unit = max(60 + 55 * found.tiles_m, latency / resident)
     x_bytes = problem.M * problem.K / split * workgroups
     ring = found.depth * found.stage_bytes * min(per_sm, of_busiest)
     return (
