@@ -21,7 +21,8 @@ constexpr bool kRefills = MX_REFILLS; // a workgroup takes more chunks than its 
 using Out = DType<MX_OUT>;
 
 // Chunks that are asked for ahead of x: what was fastest.
-constexpr int kEarly = kPerSm > 1 ? 2 : kRefills ? 4 : 1;
+constexpr int kWantedEarly = kPerSm > 1 ? 2 : kRefills ? 4 : 1;
+constexpr int kEarly = kWantedEarly < kDepth ? kWantedEarly : kDepth;
 
 constexpr int kGroupThreads = 128;
 constexpr int kConsumers = kRowGroups * kKGroups * kGroupThreads;
