@@ -22,103 +22,13 @@
 #include "mx_epilogue.h"
 #include "mx_moe.h"
 #include "mx_quantize.h"
-#include "mx_scale.h"
 #include "mx_target.h"
 #include "sm90_async.h"
-#include "sm90_mma.h"
 #include "sm90_moe.h"
 #include "sm90_moe_stream.h"
+#include "sm90_moe_stream_sums.h"
 
 using namespace mx;
-
-using Sums = float[kRowTiles][kColTiles][4];
-
-// Whether a byte of v is 0; of ~v, 255.
-MX_DEVICE unsigned zero_bytes(unsigned v) { return (v - 0x01010101) & ~v & 0x80808080; }
-
-MX_DEVICE float plain_scale(unsigned word, int b) {
-    return bits_to_float((b == 3 ? word >> 1 : word << (23 - 8 * b)) & 0x7f800000);
-}
-
-// Adds a chunk of the first ColTiles tiles of x. Unless Any, scales of x are 2^-126 .. 2^64 and
-// those of w 2^-126 .. 2^127, which take fewer instructions.
-template <int ColTiles, bool Any>
-MX_DEVICE void add_blocks(Sums& sums, unsigned slot, const unsigned (&w_scales)[kRowTiles][2],
-                          const unsigned (&x_scales)[ColTiles][2], int blocks, int lane) {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-        if (!kWhole && b >= blocks)
-            break;
-        const unsigned in_row = slot + swizzled_block(b, lane);
-        f16x8 x[ColTiles];
-        SplitScale x_scale[ColTiles][2];
-#pragma unroll
-        for (int j = 0; j < ColTiles; ++j) {
-            x[j] = e4m3x8_to_f16(load_shared_8(in_row + kXAt + j * 8 * kChunk));
-#pragma unroll
-            for (int c = 0; c < 2; ++c)
-                x_scale[j][c] = Any ? e8m0_split(x_scales[j][c] >> 8 * b & 255)
-                                    : SplitScale{plain_scale(x_scales[j][c], b), 1.0f};
-        }
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-            const f16x8 w = e4m3x8_to_f16(load_shared_8(in_row + i * 16 * kChunk));
-            const f16x8 w_8 = e4m3x8_to_f16(load_shared_8(in_row + (i * 16 + 8) * kChunk));
-            float w_scale[2];
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                w_scale[r] = Any ? e8m0_to_f32(w_scales[i][r] >> 8 * b & 255)
-                                 : plain_scale(w_scales[i][r], b);
-#pragma unroll
-            for (int j = 0; j < ColTiles; ++j) {
-                float dots[4];
-                mma_block(dots, w, w_8, x[j]);
-#pragma unroll
-                for (int d = 0; d < 4; ++d)
-                    sums[i][j][d] =
-                        Any ? add_scaled(sums[i][j][d], dots[d], x_scale[j][d % 2], w_scale[d / 2])
-                            : mx::fma(dots[d] * x_scale[j][d % 2].first, w_scale[d / 2],
-                                      sums[i][j][d]);
-            }
-        }
-    }
-}
-
-template <int ColTiles>
-MX_DEVICE void add_chunk(Sums& sums, const MoeArgs& a, const Entry& entry, unsigned slot, int chunk,
-                         int lane) {
-    constexpr int scale_bytes = kScaleWords * 4;
-    unsigned w_scales[kRowTiles][2], x_scales[ColTiles][2], unusual = 0;
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = i * 16 + r * 8 + lane / 4;
-            const Offset first =
-                kWhole ? 0
-                       : (entry.expert * static_cast<Offset>(a.N) + Rows::row(a, entry.tile, row)) *
-                             a.blocks();
-            const unsigned word = load_scales(slot + kWScalesAt + row * scale_bytes, a.ws, first);
-            w_scales[i][r] = word;
-            unusual |= zero_bytes(word) | zero_bytes(~word);
-        }
-#pragma unroll
-    for (int j = 0; j < ColTiles; ++j)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const int col = j * 8 + lane % 4 * 2 + c;
-            const int t = kWhole ? 0 : entry.t[col];
-            const Offset first = kWhole || t < 0 ? 0 : t / a.a_div * a.blocks();
-            const unsigned word = load_scales(slot + kXScalesAt + col * scale_bytes, a.xs, first);
-            x_scales[j][c] = word;
-            unusual |= zero_bytes(word) | (word & word << 1 & 0x80808080);
-        }
-    const int blocks = blocks_of(a, chunk);
-    if (__any_sync(~0u, unusual))
-        add_blocks<ColTiles, true>(sums, slot, w_scales, x_scales, blocks, lane);
-    else
-        add_blocks<ColTiles, false>(sums, slot, w_scales, x_scales, blocks, lane);
-}
 
 // Four consecutive values of row m of x, summed over warps.
 MX_DEVICE void sum_of_warps(float (&sums)[4], const float* partials, int m, int r) {
@@ -137,7 +47,8 @@ MX_DEVICE void store_plain(const MoeArgs& a, const Entry& entry, const float* pa
                            int thread) {
     constexpr int quads = kRows / 4;
     const bool aligned = a.N % 4 == 0;
-    for (int i = thread; i < entry.col_tiles * 8 * quads; i += kThreads) {
+#pragma unroll 1
+    for (int i = thread; i < entry.rows * quads; i += kThreads) {
         const int m = i / quads, r = i % quads * 4;
         const long n = entry.tile * static_cast<long>(kRows) + r, t = entry.t[m];
         if (t < 0 || n >= a.N)
@@ -149,12 +60,14 @@ MX_DEVICE void store_plain(const MoeArgs& a, const Entry& entry, const float* pa
         struct alignas(4 * sizeof(Out)) Quad {
             Out values[4];
         } quad;
+        if (a.bias_kind != kNone)
 #pragma unroll
-        for (int v = 0; v < 4; ++v) {
-            if (a.bias_kind != kNone && n + v < a.N)
-                sums[v] += load_bias(a.bias, a.bias_kind, entry.expert * a.N + n + v);
+            for (int v = 0; v < 4; ++v)
+                if (n + v < a.N)
+                    sums[v] += load_bias(a.bias, a.bias_kind, entry.expert * a.N + n + v);
+#pragma unroll
+        for (int v = 0; v < 4; ++v)
             store(quad.values + v, sums[v] * weight);
-        }
         if (aligned) {
             *reinterpret_cast<Quad*>(to) = quad;
         } else {
@@ -174,7 +87,7 @@ MX_DEVICE void store_plain(const MoeArgs& a, const Entry& entry, const float* pa
     const int turn = done % 2;
     const unsigned barrier = shared_address(maxima.barriers + turn);
     if (threadIdx.x == 0)
-        barrier_arrive_expect(barrier, entry.col_tiles * 8 * kBlockQuads * 4);
+        barrier_arrive_expect(barrier, entry.rows * kBlockQuads * 4);
     if (is_inside) {
         const unsigned to =
             shared_address(&maxima.of_quad[turn][m][rank_in_cluster() * kQuads + quad]);
@@ -197,9 +110,9 @@ MX_DEVICE void store_activated(const MoeArgs& a, const Entry& entry, const float
                                Maxima& maxima, int done, int thread) {
     constexpr int features = Rows::kFeatures;
     static_assert(kCluster == 1 || kCols * kQuads <= kThreads, "all send before one waits");
-    const int count = entry.col_tiles * 8 * kQuads;
+    const int count = entry.rows * kQuads;
     for (int i = thread; i < (count + kLanes - 1) / kLanes * kLanes; i += kThreads) {
-        const bool is_inside = kCluster == 1 || i < count; // else count is one of whole warps
+        const bool is_inside = i < count;
         const int m = i / kQuads, first = i % kQuads * 4;
         const long t = is_inside ? entry.t[m] : -1;
         float gate[4] = {}, up[4] = {};
@@ -273,6 +186,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kGroups)
             walk.ask_for_lists();
         wait_for_grid_ahead();
         walk.begin();
+        filler.ask_for_first();
     }
     Sums sums;
     const Entry* entry = queue;
@@ -292,7 +206,9 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kGroups)
         copy_wait<kDepth - 1>();
         __syncwarp();
         const unsigned at = ring + slot * kSlotBytes;
-        if (kColTiles == 1 || entry->col_tiles == 1)
+        if (entry->rows <= kFewRows)
+            add_few(sums, a, *entry, at, lane);
+        else if (entry->col_tiles() == 1)
             add_chunk<1>(sums, a, *entry, at, chunk, lane);
         else
             add_chunk<kColTiles>(sums, a, *entry, at, chunk, lane);
@@ -301,16 +217,9 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kGroups)
         if (chunk < a.chunks())
             continue;
 
-        group_barrier(); // the partial sums of the entry before have been read
-#pragma unroll
-        for (int j = 0; j < kColTiles; ++j)
-            if (j < entry->col_tiles)
-#pragma unroll
-                for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-                    for (int d = 0; d < 4; ++d)
-                        partials[warp * kPartials + (j * 8 + lane % 4 * 2 + d % 2) * kPitch +
-                                 i * 16 + d / 2 * 8 + lane / 4] = sums[i][j][d];
+        if (done > 0)
+            group_barrier(); // the partial sums of the entry before have been read
+        store_partials(partials + warp * kPartials, sums, *entry, lane);
         group_barrier();
         if constexpr (kActivation == kNoActivation) {
             store_plain(a, *entry, partials, thread);

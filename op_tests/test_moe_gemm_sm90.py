@@ -16,6 +16,7 @@ import aiter_mx
 from aiter_mx import launch
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.moe_gemm.apart_sm90 import APART
 from aiter_mx.kernels.moe_gemm.boxes_sm90 import BOXES
 from aiter_mx.kernels.moe_gemm.sm90 import STREAM, fits
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
@@ -172,13 +173,53 @@ def test_matches_float64(case: int, kind: str) -> None:
     )
     if spec is STREAM and not fits(problem, config):
         config = {**config, "row_tiles": 4, "depth": 2}  # as an activation demands
+    interleaved = problem.layout == "interleaved"
     tensors = [layer.xq, layer.xs, layer.wq, layer.ws, *lists, by_place, layer.bias]
     out, scales = run_on_gpu(spec, config, problem, tensors)
+    if activated and spec is STREAM:
+        apart, apart_scales = run_on_gpu(APART, CASES[case][1], problem, tensors)
+        assert_activated(apart, apart_scales, layer, problem.activation, interleaved, SWIGLU)
     if activated:
-        interleaved = problem.layout == "interleaved"
         assert_activated(out, scales, layer, problem.activation, interleaved, SWIGLU)
     else:
         assert_rows(out, layer, POISON)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["none", "silu"])
+@pytest.mark.parametrize("spec", (*KERNELS, APART), ids=lambda spec: spec.name)
+def test_blocks_without_rows_are_passed_over(spec: KernelSpec, activation: str) -> None:
+    if spec is APART and activation == "none":
+        pytest.skip("there is no activation to do apart")
+    generator, draw = torch.Generator().manual_seed(2), random.Random(2)
+    M, N, K, E, top_k, block_m = 30, 640, 1024, 8, 4, 16
+    chosen = [draw.randrange(E) for _ in range(M * top_k)]
+    ids, blocks, _ = lists_of(chosen, E, block_m, 0, draw)
+    rows, experts = list(ids[: -2 * block_m].view(-1, block_m)), blocks[:-2].tolist()
+    for _ in range(40):  # of garbage; workgroups begin with most of them
+        place = draw.choice([0, 0, draw.randrange(len(rows))])
+        rows.insert(place, torch.full((block_m,), draw.choice([-1, M * top_k, 1 << 30])))
+        experts.insert(place, draw.choice([-1, E, *range(E)]))
+    used = torch.tensor([len(rows) * block_m], dtype=torch.int32)
+    lists = (torch.cat(rows).int(), torch.tensor(experts, dtype=torch.int32), used)
+    layer = Layer(
+        *random_mx(M * top_k, K, generator, scale_exponents=(-11, -8)),
+        *random_weights(E, N, K, generator, scale_exponents=(-11, -8)),
+        None,
+        chosen,
+        1,
+    )
+    problem = MoeGemmProblem(
+        *(M, N, K, E, top_k, block_m, "fp32" if activation == "none" else "mxfp8", activation),
+        max_blocks=len(experts),
+    )
+    tensors = [layer.xq, layer.xs, layer.wq, layer.ws, *lists, None, None]
+    for config in spec.candidates(SM90, problem)[:4]:
+        out, scales = run_on_gpu(spec, config, problem, tensors)
+        if activation == "none":
+            assert_rows(out, layer, POISON)
+        else:
+            assert_activated(out, scales, layer, activation, False, SWIGLU)
 
 
 @pytest.mark.gpu
@@ -237,9 +278,21 @@ def test_stream_runs_where_experts_have_few_rows_and_others_where_more() -> None
     assert route("moe_gemm", SM90, few).kernel == "stream"
     assert route("moe_gemm", SM90, many).kernel == "boxes"
     assert route("moe_gemm", SM90, replace(many, M=3000, block_m=128)).kernel == "wide"
-    assert route("moe_gemm", SM90, replace(many, K=6112)).kernel == "stream"
+    uneven = replace(many, K=6112)
+    assert route("moe_gemm", SM90, uneven).kernel == "grouped"
+    assert route("moe_gemm", SM90, replace(uneven, M=500, block_m=32)).kernel == "stream"
+    assert route("moe_gemm", SM90, replace(uneven, N=1544)).kernel == "stream"  # not of 32
     for spec in (WIDE, BOXES):
         assert spec.refusal(SM90, replace(many, K=6112)) == "K=6112 is not a multiple of 128"
+
+
+def test_activation_is_apart_where_blocks_of_features_are_few_and_nothing_follows() -> None:
+    few = MoeGemmProblem(1, 1536, 6112, 128, 4, 16, "mxfp8", "silu", a_div=4)
+    assert route("moe_gemm", SM90, few).kernel == "apart"
+    assert route("moe_gemm", SM90, replace(few, followed=True)).kernel == "stream"
+    assert route("moe_gemm", SM90, replace(few, M=2)).kernel == "stream"
+    first, second = (part for op, part in FusedMoeProblem(1, 6112, 768, 128, 4).parts()[1:3])
+    assert (first.followed, second.followed) == (True, False)
 
 
 def test_boxes_holds_whole_blocks_and_keeps_x_where_it_fits() -> None:

@@ -67,15 +67,20 @@ MX_DEVICE void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigne
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// The products of one block of 32 k alone: rows g and g + 8 of A, column g of B.
-MX_DEVICE void mma_block(float (&d)[4], const f16x8& row, const f16x8& row_8, const f16x8& column) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        d[i] = 0.0f;
+// d += the products of one block of 32 k: rows g and g + 8 of A, column g of B.
+MX_DEVICE void add_block(float (&d)[4], const f16x8& row, const f16x8& row_8, const f16x8& column) {
     mma(d, row.words[0], row_8.words[0], row.words[1], row_8.words[1], column.words[0],
         column.words[1]);
     mma(d, row.words[2], row_8.words[2], row.words[3], row_8.words[3], column.words[2],
         column.words[3]);
+}
+
+// The products of one block alone.
+MX_DEVICE void mma_block(float (&d)[4], const f16x8& row, const f16x8& row_8, const f16x8& column) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        d[i] = 0.0f;
+    add_block(d, row, row_8, column);
 }
 
 } // namespace mx

@@ -37,16 +37,24 @@ struct MoeArgs {
     MX_MEMBER int chunks() const { return (static_cast<int>(K) + kChunk - 1) / kChunk; }
 };
 
+#if MX_TO_WORKSPACE // sums go to one more pointer, the last, for another launch
+#define MX_MOE_WORKSPACE float *workspace,
+#define MX_MOE_OUT workspace
+#else
+#define MX_MOE_WORKSPACE
+#define MX_MOE_OUT out
+#endif
 // The parameters of a kernel, as the host packs them, and MoeArgs of these.
 #define MX_MOE_PARAMETERS                                                                          \
     const unsigned char *xq, const unsigned char *xs, const unsigned char *wq,                     \
         const unsigned char *ws, const int *ids, const int *expert_ids, const int *padded,         \
-        const float *weights, const void *bias, void *out, unsigned char *out_scales, long N,      \
-        long K, int num_experts, int num_valid, int a_div, int packed_top_k, int weights_by_place, \
-        int max_blocks, int block_m, int bias_kind, float alpha, float beta, float limit
+        const float *weights, const void *bias, void *out, unsigned char *out_scales,              \
+        MX_MOE_WORKSPACE long N, long K, int num_experts, int num_valid, int a_div,                \
+        int packed_top_k, int weights_by_place, int max_blocks, int block_m, int bias_kind,        \
+        float alpha, float beta, float limit
 #define MX_MOE_ARGS                                                                                \
     {                                                                                              \
-        xq, xs, wq, ws, ids, expert_ids, padded, weights, bias, out, out_scales, N, K,             \
+        xq, xs, wq, ws, ids, expert_ids, padded, weights, bias, MX_MOE_OUT, out_scales, N, K,      \
             num_experts, num_valid, a_div, packed_top_k, weights_by_place, max_blocks, block_m,    \
             bias_kind, {                                                                           \
             alpha, beta, limit                                                                     \
@@ -157,8 +165,12 @@ struct MoeWalk {
     MX_MEMBER void ask_for_lists() const {
         if (next_begin == kNowhere)
             return;
-        if (lane < 3)
-            prefetch_l2(lane == 0 ? a.padded : lane == 1 ? next_expert_at : next_ids_at - lane);
+        constexpr int in_sector = 32 / sizeof(int); // which is what a prefetch brings
+        const int* const of_ids = next_ids_at - lane + (lane - 2) * in_sector;
+        if (lane < 2)
+            prefetch_l2(lane == 0 ? a.padded : next_expert_at);
+        else if ((lane - 2) * in_sector < min(a.block_m, kPiece))
+            prefetch_l2(of_ids);
     }
     MX_MEMBER unsigned pieces_of_block() const { return (a.block_m + kPiece - 1) / kPiece; }
     // Splits the number of a piece into that of its block and its first id's within the block.
@@ -264,15 +276,17 @@ struct MoeWalk {
             return __shfl_sync(~0u, first < kLanes ? t[0] : t[1], (first + i) % kLanes);
         }
     }
-    // Tiles of 8 rows up to the last valid one.
-    MX_MEMBER int col_tiles() const {
+    // Rows given out, up to the last valid one.
+    MX_MEMBER int rows() const {
         int last = 0;
 #pragma unroll
         for (int i = 0; i < kWords; ++i)
             if (valid[i])
                 last = i * kLanes + kLanes - __clz(valid[i]);
-        return (last + 7) / 8;
+        return last;
     }
+    // Tiles of 8 rows up to that one.
+    MX_MEMBER int col_tiles() const { return (rows() + 7) / 8; }
     // Where the routing's weight of one of the rows is.
     MX_MEMBER const float* weight(int i, int row) const {
         return a.weights + (a.weights_by_place ? place + first + i : row);

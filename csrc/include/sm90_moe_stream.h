@@ -46,8 +46,10 @@ struct Entry {
     float weights[kCols]; // of the routing
     int expert;
     unsigned tile;
-    int col_tiles; // that have rows
-    int unused;    // keeps what follows aligned
+    int rows;   // of x, up to the last one there is
+    int unused; // keeps what follows aligned
+
+    MX_MEMBER int col_tiles() const { return kColTiles == 1 ? 1 : (rows + 7) / 8; }
 };
 
 // The largest magnitude of each four features of the block, for each row of x. Two entries take
@@ -66,15 +68,28 @@ MX_DEVICE int blocks_of(const MoeArgs& a, int chunk) {
 }
 
 // Copies the scales of one row's blocks of a chunk, of which `blocks` exist. Words are aligned, so
-// that of a K that is not whole the bytes may begin anywhere in the first of two.
-MX_DEVICE void copy_scales(unsigned to, const unsigned char* from, int blocks) {
+// that of a K that is not whole the bytes may begin anywhere in the first of two. Of the tensor's
+// last word, which may go past its end, nothing but those bytes is read, one by one: a copy of part
+// of a word leaves the others alone, too, but tools take it for one of the whole.
+MX_DEVICE void copy_part(unsigned to, const unsigned char* word, int bytes,
+                         const unsigned char* end) {
+    if (bytes > 0 && word + 4 <= end) {
+        copy_word_async(to, word, bytes);
+    } else {
+        unsigned scales = 0;
+        for (int i = 0; i < bytes; ++i)
+            scales |= static_cast<unsigned>(word[i]) << 8 * i;
+        store_shared_4(to, scales);
+    }
+}
+MX_DEVICE void copy_scales(unsigned to, const unsigned char* from, int blocks,
+                           const unsigned char* end) {
     if constexpr (kWhole) {
         copy_word_async(to, from);
     } else {
         const int before = reinterpret_cast<unsigned long>(from) % 4;
-        const int bytes = before + blocks; // none beyond the last is read
-        copy_word_async(to, from - before, min(bytes, 4));
-        copy_word_async(to + 4, from - before + (bytes > 4 ? 4 : 0), max(bytes - 4, 0));
+        copy_part(to, from - before, min(before + blocks, 4), end);
+        copy_part(to + 4, from - before + 4, before + blocks - 4, end);
     }
 }
 MX_DEVICE unsigned load_scales(unsigned at, const unsigned char* base, Offset first) {
@@ -101,10 +116,17 @@ struct Filler {
     unsigned tile_of_rows, w_rows[kRows / 4], ws_rows[kScaleRows]; // of w, that this lane copies
     int x_rows[kCols / 4], xs_row; // that this lane copies of the open entry, or -1
     bool is_over = false;          // no entry is left
+    long asked_at = -1;            // place of the item of ask_for_first(), until it is opened
+    unsigned asked_tile;
+    const unsigned char *xs_end, *ws_end; // of scales, unless K is whole
 
     MX_MEMBER Filler(const MoeArgs& a, Walk& walk, unsigned ring, Entry* queue, int lane, int warp)
         : a(a), walk(walk), ring(ring), queue(queue), lane(lane), warp(warp),
           a_div_inverse(a.a_div == 1 ? 0 : ~0u / static_cast<unsigned>(a.a_div) + 1) {
+        if constexpr (!kWhole) {
+            xs_end = a.xs + a.row_of_blocks(x_row(a.num_valid - 1) + 1);
+            ws_end = a.ws + static_cast<Offset>(a.num_experts) * a.N * a.blocks();
+        }
         find_w_rows(walk.next_tile);
     }
     // Those of w that this lane copies.
@@ -118,6 +140,32 @@ struct Filler {
             ws_rows[i] = Rows::row(a, tile, i * kLanes + lane);
     }
 
+    // Asks for the first chunk of w as soon as its expert is known. Whether its block has rows is
+    // found out meanwhile.
+    MX_MEMBER void ask_for_first() {
+        if (walk.next_begin >= walk.padded ||
+            static_cast<unsigned>(walk.next_expert) >= static_cast<unsigned>(a.num_experts))
+            return;
+        walk.expert = walk.next_expert;
+        chunk = warp;
+        copy_w();
+        asked_at = walk.next_begin + walk.next_in_block;
+        asked_tile = walk.next_tile;
+    }
+    // Whether the entry that was just opened is the one whose first chunk has been asked for. If
+    // there is another one, that copy must be over before the slot is filled anew.
+    MX_MEMBER bool has_first() {
+        if (asked_at < 0)
+            return false;
+        const bool is_same = walk.place == asked_at && walk.tile == asked_tile;
+        asked_at = -1;
+        if (!is_same) {
+            copy_commit();
+            copy_wait<0>();
+            __syncwarp();
+        }
+        return is_same;
+    }
     MX_MEMBER bool open() {
         if (!walk.next(
                 [&] {
@@ -153,7 +201,7 @@ struct Filler {
         if (lane == 0) {
             to.expert = walk.expert;
             to.tile = walk.tile;
-            to.col_tiles = walk.col_tiles();
+            to.rows = walk.rows();
         }
         entry = entry + 1 == kEntries ? 0 : entry + 1;
     }
@@ -178,7 +226,7 @@ struct Filler {
             const int r = i * kLanes + lane;
             if (r < kRows)
                 copy_scales(to + kWScalesAt + r * kScaleWords * 4,
-                            w_scales + a.row_of_blocks(ws_rows[i]), blocks_of(a, chunk));
+                            w_scales + a.row_of_blocks(ws_rows[i]), blocks_of(a, chunk), ws_end);
         }
     }
     MX_MEMBER void copy_x() const {
@@ -194,7 +242,7 @@ struct Filler {
             const unsigned at = to + kXScalesAt + lane * kScaleWords * 4;
             if (xs_row >= 0) {
                 copy_scales(at, a.xs + a.row_of_blocks(xs_row) + chunk * kBlocks,
-                            blocks_of(a, chunk));
+                            blocks_of(a, chunk), xs_end);
             } else {
 #pragma unroll
                 for (int i = 0; i < kScaleWords; ++i)
@@ -206,7 +254,7 @@ struct Filler {
     MX_MEMBER void fill(bool of_w, bool of_x) {
         const bool opens = opened == 0 || chunk >= a.chunks();
         if (!opens || open()) {
-            if (of_w)
+            if (of_w && !(opens && has_first()))
                 copy_w();
             if (opens) // once the weights are asked for, to which all this makes no difference
                 find_rows();

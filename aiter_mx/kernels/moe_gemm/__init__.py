@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aiter_mx.fallbacks import moe_gemm_tiles
+from aiter_mx.kernels.moe_gemm.apart_sm90 import APART
 from aiter_mx.kernels.moe_gemm.boxes_sm90 import BOXES
 from aiter_mx.kernels.moe_gemm.gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.moe_gemm.grouped import GROUPED
@@ -18,6 +19,7 @@ PROBLEM = MoeGemmProblem
 KERNELS = (
     GROUPED,
     MFMA_GFX950,
+    APART,
     STREAM,
     BOXES,
     WIDE,

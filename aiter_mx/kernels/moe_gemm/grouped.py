@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from aiter_mx.kernels.grouped_gemm import KERNELS as GROUPED_KERNELS
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, MoeGemmProblem
+from aiter_mx.kernels.moe_gemm.sm90 import CHUNK, most_rows
 from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Geometry, KernelSpec, Module
 from aiter_mx.target import Target
 
@@ -49,8 +50,15 @@ def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
     return None if None in refusals else f"grouped_gemm: {refusals[0]}"
 
 
+def _least_rows(target: Target, problem: MoeGemmProblem) -> int:
+    """Rows of an expert that pay for gathering them."""
+    if target.arch == "sm_90a" and problem.K % CHUNK:  # only stream is there besides
+        return most_rows(problem)
+    return _LEAST_ROWS.get(target.arch, 0)
+
+
 def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
-    rows, least = problem.rows_of_expert, _LEAST_ROWS.get(target.arch, 0)
+    rows, least = problem.rows_of_expert, _least_rows(target, problem)
     if rows >= least:
         return None
     return f"{rows:.0f} rows of an expert are fewer than the {least} that pay for gathering them"

@@ -97,6 +97,8 @@ class MoeGemmProblem:
             leaves out rows of the others.
         early_routing: whether the routing was complete before the kernel ahead in the stream began,
             so that a launch that overlaps with that one may use it already.
+        followed: whether the next launch in the stream asks for its weights before this one has
+            ended, as a layer's second GEMM does: the earlier it finds room, the better.
 
     Raises:
         ValueError: a field is none of the above.
@@ -121,6 +123,7 @@ class MoeGemmProblem:
     limit: float = 7.0
     num_experts: int = 0
     early_routing: bool = False
+    followed: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("M", 0), ("N", 0), ("E", 1), ("top_k", 1), ("a_div", 1)):

@@ -29,7 +29,7 @@ PARAMS = (
     Param("groups", (1, 2, 3, 4, 6, 8), "workgroups of an SM"),
 )
 
-_CHUNK = 128  # k
+CHUNK = 128  # k
 _ACTIVATED_TILES = 4  # hold the gate and up rows of a block of 32 features
 _PIECE = 64  # ids of a block that are looked up at a time
 MAX_SIDE = 1 << 31  # N and K, of which products alone are 64 bits wide
@@ -38,13 +38,19 @@ _SHARED_BYTES = 227 * 1024  # of an SM, for workgroups of 1 KiB more each: compu
 _REGISTERS = 64 * 1024  # of an SM
 _MOST_CANDIDATES = 40
 MOST_ROWS = 12  # of an expert, measured on an H200
+_MOST_ROWS_UNEVEN = 17  # where K is no multiple of a chunk, which boxes and wide refuse
+
+
+def most_rows(problem: MoeGemmProblem) -> int:
+    """Rows of an expert up to which no other kernel of ours is faster."""
+    return _MOST_ROWS_UNEVEN if problem.K % CHUNK else MOST_ROWS
 
 
 def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
     """Of a workgroup: its warps' rings, partial sums and queues."""
     rows, cols, depth = config["row_tiles"] * 16, config["col_tiles"] * 8, config["depth"]
-    scale_bytes = 4 if problem.K % _CHUNK == 0 else 8
-    slot = (rows + cols) * (_CHUNK + scale_bytes)
+    scale_bytes = 4 if problem.K % CHUNK == 0 else 8
+    slot = (rows + cols) * (CHUNK + scale_bytes)
     entry = cols * 8 + 16
     of_warp = depth * slot + cols * (rows + 4) * 4 + (depth + 1) * entry
     cluster = _cluster(problem, config)
@@ -84,7 +90,7 @@ def _shares_blocks(problem: MoeGemmProblem, config: Config) -> bool:
 
 def fits(problem: MoeGemmProblem, config: Config) -> bool:
     """Whether an SM has room for a configuration's workgroups, and these for the problem."""
-    chunks = -(-problem.K // _CHUNK)
+    chunks = -(-problem.K // CHUNK)
     threads = config["k_warps"] * 32 * config["groups"]
     registers = 56 + 10 * config["row_tiles"] * (2 + config["col_tiles"])
     return (
@@ -107,14 +113,18 @@ def _preferred(target: Target, problem: MoeGemmProblem) -> list[Config]:
     most_cols = -(-min(problem.block_m, _PIECE) // 8)
     col_tiles = next((c for c in (1, 2) if rows <= 4 * c or most_cols <= c), 4)
     row_tiles = 4 if problem.activation != "none" else 3
-    if problem.K >= 16 * _CHUNK:
+    if problem.K >= 16 * CHUNK:
         shapes = [(row_tiles, 8, 2, 1), (row_tiles, 4, 2, 2), (4, 8, 2, 1), (2, 4, 2, 2)]
+        tiles = min(problem.routed, problem.E) * -(-problem.N // (row_tiles * 16))
         if problem.activation != "none":
-            tiles = min(problem.routed, problem.E) * -(-problem.N // (row_tiles * 16))
             if tiles <= target.cu_num:  # two workgroups for each block of features, or four
-                shapes = [(2, 6, 2, 2), *shapes, (1, 8, 2, 2)]
+                shapes = [(2, 6, 2, 2), (2, 8, 2, 2), *shapes, (1, 8, 2, 2)]
             elif _rounds(tiles, 2 * target.cu_num) * 2 <= _rounds(tiles, target.cu_num):
                 shapes.insert(0, shapes.pop(1))
+        elif tiles <= target.cu_num:
+            shapes.insert(0, (row_tiles, 12, 2, 1))
+        elif tiles <= 2 * target.cu_num:
+            shapes.insert(0, (row_tiles, 6, 2, 2))
     else:
         shapes = [(row_tiles, 2, 3, 4), (row_tiles, 2, 2, 4), (row_tiles, 2, 2, 3), (2, 2, 2, 4)]
     shapes += [(row_tiles, 2, 2, 2), (row_tiles, 1, 2, 4), (row_tiles, 1, 2, 2), (4, 1, 2, 1)]
@@ -144,9 +154,10 @@ def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
 
 def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
     rows = problem.rows_of_expert
-    if rows <= MOST_ROWS or problem.K % _CHUNK:
+    if rows <= most_rows(problem):
         return None
-    return f"wide is faster for the {rows:.0f} rows of an expert"
+    other = "grouped" if problem.K % CHUNK else "wide"
+    return f"{other} is faster for the {rows:.0f} rows of an expert"
 
 
 def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
@@ -157,7 +168,7 @@ def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping
         "MX_K_WARPS": config["k_warps"],
         "MX_DEPTH": config["depth"],
         "MX_GROUPS": config["groups"],
-        "MX_WHOLE": int(problem.K % _CHUNK == 0),
+        "MX_WHOLE": int(problem.K % CHUNK == 0),
         "MX_SHARED_BYTES": shared_bytes(problem, config),
     }
 
