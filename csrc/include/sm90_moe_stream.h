@@ -155,16 +155,20 @@ struct Filler {
     // Whether the entry that was just opened is the one whose first chunk has been asked for. If
     // there is another one, that copy must be over before the slot is filled anew.
     MX_MEMBER bool has_first() {
-        if (asked_at < 0)
-            return false;
-        const bool is_same = walk.place == asked_at && walk.tile == asked_tile;
-        asked_at = -1;
-        if (!is_same) {
-            copy_commit();
-            copy_wait<0>();
-            __syncwarp();
+        if (asked_at >= 0 && walk.place == asked_at && walk.tile == asked_tile) {
+            asked_at = -1;
+            return true;
         }
-        return is_same;
+        drop_first();
+        return false;
+    }
+    MX_MEMBER void drop_first() {
+        if (asked_at < 0)
+            return;
+        copy_commit();
+        copy_wait<0>();
+        __syncwarp();
+        asked_at = -1;
     }
     MX_MEMBER bool open() {
         if (!walk.next(
@@ -264,6 +268,7 @@ struct Filler {
                 walk.look_ahead();
             chunk += kWarps;
         } else if (of_x) {
+            drop_first();
             is_over = true;
             launch_dependents(); // not before, else what comes next settles unevenly on the SMs
         }
