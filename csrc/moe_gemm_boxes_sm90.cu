@@ -5,7 +5,8 @@
 // and goes along K. Both become fp16 with their scales applied, relative to the largest of the row,
 // so that sums over all of K stay in the matrix unit and take both rows' largest scales at its end:
 //
-//   w  -> a ring in shared memory, by boxes of 128 k -> registers -> fp16, wgmma's A
+//   w  -> a ring in shared memory for each warpgroup that adds, by boxes of 128 k -> registers
+//      -> fp16, wgmma's A
 //   x  -> shared memory, kAhead chunks ahead -> fp16, by a warpgroup of its own -> shared memory:
 //      wgmma's B. Where there is room for all of K it stays there from tile to tile.
 //
@@ -31,8 +32,8 @@ using namespace mx;
 struct Adder {
     const MoeArgs& a;
     Shared& shared;
-    const int group, warp, lane; // warp: of all that add
-    const unsigned base;         // of the ring
+    const int group, warp, lane; // warp: of the group
+    const unsigned base;         // of its ring
     unsigned place[2];           // in a stage: of what the lane gives ldmatrix the address of
     Turn<kDepth> ring;
     Turn<kSlots> from;
@@ -42,7 +43,7 @@ struct Adder {
 
     MX_MEMBER Adder(const MoeArgs& a, Shared& shared, int group, int warp, int lane)
         : a(a), shared(shared), group(group), warp(warp), lane(lane),
-          base(held(shared_address(shared.ring[0]))) {
+          base(held(shared_address(shared.ring[group][0]))) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = row_of(warp, lane % 8 * 4, i);
@@ -67,14 +68,12 @@ struct Adder {
             outside[1] |= lost && at % 2;
         }
     }
-    // The top bit of a byte is set where it is 0, of bytes below 0x80.
-    MX_MEMBER static unsigned zero_bytes(unsigned word) { return (word - 0x01010101) & 0x80808080; }
     MX_MEMBER void open() {
-        barrier_wait(shared_address(shared.full + ring.at), ring.parity);
+        barrier_wait(shared_address(shared.full[group] + ring.at), ring.parity);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint2 both =
-                load_shared_8(shared_address(&shared.factors[ring.at][row_of(warp, lane, i)]));
+            const uint2 both = load_shared_8(
+                shared_address(&shared.factors[group][ring.at][row_of(warp, lane, i)]));
             scale[i] = both.x;
             by_w[i] = __uint_as_float(both.y);
         }
@@ -85,7 +84,7 @@ struct Adder {
     MX_MEMBER void close() {
         __syncwarp();
         if (lane == 0)
-            barrier_arrive(shared_address(shared.empty + ring.at));
+            barrier_arrive(shared_address(shared.empty[group] + ring.at));
         ring.next();
     }
     MX_MEMBER void expand(unsigned (&to)[kSteps][4], int u) const {
@@ -192,7 +191,7 @@ struct Adder {
             if (t < 0 || !(again >> i & 1 || entry.x_outside[m]))
                 continue;
             const Offset x = t / a.a_div, w = entry.expert * static_cast<Offset>(a.N) +
-                                              row_of_w(a, tile, row_of(warp, lane, i));
+                                              row_of_w(a, tile, group, row_of(warp, lane, i));
             const float value = exact_output(a.xq + x * a.K, a.xs + x * a.blocks(), a.wq + w * a.K,
                                              a.ws + w * a.blocks(), a.K);
 #pragma unroll
@@ -204,7 +203,7 @@ struct Adder {
     MX_MEMBER void add_bias(const Entry& entry, unsigned tile, float (&sums)[kCols / 2]) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const unsigned row = row_of_w(a, tile, row_of(warp, lane, i));
+            const unsigned row = row_of_w(a, tile, group, row_of(warp, lane, i));
             const float bias =
                 load_bias(a.bias, a.bias_kind, entry.expert * static_cast<Offset>(a.N) + row);
 #pragma unroll
@@ -217,16 +216,12 @@ struct Adder {
     // Which of a lane's two rows comes first, where they are neighbours.
     MX_MEMBER int first_row() const { return kHalves ? 0 : lane / 16; }
 
-    MX_MEMBER void store_plain(const Entry& entry, unsigned tile,
-                               const float (&sums)[kCols / 2]) const {
-        struct alignas(2 * sizeof(Out)) Pair {
-            Out values[2];
-        };
-        const long first = tile * static_cast<long>(kRows) + warp * 16 + lane / 4 * 2;
-        const bool aligned =
-            a.N % 2 == 0 && reinterpret_cast<unsigned long>(a.out) % sizeof(Pair) == 0;
-        const int room = max(0L, min(2L, a.N - first)); // for so many of the two features
-        Out* const out = static_cast<Out*>(a.out) + first;
+    // room: for so many of a lane's two features. Pairs: for both, which are one store.
+    template <bool Pairs>
+    MX_MEMBER void store_rows(const Entry& entry, Out* out, int room,
+                              const float (&sums)[kCols / 2]) const {
+        const unsigned row_bytes = static_cast<unsigned>(a.N) * sizeof(Out);
+        const bool turned = first_row();
 #pragma unroll
         for (int j = 0; j < kColTiles; ++j) {
             if (j >= entry.col_tiles)
@@ -239,30 +234,40 @@ struct Adder {
                 const int t = c ? rows.y : rows.x;
                 const float weight = c ? weights.y : weights.x;
                 const float one = sums[j * 4 + c], other = sums[j * 4 + 2 + c];
-                if (t < 0)
-                    continue;
-                Out* const to = out + t * a.N;
-                Pair pair;
-                store(pair.values, (first_row() ? other : one) * weight);
-                store(pair.values + 1, (first_row() ? one : other) * weight);
-                if (aligned && room == 2) {
-                    *reinterpret_cast<Pair*>(to) = pair;
+                const float first = (turned ? other : one) * weight;
+                const float second = (turned ? one : other) * weight;
+                Out* const to = reinterpret_cast<Out*>(
+                    reinterpret_cast<unsigned char*>(out) +
+                    static_cast<Offset>(static_cast<unsigned>(t)) * row_bytes);
+                if constexpr (Pairs) {
+                    store_pair(to, first, second, t);
                 } else {
-#pragma unroll
-                    for (int v = 0; v < 2; ++v)
-                        if (v < room)
-                            to[v] = pair.values[v];
+                    if (t >= 0 && room > 0)
+                        store(to, first);
+                    if (t >= 0 && room > 1)
+                        store(to + 1, second);
                 }
             }
         }
+    }
+    MX_MEMBER void store_plain(const Entry& entry, unsigned tile,
+                               const float (&sums)[kCols / 2]) const {
+        const long of_group = (tile * static_cast<long>(kGroups) + group) * kGroupRows;
+        const long first = of_group + warp * 16 + lane / 4 * 2;
+        Out* const out = static_cast<Out*>(a.out) + first;
+        if (of_group + kGroupRows <= a.N && a.N % 2 == 0 &&
+            reinterpret_cast<unsigned long>(a.out) % (2 * sizeof(Out)) == 0)
+            store_rows<true>(entry, out, 2, sums);
+        else
+            store_rows<false>(entry, out, max(0L, min(2L, a.N - first)), sums);
     }
 
     // A lane has gate and up of one feature; a warpgroup has a block of 32 features.
     template <int Count>
     MX_MEMBER void store_activated(const Entry& entry, unsigned tile, float (&sums)[Count],
                                    unsigned (&amaxes)[kGroupWarps][kActivated ? kCols : 2]) const {
-        const int in_group = warp % kGroupWarps;
-        const long first = tile * static_cast<long>(kFeatures) + warp * 8 + lane / 4;
+        const long first =
+            (tile * static_cast<long>(kGroups) + group) * (kGroupRows / 2) + warp * 8 + lane / 4;
 #pragma unroll
         for (int j = 0; j < kColTiles; ++j)
 #pragma unroll
@@ -276,7 +281,7 @@ struct Adder {
                 for (int distance = 4; distance < kLanes; distance *= 2)
                     amax = max(amax, __shfl_xor_sync(~0u, amax, distance));
                 if (lane < 4)
-                    amaxes[in_group][column_of(j, c, lane)] = amax;
+                    amaxes[warp][column_of(j, c, lane)] = amax;
             }
         named_barrier(1 + group, kGroupThreads);
 #pragma unroll
@@ -295,7 +300,7 @@ struct Adder {
                 const long n = t * (a.N / 2) + first;
                 static_cast<unsigned char*>(a.out)[n] =
                     to_e4m3x4<kRoundUp>(sums[j * 4 + c], 0.0f, 0.0f, 0.0f, scale);
-                if (in_group == 0 && lane < 4)
+                if (warp == 0 && lane < 4)
                     a.out_scales[n / kBlock] = scale.byte;
             }
     }
@@ -338,8 +343,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) {
 #pragma unroll
         for (int i = 0; i < kDepth; ++i) {
-            barrier_init(shared_address(shared.full + i), 1 + Scaler::kWarps);
-            barrier_init(shared_address(shared.empty + i), kAddWarps);
+            for (int group = 0; group < kGroups; ++group) {
+                barrier_init(shared_address(shared.full[group] + i), 2); // copies, factors
+                barrier_init(shared_address(shared.empty[group] + i), kGroupWarps);
+            }
         }
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
@@ -361,17 +368,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     group_barrier();
     if (warp < kAddWarps) {
         increase_registers<kAddingRegisters>();
-        Adder(a, shared, warp / kGroupWarps, warp, lane).run();
+        Adder(a, shared, warp / kGroupWarps, warp % kGroupWarps, lane).run();
     } else {
         decrease_registers<kBringingRegisters>();
         const int role = warp - kAddWarps;
         if (role < kGroupWarps)
             Bringer{a, shared, role * kLanes + lane}.run();
-        else if (role < 2 * kGroupWarps)
-            Scaler{a, shared, (role - kGroupWarps) * kLanes + lane}.run();
-        else if (role < 2 * kGroupWarps + kFetchWarps)
+        else if (role < kGroupWarps + kGroups)
+            Scaler{a, shared, role - kGroupWarps, lane}.run();
+        else if (role == 2 * kGroupWarps - 1)
+            open_entries(a, shared, lane);
+        else if (role >= 2 * kGroupWarps && role < 2 * kGroupWarps + kFetchWarps)
             fetch_x(a, shared, role - 2 * kGroupWarps, lane);
-        else
+        else if (role == 2 * kGroupWarps + kFetchWarps)
             copy_weights(a, shared, weights_map, lane);
     }
 }

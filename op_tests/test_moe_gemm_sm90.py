@@ -71,6 +71,7 @@ CASES = [
     (BOXES, boxes(4, 3, 2, 0, 2), 30, 256, 256, 8, 4, 16),
     (BOXES, boxes(6, 3, 5, 2, 2), 260, 200, 384, 3, 2, 128),
     (BOXES, boxes(12, 2, 2, 4, 4), 900, 64, 384, 3, 2, 96),
+    (BOXES, boxes(4, 3, 2, 0, 2), 700, 200, 256, 40, 4, 8),  # more than two blocks a workgroup
 ]
 
 

@@ -90,6 +90,20 @@ MX_DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
                  : "memory");
 }
 
+// Whether the phase of this parity is over, to which only this workgroup adds.
+MX_DEVICE bool barrier_test(unsigned barrier, unsigned parity) {
+    unsigned done;
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, done;\n"
+                 "}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done;
+}
+
 // Waits until the phase of this parity is over, to which other workgroups of the cluster add.
 MX_DEVICE void barrier_wait_cluster(unsigned barrier, unsigned parity) {
     asm volatile("{\n"

@@ -88,4 +88,26 @@ MX_MEMBER unsigned pack<fp16>(float low, float high) {
     return packed;
 }
 
+// Stores two neighbours to memory if `exists` is not negative. One instruction: compilers make two
+// of it where another branch has the two stores as well.
+template <class T>
+MX_DEVICE void store_pair(T* to, float first, float second, int exists) {
+    if constexpr (sizeof(T) == 4)
+        asm volatile("{\n"
+                     ".reg .pred p;\n"
+                     "setp.ge.s32 p, %3, 0;\n"
+                     "@p st.global.v2.f32 [%0], {%1, %2};\n"
+                     "}" ::"l"(to),
+                     "f"(first), "f"(second), "r"(exists)
+                     : "memory");
+    else
+        asm volatile("{\n"
+                     ".reg .pred p;\n"
+                     "setp.ge.s32 p, %2, 0;\n"
+                     "@p st.global.u32 [%0], %1;\n"
+                     "}" ::"l"(to),
+                     "r"(pack<T>(first, second)), "r"(exists)
+                     : "memory");
+}
+
 } // namespace mx

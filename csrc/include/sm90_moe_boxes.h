@@ -35,29 +35,31 @@ constexpr int kMostRegisters =
     (kPool - kBringGroups * kGroupThreads * kBringingRegisters) / (kGroups * kGroupThreads) / 8 * 8;
 constexpr int kAddingRegisters = kMostRegisters < 232 ? kMostRegisters : 232;
 
-constexpr int kRows = kGroups * 64, kHalfRows = kRows / 2; // of w: of a tile, of a box
-constexpr int kStageBytes = kRows * kChunk;
+constexpr int kGroupRows = 64;                           // of w, of a warpgroup
+constexpr int kRows = kGroups * kGroupRows;              // of a tile
+constexpr int kBoxRows = kGroupRows / (kHalves ? 2 : 1); // gate rows and up rows, or both
+constexpr int kStageBytes = kGroupRows * kChunk;
 constexpr int kCols = kColTiles * 8;
 using Walk = MoeWalk<(kCols + kLanes - 1) / kLanes * kLanes>;
 
-constexpr int kFeatures = kActivated ? kHalfRows : kRows; // of the result, of a tile
+constexpr int kFeatures = kActivated ? kRows / 2 : kRows; // of the result, of a tile
 MX_DEVICE unsigned tiles_of(const MoeArgs& a) {
     return (static_cast<unsigned>(a.N) + kRows - 1) / kRows;
 }
-// The row of an expert's w that is row r of a tile in shared memory; of those past the last one,
-// the last.
-MX_DEVICE unsigned row_of_w(const MoeArgs& a, unsigned tile, unsigned r) {
-    const unsigned rows = a.N;
+// The row of an expert's w that is row r of a warpgroup's part of a tile; of those past the last
+// one, the last.
+MX_DEVICE unsigned row_of_w(const MoeArgs& a, unsigned tile, int group, unsigned r) {
+    const unsigned rows = a.N, first = (tile * kGroups + group) * kBoxRows;
     if constexpr (!kHalves)
-        return min(tile * kRows + r, rows - 1);
-    return min(tile * kHalfRows + r % kHalfRows, rows / 2 - 1) + r / kHalfRows * (rows / 2);
+        return min(first + r, rows - 1);
+    return min(first + r % kBoxRows, rows / 2 - 1) + r / kBoxRows * (rows / 2);
 }
-// The row of a tile that is row i of two of a lane. Where gate and up rows do not lie apart they
-// are neighbours; which is the first of the two turns in the middle, so that 8 lanes' rows are on
-// different banks.
+// The row of that part that is row i of two of a lane of a warp of the group. Where gate and up
+// rows do not lie apart they are neighbours; which is the first of the two turns in the middle, so
+// that 8 lanes' rows are on different banks.
 MX_DEVICE int row_of(int warp, int lane, int i) {
     const int g = lane / 4;
-    return kHalves ? i * kHalfRows + warp * 8 + g : warp * 16 + g * 2 + (i ^ g >> 2);
+    return kHalves ? i * kBoxRows + warp * 8 + g : warp * 16 + g * 2 + (i ^ g >> 2);
 }
 // Of pair p of values of a lane, those of one row of w: columns of x.
 MX_DEVICE int column_of(int tile, int c, int lane) { return tile * 8 + lane % 4 * 2 + c; }
@@ -68,6 +70,7 @@ constexpr int kStepBytes = 32 * kCols + 16; // x of 16 k; the next is in other b
 constexpr int kPasses = kCols / 16;         // of the threads that bring x over its rows
 static_assert(kCols % 16 == 0, "all threads that bring x have as many rows");
 constexpr int kEntries = 4;
+constexpr unsigned kPollNs = 40; // a fraction of what a warpgroup takes for 128 k
 
 // What the workgroup sums up: rows of x by some tiles of w.
 struct alignas(16) Entry {
@@ -83,17 +86,18 @@ struct alignas(16) Entry {
     int any_x_outside;
 };
 struct Shared {
-    unsigned char ring[kDepth][kStageBytes];
+    unsigned char ring[kGroups][kDepth][kStageBytes];
     unsigned char x[kSlots][kPieces * kStepBytes];
-    unsigned char fetched[kAhead][kPasses * 16][kChunk]; // x, as it is
-    unsigned fetched_scales[kAhead][kPasses * 16];
-    uint2 factors[kDepth][kRows]; // of a row of w: bytes of factors, and its power of two
+    unsigned char fetched[kAhead][kCols][kChunk]; // x, as it is
+    unsigned fetched_scales[kAhead][kCols];
+    // Of a row of w: bytes of factors, and its power of two.
+    uint2 factors[kGroups][kDepth][kGroupRows];
     Entry queue[kEntries];
-    unsigned amax[2][kGroups][kGroupWarps][kActivated ? kCols : 2]; // of a warp's features
-    unsigned long long full[kDepth], empty[kDepth];                 // barriers of w
-    unsigned long long arrived[kAhead], drained[kAhead];            // of x as fetched
-    unsigned long long ready[kSlots], taken[kSlots];                // of x
-    unsigned long long opened[kEntries], closed[kEntries];          // of the queue
+    unsigned amax[2][kGroups][kGroupWarps][kActivated ? kCols : 2];   // of a warp's features
+    unsigned long long full[kGroups][kDepth], empty[kGroups][kDepth]; // barriers of w
+    unsigned long long arrived[kAhead], drained[kAhead];              // of x as fetched
+    unsigned long long ready[kSlots], taken[kSlots];                  // of x
+    unsigned long long opened[kEntries], closed[kEntries];            // of the queue
 };
 static_assert(sizeof(Shared) <= MX_SHARED_BYTES,
               "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/boxes_sm90.py");
@@ -134,6 +138,23 @@ MX_DEVICE unsigned factor_byte(unsigned scale, unsigned top) {
     return scale == kNanScale ? kNanFactor : exponent < 1 ? 0 : exponent << 2;
 }
 
+// Those of four blocks.
+MX_DEVICE unsigned factors_of(unsigned scales, unsigned top) {
+    constexpr unsigned each = 0x01010101;
+    const unsigned below = top * each - scales; // where it is right, no byte borrows
+    const unsigned nan = ((scales & 0x7f * each) + each) & scales;
+    const unsigned far = (below + (128 - kTopExponent) * each) | below | nan;
+    if (__builtin_expect(!(far & 0x80 * each) && top != kNoTop, true))
+        return (kTopExponent * each - below) << 2;
+    unsigned factors = 0;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+        factors |= factor_byte(scales >> 8 * b & 255, top) << 8 * b;
+    return factors;
+}
+// The top bit of a byte is set where it is 0, of bytes below 0x80.
+MX_DEVICE unsigned zero_bytes(unsigned word) { return (word - 0x01010101) & 0x80808080; }
+
 // What others read too, in the order of the source.
 MX_DEVICE unsigned load_word(const unsigned char* p) {
     unsigned v;
@@ -165,50 +186,76 @@ struct Opener {
     Walk walk;
     Turn<kEntries> turn;
     int given = 0, rows = 0;           // columns of the walk's rows, in the queue and all
-    unsigned long first = 0, last = 0; // items, where x is resident
+    unsigned long first = 0, last = 0; // items of the last part, where x is resident
+    bool in_parts;                     // not whole pieces
 
+    // Where x is resident, a workgroup has successive tiles. As long as there is a piece for each
+    // workgroup, each takes a whole one: blocks of one expert are then under way at the same time,
+    // and read its weights from memory but once. Tiles of the pieces that are left over are shared.
     MX_MEMBER Opener(const MoeArgs& a, Shared& shared, int lane)
-        : a(a), shared(shared), lane(lane), walk(a, tiles_of(a), lane, !kResident) {
-        if constexpr (kResident) { // successive tiles, so that x stays
+        : a(a), shared(shared), lane(lane), walk(a, tiles_of(a), lane, !kResident),
+          in_parts(!kResident) {
+        if constexpr (kResident) {
             walk.padded = *a.padded;
             const unsigned blocks = min((walk.padded + a.block_m - 1) / a.block_m, a.max_blocks);
-            const unsigned long items =
-                blocks * walk.pieces_of_block() * static_cast<unsigned long>(walk.tiles);
-            first = items * blockIdx.x / gridDim.x;
-            last = items * (blockIdx.x + 1) / gridDim.x;
-            walk.next_piece = first / walk.tiles;
+            const unsigned pieces = blocks * walk.pieces_of_block();
+            const unsigned whole = pieces / gridDim.x * gridDim.x;
+            const unsigned long start = whole * static_cast<unsigned long>(walk.tiles);
+            const unsigned long items = (pieces - whole) * static_cast<unsigned long>(walk.tiles);
+            first = start + items * blockIdx.x / gridDim.x;
+            last = start + items * (blockIdx.x + 1) / gridDim.x;
+            walk.next_piece = blockIdx.x;
             walk.next_tile = 0;
-            walk.step_pieces = 1;
+            walk.step_pieces = gridDim.x;
             walk.step_tiles = 0;
-            walk.end_piece = first == last ? 0 : (last + walk.tiles - 1) / walk.tiles;
-            walk.look_ahead();
+            walk.end_piece = whole;
+            if (whole == 0)
+                begin_parts();
+            else
+                walk.look_ahead();
         }
+    }
+    MX_MEMBER void begin_parts() {
+        in_parts = true;
+        walk.next_piece = first / walk.tiles;
+        walk.step_pieces = 1;
+        walk.end_piece = first == last ? 0 : (last + walk.tiles - 1) / walk.tiles;
+        walk.look_ahead();
     }
     // Of the open piece.
     MX_MEMBER unsigned first_tile() const {
         if (!kResident)
             return walk.tile;
         const unsigned long start = (walk.next_piece - 1) * static_cast<unsigned long>(walk.tiles);
-        return max(first, start) - start;
+        return in_parts ? max(first, start) - start : 0;
     }
     MX_MEMBER unsigned end_tile() const {
         if (!kResident)
             return walk.tile + 1;
         const unsigned long start = (walk.next_piece - 1) * static_cast<unsigned long>(walk.tiles);
-        return min(last, start + walk.tiles) - start;
+        return in_parts ? min(last, start + walk.tiles) - start : walk.tiles;
     }
-    MX_MEMBER void open() {
+    // The walk's next rows, if there are any.
+    MX_MEMBER bool next() {
+        return walk.next([&] {
+            const unsigned end = end_tile();
+            for (unsigned tile = first_tile(); tile < end; ++tile) {
+                walk.tile = tile;
+                store_zeros<Out, kFeatures, kActivated>(a, walk, 0, 1);
+            }
+        });
+    }
+    // Returns whether there is one more.
+    MX_MEMBER bool open() {
         barrier_wait(shared_address(shared.closed + turn.at), turn.parity ^ 1);
         Entry& to = shared.queue[turn.at];
         bool more = given < rows;
         if (!more) {
-            more = walk.next([&] {
-                const unsigned end = end_tile();
-                for (unsigned tile = first_tile(); tile < end; ++tile) {
-                    walk.tile = tile;
-                    store_zeros<Out, kFeatures, kActivated>(a, walk, 0, 1);
-                }
-            });
+            more = next();
+            if (!more && !in_parts) {
+                begin_parts();
+                more = next();
+            }
             given = 0;
             rows = walk.col_tiles() * 8;
         }
@@ -238,47 +285,57 @@ struct Opener {
         if (lane == 0)
             barrier_arrive(shared_address(shared.opened + turn.at));
         turn.next();
+        return more;
     }
 };
 
-// Asks for boxes of weights, and opens entries ahead of that. One warp.
-MX_DEVICE void copy_weights(const MoeArgs& a, Shared& shared, const TensorMap& map, int lane) {
+// Fills the queue as far as there is room. One warp.
+MX_DEVICE void open_entries(const MoeArgs& a, Shared& shared, int lane) {
     if (!kEarlyRouting)
         wait_for_grid_ahead();
     Opener opener(a, shared, lane);
-    opener.open();
+    while (opener.open())
+        ;
+}
+
+// Asks for boxes of weights. One warp, of which a lane serves each warpgroup that adds: these run
+// apart from each other, so that it must not wait for one of them alone.
+MX_DEVICE void copy_weights(const MoeArgs& a, Shared& shared, const TensorMap& map, int lane) {
+    const int group = min(lane, kGroups - 1), chunks = a.chunks();
+    bool done = lane >= kGroups;
+    int left = 0, chunk = 0, row = 0; // chunks of the entry; the next one's place
     Turn<kEntries> turn;
     Turn<kDepth> to;
-    for (bool at_start = true;; at_start = false, turn.next()) {
-        const Entry& entry = shared.queue[turn.at];
-        const int expert = entry.expert, chunks = a.chunks();
-        const unsigned end = entry.end;
-        if (expert < 0)
-            break;
-        if (!at_start)
-            opener.open();
-        int copied = 0; // of the first entry, before the next one is opened
-        for (unsigned tile = entry.tile; tile < end; ++tile) {
-            const int features = static_cast<int>(a.N);
-            const int row = expert * features + tile * (kHalves ? kHalfRows : kRows);
-            for (int c = 0; c < chunks; ++c) {
-                if (lane == 0) {
-                    barrier_wait(shared_address(shared.empty + to.at), to.parity ^ 1);
-                    const unsigned full = shared_address(shared.full + to.at);
-                    barrier_arrive_expect(full, kStageBytes);
-                    const unsigned stage = shared_address(shared.ring[to.at]);
-                    const int other = row + (kHalves ? features / 2 : kHalfRows);
-                    copy_box(stage, map, c * kChunk, row, full);
-                    copy_box(stage + kStageBytes / 2, map, c * kChunk, other, full);
-                }
-                __syncwarp();
-                to.next();
-                if (at_start && ++copied == kDepth)
-                    opener.open();
-            }
+    while (__any_sync(~0u, !done)) {
+        bool asked = false;
+        if (!done && left == 0 &&
+            barrier_test(shared_address(shared.opened + turn.at), turn.parity)) {
+            const Entry& entry = shared.queue[turn.at];
+            turn.next();
+            done = entry.expert < 0;
+            left = static_cast<int>(entry.end - entry.tile) * chunks;
+            row = entry.expert * static_cast<int>(a.N) +
+                  static_cast<int>(entry.tile * kGroups + group) * kBoxRows;
         }
-        if (at_start && copied < kDepth)
-            opener.open();
+        if (!done && left > 0 &&
+            barrier_test(shared_address(shared.empty[group] + to.at), to.parity ^ 1)) {
+            const unsigned full = shared_address(shared.full[group] + to.at);
+            barrier_arrive_expect(full, kStageBytes);
+            const unsigned stage = shared_address(shared.ring[group][to.at]);
+            copy_box(stage, map, chunk * kChunk, row, full);
+            if constexpr (kHalves)
+                copy_box(stage + kStageBytes / 2, map, chunk * kChunk,
+                         row + static_cast<int>(a.N) / 2, full);
+            to.next();
+            --left;
+            if (++chunk == chunks) {
+                chunk = 0;
+                row += kGroups * kBoxRows;
+            }
+            asked = true;
+        }
+        if (!__any_sync(~0u, asked))
+            __nanosleep(kPollNs);
     }
     launch_dependents(); // not before, else what comes next settles unevenly on the SMs
 }

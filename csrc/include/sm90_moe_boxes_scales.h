@@ -6,13 +6,12 @@
 namespace mx {
 
 // Makes factors of scales of w: relative to the row's largest, which is found while the tile before
-// is under way. Four warps, whose lanes have a row every kStride.
+// is under way. A warp for each warpgroup that adds, whose lanes have a row every kLanes.
 struct Scaler {
-    static constexpr int kWarps = kGroupWarps, kStride = kWarps * kLanes;
-    static constexpr int kOwned = (kRows + kStride - 1) / kStride, kBatch = 2; // rows, chunks
+    static constexpr int kOwned = kGroupRows / kLanes, kBatch = 2; // rows, chunks
     const MoeArgs& a;
     Shared& shared;
-    const int thread; // of these
+    const int group, lane;
 
     using Words = unsigned[kOwned][kBatch];
     MX_MEMBER static void load(Words& words, const unsigned char* const (&from)[kOwned], int c,
@@ -29,22 +28,9 @@ struct Scaler {
     MX_MEMBER void locate(const unsigned char* (&rows)[kOwned], int expert, unsigned tile) const {
 #pragma unroll
         for (int r = 0; r < kOwned; ++r) {
-            const unsigned row = row_of_w(a, tile, min(thread + r * kStride, kRows - 1));
+            const unsigned row = row_of_w(a, tile, group, lane + r * kLanes);
             rows[r] = a.ws + (expert * static_cast<Offset>(a.N) + row) * a.blocks();
         }
-    }
-    MX_MEMBER static unsigned factors_of(unsigned scales, unsigned top) {
-        constexpr unsigned each = 0x01010101;
-        const unsigned below = top * each - scales; // where it is right, no byte borrows
-        const unsigned nan = ((scales & 0x7f * each) + each) & scales;
-        const unsigned far = (below + (128 - kTopExponent) * each) | below | nan;
-        if (__builtin_expect(!(far & 0x80 * each) && top != kNoTop, true))
-            return (kTopExponent * each - below) << 2;
-        unsigned factors = 0;
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b)
-            factors |= factor_byte(scales >> 8 * b & 255, top) << 8 * b;
-        return factors;
     }
     MX_MEMBER void run() const {
         const int chunks = a.chunks();
@@ -91,17 +77,14 @@ struct Scaler {
                 for (int i = 0; i < kBatch; ++i) {
                     if (c + i >= chunks)
                         break;
-                    barrier_wait(shared_address(shared.empty + to.at), to.parity ^ 1);
+                    barrier_wait(shared_address(shared.empty[group] + to.at), to.parity ^ 1);
 #pragma unroll
-                    for (int r = 0; r < kOwned; ++r) {
-                        const int row = thread + r * kStride;
-                        if (row < kRows)
-                            shared.factors[to.at][row] = uint2{factors_of(words[r][i], top[r]),
-                                                               __float_as_uint(power_of(top[r]))};
-                    }
+                    for (int r = 0; r < kOwned; ++r)
+                        shared.factors[group][to.at][lane + r * kLanes] = uint2{
+                            factors_of(words[r][i], top[r]), __float_as_uint(power_of(top[r]))};
                     __syncwarp();
-                    if (thread % kLanes == 0)
-                        barrier_arrive(shared_address(shared.full + to.at));
+                    if (lane == 0)
+                        barrier_arrive(shared_address(shared.full[group] + to.at));
                     to.next();
                 }
 #pragma unroll

@@ -72,35 +72,58 @@ MX_DEVICE void fetch_x(const MoeArgs& a, Shared& shared, int warp, int lane) {
     copy_wait<0>(); // copies must not outlive the warp
 }
 
-// A thread has 16 k of a chunk of every 16th row.
+// A thread has 16 k of a chunk of every 16th row. A warp has 4 adjacent ones of each 16, and of
+// these lane 4 * pass + i has the scales of the one that is i-th.
 struct Bringer {
     const MoeArgs& a;
     Shared& shared;
     const int thread; // of these
 
+    static_assert(kPasses * 4 <= kLanes, "a lane has scales of one row");
+
     MX_MEMBER int piece() const { return thread % kPieces; }
     MX_MEMBER int column(int pass) const { return pass * 16 + thread / kPieces; }
+    // Whose scales the lane has.
+    MX_MEMBER int scaled_column() const {
+        const int lane = thread % kLanes;
+        return min(lane / 4, kPasses - 1) * 16 + thread / kLanes * 4 + lane % 4;
+    }
 
-    // The row of x, or -1.
-    MX_MEMBER int row_of_x(const Entry& entry, int pass) const { return entry.x_row[column(pass)]; }
+    static constexpr int kTopRows = kPasses < 3 ? kPasses : 3, kTopWords = 6; // loads at once
     // Finds the largest scale of each row.
     MX_MEMBER void find_tops(Entry& entry) const {
         const int chunks = a.chunks(), passes = (entry.col_tiles + 1) / 2;
 #pragma unroll 1
-        for (int first = 0; first < passes; first += 2) {
-            Largest largest[2];
-            int rows[2];
+        for (int first = 0; first < passes; first += kTopRows) {
+            Largest largest[kTopRows];
+            const unsigned char* scales[kTopRows];
+            bool exists[kTopRows];
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-                rows[i] = first + i < passes ? row_of_x(entry, first + i) : -1;
-#pragma unroll 4
-            for (int c = piece(); c < chunks; c += kPieces)
+            for (int i = 0; i < kTopRows; ++i) {
+                const int row = first + i < passes ? entry.x_row[column(first + i)] : -1;
+                exists[i] = row >= 0;
+                scales[i] = row_at(a.xs, row, a.K / kBlock);
+            }
+#pragma unroll 1
+            for (int c = piece(); c < chunks; c += kTopWords * kPieces) {
+                unsigned words[kTopWords][kTopRows];
 #pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    if (rows[i] >= 0)
-                        largest[i].take(load_word(a.xs + a.row_of_blocks(rows[i]) + c * kBlocks));
+                for (int n = 0; n < kTopWords; ++n)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
+                    for (int i = 0; i < kTopRows; ++i) {
+                        const int at = c + n * kPieces;
+                        words[n][i] = 0;
+                        if (exists[i] && at < chunks)
+                            words[n][i] = load_word(scales[i] + at * kBlocks);
+                    }
+#pragma unroll
+                for (int n = 0; n < kTopWords; ++n)
+#pragma unroll
+                    for (int i = 0; i < kTopRows; ++i)
+                        largest[i].take(words[n][i]);
+            }
+#pragma unroll
+            for (int i = 0; i < kTopRows; ++i) {
                 unsigned both = largest[i].both();
 #pragma unroll
                 for (int distance = 1; distance < kPieces; distance *= 2)
@@ -116,10 +139,9 @@ struct Bringer {
         __syncwarp();
     }
 
-    // Makes fp16 of 16 k of a row. Returns whether values are left out because of their scale.
-    MX_MEMBER static bool expand(const uint4& v, unsigned scale, unsigned top, unsigned to) {
+    // Makes fp16 of 16 k of a row.
+    MX_MEMBER static void expand(const uint4& v, unsigned factor, unsigned to) {
         const unsigned words[4] = {v.x, v.y, v.z, v.w};
-        const unsigned byte = factor_byte(scale, top), factor = byte * 0x01000100;
         unsigned low[4], high[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -129,26 +151,29 @@ struct Bringer {
         }
         store_shared_16(to, low);
         store_shared_16(to + kCols * 16, high);
-        return byte == 0 && (v.x | v.y | v.z | v.w) & 0x7f7f7f7f;
     }
 
     static constexpr int kBatch = 3; // passes at once
-    MX_MEMBER void expand_batch(Entry& entry, int from, int first, int passes,
-                                unsigned slot) const {
+    // factors: of the row whose scales the lane has.
+    MX_MEMBER void expand_batch(Entry& entry, int from, int first, int passes, unsigned slot,
+                                unsigned factors, bool any_zero) const {
+        const int b = piece() / 2, row = thread % kLanes / kPieces; // a block; of 4
         uint4 v[kBatch];
-        unsigned scales[kBatch], tops[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int m = column(min(first + i, kPasses - 1));
             v[i] = load_shared_16(shared_address(shared.fetched[from][m] + piece() * 16));
-            scales[i] = load_shared_4(shared_address(&shared.fetched_scales[from][m]));
-            tops[i] = entry.x_top[m];
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int m = column(first + i);
-            if (first + i < passes &&
-                expand(v[i], scales[i] >> piece() / 2 * 8 & 255, tops[i], slot + m * 16))
+            const unsigned of_row = __shfl_sync(~0u, factors, (first + i) * 4 + row);
+            const unsigned factor = __byte_perm(of_row, 0, 0x0404 | b << 4 | b << 12);
+            if (first + i >= passes)
+                continue;
+            expand(v[i], factor, slot + m * 16);
+            if (__builtin_expect(any_zero, false) && factor == 0 &&
+                (v[i].x | v[i].y | v[i].z | v[i].w) & 0x7f7f7f7f)
                 entry.x_outside[m] = entry.any_x_outside = 1;
         }
     }
@@ -163,17 +188,24 @@ struct Bringer {
             Entry& entry = shared.queue[turn.at];
             if (entry.expert < 0)
                 break;
-            const int passes = (entry.col_tiles + 1) / 2;
+            const int passes = (entry.col_tiles + 1) / 2, own = scaled_column();
             find_tops(entry);
+            const bool exists = own < passes * 16 && entry.x_row[own] >= 0;
+            const unsigned top = exists ? entry.x_top[own] : kFirstTop;
             for (int left = chunks_of(a, entry); left > 0; --left, from.next(), to.next()) {
                 barrier_wait(shared_address(shared.arrived + from.at), from.parity);
+                unsigned scales = kFirstTop * 0x01010101;
+                if (exists)
+                    scales = load_shared_4(shared_address(&shared.fetched_scales[from.at][own]));
+                const unsigned factors = factors_of(scales, top);
+                const bool any_zero = __any_sync(~0u, zero_bytes(factors) != 0);
                 barrier_wait(shared_address(shared.taken + to.at), to.parity ^ 1);
                 const unsigned slot = shared_address(shared.x[to.at]) + piece() * kStepBytes;
 #pragma unroll
                 for (int first = 0; first < kPasses; first += kBatch) {
                     if (first >= passes)
                         break;
-                    expand_batch(entry, from.at, first, passes, slot);
+                    expand_batch(entry, from.at, first, passes, slot, factors, any_zero);
                 }
                 fence_async();
                 __syncwarp();

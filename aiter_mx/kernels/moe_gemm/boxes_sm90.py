@@ -56,7 +56,8 @@ def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
     fetched = ahead * passes * 16 * (_CHUNK + 4)
     maxima = 32 * groups * (2 if problem.activation == "none" else cols)
     entries = _ENTRIES * (24 * cols + 32 + 16)
-    total = ring + ready + fetched + maxima + entries + 16 * (depth + slots + ahead)
+    barriers = 16 * (groups * depth + slots + ahead)
+    total = ring + ready + fetched + maxima + entries + barriers
     return -(-total // 1024) * 1024  # weights are where a KiB begins
 
 
@@ -133,7 +134,8 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
 
 
 def _weights(target: Target, problem: MoeGemmProblem, config: Config) -> TensorMap:
-    box_rows = config["groups"] * _GROUP_ROWS // 2
+    halves = problem.activation != "none" and problem.layout == "halves"
+    box_rows = _GROUP_ROWS // 2 if halves else _GROUP_ROWS
     return TensorMap(place_of(ARGS, "wq"), problem.E * problem.N, problem.K, box_rows, _CHUNK)
 
 
