@@ -133,6 +133,21 @@ def test_the_newest_clang_with_headers_of_triton_is_chosen(
         find_toolchain("gfx950")
 
 
+def test_a_compiler_that_was_asked_for_is_not_passed_over_in_silence(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(amd, "_OPT", bare)
+    write_rocm(bare / "rocm-7.1.0")
+    monkeypatch.setenv("HIPCC", str(bare / "no" / "hipcc"))
+    monkeypatch.setenv("ROCM_PATH", str(bare / "nowhere"))
+    reason = find_toolchain("gfx950").reason
+    assert f"passed over HIPCC: no program {bare / 'no' / 'hipcc'}" in reason
+    assert f"passed over ROCM_PATH: {bare / 'nowhere'} has none of" in reason
+    monkeypatch.setattr(nvidia, "_USUAL", fake_nvcc(bare / "nvidia/cu13/bin/nvcc"))
+    monkeypatch.setenv("CUDA_HOME", str(bare / "nowhere"))
+    assert "passed over CUDA_HOME: " in find_toolchain("sm_90a").reason
+
+
 @pytest.mark.parametrize("name", ["CUDA_HOME", "CUDA_PATH", "PATH", "installed", "wheel"])
 def test_nvcc_is_found_wherever_it_may_be(
     bare: Path, monkeypatch: pytest.MonkeyPatch, name: str

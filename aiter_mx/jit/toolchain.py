@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -42,9 +42,10 @@ def vendor_of(arch: str) -> ModuleType:
 def find_toolchain(arch: str) -> Toolchain:
     """The compiler to use for an architecture such as ``gfx950`` or ``sm_90a``.
 
-    The first of the vendor's candidates that compiles a trial kernel is chosen. The choice is
-    remembered in the cache folder until one of the candidates changes, so that a later process
-    starts no compiler to find it again.
+    The first of the vendor's candidates that compiles a trial kernel is chosen, and what the
+    environment names but cannot be used stands in its reason. The choice is remembered in the cache
+    folder until one of the candidates changes, so that a later process starts no compiler to find
+    it again.
 
     Raises:
         ToolchainError: there is none; the message lists every place looked at, why it was
@@ -97,7 +98,9 @@ def _search(arch: str, candidates: list[Candidate | str], work: Path) -> Toolcha
         except Refused as refusal:
             refusals.append(f"{candidate}: {refusal}")
         else:
-            return found
+            passed = [text for text in refusals if text.startswith(vendor.ENVIRONMENT)]
+            reason = "; ".join([found.reason, *(f"passed over {text}" for text in passed)])
+            return replace(found, reason=reason)
     listed = "\n".join(f"  - {refusal}" for refusal in refusals)
     raise ToolchainError(
         f"no compiler for {arch} was found. Looked at:\n{listed}\nTo build kernels, "
