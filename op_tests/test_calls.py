@@ -86,6 +86,27 @@ def test_weights_that_are_parameters_leave_no_trace(run: Callable[..., Tensor]) 
     assert out.grad_fn is None
 
 
+@pytest.fixture
+def bf16_by_default() -> Iterator[Callable[[], None]]:
+    """Makes bf16 torch's default dtype, as engines do while they build a model."""
+    yield lambda: torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(torch.float32)
+
+
+def test_torchs_default_dtype_changes_nothing(bf16_by_default: Callable[[], None]) -> None:
+    ids, routing = torch.tensor([[0, 1], [2, 3], [3, 0]]), torch.rand(M, TOP_K)
+    x, w1, w2 = torch.randn(M, K), weights(E, 2 * N, K), weights(E, K, N)
+    sorted_lists = aiter_mx.moe_sort(ids, routing, E)
+    layer = aiter_mx.fused_moe(x, *w1, *w2, ids, routing)
+    pair = aiter_mx.quantize(x, format="e2m1")
+    bf16_by_default()
+    for now, before in zip(aiter_mx.moe_sort(ids, routing, E), sorted_lists, strict=True):
+        assert now.dtype == before.dtype and torch.equal(now, before)
+    assert torch.equal(aiter_mx.fused_moe(x, *w1, *w2, ids, routing), layer)
+    for now, before in zip(aiter_mx.quantize(x, format="e2m1"), pair, strict=True):
+        assert torch.equal(now, before)
+
+
 def test_plans_are_kept_and_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "MOST_PLANS", 3)
     plans: calls.Plans[str] = calls.Plans()

@@ -36,7 +36,7 @@ def moe_combine_torch(
     is_here = torch.cat((is_here, shared), 1).unsqueeze(2)
     weights = torch.cat((topk_weights, shared.to(topk_weights.dtype)), 1).unsqueeze(2)
     rows = y.view(p.M, p.top_k + p.shared, p.N).to(torch.float32)
-    total = torch.zeros((p.M, p.N), device=y.device)
+    total = torch.zeros((p.M, p.N), dtype=torch.float32, device=y.device)
     for slot in range(rows.shape[1]):  # in the order of the kernel
         total += torch.where(is_here[:, slot], rows[:, slot] * weights[:, slot], 0.0)
     out.copy_(total)

@@ -183,7 +183,7 @@ def _run(
     device = topk_ids.device
     packed = problem.ids == "aiter"
     sorted_ids = torch.empty(problem.max_ids, dtype=torch.int32, device=device)
-    weights = torch.empty(problem.max_ids, device=device) if packed else None
+    weights = sorted_ids.new_empty(problem.max_ids, dtype=torch.float32) if packed else None
     blocks = problem.max_ids // problem.block_m
     expert_ids = torch.empty(blocks, dtype=torch.int32, device=device)
     post_padded = torch.empty(2 if packed else 1, dtype=torch.int32, device=device)

@@ -313,7 +313,7 @@ def warm(problem: MoeGemmProblem, device: torch.device) -> None:
         *_operand(p.routed, p.K, device=device),
         *_operand(p.E, p.N, p.K, device=device),
         *(ids, experts, none_used),
-        None if p.weights == "none" else torch.empty(len(ids), device=device),
+        None if p.weights == "none" else torch.empty(len(ids), dtype=torch.float32, device=device),
         None if p.bias == "none" else torch.empty(p.E, p.N, dtype=dtypes[p.bias], device=device),
         torch.empty(p.routed, p.out_features, dtype=dtypes[p.out_dtype], device=device),
         None if p.activation == "none" else torch.empty(scales, dtype=torch.uint8, device=device),

@@ -68,18 +68,19 @@ def _routing(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | Non
 
     every = p.num_experts or p.E
     slots = min(p.top_k, every)
-    experts = torch.rand(p.M, every).argsort(dim=1)[:, :slots]
+    experts = torch.rand(p.M, every, dtype=torch.float32).argsort(dim=1)[:, :slots]
     experts = experts.repeat(1, -(-p.top_k // slots))[:, : p.top_k].contiguous()
     if p.routed and not bool((experts < p.E).any()):
         experts[0, 0] = torch.randint(p.E, ())
-    weights = torch.rand(p.M, p.top_k) + 0.1
+    weights = torch.rand(p.M, p.top_k, dtype=torch.float32) + 0.1
     numbers = torch.arange(every, dtype=torch.int32)
     align = MoeAlignProblem(
         *(p.M, p.top_k, every, p.block_m, p.ids, "i64"), expert_map="numbers", drop_absent=1
     )
     by_place = p.weights == "by_place"
     sorted_ids = torch.empty(align.max_ids, dtype=torch.int32)
-    sorted_weights = torch.empty(align.max_ids) if by_place or p.ids == "aiter" else None
+    packed = by_place or p.ids == "aiter"
+    sorted_weights = torch.empty(align.max_ids, dtype=torch.float32) if packed else None
     blocks = torch.empty(align.max_ids // p.block_m, dtype=torch.int32)
     used = torch.empty(2 if p.ids == "aiter" else 1, dtype=torch.int32)
     given = weights if p.ids == "aiter" else None
