@@ -340,6 +340,10 @@ def test_misaligned_payload_and_overlap_are_refused(call: dict[str, Any]) -> Non
     with aiter_mx.simulate("gfx950"):
         with pytest.raises(ValueError, match="xq must start at a multiple of 16 bytes"):
             aiter_mx.moe_gemm(**{**call, "xq": shifted})
+        for dtype, moved, name in ((torch.bfloat16, 2, "8"), (torch.float32, 1, "16")):
+            view = torch.empty(6 * 20 + moved, dtype=dtype)[moved:].view(6, 20)
+            with pytest.raises(ValueError, match=f"out must start at a multiple of {name} bytes"):
+                aiter_mx.moe_gemm(**call, out_dtype=dtype, out=view)
         out = call["wq"].view(-1)[: 6 * 20 * 4].view(torch.float32).view(6, 20)
         with pytest.raises(ValueError, match="out overlaps wq"):
             aiter_mx.moe_gemm(**call, out_dtype=torch.float32, out=out)

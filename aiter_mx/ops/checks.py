@@ -13,6 +13,8 @@ ALIGNMENT_BYTES = 16
 """Kernels load payloads in pieces of this size."""
 SCALE_ALIGNMENT_BYTES = 4
 """Kernels of the MoE's GEMM load scales in pieces of this size."""
+STORED_FEATURES = 4
+"""They store as many features at once."""
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Dtypes of results and biases, by their names in problems."""
@@ -134,13 +136,14 @@ def refuse_strides(**tensors: torch.Tensor | None) -> None:
 
 
 def refuse_alignment(alignment_bytes: int = ALIGNMENT_BYTES, /, **tensors: torch.Tensor) -> None:
-    """Raise for the first of these that kernels could not load in whole pieces."""
+    """Raise for the first of these that kernels could not load, or store, in whole pieces."""
     for name, tensor in tensors.items():
         past = tensor.data_ptr() % alignment_bytes
         if past:
+            mend = "give it memory of its own" if name == "out" else f"call {name}.clone()"
             raise ValueError(
                 f"{name} must start at a multiple of {alignment_bytes} bytes, got a view that is "
-                f"{past} bytes past one; call {name}.clone()"
+                f"{past} bytes past one; {mend}"
             )
 
 

@@ -20,6 +20,7 @@ from aiter_mx.ops.checks import (
     DTYPE_NAMES,
     DTYPES,
     SCALE_ALIGNMENT_BYTES,
+    STORED_FEATURES,
     check_out,
     either,
     refuse_alignment,
@@ -78,7 +79,8 @@ def moe_gemm(
         bias: bf16, fp16 or fp32 ``[E, N]``, or None.
         ids: encoding of the sorted ids, ``"vllm"`` (t) or ``"aiter"`` (slot << 24 | token).
         out_dtype: dtype of the result: bf16, fp16 or fp32.
-        out: where to write the result; it may not overlap an input.
+        out: where to write the result; it begins at a multiple of four elements, as tensors do that
+            are no views, and may not overlap an input.
 
     Returns:
         ``[num_valid_tokens, N]``, or ``out``. Rows that no valid id names are left as they are.
@@ -236,6 +238,7 @@ def compute(
     else:
         named = dict(zip(_NAMES, inputs, strict=True))
         check_out(out, shape, DTYPES[problem.out_dtype], **named)
+        refuse_alignment(STORED_FEATURES * out.itemsize, out=out)
     if plan.run is not None:
         tensors = (*inputs, out, out_scales)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
