@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from aiter_mx.dispatch.tables import read_table
@@ -38,7 +39,9 @@ def draw(path: Path, folder: Path) -> Path | None:
     rows = list(read_rows(path, op).values())
     across = sorted({int(row["M"]) for row in rows})
     labels = list(dict.fromkeys(_label(op, row) for row in rows))
-    down = labels[:: -(-len(labels) // _MOST_ROWS)]
+    # By lot: every so many would be of one kind, where each N and K has as many kinds of rows.
+    drawn = Random(0).sample(range(len(labels)), min(len(labels), _MOST_ROWS))
+    down = [labels[index] for index in sorted(drawn)]
     cut = f", {len(down)} of {len(labels)} shapes" if len(down) < len(labels) else ""
     kernels = sorted({f"{row['backend']}/{row['kernel']}" for row in rows})
     height = 1.6 + 0.28 * len(down)
