@@ -127,6 +127,10 @@ def bind(spec: KernelSpec, target: Target, problem: Problem, config: Config, dev
             workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=where)
             tensors.append(workspace)
             addresses.append(workspace.data_ptr())
+        for at in spec.even:
+            if addresses[at] % 2:
+                tensors[at] = tensors[at].clone()
+                addresses[at] = tensors[at].data_ptr()
         for each in runs:
             each(tensors, addresses)
 

@@ -66,6 +66,13 @@ def check(
     return out
 
 
+def moved_on_gpu(tensor: torch.Tensor, shift: int) -> torch.Tensor:
+    """The same, so many bytes past an aligned address."""
+    room = torch.full((tensor.numel() + 8,), 255, dtype=torch.uint8, device="cuda")
+    moved = room[shift : shift + tensor.numel()].view(tensor.shape)
+    return moved.copy_(tensor)
+
+
 def test_routes_there_on_hopper_and_refuses_what_it_cannot() -> None:
     problem = GroupedGemmProblem(M=300, N=96, K=64, G=3)
     found = find_kernel("grouped_gemm", "sm_90a", "hip", "persistent")
@@ -125,6 +132,34 @@ def test_launches_of_a_call_share_a_workspace_and_calls_do_not(
     assert first[0] is first[1] and second[0] is second[1]
     assert first[0].data_ptr() != second[0].data_ptr()
     assert first[0].numel() == PERSISTENT.workspace_bytes(SM90, problem, config)
+
+
+@pytest.mark.parametrize("op", ["grouped_gemm", "linear"])
+def test_scales_of_w_at_an_odd_address_are_copied_to_an_even_one(
+    monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """The product loads two of them at once."""
+    given: list[list[int]] = []
+    copies: list[torch.Tensor] = []
+
+    def launched(tensors: list[torch.Tensor], addresses: list[int]) -> None:
+        given.append(list(addresses))
+        copies.append(tensors[place].clone())
+
+    monkeypatch.setattr(launch, "_bind_one", lambda *_: launched)
+    spec, place = find_kernel(op, "sm_90a", "hip", "persistent"), 3
+    problem = GroupedGemmProblem(100, 64, 128, 1) if op != "linear" else LinearProblem(100, 64, 128)
+    run = launch.bind(spec, SM90, problem, spec.configure(SM90, problem), 0)
+    scales = torch.arange(257, dtype=torch.uint8)
+    for ws in (scales[1:], scales[:-1]):
+        tensors = [torch.empty(2) for _ in range(8 - spec.nulls)]
+        tensors[place] = ws
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        run(tensors, addresses)
+        for got, copied in zip(given[-2:], copies[-2:], strict=True):
+            kept = [at for at in range(len(addresses)) if got[at] == addresses[at]]
+            assert len(kept) == len(addresses) - addresses[place] % 2
+            assert got[place] % 2 == 0 and torch.equal(copied, ws)
 
 
 def test_the_workspace_holds_every_group_in_slabs_of_its_own() -> None:
@@ -279,6 +314,19 @@ class TestOnHopper:
             *(t.cuda() for t in (xq, xs, wq, ws, bias)), out_dtype=torch.float32
         ).cpu()
         assert_close_to_reference(out, xq, xs, wq, ws, bias)
+
+    @pytest.mark.parametrize("K", [128, 160, 352, 1088])
+    def test_scales_at_any_address_are_read_rightly(self, K: int) -> None:
+        case = random_mx_groups(300, 2, 96, K)
+        a, a_scale, b, b_scale = (t.cuda() for t in case)
+        offs = torch.tensor([100, 300], dtype=torch.int32, device="cuda")
+        expected = check(case, [100, 300])
+        for shift in (1, 2, 3):
+            moved = [moved_on_gpu(scale, shift) for scale in (a_scale, b_scale)]
+            assert torch.equal(aiter_mx.grouped_gemm(a, moved[0], b, moved[1], offs), expected)
+        of_all = aiter_mx.linear(a, a_scale, b[1], b_scale[1].clone())
+        again = aiter_mx.linear(a, moved_on_gpu(a_scale, 3), b[1], moved_on_gpu(b_scale[1], 1))
+        assert torch.equal(of_all, again)
 
     def test_out_that_is_not_aligned_is_written_all_the_same(self) -> None:
         case = random_mx_groups(100, 1, 96, 160)

@@ -191,6 +191,8 @@ class KernelSpec:
         nulls: pointers after those of the op's tensors that are null, for a kernel of another op.
         workspace_bytes: memory that the launches share and that lasts for one call, or 0; where it
             is not, they have one more pointer, the last. It may hold anything at first.
+        even: places of pointers that a kernel with a workspace takes at even addresses alone: a
+            call copies what begins at an odd one.
         parts: the problems that are solved in place of one that the kernel, in a configuration,
             covers only together with other launches; none where it is alone.
         yields: why the other kernels of its backend come before it where no table decides, or
@@ -209,6 +211,7 @@ class KernelSpec:
     around: tuple[Module, ...] = ()
     nulls: int = 0
     workspace_bytes: Callable[[Target, Problem, Config], int] = lambda target, problem, config: 0
+    even: tuple[int, ...] = ()
     parts: Callable[[Target, Problem, Config], Parts] = lambda target, problem, config: ()
     yields: Callable[[Target, Problem], str | None] = lambda target, problem: None
 

@@ -139,7 +139,8 @@ def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Map
         "MX_STAGES": _STAGES,
         "MX_W_STAGES": _W_STAGES,
         "MX_SHARED_BYTES": _SHARED_BYTES,
-        # A row's scales begin at even addresses only where they are even in number.
+        # Scales of w are loaded in pairs where those of each row are even in number. The first
+        # row's then begin at an even address, whatever the caller's: see even below.
         "MX_SCALES_APART": problem.K // _BLOCK % 2,
     }
 
@@ -194,4 +195,5 @@ PERSISTENT = KernelSpec(
     module=MODULE,
     before=(LIST,),
     workspace_bytes=_workspace_bytes,
+    even=(place_of(ARGS, "ws"),),
 )
