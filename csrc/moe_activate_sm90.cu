@@ -1,6 +1,6 @@
 // What is left of an activated grouped GEMM whose sums are in memory: the activation of gate and up
-// and its quantisation, as a launch after moe_gemm_sm90.cu. That one then needs no block of 32
-// features in one workgroup, nor clusters, and shares few rows evenly among the SMs.
+// and its quantisation, as a launch after moe_gemm_stream_sm90.cu. That one then needs no block of
+// 32 features in one workgroup, nor clusters, and shares few rows evenly among the SMs.
 // aiter_mx/kernels/moe_gemm/problem.py defines what is computed.
 //
 //   workspace [num_valid_tokens, N]   fp32 sums, bias included: of each valid id's row, and zeros

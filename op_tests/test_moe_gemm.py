@@ -16,7 +16,7 @@ from torch import Tensor
 import aiter_mx
 from aiter_mx import launch
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
-from aiter_mx.kernels.moe_gemm.gfx950 import MFMA, PARAMS
+from aiter_mx.kernels.moe_gemm.mfma_gfx950 import MFMA, PARAMS
 from aiter_mx.kernels.spec import Config
 from aiter_mx.ops.moe_gemm import fallbacks
 from aiter_mx.target import target_of

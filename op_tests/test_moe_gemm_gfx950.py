@@ -14,7 +14,7 @@ import aiter_mx
 from aiter_mx.code_object import parse_code_object
 from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
-from aiter_mx.kernels.moe_gemm.gfx950 import MAX_K, MFMA, PARAMS, _registers, _resident
+from aiter_mx.kernels.moe_gemm.mfma_gfx950 import MAX_K, MFMA, PARAMS, _registers, _resident
 from aiter_mx.kernels.spec import Config, combinations
 from aiter_mx.launch import bind, build_request
 from aiter_mx.runtimes.sim import last_report

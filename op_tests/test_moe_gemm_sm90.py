@@ -18,7 +18,7 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.apart_sm90 import APART
 from aiter_mx.kernels.moe_gemm.boxes_sm90 import BOXES
-from aiter_mx.kernels.moe_gemm.sm90 import STREAM, fits
+from aiter_mx.kernels.moe_gemm.stream_sm90 import STREAM, fits
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import Config, KernelSpec
 from aiter_mx.ops.moe_gemm import Plan, compute

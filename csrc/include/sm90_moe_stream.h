@@ -1,4 +1,4 @@
-// The layout of moe_gemm_sm90.cu's shared memory, and how a warp fills its ring.
+// The layout of moe_gemm_stream_sm90.cu's shared memory, and how a warp fills its ring.
 #pragma once
 
 #include "mx_target.h"
@@ -59,9 +59,10 @@ struct Maxima {
     unsigned of_quad[2][kCols][kBlockQuads];
 };
 constexpr int kMaximaBytes = kCluster > 1 ? sizeof(Maxima) : 0;
-static_assert(kWarps * (kRingBytes + kPartials * 4 + kEntries * sizeof(Entry)) + kMaximaBytes ==
-                  MX_SHARED_BYTES,
-              "the host lays shared memory out differently: aiter_mx/kernels/moe_gemm/sm90.py");
+static_assert(
+    kWarps * (kRingBytes + kPartials * 4 + kEntries * sizeof(Entry)) + kMaximaBytes ==
+        MX_SHARED_BYTES,
+    "the host lays shared memory out differently: aiter_mx/kernels/moe_gemm/stream_sm90.py");
 
 MX_DEVICE int blocks_of(const MoeArgs& a, int chunk) {
     return kWhole ? kBlocks : min(kBlocks, static_cast<int>(a.blocks()) - chunk * kBlocks);

@@ -1,4 +1,5 @@
-// How a warp of moe_gemm_sm90.cu adds up the chunks in its ring, and hands its sums to the others.
+// How a warp of moe_gemm_stream_sm90.cu adds up the chunks in its ring, and hands its sums to the
+// others.
 #pragma once
 
 #include "mx_scale.h"

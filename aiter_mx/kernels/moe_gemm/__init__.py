@@ -5,10 +5,10 @@ from __future__ import annotations
 from aiter_mx.fallbacks import moe_gemm_tiles
 from aiter_mx.kernels.moe_gemm.apart_sm90 import APART
 from aiter_mx.kernels.moe_gemm.boxes_sm90 import BOXES
-from aiter_mx.kernels.moe_gemm.gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.moe_gemm.grouped import GROUPED
+from aiter_mx.kernels.moe_gemm.mfma_gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.moe_gemm.problem import KEY, MoeGemmProblem, stand_ins
-from aiter_mx.kernels.moe_gemm.sm90 import STREAM
+from aiter_mx.kernels.moe_gemm.stream_sm90 import STREAM
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import KernelSpec, reference
 

@@ -1,5 +1,6 @@
 """Hopper's activated grouped GEMM in two launches, for one token's experts: fp32 sums by
-csrc/moe_gemm_sm90.cu, then their activation and quantisation by csrc/moe_activate_sm90.cu."""
+csrc/moe_gemm_stream_sm90.cu, then their activation and quantisation by
+csrc/moe_activate_sm90.cu."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, ARGS, MoeGemmProblem, scalars
-from aiter_mx.kernels.moe_gemm.sm90 import PARAMS, STREAM
+from aiter_mx.kernels.moe_gemm.stream_sm90 import PARAMS, STREAM
 from aiter_mx.kernels.spec import Arg, Config, Geometry, KernelSpec, Module, first_of
 from aiter_mx.target import Target
 
@@ -81,7 +82,7 @@ APART = KernelSpec(
     candidates=_candidates,
     before=(
         Module(
-            sources={"sm_90a": "moe_gemm_sm90.cu"},
+            sources={"sm_90a": "moe_gemm_stream_sm90.cu"},
             symbol="aiter_mx_moe_gemm",
             args=_ARGS,
             defines=_sums_defines,

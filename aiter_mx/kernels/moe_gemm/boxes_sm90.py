@@ -11,7 +11,7 @@ from aiter_mx.kernels.moe_gemm.problem import (
     scalars,
     sm90_defines,
 )
-from aiter_mx.kernels.moe_gemm.sm90 import MAX_SIDE, MOST_ROWS
+from aiter_mx.kernels.moe_gemm.stream_sm90 import MAX_SIDE, MOST_ROWS
 from aiter_mx.kernels.spec import (
     Config,
     Geometry,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from aiter_mx.kernels.grouped_gemm import KERNELS as GROUPED_KERNELS
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, MoeGemmProblem
-from aiter_mx.kernels.moe_gemm.sm90 import CHUNK, most_rows
+from aiter_mx.kernels.moe_gemm.stream_sm90 import CHUNK, most_rows
 from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Geometry, KernelSpec, Module
 from aiter_mx.target import Target
 

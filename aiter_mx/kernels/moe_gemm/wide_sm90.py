@@ -10,7 +10,7 @@ from aiter_mx.kernels.moe_gemm.problem import (
     scalars,
     sm90_defines,
 )
-from aiter_mx.kernels.moe_gemm.sm90 import MAX_SIDE
+from aiter_mx.kernels.moe_gemm.stream_sm90 import MAX_SIDE
 from aiter_mx.kernels.spec import (
     Config,
     Geometry,

@@ -1,4 +1,4 @@
-"""The Hopper kernel of the grouped GEMM for few tokens an expert, csrc/moe_gemm_sm90.cu."""
+"""The Hopper kernel of the grouped GEMM for few tokens an expert, csrc/moe_gemm_stream_sm90.cu."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
 
 
 MODULE = Module(
-    sources={"sm_90a": "moe_gemm_sm90.cu"},
+    sources={"sm_90a": "moe_gemm_stream_sm90.cu"},
     symbol="aiter_mx_moe_gemm",
     args=ARGS,
     defines=_defines,

@@ -1,4 +1,4 @@
-"""The CDNA4 kernel of the grouped GEMM over routed tokens, csrc/moe_gemm_gfx950.cu."""
+"""The CDNA4 kernel of the grouped GEMM over routed tokens, csrc/moe_gemm_mfma_gfx950.cu."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
 
 
 MODULE = Module(
-    sources={"gfx950": "moe_gemm_gfx950.cu"},
+    sources={"gfx950": "moe_gemm_mfma_gfx950.cu"},
     symbol="aiter_mx_moe_gemm",
     args=ARGS,
     defines=_defines,
