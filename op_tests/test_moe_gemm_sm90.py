@@ -20,6 +20,7 @@ from aiter_mx.kernels.moe_gemm.apart_sm90 import APART
 from aiter_mx.kernels.moe_gemm.boxes_sm90 import BOXES
 from aiter_mx.kernels.moe_gemm.stream_sm90 import STREAM, fits
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
+from aiter_mx.kernels.registry import stand_ins
 from aiter_mx.kernels.spec import Config, KernelSpec
 from aiter_mx.ops.moe_gemm import Plan, compute
 from aiter_mx.ops.moe_layer import FusedMoeProblem
@@ -294,6 +295,18 @@ def test_activation_is_apart_where_blocks_of_features_are_few_and_nothing_follow
     assert route("moe_gemm", SM90, replace(few, M=2)).kernel == "stream"
     first, second = (part for op, part in FusedMoeProblem(1, 6112, 768, 128, 4).parts()[1:3])
     assert (first.followed, second.followed) == (True, False)
+
+
+def test_a_layers_gemm_takes_its_own_rows_then_those_of_one_by_itself() -> None:
+    alone = MoeGemmProblem(3, 1536, 6144, 128, 4, 16, "mxfp8", "swiglu_oai")
+    layers = replace(alone, followed=True)
+    nearest = [(p.M, p.activation, p.followed) for p in stand_ins("moe_gemm", layers)]
+    own = [(4, "swiglu_oai"), (3, "silu"), (4, "silu")]
+    assert nearest == [
+        *((M, activation, True) for M, activation in own),
+        *((M, activation, False) for M, activation in ((3, "swiglu_oai"), *own)),
+    ]
+    assert alone in stand_ins("moe_gemm", layers) and layers in stand_ins("moe_gemm", alone)
 
 
 def test_boxes_holds_whole_blocks_and_keeps_x_where_it_fits() -> None:

@@ -229,13 +229,17 @@ def sm90_defines(problem: MoeGemmProblem) -> dict[str, int]:
     }
 
 
-KEY = ("M", "N", "K", "E", "num_experts", "top_k", "block_m", "out_dtype", "activation")
+KEY = ("M", "N", "K", "E", "num_experts", "top_k", "block_m", "out_dtype", "activation", "followed")
 
 
 def stand_ins(key: MoeGemmProblem) -> tuple[MoeGemmProblem, ...]:
     """The next power of two tokens, and bf16 for other plain outputs, as tables have them; of
-    activations silu, which costs the same."""
+    activations silu, which costs the same; then the GEMM by itself for a layer's, and a layer's for
+    one by itself."""
     rounded = replace(key, M=1 << (key.M - 1).bit_length() if key.M else 0)
     if key.activation != "none":
-        return (rounded, replace(key, activation="silu"), replace(rounded, activation="silu"))
-    return (rounded, replace(key, out_dtype="bf16"), replace(rounded, out_dtype="bf16"))
+        found = (rounded, replace(key, activation="silu"), replace(rounded, activation="silu"))
+    else:
+        found = (rounded, replace(key, out_dtype="bf16"), replace(rounded, out_dtype="bf16"))
+    others = (replace(other, followed=not key.followed) for other in (key, *found))
+    return (*found, *others)
