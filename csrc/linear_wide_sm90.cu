@@ -26,7 +26,7 @@
 #include "sm90_mma.h"
 #include "sm90_rows.h"
 #include "sm90_tensor_map.h"
-#include "sm90_wgmma_f16.h"
+#include "sm90_wgmma.h"
 
 using namespace mx;
 

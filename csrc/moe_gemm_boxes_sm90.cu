@@ -24,7 +24,7 @@
 #include "sm90_moe_boxes.h"
 #include "sm90_moe_boxes_scales.h"
 #include "sm90_moe_boxes_x.h"
-#include "sm90_wgmma_f16_wide.h"
+#include "sm90_wgmma.h"
 
 using namespace mx;
 

@@ -27,7 +27,6 @@
 #include "sm90_moe.h"
 #include "sm90_moe_wide.h"
 #include "sm90_wgmma.h"
-#include "sm90_wgmma_steps.h"
 
 using namespace mx;
 

@@ -12,7 +12,7 @@
 #include "sm90_global.h"
 #include "sm90_lanes.h"
 #include "sm90_tensor_map.h"
-#include "sm90_wgmma_wide.h"
+#include "sm90_wgmma.h"
 
 namespace mx {
 

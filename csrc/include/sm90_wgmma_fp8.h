@@ -22,33 +22,19 @@ struct SwizzledDescriptor {
     }
 };
 
-// d = A * B^T, whatever d was.
-MX_DEVICE void wgmma_block(float (&d)[4], unsigned long long a, unsigned long long b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 "
-                 "{%0, %1, %2, %3}, %4, %5, 0, 1, 1;"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "l"(a), "l"(b));
-}
-MX_DEVICE void wgmma_block(float (&d)[8], unsigned long long a, unsigned long long b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 0, 1, 1;"
-                 : MX_SUMS_8(d, 0)
-                 : "l"(a), "l"(b));
-}
-MX_DEVICE void wgmma_block(float (&d)[16], unsigned long long a, unsigned long long b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-                 "%16, %17, 0, 1, 1;"
-                 : MX_SUMS_16(d, 0)
-                 : "l"(a), "l"(b));
-}
-MX_DEVICE void wgmma_block(float (&d)[32], unsigned long long a, unsigned long long b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
-                 "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                 "%32, %33, 0, 1, 1;"
-                 : MX_SUMS_32(d, 0)
-                 : "l"(a), "l"(b));
-}
+// d = A * B^T, whatever d was. d has `count`, N / 2, values; a and b have the numbers behind
+// theirs.
+#define MX_WGMMA_BLOCK(n, count, name_of_a, name_of_b)                                             \
+    MX_DEVICE void wgmma_block(float (&d)[count], unsigned long long a, unsigned long long b) {    \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3"                    \
+                     " {" MX_NAMES_##count "}, " name_of_a ", " name_of_b ", 0, 1, 1;"             \
+                     : MX_SUMS_##count(d, 0)                                                       \
+                     : "l"(a), "l"(b));                                                            \
+    }
+MX_WGMMA_BLOCK(8, 4, "%4", "%5")
+MX_WGMMA_BLOCK(16, 8, "%8", "%9")
+MX_WGMMA_BLOCK(32, 16, "%16", "%17")
+MX_WGMMA_BLOCK(64, 32, "%32", "%33")
+#undef MX_WGMMA_BLOCK
 
 } // namespace mx
