@@ -153,7 +153,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
     for (unsigned j = 0; j < kXWords; ++j) {
         const unsigned i = thread + j * kConsumers, m = i % kRowsM, at = i / kRowsM;
         if (m < M && at < chunks)
-            x_words[j] = load_word(xs + m * blocks + (first_chunk + at) * kBlocks);
+            x_words[j] = load_scale_word(xs + m * blocks + (first_chunk + at) * kBlocks);
     }
     constexpr unsigned kPieces = kChunk / kPiece, kXPieces = kRowsM * kPieces; // of a chunk
     if constexpr (kConsumers % kXPieces == 0) {

@@ -36,7 +36,7 @@ struct Adder {
     const unsigned table; // of the warp
     // Addresses: the lane's first 16 bytes of w in the ring, its first scales, barriers.
     const unsigned from, scales, full, empty;
-    Ring ring;
+    Turn<kDepth> ring;
     unsigned words[2][4], scale[2];
     unsigned outside[2];
 
@@ -53,7 +53,7 @@ struct Adder {
     MX_MEMBER void fetch(int u) {
         if (!has_rows())
             return;
-        const unsigned place = (from ^ u * 64) + ring.stage * kStageBytes;
+        const unsigned place = (from ^ u * 64) + ring.at * kStageBytes;
         load_matrices(words[0], place);
         load_matrices(words[1], place + 8 * kChunk);
     }
@@ -63,7 +63,7 @@ struct Adder {
 #pragma unroll 1
         for (int i = 0; i < 4; ++i) {
             const int row = lane / 4 + i % 2 * 8, piece = lane % 4 * 2 + i / 2;
-            const u32x4 v = load_shared_vector(first + ring.stage * kStageBytes + row * kChunk +
+            const u32x4 v = load_shared_vector(first + ring.at * kStageBytes + row * kChunk +
                                                (piece ^ row % 8) * 16);
             const bool lost = byte_of(i % 2 ? scale[1] : scale[0], lane % 4) == 0 &&
                               (v[0] | v[1] | v[2] | v[3]) & 0x7f7f7f7f;
@@ -71,12 +71,10 @@ struct Adder {
             outside[1] |= lost && i % 2;
         }
     }
-    // The top bit of a byte is set where it is 0, of bytes below 0x80.
-    MX_MEMBER static unsigned zero_bytes(unsigned word) { return (word - 0x01010101) & 0x80808080; }
     MX_MEMBER void open(int chunk) {
         if (!has_rows())
             return;
-        barrier_wait(full + ring.stage * 8, ring.parity);
+        barrier_wait(full + ring.at * 8, ring.parity);
         scale[0] = load_shared_4(scales + chunk * 4);
         scale[1] = load_shared_4(scales + chunk * 4 + 8 * kScaleStride * 4);
         if (__builtin_expect((zero_bytes(scale[0]) | zero_bytes(scale[1])) != 0, false))
@@ -87,9 +85,9 @@ struct Adder {
         if (has_rows()) {
             __syncwarp();
             if (lane == 0)
-                barrier_arrive(empty + ring.stage * 8);
+                barrier_arrive(empty + ring.at * 8);
         }
-        ring.advance();
+        ring.next();
     }
     MX_MEMBER void expand(unsigned (&a)[4][4], int u) {
         if (!has_rows())
@@ -231,17 +229,17 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     const int first_tile = blockIdx.x / kSplit, tile_step = gridDim.x / kSplit;
     const int tiles = (N + kRows - 1) / kRows;
 
-    Ring ring;
+    Turn<kDepth> ring;
     int ask_tile = part.chunks > 0 ? first_tile : tiles, ask_chunk = 0;
     const auto ask = [&](int most) {
 #pragma unroll 1
         for (; most > 0 && ask_tile < tiles; --most) {
-            barrier_wait(shared_address(shared.empty + ring.stage), ring.parity ^ 1);
-            const unsigned barrier = shared_address(shared.full + ring.stage);
+            barrier_wait(shared_address(shared.empty + ring.at), ring.parity ^ 1);
+            const unsigned barrier = shared_address(shared.full + ring.at);
             barrier_arrive_expect(barrier, kStageBytes);
-            copy_box(base + ring.stage * kStageBytes, weights, (part.first + ask_chunk) * kChunk,
+            copy_box(base + ring.at * kStageBytes, weights, (part.first + ask_chunk) * kChunk,
                      ask_tile * kRows, barrier);
-            ring.advance();
+            ring.next();
             if (++ask_chunk == part.chunks) {
                 ask_chunk = 0;
                 ask_tile += tile_step;

@@ -62,13 +62,10 @@ struct Int {
 };
 
 // Four scales, which may be at any address.
-MX_DEVICE unsigned load_word(const unsigned char* p) {
-    unsigned v;
-    if (reinterpret_cast<unsigned long>(p) % 4 == 0) {
-        asm volatile("ld.relaxed.cta.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
-        return v;
-    }
-    v = 0;
+MX_DEVICE unsigned load_scale_word(const unsigned char* p) {
+    if (reinterpret_cast<unsigned long>(p) % 4 == 0)
+        return load_word(p);
+    unsigned v = 0;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i)
         v |= load_byte(p + i) << (8 * i);
@@ -193,7 +190,7 @@ struct ScaleCopies {
 #pragma unroll 1
             for (int i = 0; begin + i * 2 * kKGroups < chunks; ++i)
                 store_shared(at + i * kLanes * 4,
-                             bits_to_float(load_word(from + i * 2 * kKGroups * kBlocks)));
+                             bits_to_float(load_scale_word(from + i * 2 * kKGroups * kBlocks)));
         }
     }
 };

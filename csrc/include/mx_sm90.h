@@ -58,7 +58,7 @@ MX_DEVICE u32x4 load_once(const void* p) {
                  : "l"(p));
     return v;
 }
-// These two could be ld.global.nc as well, but ptxas moves such loads down to their first use,
+// These could be ld.global.nc as well, but ptxas moves such loads down to their first use,
 // where each waits for memory anew; relaxed ones it leaves ahead of it.
 MX_DEVICE u32x4 load(const void* p) {
     u32x4 v;
@@ -70,6 +70,11 @@ MX_DEVICE u32x4 load(const void* p) {
 MX_DEVICE unsigned load_byte(const unsigned char* p) {
     unsigned v;
     asm volatile("ld.relaxed.cta.global.u8 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+MX_DEVICE unsigned load_word(const unsigned char* p) {
+    unsigned v;
+    asm volatile("ld.relaxed.cta.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 

@@ -104,6 +104,20 @@ MX_DEVICE bool barrier_test(unsigned barrier, unsigned parity) {
     return done;
 }
 
+// A place in a ring of Size barriers, and the parity of the round.
+template <int Size>
+struct Turn {
+    int at = 0;
+    unsigned parity = 0;
+
+    MX_MEMBER void next() {
+        if (++at == Size) {
+            at = 0;
+            parity ^= 1;
+        }
+    }
+};
+
 // Waits until the phase of this parity is over, to which other workgroups of the cluster add.
 MX_DEVICE void barrier_wait_cluster(unsigned barrier, unsigned parity) {
     asm volatile("{\n"

@@ -8,6 +8,7 @@
 #include "mx_target.h"
 #include "sm90_async.h"
 #include "sm90_expand.h"
+#include "sm90_f16_factors.h"
 #include "sm90_mma.h"
 #include "sm90_rows.h"
 
@@ -50,18 +51,9 @@ static_assert(kTables + kRows * kScaleStride * 4 == MX_SHARED_BYTES,
               "the host lays shared memory out differently: aiter_mx/kernels/linear/wide_sm90.py");
 
 constexpr unsigned kMarker = 0x7fabcdef; // a NaN that arithmetic does not make
-constexpr int kNanFactor = 0x7e;
-// A row's largest scale becomes 2^7 in fp16, with this exponent field; 2^-14 is the least.
-constexpr int kTopExponent = 22;
 // Stages of w that are asked for before x is there: each of them delays x.
 constexpr int kEarly = kTileM <= 32 ? 4 : 1;
 constexpr int kAskedFirst = kEarly < kDepth ? kEarly : kDepth;
-
-// The upper byte of the fp16 that a block is multiplied with; 0 if it is too small.
-MX_DEVICE unsigned factor_byte(unsigned scale, unsigned top) {
-    const int exponent = static_cast<int>(scale - top) + kTopExponent;
-    return scale == kNanScale ? kNanFactor : exponent < 1 ? 0 : exponent << 2;
-}
 
 MX_DEVICE float power(int exponent) {
     return bits_to_float(static_cast<unsigned>(exponent + 127) << 23);
@@ -83,12 +75,6 @@ struct Shared {
     alignas(8) float x_power[kTileM];
     unsigned x_outside[kTileM], any_x_outside, any_x_far;
 };
-
-MX_DEVICE unsigned load_word(const unsigned char* p) {
-    unsigned v;
-    asm volatile("ld.relaxed.cta.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
-}
 
 // Scales of every Step-th chunk of a row from the first one on: those that exist, 0 for others.
 template <int Step, int Words>
@@ -136,16 +122,6 @@ MX_DEVICE unsigned top_of(const unsigned (&words)[Words]) {
         if (Bits & distance)
             top = max(top, __shfl_xor_sync(~0u, top, distance));
     return top;
-}
-
-MX_DEVICE void store_shared_4x(unsigned address, const unsigned (&v)[4]) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]),
-                 "r"(v[2]), "r"(v[3])
-                 : "memory");
-}
-
-MX_DEVICE void store_shared_word(unsigned address, unsigned v) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
 // Makes x of the part fp16, in the order in which wgmma takes it: 8x16-byte pieces of 8 rows by the
@@ -212,8 +188,8 @@ struct XExpander {
             high[j] = multiply_f16x2(high[j], factor);
         }
         const unsigned place = to + (chunk * kPieces + piece()) * kStepBytes + row * 16;
-        store_shared_4x(place, low);
-        store_shared_4x(place + kTileM * 16, high);
+        store_shared_16(place, low);
+        store_shared_16(place + kTileM * 16, high);
     }
     MX_MEMBER void run() {
         if (sub() >= kWarpsOfRows)
@@ -291,9 +267,9 @@ struct Table {
 #pragma unroll
         for (int i = 0; i < kWords; ++i)
             if ((i + 1) * 2 <= kChunks || lane % 2 == 0)
-                store_shared_word(row + i * 8, factors[i]);
+                store_shared_4(row + i * 8, factors[i]);
         if (lane % 2 == 0)
-            store_shared_word(row + kChunks * 4, exponent_of(top));
+            store_shared_4(row + kChunks * 4, exponent_of(top));
         __syncwarp();
     }
 };
@@ -354,17 +330,6 @@ struct Finisher {
                 for (int s = 0; s < kSplit; ++s)
                     marked |= marks(load_tile(place + s * kTileBytes));
             store_tile(first, i * kSplit + rank, sum, marked);
-        }
-    }
-};
-
-struct Ring {
-    int stage = 0;
-    unsigned parity = 0;
-    MX_MEMBER void advance() {
-        if (++stage == kDepth) {
-            stage = 0;
-            parity ^= 1;
         }
     }
 };

@@ -5,6 +5,7 @@
 #include "mx_moe.h"
 #include "mx_target.h"
 #include "sm90_async.h"
+#include "sm90_shared.h"
 
 namespace mx {
 
@@ -60,27 +61,6 @@ struct MoeArgs {
             alpha, beta, limit                                                                     \
         }                                                                                          \
     }
-
-MX_DEVICE unsigned load_shared_4(unsigned address) {
-    unsigned v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-    return v;
-}
-MX_DEVICE uint2 load_shared_8(unsigned address) {
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
-    return v;
-}
-MX_DEVICE uint4 load_shared_16(unsigned address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address));
-    return v;
-}
-MX_DEVICE void store_shared_4(unsigned address, unsigned v) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
-}
 
 // Where 16 bytes of a row of a chunk are in shared memory: 4 rows' blocks are on different banks.
 MX_DEVICE unsigned swizzled(int row, int part) {

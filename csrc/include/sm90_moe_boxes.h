@@ -5,6 +5,7 @@
 #include "mx_scale.h"
 #include "mx_target.h"
 #include "sm90_async.h"
+#include "sm90_f16_factors.h"
 #include "sm90_moe.h"
 #include "sm90_tensor_map.h"
 
@@ -102,24 +103,6 @@ struct Shared {
 static_assert(sizeof(Shared) <= MX_SHARED_BYTES,
               "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/boxes_sm90.py");
 
-// A place in a ring of Size, and the parity of the round.
-template <int Size>
-struct Turn {
-    int at = 0;
-    unsigned parity = 0;
-
-    MX_MEMBER void next() {
-        if (++at == Size) {
-            at = 0;
-            parity ^= 1;
-        }
-    }
-};
-
-constexpr int kNanFactor = 0x7e;
-// A row's largest scale becomes 2^7 in fp16, with this exponent field; 2^-14 is the least.
-constexpr int kTopExponent = 22;
-
 // Rows are held relative to their largest scale, or to the nearest of these, so that the powers of
 // two of a row of x and one of w are a float, and a row of zeros needs nothing more. Of a row
 // beyond the last nothing is held.
@@ -132,12 +115,6 @@ MX_DEVICE float power_of(unsigned top) {
     const unsigned exponent = top == kNoTop ? 127 : top + 15 - kTopExponent;
     return bits_to_float(exponent << 23);
 }
-// The upper byte of the fp16 that a block is multiplied with; 0 if it is too small.
-MX_DEVICE unsigned factor_byte(unsigned scale, unsigned top) {
-    const int exponent = static_cast<int>(scale - top) + kTopExponent;
-    return scale == kNanScale ? kNanFactor : exponent < 1 ? 0 : exponent << 2;
-}
-
 // Those of four blocks.
 MX_DEVICE unsigned factors_of(unsigned scales, unsigned top) {
     constexpr unsigned each = 0x01010101;
@@ -151,15 +128,6 @@ MX_DEVICE unsigned factors_of(unsigned scales, unsigned top) {
     for (int b = 0; b < kBlocks; ++b)
         factors |= factor_byte(scales >> 8 * b & 255, top) << 8 * b;
     return factors;
-}
-// The top bit of a byte is set where it is 0, of bytes below 0x80.
-MX_DEVICE unsigned zero_bytes(unsigned word) { return (word - 0x01010101) & 0x80808080; }
-
-// What others read too, in the order of the source.
-MX_DEVICE unsigned load_word(const unsigned char* p) {
-    unsigned v;
-    asm volatile("ld.relaxed.cta.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
 }
 
 // The largest of some scales that are numbers.

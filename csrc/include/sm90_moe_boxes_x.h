@@ -8,12 +8,6 @@
 
 namespace mx {
 
-MX_DEVICE void store_shared_16(unsigned address, const unsigned (&v)[4]) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]),
-                 "r"(v[2]), "r"(v[3])
-                 : "memory");
-}
-
 // For how many chunks x of an entry comes.
 MX_DEVICE int chunks_of(const MoeArgs& a, const Entry& entry) {
     return kResident ? a.chunks() : static_cast<int>(entry.end - entry.tile) * a.chunks();

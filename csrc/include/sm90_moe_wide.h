@@ -80,20 +80,6 @@ struct Shared {
 static_assert(sizeof(Shared) <= MX_SHARED_BYTES,
               "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/wide_sm90.py");
 
-// A place in a ring of Size, and the parity of the round.
-template <int Size>
-struct Turn {
-    int at = 0;
-    unsigned parity = 0;
-
-    MX_MEMBER void next() {
-        if (++at == Size) {
-            at = 0;
-            parity ^= 1;
-        }
-    }
-};
-
 constexpr unsigned kNanBF16x2 = 0x7fc07fc0;
 
 // The factor of activations as bf16, twice, for scales up to kLastXScale.
@@ -104,13 +90,6 @@ MX_DEVICE void activations_to_bf16(unsigned word, unsigned factor, unsigned& eve
     e4m3x4_to_bf16(word, 1.0f, even, odd);
     even = multiply_bf16x2(even, factor);
     odd = multiply_bf16x2(odd, factor);
-}
-
-// What others read too, in the order of the source.
-MX_DEVICE unsigned load_word(const unsigned char* p) {
-    unsigned v;
-    asm volatile("ld.relaxed.cta.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
 }
 
 // A step is kDepth chunks, of which the last one's may not all exist.

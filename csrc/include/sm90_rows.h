@@ -4,6 +4,7 @@
 
 #include "mx_target.h"
 #include "sm90_async.h"
+#include "sm90_shared.h"
 
 namespace mx {
 
@@ -29,16 +30,6 @@ struct Tensors {
 
 MX_DEVICE unsigned byte_of(unsigned word, int i) { return (word >> (8 * i)) & 0xff; }
 
-MX_DEVICE uint2 load_shared_8(unsigned address) {
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
-    return v;
-}
-MX_DEVICE unsigned load_shared_4(unsigned address) {
-    unsigned v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-    return v;
-}
 MX_DEVICE float4 load_tile(unsigned address) {
     float4 v;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
