@@ -55,15 +55,13 @@ struct Chunk {
 // Scales of four blocks, of which `left` exist.
 template <bool Aligned>
 MX_DEVICE unsigned load_scales(const unsigned char* p, long left) {
+    if constexpr (Aligned)
+        return load_word(p);
     unsigned v = kUnitScales;
-    if constexpr (Aligned) {
-        asm volatile("ld.relaxed.cta.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
-    } else {
 #pragma unroll
-        for (int i = 0; i < kBlocks; ++i)
-            if (i < left)
-                v = (v & ~(0xffu << 8 * i)) | load_byte(p + i) << 8 * i;
-    }
+    for (int i = 0; i < kBlocks; ++i)
+        if (i < left)
+            v = (v & ~(0xffu << 8 * i)) | load_byte(p + i) << 8 * i;
     return v;
 }
 

@@ -28,6 +28,8 @@
 #include "mx_scale.h"
 #include "mx_target.h"
 #include "sm90_async.h"
+#include "sm90_expand.h"
+#include "sm90_shared.h"
 #include "sm90_wgmma.h"
 
 using namespace mx;
@@ -61,9 +63,6 @@ constexpr int kSlots = 2; // a tile's outputs are added while the next one is co
 static_assert(kPartials + kSlots * kRowGroups * kPartialBytes == MX_SHARED_BYTES,
               "the host lays shared memory out differently: aiter_mx/kernels/linear/mfma_sm90.py");
 
-// w is held as w * 2^-60 and x as x * 2^60: with these, bf16 covers scales of w from 2^-64 to 2^67
-// and of x up to 2^59, whatever the payload.
-constexpr unsigned kFirstWScale = 63, kLastWScale = 194, kLastXScale = 186;
 constexpr unsigned kNanBF16x2 = 0x7fc07fc0;
 constexpr unsigned kMarker = 0x7fabcdef; // a NaN that arithmetic does not make
 
@@ -93,22 +92,11 @@ MX_DEVICE float2 load_shared_pair(unsigned address) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
     return v;
 }
-MX_DEVICE void store_shared(unsigned address, const unsigned (&v)[4]) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]),
-                 "r"(v[2]), "r"(v[3])
-                 : "memory");
-}
 
-MX_DEVICE unsigned multiply_bf16x2(unsigned a, unsigned b) {
-    unsigned product;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-}
-
-// Bytes 0 and 2, then 1 and 3, of four e4m3 times factor, which undoes the 2^-120 of the payload's
-// bits at the place of a bf16's. NaN payloads are not NaN here: see Weights::nan.
+// Bytes 0 and 2, then 1 and 3, of four e4m3 times a w_factor, where the compiler is to choose how
+// bits are put together. NaN payloads are not NaN here: see Weights::nan.
 MX_DEVICE void e4m3x4_to_bf16(unsigned word, unsigned factor, unsigned& even, unsigned& odd) {
-    constexpr unsigned magnitude = 0x07f007f0; // the other bits come from signs
+    constexpr unsigned magnitude = kMagnitude; // the other bits come from signs
     const unsigned signs = word & 0x80808080;
     even = multiply_bf16x2(((word << 4) & magnitude) | ((signs << 8) & ~magnitude), factor);
     odd = multiply_bf16x2(((word >> 4) & magnitude) | (signs & ~magnitude), factor);
@@ -141,20 +129,12 @@ MX_DEVICE bool expand_x(const Tensors& t, int first, int existing, int units, un
                                                : outside          ? 0
                                                                   : (scale + 60) << 23);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                f32x2 low, high;
-                e4m3x4_to_f32(words[i], low, high);
-                asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
-                    : "=r"(even[half * 2 + i])
-                    : "f"(high.x * factor), "f"(low.x * factor));
-                asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
-                    : "=r"(odd[half * 2 + i])
-                    : "f"(high.y * factor), "f"(low.y * factor));
-            }
+            for (int i = 0; i < 2; ++i)
+                e4m3x4_to_bf16(words[i], factor, even[half * 2 + i], odd[half * 2 + i]);
         }
         const unsigned place = to + (unit * 4 + step) * kStepBytes + m * 16;
-        store_shared(place, even);
-        store_shared(place + kStepBytes / 2, odd);
+        store_shared_16(place, even);
+        store_shared_16(place + kStepBytes / 2, odd);
     }
     return left_out;
 }
@@ -169,7 +149,7 @@ struct Weights {
     MX_MEMBER void to_bf16(unsigned (&a)[4][4], unsigned (&nan)[2], unsigned (&outside)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            unsigned factor = (scale[i] - 127 - 60 + 120 + 127) * 0x00800080;
+            unsigned factor = w_factor(scale[i]);
             if (scale[i] - kFirstWScale > kLastWScale - kFirstWScale) {
                 factor = scale[i] == kNanScale ? kNanBF16x2 : 0;
                 outside[i] |=
