@@ -1,5 +1,6 @@
 // Ahead of grouped_gemm_sm90.cu: the list of tiles of tokens, and nothing of x expanded yet.
-// grouped_sm90.h draws the workspace. One workgroup, so that it takes a few microseconds.
+// grouped_sm90.h draws the workspace. One workgroup, so that it takes a few microseconds. It gets
+// the arguments of the product, and names those that it needs.
 
 #include "grouped_rows.h"
 #include "grouped_walk_sm90.h"
@@ -187,11 +188,11 @@ MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    aiter_mx_grouped_list(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
-                          const unsigned char* ws, const void* bias, void* y, const void* starts,
+    aiter_mx_grouped_list(const unsigned char*, const unsigned char*, const unsigned char*,
+                          const unsigned char*, const void*, void*, const void* starts,
                           const void* ends, void* workspace, long M, long N, long K, long G,
-                          int layout, int index_bytes, int bias_kind, long most_tiles,
-                          long most_slabs, long pairs, int clusters) {
+                          int layout, int index_bytes, int, long most_tiles, long most_slabs, long,
+                          int clusters) {
     launch_dependents();
     wait_for_grid_ahead();
     const Workspace to{static_cast<unsigned char*>(workspace), most_tiles, K, G * N};
