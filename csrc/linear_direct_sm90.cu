@@ -8,7 +8,8 @@
 //
 // A workgroup computes kRows consecutive outputs n for all m. Its waves take turns with K, a chunk
 // of 128 k at a time, and ask for kUnroll chunks of w and x before they use the first. Nothing but
-// sums passes through shared memory, and no one waits for another before the end.
+// sums passes through shared memory, and no one waits for another before the end. A launch that
+// overlaps the one ahead of it asks for its first weights before that has ended.
 //
 // Products are those of mma.m16n8k16 over fp16, which any e4m3 is. Lane 4g + t loads 16 bytes of
 // row g of 8, at k = 16t of 64: one scale lasts for t = 0 and 1, another for t = 2 and 3. As mma

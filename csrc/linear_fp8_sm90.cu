@@ -10,10 +10,11 @@
 // have a part of K each, and the warpgroups of a workgroup, of 64 rows each, take turns with the
 // part's chunks of 128 k. Payloads are multiplied as they are, from shared memory: a producer, a
 // thread, asks for boxes of w by a tensor map, far ahead; x stays from start to end. The products
-// of a block of 32 k come from one wgmma and are added, times both scales, to sums in fp32.
+// of a block of 32 k come from one wgmma and are added, times both scales, to sums in fp32. Where a
+// scale of w is near the ends of e8m0, a warp computes its sums again without the matrix unit.
 //
-//   producer: barriers and a box or two; once x is asked for, which would wait behind the weights,
-//             a ring of boxes
+//   producer: barriers and kEarly boxes; then a ring of boxes, which x would wait behind: so not
+//             before x is asked for, unless that waits for the launch ahead
 //   consumers: ask for x and scales; multiply two blocks while two others are scaled
 //
 // Sums are added over the warpgroups and the cluster in a fixed order.

@@ -11,7 +11,8 @@
 //
 // So nothing but the sum over warps, once a tile, makes a warp wait for another one. Both operands
 // become fp16, which is exact; a 32-block is two matrix instructions, whose fp32 sums are then
-// scaled and added to those of the tile.
+// scaled and added to those of the tile. Of one or two rows of x, four blocks of each are columns
+// of one matrix, so that the sums of a chunk are scaled once (add_few_blocks).
 //
 // With an activation, a block of 32 features is one tile's, or shared by the tiles of a cluster of
 // two or four workgroups, which tell each other their largest magnitudes.
