@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from math import log2
 
-from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem
+from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Config,
@@ -139,7 +139,7 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
 
 
 def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
-    return (problem.M, problem.N, problem.K, DTYPE_CODES[problem.bias])
+    return matrix_scalars(problem)
 
 
 MODULE = Module(

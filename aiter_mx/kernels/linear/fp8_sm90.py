@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
-from aiter_mx.kernels.linear.problem import MATRIX_ARGS, W_POINTER, LinearProblem
+from aiter_mx.kernels.linear.problem import MATRIX_ARGS, W_POINTER, LinearProblem, matrix_scalars
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
@@ -239,7 +239,7 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
     found = _layout(target, problem, config)
     part, parts_with_one_more = divmod(problem.K // _CHUNK, config["split"])
     return (
-        *(problem.M, problem.N, problem.K, DTYPE_CODES[problem.bias]),
+        *matrix_scalars(problem),
         *(found.tile_rows, found.passes, part, parts_with_one_more),
         int(problem.pdl),
     )

@@ -10,6 +10,7 @@ from aiter_mx.kernels.linear.problem import (
     MAX_GRID_X,
     X_CODES,
     LinearProblem,
+    matrix_scalars,
     quantise_pays,
     quantised_first,
 )
@@ -189,8 +190,7 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
 
 def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
     groups = max(1, _work(target, problem, config).groups)
-    sizes = (problem.M, problem.N, problem.K, DTYPE_CODES[problem.bias])
-    return (*sizes, problem.N // groups, problem.N % groups)
+    return (*matrix_scalars(problem), problem.N // groups, problem.N % groups)
 
 
 MODULE = Module(

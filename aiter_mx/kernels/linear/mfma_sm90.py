@@ -1,4 +1,5 @@
-"""The Hopper kernel of the linear for up to 64 rows of x, csrc/linear_mfma_sm90.cu."""
+"""The Hopper kernel of the linear over wgmma and bf16, for up to 64 rows of x,
+csrc/linear_mfma_sm90.cu."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
-from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem
+from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Config,
@@ -139,7 +140,7 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
 
 
 def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
-    return (problem.M, problem.N, problem.K, DTYPE_CODES[problem.bias])
+    return matrix_scalars(problem)
 
 
 MODULE = Module(

@@ -1,4 +1,5 @@
-"""The Hopper kernel of the linear for up to 64 rows of x, csrc/linear_mma_sm90.cu."""
+"""The Hopper kernel of the linear over warps' mma, for up to 64 rows of x,
+csrc/linear_mma_sm90.cu."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
-from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem
+from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
 from aiter_mx.kernels.linear.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
@@ -221,7 +222,7 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
     rows, clusters_with_one_more = divmod(problem.N, found.clusters)
     part, parts_with_one_more = divmod(-(-problem.K // _CHUNK), config["split"])
     return (
-        *(problem.M, problem.N, problem.K, DTYPE_CODES[problem.bias]),
+        *matrix_scalars(problem),
         *(rows, clusters_with_one_more, part, parts_with_one_more),
         int(problem.pdl),
     )
@@ -229,7 +230,7 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
 
 MODULE = Module(
     sources={"sm_90a": "linear_mma_sm90.cu"},
-    symbol="aiter_mx_linear_mfma",
+    symbol="aiter_mx_linear_mfma",  # another name would be other code than tables know by hash
     args=(
         *MATRIX_ARGS,
         Arg("cluster_rows", "i64"),

@@ -90,6 +90,11 @@ class LinearProblem:
         return 0 in (self.M, self.N)
 
 
+def matrix_scalars(problem: LinearProblem) -> tuple[int, ...]:
+    """The values of those of ``MATRIX_ARGS`` that are no pointers."""
+    return (problem.M, problem.N, problem.K, DTYPE_CODES[problem.bias])
+
+
 KEY = ("M", "N", "K", "out_dtype", "x_dtype", "pdl")
 
 

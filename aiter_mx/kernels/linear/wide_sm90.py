@@ -1,4 +1,5 @@
-"""The Hopper kernel of the linear for up to 64 rows of x, csrc/linear_wide_sm90.cu."""
+"""The Hopper kernel of the linear over wgmma and fp16, for up to 64 rows of x,
+csrc/linear_wide_sm90.cu."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
-from aiter_mx.kernels.linear.problem import MATRIX_ARGS, W_POINTER, LinearProblem
+from aiter_mx.kernels.linear.problem import MATRIX_ARGS, W_POINTER, LinearProblem, matrix_scalars
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
@@ -178,7 +179,7 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
 def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
     part, parts_with_one_more = divmod(-(-problem.K // _CHUNK), config["split"])
     return (
-        *(problem.M, problem.N, problem.K, DTYPE_CODES[problem.bias]),
+        *matrix_scalars(problem),
         *(part, parts_with_one_more, int(problem.pdl)),
     )
 
