@@ -173,7 +173,7 @@ struct Adder {
         unsigned again = 0; // a bit for each of the two rows
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            again |= (__ballot_sync(~0u, outside[i] != 0) >> lane / 4 * 4 & 15 ? 1u : 0u) << i;
+            again |= (any_of_row(outside[i] != 0, lane) ? 1u : 0u) << i;
 #pragma unroll 1
         for (int at = 0; at < kTileM / 2; ++at) {
             const bool marked = again >> (at / 2 % 2) & 1 || shared.x_outside[column(at)];

@@ -206,8 +206,7 @@ struct Adder {
         unsigned is_nan = 0, outside = 0; // a bit for each of the two rows, for all lanes of it
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const unsigned lanes = __ballot_sync(~0u, unusual.nan[i] & 0x80808080);
-            is_nan |= (lanes >> lane / 4 * 4 & 15 ? 1 : 0) << i;
+            is_nan |= (any_of_row(unusual.nan[i] & 0x80808080, lane) ? 1 : 0) << i;
             outside |= unusual.outside[i] << i;
         }
         __syncwarp();

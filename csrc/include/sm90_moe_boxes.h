@@ -7,6 +7,7 @@
 #include "sm90_async.h"
 #include "sm90_f16_factors.h"
 #include "sm90_moe.h"
+#include "sm90_moe_groups.h"
 #include "sm90_tensor_map.h"
 
 namespace mx {
@@ -25,7 +26,6 @@ using Out = DType<kActivated ? kF32 : MX_OUT>;
 
 // Warpgroups: those that add, one that makes x fp16, one for scales of w, and one that starts
 // copies.
-constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kLanes;
 constexpr int kAddWarps = kGroups * kGroupWarps;
 constexpr int kBringGroups = 3, kFetchWarps = kGroupWarps - 1;
 constexpr int kThreads = (kGroups + kBringGroups) * kGroupThreads;
@@ -62,9 +62,6 @@ MX_DEVICE int row_of(int warp, int lane, int i) {
     const int g = lane / 4;
     return kHalves ? i * kBoxRows + warp * 8 + g : warp * 16 + g * 2 + (i ^ g >> 2);
 }
-// Of pair p of values of a lane, those of one row of w: columns of x.
-MX_DEVICE int column_of(int tile, int c, int lane) { return tile * 8 + lane % 4 * 2 + c; }
-
 constexpr int kSteps = 4;                   // matrix instructions of a unit, of 64 k
 constexpr int kPieces = kChunk / 16;        // of 16 k, of a chunk
 constexpr int kStepBytes = 32 * kCols + 16; // x of 16 k; the next is in other banks

@@ -6,6 +6,7 @@
 #include "sm90_async.h"
 #include "sm90_expand.h"
 #include "sm90_moe.h"
+#include "sm90_moe_groups.h"
 
 namespace mx {
 
@@ -18,7 +19,6 @@ constexpr int kActivation = MX_ACTIVATION;
 constexpr bool kActivated = kActivation != kNoActivation;
 using Out = DType<kActivated ? kF32 : MX_OUT>;
 
-constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kLanes;
 constexpr int kThreads = (kGroups + 1) * kGroupThreads; // the last warpgroup brings x
 // Registers move from the warps that bring x to those that add.
 constexpr int kAddingRegisters = kGroups == 2 ? 208 : kColTiles < 12 ? 144 : 136;
@@ -37,9 +37,6 @@ using Walk = MoeWalk<kCols>;
 MX_DEVICE int row_of(int warp, int lane, int i) {
     return warp * 16 + (kActivated ? lane / 4 + 8 * i : lane / 4 * 2 + i);
 }
-
-// Of pair p of values of a lane, those of one row of w: columns of x.
-MX_DEVICE int column_of(int tile, int c, int lane) { return tile * 8 + lane % 4 * 2 + c; }
 
 // x of a chunk in bf16, as wgmma takes it: a step is 16 k, in two halves.
 constexpr int kUnits = kChunk / kUnit, kSteps = 4; // of a chunk, of a unit

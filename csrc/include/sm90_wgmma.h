@@ -64,6 +64,9 @@ MX_DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
+// Whether x is true in any of the four lanes that have values of the same rows of D.
+MX_DEVICE bool any_of_row(bool x, int lane) { return __ballot_sync(~0u, x) >> lane / 4 * 4 & 15; }
+
 // d += a * B, over bf16 and over fp16. d has `count`, N / 2, values; the names of a and of b are
 // the numbers behind theirs.
 #define MX_WGMMA(n, count, names_of_a, name_of_b)                                                  \
