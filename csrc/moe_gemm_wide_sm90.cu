@@ -297,12 +297,7 @@ struct Adder {
             for (int c = 0; c < 2; ++c) {
                 float& value = sums[j * 4 + c];
                 value = activate<kActivation>(value, sums[j * 4 + 2 + c], a.activation);
-                unsigned amax = magnitude_bits(value);
-#pragma unroll
-                for (int distance = 4; distance < kLanes; distance *= 2)
-                    amax = max(amax, __shfl_xor_sync(~0u, amax, distance));
-                if (lane < 4)
-                    amaxes[in_group][column_of(j, c, lane)] = amax;
+                note_largest(amaxes, value, column_of(j, c, lane), in_group, lane);
             }
         named_barrier(1 + group, kGroupThreads);
 #pragma unroll
@@ -313,11 +308,7 @@ struct Adder {
                 const long t = entry.t[m];
                 if (t < 0 || first >= a.N / 2)
                     continue;
-                unsigned amax = amaxes[0][m];
-#pragma unroll
-                for (int v = 1; v < kGroupWarps; ++v)
-                    amax = max(amax, amaxes[v][m]);
-                const BlockScale scale = block_scale<E4M3, kRoundUp>(amax);
+                const BlockScale scale = block_scale<E4M3, kRoundUp>(largest_of(amaxes, m));
                 const long n = t * (a.N / 2) + first;
                 static_cast<unsigned char*>(a.out)[n] =
                     to_e4m3x4<kRoundUp>(sums[j * 4 + c], 0.0f, 0.0f, 0.0f, scale);
