@@ -19,10 +19,10 @@
 // Warps: kAddWarps of 16 rows of w each; helpers, who add what comes in while others go on; and
 // the last one, who also asks for w.
 
+#include "linear_wide_sm90.h"
 #include "mx_target.h"
 #include "sm90_async.h"
 #include "sm90_copy.h"
-#include "sm90_linear_wide.h"
 #include "sm90_mma.h"
 #include "sm90_rows.h"
 #include "sm90_tensor_map.h"

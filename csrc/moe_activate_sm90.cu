@@ -9,10 +9,10 @@
 // A warp has 128 features of an id. Ids are older than the launch ahead, which waited for them
 // before it let this one begin, so they are looked up before that has ended.
 
+#include "moe_sm90.h"
 #include "mx_moe.h"
 #include "mx_quantize.h"
 #include "mx_target.h"
-#include "sm90_moe.h"
 
 using namespace mx;
 

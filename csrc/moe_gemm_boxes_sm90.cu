@@ -12,6 +12,10 @@
 //
 // A row whose scales are too far apart for fp16, zero blocks aside, is computed again in fp32.
 
+#include "moe_boxes_scales_sm90.h"
+#include "moe_boxes_sm90.h"
+#include "moe_boxes_x_sm90.h"
+#include "moe_sm90.h"
 #include "mx_epilogue.h"
 #include "mx_exact.h"
 #include "mx_moe.h"
@@ -20,10 +24,6 @@
 #include "mx_target.h"
 #include "sm90_async.h"
 #include "sm90_copy.h"
-#include "sm90_moe.h"
-#include "sm90_moe_boxes.h"
-#include "sm90_moe_boxes_scales.h"
-#include "sm90_moe_boxes_x.h"
 #include "sm90_wgmma.h"
 
 using namespace mx;

@@ -20,14 +20,14 @@
 // What is open, and which rows of x that takes, is looked up ahead by the part that fills the ring
 // (Filler); each warp keeps a queue of it for the part that empties the ring.
 
+#include "moe_sm90.h"
+#include "moe_stream_sm90.h"
+#include "moe_stream_sums_sm90.h"
 #include "mx_epilogue.h"
 #include "mx_moe.h"
 #include "mx_quantize.h"
 #include "mx_target.h"
 #include "sm90_async.h"
-#include "sm90_moe.h"
-#include "sm90_moe_stream.h"
-#include "sm90_moe_stream_sums.h"
 
 using namespace mx;
 

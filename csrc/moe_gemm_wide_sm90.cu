@@ -15,6 +15,8 @@
 //
 // Scales that bf16 cannot hold are left out, and the outputs of their row computed again in fp32.
 
+#include "moe_sm90.h"
+#include "moe_wide_sm90.h"
 #include "mx_epilogue.h"
 #include "mx_exact.h"
 #include "mx_moe.h"
@@ -24,8 +26,6 @@
 #include "sm90_async.h"
 #include "sm90_copy.h"
 #include "sm90_expand.h"
-#include "sm90_moe.h"
-#include "sm90_moe_wide.h"
 #include "sm90_wgmma.h"
 
 using namespace mx;

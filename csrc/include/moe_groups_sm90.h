@@ -2,9 +2,9 @@
 // x a lane has sums of, and what activated sums are quantised by.
 #pragma once
 
+#include "moe_sm90.h"
 #include "mx_quantize.h"
 #include "mx_target.h"
-#include "sm90_moe.h"
 
 namespace mx {
 

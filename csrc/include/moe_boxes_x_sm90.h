@@ -2,9 +2,9 @@
 // pieces of 8 rows by the lower, then the upper halves of the words of 16 k.
 #pragma once
 
+#include "moe_boxes_sm90.h"
 #include "sm90_copy.h"
 #include "sm90_mma.h"
-#include "sm90_moe_boxes.h"
 
 namespace mx {
 

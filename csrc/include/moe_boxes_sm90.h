@@ -2,12 +2,12 @@
 // do and brings weights.
 #pragma once
 
+#include "moe_groups_sm90.h"
+#include "moe_sm90.h"
 #include "mx_scale.h"
 #include "mx_target.h"
 #include "sm90_async.h"
 #include "sm90_f16_factors.h"
-#include "sm90_moe.h"
-#include "sm90_moe_groups.h"
 #include "sm90_tensor_map.h"
 
 namespace mx {

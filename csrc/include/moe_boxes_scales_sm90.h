@@ -1,7 +1,7 @@
 // The warps of moe_gemm_boxes_sm90.cu that make factors of w's scales.
 #pragma once
 
-#include "sm90_moe_boxes.h"
+#include "moe_boxes_sm90.h"
 
 namespace mx {
 

@@ -1,12 +1,12 @@
 // The layout of moe_gemm_wide_sm90.cu's shared memory, and its warps that bring x there.
 #pragma once
 
+#include "moe_groups_sm90.h"
+#include "moe_sm90.h"
 #include "mx_scale.h"
 #include "mx_target.h"
 #include "sm90_async.h"
 #include "sm90_expand.h"
-#include "sm90_moe.h"
-#include "sm90_moe_groups.h"
 
 namespace mx {
 

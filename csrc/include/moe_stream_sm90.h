@@ -1,9 +1,9 @@
 // The layout of moe_gemm_stream_sm90.cu's shared memory, and how a warp fills its ring.
 #pragma once
 
+#include "moe_sm90.h"
 #include "mx_target.h"
 #include "sm90_async.h"
-#include "sm90_moe.h"
 
 namespace mx {
 

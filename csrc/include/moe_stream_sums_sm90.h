@@ -2,11 +2,11 @@
 // others.
 #pragma once
 
+#include "moe_sm90.h"
+#include "moe_stream_sm90.h"
 #include "mx_scale.h"
 #include "mx_target.h"
 #include "sm90_mma.h"
-#include "sm90_moe.h"
-#include "sm90_moe_stream.h"
 
 namespace mx {
 
