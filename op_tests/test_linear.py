@@ -99,19 +99,6 @@ BAD_OPERANDS: list[tuple[Operands, type[Exception], str]] = [
 
 
 @pytest.mark.usefixtures("computing")
-def test_scales_at_odd_addresses_are_taken_for_few_rows_and_refused_for_many() -> None:
-    xq, xs, wq, ws = operands(64, 32, 64)
-    odd = misaligned(ws)
-    assert torch.equal(
-        aiter_mx.linear(xq, misaligned(xs), wq, odd), aiter_mx.linear(xq, xs, wq, ws)
-    )
-    many = operands(65, 32, 64)[:2]
-    with pytest.raises(ValueError, match="ws must start at a multiple of 2 bytes"):
-        aiter_mx.linear(*many, wq, odd)
-    aiter_mx.linear(many[0], misaligned(many[1]), wq, ws)
-
-
-@pytest.mark.usefixtures("computing")
 @pytest.mark.parametrize(("arguments", "error", "message"), BAD_OPERANDS)
 def test_bad_operand_is_refused_with_what_was_given_and_expected(
     arguments: Operands, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch

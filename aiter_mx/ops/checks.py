@@ -13,10 +13,8 @@ ALIGNMENT_BYTES = 16
 """Kernels load payloads in pieces of this size."""
 SCALE_ALIGNMENT_BYTES = 4
 """Kernels of the MoE's GEMM load scales in pieces of this size."""
-PAIR_ALIGNMENT_BYTES = 2
-"""Hopper's grouped GEMM loads scales of weights two at a time."""
 STORED_FEATURES = 4
-"""Kernels of the MoE's GEMM store as many features at once."""
+"""They store as many features at once."""
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Dtypes of results and biases, by their names in problems."""

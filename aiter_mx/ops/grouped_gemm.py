@@ -16,11 +16,9 @@ from aiter_mx.layouts import padded_shape, unshuffle_scales
 from aiter_mx.ops import grouped_library
 from aiter_mx.ops.calls import PLAIN, PLAIN_OR_NONE, Plans, wants_gradient
 from aiter_mx.ops.checks import (
-    ALIGNMENT_BYTES,
     BLOCK,
     DTYPES,
     INDEX_NAMES,
-    PAIR_ALIGNMENT_BYTES,
     check_out,
     refuse_alignment,
     refuse_strides,
@@ -56,7 +54,7 @@ def grouped_gemm(
         a_scale: their scales, uint8 or float8_e8m0fnu ``[M, K // 32]``: 2**(byte - 127), 255 is
             NaN.
         b: weights, float8_e4m3fn ``[G, N, K]``, contiguous, N a multiple of 32.
-        b_scale: their scales, ``[G, N, K // 32]``, which start at an even address.
+        b_scale: their scales, ``[G, N, K // 32]``.
         group_offs: where groups begin and end, int32 or int64. ``[G + 1]``: group g is the rows
             ``group_offs[g] .. group_offs[g + 1]``. ``[G]``: it ends before ``group_offs[g]`` and
             begins where the one before it ends, the first at row 0, as torch's ``offs`` has it.
@@ -199,8 +197,8 @@ def compute(
         refuse_alignment(a=a, b=b)
         if a_scale_layout != "row_major":
             refuse_alignment(a_scale=a_scale)
-        row_major = b_scale_layout == "row_major"
-        refuse_alignment(PAIR_ALIGNMENT_BYTES if row_major else ALIGNMENT_BYTES, b_scale=b_scale)
+        if b_scale_layout != "row_major":
+            refuse_alignment(b_scale=b_scale)
         ends_address = ends.data_ptr()
         starts_address = 0 if starts is None else starts.data_ptr()
         if first_end:  # offsets [G + 1]: starts, and the same from the second on

@@ -18,7 +18,6 @@ from aiter_mx.ops.checks import (
     BLOCK,
     DTYPE_NAMES,
     DTYPES,
-    PAIR_ALIGNMENT_BYTES,
     SCALE_DTYPES,
     check_out,
     check_result,
@@ -34,7 +33,6 @@ from aiter_mx.ops.quantize import warm as bind_quantisation
 from aiter_mx.ops.quantize_call import Options, quantized
 from aiter_mx.target import Target, cpu_target, target_of
 
-_MOST_DECODE_ROWS = 64  # with more, the grouped GEMM's kernels compute it
 _X_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -64,7 +62,7 @@ def linear(
             for them than for what is quantised already, which adds in another order.
         xs: their scales, uint8 or float8_e8m0fnu ``[M, K // 32]``: 2**(byte - 127), 255 is NaN.
         wq: weights, float8_e4m3fn ``[N, K]``, contiguous.
-        ws: their scales, ``[N, K // 32]``; for M above 64 they start at an even address.
+        ws: their scales, ``[N, K // 32]``.
         bias: bf16, fp16 or fp32 ``[N]``, or None.
         out_dtype: dtype of the result: bf16, fp16 or fp32.
         out: where to write the result, ``[M, N]`` contiguous of dtype ``out_dtype``; it may not
@@ -141,18 +139,16 @@ def _linear(
     else:
         check_out(out, shape, out_dtype, xq=xq, xs=xs, wq=wq, ws=ws, bias=bias)
     if run is not None:
-        x_address, w_address, scales_address = xq.data_ptr(), wq.data_ptr(), ws.data_ptr()
+        x_address, w_address = xq.data_ptr(), wq.data_ptr()
         if (x_address | w_address) % ALIGNMENT_BYTES:
             refuse_alignment(xq=xq, wq=wq)
-        if scales_address % PAIR_ALIGNMENT_BYTES and shape[0] > _MOST_DECODE_ROWS:
-            refuse_alignment(PAIR_ALIGNMENT_BYTES, ws=ws)
         run(
             (xq, xs, wq, ws, bias, out),
             (
                 x_address,
                 0 if xs is None else xs.data_ptr(),
                 w_address,
-                scales_address,
+                ws.data_ptr(),
                 0 if bias is None else bias.data_ptr(),
                 out.data_ptr(),
             ),
