@@ -11,10 +11,10 @@ from linear_cases import (
     chain_of_layers,
     launch_beyond_4_gib,
     launch_linear,
-    operands,
 )
 from linear_trials import (
     RANGES,
+    assert_outputs_and_biases_right,
     assert_right,
     of_cancelling_scales,
     of_moved_scales,
@@ -23,7 +23,7 @@ from linear_trials import (
     of_zero_blocks,
     plain,
 )
-from mx_reference import assert_close_to_reference, linear_reference64
+from mx_reference import assert_close_to_reference
 
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.direct_sm90 import MAX_M
@@ -33,7 +33,6 @@ from aiter_mx.target import hardware
 DIRECT = find_kernel("linear", "sm_90a", "hip", "direct")
 TARGET = hardware("sm_90a")
 gpu = pytest.mark.gpu
-SMALL = (-12, -6)  # exponents of scales whose results fp16 holds
 
 
 def config(rows: int, waves: int, unroll: int) -> dict[str, int]:
@@ -162,13 +161,7 @@ def test_scales_at_any_address_are_read_rightly() -> None:
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_outputs_and_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> None:
-    drawn = operands(3, 137, 1120, 5, scale_exponents=SMALL if dtype is torch.float16 else (-6, 6))
-    size = linear_reference64(*drawn).abs().mean()
-    for bias_dtype in DTYPES.values():
-        generator = torch.Generator().manual_seed(6)
-        bias = (torch.randn(137, generator=generator, dtype=torch.float64) * size).to(bias_dtype)
-        got = launch(drawn, config(16, 4, 2), bias, dtype)
-        assert_close_to_reference(got, *drawn, bias)
+    assert_outputs_and_biases_right(launch, dtype, [config(16, 4, 2)], M=3)
 
 
 @gpu
