@@ -246,33 +246,48 @@ def test_thousand_launches_are_bitwise_equal(spec: KernelSpec) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("M", [6, 200])
-def test_replays_with_other_routings_in_the_same_buffers(M: int) -> None:
+@pytest.mark.parametrize("is_activated", [False, True])
+@pytest.mark.parametrize("M", [1, 6, 200])
+def test_replays_with_other_tokens_and_routings_in_the_same_buffers(
+    M: int, is_activated: bool
+) -> None:
     generator = torch.Generator().manual_seed(M)
     N, K, E, top_k = 256, 512, 8, 2
-    block_m = 16 if M == 6 else 64
-    x = [t.cuda() for t in random_mx(M, K, generator)]
-    w = [t.cuda() for t in random_weights(E, N, K, generator)]
+    block_m = 64 if M == 200 else 16
+    w = [t.cuda() for t in random_weights(E, N, K, generator, scale_exponents=(-11, -8))]
+    tokens = torch.zeros(M, K, dtype=torch.bfloat16, device="cuda")
     ids = torch.zeros(M, top_k, dtype=torch.int32, device="cuda")
-    out = torch.empty(M * top_k, N, dtype=torch.bfloat16, device="cuda")
 
-    def layer() -> None:
+    def layer() -> tuple[Tensor, ...]:  # launches that may each begin before the one ahead ends
+        x = aiter_mx.quantize(tokens)
         lists = aiter_mx.moe_align(ids, block_m, E)
         arguments = (*x, *w, *lists, M * top_k, top_k, block_m)
-        aiter_mx.moe_gemm(*arguments, a_div=top_k, out=out)
+        if is_activated:
+            return (*x, *aiter_mx.moe_gemm_activated(*arguments, a_div=top_k))
+        return (*x, aiter_mx.moe_gemm(*arguments, a_div=top_k))
 
     layer()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        layer()
-    for _ in range(3):
+        xq, xs, *results = layer()
+    for _ in range(20):
         chosen = torch.randint(0, E, (M, top_k), generator=generator, dtype=torch.int32)
+        spread = torch.exp2(torch.randint(-4, 5, (M, K // 32, 1), generator=generator))
+        drawn = (torch.randn(M, K // 32, 32, generator=generator) * spread).view(M, K).bfloat16()
         ids.copy_(chosen)
-        out.view(torch.uint8).fill_(POISON)
+        tokens.copy_(drawn)
+        for result in results:
+            result.view(torch.uint8).fill_(POISON)
         graph.replay()
-        cpu = [t.cpu() for t in (*x, *w)]
+        for got, expected in zip((xq, xs), aiter_mx.quantize(drawn.cuda()), strict=True):
+            assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+        cpu = [t.cpu() for t in (xq, xs, *w)]
         reference = Layer(*cpu, None, chosen.flatten().tolist(), top_k)  # type: ignore[arg-type]
-        assert_rows(out.cpu(), reference, POISON)
+        if is_activated:
+            payload, scales = (t.cpu() for t in results)
+            assert_activated(payload, scales, reference, "silu", False, SWIGLU)
+        else:
+            assert_rows(results[0].cpu(), reference, POISON)
 
 
 def test_stream_runs_where_experts_have_few_rows_and_others_where_more() -> None:
