@@ -1,15 +1,12 @@
-"""Compilers for AMD GPUs: ROCm's own, else a plain clang with the HIP headers of Triton's wheel."""
+"""Compilers for AMD GPUs: ROCm's own, else a plain clang."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from aiter_mx.errors import BuildError
@@ -22,21 +19,22 @@ FLAGS = (
     "--cuda-device-only",
     "--no-gpu-bundle-output",
     "-fuse-cuid=none",  # a symbol named after the path of the source helps nobody here
+    "-nogpuinc",  # kernels need neither HIP's headers, a second of each build, ...
+    "-nogpulib",  # ... nor its device libraries
 )
-INCLUDES = ("include",)
 INSTALL = (
     "install ROCm 7 (and set ROCM_PATH if it is not in /opt/rocm), or clang 20 or newer with its "
-    "lld (on Debian and Ubuntu: apt-get install clang-22 lld-22 llvm-22) beside triton's wheel"
+    "lld (on Debian and Ubuntu: apt-get install clang-22 lld-22 llvm-22)"
 )
 ENVIRONMENT = ("HIPCC", "ROCM_PATH")
 OLDEST_CLANG = 20
 _OPT = Path("/opt")
 _HIP_VERSION = "include/hip/hip_version.h"
-_LIBRARIES = ("lib/ocml.bc", "lib/ockl.bc")
 _IN_ROCM = ("bin/amdclang++", "bin/hipcc", "lib/llvm/bin/clang++", "llvm/bin/clang++")
 
-_PROBE = """#include <hip/hip_runtime.h>
-__global__ void probe(float *x) { x[threadIdx.x] = expf(x[threadIdx.x]); }
+_PROBE = """extern "C" __attribute__((global)) void probe(float *x) {
+  x[__builtin_amdgcn_workitem_id_x()] *= 2;
+}
 """
 
 
@@ -95,16 +93,6 @@ def versioned_programs(name: str) -> list[Path]:
     return [found[number] for number in sorted(found, reverse=True)]
 
 
-def triton_headers() -> Path | None:
-    """The folder of Triton's wheel with HIP's ``include`` and ``lib``, or None."""
-    spec = find_spec("triton")
-    for package in (spec and spec.submodule_search_locations) or ():
-        folder = Path(package) / "backends" / "amd"
-        if (folder / "include/hip/hip_runtime.h").exists() and (folder / "lib/ocml.bc").exists():
-            return folder
-    return None
-
-
 def probe(candidate: Candidate, arch: str, work: Path) -> Toolchain:
     """Try a candidate.
 
@@ -112,11 +100,11 @@ def probe(candidate: Candidate, arch: str, work: Path) -> Toolchain:
         Refused: it cannot compile for ``arch``.
     """
     clang = _clang(candidate, work)
-    tool = _rocm(clang, arch) if candidate.kind == "rocm" else _llvm(clang, arch)
+    tool = (_rocm(clang, arch) if candidate.kind == "rocm" else None) or _llvm(clang, arch)
     source = work / "probe.cu"
     source.write_text(_PROBE)
     try:
-        run([*command(tool, work), source, "-o", work / "probe.out"], work)
+        run([*command(tool), source, "-o", work / "probe.out"], work)
     except BuildError as error:
         raise Refused(f"{clang.version} cannot compile for {arch}: {first_error(error)}") from None
     return tool
@@ -141,7 +129,8 @@ def _clang(candidate: Candidate, work: Path) -> _Clang:
     )
 
 
-def _rocm(clang: _Clang, arch: str) -> Toolchain:
+def _rocm(clang: _Clang, arch: str) -> Toolchain | None:
+    """The toolchain of a ROCm tree, or None when the compiler is in none."""
     # hipcc is a wrapper: the clang that it names is run directly, so that flags mean one thing.
     behind = clang.bin_dir / "clang++"
     compiler = behind if behind.exists() else clang.path
@@ -149,18 +138,17 @@ def _rocm(clang: _Clang, arch: str) -> Toolchain:
     places = dict.fromkeys([*near, *list(clang.bin_dir.parents)[1:3]])
     root = next((place for place in places if (place / _HIP_VERSION).exists()), None)
     if root is None:
-        raise Refused(f"no {_HIP_VERSION} beside it, in {', '.join(map(str, places))}")
+        return None
     hip = _hip_version(root)
-    flags = [f"--rocm-path={root}"]
-    if hip < (6, 3):
-        flags.append("-mcode-object-version=5")  # its loader knows no newer one
+    # The loader of an older ROCm knows no newer code object.
+    flags = ("-mcode-object-version=5",) if hip < (6, 3) else ()
     return Toolchain(
         kind="rocm",
         arch=arch,
         compiler=compiler,
-        identity=f"{clang.version}; HIP {_dotted(hip)} {_digest([root / _HIP_VERSION])}",
+        identity=f"{clang.version}; HIP {_dotted(hip)}",
         reason=f"ROCm {_dotted(hip)}, found by {clang.origin}: {clang.path}",
-        flags=tuple(flags),
+        flags=flags,
         watch=(clang.path, compiler, root / _HIP_VERSION),
     )
 
@@ -168,20 +156,13 @@ def _rocm(clang: _Clang, arch: str) -> Toolchain:
 def _llvm(clang: _Clang, arch: str) -> Toolchain:
     if clang.major < OLDEST_CLANG:
         raise Refused(f"{clang.version} is older than {OLDEST_CLANG}")
-    wheel = triton_headers()
-    if wheel is None:
-        raise Refused("it has no HIP headers of its own, and triton's wheel, which has, is absent")
-    libraries = [wheel / name for name in _LIBRARIES]
-    headers = sorted(path for path in (wheel / "include/hip").rglob("*") if path.is_file())
-    hip = _dotted(_hip_version(wheel))
     return Toolchain(
         kind="llvm",
         arch=arch,
         compiler=clang.path,
-        identity=f"{clang.version}; HIP {hip} of triton {_digest([*headers, *libraries])}",
-        reason=f"{clang.version}, found by {clang.origin}: {clang.path}; HIP {hip} of {wheel}",
-        watch=(clang.path, clang.bin_dir / "clang++", wheel / _HIP_VERSION, *libraries),
-        headers=wheel,
+        identity=clang.version,
+        reason=f"{clang.version}, found by {clang.origin}: {clang.path}",
+        watch=(clang.path, clang.bin_dir / "clang++"),
     )
 
 
@@ -196,58 +177,6 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _digest(files: list[Path]) -> str:
-    whole = hashlib.sha256()
-    for path in files:
-        whole.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
-    return whole.hexdigest()[:16]
-
-
-def command(tool: Toolchain, work: Path) -> Command:
-    """The beginning of a command line: all of it that does not depend on the kernel.
-
-    For a clang without ROCm this lays out in ``work`` the little that makes up a ROCm tree.
-    """
-    words: Command = [tool.compiler, "-x", "hip", f"--offload-arch={tool.arch}", *FLAGS]
-    if tool.headers is None:
-        return [*words, *tool.flags]
-    root = Path(tempfile.mkdtemp(prefix="rocm-", dir=work))
-    (root / "include").symlink_to(tool.headers / "include")
-    major, minor, patch = _hip_version(tool.headers)
-    # Without this file clang takes HIP for a 3.5 and leaves out its own wrapper header.
-    (root / "share/hip").mkdir(parents=True)
-    (root / "share/hip/version").write_text(
-        f"HIP_VERSION_MAJOR={major}\nHIP_VERSION_MINOR={minor}\nHIP_VERSION_PATCH={patch}\n"
-    )
-    controls = root / "controls.bc"
-    (root / "controls.ll").write_text(_controls(tool.arch))
-    target = "--target=amdgcn-amd-amdhsa"
-    assemble: Command = ["-x", "ir", "-c", "-emit-llvm", "-nogpulib", target, root / "controls.ll"]
-    run([tool.compiler, *assemble, "-o", controls], work)
-    words += [f"--rocm-path={root}", "-nogpulib"]
-    for library in (*(tool.headers / name for name in _LIBRARIES), controls):
-        words += ["-Xclang", "-mlink-builtin-bitcode", "-Xclang", library]
-    return words
-
-
-def _controls(arch: str) -> str:
-    """The constants by which ROCm's device libraries are told what they are linked for.
-
-    A ROCm tree has each in a bitcode file of its own, ``oclc_*.bc``.
-    """
-    digits = arch.removeprefix("gfx")
-    wave64 = digits.startswith("9")
-    constants = {
-        # gfx950 is 9500, gfx90a is 9010, gfx1100 is 11000: major, then minor and stepping in hex.
-        "ISA_version": f"i32 {int(digits[:-2])}{int(digits[-2], 16)}{int(digits[-1], 16):02}",
-        "ABI_version": "i32 600",
-        "wavefrontsize64": f"i8 {int(wave64)}",
-        "wavefrontsize_log2": f"i32 {6 if wave64 else 5}",
-        "finite_only_opt": "i8 0",
-        "unsafe_math_opt": "i8 0",
-        "daz_opt": "i8 0",
-        "correctly_rounded_sqrt32": "i8 1",
-    }
-    linkage = "linkonce_odr protected local_unnamed_addr addrspace(4) constant"
-    definitions = (f"@__oclc_{name} = {linkage} {value}" for name, value in constants.items())
-    return "\n".join(['target triple = "amdgcn-amd-amdhsa"', *definitions, ""])
+def command(tool: Toolchain) -> Command:
+    """The beginning of a command line: all of it that does not depend on the kernel."""
+    return [tool.compiler, "-x", "hip", f"--offload-arch={tool.arch}", *FLAGS, *tool.flags]

@@ -23,7 +23,6 @@ _STEERING = (  # environment variables that change what a compiler makes of the 
     "CPATH",
     "CPLUS_INCLUDE_PATH",
     "CCC_OVERRIDE_OPTIONS",
-    "HIP_DEVICE_LIB_PATH",
     "NVCC_PREPEND_FLAGS",
     "NVCC_APPEND_FLAGS",
 )
@@ -157,10 +156,6 @@ def build_all(
         pool.shutdown(cancel_futures=True)
 
 
-def _include_dirs(arch: str) -> list[Path]:
-    return [csrc_dir() / name for name in vendor_of(arch).INCLUDES]
-
-
 def _source_key(request: BuildRequest) -> str:
     """Hash of everything but the compiler that the code object depends on."""
     whole = hashlib.sha256()
@@ -218,7 +213,6 @@ def _sources(request: BuildRequest) -> list[tuple[str, _Source]]:
     source = csrc / request.source
     if not source.is_file():
         raise ValueError(f"there is no kernel source {request.source!r} in {csrc}")
-    include_dirs = _include_dirs(request.arch)
     found: dict[Path, _Source] = {}
     waiting = [source]
     while waiting:
@@ -227,14 +221,13 @@ def _sources(request: BuildRequest) -> list[tuple[str, _Source]]:
             continue
         found[path] = _read(path)
         for name in found[path].includes:
-            places = (folder / name for folder in (path.parent, *include_dirs))
+            places = (folder / name for folder in (path.parent, csrc / "include"))
             waiting += islice(filter(Path.is_file, places), 1)
     return [(os.path.relpath(path, csrc), source) for path, source in found.items()]
 
 
 def _compile(request: BuildRequest, sources: str, tool: Toolchain, out: Path) -> None:
-    command = vendor_of(request.arch).command(tool, out.parent)
-    command += [f"-I{folder}" for folder in _include_dirs(request.arch)]
+    command = [*vendor_of(request.arch).command(tool), f"-I{csrc_dir() / 'include'}"]
     command += [f"-D{name}={value}" for name, value in sorted(request.defines)]
     try:
         compiler.run([*command, csrc_dir() / request.source, "-o", out], out.parent)

@@ -27,14 +27,13 @@ class Toolchain:
     """A compiler that was tried and works for an architecture.
 
     Attributes:
-        kind: ``rocm``, ``llvm`` (clang with Triton's HIP headers) or ``nvcc``.
+        kind: ``rocm``, ``llvm`` (a clang without ROCm) or ``nvcc``.
         arch: what it was tried for.
         compiler: the program to run.
-        identity: the compiler's version and that of the headers and bitcode it uses.
+        identity: the compiler's version and that of the toolkit that it belongs to.
         reason: where it was found, for people.
         flags: what this installation needs on the command line.
         watch: the files that it consists of, as far as known; a change means: try it again.
-        headers: for kind ``llvm``, the folder with HIP's ``include`` and ``lib``.
     """
 
     kind: str
@@ -44,7 +43,6 @@ class Toolchain:
     reason: str
     flags: tuple[str, ...] = ()
     watch: tuple[Path, ...] = ()
-    headers: Path | None = None
 
 
 @dataclass(frozen=True)

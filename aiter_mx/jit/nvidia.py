@@ -14,7 +14,6 @@ from aiter_mx.jit.compiler import Candidate, Command, Refused, Toolchain, first_
 
 SUFFIX = "cubin"
 FLAGS = ("-O3", "-std=c++17", "-cubin")
-INCLUDES = ("include", "include/nvidia")
 INSTALL = (
     "install a CUDA toolkit of 12.4 or newer (and set CUDA_HOME if its nvcc is not on PATH), or "
     "pip install nvidia-cuda-nvcc nvidia-cuda-cccl"
@@ -111,6 +110,6 @@ def _cudart(header: Path | None) -> str:
     return f"runtime headers {version[1] if version else 'of unknown version'}"
 
 
-def command(tool: Toolchain, work: Path) -> Command:
+def command(tool: Toolchain) -> Command:
     """The beginning of a command line: all of it that does not depend on the kernel."""
     return [tool.compiler, *FLAGS, *_gencode(tool.arch), *tool.flags]

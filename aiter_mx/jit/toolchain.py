@@ -62,7 +62,7 @@ def find_toolchain(arch: str) -> Toolchain:
 def _find(arch: str, environment: tuple[str | None, ...]) -> Toolchain:
     candidates: list[Candidate | str] = list(vendor_of(arch).candidates())
     places = [place if isinstance(place, str) else _stamp(place.path) for place in candidates]
-    question = json.dumps([arch, places, str(amd.triton_headers()), __version__])
+    question = json.dumps([arch, places, __version__])
     key = hashlib.sha256(question.encode()).hexdigest()[:32]
 
     def search(out: Path) -> None:
@@ -131,7 +131,6 @@ def _parse(text: bytes) -> Toolchain | None:
         reason=record["reason"],
         flags=tuple(record["flags"]),
         watch=watch,
-        headers=Path(record["headers"]) if record["headers"] else None,
     )
 
 
