@@ -31,8 +31,6 @@ from mutation_report import Outcome, page, reasons, show, survivors
 from rich.console import Console
 from rich.progress import track
 
-from aiter_mx.jit.toolchain import llvm_tool
-
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "mutation.md"
 
 
@@ -55,31 +53,18 @@ def _executed(case: Case, mutant: Mutant) -> bool:
     return bool(verdict(case, patched(case, there))[0])
 
 
-def quick_compiler(folder: Path) -> Path:
-    """A C compiler that does not optimise, written to a folder.
-
-    A mutant's translation runs for milliseconds; optimising it would take longer than all else.
-    """
-    compiler = folder / "cc"
-    compiler.write_text(f'#!/bin/sh\nexec {llvm_tool("clang")} "$@" -O0\n')
-    compiler.chmod(0o700)
-    return compiler
-
-
 def _start_worker() -> None:
     torch.set_num_threads(1)
     for case in CASES:
         _ = case.image  # by the usual cache
-    folder = Path(tempfile.mkdtemp(dir=os.environ["MUTANTS_DIR"]))
-    os.environ["CC"] = str(quick_compiler(folder))
-    os.environ["AITER_MX_CACHE_DIR"] = str(folder)  # a mutant's translation is of no use later
+    os.environ["AITER_MX_CACHE_DIR"] = os.environ["MUTANTS_DIR"]  # of no use later
 
 
 def judge_all(chosen: Sequence[Mutant], jobs: int, console: Console) -> Iterator[Outcome]:
     """Outcomes as they come."""
     with tempfile.TemporaryDirectory(prefix="aiter_mx-") as folder:
         os.environ["MUTANTS_DIR"] = folder
-        fresh = get_context("spawn")  # a fork would inherit threads, and the choice of compiler
+        fresh = get_context("spawn")  # a fork would inherit threads
         with ProcessPoolExecutor(jobs, fresh, _start_worker) as pool:
             outcomes = pool.map(judge, chosen)
             yield from track(outcomes, "mutants", len(chosen), console=console, transient=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from mutation_kinds import KINDS, Form, mutants_of
@@ -13,19 +11,9 @@ from mutation_planting import Mutant, assemble, code_around, listing, mutants, p
 from mutation_probes import CASES, Case, verdict
 from mutation_report import Outcome, Reason, page, reason_of, reasons, rows
 from rich.console import Console
-from sim_mutation import judge_all, quick_compiler
+from sim_mutation import judge_all
 
-from aiter_mx.sim.compile import c_compiler
 from aiter_mx.sim.disasm import disassemble, parse_line
-
-
-@pytest.fixture(autouse=True)
-def _quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CC", str(quick_compiler(tmp_path)))
-    c_compiler.cache_clear()
-    yield
-    c_compiler.cache_clear()
-
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 

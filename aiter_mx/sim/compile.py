@@ -1,4 +1,10 @@
-"""Translated kernels as shared libraries, kept in the artifact cache."""
+"""Translated kernels as shared libraries, kept in the artifact cache.
+
+A library is linked from three sorts of parts. The machine, which is always the same, and vector
+functions, most of which many kernels share, are compiled once each and kept as objects. A kernel's
+own part is calls and branches, and is compiled each time without optimisation, which would take
+seconds and gain little.
+"""
 
 from __future__ import annotations
 
@@ -8,40 +14,47 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 from aiter_mx.errors import ToolchainError
 from aiter_mx.jit.cache import get_or_build
 from aiter_mx.jit.toolchain import llvm_tool
+from aiter_mx.sim.translate import Translation
 
 _HERE = Path(__file__).resolve().parent
 _FLAGS = (
-    "-std=gnu11", "-O1", "-ftree-vectorize", "-fno-math-errno", "-fno-trapping-math",
-    "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-march=native", "-w", "-shared",
-    "-fPIC",
+    "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fwrapv",
+    "-fno-strict-aliasing", "-march=native", "-w", "-fPIC", "-fvisibility=hidden",
 )  # fmt: skip
+_OPTIMISED = ("-O2", "-ftree-vectorize")
+_MANY = 128  # functions of one kernel: most of them no other will have, so they are compiled as one
 
 
 @cache
 def c_compiler() -> str:
-    """The C compiler to use: the first of CC, cc, gcc and any clang that knows _Float16.
+    """The C compiler to use: CC, else the clang that is there for gfx950, else cc or gcc.
 
     Raises:
         ToolchainError: there is none.
     """
-    named = [name for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name]
-    for name in named:
-        if (found := shutil.which(name)) and _knows_half(found):
-            return found
+    named = os.environ.get("CC")
+    if named and (found := shutil.which(named)) and _knows_half(found):
+        return found
     try:
         return str(llvm_tool("clang"))
     except ToolchainError:
-        raise ToolchainError(
-            f"the simulator needs a C compiler with _Float16, gcc 12 or any recent clang, and "
-            f"found none among {', '.join(named)}; to have one: apt-get install gcc"
-        ) from None
+        pass
+    for name in ("cc", "gcc", "clang"):
+        if (found := shutil.which(name)) and _knows_half(found):
+            return found
+    raise ToolchainError(
+        "the simulator needs a C compiler with _Float16, gcc 12 or any recent clang, and found "
+        f"none among {', '.join(filter(None, (named, 'cc', 'gcc', 'clang')))}; to have one: "
+        "apt-get install clang"
+    )
 
 
 def _knows_half(compiler: str) -> bool:
@@ -64,26 +77,75 @@ def _host_key() -> str:
     return f"{version}{platform.machine()}{' '.join(sorted(cpu.split()))}{_FLAGS}"
 
 
-@cache
-def _own_sources() -> bytes:
-    """A digest of the translator itself: its output may change with any of its files."""
+def _digest_of(pattern: str) -> bytes:
     digest = hashlib.sha256()
-    for path in sorted([*_HERE.rglob("*.py"), *_HERE.rglob("*.h")]):
+    for path in sorted(_HERE.rglob(pattern)):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.digest()
 
 
-def library(key: bytes, make_source: Callable[[], str], describe: str) -> ctypes.CDLL:
-    """The shared library for a key; ``make_source`` is called when it has to be compiled."""
-    digest = hashlib.sha256(key + _own_sources() + _host_key().encode()).hexdigest()[:32]
-    artifact = get_or_build("sim", digest, "so", lambda out: _compile(make_source(), out), describe)
+@cache
+def _own_sources() -> tuple[bytes, bytes]:
+    """Digests of the machine's sources and of the translator, whose output changes with them."""
+    return _digest_of("*.[ch]"), _digest_of("*.py")
+
+
+def _key(*parts: bytes) -> str:
+    whole = hashlib.sha256(b"".join([*parts, _own_sources()[0], _host_key().encode()]))
+    return whole.hexdigest()[:32]
+
+
+def library(
+    key: bytes, translate: Callable[[], Translation], strict: bool, describe: str
+) -> ctypes.CDLL:
+    """The shared library for a key; ``translate`` is called when it has to be made."""
+    artifact = get_or_build(
+        "sim",
+        _key(key, _own_sources()[1]),
+        "so",
+        lambda out: _build(translate(), strict, out),
+        describe,
+    )
     return ctypes.CDLL(str(artifact.path))
 
 
-def _compile(source: str, out: Path) -> None:
-    path = out.with_suffix(".c")
-    path.write_text(source)
-    command = [c_compiler(), *_FLAGS, f"-I{_HERE / 'csrc'}", str(path), "-o", str(out), "-lm"]
+def _build(kernel: Translation, strict: bool, out: Path) -> None:
+    own = out.with_suffix(".c")
+    own.write_text(kernel.source)
+    texts = list(kernel.functions.values())
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        machine = pool.submit(_machine, strict)
+        if len(texts) > _MANY:
+            functions = [out.with_name("functions.o")]
+            _compile_functions("\n".join(texts), functions[0])
+        else:
+            functions = list(pool.map(_function, texts))
+    _compile(["-O0", "-shared", own, machine.result(), *functions, "-lm"], out)
+
+
+def _machine(strict: bool) -> Path:
+    def build(out: Path) -> None:
+        _compile([*_OPTIMISED, f"-DSTRICT={int(strict)}", "-c", _HERE / "csrc/machine.c"], out)
+
+    describe = f"the simulator's machine, {'strict' if strict else 'checks off'}"
+    return get_or_build("sim", _key(b"machine", bytes([strict])), "o", build, describe).path
+
+
+def _function(text: str) -> Path:
+    describe = f"vector function of the simulator, {text.partition('(')[0]}"
+    return get_or_build(
+        "sim", _key(text.encode()), "o", lambda out: _compile_functions(text, out), describe
+    ).path
+
+
+def _compile_functions(text: str, out: Path) -> None:
+    source = out.with_suffix(".c")
+    source.write_text(f'#include "numbers.h"\n{text}\n')
+    _compile([*_OPTIMISED, "-c", source], out)
+
+
+def _compile(what: Sequence[str | Path], out: Path) -> None:
+    command = [c_compiler(), *_FLAGS, f"-I{_HERE / 'csrc'}", *map(str, what), "-o", str(out)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
         errors = [line[:300] for line in run.stderr.splitlines() if "error" in line]

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from aiter_mx.jit.toolchain import llvm_tool
@@ -94,6 +95,7 @@ class Instruction:
         return int(self.end + 4 * offset)
 
 
+@cache  # few are different
 def parse_operand(text: str) -> Operand:
     """One operand. Raises UnknownInstruction for a form that is not known."""
     body, negate, absolute, sign_extend = text, False, False, False

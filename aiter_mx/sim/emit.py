@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import struct
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ class Context:
     def __init__(self, acc_base: int, rows: int) -> None:
         self.acc_base = acc_base
         self.rows = rows
-        self.functions: dict[str, str] = {}
+        self.functions: dict[str, str] = {}  # by name
 
     def row(self, operand: Operand, instruction: Instruction) -> int:
         """Index of a vector register's first row; accumulation registers follow the others."""
@@ -125,12 +126,13 @@ class Context:
         return tuple(range(first, first + operand.count))
 
     def function(self, text: str) -> str:
-        """The name of a C function, given its text with ``NAME`` for the name."""
-        return self.functions.setdefault(text, f"op_{len(self.functions)}")
+        """The name of a C function, given its text with ``NAME`` for the name.
 
-    def render(self) -> str:
-        """All functions."""
-        return "\n".join(text.replace("NAME", name) for text, name in self.functions.items())
+        The name follows from the text, so that kernels can share the compiled function.
+        """
+        name = f"op_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+        self.functions[name] = text.replace("NAME", name)
+        return name
 
 
 def is_vector(operand: Operand) -> bool:

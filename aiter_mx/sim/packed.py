@@ -42,7 +42,7 @@ def vector_function(
     before = "u32 K[64] ALIGNED;\n  " if bit else ""
     after = "\n  return pack_mask(K);" if bit else ""
     return ctx.function(
-        f"NOINLINE {'u64' if bit else 'void'} NAME({signature}) {{\n  {before}"
+        f"{'u64' if bit else 'void'} NAME({signature}) {{\n  {before}"
         f"LANES {{\n    {body}\n  }}{after}\n}}"
     )
 

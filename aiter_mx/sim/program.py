@@ -195,7 +195,8 @@ class Program:
             key = hashlib.sha256(self._image).digest() + f"{kernel.name}:{strict}".encode()
             loaded = library(
                 key,
-                lambda: translate_kernel(self.code_object, kernel, self.listing, strict).source,
+                lambda: translate_kernel(self.code_object, kernel, self.listing, strict),
+                strict,
                 f"simulated {kernel.name}",
             )
             meta = json.loads(

@@ -50,13 +50,7 @@ def start_wave(kernel: KernelInfo, strict: bool) -> str:
     if descriptor.rsrc2 >> 10 & 1:
         raise UnknownInstruction(f"kernel {kernel.name} wants work-group information registers")
     ids = descriptor.rsrc2 >> 11 & 3
-    packed = " | ".join(f"i{axis} << {10 * i}" for i, axis in enumerate("xyz"[: ids + 1]))
-    lines.append(
-        "const u32 *b = w->group->launch->block;\n"
-        "  for (u32 l = 0; l < 64; l++) {\n"
-        "    u32 n = 64 * w->id + l, ix = n % b[0], iy = n / b[0] % b[1], iz = n / b[0] / b[1];\n"
-        f"    (void)ix, (void)iy, (void)iz;\n    ROW(0)[l] = {packed};\n  }}"
-    )
+    lines.append(f"set_lane_ids(w, {ids + 1});")
     float_mode = descriptor.rsrc1 >> 12 & 0xFF
     lines.append(f"w->mode = {float_mode:#x};")
     if strict:
@@ -65,4 +59,4 @@ def start_wave(kernel: KernelInfo, strict: bool) -> str:
         lines.append(f"w->sset[0] = {low:#x}ull; w->sset[1] = {high:#x}ull; w->set[0] = w->exec;")
     lines.append(f"set_s64(w, {_FLAT_SCRATCH}, 0);")
     body = "\n  ".join(lines)
-    return f"static void start_wave(Wave *w) {{\n  {body}\n}}"
+    return f"void start_wave(Wave *w) {{\n  {body}\n}}"

@@ -1,4 +1,4 @@
-"""One kernel of a code object to one C file."""
+"""One kernel of a code object to C."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ class Translation:
     """A kernel as C.
 
     Attributes:
-        source: the C file.
+        source: the C file of its waves.
+        functions: the vector functions that it calls, by name.
         instructions: those translated; their position is their number in the C code.
     """
 
     source: str
+    functions: dict[str, str]
     instructions: tuple[Instruction, ...]
 
 
@@ -66,22 +68,19 @@ def translate_kernel(
         "entry_pc": 2 * number[entry],
         "hazards": {i: hazard.describe(instructions) for i, hazard in hazards.items()},
     }
-    head = (
-        f"#define STRICT {int(strict)}\n#define REGISTERS {context.rows}\n"
-        '#include "core.h"\nstatic u32 run_wave(Wave *w);\nstatic void start_wave(Wave *w);\n'
-        '#include "run.h"\n'
-    )
     source = "\n".join(
         (
-            head,
-            f"const char sim_meta[] = {_c_string(json.dumps(meta))};",
-            context.render(),
+            '#include "machine.h"',
+            *(f"{text.partition(' {')[0]};" for text in context.functions.values()),
+            f"const u32 sim_registers = {context.rows};",
+            '__attribute__((visibility("default"))) const char sim_meta[] =',
+            f"{_c_string(json.dumps(meta))};",
             start_wave(kernel, strict),
             _jump_table(leaders, instructions, number),
             body,
         )
     )
-    return Translation(source, tuple(instructions))
+    return Translation(source, context.functions, tuple(instructions))
 
 
 def _c_string(text: str) -> str:
@@ -189,7 +188,7 @@ class _Body:
 
     def render(self) -> str:
         lines = [
-            "UNOPTIMIZED static u32 run_wave(Wave *w) {",
+            "u32 run_wave(Wave *w) {",
             "  u64 *blocks = w->group->block_counts;",
         ]
         if self.indirect:

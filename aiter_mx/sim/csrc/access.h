@@ -3,8 +3,6 @@
 #include "banks.h"
 #include "order.h"
 
-typedef enum { U8, I8, U8_LO, U8_HI, I8_LO, I8_HI, U16, I16, U16_LO, U16_HI, DWORDS } Element;
-
 static const Region* find_region(const Launch* launch, u64 address) {
     u32 low = 0, high = launch->region_count;
     while (low < high) {
@@ -88,10 +86,10 @@ NOINLINE void check_memory(Wave* w, u32 instruction, const u64* address, u32 siz
     EACH_ACTIVE(w) check_one(w, instruction, ACTIVE_LANE, address[ACTIVE_LANE], size, is_write);
 }
 
-NOINLINE void address_v(u64* out, const u32* base, i32 offset) {
+API void address_v(u64* out, const u32* base, i32 offset) {
     LANES out[l] = (base[l] | (u64)base[l + 64] << 32) + (u64)(i64)offset;
 }
-NOINLINE void address_s(u64* out, u64 base, const u32* index, i32 offset) {
+API void address_s(u64* out, u64 base, const u32* index, i32 offset) {
     LANES out[l] = base + index[l] + (u64)(i64)offset;
 }
 

@@ -3,30 +3,6 @@
 #include "memory.h"
 #include "numbers.h"
 
-typedef enum {
-    A_SWAP,
-    A_CMPSWAP,
-    A_ADD,
-    A_SUB,
-    A_SMIN,
-    A_UMIN,
-    A_SMAX,
-    A_UMAX,
-    A_AND,
-    A_OR,
-    A_XOR,
-    A_INC,
-    A_DEC,
-    A_ADD_F32,
-    A_PK_ADD_F16,
-    A_PK_ADD_BF16,
-    A_ADD_F64,
-    A_MIN_F32,
-    A_MAX_F32,
-    A_MIN_F64,
-    A_MAX_F64
-} Atomic;
-
 // What both widths do, with the signed type.
 #define INTEGER_CASES(S)                                                                           \
     case A_SWAP:                                                                                   \
@@ -118,8 +94,8 @@ static void atomic_lanes(Wave* w, const u64* address, u32* d, const u32* data, u
     }
 }
 // `d` is NULL where the old value is not wanted.
-NOINLINE void global_atomic(Wave* w, u32 instruction, const u64* address, u32* d, const u32* data,
-                            Atomic op, u32 size) {
+API void global_atomic(Wave* w, u32 instruction, const u64* address, u32* d, const u32* data,
+                       Atomic op, u32 size) {
     check_memory(w, instruction, address, size, 0);
     check_memory(w, instruction, address, size, 1);
     if (STRICT && UNLIKELY(w->group->launch->delay)) {
@@ -134,8 +110,8 @@ NOINLINE void global_atomic(Wave* w, u32 instruction, const u64* address, u32* d
     w->group->counters->bytes_read += moved;
     w->group->counters->bytes_written += moved;
 }
-NOINLINE void buffer_atomic(Wave* w, u32 instruction, const u32* resource, const u32* offsets,
-                            i32 fixed, u32 soffset, u32* d, const u32* data, Atomic op, u32 size) {
+API void buffer_atomic(Wave* w, u32 instruction, const u32* resource, const u32* offsets, i32 fixed,
+                       u32 soffset, u32* d, const u32* data, Atomic op, u32 size) {
     u64 base = resource_base(resource), records = resource[2], valid = 0, address[64];
     u64 exec = w->exec;
     LANES {
@@ -147,8 +123,8 @@ NOINLINE void buffer_atomic(Wave* w, u32 instruction, const u32* resource, const
     global_atomic(w, instruction, address, d, data, op, size);
     set_exec(w, exec);
 }
-NOINLINE void lds_atomic(Wave* w, u32 instruction, const u32* base, u32 offset, u32* d,
-                         const u32* data, Atomic op, u32 size) {
+API void lds_atomic(Wave* w, u32 instruction, const u32* base, u32 offset, u32* d, const u32* data,
+                    Atomic op, u32 size) {
     u32 at[64];
     u64 address[64];
     lds_address(w, base, offset, at, address);

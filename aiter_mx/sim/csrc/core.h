@@ -1,10 +1,7 @@
 // The machine that translated code runs on: waves, workgroups, faults.
 #pragma once
-#include <math.h>
 #include <setjmp.h>
-#include <stdarg.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 typedef uint8_t u8;
@@ -16,12 +13,8 @@ typedef int16_t i16;
 typedef int32_t i32;
 typedef int64_t i64;
 
-// The state machine is calls and branches: optimising it costs seconds and gains little.
-#if defined(__clang__)
-#define UNOPTIMIZED __attribute__((noinline, optnone))
-#else
-#define UNOPTIMIZED __attribute__((optimize("O0")))
-#endif
+// What translated code calls; machine.h has the prototypes.
+#define API __attribute__((noinline))
 #define NOINLINE static __attribute__((noinline, unused))
 #define COLD static __attribute__((noinline, cold, noreturn, unused))
 #define INLINE static inline __attribute__((always_inline, unused))
@@ -173,76 +166,43 @@ INLINE u64 next_random(u64* state) {
     return z ^ z >> 31;
 }
 
-// Sixteen lanes at a time; the compilers' own vector types spare a slow intrinsics header.
-typedef u32 Lanes16 __attribute__((vector_size(64)));
-static const Lanes16 lane_bits = {1 << 0,  1 << 1,  1 << 2,  1 << 3, 1 << 4,  1 << 5,
-                                  1 << 6,  1 << 7,  1 << 8,  1 << 9, 1 << 10, 1 << 11,
-                                  1 << 12, 1 << 13, 1 << 14, 1 << 15};
-INLINE void expand_mask(u64 bits, u32* out) {
-    for (int i = 0; i < 4; i++) {
-        Lanes16 x = (u32)(bits >> (16 * i) & 0xffff) - (Lanes16){0};
-        x = (Lanes16)((x & lane_bits) != 0);
-        memcpy(out + 16 * i, &x, sizeof x);
-    }
-}
+// The lanes whose word has its highest bit set.
 INLINE u64 pack_mask(const u32* in) {
     u64 bits = 0;
-    for (int i = 0; i < 4; i++) {
-        Lanes16 x;
-        memcpy(&x, in + 16 * i, sizeof x);
-#if defined(__AVX512F__) && !defined(__clang__)
-        typedef int Signed16 __attribute__((vector_size(64)));
-        bits |= (u64)(u16)__builtin_ia32_ptestmd512((Signed16)x, (Signed16)x, (u16)-1) << (16 * i);
-#else
-        x = (Lanes16)(x != 0) & lane_bits;
-        u32 sum = 0;
-        for (int l = 0; l < 16; l++)
-            sum |= x[l];
-        bits |= (u64)sum << (16 * i);
-#endif
+#if defined(__AVX__)
+    typedef float Floats __attribute__((vector_size(32))); // an intrinsics header would be slow
+    for (int i = 0; i < 8; i++) {
+        Floats x;
+        memcpy(&x, in + 8 * i, sizeof x);
+        bits |= (u64)(u32)__builtin_ia32_movmskps256(x) << (8 * i);
     }
+#else
+    for (int l = 0; l < 64; l++)
+        bits |= (u64)(in[l] >> 31) << l;
+#endif
     return bits;
 }
 
-INLINE void set_exec(Wave* w, u64 bits) {
-    w->exec = bits;
-    expand_mask(bits, w->mask);
-}
-INLINE u64 s64(const Wave* w, int n) { return w->s[n] | (u64)w->s[n + 1] << 32; }
-INLINE void set_s64(Wave* w, int n, u64 x) {
-    w->s[n] = (u32)x;
-    w->s[n + 1] = (u32)(x >> 32);
-}
+// Two registers as one; they need not be aligned.
+typedef u64 Pair __attribute__((aligned(4), may_alias));
+#define s64(w, n) (*(Pair*)((w)->s + (n)))
+#define set_s64(w, n, x) (s64(w, n) = (x))
 
-COLD void fail(Wave* w, Fault fault) {
-    Group* g = w->group;
-    fault.wave = w->id;
-    memcpy(fault.group, g->id, sizeof g->id);
-    *g->fault = fault;
-    longjmp(g->on_fault, 1);
+// Of bits
+INLINE u32 reverse_bits(u32 x) {
+    x = (x >> 1 & 0x55555555) | (x & 0x55555555) << 1;
+    x = (x >> 2 & 0x33333333) | (x & 0x33333333) << 2;
+    x = (x >> 4 & 0x0f0f0f0f) | (x & 0x0f0f0f0f) << 4;
+    return __builtin_bswap32(x);
 }
-COLD void bad_jump(Wave* w, u32 instruction, u64 target) {
-    fail(w, (Fault){.kind = FAULT_JUMP, .instruction = instruction, .address = target});
+INLINE u64 extract(u64 x, u32 offset, u32 width) {
+    return width == 0 ? 0 : width >= 64 ? x >> offset : x >> offset & ((1ull << width) - 1);
 }
-
-COLD void trap(Wave* w, u32 instruction) {
-    fail(w, (Fault){.kind = FAULT_TRAP, .instruction = instruction});
+INLINE i64 extract_signed(u64 x, u32 offset, u32 width, u32 bits) {
+    if (!width)
+        return 0;
+    if (offset + width > bits)
+        width = bits - offset;
+    return (i64)(x >> offset << (64 - width)) >> (64 - width);
 }
-
-COLD void too_soon(Wave* w, u32 instruction) {
-    fail(w, (Fault){.kind = FAULT_HAZARD, .instruction = instruction});
-}
-
-// MODE.FP16_OVFL: conversions to fp8 saturate.
-static __thread int saturating;
-INLINE void set_float_mode(u32 mode) {
-    saturating = mode >> 23 & 1;
-#if defined(__x86_64__)
-    u32 csr = __builtin_ia32_stmxcsr() & ~0x8040u;
-    if (!(mode >> 5 & 1))
-        csr |= 0x8000; // results flushed
-    if (!(mode >> 4 & 1))
-        csr |= 0x0040; // sources flushed
-    __builtin_ia32_ldmxcsr(csr);
-#endif
-}
+INLINE i32 leading_signs(i32 x) { return x == 0 || x == -1 ? -1 : __builtin_clrsb(x) + 1; }

@@ -1,23 +1,23 @@
-// Data moving between lanes: DPP, SDWA selection, permutes.
+// EXEC, and data moving between lanes: DPP, SDWA selection, permutes.
 #pragma once
-#include "core.h"
+#include "machine.h"
 
-typedef enum {
-    QUAD_PERM,
-    ROW_SHL,
-    ROW_SHR,
-    ROW_ROR,
-    WAVE_SHL,
-    WAVE_ROL,
-    WAVE_SHR,
-    WAVE_ROR,
-    ROW_MIRROR,
-    ROW_HALF_MIRROR,
-    ROW_BCAST15,
-    ROW_BCAST31,
-    ROW_NEWBCAST
-} DppControl;
-
+// Sixteen lanes at a time; the compilers' own vector types spare an intrinsics header.
+typedef u32 Lanes16 __attribute__((vector_size(64)));
+static const Lanes16 lane_bits = {1 << 0,  1 << 1,  1 << 2,  1 << 3, 1 << 4,  1 << 5,
+                                  1 << 6,  1 << 7,  1 << 8,  1 << 9, 1 << 10, 1 << 11,
+                                  1 << 12, 1 << 13, 1 << 14, 1 << 15};
+void expand_mask(u64 bits, u32* out) {
+    for (int i = 0; i < 4; i++) {
+        Lanes16 x = (u32)(bits >> (16 * i) & 0xffff) - (Lanes16){0};
+        x = (Lanes16)((x & lane_bits) != 0);
+        memcpy(out + 16 * i, &x, sizeof x);
+    }
+}
+void set_exec(Wave* w, u64 bits) {
+    w->exec = bits;
+    expand_mask(bits, w->mask);
+}
 // Source lane of lane l, or -1 where the row or the wave ends.
 static int dpp_source(DppControl control, int argument, int l) {
     int row = l & ~15, at = l & 15;
@@ -53,8 +53,8 @@ static int dpp_source(DppControl control, int argument, int l) {
 }
 // Puts the permuted source in `out` and the lanes that are written in `mask`; returns those lanes.
 // A lane without a valid source reads 0 when `bound_zero`, and is not written otherwise.
-NOINLINE u64 dpp(Wave* w, u32* out, const u32* in, u32* mask, DppControl control, int argument,
-                 u32 row_mask, u32 bank_mask, int bound_zero, u64* read) {
+API u64 dpp(Wave* w, u32* out, const u32* in, u32* mask, DppControl control, int argument,
+            u32 row_mask, u32 bank_mask, int bound_zero, u64* read) {
     u64 written = 0, sources = 0;
     for (int l = 0; l < 64; l++) {
         int from = dpp_source(control, argument, l);
@@ -72,9 +72,7 @@ NOINLINE u64 dpp(Wave* w, u32* out, const u32* in, u32* mask, DppControl control
     return written;
 }
 
-// SDWA and op_sel pieces of a register.
-typedef enum { BYTE_0, BYTE_1, BYTE_2, BYTE_3, WORD_0, WORD_1, DWORD } Piece;
-NOINLINE void select_piece(u32* out, const u32* in, Piece piece, int sign_extend) {
+API void select_piece(u32* out, const u32* in, Piece piece, int sign_extend) {
     u32 width = piece <= BYTE_3 ? 8 : piece == DWORD ? 32 : 16;
     u32 shift = piece <= BYTE_3 ? 8 * piece : piece == WORD_1 ? 16 : 0;
     u32 mask = width == 32 ? ~0u : (1u << width) - 1;
@@ -85,7 +83,7 @@ NOINLINE void select_piece(u32* out, const u32* in, Piece piece, int sign_extend
     }
 }
 // The other bits: 0 zero, 1 sign of the piece, 2 kept.
-NOINLINE void insert_piece(u32* d, const u32* in, const u32* lanes, Piece piece, int rest) {
+API void insert_piece(u32* d, const u32* in, const u32* lanes, Piece piece, int rest) {
     u32 width = piece <= BYTE_3 ? 8 : piece == DWORD ? 32 : 16;
     u32 shift = piece <= BYTE_3 ? 8 * piece : piece == WORD_1 ? 16 : 0;
     u32 mask = (width == 32 ? ~0u : (1u << width) - 1) << shift;
@@ -97,11 +95,11 @@ NOINLINE void insert_piece(u32* d, const u32* in, const u32* lanes, Piece piece,
     }
 }
 
-NOINLINE void fill(u32* out, u32 x) { LANES out[l] = x; }
-NOINLINE u32 read_first_lane(const Wave* w, const u32* in) {
+API void fill(u32* out, u32 x) { LANES out[l] = x; }
+API u32 read_first_lane(const Wave* w, const u32* in) {
     return in[w->exec ? __builtin_ctzll(w->exec) : 0];
 }
-NOINLINE void swap_rows(Wave* w, u32* d, u32* s, u32 width) {
+API void swap_rows(Wave* w, u32* d, u32* s, u32 width) {
     for (u32 l = 0; l < 64; l++)
         if (l & width) { // odd rows of the destination change place with even rows of the source
             u32 x = d[l];
@@ -110,14 +108,14 @@ NOINLINE void swap_rows(Wave* w, u32* d, u32* s, u32 width) {
         }
     (void)w;
 }
-NOINLINE void swap_lanes(Wave* w, u32* a, u32* b) {
+API void swap_lanes(Wave* w, u32* a, u32* b) {
     LANES {
         u32 change = (a[l] ^ b[l]) & w->mask[l];
         a[l] ^= change;
         b[l] ^= change;
     }
 }
-NOINLINE void bpermute(Wave* w, u32* d, const u32* index, const u32* in, u32 offset) {
+API void bpermute(Wave* w, u32* d, const u32* index, const u32* in, u32 offset) {
     u32 out[64];
     for (int l = 0; l < 64; l++) {
         u32 from = (index[l] + offset) >> 2 & 63;
@@ -125,13 +123,13 @@ NOINLINE void bpermute(Wave* w, u32* d, const u32* index, const u32* in, u32 off
     }
     LANES d[l] = (out[l] & w->mask[l]) | (d[l] & ~w->mask[l]);
 }
-NOINLINE void permute(Wave* w, u32* d, const u32* index, const u32* in, u32 offset) {
+API void permute(Wave* w, u32* d, const u32* index, const u32* in, u32 offset) {
     u32 out[64] = {0};
     EACH_ACTIVE(w) out[(index[ACTIVE_LANE] + offset) >> 2 & 63] = in[ACTIVE_LANE];
     LANES d[l] = (out[l] & w->mask[l]) | (d[l] & ~w->mask[l]);
 }
 // The offset field is the pattern: bit 15 quad permutation, else and/or/xor masks of 5 bits.
-NOINLINE void swizzle(Wave* w, u32* d, const u32* in, u32 pattern) {
+API void swizzle(Wave* w, u32* d, const u32* in, u32 pattern) {
     u32 out[64];
     for (u32 l = 0; l < 64; l++) {
         u32 from =
@@ -143,7 +141,7 @@ NOINLINE void swizzle(Wave* w, u32* d, const u32* in, u32 pattern) {
     LANES d[l] = (out[l] & w->mask[l]) | (d[l] & ~w->mask[l]);
 }
 // LDS transposing reads: lanes work in sets of 16, each lane having fetched 8 bytes.
-NOINLINE void transpose_read(Wave* w, u32* d, u32 bits) {
+API void transpose_read(Wave* w, u32* d, u32 bits) {
     u32 in[128];
     memcpy(in, d, sizeof in);
     u32 count = 64 / bits, mask = (u32)((1ull << bits) - 1);
@@ -157,4 +155,15 @@ NOINLINE void transpose_read(Wave* w, u32* d, u32 bits) {
         d[l] = (u32)x, d[l + 64] = (u32)(x >> 32);
     }
     (void)w;
+}
+
+// Lane ids of a wave's start, packed into v0 as 10 bits for each of so many axes.
+API void set_lane_ids(Wave* w, u32 axes) {
+    const u32* b = w->group->launch->block;
+    for (u32 l = 0; l < 64; l++) {
+        u32 n = 64 * w->id + l, id[3] = {n % b[0], n / b[0] % b[1], n / b[0] / b[1]};
+        ROW(0)[l] = 0;
+        for (u32 i = 0; i < axes; i++)
+            ROW(0)[l] |= id[i] << (10 * i);
+    }
 }

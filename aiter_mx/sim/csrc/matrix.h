@@ -1,19 +1,9 @@
 // MFMA. Products are exact and summed in double, the sum is rounded to f32 once: the order of
 // accumulation inside one hardware MFMA is not published.
 #pragma once
+#include "machine.h"
 #include "numbers.h"
 
-typedef enum {
-    OF_F32,
-    OF_F16,
-    OF_BF16,
-    OF_E4M3,
-    OF_E5M2,
-    OF_E2M3,
-    OF_E3M2,
-    OF_E2M1,
-    OF_I8
-} Operand;
 static const u8 operand_bits[] = {32, 16, 16, 8, 8, 6, 6, 4, 8};
 
 INLINE double element_of(const u32* row, Operand kind, u32 lane, u32 index) {
@@ -50,8 +40,8 @@ INLINE u32 tile_at(u32 M, u32 row, u32 column, u32 block) {
 
 // Unscaled: lane l holds row l%M; the K elements of a row are spread in order over the lanes of
 // that row, or, for several blocks, lane l/M is the block. `c` NULL: the constant `c_bits`.
-NOINLINE void mfma(Wave* w, u32* d, const u32* a, Operand ka, const u32* b, Operand kb,
-                   const u32* c, u32 c_bits, u32 M, u32 K, u32 blocks) {
+API void mfma(Wave* w, u32* d, const u32* a, Operand ka, const u32* b, Operand kb, const u32* c,
+              u32 c_bits, u32 M, u32 K, u32 blocks) {
     u32 groups = 64 / M / blocks, each = K / groups, is_int = ka == OF_I8;
     double A[32][64], B[64][32];
     u32 out[32 * 64];
@@ -84,73 +74,76 @@ NOINLINE void mfma(Wave* w, u32* d, const u32* a, Operand ka, const u32* b, Oper
 INLINE u32 scaled_k(u32 bits, u32 groups, u32 g, u32 j) {
     return bits == 8 ? (j / 16) * 16 * groups + 16 * g + j % 16 : 32 * g + j;
 }
+// As wide as the CPU's registers: compilers make poor code of wider ones.
+#if defined(__AVX512F__)
 typedef double Doubles __attribute__((vector_size(64)));
-static void decode_fp8(const u32* row, Operand kind, u32 lane, float* out) {
-    const float* table = decoded_f32[kind - OF_E4M3];
-    for (u32 word = 0; word < 8; word++) {
-        u32 x = row[lane + 64 * word];
-        for (u32 i = 0; i < 4; i++)
-            out[4 * word + i] = table[x >> (8 * i) & 255];
-    }
+#else
+typedef double Doubles __attribute__((vector_size(32)));
+#endif
+enum { WIDTH = sizeof(Doubles) / sizeof(double) };
+// An operand's elements by k, those of one k side by side.
+INLINE void decode_operand(const u32* from, Operand kind, u32 M, double out[4][32][32]) {
+    const u32 groups = 64 / M, bits = operand_bits[kind];
+    for (u32 g = 0; g < groups; g++)
+        for (u32 j = 0; j < 32; j++) {
+            u32 k = scaled_k(bits, groups, g, j);
+            double* row = out[k / 32][k % 32];
+            if (bits == 8) {
+                const double* table = decoded[kind - OF_E4M3];
+                const u32* words = from + g * M + 64 * (j / 4);
+                for (u32 i = 0; i < M; i++)
+                    row[i] = table[words[i] >> (8 * (j % 4)) & 255];
+            } else {
+                for (u32 i = 0; i < M; i++)
+                    row[i] = element_of(from, kind, g * M + i, j);
+            }
+        }
 }
 // Scaled: D = C + sum over blocks of 32 of 2^(ea+eb-254) * dot. Scale rows NULL: all ones. The
 // scale of block 32g.. of a row is in the lane g*M + row, at byte `sa` or `sb` of its word.
 INLINE void mfma_scaled_of(u32* d, const u32* a, Operand ka, const u32* b, Operand kb, const u32* c,
                            u32 c_bits, u32 M, const u32* scale_a, u32 sa, const u32* scale_b,
                            u32 sb) {
+#pragma STDC FP_CONTRACT ON // products are exact: fused with their sums they come to the same
     const u32 groups = 64 / M, is_int = 0;
     double A[4][32][32] ALIGNED, B[4][32][32] ALIGNED, for_a[4][32] ALIGNED, for_b[4][32] ALIGNED;
     u32 out[16 * 64];
-    for (u32 lane = 0; lane < 64; lane++) {
-        u32 g = lane / M, row = lane % M;
-        float one[2][32];
-        for (int side = 0; side < 2; side++) {
-            const u32* from = side ? b : a;
-            Operand kind = side ? kb : ka;
-            if (operand_bits[kind] == 8)
-                decode_fp8(from, kind, lane, one[side]);
-            else
-                for (u32 j = 0; j < 32; j++)
-                    one[side][j] = (float)element_of(from, kind, lane, j);
-        }
-        for (u32 j = 0; j < 32; j++) {
-            u32 k = scaled_k(operand_bits[ka], groups, g, j);
-            A[k / 32][row][k % 32] = one[0][j];
-            k = scaled_k(operand_bits[kb], groups, g, j);
-            B[k / 32][k % 32][row] = one[1][j];
-        }
-    }
+    decode_operand(a, ka, M, A);
+    decode_operand(b, kb, M, B);
     for (u32 g = 0; g < groups; g++)
         for (u32 row = 0; row < M; row++) {
             for_a[g][row] = scale_a ? scale_of_e8m0(scale_a[g * M + row] >> (8 * sa) & 255) : 1;
             for_b[g][row] = scale_b ? scale_of_e8m0(scale_b[g * M + row] >> (8 * sb) & 255) : 1;
         }
-    for (u32 i = 0; i < M; i += 4) { // four rows of A share the loads of B
-        Doubles total[4][4] = {0};
-        for (u32 g = 0; g < groups; g++) {
-            Doubles sum[4][4] = {0};
-            for (u32 k = 0; k < 32; k++)
-                UNROLL for (u32 q = 0; q < M / 8; q++) {
-                    const Doubles column = *(const Doubles*)&B[g][k][8 * q];
-                    UNROLL for (u32 r = 0; r < 4; r++) sum[r][q] += A[g][i + r][k] * column;
-                }
-            UNROLL for (u32 r = 0; r < 4; r++) UNROLL for (u32 q = 0; q < M / 8; q++) total[r][q] +=
-                sum[r][q] * for_a[g][i + r] * *(const Doubles*)&for_b[g][8 * q];
+    // A tile of rows and columns at a time, whose sums stay in registers.
+    enum { ROWS = WIDTH == 8 ? 4 : 2, COLUMNS = 4 };
+    const u32 columns = M / WIDTH < COLUMNS ? M / WIDTH : COLUMNS;
+    for (u32 i = 0; i < M; i += ROWS)
+        for (u32 j = 0; j < M; j += columns * WIDTH) {
+            Doubles total[ROWS][COLUMNS] = {0};
+            for (u32 g = 0; g < groups; g++) {
+                Doubles sum[ROWS][COLUMNS] = {0};
+                for (u32 k = 0; k < 32; k++)
+                    UNROLL for (u32 q = 0; q < columns; q++) {
+                        const Doubles column = *(const Doubles*)&B[g][k][j + WIDTH * q];
+                        UNROLL for (u32 r = 0; r < ROWS; r++) sum[r][q] += A[g][k][i + r] * column;
+                    }
+                UNROLL for (u32 r = 0; r < ROWS; r++) UNROLL for (u32 q = 0; q < columns; q++)
+                    total[r][q] +=
+                    sum[r][q] * for_a[g][i + r] * *(const Doubles*)&for_b[g][j + WIDTH * q];
+            }
+            UNROLL for (u32 r = 0; r < ROWS; r++) for (u32 n = 0; n < columns * WIDTH; n++) {
+                u32 at = tile_at(M, i + r, j + n, 0);
+                out[at] = bits32((float)(total[r][n / WIDTH][n % WIDTH] + C_AT(at)));
+            }
         }
-        UNROLL for (u32 r = 0; r < 4; r++) for (u32 j = 0; j < M; j++) {
-            u32 at = tile_at(M, i + r, j, 0);
-            out[at] = bits32((float)(total[r][j / 8][j % 8] + C_AT(at)));
-        }
-    }
     memcpy(d, out, 4 * M * M);
 }
-NOINLINE void mfma_scaled_16(u32* d, const u32* a, Operand ka, const u32* b, Operand kb,
-                             const u32* c, u32 c_bits, const u32* scale_a, u32 sa,
-                             const u32* scale_b, u32 sb) {
+API void mfma_scaled_16(u32* d, const u32* a, Operand ka, const u32* b, Operand kb, const u32* c,
+                        u32 c_bits, const u32* scale_a, u32 sa, const u32* scale_b, u32 sb) {
     mfma_scaled_of(d, a, ka, b, kb, c, c_bits, 16, scale_a, sa, scale_b, sb);
 }
-NOINLINE void mfma_scaled_32(u32* d, const u32* a, Operand ka, const u32* b, Operand kb,
-                             const u32* c, u32 c_bits, const u32* scale_a, u32 sa,
-                             const u32* scale_b, u32 sb) {
+API void mfma_scaled_32(u32* d, const u32* a, Operand ka, const u32* b, Operand kb, const u32* c,
+                        u32 c_bits, const u32* scale_a, u32 sa, const u32* scale_b, u32 sb) {
     mfma_scaled_of(d, a, ka, b, kb, c, c_bits, 32, scale_a, sa, scale_b, sb);
 }

@@ -2,14 +2,14 @@
 #pragma once
 #include "delay.h"
 
-NOINLINE void global_load(Wave* w, u32 instruction, const u64* address, u32* d, Element element,
-                          u32 size) {
+API void global_load(Wave* w, u32 instruction, const u64* address, u32* d, Element element,
+                     u32 size) {
     check_memory(w, instruction, address, size, 0);
     move_lanes(w, address, d, element, size, 0);
     w->group->counters->bytes_read += (u64)size * (u64)__builtin_popcountll(w->exec);
 }
-NOINLINE void global_store(Wave* w, u32 instruction, const u64* address, const u32* d,
-                           Element element, u32 size) {
+API void global_store(Wave* w, u32 instruction, const u64* address, const u32* d, Element element,
+                      u32 size) {
     check_memory(w, instruction, address, size, 1);
     move_lanes(w, address, (u32*)d, element, size, 1);
     w->group->counters->bytes_written += (u64)size * (u64)__builtin_popcountll(w->exec);
@@ -17,9 +17,8 @@ NOINLINE void global_store(Wave* w, u32 instruction, const u64* address, const u
 
 // Buffers: word 0-1 base, word 1 stride, word 2 records (bytes for a raw buffer), word 3 flags.
 // A dword out of range reads 0 and is not written.
-NOINLINE void buffer_access(Wave* w, u32 instruction, const u32* resource, const u32* offsets,
-                            i32 fixed, u32 soffset, u32* d, Element element, u32 size,
-                            int is_write) {
+API void buffer_access(Wave* w, u32 instruction, const u32* resource, const u32* offsets, i32 fixed,
+                       u32 soffset, u32* d, Element element, u32 size, int is_write) {
     u64 base = resource[0] | (u64)(resource[1] & 0xffff) << 32, records = resource[2];
     Counters* counters = w->group->counters;
     u32 step = size < 4 ? size : 4;
@@ -70,8 +69,8 @@ NOINLINE void buffer_access(Wave* w, u32 instruction, const u32* resource, const
 NOINLINE u64 resource_base(const u32* r) { return r[0] | (u64)(r[1] & 0xffff) << 32; }
 
 // Scratch: a lane's private memory; `base` is the uniform part of the offset.
-NOINLINE void scratch_access(Wave* w, u32 instruction, const u32* offsets, i64 base, u32* d,
-                             Element element, u32 size, int is_write) {
+API void scratch_access(Wave* w, u32 instruction, const u32* offsets, i64 base, u32* d,
+                        Element element, u32 size, int is_write) {
     u32 limit = w->group->launch->scratch_bytes;
     u64 address[64];
     EACH_ACTIVE(w) {
@@ -130,8 +129,8 @@ INLINE void lds_address(Wave* w, const u32* base, u32 offset, u32* at, u64* addr
         address[l] = lds + at[l];
     }
 }
-NOINLINE void lds_load(Wave* w, u32 instruction, const u32* base, u32 offset, u32* d,
-                       Element element, u32 size) {
+API void lds_load(Wave* w, u32 instruction, const u32* base, u32 offset, u32* d, Element element,
+                  u32 size) {
     u32 at[64];
     u64 address[64];
     lds_address(w, base, offset, at, address);
@@ -142,8 +141,8 @@ NOINLINE void lds_load(Wave* w, u32 instruction, const u32* base, u32 offset, u3
     note_lds(w, &w->lgkm, at, size, w->exec, 0);
 #endif
 }
-NOINLINE void lds_store(Wave* w, u32 instruction, const u32* base, u32 offset, const u32* d,
-                        Element element, u32 size) {
+API void lds_store(Wave* w, u32 instruction, const u32* base, u32 offset, const u32* d,
+                   Element element, u32 size) {
     u32 at[64];
     u64 address[64];
     lds_address(w, base, offset, at, address);
@@ -158,8 +157,8 @@ NOINLINE void lds_store(Wave* w, u32 instruction, const u32* base, u32 offset, c
 
 // Flat: each lane's address says whether it means LDS, its scratch, or memory.
 enum { SHARED_APERTURE = 1 << 16, PRIVATE_APERTURE = 1 << 17 };
-NOINLINE void flat_access(Wave* w, u32 instruction, const u64* address, u32* d, Element element,
-                          u32 size, int is_write) {
+API void flat_access(Wave* w, u32 instruction, const u64* address, u32* d, Element element,
+                     u32 size, int is_write) {
     u32 low[64];
     u64 exec = w->exec, lds = 0, private_lanes = 0;
     for (int l = 0; l < 64; l++) {
@@ -222,14 +221,14 @@ static void rows_to_lds(Wave* w, u32 instruction, const u32* rows, u32 base, u32
     note_lds(w, &w->vm, at, step, w->exec, 1);
 #endif
 }
-NOINLINE void copy_to_lds(Wave* w, u32 instruction, const u64* address, u32 base, Element element,
-                          u32 size) {
+API void copy_to_lds(Wave* w, u32 instruction, const u64* address, u32 base, Element element,
+                     u32 size) {
     u32 now[4 * 64] = {0}, *rows = copied_rows(w, now);
     global_load(w, instruction, address, rows, element, size);
     rows_to_lds(w, instruction, rows, base, size < 4 ? 4 : size);
 }
-NOINLINE void buffer_to_lds(Wave* w, u32 instruction, const u32* resource, const u32* offsets,
-                            i32 fixed, u32 soffset, Element element, u32 size) {
+API void buffer_to_lds(Wave* w, u32 instruction, const u32* resource, const u32* offsets, i32 fixed,
+                       u32 soffset, Element element, u32 size) {
     u32 now[4 * 64] = {0}, *rows = copied_rows(w, now);
     buffer_access(w, instruction, resource, offsets, fixed, soffset, rows, element, size, 0);
     rows_to_lds(w, instruction, rows, (w->s[M0] & 0x3ffff) + (u32)fixed, size < 4 ? 4 : size);
@@ -246,7 +245,7 @@ static void load_scalars(Wave* w, const u64* from, u32 d, u32 dwords) {
     if (p == &now)
         complete_scalar(w, p);
 }
-NOINLINE void scalar_load(Wave* w, u32 instruction, u64 address, u32 d, u32 dwords) {
+API void scalar_load(Wave* w, u32 instruction, u64 address, u32 d, u32 dwords) {
     u64 from[16];
     address &= ~3ull;
     check_one(w, instruction, 0, address, 4 * dwords, 0);
@@ -255,8 +254,8 @@ NOINLINE void scalar_load(Wave* w, u32 instruction, u64 address, u32 d, u32 dwor
     load_scalars(w, from, d, dwords);
     w->group->counters->scalar_bytes_read += 4 * dwords;
 }
-NOINLINE void scalar_buffer_load(Wave* w, u32 instruction, const u32* resource, u32 offset, u32 d,
-                                 u32 dwords) {
+API void scalar_buffer_load(Wave* w, u32 instruction, const u32* resource, u32 offset, u32 d,
+                            u32 dwords) {
     u64 base = resource_base(resource), at = offset & ~3u, from[16];
     for (u32 i = 0; i < dwords; i++, at += 4) {
         from[i] = at + 4 > resource[2] ? 0 : base + at;

@@ -1,6 +1,8 @@
 // Number formats and the arithmetic that C has no operator for.
 #pragma once
 #include "core.h"
+#include <math.h>
+#include <stdlib.h>
 
 INLINE float f16_to_f32(u16 x) {
     _Float16 h;
@@ -33,71 +35,19 @@ INLINE u16 f32_to_bf16(float x) {
 // A small float of 1 + e + m bits. `nan_code` is the e4m3 rule (all ones is NaN, no infinity);
 // `specials` the IEEE one (top exponent is infinity and NaN); fp6 and fp4 have neither.
 typedef enum { E4M3, E5M2, E2M3, E3M2, E2M1 } Format;
-static double decode_small(u32 code, int e, int m, int bias, int nan_code, int specials) {
-    u32 magnitude = code & ((1u << (e + m)) - 1), exponent = magnitude >> m;
-    u32 mantissa = magnitude & ((1u << m) - 1), top = (1u << e) - 1;
-    double x;
-    if (nan_code && magnitude == (1u << (e + m)) - 1)
-        x = NAN;
-    else if (specials && exponent == top)
-        x = mantissa ? NAN : INFINITY;
-    else if (!exponent)
-        x = ldexp(mantissa, 1 - bias - m);
-    else
-        x = ldexp(mantissa + (1u << m), (int)exponent - bias - m);
-    return code >> (e + m) & 1 ? -x : x;
-}
-static double decoded[5][256];
-static float decoded_f32[5][256];
-__attribute__((constructor)) static void fill_decoded(void) {
-    for (u32 i = 0; i < 256; i++) {
-        decoded[E4M3][i] = decode_small(i, 4, 3, 7, 1, 0);
-        decoded[E5M2][i] = decode_small(i, 5, 2, 15, 0, 1);
-        decoded[E2M3][i] = decode_small(i, 2, 3, 1, 0, 0);
-        decoded[E3M2][i] = decode_small(i, 3, 2, 3, 0, 0);
-        decoded[E2M1][i] = decode_small(i, 2, 1, 1, 0, 0);
-        for (int f = 0; f < 5; f++)
-            decoded_f32[f][i] = (float)decoded[f][i];
-    }
-}
-// Round to nearest even into e2m1. There is nothing beyond 6, and no NaN: that it becomes 6 is a
-// guess.
-NOINLINE u32 encode_fp4(double x) {
-    double a = fabs(x), unit = a < 2 ? 0.5 : a < 4 ? 1 : 2, rounded = rint(a / unit) * unit;
-    u32 code = !(rounded < 6) ? 7 : (u32)(rounded < 2 ? rounded * 2 : rounded + 2);
-    return (signbit(x) ? 8 : 0) | code;
-}
-// Round to nearest even into fp8; saturates when `saturate`, else overflow is NaN or infinity.
-NOINLINE u32 encode_fp8(double x, Format format, int saturate) {
-    int m = format == E4M3 ? 3 : 2, bias = format == E4M3 ? 7 : 15;
-    double largest = format == E4M3 ? 448.0 : 57344.0;
-    u32 sign = signbit(x) ? 0x80 : 0;
-    if (isnan(x))
-        return sign | 0x7f;
-    double a = fabs(x);
-    if (isinf(a))
-        return saturate ? sign | (format == E4M3 ? 0x7e : 0x7b)
-                        : sign | (format == E4M3 ? 0x7f : 0x7c);
-    int exponent = a == 0 ? 1 - bias : ilogb(a);
-    if (exponent < 1 - bias)
-        exponent = 1 - bias;
-    double unit = ldexp(1, exponent - m), rounded = rint(a / unit) * unit;
-    if (rounded > largest)
-        return sign | (format == E4M3 ? (saturate ? 0x7e : 0x7f) : (saturate ? 0x7b : 0x7c));
-    if (rounded == 0)
-        return sign;
-    exponent = ilogb(rounded);
-    if (exponent < 1 - bias)
-        return sign | (u32)(rounded / ldexp(1, 1 - bias - m));
-    u32 mantissa = (u32)(rounded / ldexp(1, exponent - m)) - (1u << m);
-    return sign | (u32)(exponent + bias) << m | mantissa;
-}
+extern double decoded[5][256];
+extern float decoded_f32[5][256];
+u32 encode_fp4(double x);
+u32 encode_fp8(double x, Format format, int saturate);
+
+extern __thread int saturating;    // MODE.FP16_OVFL: conversions to fp8 saturate
+extern __thread int finite_scales; // whether e8m0 255 is 2^128, not NaN
+
 // The scale of v_cvt_scalef32_*: the exponent of an f32, its mantissa ignored.
 INLINE double scale_of_f32(u32 bits) {
     u32 e = bits >> 23 & 0xff;
     return e == 0xff ? NAN : ldexp(1, (int)e - 127);
 }
-static __thread int finite_scales; // whether e8m0 255 is 2^128, not NaN
 INLINE double scale_of_e8m0(u32 e) {
     return e == 0xff && !finite_scales ? NAN : f64((u64)(e + 1023 - 127) << 52);
 }
@@ -224,12 +174,6 @@ INLINE u32 unscaled(float x, u32 scale, Format format) {
     double y = (double)x / scale_of_f32(scale);
     return format == E2M1 ? encode_fp4(y) : encode_fp8(y, format, saturating);
 }
-INLINE u32 reverse_bits(u32 x) {
-    x = (x >> 1 & 0x55555555) | (x & 0x55555555) << 1;
-    x = (x >> 2 & 0x33333333) | (x & 0x33333333) << 2;
-    x = (x >> 4 & 0x0f0f0f0f) | (x & 0x0f0f0f0f) << 4;
-    return __builtin_bswap32(x);
-}
 // Selectors 0-3 are bytes of b, 4-7 of a, 8-11 the sign of a 16-bit half, 12 zero, above 255.
 INLINE u32 permute_bytes(u32 a, u32 b, u32 selectors) {
     u64 both = (u64)a << 32 | b;
@@ -270,17 +214,6 @@ INLINE float dot_bf16(u32 a, u32 b, float c) {
     return (float)((double)f32(a << 16) * f32(b << 16) +
                    (double)f32(a & 0xffff0000u) * f32(b & 0xffff0000u) + c);
 }
-INLINE u64 extract(u64 x, u32 offset, u32 width) {
-    return width == 0 ? 0 : width >= 64 ? x >> offset : x >> offset & ((1ull << width) - 1);
-}
-INLINE i64 extract_signed(u64 x, u32 offset, u32 width, u32 bits) {
-    if (!width)
-        return 0;
-    if (offset + width > bits)
-        width = bits - offset;
-    return (i64)(x >> offset << (64 - width)) >> (64 - width);
-}
-INLINE i32 leading_signs(i32 x) { return x == 0 || x == -1 ? -1 : __builtin_clrsb(x) + 1; }
 INLINE i64 signed24(u32 x) { return (i32)(x << 8) >> 8; }
 INLINE u32 insert_byte(u32 word, u32 at, u32 byte) {
     u32 shift = 8 * (at & 3);

@@ -1,7 +1,8 @@
 // Strict mode: what is valid when. Registers never written, results used before their s_waitcnt,
 // LDS bytes touched by two waves with no barrier between.
 #pragma once
-#include "core.h"
+#include "faults.h"
+#include <stdarg.h>
 
 #ifndef STRICT
 #define STRICT 1
@@ -44,7 +45,7 @@ static u64 lanes_due(Wave* w, u32 reg, const Pending* except) {
         }
     return lanes;
 }
-NOINLINE void late_write(Wave* w, u32 instruction, u64 lanes, int count, ...) {
+API void late_write(Wave* w, u32 instruction, u64 lanes, int count, ...) {
     va_list list;
     va_start(list, count);
     while (count--) {
@@ -69,7 +70,7 @@ static int scalar_is_due(const Wave* w, u32 reg) {
 }
 // Arithmetic may read what is unset, such as the unused half of a pair: the lanes returned are as
 // unset in the result. Reading what is on its way is wrong in any case.
-NOINLINE u64 unset_lanes(Wave* w, u32 instruction, u64 lanes, int count, ...) {
+API u64 unset_lanes(Wave* w, u32 instruction, u64 lanes, int count, ...) {
     u64 unset = 0;
     va_list list;
     va_start(list, count);
@@ -85,15 +86,15 @@ NOINLINE u64 unset_lanes(Wave* w, u32 instruction, u64 lanes, int count, ...) {
 }
 // What translated code calls: `need` where a row must be valid in all active lanes, `flow` where
 // row d becomes as valid as the others are.
-NOINLINE void need1(Wave* w, u32 instruction, u32 a) {
+API void need1(Wave* w, u32 instruction, u32 a) {
     if (UNLIKELY(w->exec & ~w->set[a]))
         bad_read(w, instruction, w->exec, 1, a);
 }
-NOINLINE void need2(Wave* w, u32 instruction, u32 a, u32 b) {
+API void need2(Wave* w, u32 instruction, u32 a, u32 b) {
     if (UNLIKELY(w->exec & ~(w->set[a] & w->set[b])))
         bad_read(w, instruction, w->exec, 2, a, b);
 }
-NOINLINE void need3(Wave* w, u32 instruction, u32 a, u32 b, u32 c) {
+API void need3(Wave* w, u32 instruction, u32 a, u32 b, u32 c) {
     if (UNLIKELY(w->exec & ~(w->set[a] & w->set[b] & w->set[c])))
         bad_read(w, instruction, w->exec, 3, a, b, c);
 }
@@ -104,38 +105,38 @@ static void need_rows(Wave* w, u32 instruction, u64 lanes, int count, va_list li
             bad_read(w, instruction, lanes, 1, reg);
     }
 }
-NOINLINE void need_lanes(Wave* w, u32 instruction, u64 lanes, int count, ...) {
+API void need_lanes(Wave* w, u32 instruction, u64 lanes, int count, ...) {
     va_list list;
     va_start(list, count);
     need_rows(w, instruction, lanes, count, list);
     va_end(list);
 }
-NOINLINE void need_many(Wave* w, u32 instruction, int count, ...) {
+API void need_many(Wave* w, u32 instruction, int count, ...) {
     va_list list;
     va_start(list, count);
     need_rows(w, instruction, w->exec, count, list);
     va_end(list);
 }
-INLINE void become(Wave* w, u32 d, u64 unset) { w->set[d] = (w->set[d] | w->exec) & ~unset; }
-NOINLINE void flow1(Wave* w, u32 instruction, u32 d, u32 a) {
+void become(Wave* w, u32 d, u64 unset) { w->set[d] = (w->set[d] | w->exec) & ~unset; }
+API void flow1(Wave* w, u32 instruction, u32 d, u32 a) {
     u64 unset = w->exec & ~w->set[a];
     if (UNLIKELY(unset))
         unset = unset_lanes(w, instruction, w->exec, 1, a);
     become(w, d, unset);
 }
-NOINLINE void flow2(Wave* w, u32 instruction, u32 d, u32 a, u32 b) {
+API void flow2(Wave* w, u32 instruction, u32 d, u32 a, u32 b) {
     u64 unset = w->exec & ~(w->set[a] & w->set[b]);
     if (UNLIKELY(unset))
         unset = unset_lanes(w, instruction, w->exec, 2, a, b);
     become(w, d, unset);
 }
-NOINLINE void flow3(Wave* w, u32 instruction, u32 d, u32 a, u32 b, u32 c) {
+API void flow3(Wave* w, u32 instruction, u32 d, u32 a, u32 b, u32 c) {
     u64 unset = w->exec & ~(w->set[a] & w->set[b] & w->set[c]);
     if (UNLIKELY(unset))
         unset = unset_lanes(w, instruction, w->exec, 3, a, b, c);
     become(w, d, unset);
 }
-NOINLINE void flow_many(Wave* w, u32 instruction, u32 d, int count, ...) {
+API void flow_many(Wave* w, u32 instruction, u32 d, int count, ...) {
     u64 unset = 0;
     va_list list;
     va_start(list, count);
@@ -147,8 +148,7 @@ NOINLINE void flow_many(Wave* w, u32 instruction, u32 d, int count, ...) {
     va_end(list);
     become(w, d, unset);
 }
-COLD void bad_scalar_read(Wave* w, u32 instruction, u64 low, u64 high);
-NOINLINE void unset_scalars(Wave* w, u32 instruction, u64 low, u64 high, u64 to_low, u64 to_high) {
+API void unset_scalars(Wave* w, u32 instruction, u64 low, u64 high, u64 to_low, u64 to_high) {
     for (u32 half = 0; half < 2; half++)
         for (u64 missing = (half ? high : low) & ~w->sset[half]; missing; missing &= missing - 1)
             if (scalar_is_due(w, 64 * half + (u32)__builtin_ctzll(missing)))
@@ -156,14 +156,14 @@ NOINLINE void unset_scalars(Wave* w, u32 instruction, u64 low, u64 high, u64 to_
     w->sset[0] &= ~to_low;
     w->sset[1] &= ~to_high;
 }
-NOINLINE void scalar_from_lane(Wave* w, u32 instruction, u32 to, u32 row, u64 lane) {
+API void scalar_from_lane(Wave* w, u32 instruction, u32 to, u32 row, u64 lane) {
     u64 bit = 1ull << (to & 63);
     if (unset_lanes(w, instruction, lane, 1, row))
         w->sset[to >> 6] &= ~bit;
     else
         w->sset[to >> 6] |= bit;
 }
-NOINLINE void lane_from_scalar(Wave* w, u32 instruction, u32 row, u64 lane, u32 from) {
+API void lane_from_scalar(Wave* w, u32 instruction, u32 row, u64 lane, u32 from) {
     u64 bit = 1ull << (from & 63);
     if (w->sset[from >> 6] & bit || from >= EXEC) {
         w->set[row] |= lane;
@@ -173,7 +173,7 @@ NOINLINE void lane_from_scalar(Wave* w, u32 instruction, u32 row, u64 lane, u32 
         bad_scalar_read(w, instruction, from < 64 ? bit : 0, from < 64 ? 0 : bit);
     w->set[row] &= ~lane;
 }
-COLD void bad_scalar_read(Wave* w, u32 instruction, u64 low, u64 high) {
+API void bad_scalar_read(Wave* w, u32 instruction, u64 low, u64 high) {
     u64 missing[2] = {low & ~w->sset[0], high & ~w->sset[1]};
     u32 half = !missing[0], reg = 64 * half + (u32)__builtin_ctzll(missing[half]);
     u32 kind = scalar_is_due(w, reg) ? FAULT_REGISTER_EARLY : FAULT_REGISTER_UNSET;
@@ -299,7 +299,7 @@ static void retire(Wave* w, Queue* q, u32 count) {
     q->first += count;
     q->count -= count;
 }
-NOINLINE void wait_vm(Wave* w, u32 left) {
+API void wait_vm(Wave* w, u32 left) {
     Counters* counters = w->group->counters;
     if (w->vm.count <= left)
         return;
@@ -308,7 +308,7 @@ NOINLINE void wait_vm(Wave* w, u32 left) {
         counters->in_flight_bytes += queued(&w->vm, i)->bytes;
     retire(w, &w->vm, w->vm.count - left);
 }
-NOINLINE void wait_lgkm(Wave* w, u32 left) {
+API void wait_lgkm(Wave* w, u32 left) {
     Queue* q = &w->lgkm;
     if (q->count <= left)
         return;
@@ -350,12 +350,12 @@ NOINLINE Pending* enqueue(Wave* w, Queue* q, u32 max, u32 instruction, u32 reg, 
     return p;
 }
 // `size` is what a lane loads, 0 for stores.
-NOINLINE void issue_vm(Wave* w, u32 instruction, u32 reg, u32 count, u32 size) {
+API void issue_vm(Wave* w, u32 instruction, u32 reg, u32 count, u32 size) {
     Pending* p = enqueue(w, &w->vm, VM_MAX, instruction, reg, count);
     p->bytes = size * (u32)__builtin_popcountll(w->exec);
     p->depth = w->depth;
 }
-NOINLINE void issue_scalar(Wave* w, u32 instruction, u32 reg, u32 count) {
+API void issue_scalar(Wave* w, u32 instruction, u32 reg, u32 count) {
     Pending* p = enqueue(w, &w->lgkm, LGKM_MAX, instruction, 0, 0);
     p->is_scalar = 1;
     p->reg = (u16)reg;
@@ -363,7 +363,7 @@ NOINLINE void issue_scalar(Wave* w, u32 instruction, u32 reg, u32 count) {
     for (u32 r = reg; r < reg + count; r++)
         w->sset[r >> 6] &= ~(1ull << (r & 63));
 }
-NOINLINE void issue_lds(Wave* w, u32 instruction, u32 reg, u32 count) {
+API void issue_lds(Wave* w, u32 instruction, u32 reg, u32 count) {
     enqueue(w, &w->lgkm, LGKM_MAX, instruction, reg, count);
 }
 // Say of the operation issued last that it touches LDS, so that it is followed across barriers.

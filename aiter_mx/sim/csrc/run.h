@@ -1,10 +1,10 @@
-// Runs workgroups: sets waves up and switches between them as the schedule says. Translated code
-// includes this after defining REGISTERS, BLOCKS, run_wave and start_wave.
+// Runs workgroups: sets waves up and switches between them as the schedule says.
 #pragma once
 #include "atomics.h"
 #include "lanes.h"
 #include "matrix.h"
 #include "memory.h"
+#include <stdlib.h>
 
 enum { POISON = 0xffbadbad, LONG_RUN = 1 << 20 };
 
@@ -21,10 +21,10 @@ static void begin_wave(Group* g, Wave* w, u32 id) {
     w->vm.first = w->vm.count = w->lgkm.first = w->lgkm.count = 0;
     for (u32 i = 0; i < SGPRS; i++)
         w->s[i] = POISON;
-    for (u32 i = 0; i < REGISTERS * 64; i++)
+    for (u32 i = 0; i < sim_registers * 64; i++)
         w->v[i] = POISON;
-    memset(w->set, 0, REGISTERS * sizeof *w->set);
-    memset(w->due, 0, REGISTERS);
+    memset(w->set, 0, sim_registers * sizeof *w->set);
+    memset(w->due, 0, sim_registers);
     u32 left = lanes - 64 * id;
     set_exec(w, left >= 64 ? ~0ull : (1ull << left) - 1);
     start_wave(w);
@@ -122,13 +122,14 @@ static void* zeroed(u64 size) {
 }
 
 // One thread's share of a launch: takes workgroups until none is left or a thread has failed.
-int sim_run(Launch* launch, Counters* counters, u64* block_counts, Fault* fault, u8** seen) {
+__attribute__((visibility("default"))) int sim_run(Launch* launch, Counters* counters,
+                                                   u64* block_counts, Fault* fault, u8** seen) {
     finite_scales = (int)launch->finite_scales;
     u64 total = (u64)launch->grid[0] * launch->grid[1] * launch->grid[2];
     u32 lanes = launch->block[0] * launch->block[1] * launch->block[2], waves = (lanes + 63) / 64;
     u64 lds = ((u64)launch->lds_bytes + 127) / 64 * 64, scratch = (u64)launch->scratch_bytes * 64;
-    u64 rows = (u64)REGISTERS * 256;
-    u64 per_wave = (sizeof(Wave) + rows + REGISTERS * 9 + scratch + 255) / 64 * 64;
+    u64 rows = (u64)sim_registers * 256;
+    u64 per_wave = (sizeof(Wave) + rows + sim_registers * 9 + scratch + 255) / 64 * 64;
     Group* g = zeroed(sizeof *g);
     u8* memory = zeroed(waves * (per_wave + sizeof(Wave*)) + 5 * lds + 64);
     Delayed* delayed = zeroed(launch->delay ? waves * QUEUE * sizeof *delayed : 0);
@@ -155,9 +156,9 @@ int sim_run(Launch* launch, Counters* counters, u64* block_counts, Fault* fault,
     for (u32 i = 0; i < waves; i++, at += per_wave) {
         Wave* w = g->waves[i] = (Wave*)at;
         w->v = (u32*)(at + (sizeof(Wave) + 63) / 64 * 64);
-        w->set = (u64*)(w->v + REGISTERS * 64);
-        w->due = (u8*)(w->set + REGISTERS);
-        w->scratch = w->due + REGISTERS;
+        w->set = (u64*)(w->v + sim_registers * 64);
+        w->due = (u8*)(w->set + sim_registers);
+        w->scratch = w->due + sim_registers;
         w->delayed = delayed + i * QUEUE;
     }
     if (!setjmp(g->on_fault)) {
