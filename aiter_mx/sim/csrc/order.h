@@ -236,8 +236,8 @@ INLINE void shadow_byte(Wave* w, u32 instruction, const Access* a, u32 lane, u32
 }
 NOINLINE void shadow(Wave* w, u32 instruction, const Access* a) {
     Group* g = w->group;
-    u32 now = g->epoch << WHO_BITS;
-    const u64 four = 0x0001000100010001ull, own = (now | a->who) * four;
+    u32 now = g->epoch << WHO_BITS, tag = now | a->who;
+    const u64 four = 0x0001000100010001ull, own = tag * four;
     for (u64 lanes = a->lanes; lanes; lanes &= lanes - 1) {
         u32 lane = (u32)__builtin_ctzll(lanes), at = a->address[lane], end = at + a->size;
         if (a->size < 4 || at & 3) {
@@ -245,16 +245,26 @@ NOINLINE void shadow(Wave* w, u32 instruction, const Access* a) {
                 shadow_byte(w, instruction, a, lane, at);
             continue;
         }
-        // Four bytes at once when this wave alone has touched them since the barrier.
+        // Four bytes at once when all have the same past, and there is nothing to find in it.
         for (; at < end; at += 4) {
             u64 written, read;
             memcpy(&written, g->writer + at, 8);
             memcpy(&read, g->reader + at, 8);
-            if (a->is_write ? written == own && (u16)read < now && read == (u16)read * four
-                            : read == own)
+            if (!a->is_write && read == own)
                 continue;
-            for (u32 i = 0; i < 4; i++)
-                shadow_byte(w, instruction, a, lane, at + i);
+            u32 writer = (u16)written, reader = (u16)read;
+            int is_uniform = written == writer * four && read == reader * four;
+            int by_other = writer >= now && writer != tag && writer != (now | w->id);
+            int read_by_other = reader >= now && reader != tag && reader != (now | w->id);
+            if (is_uniform && a->is_write && !by_other && !read_by_other) {
+                memcpy(g->writer + at, &own, 8);
+            } else if (is_uniform && !a->is_write && writer && !by_other) {
+                u64 readers = (u16)(reader >= now ? now | BY_MANY : tag) * four;
+                memcpy(g->reader + at, &readers, 8);
+            } else {
+                for (u32 i = 0; i < 4; i++)
+                    shadow_byte(w, instruction, a, lane, at + i);
+            }
         }
     }
 }
