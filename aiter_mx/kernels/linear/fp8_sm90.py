@@ -130,7 +130,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"K={problem.K} is no multiple of {_CHUNK}, which fp8 takes at a time"
     if max(problem.N, problem.K) > MAX_SIZE:
         return f"N={problem.N}, K={problem.K}: fp8 counts both in 31 bits"
-    if not _candidates(target, problem):
+    if not any(_fits(target, problem, config) for config in combinations(PARAMS)):
         return f"K={problem.K} has no configuration whose part of x fits shared memory"
     return None
 

@@ -96,7 +96,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"M={problem.M} is above {MAX_M}, the most rows of a tile of wide"
     if problem.N > MAX_N:
         return f"N={problem.N}: wide counts rows of w in 31 bits"
-    if not _candidates(target, problem):
+    if not any(_fits(target, problem, config) for config in combinations(PARAMS)):
         return f"M={problem.M}, K={problem.K}: wide has no room for an eighth of x"
     return None
 
