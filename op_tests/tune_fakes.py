@@ -143,16 +143,20 @@ def sweep(table: Path, fake: FakeMeter, share: Share | None = None) -> None:
     run(plan_for(table), fake.meter(), share or join())
 
 
+def tune_into(table: Path, pause_s: float) -> None:
+    """What ``aiter-mx tune`` does, but with a FakeMeter; it ends the process."""
+    tune.the_meter = lambda *of: (TARGET, FakeMeter(pause_s).meter())
+    shape = [f"--{name}={','.join(map(str, of))}" for name, of in AXES.items()]
+    sys.argv = ["aiter-mx", "tune", "linear", *shape, f"--most={RULES.most}", "--table", str(table)]
+    command_line()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", type=Path)
     parser.add_argument("--pause", type=float, default=0.0)
     arguments = parser.parse_args()
-    tune.the_meter = lambda *of: (TARGET, FakeMeter(arguments.pause).meter())
-    shape = [f"--{name}={','.join(map(str, of))}" for name, of in AXES.items()]
-    command = ["aiter-mx", "tune", "linear", *shape, f"--most={RULES.most}"]
-    sys.argv = [*command, "--table", str(arguments.table)]
-    command_line()
+    tune_into(arguments.table, arguments.pause)
 
 
 if __name__ == "__main__":
