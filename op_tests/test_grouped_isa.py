@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from mx_reference import random_mx_groups
-from test_grouped_gfx950 import LAYOUTS, config_of, launch, one_group
+from test_grouped_gfx950 import LAYOUTS, SWEPT, config_of, launch, one_group, swept_bias
 
 import aiter_mx
 from aiter_mx.code_object import parse_code_object
@@ -31,21 +31,25 @@ WAVES = 4
 
 
 def variants() -> list[tuple[GroupedGemmProblem, Config]]:
-    """Every tile, ways of copying scales and dtypes taking turns; the largest with all the ways."""
-    ks, dtypes = list(K_OF_SCALE_BYTES.values()), ["bf16", "fp32", "fp16"]
-    tiles = [c for c in combinations(PARAMS) if (c["swath"], c["xcds"]) == (4, 8)]
+    """Every tile, ways of copying scales and dtypes taking turns; the largest with all the ways.
 
-    def problem(K: int, turn: int, layouts: tuple[str, str]) -> GroupedGemmProblem:
-        bias = ["none", *dtypes][turn % 4]
-        return GroupedGemmProblem(
-            64, 64, K, 2, dtypes[turn % 3], bias, "jagged", "i32", 0, *layouts
-        )
+    Those that the sweep has too are the same, which saves compiling them.
+    """
+    ks, dtypes = list(K_OF_SCALE_BYTES.items()), ["bf16", "fp32", "fp16"]
+    tiles = [c for c in combinations(PARAMS) if (c["swath"], c["xcds"]) == (4, 8)]
+    swept = {(one[0], one[1]): one for one in SWEPT}
+
+    def problem(tile: Config, scale_bytes: int, K: int, turn: int, k: int) -> GroupedGemmProblem:
+        dtype, bias = dtypes[turn % 3], ["none", *dtypes][turn % 4]
+        if one := swept.get(((tile["tile_m"], tile["tile_n"]), scale_bytes)):
+            dtype, bias = one[2], swept_bias(one, k)
+        return GroupedGemmProblem(64, 64, K, 2, dtype, bias, "jagged", "i32", 0, *LAYOUTS[k])
 
     return [
-        (problem(K, i + j + k, layouts), tile)
+        (problem(tile, scale_bytes, K, i + j + k, k), tile)
         for i, tile in enumerate(tiles)
-        for j, K in enumerate(ks)
-        for k, layouts in enumerate(LAYOUTS)
+        for j, (scale_bytes, K) in enumerate(ks)
+        for k in range(len(LAYOUTS))
         if (j, k) == (i % 3, i % 4) or (tile["tile_m"], tile["tile_n"]) == (256, 256)
     ]
 
