@@ -6,10 +6,11 @@
 //   y  [M, N]                   fp32, bf16 or fp16
 //   bias [N]                    any of these, or none
 //
-// A workgroup computes kRows consecutive outputs n for all m. Its waves take turns with K, a chunk
-// of 128 k at a time, and ask for kUnroll chunks of w and x before they use the first. Nothing but
-// sums passes through shared memory, and no one waits for another before the end. A launch that
-// overlaps the one ahead of it asks for its first weights before that has ended.
+// A cluster computes kRows consecutive outputs n for all m. Its kSplit workgroups have a part of K
+// each, and the waves of a workgroup take turns with that, a chunk of 128 k at a time, and ask for
+// kUnroll chunks of w and x before they use the first. Nothing but sums passes through shared
+// memory, and no one waits for another before the end. A launch that overlaps the one ahead of it
+// asks for its first weights before that has ended.
 //
 // Products are those of mma.m16n8k16 over fp16, which any e4m3 is. Lane 4g + t loads 16 bytes of
 // row g of 8, at k = 16t of 64: one scale lasts for t = 0 and 1, another for t = 2 and 3. As mma
@@ -22,19 +23,27 @@
 //   column 2m + 1         0              x[m, 32..63]
 //
 // Sums are fp32 and added in an order that depends on nothing but the configuration: over blocks,
-// then waves.
+// then waves, by the workgroup that owns the tile: of a cluster's, they take turns.
 
 #include "mx_epilogue.h"
 #include "mx_scale.h"
 #include "mx_target.h"
+#include "sm90_async.h"
 #include "sm90_mma.h"
 #include "sm90_rows.h"
 
 using namespace mx;
 
+#if MX_SPLIT > 1
+#define CLUSTER __cluster_dims__(kSplit, 1, 1)
+#else
+#define CLUSTER
+#endif
+
 constexpr int kRows = MX_ROWS;                 // outputs n of a workgroup
 constexpr int kWaves = MX_WAVES;               // waves of a workgroup
 constexpr int kUnroll = MX_UNROLL;             // chunks of a wave whose loads precede all use
+constexpr int kSplit = MX_SPLIT;               // workgroups of a cluster, which share K
 constexpr bool kOverlaps = MX_OVERLAPS;        // may begin before the grid ahead of it ends
 constexpr bool kWholeChunks = MX_WHOLE_CHUNKS; // of K
 constexpr bool kEven = MX_EVEN;                // each round of each wave has all of its chunks
@@ -45,6 +54,9 @@ constexpr int kTiles = (kHalves + 1) / 2; // of 16, as mma takes them
 constexpr int kSteps = 2;                 // of 64 k of a chunk
 constexpr int kStep = kChunk / kSteps;
 constexpr int kThreads = kLanes * kWaves;
+constexpr int kParts = kSplit * kWaves; // whose sums are added
+constexpr int kOwned = (kHalves + kSplit - 1) / kSplit;
+constexpr int kSumBytes = kLanes * 4; // of a half, from one part
 
 using Sums = float[2 * kTiles]; // of rows g of each half by token t
 
@@ -70,7 +82,7 @@ MX_DEVICE unsigned load_scales(const unsigned char* p, long left) {
 struct Operands {
     const unsigned char *w[kHalves], *w_scales[kHalves], *x, *x_scales;
     long K;
-    int t;
+    int t, begin, end; // chunks of the workgroup
     bool has_x, has_x_scales;
 
     MX_MEMBER bool exists(int c, int s) const {
@@ -82,7 +94,7 @@ struct Operands {
 #pragma unroll
             for (int s = 0; s < kSteps; ++s)
                 if (exists(c, s))
-                    chunk.w[h][s] = load_once(w[h] + c * kChunk + s * kStep);
+                    chunk.w[h][s] = load_once_in_lines(w[h] + c * kChunk + s * kStep);
     }
     MX_MEMBER void load_x(Chunk& chunk, int c) const {
 #pragma unroll
@@ -154,14 +166,20 @@ MX_DEVICE void add_products(Sums& sums, const Chunk& chunk) {
 // Adds the products of a wave's chunks, Unroll of them in a round.
 template <bool Aligned, int Unroll>
 MX_DEVICE void add_chunks(Sums& sums, const Operands& operands, int wave) {
-    const int chunks = static_cast<int>((operands.K + kChunk - 1) / kChunk);
+    const auto let_next_begin = [] { // what is stored later comes after this as well
+        launch_dependents();
+        wait_for_grid_ahead();
+    };
+    const int mine = operands.begin + wave, end = operands.end;
+    if (kOverlaps && mine >= end)
+        let_next_begin();
 #pragma unroll 1
-    for (int first = wave; first < chunks; first += Unroll * kWaves) {
+    for (int first = mine; first < end; first += Unroll * kWaves) {
         Chunk loaded[Unroll] = {};
         const auto each = [&](auto do_one) {
 #pragma unroll
             for (int u = 0; u < Unroll; ++u)
-                if (u == 0 || kEven || first + u * kWaves < chunks)
+                if (u == 0 || kEven || first + u * kWaves < end)
                     do_one(loaded[u], first + u * kWaves);
         };
         const auto ask_w = [&] {
@@ -174,10 +192,8 @@ MX_DEVICE void add_chunks(Sums& sums, const Operands& operands, int wave) {
         };
         if constexpr (kOverlaps) {
             ask_w();
-            if (first == wave) { // what is stored later comes after this as well
-                launch_dependents();
-                wait_for_grid_ahead();
-            }
+            if (first == mine)
+                let_next_begin();
             ask_x();
         } else {
             ask_x();
@@ -196,20 +212,46 @@ MX_DEVICE void add_chunks(Sums& sums, const Operands& operands, int wave) {
     }
 }
 
-MX_KERNEL(kThreads)
-aiter_mx_linear_direct(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
-                       const unsigned char* ws, const void* bias, Out* y, long M, long N, long K,
-                       int bias_kind) {
+// Sums of a lane to the workgroups that own the halves.
+MX_DEVICE void send(const Sums& sums, unsigned inbox, unsigned full, int part, int lane) {
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+        const unsigned to = inbox + (h / kSplit * kParts + part) * kSumBytes + lane * 4;
+        store_async(address_in_cluster(to, h % kSplit), float_to_bits(sums[h]),
+                    address_in_cluster(full, h % kSplit));
+    }
+}
+
+extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
+    aiter_mx_linear_direct(const unsigned char* xq, const unsigned char* xs,
+                           const unsigned char* wq, const unsigned char* ws, const void* bias,
+                           Out* y, long M, long N, long K, int bias_kind) {
     const int lane = threadIdx.x % kLanes, g = lane / 4, t = lane % 4;
     const int wave = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);
-    const long first_row = static_cast<long>(blockIdx.x) * kRows;
+    const int rank = blockIdx.x % kSplit;
+    const long first_row = static_cast<long>(blockIdx.x / kSplit) * kRows;
     const long blocks = K / kBlock;
+    const int chunks = static_cast<int>((K + kChunk - 1) / kChunk);
+    __shared__ float sums_of[kOwned][kParts][kLanes];
+    __shared__ unsigned long long barrier; // of what the cluster sends
+    const int owned = (kHalves - rank + kSplit - 1) / kSplit;
+    if constexpr (kSplit > 1) {
+        if (wave == kWaves - 1 && elected_lane()) {
+            barrier_init(shared_address(&barrier), 1);
+            fence_barrier_init();
+            barrier_arrive_expect(shared_address(&barrier), owned * kParts * kSumBytes);
+        }
+        __syncwarp();
+        cluster_arrive_relaxed();
+    }
     Operands operands{.x = xq + g / 2 * K + t * kPiece,
                       .x_scales = xs + t * blocks,
                       .K = K,
                       .t = t,
+                      .begin = rank * (chunks / kSplit) + min(rank, chunks % kSplit),
                       .has_x = g / 2 < M && t / 2 == g % 2,
                       .has_x_scales = t < M};
+    operands.end = operands.begin + chunks / kSplit + (rank < chunks % kSplit);
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) { // rows past the last are computed from it and not stored
         const long n = min(first_row + min(8 * h + g, kRows - 1), N - 1);
@@ -224,20 +266,31 @@ aiter_mx_linear_direct(const unsigned char* xq, const unsigned char* xs, const u
     else
         add_chunks<false, 1>(sums, operands, wave);
 
-    __shared__ float partial[kWaves][kHalves][kLanes];
+    if constexpr (kSplit > 1) {
+        cluster_wait(); // all of the cluster have started, and set up their barriers
+        send(sums, shared_address(sums_of), shared_address(&barrier), rank * kWaves + wave, lane);
+        cluster_arrive_relaxed();
+    } else {
 #pragma unroll
-    for (int h = 0; h < kHalves; ++h)
-        partial[wave][h][lane] = sums[h];
-    group_barrier();
-    for (int h = wave; h < kHalves; h += kWaves) {
-        const int row = 8 * h + g;
+        for (int h = 0; h < kHalves; ++h)
+            sums_of[h][wave][lane] = sums[h];
+        group_barrier();
+    }
+    for (int i = wave; i < owned; i += kWaves) {
+        const int row = 8 * (i * kSplit + rank) + g;
         const long n = first_row + row;
-        if (row < kRows && n < N && t < M) {
+        const bool exists = row < kRows && n < N && t < M;
+        const float added = exists ? load_bias(bias, bias_kind, n) : 0.0f;
+        if constexpr (kSplit > 1)
+            barrier_wait(shared_address(&barrier), 0);
+        if (exists) {
             float sum = 0.0f;
 #pragma unroll
-            for (int other = 0; other < kWaves; ++other)
-                sum += partial[other][h][lane];
-            store(y + t * N + n, sum + load_bias(bias, bias_kind, n));
+            for (int other = 0; other < kParts; ++other)
+                sum += sums_of[i][other][lane];
+            store(y + t * N + n, sum + added);
         }
     }
+    if constexpr (kSplit > 1)
+        cluster_wait(); // no one ends while others may still send to it
 }

@@ -70,7 +70,7 @@ struct Operands {
         return {load(from), load(from + 16)};
     }
     MX_MEMBER Piece w(int r, Offset first) const {
-        return {load_once(wq + rows[r] * K + first + lane * kPiece),
+        return {load_once_in_lines(wq + rows[r] * K + first + lane * kPiece),
                 load_byte(ws + (rows[r] * K + first) / kBlock + lane * kPiece / kBlock)};
     }
 };

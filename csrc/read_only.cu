@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u)
             if (first + u * stride < size_bytes)
-                loaded[u] = load_once(data + first + u * stride);
+                loaded[u] = load_once_in_lines(data + first + u * stride);
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u)
             mixed ^= loaded[u][0] ^ loaded[u][1] ^ loaded[u][2] ^ loaded[u][3];

@@ -35,12 +35,13 @@ TARGET = hardware("sm_90a")
 gpu = pytest.mark.gpu
 
 
-def config(rows: int, waves: int, unroll: int) -> dict[str, int]:
-    return {"rows": rows, "waves": waves, "unroll": unroll}
+def config(rows: int, waves: int, unroll: int, split: int = 1) -> dict[str, int]:
+    return {"rows": rows, "waves": waves, "unroll": unroll, "split": split}
 
 
 # Between them: rows that fill no tile, one and several tiles, K that ends within a chunk and within
-# a step, rounds with and without all of their chunks, waves without a chunk.
+# a step, rounds with and without all of their chunks, waves without a chunk; clusters whose parts
+# of K are alike, differ, and are none, and that have more and fewer workgroups than tiles.
 CASES = [
     (1, 64, 64, config(16, 4, 1)),
     (2, 3, 32, config(8, 1, 1)),
@@ -53,6 +54,11 @@ CASES = [
     (4, 300, 1152, config(9, 3, 1)),
     (4, 33, 6144, config(32, 4, 2)),
     (2, 1000, 1920, config(40, 6, 1)),
+    (4, 300, 1536, config(16, 3, 1, 4)),
+    (3, 70, 1056, config(24, 2, 1, 2)),
+    (2, 33, 640, config(12, 1, 1, 8)),
+    (4, 2304, 6144, config(40, 6, 1, 4)),
+    (1, 777, 2208, config(48, 3, 2, 4)),
 ]
 
 
@@ -65,14 +71,16 @@ def test_the_chosen_configuration_is_legal_and_leaves_no_wave_idle(M: int, N: in
         assert DIRECT.configure(TARGET, problem) == candidates[0]
         for chosen in candidates:
             DIRECT.check_config(chosen)
-            assert chosen["waves"] <= -(-K // 128)
+            assert chosen["waves"] * chosen["split"] <= -(-K // 128)
 
 
 def test_every_output_has_a_workgroup_and_no_workgroup_is_without() -> None:
     assert DIRECT.module is not None
     for M, N, K, chosen in CASES:
         grid = DIRECT.module.geometry(TARGET, LinearProblem(M, N, K), chosen).grid
-        assert grid[0] * chosen["rows"] >= N > (grid[0] - 1) * chosen["rows"]
+        clusters, rest = divmod(grid[0], chosen["split"])
+        assert rest == 0
+        assert clusters * chosen["rows"] >= N > (clusters - 1) * chosen["rows"]
 
 
 def test_rounds_are_called_even_only_where_each_has_all_of_its_chunks() -> None:
@@ -80,7 +88,7 @@ def test_rounds_are_called_even_only_where_each_has_all_of_its_chunks() -> None:
     for M, N, K, chosen in CASES:
         defines = DIRECT.module.defines(TARGET, LinearProblem(M, N, K), chosen)
         assert defines["MX_WHOLE_CHUNKS"] == (K % 128 == 0)
-        rounds = -(-K // 128) / (chosen["waves"] * chosen["unroll"])
+        rounds = -(-K // 128) / (chosen["waves"] * chosen["unroll"] * chosen["split"])
         assert defines["MX_EVEN"] == (rounds == int(rounds))
 
 
@@ -110,7 +118,7 @@ def test_without_a_table_it_takes_what_it_won_on_an_h200(N: int, K: int) -> None
         assert first(LinearProblem(M, N, K, pdl=True)) != "direct"
         assert first(LinearProblem(M, N, K + 32)) != "direct"
     assert first(LinearProblem(1, N, K)) == "gemv"
-    assert first(LinearProblem(2, 1536, 6144)) == "gemv"
+    assert first(LinearProblem(2, 1536, 6144)) == "direct"
     assert first(LinearProblem(4, 1536, 6144)) == "direct"
     assert first(LinearProblem(2, N, K, x_dtype="bf16")) != "direct"
 

@@ -304,7 +304,7 @@ def test_hopper_takes_what_was_fastest_there_and_yields_where_it_lost(
 ) -> None:
     target = hardware("sm_90a")
     assert GEMV.yields is not None
-    lost = [(1, False, False), (1, True, False), (2, False, K <= N), (2, True, True)]
+    lost = [(1, False, False), (1, True, False), (2, False, True), (2, True, True)]
     for M, pdl, yields in lost:
         problem = LinearProblem(M, N, K, pdl=pdl)
         assert bool(GEMV.yields(target, problem)) is yields

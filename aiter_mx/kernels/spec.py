@@ -136,6 +136,7 @@ class TensorMap:
             shared memory, by the number of their 128 bytes (CU_TENSOR_MAP_SWIZZLE_64B, _128B).
         only_aligned: whether the matrix may begin at an address that is no multiple of 16, for
             which there is no map: the kernel then gets zeros.
+        fetch_bytes: what the L2 cache fetches from memory at a time, 64, 128 or 256.
     """
 
     pointer: int
@@ -144,6 +145,7 @@ class TensorMap:
     box_rows: int
     box_bytes: int
     only_aligned: bool = False
+    fetch_bytes: int = 256
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,10 @@ def encode_map(described: TensorMap, address: int) -> bytes:
             [u32(1), u32(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{described.box_bytes}B"),
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            getattr(
+                driver.CUtensorMapL2promotion,
+                f"CU_TENSOR_MAP_L2_PROMOTION_L2_{described.fetch_bytes}B",
+            ),
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),
     )

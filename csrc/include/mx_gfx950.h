@@ -57,6 +57,7 @@ MX_DEVICE void finish_before_next() { __builtin_amdgcn_sched_barrier(0); }
 MX_DEVICE u32x4 load_once(const void* p) {
     return __builtin_nontemporal_load(static_cast<const u32x4*>(p));
 }
+MX_DEVICE u32x4 load_once_in_lines(const void* p) { return load_once(p); }
 MX_DEVICE u32x4 load(const void* p) { return *static_cast<const u32x4*>(p); }
 MX_DEVICE unsigned load_byte(const unsigned char* p) { return *p; }
 

@@ -58,6 +58,15 @@ MX_DEVICE u32x4 load_once(const void* p) {
                  : "l"(p));
     return v;
 }
+// The same, fetched by lines of 128 bytes: where weights come from memory alone, reading takes up
+// to 5 % less than with longer bursts.
+MX_DEVICE u32x4 load_once_in_lines(const void* p) {
+    u32x4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+                 : "l"(p));
+    return v;
+}
 // These could be ld.global.nc as well, but ptxas moves such loads down to their first use,
 // where each waits for memory anew; relaxed ones it leaves ahead of it.
 MX_DEVICE u32x4 load(const void* p) {

@@ -18,6 +18,12 @@ MX_DEVICE void copy_once_async(unsigned to, const void* from, bool exists) {
                  "r"(exists ? 16 : 0)
                  : "memory");
 }
+// The same, fetched by lines of 128 bytes.
+MX_DEVICE void copy_once_in_lines_async(unsigned to, const void* from, bool exists) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(exists ? 16 : 0)
+                 : "memory");
+}
 // The same of bytes that others read too.
 MX_DEVICE void copy_async(unsigned to, const void* from, bool exists) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),

@@ -81,9 +81,10 @@ struct Copier {
 #pragma unroll
         for (int i = 0; i < Rows / kRowsAtOnce; ++i)
             if (i * kRowsAtOnce < rows) // what is not copied affects its own row alone
-                copy_once_async(to + i * kRowsAtOnce * kChunk,
-                                payload + static_cast<unsigned long>(stride) * (i * kRowsAtOnce),
-                                plain || piece * kPiece < left);
+                copy_once_in_lines_async(to + i * kRowsAtOnce * kChunk,
+                                         payload +
+                                             static_cast<unsigned long>(stride) * (i * kRowsAtOnce),
+                                         plain || piece * kPiece < left);
 #pragma unroll
         for (int i = 0; i < kScaleRows; ++i) {
             if ((i + 1) * kLanes > Rows && lane >= Rows - i * kLanes)

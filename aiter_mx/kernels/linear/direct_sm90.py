@@ -31,13 +31,18 @@ _MOST_ALIKE = 2
 _CHUNK = 128  # k that a wave takes at a time
 _REGISTERS = 65536  # of an SM
 _MOST_REGISTERS = 232  # of a lane, above which ptxas was seen to spill
+_WARP_REGISTERS = _REGISTERS // 4 // 32  # of a scheduler, for each lane
 _CYCLES_A_US = 4 * 1980  # of an SM's four schedulers
-_SUITS_BYTES, _SUITS_WAVES = 96e3, 12  # of weights under way on an SM, and waves there
+_SUITS_BYTES = 96e3  # of weights under way on an SM
+# What an H200 holds at once of what its SMs could, by the size of a cluster, which lies in a GPC.
+_PACKED = {1: 1.0, 2: 1.0, 4: 0.93, 8: 0.93}
+_MOST_RESIDENT = (32, 8)  # workgroups of an SM: alone, and of clusters, which more were seen to slow
 
 PARAMS = (
     Param("rows", tuple(range(1, _MOST_ROWS + 1)), "output features that a workgroup computes"),
     Param("waves", (1, 2, 3, 4, 6, 8, 12, 16), "waves of a workgroup, which take turns with K"),
     Param("unroll", (1, 2, 3), "chunks of 128 k of a wave whose loads precede the first use"),
+    Param("split", (1, 2, 4, 8), "workgroups of a cluster, which share K"),
 )
 
 
@@ -63,7 +68,7 @@ def _registers(config: Config) -> int:
 
 def _fits(problem: LinearProblem, config: Config) -> bool:
     """Whether registers and K leave the configuration something to do."""
-    waves, chunks = config["waves"], _chunks(problem)
+    waves, chunks = config["waves"], _chunks(problem) // config["split"]
     most = min(_REGISTERS // (32 * waves), _MOST_REGISTERS)
     return (
         _registers(config) <= most and waves <= chunks and config["unroll"] <= -(-chunks // waves)
@@ -71,19 +76,20 @@ def _fits(problem: LinearProblem, config: Config) -> bool:
 
 
 def _cost(target: Target, problem: LinearProblem, config: Config) -> float:
-    """A model of what a call takes beyond reading, in us: fitted to 111 times on one H200."""
-    rows, waves, chunks = config["rows"], config["waves"], _chunks(problem)
-    halves = -(-rows // 8)
-    of_busiest = -(-problem.N // (rows * target.cu_num))
-    resident = max(1, min(_REGISTERS // (-(-_registers(config) // 8) * 256 * waves), 64 // waves))
-    held = min(resident, of_busiest)
-    under_way = held * rows * min(waves * config["unroll"], chunks) * _CHUNK
-    busy_us = of_busiest * chunks * (48 * halves + 50 * -(-halves // 2) + 90) / _CYCLES_A_US
-    idle = -chunks % (waves * config["unroll"]) / chunks
+    """A model of what a call takes beyond reading, in us: fitted to 230 times on one H200."""
+    rows, waves, split = config["rows"], config["waves"], config["split"]
+    halves, chunks, a_round = -(-rows // 8), _chunks(problem) / split, waves * config["unroll"]
+    of_scheduler = _WARP_REGISTERS // (-(-_registers(config) // 8) * 8)
+    resident = max(1, min(4 * of_scheduler // waves, 64 // waves, _MOST_RESIDENT[split > 1]))
+    of_sm = -(-problem.N // rows) * split / target.cu_num
+    under_way = min(resident, of_sm) * rows * min(a_round, chunks) * _CHUNK
+    busy_us = of_sm * chunks * (48 * halves + 50 * -(-halves // 2) + 90) / _CYCLES_A_US
+    idle = -chunks % a_round / chunks
     starved = max(0.0, log2(_SUITS_BYTES / under_way))
-    unlike = abs(log2(held * waves / _SUITS_WAVES))
+    waits = of_sm > resident * _PACKED[split]  # for others to end
     length = config["unroll"] * halves  # of a round's code
-    return 0.92 * busy_us + 0.58 * idle + 0.16 * starved + 0.14 * unlike + 0.066 * length
+    of_round = 0.25 * length + 0.2 * (config["unroll"] > 1) + 0.15 * log2(waves)
+    return 0.15 * busy_us + 1.8 * idle + 1.1 * starved + 1.7 * waits + of_round
 
 
 @lru_cache(maxsize=64)
@@ -91,17 +97,19 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
     """Those of the least modelled time, which order them, but few that are alike."""
     even = {-(-problem.N // (target.cu_num * groups)) for groups in range(1, 9)}
     choices = {*_USUAL_ROWS, *(rows for rows in even if _FEWEST_ROWS <= rows <= _MOST_ROWS)}
-    waves, unrolls = PARAMS[1].values, PARAMS[2].values
+    waves, unrolls, splits = (param.values for param in PARAMS[1:])
     found: list[Config] = [
-        {"rows": rows, "waves": wave, "unroll": unroll}
+        {"rows": rows, "waves": wave, "unroll": unroll, "split": split}
         for rows in sorted(choices)
         for wave in waves
         for unroll in unrolls
+        for split in splits
+        if split == 1 or wave > 1
     ]
     return cheapest(
         [config for config in found if _fits(problem, config)],
         lambda config: _cost(target, problem, config),
-        alike=("rows", "unroll"),
+        alike=("rows", "unroll", "split"),
         most_alike=_MOST_ALIKE,
         most=_MOST_CANDIDATES,
     )
@@ -112,18 +120,17 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
         return "direct gains for quantised x of several rows, where launches do not overlap"
     if problem.K % _CHUNK or problem.N * problem.K < _FEWEST_WEIGHTS:
         return f"direct gains from {_FEWEST_WEIGHTS} weights on, and whole chunks of {_CHUNK} k"
-    if problem.M == 2 and problem.K > problem.N:
-        return "gemv is faster for two rows of x and long K"
     return None
 
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
-    a_round = config["waves"] * config["unroll"]
+    a_round = config["waves"] * config["unroll"] * config["split"]
     return {
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_ROWS": config["rows"],
         "MX_WAVES": config["waves"],
         "MX_UNROLL": config["unroll"],
+        "MX_SPLIT": config["split"],
         "MX_OVERLAPS": int(problem.pdl),
         "MX_WHOLE_CHUNKS": int(problem.K % _CHUNK == 0),
         "MX_EVEN": int(_chunks(problem) % a_round == 0),
@@ -132,7 +139,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
 
 def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
     return Geometry(
-        grid=(-(-problem.N // config["rows"]), 1, 1),
+        grid=(-(-problem.N // config["rows"]) * config["split"], 1, 1),
         block=(config["waves"] * target.wave_size, 1, 1),
         overlaps=problem.pdl,
     )

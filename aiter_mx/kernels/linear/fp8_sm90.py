@@ -248,7 +248,7 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
 def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
     """What is copied of w at a time: a pass's rows of a chunk."""
     found = _layout(target, problem, config)
-    return TensorMap(W_POINTER, problem.N, problem.K, found.tile_rows, _CHUNK)
+    return TensorMap(W_POINTER, problem.N, problem.K, found.tile_rows, _CHUNK, fetch_bytes=128)
 
 
 MODULE = Module(

@@ -185,7 +185,7 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
 
 
 def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-    return TensorMap(W_POINTER, problem.N, problem.K, config["rows"], _CHUNK)
+    return TensorMap(W_POINTER, problem.N, problem.K, config["rows"], _CHUNK, fetch_bytes=128)
 
 
 MODULE = Module(
