@@ -236,7 +236,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     __shared__ unsigned long long barrier; // of what the cluster sends
     const int owned = (kHalves - rank + kSplit - 1) / kSplit;
     if constexpr (kSplit > 1) {
-        if (wave == kWaves - 1 && elected_lane()) {
+        if (threadIdx.x == kThreads - kLanes) {
             barrier_init(shared_address(&barrier), 1);
             fence_barrier_init();
             barrier_arrive_expect(shared_address(&barrier), owned * kParts * kSumBytes);
