@@ -36,7 +36,7 @@ _CYCLES_A_US = 4 * 1980  # of an SM's four schedulers
 _SUITS_BYTES = 96e3  # of weights under way on an SM
 # What an H200 holds at once of what its SMs could, by the size of a cluster, which lies in a GPC.
 _PACKED = {1: 1.0, 2: 1.0, 4: 0.93, 8: 0.93}
-_MOST_RESIDENT = (32, 8)  # workgroups of an SM: alone, and of clusters, which more were seen to slow
+_MOST_RESIDENT = (32, 8)  # workgroups of an SM: alone, and of clusters, which more only slow
 
 PARAMS = (
     Param("rows", tuple(range(1, _MOST_ROWS + 1)), "output features that a workgroup computes"),
