@@ -13,6 +13,7 @@ from pathlib import Path
 from aiter_mx.jit.toolchain import llvm_tool
 from aiter_mx.sim.faults import UnknownInstruction
 
+_COMMA = re.compile(r",(?![^(\[]*[)\]])")  # in no brackets
 _LINE = re.compile(r"\s+(\S+)\s*(.*?)\s*// ([0-9A-F]{12}):((?: [0-9A-F]{8})+)")
 _REGISTER = re.compile(r"([vsa])(?:(\d+)|\[(\d+)(?::(\d+))?\])")
 _MODIFIER = re.compile(r"([a-z][a-z0-9_]*)(?::(\S+))?")
@@ -139,15 +140,8 @@ def parse_operand(text: str) -> Operand:
 
 def _split(text: str) -> tuple[list[str], str]:
     """Operands between commas, and the modifiers after the last of them."""
-    parts, depth, current = [], 0, ""
-    for character in text:
-        depth += (character in "([") - (character in ")]")
-        if character == "," and not depth:
-            parts.append(current.strip())
-            current = ""
-        else:
-            current += character
-    words = current.strip().split(" ")
+    parts = [part.strip() for part in _COMMA.split(text)]
+    words = parts.pop().split(" ")
     parts.append(words[0])
     return [part for part in parts if part], " ".join(words[1:])
 
