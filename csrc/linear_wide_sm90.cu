@@ -8,7 +8,7 @@
 // A cluster of kSplit workgroups, which share K, takes kRows rows of w at a time:
 //
 //   w  -> a ring in shared memory, by boxes of kRows rows by 128 k -> registers -> fp16, wgmma's A
-//   x  -> fp16 in shared memory, this workgroup's part of K, at the start and once: wgmma's B
+//   x  -> this workgroup's part of K, by boxes, once -> fp16 in shared memory: wgmma's B
 //
 // Both are fp16 with their scales applied, relative to the largest of the row in the part of K, so
 // that sums over the part stay in the matrix unit and take both rows' largest scales at its end.
@@ -20,6 +20,7 @@
 // the last one, who also asks for w.
 
 #include "linear_wide_sm90.h"
+#include "linear_wide_x_sm90.h"
 #include "mx_target.h"
 #include "sm90_async.h"
 #include "sm90_copy.h"
@@ -39,6 +40,8 @@ struct Adder {
     Turn<kDepth> ring;
     unsigned words[2][4], scale[2];
     unsigned outside[2];
+    int exponent[2]; // of what the rows are relative to
+    uint2 any_x;     // whether any of x is outside, is far
 
     static constexpr bool kAllHaveRows = kRows % 64 == 0;
     MX_MEMBER bool has_rows() const { return kAllHaveRows || warp < kRowWarps; }
@@ -108,7 +111,8 @@ struct Adder {
         MatrixDescriptor b(x, kTileM * 16, 128);
         unsigned a[2][4][4]; // of warps without rows: anything
         outside[0] = outside[1] = 0;
-        open(0);
+        if (chunks > 0)
+            open(0);
 #pragma unroll 1
         for (int c = 0; c < chunks; ++c) {
 #pragma unroll
@@ -130,17 +134,20 @@ struct Adder {
                 wgmma_wait<1>();
             }
         }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) // ahead of the wait, which has time for it
+            exponent[i] =
+                has_rows()
+                    ? load_shared_4(table + ((lane / 4 + 8 * i) * kScaleStride + kChunks) * 4)
+                    : 0;
+        any_x = load_shared_8(shared_address(shared.any_x));
         wgmma_wait<0>();
         keep_in_order(sums);
     }
 
     // Applies the rows' largest scales, and marks what is to be computed again.
     MX_MEMBER void scale_sums(float (&sums)[kTileM / 2]) const {
-        int exponent[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            exponent[i] = load_shared_4(table + ((lane / 4 + 8 * i) * kScaleStride + kChunks) * 4);
-        const bool far = is_far(exponent[0]) || is_far(exponent[1]) || shared.any_x_far;
+        const bool far = is_far(exponent[0]) || is_far(exponent[1]) || any_x.y;
         if (__builtin_expect(!__any_sync(~0u, far), true)) {
             const float by_w[2] = {power(exponent[0]), power(exponent[1])};
 #pragma unroll
@@ -167,8 +174,7 @@ struct Adder {
                         sums[i] = i == at ? sums[i] * by_w * by_x : sums[i];
                 }
         }
-        if (__builtin_expect(!__any_sync(~0u, outside[0] | outside[1]) && !shared.any_x_outside,
-                             true))
+        if (__builtin_expect(!__any_sync(~0u, outside[0] | outside[1]) && !any_x.x, true))
             return;
         unsigned again = 0; // a bit for each of the two rows
 #pragma unroll
@@ -196,7 +202,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     aiter_mx_linear_wide(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
                          const unsigned char* ws, const void* bias, Out* y, long M, long N, long K,
                          int bias_kind, int part_chunks, int parts_with_one_more, int overlaps,
-                         const __grid_constant__ TensorMap weights) {
+                         const __grid_constant__ TensorMap weights,
+                         const __grid_constant__ TensorMap x_map) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     __shared__ Shared shared;
     // The same in all lanes, and known to be.
@@ -204,81 +211,101 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     const unsigned base = shared_address(dynamic);
     const int rank = blockIdx.x % kSplit;
     const int owned = (kTiles - rank + kSplit - 1) / kSplit;
-    const bool asks = warp == kWarps - 1 && lane == 0;
-    if (asks) {
-        for (int i = 0; i < kDepth; ++i) {
-            barrier_init(shared_address(shared.full + i), 1);
-            barrier_init(shared_address(shared.empty + i), kRowWarps);
-        }
-        barrier_init(shared_address(&shared.inbox), 1);
-        barrier_init(shared_address(&shared.finished), kSplit);
-        fence_barrier_init();
-        if (kSplit > 1)
-            barrier_arrive_expect(shared_address(&shared.inbox), owned * kSplit * kTileBytes);
-        shared.any_x_outside = shared.any_x_far = 0;
-    }
-    if (threadIdx.x < kTileM)
-        shared.x_outside[threadIdx.x] = 0;
-    __syncwarp();
-    if (kSplit > 1)
-        cluster_arrive_relaxed();
-
     const Tensors t{xq, xs, wq, ws, static_cast<int>(M), N, K};
     const Part part{rank * part_chunks + min(rank, parts_with_one_more),
                     part_chunks + (rank < parts_with_one_more)};
     const int first_tile = blockIdx.x / kSplit, tile_step = gridDim.x / kSplit;
     const int tiles = (N + kRows - 1) / kRows;
-
-    Turn<kDepth> ring;
-    int ask_tile = part.chunks > 0 ? first_tile : tiles, ask_chunk = 0;
-    const auto ask = [&](int most) {
-#pragma unroll 1
-        for (; most > 0 && ask_tile < tiles; --most) {
-            barrier_wait(shared_address(shared.empty + ring.at), ring.parity ^ 1);
-            const unsigned barrier = shared_address(shared.full + ring.at);
-            barrier_arrive_expect(barrier, kStageBytes);
-            copy_box(base + ring.at * kStageBytes, weights, (part.first + ask_chunk) * kChunk,
-                     ask_tile * kRows, barrier);
-            ring.next();
-            if (++ask_chunk == part.chunks) {
-                ask_chunk = 0;
-                ask_tile += tile_step;
-            }
+    const Finisher finisher{t, bias, y, bias_kind, rank, lane};
+    const unsigned inbox = base + kInbox, inbox_full = shared_address(&shared.inbox);
+    int turn = 0;
+    const bool adds = warp < kAddWarps, asks = warp == kWarps - 1;
+    const bool has_rows = Adder::kAllHaveRows ? adds : warp < kRowWarps;
+    // Several warps ask for what comes first, as a box takes one some hundred cycles: for a chunk
+    // of x from this one on, where there is room again, and for stage `early` of the ring.
+    const auto ask_for_x = [&](int first) {
+        const int c = first + warp;
+        if (warp < kSlots && c < part.chunks) {
+            const unsigned barrier = shared_address(shared.x_full + c);
+            barrier_arrive_expect(barrier, kSlotBytes);
+            copy_box(base + kStaging + warp * kSlotBytes, x_map, (part.first + c) * kChunk, 0,
+                     barrier);
         }
     };
-    XExpander expander{t, part, shared, base + kX, warp, lane};
-    Table table{t, part, base + kTables + warp * kWarpRows * kScaleStride * 4, lane};
-    const bool has_rows = warp < kRowWarps;
-    if (overlaps) { // x is not there before the launch ahead has ended
-        if (asks)
-            ask(kDepth);
-        __syncwarp();
+    const int early = kWarps - 1 - warp;
+    if (elected_lane()) {
+        if (warp < kChunks)
+            barrier_init(shared_address(shared.x_full + warp), 1);
+        if (early < kDepth) {
+            barrier_init(shared_address(shared.full + early), 1);
+            barrier_init(shared_address(shared.empty + early), kRowWarps);
+        }
+        if (warp == kWarps / 2) {
+            barrier_init(inbox_full, 1 + kRowWarps * kLanes);
+            barrier_init(shared_address(&shared.finished), kSplit);
+            shared.any_x[0] = shared.any_x[1] = 0;
+        }
+        fence_barrier_init();
+        if (kSplit > 1 && warp == kWarps / 2)
+            barrier_arrive_expect(inbox_full, owned * kSentBytes);
+        if (!overlaps)
+            ask_for_x(0);
     }
+    __syncwarp();
+    const auto ask_early = [&] {
+        Asker asker{shared, weights, base, part, first_tile, early, tiles, tile_step, {}};
+        if (early >= kAskedFirst)
+            return;
+        if constexpr (!kWhole || kDepth > kChunks) {
+#pragma unroll 1
+            while (asker.chunk >= part.chunks && asker.tile < tiles) {
+                asker.chunk -= part.chunks;
+                asker.tile += tile_step;
+            }
+        }
+        if (asker.tile < tiles && elected_lane())
+            asker.ask(early);
+        __syncwarp();
+    };
+    if (overlaps) // x is not there before the launch ahead has ended
+        ask_early();
+    if (threadIdx.x < kTileM)
+        shared.x_outside[threadIdx.x] = 0;
+    XExpander expander{t, part, shared, base + kStaging, base + kX};
+    Table table{t, part, base + kTables + warp * kWarpRows * kScaleStride * 4, lane};
     if (has_rows)
         table.read(first_tile * static_cast<long>(kRows) + warp * kWarpRows);
     if (overlaps) {
         launch_dependents();
         wait_for_grid_ahead();
+        if (elected_lane())
+            ask_for_x(0);
+        __syncwarp();
     }
     expander.open();
-    __syncthreads(); // what is asked for later comes later: x goes first
-    if (asks && !overlaps)
-        ask(kAskedFirst);
-    __syncwarp();
+    __syncthreads();                          // barriers are set up
+    if (!overlaps && (!kPaced || early == 0)) // x is asked for, which would come after w
+        ask_early();
+    expander.run(
+        [&](int first) {
+            if (elected_lane())
+                ask_for_x(first);
+            __syncwarp();
+        },
+        [&](int round) {
+            if (kPaced && !overlaps && early == round + 1)
+                ask_early();
+        });
+    if (kPaced && !overlaps && early > XExpander::kRounds)
+        ask_early();
     if (has_rows)
         table.write();
-    expander.run();
-    if (asks && !overlaps) // x has come
-        ask(kDepth - kAskedFirst);
-    __syncwarp();
+    __syncthreads();
     if (!overlaps)
         launch_dependents();
-    __syncthreads();
-
-    const Finisher finisher{t, bias, y, bias_kind, rank, lane};
-    const unsigned inbox = base + kInbox, inbox_full = shared_address(&shared.inbox);
-    int turn = 0;
-    if (warp < kAddWarps) {
+    if (kSplit > 1)
+        cluster_arrive_relaxed(); // once all have, inboxes are free
+    if (adds) {
         Adder adder(shared, base, table.place, warp, lane);
         for (int tile = first_tile; tile < tiles; tile += tile_step, ++turn) {
             const long first = tile * static_cast<long>(kRows);
@@ -289,15 +316,17 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
             if (!kOnePass && has_rows && tile + tile_step < tiles)
                 table.read(first + tile_step * static_cast<long>(kRows) + warp * kWarpRows);
             float sums[kTileM / 2] = {};
-            if (part.chunks > 0)
-                adder.add(sums, base + kX, part.chunks);
+            adder.add(sums, base + kX, part.chunks);
             if (has_rows)
                 adder.scale_sums(sums);
             if (kSplit > 1 && turn == 0)
-                cluster_wait(); // all of the cluster have set up their barriers
-            if (kSplit > 1 && turn > 0 && has_rows)
+                cluster_wait(); // all of the cluster have room for sums
+            if (!kOnePass && kSplit > 1 && turn > 0) {
                 barrier_wait(shared_address(&shared.finished), (turn - 1) & 1);
+                named_barrier(2, (kAddWarps + kFinishers) * kLanes); // which have read the inbox
+            }
             if (has_rows) {
+                const unsigned here = held(inbox); // no address is kept from pass to pass
 #pragma unroll
                 for (int j = 0; j < kTilesM; ++j) {
                     const float4 sum{sums[4 * j], sums[4 * j + 1], sums[4 * j + 2],
@@ -305,32 +334,49 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
                     const int i = warp * kTilesM + j;
                     if constexpr (kSplit > 1) {
                         const unsigned to =
-                            inbox + (i / kSplit * kSplit + rank) * kTileBytes + lane * 16;
-                        store_async(address_in_cluster(to, i % kSplit), sum,
-                                    address_in_cluster(inbox_full, i % kSplit));
+                            here + (i / kSplit * kSplit + rank) * kTileBytes + lane * 16;
+                        if (i % kSplit == rank)
+                            store_tile(to, sum);
+                        else
+                            store_async(address_in_cluster(to, i % kSplit), sum,
+                                        address_in_cluster(inbox_full, i % kSplit));
                     } else {
-                        finisher.store_tile(first, i, sum, Finisher::marks(sum));
+                        finisher.store_tile(first, i, finisher.place(first, i), sum,
+                                            Finisher::marks(sum));
                     }
                 }
+                if (kSplit > 1) // each lane for what it keeps
+                    barrier_arrive(inbox_full);
             }
         }
     } else {
-        if (asks)
-            ask(1 << 30);
+        if (asks && part.chunks > 0 && elected_lane()) {
+            Asker asker{shared, weights, base, part, first_tile, 0, tiles, tile_step, {}};
+            int asked = 0;
+#pragma unroll 1
+            for (; asker.tile < tiles; ++asked) {
+                if (asked >= kAskedFirst) {
+                    barrier_wait(shared_address(shared.empty + asker.ring.at),
+                                 asker.ring.parity ^ 1);
+                    asker.ask(asker.ring.at);
+                }
+                asker.next();
+            }
+        }
         __syncwarp();
         if (kSplit > 1)
             cluster_wait();
         for (int tile = first_tile; tile < tiles; tile += tile_step, ++turn) {
-            if (kOnePass || kSplit == 1 || warp == kWarps - 1 || tile + tile_step >= tiles)
+            if (kOnePass || kSplit == 1 || asks || tile + tile_step >= tiles)
                 continue;
-            barrier_wait(inbox_full, turn & 1);
             finisher.run(tile * static_cast<long>(kRows), inbox, owned, warp - kAddWarps,
-                         kFinishers);
+                         kFinishers, [&] { barrier_wait(inbox_full, turn & 1); });
+            named_barrier_arrive(2, (kAddWarps + kFinishers) * kLanes);
             named_barrier(1, kFinishers * kLanes);
             if (warp > kAddWarps)
                 continue;
             if (lane == 0)
-                barrier_arrive_expect(inbox_full, owned * kSplit * kTileBytes);
+                barrier_arrive_expect(inbox_full, owned * kSentBytes);
             __syncwarp();
             if (lane < kSplit) // the cluster may send the next sums
                 barrier_arrive_read(address_in_cluster(shared_address(&shared.finished), lane));
@@ -342,12 +388,13 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
         // is waited for might be that of two phases before.
         if (!kOnePass)
             __syncthreads();
-        if (owned > 0)
-            barrier_wait(inbox_full, turn & 1);
-        __syncwarp();
-        cluster_arrive_relaxed();
         finisher.run((first_tile + turn * tile_step) * static_cast<long>(kRows), inbox, owned, warp,
-                     kWarps);
+                     kWarps, [&] {
+                         if (owned > 0)
+                             barrier_wait(inbox_full, turn & 1);
+                         __syncwarp();
+                         cluster_arrive_relaxed();
+                     });
         cluster_wait();
     }
 }

@@ -41,8 +41,8 @@ def config(split: int, rows: int, depth: int) -> dict[str, int]:
 
 # Between them: no cluster, clusters of several sizes, parts of K without a chunk, parts of unequal
 # length, K that ends within a chunk, more scales of a row than a lane has words, warps without
-# rows, several passes, fewer rows than a pass, a ring of one stage, rings longer than a part, and
-# one as long as five passes.
+# rows, several passes, fewer rows than a pass, a ring of one stage, rings longer than a part, one
+# as long as five passes, and parts of x that come in two and in four batches.
 CASES = [
     (1, 64, 64, config(1, 64, 2)),
     (2, 3, 32, config(4, 32, 1)),
@@ -61,6 +61,8 @@ CASES = [
     (8, 130, 16384, config(8, 32, 4)),
     (11, 130, 2048, config(1, 80, 8)),
     (33, 9000, 512, config(4, 64, 5)),
+    (48, 150, 6144, config(4, 160, 1)),
+    (64, 130, 12288, config(8, 32, 1)),
 ]
 
 
@@ -112,6 +114,14 @@ def test_the_map_of_weights_has_a_box_of_a_stage() -> None:
     assert (described.rows, described.row_bytes) == (300, 416)
     assert (described.box_rows, described.box_bytes) == (48, 128)
     assert WIDE.module.args[described.pointer].name == "wq"
+
+
+def test_the_map_of_x_has_a_box_of_a_chunk() -> None:
+    assert WIDE.module is not None and WIDE.module.result_map is not None
+    described = WIDE.module.result_map(TARGET, LinearProblem(20, 300, 416), config(2, 48, 2))
+    assert (described.rows, described.row_bytes) == (20, 416)
+    assert (described.box_rows, described.box_bytes) == (32, 128)
+    assert WIDE.module.args[described.pointer].name == "xq"
 
 
 def test_what_it_does_not_cover_is_refused() -> None:

@@ -161,7 +161,8 @@ class Module:
         scalars: the values of the arguments that are not pointers, in order, likewise.
         tensor_map: what the kernel's one more argument, after all others, describes, likewise;
             only with the runtime ``cuda``.
-        result_map: what another argument after that describes, of what the kernel stores.
+        result_map: what another argument after that describes: what the kernel stores, or another
+            matrix that it reads.
     """
 
     sources: Mapping[str, str]

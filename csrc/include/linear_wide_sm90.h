@@ -7,10 +7,12 @@
 #include "mx_scale.h"
 #include "mx_target.h"
 #include "sm90_async.h"
+#include "sm90_copy.h"
 #include "sm90_expand.h"
 #include "sm90_f16_factors.h"
 #include "sm90_mma.h"
 #include "sm90_rows.h"
+#include "sm90_tensor_map.h"
 
 namespace mx {
 
@@ -37,23 +39,32 @@ constexpr int kTiles = kRowWarps * kTilesM;
 constexpr int kOwnedTiles = (kTiles + kSplit - 1) / kSplit; // workgroup t % kSplit owns tile t
 
 // Shared memory.
-constexpr int kStepBytes = 16 * kTileM * 2 + 16; // x of one wgmma; the next is in other banks
+// x of one wgmma: pieces of 8 rows by 16 bytes, each a line of shared memory.
+constexpr int kStepBytes = 16 * kTileM * 2;
 constexpr int kChunkSteps = kChunk / 16;
 constexpr int kStageBytes = kRows * kChunk;
 constexpr int kInboxBytes = kSplit == 1 ? 0 : kOwnedTiles * kSplit * kTileBytes;
 constexpr int kScaleStride = (kChunks + 1) | 1; // words of a row of w: scales, and the largest
-constexpr int kX = kDepth * kStageBytes;
-constexpr int kInbox = kX + kChunks * kChunkSteps * kStepBytes;
-constexpr int kTables = kInbox + kInboxBytes;
+// x comes, as it is, to where the last stages of the ring and the inbox are later, in slots of a
+// chunk: all of it at once, or as many as there is room for.
+constexpr int kSlotBytes = kTileM * kChunk;
+constexpr int kInbox = kDepth * kStageBytes + MX_SPARE, kX = kInbox + kInboxBytes;
+constexpr int kXSubs = kThreads / (kSlotBytes / kPiece); // chunks that are expanded at a time
+constexpr int kSlots = kX / kSlotBytes < kChunks ? kX / kSlotBytes / kXSubs * kXSubs : kChunks;
+constexpr int kStaging = (kX - kSlots * kSlotBytes) / 1024 * 1024;
+static_assert(kXSubs > 0 && kSlots > 0, "each piece of a chunk of x has a thread and a place");
+constexpr int kTables = kX + kChunks * kChunkSteps * kStepBytes;
 static_assert(kOnePass || kSplit == 1 || kTiles >= kSplit,
               "who owns a tile waits for the whole cluster");
 static_assert(kTables + kRows * kScaleStride * 4 == MX_SHARED_BYTES,
               "the host lays shared memory out differently: aiter_mx/kernels/linear/wide_sm90.py");
 
 constexpr unsigned kMarker = 0x7fabcdef; // a NaN that arithmetic does not make
-// Stages of w that are asked for before x is there: each of them delays x.
-constexpr int kEarly = kTileM <= 32 ? 4 : 1;
-constexpr int kAskedFirst = kEarly < kDepth ? kEarly : kDepth;
+// Stages of w that are asked for before x is fp16, and whether one after another: boxes that are
+// asked for together come together, and late.
+constexpr int kAskedFirst = kStaging / kStageBytes < kDepth ? kStaging / kStageBytes : kDepth;
+constexpr bool kPaced = kSplit > 2 || kTileM <= 32;
+constexpr int kSentBytes = (kSplit - 1) * kTileBytes; // of a tile, by the others of the cluster
 
 MX_DEVICE float power(int exponent) {
     return bits_to_float(static_cast<unsigned>(exponent + 127) << 23);
@@ -70,10 +81,11 @@ struct Part {
 };
 
 struct Shared {
-    unsigned long long full[kDepth], empty[kDepth], inbox, finished;
+    unsigned long long full[kDepth], empty[kDepth], x_full[kChunks], inbox, finished;
     int x_exponent[kTileM];
     alignas(8) float x_power[kTileM];
-    unsigned x_outside[kTileM], any_x_outside, any_x_far;
+    alignas(8) unsigned any_x[2]; // outside, far
+    unsigned char x_outside[kTileM];
 };
 
 // Scales of every Step-th chunk of a row from the first one on: those that exist, 0 for others.
@@ -124,111 +136,30 @@ MX_DEVICE unsigned top_of(const unsigned (&words)[Words]) {
     return top;
 }
 
-// Makes x of the part fp16, in the order in which wgmma takes it: 8x16-byte pieces of 8 rows by the
-// lower, then the upper halves of the words of 16 k. A warp has 8 rows and every so many chunks; a
-// lane two of the rows, 4 apart, and 16 k of a chunk.
-struct XExpander {
-    const Tensors& t;
-    const Part& part;
-    Shared& shared;
-    const unsigned to;
-    const int warp, lane;
-
-    static constexpr int kPieces = kChunk / 16;
-    static constexpr int kWarpsOfRows = kWarps / kTilesM; // that share 8 rows
-    static constexpr int kMost = (kChunks + kWarpsOfRows - 1) / kWarpsOfRows;
-    static constexpr int kBatch = kMost < 4 ? kMost : 4;            // chunks that are read at once
-    static constexpr int kTops = (kChunks + kPieces - 1) / kPieces; // a lane's words of scales
-    static_assert(kWarpsOfRows >= 1, "each 8 rows of x have a warp");
-    u32x4 words[kBatch][2];
-    unsigned tops[2][kTops];
-
-    MX_MEMBER int sub() const { return warp / kTilesM; }
-    MX_MEMBER int m(int h) const { return warp % kTilesM * 8 + lane / kPieces + 4 * h; }
-    MX_MEMBER int piece() const { return lane % kPieces; }
-
-    MX_MEMBER void read(int first) {
-        const int k = first * kChunk + piece() * 16; // of the part
-        const long start = part.first * static_cast<long>(kChunk);
-        const long left =
-            kWhole ? kChunks * kChunk : min(static_cast<long>(part.chunks * kChunk), t.K - start);
+// Of scales, bytes of words, what fp16 is multiplied with instead, relative to the largest of all.
+template <int Words>
+MX_DEVICE void make_factors(unsigned (&words)[Words], unsigned top) {
+    constexpr unsigned each = 0x01010101;
+    unsigned factors[Words], far = 0;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const unsigned char* const from = t.xq + min(m(h), t.M - 1) * t.K + start + k;
+    for (int i = 0; i < Words; ++i) {
+        const unsigned below = top * each - words[i]; // where it is right, no byte borrows
+        factors[i] = (kTopExponent * each - below) << 2;
+        far |= ((below + (128 - kTopExponent) * each) | below | nan_bytes(words[i])) & 0x80808080;
+    }
+    if (__builtin_expect(far != 0, false)) {
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                const int on = i * kWarpsOfRows * kChunk;
-                words[i][h] = u32x4{};
-                if (k + on < left)
-                    words[i][h] = load(from + on);
-            }
+        for (int i = 0; i < Words; ++i) {
+            factors[i] = 0;
+#pragma unroll
+            for (int b = 0; b < kBlocks; ++b)
+                factors[i] |= factor_byte(byte_of(words[i], b), top) << 8 * b;
         }
     }
-    // What is needed first.
-    MX_MEMBER void open() {
-        if (sub() >= kWarpsOfRows)
-            return;
-        const bool aligned = t.aligned(t.xs);
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-            read_scales<kPieces>(tops[h], t.xs + min(m(h), t.M - 1) * t.blocks(), piece(), part, t,
-                                 aligned);
-        read(sub());
-    }
-    MX_MEMBER void expand(const u32x4& v, unsigned scales, unsigned top, int chunk, int row) const {
-        const unsigned byte = factor_byte(byte_of(scales, piece() / 2), top);
-        const unsigned factor = byte * 0x01000100;
-        if (__builtin_expect(byte == 0 && (v[0] | v[1] | v[2] | v[3]) & 0x7f7f7f7f, false))
-            shared.x_outside[row] = shared.any_x_outside = 1;
-        unsigned low[4], high[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            e4m3x4_to_f16(v[j], low[j], high[j]);
-            low[j] = multiply_f16x2(low[j], factor);
-            high[j] = multiply_f16x2(high[j], factor);
-        }
-        const unsigned place = to + (chunk * kPieces + piece()) * kStepBytes + row * 16;
-        store_shared_16(place, low);
-        store_shared_16(place + kTileM * 16, high);
-    }
-    MX_MEMBER void run() {
-        if (sub() >= kWarpsOfRows)
-            return;
-        unsigned top[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            top[h] = top_of<1 | 2 | 4>(tops[h]);
-            if (sub() == 0 && piece() == 0) {
-                const int exponent = exponent_of(top[h]);
-                shared.x_exponent[m(h)] = exponent;
-                shared.x_power[m(h)] = power(exponent);
-                if (is_far(exponent))
-                    shared.any_x_far = 1;
-            }
-        }
-#pragma unroll 1
-        for (int first = sub(); first < part.chunks; first += kBatch * kWarpsOfRows) {
-            if (kMost > kBatch && first != sub())
-                read(first);
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                const int chunk = first + i * kWarpsOfRows;
-                if (chunk >= part.chunks)
-                    break;
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    unsigned scales = tops[h][0];
-#pragma unroll
-                    for (int n = 1; n < kTops; ++n)
-                        scales = select_bits(chunk / kPieces == n ? ~0u : 0, tops[h][n], scales);
-                    scales = __shfl_sync(~0u, scales, (lane & 24) | chunk % kPieces);
-                    expand(words[i][h], scales, top[h], chunk, m(h));
-                }
-            }
-        }
-        fence_async();
-    }
-};
+    for (int i = 0; i < Words; ++i)
+        words[i] = factors[i];
+}
 
 // The scales of a warp's rows of w as they are used: bytes of factors, then the largest scale.
 struct Table {
@@ -246,24 +177,11 @@ struct Table {
     MX_MEMBER void write() const {
         const unsigned top = top_of<1>(words);
         const unsigned row = place + (lane / 2 * kScaleStride + lane % 2) * 4;
-        constexpr unsigned each = 0x01010101;
-        unsigned factors[kWords], far = 0;
+        unsigned factors[kWords];
 #pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-            const unsigned below = top * each - words[i]; // where it is right, no byte borrows
-            factors[i] = (kTopExponent * each - below) << 2;
-            far |=
-                ((below + (128 - kTopExponent) * each) | below | nan_bytes(words[i])) & 0x80808080;
-        }
-        if (__builtin_expect(far != 0, false)) {
-#pragma unroll
-            for (int i = 0; i < kWords; ++i) {
-                factors[i] = 0;
-#pragma unroll
-                for (int b = 0; b < kBlocks; ++b)
-                    factors[i] |= factor_byte(byte_of(words[i], b), top) << 8 * b;
-            }
-        }
+        for (int i = 0; i < kWords; ++i)
+            factors[i] = words[i];
+        make_factors(factors, top);
 #pragma unroll
         for (int i = 0; i < kWords; ++i)
             if ((i + 1) * 2 <= kChunks || lane % 2 == 0)
@@ -274,6 +192,31 @@ struct Table {
     }
 };
 
+// Asks for w, box by box.
+struct Asker {
+    Shared& shared;
+    const TensorMap& weights;
+    const unsigned base;
+    const Part& part;
+    int tile, chunk; // of the next box
+    const int tiles, tile_step;
+    Turn<kDepth> ring;
+
+    MX_MEMBER void ask(int stage) const {
+        const unsigned barrier = shared_address(shared.full + stage);
+        barrier_arrive_expect(barrier, kStageBytes);
+        copy_box(base + stage * kStageBytes, weights, (part.first + chunk) * kChunk, tile * kRows,
+                 barrier);
+    }
+    MX_MEMBER void next() {
+        ring.next();
+        if (++chunk == part.chunks) {
+            chunk = 0;
+            tile += tile_step;
+        }
+    }
+};
+
 // Adds what the workgroups of the cluster sent, and stores it.
 struct Finisher {
     const Tensors& t;
@@ -281,22 +224,39 @@ struct Finisher {
     Out* y;
     int bias_kind, rank, lane;
 
-    MX_MEMBER void store_tile(long first, int tile, float4 sum, unsigned marked) const {
-        const int m = tile % kTilesM * 8 + lane % 4 * 2;
-        const long n = first + tile / kTilesM * kWarpRows + lane / 4;
+    // Where a lane's four values of a tile go, and what is added to them.
+    struct Place {
+        Out* to;
+        float bias[2];
+        unsigned exists; // bits as the values
+    };
+    MX_MEMBER int m_of(int tile) const { return tile % kTilesM * 8 + lane % 4 * 2; }
+    MX_MEMBER long n_of(long first, int tile) const {
+        return first + tile / kTilesM * kWarpRows + lane / 4;
+    }
+    MX_MEMBER Place place(long first, int tile) const {
+        const int m = m_of(tile);
+        const long n = n_of(first, tile);
+        Place p{y + m * t.N + n, {}, 0};
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (n + 8 * i < t.N) {
+                p.exists |= ((m < t.M ? 1 : 0) | (m + 1 < t.M ? 2 : 0)) << 2 * i;
+                p.bias[i] = bias_kind == kNone ? 0 : load_bias(bias, bias_kind, n + 8 * i);
+            }
+        return p;
+    }
+    MX_MEMBER void store_tile(long first, int tile, const Place& p, float4 sum,
+                              unsigned marked) const {
         float values[4] = {sum.x, sum.y, sum.z, sum.w};
         if (__builtin_expect(marked, 0))
-            compute_again(values, marked, m, n);
+            compute_again(values, marked, m_of(tile), n_of(first, tile));
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (n + 8 * i >= t.N)
-                continue;
-            const float added = bias_kind == kNone ? 0 : load_bias(bias, bias_kind, n + 8 * i);
+        for (int i = 0; i < 2; ++i)
 #pragma unroll
             for (int j = 0; j < 2; ++j)
-                if (m + j < t.M)
-                    store(y + (m + j) * t.N + n + 8 * i, values[i * 2 + j] + added);
-        }
+                if (p.exists >> (i * 2 + j) & 1)
+                    store(p.to + j * t.N + 8 * i, values[i * 2 + j] + p.bias[i]);
     }
     MX_MEMBER void compute_again(float (&values)[4], unsigned marked, int m, long n) const {
 #pragma unroll 1
@@ -315,21 +275,33 @@ struct Finisher {
         return (__float_as_uint(v.x) == kMarker) | (__float_as_uint(v.y) == kMarker) << 1 |
                (__float_as_uint(v.z) == kMarker) << 2 | (__float_as_uint(v.w) == kMarker) << 3;
     }
-    // Of those that are owned, every step-th one.
-    MX_MEMBER void run(long first, unsigned inbox, int owned, int from, int step) const {
+    // Of those that are owned, every step-th one, once wait() has returned. What does not depend on
+    // the sums is worked out before.
+    template <class Wait>
+    MX_MEMBER void run(long first, unsigned inbox, int owned, int from, int step,
+                       const Wait& wait) const {
+        Place p{};
+        if (from < owned)
+            p = place(first, from * kSplit + rank);
+        asm volatile("" : "+l"(p.to), "+r"(p.exists), "+f"(p.bias[0]), "+f"(p.bias[1])::"memory");
+        wait();
+#pragma unroll 1
         for (int i = from; i < owned; i += step) {
-            const unsigned place = inbox + i * kSplit * kTileBytes + lane * 16;
-            float4 sum = load_tile(place);
+            const int tile = i * kSplit + rank;
+            if (i != from)
+                p = place(first, tile);
+            const unsigned at = inbox + i * kSplit * kTileBytes + lane * 16;
+            float4 sum = load_tile(at);
 #pragma unroll
             for (int s = 1; s < kSplit; ++s)
-                sum = add(sum, load_tile(place + s * kTileBytes));
+                sum = add(sum, load_tile(at + s * kTileBytes));
             unsigned marked = 0;
             const float any = (sum.x + sum.y) + (sum.z + sum.w);
             if (__builtin_expect(any != any, false))
 #pragma unroll 1
                 for (int s = 0; s < kSplit; ++s)
-                    marked |= marks(load_tile(place + s * kTileBytes));
-            store_tile(first, i * kSplit + rank, sum, marked);
+                    marked |= marks(load_tile(at + s * kTileBytes));
+            store_tile(first, tile, p, sum, marked);
         }
     }
 };

@@ -25,7 +25,7 @@ MATRIX_ARGS = (
 )
 """What the arguments of every kernel that uses the matrix unit begin with."""
 
-W_POINTER = place_of(POINTERS, "wq")
+X_POINTER, W_POINTER = place_of(POINTERS, "xq"), place_of(POINTERS, "wq")
 """Which of them a tensor map of the weights stands for."""
 
 MAX_GRID_X = 1 << 20

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
-from aiter_mx.kernels.linear.problem import MATRIX_ARGS, W_POINTER, LinearProblem, matrix_scalars
+from aiter_mx.kernels.linear.problem import (
+    MATRIX_ARGS,
+    W_POINTER,
+    X_POINTER,
+    LinearProblem,
+    matrix_scalars,
+)
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
@@ -54,6 +60,7 @@ class Layout:
         passes: in which the busiest cluster takes its rows.
         chunks: of K in the largest part.
         shared_bytes: of a workgroup.
+        spare_bytes: of them, that only x takes, before it is fp16.
     """
 
     tile_m: int
@@ -61,6 +68,11 @@ class Layout:
     passes: int
     chunks: int
     shared_bytes: int
+    spare_bytes: int
+
+
+def _threads(rows: int) -> int:
+    return max(-(-rows // 64) + 1, 4) * 128
 
 
 def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
@@ -75,15 +87,16 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     if chunks > _MOST_CHUNKS or (passes > 1 and sums < split):
         return None  # who owns no sums would let the others send theirs too early
     inbox = -(-sums // split) * split * _TILE_BYTES if split > 1 else 0
-    shared_bytes = (
-        config["depth"] * rows * _CHUNK
-        + chunks * _CHUNK // 16 * (32 * tile_m + 16)
-        + inbox
-        + rows * ((chunks + 1) | 1) * 4
-    )
-    if shared_bytes > _SHARED_BYTES:
+    ring, slot = config["depth"] * rows * _CHUNK, _CHUNK * tile_m
+    shared_bytes = ring + chunks * 2 * slot + inbox + rows * ((chunks + 1) | 1) * 4
+    # x, before it is fp16, takes the ring's end and the inbox, or what else there is.
+    left = _SHARED_BYTES - shared_bytes
+    spare = min(max(chunks * slot - inbox, 0), left) // 1024 * 1024
+    slots = (ring + inbox + spare) // slot
+    if left < 0 or slots < min(chunks, _threads(rows) * 16 // slot):
         return None
-    return Layout(tile_m, -(-tiles // passes), passes, chunks, shared_bytes)
+    shared_bytes += spare
+    return Layout(tile_m, -(-tiles // passes), passes, chunks, shared_bytes, spare)
 
 
 _layout = where_it_fits(layout)
@@ -162,6 +175,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_CHUNKS": found.chunks,
         "MX_ONE_PASS": int(found.passes == 1),
         "MX_WHOLE": int(problem.K % (_CHUNK * config["split"]) == 0),
+        "MX_SPARE": found.spare_bytes,
         "MX_SHARED_BYTES": found.shared_bytes,
     }
 
@@ -170,7 +184,7 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
     found = _layout(target, problem, config)
     return Geometry(
         grid=(found.clusters * config["split"], 1, 1),
-        block=(max(-(-config["rows"] // 64) + 1, 4) * 128, 1, 1),
+        block=(_threads(config["rows"]), 1, 1),
         shared_bytes=found.shared_bytes,
         overlaps=problem.pdl,
     )
@@ -188,6 +202,11 @@ def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMa
     return TensorMap(W_POINTER, problem.N, problem.K, config["rows"], _CHUNK, fetch_bytes=128)
 
 
+def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
+    tile_m = _layout(target, problem, config).tile_m
+    return TensorMap(X_POINTER, problem.M, problem.K, tile_m, _CHUNK)
+
+
 MODULE = Module(
     sources={"sm_90a": "linear_wide_sm90.cu"},
     symbol="aiter_mx_linear_wide",
@@ -201,6 +220,7 @@ MODULE = Module(
     geometry=_geometry,
     scalars=_scalars,
     tensor_map=_weights,
+    result_map=_x,
 )
 
 WIDE = KernelSpec(
