@@ -12,21 +12,19 @@
 //
 // A row whose scales are too far apart for fp16, zero blocks aside, is computed again in fp32.
 
+#include "moe_boxes_finish_sm90.h"
 #include "moe_boxes_scales_sm90.h"
 #include "moe_boxes_sm90.h"
 #include "moe_boxes_x_sm90.h"
 #include "moe_sm90.h"
-#include "mx_epilogue.h"
-#include "mx_exact.h"
-#include "mx_moe.h"
-#include "mx_quantize.h"
-#include "mx_scale.h"
 #include "mx_target.h"
 #include "sm90_async.h"
 #include "sm90_copy.h"
 #include "sm90_wgmma.h"
 
 using namespace mx;
+
+constexpr int kSteps = 4; // matrix instructions of a unit, of 64 k
 
 // Adds tiles and stores what they come to.
 struct Adder {
@@ -165,137 +163,6 @@ struct Adder {
             take(before);
     }
 
-    // Applies what the rows are relative to.
-    MX_MEMBER void scale_sums(const Entry& entry, float (&sums)[kCols / 2]) const {
-#pragma unroll
-        for (int j = 0; j < kColTiles; ++j) {
-            const float2 by_x =
-                *reinterpret_cast<const float2*>(entry.x_power + column_of(j, 0, lane));
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                sums[j * 4 + i * 2] *= by_w[i] * by_x.x;
-                sums[j * 4 + i * 2 + 1] *= by_w[i] * by_x.y;
-            }
-        }
-    }
-
-    // Computes again what has been left out.
-    MX_MEMBER void mend(const Entry& entry, unsigned tile, float (&sums)[kCols / 2]) const {
-        unsigned again = 0; // a bit for each of the two rows, for all lanes of it
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            again |= (any_of_row(outside[i] != 0, lane) ? 1u : 0u) << i;
-#pragma unroll 1
-        for (int at = 0; at < kCols / 2; ++at) {
-            const int i = at / 2 % 2, m = column_of(at / 4, at % 2, lane), t = entry.t[m];
-            if (t < 0 || !(again >> i & 1 || entry.x_outside[m]))
-                continue;
-            const Offset x = t / a.a_div, w = entry.expert * static_cast<Offset>(a.N) +
-                                              row_of_w(a, tile, group, row_of(warp, lane, i));
-            const float value = exact_output(a.xq + x * a.K, a.xs + x * a.blocks(), a.wq + w * a.K,
-                                             a.ws + w * a.blocks(), a.K);
-#pragma unroll
-            for (int n = 0; n < kCols / 2; ++n)
-                sums[n] = n == at ? value : sums[n];
-        }
-    }
-
-    MX_MEMBER void add_bias(const Entry& entry, unsigned tile, float (&sums)[kCols / 2]) const {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const unsigned row = row_of_w(a, tile, group, row_of(warp, lane, i));
-            const float bias =
-                load_bias(a.bias, a.bias_kind, entry.expert * static_cast<Offset>(a.N) + row);
-#pragma unroll
-            for (int j = 0; j < kColTiles; ++j)
-#pragma unroll
-                for (int c = 0; c < 2; ++c)
-                    sums[j * 4 + i * 2 + c] += bias;
-        }
-    }
-    // Which of a lane's two rows comes first, where they are neighbours.
-    MX_MEMBER int first_row() const { return kHalves ? 0 : lane / 16; }
-
-    // room: for so many of a lane's two features. Pairs: for both, which are one store.
-    template <bool Pairs>
-    MX_MEMBER void store_rows(const Entry& entry, Out* out, int room,
-                              const float (&sums)[kCols / 2]) const {
-        const unsigned row_bytes = static_cast<unsigned>(a.N) * sizeof(Out);
-        const bool turned = first_row();
-#pragma unroll
-        for (int j = 0; j < kColTiles; ++j) {
-            if (j >= entry.col_tiles)
-                break;
-            const int m = column_of(j, 0, lane);
-            const int2 rows = *reinterpret_cast<const int2*>(entry.t + m);
-            const float2 weights = *reinterpret_cast<const float2*>(entry.weights + m);
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int t = c ? rows.y : rows.x;
-                const float weight = c ? weights.y : weights.x;
-                const float one = sums[j * 4 + c], other = sums[j * 4 + 2 + c];
-                const float first = (turned ? other : one) * weight;
-                const float second = (turned ? one : other) * weight;
-                Out* const to = reinterpret_cast<Out*>(
-                    reinterpret_cast<unsigned char*>(out) +
-                    static_cast<Offset>(static_cast<unsigned>(t)) * row_bytes);
-                if constexpr (Pairs) {
-                    store_pair(to, first, second, t);
-                } else {
-                    if (t >= 0 && room > 0)
-                        store(to, first);
-                    if (t >= 0 && room > 1)
-                        store(to + 1, second);
-                }
-            }
-        }
-    }
-    MX_MEMBER void store_plain(const Entry& entry, unsigned tile,
-                               const float (&sums)[kCols / 2]) const {
-        const long of_group = (tile * static_cast<long>(kGroups) + group) * kGroupRows;
-        const long first = of_group + warp * 16 + lane / 4 * 2;
-        Out* const out = static_cast<Out*>(a.out) + first;
-        if (of_group + kGroupRows <= a.N && a.N % 2 == 0 &&
-            reinterpret_cast<unsigned long>(a.out) % (2 * sizeof(Out)) == 0)
-            store_rows<true>(entry, out, 2, sums);
-        else
-            store_rows<false>(entry, out, max(0L, min(2L, a.N - first)), sums);
-    }
-
-    // A lane has gate and up of one feature; a warpgroup has a block of 32 features.
-    template <int Count>
-    MX_MEMBER void store_activated(const Entry& entry, unsigned tile, float (&sums)[Count],
-                                   unsigned (&amaxes)[kGroupWarps][kActivated ? kCols : 2]) const {
-        const long first =
-            (tile * static_cast<long>(kGroups) + group) * (kGroupRows / 2) + warp * 8 + lane / 4;
-#pragma unroll
-        for (int j = 0; j < kColTiles; ++j)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const float one = sums[j * 4 + c], other = sums[j * 4 + 2 + c];
-                const float value = activate<Count == 0 ? 0 : kActivation>(
-                    first_row() ? other : one, first_row() ? one : other, a.activation);
-                sums[j * 4 + c] = value;
-                note_largest(amaxes, value, column_of(j, c, lane), warp, lane);
-            }
-        named_barrier(1 + group, kGroupThreads);
-#pragma unroll
-        for (int j = 0; j < kColTiles; ++j)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int m = column_of(j, c, lane);
-                const long t = entry.t[m];
-                if (t < 0 || first >= a.N / 2)
-                    continue;
-                const BlockScale scale = block_scale<E4M3, kRoundUp>(largest_of(amaxes, m));
-                const long n = t * (a.N / 2) + first;
-                static_cast<unsigned char*>(a.out)[n] =
-                    to_e4m3x4<kRoundUp>(sums[j * 4 + c], 0.0f, 0.0f, 0.0f, scale);
-                if (warp == 0 && lane < 4)
-                    a.out_scales[n / kBlock] = scale.byte;
-            }
-    }
-
     MX_MEMBER void run() {
         Turn<kEntries> turn;
         for (int amax_turn = 0;; turn.next()) {
@@ -306,16 +173,9 @@ struct Adder {
             for (unsigned tile = entry.tile; tile < entry.end; ++tile, amax_turn ^= 1) {
                 float sums[kCols / 2] = {};
                 add(sums, entry.col_tiles * 8, !kResident || tile + 1 == entry.end);
-                scale_sums(entry, sums);
-                if (__builtin_expect(__any_sync(~0u, outside[0] | outside[1] | entry.any_x_outside),
-                                     false))
-                    mend(entry, tile, sums);
-                if (a.bias_kind != kNone)
-                    add_bias(entry, tile, sums);
-                if constexpr (kActivated)
-                    store_activated(entry, tile, sums, shared.amax[amax_turn][group]);
-                else
-                    store_plain(entry, tile, sums);
+                Finisher{a, group, warp, lane}.run(entry, tile, group, by_w,
+                                                   outside[0] | outside[1] << 1, sums,
+                                                   shared.amax[amax_turn][group]);
             }
             __syncwarp();
             if (lane == 0)

@@ -18,6 +18,7 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.apart_sm90 import APART
 from aiter_mx.kernels.moe_gemm.boxes_sm90 import BOXES
+from aiter_mx.kernels.moe_gemm.slabs_sm90 import SLABS
 from aiter_mx.kernels.moe_gemm.stream_sm90 import STREAM, fits
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.registry import stand_ins
@@ -28,7 +29,7 @@ from aiter_mx.target import hardware
 
 SM90 = hardware("sm_90a")
 GUARD = 256
-KERNELS = (STREAM, WIDE, BOXES)
+KERNELS = (STREAM, WIDE, BOXES, SLABS)
 
 
 def stream(row_tiles: int, col_tiles: int, k_warps: int, depth: int, groups: int = 1) -> Config:
@@ -43,6 +44,10 @@ def wide(col_tiles: int, groups: int, depth: int) -> Config:
 def boxes(col_tiles: int, groups: int, depth: int, slots: int, ahead: int) -> Config:
     values = (col_tiles, groups, depth, slots, ahead)
     return dict(zip((param.name for param in BOXES.params), values, strict=True))
+
+
+def slabs(col_tiles: int, depth: int, slots: int, ahead: int) -> Config:
+    return {"col_tiles": col_tiles, "depth": depth, "slots": slots, "ahead": ahead}
 
 
 # Kernel, configuration, tokens, N, K, experts, top_k, block_m.
@@ -73,6 +78,11 @@ CASES = [
     (BOXES, boxes(6, 3, 5, 2, 2), 260, 200, 384, 3, 2, 128),
     (BOXES, boxes(12, 2, 2, 4, 4), 900, 64, 384, 3, 2, 96),
     (BOXES, boxes(4, 3, 2, 0, 2), 700, 200, 256, 40, 4, 8),  # more than two blocks a workgroup
+    (SLABS, slabs(8, 4, 2, 3), 200, 520, 1024, 8, 2, 64),
+    (SLABS, slabs(12, 3, 3, 2), 400, 328, 1536, 4, 2, 96),
+    (SLABS, slabs(10, 6, 2, 4), 260, 1000, 512, 3, 2, 80),
+    (SLABS, slabs(10, 4, 2, 3), 500, 1600, 1024, 40, 4, 80),
+    (SLABS, slabs(8, 5, 3, 2), 150, 203, 512, 5, 3, 128),
 ]
 
 
@@ -290,11 +300,36 @@ def test_replays_with_other_tokens_and_routings_in_the_same_buffers(
             assert_rows(results[0].cpu(), reference, POISON)
 
 
+@pytest.mark.gpu
+def test_slabs_takes_scales_at_any_multiple_of_four() -> None:
+    generator, draw = torch.Generator().manual_seed(5), random.Random(5)
+    M, N, K, E = 300, 300, 1024, 4
+    x, w = random_mx(M, K, generator), random_weights(E, N, K, generator)
+    chosen = torch.randint(0, E, (M * 2,), generator=generator).tolist()
+    lists = lists_of(chosen, E, 80, 0, draw)
+    problem = MoeGemmProblem(M, N, K, E, 2, 80, "fp32", a_div=2, max_blocks=len(lists[1]))
+    run = launch.bind(SLABS, SM90, problem, slabs(10, 4, 2, 3), 0)
+    results = []
+    for offset in (0, 4):
+        scales = []
+        for scale in (x[1], w[1]):
+            place = torch.empty(scale.numel() + 16, dtype=torch.uint8, device="cuda")[offset:]
+            scales.append(place[: scale.numel()].view(scale.shape))
+            scales[-1].copy_(scale)
+        out = torch.full((M * 2, N), -1.0, device="cuda")
+        operands = (x[0].cuda(), scales[0], w[0].cuda(), scales[1])
+        every = [*operands, *(t.cuda() for t in lists), None, None, out, None]
+        run(every, [0 if t is None else t.data_ptr() for t in every])
+        results.append(out.cpu())
+    assert torch.equal(*results)
+
+
 def test_stream_runs_where_experts_have_few_rows_and_others_where_more() -> None:
     few = MoeGemmProblem(16, 1536, 6144, 128, 4, 16)
     many = replace(few, M=1024, block_m=48)
     assert route("moe_gemm", SM90, few).kernel == "stream"
     assert route("moe_gemm", SM90, many).kernel == "boxes"
+    assert route("moe_gemm", SM90, replace(many, M=2048, block_m=80)).kernel == "slabs"
     assert route("moe_gemm", SM90, replace(many, M=3000, block_m=128)).kernel == "wide"
     uneven = replace(many, K=6112)
     assert route("moe_gemm", SM90, uneven).kernel == "grouped"

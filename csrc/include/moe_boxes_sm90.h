@@ -1,5 +1,5 @@
-// The layout of moe_gemm_boxes_sm90.cu's shared memory, and its warp that looks up what there is to
-// do and brings weights.
+// The layout of shared memory in moe_gemm_boxes_sm90.cu and moe_gemm_slabs_sm90.cu, and their warps
+// that look up what there is to do and, of the first, bring weights.
 #pragma once
 
 #include "moe_groups_sm90.h"
@@ -14,6 +14,7 @@ namespace mx {
 
 constexpr int kColTiles = MX_COL_TILES;          // 8 rows of x each
 constexpr int kGroups = MX_GROUPS;               // warpgroups that add
+constexpr int kTiles = MX_TILES;                 // parts of 64 rows of w of each
 constexpr int kDepth = MX_DEPTH;                 // stages of the ring of weights, 128 k each
 constexpr int kSlots = MX_SLOTS;                 // chunks of x that are ready, or about to be
 constexpr int kAhead = MX_AHEAD;                 // chunks of x on their way before those
@@ -36,8 +37,9 @@ constexpr int kMostRegisters =
     (kPool - kBringGroups * kGroupThreads * kBringingRegisters) / (kGroups * kGroupThreads) / 8 * 8;
 constexpr int kAddingRegisters = kMostRegisters < 232 ? kMostRegisters : 232;
 
-constexpr int kGroupRows = 64;                           // of w, of a warpgroup
-constexpr int kRows = kGroups * kGroupRows;              // of a tile
+constexpr int kGroupRows = 64;                           // of w, of a part of a warpgroup
+constexpr int kParts = kGroups * kTiles;                 // of a tile
+constexpr int kRows = kParts * kGroupRows;               // of a tile
 constexpr int kBoxRows = kGroupRows / (kHalves ? 2 : 1); // gate rows and up rows, or both
 constexpr int kStageBytes = kGroupRows * kChunk;
 constexpr int kCols = kColTiles * 8;
@@ -47,10 +49,9 @@ constexpr int kFeatures = kActivated ? kRows / 2 : kRows; // of the result, of a
 MX_DEVICE unsigned tiles_of(const MoeArgs& a) {
     return (static_cast<unsigned>(a.N) + kRows - 1) / kRows;
 }
-// The row of an expert's w that is row r of a warpgroup's part of a tile; of those past the last
-// one, the last.
-MX_DEVICE unsigned row_of_w(const MoeArgs& a, unsigned tile, int group, unsigned r) {
-    const unsigned rows = a.N, first = (tile * kGroups + group) * kBoxRows;
+// The row of an expert's w that is row r of a part of a tile; of those past the last one, the last.
+MX_DEVICE unsigned row_of_w(const MoeArgs& a, unsigned tile, int part, unsigned r) {
+    const unsigned rows = a.N, first = (tile * kParts + part) * kBoxRows;
     if constexpr (!kHalves)
         return min(first + r, rows - 1);
     return min(first + r % kBoxRows, rows / 2 - 1) + r / kBoxRows * (rows / 2);
@@ -62,7 +63,12 @@ MX_DEVICE int row_of(int warp, int lane, int i) {
     const int g = lane / 4;
     return kHalves ? i * kBoxRows + warp * 8 + g : warp * 16 + g * 2 + (i ^ g >> 2);
 }
-constexpr int kSteps = 4;                   // matrix instructions of a unit, of 64 k
+// Where K is a multiple of 512, scales of so many chunks are loaded at once.
+constexpr bool kLongScales = MX_LONG_SCALES;
+constexpr int kVectorChunks = 16 / kBlocks;
+// Of x such a load lies in shared memory until all that it is for has been expanded.
+constexpr int kScaleChunks = kLongScales ? kVectorChunks : 1;
+constexpr int kScalePlaces = (kAhead + 2 * (kScaleChunks - 1)) / kScaleChunks;
 constexpr int kPieces = kChunk / 16;        // of 16 k, of a chunk
 constexpr int kStepBytes = 32 * kCols + 16; // x of 16 k; the next is in other banks
 constexpr int kPasses = kCols / 16;         // of the threads that bring x over its rows
@@ -87,7 +93,7 @@ struct Shared {
     unsigned char ring[kGroups][kDepth][kStageBytes];
     unsigned char x[kSlots][kPieces * kStepBytes];
     unsigned char fetched[kAhead][kCols][kChunk]; // x, as it is
-    unsigned fetched_scales[kAhead][kCols];
+    alignas(16) unsigned fetched_scales[kScalePlaces][kCols][kScaleChunks];
     // Of a row of w: bytes of factors, and its power of two.
     uint2 factors[kGroups][kDepth][kGroupRows];
     Entry queue[kEntries];
@@ -100,6 +106,20 @@ struct Shared {
 static_assert(sizeof(Shared) <= MX_SHARED_BYTES,
               "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/boxes_sm90.py");
 
+// Scales of four chunks of a row: 16 bytes, or words where these begin at no multiple of 16.
+MX_DEVICE void load_scales(unsigned (&words)[kVectorChunks], const unsigned char* from) {
+    if (__builtin_expect(reinterpret_cast<unsigned long>(from) % 16 == 0, true)) {
+        const u32x4 v = load(from);
+#pragma unroll
+        for (int i = 0; i < kVectorChunks; ++i)
+            words[i] = v[i];
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kVectorChunks; ++i)
+        words[i] = load_word(from + i * kBlocks);
+}
+
 // Rows are held relative to their largest scale, or to the nearest of these, so that the powers of
 // two of a row of x and one of w are a float, and a row of zeros needs nothing more. Of a row
 // beyond the last nothing is held.
@@ -107,11 +127,11 @@ constexpr unsigned kFirstTop = 74, kLastTop = 194, kNoTop = 512;
 MX_DEVICE unsigned top_to_use(unsigned top) {
     return top > kLastTop ? kNoTop : max(top, kFirstTop);
 }
-// What a row's sums are to be multiplied with.
-MX_DEVICE float power_of(unsigned top) {
-    const unsigned exponent = top == kNoTop ? 127 : top + 15 - kTopExponent;
-    return bits_to_float(exponent << 23);
+// What a row's sums are to be multiplied with, and the exponent of that float.
+MX_DEVICE unsigned exponent_of(unsigned top) {
+    return top == kNoTop ? 127 : top + 15 - kTopExponent;
 }
+MX_DEVICE float power_of(unsigned top) { return bits_to_float(exponent_of(top) << 23); }
 // Those of four blocks.
 MX_DEVICE unsigned factors_of(unsigned scales, unsigned top) {
     constexpr unsigned each = 0x01010101;

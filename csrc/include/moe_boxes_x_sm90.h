@@ -1,5 +1,6 @@
-// The warps of moe_gemm_boxes_sm90.cu that bring x and make it fp16, as wgmma takes it: 8x16-byte
-// pieces of 8 rows by the lower, then the upper halves of the words of 16 k.
+// The warps of moe_gemm_boxes_sm90.cu and moe_gemm_slabs_sm90.cu that bring x and make it fp16, as
+// wgmma takes it: 8x16-byte pieces of 8 rows by the lower, then the upper halves of the words of 16
+// k.
 #pragma once
 
 #include "moe_boxes_sm90.h"
@@ -22,6 +23,15 @@ MX_DEVICE const unsigned char* row_at(const unsigned char* first, int row, unsig
     return reinterpret_cast<const unsigned char*>(place);
 }
 
+// Starts copies of kScaleChunks words, or of zeros.
+MX_DEVICE void copy_scales(unsigned to, const unsigned char* from, bool exists) {
+    if (kLongScales && reinterpret_cast<unsigned long>(from) % 16 == 0)
+        return copy_async(to, from, exists);
+#pragma unroll
+    for (int i = 0; i < kScaleChunks; ++i)
+        copy_word_async(to + i * 4, from + i * 4, exists ? 4 : 0);
+}
+
 // Starts copies of x. Warps apart from those that make x fp16, whose fences would wait for them.
 MX_DEVICE void fetch_x(const MoeArgs& a, Shared& shared, int warp, int lane) {
     wait_for_grid_ahead(); // which made x
@@ -32,6 +42,7 @@ MX_DEVICE void fetch_x(const MoeArgs& a, Shared& shared, int warp, int lane) {
     static_assert(kCols <= kFetchWarps * kLanes, "a lane has scales of one row");
     Turn<kEntries> turn;
     Turn<kAhead> to;
+    Turn<kScalePlaces> scales_to;
     for (;; turn.next()) {
         barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
         const Entry& entry = shared.queue[turn.at];
@@ -54,10 +65,13 @@ MX_DEVICE void fetch_x(const MoeArgs& a, Shared& shared, int warp, int lane) {
                 if (i * rows_at_once + first_row < rows)
                     copy_async(place + i * rows_at_once * kChunk, row_at(x, row[i], a.K),
                                row[i] >= 0);
-            if (first_scale < rows)
-                copy_word_async(shared_address(&shared.fetched_scales[to.at][first_scale]),
+            if (chunk % kScaleChunks == 0) {
+                if (first_scale < rows)
+                    copy_scales(shared_address(shared.fetched_scales[scales_to.at][first_scale]),
                                 row_at(a.xs + chunk * kBlocks, scale_row, a.K / kBlock),
-                                scale_row >= 0 ? 4 : 0);
+                                scale_row >= 0);
+                scales_to.next();
+            }
             barrier_arrive_copied(shared_address(shared.arrived + to.at));
             if (++chunk == chunks)
                 chunk = 0;
@@ -149,8 +163,8 @@ struct Bringer {
 
     static constexpr int kBatch = 3; // passes at once
     // factors: of the row whose scales the lane has.
-    MX_MEMBER void expand_batch(Entry& entry, int from, int first, int passes, unsigned slot,
-                                unsigned factors, bool any_zero) const {
+    MX_MEMBER void expand_batch(int from, int first, int passes, unsigned slot,
+                                unsigned factors) const {
         const int b = piece() / 2, row = thread % kLanes / kPieces; // a block; of 4
         uint4 v[kBatch];
 #pragma unroll
@@ -166,8 +180,17 @@ struct Bringer {
             if (first + i >= passes)
                 continue;
             expand(v[i], factor, slot + m * 16);
-            if (__builtin_expect(any_zero, false) && factor == 0 &&
-                (v[i].x | v[i].y | v[i].z | v[i].w) & 0x7f7f7f7f)
+        }
+    }
+
+    // Notes rows of blocks that fp16 takes for zero, though they are not.
+    MX_MEMBER void look_for_lost(Entry& entry, int from, int passes, unsigned factors) const {
+#pragma unroll 1
+        for (int pass = 0; pass < passes; ++pass) {
+            const int m = column(pass);
+            const uint4 v = load_shared_16(shared_address(shared.fetched[from][m] + piece() * 16));
+            const unsigned of_row = __shfl_sync(~0u, factors, pass * 4 + thread % kLanes / kPieces);
+            if ((of_row >> piece() / 2 * 8 & 255) == 0 && (v.x | v.y | v.z | v.w) & 0x7f7f7f7f)
                 entry.x_outside[m] = entry.any_x_outside = 1;
         }
     }
@@ -176,6 +199,8 @@ struct Bringer {
         wait_for_grid_ahead(); // which made x
         Turn<kEntries> turn;
         Turn<kAhead> from;
+        Turn<kScalePlaces> scales_from;
+        Turn<kScaleChunks> word; // of these
         Turn<kSlots> to;
         for (;; turn.next()) {
             barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
@@ -190,7 +215,8 @@ struct Bringer {
                 barrier_wait(shared_address(shared.arrived + from.at), from.parity);
                 unsigned scales = kFirstTop * 0x01010101;
                 if (exists)
-                    scales = load_shared_4(shared_address(&shared.fetched_scales[from.at][own]));
+                    scales = load_shared_4(
+                        shared_address(&shared.fetched_scales[scales_from.at][own][word.at]));
                 const unsigned factors = factors_of(scales, top);
                 const bool any_zero = __any_sync(~0u, zero_bytes(factors) != 0);
                 barrier_wait(shared_address(shared.taken + to.at), to.parity ^ 1);
@@ -199,10 +225,15 @@ struct Bringer {
                 for (int first = 0; first < kPasses; first += kBatch) {
                     if (first >= passes)
                         break;
-                    expand_batch(entry, from.at, first, passes, slot, factors, any_zero);
+                    expand_batch(from.at, first, passes, slot, factors);
                 }
+                if (__builtin_expect(any_zero, false))
+                    look_for_lost(entry, from.at, passes, factors);
                 fence_async();
                 __syncwarp();
+                word.next();
+                if (word.at == 0)
+                    scales_from.next();
                 if (thread % kLanes == 0) {
                     barrier_arrive(shared_address(shared.drained + from.at));
                     barrier_arrive(shared_address(shared.ready + to.at));

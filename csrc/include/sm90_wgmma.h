@@ -13,8 +13,11 @@
 #define MX_SUMS_8(d, i) MX_SUMS_4(d, i), MX_SUMS_4(d, i + 4)
 #define MX_SUMS_16(d, i) MX_SUMS_8(d, i), MX_SUMS_8(d, i + 8)
 #define MX_SUMS_24(d, i) MX_SUMS_16(d, i), MX_SUMS_8(d, i + 16)
+#define MX_SUMS_28(d, i) MX_SUMS_24(d, i), MX_SUMS_4(d, i + 24)
 #define MX_SUMS_32(d, i) MX_SUMS_16(d, i), MX_SUMS_16(d, i + 16)
+#define MX_SUMS_36(d, i) MX_SUMS_32(d, i), MX_SUMS_4(d, i + 32)
 #define MX_SUMS_40(d, i) MX_SUMS_32(d, i), MX_SUMS_8(d, i + 32)
+#define MX_SUMS_44(d, i) MX_SUMS_40(d, i), MX_SUMS_4(d, i + 40)
 #define MX_SUMS_48(d, i) MX_SUMS_32(d, i), MX_SUMS_16(d, i + 32)
 #define MX_SUMS_64(d, i) MX_SUMS_32(d, i), MX_SUMS_32(d, i + 32)
 #define MX_SUMS_96(d, i) MX_SUMS_64(d, i), MX_SUMS_32(d, i + 64)
@@ -23,8 +26,11 @@
 #define MX_NAMES_8 MX_NAMES_4 ", %4, %5, %6, %7"
 #define MX_NAMES_16 MX_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define MX_NAMES_24 MX_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define MX_NAMES_28 MX_NAMES_24 ", %24, %25, %26, %27"
 #define MX_NAMES_32 MX_NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define MX_NAMES_36 MX_NAMES_32 ", %32, %33, %34, %35"
 #define MX_NAMES_40 MX_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define MX_NAMES_44 MX_NAMES_40 ", %40, %41, %42, %43"
 #define MX_NAMES_48 MX_NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define MX_NAMES_64                                                                                \
     MX_NAMES_48                                                                                    \
@@ -83,8 +89,11 @@ MX_WGMMA(8, 4, "%4, %5, %6, %7", "%8")
 MX_WGMMA(16, 8, "%8, %9, %10, %11", "%12")
 MX_WGMMA(32, 16, "%16, %17, %18, %19", "%20")
 MX_WGMMA(48, 24, "%24, %25, %26, %27", "%28")
+MX_WGMMA(56, 28, "%28, %29, %30, %31", "%32")
 MX_WGMMA(64, 32, "%32, %33, %34, %35", "%36")
+MX_WGMMA(72, 36, "%36, %37, %38, %39", "%40")
 MX_WGMMA(80, 40, "%40, %41, %42, %43", "%44")
+MX_WGMMA(88, 44, "%44, %45, %46, %47", "%48")
 MX_WGMMA(96, 48, "%48, %49, %50, %51", "%52")
 MX_WGMMA(128, 64, "%64, %65, %66, %67", "%68")
 MX_WGMMA(192, 96, "%96, %97, %98, %99", "%100")

@@ -8,6 +8,7 @@ from aiter_mx.kernels.moe_gemm.boxes_sm90 import BOXES
 from aiter_mx.kernels.moe_gemm.grouped import GROUPED
 from aiter_mx.kernels.moe_gemm.mfma_gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.moe_gemm.problem import KEY, MoeGemmProblem, stand_ins
+from aiter_mx.kernels.moe_gemm.slabs_sm90 import SLABS
 from aiter_mx.kernels.moe_gemm.stream_sm90 import STREAM
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import KernelSpec, reference
@@ -21,6 +22,7 @@ KERNELS = (
     MFMA_GFX950,
     APART,
     STREAM,
+    SLABS,
     BOXES,
     WIDE,
     KernelSpec(

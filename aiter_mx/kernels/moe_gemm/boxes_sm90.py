@@ -33,27 +33,37 @@ PARAMS = (
     Param("ahead", (2, 3, 4, 6), "times 128 k of x that are on their way"),
 )
 
-_CHUNK = 128  # k
-_GROUP_ROWS = 64  # of w
+CHUNK = 128  # k
+GROUP_ROWS = 64  # of w
 _ENTRIES = 4  # of the queue
 _MOST_WEIGHT_ROWS = MAX_SIDE - 256  # of all experts, as boxes may start past the last
-_SHARED_BYTES = 227 * 1024  # of a workgroup: compute capability 9.0
+SHARED_BYTES = 227 * 1024  # of a workgroup: compute capability 9.0
 _MOST_CANDIDATES = 24
 _MOST_TILES = PARAMS[0].values[-1]
 
 
 def _slots(problem: MoeGemmProblem, config: Config) -> int:
-    return config["slots"] or problem.K // _CHUNK
+    return config["slots"] or problem.K // CHUNK
 
 
-def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
-    """Of a workgroup: weights, x in fp16 and as fetched, factors, the queue, maxima, barriers."""
-    groups, depth, ahead = config["groups"], config["depth"], config["ahead"]
-    slots, cols = _slots(problem, config), config["col_tiles"] * 8
-    rows, passes = groups * _GROUP_ROWS, -(-cols // 16)
-    ring = depth * rows * (_CHUNK + 8)
+def layout_bytes(
+    problem: MoeGemmProblem, config: Config, groups: int, slots: int, scale_chunks: int = 1
+) -> int:
+    """Of a workgroup: weights, x in fp16 and as fetched, factors, the queue, maxima, barriers.
+
+    Args:
+        problem: what is computed.
+        config: columns, stages and chunks under way.
+        groups: warpgroups that add.
+        slots: times 128 k of x that are ready.
+        scale_chunks: times 128 k whose scales are fetched at once.
+    """
+    depth, ahead, cols = config["depth"], config["ahead"], config["col_tiles"] * 8
+    rows, passes = groups * GROUP_ROWS, -(-cols // 16)
+    ring = depth * rows * (CHUNK + 8)
     ready = slots * 8 * (32 * cols + 16)
-    fetched = ahead * passes * 16 * (_CHUNK + 4)
+    scale_places = (ahead + 2 * (scale_chunks - 1)) // scale_chunks
+    fetched = passes * 16 * (ahead * CHUNK + scale_places * scale_chunks * 4)
     maxima = 32 * groups * (2 if problem.activation == "none" else cols)
     entries = _ENTRIES * (24 * cols + 32 + 16)
     barriers = 16 * (groups * depth + slots + ahead)
@@ -61,15 +71,19 @@ def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
     return -(-total // 1024) * 1024  # weights are where a KiB begins
 
 
+def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
+    return layout_bytes(problem, config, config["groups"], _slots(problem, config))
+
+
 def _fits(problem: MoeGemmProblem, config: Config) -> bool:
-    return shared_bytes(problem, config) <= _SHARED_BYTES
+    return shared_bytes(problem, config) <= SHARED_BYTES
 
 
-def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
+def refusal(target: Target, problem: MoeGemmProblem) -> str | None:
     if target.arch not in MODULE.sources:
         return f"no such kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
-    if problem.K % _CHUNK:
-        return f"K={problem.K} is not a multiple of {_CHUNK}"
+    if problem.K % CHUNK:
+        return f"K={problem.K} is not a multiple of {CHUNK}"
     if problem.N == 0 or max(problem.N * problem.E, problem.K) > _MOST_WEIGHT_ROWS:
         return (
             f"E * N={problem.E * problem.N} and K={problem.K} must be from 1 to {_MOST_WEIGHT_ROWS}"
@@ -77,7 +91,7 @@ def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
     return None
 
 
-def _rows_of_block(problem: MoeGemmProblem) -> float:
+def rows_of_block(problem: MoeGemmProblem) -> float:
     """Hardly ever more: what an entry has no room for is another entry, which takes w anew."""
     rows = problem.rows_of_expert
     most: float = min(problem.block_m, rows + 4 * rows**0.5)  # of experts chosen at random
@@ -85,9 +99,9 @@ def _rows_of_block(problem: MoeGemmProblem) -> float:
 
 
 @lru_cache(maxsize=64)
-def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
+def candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
     """Those that fit, the ones that did well on an H200 first."""
-    tiles = next((t for t in PARAMS[0].values if _rows_of_block(problem) <= t * 8), _MOST_TILES)
+    tiles = next((t for t in PARAMS[0].values if rows_of_block(problem) <= t * 8), _MOST_TILES)
     depth, ahead = (4, 3) if tiles <= 8 else (3, 4)
     return sorted(
         (config for config in combinations(PARAMS) if _fits(problem, config)),
@@ -106,7 +120,7 @@ def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
     rows = problem.rows_of_expert
     if rows <= MOST_ROWS:
         return f"stream is faster for the {rows:.0f} rows of an expert"
-    if _rows_of_block(problem) > _MOST_TILES * 8:
+    if rows_of_block(problem) > _MOST_TILES * 8:
         return f"wide has room for more than {_MOST_TILES * 8} rows of a block"
     return None
 
@@ -116,6 +130,8 @@ def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping
         **sm90_defines(problem),
         "MX_COL_TILES": config["col_tiles"],
         "MX_GROUPS": config["groups"],
+        "MX_TILES": 1,
+        "MX_LONG_SCALES": 0,
         "MX_DEPTH": config["depth"],
         "MX_SLOTS": _slots(problem, config),
         "MX_AHEAD": config["ahead"],
@@ -133,10 +149,10 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
     )
 
 
-def _weights(target: Target, problem: MoeGemmProblem, config: Config) -> TensorMap:
+def weights_map(target: Target, problem: MoeGemmProblem, config: Config) -> TensorMap:
     halves = problem.activation != "none" and problem.layout == "halves"
-    box_rows = _GROUP_ROWS // 2 if halves else _GROUP_ROWS
-    return TensorMap(place_of(ARGS, "wq"), problem.E * problem.N, problem.K, box_rows, _CHUNK)
+    box_rows = GROUP_ROWS // 2 if halves else GROUP_ROWS
+    return TensorMap(place_of(ARGS, "wq"), problem.E * problem.N, problem.K, box_rows, CHUNK)
 
 
 MODULE = Module(
@@ -146,7 +162,7 @@ MODULE = Module(
     defines=_defines,
     geometry=_geometry,
     scalars=lambda target, problem, config: scalars(problem),
-    tensor_map=_weights,
+    tensor_map=weights_map,
 )
 
 BOXES = KernelSpec(
@@ -154,9 +170,9 @@ BOXES = KernelSpec(
     backend="hip",
     name="boxes",
     params=PARAMS,
-    refusal=_refusal,
-    configure=first_of(_candidates),
-    candidates=_candidates,
+    refusal=refusal,
+    configure=first_of(candidates),
+    candidates=candidates,
     module=MODULE,
     yields=_yields,
 )
