@@ -63,7 +63,7 @@ def random_mx(
         raise ValueError(f"K={K} must be a multiple of 32, {scale_exponents} within -127 to 127")
 
     def draw(first: int, last: int, shape: tuple[int, int]) -> Tensor:
-        return torch.randint(first, last + 1, shape, generator=generator).to(torch.uint8)
+        return torch.randint(first, last + 1, shape, generator=generator, dtype=torch.uint8)
 
     def chosen(share: float, shape: tuple[int, int]) -> Tensor:
         return torch.rand(shape, generator=generator) < share
@@ -94,10 +94,14 @@ def random_mx_groups(
 
 def dequantize64(payload: Tensor, scale: Tensor) -> Tensor:
     """Exact float64 values ``[rows, K]`` of a payload and its uint8 or e8m0 scales."""
-    values = E4M3_VALUES.to(payload.device)[payload.view(torch.uint8).int()]
-    scales = E8M0_VALUES.to(scale.device)[scale.view(torch.uint8).int()]
-    blocks = values.view(*scale.shape, BLOCK) * scales.unsqueeze(-1)
+    values = _looked_up(E4M3_VALUES, payload).view(*scale.shape, BLOCK)
+    blocks = values * _looked_up(E8M0_VALUES, scale).unsqueeze(-1)
     return blocks.view(payload.shape)
+
+
+def _looked_up(table: Tensor, codes: Tensor) -> Tensor:
+    flat = codes.contiguous().view(torch.uint8).flatten().int()
+    return table.to(codes.device).index_select(0, flat).view(codes.shape)
 
 
 def round_once(values: Tensor, dtype: torch.dtype) -> Tensor:
