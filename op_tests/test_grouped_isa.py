@@ -8,7 +8,16 @@ from collections import Counter
 import pytest
 import torch
 from mx_reference import random_mx_groups
-from test_grouped_gfx950 import LAYOUTS, SWEPT, config_of, launch, one_group, swept_bias
+from test_grouped_gfx950 import (
+    DTYPES,
+    LAYOUTS,
+    SWEPT,
+    config_of,
+    launch,
+    one_group,
+    swept_bias,
+    zero_bias,
+)
 
 import aiter_mx
 from aiter_mx.code_object import parse_code_object
@@ -103,26 +112,32 @@ def main_loop(
     tile: tuple[int, int],
     first_k: int,
     monkeypatch: pytest.MonkeyPatch,
-    layouts: tuple[str, str] = ("row_major", "row_major"),
+    swept: int | None = None,
+    layout: int = 0,
 ) -> dict[str, float]:
+    """Of a tile, with dtypes and biases of the sweep where ``swept`` says which."""
     monkeypatch.setenv("AITER_MX_SIM_CONFLICTS", "1")
+    dtype = torch.bfloat16 if swept is None else DTYPES[SWEPT[swept][2]]
+    bias = None if swept is None else zero_bias(SWEPT[swept], layout, tile[1])
     reports = []
     for K in (first_k, first_k + 4 * STEP):
         drawn = random_mx_groups(tile[0], 1, tile[1], K, 1, (-6, 6))
         with aiter_mx.simulate("gfx950"):
-            group = one_group(tile[0])
-            launch(torch.device("cpu"), config_of(*tile), drawn, group, layouts=layouts)
+            here, config, group = torch.device("cpu"), config_of(*tile), one_group(tile[0])
+            launch(here, config, drawn, group, bias, dtype, layouts=LAYOUTS[layout])
         report = last_report()
         assert report is not None
         reports.append(report)
     return difference(*reports, 4)
 
 
-@pytest.mark.parametrize("first_k", [1024, 1088], ids=["dword scales", "word scales"])
+@pytest.mark.parametrize(
+    ("first_k", "swept"), [(1024, 0), (1088, 1)], ids=["dword scales", "word scales"]
+)
 def test_the_main_loop_of_the_main_tile_is_limited_by_products(
-    first_k: int, monkeypatch: pytest.MonkeyPatch
+    first_k: int, swept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = main_loop((256, 256), first_k, monkeypatch)
+    found = main_loop((256, 256), first_k, monkeypatch, swept)
     assert found["matrix_cycles"] == 2048  # 256 * 256 * 128 products, 1024 a cycle and SIMD
     assert found["lds_cycles"] < 0.8 * found["matrix_cycles"]
     assert found["issue_cycles"] < 0.5 * found["matrix_cycles"]
@@ -134,9 +149,9 @@ def test_shuffled_scales_take_few_cycles_of_the_address_unit(
 ) -> None:
     rows, payload = 512, 1024  # of the tile and a step; 64 bytes of payload a cycle
     first_k = 4096  # rows of scales are whole lines
-    plain = main_loop((256, 256), first_k, monkeypatch)
+    plain = main_loop((256, 256), first_k, monkeypatch, 0)
     assert plain["address_cycles"] == payload + rows
-    found = main_loop((256, 256), first_k, monkeypatch, ("16x4", "16x4"))
+    found = main_loop((256, 256), first_k, monkeypatch, 0, LAYOUTS.index(("16x4", "16x4")))
     assert found["address_cycles"] <= payload + 1.05 * rows / 16
     assert found["lds_cycles"] < 0.8 * found["matrix_cycles"]
     assert found["issue_cycles"] < 0.5 * found["matrix_cycles"]
@@ -157,9 +172,12 @@ def test_results_have_no_bank_conflicts_on_their_way(
     tile: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AITER_MX_SIM_CONFLICTS", "1")
-    drawn = random_mx_groups(tile[0], 1, tile[1], 1024, 1, (-6, 6))
+    K, bias = 1024, None
+    if (tile, DTYPES[SWEPT[1][2]]) == (SWEPT[1][0], dtype):
+        K, bias = 1088, zero_bias(SWEPT[1], 0, tile[1])
+    drawn = random_mx_groups(tile[0], 1, tile[1], K, 1, (-6, 6))
     with aiter_mx.simulate("gfx950"):
-        launch(torch.device("cpu"), config_of(*tile), drawn, one_group(tile[0]), dtype=dtype)
+        launch(torch.device("cpu"), config_of(*tile), drawn, one_group(tile[0]), bias, dtype)
     report = last_report()
     assert report is not None
     assert report.bytes_written == dtype.itemsize * tile[0] * tile[1]
