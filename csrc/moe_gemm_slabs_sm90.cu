@@ -2,9 +2,9 @@
 // aiter_mx/kernels/moe_gemm/problem.py defines what it computes and its arguments.
 //
 // moe_gemm_boxes_sm90.cu with two slabs of 64 rows of w for each warpgroup that adds: x, which both
-// read, is brought and made fp16 for 256 rows at a time. What the memory pipe of an SM does for
-// each 128 k, beside the copies of tensor maps, is what limits this GEMM. So scales are loaded 16
-// bytes at a time, and the warp that makes factors of them asks for the weights, too.
+// read, is brought and made fp16 for 256 rows at a time. By count the memory pipe of an SM has the
+// most to do for each 128 k, beside the copies of tensor maps. So scales are loaded 16 bytes at a
+// time, and the warp that makes factors of them asks for the weights, too.
 
 #include "moe_boxes_finish_sm90.h"
 #include "moe_boxes_sm90.h"
