@@ -191,32 +191,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const MoeArgs a = MX_MOE_ARGS;
     // The same in all lanes, and known to be.
     const int lane = threadIdx.x % kLanes, warp = __shfl_sync(~0u, threadIdx.x / kLanes, 0);
-    if (threadIdx.x == 0) {
-#pragma unroll
-        for (int i = 0; i < kDepth; ++i) {
-            for (int group = 0; group < kGroups; ++group) {
-                barrier_init(shared_address(shared.full[group] + i), 2); // copies, factors
-                barrier_init(shared_address(shared.empty[group] + i), kGroupWarps);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            barrier_init(shared_address(shared.arrived + i), kFetchWarps * kLanes);
-            barrier_init(shared_address(shared.drained + i), kGroupWarps);
-        }
-#pragma unroll
-        for (int i = 0; i < kSlots; ++i) {
-            barrier_init(shared_address(shared.ready + i), kGroupWarps);
-            barrier_init(shared_address(shared.taken + i), kAddWarps);
-        }
-#pragma unroll
-        for (int i = 0; i < kEntries; ++i) {
-            barrier_init(shared_address(shared.opened + i), 1);
-            barrier_init(shared_address(shared.closed + i), kAddWarps);
-        }
-        fence_barrier_init();
-    }
-    group_barrier();
+    set_up_barriers(shared);
     if (warp < kAddWarps) {
         increase_registers<kAddingRegisters>();
         Adder(a, shared, warp / kGroupWarps, warp % kGroupWarps, lane).run();
