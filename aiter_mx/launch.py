@@ -147,8 +147,7 @@ def _bind_one(
 ) -> Run:
     function = load_function(spec, target, problem, config, device, module)
     runtime = runtime_of(target.runtime)
-    describing = [of for of in (module.tensor_map, module.result_map) if of]
-    described = [of(target, problem, config) for of in describing]
+    described = [describe(target, problem, config) for describe in module.tensor_maps]
     first_map = len(module.args)
     maps_at = [runtime.map_offset(function, first_map + i) for i in range(len(described))]
     args = PackedArgs(module.args, module.scalars(target, problem, config), maps_at)

@@ -28,15 +28,15 @@ def test_routes_there_on_hopper_and_refuses_what_it_cannot() -> None:
 
 
 def test_weights_are_one_matrix_of_all_groups_to_the_copies() -> None:
-    describe = PERSISTENT.module and PERSISTENT.module.tensor_map
-    assert describe is not None and PERSISTENT.before[0].tensor_map is None
+    assert PERSISTENT.module is not None and PERSISTENT.before[0].tensor_maps == ()
+    describe, _ = PERSISTENT.module.tensor_maps
     problem = GroupedGemmProblem(M=100, N=160, K=96, G=7)
     described = describe(SM90, problem, PERSISTENT.configure(SM90, problem))
     assert ARGS[described.pointer].name == "wq"
     assert (described.rows, described.row_bytes) == (7 * 160, 96)
     linear = find_kernel("linear", "sm_90a", "hip", "persistent").module
-    assert linear is not None and linear.tensor_map is not None
-    described = linear.tensor_map(SM90, LinearProblem(M=100, N=160, K=96), {"order": 8})
+    assert linear is not None
+    described = linear.tensor_maps[0](SM90, LinearProblem(M=100, N=160, K=96), {"order": 8})
     assert (described.rows, described.row_bytes) == (160, 96)
     for N, G in ((1 << 16, 1 << 15), (32, (1 << 26) - 7)):
         many = GroupedGemmProblem(M=1, N=N, K=32, G=G)
@@ -46,8 +46,8 @@ def test_weights_are_one_matrix_of_all_groups_to_the_copies() -> None:
 
 @pytest.mark.parametrize(("dtype", "bytes_each"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])
 def test_results_are_one_matrix_to_the_stores(dtype: str, bytes_each: int) -> None:
-    describe = PERSISTENT.module and PERSISTENT.module.result_map
-    assert describe is not None and PERSISTENT.before[0].result_map is None
+    assert PERSISTENT.module is not None
+    _, describe = PERSISTENT.module.tensor_maps
     problem = GroupedGemmProblem(M=100, N=160, K=96, G=7, out_dtype=dtype)
     described = describe(SM90, problem, PERSISTENT.configure(SM90, problem))
     assert ARGS[described.pointer].name == "y" and described.only_aligned
@@ -56,8 +56,8 @@ def test_results_are_one_matrix_to_the_stores(dtype: str, bytes_each: int) -> No
     assert PERSISTENT.refusal(SM90, replace(wide, N=wide.N - 32)) is None
     assert (described.rows, described.row_bytes) == (100, 160 * bytes_each)
     linear = find_kernel("linear", "sm_90a", "hip", "persistent").module
-    assert linear is not None and linear.result_map is not None
-    of_linear = linear.result_map(SM90, LinearProblem(M=100, N=160, K=96), {"order": 8})
+    assert linear is not None
+    of_linear = linear.tensor_maps[1](SM90, LinearProblem(M=100, N=160, K=96), {"order": 8})
     assert (of_linear.rows, of_linear.box_rows, of_linear.box_bytes) == (100, 32, 128)
 
 

@@ -92,7 +92,7 @@ def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int, pdl:
 
 
 def test_rows_and_chunks_are_dealt_out_whole() -> None:
-    assert FP8.module is not None and FP8.module.tensor_map is not None
+    assert FP8.module is not None
     for M, N, K, chosen in CASES:
         problem = LinearProblem(M, N, K)
         found = layout(TARGET, problem, chosen)
@@ -102,7 +102,8 @@ def test_rows_and_chunks_are_dealt_out_whole() -> None:
         assert not overlaps
         assert found.clusters * passes * tile_rows >= N > (found.clusters - 1) * passes * tile_rows
         assert chosen["split"] * chunks + chunks_more == K // 128
-        described = FP8.module.tensor_map(TARGET, problem, chosen)
+        (weights,) = FP8.module.tensor_maps
+        described = weights(TARGET, problem, chosen)
         assert (described.rows, described.row_bytes) == (N, K)
         assert (described.box_rows, described.box_bytes) == (tile_rows, 128)
 

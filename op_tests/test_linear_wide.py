@@ -109,16 +109,18 @@ def test_only_the_asked_for_launch_overlaps() -> None:
 
 
 def test_the_map_of_weights_has_a_box_of_a_stage() -> None:
-    assert WIDE.module is not None and WIDE.module.tensor_map is not None
-    described = WIDE.module.tensor_map(TARGET, LinearProblem(8, 300, 416), config(2, 48, 2))
+    assert WIDE.module is not None
+    weights, _ = WIDE.module.tensor_maps
+    described = weights(TARGET, LinearProblem(8, 300, 416), config(2, 48, 2))
     assert (described.rows, described.row_bytes) == (300, 416)
     assert (described.box_rows, described.box_bytes) == (48, 128)
     assert WIDE.module.args[described.pointer].name == "wq"
 
 
 def test_the_map_of_x_has_a_box_of_a_chunk() -> None:
-    assert WIDE.module is not None and WIDE.module.result_map is not None
-    described = WIDE.module.result_map(TARGET, LinearProblem(20, 300, 416), config(2, 48, 2))
+    assert WIDE.module is not None
+    _, x = WIDE.module.tensor_maps
+    described = x(TARGET, LinearProblem(20, 300, 416), config(2, 48, 2))
     assert (described.rows, described.row_bytes) == (20, 416)
     assert (described.box_rows, described.box_bytes) == (32, 128)
     assert WIDE.module.args[described.pointer].name == "xq"

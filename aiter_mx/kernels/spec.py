@@ -159,10 +159,8 @@ class Module:
         defines: preprocessor definitions for a target, a problem and a configuration.
         geometry: the launch for a target, a problem and a configuration.
         scalars: the values of the arguments that are not pointers, in order, likewise.
-        tensor_map: what the kernel's one more argument, after all others, describes, likewise;
-            only with the runtime ``cuda``.
-        result_map: what another argument after that describes: what the kernel stores, or another
-            matrix that it reads.
+        tensor_maps: what the kernel's further arguments, after all others, describe, likewise:
+            matrices that it reads or stores by boxes; only with the runtime ``cuda``.
     """
 
     sources: Mapping[str, str]
@@ -171,8 +169,7 @@ class Module:
     defines: Callable[[Target, Problem, Config], Mapping[str, int]]
     geometry: Callable[[Target, Problem, Config], Geometry]
     scalars: Callable[[Target, Problem, Config], tuple[int | float, ...]]
-    tensor_map: Callable[[Target, Problem, Config], TensorMap] | None = None
-    result_map: Callable[[Target, Problem, Config], TensorMap] | None = None
+    tensor_maps: tuple[Callable[[Target, Problem, Config], TensorMap], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -180,8 +180,7 @@ MODULE = Module(
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
-    tensor_map=_weights,
-    result_map=_results,
+    tensor_maps=(_weights, _results),
 )
 
 PERSISTENT = KernelSpec(

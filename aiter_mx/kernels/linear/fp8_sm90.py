@@ -265,7 +265,7 @@ MODULE = Module(
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
-    tensor_map=_weights,
+    tensor_maps=(_weights,),
 )
 
 FP8 = KernelSpec(

@@ -35,8 +35,7 @@ def as_linear(spec: KernelSpec) -> KernelSpec:
             defines=of_one_group(module.defines),
             geometry=of_one_group(module.geometry),
             scalars=of_one_group(module.scalars),
-            tensor_map=module.tensor_map and of_one_group(module.tensor_map),
-            result_map=module.result_map and of_one_group(module.result_map),
+            tensor_maps=tuple(map(of_one_group, module.tensor_maps)),
         )
 
     def refusal(target: Target, problem: LinearProblem) -> str | None:

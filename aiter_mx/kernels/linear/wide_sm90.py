@@ -219,8 +219,7 @@ MODULE = Module(
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
-    tensor_map=_weights,
-    result_map=_x,
+    tensor_maps=(_weights, _x),
 )
 
 WIDE = KernelSpec(

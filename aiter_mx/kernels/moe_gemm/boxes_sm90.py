@@ -8,7 +8,7 @@ from functools import lru_cache
 from aiter_mx.kernels.moe_gemm.problem import (
     ARGS,
     MoeGemmProblem,
-    scalars,
+    module,
     sm90_defines,
 )
 from aiter_mx.kernels.moe_gemm.stream_sm90 import MAX_SIDE, MOST_ROWS
@@ -16,7 +16,6 @@ from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     KernelSpec,
-    Module,
     Param,
     TensorMap,
     combinations,
@@ -155,15 +154,7 @@ def weights_map(target: Target, problem: MoeGemmProblem, config: Config) -> Tens
     return TensorMap(place_of(ARGS, "wq"), problem.E * problem.N, problem.K, box_rows, CHUNK)
 
 
-MODULE = Module(
-    sources={"sm_90a": "moe_gemm_boxes_sm90.cu"},
-    symbol="aiter_mx_moe_gemm",
-    args=ARGS,
-    defines=_defines,
-    geometry=_geometry,
-    scalars=lambda target, problem, config: scalars(problem),
-    tensor_map=weights_map,
-)
+MODULE = module({"sm_90a": "moe_gemm_boxes_sm90.cu"}, _defines, _geometry, weights_map)
 
 BOXES = KernelSpec(
     op="moe_gemm",

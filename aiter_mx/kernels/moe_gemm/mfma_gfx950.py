@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, ARGS, MoeGemmProblem, scalars
+from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, MoeGemmProblem, module
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Config,
     Geometry,
     KernelSpec,
-    Module,
     Param,
     combinations,
     first_of,
@@ -188,14 +187,7 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
     )
 
 
-MODULE = Module(
-    sources={"gfx950": "moe_gemm_mfma_gfx950.cu"},
-    symbol="aiter_mx_moe_gemm",
-    args=ARGS,
-    defines=_defines,
-    geometry=_geometry,
-    scalars=lambda target, problem, config: scalars(problem),
-)
+MODULE = module({"gfx950": "moe_gemm_mfma_gfx950.cu"}, _defines, _geometry)
 
 MFMA = KernelSpec(
     op="moe_gemm",

@@ -25,9 +25,11 @@ A kernel must keep to this:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from aiter_mx.kernels.spec import DTYPE_CODES, Arg
+from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Geometry, Module, TensorMap
+from aiter_mx.target import Target
 
 ARGS = (
     Arg("xq", "pointer", "r"),  # e4m3 [rows, K]
@@ -216,6 +218,24 @@ def scalars(problem: MoeGemmProblem) -> tuple[int | float, ...]:
         problem.alpha,
         problem.beta,
         problem.limit,
+    )
+
+
+def module(
+    sources: Mapping[str, str],
+    defines: Callable[[Target, MoeGemmProblem, Config], Mapping[str, int]],
+    geometry: Callable[[Target, MoeGemmProblem, Config], Geometry],
+    *tensor_maps: Callable[[Target, MoeGemmProblem, Config], TensorMap],
+) -> Module:
+    """A kernel that takes ``ARGS``, and tensor maps after them."""
+    return Module(
+        sources=sources,
+        symbol="aiter_mx_moe_gemm",
+        args=ARGS,
+        defines=defines,
+        geometry=geometry,
+        scalars=lambda target, problem, config: scalars(problem),
+        tensor_maps=tensor_maps,
     )
 
 

@@ -7,12 +7,11 @@ from functools import lru_cache
 
 from aiter_mx.kernels.moe_gemm import boxes_sm90 as boxes
 from aiter_mx.kernels.moe_gemm.boxes_sm90 import CHUNK, SHARED_BYTES, rows_of_block
-from aiter_mx.kernels.moe_gemm.problem import ARGS, MoeGemmProblem, scalars, sm90_defines
+from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem, module, sm90_defines
 from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     KernelSpec,
-    Module,
     Param,
     combinations,
     first_of,
@@ -93,15 +92,7 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
     )
 
 
-MODULE = Module(
-    sources={"sm_90a": "moe_gemm_slabs_sm90.cu"},
-    symbol="aiter_mx_moe_gemm",
-    args=ARGS,
-    defines=_defines,
-    geometry=_geometry,
-    scalars=lambda target, problem, config: scalars(problem),
-    tensor_map=boxes.weights_map,
-)
+MODULE = module({"sm_90a": "moe_gemm_slabs_sm90.cu"}, _defines, _geometry, boxes.weights_map)
 
 SLABS = KernelSpec(
     op="moe_gemm",

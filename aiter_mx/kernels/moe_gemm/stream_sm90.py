@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from aiter_mx.kernels.moe_gemm.problem import (
-    ARGS,
     MoeGemmProblem,
-    scalars,
+    module,
     sm90_defines,
 )
 from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     KernelSpec,
-    Module,
     Param,
     combinations,
     first_of,
@@ -184,14 +182,7 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
     )
 
 
-MODULE = Module(
-    sources={"sm_90a": "moe_gemm_stream_sm90.cu"},
-    symbol="aiter_mx_moe_gemm",
-    args=ARGS,
-    defines=_defines,
-    geometry=_geometry,
-    scalars=lambda target, problem, config: scalars(problem),
-)
+MODULE = module({"sm_90a": "moe_gemm_stream_sm90.cu"}, _defines, _geometry)
 
 STREAM = KernelSpec(
     op="moe_gemm",

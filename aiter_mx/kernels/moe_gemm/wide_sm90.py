@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from aiter_mx.kernels.moe_gemm.problem import (
-    ARGS,
     MoeGemmProblem,
-    scalars,
+    module,
     sm90_defines,
 )
 from aiter_mx.kernels.moe_gemm.stream_sm90 import MAX_SIDE
@@ -15,7 +14,6 @@ from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     KernelSpec,
-    Module,
     Param,
     combinations,
     first_of,
@@ -106,14 +104,7 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
     )
 
 
-MODULE = Module(
-    sources={"sm_90a": "moe_gemm_wide_sm90.cu"},
-    symbol="aiter_mx_moe_gemm",
-    args=ARGS,
-    defines=_defines,
-    geometry=_geometry,
-    scalars=lambda target, problem, config: scalars(problem),
-)
+MODULE = module({"sm_90a": "moe_gemm_wide_sm90.cu"}, _defines, _geometry)
 
 WIDE = KernelSpec(
     op="moe_gemm",
