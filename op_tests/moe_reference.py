@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 
 import torch
@@ -149,3 +150,27 @@ def random_weights(
     """Random MX-FP8 ``[E, N, K]`` and its scales."""
     payload, scale = random_mx(E * N, K, generator, **options)  # type: ignore[arg-type]
     return payload.view(E, N, K), scale.view(E, N, K // 32)
+
+
+def lists_of(
+    experts: list[int], E: int, block_m: int, packed_top_k: int, draw: random.Random
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks of ids with the valid ones anywhere, and garbage after those in use.
+
+    Experts E and up are listed as -1; routed rows of expert -1 are not listed at all.
+    """
+    ids, blocks = [], []
+    M = len(experts) // max(1, packed_top_k)
+    for expert in sorted(set(experts) - {-1}, key=lambda _: draw.random()):
+        rows = [t for t, e in enumerate(experts) if e == expert]
+        if packed_top_k:
+            rows = [(t % packed_top_k) << 24 | t // packed_top_k for t in rows]
+        padding = packed_top_k << 24 | M if packed_top_k else len(experts)
+        rows += [padding] * (-len(rows) % block_m)
+        draw.shuffle(rows)
+        ids += rows
+        blocks += [expert if expert < E else -1] * (len(rows) // block_m)
+    used = torch.tensor([len(ids)], dtype=torch.int32)
+    ids += [draw.randrange(1 << 30) for _ in range(2 * block_m)]
+    blocks += [draw.randrange(E) for _ in range(2)]
+    return torch.tensor(ids, dtype=torch.int32), torch.tensor(blocks, dtype=torch.int32), used
