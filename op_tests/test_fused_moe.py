@@ -16,9 +16,11 @@ from torch import Tensor
 
 import aiter_mx
 from aiter_mx.ops.moe_layer import FusedMoeProblem
+from aiter_mx.sim.program import Program
 
 SCHEDULES = ("random", "round-robin", "run-to-barrier")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SWIGLU, SWIGLU_USUAL = ("alpha", "beta", "limit"), (1.702, 1.0, 7.0)
 
 
 @pytest.fixture(params=["sim", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -107,17 +109,19 @@ def assert_layer(out: Tensor, call: dict[str, Any], device: torch.device) -> Non
         shared_experts=shared,
         first_shared=E - shared,
     )
-    names = ("activation", "layout")
+    swiglu = dict(zip(SWIGLU, SWIGLU_USUAL, strict=True))
+    swiglu |= {name: call[name] for name in SWIGLU if name in call}
     h, hs = aiter_mx.moe_gemm_activated(
         *(xq, xs, here["w1q"], here["w1s"], *lists, M * slots, slots, 16),
         a_div=slots,
         bias=here["bias1"],
-        **{name: call[name] for name in names},
+        **{name: call[name] for name in ("activation", "layout")},
+        **swiglu,
     )
     h, hs, xq, xs = h.cpu(), hs.cpu(), xq.cpu(), xs.cpu()
     first = Layer(xq, xs, call["w1q"], call["w1s"], call["bias1"], experts, slots)
     interleaved = call["layout"] == "interleaved"
-    assert_activated(h, hs, first, call["activation"], interleaved, (1.702, 1.0, 7.0))
+    assert_activated(h, hs, first, call["activation"], interleaved, tuple(swiglu.values()))
     second = Layer(h, hs, call["w2q"], call["w2s"], call["bias2"], experts, 1)
     weights = torch.cat((call["topk_weights"], torch.ones(M, shared)), 1).flatten().double()
     N = call["x"].shape[1]
@@ -160,6 +164,50 @@ def test_dtypes_slots_and_experts(device: torch.device, seed: int) -> None:
     out = torch.full_like(call["x"], torch.nan, device=device)
     assert aiter_mx.fused_moe(**on(device, call), out=out) is out
     assert_layer(out.cpu(), call, device)
+
+
+def test_swiglu_takes_other_constants_and_tokens_several_shared_experts(
+    device: torch.device,
+) -> None:
+    call = random_call(random.Random(4), 4, M=5, shared=2, has_map=True, **variants()[1])
+    call |= {"alpha": 1.2, "beta": 0.5, "limit": 0.75}
+    out = aiter_mx.fused_moe(**on(device, call)).cpu()
+    assert_layer(out, call, device)
+    usual = {**call, **dict(zip(SWIGLU, SWIGLU_USUAL, strict=True))}
+    assert not torch.equal(out, aiter_mx.fused_moe(**on(device, usual)).cpu())
+
+
+def test_slots_whose_expert_is_out_of_range_are_left_out_and_reported_on_request(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed = {"M": 5, "top_k": 2, "experts": 8, "shared": 0, "has_map": True, "biased": True}
+    call = random_call(random.Random(5), 5, id_dtype=torch.int64, **variants()[0], **fixed)
+    num_experts, E = len(call["expert_map"]), len(call["w1q"])
+    here = [e for e, number in enumerate(call["expert_map"].tolist()) if number >= 0]
+    call["topk_ids"] = torch.tensor((here * 10)[:10]).view(5, 2)
+
+    def changed(name: str, at: tuple[int, ...], value: int) -> dict[str, Any]:
+        tensor = call[name].clone()
+        tensor[at] = value
+        return on(device, {**call, name: tensor})
+
+    beyond = (-1, num_experts, 1 << 31, (1 << 32) + here[0], -(1 << 40))  # the fourth ends in an id
+    wrong = [changed("topk_ids", (2, 1), value) for value in beyond]
+    outs = [aiter_mx.fused_moe(**arguments).cpu() for arguments in wrong]
+    left_out = {**call, "topk_ids": wrong[0]["topk_ids"].cpu()}
+    assert_layer(outs[0], left_out, device)
+    assert all(torch.equal(outs[0], out) for out in outs)
+    absent = changed("expert_map", (here[0],), E)
+    unmapped = {**call, "expert_map": changed("expert_map", (here[0],), -1)["expert_map"].cpu()}
+    assert_layer(aiter_mx.fused_moe(**absent).cpu(), unmapped, device)
+
+    monkeypatch.setenv("AITER_MX_CHECK", "1")
+    aiter_mx.fused_moe(**on(device, call))
+    for value, arguments in zip(beyond, wrong, strict=True):
+        with pytest.raises(ValueError, match=rf"the first is topk_ids\[2, 1\] = {value}"):
+            aiter_mx.fused_moe(**arguments)
+    with pytest.raises(ValueError, match=rf"expert_map\[{here[0]}\] is {E}"):
+        aiter_mx.fused_moe(**absent)
 
 
 def test_tokens_without_an_expert_here_are_zero(device: torch.device) -> None:
@@ -226,6 +274,27 @@ def test_layer_is_four_launches() -> None:
     ops = [aiter_mx.explain(op, arch="gfx950", **vars(part)) for op, part in problem.parts()]
     assert [route.backend for route in ops] == ["hip"] * 4
     assert problem.block_m == 16
+
+
+def test_launches_are_as_many_as_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    launch = Program.launch
+
+    def noted(program: Program, kernel: str, *arguments: Any) -> Any:
+        launched.append(kernel.removeprefix("aiter_mx_"))
+        return launch(program, kernel, *arguments)
+
+    monkeypatch.setattr(Program, "launch", noted)
+    call = random_call(random.Random(1), 1, M=5, shared=1, has_map=True, **variants()[0])
+    ids, weights = call["topk_ids"], call["topk_weights"]
+    with aiter_mx.simulate("gfx950"):
+        aiter_mx.fused_moe(**call)
+        assert launched == ["moe_align", "moe_gemm", "moe_gemm", "moe_combine"]
+        launched.clear()
+        aiter_mx.moe_align(ids, 16, 8)
+        assert launched == ["moe_align"]
+        aiter_mx.moe_sort(ids, weights, 8, 16)
+        assert launched == ["moe_align"] * 2
 
 
 def gpu_call(M: int, seed: int = 0) -> dict[str, Any]:

@@ -7,13 +7,18 @@ from dataclasses import replace
 import pytest
 
 from aiter_mx.code_object import parse_code_object
+from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.tables import read_table, table_files
 from aiter_mx.jit.build import BuildRequest, build_all
 from aiter_mx.kernels.linear import KERNELS, LinearProblem
 from aiter_mx.kernels.linear.gemv import MAX_M as GEMV_MAX_M
 from aiter_mx.kernels.linear.problem import OUT_DTYPES
-from aiter_mx.kernels.registry import find_kernel, ops
+from aiter_mx.kernels.moe_align import MoeAlignProblem
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.moe_gemm.grouped import GATHER, SCATTER
+from aiter_mx.kernels.registry import find_kernel, kernels_of, ops
 from aiter_mx.launch import build_request, load_function
+from aiter_mx.ops.moe_layer import FusedMoeProblem
 from aiter_mx.target import Target, hardware
 
 GEMV = KERNELS[0]
@@ -54,6 +59,31 @@ def test_no_gfx950_variant_in_use_spills_or_has_scratch() -> None:
             # Accumulation registers that a source names hold sums: test_grouped_isa.py counts them.
             agprs = 0 if request.source == NAMES_ITS_SUMS else kernel.agprs
             spilled = (kernel.vgpr_spills, kernel.sgpr_spills, agprs, kernel.scratch_bytes)
+            assert spilled == (0, 0, 0, 0), f"{request}: {kernel}"
+
+
+def test_no_other_launch_of_a_gfx950_expert_layer_spills_or_has_scratch() -> None:
+    """Routing, combining, gathering and scattering, which no table names."""
+    target, requests = hardware("gfx950"), []
+    for layer in (
+        FusedMoeProblem(8, 6144, 768, 32, 4, num_experts=128, has_map=1),
+        FusedMoeProblem(8, 7168, 2048, 1024, 8, shared=1, dtype="fp32", id_dtype="i64"),
+    ):
+        for op, part in layer.parts():
+            chosen = route(op, target, part)
+            kernel = find_kernel(op, "gfx950", chosen.backend, chosen.kernel)
+            if op != "moe_gemm":
+                requests.append(build_request(kernel, target, part, chosen.config))
+    sorting = MoeAlignProblem(8, 4, 256, 32, ids="aiter", expert_map="mask", drop_absent=1)
+    (align,) = (kernel for kernel in kernels_of("moe_align") if kernel.backend == "hip")
+    requests.append(build_request(align, target, sorting, align.configure(target, sorting)))
+    many = MoeGemmProblem(8192, 1536, 6144, 128, 4, 128, weights="by_t")
+    swiglu = replace(many, out_dtype="mxfp8", activation="swiglu_oai", weights="none")
+    requests.append(build_request(GATHER, target, many, {}))
+    requests += [build_request(SCATTER, target, problem, {}) for problem in (many, swiglu)]
+    for request, built in zip(requests, build_all(requests), strict=True):
+        for kernel in parse_code_object(built.image).kernels.values():
+            spilled = (kernel.vgpr_spills, kernel.sgpr_spills, kernel.agprs, kernel.scratch_bytes)
             assert spilled == (0, 0, 0, 0), f"{request}: {kernel}"
 
 

@@ -80,7 +80,7 @@ def assert_lists(
 # Most experts, id dtype: what compiled kernels depend on.
 VARIANTS = [(64, torch.int32), (256, torch.int64)]
 CASES_EACH = 20
-BLOCKS_M = (4, 12, 16, 32, 64)
+BLOCKS_M = (4, 12, 16, 20, 32, 64, 128, 260)
 
 
 @pytest.mark.parametrize(("most_experts", "dtype"), VARIANTS, ids=str)

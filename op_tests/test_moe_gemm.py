@@ -133,13 +133,23 @@ CASES_EACH = 16
 
 
 def random_layer(
-    draw: random.Random, seed: int, N: int, K: int, dtype: str, activated: bool = False
+    draw: random.Random,
+    seed: int,
+    N: int,
+    K: int,
+    dtype: str,
+    activated: bool = False,
+    size: tuple[int, int, int] | None = None,
 ) -> tuple[MoeGemmProblem, Layer, tuple[Tensor | None, ...]]:
-    """A problem in all that is left to chance, its operands, and the kernel's tensors."""
+    """A problem in all that is left to chance, its operands, and the kernel's tensors.
+
+    size: M, top_k and a_div, where they are not.
+    """
     generator = torch.Generator().manual_seed(seed)
     E, top_k = draw.randint(1, 6), draw.randint(1, 4)
     M, block_m = draw.choice([1, draw.randint(2, 40)]), draw.choice([4, 12, 16, 32, 64, 72])
     a_div, ids = draw.choice([1, top_k]), draw.choice(["vllm", "aiter"])
+    M, top_k, a_div = size or (M, top_k, a_div)
     exponents = (-12, -6) if dtype == "fp16" else draw.choice([(-20, 20), (-6, 6)])
     if activated:
         exponents = (-11, -8)  # gate and up of a few units
@@ -190,6 +200,19 @@ def test_random_routings_match_float64(
         with aiter_mx.simulate("gfx950"):
             out, _ = run_kernel(torch.device("cpu"), problem, config, tensors)
         assert_rows(out, layer, POISON)
+
+
+@pytest.mark.parametrize("size", [(1, 5, 3), (9, 4, 7), (700, 4, 4), (1100, 3, 2)], ids=str)
+def test_thousands_of_rows_and_any_a_div_match_float64(size: tuple[int, int, int]) -> None:
+    config, odd_blocks, dtype = SWEPT[0]
+    problem, layer, tensors = random_layer(
+        random.Random(str(size)), 1, 70, 64 + 32 * odd_blocks, dtype, size=size
+    )
+    with aiter_mx.simulate("gfx950"):
+        out, _ = run_kernel(torch.device("cpu"), problem, config, tensors)
+    assert_rows(out, layer, POISON)
+    reference, _ = run_kernel(torch.device("cpu"), problem, None, tensors)
+    assert_rows(reference, layer, POISON)
 
 
 def test_torch_matches_float64() -> None:

@@ -37,11 +37,26 @@ def check(
     assert_rows(every[9].cpu(), layer, POISON)
 
 
+def check_activated(activation: str, layout: str, device: str) -> None:
+    drawn = random_layer(random.Random(4), 4, 128, 256, "fp32", activated=True)
+    problem, layer, tensors = drawn
+    fields = {"out_dtype": "mxfp8", "activation": activation, "layout": layout}
+    problem = replace(problem, **fields)  # type: ignore[arg-type]
+    out = torch.empty(problem.routed, 64, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty(problem.routed, 2, dtype=torch.uint8, device=device)
+    every = [None if t is None else t.to(device) for t in tensors]
+    fallbacks(problem)["triton"]([*every, out, scales], CONFIG)
+    interleaved = layout == "interleaved"
+    assert_activated(out.cpu(), scales.cpu(), layer, activation, interleaved, SWIGLU)
+
+
 def check_in_the_interpreter() -> None:
     # The interpreter truncates when it makes bf16, so that only compiled kernels can be held to it.
     for seed in range(4):
         dtype = [torch.float32, torch.float16][seed % 2]
         check(seed, 1 + 13 * seed, 64 + 32 * seed, dtype, "cpu", {**CONFIG, "SWAP": seed % 2})
+    check_activated("silu", "interleaved", "cpu")
+    check_activated("swiglu_oai", "halves", "cpu")
 
 
 def test_triton_matches_float64_in_the_interpreter() -> None:
@@ -85,15 +100,10 @@ def test_every_candidate_matches_float64_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_activation_is_quantised_on_a_gpu() -> None:
-    drawn = random_layer(random.Random(4), 4, 128, 256, "fp32", activated=True)
-    problem, layer, tensors = drawn
-    problem = replace(problem, out_dtype="mxfp8", activation="swiglu_oai")
-    out = torch.empty(problem.routed, 64, dtype=torch.float8_e4m3fn, device="cuda")
-    scales = torch.empty(problem.routed, 2, dtype=torch.uint8, device="cuda")
-    every = [None if t is None else t.cuda() for t in tensors]
-    fallbacks(problem)["triton"]([*every, out, scales], CONFIG)
-    assert_activated(out.cpu(), scales.cpu(), layer, "swiglu_oai", False, SWIGLU)
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+@pytest.mark.parametrize("layout", ["halves", "interleaved"])
+def test_activation_is_quantised_on_a_gpu(activation: str, layout: str) -> None:
+    check_activated(activation, layout, "cuda")
 
 
 if __name__ == "__main__":

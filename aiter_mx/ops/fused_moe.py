@@ -28,7 +28,7 @@ from aiter_mx.ops.checks import (
     refuse_alignment,
     refuse_no_whole_number,
 )
-from aiter_mx.ops.moe_check import check_expert_ids
+from aiter_mx.ops.moe_check import check_expert_ids, check_expert_map
 from aiter_mx.ops.moe_layer import FusedMoeProblem
 from aiter_mx.ops.plan import bind, falls_back
 from aiter_mx.target import Target, cpu_target, target_of
@@ -81,6 +81,7 @@ def fused_moe(
         num_experts: experts that are routed to, on all ranks; by default E - shared_experts.
         expert_map: int32 ``[num_experts]``: each expert's number on this rank, -1 for one that is
             not here, whose slots are left out; None where all are here under their own numbers.
+            Numbers of E and more add nothing; ``AITER_MX_CHECK=1`` makes them an error.
         shared_experts: experts that every token has besides, with weight 1: the last ones of E.
         activation: ``"silu"`` or ``"swiglu_oai"``, as for ``moe_gemm_activated``.
         layout: where gate and up stand among w1's rows, ``"halves"`` or ``"interleaved"``.
@@ -136,6 +137,7 @@ def compute(
     if plan is None:
         plan = _plans.keep(call, _plan(inputs, options))
     check_expert_ids(topk_ids, plan.problem.num_experts)
+    check_expert_map(expert_map, plan.problem.E)
     given: dict[str, Tensor | None] = dict(zip(_NAMES, inputs, strict=True))
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=device)

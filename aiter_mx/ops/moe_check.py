@@ -44,6 +44,24 @@ def check_expert_ids(topk_ids: Tensor, num_experts: int, tokens: Tensor | None =
         )
 
 
+def check_expert_map(expert_map: Tensor | None, E: int) -> None:
+    """Raise ValueError if checks are on and a number is not within -1 to E - 1.
+
+    Args:
+        expert_map: int32: each expert's number here, -1 for one that is not here; or None.
+        E: experts whose weights are here.
+    """
+    if expert_map is None or not checking():
+        return
+    wrong = (expert_map < -1) | (expert_map >= E)
+    if wrong.any():
+        expert = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"expert_map must be within -1 to {E - 1}, as weights of {E} experts are here; "
+            f"expert_map[{expert}] is {int(expert_map[expert])}"
+        )
+
+
 def check_routing(
     problem: MoeGemmProblem, sorted_ids: Tensor, expert_ids: Tensor, post_padded: Tensor
 ) -> None:
