@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from linear_cases import DTYPES, launch_linear, operands
+from linear_cases import DTYPES, assert_repeats_on_two_streams, launch_linear, operands
 from mx_reference import assert_close_to_reference, linear_reference64, random_mx, round_once
 
 import aiter_mx
@@ -268,6 +268,13 @@ def test_more_workgroups_than_a_grid_row_holds_at_full_size() -> None:
     drawn = operands(1, N, K, 2)
     out = aiter_mx.linear(*(t.cuda() for t in drawn), out_dtype=torch.float32)
     assert_close_to_reference(out.cpu(), *drawn)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 3, 16])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_a_thousand_launches_on_each_of_two_streams_are_bitwise_equal(M: int, pdl: bool) -> None:
+    assert_repeats_on_two_streams(GEMV, LinearProblem(M, 2304, 6144, pdl=pdl))
 
 
 @pytest.mark.parametrize("arch", ["gfx950", "sm_90a"])

@@ -21,6 +21,7 @@ from aiter_mx.kernels.moe_gemm.stream_sm90 import STREAM, fits
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import Config, KernelSpec
 from aiter_mx.target import hardware
+from aiter_mx.timing import random_mx as random_mx_there
 
 SM90 = hardware("sm_90a")
 GUARD = 256
@@ -224,6 +225,26 @@ def test_thousand_launches_are_bitwise_equal(spec: KernelSpec) -> None:
         run(every, [0 if t is None else t.data_ptr() for t in every])
         first = out.clone() if first is None else first
         assert torch.equal(out, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_experts_beyond_2_and_4_gib_are_addressed_rightly(spec: KernelSpec) -> None:
+    generator, draw = torch.Generator().manual_seed(6), random.Random(6)
+    M, N, K, E, top_k, block_m = 96, 1024, 4096, 1040, 2, 64
+    some = [0, 511, 513, 1023, 1025, E - 1]  # on either side of both
+    assert 512 * N * K == 2 << 30 and E * N * K > 4 << 30
+    payload, scale = random_mx_there(E * N, K, torch.device("cuda"))
+    wq, ws = payload.view(E, N, K), scale.view(E, N, K // 32)
+    chosen = [draw.choice(some) for _ in range(M * top_k)]
+    lists = lists_of(chosen, E, block_m, 0, draw)
+    x = random_mx(M * top_k, K, generator, scale_exponents=(-6, 6))
+    problem = MoeGemmProblem(M, N, K, E, top_k, block_m, max_blocks=len(lists[1]))
+    tensors: list[Tensor | None] = [*x, wq, ws, *lists, None, None]
+    out, _ = run_on_gpu(spec, spec.configure(SM90, problem), problem, tensors)
+    few = [torch.stack([t.view(torch.uint8)[expert] for expert in some]).cpu() for t in (wq, ws)]
+    experts = [some.index(expert) for expert in chosen]
+    assert_rows(out, Layer(*x, few[0].view(wq.dtype), few[1], None, experts, 1), POISON)
 
 
 @pytest.mark.gpu

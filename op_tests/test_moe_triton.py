@@ -15,12 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 from moe_reference import assert_activated, assert_rows
+from test_fused_moe import assert_layer, gpu_call
 from test_moe_gemm import POISON, SWIGLU, random_layer
 
+import aiter_mx
 from aiter_mx.fallbacks import moe_gemm_tiles as tiles
-from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.kernels.registry import find_kernel, key_columns
+from aiter_mx.ops import fused_moe as fused_moe_module
+from aiter_mx.ops import moe_gemm as moe_gemm_module
 from aiter_mx.ops.moe_gemm import fallbacks
-from aiter_mx.target import CPU, hardware
+from aiter_mx.ops.moe_layer import FusedMoeProblem
+from aiter_mx.target import CPU, hardware, target_of
 
 CONFIG = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64, "SWAP": 0, "num_warps": 4, "num_stages": 2}
 
@@ -104,6 +109,41 @@ def test_every_candidate_matches_float64_on_a_gpu() -> None:
 @pytest.mark.parametrize("layout", ["halves", "interleaved"])
 def test_activation_is_quantised_on_a_gpu(activation: str, layout: str) -> None:
     check_activated(activation, layout, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+def test_layer_by_triton_is_right_and_can_be_captured(
+    activation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = gpu_call(7) | {"activation": activation}
+    options = {"hidden": 1024, "intermediate": 256, "E": 33, "top_k": 4, "shared": 1}
+    problem = FusedMoeProblem(M=7, activation=activation, **options)
+    target = target_of(torch.device("cuda"))
+    triton = find_kernel("moe_gemm", target.arch, "triton", "dot_scaled")
+    keys, rows = key_columns("moe_gemm"), []
+    for op, part in problem.parts():
+        if op == "moe_gemm":
+            config = triton.configure(target, part)
+            shape = [getattr(part, name) for name in keys]
+            rows.append((target.arch, op, target.cu_num, *shape, "triton", "dot_scaled"))
+            rows[-1] += tuple(config.values())
+    columns = ("gfx", "op", "cu_num", *keys, "backend", "kernel", *config)
+    table = tmp_path / "moe_gemm.csv"
+    table.write_text("".join(",".join(map(str, line)) + "\n" for line in (columns, *rows)))
+    monkeypatch.setenv("AITER_MX_CONFIG", str(table))
+    for module in (fused_moe_module, moe_gemm_module):
+        monkeypatch.setattr(module._plans, "by_call", {})
+    routes = aiter_mx.warmup("fused_moe", M=7, activation=activation, **options)
+    assert [route.backend for route in routes] == ["hip", "triton", "triton", "hip"]
+    out = aiter_mx.fused_moe(**call)
+    cpu = {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in call.items()}
+    assert_layer(out.cpu(), cpu, torch.device("cuda"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = aiter_mx.fused_moe(**call)
+    graph.replay()
+    assert torch.equal(again, out)
 
 
 if __name__ == "__main__":
