@@ -297,9 +297,9 @@ def test_launches_are_as_many_as_promised(monkeypatch: pytest.MonkeyPatch) -> No
         assert launched == ["moe_align"] * 2
 
 
-def gpu_call(M: int, seed: int = 0) -> dict[str, Any]:
+def gpu_call(M: int, seed: int = 0, has_map: bool = False) -> dict[str, Any]:
     fixed = {"hidden": 1024, "intermediate": 256, "experts": 32, "top_k": 4, "shared": 1}
-    fixed |= {"dtype": torch.bfloat16, "id_dtype": torch.int32, "has_map": False, "biased": False}
+    fixed |= {"dtype": torch.bfloat16, "id_dtype": torch.int32, "has_map": has_map, "biased": False}
     fixed |= {"activation": "silu", "layout": "halves"}
     return on(torch.device("cuda"), random_call(random.Random(seed), seed, M=M, **fixed))
 

@@ -155,9 +155,9 @@ def compiled_text(target: Target, config: dict[str, int], *, whole_steps: bool) 
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from aiter_mx.fallbacks.linear_triton import _OPTIONS, linear_tile_kernel
+    from aiter_mx.fallbacks.linear_triton import OPTIONS, linear_tile_kernel
 
-    options = _OPTIONS | {name: config[name] for name in ("num_warps", "num_stages")}
+    options = OPTIONS | {name: config[name] for name in ("num_warps", "num_stages")}
     constants = {name: value for name, value in config.items() if name not in options}
     constants |= {"HAS_BIAS": config["SPLIT_K"] == 1, "WHOLE_STEPS": whole_steps}
     types = {"x_ptr": "*fp8e4nv", "w_ptr": "*fp8e4nv", "xs_ptr": "*u8", "ws_ptr": "*u8"}

@@ -176,7 +176,7 @@ def test_many_experts_and_too_many(device: torch.device) -> None:
     assert_lists(ids, expert_ids, padded, expected, 4, 2, 3)
     if target_of(device).runtime != "none":
         route = explain("moe_align", arch="gfx950", M=2, top_k=3, E=1025)
-        assert route.backend == "torch" and "1025 is above 1024" in route.reason
+        assert route.backend == "triton" and "1025 is above 1024" in route.reason
 
 
 @pytest.mark.parametrize(

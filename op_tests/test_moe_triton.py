@@ -9,8 +9,12 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -19,10 +23,14 @@ from test_fused_moe import assert_layer, gpu_call
 from test_moe_gemm import POISON, SWIGLU, random_layer
 
 import aiter_mx
+from aiter_mx import launch
+from aiter_mx.errors import BuildError
 from aiter_mx.fallbacks import moe_gemm_tiles as tiles
-from aiter_mx.kernels.registry import find_kernel, key_columns
+from aiter_mx.kernels.registry import find_kernel, kernels_of, key_columns
 from aiter_mx.ops import fused_moe as fused_moe_module
+from aiter_mx.ops import moe_align as moe_align_module
 from aiter_mx.ops import moe_gemm as moe_gemm_module
+from aiter_mx.ops import quantize_call
 from aiter_mx.ops.moe_gemm import fallbacks
 from aiter_mx.ops.moe_layer import FusedMoeProblem
 from aiter_mx.target import CPU, hardware, target_of
@@ -111,39 +119,85 @@ def test_activation_is_quantised_on_a_gpu(activation: str, layout: str) -> None:
     check_activated(activation, layout, "cuda")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
-def test_layer_by_triton_is_right_and_can_be_captured(
-    activation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = gpu_call(7) | {"activation": activation}
-    options = {"hidden": 1024, "intermediate": 256, "E": 33, "top_k": 4, "shared": 1}
-    problem = FusedMoeProblem(M=7, activation=activation, **options)
-    target = target_of(torch.device("cuda"))
-    triton = find_kernel("moe_gemm", target.arch, "triton", "dot_scaled")
-    keys, rows = key_columns("moe_gemm"), []
+def by_table(problem: FusedMoeProblem, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have tables name Triton for each launch of a layer."""
+    target, rows = target_of(torch.device("cuda")), {}
     for op, part in problem.parts():
-        if op == "moe_gemm":
-            config = triton.configure(target, part)
-            shape = [getattr(part, name) for name in keys]
-            rows.append((target.arch, op, target.cu_num, *shape, "triton", "dot_scaled"))
-            rows[-1] += tuple(config.values())
-    columns = ("gfx", "op", "cu_num", *keys, "backend", "kernel", *config)
-    table = tmp_path / "moe_gemm.csv"
-    table.write_text("".join(",".join(map(str, line)) + "\n" for line in (columns, *rows)))
-    monkeypatch.setenv("AITER_MX_CONFIG", str(table))
-    for module in (fused_moe_module, moe_gemm_module):
+        triton = next(kernel for kernel in kernels_of(op) if kernel.backend == "triton")
+        row = {"gfx": target.arch, "op": op, "cu_num": target.cu_num}
+        row |= {name: getattr(part, name) for name in key_columns(op)}
+        row |= {"backend": "triton", "kernel": triton.name, **triton.configure(target, part)}
+        rows.setdefault(op, [list(row)]).append(list(row.values()))
+    for op, lines in rows.items():
+        text = "".join(",".join(map(str, line)) + "\n" for line in lines)
+        (folder / f"{op}.csv").write_text(text)
+    monkeypatch.setenv("AITER_MX_CONFIG", str(folder))
+
+
+def by_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no kernel of ours be built, and the next in line be taken."""
+
+    def fail(*arguments: object) -> NoReturn:
+        raise BuildError("no compiler today")
+
+    monkeypatch.setattr(launch, "bind", fail)
+    monkeypatch.setenv("AITER_MX_ON_ERROR", "fallback")
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:hip/")
+@pytest.mark.parametrize(
+    ("activation", "has_map", "fails"),
+    [("silu", False, False), ("swiglu_oai", True, False), ("silu", True, True)],
+)
+def test_layer_by_triton_is_right_and_can_be_captured(
+    activation: str, has_map: bool, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = gpu_call(7, has_map=has_map) | {"activation": activation}
+    problem = FusedMoeProblem(
+        M=7,
+        hidden=1024,
+        intermediate=256,
+        E=len(call["w1q"]),
+        top_k=4,
+        num_experts=32,
+        shared=1,
+        has_map=int(has_map),
+        activation=activation,
+    )
+    for module in (fused_moe_module, moe_gemm_module, moe_align_module, quantize_call):
         monkeypatch.setattr(module._plans, "by_call", {})
-    routes = aiter_mx.warmup("fused_moe", M=7, activation=activation, **options)
-    assert [route.backend for route in routes] == ["hip", "triton", "triton", "hip"]
+    launched: list[str] = []
+    for name in ("moe_align_triton", "moe_gemm_triton", "moe_combine_triton"):
+        module = import_module(f"aiter_mx.fallbacks.{name}")
+        monkeypatch.setattr(module, name, partial(noted, launched, name, getattr(module, name)))
+    if fails:
+        by_failure(monkeypatch)
+    else:
+        by_table(problem, tmp_path, monkeypatch)
+        routes = aiter_mx.warmup("fused_moe", **vars(problem))
+        assert [route.backend for route in routes] == ["triton"] * 4
+        torch.cuda.synchronize()
+        launched.clear()
     out = aiter_mx.fused_moe(**call)
+    gemm = "moe_gemm_triton"
+    assert launched == ["moe_align_triton", gemm, gemm, "moe_combine_triton"]
     cpu = {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in call.items()}
     assert_layer(out.cpu(), cpu, torch.device("cuda"))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         again = aiter_mx.fused_moe(**call)
-    graph.replay()
-    assert torch.equal(again, out)
+    for seed in (0, 1):
+        fresh = gpu_call(7, seed, has_map=has_map)
+        for name in ("x", "topk_ids", "topk_weights"):
+            call[name].copy_(fresh[name])
+        graph.replay()
+        assert torch.equal(again, aiter_mx.fused_moe(**call))
+
+
+def noted(names: list[str], name: str, run: Callable[..., None], *arguments: Any) -> None:
+    names.append(name)
+    run(*arguments)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from aiter_mx.fallbacks import linear_tiles
+from aiter_mx.fallbacks.triton_target import unavailable
 from aiter_mx.kernels.spec import Param
 from aiter_mx.target import Target
 
@@ -72,11 +73,8 @@ def candidates(target: Target, problem: Shape) -> Sequence[Mapping[str, int]]:
 
 def refusal(target: Target, problem: Shape) -> str | None:
     """Why Triton does not compute a grouped GEMM on ``target``, or None when it does."""
-    if target.runtime not in ("hip", "cuda"):
-        return f"Triton needs a GPU, and this is {target.name}"
-    if target.arch not in CANDIDATES:
-        known = ", ".join(CANDIDATES)
-        return f"the Triton grouped GEMM has tiles for {known}, not for {target.arch}"
+    if (why := unavailable(target)) is not None:
+        return why
     if problem.G > MAX_GROUPS:
         return f"G={problem.G} is above {MAX_GROUPS}, the most groups of the Triton grouped GEMM"
     return None

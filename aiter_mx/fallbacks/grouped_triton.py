@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aiter_mx.fallbacks.triton_target import OPTIONS
 from aiter_mx.numerics import as_scale_bytes
-
-_OPTIONS = {"enable_fp_fusion": False}  # Triton's versions disagree on the default
 
 
 @triton.jit(do_not_specialize=["M", "G"])
@@ -144,5 +143,5 @@ def grouped_triton(
             HAS_BIAS=bias is not None,
             WHOLE_STEPS=K % config["BLOCK_K"] == 0,
             **config,
-            **_OPTIONS,
+            **OPTIONS,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from aiter_mx.fallbacks.triton_target import unavailable
 from aiter_mx.kernels.spec import Param
 from aiter_mx.target import Target
 
@@ -153,8 +154,4 @@ def candidates(target: Target, problem: Shape) -> Sequence[Mapping[str, int]]:
 
 def refusal(target: Target, problem: Shape) -> str | None:
     """Why Triton does not compute a linear on ``target``, or None when it does."""
-    if target.runtime not in ("hip", "cuda"):
-        return f"Triton needs a GPU, and this is {target.name}"
-    if target.arch not in CANDIDATES:
-        return f"the Triton linear has tiles for {', '.join(CANDIDATES)}, not for {target.arch}"
-    return None
+    return unavailable(target)

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aiter_mx.fallbacks.triton_target import OPTIONS
 from aiter_mx.numerics import as_scale_bytes
 
 _REDUCE_BLOCK = 512
-_OPTIONS = {"enable_fp_fusion": False}  # Triton's versions disagree on the default
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -170,7 +170,7 @@ def linear_triton(
             HAS_BIAS=bias is not None and split_k == 1,
             WHOLE_STEPS=K % (config["BLOCK_K"] * split_k) == 0,
             **config,
-            **_OPTIONS,
+            **OPTIONS,
         )
         if split_k > 1:
             add_splits_kernel[(triton.cdiv(M * N, _REDUCE_BLOCK),)](
@@ -182,5 +182,5 @@ def linear_triton(
                 HAS_BIAS=bias is not None,
                 SPLIT_K=split_k,
                 BLOCK=_REDUCE_BLOCK,
-                **_OPTIONS,
+                **OPTIONS,
             )

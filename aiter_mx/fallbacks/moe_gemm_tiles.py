@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from aiter_mx.fallbacks.triton_target import unavailable
 from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem
 from aiter_mx.kernels.spec import Param
 from aiter_mx.target import Target
@@ -51,8 +52,4 @@ def configure(target: Target, problem: MoeGemmProblem) -> Mapping[str, int]:
 
 def refusal(target: Target, problem: MoeGemmProblem) -> str | None:
     """Why Triton does not compute a problem on ``target``, or None when it does."""
-    if target.runtime not in ("hip", "cuda"):
-        return f"Triton needs a GPU, and this is {target.name}"
-    if target.arch not in CANDIDATES:
-        return f"the Triton kernel has tiles for {', '.join(CANDIDATES)}, not for {target.arch}"
-    return None
+    return unavailable(target)

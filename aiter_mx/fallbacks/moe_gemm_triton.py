@@ -1,5 +1,5 @@
 """The grouped GEMM over routed tokens in Triton. What fallbacks/linear_triton.py says of
-``tl.dot_scaled`` holds here too. An activation is a second step, in torch.
+``tl.dot_scaled`` holds here too. An activation is a second launch.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aiter_mx.fallbacks.moe_activate_triton import moe_activate_triton
+from aiter_mx.fallbacks.triton_target import OPTIONS
 from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem
 from aiter_mx.numerics import as_scale_bytes
-
-_OPTIONS = {"enable_fp_fusion": False}  # Triton's versions disagree on the default
 
 
 @triton.jit(do_not_specialize=["M", "num_experts", "a_div"])
@@ -149,7 +149,7 @@ def moe_gemm_triton(
     p = problem
     sums = out
     if p.activation != "none":
-        sums = torch.zeros((p.routed, p.N), dtype=torch.float32, device=out.device)
+        sums = torch.empty((p.routed, p.N), dtype=torch.float32, device=out.device)
     chunks = triton.cdiv(p.block_m, config["BLOCK_M"])
     grid = (triton.cdiv(p.N, config["BLOCK_N"]), p.blocks * chunks)
     with torch.cuda.device_of(out):
@@ -177,14 +177,7 @@ def moe_gemm_triton(
             HAS_BIAS=bias is not None,
             WHOLE_STEPS=p.K % config["BLOCK_K"] == 0,
             **config,
-            **_OPTIONS,
+            **OPTIONS,
         )
-    if out_scales is None:
-        return
-    from aiter_mx.fallbacks.moe_gemm_torch import activate
-    from aiter_mx.ops.quantize import quantize
-
-    # Rows that no id names may be anything then, as the op says.
-    payload, scale = quantize(activate(p, sums))
-    out.view(torch.uint8).copy_(payload.view(torch.uint8))
-    out_scales.copy_(scale)
+    if out_scales is not None:  # rows that no id names may be anything then, as the op says
+        moe_activate_triton(p, sums, out, out_scales)

@@ -1,10 +1,11 @@
-"""What can compute ``aiter_mx.moe_align`` and ``moe_sort``: csrc/moe_align.cu, and torch."""
+"""What can compute ``aiter_mx.moe_align`` and ``moe_sort``: csrc/moe_align.cu, Triton, torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from aiter_mx.fallbacks.triton_target import without_tiles
 from aiter_mx.kernels.moe_gemm.problem import MAX_PACKED_TOKENS, MAX_PACKED_TOP_K, most_padded
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
@@ -26,6 +27,8 @@ BLOCK = 32  # elements of K that share a scale
 MAX_EXPERTS = 1024  # whose counts fit into LDS
 MAX_ROUTED = 1 << 30
 MAX_IDS = 1 << 31  # places in the lists are int32
+MAX_TRITON_EXPERTS = 1 << 13  # whose counts a program holds
+MAX_TRITON_IDS = 1 << 30  # so that programs' steps beyond them are int32 too
 _IDS_OF_FEW_WAVES = 1024
 
 
@@ -138,6 +141,14 @@ def _refusal(target: Target, problem: MoeAlignProblem) -> str | None:
     return None
 
 
+def _triton_refusal(problem: MoeAlignProblem) -> str | None:
+    if (experts := problem.E + problem.shared) > MAX_TRITON_EXPERTS:
+        return f"E={experts} is above {MAX_TRITON_EXPERTS}, the most the Triton align counts"
+    if problem.max_ids > MAX_TRITON_IDS:
+        return f"{problem.max_ids} ids are above {MAX_TRITON_IDS}, the most of the Triton align"
+    return None
+
+
 def _configure(target: Target, problem: MoeAlignProblem) -> Config:
     most = min(16, 8192 // _room(problem))  # 32 KiB of counts
     return {"waves": min(most, 8 if problem.routed <= _IDS_OF_FEW_WAVES else 16)}
@@ -220,5 +231,6 @@ KERNELS = (
         candidates=lambda target, problem: (_configure(target, problem),),
         module=MODULE,
     ),
+    without_tiles("moe_align", "align", _triton_refusal),
     reference("moe_align"),
 )

@@ -1,10 +1,11 @@
-"""What adds up the routed rows of a token: csrc/moe_combine.cu, and torch."""
+"""What adds up the routed rows of a token: csrc/moe_combine.cu, Triton, torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from aiter_mx.fallbacks.triton_target import without_tiles
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
@@ -140,5 +141,6 @@ KERNELS = (
         candidates=lambda target, problem: (_configure(target, problem),),
         module=MODULE,
     ),
+    without_tiles("moe_combine", "combine"),
     reference("moe_combine"),
 )

@@ -21,6 +21,7 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 INDEX_NAMES = {torch.int32: "i32", torch.int64: "i64"}
 """Dtypes of bounds of groups and of experts' ids, likewise."""
+INDICES = {name: dtype for dtype, name in INDEX_NAMES.items()}
 
 
 def check_tensor(

@@ -18,7 +18,7 @@ from aiter_mx.ops.calls import PLAIN, PLAIN_OR_NONE, Plans, wants_gradient
 from aiter_mx.ops.checks import (
     BLOCK,
     DTYPES,
-    INDEX_NAMES,
+    INDICES,
     check_out,
     refuse_alignment,
     refuse_strides,
@@ -307,7 +307,6 @@ def warm(problem: GroupedGemmProblem, device: torch.device) -> None:
         return
     # Triton compiles when it is called, so it is called, on whatever this memory holds.
     M, N, K, G = problem.M, problem.N, problem.K, problem.G
-    indices = {name: dtype for dtype, name in INDEX_NAMES.items()}
     leading, rows = ((G,), M // G) if problem.layout == "masked" else ((), M)
     scales = (
         (*leading, *padded_shape(rows, K // BLOCK, problem.a_scale_layout)),
@@ -323,6 +322,6 @@ def warm(problem: GroupedGemmProblem, device: torch.device) -> None:
         else torch.empty((G, N), dtype=DTYPES[problem.bias], device=device),
         torch.empty((M, N), dtype=DTYPES[problem.out_dtype], device=device),
         None,
-        torch.zeros(G, dtype=indices[problem.index], device=device),
+        torch.zeros(G, dtype=INDICES[problem.index], device=device),
     )
     run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])

@@ -7,12 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Run, Tensors
 from aiter_mx.ops import moe_library
 from aiter_mx.ops.calls import Plans, is_traced
-from aiter_mx.ops.checks import INDEX_NAMES, check_tensor, refuse_no_whole_number
+from aiter_mx.ops.checks import (
+    BLOCK,
+    DTYPES,
+    INDEX_NAMES,
+    INDICES,
+    check_tensor,
+    refuse_no_whole_number,
+)
 from aiter_mx.ops.moe_check import check_expert_ids
 from aiter_mx.ops.plan import bind
 from aiter_mx.target import target_of
@@ -209,9 +217,38 @@ def fallbacks(problem: MoeAlignProblem) -> dict[str, Any]:
 
         moe_align_torch(problem, *tensors)
 
-    return {"torch": run_torch}
+    def run_triton(tensors: Tensors, config: Config) -> None:
+        from aiter_mx.fallbacks.moe_align_triton import moe_align_triton
+
+        moe_align_triton(problem, *tensors)
+
+    return {"torch": run_torch, "triton": run_triton}
 
 
 def warm(problem: MoeAlignProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
-    bind("moe_align", target_of(device), problem, device, fallbacks(problem))
+    target, p = target_of(device), problem
+    run = bind("moe_align", target, p, device, fallbacks(p))
+    if route("moe_align", target, p).backend != "triton" or p.routed == 0:
+        return
+
+    # Triton compiles when it is called, so it is called, with and without what calls may leave out.
+    def new(*shape: int, of: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=of, device=device)
+
+    is_packed, quantizes = p.ids == "aiter", p.x_dtype != "none"
+    for num_tokens in (None, new(1)) if is_packed else (None,):
+        tensors = (
+            new(p.M, p.top_k, of=INDICES[p.id_dtype]),
+            new(p.M, p.top_k, of=torch.float32) if is_packed else None,
+            None if p.expert_map == "none" else new(p.E),
+            num_tokens,
+            new(p.M, p.K, of=DTYPES[p.x_dtype]) if quantizes else None,
+            new(p.max_ids),
+            new(p.max_ids, of=torch.float32) if is_packed else None,
+            new(p.max_ids // p.block_m),
+            new(2),
+            new(p.M, p.K, of=torch.float8_e4m3fn) if quantizes else None,
+            new(p.M, p.K // BLOCK, of=torch.uint8) if quantizes else None,
+        )
+        run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])

@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.layouts import layout_of, unshuffle_scales
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled, format_of
 from aiter_mx.ops import quantize_library
 from aiter_mx.ops.calls import is_traced
-from aiter_mx.ops.checks import refuse_no_tensor
+from aiter_mx.ops.checks import DTYPES, refuse_no_tensor
 from aiter_mx.ops.plan import bind
 from aiter_mx.ops.quantize_call import (
     INPUT_DTYPES,
@@ -316,7 +317,17 @@ def dequantize(
 
 def warm(problem: QuantizeProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
-    bind("quantize", target_of(device), problem, device, fallbacks(problem))
+    target, p = target_of(device), problem
+    run = bind("quantize", target, p, device, fallbacks(p))
+    if route("quantize", target, p).backend != "triton" or p.M * p.N * p.matrices == 0:
+        return
+    # Triton compiles when it is called, so it is called, on whatever this memory holds.
+    shape = (p.matrices, p.M, p.N)
+    x = torch.empty(shape, dtype=DTYPES[p.dtype], device=device)
+    payload = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.empty((*shape[:2], p.N // BLOCK), dtype=torch.uint8, device=device)
+    tensors = (x, None, payload, scale, None, None, None)
+    run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 def _is_square(block: Block) -> bool:

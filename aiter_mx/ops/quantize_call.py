@@ -100,7 +100,13 @@ def fallbacks(problem: QuantizeProblem) -> dict[str, Any]:
     def run_torch(tensors: Tensors, config: Config) -> None:
         quantize_torch(problem, tensors)
 
-    return {"torch": run_torch}
+    def run_triton(tensors: Tensors, config: Config) -> None:
+        from aiter_mx.fallbacks.quantize_triton import quantize_triton
+
+        x, _, payload, scale, *_ = tensors
+        quantize_triton(x, payload, scale, problem.mode)
+
+    return {"torch": run_torch, "triton": run_triton}
 
 
 def _run_torch_unplanned(problem: QuantizeProblem, tensors: Tensors, addresses: Any) -> None:

@@ -11,7 +11,6 @@ import torch
 from aiter_mx.fallbacks.quantize_torch import quantize_torch
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.quantize.problem import BLOCK
-from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Tensors
 from aiter_mx.layouts import padded_shape
 from aiter_mx.numerics import FORMATS
@@ -77,10 +76,9 @@ def _judge(problem: QuantizeProblem, tensors: Tensors) -> Judge:
 
 
 def _fallbacks(problem: QuantizeProblem) -> Mapping[str, Fallback]:
-    def run_torch(tensors: Tensors, config: Config) -> None:
-        quantize_torch(problem, tensors)
+    from aiter_mx.ops import quantize_call
 
-    return {"torch": run_torch}
+    return quantize_call.fallbacks(problem)
 
 
 def _sample(problem: QuantizeProblem, share: float) -> QuantizeProblem:

@@ -1,7 +1,8 @@
-"""What can compute ``aiter_mx.quantize`` and its kin: our kernels, and the torch reference."""
+"""What can compute ``aiter_mx.quantize`` and its kin: our kernels, Triton, and torch."""
 
 from __future__ import annotations
 
+from aiter_mx.fallbacks.triton_target import without_tiles
 from aiter_mx.kernels.quantize.problem import KEY, QuantizeProblem, stand_ins
 from aiter_mx.kernels.quantize.rows import ROWS
 from aiter_mx.kernels.quantize.staged_sm90 import STAGED
@@ -12,9 +13,19 @@ __all__ = ["KERNELS", "KEY", "PROBLEM", "QuantizeProblem", "stand_ins"]
 
 PROBLEM = QuantizeProblem
 
+
+def _triton_refusal(problem: QuantizeProblem) -> str | None:
+    plain = ("rows", "e4m3", "1x32", "row_major", 0)
+    asked = (problem.to, problem.format, problem.block, problem.layout, problem.groups)
+    if asked != plain:
+        return "the Triton kernel makes e4m3 along rows of no groups alone, scales row-major"
+    return None
+
+
 KERNELS = (
     ROWS,
     STAGED,
     TILES,
+    without_tiles("quantize", "rows", _triton_refusal),
     reference("quantize"),
 )

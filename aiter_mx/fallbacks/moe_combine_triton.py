@@ -1,0 +1,75 @@
+"""The sum over a token's routed rows in Triton: the operations of ``moe_combine_torch``."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aiter_mx.fallbacks.triton_target import OPTIONS
+from aiter_mx.kernels.moe_combine import MoeCombineProblem
+
+_FEATURES = 1024  # of a program
+
+
+@triton.jit(
+    do_not_specialize=["E", "top_k", "slots"],
+    do_not_specialize_on_alignment=["ids_ptr", "weights_ptr", "map_ptr"],
+)
+def combine_kernel(
+    y_ptr,
+    ids_ptr,
+    weights_ptr,
+    map_ptr,
+    out_ptr,
+    N,
+    E,
+    top_k,
+    slots,
+    HAS_MAP: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    """FEATURES features of a token. Rows whose expert is not here are not read."""
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    total = tl.zeros((FEATURES,), dtype=tl.float32)
+    for slot in range(slots):
+        is_routed = slot < top_k
+        expert = tl.load(ids_ptr + token * top_k + slot, mask=is_routed, other=0)
+        is_here = (expert >= 0) & (expert < E)
+        if HAS_MAP:
+            is_here &= tl.load(map_ptr + expert, mask=is_routed & is_here, other=0) >= 0
+        weight = tl.load(weights_ptr + token * top_k + slot, mask=is_routed, other=1.0)
+        is_inside = n < tl.where(is_here, N, 0)
+        row = y_ptr + (token * slots + slot) * N
+        part = tl.load(row + n, mask=is_inside, other=0.0).to(tl.float32) * weight
+        total += tl.where(is_inside, part, 0.0)  # also where a weight is not finite
+    tl.store(out_ptr + token * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+def moe_combine_triton(
+    problem: MoeCombineProblem,
+    y: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
+    out: Tensor,
+) -> None:
+    """What ``moe_combine_torch`` computes, of the same arguments, to the last bit."""
+    p = problem
+    with torch.cuda.device_of(out):
+        combine_kernel[(p.M, triton.cdiv(p.N, _FEATURES))](
+            y,
+            topk_ids,
+            topk_weights,
+            expert_map,
+            out,
+            p.N,
+            p.E,
+            p.top_k,
+            p.top_k + p.shared,
+            HAS_MAP=expert_map is not None,
+            FEATURES=_FEATURES,
+            **OPTIONS,
+        )

@@ -1,0 +1,48 @@
+"""Where Triton computes at all, and fallbacks without tiles. Triton itself is not imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+
+from aiter_mx.kernels.spec import KernelSpec, Problem
+from aiter_mx.target import ARCHS, Target
+
+OPTIONS = {"enable_fp_fusion": False}
+"""Of every launch: Triton's versions disagree on the default, and references do not fuse."""
+
+
+def unavailable(target: Target) -> str | None:
+    """Why Triton computes nothing on ``target``, or None when it does."""
+    if target.runtime not in ("hip", "cuda"):
+        return f"Triton needs a GPU, and this is {target.name}"
+    if target.arch not in ARCHS:
+        return f"the Triton kernels are for {' and '.join(ARCHS)}, not for {target.arch}"
+    return None if _is_installed() else "Triton is not installed"
+
+
+@cache
+def _is_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def without_tiles(
+    op: str, name: str, refusal: Callable[[Problem], str | None] = lambda problem: None
+) -> KernelSpec:
+    """A Triton kernel that has no parameters.
+
+    Args:
+        op: name of the op.
+        name: the kernel's name in tables.
+        refusal: why it does not cover a problem, or None when it does.
+    """
+    return KernelSpec(
+        op=op,
+        backend="triton",
+        name=name,
+        params=(),
+        refusal=lambda target, problem: unavailable(target) or refusal(problem),
+        configure=lambda target, problem: {},
+        candidates=lambda target, problem: ({},),
+    )
