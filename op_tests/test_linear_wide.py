@@ -41,8 +41,9 @@ def config(split: int, rows: int, depth: int) -> dict[str, int]:
 
 # Between them: no cluster, clusters of several sizes, parts of K without a chunk, parts of unequal
 # length, K that ends within a chunk, more scales of a row than a lane has words, warps without
-# rows, several passes, fewer rows than a pass, a ring of one stage, rings longer than a part, one
-# as long as five passes, and parts of x that come in two and in four batches.
+# rows, several passes (whose sums are sent late, too), fewer rows than a pass, a ring of one stage,
+# rings longer than a part, one as long as five passes, and parts of x that come in two and in four
+# batches.
 CASES = [
     (1, 64, 64, config(1, 64, 2)),
     (2, 3, 32, config(4, 32, 1)),
@@ -63,6 +64,8 @@ CASES = [
     (33, 9000, 512, config(4, 64, 5)),
     (48, 150, 6144, config(4, 160, 1)),
     (64, 130, 12288, config(8, 32, 1)),
+    (64, 5000, 4096, config(8, 112, 3)),
+    (57, 9100, 2048, config(4, 96, 4)),
 ]
 
 

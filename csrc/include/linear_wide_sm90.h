@@ -30,6 +30,11 @@ constexpr int kAddWarps = kGroups * 4, kWarps = kAddWarps < 12 ? 16 : kAddWarps 
 constexpr int kFinishers = kWarps - kAddWarps - 1;
 constexpr int kThreads = kWarps * kLanes;
 constexpr int kWarpRows = 16;
+// Sums of a pass are sent while the next pass is computed, where helpers add what comes and there
+// are registers for both passes' sums. With fewer rows of x, or of w in 12 warps, it gains nothing.
+constexpr bool kLate =
+    !kOnePass && kSplit > 1 && kAddWarps == 8 && kTileM > 32 && kChunks >= 4 && kWhole;
+constexpr int kAddingRegisters = 168, kHelpingRegisters = 88; // 16 warps have 128 each
 constexpr int kRowWarps = kRows / kWarpRows; // that have rows; others only take part in wgmma
 static_assert(kRows % kWarpRows == 0, "a warp has all of its rows or none");
 
@@ -60,10 +65,13 @@ static_assert(kTables + kRows * kScaleStride * 4 == MX_SHARED_BYTES,
               "the host lays shared memory out differently: aiter_mx/kernels/linear/wide_sm90.py");
 
 constexpr unsigned kMarker = 0x7fabcdef; // a NaN that arithmetic does not make
-// Stages of w that are asked for before x is fp16, and whether one after another: boxes that are
-// asked for together come together, and late.
+// Stages of w that are asked for before x is fp16, where x, as it is, has left them room; and how
+// many are under way at a time, as boxes that are asked for together come together, and late.
 constexpr int kAskedFirst = kStaging / kStageBytes < kDepth ? kStaging / kStageBytes : kDepth;
-constexpr bool kPaced = kSplit > 2 || kTileM <= 32;
+constexpr int kFlightBytes = 64 << 10; // 36 to 48 KB are up to 9 % slower, the whole ring 4 %
+constexpr int kFlights = (kFlightBytes + kStageBytes / 2) / kStageBytes;
+constexpr int kInFlight = kFlights < kDepth ? kFlights : kDepth;
+constexpr bool kPaced = kSplit > 2 || kTileM <= 32;   // whether the first follow one another, too
 constexpr int kSentBytes = (kSplit - 1) * kTileBytes; // of a tile, by the others of the cluster
 
 MX_DEVICE float power(int exponent) {
@@ -174,7 +182,8 @@ struct Table {
         const long n = min(first_row + lane / 2, t.N - 1);
         read_scales<2>(words, t.ws + n * t.blocks(), lane % 2, part, t, t.aligned(t.ws));
     }
-    MX_MEMBER void write() const {
+    // Returns whether any factor of the warp's rows is 0.
+    MX_MEMBER bool write() const {
         const unsigned top = top_of<1>(words);
         const unsigned row = place + (lane / 2 * kScaleStride + lane % 2) * 4;
         unsigned factors[kWords];
@@ -182,13 +191,17 @@ struct Table {
         for (int i = 0; i < kWords; ++i)
             factors[i] = words[i];
         make_factors(factors, top);
+        unsigned zeros = 0;
 #pragma unroll
         for (int i = 0; i < kWords; ++i)
-            if ((i + 1) * 2 <= kChunks || lane % 2 == 0)
+            if ((i + 1) * 2 <= kChunks || lane % 2 == 0) {
                 store_shared_4(row + i * 8, factors[i]);
+                zeros |= zero_bytes(factors[i]);
+            }
         if (lane % 2 == 0)
             store_shared_4(row + kChunks * 4, exponent_of(top));
         __syncwarp();
+        return __any_sync(~0u, zeros != 0);
     }
 };
 
