@@ -223,8 +223,8 @@ struct Filler {
         const unsigned char* w = a.wq + first_row * a.K + place_in_row(exists);
 #pragma unroll
         for (int i = 0; i < kRows / 4; ++i)
-            copy_once_async(to + swizzled(lane / 8, lane % 8) + i * 4 * kChunk,
-                            w + a.row_of_k(w_rows[i]), exists);
+            copy_once_in_lines_async(to + swizzled(lane / 8, lane % 8) + i * 4 * kChunk,
+                                     w + a.row_of_k(w_rows[i]), exists);
         const unsigned char* w_scales = a.ws + first_row * a.blocks() + chunk * kBlocks;
 #pragma unroll
         for (int i = 0; i < kScaleRows; ++i) {
