@@ -116,13 +116,26 @@ struct Finisher {
             store_rows<false>(entry, out, max(0L, min(2L, a.N - first)), sums);
     }
 
-    // A lane has gate and up of one feature; a warpgroup has a block of 32 features.
+    // Row t of what begins at `first`; of a negative t, anything.
+    template <class T>
+    MX_MEMBER static T* row_of_result(T* first, int t, unsigned row_bytes) {
+        unsigned long place;
+        asm volatile("mad.wide.u32 %0, %1, %2, %3;"
+                     : "=l"(place)
+                     : "r"(t), "r"(row_bytes), "l"(first));
+        return reinterpret_cast<T*>(place);
+    }
+    // A lane has gate and up of one feature; a warpgroup has a block of 32 features. Once all have
+    // noted their largest magnitudes a thread finds the scale of each column, in whose place it
+    // then leaves what values are to be multiplied with.
     template <int Count>
     MX_MEMBER void store_activated(const Entry& entry, unsigned tile, int part,
                                    float (&sums)[Count],
                                    unsigned (&amaxes)[kGroupWarps][kActivated ? kCols : 2]) const {
-        const long first =
-            (tile * static_cast<long>(kParts) + part) * (kGroupRows / 2) + warp * 8 + lane / 4;
+        static_assert(kCols <= kGroupThreads, "a thread has the scale of one column");
+        const unsigned features = static_cast<unsigned>(a.N) / 2;
+        const unsigned of_part = (tile * kParts + part) * kBlock;
+        const bool exists = of_part < features; // blocks are whole
 #pragma unroll
         for (int j = 0; j < kColTiles; ++j)
 #pragma unroll
@@ -134,21 +147,44 @@ struct Finisher {
                 note_largest(amaxes, value, column_of(j, c, lane), warp, lane);
             }
         named_barrier(1 + group, kGroupThreads);
+        if (const int m = warp * kLanes + lane; m < kCols) {
+            const BlockScale scale = block_scale<E4M3, kRoundUp>(largest_of(amaxes, m));
+            const int t = entry.t[m];
+            amaxes[0][m] = float_to_bits(scale.inverse);
+            if (exists && t >= 0)
+                *(row_of_result(a.out_scales, t, features / kBlock) + of_part / kBlock) =
+                    scale.byte;
+        }
+        named_barrier(1 + group, kGroupThreads);
+        if (!exists)
+            return;
+        unsigned char* const out =
+            static_cast<unsigned char*>(a.out) + (of_part + warp * 8 + lane / 4);
+        unsigned words[kColTiles]; // of two columns
+        int2 rows[kColTiles];
 #pragma unroll
-        for (int j = 0; j < kColTiles; ++j)
+        for (int j = 0; j < kColTiles; ++j) {
+            const int m = column_of(j, 0, lane);
+            rows[j] = *reinterpret_cast<const int2*>(entry.t + m);
+            const uint2 by = *reinterpret_cast<const uint2*>(amaxes[0] + m);
+            words[j] = f32_to_e4m3x4<false>(
+                {sums[j * 4] * bits_to_float(by.x), sums[j * 4 + 1] * bits_to_float(by.y)}, {},
+                false);
+        }
 #pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int m = column_of(j, c, lane);
-                const long t = entry.t[m];
-                if (t < 0 || first >= a.N / 2)
-                    continue;
-                const BlockScale scale = block_scale<E4M3, kRoundUp>(largest_of(amaxes, m));
-                const long n = t * (a.N / 2) + first;
-                static_cast<unsigned char*>(a.out)[n] =
-                    to_e4m3x4<kRoundUp>(sums[j * 4 + c], 0.0f, 0.0f, 0.0f, scale);
-                if (warp == 0 && lane < 4)
-                    a.out_scales[n / kBlock] = scale.byte;
-            }
+        for (int j = 0; j < kColTiles; ++j) {
+            store_byte(row_of_result(out, rows[j].x, features), words[j], rows[j].x);
+            store_byte(row_of_result(out, rows[j].y, features), words[j] >> 8, rows[j].y);
+        }
+    }
+    // Stores the lowest byte if `exists` is not negative.
+    MX_MEMBER static void store_byte(unsigned char* to, unsigned byte, int exists) {
+        asm volatile("{\n"
+                     ".reg .pred p;\n"
+                     "setp.ge.s32 p, %2, 0;\n"
+                     "@p st.global.u8 [%0], %1;\n"
+                     "}" ::"l"(to),
+                     "r"(byte), "r"(exists));
     }
 
     // by_w: what the lane's two rows' sums are to be multiplied with. outside: a bit for each of
