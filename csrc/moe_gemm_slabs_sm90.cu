@@ -3,8 +3,8 @@
 //
 // moe_gemm_boxes_sm90.cu with two slabs of 64 rows of w for each warpgroup that adds: x, which both
 // read, is brought and made fp16 for 256 rows at a time. By count the memory pipe of an SM has the
-// most to do for each 128 k, beside the copies of tensor maps. So scales are loaded 16 bytes at a
-// time, and the warp that makes factors of them asks for the weights, too.
+// most to do for each 128 k, beside the copies of tensor maps. So scales are copied 16 bytes at a
+// time; and ahead of their use, as what waits for them keeps all that add waiting.
 
 #include "moe_boxes_finish_sm90.h"
 #include "moe_boxes_sm90.h"
@@ -195,7 +195,7 @@ struct Adder {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     aiter_mx_moe_gemm(MX_MOE_PARAMETERS, const __grid_constant__ TensorMap weights_map) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
-    Shared& shared = *reinterpret_cast<Shared*>(dynamic);
+    SharedOfSlabs& shared = *reinterpret_cast<SharedOfSlabs*>(dynamic);
     const MoeArgs a = MX_MOE_ARGS;
     // The same in all lanes, and known to be.
     const int lane = threadIdx.x % kLanes, warp = __shfl_sync(~0u, threadIdx.x / kLanes, 0);
@@ -209,10 +209,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (role < kGroupWarps)
             Bringer{a, shared, role * kLanes + lane}.run();
         else if (role < kGroupWarps + kGroups)
-            Filler{a, shared, weights_map, role - kGroupWarps, lane}.run();
+            Filler{a, shared, role - kGroupWarps, lane}.run();
         else if (role == 2 * kGroupWarps - 1)
             open_entries(a, shared, lane);
         else if (role >= 2 * kGroupWarps && role < 2 * kGroupWarps + kFetchWarps)
             fetch_x(a, shared, role - 2 * kGroupWarps, lane);
+        else if (role == 2 * kGroupWarps + kFetchWarps)
+            copy_weights(a, shared, weights_map, lane);
     }
 }

@@ -1,5 +1,5 @@
 // The layout of shared memory in moe_gemm_boxes_sm90.cu and moe_gemm_slabs_sm90.cu, and their warps
-// that look up what there is to do and, of the first, bring weights.
+// that look up what there is to do and bring weights.
 #pragma once
 
 #include "moe_groups_sm90.h"
@@ -318,7 +318,7 @@ MX_DEVICE void open_entries(const MoeArgs& a, Shared& shared, int lane) {
 MX_DEVICE void copy_weights(const MoeArgs& a, Shared& shared, const TensorMap& map, int lane) {
     const int group = min(lane, kGroups - 1), chunks = a.chunks();
     bool done = lane >= kGroups;
-    int left = 0, chunk = 0, row = 0; // chunks of the entry; the next one's place
+    int left = 0, chunk = 0, t = 0, row = 0; // stages of the entry; the next one's place
     Turn<kEntries> turn;
     Turn<kDepth> to;
     while (__any_sync(~0u, !done)) {
@@ -328,24 +328,28 @@ MX_DEVICE void copy_weights(const MoeArgs& a, Shared& shared, const TensorMap& m
             const Entry& entry = shared.queue[turn.at];
             turn.next();
             done = entry.expert < 0;
-            left = static_cast<int>(entry.end - entry.tile) * chunks;
+            left = static_cast<int>(entry.end - entry.tile) * chunks * kTiles;
             row = entry.expert * static_cast<int>(a.N) +
-                  static_cast<int>(entry.tile * kGroups + group) * kBoxRows;
+                  static_cast<int>(entry.tile * kParts + group * kTiles) * kBoxRows;
         }
         if (!done && left > 0 &&
             barrier_test(shared_address(shared.empty[group] + to.at), to.parity ^ 1)) {
             const unsigned full = shared_address(shared.full[group] + to.at);
             barrier_arrive_expect(full, kStageBytes);
             const unsigned stage = shared_address(shared.ring[group][to.at]);
-            copy_box(stage, map, chunk * kChunk, row, full);
+            copy_box(stage, map, chunk * kChunk, row + t * kBoxRows, full);
             if constexpr (kHalves)
                 copy_box(stage + kStageBytes / 2, map, chunk * kChunk,
-                         row + static_cast<int>(a.N) / 2, full);
+                         row + t * kBoxRows + static_cast<int>(a.N) / 2, full);
             to.next();
             --left;
-            if (++chunk == chunks) {
+            if (++t == kTiles) {
+                t = 0;
+                ++chunk;
+            }
+            if (chunk == chunks) {
                 chunk = 0;
-                row += kGroups * kBoxRows;
+                row += kParts * kBoxRows;
             }
             asked = true;
         }

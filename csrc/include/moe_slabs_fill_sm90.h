@@ -1,21 +1,30 @@
-// The warps of moe_gemm_slabs_sm90.cu that ask for weights and make factors of their scales.
+// The warps of moe_gemm_slabs_sm90.cu that make factors of w's scales.
 #pragma once
 
 #include "moe_boxes_sm90.h"
 #include "moe_boxes_x_sm90.h"
 #include "sm90_mma.h"
+#include "sm90_shared.h"
 
 namespace mx {
 
-// Fills the ring of a warpgroup that adds, one warp for each: asks for boxes of weights, and makes
-// factors of scales, relative to the row's largest, which is found while the tile before is under
-// way. A lane has a row every kLanes.
+// Beside what boxes has, scales of w as they are: of the tile that is under way and of the next
+// one, so many times of each as are there or on their way.
+constexpr int kScaleTurns = 2;
+struct SharedOfSlabs : Shared {
+    alignas(16) unsigned w_scales[2][kScaleTurns][kParts][kGroupRows][kVectorChunks];
+};
+static_assert(sizeof(SharedOfSlabs) <= MX_SHARED_BYTES,
+              "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/slabs_sm90.py");
+
+// Fills the ring of a warpgroup that adds, one warp for each, with factors of scales, relative to
+// the row's largest, which is found while the tile before is under way. A lane has a row every
+// kLanes, and copies the scales of these itself, so that it waits for no other's.
 struct Filler {
     static constexpr int kOwned = kGroupRows / kLanes; // rows of a part
     static constexpr int kBatch = kVectorChunks;       // chunks
     const MoeArgs& a;
-    Shared& shared;
-    const TensorMap& map;
+    SharedOfSlabs& shared;
     const int group, lane;
 
     static constexpr int kInSector = 32 / kBlocks; // chunks that a prefetch brings
@@ -45,32 +54,33 @@ struct Filler {
             for (int r = 0; r < kOwned; ++r)
                 load(words[t][r], of, t, r, c);
     }
-    // Brings scales of the chunks from c on nearer.
-    MX_MEMBER void prefetch(const Place& of, int c) const {
+    // Starts copies of what is loaded at once, of all of a lane's rows.
+    MX_MEMBER void ask(int which, int turn, const Place& of, int c) const {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t)
 #pragma unroll
             for (int r = 0; r < kOwned; ++r)
-                prefetch_l2(scales_at(of, t, r) + c * kBlocks);
+                copy_scales(asked_at(which, turn, t, r), scales_at(of, t, r) + c * kBlocks, true);
     }
-    // Fills a stage with a part's weights.
-    MX_MEMBER void copy(int at, const Place& of, int t, int chunk) const {
-        if (!elected_lane())
-            return;
-        const unsigned full = shared_address(shared.full[group] + at);
-        const unsigned stage = shared_address(shared.ring[group][at]);
-        barrier_arrive_expect(full, kStageBytes);
-        const int part = static_cast<int>(of.tile) * kParts + group * kTiles + t;
-        const int row = of.expert * static_cast<int>(a.N) + part * kBoxRows;
-        copy_box(stage, map, chunk * kChunk, row, full);
-        if constexpr (kHalves)
-            copy_box(stage + kStageBytes / 2, map, chunk * kChunk, row + static_cast<int>(a.N) / 2,
-                     full);
+    MX_MEMBER unsigned asked_at(int which, int turn, int t, int r) const {
+        return shared_address(shared.w_scales[which][turn][group * kTiles + t][lane + r * kLanes]);
+    }
+    MX_MEMBER void take_asked(unsigned (&words)[kBatch], int which, int turn, int t, int r) const {
+        const uint4 v = load_shared_16(asked_at(which, turn, t, r));
+        words[0] = v.x;
+        words[1] = v.y;
+        words[2] = v.z;
+        words[3] = v.w;
     }
     // What the first tile waits for.
     MX_MEMBER void begin(const Place& of, Largests& largest, int chunks) const {
+#pragma unroll 1
         for (int c = 0; c < chunks; c += kInSector)
-            prefetch(of, c);
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+                for (int r = 0; r < kOwned; ++r)
+                    prefetch_l2(scales_at(of, t, r) + c * kBlocks);
         for (int c = 0; c < chunks; c += kBatch) {
             Words words;
             load(words, of, c);
@@ -86,14 +96,10 @@ struct Filler {
                 for (int i = 0; i < kBatch; ++i)
                     largest[t][r].take(words[t][r][i]);
     }
-    // Fills the next stage, with a chunk of part t.
-    MX_MEMBER void fill_stage(const Place& now, int t, int chunk, const unsigned (&scales)[kOwned],
-                              const unsigned (&top)[kOwned], Turn<kDepth>& to, int& asked) const {
+    // Makes the factors of the next stage.
+    MX_MEMBER void fill_stage(const unsigned (&scales)[kOwned], const unsigned (&top)[kOwned],
+                              Turn<kDepth>& to) const {
         barrier_wait(shared_address(shared.empty[group] + to.at), to.parity ^ 1);
-        if (asked > 0)
-            --asked;
-        else
-            copy(to.at, now, t, chunk);
 #pragma unroll
         for (int r = 0; r < kOwned; ++r)
             shared.factors[group][to.at][lane + r * kLanes] =
@@ -103,37 +109,45 @@ struct Filler {
             barrier_arrive(shared_address(shared.full[group] + to.at));
         to.next();
     }
-    // Fills all of a tile's stages, and finds the largest scales of the next tile's rows, of which
-    // one row's are loaded with each chunk. Loads find scales in the L2.
-    MX_MEMBER void fill(const Place& now, const Place& next, Words& words, const Tops& top,
-                        Largests& largest, Turn<kDepth>& to, int& asked, int chunks) const {
+    // Fills all of a tile's stages, and finds the largest scales of the next tile's rows.
+    MX_MEMBER void fill(const Place& now, const Place& next, const Tops& top, Largests& largest,
+                        Turn<kDepth>& to, int chunks) const {
         static_assert(kTiles * kOwned <= kVectorChunks, "each row has a chunk");
         const bool any_next = next.expert >= 0;
-        for (int c = 0; c < chunks; c += kBatch) {
-            if (c > 0)
-                load(words, now, c);
-            if (c % kInSector != 0 || c + kBatch == chunks) {
-                const int later = c + kBatch;
-                if (later < chunks)
-                    prefetch(now, later);
+        int turn = 0;
+        ask(0, turn, now, 0);
+        if (any_next)
+            ask(1, turn, next, 0);
+        copy_commit();
+#pragma unroll 1
+        for (int c = 0; c < chunks; c += kBatch, turn ^= 1) {
+            if (c + kBatch < chunks) {
+                ask(0, turn ^ 1, now, c + kBatch);
                 if (any_next)
-                    prefetch(next, later < chunks ? later : 0);
+                    ask(1, turn ^ 1, next, c + kBatch);
             }
+            copy_commit();
+            copy_wait<1>();
+            Words words;
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+                for (int r = 0; r < kOwned; ++r)
+                    take_asked(words[t][r], 0, turn, t, r);
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                const int t_of = i / kOwned, r_of = i % kOwned;
-                unsigned ahead[kBatch] = {};
-                if (i < kTiles * kOwned && any_next)
-                    load(ahead, next, t_of, r_of, c);
 #pragma unroll
                 for (int t = 0; t < kTiles; ++t) {
                     const unsigned scales[kOwned] = {words[t][0][i], words[t][1][i]};
-                    fill_stage(now, t, c + i, scales, top[t], to, asked);
+                    fill_stage(scales, top[t], to);
                 }
-                if (i < kTiles * kOwned)
+                if (i < kTiles * kOwned && any_next) {
+                    unsigned ahead[kBatch];
+                    take_asked(ahead, 1, turn, i / kOwned, i % kOwned);
 #pragma unroll
                     for (unsigned word : ahead)
-                        largest[t_of][r_of].take(word);
+                        largest[i / kOwned][i % kOwned].take(word);
+                }
             }
         }
     }
@@ -148,16 +162,10 @@ struct Filler {
         Turn<kEntries> turn;
         Turn<kDepth> to;
         Place next = open(turn);
-        int asked = 0; // stages that are under way already
-        Words words;
         Tops top;
         Largests largest;
-        if (next.expert >= 0) {
-            asked = min(kDepth, chunks * kTiles);
-            for (int i = 0; i < asked; ++i)
-                copy(i, next, i % kTiles, i / kTiles);
+        if (next.expert >= 0)
             begin(next, largest, chunks);
-        }
         while (next.expert >= 0) {
 #pragma unroll
             for (int t = 0; t < kTiles; ++t)
@@ -167,14 +175,13 @@ struct Filler {
                     largest[t][r] = {};
                 }
             const Place now = next;
-            load(words, now, 0);
             if (++next.tile == next.end) {
                 turn.next();
                 next = open(turn);
             }
-            fill(now, next, words, top, largest, to, asked, chunks);
+            fill(now, next, top, largest, to, chunks);
         }
-        launch_dependents(); // not before, else what comes next settles unevenly on the SMs
+        copy_wait<0>(); // copies must not outlive the warp
     }
 };
 

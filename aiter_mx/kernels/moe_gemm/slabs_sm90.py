@@ -31,8 +31,10 @@ _FEW_ROWS = 40  # of an expert, for which boxes is faster
 
 
 def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
-    """Of a workgroup."""
-    return boxes.layout_bytes(problem, config, _GROUPS, config["slots"], _SCALE_CHUNKS)
+    """Of a workgroup: what boxes has, and scales of w of this tile and the next, twice as many as
+    are loaded at once."""
+    scales = 2 * 2 * _GROUPS * _TILES * boxes.GROUP_ROWS * _SCALE_CHUNKS * 4
+    return boxes.layout_bytes(problem, config, _GROUPS, config["slots"], _SCALE_CHUNKS) + scales
 
 
 def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
