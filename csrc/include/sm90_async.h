@@ -12,13 +12,7 @@ MX_DEVICE unsigned shared_address(const void* p) {
 }
 
 // Starts a copy of 16 bytes to shared memory that no one reads again from memory, or of zeros, for
-// which nothing is read.
-MX_DEVICE void copy_once_async(unsigned to, const void* from, bool exists) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(exists ? 16 : 0)
-                 : "memory");
-}
-// The same, fetched by lines of 128 bytes.
+// which nothing is read. The L2 fetches lines of 128 bytes for it.
 MX_DEVICE void copy_once_in_lines_async(unsigned to, const void* from, bool exists) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(exists ? 16 : 0)
