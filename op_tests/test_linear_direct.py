@@ -59,10 +59,24 @@ CASES = [
     (2, 33, 640, config(12, 1, 1, 8)),
     (4, 2304, 6144, config(40, 6, 1, 4)),
     (1, 777, 2208, config(48, 3, 2, 4)),
+    # and of more rows of x, which another kind of product has
+    (8, 64, 64, config(16, 4, 1)),
+    (5, 3, 32, config(8, 1, 1)),
+    (7, 100, 416, config(12, 4, 2)),
+    (8, 5000, 1536, config(47, 12, 1)),
+    (6, 70, 1056, config(3, 2, 3)),
+    (8, 2304, 6144, config(18, 16, 3)),
+    (7, 131, 2080, config(24, 4, 2)),
+    (8, 300, 1536, config(16, 3, 1, 4)),
+    (7, 70, 1056, config(24, 2, 1, 2)),
+    (5, 33, 640, config(12, 1, 1, 8)),
+    (8, 2304, 6144, config(40, 3, 1, 8)),
+    (6, 777, 2208, config(48, 3, 2, 4)),
+    (8, 9216, 6144, config(24, 3, 1, 2)),
 ]
 
 
-@pytest.mark.parametrize("M", [1, 4])
+@pytest.mark.parametrize("M", [1, 4, 5, 8])
 @pytest.mark.parametrize(("N", "K"), [(1, 32), (300, 96), (2304, 6144), (9216, 28672), (70, 65568)])
 def test_the_chosen_configuration_is_legal_and_leaves_no_wave_idle(M: int, N: int, K: int) -> None:
     for pdl in (False, True):
@@ -103,7 +117,7 @@ def test_only_the_asked_for_launch_overlaps() -> None:
 
 def test_what_it_does_not_cover_is_refused() -> None:
     assert DIRECT.refusal(TARGET, LinearProblem(MAX_M, 8, 64)) is None
-    assert "above 4" in (DIRECT.refusal(TARGET, LinearProblem(MAX_M + 1, 8, 64)) or "")
+    assert "above 8" in (DIRECT.refusal(TARGET, LinearProblem(MAX_M + 1, 8, 64)) or "")
     assert "sm_90a" in (DIRECT.refusal(hardware("gfx950"), LinearProblem(4, 8, 64)) or "")
 
 
@@ -113,7 +127,7 @@ def test_without_a_table_it_takes_what_it_won_on_an_h200(N: int, K: int) -> None
         line = in_line("linear", TARGET, problem)
         return next(kernel.name for kernel in line if kernel.refusal(TARGET, problem) is None)
 
-    for M in (2, 3, 4):
+    for M in (2, 3, 4, 5, 8):
         assert first(LinearProblem(M, N, K)) == "direct"
         assert first(LinearProblem(M, N, K, pdl=True)) != "direct"
         assert first(LinearProblem(M, N, K + 32)) != "direct"
@@ -169,24 +183,26 @@ def test_scales_at_any_address_are_read_rightly() -> None:
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_outputs_and_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> None:
-    assert_outputs_and_biases_right(launch, dtype, [config(16, 4, 2)], M=3)
+    for M in (3, 7):
+        assert_outputs_and_biases_right(launch, dtype, [config(16, 4, 2)], M=M)
 
 
 @gpu
 def test_weights_beyond_4_gib_are_addressed_rightly() -> None:
-    got, drawn = launch_beyond_4_gib(DIRECT, 4, 6240)
-    assert_close_to_reference(got, *drawn)
+    for M in (4, 8):
+        got, drawn = launch_beyond_4_gib(DIRECT, M, 6240)
+        assert_close_to_reference(got, *drawn)
 
 
 @gpu
 @pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize("M", [2, 4])
+@pytest.mark.parametrize("M", [2, 4, 8])
 def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int, pdl: bool) -> None:
     assert_repeats_on_two_streams(DIRECT, LinearProblem(M, 2304, 6144, pdl=pdl))
 
 
 @gpu
-@pytest.mark.parametrize("M", [2, 4])
+@pytest.mark.parametrize("M", [2, 4, 8])
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(
     captured: bool, M: int
@@ -204,3 +220,16 @@ def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(
         got.fill_(float("nan"))
         graph.replay()
         assert torch.equal(got, expected)
+
+
+def test_registers_are_held_down_only_where_all_of_a_launch_then_fits() -> None:
+    assert DIRECT.module is not None
+    told = [
+        DIRECT.module.defines(TARGET, LinearProblem(M, N, K), config(*chosen))["MX_RESIDENT"]
+        for M, N, K, chosen in (
+            (8, 1536, 6144, (24, 3, 1, 8)),  # 5 of 3 waves, for which 100 of 128 registers will do
+            (8, 9216, 6144, (24, 3, 1, 2)),  # 6 of 3 waves, for which there are 96
+            (8, 9216, 6144, (16, 4, 1, 2)),  # 9 of 4 waves, for which there are 56: not enough
+        )
+    ]
+    assert told == [1, 6, 1]

@@ -1,11 +1,11 @@
-"""The Hopper kernel of the linear whose weights go straight into registers, for up to 4 rows of x,
+"""The Hopper kernel of the linear whose weights go straight into registers, for up to 8 rows of x,
 csrc/linear_direct_sm90.cu."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from math import log2
+from math import ceil, log2
 
 from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
 from aiter_mx.kernels.spec import (
@@ -20,7 +20,8 @@ from aiter_mx.kernels.spec import (
 )
 from aiter_mx.target import Target
 
-MAX_M = 4
+MAX_M = 8
+_FEW = 4  # rows of x for which there is another kind of product
 MAX_SIZE = (1 << 31) - 1
 _MOST_ROWS = 48
 _FEWEST_ROWS = 4  # of a candidate
@@ -33,6 +34,7 @@ _REGISTERS = 65536  # of an SM
 _MOST_REGISTERS = 232  # of a lane, above which ptxas was seen to spill
 _WARP_REGISTERS = _REGISTERS // 4 // 32  # of a scheduler, for each lane
 _CYCLES_A_US = 4 * 1980  # of an SM's four schedulers
+_LEAST_SHARE, _COMFORTABLE_SHARE = 0.9, 1.15  # of the registers that ptxas would take
 _SUITS_BYTES = 96e3  # of weights under way on an SM
 # What an H200 holds at once of what its SMs could, by the size of a cluster, which lies in a GPC.
 _PACKED = {1: 1.0, 2: 1.0, 4: 0.93, 8: 0.93}
@@ -50,7 +52,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if target.arch not in MODULE.sources:
         return f"no direct kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.M > MAX_M:
-        return f"M={problem.M} is above {MAX_M}, the most rows of a tile of direct"
+        return f"M={problem.M} is above {MAX_M}, the most rows of x in direct"
     if max(problem.N, problem.K) > MAX_SIZE:
         return f"N={problem.N}, K={problem.K}: direct counts both in 31 bits"
     return None
@@ -60,10 +62,12 @@ def _chunks(problem: LinearProblem) -> int:
     return -(-problem.K // _CHUNK)
 
 
-def _registers(config: Config) -> int:
-    """Of a lane, about: what ptxas took for ten configurations, or up to 9 more."""
+def _registers(problem: LinearProblem, config: Config) -> int:
+    """Of a lane, about: what ptxas took for 36 configurations, or up to 11 more or less."""
     halves = -(-config["rows"] // 8)
-    return 36 + 9 * config["unroll"] * (halves + 1) + 7 * halves
+    if problem.M <= _FEW:
+        return 36 + 9 * config["unroll"] * (halves + 1) + 7 * halves
+    return 30 + 10 * config["unroll"] * (halves + 1) + 12 * halves
 
 
 def _fits(problem: LinearProblem, config: Config) -> bool:
@@ -71,17 +75,41 @@ def _fits(problem: LinearProblem, config: Config) -> bool:
     waves, chunks = config["waves"], _chunks(problem) // config["split"]
     most = min(_REGISTERS // (32 * waves), _MOST_REGISTERS)
     return (
-        _registers(config) <= most and waves <= chunks and config["unroll"] <= -(-chunks // waves)
+        _registers(problem, config) <= most
+        and waves <= chunks
+        and config["unroll"] <= -(-chunks // waves)
     )
+
+
+def _of_sm(target: Target, problem: LinearProblem, config: Config) -> float:
+    """Workgroups of an SM, if all had as many."""
+    return -(-problem.N // config["rows"]) * config["split"] / target.cu_num
+
+
+def _resident(target: Target, problem: LinearProblem, config: Config) -> int:
+    """For how many workgroups of an SM ptxas is to leave registers, or 1 to leave that to it.
+
+    It is told only where all of a launch would fit an SM with some registers less than it likes to
+    take: told more, it asks for less at once.
+    """
+    waves, wanted = config["waves"], _registers(problem, config)
+    groups = ceil(_of_sm(target, problem, config) / _PACKED[config["split"]])
+    if groups > _MOST_RESIDENT[config["split"] > 1]:
+        return 1
+    of_scheduler = -(-groups * waves // 4)
+    allowed = _WARP_REGISTERS // of_scheduler // 8 * 8
+    tight = _LEAST_SHARE * wanted <= allowed < _COMFORTABLE_SHARE * wanted
+    return max(1, 4 * of_scheduler // waves) if tight else 1
 
 
 def _cost(target: Target, problem: LinearProblem, config: Config) -> float:
     """A model of what a call takes beyond reading, in us: fitted to 230 times on one H200."""
     rows, waves, split = config["rows"], config["waves"], config["split"]
     halves, chunks, a_round = -(-rows // 8), _chunks(problem) / split, waves * config["unroll"]
-    of_scheduler = _WARP_REGISTERS // (-(-_registers(config) // 8) * 8)
-    resident = max(1, min(4 * of_scheduler // waves, 64 // waves, _MOST_RESIDENT[split > 1]))
-    of_sm = -(-problem.N // rows) * split / target.cu_num
+    of_scheduler = _WARP_REGISTERS // (-(-_registers(problem, config) // 8) * 8)
+    held = max(4 * of_scheduler // waves, _resident(target, problem, config))
+    resident = max(1, min(held, 64 // waves, _MOST_RESIDENT[split > 1]))
+    of_sm = _of_sm(target, problem, config)
     under_way = min(resident, of_sm) * rows * min(a_round, chunks) * _CHUNK
     busy_us = of_sm * chunks * (48 * halves + 50 * -(-halves // 2) + 90) / _CYCLES_A_US
     idle = -chunks % a_round / chunks
@@ -127,10 +155,12 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
     a_round = config["waves"] * config["unroll"] * config["split"]
     return {
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
+        "MX_TOKENS": _FEW if problem.M <= _FEW else MAX_M,
         "MX_ROWS": config["rows"],
         "MX_WAVES": config["waves"],
         "MX_UNROLL": config["unroll"],
         "MX_SPLIT": config["split"],
+        "MX_RESIDENT": _resident(target, problem, config),
         "MX_OVERLAPS": int(problem.pdl),
         "MX_WHOLE_CHUNKS": int(problem.K % _CHUNK == 0),
         "MX_EVEN": int(_chunks(problem) % a_round == 0),

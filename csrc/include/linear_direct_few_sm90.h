@@ -1,0 +1,127 @@
+// direct for up to 4 rows of x, by mma.m16n8k16.
+//
+// Lane 4g + t loads 16 bytes of row g of 8, at k = 16t of 64: one scale lasts for t = 0 and 1,
+// another for t = 2 and 3. As mma adds over t, x has a column for each token and block of 32 k,
+// which is zero in the other block's lanes. So half of the matrix unit's work is for nothing, and a
+// lane finds the sums of both blocks of a row of w and token t side by side:
+//
+//   B, 64 k of x          t = 0, 1       t = 2, 3
+//   column 2m             x[m, 0..31]    0
+//   column 2m + 1         0              x[m, 32..63]
+#pragma once
+
+#include "linear_direct_sm90.h"
+
+namespace mx {
+
+constexpr int kTiles = (kHalves + 1) / 2; // of 16 rows of w, as mma takes them
+constexpr int kLaneRows = 1;              // of a half, whose sums a lane has
+
+using Sums = float[kHalves][kLaneRows]; // of row g of each half by token t
+
+MX_DEVICE int row_of(int lane) { return lane / 4; }
+MX_DEVICE int token_of(int lane) { return lane % 4; }
+
+MX_DEVICE int place_of(int t) { return t * kPiece; }
+
+struct Chunk {
+    Weights w;
+    u32x4 x[kSteps];
+    unsigned x_scales; // of token t
+
+    MX_MEMBER unsigned far() const { return w.far() | far_x(x_scales); }
+};
+
+// Where a lane reads x.
+struct XReader {
+    const unsigned char *payload, *scales;
+    int depth, place;
+    bool has_payload, has_scales;
+
+    MX_MEMBER void open(const unsigned char* xq, const unsigned char* xs, unsigned M, unsigned K,
+                        unsigned chunk, int lane) {
+        const unsigned g = lane / 4, t = lane % 4;
+        depth = K;
+        place = place_of(t);
+        payload = xq + static_cast<unsigned long>(g / 2) * K + (chunk * kChunk + place);
+        scales = xs + static_cast<unsigned long>(t) * (K / kBlock) + chunk * kBlocks;
+        has_payload = g / 2 < M && t / 2 == g % 2;
+        has_scales = t < M;
+    }
+    MX_MEMBER void advance(int chunks) {
+        payload += chunks * kChunk;
+        scales += chunks * kBlocks;
+    }
+    MX_MEMBER void load_payload(Chunk& chunk, int ahead, int c) const {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s)
+            if (has_payload && within(depth, c, s * kStep + place))
+                chunk.x[s] = load(payload + ahead * kChunk + s * kStep);
+    }
+    template <bool Aligned>
+    MX_MEMBER void load_scales(Chunk& chunk, int ahead, int c) const {
+        chunk.x_scales = kUnitScales;
+        if (has_scales)
+            chunk.x_scales = scales_at<Aligned>(scales + ahead * kBlocks, blocks_left(depth, c));
+    }
+};
+
+// What is made of x and of scales before the weights are there.
+struct Ready {
+    unsigned columns[kSteps][4][2];
+    unsigned w_scales[kHalves];
+};
+
+MX_DEVICE void make_ready(Ready& ready, const Chunk& chunk, int lane) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            e4m3x4_to_f16(chunk.x[s][i], ready.columns[s][i][0], ready.columns[s][i][1]);
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h)
+        ready.w_scales[h] = chunk.w.scales_of(h, row_of(lane));
+}
+
+// Far: scales may be so far from 1 that they are to be applied in turn.
+template <bool Far>
+MX_DEVICE void add_products(Sums& sums, const Chunk& chunk, const Ready& ready) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+            unsigned rows[2][4][2] = {};
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (2 * tile + h < kHalves) {
+                    u32x4 w = chunk.w.payload[2 * tile + h][s];
+                    if constexpr (Far)
+                        unlike_the_other_way(w);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        e4m3x4_to_f16(w[i], rows[h][i][0], rows[h][i][1]);
+                }
+            float products[4] = {};
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                mma(products, rows[0][i][0], rows[1][i][0], rows[0][i][1], rows[1][i][1],
+                    ready.columns[s][i][0], ready.columns[s][i][1]);
+#pragma unroll
+            for (int h = 2 * tile; h < kHalves && h < 2 * tile + 2; ++h)
+#pragma unroll
+                for (int b = 0; b < 2; ++b) {
+                    float& sum = sums[h][0];
+                    const float product = products[2 * (h % 2) + b];
+                    const unsigned of_w = ready.w_scales[h], of_x = chunk.x_scales;
+                    const int block = 2 * s + b;
+                    if constexpr (Far)
+                        sum = add_scaled(sum, product, e8m0_split(byte_of(of_w, block)),
+                                         e8m0_to_f32(byte_of(of_x, block)));
+                    else
+                        sum =
+                            mx::fma(product, usual_scale(multiply_scales(of_w, of_x), block), sum);
+                }
+        }
+}
+
+} // namespace mx

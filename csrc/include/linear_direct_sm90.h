@@ -1,0 +1,131 @@
+// What the two kinds of direct share: parameters, scales, and where sums go. One, for up to 4 rows
+// of x, is linear_direct_few_sm90.h, the other, for up to 8, linear_direct_eight_sm90.h.
+#pragma once
+
+#include "mx_scale.h"
+#include "mx_target.h"
+#include "sm90_async.h"
+#include "sm90_mma.h"
+#include "sm90_rows.h"
+
+namespace mx {
+
+constexpr int kRows = MX_ROWS;                 // outputs n of a workgroup
+constexpr int kWaves = MX_WAVES;               // waves of a workgroup
+constexpr int kUnroll = MX_UNROLL;             // chunks of a wave whose loads precede all use
+constexpr int kSplit = MX_SPLIT;               // workgroups of a cluster, which share K
+constexpr int kResident = MX_RESIDENT;         // workgroups of an SM that registers are to allow
+constexpr bool kOverlaps = MX_OVERLAPS;        // may begin before the grid ahead of it ends
+constexpr bool kWholeChunks = MX_WHOLE_CHUNKS; // of K
+constexpr bool kEven = MX_EVEN;                // each round of each wave has all of its chunks
+
+constexpr int kHalves = (kRows + 7) / 8; // tiles of 8 rows of w
+constexpr int kSteps = 2;                // of 64 k of a chunk
+constexpr int kStep = kChunk / kSteps;
+constexpr int kThreads = kLanes * kWaves;
+constexpr int kParts = kSplit * kWaves; // whose sums are added
+
+// Whether K goes on to k of chunk c.
+MX_DEVICE bool within(int K, int c, int k) {
+    return kWholeChunks || static_cast<unsigned>(c * kChunk + k) < static_cast<unsigned>(K);
+}
+MX_DEVICE int blocks_left(int K, int c) { return K / kBlock - c * kBlocks; }
+
+// Scales of four blocks, of which `left` exist.
+template <bool Aligned>
+MX_DEVICE unsigned scales_at(const unsigned char* p, int left) {
+    if constexpr (Aligned)
+        return load_word(p);
+    unsigned v = kUnitScales;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+        if (i < left)
+            v = (v & ~(0xffu << 8 * i)) | load_byte(p + i) << 8 * i;
+    return v;
+}
+
+// Four scales of w times four of x by one addition, of words: right where each byte of w is in 64
+// to 191 and each of x in 64 to 190, as then their sums less 127 are in 1 to 254.
+MX_DEVICE unsigned multiply_scales(unsigned w, unsigned x) { return w + (x - kUnitScales); }
+// The top bit of a byte is set unless all bytes are in that range.
+MX_DEVICE unsigned far_w(unsigned scales) { return scales - 0x40404040; }
+MX_DEVICE unsigned far_x(unsigned scales) { return (scales - 0x40404040) | (scales - 0x3f3f3f3f); }
+MX_DEVICE bool any_far(unsigned bits) { return __any_sync(0xffffffff, bits & 0x80808080); }
+
+// What a lane has of w in a chunk: 16 bytes of row lane / 4 of each half, twice, and the scales of
+// rows lane, 32 + lane and so on, which others need.
+constexpr int kScaleWords = (kHalves + 3) / 4;
+
+struct Weights {
+    u32x4 payload[kHalves][kSteps];
+    unsigned scales[kScaleWords];
+
+    MX_MEMBER unsigned far() const {
+        unsigned bits = 0;
+#pragma unroll
+        for (int i = 0; i < kScaleWords; ++i)
+            bits |= far_w(scales[i]);
+        return bits;
+    }
+    // The scales of some row of half h.
+    MX_MEMBER unsigned scales_of(int h, int row) const {
+        return of_lane(h % 4 * 8 + row, scales[h / 4]);
+    }
+};
+
+// Where a lane reads them.
+struct WeightsReader {
+    const unsigned char *payload[kHalves], *scales[kScaleWords];
+    int depth, place; // K, and which bytes of a step, 16 of 64, the lane reads
+
+    // From a chunk on. Rows past the last are computed from it and not stored.
+    MX_MEMBER void open(const unsigned char* wq, const unsigned char* ws, unsigned K, int at,
+                        unsigned first_row, unsigned last_row, unsigned chunk, int lane) {
+        depth = K;
+        place = at;
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h)
+            payload[h] =
+                wq + static_cast<unsigned long>(min(first_row + 8 * h + lane / 4, last_row)) * K +
+                (chunk * kChunk + place);
+#pragma unroll
+        for (int i = 0; i < kScaleWords; ++i)
+            scales[i] = ws +
+                        static_cast<unsigned long>(min(first_row + kLanes * i + lane, last_row)) *
+                            (K / kBlock) +
+                        chunk * kBlocks;
+    }
+    MX_MEMBER void advance(int chunks) {
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h)
+            payload[h] += chunks * kChunk;
+#pragma unroll
+        for (int i = 0; i < kScaleWords; ++i)
+            scales[i] += chunks * kBlocks;
+    }
+    // ahead: chunks from where the lane is; it is chunk c of K.
+    MX_MEMBER void load_payload(Weights& w, int ahead, int c) const {
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h)
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s)
+                if (within(depth, c, s * kStep + place))
+                    w.payload[h][s] = load_once_in_lines(payload[h] + ahead * kChunk + s * kStep);
+    }
+    template <bool Aligned>
+    MX_MEMBER void load_scales(Weights& w, int ahead, int c) const {
+#pragma unroll
+        for (int i = 0; i < kScaleWords; ++i)
+            w.scales[i] = scales_at<Aligned>(scales[i] + ahead * kBlocks, blocks_left(depth, c));
+    }
+};
+
+// What is done with weights at the beginning of both ways after a branch is not to be done ahead of
+// it: all of a wave's other work is, while it waits for them.
+MX_DEVICE void unlike_the_other_way(u32x4& v) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        asm volatile("" : "+r"(v.words[i]));
+}
+
+} // namespace mx
