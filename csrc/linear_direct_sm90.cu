@@ -8,9 +8,9 @@
 //
 // A cluster computes kRows consecutive outputs n for all m. Its kSplit workgroups have a part of K
 // each, and the waves of a workgroup take turns with that, a chunk of 128 k at a time, and ask for
-// kUnroll chunks of w and x before they use the first. Nothing but sums passes through shared
-// memory, and no one waits for another before the end. A launch that overlaps the one ahead of it
-// asks for its first weights before that has ended.
+// kUnroll chunks of w and x before they use the first, or for one as they use the one before it.
+// Nothing but sums passes through shared memory, and no one waits for another before the end. A
+// launch that overlaps the one ahead of it asks for its first weights before that has ended.
 //
 // Products are those of mma over fp16, which any e4m3 is. Each of four lanes has 16 bytes of 64 k
 // of a row of w, and so two of them another block of 32 k than the others, although mma adds over
@@ -89,11 +89,63 @@ MX_DEVICE void add_chunks(Sums& sums, WeightsReader& w, XReader& x, int mine, in
             Ready ready;
             const bool far = any_far(chunk.far());
             make_ready(ready, chunk, lane);
+            const auto nothing = [](int, int) {};
             if (far)
-                add_products<true>(sums, chunk, ready);
+                add_products<true>(sums, chunk, ready, nothing);
             else
-                add_products<false>(sums, chunk, ready);
+                add_products<false>(sums, chunk, ready, nothing);
         });
+    }
+}
+
+// The same of one chunk at a time, the next of which is asked for while this one is used, piece by
+// piece, as its registers come free. There is no sum that this adds in another order.
+template <bool Aligned>
+MX_DEVICE void add_chunks_in_turn(Sums& sums, WeightsReader& w, XReader& x, int mine, int end,
+                                  int lane) {
+    Chunk chunk = {};
+    if (mine < end) {
+        if constexpr (kOverlaps) {
+            w.load_scales<Aligned>(chunk.w, 0, mine);
+            w.load_payload(chunk.w, 0, mine);
+        } else {
+            x.load_payload(chunk, 0, mine);
+            x.load_scales<Aligned>(chunk, 0, mine);
+            w.load_scales<Aligned>(chunk.w, 0, mine);
+            w.load_payload(chunk.w, 0, mine);
+        }
+    }
+    if constexpr (kOverlaps) { // what is stored later comes after this as well
+        launch_dependents();
+        wait_for_grid_ahead();
+        if (mine < end) {
+            x.load_payload(chunk, 0, mine);
+            x.load_scales<Aligned>(chunk, 0, mine);
+        }
+    }
+#pragma unroll 1
+    for (int c = mine; c < end; c += kWaves) {
+        const int next = c + kWaves;
+        const bool more = next < end;
+        w.advance(kWaves);
+        x.advance(kWaves);
+        Ready ready;
+        const bool far = any_far(chunk.far());
+        make_ready(ready, chunk, lane);
+        if (more) {
+            x.load_payload(chunk, 0, next);
+            x.load_scales<Aligned>(chunk, 0, next);
+            w.load_scales<Aligned>(chunk.w, 0, next);
+        }
+        const auto refill = [&](int h, int s) {
+            if (more)
+                w.load_step(chunk.w, h, s, 0, next);
+            __syncwarp(); // ptxas would move the load to the end
+        };
+        if (far)
+            add_products<true>(sums, chunk, ready, refill);
+        else
+            add_products<false>(sums, chunk, ready, refill);
     }
 }
 
@@ -151,7 +203,10 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kResident)
     // Scales that are no words of memory are read byte by byte, with few registers.
     const auto scales = reinterpret_cast<unsigned long>(ws) | reinterpret_cast<unsigned long>(xs);
     if (kWholeChunks && scales % kBlocks == 0)
-        add_chunks<true, kUnroll>(sums, w, x, begin + wave, end, lane);
+        if constexpr (kInTurn)
+            add_chunks_in_turn<true>(sums, w, x, begin + wave, end, lane);
+        else
+            add_chunks<true, kUnroll>(sums, w, x, begin + wave, end, lane);
     else
         add_chunks<false, 1>(sums, w, x, begin + wave, end, lane);
 

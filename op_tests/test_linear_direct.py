@@ -73,6 +73,12 @@ CASES = [
     (8, 2304, 6144, config(40, 3, 1, 8)),
     (6, 777, 2208, config(48, 3, 2, 4)),
     (8, 9216, 6144, config(24, 3, 1, 2)),
+    # and chunks that are each asked for while the one before is used, or not, as K ends within one
+    (4, 300, 1536, config(16, 3, 0)),
+    (8, 2304, 6144, config(32, 3, 0, 4)),
+    (7, 777, 2176, config(24, 2, 0, 2)),
+    (3, 70, 3072, config(40, 2, 0, 8)),
+    (5, 100, 416, config(12, 2, 0)),
 ]
 
 
@@ -102,7 +108,7 @@ def test_rounds_are_called_even_only_where_each_has_all_of_its_chunks() -> None:
     for M, N, K, chosen in CASES:
         defines = DIRECT.module.defines(TARGET, LinearProblem(M, N, K), chosen)
         assert defines["MX_WHOLE_CHUNKS"] == (K % 128 == 0)
-        rounds = -(-K // 128) / (chosen["waves"] * chosen["unroll"] * chosen["split"])
+        rounds = -(-K // 128) / (chosen["waves"] * max(1, chosen["unroll"]) * chosen["split"])
         assert defines["MX_EVEN"] == (rounds == int(rounds))
 
 
@@ -230,6 +236,8 @@ def test_registers_are_held_down_only_where_all_of_a_launch_then_fits() -> None:
             (8, 1536, 6144, (24, 3, 1, 8)),  # 5 of 3 waves, for which 100 of 128 registers will do
             (8, 9216, 6144, (24, 3, 1, 2)),  # 6 of 3 waves, for which there are 96
             (8, 9216, 6144, (16, 4, 1, 2)),  # 9 of 4 waves, for which there are 56: not enough
+            (8, 9216, 6144, (24, 3, 0, 2)),  # 6 again
+            (8, 9216, 6144, (16, 4, 0, 2)),  # so as many as have room: 6 of a scheduler's waves
         )
     ]
-    assert told == [1, 6, 1]
+    assert told == [1, 6, 1, 6, 5]

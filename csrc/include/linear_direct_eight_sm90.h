@@ -85,7 +85,7 @@ struct XReader {
 // What is made of x and of scales before the weights are there.
 struct Ready {
     unsigned rows[kSteps][2][4];
-    unsigned w_scales[kHalves][kLaneRows];
+    unsigned w_scales[kHalves][kLaneRows], x_scales;
 };
 
 MX_DEVICE void make_ready(Ready& ready, const Chunk& chunk, int lane) {
@@ -102,6 +102,7 @@ MX_DEVICE void make_ready(Ready& ready, const Chunk& chunk, int lane) {
 #pragma unroll
         for (int i = 0; i < kLaneRows; ++i)
             ready.w_scales[h][i] = chunk.w.scales_of(h, row_of(lane) + i);
+    ready.x_scales = chunk.x_scales;
 }
 
 MX_DEVICE void mma_of_pairs(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
@@ -114,8 +115,9 @@ MX_DEVICE void mma_of_pairs(float (&d)[4], const unsigned (&a)[4], unsigned b0, 
 }
 
 // Far: scales may be so far from 1 that they are to be applied in turn.
-template <bool Far>
-MX_DEVICE void add_products(Sums& sums, const Chunk& chunk, const Ready& ready) {
+// refill(h, s) is called when the weights of half h, step s are no longer needed.
+template <bool Far, class Refill>
+MX_DEVICE void add_products(Sums& sums, const Chunk& chunk, const Ready& ready, Refill refill) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
@@ -127,6 +129,7 @@ MX_DEVICE void add_products(Sums& sums, const Chunk& chunk, const Ready& ready) 
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 e4m3x4_to_f16(w[i], columns[i][0], columns[i][1]);
+            refill(h, s);
             float products[4] = {}; // of block 0 by rows 2t and 2t + 1 of w, then of block 1
 #pragma unroll
             for (int i = 0; i < 2; ++i)
@@ -138,7 +141,7 @@ MX_DEVICE void add_products(Sums& sums, const Chunk& chunk, const Ready& ready) 
                 for (int b = 0; b < 2; ++b) {
                     float& sum = sums[h][i];
                     const float product = products[2 * b + i];
-                    const unsigned of_w = ready.w_scales[h][i], of_x = chunk.x_scales;
+                    const unsigned of_w = ready.w_scales[h][i], of_x = ready.x_scales;
                     const int block = 2 * s + b;
                     if constexpr (Far)
                         sum = add_scaled(sum, product, e8m0_split(byte_of(of_w, block)),

@@ -69,7 +69,7 @@ struct XReader {
 // What is made of x and of scales before the weights are there.
 struct Ready {
     unsigned columns[kSteps][4][2];
-    unsigned w_scales[kHalves];
+    unsigned w_scales[kHalves], x_scales;
 };
 
 MX_DEVICE void make_ready(Ready& ready, const Chunk& chunk, int lane) {
@@ -81,11 +81,13 @@ MX_DEVICE void make_ready(Ready& ready, const Chunk& chunk, int lane) {
 #pragma unroll
     for (int h = 0; h < kHalves; ++h)
         ready.w_scales[h] = chunk.w.scales_of(h, row_of(lane));
+    ready.x_scales = chunk.x_scales;
 }
 
 // Far: scales may be so far from 1 that they are to be applied in turn.
-template <bool Far>
-MX_DEVICE void add_products(Sums& sums, const Chunk& chunk, const Ready& ready) {
+// refill(h, s) is called when the weights of half h, step s are no longer needed.
+template <bool Far, class Refill>
+MX_DEVICE void add_products(Sums& sums, const Chunk& chunk, const Ready& ready, Refill refill) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
@@ -100,6 +102,7 @@ MX_DEVICE void add_products(Sums& sums, const Chunk& chunk, const Ready& ready) 
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
                         e4m3x4_to_f16(w[i], rows[h][i][0], rows[h][i][1]);
+                    refill(2 * tile + h, s);
                 }
             float products[4] = {};
 #pragma unroll
@@ -112,7 +115,7 @@ MX_DEVICE void add_products(Sums& sums, const Chunk& chunk, const Ready& ready) 
                 for (int b = 0; b < 2; ++b) {
                     float& sum = sums[h][0];
                     const float product = products[2 * (h % 2) + b];
-                    const unsigned of_w = ready.w_scales[h], of_x = chunk.x_scales;
+                    const unsigned of_w = ready.w_scales[h], of_x = ready.x_scales;
                     const int block = 2 * s + b;
                     if constexpr (Far)
                         sum = add_scaled(sum, product, e8m0_split(byte_of(of_w, block)),

@@ -10,12 +10,13 @@
 
 namespace mx {
 
-constexpr int kRows = MX_ROWS;                 // outputs n of a workgroup
-constexpr int kWaves = MX_WAVES;               // waves of a workgroup
-constexpr int kUnroll = MX_UNROLL;             // chunks of a wave whose loads precede all use
-constexpr int kSplit = MX_SPLIT;               // workgroups of a cluster, which share K
-constexpr int kResident = MX_RESIDENT;         // workgroups of an SM that registers are to allow
-constexpr bool kOverlaps = MX_OVERLAPS;        // may begin before the grid ahead of it ends
+constexpr int kRows = MX_ROWS;          // outputs n of a workgroup
+constexpr int kWaves = MX_WAVES;        // waves of a workgroup
+constexpr int kUnroll = MX_UNROLL;      // chunks of a wave whose loads precede all use, or 0:
+constexpr bool kInTurn = kUnroll == 0;  // each is asked for while the one before is used
+constexpr int kSplit = MX_SPLIT;        // workgroups of a cluster, which share K
+constexpr int kResident = MX_RESIDENT;  // workgroups of an SM that registers are to allow
+constexpr bool kOverlaps = MX_OVERLAPS; // may begin before the grid ahead of it ends
 constexpr bool kWholeChunks = MX_WHOLE_CHUNKS; // of K
 constexpr bool kEven = MX_EVEN;                // each round of each wave has all of its chunks
 
@@ -109,8 +110,11 @@ struct WeightsReader {
         for (int h = 0; h < kHalves; ++h)
 #pragma unroll
             for (int s = 0; s < kSteps; ++s)
-                if (within(depth, c, s * kStep + place))
-                    w.payload[h][s] = load_once_in_lines(payload[h] + ahead * kChunk + s * kStep);
+                load_step(w, h, s, ahead, c);
+    }
+    MX_MEMBER void load_step(Weights& w, int h, int s, int ahead, int c) const {
+        if (within(depth, c, s * kStep + place))
+            w.payload[h][s] = load_once_in_lines(payload[h] + ahead * kChunk + s * kStep);
     }
     template <bool Aligned>
     MX_MEMBER void load_scales(Weights& w, int ahead, int c) const {

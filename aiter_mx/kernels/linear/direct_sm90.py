@@ -34,8 +34,8 @@ _REGISTERS = 65536  # of an SM
 _MOST_REGISTERS = 232  # of a lane, above which ptxas was seen to spill
 _WARP_REGISTERS = _REGISTERS // 4 // 32  # of a scheduler, for each lane
 _CYCLES_A_US = 4 * 1980  # of an SM's four schedulers
-_LEAST_SHARE, _COMFORTABLE_SHARE = 0.9, 1.15  # of the registers that ptxas would take
-_SUITS_BYTES = 96e3  # of weights under way on an SM
+_LEAST_SHARE, _SPARE_SHARE = 0.9, 1.15  # of the registers that ptxas would take
+_SUITS_BYTES = 63e3  # of weights under way on an SM
 # What an H200 holds at once of what its SMs could, by the size of a cluster, which lies in a GPC.
 _PACKED = {1: 1.0, 2: 1.0, 4: 0.93, 8: 0.93}
 _MOST_RESIDENT = (32, 8)  # workgroups of an SM: alone, and of clusters, which more only slow
@@ -43,7 +43,12 @@ _MOST_RESIDENT = (32, 8)  # workgroups of an SM: alone, and of clusters, which m
 PARAMS = (
     Param("rows", tuple(range(1, _MOST_ROWS + 1)), "output features that a workgroup computes"),
     Param("waves", (1, 2, 3, 4, 6, 8, 12, 16), "waves of a workgroup, which take turns with K"),
-    Param("unroll", (1, 2, 3), "chunks of 128 k of a wave whose loads precede the first use"),
+    Param(
+        "unroll",
+        (0, 1, 2, 3),
+        "chunks of 128 k of a wave whose loads precede the first use; 0: each is asked for while"
+        " the one before is used",
+    ),
     Param("split", (1, 2, 4, 8), "workgroups of a cluster, which share K"),
 )
 
@@ -62,22 +67,37 @@ def _chunks(problem: LinearProblem) -> int:
     return -(-problem.K // _CHUNK)
 
 
+def _at_once(config: Config) -> int:
+    """Chunks that a wave has asked for before it uses the first."""
+    return max(1, config["unroll"])
+
+
+def _rounds(problem: LinearProblem, config: Config) -> int:
+    chunks = _chunks(problem) // config["split"]
+    return -(-chunks // (config["waves"] * _at_once(config)))
+
+
 def _registers(problem: LinearProblem, config: Config) -> int:
-    """Of a lane, about: what ptxas took for 36 configurations, or up to 11 more or less."""
-    halves = -(-config["rows"] // 8)
+    """Of a lane, about: what ptxas took for 36 configurations, or up to 11 more or less.
+
+    With each chunk asked for while the one before is used ptxas takes up to 50 more if it may, but
+    as many as here are enough, and better.
+    """
+    halves, unroll = -(-config["rows"] // 8), _at_once(config)
     if problem.M <= _FEW:
-        return 36 + 9 * config["unroll"] * (halves + 1) + 7 * halves
-    return 30 + 10 * config["unroll"] * (halves + 1) + 12 * halves
+        return 36 + 9 * unroll * (halves + 1) + 7 * halves
+    return 30 + 10 * unroll * (halves + 1) + 12 * halves
 
 
 def _fits(problem: LinearProblem, config: Config) -> bool:
     """Whether registers and K leave the configuration something to do."""
     waves, chunks = config["waves"], _chunks(problem) // config["split"]
     most = min(_REGISTERS // (32 * waves), _MOST_REGISTERS)
+    rounds = -(-chunks // waves)
     return (
         _registers(problem, config) <= most
         and waves <= chunks
-        and config["unroll"] <= -(-chunks // waves)
+        and (config["unroll"] <= rounds if config["unroll"] else rounds > 1)
     )
 
 
@@ -93,31 +113,37 @@ def _resident(target: Target, problem: LinearProblem, config: Config) -> int:
     take: told more, it asks for less at once.
     """
     waves, wanted = config["waves"], _registers(problem, config)
+    most = _WARP_REGISTERS // (-(-wanted // 8) * 8)  # waves of a scheduler
     groups = ceil(_of_sm(target, problem, config) / _PACKED[config["split"]])
-    if groups > _MOST_RESIDENT[config["split"] > 1]:
-        return 1
     of_scheduler = -(-groups * waves // 4)
     allowed = _WARP_REGISTERS // of_scheduler // 8 * 8
-    tight = _LEAST_SHARE * wanted <= allowed < _COMFORTABLE_SHARE * wanted
-    return max(1, 4 * of_scheduler // waves) if tight else 1
+    fit = groups <= _MOST_RESIDENT[config["split"] > 1] and _LEAST_SHARE * wanted <= allowed
+    if config["unroll"] == 0:
+        return max(1, 4 * (of_scheduler if fit else most) // waves)
+    return max(1, 4 * of_scheduler // waves) if fit and allowed < _SPARE_SHARE * wanted else 1
 
 
 def _cost(target: Target, problem: LinearProblem, config: Config) -> float:
-    """A model of what a call takes beyond reading, in us: fitted to 230 times on one H200."""
+    """A model of what a call takes beyond reading, in us: fitted to 519 times on one H200."""
     rows, waves, split = config["rows"], config["waves"], config["split"]
-    halves, chunks, a_round = -(-rows // 8), _chunks(problem) / split, waves * config["unroll"]
+    halves, chunks, a_round = -(-rows // 8), _chunks(problem) / split, waves * _at_once(config)
     of_scheduler = _WARP_REGISTERS // (-(-_registers(problem, config) // 8) * 8)
     held = max(4 * of_scheduler // waves, _resident(target, problem, config))
     resident = max(1, min(held, 64 // waves, _MOST_RESIDENT[split > 1]))
     of_sm = _of_sm(target, problem, config)
     under_way = min(resident, of_sm) * rows * min(a_round, chunks) * _CHUNK
-    busy_us = of_sm * chunks * (48 * halves + 50 * -(-halves // 2) + 90) / _CYCLES_A_US
+    of_half, of_chunk = (73, 90) if problem.M <= _FEW else (55, 120)  # cycles
+    busy_us = of_sm * chunks * (of_half * halves + of_chunk) / _CYCLES_A_US
     idle = -chunks % a_round / chunks
     starved = max(0.0, log2(_SUITS_BYTES / under_way))
     waits = of_sm > resident * _PACKED[split]  # for others to end
-    length = config["unroll"] * halves  # of a round's code
-    of_round = 0.25 * length + 0.2 * (config["unroll"] > 1) + 0.15 * log2(waves)
-    return 0.15 * busy_us + 1.8 * idle + 1.1 * starved + 1.7 * waits + of_round
+    length = _at_once(config) * halves  # of a round's code
+    in_turn = 0.0
+    if config["unroll"] == 0:  # of few rounds it makes little; overlapping launches gain most
+        rounds = min(8, _rounds(problem, config))
+        in_turn = 0.3 - 0.1 * rounds if problem.pdl else 0.2 - 0.03 * rounds
+    of_round = 0.22 * length + 0.15 * (config["unroll"] > 1) + 0.18 * log2(waves)
+    return 0.08 * busy_us + 1.7 * idle + 0.65 * starved + 1.8 * waits + of_round + in_turn
 
 
 @lru_cache(maxsize=64)
@@ -152,7 +178,7 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
 
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
-    a_round = config["waves"] * config["unroll"] * config["split"]
+    a_round = config["waves"] * _at_once(config) * config["split"]
     return {
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_TOKENS": _FEW if problem.M <= _FEW else MAX_M,
