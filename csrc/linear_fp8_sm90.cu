@@ -14,12 +14,16 @@
 // scale of w is near the ends of e8m0, a warp computes its sums again without the matrix unit.
 //
 //   producer: barriers and kEarly boxes; then a ring of boxes, which x would wait behind: so not
-//             before x is asked for, unless that waits for the launch ahead
-//   consumers: ask for x and scales; multiply two blocks while two others are scaled
+//             before x is asked for, unless that waits for the launch ahead. The ring goes on from
+//             pass to pass, and with it come the scales of the next one's rows
+//   consumers: ask for x and scales; multiply two or four blocks while as many others are scaled;
+//              send their sums to the workgroup that owns them
+//   helper, where there are several passes: adds what was sent, while consumers go on
 //
 // Sums are added over the warpgroups and the cluster in a fixed order.
 
 #include "linear_fp8_sm90.h"
+#include "linear_fp8_x_sm90.h"
 #include "mx_scale.h"
 #include "mx_target.h"
 #include "sm90_async.h"
@@ -41,11 +45,13 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
                         const unsigned char* ws, const void* bias, Out* y, long M, long N, long K,
                         int bias_kind, int tile_rows, int passes, int part_chunks,
                         int parts_with_one_more, int overlaps,
-                        const __grid_constant__ TensorMap w_map) {
+                        const __grid_constant__ TensorMap w_map,
+                        const __grid_constant__ TensorMap w_scales_map) {
     extern __shared__ unsigned char dynamic[];
     const unsigned shared = held((shared_address(dynamic) + 1023) & ~1023u);
     const unsigned full = shared + kBarriers, empty = full + 8 * kDepth,
-                   inbox_full = empty + 8 * kDepth;
+                   inbox_full = empty + 8 * kDepth, inbox_free = inbox_full + 8 * kInboxes,
+                   scales_full = inbox_free + 8 * kInboxes;
     const int lane = held(threadIdx.x % kLanes);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);
     const int cluster = blockIdx.x / kSplit, rank = blockIdx.x % kSplit;
@@ -53,26 +59,40 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
     const int chunks = part_chunks + (rank < parts_with_one_more);
     const int first_chunk = rank * part_chunks + min(rank, parts_with_one_more);
     const long first_row = static_cast<long>(cluster) * passes * tile_rows;
+    const bool boxed = kScaleBoxes && reinterpret_cast<unsigned long>(ws) % 16 == 0;
+    const Store store_outputs{bias, y, bias_kind, static_cast<int>(M), N, lane};
+    const Inbox inbox{store_outputs, shared + kInbox, inbox_full, inbox_free, rank, owned};
 
     if (warp == kWarps) { // the producer
         const int total = chunks * passes;
         // Where to copy next. It is uniform to ptxas, which else takes 100 cycles a copy.
-        int next_c = 0, next_row = cluster * passes * tile_rows;
-        const auto copy = [&](int stage) {
+        int next_c = 0, next_row = cluster * passes * tile_rows, passes_left = passes;
+        [[maybe_unused]] int buffer = 0;
+        const auto copy_scales = [&] {
+            if (!kScaleBoxes || !boxed)
+                return;
+            barrier_arrive_expect(scales_full + 8 * buffer, tile_rows * kScalePitch);
+            copy_box(shared + kWScales + buffer * kWScaleBytes, w_scales_map,
+                     first_chunk * kBlocks & ~15, next_row, scales_full + 8 * buffer);
+            buffer = buffer + 1 == kScaleBuffers ? 0 : buffer + 1;
+        };
+        const auto copy = [&](int stage, bool may_end_pass) {
             barrier_arrive_expect(full + 8 * stage, tile_rows * kChunk);
             copy_box(shared + stage * kStageBytes, w_map, (first_chunk + next_c) * kChunk, next_row,
                      full + 8 * stage);
             ++next_c;
-            if (!kOnePass && next_c == chunks) {
+            if (!kOnePass && may_end_pass && next_c == chunks) {
                 next_c = 0;
                 next_row += tile_rows;
+                if (--passes_left > 0)
+                    copy_scales();
             }
         };
         const auto fill = [&](auto from, auto to) {
 #pragma unroll
             for (int i = decltype(from)::value; i < decltype(to)::value; ++i)
                 if (i < kMostChunks - 1 || i < total)
-                    copy(i);
+                    copy(i, i + 2 >= kMostChunks);
         };
         if (elected_lane()) {
             prefetch_map(w_map);
@@ -80,7 +100,12 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
 #pragma unroll
             for (int i = 0; i < kEarly; ++i)
                 barrier_init(full + 8 * i, 1);
+            if constexpr (kScaleBoxes)
+#pragma unroll
+                for (int i = 0; i < kScaleBuffers; ++i)
+                    barrier_init(scales_full + 8 * i, 1);
             fence_barrier_init();
+            copy_scales();
             fill(Int<0>(), Int<kEarly>());
 #pragma unroll
             for (int i = kEarly; i < kDepth; ++i)
@@ -90,16 +115,19 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
                 for (int i = 0; i < kDepth; ++i)
                     barrier_init(empty + 8 * i, kRowWarps);
             }
-            if constexpr (kSplit > 1) {
+            if constexpr (kSplit > 1 || kHelped) {
 #pragma unroll
-                for (int i = 0; i < kInboxes; ++i)
-                    barrier_init(inbox_full + 8 * i, 1);
+                for (int i = 0; i < kInboxes; ++i) {
+                    barrier_init(inbox_full + 8 * i, kSplit > 1 ? 1 : kWarps);
+                    if (kHelped)
+                        barrier_init(inbox_free + 8 * i, kSplit);
+                }
             }
             fence_barrier_init();
             if constexpr (kSplit > 1) {
 #pragma unroll
                 for (int i = 0; i < kInboxes; ++i)
-                    barrier_arrive_expect(inbox_full + 8 * i, owned * kParts * kTileBytes);
+                    inbox.expect(i);
             }
         }
         __syncwarp();
@@ -107,16 +135,19 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
         if constexpr (kSplit > 1)
             cluster_arrive_relaxed();
         if (!overlaps)
-            named_barrier(2, kThreads); // what would wait behind the weights is asked for
+            named_barrier(2, kCopied); // what would wait behind the weights is asked for
         if (elected_lane()) {
             fill(Int<kEarly>(), Int<kDepth>());
-            launch_dependents();
+            if constexpr (!kWaits)
+                launch_dependents();
             if constexpr (kRefills) {
                 int stage = 0, parity = 0;
 #pragma unroll 1
                 for (int i = kDepth; i < total; ++i) {
+                    if (kWaits && i + kLastBoxes == total)
+                        launch_dependents();
                     barrier_wait(empty + 8 * stage, parity);
-                    copy(stage);
+                    copy(stage, true);
                     if (++stage == kDepth) {
                         stage = 0;
                         parity ^= 1;
@@ -132,6 +163,28 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
         }
         return;
     }
+    if (kHelped && warp > kWarps) {
+        if constexpr (kSplit > 1)
+            cluster_arrive_relaxed();
+        named_barrier(3, kThreads);
+        if constexpr (kSplit > 1)
+            cluster_wait();
+#pragma unroll 1
+        for (int pass = 0; pass + 1 < passes; ++pass) { // all add the last one's
+            inbox.wait(pass);
+            if (kSplit > 1 && lane == 0)
+                inbox.expect(pass + kInboxes);
+            inbox.add_up(pass, first_row + pass * static_cast<long>(tile_rows), tile_rows, 0, 1);
+            __syncwarp();
+            if (pass + kInboxes < passes) // else no one waits for it
+                inbox.set_free(pass);
+        }
+        if constexpr (kSplit > 1) {
+            cluster_arrive_relaxed();
+            cluster_wait();
+        }
+        return;
+    }
 
     if constexpr (kSplit > 1)
         cluster_arrive_relaxed();
@@ -139,113 +192,121 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
     const Tensors t{xq, xs, wq, ws, static_cast<int>(M), N, K};
     const int k_group = warp / kRowWarps, row_warp = warp % kRowWarps;
     const bool active = row_warp * 16 < tile_rows;
-    const unsigned w_scales = shared + kWScales + warp * kScaleBuffers * kWarpScaleBytes;
+    const unsigned w_scales =
+        kScaleBoxes ? shared + kWScales + row_warp * 16 * kScalePitch + (first_chunk * kBlocks & 15)
+                    : shared + kWScales + warp * kScaleBuffers * kWarpScaleBytes;
     const ScaleCopies scales{
         ws + first_chunk * kBlocks, blocks, N - 1, row_warp * 16, tile_rows - 1, chunks, w_scales};
-    scales.ask(first_row, 0, k_group, lane);
+    if constexpr (!kScaleBoxes)
+        scales.ask(first_row, 0, k_group, lane);
     if (overlaps)
         wait_for_grid_ahead();
-    // x and its scales, these as fp32 in order of blocks. Rows that x does not have may be
-    // anything.
-    constexpr unsigned kXWords = (kRowsM * kMostChunks + kConsumers - 1) / kConsumers;
-    const unsigned thread = threadIdx.x;
-    unsigned x_words[kXWords];
-#pragma unroll
-    for (unsigned j = 0; j < kXWords; ++j) {
-        const unsigned i = thread + j * kConsumers, m = i % kRowsM, at = i / kRowsM;
-        if (m < M && at < chunks)
-            x_words[j] = load_scale_word(xs + m * blocks + (first_chunk + at) * kBlocks);
-    }
-    constexpr unsigned kPieces = kChunk / kPiece, kXPieces = kRowsM * kPieces; // of a chunk
-    if constexpr (kConsumers % kXPieces == 0) {
-        constexpr unsigned step = kConsumers / kXPieces; // chunks
-        const unsigned piece = thread % kPieces, m = thread / kPieces % kRowsM;
-        const unsigned first = thread / kXPieces;
-        const unsigned to = shared + kX + first * kXBytes + m * kChunk + (piece ^ (m % 8)) * kPiece;
-        const unsigned char* from = xq + m * K + (first_chunk + first) * kChunk + piece * kPiece;
-        if (m < M)
-#pragma unroll
-            for (unsigned j = 0; j < (kMostChunks + step - 1) / step; ++j)
-                if (first + j * step < chunks)
-                    copy_async(to + j * step * kXBytes, from + j * step * kChunk, true);
-    } else {
-#pragma unroll 1
-        for (unsigned i = thread; i < kXPieces * chunks; i += kConsumers) {
-            const unsigned piece = i % kPieces, m = i / kPieces % kRowsM, at = i / kXPieces;
-            if (m < M)
-                copy_async(shared + kX + at * kXBytes + m * kChunk + (piece ^ (m % 8)) * kPiece,
-                           xq + m * K + (first_chunk + at) * kChunk + piece * kPiece, true);
-        }
-    }
-    copy_commit();
+    XCopies x_copies{t, shared, first_chunk, chunks};
+    x_copies.ask();
     if (!overlaps)
-        named_barrier_arrive(2, kThreads);
-#pragma unroll
-    for (unsigned j = 0; j < kXWords; ++j) {
-        const unsigned i = thread + j * kConsumers, m = i % kRowsM, at = i / kRowsM;
-        if (m < M && at < chunks)
-#pragma unroll
-            for (int b = 0; b < kBlocks; ++b)
-                store_shared(shared + kXScales + ((at * kBlocks + b) * kRowsM + m) * 4,
-                             e8m0_to_f32(byte_of(x_words[j], b)));
-    }
+        named_barrier_arrive(2, kCopied);
+    x_copies.put_scales();
     copy_wait<0>();
     fence_async();
     named_barrier(3, kThreads); // x is there, and barriers are set up
     if constexpr (kSplit > 1)
         cluster_wait(); // all of the cluster's workgroups have started
 
-    const Store store_outputs{bias, y, bias_kind, static_cast<int>(M), N, lane};
-    Inbox inbox{store_outputs, shared + kInbox, inbox_full, warp, rank, owned};
     const SwizzledDescriptor a(shared + row_warp / 4 * 64 * kChunk), x(shared + kX);
     const unsigned x_scales = held(shared + kXScales + lane % 4 * 8);
     int stage = k_group, parity = 0, c = k_group;
+    [[maybe_unused]] Turn<kScaleBuffers> buffer;
     for (int pass = 0; pass < passes; ++pass) {
         const long pass_first = first_row + pass * static_cast<long>(tile_rows);
         Sums sums = {};
-        if constexpr (!kOnePass) {
-            if (pass > 0) {
-                copy_wait<0>();
-                __syncwarp();
+        unsigned words_at;
+        if constexpr (kScaleBoxes) {
+            const unsigned here = w_scales + buffer.at * kWScaleBytes;
+            words_at = here + lane / 4 * kScalePitch + c * kBlocks;
+            if (boxed)
+                barrier_wait(scales_full + 8 * buffer.at, buffer.parity);
+            else
+                scales.bring(pass_first, here, c, lane);
+            buffer.next();
+        } else {
+            words_at = w_scales + pass % kScaleBuffers * kWarpScaleBytes + lane / 4 * 4;
+            if constexpr (!kOnePass) {
+                if (pass > 0) {
+                    copy_wait<0>();
+                    __syncwarp();
+                }
+                if (pass + 1 < passes)
+                    scales.ask(pass_first + tile_rows, (pass + 1) % 2,
+                               (c % kKGroups + (chunks / kKGroups + 1) * kKGroups - chunks) %
+                                   kKGroups,
+                               lane);
+                copy_commit();
             }
-            if (pass + 1 < passes)
-                scales.ask(pass_first + tile_rows, (pass + 1) % 2,
-                           (c % kKGroups + (chunks / kKGroups + 1) * kKGroups - chunks) % kKGroups,
-                           lane);
-            copy_commit();
         }
-        unsigned words_at = w_scales + pass % kScaleBuffers * kWarpScaleBytes + lane / 4 * 4;
-        // Blocks are multiplied in pairs, one pair of them in the matrix unit while the sums of the
-        // other are scaled.
-        float acc[2][2][kValues];
-        unsigned words[2], far = 0; // scales of the rows, and whether any are extreme
-        const auto multiply = [&](auto pair) {
-            constexpr int p = decltype(pair)::value;
+        // A box has nothing in place of rows that are not the tile's, or zeros.
+        const int rows_left = static_cast<int>(min(N - pass_first, static_cast<long>(tile_rows))) -
+                              row_warp * 16 - lane / 4;
+        // kStep blocks are in the matrix unit while the sums of as many before them are scaled: the
+        // four of a chunk in turn with the next one's, or two of a chunk with its others.
+        float acc[2][kStep][kValues];
+        unsigned words[2][2], far = 0; // scales of the rows, and whether any are extreme
+        unsigned x_scales_at = x_scales + c * (kBlocks * kRowsM * 4);
+        int used[2];
+        const auto begin = [&](auto turn) {
+            constexpr int p = decltype(turn)::value, first = kWhole ? 0 : p * kStep;
+            constexpr bool ends_chunk = kWhole || p == 1;
+            if (kWhole || p == 0)
+                wait_for_stage(full + 8 * stage, parity);
+            const unsigned a_at = a.low + stage * (kStageBytes / 16),
+                           x_at = x.low + c * (kXBytes / 16);
             wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-                wgmma_block(acc[p][i], a.at(stage * kStageBytes + (2 * p + i) * kBlock),
-                            x.at(c * kXBytes + (2 * p + i) * kBlock));
+            for (int i = 0; i < kStep; ++i)
+                wgmma_block(acc[p][i], SwizzledDescriptor::of(a_at + (first + i) * (kBlock / 16)),
+                            SwizzledDescriptor::of(x_at + (first + i) * (kBlock / 16)));
             wgmma_commit();
-        };
-        const auto promote = [&](auto pair, auto pending, unsigned x_scales_at) {
-            constexpr int p = decltype(pair)::value;
-            float2 sx[2][kTilesM];
+            if constexpr (ends_chunk) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
+                for (int i = 0; i < 2; ++i)
+                    words[p][i] = load_shared_4(words_at + i * kRowStride);
+                words_at += kChunkStride;
+                used[p] = stage;
+                stage += kKGroups;
+                if (stage >= kDepth) {
+                    stage -= kDepth;
+                    parity ^= 1;
+                }
+                c += kKGroups;
+            }
+        };
+        const auto finish = [&](auto turn, auto pending) {
+            constexpr int p = decltype(turn)::value, of = kWhole ? p : 1,
+                          first = kWhole ? 0 : p * kStep;
+            float2 sx[kStep][kTilesM];
+#pragma unroll
+            for (int i = 0; i < kStep; ++i)
 #pragma unroll
                 for (int j = 0; j < kTilesM; ++j)
                     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                                  : "=f"(sx[i][j].x), "=f"(sx[i][j].y)
-                                 : "r"(x_scales_at + ((2 * p + i) * kRowsM + j * 8) * 4));
+                                 : "r"(x_scales_at + ((first + i) * kRowsM + j * 8) * 4));
+            if (kWhole || p == 1) {
+                x_scales_at += kKGroups * (kBlocks * kRowsM * 4);
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    far |= kScaleBoxes && rows_left <= 8 * i ? 0 : unusual(words[of][i]);
+            }
             wgmma_wait<decltype(pending)::value>();
-            keep_in_order(acc[p][0]);
-            keep_in_order(acc[p][1]);
+#pragma unroll
+            for (int i = 0; i < kStep; ++i)
+                keep_in_order(acc[p][i]);
+            if (kRefills && (kWhole || p == 1) && lane == 0)
+                barrier_arrive(empty + 8 * used[of]);
             if (active) {
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const float rows[2] = {usual_scale(words[0], 2 * p + i),
-                                           usual_scale(words[1], 2 * p + i)};
+                for (int i = 0; i < kStep; ++i) {
+                    const float rows[2] = {usual_scale(words[of][0], first + i),
+                                           usual_scale(words[of][1], first + i)};
 #pragma unroll
                     for (int v = 0; v < kValues; ++v)
                         sums[v] = mx::fma(acc[p][i][v] * rows[v / 2 % 2],
@@ -254,47 +315,20 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
             }
             keep_in_order(sums);
         };
-        const auto release = [&](int of) {
-            if (kRefills && lane == 0)
-                barrier_arrive(empty + 8 * of);
-        };
-        const auto load_w_scales = [&] {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                words[i] = load_shared_4(words_at + i * 32);
-                far |= unusual(words[i]);
+        begin(Int<0>());
+        while (true) {
+            if (kWhole && c >= chunks) {
+                finish(Int<0>(), Int<0>());
+                break;
             }
-            words_at += 16 * 4;
-        };
-        wait_for_stage(full + 8 * stage, parity);
-        multiply(Int<0>());
-        multiply(Int<1>());
-        load_w_scales();
-        unsigned x_scales_at = x_scales + c * (kBlocks * kRowsM * 4);
-        int used = stage;
-        for (c += kKGroups; c < chunks; c += kKGroups) {
-            promote(Int<0>(), Int<1>(), x_scales_at);
-            stage += kKGroups;
-            if (stage >= kDepth) {
-                stage -= kDepth;
-                parity ^= 1;
+            begin(Int<1>());
+            finish(Int<0>(), Int<1>());
+            if (c >= chunks) {
+                finish(Int<1>(), Int<0>());
+                break;
             }
-            wait_for_stage(full + 8 * stage, parity);
-            multiply(Int<0>());
-            promote(Int<1>(), Int<1>(), x_scales_at);
-            release(used);
-            used = stage;
-            multiply(Int<1>());
-            load_w_scales();
-            x_scales_at += kKGroups * (kBlocks * kRowsM * 4);
-        }
-        promote(Int<0>(), Int<1>(), x_scales_at);
-        promote(Int<1>(), Int<0>(), x_scales_at);
-        release(used);
-        stage += kKGroups;
-        if (stage >= kDepth) {
-            stage -= kDepth;
-            parity ^= 1;
+            begin(Int<0>());
+            finish(Int<1>(), Int<1>());
         }
         if (__any_sync(0xffffffff, far))
             sum_again(sums, t, pass_first, row_warp * 16 + lane / 4, tile_rows, first_chunk,
@@ -308,21 +342,25 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
             for (int j = 0; j < kTilesM; ++j)
                 store_outputs(tile_sum(j), pass_first, tile_rows, row_warp * kTilesM + j);
         } else {
-            if (pass > 0) {
-                inbox.finish(false);
-                if constexpr (kSplit > 1)
-                    named_barrier(1, kConsumers);
-            }
-            inbox.begin(pass_first, tile_rows);
+            if constexpr (kHelped)
+                inbox.wait_until_free(pass);
 #pragma unroll
             for (int j = 0; j < kTilesM; ++j)
-                inbox.send(row_warp * kTilesM + j, k_group, tile_sum(j));
+                inbox.send(pass, row_warp * kTilesM + j, k_group, tile_sum(j));
+            if constexpr (kHelped && kSplit == 1) {
+                __syncwarp();
+                if (lane == 0)
+                    barrier_arrive(inbox_full + Inbox::box(pass));
+            }
         }
     }
     if constexpr (kParts > 1) {
         if constexpr (kSplit > 1)
             cluster_arrive_relaxed();
-        inbox.finish(true);
+        const int last = passes - 1;
+        inbox.wait(last);
+        inbox.add_up(last, first_row + last * static_cast<long>(tile_rows), tile_rows, warp,
+                     kWarps);
         if constexpr (kSplit > 1)
             cluster_wait();
     }

@@ -107,6 +107,7 @@ def launch_linear(
     bias: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     cu_num: int | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """The kernel's result on the CPU, in its own configuration where ``config`` is None.
 
@@ -116,7 +117,7 @@ def launch_linear(
     names = {dtype: name for name, dtype in DTYPES.items()}
     (M, K), N = arguments[0].shape, arguments[2].shape[0]
     bias_name = "none" if bias is None else names[bias.dtype]
-    problem = LinearProblem(M, N, K, names[dtype], bias_name)
+    problem = LinearProblem(M, N, K, names[dtype], bias_name, pdl)
     target = target_of(device)
     target = replace(target, cu_num=cu_num or target.cu_num)
     assert kernel.refusal(target, problem) is None
@@ -136,11 +137,13 @@ def launch_linear(
     return whole[GUARD : GUARD + M * N].view(M, N)
 
 
-def assert_repeats_on_two_streams(kernel: KernelSpec, problem: LinearProblem) -> None:
+def assert_repeats_on_two_streams(
+    kernel: KernelSpec, problem: LinearProblem, config: Config | None = None
+) -> None:
     """A thousand launches in graphs on each of two streams at once give the same bits."""
     here = [t.cuda() for t in operands(problem.M, problem.N, problem.K, 1)]
     target = target_of(torch.device("cuda"))
-    run = bind(kernel, target, problem, kernel.configure(target, problem), 0)
+    run = bind(kernel, target, problem, config or kernel.configure(target, problem), 0)
     streams = [torch.cuda.Stream() for _ in range(2)]
     shape = (100, problem.M, problem.N)
     outs = [torch.empty(shape, dtype=DTYPES[problem.out_dtype], device="cuda") for _ in streams]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -19,6 +22,7 @@ from linear_cases import (
 )
 from linear_trials import (
     RANGES,
+    Trial,
     assert_right,
     of_cancelling_scales,
     of_moved_scales,
@@ -36,6 +40,7 @@ from aiter_mx.target import hardware
 
 FP8 = find_kernel("linear", "sm_90a", "hip", "fp8")
 TARGET = hardware("sm_90a")
+ONE_SM = replace(TARGET, cu_num=1)
 gpu = pytest.mark.gpu
 
 
@@ -74,6 +79,21 @@ CASES = [
     (16, 2300, 2048, config(4, 1, 1, 4, 4)),
 ]
 
+# With one SM to divide work for, each of several passes, also of the rows that trials take: with
+# and without a cluster, a helper, boxes of scales (K is no multiple of 512), parts of K that begin
+# between 16 bytes of scales, rings longer than a pass, last passes of few rows or none.
+SEVERAL_PASSES = [
+    (8, 300, 1536, config(2, 1, 2, 4)),
+    (3, 290, 1024, config(1, 1, 1, 4)),
+    (5, 257, 512, config(1, 1, 4, 8)),
+    (16, 300, 1536, config(4, 1, 1, 8, 2)),
+    (9, 300, 3200, config(2, 1, 3, 6)),
+    (32, 299, 1536, config(8, 1, 1, 4, 2)),
+    (16, 1300, 6144, config(8, 2, 1, 6)),
+    (1, 390, 1536, config(4, 1, 1, 10, 2)),
+    (13, 195, 3072, config(8, 1, 1, 10, 2)),
+]
+
 
 @pytest.mark.parametrize("M", [1, 8, 9, 17, 32])
 @pytest.mark.parametrize(("N", "K"), [(1, 128), (300, 384), (2304, 6144), (9216, 28672)])
@@ -102,10 +122,14 @@ def test_rows_and_chunks_are_dealt_out_whole() -> None:
         assert not overlaps
         assert found.clusters * passes * tile_rows >= N > (found.clusters - 1) * passes * tile_rows
         assert chosen["split"] * chunks + chunks_more == K // 128
-        (weights,) = FP8.module.tensor_maps
+        weights, scales = FP8.module.tensor_maps
         described = weights(TARGET, problem, chosen)
         assert (described.rows, described.row_bytes) == (N, K)
         assert (described.box_rows, described.box_bytes) == (tile_rows, 128)
+        if found.scale_pitch:
+            described = scales(TARGET, problem, chosen)
+            assert (described.rows, described.row_bytes) == (N, K // 32)
+            assert (described.box_rows, described.box_bytes) == (tile_rows, found.scale_pitch)
 
 
 def test_cases_reach_what_differs_between_configurations() -> None:
@@ -113,6 +137,20 @@ def test_cases_reach_what_differs_between_configurations() -> None:
     assert {one.passes > 1 for one in found if one} == {False, True}
     assert {one.refills for one in found if one} == {False, True}
     assert {one.tiles_m for one in found if one} == {1, 2, 4}
+
+
+def test_cases_of_several_passes_reach_what_differs_between_them() -> None:
+    found = []
+    for pdl in (False, True):
+        for M, N, K, chosen in SEVERAL_PASSES:
+            for rows in (N, min(N, 300)):
+                one = layout(ONE_SM, LinearProblem(M, rows, K, pdl=pdl), chosen)
+                assert one is not None and one.passes > 1, (M, N, K, chosen)
+                found.append(one)
+    assert {one.scale_pitch > 0 for one in found} == {False, True}
+    assert {one.alone for one in found} == {False, True}
+    assert {one.depth > one.chunks for one in found} == {False, True}
+    assert max(one.scale_buffers for one in found) > 2
 
 
 def test_only_the_asked_for_launch_overlaps() -> None:
@@ -143,6 +181,7 @@ def test_what_it_does_not_cover_is_refused(problem: LinearProblem, why: str) -> 
 def test_without_a_table_it_takes_only_overlapping_launches_that_gain() -> None:
     for M in (1, 4, 8, 16):
         assert FP8.yields(TARGET, LinearProblem(M, 2304, 6144, pdl=True)) is None
+    assert FP8.yields(TARGET, LinearProblem(16, 9216, 6144, pdl=True)) is None
     for other in (
         LinearProblem(8, 2304, 6144),
         LinearProblem(17, 2304, 6144, pdl=True),
@@ -166,6 +205,12 @@ def launch(
     arguments: Operands, chosen: dict[str, int] | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     return launch_linear(FP8, torch.device("cuda"), chosen, arguments, bias, torch.bfloat16)
+
+
+def launch_on_one(arguments: Operands, chosen: dict[str, int], pdl: bool = False) -> torch.Tensor:
+    """In as many passes as one SM would take."""
+    device = torch.device("cuda")
+    return launch_linear(FP8, device, chosen, arguments, cu_num=1, pdl=pdl)
 
 
 def assert_close(got: torch.Tensor, arguments: Operands, bias: torch.Tensor | None = None) -> None:
@@ -212,6 +257,37 @@ def test_nan_payloads_and_scales_reach_their_outputs_alone() -> None:
 @gpu
 def test_scales_at_any_address_are_read_rightly() -> None:
     assert_right(launch, of_moved_scales(CASES[1:9]), ACCUMULATION_ERROR)
+
+
+@gpu
+@pytest.mark.parametrize("pdl", [False, True])
+def test_several_passes_match_float64(pdl: bool) -> None:
+    launch_them = partial(launch_on_one, pdl=pdl)
+    for case in SEVERAL_PASSES:
+        assert_right(launch_them, plain(*case), ACCUMULATION_ERROR)
+    for M, N, K, chosen in SEVERAL_PASSES:
+        drawn = operands_that_all_count(M, N, K, M)
+        if M >= 8:
+            assert_no_product_is_missing(launch_them(drawn, chosen), drawn)
+
+
+@gpu
+@pytest.mark.parametrize("trials", [of_cancelling_scales, of_zero_blocks, of_nan, of_moved_scales])
+def test_several_passes_take_any_scales(trials: Callable[..., Iterator[Trial]]) -> None:
+    assert_right(launch_on_one, trials(SEVERAL_PASSES), ACCUMULATION_ERROR)
+
+
+@gpu
+@pytest.mark.parametrize("exponents", RANGES)
+def test_several_passes_take_scales_of_the_whole_range(exponents: tuple[int, int]) -> None:
+    assert_right(launch_on_one, of_scales(SEVERAL_PASSES, exponents), ACCUMULATION_ERROR)
+
+
+@gpu
+@pytest.mark.parametrize("pdl", [False, True])
+def test_several_passes_repeat_bitwise_on_two_streams(pdl: bool) -> None:
+    for M, chosen in ((8, config(4, 1, 1, 10, 2)), (8, config(2, 1, 4, 16))):
+        assert_repeats_on_two_streams(FP8, LinearProblem(M, 9216, 6144, pdl=pdl), chosen)
 
 
 @gpu

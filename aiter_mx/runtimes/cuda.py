@@ -108,6 +108,7 @@ def encode_map(described: TensorMap, address: int) -> bytes:
     if described.only_aligned and address % 16:
         return bytes(MAP_BYTES)
     u32, u64 = driver.cuuint32_t, driver.cuuint64_t
+    swizzle = f"{described.box_bytes}B" if described.turned else "NONE"
     encoded = _checked(
         f"cuTensorMapEncodeTiled({described})",
         driver.cuTensorMapEncodeTiled(
@@ -119,7 +120,7 @@ def encode_map(described: TensorMap, address: int) -> bytes:
             [u32(described.box_bytes), u32(described.box_rows)],
             [u32(1), u32(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{described.box_bytes}B"),
+            getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
             getattr(
                 driver.CUtensorMapL2promotion,
                 f"CU_TENSOR_MAP_L2_PROMOTION_L2_{described.fetch_bytes}B",

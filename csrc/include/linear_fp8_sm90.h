@@ -6,6 +6,7 @@
 #include "mx_exact.h"
 #include "mx_target.h"
 #include "sm90_async.h"
+#include "sm90_copy.h"
 #include "sm90_rows.h"
 
 namespace mx {
@@ -24,13 +25,27 @@ using Out = DType<MX_OUT>;
 constexpr int kWantedEarly = kPerSm > 1 ? 2 : kRefills ? 4 : 1;
 constexpr int kEarly = kWantedEarly < kDepth ? kWantedEarly : kDepth;
 
+// An SM that has room for the next launch beside this one lets it begin, to fill its rings, when
+// this one has so many boxes left to ask for, of 11 or 10 under way: 4 and 8 were slower.
+constexpr bool kWaits = MX_ALONE;
+constexpr int kLastBoxes = 6;
+
 constexpr int kGroupThreads = 128;
 constexpr int kConsumers = kRowGroups * kKGroups * kGroupThreads;
-constexpr int kParts = kSplit * kKGroups; // whose sums are added
-constexpr int kThreads = kConsumers + kLanes;
+constexpr int kParts = kSplit * kKGroups;         // whose sums are added
+constexpr bool kHelped = !kOnePass && kParts > 1; // by a warp that adds what others have sent
+constexpr int kCopied = kConsumers + kLanes;      // threads of the consumers and of the producer
+constexpr int kThreads = kCopied + kHelped * kLanes;
 constexpr int kWarps = kConsumers / kLanes;
 constexpr int kRowsM = 8 * kTilesM;
 constexpr int kValues = 4 * kTilesM; // of a block's products, of a thread
+
+constexpr int kMostRegisters = 512 / ((kThreads / kLanes * kPerSm + 3) / 4) / 8 * 8; // of a lane
+// Blocks whose products are in registers at once, twice: a chunk's, if there is room. Not where all
+// of an SM waits for weights that were asked for at once: there two are 1 to 3 % faster.
+constexpr bool kWhole =
+    (kTilesM == 1 || (kTilesM == 2 && kMostRegisters >= 128)) && (!kOnePass || kPerSm > 1);
+constexpr int kStep = kWhole ? kBlocks : kBlocks / 2;
 
 constexpr int kTileBytes = kLanes * 16; // sums of 16 rows of w by 8 of x
 constexpr int kRowWarps = 4 * kRowGroups;
@@ -47,10 +62,18 @@ constexpr int kX = kDepth * kStageBytes;
 constexpr int kXScales = kX + kMostChunks * kXBytes;
 constexpr int kWScales = kXScales + kMostChunks * kBlocks * kRowsM * 4;
 constexpr int kWarpScaleBytes = ((kMostChunks + kKGroups - 1) / kKGroups + 1) / 2 * kLanes * 4;
-constexpr int kScaleBuffers = kOnePass ? 1 : 2;
-constexpr int kInbox = kWScales + kScaleBuffers * kWarps * kWarpScaleBytes;
+// Scales of w come by boxes of a pass's rows, or else each warp copies its own. A row of a box has
+// so many bytes, from a multiple of 16 on.
+constexpr int kScalePitch = MX_SCALE_PITCH;
+constexpr bool kScaleBoxes = kScalePitch > 0;
+constexpr int kScaleBuffers = MX_SCALE_BUFFERS;
+constexpr int kWScaleBytes =
+    kScaleBoxes ? 64 * kRowGroups * kScalePitch : kWarps * kWarpScaleBytes; // of a buffer
+constexpr int kRowStride = kScaleBoxes ? 8 * kScalePitch : 8 * 4; // from a lane's row to its other
+constexpr int kChunkStride = kScaleBoxes ? kKGroups * kBlocks : 16 * 4;
+constexpr int kInbox = kWScales + kScaleBuffers * kWScaleBytes;
 constexpr int kBarriers = kInbox + kInboxes * kInboxBytes;
-constexpr int kEnd = kBarriers + (2 * kDepth + kInboxes) * 8;
+constexpr int kEnd = kBarriers + (2 * kDepth + 2 * kInboxes + kScaleBuffers) * 8;
 static_assert(kEnd + 1024 <= MX_SHARED_BYTES,
               "the host lays shared memory out differently: aiter_mx/kernels/linear/fp8_sm90.py");
 
@@ -122,45 +145,58 @@ struct Store {
     }
 };
 
+// Where sums of all parts come for the workgroup that owns them.
 struct Inbox {
     const Store& store;
-    unsigned boxes, full;
-    int warp, rank, owned;
-    int next = 0;
-    long first;
-    int end;
+    unsigned boxes, full, free;
+    int rank, owned;
 
-    MX_MEMBER void finish(bool last) {
-        if constexpr (kSplit > 1) {
+    MX_MEMBER static unsigned parity(int pass) { return pass / kInboxes & 1; }
+    MX_MEMBER static int box(int pass) { return pass % kInboxes * 8; }
+    MX_MEMBER void expect(int pass) const {
+        if constexpr (kSplit > 1)
+            barrier_arrive_expect(full + box(pass), owned * kParts * kTileBytes);
+    }
+    // Waits for the sums of a pass.
+    MX_MEMBER void wait(int pass) const {
+        if constexpr (kSplit > 1 || kHelped) {
             if (owned > 0)
-                barrier_wait(full + (next - 1) % kInboxes * 8, (next - 1) / kInboxes & 1);
-            if (!last && threadIdx.x == 0)
-                barrier_arrive_expect(full + (next - 1) % kInboxes * 8,
-                                      owned * kParts * kTileBytes);
+                barrier_wait(full + box(pass), parity(pass));
         } else {
             named_barrier(1, kConsumers);
         }
-        const unsigned box = boxes + (next - 1) % kInboxes * kInboxBytes + store.lane * 16;
-        for (int i = warp; i < owned; i += kWarps) {
-            float4 sum = load_tile(box + i * kParts * kTileBytes);
+    }
+    // Waits until all of the cluster have read what was sent two passes ago.
+    MX_MEMBER void wait_until_free(int pass) const {
+        if (pass >= kInboxes)
+            barrier_wait(free + box(pass), parity(pass) ^ 1);
+    }
+    MX_MEMBER void set_free(int pass) const {
+        if constexpr (kSplit > 1) {
+            if (store.lane < kSplit)
+                barrier_arrive_read(address_in_cluster(free + box(pass), store.lane));
+        } else if (store.lane == 0) {
+            barrier_arrive(free + box(pass));
+        }
+    }
+    MX_MEMBER void add_up(int pass, long first, int end, int warp, int warps) const {
+        const unsigned at = boxes + pass % kInboxes * kInboxBytes + store.lane * 16;
+#pragma unroll 1
+        for (int i = warp; i < owned; i += warps) {
+            float4 sum = load_tile(at + i * kParts * kTileBytes);
 #pragma unroll
             for (int s = 1; s < kParts; ++s)
-                sum = add(sum, load_tile(box + (i * kParts + s) * kTileBytes));
+                sum = add(sum, load_tile(at + (i * kParts + s) * kTileBytes));
             store(sum, first, end, i * kSplit + rank);
         }
     }
-    MX_MEMBER void begin(long first_row, int rows) {
-        first = first_row;
-        end = rows;
-        ++next;
-    }
-    MX_MEMBER void send(int tile, int k_group, float4 sum) const {
-        const int box = (next - 1) % kInboxes, to = tile % kSplit;
-        const unsigned place = boxes + box * kInboxBytes +
+    MX_MEMBER void send(int pass, int tile, int k_group, float4 sum) const {
+        const int to = tile % kSplit;
+        const unsigned place = boxes + pass % kInboxes * kInboxBytes +
                                (tile / kSplit * kParts + rank * kKGroups + k_group) * kTileBytes;
         if constexpr (kSplit > 1)
             store_async(address_in_cluster(place + store.lane * 16, to), sum,
-                        address_in_cluster(full + box * 8, to));
+                        address_in_cluster(full + box(pass), to));
         else
             store_tile(place + store.lane * 16, sum);
     }
@@ -192,6 +228,18 @@ struct ScaleCopies {
                 store_shared(at + i * kLanes * 4,
                              bits_to_float(load_scale_word(from + i * 2 * kKGroups * kBlocks)));
         }
+    }
+    // Brings a tile's to where a box would have them, for scales at addresses that it cannot have.
+    MX_MEMBER void bring(long tile_row, unsigned here, int first, int lane) const {
+        __syncwarp();
+#pragma unroll 1
+        for (int i = lane; i < 16 * ((chunks - first + kKGroups - 1) / kKGroups); i += kLanes) {
+            const int row_lane = i % 16, c = first + i / 16 * kKGroups;
+            const long n = min(tile_row + min(row + row_lane, last_in_tile), last_row);
+            store_shared(here + row_lane * kScalePitch + c * kBlocks,
+                         bits_to_float(load_scale_word(ws + n * blocks + c * kBlocks)));
+        }
+        __syncwarp();
     }
 };
 

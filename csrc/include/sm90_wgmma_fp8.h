@@ -16,10 +16,11 @@ struct SwizzledDescriptor {
 
     MX_MEMBER explicit SwizzledDescriptor(unsigned address)
         : low((address & 0x3ffff) >> 4 | 1 << 16) {}
-    MX_MEMBER unsigned long long at(unsigned bytes) const {
-        return static_cast<unsigned long long>(kEightRows | kSwizzle128) << 32 |
-               (low + (bytes >> 4));
+    // From its lower half, in which addresses are in units of 16 bytes.
+    MX_MEMBER static unsigned long long of(unsigned low) {
+        return static_cast<unsigned long long>(kEightRows | kSwizzle128) << 32 | low;
     }
+    MX_MEMBER unsigned long long at(unsigned bytes) const { return of(low + (bytes >> 4)); }
 };
 
 // d = A * B^T, whatever d was. d has `count`, N / 2, values; a and b have the numbers behind

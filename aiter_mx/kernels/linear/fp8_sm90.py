@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
-from aiter_mx.kernels.linear.problem import MATRIX_ARGS, W_POINTER, LinearProblem, matrix_scalars
+from aiter_mx.kernels.linear.problem import (
+    MATRIX_ARGS,
+    W_POINTER,
+    W_SCALES_POINTER,
+    LinearProblem,
+    matrix_scalars,
+)
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
@@ -28,7 +34,9 @@ PARAMS = (
     Param("split", (1, 2, 4, 8), "workgroups of a cluster, which share K"),
     Param("row_groups", (1, 2), "warpgroups of 64 rows of w side by side"),
     Param("k_groups", (1, 2, 3, 4), "warpgroups that take turns along K"),
-    Param("depth", (4, 6, 8, 9, 10, 12, 16, 24), "chunks of 128 k that are under way at most"),
+    Param(
+        "depth", (4, 6, 8, 9, 10, 11, 12, 15, 16, 24), "chunks of 128 k that are under way at most"
+    ),
     Param("per_sm", (1, 2, 3, 4), "workgroups that an SM is to hold"),
 )
 
@@ -39,11 +47,17 @@ ACCUMULATION_ERROR = 2.0**-10
 of a block with some 14 bits; random payloads were at most half as far off."""
 _MOST_OWN_ROWS = 16  # up to which it gains most where launches overlap, on an H200
 _FEWEST_WEIGHTS, _MOST_WEIGHTS = 9_000_000, 30_000_000  # between which that was measured
+_FEW_ROWS, _MOST_WEIGHTS_OF_MORE_ROWS = 8, 60_000_000
 _MOST_CANDIDATES = 20
 _MOST_ALIKE = 4
+_MANY_WEIGHTS = 50_000_000  # from which all places are taken, if more than so many of them are
+_FULL = 0.7
+_ALONE_WEIGHTS, _FEWEST_BOXES = range(300_000, 600_000), 8  # of an SM, where that was faster
 _CHUNK = 128  # k of a box; also bytes of a row
 _TILE_BYTES = 512  # sums of a tile of 16 rows of w by 8 of x
 _GROUP_ROWS = 64
+_BLOCKS = _CHUNK // 32
+_MOST_PITCH = 256  # bytes of a row of a box that is not turned
 _ALIGNMENT_BYTES = 1024  # of boxes in shared memory, which the kernel's first byte may not have
 _SHARED_BYTES = 228 * 1024  # of an SM, compute capability 9.0
 _SYSTEM_BYTES = 1024  # of a workgroup's part of it
@@ -61,6 +75,9 @@ class Layout:
         chunks: of K in the largest part.
         depth: stages of the ring.
         refills: whether they are used more than once.
+        alone: whether an SM's other workgroup is the next launch's.
+        scale_pitch: bytes of a row of a box of w's scales; 0 where warps copy their own.
+        scale_buffers: for so many passes.
         shared_bytes: of a workgroup.
     """
 
@@ -71,6 +88,9 @@ class Layout:
     chunks: int
     depth: int
     refills: bool
+    alone: bool
+    scale_pitch: int
+    scale_buffers: int
     shared_bytes: int
 
     @property
@@ -86,9 +106,16 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     chunks = fewest_chunks + (more > 0)
     resident = most_clusters(target, split) * config["per_sm"]
     needed = -(-problem.N // (_GROUP_ROWS * row_groups))
+    alone = _is_alone(target, problem, config) and needed > resident
+    if alone:
+        resident //= 2
     passes = -(-needed // resident)
-    # An SM that holds one workgroup is to have one; else the next launch may share it.
-    wanted = needed if passes == 1 and config["per_sm"] > 1 else resident
+    # An SM that holds one workgroup is to have one; else the next launch may share it. Of many
+    # weights each SM is to have as much, where they leave few places.
+    shares = passes == 1 and config["per_sm"] > 1
+    if not problem.pdl and problem.N * problem.K >= _MANY_WEIGHTS and needed > _FULL * resident:
+        shares = False
+    wanted = needed if shares else resident
     tile_rows = -(-problem.N // (wanted * passes))
     clusters = -(-problem.N // (tile_rows * passes))
     depth, total = min(config["depth"], chunks * passes), chunks * passes
@@ -98,22 +125,46 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
         return None
     if passes > 1 and tiles < split:
         return None
-    buffers = 1 if passes == 1 else 2
+    found = Layout(
+        tiles_m, clusters, passes, tile_rows, chunks, depth, refills, alone, 0, min(passes, 2), 0
+    )
+    # Scales of w by boxes, where there is room: a box begins at a multiple of 16 bytes.
+    starts_between = more or fewest_chunks * _BLOCKS % 16
+    pitch = -(-(chunks * _BLOCKS + (16 - _BLOCKS) * bool(starts_between)) // 16) * 16
+    boxed = replace(found, scale_pitch=pitch, scale_buffers=1 + -(-depth // fewest_chunks))
+    for each in (boxed, found):
+        if each.scale_pitch and (passes == 1 or problem.K % (16 * 32) or pitch > _MOST_PITCH):
+            continue
+        each = replace(each, shared_bytes=_shared_bytes(each, config))
+        if (each.shared_bytes + _SYSTEM_BYTES) * config["per_sm"] <= _SHARED_BYTES:
+            return each
+    return None
+
+
+def _is_alone(target: Target, problem: LinearProblem, config: Config) -> bool:
+    """Whether an SM holds one workgroup each of two launches, where there are several passes."""
+    deep = config["per_sm"] == 2 and config["depth"] >= _FEWEST_BOXES
+    weights = problem.N * problem.K // target.cu_num
+    return problem.pdl and deep and weights in _ALONE_WEIGHTS
+
+
+def _shared_bytes(found: Layout, config: Config) -> int:
+    split, row_groups, k_groups = config["split"], config["row_groups"], config["k_groups"]
+    tiles = 4 * row_groups * found.tiles_m
+    inboxes = min(found.passes, 2)
     inbox = -(-tiles // split) * split * k_groups * _TILE_BYTES if split * k_groups > 1 else 0
-    own_chunks = -(-chunks // k_groups)
-    of_warp = (own_chunks + 1) // 2 * 128  # scales of w
-    found = Layout(tiles_m, clusters, passes, tile_rows, chunks, depth, refills, 0)
+    scales = row_groups * _GROUP_ROWS * found.scale_pitch
+    if not scales:  # each warp's
+        scales = 4 * row_groups * k_groups * ((-(-found.chunks // k_groups) + 1) // 2 * 128)
     behind = (
-        chunks * 8 * tiles_m * (_CHUNK + 16)  # x and its scales
-        + buffers * (4 * row_groups * k_groups * of_warp + inbox)
-        + (2 * depth + buffers) * 8
+        found.chunks * 8 * found.tiles_m * (_CHUNK + 16)  # x and its scales
+        + found.scale_buffers * scales
+        + inboxes * inbox
+        + (2 * found.depth + 2 * inboxes + found.scale_buffers) * 8
     )
     # The last stage is read as if it had all rows.
     room = max(behind, row_groups * _GROUP_ROWS * _CHUNK - found.stage_bytes)
-    shared_bytes = -(-(_ALIGNMENT_BYTES + depth * found.stage_bytes + room) // 16) * 16
-    if (shared_bytes + _SYSTEM_BYTES) * config["per_sm"] > _SHARED_BYTES:
-        return None
-    return Layout(tiles_m, clusters, passes, tile_rows, chunks, depth, refills, shared_bytes)
+    return -(-(_ALIGNMENT_BYTES + found.depth * found.stage_bytes + room) // 16) * 16
 
 
 _layout = where_it_fits(layout)
@@ -135,14 +186,19 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     return None
 
 
+def _warps(found: Layout, config: Config) -> int:
+    """Of a workgroup: consumers, the producer, and where there are several passes a helper."""
+    helped = found.passes > 1 and config["split"] * config["k_groups"] > 1
+    return 4 * config["row_groups"] * config["k_groups"] + 1 + helped
+
+
 def _fits(target: Target, problem: LinearProblem, config: Config) -> bool:
     """Whether registers, shared memory and K leave the configuration something to do."""
     found = layout(target, problem, config)
     if found is None:
         return False
     groups = config["row_groups"] * config["k_groups"]
-    warps = 4 * groups + 1  # and the producer
-    registers = 65536 // (warps * 32 * config["per_sm"])
+    registers = 65536 // (_warps(found, config) * 32 * config["per_sm"])
     shorter = [depth for depth in _DEPTHS if found.depth <= depth < config["depth"]]
     return (
         not shorter
@@ -168,9 +224,9 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
     overlap = 0
     if problem.pdl:  # the next launch takes what SMs have to spare, if there is room for it
         rounds, resident = max(workgroups / target.cu_num, 1), max(resident, 3)
-        exchange = {1: 0, 2: 300, 4: 0, 8: 1900}[split]
+        exchange = {1: 0, 2: 300, 4: 0, 8: 1900 * (not found.alone)}[split]
         shares = per_sm > 1 and found.passes == 1
-        overlap = 1900 * found.refills - 1500 * shares - 600 * small
+        overlap = 1900 * found.refills - 1500 * shares - 600 * small - 7000 * found.alone
     units = rounds * found.passes * found.chunks * row_groups  # 64 rows by 128 k
     latency = 450 + 90 * found.tiles_m if problem.pdl else 240 + 60 * found.tiles_m
     a_unit = max(60 + 55 * found.tiles_m, latency / resident)
@@ -180,7 +236,7 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
         1.4 * units * a_unit
         + exchange
         + 0.03 * x_bytes / target.cu_num
-        + 300 * (found.passes - 1)
+        + 300 * (found.passes - 1) * (not found.alone)
         + 0.01 * max(0, 170e3 - ring)
         + overlap
     )
@@ -200,7 +256,8 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
-    weights = range(_FEWEST_WEIGHTS, _MOST_WEIGHTS + 1)
+    most = _MOST_WEIGHTS if problem.M <= _FEW_ROWS else _MOST_WEIGHTS_OF_MORE_ROWS
+    weights = range(_FEWEST_WEIGHTS, most + 1)
     if problem.pdl and problem.M <= _MOST_OWN_ROWS and problem.N * problem.K in weights:
         return None
     return "fp8 keeps fewer bits of sums than the others, and gains little without a table"
@@ -220,16 +277,18 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_REFILLS": int(found.refills),
         "MX_MOST_CHUNKS": found.chunks,
         "MX_STAGE_BYTES": found.stage_bytes,
+        "MX_SCALE_PITCH": found.scale_pitch,
+        "MX_SCALE_BUFFERS": found.scale_buffers,
+        "MX_ALONE": int(found.alone),
         "MX_SHARED_BYTES": found.shared_bytes,
     }
 
 
 def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
     found = _layout(target, problem, config)
-    warps = 4 * config["row_groups"] * config["k_groups"] + 1  # and the producer
     return Geometry(
         grid=(found.clusters * config["split"], 1, 1),
-        block=(warps * 32, 1, 1),
+        block=(32 * _warps(found, config), 1, 1),
         shared_bytes=found.shared_bytes,
         overlaps=problem.pdl,
     )
@@ -251,6 +310,17 @@ def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMa
     return TensorMap(W_POINTER, problem.N, problem.K, found.tile_rows, _CHUNK, fetch_bytes=128)
 
 
+def _weight_scales(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
+    """Of a pass's rows, those of the workgroup's part of K; else any map, which is not used."""
+    found = _layout(target, problem, config)
+    if not found.scale_pitch:
+        return _weights(target, problem, config)
+    blocks, rows, pitch = problem.K // 32, found.tile_rows, found.scale_pitch
+    return TensorMap(
+        W_SCALES_POINTER, problem.N, blocks, rows, pitch, only_aligned=True, turned=False
+    )
+
+
 MODULE = Module(
     sources={"sm_90a": "linear_fp8_sm90.cu"},
     symbol="aiter_mx_linear_fp8",
@@ -265,7 +335,7 @@ MODULE = Module(
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
-    tensor_maps=(_weights,),
+    tensor_maps=(_weights, _weight_scales),
 )
 
 FP8 = KernelSpec(

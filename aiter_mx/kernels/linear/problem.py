@@ -26,6 +26,7 @@ MATRIX_ARGS = (
 """What the arguments of every kernel that uses the matrix unit begin with."""
 
 X_POINTER, W_POINTER = place_of(POINTERS, "xq"), place_of(POINTERS, "wq")
+W_SCALES_POINTER = place_of(POINTERS, "ws")
 """Which of them a tensor map of the weights stands for."""
 
 MAX_GRID_X = 1 << 20
