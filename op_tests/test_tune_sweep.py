@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import tune_fakes
-from tune_fakes import AXES, ENVIRONMENT, PROBLEMS, FakeMeter, plan_for, starters, sweep
+from tune_fakes import AXES, ENVIRONMENT, PROBLEMS, FakeMeter, draw, plan_for, starters, sweep
 
 from aiter_mx.dispatch.tables import read_table
 from aiter_mx.tuning import sweep as sweeps
@@ -102,6 +102,21 @@ def test_candidates_that_are_worked_out_aside_make_the_same_table(tmp_path: Path
     begun = time.monotonic()
     sweeps.run(plan_for(table), replace(held_up.meter(), aside=aside), Alone(), budget_s=0.1)
     assert time.monotonic() - begun < 5  # what is not wanted any more is not waited for
+
+
+def test_a_race_that_compilers_held_up_is_run_again_without_them(tmp_path: Path) -> None:
+    expected, table = tmp_path / "steady.csv", tmp_path / "linear.csv"
+    sweep(expected, FakeMeter())
+    fake = FakeMeter()
+    fake.noise = lambda candidate, turn: 1.0 if fake.settled else 1 + draw(candidate, turn)
+    sweep(table, fake)
+    assert fake.settled == 1
+    assert table.read_text() == expected.read_text()
+    fake = FakeMeter()
+    fake.noise = lambda candidate, turn: 1 + draw(candidate, turn)  # whatever is compiled
+    sweep(table, fake)
+    assert fake.settled == len(PROBLEMS)
+    assert len(read_rows(table, "linear")) == len(PROBLEMS)
 
 
 def test_few_problems_are_given_to_the_compilers_before_a_race_that_is_ready(

@@ -113,6 +113,9 @@ class FakeAhead:
     def is_ready(self, problem: Problem, candidates: Iterable[Candidate]) -> bool:
         return True
 
+    def settle(self) -> None:
+        self.meter.settled += 1
+
 
 class FakeMeter:
     """What a FakeBench does with whom."""
@@ -126,6 +129,7 @@ class FakeMeter:
         self.loses: Callable[[Problem, Candidate], bool] = lambda problem, candidate: False
         self.tried: list[tuple[Problem, Candidate]] = []
         self.prepared: list[tuple[Problem, Candidate]] = []
+        self.settled = 0
 
     def meter(self) -> Meter:
         @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from threading import Lock
 from typing import Protocol
@@ -147,6 +147,10 @@ class Ahead:
         """Whether none of these is yet to be compiled."""
         builds = map(self._builds.get, self._needed(problem, candidates))
         return all(build is not None and build.done() for build in builds)
+
+    def settle(self) -> None:
+        """Return when nothing of our building is being compiled."""
+        wait(self._builds.values())
 
     def _needed(self, problem: Problem, candidates: Iterable[Candidate]) -> list[BuildRequest]:
         """What these need compiled, worked out once."""

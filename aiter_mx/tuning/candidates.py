@@ -98,6 +98,9 @@ class Ahead(Protocol):
     def is_ready(self, problem: Problem, candidates: Iterable[Candidate]) -> bool:
         """Whether none of these is yet to be compiled."""
 
+    def settle(self) -> None:
+        """Return when nothing is being compiled."""
+
     @property
     def is_busy(self) -> bool:
         """Whether there is enough to do for the time being."""

@@ -295,6 +295,9 @@ def _race(
         with meter.bench(problem) as bench:  # operands are made while the last kernels compile
             ahead.wait(problem, starters.to_compile(name))
             outcome = race(bench, starters.of(name), incumbent, plan.rules)
+            if outcome.chosen is not None and outcome.chosen.spread > plan.rules.unsteady:
+                ahead.settle()  # most often it was compilers that held its rounds up
+                outcome = race(bench, starters.of(name), incumbent, plan.rules)
     except ContextLost as error:
         candidate = str(error.args[1]) if len(error.args) > 1 else ""
         why = str(error.args[0])
