@@ -98,30 +98,27 @@ MX_DEVICE void add_chunks(Sums& sums, WeightsReader& w, XReader& x, int mine, in
     }
 }
 
-// The same of one chunk at a time, the next of which is asked for while this one is used, piece by
-// piece, as its registers come free. There is no sum that this adds in another order.
+// The same of one chunk at a time, in the same order: the next is asked for while this one is used,
+// piece by piece, as its registers come free.
 template <bool Aligned>
 MX_DEVICE void add_chunks_in_turn(Sums& sums, WeightsReader& w, XReader& x, int mine, int end,
                                   int lane) {
     Chunk chunk = {};
+    const auto ask_x = [&](int c) {
+        x.load_payload(chunk, 0, c);
+        x.load_scales<Aligned>(chunk, 0, c);
+    };
+    if (!kOverlaps && mine < end)
+        ask_x(mine);
     if (mine < end) {
-        if constexpr (kOverlaps) {
-            w.load_scales<Aligned>(chunk.w, 0, mine);
-            w.load_payload(chunk.w, 0, mine);
-        } else {
-            x.load_payload(chunk, 0, mine);
-            x.load_scales<Aligned>(chunk, 0, mine);
-            w.load_scales<Aligned>(chunk.w, 0, mine);
-            w.load_payload(chunk.w, 0, mine);
-        }
+        w.load_scales<Aligned>(chunk.w, 0, mine);
+        w.load_payload(chunk.w, 0, mine);
     }
     if constexpr (kOverlaps) { // what is stored later comes after this as well
         launch_dependents();
         wait_for_grid_ahead();
-        if (mine < end) {
-            x.load_payload(chunk, 0, mine);
-            x.load_scales<Aligned>(chunk, 0, mine);
-        }
+        if (mine < end)
+            ask_x(mine);
     }
 #pragma unroll 1
     for (int c = mine; c < end; c += kWaves) {
@@ -133,8 +130,7 @@ MX_DEVICE void add_chunks_in_turn(Sums& sums, WeightsReader& w, XReader& x, int 
         const bool far = any_far(chunk.far());
         make_ready(ready, chunk, lane);
         if (more) {
-            x.load_payload(chunk, 0, next);
-            x.load_scales<Aligned>(chunk, 0, next);
+            ask_x(next);
             w.load_scales<Aligned>(chunk.w, 0, next);
         }
         const auto refill = [&](int h, int s) {

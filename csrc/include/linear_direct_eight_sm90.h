@@ -114,7 +114,7 @@ MX_DEVICE void mma_of_pairs(float (&d)[4], const unsigned (&a)[4], unsigned b0, 
           "r"(kPairs));
 }
 
-// Far: scales may be so far from 1 that they are to be applied in turn.
+// Far: as of add_scaled_block.
 // refill(h, s) is called when the weights of half h, step s are no longer needed.
 template <bool Far, class Refill>
 MX_DEVICE void add_products(Sums& sums, const Chunk& chunk, const Ready& ready, Refill refill) {
@@ -138,18 +138,9 @@ MX_DEVICE void add_products(Sums& sums, const Chunk& chunk, const Ready& ready, 
 #pragma unroll
             for (int i = 0; i < kLaneRows; ++i)
 #pragma unroll
-                for (int b = 0; b < 2; ++b) {
-                    float& sum = sums[h][i];
-                    const float product = products[2 * b + i];
-                    const unsigned of_w = ready.w_scales[h][i], of_x = ready.x_scales;
-                    const int block = 2 * s + b;
-                    if constexpr (Far)
-                        sum = add_scaled(sum, product, e8m0_split(byte_of(of_w, block)),
-                                         e8m0_to_f32(byte_of(of_x, block)));
-                    else
-                        sum =
-                            mx::fma(product, usual_scale(multiply_scales(of_w, of_x), block), sum);
-                }
+                for (int b = 0; b < 2; ++b)
+                    add_scaled_block<Far>(sums[h][i], products[2 * b + i], ready.w_scales[h][i],
+                                          ready.x_scales, 2 * s + b);
         }
 }
 

@@ -84,7 +84,7 @@ MX_DEVICE void make_ready(Ready& ready, const Chunk& chunk, int lane) {
     ready.x_scales = chunk.x_scales;
 }
 
-// Far: scales may be so far from 1 that they are to be applied in turn.
+// Far: as of add_scaled_block.
 // refill(h, s) is called when the weights of half h, step s are no longer needed.
 template <bool Far, class Refill>
 MX_DEVICE void add_products(Sums& sums, const Chunk& chunk, const Ready& ready, Refill refill) {
@@ -112,18 +112,9 @@ MX_DEVICE void add_products(Sums& sums, const Chunk& chunk, const Ready& ready, 
 #pragma unroll
             for (int h = 2 * tile; h < kHalves && h < 2 * tile + 2; ++h)
 #pragma unroll
-                for (int b = 0; b < 2; ++b) {
-                    float& sum = sums[h][0];
-                    const float product = products[2 * (h % 2) + b];
-                    const unsigned of_w = ready.w_scales[h], of_x = ready.x_scales;
-                    const int block = 2 * s + b;
-                    if constexpr (Far)
-                        sum = add_scaled(sum, product, e8m0_split(byte_of(of_w, block)),
-                                         e8m0_to_f32(byte_of(of_x, block)));
-                    else
-                        sum =
-                            mx::fma(product, usual_scale(multiply_scales(of_w, of_x), block), sum);
-                }
+                for (int b = 0; b < 2; ++b)
+                    add_scaled_block<Far>(sums[h][0], products[2 * (h % 2) + b], ready.w_scales[h],
+                                          ready.x_scales, 2 * s + b);
         }
 }
 

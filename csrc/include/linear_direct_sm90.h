@@ -53,6 +53,18 @@ MX_DEVICE unsigned far_w(unsigned scales) { return scales - 0x40404040; }
 MX_DEVICE unsigned far_x(unsigned scales) { return (scales - 0x40404040) | (scales - 0x3f3f3f3f); }
 MX_DEVICE bool any_far(unsigned bits) { return __any_sync(0xffffffff, bits & 0x80808080); }
 
+// Adds a block's products, times its scales of four of a row of w and of x.
+// Far: scales may be so far from 1 that they are to be applied in turn.
+template <bool Far>
+MX_DEVICE void add_scaled_block(float& sum, float product, unsigned of_w, unsigned of_x,
+                                int block) {
+    if constexpr (Far)
+        sum = add_scaled(sum, product, e8m0_split(byte_of(of_w, block)),
+                         e8m0_to_f32(byte_of(of_x, block)));
+    else
+        sum = mx::fma(product, usual_scale(multiply_scales(of_w, of_x), block), sum);
+}
+
 // What a lane has of w in a chunk: 16 bytes of row lane / 4 of each half, twice, and the scales of
 // rows lane, 32 + lane and so on, which others need.
 constexpr int kScaleWords = (kHalves + 3) / 4;

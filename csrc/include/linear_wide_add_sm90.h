@@ -99,8 +99,9 @@ struct Adder {
             a[2 + i] = multiply_f16x2(a[2 + i], factor);
         }
     }
-    // Calls between(j) behind each wgmma. A unit is expanded while the one before is multiplied,
-    // from words that were asked for a half of a chunk before, so that none of it is waited for.
+    // Calls between(j) behind the wgmmas of the unit that begins with step j. A unit is expanded
+    // while the one before is multiplied, from words that were asked for a half of a chunk before,
+    // so that none of it is waited for.
     template <class Between>
     MX_MEMBER void add_chunk(Sums& sums, Operands& a, const MatrixDescriptor& b, int chunk,
                              int chunks, const Between& between) {
@@ -131,7 +132,7 @@ struct Adder {
                 close(stage);
         }
     }
-    // Calls between(j) for each j below kSteps, while wgmmas of the first chunk run.
+    // Calls between(j) as add_chunk does, of the first chunk alone, and only where kLate.
     template <class Between>
     MX_MEMBER void add(Sums& sums, unsigned x, int chunks, const Between& between) {
         const auto nothing = [](int) {};

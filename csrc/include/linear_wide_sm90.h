@@ -1,5 +1,5 @@
 // What surrounds the loop of the wide linear of Hopper, linear_wide_sm90.cu: its parameters, its
-// shared memory, how x and the scales of w become what it takes, and what becomes of its sums.
+// shared memory, how scales become what it takes, who asks for w, and what becomes of sums.
 #pragma once
 
 #include "mx_epilogue.h"
@@ -8,9 +8,7 @@
 #include "mx_target.h"
 #include "sm90_async.h"
 #include "sm90_copy.h"
-#include "sm90_expand.h"
 #include "sm90_f16_factors.h"
-#include "sm90_mma.h"
 #include "sm90_rows.h"
 #include "sm90_tensor_map.h"
 

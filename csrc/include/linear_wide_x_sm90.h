@@ -5,7 +5,6 @@
 #include "mx_target.h"
 #include "sm90_async.h"
 #include "sm90_copy.h"
-#include "sm90_expand.h"
 #include "sm90_f16_factors.h"
 #include "sm90_mma.h"
 

@@ -3,7 +3,6 @@
 
 #include "moe_boxes_sm90.h"
 #include "moe_boxes_x_sm90.h"
-#include "sm90_mma.h"
 #include "sm90_shared.h"
 
 namespace mx {
@@ -43,18 +42,15 @@ struct Filler {
         return row_at(a.ws, of.expert * static_cast<int>(a.N) + static_cast<int>(row),
                       static_cast<unsigned>(a.K) / kBlock);
     }
-    // Of kBatch chunks of a row.
-    MX_MEMBER void load(unsigned (&words)[kBatch], const Place& of, int t, int r, int c) const {
-        load_scales(words, scales_at(of, t, r) + c * kBlocks);
-    }
+    // Of kBatch chunks, from c on, of all of a lane's rows.
     MX_MEMBER void load(Words& words, const Place& of, int c) const {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t)
 #pragma unroll
             for (int r = 0; r < kOwned; ++r)
-                load(words[t][r], of, t, r, c);
+                load_scales(words[t][r], scales_at(of, t, r) + c * kBlocks);
     }
-    // Starts copies of what is loaded at once, of all of a lane's rows.
+    // Starts copies of the same. which: 0 of the tile that is under way, 1 of the next one.
     MX_MEMBER void ask(int which, int turn, const Place& of, int c) const {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t)

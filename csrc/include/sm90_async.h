@@ -18,7 +18,7 @@ MX_DEVICE void copy_once_in_lines_async(unsigned to, const void* from, bool exis
                  "r"(exists ? 16 : 0)
                  : "memory");
 }
-// The same of bytes that others read too.
+// Starts a copy of 16 bytes that others read too, or of zeros.
 MX_DEVICE void copy_async(unsigned to, const void* from, bool exists) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(exists ? 16 : 0)

@@ -14,8 +14,9 @@ MX_DEVICE void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Of rows of 128 bytes the copy turns the 16-byte pieces: piece p of row r lies at place p ^ (r %
-// 8); of rows of 64 bytes at p ^ (r / 2 % 4). Boxes begin at multiples of 1024 bytes.
+// Where the map says so, the copy turns the 16-byte pieces of a row: of rows of 128 bytes piece p
+// of row r lies at place p ^ (r % 8), of 64 bytes at p ^ (r / 2 % 4), and boxes begin at multiples
+// of 1024 bytes. Others begin at multiples of 128.
 MX_DEVICE void copy_box(unsigned to, const TensorMap& map, int column, int row, unsigned barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),

@@ -9,18 +9,17 @@
 
 namespace mx {
 
-// A matrix whose rows are 128 bytes apart and begin at a multiple of 1024 bytes, from a k on.
+// A matrix whose rows are 128 bytes apart and begin at a multiple of 1024 bytes.
 struct SwizzledDescriptor {
     static constexpr unsigned kEightRows = 1024 >> 4, kSwizzle128 = 1u << 30;
     unsigned low;
 
     MX_MEMBER explicit SwizzledDescriptor(unsigned address)
         : low((address & 0x3ffff) >> 4 | 1 << 16) {}
-    // From its lower half, in which addresses are in units of 16 bytes.
+    // From `low`, or that of a k further on: it is in units of 16 bytes.
     MX_MEMBER static unsigned long long of(unsigned low) {
         return static_cast<unsigned long long>(kEightRows | kSwizzle128) << 32 | low;
     }
-    MX_MEMBER unsigned long long at(unsigned bytes) const { return of(low + (bytes >> 4)); }
 };
 
 // d = A * B^T, whatever d was. d has `count`, N / 2, values; a and b have the numbers behind
