@@ -28,6 +28,7 @@ from mx_reference import assert_close_to_reference
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.direct_sm90 import MAX_M
 from aiter_mx.kernels.registry import find_kernel, in_line
+from aiter_mx.kernels.spec import combinations
 from aiter_mx.target import hardware
 
 DIRECT = find_kernel("linear", "sm_90a", "hip", "direct")
@@ -110,6 +111,19 @@ def test_rounds_are_called_even_only_where_each_has_all_of_its_chunks() -> None:
         assert defines["MX_WHOLE_CHUNKS"] == (K % 128 == 0)
         rounds = -(-K // 128) / (chosen["waves"] * max(1, chosen["unroll"]) * chosen["split"])
         assert defines["MX_EVEN"] == (rounds == int(rounds))
+
+
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 1, 32), (4, 5000, 416), (8, 9216, 6144)])
+def test_any_legal_configuration_can_be_launched(M: int, N: int, K: int) -> None:
+    assert DIRECT.module is not None
+    problem = LinearProblem(M, N, K)
+    for chosen in combinations(DIRECT.params):
+        threads = DIRECT.module.geometry(TARGET, problem, chosen).block[0]
+        resident = DIRECT.module.defines(TARGET, problem, chosen)["MX_RESIDENT"]
+        assert 1 <= resident <= 32 and threads <= threads * resident <= 2048
+        halves, parts = -(-chosen["rows"] // 8), chosen["split"] * chosen["waves"]
+        static_bytes = -(-halves // chosen["split"]) * parts * 32 * (4 if M <= 4 else 8)
+        assert static_bytes < 48 * 1024
 
 
 def test_only_the_asked_for_launch_overlaps() -> None:

@@ -36,6 +36,7 @@ from mx_reference import assert_close_to_reference, linear_reference64
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.fp8_sm90 import ACCUMULATION_ERROR, MAX_M, layout
 from aiter_mx.kernels.registry import find_kernel, in_line
+from aiter_mx.kernels.spec import combinations
 from aiter_mx.target import hardware
 
 FP8 = find_kernel("linear", "sm_90a", "hip", "fp8")
@@ -151,6 +152,21 @@ def test_cases_of_several_passes_reach_what_differs_between_them() -> None:
     assert {one.alone for one in found} == {False, True}
     assert {one.depth > one.chunks for one in found} == {False, True}
     assert max(one.scale_buffers for one in found) > 2
+
+
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 300, 1536), (8, 9216, 6144), (32, 2304, 6144)])
+def test_a_legal_configuration_fits_a_workgroup_or_is_refused(M: int, N: int, K: int) -> None:
+    assert FP8.module is not None
+    problem, refused = LinearProblem(M, N, K), []
+    for chosen in combinations(FP8.params):
+        if layout(TARGET, problem, chosen) is None:
+            refused.append(chosen)
+            continue
+        geometry = FP8.module.geometry(TARGET, problem, chosen)
+        assert geometry.block[0] <= 1024 and geometry.shared_bytes <= 227 * 1024
+    assert config(1, 2, 4, 8) in refused
+    with pytest.raises(ValueError, match="does not fit"):
+        FP8.module.geometry(TARGET, problem, config(1, 2, 4, 8))
 
 
 def test_only_the_asked_for_launch_overlaps() -> None:

@@ -32,7 +32,7 @@ _MOST_ALIKE = 2
 _CHUNK = 128  # k that a wave takes at a time
 _REGISTERS = 65536  # of an SM
 _MOST_REGISTERS = 232  # of a lane, above which ptxas was seen to spill
-_WARP_REGISTERS = _REGISTERS // 4 // 32  # of a scheduler, for each lane
+_SCHEDULER_REGISTERS = _REGISTERS // 4 // 32  # of an SM's scheduler, of each lane
 _CYCLES_A_US = 4 * 1980  # of an SM's four schedulers
 _LEAST_SHARE, _SPARE_SHARE = 0.9, 1.15  # of the registers that ptxas would take
 _SUITS_BYTES = 63e3  # of weights under way on an SM
@@ -113,10 +113,10 @@ def _resident(target: Target, problem: LinearProblem, config: Config) -> int:
     take: told more, it asks for less at once.
     """
     waves, wanted = config["waves"], _registers(problem, config)
-    most = _WARP_REGISTERS // (-(-wanted // 8) * 8)  # waves of a scheduler
+    most = _SCHEDULER_REGISTERS // (-(-wanted // 8) * 8)  # waves of a scheduler
     groups = ceil(_of_sm(target, problem, config) / _PACKED[config["split"]])
     of_scheduler = -(-groups * waves // 4)
-    allowed = _WARP_REGISTERS // of_scheduler // 8 * 8
+    allowed = _SCHEDULER_REGISTERS // of_scheduler // 8 * 8
     fit = groups <= _MOST_RESIDENT[config["split"] > 1] and _LEAST_SHARE * wanted <= allowed
     if config["unroll"] == 0:
         return max(1, 4 * (of_scheduler if fit else most) // waves)
@@ -127,7 +127,7 @@ def _cost(target: Target, problem: LinearProblem, config: Config) -> float:
     """A model of what a call takes beyond reading, in us: fitted to 519 times on one H200."""
     rows, waves, split = config["rows"], config["waves"], config["split"]
     halves, chunks, a_round = -(-rows // 8), _chunks(problem) / split, waves * _at_once(config)
-    of_scheduler = _WARP_REGISTERS // (-(-_registers(problem, config) // 8) * 8)
+    of_scheduler = _SCHEDULER_REGISTERS // (-(-_registers(problem, config) // 8) * 8)
     held = max(4 * of_scheduler // waves, _resident(target, problem, config))
     resident = max(1, min(held, 64 // waves, _MOST_RESIDENT[split > 1]))
     of_sm = _of_sm(target, problem, config)

@@ -61,6 +61,7 @@ _MOST_PITCH = 256  # bytes of a row of a box that is not turned
 _ALIGNMENT_BYTES = 1024  # of boxes in shared memory, which the kernel's first byte may not have
 _SHARED_BYTES = 228 * 1024  # of an SM, compute capability 9.0
 _SYSTEM_BYTES = 1024  # of a workgroup's part of it
+_MOST_WARPS = 32  # of a workgroup
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     if fewest_chunks < k_groups or (refills and (depth % k_groups or depth < 2 * k_groups)):
         return None
     if passes > 1 and tiles < split:
-        return None
+        return None  # who owns no sums would not know which pass the others are at
     found = Layout(
         tiles_m, clusters, passes, tile_rows, chunks, depth, refills, alone, 0, min(passes, 2), 0
     )
@@ -136,7 +137,10 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
         if each.scale_pitch and (passes == 1 or problem.K % (16 * 32) or pitch > _MOST_PITCH):
             continue
         each = replace(each, shared_bytes=_shared_bytes(each, config))
-        if (each.shared_bytes + _SYSTEM_BYTES) * config["per_sm"] <= _SHARED_BYTES:
+        if (
+            _warps(each, config) <= _MOST_WARPS
+            and (each.shared_bytes + _SYSTEM_BYTES) * config["per_sm"] <= _SHARED_BYTES
+        ):
             return each
     return None
 

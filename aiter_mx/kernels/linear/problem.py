@@ -27,7 +27,7 @@ MATRIX_ARGS = (
 
 X_POINTER, W_POINTER = place_of(POINTERS, "xq"), place_of(POINTERS, "wq")
 W_SCALES_POINTER = place_of(POINTERS, "ws")
-"""Which of them a tensor map of the weights stands for."""
+"""Which of them a tensor map of x, of the weights or of the weights' scales begins at."""
 
 MAX_GRID_X = 1 << 20
 """Workgroups of a grid's x; more continue in y. HIP counts threads of a grid in 32 bits."""
