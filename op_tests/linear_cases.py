@@ -112,7 +112,7 @@ def launch_linear(
     """The kernel's result on the CPU, in its own configuration where ``config`` is None.
 
     Its output starts out poisoned, between guards that must stay so. Work is divided as for so many
-    compute units, where ``cu_num`` says how many.
+    compute units, where ``cu_num`` says how many. ``pdl`` is the problem's.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
     (M, K), N = arguments[0].shape, arguments[2].shape[0]

@@ -5,16 +5,15 @@ Run as a script, this file checks the Triton kernels in Triton's interpreter.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import mx_reference as mx
 import pytest
 import torch
+from interpreted import assert_passes_in_the_interpreter
 from torch import Tensor
 
 from aiter_mx.dispatch.dispatcher import route
@@ -230,12 +229,7 @@ def test_triton_matches_float64_in_the_interpreter():
 
     if not hasattr(InterpreterBuilder, "create_dot_scaled"):
         pytest.skip("the interpreter of this Triton has no dot_scaled; 3.9's has")
-    root = Path(__file__).parents[1]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    assert_passes_in_the_interpreter(__file__)
 
 
 @pytest.fixture

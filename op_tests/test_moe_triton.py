@@ -5,10 +5,7 @@ Run as a script, this file checks the kernel in Triton's interpreter.
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from interpreted import assert_passes_in_the_interpreter
 from moe_reference import assert_activated, assert_rows
 from test_fused_moe import assert_layer, gpu_call
 from test_moe_gemm import POISON, SWIGLU, random_layer
@@ -77,16 +75,7 @@ def test_triton_matches_float64_in_the_interpreter() -> None:
 
     if not hasattr(InterpreterBuilder, "create_dot_scaled"):
         pytest.skip("the interpreter of this Triton has no dot_scaled; 3.9's has")
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parent), str(here)])
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    assert_passes_in_the_interpreter(__file__)
 
 
 @pytest.mark.parametrize("arch", ["gfx950", "sm_90a"])

@@ -5,15 +5,12 @@ In Triton's interpreter, and on a GPU. Run as a script, this file checks them in
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from interpreted import assert_passes_in_the_interpreter
 from quantize_cases import draw as draw_values
 from test_moe_align import draw_ids
 from torch import Tensor
@@ -56,9 +53,8 @@ def assert_as_torch(fallbacks: dict, inputs: list, outputs: list, device: str) -
 
 def check_routing(draw: random.Random, most_experts: int, most_tokens: int, device: str) -> None:
     packed = draw.random() < 0.4
-    E = draw.choice(
-        [draw.randint(1, min(60, most_experts)), most_experts]
-    )  # few sizes, as each is compiled
+    few, many = draw.randint(1, min(60, most_experts)), most_experts
+    E = draw.choice([few, many])  # of no other size, as each is compiled
     top_k, shared = draw.randint(1, 8), draw.choice([0, 0, 1, 3])
     M, block_m = draw.choice([1, 2, draw.randint(3, most_tokens)]), draw.choice(BLOCKS_M)
     kind = draw.choice(["none", "mask" if packed else "numbers"])
@@ -174,16 +170,7 @@ def check_all(
 
 
 def test_backends_agree_in_the_interpreter() -> None:
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parent), str(here)])
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    assert_passes_in_the_interpreter(__file__)
 
 
 PROBLEMS = [

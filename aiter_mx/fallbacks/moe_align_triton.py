@@ -15,7 +15,8 @@ from aiter_mx.kernels.moe_align import MAP_CODES, MoeAlignProblem
 
 _IDS = 1024  # that a program looks at together
 
-_SIZES = ["M", "top_k", "E", "shared", "first_shared", "block_m", "max_ids"]
+_ROUTING = ["M", "top_k", "E", "shared"]
+_SIZES = [*_ROUTING, "first_shared", "block_m", "max_ids"]
 _ANYWHERE = ["ids_ptr", "weights_ptr", "map_ptr", "num_tokens_ptr"]  # a view would compile anew
 
 
@@ -36,11 +37,11 @@ def is_routed_to(expert, t, tokens, ids_ptr, top_k, E, shared):
     slot = t % slots
     inside = t < tokens * slots
     # An id of 64 bits is compared as it is; one that is out of range is no expert's.
-    id = tl.load(ids_ptr + token * top_k + slot, mask=inside & (slot < top_k), other=-1)
-    return inside & tl.where(expert < E, id == expert, slot - top_k == expert - E)
+    chosen = tl.load(ids_ptr + token * top_k + slot, mask=inside & (slot < top_k), other=-1)
+    return inside & tl.where(expert < E, chosen == expert, slot - top_k == expert - E)
 
 
-@triton.jit(do_not_specialize=_SIZES[:4], do_not_specialize_on_alignment=_ANYWHERE)
+@triton.jit(do_not_specialize=_ROUTING, do_not_specialize_on_alignment=_ANYWHERE)
 def count_kernel(
     ids_ptr,
     map_ptr,
