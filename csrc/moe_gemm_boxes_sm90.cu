@@ -13,9 +13,9 @@
 // A row whose scales are too far apart for fp16, zero blocks aside, is computed again in fp32.
 
 #include "moe_boxes_finish_sm90.h"
+#include "moe_boxes_roles_sm90.h"
 #include "moe_boxes_scales_sm90.h"
 #include "moe_boxes_sm90.h"
-#include "moe_boxes_x_sm90.h"
 #include "moe_sm90.h"
 #include "mx_target.h"
 #include "sm90_async.h"
@@ -187,26 +187,5 @@ struct Adder {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     aiter_mx_moe_gemm(MX_MOE_PARAMETERS, const __grid_constant__ TensorMap weights_map) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
-    Shared& shared = *reinterpret_cast<Shared*>(dynamic);
-    const MoeArgs a = MX_MOE_ARGS;
-    // The same in all lanes, and known to be.
-    const int lane = threadIdx.x % kLanes, warp = __shfl_sync(~0u, threadIdx.x / kLanes, 0);
-    set_up_barriers(shared);
-    if (warp < kAddWarps) {
-        increase_registers<kAddingRegisters>();
-        Adder(a, shared, warp / kGroupWarps, warp % kGroupWarps, lane).run();
-    } else {
-        decrease_registers<kBringingRegisters>();
-        const int role = warp - kAddWarps;
-        if (role < kGroupWarps)
-            Bringer{a, shared, role * kLanes + lane}.run();
-        else if (role < kGroupWarps + kGroups)
-            Scaler{a, shared, role - kGroupWarps, lane}.run();
-        else if (role == 2 * kGroupWarps - 1)
-            open_entries(a, shared, lane);
-        else if (role >= 2 * kGroupWarps && role < 2 * kGroupWarps + kFetchWarps)
-            fetch_x(a, shared, role - 2 * kGroupWarps, lane);
-        else if (role == 2 * kGroupWarps + kFetchWarps)
-            copy_weights(a, shared, weights_map, lane);
-    }
+    take_roles<Adder, Scaler>(MX_MOE_ARGS, *reinterpret_cast<Shared*>(dynamic), weights_map);
 }
