@@ -51,8 +51,7 @@ def check(
 def check_activated(activation: str, layout: str, device: str) -> None:
     drawn = random_layer(random.Random(4), 4, 128, 256, "fp32", activated=True)
     problem, layer, tensors = drawn
-    fields = {"out_dtype": "mxfp8", "activation": activation, "layout": layout}
-    problem = replace(problem, **fields)  # type: ignore[arg-type]
+    problem = replace(problem, out_dtype="mxfp8", activation=activation, layout=layout)
     out = torch.empty(problem.routed, 64, dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty(problem.routed, 2, dtype=torch.uint8, device=device)
     every = [None if t is None else t.to(device) for t in tensors]

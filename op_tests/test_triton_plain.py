@@ -214,8 +214,13 @@ def test_what_ours_refuse_goes_to_triton_and_what_triton_refuses_to_torch() -> N
     many = MoeAlignProblem(M=2, top_k=3, E=8, block_m=1 << 28)
     assert "ids are above 1073741824" in str(align.refusal(hardware("sm_90a"), many))
     rows = find_kernel("quantize", "sm_90a", "triton", "rows")
-    for fields in ({"to": "both"}, {"format": "e2m1"}, {"block": "32x32"}, {"groups": 2}):
-        asked = QuantizeProblem(64, 64, **fields)  # type: ignore[arg-type]
+    plain = QuantizeProblem(64, 64)
+    for asked in (
+        replace(plain, to="both"),
+        replace(plain, format="e2m1"),
+        replace(plain, block="32x32"),
+        replace(plain, groups=2),
+    ):
         assert "along rows of no groups alone" in str(rows.refusal(hardware("sm_90a"), asked))
 
 
