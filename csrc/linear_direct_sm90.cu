@@ -1,4 +1,4 @@
-// Decode linear for up to 8 rows of x on Hopper, weights straight into registers:
+// Decode linear for up to 16 rows of x on Hopper, weights straight into registers:
 // y = dequantised(x) * dequantised(w)^T + bias.
 //
 //   xq [M, K], wq [N, K]        e4m3 payload
@@ -14,14 +14,14 @@
 //
 // Products are those of mma over fp16, which any e4m3 is. Each of four lanes has 16 bytes of 64 k
 // of a row of w, and so two of them another block of 32 k than the others, although mma adds over
-// all four. What x looks like so that the sums of both blocks stay apart is in
-// linear_direct_few_sm90.h, up to 4 rows of x, and in linear_direct_eight_sm90.h.
+// all four. Up to 4 rows of x the sums of both blocks stay apart (linear_direct_few_sm90.h), above
+// that fp16 has the blocks' scales in it (linear_direct_many_sm90.h).
 //
 // Sums are fp32 and added in an order that depends on nothing but the configuration: over blocks,
 // then waves, by the workgroup that owns the tile: of a cluster's, they take turns.
 
 #if MX_TOKENS > 4
-#include "linear_direct_eight_sm90.h"
+#include "linear_direct_far_sm90.h"
 #else
 #include "linear_direct_few_sm90.h"
 #endif
@@ -37,8 +37,8 @@ using namespace mx;
 
 using Out = DType<MX_OUT>;
 
-struct LaneSums { // of a half
-    float rows[kLaneRows];
+struct alignas(4 * kLaneSums) LaneSums { // of a half
+    float sums[kLaneSums];
 };
 // Where a cluster has more workgroups than halves, sums of a part of a half's lanes are owned: then
 // more of them add, and other lanes add other parts.
@@ -85,15 +85,11 @@ MX_DEVICE void add_chunks(Sums& sums, WeightsReader& w, XReader& x, int mine, in
         }
         w.advance(Unroll * kWaves);
         x.advance(Unroll * kWaves);
-        each([&](const Chunk& chunk, int, int) {
+        each([&](Chunk& chunk, int ahead, int c) {
             Ready ready;
-            const bool far = any_far(chunk.far());
-            make_ready(ready, chunk, lane);
-            const auto nothing = [](int, int) {};
-            if (far)
-                add_products<true>(sums, chunk, ready, nothing);
-            else
-                add_products<false>(sums, chunk, ready, nothing);
+            const Here here{w, x, ahead - Unroll * kWaves, c, lane};
+            const bool far = make_ready(ready, chunk, here);
+            add_chunk(sums, chunk, ready, far, here, [](int, int) {}, [](int) {});
         });
     }
 }
@@ -127,29 +123,37 @@ MX_DEVICE void add_chunks_in_turn(Sums& sums, WeightsReader& w, XReader& x, int 
         w.advance(kWaves);
         x.advance(kWaves);
         Ready ready;
-        const bool far = any_far(chunk.far());
-        make_ready(ready, chunk, lane);
+        const Here here{w, x, -kWaves, c, lane};
+        const bool far = make_ready(ready, chunk, here);
         if (more) {
-            ask_x(next);
+            if constexpr (!kLateX)
+                x.load_payload(chunk, 0, next);
+            x.load_scales<Aligned>(chunk, 0, next);
             w.load_scales<Aligned>(chunk.w, 0, next);
         }
-        const auto refill = [&](int h, int s) {
+        const auto refill_x = [&](int s) {
+            if constexpr (kLateX) {
+                if (more)
+                    x.load_step(chunk, s, 0, next);
+                __syncwarp(); // ptxas would move the loads to the end
+            }
+        };
+        const auto refill_w = [&](int h, int s) {
             if (more)
                 w.load_step(chunk.w, h, s, 0, next);
-            __syncwarp(); // ptxas would move the load to the end
+            __syncwarp();
         };
-        if (far)
-            add_products<true>(sums, chunk, ready, refill);
-        else
-            add_products<false>(sums, chunk, ready, refill);
+        add_chunk(sums, chunk, ready, far, here, refill_w, refill_x);
     }
 }
 
-MX_DEVICE void store_sums_async(unsigned to, const float (&v)[kLaneRows], unsigned barrier) {
-    if constexpr (kLaneRows == 1)
+MX_DEVICE void store_sums_async(unsigned to, const float (&v)[kLaneSums], unsigned barrier) {
+    if constexpr (kLaneSums == 1)
         store_async(to, float_to_bits(v[0]), barrier);
+    else if constexpr (kLaneSums == 2)
+        store_async(to, v[0], v[1], barrier);
     else
-        store_async(to, v[0], v[kLaneRows - 1], barrier);
+        store_async(to, float4{v[0], v[1], v[2], v[3]}, barrier);
 }
 
 // Sums of a lane to the workgroups that own its units.
@@ -214,22 +218,26 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kResident)
 #pragma unroll
         for (int h = 0; h < kHalves; ++h)
 #pragma unroll
-            for (int i = 0; i < kLaneRows; ++i)
-                sums_of[h][wave][lane].rows[i] = sums[h][i];
+            for (int i = 0; i < kLaneSums; ++i)
+                sums_of[h][wave][lane].sums[i] = sums[h][i];
         group_barrier();
     }
 #pragma unroll 1
     for (int own = wave; own < owned; own += kWaves) {
         const int unit = own * kSplit + rank;
         const int whose = unit % kUnits * kUnitLanes + lane % kUnitLanes; // lane of a half
-        const int m = token_of(whose);
-        const unsigned n = first_row + unit / kUnits * 8 + row_of(whose);
+        Out* to[kLaneSums];
+        bool exists[kLaneSums];
         LaneSums added{};
-        if (m < M && lane < kUnitLanes)
 #pragma unroll
-            for (int i = 0; i < kLaneRows; ++i)
-                if (n + i <= last_row)
-                    added.rows[i] = load_bias(bias, bias_kind, n + i);
+        for (int i = 0; i < kLaneSums; ++i) {
+            const int m = token_of(whose, i);
+            const unsigned n = first_row + unit / kUnits * 8 + row_of(whose, i);
+            to[i] = y + (static_cast<unsigned long>(m) * static_cast<unsigned>(N) + n);
+            exists[i] = lane < kUnitLanes && m < M && n <= last_row;
+            if (exists[i])
+                added.sums[i] = load_bias(bias, bias_kind, n);
+        }
         if constexpr (kSplit > 1)
             barrier_wait(shared_address(&barrier), 0);
         LaneSums sum{};
@@ -237,22 +245,20 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kResident)
         for (int part = 0; part < kParts; part += kUnits)
             if (kParts % kUnits == 0 || part + lane / kUnitLanes < kParts)
 #pragma unroll
-                for (int i = 0; i < kLaneRows; ++i)
-                    sum.rows[i] +=
-                        sums_of[own][part + lane / kUnitLanes][lane % kUnitLanes].rows[i];
+                for (int i = 0; i < kLaneSums; ++i)
+                    sum.sums[i] +=
+                        sums_of[own][part + lane / kUnitLanes][lane % kUnitLanes].sums[i];
 #pragma unroll
-        for (int i = 0; i < kLaneRows; ++i) {
+        for (int i = 0; i < kLaneSums; ++i) {
             if constexpr (kUnits > 2)
-                sum.rows[i] += across<16>(sum.rows[i]);
+                sum.sums[i] += across<16>(sum.sums[i]);
             if constexpr (kUnits > 1)
-                sum.rows[i] += across<kUnitLanes>(sum.rows[i]);
+                sum.sums[i] += across<kUnitLanes>(sum.sums[i]);
         }
-        Out* to = y + (static_cast<unsigned long>(m) * static_cast<unsigned>(N) + n);
-        if (m < M && lane < kUnitLanes)
 #pragma unroll
-            for (int i = 0; i < kLaneRows; ++i)
-                if (n + i <= last_row)
-                    store(to + i, sum.rows[i] + added.rows[i]);
+        for (int i = 0; i < kLaneSums; ++i)
+            if (exists[i])
+                store(to[i], sum.sums[i] + added.sums[i]);
     }
     if constexpr (kSplit > 1)
         cluster_wait(); // no one ends while others may still send to it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from linear_cases import (
@@ -11,9 +13,11 @@ from linear_cases import (
     chain_of_layers,
     launch_beyond_4_gib,
     launch_linear,
+    operands,
 )
 from linear_trials import (
     RANGES,
+    Trial,
     assert_outputs_and_biases_right,
     assert_right,
     of_cancelling_scales,
@@ -74,6 +78,21 @@ CASES = [
     (8, 2304, 6144, config(40, 3, 1, 8)),
     (6, 777, 2208, config(48, 3, 2, 4)),
     (8, 9216, 6144, config(24, 3, 1, 2)),
+    # and of more, a second tile of 8
+    (16, 64, 64, config(16, 4, 1)),
+    (9, 3, 32, config(8, 1, 1)),
+    (11, 100, 416, config(12, 4, 2)),
+    (16, 5000, 1536, config(47, 12, 1)),
+    (10, 70, 1056, config(3, 2, 3)),
+    (15, 131, 2080, config(24, 4, 2)),
+    (16, 300, 1536, config(16, 3, 1, 4)),
+    (13, 70, 1056, config(24, 2, 1, 2)),
+    (12, 33, 640, config(12, 1, 1, 8)),
+    (16, 2304, 6144, config(40, 3, 1, 8)),
+    (14, 777, 2208, config(48, 3, 2, 4)),
+    (16, 777, 2176, config(24, 2, 0, 2)),
+    (10, 70, 3072, config(40, 2, 0, 8)),
+    (9, 100, 416, config(12, 2, 0)),
     # and chunks that are each asked for while the one before is used, or not, as K ends within one
     (4, 300, 1536, config(16, 3, 0)),
     (8, 2304, 6144, config(32, 3, 0, 4)),
@@ -83,7 +102,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("M", [1, 4, 5, 8])
+@pytest.mark.parametrize("M", [1, 4, 5, 8, 9, 16])
 @pytest.mark.parametrize(("N", "K"), [(1, 32), (300, 96), (2304, 6144), (9216, 28672), (70, 65568)])
 def test_the_chosen_configuration_is_legal_and_leaves_no_wave_idle(M: int, N: int, K: int) -> None:
     for pdl in (False, True):
@@ -113,17 +132,28 @@ def test_rounds_are_called_even_only_where_each_has_all_of_its_chunks() -> None:
         assert defines["MX_EVEN"] == (rounds == int(rounds))
 
 
-@pytest.mark.parametrize(("M", "N", "K"), [(1, 1, 32), (4, 5000, 416), (8, 9216, 6144)])
-def test_any_legal_configuration_can_be_launched(M: int, N: int, K: int) -> None:
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(1, 1, 32), (4, 5000, 416), (8, 9216, 6144), (16, 2304, 6144)]
+)
+def test_any_legal_configuration_can_be_launched_or_is_refused(M: int, N: int, K: int) -> None:
     assert DIRECT.module is not None
-    problem = LinearProblem(M, N, K)
+    problem, refused = LinearProblem(M, N, K), []
     for chosen in combinations(DIRECT.params):
-        threads = DIRECT.module.geometry(TARGET, problem, chosen).block[0]
+        try:
+            threads = DIRECT.module.geometry(TARGET, problem, chosen).block[0]
+        except ValueError as error:
+            assert "does not fit" in str(error)
+            refused.append(chosen)
+            continue
+        # A half's sums of all waves that share K are with one workgroup, or with several.
+        halves, split = -(-chosen["rows"] // 8), chosen["split"]
+        bytes_of_half = chosen["waves"] * split * 32 * (4 if M <= 4 else 8 if M <= 8 else 16)
+        whole_halves = -(-halves // split) if 2 * halves > split else 0.5
+        assert whole_halves * bytes_of_half < 48 * 1024
         resident = DIRECT.module.defines(TARGET, problem, chosen)["MX_RESIDENT"]
         assert 1 <= resident <= 32 and threads <= threads * resident <= 2048
-        halves, parts = -(-chosen["rows"] // 8), chosen["split"] * chosen["waves"]
-        static_bytes = -(-halves // chosen["split"]) * parts * 32 * (4 if M <= 4 else 8)
-        assert static_bytes < 48 * 1024
+    assert bool(refused) == (M > 8)
+    assert all(chosen["rows"] > 32 and chosen["waves"] >= 12 for chosen in refused)
 
 
 def test_only_the_asked_for_launch_overlaps() -> None:
@@ -137,7 +167,8 @@ def test_only_the_asked_for_launch_overlaps() -> None:
 
 def test_what_it_does_not_cover_is_refused() -> None:
     assert DIRECT.refusal(TARGET, LinearProblem(MAX_M, 8, 64)) is None
-    assert "above 8" in (DIRECT.refusal(TARGET, LinearProblem(MAX_M + 1, 8, 64)) or "")
+    assert "above 16" in (DIRECT.refusal(TARGET, LinearProblem(MAX_M + 1, 8, 64)) or "")
+    assert "31 bits" in (DIRECT.refusal(TARGET, LinearProblem(4, 1 << 28, 64)) or "")
     assert "sm_90a" in (DIRECT.refusal(hardware("gfx950"), LinearProblem(4, 8, 64)) or "")
 
 
@@ -147,7 +178,7 @@ def test_without_a_table_it_takes_what_it_won_on_an_h200(N: int, K: int) -> None
         line = in_line("linear", TARGET, problem)
         return next(kernel.name for kernel in line if kernel.refusal(TARGET, problem) is None)
 
-    for M in (2, 3, 4, 5, 8):
+    for M in (2, 3, 4, 5, 8, 9, 16):
         assert first(LinearProblem(M, N, K)) == "direct"
         assert first(LinearProblem(M, N, K, pdl=True)) != "direct"
         assert first(LinearProblem(M, N, K + 32)) != "direct"
@@ -191,6 +222,42 @@ def test_zero_blocks_of_any_scale_add_nothing() -> None:
 
 
 @gpu
+@pytest.mark.parametrize("top", [-56, -55, 0, 63, 64])
+@pytest.mark.parametrize("octaves", [21, 22])
+def test_scales_at_the_ends_of_what_fp16_takes_are_exact(top: int, octaves: int) -> None:
+    """From 5 rows on the scales of a chunk go into fp16, unless they or their largest are beyond
+    it: those of w are 2^top and 2^(top - octaves), those of x the other way round."""
+
+    def trials() -> Iterator[Trial]:
+        for M, N, K, chosen in (case for case in CASES if case[0] > 4):
+            xq, xs, wq, ws = operands(M, min(N, 300), K, 6, scale_exponents=(0, 1))
+            for of_x, of_w in ((-top, top), (top, -top)):
+                drawn = (
+                    xq,
+                    127 + of_x - (xs - 127) * octaves,
+                    wq,
+                    127 + of_w - (ws - 127) * octaves,
+                )
+                yield drawn, chosen, drawn
+
+    assert_right(launch, trials())
+
+
+@gpu
+def test_tokens_and_rows_of_zeros_of_any_scale_leave_the_others_exact() -> None:
+    def trials() -> Iterator[Trial]:
+        for M, N, K, chosen in (case for case in CASES if case[0] > 4):
+            xq, xs, wq, ws = operands(M, min(N, 300), K, 7, scale_exponents=(-6, 6))
+            for payload, scale in ((xq, xs), (wq, ws)):
+                payload.view(torch.uint8)[::3] = 0
+                scale[::3] = 0
+            drawn = (xq, xs, wq, ws)
+            yield drawn, chosen, drawn
+
+    assert_right(launch, trials())
+
+
+@gpu
 def test_nan_payloads_and_scales_reach_their_outputs_alone() -> None:
     assert_right(launch, of_nan(CASES[1:]))
 
@@ -203,26 +270,26 @@ def test_scales_at_any_address_are_read_rightly() -> None:
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_outputs_and_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> None:
-    for M in (3, 7):
+    for M in (3, 7, 13):
         assert_outputs_and_biases_right(launch, dtype, [config(16, 4, 2)], M=M)
 
 
 @gpu
 def test_weights_beyond_4_gib_are_addressed_rightly() -> None:
-    for M in (4, 8):
+    for M in (4, 8, 16):
         got, drawn = launch_beyond_4_gib(DIRECT, M, 6240)
         assert_close_to_reference(got, *drawn)
 
 
 @gpu
 @pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize("M", [2, 4, 8])
+@pytest.mark.parametrize("M", [2, 4, 8, 16])
 def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int, pdl: bool) -> None:
     assert_repeats_on_two_streams(DIRECT, LinearProblem(M, 2304, 6144, pdl=pdl))
 
 
 @gpu
-@pytest.mark.parametrize("M", [2, 4, 8])
+@pytest.mark.parametrize("M", [2, 4, 8, 16])
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(
     captured: bool, M: int

@@ -1,5 +1,5 @@
-// What the two kinds of direct share: parameters, scales, and where sums go. One, for up to 4 rows
-// of x, is linear_direct_few_sm90.h, the other, for up to 8, linear_direct_eight_sm90.h.
+// What the two kinds of direct share: parameters, and how weights and scales are read. One, for up
+// to 4 rows of x, is linear_direct_few_sm90.h, the other, for up to 16, linear_direct_many_sm90.h.
 #pragma once
 
 #include "mx_scale.h"
@@ -45,25 +45,8 @@ MX_DEVICE unsigned scales_at(const unsigned char* p, int left) {
     return v;
 }
 
-// Four scales of w times four of x by one addition, of words: right where each byte of w is in 64
-// to 191 and each of x in 64 to 190, as then their sums less 127 are in 1 to 254.
-MX_DEVICE unsigned multiply_scales(unsigned w, unsigned x) { return w + (x - kUnitScales); }
-// The top bit of a byte is set unless all bytes are in that range.
-MX_DEVICE unsigned far_w(unsigned scales) { return scales - 0x40404040; }
-MX_DEVICE unsigned far_x(unsigned scales) { return (scales - 0x40404040) | (scales - 0x3f3f3f3f); }
+// Of bytes' top bits, whether any is set in any lane.
 MX_DEVICE bool any_far(unsigned bits) { return __any_sync(0xffffffff, bits & 0x80808080); }
-
-// Adds a block's products, times its scales of four of a row of w and of x.
-// Far: scales may be so far from 1 that they are to be applied in turn.
-template <bool Far>
-MX_DEVICE void add_scaled_block(float& sum, float product, unsigned of_w, unsigned of_x,
-                                int block) {
-    if constexpr (Far)
-        sum = add_scaled(sum, product, e8m0_split(byte_of(of_w, block)),
-                         e8m0_to_f32(byte_of(of_x, block)));
-    else
-        sum = mx::fma(product, usual_scale(multiply_scales(of_w, of_x), block), sum);
-}
 
 // What a lane has of w in a chunk: 16 bytes of row lane / 4 of each half, twice, and the scales of
 // rows lane, 32 + lane and so on, which others need.
@@ -73,13 +56,6 @@ struct Weights {
     u32x4 payload[kHalves][kSteps];
     unsigned scales[kScaleWords];
 
-    MX_MEMBER unsigned far() const {
-        unsigned bits = 0;
-#pragma unroll
-        for (int i = 0; i < kScaleWords; ++i)
-            bits |= far_w(scales[i]);
-        return bits;
-    }
     // The scales of some row of half h.
     MX_MEMBER unsigned scales_of(int h, int row) const {
         return of_lane(h % 4 * 8 + row, scales[h / 4]);
@@ -134,6 +110,14 @@ struct WeightsReader {
         for (int i = 0; i < kScaleWords; ++i)
             w.scales[i] = scales_at<Aligned>(scales[i] + ahead * kBlocks, blocks_left(depth, c));
     }
+};
+
+// A chunk, `ahead` of where the readers are, for what is read of it once more.
+struct XReader;
+struct Here {
+    const WeightsReader& w;
+    const XReader& x;
+    int ahead, chunk, lane;
 };
 
 // What is done with weights at the beginning of both ways after a branch is not to be done ahead of

@@ -1,4 +1,4 @@
-"""The Hopper kernel of the linear whose weights go straight into registers, for up to 8 rows of x,
+"""The Hopper kernel of the linear whose weights go straight into registers, for up to 16 rows of x,
 csrc/linear_direct_sm90.cu."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from aiter_mx.kernels.spec import (
 )
 from aiter_mx.target import Target
 
-MAX_M = 8
-_FEW = 4  # rows of x for which there is another kind of product
+MAX_M = 16
+_FEW, _EIGHT = 4, 8  # rows of x up to which products are of other kinds
 MAX_SIZE = (1 << 31) - 1
 _MOST_ROWS = 48
 _FEWEST_ROWS = 4  # of a candidate
@@ -38,6 +38,8 @@ _LEAST_SHARE, _SPARE_SHARE = 0.9, 1.15  # of the registers that ptxas would take
 _SUITS_BYTES = 63e3  # of weights under way on an SM
 # What an H200 holds at once of what its SMs could, by the size of a cluster, which lies in a GPC.
 _PACKED = {1: 1.0, 2: 1.0, 4: 0.93, 8: 0.93}
+_SPLITS = (1, 2, 4, 8)
+_MOST_SUMS_BYTES = 47 * 1024  # of static shared memory, which may have 48 KiB
 _MOST_RESIDENT = (32, 8)  # workgroups of an SM: alone, and of clusters, which more only slow
 
 PARAMS = (
@@ -49,7 +51,7 @@ PARAMS = (
         "chunks of 128 k of a wave whose loads precede the first use; 0: each is asked for while"
         " the one before is used",
     ),
-    Param("split", (1, 2, 4, 8), "workgroups of a cluster, which share K"),
+    Param("split", _SPLITS, "workgroups of a cluster, which share K"),
 )
 
 
@@ -58,8 +60,8 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"no direct kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.M > MAX_M:
         return f"M={problem.M} is above {MAX_M}, the most rows of x in direct"
-    if max(problem.N, problem.K) > MAX_SIZE:
-        return f"N={problem.N}, K={problem.K}: direct counts both in 31 bits"
+    if max(problem.N * _SPLITS[-1], problem.K) > MAX_SIZE:
+        return f"N={problem.N}, K={problem.K}: direct counts K and its workgroups in 31 bits"
     return None
 
 
@@ -86,7 +88,18 @@ def _registers(problem: LinearProblem, config: Config) -> int:
     halves, unroll = -(-config["rows"] // 8), _at_once(config)
     if problem.M <= _FEW:
         return 36 + 9 * unroll * (halves + 1) + 7 * halves
-    return 30 + 10 * unroll * (halves + 1) + 12 * halves
+    if problem.M <= _EIGHT:
+        return 38 + unroll * (8 * halves + 9) + 9 * halves
+    return 58 + unroll * (8 * halves + 16) + 10 * halves
+
+
+def _sums_bytes(problem: LinearProblem, config: Config) -> int:
+    """Of those that a workgroup adds, of all waves."""
+    halves, split = -(-config["rows"] // 8), config["split"]
+    units = next(units for units in (4, 2, 1) if units * halves <= split or units == 1)
+    owned, lanes = -(-halves * units // split), 32 // units
+    of_lane = 1 if problem.M <= _FEW else 2 if problem.M <= _EIGHT else 4
+    return owned * split * config["waves"] * lanes * 4 * of_lane
 
 
 def _fits(problem: LinearProblem, config: Config) -> bool:
@@ -96,6 +109,7 @@ def _fits(problem: LinearProblem, config: Config) -> bool:
     rounds = -(-chunks // waves)
     return (
         _registers(problem, config) <= most
+        and _sums_bytes(problem, config) <= _MOST_SUMS_BYTES
         and waves <= chunks
         and (config["unroll"] <= rounds if config["unroll"] else rounds > 1)
     )
@@ -181,7 +195,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
     a_round = config["waves"] * _at_once(config) * config["split"]
     return {
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
-        "MX_TOKENS": _FEW if problem.M <= _FEW else MAX_M,
+        "MX_TOKENS": _FEW if problem.M <= _FEW else _EIGHT if problem.M <= _EIGHT else MAX_M,
         "MX_ROWS": config["rows"],
         "MX_WAVES": config["waves"],
         "MX_UNROLL": config["unroll"],
@@ -194,6 +208,8 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
 
 
 def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
+    if _sums_bytes(problem, config) > _MOST_SUMS_BYTES:
+        raise ValueError(f"direct with {dict(config)} does not fit M={problem.M}: too many sums")
     return Geometry(
         grid=(-(-problem.N // config["rows"]) * config["split"], 1, 1),
         block=(config["waves"] * target.wave_size, 1, 1),
