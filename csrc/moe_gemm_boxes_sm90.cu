@@ -139,7 +139,7 @@ struct Adder {
                     barrier_wait(shared_address(shared.ready + from.at), from.parity);
                 const MatrixDescriptor x(
                     shared_address(shared.x[from.at]) + u * kSteps * kStepBytes, kCols * 16, 128);
-                multiply<96, 80, 64, 48, 32, 16>(sums, operand[u], x, columns);
+                multiply<96, 88, 80, 72, 64, 56, 48, 40, 32, 24, 16>(sums, operand[u], x, columns);
                 if (u == 0) {
                     fetch(1);
                 } else {

@@ -43,7 +43,10 @@ constexpr int kRows = kParts * kGroupRows;               // of a tile
 constexpr int kBoxRows = kGroupRows / (kHalves ? 2 : 1); // gate rows and up rows, or both
 constexpr int kStageBytes = kGroupRows * kChunk;
 constexpr int kCols = kColTiles * 8;
-using Walk = MoeWalk<(kCols + kLanes - 1) / kLanes * kLanes>;
+// Blocks are joined where each tile is another entry. Where x stays, to know how many pieces there
+// are would delay the start by more than it is worth; with two parts, experts have many rows.
+constexpr int kJoinedIds = kResident || kTiles > 1 ? 0 : kCols;
+using Walk = MoeWalk<(kCols + kLanes - 1) / kLanes * kLanes, kJoinedIds>;
 
 constexpr int kFeatures = kActivated ? kRows / 2 : kRows; // of the result, of a tile
 MX_DEVICE unsigned tiles_of(const MoeArgs& a) {

@@ -2,6 +2,7 @@
 // tiles of w. aiter_mx/kernels/moe_gemm/problem.py defines the terms.
 #pragma once
 
+#include "moe_joined_sm90.h"
 #include "mx_moe.h"
 #include "mx_target.h"
 #include "sm90_async.h"
@@ -98,8 +99,9 @@ struct TileRows {
 
 // Goes over the items of a workgroup, each a tile of w and a piece of a block of ids, and gives out
 // the piece's valid rows, Cols at a time. All lanes of each warp take part, and each warp of the
-// workgroup goes the same way. The ids of the next item are on their way meanwhile.
-template <int Cols>
+// workgroup goes the same way. The ids of the next item are on their way meanwhile. Where blocks
+// have fewer ids than JoinedIds, a piece has so many of an expert's.
+template <int Cols, int JoinedIds = 0>
 struct MoeWalk {
     static constexpr int kPiece = Cols < 64 ? 64 : Cols; // ids of a block, looked up at a time
     static constexpr int kIds = kPiece / kLanes;         // of a lane
@@ -127,20 +129,26 @@ struct MoeWalk {
     int first; // of the rows given out last
     unsigned valid[kWords];
     bool looks_ahead; // look_ahead() is due
+    JoinedBlocks joined;
 
     // Unless begins, the lists may not be written yet: begin() is to follow.
     MX_MEMBER MoeWalk(const MoeArgs& a, unsigned tiles, int lane, bool begins = true)
         : a(a), tiles(tiles), lane(lane), step_pieces(gridDim.x / tiles),
           step_tiles(gridDim.x % tiles), next_piece(blockIdx.x / tiles),
-          next_tile(blockIdx.x % tiles) {
-        aim();
+          next_tile(blockIdx.x % tiles),
+          joined(a.expert_ids, a.max_blocks, a.block_m, JoinedIds, lane) {
+        if (!joins())
+            aim();
         if (begins)
             begin();
     }
     MX_MEMBER void begin() {
         padded = *a.padded;
+        if (joins())
+            aim();
         look_up(); // of what may not be in use, rather than wait for padded first
     }
+    MX_MEMBER bool joins() const { return JoinedIds > 0 && joined.joins(); }
     // Fetches into the L2 what begin() will read; it may be written meanwhile.
     MX_MEMBER void ask_for_lists() const {
         if (next_begin == kNowhere)
@@ -163,12 +171,21 @@ struct MoeWalk {
     }
     // Finds where the next item's lists are.
     MX_MEMBER void aim() {
-        const unsigned block = block_of(next_piece, next_in_block);
+        int count = a.block_m; // of ids from the block's first one on
+        unsigned block;
+        if (joins()) {
+            const unsigned blocks = (static_cast<unsigned>(padded) + a.block_m - 1) / a.block_m;
+            block = joined.find(next_piece, min(blocks, static_cast<unsigned>(a.max_blocks)),
+                                next_in_block, count);
+            count += next_in_block;
+        } else {
+            block = block_of(next_piece, next_in_block);
+        }
         const bool exists = block < static_cast<unsigned>(a.max_blocks);
         next_begin = exists ? block * static_cast<long>(a.block_m) : kNowhere;
         next_expert_at = a.expert_ids + block;
         next_ids_at = a.ids + next_begin + next_in_block + lane;
-        next_ids = exists ? a.block_m - next_in_block - lane : 0;
+        next_ids = exists ? count - next_in_block - lane : 0;
     }
     // Asks for the ids and the expert of the next item.
     MX_MEMBER void look_up() {
@@ -274,8 +291,8 @@ struct MoeWalk {
 };
 
 // Zeros for the open item, whose expert is not here: `features` from its first one, of each row.
-template <class Out, int Features, bool Activated, int Cols>
-MX_DEVICE void store_zeros(const MoeArgs& a, const MoeWalk<Cols>& walk, int warp, int warps) {
+template <class Out, int Features, bool Activated, class Walk>
+MX_DEVICE void store_zeros(const MoeArgs& a, const Walk& walk, int warp, int warps) {
     const long features = Activated ? a.N / 2 : a.N;
 #pragma unroll
     for (int t : walk.t)

@@ -11,7 +11,9 @@
 // Operands of a wgmma: so many sums of d from d[i], and their names, which are numbers.
 #define MX_SUMS_4(d, i) "+f"((d)[i]), "+f"((d)[i + 1]), "+f"((d)[i + 2]), "+f"((d)[i + 3])
 #define MX_SUMS_8(d, i) MX_SUMS_4(d, i), MX_SUMS_4(d, i + 4)
+#define MX_SUMS_12(d, i) MX_SUMS_8(d, i), MX_SUMS_4(d, i + 8)
 #define MX_SUMS_16(d, i) MX_SUMS_8(d, i), MX_SUMS_8(d, i + 8)
+#define MX_SUMS_20(d, i) MX_SUMS_16(d, i), MX_SUMS_4(d, i + 16)
 #define MX_SUMS_24(d, i) MX_SUMS_16(d, i), MX_SUMS_8(d, i + 16)
 #define MX_SUMS_28(d, i) MX_SUMS_24(d, i), MX_SUMS_4(d, i + 24)
 #define MX_SUMS_32(d, i) MX_SUMS_16(d, i), MX_SUMS_16(d, i + 16)
@@ -24,7 +26,9 @@
 #define MX_SUMS_128(d, i) MX_SUMS_96(d, i), MX_SUMS_32(d, i + 96)
 #define MX_NAMES_4 "%0, %1, %2, %3"
 #define MX_NAMES_8 MX_NAMES_4 ", %4, %5, %6, %7"
+#define MX_NAMES_12 MX_NAMES_8 ", %8, %9, %10, %11"
 #define MX_NAMES_16 MX_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define MX_NAMES_20 MX_NAMES_16 ", %16, %17, %18, %19"
 #define MX_NAMES_24 MX_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define MX_NAMES_28 MX_NAMES_24 ", %24, %25, %26, %27"
 #define MX_NAMES_32 MX_NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
@@ -87,7 +91,9 @@ MX_DEVICE bool any_of_row(bool x, int lane) { return __ballot_sync(~0u, x) >> la
     }
 MX_WGMMA(8, 4, "%4, %5, %6, %7", "%8")
 MX_WGMMA(16, 8, "%8, %9, %10, %11", "%12")
+MX_WGMMA(24, 12, "%12, %13, %14, %15", "%16")
 MX_WGMMA(32, 16, "%16, %17, %18, %19", "%20")
+MX_WGMMA(40, 20, "%20, %21, %22, %23", "%24")
 MX_WGMMA(48, 24, "%24, %25, %26, %27", "%28")
 MX_WGMMA(56, 28, "%28, %29, %30, %31", "%32")
 MX_WGMMA(64, 32, "%32, %33, %34, %35", "%36")
