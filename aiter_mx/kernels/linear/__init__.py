@@ -12,6 +12,7 @@ from aiter_mx.kernels.linear.grouped import GROUPED
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.linear.mfma_sm90 import MFMA as MFMA_SM90
 from aiter_mx.kernels.linear.mma_sm90 import MMA
+from aiter_mx.kernels.linear.outer_sm90 import OUTER
 from aiter_mx.kernels.linear.problem import KEY, LinearProblem, quantised_first, stand_ins
 from aiter_mx.kernels.linear.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import KernelSpec, reference
@@ -23,6 +24,7 @@ PROBLEM = LinearProblem
 _FOR_QUANTISED_X = (
     DIRECT,
     FP8,
+    OUTER,
     WIDE,
     MFMA_SM90,
     MMA,

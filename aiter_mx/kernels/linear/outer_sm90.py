@@ -1,0 +1,282 @@
+"""The Hopper kernel of the linear that has scales multiplied by the matrix unit too,
+csrc/linear_outer_sm90.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
+from aiter_mx.kernels.linear.problem import (
+    MATRIX_ARGS,
+    W_POINTER,
+    X_POINTER,
+    LinearProblem,
+    matrix_scalars,
+)
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Arg,
+    Config,
+    Geometry,
+    KernelSpec,
+    Module,
+    Param,
+    TensorMap,
+    cheapest,
+    combinations,
+    first_of,
+    where_it_fits,
+)
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("split", (1, 2, 3, 4, 5, 6, 7, 8), "workgroups of a cluster, which share K"),
+    Param("row_groups", (1, 2, 3, 4), "warpgroups side by side along w"),
+    Param("k_groups", (1, 2, 3, 4), "warpgroups that take turns along K"),
+    Param("depth", (2, 3, 4, 6, 8, 12), "chunks of 128 k that are under way at most"),
+)
+
+MAX_M = 64
+MAX_SIZE = (1 << 31) - 1
+ACCUMULATION_ERROR = 2.0**-10
+"""Of a sum, relative to the sum of its products' magnitudes, as of fp8: fp8_sm90.py."""
+_TURNED_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
+_FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
+_OWN_WEIGHTS = range(9_000_000, 14_500_001)
+_MOST_CANDIDATES = 16
+_MOST_ALIKE = 2
+_CHUNK = 128  # k of a box; also bytes of a row
+_GROUP_ROWS = 64  # of wgmma's A
+_TILE_BYTES = 512  # sums of a tile of 16 rows of wgmma's A by 8 of its B
+_FACTOR_BYTES = 8  # of a row's scales in a chunk
+_MOST_COLUMNS = 96  # of a wgmma
+_MOST_BOX_ROWS = 256
+_MOST_GROUPS = 4
+_REGISTERS = (248, 240, 160, 112)  # of a lane, by warpgroups that multiply
+_ALIGNMENT_BYTES = 1024  # of boxes in shared memory, which the kernel's first byte may not have
+_SHARED_BYTES = 227 * 1024  # of a workgroup, compute capability 9.0
+_BYTES_UNDER_WAY = 80_000  # that an SM had where it was fastest
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the host works out of a configuration: see the constants of the kernel.
+
+    Attributes:
+        turned: whether x is wgmma's A, not w.
+        rows_m: of x, with padding.
+        rows_w: of w in a workgroup.
+        columns: of a wgmma.
+        clusters: how many share the rows of w.
+        chunks: of K in the largest part.
+        stages: of them, that there is room for.
+        shared_bytes: of a workgroup.
+    """
+
+    turned: bool
+    rows_m: int
+    rows_w: int
+    columns: int
+    clusters: int
+    chunks: int
+    stages: int
+    shared_bytes: int
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.rows_m + self.rows_w) * _CHUNK
+
+
+def _up(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
+    """How a configuration is laid out, or None where it does not fit.
+
+    What fits some rows of x fits fewer, though it may not have w as wgmma's A: a table's row is for
+    all M up to its own.
+    """
+    turned = problem.M >= _TURNED_M
+    return _laid_out(target, problem, config, turned) or _laid_out(
+        target, problem, config, not turned
+    )
+
+
+def _laid_out(
+    target: Target, problem: LinearProblem, config: Config, turned: bool
+) -> Layout | None:
+    split, row_groups, k_groups = config["split"], config["row_groups"], config["k_groups"]
+    fewest_chunks, more = divmod(problem.K // _CHUNK, split)
+    chunks, rows_m = fewest_chunks + (more > 0), _up(problem.M, 8)
+    share = -(-problem.N // most_clusters(target, split))
+    rows_w = _up(share, 8 * row_groups if turned else 8)
+    columns = rows_w // row_groups if turned else rows_m
+    groups = row_groups * k_groups
+    if groups > _MOST_GROUPS or fewest_chunks < k_groups or rows_w > _MOST_BOX_ROWS:
+        return None
+    if turned and columns > _MOST_COLUMNS:
+        return None
+    if not turned and -(-rows_w // _GROUP_ROWS) != row_groups:
+        return None
+    # Sums, and products and scales of a block or two.
+    if 3 * columns // 2 + 32 > _REGISTERS[groups - 1]:
+        return None
+    rows_a, rows_b = (rows_m, rows_w) if turned else (rows_w, rows_m)
+    tiles = -(-rows_a // 16) * (rows_b // 8)
+    if tiles < split:
+        return None  # who owns no sums would not wait for the cluster
+    parts = split * k_groups
+    inbox = -(-tiles // split) * parts * _TILE_BYTES if parts > 1 else 0
+    stage_bytes = (rows_m + rows_w) * _CHUNK
+    scales = (chunks * rows_a + _up(chunks, 2) * rows_b) * _FACTOR_BYTES
+    behind = scales + inbox + (2 * chunks + 1) * 8
+    # The last stage is read as if it had all rows of A.
+    behind = max(behind, (1 if turned else row_groups) * _GROUP_ROWS * _CHUNK - stage_bytes)
+    stages = (_SHARED_BYTES - _ALIGNMENT_BYTES - behind) // stage_bytes
+    stages = chunks if stages >= chunks else stages // k_groups * k_groups
+    if stages < min(2 * k_groups, chunks):
+        return None
+    shared_bytes = _up(_ALIGNMENT_BYTES + stages * stage_bytes + behind, 16)
+    clusters = -(-problem.N // rows_w)
+    return Layout(turned, rows_m, rows_w, columns, clusters, chunks, stages, shared_bytes)
+
+
+_layout = where_it_fits(layout)
+
+
+def _refusal(target: Target, problem: LinearProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no outer kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if problem.M > MAX_M:
+        return f"M={problem.M} is above {MAX_M}, the most rows of a tile of outer"
+    if problem.out_dtype != "bf16":
+        return f"outer sums a block with 14 bits: enough for bf16, not for {problem.out_dtype}"
+    if problem.K % _CHUNK:
+        return f"K={problem.K} is no multiple of {_CHUNK}, which outer takes at a time"
+    if max(problem.N, problem.K) > MAX_SIZE:
+        return f"N={problem.N}, K={problem.K}: outer counts both in 31 bits"
+    if not any(_fits(target, problem, config) for config in combinations(PARAMS)):
+        return f"N={problem.N}: no room for all of w in shared memory"
+    return None
+
+
+def _fits(target: Target, problem: LinearProblem, config: Config) -> bool:
+    """Whether the configuration is laid out, and no shallower one is the same."""
+    found = layout(target, problem, config)
+    if found is None:
+        return False
+    return not any(found.stages <= depth < config["depth"] for depth in _DEPTHS)
+
+
+_DEPTHS = next(param.values for param in PARAMS if param.name == "depth")
+
+
+def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
+    """A model of a call's time: fitted to one-off runs on one H200."""
+    found = _layout(target, problem, config)
+    row_groups, k_groups = config["row_groups"], config["k_groups"]
+    groups = row_groups * k_groups
+    copied: float = found.chunks * found.stage_bytes / 40
+    blocks = _up(found.chunks, k_groups) * row_groups * 4
+    doubled = 5 * found.columns // 2 + 32 <= _REGISTERS[groups - 1]
+    waited = (164 if doubled else 244) / groups
+    computed = blocks * max(16 + 1.31 * found.columns + 73 / groups, waited)
+    sums = found.rows_m * found.rows_w * k_groups
+    exchanged = 0.2 * sums + 108 * config["split"] if config["split"] > 1 else 0.1 * sums
+    under_way = min(config["depth"], found.stages) * found.stage_bytes
+    both: float = (copied**1.64 + computed**1.64) ** (1 / 1.64)
+    return both + exchanged + 0.012 * abs(under_way - _BYTES_UNDER_WAY)
+
+
+@lru_cache(maxsize=64)
+def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
+    """Those of the least modelled time, which order them, but few that are alike."""
+    fitting = [config for config in combinations(PARAMS) if _fits(target, problem, config)]
+    return cheapest(
+        fitting,
+        lambda config: _cycles(target, problem, config),
+        alike=("split", "row_groups", "k_groups"),
+        most_alike=_MOST_ALIKE,
+        most=_MOST_CANDIDATES,
+    )
+
+
+def _yields(target: Target, problem: LinearProblem) -> str | None:
+    own = problem.M >= _FEWEST_OWN_ROWS and problem.N * problem.K in _OWN_WEIGHTS
+    if own and not problem.pdl:
+        return None
+    return "outer keeps fewer bits of sums than the others, and gains where that was measured"
+
+
+def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
+    found = _layout(target, problem, config)
+    return {
+        "MX_TURNED": int(found.turned),
+        "MX_ROWS_M": found.rows_m,
+        "MX_ROWS_W": found.rows_w,
+        "MX_ROW_GROUPS": config["row_groups"],
+        "MX_K_GROUPS": config["k_groups"],
+        "MX_SPLIT": config["split"],
+        "MX_CHUNKS": found.chunks,
+        "MX_STAGES": found.stages,
+        "MX_DEPTH": config["depth"],
+        "MX_OUT": DTYPE_CODES[problem.out_dtype],
+        "MX_SHARED_BYTES": found.shared_bytes,
+    }
+
+
+def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
+    found = _layout(target, problem, config)
+    groups = config["row_groups"] * config["k_groups"]
+    return Geometry(
+        grid=(found.clusters * config["split"], 1, 1),
+        block=(128 * (groups + 1), 1, 1),
+        shared_bytes=found.shared_bytes,
+        overlaps=problem.pdl,
+    )
+
+
+def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
+    part, parts_with_one_more = divmod(problem.K // _CHUNK, config["split"])
+    return (*matrix_scalars(problem), part, parts_with_one_more, int(problem.pdl))
+
+
+def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
+    rows_w = _layout(target, problem, config).rows_w
+    return TensorMap(W_POINTER, problem.N, problem.K, rows_w, _CHUNK, fetch_bytes=128)
+
+
+def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
+    rows_m = _layout(target, problem, config).rows_m
+    return TensorMap(X_POINTER, problem.M, problem.K, rows_m, _CHUNK)
+
+
+MODULE = Module(
+    sources={"sm_90a": "linear_outer_sm90.cu"},
+    symbol="aiter_mx_linear_outer",
+    args=(
+        *MATRIX_ARGS,
+        Arg("part_chunks", "i32"),
+        Arg("parts_with_one_more", "i32"),
+        Arg("overlaps", "i32"),
+    ),
+    defines=_defines,
+    geometry=_geometry,
+    scalars=_scalars,
+    tensor_maps=(_weights, _x),
+)
+
+OUTER = KernelSpec(
+    op="linear",
+    backend="hip",
+    name="outer",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=first_of(_candidates),
+    candidates=_candidates,
+    module=MODULE,
+    yields=_yields,
+)
