@@ -73,6 +73,17 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
         }
     };
     const int early = kWarps - 1 - warp;
+    // Scales before x, as what is asked for later comes later; x may be the launch ahead's.
+    XExpander expander{t, part, shared, base + kStaging, base + kX};
+    const unsigned first_table = base + kTables + warp * kWarpRows * kScaleStride * 4;
+    Table table{t, part, first_table, lane};
+    const auto read_table = [&](int tile) {
+        if (has_rows && tile < tiles)
+            table.read(tile * static_cast<long>(kRows) + warp * kWarpRows);
+    };
+    if (!overlaps)
+        expander.open();
+    read_table(first_tile);
     if (elected_lane()) {
         if (warp < kChunks)
             barrier_init(shared_address(shared.x_full + warp), 1);
@@ -121,18 +132,14 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
         ask_early(early);
     if (threadIdx.x < kTileM)
         shared.x_outside[threadIdx.x] = 0;
-    XExpander expander{t, part, shared, base + kStaging, base + kX};
-    Table table{t, part, base + kTables + warp * kWarpRows * kScaleStride * 4, lane};
-    if (has_rows)
-        table.read(first_tile * static_cast<long>(kRows) + warp * kWarpRows);
     if (overlaps) {
         launch_dependents();
         wait_for_grid_ahead();
         if (elected_lane())
             ask_for_x(0);
         __syncwarp();
+        expander.open();
     }
-    expander.open();
     __syncthreads(); // barriers are set up
     if (!kPaced)
 #pragma unroll
@@ -174,41 +181,55 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     };
     // Waits until the cluster has room for the sums of a pass.
     const auto wait_for_room = [&](int pass) {
-        if (pass == 0) {
+        if (pass == 0)
             cluster_wait();
-        } else {
+        else
             barrier_wait(shared_address(&shared.finished), (pass - 1) & 1);
+        if (!kLate && pass > 0)
             named_barrier(2, (kAddWarps + kFinishers) * kLanes); // which have read the inbox
-        }
     };
     if (adds) {
         if constexpr (kLate)
             increase_registers<kAddingRegisters>();
         Adder adder(shared, base, warp, lane);
         adder.use(table.place, careful);
-        Adder::Sums late; // of the pass before
+        Adder::Sums late;       // of the pass before
+        Adder::Operands a = {}; // of warps without rows: anything
+        if constexpr (kLate) {
+            read_table(first_tile + tile_step);
+            adder.begin(a, part.chunks);
+        }
         for (int tile = first_tile; tile < tiles; tile += tile_step, ++turn) {
             const long first = tile * static_cast<long>(kRows);
             const bool more = !kOnePass && tile + tile_step < tiles;
-            if (!kOnePass && turn > 0 && has_rows) {
-                __syncwarp(); // all lanes have read what it replaces
-                adder.use(table.place, table.write());
+            if constexpr (!kLate) {
+                if (!kOnePass && turn > 0 && has_rows) {
+                    __syncwarp(); // all lanes have read what it replaces
+                    adder.use(table.place, table.write());
+                }
+                if (more)
+                    read_table(tile + tile_step);
+                adder.begin(a, part.chunks);
             }
-            if (more && has_rows)
-                table.read(first + tile_step * static_cast<long>(kRows) + warp * kWarpRows);
             Adder::Sums sums = {};
-            adder.add(sums, base + kX, part.chunks, [&](int j) {
-                if (turn == 0)
+            adder.add(sums, a, base + kX, part.chunks, more, [&](int c, int j) {
+                const int group = warp / 4;
+                if (j > 0)
                     return;
-                if (j == 0)
-                    wait_for_room(turn - 1);
+                if (makes_table_with(c, group) && more && has_rows) {
+                    table.place = first_table + (turn % 2 == 0 ? kTableBytes : 0);
+                    adder.use_next(table.place, table.write());
+                    read_table(tile + 2 * tile_step);
+                }
+                if (!sends_with(c, group) || turn == 0)
+                    return;
+                wait_for_room(turn - 1);
                 if (!has_rows)
                     return;
 #pragma unroll
-                for (int n = j; n < j + Adder::kUnit && n < kTilesM; ++n)
+                for (int n = 0; n < kTilesM; ++n)
                     adder.send(late, n, rank, held(inbox));
-                if (j + Adder::kUnit == Adder::kSteps)
-                    adder.tell_sent();
+                adder.tell_sent();
             });
             if (has_rows)
                 adder.scale_sums(sums);
@@ -216,6 +237,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
 #pragma unroll
                 for (int i = 0; i < kTileM / 2; ++i)
                     late[i] = sums[i];
+                adder.scales = adder.next_scales;
                 continue;
             }
             if constexpr (kSplit > 1) {
@@ -269,7 +291,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
                 continue;
             finisher.run(tile * static_cast<long>(kRows), inbox, owned, warp - kAddWarps,
                          kFinishers, [&] { barrier_wait(inbox_full, turn & 1); });
-            named_barrier_arrive(2, (kAddWarps + kFinishers) * kLanes);
+            if (!kLate) // else warpgroups wait for it by themselves
+                named_barrier_arrive(2, (kAddWarps + kFinishers) * kLanes);
             named_barrier(1, kFinishers * kLanes);
             if (warp == kAddWarps) {
                 if (lane == 0)

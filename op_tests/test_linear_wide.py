@@ -11,6 +11,7 @@ from linear_cases import (
     launch_beyond_4_gib,
     launch_linear,
     operands,
+    with_zero_blocks,
 )
 from linear_trials import (
     RANGES,
@@ -41,9 +42,8 @@ def config(split: int, rows: int, depth: int) -> dict[str, int]:
 
 # Between them: no cluster, clusters of several sizes, parts of K without a chunk, parts of unequal
 # length, K that ends within a chunk, more scales of a row than a lane has words, warps without
-# rows, several passes (whose sums are sent late, too), fewer rows than a pass, a ring of one stage,
-# rings longer than a part, one as long as five passes, and parts of x that come in two and in four
-# batches.
+# rows, several passes, fewer rows than a pass, a ring of one stage, rings longer than a part, one
+# as long as five passes, and parts of x that come in two and in four batches.
 CASES = [
     (1, 64, 64, config(1, 64, 2)),
     (2, 3, 32, config(4, 32, 1)),
@@ -66,6 +66,13 @@ CASES = [
     (64, 130, 12288, config(8, 32, 1)),
     (64, 5000, 4096, config(8, 112, 3)),
     (57, 9100, 2048, config(4, 96, 4)),
+]
+# Several passes, two to four, from one to the next of which the loop runs on.
+RUNNING_ON = [
+    (64, 6000, 6144, config(8, 112, 3)),
+    (57, 9100, 2560, config(4, 96, 4)),
+    (40, 2450, 5120, config(8, 80, 4)),
+    (64, 2100, 5120, config(8, 128, 5)),
 ]
 
 
@@ -100,6 +107,17 @@ def test_the_default_configurations_are_what_won_on_an_h200(
     M: int, N: int, K: int, chosen: dict[str, int]
 ) -> None:
     assert WIDE.configure(TARGET, LinearProblem(M, N, K)) == chosen
+
+
+def test_passes_run_on_where_each_has_chunks_for_it() -> None:
+    for M, N, K, chosen in RUNNING_ON:
+        found = layout(TARGET, LinearProblem(M, N, K), chosen)
+        assert found is not None and found.late
+        short = layout(TARGET, LinearProblem(M, N, 128 * 4 * chosen["split"]), chosen)
+        one_pass = layout(TARGET, LinearProblem(M, chosen["rows"], K), chosen)
+        few_rows = layout(TARGET, LinearProblem(32, N, K), chosen)
+        for other in (short, one_pass, few_rows):
+            assert other is not None and not other.late
 
 
 def test_only_the_asked_for_launch_overlaps() -> None:
@@ -146,7 +164,7 @@ def launch(
 
 
 @gpu
-@pytest.mark.parametrize(("M", "N", "K", "chosen"), CASES)
+@pytest.mark.parametrize(("M", "N", "K", "chosen"), CASES + RUNNING_ON)
 def test_any_shape_and_configuration_match_float64(
     M: int, N: int, K: int, chosen: dict[str, int]
 ) -> None:
@@ -181,6 +199,22 @@ def test_one_row_of_scales_too_far_apart_leaves_the_others_alone() -> None:
 
 
 @gpu
+def test_passes_that_run_on_keep_what_is_out_of_the_ordinary_in_its_pass() -> None:
+    generator = torch.Generator().manual_seed(9)
+    for M, N, K, chosen in RUNNING_ON[2:]:
+        far = operands(M, N, K, 7, scale_exponents=(-3, 3))
+        far[3][len(far[3]) // 3, ::2] -= 60
+        trials = [
+            far,
+            with_zero_blocks(operands(M, N, K, 4, scale_exponents=(-6, 6)), generator),
+            operands(M, N, K, M, nan_payload=2e-5, nan_scale=1e-4),
+            operands(M, N, K, 5, scale_exponents=(-127, 127)),
+        ]
+        for drawn in trials:
+            assert_close_to_reference(launch(drawn, chosen), *drawn)
+
+
+@gpu
 def test_zero_blocks_of_any_scale_add_nothing() -> None:
     assert_right(launch, of_zero_blocks(CASES[1:10]))
 
@@ -208,6 +242,8 @@ def test_weights_beyond_4_gib_are_addressed_rightly() -> None:
 
 
 @gpu
-@pytest.mark.parametrize(("M", "N", "pdl"), [(8, 2304, True), (64, 2304, False), (64, 3072, True)])
+@pytest.mark.parametrize(
+    ("M", "N", "pdl"), [(8, 2304, True), (64, 2304, False), (64, 3072, True), (64, 9216, False)]
+)
 def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int, N: int, pdl: bool) -> None:
     assert_repeats_on_two_streams(WIDE, LinearProblem(M, N, 6144, pdl=pdl))

@@ -23,13 +23,13 @@ struct Adder {
     const int warp, lane;
     // Addresses: the lane's first 16 bytes of w in the ring, its first scales, barriers.
     const unsigned from, full, empty;
-    unsigned scales;
-    bool careful; // whether any factor of the warp's rows is 0
+    unsigned scales, next_scales; // of this pass and, where kLate, of the next
+    bool careful;                 // whether any factor of the warp's rows is 0
     Turn<kDepth> ring;
     unsigned words[2][2][4], scale[2], next_scale[2];
-    unsigned outside[2];
-    int exponent[2]; // of what the rows are relative to
-    uint2 any_x;     // whether any of x is outside, is far
+    unsigned outside[2], lost[2]; // of the chunks that were opened, of the pass
+    int exponent[2];              // of what the rows are relative to
+    uint2 any_x;                  // whether any of x is outside, is far
 
     static constexpr bool kAllHaveRows = kRows % 64 == 0;
     MX_MEMBER bool has_rows() const { return kAllHaveRows || warp < kRowWarps; }
@@ -44,6 +44,11 @@ struct Adder {
     MX_MEMBER void use(unsigned table, bool has_zeros) {
         scales = held(table + lane / 4 * kScaleStride * 4);
         careful = has_zeros;
+    }
+    // That of the next pass, whose first chunk is opened in this one.
+    MX_MEMBER void use_next(unsigned table, bool has_zeros) {
+        next_scales = held(table + lane / 4 * kScaleStride * 4);
+        careful |= has_zeros;
     }
     // Half of a chunk.
     MX_MEMBER void fetch(int half) {
@@ -67,13 +72,13 @@ struct Adder {
             outside[1] |= lost && i % 2;
         }
     }
-    // The scales and the first half of the next chunk.
-    MX_MEMBER void open(int chunk) {
+    // The next chunk's scales, which are `there`, and its first half.
+    MX_MEMBER void open(unsigned there) {
         if (!has_rows())
             return;
         barrier_wait(full + ring.at * 8, ring.parity);
-        next_scale[0] = load_shared_4(scales + chunk * 4);
-        next_scale[1] = load_shared_4(scales + chunk * 4 + 8 * kScaleStride * 4);
+        next_scale[0] = load_shared_4(there);
+        next_scale[1] = load_shared_4(there + 8 * kScaleStride * 4);
         fetch(0);
         if (__builtin_expect(careful, false) &&
             (zero_bytes(next_scale[0]) | zero_bytes(next_scale[1])) != 0)
@@ -99,15 +104,26 @@ struct Adder {
             a[2 + i] = multiply_f16x2(a[2 + i], factor);
         }
     }
+    // What is multiplied first. Without a chunk: anything, which is not multiplied.
+    MX_MEMBER void begin(Operands& a, int chunks) {
+        outside[0] = outside[1] = 0;
+        if (kLate || chunks > 0) {
+            open(scales);
+            fetch(1);
+#pragma unroll
+            for (int n = 0; n < kUnit; ++n)
+                expand(a[0][n], n, next_scale);
+        }
+    }
     // Calls between(j) behind the wgmmas of the unit that begins with step j. A unit is expanded
     // while the one before is multiplied, from words that were asked for a half of a chunk before,
-    // so that none of it is waited for.
+    // so that none of it is waited for. `last`: of the pass; `more`: whether a chunk follows, of
+    // this pass or the next; `there`: where the chunk's scales are, then the next one's.
     template <class Between>
-    MX_MEMBER void add_chunk(Sums& sums, Operands& a, const MatrixDescriptor& b, int chunk,
-                             int chunks, const Between& between) {
+    MX_MEMBER void add_chunk(Sums& sums, Operands& a, const MatrixDescriptor& b, bool last,
+                             bool more, unsigned& there, const Between& between) {
         const int stage = ring.at;
         ring.next();
-        const bool more = chunk + 1 < chunks;
         scale[0] = next_scale[0];
         scale[1] = next_scale[1];
 #pragma unroll
@@ -120,7 +136,15 @@ struct Adder {
             wgmma_commit();
             between(j);
             if (ahead == kSteps && more) { // as late as can be: it may not have come
-                open(chunk + 1);
+                if (kLate && last) {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        lost[i] = outside[i];
+                        outside[i] = 0;
+                    }
+                }
+                there = kLate && last ? next_scales : there + 4;
+                open(there);
                 fetch(1);
             }
             wgmma_wait<1>();
@@ -132,28 +156,30 @@ struct Adder {
                 close(stage);
         }
     }
-    // Calls between(j) as add_chunk does, of the first chunk alone, and only where kLate.
+    // All of a pass. Where kLate, calls between(c, j) as add_chunk does, for chunks c of the first
+    // kBusyChunks. `more`: whether there is a pass after this one.
     template <class Between>
-    MX_MEMBER void add(Sums& sums, unsigned x, int chunks, const Between& between) {
+    MX_MEMBER void add(Sums& sums, Operands& a, unsigned x, int chunks, bool more,
+                       const Between& between) {
         const auto nothing = [](int) {};
         MatrixDescriptor b(x, kTileM * 16, 128);
-        Operands a; // of warps without rows: anything
-        outside[0] = outside[1] = 0;
-        if (kLate || chunks > 0) {
-            open(0);
-            fetch(1);
-#pragma unroll
-            for (int n = 0; n < kUnit; ++n)
-                expand(a[0][n], n, next_scale);
-        }
+        unsigned there = scales;
         if constexpr (kLate) {
-            add_chunk(sums, a, b, 0, chunks, between);
-            b.advance(kSteps * kStepBytes);
+#pragma unroll
+            for (int c = 0; c < kBusyChunks; ++c) {
+                add_chunk(sums, a, b, false, true, there, [&](int j) { between(c, j); });
+                b.advance(kSteps * kStepBytes);
+            }
         }
 #pragma unroll 1
-        for (int c = kLate ? 1 : 0; c < chunks; ++c) {
-            add_chunk(sums, a, b, c, chunks, nothing);
+        for (int c = kLate ? kBusyChunks : 0; c < chunks; ++c) {
+            const bool last = c + 1 == chunks;
+            add_chunk(sums, a, b, last, !last || (kLate && more), there, nothing);
             b.advance(kSteps * kStepBytes);
+        }
+        if (!kLate || !more) {
+            lost[0] = outside[0];
+            lost[1] = outside[1];
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) // ahead of the wait, which has time for it
@@ -193,12 +219,12 @@ struct Adder {
                         sums[i] = i == at ? sums[i] * by_w * by_x : sums[i];
                 }
         }
-        if (__builtin_expect(!__any_sync(~0u, outside[0] | outside[1]) && !any_x.x, true))
+        if (__builtin_expect(!__any_sync(~0u, lost[0] | lost[1]) && !any_x.x, true))
             return;
         unsigned again = 0; // a bit for each of the two rows
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            again |= (any_of_row(outside[i] != 0, lane) ? 1u : 0u) << i;
+            again |= (any_of_row(lost[i] != 0, lane) ? 1u : 0u) << i;
 #pragma unroll 1
         for (int at = 0; at < kTileM / 2; ++at) {
             const bool marked = again >> (at / 2 % 2) & 1 || shared.x_outside[column(at)];

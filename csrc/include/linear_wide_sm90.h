@@ -28,10 +28,19 @@ constexpr int kAddWarps = kGroups * 4, kWarps = kAddWarps < 12 ? 16 : kAddWarps 
 constexpr int kFinishers = kWarps - kAddWarps - 1;
 constexpr int kThreads = kWarps * kLanes;
 constexpr int kWarpRows = 16;
-// Sums of a pass are sent while the next pass is computed, where helpers add what comes and there
-// are registers for both passes' sums. With fewer rows of x, or of w in 12 warps, it gains nothing.
-constexpr bool kLate =
-    !kOnePass && kSplit > 1 && kAddWarps == 8 && kTileM > 32 && kChunks >= 4 && kWhole;
+// Whether the loop runs on from pass to pass: scales of the next pass become a table of their own
+// meanwhile, and sums of a pass are sent while the next one is computed, where helpers add what
+// comes and there are registers for both passes' sums. With fewer rows of x, or of w in 12 warps,
+// it gains nothing.
+constexpr bool kLate = MX_LATE;
+// Whether a warpgroup sends with chunk c of a pass, or makes the next table: the two do so with
+// different chunks, as the other one multiplies meanwhile. Both at a time take 3 % longer.
+constexpr int kBusyChunks = 4;
+MX_DEVICE bool sends_with(int c, int group) { return c % 2 == 0 && group == c / 2; }
+MX_DEVICE bool makes_table_with(int c, int group) { return c % 2 == 1 && group == (3 - c) / 2; }
+static_assert(!kLate || (!kOnePass && kSplit > 1 && kAddWarps == 8 && kChunks > kBusyChunks &&
+                         kTileM > 32 && kWhole),
+              "the host lets other passes run on than can: aiter_mx/kernels/linear/wide_sm90.py");
 constexpr int kAddingRegisters = 168, kHelpingRegisters = 88; // 16 warps have 128 each
 constexpr int kRowWarps = kRows / kWarpRows; // that have rows; others only take part in wgmma
 static_assert(kRows % kWarpRows == 0, "a warp has all of its rows or none");
@@ -57,9 +66,10 @@ constexpr int kSlots = kX / kSlotBytes < kChunks ? kX / kSlotBytes / kXSubs * kX
 constexpr int kStaging = (kX - kSlots * kSlotBytes) / 1024 * 1024;
 static_assert(kXSubs > 0 && kSlots > 0, "each piece of a chunk of x has a thread and a place");
 constexpr int kTables = kX + kChunks * kChunkSteps * kStepBytes;
+constexpr int kTableBytes = kRows * kScaleStride * 4;
 static_assert(kOnePass || kSplit == 1 || kTiles >= kSplit,
               "who owns a tile waits for the whole cluster");
-static_assert(kTables + kRows * kScaleStride * 4 == MX_SHARED_BYTES,
+static_assert(kTables + (kLate ? 2 : 1) * kTableBytes == MX_SHARED_BYTES,
               "the host lays shared memory out differently: aiter_mx/kernels/linear/wide_sm90.py");
 
 constexpr unsigned kMarker = 0x7fabcdef; // a NaN that arithmetic does not make
@@ -171,7 +181,7 @@ MX_DEVICE void make_factors(unsigned (&words)[Words], unsigned top) {
 struct Table {
     const Tensors& t;
     const Part& part;
-    const unsigned place; // of the warp's rows
+    unsigned place; // of the warp's rows
     const int lane;
     static constexpr int kWords = (kChunks + 1) / 2; // of a lane: two have a row
     unsigned words[kWords];

@@ -46,6 +46,7 @@ _TILES_M = (8, 16, 32, 48, 64)
 _CHUNK = 128  # k of a stage of the ring
 _MOST_CHUNKS = 16  # of a part of K, whose scales are in registers for a while
 _BYTES_A_CYCLE = 2090  # of an H200's memory
+_BUSY_CHUNKS = 4  # of a pass of which sums are sent in the next, with them and with other work
 _TILE_BYTES = 512  # sums of a tile of 16 rows of w by 8 of x
 _SHARED_BYTES = 226 * 1024  # of a workgroup, static shared memory apart: compute capability 9.0
 
@@ -61,6 +62,7 @@ class Layout:
         chunks: of K in the largest part.
         shared_bytes: of a workgroup.
         spare_bytes: of them, that only x takes, before it is fp16.
+        late: whether the loop runs on from pass to pass, and sums are sent in the next.
     """
 
     tile_m: int
@@ -69,6 +71,7 @@ class Layout:
     chunks: int
     shared_bytes: int
     spare_bytes: int
+    late: bool
 
 
 def _threads(rows: int) -> int:
@@ -87,8 +90,9 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     if chunks > _MOST_CHUNKS or (passes > 1 and sums < split):
         return None  # who owns no sums would let the others send theirs too early
     inbox = -(-sums // split) * split * _TILE_BYTES if split > 1 else 0
+    late = passes > 1 and _runs_on(problem, split, rows, chunks, tile_m)
     ring, slot = config["depth"] * rows * _CHUNK, _CHUNK * tile_m
-    shared_bytes = ring + chunks * 2 * slot + inbox + rows * ((chunks + 1) | 1) * 4
+    shared_bytes = ring + chunks * 2 * slot + inbox + (1 + late) * rows * ((chunks + 1) | 1) * 4
     # x, before it is fp16, takes the ring's end and the inbox, or what else there is.
     left = _SHARED_BYTES - shared_bytes
     spare = min(max(chunks * slot - inbox, 0), left) // 1024 * 1024
@@ -96,7 +100,13 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     if left < 0 or slots < min(chunks, _threads(rows) * 16 // slot):
         return None
     shared_bytes += spare
-    return Layout(tile_m, -(-tiles // passes), passes, chunks, shared_bytes, spare)
+    return Layout(tile_m, -(-tiles // passes), passes, chunks, shared_bytes, spare, late)
+
+
+def _runs_on(problem: LinearProblem, split: int, rows: int, chunks: int, tile_m: int) -> bool:
+    """Whether the loop of several passes runs on from one to the next: kLate of the kernel."""
+    whole = problem.K % (_CHUNK * split) == 0
+    return split > 1 and 64 < rows <= 128 and tile_m > 32 and chunks > _BUSY_CHUNKS and whole
 
 
 _layout = where_it_fits(layout)
@@ -175,6 +185,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_CHUNKS": found.chunks,
         "MX_ONE_PASS": int(found.passes == 1),
         "MX_WHOLE": int(problem.K % (_CHUNK * config["split"]) == 0),
+        "MX_LATE": int(found.late),
         "MX_SPARE": found.spare_bytes,
         "MX_SHARED_BYTES": found.shared_bytes,
     }
