@@ -154,10 +154,10 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     x_scales.ask(xs, 0, M - 1, blocks, first_chunk, chunks);
     if (!overlaps)
         named_barrier_arrive(2, kSet);
+    named_barrier(3, kSet); // barriers are set up
     bool far = w_scales.put(shared, chunks);
     far |= x_scales.put(shared, chunks);
     fence_async();
-    named_barrier(3, kSet);                     // barriers are set up
     far = named_barrier_or(4, kConsumers, far); // scales are there
 
     const int k_group = warp / (4 * kRowGroups), row_warp = warp % (4 * kRowGroups);

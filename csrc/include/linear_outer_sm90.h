@@ -252,15 +252,28 @@ struct Inbox {
         else
             named_barrier(1, kConsumers);
     }
+    // As many tiles of a warp at once as there are, up to four: each waits for its loads.
     MX_MEMBER void add_up(int warp) const {
+        constexpr int each = (kOwnedTiles + kWarps - 1) / kWarps;
+        constexpr int at_once = each < 4 ? each : 4;
         const unsigned at = boxes + store.lane * 16;
 #pragma unroll 1
-        for (int i = warp; i < owned; i += kWarps) {
-            float4 sum = load_tile(at + i * kParts * kTileBytes);
+        for (int first = warp; first < owned; first += at_once * kWarps) {
+            float4 sums[at_once];
 #pragma unroll
-            for (int s = 1; s < kParts; ++s)
-                sum = add(sum, load_tile(at + (i * kParts + s) * kTileBytes));
-            store(sum, i * kSplit + part);
+            for (int j = 0; j < at_once; ++j) {
+                const int i = first + j * kWarps;
+                if (i < owned)
+                    sums[j] = load_tile(at + i * kParts * kTileBytes);
+#pragma unroll
+                for (int s = 1; s < kParts; ++s)
+                    if (i < owned)
+                        sums[j] = add(sums[j], load_tile(at + (i * kParts + s) * kTileBytes));
+            }
+#pragma unroll
+            for (int j = 0; j < at_once; ++j)
+                if (first + j * kWarps < owned)
+                    store(sums[j], (first + j * kWarps) * kSplit + part);
         }
     }
     MX_MEMBER void send(int tile, int k_group, float4 sum) const {
