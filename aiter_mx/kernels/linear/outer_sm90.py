@@ -186,6 +186,8 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
     computed = blocks * max(22 + 1.38 * found.columns + 58 / groups, waited)
     sums = found.rows_m * found.rows_w * k_groups
     exchanged = 0.2 * sums + 178 * config["split"] if config["split"] > 1 else 0.11 * sums
+    if config["split"] in (3, 5, 6, 7):
+        exchanged += 500  # so much slower than the model had them
     under_way = min(config["depth"], found.stages) * found.stage_bytes
     both: float = (copied**1.5 + computed**1.5) ** (1 / 1.5)
     return both + exchanged + 0.008 * abs(under_way - _BYTES_UNDER_WAY)
