@@ -2,6 +2,7 @@
 // The kernel and a drawing are in linear_outer_sm90.cu.
 #pragma once
 
+#include "linear_blocks_sm90.h"
 #include "mx_epilogue.h"
 #include "mx_exact.h"
 #include "mx_target.h"
@@ -69,21 +70,6 @@ static_assert(kEnd + 1024 <= MX_SHARED_BYTES, "the host lays shared memory out d
 
 using Sums = float[kValues];
 
-template <int I>
-struct Int {
-    static constexpr int value = I;
-};
-
-// Four scales, which may be at any address.
-MX_DEVICE unsigned load_scale_word(const unsigned char* p) {
-    if (reinterpret_cast<unsigned long>(p) % 4 == 0)
-        return load_word(p);
-    unsigned v = 0;
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i)
-        v |= load_byte(p + i) << (8 * i);
-    return v;
-}
 MX_DEVICE void store_shared_8(unsigned address, unsigned x, unsigned y) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
 }
@@ -287,25 +273,5 @@ struct Inbox {
             store_tile(place + store.lane * 16, sum);
     }
 };
-
-// Waits for a stage while wgmmas are under way. ptxas lets these run on only past a loop that does
-// not go on for ever.
-MX_DEVICE void wait_for_stage(unsigned barrier, unsigned parity) {
-#pragma unroll 1
-    for (int i = 0; i < 1 << 30; ++i) {
-        unsigned done;
-        asm volatile("{\n"
-                     ".reg .pred done;\n"
-                     "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-                     "selp.u32 %0, 1, 0, done;\n"
-                     "}"
-                     : "=r"(done)
-                     : "r"(barrier), "r"(parity)
-                     : "memory");
-        if (done)
-            return;
-    }
-    __trap();
-}
 
 } // namespace mx
