@@ -2,6 +2,7 @@
 // and linear_outer_sm90.cu.
 #pragma once
 
+#include "mx_exact.h"
 #include "mx_target.h"
 #include "sm90_rows.h"
 
@@ -21,6 +22,17 @@ MX_DEVICE unsigned load_scale_word(const unsigned char* p) {
     for (int i = 0; i < kBlocks; ++i)
         v |= load_byte(p + i) << (8 * i);
     return v;
+}
+
+// An output's sum over every step-th chunk, with scales applied one after the other.
+MX_DEVICE float exact_sum(const Tensors& t, int m, long n, int first_chunk, int end, int step) {
+    float sum = 0;
+#pragma unroll 1
+    for (int c = first_chunk; c < end; c += step)
+        sum +=
+            exact_output(t.xq + m * t.K + c * kChunk, t.xs + m * t.blocks() + c * kBlocks,
+                         t.wq + n * t.K + c * kChunk, t.ws + n * t.blocks() + c * kBlocks, kChunk);
+    return sum;
 }
 
 // Waits for a stage while wgmmas are under way. ptxas lets these run on only past a loop that does

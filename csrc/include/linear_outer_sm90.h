@@ -4,7 +4,6 @@
 
 #include "linear_blocks_sm90.h"
 #include "mx_epilogue.h"
-#include "mx_exact.h"
 #include "mx_target.h"
 #include "sm90_async.h"
 #include "sm90_copy.h"
@@ -166,12 +165,7 @@ MX_DEVICE void sum_again(Sums& sums, const Tensors& t, const Place& place, long 
                    is_far(load_scale_word(x_scales + c * kBlocks));
         if (!far)
             continue;
-        float sum = 0;
-#pragma unroll 1
-        for (int c = first_chunk + chunk; c < first_chunk + chunks; c += kKGroups)
-            sum += exact_output(t.xq + m * t.K + c * kChunk, t.xs + m * t.blocks() + c * kBlocks,
-                                t.wq + n * t.K + c * kChunk, t.ws + n * t.blocks() + c * kBlocks,
-                                kChunk);
+        const float sum = exact_sum(t, m, n, first_chunk + chunk, first_chunk + chunks, kKGroups);
 #pragma unroll
         for (int i = 0; i < kValues; ++i)
             sums[i] = i == v ? sum : sums[i];
