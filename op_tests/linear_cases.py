@@ -27,6 +27,14 @@ def operands(M: int, N: int, K: int, seed: int, **options: Any) -> Operands:
     return (*random_mx(M, K, generator, **options), *random_mx(N, K, generator, **options))
 
 
+def bias_as_large_as_outputs(drawn: Operands, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """One for each row of w, so that neither it nor the products are lost in rounding."""
+    size = linear_reference64(*drawn).abs().mean()
+    scale = size if dtype is not torch.float16 else size.clamp(max=1000.0)
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(len(drawn[2]), generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+
 def with_opposite_scales(drawn: Operands, shift: int) -> Operands:
     """x times 2^shift and w divided by as much: the same products, from extreme scales."""
     xq, xs, wq, ws = drawn

@@ -11,6 +11,7 @@ from linear_cases import (
     Operands,
     assert_no_product_is_missing,
     assert_repeats_on_two_streams,
+    bias_as_large_as_outputs,
     chain_of_layers,
     launch_linear,
     operands,
@@ -26,7 +27,7 @@ from linear_trials import (
     of_zero_blocks,
     plain,
 )
-from mx_reference import assert_close_to_reference, linear_reference64
+from mx_reference import assert_close_to_reference
 
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.outer_sm90 import ACCUMULATION_ERROR, MAX_M, layout
@@ -261,10 +262,7 @@ def test_scales_at_any_address_are_read_rightly() -> None:
 def test_biases_of_every_dtype_match_float64(dtype: torch.dtype, M: int) -> None:
     for N in (1370, 1371):
         drawn = operands(M, N, 1152, 5, scale_exponents=(-6, 6))
-        size = linear_reference64(*drawn).abs().mean()
-        generator = torch.Generator().manual_seed(6)
-        scale = size if dtype is not torch.float16 else size.clamp(max=1000.0)
-        bias = (torch.randn(N, generator=generator, dtype=torch.float64) * scale).to(dtype)
+        bias = bias_as_large_as_outputs(drawn, dtype, 6)
         assert_close(launch(drawn, config(2, 1, 2, 4), bias), drawn, bias)
 
 
