@@ -211,6 +211,40 @@ def test_blocks_without_rows_are_passed_over(spec: KernelSpec, activation: str) 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("M", "block_m"), [(500, 8), (900, 16), (3000, 128), (2700, 4)])
+def test_pieces_that_are_left_over_are_shared_whatever_they_cost(M: int, block_m: int) -> None:
+    generator, draw = torch.Generator().manual_seed(M), random.Random(M)
+    N, K, E, top_k = 1200, 256, 40, 4
+    # One expert has half of the rows; some blocks have a single one, others none.
+    chosen = [draw.choice([0, draw.randrange(E)]) for _ in range(M * top_k)]
+    blocks: list[list[int]] = []
+    experts: list[int] = []
+    for expert in range(E):
+        rows = [t for t, e in enumerate(chosen) if e == expert]
+        while rows:
+            count = draw.choice([0, 1, *[block_m] * 8])
+            taken, rows = rows[:count], rows[count:]
+            before = [-1] * draw.randrange(block_m if count == 1 else 1)
+            blocks.append([*before, *taken, *[-1] * (block_m - len(before) - len(taken))])
+            experts.append(expert)
+    used = torch.tensor([len(blocks) * block_m], dtype=torch.int32)
+    lists = (torch.tensor(blocks).int().flatten(), torch.tensor(experts).int(), used)
+    layer = Layer(
+        *random_mx(M * top_k, K, generator, scale_exponents=(-6, 6)),
+        *random_weights(E, N, K, generator, scale_exponents=(-6, 6)),
+        None,
+        chosen,
+        1,
+    )
+    problem = MoeGemmProblem(M, N, K, E, top_k, block_m, "fp32", max_blocks=len(blocks))
+    tensors = [layer.xq, layer.xs, layer.wq, layer.ws, *lists, None, None]
+    out, _ = run_on_gpu(BOXES, boxes(4, 3, 2, 0, 2), problem, tensors)
+    assert_rows(out, layer, POISON)
+    again, _ = run_on_gpu(BOXES, boxes(4, 3, 2, 0, 2), problem, tensors)
+    assert torch.equal(out, again)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_thousand_launches_are_bitwise_equal(spec: KernelSpec) -> None:
     generator, draw = torch.Generator().manual_seed(1), random.Random(1)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "moe_groups_sm90.h"
+#include "moe_shares_sm90.h"
 #include "moe_sm90.h"
 #include "mx_scale.h"
 #include "mx_target.h"
@@ -204,7 +205,8 @@ struct Opener {
     Walk walk;
     Turn<kEntries> turn;
     int given = 0, rows = 0;           // columns of the walk's rows, in the queue and all
-    unsigned long first = 0, last = 0; // items of the last part, where x is resident
+    unsigned pieces = 0;               // where x is resident
+    unsigned long first = 0, last = 0; // items of the last part, there
     bool in_parts;                     // not whole pieces
 
     // Where x is resident, a workgroup has successive tiles. As long as there is a piece for each
@@ -216,25 +218,39 @@ struct Opener {
         if constexpr (kResident) {
             walk.padded = *a.padded;
             const unsigned blocks = min((walk.padded + a.block_m - 1) / a.block_m, a.max_blocks);
-            const unsigned pieces = blocks * walk.pieces_of_block();
-            const unsigned whole = pieces / gridDim.x * gridDim.x;
-            const unsigned long start = whole * static_cast<unsigned long>(walk.tiles);
-            const unsigned long items = (pieces - whole) * static_cast<unsigned long>(walk.tiles);
-            first = start + items * blockIdx.x / gridDim.x;
-            last = start + items * (blockIdx.x + 1) / gridDim.x;
+            pieces = blocks * walk.pieces_of_block();
             walk.next_piece = blockIdx.x;
             walk.next_tile = 0;
             walk.step_pieces = gridDim.x;
             walk.step_tiles = 0;
-            walk.end_piece = whole;
-            if (whole == 0)
+            walk.end_piece = pieces / gridDim.x * gridDim.x;
+            if (walk.end_piece == 0)
                 begin_parts();
             else
                 walk.look_ahead();
         }
     }
+    // About what a piece takes: for each tile of w, and for rows of x besides.
+    MX_MEMBER unsigned cost_of(unsigned piece) const {
+        constexpr unsigned unit = 64, of_tile = 32 * unit; // measured for K = 768
+        int first_id;
+        const unsigned block = walk.block_of(piece, first_id);
+        const int* const ids = a.ids + block * static_cast<long>(a.block_m) + first_id;
+        const int count = min(a.block_m - first_id, Walk::kPiece);
+        unsigned cost = of_tile;
+#pragma unroll
+        for (int m = 0; m < Walk::kPiece; m += 8)
+            if (m < count && routed_row(ids[m], a.num_valid, a.packed_top_k) >= 0)
+                cost += unit + (m > 0 && m % kCols == 0 ? of_tile : 0);
+        return cost;
+    }
     MX_MEMBER void begin_parts() {
         in_parts = true;
+        const PieceShares shares(lane, walk.end_piece, pieces, walk.tiles,
+                                 [&](unsigned piece) { return cost_of(piece); });
+        const unsigned long start = walk.end_piece * static_cast<unsigned long>(walk.tiles);
+        first = start + shares.first();
+        last = start + shares.last();
         walk.next_piece = first / walk.tiles;
         walk.step_pieces = 1;
         walk.end_piece = first == last ? 0 : (last + walk.tiles - 1) / walk.tiles;
