@@ -185,8 +185,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
             cluster_wait();
         else
             barrier_wait(shared_address(&shared.finished), (pass - 1) & 1);
-        if (!kLate && pass > 0)
-            named_barrier(2, (kAddWarps + kFinishers) * kLanes); // which have read the inbox
+        if (pass > 0) // they have read the inbox, as `finished` says too, but not to racecheck
+            named_barrier(2 + warp / kInStep, (kInStep + kFinishers) * kLanes);
     };
     if (adds) {
         if constexpr (kLate)
@@ -291,8 +291,9 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
                 continue;
             finisher.run(tile * static_cast<long>(kRows), inbox, owned, warp - kAddWarps,
                          kFinishers, [&] { barrier_wait(inbox_full, turn & 1); });
-            if (!kLate) // else warpgroups wait for it by themselves
-                named_barrier_arrive(2, (kAddWarps + kFinishers) * kLanes);
+#pragma unroll
+            for (int i = 0; i < kAddWarps / kInStep; ++i)
+                named_barrier_arrive(2 + i, (kInStep + kFinishers) * kLanes);
             named_barrier(1, kFinishers * kLanes);
             if (warp == kAddWarps) {
                 if (lane == 0)

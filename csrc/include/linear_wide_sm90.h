@@ -33,6 +33,7 @@ constexpr int kWarpRows = 16;
 // comes and there are registers for both passes' sums. With fewer rows of x, or of w in 12 warps,
 // it gains nothing.
 constexpr bool kLate = MX_LATE;
+constexpr int kInStep = kLate ? 4 : kAddWarps; // warps that wait for room in the inbox together
 // Whether a warpgroup sends with chunk c of a pass, or makes the next table: the two do so with
 // different chunks, as the other one multiplies meanwhile. Both at a time take 3 % longer.
 constexpr int kBusyChunks = 4;
