@@ -10,7 +10,8 @@
 // Those of x and of w come to shared memory together, so that products begin when the first of both
 // are there. Most often each chunk has a stage of its own, and nothing waits for room.
 //
-//   producer, a thread: asks for boxes of x and w, kDepth chunks ahead of what has come
+//   producers, two threads: ask for boxes, one of w, the other of x, kDepth chunks ahead of what
+//              has come
 //   consumers: bring scales; then have blocks of 32 k multiplied from shared memory as they are,
 //              add the products times their scales to sums in fp32, and send their sums to the
 //              workgroup that owns them
@@ -49,86 +50,78 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     const unsigned shared = held((shared_address(dynamic) + 1023) & ~1023u);
     const unsigned full = shared + kBarriers, empty = full + 8 * kStages,
                    inbox_full = full + 8 * kRings * kStages;
-    const int lane = held(threadIdx.x % kLanes);
-    const int warp = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);
-    const int part = blockIdx.x % kSplit;
+    const int part = kSplit == 1 ? 0 : blockIdx.x % kSplit;
     const long first_row = static_cast<long>(blockIdx.x / kSplit) * kRowsW;
     const int owned = (kTiles - part + kSplit - 1) / kSplit;
-    const int chunks = part_chunks + (part < parts_with_one_more);
-    const int first_chunk = part * part_chunks + min(part, parts_with_one_more);
-    const Store store_outputs{
-        bias, y,         bias_kind, static_cast<int>(M),
-        N,    first_row, lane,      ((N | reinterpret_cast<unsigned long>(y) >> 1) & 1) == 0};
-    const Inbox inbox{store_outputs, shared + kInbox, inbox_full, part, owned};
+    const int chunks = kEven ? kChunks : part_chunks + (part < parts_with_one_more);
+    const int first_chunk =
+        kEven ? part * kChunks : part * part_chunks + min(part, parts_with_one_more);
 
-    if (warp >= kWarps) { // the producer
-        if constexpr (kGroups > 1)
-            decrease_registers<kCopyRegisters>();
-        if (warp > kWarps)
+    if (threadIdx.x >= kConsumers) { // the producers
+        const int warp = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);
+        if (warp > kWarps + 1) {
+            if constexpr (kGroups > 1)
+                decrease_registers<kCopyRegisters>();
             return;
-        const auto copy_w = [&](int c, int stage) {
-            barrier_arrive_expect(full + 8 * stage, kStageBytes);
-            copy_box(shared + stage * kStageBytes + (kTurned ? kXBytes : 0), w_map,
-                     (first_chunk + c) * kChunk, static_cast<int>(first_row), full + 8 * stage);
-        };
-        const auto copy_x = [&](int c, int stage) {
-            copy_box(shared + stage * kStageBytes + (kTurned ? 0 : kWBytes), x_map,
-                     (first_chunk + c) * kChunk, 0, full + 8 * stage);
-        };
-        constexpr int early = kDepth < kStages ? kDepth : kStages;
+        }
+        const bool of_x = warp > kWarps;
+        const TensorMap& map = of_x ? x_map : w_map;
         if (elected_lane()) {
-            prefetch_map(x_map);
-            prefetch_map(w_map);
-            // One thread alone: ptxas makes a loop with fences of lanes that set up one each.
+            prefetch_map(map);
+            if (!of_x) {
+                // One thread alone: ptxas makes a loop with fences of lanes that set up one each.
 #pragma unroll
-            for (int i = 0; i < kStages; ++i) {
-                barrier_init(full + 8 * i, 1);
-                if (kRefills)
-                    barrier_init(empty + 8 * i, 4 * kRowGroups);
-            }
-            if constexpr (kSplit > 1)
-                barrier_init(inbox_full, 1);
-            fence_barrier_init();
-            inbox.expect();
-            if (!overlaps) {
-                copy_x(0, 0);
-                copy_w(0, 0);
+                for (int i = 0; i < kStages; ++i) {
+                    barrier_init(full + 8 * i, 2);
+                    if (kRefills)
+                        barrier_init(empty + 8 * i, 4 * kRowGroups);
+                }
+                if constexpr (kSplit > 1)
+                    barrier_init(inbox_full, 1);
+                fence_barrier_init();
+                if constexpr (kSplit > 1)
+                    barrier_arrive_expect(inbox_full, owned * kParts * kTileBytes);
+                barrier_arrive_expect(full, kWBytes);
+                copy_box(shared + (kTurned ? kXBytes : 0), w_map, first_chunk * kChunk,
+                         static_cast<int>(first_row), full);
             }
         }
         __syncwarp();
-        named_barrier_arrive(3, kSet); // barriers are set up
+        if (!of_x) { // barriers are set up
+            named_barrier_arrive(2, 2 * kLanes);
+            named_barrier_arrive(3, kSet);
+        }
+        // Before a wait: whom a producer waits for may be waiting for its registers.
+        if constexpr (kGroups > 1)
+            decrease_registers<kCopyRegisters>();
+        if (of_x) {
+            named_barrier(2, 2 * kLanes);
+            if (overlaps)
+                wait_for_grid_ahead();
+        }
         if constexpr (kSplit > 1)
             cluster_arrive_relaxed();
-        if (overlaps) {
-            if (elected_lane())
-#pragma unroll 1
-                for (int i = 0; i < early && i < chunks; ++i)
-                    copy_w(i, i);
-            __syncwarp();
-            wait_for_grid_ahead();
-        } else {
-            named_barrier(2, kSet); // scales, which would wait behind weights, are asked for
-        }
+        const unsigned to = shared + (of_x == kTurned ? 0 : kTurned ? kXBytes : kWBytes);
+        const int row = of_x ? 0 : static_cast<int>(first_row);
+        constexpr int early = kDepth < kStages ? kDepth : kStages;
         if (elected_lane()) {
-#pragma unroll
-            for (int i = 0; i < early; ++i)
-                if (i < kChunks - 1 || i < chunks) {
-                    if (overlaps || i > 0)
-                        copy_x(i, i);
-                    if (!overlaps && i > 0)
-                        copy_w(i, i);
-                }
-            launch_dependents();
-            Turn<kStages> arriving, next{early % kStages, early == kStages};
+            Turn<kStages> arriving, next;
+            if (!of_x)
+                next.next(); // of its first box
 #pragma unroll 1
-            for (int i = early; i < chunks; ++i) {
-                barrier_wait(full + 8 * arriving.at, arriving.parity);
-                arriving.next();
-                if (kRefills && i >= kStages)
-                    barrier_wait(empty + 8 * next.at, next.parity ^ 1);
-                copy_x(i, next.at);
-                copy_w(i, next.at);
+            for (int i = of_x ? 0 : 1; i < chunks; ++i) {
+                if (i >= early) {
+                    barrier_wait(full + 8 * arriving.at, arriving.parity);
+                    arriving.next();
+                    if (kRefills && i >= kStages)
+                        barrier_wait(empty + 8 * next.at, next.parity ^ 1);
+                }
+                barrier_arrive_expect(full + 8 * next.at, of_x ? kXBytes : kWBytes);
+                copy_box(to + next.at * kStageBytes, map, (first_chunk + i) * kChunk, row,
+                         full + 8 * next.at);
                 next.next();
+                if (of_x && i == min(early, chunks) - 1)
+                    launch_dependents();
             }
         }
         __syncwarp();
@@ -140,23 +133,24 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
         return;
     }
 
-    if constexpr (kGroups > 1)
-        increase_registers<kMostRegisters>();
+    ScaleCopies scale_copies;
+    scale_copies.ask(xs, ws, first_row, static_cast<int>(M), N, K, first_chunk, chunks, overlaps);
     if constexpr (kSplit > 1)
         cluster_arrive_relaxed();
-    const Tensors t{xq, xs, wq, ws, static_cast<int>(M), N, K};
-    const long blocks = t.blocks();
-    ScaleCopies<kRowsW, !kTurned> w_scales;
-    ScaleCopies<kRowsM, kTurned> x_scales;
-    w_scales.ask(ws, first_row, N - 1, blocks, first_chunk, chunks);
-    if (overlaps)
+    if constexpr (kGroups > 1)
+        increase_registers<kMostRegisters>();
+    const int lane = held(threadIdx.x % kLanes);
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);
+    const Store store_outputs{
+        bias, y,         bias_kind, static_cast<int>(M),
+        N,    first_row, lane,      ((N | reinterpret_cast<unsigned long>(y) >> 1) & 1) == 0};
+    const Inbox inbox{store_outputs, shared + kInbox, inbox_full, part, owned};
+    if (Inbox::kEarly && overlaps && bias_kind != kNone)
         wait_for_grid_ahead();
-    x_scales.ask(xs, 0, M - 1, blocks, first_chunk, chunks);
-    if (!overlaps)
-        named_barrier_arrive(2, kSet);
+    const Target target = inbox.target(warp);
+    scale_copies.ask_bytes();
     named_barrier(3, kSet); // barriers are set up
-    bool far = w_scales.put(shared, chunks);
-    far |= x_scales.put(shared, chunks);
+    bool far = scale_copies.put(shared, chunks);
     fence_async();
     far = named_barrier_or(4, kConsumers, far); // scales are there
 
@@ -188,16 +182,23 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     };
     int c = k_group, stage = k_group;
     unsigned parity = 0;
-    const auto begin = [&](auto at, auto block) {
+    const auto multiply = [&](auto at, auto block) {
         constexpr int p = decltype(at)::value, b = decltype(block)::value;
         const unsigned k = stage * (kStageBytes / 16) + b * (kBlock / 16);
-        by[p][0] = held(words[0] & masks[b]);
-        by[p][1] = held(words[1] & masks[b]);
-        wgmma_fence();
         wgmma_block(products[p], SwizzledDescriptor::of(a.low + k),
                     SwizzledDescriptor::of(b_rows.low + k));
+    };
+    const auto multiply_scales = [&](auto at, auto block) {
+        constexpr int p = decltype(at)::value, b = decltype(block)::value;
+        by[p][0] = held(words[0] & masks[b]);
+        by[p][1] = held(words[1] & masks[b]);
         wgmma_factors(scales[p], by[p][0], by[p][1], zero,
                       factors.at(c / 2 * (kRowsB * 2 * kFactorBytes)));
+    };
+    const auto begin = [&](auto at, auto block) {
+        wgmma_fence();
+        multiply(at, block);
+        multiply_scales(at, block);
         wgmma_commit();
     };
     const auto finish = [&](auto at, auto pending) {
@@ -230,8 +231,54 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     constexpr Int<2> i2;
     constexpr Int<3> i3;
     fetch(c);
-    wait_for_stage(full + 8 * stage, parity);
-    if constexpr (kBuffers == 1) {
+    if constexpr (!kScalesFirst)
+        wait_for_stage(full + 8 * stage, parity);
+    if constexpr (kBuffers > 2) { // a chunk at a time
+        while (true) {
+            if constexpr (kScalesFirst) {
+                wgmma_fence();
+                multiply_scales(i0, i0);
+                multiply_scales(i1, i1);
+                multiply_scales(i2, i2);
+                if constexpr (kBuffers == 4)
+                    multiply_scales(i3, i3);
+                wait_for_stage(full + 8 * stage, parity);
+                multiply(i0, i0);
+                wgmma_commit();
+                multiply(i1, i1);
+                wgmma_commit();
+                multiply(i2, i2);
+                wgmma_commit();
+            } else {
+                begin(i0, i0);
+                begin(i1, i1);
+                begin(i2, i2);
+            }
+            if constexpr (kBuffers == 3) {
+                finish(i0, i2);
+                begin(i0, i3);
+            } else if constexpr (kScalesFirst) {
+                multiply(i3, i3);
+                wgmma_commit();
+                finish(i0, i3);
+            } else {
+                begin(i3, i3);
+                finish(i0, i3);
+            }
+            const int used = stage;
+            go_on();
+            if (c < chunks)
+                fetch(c);
+            finish(i1, i2);
+            finish(i2, i1);
+            finish(Int<3 % kBuffers>(), i0);
+            if (c >= chunks)
+                break;
+            free_stage(used);
+            if constexpr (!kScalesFirst)
+                wait_for_stage(full + 8 * stage, parity);
+        }
+    } else if constexpr (kBuffers == 1) {
         while (true) {
             begin(i0, i0);
             finish(i0, i0);
@@ -273,7 +320,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
         }
         finish(i1, i0);
     }
-    if (far && active)
+    const Tensors t{xq, xs, wq, ws, static_cast<int>(M), N, K};
+    if (__builtin_expect(far && active, 0))
         sum_again(sums, t, place, first_row, first_chunk, k_group, chunks);
     const auto tile_sum = [&](int j) {
         return float4{sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
@@ -294,7 +342,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
         inbox.wait();
         if constexpr (kSplit > 1)
             cluster_arrive_relaxed();
-        inbox.add_up(warp);
+        inbox.add_up(warp, target);
         if constexpr (kSplit > 1)
             cluster_wait();
     }

@@ -74,11 +74,11 @@ def of_nan(cases: Sequence[Case]) -> Iterator[Trial]:
         yield drawn, chosen, drawn
 
 
-def of_moved_scales(cases: Sequence[Case]) -> Iterator[Trial]:
-    """Scales at odd addresses."""
+def of_moved_scales(cases: Sequence[Case], shifts: Sequence[int] = (1, 2, 3)) -> Iterator[Trial]:
+    """Scales at addresses that are no multiple of what could be loaded at once."""
     for M, N, K, chosen in cases:
         drawn = operands(M, min(N, _ROWS), K, 5)
-        for shift in (1, 2, 3):
+        for shift in shifts:
             yield with_scales_moved(drawn, shift), chosen, drawn
 
 

@@ -104,6 +104,7 @@ def test_cases_fit_and_reach_what_differs_between_configurations() -> None:
     assert {one.chunks > chosen["depth"] for one, chosen in found} == {False, True}
     assert {one.stages < one.chunks for one, _ in found} == {False, True}
     assert {one.chunks % 2 for one, _ in found} == {0, 1}
+    assert {one.scale_chunks for one, _ in found} == {1, 2, 4}
     assert {chosen["row_groups"] * chosen["k_groups"] for _, chosen in found} == {1, 2, 3, 4}
 
 
@@ -253,7 +254,7 @@ def test_nan_payloads_and_scales_reach_their_outputs_alone() -> None:
 
 @gpu
 def test_scales_at_any_address_are_read_rightly() -> None:
-    assert_right(launch_few, of_moved_scales(SMALL), ACCUMULATION_ERROR)
+    assert_right(launch_few, of_moved_scales(SMALL, (1, 2, 3, 4, 8)), ACCUMULATION_ERROR)
 
 
 @gpu

@@ -12,15 +12,17 @@
 
 namespace mx {
 
-constexpr bool kTurned = MX_TURNED;       // wgmma's A is x, its B is w; else the other way
-constexpr int kRowsM = MX_ROWS_M;         // of x, a multiple of 8
-constexpr int kRowsW = MX_ROWS_W;         // of w in a workgroup, a multiple of 8
-constexpr int kRowGroups = MX_ROW_GROUPS; // warpgroups side by side along w
-constexpr int kKGroups = MX_K_GROUPS;     // warpgroups that take turns along K
-constexpr int kSplit = MX_SPLIT;          // workgroups of a cluster, which share K
-constexpr int kChunks = MX_CHUNKS;        // of the largest part of K
-constexpr int kStages = MX_STAGES;        // of them, that there is room for
-constexpr int kDepth = MX_DEPTH;          // of them, that are under way at a time
+constexpr bool kTurned = MX_TURNED;           // wgmma's A is x, its B is w; else the other way
+constexpr int kRowsM = MX_ROWS_M;             // of x, a multiple of 8
+constexpr int kRowsW = MX_ROWS_W;             // of w in a workgroup, a multiple of 8
+constexpr int kRowGroups = MX_ROW_GROUPS;     // warpgroups side by side along w
+constexpr int kKGroups = MX_K_GROUPS;         // warpgroups that take turns along K
+constexpr int kSplit = MX_SPLIT;              // workgroups of a cluster, which share K
+constexpr int kChunks = MX_CHUNKS;            // of the largest part of K
+constexpr int kStages = MX_STAGES;            // of them, that there is room for
+constexpr int kDepth = MX_DEPTH;              // of them, that are under way at a time
+constexpr bool kEven = MX_EVEN;               // whether all parts of K are as large
+constexpr int kScaleChunks = MX_SCALE_CHUNKS; // whose scales of a row are loaded at once
 using Out = DType<MX_OUT>;
 
 constexpr int kGroups = kRowGroups * kKGroups;
@@ -38,8 +40,13 @@ constexpr int kRowsA = kTurned ? kRowsM : kRowsW, kRowsB = kTurned ? kRowsW : kR
 constexpr int kColumns = kTurned ? kRowsW / kRowGroups : kRowsM; // of a wgmma
 constexpr int kTilesB = kColumns / 8;
 constexpr int kValues = kColumns / 2; // of a block's products, of a thread
-// Blocks whose products and scales are in registers: one is multiplied while another is added.
-constexpr int kBuffers = 5 * kValues + 32 <= kMostRegisters ? 2 : 1;
+// Blocks whose products and scales are in registers: some are multiplied while another is added.
+constexpr bool fits(int buffers) {
+    return (2 * buffers + 1) * kValues + (buffers > 2 ? 30 + 2 * buffers : 32) <= kMostRegisters;
+}
+constexpr int kBuffers = fits(4) ? 4 : fits(3) ? 3 : fits(2) ? 2 : 1;
+// Whether scales are multiplied before their chunk is there: it was faster so.
+constexpr bool kScalesFirst = kBuffers > 2 && kKGroups > 2;
 static_assert(kRowsM % 8 == 0 && kRowsW % 8 == 0 && kColumns % 8 == 0, "8 rows are a unit");
 
 // Tiles of sums: 16 rows of A by 8 of B.
@@ -93,43 +100,108 @@ MX_DEVICE bool named_barrier_or(int id, int threads, bool x) {
     return any;
 }
 
-// Scales on their way from memory to their places in shared memory.
-template <int Rows, bool IsA>
+// Scales on their way from memory to their places in shared memory: those of a few chunks of a row
+// are an item, w's of the first threads, x's of the next.
 struct ScaleCopies {
-    static constexpr int kEach = IsA ? kChunks : 2 * kPairs; // of a row
-    static constexpr int kItems = Rows * kEach;
-    static constexpr int kOwn = (kItems + kConsumers - 1) / kConsumers; // of a thread
+    static constexpr int kAtOnce = kScaleChunks;
+    // Of B those of a whole number of pairs of chunks: where they come one by one there may be one
+    // chunk more than A has.
+    static constexpr int kOfRow = kAtOnce == 1 ? 2 * kPairs : kChunks / kAtOnce;
+    static constexpr int kItemsW = kRowsW * kOfRow, kItemsX = kRowsM * kOfRow;
+    static constexpr int kFirstX = (kItemsW + kLanes - 1) / kLanes * kLanes;
+    static constexpr int kOwn = (kFirstX + kItemsX + kConsumers - 1) / kConsumers; // of a thread
+    static_assert(kAtOnce == 1 || (kEven && kChunks % kAtOnce == 0), "all items are whole");
 
-    unsigned words[kOwn];
+    struct Item {
+        bool of_x, exists;
+        int row, chunk;
+    };
+    unsigned words[kOwn][kAtOnce];
+    const unsigned char* from[kOwn]; // null where there is nothing to load
+    bool aligned;                    // to what is loaded at once
 
+    MX_MEMBER static Item item(int i) {
+        const unsigned number = threadIdx.x + i * kConsumers;
+        const bool of_x = number >= kFirstX;
+        const unsigned own = number - (of_x ? kFirstX : 0);
+        return {of_x, own < (of_x ? kItemsX : kItemsW), static_cast<int>(own / kOfRow),
+                static_cast<int>(own % kOfRow * kAtOnce)};
+    }
     // Rows beyond the last one get its scales; chunks that there are not have none, zeros.
-    MX_MEMBER void ask(const unsigned char* s, long first_row, long last_row, long blocks,
-                       int first_chunk, int chunks) {
+    MX_MEMBER void ask(const unsigned char* xs, const unsigned char* ws, long first_row, int M,
+                       long N, long K, int first_chunk, int chunks, bool overlaps) {
+        const unsigned blocks = static_cast<unsigned>(K) / kBlock;
+        aligned = ((reinterpret_cast<unsigned long>(xs) | reinterpret_cast<unsigned long>(ws)) %
+                   (4 * kAtOnce)) == 0;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
-            const int item = threadIdx.x + i * kConsumers, chunk = item % kEach;
-            words[i] = 0;
-            if ((kItems % kConsumers == 0 || item < kItems) && chunk < chunks)
-                words[i] = load_scale_word(s + min(first_row + item / kEach, last_row) * blocks +
-                                           (first_chunk + chunk) * kBlocks);
+            const Item own = item(i);
+            from[i] = nullptr;
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j)
+                words[i][j] = 0;
+            if (!own.exists || (kAtOnce == 1 && own.chunk >= chunks))
+                continue;
+            if (own.of_x && overlaps)
+                wait_for_grid_ahead();
+            const int last = own.of_x ? M - 1 : static_cast<int>(N - 1 - first_row);
+            from[i] = (own.of_x ? xs : ws + first_row * blocks) +
+                      static_cast<unsigned long>(min(own.row, last)) * blocks +
+                      (first_chunk + own.chunk) * kBlocks;
+            if (aligned)
+                load_words(words[i], from[i]);
         }
+    }
+    // Asks for those at odd addresses. By then boxes are asked for: they do not wait for code that
+    // is seldom run.
+    MX_MEMBER void ask_bytes() {
+        if (__builtin_expect(aligned, 1))
+            return;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i)
+            if (from[i] != nullptr)
+#pragma unroll
+                for (int j = 0; j < kAtOnce; ++j)
+                    words[i][j] = load_scale_word(from[i] + j * kBlocks);
     }
     // Returns whether any is near the ends of e8m0.
     MX_MEMBER bool put(unsigned shared, int chunks) const {
         unsigned far = 0;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
-            const int item = threadIdx.x + i * kConsumers, row = item / kEach, chunk = item % kEach;
-            if (kItems % kConsumers != 0 && item >= kItems)
+            const Item own = item(i);
+            const bool of_a = own.of_x == kTurned;
+            if (!own.exists || (kAtOnce == 1 && of_a && own.chunk >= kChunks))
                 continue;
-            far |= chunk < chunks ? is_far(words[i]) : 0;
-            const unsigned place = IsA ? kScalesA + (chunk * Rows + row) * kFactorBytes
-                                       : kScalesB + (chunk / 2 * Rows + row) * 2 * kFactorBytes +
-                                             chunk % 2 * kFactorBytes;
-            store_shared_8(shared + place, __byte_perm(words[i], 0, 0x4140) << 7,
-                           __byte_perm(words[i], 0, 0x4342) << 7);
+            const unsigned place =
+                of_a ? kScalesA + (own.chunk * kRowsA + own.row) * kFactorBytes
+                     : kScalesB + (own.chunk / 2 * kRowsB + own.row) * 2 * kFactorBytes +
+                           own.chunk % 2 * kFactorBytes;
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {
+                const unsigned word = words[i][j];
+                far |= kAtOnce > 1 || own.chunk < chunks ? is_far(word) : 0;
+                const unsigned further =
+                    of_a ? j * kRowsA * kFactorBytes : (j / 2 * 2 * kRowsB + j % 2) * kFactorBytes;
+                store_shared_8(shared + place + further, __byte_perm(word, 0, 0x4140) << 7,
+                               __byte_perm(word, 0, 0x4342) << 7);
+            }
         }
         return far != 0;
+    }
+
+  private:
+    MX_MEMBER static void load_words(unsigned (&to)[kAtOnce], const unsigned char* from) {
+        if constexpr (kAtOnce == 4)
+            asm volatile("ld.relaxed.cta.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                         : "l"(from));
+        else if constexpr (kAtOnce == 2)
+            asm volatile("ld.relaxed.cta.global.v2.u32 {%0, %1}, [%2];"
+                         : "=r"(to[0]), "=r"(to[1])
+                         : "l"(from));
+        else
+            to[0] = load_word(from);
     }
 };
 
@@ -172,6 +244,13 @@ MX_DEVICE void sum_again(Sums& sums, const Tensors& t, const Place& place, long 
     }
 }
 
+// Where a lane's values of a tile go, and what is added to them.
+struct Target {
+    Out* to;        // of the first
+    float bias[2];  // of the two rows of w that it has values of
+    unsigned exist; // bits: which of the four are outputs
+};
+
 struct Store {
     const void* bias;
     Out* y;
@@ -180,40 +259,52 @@ struct Store {
     int lane;
     bool paired; // whether neighbours along N can be stored at once
 
-    // Of a tile, these counted over all warpgroups.
-    MX_MEMBER void operator()(float4 sums, int tile) const {
+    // From a lane's value of a tile to the next, and to the one after that.
+    static constexpr int kNextM = kTurned ? 0 : 1, kNextRow = 1 - kNextM;
+    static constexpr int kAfterM = kTurned ? 8 : 0, kAfterRow = 8 - kAfterM;
+
+    // Tiles are counted over all warpgroups.
+    MX_MEMBER Target target(int tile) const {
         const int warp = tile / kTilesB, j = tile % kTilesB;
         const Place place{kTurned ? warp % kActive : warp, kTurned ? warp / kActive * kColumns : 0,
                           lane};
         const int m = place.m(4 * j), row = place.row(4 * j);
-        // From one value to the next, and to the one after it.
-        constexpr int next_m = kTurned ? 0 : 1, next_row = 1 - next_m;
-        constexpr int after_m = kTurned ? 8 : 0, after_row = 8 - after_m;
+        const int rows = static_cast<int>(min(static_cast<long>(kRowsW), N - first));
+        Target target{y + m * N + first + row, {0, 0}, 0};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int own_m = m + i / 2 * kAfterM + i % 2 * kNextM,
+                      own_row = row + i / 2 * kAfterRow + i % 2 * kNextRow;
+            target.exist |= (own_m < M && own_row < rows) << i;
+        }
+        if (bias_kind != kNone)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                if (const int own_row = row + i * (kTurned ? 1 : 8); own_row < rows)
+                    target.bias[i] = load_bias(bias, bias_kind, first + own_row);
+        return target;
+    }
+    MX_MEMBER void operator()(const Target& target, float4 sums) const {
         const float values[2][2] = {{sums.x, sums.y}, {sums.z, sums.w}};
-        Out* to = y + m * N + first + row;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int own_m = m + i * after_m, own_row = row + i * after_row;
-            Out* here = to + (kTurned ? i * after_m * N : i * after_row);
-            if (own_m >= M || own_row >= kRowsW || first + own_row >= N)
-                continue;
-            float two[2] = {values[i][0], values[i][1]};
-            const bool second =
-                own_m + next_m < M && own_row + next_row < kRowsW && first + own_row + next_row < N;
-            if (bias_kind != kNone) {
-                two[0] += load_bias(bias, bias_kind, first + own_row);
-                if (second)
-                    two[1] += load_bias(bias, bias_kind, first + own_row + next_row);
-            }
+            Out* here = target.to + (kTurned ? i * kAfterM * N : i * kAfterRow);
+            float two[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                two[j] = values[i][j] + target.bias[kTurned ? j : i];
+            const bool exists = target.exist >> 2 * i & 1, second = target.exist >> (2 * i + 1) & 1;
             if (kTurned && paired) {
-                store_pair(here, two[0], two[1], 0);
+                store_pair(here, two[0], two[1], exists ? 0 : -1);
             } else {
-                store(here, two[0]);
+                if (exists)
+                    store(here, two[0]);
                 if (second)
                     store(here + (kTurned ? 1 : N), two[1]);
             }
         }
     }
+    MX_MEMBER void operator()(float4 sums, int tile) const { (*this)(target(tile), sums); }
 };
 
 // Where sums of all parts come for the workgroup that owns them.
@@ -222,39 +313,49 @@ struct Inbox {
     unsigned boxes, full;
     int part, owned;
 
-    MX_MEMBER void expect() const {
-        if constexpr (kSplit > 1)
-            barrier_arrive_expect(full, owned * kParts * kTileBytes);
-    }
     MX_MEMBER void wait() const {
         if constexpr (kSplit > 1)
             barrier_wait(full, 0);
         else
             named_barrier(1, kConsumers);
     }
-    // As many tiles of a warp at once as there are, up to four: each waits for its loads.
-    MX_MEMBER void add_up(int warp) const {
-        constexpr int each = (kOwnedTiles + kWarps - 1) / kWarps;
-        constexpr int at_once = each < 4 ? each : 4;
+    static constexpr int kTilesOfWarp = (kOwnedTiles + kWarps - 1) / kWarps;
+    // Where it is one tile, what is known of it before the sums are is worked out by then.
+    static constexpr bool kEarly = kParts > 1 && kTilesOfWarp == 1;
+
+    MX_MEMBER Target target(int warp) const {
+        if (!kEarly || warp >= owned)
+            return {};
+        return store.target(warp * kSplit + part);
+    }
+    MX_MEMBER void add_up(int warp, const Target& target) const {
         const unsigned at = boxes + store.lane * 16;
+        if constexpr (kEarly) {
+            if (warp < owned)
+                store(target, sum_of_parts(at + warp * kParts * kTileBytes));
+        } else {
+            // As many tiles of a warp at once as there are, up to four: each waits for its loads.
+            constexpr int at_once = kTilesOfWarp < 4 ? kTilesOfWarp : 4;
 #pragma unroll 1
-        for (int first = warp; first < owned; first += at_once * kWarps) {
-            float4 sums[at_once];
+            for (int first = warp; first < owned; first += at_once * kWarps) {
+                float4 sums[at_once];
 #pragma unroll
-            for (int j = 0; j < at_once; ++j) {
-                const int i = first + j * kWarps;
-                if (i < owned)
-                    sums[j] = load_tile(at + i * kParts * kTileBytes);
+                for (int j = 0; j < at_once; ++j)
+                    if (const int i = first + j * kWarps; i < owned)
+                        sums[j] = sum_of_parts(at + i * kParts * kTileBytes);
 #pragma unroll
-                for (int s = 1; s < kParts; ++s)
-                    if (i < owned)
-                        sums[j] = add(sums[j], load_tile(at + (i * kParts + s) * kTileBytes));
+                for (int j = 0; j < at_once; ++j)
+                    if (const int i = first + j * kWarps; i < owned)
+                        store(sums[j], i * kSplit + part);
             }
-#pragma unroll
-            for (int j = 0; j < at_once; ++j)
-                if (first + j * kWarps < owned)
-                    store(sums[j], (first + j * kWarps) * kSplit + part);
         }
+    }
+    MX_MEMBER static float4 sum_of_parts(unsigned at) {
+        float4 sum = load_tile(at);
+#pragma unroll
+        for (int s = 1; s < kParts; ++s)
+            sum = add(sum, load_tile(at + s * kTileBytes));
+        return sum;
     }
     MX_MEMBER void send(int tile, int k_group, float4 sum) const {
         const int to = tile % kSplit;

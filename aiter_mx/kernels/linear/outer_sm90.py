@@ -73,6 +73,7 @@ class Layout:
         chunks: of K in the largest part.
         stages: of them, that there is room for.
         shared_bytes: of a workgroup.
+        scale_chunks: of which the scales of a row are loaded at once.
     """
 
     turned: bool
@@ -83,6 +84,7 @@ class Layout:
     chunks: int
     stages: int
     shared_bytes: int
+    scale_chunks: int
 
     @property
     def stage_bytes(self) -> int:
@@ -121,7 +123,7 @@ def _laid_out(
         return None
     if not turned and -(-rows_w // _GROUP_ROWS) != row_groups:
         return None
-    # Sums, and products and scales of a block or two.
+    # Sums, and products and scales of a block at least.
     if 3 * columns // 2 + 32 > _REGISTERS[groups - 1]:
         return None
     rows_a, rows_b = (rows_m, rows_w) if turned else (rows_w, rows_m)
@@ -141,7 +143,8 @@ def _laid_out(
         return None
     shared_bytes = _up(_ALIGNMENT_BYTES + stages * stage_bytes + behind, 16)
     clusters = -(-problem.N // rows_w)
-    return Layout(turned, rows_m, rows_w, columns, clusters, chunks, stages, shared_bytes)
+    at_once = 1 if more else next(words for words in (4, 2, 1) if chunks % words == 0)
+    return Layout(turned, rows_m, rows_w, columns, clusters, chunks, stages, shared_bytes, at_once)
 
 
 _layout = where_it_fits(layout)
@@ -224,6 +227,8 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_CHUNKS": found.chunks,
         "MX_STAGES": found.stages,
         "MX_DEPTH": config["depth"],
+        "MX_SCALE_CHUNKS": found.scale_chunks,
+        "MX_EVEN": int(problem.K // _CHUNK % config["split"] == 0),
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_SHARED_BYTES": found.shared_bytes,
     }
