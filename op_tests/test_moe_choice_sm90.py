@@ -65,11 +65,14 @@ def test_a_layers_gemm_takes_its_own_rows_then_those_of_one_by_itself() -> None:
 
 def test_boxes_holds_whole_blocks_and_keeps_x_where_it_fits() -> None:
     first, second = (MoeGemmProblem(512, N, K, 128, 4, 32) for N, K in ((1536, 6144), (6144, 768)))
-    for M, block_m, col_tiles in ((512, 32, 4), (1024, 48, 6), (1024, 128, 8), (2048, 80, 10)):
+    for M, block_m, col_tiles in ((400, 24, 4), (1024, 48, 6), (1024, 128, 8), (2048, 80, 10)):
         for problem in (first, second):
             config = BOXES.configure(SM90, replace(problem, M=M, block_m=block_m))
             assert (config["col_tiles"], config["groups"]) == (col_tiles, 3)
             assert (config["slots"] == 0) == (problem is second)
+    activated = replace(first, out_dtype="mxfp8", activation="silu")
+    configs = [BOXES.configure(SM90, problem) for problem in (first, second, activated)]
+    assert [config["col_tiles"] for config in configs] == [6, 4, 4]  # joined blocks: 6
     for rows in (1 << 24, (1 << 24) - 1):
         refusal = BOXES.refusal(SM90, replace(second, N=rows))
         assert refusal is not None and "E * N" in refusal

@@ -32,6 +32,39 @@ struct Scaler {
             rows[r] = a.ws + (expert * static_cast<Offset>(a.N) + row) * a.blocks();
         }
     }
+    // The largest scales of the first tile, which waits for all of them: they are asked for at
+    // once, and loaded many at a time.
+    MX_MEMBER static void begin(Largest (&largest)[kOwned],
+                                const unsigned char* const (&from)[kOwned], int chunks) {
+#pragma unroll 1
+        for (int c = 0; c < chunks; c += 32 / kBlocks) // of a sector
+#pragma unroll
+            for (int r = 0; r < kOwned; ++r)
+                prefetch_l2(from[r] + c * kBlocks);
+        constexpr int vectors = 3; // at once
+        const int whole = chunks / kVectorChunks * kVectorChunks;
+#pragma unroll 1
+        for (int c = 0; c < whole; c += vectors * kVectorChunks) {
+            unsigned some[kOwned][vectors][kVectorChunks] = {};
+#pragma unroll
+            for (int r = 0; r < kOwned; ++r)
+#pragma unroll
+                for (int i = 0; i < vectors; ++i)
+                    if (c + i * kVectorChunks < whole)
+                        load_scales(some[r][i], from[r] + (c + i * kVectorChunks) * kBlocks);
+#pragma unroll
+            for (int r = 0; r < kOwned; ++r)
+#pragma unroll
+                for (int i = 0; i < vectors; ++i)
+#pragma unroll
+                    for (unsigned word : some[r][i])
+                        largest[r].take(word);
+        }
+        for (int c = whole; c < chunks; ++c)
+#pragma unroll
+            for (int r = 0; r < kOwned; ++r)
+                largest[r].take(load_word(from[r] + c * kBlocks));
+    }
     MX_MEMBER void run() const {
         const int chunks = a.chunks();
         Turn<kEntries> turn;
@@ -46,14 +79,7 @@ struct Scaler {
         unsigned top[kOwned];
         locate(rows, expert, tile);
         Largest largest[kOwned];
-        for (int c = 0; c < chunks; c += kBatch) {
-            load(words, rows, c, chunks);
-#pragma unroll
-            for (int r = 0; r < kOwned; ++r)
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i)
-                    largest[r].take(words[r][i]);
-        }
+        begin(largest, rows, chunks);
         while (expert >= 0) {
 #pragma unroll
             for (int r = 0; r < kOwned; ++r) {

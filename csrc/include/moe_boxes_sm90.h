@@ -340,6 +340,8 @@ MX_DEVICE void copy_weights(const MoeArgs& a, Shared& shared, const TensorMap& m
     int left = 0, chunk = 0, t = 0, row = 0; // stages of the entry; the next one's place
     Turn<kEntries> turn;
     Turn<kDepth> to;
+    if (lane == 0)
+        prefetch_map(map);
     while (__any_sync(~0u, !done)) {
         bool asked = false;
         if (!done && left == 0 &&
