@@ -55,16 +55,21 @@ MX_DEVICE void add_chunks(Sums& sums, WeightsReader& w, XReader& x, int mine, in
         launch_dependents();
         wait_for_grid_ahead();
     };
-    if (kOverlaps && mine >= end)
+    if (kOverlaps && !kEven && mine >= end)
         let_next_begin();
-#pragma unroll 1
-    for (int first = mine; first < end; first += Unroll * kWaves) {
+    constexpr int a_round = Unroll * kWaves;
+    constexpr int rounds = kChunks / (a_round * kSplit); // if kEven
+    // One or two are code of their own each, at known distances from where the readers stay.
+    constexpr bool in_line = Aligned && kEven && rounds <= 2;
+#pragma unroll(in_line ? rounds : 1)
+    for (int r = 0; kEven ? r < rounds : mine + r * a_round < end; ++r) {
+        const int first = mine + r * a_round, begin = in_line ? r * a_round : 0;
         Chunk loaded[Unroll] = {};
         const auto each = [&](auto do_one) {
 #pragma unroll
             for (int u = 0; u < Unroll; ++u)
                 if (u == 0 || kEven || first + u * kWaves < end)
-                    do_one(loaded[u], u * kWaves, first + u * kWaves);
+                    do_one(loaded[u], begin + u * kWaves, first + u * kWaves);
         };
         const auto ask_w = [&] {
             each([&](Chunk& to, int ahead, int c) { w.load_scales<Aligned>(to.w, ahead, c); });
@@ -76,18 +81,20 @@ MX_DEVICE void add_chunks(Sums& sums, WeightsReader& w, XReader& x, int mine, in
         };
         if constexpr (kOverlaps) {
             ask_w();
-            if (first == mine)
+            if (r == 0)
                 let_next_begin();
             ask_x();
         } else {
             ask_x();
             ask_w();
         }
-        w.advance(Unroll * kWaves);
-        x.advance(Unroll * kWaves);
+        if constexpr (!in_line) {
+            w.advance(a_round);
+            x.advance(a_round);
+        }
         each([&](Chunk& chunk, int ahead, int c) {
             Ready ready;
-            const Here here{w, x, ahead - Unroll * kWaves, c, lane};
+            const Here here{w, x, in_line ? ahead : ahead - a_round, c, lane};
             const bool far = make_ready(ready, chunk, here);
             add_chunk(sums, chunk, ready, far, here, [](int, int) {}, [](int) {});
         });
@@ -104,22 +111,23 @@ MX_DEVICE void add_chunks_in_turn(Sums& sums, WeightsReader& w, XReader& x, int 
         x.load_payload(chunk, 0, c);
         x.load_scales<Aligned>(chunk, 0, c);
     };
-    if (!kOverlaps && mine < end)
+    const auto exists = [&](int r) { return kEven ? r < kRounds : mine + r * kWaves < end; };
+    if (!kOverlaps && exists(0))
         ask_x(mine);
-    if (mine < end) {
+    if (exists(0)) {
         w.load_scales<Aligned>(chunk.w, 0, mine);
         w.load_payload(chunk.w, 0, mine);
     }
     if constexpr (kOverlaps) { // what is stored later comes after this as well
         launch_dependents();
         wait_for_grid_ahead();
-        if (mine < end)
+        if (exists(0))
             ask_x(mine);
     }
 #pragma unroll 1
-    for (int c = mine; c < end; c += kWaves) {
-        const int next = c + kWaves;
-        const bool more = next < end;
+    for (int r = 0; exists(r); ++r) {
+        const int c = mine + r * kWaves, next = c + kWaves;
+        const bool more = exists(r + 1);
         w.advance(kWaves);
         x.advance(kWaves);
         Ready ready;
@@ -173,19 +181,18 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kResident)
                            const unsigned char* wq, const unsigned char* ws, const void* bias,
                            Out* y, long M, long N, long K, int bias_kind) {
     const int lane = threadIdx.x % kLanes;
-    // In 31 bits each, and without what all lanes share, as the first loads wait for all of this.
-    const unsigned depth = static_cast<unsigned>(K);
-    const int chunks = static_cast<int>((depth + kChunk - 1) / kChunk);
+    // In 31 bits each, K known to the compiler, as the first loads wait for all of this.
     const int rank = blockIdx.x % kSplit;
-    const int begin = rank * (chunks / kSplit) + min(rank, chunks % kSplit);
-    const int end = begin + chunks / kSplit + (rank < chunks % kSplit);
-    const unsigned first_row = blockIdx.x / kSplit * kRows;
-    const unsigned last_row = min(first_row + kRows - 1, static_cast<unsigned>(N) - 1);
+    const int begin = rank * (kChunks / kSplit) + min(rank, kChunks % kSplit);
+    const int end = begin + kChunks / kSplit + (rank < kChunks % kSplit);
+    const unsigned rows = static_cast<unsigned>(N), own_row = blockIdx.x / kSplit * kRows;
+    const unsigned first_row = kRowsFit == 1 ? min(own_row, rows - kRows) : own_row;
+    const unsigned last_row = min(first_row + kRows, kRowsFit ? first_row + kRows : rows) - 1;
     WeightsReader w;
     XReader x;
     const unsigned from = begin + threadIdx.x / kLanes;
-    x.open(xq, xs, static_cast<unsigned>(M), depth, from, lane);
-    w.open(wq, ws, depth, place_of(lane % 4), first_row, last_row, from, lane);
+    x.open(xq, xs, static_cast<unsigned>(M), from, lane);
+    w.open(wq, ws, place_of(lane % 4), first_row, last_row, from, lane);
     const int wave = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);
     __shared__ LaneSums sums_of[kOwned][kParts][kUnitLanes];
     __shared__ unsigned long long barrier; // of what the cluster sends
@@ -235,6 +242,10 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kResident)
             const unsigned n = first_row + unit / kUnits * 8 + row_of(whose, i);
             to[i] = y + (static_cast<unsigned long>(m) * static_cast<unsigned>(N) + n);
             exists[i] = lane < kUnitLanes && m < M && n <= last_row;
+            // Rows of another workgroup are its own to store: scales of a wave's other rows may
+            // decide how sums round.
+            if (kRowsFit == 1)
+                exists[i] = exists[i] && n >= own_row;
             if (exists[i])
                 added.sums[i] = load_bias(bias, bias_kind, n);
         }

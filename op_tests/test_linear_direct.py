@@ -127,9 +127,16 @@ def test_rounds_are_called_even_only_where_each_has_all_of_its_chunks() -> None:
     assert DIRECT.module is not None
     for M, N, K, chosen in CASES:
         defines = DIRECT.module.defines(TARGET, LinearProblem(M, N, K), chosen)
-        assert defines["MX_WHOLE_CHUNKS"] == (K % 128 == 0)
+        assert defines["MX_DEPTH"] == K
         rounds = -(-K // 128) / (chosen["waves"] * max(1, chosen["unroll"]) * chosen["split"])
         assert defines["MX_EVEN"] == (rounds == int(rounds))
+
+
+@pytest.mark.parametrize(("N", "fit"), [(23, 0), (24, 2), (25, 1), (47, 1), (48, 2), (49, 1)])
+def test_rows_that_fill_no_workgroup_are_told_from_those_left_over(N: int, fit: int) -> None:
+    assert DIRECT.module is not None
+    defines = DIRECT.module.defines(TARGET, LinearProblem(4, N, 512), config(24, 2, 1, 2))
+    assert defines["MX_ROWS_FIT"] == fit
 
 
 @pytest.mark.parametrize(

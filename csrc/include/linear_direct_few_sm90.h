@@ -61,27 +61,26 @@ struct Chunk {
 // Where a lane reads x.
 struct XReader {
     const unsigned char *payload, *scales;
-    int depth, place;
+    int place;
     bool has_payload, has_scales;
 
-    MX_MEMBER void open(const unsigned char* xq, const unsigned char* xs, unsigned M, unsigned K,
+    MX_MEMBER void open(const unsigned char* xq, const unsigned char* xs, unsigned M,
                         unsigned chunk, int lane) {
         const unsigned g = lane / 4, t = lane % 4;
-        depth = K;
         place = place_of(t);
-        payload = xq + static_cast<unsigned long>(g / 2) * K + (chunk * kChunk + place);
-        scales = xs + static_cast<unsigned long>(t) * (K / kBlock) + chunk * kBlocks;
+        payload = xq + static_cast<unsigned long>(g / 2) * kDepth + (chunk * kChunk + place);
+        scales = xs + static_cast<unsigned long>(t) * (kDepth / kBlock) + chunk * kBlocks;
         has_payload = g / 2 < M && t / 2 == g % 2;
         has_scales = t < M;
     }
     MX_MEMBER void advance(int chunks) {
-        payload += chunks * kChunk;
-        scales += chunks * kBlocks;
+        advance_pointer(payload, chunks * kChunk);
+        advance_pointer(scales, chunks * kBlocks);
     }
     MX_MEMBER void load_payload(Chunk& chunk, int ahead, int c) const {
 #pragma unroll
         for (int s = 0; s < kSteps; ++s)
-            if (has_payload && within(depth, c, s * kStep + place))
+            if (has_payload && within(c, s * kStep + place))
                 chunk.x[s] = load(payload + ahead * kChunk + s * kStep);
     }
     MX_MEMBER void load_step(Chunk&, int, int, int) const {} // x is not expanded late
@@ -89,7 +88,7 @@ struct XReader {
     MX_MEMBER void load_scales(Chunk& chunk, int ahead, int c) const {
         chunk.x_scales = kUnitScales;
         if (has_scales)
-            chunk.x_scales = scales_at<Aligned>(scales + ahead * kBlocks, blocks_left(depth, c));
+            chunk.x_scales = scales_at<Aligned>(scales + ahead * kBlocks, blocks_left(c));
     }
 };
 

@@ -46,25 +46,25 @@ struct Chunk {
 // Where a lane reads x. Tokens past the last are computed from it and not stored.
 struct XReader {
     const unsigned char *payload[kTokenTiles], *scales;
-    int depth, place;
+    int place;
 
-    MX_MEMBER void open(const unsigned char* xq, const unsigned char* xs, unsigned M, unsigned K,
+    MX_MEMBER void open(const unsigned char* xq, const unsigned char* xs, unsigned M,
                         unsigned chunk, int lane) {
-        depth = K;
         place = place_of(lane % 4);
 #pragma unroll
         for (int i = 0; i < kTokenTiles; ++i)
-            payload[i] = xq + static_cast<unsigned long>(min(lane / 4 + 8u * i, M - 1)) * K +
+            payload[i] = xq + static_cast<unsigned long>(min(lane / 4 + 8u * i, M - 1)) * kDepth +
                          (chunk * kChunk + place);
-        scales = xs +
-                 static_cast<unsigned long>(min(lane % (8u * kTokenTiles), M - 1)) * (K / kBlock) +
-                 chunk * kBlocks;
+        scales =
+            xs +
+            static_cast<unsigned long>(min(lane % (8u * kTokenTiles), M - 1)) * (kDepth / kBlock) +
+            chunk * kBlocks;
     }
     MX_MEMBER void advance(int chunks) {
 #pragma unroll
         for (int i = 0; i < kTokenTiles; ++i)
-            payload[i] += chunks * kChunk;
-        scales += chunks * kBlocks;
+            advance_pointer(payload[i], chunks * kChunk);
+        advance_pointer(scales, chunks * kBlocks);
     }
     MX_MEMBER void load_payload(Chunk& chunk, int ahead, int c) const {
 #pragma unroll
@@ -74,12 +74,12 @@ struct XReader {
     MX_MEMBER void load_step(Chunk& chunk, int s, int ahead, int c) const {
 #pragma unroll
         for (int i = 0; i < kTokenTiles; ++i)
-            if (within(depth, c, s * kStep + place))
+            if (within(c, s * kStep + place))
                 chunk.x[i][s] = load(payload[i] + ahead * kChunk + s * kStep);
     }
     template <bool Aligned>
     MX_MEMBER void load_scales(Chunk& chunk, int ahead, int c) const {
-        chunk.x_scales = scales_at<Aligned>(scales + ahead * kBlocks, blocks_left(depth, c));
+        chunk.x_scales = scales_at<Aligned>(scales + ahead * kBlocks, blocks_left(c));
     }
 };
 

@@ -17,8 +17,10 @@ constexpr bool kInTurn = kUnroll == 0;  // each is asked for while the one befor
 constexpr int kSplit = MX_SPLIT;        // workgroups of a cluster, which share K
 constexpr int kResident = MX_RESIDENT;  // workgroups of an SM that registers are to allow
 constexpr bool kOverlaps = MX_OVERLAPS; // may begin before the grid ahead of it ends
-constexpr bool kWholeChunks = MX_WHOLE_CHUNKS; // of K
-constexpr bool kEven = MX_EVEN;                // each round of each wave has all of its chunks
+constexpr bool kEven = MX_EVEN;         // each round of each wave has all of its chunks
+constexpr unsigned kDepth = MX_DEPTH;   // K
+// 2: kRows divides N; 1: the last workgroup starts among rows of another; 0: N is less than kRows.
+constexpr int kRowsFit = MX_ROWS_FIT;
 
 constexpr int kHalves = (kRows + 7) / 8; // tiles of 8 rows of w
 constexpr int kSteps = 2;                // of 64 k of a chunk
@@ -26,11 +28,23 @@ constexpr int kStep = kChunk / kSteps;
 constexpr int kThreads = kLanes * kWaves;
 constexpr int kParts = kSplit * kWaves; // whose sums are added
 
+constexpr int kChunks = kDepth / kChunk + (kDepth % kChunk > 0); // of K
+constexpr bool kWholeChunks = kDepth % kChunk == 0;
+constexpr int kRoundChunks = (kInTurn ? 1 : kUnroll) * kParts;
+static_assert(!kEven || kChunks % kRoundChunks == 0);
+constexpr int kRounds = kChunks / kRoundChunks; // if even
+
 // Whether K goes on to k of chunk c.
-MX_DEVICE bool within(int K, int c, int k) {
-    return kWholeChunks || static_cast<unsigned>(c * kChunk + k) < static_cast<unsigned>(K);
+MX_DEVICE bool within(int c, int k) {
+    return kWholeChunks || static_cast<unsigned>(c * kChunk + k) < kDepth;
 }
-MX_DEVICE int blocks_left(int K, int c) { return K / kBlock - c * kBlocks; }
+MX_DEVICE int blocks_left(int c) { return static_cast<int>(kDepth / kBlock) - c * kBlocks; }
+
+// Opaque to the compiler, which would keep each address of a loop in registers of its own.
+MX_DEVICE void advance_pointer(const unsigned char*& p, int bytes) {
+    p += bytes;
+    asm volatile("" : "+l"(p));
+}
 
 // Scales of four blocks, of which `left` exist.
 template <bool Aligned>
@@ -64,33 +78,49 @@ struct Weights {
 
 // Where a lane reads them.
 struct WeightsReader {
-    const unsigned char *payload[kHalves], *scales[kScaleWords];
-    int depth, place; // K, and which bytes of a step, 16 of 64, the lane reads
+    // Of the first half, at known distances from which the others are, and of a last one that is no
+    // whole half; of each where N has too few rows.
+    static constexpr bool kAllBases = kRowsFit == 0;
+    static constexpr int kBases = kAllBases ? kHalves : kHalves > 1 && kRows % 8 > 0 ? 2 : 1;
+
+    const unsigned char *payload[kBases], *scales[kScaleWords];
+    int place; // which bytes of a step, 16 of 64, the lane reads
 
     // From a chunk on. Rows past the last are computed from it and not stored.
-    MX_MEMBER void open(const unsigned char* wq, const unsigned char* ws, unsigned K, int at,
+    MX_MEMBER void open(const unsigned char* wq, const unsigned char* ws, int at,
                         unsigned first_row, unsigned last_row, unsigned chunk, int lane) {
-        depth = K;
         place = at;
+        const auto row = [&](unsigned i, unsigned end) {
+            return kAllBases     ? min(first_row + i, last_row)
+                   : end > kRows ? first_row + min(i, kRows - 1u)
+                                 : first_row + i;
+        };
 #pragma unroll
-        for (int h = 0; h < kHalves; ++h)
-            payload[h] =
-                wq + static_cast<unsigned long>(min(first_row + 8 * h + lane / 4, last_row)) * K +
-                (chunk * kChunk + place);
+        for (int i = 0; i < kBases; ++i) {
+            const unsigned first = 8 * (kAllBases || i == 0 ? i : kHalves - 1);
+            payload[i] = wq +
+                         static_cast<unsigned long>(row(first + lane / 4, first + 8)) * kDepth +
+                         (chunk * kChunk + place);
+        }
 #pragma unroll
         for (int i = 0; i < kScaleWords; ++i)
             scales[i] = ws +
-                        static_cast<unsigned long>(min(first_row + kLanes * i + lane, last_row)) *
-                            (K / kBlock) +
+                        static_cast<unsigned long>(row(kLanes * i + lane, kLanes * (i + 1))) *
+                            (kDepth / kBlock) +
                         chunk * kBlocks;
+    }
+    MX_MEMBER const unsigned char* payload_of(int h) const {
+        if (kAllBases)
+            return payload[h];
+        return h > 0 && 8 * h + 8 > kRows ? payload[kBases - 1] : payload[0] + 8l * h * kDepth;
     }
     MX_MEMBER void advance(int chunks) {
 #pragma unroll
-        for (int h = 0; h < kHalves; ++h)
-            payload[h] += chunks * kChunk;
+        for (int i = 0; i < kBases; ++i)
+            advance_pointer(payload[i], chunks * kChunk);
 #pragma unroll
         for (int i = 0; i < kScaleWords; ++i)
-            scales[i] += chunks * kBlocks;
+            advance_pointer(scales[i], chunks * kBlocks);
     }
     // ahead: chunks from where the lane is; it is chunk c of K.
     MX_MEMBER void load_payload(Weights& w, int ahead, int c) const {
@@ -101,14 +131,14 @@ struct WeightsReader {
                 load_step(w, h, s, ahead, c);
     }
     MX_MEMBER void load_step(Weights& w, int h, int s, int ahead, int c) const {
-        if (within(depth, c, s * kStep + place))
-            w.payload[h][s] = load_once_in_lines(payload[h] + ahead * kChunk + s * kStep);
+        if (within(c, s * kStep + place))
+            w.payload[h][s] = load_once_in_lines(payload_of(h) + ahead * kChunk + s * kStep);
     }
     template <bool Aligned>
     MX_MEMBER void load_scales(Weights& w, int ahead, int c) const {
 #pragma unroll
         for (int i = 0; i < kScaleWords; ++i)
-            w.scales[i] = scales_at<Aligned>(scales[i] + ahead * kBlocks, blocks_left(depth, c));
+            w.scales[i] = scales_at<Aligned>(scales[i] + ahead * kBlocks, blocks_left(c));
     }
 };
 

@@ -192,18 +192,20 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
 
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
+    rows = config["rows"]
     a_round = config["waves"] * _at_once(config) * config["split"]
     return {
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_TOKENS": _FEW if problem.M <= _FEW else _EIGHT if problem.M <= _EIGHT else MAX_M,
-        "MX_ROWS": config["rows"],
+        "MX_ROWS": rows,
         "MX_WAVES": config["waves"],
         "MX_UNROLL": config["unroll"],
         "MX_SPLIT": config["split"],
         "MX_RESIDENT": _resident(target, problem, config),
         "MX_OVERLAPS": int(problem.pdl),
-        "MX_WHOLE_CHUNKS": int(problem.K % _CHUNK == 0),
         "MX_EVEN": int(_chunks(problem) % a_round == 0),
+        "MX_DEPTH": problem.K,
+        "MX_ROWS_FIT": 2 if problem.N % rows == 0 else int(rows < problem.N),
     }
 
 
