@@ -24,6 +24,7 @@
 // wgmma's A, of 64 rows, is x where kTurned: then its four warps have as much work each, whatever
 // the rows of w. Sums are added over the warpgroups and the cluster in a fixed order.
 
+#include "linear_outer_kept_sm90.h"
 #include "linear_outer_sm90.h"
 #include "mx_target.h"
 #include "sm90_async.h"
@@ -49,7 +50,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     extern __shared__ unsigned char dynamic[];
     const unsigned shared = held((shared_address(dynamic) + 1023) & ~1023u);
     const unsigned full = shared + kBarriers, empty = full + 8 * kStages,
-                   inbox_full = full + 8 * kRings * kStages;
+                   inbox_full = full + 8 * kRings * kStages, received = inbox_full + 8;
     const int part = kSplit == 1 ? 0 : blockIdx.x % kSplit;
     const long first_row = static_cast<long>(blockIdx.x / kSplit) * kRowsW;
     const int owned = (kTiles - part + kSplit - 1) / kSplit;
@@ -76,11 +77,13 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
                     if (kRefills)
                         barrier_init(empty + 8 * i, 4 * kRowGroups);
                 }
-                if constexpr (kSplit > 1)
+                if constexpr (kSplit > 1) {
                     barrier_init(inbox_full, 1);
+                    barrier_init(received, kSplit - 1);
+                }
                 fence_barrier_init();
                 if constexpr (kSplit > 1)
-                    barrier_arrive_expect(inbox_full, owned * kParts * kTileBytes);
+                    barrier_arrive_expect(inbox_full, boxes_of(part) * kTileBytes);
                 barrier_arrive_expect(full, kWBytes);
                 copy_box(shared + (kTurned ? kXBytes : 0), w_map, first_chunk * kChunk,
                          static_cast<int>(first_row), full);
@@ -125,11 +128,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
             }
         }
         __syncwarp();
-        if constexpr (kSplit > 1) {
-            cluster_wait();
-            cluster_arrive_relaxed();
-            cluster_wait();
-        }
+        if constexpr (kSplit > 1)
+            barrier_wait(received, 0); // a workgroup stays until the others have what it sent
         return;
     }
 
@@ -182,36 +182,42 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     };
     int c = k_group, stage = k_group;
     unsigned parity = 0;
-    const auto multiply = [&](auto at, auto block) {
-        constexpr int p = decltype(at)::value, b = decltype(block)::value;
-        const unsigned k = stage * (kStageBytes / 16) + b * (kBlock / 16);
+    const auto take_scales = [&](int p, int block) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            by[p][i] = held(words[i] & masks[block]);
+    };
+    const auto multiply = [&](int p, int block) {
+        const unsigned k = stage * (kStageBytes / 16) + block * (kBlock / 16);
         wgmma_block(products[p], SwizzledDescriptor::of(a.low + k),
                     SwizzledDescriptor::of(b_rows.low + k));
-    };
-    const auto multiply_scales = [&](auto at, auto block) {
-        constexpr int p = decltype(at)::value, b = decltype(block)::value;
-        by[p][0] = held(words[0] & masks[b]);
-        by[p][1] = held(words[1] & masks[b]);
         wgmma_factors(scales[p], by[p][0], by[p][1], zero,
                       factors.at(c / 2 * (kRowsB * 2 * kFactorBytes)));
     };
-    const auto begin = [&](auto at, auto block) {
-        wgmma_fence();
-        multiply(at, block);
-        multiply_scales(at, block);
-        wgmma_commit();
-    };
-    const auto finish = [&](auto at, auto pending) {
-        constexpr int p = decltype(at)::value;
-        wgmma_wait<decltype(pending)::value>();
+    const auto keep = [&](int p) {
         keep_in_order(products[p]);
         keep_in_order(scales[p]);
         asm volatile("" : "+r"(by[p][0]), "+r"(by[p][1]));
+    };
+    const auto add_products = [&](int p) {
         if (active)
 #pragma unroll
             for (int v = 0; v < kValues; ++v)
                 sums[v] = mx::fma(products[p][v], scales[p][v], sums[v]);
         keep_in_order(sums);
+    };
+    const auto begin = [&](auto at, auto block) {
+        constexpr int p = decltype(at)::value, b = decltype(block)::value;
+        take_scales(p, b);
+        wgmma_fence();
+        multiply(p, b);
+        wgmma_commit();
+    };
+    const auto finish = [&](auto at, auto pending) {
+        constexpr int p = decltype(at)::value;
+        wgmma_wait<decltype(pending)::value>();
+        keep(p);
+        add_products(p);
     };
     const auto go_on = [&] {
         c += kKGroups;
@@ -233,37 +239,37 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     fetch(c);
     if constexpr (!kScalesFirst)
         wait_for_stage(full + 8 * stage, parity);
-    if constexpr (kBuffers > 2) { // a chunk at a time
+    if constexpr (kScalesFirst) { // of a chunk, then its payload, all at a time
+        const auto multiply_scales = [&](auto at) {
+            constexpr int p = decltype(at)::value;
+            take_scales(p, p);
+            wgmma_factors(scales[p], by[p][0], by[p][1], zero,
+                          factors.at(c / 2 * (kRowsB * 2 * kFactorBytes)));
+        };
+        const auto multiply_payload = [&](auto at) {
+            constexpr int p = decltype(at)::value;
+            const unsigned k = stage * (kStageBytes / 16) + p * (kBlock / 16);
+            wgmma_block(products[p], SwizzledDescriptor::of(a.low + k),
+                        SwizzledDescriptor::of(b_rows.low + k));
+            wgmma_commit();
+        };
         while (true) {
-            if constexpr (kScalesFirst) {
-                wgmma_fence();
-                multiply_scales(i0, i0);
-                multiply_scales(i1, i1);
-                multiply_scales(i2, i2);
-                if constexpr (kBuffers == 4)
-                    multiply_scales(i3, i3);
-                wait_for_stage(full + 8 * stage, parity);
-                multiply(i0, i0);
-                wgmma_commit();
-                multiply(i1, i1);
-                wgmma_commit();
-                multiply(i2, i2);
-                wgmma_commit();
+            wgmma_fence();
+            multiply_scales(i0);
+            multiply_scales(i1);
+            multiply_scales(i2);
+            if constexpr (kBuffers == 4)
+                multiply_scales(i3);
+            wait_for_stage(full + 8 * stage, parity);
+            multiply_payload(i0);
+            multiply_payload(i1);
+            multiply_payload(i2);
+            if constexpr (kBuffers == 4) {
+                multiply_payload(i3);
+                finish(i0, i3);
             } else {
-                begin(i0, i0);
-                begin(i1, i1);
-                begin(i2, i2);
-            }
-            if constexpr (kBuffers == 3) {
                 finish(i0, i2);
                 begin(i0, i3);
-            } else if constexpr (kScalesFirst) {
-                multiply(i3, i3);
-                wgmma_commit();
-                finish(i0, i3);
-            } else {
-                begin(i3, i3);
-                finish(i0, i3);
             }
             const int used = stage;
             go_on();
@@ -275,8 +281,30 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
             if (c >= chunks)
                 break;
             free_stage(used);
-            if constexpr (!kScalesFirst)
-                wait_for_stage(full + 8 * stage, parity);
+        }
+    } else if constexpr (kBuffers > 2) { // a chunk at a time
+        while (true) {
+            begin(i0, i0);
+            begin(i1, i1);
+            begin(i2, i2);
+            if constexpr (kBuffers == 4) {
+                begin(i3, i3);
+                finish(i0, i3);
+            } else {
+                finish(i0, i2);
+                begin(i0, i3);
+            }
+            const int used = stage;
+            go_on();
+            if (c < chunks)
+                fetch(c);
+            finish(i1, i2);
+            finish(i2, i1);
+            finish(Int<3 % kBuffers>(), i0);
+            if (c >= chunks)
+                break;
+            free_stage(used);
+            wait_for_stage(full + 8 * stage, parity);
         }
     } else if constexpr (kBuffers == 1) {
         while (true) {
@@ -297,28 +325,39 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
             wait_for_stage(full + 8 * stage, parity);
         }
         finish(i0, i0);
-    } else {
-        begin(i0, i0);
+    } else { // two at a time: one wait for both, while other warpgroups have theirs multiplied
+        const auto begin_two = [&](int block) {
+            take_scales(0, block);
+            take_scales(1, block + 1);
+            wgmma_fence();
+            multiply(0, block);
+            multiply(1, block + 1);
+            wgmma_commit();
+        };
+        const auto wait_for_two = [&] {
+            wgmma_wait<0>();
+            keep(0);
+            keep(1);
+        };
         while (true) {
-            begin(i1, i1);
-            finish(i0, i1);
-            begin(i0, i2);
-            finish(i1, i1);
-            begin(i1, i3);
+            begin_two(0);
+            wait_for_two();
+            add_products(0);
+            add_products(1);
+            begin_two(2);
             const int used = stage;
             go_on();
             const bool more = c < chunks;
             if (more)
                 fetch(c);
-            finish(i0, i1);
+            wait_for_two();
+            free_stage(used);
+            add_products(0);
+            add_products(1);
             if (!more)
                 break;
             wait_for_stage(full + 8 * stage, parity);
-            begin(i0, i0);
-            finish(i1, i1);
-            free_stage(used);
         }
-        finish(i1, i0);
     }
     const Tensors t{xq, xs, wq, ws, static_cast<int>(M), N, K};
     if (__builtin_expect(far && active, 0))
@@ -329,21 +368,31 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     const int first_tile = (kTurned ? row_group * kActive + sixteen : sixteen) * kTilesB;
     if constexpr (kSplit > 1)
         cluster_wait(); // all of the cluster's workgroups have started
+    const auto tell_received = [&] {
+        if (kSplit > 1 && warp == 0 && lane < kSplit && lane != part)
+            barrier_arrive_read(address_in_cluster(received, lane));
+    };
     if constexpr (kParts == 1) {
         if (active)
 #pragma unroll
             for (int j = 0; j < kTilesB; ++j)
                 store_outputs(tile_sum(j), first_tile + j);
+    } else if constexpr (kKept) {
+        const Kept kept{store_outputs, shared + kInbox, inbox_full, first_tile / kTilesB,
+                        part * kKGroups + k_group};
+        if (active)
+            kept.send(sums);
+        inbox.wait();
+        tell_received();
+        if (active)
+            kept.receive(sums);
     } else {
         if (active)
 #pragma unroll
             for (int j = 0; j < kTilesB; ++j)
                 inbox.send(first_tile + j, k_group, tile_sum(j));
         inbox.wait();
-        if constexpr (kSplit > 1)
-            cluster_arrive_relaxed();
+        tell_received();
         inbox.add_up(warp, target);
-        if constexpr (kSplit > 1)
-            cluster_wait();
     }
 }

@@ -104,6 +104,8 @@ def test_cases_fit_and_reach_what_differs_between_configurations() -> None:
     assert {one.chunks > chosen["depth"] for one, chosen in found} == {False, True}
     assert {one.stages < one.chunks for one, _ in found} == {False, True}
     assert {one.chunks % 2 for one, _ in found} == {0, 1}
+    kept = {(chosen["split"] > 1, chosen["k_groups"] > 1) for one, chosen in found if one.kept}
+    assert kept >= {(False, True), (True, False)}
     assert {one.scale_chunks for one, _ in found} == {1, 2, 4}
     assert {chosen["row_groups"] * chosen["k_groups"] for _, chosen in found} == {1, 2, 3, 4}
 

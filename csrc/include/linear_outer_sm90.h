@@ -54,7 +54,22 @@ constexpr int kTileBytes = kLanes * 16;
 constexpr int kActive = (kRowsA + 15) / 16; // sixteens of rows of A, of a warp each
 constexpr int kTiles = kActive * (kRowsB / 8);
 constexpr int kOwnedTiles = (kTiles + kSplit - 1) / kSplit;
-constexpr int kInboxBytes = kParts == 1 ? 0 : kOwnedTiles * kParts * kTileBytes;
+// With two for each part, or more, a part's warp keeps those from first_kept(part) on of its own
+// and gets the others' for these: linear_outer_kept_sm90.h. Else they are dealt out to the
+// workgroups.
+constexpr bool kKept = kParts > 1 && kTilesB >= 2 * kParts;
+constexpr int kMostKept = (kTilesB + kParts - 1) / kParts;
+constexpr int kRowWarps = kTurned ? kActive * kRowGroups : kActive; // of a part, with rows
+MX_DEVICE constexpr int first_kept(int part) { return (part * kTilesB + kParts - 1) / kParts; }
+constexpr int kBoxes = kKept         ? kKGroups * kRowWarps * kMostKept * (kParts - 1)
+                       : kParts == 1 ? 0
+                                     : kOwnedTiles * kParts;
+constexpr int kInboxBytes = kBoxes * kTileBytes;
+MX_DEVICE constexpr int boxes_of(int part) { // of a workgroup, into which sums come
+    return kKept ? (first_kept((part + 1) * kKGroups) - first_kept(part * kKGroups)) * kRowWarps *
+                       (kParts - 1)
+                 : (kTiles - part + kSplit - 1) / kSplit * kParts;
+}
 static_assert(kTiles >= kSplit, "who owns a tile waits for the whole cluster");
 
 constexpr int kXBytes = kRowsM * kChunk, kWBytes = kRowsW * kChunk; // of a chunk
@@ -68,7 +83,7 @@ constexpr int kInbox = kScalesB + kPairs * kRowsB * 2 * kFactorBytes;
 constexpr int kBarriers = kInbox + kInboxBytes;
 constexpr bool kRefills = kStages < kChunks;
 constexpr int kRings = kRefills ? 2 : 1; // of barriers
-constexpr int kEnd = kBarriers + (kRings * kStages + 1) * 8;
+constexpr int kEnd = kBarriers + (kRings * kStages + 2) * 8;
 static_assert(!kRefills || kStages % kKGroups == 0,
               "a stage is one warpgroup's, as are its phases");
 static_assert(kEnd + 1024 <= MX_SHARED_BYTES, "the host lays shared memory out differently: "
@@ -321,7 +336,7 @@ struct Inbox {
     }
     static constexpr int kTilesOfWarp = (kOwnedTiles + kWarps - 1) / kWarps;
     // Where it is one tile, what is known of it before the sums are is worked out by then.
-    static constexpr bool kEarly = kParts > 1 && kTilesOfWarp == 1;
+    static constexpr bool kEarly = kParts > 1 && !kKept && kTilesOfWarp == 1;
 
     MX_MEMBER Target target(int warp) const {
         if (!kEarly || warp >= owned)

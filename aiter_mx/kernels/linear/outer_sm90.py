@@ -74,6 +74,7 @@ class Layout:
         stages: of them, that there is room for.
         shared_bytes: of a workgroup.
         scale_chunks: of which the scales of a row are loaded at once.
+        kept: whether each warp keeps a share of its sums, and gets the other parts' for these.
     """
 
     turned: bool
@@ -85,6 +86,7 @@ class Layout:
     stages: int
     shared_bytes: int
     scale_chunks: int
+    kept: bool
 
     @property
     def stage_bytes(self) -> int:
@@ -131,10 +133,16 @@ def _laid_out(
     if tiles < split:
         return None  # who owns no sums would not wait for the cluster
     parts = split * k_groups
-    inbox = -(-tiles // split) * parts * _TILE_BYTES if parts > 1 else 0
+    of_warp = columns // 8  # tiles
+    kept = 1 < parts <= of_warp // 2
+    if kept:
+        warps = k_groups * -(-rows_a // 16) * (row_groups if turned else 1)
+        boxes = warps * -(-of_warp // parts) * (parts - 1)
+    else:
+        boxes = -(-tiles // split) * parts if parts > 1 else 0
     stage_bytes = (rows_m + rows_w) * _CHUNK
     scales = (chunks * rows_a + _up(chunks, 2) * rows_b) * _FACTOR_BYTES
-    behind = scales + inbox + (2 * chunks + 1) * 8
+    behind = scales + boxes * _TILE_BYTES + (2 * chunks + 2) * 8
     # The last stage is read as if it had all rows of A.
     behind = max(behind, (1 if turned else row_groups) * _GROUP_ROWS * _CHUNK - stage_bytes)
     stages = (_SHARED_BYTES - _ALIGNMENT_BYTES - behind) // stage_bytes
@@ -144,7 +152,9 @@ def _laid_out(
     shared_bytes = _up(_ALIGNMENT_BYTES + stages * stage_bytes + behind, 16)
     clusters = -(-problem.N // rows_w)
     at_once = 1 if more else next(words for words in (4, 2, 1) if chunks % words == 0)
-    return Layout(turned, rows_m, rows_w, columns, clusters, chunks, stages, shared_bytes, at_once)
+    return Layout(
+        turned, rows_m, rows_w, columns, clusters, chunks, stages, shared_bytes, at_once, kept
+    )
 
 
 _layout = where_it_fits(layout)
