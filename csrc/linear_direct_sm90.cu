@@ -88,16 +88,16 @@ MX_DEVICE void add_chunks(Sums& sums, WeightsReader& w, XReader& x, int mine, in
             ask_x();
             ask_w();
         }
+        each([&](Chunk& chunk, int ahead, int c) {
+            Ready ready;
+            const Here here{w, x, ahead, c, lane};
+            const bool far = make_ready(ready, chunk, here);
+            add_chunk(sums, chunk, ready, far, here, [](int, int) {}, [](int) {});
+        });
         if constexpr (!in_line) {
             w.advance(a_round);
             x.advance(a_round);
         }
-        each([&](Chunk& chunk, int ahead, int c) {
-            Ready ready;
-            const Here here{w, x, in_line ? ahead : ahead - a_round, c, lane};
-            const bool far = make_ready(ready, chunk, here);
-            add_chunk(sums, chunk, ready, far, here, [](int, int) {}, [](int) {});
-        });
     }
 }
 
@@ -143,13 +143,13 @@ MX_DEVICE void add_chunks_in_turn(Sums& sums, WeightsReader& w, XReader& x, int 
             if constexpr (kLateX) {
                 if (more)
                     x.load_step(chunk, s, 0, next);
-                __syncwarp(); // ptxas would move the loads to the end
             }
         };
         const auto refill_w = [&](int h, int s) {
             if (more)
                 w.load_step(chunk.w, h, s, 0, next);
-            __syncwarp();
+            if (MX_TOKENS <= 8 || h == kHalves - 1)
+                keep_loads_in_order(w.payload[0]);
         };
         add_chunk(sums, chunk, ready, far, here, refill_w, refill_x);
     }

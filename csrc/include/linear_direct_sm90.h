@@ -46,6 +46,17 @@ MX_DEVICE void advance_pointer(const unsigned char*& p, int bytes) {
     asm volatile("" : "+l"(p));
 }
 
+// A way out that no wave takes, as no address is above 2^64 - 2^32. ptxas would gather loads behind
+// the products, past __syncwarp too, but moves few past this.
+MX_DEVICE void keep_loads_in_order(const unsigned char* p) {
+    asm volatile("{\n"
+                 ".reg .pred never;\n"
+                 "setp.eq.u32 never, %0, 0xffffffff;\n"
+                 "@never exit;\n"
+                 "}" ::"r"(static_cast<unsigned>(reinterpret_cast<unsigned long>(p) >> 32))
+                 : "memory");
+}
+
 // Scales of four blocks, of which `left` exist.
 template <bool Aligned>
 MX_DEVICE unsigned scales_at(const unsigned char* p, int left) {
