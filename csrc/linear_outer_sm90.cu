@@ -128,8 +128,10 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
             }
         }
         __syncwarp();
-        if constexpr (kSplit > 1)
+        if constexpr (kSplit > 1) {
+            cluster_wait();            // racecheck has all warps wait for it
             barrier_wait(received, 0); // a workgroup stays until the others have what it sent
+        }
         return;
     }
 
