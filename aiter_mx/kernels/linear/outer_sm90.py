@@ -44,7 +44,7 @@ ACCUMULATION_ERROR = 2.0**-10
 """Of a sum, relative to the sum of its products' magnitudes, as of fp8: fp8_sm90.py."""
 _TURNED_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
 _FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
-_OWN_WEIGHTS = range(6_000_000, 26_000_001)
+_OWN_WEIGHTS = range(500_000, 100_000_001)
 _MOST_CANDIDATES = 16
 _MOST_ALIKE = 2
 _CHUNK = 128  # k of a box; also bytes of a row
