@@ -77,6 +77,9 @@ def test_boxes_holds_whole_blocks_and_keeps_x_where_it_fits() -> None:
         refusal = BOXES.refusal(SM90, replace(second, N=rows))
         assert refusal is not None and "E * N" in refusal
     assert BOXES.refusal(SM90, replace(second, N=(1 << 24) - 2)) is None
+    one = replace(second, E=1, top_k=1)
+    assert BOXES.refusal(SM90, replace(one, N=1 << 25)) is None
+    assert "N=33554433" in (BOXES.refusal(SM90, replace(one, N=(1 << 25) + 1)) or "")
 
 
 def test_layers_have_blocks_that_hold_most_experts_rows() -> None:

@@ -7,6 +7,7 @@
 #include "mx_target.h"
 #include "sm90_async.h"
 #include "sm90_copy.h"
+#include "sm90_global.h"
 #include "sm90_rows.h"
 #include "sm90_shared.h"
 
@@ -98,21 +99,6 @@ MX_DEVICE void store_shared_8(unsigned address, unsigned x, unsigned y) {
 // times a sum of a block, is in fp32.
 MX_DEVICE unsigned is_far(unsigned scales) {
     return (__vabsdiffu4(scales, kUnitScales) + 0x41414141) & 0x80808080;
-}
-
-// Whether any of the threads of a barrier says so. No other barrier may have its id.
-MX_DEVICE bool named_barrier_or(int id, int threads, bool x) {
-    unsigned any;
-    asm volatile("{\n"
-                 ".reg .pred mine, any;\n"
-                 "setp.ne.u32 mine, %3, 0;\n"
-                 "barrier.cta.red.or.pred any, %1, %2, mine;\n"
-                 "selp.u32 %0, 1, 0, any;\n"
-                 "}"
-                 : "=r"(any)
-                 : "r"(id), "r"(threads), "r"(static_cast<unsigned>(x))
-                 : "memory");
-    return any;
 }
 
 // Scales on their way from memory to their places in shared memory: those of a few chunks of a row

@@ -36,6 +36,7 @@ CHUNK = 128  # k
 GROUP_ROWS = 64  # of w
 _ENTRIES = 4  # of the queue
 _MOST_WEIGHT_ROWS = MAX_SIDE - 256  # of all experts, as boxes may start past the last
+_MOST_ROWS = 1 << 25  # of an expert, whose tiles times what they cost are counted in 32 bits
 SHARED_BYTES = 227 * 1024  # of a workgroup: compute capability 9.0
 _MOST_CANDIDATES = 24
 _MOST_TILES = PARAMS[0].values[-1]
@@ -94,6 +95,8 @@ def refusal(target: Target, problem: MoeGemmProblem) -> str | None:
         return (
             f"E * N={problem.E * problem.N} and K={problem.K} must be from 1 to {_MOST_WEIGHT_ROWS}"
         )
+    if problem.N > _MOST_ROWS:
+        return f"N={problem.N} is more than {_MOST_ROWS}"
     return None
 
 
