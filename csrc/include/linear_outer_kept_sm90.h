@@ -29,8 +29,6 @@ struct Kept {
     unsigned boxes, full;
     int row_warp, own; // of the warps with rows; of the parts
 
-    static constexpr int kWarpsA = kTurned ? kActive : kRowWarps;
-
     MX_MEMBER static float4 tile_of(const Sums& sums, int j) {
         return {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
     }
@@ -96,14 +94,14 @@ struct Kept {
     }
     // Two neighbours along N at a time.
     MX_MEMBER void store_plain(float4 tile, int j) const {
-        const int i = store.lane / 4, a = row_warp % kWarpsA * 16, pair = store.lane % 4 * 2;
+        const int i = store.lane / 4, a = row_warp % kActive * 16, pair = store.lane % 4 * 2;
         unsigned low = pack<Out>(tile.x, tile.y), high = pack<Out>(tile.z, tile.w);
         if constexpr (!kTurned) {
             low = transposed(low);
             high = transposed(high);
         }
         const int m = kTurned ? a + i : 8 * j + i,
-                  row = kTurned ? row_warp / kWarpsA * kColumns + 8 * j + pair : a + pair;
+                  row = kTurned ? row_warp / kActive * kColumns + 8 * j + pair : a + pair;
         constexpr int next_m = kTurned ? 8 : 0, next_row = 8 - next_m;
         unsigned* to = reinterpret_cast<unsigned*>(store.y + m * store.N + store.first + row);
         if (m < store.M && row < kRowsW)
