@@ -45,6 +45,7 @@ ACCUMULATION_ERROR = 2.0**-10
 _TURNED_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
 _FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
 _OWN_WEIGHTS = range(500_000, 100_000_001)
+_FEWEST_OWN_WEIGHT_ROWS = 384
 _MOST_CANDIDATES = 16
 _MOST_ALIKE = 2
 _CHUNK = 128  # k of a box; also bytes of a row
@@ -220,7 +221,8 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
-    if problem.M >= _FEWEST_OWN_ROWS and problem.N * problem.K in _OWN_WEIGHTS:
+    enough = problem.M >= _FEWEST_OWN_ROWS and problem.N >= _FEWEST_OWN_WEIGHT_ROWS
+    if enough and problem.N * problem.K in _OWN_WEIGHTS:
         return None
     return "outer keeps fewer bits of sums than the others, and gains where that was measured"
 
