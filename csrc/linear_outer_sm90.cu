@@ -189,12 +189,18 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
         for (int i = 0; i < 2; ++i)
             by[p][i] = held(words[i] & masks[block]);
     };
-    const auto multiply = [&](int p, int block) {
+    const auto multiply_payload = [&](int p, int block) {
         const unsigned k = stage * (kStageBytes / 16) + block * (kBlock / 16);
         wgmma_block(products[p], SwizzledDescriptor::of(a.low + k),
                     SwizzledDescriptor::of(b_rows.low + k));
+    };
+    const auto multiply_scales = [&](int p) {
         wgmma_factors(scales[p], by[p][0], by[p][1], zero,
                       factors.at(c / 2 * (kRowsB * 2 * kFactorBytes)));
+    };
+    const auto multiply = [&](int p, int block) {
+        multiply_payload(p, block);
+        multiply_scales(p);
     };
     const auto keep = [&](int p) {
         keep_in_order(products[p]);
@@ -241,33 +247,29 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     fetch(c);
     if constexpr (!kScalesFirst)
         wait_for_stage(full + 8 * stage, parity);
-    if constexpr (kScalesFirst) { // of a chunk, then its payload, all at a time
-        const auto multiply_scales = [&](auto at) {
-            constexpr int p = decltype(at)::value;
-            take_scales(p, p);
-            wgmma_factors(scales[p], by[p][0], by[p][1], zero,
-                          factors.at(c / 2 * (kRowsB * 2 * kFactorBytes)));
-        };
-        const auto multiply_payload = [&](auto at) {
-            constexpr int p = decltype(at)::value;
-            const unsigned k = stage * (kStageBytes / 16) + p * (kBlock / 16);
-            wgmma_block(products[p], SwizzledDescriptor::of(a.low + k),
-                        SwizzledDescriptor::of(b_rows.low + k));
-            wgmma_commit();
-        };
+    if constexpr (kBuffers > 2) { // a chunk at a time
         while (true) {
-            wgmma_fence();
-            multiply_scales(i0);
-            multiply_scales(i1);
-            multiply_scales(i2);
-            if constexpr (kBuffers == 4)
-                multiply_scales(i3);
-            wait_for_stage(full + 8 * stage, parity);
-            multiply_payload(i0);
-            multiply_payload(i1);
-            multiply_payload(i2);
+            if constexpr (kScalesFirst) {
+                wgmma_fence();
+                for_each_int<kBuffers>([&](auto at) {
+                    constexpr int p = decltype(at)::value;
+                    take_scales(p, p);
+                    multiply_scales(p);
+                });
+                wait_for_stage(full + 8 * stage, parity);
+                for_each_int<kBuffers>([&](auto at) {
+                    constexpr int p = decltype(at)::value;
+                    multiply_payload(p, p);
+                    wgmma_commit();
+                });
+            } else {
+                begin(i0, i0);
+                begin(i1, i1);
+                begin(i2, i2);
+                if constexpr (kBuffers == 4)
+                    begin(i3, i3);
+            }
             if constexpr (kBuffers == 4) {
-                multiply_payload(i3);
                 finish(i0, i3);
             } else {
                 finish(i0, i2);
@@ -283,30 +285,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
             if (c >= chunks)
                 break;
             free_stage(used);
-        }
-    } else if constexpr (kBuffers > 2) { // a chunk at a time
-        while (true) {
-            begin(i0, i0);
-            begin(i1, i1);
-            begin(i2, i2);
-            if constexpr (kBuffers == 4) {
-                begin(i3, i3);
-                finish(i0, i3);
-            } else {
-                finish(i0, i2);
-                begin(i0, i3);
-            }
-            const int used = stage;
-            go_on();
-            if (c < chunks)
-                fetch(c);
-            finish(i1, i2);
-            finish(i2, i1);
-            finish(Int<3 % kBuffers>(), i0);
-            if (c >= chunks)
-                break;
-            free_stage(used);
-            wait_for_stage(full + 8 * stage, parity);
+            if constexpr (!kScalesFirst)
+                wait_for_stage(full + 8 * stage, parity);
         }
     } else if constexpr (kBuffers == 1) {
         while (true) {

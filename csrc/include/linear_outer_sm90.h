@@ -29,7 +29,7 @@ using Out = DType<MX_OUT>;
 constexpr int kGroups = kRowGroups * kKGroups;
 constexpr int kWarps = 4 * kGroups; // that multiply
 constexpr int kConsumers = kWarps * kLanes;
-constexpr int kThreads = kConsumers + 4 * kLanes; // one more warpgroup, of which a thread copies
+constexpr int kThreads = kConsumers + 4 * kLanes; // one more warpgroup, of which two threads copy
 constexpr int kSet = kConsumers + kLanes;         // of the threads, that set out together
 // Of a lane. All of those that a launch begins with are a workgroup's: what the warpgroup that
 // copies leaves goes to the others.
