@@ -166,6 +166,16 @@ def test_dtypes_slots_and_experts(device: torch.device, seed: int) -> None:
     assert_layer(out.cpu(), call, device)
 
 
+@pytest.mark.parametrize(("top_k", "shared", "bits"), [(4, 1, 32), (8, 0, 64), (9, 2, 32)])
+def test_a_token_may_have_many_slots(
+    device: torch.device, top_k: int, shared: int, bits: int
+) -> None:
+    fixed = variants()[1] | {"M": 5, "experts": 8, "top_k": top_k, "shared": shared}
+    id_dtype = torch.int32 if bits == 32 else torch.int64
+    call = random_call(random.Random(6), 6, id_dtype=id_dtype, dtype=torch.bfloat16, **fixed)
+    assert_layer(aiter_mx.fused_moe(**on(device, call)).cpu(), call, device)
+
+
 def test_swiglu_takes_other_constants_and_tokens_several_shared_experts(
     device: torch.device,
 ) -> None:

@@ -43,6 +43,13 @@ def test_lanes_are_told_apart() -> None:
         run("unset_lanes", 0)
 
 
+def test_the_half_of_a_scalar_pair_that_is_not_taken_may_be_unset() -> None:
+    data, out, _ = run("half_of_a_pair", 0)
+    np.testing.assert_array_equal(out[:64], 2 * (data[:64] >> 8) + 2 * (data[:64] & 255))
+    with pytest.raises(UninitializedRead, match=r"'v_pk_mul_f32 .* reads s41"):
+        run("half_of_a_pair", 1)
+
+
 @pytest.mark.parametrize(
     ("kernel", "more", "instruction"),
     [

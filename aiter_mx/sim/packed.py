@@ -65,7 +65,10 @@ def _packed(ins: Instruction, rule: Rule, ctx: Context) -> Code:
     parts: list[list[Reads]] = [[], []]
     for i, operand in enumerate(sources):
         name = "ABC"[i]
-        code.scalar_reads += scalar_registers(operand)
+        registers = scalar_registers(operand)
+        if wide and registers:  # compilers leave the half unset that neither result takes
+            registers = tuple(registers[pick] for pick in sorted({picks[0][i], picks[1][i]}))
+        code.scalar_reads += registers
         if is_vector(operand):
             rows = ctx.rows_of(operand, ins)
             for half in (0, 1):

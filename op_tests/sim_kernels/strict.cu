@@ -55,6 +55,22 @@ KERNEL(64) early_scalar(const u32* in, u32* out) {
     asm volatile("s_load_dword %0, %1, 0\ns_add_u32 %0, %0, 1" : "=&s"(x) : "s"(in) : "scc");
     OUT = x;
 }
+KERNEL(64) half_of_a_pair(const u32* in, u32* out, int both) {
+    T;
+    typedef float Pair __attribute__((ext_vector_type(2)));
+    Pair x = {(float)(in[l] >> 8), (float)(in[l] & 255)};
+    if (both)
+        asm volatile("s_mov_b32 s40, 2.0\nv_pk_mul_f32 %0, %0, s[40:41]"
+                     : "+v"(x)
+                     :
+                     : "s40", "s41");
+    else
+        asm volatile("s_mov_b32 s40, 2.0\nv_pk_mul_f32 %0, %0, s[40:41] op_sel_hi:[1,0]"
+                     : "+v"(x)
+                     :
+                     : "s40", "s41");
+    OUT = (u32)x.x + (u32)x.y;
+}
 KERNEL(64) early_lds(const u32* in, u32* out) {
     SHARED u32 words[64];
     T;
