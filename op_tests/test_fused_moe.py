@@ -218,6 +218,9 @@ def test_slots_whose_expert_is_out_of_range_are_left_out_and_reported_on_request
             aiter_mx.fused_moe(**arguments)
     with pytest.raises(ValueError, match=rf"expert_map\[{here[0]}\] is {E}"):
         aiter_mx.fused_moe(**absent)
+    twice = changed("expert_map", (here[1],), int(call["expert_map"][here[0]]))
+    with pytest.raises(ValueError, match=rf"expert_map\[{here[0]}\] and expert_map\[{here[1]}\]"):
+        aiter_mx.fused_moe(**twice)
 
 
 def test_tokens_without_an_expert_here_are_zero(device: torch.device) -> None:
@@ -244,7 +247,10 @@ BAD = [
     ("topk_ids", lambda t: t[:1], ValueError, r"topk_ids must be \[5, top_k\], got \[1, 2\]"),
     ("w1q", lambda t: t[:0], ValueError, r"w1q must have at least one expert, got \[0, 192, 64\]"),
     ("shared_experts", lambda n: 8, ValueError, "must be fewer than the 8 experts"),
-    ("activation", lambda n: "gelu", ValueError, "activation must be one of none, silu"),
+    ("activation", lambda n: "gelu", ValueError, "activation must be one of silu, swiglu_oai, got"),
+    ("activation", lambda n: "none", ValueError, "activation must be one of silu, swiglu_oai, got"),
+    ("shared_experts", lambda n: -1, ValueError, "shared_experts must be at least 0, got -1"),
+    ("w1q", lambda t: t[:, :0], ValueError, "w1q must have a multiple of 64 rows, got 0"),
     ("layout", lambda n: "thirds", ValueError, "layout must be one of halves, interleaved"),
     ("block_m", lambda n: 10, ValueError, "block_m must be a multiple of 4, got 10"),
     ("block_m", lambda n: 0, ValueError, "block_m must be at least 1, or None, got 0"),

@@ -185,7 +185,7 @@ def test_many_experts_and_too_many(device: torch.device) -> None:
         ((torch.zeros(4, 2, dtype=torch.int16), 64, 8), "topk_ids must be torch.int32 or"),
         ((torch.zeros(4, dtype=torch.int32), 64, 8), r"topk_ids must be \[M, top_k\], got \[4\]"),
         ((torch.zeros(4, 2, dtype=torch.int32), 6, 8), "block_m must be a multiple of 4, got 6"),
-        ((torch.zeros(4, 2, dtype=torch.int32), 64, 0), "E must be at least 1, got 0"),
+        ((torch.zeros(4, 2, dtype=torch.int32), 64, 0), "num_experts must be at least 1, got 0"),
         (
             (torch.zeros(4, 2, dtype=torch.int32), 64, 8, torch.zeros(7, dtype=torch.int32)),
             r"expert_map must be \[8\], got \[7\]",
@@ -196,6 +196,7 @@ def test_many_experts_and_too_many(device: torch.device) -> None:
         ),
         ((torch.zeros(4, 2, dtype=torch.int32), 64, "8"), "num_experts must be a whole number"),
         (([[0]], 64, 8), "topk_ids must be a tensor, got list"),
+        ((torch.zeros(4, 0, dtype=torch.int32), 64, 8), "top_k must be at least 1, got 0"),
         ((torch.zeros(4, 2, dtype=torch.int32), 1 << 28, 8), "may hold 2147483648 ids, padding"),
     ],
 )
@@ -208,6 +209,11 @@ def test_options_are_refused_by_name() -> None:
     topk_ids = torch.zeros(4, 2, dtype=torch.int32)
     with pytest.raises(TypeError, match="drop_absent must be True or False, got 'no'"):
         aiter_mx.moe_align(topk_ids, 64, 8, drop_absent="no")  # type: ignore[arg-type]
+    for name in ("shared_experts", "first_shared"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 0, got -1"):
+            aiter_mx.moe_align(topk_ids, 64, 8, **{name: -1})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_experts must be at least 1, got -3"):
+        aiter_mx.moe_sort(topk_ids, torch.rand(4, 2), -3)
     numpy = pytest.importorskip("numpy")
     with pytest.raises(TypeError, match=r"block_m must be a whole number, .*got numpy\.int64"):
         aiter_mx.moe_align(topk_ids, numpy.int64(64), 8)
@@ -224,6 +230,14 @@ def test_check_mode_reports_ids_out_of_range(monkeypatch: pytest.MonkeyPatch) ->
     one = torch.tensor([1], dtype=torch.int32)  # the second token does not count
     aiter_mx.moe_sort(topk_ids, torch.rand(2, 2), 8, num_local_tokens=one)
     aiter_mx.moe_align(topk_ids.clamp(0, 7), 4, 8)
+
+
+def test_sorted_weights_have_no_gradient_and_say_so(device: torch.device) -> None:
+    topk_ids = torch.tensor([[0, 3], [2, 1]], dtype=torch.int32, device=device)
+    weights = torch.rand(2, 2, device=device, requires_grad=True)
+    sorted_weights = aiter_mx.moe_sort(topk_ids, weights, 8, 4)[1]
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        sorted_weights.sum().backward()
 
 
 @pytest.mark.gpu

@@ -340,6 +340,10 @@ BAD = [
     ("block_m", lambda n: 16, ValueError, "was the routing made for another block_m"),
     ("block_m", lambda n: 6, ValueError, "block_m must be a multiple of 4, got 6"),
     ("num_valid_tokens", lambda n: 5, ValueError, "must be a multiple of top_k, got 5"),
+    ("num_valid_tokens", lambda n: -2, ValueError, "num_valid_tokens must be at least 0, got -2"),
+    ("top_k", lambda n: 0, ValueError, "top_k must be at least 1, got 0"),
+    ("a_div", lambda n: 0, ValueError, "a_div must be at least 1, got 0"),
+    ("wq", lambda t: t[:0], ValueError, r"wq must have at least one expert, got \[0, 20, 64\]"),
     ("a_div", lambda n: "2", TypeError, "a_div must be a whole number, an int, got str"),
     ("out", lambda n: [], TypeError, "out must be a tensor, got list"),
     ("a_div", lambda n: 1, ValueError, "xq must have a row for each 1 of 6 routed rows"),
@@ -356,6 +360,26 @@ def test_bad_arguments_are_refused(
 ) -> None:
     with aiter_mx.simulate("gfx950"), pytest.raises(error, match=message):
         aiter_mx.moe_gemm(**{**call, name: spoil(call.get(name))})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"activation": "none"}, ValueError, "activation must be one of silu, swiglu_oai, got 'no"),
+        ({"activation": "gelu"}, ValueError, "activation must be one of silu, swiglu_oai, got 'ge"),
+        ({"layout": "thirds"}, ValueError, "layout must be one of halves, interleaved, got 'thir"),
+        ({"alpha": "1"}, TypeError, "alpha must be a number, a float, got str"),
+        ({"beta": None}, TypeError, "beta must be a number, a float, got NoneType"),
+        ({"limit": torch.tensor(7.0)}, TypeError, "limit must be a number, a float, got Tensor"),
+        ({}, ValueError, "N must be a multiple of 64 with an activation, got N=20"),
+    ],
+    ids=str,
+)
+def test_bad_activations_are_refused(
+    call: dict[str, Any], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        aiter_mx.moe_gemm_activated(**call, **{"activation": "swiglu_oai", **options})
 
 
 def test_misaligned_payload_and_overlap_are_refused(call: dict[str, Any]) -> None:
@@ -384,6 +408,8 @@ def test_check_mode_reports_what_kernels_pass_over(
         (spoilt("sorted_token_ids", 1, 7), r"sorted_token_ids\[1\] = 7"),
         (spoilt("sorted_token_ids", 0, -2), r"sorted_token_ids\[0\] = -2"),
         (spoilt("expert_ids", 0, 3), r"expert_ids\[0\] is 3"),
+        (spoilt("sorted_token_ids", 3, 0), r"row 0 is listed twice, as sorted_token_ids\[0\] and"),
+        (spoilt("expert_ids", 2, 0), r"expert 0 has blocks from both expert_ids\[0\] and expert_i"),
         (spoilt("num_tokens_post_padded", 0, 6), "must be a multiple of block_m=4 up to 12, got 6"),
     ]
     with aiter_mx.simulate("gfx950"):

@@ -8,6 +8,8 @@ does, or call ``aiter_mx.linear`` and ``aiter_mx.moe_gemm``, which it does trace
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
@@ -15,11 +17,27 @@ from torch import Tensor
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.ops.checks import DTYPE_NAMES, check_tensor, either, refuse_no_tensor
-from aiter_mx.ops.linear import linear
+from aiter_mx.ops.checks import (
+    DTYPE_NAMES,
+    check_tensor,
+    either,
+    refuse_no_tensor,
+    refuse_strides,
+)
+from aiter_mx.ops.linear import linear, problem_of
 from aiter_mx.ops.moe_gemm import compute, plan_of
 from aiter_mx.target import Target, target_of
 
+FP8 = torch.float8_e4m3fn
+_GEMV_NAMES = {"xs": "x_scale", "ws": "w_scale"}
+_GROUPED_NAMES = {
+    "xq": "a_q",
+    "xs": "a_scale",
+    "wq": "w",
+    "ws": "w_scale",
+    "topk_weights": "mul_weight_by",
+}
+"""What this package's ops call the arguments, to aiter's names."""
 _OURS = ("hip", "none")  # kernels of csrc/ on either vendor's GPU; nothing to compute
 
 
@@ -45,20 +63,28 @@ def mxfp8_gemv(
     Raises:
         TypeError, ValueError: as ``aiter_mx.linear`` has it.
     """
-    is_known = (
-        out_dtype in DTYPE_NAMES
-        and isinstance(xq, Tensor)
-        and isinstance(wq, Tensor)
-        and xq.ndim == wq.ndim == 2
-        and xq.shape[1] > 0
-    )
-    if is_known:
-        if xq.shape[1] % 32:
-            return None
-        problem = (xq.shape[0], wq.shape[0], xq.shape[1], DTYPE_NAMES[out_dtype])
-        if 0 not in problem[:2] and not _is_ours(target_of(xq.device), *problem):
-            return None
-    return linear(xq, x_scale, wq, w_scale, None, out_dtype)
+    refuse_no_tensor(xq=xq, x_scale=x_scale, wq=wq, w_scale=w_scale)
+    if xq.dtype != FP8:
+        raise TypeError(f"xq must be {FP8}, got {xq.dtype}")
+    try:
+        if out_dtype in DTYPE_NAMES and xq.ndim == wq.ndim == 2 and xq.shape[1] > 0:
+            (M, K), N = xq.shape, wq.shape[0]
+            if K % 32:
+                return None
+            if M and N and not _is_ours(target_of(xq.device), M, N, K, DTYPE_NAMES[out_dtype]):
+                problem_of(xq, x_scale, wq, w_scale, None, out_dtype)
+                refuse_strides(xq=xq, xs=x_scale, wq=wq, ws=w_scale)
+                return None
+        return linear(xq, x_scale, wq, w_scale, None, out_dtype)
+    except (TypeError, ValueError) as error:
+        raise _renamed(error, _GEMV_NAMES) from error
+
+
+def _renamed(error: Exception, names: Mapping[str, str]) -> Exception:
+    """The error with arguments named as the caller does."""
+    words = re.compile(rf"\b({'|'.join(names)})\b")
+    text = words.sub(lambda found: names[found[0]], str(error))
+    return TypeError(text) if isinstance(error, TypeError) else ValueError(text)
 
 
 @lru_cache(maxsize=4096)
@@ -118,5 +144,8 @@ def grouped_gemm_mxfp8(
     lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     inputs = (a_q, a_scale, w, w_scale, *lists, mul_weight_by, None)
     plain = (DTYPE_NAMES[out_dtype], "none", "halves", ())
-    plan = plan_of(inputs, (num_valid_tokens, top_k, block_m, a_div, "vllm", *plain))
-    return compute(plan, inputs, None)[0] if plan.backend in _OURS else None
+    try:
+        plan = plan_of(inputs, (num_valid_tokens, top_k, block_m, a_div, "vllm", *plain))
+        return compute(plan, inputs, None)[0] if plan.backend in _OURS else None
+    except (TypeError, ValueError) as error:
+        raise _renamed(error, _GROUPED_NAMES) from error

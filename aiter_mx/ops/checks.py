@@ -83,6 +83,13 @@ def refuse_no_whole_number(**given: object) -> None:
             raise TypeError(f"{name} must be a whole number, an int, got {found}")
 
 
+def refuse_less(least: int, /, **given: int) -> None:
+    """Raise ValueError for the first of these that is less."""
+    for name, value in given.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
 def check_out(
     out: torch.Tensor,
     shape: tuple[int, ...],

@@ -26,10 +26,12 @@ from aiter_mx.ops.checks import (
     check_out,
     check_tensor,
     refuse_alignment,
+    refuse_less,
     refuse_no_whole_number,
 )
 from aiter_mx.ops.moe_check import check_expert_ids, check_expert_map
 from aiter_mx.ops.moe_layer import FusedMoeProblem
+from aiter_mx.ops.moe_problem import refuse_no_experts, refuse_unknown_activation, swiglu_of
 from aiter_mx.ops.plan import bind, falls_back
 from aiter_mx.target import Target, cpu_target, target_of
 
@@ -102,7 +104,7 @@ def fused_moe(
         CaptureError: a first use while a stream is captured.
     """
     inputs = (x, w1q, w1s, w2q, w2s, topk_ids, topk_weights, expert_map, bias1, bias2)
-    swiglu = (float(alpha), float(beta), float(limit)) if activation == "swiglu_oai" else ()
+    swiglu = swiglu_of(activation, alpha, beta, limit)
     options = (num_experts, shared_experts, activation, layout, swiglu, block_m)
     if is_traced((*inputs, out)) or wants_gradient(x, topk_weights, bias1, bias2):
         return moe_library.fused_moe(inputs, options, out)
@@ -280,18 +282,19 @@ def _check(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> FusedMo
     if H % BLOCK:
         raise ValueError(f"H must be a multiple of {BLOCK}, got H={H} (x: {list(x.shape)})")
     E, N, _ = check_tensor("w1q", w1q, _FP8, ("E", "2 * I", H), device).shape
-    if E == 0:
-        raise ValueError(f"w1q must have at least one expert, got {[E, N, H]}")
-    check_tensor("w1s", w1s, SCALE_DTYPES, (E, N, H // BLOCK), device)
-    if N % (2 * BLOCK):
+    refuse_no_experts("w1q", E, N, H)
+    if N == 0 or N % (2 * BLOCK):
         raise ValueError(f"w1q must have a multiple of {2 * BLOCK} rows, got {N}")
+    check_tensor("w1s", w1s, SCALE_DTYPES, (E, N, H // BLOCK), device)
     check_tensor("w2q", w2q, _FP8, (E, H, N // 2), device)
     check_tensor("w2s", w2s, SCALE_DTYPES, (E, H, N // 2 // BLOCK), device)
     ids = check_tensor("topk_ids", topk_ids, tuple(INDEX_NAMES), (M, "top_k"), device)
     top_k = ids.shape[1]
     check_tensor("topk_weights", topk_weights, (torch.float32,), (M, top_k), device)
+    refuse_unknown_activation(activation)
     refuse_no_whole_number(shared_experts=shared)
-    if not 0 <= shared < E:
+    refuse_less(0, shared_experts=shared)
+    if shared >= E:
         raise ValueError(f"shared_experts must be fewer than the {E} experts of w1q, got {shared}")
     for name, value in (("num_experts", num_experts), ("block_m", block_m)):
         if value is None:

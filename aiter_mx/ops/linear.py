@@ -166,7 +166,7 @@ def _plan(
     pdl: bool,
 ) -> tuple[Run | None, tuple[int, int]]:
     """What computes such a call (None for an empty result), and the result's shape."""
-    problem = _check(xq, xs, wq, ws, bias, out_dtype, pdl)
+    problem = problem_of(xq, xs, wq, ws, bias, out_dtype, pdl)
     shape = (problem.M, problem.N)
     if 0 in shape:
         return None, shape
@@ -237,7 +237,7 @@ def warm(problem: LinearProblem, device: torch.device) -> None:
     run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
-def _check(
+def problem_of(
     xq: torch.Tensor,
     xs: torch.Tensor | None,
     wq: torch.Tensor,
@@ -310,7 +310,7 @@ def _linear_op(
 
 @_linear_op.register_fake
 def _linear_fake(*operands: Any, **options: Any) -> torch.Tensor:
-    problem = _check(*operands, **options)
+    problem = problem_of(*operands, **options)
     fake: torch.Tensor = operands[0].new_empty(
         (problem.M, problem.N), dtype=DTYPES[problem.out_dtype]
     )
@@ -333,7 +333,7 @@ def _linear_out_op(
 @_linear_out_op.register_fake
 def _linear_out_fake(*operands: Any, **options: Any) -> None:
     out = operands[5]
-    problem = _check(*(*operands[:5], out.dtype, *operands[6:]), **options)
+    problem = problem_of(*(*operands[:5], out.dtype, *operands[6:]), **options)
     refuse_shape(out, (problem.M, problem.N))
 
 

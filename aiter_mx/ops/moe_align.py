@@ -12,13 +12,14 @@ from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Run, Tensors
 from aiter_mx.ops import moe_library
-from aiter_mx.ops.calls import Plans, is_traced
+from aiter_mx.ops.calls import Plans, is_traced, wants_gradient
 from aiter_mx.ops.checks import (
     BLOCK,
     DTYPES,
     INDEX_NAMES,
     INDICES,
     check_tensor,
+    refuse_less,
     refuse_no_whole_number,
 )
 from aiter_mx.ops.moe_check import check_expert_ids
@@ -83,6 +84,8 @@ def align(
     """``moe_align``, past what torch traces."""
     refuse_no_whole_number(block_m=block_m, num_experts=num_experts)
     refuse_no_whole_number(shared_experts=shared, first_shared=first_shared)
+    refuse_less(1, num_experts=num_experts)
+    refuse_less(0, shared_experts=shared, first_shared=first_shared)
     if drop_absent not in (False, True):
         raise TypeError(f"drop_absent must be True or False, got {drop_absent!r}")
     device = check_tensor("topk_ids", topk_ids, tuple(INDEX_NAMES), ("M", "top_k")).device
@@ -115,7 +118,8 @@ def moe_sort(
     """Sort routed rows by expert in the encoding of aiter's ``moe_sorting``, in one launch.
 
     An id is ``slot << 24 | token``, padding ``top_k << 24 | M`` with weight 0. Rows of experts that
-    are not here are left out.
+    are not here are left out. There is no gradient: where torch records one for the weights, its
+    backward pass raises.
 
     Args:
         topk_ids: int32 or int64 ``[M, top_k]``, as for ``moe_align``.
@@ -137,7 +141,8 @@ def moe_sort(
         TypeError, ValueError: arguments other than those above.
     """
     arguments = (topk_ids, topk_weights, num_experts, block_m, expert_mask, num_local_tokens)
-    if is_traced((topk_ids, topk_weights, expert_mask, num_local_tokens)):
+    traced = is_traced((topk_ids, topk_weights, expert_mask, num_local_tokens))
+    if traced or wants_gradient(topk_weights):
         lists = moe_library.moe_sort(*arguments)
         return lists[0], lists[1], lists[2], lists[3]
     return sort(*arguments)
@@ -153,6 +158,7 @@ def sort(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``moe_sort``, past what torch traces."""
     refuse_no_whole_number(block_m=block_m, num_experts=num_experts)
+    refuse_less(1, num_experts=num_experts)
     device = check_tensor("topk_ids", topk_ids, tuple(INDEX_NAMES), ("M", "top_k")).device
     shape = tuple(topk_ids.shape)
     check_tensor("topk_weights", topk_weights, (torch.float32,), shape, device)

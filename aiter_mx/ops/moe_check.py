@@ -45,7 +45,7 @@ def check_expert_ids(topk_ids: Tensor, num_experts: int, tokens: Tensor | None =
 
 
 def check_expert_map(expert_map: Tensor | None, E: int) -> None:
-    """Raise ValueError if checks are on and a number is not within -1 to E - 1.
+    """Raise ValueError if checks are on and a number is not within -1 to E - 1, or is there twice.
 
     Args:
         expert_map: int32: each expert's number here, -1 for one that is not here; or None.
@@ -60,12 +60,22 @@ def check_expert_map(expert_map: Tensor | None, E: int) -> None:
             f"expert_map must be within -1 to {E - 1}, as weights of {E} experts are here; "
             f"expert_map[{expert}] is {int(expert_map[expert])}"
         )
+    _refuse_twice(
+        expert_map,
+        "each number of expert_map must be one expert's, but expert_map[{first}] and "
+        "expert_map[{again}] are both {value}",
+        torch.arange(len(expert_map), device=expert_map.device),
+    )
 
 
 def check_routing(
     problem: MoeGemmProblem, sorted_ids: Tensor, expert_ids: Tensor, post_padded: Tensor
 ) -> None:
-    """Raise ValueError where the lists of a routing have what ``moe_gemm`` would pass over."""
+    """Raise ValueError where the lists of a routing are not such as ``moe_gemm`` documents.
+
+    That is where kernels would pass something over, or where results would depend on the kernel:
+    blocks of an expert among those of others, and routed rows listed twice.
+    """
     block_m, used = problem.block_m, int(post_padded[0])
     if used % block_m or not 0 <= used <= problem.blocks * block_m:
         raise ValueError(
@@ -80,14 +90,26 @@ def check_routing(
             f"expert_ids must be within -1 to {problem.E - 1}; expert_ids[{block}] is "
             f"{int(experts[block])}"
         )
+    starts = torch.ones_like(experts, dtype=torch.bool)
+    starts[1:] = experts[1:] != experts[:-1]
+    firsts = starts.nonzero().flatten()
+    _refuse_twice(
+        experts[firsts],
+        "the blocks of an expert must follow one another, but expert {value} has blocks from both "
+        "expert_ids[{first}] and expert_ids[{again}] on, with others between",
+        firsts,
+    )
     ids = sorted_ids[:used]
     if problem.ids == "aiter":
         padding = problem.top_k << 24 | problem.M
         token, slot = ids & 0xFFFFFF, (ids >> 24) & 0xFF
         wrong = (token >= problem.M) | (slot >= problem.top_k)
+        rows = token * problem.top_k + slot
     else:
         padding = problem.routed
-        wrong = (ids < 0) | (ids > problem.routed)
+        wrong = (ids < 0) | (ids >= problem.routed)
+        rows = ids
+    listed = (~wrong).nonzero().flatten()
     wrong &= ids != padding
     if wrong.any():
         place = int(wrong.nonzero()[0])
@@ -95,3 +117,26 @@ def check_routing(
             f"{int(wrong.sum())} sorted ids are out of range for {problem.M} tokens and "
             f"top_k={problem.top_k}; the first is sorted_token_ids[{place}] = {int(ids[place])}"
         )
+    _refuse_twice(
+        rows[listed],
+        "routed row {value} is listed twice, as sorted_token_ids[{first}] and "
+        "sorted_token_ids[{again}]",
+        listed,
+    )
+
+
+def _refuse_twice(values: Tensor, message: str, places: Tensor) -> None:
+    """Raise ValueError if a value of 0 and more occurs twice.
+
+    Args:
+        values: integers.
+        message: what to say, of ``value`` and of ``first`` and ``again``, two of its places.
+        places: those of the values, in rising order.
+    """
+    order = values.argsort(stable=True)
+    ordered = values[order]
+    twice = ((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)).nonzero().flatten()
+    if len(twice):
+        at = int(twice[0])
+        first, again = int(places[order[at]]), int(places[order[at + 1]])
+        raise ValueError(message.format(value=int(ordered[at]), first=first, again=again))

@@ -26,7 +26,7 @@ from aiter_mx.ops.checks import (
     refuse_alignment,
 )
 from aiter_mx.ops.moe_check import check_routing, checking
-from aiter_mx.ops.moe_problem import FP8, problem_of
+from aiter_mx.ops.moe_problem import FP8, problem_of, swiglu_of
 from aiter_mx.ops.plan import bind
 from aiter_mx.target import cpu_target, target_of
 
@@ -66,8 +66,9 @@ def moe_gemm(
             at multiples of 4, as tensors do that are no views.
         sorted_token_ids: int32: ids of routed rows, block_m of them for each expert block. An id
             that is out of range marks padding.
-        expert_ids: int32: the expert of each block. Rows of an expert that is not within 0 to
-            E - 1, such as -1 for one on another rank, become zero.
+        expert_ids: int32: the expert of each block. Blocks of one expert follow one another. Rows
+            of an expert that is not within 0 to E - 1, such as -1 for one on another rank, become
+            zero.
         num_tokens_post_padded: int32, its first value says how many sorted ids are in use.
         num_valid_tokens: M * top_k, the rows of the result.
         top_k: slots of a token.
@@ -157,7 +158,7 @@ def moe_gemm_activated(
     Raises:
         TypeError, ValueError, CaptureError: as for ``moe_gemm``.
     """
-    swiglu = (float(alpha), float(beta), float(limit)) if activation == "swiglu_oai" else ()
+    swiglu = swiglu_of(activation, alpha, beta, limit)
     options = (num_valid_tokens, top_k, block_m, a_div, ids, "mxfp8", activation, layout, swiglu)
     lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     out, scales = _moe_gemm((xq, xs, wq, ws, *lists, None, bias), options, None)

@@ -13,11 +13,13 @@ from aiter_mx.ops.checks import (
     DTYPE_NAMES,
     SCALE_DTYPES,
     check_tensor,
+    refuse_less,
     refuse_no_whole_number,
     refuse_strides,
 )
 
 FP8 = (torch.float8_e4m3fn,)
+ACTIVATIONS = ("silu", "swiglu_oai")
 _INT32 = (torch.int32,)
 
 
@@ -32,6 +34,7 @@ def problem_of(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> M
         raise ValueError(f"K must be a multiple of {BLOCK}, got K={K} (xq: {list(xq.shape)})")
     check_tensor("xs", xs, SCALE_DTYPES, (rows, K // BLOCK), device)
     E, N, _ = check_tensor("wq", wq, FP8, ("E", "N", K), device).shape
+    refuse_no_experts("wq", E, N, K)
     check_tensor("ws", ws, SCALE_DTYPES, (E, N, K // BLOCK), device)
     check_tensor("sorted_token_ids", sorted_ids, _INT32, ("ids",), device)
     check_tensor("expert_ids", expert_ids, _INT32, ("blocks",), device)
@@ -42,11 +45,13 @@ def problem_of(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> M
             f"num_tokens_post_padded must be [1] or [2], got {list(post_padded.shape)}"
         )
     refuse_no_whole_number(top_k=top_k, num_valid_tokens=routed, block_m=block_m, a_div=a_div)
-    if top_k < 1 or routed < 0 or routed % top_k:
+    refuse_less(1, top_k=top_k, a_div=a_div)
+    refuse_less(0, num_valid_tokens=routed)
+    if routed % top_k:
         raise ValueError(
             f"num_valid_tokens must be a multiple of top_k, got {routed} and top_k={top_k}"
         )
-    if a_div < 1 or rows * a_div < routed:
+    if rows * a_div < routed:
         raise ValueError(
             f"xq must have a row for each {a_div} of {routed} routed rows (a_div={a_div}), got "
             f"{list(xq.shape)}"
@@ -58,6 +63,8 @@ def problem_of(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> M
             f"block_m={block_m}, but expert_ids has {len(expert_ids)}: was the routing made for "
             "another block_m?"
         )
+    if out_dtype == "mxfp8":
+        refuse_unknown_activation(activation)
     by_place = ids == "aiter"
     if weights is not None:
         count = len(sorted_ids) if by_place else routed
@@ -85,3 +92,30 @@ def problem_of(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> M
         beta=beta,
         limit=limit,
     )
+
+
+def swiglu_of(activation: str, alpha: float, beta: float, limit: float) -> tuple[float, ...]:
+    """alpha, beta and limit where the activation takes them, else nothing.
+
+    Raises:
+        TypeError: one of them is no number of Python's.
+    """
+    if activation != "swiglu_oai":
+        return ()
+    for name, value in (("alpha", alpha), ("beta", beta), ("limit", limit)):
+        if not isinstance(value, (int, float, torch.SymFloat)):
+            raise TypeError(f"{name} must be a number, a float, got {type(value).__name__}")
+    return float(alpha), float(beta), float(limit)
+
+
+def refuse_unknown_activation(activation: str) -> None:
+    """Raise ValueError unless a first GEMM can have it."""
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"activation must be one of {known}, got {activation!r}")
+
+
+def refuse_no_experts(name: str, E: int, N: int, K: int) -> None:
+    """Raise ValueError where weights of this shape are nobody's."""
+    if E == 0:
+        raise ValueError(f"{name} must have at least one expert, got {[E, N, K]}")
