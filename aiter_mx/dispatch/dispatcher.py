@@ -25,6 +25,7 @@ from aiter_mx.target import Target
 _logged: set[tuple[str, Target, Problem]] = set()
 _logged_lock = threading.Lock()
 _unwritable: set[str] = set()
+_misfits: set[str] = set()
 _LOG = logging.getLogger("aiter_mx")
 
 
@@ -57,6 +58,8 @@ def route(
             continue
         kernel = find_kernel(op, target.arch, row.backend, row.kernel)
         refusal = _refusal(kernel, target, problem, skip)
+        if refusal is None:
+            refusal = _misfit(row, kernel, target, problem)
         if refusal is None:
             reason = _row_reason(row, stand_in, key) + _in_parts(
                 kernel, target, problem, row.config
@@ -100,6 +103,21 @@ def _refusal(
     if (kernel.backend, kernel.name) in skip:
         return f"{kernel.backend}/{kernel.name} failed before"
     return kernel.refusal(target, problem)
+
+
+def _misfit(row: Row, kernel: KernelSpec, target: Target, problem: Problem) -> str | None:
+    """Why a row's configuration cannot be launched; said once a row, as it is the table's fault."""
+    misfit = kernel.misfit(target, problem, row.config)
+    if misfit is not None:
+        with _logged_lock:
+            is_new = row.where not in _misfits
+            _misfits.add(row.where)
+        if is_new:
+            _LOG.warning(
+                "tuned row %s names %s/%s and is passed over: %s",
+                *(row.where, row.backend, row.kernel, misfit),
+            )
+    return misfit
 
 
 def _row_reason(row: Row, stand_in: Problem, key: Problem) -> str:

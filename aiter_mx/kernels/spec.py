@@ -6,11 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any, ParamSpec, TypeVar
 
 from aiter_mx.target import Target
 
 DTYPE_CODES = {"none": 0, "fp32": 1, "bf16": 2, "fp16": 3}  # csrc/include/mx_target.h
+MOST_SHARED_BYTES = {"gfx950": 160 * 1024, "sm_90a": 227 * 1024}
+"""Of a workgroup: what LDS has on CDNA4, shared memory at compute capability 9.0."""
+MOST_THREADS = 1024
+"""Of a workgroup, on either."""
 Config = Mapping[str, int]
 Problem = Any
 """A frozen dataclass of the op, in its kernels module: the shape and dtypes of one call."""
@@ -225,6 +230,26 @@ class KernelSpec:
     def is_for(self, arch: str) -> bool:
         """Whether the kernel can be built for an architecture, or is built by someone else."""
         return self.module is None or arch in self.module.sources
+
+    def misfit(self, target: Target, problem: Problem, config: Config) -> str | None:
+        """Why a configuration whose values are legal has no launch for a problem, or None."""
+        parts = self.parts(target, problem, config)
+        own = next((part for op, part in parts if op == self.op), problem)
+        for module in self.modules:
+            try:
+                launch = module.geometry(target, own, config)
+            except ValueError as error:
+                return str(error)
+            for needed, most, what in (
+                (launch.shared_bytes, MOST_SHARED_BYTES[target.arch], "bytes of shared memory"),
+                (prod(launch.block), MOST_THREADS, "threads"),
+            ):
+                if needed > most:
+                    return (
+                        f"{dict(config)} does not fit {own}: a workgroup would have {needed} "
+                        f"{what}, and can have {most}"
+                    )
+        return None
 
     def check_config(self, config: Config) -> None:
         """Raise ValueError unless ``config`` sets every parameter to one of its legal values."""

@@ -12,6 +12,7 @@ from aiter_mx.dispatch.route import Route
 from aiter_mx.dispatch.tables import Row, read_table
 from aiter_mx.errors import TableError
 from aiter_mx.jit.build import BuildRequest, sources_key
+from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import hardware
 from aiter_mx.tuning.builds import HASH_DIGITS, built, own_request
 
@@ -52,6 +53,10 @@ def check_table(path: Path) -> CheckedTable:
         seen[key] = row.where
         target = hardware(row.gfx)
         target = replace(target, cu_num=row.cu_num or target.cu_num)
+        kernel = find_kernel(op, row.gfx, row.backend, row.kernel)
+        misfit = kernel.misfit(target, row.problem, row.config)
+        if misfit is not None:
+            raise TableError(f"{row.where}: {row.backend}/{row.kernel}: {misfit}")
         chosen = Route(op, row.backend, row.kernel, row.config, "", row.where)
         for request in build_requests(target, [row.problem], [chosen]):
             requests[request] = row.where
