@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any, ParamSpec, TypeVar
@@ -65,6 +66,36 @@ def cheapest(
         if taken[kind] <= most_alike:
             chosen.append(config)
     return chosen[:most]
+
+
+def cheapest_of(
+    params: Sequence[Param],
+    fits: Callable[[Target, Problem, Config], bool],
+    cost: Callable[[Target, Problem, Config], float],
+    alike: Sequence[str],
+    most_alike: int,
+    most: int,
+) -> Callable[[Target, Problem], list[Config]]:
+    """What finds a kernel's candidates: of all that fit, the ``cheapest``, the best of them first.
+
+    Args:
+        params: of the kernel.
+        fits: whether a configuration is for a problem on a target.
+        cost: its modelled time, likewise.
+        alike, most_alike, most: as for ``cheapest``.
+    """
+
+    @lru_cache(maxsize=64)
+    def candidates(target: Target, problem: Problem) -> list[Config]:
+        return cheapest(
+            [config for config in combinations(params) if fits(target, problem, config)],
+            lambda config: cost(target, problem, config),
+            alike,
+            most_alike,
+            most,
+        )
+
+    return candidates
 
 
 def first_of(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
+from aiter_mx.kernels.linear.clusters_sm90 import (
+    CHUNK,
+    PART_ARGS,
+    most_clusters,
+    part_scalars,
+)
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
     W_POINTER,
@@ -23,7 +27,7 @@ from aiter_mx.kernels.spec import (
     Module,
     Param,
     TensorMap,
-    cheapest,
+    cheapest_of,
     combinations,
     first_of,
     where_it_fits,
@@ -53,10 +57,9 @@ _MOST_ALIKE = 4
 _MANY_WEIGHTS = 50_000_000  # from which all places are taken, if more than so many of them are
 _FULL = 0.7
 _ALONE_WEIGHTS, _FEWEST_BOXES = range(300_000, 600_000), 8  # of an SM, where that was faster
-_CHUNK = 128  # k of a box; also bytes of a row
 _TILE_BYTES = 512  # sums of a tile of 16 rows of w by 8 of x
 _GROUP_ROWS = 64
-_BLOCKS = _CHUNK // 32
+_BLOCKS = CHUNK // 32
 _MOST_PITCH = 256  # bytes of a row of a box that is not turned
 _ALIGNMENT_BYTES = 1024  # of boxes in shared memory, which the kernel's first byte may not have
 _SHARED_BYTES = 228 * 1024  # of an SM, compute capability 9.0
@@ -96,14 +99,14 @@ class Layout:
 
     @property
     def stage_bytes(self) -> int:
-        return -(-self.tile_rows // 8) * 8 * _CHUNK
+        return -(-self.tile_rows // 8) * 8 * CHUNK
 
 
 def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
     """How a configuration is laid out, or None where it does not fit."""
     split, row_groups, k_groups = config["split"], config["row_groups"], config["k_groups"]
     tiles_m = 1 << (-(-problem.M // 8) - 1).bit_length()
-    fewest_chunks, more = divmod(problem.K // _CHUNK, split)
+    fewest_chunks, more = divmod(problem.K // CHUNK, split)
     chunks = fewest_chunks + (more > 0)
     resident = most_clusters(target, split) * config["per_sm"]
     needed = -(-problem.N // (_GROUP_ROWS * row_groups))
@@ -161,13 +164,13 @@ def _shared_bytes(found: Layout, config: Config) -> int:
     if not scales:  # each warp's
         scales = 4 * row_groups * k_groups * ((-(-found.chunks // k_groups) + 1) // 2 * 128)
     behind = (
-        found.chunks * 8 * found.tiles_m * (_CHUNK + 16)  # x and its scales
+        found.chunks * 8 * found.tiles_m * (CHUNK + 16)  # x and its scales
         + found.scale_buffers * scales
         + inboxes * inbox
         + (2 * found.depth + 2 * inboxes + found.scale_buffers) * 8
     )
     # The last stage is read as if it had all rows.
-    room = max(behind, row_groups * _GROUP_ROWS * _CHUNK - found.stage_bytes)
+    room = max(behind, row_groups * _GROUP_ROWS * CHUNK - found.stage_bytes)
     return -(-(_ALIGNMENT_BYTES + found.depth * found.stage_bytes + room) // 16) * 16
 
 
@@ -181,8 +184,8 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"M={problem.M} is above {MAX_M}, the most rows of a tile of fp8"
     if problem.out_dtype != "bf16":
         return f"fp8 sums a block with 14 bits: enough for bf16, not for {problem.out_dtype}"
-    if problem.K % _CHUNK:
-        return f"K={problem.K} is no multiple of {_CHUNK}, which fp8 takes at a time"
+    if problem.K % CHUNK:
+        return f"K={problem.K} is no multiple of {CHUNK}, which fp8 takes at a time"
     if max(problem.N, problem.K) > MAX_SIZE:
         return f"N={problem.N}, K={problem.K}: fp8 counts both in 31 bits"
     if not any(_fits(target, problem, config) for config in combinations(PARAMS)):
@@ -246,17 +249,14 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
     )
 
 
-@lru_cache(maxsize=64)
-def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
-    """Those of the least modelled time, which order them, but few that are alike."""
-    fitting = [config for config in combinations(PARAMS) if _fits(target, problem, config)]
-    return cheapest(
-        fitting,
-        lambda config: _cycles(target, problem, config),
-        alike=("split", "row_groups", "per_sm"),
-        most_alike=_MOST_ALIKE,
-        most=_MOST_CANDIDATES,
-    )
+_candidates = cheapest_of(
+    PARAMS,
+    _fits,
+    _cycles,
+    alike=("split", "row_groups", "per_sm"),
+    most_alike=_MOST_ALIKE,
+    most=_MOST_CANDIDATES,
+)
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
@@ -300,18 +300,17 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
 
 def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
     found = _layout(target, problem, config)
-    part, parts_with_one_more = divmod(problem.K // _CHUNK, config["split"])
     return (
         *matrix_scalars(problem),
-        *(found.tile_rows, found.passes, part, parts_with_one_more),
-        int(problem.pdl),
+        *(found.tile_rows, found.passes),
+        *part_scalars(problem, config["split"]),
     )
 
 
 def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
     """What is copied of w at a time: a pass's rows of a chunk."""
     found = _layout(target, problem, config)
-    return TensorMap(W_POINTER, problem.N, problem.K, found.tile_rows, _CHUNK, fetch_bytes=128)
+    return TensorMap(W_POINTER, problem.N, problem.K, found.tile_rows, CHUNK, fetch_bytes=128)
 
 
 def _weight_scales(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
@@ -332,9 +331,7 @@ MODULE = Module(
         *MATRIX_ARGS,
         Arg("tile_rows", "i32"),
         Arg("passes", "i32"),
-        Arg("part_chunks", "i32"),
-        Arg("parts_with_one_more", "i32"),
-        Arg("overlaps", "i32"),
+        *PART_ARGS,
     ),
     defines=_defines,
     geometry=_geometry,

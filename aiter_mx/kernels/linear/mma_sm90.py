@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
-from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
+from aiter_mx.kernels.linear.clusters_sm90 import (
+    CHUNK,
+    PART_ARGS,
+    most_clusters,
+    part_scalars,
+)
 from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
 from aiter_mx.kernels.linear.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import (
@@ -18,8 +22,7 @@ from aiter_mx.kernels.spec import (
     KernelSpec,
     Module,
     Param,
-    cheapest,
-    combinations,
+    cheapest_of,
     first_of,
     where_it_fits,
 )
@@ -39,7 +42,6 @@ MAX_SIZE = (1 << 31) - 1
 _MOST_CANDIDATES = 20
 _MOST_ALIKE = 2
 _MOST_OWN_ROWS = 16  # above, wide is faster on one H200
-_CHUNK = 128  # k that a warp takes at a time
 _TILE_BYTES = 512  # sums of a tile of 16 rows of w by 8 of x
 _SHARED_BYTES = 227 * 1024  # that the workgroups of an SM may have, compute capability 9.0
 _STATIC_BYTES = 1024 + 128  # of a workgroup: what the system takes, and barriers
@@ -75,9 +77,9 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     clusters = _clusters(target, problem, split, pass_rows, config["per_sm"])
     most_rows = -(-problem.N // clusters)
     passes = -(-most_rows // pass_rows)
-    chunks = -(-problem.K // (_CHUNK * split))
+    chunks = -(-problem.K // (CHUNK * split))
     stage_rows = warp_rows + 8 * tiles_m
-    stage_bytes = -(-stage_rows * (_CHUNK + 8) // 128) * 128
+    stage_bytes = -(-stage_rows * (CHUNK + 8) // 128) * 128
     ring = row_warps * k_warps * config["depth"] * stage_bytes
     most_bytes = _SHARED_BYTES // config["per_sm"] - _STATIC_BYTES
     for turns in range(1, tiles_m + 1):
@@ -142,13 +144,13 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
     idle = rounds * target.cu_num * config["per_sm"] / groups
     pass_rows = 16 * row_tiles * config["row_warps"]
     chunks = -(-found.chunks // config["k_warps"])  # of a warp in a pass
-    steps = chunks * config["k_warps"] / (K / _CHUNK / split)
+    steps = chunks * config["k_warps"] / (K / CHUNK / split)
     padding = found.passes * pass_rows * found.clusters / problem.N * steps * idle
     a_unit = 22 + 6 * found.tiles_m + 12 * found.tiles_m / row_tiles  # 16 rows by 32 k
     stall = {1: 2.6, 2: 2.2, 3: 2.0}.get(round(warps / 4), 1.9)
     units = problem.N * K / (512 * 4 * target.cu_num)
     x_bytes = M * K * found.clusters * found.passes * config["row_warps"]
-    in_flight = warps * config["depth"] * row_tiles * 16 * _CHUNK
+    in_flight = warps * config["depth"] * row_tiles * 16 * CHUNK
     starved = 0 if in_flight >= 40e3 else 1e4
     return (
         padding * units * max(a_unit * stall, 12.5 * found.tiles_m)
@@ -171,17 +173,14 @@ def _overlap_cycles(target: Target, found: Layout, groups: int) -> float:
     return 600 * alone - 800 * shares
 
 
-@lru_cache(maxsize=64)
-def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
-    """Those of the least modelled time, which order them, but few that are alike."""
-    fitting = [config for config in combinations(PARAMS) if _fits(target, problem, config)]
-    return cheapest(
-        fitting,
-        lambda config: _cycles(target, problem, config),
-        alike=("split", "row_tiles", "row_warps"),
-        most_alike=_MOST_ALIKE,
-        most=_MOST_CANDIDATES,
-    )
+_candidates = cheapest_of(
+    PARAMS,
+    _fits,
+    _cycles,
+    alike=("split", "row_tiles", "row_warps"),
+    most_alike=_MOST_ALIKE,
+    most=_MOST_CANDIDATES,
+)
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
@@ -220,11 +219,10 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
 def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
     found = _layout(target, problem, config)
     rows, clusters_with_one_more = divmod(problem.N, found.clusters)
-    part, parts_with_one_more = divmod(-(-problem.K // _CHUNK), config["split"])
     return (
         *matrix_scalars(problem),
-        *(rows, clusters_with_one_more, part, parts_with_one_more),
-        int(problem.pdl),
+        *(rows, clusters_with_one_more),
+        *part_scalars(problem, config["split"]),
     )
 
 
@@ -235,9 +233,7 @@ MODULE = Module(
         *MATRIX_ARGS,
         Arg("cluster_rows", "i64"),
         Arg("clusters_with_one_more", "i32"),
-        Arg("part_chunks", "i32"),
-        Arg("parts_with_one_more", "i32"),
-        Arg("overlaps", "i32"),
+        *PART_ARGS,
     ),
     defines=_defines,
     geometry=_geometry,

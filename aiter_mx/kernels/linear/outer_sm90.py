@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
-from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
+from aiter_mx.kernels.linear.clusters_sm90 import (
+    CHUNK,
+    PART_ARGS,
+    most_clusters,
+    part_scalars,
+)
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
     W_POINTER,
@@ -17,14 +21,13 @@ from aiter_mx.kernels.linear.problem import (
 )
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
-    Arg,
     Config,
     Geometry,
     KernelSpec,
     Module,
     Param,
     TensorMap,
-    cheapest,
+    cheapest_of,
     combinations,
     first_of,
     where_it_fits,
@@ -48,7 +51,6 @@ _OWN_WEIGHTS = range(500_000, 100_000_001)
 _FEWEST_OWN_WEIGHT_ROWS = 384
 _MOST_CANDIDATES = 16
 _MOST_ALIKE = 2
-_CHUNK = 128  # k of a box; also bytes of a row
 _GROUP_ROWS = 64  # of wgmma's A
 _TILE_BYTES = 512  # sums of a tile of 16 rows of wgmma's A by 8 of its B
 _FACTOR_BYTES = 8  # of a row's scales in a chunk
@@ -91,7 +93,7 @@ class Layout:
 
     @property
     def stage_bytes(self) -> int:
-        return (self.rows_m + self.rows_w) * _CHUNK
+        return (self.rows_m + self.rows_w) * CHUNK
 
 
 def _up(value: int, to: int) -> int:
@@ -114,7 +116,7 @@ def _laid_out(
     target: Target, problem: LinearProblem, config: Config, turned: bool
 ) -> Layout | None:
     split, row_groups, k_groups = config["split"], config["row_groups"], config["k_groups"]
-    fewest_chunks, more = divmod(problem.K // _CHUNK, split)
+    fewest_chunks, more = divmod(problem.K // CHUNK, split)
     chunks, rows_m = fewest_chunks + (more > 0), _up(problem.M, 8)
     share = -(-problem.N // most_clusters(target, split))
     rows_w = _up(share, 8 * row_groups if turned else 8)
@@ -141,11 +143,11 @@ def _laid_out(
         boxes = warps * -(-of_warp // parts) * (parts - 1)
     else:
         boxes = -(-tiles // split) * parts if parts > 1 else 0
-    stage_bytes = (rows_m + rows_w) * _CHUNK
+    stage_bytes = (rows_m + rows_w) * CHUNK
     scales = (chunks * rows_a + _up(chunks, 2) * rows_b) * _FACTOR_BYTES
     behind = scales + boxes * _TILE_BYTES + (2 * chunks + 2) * 8
     # The last stage is read as if it had all rows of A.
-    behind = max(behind, (1 if turned else row_groups) * _GROUP_ROWS * _CHUNK - stage_bytes)
+    behind = max(behind, (1 if turned else row_groups) * _GROUP_ROWS * CHUNK - stage_bytes)
     stages = (_SHARED_BYTES - _ALIGNMENT_BYTES - behind) // stage_bytes
     stages = chunks if stages >= chunks else stages // k_groups * k_groups
     if stages < min(2 * k_groups, chunks):
@@ -168,8 +170,8 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"M={problem.M} is above {MAX_M}, the most rows of a tile of outer"
     if problem.out_dtype != "bf16":
         return f"outer sums a block with 14 bits: enough for bf16, not for {problem.out_dtype}"
-    if problem.K % _CHUNK:
-        return f"K={problem.K} is no multiple of {_CHUNK}, which outer takes at a time"
+    if problem.K % CHUNK:
+        return f"K={problem.K} is no multiple of {CHUNK}, which outer takes at a time"
     if max(problem.N, problem.K) > MAX_SIZE:
         return f"N={problem.N}, K={problem.K}: outer counts both in 31 bits"
     if not any(_fits(target, problem, config) for config in combinations(PARAMS)):
@@ -207,17 +209,14 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
     return both + exchanged + 0.008 * abs(under_way - _BYTES_UNDER_WAY)
 
 
-@lru_cache(maxsize=64)
-def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
-    """Those of the least modelled time, which order them, but few that are alike."""
-    fitting = [config for config in combinations(PARAMS) if _fits(target, problem, config)]
-    return cheapest(
-        fitting,
-        lambda config: _cycles(target, problem, config),
-        alike=("split", "row_groups", "k_groups"),
-        most_alike=_MOST_ALIKE,
-        most=_MOST_CANDIDATES,
-    )
+_candidates = cheapest_of(
+    PARAMS,
+    _fits,
+    _cycles,
+    alike=("split", "row_groups", "k_groups"),
+    most_alike=_MOST_ALIKE,
+    most=_MOST_CANDIDATES,
+)
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
@@ -240,7 +239,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_STAGES": found.stages,
         "MX_DEPTH": config["depth"],
         "MX_SCALE_CHUNKS": found.scale_chunks,
-        "MX_EVEN": int(problem.K // _CHUNK % config["split"] == 0),
+        "MX_EVEN": int(problem.K // CHUNK % config["split"] == 0),
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_SHARED_BYTES": found.shared_bytes,
     }
@@ -258,29 +257,23 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
 
 
 def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
-    part, parts_with_one_more = divmod(problem.K // _CHUNK, config["split"])
-    return (*matrix_scalars(problem), part, parts_with_one_more, int(problem.pdl))
+    return (*matrix_scalars(problem), *part_scalars(problem, config["split"]))
 
 
 def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
     rows_w = _layout(target, problem, config).rows_w
-    return TensorMap(W_POINTER, problem.N, problem.K, rows_w, _CHUNK, fetch_bytes=128)
+    return TensorMap(W_POINTER, problem.N, problem.K, rows_w, CHUNK, fetch_bytes=128)
 
 
 def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
     rows_m = _layout(target, problem, config).rows_m
-    return TensorMap(X_POINTER, problem.M, problem.K, rows_m, _CHUNK)
+    return TensorMap(X_POINTER, problem.M, problem.K, rows_m, CHUNK)
 
 
 MODULE = Module(
     sources={"sm_90a": "linear_outer_sm90.cu"},
     symbol="aiter_mx_linear_outer",
-    args=(
-        *MATRIX_ARGS,
-        Arg("part_chunks", "i32"),
-        Arg("parts_with_one_more", "i32"),
-        Arg("overlaps", "i32"),
-    ),
+    args=(*MATRIX_ARGS, *PART_ARGS),
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
-from aiter_mx.kernels.linear.clusters_sm90 import most_clusters
+from aiter_mx.kernels.linear.clusters_sm90 import (
+    CHUNK,
+    PART_ARGS,
+    most_clusters,
+    part_scalars,
+)
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
     W_POINTER,
@@ -17,14 +21,13 @@ from aiter_mx.kernels.linear.problem import (
 )
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
-    Arg,
     Config,
     Geometry,
     KernelSpec,
     Module,
     Param,
     TensorMap,
-    cheapest,
+    cheapest_of,
     combinations,
     first_of,
     where_it_fits,
@@ -43,7 +46,6 @@ _MOST_CANDIDATES = 16
 _MOST_ALIKE = 2
 _MOST_OF_OTHERS = 16  # rows of x up to which mma is faster on one H200
 _TILES_M = (8, 16, 32, 48, 64)
-_CHUNK = 128  # k of a stage of the ring
 _MOST_CHUNKS = 16  # of a part of K, whose scales are in registers for a while
 _BYTES_A_CYCLE = 2090  # of an H200's memory
 _BUSY_CHUNKS = 4  # of a pass of which sums are sent in the next, with them and with other work
@@ -85,13 +87,13 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     tiles = -(-problem.N // rows)
     most = most_clusters(target, split)
     passes = -(-tiles // most)
-    chunks = -(-problem.K // (_CHUNK * split))
+    chunks = -(-problem.K // (CHUNK * split))
     sums = rows // 16 * tile_m // 8
     if chunks > _MOST_CHUNKS or (passes > 1 and sums < split):
         return None  # who owns no sums would let the others send theirs too early
     inbox = -(-sums // split) * split * _TILE_BYTES if split > 1 else 0
     late = passes > 1 and _runs_on(problem, split, rows, chunks, tile_m)
-    ring, slot = config["depth"] * rows * _CHUNK, _CHUNK * tile_m
+    ring, slot = config["depth"] * rows * CHUNK, CHUNK * tile_m
     shared_bytes = ring + chunks * 2 * slot + inbox + (1 + late) * rows * ((chunks + 1) | 1) * 4
     # x, before it is fp16, takes the ring's end and the inbox, or what else there is.
     left = _SHARED_BYTES - shared_bytes
@@ -105,7 +107,7 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
 
 def _runs_on(problem: LinearProblem, split: int, rows: int, chunks: int, tile_m: int) -> bool:
     """Whether the loop of several passes runs on from one to the next: kLate of the kernel."""
-    whole = problem.K % (_CHUNK * split) == 0
+    whole = problem.K % (CHUNK * split) == 0
     return split > 1 and 64 < rows <= 128 and tile_m > 32 and chunks > _BUSY_CHUNKS and whole
 
 
@@ -143,10 +145,10 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
     groups = found.clusters * split
     rounds = -(-groups // target.cu_num)
     computed = found.chunks * rounds * (300 + -(-rows // 64) * (147 + 1.9 * tile_m))
-    copied = rounds * min(groups, target.cu_num) * rows * found.chunks * _CHUNK / _BYTES_A_CYCLE
+    copied = rounds * min(groups, target.cu_num) * rows * found.chunks * CHUNK / _BYTES_A_CYCLE
     exchanged = 1000 + (0.34 * rows * tile_m if split > 1 else 0)
     if found.passes > 1:  # copies go on while sums are exchanged, as far as the ring is long
-        copied *= 1 + 0.29 * max(0.0, 1 - depth * rows * _CHUNK / 80e3)
+        copied *= 1 + 0.29 * max(0.0, 1 - depth * rows * CHUNK / 80e3)
     a_pass = max(copied, computed + exchanged)
     last = max(copied, computed) + exchanged
     depths = 1290 * max(0, 4 - depth) + 60 * max(0, depth - 5)
@@ -155,17 +157,14 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
     return started + (found.passes - 1) * a_pass + last + depths + cluster
 
 
-@lru_cache(maxsize=64)
-def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
-    """Those of the least modelled time, which order them, but few that are alike."""
-    fitting = [config for config in combinations(PARAMS) if _fits(target, problem, config)]
-    return cheapest(
-        fitting,
-        lambda config: _cycles(target, problem, config),
-        alike=("split", "rows"),
-        most_alike=_MOST_ALIKE,
-        most=_MOST_CANDIDATES,
-    )
+_candidates = cheapest_of(
+    PARAMS,
+    _fits,
+    _cycles,
+    alike=("split", "rows"),
+    most_alike=_MOST_ALIKE,
+    most=_MOST_CANDIDATES,
+)
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
@@ -184,7 +183,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_DEPTH": config["depth"],
         "MX_CHUNKS": found.chunks,
         "MX_ONE_PASS": int(found.passes == 1),
-        "MX_WHOLE": int(problem.K % (_CHUNK * config["split"]) == 0),
+        "MX_WHOLE": int(problem.K % (CHUNK * config["split"]) == 0),
         "MX_LATE": int(found.late),
         "MX_SPARE": found.spare_bytes,
         "MX_SHARED_BYTES": found.shared_bytes,
@@ -202,31 +201,22 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
 
 
 def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
-    part, parts_with_one_more = divmod(-(-problem.K // _CHUNK), config["split"])
-    return (
-        *matrix_scalars(problem),
-        *(part, parts_with_one_more, int(problem.pdl)),
-    )
+    return (*matrix_scalars(problem), *part_scalars(problem, config["split"]))
 
 
 def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-    return TensorMap(W_POINTER, problem.N, problem.K, config["rows"], _CHUNK, fetch_bytes=128)
+    return TensorMap(W_POINTER, problem.N, problem.K, config["rows"], CHUNK, fetch_bytes=128)
 
 
 def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
     tile_m = _layout(target, problem, config).tile_m
-    return TensorMap(X_POINTER, problem.M, problem.K, tile_m, _CHUNK)
+    return TensorMap(X_POINTER, problem.M, problem.K, tile_m, CHUNK)
 
 
 MODULE = Module(
     sources={"sm_90a": "linear_wide_sm90.cu"},
     symbol="aiter_mx_linear_wide",
-    args=(
-        *MATRIX_ARGS,
-        Arg("part_chunks", "i32"),
-        Arg("parts_with_one_more", "i32"),
-        Arg("overlaps", "i32"),
-    ),
+    args=(*MATRIX_ARGS, *PART_ARGS),
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
