@@ -66,7 +66,7 @@ MX_DEVICE unsigned watch_shared(unsigned address) {
     return v;
 }
 MX_DEVICE void announce_shared(unsigned address, unsigned value) {
-    unsigned before;
+    [[maybe_unused]] unsigned before;
     asm volatile("atom.relaxed.cta.shared.exch.b32 %0, [%1], %2;"
                  : "=r"(before)
                  : "r"(address), "r"(value)
