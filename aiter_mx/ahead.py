@@ -90,6 +90,15 @@ def problem_type_of(op: str) -> type[Problem]:
     return layer
 
 
+def refuse_layers(op: str) -> None:
+    """Raise ValueError for an op that is several launches, none of which has its name."""
+    if op in _MADE_OF:
+        raise ValueError(
+            f"{op} is several launches, with a route each: aiter_mx.warmup({op!r}, ...) returns "
+            f"them, and aiter-mx explain {op} shows them"
+        )
+
+
 def launches_of(op: str, problem: Problem) -> list[tuple[str, Problem]]:
     """The ops and problems that a problem of ``op`` is made of, most often itself alone."""
     return list(problem.parts()) if op in _MADE_OF else [(op, problem)]

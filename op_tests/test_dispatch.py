@@ -130,6 +130,13 @@ def test_envelope_names_each_refusal_on_the_way() -> None:
     assert route("linear", CPU, problem).backend == "torch"
 
 
+def test_a_layer_of_several_launches_says_where_its_routes_are() -> None:
+    with pytest.raises(ValueError, match=r"fused_moe is several launches.*aiter_mx\.warmup"):
+        aiter_mx.explain("fused_moe", M=1, hidden=64, intermediate=32, E=8, top_k=2)
+    with pytest.raises(ValueError, match="unknown op 'fused_mo'; there are grouped_gemm, linear"):
+        aiter_mx.explain("fused_mo", M=1)
+
+
 def test_a_kernel_that_yields_comes_after_the_others_of_its_backend() -> None:
     limited = LinearProblem(M=8, N=4640, K=6144)  # in no shipped table
     chosen = route("linear", GFX950, limited)

@@ -355,6 +355,24 @@ def test_warmup_makes_every_launch_ready() -> None:
     assert [(route.op, route.backend) for route in routes] == [(op, "hip") for op in ops * 2]
 
 
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"E": 0}, "E must be at least 1, got 0"),
+        ({"M": -1}, "M must be at least 0, got -1"),
+        ({"intermediate": 0}, "intermediate must be at least 1, got 0"),
+        ({"intermediate": 48}, "H and I must be multiples of 32, got H=64 and I=48"),
+        ({"shared": 8}, "shared experts must be fewer than the experts here, got 8 of 8"),
+        ({"activation": "none"}, "activation must be one of silu, swiglu_oai, got 'none'"),
+    ],
+    ids=str,
+)
+def test_layers_that_cannot_be_are_refused_by_name(field: dict[str, Any], message: str) -> None:
+    layer = {"M": 1, "hidden": 64, "intermediate": 32, "E": 8, "top_k": 2}
+    with pytest.raises(ValueError, match=message):
+        aiter_mx.warmup("fused_moe", **{**layer, **field})
+
+
 def test_builds_ahead_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 

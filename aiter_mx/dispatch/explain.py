@@ -9,7 +9,7 @@ from typing import Any
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.route import Route
-from aiter_mx.kernels.registry import problem_type
+from aiter_mx.kernels.registry import ops, problem_type
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target, cpu_target, gpu_target, hardware
 
@@ -45,6 +45,10 @@ def explain(
         if not isinstance(cu_num, int) or cu_num < 1:
             raise ValueError(f"cu_num must be a whole number of at least 1, got {cu_num!r}")
         target = replace(target, cu_num=cu_num)
+    if op not in ops():
+        from aiter_mx.ahead import refuse_layers  # which imports this
+
+        refuse_layers(op)
     return route(op, target, make_problem(op, shape))
 
 

@@ -8,7 +8,8 @@ from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.spec import Problem
-from aiter_mx.ops.checks import BLOCK
+from aiter_mx.ops.checks import BLOCK, refuse_less
+from aiter_mx.ops.moe_problem import refuse_unknown_activation
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ class FusedMoeProblem:
     limit: float = 7.0
 
     def __post_init__(self) -> None:
+        for name, least in (("M", 0), ("E", 1), ("top_k", 1), ("intermediate", 1)):
+            refuse_less(least, **{name: getattr(self, name)})
+        refuse_unknown_activation(self.activation)
         if not 0 <= self.shared < self.E:
             raise ValueError(
                 f"shared experts must be fewer than the experts here, got {self.shared} of {self.E}"
