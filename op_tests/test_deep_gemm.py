@@ -147,7 +147,8 @@ def test_bad_arguments_are_refused() -> None:
         ((a, b, d, layout.to("meta")), {}, ValueError, "grouped_layout is on meta, but a is on"),
         ((a, (b[0], b[1].to("meta")), d, layout), {}, ValueError, "must be there too, got meta"),
         ((a, b, d, layout[:7]), {}, ValueError, r"a must be \[M, K\] and grouped_layout \[M\]"),
-        ((a, b, d[:7], layout), {}, ValueError, r"out must be \[8, 32\], got \[7, 32\]"),
+        ((a, b, d[:7], layout), {}, ValueError, r"^d must be \[8, 32\], got \[7, 32\]"),
+        ((a, b, d.double(), layout), {}, TypeError, "^d's dtype must be torch.bfloat16 or"),
         ((a, b, d, layout), {"disable_ue8m0_cast": True}, ValueError, "no powers of two"),
     ]:
         with pytest.raises(error, match=message):

@@ -8,13 +8,12 @@ does, or call ``aiter_mx.linear`` and ``aiter_mx.moe_gemm``, which it does trace
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from aiter_mx.compat.names import renamed
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.ops.checks import (
@@ -77,14 +76,7 @@ def mxfp8_gemv(
                 return None
         return linear(xq, x_scale, wq, w_scale, None, out_dtype)
     except (TypeError, ValueError) as error:
-        raise _renamed(error, _GEMV_NAMES) from error
-
-
-def _renamed(error: Exception, names: Mapping[str, str]) -> Exception:
-    """The error with arguments named as the caller does."""
-    words = re.compile(rf"\b({'|'.join(names)})\b")
-    text = words.sub(lambda found: names[found[0]], str(error))
-    return TypeError(text) if isinstance(error, TypeError) else ValueError(text)
+        raise renamed(error, _GEMV_NAMES) from error
 
 
 @lru_cache(maxsize=4096)
@@ -148,4 +140,4 @@ def grouped_gemm_mxfp8(
         plan = plan_of(inputs, (num_valid_tokens, top_k, block_m, a_div, "vllm", *plain))
         return compute(plan, inputs, None)[0] if plan.backend in _OURS else None
     except (TypeError, ValueError) as error:
-        raise _renamed(error, _GROUPED_NAMES) from error
+        raise renamed(error, _GROUPED_NAMES) from error

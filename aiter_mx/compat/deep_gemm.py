@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 
+from aiter_mx.compat.names import renamed
 from aiter_mx.numerics import NAN_SCALE, as_scale_bytes
 from aiter_mx.ops.checks import BLOCK, refuse_no_tensor, refuse_no_whole_number, shape_text
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
@@ -71,7 +72,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
             f"grouped_layout is on {grouped_layout.device}, but a is on {payload.device}"
         )
     starts, ends = _ranges(grouped_layout, weights.shape[0])
-    grouped_gemm_ranges(payload, scale, weights, weight_scale, starts, ends, d, d.dtype)
+    _multiply(payload, scale, weights, weight_scale, starts, ends, d)
     if zero_padding:
         d.masked_fill_((grouped_layout < 0).unsqueeze(1), 0)
 
@@ -113,9 +114,7 @@ def m_grouped_fp8_gemm_nt_masked(
     # A plan is made for each value: a few will do.
     rounded = 1 << (expected_m - 1).bit_length() if expected_m else 0
     expected = min(rounded, payload.shape[1])
-    grouped_gemm_ranges(
-        payload, scale, weights, weight_scale, None, masked_m, d, d.dtype, expected_rows=expected
-    )
+    _multiply(payload, scale, weights, weight_scale, None, masked_m, d, expected)
 
 
 def expand_scales(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -171,6 +170,24 @@ def _operand(name: str, pair: Pair) -> Pair:
     payload, scale = pair
     refuse_no_tensor(**{f"{name}'s payload": payload, f"{name}'s scale": scale})
     return payload, expand_scales(payload, scale)
+
+
+def _multiply(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor,
+    d: torch.Tensor,
+    expected: int = 0,
+) -> None:
+    try:
+        grouped_gemm_ranges(
+            a, a_scale, b, b_scale, starts, ends, d, d.dtype, expected_rows=expected
+        )
+    except (TypeError, ValueError) as error:
+        raise renamed(error, {"out": "d", "out_dtype": "d's dtype"}) from error
 
 
 def _refuse_uncast(disable_ue8m0_cast: bool) -> None:
