@@ -161,6 +161,29 @@ def test_sort_lists_packed_ids_with_their_weights(
         assert sorted_weights.tolist() == wanted_weights + [0.0] * left
 
 
+def test_packed_ids_hold_128_slots(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    M, top_k = 3, 128
+    topk_ids = draw_ids(random.Random(8), M, top_k, 5).clamp(0, 4).to(device, torch.int32)
+    weights = torch.rand(M, top_k).to(device)
+    ids, sorted_weights, expert_ids, valid = aiter_mx.moe_sort(topk_ids, weights, 5, 8)
+    padding = -(2**31) | M  # 128 << 24 | M in 32 bits
+    listed = ids[ids != padding]
+    assert sorted((t & 0xFFFFFF) * top_k + (t >> 24) for t in listed.tolist()) == list(range(384))
+    assert (ids[valid[0] :] == padding).all()
+    monkeypatch.setenv("AITER_MX_CHECK", "1")
+    x, w = aiter_mx.quantize(torch.randn(M, 32)), aiter_mx.quantize(torch.randn(5 * 4, 32))
+    operands = (*x, w[0].view(5, 4, 32), w[1].view(5, 4, 1))
+    on_device = [tensor.to(device) for tensor in operands]
+    lists = (ids, expert_ids, valid, M * top_k, top_k, 8)
+    out = aiter_mx.moe_gemm(*on_device, *lists, a_div=top_k, topk_weights=sorted_weights,
+                            ids="aiter", out_dtype=torch.float32)  # fmt: skip
+    dense = (aiter_mx.dequantize(*x) @ aiter_mx.dequantize(*w).T).view(M, 1, 5, 4)
+    expected = dense.expand(M, top_k, 5, 4)[
+        torch.arange(M)[:, None], torch.arange(top_k), topk_ids.cpu().long()
+    ]
+    torch.testing.assert_close(out.cpu().view(M, top_k, 4), expected * weights.cpu()[..., None])
+
+
 def test_more_ids_than_the_workgroup_holds_at_once(device: torch.device) -> None:
     draw = random.Random(5)
     topk_ids = draw_ids(draw, 1500, 8, 200).to(torch.int32)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from aiter_mx.kernels.moe_align import MoeAlignProblem
+from aiter_mx.kernels.moe_gemm.problem import packed_padding
 
 
 def moe_align_torch(
@@ -74,7 +75,7 @@ def moe_align_torch(
     slot = order % p.slots
     packed = p.ids == "aiter"
     t = slot << 24 | order // p.slots if packed else order
-    padding = p.slots << 24 | p.M if packed else p.routed
+    padding = packed_padding(p.M, p.slots) if packed else p.routed
     listed = sorted_ids.new_full((p.max_ids + 1,), padding)
     sorted_ids.copy_(listed.scatter_(0, place, t.to(torch.int32))[:-1])
     if sorted_weights is not None and topk_weights is not None:

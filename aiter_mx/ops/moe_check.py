@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.moe_gemm.problem import packed_padding
 
 
 def checking() -> bool:
@@ -101,7 +102,7 @@ def check_routing(
     )
     ids = sorted_ids[:used]
     if problem.ids == "aiter":
-        padding = problem.top_k << 24 | problem.M
+        padding = packed_padding(problem.M, problem.top_k)
         token, slot = ids & 0xFFFFFF, (ids >> 24) & 0xFF
         wrong = (token >= problem.M) | (slot >= problem.top_k)
         rows = token * problem.top_k + slot

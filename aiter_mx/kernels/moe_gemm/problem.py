@@ -202,6 +202,12 @@ def most_padded(routed: int, num_experts: int, block_m: int) -> int:
     return (routed + touched * (block_m - 1)) // block_m * block_m
 
 
+def packed_padding(tokens: int, slots: int) -> int:
+    """aiter's id of no routed row, as an int32: of 128 slots it has the sign bit."""
+    padding = slots << 24 | tokens
+    return padding - (padding >> 31 << 32)
+
+
 def scalars(problem: MoeGemmProblem) -> tuple[int | float, ...]:
     """The values of the arguments that are not pointers, in order."""
     return (
