@@ -24,6 +24,7 @@ class Layer:
         experts: of each routed row t, or -1 where it has none: rows that must not be written.
         a_div: routed rows that share a row of x.
         weights: of each routed row, or None.
+        accumulation_error: of the sum of magnitudes, beyond what fp32 sums may err by.
     """
 
     xq: Tensor
@@ -34,6 +35,7 @@ class Layer:
     experts: list[int]
     a_div: int
     weights: Tensor | None = None
+    accumulation_error: float = 0.0
 
     def rows_of(self, expert: int) -> list[int]:
         """The routed rows of an expert."""
@@ -50,7 +52,8 @@ class Layer:
         if self.bias is not None:
             ref = ref + self.bias[expert].double()
             total = total + self.bias[expert].double().abs()
-        error = (8 + math.sqrt(K)) * 2.0**-23 * total + 2.0**-126 * K / 32
+        relative = (8 + math.sqrt(K)) * 2.0**-23 + self.accumulation_error
+        error = relative * total + 2.0**-126 * K / 32
         if self.weights is not None:
             weight = self.weights[rows].double().unsqueeze(1)
             ref, total = ref * weight, total * weight.abs()

@@ -14,6 +14,7 @@ from torch import Tensor
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.boxes_sm90 import BOXES
+from aiter_mx.kernels.moe_gemm.outer_sm90 import OUTER
 from aiter_mx.kernels.moe_gemm.slabs_sm90 import SLABS
 from aiter_mx.kernels.moe_gemm.stream_sm90 import STREAM
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
@@ -24,14 +25,16 @@ from aiter_mx.ops.moe_layer import FusedMoeProblem
 from aiter_mx.target import hardware
 
 SM90 = hardware("sm_90a")
-KERNELS = (STREAM, WIDE, BOXES, SLABS)
+KERNELS = (STREAM, WIDE, BOXES, SLABS, OUTER)
 
 
 def test_stream_runs_where_experts_have_few_rows_and_others_where_more() -> None:
     few = MoeGemmProblem(16, 1536, 6144, 128, 4, 16)
     many = replace(few, M=1024, block_m=48)
     assert route("moe_gemm", SM90, few).kernel == "stream"
-    assert route("moe_gemm", SM90, many).kernel == "boxes"
+    assert route("moe_gemm", SM90, many).kernel == "outer"
+    assert route("moe_gemm", SM90, replace(many, out_dtype="fp32")).kernel == "boxes"
+    assert route("moe_gemm", SM90, replace(many, K=6016)).kernel == "boxes"  # not of 512
     assert route("moe_gemm", SM90, replace(many, M=2048, block_m=80)).kernel == "slabs"
     assert route("moe_gemm", SM90, replace(many, M=3000, block_m=128)).kernel == "wide"
     uneven = replace(many, K=6112)
@@ -85,6 +88,22 @@ def test_boxes_holds_whole_blocks_and_keeps_x_where_it_fits() -> None:
 def test_layers_have_blocks_that_hold_most_experts_rows() -> None:
     blocks = {M: FusedMoeProblem(M, 6144, 768, 128, 4).block_m for M in (64, 512, 1024, 2048, 4096)}
     assert blocks == {64: 16, 512: 32, 1024: 48, 2048: 80, 4096: 128}
+
+
+def test_outer_is_for_results_that_hide_its_error() -> None:
+    bf16 = MoeGemmProblem(512, 1536, 6144, 128, 4, 32)
+    activated = replace(bf16, out_dtype="mxfp8", activation="silu")
+    for problem in (bf16, activated):
+        assert OUTER.refusal(SM90, problem) is None
+        for M, col_tiles in ((512, 4), (768, 6), (1024, 6)):
+            for block_m in (16, 32, 48):
+                moved = replace(problem, M=M, block_m=block_m)
+                assert OUTER.configure(SM90, moved)["col_tiles"] == col_tiles
+                assert M == 512 or route("moe_gemm", SM90, moved).kernel == "outer"
+    for out_dtype in ("fp16", "fp32"):
+        refusal = OUTER.refusal(SM90, replace(bf16, out_dtype=out_dtype))
+        assert refusal is not None and out_dtype in refusal
+    assert OUTER.refusal(SM90, replace(bf16, K=640)) == "K=640 is not a multiple of 512"
 
 
 def test_wide_has_room_for_the_rows_of_most_blocks() -> None:

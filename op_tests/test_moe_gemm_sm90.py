@@ -16,6 +16,7 @@ from aiter_mx import launch
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.apart_sm90 import APART
 from aiter_mx.kernels.moe_gemm.boxes_sm90 import BOXES
+from aiter_mx.kernels.moe_gemm.outer_sm90 import ACCUMULATION_ERROR, OUTER
 from aiter_mx.kernels.moe_gemm.slabs_sm90 import SLABS
 from aiter_mx.kernels.moe_gemm.stream_sm90 import STREAM, fits
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
@@ -25,7 +26,7 @@ from aiter_mx.timing import random_mx as random_mx_there
 
 SM90 = hardware("sm_90a")
 GUARD = 256
-KERNELS = (STREAM, WIDE, BOXES, SLABS)
+KERNELS = (STREAM, WIDE, BOXES, SLABS, OUTER)
 
 
 def stream(row_tiles: int, col_tiles: int, k_warps: int, depth: int, groups: int = 1) -> Config:
@@ -44,6 +45,19 @@ def boxes(col_tiles: int, groups: int, depth: int, slots: int, ahead: int) -> Co
 
 def slabs(col_tiles: int, depth: int, slots: int, ahead: int) -> Config:
     return {"col_tiles": col_tiles, "depth": depth, "slots": slots, "ahead": ahead}
+
+
+def outer(col_tiles: int, depth: int, slots: int) -> Config:
+    return {"col_tiles": col_tiles, "depth": depth, "slots": slots}
+
+
+def exact_dtype(spec: KernelSpec) -> str:
+    """The plain result of a kernel that shows most of its error."""
+    return "bf16" if spec is OUTER else "fp32"
+
+
+def accumulation_error(spec: KernelSpec) -> float:
+    return ACCUMULATION_ERROR if spec is OUTER else 0.0
 
 
 # Kernel, configuration, tokens, N, K, experts, top_k, block_m.
@@ -82,6 +96,12 @@ CASES = [
     (BOXES, boxes(12, 3, 3, 3, 2), 600, 328, 384, 5, 4, 16),  # joined blocks, as the next
     (BOXES, boxes(6, 2, 4, 3, 2), 500, 200, 256, 60, 4, 4),
     (SLABS, slabs(10, 4, 2, 3), 400, 520, 512, 20, 2, 20),
+    (OUTER, outer(4, 4, 6), 60, 328, 512, 6, 2, 32),
+    (OUTER, outer(6, 4, 5), 200, 520, 1024, 8, 2, 64),
+    (OUTER, outer(4, 6, 8), 300, 800, 512, 40, 4, 8),
+    (OUTER, outer(6, 3, 4), 150, 203, 1536, 5, 3, 20),
+    (OUTER, outer(4, 3, 5), 30, 64, 512, 8, 4, 16),
+    (OUTER, outer(6, 5, 6), 600, 328, 1024, 5, 4, 128),
 ]
 
 
@@ -134,6 +154,7 @@ def test_matches_float64(case: int, kind: str) -> None:
         chosen,
         a_div,
         weights,
+        accumulation_error(spec),
     )
     packed = kind == "packed"
     lists = lists_of(chosen, E, block_m, top_k if packed else 0, draw)
@@ -149,7 +170,7 @@ def test_matches_float64(case: int, kind: str) -> None:
         E=E,
         top_k=top_k,
         block_m=block_m,
-        out_dtype="mxfp8" if activated else "bf16" if kind == "plain" else "fp32",
+        out_dtype="mxfp8" if activated else "bf16" if kind == "plain" else exact_dtype(spec),
         activation=draw.choice(["silu", "swiglu_oai"]) if activated else "none",
         layout=draw.choice(["halves", "interleaved"]),
         bias="none" if bias is None else "bf16",
@@ -196,10 +217,11 @@ def test_blocks_without_rows_are_passed_over(spec: KernelSpec, activation: str) 
         None,
         chosen,
         1,
+        accumulation_error=accumulation_error(spec),
     )
+    out_dtype = exact_dtype(spec) if activation == "none" else "mxfp8"
     problem = MoeGemmProblem(
-        *(M, N, K, E, top_k, block_m, "fp32" if activation == "none" else "mxfp8", activation),
-        max_blocks=len(experts),
+        *(M, N, K, E, top_k, block_m, out_dtype, activation), max_blocks=len(experts)
     )
     tensors = [layer.xq, layer.xs, layer.wq, layer.ws, *lists, None, None]
     for config in spec.candidates(SM90, problem)[:4]:
@@ -251,9 +273,10 @@ def test_thousand_launches_are_bitwise_equal(spec: KernelSpec) -> None:
     M, N, K, E, top_k, block_m = 40, 512, 1024, 8, 4, 32
     chosen = [draw.randrange(E) for _ in range(M * top_k)]
     lists = lists_of(chosen, E, block_m, 0, draw)
-    problem = MoeGemmProblem(M, N, K, E, top_k, block_m, "fp32", max_blocks=len(lists[1]))
+    dtype = exact_dtype(spec)
+    problem = MoeGemmProblem(M, N, K, E, top_k, block_m, dtype, max_blocks=len(lists[1]))
     x, w = random_mx(M * top_k, K, generator), random_weights(E, N, K, generator)
-    out = torch.empty(M * top_k, N, device="cuda")
+    out = torch.empty(M * top_k, N, dtype=DTYPES[dtype], device="cuda")
     every = [*(t.cuda() for t in (*x, *w, *lists)), None, None, out, None]
     run = launch.bind(spec, SM90, problem, spec.configure(SM90, problem), 0)
     first = None
@@ -281,7 +304,8 @@ def test_experts_beyond_2_and_4_gib_are_addressed_rightly(spec: KernelSpec) -> N
     out, _ = run_on_gpu(spec, spec.configure(SM90, problem), problem, tensors)
     few = [torch.stack([t.view(torch.uint8)[expert] for expert in some]).cpu() for t in (wq, ws)]
     experts = [some.index(expert) for expert in chosen]
-    assert_rows(out, Layer(*x, few[0].view(wq.dtype), few[1], None, experts, 1), POISON)
+    operands = (*x, few[0].view(wq.dtype), few[1], None, experts, 1)
+    assert_rows(out, Layer(*operands, accumulation_error=accumulation_error(spec)), POISON)
 
 
 @pytest.mark.gpu
@@ -330,14 +354,20 @@ def test_replays_with_other_tokens_and_routings_in_the_same_buffers(
 
 
 @pytest.mark.gpu
-def test_slabs_takes_scales_at_any_multiple_of_four() -> None:
+@pytest.mark.parametrize(
+    ("spec", "config"),
+    [(SLABS, slabs(10, 4, 2, 3)), (OUTER, outer(6, 4, 5))],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_scales_may_be_at_any_multiple_of_four(spec: KernelSpec, config: Config) -> None:
     generator, draw = torch.Generator().manual_seed(5), random.Random(5)
     M, N, K, E = 300, 300, 1024, 4
     x, w = random_mx(M, K, generator), random_weights(E, N, K, generator)
     chosen = torch.randint(0, E, (M * 2,), generator=generator).tolist()
     lists = lists_of(chosen, E, 80, 0, draw)
-    problem = MoeGemmProblem(M, N, K, E, 2, 80, "fp32", a_div=2, max_blocks=len(lists[1]))
-    run = launch.bind(SLABS, SM90, problem, slabs(10, 4, 2, 3), 0)
+    dtype = exact_dtype(spec)
+    problem = MoeGemmProblem(M, N, K, E, 2, 80, dtype, a_div=2, max_blocks=len(lists[1]))
+    run = launch.bind(spec, SM90, problem, config, 0)
     results = []
     for offset in (0, 4):
         scales = []
@@ -345,7 +375,7 @@ def test_slabs_takes_scales_at_any_multiple_of_four() -> None:
             place = torch.empty(scale.numel() + 16, dtype=torch.uint8, device="cuda")[offset:]
             scales.append(place[: scale.numel()].view(scale.shape))
             scales[-1].copy_(scale)
-        out = torch.full((M * 2, N), -1.0, device="cuda")
+        out = torch.full((M * 2, N), -1.0, dtype=DTYPES[dtype], device="cuda")
         operands = (x[0].cuda(), scales[0], w[0].cuda(), scales[1])
         every = [*operands, *(t.cuda() for t in lists), None, None, out, None]
         run(every, [0 if t is None else t.data_ptr() for t in every])

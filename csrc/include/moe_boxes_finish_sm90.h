@@ -193,6 +193,12 @@ struct Finisher {
                        unsigned outside, float (&sums)[kCols / 2],
                        unsigned (&amaxes)[kGroupWarps][kActivated ? kCols : 2]) const {
         scale_sums(entry, by_w, sums);
+        run_scaled(entry, tile, part, outside, sums, amaxes);
+    }
+    // The same for sums that are not relative to anything.
+    MX_MEMBER void run_scaled(const Entry& entry, unsigned tile, int part, unsigned outside,
+                              float (&sums)[kCols / 2],
+                              unsigned (&amaxes)[kGroupWarps][kActivated ? kCols : 2]) const {
         if (__builtin_expect(__any_sync(~0u, outside | entry.any_x_outside), false))
             mend(entry, tile, part, outside, sums);
         if (a.bias_kind != kNone)

@@ -21,6 +21,11 @@ constexpr int kSlots = MX_SLOTS;                 // chunks of x that are ready, 
 constexpr int kAhead = MX_AHEAD;                 // chunks of x on their way before those
 constexpr bool kResident = MX_RESIDENT;          // kSlots are all of K
 constexpr bool kEarlyRouting = MX_EARLY_ROUTING; // it is older than the kernel ahead
+#ifdef MX_OUTER
+constexpr bool kOuter = true; // moe_gemm_outer_sm90.cu, whose warps that bring do less
+#else
+constexpr bool kOuter = false;
+#endif
 constexpr int kActivation = MX_ACTIVATION;
 constexpr bool kActivated = kActivation != kNoActivation;
 constexpr bool kHalves = kActivated && !MX_INTERLEAVED; // gate and up rows are N / 2 apart
@@ -29,10 +34,10 @@ using Out = DType<kActivated ? kF32 : MX_OUT>;
 // Warpgroups: those that add, one that makes x fp16, one for scales of w, and one that starts
 // copies.
 constexpr int kAddWarps = kGroups * kGroupWarps;
-constexpr int kBringGroups = 3, kFetchWarps = kGroupWarps - 1;
+constexpr int kBringGroups = kOuter ? 1 : 3, kFetchWarps = kGroupWarps - 1;
 constexpr int kThreads = (kGroups + kBringGroups) * kGroupThreads;
 // Registers move from the warps that bring to those that add.
-constexpr int kBringingRegisters = 48;
+constexpr int kBringingRegisters = kOuter ? 56 : 48;
 constexpr int kPool = 65536 / kThreads / 8 * 8 * kThreads;
 constexpr int kMostRegisters =
     (kPool - kBringGroups * kGroupThreads * kBringingRegisters) / (kGroups * kGroupThreads) / 8 * 8;
@@ -93,52 +98,15 @@ struct alignas(16) Entry {
     int col_tiles;         // that have rows
     int any_x_outside;
 };
-struct Shared {
-    unsigned char ring[kGroups][kDepth][kStageBytes];
-    unsigned char x[kSlots][kPieces * kStepBytes];
-    unsigned char fetched[kAhead][kCols][kChunk]; // x, as it is
-    alignas(16) unsigned fetched_scales[kScalePlaces][kCols][kScaleChunks];
-    // Of a row of w: bytes of factors, and its power of two.
-    uint2 factors[kGroups][kDepth][kGroupRows];
-    Entry queue[kEntries];
-    unsigned amax[2][kGroups][kGroupWarps][kActivated ? kCols : 2];   // of a warp's features
-    unsigned long long full[kGroups][kDepth], empty[kGroups][kDepth]; // barriers of w
-    unsigned long long arrived[kAhead], drained[kAhead];              // of x as fetched
-    unsigned long long ready[kSlots], taken[kSlots];                  // of x
-    unsigned long long opened[kEntries], closed[kEntries];            // of the queue
-};
-static_assert(sizeof(Shared) <= MX_SHARED_BYTES,
-              "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/boxes_sm90.py");
+} // namespace mx
 
-// By all threads.
-MX_DEVICE void set_up_barriers(Shared& shared) {
-    if (threadIdx.x == 0) {
-#pragma unroll
-        for (int i = 0; i < kDepth; ++i) {
-            for (int group = 0; group < kGroups; ++group) {
-                barrier_init(shared_address(shared.full[group] + i), 2); // copies, factors
-                barrier_init(shared_address(shared.empty[group] + i), kGroupWarps);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            barrier_init(shared_address(shared.arrived + i), kFetchWarps * kLanes);
-            barrier_init(shared_address(shared.drained + i), kGroupWarps);
-        }
-#pragma unroll
-        for (int i = 0; i < kSlots; ++i) {
-            barrier_init(shared_address(shared.ready + i), kGroupWarps);
-            barrier_init(shared_address(shared.taken + i), kAddWarps);
-        }
-#pragma unroll
-        for (int i = 0; i < kEntries; ++i) {
-            barrier_init(shared_address(shared.opened + i), 1);
-            barrier_init(shared_address(shared.closed + i), kAddWarps);
-        }
-        fence_barrier_init();
-    }
-    group_barrier();
-}
+#ifdef MX_OUTER
+#include "moe_outer_shared_sm90.h"
+#else
+#include "moe_boxes_shared_sm90.h"
+#endif
+
+namespace mx {
 
 // Scales of four chunks of a row: 16 bytes, or words where these begin at no multiple of 16.
 MX_DEVICE void load_scales(unsigned (&words)[kVectorChunks], const unsigned char* from) {

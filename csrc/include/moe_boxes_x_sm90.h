@@ -3,6 +3,7 @@
 // k.
 #pragma once
 
+#include "moe_boxes_rows_sm90.h"
 #include "moe_boxes_sm90.h"
 #include "sm90_copy.h"
 #include "sm90_mma.h"
@@ -12,24 +13,6 @@ namespace mx {
 // For how many chunks x of an entry comes.
 MX_DEVICE int chunks_of(const MoeArgs& a, const Entry& entry) {
     return kResident ? a.chunks() : static_cast<int>(entry.end - entry.tile) * a.chunks();
-}
-
-// Where a row begins. Worked out where it is used: all rows' places would not fit the registers.
-MX_DEVICE const unsigned char* row_at(const unsigned char* first, int row, unsigned row_bytes) {
-    unsigned long place;
-    asm volatile("mad.wide.u32 %0, %1, %2, %3;"
-                 : "=l"(place)
-                 : "r"(max(row, 0)), "r"(row_bytes), "l"(first));
-    return reinterpret_cast<const unsigned char*>(place);
-}
-
-// Starts copies of kScaleChunks words, or of zeros.
-MX_DEVICE void copy_scales(unsigned to, const unsigned char* from, bool exists) {
-    if (kLongScales && reinterpret_cast<unsigned long>(from) % 16 == 0)
-        return copy_async(to, from, exists);
-#pragma unroll
-    for (int i = 0; i < kScaleChunks; ++i)
-        copy_word_async(to + i * 4, from + i * 4, exists ? 4 : 0);
 }
 
 // Starts copies of x. Warps apart from those that make x fp16, whose fences would wait for them.

@@ -7,6 +7,7 @@ from aiter_mx.kernels.moe_gemm.apart_sm90 import APART
 from aiter_mx.kernels.moe_gemm.boxes_sm90 import BOXES
 from aiter_mx.kernels.moe_gemm.grouped import GROUPED
 from aiter_mx.kernels.moe_gemm.mfma_gfx950 import MFMA as MFMA_GFX950
+from aiter_mx.kernels.moe_gemm.outer_sm90 import OUTER
 from aiter_mx.kernels.moe_gemm.problem import KEY, MoeGemmProblem, stand_ins
 from aiter_mx.kernels.moe_gemm.slabs_sm90 import SLABS
 from aiter_mx.kernels.moe_gemm.stream_sm90 import STREAM
@@ -21,6 +22,7 @@ KERNELS = (
     GROUPED,
     MFMA_GFX950,
     APART,
+    OUTER,
     STREAM,
     SLABS,
     BOXES,
