@@ -82,7 +82,7 @@ def load_function(
         return function
     runtime = runtime_of(target.runtime)
     if runtime.is_capturing(device):
-        raise not_warm(spec, problem)
+        raise not_warm(f"{spec.backend}/{spec.name}", spec.op, problem)
     image = build(request).image  # outside the lock: others may be building something else
     with _functions_lock:
         if key not in _functions:
@@ -91,13 +91,19 @@ def load_function(
         return _functions[key]
 
 
-def not_warm(spec: KernelSpec, problem: Problem) -> CaptureError:
-    """The error for a first use under stream capture; it names the call to make before."""
+def not_warm(what: str, op: str, problem: Problem) -> CaptureError:
+    """The error for a first use under stream capture; it names the call to make before.
+
+    Args:
+        what: is not loaded.
+        op: that is to be called with ``problem``.
+        problem: shape and dtypes.
+    """
     shape = ", ".join(f"{name}={value!r}" for name, value in vars(problem).items())
     return CaptureError(
-        f"{spec.backend}/{spec.name} is not loaded for this shape, and nothing can be built while "
+        f"{what} is not loaded for this shape, and nothing can be built while "
         f"a stream is being captured; before the capture call "
-        f"aiter_mx.warmup({spec.op!r}, {shape})"
+        f"aiter_mx.warmup({op!r}, {shape})"
     )
 
 

@@ -261,7 +261,8 @@ def test_warmup_makes_all_launches_ready(M: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("aiter_mx.launch._functions", {})
     with aiter_mx.simulate("gfx950"):
         monkeypatch.setattr(sim, "is_capturing", lambda device: True)
-        with pytest.raises(CaptureError, match=r"aiter_mx\.warmup"):
+        message = rf"aiter_mx\.warmup\('linear', M={M}, N=34, K=6176, .*x_dtype='bf16'\)"
+        with pytest.raises(CaptureError, match=message):
             aiter_mx.linear(x, None, *w)
         monkeypatch.setattr(sim, "is_capturing", lambda device: False)
         aiter_mx.warmup("linear", device="cpu", M=M, N=34, K=6176, x_dtype="bf16")

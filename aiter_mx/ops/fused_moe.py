@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.errors import CaptureError
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Problem
-from aiter_mx.launch import Run
+from aiter_mx.launch import Run, not_warm
 from aiter_mx.ops import moe_align, moe_combine, moe_gemm, moe_library
 from aiter_mx.ops.calls import Plans, is_traced, wants_gradient
 from aiter_mx.ops.checks import (
@@ -233,7 +234,10 @@ def _plan(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> _Plan:
     if problem.M == 0 or not layer:
         return _Plan(problem, (), False, 0, {})
     target = target_of(device)
-    runs = tuple(bind(op, target, part, device, _FALLBACKS[op](part)) for op, part in layer)
+    try:
+        runs = tuple(bind(op, target, part, device, _FALLBACKS[op](part)) for op, part in layer)
+    except CaptureError as error:  # of one launch: what the caller can warm is the layer
+        raise not_warm("a launch of fused_moe", "fused_moe", problem) from error
     align, M, H, I = layer[0][1], problem.M, problem.hidden, problem.intermediate
     tensors = {
         "xq": ((M, H), _FP8[0]),

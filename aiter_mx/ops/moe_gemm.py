@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.errors import CaptureError
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.spec import Config
-from aiter_mx.launch import Run, Tensors
+from aiter_mx.launch import Run, Tensors, not_warm
 from aiter_mx.ops import moe_library
 from aiter_mx.ops.calls import Plans, is_traced, wants_gradient
 from aiter_mx.ops.checks import (
@@ -278,7 +279,10 @@ def fallbacks(problem: MoeGemmProblem) -> dict[str, Any]:
         if not bound:
             from aiter_mx.ops.moe_grouped import bind_grouped
 
-            bound.append(bind_grouped(problem, tensors[0].device))
+            try:
+                bound.append(bind_grouped(problem, tensors[0].device))
+            except CaptureError as error:
+                raise not_warm("hip/grouped", "moe_gemm", problem) from error
         bound[0](tensors, ())
 
     def run_torch(tensors: Tensors, config: Config) -> None:

@@ -13,7 +13,7 @@ import torch
 from aiter_mx import launch
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.route import Route
-from aiter_mx.errors import BuildError, CacheError, LaunchError, ToolchainError
+from aiter_mx.errors import BuildError, CacheError, CaptureError, LaunchError, ToolchainError
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Config, Parts, Problem
 from aiter_mx.launch import Run, Tensors, not_warm
@@ -84,12 +84,15 @@ def bind_route(
     """``bind`` for a route that is given."""
     spec = find_kernel(chosen.op, target.arch, chosen.backend, chosen.kernel)
     if in_parts and (parts := spec.parts(target, problem, chosen.config)):
-        return in_parts(chosen, target, parts, device)
+        try:
+            return in_parts(chosen, target, parts, device)
+        except CaptureError as error:  # of a part: what the caller can warm is the whole
+            raise not_warm(f"{spec.backend}/{spec.name}", spec.op, problem) from error
     if spec.module is not None:
         return launch.bind(spec, target, problem, chosen.config, device.index or 0)
     if chosen.backend == "triton" and (target, problem) not in _warm_triton:
         if torch.cuda.is_current_stream_capturing():
-            raise not_warm(spec, problem)
+            raise not_warm(f"{spec.backend}/{spec.name}", spec.op, problem)
         _warm_triton.add((target, problem))
     fallback, config = fallbacks[chosen.backend], chosen.config
 
