@@ -207,6 +207,13 @@ def test_isa_run_counts_a_simulated_launch_beside_its_limits(command):
     assert "--run simulates gfx950, not sm_90a" in error
 
 
+def test_isa_takes_a_usual_size_only_for_what_must_be_given(command):
+    for sizes in ((), ("--K", "64", "--x-dtype", "bf16")):
+        status, out, _ = command("isa", "align", "--M", "4", "--top-k", "2", "--E", "8", *sizes)
+        assert status == 0
+        assert "moe_align/align for gfx950" in out
+
+
 def test_isa_reads_cubins(command):
     try:
         find_toolchain("sm_90a")

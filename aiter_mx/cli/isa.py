@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING
+from dataclasses import fields as fields_of
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -43,8 +45,8 @@ def isa(
     fields = parse_fields(context.args)
     known = {param.name for param in spec.params}
     chosen = {name: fields.pop(name) for name in list(fields) if name in known}
-    described = problem_type(spec.op).__annotations__
-    shape = {name: value for name, value in _SHAPE.items() if name in described}
+    asked_for = {f.name for f in fields_of(problem_type(spec.op)) if f.default is MISSING}
+    shape = {name: value for name, value in _SHAPE.items() if name in asked_for}
     problem, *others = problems(spec.op, {**shape, **fields})
     if others:
         raise ValueError(f"isa shows one shape at a time, got {len(others) + 1}")
