@@ -18,6 +18,12 @@ ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "docs" / "measured"
 
 
+def refuse_no_gpu() -> None:
+    """End the program where there is nothing to measure."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark measures a GPU, and torch finds none here")
+
+
 def gpu_name() -> str:
     """The GPU's name as a folder name, such as ``nvidia_h200``."""
     return re.sub(r"\W+", "_", torch.cuda.get_device_name().lower()).strip("_")

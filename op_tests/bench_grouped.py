@@ -23,7 +23,7 @@ from functools import partial
 from statistics import median
 
 import torch
-from bench_common import MEASURED, gpu_name, report
+from bench_common import MEASURED, gpu_name, refuse_no_gpu, report
 from mx_reference import linear_reference64
 
 import aiter_mx
@@ -249,6 +249,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--settle", type=float, default=SETTLE_MS, metavar="MS")
     arguments = parser.parse_args()
+    refuse_no_gpu()
     rows = []
     for text in arguments.shapes:
         groups, rows_each, N, K = map(int, text.split("x"))

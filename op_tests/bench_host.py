@@ -11,7 +11,7 @@ import argparse
 from functools import partial
 
 import torch
-from bench_common import report
+from bench_common import refuse_no_gpu, report
 from mx_reference import random_mx
 
 import aiter_mx
@@ -32,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write docs/measured/<gpu>/host.csv")
     save = parser.parse_args().save
+    refuse_no_gpu()
 
     generator = torch.Generator().manual_seed(0)
     operands = [t.cuda() for t in (*random_mx(M, K, generator), *random_mx(N, K, generator))]

@@ -21,7 +21,7 @@ from itertools import product
 from multiprocessing import get_context
 
 import torch
-from bench_common import MEASURED, gpu_name, report
+from bench_common import MEASURED, gpu_name, refuse_no_gpu, report
 from mx_reference import linear_reference64
 
 import aiter_mx
@@ -199,6 +199,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=[f"{N}x{K}" for N, K in SHAPES])
     arguments = parser.parse_args()
     shapes = [(int(N), int(K)) for N, K in (shape.split("x") for shape in arguments.shapes)]
+    refuse_no_gpu()
     target = target_of(DEVICE)
     compile_all(target, arguments.M, shapes)
     read_us = reader(target)

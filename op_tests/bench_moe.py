@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from bench_common import MEASURED, gpu_name, report
+from bench_common import MEASURED, gpu_name, refuse_no_gpu, report
 from bench_linear import reader
 from mx_reference import dequantize64
 
@@ -333,6 +333,7 @@ def main() -> None:
         for table in tables:
             print(draw(table))
         return
+    refuse_no_gpu()
     torch.manual_seed(0)
     layer = make_layer(arguments.experts, arguments.top_k, arguments.hidden, arguments.intermediate)
     read_us = reader(target_of(DEVICE))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from bench_common import MEASURED, gpu_name, report
+from bench_common import MEASURED, gpu_name, refuse_no_gpu, report
 
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
@@ -205,6 +205,7 @@ def main() -> None:
     if arguments.draw is not None:
         draw_table(arguments.draw)
         return
+    refuse_no_gpu()
     rows = []
     for name in arguments.only:
         for size_mb in arguments.mb:
