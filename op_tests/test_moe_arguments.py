@@ -24,6 +24,8 @@ BAD = [
     ("xs", lambda t: t.to(torch.int32), TypeError, "xs must be torch.uint8 or"),
     ("sorted_token_ids", lambda t: t.long(), TypeError, "sorted_token_ids must be torch.int32"),
     ("block_m", lambda n: 16, ValueError, "was the routing made for another block_m"),
+    ("block_m", lambda n: 16, ValueError, "12 ids, which are 0 whole blocks of block_m=16, but"),
+    ("expert_ids", lambda t: t[:2], ValueError, "are 3 whole blocks of block_m=4, but expert_ids"),
     ("block_m", lambda n: 6, ValueError, "block_m must be a multiple of 4, got 6"),
     ("num_valid_tokens", lambda n: 5, ValueError, "must be a multiple of top_k, got 5"),
     ("num_valid_tokens", lambda n: -2, ValueError, "num_valid_tokens must be at least 0, got -2"),
@@ -106,3 +108,20 @@ def test_check_mode_reports_what_kernels_pass_over(
         for arguments, message in wrong:
             with pytest.raises(ValueError, match=message):
                 aiter_mx.moe_gemm(**arguments)
+
+
+def test_one_block_of_another_size_is_refused_and_lists_that_end_within_a_block_are_not() -> None:
+    topk_ids = torch.zeros(1, 1, dtype=torch.int32)
+    sorted_ids, expert_ids, used = aiter_mx.moe_align(topk_ids, 64, 1)
+    x, w = aiter_mx.quantize(torch.randn(1, 32)), aiter_mx.quantize(torch.randn(8, 32))
+    operands = (*x, w[0].view(1, 8, 32), w[1].view(1, 8, 1))
+    with pytest.raises(ValueError, match="64 ids, which are 0 whole blocks of block_m=128, but"):
+        aiter_mx.moe_gemm(*operands, sorted_ids, expert_ids, used, 1, 1, 128)
+    expected = aiter_mx.moe_gemm(*operands, sorted_ids, expert_ids, used, 1, 1, 64)
+    longer = torch.cat((sorted_ids, sorted_ids[:63]))
+    for experts in (expert_ids, torch.cat((expert_ids, expert_ids))):
+        out = aiter_mx.moe_gemm(*operands, longer, experts, used, 1, 1, 64)
+        assert torch.equal(out, expected)
+    none = torch.zeros(1, dtype=torch.int32)
+    lists = (sorted_ids[:63], expert_ids, none)  # as some engines have them of no tokens
+    assert aiter_mx.moe_gemm(*operands, *lists, 0, 1, 64).shape == (0, 8)

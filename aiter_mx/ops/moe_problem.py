@@ -57,12 +57,8 @@ def problem_of(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> M
             f"{list(xq.shape)}"
         )
     is_block = block_m > 0 and block_m % 4 == 0  # else the problem refuses it
-    if is_block and not 0 <= -(-len(sorted_ids) // block_m) - len(expert_ids) <= 1:
-        raise ValueError(
-            f"{len(sorted_ids)} sorted ids are {-(-len(sorted_ids) // block_m)} blocks of "
-            f"block_m={block_m}, but expert_ids has {len(expert_ids)}: was the routing made for "
-            "another block_m?"
-        )
+    if is_block:
+        _refuse_other_blocks(len(sorted_ids), len(expert_ids), routed, block_m)
     if out_dtype == "mxfp8":
         refuse_unknown_activation(activation)
     by_place = ids == "aiter"
@@ -92,6 +88,20 @@ def problem_of(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> M
         beta=beta,
         limit=limit,
     )
+
+
+def _refuse_other_blocks(ids: int, experts: int, routed: int, block_m: int) -> None:
+    """Raise ValueError where lists of these lengths cannot be of blocks of ``block_m``.
+
+    Engines' buffers may end within a block, which is never in use, and may or may not have an
+    expert for it. With routed rows there is a whole block, or none at all.
+    """
+    whole, part = divmod(ids, block_m)
+    if not whole <= experts <= whole + (part > 0) or (routed and part and not whole):
+        raise ValueError(
+            f"sorted_token_ids has {ids} ids, which are {whole} whole blocks of block_m={block_m}, "
+            f"but expert_ids has {experts}: was the routing made for another block_m?"
+        )
 
 
 def swiglu_of(activation: str, alpha: float, beta: float, limit: float) -> tuple[float, ...]:
