@@ -63,8 +63,7 @@ def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
 
 
 def _rows_of_most(problem: MoeGemmProblem, deviations: int) -> float:
-    """Hardly any expert has more, if they are chosen at random. Blocks do not count: those of one
-    expert are joined."""
+    """Hardly any expert has more, if they are chosen at random. Small blocks of one are joined."""
     rows = problem.rows_of_expert
     return rows + float(deviations * rows**0.5)
 
@@ -73,7 +72,8 @@ def _rows_of_most(problem: MoeGemmProblem, deviations: int) -> float:
 def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
     """Those that fit, the ones that did well on an H200 first."""
     few, many = PARAMS[0].values
-    tiles = few if _rows_of_most(problem, 3) <= few * 8 else many
+    fit = problem.block_m <= few * 8 and _rows_of_most(problem, 3) <= few * 8
+    tiles = few if fit else many
     return sorted(
         (c for c in combinations(PARAMS) if shared_bytes(problem, c) <= SHARED_BYTES),
         key=lambda c: (
