@@ -11,7 +11,8 @@ import torch
 from moe_reference import lists_of, random_weights
 from mx_reference import random_mx
 from test_fused_moe import on, random_call, variants
-from test_moe_gemm_sm90 import KERNELS, SM90
+from test_moe_gemm import DTYPES
+from test_moe_gemm_sm90 import KERNELS, SM90, exact_dtype
 from torch import Tensor
 
 import aiter_mx
@@ -92,7 +93,7 @@ def test_every_hopper_kernel_takes_views(spec: KernelSpec) -> None:
     lists = lists_of(chosen, E, 48, 0, draw)
     weights, bias = torch.rand(M * 2, generator=generator), torch.randn(E, N, generator=generator)
     problem = MoeGemmProblem(
-        *(M, N, K, E, 2, 48, "fp32"),
+        *(M, N, K, E, 2, 48, exact_dtype(spec)),
         bias="bf16",
         weights="by_t",
         a_div=2,
@@ -104,7 +105,7 @@ def test_every_hopper_kernel_takes_views(spec: KernelSpec) -> None:
     call = on(torch.device("cuda"), call)
     results = []
     for tensors in (call, all_moved(call)):
-        out = torch.full((M * 2, N), -1.0, device="cuda")
+        out = torch.full((M * 2, N), -1.0, dtype=DTYPES[problem.out_dtype], device="cuda")
         every = [*tensors.values(), out, None]
         run(every, [0 if t is None else t.data_ptr() for t in every])
         results.append(out.cpu())

@@ -54,10 +54,12 @@ def moe_gemm(
     """``y[t] = (x[t // a_div] @ w[expert of t].T + bias[expert of t]) * weight of t``.
 
     ``t = token * top_k + slot`` is a routed row, and the lists of ``moe_align`` or ``moe_sort`` say
-    which expert has it. Products are accumulated in fp32 and rounded once. Results are bitwise the
-    same on every run. The call does not synchronise, and after ``aiter_mx.warmup`` it can be
-    captured into a graph and replayed with other routings in the same buffers. There is no
-    gradient: where torch records one for routing weights or bias, its backward pass raises.
+    which expert has it. Products are accumulated in fp32 and rounded once, but that Hopper's
+    ``outer`` kernel, which some bf16 and activated results may get, adds those of a block with some
+    14 bits. Results are bitwise the same on every run. The call does not synchronise, and after
+    ``aiter_mx.warmup`` it can be captured into a graph and replayed with other routings in the same
+    buffers. There is no gradient: where torch records one for routing weights or bias, its backward
+    pass raises.
 
     Args:
         xq: activations, float8_e4m3fn ``[rows, K]``, rows * a_div >= num_valid_tokens.
@@ -133,7 +135,7 @@ def moe_gemm_activated(
 ) -> tuple[Tensor, Tensor]:
     """The first GEMM of an expert layer: gate and up, their activation, and its quantisation.
 
-    As ``moe_gemm``, and then from the fp32 sums gate and up of each feature
+    As ``moe_gemm``, and then from the sums gate and up of each feature, in fp32,
 
     - ``"silu"``: ``silu(gate) * up``;
     - ``"swiglu_oai"``: with gate at most ``limit`` and up within ``-limit`` to ``limit``,
