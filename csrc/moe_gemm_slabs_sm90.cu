@@ -173,11 +173,15 @@ struct Adder {
 
     MX_MEMBER void run() {
         Turn<kEntries> turn;
+        bool is_first = true;
         for (int amax_turn = 0;; turn.next()) {
             barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
             const Entry& entry = shared.queue[turn.at];
             if (entry.expert < 0)
                 break;
+            if (is_first)
+                FirstTops::leave(a, shared, entry, group, warp, lane);
+            is_first = false;
             for (unsigned tile = entry.tile; tile < entry.end; ++tile) {
                 Sums sums = {};
                 add(sums, entry.col_tiles * 8);

@@ -233,10 +233,17 @@ def test_blocks_without_rows_are_passed_over(spec: KernelSpec, activation: str) 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("spec", "config", "K"),
+    [(BOXES, boxes(4, 3, 2, 0, 2), 256), (SLABS, slabs(8, 4, 3, 3), 512)],
+    ids=["boxes", "slabs"],
+)
 @pytest.mark.parametrize(("M", "block_m"), [(500, 8), (900, 16), (3000, 128), (2700, 4)])
-def test_pieces_that_are_left_over_are_shared_whatever_they_cost(M: int, block_m: int) -> None:
+def test_pieces_that_are_left_over_are_shared_whatever_they_cost(
+    M: int, block_m: int, spec: KernelSpec, config: Config, K: int
+) -> None:
     generator, draw = torch.Generator().manual_seed(M), random.Random(M)
-    N, K, E, top_k = 1200, 256, 40, 4
+    N, E, top_k = 1200, 40, 4
     # One expert has half of the rows; some blocks have a single one, others none.
     chosen = [draw.choice([0, draw.randrange(E)]) for _ in range(M * top_k)]
     blocks: list[list[int]] = []
@@ -249,6 +256,9 @@ def test_pieces_that_are_left_over_are_shared_whatever_they_cost(M: int, block_m
             before = [-1] * draw.randrange(block_m if count == 1 else 1)
             blocks.append([*before, *taken, *[-1] * (block_m - len(before) - len(taken))])
             experts.append(expert)
+            if draw.random() < 0.1:  # one of an expert that is not here
+                blocks.append([-1] * block_m)
+                experts.append(draw.choice([-1, E]))
     used = torch.tensor([len(blocks) * block_m], dtype=torch.int32)
     lists = (torch.tensor(blocks).int().flatten(), torch.tensor(experts).int(), used)
     layer = Layer(
@@ -260,9 +270,9 @@ def test_pieces_that_are_left_over_are_shared_whatever_they_cost(M: int, block_m
     )
     problem = MoeGemmProblem(M, N, K, E, top_k, block_m, "fp32", max_blocks=len(blocks))
     tensors = [layer.xq, layer.xs, layer.wq, layer.ws, *lists, None, None]
-    out, _ = run_on_gpu(BOXES, boxes(4, 3, 2, 0, 2), problem, tensors)
+    out, _ = run_on_gpu(spec, config, problem, tensors)
     assert_rows(out, layer, POISON)
-    again, _ = run_on_gpu(BOXES, boxes(4, 3, 2, 0, 2), problem, tensors)
+    again, _ = run_on_gpu(spec, config, problem, tensors)
     assert torch.equal(out, again)
 
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "moe_groups_sm90.h"
+#include "moe_last_round_sm90.h"
 #include "moe_shares_sm90.h"
 #include "moe_sm90.h"
 #include "mx_scale.h"
@@ -54,6 +55,8 @@ constexpr int kCols = kColTiles * 8;
 constexpr int kJoinedIds = kResident || kTiles > 1 ? 0 : kCols;
 using Walk = MoeWalk<(kCols + kLanes - 1) / kLanes * kLanes, kJoinedIds>;
 
+// With an activation, a round more or less is worth less than it takes to find out.
+constexpr bool kSharesLast = kTiles > 1 && !kActivated;
 constexpr int kFeatures = kActivated ? kRows / 2 : kRows; // of the result, of a tile
 MX_DEVICE unsigned tiles_of(const MoeArgs& a) {
     return (static_cast<unsigned>(a.N) + kRows - 1) / kRows;
@@ -176,6 +179,7 @@ struct Opener {
     unsigned pieces = 0;               // where x is resident
     unsigned long first = 0, last = 0; // items of the last part, there
     bool in_parts;                     // not whole pieces
+    unsigned items = 0;                // opened
 
     // Where x is resident, a workgroup has successive tiles. As long as there is a piece for each
     // workgroup, each takes a whole one: blocks of one expert are then under way at the same time,
@@ -185,8 +189,7 @@ struct Opener {
           in_parts(!kResident) {
         if constexpr (kResident) {
             walk.padded = *a.padded;
-            const unsigned blocks = min((walk.padded + a.block_m - 1) / a.block_m, a.max_blocks);
-            pieces = blocks * walk.pieces_of_block();
+            pieces = blocks() * walk.pieces_of_block();
             walk.next_piece = blockIdx.x;
             walk.next_tile = 0;
             walk.step_pieces = gridDim.x;
@@ -239,13 +242,42 @@ struct Opener {
     }
     // The walk's next rows, if there are any.
     MX_MEMBER bool next() {
-        return walk.next([&] {
+        const auto absent = [&] {
             const unsigned end = end_tile();
             for (unsigned tile = first_tile(); tile < end; ++tile) {
                 walk.tile = tile;
                 store_zeros<Out, kFeatures, kActivated>(a, walk, 0, 1);
             }
+        };
+        return walk.next(absent, true, [&] {
+            if constexpr (kSharesLast)
+                share_last_round();
         });
+    }
+    // Once the next item would be of the round that is not whole, finds the workgroup's, if any.
+    MX_MEMBER void share_last_round() {
+        const LastRound last(blocks() * walk.pieces_of_block(), walk.tiles);
+        if (++items != last.rounds || !last.is_shared())
+            return;
+        const unsigned item = last.item(lane, [&](unsigned piece) { return col_tiles_of(piece); });
+        constexpr unsigned beyond = 1u << 30; // all pieces
+        walk.next_piece = item == LastRound::kNone ? beyond : item / walk.tiles;
+        walk.next_tile = item == LastRound::kNone ? 0 : item % walk.tiles;
+    }
+    MX_MEMBER unsigned blocks() const {
+        return min((walk.padded + a.block_m - 1) / a.block_m, a.max_blocks);
+    }
+    // Of a piece, 8 rows of x each, if its ids come first.
+    MX_MEMBER unsigned col_tiles_of(unsigned piece) const {
+        int first_id;
+        const unsigned block = walk.block_of(piece, first_id);
+        const int* const ids = a.ids + block * static_cast<long>(a.block_m) + first_id;
+        const int count = min(a.block_m - first_id, Walk::kPiece);
+        unsigned found = 0;
+#pragma unroll
+        for (int m = 0; m < Walk::kPiece; m += 8)
+            found += m < count && routed_row(ids[m], a.num_valid, a.packed_top_k) >= 0;
+        return found;
     }
     // Returns whether there is one more.
     MX_MEMBER bool open() {

@@ -16,6 +16,55 @@ struct SharedOfSlabs : Shared {
 static_assert(sizeof(SharedOfSlabs) <= MX_SHARED_BYTES,
               "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/slabs_sm90.py");
 
+// The largest scales of the first tile's rows, for which all wait. The warps that add have nothing
+// to do yet, and registers for all scales of a row at once: they leave them where the first factors
+// of the row will be, for the warp that makes these.
+struct FirstTops {
+    static constexpr int kMeet = kGroupThreads + kLanes;          // threads
+    static constexpr int kLanesOfRow = kLanes / 16, kVectors = 6; // loads at once
+    static_assert(kTiles <= kDepth, "a part has a stage");
+
+    MX_MEMBER static int barrier(int group) { return 1 + kGroups + group; }
+    // By all warps of a group that adds.
+    MX_MEMBER static void leave(const MoeArgs& a, Shared& shared, const Entry& first, int group,
+                                int warp, int lane) {
+        const int vectors = a.chunks() / kVectorChunks; // K is a multiple of 512
+        const int row = warp * 16 + lane / kLanesOfRow, own = lane % kLanesOfRow;
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+            const unsigned in_w = row_of_w(a, first.tile, group * kTiles + t, row);
+            const unsigned char* const scales =
+                row_at(a.ws, first.expert * static_cast<int>(a.N) + static_cast<int>(in_w),
+                       static_cast<unsigned>(a.K) / kBlock);
+            Largest largest;
+#pragma unroll 1
+            for (int v = own; v < vectors; v += kLanesOfRow * kVectors) {
+                unsigned some[kVectors][kVectorChunks] = {};
+#pragma unroll
+                for (int i = 0; i < kVectors; ++i)
+                    if (v + i * kLanesOfRow < vectors)
+                        load_scales(some[i], scales + (v + i * kLanesOfRow) * 16);
+#pragma unroll
+                for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+                    for (unsigned word : some[i])
+                        largest.take(word);
+            }
+            unsigned both = largest.both();
+#pragma unroll
+            for (int distance = 1; distance < kLanesOfRow; distance *= 2)
+                both = __vmaxu2(both, __shfl_xor_sync(~0u, both, distance));
+            if (own == 0)
+                shared.factors[group][t][row].y = Largest::of(both);
+        }
+        named_barrier_arrive(barrier(group), kMeet);
+    }
+    MX_MEMBER static void wait(int group) { named_barrier(barrier(group), kMeet); }
+    MX_MEMBER static unsigned take(const Shared& shared, int group, int t, int row) {
+        return shared.factors[group][t][row].y;
+    }
+};
+
 // Fills the ring of a warpgroup that adds, one warp for each, with factors of scales, relative to
 // the row's largest, which is found while the tile before is under way. A lane has a row every
 // kLanes, and copies the scales of these itself, so that it waits for no other's.
@@ -42,15 +91,8 @@ struct Filler {
         return row_at(a.ws, of.expert * static_cast<int>(a.N) + static_cast<int>(row),
                       static_cast<unsigned>(a.K) / kBlock);
     }
-    // Of kBatch chunks, from c on, of all of a lane's rows.
-    MX_MEMBER void load(Words& words, const Place& of, int c) const {
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-            for (int r = 0; r < kOwned; ++r)
-                load_scales(words[t][r], scales_at(of, t, r) + c * kBlocks);
-    }
-    // Starts copies of the same. which: 0 of the tile that is under way, 1 of the next one.
+    // Starts copies of kBatch chunks, from c on, of all of a lane's rows. which: 0 of the tile that
+    // is under way, 1 of the next one.
     MX_MEMBER void ask(int which, int turn, const Place& of, int c) const {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t)
@@ -67,30 +109,6 @@ struct Filler {
         words[1] = v.y;
         words[2] = v.z;
         words[3] = v.w;
-    }
-    // What the first tile waits for.
-    MX_MEMBER void begin(const Place& of, Largests& largest, int chunks) const {
-#pragma unroll 1
-        for (int c = 0; c < chunks; c += kInSector)
-#pragma unroll
-            for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-                for (int r = 0; r < kOwned; ++r)
-                    prefetch_l2(scales_at(of, t, r) + c * kBlocks);
-        for (int c = 0; c < chunks; c += kBatch) {
-            Words words;
-            load(words, of, c);
-            take(largest, words);
-        }
-    }
-    MX_MEMBER static void take(Largests& largest, const Words& words) {
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-            for (int r = 0; r < kOwned; ++r)
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i)
-                    largest[t][r].take(words[t][r][i]);
     }
     // Makes the factors of the next stage.
     MX_MEMBER void fill_stage(const unsigned (&scales)[kOwned], const unsigned (&top)[kOwned],
@@ -160,22 +178,31 @@ struct Filler {
         Place next = open(turn);
         Tops top;
         Largests largest;
-        if (next.expert >= 0)
-            begin(next, largest, chunks);
+        if (next.expert < 0)
+            return;
+        FirstTops::wait(group);
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+            for (int r = 0; r < kOwned; ++r)
+                top[t][r] = FirstTops::take(shared, group, t, lane + r * kLanes);
         while (next.expert >= 0) {
 #pragma unroll
             for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-                for (int r = 0; r < kOwned; ++r) {
-                    top[t][r] = Largest::of(largest[t][r].both());
+                for (int r = 0; r < kOwned; ++r)
                     largest[t][r] = {};
-                }
             const Place now = next;
             if (++next.tile == next.end) {
                 turn.next();
                 next = open(turn);
             }
             fill(now, next, top, largest, to, chunks);
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+                for (int r = 0; r < kOwned; ++r)
+                    top[t][r] = Largest::of(largest[t][r].both());
         }
         copy_wait<0>(); // copies must not outlive the warp
     }

@@ -211,6 +211,11 @@ struct MoeWalk {
     // is not here. Unless looks_up, the caller calls look_ahead() where it is due.
     template <class Absent>
     MX_MEMBER bool next(Absent absent, bool looks_up = true) {
+        return next(absent, looks_up, [] {});
+    }
+    // opened() is called for each item, when it is known which is the next, and may change that.
+    template <class Absent, class Opened>
+    MX_MEMBER bool next(Absent absent, bool looks_up, Opened opened) {
         looks_ahead = false;
         while (!any_left()) {
             if (looks_ahead)
@@ -231,6 +236,7 @@ struct MoeWalk {
                 next_tile -= tiles;
                 ++next_piece;
             }
+            opened();
             looks_ahead = true;
             if (static_cast<unsigned>(expert) >= static_cast<unsigned>(a.num_experts)) {
                 absent();

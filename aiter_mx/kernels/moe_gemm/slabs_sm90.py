@@ -53,7 +53,7 @@ def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
         key=lambda c: (
             abs(c["col_tiles"] - tiles),
             abs(c["depth"] - 4),
-            abs(c["slots"] - 2),
+            abs(c["slots"] - (3 if tiles == 10 else 2)),
             abs(c["ahead"] - 3),
         ),
     )[:24]
