@@ -68,7 +68,8 @@ def test_a_layers_gemm_takes_its_own_rows_then_those_of_one_by_itself() -> None:
 
 def test_boxes_holds_whole_blocks_and_keeps_x_where_it_fits() -> None:
     first, second = (MoeGemmProblem(512, N, K, 128, 4, 32) for N, K in ((1536, 6144), (6144, 768)))
-    for M, block_m, col_tiles in ((400, 24, 4), (1024, 48, 6), (1024, 128, 8), (2048, 80, 10)):
+    few = ((400, 24, 4), (400, 48, 6))
+    for M, block_m, col_tiles in (*few, (1024, 48, 6), (1024, 128, 8), (2048, 80, 10)):
         for problem in (first, second):
             config = BOXES.configure(SM90, replace(problem, M=M, block_m=block_m))
             assert (config["col_tiles"], config["groups"]) == (col_tiles, 3)
@@ -87,7 +88,9 @@ def test_boxes_holds_whole_blocks_and_keeps_x_where_it_fits() -> None:
 
 def test_layers_have_blocks_that_hold_most_experts_rows() -> None:
     blocks = {M: FusedMoeProblem(M, 6144, 768, 128, 4).block_m for M in (64, 512, 1024, 2048, 4096)}
-    assert blocks == {64: 16, 512: 32, 1024: 48, 2048: 80, 4096: 128}
+    assert blocks == {64: 16, 512: 48, 1024: 48, 2048: 80, 4096: 128}
+    narrow, broad = (FusedMoeProblem(512, 6144, features, 128, 4) for features in (384, 1536))
+    assert (narrow.block_m, broad.block_m) == (32, 32)
 
 
 def test_outer_is_for_results_that_hide_its_error() -> None:

@@ -40,6 +40,7 @@ _MOST_ROWS = 1 << 25  # of an expert, whose tiles times what they cost are count
 SHARED_BYTES = 227 * 1024  # of a workgroup: compute capability 9.0
 _MOST_CANDIDATES = 24
 _MOST_TILES = PARAMS[0].values[-1]
+_WHOLE_ROWS = 48  # of a block that is taken at once, however few rows an expert has on average
 _FEW_ROWS = 24  # of a block, for which 48 columns have no more room for an expert's than 32
 
 
@@ -110,7 +111,8 @@ def rows_of_block(problem: MoeGemmProblem) -> float:
 @lru_cache(maxsize=64)
 def candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
     """Those that fit, the ones that did well on an H200 first."""
-    tiles = next((t for t in PARAMS[0].values if rows_of_block(problem) <= t * 8), _MOST_TILES)
+    rows = problem.block_m if problem.block_m <= _WHOLE_ROWS else rows_of_block(problem)
+    tiles = next((t for t in PARAMS[0].values if rows <= t * 8), _MOST_TILES)
     plain = problem.activation == "none"
     if plain and rows_of_block(problem) > _FEW_ROWS and not _stays(problem, tiles):
         # Blocks are joined: where few experts have most of the rows, there are 8 % fewer tiles.
