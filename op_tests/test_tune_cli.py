@@ -28,7 +28,7 @@ from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.modelled import ModelBench
 from aiter_mx.tuning.shapes import model_shapes, read_shapes
 from aiter_mx.tuning.share import Alone
-from aiter_mx.tuning.table import read_rows
+from aiter_mx.tuning.table import key_of, read_rows, table_text
 
 SHAPE = ("--M", "2", "--N", "96", "--K", "128")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
@@ -276,6 +276,30 @@ def test_builds_alone_need_no_gpu_and_write_no_table(command, tmp_path) -> None:
         assert (status, err) == (0, "")
         assert re.fullmatch(r"[1-9]\d* kernel variants were compiled\n", out)
     assert not list(tmp_path.glob("linear*"))
+
+
+def test_of_our_kernels_only_those_named_are_built_and_what_the_table_names(
+    command, tmp_path, monkeypatch
+) -> None:
+    table = tmp_path / "linear.csv"
+    tune = ("tune", "linear", *SHAPE, "--arch", "gfx950", "--table", table, "--most", 1)
+    status, _, err = command(*tune, "--kernel", "gemv")
+    assert (status, err) == (0, "")
+    (row,) = read_rows(table, "linear").values()
+    assert row["kernel"] == "gemv"
+    row["source"] = "measured"
+    text = table_text("linear", "gfx950", {key_of("linear", row): row})
+    table.write_text(text)
+    monkeypatch.setenv("AITER_MX_CACHE_DIR", str(tmp_path / "cache"))
+    status, _, err = command(*tune, "--kernel", "mfma", "--build-only")
+    assert (status, err) == (0, "")
+    built = [path.read_text() for path in (tmp_path / "cache" / "gfx950").glob("*.about")]
+    for name in ("gemv", "mfma"):
+        assert sum(f"linear_{name}" in about for about in built) == 1
+    assert table.read_text() == text
+    status, _, err = command(*tune, "--kernel", "direct")
+    assert status == 1
+    assert "linear has no kernel 'direct' on gfx950" in err
 
 
 def test_workers_share_out_builds(command, tmp_path, monkeypatch) -> None:

@@ -44,6 +44,10 @@ def tune(
     table: Annotated[Path | None, typer.Option(help="By default configs/<arch>/<op>.csv.")] = None,
     most: Annotated[int | None, typer.Option(help="Candidates of each kernel.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Times that each finalist is timed.")] = None,
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(help="Of its backend only this one, beside the table's own; may be repeated."),
+    ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at a time.")] = None,
     budget: Annotated[
         float | None, typer.Option(help="Seconds, after which no race begins; go on later.")
@@ -66,6 +70,7 @@ def tune(
     from aiter_mx.tuning.candidates import ContextLost, candidates_of
     from aiter_mx.tuning.shapes import model_shapes, read_shapes
     from aiter_mx.tuning.share import join
+    from aiter_mx.tuning.table import incumbent_of, read_rows
 
     share = join()
     console = make_console()
@@ -76,7 +81,7 @@ def tune(
         progress.update(compiling, completed=done, total=of)
 
     target, meter = the_meter(op, arch, share, jobs, on_built if build_only else None)
-    rules = the_rules(most, rounds)
+    rules = replace(the_rules(most, rounds), only=_names(op, target, kernel or []))
     wanted: list[Problem] = []
     if shapes is not None:
         wanted += read_shapes(shapes, op)
@@ -93,13 +98,16 @@ def tune(
         raise ValueError(f"--table must be a file, got the folder {str(path)!r}")
     plan = sweep.make_plan(op, target, wanted, path, meter.source, rules)
     if build_only:
+        before = read_rows(path, op)
         with progress, meter.ahead() as ahead:
             wanted_by = {}
             mine = set(sweep.parts_of(plan, plan.problems, share.workers)[share.rank])
             for problem in (p for p in plan.problems if sweep.name_of(op, p) in mine):
                 wanted_by[problem] = candidates_of(
-                    op, target, problem, meter.backends, rules.most, rules.of_next
+                    *(op, target, problem, meter.backends, rules.most, rules.of_next, rules.only)
                 )
+                incumbent = incumbent_of(before, op, target, problem)
+                wanted_by[problem] += [] if incumbent is None else [incumbent]
                 ahead.add(problem, wanted_by[problem])
             for problem, candidates in wanted_by.items():
                 ahead.wait(problem, candidates)
@@ -140,6 +148,21 @@ def _counts(tp: str) -> list[int]:
     if not counts or min(counts) < 1:
         raise ValueError(f"--tp takes numbers of GPUs, as in 1,2,4,8, got {tp!r}")
     return counts
+
+
+def _names(op: str, target: Target, names: list[str]) -> tuple[str, ...]:
+    """Names of kernels, as they are given.
+
+    Raises:
+        ValueError: none of the op's kernels on this architecture has such a name.
+    """
+    from aiter_mx.kernels.registry import kernels_of
+
+    known = {kernel.name for kernel in kernels_of(op) if kernel.is_for(target.arch)}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{op} has no kernel {name!r} on {target.arch}: {sorted(known)}")
+    return tuple(names)
 
 
 def with_fields(op: str, shapes: list[Problem], fields: dict[str, Axis]) -> list[Problem]:

@@ -158,6 +158,7 @@ def candidates_of(
     backends: Sequence[str],
     most: int,
     of_next: Sequence[int] = (),
+    only: Sequence[str] = (),
 ) -> list[Candidate]:
     """What may compute a problem.
 
@@ -172,14 +173,17 @@ def candidates_of(
         most: candidates of each kernel.
         of_next: the most of a backend's second kernel, third, and so on, in the order in which
             they are taken where no table decides; the last number is for all that are left.
+        only: names of kernels; of a backend that has some of these the others are left out.
     """
     found: dict[Candidate, None] = {}
     places: Counter[str] = Counter()
-    for kernel in in_line(op, target, problem):
+    line = [kernel for kernel in in_line(op, target, problem) if kernel.is_for(target.arch)]
+    named = {kernel.backend for kernel in line if kernel.name in only}
+    for kernel in line:
         if (
             kernel.backend in NO_CANDIDATES
             or kernel.backend not in backends
-            or not kernel.is_for(target.arch)
+            or (kernel.backend in named and kernel.name not in only)
             or kernel.refusal(target, problem) is not None
         ):
             continue

@@ -21,6 +21,8 @@ class Rules:
         most: candidates of each kernel that start.
         of_next: the most of a backend's second kernel, third, and so on, as ``candidates_of`` has
             it: a guess that the order in which kernels are preferred is about right.
+        only: kernels that are wanted, as ``candidates_of`` has it; what a table names so far is in
+            the race too.
         tries: of these, those that each kernel begins with.
         hopeless: a kernel is given up when all that it began with take more than so many times the
             fastest of all.
@@ -37,6 +39,7 @@ class Rules:
 
     most: int = 24
     of_next: tuple[int, ...] = (8,)
+    only: tuple[str, ...] = ()
     tries: int = 3
     hopeless: float = 1.5
     first_look: float = 1.25

@@ -16,6 +16,7 @@ from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from aiter_mx.kernels.registry import key_columns, problem_key, problem_type
 from aiter_mx.kernels.spec import Problem
@@ -173,12 +174,12 @@ def _tune(
     written_at = 0.0
     with ExitStack() as stack:
         aside = stack.enter_context(meter.aside()) if meter.aside else None
-        starters = _Starters(plan, meter, by_name, lost, aside, upcoming)
+        starters = _Starters(plan, meter, before, by_name, lost, aside, upcoming)
         ahead = stack.enter_context(meter.ahead())
         for raced, name in enumerate(share.claim(parts), 1):
             if name in own:  # else this worker's are all taken
                 _feed(ahead, upcoming, starters, name, len(own) - raced - _MOST_AHEAD)
-            record = _race(plan, meter, ahead, before, journal, starters, name)
+            record = _race(plan, meter, ahead, journal, starters, name)
             journal.append(record)
             share.publish([record])
             done.add(name)
@@ -229,6 +230,7 @@ class _Starters:
         self,
         plan: Plan,
         meter: Meter,
+        before: Rows,
         by_name: Mapping[str, Problem],
         lost: Mapping[tuple[str, str], str],
         aside: Executor | None,
@@ -236,7 +238,7 @@ class _Starters:
     ) -> None:
         """Those of ``first`` are worked out aside, in this order, before they are wanted."""
         self.by_name, self.lost = by_name, lost
-        self._plan, self._backends = plan, meter.backends
+        self._plan, self._backends, self._before = plan, meter.backends, before
         self._found: dict[str, list[Candidate]] = {}
         self._coming: dict[str, Future[list[Candidate]]] = {}
         if aside is not None:
@@ -252,15 +254,23 @@ class _Starters:
             self._found[name] = [c for c in found if (name, str(c)) not in self.lost]
         return self._found[name]
 
-    def _wanted(self, name: str) -> tuple[str, Target, Problem, Sequence[str], int, Sequence[int]]:
-        plan, problem = self._plan, self.by_name[name]
-        return plan.op, plan.target, problem, self._backends, plan.rules.most, plan.rules.of_next
+    def _wanted(self, name: str) -> tuple[Any, ...]:
+        plan, rules = self._plan, self._plan.rules
+        wanted = plan.op, plan.target, self.by_name[name], self._backends
+        return (*wanted, rules.most, rules.of_next, rules.only)
+
+    def incumbent(self, name: str) -> Candidate | None:
+        """What the table names so far, unless a process was lost to it."""
+        plan = self._plan
+        found = incumbent_of(self._before, plan.op, plan.target, self.by_name[name])
+        return None if (name, str(found)) in self.lost else found
 
     def to_compile(self, name: str) -> list[Candidate]:
         """Those that can be sure of a turn, or are ours, whose kernels are rarely given up."""
-        every = self.of(name)
+        every, incumbent = self.of(name), self.incumbent(name)
         begin = openers(every, self._plan.rules.tries)
-        return [c for c in every if c.spec.module is not None or c in begin]
+        chosen = [c for c in every if c.spec.module is not None or c in begin]
+        return chosen if incumbent is None or incumbent in chosen else [*chosen, incumbent]
 
 
 def _feed(ahead: Ahead, upcoming: deque[str], starters: _Starters, turn: str, least: int) -> None:
@@ -280,16 +290,12 @@ def _race(
     plan: Plan,
     meter: Meter,
     ahead: Ahead,
-    before: Rows,
     journal: Journal,
     starters: _Starters,
     name: str,
 ) -> Record:
     """The record of one race."""
-    problem = starters.by_name[name]
-    incumbent = incumbent_of(before, plan.op, plan.target, problem)
-    if incumbent is not None and (name, str(incumbent)) in starters.lost:
-        incumbent = None
+    problem, incumbent = starters.by_name[name], starters.incumbent(name)
     begun = time.monotonic()
     try:
         with meter.bench(problem) as bench:  # operands are made while the last kernels compile
