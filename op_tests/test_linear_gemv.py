@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -311,10 +312,10 @@ def test_hopper_takes_what_was_fastest_there_and_yields_where_it_lost(
 ) -> None:
     target = hardware("sm_90a")
     assert GEMV.yields is not None
-    lost = [(1, False, False), (1, True, False), (2, False, True), (2, True, True)]
-    for M, pdl, yields in lost:
+    for M, pdl in product((1, 4), (False, True)):
         problem = LinearProblem(M, N, K, pdl=pdl)
-        assert bool(GEMV.yields(target, problem)) is yields
+        assert GEMV.yields(target, problem)  # to direct
+        assert bool(GEMV.yields(target, replace(problem, x_dtype="bf16"))) is (M == 4)
         if M == 1:
             assert tuple(GEMV.configure(target, problem).values()) == config
     assert GEMV.yields(target, LinearProblem(2, 9216, 6144))

@@ -27,6 +27,9 @@ _MOST_ROWS = 48
 _FEWEST_ROWS = 4  # of a candidate
 _USUAL_ROWS = (8, 16, 24, 32, 40, 48)
 _FEWEST_WEIGHTS = 2_500_000  # below, the GEMV is faster on one H200
+_MOST_FEATURES_OF_ONE = 45_000  # of one row of x; above, the GEMV was faster at 4 of 4 shapes
+# Where launches overlap, on one H200; of 5 to 8 rows of x fp8 takes those between.
+_MOST_OVERLAPPING_WEIGHTS, _FP8_WEIGHTS = 260_000_000, range(9_000_000, 30_000_001)
 _MOST_CANDIDATES = 20
 _MOST_ALIKE = 2
 _CHUNK = 128  # k that a wave takes at a time
@@ -34,6 +37,9 @@ _REGISTERS = 65536  # of an SM
 _MOST_REGISTERS = 232  # of a lane, above which ptxas was seen to spill
 _SCHEDULER_REGISTERS = _REGISTERS // 4 // 32  # of an SM's scheduler, of each lane
 _CYCLES_A_US = 4 * 1980  # of an SM's four schedulers
+# Registers of a lane, by halves of rows, with which ptxas puts 16 bytes or more on the stack, up to
+# M = 4 where each chunk is asked for while the one before is used: 1.05 to 2 times as slow.
+_SPILLING = {1: range(88), 2: range(80), 3: range(104, 144)}
 _LEAST_SHARE, _SPARE_SHARE = 0.9, 1.15  # of the registers that ptxas would take
 _SUITS_BYTES = 63e3  # of weights under way on an SM
 # What an H200 holds at once of what its SMs could, by the size of a cluster, which lies in a GPC.
@@ -137,6 +143,14 @@ def _resident(target: Target, problem: LinearProblem, config: Config) -> int:
     return max(1, 4 * of_scheduler // waves) if fit and allowed < _SPARE_SHARE * wanted else 1
 
 
+def _spills(target: Target, problem: LinearProblem, config: Config) -> bool:
+    """Whether ptxas is held to registers with which it was seen to spill."""
+    if problem.M > _FEW or config["unroll"] != 0:
+        return False
+    lanes = 32 * config["waves"] * _resident(target, problem, config)
+    return _REGISTERS // lanes // 8 * 8 in _SPILLING.get(-(-config["rows"] // 8), ())
+
+
 def _cost(target: Target, problem: LinearProblem, config: Config) -> float:
     """A model of what a call takes beyond reading, in us: fitted to 519 times on one H200."""
     rows, waves, split = config["rows"], config["waves"], config["split"]
@@ -175,7 +189,7 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
         if split == 1 or wave > 1
     ]
     return cheapest(
-        [config for config in found if _fits(problem, config)],
+        [c for c in found if _fits(problem, c) and not _spills(target, problem, c)],
         lambda config: _cost(target, problem, config),
         alike=("rows", "unroll", "split"),
         most_alike=_MOST_ALIKE,
@@ -184,10 +198,18 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
-    if problem.pdl or problem.x_dtype != "e4m3" or problem.M < 2:
-        return "direct gains for quantised x of several rows, where launches do not overlap"
-    if problem.K % _CHUNK or problem.N * problem.K < _FEWEST_WEIGHTS:
-        return f"direct gains from {_FEWEST_WEIGHTS} weights on, and whole chunks of {_CHUNK} k"
+    weights = problem.N * problem.K
+    if problem.x_dtype != "e4m3" or problem.K % _CHUNK:
+        return f"direct gains for quantised x, and whole chunks of {_CHUNK} k"
+    if problem.pdl:
+        taken = problem.M > _FEW and weights in _FP8_WEIGHTS
+        if problem.M > _EIGHT or weights > _MOST_OVERLAPPING_WEIGHTS or taken:
+            return "others gain more where launches overlap"
+        return None
+    if problem.M == 1 and problem.N > _MOST_FEATURES_OF_ONE:
+        return f"gemv is faster for one row of x above N={_MOST_FEATURES_OF_ONE}"
+    if weights < _FEWEST_WEIGHTS:
+        return f"direct gains from {_FEWEST_WEIGHTS} weights on"
     return None
 
 
