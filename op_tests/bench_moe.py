@@ -7,8 +7,9 @@ All in one run on one GPU, graph replay, medians. Each call routes its tokens to
 the one before, so that weights are cold. A cell is a part of the layer: ``gemm1`` with bf16 out,
 ``gemm1_activated`` as the layer runs it, ``gemm2`` with fp32 out, and the whole ``layer`` from bf16
 to bf16, routing and quantisation included. ``floor_us`` reads the weights of the experts that are
-touched, and does nothing else; the layer's is the sum of both GEMMs'. ``bf16_us`` of the layer is
-that of its two GEMMs alone.
+touched, and does nothing else; the layer's is the sum of both GEMMs'. ``triton_us`` of the layer is
+that of the four launches by the package's Triton kernels, as dispatch would route them there;
+``bf16_us`` is that of its two GEMMs alone.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ from mx_reference import dequantize64
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.jit.build import build_all
+from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.registry import find_kernel, kernels_of
 from aiter_mx.launch import build_request
+from aiter_mx.ops import moe_align as moe_align_op
+from aiter_mx.ops import moe_combine as moe_combine_op
 from aiter_mx.ops import moe_gemm as moe_gemm_op
 from aiter_mx.ops.fused_moe import FusedMoeProblem
 from aiter_mx.target import target_of
@@ -42,6 +46,11 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 ROUTINGS = ("uniform", "skewed")
 PARTS = ("gemm1", "gemm1_activated", "gemm2", "layer")
 DEVICE = torch.device("cuda", 0)
+FALLBACKS: dict[str, Callable[..., dict[str, Callable[..., None]]]] = {
+    "moe_align": moe_align_op.fallbacks,
+    "moe_gemm": moe_gemm_op.fallbacks,
+    "moe_combine": moe_combine_op.fallbacks,
+}
 MOST_CALLS = 24
 """Of a graph: enough routings that no expert's weights are still cached when it comes again."""
 
@@ -185,11 +194,45 @@ def layer_cell(layer: Layer, M: int, experts: list[torch.Tensor], gemms: list[Ce
         first()
         second()
 
-    pairs = [
-        [partial(both, *pair) for pair in zip(first, second, strict=True)]
-        for first, second in ((gemms[0].bf16, gemms[2].bf16), (gemms[1].triton, gemms[2].triton))
-    ]
-    return Cell("layer", None, ours, pairs[1], pairs[0])
+    pairs = zip(gemms[0].bf16, gemms[2].bf16, strict=True)
+    bf16: list[Callable[[], object]] = [partial(both, *pair) for pair in pairs]
+    triton = layer_by_triton(layer, x, weights, experts)
+    return Cell("layer", None, ours, triton, bf16)
+
+
+def layer_by_triton(
+    layer: Layer, x: torch.Tensor, weights: torch.Tensor, experts: list[torch.Tensor]
+) -> list[Callable[[], object]]:
+    """The layer's four launches where tables name Triton for each; none where it is refused."""
+    M, target = len(x), target_of(DEVICE)
+    problem = FusedMoeProblem(M, layer.H, layer.intermediate, layer.E, layer.top_k)
+    runs = []
+    for op, part in problem.parts():
+        spec = next((kernel for kernel in kernels_of(op) if kernel.backend == "triton"), None)
+        if spec is None or spec.refusal(target, part) is not None:
+            return []
+        config = spec.configure(target, part)
+        runs.append(partial(FALLBACKS[op](part)["triton"], config=config))
+    align = problem.parts()[0][1]
+    assert isinstance(align, MoeAlignProblem)
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=DEVICE)
+
+    def quantized(rows: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return new(rows, K, dtype=torch.float8_e4m3fn), new(rows, K // 32, dtype=torch.uint8)
+
+    lists = new(align.max_ids), new(align.max_ids // align.block_m), new(1)
+    xq, hq = quantized(M, layer.H), quantized(problem.routed, layer.intermediate)
+    y, out = new(problem.routed, layer.H, dtype=torch.float32), torch.empty_like(x)
+
+    def call(chosen: torch.Tensor) -> None:
+        runs[0]((chosen, None, None, None, x, lists[0], None, *lists[1:], *xq))
+        runs[1]((*xq, *layer.w1, *lists, None, None, *hq))
+        runs[2]((*hq, *layer.w2, *lists, None, None, y, None))
+        runs[3]((y, chosen, weights, None, out))
+
+    return [partial(call, chosen) for chosen in experts]
 
 
 def error_of(layer: Layer, cell: Cell, chosen: torch.Tensor) -> float | None:
