@@ -50,6 +50,13 @@ def test_the_half_of_a_scalar_pair_that_is_not_taken_may_be_unset() -> None:
         run("half_of_a_pair", 1)
 
 
+def test_a_move_of_halves_takes_one_of_each_source() -> None:
+    data, out, _ = run("half_of_a_move", 0)
+    np.testing.assert_array_equal(out[:64], data[:64])
+    with pytest.raises(UninitializedRead, match=r"global_store_dword .* reads"):
+        run("half_of_a_move", 1)
+
+
 @pytest.mark.parametrize(
     ("kernel", "more", "instruction"),
     [

@@ -55,7 +55,8 @@ def _packed(ins: Instruction, rule: Rule, ctx: Context) -> Code:
         raise unknown(ins, f"{len(rule.sources)} sources expected, got {len(sources)}")
     count, wide = len(sources), rule.result in "fu"
     picks = [mods.bits("op_sel", count, 0), mods.bits("op_sel_hi", count, 1)]
-    if ins.mnemonic == "v_pk_mov_b32":  # one selector a source: the halves come from different ones
+    moves = ins.mnemonic == "v_pk_mov_b32"
+    if moves:  # one selector a source: the halves come from different ones
         mods.take("op_sel_hi")
         picks[1] = picks[0]
     signs = [mods.bits("neg_lo", count), mods.bits("neg_hi", count)]
@@ -71,7 +72,7 @@ def _packed(ins: Instruction, rule: Rule, ctx: Context) -> Code:
         code.scalar_reads += registers
         if is_vector(operand):
             rows = ctx.rows_of(operand, ins)
-            for half in (0, 1):
+            for half in (i,) if moves else (0, 1):
                 parts[half].append(Reads((rows[picks[half][i] if wide else 0],)))
             parameters.append(f"const u32 *{name}")
             values.append(f"ROW({rows[0]})")

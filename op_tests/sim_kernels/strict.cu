@@ -71,6 +71,15 @@ KERNEL(64) half_of_a_pair(const u32* in, u32* out, int both) {
                      : "s40", "s41");
     OUT = (u32)x.x + (u32)x.y;
 }
+KERNEL(64) half_of_a_move(const u32* in, u32* out, int other) {
+    T;
+    u32x2 pair;
+    asm volatile("v_mov_b32 v40, %1\nv_pk_mov_b32 %0, v[40:41], v[42:43] op_sel:[0,1]"
+                 : "=v"(pair)
+                 : "v"(in[l])
+                 : "v40", "v41", "v42", "v43");
+    OUT = other ? pair.y : pair.x;
+}
 KERNEL(64) early_lds(const u32* in, u32* out) {
     SHARED u32 words[64];
     T;
