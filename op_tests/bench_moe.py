@@ -31,14 +31,11 @@ from mx_reference import dequantize64
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.jit.build import build_all
-from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.registry import find_kernel, kernels_of
 from aiter_mx.launch import build_request
-from aiter_mx.ops import moe_align as moe_align_op
-from aiter_mx.ops import moe_combine as moe_combine_op
 from aiter_mx.ops import moe_gemm as moe_gemm_op
-from aiter_mx.ops.fused_moe import FusedMoeProblem
+from aiter_mx.ops.fused_moe import ARGUMENTS, FALLBACKS, FusedMoeProblem, tensors_between
 from aiter_mx.target import target_of
 from aiter_mx.timing import COLD_BYTES, random_mx, time_graph_us
 
@@ -46,11 +43,6 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 ROUTINGS = ("uniform", "skewed")
 PARTS = ("gemm1", "gemm1_activated", "gemm2", "layer")
 DEVICE = torch.device("cuda", 0)
-FALLBACKS: dict[str, Callable[..., dict[str, Callable[..., None]]]] = {
-    "moe_align": moe_align_op.fallbacks,
-    "moe_gemm": moe_gemm_op.fallbacks,
-    "moe_combine": moe_combine_op.fallbacks,
-}
 MOST_CALLS = 24
 """Of a graph: enough routings that no expert's weights are still cached when it comes again."""
 
@@ -213,24 +205,17 @@ def layer_by_triton(
             return []
         config = spec.configure(target, part)
         runs.append(partial(FALLBACKS[op](part)["triton"], config=config))
-    align = problem.parts()[0][1]
-    assert isinstance(align, MoeAlignProblem)
-
-    def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=DEVICE)
-
-    def quantized(rows: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return new(rows, K, dtype=torch.float8_e4m3fn), new(rows, K // 32, dtype=torch.uint8)
-
-    lists = new(align.max_ids), new(align.max_ids // align.block_m), new(1)
-    xq, hq = quantized(M, layer.H), quantized(problem.routed, layer.intermediate)
-    y, out = new(problem.routed, layer.H, dtype=torch.float32), torch.empty_like(x)
+    given = {
+        name: torch.empty(shape, dtype=dtype, device=DEVICE)
+        for name, (shape, dtype) in tensors_between(problem).items()
+    }
+    given |= {"x": x, "topk_weights": weights, "out": torch.empty_like(x)}
+    given |= dict(zip(("w1q", "w1s", "w2q", "w2s"), (*layer.w1, *layer.w2), strict=True))
 
     def call(chosen: torch.Tensor) -> None:
-        runs[0]((chosen, None, None, None, x, lists[0], None, *lists[1:], *xq))
-        runs[1]((*xq, *layer.w1, *lists, None, None, *hq))
-        runs[2]((*hq, *layer.w2, *lists, None, None, y, None))
-        runs[3]((y, chosen, weights, None, out))
+        tensors = {**given, "topk_ids": chosen}
+        for run, names in zip(runs, ARGUMENTS, strict=True):
+            run([tensors.get(name) for name in names])  # no expert map, no biases
 
     return [partial(call, chosen) for chosen in experts]
 

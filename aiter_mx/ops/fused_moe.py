@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import CaptureError
+from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.launch import Run, not_warm
@@ -160,7 +161,7 @@ def compute(
             name: held[part.at : part.at + part.bytes].view(part.dtype).view(part.shape)
             for name, part in plan.parts.items()
         }
-        for run, names in zip(plan.runs, _ARGUMENTS, strict=True):
+        for run, names in zip(plan.runs, ARGUMENTS, strict=True):
             tensors = [given[name] for name in names]
             run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
         return out
@@ -168,13 +169,13 @@ def compute(
     first = held.data_ptr()
     for name, part in plan.parts.items():
         at[name] = first + part.at
-    for run, names in zip(plan.runs, _ARGUMENTS, strict=True):
+    for run, names in zip(plan.runs, ARGUMENTS, strict=True):
         run((), [at[name] for name in names])
     return out
 
 
 _LISTS = ("sorted_ids", "expert_ids", "post_padded")
-_ARGUMENTS = (
+ARGUMENTS = (
     (
         *("topk_ids", "none", "expert_map", "none", "x", "sorted_ids", "none"),
         *_LISTS[1:],
@@ -235,11 +236,22 @@ def _plan(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> _Plan:
         return _Plan(problem, (), False, 0, {})
     target = target_of(device)
     try:
-        runs = tuple(bind(op, target, part, device, _FALLBACKS[op](part)) for op, part in layer)
+        runs = tuple(bind(op, target, part, device, FALLBACKS[op](part)) for op, part in layer)
     except CaptureError as error:  # of one launch: what the caller can warm is the layer
         raise not_warm("a launch of fused_moe", "fused_moe", problem) from error
-    align, M, H, I = layer[0][1], problem.M, problem.hidden, problem.intermediate
-    tensors = {
+    at, parts = 0, {}
+    for name, (shape, dtype) in tensors_between(problem).items():
+        size = prod(shape) * dtype.itemsize
+        parts[name] = _Part(at, size, dtype, shape)
+        at += -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
+    return _Plan(problem, runs, _takes_tensors(layer, target), at, parts)
+
+
+def tensors_between(problem: FusedMoeProblem) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what lies between the launches, by the names of ``ARGUMENTS``."""
+    align, M, H, I = problem.parts()[0][1], problem.M, problem.hidden, problem.intermediate
+    assert isinstance(align, MoeAlignProblem)
+    return {
         "xq": ((M, H), _FP8[0]),
         "xs": ((M, H // BLOCK), torch.uint8),
         "hq": ((problem.routed, I), _FP8[0]),
@@ -249,12 +261,6 @@ def _plan(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> _Plan:
         "expert_ids": ((align.max_ids // align.block_m,), torch.int32),
         "post_padded": ((1,), torch.int32),
     }
-    at, parts = 0, {}
-    for name, (shape, dtype) in tensors.items():
-        size = prod(shape) * dtype.itemsize
-        parts[name] = _Part(at, size, dtype, shape)
-        at += -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
-    return _Plan(problem, runs, _takes_tensors(layer, target), at, parts)
 
 
 def _takes_tensors(layer: Sequence[tuple[str, Problem]], target: Target) -> bool:
@@ -269,11 +275,12 @@ def _takes_tensors(layer: Sequence[tuple[str, Problem]], target: Target) -> bool
     return False
 
 
-_FALLBACKS: dict[str, Callable[[Any], dict[str, Any]]] = {
+FALLBACKS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "moe_align": moe_align.fallbacks,
     "moe_gemm": moe_gemm.fallbacks,
     "moe_combine": moe_combine.fallbacks,
 }
+"""What runs a launch's problem on backends other than ours, by its op."""
 
 
 def _check(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> FusedMoeProblem:
