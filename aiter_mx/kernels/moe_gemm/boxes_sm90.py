@@ -34,6 +34,7 @@ PARAMS = (
 
 CHUNK = 128  # k
 GROUP_ROWS = 64  # of w
+BRING_GROUPS = 3  # warpgroups that bring what others add, also in slabs
 _ENTRIES = 4  # of the queue
 _MOST_WEIGHT_ROWS = MAX_SIDE - 256  # of all experts, as boxes may start past the last
 _MOST_ROWS = 1 << 25  # of an expert, whose tiles times what they cost are counted in 32 bits
@@ -66,11 +67,15 @@ def layout_bytes(
     ready = slots * 8 * (32 * cols + 16)
     scale_places = (ahead + 2 * (scale_chunks - 1)) // scale_chunks
     fetched = passes * 16 * (ahead * CHUNK + scale_places * scale_chunks * 4)
-    maxima = 32 * groups * (2 if problem.activation == "none" else cols)
-    entries = _ENTRIES * (24 * cols + 32 + 16)
     barriers = 16 * (groups * depth + slots + ahead)
-    total = ring + ready + fetched + maxima + entries + barriers
+    total = ring + ready + fetched + frame_bytes(problem, cols, groups) + barriers
     return -(-total // 1024) * 1024  # weights are where a KiB begins
+
+
+def frame_bytes(problem: MoeGemmProblem, cols: int, groups: int) -> int:
+    """Of a workgroup: the queue with its barriers, and maxima of what is activated."""
+    maxima = 32 * groups * (2 if problem.activation == "none" else cols)
+    return maxima + _ENTRIES * (24 * cols + 32 + 16)
 
 
 def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
@@ -141,28 +146,57 @@ def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
     return None
 
 
-def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
+def frame_defines(
+    problem: MoeGemmProblem,
+    config: Config,
+    shared_bytes: int,
+    groups: int,
+    *,
+    tiles: int = 1,
+    long_scales: bool = True,
+) -> dict[str, int]:
+    """What csrc/include/moe_boxes_sm90.h asks for.
+
+    Args:
+        problem: what is computed.
+        config: columns, stages and chunks under way; slots of 0: all of x stays.
+        shared_bytes: of a workgroup.
+        groups: warpgroups that add.
+        tiles: times 64 rows of w of each of these.
+        long_scales: whether scales are copied for four chunks at once.
+    """
     return {
         **sm90_defines(problem),
         "MX_COL_TILES": config["col_tiles"],
-        "MX_GROUPS": config["groups"],
-        "MX_TILES": 1,
-        "MX_LONG_SCALES": 0,
+        "MX_GROUPS": groups,
+        "MX_TILES": tiles,
+        "MX_LONG_SCALES": int(long_scales),
         "MX_DEPTH": config["depth"],
         "MX_SLOTS": _slots(problem, config),
-        "MX_AHEAD": config["ahead"],
+        "MX_AHEAD": config.get("ahead", 1),
         "MX_RESIDENT": int(config["slots"] == 0),
-        "MX_SHARED_BYTES": shared_bytes(problem, config),
+        "MX_SHARED_BYTES": shared_bytes,
     }
 
 
-def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:
+def frame_geometry(target: Target, groups: int, shared_bytes: int) -> Geometry:
+    """Of a kernel that has a workgroup, of so many warpgroups, on each SM."""
     return Geometry(
         grid=(target.cu_num, 1, 1),
-        block=((config["groups"] + 3) * 4 * target.wave_size, 1, 1),
-        shared_bytes=shared_bytes(problem, config),
+        block=(groups * 4 * target.wave_size, 1, 1),
+        shared_bytes=shared_bytes,
         overlaps=True,
     )
+
+
+def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
+    shared = shared_bytes(problem, config)
+    return frame_defines(problem, config, shared, config["groups"], long_scales=False)
+
+
+def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:
+    groups = config["groups"] + BRING_GROUPS
+    return frame_geometry(target, groups, shared_bytes(problem, config))
 
 
 def weights_map(target: Target, problem: MoeGemmProblem, config: Config) -> TensorMap:

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from aiter_mx.kernels.moe_gemm import boxes_sm90 as boxes
 from aiter_mx.kernels.moe_gemm.boxes_sm90 import CHUNK, GROUP_ROWS, SHARED_BYTES
-from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem, module, sm90_defines
+from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem, module
 from aiter_mx.kernels.spec import (
     Config,
     Geometry,
@@ -29,7 +29,6 @@ ACCUMULATION_ERROR = 2.0**-10
 
 _GROUPS = 3  # warpgroups of a workgroup that add, with 64 rows of w each
 _SCALE_CHUNKS = 4  # times 128 k whose scales are loaded at once
-_ENTRIES = 4  # of the queue
 _OUT_DTYPES = ("bf16", "mxfp8")
 _LEAST_ROWS = 6  # of an expert, measured on an H200: for 4 stream is as fast
 
@@ -46,10 +45,8 @@ def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
     scales = places * (cols + rows) * 4 * _SCALE_CHUNKS
     halves = activated and problem.layout == "halves"
     traded = 512 * (_GROUPS * (cols // 4 + 1) if halves else 1)
-    entries = _ENTRIES * (24 * cols + 32 + 16)
-    maxima = 32 * _GROUPS * (cols if activated else 2)
     barriers = 16 * _GROUPS * depth + 24 * slots
-    total = ring + x + scales + traded + entries + maxima + barriers
+    total = ring + x + scales + traded + barriers + boxes.frame_bytes(problem, cols, _GROUPS)
     return -(-total // 1024) * 1024  # weights are where a KiB begins
 
 
@@ -94,28 +91,12 @@ def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
 
 
 def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
-    return {
-        **sm90_defines(problem),
-        "MX_OUTER": 1,
-        "MX_COL_TILES": config["col_tiles"],
-        "MX_GROUPS": _GROUPS,
-        "MX_TILES": 1,
-        "MX_LONG_SCALES": 1,
-        "MX_DEPTH": config["depth"],
-        "MX_SLOTS": config["slots"],
-        "MX_AHEAD": 1,
-        "MX_RESIDENT": 0,
-        "MX_SHARED_BYTES": shared_bytes(problem, config),
-    }
+    shared = shared_bytes(problem, config)
+    return boxes.frame_defines(problem, config, shared, _GROUPS) | {"MX_OUTER": 1}
 
 
 def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:
-    return Geometry(
-        grid=(target.cu_num, 1, 1),
-        block=((_GROUPS + 1) * 4 * target.wave_size, 1, 1),
-        shared_bytes=shared_bytes(problem, config),
-        overlaps=True,
-    )
+    return boxes.frame_geometry(target, _GROUPS + 1, shared_bytes(problem, config))
 
 
 MODULE = module({"sm_90a": "moe_gemm_outer_sm90.cu"}, _defines, _geometry, boxes.weights_map)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from aiter_mx.kernels.moe_gemm import boxes_sm90 as boxes
 from aiter_mx.kernels.moe_gemm.boxes_sm90 import CHUNK, SHARED_BYTES, rows_of_block
-from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem, module, sm90_defines
+from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem, module
 from aiter_mx.kernels.spec import (
     Config,
     Geometry,
@@ -71,27 +71,13 @@ def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
 
 
 def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
-    return {
-        **sm90_defines(problem),
-        "MX_COL_TILES": config["col_tiles"],
-        "MX_GROUPS": _GROUPS,
-        "MX_TILES": _TILES,
-        "MX_LONG_SCALES": 1,
-        "MX_DEPTH": config["depth"],
-        "MX_SLOTS": config["slots"],
-        "MX_AHEAD": config["ahead"],
-        "MX_RESIDENT": 0,
-        "MX_SHARED_BYTES": shared_bytes(problem, config),
-    }
+    shared = shared_bytes(problem, config)
+    return boxes.frame_defines(problem, config, shared, _GROUPS, tiles=_TILES)
 
 
 def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:
-    return Geometry(
-        grid=(target.cu_num, 1, 1),
-        block=((_GROUPS + 3) * 4 * target.wave_size, 1, 1),
-        shared_bytes=shared_bytes(problem, config),
-        overlaps=True,
-    )
+    groups = _GROUPS + boxes.BRING_GROUPS
+    return boxes.frame_geometry(target, groups, shared_bytes(problem, config))
 
 
 MODULE = module({"sm_90a": "moe_gemm_slabs_sm90.cu"}, _defines, _geometry, boxes.weights_map)
