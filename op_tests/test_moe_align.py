@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -233,8 +234,9 @@ def test_options_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="drop_absent must be True or False, got 'no'"):
         aiter_mx.moe_align(topk_ids, 64, 8, drop_absent="no")  # type: ignore[arg-type]
     for name in ("shared_experts", "first_shared"):
+        options: dict[str, Any] = {name: -1}
         with pytest.raises(ValueError, match=f"{name} must be at least 0, got -1"):
-            aiter_mx.moe_align(topk_ids, 64, 8, **{name: -1})  # type: ignore[arg-type]
+            aiter_mx.moe_align(topk_ids, 64, 8, **options)
     with pytest.raises(ValueError, match="num_experts must be at least 1, got -3"):
         aiter_mx.moe_sort(topk_ids, torch.rand(4, 2), -3)
     numpy = pytest.importorskip("numpy")
