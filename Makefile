@@ -5,7 +5,7 @@ JOBS ?= 2
 C_FILES = find csrc aiter_mx op_tests -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.hpp' -o -name '*.c'
 
 export PYTHON
-.PHONY: help setup demo test lint types unit format wheel clean
+.PHONY: help setup demo test lint types unit docs format wheel clean
 .NOTPARALLEL:
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo 'make test     lint, types and tests'
 	@echo 'make lint     ruff and clang-format, without changing a file'
 	@echo 'make format   ruff and clang-format, in place'
+	@echo 'make docs     the documentation as a site, in build/site'
 	@echo 'make wheel    build dist/*.whl'
 	@echo 'make clean    delete the environment and what the tools left behind'
 
@@ -41,6 +42,10 @@ format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	$(C_FILES) | xargs -r $(BIN)/clang-format -i
+
+docs: setup
+	$(BIN)/python tune/figures.py --check
+	$(BIN)/mkdocs build --strict --quiet
 
 wheel: setup
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

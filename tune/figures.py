@@ -1,0 +1,206 @@
+"""Writes the tables of figures in README.md and docs/ from the CSVs in docs/measured/.
+
+    python tune/figures.py           # writes them
+    python tune/figures.py --check   # exits with 1 where one is not what the CSVs say
+
+A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``. Every figure in prose
+belongs in such a table, so that no document can say what no benchmark wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+ROOT = Path(__file__).resolve().parent.parent
+MEASURED = ROOT / "docs" / "measured" / "nvidia_h200"
+_BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def linear() -> str:
+    """Decode linear: us, and in brackets times over a kernel that only reads the weights."""
+    run = pd.read_csv(MEASURED / "linear.csv")
+    batches = sorted(run.M.unique())
+    rows = []
+    for (n, k), shape in run.groupby(["N", "K"], sort=True):
+        at = shape.set_index("M")
+        reading = f"{at.floor_us.iloc[0]:.1f}"
+        rows += [
+            [
+                f"{n} x {k}",
+                reading,
+                *(f"{at.ours_us[m]:.1f} ({at.ours_over_floor[m]:.2f})" for m in batches),
+            ],
+            [
+                "`pdl=True`",
+                "",
+                *(f"{at.pdl_us[m]:.1f} ({at.pdl_over_floor[m]:.2f})" for m in batches),
+            ],
+            ["bf16 cuBLAS", "", *(f"{at.bf16_us[m]:.1f}" for m in batches)],
+            ["Triton `dot_scaled`", "", *(f"{at.triton_us[m]:.1f}" for m in batches)],
+        ]
+    return _table(["N x K", "reading", *(f"M={m}" for m in batches)], rows) + _origin(run)
+
+
+def moe() -> str:
+    """Expert layer: us, and in brackets times over reading the weights of the experts touched."""
+    run = pd.read_csv(MEASURED / "moe.csv")
+    names = {
+        "gemm1": "first GEMM, bf16 results",
+        "gemm1_activated": "first GEMM, activated",
+        "gemm2": "second GEMM, fp32 results",
+        "layer": "layer",
+    }
+    tokens = [m for m in (1, 4, 8, 64, 256, 512, 1024, 2048) if m in set(run.M)]
+    rows = []
+    for (routing, part), cells in run.groupby(["routing", "part"], sort=False):
+        if part not in names:
+            continue
+        at = cells.set_index("M")
+        rows.append(
+            [
+                f"{names[part]}, {routing}",
+                *(f"{at.ours_us[m]:.1f} ({at.ours_over_floor[m]:.2f})" for m in tokens),
+            ]
+        )
+        if routing == "uniform" and at.triton_us.notna().any():
+            rows.append(["by Triton", *(_us(at.triton_us.get(m)) for m in tokens)])
+        if routing == "uniform" and at.bf16_us.notna().any():
+            rows.append(["by torch in bf16", *(_us(at.bf16_us.get(m)) for m in tokens)])
+    return _table(["", *(f"M={m}" for m in tokens)], rows) + _origin(run)
+
+
+def grouped() -> str:
+    """Grouped GEMM: TFLOPS, and times over torch's bf16, its fp8 without MX, and Triton."""
+    run = pd.read_csv(MEASURED / "grouped.csv")
+    rows = [
+        [
+            f"{r.G} x {r.N} x {r.K}, {r['mode']}",
+            f"{r.ours_tflops:.0f}",
+            f"{r.over_bf16:.2f}",
+            f"{r.over_bf16_of_mx:.2f}",
+            f"{r.torch_fp8_us / r.ours_us:.2f}",
+            f"{r.over_triton:.2f}",
+        ]
+        for _, r in run.iterrows()
+    ]
+    columns = [
+        "groups x N x K, rows",
+        "TFLOPS",
+        "torch bf16",
+        "bf16 on MX values",
+        "fp8 by row, no MX",
+        "Triton",
+    ]
+    return _table(columns, rows) + _origin(run)
+
+
+def quantize() -> str:
+    """Quantisation: us, and the share of a device copy's speed."""
+    run = pd.read_csv(MEASURED / "quantize.csv")
+    rows = [
+        [f"{r.case}, {r['dtype']}", f"{r.mb:.0f}", f"{r.ours_us:.1f}", f"{r.of_copy_speed:.2f}"]
+        for _, r in run.iterrows()
+    ]
+    return _table(["case", "MB of x", "us", "of a copy's speed"], rows) + _origin(run)
+
+
+def host() -> str:
+    """Host time of one eager call, us."""
+    run = pd.read_csv(MEASURED / "host.csv")
+    rows = [[r.call, f"{r.host_us:.1f}"] for _, r in run.iterrows()]
+    return _table(["call", "us on the host"], rows) + _origin(run)
+
+
+def zoo() -> str:
+    """What each kernel's absence costs over the rows that it held."""
+    run = pd.read_csv(MEASURED / "zoo.csv")
+    rows = [
+        [
+            op,
+            f"`{kernel}`",
+            str(len(cells)),
+            f"{_geometric(cells.ratio):.3f}",
+            f"{cells.ratio.max():.3f}",
+        ]
+        for (op, kernel), cells in run.groupby(["op", "gone"], sort=True)
+    ]
+    return _table(["op", "kernel", "rows", "geometric mean", "worst"], rows)
+
+
+def summary() -> str:
+    """The README's table: one line for each thing that somebody compares."""
+    run = pd.read_csv(MEASURED / "linear.csv")
+    rows = [
+        [
+            f"`linear` {r.N} x {r.K}, M = {r.M}",
+            f"{r.ours_us:.1f}",
+            f"{r.ours_over_floor:.2f}",
+            f"{r.over_bf16:.1f}",
+            f"{r.over_triton:.1f}",
+        ]
+        for _, r in run[run.M.isin([1, 16, 64]) & run.N.isin([2304, 6144, 9216])].iterrows()
+        if (r.N, r.K) != (6144, 1536)
+    ]
+    return _table(["", "us", "over reading", "faster than bf16", "than Triton"], rows) + _origin(
+        run
+    )
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    each.__name__: each for each in (linear, moe, grouped, quantize, host, zoo, summary)
+}
+
+
+def _us(value: float | None) -> str:
+    return "" if value is None or pd.isna(value) else f"{value:.1f}"
+
+
+def _geometric(ratios: Iterable[float]) -> float:
+    logs = pd.Series(ratios, dtype=float)
+    return float(logs.prod() ** (1 / len(logs)))
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _origin(run: pd.DataFrame) -> str:
+    commits = ", ".join(sorted(set(run.commit.astype(str))))
+    return f"\nOne H200, cold operands, graph replay, medians; commit {commits}.\n"
+
+
+def filled(text: str) -> str:
+    """``text`` with every table of figures made anew.
+
+    Raises:
+        KeyError: a marker names no table.
+    """
+    return _BLOCK.sub(lambda found: f"{found[1]}\n{FIGURES[found[2]]()}\n{found[3]}", text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if stale")
+    check = parser.parse_args().check
+    stale = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        before = page.read_text(encoding="utf-8")
+        after = filled(before)
+        if after != before:
+            stale.append(str(page.relative_to(ROOT)))
+            if not check:
+                page.write_text(after, encoding="utf-8")
+    if stale:
+        print(f"{'stale' if check else 'written'}: {', '.join(stale)}")
+    sys.exit(bool(check and stale))
+
+
+if __name__ == "__main__":
+    main()
