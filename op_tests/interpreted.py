@@ -7,18 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+CHECKOUT = Path(__file__).resolve().parents[1]
 
-def assert_passes_in_the_interpreter(script: str) -> None:
-    """Run a test file as a script in Triton's interpreter.
 
-    Args:
-        script: the file's path, which lies beside this one.
-    """
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parent), str(here)])
+def assert_passes_in_the_interpreter(module: str) -> None:
+    """Run a module of tests as a script in Triton's interpreter."""
     done = subprocess.run(
-        [sys.executable, script],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        [sys.executable, "-m", module],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(CHECKOUT)},
         capture_output=True,
         text=True,
         timeout=120,

@@ -6,7 +6,6 @@ import io
 
 import pytest
 import torch
-from mx_reference import dequantize64
 from rich.console import Console
 from torch import nn
 
@@ -15,6 +14,7 @@ from aiter_mx.demo import decode, show
 from aiter_mx.demo.compare import compare_rankings
 from aiter_mx.demo.model import Embedder, quantize_linears
 from aiter_mx.demo.sentences import SENTENCES
+from op_tests.mx_reference import dequantize64
 
 CPU = torch.device("cpu")
 

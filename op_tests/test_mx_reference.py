@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import mx_reference as mx
 import pytest
 import torch
+
+from op_tests import mx_reference as mx
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

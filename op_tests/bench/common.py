@@ -1,0 +1,44 @@
+"""What the benchmarks share: tables, printed and saved with the commit that they measured."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from aiter_mx.timing import commit
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = ROOT / "docs" / "measured"
+
+
+def refuse_no_gpu() -> None:
+    """End the program where there is nothing to measure."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark measures a GPU, and torch finds none here")
+
+
+def gpu_name() -> str:
+    """The GPU's name as a folder name, such as ``nvidia_h200``."""
+    return re.sub(r"\W+", "_", torch.cuda.get_device_name().lower()).strip("_")
+
+
+def report(title: str, rows: Sequence[dict[str, object]], save_as: str | None) -> None:
+    """Print the rows as a table and, given a name, save them under ``docs/measured/<gpu>/``."""
+    table = Table(title=f"{title}, {torch.cuda.get_device_name()}, {commit()}")
+    for column in rows[0]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console(width=200).print(table)
+    if save_as is not None:
+        folder = MEASURED / gpu_name()
+        folder.mkdir(parents=True, exist_ok=True)
+        frame = pd.DataFrame(rows).assign(commit=commit(), date=datetime.date.today().isoformat())
+        frame.to_csv(folder / f"{save_as}.csv", index=False, float_format="%.5g")

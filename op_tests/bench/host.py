@@ -1,0 +1,76 @@
+"""Host time of a launch: ours bare, a whole eager ``aiter_mx.linear``, and Triton's, in one run.
+
+    python -m op_tests.bench.host [--save]
+
+The problem is so small that the GPU is always waiting, and the host's time is what is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+import torch
+
+import aiter_mx
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.fallbacks.linear_tiles import configure
+from aiter_mx.fallbacks.linear_triton import linear_tile_kernel, linear_triton
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.launch import bind, load_function, runtime_of
+from aiter_mx.runtimes.base import PackedArgs
+from aiter_mx.target import target_of
+from aiter_mx.timing import time_host_us
+from op_tests.bench.common import refuse_no_gpu, report
+from op_tests.mx_reference import random_mx
+
+M, N, K = 1, 64, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", action="store_true", help="write docs/measured/<gpu>/host.csv")
+    save = parser.parse_args().save
+    refuse_no_gpu()
+
+    generator = torch.Generator().manual_seed(0)
+    operands = [t.cuda() for t in (*random_mx(M, K, generator), *random_mx(N, K, generator))]
+    out = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
+    x, w = torch.randn(M, K).bfloat16().cuda(), torch.randn(N, K).bfloat16().cuda()
+    target = target_of(out.device)
+    problem = LinearProblem(M=M, N=N, K=K, out_dtype="bf16")
+    chosen = route("linear", target, problem)
+    assert chosen.backend == "hip", chosen
+    spec = find_kernel("linear", target.arch, "hip", chosen.kernel)
+    variant = (spec, target, problem, chosen.config)
+    launch = bind(*variant, 0)
+    tensors = (*operands, None, out)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    function = load_function(*variant, 0)
+    module, runtime = spec.module, runtime_of(target.runtime)
+    args = PackedArgs(module.args, module.scalars(*variant[1:]))
+    args.set_pointers(*addresses)
+    start = runtime.bind(function, module.geometry(*variant[1:]), args)
+    tiles = dict(configure(target, problem), SPLIT_K=1)  # one launch, as a bare launch is
+
+    flags = {"HAS_BIAS": False, "WHOLE_STEPS": False, "enable_fp_fusion": False}
+
+    calls = {
+        "bare launch": partial(start, 0),
+        "launch with new pointers": partial(launch, tensors, addresses),
+        "aiter_mx.linear": partial(aiter_mx.linear, *operands),
+        "aiter_mx.linear, out given": partial(aiter_mx.linear, *operands, out=out),
+        "bare Triton launch": lambda: linear_tile_kernel[(1, 1)](
+            *tensors, M, N, K, **tiles, **flags
+        ),
+        "linear through Triton": partial(linear_triton, *operands, None, out, tiles),
+        "torch.nn.functional.linear, bf16": partial(torch.nn.functional.linear, x, w),
+        "torch.empty": partial(torch.empty, (M, N), dtype=torch.bfloat16, device="cuda"),
+    }
+    rows = [{"call": name, "host_us": time_host_us(call)} for name, call in calls.items()]
+    report("Host time of one call", rows, "host" if save else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Decode linear: ours, Triton's best tile, bf16 matmul and the vendor's MX GEMM (where there is
+one) beside reading the weights and their scales alone.
+
+    python -m op_tests.bench.linear [--save] [--sweep] [--M 1 4 16] [--shapes 2304x6144 ...]
+
+All in one run on one GPU, cold weights (buffers rotated past the last-level cache), graph replay,
+medians. With --sweep, each configuration of our kernels is timed and the fastest is reported;
+without it, the one that dispatch routes to. ``pdl_us`` is the same launches one after the other
+with ``pdl=True``, each free to read its weights before the one ahead of it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+
+import torch
+
+import aiter_mx
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.errors import AiterMxError
+from aiter_mx.fallbacks.linear_tiles import CANDIDATES, bucket
+from aiter_mx.fallbacks.linear_triton import linear_triton
+from aiter_mx.fallbacks.linear_vendor import linear_vendor
+from aiter_mx.jit.build import BuildRequest, build, build_all
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.registry import find_kernel, kernels_of
+from aiter_mx.kernels.spec import Arg, Config, Geometry
+from aiter_mx.launch import bind, build_request, runtime_of
+from aiter_mx.runtimes.base import PackedArgs
+from aiter_mx.target import Target, target_of
+from aiter_mx.timing import commit, copies_to_stay_cold, random_mx, time_graph_us
+from aiter_mx.tuning.candidates import Candidate
+from aiter_mx.tuning.triton_ahead import compile_without_gpu, stand_in_for_a_gpu
+from op_tests.bench.common import MEASURED, gpu_name, refuse_no_gpu, report
+from op_tests.mx_reference import linear_reference64
+
+SHAPES = ((2304, 6144), (1536, 6144), (6144, 2048), (6144, 1536), (9216, 6144))
+"""(N, K): qkv, gate_up, o_proj and down of a 6144-wide model at TP4, and qkv at TP1."""
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+DEVICE = torch.device("cuda", 0)
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Timed = tuple[float, str, Config]
+"""Microseconds, kernel, configuration."""
+
+
+def reader(target: Target) -> Callable[[list[torch.Tensor]], float]:
+    """Times reading one of several tensors alone, with the fastest of a few grids and unrolls."""
+    threads = 256
+    runtime = runtime_of(target.runtime)
+    functions = []
+    for unroll in (4, 8):
+        defines = (("MX_THREADS", threads), ("MX_UNROLL", unroll))
+        image = build(BuildRequest("read_only.cu", target.arch, defines)).image
+        function = runtime.get_function(runtime.load(image, 0), "aiter_mx_read_only", 0)
+        functions += [(function, groups_a_cu * target.cu_num) for groups_a_cu in (2, 4, 8)]
+    pointers = (Arg("data", "pointer", "r"), Arg("sink", "pointer", "w"))
+    kinds = (*pointers, Arg("size_bytes", "i64"), Arg("groups", "i32"))
+    sink = torch.empty(1, dtype=torch.int32, device=DEVICE)
+
+    def calls(variant: int, tensor: torch.Tensor) -> Callable[[], None]:
+        function, groups = functions[variant]
+        args = PackedArgs(kinds, (tensor.nbytes, groups))
+        args.set_pointers(tensor.data_ptr(), sink.data_ptr())
+        start = runtime.bind(function, Geometry((groups, 1, 1), (threads, 1, 1)), args)
+        return lambda: start(runtime.current_stream(0))
+
+    def best_of(tensors: list[torch.Tensor]) -> float:
+        return min(
+            time_graph_us([calls(variant, tensor) for tensor in tensors])
+            for variant in range(len(functions))
+        )
+
+    return best_of
+
+
+def time_ours(problem: LinearProblem, copies: list[Operands], sweep: bool) -> list[Timed]:
+    """Times of our kernels on ``problem``: as routed, or of each configuration that builds."""
+    target = target_of(DEVICE)
+    out = torch.empty(problem.M, problem.N, dtype=torch.bfloat16, device=DEVICE)
+    if not sweep:
+        chosen = route("linear", target, problem)
+        call = partial(aiter_mx.linear, out=out, pdl=problem.pdl)
+        us = time_graph_us([partial(call, *operands) for operands in copies])
+        return [(us, chosen.kernel, chosen.config)]
+    timed = []
+    for kernel in kernels_of("linear"):
+        if kernel.backend != "hip" or kernel.refusal(target, problem):
+            continue
+        configs = kernel.candidates(target, problem)
+        build_all([build_request(kernel, target, problem, config) for config in configs])
+        for config in configs:
+            try:
+                launch = bind(kernel, target, problem, config, 0)
+            except AiterMxError as error:
+                print(f"{kernel.name} {config}: {error}"[:200])
+                continue
+            calls = []
+            for operands in copies:
+                tensors = (*operands, None, out)
+                addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+                calls.append(partial(launch, tensors, addresses))
+            timed.append((time_graph_us(calls), kernel.name, config))
+    return sorted(timed, key=lambda entry: entry[0])
+
+
+def time_vendor(problem: LinearProblem, copies: list[Operands]) -> float | None:
+    """Time of the vendor's MX GEMM, or None where its library has none for this problem."""
+    kernel = find_kernel("linear", target_of(DEVICE).arch, "vendor", "scaled_mm")
+    refusal = kernel.refusal(target_of(DEVICE), problem)
+    if refusal is not None:
+        return None
+    out = torch.empty(problem.M, problem.N, dtype=torch.bfloat16, device=DEVICE)
+    return time_graph_us([partial(linear_vendor, *o, None, out, {}) for o in copies])
+
+
+def compile_all(target: Target, rows: Sequence[int], shapes: Sequence[tuple[int, int]]) -> None:
+    """Compiles what dispatch routes to and all of Triton's tiles, as many as there are cores at a
+    time: one after the other they would take longer than the rest of a run."""
+    for N, K in shapes:
+        aiter_mx.warmup("linear", device=DEVICE, M=rows, N=N, K=K, pdl=(False, True))
+        aiter_mx.warmup("linear", device=DEVICE, M=rows, N=N, K=K, out_dtype=torch.float32)
+    own_rows = {bucket(M): M for M in rows}  # tiles are compiled for these
+    own_shapes = {K: N for N, K in shapes}
+    with ProcessPoolExecutor(
+        min(os.cpu_count() or 1, 16), get_context("spawn"), stand_in_for_a_gpu, (target,)
+    ) as pool:
+        for (most, M), (K, N) in product(own_rows.items(), own_shapes.items()):
+            for tiles in CANDIDATES[target.arch][most]:
+                tile = Candidate(
+                    "linear", target.arch, "triton", "dot_scaled", tuple(tiles.items())
+                )
+                pool.submit(compile_without_gpu, LinearProblem(M, N, K), tile)
+
+
+def time_triton(problem: LinearProblem, copies: list[Operands]) -> tuple[float, Config]:
+    """Time of the fastest of Triton's candidate tiles, and which it is."""
+    out = torch.empty(problem.M, problem.N, dtype=torch.bfloat16, device=DEVICE)
+    timed = []
+    for tiles in CANDIDATES[target_of(DEVICE).arch][bucket(problem.M)]:
+        calls = [partial(linear_triton, *operands, None, out, tiles) for operands in copies]
+        timed.append((time_graph_us(calls), tiles))
+    return min(timed, key=lambda entry: entry[0])
+
+
+def error_of(operands: Operands) -> float:
+    """Relative error (Frobenius norm) of the routed result, in fp32, against float64."""
+    out = aiter_mx.linear(*operands, out_dtype=torch.float32).double()
+    reference = linear_reference64(*operands)
+    return float((out - reference).norm() / reference.norm())
+
+
+def draw(rows: list[dict[str, object]]) -> None:
+    """A roofline: what each cell computes a second over what it computes for a byte of weights."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed (pip install 'aiter-mx[report]')")
+        return
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    shapes = dict.fromkeys((row["N"], row["K"]) for row in rows)
+    for color, (N, K) in zip(pyplot.cm.tab10.colors, shapes, strict=False):
+        cells = [row for row in rows if (row["N"], row["K"]) == (N, K)]
+        intensity = [2 * float(row["M"]) * 32 / 33 for row in cells]
+        for column, style in (("ours_us", "o-"), ("triton_us", "x:"), ("bf16_us", "s:")):
+            tflops = [2e-6 * row["M"] * N * K / row[column] for row in cells]
+            name = f"{column.removesuffix('_us')}, {N} x {K}"
+            axes.plot(intensity, tflops, style, color=color, label=name, markersize=4)
+        floor = [2e-6 * row["M"] * N * K / row["floor_us"] for row in cells]
+        axes.plot(intensity, floor, "-", color=color, alpha=0.35, linewidth=4)
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="operations for each byte of weights and scales (2 M, almost)",
+        ylabel="TFLOPS",
+        title=f"Decode linear, {torch.cuda.get_device_name()}, {commit()}: cold weights, graph "
+        "replay\nwide lines: reading the weights and scales alone",
+    )
+    axes.grid(which="both", alpha=0.3)
+    axes.legend(fontsize=6, ncols=2)
+    figure.tight_layout()
+    figure.savefig(MEASURED / gpu_name() / "linear.png", dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", action="store_true", help="write docs/measured/<gpu>/linear.*")
+    parser.add_argument("--sweep", action="store_true", help="time every configuration of ours")
+    parser.add_argument("--M", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--shapes", nargs="+", default=[f"{N}x{K}" for N, K in SHAPES])
+    arguments = parser.parse_args()
+    shapes = [(int(N), int(K)) for N, K in (shape.split("x") for shape in arguments.shapes)]
+    refuse_no_gpu()
+    target = target_of(DEVICE)
+    compile_all(target, arguments.M, shapes)
+    read_us = reader(target)
+    vendor = find_kernel("linear", target.arch, "vendor", "scaled_mm")
+    rows: list[dict[str, object]] = []
+    for N, K in shapes:
+        weights = [random_mx(N, K, DEVICE) for _ in range(copies_to_stay_cold(N * K))]
+        dense = [wq.bfloat16() for wq, _ in weights[: copies_to_stay_cold(2 * N * K)]]
+        size_bytes = N * (K + K // 32)
+        floor_us = read_us(
+            [torch.cat([part.view(torch.uint8).flatten() for part in pair]) for pair in weights]
+        )
+        for M in arguments.M:
+            problem = LinearProblem(M=M, N=N, K=K, out_dtype="bf16")
+            activations = random_mx(M, K, DEVICE)
+            copies = [(*activations, *w) for w in weights]
+            timed = time_ours(problem, copies, arguments.sweep)
+            for entry in timed[1:5]:
+                print(M, N, K, *entry)
+            ours_us, kernel, config = timed[0]
+            pdl_us = time_ours(replace(problem, pdl=True), copies, False)[0][0]
+            triton_us, tiles = time_triton(problem, copies)
+            x = torch.randn(M, K, device=DEVICE).bfloat16()
+            bf16_us = time_graph_us([partial(torch.mm, x, w.t()) for w in dense])
+            vendor_us = time_vendor(problem, copies)
+            row: dict[str, object] = {"M": M, "N": N, "K": K, "kernel": kernel}
+            row |= {"ours_us": ours_us, "pdl_us": pdl_us, "triton_us": triton_us}
+            row |= {"bf16_us": bf16_us, "vendor_us": "" if vendor_us is None else vendor_us}
+            row |= {"floor_us": floor_us, "ours_over_floor": ours_us / floor_us}
+            row |= {"pdl_over_floor": pdl_us / floor_us}
+            row |= {"over_triton": triton_us / ours_us, "over_bf16": bf16_us / ours_us}
+            row |= {"tb_per_s": size_bytes / ours_us / 1e6, "rel_err": error_of(copies[0])}
+            row |= {"config": "x".join(map(str, config.values()))}
+            row |= {"triton_tiles": "x".join(map(str, tiles.values()))}
+            rows.append(row)
+    report("Decode linear, cold weights", rows, "linear" if arguments.save else None)
+    if why_not := vendor.refusal(target, LinearProblem(M=32, N=32, K=32)):
+        print(f"vendor_us is empty: {why_not}")
+    if arguments.save:
+        draw(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,389 @@
+"""An expert layer at decode: ours, Triton and torch's bf16 grouped GEMM beside reading the weights.
+
+    python -m op_tests.bench.moe [--save] [--M 1 8 64] [--routing uniform skewed]
+    python -m op_tests.bench.moe --draw     # the picture of the table that is saved
+
+All in one run on one GPU, graph replay, medians. Each call routes its tokens to other experts than
+the one before, so that weights are cold. A cell is a part of the layer: ``gemm1`` with bf16 out,
+``gemm1_activated`` as the layer runs it, ``gemm2`` with fp32 out, and the whole ``layer`` from bf16
+to bf16, routing and quantisation included. ``floor_us`` reads the weights of the experts that are
+touched, and does nothing else; the layer's is the sum of both GEMMs'. ``triton_us`` of the layer is
+that of the four launches by the package's Triton kernels, as dispatch would route them there;
+``bf16_us`` is that of its two GEMMs alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+import aiter_mx
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.jit.build import build_all
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.registry import find_kernel, kernels_of
+from aiter_mx.launch import build_request
+from aiter_mx.ops import moe_gemm as moe_gemm_op
+from aiter_mx.ops.fused_moe import ARGUMENTS, FALLBACKS, FusedMoeProblem, tensors_between
+from aiter_mx.target import target_of
+from aiter_mx.timing import COLD_BYTES, random_mx, time_graph_us
+from op_tests.bench.common import MEASURED, gpu_name, refuse_no_gpu, report
+from op_tests.bench.linear import reader
+from op_tests.mx_reference import dequantize64
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+ROUTINGS = ("uniform", "skewed")
+PARTS = ("gemm1", "gemm1_activated", "gemm2", "layer")
+DEVICE = torch.device("cuda", 0)
+MOST_CALLS = 24
+"""Of a graph: enough routings that no expert's weights are still cached when it comes again."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of an expert layer: MX-FP8 ``[E, 2 * I, H]`` and ``[E, H, I]``, and both in bf16."""
+
+    E: int
+    top_k: int
+    H: int
+    intermediate: int
+    w1: tuple[torch.Tensor, torch.Tensor]
+    w2: tuple[torch.Tensor, torch.Tensor]
+    dense: tuple[torch.Tensor, torch.Tensor]
+
+    def shape(self, part: str) -> tuple[int, int]:
+        """N and K of a part's GEMM."""
+        return (self.H, self.intermediate) if part == "gemm2" else (2 * self.intermediate, self.H)
+
+
+def make_layer(E: int, top_k: int, H: int, intermediate: int) -> Layer:
+    def weights(N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+        payload, scale = random_mx(E * N, K, DEVICE)
+        return payload.view(E, N, K), scale.view(E, N, K // 32) - 6  # sums near one
+
+    dense = [
+        (0.02 * torch.randn(E, N, K, device=DEVICE, dtype=torch.bfloat16)).transpose(1, 2)
+        for N, K in ((2 * intermediate, H), (H, intermediate))
+    ]
+    w1, w2 = weights(2 * intermediate, H), weights(H, intermediate)
+    return Layer(E, top_k, H, intermediate, w1, w2, (dense[0], dense[1]))
+
+
+def route_tokens(layer: Layer, M: int, routing: str, calls: int) -> list[torch.Tensor]:
+    """Experts ``[M, top_k]`` of each call: any with the same chance, or some of them often.
+
+    Where few experts are touched, calls one after the other take different ones.
+    """
+    order, found = torch.randperm(layer.E), []
+    for call in range(calls):
+        if M * layer.top_k * 4 <= layer.E:
+            first = call * M * layer.top_k
+            experts = order[(first + torch.arange(M * layer.top_k)) % layer.E]
+            found.append(experts.view(M, layer.top_k))
+            continue
+        weights = torch.ones(layer.E)
+        if routing == "skewed":
+            weights = 1.0 / (1 + torch.arange(layer.E))[torch.randperm(layer.E)]
+        found.append(torch.multinomial(weights.expand(M, -1), layer.top_k))
+    return [experts.int().to(DEVICE) for experts in found]
+
+
+def graph_us(calls: Sequence[Callable[[], object]], seconds: float = 0.1) -> float:
+    """``time_graph_us`` with fewer replays of what is slow."""
+    once = time_graph_us(calls[:2], replays=3)
+    return time_graph_us(calls, replays=max(3, min(15, int(seconds / (once * len(calls) * 1e-6)))))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One part at one number of tokens: what each contender calls, for each routing."""
+
+    part: str
+    problem: MoeGemmProblem | None
+    ours: list[Callable[[], object]]
+    triton: list[Callable[[], object]]
+    bf16: list[Callable[[], object]]
+
+
+def gemm_cell(layer: Layer, part: str, M: int, block_m: int, experts: list[torch.Tensor]) -> Cell:
+    N, K = layer.shape(part)
+    routed, top_k = M * layer.top_k, layer.top_k
+    second, activated = part == "gemm2", part == "gemm1_activated"
+    x = random_mx(routed if second else M, K, DEVICE)
+    w = layer.w2 if second else layer.w1
+    out_dtype = torch.float32 if second else torch.bfloat16
+    weights = torch.rand(M, top_k, device=DEVICE)
+    a_div = 1 if second else top_k
+    problem = MoeGemmProblem(
+        M=M,
+        N=N,
+        K=K,
+        E=layer.E,
+        top_k=top_k,
+        block_m=block_m,
+        out_dtype="mxfp8" if activated else "fp32" if second else "bf16",
+        activation="silu" if activated else "none",
+        weights="by_t" if second else "none",
+        a_div=a_div,
+    )
+    ours: list[Callable[[], object]] = []
+    triton: list[Callable[[], object]] = []
+    bf16: list[Callable[[], object]] = []
+    spec = next((k for k in kernels_of("moe_gemm") if k.backend == "triton"), None)
+    target = target_of(DEVICE)
+    out = torch.empty(routed, N, dtype=out_dtype, device=DEVICE)
+    for chosen in experts:
+        lists = aiter_mx.moe_align(chosen, block_m, layer.E)
+        if activated:
+            call = partial(
+                aiter_mx.moe_gemm_activated, *x, *w, *lists, routed, top_k, block_m, a_div=a_div
+            )
+        else:
+            call = partial(
+                aiter_mx.moe_gemm,
+                *(*x, *w, *lists, routed, top_k, block_m),
+                a_div=a_div,
+                topk_weights=weights if second else None,
+                out_dtype=out_dtype,
+                out=out,
+            )
+        ours.append(call)
+        if spec is not None and spec.refusal(target, problem) is None:
+            run = moe_gemm_op.fallbacks(problem)["triton"]
+            results = (out, None)
+            if activated:
+                payload = torch.empty(routed, N // 2, dtype=torch.float8_e4m3fn, device=DEVICE)
+                scale = torch.empty(routed, N // 64, dtype=torch.uint8, device=DEVICE)
+                results = (payload, scale)
+            tensors = (*x, *w, *lists, weights if second else None, None, *results)
+            triton.append(partial(run, tensors, spec.configure(target, problem)))
+        rows = torch.bincount(chosen.flatten(), minlength=layer.E)
+        ends = rows.cumsum(0).int()
+        dense_x = torch.randn(routed, K, device=DEVICE, dtype=torch.bfloat16)
+        dense_w = layer.dense[1] if second else layer.dense[0]
+        bf16.append(partial(torch._grouped_mm, dense_x, dense_w, offs=ends))
+    return Cell(part, problem, ours, triton, bf16)
+
+
+def layer_cell(layer: Layer, M: int, experts: list[torch.Tensor], gemms: list[Cell]) -> Cell:
+    x = torch.randn(M, layer.H, device=DEVICE, dtype=torch.bfloat16)
+    weights = torch.rand(M, layer.top_k, device=DEVICE)
+    out = torch.empty_like(x)
+    ours: list[Callable[[], object]] = [
+        partial(aiter_mx.fused_moe, x, *layer.w1, *layer.w2, chosen, weights, out=out)
+        for chosen in experts
+    ]
+
+    def both(first: Callable[[], object], second: Callable[[], object]) -> None:
+        first()
+        second()
+
+    pairs = zip(gemms[0].bf16, gemms[2].bf16, strict=True)
+    bf16: list[Callable[[], object]] = [partial(both, *pair) for pair in pairs]
+    triton = layer_by_triton(layer, x, weights, experts)
+    return Cell("layer", None, ours, triton, bf16)
+
+
+def layer_by_triton(
+    layer: Layer, x: torch.Tensor, weights: torch.Tensor, experts: list[torch.Tensor]
+) -> list[Callable[[], object]]:
+    """The layer's four launches where tables name Triton for each; none where it is refused."""
+    M, target = len(x), target_of(DEVICE)
+    problem = FusedMoeProblem(M, layer.H, layer.intermediate, layer.E, layer.top_k)
+    runs = []
+    for op, part in problem.parts():
+        spec = next((kernel for kernel in kernels_of(op) if kernel.backend == "triton"), None)
+        if spec is None or spec.refusal(target, part) is not None:
+            return []
+        config = spec.configure(target, part)
+        runs.append(partial(FALLBACKS[op](part)["triton"], config=config))
+    given = {
+        name: torch.empty(shape, dtype=dtype, device=DEVICE)
+        for name, (shape, dtype) in tensors_between(problem).items()
+    }
+    given |= {"x": x, "topk_weights": weights, "out": torch.empty_like(x)}
+    given |= dict(zip(("w1q", "w1s", "w2q", "w2s"), (*layer.w1, *layer.w2), strict=True))
+
+    def call(chosen: torch.Tensor) -> None:
+        tensors = {**given, "topk_ids": chosen}
+        for run, names in zip(runs, ARGUMENTS, strict=True):
+            run([tensors.get(name) for name in names])  # no expert map, no biases
+
+    return [partial(call, chosen) for chosen in experts]
+
+
+def error_of(layer: Layer, cell: Cell, chosen: torch.Tensor) -> float | None:
+    """Relative error (Frobenius norm) of a plain GEMM's first call against float64, over the rows
+    of a few experts; None for other parts, which the tests check. In fp32, unless another kernel
+    than the one that is timed would compute that."""
+    if cell.part not in ("gemm1", "gemm2"):
+        return None
+    call = cell.ours[0]
+    assert isinstance(call, partial) and cell.problem is not None
+    problems = (cell.problem, replace(cell.problem, out_dtype="fp32"))
+    timed, in_fp32 = (route("moe_gemm", target_of(DEVICE), problem).kernel for problem in problems)
+    dtype = torch.float32 if timed == in_fp32 else call.keywords["out_dtype"]
+    keywords = {**call.keywords, "out_dtype": dtype, "out": None}
+    out = aiter_mx.moe_gemm(*call.args, **keywords).double()
+    xq, xs, wq, ws = call.args[:4]
+    x = dequantize64(xq, xs)
+    flat, reference = chosen.flatten(), torch.zeros_like(out)
+    for expert in flat.unique()[:8].tolist():
+        rows = (flat == expert).nonzero().flatten()
+        w = dequantize64(wq[expert], ws[expert])
+        reference[rows] = x[rows // cell.problem.a_div] @ w.T
+    if call.keywords["topk_weights"] is not None:
+        reference *= call.keywords["topk_weights"].double().flatten()[:, None]
+    out[reference.abs().amax(1) == 0] = 0  # rows of other experts
+    return float((out - reference).norm() / reference.norm())
+
+
+def floor_of(
+    read_us: Callable[[list[torch.Tensor]], float], wq: torch.Tensor, touched: float
+) -> tuple[float, float]:
+    """Time of reading that many experts' weights and scales, and their bytes."""
+    size = round(touched * wq[0].numel() * 33 / 32) // 16 * 16
+    flat = wq.view(torch.uint8).flatten()
+    if size > flat.numel():
+        return read_us([flat, flat]) * size / flat.numel(), size
+    starts = [i * size % (flat.numel() - size + 1) // 16 * 16 for i in range(MOST_CALLS)]
+    copies = max(2, min(MOST_CALLS, -(-COLD_BYTES // size)))
+    return read_us([flat[start:][:size] for start in starts[:copies]]), size
+
+
+def bench(layer: Layer, M: int, routing: str, read_us: Callable[..., float]) -> list[dict]:
+    calls = max(3, min(MOST_CALLS, 2 * layer.E // (M * layer.top_k)))
+    experts = route_tokens(layer, M, routing, calls)
+    touched = sum(chosen.unique().numel() for chosen in experts) / calls
+    most = max(int(chosen.flatten().bincount().max()) for chosen in experts)
+    block_m = FusedMoeProblem(M, layer.H, layer.intermediate, layer.E, layer.top_k).block_m
+    floors = [floor_of(read_us, wq, touched) for wq in (layer.w1[0], layer.w2[0])]
+    gemms = [gemm_cell(layer, part, M, block_m, experts) for part in PARTS[:3]]
+    rows = []
+    for cell in [*gemms, layer_cell(layer, M, experts, gemms)]:
+        second = cell.part == "gemm2"
+        floor_us, size = floors[second]
+        if cell.part == "layer":
+            floor_us, size = floors[0][0] + floors[1][0], floors[0][1] + floors[1][1]
+        ours_us = graph_us(cell.ours)
+        row: dict[str, object] = {"part": cell.part, "routing": routing, "M": M}
+        row |= {"E": layer.E, "top_k": layer.top_k, "block_m": block_m}
+        row |= dict(zip(("N", "K"), layer.shape(cell.part), strict=True))
+        row |= {"touched": touched, "most_rows": most, "kernel": "", "ours_us": ours_us}
+        if cell.problem is not None:
+            chosen = route("moe_gemm", target_of(DEVICE), cell.problem)
+            row["kernel"] = "/".join([chosen.kernel, *map(str, chosen.config.values())])
+        row["triton_us"] = graph_us(cell.triton) if cell.triton else None
+        row["bf16_us"] = graph_us(cell.bf16)
+        row |= {"floor_us": floor_us, "ours_over_floor": ours_us / floor_us}
+        row |= {"tb_per_s": size / ours_us / 1e6, "rel_err": error_of(layer, cell, experts[0])}
+        rows.append(row)
+        shown = {name: row[name] for name in ("part", "routing", "M", "kernel", "touched")}
+        times = [row["ours_us"], row["floor_us"], row["triton_us"], row["bf16_us"]]
+        print(*shown.values(), times, f"{ours_us / floor_us:.3f}", row["rel_err"], flush=True)
+    return rows
+
+
+def build_ahead(layer: Layer, rows: Sequence[int]) -> None:
+    """Compile in parallel what the layer takes at these numbers of tokens."""
+    target, requests = target_of(DEVICE), []
+    for M in rows:
+        whole = FusedMoeProblem(M, layer.H, layer.intermediate, layer.E, layer.top_k)
+        parts = dict.fromkeys(whole.parts())
+        for part in PARTS[:3]:
+            N, K = layer.shape(part)
+            second, activated = part == "gemm2", part == "gemm1_activated"
+            dtype = "mxfp8" if activated else "fp32" if second else "bf16"
+            activation = "silu" if activated else "none"
+            block_m = whole.block_m
+            problem = MoeGemmProblem(
+                M, N, K, layer.E, layer.top_k, block_m, dtype, activation=activation
+            )
+            parts["moe_gemm", problem] = None
+        for op, problem in parts:
+            chosen = route(op, target, problem)
+            if chosen.backend == "hip":
+                spec = find_kernel(op, target.arch, chosen.backend, chosen.kernel)
+                if spec.module is not None:
+                    requests.append(build_request(spec, target, problem, chosen.config))
+    build_all(list(dict.fromkeys(requests)))
+
+
+def draw(table: Path) -> Path:
+    """Time over that of reading the weights, by part and routing, as a picture beside the table."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    frame = pd.read_csv(table)
+    routings = list(frame["routing"].unique())
+    size = (3.6 * len(PARTS), 3.2 * len(routings))
+    figure, axes = plt.subplots(len(routings), len(PARTS), figsize=size, squeeze=False)
+    for line, routing in zip(axes, routings, strict=True):
+        for axis, part in zip(line, PARTS, strict=True):
+            cells = frame[(frame["part"] == part) & (frame["routing"] == routing)]
+            for name, colour in (("ours", "#3b6fb6"), ("triton", "#d98032"), ("bf16", "#8c8c8c")):
+                over = cells[f"{name}_us"] / cells["floor_us"]
+                axis.plot(cells["M"], over, "o-", color=colour, label=name, markersize=3)
+            axis.axhline(1, color="black", linewidth=0.8)
+            axis.set(xscale="log", yscale="log", title=f"{part}, {routing}", xlabel="tokens")
+            axis.set_xticks(cells["M"], cells["M"], fontsize=7)
+            axis.minorticks_off()
+            axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("time / reading the weights")
+    axes[0][0].legend(frameon=False)
+    figure.suptitle(f"{table.parent.name}, commit {frame['commit'][0]}, {frame['date'][0]}")
+    figure.tight_layout()
+    picture = table.with_suffix(".png")
+    figure.savefig(picture, dpi=110)
+    return picture
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", action="store_true", help="write docs/measured/<gpu>/moe.csv")
+    parser.add_argument("--draw", type=Path, nargs="?", const=Path(), help="a table, and no run")
+    parser.add_argument("--M", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=ROUTINGS)
+    parser.add_argument("--seconds", type=float, default=600, help="begin no cell after these")
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--top-k", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=6144)
+    parser.add_argument("--intermediate", type=int, default=768)
+    arguments = parser.parse_args()
+    if arguments.draw is not None:
+        tables = [arguments.draw] if arguments.draw.name else MEASURED.glob("*/moe.csv")
+        for table in tables:
+            print(draw(table))
+        return
+    refuse_no_gpu()
+    torch.manual_seed(0)
+    layer = make_layer(arguments.experts, arguments.top_k, arguments.hidden, arguments.intermediate)
+    read_us = reader(target_of(DEVICE))
+    rows: list[dict] = []
+    build_ahead(layer, arguments.M)
+    began = time.monotonic()
+    for routing, M in product(arguments.routing, arguments.M):
+        if time.monotonic() - began < arguments.seconds:
+            rows += bench(layer, M, routing, read_us)
+        else:
+            print(f"no time left for {routing} M={M}")
+    report("An expert layer, cold weights", rows, "moe" if arguments.save else None)
+    if arguments.save:
+        try:
+            print(draw(MEASURED / gpu_name() / "moe.csv"))
+        except ImportError:
+            print("no picture: matplotlib is not installed; --draw makes it elsewhere")
+
+
+if __name__ == "__main__":
+    main()

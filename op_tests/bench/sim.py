@@ -1,0 +1,156 @@
+"""Speed of the gfx950 simulator on one core, translation apart, with checks and without.
+
+    python -m op_tests.bench.sim [--save]
+
+Seconds are processor time of the launch, of all threads together, in the best of a few runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import aiter_mx
+from aiter_mx.runtimes import sim
+from aiter_mx.sim.program import SimOptions
+from aiter_mx.sim.report import LaunchReport
+from aiter_mx.timing import commit
+from op_tests.bench.common import MEASURED
+from op_tests.mx_reference import random_mx
+from op_tests.sim.tools import Array, launch, program
+
+RUNS = 5
+CHAINS = """
+KERNEL(256) chains(const float* in, float* out) {
+    float x = in[lane_id()], sums[8] = {};
+    for (int i = 0; i < 500; ++i)
+        for (int j = 0; j < 8; ++j)
+            sums[j] = __builtin_fmaf(x, sums[j] + j, (float)i);
+    for (int j = 0; j < 8; ++j)
+        x += sums[j];
+    out[group_id() * 256 + lane_id()] = x;
+}
+"""
+Launch = Callable[[SimOptions], LaunchReport]
+
+
+def chains(options: SimOptions) -> LaunchReport:
+    """Vector arithmetic and nothing else."""
+    data, out = np.ones(256, np.float32), np.zeros(16 * 256, np.float32)
+    return launch(program(CHAINS), "chains", 16, 256, [data, out], options=options)
+
+
+def gemm() -> Launch:
+    """A scaled fp8 GEMM of 256 x 512 x 2048 through LDS."""
+    rng = np.random.default_rng(0)
+    M, N, K = 256, 512, 2048
+    tensors: list[Array | int | float] = []
+    for rows in (M, N):
+        tensors.append(rng.integers(0, 126, (rows, K), dtype=np.uint8))
+        tensors.append(rng.integers(120, 134, (rows, K // 32), dtype=np.uint8))
+    arguments = [*tensors, np.zeros((M, N), np.float32), M, N, K]
+    return lambda options: launch(
+        program("matrix.cu"), "gemm", (M // 64, N // 64, 1), 256, arguments, options=options
+    )
+
+
+def linear(M: int) -> Launch:
+    """The package's op at 2304 x 6144."""
+    generator = torch.Generator().manual_seed(0)
+    operands = [t for rows in (M, 2304) for t in random_mx(rows, 6144, generator)]
+
+    def run(options: SimOptions) -> LaunchReport:
+        os.environ["AITER_MX_SIM_STRICT"] = str(int(options.strict))
+        with aiter_mx.simulate("gfx950"):
+            aiter_mx.linear(*operands)
+        report = sim.last_report()
+        assert report is not None
+        return report
+
+    return run
+
+
+def cpu_name() -> str:
+    """The processor's name."""
+    try:
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor()
+
+
+def seconds(run: Launch, options: SimOptions) -> tuple[float, LaunchReport]:
+    """Processor time of the fastest run."""
+    report = run(options)  # translates
+    best = float("inf")
+    for _ in range(RUNS):
+        begin = time.process_time()
+        report = run(options)
+        best = min(best, time.process_time() - begin)
+    return best, report
+
+
+def draw(frame: pd.DataFrame, path: Path) -> None:
+    """A picture of the seconds, where matplotlib is installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed (pip install 'aiter-mx[report]')")
+        return
+    matplotlib.use("agg")
+    wide = frame.pivot(index="launch", columns="checks", values="seconds") * 1e3
+    axes = wide.plot.barh(figsize=(8, 3), title=f"Simulated launches, one core of {cpu_name()}")
+    axes.set(xlabel="processor time, ms", ylabel="")
+    axes.figure.tight_layout()
+    axes.figure.savefig(path, dpi=100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--save", action="store_true", help="write docs/measured/<cpu>/simulator")
+    save = parser.parse_args().save
+    launches: dict[str, Launch] = {
+        "vector arithmetic": chains,
+        "scaled-MFMA GEMM 256x512x2048": gemm(),
+        "linear 2304x6144, M=1": linear(1),
+        "linear 2304x6144, M=16": linear(16),
+    }
+    rows = []
+    for name, run in launches.items():
+        for strict in (False, True):
+            time_s, report = seconds(run, SimOptions(strict=strict, threads=1))
+            rows.append({
+                "launch": name,
+                "checks": "strict" if strict else "off",
+                "seconds": time_s,
+                "million_wave_instructions_per_s": report.instructions / time_s / 1e6,
+                "gmac_per_s": report.mfma_macs / time_s / 1e9,
+            })  # fmt: skip
+    table = Table(title=f"One core of {cpu_name()}, {commit()}")
+    for column in rows[0]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console(width=160).print(table)
+    if save:
+        folder = MEASURED / re.sub(r"\W+", "_", cpu_name().lower()).strip("_")
+        folder.mkdir(parents=True, exist_ok=True)
+        frame = pd.DataFrame(rows).assign(commit=commit(), date=datetime.date.today().isoformat())
+        frame.to_csv(folder / "simulator.csv", index=False, float_format="%.4g")
+        draw(frame, folder / "simulator.png")
+
+
+if __name__ == "__main__":
+    main()

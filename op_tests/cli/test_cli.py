@@ -1,0 +1,290 @@
+"""The command line: what it prints, what it refuses, and what it leaves alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aiter_mx.cli.disassembly import gfx_class, sm_class
+from aiter_mx.cli.fields import parse_axis, parse_fields, parse_shape
+from aiter_mx.cli.main import main
+from aiter_mx.errors import ToolchainError
+from aiter_mx.jit.toolchain import find_toolchain
+
+
+@pytest.fixture(autouse=True)
+def own_cache_and_no_tables(tmp_path, monkeypatch):
+    monkeypatch.setenv("AITER_MX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("aiter_mx.dispatch.tables.configs_dir", lambda: tmp_path / "none")
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run a command line in this process: its exit status, standard output and standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["aiter-mx", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        out, err = capsys.readouterr()
+        code = exit_.value.code
+        return (code if isinstance(code, int) else 0), out, err
+
+    return run
+
+
+def test_help_names_every_command_and_imports_nothing_heavy():
+    script = (
+        "import sys; sys.argv = ['aiter-mx', '--help']\n"
+        "from aiter_mx.cli.main import main\n"
+        "try: main()\n"
+        "finally: print('heavy:', sorted({'torch', 'triton', 'pandas'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0
+    for name in ("info", "demo", "explain", "build", "isa", "cache"):
+        assert f"\n  {name} " in done.stdout
+    assert done.stdout.endswith("heavy: []\n")
+    assert "\x1b" not in done.stdout
+
+
+def test_explain_gives_route_config_and_reason(command):
+    shape = ("--M", "4", "--N", "1000", "--K", "6144", "--out-dtype=fp32")
+    status, out, _ = command("explain", "linear", *shape, "--arch", "gfx950")
+    assert status == 0
+    lines = dict(line.split(None, 1) for line in out.splitlines())
+    assert lines["route"] == "hip/gemv"
+    assert "waves=" in lines["config"]
+    assert "no tuned table" in lines["reason"]
+
+
+def test_explain_takes_ranges_and_shows_where_the_route_changes(command):
+    shape = ("--M", "15-18", "--N", "1000", "--K", "768")
+    status, out, _ = command("explain", "linear", *shape, "--arch", "gfx950")
+    assert status == 0
+    routes = [line.split()[3] for line in out.splitlines()[1:]]
+    assert routes[:2] == ["hip/gemv"] * 2
+    assert routes[2] == routes[3] != "hip/gemv"
+    assert "M=17 is above 16" in out
+
+
+SHAPE = ("--M", "1", "--N", "64", "--K", "64", "--arch", "gfx950")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("explain", "lineer", "--M", "1"), "unknown op 'lineer'; there are"),
+        (("explain", "linear", "--M", "1", "--N", "8"), "'K' was not given"),
+        (("explain", "linear", "--M", "9-2"), "the range '9-2' is empty"),
+        (("explain", "linear", "--M", "-1"), "M must be a whole number, got '-1'"),
+        (("explain", "linear", "--M"), "expected a field and its value"),
+        (("explain", "linear", *SHAPE, "--cu-num", "0"), "cu_num must be a whole number of at"),
+        (("explain", "fused_moe", "--M", "1"), "'hidden' was not given"),
+        (("build", "fused", "--M", "1"), "unknown op 'fused'; there are fused_moe, grouped_gemm"),
+        (("tables", "diff", "no.csv", "none.csv"), "no.csv: cannot be read as a table"),
+        (("tables", "verify", "lineer"), "unknown op 'lineer'; there are"),
+        (("build", "--shape", "1x2"), "expected a shape MxNxK"),
+        (("build", "--arch", "gfx90a"), "unknown architecture 'gfx90a'"),
+        (("isa", "gemm"), "no kernel 'gemm' for gfx950; there are grouped_gemm/persistent, "),
+        (("isa", "gemv", "--M", "1-4"), "isa shows one shape at a time, got 4"),
+        (("isa", "gemv", "--rows", "few"), "rows must be a whole number, got 'few'"),
+        (("isa", "gemv", "--M", "17"), "does not cover this shape: M=17"),
+        (("isa", "gemv", "--rows", "1000"), "parameter 'rows' of kernel 'gemv' must be one of"),
+    ],
+)
+def test_wrong_input_is_one_message_and_status_1(command, arguments, message):
+    status, out, err = command(*arguments)
+    assert status == 1
+    assert message in err
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_explain_shows_each_launch_of_a_layer(command):
+    sizes = ("--hidden", "64", "--intermediate", "32", "--E", "8", "--top-k", "2")
+    status, out, _ = command("explain", "fused_moe", "--M", "1,2", *sizes, "--arch", "gfx950")
+    assert status == 0
+    launches = [line.split()[5:7] for line in out.splitlines()[1:]]
+    ops = ["moe_align", "moe_gemm", "moe_gemm", "moe_combine"] * 2
+    assert [op for op, _ in launches] == ops
+    assert all(kernel.startswith("hip/") for _, kernel in launches)
+
+
+def test_a_folder_that_cannot_be_made_is_one_message_and_status_1(command, tmp_path):
+    (tmp_path / "file").touch()
+    table = ("--table", str(tmp_path / "file" / "x.csv"), "--most", "1")
+    status, _, err = command("tune", "linear", *SHAPE, *table)
+    assert status == 1
+    assert err.startswith("error: ") and "Not a directory" in err
+
+
+def test_a_missing_compiler_is_one_message_and_status_1(command, monkeypatch):
+    def refuse(arch):
+        raise ToolchainError(f"no compiler for {arch} was found")
+
+    monkeypatch.setattr("aiter_mx.jit.toolchain.find_toolchain", refuse)
+    status, _, err = command("build")
+    assert status == 1
+    assert "no compiler for gfx950" in err
+    assert "no compiler for sm_90a" in err
+    assert "Traceback" not in err
+
+
+def test_build_fills_the_cache_once_and_cache_lists_and_clears_it(command):
+    build = ("build", "--arch", "gfx950", "--shape", "1,3x64x96", "--out-dtype", "fp16")
+    status, out, _ = command(*build)
+    assert status == 0
+    assert "gfx950: 2 shapes, 2 kernel variants" in out
+    assert "2 compiled" in out
+    assert "0 were cached" in out
+    assert "0 compiled" in command(*build)[1]
+
+    _, listed, _ = command("cache", "list")
+    kernels = [line for line in listed.splitlines() if "linear_gemv.cu for gfx950" in line]
+    assert len(kernels) == 2
+    assert all("intact" in line for line in kernels)
+    deleted = command("cache", "clear")[1]
+    assert int(deleted.split()[0]) == len(listed.splitlines()) - 2  # a heading, a total
+    assert command("cache", "list")[1].startswith("0 artifacts")
+
+
+def test_build_compiles_the_shapes_of_the_tuned_tables(command, tmp_path, monkeypatch):
+    table = tmp_path / "mine.csv"
+    table.write_text(
+        "gfx,cu_num,op,M,N,K,out_dtype,backend,kernel,rows,waves,unroll\n"
+        "gfx950,,linear,2,320,64,fp32,hip,gemv,2,1,1\n"
+    )
+    monkeypatch.setenv("AITER_MX_CONFIG", str(table))
+    status, out, _ = command("build", "--tables", "--arch", "gfx950")
+    assert status == 0
+    assert "gfx950: 1 shapes, 1 kernel variants" in out
+    assert "MX_ROWS=2" in command("cache", "list")[1]
+    assert "1 rows" in command("info")[1]
+
+
+def test_isa_reports_resources_and_mix_of_a_gfx950_kernel(command):
+    status, out, _ = command("isa", "gemv", "--M", "2", "--text")
+    assert status == 0
+    summary = out[: out.index("\nInstructions")].splitlines()
+    fields = dict(line.split(None, 1) for line in summary)
+    assert fields["spills"] == "0 VGPRs, 0 SGPRs"
+    assert fields["scratch"].startswith("0 bytes")
+    assert int(fields["VGPRs"].split()[0]) > 0
+    assert "waves a SIMD" in fields["occupancy"]
+    assert "M=2" in fields["problem"]
+    text = out[out.index("Disassembly") :]
+    loads = sum(
+        line.split()[0].startswith("global_load") for line in text.splitlines() if line[:1] == "\t"
+    )
+    (row,) = (line.split() for line in out.splitlines() if line.startswith("memory load"))
+    assert int(row[2]) == loads > 0
+
+
+def test_isa_run_counts_a_simulated_launch_beside_its_limits(command):
+    status, out, _ = command(
+        "isa", "mfma", "--M", "5", "--N", "96", "--K", "2048", "--out-dtype", "fp32", "--run"
+    )
+    assert status == 0
+    counters = out[out.index("One launch") : out.index("\nInstructions, as they run")]
+    fields = dict(line.split("  ", 1) for line in counters.splitlines()[1:])
+    least = (5 + 96) * (2048 + 64) + 4 * 5 * 96
+    assert fields["operands and results"].strip() == f"{least / 1024:.1f} KiB"
+    assert ", 1.00 times those" in fields["distinct bytes"]
+    passes, kind = fields["MFMA passes"].split(None, 1)
+    assert kind == f"scaled fp8 x fp8 ({4 * int(passes)} cycles)"
+    # At least 6 tiles of 16 features, 16 steps of 128 k, 8 passes each.
+    assert int(passes) >= 6 * 16 * 8 and int(passes) % 8 == 0
+    limits = dict(line.rsplit(None, 2)[:2] for line in out[out.index("limit ") :].splitlines()[1:])
+    memory = limits["operands and results at 8 TB/s, all CUs alike"]
+    assert memory == f"{least / 8e6:.3f}"
+    status, _, error = command("isa", "gemv", "--arch", "sm_90a", "--run")
+    assert status != 0
+    assert "--run simulates gfx950, not sm_90a" in error
+
+
+def test_isa_takes_a_usual_size_only_for_what_must_be_given(command):
+    for sizes in ((), ("--K", "64", "--x-dtype", "bf16")):
+        status, out, _ = command("isa", "align", "--M", "4", "--top-k", "2", "--E", "8", *sizes)
+        assert status == 0
+        assert "moe_align/align for gfx950" in out
+
+
+def test_isa_reads_cubins(command):
+    try:
+        find_toolchain("sm_90a")
+    except ToolchainError as error:
+        pytest.skip(f"no nvcc: {error}")
+    status, out, _ = command("isa", "linear/gemv", "--arch", "sm_90a", "--M", "1")
+    assert status == 0
+    assert "\nstack      0 bytes a thread, 0 local" in out
+    assert "\nmemory load" in out
+    assert "\nconversion" in out
+
+
+def test_info_says_which_compiler_was_found_and_why(command, tmp_path):
+    status, out, _ = command("info")
+    assert status == 0
+    (line,) = (line for line in out.splitlines() if line.startswith("gfx950"))
+    assert str(find_toolchain("gfx950").compiler) in line
+    assert str(tmp_path / "cache") in out
+    assert "hip-python" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1", [1]),
+        ("1,4", [1, 4]),
+        ("2-4,9", [2, 3, 4, 9]),
+        ("fp16", ["fp16"]),
+        ("a-b,c", ["a-b", "c"]),
+    ],
+)
+def test_axis_notations(text, values):
+    assert parse_axis(text) == values
+
+
+def test_fields_and_shapes_are_read_by_name():
+    assert parse_fields(["--M", "1-2", "--out-dtype=fp32"]) == {"M": [1, 2], "out_dtype": ["fp32"]}
+    assert parse_shape("1-2x64x96") == {"M": [1, 2], "N": [64], "K": [96]}
+
+
+def test_instructions_fall_into_classes():
+    amd = {
+        "v_mfma_scale_f32_16x16x128_f8f6f4": "matrix",
+        "v_cvt_pk_f32_fp8_e32": "conversion",
+        "v_pk_fma_f32": "vector",
+        "s_load_dwordx4": "scalar load",
+        "s_add_u32": "scalar",
+        "s_cbranch_scc0": "branch",
+        "global_load_dwordx4": "memory load",
+        "buffer_store_dword": "memory store",
+        "ds_read_b128": "LDS",
+        "scratch_load_dword": "scratch",
+    }
+    nvidia = {
+        "HGMMA.64x8x16.F32": "matrix",
+        "QGMMA.64x8x32.F32.E4M3.E4M3": "matrix",
+        "F2FP.F16.E4M3.UNPACK_B": "conversion",
+        "LDG.E.128": "memory load",
+        "STL": "scratch",
+        "FFMA": "arithmetic",
+    }
+    assert {name: gfx_class(name) for name in amd} == amd
+    assert {name: sm_class(name) for name in nvidia} == nvidia
+
+
+def test_the_module_runs_like_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "aiter_mx.cli", "explain", "linear", "--M", "1"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: linear is described by")

@@ -1,0 +1,360 @@
+"""``aiter_mx.grouped_gemm`` on Hopper: shapes, bounds, scales, repeatability, large memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import pytest
+import torch
+
+import aiter_mx
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
+from aiter_mx.target import target_of
+from aiter_mx.timing import random_mx as random_mx_on_device
+from op_tests.mx_reference import assert_close_to_reference, random_mx, random_mx_groups
+
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+POISON = 7.25
+EDGES = (0, 1, 7, 63, 64, 65, 127, 128, 129, 191, 192, 255, 256, 257, 320, 511, 513)
+
+
+@pytest.fixture
+def hopper() -> Iterator[None]:
+    if target_of(torch.device("cuda")).arch != "sm_90a":
+        pytest.skip("the kernel is for another GPU")
+    yield
+
+
+ON_HOPPER = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+
+
+def check(
+    case: Operands,
+    ends: Sequence[int],
+    dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+    index: torch.dtype = torch.int32,
+) -> torch.Tensor:
+    a, a_scale, b, b_scale = case
+    out = torch.full((a.shape[0], b.shape[1]), POISON, dtype=dtype, device="cuda")
+    offs = torch.tensor(ends, dtype=index, device="cuda")
+    own = None if bias is None else bias.cuda()
+    aiter_mx.grouped_gemm(*(t.cuda() for t in case), offs, out, dtype, own)
+    result = out.cpu()
+    for g, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if start < end:
+            rows = slice(start, end)
+            assert_close_to_reference(
+                result[rows],
+                a[rows],
+                a_scale[rows],
+                b[g],
+                b_scale[g],
+                None if bias is None else bias[g],
+            )
+    assert (result[ends[-1] :] == POISON).all()
+    return out
+
+
+def moved_on_gpu(tensor: torch.Tensor, shift: int) -> torch.Tensor:
+    """The same, so many bytes past an aligned address."""
+    room = torch.full((tensor.numel() + 8,), 255, dtype=torch.uint8, device="cuda")
+    moved = room[shift : shift + tensor.numel()].view(tensor.shape)
+    return moved.copy_(tensor)
+
+
+class TestOnHopper:
+    pytestmark = ON_HOPPER
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_unaligned_groups_match_reference(self, dtype: torch.dtype) -> None:
+        exponents = (-12, -6) if dtype == torch.float16 else (-6, 6)
+        case = random_mx_groups(1000, 6, 416, 1056, exponents=exponents)
+        check(case, [1, 66, 66, 322, 700, 990], dtype, torch.randn(6, 416).to(dtype))
+
+    @pytest.mark.parametrize("index", [torch.int32, torch.int64])
+    def test_random_groups_around_every_edge_match_reference(self, index: torch.dtype) -> None:
+        draw = random.Random(str(index))
+        for seed in range(25):
+            G = draw.choice([1, 2, 3, 5, 9])
+            N, K = draw.choice([32, 96, 160, 256, 288]), draw.choice([32, 64, 96, 160, 352, 544])
+            ends = [0]
+            for _ in range(G):
+                ends.append(ends[-1] + draw.choice(EDGES))
+            M = ends[-1] + draw.choice([0, 5])
+            if M:
+                check(random_mx_groups(M, G, N, K, seed), ends[1:], index=index)
+
+    @pytest.mark.parametrize("N", [64, 128, 320, 352, 384, 448, 608])
+    def test_rows_of_w_beyond_whole_tiles_match_reference(self, N: int) -> None:
+        """Up to two slabs of them are shared by all consumers, in tiles of one to four slabs."""
+        ends = list(accumulate((640, 193, 0, 100, 1, 385, 300, 129)))
+        case = random_mx_groups(ends[-1] + 3, len(ends), N, 352, exponents=(-6, 6))
+        b, b_scale = case[2:]
+        b.view(torch.uint8)[0, N - 1, 7], b_scale[3, N - 40, 5], b_scale[6, N - 1, 9] = 0xFF, 250, 1
+        check(case, ends, torch.float32, torch.randn(len(ends), N))
+
+    def test_many_tiles_of_little_k_match_reference(self) -> None:
+        """Clusters take more tiles than there is room to tell of at a time."""
+        check(random_mx_groups(70000, 2, 576, 32), [30000, 69999])
+
+    def test_more_groups_than_threads_match_reference(self) -> None:
+        draw = random.Random(0)
+        ends = sorted(draw.randrange(700) for _ in range(600))
+        check(random_mx_groups(700, 600, 32, 64), ends)
+
+    def test_wide_and_extreme_scales_match_reference(self) -> None:
+        check(random_mx_groups(300, 2, 160, 352, exponents=(-20, 20)), [100, 300], torch.float32)
+        case = random_mx_groups(300, 2, 160, 352)
+        _, a_scale, _, b_scale = case
+        b_scale[0, 5, 7], b_scale[1, 100], a_scale[60, 3] = 250, 1, 200
+        a_scale[200], a_scale[201] = 0, 240
+        check(case, [100, 300], torch.float32)
+
+    def test_nan_payloads_and_scales_make_nan_of_what_they_reach_alone(self) -> None:
+        case = random_mx_groups(300, 2, 160, 352)
+        a, a_scale, b, b_scale = case
+        a.view(torch.uint8)[50, 3] = 0x7F
+        b.view(torch.uint8)[0, 5, 7], b.view(torch.uint8)[1, 140, 351] = 0xFF, 0x7F
+        a_scale[120, 10], b_scale[1, 70, 2] = 255, 255
+        check(case, [100, 300])
+
+    @pytest.mark.parametrize("K", [96, 352, 448])
+    @pytest.mark.parametrize("N", [288, 608])
+    def test_nan_in_w_reaches_all_tiles_of_its_group(self, N: int, K: int) -> None:
+        """One tile of tokens looks for it: the others may be multiplied sooner or later, and a
+        group may end in a tile of one row, or begin in one that was cut."""
+        ends = [1030, 1030, 1287, 1288, 1800, 2900]
+        case = random_mx_groups(2910, len(ends), N, K)
+        a_scale, b, b_scale = case[1], case[2].view(torch.uint8), case[3]
+        b[0, 5, 7] = b[2, N - 1, K - 1] = b[3, 64, 0] = b[5, 31, 33] = 0x7F
+        b[0, N - 1, 95] = b[5, 127, 64] = b[5, N - 32, 32] = 0xFF
+        b_scale[0, 70, 1], b_scale[5, 31], b_scale[5, 130, 0] = 250, 1, 255
+        a_scale[1029, 0], a_scale[2899, 2], a_scale[1900, 1] = 200, 255, 240
+        first = check(case, ends)
+        for _ in range(10):
+            again = check(case, ends)
+            assert torch.equal(again.isnan(), first.isnan())
+            assert torch.equal(again.nan_to_num(1.0), first.nan_to_num(1.0))
+
+    def test_nan_in_all_of_w_makes_nan_of_its_group_alone(self) -> None:
+        case = random_mx_groups(2000, 3, 416, 160)
+        case[2].view(torch.uint8)[1, :, 77] = 0x7F
+        out = check(case, [600, 1500, 2000]).float()
+        assert out[600:1500].isnan().all() and not out[:600].isnan().any()
+        assert not out[1500:].isnan().any()
+
+    @pytest.mark.parametrize("layouts", [("16x4", "row_major"), ("256x8", "16x4")])
+    def test_shuffled_scales_are_converted_eagerly_and_in_a_graph(
+        self, layouts: tuple[str, str]
+    ) -> None:
+        a, a_scale, b, b_scale = (t.cuda() for t in random_mx_groups(300, 2, 160, 352))
+        offs = torch.tensor([100, 300], dtype=torch.int32, device="cuda")
+        expected = aiter_mx.grouped_gemm(a, a_scale, b, b_scale, offs)
+        a_scale, b_scale = map(aiter_mx.shuffle_scales, (a_scale, b_scale), layouts)
+        names = dict(zip(("a_scale_layout", "b_scale_layout"), layouts, strict=True))
+        out = torch.full_like(expected, POISON)
+        aiter_mx.grouped_gemm(a, a_scale, b, b_scale, offs, out, **names)
+        assert torch.equal(out, expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            aiter_mx.grouped_gemm(a, a_scale, b, b_scale, offs, out, **names)
+        out.fill_(POISON)
+        graph.replay()
+        assert torch.equal(out, expected)
+
+    def test_ranges_in_any_order_and_masked_groups_match_reference(self) -> None:
+        a, a_scale, b, b_scale = random_mx_groups(900, 3, 96, 160)
+        ranges = [(500, 900), (0, 70), (100, 400)]
+        starts, ends = (torch.tensor(bounds).cuda() for bounds in zip(*ranges, strict=True))
+        on_gpu = [t.cuda() for t in (a, a_scale, b, b_scale)]
+        out = grouped_gemm_ranges(*on_gpu, starts, ends, None, torch.float32).cpu()
+        for g, (start, end) in enumerate(ranges):
+            rows = slice(start, end)
+            assert_close_to_reference(out[rows], a[rows], a_scale[rows], b[g], b_scale[g])
+        masked = torch.tensor([300, 0, 65], dtype=torch.int32).cuda()
+        shaped = (on_gpu[0].view(3, 300, 160), on_gpu[1].view(3, 300, 5), *on_gpu[2:])
+        out = grouped_gemm_ranges(*shaped, None, masked, None, torch.float32).cpu()
+        for g, count in enumerate((300, 0, 65)):
+            rows = slice(300 * g, 300 * g + count)
+            if count:
+                assert_close_to_reference(out[g, :count], a[rows], a_scale[rows], b[g], b_scale[g])
+
+    def test_wrong_bounds_harm_no_memory(self) -> None:
+        a, a_scale, b, b_scale = (t.cuda() for t in random_mx_groups(300, 4, 96, 160))
+        for bounds in ([0, 900, -5, 10**9, 7], [300, 0, 300, 0, 300]):
+            offs = torch.tensor(bounds, device="cuda")
+            starts, ends = torch.zeros_like(offs[1:]), torch.full_like(offs[1:], 300)
+            aiter_mx.grouped_gemm(a, a_scale, b, b_scale, offs)
+            grouped_gemm_ranges(a, a_scale, b, b_scale, starts, ends)  # all overlap
+        torch.cuda.synchronize()
+        check(random_mx_groups(300, 2, 96, 160), [100, 300])
+
+    def test_linear_of_many_rows_is_one_group(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        xq, xs = random_mx(700, 544, generator, scale_exponents=(-6, 6))
+        wq, ws = random_mx(416, 544, generator, scale_exponents=(-6, 6))
+        bias = torch.randn(416)
+        problem = {"M": 700, "N": 416, "K": 544}
+        assert aiter_mx.warmup("linear", **problem)[0].kernel
+        spec = find_kernel("linear", "sm_90a", "hip", "persistent")
+        assert spec.workspace_bytes is not None
+        out = aiter_mx.linear(
+            *(t.cuda() for t in (xq, xs, wq, ws, bias)), out_dtype=torch.float32
+        ).cpu()
+        assert_close_to_reference(out, xq, xs, wq, ws, bias)
+
+    @pytest.mark.parametrize("K", [128, 160, 352, 1088])
+    def test_scales_at_any_address_are_read_rightly(self, K: int) -> None:
+        case = random_mx_groups(300, 2, 96, K)
+        a, a_scale, b, b_scale = (t.cuda() for t in case)
+        offs = torch.tensor([100, 300], dtype=torch.int32, device="cuda")
+        expected = check(case, [100, 300])
+        for shift in (1, 2, 3):
+            moved = [moved_on_gpu(scale, shift) for scale in (a_scale, b_scale)]
+            assert torch.equal(aiter_mx.grouped_gemm(a, moved[0], b, moved[1], offs), expected)
+        of_all = aiter_mx.linear(a, a_scale, b[1], b_scale[1].clone())
+        again = aiter_mx.linear(a, moved_on_gpu(a_scale, 3), b[1], moved_on_gpu(b_scale[1], 1))
+        assert torch.equal(of_all, again)
+
+    def test_out_that_is_not_aligned_is_written_all_the_same(self) -> None:
+        case = random_mx_groups(100, 1, 96, 160)
+        memory = torch.full((100 * 96 + 1,), POISON, dtype=torch.bfloat16, device="cuda")
+        out = memory[1:].view(100, 96)
+        offs = torch.tensor([100], dtype=torch.int32, device="cuda")
+        aiter_mx.grouped_gemm(*(t.cuda() for t in case), offs, out)
+        assert torch.equal(out, check(case, [100])) and memory[0] == POISON
+
+    def test_a_replay_takes_new_bounds(self) -> None:
+        case = random_mx_groups(500, 3, 160, 352)
+        on_gpu = [t.cuda() for t in case]
+        offs = torch.tensor([100, 100, 500], dtype=torch.int32, device="cuda")
+        out = torch.empty(500, 160, dtype=torch.bfloat16, device="cuda")
+        aiter_mx.warmup("grouped_gemm", M=500, N=160, K=352, G=3)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            aiter_mx.grouped_gemm(*on_gpu, offs, out)
+        for ends in ([3, 250, 500], [500, 500, 500]):
+            offs.copy_(torch.tensor(ends))
+            graph.replay()
+            assert torch.equal(out, check(case, ends))
+
+    @pytest.mark.parametrize("captured", [False, True])
+    def test_two_streams_at_once_have_workspaces_of_their_own(self, captured: bool) -> None:
+        """One shape, so one plan; other values, so that a shared expansion would show."""
+        ends = [100, 100, 500]
+        cases = [[t.cuda() for t in random_mx_groups(500, 3, 160, 4096, seed)] for seed in range(2)]
+        offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        expected = [aiter_mx.grouped_gemm(*case, offs) for case in cases]
+        assert not torch.equal(*expected)
+        outs = [torch.empty(50, *one.shape, dtype=one.dtype, device="cuda") for one in expected]
+        streams = [torch.cuda.Stream() for _ in cases]
+        graphs = [torch.cuda.CUDAGraph() for _ in cases]
+
+        def enqueue(which: int, at: int) -> None:
+            aiter_mx.grouped_gemm(*cases[which], offs, outs[which][at])
+
+        torch.cuda.synchronize()
+        if captured:
+            for which, graph in enumerate(graphs):
+                with torch.cuda.graph(graph, stream=streams[which]):
+                    for at in range(50):
+                        enqueue(which, at)
+        for _ in range(10):
+            for out in outs:
+                out.fill_(POISON)
+            torch.cuda.synchronize()
+            for at in range(1 if captured else 50):  # in turns, so that the streams overlap
+                for which, stream in enumerate(streams):
+                    with torch.cuda.stream(stream):
+                        graphs[which].replay() if captured else enqueue(which, at)
+            torch.cuda.synchronize()
+            for out, one in zip(outs, expected, strict=True):
+                assert torch.equal(out, one.expand_as(out))
+
+    def test_launches_that_fill_the_gpu_on_two_streams_finish_and_are_bitwise_equal(self) -> None:
+        """Each alone has a workgroup for every SM: together, some of each wait for the other."""
+        device = torch.device("cuda")
+        G, rows, N, K = 5, 700, 2880, 1056
+        ends = torch.arange(1, G + 1, dtype=torch.int32, device=device) * rows
+        ends[1:3] = ends[1].item() - 99  # an empty group, and others that are not aligned
+        cases = []
+        for _ in range(2):
+            b, b_scale = random_mx_on_device(G * N, K, device)
+            weights = (b.view(G, N, K), b_scale.view(G, N, K // 32))
+            cases.append((*random_mx_on_device(G * rows, K, device), *weights))
+        expected = [aiter_mx.grouped_gemm(*case, ends) for case in cases]
+        assert not torch.equal(*expected)
+        outs = [torch.full((20, *one.shape), POISON, dtype=one.dtype).cuda() for one in expected]
+        streams = [torch.cuda.Stream() for _ in cases]
+        torch.cuda.synchronize()
+        for at in range(20):
+            for stream, case, out in zip(streams, cases, outs, strict=True):
+                with torch.cuda.stream(stream):
+                    aiter_mx.grouped_gemm(*case, ends, out[at])
+        torch.cuda.synchronize()
+        for out, one in zip(outs, expected, strict=True):
+            assert torch.equal(out, one.expand_as(out))
+
+    def test_16_bit_results_that_are_computed_again_replace_those_on_their_way(self) -> None:
+        """Boxes of whole slabs are stored by the copy engine, and some of theirs once more."""
+        case = random_mx_groups(1300, 2, 320, 416)
+        _, a_scale, b, b_scale = case
+        b_scale[0, 5, 7], b_scale[1, 300], a_scale[60, 3] = 250, 1, 200
+        b.view(torch.uint8)[0, 70, 7] = 0x7F
+        first = check(case, [1030, 1300])
+        for _ in range(20):
+            assert torch.equal(check(case, [1030, 1300]).nan_to_num(1.0), first.nan_to_num(1.0))
+
+    def test_groups_without_any_rows_write_nothing(self) -> None:
+        for bounds in ([0, 0, 0], [0, 0, 1]):
+            check(random_mx_groups(70, 3, 96, 160), bounds)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("G", "rows", "N", "K"), [(4, 512, 2880, 2880), (8, 256, 4096, 7168), (4, 300, 7168, 2048)]
+    )
+    def test_ten_thousand_launches_are_bitwise_equal(
+        self, G: int, rows: int, N: int, K: int
+    ) -> None:
+        device = torch.device("cuda")
+        a = random_mx_on_device(G * rows, K, device)
+        b, b_scale = random_mx_on_device(G * N, K, device)
+        weights = (b.view(G, N, K), b_scale.view(G, N, K // 32))
+        ends = torch.arange(1, G + 1, dtype=torch.int32, device=device) * rows
+        ends[:-1] -= 37
+        first = aiter_mx.grouped_gemm(*a, *weights, ends)
+        out, differ = torch.empty_like(first), torch.zeros((), dtype=torch.int64, device=device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(10):
+                aiter_mx.grouped_gemm(*a, *weights, ends, out)
+                differ += (out != first).any()
+                out.fill_(POISON)
+        for _ in range(1000):
+            graph.replay()
+        assert not differ.item()
+
+    @pytest.mark.slow
+    def test_operands_and_results_above_4_gib_are_right_in_their_last_rows(self) -> None:
+        device = torch.device("cuda")
+        for M, G, N, K in ((2048, 3, 20480, 73728), (69000, 2, 32768, 1024)):
+            a = random_mx_on_device(M, K, device)
+            b, b_scale = random_mx_on_device(G * N, K, device)
+            weights = (b.view(G, N, K), b_scale.view(G, N, K // 32))
+            ends = torch.arange(1, G + 1, dtype=torch.int32, device=device) * (M // G)
+            ends[-1] = M
+            out = aiter_mx.grouped_gemm(*a, *weights, ends)
+            assert max(weights[0].nbytes, out.nbytes) > 4 << 30
+            few = slice(M - 40, M)
+            columns = slice(N - 64, N)
+            assert_close_to_reference(
+                out[few, columns].cpu(),
+                a[0][few].cpu(),
+                a[1][few].cpu(),
+                weights[0][-1, columns].cpu(),
+                weights[1][-1, columns].cpu(),
+            )

@@ -1,0 +1,304 @@
+"""Linears that quantise x themselves: bit for bit what quantising first gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import aiter_mx
+from aiter_mx.code_object import parse_code_object
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.errors import CaptureError
+from aiter_mx.jit.build import build_all
+from aiter_mx.kernels.linear import KERNELS, LinearProblem
+from aiter_mx.kernels.linear import mfma_gfx950 as mfma
+from aiter_mx.kernels.linear.gemv import GEMV
+from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
+from aiter_mx.kernels.spec import Config, KernelSpec, combinations
+from aiter_mx.launch import bind, build_request
+from aiter_mx.ops import linear as linear_module
+from aiter_mx.ops.plan import bind_route
+from aiter_mx.target import hardware, target_of
+from op_tests.linear.cases import DTYPES
+from op_tests.mx_reference import assert_close_to_reference, random_mx
+
+GFX950, SM90A = hardware("gfx950"), hardware("sm_90a")
+SCHEDULES = ("random", "round-robin", "run-to-barrier")
+Weights = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    if request.param == "cuda":
+        yield torch.device("cuda")
+    else:
+        with aiter_mx.simulate("gfx950"):
+            yield torch.device("cpu")
+
+
+def activations(M: int, K: int, dtype: torch.dtype, seed: int, span: int = 12) -> torch.Tensor:
+    """Random bits of blocks whose magnitudes differ by as much as 2^(2 span)."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(-span, span + 1, (M, K // 32), generator=generator).float().exp2()
+    x = torch.randn(M, K, generator=generator) * sizes.repeat_interleave(32, 1)
+    return x.to(dtype)
+
+
+def weights(N: int, K: int, seed: int) -> Weights:
+    return random_mx(N, K, torch.Generator().manual_seed(seed), scale_exponents=(-12, -6))
+
+
+def launch(
+    device: torch.device,
+    kernel: KernelSpec,
+    config: Config,
+    x: tuple[torch.Tensor, torch.Tensor | None],
+    w: Weights,
+    out_dtype: str = "fp32",
+) -> torch.Tensor:
+    """The kernel's result in one configuration, on the CPU; its output starts out poisoned."""
+    (M, K), N = x[0].shape, w[0].shape[0]
+    x_dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(x[0].dtype, "e4m3")
+    problem = LinearProblem(M, N, K, out_dtype, x_dtype=x_dtype)
+    target = target_of(device)
+    assert kernel.refusal(target, problem) is None
+    kernel.check_config(config)
+    out = torch.empty(M, N, dtype=DTYPES[out_dtype])
+    out.view(torch.uint8).fill_(0x5A)
+    tensors = [None if t is None else t.to(device) for t in (*x, *w, None, out)]
+    run = bind(kernel, target, problem, config, torch.cuda.current_device() if out.is_cuda else 0)
+    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+    assert tensors[-1] is not None
+    return tensors[-1].cpu()
+
+
+def assert_same_bits(one: torch.Tensor, other: torch.Tensor) -> None:
+    same = (one == other) & (one.signbit() == other.signbit())
+    assert torch.equal(same | one.isnan(), same | other.isnan())
+    assert (same | (one.isnan() & other.isnan())).all()
+
+
+def gemv_config(rows: int, waves: int, unroll: int) -> dict[str, int]:
+    return {"rows": rows, "waves": waves, "unroll": unroll}
+
+
+def mfma_config(row_tiles: int, fold: int, waves: int, unroll: int) -> dict[str, int]:
+    return {"row_tiles": row_tiles, "fold": fold, "waves": waves, "unroll": unroll}
+
+
+# Kernel, configuration, M's range, whether K / 32 is odd, dtypes of x and y.
+VARIANTS = [
+    (GEMV, gemv_config(3, 2, 2), (1, 1), False, "bf16", "fp32"),
+    (GEMV, gemv_config(4, 1, 2), (2, 2), True, "fp16", "bf16"),
+    (GEMV, gemv_config(2, 3, 1), (5, 5), True, "bf16", "fp16"),
+    (GEMV, gemv_config(1, 4, 1), (8, 8), False, "fp16", "fp32"),
+    (MFMA, mfma_config(1, 1, 2, 1), (1, 16), True, "bf16", "fp32"),
+    (MFMA, mfma_config(2, 2, 3, 2), (1, 8), False, "fp16", "bf16"),
+    (MFMA, mfma_config(3, 4, 2, 1), (5, 8), True, "bf16", "fp16"),
+    (MFMA, mfma_config(1, 1, 4, 1), (33, 64), False, "bf16", "fp32"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "config", "Ms", "odd_blocks", "x_dtype", "out_dtype"), VARIANTS)
+def test_the_result_is_that_of_quantising_first(
+    device: torch.device,
+    kernel: KernelSpec,
+    config: Config,
+    Ms: tuple[int, int],
+    odd_blocks: bool,
+    x_dtype: str,
+    out_dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not kernel.is_for(target_of(device).arch):
+        pytest.skip("the kernel is for another GPU")
+    draw = random.Random(f"{kernel.name} {config}")
+    for seed in range(10):
+        monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", draw.choice(SCHEDULES))
+        monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
+        col_tiles = -(-Ms[1] * config.get("fold", 1) // 16)
+        least = max(Ms[0], (col_tiles - 1) * 16 // config.get("fold", 1) + 1)
+        M = draw.randint(least, Ms[1])
+        N = draw.choice([1, draw.randint(2, 15), draw.randint(16, 70)])
+        K = 32 * max(1, draw.randint(1, 70) * 2 - odd_blocks)
+        span = 8 if out_dtype == "fp16" else 12
+        x = activations(M, K, DTYPES[x_dtype], seed, span)
+        if seed % 3 == 1:  # subnormal numbers, zeros, and blocks of them
+            x[:, ::5] *= 2.0**-120 if x_dtype == "bf16" else 2.0**-20
+            x[M // 2, : K // 2] = 0.0
+        if seed % 3 == 2 and K > 32:
+            x[M - 1, K - 1], x[0, 33] = float("nan"), float("-inf")
+        w = weights(N, K, seed)
+        quantised = aiter_mx.quantize(x)
+        fused = launch(device, kernel, config, (x, None), w, out_dtype)
+        assert_same_bits(fused, launch(device, kernel, config, quantised, w, out_dtype))
+        if seed % 4 == 0:
+            assert_close_to_reference(fused, *quantised, *w)
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "kernel", "launches"),
+    [
+        (1, 130, 1056, "gemv", 1),
+        (20, 200, 1056, "mfma", 1),
+        (64, 70, 6176, "mfma", 2),
+        (100, 96, 160, "persistent", 2),
+    ],
+)
+@pytest.mark.parametrize("x_dtype", ["bf16", "fp16"])
+def test_the_op_quantises_in_its_kernel_where_that_pays(
+    M: int, N: int, K: int, kernel: str, launches: int, x_dtype: str
+) -> None:
+    x, w = activations(M, K, DTYPES[x_dtype], 3), weights(N, K, 4)
+    bias = torch.randn(N)
+    with aiter_mx.simulate("gfx950"):
+        route = aiter_mx.explain("linear", M=M, N=N, K=K, x_dtype=x_dtype)
+        assert route.kernel == kernel
+        assert ("quantize and then linear" in route.reason) == (launches == 2)
+        y = aiter_mx.linear(x, None, *w, bias)
+        out = torch.full((M, N), float("nan"))
+        assert aiter_mx.linear(x, None, *w, bias, torch.float32, out) is out
+        assert_same_bits(y, aiter_mx.linear(*aiter_mx.quantize(x), *w, bias))
+    assert_same_bits(out.bfloat16(), y)
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "rows", "most"), [(2304, 6144, 3, 1), (6144, 1536, 4, 3), (384, 384, 1, 8)]
+)
+def test_on_an_h200_the_gemv_quantises_where_that_was_faster(
+    N: int, K: int, rows: int, most: int
+) -> None:
+    config = gemv_config(rows, waves=2, unroll=1)
+    problems = [LinearProblem(M, N, K, x_dtype="bf16") for M in range(1, 9)]
+    fused = [problem.M for problem in problems if not GEMV.parts(SM90A, problem, config)]
+    assert fused == list(range(1, most + 1))
+
+
+def test_the_torch_reference_and_empty_results_take_unquantised_x() -> None:
+    x, w = activations(5, 96, torch.bfloat16, 0), weights(33, 96, 1)
+    assert_same_bits(aiter_mx.linear(x, None, *w), aiter_mx.linear(*aiter_mx.quantize(x), *w))
+    assert aiter_mx.linear(x[:0], None, *w).shape == (0, 33)
+
+
+def computed_as_routed(x: torch.Tensor, w: Weights) -> torch.Tensor:
+    """Quantised first, then multiplied by the kernel and the configuration that x itself gets.
+
+    A table may give quantised x another configuration, whose sums are added in another order.
+    """
+    (M, K), N = x.shape, w[0].shape[0]
+    x_dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}[x.dtype]
+    problem, target = LinearProblem(M, N, K, "bf16", x_dtype=x_dtype), target_of(x.device)
+    run = bind_route(
+        route("linear", target, problem),
+        target,
+        replace(problem, x_dtype="e4m3"),
+        x.device,
+        linear_module.FALLBACKS,
+    )
+    out = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
+    tensors = (*aiter_mx.quantize(x), *w, None, out)
+    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+    return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 2, 3, 4, 7, 16, 32, 64, 128])
+def test_the_op_on_a_gpu_gives_what_quantising_first_gives(M: int) -> None:
+    N, K = 2304, 6144
+    w = [t.cuda() for t in weights(N, K, 5)]
+    for dtype in (torch.bfloat16, torch.float16):
+        x = activations(M, K, dtype, M).cuda()
+        expected = computed_as_routed(x, w)
+        assert_same_bits(aiter_mx.linear(x, None, *w), expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = aiter_mx.linear(x, None, *w)
+        y.fill_(float("nan"))
+        graph.replay()
+        assert_same_bits(y, expected)
+
+
+def test_bad_activations_are_refused() -> None:
+    x, w = activations(4, 64, torch.bfloat16, 0), weights(8, 64, 0)
+    xq, xs = aiter_mx.quantize(x)
+    for arguments, error, message in [
+        ((x, xs, *w), TypeError, "xs must be None for xq of torch.bfloat16"),
+        ((xq, None, *w), TypeError, "xs must be given for xq of torch.float8_e4m3fn"),
+        ((x.float(), None, *w), TypeError, "xq must be torch.float8_e4m3fn or torch.bfloat16 or"),
+        ((x.T.contiguous().T, None, *w), ValueError, "xq must be contiguous"),
+        ((x[:, :32].contiguous(), None, *w), ValueError, r"wq must be \[8, 32\]"),
+        ((x.tolist(), None, *w), TypeError, "xq must be a tensor, got list"),
+    ]:
+        with pytest.raises(error, match=message):
+            aiter_mx.linear(*arguments)
+    with pytest.raises(ValueError, match="x_dtype must be one of e4m3, bf16, fp16, got 'fp32'"):
+        LinearProblem(1, 8, 64, x_dtype="fp32")
+
+
+@pytest.mark.usefixtures("payloads_compared_by_bytes")
+def test_torch_library_checks_pass() -> None:
+    x, w = activations(4, 64, torch.bfloat16, 0), weights(8, 64, 0)
+    torch.library.opcheck(torch.ops.aiter_mx.linear.default, (x, None, *w))
+    torch.library.opcheck(
+        torch.ops.aiter_mx.linear_out.default, (x, None, *w, None, torch.empty(4, 8))
+    )
+    layer = torch.compile(
+        lambda x: aiter_mx.linear(x, None, *w), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(layer(x), aiter_mx.linear(x, None, *w))
+
+
+@pytest.mark.parametrize("M", [2, 64])
+def test_warmup_makes_all_launches_ready(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from aiter_mx.runtimes import sim
+
+    x, w = activations(M, 6176, torch.bfloat16, 0), weights(34, 6176, 1)
+    monkeypatch.setattr(linear_module._plans, "by_call", {})
+    monkeypatch.setattr("aiter_mx.launch._functions", {})
+    with aiter_mx.simulate("gfx950"):
+        monkeypatch.setattr(sim, "is_capturing", lambda device: True)
+        message = rf"aiter_mx\.warmup\('linear', M={M}, N=34, K=6176, .*x_dtype='bf16'\)"
+        with pytest.raises(CaptureError, match=message):
+            aiter_mx.linear(x, None, *w)
+        monkeypatch.setattr(sim, "is_capturing", lambda device: False)
+        aiter_mx.warmup("linear", device="cpu", M=M, N=34, K=6176, x_dtype="bf16")
+        monkeypatch.setattr(sim, "is_capturing", lambda device: True)
+        y = aiter_mx.linear(x, None, *w)
+    assert_close_to_reference(y, *aiter_mx.quantize(x), *w)
+
+
+def test_no_variant_that_quantises_spills() -> None:
+    variants: dict[tuple[object, ...], tuple[KernelSpec, LinearProblem, Config]] = {}
+    for M in range(1, 9):
+        problem = LinearProblem(M, 512, 1 << 13, x_dtype="fp16")
+        fused = [c for c in GEMV.candidates(GFX950, problem) if not GEMV.parts(GFX950, problem, c)]
+        most = max(fused, key=lambda c: (c["unroll"] * (c["rows"] + 2 * M), c["waves"]))
+        variants["gemv", M] = (GEMV, problem, most)
+    for config in combinations(mfma.PARAMS):
+        for col_tiles in range(1, 5) if config["fold"] == 2 else ():
+            problem = LinearProblem(8 * col_tiles, 16, 2048 + 32, x_dtype="fp16")
+            work = mfma._work(GFX950, problem, config)
+            if config["waves"] in (8, 12, 16) and mfma._resident(config, work, quantises=True):
+                key = ("mfma", config["row_tiles"], col_tiles, config["waves"])
+                variants[key] = (MFMA, problem, config)  # the last one loads most at once
+    assert len(variants) > 20
+    requests = [build_request(kernel, GFX950, *rest) for kernel, *rest in variants.values()]
+    for request, built in zip(requests, build_all(requests), strict=True):
+        for kernel in parse_code_object(built.image).kernels.values():
+            spilled = (kernel.vgpr_spills, kernel.sgpr_spills, kernel.agprs, kernel.scratch_bytes)
+            assert spilled == (0, 0, 0, 0), f"{request}: {kernel}"
+
+
+def test_every_other_kernel_has_x_quantised_before() -> None:
+    for kernel in KERNELS:
+        for target in (GFX950, SM90A):
+            problem = LinearProblem(64, 512, 64, x_dtype="bf16")
+            if kernel in (GEMV, MFMA) or kernel.refusal(target, problem) is not None:
+                continue
+            parts = kernel.parts(target, problem, kernel.configure(target, problem))
+            assert [op for op, _ in parts] == ["quantize", "linear"]
+            assert parts[1][1] == LinearProblem(64, 512, 64)

@@ -1,0 +1,167 @@
+"""Which of Hopper's kernels of ``moe_gemm`` is chosen, and how, and what they refuse."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.moe_gemm.boxes_sm90 import BOXES
+from aiter_mx.kernels.moe_gemm.outer_sm90 import OUTER
+from aiter_mx.kernels.moe_gemm.slabs_sm90 import SLABS
+from aiter_mx.kernels.moe_gemm.stream_sm90 import STREAM
+from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
+from aiter_mx.kernels.registry import stand_ins
+from aiter_mx.kernels.spec import KernelSpec
+from aiter_mx.ops.moe_gemm import Plan, compute
+from aiter_mx.ops.moe_layer import FusedMoeProblem
+from aiter_mx.target import hardware
+from op_tests.moe.reference import lists_of, random_weights
+from op_tests.mx_reference import random_mx
+
+SM90 = hardware("sm_90a")
+KERNELS = (STREAM, WIDE, BOXES, SLABS, OUTER)
+
+
+def test_stream_runs_where_experts_have_few_rows_and_others_where_more() -> None:
+    few = MoeGemmProblem(16, 1536, 6144, 128, 4, 16)
+    many = replace(few, M=1024, block_m=48)
+    assert route("moe_gemm", SM90, few).kernel == "stream"
+    assert route("moe_gemm", SM90, many).kernel == "outer"
+    assert route("moe_gemm", SM90, replace(many, out_dtype="fp32")).kernel == "boxes"
+    assert route("moe_gemm", SM90, replace(many, K=6016)).kernel == "boxes"  # not of 512
+    assert route("moe_gemm", SM90, replace(many, M=2048, block_m=80)).kernel == "slabs"
+    assert route("moe_gemm", SM90, replace(many, M=3000, block_m=128)).kernel == "wide"
+    uneven = replace(many, K=6112)
+    assert route("moe_gemm", SM90, uneven).kernel == "grouped"
+    assert route("moe_gemm", SM90, replace(uneven, M=500, block_m=32)).kernel == "stream"
+    assert route("moe_gemm", SM90, replace(uneven, N=1544)).kernel == "stream"  # not of 32
+    for spec in (WIDE, BOXES):
+        assert spec.refusal(SM90, replace(many, K=6112)) == "K=6112 is not a multiple of 128"
+
+
+def test_activation_is_apart_where_blocks_of_features_are_few_and_nothing_follows() -> None:
+    few = MoeGemmProblem(1, 1536, 6112, 128, 4, 16, "mxfp8", "silu", a_div=4)
+    assert route("moe_gemm", SM90, few).kernel == "apart"
+    assert route("moe_gemm", SM90, replace(few, followed=True)).kernel == "stream"
+    assert route("moe_gemm", SM90, replace(few, M=2)).kernel == "stream"
+    first, second = (part for op, part in FusedMoeProblem(1, 6112, 768, 128, 4).parts()[1:3])
+    assert (first.followed, second.followed) == (True, False)
+
+
+def test_a_layers_gemm_takes_its_own_rows_then_those_of_one_by_itself() -> None:
+    alone = MoeGemmProblem(3, 1536, 6144, 128, 4, 16, "mxfp8", "swiglu_oai")
+    layers = replace(alone, followed=True)
+    nearest = [(p.M, p.activation, p.followed) for p in stand_ins("moe_gemm", layers)]
+    own = [(4, "swiglu_oai"), (3, "silu"), (4, "silu")]
+    assert nearest == [
+        *((M, activation, True) for M, activation in own),
+        *((M, activation, False) for M, activation in ((3, "swiglu_oai"), *own)),
+    ]
+    assert alone in stand_ins("moe_gemm", layers) and layers in stand_ins("moe_gemm", alone)
+
+
+def test_boxes_holds_whole_blocks_and_keeps_x_where_it_fits() -> None:
+    first, second = (MoeGemmProblem(512, N, K, 128, 4, 32) for N, K in ((1536, 6144), (6144, 768)))
+    few = ((400, 24, 4), (400, 48, 6))
+    for M, block_m, col_tiles in (*few, (1024, 48, 6), (1024, 128, 8), (2048, 80, 10)):
+        for problem in (first, second):
+            config = BOXES.configure(SM90, replace(problem, M=M, block_m=block_m))
+            assert (config["col_tiles"], config["groups"]) == (col_tiles, 3)
+            assert (config["slots"] == 0) == (problem is second)
+    activated = replace(first, out_dtype="mxfp8", activation="silu")
+    configs = [BOXES.configure(SM90, problem) for problem in (first, second, activated)]
+    assert [config["col_tiles"] for config in configs] == [6, 4, 4]  # joined blocks: 6
+    for rows in (1 << 24, (1 << 24) - 1):
+        refusal = BOXES.refusal(SM90, replace(second, N=rows))
+        assert refusal is not None and "E * N" in refusal
+    assert BOXES.refusal(SM90, replace(second, N=(1 << 24) - 2)) is None
+    one = replace(second, E=1, top_k=1)
+    assert BOXES.refusal(SM90, replace(one, N=1 << 25)) is None
+    assert "N=33554433" in (BOXES.refusal(SM90, replace(one, N=(1 << 25) + 1)) or "")
+
+
+def test_layers_have_blocks_that_hold_most_experts_rows() -> None:
+    blocks = {M: FusedMoeProblem(M, 6144, 768, 128, 4).block_m for M in (64, 512, 1024, 2048, 4096)}
+    assert blocks == {64: 16, 512: 48, 1024: 48, 2048: 80, 4096: 128}
+    narrow, broad = (FusedMoeProblem(512, 6144, features, 128, 4) for features in (384, 1536))
+    assert (narrow.block_m, broad.block_m) == (32, 32)
+
+
+def test_outer_is_for_results_that_hide_its_error() -> None:
+    bf16 = MoeGemmProblem(512, 1536, 6144, 128, 4, 32)
+    activated = replace(bf16, out_dtype="mxfp8", activation="silu")
+    for problem in (bf16, activated):
+        assert OUTER.refusal(SM90, problem) is None
+        for M, fits in ((512, True), (768, False), (1024, False)):
+            for block_m in (16, 32, 48):
+                moved = replace(problem, M=M, block_m=block_m)
+                col_tiles = 4 if fits and block_m < 48 else 6  # a larger block would be split
+                assert OUTER.configure(SM90, moved)["col_tiles"] == col_tiles
+                assert fits or route("moe_gemm", SM90, moved).kernel == "outer"
+    for out_dtype in ("fp16", "fp32"):
+        refusal = OUTER.refusal(SM90, replace(bf16, out_dtype=out_dtype))
+        assert refusal is not None and out_dtype in refusal
+    assert OUTER.refusal(SM90, replace(bf16, K=640)) == "K=640 is not a multiple of 512"
+
+
+def test_wide_has_room_for_the_rows_of_most_blocks() -> None:
+    first, second = (MoeGemmProblem(512, N, K, 128, 4, 128) for N, K in ((1536, 6144), (6144, 768)))
+    for M, col_tiles in ((512, 4), (1024, 8), (2048, 12), (3000, 16)):
+        for problem in (first, second):
+            assert WIDE.configure(SM90, replace(problem, M=M))["col_tiles"] == col_tiles
+    assert WIDE.configure(SM90, replace(first, M=2048, block_m=64))["col_tiles"] == 8
+
+
+def test_rows_of_other_ranks_experts_do_not_count() -> None:
+    layer = {"M": 64, "hidden": 6144, "intermediate": 768, "top_k": 4, "has_map": 1}
+    for here in (128, 16):
+        problem = FusedMoeProblem(E=here, num_experts=128, **layer)
+        routes = [route(op, SM90, part) for op, part in problem.parts() if op == "moe_gemm"]
+        assert [chosen.kernel for chosen in routes] == ["stream", "stream"]
+    alone = MoeGemmProblem(64, 1536, 6144, 16, 4, 32)
+    assert alone.rows_of_expert == pytest.approx(16)
+    assert 2 < replace(alone, num_experts=128).rows_of_expert < 3
+
+
+@pytest.mark.parametrize("name", ["xs", "ws"])
+def test_scales_that_kernels_cannot_load_are_refused_before_a_launch(name: str) -> None:
+    problem = MoeGemmProblem(3, 32, 512, 2, 1, 4)
+    xq, xs = random_mx(3, 512, torch.Generator().manual_seed(0))
+    wq, ws = random_weights(2, 32, 512, torch.Generator().manual_seed(1))
+    lists = lists_of([0, 1, 1], 2, 4, 0, random.Random(0))
+    launches: list[object] = []
+    plan = Plan(problem, "hip", lambda tensors, addresses: launches.append(tensors))
+
+    def moved(scales: Tensor, bytes: int) -> Tensor:
+        memory = torch.empty(scales.numel() + bytes, dtype=torch.uint8)
+        assert memory.data_ptr() % 16 == 0
+        return memory[bytes:].view(scales.shape).copy_(scales)
+
+    for bytes in (1, 2):
+        given = {"xs": xs, "ws": ws, name: moved({"xs": xs, "ws": ws}[name], bytes)}
+        message = f"{name} must start at a multiple of 4 bytes, got a view that is {bytes} bytes"
+        with pytest.raises(ValueError, match=message):
+            compute(plan, (xq, given["xs"], wq, given["ws"], *lists, None, None), None)
+    assert not launches
+    compute(plan, (xq, moved(xs, 4), wq, ws, *lists, None, None), None)
+    assert len(launches) == 1
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_candidates_fit_an_sm(spec: KernelSpec) -> None:
+    assert spec.module is not None
+    for M, N, K, block_m in ((1, 1536, 6144, 16), (64, 6144, 384, 16), (900, 6144, 768, 64)):
+        problem = MoeGemmProblem(M, N, K, 128, 4, block_m)
+        found = spec.candidates(SM90, problem)
+        assert found and dict(found[0]) == dict(spec.configure(SM90, problem))
+        for config in found:
+            spec.check_config(config)
+            geometry = spec.module.geometry(SM90, problem, config)
+            assert geometry.shared_bytes <= 227 * 1024
+            assert geometry.block[0] <= 1024

@@ -1,0 +1,397 @@
+"""``fused_moe`` against float64: in the simulator, in torch, and with ``-m gpu`` on a GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import aiter_mx
+from aiter_mx.ops.moe_layer import FusedMoeProblem
+from aiter_mx.sim.program import Program
+from op_tests.moe.reference import Layer, assert_activated, random_weights
+from op_tests.mx_reference import assert_rounded
+
+SCHEDULES = ("random", "round-robin", "run-to-barrier")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SWIGLU, SWIGLU_USUAL = ("alpha", "beta", "limit"), (1.702, 1.0, 7.0)
+
+
+@pytest.fixture(params=["sim", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    if request.param == "sim":
+        with aiter_mx.simulate("gfx950"):
+            yield torch.device("cpu")
+    else:
+        yield torch.device("cpu" if request.param == "torch" else "cuda")
+
+
+def random_call(draw: random.Random, seed: int, **given: Any) -> dict[str, Any]:
+    """Arguments of a layer; ``given`` says what is not left to chance."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def take(name: str, *choices: Any) -> Any:
+        return given[name] if name in given else draw.choice(choices)
+
+    hidden, intermediate = take("hidden", 64, 256), take("intermediate", 32, 96)
+    routed_experts, top_k = take("experts", 2, 8), take("top_k", 1, 2, 4)
+    shared, M = take("shared", 0, 1), take("M", 1, 5, 33)
+    has_map = take("has_map", False, True)
+    here = [not has_map or draw.random() < 0.6 for _ in range(routed_experts)]
+    local = sum(here) + shared or 1
+    options = {"scale_exponents": (-9, -7)}
+    w1q, w1s = random_weights(local, 2 * intermediate, hidden, generator, **options)
+    w2q, w2s = random_weights(local, hidden, intermediate, generator, **options)
+    skewed = draw.random() < 0.3
+    ids = torch.randint(0, 2 if skewed else routed_experts, (M, top_k), generator=generator)
+    if draw.random() < 0.3:
+        ids[0, 0] = draw.choice([-1, routed_experts])
+    numbers = [sum(here[:e]) if here[e] else -1 for e in range(routed_experts)]
+    biased = take("biased", False, True)
+    return {
+        "x": torch.randn(M, hidden, generator=generator).to(take("dtype", *DTYPES.values())),
+        "w1q": w1q,
+        "w1s": w1s,
+        "w2q": w2q,
+        "w2s": w2s,
+        "topk_ids": ids.to(take("id_dtype", torch.int32, torch.int64)),
+        "topk_weights": torch.rand(M, top_k, generator=generator),
+        "expert_map": torch.tensor(numbers, dtype=torch.int32) if has_map else None,
+        "shared_experts": shared if local > shared else 0,
+        "activation": take("activation", "silu", "swiglu_oai"),
+        "layout": take("layout", "halves", "interleaved"),
+        "bias1": torch.randn(local, 2 * intermediate, generator=generator) if biased else None,
+        "bias2": torch.randn(local, hidden, generator=generator).bfloat16() if biased else None,
+    }
+
+
+def on(device: torch.device, call: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in call.items()}
+
+
+def experts_of(call: dict[str, Any]) -> list[int]:
+    """The expert here of each routed row, or -1."""
+    E, shared = call["w1q"].shape[0], call["shared_experts"]
+    expert_map = call["expert_map"]
+    numbers = range(E - shared) if expert_map is None else expert_map.tolist()
+    found = []
+    for row in call["topk_ids"].tolist():
+        found += [numbers[e] if 0 <= e < len(numbers) else -1 for e in row]
+        found += [E - shared + s for s in range(shared)]
+    return found
+
+
+def assert_layer(out: Tensor, call: dict[str, Any], device: torch.device) -> None:
+    """Assert that ``out`` is the layer's result.
+
+    What is quantised between the GEMMs is taken from ``moe_gemm_activated``, after a check: a value
+    between two steps of e4m3 may go either way.
+    """
+    M, top_k = call["topk_ids"].shape
+    E, shared, experts = call["w1q"].shape[0], call["shared_experts"], experts_of(call)
+    slots = top_k + shared
+    here = on(device, call)
+    expert_map = here["expert_map"]
+    num_experts = E - shared if expert_map is None else len(expert_map)
+    xq, xs = aiter_mx.quantize(here["x"])
+    lists = aiter_mx.moe_align(
+        here["topk_ids"],
+        16,
+        num_experts,
+        expert_map,
+        drop_absent=expert_map is not None,
+        shared_experts=shared,
+        first_shared=E - shared,
+    )
+    swiglu = dict(zip(SWIGLU, SWIGLU_USUAL, strict=True))
+    swiglu |= {name: call[name] for name in SWIGLU if name in call}
+    h, hs = aiter_mx.moe_gemm_activated(
+        *(xq, xs, here["w1q"], here["w1s"], *lists, M * slots, slots, 16),
+        a_div=slots,
+        bias=here["bias1"],
+        **{name: call[name] for name in ("activation", "layout")},
+        **swiglu,
+    )
+    h, hs, xq, xs = h.cpu(), hs.cpu(), xq.cpu(), xs.cpu()
+    first = Layer(xq, xs, call["w1q"], call["w1s"], call["bias1"], experts, slots)
+    interleaved = call["layout"] == "interleaved"
+    assert_activated(h, hs, first, call["activation"], interleaved, tuple(swiglu.values()))
+    second = Layer(h, hs, call["w2q"], call["w2s"], call["bias2"], experts, 1)
+    weights = torch.cat((call["topk_weights"], torch.ones(M, shared)), 1).flatten().double()
+    N = call["x"].shape[1]
+    ref, error, total = (torch.zeros(M, N, dtype=torch.float64) for _ in range(3))
+    for expert in set(experts) - {-1}:
+        rows = torch.tensor(second.rows_of(expert))
+        for sums, part in zip((ref, error, total), second.sums(expert), strict=True):
+            weight = weights[rows].unsqueeze(1)
+            sums.index_add_(0, rows // slots, part * (weight if sums is ref else weight.abs()))
+    error += (slots + 2) * 2.0**-24 * total
+    assert_rounded(out, ref, error, total, note="fused")
+
+
+def variants() -> list[dict[str, Any]]:
+    """What the compiled kernels depend on: few of them, for many random layers."""
+    return [
+        {"activation": "silu", "layout": "halves", "hidden": 256, "intermediate": 96},
+        {"activation": "swiglu_oai", "layout": "interleaved", "hidden": 64, "intermediate": 32},
+    ]
+
+
+def test_random_layers_match_float64(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(3)
+    for seed in range(12):
+        monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", draw.choice(SCHEDULES))
+        monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
+        fixed = variants()[seed % 2]
+        fixed |= {"dtype": torch.bfloat16, "top_k": 2, "shared": seed % 2, "experts": 8}
+        call = random_call(draw, seed, id_dtype=torch.int32, **fixed)
+        out = aiter_mx.fused_moe(**on(device, call))
+        assert_layer(out.cpu(), call, device)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_dtypes_slots_and_experts(device: torch.device, seed: int) -> None:
+    draw = random.Random(seed)
+    given = {"intermediate": 32, "hidden": 64, "layout": "halves", "activation": "silu"}
+    dtype = [torch.float16, torch.float32][seed % 2]
+    call = random_call(draw, seed, dtype=dtype, id_dtype=torch.int64, **given)
+    out = torch.full_like(call["x"], torch.nan, device=device)
+    assert aiter_mx.fused_moe(**on(device, call), out=out) is out
+    assert_layer(out.cpu(), call, device)
+
+
+@pytest.mark.parametrize(("top_k", "shared", "bits"), [(4, 1, 32), (8, 0, 64), (9, 2, 32)])
+def test_a_token_may_have_many_slots(
+    device: torch.device, top_k: int, shared: int, bits: int
+) -> None:
+    fixed = variants()[1] | {"M": 5, "experts": 8, "top_k": top_k, "shared": shared}
+    id_dtype = torch.int32 if bits == 32 else torch.int64
+    call = random_call(random.Random(6), 6, id_dtype=id_dtype, dtype=torch.bfloat16, **fixed)
+    assert_layer(aiter_mx.fused_moe(**on(device, call)).cpu(), call, device)
+
+
+def test_swiglu_takes_other_constants_and_tokens_several_shared_experts(
+    device: torch.device,
+) -> None:
+    call = random_call(random.Random(4), 4, M=5, shared=2, has_map=True, **variants()[1])
+    call |= {"alpha": 1.2, "beta": 0.5, "limit": 0.75}
+    out = aiter_mx.fused_moe(**on(device, call)).cpu()
+    assert_layer(out, call, device)
+    usual = {**call, **dict(zip(SWIGLU, SWIGLU_USUAL, strict=True))}
+    assert not torch.equal(out, aiter_mx.fused_moe(**on(device, usual)).cpu())
+
+
+def test_slots_whose_expert_is_out_of_range_are_left_out_and_reported_on_request(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed = {"M": 5, "top_k": 2, "experts": 8, "shared": 0, "has_map": True, "biased": True}
+    call = random_call(random.Random(5), 5, id_dtype=torch.int64, **variants()[0], **fixed)
+    num_experts, E = len(call["expert_map"]), len(call["w1q"])
+    here = [e for e, number in enumerate(call["expert_map"].tolist()) if number >= 0]
+    call["topk_ids"] = torch.tensor((here * 10)[:10]).view(5, 2)
+
+    def changed(name: str, at: tuple[int, ...], value: int) -> dict[str, Any]:
+        tensor = call[name].clone()
+        tensor[at] = value
+        return on(device, {**call, name: tensor})
+
+    beyond = (-1, num_experts, 1 << 31, (1 << 32) + here[0], -(1 << 40))  # the fourth ends in an id
+    wrong = [changed("topk_ids", (2, 1), value) for value in beyond]
+    outs = [aiter_mx.fused_moe(**arguments).cpu() for arguments in wrong]
+    left_out = {**call, "topk_ids": wrong[0]["topk_ids"].cpu()}
+    assert_layer(outs[0], left_out, device)
+    assert all(torch.equal(outs[0], out) for out in outs)
+    absent = changed("expert_map", (here[0],), E)
+    unmapped = {**call, "expert_map": changed("expert_map", (here[0],), -1)["expert_map"].cpu()}
+    assert_layer(aiter_mx.fused_moe(**absent).cpu(), unmapped, device)
+
+    monkeypatch.setenv("AITER_MX_CHECK", "1")
+    aiter_mx.fused_moe(**on(device, call))
+    for value, arguments in zip(beyond, wrong, strict=True):
+        with pytest.raises(ValueError, match=rf"the first is topk_ids\[2, 1\] = {value}"):
+            aiter_mx.fused_moe(**arguments)
+    with pytest.raises(ValueError, match=rf"expert_map\[{here[0]}\] is {E}"):
+        aiter_mx.fused_moe(**absent)
+    twice = changed("expert_map", (here[1],), int(call["expert_map"][here[0]]))
+    with pytest.raises(ValueError, match=rf"expert_map\[{here[0]}\] and expert_map\[{here[1]}\]"):
+        aiter_mx.fused_moe(**twice)
+
+
+def test_tokens_without_an_expert_here_are_zero(device: torch.device) -> None:
+    call = random_call(random.Random(0), 0, M=5, shared=0, has_map=False, top_k=2, experts=8)
+    call["topk_ids"].fill_(-1)
+    assert (aiter_mx.fused_moe(**on(device, call)) == 0).all()
+
+
+def test_no_tokens_are_an_empty_result(device: torch.device) -> None:
+    call = on(device, random_call(random.Random(0), 0, M=5, has_map=False))
+    for name in ("x", "topk_ids", "topk_weights"):
+        call[name] = call[name][:0]
+    assert aiter_mx.fused_moe(**call).shape == (0, call["w1q"].shape[2])
+    with pytest.raises(ValueError, match="activation must be one of"):
+        aiter_mx.fused_moe(**{**call, "activation": "gelu"})
+
+
+INT32 = partial(torch.zeros, dtype=torch.int32)
+BAD = [
+    ("x", lambda t: t.double(), TypeError, "x must be torch.bfloat16 or"),
+    ("w2q", lambda t: t[:, :, :32], ValueError, r"w2q must be \[8, 64, 96\], got \[8, 64, 32\]"),
+    ("w1s", lambda t: t.int(), TypeError, "w1s must be torch.uint8"),
+    ("topk_weights", lambda t: t.half(), TypeError, "topk_weights must be torch.float32"),
+    ("topk_ids", lambda t: t[:1], ValueError, r"topk_ids must be \[5, top_k\], got \[1, 2\]"),
+    ("w1q", lambda t: t[:0], ValueError, r"w1q must have at least one expert, got \[0, 192, 64\]"),
+    ("shared_experts", lambda n: 8, ValueError, "must be fewer than the 8 experts"),
+    ("activation", lambda n: "gelu", ValueError, "activation must be one of silu, swiglu_oai, got"),
+    ("activation", lambda n: "none", ValueError, "activation must be one of silu, swiglu_oai, got"),
+    ("shared_experts", lambda n: -1, ValueError, "shared_experts must be at least 0, got -1"),
+    ("w1q", lambda t: t[:, :0], ValueError, "w1q must have a multiple of 64 rows, got 0"),
+    ("layout", lambda n: "thirds", ValueError, "layout must be one of halves, interleaved"),
+    ("block_m", lambda n: 10, ValueError, "block_m must be a multiple of 4, got 10"),
+    ("block_m", lambda n: 0, ValueError, "block_m must be at least 1, or None, got 0"),
+    ("block_m", lambda n: "16", TypeError, "block_m must be a whole number, an int, got str"),
+    ("num_experts", lambda n: 0, ValueError, "num_experts must be at least 1, or None, got 0"),
+    ("out", lambda n: "here", TypeError, "out must be a tensor, got str"),
+    ("num_experts", lambda n: 9, ValueError, "num_experts=9 but 8 routed experts are here"),
+    ("expert_map", lambda t: INT32(0), ValueError, "expert_map must name at least one expert"),
+    ("expert_map", lambda t: INT32(()), ValueError, r"must be \[num_experts\], got \[\]"),
+]
+
+
+@pytest.mark.parametrize(("name", "spoil", "error", "message"), BAD, ids=[bad[3] for bad in BAD])
+def test_bad_arguments_are_refused(
+    name: str, spoil: Any, error: type[Exception], message: str
+) -> None:
+    fixed = {"shared": 0, "has_map": False, "experts": 8, "hidden": 64, "intermediate": 96}
+    call = random_call(random.Random(0), 0, M=5, top_k=2, **fixed)
+    call[name] = spoil(call.get(name))
+    with aiter_mx.simulate("gfx950"), pytest.raises(error, match=message):
+        aiter_mx.fused_moe(**call)
+
+
+@pytest.mark.parametrize(("name", "moved"), [("w1s", 1), ("w2s", 2)])
+def test_scales_that_a_launch_cannot_load_are_refused(name: str, moved: int) -> None:
+    fixed = {"shared": 0, "has_map": False, "experts": 8, "hidden": 64, "intermediate": 96}
+    call = random_call(random.Random(0), 0, M=5, top_k=2, **fixed)
+    memory = torch.empty(call[name].numel() + moved, dtype=torch.uint8)
+    call[name] = memory[moved:].view(call[name].shape).copy_(call[name])
+    message = f"{name} must start at a multiple of 4 bytes, got a view that is {moved} bytes"
+    with aiter_mx.simulate("gfx950"), pytest.raises(ValueError, match=message):
+        aiter_mx.fused_moe(**call)
+
+
+def test_layer_is_four_launches() -> None:
+    problem = FusedMoeProblem(M=8, hidden=6144, intermediate=768, E=128, top_k=4)
+    ops = [aiter_mx.explain(op, arch="gfx950", **vars(part)) for op, part in problem.parts()]
+    assert [route.backend for route in ops] == ["hip"] * 4
+    assert problem.block_m == 16
+
+
+def test_launches_are_as_many_as_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    launch = Program.launch
+
+    def noted(program: Program, kernel: str, *arguments: Any) -> Any:
+        launched.append(kernel.removeprefix("aiter_mx_"))
+        return launch(program, kernel, *arguments)
+
+    monkeypatch.setattr(Program, "launch", noted)
+    call = random_call(random.Random(1), 1, M=5, shared=1, has_map=True, **variants()[0])
+    ids, weights = call["topk_ids"], call["topk_weights"]
+    with aiter_mx.simulate("gfx950"):
+        aiter_mx.fused_moe(**call)
+        assert launched == ["moe_align", "moe_gemm", "moe_gemm", "moe_combine"]
+        launched.clear()
+        aiter_mx.moe_align(ids, 16, 8)
+        assert launched == ["moe_align"]
+        aiter_mx.moe_sort(ids, weights, 8, 16)
+        assert launched == ["moe_align"] * 2
+
+
+def gpu_call(M: int, seed: int = 0, has_map: bool = False) -> dict[str, Any]:
+    fixed = {"hidden": 1024, "intermediate": 256, "experts": 32, "top_k": 4, "shared": 1}
+    fixed |= {"dtype": torch.bfloat16, "id_dtype": torch.int32, "has_map": has_map, "biased": False}
+    fixed |= {"activation": "silu", "layout": "halves"}
+    return on(torch.device("cuda"), random_call(random.Random(seed), seed, M=M, **fixed))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 8, 64])
+def test_thousand_launches_are_bitwise_equal(M: int) -> None:
+    call = gpu_call(M)
+    first = aiter_mx.fused_moe(**call)
+    out = torch.empty_like(first)
+    for _ in range(1000):
+        out.fill_(torch.nan)
+        aiter_mx.fused_moe(**call, out=out)
+        assert torch.equal(out, first)
+
+
+@pytest.mark.gpu
+def test_capture_after_warmup_replays_other_routings() -> None:
+    call = gpu_call(7)
+    options = {"hidden": 1024, "intermediate": 256, "E": 33, "top_k": 4, "shared": 1}
+    aiter_mx.warmup("fused_moe", M=7, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = aiter_mx.fused_moe(**call)
+    for seed in (1, 2):
+        fresh = gpu_call(7, seed)
+        for name in ("x", "topk_ids", "topk_weights"):
+            call[name].copy_(fresh[name])
+        graph.replay()
+        assert torch.equal(out, aiter_mx.fused_moe(**call))
+
+
+def test_warmup_makes_every_launch_ready() -> None:
+    with aiter_mx.simulate("gfx950"):
+        routes = aiter_mx.warmup("fused_moe", M=[1, 5], hidden=64, intermediate=32, E=8, top_k=2)
+    ops = ["moe_align", "moe_gemm", "moe_gemm", "moe_combine"]
+    assert [(route.op, route.backend) for route in routes] == [(op, "hip") for op in ops * 2]
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"E": 0}, "E must be at least 1, got 0"),
+        ({"M": -1}, "M must be at least 0, got -1"),
+        ({"intermediate": 0}, "intermediate must be at least 1, got 0"),
+        ({"intermediate": 48}, "H and I must be multiples of 32, got H=64 and I=48"),
+        ({"shared": 8}, "shared experts must be fewer than the experts here, got 8 of 8"),
+        ({"activation": "none"}, "activation must be one of silu, swiglu_oai, got 'none'"),
+    ],
+    ids=str,
+)
+def test_layers_that_cannot_be_are_refused_by_name(field: dict[str, Any], message: str) -> None:
+    layer = {"M": 1, "hidden": 64, "intermediate": 32, "E": 8, "top_k": 2}
+    with pytest.raises(ValueError, match=message):
+        aiter_mx.warmup("fused_moe", **{**layer, **field})
+
+
+def test_builds_ahead_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from aiter_mx.cli.main import app
+
+    monkeypatch.setenv("AITER_MX_CACHE_DIR", str(tmp_path))
+    sizes = ["--hidden", "64", "--intermediate", "32", "--E", "8", "--top-k", "2"]
+    command = ["build", "fused_moe", "--arch", "gfx950", "--M", "1,2", *sizes]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "2 shapes, 4 kernel variants" in done.output
+
+
+def test_real_size_layer_matches_float64() -> None:
+    """Two tokens of a layer of eight experts, 6144 wide, 768 intermediate features."""
+    fixed = {"M": 2, "experts": 8, "top_k": 4, "hidden": 6144, "intermediate": 768, "shared": 0}
+    fixed |= {"has_map": False, "dtype": torch.bfloat16, "id_dtype": torch.int32, "biased": False}
+    call = random_call(random.Random(0), 0, activation="silu", layout="halves", **fixed)
+    for name in ("w1s", "w2s"):
+        call[name] -= 3  # as many more products in a sum
+    with aiter_mx.simulate("gfx950"):
+        assert_layer(aiter_mx.fused_moe(**call), call, torch.device("cpu"))

@@ -1,0 +1,179 @@
+"""The CDNA4 kernel of ``moe_gemm``: what it costs, what it holds, and the extremes it must take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import aiter_mx
+from aiter_mx.code_object import parse_code_object
+from aiter_mx.jit.build import build_all
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.moe_gemm.mfma_gfx950 import MAX_K, MFMA, PARAMS, _registers, _resident
+from aiter_mx.kernels.spec import Config, combinations
+from aiter_mx.launch import bind, build_request
+from aiter_mx.runtimes.sim import last_report
+from aiter_mx.target import hardware, target_of
+from op_tests.moe.reference import Layer, assert_activated, assert_rows, random_weights
+from op_tests.moe.test_gemm import POISON, SWIGLU, config_of, run_kernel
+from op_tests.mx_reference import random_mx
+
+GFX950 = hardware("gfx950")
+CPU = torch.device("cpu")
+# Of ``wide-6144`` at TP4 and TP8: 6144 wide with 3072 intermediate features.
+SHAPES = [(1536, 6144, "silu"), (6144, 768, "none"), (768, 6144, "silu"), (6144, 384, "none")]
+
+
+def problem_of(
+    M: int, N: int, K: int, activation: str, E: int = 128, **more: int | str
+) -> MoeGemmProblem:
+    dtype = "fp32" if activation == "none" else "mxfp8"
+    fields = {"block_m": 16, "out_dtype": dtype, "activation": activation, **more}
+    return MoeGemmProblem(M, N, K, E, 4, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("N", "K", "activation"), SHAPES)
+def test_decode_reads_hardly_more_than_it_must(
+    monkeypatch: pytest.MonkeyPatch, N: int, K: int, activation: str
+) -> None:
+    """One token of four experts of eight, at the sizes of a real layer."""
+    monkeypatch.setenv("AITER_MX_SIM_UNIQUE", "1")
+    generator = torch.Generator().manual_seed(N)
+    options = {"scale_exponents": (-11, -8)}
+    wq, ws = random_weights(8, N, K, generator, **options)
+    xq, xs = random_mx(1 if activation == "silu" else 4, K, generator, **options)
+    experts = [6, 1, 3, 4]
+    with aiter_mx.simulate("gfx950"):
+        lists = aiter_mx.moe_align(torch.tensor([experts]), 16, 8)
+        arguments = (xq, xs, wq, ws, *lists, 4, 4, 16)
+        if activation == "silu":
+            payload, scales = aiter_mx.moe_gemm_activated(*arguments, a_div=4)
+        else:
+            out = aiter_mx.moe_gemm(*arguments, out_dtype=torch.float32)
+    report = last_report()
+    assert report is not None and report.unique_bytes_read is not None
+    operands = (4 * N + len(xq)) * (K + K // 32)
+    assert report.unique_bytes_read <= 1.05 * operands
+    assert report.unique_bytes_written == (4 * N * 4 if activation == "none" else 4 * N * 33 // 64)
+    layer = Layer(xq, xs, wq, ws, None, experts, 4 // len(xq))
+    if activation == "silu":
+        assert_activated(payload, scales, layer, "silu", False, SWIGLU)
+    else:
+        assert_rows(out, layer, POISON)
+
+
+@pytest.mark.parametrize(("block_m", "chunks"), [(16, 1), (64, 4)])
+def test_what_is_looked_up_takes_one_latency(block_m: int, chunks: int) -> None:
+    """Then weights take one, and stores at most one; so do lookups of chunks without an id."""
+    generator = torch.Generator().manual_seed(block_m)
+    wq, ws = random_weights(8, 64, 512, generator)
+    xq, xs = random_mx(4, 512, generator)
+    config = {"row_tiles": 1, "col_tiles": 1, "waves": 2, "unroll": 1}
+    with aiter_mx.simulate("gfx950"):
+        lists = aiter_mx.moe_align(torch.tensor([[6, 1, 3, 4]]), block_m, 8)
+        problem = MoeGemmProblem(1, 64, 512, 8, 4, block_m, "fp32")
+        out = torch.empty(4, 64)
+        tensors = [xq, xs, wq, ws, *lists, None, None, out, None]
+        run = bind(MFMA, target_of(torch.device("cpu")), problem, config, 0)
+        run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+    report = last_report()
+    assert report is not None
+    assert_rows(out, Layer(xq, xs, wq, ws, None, [6, 1, 3, 4], 1), POISON)
+    assert report.latencies <= 4 * 4 * (chunks + 2)  # of four workgroups for each of four experts
+
+
+@pytest.mark.parametrize("nans", [{"nan_payload": 2e-3}, {"nan_scale": 2e-2}], ids=str)
+def test_nan_reaches_its_outputs_alone(
+    monkeypatch: pytest.MonkeyPatch, nans: dict[str, float]
+) -> None:
+    monkeypatch.setenv("AITER_MX_SIM_FINITE_SCALES", "1")
+    generator = torch.Generator().manual_seed(7)
+    M, N, K, E = 9, 64, 576, 3
+    options = {"scale_exponents": (-11, -8), **nans}
+    layer = Layer(
+        *random_mx(M, K, generator, **options),
+        *random_weights(E, N, K, generator, **options),
+        None,
+        torch.randint(0, E, (M,), generator=generator).tolist(),
+        1,
+    )
+    topk_ids = torch.tensor(layer.experts).unsqueeze(1)
+    with aiter_mx.simulate("gfx950"):
+        lists = aiter_mx.moe_align(topk_ids, 4, E)
+        arguments = (layer.xq, layer.xs, layer.wq, layer.ws, *lists, M, 1, 4)
+        out = aiter_mx.moe_gemm(*arguments)
+        payload, scales = aiter_mx.moe_gemm_activated(*arguments)
+    assert out.isnan().any() and not out.isnan().all()
+    assert_rows(out, layer, POISON)
+    assert_activated(payload, scales, layer, "silu", False, SWIGLU)
+
+
+def test_operands_beyond_four_gib() -> None:
+    """Memory that no one touches costs nothing, so all but a few rows are left as they come."""
+    generator = torch.Generator().manual_seed(8)
+    M, N, K, E = 4100, 16, 1 << 20, 260
+    xq, xs = (
+        torch.empty(M, K, dtype=torch.float8_e4m3fn),
+        torch.empty(M, K // 32, dtype=torch.uint8),
+    )
+    wq = torch.empty(E, N, K, dtype=torch.float8_e4m3fn)
+    ws = torch.empty(E, N, K // 32, dtype=torch.uint8)
+    assert min(xq.nbytes, wq.nbytes) > 1 << 32
+    few = [(0, E - 1), (M - 1, 0), (M - 2, E - 1)]
+    for row, expert in few:
+        xq[row : row + 1], xs[row : row + 1] = random_mx(1, K, generator)
+        wq[expert], ws[expert] = (t[0] for t in random_weights(1, N, K, generator))
+    sorted_ids = torch.full((8,), M, dtype=torch.int32)
+    sorted_ids[0], sorted_ids[1], sorted_ids[4] = 0, M - 2, M - 1
+    expert_ids = torch.tensor([E - 1, 0], dtype=torch.int32)
+    used = torch.tensor([8], dtype=torch.int32)
+    problem = MoeGemmProblem(M, N, K, E, 1, 4, "fp32", max_blocks=2)
+    tensors = (xq, xs, wq, ws, sorted_ids, expert_ids, used, None, None)
+    with aiter_mx.simulate("gfx950"):
+        out, _ = run_kernel(CPU, problem, config_of(1, 1, 16, 1), tensors)
+    experts = [-1] * M
+    for row, expert in few:
+        experts[row] = expert
+    assert_rows(out, Layer(xq, xs, wq, ws, None, experts, 1), POISON)
+
+
+def test_no_variant_that_may_be_chosen_spills() -> None:
+    """Each number of tiles with the most steps of loads that 8 waves admit."""
+    most: dict[tuple[int, ...], Config] = {}
+    for config in combinations(PARAMS):
+        if config["waves"] == 8 and _resident(config):
+            most[config["row_tiles"], config["col_tiles"], config["waves"]] = config  # rising
+    requests = {}
+    for config in most.values():
+        activations = ["none", "silu"] if config["row_tiles"] == 4 else ["none"]
+        for activation in activations:
+            problem = problem_of(64, 1536, (1 << 14) + 32, activation, block_m=64)
+            requests[build_request(MFMA, GFX950, problem, config)] = config
+    assert len(requests) >= 8
+    for (request, config), built in zip(requests.items(), build_all([*requests]), strict=True):
+        for kernel in parse_code_object(built.image).kernels.values():
+            spilled = (kernel.vgpr_spills, kernel.sgpr_spills, kernel.agprs, kernel.scratch_bytes)
+            assert spilled == (0, 0, 0, 0), f"{request}: {kernel}"
+            assert kernel.vgprs <= -(-_registers(config) // 8) * 8, f"{request}: {kernel}"
+
+
+@pytest.mark.parametrize(("N", "K", "activation"), SHAPES)
+def test_what_is_configured_is_a_candidate_and_legal(N: int, K: int, activation: str) -> None:
+    for M in (1, 2, 7, 16, 100, 512, 4096):
+        for E in (1, 32, 256):
+            for block_m in (4, 16, 64, 256):
+                problem = replace(problem_of(M, N, K, activation, E), block_m=block_m)
+                config = MFMA.configure(GFX950, problem)
+                MFMA.check_config(config)
+                assert config in MFMA.candidates(GFX950, problem)
+
+
+def test_refusals_say_what_is_covered() -> None:
+    assert MFMA.refusal(GFX950, problem_of(1, 64, MAX_K - 32, "none")) is None
+    too_long = MFMA.refusal(GFX950, problem_of(1, 64, MAX_K, "none"))
+    assert too_long == f"K={MAX_K} is not below {MAX_K}, as the 32-bit offsets of mfma demand"
+    assert "no scaled-MFMA kernel for sm_90a" in str(
+        MFMA.refusal(hardware("sm_90a"), problem_of(1, 64, 64, "none"))
+    )

@@ -1,0 +1,193 @@
+"""The Triton grouped GEMM over routed tokens: in Triton's interpreter, and on a GPU.
+
+Run as a script, this file checks the kernel in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+import aiter_mx
+import aiter_mx.kernels.moe_gemm  # first: it and its tiles import one another
+from aiter_mx import launch
+from aiter_mx.errors import BuildError
+from aiter_mx.fallbacks import moe_gemm_tiles as tiles
+from aiter_mx.kernels.registry import find_kernel, kernels_of, key_columns
+from aiter_mx.ops import fused_moe as fused_moe_module
+from aiter_mx.ops import moe_align as moe_align_module
+from aiter_mx.ops import moe_gemm as moe_gemm_module
+from aiter_mx.ops import quantize_call
+from aiter_mx.ops.moe_gemm import fallbacks
+from aiter_mx.ops.moe_layer import FusedMoeProblem
+from aiter_mx.target import CPU, hardware, target_of
+from op_tests.interpreted import assert_passes_in_the_interpreter
+from op_tests.moe.reference import assert_activated, assert_rows
+from op_tests.moe.test_fused_moe import assert_layer, gpu_call
+from op_tests.moe.test_gemm import POISON, SWIGLU, random_layer
+
+CONFIG = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64, "SWAP": 0, "num_warps": 4, "num_stages": 2}
+
+
+def check(
+    seed: int, N: int, K: int, dtype: torch.dtype, device: str, config: dict[str, int]
+) -> None:
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    problem, layer, tensors = random_layer(random.Random(seed), seed, N, K, names[dtype])
+    out = torch.empty(problem.routed, N, dtype=dtype)
+    out.view(torch.uint8).fill_(POISON)
+    every = [None if t is None else t.to(device) for t in (*tensors, out, None)]
+    fallbacks(problem)["triton"](every, config)
+    assert_rows(every[9].cpu(), layer, POISON)
+
+
+def check_activated(activation: str, layout: str, device: str) -> None:
+    drawn = random_layer(random.Random(4), 4, 128, 256, "fp32", activated=True)
+    problem, layer, tensors = drawn
+    problem = replace(problem, out_dtype="mxfp8", activation=activation, layout=layout)
+    out = torch.empty(problem.routed, 64, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty(problem.routed, 2, dtype=torch.uint8, device=device)
+    every = [None if t is None else t.to(device) for t in tensors]
+    fallbacks(problem)["triton"]([*every, out, scales], CONFIG)
+    interleaved = layout == "interleaved"
+    assert_activated(out.cpu(), scales.cpu(), layer, activation, interleaved, SWIGLU)
+
+
+def check_in_the_interpreter() -> None:
+    # The interpreter truncates when it makes bf16, so that only compiled kernels can be held to it.
+    for seed in range(4):
+        dtype = [torch.float32, torch.float16][seed % 2]
+        check(seed, 1 + 13 * seed, 64 + 32 * seed, dtype, "cpu", {**CONFIG, "SWAP": seed % 2})
+    check_activated("silu", "interleaved", "cpu")
+    check_activated("swiglu_oai", "halves", "cpu")
+
+
+def test_triton_matches_float64_in_the_interpreter() -> None:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    if not hasattr(InterpreterBuilder, "create_dot_scaled"):
+        pytest.skip("the interpreter of this Triton has no dot_scaled; 3.9's has")
+    assert_passes_in_the_interpreter(__name__)
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "sm_90a"])
+def test_candidates_are_legal_and_refused_without_a_gpu(arch: str) -> None:
+    spec = find_kernel("moe_gemm", arch, "triton", "dot_scaled")
+    for rows, candidates in tiles.CANDIDATES[arch].items():
+        for candidate in candidates:
+            spec.check_config(candidate)
+            assert candidate["BLOCK_M"] == rows
+    problem = random_layer(random.Random(0), 0, 64, 64, "bf16")[0]
+    assert tiles.refusal(hardware(arch), problem) is None
+    assert tiles.configure(hardware(arch), problem) in tiles.candidates(hardware(arch), problem)
+    assert "Triton needs a GPU" in str(tiles.refusal(CPU, problem))
+
+
+@pytest.mark.gpu
+def test_every_candidate_matches_float64_on_a_gpu() -> None:
+    from aiter_mx.target import gpu_target
+
+    for candidates in tiles.CANDIDATES[gpu_target(0).arch].values():
+        for seed, config in enumerate(candidates):
+            check(seed, 200, 1056, torch.bfloat16, "cuda", config)
+            check(seed + 10, 70, 512, torch.float32, "cuda", config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+@pytest.mark.parametrize("layout", ["halves", "interleaved"])
+def test_activation_is_quantised_on_a_gpu(activation: str, layout: str) -> None:
+    check_activated(activation, layout, "cuda")
+
+
+def by_table(problem: FusedMoeProblem, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have tables name Triton for each launch of a layer."""
+    target, rows = target_of(torch.device("cuda")), {}
+    for op, part in problem.parts():
+        triton = next(kernel for kernel in kernels_of(op) if kernel.backend == "triton")
+        row = {"gfx": target.arch, "op": op, "cu_num": target.cu_num}
+        row |= {name: getattr(part, name) for name in key_columns(op)}
+        row |= {"backend": "triton", "kernel": triton.name, **triton.configure(target, part)}
+        rows.setdefault(op, [list(row)]).append(list(row.values()))
+    for op, lines in rows.items():
+        text = "".join(",".join(map(str, line)) + "\n" for line in lines)
+        (folder / f"{op}.csv").write_text(text)
+    monkeypatch.setenv("AITER_MX_CONFIG", str(folder))
+
+
+def by_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no kernel of ours be built, and the next in line be taken."""
+
+    def fail(*arguments: object) -> NoReturn:
+        raise BuildError("no compiler today")
+
+    monkeypatch.setattr(launch, "bind", fail)
+    monkeypatch.setenv("AITER_MX_ON_ERROR", "fallback")
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:hip/")
+@pytest.mark.parametrize(
+    ("activation", "has_map", "fails"),
+    [("silu", False, False), ("swiglu_oai", True, False), ("silu", True, True)],
+)
+def test_layer_by_triton_is_right_and_can_be_captured(
+    activation: str, has_map: bool, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = gpu_call(7, has_map=has_map) | {"activation": activation}
+    problem = FusedMoeProblem(
+        M=7,
+        hidden=1024,
+        intermediate=256,
+        E=len(call["w1q"]),
+        top_k=4,
+        num_experts=32,
+        shared=1,
+        has_map=int(has_map),
+        activation=activation,
+    )
+    for module in (fused_moe_module, moe_gemm_module, moe_align_module, quantize_call):
+        monkeypatch.setattr(module._plans, "by_call", {})
+    launched: list[str] = []
+    for name in ("moe_align_triton", "moe_gemm_triton", "moe_combine_triton"):
+        module = import_module(f"aiter_mx.fallbacks.{name}")
+        monkeypatch.setattr(module, name, partial(noted, launched, name, getattr(module, name)))
+    if fails:
+        by_failure(monkeypatch)
+    else:
+        by_table(problem, tmp_path, monkeypatch)
+        routes = aiter_mx.warmup("fused_moe", **vars(problem))
+        assert [route.backend for route in routes] == ["triton"] * 4
+        torch.cuda.synchronize()
+        launched.clear()
+    out = aiter_mx.fused_moe(**call)
+    gemm = "moe_gemm_triton"
+    assert launched == ["moe_align_triton", gemm, gemm, "moe_combine_triton"]
+    cpu = {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in call.items()}
+    assert_layer(out.cpu(), cpu, torch.device("cuda"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = aiter_mx.fused_moe(**call)
+    for seed in (0, 1):
+        fresh = gpu_call(7, seed, has_map=has_map)
+        for name in ("x", "topk_ids", "topk_weights"):
+            call[name].copy_(fresh[name])
+        graph.replay()
+        assert torch.equal(again, aiter_mx.fused_moe(**call))
+
+
+def noted(names: list[str], name: str, run: Callable[..., None], *arguments: Any) -> None:
+    names.append(name)
+    run(*arguments)
+
+
+if __name__ == "__main__":
+    check_in_the_interpreter()

@@ -1,0 +1,103 @@
+"""The simulator's mutation score: plant mistakes in our kernels' machine code, see who notices.
+
+    python -m op_tests.sim.mutation                  a sample of every kind in every kernel
+    python -m op_tests.sim.mutation --per-class 0    every mutant there is
+    python -m op_tests.sim.mutation --save           the sample, and write docs/mutation.md
+
+Each mutant is the code object with one instruction changed. It runs in the simulator (strict, under
+several schedules and seeds) and its results are compared with float64. What neither notices is a
+survivor; ``mutation_reasons.json`` says why it is harmless or why no launch can show it. A survivor
+without a reason makes the program fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from fnmatch import fnmatch
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from op_tests.sim.mutation_kinds import KINDS, NOP
+from op_tests.sim.mutation_planting import Mutant, assemble, case_named, patched, sample
+from op_tests.sim.mutation_probes import CASES, Case, verdict
+from op_tests.sim.mutation_report import Outcome, page, reasons, show, survivors
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "mutation.md"
+
+
+def judge(mutant: Mutant) -> Outcome:
+    """Run a mutant against its case's probes."""
+    case = case_named(mutant.case)
+    by, message = verdict(case, patched(case, mutant))
+    if not by and not _executed(case, mutant):
+        message = "no probe executes it"
+    return Outcome(mutant, by, message)
+
+
+def _executed(case: Case, mutant: Mutant) -> bool:
+    """Whether any probe reaches the instruction: an endless loop in its place is noticed."""
+    (loop,) = assemble(["s_branch -1"])
+    (nop,) = assemble([NOP])
+    assert loop and nop
+    words = loop + nop * (len(mutant.words) - 1)
+    there = Mutant(mutant.case, "", mutant.index, "", "", "", words)
+    return bool(verdict(case, patched(case, there))[0])
+
+
+def _start_worker() -> None:
+    torch.set_num_threads(1)
+    for case in CASES:
+        _ = case.image  # by the usual cache
+    os.environ["AITER_MX_CACHE_DIR"] = os.environ["MUTANTS_DIR"]  # of no use later
+
+
+def judge_all(chosen: Sequence[Mutant], jobs: int, console: Console) -> Iterator[Outcome]:
+    """Outcomes as they come."""
+    with tempfile.TemporaryDirectory(prefix="aiter_mx-") as folder:
+        os.environ["MUTANTS_DIR"] = folder
+        fresh = get_context("spawn")  # a fork would inherit threads
+        with ProcessPoolExecutor(jobs, fresh, _start_worker) as pool:
+            outcomes = pool.map(judge, chosen)
+            yield from track(outcomes, "mutants", len(chosen), console=console, transient=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; 1 when a survivor has no reason."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kernels", default="*", help="pattern of the variants' names")
+    parser.add_argument("--classes", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--per-class", type=int, default=8, metavar="N", help="0: all")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--save", action="store_true", help=f"write {PAGE.name}")
+    options = parser.parse_args(arguments)
+    console = Console()
+    begin = time.perf_counter()
+    chosen = [
+        mutant
+        for case in CASES
+        if fnmatch(case.name, options.kernels)
+        for mutant in sample(case, options.classes, options.per_class, options.seed)
+    ]
+    known = reasons()
+    outcomes = list(judge_all(chosen, options.jobs, console))
+    show(outcomes, known, console)
+    console.print(f"{len(outcomes)} mutants in {time.perf_counter() - begin:.0f} s")
+    if options.save:
+        given = " ".join(sys.argv[1:] if arguments is None else arguments)
+        PAGE.write_text(page(outcomes, known, f"python -m op_tests.sim.mutation {given}".strip()))
+    return 1 if any(reason is None for _, reason in survivors(outcomes, known)) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,357 @@
+"""Kernels of ours to plant mistakes in, and the launches that have to notice them.
+
+A probe is one launch with random data under one schedule, compared with float64. Between them the
+probes of a kernel reach all of its code that tensors below 16 GiB can reach: ends of rows and of K,
+several rounds, each bias, NaN, offsets above 4 GiB and addresses that carry into their high word.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aiter_mx.errors import SimulatorError
+from aiter_mx.jit.build import build
+from aiter_mx.kernels.linear import KERNELS, LinearProblem
+from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
+from aiter_mx.kernels.spec import KernelSpec, Module
+from aiter_mx.launch import build_request
+from aiter_mx.runtimes.base import PackedArgs, Region
+from aiter_mx.sim.faults import StuckError
+from aiter_mx.sim.program import Program, SimOptions
+from aiter_mx.target import hardware
+from op_tests.mx_reference import assert_close_to_reference, linear_reference64, random_mx
+
+GFX950 = replace(hardware("gfx950"), cu_num=1)  # whose workgroups have all the rows they may
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_GRID_X = 1 << 20  # workgroups in a grid's x, MX_MAX_GRID_X of the kernels
+_MAX_STEPS = 1 << 18  # of a launch; the probes take at most a quarter of them
+_POISON = 0x5A
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One launch.
+
+    Attributes:
+        M, N, K: the shape; with ``far``, the grid's y, the last but one workgroup, which has the
+            last rows of w, is launched and checked, and one past the end.
+        bias: its dtype, or ``none``.
+        draw: options of ``random_mx`` for x and w.
+        nan: which of x and w has NaN, and what: ``payload``, ``scale``, or ``start`` for whole
+            first blocks in every second row, which whoever reads past the end of a row meets.
+        schedule, seed, delay, finite_scales: of the simulator.
+    """
+
+    M: int
+    N: int
+    K: int
+    bias: str = "none"
+    draw: Mapping[str, Any] = field(default_factory=dict)
+    schedule: str = "random"
+    seed: int = 0
+    delay: bool = False
+    finite_scales: bool = False
+    far: int = 0
+    nan: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A kernel variant and the probes that it is held against."""
+
+    name: str
+    spec: KernelSpec
+    config: Mapping[str, int]
+    out_dtype: str
+    probes: tuple[Probe, ...]
+
+    @property
+    def module(self) -> Module:
+        assert self.spec.module is not None
+        return self.spec.module
+
+    @cached_property
+    def image(self) -> bytes:
+        """The code object."""
+        problem = self.problem(self.probes[0])
+        return build(build_request(self.spec, GFX950, problem, self.config)).image
+
+    def problem(self, probe: Probe) -> LinearProblem:
+        """What a probe computes."""
+        return LinearProblem(probe.M, probe.N, probe.K, self.out_dtype, probe.bias)
+
+    @cached_property
+    def launches(self) -> list[Launch | Endless]:
+        """The probes with their data, and some that do not end where K may be as large."""
+        probes = [Launch(self, probe, seed) for seed, probe in enumerate(self.probes)]
+        return probes if self.spec is MFMA else probes + [Endless(self, K) for K in Endless.KS]
+
+
+def _probes(
+    ms: tuple[int, ...], N: int, ks: tuple[int, int, int], dtype: str, rows: int, unit: int
+) -> tuple[Probe, ...]:
+    few, some, many = ks
+    narrow, wide = ((-12, -6), (-20, -6)) if dtype == "fp16" else ((-6, 6), (-20, 20))
+    draw = {"scale_exponents": narrow}
+    far_k = ((1 << 32) // (_GRID_X * rows) // unit + 1) * unit + few % unit
+    probes = [
+        Probe(ms[0], N, many, draw=draw),
+        Probe(ms[-1], N + 1, some, "fp32", {"scale_exponents": wide}, "round-robin"),
+        Probe(ms[0], N, some, "bf16", draw, "run-to-barrier"),
+        Probe(ms[-1], N, few, "fp16", draw, seed=1, delay=True),
+        Probe(ms[-1], N + 2, few, draw={"scale_exponents": (-127, 127)}, seed=2),
+        Probe(ms[0], (_GRID_X + 1) * rows, far_k, draw=draw, seed=3, far=2),
+    ]
+    for what, K in [
+        ("payload", some),
+        ("scale", few),
+        ("scale", many),
+        ("start", some),
+        ("start", many),
+    ]:
+        for of in "xw":
+            probes.append(Probe(ms[-1], N, K, draw=draw, seed=len(probes), nan=(of, what)))
+    for of in "xw":  # the kernel provides for NaN by itself
+        nan = (of, "scale")
+        probes.append(Probe(ms[-1], N, few, draw=draw, seed=3, nan=nan, finite_scales=True))
+    far_y = (1 << 12) + 2  # workgroups, and rows of w, beyond 2^32
+    probes.append(
+        Probe(ms[0], (_GRID_X * (far_y - 1) + 1) * rows, unit + few % unit, draw=draw, far=far_y)
+    )
+    return tuple(probes)
+
+
+def _gemv(M: int, rows: int, waves: int, unroll: int, dtype: str) -> Case:
+    config = {"rows": rows, "waves": waves, "unroll": unroll}
+    ks = (416, 1024 * waves * unroll + 96, 3 * 1024 * waves * unroll - 480)
+    name = f"gemv m{M} r{rows} w{waves} u{unroll} {dtype}"
+    probes = _probes((M,), 2 * rows + 1, ks, dtype, rows, 32)
+    return Case(name, KERNELS[0], config, dtype, probes)
+
+
+def _mfma(
+    ms: tuple[int, ...], row_tiles: int, fold: int, waves: int, unroll: int, dtype: str, odd: int
+) -> Case:
+    config = {"row_tiles": row_tiles, "fold": fold, "waves": waves, "unroll": unroll}
+    rows, step = row_tiles * 16 // fold, 256 * fold * waves * unroll
+    ks = (128 + 32 * odd, step + 64 + 32 * odd, 3 * step - 128 + 32 * odd)
+    name = f"mfma t{row_tiles} f{fold} w{waves} u{unroll} {dtype}"
+    return Case(name, MFMA, config, dtype, _probes(ms, 2 * rows + 3, ks, dtype, rows, 64))
+
+
+CASES = (
+    _gemv(2, 2, 2, 1, "bf16"),
+    _gemv(5, 3, 2, 1, "fp32"),
+    _gemv(1, 4, 3, 2, "fp16"),
+    _mfma((3, 8), 1, 2, 2, 2, "bf16", odd=1),
+    _mfma((17, 30), 2, 1, 2, 1, "fp32", odd=0),
+    _mfma((2, 4), 1, 4, 3, 1, "fp16", odd=0),
+)
+
+
+class Memory:
+    """Zeroed memory that is reserved and not there before it is touched.
+
+    Its middle is at a multiple of 4 GiB, so that addresses within it differ in their high words.
+    """
+
+    _next = 0x2000_0000_0000
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _libc.mmap.restype = ctypes.c_void_p
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + 2 * mmap.PAGESIZE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000 | 0x100000  # NORESERVE, no clobber
+        for _ in range(1000):
+            middle = Memory._next
+            Memory._next += (pages // 2 >> 32) + 2 << 32
+            self.address = middle - size // 2 // 16 * 16
+            start = self.address // mmap.PAGESIZE * mmap.PAGESIZE
+            found = self._libc.mmap(
+                ctypes.c_void_p(start),
+                ctypes.c_size_t(pages),
+                mmap.PROT_READ | mmap.PROT_WRITE,
+                flags,
+                -1,
+                ctypes.c_long(0),
+            )
+            if found == start:
+                return
+        raise MemoryError(f"no {size} bytes of address space: errno {ctypes.get_errno()}")
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """The bytes."""
+        memory = memoryview((ctypes.c_uint8 * self.size).from_address(self.address))
+        return np.frombuffer(memory, np.uint8)
+
+
+class Launch:
+    """A probe with its data in place."""
+
+    def __init__(self, case: Case, probe: Probe, seed: int) -> None:
+        self.case, self.probe = case, probe
+        M, N = probe.M, probe.N
+        problem = case.problem(probe)
+        geometry = case.module.geometry(GFX950, problem, case.config)
+        self.block = geometry.block
+        self.grid = (2, probe.far, 1) if probe.far else geometry.grid
+        before_last = _GRID_X * (probe.far - 1)
+        group_rows = N // (before_last + 1)
+        self.rows = np.arange(before_last * group_rows if probe.far else 0, N)
+        generator = torch.Generator().manual_seed(seed)
+        self.x = self._draw("x", M, generator)
+        self.w = self._draw("w", len(self.rows), generator)
+        self.bias: Tensor | None = None
+        if probe.bias != "none":
+            size = linear_reference64(*self.x, *self.w).nan_to_num(0).abs().mean()
+            drawn = torch.randn(len(self.rows), generator=generator, dtype=torch.float64) * size
+            self.bias = drawn.to(_DTYPES[probe.bias])
+        self.dtype = _DTYPES[case.out_dtype]
+        self._args = PackedArgs(case.module.args, case.module.scalars(GFX950, problem, case.config))
+        self._place(N)
+
+    def _draw(self, of: str, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Random data; where it is to have NaN, about a quarter of the rows have one."""
+        where, what = self.probe.nan
+        share = {"payload": 0.3 / self.probe.K, "scale": 10 / self.probe.K}
+        options = dict(self.probe.draw)
+        if where == of and what in share:
+            options[f"nan_{what}"] = share[what]
+        payload, scale = random_mx(rows, self.probe.K, generator, **options)
+        if (where, what) == (of, "start"):
+            payload.view(torch.uint8)[1::2, :32] = 0x7F
+        return payload, scale
+
+    def _place(self, N: int) -> None:
+        tensors = {
+            "xq": self.x[0],
+            "xs": self.x[1],
+            "wq": self.w[0],
+            "ws": self.w[1],
+            "bias": self.bias,
+        }
+        addresses, regions, self._memory = [], [], []
+        for arg in self.case.module.args:
+            if arg.kind != "pointer":
+                continue
+            values = tensors.get(arg.name)
+            if arg.name == "y":
+                memory = Memory(self.probe.M * N * self.dtype.itemsize)
+                self._y = memory.array().reshape(self.probe.M, N, self.dtype.itemsize)
+            elif values is None:
+                addresses.append(0)
+                continue
+            else:
+                raw = values.view(torch.uint8).numpy().reshape(len(values), -1)
+                of_x = arg.name.startswith("x")
+                memory = Memory(raw.size if of_x else N * raw.shape[1])
+                placed = memory.array().reshape(-1, raw.shape[1])
+                placed[slice(None) if of_x else self.rows] = raw
+            self._memory.append(memory)
+            addresses.append(memory.address)
+            regions.append(Region(arg.name, memory.address, memory.size, arg.access))
+        self._args.set_pointers(*addresses)
+        self._regions = regions
+
+    def run(self, program: Program, strict: bool = True) -> None:
+        """Launch and compare.
+
+        Raises:
+            SimulatorError: the simulator found a mistake.
+            AssertionError: the result is wrong.
+        """
+        self._y[:, self.rows] = _POISON
+        probe, module = self.probe, self.case.module
+        options = SimOptions(
+            strict,
+            probe.schedule,
+            probe.seed,
+            1,
+            _MAX_STEPS,
+            delay=probe.delay,
+            first_group=2 * (probe.far - 1) if probe.far else 0,
+            finite_scales=probe.finite_scales,
+        )
+        program.launch(
+            module.symbol, self.grid, self.block, self._args.to_bytes(), 0, self._regions, options
+        )
+        out = torch.from_numpy(np.ascontiguousarray(self._y[:, self.rows])).view(self.dtype)
+        assert_close_to_reference(out.squeeze(-1), *self.x, *self.w, self.bias, underflow=2.0**-126)
+
+
+class Endless:
+    """A launch with K beyond 2^32, stopped after some rounds of the loop over K.
+
+    Of each row of x and w only the first bytes may be read: a wrong high word of an offset is a
+    memory fault, one of the loop's bound an early end. For kernels that take such K.
+    """
+
+    # The loop would end soon by the low word of the first one; offsets in all rows but the first
+    # carry into their high words with the second.
+    KS = ((1 << 32) + 2080, 3 * (1 << 32) - 544)
+    WINDOW = 1 << 20
+    STEPS = 2000  # within the window
+
+    def __init__(self, case: Case, K: int) -> None:
+        self.case = case
+        probe = Probe(case.probes[0].M, 2 * case.config["rows"] + 1, K)
+        problem, module = case.problem(probe), case.module
+        geometry = module.geometry(GFX950, problem, case.config)
+        self.block = geometry.block
+        rows = {"x": probe.M, "w": probe.N, "y": 1}
+        widths = {"q": K, "s": K // 32, "": 4 * probe.M * probe.N}
+        self._args = PackedArgs(module.args, module.scalars(GFX950, problem, case.config))
+        self._memory, self._regions, addresses = [], [], []
+        for arg in module.args:
+            if arg.kind != "pointer" or arg.name == "bias":
+                addresses += [0] * (arg.kind == "pointer")
+                continue
+            count, width = rows[arg.name[0]], widths[arg.name[1:]]
+            memory = Memory(count * width)
+            self._memory.append(memory)
+            addresses.append(memory.address)
+            window = min(width, self.WINDOW // (32 if arg.name.endswith("s") else 1))
+            self._regions += [
+                Region(f"{arg.name} {i}", memory.address + i * width, window, arg.access)
+                for i in range(count)
+            ]
+        self._args.set_pointers(*addresses)
+
+    def run(self, program: Program) -> None:
+        """Launch the second workgroup.
+
+        Raises:
+            SimulatorError: the simulator found a mistake.
+            AssertionError: the loop ended early.
+        """
+        options = SimOptions(threads=1, max_steps=self.STEPS, first_group=1)
+        with suppress(StuckError):
+            program.launch(
+                self.case.module.symbol, (2, 1, 1), self.block, self._args.to_bytes(), 0,
+                self._regions, options,
+            )  # fmt: skip
+            raise AssertionError("the loop over K ended early")
+
+
+def verdict(case: Case, image: bytes) -> tuple[str, str]:
+    """What catches a mutant of a code object, and its message; both empty if nothing does."""
+    program = Program.from_image(image)
+    for launch in case.launches:
+        try:
+            launch.run(program)
+        except SimulatorError as error:
+            return type(error).__name__, str(error)
+        except AssertionError as error:
+            return "wrong result", str(error)
+    return "", ""

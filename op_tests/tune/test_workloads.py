@@ -1,0 +1,168 @@
+"""Trying ops out: random operands, and a judge that lets nothing wrong pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.registry import problem_key, stand_ins
+from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
+from aiter_mx.ops.moe_layer import FusedMoeProblem
+from aiter_mx.tuning.models import MODELS, TENSOR_PARALLEL
+from aiter_mx.workloads import workload_of
+from aiter_mx.workloads.moe_gemm import ROWS
+from aiter_mx.workloads.workload import poison
+from op_tests.mx_reference import linear_reference
+
+CPU = torch.device("cpu")
+WORKLOAD = workload_of("linear")
+PROBLEM = LinearProblem(M=5, N=70, K=192, out_dtype="bf16", bias="fp16")
+
+
+@pytest.mark.parametrize("out_dtype", ["bf16", "fp16", "fp32"])
+def test_judge_takes_what_is_rounded_and_nothing_else(out_dtype: str) -> None:
+    problem = replace(PROBLEM, out_dtype=out_dtype)
+    tensors = WORKLOAD.operands(problem, CPU)
+    if out_dtype == "fp16":
+        tensors[1] -= 20  # else most results are infinite
+    judge = WORKLOAD.judge(problem, tensors)
+    poison(tensors, WORKLOAD.results)
+    assert not judge(tensors).right
+    out = tensors[5]
+    right = linear_reference(*tensors[:5], out_dtype=out.dtype)
+    out.copy_(right)
+    verdict = judge(tensors)
+    assert verdict.right
+    assert verdict.rel_err < 3e-3
+    for spoil in (lambda x: x * 1.1, lambda x: -x, lambda x: x * torch.nan):
+        for at in right.float().abs().flatten().argsort()[-3:]:  # one element of 350
+            out.copy_(right)
+            out.view(-1)[at] = spoil(out.view(-1)[at])
+            assert not judge(tensors).right
+    out.copy_(right.roll(1, dims=0))
+    assert not judge(tensors).right
+
+
+def test_samples_are_parts_of_the_whole() -> None:
+    whole = LinearProblem(M=3, N=9216, K=6144)
+    part = WORKLOAD.sample(whole, 0.01)
+    assert (part.M, part.K) == (3, 6144)
+    assert part.N < 0.05 * whole.N
+    assert WORKLOAD.sample(replace(whole, N=50), 0.01) == replace(whole, N=50)
+
+
+def test_every_model_poses_linears_that_can_be_tuned() -> None:
+    for name, model in MODELS.items():
+        for gpus in TENSOR_PARALLEL:
+            problems = WORKLOAD.problems(model, gpus, "sm_90a")
+            assert problems, name
+            assert all(problem.N > 0 for problem in problems)
+    posed = WORKLOAD.problems(MODELS["wide-6144"], 4, "sm_90a")
+    assert {(p.N, p.K) for p in posed} == {(2304, 6144), (6144, 2048), (1536, 6144), (6144, 768)}
+    assert {p.M for p in posed if p.pdl} == {1, 2, 4, 8}
+    assert {p.M for p in posed if p.x_dtype == "bf16"} == {1, 2}
+    of_gfx950 = WORKLOAD.problems(MODELS["wide-6144"], 4, "gfx950")
+    assert not any(p.pdl or p.x_dtype != "e4m3" for p in of_gfx950)
+
+
+def test_unknown_ops_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown op 'conv'"):
+        workload_of("conv")
+
+
+OTHERS = [
+    GroupedGemmProblem(M=70, N=64, K=96, G=5),
+    GroupedGemmProblem(M=70, N=40, K=96, G=5, out_dtype="fp32", bias="bf16", index="i64"),
+    GroupedGemmProblem(M=60, N=40, K=64, G=4, layout="masked"),
+    GroupedGemmProblem(M=3, N=40, K=64, G=9),
+    MoeGemmProblem(M=9, N=96, K=64, E=6, top_k=3, block_m=4, out_dtype="fp32"),
+    MoeGemmProblem(M=9, N=96, K=64, E=6, top_k=3, block_m=8, bias="fp32", weights="by_t"),
+    MoeGemmProblem(M=9, N=96, K=64, E=2, top_k=3, block_m=8, ids="aiter", weights="by_place"),
+    MoeGemmProblem(M=9, N=96, K=64, E=2, top_k=3, block_m=8, num_experts=6),
+    MoeGemmProblem(9, 128, 96, 3, 2, 16, "mxfp8", "silu", ids="aiter", num_experts=12),
+    MoeGemmProblem(7, 128, 96, 5, 2, 16, "mxfp8", "silu", a_div=2),
+    MoeGemmProblem(7, 128, 96, 5, 2, 16, "mxfp8", "swiglu_oai", "interleaved", bias="bf16"),
+]
+
+
+@pytest.mark.parametrize("problem", OTHERS, ids=lambda problem: type(problem).__name__)
+def test_other_ops_judge_their_torch_reference(problem: object) -> None:
+    op = "moe_gemm" if isinstance(problem, MoeGemmProblem) else "grouped_gemm"
+    workload = workload_of(op)
+    run = workload.fallbacks(problem)["torch"]
+    operands = workload.operands(problem, CPU)
+    assert 0 < workload.read_bytes(problem, operands) < 3 * workload.read_bytes(problem, None)
+    again = workload.another(problem, operands)
+    for tensors in (operands, again):
+        judge = workload.judge(problem, tensors)
+        poison(tensors, workload.results)
+        assert op == "grouped_gemm" or not judge(tensors).right
+        run(tensors, {})
+        assert judge(tensors).right
+        out = tensors[workload.results[0]]
+        first = out.view(torch.uint8).clone()
+        rows = out.float().abs().nan_to_num().sum(1).nonzero().flatten()
+        out.view(torch.uint8)[rows[-1]] = first[rows[0]]  # one row is another's
+        assert rows.numel() == 1 or not judge(tensors).right
+    assert judge(operands).right is False  # other weights give other results
+
+
+@pytest.mark.parametrize("ids", ["vllm", "aiter"])
+def test_experts_of_other_gpus_get_their_share_of_rows(ids: str) -> None:
+    problem = MoeGemmProblem(M=16, N=32, K=32, E=8, top_k=4, block_m=8, ids=ids, num_experts=64)
+    workload = workload_of("moe_gemm")
+    listed, read = 0, 0
+    for _ in range(100):
+        operands = workload.operands(problem, CPU)
+        sorted_ids, blocks, used = operands[4:7]
+        assert sorted_ids.numel() >= int(used[0])
+        assert len(blocks) == problem.blocks
+        in_use = sorted_ids[: int(used[0])]
+        listed += int(((in_use & 0xFFFFFF) < (16 if ids == "aiter" else 64)).sum())
+        read += workload.read_bytes(problem, operands)
+    assert 7 < listed / 100 < 9  # 16 tokens by 4 of 64 experts, of which 8 are here
+    assert abs(read / 100 / workload.read_bytes(problem, None) - 1) < 0.1
+    few = replace(problem, M=1, E=1)  # one call in 16 has a row here, and those count
+    assert all(workload.read_bytes(few, workload.operands(few, CPU)) for _ in range(20))
+
+
+def test_a_rank_of_parallel_experts_has_rows_of_its_own() -> None:
+    posed = workload_of("moe_gemm").problems(MODELS["wide-6144"], 8, "sm_90a")
+    keys = {problem_key("moe_gemm", problem) for problem in posed}
+    assert {(key.E, key.num_experts, key.M) for key in keys} == {
+        (E, every, M) for E, every in ((128, 0), (16, 128)) for M in ROWS
+    }
+    layer = FusedMoeProblem(100, 6144, 3072, 16, 4, num_experts=128, has_map=1)
+    called = [problem for op, problem in layer.parts() if op == "moe_gemm"]
+    for problem in called:  # an engine's call finds the rows that were tuned for its rank
+        key = problem_key("moe_gemm", problem)
+        assert {key, *stand_ins("moe_gemm", key)} & keys
+
+
+def test_models_with_experts_pose_moe_and_grouped_problems() -> None:
+    moe = workload_of("moe_gemm").problems(MODELS["wide-6144"], 4, "sm_90a")
+    divided = {(1536, 6144, 128, 4, "silu"), (6144, 768, 128, 4, "none")}
+    whole = {(6144, 6144, 32, 4, "silu"), (6144, 3072, 32, 4, "none")}
+    assert {(p.N, p.K, p.E, p.top_k, p.activation) for p in moe} == divided | whole
+    grouped = workload_of("grouped_gemm").problems(MODELS["deepseek-v3"], 16, "sm_90a")
+    assert {(p.G, p.N, p.K) for p in grouped} == {(16, 4096, 7168), (16, 7168, 2048)}
+    assert workload_of("moe_gemm").problems(MODELS["llama-3.1-8b"], 1, "sm_90a") == []
+
+
+@pytest.mark.parametrize("layout", ["jagged", "masked"])
+def test_grouped_operands_have_the_layouts_of_scales_that_are_asked_for(layout: str) -> None:
+    names = {"a_scale_layout": "16x4", "b_scale_layout": "256x8"}
+    problem = GroupedGemmProblem(M=60, N=64, K=160, G=3, layout=layout, index="i64", **names)
+    workload = workload_of("grouped_gemm")
+    a, a_scale, b, b_scale, bias, out, starts, ends = workload.operands(problem, CPU)
+    shaped = (3, 20, -1) if layout == "masked" else (60, -1)
+    judge = workload.judge(problem, [a, a_scale, b, b_scale, bias, out, starts, ends])
+    grouped_gemm_ranges(
+        a.view(shaped), a_scale, b, b_scale, starts, ends, out.view(shaped), out.dtype, **names
+    )
+    assert judge([a, a_scale, b, b_scale, bias, out, starts, ends]).right
