@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 @cache
 def compile_gfx950(source: str, *flags: str) -> bytes:
-    """The code object of a kernel source, a file of ``sim_kernels`` or the text itself."""
+    """The code object of a kernel source, a file of ``kernels`` or the text itself."""
     text = (KERNELS / source).read_text() if source.endswith(".cu") else source
     with tempfile.TemporaryDirectory() as folder:
         path, out = Path(folder) / "k.cu", Path(folder) / "k.hsaco"
