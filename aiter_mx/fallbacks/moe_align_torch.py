@@ -23,7 +23,7 @@ def moe_align_torch(
     xq: Tensor | None = None,
     xs: Tensor | None = None,
 ) -> None:
-    """Write the lists that csrc/moe_align.cu writes, the same to the last id.
+    """Write the lists that csrc/moe/align.cu writes, the same to the last id.
 
     Args:
         problem: shape and encoding.

@@ -18,7 +18,7 @@ def moe_combine_torch(
 ) -> None:
     """``out[m] = sum over slots of weight * y[m * slots + slot]``, of experts that are here.
 
-    Sums are fp32 and in the order of slots, as csrc/moe_combine.cu has them.
+    Sums are fp32 and in the order of slots, as csrc/moe/combine.cu has them.
 
     Args:
         problem: shape and dtypes; a token has ``slots = top_k + shared`` of them.

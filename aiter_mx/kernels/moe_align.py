@@ -1,4 +1,4 @@
-"""What can compute ``aiter_mx.moe_align`` and ``moe_sort``: csrc/moe_align.cu, Triton, torch."""
+"""What can compute ``aiter_mx.moe_align`` and ``moe_sort``: csrc/moe/align.cu, Triton, torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiter_mx.kernels.spec import (
 )
 from aiter_mx.target import Target
 
-MAP_CODES = {"none": 0, "numbers": 1, "mask": 2}  # csrc/moe_align.cu
+MAP_CODES = {"none": 0, "numbers": 1, "mask": 2}  # csrc/moe/align.cu
 IDS = ("vllm", "aiter")
 ID_DTYPES = ("i32", "i64")
 X_DTYPES = ("none", "bf16", "fp16", "fp32")
@@ -196,7 +196,7 @@ _SCALARS = (
 )
 
 MODULE = Module(
-    sources={"gfx950": "moe_align.cu", "sm_90a": "moe_align.cu"},
+    sources={"gfx950": "moe/align.cu", "sm_90a": "moe/align.cu"},
     symbol="aiter_mx_moe_align",
     args=(
         Arg("topk_ids", "pointer", "r"),

@@ -1,4 +1,4 @@
-"""What adds up the routed rows of a token: csrc/moe_combine.cu, Triton, torch."""
+"""What adds up the routed rows of a token: csrc/moe/combine.cu, Triton, torch."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _geometry(target: Target, problem: MoeCombineProblem, config: Config) -> Geo
 
 
 MODULE = Module(
-    sources={"gfx950": "moe_combine.cu", "sm_90a": "moe_combine.cu"},
+    sources={"gfx950": "moe/combine.cu", "sm_90a": "moe/combine.cu"},
     symbol="aiter_mx_moe_combine",
     args=(
         Arg("y", "pointer", "r"),

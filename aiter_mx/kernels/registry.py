@@ -17,6 +17,15 @@ from aiter_mx.kernels.spec import KernelSpec, Problem
 from aiter_mx.target import Target
 
 _NOT_OPS = {"spec", "registry"}
+_RENAMED = {
+    ("linear", "direct"): "mma_registers",
+    ("linear", "mma"): "mma_ring",
+    ("linear", "outer"): "wgmma_fp8",
+    ("moe_gemm", "boxes"): "wgmma_f16",
+    ("moe_gemm", "outer"): "wgmma_fp8",
+    ("moe_gemm", "stream"): "mma_ring",
+}
+"""What older tables call a kernel, and what it is called now."""
 _TRUTH = {"True": True, "1": True, "False": False, "0": False}
 
 
@@ -101,4 +110,8 @@ def find_kernel(op: str, arch: str, backend: str, name: str) -> KernelSpec:
         if (kernel.backend, kernel.name) == (backend, name) and kernel.is_for(arch):
             return kernel
     known = ", ".join(f"{k.backend}/{k.name}" for k in kernels_of(op) if k.is_for(arch))
-    raise ValueError(f"op {op!r} has no kernel {backend}/{name} for {arch}; it has {known}")
+    text = f"op {op!r} has no kernel {backend}/{name} for {arch}; it has {known}"
+    now = _RENAMED.get((op, name))
+    if backend == "hip" and now is not None:
+        text += f"; {name} is called {now} now: rename it, or make a new table with aiter-mx tune"
+    raise ValueError(text)

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from aiter_mx.target import Target
 
-DTYPE_CODES = {"none": 0, "fp32": 1, "bf16": 2, "fp16": 3}  # csrc/include/mx_target.h
+DTYPE_CODES = {"none": 0, "fp32": 1, "bf16": 2, "fp16": 3}  # csrc/include/common/target.h
 MOST_SHARED_BYTES = {"gfx950": 160 * 1024, "sm_90a": 227 * 1024}
 """Of a workgroup: what LDS has on CDNA4, shared memory at compute capability 9.0."""
 MOST_THREADS = 1024

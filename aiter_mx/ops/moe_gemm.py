@@ -55,11 +55,11 @@ def moe_gemm(
 
     ``t = token * top_k + slot`` is a routed row, and the lists of ``moe_align`` or ``moe_sort`` say
     which expert has it. Products are accumulated in fp32 and rounded once, but that Hopper's
-    ``outer`` kernel, which some bf16 and activated results may get, adds those of a block with some
-    14 bits. Results are bitwise the same on every run. The call does not synchronise, and after
-    ``aiter_mx.warmup`` it can be captured into a graph and replayed with other routings in the same
-    buffers. There is no gradient: where torch records one for routing weights or bias, its backward
-    pass raises.
+    ``wgmma_fp8`` kernel, which some bf16 and activated results may get, adds those of a block with
+    some 14 bits. Results are bitwise the same on every run. The call does not synchronise, and
+    after ``aiter_mx.warmup`` it can be captured into a graph and replayed with other routings in
+    the same buffers. There is no gradient: where torch records one for routing weights or bias, its
+    backward pass raises.
 
     Args:
         xq: activations, float8_e4m3fn ``[rows, K]``, rows * a_div >= num_valid_tokens.

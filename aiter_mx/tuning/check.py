@@ -102,6 +102,6 @@ def age_of(table: CheckedTable, can_build: Callable[[str], bool]) -> list[str]:
 
 
 def _kernels(rows: Sequence[Row]) -> str:
-    """Which kernels rows name, and how often: ``gemv (12 rows), mma (1 row)``."""
+    """Which kernels rows name, and how often: ``gemv (12 rows), mma_ring (1 row)``."""
     counts = Counter(row.kernel for row in rows)
     return ", ".join(f"{name} ({n} row{'s' * (n > 1)})" for name, n in counts.most_common())

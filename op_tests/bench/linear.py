@@ -57,7 +57,7 @@ def reader(target: Target) -> Callable[[list[torch.Tensor]], float]:
     functions = []
     for unroll in (4, 8):
         defines = (("MX_THREADS", threads), ("MX_UNROLL", unroll))
-        image = build(BuildRequest("read_only.cu", target.arch, defines)).image
+        image = build(BuildRequest("linear/read_only.cu", target.arch, defines)).image
         function = runtime.get_function(runtime.load(image, 0), "aiter_mx_read_only", 0)
         functions += [(function, groups_a_cu * target.cu_num) for groups_a_cu in (2, 4, 8)]
     pointers = (Arg("data", "pointer", "r"), Arg("sink", "pointer", "w"))

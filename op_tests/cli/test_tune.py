@@ -122,7 +122,7 @@ def test_rows_that_were_tuned_with_other_sources_are_told_from_those_of_another_
     assert status == 0
     assert "have changed" not in out
     shutil.copytree(aiter_mx.jit.build.csrc_dir(), csrc)
-    header = csrc / "include" / "mx_target.h"
+    header = csrc / "include/common/target.h"
     header.write_text(f"// More to say.\n{header.read_text()}")
     monkeypatch.setattr(aiter_mx.jit.build, "csrc_dir", lambda: csrc)
     status, out, err = command("tables", "check", table)
@@ -295,11 +295,11 @@ def test_of_our_kernels_only_those_named_are_built_and_what_the_table_names(
     assert (status, err) == (0, "")
     built = [path.read_text() for path in (tmp_path / "cache" / "gfx950").glob("*.about")]
     for name in ("gemv", "mfma"):
-        assert sum(f"linear_{name}" in about for about in built) == 1
+        assert sum(f"linear/{name}" in about for about in built) == 1
     assert table.read_text() == text
-    status, _, err = command(*tune, "--kernel", "direct")
+    status, _, err = command(*tune, "--kernel", "mma_registers")
     assert status == 1
-    assert "linear has no kernel 'direct' on gfx950" in err
+    assert "linear has no kernel 'mma_registers' on gfx950" in err
 
 
 def test_workers_share_out_builds(command, tmp_path, monkeypatch) -> None:

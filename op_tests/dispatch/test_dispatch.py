@@ -142,7 +142,7 @@ def test_a_kernel_that_yields_comes_after_the_others_of_its_backend() -> None:
     chosen = route("linear", GFX950, limited)
     assert (chosen.backend, chosen.kernel) == ("hip", "mfma")
     assert "at M=8 gemv is limited by arithmetic" in chosen.reason
-    assert "mma is faster" not in chosen.reason  # which is Hopper's
+    assert "mma_ring is faster" not in chosen.reason  # which is Hopper's
     chosen = route("linear", GFX950, limited, frozenset({("hip", "mfma")}))
     assert (chosen.backend, chosen.kernel) == ("hip", "gemv")
     chosen = route("linear", GFX950, LinearProblem(M=1, N=4640, K=6144))
@@ -166,6 +166,10 @@ def test_failed_kernels_are_passed_over_when_told_so() -> None:
     ("changes", "message"),
     [
         ({"kernel": "gemw"}, "no kernel hip/gemw for gfx950; it has hip/gemv"),
+        (
+            {"gfx": "sm_90a", "kernel": "direct"},
+            "direct is called mma_registers now: rename it, or make a new table with aiter-mx tune",
+        ),
         ({"op": "lineal"}, "unknown op 'lineal'"),
         ({"gfx": "gfx90c"}, "unknown architecture 'gfx90c'"),
         ({"M": "three"}, "M must be a whole number, got 'three'"),

@@ -21,9 +21,10 @@ H200 = hardware("sm_90a")
 LINEAR = LinearProblem(M=33, N=2311, K=6144)  # in no shipped table
 EXPERTS = MoeGemmProblem(M=40, N=1544, K=6144, E=16, top_k=4, out_dtype="fp32")
 ROWS: list[tuple[str, Problem, str, dict[str, int], str]] = [
-    ("linear", LINEAR, "outer", {"split": 8, "row_groups": 1, "k_groups": 4, "depth": 2}, "depth"),
+    ("linear", LINEAR, "wgmma_fp8", {"split": 8, "row_groups": 1, "k_groups": 4, "depth": 2},
+     "depth"),
     ("linear", LINEAR, "wide", {"split": 1, "rows": 128, "depth": 8}, "'rows': 128"),
-    ("moe_gemm", EXPERTS, "boxes", {"col_tiles": 8, "groups": 3, "depth": 4, "slots": 0,
+    ("moe_gemm", EXPERTS, "wgmma_f16", {"col_tiles": 8, "groups": 3, "depth": 4, "slots": 0,
      "ahead": 3}, "bytes of shared memory, and can have 232448"),
     ("moe_gemm", EXPERTS, "slabs", {"col_tiles": 12, "depth": 6, "slots": 3, "ahead": 4},
      "bytes of shared memory, and can have 232448"),

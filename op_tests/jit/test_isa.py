@@ -22,7 +22,7 @@ from aiter_mx.ops.moe_layer import FusedMoeProblem
 from aiter_mx.target import Target, hardware
 
 GEMV = KERNELS[0]
-NAMES_ITS_SUMS = "grouped_gemm_gfx950.cu"
+NAMES_ITS_SUMS = "grouped/persistent_gfx950.cu"
 # (N, K) of ``wide-6144`` at TP4 and TP8, and of a sentence-embedding model.
 DECODE_SHAPES = [(2304, 6144), (6144, 2048), (9216, 6144), (6144, 384), (384, 1536)]
 

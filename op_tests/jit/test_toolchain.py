@@ -214,7 +214,7 @@ def test_a_replaced_compiler_behind_a_wrapper_is_noticed(
     assert "13.2.88" in find_toolchain("sm_90a").identity
 
 
-KERNEL = """#include "mx_target.h"
+KERNEL = """#include "common/target.h"
 MX_KERNEL(64) scale(float *x, int n) {
   int i = mx::kLanes * mx::group_x() + mx::thread_in_group();
   if (i < n) mx::store(x + i, mx::power_of_two(x[i]) * FACTOR);

@@ -1,4 +1,4 @@
-"""The Hopper ``direct`` kernel of the linear: its host side here, its results with ``-m gpu``."""
+"""Hopper's ``mma_registers`` kernel of the linear: its host side, its results with ``-m gpu``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from aiter_mx.cli.disassembly import disassemble
 from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear.direct_sm90 import MAX_M
+from aiter_mx.kernels.linear.mma_registers_sm90 import MAX_M
 from aiter_mx.kernels.registry import find_kernel, in_line
 from aiter_mx.kernels.spec import combinations
 from aiter_mx.launch import build_request
@@ -38,7 +38,7 @@ from op_tests.linear.trials import (
 )
 from op_tests.mx_reference import assert_close_to_reference
 
-DIRECT = find_kernel("linear", "sm_90a", "hip", "direct")
+MMA_REGISTERS = find_kernel("linear", "sm_90a", "hip", "mma_registers")
 TARGET = hardware("sm_90a")
 gpu = pytest.mark.gpu
 
@@ -110,26 +110,26 @@ CASES = [
 def test_the_chosen_configuration_is_legal_and_leaves_no_wave_idle(M: int, N: int, K: int) -> None:
     for pdl in (False, True):
         problem = LinearProblem(M, N, K, pdl=pdl)
-        candidates = DIRECT.candidates(TARGET, problem)
-        assert DIRECT.configure(TARGET, problem) == candidates[0]
+        candidates = MMA_REGISTERS.candidates(TARGET, problem)
+        assert MMA_REGISTERS.configure(TARGET, problem) == candidates[0]
         for chosen in candidates:
-            DIRECT.check_config(chosen)
+            MMA_REGISTERS.check_config(chosen)
             assert chosen["waves"] * chosen["split"] <= -(-K // 128)
 
 
 def test_every_output_has_a_workgroup_and_no_workgroup_is_without() -> None:
-    assert DIRECT.module is not None
+    assert MMA_REGISTERS.module is not None
     for M, N, K, chosen in CASES:
-        grid = DIRECT.module.geometry(TARGET, LinearProblem(M, N, K), chosen).grid
+        grid = MMA_REGISTERS.module.geometry(TARGET, LinearProblem(M, N, K), chosen).grid
         clusters, rest = divmod(grid[0], chosen["split"])
         assert rest == 0
         assert clusters * chosen["rows"] >= N > (clusters - 1) * chosen["rows"]
 
 
 def test_rounds_are_called_even_only_where_each_has_all_of_its_chunks() -> None:
-    assert DIRECT.module is not None
+    assert MMA_REGISTERS.module is not None
     for M, N, K, chosen in CASES:
-        defines = DIRECT.module.defines(TARGET, LinearProblem(M, N, K), chosen)
+        defines = MMA_REGISTERS.module.defines(TARGET, LinearProblem(M, N, K), chosen)
         assert defines["MX_DEPTH"] == K
         rounds = -(-K // 128) / (chosen["waves"] * max(1, chosen["unroll"]) * chosen["split"])
         assert defines["MX_EVEN"] == (rounds == int(rounds))
@@ -137,8 +137,8 @@ def test_rounds_are_called_even_only_where_each_has_all_of_its_chunks() -> None:
 
 @pytest.mark.parametrize(("N", "fit"), [(23, 0), (24, 2), (25, 1), (47, 1), (48, 2), (49, 1)])
 def test_rows_that_fill_no_workgroup_are_told_from_those_left_over(N: int, fit: int) -> None:
-    assert DIRECT.module is not None
-    defines = DIRECT.module.defines(TARGET, LinearProblem(4, N, 512), config(24, 2, 1, 2))
+    assert MMA_REGISTERS.module is not None
+    defines = MMA_REGISTERS.module.defines(TARGET, LinearProblem(4, N, 512), config(24, 2, 1, 2))
     assert defines["MX_ROWS_FIT"] == fit
 
 
@@ -146,11 +146,11 @@ def test_rows_that_fill_no_workgroup_are_told_from_those_left_over(N: int, fit: 
     ("M", "N", "K"), [(1, 1, 32), (4, 5000, 416), (8, 9216, 6144), (16, 2304, 6144)]
 )
 def test_any_legal_configuration_can_be_launched_or_is_refused(M: int, N: int, K: int) -> None:
-    assert DIRECT.module is not None
+    assert MMA_REGISTERS.module is not None
     problem, refused = LinearProblem(M, N, K), []
-    for chosen in combinations(DIRECT.params):
+    for chosen in combinations(MMA_REGISTERS.params):
         try:
-            threads = DIRECT.module.geometry(TARGET, problem, chosen).block[0]
+            threads = MMA_REGISTERS.module.geometry(TARGET, problem, chosen).block[0]
         except ValueError as error:
             assert "does not fit" in str(error)
             refused.append(chosen)
@@ -160,26 +160,26 @@ def test_any_legal_configuration_can_be_launched_or_is_refused(M: int, N: int, K
         bytes_of_half = chosen["waves"] * split * 32 * (4 if M <= 4 else 8 if M <= 8 else 16)
         whole_halves = -(-halves // split) if 2 * halves > split else 0.5
         assert whole_halves * bytes_of_half < 48 * 1024
-        resident = DIRECT.module.defines(TARGET, problem, chosen)["MX_RESIDENT"]
+        resident = MMA_REGISTERS.module.defines(TARGET, problem, chosen)["MX_RESIDENT"]
         assert 1 <= resident <= 32 and threads <= threads * resident <= 2048
     assert bool(refused) == (M > 8)
     assert all(chosen["rows"] > 32 and chosen["waves"] >= 12 for chosen in refused)
 
 
 def test_only_the_asked_for_launch_overlaps() -> None:
-    assert DIRECT.module is not None
+    assert MMA_REGISTERS.module is not None
     for pdl in (False, True):
         problem = LinearProblem(4, 6144, 2048, pdl=pdl)
-        chosen = DIRECT.configure(TARGET, problem)
-        assert DIRECT.module.geometry(TARGET, problem, chosen).overlaps is pdl
-        assert DIRECT.module.defines(TARGET, problem, chosen)["MX_OVERLAPS"] == pdl
+        chosen = MMA_REGISTERS.configure(TARGET, problem)
+        assert MMA_REGISTERS.module.geometry(TARGET, problem, chosen).overlaps is pdl
+        assert MMA_REGISTERS.module.defines(TARGET, problem, chosen)["MX_OVERLAPS"] == pdl
 
 
 def test_what_it_does_not_cover_is_refused() -> None:
-    assert DIRECT.refusal(TARGET, LinearProblem(MAX_M, 8, 64)) is None
-    assert "above 16" in (DIRECT.refusal(TARGET, LinearProblem(MAX_M + 1, 8, 64)) or "")
-    assert "31 bits" in (DIRECT.refusal(TARGET, LinearProblem(4, 1 << 28, 64)) or "")
-    assert "sm_90a" in (DIRECT.refusal(hardware("gfx950"), LinearProblem(4, 8, 64)) or "")
+    assert MMA_REGISTERS.refusal(TARGET, LinearProblem(MAX_M, 8, 64)) is None
+    assert "above 16" in (MMA_REGISTERS.refusal(TARGET, LinearProblem(MAX_M + 1, 8, 64)) or "")
+    assert "31 bits" in (MMA_REGISTERS.refusal(TARGET, LinearProblem(4, 1 << 28, 64)) or "")
+    assert "sm_90a" in (MMA_REGISTERS.refusal(hardware("gfx950"), LinearProblem(4, 8, 64)) or "")
 
 
 @pytest.mark.parametrize(("N", "K"), [(6144, 1536), (6144, 2048), (9216, 6144)])
@@ -189,17 +189,17 @@ def test_without_a_table_it_takes_what_it_won_on_an_h200(N: int, K: int) -> None
         return next(kernel.name for kernel in line if kernel.refusal(TARGET, problem) is None)
 
     for M in (1, 2, 3, 4, 5, 8, 9, 16):
-        assert first(LinearProblem(M, N, K)) == "direct"
+        assert first(LinearProblem(M, N, K)) == "mma_registers"
         overlaps = M <= 4 or (M <= 8 and N * K > 30_000_000)
-        assert (first(LinearProblem(M, N, K, pdl=True)) == "direct") is overlaps
-        assert first(LinearProblem(M, N, K + 32)) != "direct"
+        assert (first(LinearProblem(M, N, K, pdl=True)) == "mma_registers") is overlaps
+        assert first(LinearProblem(M, N, K + 32)) != "mma_registers"
     assert first(LinearProblem(1, 51200, 5120)) == "gemv"
-    assert first(LinearProblem(2, 51200, 5120)) == "direct"
-    assert first(LinearProblem(2, 51200, 5120, pdl=True)) != "direct"
-    assert first(LinearProblem(8, 2048, 512, pdl=True)) == "direct"
-    assert first(LinearProblem(2, 1536, 6144)) == "direct"
-    assert first(LinearProblem(4, 1536, 6144)) == "direct"
-    assert first(LinearProblem(2, N, K, x_dtype="bf16")) != "direct"
+    assert first(LinearProblem(2, 51200, 5120)) == "mma_registers"
+    assert first(LinearProblem(2, 51200, 5120, pdl=True)) != "mma_registers"
+    assert first(LinearProblem(8, 2048, 512, pdl=True)) == "mma_registers"
+    assert first(LinearProblem(2, 1536, 6144)) == "mma_registers"
+    assert first(LinearProblem(4, 1536, 6144)) == "mma_registers"
+    assert first(LinearProblem(2, N, K, x_dtype="bf16")) != "mma_registers"
 
 
 def launch(
@@ -208,7 +208,7 @@ def launch(
     bias: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    return launch_linear(DIRECT, torch.device("cuda"), chosen, arguments, bias, dtype)
+    return launch_linear(MMA_REGISTERS, torch.device("cuda"), chosen, arguments, bias, dtype)
 
 
 @gpu
@@ -291,7 +291,7 @@ def test_outputs_and_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> 
 @gpu
 def test_weights_beyond_4_gib_are_addressed_rightly() -> None:
     for M in (4, 8, 16):
-        got, drawn = launch_beyond_4_gib(DIRECT, M, 6240)
+        got, drawn = launch_beyond_4_gib(MMA_REGISTERS, M, 6240)
         assert_close_to_reference(got, *drawn)
 
 
@@ -299,7 +299,7 @@ def test_weights_beyond_4_gib_are_addressed_rightly() -> None:
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("M", [2, 4, 8, 16])
 def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int, pdl: bool) -> None:
-    assert_repeats_on_two_streams(DIRECT, LinearProblem(M, 2304, 6144, pdl=pdl))
+    assert_repeats_on_two_streams(MMA_REGISTERS, LinearProblem(M, 2304, 6144, pdl=pdl))
 
 
 @gpu
@@ -308,7 +308,7 @@ def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int, pdl: boo
 def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(
     captured: bool, M: int
 ) -> None:
-    chain = chain_of_layers(DIRECT, M)
+    chain = chain_of_layers(MMA_REGISTERS, M)
     expected = chain(False)
     if not captured:
         for _ in range(20):
@@ -324,9 +324,9 @@ def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(
 
 
 def test_registers_are_held_down_only_where_all_of_a_launch_then_fits() -> None:
-    assert DIRECT.module is not None
+    assert MMA_REGISTERS.module is not None
     told = [
-        DIRECT.module.defines(TARGET, LinearProblem(M, N, K), config(*chosen))["MX_RESIDENT"]
+        MMA_REGISTERS.module.defines(TARGET, LinearProblem(M, N, K), config(*chosen))["MX_RESIDENT"]
         for M, N, K, chosen in (
             (8, 1536, 6144, (24, 3, 1, 8)),  # 5 of 3 waves, for which 100 of 128 registers will do
             (8, 9216, 6144, (24, 3, 1, 2)),  # 6 of 3 waves, for which there are 96
@@ -342,10 +342,10 @@ def test_registers_are_held_down_only_where_all_of_a_launch_then_fits() -> None:
     ("N", "K"), [(9216, 4096), (12288, 1536), (10240, 5120), (14336, 8192), (5120, 25600)]
 )
 def test_no_choice_is_held_to_registers_with_which_its_loop_spills(N: int, K: int) -> None:
-    assert DIRECT.module is not None
+    assert MMA_REGISTERS.module is not None
     problem = LinearProblem(1, N, K, pdl=True)
-    chosen = DIRECT.configure(TARGET, problem)
-    (built,) = build_all([build_request(DIRECT, TARGET, problem, chosen)])
-    geometry = DIRECT.module.geometry(TARGET, problem, chosen)
+    chosen = MMA_REGISTERS.configure(TARGET, problem)
+    (built,) = build_all([build_request(MMA_REGISTERS, TARGET, problem, chosen)])
+    geometry = MMA_REGISTERS.module.geometry(TARGET, problem, chosen)
     usage = disassemble(built.path, built.image, "sm_90a", "", geometry).usage
     assert int(usage["stack"].split()[0]) <= 8  # with 16 they took 1.05 to 1.4 times as long

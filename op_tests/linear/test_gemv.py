@@ -319,7 +319,7 @@ def test_hopper_takes_what_was_fastest_there_and_yields_where_it_lost(
     assert GEMV.yields is not None
     for M, pdl in product((1, 4), (False, True)):
         problem = LinearProblem(M, N, K, pdl=pdl)
-        assert GEMV.yields(target, problem)  # to direct
+        assert GEMV.yields(target, problem)  # to mma_registers
         assert bool(GEMV.yields(target, replace(problem, x_dtype="bf16"))) is (M == 4)
         if M == 1:
             assert tuple(GEMV.configure(target, problem).values()) == config

@@ -56,9 +56,9 @@ def test_envelope_ends_at_64_rows_and_gemv_has_the_smallest() -> None:
     def kernels(N: int, K: int) -> list[str]:
         return [route("linear", TARGET, LinearProblem(M, N, K)).kernel for M in (1, 12, 33, 65)]
 
-    assert kernels(4000, 4096) == ["direct", "direct", "outer", "persistent"]
+    assert kernels(4000, 4096) == ["mma_registers", "mma_registers", "wgmma_fp8", "persistent"]
     assert kernels(72, 96) == ["gemv", "gemv", "wide", "dot_scaled"]
-    for M, kernel in ((17, "mma"), (32, "mma"), (33, "mfma"), (64, "mfma")):
+    for M, kernel in ((17, "mma_ring"), (32, "mma_ring"), (33, "mfma"), (64, "mfma")):
         longer = LinearProblem(M, 72, 32768)  # than wide has room for
         assert route("linear", TARGET, longer).kernel == kernel
 

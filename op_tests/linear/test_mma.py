@@ -1,4 +1,4 @@
-"""The Hopper ``mma`` kernel of the linear: its host side here, its results with ``-m gpu``."""
+"""Hopper's ``mma_ring`` kernel of the linear: its host side here, its results with ``-m gpu``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.mfma_sm90 import MFMA
-from aiter_mx.kernels.linear.mma_sm90 import MAX_M, layout
+from aiter_mx.kernels.linear.mma_ring_sm90 import MAX_M, layout
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import KernelSpec
 from aiter_mx.target import hardware
@@ -33,7 +33,7 @@ from op_tests.linear.trials import (
 )
 from op_tests.mx_reference import assert_close_to_reference
 
-MMA = find_kernel("linear", "sm_90a", "hip", "mma")
+MMA_RING = find_kernel("linear", "sm_90a", "hip", "mma_ring")
 TARGET = hardware("sm_90a")
 gpu = pytest.mark.gpu
 
@@ -77,10 +77,10 @@ CASES = [
 @pytest.mark.parametrize(("N", "K"), [(1, 32), (300, 96), (2304, 6144), (9216, 28672), (70, 65568)])
 def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int) -> None:
     problem = LinearProblem(M, N, K)
-    candidates = MMA.candidates(TARGET, problem)
-    assert MMA.configure(TARGET, problem) == candidates[0]
+    candidates = MMA_RING.candidates(TARGET, problem)
+    assert MMA_RING.configure(TARGET, problem) == candidates[0]
     for chosen in candidates:
-        MMA.check_config(chosen)
+        MMA_RING.check_config(chosen)
         found = layout(TARGET, problem, chosen)
         assert found is not None
         assert found.shared_bytes * chosen["per_sm"] <= 227 * 1024
@@ -88,11 +88,11 @@ def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int) -> N
 
 
 def test_rows_and_chunks_are_dealt_out_evenly_and_whole() -> None:
-    assert MMA.module is not None
+    assert MMA_RING.module is not None
     for M, N, K, chosen in CASES:
         problem = LinearProblem(M, N, K)
         found = layout(TARGET, problem, chosen)
-        scalars = MMA.module.scalars(TARGET, problem, chosen)
+        scalars = MMA_RING.module.scalars(TARGET, problem, chosen)
         _, _, _, _, rows, rows_more, chunks, chunks_more, overlaps = scalars
         assert found is not None and not overlaps
         assert found.clusters * rows + rows_more == N
@@ -102,13 +102,13 @@ def test_rows_and_chunks_are_dealt_out_evenly_and_whole() -> None:
 
 
 def test_only_the_asked_for_launch_overlaps() -> None:
-    assert MMA.module is not None
-    chosen = MMA.configure(TARGET, LinearProblem(8, 2304, 6144))
+    assert MMA_RING.module is not None
+    chosen = MMA_RING.configure(TARGET, LinearProblem(8, 2304, 6144))
     for pdl in (False, True):
         problem = LinearProblem(8, 2304, 6144, pdl=pdl)
-        assert MMA.module.geometry(TARGET, problem, chosen).overlaps is pdl
-        assert MMA.module.scalars(TARGET, problem, chosen)[-1] == pdl
-        assert MMA.module.defines(TARGET, problem, chosen) == MMA.module.defines(
+        assert MMA_RING.module.geometry(TARGET, problem, chosen).overlaps is pdl
+        assert MMA_RING.module.scalars(TARGET, problem, chosen)[-1] == pdl
+        assert MMA_RING.module.defines(TARGET, problem, chosen) == MMA_RING.module.defines(
             TARGET, LinearProblem(8, 2304, 6144), chosen
         )
 
@@ -126,14 +126,14 @@ def test_the_default_configurations_are_what_won_on_an_h200(
     N: int, K: int, alone: dict[str, int], overlapping: dict[str, int]
 ) -> None:
     for M in (2, 8):
-        assert MMA.configure(TARGET, LinearProblem(M, N, K)) == alone
-        assert MMA.configure(TARGET, LinearProblem(M, N, K, pdl=True)) == overlapping
+        assert MMA_RING.configure(TARGET, LinearProblem(M, N, K)) == alone
+        assert MMA_RING.configure(TARGET, LinearProblem(M, N, K, pdl=True)) == overlapping
 
 
 def test_what_it_does_not_cover_is_refused() -> None:
-    assert MMA.refusal(TARGET, LinearProblem(MAX_M, 8, 64)) is None
-    assert "above 64" in (MMA.refusal(TARGET, LinearProblem(MAX_M + 1, 8, 64)) or "")
-    assert "sm_90a" in (MMA.refusal(hardware("gfx950"), LinearProblem(8, 8, 64)) or "")
+    assert MMA_RING.refusal(TARGET, LinearProblem(MAX_M, 8, 64)) is None
+    assert "above 64" in (MMA_RING.refusal(TARGET, LinearProblem(MAX_M + 1, 8, 64)) or "")
+    assert "sm_90a" in (MMA_RING.refusal(hardware("gfx950"), LinearProblem(8, 8, 64)) or "")
 
 
 def launch(
@@ -142,7 +142,7 @@ def launch(
     bias: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    return launch_linear(MMA, torch.device("cuda"), chosen, arguments, bias, dtype)
+    return launch_linear(MMA_RING, torch.device("cuda"), chosen, arguments, bias, dtype)
 
 
 @gpu
@@ -186,7 +186,7 @@ def test_outputs_and_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> 
 
 
 @gpu
-@pytest.mark.parametrize(("kernel", "M"), [(MMA, 8), (MFMA, 40)], ids=["mma", "mfma"])
+@pytest.mark.parametrize(("kernel", "M"), [(MMA_RING, 8), (MFMA, 40)], ids=["mma_ring", "mfma"])
 def test_weights_beyond_4_gib_are_addressed_rightly(kernel: KernelSpec, M: int) -> None:
     got, drawn = launch_beyond_4_gib(kernel, M, 6240)
     assert_close_to_reference(got, *drawn)
@@ -196,11 +196,11 @@ def test_weights_beyond_4_gib_are_addressed_rightly(kernel: KernelSpec, M: int) 
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("M", [8, 32])
 def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int, pdl: bool) -> None:
-    assert_repeats_on_two_streams(MMA, LinearProblem(M, 2304, 6144, pdl=pdl))
+    assert_repeats_on_two_streams(MMA_RING, LinearProblem(M, 2304, 6144, pdl=pdl))
 
 
 @gpu
-@pytest.mark.parametrize(("kernel", "M"), [(GEMV, 1), (MMA, 8)], ids=["gemv", "mma"])
+@pytest.mark.parametrize(("kernel", "M"), [(GEMV, 1), (MMA_RING, 8)], ids=["gemv", "mma_ring"])
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(
     captured: bool, kernel: KernelSpec, M: int

@@ -1,4 +1,4 @@
-"""The Hopper ``outer`` kernel of the linear: its host side here, its results with ``-m gpu``."""
+"""Hopper's ``wgmma_fp8`` kernel of the linear: its host side here, its results with ``-m gpu``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear.outer_sm90 import ACCUMULATION_ERROR, MAX_M, layout
+from aiter_mx.kernels.linear.wgmma_fp8_sm90 import ACCUMULATION_ERROR, MAX_M, layout
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import combinations
 from aiter_mx.target import hardware
@@ -35,7 +35,7 @@ from op_tests.linear.trials import (
 )
 from op_tests.mx_reference import assert_close_to_reference
 
-OUTER = find_kernel("linear", "sm_90a", "hip", "outer")
+WGMMA_FP8 = find_kernel("linear", "sm_90a", "hip", "wgmma_fp8")
 TARGET = hardware("sm_90a")
 gpu = pytest.mark.gpu
 
@@ -93,7 +93,7 @@ EIGHT = replace(TARGET, cu_num=8)
 def test_cases_fit_and_reach_what_differs_between_configurations() -> None:
     found = []
     for M, N, K, chosen in CASES:
-        OUTER.check_config(chosen)
+        WGMMA_FP8.check_config(chosen)
         one = layout(TARGET, LinearProblem(M, N, K), chosen)
         assert one is not None, (M, N, K, chosen)
         found.append((one, chosen))
@@ -115,30 +115,30 @@ def test_cases_fit_and_reach_what_differs_between_configurations() -> None:
 @pytest.mark.parametrize("pdl", [False, True])
 def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int, pdl: bool) -> None:
     problem = LinearProblem(M, N, K, pdl=pdl)
-    assert OUTER.refusal(TARGET, problem) is None
-    candidates = OUTER.candidates(TARGET, problem)
-    assert OUTER.configure(TARGET, problem) == candidates[0]
-    assert OUTER.module is not None
+    assert WGMMA_FP8.refusal(TARGET, problem) is None
+    candidates = WGMMA_FP8.candidates(TARGET, problem)
+    assert WGMMA_FP8.configure(TARGET, problem) == candidates[0]
+    assert WGMMA_FP8.module is not None
     for chosen in candidates:
-        OUTER.check_config(chosen)
+        WGMMA_FP8.check_config(chosen)
         found = layout(TARGET, problem, chosen)
         assert found is not None and found.shared_bytes <= 227 * 1024
-        geometry = OUTER.module.geometry(TARGET, problem, chosen)
+        geometry = WGMMA_FP8.module.geometry(TARGET, problem, chosen)
         assert geometry.grid[0] <= TARGET.cu_num and geometry.overlaps is pdl
-        scalars = OUTER.module.scalars(TARGET, problem, chosen)
+        scalars = WGMMA_FP8.module.scalars(TARGET, problem, chosen)
         assert scalars[-1] == pdl
 
 
 def test_rows_and_chunks_are_dealt_out_whole() -> None:
-    assert OUTER.module is not None
+    assert WGMMA_FP8.module is not None
     for M, N, K, chosen in CASES:
         problem = LinearProblem(M, N, K)
         found = layout(TARGET, problem, chosen)
         assert found is not None, (M, N, K, chosen)
-        *_, chunks, chunks_more, overlaps = OUTER.module.scalars(TARGET, problem, chosen)
+        *_, chunks, chunks_more, overlaps = WGMMA_FP8.module.scalars(TARGET, problem, chosen)
         assert not overlaps and chosen["split"] * chunks + chunks_more == K // 128
         assert found.clusters * found.rows_w >= N > (found.clusters - 1) * found.rows_w
-        weights, x = OUTER.module.tensor_maps
+        weights, x = WGMMA_FP8.module.tensor_maps
         described = weights(TARGET, problem, chosen)
         assert (described.rows, described.row_bytes) == (N, K)
         assert (described.box_rows, described.box_bytes) == (found.rows_w, 128)
@@ -150,19 +150,19 @@ def test_rows_and_chunks_are_dealt_out_whole() -> None:
 @pytest.mark.parametrize(("N", "K"), [(2304, 6144), (1536, 6144), (6144, 2048), (9216, 6144)])
 def test_what_fits_a_power_of_two_of_rows_fits_fewer(N: int, K: int) -> None:
     for most in (16, 32, 64):
-        for chosen in OUTER.candidates(TARGET, LinearProblem(most, N, K)):
+        for chosen in WGMMA_FP8.candidates(TARGET, LinearProblem(most, N, K)):
             for M in range(most // 2 + 1, most):
                 found = layout(TARGET, LinearProblem(M, N, K), chosen)
                 assert found is not None, (M, N, K, chosen)
 
 
 def test_a_configuration_that_does_not_fit_is_refused() -> None:
-    assert OUTER.module is not None
+    assert WGMMA_FP8.module is not None
     problem = LinearProblem(64, 100_000, 6144)
-    for chosen in combinations(OUTER.params):
+    for chosen in combinations(WGMMA_FP8.params):
         assert layout(TARGET, problem, chosen) is None
     with pytest.raises(ValueError, match="does not fit"):
-        OUTER.module.geometry(TARGET, problem, config(8, 2, 1, 3))
+        WGMMA_FP8.module.geometry(TARGET, problem, config(8, 2, 1, 3))
 
 
 @pytest.mark.parametrize(
@@ -177,29 +177,29 @@ def test_a_configuration_that_does_not_fit_is_refused() -> None:
     ],
 )
 def test_what_it_does_not_cover_is_refused(problem: LinearProblem, why: str) -> None:
-    assert OUTER.refusal(TARGET, LinearProblem(MAX_M, 8, 128)) is None
-    assert why in (OUTER.refusal(TARGET, problem) or "")
-    assert "sm_90a" in (OUTER.refusal(hardware("gfx950"), LinearProblem(8, 8, 128)) or "")
+    assert WGMMA_FP8.refusal(TARGET, LinearProblem(MAX_M, 8, 128)) is None
+    assert why in (WGMMA_FP8.refusal(TARGET, problem) or "")
+    assert "sm_90a" in (WGMMA_FP8.refusal(hardware("gfx950"), LinearProblem(8, 8, 128)) or "")
 
 
 @pytest.mark.parametrize("pdl", [False, True])
 def test_without_a_table_it_takes_what_it_was_measured_to_gain(pdl: bool) -> None:
     for M in (17, 32, 48, 64):
         for N, K in ((1024, 512), (2304, 6144), (6144, 1536), (9216, 6144)):
-            assert OUTER.yields(TARGET, LinearProblem(M, N, K, pdl=pdl)) is None
+            assert WGMMA_FP8.yields(TARGET, LinearProblem(M, N, K, pdl=pdl)) is None
     for M, N, K in ((16, 2304, 6144), (32, 512, 512), (32, 28672, 4096), (32, 383, 8192)):
-        assert "fewer bits" in (OUTER.yields(TARGET, LinearProblem(M, N, K, pdl=pdl)) or "")
+        assert "fewer bits" in (WGMMA_FP8.yields(TARGET, LinearProblem(M, N, K, pdl=pdl)) or "")
 
 
 def launch(
     arguments: Operands, chosen: dict[str, int] | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    return launch_linear(OUTER, torch.device("cuda"), chosen, arguments, bias, torch.bfloat16)
+    return launch_linear(WGMMA_FP8, torch.device("cuda"), chosen, arguments, bias, torch.bfloat16)
 
 
 def launch_few(arguments: Operands, chosen: dict[str, int]) -> torch.Tensor:
     device = torch.device("cuda")
-    return launch_linear(OUTER, device, chosen, arguments, cu_num=EIGHT.cu_num)
+    return launch_linear(WGMMA_FP8, device, chosen, arguments, cu_num=EIGHT.cu_num)
 
 
 def assert_close(got: torch.Tensor, arguments: Operands, bias: torch.Tensor | None = None) -> None:
@@ -274,13 +274,13 @@ def test_biases_of_every_dtype_match_float64(dtype: torch.dtype, M: int) -> None
 @pytest.mark.parametrize("M", [32, 64])
 def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int, pdl: bool) -> None:
     for N, K in ((2304, 6144), (6144, 1536)):
-        assert_repeats_on_two_streams(OUTER, LinearProblem(M, N, K, pdl=pdl))
+        assert_repeats_on_two_streams(WGMMA_FP8, LinearProblem(M, N, K, pdl=pdl))
 
 
 @gpu
 @pytest.mark.parametrize("M", [8, 32, 64])
 def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(M: int) -> None:
-    chain = chain_of_layers(OUTER, M)
+    chain = chain_of_layers(WGMMA_FP8, M)
     expected = chain(False)
     for _ in range(20):
         assert torch.equal(chain(True), expected)

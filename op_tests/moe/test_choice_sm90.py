@@ -11,10 +11,10 @@ from torch import Tensor
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
-from aiter_mx.kernels.moe_gemm.boxes_sm90 import BOXES
-from aiter_mx.kernels.moe_gemm.outer_sm90 import OUTER
+from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MMA_RING
 from aiter_mx.kernels.moe_gemm.slabs_sm90 import SLABS
-from aiter_mx.kernels.moe_gemm.stream_sm90 import STREAM
+from aiter_mx.kernels.moe_gemm.wgmma_f16_sm90 import WGMMA_F16
+from aiter_mx.kernels.moe_gemm.wgmma_fp8_sm90 import WGMMA_FP8
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.registry import stand_ins
 from aiter_mx.kernels.spec import KernelSpec
@@ -25,31 +25,31 @@ from op_tests.moe.reference import lists_of, random_weights
 from op_tests.mx_reference import random_mx
 
 SM90 = hardware("sm_90a")
-KERNELS = (STREAM, WIDE, BOXES, SLABS, OUTER)
+KERNELS = (MMA_RING, WIDE, WGMMA_F16, SLABS, WGMMA_FP8)
 
 
 def test_stream_runs_where_experts_have_few_rows_and_others_where_more() -> None:
     few = MoeGemmProblem(16, 1536, 6144, 128, 4, 16)
     many = replace(few, M=1024, block_m=48)
-    assert route("moe_gemm", SM90, few).kernel == "stream"
-    assert route("moe_gemm", SM90, many).kernel == "outer"
-    assert route("moe_gemm", SM90, replace(many, out_dtype="fp32")).kernel == "boxes"
-    assert route("moe_gemm", SM90, replace(many, K=6016)).kernel == "boxes"  # not of 512
+    assert route("moe_gemm", SM90, few).kernel == "mma_ring"
+    assert route("moe_gemm", SM90, many).kernel == "wgmma_fp8"
+    assert route("moe_gemm", SM90, replace(many, out_dtype="fp32")).kernel == "wgmma_f16"
+    assert route("moe_gemm", SM90, replace(many, K=6016)).kernel == "wgmma_f16"  # not of 512
     assert route("moe_gemm", SM90, replace(many, M=2048, block_m=80)).kernel == "slabs"
     assert route("moe_gemm", SM90, replace(many, M=3000, block_m=128)).kernel == "wide"
     uneven = replace(many, K=6112)
     assert route("moe_gemm", SM90, uneven).kernel == "grouped"
-    assert route("moe_gemm", SM90, replace(uneven, M=500, block_m=32)).kernel == "stream"
-    assert route("moe_gemm", SM90, replace(uneven, N=1544)).kernel == "stream"  # not of 32
-    for spec in (WIDE, BOXES):
+    assert route("moe_gemm", SM90, replace(uneven, M=500, block_m=32)).kernel == "mma_ring"
+    assert route("moe_gemm", SM90, replace(uneven, N=1544)).kernel == "mma_ring"  # not of 32
+    for spec in (WIDE, WGMMA_F16):
         assert spec.refusal(SM90, replace(many, K=6112)) == "K=6112 is not a multiple of 128"
 
 
 def test_activation_is_apart_where_blocks_of_features_are_few_and_nothing_follows() -> None:
     few = MoeGemmProblem(1, 1536, 6112, 128, 4, 16, "mxfp8", "silu", a_div=4)
     assert route("moe_gemm", SM90, few).kernel == "apart"
-    assert route("moe_gemm", SM90, replace(few, followed=True)).kernel == "stream"
-    assert route("moe_gemm", SM90, replace(few, M=2)).kernel == "stream"
+    assert route("moe_gemm", SM90, replace(few, followed=True)).kernel == "mma_ring"
+    assert route("moe_gemm", SM90, replace(few, M=2)).kernel == "mma_ring"
     first, second = (part for op, part in FusedMoeProblem(1, 6112, 768, 128, 4).parts()[1:3])
     assert (first.followed, second.followed) == (True, False)
 
@@ -71,19 +71,19 @@ def test_boxes_holds_whole_blocks_and_keeps_x_where_it_fits() -> None:
     few = ((400, 24, 4), (400, 48, 6))
     for M, block_m, col_tiles in (*few, (1024, 48, 6), (1024, 128, 8), (2048, 80, 10)):
         for problem in (first, second):
-            config = BOXES.configure(SM90, replace(problem, M=M, block_m=block_m))
+            config = WGMMA_F16.configure(SM90, replace(problem, M=M, block_m=block_m))
             assert (config["col_tiles"], config["groups"]) == (col_tiles, 3)
             assert (config["slots"] == 0) == (problem is second)
     activated = replace(first, out_dtype="mxfp8", activation="silu")
-    configs = [BOXES.configure(SM90, problem) for problem in (first, second, activated)]
+    configs = [WGMMA_F16.configure(SM90, problem) for problem in (first, second, activated)]
     assert [config["col_tiles"] for config in configs] == [6, 4, 4]  # joined blocks: 6
     for rows in (1 << 24, (1 << 24) - 1):
-        refusal = BOXES.refusal(SM90, replace(second, N=rows))
+        refusal = WGMMA_F16.refusal(SM90, replace(second, N=rows))
         assert refusal is not None and "E * N" in refusal
-    assert BOXES.refusal(SM90, replace(second, N=(1 << 24) - 2)) is None
+    assert WGMMA_F16.refusal(SM90, replace(second, N=(1 << 24) - 2)) is None
     one = replace(second, E=1, top_k=1)
-    assert BOXES.refusal(SM90, replace(one, N=1 << 25)) is None
-    assert "N=33554433" in (BOXES.refusal(SM90, replace(one, N=(1 << 25) + 1)) or "")
+    assert WGMMA_F16.refusal(SM90, replace(one, N=1 << 25)) is None
+    assert "N=33554433" in (WGMMA_F16.refusal(SM90, replace(one, N=(1 << 25) + 1)) or "")
 
 
 def test_layers_have_blocks_that_hold_most_experts_rows() -> None:
@@ -97,17 +97,17 @@ def test_outer_is_for_results_that_hide_its_error() -> None:
     bf16 = MoeGemmProblem(512, 1536, 6144, 128, 4, 32)
     activated = replace(bf16, out_dtype="mxfp8", activation="silu")
     for problem in (bf16, activated):
-        assert OUTER.refusal(SM90, problem) is None
+        assert WGMMA_FP8.refusal(SM90, problem) is None
         for M, fits in ((512, True), (768, False), (1024, False)):
             for block_m in (16, 32, 48):
                 moved = replace(problem, M=M, block_m=block_m)
                 col_tiles = 4 if fits and block_m < 48 else 6  # a larger block would be split
-                assert OUTER.configure(SM90, moved)["col_tiles"] == col_tiles
-                assert fits or route("moe_gemm", SM90, moved).kernel == "outer"
+                assert WGMMA_FP8.configure(SM90, moved)["col_tiles"] == col_tiles
+                assert fits or route("moe_gemm", SM90, moved).kernel == "wgmma_fp8"
     for out_dtype in ("fp16", "fp32"):
-        refusal = OUTER.refusal(SM90, replace(bf16, out_dtype=out_dtype))
+        refusal = WGMMA_FP8.refusal(SM90, replace(bf16, out_dtype=out_dtype))
         assert refusal is not None and out_dtype in refusal
-    assert OUTER.refusal(SM90, replace(bf16, K=640)) == "K=640 is not a multiple of 512"
+    assert WGMMA_FP8.refusal(SM90, replace(bf16, K=640)) == "K=640 is not a multiple of 512"
 
 
 def test_wide_has_room_for_the_rows_of_most_blocks() -> None:
@@ -123,7 +123,7 @@ def test_rows_of_other_ranks_experts_do_not_count() -> None:
     for here in (128, 16):
         problem = FusedMoeProblem(E=here, num_experts=128, **layer)
         routes = [route(op, SM90, part) for op, part in problem.parts() if op == "moe_gemm"]
-        assert [chosen.kernel for chosen in routes] == ["stream", "stream"]
+        assert [chosen.kernel for chosen in routes] == ["mma_ring", "mma_ring"]
     alone = MoeGemmProblem(64, 1536, 6144, 16, 4, 32)
     assert alone.rows_of_expert == pytest.approx(16)
     assert 2 < replace(alone, num_experts=128).rows_of_expert < 3

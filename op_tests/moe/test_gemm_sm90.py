@@ -12,10 +12,10 @@ import aiter_mx
 from aiter_mx import launch
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.apart_sm90 import APART
-from aiter_mx.kernels.moe_gemm.boxes_sm90 import BOXES
-from aiter_mx.kernels.moe_gemm.outer_sm90 import ACCUMULATION_ERROR, OUTER
+from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MMA_RING, fits
 from aiter_mx.kernels.moe_gemm.slabs_sm90 import SLABS
-from aiter_mx.kernels.moe_gemm.stream_sm90 import STREAM, fits
+from aiter_mx.kernels.moe_gemm.wgmma_f16_sm90 import WGMMA_F16
+from aiter_mx.kernels.moe_gemm.wgmma_fp8_sm90 import ACCUMULATION_ERROR, WGMMA_FP8
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import Config, KernelSpec
 from aiter_mx.target import hardware
@@ -26,49 +26,49 @@ from op_tests.mx_reference import random_mx
 
 SM90 = hardware("sm_90a")
 GUARD = 256
-KERNELS = (STREAM, WIDE, BOXES, SLABS, OUTER)
+KERNELS = (MMA_RING, WIDE, WGMMA_F16, SLABS, WGMMA_FP8)
 
 
-def stream(row_tiles: int, col_tiles: int, k_warps: int, depth: int, groups: int = 1) -> Config:
+def mma_ring(row_tiles: int, col_tiles: int, k_warps: int, depth: int, groups: int = 1) -> Config:
     values = (row_tiles, col_tiles, k_warps, depth, groups)
-    return dict(zip((param.name for param in STREAM.params), values, strict=True))
+    return dict(zip((param.name for param in MMA_RING.params), values, strict=True))
 
 
 def wide(col_tiles: int, groups: int, depth: int) -> Config:
     return {"col_tiles": col_tiles, "groups": groups, "depth": depth}
 
 
-def boxes(col_tiles: int, groups: int, depth: int, slots: int, ahead: int) -> Config:
+def wgmma_f16(col_tiles: int, groups: int, depth: int, slots: int, ahead: int) -> Config:
     values = (col_tiles, groups, depth, slots, ahead)
-    return dict(zip((param.name for param in BOXES.params), values, strict=True))
+    return dict(zip((param.name for param in WGMMA_F16.params), values, strict=True))
 
 
 def slabs(col_tiles: int, depth: int, slots: int, ahead: int) -> Config:
     return {"col_tiles": col_tiles, "depth": depth, "slots": slots, "ahead": ahead}
 
 
-def outer(col_tiles: int, depth: int, slots: int) -> Config:
+def wgmma_fp8(col_tiles: int, depth: int, slots: int) -> Config:
     return {"col_tiles": col_tiles, "depth": depth, "slots": slots}
 
 
 def exact_dtype(spec: KernelSpec) -> str:
     """The plain result of a kernel that shows most of its error."""
-    return "bf16" if spec is OUTER else "fp32"
+    return "bf16" if spec is WGMMA_FP8 else "fp32"
 
 
 def accumulation_error(spec: KernelSpec) -> float:
-    return ACCUMULATION_ERROR if spec is OUTER else 0.0
+    return ACCUMULATION_ERROR if spec is WGMMA_FP8 else 0.0
 
 
 # Kernel, configuration, tokens, N, K, experts, top_k, block_m.
 CASES = [
-    (STREAM, stream(1, 1, 2, 2), 3, 96, 256, 8, 4, 16),
-    (STREAM, stream(4, 2, 8, 2), 30, 200, 1152, 8, 4, 16),
-    (STREAM, stream(2, 4, 3, 4), 100, 136, 768, 8, 2, 64),
-    (STREAM, stream(2, 2, 4, 3), 17, 64, 1056, 5, 3, 16),
-    (STREAM, stream(1, 1, 1, 4, 2), 9, 40, 32, 6, 2, 4),
-    (STREAM, stream(3, 2, 1, 4, 2), 70, 333, 96, 4, 3, 20),
-    (STREAM, stream(4, 1, 4, 2), 200, 64, 512, 3, 2, 128),
+    (MMA_RING, mma_ring(1, 1, 2, 2), 3, 96, 256, 8, 4, 16),
+    (MMA_RING, mma_ring(4, 2, 8, 2), 30, 200, 1152, 8, 4, 16),
+    (MMA_RING, mma_ring(2, 4, 3, 4), 100, 136, 768, 8, 2, 64),
+    (MMA_RING, mma_ring(2, 2, 4, 3), 17, 64, 1056, 5, 3, 16),
+    (MMA_RING, mma_ring(1, 1, 1, 4, 2), 9, 40, 32, 6, 2, 4),
+    (MMA_RING, mma_ring(3, 2, 1, 4, 2), 70, 333, 96, 4, 3, 20),
+    (MMA_RING, mma_ring(4, 1, 4, 2), 200, 64, 512, 3, 2, 128),
     (WIDE, wide(8, 3, 2), 200, 520, 1024, 8, 2, 64),
     (WIDE, wide(16, 2, 3), 300, 64, 384, 3, 2, 128),
     (WIDE, wide(16, 2, 2), 400, 328, 640, 4, 2, 96),
@@ -77,31 +77,32 @@ CASES = [
     (WIDE, wide(4, 2, 1), 30, 256, 256, 8, 4, 16),
     (WIDE, wide(12, 3, 1), 400, 328, 640, 4, 2, 96),
     (WIDE, wide(12, 2, 2), 260, 200, 384, 3, 2, 128),
-    (STREAM, stream(2, 1, 4, 2, 2), 40, 384, 640, 6, 3, 16),
-    (STREAM, stream(1, 4, 8, 2), 90, 448, 1024, 3, 2, 64),
-    (BOXES, boxes(8, 3, 4, 3, 3), 200, 520, 1024, 8, 2, 64),
-    (BOXES, boxes(8, 2, 3, 0, 2), 150, 203, 640, 5, 3, 128),
-    (BOXES, boxes(12, 3, 3, 3, 3), 400, 328, 1152, 4, 2, 96),
-    (BOXES, boxes(10, 3, 2, 0, 2), 400, 1000, 768, 4, 2, 96),
-    (BOXES, boxes(4, 3, 4, 3, 3), 60, 328, 128, 6, 2, 32),
-    (BOXES, boxes(4, 3, 2, 0, 2), 30, 256, 256, 8, 4, 16),
-    (BOXES, boxes(6, 3, 5, 2, 2), 260, 200, 384, 3, 2, 128),
-    (BOXES, boxes(12, 2, 2, 4, 4), 900, 64, 384, 3, 2, 96),
-    (BOXES, boxes(4, 3, 2, 0, 2), 700, 200, 256, 40, 4, 8),  # more than two blocks a workgroup
+    (MMA_RING, mma_ring(2, 1, 4, 2, 2), 40, 384, 640, 6, 3, 16),
+    (MMA_RING, mma_ring(1, 4, 8, 2), 90, 448, 1024, 3, 2, 64),
+    (WGMMA_F16, wgmma_f16(8, 3, 4, 3, 3), 200, 520, 1024, 8, 2, 64),
+    (WGMMA_F16, wgmma_f16(8, 2, 3, 0, 2), 150, 203, 640, 5, 3, 128),
+    (WGMMA_F16, wgmma_f16(12, 3, 3, 3, 3), 400, 328, 1152, 4, 2, 96),
+    (WGMMA_F16, wgmma_f16(10, 3, 2, 0, 2), 400, 1000, 768, 4, 2, 96),
+    (WGMMA_F16, wgmma_f16(4, 3, 4, 3, 3), 60, 328, 128, 6, 2, 32),
+    (WGMMA_F16, wgmma_f16(4, 3, 2, 0, 2), 30, 256, 256, 8, 4, 16),
+    (WGMMA_F16, wgmma_f16(6, 3, 5, 2, 2), 260, 200, 384, 3, 2, 128),
+    (WGMMA_F16, wgmma_f16(12, 2, 2, 4, 4), 900, 64, 384, 3, 2, 96),
+    # More than two blocks a workgroup.
+    (WGMMA_F16, wgmma_f16(4, 3, 2, 0, 2), 700, 200, 256, 40, 4, 8),
     (SLABS, slabs(8, 4, 2, 3), 200, 520, 1024, 8, 2, 64),
     (SLABS, slabs(12, 3, 3, 2), 400, 328, 1536, 4, 2, 96),
     (SLABS, slabs(10, 6, 2, 4), 260, 1000, 512, 3, 2, 80),
     (SLABS, slabs(10, 4, 2, 3), 500, 1600, 1024, 40, 4, 80),
     (SLABS, slabs(8, 5, 3, 2), 150, 203, 512, 5, 3, 128),
-    (BOXES, boxes(12, 3, 3, 3, 2), 600, 328, 384, 5, 4, 16),  # joined blocks, as the next
-    (BOXES, boxes(6, 2, 4, 3, 2), 500, 200, 256, 60, 4, 4),
+    (WGMMA_F16, wgmma_f16(12, 3, 3, 3, 2), 600, 328, 384, 5, 4, 16),  # joined blocks, as the next
+    (WGMMA_F16, wgmma_f16(6, 2, 4, 3, 2), 500, 200, 256, 60, 4, 4),
     (SLABS, slabs(10, 4, 2, 3), 400, 520, 512, 20, 2, 20),
-    (OUTER, outer(4, 4, 6), 60, 328, 512, 6, 2, 32),
-    (OUTER, outer(6, 4, 5), 200, 520, 1024, 8, 2, 64),
-    (OUTER, outer(4, 6, 8), 300, 800, 512, 40, 4, 8),
-    (OUTER, outer(6, 3, 4), 150, 203, 1536, 5, 3, 20),
-    (OUTER, outer(4, 3, 5), 30, 64, 512, 8, 4, 16),
-    (OUTER, outer(6, 5, 6), 600, 328, 1024, 5, 4, 128),
+    (WGMMA_FP8, wgmma_fp8(4, 4, 6), 60, 328, 512, 6, 2, 32),
+    (WGMMA_FP8, wgmma_fp8(6, 4, 5), 200, 520, 1024, 8, 2, 64),
+    (WGMMA_FP8, wgmma_fp8(4, 6, 8), 300, 800, 512, 40, 4, 8),
+    (WGMMA_FP8, wgmma_fp8(6, 3, 4), 150, 203, 1536, 5, 3, 20),
+    (WGMMA_FP8, wgmma_fp8(4, 3, 5), 30, 64, 512, 8, 4, 16),
+    (WGMMA_FP8, wgmma_fp8(6, 5, 6), 600, 328, 1024, 5, 4, 128),
 ]
 
 
@@ -179,12 +180,12 @@ def test_matches_float64(case: int, kind: str) -> None:
         a_div=a_div,
         max_blocks=len(lists[1]),
     )
-    if spec is STREAM and not fits(problem, config):
+    if spec is MMA_RING and not fits(problem, config):
         config = {**config, "row_tiles": 4, "depth": 2}  # as an activation demands
     interleaved = problem.layout == "interleaved"
     tensors = [layer.xq, layer.xs, layer.wq, layer.ws, *lists, by_place, layer.bias]
     out, scales = run_on_gpu(spec, config, problem, tensors)
-    if activated and spec is STREAM:
+    if activated and spec is MMA_RING:
         apart, apart_scales = run_on_gpu(APART, CASES[case][1], problem, tensors)
         assert_activated(apart, apart_scales, layer, problem.activation, interleaved, SWIGLU)
     if activated:
@@ -235,8 +236,8 @@ def test_blocks_without_rows_are_passed_over(spec: KernelSpec, activation: str) 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("spec", "config", "K"),
-    [(BOXES, boxes(4, 3, 2, 0, 2), 256), (SLABS, slabs(8, 4, 3, 3), 512)],
-    ids=["boxes", "slabs"],
+    [(WGMMA_F16, wgmma_f16(4, 3, 2, 0, 2), 256), (SLABS, slabs(8, 4, 3, 3), 512)],
+    ids=["wgmma_f16", "slabs"],
 )
 @pytest.mark.parametrize(("M", "block_m"), [(500, 8), (900, 16), (3000, 128), (2700, 4)])
 def test_pieces_that_are_left_over_are_shared_whatever_they_cost(
@@ -366,7 +367,7 @@ def test_replays_with_other_tokens_and_routings_in_the_same_buffers(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("spec", "config"),
-    [(SLABS, slabs(10, 4, 2, 3)), (OUTER, outer(6, 4, 5))],
+    [(SLABS, slabs(10, 4, 2, 3)), (WGMMA_FP8, wgmma_fp8(6, 4, 5))],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_scales_may_be_at_any_multiple_of_four(spec: KernelSpec, config: Config) -> None:

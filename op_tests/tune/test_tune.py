@@ -269,7 +269,7 @@ def test_few_that_are_alike_remain_of_the_cheapest() -> None:
 
 def test_kernels_further_back_in_line_begin_with_fewer() -> None:
     target = hardware("sm_90a")
-    for M, N, order in ((1, 320, ["gemv", "mma"]), (16, 2304, ["direct", "mma"])):
+    for M, N, order in ((1, 320, ["gemv", "mma_ring"]), (16, 2304, ["mma_registers", "mma_ring"])):
         problem = LinearProblem(M, N, 6144)
         found = candidates_of("linear", target, problem, ("hip", "triton"), 6, (4, 2))
         count = Counter(candidate.kernel for candidate in found)
@@ -286,9 +286,12 @@ def test_only_named_kernels_of_a_backend_begin() -> None:
     target, problem = hardware("sm_90a"), LinearProblem(16, 2304, 6144)
     arguments = "linear", target, problem, ("hip", "triton"), 6, (4, 2)
     every = candidates_of(*arguments)
-    found = candidates_of(*arguments, only=("mma", "outer"))
+    found = candidates_of(*arguments, only=("mma_ring", "wgmma_fp8"))
     ours = Counter(candidate.kernel for candidate in found if candidate.backend == "hip")
-    assert ours == {"mma": 6, "outer": 4}  # as many of each as of the first and second in line
+    assert ours == {
+        "mma_ring": 6,
+        "wgmma_fp8": 4,
+    }  # as many of each as of the first and second in line
     others = [candidate for candidate in every if candidate.backend != "hip"]
     assert others  # no kernel of theirs is named, so all of them begin
     assert [candidate for candidate in found if candidate.backend != "hip"] == others

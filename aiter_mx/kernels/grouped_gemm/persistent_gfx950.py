@@ -1,4 +1,4 @@
-"""The CDNA4 grouped GEMM, csrc/grouped_gemm_gfx950.cu."""
+"""The CDNA4 grouped GEMM, csrc/grouped/persistent_gfx950.cu."""
 
 from __future__ import annotations
 
@@ -187,8 +187,8 @@ def _scalars(
 
 
 MODULE = Module(
-    sources={"gfx950": "grouped_gemm_gfx950.cu"},
-    symbol="aiter_mx_grouped_gemm",
+    sources={"gfx950": "grouped/persistent_gfx950.cu"},
+    symbol="aiter_mx_grouped_gemm_persistent",
     args=(*ARGS, Arg("rows_each", "i32"), Arg("workgroups", "i32")),
     defines=_defines,
     geometry=_geometry,

@@ -1,4 +1,4 @@
-"""The Hopper grouped GEMM: csrc/grouped_list_sm90.cu, then csrc/grouped_gemm_sm90.cu."""
+"""The Hopper grouped GEMM: csrc/grouped/list_sm90.cu, then csrc/grouped/persistent_sm90.cu."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _round_up(size: int, to: int) -> int:
 
 
 def _workspace_bytes(target: Target, problem: GroupedGemmProblem, config: Config) -> int:
-    """See ``Workspace`` in csrc/include/grouped_sm90.h."""
+    """See ``Workspace`` in csrc/grouped/grouped_sm90.h."""
     words = -(-problem.K // (_CHUNK_K * _CHUNKS_OF_WORD))
     before_x = _HEADER_BYTES + _most_tiles(problem) * (_TILE_ENTRY_BYTES + 8 * words)
     slab_bytes = _SLAB_ROWS * _round_up(problem.K, _UNIT_K) * 2
@@ -166,16 +166,16 @@ def _geometry(target: Target, problem: GroupedGemmProblem, config: Config) -> Ge
 
 
 LIST = Module(
-    sources={"sm_90a": "grouped_list_sm90.cu"},
-    symbol="aiter_mx_grouped_list",
+    sources={"sm_90a": "grouped/list_sm90.cu"},
+    symbol="aiter_mx_grouped_gemm_list",
     args=_ARGS,
     defines=_list_defines,
     geometry=_list_geometry,
     scalars=_scalars,
 )
 MODULE = Module(
-    sources={"sm_90a": "grouped_gemm_sm90.cu"},
-    symbol="aiter_mx_grouped_gemm",
+    sources={"sm_90a": "grouped/persistent_sm90.cu"},
+    symbol="aiter_mx_grouped_gemm_persistent",
     args=_ARGS,
     defines=_defines,
     geometry=_geometry,

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from aiter_mx.fallbacks import linear_tiles, linear_vendor
-from aiter_mx.kernels.linear.direct_sm90 import DIRECT
 from aiter_mx.kernels.linear.fp8_sm90 import FP8
 from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.grouped import GROUPED
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.linear.mfma_sm90 import MFMA as MFMA_SM90
-from aiter_mx.kernels.linear.mma_sm90 import MMA
-from aiter_mx.kernels.linear.outer_sm90 import OUTER
+from aiter_mx.kernels.linear.mma_registers_sm90 import MMA_REGISTERS
+from aiter_mx.kernels.linear.mma_ring_sm90 import MMA_RING
 from aiter_mx.kernels.linear.problem import KEY, LinearProblem, quantised_first, stand_ins
+from aiter_mx.kernels.linear.wgmma_fp8_sm90 import WGMMA_FP8
 from aiter_mx.kernels.linear.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import KernelSpec, reference
 
@@ -22,12 +22,12 @@ __all__ = ["KERNELS", "KEY", "PROBLEM", "LinearProblem", "stand_ins"]
 PROBLEM = LinearProblem
 
 _FOR_QUANTISED_X = (
-    DIRECT,
+    MMA_REGISTERS,
     FP8,
-    OUTER,
+    WGMMA_FP8,
     WIDE,
     MFMA_SM90,
-    MMA,
+    MMA_RING,
     *GROUPED,
     KernelSpec(
         op="linear",

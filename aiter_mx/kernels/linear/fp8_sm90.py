@@ -1,4 +1,4 @@
-"""The Hopper kernel of the linear that multiplies fp8 as it is, csrc/linear_fp8_sm90.cu."""
+"""The Hopper kernel of the linear that multiplies fp8 as it is, csrc/linear/fp8_sm90.cu."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def _weight_scales(target: Target, problem: LinearProblem, config: Config) -> Te
 
 
 MODULE = Module(
-    sources={"sm_90a": "linear_fp8_sm90.cu"},
+    sources={"sm_90a": "linear/fp8_sm90.cu"},
     symbol="aiter_mx_linear_fp8",
     args=(
         *MATRIX_ARGS,

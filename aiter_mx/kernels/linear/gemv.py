@@ -1,4 +1,4 @@
-"""The decode GEMV, csrc/linear_gemv.cu."""
+"""The decode GEMV, csrc/linear/gemv.cu."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log2
 
-from aiter_mx.kernels.linear.direct_sm90 import DIRECT
+from aiter_mx.kernels.linear.mma_registers_sm90 import MMA_REGISTERS
 from aiter_mx.kernels.linear.problem import (
     MAX_GRID_X,
     POINTERS,
@@ -78,14 +78,17 @@ def _configure(target: Target, problem: LinearProblem) -> Config:
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     """Where another is the better kernel: docs/kernels.md derives it, linear_sm90.md fits it."""
-    if DIRECT.refusal(target, problem) is None and DIRECT.yields(target, problem) is None:
-        return "direct is faster here by its fitted times"
+    if (
+        MMA_REGISTERS.refusal(target, problem) is None
+        and MMA_REGISTERS.yields(target, problem) is None
+    ):
+        return "mma_registers is faster here by its fitted times"
     if target.arch == "sm_90a" and problem.M <= MAX_M:
         weights = problem.N * problem.K
         saved_us = min(1.1, 1.2e-7 * weights) if problem.pdl else 0
         gemv_us = 2.4 + (1.7 + 0.75 * problem.M) * 1e-7 * weights - saved_us / (2 * problem.M)
         mma_us = 3.4 + 2.57e-7 * weights - saved_us
-        return "mma is faster here by its fitted times" if mma_us < gemv_us else None
+        return "mma_ring is faster here by its fitted times" if mma_us < gemv_us else None
     if target.arch != "gfx950" or problem.M > MAX_M:
         return None
     rows = _configure(target, problem)["rows"]
@@ -203,7 +206,7 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
 
 
 MODULE = Module(
-    sources={"gfx950": "linear_gemv.cu", "sm_90a": "linear_gemv.cu"},
+    sources={"gfx950": "linear/gemv.cu", "sm_90a": "linear/gemv.cu"},
     symbol="aiter_mx_linear_gemv",
     args=(*POINTERS, Arg("N", "i64"), Arg("K", "i64"), Arg("bias_kind", "i32")),
     defines=_defines,

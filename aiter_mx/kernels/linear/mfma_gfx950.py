@@ -1,4 +1,4 @@
-"""The CDNA4 kernel of the linear for up to 64 rows of x, csrc/linear_mfma_gfx950.cu."""
+"""The CDNA4 kernel of the linear for up to 64 rows of x, csrc/linear/mfma_gfx950.cu."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
 
 
 MODULE = Module(
-    sources={"gfx950": "linear_mfma_gfx950.cu"},
+    sources={"gfx950": "linear/mfma_gfx950.cu"},
     symbol="aiter_mx_linear_mfma",
     args=(*MATRIX_ARGS, Arg("rows_each", "i32"), Arg("longer_groups", "i64")),
     defines=_defines,

@@ -1,5 +1,5 @@
 """The Hopper kernel of the linear over wgmma and bf16, for up to 64 rows of x,
-csrc/linear_mfma_sm90.cu."""
+csrc/linear/mfma_sm90.cu."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
 
 
 MODULE = Module(
-    sources={"sm_90a": "linear_mfma_sm90.cu"},
+    sources={"sm_90a": "linear/mfma_sm90.cu"},
     symbol="aiter_mx_linear_mfma",
     args=MATRIX_ARGS,
     defines=_defines,
@@ -161,5 +161,5 @@ MFMA = KernelSpec(
     configure=first_of(_candidates),
     candidates=_candidates,
     module=MODULE,
-    yields=lambda target, problem: "mma is faster up to M=32" if problem.M <= 32 else None,
+    yields=lambda target, problem: "mma_ring is faster up to M=32" if problem.M <= 32 else None,
 )

@@ -1,5 +1,5 @@
 """The Hopper kernel of the linear over wgmma and fp16, for up to 64 rows of x,
-csrc/linear_wide_sm90.cu."""
+csrc/linear/wide_sm90.cu."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MAX_M = 64
 MAX_N = (1 << 31) - 1
 _MOST_CANDIDATES = 16
 _MOST_ALIKE = 2
-_MOST_OF_OTHERS = 16  # rows of x up to which mma is faster on one H200
+_MOST_OF_OTHERS = 16  # rows of x up to which mma_ring is faster on one H200
 _TILES_M = (8, 16, 32, 48, 64)
 _MOST_CHUNKS = 16  # of a part of K, whose scales are in registers for a while
 _BYTES_A_CYCLE = 2090  # of an H200's memory
@@ -169,7 +169,7 @@ _candidates = cheapest_of(
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     if problem.M <= _MOST_OF_OTHERS:
-        return f"mma is faster up to M={_MOST_OF_OTHERS}"
+        return f"mma_ring is faster up to M={_MOST_OF_OTHERS}"
     return None
 
 
@@ -214,7 +214,7 @@ def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
 
 
 MODULE = Module(
-    sources={"sm_90a": "linear_wide_sm90.cu"},
+    sources={"sm_90a": "linear/wide_sm90.cu"},
     symbol="aiter_mx_linear_wide",
     args=(*MATRIX_ARGS, *PART_ARGS),
     defines=_defines,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from aiter_mx.fallbacks import moe_gemm_tiles
 from aiter_mx.kernels.moe_gemm.apart_sm90 import APART
-from aiter_mx.kernels.moe_gemm.boxes_sm90 import BOXES
 from aiter_mx.kernels.moe_gemm.grouped import GROUPED
 from aiter_mx.kernels.moe_gemm.mfma_gfx950 import MFMA as MFMA_GFX950
-from aiter_mx.kernels.moe_gemm.outer_sm90 import OUTER
+from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MMA_RING
 from aiter_mx.kernels.moe_gemm.problem import KEY, MoeGemmProblem, stand_ins
 from aiter_mx.kernels.moe_gemm.slabs_sm90 import SLABS
-from aiter_mx.kernels.moe_gemm.stream_sm90 import STREAM
+from aiter_mx.kernels.moe_gemm.wgmma_f16_sm90 import WGMMA_F16
+from aiter_mx.kernels.moe_gemm.wgmma_fp8_sm90 import WGMMA_FP8
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import KernelSpec, reference
 
@@ -22,10 +22,10 @@ KERNELS = (
     GROUPED,
     MFMA_GFX950,
     APART,
-    OUTER,
-    STREAM,
+    WGMMA_FP8,
+    MMA_RING,
     SLABS,
-    BOXES,
+    WGMMA_F16,
     WIDE,
     KernelSpec(
         op="moe_gemm",

@@ -1,14 +1,14 @@
 """Hopper's activated grouped GEMM in two launches, for one token's experts: fp32 sums by
-csrc/moe_gemm_stream_sm90.cu, then their activation and quantisation by
-csrc/moe_activate_sm90.cu."""
+csrc/moe/mma_ring_sm90.cu, then their activation and quantisation by
+csrc/moe/activate_sm90.cu."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MMA_RING, PARAMS
 from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, ARGS, MoeGemmProblem, scalars
-from aiter_mx.kernels.moe_gemm.stream_sm90 import PARAMS, STREAM
 from aiter_mx.kernels.spec import Arg, Config, Geometry, KernelSpec, Module, first_of
 from aiter_mx.target import Target
 
@@ -30,7 +30,7 @@ def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
         return "there is no activation to do apart"
     if problem.followed:  # 24.8 us for a layer of one token on an H200, not 23.8
         return "sums leave no room for the launch that follows until they are done"
-    return STREAM.refusal(target, problem)
+    return MMA_RING.refusal(target, problem)
 
 
 def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
@@ -41,17 +41,17 @@ def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
 
 
 def _candidates(target: Target, problem: MoeGemmProblem) -> Sequence[Config]:
-    return STREAM.candidates(target, _plain(problem))
+    return MMA_RING.candidates(target, _plain(problem))
 
 
 def _sums_defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
-    assert STREAM.module is not None
-    return {**STREAM.module.defines(target, _plain(problem), config), "MX_TO_WORKSPACE": 1}
+    assert MMA_RING.module is not None
+    return {**MMA_RING.module.defines(target, _plain(problem), config), "MX_TO_WORKSPACE": 1}
 
 
 def _sums_geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:
-    assert STREAM.module is not None
-    return STREAM.module.geometry(target, _plain(problem), config)
+    assert MMA_RING.module is not None
+    return MMA_RING.module.geometry(target, _plain(problem), config)
 
 
 def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:
@@ -82,8 +82,8 @@ APART = KernelSpec(
     candidates=_candidates,
     before=(
         Module(
-            sources={"sm_90a": "moe_gemm_stream_sm90.cu"},
-            symbol="aiter_mx_moe_gemm",
+            sources={"sm_90a": "moe/mma_ring_sm90.cu"},
+            symbol="aiter_mx_moe_gemm_mma_ring",
             args=_ARGS,
             defines=_sums_defines,
             geometry=_sums_geometry,
@@ -91,7 +91,7 @@ APART = KernelSpec(
         ),
     ),
     module=Module(
-        sources={"sm_90a": "moe_activate_sm90.cu"},
+        sources={"sm_90a": "moe/activate_sm90.cu"},
         symbol="aiter_mx_moe_activate",
         args=_ARGS,
         defines=_defines,

@@ -1,7 +1,7 @@
 """The GEMM over routed tokens by way of ``grouped_gemm``, for many tokens an expert.
 
-Three steps: csrc/moe_gather.cu puts the rows of each expert side by side, the grouped GEMM that
-dispatch chooses multiplies them, csrc/moe_scatter.cu does what is left of the epilogue.
+Three steps: csrc/moe/gather.cu puts the rows of each expert side by side, the grouped GEMM that
+dispatch chooses multiplies them, csrc/moe/scatter.cu does what is left of the epilogue.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from aiter_mx.kernels.grouped_gemm import KERNELS as GROUPED_KERNELS
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import CHUNK, most_rows
 from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, MoeGemmProblem
-from aiter_mx.kernels.moe_gemm.stream_sm90 import CHUNK, most_rows
 from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Geometry, KernelSpec, Module
 from aiter_mx.target import Target
 
@@ -52,7 +52,7 @@ def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
 
 def _least_rows(target: Target, problem: MoeGemmProblem) -> int:
     """Rows of an expert that pay for gathering them."""
-    if target.arch == "sm_90a" and problem.K % CHUNK:  # only stream is there besides
+    if target.arch == "sm_90a" and problem.K % CHUNK:  # only mma_ring is there besides
         return most_rows(problem)
     return _LEAST_ROWS.get(target.arch, 0)
 
@@ -89,7 +89,7 @@ GATHER = KernelSpec(
     configure=lambda target, problem: {},
     candidates=lambda target, problem: ({},),
     module=Module(
-        sources={"gfx950": "moe_gather.cu", "sm_90a": "moe_gather.cu"},
+        sources={"gfx950": "moe/gather.cu", "sm_90a": "moe/gather.cu"},
         symbol="aiter_mx_moe_gather",
         args=(
             *(Arg(name, "pointer", "r") for name in ("xq", "xs", "sorted_ids", "expert_ids")),
@@ -128,7 +128,7 @@ SCATTER = KernelSpec(
     configure=lambda target, problem: {},
     candidates=lambda target, problem: ({},),
     module=Module(
-        sources={"gfx950": "moe_scatter.cu", "sm_90a": "moe_scatter.cu"},
+        sources={"gfx950": "moe/scatter.cu", "sm_90a": "moe/scatter.cu"},
         symbol="aiter_mx_moe_scatter",
         args=(
             *(Arg(name, "pointer", "r") for name in ("sums", "sorted_ids", "expert_ids")),

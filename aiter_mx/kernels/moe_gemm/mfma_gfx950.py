@@ -1,4 +1,4 @@
-"""The CDNA4 kernel of the grouped GEMM over routed tokens, csrc/moe_gemm_mfma_gfx950.cu."""
+"""The CDNA4 kernel of the grouped GEMM over routed tokens, csrc/moe/mfma_gfx950.cu."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
     )
 
 
-MODULE = module({"gfx950": "moe_gemm_mfma_gfx950.cu"}, _defines, _geometry)
+MODULE = module("mfma", {"gfx950": "moe/mfma_gfx950.cu"}, _defines, _geometry)
 
 MFMA = KernelSpec(
     op="moe_gemm",

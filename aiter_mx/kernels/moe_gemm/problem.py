@@ -65,7 +65,7 @@ BIAS_DTYPES = ("none", "bf16", "fp16", "fp32")
 IDS = ("vllm", "aiter")
 LAYOUTS = ("halves", "interleaved")
 WEIGHTS = ("none", "by_t", "by_place")
-ACTIVATION_CODES = {"none": 0, "silu": 1, "swiglu_oai": 2}  # csrc/include/mx_moe.h
+ACTIVATION_CODES = {"none": 0, "silu": 1, "swiglu_oai": 2}  # csrc/moe/moe.h
 MAX_ROUTED = 1 << 31
 MAX_PACKED_TOKENS = 1 << 24
 MAX_PACKED_TOP_K = 1 << 7
@@ -228,15 +228,16 @@ def scalars(problem: MoeGemmProblem) -> tuple[int | float, ...]:
 
 
 def module(
+    name: str,
     sources: Mapping[str, str],
     defines: Callable[[Target, MoeGemmProblem, Config], Mapping[str, int]],
     geometry: Callable[[Target, MoeGemmProblem, Config], Geometry],
     *tensor_maps: Callable[[Target, MoeGemmProblem, Config], TensorMap],
 ) -> Module:
-    """A kernel that takes ``ARGS``, and tensor maps after them."""
+    """The kernel of that name, which takes ``ARGS``, and tensor maps after them."""
     return Module(
         sources=sources,
-        symbol="aiter_mx_moe_gemm",
+        symbol=f"aiter_mx_moe_gemm_{name}",
         args=ARGS,
         defines=defines,
         geometry=geometry,

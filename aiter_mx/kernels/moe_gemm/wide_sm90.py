@@ -1,15 +1,15 @@
-"""The Hopper kernel of the grouped GEMM for tens of tokens an expert, moe_gemm_wide_sm90.cu."""
+"""The Hopper kernel of the grouped GEMM for tens of tokens an expert, moe/wide_sm90.cu."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MAX_SIDE
 from aiter_mx.kernels.moe_gemm.problem import (
     MoeGemmProblem,
     module,
     sm90_defines,
 )
-from aiter_mx.kernels.moe_gemm.stream_sm90 import MAX_SIDE
 from aiter_mx.kernels.spec import (
     Config,
     Geometry,
@@ -104,7 +104,7 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
     )
 
 
-MODULE = module({"sm_90a": "moe_gemm_wide_sm90.cu"}, _defines, _geometry)
+MODULE = module("wide", {"sm_90a": "moe/wide_sm90.cu"}, _defines, _geometry)
 
 WIDE = KernelSpec(
     op="moe_gemm",

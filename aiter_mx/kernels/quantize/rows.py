@@ -1,4 +1,4 @@
-"""Quantisation along rows with row-major scales, csrc/quantize_rows.cu."""
+"""Quantisation along rows with row-major scales, csrc/quantize/rows.cu."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PARAMS = (
     Param("resident", (1, 2, 4), "workgroups of a compute unit that registers must leave room for"),
 )
 BITS = {"e4m3": 8, "e2m1": 4}
-MODES = {"rceil": 0, "floor": 1}  # csrc/include/mx_quantize.h
+MODES = {"rceil": 0, "floor": 1}  # csrc/include/common/quantize.h
 
 
 def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
@@ -105,7 +105,7 @@ def _scalars(target: Target, problem: QuantizeProblem, config: Config) -> tuple[
 
 
 MODULE = Module(
-    sources={"gfx950": "quantize_rows.cu", "sm_90a": "quantize_rows.cu"},
+    sources={"gfx950": "quantize/rows.cu", "sm_90a": "quantize/rows.cu"},
     symbol="aiter_mx_quantize_rows",
     args=(
         *POINTERS,

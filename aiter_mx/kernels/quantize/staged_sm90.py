@@ -1,4 +1,4 @@
-"""Quantisation both ways on Hopper, scales by way of memory: csrc/quantize_staged_sm90.cu."""
+"""Quantisation both ways on Hopper, scales by way of memory: csrc/quantize/staged_sm90.cu."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TILE = {"rows": 128}
 _TILE_SCALE_BYTES = {"bf16": 1024, "fp16": 1024, "fp32": 512}  # of rows and of columns
 _SCALE_BYTES = {"bf16": 4, "fp16": 4, "fp32": 2}  # of a row of a tile
 _THREADS, _LANES = 256, 32
-_AHEAD_BYTES = _THREADS * 8 * 16  # csrc/include/mx_incoming.h
+_AHEAD_BYTES = _THREADS * 8 * 16  # csrc/quantize/incoming.h
 _MOST_GRID_Y = 65535
 _MANY_SCALE_BYTES = 4 << 20
 
@@ -121,7 +121,7 @@ def _args(*names: str) -> tuple[Arg, ...]:
 
 
 TILES_MODULE = Module(
-    sources={"sm_90a": "quantize_staged_sm90.cu"},
+    sources={"sm_90a": "quantize/staged_sm90.cu"},
     symbol="aiter_mx_quantize_staged",
     args=_args("M", "N", "x_rows", "groups", "wide"),
     defines=_defines,
@@ -129,7 +129,7 @@ TILES_MODULE = Module(
     scalars=_scalars,
 )
 MODULE = Module(
-    sources={"sm_90a": "quantize_scales_sm90.cu"},
+    sources={"sm_90a": "quantize/scales_sm90.cu"},
     symbol="aiter_mx_quantize_scales",
     args=_args(
         *("M", "N", "matrices", "tiles_down", "tiles_across", "lanes_of_row", "lanes_of_column")

@@ -32,7 +32,7 @@ PARAMS = (
     Param("cluster", (1, 2, 4, 8), "workgroups that gather scales of rows; gfx950: 1"),
 )
 _THREADS = 256
-_AHEAD_BYTES = _THREADS * 8 * 16  # csrc/include/mx_incoming.h
+_AHEAD_BYTES = _THREADS * 8 * 16  # csrc/quantize/incoming.h
 _TILE_BYTES = 128 * 256  # of x
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MAX_COLUMNS = 1 << 22  # a tile's rows lie within 2^31 bytes
@@ -97,7 +97,7 @@ def _cluster(target: Target, problem: QuantizeProblem, config: Config) -> int:
 
 
 def variant_defines(problem: QuantizeProblem) -> dict[str, int]:
-    """What csrc/include/mx_quantize_tile.h is told of a problem."""
+    """What csrc/quantize/tile.h is told of a problem."""
     return {
         "MX_IN": DTYPE_CODES[problem.dtype],
         "MX_BITS": BITS[problem.format],
@@ -174,7 +174,7 @@ def _scalars(target: Target, problem: QuantizeProblem, config: Config) -> tuple[
 
 
 MODULE = Module(
-    sources={"gfx950": "quantize_tiles.cu", "sm_90a": "quantize_tiles_sm90.cu"},
+    sources={"gfx950": "quantize/tiles.cu", "sm_90a": "quantize/tiles_sm90.cu"},
     symbol="aiter_mx_quantize_tiles",
     args=(
         *POINTERS,

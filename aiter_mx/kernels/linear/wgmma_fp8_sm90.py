@@ -1,0 +1,293 @@
+"""The Hopper kernel of the linear that has scales multiplied by the matrix unit too,
+csrc/linear/wgmma_fp8_sm90.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aiter_mx.kernels.linear.clusters_sm90 import (
+    CHUNK,
+    PART_ARGS,
+    most_clusters,
+    part_scalars,
+)
+from aiter_mx.kernels.linear.problem import (
+    MATRIX_ARGS,
+    W_POINTER,
+    X_POINTER,
+    LinearProblem,
+    matrix_scalars,
+)
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Config,
+    Geometry,
+    KernelSpec,
+    Module,
+    Param,
+    TensorMap,
+    cheapest_of,
+    combinations,
+    first_of,
+    where_it_fits,
+)
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("split", (1, 2, 3, 4, 5, 6, 7, 8), "workgroups of a cluster, which share K"),
+    Param("row_groups", (1, 2, 3, 4), "warpgroups side by side along w"),
+    Param("k_groups", (1, 2, 3, 4), "warpgroups that take turns along K"),
+    Param("depth", (2, 3, 4, 6, 8, 12), "chunks of 128 k that are under way at most"),
+)
+
+MAX_M = 64
+MAX_SIZE = (1 << 31) - 1
+ACCUMULATION_ERROR = 2.0**-10
+"""Of a sum, relative to the sum of its products' magnitudes, as of fp8: fp8_sm90.py."""
+_TURNED_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
+_FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
+_OWN_WEIGHTS = range(500_000, 100_000_001)
+_FEWEST_OWN_WEIGHT_ROWS = 384
+_MOST_CANDIDATES = 16
+_MOST_ALIKE = 2
+_GROUP_ROWS = 64  # of wgmma's A
+_TILE_BYTES = 512  # sums of a tile of 16 rows of wgmma's A by 8 of its B
+_FACTOR_BYTES = 8  # of a row's scales in a chunk
+_MOST_COLUMNS = 96  # of a wgmma
+_MOST_BOX_ROWS = 256
+_MOST_GROUPS = 4
+_REGISTERS = (248, 240, 160, 112)  # of a lane, by warpgroups that multiply
+_ALIGNMENT_BYTES = 1024  # of boxes in shared memory, which the kernel's first byte may not have
+_SHARED_BYTES = 227 * 1024  # of a workgroup, compute capability 9.0
+_BYTES_UNDER_WAY = 80_000  # that an SM had where it was fastest
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the host works out of a configuration: see the constants of the kernel.
+
+    Attributes:
+        turned: whether x is wgmma's A, not w.
+        rows_m: of x, with padding.
+        rows_w: of w in a workgroup.
+        columns: of a wgmma.
+        clusters: how many share the rows of w.
+        chunks: of K in the largest part.
+        stages: of them, that there is room for.
+        shared_bytes: of a workgroup.
+        scale_chunks: of which the scales of a row are loaded at once.
+        kept: whether each warp keeps a share of its sums, and gets the other parts' for these.
+    """
+
+    turned: bool
+    rows_m: int
+    rows_w: int
+    columns: int
+    clusters: int
+    chunks: int
+    stages: int
+    shared_bytes: int
+    scale_chunks: int
+    kept: bool
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.rows_m + self.rows_w) * CHUNK
+
+
+def _up(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
+    """How a configuration is laid out, or None where it does not fit.
+
+    What fits some rows of x fits fewer, though it may not have w as wgmma's A: a table's row is for
+    all M up to its own.
+    """
+    turned = problem.M >= _TURNED_M
+    return _laid_out(target, problem, config, turned) or _laid_out(
+        target, problem, config, not turned
+    )
+
+
+def _laid_out(
+    target: Target, problem: LinearProblem, config: Config, turned: bool
+) -> Layout | None:
+    split, row_groups, k_groups = config["split"], config["row_groups"], config["k_groups"]
+    fewest_chunks, more = divmod(problem.K // CHUNK, split)
+    chunks, rows_m = fewest_chunks + (more > 0), _up(problem.M, 8)
+    share = -(-problem.N // most_clusters(target, split))
+    rows_w = _up(share, 8 * row_groups if turned else 8)
+    columns = rows_w // row_groups if turned else rows_m
+    groups = row_groups * k_groups
+    if groups > _MOST_GROUPS or fewest_chunks < k_groups or rows_w > _MOST_BOX_ROWS:
+        return None
+    if turned and columns > _MOST_COLUMNS:
+        return None
+    if not turned and -(-rows_w // _GROUP_ROWS) != row_groups:
+        return None
+    # Sums, and products and scales of a block at least.
+    if 3 * columns // 2 + 32 > _REGISTERS[groups - 1]:
+        return None
+    rows_a, rows_b = (rows_m, rows_w) if turned else (rows_w, rows_m)
+    tiles = -(-rows_a // 16) * (rows_b // 8)
+    if tiles < split:
+        return None  # who owns no sums would not wait for the cluster
+    parts = split * k_groups
+    of_warp = columns // 8  # tiles
+    kept = 1 < parts <= of_warp // 2
+    if kept:
+        warps = k_groups * -(-rows_a // 16) * (row_groups if turned else 1)
+        boxes = warps * -(-of_warp // parts) * (parts - 1)
+    else:
+        boxes = -(-tiles // split) * parts if parts > 1 else 0
+    stage_bytes = (rows_m + rows_w) * CHUNK
+    scales = (chunks * rows_a + _up(chunks, 2) * rows_b) * _FACTOR_BYTES
+    behind = scales + boxes * _TILE_BYTES + (2 * chunks + 2) * 8
+    # The last stage is read as if it had all rows of A.
+    behind = max(behind, (1 if turned else row_groups) * _GROUP_ROWS * CHUNK - stage_bytes)
+    stages = (_SHARED_BYTES - _ALIGNMENT_BYTES - behind) // stage_bytes
+    stages = chunks if stages >= chunks else stages // k_groups * k_groups
+    if stages < min(2 * k_groups, chunks):
+        return None
+    shared_bytes = _up(_ALIGNMENT_BYTES + stages * stage_bytes + behind, 16)
+    clusters = -(-problem.N // rows_w)
+    at_once = 1 if more else next(words for words in (4, 2, 1) if chunks % words == 0)
+    return Layout(
+        turned, rows_m, rows_w, columns, clusters, chunks, stages, shared_bytes, at_once, kept
+    )
+
+
+_layout = where_it_fits(layout)
+
+
+def _refusal(target: Target, problem: LinearProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no wgmma_fp8 kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if problem.M > MAX_M:
+        return f"M={problem.M} is above {MAX_M}, the most rows of a tile of wgmma_fp8"
+    if problem.out_dtype != "bf16":
+        return f"wgmma_fp8 sums a block with 14 bits: enough for bf16, not for {problem.out_dtype}"
+    if problem.K % CHUNK:
+        return f"K={problem.K} is no multiple of {CHUNK}, which wgmma_fp8 takes at a time"
+    if max(problem.N, problem.K) > MAX_SIZE:
+        return f"N={problem.N}, K={problem.K}: wgmma_fp8 counts both in 31 bits"
+    if not any(_fits(target, problem, config) for config in combinations(PARAMS)):
+        return f"N={problem.N}: no room for all of w in shared memory"
+    return None
+
+
+def _fits(target: Target, problem: LinearProblem, config: Config) -> bool:
+    """Whether the configuration is laid out, and no shallower one is the same."""
+    found = layout(target, problem, config)
+    if found is None:
+        return False
+    return not any(found.stages <= depth < config["depth"] for depth in _DEPTHS)
+
+
+_DEPTHS = next(param.values for param in PARAMS if param.name == "depth")
+
+
+def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
+    """A model of what a call takes beyond its start: fitted to 111 times of one H200."""
+    found = _layout(target, problem, config)
+    row_groups, k_groups = config["row_groups"], config["k_groups"]
+    groups = row_groups * k_groups
+    copied: float = found.chunks * found.stage_bytes / 46
+    blocks = _up(found.chunks, k_groups) * row_groups * 4
+    doubled = 5 * found.columns // 2 + 32 <= _REGISTERS[groups - 1]
+    waited = (120 if doubled else 320) / groups
+    computed = blocks * max(22 + 1.38 * found.columns + 58 / groups, waited)
+    sums = found.rows_m * found.rows_w * k_groups
+    exchanged = 0.2 * sums + 178 * config["split"] if config["split"] > 1 else 0.11 * sums
+    if config["split"] in (3, 5, 6, 7):
+        exchanged += 500  # so much slower than the model had them
+    under_way = min(config["depth"], found.stages) * found.stage_bytes
+    both: float = (copied**1.5 + computed**1.5) ** (1 / 1.5)
+    return both + exchanged + 0.008 * abs(under_way - _BYTES_UNDER_WAY)
+
+
+_candidates = cheapest_of(
+    PARAMS,
+    _fits,
+    _cycles,
+    alike=("split", "row_groups", "k_groups"),
+    most_alike=_MOST_ALIKE,
+    most=_MOST_CANDIDATES,
+)
+
+
+def _yields(target: Target, problem: LinearProblem) -> str | None:
+    enough = problem.M >= _FEWEST_OWN_ROWS and problem.N >= _FEWEST_OWN_WEIGHT_ROWS
+    if enough and problem.N * problem.K in _OWN_WEIGHTS:
+        return None
+    return "wgmma_fp8 keeps fewer bits of sums than the others, and gains where that was measured"
+
+
+def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
+    found = _layout(target, problem, config)
+    return {
+        "MX_TURNED": int(found.turned),
+        "MX_ROWS_M": found.rows_m,
+        "MX_ROWS_W": found.rows_w,
+        "MX_ROW_GROUPS": config["row_groups"],
+        "MX_K_GROUPS": config["k_groups"],
+        "MX_SPLIT": config["split"],
+        "MX_CHUNKS": found.chunks,
+        "MX_STAGES": found.stages,
+        "MX_DEPTH": config["depth"],
+        "MX_SCALE_CHUNKS": found.scale_chunks,
+        "MX_EVEN": int(problem.K // CHUNK % config["split"] == 0),
+        "MX_OUT": DTYPE_CODES[problem.out_dtype],
+        "MX_SHARED_BYTES": found.shared_bytes,
+    }
+
+
+def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
+    found = _layout(target, problem, config)
+    groups = config["row_groups"] * config["k_groups"]
+    return Geometry(
+        grid=(found.clusters * config["split"], 1, 1),
+        block=(128 * (groups + 1), 1, 1),
+        shared_bytes=found.shared_bytes,
+        overlaps=problem.pdl,
+    )
+
+
+def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
+    return (*matrix_scalars(problem), *part_scalars(problem, config["split"]))
+
+
+def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
+    rows_w = _layout(target, problem, config).rows_w
+    return TensorMap(W_POINTER, problem.N, problem.K, rows_w, CHUNK, fetch_bytes=128)
+
+
+def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
+    rows_m = _layout(target, problem, config).rows_m
+    return TensorMap(X_POINTER, problem.M, problem.K, rows_m, CHUNK)
+
+
+MODULE = Module(
+    sources={"sm_90a": "linear/wgmma_fp8_sm90.cu"},
+    symbol="aiter_mx_linear_wgmma_fp8",
+    args=(*MATRIX_ARGS, *PART_ARGS),
+    defines=_defines,
+    geometry=_geometry,
+    scalars=_scalars,
+    tensor_maps=(_weights, _x),
+)
+
+WGMMA_FP8 = KernelSpec(
+    op="linear",
+    backend="hip",
+    name="wgmma_fp8",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=first_of(_candidates),
+    candidates=_candidates,
+    module=MODULE,
+    yields=_yields,
+)

@@ -1,0 +1,197 @@
+"""The Hopper kernel of the grouped GEMM for few tokens an expert, csrc/moe/mma_ring_sm90.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aiter_mx.kernels.moe_gemm.problem import (
+    MoeGemmProblem,
+    module,
+    sm90_defines,
+)
+from aiter_mx.kernels.spec import (
+    Config,
+    Geometry,
+    KernelSpec,
+    Param,
+    combinations,
+    first_of,
+)
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("row_tiles", (1, 2, 3, 4), "tiles of 16 rows of w that a workgroup takes at a time"),
+    Param("col_tiles", (1, 2, 4), "tiles of 8 rows of x that it takes at a time"),
+    Param("k_warps", (1, 2, 3, 4, 6, 8, 12), "warps of a workgroup, which share K"),
+    Param("depth", (2, 3, 4, 6, 8), "times 128 k of a warp that are in its ring"),
+    Param("groups", (1, 2, 3, 4, 6, 8), "workgroups of an SM"),
+)
+
+CHUNK = 128  # k
+_ACTIVATED_TILES = 4  # hold the gate and up rows of a block of 32 features
+_PIECE = 64  # ids of a block that are looked up at a time
+MAX_SIDE = 1 << 31  # N and K, of which products alone are 64 bits wide
+_MAX_ITEMS = 1 << 31
+_SHARED_BYTES = 227 * 1024  # of an SM, for workgroups of 1 KiB more each: compute capability 9.0
+_REGISTERS = 64 * 1024  # of an SM
+_MOST_CANDIDATES = 40
+MOST_ROWS = 12  # of an expert, measured on an H200
+_MOST_ROWS_UNEVEN = 17  # where K is no multiple of a chunk, which wgmma_f16 and wide refuse
+
+
+def most_rows(problem: MoeGemmProblem) -> int:
+    """Rows of an expert up to which no other kernel of ours is faster."""
+    return _MOST_ROWS_UNEVEN if problem.K % CHUNK else MOST_ROWS
+
+
+def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
+    """Of a workgroup: its warps' rings, partial sums and queues."""
+    rows, cols, depth = config["row_tiles"] * 16, config["col_tiles"] * 8, config["depth"]
+    scale_bytes = 4 if problem.K % CHUNK == 0 else 8
+    slot = (rows + cols) * (CHUNK + scale_bytes)
+    entry = cols * 8 + 16
+    of_warp = depth * slot + cols * (rows + 4) * 4 + (depth + 1) * entry
+    cluster = _cluster(problem, config)
+    maxima = 16 + 2 * cols * 8 * 4 if cluster > 1 else 0
+    return config["k_warps"] * of_warp + maxima
+
+
+def _cluster(problem: MoeGemmProblem, config: Config) -> int:
+    """Workgroups that have a block of 32 features of an activated result together."""
+    return 1 if problem.activation == "none" else _ACTIVATED_TILES // config["row_tiles"]
+
+
+def _items(problem: MoeGemmProblem, config: Config) -> int:
+    pieces = problem.blocks * -(-problem.block_m // _PIECE)
+    return pieces * -(-problem.N // (config["row_tiles"] * 16))
+
+
+def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no such kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if max(problem.N, problem.K) >= MAX_SIDE:
+        return f"N={problem.N} and K={problem.K} must be below {MAX_SIDE}"
+    if _items(problem, {"row_tiles": 1}) >= _MAX_ITEMS:
+        return f"{problem.blocks} blocks by N={problem.N} are more tiles than 31 bits count"
+    return None
+
+
+def _shares_blocks(problem: MoeGemmProblem, config: Config) -> bool:
+    """Whether clusters have one block of 32 features, and of those that exchange maxima each
+    workgroup a thread for every four of its features of each row of x."""
+    if problem.activation == "none":
+        return True
+    cluster, row_tiles = _cluster(problem, config), config["row_tiles"]
+    enough = config["col_tiles"] * 8 * row_tiles * 2 <= config["k_warps"] * 32
+    return cluster * row_tiles == _ACTIVATED_TILES and (cluster == 1 or enough)
+
+
+def fits(problem: MoeGemmProblem, config: Config) -> bool:
+    """Whether an SM has room for a configuration's workgroups, and these for the problem."""
+    chunks = -(-problem.K // CHUNK)
+    threads = config["k_warps"] * 32 * config["groups"]
+    registers = 56 + 10 * config["row_tiles"] * (2 + config["col_tiles"])
+    return (
+        config["k_warps"] <= chunks
+        and _shares_blocks(problem, config)
+        and (shared_bytes(problem, config) + 1024) * config["groups"] <= _SHARED_BYTES
+        and threads <= 2048
+        and threads * registers <= _REGISTERS
+    )
+
+
+def _rounds(tiles: int, workgroups: int) -> int:
+    """The most tiles of a workgroup."""
+    return -(-tiles // workgroups)
+
+
+def _preferred(target: Target, problem: MoeGemmProblem) -> list[Config]:
+    """Configurations that did well on an H200, the best first; not all fit."""
+    rows = problem.rows_of_expert
+    most_cols = -(-min(problem.block_m, _PIECE) // 8)
+    col_tiles = next((c for c in (1, 2) if rows <= 4 * c or most_cols <= c), 4)
+    row_tiles = 4 if problem.activation != "none" else 3
+    if problem.K >= 16 * CHUNK:
+        shapes = [(row_tiles, 8, 2, 1), (row_tiles, 4, 2, 2), (4, 8, 2, 1), (2, 4, 2, 2)]
+        tiles = min(problem.routed, problem.E) * -(-problem.N // (row_tiles * 16))
+        if problem.activation != "none":
+            if tiles <= target.cu_num:  # two workgroups for each block of features, or four
+                shapes = [(2, 6, 2, 2), (2, 8, 2, 2), *shapes, (1, 8, 2, 2)]
+            elif _rounds(tiles, 2 * target.cu_num) * 2 <= _rounds(tiles, target.cu_num):
+                shapes.insert(0, shapes.pop(1))
+        elif tiles <= target.cu_num:
+            shapes.insert(0, (row_tiles, 12, 2, 1))
+        elif tiles <= 2 * target.cu_num:
+            shapes.insert(0, (row_tiles, 6, 2, 2))
+    else:
+        shapes = [(row_tiles, 2, 3, 4), (row_tiles, 2, 2, 4), (row_tiles, 2, 2, 3), (2, 2, 2, 4)]
+    shapes += [(row_tiles, 2, 2, 2), (row_tiles, 1, 2, 4), (row_tiles, 1, 2, 2), (4, 1, 2, 1)]
+    names = ("row_tiles", "k_warps", "depth", "groups")
+    return [
+        {"col_tiles": cols, **dict(zip(names, shape, strict=True))}
+        for cols in dict.fromkeys((col_tiles, 2, 1))
+        for shape in shapes
+    ]
+
+
+def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
+    """The preferred ones, and what is near them."""
+    most_cols = -(-min(problem.block_m, _PIECE) // 8)
+    near = [
+        config
+        for config in combinations(PARAMS)
+        if config["row_tiles"] >= (2 if problem.activation == "none" else _ACTIVATED_TILES)
+        and config["col_tiles"] <= max(2, most_cols)
+        and config["depth"] <= 3
+        and 4 <= config["k_warps"] * config["groups"] <= 12
+    ]
+    ordered = [*_preferred(target, problem), *near]
+    distinct = {tuple(sorted(config.items())): config for config in ordered}
+    return [config for config in distinct.values() if fits(problem, config)][:_MOST_CANDIDATES]
+
+
+def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
+    rows = problem.rows_of_expert
+    if rows <= most_rows(problem):
+        return None
+    other = "grouped" if problem.K % CHUNK else "wide"
+    return f"{other} is faster for the {rows:.0f} rows of an expert"
+
+
+def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
+    return {
+        **sm90_defines(problem),
+        "MX_ROW_TILES": config["row_tiles"],
+        "MX_COL_TILES": config["col_tiles"],
+        "MX_K_WARPS": config["k_warps"],
+        "MX_DEPTH": config["depth"],
+        "MX_GROUPS": config["groups"],
+        "MX_WHOLE": int(problem.K % CHUNK == 0),
+        "MX_SHARED_BYTES": shared_bytes(problem, config),
+    }
+
+
+def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:
+    cluster = _cluster(problem, config)
+    groups = min(target.cu_num * config["groups"], _items(problem, config)) // cluster * cluster
+    return Geometry(
+        grid=(max(cluster, groups), 1, 1),
+        block=(config["k_warps"] * target.wave_size, 1, 1),
+        shared_bytes=shared_bytes(problem, config),
+        overlaps=True,
+    )
+
+
+MODULE = module("mma_ring", {"sm_90a": "moe/mma_ring_sm90.cu"}, _defines, _geometry)
+
+MMA_RING = KernelSpec(
+    op="moe_gemm",
+    backend="hip",
+    name="mma_ring",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=first_of(_candidates),
+    candidates=_candidates,
+    module=MODULE,
+    yields=_yields,
+)

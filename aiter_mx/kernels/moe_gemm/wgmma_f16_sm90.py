@@ -1,0 +1,220 @@
+"""The Hopper kernel of the grouped GEMM for tens of tokens an expert, moe/wgmma_f16_sm90.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MAX_SIDE, MOST_ROWS
+from aiter_mx.kernels.moe_gemm.problem import (
+    ARGS,
+    MoeGemmProblem,
+    module,
+    sm90_defines,
+)
+from aiter_mx.kernels.spec import (
+    Config,
+    Geometry,
+    KernelSpec,
+    Param,
+    TensorMap,
+    combinations,
+    first_of,
+    place_of,
+)
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("col_tiles", (4, 6, 8, 10, 12), "tiles of 8 rows of x that a workgroup takes at a time"),
+    Param("groups", (2, 3), "warpgroups of a workgroup that add, with 64 rows of w each"),
+    Param("depth", (2, 3, 4, 5, 6), "times 128 k of w that are in flight"),
+    Param("slots", (0, 2, 3, 4), "times 128 k of x that are ready; 0: all of K, from tile to tile"),
+    Param("ahead", (2, 3, 4, 6), "times 128 k of x that are on their way"),
+)
+
+CHUNK = 128  # k
+GROUP_ROWS = 64  # of w
+BRING_GROUPS = 3  # warpgroups that bring what others add, also in slabs
+_ENTRIES = 4  # of the queue
+_MOST_WEIGHT_ROWS = MAX_SIDE - 256  # of all experts, as boxes may start past the last
+_MOST_ROWS = 1 << 25  # of an expert, whose tiles times what they cost are counted in 32 bits
+SHARED_BYTES = 227 * 1024  # of a workgroup: compute capability 9.0
+_MOST_CANDIDATES = 24
+_MOST_TILES = PARAMS[0].values[-1]
+_WHOLE_ROWS = 48  # of a block that is taken at once, however few rows an expert has on average
+_FEW_ROWS = 24  # of a block, for which 48 columns have no more room for an expert's than 32
+
+
+def _slots(problem: MoeGemmProblem, config: Config) -> int:
+    return config["slots"] or problem.K // CHUNK
+
+
+def layout_bytes(
+    problem: MoeGemmProblem, config: Config, groups: int, slots: int, scale_chunks: int = 1
+) -> int:
+    """Of a workgroup: weights, x in fp16 and as fetched, factors, the queue, maxima, barriers.
+
+    Args:
+        problem: what is computed.
+        config: columns, stages and chunks under way.
+        groups: warpgroups that add.
+        slots: times 128 k of x that are ready.
+        scale_chunks: times 128 k whose scales are fetched at once.
+    """
+    depth, ahead, cols = config["depth"], config["ahead"], config["col_tiles"] * 8
+    rows, passes = groups * GROUP_ROWS, -(-cols // 16)
+    ring = depth * rows * (CHUNK + 8)
+    ready = slots * 8 * (32 * cols + 16)
+    scale_places = (ahead + 2 * (scale_chunks - 1)) // scale_chunks
+    fetched = passes * 16 * (ahead * CHUNK + scale_places * scale_chunks * 4)
+    barriers = 16 * (groups * depth + slots + ahead)
+    total = ring + ready + fetched + frame_bytes(problem, cols, groups) + barriers
+    return -(-total // 1024) * 1024  # weights are where a KiB begins
+
+
+def frame_bytes(problem: MoeGemmProblem, cols: int, groups: int) -> int:
+    """Of a workgroup: the queue with its barriers, and maxima of what is activated."""
+    maxima = 32 * groups * (2 if problem.activation == "none" else cols)
+    return maxima + _ENTRIES * (24 * cols + 32 + 16)
+
+
+def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
+    return layout_bytes(problem, config, config["groups"], _slots(problem, config))
+
+
+def _fits(problem: MoeGemmProblem, config: Config) -> bool:
+    return shared_bytes(problem, config) <= SHARED_BYTES
+
+
+def _stays(problem: MoeGemmProblem, tiles: int) -> bool:
+    """Whether there is room for all of x."""
+    least = {"col_tiles": tiles, "groups": 3, "depth": 2, "slots": 0, "ahead": 2}
+    return _fits(problem, least)
+
+
+def refusal(target: Target, problem: MoeGemmProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no such kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if problem.K % CHUNK:
+        return f"K={problem.K} is not a multiple of {CHUNK}"
+    if problem.N == 0 or max(problem.N * problem.E, problem.K) > _MOST_WEIGHT_ROWS:
+        return (
+            f"E * N={problem.E * problem.N} and K={problem.K} must be from 1 to {_MOST_WEIGHT_ROWS}"
+        )
+    if problem.N > _MOST_ROWS:
+        return f"N={problem.N} is more than {_MOST_ROWS}"
+    return None
+
+
+def rows_of_block(problem: MoeGemmProblem) -> float:
+    """Hardly ever more: what an entry has no room for is another entry, which takes w anew."""
+    rows = problem.rows_of_expert
+    most: float = min(problem.block_m, rows + 4 * rows**0.5)  # of experts chosen at random
+    return most
+
+
+@lru_cache(maxsize=64)
+def candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
+    """Those that fit, the ones that did well on an H200 first."""
+    rows = problem.block_m if problem.block_m <= _WHOLE_ROWS else rows_of_block(problem)
+    tiles = next((t for t in PARAMS[0].values if rows <= t * 8), _MOST_TILES)
+    plain = problem.activation == "none"
+    if plain and rows_of_block(problem) > _FEW_ROWS and not _stays(problem, tiles):
+        # Blocks are joined: where few experts have most of the rows, there are 8 % fewer tiles.
+        tiles = max(tiles, 6)
+    # 6 tiles leave the L1 more of an SM's memory with 3 stages, which is worth more than a fourth.
+    depth, slots, ahead = {4: (4, 3, 3), 6: (3, 4, 4), 8: (4, 3, 3)}.get(tiles, (3, 3, 4))
+    return sorted(
+        (config for config in combinations(PARAMS) if _fits(problem, config)),
+        key=lambda c: (
+            abs(c["col_tiles"] - tiles),
+            c["groups"] != 3,
+            c["slots"] != 0,
+            abs(c["depth"] - depth),
+            abs(c["ahead"] - ahead),
+            abs(c["slots"] - slots),
+        ),
+    )[:_MOST_CANDIDATES]
+
+
+def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
+    rows = problem.rows_of_expert
+    if rows <= MOST_ROWS:
+        return f"mma_ring is faster for the {rows:.0f} rows of an expert"
+    if rows_of_block(problem) > _MOST_TILES * 8:
+        return f"wide has room for more than {_MOST_TILES * 8} rows of a block"
+    return None
+
+
+def frame_defines(
+    problem: MoeGemmProblem,
+    config: Config,
+    shared_bytes: int,
+    groups: int,
+    *,
+    tiles: int = 1,
+    long_scales: bool = True,
+) -> dict[str, int]:
+    """What csrc/moe/boxes_sm90.h asks for.
+
+    Args:
+        problem: what is computed.
+        config: columns, stages and chunks under way; slots of 0: all of x stays.
+        shared_bytes: of a workgroup.
+        groups: warpgroups that add.
+        tiles: times 64 rows of w of each of these.
+        long_scales: whether scales are copied for four chunks at once.
+    """
+    return {
+        **sm90_defines(problem),
+        "MX_COL_TILES": config["col_tiles"],
+        "MX_GROUPS": groups,
+        "MX_TILES": tiles,
+        "MX_LONG_SCALES": int(long_scales),
+        "MX_DEPTH": config["depth"],
+        "MX_SLOTS": _slots(problem, config),
+        "MX_AHEAD": config.get("ahead", 1),
+        "MX_RESIDENT": int(config["slots"] == 0),
+        "MX_SHARED_BYTES": shared_bytes,
+    }
+
+
+def frame_geometry(target: Target, groups: int, shared_bytes: int) -> Geometry:
+    """Of a kernel that has a workgroup, of so many warpgroups, on each SM."""
+    return Geometry(
+        grid=(target.cu_num, 1, 1),
+        block=(groups * 4 * target.wave_size, 1, 1),
+        shared_bytes=shared_bytes,
+        overlaps=True,
+    )
+
+
+def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
+    shared = shared_bytes(problem, config)
+    return frame_defines(problem, config, shared, config["groups"], long_scales=False)
+
+
+def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:
+    groups = config["groups"] + BRING_GROUPS
+    return frame_geometry(target, groups, shared_bytes(problem, config))
+
+
+def weights_map(target: Target, problem: MoeGemmProblem, config: Config) -> TensorMap:
+    halves = problem.activation != "none" and problem.layout == "halves"
+    box_rows = GROUP_ROWS // 2 if halves else GROUP_ROWS
+    return TensorMap(place_of(ARGS, "wq"), problem.E * problem.N, problem.K, box_rows, CHUNK)
+
+
+MODULE = module("wgmma_f16", {"sm_90a": "moe/wgmma_f16_sm90.cu"}, _defines, _geometry, weights_map)
+
+WGMMA_F16 = KernelSpec(
+    op="moe_gemm",
+    backend="hip",
+    name="wgmma_f16",
+    params=PARAMS,
+    refusal=refusal,
+    configure=first_of(candidates),
+    candidates=candidates,
+    module=MODULE,
+    yields=_yields,
+)

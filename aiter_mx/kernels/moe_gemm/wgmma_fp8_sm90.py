@@ -1,0 +1,116 @@
+"""The Hopper kernel of the grouped GEMM for 6 to 36 tokens an expert, moe/wgmma_fp8_sm90.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from aiter_mx.kernels.moe_gemm import wgmma_f16_sm90 as wgmma_f16
+from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem, module
+from aiter_mx.kernels.moe_gemm.wgmma_f16_sm90 import CHUNK, GROUP_ROWS, SHARED_BYTES
+from aiter_mx.kernels.spec import (
+    Config,
+    Geometry,
+    KernelSpec,
+    Param,
+    combinations,
+    first_of,
+)
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("col_tiles", (4, 6), "tiles of 8 rows of x that a workgroup takes at a time"),
+    Param("depth", (3, 4, 5, 6), "times 128 k of w that are in flight"),
+    Param("slots", (4, 5, 6, 8), "times 128 k of x that are there or on their way"),
+)
+
+ACCUMULATION_ERROR = 2.0**-10
+"""Of the sum of magnitudes: blocks of 32 k are summed up with 14 bits."""
+
+_GROUPS = 3  # warpgroups of a workgroup that add, with 64 rows of w each
+_SCALE_CHUNKS = 4  # times 128 k whose scales are loaded at once
+_OUT_DTYPES = ("bf16", "mxfp8")
+_LEAST_ROWS = 6  # of an expert, measured on an H200: for 4 mma_ring is as fast
+
+
+def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
+    """Of a workgroup: weights, x with factors, scales as they are, sums that warps exchange, the
+    queue, maxima, barriers."""
+    depth, slots, cols = config["depth"], config["slots"], config["col_tiles"] * 8
+    activated = problem.activation != "none"
+    rows = _GROUPS * GROUP_ROWS
+    ring = depth * rows * CHUNK
+    x = slots * cols * (CHUNK + 16)
+    places = (slots + 2 * _SCALE_CHUNKS - 2) // _SCALE_CHUNKS
+    scales = places * (cols + rows) * 4 * _SCALE_CHUNKS
+    halves = activated and problem.layout == "halves"
+    traded = 512 * (_GROUPS * (cols // 4 + 1) if halves else 1)
+    barriers = 16 * _GROUPS * depth + 24 * slots
+    total = ring + x + scales + traded + barriers + wgmma_f16.frame_bytes(problem, cols, _GROUPS)
+    return -(-total // 1024) * 1024  # weights are where a KiB begins
+
+
+def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
+    if target.arch in MODULE.sources:
+        if problem.out_dtype not in _OUT_DTYPES:
+            return f"sums are not exact enough for {problem.out_dtype}, only for bf16 and mxfp8"
+        if problem.K % (_SCALE_CHUNKS * CHUNK):
+            return f"K={problem.K} is not a multiple of {_SCALE_CHUNKS * CHUNK}"
+    return wgmma_f16.refusal(target, problem)
+
+
+def _rows_of_most(problem: MoeGemmProblem, deviations: int) -> float:
+    """Hardly any expert has more, if they are chosen at random. Small blocks of one are joined."""
+    rows = problem.rows_of_expert
+    return rows + float(deviations * rows**0.5)
+
+
+@lru_cache(maxsize=64)
+def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
+    """Those that fit, the ones that did well on an H200 first."""
+    few, many = PARAMS[0].values
+    fit = problem.block_m <= few * 8 and _rows_of_most(problem, 3) <= few * 8
+    tiles = few if fit else many
+    return sorted(
+        (c for c in combinations(PARAMS) if shared_bytes(problem, c) <= SHARED_BYTES),
+        key=lambda c: (
+            abs(c["col_tiles"] - tiles),
+            abs(c["depth"] - 3),
+            abs(c["slots"] - 6),
+        ),
+    )[:24]
+
+
+def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
+    if problem.rows_of_expert < _LEAST_ROWS:
+        return f"mma_ring is faster for the {problem.rows_of_expert:.0f} rows of an expert"
+    most = PARAMS[0].values[-1] * 8
+    if _rows_of_most(problem, 2) > most:
+        return f"wgmma_f16 and slabs are faster where experts have more than {most} rows"
+    return None
+
+
+def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
+    shared = shared_bytes(problem, config)
+    return wgmma_f16.frame_defines(problem, config, shared, _GROUPS) | {"MX_OUTER": 1}
+
+
+def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:
+    return wgmma_f16.frame_geometry(target, _GROUPS + 1, shared_bytes(problem, config))
+
+
+MODULE = module(
+    "wgmma_fp8", {"sm_90a": "moe/wgmma_fp8_sm90.cu"}, _defines, _geometry, wgmma_f16.weights_map
+)
+
+WGMMA_FP8 = KernelSpec(
+    op="moe_gemm",
+    backend="hip",
+    name="wgmma_fp8",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=first_of(_candidates),
+    candidates=_candidates,
+    module=MODULE,
+    yields=_yields,
+)

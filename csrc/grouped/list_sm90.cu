@@ -1,0 +1,210 @@
+// Ahead of persistent_sm90.cu: the list of tiles of tokens, and nothing of x expanded yet.
+// grouped_sm90.h draws the workspace. One workgroup, so that it takes a few microseconds. It gets
+// the arguments of the product, and names those that it needs.
+
+#include "rows.h"
+#include "walk_sm90.h"
+
+using namespace mx;
+
+constexpr int kThreads = MX_THREADS;
+constexpr int kWarps = kThreads / kLanes;
+constexpr int kMostMore = 16; // tiles that come of cutting, for which the host leaves room
+constexpr float kMore = 2.4f; // slabs' time that a tile takes beyond that of its own
+
+// What groups need: slabs, and tiles of 1, 2, .. slabs, from index 1.
+struct Need {
+    int of[1 + kMostSlabs];
+
+    template <typename Each>
+    MX_MEMBER void change(Each each) {
+#pragma unroll
+        for (int i = 0; i <= kMostSlabs; ++i)
+            of[i] = each(i);
+    }
+};
+
+MX_DEVICE Need need_of(const RowRange& range) {
+    const int slabs = (range.end - range.begin + kSlabRows - 1) / kSlabRows;
+    Need need;
+    need.change([&](int i) {
+        return i == 0 ? slabs : i == kMostSlabs ? slabs / kMostSlabs : slabs % kMostSlabs == i;
+    });
+    return need;
+}
+
+struct Place {
+    RowRange range;
+    Need before; // of the groups before
+};
+
+// Places the groups whose numbers begin with base, one for each thread. Adds what they need to
+// that of those before.
+MX_DEVICE void place_groups(const RowGroups& groups, long base, Need& before,
+                            Place (&places)[kThreads]) {
+    __shared__ Need totals[kWarps];
+    const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+    const long group = base + threadIdx.x;
+    const RowRange range = group < groups.count ? groups.range(group) : RowRange{0, 0};
+    const Need own = need_of(range);
+    Need sum = own;
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2)
+        sum.change([&](int i) {
+            const int other = __shfl_up_sync(0xffffffff, sum.of[i], distance);
+            return sum.of[i] + (lane >= distance ? other : 0);
+        });
+    __syncthreads(); // all have read what was here
+    if (lane == kLanes - 1)
+        totals[warp] = sum;
+    __syncthreads();
+    Need here;
+    here.change([&](int i) { return before.of[i] + sum.of[i] - own.of[i]; });
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+        here.change([&](int i) { return here.of[i] + (w < warp ? totals[w].of[i] : 0); });
+        before.change([&](int i) { return before.of[i] + totals[w].of[i]; });
+    }
+    places[threadIdx.x] = {range, here};
+    __syncthreads();
+}
+
+// How the last full tiles are cut so that all clusters finish at about the same time.
+struct Cut {
+    int tiles = 0, slabs = 1; // so many, into tiles of so many slabs
+
+    MX_MEMBER int pieces() const { return tiles * (kMostSlabs / slabs); }
+};
+
+// Clusters take the longest tiles first. Those where consumers have s slabs take about s + 2.4, as
+// measured when all of the GPU has such; another kind of tiles fills the gaps that those before
+// leave, but for about a third of one.
+MX_DEVICE float time_of_all(const int (&tiles)[kMostSlabs + 1], const Columns& columns,
+                            int clusters) {
+    const float each = 1.0f / clusters;
+    float busy = 0, last = 0; // sum of all in a cluster; when the last is done
+#pragma unroll
+    for (int slabs = kMostSlabs; slabs > 0; --slabs) {
+        const auto add = [&](int count, float time) {
+            if (count == 0)
+                return;
+            // Rounded up: a half keeps errors of the product away from whole numbers.
+            const int rounds = (count + clusters - 0.5f) * each;
+            const float alone = rounds * time;
+            last = busy == 0 ? alone : max(last, busy + count * time * each + 0.3f * time);
+            busy += count * time * each;
+        };
+        add(tiles[slabs] * columns.panels, slabs + kMore);
+        add(Tails(columns, slabs, tiles).count, slabs + kMore);
+    }
+    return last;
+}
+
+MX_DEVICE Cut best_cut(const int (&tiles)[kMostSlabs + 1], const Columns& columns, int clusters) {
+    // A lane for each way; all of a warp learn which is the best.
+    int best = threadIdx.x % kLanes;
+    const auto cut = [](int way) { return way ? Cut{(way + 1) / 2, 2 - way % 2} : Cut{}; };
+    const Cut own = cut(best);
+    int after[kMostSlabs + 1] = {0, tiles[1], tiles[2], tiles[3], tiles[4] - own.tiles};
+    after[1] += own.slabs == 1 ? own.pieces() : 0;
+    after[2] += own.slabs == 2 ? own.pieces() : 0;
+    const bool possible = own.tiles <= tiles[kMostSlabs] && own.pieces() - own.tiles <= kMostMore;
+    float least = possible ? time_of_all(after, columns, clusters) : 1e30f;
+#pragma unroll
+    for (int distance = kLanes / 2; distance; distance /= 2) {
+        const float time = __shfl_xor_sync(0xffffffff, least, distance);
+        const int way = __shfl_xor_sync(0xffffffff, best, distance);
+        if (time < least || (time == least && way < best)) {
+            least = time;
+            best = way;
+        }
+    }
+    return cut(best);
+}
+
+// Writes the list of tiles. Only groups that overlap have more than there is room for; their
+// results are of no use, but nothing outside the workspace is named.
+MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most_tiles,
+                          int most_slabs, const Columns& columns, int clusters) {
+    __shared__ Place places[kThreads];
+    Need all{};
+    for (long base = 0; base < groups.count; base += kThreads)
+        place_groups(groups, base, all, places);
+    const Cut cut = best_cut(all.of, columns, clusters);
+    const int uncut = all.of[kMostSlabs] - cut.tiles, pieces = kMostSlabs / cut.slabs;
+    // Where those that come of cutting are, ahead of others of their kind.
+    const int first_cut = uncut + all.of[3] + (cut.slabs == 1 ? all.of[2] : 0);
+    int first[1 + kMostSlabs], end = 0; // where tiles of each kind begin
+#pragma unroll
+    for (int kind = kMostSlabs; kind > 0; --kind) {
+        const int own = kind == kMostSlabs ? uncut : all.of[kind];
+        const int of_cutting = kind == cut.slabs ? cut.pieces() : 0;
+        first[kind] = end + of_cutting;
+        const int listed = min(own + of_cutting, most_tiles - end);
+        end += listed;
+        if (threadIdx.x == 0)
+            to.tiles()[kind] = listed;
+    }
+    // Threads share groups where there are fewer of these.
+    const int count = min(groups.count, static_cast<long>(kThreads));
+    int sharing = kThreads;
+    while (sharing * count > kThreads)
+        sharing /= 2;
+    Need before{};
+    for (long base = 0; base < groups.count; base += kThreads) {
+        if (groups.count > kThreads)
+            place_groups(groups, base, before, places);
+        const int in_base = threadIdx.x / sharing;
+        if (base + in_base >= groups.count)
+            continue;
+        const Place& group = places[in_base];
+        const Need own = need_of(group.range);
+        const auto put = [&](int at, int skipped, int slabs) {
+            const long row = group.range.begin + static_cast<long>(skipped) * kSlabRows;
+            const long rows = min(group.range.end - row, static_cast<long>(slabs * kSlabRows));
+            if (at < most_tiles)
+                to.tile()[at] = {row,
+                                 static_cast<short>(rows),
+                                 skipped == 0,
+                                 static_cast<int>(base + in_base),
+                                 min(group.before.of[0] + skipped, most_slabs - slabs),
+                                 at};
+        };
+        const int full = own.of[kMostSlabs];
+        for (int i = threadIdx.x % sharing; i < full; i += sharing) {
+            const int at = group.before.of[kMostSlabs] + i, skipped = i * kMostSlabs;
+            if (at < uncut)
+                put(first[kMostSlabs] + at, skipped, kMostSlabs);
+            else
+                for (int part = 0; part < pieces; ++part)
+                    put(first_cut + (at - uncut) * pieces + part, skipped + part * cut.slabs,
+                        cut.slabs);
+        }
+#pragma unroll
+        for (int kind = 1; kind < kMostSlabs; ++kind)
+            if (own.of[kind] && threadIdx.x % sharing == 0)
+                put(first[kind] + group.before.of[kind], full * kMostSlabs, kind);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    aiter_mx_grouped_gemm_list(const unsigned char*, const unsigned char*, const unsigned char*,
+                               const unsigned char*, const void*, void*, const void* starts,
+                               const void* ends, void* workspace, long M, long N, long K, long G,
+                               int layout, int index_bytes, int, long most_tiles, long most_slabs,
+                               long, int clusters) {
+    launch_dependents();
+    wait_for_grid_ahead();
+    const Workspace to{static_cast<unsigned char*>(workspace), most_tiles, K, G * N};
+    if (threadIdx.x == 0) {
+        *to.finished() = 0;
+        *to.claimed() = 0;
+        *to.begun() = clusters; // each begins with the tile of its own number
+    }
+    for (long i = threadIdx.x; i < most_tiles * to.words(); i += kThreads)
+        to.expanded(0)[i] = 0;
+    for (long i = threadIdx.x; i < G * N / 32; i += kThreads)
+        to.nans()[i] = 0;
+    list_tiles({starts, ends, M, G, layout, index_bytes}, to, most_tiles, most_slabs, Columns(N),
+               clusters);
+}

@@ -1,0 +1,43 @@
+// Exact application of two e8m0 block scales (OCP MX v1.0, section 5.4.1: 2^(byte - 127), 255 is
+// NaN) to a sum of e4m3 products.
+//
+// The two scales' product spans 2^-254..2^254, more than fp32, though the scaled sum may be
+// moderate. So they are applied one after the other, in an order that neither overflows nor rounds
+// before the last step unless the result does. A sum p of up to 2^17 e4m3 products is below 2^35
+// and a multiple of 2^-18; times 2^-127 it is still a multiple of fp32's smallest number, hence
+// exact; times 2^64 it is still far from overflow. What one scale has above 2^64 is applied last,
+// after the other scale.
+#pragma once
+
+#include "common/target.h"
+
+namespace mx {
+
+constexpr unsigned kNanScale = 255;
+constexpr unsigned kNanBits = 0x7fc00000;
+constexpr unsigned kTwoToMinus127 = 0x00400000; // subnormal: not an exponent field of 0
+
+MX_DEVICE float e8m0_to_f32(unsigned byte) {
+    const unsigned bits = max(byte << 23, kTwoToMinus127);
+    return bits_to_float(byte == kNanScale ? kNanBits : bits);
+}
+
+// A scale as a product of two powers of two.
+struct SplitScale {
+    float first, last;
+};
+
+// 2^(byte - 127) as a product: all of it in first up to 2^64, what is left in last.
+MX_DEVICE SplitScale e8m0_split(unsigned byte) {
+    constexpr unsigned most = 127 + 64;
+    const unsigned bits = max(min(byte, most) << 23, kTwoToMinus127);
+    return {bits_to_float(byte == kNanScale ? kNanBits : bits),
+            bits_to_float((max(byte, most) - 64) << 23)};
+}
+
+// sum + dot * (one scale) * (other scale)
+MX_DEVICE float add_scaled(float sum, float dot, SplitScale one, float other) {
+    return fma(dot * one.first * other, one.last, sum);
+}
+
+} // namespace mx

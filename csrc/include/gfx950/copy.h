@@ -1,0 +1,68 @@
+// Copies from memory to LDS that pass no register (CDNA4 ISA manual, section 9.1.9): lane l's bytes
+// land at M0 + l * size, at 4 bytes a lane where fewer are copied.
+//
+// They are assembly: given the builtin, LLVM has every read of LDS wait for all copies under way
+// that it cannot tell apart. So it counts none of them, and each kernel waits on its own.
+#pragma once
+
+#include "gfx950/buffer.h"
+
+namespace mx {
+
+using Offset = unsigned long; // elements and bytes: tensors may exceed 4 GiB
+using Resource = u32x4;       // the words of a buffer descriptor, the same in all lanes
+
+MX_DEVICE Resource resource(const unsigned char* first, unsigned size_bytes) {
+    constexpr unsigned raw_words = 0x00027000; // 32-bit words, no swizzle
+    const Offset address = reinterpret_cast<Offset>(first);
+    return {static_cast<unsigned>(address), static_cast<unsigned>(address >> 32) & 0xffff,
+            size_bytes, raw_words};
+}
+
+// M0 may be written by the scalar unit one wait state before a copy: ISA manual, section 4.5.
+#define MX_COPY(load)                                                                              \
+    asm volatile("s_add_u32 m0, %3, %4\n\ts_nop 0\n\t" load " %0, %1, %2 offen lds"                \
+                 :                                                                                 \
+                 : "v"(offset), "s"(from), "s"(further), "s"(to), "i"(at)                          \
+                 : "memory", "scc")
+
+// 16 bytes a lane, from `from` at offset + further, to the LDS at to + at, where `at` is a constant
+// once loops are unrolled. Beyond the descriptor's length they are zeros.
+MX_DEVICE void copy_16_bytes(Resource from, unsigned offset, unsigned further, unsigned to,
+                             int at) {
+    MX_COPY("buffer_load_dwordx4");
+}
+
+// The same for the first few lanes, fewer than 32. Saving the mask of lanes is the wait state.
+template <int Lanes>
+MX_DEVICE void copy_16_bytes_of(Resource from, unsigned offset, unsigned further, unsigned to,
+                                int at) {
+    LaneMask all;
+    asm volatile("s_add_u32 m0, %4, %5\n\ts_and_saveexec_b64 %0, %6\n\t"
+                 "buffer_load_dwordx4 %1, %2, %3 offen lds\n\ts_mov_b64 exec, %0"
+                 : "=&s"(all)
+                 : "v"(offset), "s"(from), "s"(further), "s"(to), "i"(at), "i"((1 << Lanes) - 1)
+                 : "memory", "scc");
+}
+
+// Size bytes a lane, each in a dword of LDS.
+template <int Size>
+MX_DEVICE void copy_piece(Resource from, unsigned offset, unsigned further, unsigned to, int at) {
+    if constexpr (Size == 4)
+        MX_COPY("buffer_load_dword");
+    else if constexpr (Size == 2)
+        MX_COPY("buffer_load_ushort");
+    else
+        MX_COPY("buffer_load_ubyte");
+}
+#undef MX_COPY
+
+// Every wave is here, its reads of LDS are done, and its copies but for the youngest few.
+template <int Youngest>
+MX_DEVICE void copies_arrived() {
+    asm volatile("s_waitcnt vmcnt(%0) lgkmcnt(0)\n\ts_barrier" ::"i"(Youngest) : "memory");
+}
+// Every wave is here, and its reads of LDS are done.
+MX_DEVICE void reads_arrived() { asm volatile("s_waitcnt lgkmcnt(0)\n\ts_barrier" ::: "memory"); }
+
+} // namespace mx

@@ -1,0 +1,101 @@
+// Tiles of the scaled matrix instruction, and their way from memory into its operands. A tile is
+// what two instructions take of one operand: 16 rows of 256 k.
+//
+// Loading a tile, 4 adjacent lanes have 64 adjacent bytes, as the address unit takes 4 lanes at a
+// time if they are in one cache line. As an operand, adjacent lanes have adjacent rows. Each wave
+// turns its tiles in LDS.
+#pragma once
+
+#include "common/target.h"
+#include "gfx950/buffer.h"
+#include "gfx950/mfma.h"
+
+namespace mx {
+
+constexpr unsigned kBlock = 32;              // k of one scale
+constexpr unsigned kTileK = 2 * kDepth;      // of one operand row
+constexpr unsigned kPiece = 16;              // bytes of one load
+constexpr int kRowPieces = kTileK / kPiece;  // of an operand row
+constexpr int kPieces = kSide * kRowPieces;  // of a tile
+constexpr int kLoads = kPieces / kLanes;     // of a lane for a tile
+constexpr int kProductWords = kSide * kSide; // sums of a row tile with a column tile
+
+struct Tile { // as loaded: of 4 lanes, rows 4 a to 4 a + 3, one by each load
+    u32x4 payload[kLoads];
+    unsigned scales; // of two blocks, in bytes 0 and 1
+};
+
+struct Operand {
+    u32x8 rows[2];   // for two instructions
+    unsigned scales; // byte i for instruction i
+};
+
+// Turns a tile's payload in the wave's LDS. Piece p of operand row r is kept at place p ^ r of its
+// row, so that any 8 lanes that are served together are in different banks. The scales are taken as
+// they are.
+MX_DEVICE Operand turn_payload(u32x4* lds, const Tile& tile, int lane) {
+    const int quad = lane / 4 % 4, part = lane / kSide;
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+        const int row = 4 * quad + j;
+        lds[row * kRowPieces + ((part * 4 + lane % 4) ^ row)] = tile.payload[j];
+    }
+    wave_in_order();
+    Operand operand;
+    const int row = lane % kSide, g = lane / kSide;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        // Lane group g has half g % 2 of the instruction's blocks g / 2 and 2 + g / 2, its scale is
+        // that of block g: which is to be block 2 g + i of the tile's row.
+        const int first = 2 * (2 * (g / 2) + i) + g % 2;
+        const u32x4 low = lds[row * kRowPieces + (first ^ row)];
+        const u32x4 high = lds[row * kRowPieces + ((first + 8) ^ row)];
+        operand.rows[i] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
+    }
+    wave_in_order();
+    operand.scales = tile.scales;
+    return operand;
+}
+
+MX_DEVICE Operand turn(u32x4* lds, const Tile& tile, int lane) {
+    Operand operand = turn_payload(lds, tile, lane);
+    operand.scales = of_lane(lane % kSide * 4 + lane / kSide, tile.scales);
+    return operand;
+}
+
+// The instruction's treatment of NaN scales is not relied on: a row that has one is noted here, and
+// gets a NaN payload at the end.
+struct NanNotes {
+    unsigned bits = 0;
+
+    MX_MEMBER void take(unsigned scales) { // bit 7 of a byte stays set if the byte is 255
+        bits |= ((scales & 0x7f7f7f7f) + 0x01010101) & scales;
+    }
+    MX_MEMBER u32x8 payload() const {
+        constexpr unsigned nans = 0x7f7f7f7f;
+        return bits & 0x80808080 ? u32x8{nans} : u32x8{};
+    }
+};
+
+// The bias of one output. It is under way during all of the sum: waiting for it at the end would
+// cost a latency of memory.
+struct BiasLoad {
+    unsigned low, high; // 16 bits each
+    int kind;
+
+    MX_MEMBER BiasLoad(const void* bias, int kind, unsigned long first, unsigned rows, unsigned row)
+        : kind(kind) {
+        const unsigned size = kind == kF32 ? 4 : 2;
+        const Buffer values(static_cast<const unsigned char*>(bias) + first * size,
+                            kind == kNone ? 0 : rows * size);
+        low = values.load_two_bytes(row * size);
+        high = values.load_two_bytes(kind == kF32 ? row * size + 2 : kNowhere);
+    }
+    MX_MEMBER float to_f32() const {
+        if (kind == kFP16)
+            return mx::to_f32(__builtin_bit_cast(fp16, static_cast<unsigned short>(low)));
+        return bits_to_float(kind == kF32 ? high << 16 | low : low << 16);
+    }
+};
+
+} // namespace mx

@@ -1,0 +1,203 @@
+// Hopper's asynchronous machinery: copies, barriers in shared memory, clusters.
+// Each function is one instruction of the PTX ISA manual; addresses of shared memory are 32 bits
+// wide.
+#pragma once
+
+#include "common/target.h"
+
+namespace mx {
+
+MX_DEVICE unsigned shared_address(const void* p) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+// Starts a copy of 16 bytes to shared memory that no one reads again from memory, or of zeros, for
+// which nothing is read. The L2 fetches lines of 128 bytes for it.
+MX_DEVICE void copy_once_in_lines_async(unsigned to, const void* from, bool exists) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(exists ? 16 : 0)
+                 : "memory");
+}
+// Starts a copy of 16 bytes that others read too, or of zeros.
+MX_DEVICE void copy_async(unsigned to, const void* from, bool exists) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(exists ? 16 : 0)
+                 : "memory");
+}
+MX_DEVICE void copy_word_async(unsigned to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+// The first `bytes` of a word, and zeros.
+MX_DEVICE void copy_word_async(unsigned to, const void* from, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+}
+// Closes a group of this thread's copies, which may be empty.
+MX_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most Pending of this thread's groups are under way.
+template <int Pending>
+MX_DEVICE void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// Whether this is the lane that is to act for its warp, all of whose lanes ask. ptxas knows that it
+// is one: after lane == 0 it makes a loop over lanes of each copy by a tensor map.
+MX_DEVICE bool elected_lane() {
+    unsigned elected;
+    asm volatile("{\n"
+                 ".reg .pred one;\n"
+                 "elect.sync _|one, 0xffffffff;\n"
+                 "selp.u32 %0, 1, 0, one;\n"
+                 "}"
+                 : "=r"(elected));
+    return elected;
+}
+
+MX_DEVICE void barrier_init(unsigned barrier, unsigned arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)
+                 : "memory");
+}
+
+MX_DEVICE void barrier_arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives once this thread's copies so far, those of cp.async, have come.
+MX_DEVICE void barrier_arrive_copied(unsigned barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+MX_DEVICE void barrier_arrive_expect(unsigned barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+// Arrives at a barrier of any workgroup of the cluster.
+MX_DEVICE void barrier_arrive_cluster(unsigned barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
+                 : "memory");
+}
+
+// Waits until the phase of this parity is over, to which only this workgroup adds.
+MX_DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n"
+                 "}" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+
+// Whether the phase of this parity is over, to which only this workgroup adds.
+MX_DEVICE bool barrier_test(unsigned barrier, unsigned parity) {
+    unsigned done;
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, done;\n"
+                 "}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done;
+}
+
+// A place in a ring of Size barriers, and the parity of the round.
+template <int Size>
+struct Turn {
+    int at = 0;
+    unsigned parity = 0;
+
+    MX_MEMBER void next() {
+        if (++at == Size) {
+            at = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// Waits until the phase of this parity is over, to which other workgroups of the cluster add.
+MX_DEVICE void barrier_wait_cluster(unsigned barrier, unsigned parity) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n"
+                 "}" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+
+// Makes this thread's barrier_init visible to the cluster and to copies.
+MX_DEVICE void fence_barrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Orders this thread's own accesses to shared memory before later ones by copies and wgmma.
+MX_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Stores to shared memory of any workgroup of the cluster, whose barrier counts the bytes.
+MX_DEVICE void store_async(unsigned to, float x, float y, unsigned barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
+            "r"(to),
+        "f"(x), "f"(y), "r"(barrier)
+        : "memory");
+}
+
+MX_DEVICE void store_async(unsigned to, unsigned x, unsigned barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+        "r"(x), "r"(barrier)
+        : "memory");
+}
+
+MX_DEVICE void store_async(unsigned to, const u32x4& v, unsigned barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, "
+                 "%3, %4}, [%5];" ::"r"(to),
+                 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(barrier)
+                 : "memory");
+}
+MX_DEVICE void store_async(unsigned to, float4 v, unsigned barrier) {
+    const u32x4 words{__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z),
+                      __float_as_uint(v.w)};
+    store_async(to, words, barrier);
+}
+
+// Address, in the workgroup of this rank, of what address is in one's own.
+MX_DEVICE unsigned address_in_cluster(unsigned address, int rank) {
+    unsigned mapped;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+    return mapped;
+}
+
+MX_DEVICE int rank_in_cluster() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+MX_DEVICE void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+// Without the fence that makes earlier writes visible, which takes hundreds of cycles.
+MX_DEVICE void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+MX_DEVICE void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// A barrier of some warps of a workgroup; id 0 is group_barrier's.
+MX_DEVICE void named_barrier(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Arrives at it, and does not wait.
+MX_DEVICE void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+} // namespace mx

@@ -1,0 +1,22 @@
+// Factors in fp16 that stand for the block scales of a row: the scales relative to the row's
+// largest one, its top, which sums over all of the row's blocks are multiplied with instead.
+#pragma once
+
+#include "common/scale.h"
+#include "common/target.h"
+
+namespace mx {
+
+constexpr int kNanFactor = 0x7e;
+// A row's largest scale becomes 2^7 in fp16, with this exponent field; 2^-14 is the least.
+constexpr int kTopExponent = 22;
+
+// The upper byte of the fp16 that a block is multiplied with; 0 if it is too small.
+MX_DEVICE unsigned factor_byte(unsigned scale, unsigned top) {
+    const int exponent = static_cast<int>(scale - top) + kTopExponent;
+    return scale == kNanScale ? kNanFactor : exponent < 1 ? 0 : exponent << 2;
+}
+// Of four such bytes, the top bit of each that is 0 is set.
+MX_DEVICE unsigned zero_bytes(unsigned factors) { return (factors - 0x01010101) & 0x80808080; }
+
+} // namespace mx

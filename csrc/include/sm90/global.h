@@ -1,0 +1,91 @@
+// What workgroups of one launch tell each other through memory, and warps of a workgroup through
+// shared memory and a barrier. Each function is an instruction or two of the PTX ISA manual.
+#pragma once
+
+#include "common/target.h"
+
+namespace mx {
+
+// Sets bits after all that this thread wrote, and has seen others write, is visible.
+MX_DEVICE void set_bits_release(unsigned long long* p, unsigned long long bits) {
+    asm volatile("red.release.gpu.global.or.b64 [%0], %1;" ::"l"(p), "l"(bits) : "memory");
+}
+// What was written before the bits that are seen here is seen from now on.
+MX_DEVICE unsigned long long load_acquire(const unsigned long long* p) {
+    unsigned long long v;
+    asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+MX_DEVICE unsigned long long load_relaxed(const unsigned long long* p) {
+    unsigned long long v;
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+
+// Two bytes, the first one lower.
+MX_DEVICE unsigned load_two(const unsigned char* p) {
+    unsigned short v;
+    asm volatile("ld.relaxed.cta.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    return v;
+}
+MX_DEVICE unsigned load_relaxed(const unsigned* p) {
+    unsigned v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+// Adds, and returns what was there, after all that this thread wrote, and has seen others write, is
+// visible; and sees what those wrote who added before.
+MX_DEVICE unsigned add_acquire_release(unsigned* p, unsigned x) {
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(p), "r"(x)
+                 : "memory");
+    return before;
+}
+
+// Orders plain accesses to memory and those of asynchronous copies, of which this thread knows.
+MX_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+MX_DEVICE void sleep(unsigned ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
+
+// Words in shared memory.
+MX_DEVICE unsigned load_shared(unsigned address) {
+    unsigned v;
+    asm volatile("ld.relaxed.cta.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+MX_DEVICE void store_shared(unsigned address, unsigned value) {
+    asm volatile("st.relaxed.cta.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// The same where nothing else orders the two: an atomic, so that tools that look for races know.
+MX_DEVICE unsigned watch_shared(unsigned address) {
+    unsigned v;
+    asm volatile("atom.relaxed.cta.shared.or.b32 %0, [%1], 0;" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+MX_DEVICE void announce_shared(unsigned address, unsigned value) {
+    [[maybe_unused]] unsigned before;
+    asm volatile("atom.relaxed.cta.shared.exch.b32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "r"(address), "r"(value)
+                 : "memory");
+}
+
+// named_barrier which tells whether any thread's x was true.
+MX_DEVICE bool named_barrier_or(int id, int threads, bool x) {
+    unsigned any;
+    asm volatile("{\n"
+                 ".reg .pred own, any;\n"
+                 "setp.ne.u32 own, %1, 0;\n"
+                 "barrier.cta.red.or.pred any, %2, %3, own;\n"
+                 "selp.u32 %0, 1, 0, any;\n"
+                 "}"
+                 : "=r"(any)
+                 : "r"(static_cast<unsigned>(x)), "r"(id), "r"(threads)
+                 : "memory");
+    return any;
+}
+
+} // namespace mx

@@ -1,0 +1,276 @@
+// Routing of a mixture of experts: lists routed rows expert by expert, in blocks, in one launch.
+//
+//   topk_ids [M, top_k]   expert of each slot of a token; anything outside 0 .. E-1 is left out
+//   expert_map [E]        number of an expert here, -1 where it is not; or a mask of those here
+//   sorted_ids            for each expert in turn its ids in rising order of t, then padding up to
+//                         a multiple of block_m
+//   expert_ids            of each block: the expert's number here, or -1
+//   post_padded           ids in use, padding included; aiter's second number is the tokens routed
+//
+// t = token * slots + slot, where slots past top_k belong to shared experts, which every token has.
+// vLLM's ids are t, padding is M * slots; aiter's are slot << 24 | token, padding slots << 24 | M.
+//
+// One workgroup does it. Each wave counts its part of the ids, the counts are summed over waves and
+// experts in a fixed order, and each wave then places its part. Nothing is added atomically, so the
+// lists are the same on every run.
+//
+//   ids     |<---- wave 0 ---->|<---- wave 1 ---->|...     chunks of a wave's lanes
+//   place = first of the expert + its ids in waves before + in chunks before + in lanes before
+
+//
+// With kQuantizes the other workgroups of the launch meanwhile quantise the tokens' activations, as
+// aiter_mx.quantize does: two launches of which neither needs the other's result are one.
+
+#include "common/quantize.h"
+#include "common/target.h"
+
+using namespace mx;
+
+constexpr int kWaves = MX_WAVES;     // of the workgroup
+constexpr int kExperts = MX_EXPERTS; // room for experts: a power of two, at least kLanes
+constexpr bool kPacked = MX_PACKED;  // aiter's ids
+constexpr bool kQuantizes = MX_X != kNone;
+using X = DType<kQuantizes ? MX_X : kF32>; // of the activations
+#if MX_WIDE_IDS
+using Id = long long;
+#else
+using Id = int;
+#endif
+
+constexpr int kThreads = kWaves * kLanes;
+constexpr int kHeld = 4;                        // chunks of a wave whose experts stay in registers
+constexpr int kScanned = kExperts / kLanes;     // experts of a lane in the scan
+enum Map { kAll = 0, kNumbers = 1, kMask = 2 }; // what expert_map holds
+
+struct Routing {
+    const Id* topk_ids;
+    int tokens, top_k, experts, shared;
+
+    MX_MEMBER int slots() const { return top_k + shared; }
+
+    // The expert of routed row t, counted over all ranks and then the shared ones, or -1.
+    MX_MEMBER int expert(int t) const {
+        if (t >= tokens * slots())
+            return -1;
+        long at = t;
+        if (shared > 0) {
+            const int token = static_cast<unsigned>(t) / static_cast<unsigned>(slots());
+            const int slot = t - token * slots();
+            if (slot >= top_k)
+                return experts + slot - top_k;
+            at = static_cast<long>(token) * top_k + slot;
+        }
+        const Id id = topk_ids[at];
+        return id >= 0 && id < experts ? static_cast<int>(id) : -1;
+    }
+};
+
+// Lanes whose expert is the same as this lane's.
+MX_DEVICE LaneMask same_expert(int expert) {
+    LaneMask same = lanes_where(expert >= 0);
+#pragma unroll
+    for (int bit = 1; bit < kExperts; bit *= 2) {
+        const LaneMask set = lanes_where(expert & bit);
+        same &= expert & bit ? set : ~set;
+    }
+    return same;
+}
+
+// Sum of x over this lane and those before it.
+MX_DEVICE int sum_so_far(int x, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+        const int before = of_lane(lane - distance, x);
+        x += lane >= distance ? before : 0;
+    }
+    return x;
+}
+
+// Eight elements of one block, which 4 lanes hold together.
+struct alignas(16) Piece {
+    X values[8];
+};
+struct alignas(8) Payload {
+    unsigned words[2];
+};
+
+[[maybe_unused]] MX_DEVICE float to_f32(float x) { return x; }
+
+MX_DEVICE void quantize(const X* x, unsigned char* xq, unsigned char* xs, long elements,
+                        int group) {
+    const long i = static_cast<long>(group) * kThreads + thread_in_group();
+    const bool is_inside = i * 8 < elements;
+    Piece piece = {};
+    if (is_inside)
+        piece = reinterpret_cast<const Piece*>(x)[i];
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+        v[j] = to_f32(piece.values[j]);
+    const BlockScale scale = block_scale<E4M3, kRoundUp>(max_of_lanes<4>(amax_bits(v)));
+    if (!is_inside)
+        return;
+    reinterpret_cast<Payload*>(xq)[i] = {{to_e4m3x4<kRoundUp>(v[0], v[1], v[2], v[3], scale),
+                                          to_e4m3x4<kRoundUp>(v[4], v[5], v[6], v[7], scale)}};
+    if (i % 4 == 0)
+        xs[i / 4] = scale.byte;
+}
+
+MX_KERNEL(kThreads)
+aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* expert_map,
+                   const int* num_tokens, const X* x, int* sorted_ids, float* sorted_weights,
+                   int* expert_ids, int* post_padded, unsigned char* xq, unsigned char* xs,
+                   long elements, int M, int top_k, int experts, int shared, int first_shared,
+                   int map_kind, int drop_absent, int block_m, int max_ids, int max_blocks) {
+    wait_for_grid_ahead();
+    launch_dependents();
+    if (kQuantizes && group_x() > 0) {
+        quantize(x, xq, xs, elements, static_cast<int>(group_x()) - 1);
+        return;
+    }
+    const int lane = thread_in_group() % kLanes;
+    const int wave = wave_in_group();
+    MX_LDS int counts[kWaves][kExperts]; // then ids of the expert in waves and chunks before
+    MX_LDS int totals[kExperts], firsts[kExperts], numbers[kExperts]; // firsts: blocks
+
+    int tokens = M;
+    if (num_tokens)
+        tokens = *num_tokens < 0 ? 0 : *num_tokens < M ? *num_tokens : M;
+    const Routing routing{topk_ids, tokens, top_k, experts, shared};
+    const int routed = tokens * routing.slots();
+    const int chunks = (routed + kThreads - 1) / kThreads; // of each wave
+    const int first_t = wave * chunks * kLanes + lane;
+    int held[kHeld];
+#pragma unroll
+    for (int c = 0; c < kHeld; ++c)
+        held[c] = c < chunks ? routing.expert(first_t + c * kLanes) : -1;
+    const auto mapped = [&](int e) { // what expert_map says, or the expert's own number
+        if (e >= experts)
+            return first_shared + e - experts;
+        return map_kind == kAll ? e : expert_map[e];
+    };
+    const int own_mapped = mapped(thread_in_group()); // under way early
+
+    const auto put = [&](int place, int id, float weight) {
+        if (place < max_ids) {
+            sorted_ids[place] = id;
+            if (kPacked)
+                sorted_weights[place] = weight;
+        }
+    };
+    // All is padding until ids are placed, which the barrier keeps after this.
+    const int padding = kPacked ? routing.slots() << 24 | M : M * routing.slots();
+    for (int p = thread_in_group(); p < max_ids; p += kThreads)
+        put(p, padding, 0.0f);
+    for (int b = thread_in_group(); b < max_blocks; b += kThreads)
+        expert_ids[b] = -1;
+    for (int i = thread_in_group(); i < kWaves * kExperts; i += kThreads)
+        counts[i / kExperts][i % kExperts] = 0;
+    group_memory_barrier();
+
+    LaneMask held_same[kHeld];
+    const auto count_chunk = [&](int expert, LaneMask same) {
+        if (expert >= 0 && lanes_before(same, lane) == 0)
+            counts[wave][expert] += lanes_of(same);
+        wave_in_order();
+    };
+#pragma unroll
+    for (int c = 0; c < kHeld; ++c)
+        if (c < chunks) {
+            held_same[c] = same_expert(held[c]);
+            count_chunk(held[c], held_same[c]);
+        }
+    for (int c = kHeld; c < chunks; ++c) {
+        const int expert = routing.expert(first_t + c * kLanes);
+        count_chunk(expert, same_expert(expert));
+    }
+    group_barrier();
+
+    for (int e = thread_in_group(); e < kExperts; e += kThreads) {
+        int total = 0;
+#pragma unroll
+        for (int w = 0; w < kWaves; ++w) {
+            const int count = counts[w][e];
+            counts[w][e] = total;
+            total += count;
+        }
+        const int number = e == thread_in_group() ? own_mapped : mapped(e);
+        const bool is_absent = e < experts && (map_kind == kMask ? number == 0 : number < 0);
+        totals[e] = is_absent && drop_absent ? 0 : total;
+        firsts[e] = (totals[e] + block_m - 1) / block_m;
+        numbers[e] = map_kind == kMask && e < experts ? number != 0 : number;
+    }
+    group_barrier();
+
+    if (wave == 0) { // from blocks of each expert to the first block of each
+        int blocks = 0;
+#pragma unroll
+        for (int i = 0; i < kScanned; ++i)
+            blocks += firsts[lane * kScanned + i];
+        int first = sum_so_far(blocks, lane) - blocks;
+#pragma unroll
+        for (int i = 0; i < kScanned; ++i) {
+            const int e = lane * kScanned + i, own = firsts[e];
+            firsts[e] = first;
+            first += own;
+        }
+        if (lane == kLanes - 1) {
+            post_padded[0] = first * block_m;
+            if (kPacked)
+                post_padded[1] = tokens;
+        }
+    } else if (wave == 1 && map_kind == kMask) {
+        int present = 0;
+#pragma unroll
+        for (int i = 0; i < kScanned; ++i)
+            present += lane * kScanned + i < experts ? numbers[lane * kScanned + i] : 0;
+        int number = sum_so_far(present, lane) - present;
+#pragma unroll
+        for (int i = 0; i < kScanned; ++i) {
+            const int e = lane * kScanned + i;
+            if (e < experts) {
+                const int is_present = numbers[e];
+                numbers[e] = is_present ? number : -1;
+                number += is_present;
+            }
+        }
+    }
+    group_barrier();
+
+    for (int e = thread_in_group(); e < experts + shared; e += kThreads) {
+        const int blocks = (totals[e] + block_m - 1) / block_m;
+        for (int b = 0; b < blocks; ++b)
+            if (firsts[e] + b < max_blocks)
+                expert_ids[firsts[e] + b] = numbers[e];
+    }
+    const auto place_chunk = [&](int t, int expert, LaneMask same) {
+        const int before = lanes_before(same, lane);
+        const bool is_listed = expert >= 0 && totals[expert] > 0;
+        int placed = 0;
+        if (is_listed)
+            placed = counts[wave][expert];
+        wave_in_order();
+        if (is_listed && before == 0)
+            counts[wave][expert] = placed + lanes_of(same);
+        if (is_listed) {
+            const int place = firsts[expert] * block_m + placed + before;
+            if constexpr (kPacked) {
+                const int token = static_cast<unsigned>(t) / static_cast<unsigned>(routing.slots());
+                const int slot = t - token * routing.slots();
+                const long at = static_cast<long>(token) * top_k + slot;
+                put(place, slot << 24 | token, slot < top_k ? topk_weights[at] : 1.0f);
+            } else {
+                put(place, t, 0.0f);
+            }
+        }
+        wave_in_order();
+    };
+#pragma unroll
+    for (int c = 0; c < kHeld; ++c)
+        if (c < chunks)
+            place_chunk(first_t + c * kLanes, held[c], held_same[c]);
+    for (int c = kHeld; c < chunks; ++c) {
+        const int t = first_t + c * kLanes, expert = routing.expert(t);
+        place_chunk(t, expert, same_expert(expert));
+    }
+}

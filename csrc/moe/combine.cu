@@ -1,0 +1,89 @@
+// The last step of an expert layer: a token's result is the weighted sum of its routed rows.
+//
+//   y [M * slots, N]      routed rows, t = token * slots + slot, fp32 or 16 bits
+//   topk_ids [M, top_k]   expert of each slot; slots past top_k are shared experts', of weight 1
+//   expert_map [E]        number of an expert here, or -1; may be null
+//   out [M, N]            sum over slots, in their order, of those whose expert is here
+//
+// Rows of the others are not read: nobody has written them.
+
+#include "common/target.h"
+
+using namespace mx;
+
+constexpr int kTopK = MX_TOP_K;
+constexpr int kShared = MX_SHARED;
+constexpr int kThreads = MX_THREADS;         // of a workgroup
+constexpr int kMaxGroupsY = MX_MAX_GROUPS_Y; // tokens beyond it follow in a loop
+using Y = DType<MX_Y>;
+using Out = DType<MX_OUT>;
+#if MX_WIDE_IDS
+using Id = long long;
+#else
+using Id = int;
+#endif
+
+// Whether the launch may begin before the one ahead of it, which makes y, has ended. The routing is
+// older than that one, and looked up first.
+#if defined(__AMDGCN__)
+constexpr bool kOverlaps = false;
+#else
+constexpr bool kOverlaps = true;
+#endif
+
+constexpr int kSlots = kTopK + kShared;
+constexpr int kWidth = 4; // features of a thread; N is a multiple of it
+
+struct alignas(sizeof(Y) * kWidth) Piece {
+    Y values[kWidth];
+};
+
+MX_DEVICE float to_f32(float x) { return x; }
+
+MX_KERNEL(kThreads)
+aiter_mx_moe_combine(const Y* y, const Id* topk_ids, const float* weights, const int* expert_map,
+                     Out* out, long N, int M, int experts) {
+    const long n = (static_cast<long>(group_x()) * kThreads + thread_in_group()) * kWidth;
+    if (n >= N)
+        return;
+    for (long token = group_y(); token < M; token += kMaxGroupsY) {
+        Piece pieces[kSlots];
+        float factors[kSlots];
+        bool is_here[kSlots];
+        const auto load = [&](int s) {
+            return *reinterpret_cast<const Piece*>(y + (token * kSlots + s) * N + n);
+        };
+#pragma unroll
+        for (int s = 0; s < kSlots; ++s) {
+            is_here[s] = true;
+            factors[s] = 1.0f;
+            if (s < kTopK) {
+                const Id id = topk_ids[token * kTopK + s];
+                is_here[s] = id >= 0 && id < experts;
+                if (is_here[s] && expert_map)
+                    is_here[s] = expert_map[id] >= 0;
+                factors[s] = weights[token * kTopK + s];
+            }
+            if (!kOverlaps && is_here[s])
+                pieces[s] = load(s);
+        }
+        if (kOverlaps && token == group_y()) {
+            wait_for_grid_ahead();
+            launch_dependents();
+        }
+#pragma unroll
+        for (int s = 0; s < kSlots; ++s)
+            if (kOverlaps && is_here[s])
+                pieces[s] = load(s);
+        float sums[kWidth] = {};
+#pragma unroll
+        for (int s = 0; s < kSlots; ++s)
+            if (is_here[s])
+#pragma unroll
+                for (int i = 0; i < kWidth; ++i)
+                    sums[i] = mx::fma(to_f32(pieces[s].values[i]), factors[s], sums[i]);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i)
+            store(out + token * N + n + i, sums[i]);
+    }
+}
