@@ -96,6 +96,29 @@ def diff(
 
 
 @app.command()
+def convert(
+    files: Annotated[list[Path], typer.Argument(help="Tables of an older layout.")],
+) -> None:
+    """Rewrite tables of an older layout, and those that name kernels as they were called before.
+
+    Rows of kernels that are gone are dropped, which is said: aiter-mx tune finds what takes their
+    place.
+    """
+    from aiter_mx.tuning.convert import convert as converted
+
+    console = make_console()
+    for path in files:
+        done = converted(path)
+        gone = ", ".join(f"{name} ({count})" for name, count in done.dropped.items())
+        console.print(
+            f"{path}: {done.rows} rows"
+            + (f"; dropped those of kernels that are gone: {gone}" if gone else "")
+            + (f"; {done.doubled} were for a shape that has a faster row" if done.doubled else ""),
+            soft_wrap=True,
+        )
+
+
+@app.command()
 def report(
     files: Files = None,
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path(),

@@ -5,8 +5,11 @@ A table is a CSV. Its columns:
 - ``gfx``, ``cu_num``, ``op``: what the row is for; an empty ``cu_num`` is any.
 - the op's key columns, such as ``M, N, K, out_dtype``; a table that has none for a field with a
   default is for that default;
-- ``backend``, ``kernel`` and one column for each parameter, empty where the kernel has none such;
-- measurements and their origin, which dispatch does not read: see ``INFORMATION``.
+- ``backend``, ``kernel``, and ``config``, the kernel's parameters as ``rows=2 waves=1 unroll=1``;
+- what was measured, for people: see ``INFORMATION``.
+
+Where a row comes from is told in the file ``<table>.provenance.csv`` beside it, which dispatch
+does not read (``aiter_mx/tuning/provenance.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ from aiter_mx.errors import TableError
 from aiter_mx.kernels.registry import (
     field_value,
     find_kernel,
-    kernels_of,
     key_columns,
     ops,
     problem_type,
@@ -33,12 +35,11 @@ from aiter_mx.target import hardware
 
 SCOPE = ("gfx", "cu_num", "op")
 SHAPE = "shape"  # of what AITER_MX_LOG_UNTUNED collects: all key columns, as ``M=1 N=2304 K=6144``
-CHOICE = ("backend", "kernel")
-INFORMATION = (
-    *("us", "rel_err", "spread", "build", "code"),
-    *("versions", "commit", "date", "source"),
-)
+CHOICE = ("backend", "kernel", "config")
+INFORMATION = ("us", "rel_err", "source")
 SOURCES = ("measured", "model")
+SIDE_FILES = ("provenance.csv", "runs.csv")
+"""Ends of the names of files beside a table that are none themselves."""
 INFORMATION_SUFFIX = "_us"  # one column for each peer's time
 
 
@@ -56,8 +57,6 @@ class Row:
         config: its parameters.
         us: its time when tuned, in microseconds, if the table says.
         origin: ``measured`` or ``model``, if the table says.
-        build: hash of the sources that it was tuned with, if the table says.
-        code: hash of the machine code that it was tuned with, if the table says.
     """
 
     where: str
@@ -69,8 +68,6 @@ class Row:
     config: Config
     us: float | None
     origin: str
-    build: str = ""
-    code: str = ""
 
 
 def table_files(arch: str, op: str) -> list[Path]:
@@ -87,7 +84,7 @@ def table_files(arch: str, op: str) -> list[Path]:
     for entry in filter(None, os.environ.get("AITER_MX_CONFIG", "").split(os.pathsep)):
         path = Path(entry)
         if path.is_dir():
-            files += sorted(path.glob("*.csv"))
+            files += sorted(p for p in path.glob("*.csv") if not p.name.endswith(SIDE_FILES))
         elif path.is_file():
             files.append(path)
         else:
@@ -131,7 +128,15 @@ def read_table(path: Path) -> Iterator[tuple[str, Row]]:
                 raise TableError(f"{path}: the file is empty; expected a header line")
             for column in (*SCOPE, *CHOICE):
                 if column not in columns:
-                    raise TableError(f"{path}:1: column {column!r} is missing")
+                    older = "config" not in columns and "kernel" in columns
+                    raise TableError(
+                        f"{path}:1: column {column!r} is missing"
+                        + (
+                            f"; aiter-mx tables convert {path} brings an older table up to date"
+                            if older
+                            else ""
+                        )
+                    )
             for fields in lines:
                 if any(fields):
                     yield _parse(f"{path}:{lines.line_num}", columns, fields)
@@ -157,19 +162,12 @@ def _checked_row(where: str, cells: dict[str, str]) -> Row:
     keys = key_columns(op)
     target = hardware(cells["gfx"])
     kernel = find_kernel(op, target.arch, cells["backend"], cells["kernel"])
-    parameters = {param.name for k in kernels_of(op) for param in k.params}
-    config: dict[str, int] = {}
-    for column, value in cells.items():
-        if column in parameters:
-            if value:
-                config[column] = _integer(column, value)
-        elif column not in (*SCOPE, *CHOICE, *keys, *INFORMATION) and not column.endswith(
+    for column in cells:
+        if column not in (*SCOPE, *CHOICE, *keys, *INFORMATION) and not column.endswith(
             INFORMATION_SUFFIX
         ):
-            raise ValueError(
-                f"unknown column {column!r}; the parameters of {op!r} are "
-                f"{', '.join(sorted(parameters))}"
-            )
+            raise ValueError(f"unknown column {column!r}; those of {op!r} are {', '.join(keys)}")
+    config = parse_config(cells["config"])
     kernel.check_config(config)
     problem = _problem(op, keys, cells)
     refusal = kernel.refusal(target, problem)
@@ -185,9 +183,27 @@ def _checked_row(where: str, cells: dict[str, str]) -> Row:
         config=config,
         us=_number("us", cells["us"]) if cells.get("us") else None,
         origin=_one_of("source", cells.get("source", ""), ("", *SOURCES)),
-        build=cells.get("build", ""),
-        code=cells.get("code", ""),
     )
+
+
+def parse_config(text: str) -> dict[str, int]:
+    """A kernel's parameters as a table has them: ``rows=2 waves=1 unroll=1``.
+
+    Raises:
+        ValueError: something that is not a name and a whole number.
+    """
+    found: dict[str, int] = {}
+    for part in text.split():
+        name, equals, value = part.partition("=")
+        if not equals or not name or name in found:
+            raise ValueError(f"config must be like 'rows=2 waves=1', each once, got {text!r}")
+        found[name] = _integer(name, value)
+    return found
+
+
+def format_config(config: Config) -> str:
+    """What ``parse_config`` reads."""
+    return " ".join(f"{name}={value}" for name, value in config.items())
 
 
 def _problem(op: str, keys: tuple[str, ...], cells: dict[str, str]) -> Problem:

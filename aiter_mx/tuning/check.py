@@ -15,8 +15,24 @@ from aiter_mx.jit.build import BuildRequest, sources_key
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import hardware
 from aiter_mx.tuning.builds import HASH_DIGITS, built, own_request
+from aiter_mx.tuning.table import Rows, key_of, problem_cells, read_origins
 
 _MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A row that was tuned with other sources than those here.
+
+    Attributes:
+        row: the row.
+        request: what its kernel is built from now.
+        code: hash of the machine code that it was tuned with, if that is known.
+    """
+
+    row: Row
+    request: BuildRequest
+    code: str
 
 
 @dataclass(frozen=True)
@@ -27,14 +43,13 @@ class CheckedTable:
         path: the file.
         rows: how many.
         requests: the builds that they need, with a row that needs each.
-        changed: rows that were tuned with other sources than those here, and what their kernel is
-            built from now.
+        changed: rows that were tuned with other sources than those here.
     """
 
     path: Path
     rows: int
     requests: dict[BuildRequest, str]
-    changed: tuple[tuple[Row, BuildRequest], ...]
+    changed: tuple[Changed, ...]
 
 
 def check_table(path: Path) -> CheckedTable:
@@ -44,8 +59,9 @@ def check_table(path: Path) -> CheckedTable:
         TableError: a row cannot be right, or is for the same shape as another.
     """
     seen: dict[tuple[object, ...], str] = {}
+    origins: dict[str, Rows] = {}
     requests: dict[BuildRequest, str] = {}
-    changed = []
+    changed: list[Changed] = []
     for op, row in read_table(path):
         key = (op, row.gfx, row.cu_num, row.problem)
         if key in seen:
@@ -61,8 +77,13 @@ def check_table(path: Path) -> CheckedTable:
         for request in build_requests(target, [row.problem], [chosen]):
             requests[request] = row.where
         own = own_request(target, row.problem, chosen)
-        if own is not None and row.build and sources_key(own)[:HASH_DIGITS] != row.build:
-            changed.append((row, own))
+        if op not in origins:
+            origins[op] = read_origins(path, op)
+        cells = {"gfx": row.gfx, "cu_num": str(row.cu_num or ""), **problem_cells(op, row.problem)}
+        origin = origins[op].get(key_of(op, cells), {})
+        build = origin.get("build")
+        if own is not None and build and sources_key(own)[:HASH_DIGITS] != build:
+            changed.append(Changed(row, own, origin["code"]))
     return CheckedTable(path, len(seen), requests, tuple(changed))
 
 
@@ -76,13 +97,13 @@ def age_of(table: CheckedTable, can_build: Callable[[str], bool]) -> list[str]:
     if not table.changed:
         return []
     lines = [
-        f"{table.path}: the sources of {_kernels([row for row, _ in table.changed])} have changed "
+        f"{table.path}: the sources of {_kernels([one.row for one in table.changed])} have changed "
         "since these rows were tuned"
     ]
     compared = [
-        (row, built(request).code == row.code)
-        for row, request in table.changed
-        if row.code and can_build(row.gfx)
+        (one.row, built(one.request).code == one.code)
+        for one in table.changed
+        if one.code and can_build(one.row.gfx)
     ]
     others = [row for row, is_same in compared if not is_same]
     if len(compared) > len(others):

@@ -34,8 +34,7 @@ from aiter_mx.tuning.table import (
     problem_cells,
     read_rows,
     row_of,
-    table_text,
-    write_text,
+    write_table,
 )
 
 _WRITE_EVERY_S = 5.0
@@ -370,7 +369,7 @@ def _write(plan: Plan, before: Rows, records: Sequence[Record]) -> None:
             for problem in plan.problems:
                 if name_of(plan.op, problem) == record["problem"]:
                     rows.pop(_key(plan, problem), None)
-    write_text(plan.table, table_text(plan.op, plan.target.arch, rows))
+    write_table(plan.table, plan.op, rows.values())
 
 
 def _key(plan: Plan, problem: Problem) -> tuple[str, ...]:

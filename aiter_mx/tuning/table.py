@@ -1,20 +1,38 @@
-"""Tables as files: read as they stand, and written whole, sorted and in one step."""
+"""Tables as files: read as they stand, and written whole, sorted, each file in one step.
+
+A table is three files, of which dispatch reads the first alone:
+
+- ``linear.csv``: what was chosen, and what people compare, see ``aiter_mx/dispatch/tables.py``;
+- ``linear.provenance.csv``: for each row how far its rounds were spread, hashes of its kernel's
+  sources (``build``) and machine code (``code``), and the run that measured it;
+- ``runs.csv``: for each run its commit, date and versions, for all tables of the folder.
+
+In memory a row has the cells of all three.
+"""
 
 from __future__ import annotations
 
-import csv
-import io
+import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TypeAlias
 
-from aiter_mx.dispatch.tables import CHOICE, SCOPE, read_table
-from aiter_mx.kernels.registry import find_kernel, kernels_of, key_columns, problem_type
+import pandas as pd
+
+from aiter_mx.dispatch.tables import (
+    CHOICE,
+    SCOPE,
+    SIDE_FILES,
+    format_config,
+    parse_config,
+    read_table,
+)
+from aiter_mx.kernels.registry import find_kernel, key_columns, problem_type
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
-from aiter_mx.tuning.candidates import NO_CANDIDATES, Candidate, candidate_of
+from aiter_mx.tuning.candidates import Candidate, candidate_of
 from aiter_mx.tuning.race import Timing
 
 Cells: TypeAlias = "dict[str, str]"
@@ -22,15 +40,25 @@ Cells: TypeAlias = "dict[str, str]"
 Rows: TypeAlias = "dict[tuple[str, ...], Cells]"
 """A table's rows by ``key_of``."""
 
+PEERS = ("hip_us", "triton_us", "vendor_us")
+"""The best time of each backend that was not chosen; a table has those that any row has."""
+RUN = ("date", "commit", "versions")
 
-def columns_of(op: str, arch: str) -> list[str]:
+
+def columns_of(op: str, peers: Iterable[str] = PEERS) -> list[str]:
     """The columns of a table, in their order."""
-    kernels = [k for k in kernels_of(op) if k.is_for(arch) and k.backend not in NO_CANDIDATES]
-    params = dict.fromkeys(param.name for kernel in kernels for param in kernel.params)
-    backends = dict.fromkeys(f"{kernel.backend}_us" for kernel in kernels)
-    measured = ("us", *backends, "rel_err", "spread")
-    origin = ("build", "code", "versions", "commit", "date", "source")
-    return [*SCOPE, *key_columns(op), *CHOICE, *params, *measured, *origin]
+    return [*SCOPE, *key_columns(op), *CHOICE, "us", *peers, "rel_err", "source"]
+
+
+def provenance_columns(op: str) -> list[str]:
+    """The columns of the file that says where a table's rows come from."""
+    return [*SCOPE, *key_columns(op), "spread", "touched", "build", "code", "run"]
+
+
+def side_files(path: Path) -> tuple[Path, Path]:
+    """Where a table's provenance stands, and the runs that it names."""
+    provenance, runs = SIDE_FILES
+    return path.with_name(f"{path.stem}.{provenance}"), path.with_name(runs)
 
 
 def key_of(op: str, row: Mapping[str, str]) -> tuple[str, ...]:
@@ -38,31 +66,60 @@ def key_of(op: str, row: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(row[name] for name in ("gfx", "cu_num", *key_columns(op)))
 
 
-def _whole(op: str, row: Cells) -> Cells:
-    """A row of a table that may be older than some of its key columns."""
-    defaults = {f.name: str(f.default) for f in fields(problem_type(op))}
-    return {**{name: defaults[name] for name in key_columns(op)}, **row}
-
-
 def problem_cells(op: str, problem: Problem) -> Cells:
     """The key columns of a problem."""
     return {name: str(getattr(problem, name)) for name in key_columns(op)}
 
 
-def read_rows(path: Path, op: str) -> Rows:
-    """The rows of a table as they stand; none where there is no table.
+def read_csv(path: Path) -> pd.DataFrame:
+    """A CSV with every cell as the text that stands there; no rows where there is no file."""
+    if not path.is_file():
+        return pd.DataFrame(dtype=str)
+    return pd.read_csv(path, dtype=str, keep_default_na=False)
+
+
+def read_frame(path: Path, op: str) -> pd.DataFrame:
+    """A table with its provenance, every cell as text; no rows where there is no table.
 
     Raises:
-        TableError: a row that cannot be right, or one of another op.
+        TableError: a row that cannot be right.
+        ValueError: a row of another op.
     """
     if not path.is_file():
-        return {}
+        return pd.DataFrame(columns=columns_of(op), dtype=str)
     for row_op, row in read_table(path):
         if row_op != op:
             raise ValueError(f"{row.where} is a row of {row_op!r}; the table is for {op!r}")
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = [_whole(op, row) for row in csv.DictReader(file)]
-    return {key_of(op, row): row for row in rows}
+    return with_provenance(path, op)
+
+
+def with_provenance(path: Path, op: str) -> pd.DataFrame:
+    """``read_frame`` without a look at what the rows say."""
+    rows = read_csv(path)
+    defaults = {field.name: str(field.default) for field in fields(problem_type(op))}
+    for name in key_columns(op):
+        if name not in rows:  # a table that is older than a key column is for its default
+            rows[name] = defaults[name]
+    provenance, runs = map(read_csv, side_files(path))
+    keys = ["gfx", "cu_num", *key_columns(op)]
+    if set(keys) <= set(provenance):
+        facts = provenance.drop(columns="op", errors="ignore").drop_duplicates(keys)
+        rows = rows.merge(facts, "left", keys)
+        if "run" in runs and "run" in facts:
+            rows = rows.merge(runs.drop_duplicates("run"), "left", "run").drop(columns="run")
+    return rows.fillna("")
+
+
+def read_rows(path: Path, op: str) -> Rows:
+    """The rows of ``read_frame``, by what they are for."""
+    records: list[Cells] = read_frame(path, op).to_dict("records")
+    return {key_of(op, row): row for row in records}
+
+
+def read_origins(path: Path, op: str) -> Rows:
+    """What stands in a table's provenance alone, by what the rows are for."""
+    records: list[Cells] = read_csv(side_files(path)[0]).to_dict("records")
+    return {key_of(op, row): row for row in records}
 
 
 def incumbent_of(rows: Rows, op: str, target: Target, problem: Problem) -> Candidate | None:
@@ -72,8 +129,7 @@ def incumbent_of(rows: Rows, op: str, target: Target, problem: Problem) -> Candi
     if row is None or row.get("source") == "model":
         return None
     kernel = find_kernel(op, target.arch, row["backend"], row["kernel"])
-    config = {param.name: int(row[param.name]) for param in kernel.params}
-    return candidate_of(kernel, target.arch, config)
+    return candidate_of(kernel, target.arch, parse_config(row["config"]))
 
 
 def row_of(
@@ -89,7 +145,8 @@ def row_of(
     candidate = chosen.candidate
     best: dict[str, float] = {}
     for timing in timings:  # finalists first: times of earlier heats do not compare with theirs
-        best.setdefault(timing.candidate.backend, timing.us)
+        if timing.candidate.backend != candidate.backend:
+            best.setdefault(timing.candidate.backend, timing.us)
     return {
         "gfx": target.arch,
         "cu_num": str(target.cu_num),
@@ -97,7 +154,7 @@ def row_of(
         **problem_cells(op, problem),
         "backend": candidate.backend,
         "kernel": candidate.kernel,
-        **{name: str(value) for name, value in candidate.values},
+        "config": format_config(candidate.config),
         "us": f"{chosen.us:.3f}",
         **{f"{backend}_us": f"{us:.3f}" for backend, us in best.items()},
         "rel_err": f"{chosen.admission.rel_err:.2e}",
@@ -106,15 +163,47 @@ def row_of(
     }
 
 
-def table_text(op: str, arch: str, rows: Rows) -> str:
-    """A table as CSV, its rows sorted by shape, in which M counts last, then by CU count."""
-    known = columns_of(op, arch)
-    others = {column: None for row in rows.values() for column in row if column not in known}
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*known, *others], restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(sorted(rows.values(), key=lambda row: _order(op, row)))
-    return text.getvalue()
+def write_table(path: Path, op: str, rows: Iterable[Cells]) -> None:
+    """Replace a table and its provenance; runs are added to those of the folder.
+
+    Rows are sorted by shape, in which M counts last, then by CU count. The table itself comes last:
+    a kill before leaves the rows of before, beside facts of some that are not there yet.
+    """
+    rows = sorted(rows, key=lambda row: _order(op, row))
+    frame = pd.DataFrame(
+        rows,
+        columns=list(dict.fromkeys([*columns_of(op), *provenance_columns(op), *RUN])),
+        dtype=str,
+    ).fillna("")
+    frame["run"] = [_run_id(row) for row in frame[list(RUN)].itertuples(index=False)]
+    provenance, runs = side_files(path)
+    _add_runs(runs, frame[["run", *RUN]])
+    _write_csv(provenance, frame[_with_values(frame, provenance_columns(op), ["touched"])])
+    _write_csv(path, frame[_with_values(frame, columns_of(op), PEERS)])
+
+
+def _with_values(frame: pd.DataFrame, columns: list[str], optional: Sequence[str]) -> list[str]:
+    """The columns, without the optional ones that no row has a value for."""
+    return [name for name in columns if name not in optional or frame[name].any()]
+
+
+def _run_id(run: Sequence[str]) -> str:
+    """The name of a run, the same wherever its facts are; none for rows of which none is known."""
+    return "r" + hashlib.sha256("\0".join(run).encode()).hexdigest()[:6] if any(run) else ""
+
+
+def _add_runs(path: Path, named: pd.DataFrame) -> None:
+    """Append runs that a file lacks: one write, so that sweeps of two ops lose none of them."""
+    known = set(read_csv(path).get("run", ()))
+    new = named[(named.run != "") & ~named.run.isin(known)].drop_duplicates()
+    if not new.empty:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = new.to_csv(index=False, header=not known, lineterminator="\n")
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(handle, text.encode())
+        finally:
+            os.close(handle)
 
 
 def _order(op: str, row: Mapping[str, str]) -> tuple[object, ...]:
@@ -123,6 +212,10 @@ def _order(op: str, row: Mapping[str, str]) -> tuple[object, ...]:
     numbers.sort(key=lambda name: name == "M")
     words = [row[name] for name in key_columns(op) if name not in numbers]
     return (row["gfx"], *(int(row[n]) for n in numbers), *words, int(row["cu_num"] or 0))
+
+
+def _write_csv(path: Path, frame: pd.DataFrame) -> None:
+    write_text(path, frame.to_csv(index=False, lineterminator="\n"))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -156,8 +156,8 @@ def test_build_fills_the_cache_once_and_cache_lists_and_clears_it(command):
 def test_build_compiles_the_shapes_of_the_tuned_tables(command, tmp_path, monkeypatch):
     table = tmp_path / "mine.csv"
     table.write_text(
-        "gfx,cu_num,op,M,N,K,out_dtype,backend,kernel,rows,waves,unroll\n"
-        "gfx950,,linear,2,320,64,fp32,hip,gemv,2,1,1\n"
+        "gfx,cu_num,op,M,N,K,out_dtype,backend,kernel,config\n"
+        "gfx950,,linear,2,320,64,fp32,hip,gemv,rows=2 waves=1 unroll=1\n"
     )
     monkeypatch.setenv("AITER_MX_CONFIG", str(table))
     status, out, _ = command("build", "--tables", "--arch", "gfx950")

@@ -28,7 +28,7 @@ from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.modelled import ModelBench
 from aiter_mx.tuning.shapes import model_shapes, read_shapes
 from aiter_mx.tuning.share import Alone
-from aiter_mx.tuning.table import key_of, read_rows, table_text
+from aiter_mx.tuning.table import columns_of, read_rows, side_files, write_table
 
 SHAPE = ("--M", "2", "--N", "96", "--K", "128")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
@@ -131,7 +131,8 @@ def test_rows_that_were_tuned_with_other_sources_are_told_from_those_of_another_
     assert "2 of them compile to the same machine code" in out
     assert "other machine code" not in out
     assert "2 of them are not known" in command("tables", "check", "--no-build", table)[1]
-    rows = table.read_text().splitlines()
+    provenance, _ = side_files(table)
+    rows = provenance.read_text().splitlines()
     code = rows[0].split(",").index("code")
     cells = [row.split(",") for row in rows]
     for changed, message in [
@@ -139,7 +140,7 @@ def test_rows_that_were_tuned_with_other_sources_are_told_from_those_of_another_
         ("", "1 of them are not known to compile to the same machine code still"),
     ]:
         cells[2][code] = changed
-        table.write_text("\n".join(map(",".join, cells)) + "\n")
+        provenance.write_text("\n".join(map(",".join, cells)) + "\n")
         status, out, _ = command("tables", "check", table)
         assert status == 0
         assert re.search(message, out)
@@ -152,8 +153,46 @@ def test_shipped_tables_pass_the_check(command) -> None:
     assert "sm_90a/linear.csv: " in out
 
 
+def test_a_table_of_the_layout_of_before_is_refused_and_converted(command, tmp_path) -> None:
+    table = tmp_path / "mine.csv"
+    versions = "aiter-mx=0.1.0 torch=2.11.0"
+    table.write_text(
+        "gfx,cu_num,op,M,N,K,out_dtype,backend,kernel,rows,waves,unroll,BLOCK_M,us,hip_us,"
+        "triton_us,rel_err,spread,build,code,versions,commit,date,source\n"
+        "sm_90a,132,linear,4,96,64,bf16,hip,gemv,2,1,1,,3.5,3.4,9.0,1e-3,0.01,"
+        f"0a,0b,{versions},abc,2026-11-20,measured\n"
+        "sm_90a,132,linear,1,96,64,bf16,hip,gone,2,1,1,,3.5,3.4,9.0,1e-3,0.01,"
+        f"0a,0b,{versions},abc,2026-11-20,measured\n"
+    )
+    status, _, err = command("tables", "check", "--no-build", table)
+    assert status == 1
+    assert f"column 'config' is missing; aiter-mx tables convert {table}" in err
+    status, out, _ = command("tables", "convert", table)
+    assert status == 0
+    assert out == f"{table}: 1 rows; dropped those of kernels that are gone: gone (1)\n"
+    assert table.read_text() == (
+        f"{','.join(columns_of('linear', ['triton_us']))}\n"
+        "sm_90a,132,linear,4,96,64,bf16,e4m3,False,hip,gemv,rows=2 waves=1 unroll=1,3.5,9.0,1e-3,"
+        "measured\n"
+    )
+    (row,) = read_rows(table, "linear").values()
+    facts = {"spread": "0.01", "build": "0a", "code": "0b", "versions": versions, "commit": "abc"}
+    assert facts.items() <= row.items()
+    again = table.read_text(), [path.read_text() for path in side_files(table)]
+    command("tables", "convert", table)
+    assert again == (table.read_text(), [path.read_text() for path in side_files(table)])
+
+
+def test_a_folder_of_tables_holds_their_provenance_too(command, tmp_path, monkeypatch) -> None:
+    tune = ("tune", "linear", *SHAPE, "--arch", "gfx950", "--most", 1)
+    command(*tune, "--table", tmp_path / "linear.csv")
+    monkeypatch.setenv("AITER_MX_CONFIG", str(tmp_path))
+    chosen = aiter_mx.explain("linear", arch="gfx950", M=2, N=96, K=128)
+    assert chosen.source == f"{tmp_path / 'linear.csv'}:2"
+
+
 def test_diff_shows_what_changed_and_counts_the_rest(command, tmp_path) -> None:
-    header = "gfx,cu_num,op,M,N,K,out_dtype,backend,kernel,rows,waves,unroll,us"
+    header = "gfx,cu_num,op,M,N,K,out_dtype,backend,kernel,config,us"
 
     def write(name: str, *rows: str) -> Path:
         path = tmp_path / name
@@ -161,7 +200,7 @@ def test_diff_shows_what_changed_and_counts_the_rest(command, tmp_path) -> None:
         return path
 
     def row(M: int, rows: int, us: float) -> str:
-        return f"gfx950,256,linear,{M},64,96,bf16,hip,gemv,{rows},1,1,{us}"
+        return f"gfx950,256,linear,{M},64,96,bf16,hip,gemv,rows={rows} waves=1 unroll=1,{us}"
 
     before = write("a.csv", row(1, 2, 4.0), row(2, 2, 5.0), row(3, 2, 5.0))
     after = write("b.csv", row(1, 2, 4.5), row(2, 1, 4.0), row(4, 1, 7.0))
@@ -288,8 +327,8 @@ def test_of_our_kernels_only_those_named_are_built_and_what_the_table_names(
     (row,) = read_rows(table, "linear").values()
     assert row["kernel"] == "gemv"
     row["source"] = "measured"
-    text = table_text("linear", "gfx950", {key_of("linear", row): row})
-    table.write_text(text)
+    write_table(table, "linear", [row])
+    text = table.read_text()
     monkeypatch.setenv("AITER_MX_CACHE_DIR", str(tmp_path / "cache"))
     status, _, err = command(*tune, "--kernel", "mfma", "--build-only")
     assert (status, err) == (0, "")

@@ -15,6 +15,7 @@ import aiter_mx
 from aiter_mx.ahead import build_requests
 from aiter_mx.dispatch import tables
 from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.dispatch.tables import format_config, parse_config
 from aiter_mx.errors import TableError
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import find_kernel, ops
@@ -29,7 +30,9 @@ def gemv_row(**changes: object) -> dict[str, object]:
     config = find_kernel("linear", "gfx950", "hip", "gemv").configure(GFX950, PROBLEM)
     row: dict[str, object] = {"gfx": "gfx950", "cu_num": 256, "op": "linear"}
     row |= {"M": 3, "N": 1000, "K": 96, "out_dtype": "bf16", "backend": "hip", "kernel": "gemv"}
-    return row | dict(config) | {"us": 2.5, "triton_us": 9.5, "source": "measured"} | changes
+    named = {name: changes.pop(name, value) for name, value in config.items()}
+    row["config"] = format_config({name: value for name, value in named.items() if value != ""})
+    return row | {"us": 2.5, "triton_us": 9.5, "source": "measured"} | changes
 
 
 def write_table(path: Path, *rows: dict[str, object]) -> Path:
@@ -46,7 +49,7 @@ def test_exact_row_decides_and_the_reason_names_it(
     legal = next(
         p for p in find_kernel("linear", "gfx950", "hip", "gemv").params if len(p.values) > 1
     )
-    usual = gemv_row()[legal.name]
+    usual = parse_config(gemv_row()["config"])[legal.name]
     unusual = next(value for value in legal.values if value != usual)
     path = write_table(tmp_path / "mine.csv", gemv_row(M=4), gemv_row(**{legal.name: unusual}))
     monkeypatch.setenv("AITER_MX_CONFIG", str(path))
@@ -176,7 +179,11 @@ def test_failed_kernels_are_passed_over_when_told_so() -> None:
         ({"M": 17}, "hip/gemv does not cover this row"),
         ({"N": ""}, "key column 'N' is missing or empty"),
         ({"out_dtype": "int8"}, "int8"),
-        ({"frobnicate": 1}, "unknown column 'frobnicate'"),
+        ({"frobnicate": 1}, "unknown column 'frobnicate'; those of 'linear' are M, N, K"),
+        ({"config": "rows"}, "config must be like 'rows=2 waves=1', each once, got 'rows'"),
+        ({"config": "rows=1 rows=2"}, "each once, got 'rows=1 rows=2'"),
+        ({"config": "rows=two"}, "rows must be a whole number, got 'two'"),
+        ({"config": "split=1"}, "kernel 'gemv' has no parameter 'split'; it has rows"),
         ({"cu_num": "many"}, "cu_num must be a whole number"),
         ({"us": "fast"}, "us must be a number, got 'fast'"),
         ({"us": "nan"}, "us must be above 0 and finite"),
@@ -215,6 +222,10 @@ def test_files_that_are_no_tables_are_refused(
     for text, message in [
         ("", "empty"),
         ("gfx,cu_num,op\n", "column 'backend' is missing"),
+        (
+            f"{header.replace('config', 'rows,waves')}\n",
+            r"1: column 'config' is missing; aiter-mx tables convert \S+\.csv brings an older",
+        ),
         (f"{header}\ngfx950,256\n", ":2: has 2 fields, the header has"),
         (f"{header}\n{'1,' * 40}1\n", ":2: has 41 fields"),
         (f'{header}\n"gfx950', "cannot be read"),

@@ -8,6 +8,7 @@ import pytest
 
 from aiter_mx.dispatch import dispatcher
 from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.dispatch.tables import format_config
 from aiter_mx.errors import TableError
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
@@ -47,7 +48,8 @@ def test_a_row_that_has_no_launch_is_reported_and_passed_over(
     assert usual.source == "envelope"
     row: dict[str, object] = {"gfx": "sm_90a", "cu_num": 132, "op": op}
     row |= {name: getattr(problem, name) for name in key_columns(op)}
-    table = write_table(tmp_path / "mine.csv", row | {"backend": "hip", "kernel": kernel} | config)
+    row |= {"backend": "hip", "kernel": kernel, "config": format_config(config)}
+    table = write_table(tmp_path / "mine.csv", row)
     monkeypatch.setenv("AITER_MX_CONFIG", str(table))
     for _ in range(2):
         chosen = route(op, H200, problem)

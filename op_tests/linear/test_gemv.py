@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import aiter_mx
+from aiter_mx.dispatch.tables import format_config
 from aiter_mx.kernels.linear import KERNELS, LinearProblem
 from aiter_mx.kernels.linear import gemv as registry
 from aiter_mx.kernels.linear.gemv import MAX_M as GEMV_MAX_M
@@ -225,8 +226,9 @@ def test_the_op_takes_the_gemv_where_a_table_names_it(
     arguments = [t.to(device) for t in drawn]
     target = target_of(device)
     config = GEMV.configure(target, LinearProblem(M, N, K))
-    columns = ("gfx", "op", "M", "N", "K", "out_dtype", "backend", "kernel", "cu_num", *config)
-    row = (target.arch, "linear", M, N, K, "bf16", "hip", "gemv", target.cu_num, *config.values())
+    columns = ("gfx", "op", "M", "N", "K", "out_dtype", "backend", "kernel", "cu_num", "config")
+    choice = ("hip", "gemv", target.cu_num, format_config(config))
+    row = (target.arch, "linear", M, N, K, "bf16", *choice)
     table = tmp_path / "linear.csv"
     table.write_text("".join(",".join(map(str, line)) + "\n" for line in (columns, row)))
     monkeypatch.setenv("AITER_MX_CONFIG", str(table))

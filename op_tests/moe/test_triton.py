@@ -19,6 +19,7 @@ import torch
 import aiter_mx
 import aiter_mx.kernels.moe_gemm  # first: it and its tiles import one another
 from aiter_mx import launch
+from aiter_mx.dispatch.tables import format_config
 from aiter_mx.errors import BuildError
 from aiter_mx.fallbacks import moe_gemm_tiles as tiles
 from aiter_mx.kernels.registry import find_kernel, kernels_of, key_columns
@@ -115,7 +116,8 @@ def by_table(problem: FusedMoeProblem, folder: Path, monkeypatch: pytest.MonkeyP
         triton = next(kernel for kernel in kernels_of(op) if kernel.backend == "triton")
         row = {"gfx": target.arch, "op": op, "cu_num": target.cu_num}
         row |= {name: getattr(part, name) for name in key_columns(op)}
-        row |= {"backend": "triton", "kernel": triton.name, **triton.configure(target, part)}
+        config = format_config(triton.configure(target, part))
+        row |= {"backend": "triton", "kernel": triton.name, "config": config}
         rows.setdefault(op, [list(row)]).append(list(row.values()))
     for op, lines in rows.items():
         text = "".join(",".join(map(str, line)) + "\n" for line in lines)
