@@ -1,8 +1,9 @@
 // Routed rows of x side by side, and the ranges of each expert, for the grouped GEMM:
 // aiter_mx/kernels/moe_gemm/problem.py defines the lists.
 //
-//   gathered [max_blocks * block_m, K]   row p is row t / a_div of x, t being sorted id p; rows of
-//                                        padding are left as they are
+//   gathered [max_blocks * block_m, K]   row p is row t / a_div of x, t being sorted id p; payloads
+//   of
+//                                        padding are left as they are, their scales are 1
 //   starts, ends [E]                     rows of gathered that are an expert's, all of its blocks;
 //                                        0 and 0 where it has none
 //
@@ -18,6 +19,7 @@ constexpr int kWaves = MX_WAVES;
 constexpr int kExperts = MX_EXPERTS; // room for experts in LDS
 constexpr int kThreads = kWaves * kLanes;
 constexpr int kPiece = 16; // bytes of a lane
+constexpr unsigned char kScaleOne = 127;
 using Offset = unsigned long;
 
 struct alignas(kPiece) Piece {
@@ -61,14 +63,19 @@ aiter_mx_moe_gather(const unsigned char* xq, const unsigned char* xs, const int*
     if (place >= static_cast<long>(blocks) * block_m)
         return;
     const int t = routed_row(sorted_ids[place], valid_tokens, packed_top_k);
-    if (t < 0)
-        return;
-    const Offset row = static_cast<unsigned>(t) / static_cast<unsigned>(a_div);
     const int lane = thread_in_group() % kLanes;
+    const Offset blocks_of_row = K / 32;
+    if (t < 0) {
+        // What memory held before may be scales that the grouped GEMM cannot multiply by its matrix
+        // unit: it would compute rows again, one product at a time, that nobody reads.
+        for (Offset b = lane; b < blocks_of_row; b += kLanes)
+            scales[place * blocks_of_row + b] = kScaleOne;
+        return;
+    }
+    const Offset row = static_cast<unsigned>(t) / static_cast<unsigned>(a_div);
     for (Offset k = lane * kPiece; k < K; k += kLanes * kPiece)
         *reinterpret_cast<Piece*>(gathered + place * K + k) =
             *reinterpret_cast<const Piece*>(xq + row * K + k);
-    const Offset blocks_of_row = K / 32;
     for (Offset b = lane; b < blocks_of_row; b += kLanes)
         scales[place * blocks_of_row + b] = xs[row * blocks_of_row + b];
 }

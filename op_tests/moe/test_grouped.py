@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import aiter_mx
+from aiter_mx import launch
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
-from aiter_mx.kernels.moe_gemm.grouped import GROUPED
+from aiter_mx.kernels.moe_gemm.grouped import GATHER, GROUPED, grouped_problem
+from aiter_mx.ops.checks import BLOCK
 from aiter_mx.ops.moe_grouped import bind_grouped
 from aiter_mx.target import hardware, target_of
 from op_tests.moe.reference import assert_activated, assert_rows
@@ -67,6 +69,31 @@ def test_activated_rows_are_quantised_as_the_exact_ones(
         bind_grouped(problem, device)([*every, out, scales], ())
         interleaved = layout == "interleaved"
         assert_activated(out.cpu(), scales.cpu(), layer, activation, interleaved, SWIGLU)
+
+
+def test_gathered_padding_has_scales_that_the_matrix_unit_takes(device: torch.device) -> None:
+    draw = random.Random(3)
+    for seed in range(4):
+        problem, _, tensors = random_layer(draw, seed, 32, 256, "fp32")
+        xq, xs, _, _, ids, expert_ids, used, *_ = [
+            t if t is None else t.to(device) for t in tensors
+        ]
+        target, blocks = target_of(device), problem.K // BLOCK
+        rows = grouped_problem(problem).M
+        gathered = torch.full((rows, problem.K), POISON, dtype=torch.uint8, device=device)
+        scales = torch.full((rows, blocks), 254, dtype=torch.uint8, device=device)
+        bounds = torch.empty((2, problem.E), dtype=torch.int32, device=device)
+        run = launch.bind(GATHER, target, problem, {}, device.index or 0)
+        every = (xq, xs, ids, expert_ids, used, gathered, scales, *bounds)
+        run(every, [tensor.data_ptr() for tensor in every])
+        of_tokens = 0
+        for start, end in zip(*bounds.tolist(), strict=True):
+            for place in range(start, end):
+                is_token = int(ids[place]) in range(problem.routed)
+                of_tokens += is_token
+                if not is_token and problem.ids == "vllm":
+                    assert scales[place].tolist() == [127] * blocks
+        assert problem.ids != "vllm" or of_tokens
 
 
 def test_dispatch_hands_over_where_experts_have_many_rows() -> None:
