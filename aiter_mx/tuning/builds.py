@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -15,6 +14,7 @@ from aiter_mx.dispatch.route import Route
 from aiter_mx.errors import AiterMxError
 from aiter_mx.jit.build import BuildRequest, build
 from aiter_mx.jit.compiler import give_way
+from aiter_mx.jit.fingerprint import code_hash
 from aiter_mx.jit.toolchain import find_toolchain
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Problem
@@ -71,8 +71,7 @@ def build_of(target: Target, problem: Problem, candidate: Candidate) -> Built:
 def built(request: BuildRequest) -> Built:
     """What is known of a code object, which is compiled if it is not in the cache."""
     found = build(request)
-    code = hashlib.sha256(found.image).hexdigest()
-    return Built(found.key[:HASH_DIGITS], code[:HASH_DIGITS])
+    return Built(found.key[:HASH_DIGITS], code_hash(found.image)[:HASH_DIGITS])
 
 
 def build_each(

@@ -12,6 +12,7 @@ import aiter_mx.jit.build
 from aiter_mx.errors import ToolchainError
 from aiter_mx.jit import amd, nvidia
 from aiter_mx.jit.build import BuildRequest, build
+from aiter_mx.jit.fingerprint import code_hash
 from aiter_mx.jit.toolchain import find_toolchain, llvm_tool
 from op_tests.jit.fakes import FAKE_CLANG, hide_compilers, write_program, write_rocm
 
@@ -259,3 +260,19 @@ def test_an_sm_90a_cubin_is_built_from_the_same_source(kernel: str) -> None:
     made = build(BuildRequest(kernel, "sm_90a", (("FACTOR", 3),)))
     assert machine(made.image) == 190  # EM_CUDA
     assert b"scale" in made.image
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "sm_90a"])
+def test_machine_code_is_known_again_under_another_name(
+    kernel: str, arch: str, tmp_path: Path
+) -> None:
+    """A renamed source and kernel are the same code, and another constant is not."""
+    if not (amd.versioned_programs("clang++") if arch == "gfx950" else shutil.which("nvcc")):
+        pytest.skip(f"no compiler for {arch} on PATH")
+    text = (tmp_path / "csrc" / kernel).read_text()
+    (tmp_path / "csrc/another.cu").write_text(text.replace("scale(", "a_much_longer_name("))
+    codes = [
+        code_hash(build(BuildRequest(source, arch, (("FACTOR", factor),))).image)
+        for source, factor in ((kernel, 3), ("another.cu", 3), (kernel, 5))
+    ]
+    assert codes[0] == codes[1] != codes[2]
