@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from aiter_mx._version import __version__
 
 if TYPE_CHECKING:
-    from aiter_mx.ahead import warmup
     from aiter_mx.dispatch.explain import explain
     from aiter_mx.dispatch.route import Route
     from aiter_mx.layouts import shuffle_scales, unshuffle_scales
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
         quantize_grouped,
     )
     from aiter_mx.target import simulate
+    from aiter_mx.warm import warmup
 
 _HOME = {
     "Route": "aiter_mx.dispatch.route",
@@ -50,7 +50,7 @@ _HOME = {
     "shuffle_scales": "aiter_mx.layouts",
     "simulate": "aiter_mx.target",
     "unshuffle_scales": "aiter_mx.layouts",
-    "warmup": "aiter_mx.ahead",
+    "warmup": "aiter_mx.warm",
 }
 
 __all__ = [

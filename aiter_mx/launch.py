@@ -121,7 +121,7 @@ def bind(spec: KernelSpec, target: Target, problem: Problem, config: Config, dev
         device: torch's number of the GPU; 0 for the simulator.
     """
     workspace_bytes = spec.workspace_bytes(target, problem, config)
-    runs = [_bind_one(spec, module, target, problem, config, device) for module in spec.modules]
+    runs = [bind_module(spec, module, target, problem, config, device) for module in spec.modules]
     if len(runs) == 1 and not workspace_bytes and not spec.nulls:
         return runs[0]
 
@@ -143,7 +143,12 @@ def bind(spec: KernelSpec, target: Target, problem: Problem, config: Config, dev
     return run
 
 
-def _bind_one(
+def call(run: Run, *tensors: torch.Tensor | None) -> None:
+    """Run over these tensors from their first bytes on."""
+    run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+
+
+def bind_module(
     spec: KernelSpec,
     module: Module,
     target: Target,
@@ -151,6 +156,7 @@ def _bind_one(
     config: Config,
     device: int,
 ) -> Run:
+    """``bind`` of one launch of a kernel's."""
     function = load_function(spec, target, problem, config, device, module)
     runtime = runtime_of(target.runtime)
     described = [describe(target, problem, config) for describe in module.tensor_maps]

@@ -16,6 +16,12 @@ BLOCK = 32
 """Elements of K that share a scale: OCP Microscaling Formats v1.0, section 5.2."""
 NAN_SCALE = 255
 SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Dtypes of activations, results and biases, by their names in problems."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INDICES = {"i32": torch.int32, "i64": torch.int64}
+"""Dtypes of bounds of groups and of experts' ids, likewise."""
+INDEX_NAMES = {dtype: name for name, dtype in INDICES.items()}
 
 _SIGN_CLEARED = 0x7FFFFFFF
 _MANTISSA_BITS = 23

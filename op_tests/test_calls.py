@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import aiter_mx
-from aiter_mx.ops import calls
+from aiter_mx import plan as plans_module
 
 M, N, K, E, TOP_K = 3, 64, 64, 4, 2
 ROUTED = M * TOP_K
@@ -108,8 +108,8 @@ def test_torchs_default_dtype_changes_nothing(bf16_by_default: Callable[[], None
 
 
 def test_plans_are_kept_and_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MOST_PLANS", 3)
-    plans: calls.Plans[str] = calls.Plans()
+    monkeypatch.setattr(plans_module, "MOST_PLANS", 3)
+    plans: plans_module.Plans[str] = plans_module.Plans()
     for shape in range(8):
         assert plans.keep(shape, f"plan {shape}") == f"plan {shape}"
         assert plans.by_call[shape] == f"plan {shape}"

@@ -90,8 +90,9 @@ def _shapes(
 
 
 def _requests(op: str, arch: str, shapes: list[Problem]) -> list[BuildRequest]:
-    from aiter_mx.ahead import build_requests, launches_of
     from aiter_mx.dispatch.dispatcher import route
+    from aiter_mx.kernels.registry import launches_of
+    from aiter_mx.plan import build_requests
     from aiter_mx.target import hardware
 
     target = hardware(arch)

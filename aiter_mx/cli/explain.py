@@ -23,8 +23,8 @@ def explain(
     The shape is given by the op's fields: explain linear --M 1-16 --N 2304 --K 6144. A whole layer
     (fused_moe) has a line for each of its launches.
     """
-    from aiter_mx.ahead import launches_of
     from aiter_mx.dispatch.explain import explain as explain_shape
+    from aiter_mx.kernels.registry import launches_of
 
     fields = parse_fields(context.args)
     routes = [

@@ -72,10 +72,10 @@ def problems(op: str, fields: Mapping[str, Axis]) -> list[Problem]:
     Raises:
         ValueError: an unknown op or field, or a value that the field cannot have.
     """
-    from aiter_mx.ahead import combinations, problem_type_of
-    from aiter_mx.kernels.registry import field_value
+    from aiter_mx.dispatch.explain import make_problems
+    from aiter_mx.kernels.registry import field_value, problem_type
 
-    of_type = problem_type_of(op)
+    of_type = problem_type(op)
     types = of_type.__annotations__
     read: dict[str, object] = dict(fields)
     for name, values in fields.items():
@@ -84,4 +84,4 @@ def problems(op: str, fields: Mapping[str, Axis]) -> list[Problem]:
                 raise ValueError(f"{name} must be a whole number, got {value!r}")
         if types.get(name) in (bool, "bool"):
             read[name] = [field_value(of_type, name, str(value)) for value in values]
-    return combinations(op, read)
+    return make_problems(op, read)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields, replace
+from itertools import product
 from operator import index
 from typing import Any
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.route import Route
-from aiter_mx.kernels.registry import ops, problem_type
+from aiter_mx.kernels.registry import key_columns, problem_type
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target, cpu_target, gpu_target, hardware
 
@@ -45,10 +46,7 @@ def explain(
         if not isinstance(cu_num, int) or cu_num < 1:
             raise ValueError(f"cu_num must be a whole number of at least 1, got {cu_num!r}")
         target = replace(target, cu_num=cu_num)
-    if op not in ops():
-        from aiter_mx.ahead import refuse_layers  # which imports this
-
-        refuse_layers(op)
+    key_columns(op)  # an op that is several launches has no route
     return route(op, target, make_problem(op, shape))
 
 
@@ -61,17 +59,13 @@ def default_target() -> Target:
     return cpu_target()
 
 
-def make_problem(op: str, shape: dict[str, object]) -> Problem:
-    """The problem of ``op`` with these fields; dtypes may be torch's or their short names."""
-    return described(op, problem_type(op), shape)
-
-
-def described(op: str, of_type: type[Problem], shape: Mapping[str, object]) -> Problem:
-    """``make_problem`` of an op whose dataclass of problems is given.
+def make_problem(op: str, shape: Mapping[str, object]) -> Problem:
+    """The problem of ``op`` with these fields; dtypes may be torch's or their short names.
 
     Raises:
-        ValueError: an unknown field, one left out, or a value that it cannot have.
+        ValueError: an unknown op or field, one left out, or a value that it cannot have.
     """
+    of_type = problem_type(op)
     known = {field.name: field for field in fields(of_type)}
     unknown = [name for name in shape if name not in known]
     missing = [
@@ -83,6 +77,20 @@ def described(op: str, of_type: type[Problem], shape: Mapping[str, object]) -> P
             + (f"{unknown[0]!r} is none of them" if unknown else f"{missing[0]!r} was not given")
         )
     return of_type(**{name: _value(known[name], value) for name, value in shape.items()})
+
+
+def make_problems(op: str, shape: Mapping[str, object]) -> list[Problem]:
+    """Every problem of ``op`` with one value of each field, given as a value or an iterable.
+
+    Raises:
+        ValueError: as ``make_problem`` does.
+    """
+    axes = [
+        list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
+        for values in shape.values()
+    ]
+    each = [dict(zip(shape, values, strict=True)) for values in product(*axes)]
+    return [make_problem(op, fields) for fields in each]
 
 
 def _value(field: Field[Any], given: object) -> object:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.spec import Config
+from aiter_mx.launch import Tensors
 from aiter_mx.numerics import as_scale_bytes, dequantize_block_scaled, round_once
 
 _CHUNK_BYTES = 2**28
@@ -15,6 +18,11 @@ def _chunk_rows(K: int) -> int:
     """Rows whose float64 values, and whose square of products, take at most 256 MiB each."""
     side = int((_CHUNK_BYTES // _FLOAT64_BYTES) ** 0.5)
     return max(1, min(side, _CHUNK_BYTES // (_FLOAT64_BYTES * max(K, 1))))
+
+
+def run(problem: LinearProblem, tensors: Tensors, config: Config) -> None:
+    """Compute a linear."""
+    linear_torch(*tensors)
 
 
 def linear_torch(

@@ -9,14 +9,14 @@ Triton 3.6 reads scale byte 0 as zero).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from aiter_mx.fallbacks.triton_target import OPTIONS
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.spec import Config
+from aiter_mx.kernels.triton import OPTIONS
+from aiter_mx.launch import Tensors
 from aiter_mx.numerics import as_scale_bytes
 
 _REDUCE_BLOCK = 512
@@ -126,32 +126,15 @@ def add_splits_kernel(
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def linear_triton(
-    xq: Tensor,
-    xs: Tensor,
-    wq: Tensor,
-    ws: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    config: Mapping[str, int],
-) -> None:
-    """``out = dequantised(xq) @ dequantised(wq).T + bias``, accumulated in fp32, rounded once.
+def run(problem: LinearProblem, tensors: Tensors, config: Config) -> None:
+    """Compute a linear, accumulated in fp32 and rounded once.
 
     The first call with a configuration compiles it, which takes about a second; later ones
     neither synchronise nor compile. With SPLIT_K above 1 the partial sums take SPLIT_K * M * N
     floats from torch's allocator, and are always added in the same order.
-
-    Args:
-        xq: float8_e4m3fn ``[M, K]``, contiguous as everything else; K a multiple of 32.
-        xs: uint8 or float8_e8m0fnu ``[M, K // 32]``.
-        wq: float8_e4m3fn ``[N, K]``.
-        ws: uint8 or float8_e8m0fnu ``[N, K // 32]``.
-        bias: ``[N]`` of bfloat16, float16 or float32, or None.
-        out: ``[M, N]``, bfloat16, float16 or float32, written.
-        config: a value for each of ``linear_tiles.PARAMS``.
     """
-    (M, K), N = xq.shape, wq.shape[0]
-    split_k = config["SPLIT_K"]
+    xq, xs, wq, ws, bias, out = tensors
+    M, N, K, split_k = problem.M, problem.N, problem.K, config["SPLIT_K"]
     partial = out
     if split_k > 1:
         partial = torch.empty((split_k, M, N), dtype=torch.float32, device=out.device)

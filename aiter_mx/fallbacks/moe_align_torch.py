@@ -5,46 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_gemm.problem import packed_padding
+from aiter_mx.kernels.quantize import QuantizeProblem
+from aiter_mx.kernels.spec import Config
+from aiter_mx.launch import Tensors
 
 
-def moe_align_torch(
-    problem: MoeAlignProblem,
-    topk_ids: Tensor,
-    topk_weights: Tensor | None,
-    expert_map: Tensor | None,
-    num_tokens: Tensor | None,
-    x: Tensor | None,
-    sorted_ids: Tensor,
-    sorted_weights: Tensor | None,
-    expert_ids: Tensor,
-    post_padded: Tensor,
-    xq: Tensor | None = None,
-    xs: Tensor | None = None,
-) -> None:
-    """Write the lists that csrc/moe/align.cu writes, the same to the last id.
-
-    Args:
-        problem: shape and encoding.
-        topk_ids: integers ``[M, top_k]``.
-        topk_weights: float32 ``[M, top_k]`` for aiter's ids, else None.
-        expert_map: int32 ``[E]`` or None.
-        num_tokens: int32 ``[1]``: tokens that count, or None for all.
-        x: activations ``[M, K]`` to quantise, or None.
-        sorted_ids: int32 ``[max_ids]``, written as the rest.
-        sorted_weights: float32 ``[max_ids]`` or None.
-        expert_ids: int32 ``[max_ids / block_m]``.
-        post_padded: int32 ``[1]``, or ``[2]`` for aiter's ids.
-        xq: float8_e4m3fn ``[M, K]`` or None.
-        xs: uint8 ``[M, K / 32]`` or None.
-    """
-    if x is not None and xq is not None and xs is not None:
-        from aiter_mx.ops.quantize import quantize
-
-        payload, scale = quantize(x)
-        xq.view(torch.uint8).copy_(payload.view(torch.uint8))
-        xs.copy_(scale)
+def run(problem: MoeAlignProblem, tensors: Tensors, config: Config) -> None:
+    """Write the lists that csrc/moe/align.cu writes, the same to the last id."""
+    topk_ids, topk_weights, expert_map, num_tokens, x, *outputs = tensors
+    sorted_ids, sorted_weights, expert_ids, post_padded, xq, xs = outputs
+    if problem.x_dtype != "none":
+        quantisation = QuantizeProblem(problem.M, problem.K, problem.x_dtype)
+        quantize_torch.run(quantisation, (x, None, xq, xs, None, None, None), {})
     p, device = problem, topk_ids.device
     experts = p.E + p.shared
     numbers = _numbers(p, expert_map, device)

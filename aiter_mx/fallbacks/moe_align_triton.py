@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from aiter_mx.fallbacks.quantize_triton import quantize_triton
 from aiter_mx.kernels.moe_align import MAP_CODES, MoeAlignProblem
+from aiter_mx.kernels.spec import Config
+from aiter_mx.launch import Tensors
 
 _IDS = 1024  # that a program looks at together
 
@@ -154,22 +155,11 @@ def place_kernel(
             tl.store(post_padded_ptr + 1, tokens)
 
 
-def moe_align_triton(
-    problem: MoeAlignProblem,
-    topk_ids: Tensor,
-    topk_weights: Tensor | None,
-    expert_map: Tensor | None,
-    num_tokens: Tensor | None,
-    x: Tensor | None,
-    sorted_ids: Tensor,
-    sorted_weights: Tensor | None,
-    expert_ids: Tensor,
-    post_padded: Tensor,
-    xq: Tensor | None = None,
-    xs: Tensor | None = None,
-) -> None:
-    """What ``moe_align_torch`` computes, of the same arguments, to the last bit."""
-    if x is not None and xq is not None and xs is not None:
+def run(problem: MoeAlignProblem, tensors: Tensors, config: Config) -> None:
+    """What ``moe_align_torch`` computes, to the last bit."""
+    topk_ids, topk_weights, expert_map, num_tokens, x, *outputs = tensors
+    sorted_ids, sorted_weights, expert_ids, post_padded, xq, xs = outputs
+    if problem.x_dtype != "none":
         quantize_triton(x, xq, xs)
     p = problem
     experts = p.E + p.shared

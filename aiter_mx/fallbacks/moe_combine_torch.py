@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
+from aiter_mx.kernels.spec import Config
+from aiter_mx.launch import Tensors
 
 
-def moe_combine_torch(
-    problem: MoeCombineProblem,
-    y: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    expert_map: Tensor | None,
-    out: Tensor,
-) -> None:
-    """``out[m] = sum over slots of weight * y[m * slots + slot]``, of experts that are here.
+def run(problem: MoeCombineProblem, tensors: Tensors, config: Config) -> None:
+    """Add up ``weight * y[m * slots + slot]`` over the slots of a token whose experts are here.
 
-    Sums are fp32 and in the order of slots, as csrc/moe/combine.cu has them.
-
-    Args:
-        problem: shape and dtypes; a token has ``slots = top_k + shared`` of them.
-        y: ``[M * slots, N]`` of problem.y_dtype: routed rows.
-        topk_ids: int32 or int64 ``[M, top_k]``; a slot with an id outside 0 to E - 1 is left out.
-        topk_weights: float32 ``[M, top_k]``; shared slots weigh 1.
-        expert_map: int32 ``[E]``, negative for experts that are not here, or None.
-        out: ``[M, N]`` of problem.out_dtype, written.
+    Sums are fp32 and in the order of slots, as csrc/moe/combine.cu has them. A slot with an id
+    outside 0 to E - 1 is left out, and shared slots weigh 1.
     """
+    y, topk_ids, topk_weights, expert_map, out = tensors
     p = problem
     is_here = (topk_ids >= 0) & (topk_ids < p.E)
     if expert_map is not None:

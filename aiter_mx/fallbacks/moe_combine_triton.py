@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from aiter_mx.fallbacks.triton_target import OPTIONS
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
+from aiter_mx.kernels.spec import Config
+from aiter_mx.kernels.triton import OPTIONS
+from aiter_mx.launch import Tensors
 
 _FEATURES = 1024  # of a program
 
@@ -48,15 +49,9 @@ def combine_kernel(
     tl.store(out_ptr + token * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
-def moe_combine_triton(
-    problem: MoeCombineProblem,
-    y: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    expert_map: Tensor | None,
-    out: Tensor,
-) -> None:
-    """What ``moe_combine_torch`` computes, of the same arguments, to the last bit."""
+def run(problem: MoeCombineProblem, tensors: Tensors, config: Config) -> None:
+    """What ``moe_combine_torch`` computes, to the last bit."""
+    y, topk_ids, topk_weights, expert_map, out = tensors
     p = problem
     with torch.cuda.device_of(out):
         combine_kernel[(p.M, triton.cdiv(p.N, _FEATURES))](

@@ -6,30 +6,21 @@ import torch
 from torch import Tensor
 
 from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem
+from aiter_mx.kernels.spec import Config
+from aiter_mx.launch import Tensors
 from aiter_mx.numerics import as_scale_bytes, dequantize_block_scaled, round_once
 
 _CHUNK_ELEMENTS = 2**24  # of w that are float64 at a time
 
 
-def moe_gemm_torch(
-    problem: MoeGemmProblem,
-    xq: Tensor,
-    xs: Tensor,
-    wq: Tensor,
-    ws: Tensor,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
-    topk_weights: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    out_scales: Tensor | None,
-) -> None:
-    """What ``aiter_mx.kernels.moe_gemm.problem`` defines; the arguments are those of its kernels.
+def run(problem: MoeGemmProblem, tensors: Tensors, config: Config) -> None:
+    """Compute what ``aiter_mx.kernels.moe_gemm.problem`` defines.
 
     Products and sums are float64 and rounded once; an activation is float64 too, rounded to fp32
     and quantised.
     """
+    xq, xs, wq, ws, sorted_token_ids, expert_ids, num_tokens_post_padded, *others = tensors
+    topk_weights, bias, out, out_scales = others
     p = problem
     blocks, rows = p.blocks, p.blocks * p.block_m
     t, valid = _routed_rows(p, sorted_token_ids[:rows])

@@ -4,17 +4,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from aiter_mx.fallbacks.moe_activate_triton import moe_activate_triton
-from aiter_mx.fallbacks.triton_target import OPTIONS
-from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem
+from aiter_mx.fallbacks.quantize_triton import ABOVE, encode_blocks
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.spec import Config
+from aiter_mx.kernels.triton import OPTIONS
+from aiter_mx.launch import Tensors
 from aiter_mx.numerics import as_scale_bytes
+
+_ACTIVATED_BLOCKS = 32  # of 32 activated features, of a program
 
 
 @triton.jit(do_not_specialize=["M", "num_experts", "a_div"])
@@ -123,29 +125,52 @@ def moe_tile_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def moe_gemm_triton(
-    problem: MoeGemmProblem,
-    config: Mapping[str, int],
-    xq: Tensor,
-    xs: Tensor,
-    wq: Tensor,
-    ws: Tensor,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
-    topk_weights: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    out_scales: Tensor | None,
-) -> None:
-    """What ``aiter_mx.kernels.moe_gemm.problem`` defines, accumulated in fp32.
+@triton.jit(do_not_specialize=["blocks"])
+def activate_kernel(
+    sums_ptr,
+    payload_ptr,
+    scale_ptr,
+    blocks,
+    features,
+    alpha,
+    beta,
+    limit,
+    SILU: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ABOVE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """BLOCKS blocks of all rows' activated features."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = (block < blocks)[:, None]
+    row = (block // (features // 32))[:, None]
+    feature = (block % (features // 32))[:, None] * 32 + tl.arange(0, 32)[None, :]
+    if INTERLEAVED:
+        gate_at = row * 2 * features + 2 * feature
+        up_at = gate_at + 1
+    else:
+        gate_at = row * 2 * features + feature
+        up_at = gate_at + features
+    gate = tl.load(sums_ptr + gate_at, mask=inside, other=0.0)
+    up = tl.load(sums_ptr + up_at, mask=inside, other=0.0)
+    if SILU:
+        values = gate * tl.sigmoid(gate) * up
+    else:  # NaN is not above or below a limit, and stays
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        values = (up + beta) * (gate * tl.sigmoid(alpha * gate))
+    payload, scale = encode_blocks(values, ABOVE)
+    tl.store(payload_ptr + row * features + feature, payload, mask=inside)
+    tl.store(scale_ptr + block, scale, mask=block < blocks)
+
+
+def run(problem: MoeGemmProblem, tensors: Tensors, config: Config) -> None:
+    """Compute what ``aiter_mx.kernels.moe_gemm.problem`` defines, accumulated in fp32.
 
     The first call with a configuration compiles it; later ones neither synchronise nor compile.
-
-    Args:
-        problem: shape and dtypes; the tensors are those of its kernels.
-        config: a value for each parameter of ``moe_gemm_tiles``.
     """
+    xq, xs, wq, ws, sorted_token_ids, expert_ids, num_tokens_post_padded, *others = tensors
+    topk_weights, bias, out, out_scales = others
     p = problem
     sums = out
     if p.activation != "none":
@@ -180,4 +205,25 @@ def moe_gemm_triton(
             **OPTIONS,
         )
     if out_scales is not None:  # rows that no id names may be anything then, as the op says
-        moe_activate_triton(p, sums, out, out_scales)
+        _activate(p, sums, out, out_scales)
+
+
+def _activate(problem: MoeGemmProblem, sums: Tensor, payload: Tensor, scale: Tensor) -> None:
+    """Activate fp32 sums ``[routed, N]`` of gate and up, and quantise every row."""
+    blocks = scale.numel()
+    with torch.cuda.device_of(sums):
+        activate_kernel[(triton.cdiv(blocks, _ACTIVATED_BLOCKS),)](
+            sums,
+            payload.view(torch.uint8),
+            scale,
+            blocks,
+            problem.out_features,
+            problem.alpha,
+            problem.beta,
+            problem.limit,
+            SILU=problem.activation == "silu",
+            INTERLEAVED=problem.layout == "interleaved",
+            ABOVE=ABOVE["rceil"],
+            BLOCKS=_ACTIVATED_BLOCKS,
+            **OPTIONS,
+        )

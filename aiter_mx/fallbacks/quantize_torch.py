@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from aiter_mx.kernels.quantize.problem import BLOCK, GROUP_ROWS, QuantizeProblem
+from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Tensors
 from aiter_mx.layouts import shuffle_scales
 from aiter_mx.numerics import FORMATS, amax_bits, encode_blocks, pack_elements
 
 
-def quantize_torch(problem: QuantizeProblem, tensors: Tensors) -> None:
-    """Compute ``problem`` over the tensors of a kernel's pointers, outputs among them."""
+def run(problem: QuantizeProblem, tensors: Tensors, config: Config) -> None:
+    """Compute a quantisation."""
     x, offsets, rows, row_scales, columns, column_scales, padded_offsets = tensors
     M, N = problem.M, problem.N
     matrices = x.reshape(problem.matrices, M, N)

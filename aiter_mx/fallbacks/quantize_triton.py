@@ -1,4 +1,4 @@
-"""Quantisation along rows to e4m3 in Triton, bit for bit as ``quantize_torch``.
+"""Quantisation along rows to e4m3 in Triton, bit for bit as torch's.
 
 Payloads are made by integer arithmetic, as Triton's versions and targets differ in what their
 conversions do beyond the largest number.
@@ -11,7 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aiter_mx.fallbacks.triton_target import OPTIONS
+from aiter_mx.kernels.quantize import QuantizeProblem
+from aiter_mx.kernels.spec import Config
+from aiter_mx.kernels.triton import OPTIONS
+from aiter_mx.launch import Tensors
 
 _BLOCKS = 64  # of 32 elements, of a program
 ABOVE = {"rceil": 0x1FFFFF, "floor": 0}
@@ -51,6 +54,12 @@ def quantize_rows_kernel(
     payload, scale = encode_blocks(values, ABOVE)
     tl.store(payload_ptr + at, payload, mask=inside[:, None])
     tl.store(scale_ptr + block, scale, mask=inside)
+
+
+def run(problem: QuantizeProblem, tensors: Tensors, config: Config) -> None:
+    """Compute a quantisation along rows."""
+    x, _, payload, scale, *_ = tensors
+    quantize_triton(x, payload, scale, problem.mode)
 
 
 def quantize_triton(x: Tensor, payload: Tensor, scale: Tensor, mode: str = "rceil") -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aiter_mx.fallbacks.triton_target import without_tiles
 from aiter_mx.kernels.moe_gemm.problem import MAX_PACKED_TOKENS, MAX_PACKED_TOP_K, most_padded
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
@@ -17,6 +16,7 @@ from aiter_mx.kernels.spec import (
     Param,
     reference,
 )
+from aiter_mx.kernels.triton import without_tiles
 from aiter_mx.target import Target
 
 MAP_CODES = {"none": 0, "numbers": 1, "mask": 2}  # csrc/moe/align.cu

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aiter_mx.fallbacks.triton_target import without_tiles
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
@@ -16,6 +15,7 @@ from aiter_mx.kernels.spec import (
     Param,
     reference,
 )
+from aiter_mx.kernels.triton import without_tiles
 from aiter_mx.target import Target
 
 MAX_SLOTS = 32  # whose loads are all under way at once

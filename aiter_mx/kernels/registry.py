@@ -16,7 +16,7 @@ from aiter_mx import kernels
 from aiter_mx.kernels.spec import KernelSpec, Problem
 from aiter_mx.target import Target
 
-_NOT_OPS = {"spec", "registry"}
+_NOT_OPS = {"spec", "registry", "triton"}
 _RENAMED = {
     ("linear", "direct"): "mma_registers",
     ("linear", "mma"): "mma_ring",
@@ -26,25 +26,39 @@ _RENAMED = {
     ("moe_gemm", "stream"): "mma_ring",
 }
 """What older tables call a kernel, and what it is called now."""
+LAYERS = ("fused_moe",)
+"""Ops that are several launches of others: their problems have ``parts()``, and they no kernels."""
 _TRUTH = {"True": True, "1": True, "False": False, "0": False}
 
 
 @cache
 def ops() -> tuple[str, ...]:
     """Names of the ops that have kernels."""
-    return tuple(sorted({module.name for module in iter_modules(kernels.__path__)} - _NOT_OPS))
+    modules = {module.name for module in iter_modules(kernels.__path__)}
+    return tuple(sorted(modules - _NOT_OPS - {*LAYERS}))
 
 
 def _module(op: str) -> Problem:
+    if op in LAYERS:
+        raise ValueError(
+            f"{op} is several launches, with a route each: aiter_mx.warmup({op!r}, ...) returns "
+            f"them, and aiter-mx explain {op} shows them"
+        )
     if op not in ops():
-        raise ValueError(f"unknown op {op!r}; there are {', '.join(ops())}")
+        raise ValueError(f"unknown op {op!r}; there are {', '.join(sorted((*ops(), *LAYERS)))}")
     return import_module(f"aiter_mx.kernels.{op}")
 
 
 def problem_type(op: str) -> type[Problem]:
-    """The dataclass that holds a problem of ``op``."""
-    problem: type[Problem] = _module(op).PROBLEM
+    """The dataclass that holds a problem of ``op``, which may be several launches of others."""
+    module = import_module(f"aiter_mx.kernels.{op}") if op in LAYERS else _module(op)
+    problem: type[Problem] = module.PROBLEM
     return problem
+
+
+def launches_of(op: str, problem: Problem) -> tuple[tuple[str, Problem], ...]:
+    """The ops and problems that a problem of ``op`` is made of, most often itself alone."""
+    return tuple(problem.parts()) if op in LAYERS else ((op, problem),)
 
 
 def key_columns(op: str) -> tuple[str, ...]:

@@ -223,6 +223,8 @@ class KernelSpec:
         configure: the configuration to use when no table row chooses one.
         candidates: the configurations that a tuner should time.
         module: for backend ``hip``, how to build and launch it.
+        runner: of the other backends, ``module:function``, imported when a problem is bound. It
+            takes the problem, the tensors in the order of the op's pointers, and the configuration.
         before: what is launched ahead of it on the same stream, in order, such as a pass that
             prepares operands. All take the same pointers.
         around: of a kernel without a module, what it launches beside its parts.
@@ -232,7 +234,10 @@ class KernelSpec:
         even: places of pointers that a kernel with a workspace takes at even addresses alone: a
             call copies what begins at an odd one.
         parts: the problems that are solved in place of one that the kernel, in a configuration,
-            covers only together with other launches; none where it is alone.
+            covers only together with other launches; none where it is alone. One of the kernel's
+            own op is solved by this kernel in this configuration, another as dispatch has it.
+        joined_by: where there are parts, ``module:function``, imported likewise: from the problem,
+            its parts and what runs them, and then ``around``, it makes what runs the whole.
         yields: why the other kernels of its backend come before it where no table decides, or
             None.
     """
@@ -245,12 +250,14 @@ class KernelSpec:
     configure: Callable[[Target, Problem], Config]
     candidates: Callable[[Target, Problem], Sequence[Config]]
     module: Module | None = None
+    runner: str = ""
     before: tuple[Module, ...] = ()
     around: tuple[Module, ...] = ()
     nulls: int = 0
     workspace_bytes: Callable[[Target, Problem, Config], int] = lambda target, problem, config: 0
     even: tuple[int, ...] = ()
     parts: Callable[[Target, Problem, Config], Parts] = lambda target, problem, config: ()
+    joined_by: str = ""
     yields: Callable[[Target, Problem], str | None] = lambda target, problem: None
 
     @property
@@ -311,4 +318,5 @@ def reference(op: str) -> KernelSpec:
         refusal=lambda target, problem: None,
         configure=lambda target, problem: {},
         candidates=lambda target, problem: ({},),
+        runner=f"aiter_mx.fallbacks.{op}_torch:run",
     )

@@ -7,6 +7,10 @@ from collections.abc import Collection, Sequence
 import torch
 
 from aiter_mx.numerics import BLOCK as BLOCK
+from aiter_mx.numerics import DTYPE_NAMES as DTYPE_NAMES
+from aiter_mx.numerics import DTYPES as DTYPES
+from aiter_mx.numerics import INDEX_NAMES as INDEX_NAMES
+from aiter_mx.numerics import INDICES as INDICES
 from aiter_mx.numerics import SCALE_DTYPES as SCALE_DTYPES
 
 ALIGNMENT_BYTES = 16
@@ -15,13 +19,6 @@ SCALE_ALIGNMENT_BYTES = 4
 """Kernels of the MoE's GEMM load scales in pieces of this size."""
 STORED_FEATURES = 4
 """They store as many features at once."""
-
-DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-"""Dtypes of results and biases, by their names in problems."""
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-INDEX_NAMES = {torch.int32: "i32", torch.int64: "i64"}
-"""Dtypes of bounds of groups and of experts' ids, likewise."""
-INDICES = {name: dtype for dtype, name in INDEX_NAMES.items()}
 
 
 def check_tensor(

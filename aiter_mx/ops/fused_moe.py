@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import CaptureError
+from aiter_mx.kernels.fused_moe import FusedMoeProblem, refuse_unknown_activation
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.launch import Run, not_warm
-from aiter_mx.ops import moe_align, moe_combine, moe_gemm, moe_library
+from aiter_mx.ops import moe_library
 from aiter_mx.ops.calls import Plans, is_traced, wants_gradient
 from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
@@ -32,9 +33,8 @@ from aiter_mx.ops.checks import (
     refuse_no_whole_number,
 )
 from aiter_mx.ops.moe_check import check_expert_ids, check_expert_map
-from aiter_mx.ops.moe_layer import FusedMoeProblem
-from aiter_mx.ops.moe_problem import refuse_no_experts, refuse_unknown_activation, swiglu_of
-from aiter_mx.ops.plan import bind, falls_back
+from aiter_mx.ops.moe_problem import refuse_no_experts, swiglu_of
+from aiter_mx.plan import bind, falls_back
 from aiter_mx.target import Target, cpu_target, target_of
 
 _FP8 = (torch.float8_e4m3fn,)
@@ -236,7 +236,7 @@ def _plan(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> _Plan:
         return _Plan(problem, (), False, 0, {})
     target = target_of(device)
     try:
-        runs = tuple(bind(op, target, part, device, FALLBACKS[op](part)) for op, part in layer)
+        runs = tuple(bind(op, target, part, device) for op, part in layer)
     except CaptureError as error:  # of one launch: what the caller can warm is the layer
         raise not_warm("a launch of fused_moe", "fused_moe", problem) from error
     at, parts = 0, {}
@@ -273,14 +273,6 @@ def _takes_tensors(layer: Sequence[tuple[str, Problem]], target: Target) -> bool
         if spec.module is None or spec.workspace_bytes(target, part, chosen.config):
             return True
     return False
-
-
-FALLBACKS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "moe_align": moe_align.fallbacks,
-    "moe_gemm": moe_gemm.fallbacks,
-    "moe_combine": moe_combine.fallbacks,
-}
-"""What runs a launch's problem on backends other than ours, by its op."""
 
 
 def _check(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> FusedMoeProblem:

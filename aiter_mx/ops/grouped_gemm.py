@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-
 import torch
 
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.dispatch.route import Route
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
-from aiter_mx.kernels.spec import Config, Parts
-from aiter_mx.launch import Run, Tensors
-from aiter_mx.layouts import padded_shape, unshuffle_scales
+from aiter_mx.launch import Run
+from aiter_mx.layouts import padded_shape
 from aiter_mx.ops import grouped_library
 from aiter_mx.ops.calls import PLAIN, PLAIN_OR_NONE, Plans, wants_gradient
 from aiter_mx.ops.checks import (
@@ -24,8 +19,8 @@ from aiter_mx.ops.checks import (
     refuse_strides,
 )
 from aiter_mx.ops.grouped_check import grouped_problem
-from aiter_mx.ops.plan import Fallback, bind, bind_route
-from aiter_mx.target import Target, cpu_target, target_of
+from aiter_mx.plan import bind
+from aiter_mx.target import cpu_target, target_of
 
 
 def grouped_gemm(
@@ -229,80 +224,13 @@ def _plan(
     first_end = ends.itemsize if ends.shape[0] == problem.G + 1 else 0
     if 0 in shape:
         return None, shape, first_end
-    run = _bind(problem, a.device)
+    run = bind("grouped_gemm", target_of(a.device), problem, a.device)
     return run, shape, first_end
-
-
-def _bind(problem: GroupedGemmProblem, device: torch.device) -> Run:
-    in_parts = partial(_with_readable_scales, problem)
-    return bind("grouped_gemm", target_of(device), problem, device, fallbacks(problem), in_parts)
-
-
-def _with_readable_scales(
-    problem: GroupedGemmProblem,
-    chosen: Route,
-    target: Target,
-    parts: Parts,
-    device: torch.device,
-) -> Run:
-    """What makes scales row-major that the chosen kernel does not read, and goes on with them."""
-    ((_, readable),) = parts
-    run = bind_route(chosen, target, readable, device, fallbacks(readable))
-    M, N, blocks = problem.M, problem.N, problem.K // BLOCK
-    rows_a = M // problem.G if problem.layout == "masked" else M
-
-    def convert_and_run(tensors: Tensors, addresses: Sequence[int]) -> None:
-        tensors, addresses = list(tensors), list(addresses)
-        for at, name, rows in ((1, "a_scale_layout", rows_a), (3, "b_scale_layout", N)):
-            layout = getattr(problem, name)
-            if getattr(readable, name) != layout:
-                tensors[at] = unshuffle_scales(tensors[at], layout, rows, blocks)
-                addresses[at] = tensors[at].data_ptr()
-        run(tensors, addresses)
-
-    return convert_and_run
-
-
-def _ranges(
-    problem: GroupedGemmProblem, starts: torch.Tensor | None, ends: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """First row of each group, and the row after its last, whatever the layout."""
-    M, G = problem.M, problem.G
-    if problem.layout == "masked":
-        first = torch.arange(G, device=ends.device) * (M // G)
-        return first, first + ends.clamp(max=M // G)
-    if starts is None:
-        return torch.nn.functional.pad(ends[:-1], (1, 0)), ends
-    return starts[:G], ends[-G:]
-
-
-def _run_torch(problem: GroupedGemmProblem, tensors: Tensors, config: Config) -> None:
-    from aiter_mx.fallbacks.grouped_torch import grouped_torch
-
-    a, a_scale, b, b_scale, bias, out, starts, ends = tensors
-    M, N, K = problem.M, problem.N, problem.K
-    a, a_scale, out = a.view(M, K), a_scale.view(M, K // BLOCK), out.view(M, N)
-    grouped_torch(a, a_scale, b, b_scale, bias, out, *_ranges(problem, starts, ends))
-
-
-def _run_triton(problem: GroupedGemmProblem, tensors: Tensors, config: Config) -> None:
-    from aiter_mx.fallbacks.grouped_triton import grouped_triton
-
-    a, a_scale, b, b_scale, bias, out, starts, ends = tensors
-    M, N, K = problem.M, problem.N, problem.K
-    a, a_scale, out = a.view(M, K), a_scale.view(M, K // BLOCK), out.view(M, N)
-    ranges, most_tiles = _ranges(problem, starts, ends), problem.most_tiles(config["BLOCK_M"])
-    grouped_triton(a, a_scale, b, b_scale, bias, out, *ranges, most_tiles, config)
-
-
-def fallbacks(problem: GroupedGemmProblem) -> Mapping[str, Fallback]:
-    """What runs each backend other than ours."""
-    return {"triton": partial(_run_triton, problem), "torch": partial(_run_torch, problem)}
 
 
 def warm(problem: GroupedGemmProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
-    run = _bind(problem, device)
+    run = bind("grouped_gemm", target_of(device), problem, device)
     if route("grouped_gemm", target_of(device), problem).backend != "triton":
         return
     # Triton compiles when it is called, so it is called, on whatever this memory holds.

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.dispatch.route import Route
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.spec import Config, Parts
-from aiter_mx.launch import Run, Tensors
+from aiter_mx.launch import Run
 from aiter_mx.ops.calls import PLAIN, PLAIN_OR_NONE, Plans
 from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
@@ -28,10 +25,8 @@ from aiter_mx.ops.checks import (
     refuse_strides,
     shape_text,
 )
-from aiter_mx.ops.plan import bind, bind_route
-from aiter_mx.ops.quantize import warm as bind_quantisation
-from aiter_mx.ops.quantize_call import Options, quantized
-from aiter_mx.target import Target, cpu_target, target_of
+from aiter_mx.plan import bind
+from aiter_mx.target import cpu_target, target_of
 
 _X_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -170,51 +165,13 @@ def _plan(
     shape = (problem.M, problem.N)
     if 0 in shape:
         return None, shape
-    return bind("linear", target_of(xq.device), problem, xq.device, FALLBACKS, in_parts), shape
-
-
-def in_parts(chosen: Route, target: Target, parts: Parts, device: torch.device) -> Run:
-    """What quantises x with a launch of its own and goes on with the result."""
-    (_, quantisation), (_, quantised_problem) = parts
-    bind_quantisation(quantisation, device)
-    run = bind_route(chosen, target, quantised_problem, device, FALLBACKS)
-
-    def run_both(tensors: Tensors, addresses: Sequence[int]) -> None:
-        x, _, *others = tensors
-        xq, xs = quantized(x, None, Options("rows"))
-        run((xq, xs, *others), (xq.data_ptr(), xs.data_ptr(), *addresses[2:]))
-
-    return run_both
-
-
-def _run_triton(tensors: Tensors, config: Config) -> None:
-    from aiter_mx.fallbacks.linear_triton import linear_triton
-
-    xq, xs, wq, ws, bias, out = tensors
-    linear_triton(xq, xs, wq, ws, bias, out, config)
-
-
-def _run_torch(tensors: Tensors, config: Config) -> None:
-    from aiter_mx.fallbacks.linear_torch import linear_torch
-
-    linear_torch(*tensors)
-
-
-def _run_vendor(tensors: Tensors, config: Config) -> None:
-    from aiter_mx.fallbacks.linear_vendor import linear_vendor
-
-    xq, xs, wq, ws, bias, out = tensors
-    linear_vendor(xq, xs, wq, ws, bias, out, config)
-
-
-FALLBACKS = {"triton": _run_triton, "vendor": _run_vendor, "torch": _run_torch}
-"""What runs each backend other than ours."""
+    return bind("linear", target_of(xq.device), problem, xq.device), shape
 
 
 def warm(problem: LinearProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
     target = target_of(device)
-    run = bind("linear", target, problem, device, FALLBACKS, in_parts)
+    run = bind("linear", target, problem, device)
     if route("linear", target, problem).backend != "triton":
         return
     # Triton compiles when it is called, so it is called, on whatever this memory holds.

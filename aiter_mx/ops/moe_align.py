@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.moe_align import MoeAlignProblem
-from aiter_mx.kernels.spec import Config
-from aiter_mx.launch import Run, Tensors
+from aiter_mx.launch import Run
 from aiter_mx.ops import moe_library
 from aiter_mx.ops.calls import Plans, is_traced, wants_gradient
 from aiter_mx.ops.checks import (
@@ -23,7 +20,7 @@ from aiter_mx.ops.checks import (
     refuse_no_whole_number,
 )
 from aiter_mx.ops.moe_check import check_expert_ids
-from aiter_mx.ops.plan import bind
+from aiter_mx.plan import bind
 from aiter_mx.target import target_of
 
 
@@ -209,32 +206,16 @@ def _run(
     key = (target, device, problem)
     run = _plans.by_call.get(key)
     if run is None:
-        run = _plans.keep(key, bind("moe_align", target, problem, device, fallbacks(problem)))
+        run = _plans.keep(key, bind("moe_align", target, problem, device))
     tensors = (topk_ids, topk_weights, expert_map, num_tokens, None, *outputs, None, None)
     run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
     return outputs
 
 
-def fallbacks(problem: MoeAlignProblem) -> dict[str, Any]:
-    """What runs each backend other than ours."""
-
-    def run_torch(tensors: Tensors, config: Config) -> None:
-        from aiter_mx.fallbacks.moe_align_torch import moe_align_torch
-
-        moe_align_torch(problem, *tensors)
-
-    def run_triton(tensors: Tensors, config: Config) -> None:
-        from aiter_mx.fallbacks.moe_align_triton import moe_align_triton
-
-        moe_align_triton(problem, *tensors)
-
-    return {"torch": run_torch, "triton": run_triton}
-
-
 def warm(problem: MoeAlignProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
     target, p = target_of(device), problem
-    run = bind("moe_align", target, p, device, fallbacks(p))
+    run = bind("moe_align", target, p, device)
     if route("moe_align", target, p).backend != "triton" or p.routed == 0:
         return
 

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
-from aiter_mx.kernels.spec import Config
-from aiter_mx.launch import Tensors
 from aiter_mx.ops.checks import DTYPES, INDICES
-from aiter_mx.ops.plan import bind
+from aiter_mx.plan import bind
 from aiter_mx.target import target_of
-
-
-def fallbacks(problem: MoeCombineProblem) -> dict[str, Any]:
-    """What runs each backend other than ours."""
-
-    def run_torch(tensors: Tensors, config: Config) -> None:
-        from aiter_mx.fallbacks.moe_combine_torch import moe_combine_torch
-
-        moe_combine_torch(problem, *tensors)
-
-    def run_triton(tensors: Tensors, config: Config) -> None:
-        from aiter_mx.fallbacks.moe_combine_triton import moe_combine_triton
-
-        moe_combine_triton(problem, *tensors)
-
-    return {"torch": run_torch, "triton": run_triton}
 
 
 def warm(problem: MoeCombineProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
     target, p = target_of(device), problem
-    run = bind("moe_combine", target, p, device, fallbacks(p))
+    run = bind("moe_combine", target, p, device)
     if route("moe_combine", target, p).backend != "triton" or p.M * p.N == 0:
         return
 

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.errors import CaptureError
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
-from aiter_mx.kernels.spec import Config
-from aiter_mx.launch import Run, Tensors, not_warm
+from aiter_mx.launch import Run
 from aiter_mx.ops import moe_library
 from aiter_mx.ops.calls import Plans, is_traced, wants_gradient
 from aiter_mx.ops.checks import (
@@ -28,7 +26,7 @@ from aiter_mx.ops.checks import (
 )
 from aiter_mx.ops.moe_check import check_routing, checking
 from aiter_mx.ops.moe_problem import FP8, problem_of, swiglu_of
-from aiter_mx.ops.plan import bind
+from aiter_mx.plan import bind
 from aiter_mx.target import cpu_target, target_of
 
 
@@ -269,46 +267,15 @@ def _plan(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Plan:
         return Plan(problem, "none", None)
     target = target_of(device)
     backend = route("moe_gemm", target, problem).backend
-    run = bind("moe_gemm", target, problem, device, fallbacks(problem))
+    run = bind("moe_gemm", target, problem, device)
     return Plan(problem, backend, run)
-
-
-def fallbacks(problem: MoeGemmProblem) -> dict[str, Any]:
-    """What runs each backend other than ours, and ours where it is several ops."""
-    bound: list[Run] = []
-
-    def run_grouped(tensors: Tensors, config: Config) -> None:
-        if not bound:
-            from aiter_mx.ops.moe_grouped import bind_grouped
-
-            try:
-                bound.append(bind_grouped(problem, tensors[0].device))
-            except CaptureError as error:
-                raise not_warm("hip/grouped", "moe_gemm", problem) from error
-        bound[0](tensors, ())
-
-    def run_torch(tensors: Tensors, config: Config) -> None:
-        from aiter_mx.fallbacks.moe_gemm_torch import moe_gemm_torch
-
-        moe_gemm_torch(problem, *tensors)
-
-    def run_triton(tensors: Tensors, config: Config) -> None:
-        from aiter_mx.fallbacks.moe_gemm_triton import moe_gemm_triton
-
-        moe_gemm_triton(problem, config, *tensors)
-
-    return {"hip": run_grouped, "torch": run_torch, "triton": run_triton}
 
 
 def warm(problem: MoeGemmProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
     target = target_of(device)
-    run = bind("moe_gemm", target, problem, device, fallbacks(problem))
+    run = bind("moe_gemm", target, problem, device)
     chosen = route("moe_gemm", target, problem)
-    if chosen.kernel == "grouped":
-        from aiter_mx.ops import moe_grouped
-
-        moe_grouped.warm(problem, device)
     if chosen.backend != "triton" or problem.routed == 0:
         return
     # Triton compiles when it is called, so it is called, on whatever this memory holds but for the

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aiter_mx.kernels.fused_moe import refuse_unknown_activation
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.ops.checks import (
     BLOCK,
@@ -19,7 +20,6 @@ from aiter_mx.ops.checks import (
 )
 
 FP8 = (torch.float8_e4m3fn,)
-ACTIVATIONS = ("silu", "swiglu_oai")
 _INT32 = (torch.int32,)
 
 
@@ -116,13 +116,6 @@ def swiglu_of(activation: str, alpha: float, beta: float, limit: float) -> tuple
         if not isinstance(value, (int, float, torch.SymFloat)):
             raise TypeError(f"{name} must be a number, a float, got {type(value).__name__}")
     return float(alpha), float(beta), float(limit)
-
-
-def refuse_unknown_activation(activation: str) -> None:
-    """Raise ValueError unless a first GEMM can have it."""
-    if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ValueError(f"activation must be one of {known}, got {activation!r}")
 
 
 def refuse_no_experts(name: str, E: int, N: int, K: int) -> None:

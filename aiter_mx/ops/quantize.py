@@ -14,13 +14,12 @@ from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled, fo
 from aiter_mx.ops import quantize_library
 from aiter_mx.ops.calls import is_traced
 from aiter_mx.ops.checks import DTYPES, refuse_no_tensor
-from aiter_mx.ops.plan import bind
 from aiter_mx.ops.quantize_call import (
     INPUT_DTYPES,
     Options,
-    fallbacks,
     quantized,
 )
+from aiter_mx.plan import bind
 from aiter_mx.target import target_of
 
 OUTPUT_DTYPES = (*INPUT_DTYPES, torch.float64)
@@ -318,7 +317,7 @@ def dequantize(
 def warm(problem: QuantizeProblem, device: torch.device) -> None:
     """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
     target, p = target_of(device), problem
-    run = bind("quantize", target, p, device, fallbacks(p))
+    run = bind("quantize", target, p, device)
     if route("quantize", target, p).backend != "triton" or p.M * p.N * p.matrices == 0:
         return
     # Triton compiles when it is called, so it is called, on whatever this memory holds.

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from aiter_mx.fallbacks.quantize_torch import quantize_torch
+from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.quantize.problem import BLOCK
-from aiter_mx.kernels.spec import Config
-from aiter_mx.launch import Run, Tensors
+from aiter_mx.launch import Run
 from aiter_mx.layouts import layout_of, padded_shape
 from aiter_mx.numerics import FORMATS
 from aiter_mx.ops.calls import Plans
 from aiter_mx.ops.checks import ALIGNMENT_BYTES, DTYPE_NAMES
-from aiter_mx.ops.plan import bind
+from aiter_mx.plan import bind
 from aiter_mx.target import cpu_target, target_of
 
 MODES = ("rceil", "floor")
@@ -89,28 +86,9 @@ def _plan(x: Tensor, offsets: Tensor | None, options: Options) -> tuple[Run, Sha
     """What computes such a call, its outputs' shapes, and whether x must be aligned."""
     problem, shapes = check(x, offsets, options)
     if problem.out_rows * problem.N * problem.matrices == 0:
-        return partial(_run_torch_unplanned, problem), shapes, False
-    run = bind("quantize", target_of(x.device), problem, x.device, fallbacks(problem))
+        return (lambda tensors, addresses: quantize_torch.run(problem, tensors, {})), shapes, False
+    run = bind("quantize", target_of(x.device), problem, x.device)
     return run, shapes, True
-
-
-def fallbacks(problem: QuantizeProblem) -> dict[str, Any]:
-    """What runs the backends that are not our kernels, as ``plan.bind`` wants it."""
-
-    def run_torch(tensors: Tensors, config: Config) -> None:
-        quantize_torch(problem, tensors)
-
-    def run_triton(tensors: Tensors, config: Config) -> None:
-        from aiter_mx.fallbacks.quantize_triton import quantize_triton
-
-        x, _, payload, scale, *_ = tensors
-        quantize_triton(x, payload, scale, problem.mode)
-
-    return {"torch": run_torch, "triton": run_triton}
-
-
-def _run_torch_unplanned(problem: QuantizeProblem, tensors: Tensors, addresses: Any) -> None:
-    quantize_torch(problem, tensors)
 
 
 def check(x: Tensor, offsets: Tensor | None, options: Options) -> tuple[QuantizeProblem, Shapes]:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from threading import Lock
 from typing import Protocol
 
-from aiter_mx.ahead import build_requests
 from aiter_mx.dispatch.route import Route
 from aiter_mx.errors import AiterMxError
 from aiter_mx.jit.build import BuildRequest, build
@@ -18,6 +17,7 @@ from aiter_mx.jit.fingerprint import code_hash
 from aiter_mx.jit.toolchain import find_toolchain
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Problem
+from aiter_mx.plan import build_requests
 from aiter_mx.target import Target
 from aiter_mx.tuning.candidates import Built, Candidate
 

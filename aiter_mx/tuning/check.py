@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from aiter_mx.ahead import build_requests
 from aiter_mx.dispatch.route import Route
 from aiter_mx.dispatch.tables import Row, read_table
 from aiter_mx.errors import TableError
 from aiter_mx.jit.build import BuildRequest, sources_key
 from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.plan import build_requests
 from aiter_mx.target import hardware
 from aiter_mx.tuning.builds import HASH_DIGITS, built, own_request
 from aiter_mx.tuning.table import Rows, key_of, problem_cells, read_origins

@@ -13,6 +13,7 @@ import torch
 
 from aiter_mx.errors import AiterMxError
 from aiter_mx.kernels.spec import Problem
+from aiter_mx.plan import bind_route
 from aiter_mx.target import Target
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
 from aiter_mx.tuning.builds import Ahead, OnBuilt, build_of
@@ -95,7 +96,7 @@ class GpuBench:
 
     def _calls(self, candidate: Candidate) -> list[Callable[[], object]]:
         """One call for each copy of the operands."""
-        run = self._workload.bind(candidate.route, self._target, self._problem, self._device)
+        run = bind_route(candidate.route, self._target, self._problem, self._device)
         calls: list[Callable[[], object]] = []
         for operands in self._sets:
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in operands]

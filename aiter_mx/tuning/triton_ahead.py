@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from aiter_mx.kernels.spec import Problem
+from aiter_mx.plan import runner
 from aiter_mx.target import Target
 from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.forked import forked_pool
@@ -58,7 +59,7 @@ def compile_without_gpu(problem: Problem, candidate: Candidate) -> None:
     workload = workload_of(candidate.op)
     operands = workload.operands(problem, torch.device("meta"))
     with suppress(Exception):  # as of what follows the launch, which has nothing to work on
-        workload.fallbacks(problem)["triton"](operands, candidate.config)
+        runner(candidate.spec)(problem, operands, candidate.config)
 
 
 def stand_in_for_a_gpu(target: Target) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -13,7 +12,7 @@ from aiter_mx.layouts import shuffle_scales, unshuffle_scales
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.timing import random_mx
 from aiter_mx.tuning.models import Model
-from aiter_mx.workloads.workload import Fallback, Judge, Operands, Verdict, Workload, compare
+from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
 
 ROWS = (8192, 32768)
 """Rows of all groups that tables have."""
@@ -107,12 +106,6 @@ def _judge(problem: GroupedGemmProblem, tensors: Tensors) -> Judge:
     return judge
 
 
-def _fallbacks(problem: GroupedGemmProblem) -> Mapping[str, Fallback]:
-    from aiter_mx.ops import grouped_gemm
-
-    return grouped_gemm.fallbacks(problem)
-
-
 def _sample(problem: GroupedGemmProblem, share: float) -> GroupedGemmProblem:
     """Two groups of their usual size, and some of the output features."""
     groups = min(problem.G, 2)
@@ -142,7 +135,6 @@ WORKLOAD = Workload(
     read_bytes=_read_bytes,
     results=(5,),
     judge=_judge,
-    fallbacks=_fallbacks,
     sample=_sample,
     problems=_problems,
 )

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from aiter_mx.dispatch.route import Route
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.spec import Parts
-from aiter_mx.launch import Run, Tensors
+from aiter_mx.launch import Tensors
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.sim.roofline import CUS
-from aiter_mx.target import Target
 from aiter_mx.timing import random_mx
 from aiter_mx.tuning.models import Model
-from aiter_mx.workloads.workload import Fallback, Judge, Operands, Verdict, Workload, compare
+from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -74,18 +70,6 @@ def _judge(problem: LinearProblem, tensors: Tensors) -> Judge:
     return judge
 
 
-def _fallbacks(problem: LinearProblem) -> Mapping[str, Fallback]:
-    from aiter_mx.ops import linear
-
-    return linear.FALLBACKS
-
-
-def _in_parts(chosen: Route, target: Target, parts: Parts, device: torch.device) -> Run:
-    from aiter_mx.ops.linear import in_parts
-
-    return in_parts(chosen, target, parts, device)
-
-
 def _sample(problem: LinearProblem, share: float) -> LinearProblem:
     """The rows of w that so many whole compute units have."""
     rows = min(problem.N, max(_SAMPLE_ROWS, round(problem.N * share)))
@@ -119,8 +103,6 @@ WORKLOAD = Workload(
     read_bytes=_read_bytes,
     results=(5,),
     judge=_judge,
-    fallbacks=_fallbacks,
     sample=_sample,
     problems=_problems,
-    in_parts=_in_parts,
 )

@@ -6,21 +6,19 @@ chose its own; at least one did, since the others wait for a GPU that has some.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
+from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.launch import Tensors
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
-from aiter_mx.ops.moe_layer import FusedMoeProblem
 from aiter_mx.timing import COLD_BYTES, random_mx
 from aiter_mx.tuning.models import Model
 from aiter_mx.workloads.workload import (
     ACCUMULATION,
-    Fallback,
     Judge,
     Operands,
     Verdict,
@@ -64,7 +62,7 @@ def _results(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | Non
 
 def _routing(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | None]:
     """Sorted ids, experts, ids in use and routing weights, of experts drawn for each token."""
-    from aiter_mx.fallbacks.moe_align_torch import moe_align_torch
+    from aiter_mx.fallbacks import moe_align_torch
 
     every = p.num_experts or p.E
     slots = min(p.top_k, every)
@@ -85,9 +83,8 @@ def _routing(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | Non
     used = torch.empty(2 if p.ids == "aiter" else 1, dtype=torch.int32)
     given = weights if p.ids == "aiter" else None
     here = numbers.where(numbers < p.E, -1)
-    moe_align_torch(
-        align, experts, given, here, None, None, sorted_ids, sorted_weights, blocks, used
-    )
+    outputs = (sorted_ids, sorted_weights, blocks, used, None, None)
+    moe_align_torch.run(align, (experts, given, here, None, None, *outputs), {})
     of_rows = {"none": None, "by_t": weights, "by_place": sorted_weights}[p.weights]
     found = (sorted_ids, blocks, used, of_rows)
     return [None if tensor is None else tensor.to(device) for tensor in found]
@@ -193,12 +190,6 @@ def _activated(
     return middle, 2 * most
 
 
-def _fallbacks(problem: MoeGemmProblem) -> Mapping[str, Fallback]:
-    from aiter_mx.ops.moe_gemm import fallbacks
-
-    return fallbacks(problem)
-
-
 def _sample(problem: MoeGemmProblem, share: float) -> MoeGemmProblem:
     """Few experts with as many tokens each as before, and some of their rows."""
     p = problem
@@ -238,7 +229,6 @@ WORKLOAD = Workload(
     read_bytes=_read_bytes,
     results=(9, 10),
     judge=_judge,
-    fallbacks=_fallbacks,
     sample=_sample,
     problems=_problems,
 )

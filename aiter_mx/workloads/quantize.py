@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from aiter_mx.fallbacks.quantize_torch import quantize_torch
+from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.quantize.problem import BLOCK
 from aiter_mx.launch import Tensors
 from aiter_mx.layouts import padded_shape
 from aiter_mx.numerics import FORMATS
-from aiter_mx.workloads.workload import Fallback, Judge, Operands, Verdict, Workload
+from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _OFFSETS = {"int32": torch.int32, "int64": torch.int64}
@@ -62,7 +61,7 @@ def _read_bytes(problem: QuantizeProblem, operands: Operands | None) -> float:
 
 def _judge(problem: QuantizeProblem, tensors: Tensors) -> Judge:
     expected = list(_results(problem, tensors[0].device))
-    quantize_torch(problem, (*tensors[:2], *expected))
+    quantize_torch.run(problem, (*tensors[:2], *expected), {})
 
     def verdict(got: Tensors) -> Verdict:
         wrong = sum(
@@ -73,12 +72,6 @@ def _judge(problem: QuantizeProblem, tensors: Tensors) -> Judge:
         return Verdict(rel_err=float(wrong), worst=2.0 if wrong else 0.0)
 
     return verdict
-
-
-def _fallbacks(problem: QuantizeProblem) -> Mapping[str, Fallback]:
-    from aiter_mx.ops import quantize_call
-
-    return quantize_call.fallbacks(problem)
 
 
 def _sample(problem: QuantizeProblem, share: float) -> QuantizeProblem:
@@ -98,7 +91,6 @@ WORKLOAD = Workload(
     read_bytes=_read_bytes,
     results=_RESULTS,
     judge=_judge,
-    fallbacks=_fallbacks,
     sample=_sample,
     problems=_problems,
 )

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aiter_mx.kernels.spec import Config, Problem
-from aiter_mx.target import Target
+from aiter_mx.kernels.spec import Problem
 
 if TYPE_CHECKING:
     import torch
 
-    from aiter_mx.dispatch.route import Route
-    from aiter_mx.launch import Run, Tensors
-    from aiter_mx.ops.plan import InParts
+    from aiter_mx.launch import Tensors
 
 Operands: TypeAlias = "list[torch.Tensor | None]"
 """In the order of the pointers of the op's kernels, results among them; None is a null pointer."""
 Judge: TypeAlias = "Callable[[Tensors], Verdict]"
 """Compares the results among the tensors with what they must be."""
-Fallback: TypeAlias = "Callable[[Tensors, Config], None]"
-"""Runs a kernel that is not of our building."""
-
 ACCUMULATION = 1e-4
 """How far sums may be off, relative to the product of the norms of the two rows whose product an
 element is. By Cauchy and Schwarz that is no less than the sum of magnitudes, and mostly some 30
@@ -67,12 +61,10 @@ class Workload:
             one reads on average.
         results: positions of what a kernel writes.
         judge: what the results of these operands must be, worked out once in float64.
-        fallbacks: what runs kernels of a backend other than ``hip``.
         sample: a problem with about this share of the weights' rows, for which every kernel is
             compiled as for the whole; the simulator runs it in place of the whole.
         problems: the problems that serving a model of the catalogue poses, on so many GPUs
             of an architecture.
-        in_parts: what runs a problem that takes several launches, for an op that has such.
     """
 
     op: str
@@ -81,16 +73,8 @@ class Workload:
     read_bytes: Callable[[Problem, Operands | None], float]
     results: tuple[int, ...]
     judge: Callable[[Problem, Tensors], Judge]
-    fallbacks: Callable[[Problem], Mapping[str, Fallback]]
     sample: Callable[[Problem, float], Problem]
     problems: Callable[[Any, int, str], list[Problem]]
-    in_parts: InParts | None = None
-
-    def bind(self, chosen: Route, target: Target, problem: Problem, device: torch.device) -> Run:
-        """What runs the kernel that a route names, whatever dispatch would choose."""
-        from aiter_mx.ops.plan import bind_route
-
-        return bind_route(chosen, target, problem, device, self.fallbacks(problem), self.in_parts)
 
 
 def workload_of(op: str) -> Workload:

@@ -26,9 +26,9 @@ import torch
 
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.fallbacks import grouped_tiles
-from aiter_mx.fallbacks.grouped_triton import grouped_triton
+from aiter_mx.fallbacks import grouped_gemm_triton
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.grouped_gemm.triton import candidates
 from aiter_mx.kernels.spec import Config
 from aiter_mx.target import target_of
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
@@ -113,13 +113,13 @@ def triton_calls(
     starts = torch.nn.functional.pad(offs[:-1], (1, 0))
 
     def launch(data: Operands, tiles: Config) -> None:
-        x, w, most = (data.xq, data.xs), (data.wq, data.ws), problem.most_tiles(tiles["BLOCK_M"])
-        grouped_triton(*x, *w, None, out, starts, offs, most, tiles)
+        tensors = (data.xq, data.xs, data.wq, data.ws, None, out, starts, offs)
+        grouped_gemm_triton.run(problem, tensors, tiles)
 
     def time_us(tiles: Config) -> float:
         return GraphedCalls([partial(launch, operands[0], tiles)] * 2).time_us(3, 1)
 
-    best = min(grouped_tiles.candidates(target_of(DEVICE), problem), key=time_us)
+    best = min(candidates(target_of(DEVICE), problem), key=time_us)
     return [partial(launch, data, best) for data in operands]
 
 

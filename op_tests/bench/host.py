@@ -14,9 +14,10 @@ import torch
 
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.fallbacks.linear_tiles import configure
-from aiter_mx.fallbacks.linear_triton import linear_tile_kernel, linear_triton
+from aiter_mx.fallbacks import linear_triton
+from aiter_mx.fallbacks.linear_triton import linear_tile_kernel
 from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.triton import configure
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.launch import bind, load_function, runtime_of
 from aiter_mx.runtimes.base import PackedArgs
@@ -64,7 +65,7 @@ def main() -> None:
         "bare Triton launch": lambda: linear_tile_kernel[(1, 1)](
             *tensors, M, N, K, **tiles, **flags
         ),
-        "linear through Triton": partial(linear_triton, *operands, None, out, tiles),
+        "linear through Triton": partial(linear_triton.run, problem, tensors, tiles),
         "torch.nn.functional.linear, bf16": partial(torch.nn.functional.linear, x, w),
         "torch.empty": partial(torch.empty, (M, N), dtype=torch.bfloat16, device="cuda"),
     }

@@ -25,11 +25,10 @@ import torch
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import AiterMxError
-from aiter_mx.fallbacks.linear_tiles import CANDIDATES, bucket
-from aiter_mx.fallbacks.linear_triton import linear_triton
-from aiter_mx.fallbacks.linear_vendor import linear_vendor
+from aiter_mx.fallbacks import linear_triton, linear_vendor
 from aiter_mx.jit.build import BuildRequest, build, build_all
 from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.triton import CANDIDATES, bucket
 from aiter_mx.kernels.registry import find_kernel, kernels_of
 from aiter_mx.kernels.spec import Arg, Config, Geometry
 from aiter_mx.launch import bind, build_request, runtime_of
@@ -117,7 +116,7 @@ def time_vendor(problem: LinearProblem, copies: list[Operands]) -> float | None:
     if refusal is not None:
         return None
     out = torch.empty(problem.M, problem.N, dtype=torch.bfloat16, device=DEVICE)
-    return time_graph_us([partial(linear_vendor, *o, None, out, {}) for o in copies])
+    return time_graph_us([partial(linear_vendor.run, problem, (*o, None, out), {}) for o in copies])
 
 
 def compile_all(target: Target, rows: Sequence[int], shapes: Sequence[tuple[int, int]]) -> None:
@@ -144,7 +143,7 @@ def time_triton(problem: LinearProblem, copies: list[Operands]) -> tuple[float, 
     out = torch.empty(problem.M, problem.N, dtype=torch.bfloat16, device=DEVICE)
     timed = []
     for tiles in CANDIDATES[target_of(DEVICE).arch][bucket(problem.M)]:
-        calls = [partial(linear_triton, *operands, None, out, tiles) for operands in copies]
+        calls = [partial(linear_triton.run, problem, (*o, None, out), tiles) for o in copies]
         timed.append((time_graph_us(calls), tiles))
     return min(timed, key=lambda entry: entry[0])
 

@@ -28,11 +28,12 @@ import torch
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.jit.build import build_all
+from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.registry import find_kernel, kernels_of
 from aiter_mx.launch import build_request
-from aiter_mx.ops import moe_gemm as moe_gemm_op
-from aiter_mx.ops.fused_moe import ARGUMENTS, FALLBACKS, FusedMoeProblem, tensors_between
+from aiter_mx.ops.fused_moe import ARGUMENTS, tensors_between
+from aiter_mx.plan import runner
 from aiter_mx.target import target_of
 from aiter_mx.timing import COLD_BYTES, random_mx, time_graph_us
 from op_tests.bench.common import MEASURED, gpu_name, refuse_no_gpu, report
@@ -157,14 +158,14 @@ def gemm_cell(layer: Layer, part: str, M: int, block_m: int, experts: list[torch
             )
         ours.append(call)
         if spec is not None and spec.refusal(target, problem) is None:
-            run = moe_gemm_op.fallbacks(problem)["triton"]
             results = (out, None)
             if activated:
                 payload = torch.empty(routed, N // 2, dtype=torch.float8_e4m3fn, device=DEVICE)
                 scale = torch.empty(routed, N // 64, dtype=torch.uint8, device=DEVICE)
                 results = (payload, scale)
             tensors = (*x, *w, *lists, weights if second else None, None, *results)
-            triton.append(partial(run, tensors, spec.configure(target, problem)))
+            config = spec.configure(target, problem)
+            triton.append(partial(runner(spec), problem, tensors, config))
         rows = torch.bincount(chosen.flatten(), minlength=layer.E)
         ends = rows.cumsum(0).int()
         dense_x = torch.randn(routed, K, device=DEVICE, dtype=torch.bfloat16)
@@ -204,7 +205,7 @@ def layer_by_triton(
         if spec is None or spec.refusal(target, part) is not None:
             return []
         config = spec.configure(target, part)
-        runs.append(partial(FALLBACKS[op](part)["triton"], config=config))
+        runs.append(partial(runner(spec), part, config=config))
     given = {
         name: torch.empty(shape, dtype=dtype, device=DEVICE)
         for name, (shape, dtype) in tensors_between(problem).items()

@@ -13,6 +13,7 @@ import torch
 
 import aiter_mx
 import aiter_mx.jit.build
+from aiter_mx import plan
 from aiter_mx.cli.main import main
 from aiter_mx.cli.tune import with_fields
 from aiter_mx.dispatch import dispatcher
@@ -21,7 +22,6 @@ from aiter_mx.kernels import linear as kernels
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import KernelSpec
-from aiter_mx.ops import plan
 from aiter_mx.sim.roofline import CYCLES_A_US
 from aiter_mx.target import hardware
 from aiter_mx.tuning.candidates import Candidate

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import aiter_mx
-from aiter_mx.ahead import build_requests
 from aiter_mx.dispatch import tables
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.tables import format_config, parse_config
 from aiter_mx.errors import TableError
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import find_kernel, ops
+from aiter_mx.plan import build_requests
 from aiter_mx.target import CPU, hardware
 
 GFX950 = hardware("gfx950")

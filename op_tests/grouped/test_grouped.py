@@ -316,15 +316,15 @@ def test_triton_matches_float64_in_its_interpreter() -> None:
 
 
 def run_triton_in_its_interpreter() -> None:
-    from aiter_mx.fallbacks.grouped_triton import grouped_triton
+    from aiter_mx.fallbacks import grouped_gemm_triton
 
     torch.cuda.device_of = lambda tensor: nullcontext()
     tile = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
     case, bias = operands(N=96), torch.randn(4, 96)
     starts, ends = torch.tensor([50, -5, 13, 70]), torch.tensor([70, 12, 13, 999])
     out = torch.full((90, 96), 7.0)
-    most = GroupedGemmProblem(90, 96, 160, 4).most_tiles(16)
-    grouped_triton(*case, bias, out, starts, ends, most, tile)
+    problem = GroupedGemmProblem(90, 96, 160, 4)
+    grouped_gemm_triton.run(problem, (*case, bias, out, starts, ends), tile)
     check(out, case, [(50, 70), (0, 12), (13, 13), (70, 90)], bias)
     assert (out[12:50] == 7).all()
 

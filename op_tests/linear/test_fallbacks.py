@@ -16,11 +16,11 @@ from torch import Tensor
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import LaunchError
-from aiter_mx.fallbacks import linear_tiles as tiles
 from aiter_mx.fallbacks import linear_torch as torch_fallback
+from aiter_mx.fallbacks import linear_vendor
 from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear import triton as tiles
 from aiter_mx.kernels.registry import find_kernel
-from aiter_mx.ops.linear import FALLBACKS
 from aiter_mx.target import CPU, SIMULATED_GFX950, Target
 from op_tests import mx_reference as mx
 from op_tests.interpreted import assert_passes_in_the_interpreter
@@ -110,7 +110,7 @@ class TestTorch:
 
 class TestTiles:
     def test_are_chosen_without_importing_triton(self):
-        code = "import sys, aiter_mx.fallbacks.linear_tiles; print('triton' in sys.modules)"
+        code = "import sys, aiter_mx.kernels.linear.triton; print('triton' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.stdout.strip() == "False", done.stderr
 
@@ -207,11 +207,12 @@ INTERPRETED = [
 
 
 def check_triton(arguments: Operands, dtype: torch.dtype, config: dict[str, int]) -> Tensor:
-    from aiter_mx.fallbacks.linear_triton import linear_triton
+    from aiter_mx.fallbacks import linear_triton
 
     xq, _, wq, _, _ = arguments
+    problem = LinearProblem(len(xq), len(wq), xq.shape[1])
     out = torch.full((len(xq), len(wq)), 12345.0, dtype=dtype, device=xq.device)
-    linear_triton(*arguments, out, config)
+    linear_triton.run(problem, (*arguments, out), config)
     mx.assert_close_to_reference(out, *arguments)
     return out
 
@@ -285,7 +286,7 @@ def test_triton_repeats_itself_bit_by_bit_on_a_gpu(gpu, M):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_a_captured_fallback_replays_on_new_data(gpu, backend):
-    from aiter_mx.fallbacks.linear_triton import linear_triton
+    from aiter_mx.fallbacks import linear_triton
 
     problem = LinearProblem(M=4, N=128, K=4096, out_dtype="bf16", bias="none")
     config = tiles.configure(gpu, problem)
@@ -294,7 +295,7 @@ def test_a_captured_fallback_replays_on_new_data(gpu, backend):
 
     def call() -> None:
         if backend == "triton":
-            linear_triton(*arguments, out, config)
+            linear_triton.run(problem, (*arguments, out), config)
         else:
             torch_fallback.linear_torch(*arguments, out)
 
@@ -340,7 +341,7 @@ def test_vendors_library_is_asked_for_what_it_has_and_nothing_else(monkeypatch) 
     scales = [torch.full((n, 3), 127, dtype=torch.uint8) for n in (32, 64)]
     out = torch.empty(32, 64, dtype=torch.bfloat16)
     with pytest.raises(LaunchError, match="refuses MX-FP8 here: no gfx950 here"):
-        FALLBACKS["vendor"]((x, scales[0], w, scales[1], None, out), {})
+        linear_vendor.run(fits, (x, scales[0], w, scales[1], None, out), {})
     assert asked["x"].data_ptr() == x.data_ptr()
     assert asked["wt"].shape == (96, 64)
     assert asked["scales"] == (torch.float8_e8m0fnu,) * 2

@@ -21,7 +21,7 @@ from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
 from aiter_mx.kernels.spec import Config, KernelSpec, combinations
 from aiter_mx.launch import bind, build_request
 from aiter_mx.ops import linear as linear_module
-from aiter_mx.ops.plan import bind_route
+from aiter_mx.plan import bind_route
 from aiter_mx.target import hardware, target_of
 from op_tests.linear.cases import DTYPES
 from op_tests.mx_reference import assert_close_to_reference, random_mx
@@ -197,7 +197,6 @@ def computed_as_routed(x: torch.Tensor, w: Weights) -> torch.Tensor:
         target,
         replace(problem, x_dtype="e4m3"),
         x.device,
-        linear_module.FALLBACKS,
     )
     out = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
     tensors = (*aiter_mx.quantize(x), *w, None, out)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MMA_RING
 from aiter_mx.kernels.moe_gemm.slabs_sm90 import SLABS
@@ -19,7 +20,6 @@ from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.registry import stand_ins
 from aiter_mx.kernels.spec import KernelSpec
 from aiter_mx.ops.moe_gemm import Plan, compute
-from aiter_mx.ops.moe_layer import FusedMoeProblem
 from aiter_mx.target import hardware
 from op_tests.moe.reference import lists_of, random_weights
 from op_tests.mx_reference import random_mx

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import aiter_mx
-from aiter_mx.ops.moe_layer import FusedMoeProblem
+from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.sim.program import Program
 from op_tests.moe.reference import Layer, assert_activated, random_weights
 from op_tests.mx_reference import assert_rounded

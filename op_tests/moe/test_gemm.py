@@ -13,10 +13,10 @@ from torch import Tensor
 
 import aiter_mx
 from aiter_mx import launch
+from aiter_mx.fallbacks import moe_gemm_torch
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.mfma_gfx950 import MFMA, PARAMS
 from aiter_mx.kernels.spec import Config
-from aiter_mx.ops.moe_gemm import fallbacks
 from aiter_mx.target import target_of
 from op_tests.moe.reference import Layer, assert_activated, assert_rows, random_weights
 from op_tests.mx_reference import random_mx
@@ -61,7 +61,7 @@ def run_kernel(
     every = (*(t if t is None else t.to(device) for t in tensors), out)
     every = (*every, guarded[1][1] if activated else None)
     if config is None:
-        fallbacks(problem)["torch"](every, {})
+        moe_gemm_torch.run(problem, every, {})
     else:
         assert MFMA.refusal(target, problem) is None
         MFMA.check_config(config)

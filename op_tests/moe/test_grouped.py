@@ -11,10 +11,11 @@ import torch
 
 import aiter_mx
 from aiter_mx import launch
+from aiter_mx.dispatch.route import Route
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.grouped import GATHER, GROUPED, grouped_problem
 from aiter_mx.ops.checks import BLOCK
-from aiter_mx.ops.moe_grouped import bind_grouped
+from aiter_mx.plan import bind_route
 from aiter_mx.target import hardware, target_of
 from op_tests.moe.reference import assert_activated, assert_rows
 from op_tests.moe.test_fused_moe import assert_layer, on, random_call
@@ -34,6 +35,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         yield here
 
 
+def run_grouped(problem: MoeGemmProblem, device: torch.device, tensors: list) -> None:
+    chosen = Route("moe_gemm", "hip", "grouped", {}, "", "test")
+    bind_route(chosen, target_of(device), problem, device)(tensors, ())
+
+
 def test_random_routings_match_float64(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,7 +54,7 @@ def test_random_routings_match_float64(
         out = torch.empty(problem.routed, problem.N, dtype=DTYPES[problem.out_dtype])
         out.view(torch.uint8).fill_(POISON)
         every = [None if t is None else t.to(device) for t in (*tensors, out, None)]
-        bind_grouped(problem, device)(every, ())
+        run_grouped(problem, device, every)
         assert_rows(every[9].cpu(), layer, POISON)
 
 
@@ -66,7 +72,7 @@ def test_activated_rows_are_quantised_as_the_exact_ones(
         out = torch.empty(problem.routed, N // 2, dtype=torch.float8_e4m3fn, device=device)
         scales = torch.empty(problem.routed, N // 64, dtype=torch.uint8, device=device)
         every = [None if t is None else t.to(device) for t in tensors]
-        bind_grouped(problem, device)([*every, out, scales], ())
+        run_grouped(problem, device, [*every, out, scales])
         interleaved = layout == "interleaved"
         assert_activated(out.cpu(), scales.cpu(), layer, activation, interleaved, SWIGLU)
 

@@ -17,18 +17,16 @@ import pytest
 import torch
 
 import aiter_mx
-import aiter_mx.kernels.moe_gemm  # first: it and its tiles import one another
-from aiter_mx import launch
+from aiter_mx import launch, plan
 from aiter_mx.dispatch.tables import format_config
 from aiter_mx.errors import BuildError
-from aiter_mx.fallbacks import moe_gemm_tiles as tiles
+from aiter_mx.kernels.fused_moe import FusedMoeProblem
+from aiter_mx.kernels.moe_gemm import triton as tiles
 from aiter_mx.kernels.registry import find_kernel, kernels_of, key_columns
 from aiter_mx.ops import fused_moe as fused_moe_module
 from aiter_mx.ops import moe_align as moe_align_module
 from aiter_mx.ops import moe_gemm as moe_gemm_module
 from aiter_mx.ops import quantize_call
-from aiter_mx.ops.moe_gemm import fallbacks
-from aiter_mx.ops.moe_layer import FusedMoeProblem
 from aiter_mx.target import CPU, hardware, target_of
 from op_tests.interpreted import assert_passes_in_the_interpreter
 from op_tests.moe.reference import assert_activated, assert_rows
@@ -41,23 +39,27 @@ CONFIG = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64, "SWAP": 0, "num_warps": 4
 def check(
     seed: int, N: int, K: int, dtype: torch.dtype, device: str, config: dict[str, int]
 ) -> None:
+    from aiter_mx.fallbacks import moe_gemm_triton
+
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     problem, layer, tensors = random_layer(random.Random(seed), seed, N, K, names[dtype])
     out = torch.empty(problem.routed, N, dtype=dtype)
     out.view(torch.uint8).fill_(POISON)
     every = [None if t is None else t.to(device) for t in (*tensors, out, None)]
-    fallbacks(problem)["triton"](every, config)
+    moe_gemm_triton.run(problem, every, config)
     assert_rows(every[9].cpu(), layer, POISON)
 
 
 def check_activated(activation: str, layout: str, device: str) -> None:
+    from aiter_mx.fallbacks import moe_gemm_triton
+
     drawn = random_layer(random.Random(4), 4, 128, 256, "fp32", activated=True)
     problem, layer, tensors = drawn
     problem = replace(problem, out_dtype="mxfp8", activation=activation, layout=layout)
     out = torch.empty(problem.routed, 64, dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty(problem.routed, 2, dtype=torch.uint8, device=device)
     every = [None if t is None else t.to(device) for t in tensors]
-    fallbacks(problem)["triton"]([*every, out, scales], CONFIG)
+    moe_gemm_triton.run(problem, [*every, out, scales], CONFIG)
     interleaved = layout == "interleaved"
     assert_activated(out.cpu(), scales.cpu(), layer, activation, interleaved, SWIGLU)
 
@@ -87,9 +89,9 @@ def test_candidates_are_legal_and_refused_without_a_gpu(arch: str) -> None:
             spec.check_config(candidate)
             assert candidate["BLOCK_M"] == rows
     problem = random_layer(random.Random(0), 0, 64, 64, "bf16")[0]
-    assert tiles.refusal(hardware(arch), problem) is None
-    assert tiles.configure(hardware(arch), problem) in tiles.candidates(hardware(arch), problem)
-    assert "Triton needs a GPU" in str(tiles.refusal(CPU, problem))
+    assert spec.refusal(hardware(arch), problem) is None
+    assert spec.configure(hardware(arch), problem) in tiles.candidates(hardware(arch), problem)
+    assert "Triton needs a GPU" in str(spec.refusal(CPU, problem))
 
 
 @pytest.mark.gpu
@@ -159,9 +161,10 @@ def test_layer_by_triton_is_right_and_can_be_captured(
     for module in (fused_moe_module, moe_gemm_module, moe_align_module, quantize_call):
         monkeypatch.setattr(module._plans, "by_call", {})
     launched: list[str] = []
+    plan._imported.cache_clear()
     for name in ("moe_align_triton", "moe_gemm_triton", "moe_combine_triton"):
         module = import_module(f"aiter_mx.fallbacks.{name}")
-        monkeypatch.setattr(module, name, partial(noted, launched, name, getattr(module, name)))
+        monkeypatch.setattr(module, "run", partial(noted, launched, name, module.run))
     if fails:
         by_failure(monkeypatch)
     else:

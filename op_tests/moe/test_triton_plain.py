@@ -14,13 +14,13 @@ from torch import Tensor
 
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.fallbacks import triton_target
+from aiter_mx.kernels import triton as triton_kernels
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.registry import find_kernel, kernels_of
 from aiter_mx.kernels.spec import Problem
-from aiter_mx.ops import moe_align, moe_combine, quantize_call
+from aiter_mx.plan import runner
 from aiter_mx.target import ARCHS, CPU, hardware
 from op_tests.interpreted import assert_passes_in_the_interpreter
 from op_tests.moe.test_align import draw_ids
@@ -38,14 +38,18 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return memory
 
 
-def assert_as_torch(fallbacks: dict, inputs: list, outputs: list, device: str) -> None:
+def assert_as_torch(op: str, problem: Problem, inputs: list, outputs: list, device: str) -> None:
     """Both backends write the same bytes over poison, twice."""
+    by_torch, by_triton = (
+        runner(next(kernel for kernel in kernels_of(op) if kernel.backend == backend))
+        for backend in ("torch", "triton")
+    )
     expected = [None if t is None else t.clone() for t in outputs]
-    fallbacks["torch"]([*inputs, *expected], {})
+    by_torch(problem, [*inputs, *expected], {})
     there = [None if t is None else t.to(device) for t in inputs]
     for _ in range(2):
         got = [None if t is None else t.clone().to(device) for t in outputs]
-        fallbacks["triton"]([*there, *got], {})
+        by_triton(problem, [*there, *got], {})
         for one, want in zip(got, expected, strict=True):
             if want is not None:
                 assert torch.equal(one.cpu().view(torch.uint8), want.view(torch.uint8))
@@ -99,7 +103,7 @@ def check_routing(draw: random.Random, most_experts: int, most_tokens: int, devi
         poisoned(M, 96, dtype=torch.float8_e4m3fn) if quantizes else None,
         poisoned(M, 3, dtype=torch.uint8) if quantizes else None,
     ]
-    assert_as_torch(moe_align.fallbacks(problem), inputs, outputs, device)
+    assert_as_torch("moe_align", problem, inputs, outputs, device)
 
 
 def check_combine(draw: random.Random, dtypes: tuple[str, ...], device: str) -> None:
@@ -130,7 +134,7 @@ def check_combine(draw: random.Random, dtypes: tuple[str, ...], device: str) -> 
     weights[absent] = torch.inf
     inputs = [y.flatten(0, 1).to(DTYPES[problem.y_dtype]), ids, weights, expert_map]
     outputs = [poisoned(M, N, dtype=DTYPES[problem.out_dtype])]
-    assert_as_torch(moe_combine.fallbacks(problem), inputs, outputs, device)
+    assert_as_torch("moe_combine", problem, inputs, outputs, device)
 
 
 def check_quantisation(
@@ -152,7 +156,7 @@ def check_quantisation(
         poisoned(*shape[:-1], N // 32, dtype=torch.uint8),
     ]
     outputs += [None, None, None]
-    assert_as_torch(quantize_call.fallbacks(problem), [x, None], outputs, device)
+    assert_as_torch("quantize", problem, [x, None], outputs, device)
 
 
 def check_all(
@@ -193,7 +197,7 @@ def test_triton_comes_after_ours_and_before_torch(
     assert on_cpu.backend == "torch" and "Triton needs a GPU, and this is CPU" in on_cpu.reason
     other = replace(hardware(arch), arch="sm_80")
     assert "are for gfx950 and sm_90a, not for sm_80" in route(op, other, problem, ours).reason
-    monkeypatch.setattr(triton_target, "_is_installed", lambda: False)
+    monkeypatch.setattr(triton_kernels, "_is_installed", lambda: False)
     without = route(op, hardware(arch), problem, ours)
     assert without.backend == "torch" and "Triton is not installed" in without.reason
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from aiter_mx.fallbacks.quantize_torch import quantize_torch
+from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.quantize import KERNELS, QuantizeProblem
 from aiter_mx.kernels.quantize.problem import BLOCK
 from aiter_mx.kernels.spec import Config, KernelSpec
@@ -119,7 +119,7 @@ def assert_as_reference(
     kernel.check_config(config)
     shapes = output_shapes(problem)
     expected = [guarded(*each) for each in shapes]
-    quantize_torch(problem, (x, offsets, *(out for out, _ in expected)))
+    quantize_torch.run(problem, (x, offsets, *(out for out, _ in expected)), {})
     here = [None if t is None else t.to(device) for t in (x, offsets)]
     memory = [None if m is None else m.to(device) for _, m in (guarded(*each) for each in shapes)]
     outs = [

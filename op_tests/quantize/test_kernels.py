@@ -10,7 +10,7 @@ import torch
 import aiter_mx
 from aiter_mx.code_object import parse_code_object
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.fallbacks.quantize_torch import quantize_torch
+from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.spec import KernelSpec
@@ -178,7 +178,7 @@ def test_staged_calls_behind_each_other_do_not_mix() -> None:
     for _ in range(8):
         x = draw((1, 1024, 1024), torch.bfloat16, generator)
         outs = [None if s is None else torch.empty(s, dtype=d) for s, d in output_shapes(problem)]
-        quantize_torch(problem, (x, None, *outs))
+        quantize_torch.run(problem, (x, None, *outs), {})
         here = [None if t is None else torch.zeros_like(t, device=device) for t in outs]
         calls.append(((x.to(device), None, *here), outs))
     for tensors, _ in calls:

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.registry import problem_key, stand_ins
+from aiter_mx.kernels.spec import reference
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
-from aiter_mx.ops.moe_layer import FusedMoeProblem
+from aiter_mx.plan import runner
 from aiter_mx.tuning.models import MODELS, TENSOR_PARALLEL
 from aiter_mx.workloads import workload_of
 from aiter_mx.workloads.moe_gemm import ROWS
@@ -94,7 +96,6 @@ OTHERS = [
 def test_other_ops_judge_their_torch_reference(problem: object) -> None:
     op = "moe_gemm" if isinstance(problem, MoeGemmProblem) else "grouped_gemm"
     workload = workload_of(op)
-    run = workload.fallbacks(problem)["torch"]
     operands = workload.operands(problem, CPU)
     assert 0 < workload.read_bytes(problem, operands) < 3 * workload.read_bytes(problem, None)
     again = workload.another(problem, operands)
@@ -102,7 +103,7 @@ def test_other_ops_judge_their_torch_reference(problem: object) -> None:
         judge = workload.judge(problem, tensors)
         poison(tensors, workload.results)
         assert op == "grouped_gemm" or not judge(tensors).right
-        run(tensors, {})
+        runner(reference(op))(problem, tensors, {})
         assert judge(tensors).right
         out = tensors[workload.results[0]]
         first = out.view(torch.uint8).clone()

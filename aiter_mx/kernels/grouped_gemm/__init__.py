@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from aiter_mx.fallbacks import grouped_tiles
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import LAYOUTS as LAYOUTS_GFX950
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
 from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTENT_SM90
 from aiter_mx.kernels.grouped_gemm.problem import KEY, GroupedGemmProblem, stand_ins
+from aiter_mx.kernels.grouped_gemm.triton import DOT_SCALED
 from aiter_mx.kernels.spec import Config, KernelSpec, Parts, reference
 from aiter_mx.target import Target
 
@@ -24,22 +24,12 @@ def _reading(spec: KernelSpec, *layouts: str) -> KernelSpec:
         read = problem.with_scales_in("row_major", *layouts)
         return () if read == problem else (("grouped_gemm", read),)
 
-    return replace(spec, parts=parts)
+    return replace(spec, parts=parts, joined_by="aiter_mx.joined:with_readable_scales")
 
 
 KERNELS = (
     _reading(PERSISTENT_GFX950, *LAYOUTS_GFX950),
     _reading(PERSISTENT_SM90),
-    _reading(
-        KernelSpec(
-            op="grouped_gemm",
-            backend="triton",
-            name="dot_scaled",
-            params=grouped_tiles.PARAMS,
-            refusal=grouped_tiles.refusal,
-            configure=grouped_tiles.configure,
-            candidates=grouped_tiles.candidates,
-        )
-    ),
+    _reading(DOT_SCALED),
     _reading(reference("grouped_gemm")),
 )

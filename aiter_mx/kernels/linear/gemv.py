@@ -10,6 +10,7 @@ from aiter_mx.kernels.linear.mma_registers_sm90 import MMA_REGISTERS
 from aiter_mx.kernels.linear.problem import (
     MAX_GRID_X,
     POINTERS,
+    QUANTISED_FIRST,
     X_CODES,
     LinearProblem,
     quantise_pays,
@@ -224,5 +225,6 @@ GEMV = KernelSpec(
     candidates=_candidates,
     module=MODULE,
     parts=_parts,
+    joined_by=QUANTISED_FIRST,
     yields=_yields,
 )

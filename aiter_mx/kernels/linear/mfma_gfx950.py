@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
     MAX_GRID_X,
+    QUANTISED_FIRST,
     X_CODES,
     LinearProblem,
     matrix_scalars,
@@ -212,4 +213,5 @@ MFMA = KernelSpec(
     candidates=_candidates,
     module=MODULE,
     parts=_parts,
+    joined_by=QUANTISED_FIRST,
 )

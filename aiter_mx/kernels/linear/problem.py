@@ -115,6 +115,10 @@ def stand_ins(key: LinearProblem) -> tuple[LinearProblem, ...]:
     )
 
 
+QUANTISED_FIRST = "aiter_mx.joined:quantised_first"
+"""What runs the parts that are next."""
+
+
 def quantised_first(target: Target, problem: LinearProblem, config: Config) -> Parts:
     """What a kernel that takes quantised x alone does for another: have it quantised before."""
     if problem.x_dtype == "e4m3":

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from aiter_mx.fallbacks import moe_gemm_tiles
 from aiter_mx.kernels.moe_gemm.apart_sm90 import APART
 from aiter_mx.kernels.moe_gemm.grouped import GROUPED
 from aiter_mx.kernels.moe_gemm.mfma_gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MMA_RING
 from aiter_mx.kernels.moe_gemm.problem import KEY, MoeGemmProblem, stand_ins
 from aiter_mx.kernels.moe_gemm.slabs_sm90 import SLABS
+from aiter_mx.kernels.moe_gemm.triton import DOT_SCALED
 from aiter_mx.kernels.moe_gemm.wgmma_f16_sm90 import WGMMA_F16
 from aiter_mx.kernels.moe_gemm.wgmma_fp8_sm90 import WGMMA_FP8
 from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
-from aiter_mx.kernels.spec import KernelSpec, reference
+from aiter_mx.kernels.spec import reference
 
 __all__ = ["KERNELS", "KEY", "PROBLEM", "MoeGemmProblem", "stand_ins"]
 
@@ -27,14 +27,6 @@ KERNELS = (
     SLABS,
     WGMMA_F16,
     WIDE,
-    KernelSpec(
-        op="moe_gemm",
-        backend="triton",
-        name="dot_scaled",
-        params=moe_gemm_tiles.PARAMS,
-        refusal=moe_gemm_tiles.refusal,
-        configure=moe_gemm_tiles.configure,
-        candidates=moe_gemm_tiles.candidates,
-    ),
+    DOT_SCALED,
     reference("moe_gemm"),
 )

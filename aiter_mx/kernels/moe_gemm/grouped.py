@@ -158,5 +158,6 @@ GROUPED = KernelSpec(
     candidates=lambda target, problem: ({},),
     around=tuple(step.module for step in (GATHER, SCATTER) if step.module),
     parts=lambda target, problem, config: (("grouped_gemm", grouped_problem(problem)),),
+    joined_by="aiter_mx.joined:by_groups",
     yields=_yields,
 )

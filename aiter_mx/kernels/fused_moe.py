@@ -8,8 +8,10 @@ from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.spec import Problem
-from aiter_mx.ops.checks import BLOCK, refuse_less
-from aiter_mx.ops.moe_problem import refuse_unknown_activation
+from aiter_mx.numerics import BLOCK
+
+ACTIVATIONS = ("silu", "swiglu_oai")
+"""What a first GEMM can end in."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class FusedMoeProblem:
 
     def __post_init__(self) -> None:
         for name, least in (("M", 0), ("E", 1), ("top_k", 1), ("intermediate", 1)):
-            refuse_less(least, **{name: getattr(self, name)})
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         refuse_unknown_activation(self.activation)
         if not 0 <= self.shared < self.E:
             raise ValueError(
@@ -148,6 +151,13 @@ class FusedMoeProblem:
         )
 
 
+def refuse_unknown_activation(activation: str) -> None:
+    """Raise ValueError unless a first GEMM can have it."""
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"activation must be one of {known}, got {activation!r}")
+
+
 _BLOCKS = (16, 32, 48, 64, 80, 96)
 _WIDER = range(512, 1281)
 """Features of which 48 rows have room in a Hopper SM's shared memory beside weights on their way:
@@ -163,3 +173,6 @@ def _block_m(problem: FusedMoeProblem) -> int:
     rows = max(mean + 2 * mean**0.5, problem.M if problem.shared else 0)  # two deviations more
     block = next((block for block in _BLOCKS if rows <= block), 128)
     return 48 if block == 32 and problem.intermediate in _WIDER else block
+
+
+PROBLEM = FusedMoeProblem

@@ -1,12 +1,14 @@
-"""Binds a route to something callable: a launch of ours, or a fallback."""
+"""From a call to what runs it: a plan for each call key, and the route of a problem bound."""
 
 from __future__ import annotations
 
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -14,15 +16,14 @@ from aiter_mx import launch
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.route import Route
 from aiter_mx.errors import BuildError, CacheError, CaptureError, LaunchError, ToolchainError
+from aiter_mx.jit.build import BuildRequest
 from aiter_mx.kernels.registry import find_kernel
-from aiter_mx.kernels.spec import Config, Parts, Problem
-from aiter_mx.launch import Run, Tensors, not_warm
+from aiter_mx.kernels.spec import Config, KernelSpec, Parts, Problem
+from aiter_mx.launch import Run, Tensors, module_request, not_warm
 from aiter_mx.target import Target
 
-Fallback: TypeAlias = Callable[[Tensors, Config], None]
-InParts: TypeAlias = Callable[[Route, Target, Parts, torch.device], Run]
-"""Binds the problems that are solved in place of one, ``KernelSpec.parts``. What the route of that
-one names computes the part that is of the same op."""
+MOST_PLANS = 1 << 14
+"""Plans of an op that a thread keeps, at some 5 KB each: a server may see any number of shapes."""
 
 _FAILURES = (ToolchainError, BuildError, CacheError, LaunchError)
 
@@ -30,15 +31,27 @@ _warm_triton: set[tuple[Target, Problem]] = set()
 _warned: set[tuple[str, str]] = set()
 _warned_lock = threading.Lock()
 
+Plan = TypeVar("Plan")
 
-def bind(
-    op: str,
-    target: Target,
-    problem: Problem,
-    device: torch.device,
-    fallbacks: Mapping[str, Fallback],
-    in_parts: InParts | None = None,
-) -> Run:
+
+class Plans(threading.local, Generic[Plan]):
+    """What computes a call, by everything about it that the checks and the route depend on.
+
+    A thread has plans of its own, as a launch is bound to the thread that made it.
+    """
+
+    def __init__(self) -> None:
+        self.by_call: dict[Hashable, Plan] = {}
+
+    def keep(self, call: Hashable, plan: Plan) -> Plan:
+        """``plan``, which the next such call finds; where there are too many, all others go."""
+        if len(self.by_call) >= MOST_PLANS:
+            self.by_call.clear()
+        self.by_call[call] = plan
+        return plan
+
+
+def bind(op: str, target: Target, problem: Problem, device: torch.device) -> Run:
     """What computes ``problem`` on ``device``, for the calling thread.
 
     Args:
@@ -46,8 +59,6 @@ def bind(
         target: what ``device`` is.
         problem: shape and dtypes.
         device: where the tensors are.
-        fallbacks: what runs each backend other than ``hip``.
-        in_parts: what runs a problem that takes several launches, for an op that has such.
 
     Raises:
         CaptureError: something would have to be built while the current stream is captured.
@@ -57,8 +68,8 @@ def bind(
         ValueError: that variable is something else, or nothing computes the problem.
     """
     if falls_back():
-        return _bind_or_fall_back(op, target, problem, device, fallbacks, in_parts)
-    return bind_route(route(op, target, problem), target, problem, device, fallbacks, in_parts)
+        return _bind_or_fall_back(op, target, problem, device)
+    return bind_route(route(op, target, problem), target, problem, device)
 
 
 def falls_back() -> bool:
@@ -73,19 +84,12 @@ def falls_back() -> bool:
     return text == "fallback"
 
 
-def bind_route(
-    chosen: Route,
-    target: Target,
-    problem: Problem,
-    device: torch.device,
-    fallbacks: Mapping[str, Fallback],
-    in_parts: InParts | None = None,
-) -> Run:
+def bind_route(chosen: Route, target: Target, problem: Problem, device: torch.device) -> Run:
     """``bind`` for a route that is given."""
     spec = find_kernel(chosen.op, target.arch, chosen.backend, chosen.kernel)
-    if in_parts and (parts := spec.parts(target, problem, chosen.config)):
+    if parts := spec.parts(target, problem, chosen.config):
         try:
-            return in_parts(chosen, target, parts, device)
+            return _bind_parts(chosen, spec, target, problem, parts, device)
         except CaptureError as error:  # of a part: what the caller can warm is the whole
             raise not_warm(f"{spec.backend}/{spec.name}", spec.op, problem) from error
     if spec.module is not None:
@@ -94,31 +98,56 @@ def bind_route(
         if torch.cuda.is_current_stream_capturing():
             raise not_warm(f"{spec.backend}/{spec.name}", spec.op, problem)
         _warm_triton.add((target, problem))
-    fallback, config = fallbacks[chosen.backend], chosen.config
+    compute, config = runner(spec), chosen.config
 
     @torch.no_grad()  # no op has a gradient, whoever computes it
-    def run(tensors: Tensors, addresses: Sequence[int]) -> None:
-        fallback(tensors, config)
+    def run(tensors: Tensors, addresses: object) -> None:
+        compute(problem, tensors, config)
 
     return run
 
 
-def _bind_or_fall_back(
-    op: str,
+def runner(spec: KernelSpec) -> Callable[[Problem, Tensors, Config], None]:
+    """What computes the problems of a kernel that is not of our building."""
+    run: Callable[[Problem, Tensors, Config], None] = _imported(spec.runner)
+    return run
+
+
+@cache
+def _imported(name: str) -> Any:
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)
+
+
+def _bind_parts(
+    chosen: Route,
+    spec: KernelSpec,
     target: Target,
     problem: Problem,
+    parts: Parts,
     device: torch.device,
-    fallbacks: Mapping[str, Fallback],
-    in_parts: InParts | None,
 ) -> Run:
+    runs = [
+        bind_route(chosen, target, part, device)
+        if op == spec.op
+        else bind(op, target, part, device)
+        for op, part in parts
+    ]
+    for module in spec.around:
+        index = device.index or 0
+        runs.append(launch.bind_module(spec, module, target, problem, chosen.config, index))
+    run: Run = _imported(spec.joined_by)(problem, parts, runs)
+    return run
+
+
+def _bind_or_fall_back(op: str, target: Target, problem: Problem, device: torch.device) -> Run:
     skip: set[tuple[str, str]] = set()
 
     def next_in_line() -> tuple[Route, Run]:
         while True:
             chosen = route(op, target, problem, frozenset(skip))
             try:
-                bound = bind_route(chosen, target, problem, device, fallbacks, in_parts)
-                return chosen, bound
+                return chosen, bind_route(chosen, target, problem, device)
             except _FAILURES as error:
                 pass_over(chosen, error)
 
@@ -154,3 +183,19 @@ def _warn_once(chosen: Route, error: Exception) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def build_requests(
+    target: Target, problems: Iterable[Problem], routes: Iterable[Route]
+) -> list[BuildRequest]:
+    """The builds that these routes need, each once."""
+    requests: dict[BuildRequest, None] = {}
+    for problem, chosen in zip(problems, routes, strict=True):
+        spec = find_kernel(chosen.op, target.arch, chosen.backend, chosen.kernel)
+        parts = spec.parts(target, problem, chosen.config)
+        for op, part in parts:
+            of_part = chosen if op == chosen.op else route(op, target, part)
+            requests |= dict.fromkeys(build_requests(target, [part], [of_part]))
+        for module in spec.around if parts else spec.modules:
+            requests[module_request(module, target, problem, chosen.config)] = None
+    return list(requests)

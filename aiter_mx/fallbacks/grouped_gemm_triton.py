@@ -5,14 +5,15 @@ Its limits on Hopper are those of ``linear_triton``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from aiter_mx.fallbacks.triton_target import OPTIONS
+from aiter_mx.fallbacks.grouped_gemm_torch import ranges
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.spec import Config
+from aiter_mx.kernels.triton import OPTIONS
+from aiter_mx.launch import Tensors
 from aiter_mx.numerics import as_scale_bytes
 
 
@@ -94,37 +95,15 @@ def grouped_tile_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def grouped_triton(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    most_tiles: int,
-    config: Mapping[str, int],
-) -> None:
-    """``out[m] = a[m] @ b[g].T + bias[g]``, accumulated in fp32 and rounded once.
+def run(problem: GroupedGemmProblem, tensors: Tensors, config: Config) -> None:
+    """Compute a grouped GEMM, accumulated in fp32 and rounded once.
 
     The first call with a configuration compiles it, which takes about a second; later ones
-    neither synchronise nor compile.
-
-    Args:
-        a: float8_e4m3fn ``[M, K]``, contiguous as everything else; K a multiple of 32.
-        a_scale: uint8 or float8_e8m0fnu ``[M, K // 32]``.
-        b: float8_e4m3fn ``[G, N, K]``.
-        b_scale: uint8 or float8_e8m0fnu ``[G, N, K // 32]``.
-        bias: ``[G, N]`` of bfloat16, float16 or float32, or None.
-        out: ``[M, N]``, bfloat16, float16 or float32; rows in no group are left as they are.
-        starts: ``[G]``, first row of each group.
-        ends: ``[G]``, the row after its last.
-        most_tiles: tiles of BLOCK_M rows that the groups can have together.
-        config: a value for each of ``grouped_tiles.PARAMS``.
+    neither synchronise nor compile. Rows in no group are left as they are.
     """
-    (M, K), (G, N, _) = a.shape, b.shape
-    grid = (most_tiles * triton.cdiv(N, config["BLOCK_N"]),)
+    a, a_scale, b, b_scale, bias, out, starts, ends = tensors
+    M, N, K, G = problem.M, problem.N, problem.K, problem.G
+    grid = (problem.most_tiles(config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"]),)
     with torch.cuda.device_of(out):
         grouped_tile_kernel[grid](
             a,
@@ -133,8 +112,7 @@ def grouped_triton(
             as_scale_bytes(b_scale),
             bias,
             out,
-            starts,
-            ends,
+            *ranges(problem, starts, ends),
             M,
             N,
             K,

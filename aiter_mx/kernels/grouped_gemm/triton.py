@@ -1,30 +1,18 @@
-"""Tiles of the Triton grouped GEMM. Triton itself is not imported, so that dispatch can do without.
+"""The Triton grouped GEMM. Triton itself is not imported, so that dispatch can do without it.
 
-They are the linear's for many rows: a group of a prefill has hundreds.
+Its tiles are the linear's for many rows: a group of a prefill has hundreds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
-from aiter_mx.fallbacks import linear_tiles
-from aiter_mx.fallbacks.triton_target import unavailable
-from aiter_mx.kernels.spec import Param
+from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
+from aiter_mx.kernels.spec import Config, KernelSpec, Param
+from aiter_mx.kernels.triton import unavailable
 from aiter_mx.target import Target
 
 MAX_GROUPS = 4096  # a program looks at all of them at once
-
-
-class Shape(Protocol):
-    """The part of a problem that tiles depend on."""
-
-    @property
-    def G(self) -> int: ...
-
-    @property
-    def usual_rows(self) -> int: ...
-
 
 PARAMS = (
     Param("BLOCK_M", (16, 32, 64, 128), "rows of a in a tile"),
@@ -60,21 +48,32 @@ CANDIDATES: Mapping[str, tuple[dict[str, int], ...]] = {
 """Architecture to the configurations that a tuner should time."""
 
 
-def configure(target: Target, problem: Shape) -> dict[str, int]:
-    """The first candidate that is as tall as an average group, or as near to it as there is."""
-    rows = linear_tiles.bucket(problem.usual_rows)
-    return dict(next(c for c in CANDIDATES[target.arch] if c["BLOCK_M"] <= rows))
+def configure(target: Target, problem: GroupedGemmProblem) -> Config:
+    """The first candidate whose tile an average group more than half fills, or the lowest."""
+    rows = max(16, problem.usual_rows)
+    return next(c for c in CANDIDATES[target.arch] if c["BLOCK_M"] // 2 < rows)
 
 
-def candidates(target: Target, problem: Shape) -> Sequence[Mapping[str, int]]:
+def candidates(target: Target, problem: GroupedGemmProblem) -> Sequence[Config]:
     """The configurations that a tuner should time."""
     return CANDIDATES[target.arch]
 
 
-def refusal(target: Target, problem: Shape) -> str | None:
-    """Why Triton does not compute a grouped GEMM on ``target``, or None when it does."""
+def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
     if (why := unavailable(target)) is not None:
         return why
     if problem.G > MAX_GROUPS:
         return f"G={problem.G} is above {MAX_GROUPS}, the most groups of the Triton grouped GEMM"
     return None
+
+
+DOT_SCALED = KernelSpec(
+    op="grouped_gemm",
+    backend="triton",
+    name="dot_scaled",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=configure,
+    candidates=candidates,
+    runner="aiter_mx.fallbacks.grouped_gemm_triton:run",
+)

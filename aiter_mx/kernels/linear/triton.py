@@ -1,4 +1,4 @@
-"""Tiles of the Triton linear: what a table may set, and what is used where no table decides.
+"""The Triton linear: what a table may set, and what is used where no table decides.
 
 Triton itself is not imported here, so that dispatch can reason without it.
 """
@@ -6,25 +6,11 @@ Triton itself is not imported here, so that dispatch can reason without it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
-from aiter_mx.fallbacks.triton_target import unavailable
-from aiter_mx.kernels.spec import Param
+from aiter_mx.kernels.linear.problem import LinearProblem
+from aiter_mx.kernels.spec import Config, KernelSpec, Param
+from aiter_mx.kernels.triton import unavailable
 from aiter_mx.target import Target
-
-
-class Shape(Protocol):
-    """The part of a linear's problem that tiles depend on."""
-
-    @property
-    def M(self) -> int: ...
-
-    @property
-    def N(self) -> int: ...
-
-    @property
-    def K(self) -> int: ...
-
 
 PARAMS = (
     Param("BLOCK_M", (16, 32, 64, 128), "rows of x in a tile"),
@@ -130,7 +116,7 @@ CANDIDATES: Mapping[str, Mapping[int, tuple[dict[str, int], ...]]] = {
 that ``configure`` starts from."""
 
 
-def configure(target: Target, problem: Shape) -> dict[str, int]:
+def configure(target: Target, problem: LinearProblem) -> Config:
     """The configuration of a problem that no tuned table lists.
 
     The first candidate of M's bucket, with K split only as far as the GPU has room for more
@@ -147,11 +133,18 @@ def configure(target: Target, problem: Shape) -> dict[str, int]:
     return config
 
 
-def candidates(target: Target, problem: Shape) -> Sequence[Mapping[str, int]]:
+def candidates(target: Target, problem: LinearProblem) -> Sequence[Config]:
     """The configurations that a tuner should time."""
     return CANDIDATES[target.arch][bucket(problem.M)]
 
 
-def refusal(target: Target, problem: Shape) -> str | None:
-    """Why Triton does not compute a linear on ``target``, or None when it does."""
-    return unavailable(target)
+DOT_SCALED = KernelSpec(
+    op="linear",
+    backend="triton",
+    name="dot_scaled",
+    params=PARAMS,
+    refusal=lambda target, problem: unavailable(target),
+    configure=configure,
+    candidates=candidates,
+    runner="aiter_mx.fallbacks.linear_triton:run",
+)

@@ -1,12 +1,12 @@
-"""Tiles of the Triton grouped GEMM over routed tokens. Triton itself is not imported here."""
+"""The Triton grouped GEMM over routed tokens. Triton itself is not imported here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from aiter_mx.fallbacks.triton_target import unavailable
 from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem
-from aiter_mx.kernels.spec import Param
+from aiter_mx.kernels.spec import Config, KernelSpec, Param, first_of
+from aiter_mx.kernels.triton import unavailable
 from aiter_mx.target import Target
 
 PARAMS = (
@@ -39,17 +39,19 @@ CANDIDATES: Mapping[str, Mapping[int, tuple[dict[str, int], ...]]] = {
 """Architecture, then the rows of a tile, to the configurations that a tuner should time."""
 
 
-def candidates(target: Target, problem: MoeGemmProblem) -> Sequence[Mapping[str, int]]:
+def candidates(target: Target, problem: MoeGemmProblem) -> Sequence[Config]:
     """The configurations that a tuner should time; the first one is used where no table decides."""
     rows = min(problem.block_m, max(16, problem.routed // min(problem.routed or 1, problem.E)))
     return CANDIDATES[target.arch][next((size for size in (16, 32) if rows <= size), 64)]
 
 
-def configure(target: Target, problem: MoeGemmProblem) -> Mapping[str, int]:
-    """The configuration of a problem that no tuned table lists."""
-    return candidates(target, problem)[0]
-
-
-def refusal(target: Target, problem: MoeGemmProblem) -> str | None:
-    """Why Triton does not compute a problem on ``target``, or None when it does."""
-    return unavailable(target)
+DOT_SCALED = KernelSpec(
+    op="moe_gemm",
+    backend="triton",
+    name="dot_scaled",
+    params=PARAMS,
+    refusal=lambda target, problem: unavailable(target),
+    configure=first_of(candidates),
+    candidates=candidates,
+    runner="aiter_mx.fallbacks.moe_gemm_triton:run",
+)

@@ -1,4 +1,4 @@
-"""Where Triton computes at all, and fallbacks without tiles. Triton itself is not imported here."""
+"""Where Triton computes at all, and its kernels without tiles. Triton itself is not imported."""
 
 from __future__ import annotations
 
@@ -45,4 +45,5 @@ def without_tiles(
         refusal=lambda target, problem: unavailable(target) or refusal(problem),
         configure=lambda target, problem: {},
         candidates=lambda target, problem: ({},),
+        runner=f"aiter_mx.fallbacks.{op}_triton:run",
     )

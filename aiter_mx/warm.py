@@ -1,0 +1,68 @@
+"""``aiter_mx.warmup``: build and load ahead of the first call, as stream capture demands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+import torch
+
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.dispatch.explain import make_problems
+from aiter_mx.dispatch.route import Route
+from aiter_mx.jit.build import BuildRequest, CodeObject, build_all
+from aiter_mx.kernels.registry import LAYERS, launches_of
+from aiter_mx.plan import build_requests
+from aiter_mx.target import target_of
+
+OnBuilt = Callable[[BuildRequest, CodeObject], None]
+
+
+def warmup(
+    op: str,
+    *,
+    device: torch.device | str | None = None,
+    jobs: int | None = None,
+    on_built: OnBuilt | None = None,
+    **shape: object,
+) -> list[Route]:
+    """Make every kernel that these shapes route to ready to launch, building in parallel.
+
+    Each op call of one of the shapes then builds nothing and loads nothing, so that it may be
+    captured into a graph.
+
+    Args:
+        op: name of the op, such as ``"linear"``.
+        device: where the calls will be; by default torch's current GPU, else the CPU.
+        jobs: compilers at a time; by default one for each core.
+        on_built: called after each build with its request and code object, for progress.
+        shape: the op's problem; each field is a value or an iterable of values, and every
+            combination is made ready: ``M=range(1, 17), N=2304, K=6144``.
+
+    Returns:
+        The route of each combination.
+
+    Raises:
+        ValueError: an unknown op or field, a field left out, a value that it cannot have, or less
+            than one job.
+        ToolchainError: no compiler for the device's architecture.
+        BuildError: a kernel failed to compile.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    target = target_of(device)
+    problems = make_problems(op, shape)
+    if op in LAYERS:
+        return [
+            made
+            for layer in problems
+            for name, part in launches_of(op, layer)
+            for made in warmup(name, device=device, jobs=jobs, on_built=on_built, **vars(part))
+        ]
+    routes = [route(op, target, problem) for problem in problems]
+    build_all(build_requests(target, problems, routes), jobs=jobs, on_done=on_built)
+    run = import_module(f"aiter_mx.ops.{op}").warm
+    for problem in problems:
+        run(problem, device)
+    return routes
