@@ -45,14 +45,16 @@ def _module(op: str) -> Problem:
             f"them, and aiter-mx explain {op} shows them"
         )
     if op not in ops():
-        raise ValueError(f"unknown op {op!r}; there are {', '.join(sorted((*ops(), *LAYERS)))}")
+        raise ValueError(f"unknown op {op!r}; there are {', '.join(ops())}")
     return import_module(f"aiter_mx.kernels.{op}")
 
 
 def problem_type(op: str) -> type[Problem]:
     """The dataclass that holds a problem of ``op``, which may be several launches of others."""
-    module = import_module(f"aiter_mx.kernels.{op}") if op in LAYERS else _module(op)
-    problem: type[Problem] = module.PROBLEM
+    known = sorted((*ops(), *LAYERS))
+    if op not in known:
+        raise ValueError(f"unknown op {op!r}; there are {', '.join(known)}")
+    problem: type[Problem] = import_module(f"aiter_mx.kernels.{op}").PROBLEM
     return problem
 
 

@@ -142,11 +142,11 @@ class TestTiles:
     def test_are_refused_where_triton_has_no_gpu(self):
         problem = LinearProblem(M=1, N=64, K=64, out_dtype="bf16", bias="none")
         for target in TARGETS:
-            assert tiles.refusal(target, problem) is None
+            assert tiles.DOT_SCALED.refusal(target, problem) is None
         for target in (CPU, SIMULATED_GFX950):
-            assert "Triton needs a GPU" in str(tiles.refusal(target, problem))
+            assert "Triton needs a GPU" in str(tiles.DOT_SCALED.refusal(target, problem))
         other = Target(arch="sm_80", runtime="cuda", cu_num=108, wave_size=32, name="A100")
-        assert "not for sm_80" in str(tiles.refusal(other, problem))
+        assert "not for sm_80" in str(tiles.DOT_SCALED.refusal(other, problem))
 
 
 def compiled_text(target: Target, config: dict[str, int], *, whole_steps: bool) -> str:
