@@ -24,6 +24,19 @@ _LDS_GRANULE = 1280
 _WAVE_SIZE = 64
 
 _EM_AMDGPU = 224
+# e_flags: the machine in the low byte, then two bits each of XNACK and SRAM-ECC. Hand-written code
+# objects name their target nowhere else.
+_MACHINES = {
+    0x30: "gfx908",
+    0x3F: "gfx90a",
+    0x40: "gfx940",
+    0x41: "gfx1100",
+    0x4C: "gfx942",
+    0x4E: "gfx1201",
+    0x4F: "gfx950",
+}
+_FEATURES = ((8, "xnack"), (10, "sramecc"))
+_FEATURE_SIGNS = ("", "", "-", "+")
 _NT_AMDGPU_METADATA = 32
 _SHT_SYMTAB, _SHT_RELA, _SHT_NOTE, _SHT_NOBITS, _SHT_DYNSYM = 2, 4, 7, 8, 11
 _STT_FUNC = 2
@@ -208,8 +221,7 @@ def _parse(image: bytes) -> CodeObject:
         entry[".name"]: _kernel(entry, symbols[entry[".symbol"]].address, segments)
         for entry in metadata["amdhsa.kernels"]
     }
-    triple = metadata["amdhsa.target"]
-    target = triple[triple.index("gfx") :]
+    target = _target(image, metadata)
     functions = {s.name: (s.address, s.size) for s in symbols.values() if s.kind == _STT_FUNC}
     return CodeObject(
         target,
@@ -218,6 +230,21 @@ def _parse(image: bytes) -> CodeObject:
         MappingProxyType(functions),
         tuple(_relocations(image, sections)),
     )
+
+
+def _target(image: bytes, metadata: Mapping[str, Any]) -> str:
+    """The target that the metadata names, or else the ELF header's flags."""
+    if triple := metadata.get("amdhsa.target"):
+        return str(triple[triple.index("gfx") :])
+    (flags,) = struct.unpack_from("<I", image, 48)
+    machine = flags & 0xFF
+    if machine not in _MACHINES:
+        raise LaunchError(
+            f"the code object's metadata names no target, and machine {machine:#x} of its ELF "
+            f"flags is none of {', '.join(f'{number:#x} ({name})' for number, name in _MACHINES.items())}"
+        )
+    signs = ((name, _FEATURE_SIGNS[flags >> bit & 3]) for bit, name in _FEATURES)
+    return ":".join([_MACHINES[machine], *(name + sign for name, sign in signs if sign)])
 
 
 def _kernel(entry: Mapping[str, Any], address: int, segments: tuple[Segment, ...]) -> KernelInfo:

@@ -35,9 +35,11 @@ class Code:
         writes: vector registers written, in the lanes ``write_lanes``.
         scalar_reads, scalar_writes: scalar registers.
         scalar_flow: the scalar registers written become as valid as those read.
+        copies: rows that ``prepare`` fills.
         lane_copy: strict statement that does all the bookkeeping of a move between a lane and a
             scalar register.
         issue: strict statement that starts an asynchronous operation, between checks and body.
+        may_skip: whether a mode may leave the instruction out.
         yields: whether another wave may take over before the instruction.
     """
 
@@ -50,8 +52,10 @@ class Code:
     scalar_writes: tuple[int, ...] = ()
     flows: dict[int, list[Reads]] = field(default_factory=dict)
     scalar_flow: bool = False
+    copies: tuple[int, ...] = ()
     lane_copy: str = ""
     issue: str = ""
+    may_skip: bool = False
     yields: bool = False
 
 
@@ -105,18 +109,22 @@ def unknown(instruction: Instruction, why: str = "") -> UnknownInstruction:
 class Context:
     """One kernel's translation: its register file and the vector functions made so far."""
 
-    def __init__(self, acc_base: int, rows: int) -> None:
+    def __init__(self, acc_base: int, rows: int, spare_rows: int = 0) -> None:
         self.acc_base = acc_base
         self.rows = rows
+        self.spare_rows = spare_rows
         self.functions: dict[str, str] = {}  # by name
 
     def row(self, operand: Operand, instruction: Instruction) -> int:
-        """Index of a vector register's first row; accumulation registers follow the others."""
+        """Index of a vector register's first row.
+
+        Accumulation registers begin in the middle of one file: a vector register of a number
+        beyond that is one of them. Spare rows, for copies of the simulator's own, follow.
+        """
         if operand.kind not in "va":
             raise unknown(instruction, f"{operand.text!r} is not a vector register")
         first = operand.index + (self.acc_base if operand.kind == "a" else 0)
-        limit = self.acc_base if operand.kind == "v" else self.rows
-        if first + operand.count > limit:
+        if first + operand.count > self.rows + self.spare_rows:
             raise unknown(instruction, f"{operand.text} is beyond the kernel's registers")
         return first
 

@@ -122,16 +122,21 @@ class _Address:
         offset: int,
     ) -> None:
         vector, resource, soffset = operands
-        if mods.flag("offen"):
-            self.reads.append(Reads(ctx.rows_of(vector, ins)))
-            index = f"ROW({ctx.row(vector, ins)})"
-        elif vector.kind == "off":
-            index = "NULL"
+        has_index, has_offset = mods.flag("idxen"), mods.flag("offen")
+        if vector.kind == "off":
+            rows: tuple[int, ...] = ()
         else:
+            rows = ctx.rows_of(vector, ins)
+            self.reads.append(Reads(rows))
+        if len(rows) != has_index + has_offset:
             raise unknown(ins, "address form")
+        index = f"ROW({rows[0]})" if has_index else "NULL"
+        offsets = f"ROW({rows[-1]})" if has_offset else "NULL"
         self.scalars = scalar_registers(resource) + scalar_registers(soffset)
         fixed = scalar(soffset, "u", ins)
-        self.arguments = f"w->s + {resource.index}, {index}, {offset}, {fixed}"
+        self.arguments = (
+            f"&(BufferAddress){{w->s + {resource.index}, {index}, {offsets}, {offset}, {fixed}}}"
+        )
 
 
 def _take_cache_flags(mods: Modifiers) -> bool:

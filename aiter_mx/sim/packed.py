@@ -79,12 +79,15 @@ def _packed(ins: Instruction, rule: Rule, ctx: Context) -> Code:
         else:
             parameters.append(f"u64 {name}")
             pair = wide and operand.kind == "s"
-            values.append(scalar(operand, "U" if pair else rule.sources[i], ins))
+            # Integer constants fill 32 bits, and so do floats beside integers; a half is the low one.
+            letter = "U" if pair else "u" if rule.sources[i] in "wx" else rule.sources[i]
+            values.append(scalar(operand, letter, ins))
     for half in (0, 1):
         part = []
         for i, (operand, letter) in enumerate(zip(sources, rule.sources, strict=True)):
             pick, name = picks[half][i], "ABC"[i]
-            if operand.kind in ("int", "float", "literal") and pick and operand.value != 0:
+            is_constant = operand.kind in ("int", "float", "literal")
+            if wide and is_constant and pick and operand.value != 0:
                 raise unknown(ins, f"high half of the constant {operand.text}")
             if wide:
                 raw = (

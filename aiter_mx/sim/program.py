@@ -294,6 +294,8 @@ class Program:
 
     def _row_name(self, kernel: KernelInfo, row: int) -> str:
         base = ((kernel.descriptor.rsrc3 & 63) + 1) * 4
+        if row >= ((kernel.descriptor.rsrc1 & 63) + 1) * 8:
+            return "the register that s_set_gpr_idx_on picks"
         return f"v{row}" if row < base else f"a{row - base}"
 
 

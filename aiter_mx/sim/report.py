@@ -13,6 +13,7 @@ from aiter_mx.runtimes.base import Region
 from aiter_mx.sim import faults
 
 _VCC, _M0 = 106, 124
+_DESCRIPTORS = ("that swizzles", "that adds the lane's number")
 
 
 class CFault(ctypes.Structure):
@@ -213,6 +214,14 @@ def fault_error(
         return faults.StuckError(
             f"kernel {kernel} did not end within the launch's step limit; it spins or loops for "
             "ever (AITER_MX_SIM_MAX_STEPS raises the limit)"
+        )
+    if kind == 16:
+        return faults.MemoryFault(
+            f"{where} reads vector register {fault.reg}, which M0 picks; the kernel has fewer"
+        )
+    if kind == 17:
+        return faults.UnknownInstruction(
+            f"{where} uses a buffer descriptor {_DESCRIPTORS[fault.reg]}, which is not simulated"
         )
     if kind == 14:
         return faults.TrapError(f"{where}: the kernel trapped, as a failed assertion does")

@@ -24,6 +24,16 @@ class Strict:
 
     def wrap(self, code: Code, changes_exec: bool) -> str:
         """The instruction with its checks before it and its effect on validity after it."""
+        facts = (self._known, self._known_all, self._known_scalars)
+        before = [set(known) for known in facts] if code.may_skip else []
+        text = self._wrapped(code, changes_exec)
+        for known, kept in zip(facts, before, strict=False):
+            known.intersection_update(kept)  # it may have been left out
+        return text
+
+    def _wrapped(self, code: Code, changes_exec: bool) -> str:
+        self._known.difference_update(code.copies)
+        self._known_all.difference_update(code.copies)
         parts = [code.prepare]
         after = []
         if code.scalar_flow:

@@ -14,12 +14,14 @@ from aiter_mx.sim.hazards import find_hazards
 from aiter_mx.sim.isa.salu import BRANCHES, IGNORED
 from aiter_mx.sim.matrix import matrix_passes, translate_matrix
 from aiter_mx.sim.memory import translate_memory
+from aiter_mx.sim.modes import Modes, find_modes, translate_mode, with_indexed_source
 from aiter_mx.sim.scalar import changes_exec, translate_scalar
 from aiter_mx.sim.start import start_wave
 from aiter_mx.sim.strict import Strict
 from aiter_mx.sim.vector import translate_vector
 
 _INDIRECT = {"s_setpc_b64", "s_swappc_b64", "s_call_b64"}
+_SPARE_ROWS = 2  # for the copy of an indexed source, of up to 64 bits
 _TRANSLATORS = (translate_scalar, translate_vector, translate_memory, translate_matrix)
 
 
@@ -53,10 +55,12 @@ def translate_kernel(
         raise unknown(listing[0], f"no instruction at the entry point {entry:#x}")
     acc_base = ((kernel.descriptor.rsrc3 & 63) + 1) * 4
     allocated = ((kernel.descriptor.rsrc1 & 63) + 1) * 8
-    context = Context(min(acc_base, allocated), allocated)
-    codes = [_translate(ins, context) for ins in instructions]
-    _check_overflow_mode(instructions)
     leaders = _leaders(instructions, number, entry)
+    modes = find_modes(instructions, leaders)
+    spare = _SPARE_ROWS if any(mode.indexed for mode in modes) else 0
+    context = Context(min(acc_base, allocated), allocated, spare)
+    codes = [_translate(*both, context) for both in zip(instructions, modes, strict=True)]
+    _check_overflow_mode(instructions)
     hazards = find_hazards(instructions, leaders) if strict else {}
     body = _Body(instructions, codes, number, leaders, strict, set(hazards)).render()
     blocks = _blocks(instructions, leaders)
@@ -72,7 +76,7 @@ def translate_kernel(
         (
             '#include "machine.h"',
             *(f"{text.partition(' {')[0]};" for text in context.functions.values()),
-            f"const u32 sim_registers = {context.rows};",
+            f"const u32 sim_registers = {context.rows + context.spare_rows};",
             '__attribute__((visibility("default"))) const char sim_meta[] =',
             f"{_c_string(json.dumps(meta))};",
             start_wave(kernel, strict),
@@ -105,7 +109,7 @@ def _reachable(
     return found
 
 
-def _translate(ins: Instruction, context: Context) -> Code | None:
+def _translate(ins: Instruction, modes: Modes, context: Context) -> Code | None:
     """The C of an instruction; None for what the control flow handles."""
     name = ins.mnemonic
     if name in BRANCHES or name in _INDIRECT or name in ("s_endpgm", "s_barrier", "s_waitcnt"):
@@ -114,8 +118,17 @@ def _translate(ins: Instruction, context: Context) -> Code | None:
         return Code("")
     if name == "s_trap":
         return Code("trap(w, $I);")
+    if (code := translate_mode(ins)) is not None:
+        return code
+    copying = None
+    if modes.indexed and name.startswith("v_"):
+        ins, copying = with_indexed_source(ins, modes.indexed, context)
     for translate in _TRANSLATORS:
         if (code := translate(ins, context)) is not None:
+            if copying:
+                code.prepare = copying.prepare + code.prepare
+                code.copies = copying.copies
+            code.may_skip = modes.may_skip
             return code
     raise unknown(ins)
 
@@ -235,6 +248,8 @@ class _Body:
             body = self.strict.wrap(code, changes_exec(ins))
         elif code.prepare:
             body = code.prepare + " " + body
+        if body and code.may_skip:
+            body = f"if (!w->skips) {{ {body} }}"
         if body:
             lines.append(f"  {{ {body} }}".replace("$I", str(i)))
         return lines

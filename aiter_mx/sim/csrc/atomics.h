@@ -110,16 +110,10 @@ API void global_atomic(Wave* w, u32 instruction, const u64* address, u32* d, con
     w->group->counters->bytes_read += moved;
     w->group->counters->bytes_written += moved;
 }
-API void buffer_atomic(Wave* w, u32 instruction, const u32* resource, const u32* offsets, i32 fixed,
-                       u32 soffset, u32* d, const u32* data, Atomic op, u32 size) {
-    u64 base = resource_base(resource), records = resource[2], valid = 0, address[64];
-    u64 exec = w->exec;
-    LANES {
-        u64 at = (u64)(offsets ? offsets[l] : 0) + (u64)(i64)fixed + soffset;
-        address[l] = base + at;
-        valid |= (u64)(at + size <= records) << l;
-    }
-    set_exec(w, exec & valid);
+API void buffer_atomic(Wave* w, u32 instruction, const BufferAddress* at, u32* d, const u32* data,
+                       Atomic op, u32 size) {
+    u64 address[64], exec = w->exec;
+    set_exec(w, exec & buffer_lanes(w, instruction, at, size, address));
     global_atomic(w, instruction, address, d, data, op, size);
     set_exec(w, exec);
 }

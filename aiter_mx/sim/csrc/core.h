@@ -55,7 +55,9 @@ enum {
     FAULT_STUCK,           // too many steps
     FAULT_MEMORY,          // the simulator has no memory
     FAULT_TRAP,            // s_trap
-    FAULT_HAZARD           // fewer wait states than software owes
+    FAULT_HAZARD,          // fewer wait states than software owes
+    FAULT_INDEX,           // register picked by M0 that the kernel does not have
+    FAULT_DESCRIPTOR       // buffer descriptor of a kind that is not simulated
 };
 
 typedef struct {
@@ -107,8 +109,8 @@ typedef struct Wave {
     u32 tmp[4][256] ALIGNED;
     u64 exec;
     u32 s[SGPRS];
-    u32 scc, pc, id, state;
-    u32 depth; // memory latencies that it has waited for, one after the other
+    u32 scc, pc, id, state, skips; // skips: VSKIP is on
+    u32 depth;                     // memory latencies that it has waited for, one after the other
     i64 budget, wait_cost;
     u32 mode; // MODE register: bits 4-5 f32 denormals, 23 FP16_OVFL
     u32* v;

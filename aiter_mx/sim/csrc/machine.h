@@ -40,6 +40,7 @@ void insert_piece(u32* d, const u32* in, const u32* lanes, Piece piece, int rest
 void fill(u32* out, u32 x);
 u32 read_first_lane(const Wave* w, const u32* in);
 void swap_rows(Wave* w, u32* d, u32* s, u32 width);
+void pick_rows(Wave* w, u32 instruction, u32 to, u32 from, u32 count, u32 limit);
 void swap_lanes(Wave* w, u32* a, u32* b);
 void bpermute(Wave* w, u32* d, const u32* index, const u32* in, u32 offset);
 void permute(Wave* w, u32* d, const u32* index, const u32* in, u32 offset);
@@ -77,8 +78,14 @@ void address_s(u64* out, u64 base, const u32* index, i32 offset);
 void global_load(Wave* w, u32 instruction, const u64* address, u32* d, Element element, u32 size);
 void global_store(Wave* w, u32 instruction, const u64* address, const u32* d, Element element,
                   u32 size);
-void buffer_access(Wave* w, u32 instruction, const u32* resource, const u32* offsets, i32 fixed,
-                   u32 soffset, u32* d, Element element, u32 size, int is_write);
+// A buffer instruction's descriptor and offsets; `index` and `offsets` are NULL where it has none.
+typedef struct {
+    const u32 *resource, *index, *offsets;
+    i32 fixed;
+    u32 soffset;
+} BufferAddress;
+void buffer_access(Wave* w, u32 instruction, const BufferAddress* at, u32* d, Element element,
+                   u32 size, int is_write);
 void scratch_access(Wave* w, u32 instruction, const u32* offsets, i64 base, u32* d, Element element,
                     u32 size, int is_write);
 void lds_load(Wave* w, u32 instruction, const u32* base, u32 offset, u32* d, Element element,
@@ -88,8 +95,7 @@ void lds_store(Wave* w, u32 instruction, const u32* base, u32 offset, const u32*
 void flat_access(Wave* w, u32 instruction, const u64* address, u32* d, Element element, u32 size,
                  int is_write);
 void copy_to_lds(Wave* w, u32 instruction, const u64* address, u32 base, Element element, u32 size);
-void buffer_to_lds(Wave* w, u32 instruction, const u32* resource, const u32* offsets, i32 fixed,
-                   u32 soffset, Element element, u32 size);
+void buffer_to_lds(Wave* w, u32 instruction, const BufferAddress* at, Element element, u32 size);
 void scalar_load(Wave* w, u32 instruction, u64 address, u32 d, u32 dwords);
 void scalar_buffer_load(Wave* w, u32 instruction, const u32* resource, u32 offset, u32 d,
                         u32 dwords);
@@ -118,8 +124,8 @@ typedef enum {
 } Atomic;
 void global_atomic(Wave* w, u32 instruction, const u64* address, u32* d, const u32* data, Atomic op,
                    u32 size);
-void buffer_atomic(Wave* w, u32 instruction, const u32* resource, const u32* offsets, i32 fixed,
-                   u32 soffset, u32* d, const u32* data, Atomic op, u32 size);
+void buffer_atomic(Wave* w, u32 instruction, const BufferAddress* at, u32* d, const u32* data,
+                   Atomic op, u32 size);
 void lds_atomic(Wave* w, u32 instruction, const u32* base, u32 offset, u32* d, const u32* data,
                 Atomic op, u32 size);
 

@@ -15,21 +15,45 @@ API void global_store(Wave* w, u32 instruction, const u64* address, const u32* d
     w->group->counters->bytes_written += (u64)size * (u64)__builtin_popcountll(w->exec);
 }
 
-// Buffers: word 0-1 base, word 1 stride, word 2 records (bytes for a raw buffer), word 3 flags.
-// A dword out of range reads 0 and is not written.
-API void buffer_access(Wave* w, u32 instruction, const u32* resource, const u32* offsets, i32 fixed,
-                       u32 soffset, u32* d, Element element, u32 size, int is_write) {
-    u64 base = resource[0] | (u64)(resource[1] & 0xffff) << 32, records = resource[2];
+// Buffers: words 0 and 1 are the base and, from bit 48, the stride; word 2 the records: of a buffer
+// that is indexed and has a stride as many strides, of others bytes; word 3 flags.
+NOINLINE u64 resource_base(const u32* r) { return r[0] | (u64)(r[1] & 0xffff) << 32; }
+static u32 resource_stride(const u32* r) { return r[1] >> 16 & 0x3fff; }
+// Each lane's address; returns the lanes whose `size` bytes are in range.
+static u64 buffer_lanes(Wave* w, u32 instruction, const BufferAddress* at, u32 size, u64* address) {
+    const u32 *resource = at->resource, *offsets = at->offsets;
+    u64 base = resource_base(resource) + at->soffset, records = resource[2], valid = 0;
+    int swizzles = resource[1] >> 31, adds_lane = resource[3] >> 23 & 1;
+    if (UNLIKELY(swizzles | adds_lane))
+        fail(w,
+             (Fault){.kind = FAULT_DESCRIPTOR, .instruction = instruction, .reg = (u32)!swizzles});
+    u32 stride = at->index ? resource_stride(resource) : 0;
+    if (stride) {
+        LANES {
+            u64 offset = (u64)(offsets ? offsets[l] : 0) + (u64)(i64)at->fixed;
+            address[l] = base + offset + (u64)at->index[l] * stride;
+            valid |= (u64)(at->index[l] < records) << l;
+        }
+        return valid;
+    }
+    LANES {
+        u64 offset = (u64)(offsets ? offsets[l] : 0) + (u64)(i64)at->fixed;
+        address[l] = base + offset;
+        valid |= (u64)(offset + at->soffset + size <= records) << l;
+    }
+    return valid;
+}
+// A dword out of range reads 0 and is not written; of a buffer with a stride, a lane.
+API void buffer_access(Wave* w, u32 instruction, const BufferAddress* at, u32* d, Element element,
+                       u32 size, int is_write) {
     Counters* counters = w->group->counters;
     u32 step = size < 4 ? size : 4;
-    u64 exec = w->exec, in_range = 0, begins_in_range = 0;
-    u64 address[64];
-    LANES {
-        u64 at = (u64)(offsets ? offsets[l] : 0) + (u64)(i64)fixed;
-        address[l] = base + at + soffset;
-        in_range |= (u64)(at + soffset + size <= records) << l;
-        begins_in_range |= (u64)(at + soffset + step <= records) << l;
-    }
+    u64 base = resource_base(at->resource), exec = w->exec, address[64];
+    u64 in_range = buffer_lanes(w, instruction, at, size, address);
+    int has_records = !(at->index && resource_stride(at->resource));
+    u64 records = has_records ? at->resource[2] : 0, begins_in_range = 0;
+    if (UNLIKELY(exec & ~in_range))
+        LANES begins_in_range |= (u64)(address[l] - base + step <= records) << l;
     set_exec(w, exec & in_range);
     check_memory(w, instruction, address, size, is_write);
     move_lanes(w, address, d, element, size, is_write);
@@ -40,12 +64,12 @@ API void buffer_access(Wave* w, u32 instruction, const u32* resource, const u32*
     for (u64 out = exec & ~in_range; out; out &= out - 1) {
         u32 l = (u32)__builtin_ctzll(out);
         for (u32 part = 0; part < size; part += step) {
-            u64 one = 1ull << l, at = address[l] - base + part;
+            u64 one = 1ull << l, offset = address[l] - base + part;
             u32* row = d + 64 * (part / 4);
-            if (at + step <= records) {
-                check_one(w, instruction, l, base + at, step, is_write);
+            if (offset + step <= records) {
+                check_one(w, instruction, l, base + offset, step, is_write);
                 u64 where[64];
-                where[l] = base + at;
+                where[l] = base + offset;
                 w->exec = one;
                 if (is_write)
                     store_lanes(w, where, row, element, step / 4);
@@ -65,8 +89,6 @@ API void buffer_access(Wave* w, u32 instruction, const u32* resource, const u32*
     }
     *(is_write ? &counters->bytes_written : &counters->bytes_read) += moved;
 }
-
-NOINLINE u64 resource_base(const u32* r) { return r[0] | (u64)(r[1] & 0xffff) << 32; }
 
 // Scratch: a lane's private memory; `base` is the uniform part of the offset.
 API void scratch_access(Wave* w, u32 instruction, const u32* offsets, i64 base, u32* d,
@@ -227,11 +249,12 @@ API void copy_to_lds(Wave* w, u32 instruction, const u64* address, u32 base, Ele
     global_load(w, instruction, address, rows, element, size);
     rows_to_lds(w, instruction, rows, base, size < 4 ? 4 : size);
 }
-API void buffer_to_lds(Wave* w, u32 instruction, const u32* resource, const u32* offsets, i32 fixed,
-                       u32 soffset, Element element, u32 size) {
+API void buffer_to_lds(Wave* w, u32 instruction, const BufferAddress* at, Element element,
+                       u32 size) {
     u32 now[4 * 64] = {0}, *rows = copied_rows(w, now);
-    buffer_access(w, instruction, resource, offsets, fixed, soffset, rows, element, size, 0);
-    rows_to_lds(w, instruction, rows, (w->s[M0] & 0x3ffff) + (u32)fixed, size < 4 ? 4 : size);
+    buffer_access(w, instruction, at, rows, element, size, 0);
+    u32 base = (w->s[M0] & 0x3ffff) + (u32)at->fixed;
+    rows_to_lds(w, instruction, rows, base, size < 4 ? 4 : size);
 }
 
 // The scalar load issued last: a dword from each address, 0 where there is none; now or later.

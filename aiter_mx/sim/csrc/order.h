@@ -174,6 +174,20 @@ API void bad_scalar_read(Wave* w, u32 instruction, u64 low, u64 high) {
     fail(w, (Fault){.kind = kind, .instruction = instruction, .reg = reg, .is_scalar = 1});
 }
 
+// Copies of the rows that M0 picks, as valid as they are.
+API void pick_rows(Wave* w, u32 instruction, u32 to, u32 from, u32 count, u32 limit) {
+    from += w->s[M0] & 255;
+    if (UNLIKELY(from + count > limit))
+        fail(w, (Fault){.kind = FAULT_INDEX, .instruction = instruction, .reg = from + count - 1});
+    for (u32 i = 0; i < count; i++) {
+        u64 unset = 0;
+        if (STRICT && UNLIKELY(w->exec & ~w->set[from + i]))
+            unset = unset_lanes(w, instruction, w->exec, 1, from + i);
+        memcpy(ROW(to + i), ROW(from + i), 64 * sizeof(u32));
+        w->set[to + i] = ~unset;
+    }
+}
+
 static void complete_scalar(Wave* w, Pending* p);
 static void settle(Wave* w, Pending* p) {
     if (p->is_waiting)

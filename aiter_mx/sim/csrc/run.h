@@ -15,7 +15,7 @@ static void begin_wave(Group* g, Wave* w, u32 id) {
     w->group = g;
     w->state = YIELDED;
     w->pc = launch->entry_pc;
-    w->depth = 0;
+    w->depth = w->skips = 0;
     w->wait_cost = launch->schedule == ROUND_ROBIN ? 2 * LONG_RUN : 1;
     w->sset[0] = w->sset[1] = 0;
     w->vm.first = w->vm.count = w->lgkm.first = w->lgkm.count = 0;
