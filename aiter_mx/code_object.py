@@ -239,9 +239,10 @@ def _target(image: bytes, metadata: Mapping[str, Any]) -> str:
     (flags,) = struct.unpack_from("<I", image, 48)
     machine = flags & 0xFF
     if machine not in _MACHINES:
+        known = ", ".join(f"{number:#x} ({name})" for number, name in _MACHINES.items())
         raise LaunchError(
             f"the code object's metadata names no target, and machine {machine:#x} of its ELF "
-            f"flags is none of {', '.join(f'{number:#x} ({name})' for number, name in _MACHINES.items())}"
+            f"flags is none of {known}"
         )
     signs = ((name, _FEATURE_SIGNS[flags >> bit & 3]) for bit, name in _FEATURES)
     return ":".join([_MACHINES[machine], *(name + sign for name, sign in signs if sign)])

@@ -79,7 +79,7 @@ def _packed(ins: Instruction, rule: Rule, ctx: Context) -> Code:
         else:
             parameters.append(f"u64 {name}")
             pair = wide and operand.kind == "s"
-            # Integer constants fill 32 bits, and so do floats beside integers; a half is the low one.
+            # Constants of an integer instruction have 32 bits, of which a half takes 16.
             letter = "U" if pair else "u" if rule.sources[i] in "wx" else rule.sources[i]
             values.append(scalar(operand, letter, ins))
     for half in (0, 1):

@@ -186,6 +186,13 @@ CASES = [
     Case("v_add_u32_e64 {d}, {a}, {b} clamp", "u", "uu", big(lambda a, b: min(a + b, 2**32 - 1))),
     Case("v_sub_u32_e64 {d}, {a}, {b} clamp", "u", "uu", big(lambda a, b: max(a - b, 0))),
     Case("v_add_i32 {d}, {a}, {b} clamp", "u", "ii", big(lambda a, b: _clip(a + b, 32))),
+    Case("v_pk_add_u16 {d}, {a}, -1", "u", "u",
+         lambda a: ((a & 0xFFFF) - 1 & 0xFFFF) | ((a >> 16) - 1 & 0xFFFF) << 16),
+    Case("v_pk_add_u16 {d}, {a}, 7", "u", "u",
+         lambda a: ((a & 0xFFFF) + 7 & 0xFFFF) | a >> 16 << 16),
+    Case("v_pk_mul_lo_u16 {d}, {a}, 1.0", "u", "u", lambda a: (a >> 16) * 0x3F80 << 16),
+    Case("v_pk_mul_f16 {d}, {a}, 2.0", "u", "h",
+         lambda a: f16_word(halves(a)[0] * np.float16(2), halves(a)[1] * np.float16(0))),
     Case("v_pk_sub_i16 {d}, {a}, {b} clamp", "u", "uu",
          big(lambda a, b: sum((_clip(_signed(a >> n, 16) - _signed(b >> n, 16), 16) & 0xFFFF) << n
                               for n in (0, 16)))),
