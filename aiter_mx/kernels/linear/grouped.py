@@ -9,12 +9,15 @@ from typing import TypeVar
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
 from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTENT_SM90
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
-from aiter_mx.kernels.linear.mfma_gfx950 import MAX_M as MAX_FEW_ROWS
+from aiter_mx.kernels.linear.mfma_gfx950 import MAX_M as MFMA_MAX_M
 from aiter_mx.kernels.linear.problem import LinearProblem
 from aiter_mx.kernels.spec import KernelSpec, Module
 from aiter_mx.target import Target
 
 T = TypeVar("T")
+
+_FEWEST_ROWS = {"gfx950": MFMA_MAX_M + 1, "sm_90a": 17}
+_FEWEST_OWN_ROWS = 65  # without a table: the others have no more
 
 
 def _one_group(problem: LinearProblem) -> GroupedGemmProblem:
@@ -39,9 +42,15 @@ def as_linear(spec: KernelSpec) -> KernelSpec:
         )
 
     def refusal(target: Target, problem: LinearProblem) -> str | None:
-        if problem.M <= MAX_FEW_ROWS:
-            return f"M={problem.M} is not above {MAX_FEW_ROWS}: mfma has the better tiles"
+        fewest = _FEWEST_ROWS.get(target.arch, 0)
+        if fewest > problem.M:
+            return f"M={problem.M} is below {fewest}: others have the better tiles"
         return spec.refusal(target, _one_group(problem))
+
+    def yields(target: Target, problem: LinearProblem) -> str | None:
+        if problem.M < _FEWEST_OWN_ROWS:
+            return f"others read w once for M={problem.M} below {_FEWEST_OWN_ROWS}"
+        return spec.yields(target, _one_group(problem))
 
     return replace(
         spec,
@@ -53,7 +62,7 @@ def as_linear(spec: KernelSpec) -> KernelSpec:
         before=tuple(module_of_one_group(module) for module in spec.before),
         nulls=2,
         workspace_bytes=of_one_group(spec.workspace_bytes),
-        yields=of_one_group(spec.yields),
+        yields=yields,
     )
 
 

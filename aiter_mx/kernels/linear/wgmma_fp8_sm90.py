@@ -49,6 +49,10 @@ _TURNED_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
 _FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
 _OWN_WEIGHTS = range(500_000, 100_000_001)
 _FEWEST_OWN_WEIGHT_ROWS = 384
+_PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""In which workgroups take the rows of w, where SMs have no room for all at once."""
+_MANY_WEIGHTS, _MANY_ROWS = 50_000_000, 16_384
+_CYCLES_OF_PASS = 1500  # until the first weights of the next workgroup on an SM are there
 _MOST_CANDIDATES = 16
 _MOST_ALIKE = 2
 _GROUP_ROWS = 64  # of wgmma's A
@@ -72,6 +76,7 @@ class Layout:
         rows_m: of x, with padding.
         rows_w: of w in a workgroup.
         columns: of a wgmma.
+        passes: in which the SMs take the clusters.
         clusters: how many share the rows of w.
         chunks: of K in the largest part.
         stages: of them, that there is room for.
@@ -84,6 +89,7 @@ class Layout:
     rows_m: int
     rows_w: int
     columns: int
+    passes: int
     clusters: int
     chunks: int
     stages: int
@@ -107,18 +113,22 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     all M up to its own.
     """
     turned = problem.M >= _TURNED_M
-    return _laid_out(target, problem, config, turned) or _laid_out(
-        target, problem, config, not turned
-    )
+    many = problem.N >= _MANY_ROWS or problem.N * problem.K >= _MANY_WEIGHTS
+    for passes in _PASSES if many else _PASSES[:1]:
+        for x_first in (turned, not turned):
+            found = _laid_out(target, problem, config, x_first, passes)
+            if found is not None:
+                return found
+    return None
 
 
 def _laid_out(
-    target: Target, problem: LinearProblem, config: Config, turned: bool
+    target: Target, problem: LinearProblem, config: Config, turned: bool, passes: int
 ) -> Layout | None:
     split, row_groups, k_groups = config["split"], config["row_groups"], config["k_groups"]
     fewest_chunks, more = divmod(problem.K // CHUNK, split)
     chunks, rows_m = fewest_chunks + (more > 0), _up(problem.M, 8)
-    share = -(-problem.N // most_clusters(target, split))
+    share = -(-problem.N // (most_clusters(target, split) * passes))
     rows_w = _up(share, 8 * row_groups if turned else 8)
     columns = rows_w // row_groups if turned else rows_m
     groups = row_groups * k_groups
@@ -156,7 +166,8 @@ def _laid_out(
     clusters = -(-problem.N // rows_w)
     at_once = 1 if more else next(words for words in (4, 2, 1) if chunks % words == 0)
     return Layout(
-        turned, rows_m, rows_w, columns, clusters, chunks, stages, shared_bytes, at_once, kept
+        *(turned, rows_m, rows_w, columns, passes, clusters),
+        *(chunks, stages, shared_bytes, at_once, kept),
     )
 
 
@@ -168,8 +179,8 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"no wgmma_fp8 kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.M > MAX_M:
         return f"M={problem.M} is above {MAX_M}, the most rows of a tile of wgmma_fp8"
-    if problem.out_dtype != "bf16":
-        return f"wgmma_fp8 sums a block with 14 bits: enough for bf16, not for {problem.out_dtype}"
+    if problem.out_dtype == "fp32":
+        return "wgmma_fp8 sums a block with 14 bits: enough for 16-bit results, not for fp32"
     if problem.K % CHUNK:
         return f"K={problem.K} is no multiple of {CHUNK}, which wgmma_fp8 takes at a time"
     if max(problem.N, problem.K) > MAX_SIZE:
@@ -206,7 +217,8 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
         exchanged += 500  # so much slower than the model had them
     under_way = min(config["depth"], found.stages) * found.stage_bytes
     both: float = (copied**1.5 + computed**1.5) ** (1 / 1.5)
-    return both + exchanged + 0.008 * abs(under_way - _BYTES_UNDER_WAY)
+    once = both + exchanged + 0.008 * abs(under_way - _BYTES_UNDER_WAY)
+    return found.passes * (once + _CYCLES_OF_PASS) - _CYCLES_OF_PASS
 
 
 _candidates = cheapest_of(
