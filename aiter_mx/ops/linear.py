@@ -44,8 +44,8 @@ def linear(
 ) -> torch.Tensor:
     """``y[m, n] = sum_k x[m, k] * w[n, k] + bias[n]`` over MX-FP8 operands.
 
-    Products are accumulated in fp32 and rounded once, but that Hopper's ``fp8`` kernel, which
-    small M and bf16 results may get, adds those of a block with some 14 bits. Results are bitwise
+    Products are accumulated in fp32 and rounded once, but that Hopper's ``wgmma_fp8``, which
+    16-bit results up to M = 64 may get, adds those of blocks by 14 bits. Results are bitwise
     the same on every run. The call does not synchronise, and after ``aiter_mx.warmup`` it can be
     captured into a graph. There is no gradient: where torch records one for activations or bias,
     its backward pass raises.

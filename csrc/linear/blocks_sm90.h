@@ -1,5 +1,4 @@
-// What the linears share that have blocks of 32 k multiplied by wgmma over fp8: fp8_sm90.cu
-// and wgmma_fp8_sm90.cu.
+// What wgmma_fp8_sm90.cu computes of blocks of 32 k apart from its matrix instructions.
 #pragma once
 
 #include "common/exact.h"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.wgmma_fp8_sm90 import ACCUMULATION_ERROR, MAX_M, layout
-from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.kernels.registry import find_kernel, in_line
 from aiter_mx.kernels.spec import combinations
 from aiter_mx.target import hardware
 from op_tests.linear.cases import (
@@ -25,6 +26,7 @@ from op_tests.linear.cases import (
 )
 from op_tests.linear.trials import (
     RANGES,
+    Case,
     assert_right,
     of_cancelling_scales,
     of_moved_scales,
@@ -158,7 +160,7 @@ def test_what_fits_a_power_of_two_of_rows_fits_fewer(N: int, K: int) -> None:
 
 def test_a_configuration_that_does_not_fit_is_refused() -> None:
     assert WGMMA_FP8.module is not None
-    problem = LinearProblem(64, 100_000, 6144)
+    problem = LinearProblem(64, 8, 1 << 20)
     for chosen in combinations(WGMMA_FP8.params):
         assert layout(TARGET, problem, chosen) is None
     with pytest.raises(ValueError, match="does not fit"):
@@ -170,10 +172,8 @@ def test_a_configuration_that_does_not_fit_is_refused() -> None:
     [
         (LinearProblem(MAX_M + 1, 8, 128), "above 64"),
         (LinearProblem(8, 8, 128, "fp32"), "not for fp32"),
-        (LinearProblem(8, 8, 128, "fp16"), "not for fp16"),
         (LinearProblem(8, 8, 160), "no multiple of 128"),
         (LinearProblem(8, 8, 1 << 20), "no room"),
-        (LinearProblem(64, 100_000, 6144), "no room"),
     ],
 )
 def test_what_it_does_not_cover_is_refused(problem: LinearProblem, why: str) -> None:
@@ -185,10 +185,32 @@ def test_what_it_does_not_cover_is_refused(problem: LinearProblem, why: str) -> 
 @pytest.mark.parametrize("pdl", [False, True])
 def test_without_a_table_it_takes_what_it_was_measured_to_gain(pdl: bool) -> None:
     for M in (17, 32, 48, 64):
-        for N, K in ((1024, 512), (2304, 6144), (6144, 1536), (9216, 6144)):
+        for N, K in ((1024, 512), (2304, 6144), (9216, 6144), (28672, 8192)):
             assert WGMMA_FP8.yields(TARGET, LinearProblem(M, N, K, pdl=pdl)) is None
-    for M, N, K in ((16, 2304, 6144), (32, 512, 512), (32, 28672, 4096), (32, 383, 8192)):
+    for M, N, K in ((16, 2304, 6144), (32, 512, 512), (32, 383, 8192)):
         assert "fewer bits" in (WGMMA_FP8.yields(TARGET, LinearProblem(M, N, K, pdl=pdl)) or "")
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_without_a_table_no_one_takes_what_it_would_leave_to_others(pdl: bool) -> None:
+    for M, K in product((1, 4, 8, 16, 17, 32, 33, 64), (2048, 12288, 14336, 14400, 16384, 25600)):
+        for out_dtype in ("bf16", "fp16", "fp32"):
+            problem = LinearProblem(M, 5000, K, out_dtype=out_dtype, pdl=pdl)
+            line = in_line("linear", TARGET, problem)
+            first = next(kernel for kernel in line if kernel.refusal(TARGET, problem) is None)
+            assert first.yields(TARGET, problem) is None, problem
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(64, 106496, 16384), (32, 13312, 16384), (16, 57344, 8192)]
+)
+def test_many_rows_of_w_are_taken_in_passes(M: int, N: int, K: int) -> None:
+    problem = LinearProblem(M, N, K)
+    found = [layout(TARGET, problem, chosen) for chosen in WGMMA_FP8.candidates(TARGET, problem)]
+    assert any(each is not None and each.passes > 1 for each in found)
+    for each in found:
+        assert each is not None
+        assert each.clusters * each.rows_w >= N
 
 
 def launch(
@@ -222,6 +244,35 @@ def test_any_shape_and_configuration_match_float64(
 def test_its_own_choice_matches_float64(M: int, N: int, K: int) -> None:
     drawn = operands(M, N, K, M, scale_exponents=(-6, 6))
     assert_close(launch(drawn, None), drawn)
+
+
+PASSES = [
+    (9, 17001, 256, config(1, 2, 1, 2)),
+    (33, 16900, 384, config(2, 3, 1, 4)),
+    (64, 20003, 512, config(1, 2, 1, 3)),
+    (61, 18000, 256, config(2, 2, 1, 4)),
+]
+
+
+@gpu
+@pytest.mark.parametrize("case", PASSES)
+def test_passes_over_the_rows_of_w_match_float64(case: Case) -> None:
+    problem = LinearProblem(*case[:3])
+    found = layout(EIGHT, problem, case[3])
+    assert found is not None
+    assert found.passes > 1
+    assert_right(launch_few, plain(*case), ACCUMULATION_ERROR)
+    assert_right(launch_few, of_nan([case]), ACCUMULATION_ERROR)
+
+
+@gpu
+@pytest.mark.parametrize("M", [9, 40, 64])
+def test_fp16_results_match_float64(M: int) -> None:
+    drawn = operands(M, 1371, 1152, 5, scale_exponents=(-6, 0))
+    device = torch.device("cuda")
+    for bias in (None, bias_as_large_as_outputs(drawn, torch.float16, 6)):
+        got = launch_linear(WGMMA_FP8, device, None, drawn, bias, torch.float16)
+        assert_close(got, drawn, bias)
 
 
 @gpu

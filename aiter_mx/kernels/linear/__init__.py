@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from aiter_mx.kernels.linear.fp8_sm90 import FP8
 from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.grouped import GROUPED
-from aiter_mx.kernels.linear.mfma_gfx950 import MFMA as MFMA_GFX950
-from aiter_mx.kernels.linear.mfma_sm90 import MFMA as MFMA_SM90
+from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
 from aiter_mx.kernels.linear.mma_registers_sm90 import MMA_REGISTERS
 from aiter_mx.kernels.linear.mma_ring_sm90 import MMA_RING
 from aiter_mx.kernels.linear.problem import (
@@ -30,10 +28,8 @@ PROBLEM = LinearProblem
 
 _FOR_QUANTISED_X = (
     MMA_REGISTERS,
-    FP8,
     WGMMA_FP8,
     WIDE,
-    MFMA_SM90,
     MMA_RING,
     *GROUPED,
     DOT_SCALED,
@@ -43,7 +39,7 @@ _FOR_QUANTISED_X = (
 
 KERNELS = (
     GEMV,
-    MFMA_GFX950,
+    MFMA,
     *(
         replace(kernel, parts=quantised_first, joined_by=QUANTISED_FIRST)
         for kernel in _FOR_QUANTISED_X

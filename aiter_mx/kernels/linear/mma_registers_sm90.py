@@ -28,8 +28,7 @@ _FEWEST_ROWS = 4  # of a candidate
 _USUAL_ROWS = (8, 16, 24, 32, 40, 48)
 _FEWEST_WEIGHTS = 2_500_000  # below, the GEMV is faster on one H200
 _MOST_FEATURES_OF_ONE = 45_000  # of one row of x; above, the GEMV was faster at 4 of 4 shapes
-# Where launches overlap, on one H200; of 5 to 8 rows of x fp8 takes those between.
-_MOST_OVERLAPPING_WEIGHTS, _FP8_WEIGHTS = 260_000_000, range(9_000_000, 30_000_001)
+_MOST_OVERLAPPING_WEIGHTS = 260_000_000  # where launches overlap, on one H200
 _MOST_CANDIDATES = 20
 _MOST_ALIKE = 2
 _CHUNK = 128  # k that a wave takes at a time
@@ -202,8 +201,7 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
     if problem.x_dtype != "e4m3" or problem.K % _CHUNK:
         return f"mma_registers gains for quantised x, and whole chunks of {_CHUNK} k"
     if problem.pdl:
-        taken = problem.M > _FEW and weights in _FP8_WEIGHTS
-        if problem.M > _EIGHT or weights > _MOST_OVERLAPPING_WEIGHTS or taken:
+        if problem.M > _EIGHT or weights > _MOST_OVERLAPPING_WEIGHTS:
             return "others gain more where launches overlap"
         return None
     if problem.M == 1 and problem.N > _MOST_FEATURES_OF_ONE:
