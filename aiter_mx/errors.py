@@ -32,4 +32,12 @@ class TableError(AiterMxError):
 
 
 class SimulatorError(AiterMxError):
-    """The simulated kernel did what hardware would punish, or what the simulator cannot do."""
+    """The simulated kernel did what hardware would punish, or what the simulator cannot do.
+
+    Attributes:
+        check: the rule of ``aiter_mx.sim.checks`` that it broke, if it is one that can be switched.
+        kind: the rule's class.
+    """
+
+    check: str = ""
+    kind: str = ""

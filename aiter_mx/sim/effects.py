@@ -36,6 +36,7 @@ class Effect:
         mode_register: of ``s_setreg`` and ``s_getreg``.
         passes: of the matrix unit.
         is_dpp: whether operands come from other lanes.
+        crossing: rows read in other lanes: DPP's first source, both operands of a swap.
         places_part: the result is a part of a register and has to be moved to its place.
     """
 
@@ -53,6 +54,7 @@ class Effect:
     mode_register: str = ""
     passes: int = 0
     is_dpp: bool = False
+    crossing: tuple[int, ...] = ()
     places_part: bool = False
 
     @cached_property
@@ -140,7 +142,8 @@ def _scalars(*operands: Operand) -> tuple[int, ...]:
 def _vector(ins: Instruction) -> Effect:
     name, operands = ins.mnemonic, ins.operands
     targets, sources = operands[:1], operands[1:]
-    if name.startswith("v_permlane") or name == "v_swap_b32":
+    swaps = name.startswith("v_permlane")
+    if swaps or name == "v_swap_b32":
         targets = sources = operands[:2]
     elif _CARRIES_OUT.fullmatch(name):
         targets, sources = operands[:2], operands[2:]
@@ -166,6 +169,7 @@ def _vector(ins: Instruction) -> Effect:
         lane_select=_scalars(operands[2]) if name in ("v_readlane_b32", "v_writelane_b32") else (),
         passes=sum(matrix_passes([ins]).values()),
         is_dpp=is_dpp,
+        crossing=_rows(*operands[1:2]) if is_dpp else _rows(*sources) if swaps else (),
         places_part=_places_part(ins, len(sources)),
     )
 

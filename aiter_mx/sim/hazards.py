@@ -1,6 +1,7 @@
 """Wait states that software owes the hardware: which instruction comes too soon after another.
 
-A wait state is an instruction in between, or each of the N + 1 of an ``s_nop N``. What must be kept
+A wait state is an instruction in between, or each of the N + 1 of an ``s_nop N``; a matrix
+instruction waits for the passes of the one before it, which count too. What must be kept
 apart, by how much, and where that is written: docs/simulator.md. The check follows all branches, as
 compilers do when they insert ``s_nop``; calls and computed jumps it does not follow.
 """
@@ -34,12 +35,14 @@ class Hazard:
         producer: number of the other one.
         needed, found: wait states between them.
         action: what it does too soon, as in ``reads v3``.
+        rule: name in ``aiter_mx.sim.checks``.
     """
 
     producer: int
     needed: int
     found: int
     action: str
+    rule: str
 
     def describe(self, instructions: Sequence[Instruction]) -> str:
         """The hazard as the end of a sentence that begins with the instruction."""
@@ -61,46 +64,58 @@ def find_hazards(instructions: Sequence[Instruction], leaders: Sequence[int]) ->
     return _Checker(instructions, leaders).run()
 
 
-# Each rule: how many wait states the second instruction must leave after the first one, which wrote
-# the register (or did what the key of the state says).
-def _to_read(first: Effect, second: Effect, row: int) -> int:
+# Wait states that the second instruction must leave after the first one, which wrote the register
+# (or did what the key of the state says), and the rule's name in checks.py.
+_Need: TypeAlias = tuple[int, str]
+_Rule: TypeAlias = Callable[[Effect, Effect, int], _Need]
+_NONE: _Need = (0, "")
+
+
+def _to_read(first: Effect, second: Effect, row: int) -> _Need:
     as_c = row in second.accumulator
     if first.is_matrix:
-        if not (second.is_matrix and as_c):
-            return _result(first)
-        if first.writes == second.accumulator:
-            return 2 if first.passes == 2 else 0
-        if not first.is_xdl:
-            return 0 if second.is_xdl else first.passes
-        return first.passes + (2 if second.is_xdl or first.passes != 2 else 1)
-    needed = 0
-    if first.is_dot and not second.is_matrix:
-        needed = 0 if first.name == second.name and as_c else 3
-    if second.is_dpp or second.swaps_rows or (second.is_matrix and not first.is_dot):
-        needed = max(needed, 2)
-    if second.is_valu and (
-        first.places_part
-        or second.name.startswith("v_read")
-        or (first.is_transcendental and not second.is_transcendental)
-    ):
-        needed = max(needed, 1)
-    return needed
+        if second.is_matrix and as_c:
+            return _to_read_as_c(first, second), "mfma-result-as-c"
+        return _result(first), "mfma-write-back"
+    needs = [_NONE]
+    if first.is_dot and not second.is_matrix and not (first.name == second.name and as_c):
+        needs.append((3, "dot-result"))
+    if row in second.crossing:
+        needs.append((2, "dpp-source" if second.is_dpp else "swapped-source"))
+    if second.is_matrix and not first.is_dot:
+        needs.append((2, "mfma-source"))
+    if second.is_valu:
+        if first.places_part:
+            needs.append((1, "part-result"))
+        if second.name.startswith("v_read"):
+            needs.append((1, "lane-source"))
+        if first.is_transcendental and not second.is_transcendental:
+            needs.append((1, "transcendental-result"))
+    return max(needs)
 
 
-def _to_overwrite(first: Effect, second: Effect, row: int) -> int:
+def _to_read_as_c(first: Effect, second: Effect) -> int:
+    if first.writes == second.accumulator:
+        return 2 if first.passes == 2 else 0
+    if not first.is_xdl:
+        return 0 if second.is_xdl else first.passes
+    return first.passes + (2 if second.is_xdl or first.passes != 2 else 1)
+
+
+def _to_overwrite(first: Effect, second: Effect, row: int) -> _Need:
     if first.is_matrix:
-        return 0 if second.is_matrix else _result(first)
+        return _NONE if second.is_matrix else (_result(first), "mfma-write-back")
     if first.is_dot and first.name != second.name and not second.is_matrix:
-        return 3
-    return 1 if first.places_part and second.is_valu else 0
+        return 3, "dot-result"
+    return (1, "part-result") if first.places_part and second.is_valu else _NONE
 
 
-def _to_overwrite_c(first: Effect, second: Effect, row: int) -> int:
-    return 0 if second.is_matrix else _READING_C[first.passes]
+def _to_overwrite_c(first: Effect, second: Effect, row: int) -> _Need:
+    return _NONE if second.is_matrix else (_READING_C[first.passes], "mfma-c-overwritten")
 
 
-def _to_overwrite_stored(first: Effect, second: Effect, row: int) -> int:
-    return 1 if first.has_scalar_offset else 2
+def _to_overwrite_stored(first: Effect, second: Effect, row: int) -> _Need:
+    return 1 if first.has_scalar_offset else 2, "stored-data-overwritten"
 
 
 def _result(first: Effect) -> int:
@@ -108,14 +123,11 @@ def _result(first: Effect) -> int:
     return first.passes + (2 if not first.is_xdl else 3 if first.passes == 2 else 4)
 
 
-def _after(states: int) -> Callable[[Effect, Effect, int], int]:
-    return lambda first, second, register: states
+def _after(states: int, name: str) -> _Rule:
+    return lambda first, second, register: (states, name)
 
 
-_AFTER = [_after(states) for states in range(6)]
-
-
-def _uses(second: Effect) -> Iterator[tuple[_Key, Callable[[Effect, Effect, int], int], str]]:
+def _uses(second: Effect) -> Iterator[tuple[_Key, _Rule, str]]:
     """What an instruction uses: the key, the rule for it, and how to say it."""
     for row in second.reads:
         yield ("written", row), _to_read, "reads"
@@ -125,17 +137,20 @@ def _uses(second: Effect) -> Iterator[tuple[_Key, Callable[[Effect, Effect, int]
         if second.is_valu:
             yield ("stored", row), _to_overwrite_stored, "overwrites"
     for register in second.scalar_reads:
-        states = 2 if second.is_valu else 5 if second.unit == "vmem" else 0
-        if register in second.lane_select or second.name.startswith("v_div_fmas"):
-            states = 4
-        if states:
-            yield ("scalar", register), _AFTER[states], "reads"
+        if register in second.lane_select:
+            yield ("scalar", register), _after(4, "lane-select"), "reads"
+        elif second.name.startswith("v_div_fmas"):
+            yield ("scalar", register), _after(4, "vcc-of-div-fmas"), "reads"
+        elif second.is_valu:
+            yield ("scalar", register), _after(2, "scalar-result"), "reads"
+        elif second.unit == "vmem":
+            yield ("scalar", register), _after(5, "scalar-result-to-memory"), "reads"
     if second.is_dpp or second.is_matrix or second.swaps_rows or second.moves_lane:
-        yield ("scalar", EXEC), _AFTER[5 if second.is_dpp else 4], "runs under"
+        yield ("scalar", EXEC), _after(5 if second.is_dpp else 4, "exec"), "runs under"
     if second.copies_to_lds:
-        yield ("moved", M0), _AFTER[1], "reads"
+        yield ("moved", M0), _after(1, "m0-of-copy"), "reads"
     if second.mode_register:
-        yield ("mode", second.mode_register), _AFTER[2], "uses"
+        yield ("mode", second.mode_register), _after(2, "mode"), "uses"
 
 
 def _remember(state: _State, effect: Effect, i: int, now: int) -> None:
@@ -176,7 +191,7 @@ def _join(into: _State, other: _State) -> bool:
     return changed
 
 
-def _successors(
+def block_successors(
     instructions: Sequence[Instruction], leaders: Sequence[int]
 ) -> dict[int, list[int]]:
     """Blocks that may follow each block, by their first instructions."""
@@ -199,7 +214,7 @@ class _Checker:
                 by_text[ins.text] = effect_of(ins)
         self.effects = [by_text[ins.text] for ins in instructions]
         self.ends = dict(zip(leaders, [*leaders[1:], len(instructions)], strict=True))
-        self.successors = _successors(instructions, leaders)
+        self.successors = block_successors(instructions, leaders)
         self.before: dict[int, _State] = {first: {} for first in leaders}
         self.found: dict[int, Hazard] = {}
 
@@ -217,15 +232,23 @@ class _Checker:
     def _block(self, first: int) -> _State:
         """What later blocks must know, with the wait states counted from the block's end."""
         state = {key: dict(at) for key, at in self.before[first].items()}
-        now = 0
+        now = free = 0  # free: when the matrix unit takes another instruction
         for i in range(first, self.ends[first]):
             effect = self.effects[i]
             for key, rule, action in _uses(effect):
                 for producer, since in state.get(key, {}).items():
-                    needed = rule(self.effects[producer], effect, key[1])
+                    needed, name = rule(self.effects[producer], effect, key[1])
                     if needed > now - since:
+                        if (
+                            name == "mfma-write-back"
+                            and now - since < self.effects[producer].passes
+                        ):
+                            name = "mfma-result"  # it is not even computed
                         what = f"{action} {_register_name(key)}"
-                        self._report(i, Hazard(producer, needed, now - since, what))
+                        self._report(i, Hazard(producer, needed, now - since, what, name))
+            if effect.is_matrix:
+                now = max(now, free)
+                free = now + effect.passes
             _remember(state, effect, i, now + 1)
             now += effect.states
         return {

@@ -184,8 +184,11 @@ def _move(
     rows = ctx.rows_of(data, ins)
     if len(rows) != _dwords(size):
         raise unknown(ins, f"width of {data.text!r}")
+    if "sc1" in ins.modifiers and not is_store:  # coherent with other workgroups: a way to wait
+        code.prepare = "synchronise(w);"
     if is_store:
-        code.reads.append(Reads(rows))
+        if space != "scratch":  # which keeps what a register lacks, for spills
+            code.reads.append(Reads(rows))
         code.issue = "issue_vm(w, $I, 0, 0, 0);"
     else:
         code.issue = f"issue_vm(w, $I, {rows[0]}, {len(rows)}, {size});"

@@ -10,17 +10,26 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from aiter_mx.code_object import CodeObject, KernelInfo, parse_code_object
-from aiter_mx.errors import LaunchError
+from aiter_mx.errors import LaunchError, SimulatorError
 from aiter_mx.runtimes.base import Region
+from aiter_mx.sim import checks
 from aiter_mx.sim.compile import library
 from aiter_mx.sim.disasm import Instruction, disassemble
+from aiter_mx.sim.findings import Shadow, check_of, merged_findings, named
 from aiter_mx.sim.image import LoadedImage, disjoint, dispatch_packet, kernel_arguments
-from aiter_mx.sim.report import COUNTERS, CCounters, CFault, LaunchReport, fault_error
+from aiter_mx.sim.report import (
+    COUNTERS,
+    CCounters,
+    CFault,
+    CFindings,
+    LaunchReport,
+    fault_error,
+)
 from aiter_mx.sim.translate import translate_kernel
 
 SCHEDULES = ("random", "round-robin", "run-to-barrier")
@@ -51,6 +60,9 @@ class SimOptions:
             left out.
         finite_scales: matrix instructions take an e8m0 byte of 255 for 2^128, not for NaN: for
             kernels that do not rely on the instruction for NaN.
+        checks: rules and classes of ``aiter_mx.sim.checks`` that strict mode follows, those after
+            a minus sign not.
+        collect: go on after a finding of a check, and list it in the report.
     """
 
     strict: bool = True
@@ -63,6 +75,8 @@ class SimOptions:
     delay: bool = False
     first_group: int = 0
     finite_scales: bool = False
+    checks: tuple[str, ...] = ("all",)
+    collect: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -70,6 +84,7 @@ class SimOptions:
                 f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}"
             )
 
+        checks.selected(self.checks)
         if self.delay and not self.strict:
             raise ValueError("delay=True needs strict=True, which follows the waits")
 
@@ -98,6 +113,7 @@ class SimOptions:
             delay=bool(number("DELAY", 0)),
             first_group=number("FIRST_GROUP", 0),
             finite_scales=bool(number("FINITE_SCALES", 0)),
+            checks=tuple(os.environ.get("AITER_MX_SIM_CHECKS", "all").replace(",", " ").split()),
         )
 
 
@@ -130,6 +146,9 @@ class _CLaunch(ctypes.Structure):
         ("count_conflicts", ctypes.c_uint32),
         ("delay", ctypes.c_uint32),
         ("finite_scales", ctypes.c_uint32),
+        ("collect", ctypes.c_uint32),
+        ("checks", ctypes.c_uint64),
+        ("shadow", ctypes.c_void_p),
     ]
 
 
@@ -143,7 +162,7 @@ class _Translated:
     blocks: list[dict[str, int]]
     passes: list[dict[str, int]]
     entry_pc: int
-    hazards: dict[str, str]
+    hazards: dict[str, list[str]]
 
 
 class Program:
@@ -270,16 +289,22 @@ class Program:
             count_conflicts=options.count_conflicts,
             delay=options.delay,
             finite_scales=options.finite_scales,
+            collect=options.collect,
+            checks=checks.mask(options.checks),
         )
+        shadow = Shadow(pieces) if _follows_writes(options) else None
+        if shadow:
+            launch.shadow = ctypes.addressof(shadow.pointers)
         groups -= options.first_group
         threads = min(options.threads or len(os.sched_getaffinity(0)), groups)
         begin = time.perf_counter()
         sizes = [end - begin for begin, end, *_ in pieces] if options.count_unique else None
         results = _run_threads(translated, launch, threads, sizes)
         seconds = time.perf_counter() - begin
-        if faults := [result.fault for result in results if result.fault.kind]:
-            raise fault_error(
-                fault := min(faults, key=lambda fault: tuple(fault.group)[::-1]),
+
+        def error(fault: CFault) -> SimulatorError:
+            return fault_error(
+                fault,
                 kernel,
                 translated.texts,
                 translated.addresses,
@@ -289,8 +314,15 @@ class Program:
                 self._row_name(info, fault.reg),
                 translated.hazards,
             )
+
+        if faults := [result.fault for result in results if result.fault.kind]:
+            fault = min(faults, key=lambda fault: tuple(fault.group)[::-1])
+            raise named(error(fault), check_of(fault, translated.hazards))
         waves = groups * -(-block[0] * block[1] * block[2] // _LANES)
-        return _report(kernel, waves, seconds, translated, results)
+        report = _report(kernel, waves, seconds, translated, results)
+        lists = [result.findings for result in results]
+        known = translated.hazards, translated.texts, translated.addresses
+        return replace(report, findings=merged_findings(lists, *known, error))
 
     def _row_name(self, kernel: KernelInfo, row: int) -> str:
         base = ((kernel.descriptor.rsrc3 & 63) + 1) * 4
@@ -299,11 +331,17 @@ class Program:
         return f"v{row}" if row < base else f"a{row - base}"
 
 
+def _follows_writes(options: SimOptions) -> bool:
+    rules = checks.selected(options.checks)
+    # What is late is not compared with memory: `delay` shows the same mistakes in the results.
+    return options.strict and not options.delay and bool(rules & {"global-race", "lanes-differ"})
+
+
 class _Result:
-    """What one thread reports: its fault, counters, and bitmaps of the bytes it touched."""
+    """What one thread reports: faults, findings, counters, and bitmaps of the bytes touched."""
 
     def __init__(self, blocks: int, sizes: list[int] | None) -> None:
-        self.fault, self.counters = CFault(), CCounters()
+        self.fault, self.counters, self.findings = CFault(), CCounters(), CFindings()
         self.blocks = (ctypes.c_uint64 * max(blocks, 1))()
         self.bitmaps = [
             ctypes.create_string_buffer(size // 8 + 8) for size in sizes or () for _ in range(2)
@@ -319,7 +357,8 @@ def _run_threads(
 
     def work(result: _Result) -> None:
         counted = ctypes.byref(result.counters), ctypes.byref(result.blocks)
-        translated.run(ctypes.byref(launch), *counted, ctypes.byref(result.fault), result.seen)
+        faults = ctypes.byref(result.fault), result.seen, ctypes.byref(result.findings)
+        translated.run(ctypes.byref(launch), *counted, *faults)
 
     workers = [threading.Thread(target=work, args=(result,)) for result in results]
     for worker in workers:
@@ -340,7 +379,7 @@ def _report(
 ) -> LaunchReport:
     mnemonics: Counter[str] = Counter()
     passes: Counter[str] = Counter()
-    totals: Counter[str] = Counter()
+    totals: dict[str, Any] = Counter()
     for result in results:
         for i, times in enumerate(result.blocks[: len(translated.blocks)]):
             if times:

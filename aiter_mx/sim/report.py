@@ -25,11 +25,18 @@ class CFault(ctypes.Structure):
         *(
             (name, ctypes.c_uint32)
             for name in (
-                "is_write", "size", "reg", "other_wave", "other_is_write", "is_scalar",
+                "is_write", "size", "reg", "other_wave", "other_is_write", "is_scalar", "count",
             )
         ),
         ("address", ctypes.c_uint64),
+        ("other_group", ctypes.c_uint64),
     ]  # fmt: skip
+
+
+class CFindings(ctypes.Structure):
+    """``Findings`` of csrc/core.h."""
+
+    _fields_ = [("count", ctypes.c_uint32), ("found", CFault * 256)]
 
 
 COUNTERS = (
@@ -43,6 +50,27 @@ class CCounters(ctypes.Structure):
     """``Counters`` of csrc/core.h."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in COUNTERS]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found in a launch that goes on after findings.
+
+    Attributes:
+        check: the rule's name in ``aiter_mx.sim.checks``.
+        kind: its class, ``proven`` or ``llvm``.
+        instruction: as disassembled.
+        address: of the instruction in the code object.
+        count: times that it was found there.
+        message: what the error would have said the first time.
+    """
+
+    check: str
+    kind: str
+    instruction: str
+    address: int
+    count: int
+    message: str
 
 
 @dataclass(frozen=True)
@@ -69,6 +97,7 @@ class LaunchReport:
         scratch_bytes: private memory traffic.
         waits: strict mode: waits for vector memory that had something to wait for.
         in_flight_bytes: strict mode: bytes of loads under way, summed over those waits.
+        findings: what the checks found, in a launch that goes on after findings.
         unique_bytes_read, unique_bytes_written: distinct bytes of memory touched by vector and
             scalar instructions, where the options ask for the count.
     """
@@ -89,6 +118,7 @@ class LaunchReport:
     scratch_bytes: int = 0
     waits: int = 0
     in_flight_bytes: int = 0
+    findings: tuple[Finding, ...] = ()
     unique_bytes_read: int | None = None
     unique_bytes_written: int | None = None
 
@@ -153,7 +183,7 @@ def fault_error(
     lds_bytes: int,
     scratch_bytes: int,
     row_name: str,
-    hazards: Mapping[str, str],
+    hazards: Mapping[str, Sequence[str]],
 ) -> SimulatorError:
     """The error that a fault becomes."""
     number = fault.instruction & 0xFFFFFFFF
@@ -161,7 +191,7 @@ def fault_error(
     where = f"kernel {kernel}, workgroup {tuple(fault.group)}, wave {fault.wave}"
     if kind == 15:
         return faults.HazardError(
-            f"{where}: {texts[number]!r} at {addresses[number]:#x} {hazards[str(number)]}"
+            f"{where}: {texts[number]!r} at {addresses[number]:#x} {hazards[str(number)][1]}"
         )
     if number < len(texts):
         where += f", lane {fault.lane}: {texts[number]!r} at {addresses[number]:#x}"
@@ -206,6 +236,30 @@ def fault_error(
             f"{where} {verb} the LDS byte at {at} before the s_waitcnt that ends the wave's own "
             "copy into it"
         )
+    if kind == 18:
+        return faults.RaceError(f"{where} copies to the LDS byte at {at}, {_other(fault)}")
+    if kind == 19:
+        return faults.UninitializedRead(f"{where} reads scc, which nothing has written")
+    if kind == 20:
+        return faults.UninitializedRead(
+            f"{where} reads the scratch byte at {at}, which nothing has written"
+        )
+    if kind == 21:
+        return faults.MemoryFault(
+            f"{where} is an atomic of {fault.size} bytes at {at:#x}, which is no multiple of "
+            f"{fault.size}"
+        )
+    if kind == 22:
+        return faults.RaceError(
+            f"{where} writes {fault.size} bytes at {at:#x}, {_place(at, fault.size, regions)}, "
+            "where another of its lanes writes a different value"
+        )
+    if kind == 23:
+        return faults.RaceError(
+            f"{where} {verb} the byte at {at:#x}, {_place(at, 1, regions)}, which wave "
+            f"{fault.other_wave} of workgroup number {fault.other_group} wrote with nothing in "
+            "between that orders them"
+        )
     if kind == 10:
         return faults.RaceError(f"{where} {verb} the LDS byte at {at}, {_other(fault)}")
     if kind == 11:
@@ -231,9 +285,11 @@ def fault_error(
 def _other(fault: CFault) -> str:
     who = fault.other_wave
     did = "wrote" if fault.other_is_write else "read"
-    by = {32: "several waves", 33: "an atomic operation"}.get(who)
+    by = {32: "several waves", 33: "an atomic operation", 56: "several waves"}.get(who)
     if by is None:
-        by = f"wave {who % 16}" + (" (copying from memory)" if who >= 16 else "")
+        by = f"wave {who - 40 if who >= 40 else who % 16}" + (
+            " (copying from memory)" if 16 <= who < 32 else ""
+        )
     return f"which {by} {did} with no barrier, or no s_waitcnt before the barrier, in between"
 
 

@@ -8,6 +8,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from aiter_mx.code_object import CodeObject, KernelInfo
+from aiter_mx.sim.checks import BITS
+from aiter_mx.sim.condition import early_readers
 from aiter_mx.sim.disasm import Instruction
 from aiter_mx.sim.emit import Code, Context, unknown
 from aiter_mx.sim.hazards import find_hazards
@@ -62,7 +64,9 @@ def translate_kernel(
     codes = [_translate(*both, context) for both in zip(instructions, modes, strict=True)]
     _check_overflow_mode(instructions)
     hazards = find_hazards(instructions, leaders) if strict else {}
-    body = _Body(instructions, codes, number, leaders, strict, set(hazards)).render()
+    early = early_readers(instructions, leaders, number[entry]) if strict else set()
+    rules = {i: BITS[hazard.rule] for i, hazard in hazards.items()}
+    body = _Body(instructions, codes, number, leaders, strict, rules, early).render()
     blocks = _blocks(instructions, leaders)
     meta = {
         "texts": [ins.text for ins in instructions],
@@ -70,7 +74,9 @@ def translate_kernel(
         "blocks": [Counter(ins.mnemonic for ins in block) for block in blocks],
         "passes": [matrix_passes(block) for block in blocks],
         "entry_pc": 2 * number[entry],
-        "hazards": {i: hazard.describe(instructions) for i, hazard in hazards.items()},
+        "hazards": {
+            i: (hazard.rule, hazard.describe(instructions)) for i, hazard in hazards.items()
+        },
     }
     source = "\n".join(
         (
@@ -114,6 +120,8 @@ def _translate(ins: Instruction, modes: Modes, context: Context) -> Code | None:
     name = ins.mnemonic
     if name in BRANCHES or name in _INDIRECT or name in ("s_endpgm", "s_barrier", "s_waitcnt"):
         return None
+    if name == "buffer_inv":
+        return Code("synchronise(w);")
     if name in IGNORED:
         return Code("")
     if name == "s_trap":
@@ -183,12 +191,14 @@ class _Body:
         number: dict[int, int],
         leaders: list[int],
         strict: bool,
-        too_soon: set[int],
+        too_soon: dict[int, int],
+        reads_scc_early: set[int],
     ) -> None:
         self.instructions, self.codes, self.number = instructions, codes, number
         self.leaders = {leader: i for i, leader in enumerate(leaders)}
         self.strict = Strict(codes) if strict else None
         self.too_soon = too_soon
+        self.reads_scc_early = reads_scc_early
         self.indirect = any(ins.mnemonic in _INDIRECT for ins in instructions)
         self.targets = {
             number[ins.branch_target] for ins in instructions if ins.mnemonic in BRANCHES
@@ -219,7 +229,9 @@ class _Body:
                 lines.append(f"  blocks[{self.leaders[i]}]++;")
             lines.append(f"  // {ins.text}")
             if i in self.too_soon:
-                lines.append(f"  too_soon(w, {i});")
+                lines.append(f"  too_soon(w, {i}, {self.too_soon[i]});")
+            if i in self.reads_scc_early:
+                lines.append(f"  if (UNLIKELY(w->scc > 1)) unset_scc(w, {i});")
             lines += self._instruction(i, ins)
         lines += ["  }", "  bad_jump(w, w->pc, 0);", "}"]
         return "\n".join(lines)

@@ -38,7 +38,8 @@ def reading(c: str, a: str = "v[32:39]", scale: str = "v60") -> str:
 RULES = [  # first, second, wait states between them
     # A vector result
     ("v_add_u32 v1, v2, v3", f"v_mov_b32_dpp v4, v1 {DPP}", 2),
-    ("v_add_u32 v4, v2, v3", f"v_mov_b32_dpp v4, v1 {DPP}", 2),  # the old value
+    ("v_add_u32 v4, v2, v3", f"v_mov_b32_dpp v4, v1 {DPP}", 0),  # the old value, of its own lane
+    ("v_add_u32 v5, v2, v3", f"v_add_u32_dpp v4, v1, v5 {DPP}", 0),  # the second source, likewise
     ("v_add_u32 v1, v2, v3", "v_permlane32_swap_b32 v1, v4", 2),
     ("v_add_u32 v4, v2, v3", "v_permlane16_swap_b32 v1, v4", 2),
     ("v_add_u32 v1, v2, v3", "v_readfirstlane_b32 s0, v1", 1),

@@ -93,11 +93,34 @@ static void atomic_lanes(Wave* w, const u64* address, u32* d, const u32* data, u
             d[l + 64] = (u32)(old >> 32);
     }
 }
+// In LDS the address is that of the host's copy, whose alignment is the same.
+static void check_alignment(Wave* w, u32 instruction, const u64* address, u32 size) {
+    u64 low = 0;
+    EACH_ACTIVE(w) low |= address[ACTIVE_LANE];
+    if (!STRICT || !UNLIKELY(low & (size - 1)))
+        return;
+    EACH_ACTIVE(w)
+    if (address[ACTIVE_LANE] & (size - 1)) {
+        found(w,
+              (Fault){.kind = FAULT_MISALIGNED,
+                      .instruction = instruction,
+                      .lane = ACTIVE_LANE,
+                      .address = address[ACTIVE_LANE],
+                      .size = size,
+                      .is_write = 1},
+              FAULT_MISALIGNED);
+        return;
+    }
+}
 // `d` is NULL where the old value is not wanted.
 API void global_atomic(Wave* w, u32 instruction, const u64* address, u32* d, const u32* data,
                        Atomic op, u32 size) {
     check_memory(w, instruction, address, size, 0);
     check_memory(w, instruction, address, size, 1);
+    check_alignment(w, instruction, address, size);
+    synchronise(w);
+    if (STRICT && w->group->launch->shadow)
+        note_atomics(w, address, size);
     if (STRICT && UNLIKELY(w->group->launch->delay)) {
         Delayed* late =
             postpone(w, LATE_ATOMIC, address, size, data, size / 4 << (op == A_CMPSWAP));
@@ -122,6 +145,7 @@ API void lds_atomic(Wave* w, u32 instruction, const u32* base, u32 offset, u32* 
     u32 at[64];
     u64 address[64];
     lds_address(w, base, offset, at, address);
+    check_alignment(w, instruction, address, size);
 #if STRICT
     EACH_ACTIVE(w) {
         u32 l = ACTIVE_LANE, limit = w->group->launch->lds_bytes;

@@ -57,13 +57,19 @@ enum {
     FAULT_TRAP,            // s_trap
     FAULT_HAZARD,          // fewer wait states than software owes
     FAULT_INDEX,           // register picked by M0 that the kernel does not have
-    FAULT_DESCRIPTOR       // buffer descriptor of a kind that is not simulated
+    FAULT_DESCRIPTOR,      // buffer descriptor of a kind that is not simulated
+    FAULT_LDS_OVER_READS,  // copy over what others read, issued before a barrier but not waited for
+    FAULT_SCC_UNSET,       // SCC read that nothing has written
+    FAULT_SCRATCH_UNSET,   // scratch byte never written
+    FAULT_MISALIGNED,      // atomic whose address is no multiple of its size
+    FAULT_LANES_DIFFER,    // lanes of one store write different values to one byte
+    FAULT_GLOBAL_RACE      // global byte that another wave or workgroup wrote, unordered
 };
 
 typedef struct {
     u32 kind, instruction, lane, wave, group[3], is_write, size, reg;
-    u32 other_wave, other_is_write, is_scalar;
-    u64 address;
+    u32 other_wave, other_is_write, is_scalar, count; // count: times that it was found
+    u64 address, other_group;
 } Fault;
 
 typedef struct {
@@ -86,14 +92,22 @@ typedef struct {
     u64 kernarg, dispatch_packet, image_base;
     const Region* regions;
     u32 region_count, lds_bytes, scratch_bytes, entry_pc, count_conflicts, delay, finite_scales;
+    u32 collect;  // go on after a finding of one of the checks
+    u64 checks;   // those that are on, by fault or wait-state rule
+    u64** shadow; // a word for each dword of a region: who wrote it last; NULL where none is kept
 } Launch;
+enum { FINDINGS = 256 };
+typedef struct {
+    u32 count;
+    Fault found[FINDINGS];
+} Findings;
 
 // A vector-memory or LDS operation whose counter has not been waited for.
 typedef struct {
     u32 instruction, bytes, depth; // depth: of the wave when it was issued
     u16 reg, reg_count;
     u8 is_scalar, touches_lds, is_write, is_copy, size, is_waiting;
-    u64 lanes;
+    u64 lanes, unset[4]; // unset: lanes of each register that scratch gives no value
     u32 address[64];
 } Pending;
 
@@ -117,7 +131,7 @@ typedef struct Wave {
     u64* set; // lanes of each register that hold a value
     u8* due;  // loads under way into each register
     u64 sset[2];
-    u8* scratch;
+    u8 *scratch, *scratch_state;
     struct Group* group;
     struct Delayed* delayed; // what each entry of vm has still to do
     Queue vm, lgkm;
@@ -129,8 +143,10 @@ typedef struct Group {
     u8** seen; // two bitmaps a region, bytes read and bytes written, or NULL
     u64* block_counts;
     Fault* fault;
+    Findings* findings;
     jmp_buf on_fault;
-    u32 id[3], wave_count, epoch;
+    u32 id[3], wave_count, epoch, synchronises; // synchronises: has used atomics or invalidated
+    u64 global_epoch;
     u8* lds;
     u16 *writer, *reader;
     u64 index, random, steps;

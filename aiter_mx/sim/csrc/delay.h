@@ -1,7 +1,7 @@
 // Memory operations that take effect late: at a random moment between their issue and the wait that
 // covers them. Those of one wave may overtake each other where they touch different memory.
 #pragma once
-#include "access.h"
+#include "writes.h"
 
 typedef enum { LATE_LOAD, LATE_STORE, LATE_COPY, LATE_ATOMIC } LateKind;
 // What an entry of a wave's vm queue has still to do.
@@ -57,13 +57,14 @@ static int must_follow(const Delayed* late, const Delayed* older) {
                     (older->kind == LATE_LOAD || older->kind == LATE_COPY);
     return both_to_lds || (!both_read && late->low < older->high && older->low < late->high);
 }
+#define NOWHERE (~0ull) // where a scalar load out of a buffer's range reads 0
 static void complete_scalar(Wave* w, Pending* p) {
     u64 from[16];
     memcpy(from, p->address, sizeof from);
     p->is_waiting = 0;
     for (u32 i = 0; i < p->reg_count; i++) {
         w->s[p->reg + i] = 0;
-        if (from[i])
+        if (from[i] != NOWHERE)
             memcpy(w->s + p->reg + i, (const void*)from[i], 4);
     }
 }
@@ -102,16 +103,25 @@ static Delayed* postpone(Wave* w, LateKind kind, const u64* address, u32 size, c
     return late;
 }
 // The load or store issued last: at once, or later.
-NOINLINE void move_lanes(Wave* w, const u64* address, u32* row, Element element, u32 size,
-                         int is_write) {
+NOINLINE void move_lanes(Wave* w, u32 instruction, const u64* address, u32* row, Element element,
+                         u32 size, int is_write) {
     if (STRICT && UNLIKELY(w->group->launch->delay)) {
         Delayed* late = postpone(w, is_write ? LATE_STORE : LATE_LOAD, address, size,
                                  is_write ? row : NULL, size < 4 ? 1 : size / 4);
         late->row = row;
         late->element = element;
     } else if (is_write) {
+        u32 shift = element == U8_HI || element == U16_HI ? 16 : 0;
+        int tracks = STRICT && w->group->launch->shadow != NULL;
+        if (tracks)
+            note_writes(w, instruction, address, row, size, shift);
         store_lanes(w, address, row, element, size / 4);
+        if (tracks)
+            check_lanes_agree(w, instruction, address, row, size, shift);
     } else {
+        const Region* r = w->group->last_region;
+        if (STRICT && w->group->launch->shadow && r && r->writable)
+            check_reads(w, instruction, address, size);
         load_lanes(w, address, row, element, size / 4);
     }
 }

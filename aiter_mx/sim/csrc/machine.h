@@ -11,7 +11,8 @@ u32 run_wave(Wave* w);
 // Faults; these do not return.
 __attribute__((cold, noreturn)) void bad_jump(Wave* w, u32 instruction, u64 target);
 __attribute__((cold, noreturn)) void trap(Wave* w, u32 instruction);
-__attribute__((cold, noreturn)) void too_soon(Wave* w, u32 instruction);
+__attribute__((cold)) void too_soon(Wave* w, u32 instruction, u32 rule);
+__attribute__((cold)) void unset_scc(Wave* w, u32 instruction);
 
 // EXEC, lanes
 typedef enum {
@@ -64,7 +65,7 @@ void flow_many(Wave* w, u32 instruction, u32 d, int count, ...);
 void unset_scalars(Wave* w, u32 instruction, u64 low, u64 high, u64 to_low, u64 to_high);
 void scalar_from_lane(Wave* w, u32 instruction, u32 to, u32 row, u64 lane);
 void lane_from_scalar(Wave* w, u32 instruction, u32 row, u64 lane, u32 from);
-__attribute__((cold, noreturn)) void bad_scalar_read(Wave* w, u32 instruction, u64 low, u64 high);
+__attribute__((cold)) void bad_scalar_read(Wave* w, u32 instruction, u64 low, u64 high);
 void wait_vm(Wave* w, u32 left);
 void wait_lgkm(Wave* w, u32 left);
 void issue_vm(Wave* w, u32 instruction, u32 reg, u32 count, u32 size);
@@ -86,6 +87,7 @@ typedef struct {
 } BufferAddress;
 void buffer_access(Wave* w, u32 instruction, const BufferAddress* at, u32* d, Element element,
                    u32 size, int is_write);
+void synchronise(Wave* w);
 void scratch_access(Wave* w, u32 instruction, const u32* offsets, i64 base, u32* d, Element element,
                     u32 size, int is_write);
 void lds_load(Wave* w, u32 instruction, const u32* base, u32 offset, u32* d, Element element,

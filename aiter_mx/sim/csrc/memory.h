@@ -5,13 +5,13 @@
 API void global_load(Wave* w, u32 instruction, const u64* address, u32* d, Element element,
                      u32 size) {
     check_memory(w, instruction, address, size, 0);
-    move_lanes(w, address, d, element, size, 0);
+    move_lanes(w, instruction, address, d, element, size, 0);
     w->group->counters->bytes_read += (u64)size * (u64)__builtin_popcountll(w->exec);
 }
 API void global_store(Wave* w, u32 instruction, const u64* address, const u32* d, Element element,
                       u32 size) {
     check_memory(w, instruction, address, size, 1);
-    move_lanes(w, address, (u32*)d, element, size, 1);
+    move_lanes(w, instruction, address, (u32*)d, element, size, 1);
     w->group->counters->bytes_written += (u64)size * (u64)__builtin_popcountll(w->exec);
 }
 
@@ -56,7 +56,7 @@ API void buffer_access(Wave* w, u32 instruction, const BufferAddress* at, u32* d
         LANES begins_in_range |= (u64)(address[l] - base + step <= records) << l;
     set_exec(w, exec & in_range);
     check_memory(w, instruction, address, size, is_write);
-    move_lanes(w, address, d, element, size, is_write);
+    move_lanes(w, instruction, address, d, element, size, is_write);
     u64 moved = (u64)size * (u64)__builtin_popcountll(w->exec);
     set_exec(w, exec);
     if (exec & ~in_range & begins_in_range)
@@ -90,11 +90,47 @@ API void buffer_access(Wave* w, u32 instruction, const BufferAddress* at, u32* d
     *(is_write ? &counters->bytes_written : &counters->bytes_read) += moved;
 }
 
+void synchronise(Wave* w) { w->group->synchronises = 1; }
+
+// What a lane's scratch bytes hold: nothing, a value, or what an unset register held.
+enum { NOTHING_STORED, VALUE_STORED, UNSET_STORED };
+static void scratch_stored(Wave* w, u32 instruction, const u64* offset, const u32* d, u32 size) {
+    u32 row = (u32)((d - w->v) / 64);
+    for (u32 i = 0; i < size; i += 4) {
+        u64 unset = w->exec & ~w->set[row + i / 4];
+        if (UNLIKELY(unset))
+            unset = unset_lanes(w, instruction, w->exec, 1, row + i / 4);
+        EACH_ACTIVE(w)
+        memset(w->scratch_state + offset[ACTIVE_LANE] + i,
+               unset >> ACTIVE_LANE & 1 ? UNSET_STORED : VALUE_STORED, size < 4 ? size : 4);
+    }
+}
+static void scratch_loaded(Wave* w, u32 instruction, const u64* offset, u32 size) {
+    Pending* p = queued(&w->vm, w->vm.count - 1);
+    EACH_ACTIVE(w) {
+        u32 l = ACTIVE_LANE;
+        for (u32 i = 0; i < size; i++) {
+            u8 state = w->scratch_state[offset[l] + i];
+            if (UNLIKELY(state == NOTHING_STORED)) {
+                u64 at = offset[l] + i - (u64)l * w->group->launch->scratch_bytes;
+                found(w,
+                      (Fault){.kind = FAULT_SCRATCH_UNSET,
+                              .instruction = instruction,
+                              .lane = l,
+                              .address = at},
+                      FAULT_SCRATCH_UNSET);
+                break;
+            }
+            if (UNLIKELY(state == UNSET_STORED))
+                p->unset[i / 4] |= 1ull << l;
+        }
+    }
+}
 // Scratch: a lane's private memory; `base` is the uniform part of the offset.
 API void scratch_access(Wave* w, u32 instruction, const u32* offsets, i64 base, u32* d,
                         Element element, u32 size, int is_write) {
     u32 limit = w->group->launch->scratch_bytes;
-    u64 address[64];
+    u64 address[64], offset[64];
     EACH_ACTIVE(w) {
         u32 l = ACTIVE_LANE;
         i64 at = base + (offsets ? (i64)(i32)offsets[l] : 0);
@@ -105,8 +141,13 @@ API void scratch_access(Wave* w, u32 instruction, const u32* offsets, i64 base, 
                             .address = (u64)at,
                             .size = size,
                             .is_write = (u32)is_write});
-        address[l] = (u64)w->scratch + (u64)l * limit + (u64)at;
+        offset[l] = (u64)l * limit + (u64)at;
+        address[l] = (u64)w->scratch + offset[l];
     }
+    if (STRICT && is_write)
+        scratch_stored(w, instruction, offset, d, size);
+    else if (STRICT)
+        scratch_loaded(w, instruction, offset, size);
     if (is_write)
         store_lanes(w, address, d, element, size / 4);
     else
@@ -281,8 +322,8 @@ API void scalar_buffer_load(Wave* w, u32 instruction, const u32* resource, u32 o
                             u32 dwords) {
     u64 base = resource_base(resource), at = offset & ~3u, from[16];
     for (u32 i = 0; i < dwords; i++, at += 4) {
-        from[i] = at + 4 > resource[2] ? 0 : base + at;
-        if (from[i])
+        from[i] = at + 4 > resource[2] ? NOWHERE : base + at;
+        if (from[i] != NOWHERE)
             check_one(w, instruction, 0, from[i], 4, 0);
     }
     load_scalars(w, from, d, dwords);

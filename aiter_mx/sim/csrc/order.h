@@ -9,7 +9,8 @@
 
 INLINE Pending* queued(Queue* q, u32 i) { return &q->entry[(q->first + i) % QUEUE]; }
 
-COLD void bad_read(Wave* w, u32 instruction, u64 lanes, int count, ...) {
+__attribute__((cold, noinline)) static void bad_read(Wave* w, u32 instruction, u64 lanes, int count,
+                                                     ...) {
     Fault fault = {.kind = FAULT_REGISTER_UNSET, .instruction = instruction};
     va_list list;
     va_start(list, count);
@@ -25,7 +26,7 @@ COLD void bad_read(Wave* w, u32 instruction, u64 lanes, int count, ...) {
         break;
     }
     va_end(list);
-    fail(w, fault);
+    found(w, fault, fault.kind);
 }
 // A register is written while a load into it is under way: wrong in the lanes of that load.
 static u64 lanes_due(Wave* w, u32 reg, const Pending* except) {
@@ -46,11 +47,13 @@ API void late_write(Wave* w, u32 instruction, u64 lanes, int count, ...) {
         u32 reg = (u32)va_arg(list, int);
         u64 hit = lanes_due(w, reg, NULL) & lanes;
         if (hit)
-            fail(w, (Fault){.kind = FAULT_REGISTER_LATE,
-                            .instruction = instruction,
-                            .is_write = 1,
-                            .reg = reg,
-                            .lane = (u32)__builtin_ctzll(hit)});
+            found(w,
+                  (Fault){.kind = FAULT_REGISTER_LATE,
+                          .instruction = instruction,
+                          .is_write = 1,
+                          .reg = reg,
+                          .lane = (u32)__builtin_ctzll(hit)},
+                  FAULT_REGISTER_LATE);
     }
     va_end(list);
 }
@@ -171,7 +174,7 @@ API void bad_scalar_read(Wave* w, u32 instruction, u64 low, u64 high) {
     u64 missing[2] = {low & ~w->sset[0], high & ~w->sset[1]};
     u32 half = !missing[0], reg = 64 * half + (u32)__builtin_ctzll(missing[half]);
     u32 kind = scalar_is_due(w, reg) ? FAULT_REGISTER_EARLY : FAULT_REGISTER_UNSET;
-    fail(w, (Fault){.kind = kind, .instruction = instruction, .reg = reg, .is_scalar = 1});
+    found(w, (Fault){.kind = kind, .instruction = instruction, .reg = reg, .is_scalar = 1}, kind);
 }
 
 // Copies of the rows that M0 picks, as valid as they are.
@@ -201,7 +204,7 @@ static void settle(Wave* w, Pending* p) {
         u64 lanes = p->lanes;
         if (--w->due[r])
             lanes &= ~lanes_due(w, r, p); // another load into it goes on
-        w->set[r] |= lanes;
+        w->set[r] |= lanes & ~p->unset[(r - p->reg) & 3];
     }
     if (p->is_copy) { // the copied bytes are this wave's own from here on
         Group* g = w->group;
@@ -272,6 +275,7 @@ NOINLINE Pending* enqueue(Wave* w, Queue* q, u32 max, u32 instruction, u32 reg, 
     p->reg_count = (u16)count;
     p->is_scalar = p->touches_lds = p->is_write = p->is_copy = p->size = p->is_waiting = 0;
     p->lanes = w->exec;
+    memset(p->unset, 0, sizeof p->unset);
     for (u32 r = reg; r < reg + count; r++) {
         w->due[r]++;
         w->set[r] &= ~w->exec;
@@ -318,6 +322,8 @@ static void carry_over(Wave* w) {
                                  .size = p->size,
                                  .lanes = p->lanes,
                                  .is_write = p->is_write,
-                                 .who = p->is_copy ? BY_COPY + w->id : w->id});
+                                 .who = p->is_copy    ? BY_COPY + w->id
+                                        : p->is_write ? w->id
+                                                      : BY_UNWAITED + w->id});
         }
 }

@@ -6,7 +6,7 @@
 #include "memory.h"
 #include <stdlib.h>
 
-enum { POISON = 0xffbadbad, LONG_RUN = 1 << 20 };
+enum { POISON = 0xffbadbad, LONG_RUN = 1 << 20, UNSET_SCC = 2 };
 
 static void begin_wave(Group* g, Wave* w, u32 id) {
     const Launch* launch = g->launch;
@@ -27,10 +27,14 @@ static void begin_wave(Group* g, Wave* w, u32 id) {
     memset(w->due, 0, sim_registers);
     u32 left = lanes - 64 * id;
     set_exec(w, left >= 64 ? ~0ull : (1ull << left) - 1);
+    w->scc = STRICT ? UNSET_SCC : 0;
+    if (STRICT && launch->scratch_bytes)
+        memset(w->scratch_state, NOTHING_STORED, 64ull * launch->scratch_bytes);
     start_wave(w);
 }
 
 static void next_epoch(Group* g) {
+    g->global_epoch++;
     if (++g->epoch > LAST_EPOCH) {
         g->epoch = FIRST_EPOCH;
         for (u32 i = 0; i < g->launch->lds_bytes; i++) {
@@ -55,6 +59,7 @@ static void run_group(Group* g, u64 index) {
     g->id[2] = (u32)(index / launch->grid[0] / launch->grid[1]);
     g->index = index;
     g->epoch = FIRST_EPOCH;
+    g->global_epoch = g->synchronises = 0;
     g->random = launch->seed ^ (index + 1) * 0xd1342543de82ef95ull;
     u64* lds = (u64*)g->lds;
     for (u32 i = 0; i < launch->lds_bytes / 8; i++)
@@ -123,13 +128,14 @@ static void* zeroed(u64 size) {
 
 // One thread's share of a launch: takes workgroups until none is left or a thread has failed.
 __attribute__((visibility("default"))) int sim_run(Launch* launch, Counters* counters,
-                                                   u64* block_counts, Fault* fault, u8** seen) {
+                                                   u64* block_counts, Fault* fault, u8** seen,
+                                                   Findings* findings) {
     finite_scales = (int)launch->finite_scales;
     u64 total = (u64)launch->grid[0] * launch->grid[1] * launch->grid[2];
     u32 lanes = launch->block[0] * launch->block[1] * launch->block[2], waves = (lanes + 63) / 64;
     u64 lds = ((u64)launch->lds_bytes + 127) / 64 * 64, scratch = (u64)launch->scratch_bytes * 64;
     u64 rows = (u64)sim_registers * 256;
-    u64 per_wave = (sizeof(Wave) + rows + sim_registers * 9 + scratch + 255) / 64 * 64;
+    u64 per_wave = (sizeof(Wave) + rows + sim_registers * 9 + 2 * scratch + 255) / 64 * 64;
     Group* g = zeroed(sizeof *g);
     u8* memory = zeroed(waves * (per_wave + sizeof(Wave*)) + 5 * lds + 64);
     Delayed* delayed = zeroed(launch->delay ? waves * QUEUE * sizeof *delayed : 0);
@@ -147,6 +153,7 @@ __attribute__((visibility("default"))) int sim_run(Launch* launch, Counters* cou
     g->seen = seen;
     g->block_counts = block_counts;
     g->fault = fault;
+    g->findings = findings;
     g->wave_count = waves;
     g->lds = at + (u64)waves * per_wave;
     g->writer = (u16*)(g->lds + lds);
@@ -159,6 +166,7 @@ __attribute__((visibility("default"))) int sim_run(Launch* launch, Counters* cou
         w->set = (u64*)(w->v + sim_registers * 64);
         w->due = (u8*)(w->set + sim_registers);
         w->scratch = w->due + sim_registers;
+        w->scratch_state = w->scratch + scratch;
         w->delayed = delayed + i * QUEUE;
     }
     if (!setjmp(g->on_fault)) {

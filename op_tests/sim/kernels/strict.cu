@@ -211,3 +211,138 @@ KERNEL(64) unknown(const u32* in, u32* out) {
     asm volatile("v_sad_hi_u8 %0, %1, %1, %1" : "=v"(x) : "v"(in[l]));
     OUT = x;
 }
+
+// Global memory that no order decides.
+KERNEL(64) lanes_differ(const u32* in, u32* out, int stride) {
+    T;
+    asm volatile("global_store_dword %0, %1, off\n s_waitcnt vmcnt(0)" ::"v"(out + l * stride / 2),
+                 "v"(in[l / 2] + (stride & 1) * l)
+                 : "memory");
+}
+// kind 0: each wave its own, 1: all the same value, 2: different values, 3: in turn, by a barrier.
+KERNEL(256) waves_write(const u32* in, u32* out, int kind) {
+    T;
+    u32 x = kind == 1 ? in[l] : in[t];
+    u32* at = out + (kind ? l : t);
+    for (int wave = 0; wave < 4; ++wave) {
+        if (kind != 3 || t / 64 == wave)
+            if (kind == 3 || wave == 0)
+                *(volatile u32*)at = x;
+        if (kind == 3)
+            barrier();
+    }
+}
+DEVICE u32 plain_load(const u32* at) {
+    u32 x;
+    asm volatile("global_load_dword %0, %1, off\n s_waitcnt vmcnt(0)"
+                 : "=v"(x)
+                 : "v"(at)
+                 : "memory");
+    return x;
+}
+KERNEL(256) waves_read(const u32* in, u32* out, int right) {
+    T;
+    ((volatile u32*)out)[t] = in[t];
+    if (right)
+        barrier();
+    else
+        asm volatile("s_waitcnt vmcnt(0)" ::: "memory");
+    out[512 + t] = plain_load(out + (t ^ 64));
+}
+// Workgroups whose outputs overlap by so many words; with what is there already where `same`.
+KERNEL(64) groups_overlap(const u32* in, u32* out, int overlap, int same) {
+    T;
+    u32 at = group_id() * (64 - overlap) + l;
+    out[at] = same ? in[at] : in[at] + group_id();
+}
+KERNEL(64) groups_read(const u32* in, u32* out, int how) {
+    T;
+    u32* flag = out + 1000;
+    ((volatile u32*)out)[64 * group_id() + l] = in[l];
+    if (how) {
+        __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent");
+        if (l == 0)
+            __hip_atomic_fetch_add(flag, 1, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+        while (__hip_atomic_load(flag, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT) < group_id())
+            ;
+        __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent");
+    }
+    u32 other = group_id() ? group_id() - 1 : 0;
+    out[512 + 64 * group_id() + l] = plain_load(out + 64 * other + l);
+}
+KERNEL(64) atomic_at(const u32* in, u32* out, int offset) {
+    T;
+    asm volatile("global_atomic_add %0, %1, off" ::"v"((u64)(out + l) + offset), "v"(in[l])
+                 : "memory");
+}
+KERNEL(64) lds_atomic_at(const u32* in, u32* out, int offset) {
+    SHARED u32 words[80];
+    T;
+    words[l] = words[l + 16] = in[l];
+    asm volatile("s_waitcnt lgkmcnt(0)\n ds_add_u32 %0, %1\n s_waitcnt lgkmcnt(0)" ::"v"(
+                     lds_address(words + l) + offset),
+                 "v"(in[l])
+                 : "memory");
+    OUT = words[l];
+}
+// One word of scratch is written, and one read.
+KERNEL(64) scratch_word(const u32* in, u32* out, int at) {
+    T;
+    volatile u32 words[8];
+    words[3] = in[l];
+    asm volatile("" ::: "memory");
+    OUT = words[at];
+}
+KERNEL(64) spilled_unset(const u32* in, u32* out, int use) {
+    T;
+    volatile u32 room[4];
+    u32 x, y;
+    asm volatile("; %0 is not written\n scratch_store_dword off, %0, off offset:4\n"
+                 "scratch_load_dword %1, off, off offset:4\n s_waitcnt vmcnt(0)"
+                 : "=&v"(x), "=&v"(y));
+    room[0] = in[l];
+    u32 z = room[0];
+    OUT = use ? y : z;
+}
+KERNEL(64) scc_unset(const u32* in, u32* out, int write) {
+    T;
+    OUT = in[l];
+}
+// Address zero, through a descriptor whose base and records are what the arguments say.
+KERNEL(64) scalar_at(const u32* in, u32* out, u32 base, u32 records) {
+    typedef int i32x4 __attribute__((ext_vector_type(4)));
+    T;
+    i32x4 descriptor = {(int)base, 0, (int)records, 0x20000};
+    u32 x;
+    asm volatile("s_buffer_load_dword %0, %1, 0\n s_waitcnt lgkmcnt(0)"
+                 : "=s"(x)
+                 : "s"(descriptor));
+    OUT = x + in[l];
+}
+// A copy to LDS over what others read: `wait` says whether they waited for it before the barrier,
+// `copy` whether it is a copy or a plain write.
+template <bool wait, bool copy>
+DEVICE void over_reads(const u32* in, u32* out) {
+    SHARED u32 words[256];
+    T;
+    words[t] = in[t];
+    barrier();
+    u32 x;
+    asm volatile("ds_read_b32 %0, %1" : "=v"(x) : "v"(lds_address(words + (t ^ 64))) : "memory");
+    if (wait)
+        asm volatile("s_waitcnt lgkmcnt(0)" : "+v"(x)::"memory");
+    asm volatile("s_barrier" : "+v"(x)::"memory");
+    u32 base = __builtin_amdgcn_readfirstlane(lds_address(words + (t & ~63)));
+    if (copy)
+        asm volatile(
+            "s_mov_b32 m0, %1\n s_nop 0\n global_load_lds_dword %0, off" ::"v"(in + 256 + t),
+            "s"(base)
+            : "memory", "m0");
+    else
+        asm volatile("ds_write_b32 %0, %1" ::"v"(lds_address(words + t)), "v"(t) : "memory");
+    asm volatile("s_waitcnt vmcnt(0) lgkmcnt(0)" : "+v"(x)::"memory");
+    OUT = x;
+}
+KERNEL(256) copy_over_reads(const u32* in, u32* out) { over_reads<false, true>(in, out); }
+KERNEL(256) copy_after_reads(const u32* in, u32* out) { over_reads<true, true>(in, out); }
+KERNEL(256) write_over_reads(const u32* in, u32* out) { over_reads<false, false>(in, out); }
