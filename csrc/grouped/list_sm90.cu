@@ -1,9 +1,8 @@
 // Ahead of persistent_sm90.cu: the list of tiles of tokens, and nothing of x expanded yet.
-// grouped_sm90.h draws the workspace. One workgroup, so that it takes a few microseconds. It gets
+// tiles_sm90.h draws the workspace. One workgroup, so that it takes a few microseconds. It gets
 // the arguments of the product, and names those that it needs.
 
-#include "rows.h"
-#include "walk_sm90.h"
+#include "tiles_sm90.h"
 
 using namespace mx;
 

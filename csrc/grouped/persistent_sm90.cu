@@ -14,26 +14,852 @@
 // each; both need all of the tile's x, and each brings half of it to both.
 //
 //   producer, a thread: 128 k of w as a box, and 64 k of x by copies of 8 KiB a slab, into a ring
-//     each: stage_sm90.h
-//   expander, three warps: x to bf16, for all workgroups: expand_sm90.h
-//   consumer, two warpgroups, 64 rows of w each: w to bf16, multiply; then store the tile:
-//     consume_sm90.h
+//     each
+//   expander, three warps: x to bf16, for all workgroups
+//   consumer, two warpgroups, 64 rows of w each: w to bf16, multiply; then store the tile
 //
 // Clusters stay and claim the tiles of all groups, long ones first, kOrder tiles of tokens with the
-// same w after one another: walk_sm90.h. What bf16 does not cover is put right after a tile
+// same w after one another (tiles_sm90.h). What bf16 does not cover is put right after a tile
 // is stored. NaN in w is looked for in the first tile of each group alone, and put right by the
-// consumer that finishes last: again_sm90.h.
+// consumer that finishes last.
 
-#include "consume_sm90.h"
-#include "expand_sm90.h"
-#include "grouped_sm90.h"
-#include "sm90/async.h"
-#include "sm90/copy.h"
-#include "sm90/tensor_map.h"
-#include "stage_sm90.h"
-#include "walk_sm90.h"
+#include "common/epilogue.h"
+#include "common/scale.h"
+#include "sm90/convert.h"
+#include "sm90/expand.h"
+#include "sm90/memory.h"
+#include "sm90/tma.h"
+#include "sm90/wgmma.h"
+#include "tiles_sm90.h"
 
 using namespace mx;
+
+// The expansion of x to bf16, by some warps of each workgroup while the others multiply.
+//
+// Chunks of tiles are claimed one after another in about the order in which the product needs them,
+// by whoever is there: no workgroup waits for one that may not have started, and a chunk that is
+// claimed is expanded without waiting for others, so launches on several streams cannot block each
+// other.
+
+// Tiles of the list are expanded in bands: the first chunk of each tile of the band, then the
+// second of each. A band has the tiles that clusters begin with together.
+MX_DEVICE int tiles_of_band(int order, int pairs) {
+    const int clusters = gridDim.x / kCluster;
+    return (clusters + order * pairs - 1) / (order * pairs) * order;
+}
+
+template <int Threads, int Barrier>
+struct Expander {
+    static constexpr int kBlock = 32; // k of one scale
+    static constexpr int kOctet = 8;  // rows that a warp expands at a time
+    static constexpr int kUnroll = 3; // octets, of a chunk's units each
+    static constexpr int kAhead = 1;  // bands beyond the one that this workgroup multiplies
+    static constexpr int kWarps = Threads / kLanes;
+
+    const Workspace& workspace;
+    const unsigned char *xq, *xs;
+    long K;
+    int thread;
+    unsigned turn; // shared: what was claimed
+    unsigned now;  // shared: the tile that this workgroup multiplies, or one beyond all
+
+    MX_MEMBER void run(int band) const {
+        unsigned next = thread == 0 ? claim() : 0;
+        int tiles = 0;
+#pragma unroll
+        for (int kind = 1; kind <= kMostSlabs; ++kind)
+            tiles += workspace.tiles()[kind];
+        const int parts = workspace.chunks() * kChunkParts;
+        const unsigned of_band = band * parts, all = tiles * parts;
+        while (true) {
+            if (thread == 0)
+                store_shared(turn, next);
+            named_barrier(Barrier, Threads);
+            const unsigned mine = load_shared(turn);
+            if (mine >= all)
+                return;
+            if (thread == 0)
+                next = claim();
+            const int first = mine / of_band * band, height = min(band, tiles - first);
+            const int inside = mine % of_band, chunk = inside / (height * kChunkParts);
+            const int tile = first + inside / kChunkParts % height, part = inside % kChunkParts;
+            if (thread == 0)
+                while (tile >= (static_cast<int>(watch_shared(now)) / band + 1 + kAhead) * band)
+                    sleep(500);
+            named_barrier(Barrier, Threads);
+            const bool outside = expand(workspace.tile()[tile], chunk, part);
+            fence_async_global();
+            const bool any = named_barrier_or(Barrier, Threads, outside);
+            const unsigned long long bit = 1ull << (chunk % kChunksOfWord * kChunkParts + part);
+            if (thread == 0)
+                set_bits_release(workspace.expanded(tile) + chunk / kChunksOfWord,
+                                 bit | (any ? bit << 32 : 0));
+        }
+    }
+
+  private:
+    MX_MEMBER unsigned claim() const { return atomicAdd(workspace.claimed(), 1u); }
+
+    // Whether a scale is one that bf16 does not cover.
+    MX_MEMBER bool expand(const TokenTile tile, int chunk, int part) const {
+        const int lane = thread % kLanes, step = lane % 4, in_octet = lane / 4;
+        constexpr int of_slab = kSlabRows / kOctet;
+        const int octets = (tile.rows + kSlabRows - 1) / kSlabRows * (of_slab / kChunkParts);
+        const long k = static_cast<long>(chunk) * (kChunkUnits * kUnitK) + step * 16;
+        const unsigned char* payload = xq + tile.row * K + k;
+        const unsigned char* scales = xs + (tile.row * K + k) / kBlock;
+        const int units = min(workspace.units() - chunk * kChunkUnits, kChunkUnits);
+        unsigned char* const to =
+            workspace.x() +
+            (static_cast<long>(tile.slab) * workspace.units() + chunk * kChunkUnits) *
+                kSlabUnitBytes +
+            step * 256 + in_octet * 16;
+        bool outside = false;
+        for (int from = thread / kLanes; from < octets; from += kWarps * kUnroll) {
+            u32x4 words[kUnroll][kChunkUnits];
+            unsigned scale[kUnroll][kChunkUnits];
+#pragma unroll
+            for (int i = 0; i < kUnroll; ++i) {
+                const int in_part = min(from + i * kWarps, octets - 1);
+                const int octet = part * octets + in_part;
+                const int row = min(octet * kOctet + in_octet, tile.rows - 1);
+#pragma unroll
+                for (int unit = 0; unit < kChunkUnits; ++unit) {
+                    words[i][unit] = u32x4{};
+                    scale[i][unit] = 127;
+                    if (k + unit * kUnitK < K) {
+                        words[i][unit] = load(payload + row * K + unit * kUnitK);
+                        scale[i][unit] = load_byte(scales + (row * K + unit * kUnitK) / kBlock);
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kUnroll; ++i) {
+                if (from + i * kWarps >= octets)
+                    break;
+                const int octet = part * octets + from + i * kWarps;
+                unsigned char* const slab =
+                    to + octet / of_slab * (workspace.units() * static_cast<long>(kSlabUnitBytes)) +
+                    octet % of_slab * 1024;
+#pragma unroll
+                for (int unit = 0; unit < kChunkUnits; ++unit)
+                    if (unit < units)
+                        outside |= store_expanded(slab + unit * kSlabUnitBytes, words[i][unit],
+                                                  scale[i][unit]);
+            }
+        }
+        return outside;
+    }
+
+    MX_MEMBER static bool store_expanded(unsigned char* to, const u32x4& words, unsigned scale) {
+        const bool is_nan = scale == kNanScale, over = scale > kLastXScale && !is_nan;
+        const float factor = bits_to_float(is_nan ? kNanBits : over ? 0 : (scale + 60) << 23);
+        u32x4 even, odd;
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            e4m3x4_to_bf16(words[j], factor, even.words[j], odd.words[j]);
+        store_vector(to, even);
+        store_vector(to + 128, odd);
+        return over;
+    }
+};
+
+// The rings of stages in shared memory of the grouped GEMM on Hopper, of x and of w, and the thread
+// that fills them.
+
+constexpr int kStages = MX_STAGES, kWStages = MX_W_STAGES; // of the rings of x and of w
+constexpr int kOrder = MX_ORDER; // tiles of tokens that share a tile of w before the next
+using Out = DType<MX_OUT>;
+using Walk = TileWalk<kOrder>;
+using Ring = StageRing<kStages>;
+using WRing = StageRing<kWStages>;
+
+constexpr int kBlock = 32; // k of one scale
+
+constexpr int kStageX = kMostSlabs * kSlabUnitBytes;
+constexpr int kBoxUnits = 2, kBoxK = kBoxUnits * kUnitK; // of w that is copied at a time
+constexpr int kStagingBytes = 8 << 10;                   // of 16-bit results, for a consumer
+constexpr int kStageW = kRows * kBoxK;
+constexpr int kAtW = kStages * kStageX;
+constexpr int kAtStaging = kAtW + kWStages * kStageW;
+static_assert(kAtStaging + kConsumers * kStagingBytes == MX_SHARED_BYTES,
+              "the host lays shared memory out differently: "
+              "aiter_mx/kernels/grouped_gemm/persistent_sm90.py");
+
+// Barriers of each stage: x is there, it has been used, w is there, it has been used.
+constexpr int kXFull = 0, kEmpty = 8 * kStages;
+constexpr int kWFull = 16 * kStages, kWEmpty = kWFull + 8 * kWStages;
+// After them, what the expander and the producer tell each other, then tiles that the cluster
+// computes, and a barrier for each that says that it is there. A tile is told once all stages but
+// one of the tile before are under way, so that consumers have read all but the last kStages + 1.
+constexpr int kWorkPlaces = 8;
+static_assert(kWorkPlaces >= kStages + 2, "a tile would be overwritten before it is read");
+constexpr int kTold = kWEmpty + 8 * kWStages, kWork = (kTold + 8 + 15) / 16 * 16;
+constexpr int kWorkFull = kWork + kWorkPlaces * sizeof(Work);
+constexpr int kBarrierBytes = kWorkFull + 8 * kWorkPlaces;
+constexpr int kClaimAhead = 3; // units before its end that a tile's successor is claimed
+
+// The tile of this turn of the cluster, which was told.
+MX_DEVICE Work told(unsigned barriers, unsigned turn) {
+    const unsigned place = barriers + kWork + turn % kWorkPlaces * sizeof(Work);
+    const u32x4 halves[2] = {load_shared_vector(place), load_shared_vector(place + 16)};
+    Work work;
+    __builtin_memcpy(&work, halves, sizeof(Work));
+    return work;
+}
+// The same, once it is told.
+MX_DEVICE Work receive(unsigned barriers, unsigned turn) {
+    barrier_wait(barriers + kWorkFull + 8 * (turn % kWorkPlaces), turn / kWorkPlaces % 2);
+    return told(barriers, turn);
+}
+
+struct Operands {
+    const unsigned char *xq, *xs, *wq, *ws;
+    const void* bias;
+    Out* y;
+    long N, K;
+    int bias_kind;
+
+    MX_MEMBER long blocks() const { return K / kBlock; }
+    MX_MEMBER int units() const { return (K + kUnitK - 1) / kUnitK; }
+};
+
+// Fills stage after stage, for one tile after another.
+struct Producer {
+    const Operands& t;
+    const TensorMap& weights;
+    const Workspace& workspace;
+    unsigned shared, barriers, now;
+    int rank;
+    Ring ring;
+    WRing w;
+    unsigned long long expanded; // of the tile, as last seen
+
+    // Waits until a chunk of x is there, and what its expansion noted.
+    MX_MEMBER void await(int tile, int chunk) {
+        const int place = chunk % kChunksOfWord;
+        if (place == 0)
+            expanded = 0;
+        const auto there = [&] {
+            return (expanded >> place * kChunkParts & kWholeChunk) == kWholeChunk;
+        };
+        if (there())
+            return;
+        do
+            expanded = load_acquire(workspace.expanded(tile) + chunk / kChunksOfWord);
+        while (!there());
+        fence_async_global();
+    }
+
+    // Fills the stages of one tile after another. The first workgroup's producer claims them, and
+    // tells all of the cluster.
+    MX_MEMBER void run() {
+        Walk walk(workspace, t.N);
+        if (rank == 0)
+            send(0, walk.at(blockIdx.x / kCluster));
+        for (unsigned turn = 0;; ++turn) {
+            barrier_arrive_expect(barriers + kWorkFull + 8 * (turn % kWorkPlaces), sizeof(Work));
+            const Work work = receive(barriers, turn);
+            if (work.slabs == 0)
+                break;
+            tile(work, walk, turn);
+        }
+        announce_shared(now, kNoTile);
+    }
+
+    MX_MEMBER void send(unsigned turn, const Work& work) const {
+        const unsigned place = barriers + kWork + turn % kWorkPlaces * sizeof(Work);
+        const unsigned barrier = barriers + kWorkFull + 8 * (turn % kWorkPlaces);
+        u32x4 halves[2];
+        __builtin_memcpy(halves, &work, sizeof(Work));
+        for (int to = 0; to < kCluster; ++to)
+            for (int i = 0; i < 2; ++i)
+                store_async(address_in_cluster(place + 16 * i, to), halves[i],
+                            address_in_cluster(barrier, to));
+    }
+
+    MX_MEMBER void tile(const Work& work, Walk& walk, unsigned turn) {
+        // What tails need has been expanded, or will be whatever this workgroup multiplies.
+        announce_shared(now, work.tail ? kNoTile : work.tokens.index);
+        const int units = t.units(), index = work.tokens.index;
+        const int slabs = (work.tokens.rows + kSlabRows - 1) / kSlabRows;
+        const int row = work.tokens.group * t.N + work.n + (work.tail ? 0 : rank * kRows);
+        const int claimed_at = max(units - kClaimAhead, 0);
+        const long slab_bytes = units * static_cast<long>(kSlabUnitBytes);
+        // Of a tile each workgroup brings every second slab to both; of a tail what it needs.
+        const int first = work.tail ? rank * work.slabs : rank, step = work.tail ? 1 : kCluster;
+        const int end = work.tail ? min(first + work.slabs, slabs) : slabs;
+        const int arriving = max(work.tail ? end - first : slabs, 0) * kSlabUnitBytes;
+        const unsigned short mask = work.tail ? 1 << rank : (1 << kCluster) - 1;
+        const unsigned char* x = workspace.x() + (work.tokens.slab + first) * slab_bytes;
+        unsigned next = 0;
+        for (int unit = 0; unit < units; ++unit) {
+            if (unit == claimed_at && rank == 0)
+                next = atomicAdd(workspace.begun(), 1u);
+            if (unit == units - 1 && rank == 0)
+                send(turn + 1, walk.at(next));
+            if (unit % kBoxUnits == 0) {
+                barrier_wait(barriers + kWEmpty + 8 * w.stage, w.parity ^ 1);
+                const unsigned w_barrier = barriers + kWFull + 8 * w.stage;
+                barrier_arrive_expect(w_barrier, kStageW);
+                copy_box(shared + kAtW + w.stage * kStageW, weights, unit * kUnitK, row, w_barrier);
+                w.advance();
+            }
+            barrier_wait(barriers + kEmpty + 8 * ring.stage, ring.parity ^ 1);
+            if (unit % kChunkUnits == 0)
+                await(index, unit / kChunkUnits);
+            const unsigned barrier = barriers + kXFull + 8 * ring.stage;
+            barrier_arrive_expect(barrier, arriving);
+            const unsigned place = shared + ring.stage * kStageX + first * kSlabUnitBytes;
+            if (first < end)
+                copy_to_cluster(place, x, kSlabUnitBytes, barrier, mask);
+            if (first + step < end)
+                copy_to_cluster(place + step * kSlabUnitBytes, x + step * slab_bytes,
+                                kSlabUnitBytes, barrier, mask);
+            x += kSlabUnitBytes;
+            ring.advance();
+        }
+    }
+};
+
+// What the grouped GEMM on Hopper computes without the matrix unit: outputs that NaN in w reaches,
+// and those of scales that bf16 does not cover.
+
+// Whether bf16 does not cover a scale of this row of x.
+MX_DEVICE bool token_outside(const Operands& t, long row) {
+    bool outside = false;
+    for (long i = 0; i < t.blocks(); ++i) {
+        const unsigned scale = load_byte(t.xs + row * t.blocks() + i);
+        outside |= scale > kLastXScale && scale != kNanScale;
+    }
+    return outside;
+}
+
+// Computes the outputs of a warp's 16 rows of w, from n, that the matrix unit cannot. Lane 4g + t
+// tells whether bf16 does not cover a scale of row g, or of row g + 8 where t is odd.
+MX_DEVICE void compute_again(const Operands& t, const TokenTile& tokens, long n, int lane,
+                             bool scale_outside, bool x_outside) {
+    x_outside = __any_sync(0xffffffff, x_outside);
+    const unsigned scales_outside = __ballot_sync(0xffffffff, scale_outside);
+#pragma unroll 1
+    for (int row = 0; row < 16; ++row) {
+        const long in_group = n + row;
+        if (in_group >= t.N)
+            break;
+        const int lanes = row % 8 * 4, half = row / 8; // those that hold this row
+        const bool outside_row = scales_outside >> lanes & (half ? 0xa : 0x5);
+        if (!outside_row && !x_outside)
+            continue;
+        const long w = tokens.group * t.N + in_group;
+        const float added = load_bias(t.bias, t.bias_kind, w);
+#pragma unroll 1
+        for (int m = lane; m < tokens.rows; m += kLanes) {
+            const long x = tokens.row + m;
+            if (!outside_row && !token_outside(t, x))
+                continue;
+            const float sum = exact_output(t.xq + x * t.K, t.xs + x * t.blocks(), t.wq + w * t.K,
+                                           t.ws + w * t.blocks(), t.K);
+            store(t.y + x * t.N + in_group, sum + added);
+        }
+    }
+}
+
+// Notes which of a warp's 16 rows of w, from row, have NaN. Lane 4g + t tells whether it saw one
+// in row g, and in row g + 8.
+MX_DEVICE void note_nans(const Workspace& workspace, long row, int lane, bool low, bool high) {
+    const unsigned seen[2] = {__ballot_sync(0xffffffff, low), __ballot_sync(0xffffffff, high)};
+    if (lane != 0 || !(seen[0] | seen[1]))
+        return;
+    unsigned rows = 0;
+#pragma unroll 1
+    for (int i = 0; i < 16; ++i)
+        if (seen[i / 8] >> i % 8 * 4 & 0xf)
+            rows |= 1u << i;
+    atomicOr(workspace.nans() + row / 32, rows << row % 32);
+    atomicOr(workspace.finished(), kSomeNan);
+}
+
+// Makes NaN of all outputs of the rows that were noted. For the consumer that finishes last.
+MX_DEVICE void spread_nans(const Operands& t, const Workspace& workspace, const RowGroups& groups,
+                           int thread) {
+    const int lane = thread % kLanes;
+    const long words = groups.count * t.N / 32;
+#pragma unroll 1
+    for (long base = thread - lane; base < words; base += 128) {
+        const unsigned own = base + lane < words ? load_relaxed(workspace.nans() + base + lane) : 0;
+        unsigned some = __ballot_sync(0xffffffff, own);
+#pragma unroll 1
+        for (; some; some &= some - 1) {
+            const int at = __ffs(some) - 1;
+            const bool mine = __shfl_sync(0xffffffff, own, at) >> lane & 1;
+            const long row = (base + at) * 32 + lane, group = row / t.N;
+            const RowRange range = groups.range(group);
+            if (mine)
+#pragma unroll 1
+                for (long m = range.begin; m < range.end; ++m)
+                    store(t.y + m * t.N + row % t.N, bits_to_float(kNanBits));
+        }
+    }
+}
+
+// How a consumer of the grouped GEMM on Hopper stores its part of a tile.
+//
+// 16-bit results go through shared memory, from where the copy engine takes them to memory, in
+// boxes of 32 tokens, while the next tile is multiplied. They need more room than there is beside
+// the rings: so the stages that were used last are given back only when they have been read, by
+// each warp once it has seen that those that it sent have been.
+
+constexpr int kGroupThreads = 128;
+constexpr int kWarps = kGroupThreads / kLanes;
+constexpr int kBoxRows = 32, kBoxBytes = kBoxRows * kGroupRows * 2;
+constexpr int kOwnBoxes = kStagingBytes / kBoxBytes;
+static_assert(kOwnBoxes + 4 + kBoxUnits == 8, "four in the stage's x, and the others in its w");
+constexpr int kConsumersBarrier = 1 + kConsumers; // a named one of all, after those of each
+
+struct Results {
+    const Operands& t;
+    const TensorMap& map;
+    const TokenTile& tokens;
+    int n, index, thread;
+    // Where boxes are staged: kOwnBoxes in a place of this consumer's, four in its part of the x
+    // that was used last, the others in that of w.
+    unsigned own, in_x, in_w;
+
+    // Returns whether again holds for any thread.
+    template <int Slabs>
+    MX_MEMBER bool store(const float (&sums)[Slabs * 32], const float (&added)[2],
+                         bool again) const {
+        if constexpr (sizeof(Out) == 4)
+            return store_fp32<Slabs>(sums, added, again);
+        else
+            return store_16<Slabs>(sums, added, again);
+    }
+
+  private:
+    template <int Slabs>
+    MX_MEMBER bool store_fp32(const float (&sums)[Slabs * 32], const float (&added)[2],
+                              bool again) const {
+        const int lane = thread % kLanes;
+        const long first = n + thread / kLanes * 16 + lane / 4; // row of w
+        Out* to = t.y + (tokens.row + lane % 4 * 2) * t.N + first;
+#pragma unroll
+        for (int i = 0; i < Slabs * 32; ++i) {
+            const int token = i / 4 * 8 + i % 2, row = i / 2 % 2 * 8;
+            if (token + lane % 4 * 2 < tokens.rows && first + row < t.N)
+                mx::store(to + token * t.N + row, sums[i] + added[i / 2 % 2]);
+        }
+        return named_barrier_or(1 + index, kGroupThreads, again);
+    }
+
+    template <int Slabs>
+    MX_MEMBER bool store_16(const float (&sums)[Slabs * 32], const float (&added)[2],
+                            bool again) const {
+        constexpr int boxes = Slabs * kSlabRows / kBoxRows;
+        // The warps have seen that what was staged before has been read.
+        named_barrier(1 + index, kGroupThreads);
+        stage<Slabs, 0, (boxes < kOwnBoxes ? boxes : kOwnBoxes)>(sums, added);
+        if constexpr (boxes <= kOwnBoxes) {
+            const bool any = named_barrier_or(1 + index, kGroupThreads, again);
+            send<0, boxes>();
+            return any;
+        } else {
+            // The other consumer, if it has rows of w, may still multiply by the stage.
+            if (n + (1 - 2 * index) * kGroupRows < t.N)
+                named_barrier(kConsumersBarrier, kConsumers * kGroupThreads);
+            else
+                named_barrier(1 + index, kGroupThreads);
+            send<0, kOwnBoxes>();
+            stage<Slabs, kOwnBoxes, boxes>(sums, added);
+            const bool any = named_barrier_or(1 + index, kGroupThreads, again);
+            send<kOwnBoxes, boxes>();
+            return any;
+        }
+    }
+
+    MX_MEMBER unsigned place(int box) const {
+        return box < kOwnBoxes       ? own + box * kBoxBytes
+               : box < kOwnBoxes + 4 ? in_x + (box - kOwnBoxes) * kBoxBytes
+                                     : in_w + (box - kOwnBoxes - 4) * kBoxBytes;
+    }
+
+    // Adding nothing takes as many instructions as all else.
+    template <int Slabs, int First, int End>
+    MX_MEMBER void stage(const float (&sums)[Slabs * 32], const float (&added)[2]) const {
+        if (t.bias_kind == kNone)
+            stage_sums<Slabs, First, End, false>(sums, added);
+        else
+            stage_sums<Slabs, First, End, true>(sums, added);
+    }
+
+    // Stages some boxes as [token][n], 128 bytes a token, 16 bytes at place ^ token % 8, as the map
+    // has them.
+    template <int Slabs, int First, int End, bool Biased>
+    MX_MEMBER void stage_sums(const float (&sums)[Slabs * 32], const float (&added)[2]) const {
+        const int lane = thread % kLanes, row = lane % 8;
+        const int piece = (thread / kLanes * 2 + lane / 8 % 2) ^ row;
+        const unsigned at_place = (lane / 16 * 8 + row) * 128 + piece * 16;
+#pragma unroll
+        for (int box = First; box < End; ++box) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) { // 16 tokens
+                unsigned packed[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int at = ((box * 2 + j) * 2 + i / 2) * 4 + i % 2 * 2;
+                    const float plus = Biased ? added[i % 2] : -0.0f;
+                    packed[i] = pack<Out>(sums[at] + plus, sums[at + 1] + plus);
+                }
+                store_matrices_transposed(place(box) + at_place + j * 16 * 128, packed);
+            }
+        }
+        fence_async();
+    }
+
+    // Stores boxes that all threads have staged.
+    template <int First, int End>
+    MX_MEMBER void send() const {
+        const bool aligned = reinterpret_cast<unsigned long long>(t.y) % 16 == 0;
+        // Each warp's first thread stores some of the boxes that are whole, all threads the others.
+        const int whole = max(First, aligned ? min(tokens.rows / kBoxRows, End) : 0);
+        if (thread % kLanes == 0) {
+#pragma unroll 1
+            for (int box = First + (thread / kLanes - First & kWarps - 1); box < whole;
+                 box += kWarps)
+                store_box(map, n * sizeof(Out), tokens.row + box * kBoxRows, place(box));
+            store_commit();
+        }
+#pragma unroll 1
+        for (int box = whole; box < End; ++box)
+            send_rows(box * kBoxRows, place(box), aligned);
+    }
+
+    // Stores the rows of a box that are of the tile, where the copy engine cannot.
+    MX_MEMBER void send_rows(int first, unsigned staged, bool aligned) const {
+        const int piece = thread % 8, rows = min(tokens.rows - first, kBoxRows);
+        if (n + piece * 8 >= t.N)
+            return;
+#pragma unroll 1
+        for (int row = thread / 8; row < rows; row += kGroupThreads / 8) {
+            const u32x4 values = load_shared_vector(staged + row * 128 + (piece ^ (row % 8)) * 16);
+            Out* to = t.y + (tokens.row + first + row) * t.N + n + piece * 8;
+            if (aligned)
+                store_vector(to, values);
+            else
+                store_halves(to, values);
+        }
+    }
+
+    MX_MEMBER static void store_halves(Out* to, const u32x4& values) {
+        unsigned short* halves = reinterpret_cast<unsigned short*>(to);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            halves[i] = values[i / 2] >> (i % 2 * 16);
+    }
+};
+
+// What a warpgroup of the grouped GEMM on Hopper does that multiplies: 64 rows of w of a tile, made
+// bf16 in registers, by all of its tokens.
+
+constexpr int kStepBytes = 256; // of 8 tokens' x, for one wgmma
+
+struct Consumer {
+    const Operands& t;
+    const Workspace& workspace;
+    const TensorMap& results;
+    unsigned shared, barriers;
+    int index, rank, thread, lane, warp;
+    unsigned turn = 0;
+    TokenTile tokens; // this consumer's part of the tile
+    int n;            // its first row of w
+    int slabs;        // of tokens; of the next tile once that is awaited
+    int x_slab;       // of a stage
+    Ring ring;        // where x of the next unit to multiply is
+    WRing w;          // where w of the next unit to expand is
+    // Stage of the unit before, or of the tile before, where results may be on their way out; none
+    // at first. And that of the last w of the tile before, likewise.
+    int used = -1, used_w;
+    // Scales of the next two units: of row lane / 4 of the warp's 16, or that + 8 for odd lanes,
+    // and of the second unit for lanes 2 and 3 of four; of each the first 32 k and the other. Then
+    // those of this unit and the next, or the one before, as factors.
+    unsigned scales, factors;
+    const unsigned char* scales_at;
+    int scales_left; // beyond those, for this lane
+    unsigned least, most, nan[2];
+    int looks_for_nan; // in the tile's w
+    const unsigned magnitude = held(kMagnitude);
+    unsigned w_place;                // of what this lane loads of w, in the first stage
+    unsigned words[2][4], factor[2]; // of the unit to expand: [row]
+
+    MX_MEMBER Consumer(const Operands& t, const Workspace& workspace, const TensorMap& results,
+                       unsigned shared, unsigned barriers, int index, int rank, int thread)
+        : t(t), workspace(workspace), results(results), shared(shared), barriers(barriers),
+          index(index), rank(rank), thread(thread) {
+        lane = thread % kLanes;
+        warp = thread / kLanes;
+        w_place = held(shared + kAtW + (index * kGroupRows + warp * 16 + lane % 8) * kBoxK +
+                       (lane / 8 ^ lane % 8) * 16);
+    }
+
+    // The next two scales of this lane's.
+    MX_MEMBER void load_scales() {
+        if constexpr (MX_SCALES_APART) {
+            const unsigned first = scales_left > 0 ? load_byte(scales_at) : 127;
+            scales = first | (scales_left > 1 ? load_byte(scales_at + 1) : 127) << 8;
+        } else {
+            scales = scales_left > 0 ? load_two(scales_at) : 127 * 0x0101;
+        }
+        scales_at += 4;
+        scales_left -= 4;
+    }
+    MX_MEMBER int first_row(const Work& work, int tail) const {
+        return work.n + (tail ? 0 : rank * kRows) + index * kGroupRows;
+    }
+    // Waits for the next tile, and loads what it needs first.
+    MX_MEMBER void await() {
+        const Work work = receive(barriers, turn);
+        // Told so, ptxas knows that these are the same for all lanes of a warp.
+        slabs = __shfl_sync(0xffffffff, work.slabs, 0);
+        const long row = first_row(work, work.tail) + warp * 16 + lane / 4 + lane % 2 * 8;
+        const int skipped = lane / 2 % 2 * 2;
+        scales_at = t.ws + (work.tokens.group * t.N + min(row, t.N - 1)) * t.blocks() + skipped;
+        scales_left = t.blocks() - skipped;
+        load_scales();
+    }
+    // Takes the tile of a turn.
+    MX_MEMBER void open(unsigned turn) {
+        const Work work = told(barriers, turn);
+        const int tail = __shfl_sync(0xffffffff, work.tail, 0);
+        x_slab = tail ? rank * slabs : 0;
+        tokens = work.tokens;
+        looks_for_nan = __shfl_sync(0xffffffff, tokens.first, 0);
+        tokens.row += x_slab * kSlabRows;
+        tokens.rows = min(tokens.rows - x_slab * kSlabRows, slabs * kSlabRows);
+        n = first_row(work, tail);
+    }
+
+    MX_MEMBER void release(int stage) const {
+        if (lane < kCluster)
+            barrier_arrive_read(address_in_cluster(barriers + kEmpty + 8 * stage, lane));
+    }
+
+    MX_MEMBER void release_w(int stage) const {
+        if (lane == 0)
+            barrier_arrive(barriers + kWEmpty + 8 * stage);
+    }
+
+    // Waits until this warp's results of the tile before have been read, and gives back the stage
+    // of w that held some.
+    MX_MEMBER void release_results() const {
+        if (lane == 0)
+            store_wait_read<0>();
+        __syncwarp();
+        if (used >= 0)
+            release_w(used_w);
+    }
+
+    // The payload of the next unit, once it is there, and its scales as factors. Odd: of its
+    // tile's.
+    template <bool Odd>
+    MX_MEMBER void fetch() {
+        if constexpr (!Odd)
+            barrier_wait(barriers + kWFull + 8 * w.stage, w.parity);
+        const unsigned place = (w_place + w.stage * kStageW) ^ (Odd ? kUnitK : 0);
+        load_matrices(words[0], place);
+        load_matrices(words[1], place + 8 * kBoxK);
+        if constexpr (!Odd) {
+            const unsigned halves = __byte_perm(scales, 0, 0x4140);
+            least = min_halves(least, halves);
+            most = max_halves(most, halves);
+            factors = w_factors(halves);
+            load_scales();
+        }
+#pragma unroll
+        for (int row = 0; row < 2; ++row)
+            factor[row] = __shfl_sync(0xffffffff, factors, Odd * 2 + row, 4);
+    }
+    // What wgmma J of the unit needs.
+    template <int J>
+    MX_MEMBER void expand(unsigned (&a)[4][4]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            e4m3x4_to_bf16<J / 2>(words[i][J], factor[i], magnitude, a[J][i], a[J][2 + i]);
+    }
+    // Looks for NaN in the unit.
+    MX_MEMBER void look() {
+        if (!looks_for_nan)
+            return;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const unsigned word = words[i / 4][i % 4];
+            // The top bit of a byte changes if it is NaN, or if one below is.
+            nan[i / 4] |= (word + 0x01010101) ^ word;
+        }
+    }
+
+    // Multiplies a unit, which is in registers as a[Buffer], while the next becomes a[1 - Buffer].
+    // Held: that one is the tile's last, whose w makes room for results.
+    template <int Buffer, bool Last, int Slabs, bool Held = false>
+    MX_MEMBER void multiply(float (&sums)[Slabs * 32], unsigned (&a)[2][4][4], int unit,
+                            unsigned x_place) {
+        // Told so, ptxas computes descriptors in uniform registers.
+        const int parity = ring.parity, stage = __shfl_sync(0xffffffff, ring.stage, 0);
+        ring.advance();
+        barrier_wait(barriers + kXFull + 8 * stage, parity);
+        const MatrixDescriptor b(x_place + stage * kStageX, kStepBytes / 2, 4 * kStepBytes);
+        wgmma_fence();
+        wgmma(sums, a[Buffer][0], b.at(0));
+        wgmma(sums, a[Buffer][1], b.at(kStepBytes));
+        wgmma_commit();
+        if constexpr (!Last)
+            fetch<Buffer == 0>();
+        wgmma_wait<1>();
+        if (Buffer == 0 && unit == 0)
+            release_results();
+        if (Buffer == 1 || used >= 0)
+            release(used);
+        used = stage;
+        if constexpr (!Last) {
+            expand<0>(a[1 - Buffer]);
+            expand<1>(a[1 - Buffer]);
+        }
+        wgmma_fence();
+        wgmma(sums, a[Buffer][2], b.at(2 * kStepBytes));
+        wgmma(sums, a[Buffer][3], b.at(3 * kStepBytes));
+        wgmma_commit();
+        if constexpr (!Last) {
+            expand<2>(a[1 - Buffer]);
+            expand<3>(a[1 - Buffer]);
+            look();
+            if constexpr (Buffer == 0) {
+                if constexpr (Held)
+                    used_w = w.stage;
+                else
+                    release_w(w.stage);
+                w.advance();
+            }
+        }
+    }
+
+    // Lets the ring pass where no output is this consumer's.
+    MX_MEMBER void skip() {
+        if (used >= 0) {
+            release_results();
+            release(used);
+        }
+        used = -1;
+        for (int unit = 0; unit < t.units(); ++unit) {
+            barrier_wait(barriers + kXFull + 8 * ring.stage, ring.parity);
+            if (unit % kBoxUnits == 0) {
+                barrier_wait(barriers + kWFull + 8 * w.stage, w.parity);
+                __syncwarp(); // all lanes have seen it
+                release_w(w.stage);
+                w.advance();
+            }
+            release(ring.stage);
+            ring.advance();
+        }
+        await();
+    }
+
+    template <int Slabs>
+    MX_MEMBER void tile() {
+        open(turn++);
+        least = most = 127 * 0x00010001;
+        nan[0] = nan[1] = 0;
+        if (n >= t.N || tokens.rows <= 0)
+            return skip();
+        float sums[Slabs * 32];
+#pragma unroll
+        for (int i = 0; i < Slabs * 32; ++i)
+            sums[i] = 0;
+        // Of tails a consumer has two slabs at most.
+        const unsigned x_place = shared + (Slabs > 2 ? 0 : x_slab * kSlabUnitBytes);
+        unsigned a[2][4][4];
+        const int units = t.units();
+        fetch<false>();
+        expand<0>(a[0]);
+        expand<1>(a[0]);
+        expand<2>(a[0]);
+        expand<3>(a[0]);
+        look();
+        int unit = 0;
+        for (; unit + 2 < units; unit += 2) {
+            multiply<0, false, Slabs>(sums, a, unit, x_place);
+            multiply<1, false, Slabs>(sums, a, unit + 1, x_place);
+        }
+        if (unit + 1 < units) {
+            multiply<0, false, Slabs, true>(sums, a, unit, x_place);
+            multiply<1, true, Slabs>(sums, a, unit + 1, x_place);
+        } else {
+            multiply<0, true, Slabs>(sums, a, unit, x_place);
+            used_w = w.stage;
+            w.advance();
+        }
+        open(turn - 1); // again, so that it takes no registers in the loop
+        finish<Slabs>(sums);
+    }
+
+    template <int Slabs>
+    MX_MEMBER void finish(float (&sums)[Slabs * 32]) {
+        if (looks_for_nan)
+            note_nans(workspace, tokens.group * t.N + n + warp * 16, lane, nan[0] & 0x80808080,
+                      nan[1] & 0x80808080);
+        const bool scale_outside = min(least & 0xffff, least >> 16) < kFirstWScale ||
+                                   max(most & 0xffff, most >> 16) > kLastWScale;
+        const bool x_outside = tile_outside(tokens.index);
+        const bool again = scale_outside || x_outside;
+        float added[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            added[i] =
+                load_bias(t.bias, t.bias_kind,
+                          tokens.group * t.N +
+                              min(static_cast<long>(n) + warp * 16 + lane / 4 + i * 8, t.N - 1));
+        await();
+        wgmma_wait<0>();
+        keep_in_order(sums);
+        const Results out{t,
+                          results,
+                          tokens,
+                          n,
+                          index,
+                          thread,
+                          shared + kAtStaging + index * kStagingBytes,
+                          shared + used * kStageX + index * (kStageX / kConsumers),
+                          shared + kAtW + used_w * kStageW + index * (kStageW / kConsumers)};
+        if (out.template store<Slabs>(sums, added, again)) {
+            if (lane == 0)
+                store_wait();
+            named_barrier(1 + index, kGroupThreads);
+            if (__any_sync(0xffffffff, again))
+                compute_again(t, tokens, n + warp * 16, lane, scale_outside, x_outside);
+        }
+    }
+
+    // After the last tile.
+    MX_MEMBER void leave(const RowGroups& groups) const {
+        if (lane == 0)
+            store_wait();
+        named_barrier(1 + index, kGroupThreads);
+        bool last = false; // and there is NaN
+        if (thread == 0)
+            last = add_acquire_release(workspace.finished(), 1) ==
+                   (kSomeNan | (gridDim.x * kConsumers - 1));
+        if (named_barrier_or(1 + index, kGroupThreads, last))
+            spread_nans(t, workspace, groups, thread);
+    }
+
+    MX_MEMBER bool tile_outside(int tile) const {
+        // No loop for the usual K: it would wait for what it loads.
+        const unsigned long long* from = workspace.expanded(tile);
+        unsigned long long bits = lane < workspace.words() ? load_relaxed(from + lane) : 0;
+        if (workspace.words() > kLanes)
+#pragma unroll 1
+            for (int i = lane + kLanes; i < workspace.words(); i += kLanes)
+                bits |= load_relaxed(from + i);
+        return bits >> 32;
+    }
+};
 
 constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
 constexpr int kExpanderThreads = kGroupThreads - kLanes; // of the first warpgroup

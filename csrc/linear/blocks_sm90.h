@@ -1,7 +1,7 @@
 // What wgmma_fp8_sm90.cu computes of blocks of 32 k apart from its matrix instructions.
 #pragma once
 
-#include "common/exact.h"
+#include "common/scale.h"
 #include "common/target.h"
 #include "sm90/rows.h"
 

@@ -2,7 +2,7 @@
 // out.
 #pragma once
 
-#include "common/piece.h"
+#include "common/packed.h"
 
 namespace mx {
 

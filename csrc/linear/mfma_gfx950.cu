@@ -26,8 +26,8 @@
 
 #include "common/target.h"
 #include "fused.h"
-#include "gfx950/buffer.h"
-#include "gfx950/tile_sums.h"
+#include "gfx950/memory.h"
+#include "gfx950/tile.h"
 
 using namespace mx;
 

@@ -4,9 +4,9 @@
 
 #include "common/scale.h"
 #include "common/target.h"
-#include "sm90/async.h"
 #include "sm90/mma.h"
 #include "sm90/rows.h"
+#include "sm90/tma.h"
 
 namespace mx {
 

@@ -23,8 +23,8 @@
 #include "common/epilogue.h"
 #include "common/target.h"
 #include "mma_ring_sm90.h"
-#include "sm90/async.h"
 #include "sm90/rows.h"
+#include "sm90/tma.h"
 
 using namespace mx;
 

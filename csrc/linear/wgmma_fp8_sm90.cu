@@ -25,11 +25,9 @@
 // the rows of w. Sums are added over the warpgroups and the cluster in a fixed order.
 
 #include "common/target.h"
-#include "sm90/async.h"
-#include "sm90/copy.h"
 #include "sm90/rows.h"
-#include "sm90/tensor_map.h"
-#include "sm90/wgmma_fp8.h"
+#include "sm90/tma.h"
+#include "sm90/wgmma.h"
 #include "wgmma_fp8_kept_sm90.h"
 #include "wgmma_fp8_sm90.h"
 

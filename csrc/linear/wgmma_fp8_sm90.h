@@ -5,11 +5,9 @@
 #include "blocks_sm90.h"
 #include "common/epilogue.h"
 #include "common/target.h"
-#include "sm90/async.h"
-#include "sm90/copy.h"
-#include "sm90/global.h"
+#include "sm90/memory.h"
 #include "sm90/rows.h"
-#include "sm90/shared.h"
+#include "sm90/tma.h"
 
 namespace mx {
 

@@ -3,11 +3,10 @@
 #pragma once
 
 #include "common/target.h"
-#include "sm90/async.h"
-#include "sm90/copy.h"
+#include "sm90/memory.h"
 #include "sm90/mma.h"
 #include "sm90/rows.h"
-#include "sm90/shared.h"
+#include "sm90/tma.h"
 #include "sm90/wgmma.h"
 #include "wide_sm90.h"
 

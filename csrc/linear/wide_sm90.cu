@@ -20,10 +20,8 @@
 // the last one, who also asks for w.
 
 #include "common/target.h"
-#include "sm90/async.h"
-#include "sm90/copy.h"
 #include "sm90/rows.h"
-#include "sm90/tensor_map.h"
+#include "sm90/tma.h"
 #include "wide_add_sm90.h"
 #include "wide_sm90.h"
 #include "wide_x_sm90.h"

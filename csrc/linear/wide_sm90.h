@@ -3,14 +3,11 @@
 #pragma once
 
 #include "common/epilogue.h"
-#include "common/exact.h"
 #include "common/scale.h"
 #include "common/target.h"
-#include "sm90/async.h"
-#include "sm90/copy.h"
 #include "sm90/f16_factors.h"
 #include "sm90/rows.h"
-#include "sm90/tensor_map.h"
+#include "sm90/tma.h"
 
 namespace mx {
 

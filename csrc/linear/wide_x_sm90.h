@@ -2,10 +2,9 @@
 #pragma once
 
 #include "common/target.h"
-#include "sm90/async.h"
-#include "sm90/copy.h"
 #include "sm90/f16_factors.h"
 #include "sm90/mma.h"
+#include "sm90/tma.h"
 #include "wide_sm90.h"
 
 namespace mx {

@@ -3,10 +3,10 @@
 
 #include "boxes_sm90.h"
 #include "common/epilogue.h"
-#include "common/exact.h"
 #include "common/quantize.h"
+#include "common/scale.h"
 #include "moe.h"
-#include "sm90/copy.h"
+#include "sm90/tma.h"
 #include "sm90/wgmma.h"
 
 namespace mx {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "boxes_sm90.h"
-#include "sm90/async.h"
+#include "sm90/tma.h"
 
 namespace mx {
 

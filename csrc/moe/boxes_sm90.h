@@ -8,9 +8,8 @@
 #include "last_round_sm90.h"
 #include "moe_sm90.h"
 #include "shares_sm90.h"
-#include "sm90/async.h"
 #include "sm90/f16_factors.h"
-#include "sm90/tensor_map.h"
+#include "sm90/tma.h"
 
 namespace mx {
 

@@ -5,8 +5,8 @@
 
 #include "boxes_rows_sm90.h"
 #include "boxes_sm90.h"
-#include "sm90/copy.h"
 #include "sm90/mma.h"
+#include "sm90/tma.h"
 
 namespace mx {
 

@@ -16,8 +16,8 @@
 #include "common/epilogue.h"
 #include "common/quantize.h"
 #include "common/target.h"
-#include "gfx950/buffer.h"
-#include "gfx950/tile_sums.h"
+#include "gfx950/memory.h"
+#include "gfx950/tile.h"
 #include "moe.h"
 
 using namespace mx;

@@ -27,7 +27,7 @@
 #include "mma_ring_sums_sm90.h"
 #include "moe.h"
 #include "moe_sm90.h"
-#include "sm90/async.h"
+#include "sm90/tma.h"
 
 using namespace mx;
 

@@ -3,7 +3,7 @@
 
 #include "common/target.h"
 #include "moe_sm90.h"
-#include "sm90/async.h"
+#include "sm90/tma.h"
 
 namespace mx {
 

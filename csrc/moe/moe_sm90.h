@@ -5,8 +5,8 @@
 #include "common/target.h"
 #include "joined_sm90.h"
 #include "moe.h"
-#include "sm90/async.h"
-#include "sm90/shared.h"
+#include "sm90/memory.h"
+#include "sm90/tma.h"
 
 namespace mx {
 

@@ -3,7 +3,7 @@
 
 #include "boxes_sm90.h"
 #include "boxes_x_sm90.h"
-#include "sm90/shared.h"
+#include "sm90/memory.h"
 
 namespace mx {
 

@@ -12,9 +12,8 @@
 #include "common/target.h"
 #include "moe_sm90.h"
 #include "slabs_fill_sm90.h"
-#include "sm90/async.h"
-#include "sm90/copy.h"
 #include "sm90/mma.h"
+#include "sm90/tma.h"
 #include "sm90/wgmma.h"
 
 using namespace mx;

@@ -18,8 +18,7 @@
 #include "boxes_sm90.h"
 #include "common/target.h"
 #include "moe_sm90.h"
-#include "sm90/async.h"
-#include "sm90/copy.h"
+#include "sm90/tma.h"
 #include "sm90/wgmma.h"
 
 using namespace mx;

@@ -17,9 +17,8 @@
 #include "boxes_sm90.h"
 #include "common/target.h"
 #include "moe_sm90.h"
-#include "sm90/async.h"
-#include "sm90/copy.h"
-#include "sm90/wgmma_fp8.h"
+#include "sm90/tma.h"
+#include "sm90/wgmma.h"
 #include "wgmma_fp8_bring_sm90.h"
 
 using namespace mx;

@@ -16,15 +16,13 @@
 // Scales that bf16 cannot hold are left out, and the outputs of their row computed again in fp32.
 
 #include "common/epilogue.h"
-#include "common/exact.h"
 #include "common/quantize.h"
 #include "common/scale.h"
 #include "common/target.h"
 #include "moe.h"
 #include "moe_sm90.h"
-#include "sm90/async.h"
-#include "sm90/copy.h"
 #include "sm90/expand.h"
+#include "sm90/tma.h"
 #include "sm90/wgmma.h"
 #include "wide_sm90.h"
 

@@ -5,8 +5,8 @@
 #include "common/target.h"
 #include "groups_sm90.h"
 #include "moe_sm90.h"
-#include "sm90/async.h"
 #include "sm90/expand.h"
+#include "sm90/tma.h"
 
 namespace mx {
 

@@ -3,7 +3,7 @@
 // one launch is enough, and no wave waits for another.
 #pragma once
 
-#include "common/piece.h"
+#include "common/packed.h"
 
 namespace mx {
 

@@ -16,7 +16,7 @@
 //            |         block 0           | block 1 ...
 //   load 1   |      block kLanes / 4     | ...
 
-#include "common/piece.h"
+#include "common/packed.h"
 #include "groups.h"
 
 using namespace mx;

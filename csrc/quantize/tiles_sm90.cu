@@ -16,7 +16,7 @@
 // that is sent to it has come.
 
 #include "groups.h"
-#include "sm90/async.h"
+#include "sm90/tma.h"
 #include "tile.h"
 
 using namespace mx;

@@ -92,7 +92,7 @@ def _round_up(size: int, to: int) -> int:
 
 
 def _workspace_bytes(target: Target, problem: GroupedGemmProblem, config: Config) -> int:
-    """See ``Workspace`` in csrc/grouped/grouped_sm90.h."""
+    """See ``Workspace`` in csrc/grouped/tiles_sm90.h."""
     words = -(-problem.K // (_CHUNK_K * _CHUNKS_OF_WORD))
     before_x = _HEADER_BYTES + _most_tiles(problem) * (_TILE_ENTRY_BYTES + 8 * words)
     slab_bytes = _SLAB_ROWS * _round_up(problem.K, _UNIT_K) * 2

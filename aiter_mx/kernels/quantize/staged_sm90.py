@@ -25,7 +25,7 @@ _TILE = {"rows": 128}
 _TILE_SCALE_BYTES = {"bf16": 1024, "fp16": 1024, "fp32": 512}  # of rows and of columns
 _SCALE_BYTES = {"bf16": 4, "fp16": 4, "fp32": 2}  # of a row of a tile
 _THREADS, _LANES = 256, 32
-_AHEAD_BYTES = _THREADS * 8 * 16  # csrc/quantize/incoming.h
+_AHEAD_BYTES = _THREADS * 8 * 16  # csrc/quantize/tile.h
 _MOST_GRID_Y = 65535
 _MANY_SCALE_BYTES = 4 << 20
 

@@ -32,7 +32,7 @@ PARAMS = (
     Param("cluster", (1, 2, 4, 8), "workgroups that gather scales of rows; gfx950: 1"),
 )
 _THREADS = 256
-_AHEAD_BYTES = _THREADS * 8 * 16  # csrc/quantize/incoming.h
+_AHEAD_BYTES = _THREADS * 8 * 16  # csrc/quantize/tile.h
 _TILE_BYTES = 128 * 256  # of x
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MAX_COLUMNS = 1 << 22  # a tile's rows lie within 2^31 bytes

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "common/target.h"
-#include "sm90/async.h"
-#include "sm90/shared.h"
+#include "sm90/memory.h"
+#include "sm90/tma.h"
 
 namespace mx {
 

@@ -1,5 +1,6 @@
-// What workgroups of one launch tell each other through memory, and warps of a workgroup through
-// shared memory and a barrier. Each function is an instruction or two of the PTX ISA manual.
+// Accesses to memory and shared memory by single instructions of the PTX ISA manual: what
+// workgroups of one launch tell each other through memory, and warps through shared memory.
+// Addresses of shared memory are 32 bits wide.
 #pragma once
 
 #include "common/target.h"
@@ -86,6 +87,36 @@ MX_DEVICE bool named_barrier_or(int id, int threads, bool x) {
                  : "r"(static_cast<unsigned>(x)), "r"(id), "r"(threads)
                  : "memory");
     return any;
+}
+
+// Accesses to shared memory of 4, 8 and 16 bytes. Loads are volatile, so that they stay in the
+// order of the source.
+
+MX_DEVICE unsigned load_shared_4(unsigned address) {
+    unsigned v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
+MX_DEVICE uint2 load_shared_8(unsigned address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+    return v;
+}
+MX_DEVICE uint4 load_shared_16(unsigned address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address));
+    return v;
+}
+
+MX_DEVICE void store_shared_4(unsigned address, unsigned v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+MX_DEVICE void store_shared_16(unsigned address, const unsigned (&v)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]),
+                 "r"(v[2]), "r"(v[3])
+                 : "memory");
 }
 
 } // namespace mx

@@ -1,6 +1,6 @@
-// Hopper's asynchronous machinery: copies, barriers in shared memory, clusters.
-// Each function is one instruction of the PTX ISA manual; addresses of shared memory are 32 bits
-// wide.
+// Hopper's asynchronous machinery: cp.async, TMA, barriers in shared memory, clusters, and what
+// warp specialisation needs. Each function is one instruction of the PTX ISA manual; addresses of
+// shared memory are 32 bits wide.
 #pragma once
 
 #include "common/target.h"
@@ -199,5 +199,147 @@ MX_DEVICE void named_barrier(int id, int threads) {
 MX_DEVICE void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+
+// Arrives at a barrier of any workgroup of the cluster, once this thread has what it loaded from
+// shared memory, and its wgmmas are over. Nothing that it wrote is made visible: a release at the
+// cluster's scope is a fence of all memory, which takes a thousand cycles.
+MX_DEVICE void barrier_arrive_read(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Bytes to the same place in the workgroups of a cluster that the mask names, where the barrier in
+// that workgroup counts them.
+MX_DEVICE void copy_to_cluster(unsigned to, const void* from, unsigned bytes, unsigned barrier,
+                               unsigned short mask) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier), "h"(mask)
+                 : "memory");
+}
+
+// Four matrices of 8 rows of 16 bytes; lane 8i + r gives the address of row r of matrix i, lane
+// 4g + t gets word t of row g.
+MX_DEVICE void load_matrices(unsigned (&v)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(address)
+                 : "memory");
+}
+// Likewise of 16-bit values; lane 4g + t gives column g of rows 2t and 2t + 1.
+MX_DEVICE void store_matrices_transposed(unsigned address, const unsigned (&v)[4]) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+        "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+        : "memory");
+}
+MX_DEVICE u32x4 load_shared_vector(unsigned address) {
+    u32x4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+// Registers of each thread of this warpgroup from here on.
+template <int Registers>
+MX_DEVICE void increase_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+template <int Registers>
+MX_DEVICE void decrease_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+// A value that the compiler keeps in a register, rather than compute it again at each use.
+MX_DEVICE unsigned held(unsigned value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
+// Keeps uses of values that asynchronous instructions write after the wait for these.
+template <int Count>
+MX_DEVICE void keep_in_order(float (&values)[Count]) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i)
+        asm volatile("" : "+f"(values[i])::"memory");
+}
+
+// Two values to 16 bits each, the first in the lower half.
+template <class T>
+MX_DEVICE unsigned pack(float low, float high);
+template <>
+MX_MEMBER unsigned pack<bf16>(float low, float high) {
+    unsigned packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+template <>
+MX_MEMBER unsigned pack<fp16>(float low, float high) {
+    unsigned packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// Stores two neighbours to memory if `exists` is not negative. One instruction: compilers make two
+// of it where another branch has the two stores as well.
+template <class T>
+MX_DEVICE void store_pair(T* to, float first, float second, int exists) {
+    if constexpr (sizeof(T) == 4)
+        asm volatile("{\n"
+                     ".reg .pred p;\n"
+                     "setp.ge.s32 p, %3, 0;\n"
+                     "@p st.global.v2.f32 [%0], {%1, %2};\n"
+                     "}" ::"l"(to),
+                     "f"(first), "f"(second), "r"(exists)
+                     : "memory");
+    else
+        asm volatile("{\n"
+                     ".reg .pred p;\n"
+                     "setp.ge.s32 p, %2, 0;\n"
+                     "@p st.global.u32 [%0], %1;\n"
+                     "}" ::"l"(to),
+                     "r"(pack<T>(first, second)), "r"(exists)
+                     : "memory");
+}
+
+// TMA (cp.async.bulk.tensor): copies of boxes of a tensor that a tensor map describes. The host
+// makes the map: aiter_mx/runtimes/cuda.py.
+
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+MX_DEVICE void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Where the map says so, the copy turns the 16-byte pieces of a row: of rows of 128 bytes piece p
+// of row r lies at place p ^ (r % 8), of 64 bytes at p ^ (r / 2 % 4), and boxes begin at multiples
+// of 1024 bytes. Others begin at multiples of 128.
+MX_DEVICE void copy_box(unsigned to, const TensorMap& map, int column, int row, unsigned barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+                 "l"(&map), "r"(column), "r"(row), "r"(barrier)
+                 : "memory");
+}
+
+// The box, of so many columns and rows as the map has them, to the matrix; what is beyond its edges
+// is not stored. Writes to the box by threads need fence_async before.
+MX_DEVICE void store_box(const TensorMap& map, int column, int row, unsigned from) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+        "r"(column), "r"(row), "r"(from)
+        : "memory");
+}
+// Closes a group of this thread's boxes.
+MX_DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until the boxes of all but Pending of this thread's groups have been read.
+template <int Pending>
+MX_DEVICE void store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+}
+// Waits until all of this thread's boxes are in memory.
+MX_DEVICE void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 } // namespace mx
