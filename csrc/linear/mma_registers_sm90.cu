@@ -14,20 +14,684 @@
 //
 // Products are those of mma over fp16, which any e4m3 is. Each of four lanes has 16 bytes of 64 k
 // of a row of w, and so two of them another block of 32 k than the others, although mma adds over
-// all four. Up to 4 rows of x the sums of both blocks stay apart (mma_registers_few_sm90.h), above
-// that fp16 has the blocks' scales in it (mma_registers_many_sm90.h).
+// all four. Up to 4 rows of x the sums of both blocks stay apart; above that fp16 has the
+// blocks' scales in it.
 //
 // Sums are fp32 and added in an order that depends on nothing but the configuration: over blocks,
 // then waves, by the workgroup that owns the tile: of a cluster's, they take turns.
 
-#if MX_TOKENS > 4
-#include "mma_registers_far_sm90.h"
-#else
-#include "mma_registers_few_sm90.h"
-#endif
 #include "common/epilogue.h"
+#include "common/scale.h"
+#include "common/target.h"
+#include "rows_sm90.h"
+#include "sm90/mma.h"
+#include "sm90/tma.h"
 
 using namespace mx;
+
+constexpr int kRows = MX_ROWS;          // outputs n of a workgroup
+constexpr int kWaves = MX_WAVES;        // waves of a workgroup
+constexpr int kUnroll = MX_UNROLL;      // chunks of a wave whose loads precede all use, or 0:
+constexpr bool kInTurn = kUnroll == 0;  // each is asked for while the one before is used
+constexpr int kSplit = MX_SPLIT;        // workgroups of a cluster, which share K
+constexpr int kResident = MX_RESIDENT;  // workgroups of an SM that registers are to allow
+constexpr bool kOverlaps = MX_OVERLAPS; // may begin before the grid ahead of it ends
+constexpr bool kEven = MX_EVEN;         // each round of each wave has all of its chunks
+constexpr unsigned kDepth = MX_DEPTH;   // K
+// 2: kRows divides N; 1: the last workgroup starts among rows of another; 0: N is less than kRows.
+constexpr int kRowsFit = MX_ROWS_FIT;
+
+constexpr int kHalves = (kRows + 7) / 8; // tiles of 8 rows of w
+constexpr int kSteps = 2;                // of 64 k of a chunk
+constexpr int kStep = kChunk / kSteps;
+constexpr int kThreads = kLanes * kWaves;
+constexpr int kParts = kSplit * kWaves; // whose sums are added
+
+constexpr int kChunks = kDepth / kChunk + (kDepth % kChunk > 0); // of K
+constexpr bool kWholeChunks = kDepth % kChunk == 0;
+constexpr int kRoundChunks = (kInTurn ? 1 : kUnroll) * kParts;
+static_assert(!kEven || kChunks % kRoundChunks == 0);
+constexpr int kRounds = kChunks / kRoundChunks; // if even
+
+// Whether K goes on to k of chunk c.
+MX_DEVICE bool within(int c, int k) {
+    return kWholeChunks || static_cast<unsigned>(c * kChunk + k) < kDepth;
+}
+MX_DEVICE int blocks_left(int c) { return static_cast<int>(kDepth / kBlock) - c * kBlocks; }
+
+// Opaque to the compiler, which would keep each address of a loop in registers of its own.
+MX_DEVICE void advance_pointer(const unsigned char*& p, int bytes) {
+    p += bytes;
+    asm volatile("" : "+l"(p));
+}
+
+// A way out that no wave takes, as no address is above 2^64 - 2^32. ptxas would gather loads behind
+// the products, past __syncwarp too, but moves few past this.
+MX_DEVICE void keep_loads_in_order(const unsigned char* p) {
+    asm volatile("{\n"
+                 ".reg .pred never;\n"
+                 "setp.eq.u32 never, %0, 0xffffffff;\n"
+                 "@never exit;\n"
+                 "}" ::"r"(static_cast<unsigned>(reinterpret_cast<unsigned long>(p) >> 32))
+                 : "memory");
+}
+
+// Scales of four blocks, of which `left` exist.
+template <bool Aligned>
+MX_DEVICE unsigned scales_at(const unsigned char* p, int left) {
+    if constexpr (Aligned)
+        return load_word(p);
+    unsigned v = kUnitScales;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+        if (i < left)
+            v = (v & ~(0xffu << 8 * i)) | load_byte(p + i) << 8 * i;
+    return v;
+}
+
+// Of bytes' top bits, whether any is set in any lane.
+MX_DEVICE bool any_far(unsigned bits) { return __any_sync(0xffffffff, bits & 0x80808080); }
+
+// What a lane has of w in a chunk: 16 bytes of row lane / 4 of each half, twice, and the scales of
+// rows lane, 32 + lane and so on, which others need.
+constexpr int kScaleWords = (kHalves + 3) / 4;
+
+struct Weights {
+    u32x4 payload[kHalves][kSteps];
+    unsigned scales[kScaleWords];
+
+    // The scales of some row of half h.
+    MX_MEMBER unsigned scales_of(int h, int row) const {
+        return of_lane(h % 4 * 8 + row, scales[h / 4]);
+    }
+};
+
+// Where a lane reads them.
+struct WeightsReader {
+    // Of the first half, at known distances from which the others are, and of a last one that is no
+    // whole half; of each where N has too few rows.
+    static constexpr bool kAllBases = kRowsFit == 0;
+    static constexpr int kBases = kAllBases ? kHalves : kHalves > 1 && kRows % 8 > 0 ? 2 : 1;
+
+    const unsigned char *payload[kBases], *scales[kScaleWords];
+    int place; // which bytes of a step, 16 of 64, the lane reads
+
+    // From a chunk on. Rows past the last are computed from it and not stored.
+    MX_MEMBER void open(const unsigned char* wq, const unsigned char* ws, int at,
+                        unsigned first_row, unsigned last_row, unsigned chunk, int lane) {
+        place = at;
+        const auto row = [&](unsigned i, unsigned end) {
+            return kAllBases     ? min(first_row + i, last_row)
+                   : end > kRows ? first_row + min(i, kRows - 1u)
+                                 : first_row + i;
+        };
+#pragma unroll
+        for (int i = 0; i < kBases; ++i) {
+            const unsigned first = 8 * (kAllBases || i == 0 ? i : kHalves - 1);
+            payload[i] = wq +
+                         static_cast<unsigned long>(row(first + lane / 4, first + 8)) * kDepth +
+                         (chunk * kChunk + place);
+        }
+#pragma unroll
+        for (int i = 0; i < kScaleWords; ++i)
+            scales[i] = ws +
+                        static_cast<unsigned long>(row(kLanes * i + lane, kLanes * (i + 1))) *
+                            (kDepth / kBlock) +
+                        chunk * kBlocks;
+    }
+    MX_MEMBER const unsigned char* payload_of(int h) const {
+        if (kAllBases)
+            return payload[h];
+        return h > 0 && 8 * h + 8 > kRows ? payload[kBases - 1] : payload[0] + 8l * h * kDepth;
+    }
+    MX_MEMBER void advance(int chunks) {
+#pragma unroll
+        for (int i = 0; i < kBases; ++i)
+            advance_pointer(payload[i], chunks * kChunk);
+#pragma unroll
+        for (int i = 0; i < kScaleWords; ++i)
+            advance_pointer(scales[i], chunks * kBlocks);
+    }
+    // ahead: chunks from where the lane is; it is chunk c of K.
+    MX_MEMBER void load_payload(Weights& w, int ahead, int c) const {
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h)
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s)
+                load_step(w, h, s, ahead, c);
+    }
+    MX_MEMBER void load_step(Weights& w, int h, int s, int ahead, int c) const {
+        if (within(c, s * kStep + place))
+            w.payload[h][s] = load_once_in_lines(payload_of(h) + ahead * kChunk + s * kStep);
+    }
+    template <bool Aligned>
+    MX_MEMBER void load_scales(Weights& w, int ahead, int c) const {
+#pragma unroll
+        for (int i = 0; i < kScaleWords; ++i)
+            w.scales[i] = scales_at<Aligned>(scales[i] + ahead * kBlocks, blocks_left(c));
+    }
+};
+
+// A chunk, `ahead` of where the readers are, for what is read of it once more.
+struct XReader;
+struct Here {
+    const WeightsReader& w;
+    const XReader& x;
+    int ahead, chunk, lane;
+};
+
+// What is done with weights at the beginning of both ways after a branch is not to be done ahead of
+// it: all of a wave's other work is, while it waits for them.
+MX_DEVICE void unlike_the_other_way(u32x4& v) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        asm volatile("" : "+r"(v.words[i]));
+}
+
+#if MX_TOKENS <= 4
+
+// Up to 4 rows of x: mma.m16n8k16 over payloads alone.
+//
+// Lane 4g + t loads 16 bytes of row g of 8, at k = 16t of 64: one scale lasts for t = 0 and 1,
+// another for t = 2 and 3. As mma adds over t, x has a column for each token and block of 32 k,
+// which is zero in the other block's lanes. So half of the matrix unit's work is for nothing, and a
+// lane finds the sums of both blocks of a row of w and token t side by side:
+//
+//   B, 64 k of x          t = 0, 1       t = 2, 3
+//   column 2m             x[m, 0..31]    0
+//   column 2m + 1         0              x[m, 32..63]
+
+constexpr int kTiles = (kHalves + 1) / 2; // of 16 rows of w, as mma takes them
+constexpr int kLaneSums = 1;              // of a half, that a lane has
+constexpr bool kLateX = false;
+
+using Sums = float[kHalves][kLaneSums]; // of row g of each half by token t
+
+MX_DEVICE int row_of(int lane, int) { return lane / 4; }
+MX_DEVICE int token_of(int lane, int) { return lane % 4; }
+
+MX_DEVICE int place_of(int t) { return t * kPiece; }
+
+// Four scales of w times four of x by one addition, of words: right where each byte of w is in 64
+// to 191 and each of x in 64 to 190, as then their sums less 127 are in 1 to 254.
+MX_DEVICE unsigned multiply_scales(unsigned w, unsigned x) { return w + (x - kUnitScales); }
+// The top bit of a byte is set unless all bytes are in that range.
+MX_DEVICE unsigned far_w(unsigned scales) { return scales - 0x40404040; }
+MX_DEVICE unsigned far_x(unsigned scales) { return (scales - 0x40404040) | (scales - 0x3f3f3f3f); }
+
+// Adds a block's products, times its scales of four of a row of w and of x.
+// Far: scales may be so far from 1 that they are to be applied in turn.
+template <bool Far>
+MX_DEVICE void add_scaled_block(float& sum, float product, unsigned of_w, unsigned of_x,
+                                int block) {
+    if constexpr (Far)
+        sum = add_scaled(sum, product, e8m0_split(byte_of(of_w, block)),
+                         e8m0_to_f32(byte_of(of_x, block)));
+    else
+        sum = mx::fma(product, usual_scale(multiply_scales(of_w, of_x), block), sum);
+}
+
+struct Chunk {
+    Weights w;
+    u32x4 x[kSteps];
+    unsigned x_scales; // of token t
+
+    MX_MEMBER unsigned far() const {
+        unsigned bits = far_x(x_scales);
+#pragma unroll
+        for (int i = 0; i < kScaleWords; ++i)
+            bits |= far_w(w.scales[i]);
+        return bits;
+    }
+};
+
+// Where a lane reads x.
+struct XReader {
+    const unsigned char *payload, *scales;
+    int place;
+    bool has_payload, has_scales;
+
+    MX_MEMBER void open(const unsigned char* xq, const unsigned char* xs, unsigned M,
+                        unsigned chunk, int lane) {
+        const unsigned g = lane / 4, t = lane % 4;
+        place = place_of(t);
+        payload = xq + static_cast<unsigned long>(g / 2) * kDepth + (chunk * kChunk + place);
+        scales = xs + static_cast<unsigned long>(t) * (kDepth / kBlock) + chunk * kBlocks;
+        has_payload = g / 2 < M && t / 2 == g % 2;
+        has_scales = t < M;
+    }
+    MX_MEMBER void advance(int chunks) {
+        advance_pointer(payload, chunks * kChunk);
+        advance_pointer(scales, chunks * kBlocks);
+    }
+    MX_MEMBER void load_payload(Chunk& chunk, int ahead, int c) const {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s)
+            if (has_payload && within(c, s * kStep + place))
+                chunk.x[s] = load(payload + ahead * kChunk + s * kStep);
+    }
+    MX_MEMBER void load_step(Chunk&, int, int, int) const {} // x is not expanded late
+    template <bool Aligned>
+    MX_MEMBER void load_scales(Chunk& chunk, int ahead, int c) const {
+        chunk.x_scales = kUnitScales;
+        if (has_scales)
+            chunk.x_scales = scales_at<Aligned>(scales + ahead * kBlocks, blocks_left(c));
+    }
+};
+
+// What is made of x and of scales before the weights are there.
+struct Ready {
+    unsigned columns[kSteps][4][2];
+    unsigned w_scales[kHalves], x_scales;
+};
+
+// Whether scales are far from 1.
+MX_DEVICE bool make_ready(Ready& ready, const Chunk& chunk, const Here& here) {
+    const bool far = any_far(chunk.far());
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            e4m3x4_to_f16(chunk.x[s][i], ready.columns[s][i][0], ready.columns[s][i][1]);
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h)
+        ready.w_scales[h] = chunk.w.scales_of(h, row_of(here.lane, 0));
+    ready.x_scales = chunk.x_scales;
+    return far;
+}
+
+// Far: as of add_scaled_block.
+// refill_w(h, s) is called when the weights of half h, step s are no longer needed.
+template <bool Far, class RefillW>
+MX_DEVICE void add_products(Sums& sums, const Chunk& chunk, const Ready& ready, RefillW refill_w) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+            unsigned rows[2][4][2] = {};
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (2 * tile + h < kHalves) {
+                    u32x4 w = chunk.w.payload[2 * tile + h][s];
+                    if constexpr (Far)
+                        unlike_the_other_way(w);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        e4m3x4_to_f16(w[i], rows[h][i][0], rows[h][i][1]);
+                    refill_w(2 * tile + h, s);
+                }
+            float products[4] = {};
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                mma(products, rows[0][i][0], rows[1][i][0], rows[0][i][1], rows[1][i][1],
+                    ready.columns[s][i][0], ready.columns[s][i][1]);
+#pragma unroll
+            for (int h = 2 * tile; h < kHalves && h < 2 * tile + 2; ++h)
+#pragma unroll
+                for (int b = 0; b < 2; ++b)
+                    add_scaled_block<Far>(sums[h][0], products[2 * (h % 2) + b], ready.w_scales[h],
+                                          ready.x_scales, 2 * s + b);
+        }
+}
+
+template <class RefillW, class RefillX>
+MX_DEVICE void add_chunk(Sums& sums, const Chunk& chunk, const Ready& ready, bool far, const Here&,
+                         RefillW refill_w, RefillX) {
+    if (far)
+        add_products<true>(sums, chunk, ready, refill_w);
+    else
+        add_products<false>(sums, chunk, ready, refill_w);
+}
+
+#else
+
+// 5 to 16 rows of x: mma.m16n8k16 over fp16 that has block scales in it.
+//
+// Lane 4g + t loads 16 bytes of row g of 8, of w and of x, at k = 16t of 64. fp16 has room for 22
+// octaves of scales beside an e4m3. So each block of a chunk is multiplied, exactly, with its scale
+// over the largest one of the wave's rows there, their top, of w as of x: mma then adds up a whole
+// chunk, and its sums count in fp32, times both tops. Chunks whose scales leave that range are
+// computed block by block, as described below.
+//
+// Up to 8 rows, 16 rows of w are mma's A and x is B; above, 16 rows of x are A and 8 of w are B:
+//
+//   M to 8    A: rows g and g + 8 of w   B: token g      D: rows g and g + 8, tokens 2t and 2t + 1
+//   M to 16   A: tokens g and g + 8      B: row g of w   D: tokens g and g + 8, rows 2t and 2t + 1
+
+constexpr int kTokenTiles = MX_TOKENS / 8; // of 8 rows of x
+constexpr bool kXIsA = kTokenTiles == 2;
+constexpr int kTileHalves = kXIsA ? 1 : 2; // of w, that mma takes
+constexpr int kTiles = (kHalves + kTileHalves - 1) / kTileHalves;
+constexpr int kLaneTokens = 2, kLaneRows = kXIsA ? 2 : 1; // of a half, whose sums a lane has
+constexpr int kLaneSums = kLaneTokens * kLaneRows;
+// Where each chunk is asked for while the one before is used, x of a step becomes fp16 as the step
+// begins, which takes fewer registers.
+constexpr bool kLateX = kInTurn && kXIsA;
+
+using Sums = float[kHalves][kLaneSums];
+
+// A lane's tokens and rows.
+MX_DEVICE int token_at(int lane, int i) { return kXIsA ? 8 * i + lane / 4 : lane % 4 * 2 + i; }
+MX_DEVICE int row_at(int lane, int i) { return kXIsA ? lane % 4 * 2 + i : lane / 4; }
+// Those of sum i of a half.
+MX_DEVICE int token_of(int lane, int i) { return token_at(lane, i / kLaneRows); }
+MX_DEVICE int row_of(int lane, int i) { return row_at(lane, i % kLaneRows); }
+
+MX_DEVICE int place_of(int t) { return t * kPiece; }
+
+struct Chunk {
+    Weights w;
+    u32x4 x[kTokenTiles][kSteps];
+    unsigned x_scales; // of token `lane`, modulo those of all tiles
+};
+
+// Where a lane reads x. Tokens past the last are computed from it and not stored.
+struct XReader {
+    const unsigned char *payload[kTokenTiles], *scales;
+    int place;
+
+    MX_MEMBER void open(const unsigned char* xq, const unsigned char* xs, unsigned M,
+                        unsigned chunk, int lane) {
+        place = place_of(lane % 4);
+#pragma unroll
+        for (int i = 0; i < kTokenTiles; ++i)
+            payload[i] = xq + static_cast<unsigned long>(min(lane / 4 + 8u * i, M - 1)) * kDepth +
+                         (chunk * kChunk + place);
+        scales =
+            xs +
+            static_cast<unsigned long>(min(lane % (8u * kTokenTiles), M - 1)) * (kDepth / kBlock) +
+            chunk * kBlocks;
+    }
+    MX_MEMBER void advance(int chunks) {
+#pragma unroll
+        for (int i = 0; i < kTokenTiles; ++i)
+            advance_pointer(payload[i], chunks * kChunk);
+        advance_pointer(scales, chunks * kBlocks);
+    }
+    MX_MEMBER void load_payload(Chunk& chunk, int ahead, int c) const {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s)
+            load_step(chunk, s, ahead, c);
+    }
+    MX_MEMBER void load_step(Chunk& chunk, int s, int ahead, int c) const {
+#pragma unroll
+        for (int i = 0; i < kTokenTiles; ++i)
+            if (within(c, s * kStep + place))
+                chunk.x[i][s] = load(payload[i] + ahead * kChunk + s * kStep);
+    }
+    template <bool Aligned>
+    MX_MEMBER void load_scales(Chunk& chunk, int ahead, int c) const {
+        chunk.x_scales = scales_at<Aligned>(scales + ahead * kBlocks, blocks_left(c));
+    }
+};
+
+// Four scales of each lane's row as factors in fp16 relative to the top of all lanes, which becomes
+// 2^7. Bytes are upper ones of fp16.
+struct Relative {
+    static constexpr unsigned kLeastTop = 72, kMostTop = 190;
+
+    unsigned factors[kScaleWords], top;
+    unsigned far; // the top bit of a byte is set unless all that is in range
+
+    // of_zeros: bytes of ones for scales that do not count, as their blocks are of zeros.
+    template <int Words>
+    MX_MEMBER Relative(const unsigned (&scales)[Words], const unsigned (&of_zeros)[Words]) {
+        unsigned counted[Words];
+#pragma unroll
+        for (int i = 0; i < Words; ++i)
+            counted[i] = scales[i] & ~of_zeros[i];
+        top = __reduce_max_sync(0xffffffff, largest_byte(counted));
+        const unsigned above = top - kLeastTop;
+        far = above | (above + (127 - (kMostTop - kLeastTop)));
+#pragma unroll
+        for (int i = 0; i < Words; ++i) {
+            const unsigned below = (top * 0x01010101 - counted[i]) & ~of_zeros[i];
+            factors[i] = 4 * (0x01010101 * kF16Scales) - 4 * below;
+            far |= below | (below + 0x01010101 * (128 - kF16Scales));
+        }
+    }
+    // 2^(top - 127), over the 2^7 that factors have.
+    MX_MEMBER float scale() const { return bits_to_float((top - 7) << 23); }
+};
+
+// The factor of the block that a lane has in a step, as both fp16 of a word.
+MX_DEVICE unsigned factor_of(unsigned factors, int lane, int s) {
+    return __byte_perm(factors, 0, 0x0404 + 0x1010 * (lane % 4 / 2 + 2 * s));
+}
+
+MX_DEVICE void e4m3x4_to_f16_times(unsigned word, unsigned factor, unsigned& low, unsigned& high) {
+    e4m3x4_to_f16(word, low, high);
+    low = multiply_f16x2(low, factor);
+    high = multiply_f16x2(high, factor);
+}
+
+// What mma takes of x and of a tile of w in a step: 16 bytes of each of a lane's rows, in fp16.
+using XWords = unsigned[kTokenTiles][4][2];
+using TileWords = unsigned[kTileHalves][4][2];
+
+// Which scales of a lane's rows are of blocks of zeros, as bytes of ones.
+struct Zeros {
+    unsigned of_w[kScaleWords] = {}, of_x[1] = {};
+};
+
+// What is made of x and of scales before the weights are there.
+struct Ready {
+    XWords x[kSteps];
+    unsigned w_factors[kHalves], x_factors[kTokenTiles];
+    float scale;
+
+    MX_MEMBER void expand_x(const Chunk& chunk, int s, int lane) {
+#pragma unroll
+        for (int i = 0; i < kTokenTiles; ++i) {
+            const unsigned factor = factor_of(x_factors[i], lane, s);
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                e4m3x4_to_f16_times(chunk.x[i][s][j], factor, x[s][i][j][0], x[s][i][j][1]);
+        }
+    }
+    // Returns whether scales are far from each other, or from 1.
+    MX_MEMBER bool make(const Chunk& chunk, const Zeros& zeros, int lane) {
+        const unsigned x_scales[1] = {chunk.x_scales};
+        const Relative x(x_scales, zeros.of_x);
+#pragma unroll
+        for (int i = 0; i < kTokenTiles; ++i)
+            x_factors[i] = of_lane(8 * i + lane / 4, x.factors[0]);
+        if constexpr (!kLateX)
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s)
+                expand_x(chunk, s, lane);
+        const Relative w(chunk.w.scales, zeros.of_w);
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h)
+            w_factors[h] = of_lane(h % 4 * 8 + lane / 4, w.factors[h / 4]);
+        scale = x.scale() * w.scale();
+        return any_far(x.far | w.far);
+    }
+};
+
+MX_DEVICE void add_tile(float (&products)[4], const TileWords& w, const XWords& x) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+        if constexpr (kXIsA)
+            mma(products, x[0][j][0], x[1][j][0], x[0][j][1], x[1][j][1], w[0][j][0], w[0][j][1]);
+        else
+            mma(products, w[0][j][0], w[1][j][0], w[0][j][1], w[1][j][1], x[0][j][0], x[0][j][1]);
+}
+
+// Of a tile's products, that of sum i of half h.
+MX_DEVICE float product_of(const float (&products)[4], int h, int i) {
+    return products[h % kTileHalves * 2 + i];
+}
+
+// Adds to products those of a tile of w in a step.
+template <class RefillW>
+MX_DEVICE void add_step(float (&products)[4], const Chunk& chunk, const Ready& ready, int tile,
+                        int s, int lane, RefillW refill_w) {
+    TileWords words = {};
+#pragma unroll
+    for (int h = kTileHalves * tile; h < kHalves && h < kTileHalves * (tile + 1); ++h) {
+        u32x4 w = chunk.w.payload[h][s];
+        unlike_the_other_way(w);
+        const unsigned factor = factor_of(ready.w_factors[h], lane, s);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            e4m3x4_to_f16_times(w[j], factor, words[h % kTileHalves][j][0],
+                                words[h % kTileHalves][j][1]);
+        refill_w(h, s);
+    }
+    add_tile(products, words, ready.x[s]);
+}
+
+MX_DEVICE void add_scaled_products(Sums& sums, const float (&products)[4], float scale, int tile) {
+#pragma unroll
+    for (int h = kTileHalves * tile; h < kHalves && h < kTileHalves * (tile + 1); ++h)
+#pragma unroll
+        for (int i = 0; i < kLaneSums; ++i)
+            sums[h][i] = mx::fma(product_of(products, h, i), scale, sums[h][i]);
+}
+
+template <class RefillW, class RefillX>
+MX_DEVICE void add_products(Sums& sums, const Chunk& chunk, Ready& ready, int lane,
+                            RefillW refill_w, RefillX refill_x) {
+    if constexpr (kLateX) {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+            ready.expand_x(chunk, s, lane);
+            refill_x(s);
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+                float products[4] = {};
+                add_step(products, chunk, ready, tile, s, lane, refill_w);
+                add_scaled_products(sums, products, ready.scale, tile);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+            float products[4] = {};
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s)
+                add_step(products, chunk, ready, tile, s, lane, refill_w);
+            add_scaled_products(sums, products, ready.scale, tile);
+        }
+    }
+}
+
+// Where scales leave fp16's range, those of blocks of zeros, which may be anything, are left out,
+// and other chunks computed block by block, times both scales in turn (common/scale.h), which is
+// exact whatever they are.
+
+// Four lanes have 16 bytes each of both of a row's blocks in a step. Adds, to what a lane that has
+// the scales of row lane % 8 knows of it, which of them are of zeros.
+MX_DEVICE void note_zero_blocks(unsigned& of_zeros, const u32x4& bytes, int s, bool has_scales,
+                                int lane) {
+    const unsigned any = (bytes[0] | bytes[1] | bytes[2] | bytes[3]) & 0x7f7f7f7f;
+    const unsigned zero = lanes_where(any == 0) >> 4 * (lane % 8);
+    const unsigned blocks = ((zero & 3) == 3 ? 0xffu : 0) | ((zero & 12) == 12 ? 0xff00u : 0);
+    if (has_scales)
+        of_zeros |= blocks << 16 * s;
+}
+
+// Blocks of zeros, but for those whose scale is NaN.
+MX_DEVICE Zeros zero_blocks(const Chunk& chunk, int lane) {
+    Zeros zeros;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+        for (int i = 0; i < kTokenTiles; ++i)
+            note_zero_blocks(zeros.of_x[0], chunk.x[i][s], s, lane / 8 % kTokenTiles == i, lane);
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h)
+            note_zero_blocks(zeros.of_w[h / 4], chunk.w.payload[h][s], s, lane / 8 == h % 4, lane);
+    }
+    zeros.of_x[0] &= ~__vcmpeq4(chunk.x_scales, ~0u);
+#pragma unroll
+    for (int i = 0; i < kScaleWords; ++i)
+        zeros.of_w[i] = kLanes * i + lane < 8 * kHalves
+                            ? zeros.of_w[i] & ~__vcmpeq4(chunk.w.scales[i], ~0u)
+                            : ~0u; // of another lane's row, the last
+    return zeros;
+}
+
+// Whether the chunk is far.
+MX_DEVICE bool make_ready(Ready& ready, Chunk& chunk, const Here& here) {
+    bool far = ready.make(chunk, {}, here.lane);
+    if (far) {
+        // Kept until here, x would take registers.
+        here.x.load_payload(chunk, here.ahead, here.chunk);
+        far = ready.make(chunk, zero_blocks(chunk, here.lane), here.lane);
+    }
+    return far;
+}
+
+// Weights are not read again, as ptxas would then ask for them after the branch.
+MX_DEVICE void add_far_chunk(Sums& sums, const u32x4 (&payload)[kHalves][kSteps],
+                             const Here& here) {
+    const int lane = here.lane;
+    Chunk chunk = {};
+    here.w.load_scales<false>(chunk.w, here.ahead, here.chunk);
+    here.x.load_scales<false>(chunk, here.ahead, here.chunk);
+    here.x.load_payload(chunk, here.ahead, here.chunk);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+#pragma unroll 1
+        for (int b = 2 * s; b < 2 * s + 2; ++b) {
+            const bool mine = lane % 4 / 2 == b % 2;
+            XWords x_words;
+            float x_scales[kLaneTokens];
+#pragma unroll
+            for (int i = 0; i < kTokenTiles; ++i)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    e4m3x4_to_f16(mine ? chunk.x[i][s][j] : 0, x_words[i][j][0], x_words[i][j][1]);
+#pragma unroll
+            for (int i = 0; i < kLaneTokens; ++i)
+                x_scales[i] = e8m0_to_f32(byte_of(of_lane(token_at(lane, i), chunk.x_scales), b));
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+                const int first = kTileHalves * tile;
+                TileWords words = {};
+#pragma unroll
+                for (int h = first; h < kHalves && h < first + kTileHalves; ++h)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j)
+                        e4m3x4_to_f16(mine ? payload[h][s][j] : 0, words[h - first][j][0],
+                                      words[h - first][j][1]);
+                float products[4] = {};
+                add_tile(products, words, x_words);
+#pragma unroll
+                for (int h = first; h < kHalves && h < first + kTileHalves; ++h)
+#pragma unroll
+                    for (int i = 0; i < kLaneSums; ++i) {
+                        const unsigned scales = chunk.w.scales_of(h, row_of(lane, i));
+                        sums[h][i] =
+                            add_scaled(sums[h][i], product_of(products, h, i),
+                                       e8m0_split(byte_of(scales, b)), x_scales[i / kLaneRows]);
+                    }
+            }
+        }
+}
+
+// refill_w(h, s) is called when the weights of half h, step s are no longer needed, refill_x(s) if
+// x is expanded late and that of a step is not.
+template <class RefillW, class RefillX>
+MX_DEVICE void add_chunk(Sums& sums, const Chunk& chunk, Ready& ready, bool far, const Here& here,
+                         RefillW refill_w, RefillX refill_x) {
+    if (!far) {
+        add_products(sums, chunk, ready, here.lane, refill_w, refill_x);
+        return;
+    }
+    add_far_chunk(sums, chunk.w.payload, here);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+        refill_x(s);
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h)
+            refill_w(h, s);
+    }
+}
+
+#endif
 
 #if MX_SPLIT > 1
 #define CLUSTER __cluster_dims__(kSplit, 1, 1)

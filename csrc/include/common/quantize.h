@@ -13,7 +13,7 @@
 //
 // max_of_lanes exchanges lanes, so the whole wave has to take part in it. Values that lie outside
 // a tensor take part as zeros. Any two values may go into one word: a column of a tile is
-// converted to consecutive bytes without being turned first.
+// converted to consecutive bytes without being transposed first.
 #pragma once
 
 #include "common/scale.h"
