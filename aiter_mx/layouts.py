@@ -33,7 +33,7 @@ class ScaleLayout:
     """A layout of scales.
 
     Attributes:
-        code: its number in csrc/include/common/scale_layout.h.
+        code: its number in csrc/include/common/scale.h.
         pad_rows: rows are padded to a multiple of this.
         pad_columns: columns likewise.
         split: a tile as row and column factors, slowest first: (rows, ..., columns, ...).

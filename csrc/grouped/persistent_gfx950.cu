@@ -51,7 +51,6 @@
 // - The results' way through LDS has memory of each wave's own and needs no barrier.
 
 #include "common/scale.h"
-#include "common/scale_layout.h"
 #include "common/target.h"
 #include "gfx950/memory.h"
 #include "gfx950/mfma.h"

@@ -14,7 +14,7 @@
 #pragma once
 
 #include "common/packed.h"
-#include "common/scale_layout.h"
+#include "common/scale.h"
 
 namespace mx {
 
