@@ -33,6 +33,7 @@ from aiter_mx.sim.report import (
 from aiter_mx.sim.translate import translate_kernel
 
 SCHEDULES = ("random", "round-robin", "run-to-barrier")
+SUM_ORDERS = ("exact", "forward", "backward", "tree")
 _ARCH = "gfx950"
 _LDS_BYTES = 160 * 1024
 _MAX_LANES = 1024
@@ -60,6 +61,10 @@ class SimOptions:
             left out.
         finite_scales: matrix instructions take an e8m0 byte of 255 for 2^128, not for NaN: for
             kernels that do not rely on the instruction for NaN.
+        sum_order: how matrix instructions add: ``exact`` (in double, rounded once), or ``forward``,
+            ``backward`` or as a ``tree``, rounded to f32 at each step.
+        perturb: seed by which ``v_rcp``, ``v_rsq``, ``v_sqrt``, ``v_exp`` and ``v_log`` of f32 are
+            off by up to one ulp; 0 leaves them as near as they get.
         checks: rules and classes of ``aiter_mx.sim.checks`` that strict mode follows, those after
             a minus sign not.
         collect: go on after a finding of a check, and list it in the report.
@@ -75,6 +80,8 @@ class SimOptions:
     delay: bool = False
     first_group: int = 0
     finite_scales: bool = False
+    sum_order: str = "exact"
+    perturb: int = 0
     checks: tuple[str, ...] = ("all",)
     collect: bool = False
 
@@ -82,6 +89,11 @@ class SimOptions:
         if self.schedule not in SCHEDULES:
             raise ValueError(
                 f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}"
+            )
+
+        if self.sum_order not in SUM_ORDERS:
+            raise ValueError(
+                f"sum_order must be one of {', '.join(SUM_ORDERS)}, got {self.sum_order!r}"
             )
 
         checks.selected(self.checks)
@@ -113,6 +125,8 @@ class SimOptions:
             delay=bool(number("DELAY", 0)),
             first_group=number("FIRST_GROUP", 0),
             finite_scales=bool(number("FINITE_SCALES", 0)),
+            sum_order=os.environ.get("AITER_MX_SIM_SUM_ORDER") or cls.sum_order,
+            perturb=number("PERTURB", 0),
             checks=tuple(os.environ.get("AITER_MX_SIM_CHECKS", "all").replace(",", " ").split()),
         )
 
@@ -146,6 +160,8 @@ class _CLaunch(ctypes.Structure):
         ("count_conflicts", ctypes.c_uint32),
         ("delay", ctypes.c_uint32),
         ("finite_scales", ctypes.c_uint32),
+        ("sum_order", ctypes.c_uint32),
+        ("perturbing", ctypes.c_uint32),
         ("collect", ctypes.c_uint32),
         ("checks", ctypes.c_uint64),
         ("shadow", ctypes.c_void_p),
@@ -289,6 +305,8 @@ class Program:
             count_conflicts=options.count_conflicts,
             delay=options.delay,
             finite_scales=options.finite_scales,
+            sum_order=SUM_ORDERS.index(options.sum_order),
+            perturbing=options.perturb & 0xFFFFFFFF,
             collect=options.collect,
             checks=checks.mask(options.checks),
         )

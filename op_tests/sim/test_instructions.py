@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -61,6 +62,15 @@ def _compares() -> list[Case]:
     ]  # fmt: skip
 
 
+def flushing(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """A function of float64 as an instruction that takes and gives no denormals of f32."""
+
+    def flushed(x: Array) -> Array:
+        return np.where(np.abs(x) < 2.0**-126, np.copysign(0, x), x)
+
+    return lambda a: flushed(function(flushed(a.astype(np.float64))))
+
+
 CASES = [
     Case("v_add_f32 {d}, {a}, {b}", "f", "ff", lambda a, b: a + b),
     Case("v_sub_f32 {d}, {a}, -{b}", "f", "ff", lambda a, b: a + b),
@@ -74,11 +84,12 @@ CASES = [
     Case("v_min_f32 {d}, {a}, {b}", "f", "ff", lambda a, b: -ieee_max(-a, -b)),
     Case("v_max3_f32 {d}, {a}, {b}, {c}", "f", "fff",
          lambda a, b, c: ieee_max(ieee_max(a, b), c)),
-    Case("v_rcp_f32 {d}, {a}", "f", "f", lambda a: 1 / a, 1),
-    Case("v_sqrt_f32 {d}, {a}", "f", "f", np.sqrt, 1),
-    Case("v_rsq_f32 {d}, {a}", "f", "f", lambda a: (1 / np.sqrt(a.astype(np.float64))), 2),
-    Case("v_exp_f32 {d}, {a}", "f", "f", lambda a: np.exp2(a.astype(np.float64)), 1),
-    Case("v_log_f32 {d}, {a}", "f", "f", lambda a: np.log2(a.astype(np.float64)), 2),
+    Case("v_rcp_f32 {d}, {a}", "f", "f", flushing(lambda a: 1 / a), 1),
+    Case("v_sqrt_f32 {d}, {a}", "f", "f", flushing(np.sqrt), 1),
+    Case("v_rsq_f32 {d}, {a}", "f", "f", flushing(lambda a: 1 / np.sqrt(a)), 2),
+    Case("v_exp_f32 {d}, {a}", "f", "f", flushing(np.exp2), 1),
+    Case("v_mov_b32 {d}, 0xc2fe0000\n v_exp_f32 {d}, {d}", "f", "f", np.zeros_like),  # 2^-127
+    Case("v_log_f32 {d}, {a}", "f", "f", flushing(np.log2), 2),
     Case("v_floor_f32 {d}, {a}", "f", "f", np.floor),
     Case("v_ceil_f32 {d}, {a}", "f", "f", np.ceil),
     Case("v_trunc_f32 {d}, {a}", "f", "f", np.trunc),

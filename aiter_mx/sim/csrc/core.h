@@ -92,6 +92,7 @@ typedef struct {
     u64 kernarg, dispatch_packet, image_base;
     const Region* regions;
     u32 region_count, lds_bytes, scratch_bytes, entry_pc, count_conflicts, delay, finite_scales;
+    u32 sum_order, perturbing;
     u32 collect;  // go on after a finding of one of the checks
     u64 checks;   // those that are on, by fault or wait-state rule
     u64** shadow; // a word for each dword of a region: who wrote it last; NULL where none is kept

@@ -63,7 +63,8 @@ API u32 encode_fp8(double x, Format format, int saturate) {
     return sign | (u32)(exponent + bias) << m | mantissa;
 }
 
-__thread int saturating, finite_scales;
+__thread int saturating, finite_scales, sum_order;
+__thread u32 perturbing;
 API void set_float_mode(u32 mode) {
     saturating = mode >> 23 & 1;
 #if defined(__x86_64__)

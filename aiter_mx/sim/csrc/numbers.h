@@ -42,6 +42,17 @@ u32 encode_fp8(double x, Format format, int saturate);
 
 extern __thread int saturating;    // MODE.FP16_OVFL: conversions to fp8 saturate
 extern __thread int finite_scales; // whether e8m0 255 is 2^128, not NaN
+extern __thread int sum_order;     // of the sums inside a matrix instruction
+extern __thread u32 perturbing;    // approximations are off by up to one ulp, by this seed
+
+// v_rcp, v_rsq, v_sqrt, v_exp and v_log of f32 take denormals for zero and give none, in any mode.
+INLINE float flushed(float x) { return f32(bits32(x) & (fabsf(x) < 0x1p-126f ? 1u << 31 : ~0u)); }
+// One of the three results that an error of one ulp allows, by seed and value.
+INLINE float approximate(float x) {
+    u32 u = bits32(flushed(x)), e = u >> 23 & 255, hash = (u ^ perturbing) * 0x9e3779b1u;
+    u32 change = (hash >> 16) % 3 - 1;
+    return f32(perturbing && e && e != 255 ? u + change : u);
+}
 
 // The scale of v_cvt_scalef32_*: the exponent of an f32, its mantissa ignored.
 INLINE double scale_of_f32(u32 bits) {

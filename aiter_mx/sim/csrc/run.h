@@ -131,6 +131,8 @@ __attribute__((visibility("default"))) int sim_run(Launch* launch, Counters* cou
                                                    u64* block_counts, Fault* fault, u8** seen,
                                                    Findings* findings) {
     finite_scales = (int)launch->finite_scales;
+    sum_order = (int)launch->sum_order;
+    perturbing = launch->perturbing;
     u64 total = (u64)launch->grid[0] * launch->grid[1] * launch->grid[2];
     u32 lanes = launch->block[0] * launch->block[1] * launch->block[2], waves = (lanes + 63) / 64;
     u64 lds = ((u64)launch->lds_bytes + 127) / 64 * 64, scratch = (u64)launch->scratch_bytes * 64;
