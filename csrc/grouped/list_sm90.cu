@@ -11,7 +11,7 @@ constexpr int kWarps = kThreads / kLanes;
 constexpr int kMostMore = 16; // tiles that come of cutting, for which the host leaves room
 constexpr float kMore = 2.4f; // slabs' time that a tile takes beyond that of its own
 
-// What groups need: slabs, and tiles of 1, 2, .. slabs, from index 1.
+// Groups need slabs, and tiles of 1, 2, .. slabs, from index 1.
 struct Need {
     int of[1 + kMostSlabs];
 
@@ -68,7 +68,7 @@ MX_DEVICE void place_groups(const RowGroups& groups, long base, Need& before,
     __syncthreads();
 }
 
-// How the last full tiles are cut so that all clusters finish at about the same time.
+// The last full tiles are cut so that all clusters finish at about the same time.
 struct Cut {
     int tiles = 0, slabs = 1; // so many, into tiles of so many slabs
 
@@ -131,7 +131,7 @@ MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most
         place_groups(groups, base, all, places);
     const Cut cut = best_cut(all.of, columns, clusters);
     const int uncut = all.of[kMostSlabs] - cut.tiles, pieces = kMostSlabs / cut.slabs;
-    // Where those that come of cutting are, ahead of others of their kind.
+    // Tiles that come of cutting are listed ahead of others of their kind.
     const int first_cut = uncut + all.of[3] + (cut.slabs == 1 ? all.of[2] : 0);
     int first[1 + kMostSlabs], end = 0; // where tiles of each kind begin
 #pragma unroll

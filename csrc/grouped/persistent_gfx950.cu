@@ -22,7 +22,7 @@
 //
 // After the four parts, the scales, a row after the other: kScalePieces dwords of kScaleBytes each.
 //
-// Or, shuffled, in blocks of 16 rows as they are in memory.
+// Shuffled scales lie in blocks of 16 rows, as they do in memory.
 //
 // w is operand A of the matrix instruction and x is B, so that a lane holds consecutive features:
 // eight, as rows of w are in such an order in LDS that two fragments have four each (paired_row).
@@ -34,7 +34,7 @@
 //   read            w hi          x hi           x lo of the next step   w lo of the next step
 //   copy to LDS                   w              w, then x               x
 //
-// What is copied is two steps on and goes into this step's stage.
+// The copies are those of two steps on, and go into this step's stage.
 //
 // Each half has its registers, but that w lo of the next step comes into those of w hi: the roles
 // of the two change with each step.
@@ -177,8 +177,7 @@ class Deal {
     unsigned through;                     // tiles of the 64 groups up to the lane's
 };
 
-// What the grouped kernel holds in LDS: two stages of copied operands, and results on their way.
-// Its compile-time parameters, the copies into a stage and the reads from it.
+// LDS holds two stages of copied operands, and results on their way.
 
 constexpr int kTileM = MX_TILE_M;           // rows of x in a tile: 32, 64, 128 or 256
 constexpr int kTileN = MX_TILE_N;           // rows of w
@@ -198,7 +197,7 @@ constexpr unsigned kRowPieces = kDepth / kPiece;
 constexpr int kFragsX = kTileM / kWavesM / kSide, kFragsW = kTileN / kWavesN / kSide;
 constexpr int kHalfX = kFragsX / 2, kHalfW = kFragsW / 2;
 
-// What a wave copies.
+// A wave copies these.
 constexpr int kRowsX = kTileM / kWaves, kRowsW = kTileN / kWaves;
 constexpr int kCopyRows = kLanes / kRowPieces;
 constexpr int kCopiesX = kRowsX / kCopyRows, kCopiesW = kRowsW / kCopyRows;
@@ -216,7 +215,7 @@ constexpr int kBlockPieces = kScaleBlock / kPiece;
 constexpr int of_all_waves(int blocks) { return (blocks + kWaves - 1) / kWaves * kWaves; }
 constexpr int kBlocksX = of_all_waves(kTileM / kSide + 1), kBlocksW = of_all_waves(kTileN / kSide);
 
-// What LDS has of an operand's scales, and how many copies of a wave bring them.
+// LDS has so many bytes of an operand's scales, and so many copies of a wave bring them.
 constexpr int kScaleRow = 4 * kScalePieces;
 constexpr int scales_size(bool is_shuffled, int rows, int blocks) {
     return is_shuffled ? blocks * kScaleBlock : whole_copies(rows) * kScaleRow;
@@ -292,7 +291,7 @@ class Copier {
         blocks_w_at = (wave * (kBlocksW / kWaves) + of_share) * block_row() + piece_at;
     }
 
-    // From here on it is this tile's turn; nothing but zeros if there is none.
+    // Turns to this tile; if there is none, zeros are copied.
     MX_MEMBER void start(Tile tile, bool is_any) {
         // Worked out here, not kept in registers since the tile is known.
         asm volatile("" : "+s"(tile.first), "+s"(tile.rows), "+s"(tile.group), "+s"(tile.feature));
@@ -365,7 +364,7 @@ class Copier {
     // After a step's copies.
     MX_MEMBER void advance() { k += kDepth; }
     MX_MEMBER bool is_done(unsigned steps) const { return k >= steps * kDepth; }
-    // Whether the step that comes after the present one's products is a tile's first.
+    // True if the step that comes after the present one's products is a tile's first.
     MX_MEMBER bool has_begun() const { return k == kDepth; }
 
     unsigned skew; // the tile's first row within a block of shuffled scales
@@ -506,7 +505,7 @@ struct NamedSums {
         else
             MX_ADD("", "a[%c4:%c5]");
     }
-    // Of operands that vector instructions may have written just now.
+    // Vector instructions may have written these operands just now.
     MX_MEMBER static void add_fresh(int i, u32x8 a, unsigned a_scales, u32x8 b, unsigned b_scales) {
         MX_ADD("s_nop 1\n\t", "a[%c4:%c5]");
     }
@@ -577,10 +576,10 @@ struct Largest {
     }
 };
 
-// Of two waves a SIMD each has half of the registers, and plain sums fit.
+// With two waves a SIMD, each has half of the registers, and plain sums fit.
 using Sums = SumsOf<(kFragsX * kFragsW >= 32), kFragsX * kFragsW>::type; // fragment x * kFragsW + w
 
-// What a wave does in the steps of its tiles.
+// A wave's work in the steps of its tiles.
 class Stream {
   public:
     Sums sums;
@@ -774,7 +773,7 @@ MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned N, unsign
     constexpr int frags = kPassFeatures / kSide;
     constexpr int count = kPiece / sizeof(Out), piece_frags = count / 4; // of a piece
     using Values = Out __attribute__((ext_vector_type(count)));
-    // What follows from the lane is worked out for each tile, not kept in registers meanwhile.
+    // Values that follow from the lane are worked out for each tile, not kept in registers.
     asm volatile("" : "+v"(lane));
     const unsigned first_feature = wave % kWavesN * kFeatures;
     const unsigned written = lane % kSide, eight = lane / kSide, read = lane / row_pieces;

@@ -100,7 +100,7 @@ struct Expander {
   private:
     MX_MEMBER unsigned claim() const { return atomicAdd(workspace.claimed(), 1u); }
 
-    // Whether a scale is one that bf16 does not cover.
+    // True if bf16 does not cover a scale.
     MX_MEMBER bool expand(const TokenTile tile, int chunk, int part) const {
         const int lane = thread % kLanes, step = lane % 4, in_octet = lane / 4;
         constexpr int of_slab = kSlabRows / kOctet;
@@ -207,7 +207,7 @@ MX_DEVICE Work told(unsigned barriers, unsigned turn) {
     __builtin_memcpy(&work, halves, sizeof(Work));
     return work;
 }
-// The same, once it is told.
+// Waits until the tile of this turn is told, and returns it.
 MX_DEVICE Work receive(unsigned barriers, unsigned turn) {
     barrier_wait(barriers + kWorkFull + 8 * (turn % kWorkPlaces), turn / kWorkPlaces % 2);
     return told(barriers, turn);
@@ -286,7 +286,8 @@ struct Producer {
         const int row = work.tokens.group * t.N + work.n + (work.tail ? 0 : rank * kRows);
         const int claimed_at = max(units - kClaimAhead, 0);
         const long slab_bytes = units * static_cast<long>(kSlabUnitBytes);
-        // Of a tile each workgroup brings every second slab to both; of a tail what it needs.
+        // Each workgroup brings every second slab of a tile to both, and of a tail what it needs
+        // itself.
         const int first = work.tail ? rank * work.slabs : rank, step = work.tail ? 1 : kCluster;
         const int end = work.tail ? min(first + work.slabs, slabs) : slabs;
         const int arriving = max(work.tail ? end - first : slabs, 0) * kSlabUnitBytes;
@@ -322,10 +323,10 @@ struct Producer {
     }
 };
 
-// What the grouped GEMM on Hopper computes without the matrix unit: outputs that NaN in w reaches,
-// and those of scales that bf16 does not cover.
+// Some outputs are computed without the matrix unit: those that NaN in w reaches, and those of
+// scales that bf16 does not cover.
 
-// Whether bf16 does not cover a scale of this row of x.
+// True if bf16 does not cover a scale of this row of x.
 MX_DEVICE bool token_outside(const Operands& t, long row) {
     bool outside = false;
     for (long i = 0; i < t.blocks(); ++i) {
@@ -402,9 +403,9 @@ MX_DEVICE void spread_nans(const Operands& t, const Workspace& workspace, const 
     }
 }
 
-// How a consumer of the grouped GEMM on Hopper stores its part of a tile.
+// A consumer stores its part of a tile.
 //
-// 16-bit results go through shared memory, from where the copy engine takes them to memory, in
+// 16-bit results go through shared memory, from where TMA takes them to memory, in
 // boxes of 32 tokens, while the next tile is multiplied. They need more room than there is beside
 // the rings: so the stages that were used last are given back only when they have been read, by
 // each warp once it has seen that those that it sent have been.
@@ -557,8 +558,8 @@ struct Results {
     }
 };
 
-// What a warpgroup of the grouped GEMM on Hopper does that multiplies: 64 rows of w of a tile, made
-// bf16 in registers, by all of its tokens.
+// A warpgroup that multiplies takes 64 rows of w of a tile, made bf16 in registers, by all of the
+// tile's tokens.
 
 constexpr int kStepBytes = 256; // of 8 tokens' x, for one wgmma
 
@@ -772,7 +773,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < Slabs * 32; ++i)
             sums[i] = 0;
-        // Of tails a consumer has two slabs at most.
+        // A consumer has two slabs of a tail at most.
         const unsigned x_place = shared + (Slabs > 2 ? 0 : x_slab * kSlabUnitBytes);
         unsigned a[2][4][4];
         const int units = t.units();

@@ -1,5 +1,5 @@
-// What the two launches of a grouped GEMM on Hopper share: how x lies in the workspace, which rows
-// each group has, and the order of tiles.
+// The two launches of a grouped GEMM on Hopper share these facts: how x lies in the workspace,
+// which rows each group has, and the order of tiles.
 //
 // x is expanded to bf16 before it is multiplied. Rows of a group start at a slab of 64 rows of
 // their own; a tile is up to 4 slabs of one group. A slab is a sequence of units of 64 k:
@@ -109,7 +109,7 @@ constexpr int kGroupRows = 64; // of w for a consumer
 constexpr int kRows = kConsumers * kGroupRows;
 constexpr int kNoTile = 1 << 30; // beyond all
 
-// How the rows of a w are cut into those of tiles. Where one or two consumers of a tile would have
+// The rows of a w are cut into those of tiles. Where one or two consumers of a tile would have
 // none, two slabs are a tail: each workgroup has both, and half of the tokens. One slab is no tail:
 // what its x takes from the L2 would make it as long as a whole tile.
 struct Columns {

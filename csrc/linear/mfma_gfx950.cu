@@ -51,7 +51,7 @@ constexpr Offset kMaxGridX = MX_MAX_GRID_X; // groups beyond it continue in the 
 constexpr int kSumPieces = kRowTiles * kColTiles * kProductWords * 4 / kPiece;
 constexpr int kWavePieces = kPieces > kSumPieces ? kPieces : kSumPieces; // LDS of a wave
 
-// What a lane loads of a tile's first rows, in a step of K.
+// A lane's loads of a tile's first rows, in a step of K.
 struct Place {
     unsigned payload, scales[2]; // offsets, or kNowhere past the end of K
 

@@ -53,7 +53,7 @@ constexpr int kRoundChunks = (kInTurn ? 1 : kUnroll) * kParts;
 static_assert(!kEven || kChunks % kRoundChunks == 0);
 constexpr int kRounds = kChunks / kRoundChunks; // if even
 
-// Whether K goes on to k of chunk c.
+// True if K goes on to k of chunk c.
 MX_DEVICE bool within(int c, int k) {
     return kWholeChunks || static_cast<unsigned>(c * kChunk + k) < kDepth;
 }
@@ -89,7 +89,7 @@ MX_DEVICE unsigned scales_at(const unsigned char* p, int left) {
     return v;
 }
 
-// Of bytes' top bits, whether any is set in any lane.
+// True if the top bit of any byte is set in any lane.
 MX_DEVICE bool any_far(unsigned bits) { return __any_sync(0xffffffff, bits & 0x80808080); }
 
 // What a lane has of w in a chunk: 16 bytes of row lane / 4 of each half, twice, and the scales of
@@ -106,7 +106,7 @@ struct Weights {
     }
 };
 
-// Where a lane reads them.
+// A lane reads them here.
 struct WeightsReader {
     // Of the first half, at known distances from which the others are, and of a last one that is no
     // whole half; of each where N has too few rows.
@@ -245,7 +245,7 @@ struct Chunk {
     }
 };
 
-// Where a lane reads x.
+// A lane reads x here.
 struct XReader {
     const unsigned char *payload, *scales;
     int place;
@@ -279,13 +279,13 @@ struct XReader {
     }
 };
 
-// What is made of x and of scales before the weights are there.
+// Made of x and of scales before the weights are there.
 struct Ready {
     unsigned columns[kSteps][4][2];
     unsigned w_scales[kHalves], x_scales;
 };
 
-// Whether scales are far from 1.
+// True if scales are far from 1.
 MX_DEVICE bool make_ready(Ready& ready, const Chunk& chunk, const Here& here) {
     const bool far = any_far(chunk.far());
 #pragma unroll
@@ -474,7 +474,7 @@ struct Zeros {
     unsigned of_w[kScaleWords] = {}, of_x[1] = {};
 };
 
-// What is made of x and of scales before the weights are there.
+// Made of x and of scales before the weights are there.
 struct Ready {
     XWords x[kSteps];
     unsigned w_factors[kHalves], x_factors[kTokenTiles];
@@ -518,7 +518,7 @@ MX_DEVICE void add_tile(float (&products)[4], const TileWords& w, const XWords& 
             mma(products, w[0][j][0], w[1][j][0], w[0][j][1], w[1][j][1], x[0][j][0], x[0][j][1]);
 }
 
-// Of a tile's products, that of sum i of half h.
+// The number, among a tile's products, of sum i of half h.
 MX_DEVICE float product_of(const float (&products)[4], int h, int i) {
     return products[h % kTileHalves * 2 + i];
 }
@@ -613,7 +613,7 @@ MX_DEVICE Zeros zero_blocks(const Chunk& chunk, int lane) {
     return zeros;
 }
 
-// Whether the chunk is far.
+// True if the chunk is far.
 MX_DEVICE bool make_ready(Ready& ready, Chunk& chunk, const Here& here) {
     bool far = ready.make(chunk, {}, here.lane);
     if (far) {

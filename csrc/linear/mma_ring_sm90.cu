@@ -78,7 +78,7 @@ struct Scales {
     unsigned x[kTilesM];      // of row g
 };
 
-// Whether a block of x that fp16 takes for zero is not. x: the lane's first bytes.
+// True if a block of x that fp16 takes for zero is not. x: the lane's first bytes.
 MX_DEVICE bool loses_x(unsigned x, const Scales& scales, unsigned lowest) {
     bool loses = false;
 #pragma unroll 1

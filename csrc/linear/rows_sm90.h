@@ -22,7 +22,7 @@ struct Tensors {
     long N, K;
 
     MX_MEMBER long blocks() const { return K / kBlock; }
-    // Whether the scales of each chunk are an aligned word.
+    // True if the scales of each chunk are an aligned word.
     MX_MEMBER bool aligned(const unsigned char* scales) const {
         return ((reinterpret_cast<unsigned long>(scales) | blocks()) & 3) == 0;
     }
@@ -44,7 +44,7 @@ MX_DEVICE void store_tile(unsigned address, float4 v) {
 }
 MX_DEVICE float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
-// Where a chunk's 16-byte piece of a row lies: rows are 128 bytes apart, and their blocks of 32
+// The place of a chunk's 16-byte piece of a row: rows are 128 bytes apart, and their blocks of 32
 // bytes take turns so that 4 rows read the same block from different banks.
 MX_DEVICE unsigned place_of_piece(int row, int piece) {
     return row * kChunk + (((piece / 2) ^ (row & 3)) * 2 + piece % 2) * kPiece;

@@ -114,7 +114,7 @@ constexpr bool fits(int buffers) {
     return (2 * buffers + 1) * kValues + (buffers > 2 ? 30 + 2 * buffers : 32) <= kMostRegisters;
 }
 constexpr int kBuffers = fits(4) ? 4 : fits(3) ? 3 : fits(2) ? 2 : 1;
-// Whether scales are multiplied before their chunk is there: it was faster so.
+// True if scales are multiplied before their chunk is there, where that is faster.
 constexpr bool kScalesFirst = kBuffers > 2 && kKGroups > 2;
 static_assert(kRowsM % 8 == 0 && kRowsW % 8 == 0 && kColumns % 8 == 0, "8 rows are a unit");
 
@@ -274,7 +274,7 @@ struct ScaleCopies {
     }
 };
 
-// Of a warp's tile of sums: what a lane's value is of.
+// The row and column of a lane's value in a warp's tile of sums.
 struct Place {
     int row_warp, column_group; // sixteen of rows of A; first row of B
     int lane;
@@ -313,7 +313,7 @@ MX_DEVICE void sum_again(Sums& sums, const Tensors& t, const Place& place, long 
     }
 }
 
-// Where a lane's values of a tile go, and what is added to them.
+// A lane's values of a tile go here, after the bias is added.
 struct Target {
     Out* to;        // of the first
     float bias[2];  // of the two rows of w that it has values of
@@ -376,7 +376,7 @@ struct Store {
     MX_MEMBER void operator()(float4 sums, int tile) const { (*this)(target(tile), sums); }
 };
 
-// Where sums of all parts come for the workgroup that owns them.
+// Sums of all parts come here for the workgroup that owns them.
 struct Inbox {
     const Store& store;
     unsigned boxes, full;
@@ -438,9 +438,9 @@ struct Inbox {
     }
 };
 
-// How the sums of all parts of K come together where a warp has a tile for each
-// part, or more: it keeps its share of them in registers, sends the others, and adds to its own
-// what comes from the warps of the same rows in the other parts.
+// The sums of all parts of K come together. A warp that has a tile for each part, or more, keeps
+// its share of them in registers, sends the others, and adds to its own what comes from the warps
+// of the same rows in the other parts.
 
 // Calls f(Int<0>), ... f(Int<Count - 1>).
 template <int Count, class F>

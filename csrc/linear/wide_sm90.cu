@@ -103,10 +103,10 @@ constexpr int kSentBytes = (kSplit - 1) * kTileBytes; // of a tile, by the other
 MX_DEVICE float power(int exponent) {
     return bits_to_float(static_cast<unsigned>(exponent + 127) << 23);
 }
-// What a row's sums are to be multiplied with, as a power of two.
+// A row's sums are multiplied with this power of two.
 MX_DEVICE int exponent_of(unsigned top) { return static_cast<int>(top) - 127 + 15 - kTopExponent; }
 
-// Whether such a power, times another, may be beyond fp32.
+// True if such a power, times another, may be beyond fp32.
 MX_DEVICE bool is_far(int exponent) { return exponent > 60 || exponent < -60; }
 
 // A part of K, in chunks.
@@ -345,8 +345,6 @@ struct Finisher {
     }
 };
 
-// How x becomes what is multiplied.
-
 // Makes x of the part fp16, in the order in which wgmma takes it: 8x16-byte pieces of 8 rows by the
 // lower, then the upper halves of the words of 16 k. A thread has 16 k of a row in every so many
 // chunks. A loop, as code that runs once waits for its fetching.
@@ -369,7 +367,7 @@ struct XExpander {
     MX_MEMBER int piece() const { return threadIdx.x / kEight % kPieces; }
     MX_MEMBER int first_top() const { return threadIdx.x / kEight % kStep; }
 
-    // What is needed first.
+    // Loads what is needed first.
     MX_MEMBER void open() {
         if (sub() < kXSubs)
             read_scales<kStep>(tops, t.xs + min(m(), t.M - 1) * t.blocks(), first_top(), part, t,

@@ -68,7 +68,7 @@ MX_DEVICE ArgsInMemory& loaded_anew() {
     return *(ArgsInMemory*)from;
 }
 
-// What a lane loads of a tile's rows in a step of K, past the start of each row.
+// A lane's loads of a tile's rows in a step of K, past the start of each row.
 struct Place {
     unsigned payload, scales[2]; // offsets, or kNowhere past the end of K
 
@@ -177,7 +177,7 @@ struct Chunk {
     int place;  // in sorted_ids
 };
 
-// What memory says of a chunk: the expert of its block, and the id of each lane.
+// Memory tells of a chunk the expert of its block, and the id of each lane.
 struct LookUp {
     int expert, id;
 

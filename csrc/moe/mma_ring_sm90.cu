@@ -64,7 +64,7 @@ constexpr int kPitch = kRows + 4;               // of partial sums: keeps lanes 
 constexpr int kPartials = kCols * kPitch;       // of a warp
 constexpr int kEntries = kDepth + 1;            // of a warp's queue
 
-// What a warp is to sum up: some rows of x by a tile of w.
+// A warp is to sum up some rows of x by a tile of w.
 struct Entry {
     int t[kCols];         // routed rows, or -1
     float weights[kCols]; // of the routing
@@ -309,7 +309,7 @@ using Sums = float[kRowTiles][kColTiles][4];
 
 constexpr int kFewRows = 2; // of x, whose blocks fit into the columns of one matrix
 
-// Of four scales those whose bit 7 is 0 are not within 2^-63 .. 2^64.
+// Bit 7 of the byte is 0 for each of four scales that is not within 2^-63 .. 2^64.
 MX_DEVICE unsigned usual_scales(unsigned word) { return word ^ word << 1; }
 constexpr unsigned kAllUsual = 0x80808080;
 
@@ -423,7 +423,7 @@ MX_DEVICE unsigned load_w_scales(unsigned (&w_scales)[kRowTiles][2], const MoeAr
     return usual;
 }
 
-// The same of one row of x.
+// Does so for one row of x.
 MX_DEVICE unsigned load_x_scales(unsigned& word, const MoeArgs& a, const Entry& entry,
                                  unsigned slot, int col) {
     const int t = kWhole ? 0 : entry.t[col];

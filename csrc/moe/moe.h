@@ -1,4 +1,4 @@
-// What the kernels of a mixture of experts share: routed rows, and the activations between the two
+// The kernels of a mixture of experts share routed rows, and the activations between the two
 // GEMMs. aiter_mx/kernels/moe_gemm/problem.py defines the terms.
 #pragma once
 

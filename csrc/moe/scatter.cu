@@ -1,5 +1,5 @@
-// What the grouped GEMM made of gathered rows, to where routed rows belong: what the epilogue of
-// moe_gemm does. aiter_mx/kernels/moe_gemm/problem.py defines it.
+// Brings what the grouped GEMM made of gathered rows to where routed rows belong: what the epilogue
+// of moe_gemm does. aiter_mx/kernels/moe_gemm/problem.py defines it.
 //
 //   sums [max_blocks * block_m, N]   row p is that of sorted id p
 //   out [routed rows, N]             row t, times its routing weight if there is one; zeros where

@@ -48,7 +48,7 @@ MX_DEVICE void load_words(const unsigned char* from, unsigned tile_bytes,
             words[i] = high_halves(parts[0].word[i / 2], parts[1].word[i / 2]);
 }
 
-// What lane number `lane` of those for the matrix does.
+// The work of lane number `lane` of those for the matrix.
 template <int Tiles>
 MX_DEVICE void bring(const Matrix& all, unsigned lane) {
     const unsigned strip_of_all = lane / all.lanes_of_strip();

@@ -54,7 +54,7 @@ class Incoming {
                      "l"(from.address(size ? offset : 0)), "r"(size)
                      : "memory");
     }
-    // The same of 16 bytes that are there.
+    // Asks for 16 bytes that are there.
     MX_MEMBER void ask_there(int i, const unsigned char* from) {
         asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(place(i)), "l"(from)
                      : "memory");
@@ -109,7 +109,7 @@ MX_DEVICE unsigned column_at(unsigned column, unsigned byte) {
 }
 constexpr int kColumnsBytes = kToColumns ? kTileColumns * kColumnBytes : 16;
 
-// Of a matrix of M x N, how much there is of one tile: fewer rows of the input than of the outputs
+// How much there is of one tile of a matrix of M x N: fewer rows of the input than of the outputs
 // where a group is padded.
 struct Tile {
     unsigned M, N;
@@ -143,7 +143,7 @@ MX_DEVICE void ask_for(const unsigned char* x, const Tile& tile, Ahead& ahead) {
     ahead.asked();
 }
 
-// The same where all of the tile is there.
+// Asks for a tile all of which is there.
 MX_DEVICE void ask_for_whole(const unsigned char* x, const Tile& tile, Ahead& ahead) {
     const Part part = own_part();
     const Offset row_bytes = static_cast<Offset>(afresh(tile.N)) * sizeof(In);
@@ -179,7 +179,7 @@ MX_DEVICE RowMaxima row_maxima(const u32x4 (&pieces)[kRows]) {
         maxima.pairs[i] = packed_amax_of_two<In>(pieces[2 * i], pieces[2 * i + 1]);
     return maxima;
 }
-// Whether a tile is whole and has no NaN or infinity where this wave is.
+// True if a tile is whole and has no NaN or infinity where this wave is.
 MX_DEVICE bool is_whole_and_finite(const Tile& tile, const RowMaxima& maxima) {
     const unsigned (&pairs)[kRows / 2] = maxima.pairs;
     const unsigned largest =

@@ -1,4 +1,4 @@
-// What is added to a sum before it is rounded and stored.
+// The bias is added to a sum before it is rounded and stored.
 #pragma once
 
 #include "common/target.h"

@@ -160,7 +160,7 @@ MX_DEVICE float value_of_word(unsigned word) {
         return bits_to_float(Index == 0 ? word << 16 : word & 0xffff0000);
 }
 
-// Of packed magnitudes number Index, as magnitude_bits has it.
+// Number Index of a word of packed magnitudes, as magnitude_bits has it.
 template <class T, int Index>
 MX_DEVICE unsigned unpacked_magnitude(unsigned word) {
     return float_to_bits(value_of_word<T, Index>(word));
@@ -225,11 +225,11 @@ template <class T>
 constexpr bool kScaledInPairs = sizeof(T) == 2 && !kIsFP16<T>;
 #endif
 
-// Whether scales are found two at a time, where no NaN or infinity is about.
+// True if scales are found two at a time where no NaN or infinity is about.
 template <class T>
 constexpr bool kScalesInPairs = kScaledInPairs<T>;
 
-// Of two finite packed magnitudes in bf16, what block_scale finds for each.
+// Finds what block_scale does, for each of two finite packed magnitudes in bf16.
 template <class Format, ScaleMode Mode>
 MX_DEVICE void finite_block_scales(unsigned amax, BlockScale (&scales)[2]) {
     constexpr unsigned both = 0x00010001, exponent = 0x7f80;
@@ -243,7 +243,7 @@ MX_DEVICE void finite_block_scales(unsigned amax, BlockScale (&scales)[2]) {
     scales[1] = {bytes >> 16, bits_to_float(inverses & 0xffff0000)};
 }
 
-// Whether a packed magnitude in bf16 is not finite.
+// True if a packed magnitude in bf16 is not finite.
 MX_DEVICE bool has_not_finite(unsigned packed) { return ((packed + 0x00800080) & 0x80008000) != 0; }
 
 template <class T>

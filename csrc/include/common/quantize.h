@@ -27,7 +27,7 @@
 
 namespace mx {
 
-// How the scale of a block is found from its largest magnitude, amax.
+// The scale of a block is found from its largest magnitude, amax, in one of two ways.
 enum ScaleMode {
     kRoundUp =
         0, // "rceil": the least power of two that keeps amax in the format: nothing saturates

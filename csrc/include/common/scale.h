@@ -59,7 +59,7 @@ MX_DEVICE float exact_output(const unsigned char* xq, const unsigned char* xs,
     return sum;
 }
 
-// Where a scale is stored: row-major, or in tiles whose order suits matrix instructions. The same
+// A scale is stored row-major, or in tiles whose order suits matrix instructions. The same
 // layouts as in aiter_mx/layouts.py; their tiles follow each other row by row.
 
 enum ScaleLayout { kRowMajor = 0, k16x4 = 1, k32x8 = 2, k128x4 = 3 };

@@ -1,6 +1,6 @@
-// What differs between the targets, under the same names: lanes of a wave, loads, e4m3 conversion,
-// cross-lane sums, output conversion. Sources need no HIP or CUDA header of their own, which keeps
-// a build well under a second.
+// The targets differ in these, which have the same names for both: lanes of a wave, loads, e4m3
+// conversion, cross-lane sums, output conversion. Sources need no HIP or CUDA header of their own,
+// which keeps a build well under a second.
 #pragma once
 
 #if defined(__AMDGCN__)

@@ -1,4 +1,4 @@
-// What quantisation needs of CDNA4: conversions from fp32 (CDNA4 ISA manual, "VALU conversions"),
+// Quantisation needs these of CDNA4: conversions from fp32 (CDNA4 ISA manual, "VALU conversions"),
 // exchanges between lanes of a wave, and arithmetic on two 16-bit numbers at once.
 #pragma once
 
@@ -54,7 +54,7 @@ MX_DEVICE unsigned from_lane(int from, unsigned x) {
     return __builtin_amdgcn_ds_bpermute(4 * from, x);
 }
 
-// Whether x is true in any lane.
+// True if x is, in any lane.
 MX_DEVICE bool any_lane(bool x) { return __builtin_amdgcn_ballot_w64(x) != 0; }
 
 // x here and in the lane whose number differs in the bit Distance, in either order.
@@ -80,7 +80,7 @@ MX_DEVICE unsigned max_halves(unsigned a, unsigned b) {
                                                                   __builtin_bit_cast(u16x2, b)));
 }
 
-// Whether one instruction compares magnitudes.
+// True where one instruction compares magnitudes.
 template <class T>
 constexpr bool kComparesMagnitudes = false;
 

@@ -1,4 +1,4 @@
-// What quantisation needs of Hopper: conversions from fp32, exchanges between lanes of a warp, and
+// Quantisation needs these of Hopper: conversions from fp32, exchanges between lanes of a warp, and
 // arithmetic on two 16-bit numbers at once. e4m3 is made by instruction (PTX ISA manual, cvt), e2m1
 // by arithmetic, as its instructions begin with Blackwell.
 #pragma once
@@ -51,7 +51,7 @@ MX_DEVICE unsigned f32_to_e2m1(const f32x2 (&pairs)[Pairs]) {
 // x of lane `from`.
 MX_DEVICE unsigned from_lane(int from, unsigned x) { return __shfl_sync(0xffffffffu, x, from); }
 
-// Whether x is true in any lane.
+// True if x is, in any lane.
 MX_DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 
 // x here and in the lane whose number differs in the bit Distance, in either order.
@@ -76,11 +76,12 @@ MX_DEVICE unsigned min_halves(unsigned a, unsigned b) {
     return smaller;
 }
 
-// Whether one instruction compares magnitudes.
+// True where one instruction compares magnitudes.
 template <class T>
 constexpr bool kComparesMagnitudes = sizeof(T) == 2;
 
-// Of two 16-bit floats each, the one with the larger magnitude, with either sign; or NaN.
+// Takes two 16-bit floats of each word, and of each pair the larger magnitude, with either sign,
+// or NaN.
 MX_DEVICE unsigned larger_magnitudes(bf16, unsigned a, unsigned b) {
     unsigned larger;
     asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
@@ -102,7 +103,7 @@ MX_DEVICE unsigned afresh(unsigned x) {
     asm volatile("" : "+r"(x));
     return x;
 }
-// The same of a pointer, which then is not kept in registers as parts of addresses either.
+// A pointer then is not kept in registers as parts of addresses either.
 MX_DEVICE unsigned char* afresh(unsigned char* p) {
     asm volatile("" : "+l"(p));
     return p;

@@ -63,7 +63,7 @@ MX_DEVICE void e4m3x4_to_bf16(unsigned word, unsigned factor, unsigned magnitude
     odd = multiply_bf16x2(select_bits(magnitude, word >> 4, signs), factor);
 }
 
-// The same with one of two factors: w_factors of their scales, which are in the halves of a word.
+// Does the same with one of two factors: w_factors of their scales are in the halves of a word.
 MX_DEVICE unsigned w_factors(unsigned scales) {
     return scales * 0x80 + ((120 - 60) << 7) * 0x00010001u;
 }

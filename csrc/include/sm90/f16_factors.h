@@ -16,7 +16,7 @@ MX_DEVICE unsigned factor_byte(unsigned scale, unsigned top) {
     const int exponent = static_cast<int>(scale - top) + kTopExponent;
     return scale == kNanScale ? kNanFactor : exponent < 1 ? 0 : exponent << 2;
 }
-// Of four such bytes, the top bit of each that is 0 is set.
+// Sets the top bit of each of four such bytes that is 0.
 MX_DEVICE unsigned zero_bytes(unsigned factors) { return (factors - 0x01010101) & 0x80808080; }
 
 } // namespace mx

@@ -11,7 +11,7 @@ namespace mx {
 MX_DEVICE void set_bits_release(unsigned long long* p, unsigned long long bits) {
     asm volatile("red.release.gpu.global.or.b64 [%0], %1;" ::"l"(p), "l"(bits) : "memory");
 }
-// What was written before the bits that are seen here is seen from now on.
+// Everything written before the bits that are seen here is seen from now on.
 MX_DEVICE unsigned long long load_acquire(const unsigned long long* p) {
     unsigned long long v;
     asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
@@ -60,7 +60,7 @@ MX_DEVICE void store_shared(unsigned address, unsigned value) {
     asm volatile("st.relaxed.cta.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-// The same where nothing else orders the two: an atomic, so that tools that look for races know.
+// These serve where nothing else orders the two: they are atomics, so that race detectors know.
 MX_DEVICE unsigned watch_shared(unsigned address) {
     unsigned v;
     asm volatile("atom.relaxed.cta.shared.or.b32 %0, [%1], 0;" : "=r"(v) : "r"(address) : "memory");

@@ -40,7 +40,7 @@ MX_DEVICE void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// Whether this is the lane that is to act for its warp, all of whose lanes ask. ptxas knows that it
+// True in the lane that is to act for its warp, all of whose lanes ask. ptxas knows that it
 // is one: after lane == 0 it makes a loop over lanes of each copy by a tensor map.
 MX_DEVICE bool elected_lane() {
     unsigned elected;
@@ -90,7 +90,7 @@ MX_DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
                  : "memory");
 }
 
-// Whether the phase of this parity is over, to which only this workgroup adds.
+// True if the phase of this parity is over, to which only this workgroup adds.
 MX_DEVICE bool barrier_test(unsigned barrier, unsigned parity) {
     unsigned done;
     asm volatile("{\n"
@@ -182,7 +182,7 @@ MX_DEVICE int rank_in_cluster() {
 MX_DEVICE void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-// Without the fence that makes earlier writes visible, which takes hundreds of cycles.
+// This leaves out the fence that makes earlier writes visible, which takes hundreds of cycles.
 MX_DEVICE void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -225,7 +225,7 @@ MX_DEVICE void load_matrices(unsigned (&v)[4], unsigned address) {
                  : "r"(address)
                  : "memory");
 }
-// Likewise of 16-bit values; lane 4g + t gives column g of rows 2t and 2t + 1.
+// Stores matrices of 16-bit values; lane 4g + t gives column g of rows 2t and 2t + 1.
 MX_DEVICE void store_matrices_transposed(unsigned address, const unsigned (&v)[4]) {
     asm volatile(
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),

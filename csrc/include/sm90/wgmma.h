@@ -74,7 +74,7 @@ MX_DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// Whether x is true in any of the four lanes that have values of the same rows of D.
+// True if x is, in any of the four lanes that have values of the same rows of D.
 MX_DEVICE bool any_of_row(bool x, int lane) { return __ballot_sync(~0u, x) >> lane / 4 * 4 & 15; }
 
 // d += a * B, over bf16 and over fp16. d has `count`, N / 2, values; the names of a and of b are
@@ -107,7 +107,7 @@ MX_WGMMA(256, 128, "%128, %129, %130, %131", "%132")
 #undef MX_WGMMA
 #undef MX_WGMMA_OVER
 
-// The same over the first Columns of sums that have room for more.
+// These multiply over the first Columns of sums that have room for more.
 template <int Columns, int Count>
 MX_DEVICE void wgmma_first(float (&d)[Count], const unsigned (&a)[4], unsigned long long b) {
     static_assert(Columns / 2 <= Count, "d has no room for so many columns");
