@@ -1,0 +1,464 @@
+"""Times two trees of this package against each other on one GPU, cell by cell, in turns.
+
+    python tune/compare.py /path/to/base --out compare.csv      # this tree beside an older one
+    python tune/compare.py /path/to/base --dry-run              # on the simulator, tiny shapes
+
+Cells are drawn by a seed from the catalogue: ``linear`` over shapes x rows x dtypes of result and
+activations x bias x overlapping launches, and whole expert layers. Each tree runs in a process of
+its own, which compiles what the cells need ahead of all timing, and then answers for one cell at a
+time: operands drawn by the cell's seed, one graph of calls over cold weights, a digest of the
+results, and times as it is asked for them. Rounds alternate between the processes, so that clocks
+and temperature meet both alike. Cells that come out slower than ``--limit`` are timed again. Ends
+with status 1 where a group's geometric mean or a repeated cell misses its bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPES, ROWS = 40, (1, 8, 16, 17, 32, 48, 64)
+MOE_ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
+OUT_DTYPES, X_DTYPES = ("bf16", "fp16", "fp32"), ("e4m3", "bf16")
+GROUPS = ("op", "M", "out_dtype", "x_dtype", "bias", "pdl")
+COLD_BYTES = 512 << 20
+"""Weights rotate through so much memory, several times the last-level cache."""
+MOST_MOE_BYTES = 3 << 30
+GEOMEAN_LIMIT = 1.01
+Cell = dict[str, Any]
+
+
+def draw_cells(linears: int, layers: int, seed: int) -> list[Cell]:
+    """The cells, the same for each seed: those with the same shape stand together."""
+    from aiter_mx.tuning.models import MODELS, TENSOR_PARALLEL
+
+    dice = random.Random(seed)
+    known = sorted({s for m in MODELS.values() for g in TENSOR_PARALLEL for s in m.linears(g)})
+    shapes = dice.sample([shape for shape in known if shape[1] % 32 == 0], SHAPES)
+    kinds = list(product(shapes, ROWS, OUT_DTYPES, X_DTYPES, (False, True), (False, True)))
+    cells: list[Cell] = [
+        {"op": "linear", "M": M, "N": N, "K": K, "out_dtype": out, "x_dtype": x}
+        | {"bias": "bf16" if bias else "none", "pdl": pdl}
+        for (N, K), M, out, x, bias, pdl in sorted(dice.sample(kinds, min(linears, len(kinds))))
+    ]
+    found = set()
+    for model, gpus, M in product(MODELS.values(), TENSOR_PARALLEL, MOE_ROWS):
+        if model.experts and model.experts.intermediate % (32 * gpus) == 0:
+            width = model.experts.intermediate // gpus
+            if 3 * model.experts.count * width * model.hidden <= MOST_MOE_BYTES:
+                found.add((model.hidden, width, model.experts.count, model.experts.top_k, M))
+    for H, width, E, top_k, M in sorted(dice.sample(sorted(found), min(layers, len(found)))):
+        cells.append({"op": "fused_moe", "M": M, "N": width, "K": H, "E": E, "top_k": top_k})
+    return cells
+
+
+def tiny(cells: Iterable[Cell]) -> list[Cell]:
+    """The same kinds of cells at sizes that a simulator takes."""
+    small = {"N": 64, "K": 96}
+    return [
+        cell | small | {"M": min(cell["M"], 2)} | ({"E": 4, "top_k": 2} if "E" in cell else {})
+        for cell in cells
+    ]
+
+
+# What follows up to the controller runs in a tree of either age: it calls what is public alone.
+
+
+class Prepared:
+    """A cell's calls, ready to be timed."""
+
+    def __init__(self, cell: Cell, on_gpu: bool) -> None:
+        import torch
+
+        device = torch.device("cuda" if on_gpu else "cpu")
+        calls, self._results = operands_of(cell, device, COLD_BYTES if on_gpu else 0)
+        for call in calls[:2]:
+            call()
+        whole = hashlib.sha256()
+        for result in self._results[:2]:
+            whole.update(result.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        self.digest, self.calls = whole.hexdigest()[:16], len(calls)
+        self._graph: Any = None
+        self._first = calls[0]
+        if on_gpu:
+            torch.cuda.synchronize()
+            self._stream, self._graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            with torch.cuda.stream(self._stream):
+                calls[0]()
+                self._stream.synchronize()
+                self._graph.capture_begin()
+                try:
+                    for call in calls:
+                        call()
+                finally:
+                    self._graph.capture_end()
+
+    def time_us(self, replays: int) -> float:
+        """Microseconds of a call: the median of some replays, after two that are not timed."""
+        import torch
+
+        if self._graph is None:
+            begun = time.perf_counter()
+            self._first()
+            return (time.perf_counter() - begun) * 1e6
+        times = []
+        with torch.cuda.stream(self._stream):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (replays + 2))]
+            for start, end in zip(events[::2], events[1::2], strict=True):
+                start.record()
+                self._graph.replay()
+                end.record()
+            self._stream.synchronize()
+        times = [s.elapsed_time(e) for s, e in zip(events[4::2], events[5::2], strict=True)]
+        return median(times) * 1e3 / self.calls
+
+
+def operands_of(
+    cell: Cell, device: Any, cold_bytes: int
+) -> tuple[list[Callable[[], object]], list[Any]]:
+    """Calls of a cell over operands that its fields seed, as many as read so many bytes of weights
+    but one at least, and where they leave their results."""
+    import torch
+
+    import aiter_mx
+
+    fields = json.dumps(cell, sort_keys=True).encode()
+    seed = int.from_bytes(hashlib.sha256(fields).digest()[:7], "big")
+    dice = torch.Generator(device).manual_seed(seed)
+
+    def integers(first: int, end: int, *shape: int) -> Any:
+        drawn = torch.empty(shape, device=device, dtype=torch.uint8)
+        return drawn.random_(first, end, generator=dice)
+
+    def mx(*shape: int) -> tuple[Any, Any]:
+        payload = integers(0, 254, *shape)
+        payload += payload >= 127  # neither of the two that are NaN
+        scale = integers(118, 124, *shape[:-1], shape[-1] // 32)
+        return payload.view(torch.float8_e4m3fn), scale
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(shape, device=device, generator=dice).bfloat16()
+
+    M, N, K = cell["M"], cell["N"], cell["K"]
+    if cell["op"] == "linear":
+        copies = copies_of(N * K, cold_bytes)
+        weights, scales = mx(copies, N, K)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        x = mx(M, K) if cell["x_dtype"] == "e4m3" else (normal(M, K), None)
+        bias = normal(N) if cell["bias"] != "none" else None
+        out = torch.empty(copies, M, N, dtype=dtype[cell["out_dtype"]], device=device)
+
+        def linear(i: int) -> Callable[[], object]:
+            arguments = (*x, weights[i], scales[i], bias, out.dtype, out[i])
+            return lambda: aiter_mx.linear(*arguments, pdl=cell["pdl"])
+
+        return [linear(i) for i in range(copies)], list(out)
+
+    E, top_k = cell["E"], cell["top_k"]
+    copies = copies_of(3 * E * N * K, cold_bytes)
+    gate_up, down = mx(copies, E, 2 * N, K), mx(copies, E, K, N)
+    x, draws = normal(M, K), max(copies, 4 if cold_bytes else 1)
+    ids = torch.rand(draws, M, E, device=device, generator=dice).argsort(2)[..., :top_k]
+    ids = ids.int().contiguous()
+    shares = torch.rand(draws, M, top_k, device=device, generator=dice)
+    out = torch.empty(draws, M, K, dtype=torch.bfloat16, device=device)
+
+    def layer(i: int) -> Callable[[], object]:
+        w = [part[i % copies] for part in (*gate_up, *down)]
+        return lambda: aiter_mx.fused_moe(x, *w, ids[i], shares[i], out=out[i])
+
+    return [layer(i) for i in range(draws)], list(out)
+
+
+def copies_of(size_bytes: int, cold_bytes: int) -> int:
+    return max(1, -(-cold_bytes // max(size_bytes, 1 << 20)))
+
+
+def build_cell(cell: Cell, on_gpu: bool, room: threading.Semaphore) -> str:
+    """Have all that a cell calls compiled; what went wrong, if anything did."""
+    import torch
+
+    try:
+        with room:
+            calls, _ = operands_of(cell, torch.device("cuda" if on_gpu else "cpu"), 0)
+            calls[0]()
+            if on_gpu:
+                torch.cuda.synchronize()
+    except Exception as error:  # the cell's turn says it again
+        return f"{type(error).__name__}: {error}"[:300]
+    return ""
+
+
+def kernel_of(cell: Cell) -> str:
+    """The kernel that a cell's call is routed to, as this tree names it."""
+    import aiter_mx
+
+    if cell["op"] != "linear":
+        return ""
+    try:
+        chosen = aiter_mx.explain(**cell)
+        return f"{chosen.kernel} " + " ".join(f"{k}={v}" for k, v in chosen.config.items())
+    except Exception as error:
+        return f"{type(error).__name__}"
+
+
+def serve(tree: Path, on_gpu: bool) -> None:
+    """Answer a controller: a line of JSON for each line of JSON."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever prints must not answer
+    import torch
+
+    import aiter_mx
+
+    assert Path(aiter_mx.__file__).is_relative_to(tree), f"{aiter_mx.__file__} is not of {tree}"
+    prepared: Prepared | None = None
+    with ExitStack() as stack:
+        if not on_gpu:
+            stack.enter_context(aiter_mx.simulate("gfx950"))
+        for line in sys.stdin:
+            asked = json.loads(line)
+            try:
+                if asked["do"] == "build":
+                    answer = {"failed": build_cells(asked["cells"], on_gpu, asked["jobs"])}
+                elif asked["do"] == "prepare":
+                    prepared = None
+                    if on_gpu:
+                        torch.cuda.empty_cache()
+                    prepared = Prepared(asked["cell"], on_gpu)
+                    answer = {"digest": prepared.digest, "kernel": kernel_of(asked["cell"])}
+                else:
+                    assert prepared is not None
+                    answer = {"us": prepared.time_us(asked["replays"])}
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"[:300]}
+            print(json.dumps({**answer, "to": asked["number"]}), file=answers, flush=True)
+
+
+def build_cells(cells: list[Cell], on_gpu: bool, jobs: int) -> dict[str, str]:
+    """What went wrong, by cell, with so many at a time, but few of those that take much memory."""
+    room = {"linear": threading.Semaphore(jobs), "fused_moe": threading.Semaphore(2)}
+    attempt: Callable[[Cell], str] = lambda cell: build_cell(cell, on_gpu, room[cell["op"]])  # noqa: E731
+    if on_gpu:
+        with ThreadPoolExecutor(jobs) as pool:
+            found = list(pool.map(attempt, cells))
+    else:
+        found = [attempt(cell) for cell in cells]
+    return {str(cell): why for cell, why in zip(cells, found, strict=True) if why}
+
+
+# The controller.
+
+
+class Died(Exception):
+    """A tree's process ended or did not answer."""
+
+
+class Tree:
+    """The process of one tree."""
+
+    def __init__(self, path: Path, on_gpu: bool) -> None:
+        self.path, self._on_gpu, self._asked = path.resolve(), on_gpu, 0
+        self._start()
+
+    def _start(self) -> None:
+        command = [sys.executable, __file__, str(self.path), "--serve"]
+        command += [] if self._on_gpu else ["--dry-run"]
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": str(self.path), "AITER_MX_CONFIG": ""},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, **what: Any) -> None:
+        assert self._process.stdin is not None
+        self._asked += 1
+        try:
+            print(json.dumps({**what, "number": self._asked}), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise Died(f"{self.path} has no process any more") from None
+
+    def answer(self, within_s: float = 120.0) -> dict[str, Any]:
+        """What the last question's answer is. Raises Died, after which the next is put anew."""
+        pipe = self._process.stdout
+        assert pipe is not None
+        while True:
+            ready, _, _ = select.select([pipe], [], [], within_s)
+            line = pipe.readline() if ready else ""
+            if not line:
+                self._process.kill()
+                self._process.wait()
+                why = "ended" if ready else f"did not answer within {within_s:g} s"
+                self._start()
+                raise Died(f"the process of {self.path} {why}")
+            found: dict[str, Any] = json.loads(line)
+            if found["to"] == self._asked:  # else of a question that was given up
+                return found
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+def compare_cell(trees: tuple[Tree, Tree], cell: Cell, rounds: int, replays: int) -> Cell:
+    """A line of the result: times of both trees, in turns."""
+    line = dict(cell)
+    try:
+        for tree in trees:  # both make their operands at the same time, and then one is timed
+            tree.ask(do="prepare", cell=cell)
+        found = [tree.answer() for tree in trees]
+        names = ("base", "new")
+        errors = [f"{n}: {f['error']}" for n, f in zip(names, found, strict=True) if "error" in f]
+        if errors:
+            return line | {"error": "; ".join(errors)}
+        times: tuple[list[float], list[float]] = ([], [])
+        for turn in range(rounds):
+            for which in (0, 1) if turn % 2 == 0 else (1, 0):
+                trees[which].ask(do="time", replays=replays)
+                answer = trees[which].answer()
+                if "error" in answer:
+                    return line | {"error": f"{names[which]}: {answer['error']}"}
+                times[which].append(answer["us"])
+    except Died as error:
+        return line | {"error": str(error)}
+    base, new = median(times[0]), median(times[1])
+    line |= {"base_kernel": found[0]["kernel"], "new_kernel": found[1]["kernel"]}
+    line |= {"base_us": round(base, 3), "new_us": round(new, 3), "ratio": round(new / base, 4)}
+    for name, all_of, middle in (("base", times[0], base), ("new", times[1], new)):
+        line[f"{name}_spread"] = round((max(all_of) - min(all_of)) / middle, 4)
+    return line | {"same_bits": found[0]["digest"] == found[1]["digest"]}
+
+
+def geomean(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def groups_of(lines: list[Cell]) -> Iterator[tuple[str, list[float]]]:
+    """The ratios of each value of each field, and of all lines."""
+    timed = [line for line in lines if "ratio" in line]
+    yield "all", [line["ratio"] for line in timed]
+    for field in GROUPS:
+        for value in dict.fromkeys(line[field] for line in timed if field in line):
+            yield f"{field}={value}", [x["ratio"] for x in timed if x.get(field) == value]
+
+
+def summary(lines: list[Cell], limit: float) -> tuple[str, bool]:
+    """What to print at the end, and whether every bar is met."""
+    text, met = ["geometric mean of new over base, by group:"], True
+    for name, ratios in groups_of(lines):
+        if ratios:
+            mean = geomean(ratios)
+            met &= mean <= GEOMEAN_LIMIT
+            worst = max(ratios)
+            text.append(f"  {name:20} {mean:.4f}  worst {worst:.3f}  of {len(ratios)} cells")
+    text.append("worst cells:")
+    for line in sorted(lines, key=lambda line: -line.get("ratio", 0))[:15]:
+        shown = " ".join(f"{key}={value}" for key, value in line.items() if value != "")
+        text.append(f"  {shown}")
+    slow = [line for line in lines if line.get("ratio", 0) > limit]
+    failed = [line for line in lines if line.get("error")]
+    other = sum(line.get("same_bits") is False for line in lines)
+    text.append(
+        f"{len(lines)} cells: {len(slow)} above {limit:g}, {len(failed)} failed, {other} with "
+        "other bits"
+    )
+    text += [f"  failed: {line}" for line in failed[:10]]
+    return "\n".join(text), met and not slow and not failed
+
+
+def write(path: Path, lines: list[Cell]) -> None:
+    import pandas as pd
+
+    pd.DataFrame(lines).to_csv(path, index=False)
+
+
+def compare(arguments: argparse.Namespace) -> bool:
+    """Compare the trees over all cells; whether every bar is met."""
+    on_gpu = not arguments.dry_run
+    cells = draw_cells(arguments.cells, arguments.moe, arguments.seed)
+    if not on_gpu:
+        cells = tiny(cells)
+    ends_at = time.monotonic() + arguments.budget
+    trees = Tree(arguments.base, on_gpu), Tree(ROOT, on_gpu)
+    jobs = arguments.jobs or max(2, len(os.sched_getaffinity(0)) // 2)
+    lines: list[Cell] = []
+    try:
+        begun = time.monotonic()
+        for tree in trees:
+            tree.ask(do="build", cells=cells, jobs=jobs)
+        for tree in trees:
+            failed = tree.answer(within_s=arguments.budget).get("failed", {})
+            for cell, why in list(failed.items())[:5]:
+                print(f"{tree.path}: {cell}: {why}", flush=True)
+        print(f"{len(cells)} cells built in {time.monotonic() - begun:.0f} s", flush=True)
+        for done, cell in enumerate(cells, 1):
+            if time.monotonic() > ends_at:
+                print(f"the budget ends after {len(lines)} of {len(cells)} cells", flush=True)
+                break
+            lines.append(compare_cell(trees, cell, arguments.rounds, arguments.replays))
+            if done % 50 == 0 or done == len(cells):
+                write(arguments.out, lines)
+                print(f"{done} cells, {time.monotonic() - begun:.0f} s", flush=True)
+        slowest = sorted(range(len(lines)), key=lambda i: -lines[i].get("ratio", 0.0))
+        for at in slowest:
+            if lines[at].get("ratio", 0.0) <= arguments.limit or time.monotonic() > ends_at:
+                break
+            first, cell = lines[at], {k: lines[at][k] for k in cells[at]}
+            again = compare_cell(trees, cell, 2 * arguments.rounds, arguments.replays)
+            lines[at] = again | {"first_ratio": first["ratio"]}
+    finally:
+        for tree in trees:
+            tree.close()
+        if lines:
+            write(arguments.out, lines)
+    text, met = summary(lines, arguments.limit)
+    print(text)
+    return met
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("base", type=Path, help="the other tree, a checkout of it")
+    parser.add_argument("--out", type=Path, default=Path("compare.csv"))
+    parser.add_argument("--cells", type=int, default=400, help="of linear")
+    parser.add_argument("--moe", type=int, default=40, help="expert layers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, help="calls that a tree builds for at a time")
+    parser.add_argument("--rounds", type=int, default=5, help="of each tree, in turns")
+    parser.add_argument("--replays", type=int, default=5, help="of a graph in a round")
+    parser.add_argument("--limit", type=float, default=1.05, help="of a cell, after a repeat")
+    parser.add_argument("--budget", type=float, default=560, help="seconds for all of it")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on the simulator")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.base, not arguments.dry_run)
+        return
+    sys.path.insert(0, str(ROOT))
+    sys.exit(not compare(arguments))
+
+
+if __name__ == "__main__":
+    main()
