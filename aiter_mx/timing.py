@@ -9,12 +9,9 @@ from typing import TypeAlias
 
 import torch
 
-from aiter_mx.tuning.origin import commit
-
 __all__ = [
     "COLD_BYTES",
     "GraphedCalls",
-    "commit",
     "copies_to_stay_cold",
     "random_mx",
     "time_graph_us",

@@ -51,6 +51,7 @@ def try_out(
     config: Config,
     options: SimOptions | None = None,
     cu_num: int = CUS,
+    number: int = 0,
 ) -> Trial:
     """Run a gfx950 kernel once. Raises SimulatorError when it does what it must not.
 
@@ -60,13 +61,14 @@ def try_out(
         config: the kernel's compile-time parameters.
         options: of the simulator; by default as the environment says.
         cu_num: compute units that the kernel divides the problem among: fewer for a part of one.
+        number: of the operands that are drawn.
     """
     assert spec.module is not None
     if len(spec.modules) > 1:
         raise ValueError(f"{spec.op}/{spec.name} takes several launches, and one alone is nothing")
     target, module = replace(hardware("gfx950"), cu_num=cu_num), spec.module
     program = Program.from_image(build(build_request(spec, target, problem, config)).image)
-    operands = workload_of(spec.op).operands(problem, _CPU)
+    operands = workload_of(spec.op).operands(problem, _CPU, number)
     tensors = [*operands, *[None] * spec.nulls]
     if size := spec.workspace_bytes(target, problem, config):
         tensors.append(torch.empty(size, dtype=torch.uint8))

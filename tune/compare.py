@@ -47,7 +47,7 @@ Cell = dict[str, Any]
 
 def draw_cells(linears: int, layers: int, seed: int) -> list[Cell]:
     """The cells, the same for each seed: those with the same shape stand together."""
-    from aiter_mx.tuning.models import MODELS, TENSOR_PARALLEL
+    from aiter_mx.workloads.models import MODELS, TENSOR_PARALLEL
 
     dice = random.Random(seed)
     known = sorted({s for m in MODELS.values() for g in TENSOR_PARALLEL for s in m.linears(g)})

@@ -124,6 +124,9 @@ class Bench(Protocol):
     def build_of(self, candidate: Candidate) -> Built:
         """What is known of its code object."""
 
+    def touched(self) -> float | None:
+        """The experts that a timed call reads on average; None for an op that has none."""
+
 
 @dataclass(frozen=True)
 class Meter:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from statistics import mean
 
 import torch
 
@@ -91,6 +92,11 @@ class GpuBench:
     def drop(self, candidate: Candidate) -> None:
         self._graphs.pop(candidate, None)
 
+    def touched(self) -> float | None:
+        if self._workload.touched is None:
+            return None
+        return mean(self._workload.touched(self._problem, operands) for operands in self._sets)
+
     def build_of(self, candidate: Candidate) -> Built:
         return build_of(self._target, self._problem, candidate)
 
@@ -148,9 +154,9 @@ class GpuBench:
 
 def _operand_sets(workload: Workload, problem: Problem, device: torch.device) -> list[Operands]:
     """Operands for each call of a graph: two draws of all, and as many as stay cold."""
-    sets = [workload.operands(problem, device) for _ in range(2)]
+    sets = [workload.operands(problem, device, number) for number in range(2)]
     for index in range(2, copies_to_stay_cold(round(workload.read_bytes(problem, None)))):
-        sets.append(workload.another(problem, sets[index % 2]))
+        sets.append(workload.another(problem, sets[index % 2], index))
     return sets
 
 

@@ -12,7 +12,7 @@ from aiter_mx.dispatch.tables import SCOPE, SHAPE
 from aiter_mx.kernels.registry import field_value, problem_type
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
-from aiter_mx.tuning.models import model_of
+from aiter_mx.workloads.models import model_of
 from aiter_mx.workloads.workload import workload_of
 
 

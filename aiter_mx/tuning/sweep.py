@@ -303,12 +303,14 @@ def _race(
             if outcome.chosen is not None and outcome.chosen.spread > plan.rules.unsteady:
                 ahead.settle()  # most often it was compilers that held its rounds up
                 outcome = race(bench, starters.of(name), incumbent, plan.rules)
+            touched = bench.touched()
     except ContextLost as error:
         candidate = str(error.args[1]) if len(error.args) > 1 else ""
         why = str(error.args[0])
         journal.append({"kind": "lost", "problem": name, "candidate": candidate, "why": why})
         raise
-    record = _record(plan, problem, outcome, journal.worker, time.monotonic() - begun)
+    seconds = time.monotonic() - begun
+    record = _record(plan, problem, outcome, touched, journal.worker, seconds)
     record["failures"] += [
         {"candidate": candidate, "why": why}
         for (where, candidate), why in starters.lost.items()
@@ -323,7 +325,14 @@ def _size(op: str, problem: Problem) -> float:
     return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
-def _record(plan: Plan, problem: Problem, outcome: Outcome, worker: str, seconds: float) -> Record:
+def _record(
+    plan: Plan,
+    problem: Problem,
+    outcome: Outcome,
+    touched: float | None,
+    worker: str,
+    seconds: float,
+) -> Record:
     row: Cells | None = None
     if outcome.chosen is not None:
         origin = {
@@ -332,6 +341,7 @@ def _record(plan: Plan, problem: Problem, outcome: Outcome, worker: str, seconds
             "commit": commit(),
             "date": today(),
             "source": plan.source,
+            "touched": "" if touched is None else f"{touched:.1f}",
         }
         row = row_of(plan.target, plan.op, problem, outcome.chosen, outcome.timings, origin)
     return {

@@ -11,7 +11,7 @@ from aiter_mx.launch import Tensors
 from aiter_mx.layouts import shuffle_scales, unshuffle_scales
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.timing import random_mx
-from aiter_mx.tuning.models import Model
+from aiter_mx.workloads.models import Model
 from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
 
 ROWS = (8192, 32768)
@@ -130,8 +130,8 @@ def _problems(model: Model, gpus: int, arch: str) -> list[GroupedGemmProblem]:
 
 WORKLOAD = Workload(
     op="grouped_gemm",
-    operands=_operands,
-    another=_another,
+    draw=_operands,
+    redraw=_another,
     read_bytes=_read_bytes,
     results=(5,),
     judge=_judge,

@@ -12,7 +12,7 @@ from aiter_mx.launch import Tensors
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.sim.roofline import CUS
 from aiter_mx.timing import random_mx
-from aiter_mx.tuning.models import Model
+from aiter_mx.workloads.models import Model
 from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -98,8 +98,8 @@ def _kinds(M: int, arch: str) -> list[dict[str, Any]]:
 
 WORKLOAD = Workload(
     op="linear",
-    operands=_operands,
-    another=_another,
+    draw=_operands,
+    redraw=_another,
     read_bytes=_read_bytes,
     results=(5,),
     judge=_judge,

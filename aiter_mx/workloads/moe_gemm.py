@@ -16,7 +16,7 @@ from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.launch import Tensors
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.timing import COLD_BYTES, random_mx
-from aiter_mx.tuning.models import Model
+from aiter_mx.workloads.models import Model
 from aiter_mx.workloads.workload import (
     ACCUMULATION,
     Judge,
@@ -108,10 +108,14 @@ def _read_bytes(problem: MoeGemmProblem, operands: Operands | None) -> float:
         experts = p.E * (1 - max(0.0, 1 - p.top_k / every) ** p.M)
         experts += (1 - p.E / every) ** p.routed  # where none would be here, one is
     else:
-        blocks, used = operands[5], operands[6]
-        assert blocks is not None and used is not None
-        experts = blocks[: -(-int(used[0]) // p.block_m)].unique().numel()
+        experts = _touched(p, operands)
     return experts * p.N * p.K * (BLOCK + 1) / BLOCK
+
+
+def _touched(problem: MoeGemmProblem, operands: Operands) -> int:
+    blocks, used = operands[5], operands[6]
+    assert blocks is not None and used is not None
+    return int(blocks[: -(-int(used[0]) // problem.block_m)].unique().numel())
 
 
 def _judge(problem: MoeGemmProblem, tensors: Tensors) -> Judge:
@@ -224,11 +228,12 @@ def _problems(model: Model, gpus: int, arch: str) -> list[MoeGemmProblem]:
 
 WORKLOAD = Workload(
     op="moe_gemm",
-    operands=_operands,
-    another=_another,
+    draw=_operands,
+    redraw=_another,
     read_bytes=_read_bytes,
     results=(9, 10),
     judge=_judge,
     sample=_sample,
     problems=_problems,
+    touched=_touched,
 )

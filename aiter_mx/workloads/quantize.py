@@ -86,8 +86,8 @@ def _problems(model: Any, gpus: int, arch: str) -> list[QuantizeProblem]:
 
 WORKLOAD = Workload(
     op="quantize",
-    operands=_operands,
-    another=_another,
+    draw=_operands,
+    redraw=_another,
     read_bytes=_read_bytes,
     results=_RESULTS,
     judge=_judge,

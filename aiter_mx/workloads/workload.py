@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -53,8 +55,8 @@ class Workload:
 
     Attributes:
         op: name of the op.
-        operands: random operands of a problem on a device, and results that hold anything.
-        another: the same operands, but for what an engine reads from memory at each call (weights,
+        draw: random operands of a problem on a device, and results that hold anything.
+        redraw: the same operands, but for what an engine reads from memory at each call (weights,
             or which of them are used) and the results. The rest is in the caches then, as whatever
             was computed just before.
         read_bytes: of the weights that a call with these operands reads, or, without operands, that
@@ -65,16 +67,44 @@ class Workload:
             compiled as for the whole; the simulator runs it in place of the whole.
         problems: the problems that serving a model of the catalogue poses, on so many GPUs
             of an architecture.
+        touched: the experts that a call with these operands reads, for an op that has some.
     """
 
     op: str
-    operands: Callable[[Problem, torch.device], Operands]
-    another: Callable[[Problem, Operands], Operands]
+    draw: Callable[[Problem, torch.device], Operands]
+    redraw: Callable[[Problem, Operands], Operands]
     read_bytes: Callable[[Problem, Operands | None], float]
     results: tuple[int, ...]
     judge: Callable[[Problem, Tensors], Judge]
     sample: Callable[[Problem, float], Problem]
     problems: Callable[[Any, int, str], list[Problem]]
+    touched: Callable[[Problem, Operands], int] | None = None
+
+    def operands(self, problem: Problem, device: torch.device, number: int = 0) -> Operands:
+        """Operands of a problem, the same in every process for the same number."""
+        with _seeded(f"{problem} {number}", device):
+            return self.draw(problem, device)
+
+    def another(self, problem: Problem, operands: Operands, number: int) -> Operands:
+        """Operands of which only what a call reads from memory is drawn anew, by a number."""
+        device = next(tensor.device for tensor in operands if tensor is not None)
+        with _seeded(f"{problem} again {number}", device):
+            return self.redraw(problem, operands)
+
+
+@contextmanager
+def _seeded(by: str, device: torch.device) -> Iterator[None]:
+    """Have torch's generators draw by a text here, and go on as before afterwards."""
+    import torch
+
+    seed = int.from_bytes(hashlib.sha256(by.encode()).digest()[:7], "big")
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng([device] if on_gpu else []):
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
 
 
 def workload_of(op: str) -> Workload:

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from aiter_mx.timing import commit
+from aiter_mx.tuning.origin import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "docs" / "measured"

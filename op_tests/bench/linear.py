@@ -34,8 +34,9 @@ from aiter_mx.kernels.spec import Arg, Config, Geometry
 from aiter_mx.launch import bind, build_request, runtime_of
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.target import Target, target_of
-from aiter_mx.timing import commit, copies_to_stay_cold, random_mx, time_graph_us
+from aiter_mx.timing import copies_to_stay_cold, random_mx, time_graph_us
 from aiter_mx.tuning.candidates import Candidate
+from aiter_mx.tuning.origin import commit
 from aiter_mx.tuning.triton_ahead import compile_without_gpu, stand_in_for_a_gpu
 from op_tests.bench.common import MEASURED, gpu_name, refuse_no_gpu, report
 from op_tests.mx_reference import linear_reference64

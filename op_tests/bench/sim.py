@@ -26,7 +26,7 @@ import aiter_mx
 from aiter_mx.runtimes import sim
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport
-from aiter_mx.timing import commit
+from aiter_mx.tuning.origin import commit
 from op_tests.bench.common import MEASURED
 from op_tests.mx_reference import random_mx
 from op_tests.sim.tools import Array, launch, program

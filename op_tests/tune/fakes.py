@@ -91,6 +91,9 @@ class FakeBench:
     def drop(self, candidate: Candidate) -> None:
         self.admitted.discard(candidate)
 
+    def touched(self) -> float | None:
+        return 3.5
+
     def build_of(self, candidate: Candidate) -> Built:
         digest = hashlib.sha256(str(candidate).encode()).hexdigest()
         return Built(digest[:16], digest[16:32])

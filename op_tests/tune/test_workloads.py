@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -15,10 +20,10 @@ from aiter_mx.kernels.registry import problem_key, stand_ins
 from aiter_mx.kernels.spec import reference
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 from aiter_mx.plan import runner
-from aiter_mx.tuning.models import MODELS, TENSOR_PARALLEL
 from aiter_mx.workloads import workload_of
+from aiter_mx.workloads.models import MODELS, TENSOR_PARALLEL
 from aiter_mx.workloads.moe_gemm import ROWS
-from aiter_mx.workloads.workload import poison
+from aiter_mx.workloads.workload import Workload, poison
 from op_tests.mx_reference import linear_reference
 
 CPU = torch.device("cpu")
@@ -98,7 +103,7 @@ def test_other_ops_judge_their_torch_reference(problem: object) -> None:
     workload = workload_of(op)
     operands = workload.operands(problem, CPU)
     assert 0 < workload.read_bytes(problem, operands) < 3 * workload.read_bytes(problem, None)
-    again = workload.another(problem, operands)
+    again = workload.another(problem, operands, 0)
     for tensors in (operands, again):
         judge = workload.judge(problem, tensors)
         poison(tensors, workload.results)
@@ -118,8 +123,8 @@ def test_experts_of_other_gpus_get_their_share_of_rows(ids: str) -> None:
     problem = MoeGemmProblem(M=16, N=32, K=32, E=8, top_k=4, block_m=8, ids=ids, num_experts=64)
     workload = workload_of("moe_gemm")
     listed, read = 0, 0
-    for _ in range(100):
-        operands = workload.operands(problem, CPU)
+    for number in range(100):
+        operands = workload.operands(problem, CPU, number)
         sorted_ids, blocks, used = operands[4:7]
         assert sorted_ids.numel() >= int(used[0])
         assert len(blocks) == problem.blocks
@@ -129,7 +134,7 @@ def test_experts_of_other_gpus_get_their_share_of_rows(ids: str) -> None:
     assert 7 < listed / 100 < 9  # 16 tokens by 4 of 64 experts, of which 8 are here
     assert abs(read / 100 / workload.read_bytes(problem, None) - 1) < 0.1
     few = replace(problem, M=1, E=1)  # one call in 16 has a row here, and those count
-    assert all(workload.read_bytes(few, workload.operands(few, CPU)) for _ in range(20))
+    assert all(workload.read_bytes(few, workload.operands(few, CPU, i)) for i in range(20))
 
 
 def test_a_rank_of_parallel_experts_has_rows_of_its_own() -> None:
@@ -167,3 +172,42 @@ def test_grouped_operands_have_the_layouts_of_scales_that_are_asked_for(layout: 
         a.view(shaped), a_scale, b, b_scale, starts, ends, out.view(shaped), out.dtype, **names
     )
     assert judge([a, a_scale, b, b_scale, bias, out, starts, ends]).right
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, OTHERS[2], OTHERS[8]], ids=type)
+def test_a_problems_operands_are_the_same_in_every_process(problem: object) -> None:
+    op = {"L": "linear", "G": "grouped_gemm", "M": "moe_gemm"}[type(problem).__name__[0]]
+    workload = workload_of(op)
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    first = digests(workload, problem, range(3))
+    assert torch.equal(torch.get_rng_state(), state)  # nobody else's draws change
+    torch.manual_seed(4)
+    assert digests(workload, problem, range(3)) == first
+    assert len(set(first)) == len(first)
+    script = (
+        "from op_tests.tune.test_workloads import *\n"
+        f"print(*digests(workload_of({op!r}), {problem!r}, range(3)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == first
+
+
+def digests(workload: Workload, problem: object, numbers: Iterable[int]) -> list[str]:
+    """A hash of each draw of a problem's operands, and of those drawn again."""
+    found = []
+    for number in numbers:
+        operands = workload.operands(problem, CPU, number)
+        for tensors in (operands, workload.another(problem, operands, number)):
+            whole = hashlib.sha256()
+            for at, tensor in enumerate(tensors):
+                if tensor is not None and at not in workload.results:
+                    whole.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            found.append(whole.hexdigest())
+    return found
