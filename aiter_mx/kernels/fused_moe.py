@@ -116,7 +116,6 @@ class FusedMoeProblem:
             a_div=align.slots,
             max_blocks=align.max_ids // self.block_m,
             num_experts=self.num_experts if self.has_map else 0,
-            followed=True,
             alpha=self.alpha,
             beta=self.beta,
             limit=self.limit,
@@ -131,7 +130,6 @@ class FusedMoeProblem:
             bias=self.bias2,
             a_div=1,
             early_routing=True,
-            followed=False,
         )
         combine = MoeCombineProblem(
             M=self.M,

@@ -18,8 +18,15 @@ RENAMED = {
     ("moe_gemm", "stream"): "mma_ring",
     ("moe_gemm", "outer"): "wgmma_fp8",
     ("moe_gemm", "boxes"): "wgmma_f16",
+    ("moe_gemm", "slabs"): "wgmma_f16",
 }
 """What kernels are called now, by op and the name that they had."""
+ADDED = {
+    ("moe_gemm", "boxes"): {"tiles": 1},
+    ("moe_gemm", "wgmma_f16"): {"tiles": 1},
+    ("moe_gemm", "slabs"): {"groups": 2, "tiles": 2},
+}
+"""Parameters that kernels have gained, and what rows without them meant."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ def _config_today(op: str, row: Cells) -> str | None:
             given = parse_config(row.get("config", "")) or {
                 param.name: int(row[param.name]) for param in kernel.params if row.get(param.name)
             }
+            given = {**ADDED.get((op, row["kernel"]), {}), **given}
             try:
                 kernel.check_config(given)
             except ValueError:

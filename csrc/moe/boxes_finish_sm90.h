@@ -1,4 +1,4 @@
-// What the warps of wgmma_f16_sm90.cu and slabs_sm90.cu that add do with their sums.
+// What the warps of wgmma_f16_sm90.cu that add do with their sums.
 #pragma once
 
 #include "boxes_sm90.h"

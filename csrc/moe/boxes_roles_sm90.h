@@ -1,4 +1,4 @@
-// What each warp of a workgroup of wgmma_f16_sm90.cu and slabs_sm90.cu does.
+// What each warp of a workgroup of wgmma_f16_sm90.cu does.
 #pragma once
 
 #include "boxes_x_sm90.h"

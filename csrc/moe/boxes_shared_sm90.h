@@ -1,4 +1,4 @@
-// The layout of shared memory in wgmma_f16_sm90.cu and slabs_sm90.cu, a part of
+// The layout of shared memory in wgmma_f16_sm90.cu, a part of
 // boxes_sm90.h.
 #pragma once
 
@@ -18,8 +18,9 @@ struct Shared {
     unsigned long long ready[kSlots], taken[kSlots];                  // of x
     unsigned long long opened[kEntries], closed[kEntries];            // of the queue
 };
-static_assert(sizeof(Shared) <= MX_SHARED_BYTES,
-              "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/boxes_sm90.py");
+static_assert(
+    sizeof(Shared) <= MX_SHARED_BYTES,
+    "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/wgmma_f16_sm90.py");
 
 // By all threads.
 MX_DEVICE void set_up_barriers(Shared& shared) {

@@ -1,4 +1,4 @@
-// The layout of shared memory in wgmma_f16_sm90.cu and slabs_sm90.cu, and their warps
+// The layout of shared memory in wgmma_f16_sm90.cu, and their warps
 // that look up what there is to do and bring weights.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The warps of wgmma_f16_sm90.cu and slabs_sm90.cu that bring x and make it fp16, as
+// The warps of wgmma_f16_sm90.cu that bring x and make it fp16, as
 // wgmma takes it: 8x16-byte pieces of 8 rows by the lower, then the upper halves of the words of 16
 // k.
 #pragma once
@@ -22,7 +22,7 @@ MX_DEVICE void fetch_x(const MoeArgs& a, Shared& shared, int warp, int lane) {
     constexpr int rows_at_once = kFetchWarps * kLanes / kPieces;
     constexpr int batches = (kCols + rows_at_once - 1) / rows_at_once;
     const int first_row = (warp * kLanes + lane) / kPieces, first_scale = warp * kLanes + lane;
-    static_assert(kCols <= kFetchWarps * kLanes, "a lane has scales of one row");
+    constexpr int lanes = kFetchWarps * kLanes, scale_rows = (kCols + lanes - 1) / lanes;
     Turn<kEntries> turn;
     Turn<kAhead> to;
     Turn<kScalePlaces> scales_to;
@@ -37,7 +37,11 @@ MX_DEVICE void fetch_x(const MoeArgs& a, Shared& shared, int warp, int lane) {
         for (int i = 0; i < batches; ++i)
             row[i] = i * rows_at_once + first_row < rows ? entry.x_row[i * rows_at_once + first_row]
                                                          : -1;
-        const int scale_row = first_scale < rows ? entry.x_row[first_scale] : -1;
+        int scale_row[scale_rows];
+#pragma unroll
+        for (int i = 0; i < scale_rows; ++i)
+            scale_row[i] =
+                i * lanes + first_scale < rows ? entry.x_row[i * lanes + first_scale] : -1;
         int chunk = 0;
         for (int left = chunks_of(a, entry); left > 0; --left, to.next()) {
             barrier_wait(shared_address(shared.drained + to.at), to.parity ^ 1);
@@ -49,10 +53,12 @@ MX_DEVICE void fetch_x(const MoeArgs& a, Shared& shared, int warp, int lane) {
                     copy_async(place + i * rows_at_once * kChunk, row_at(x, row[i], a.K),
                                row[i] >= 0);
             if (chunk % kScaleChunks == 0) {
-                if (first_scale < rows)
-                    copy_scales(shared_address(shared.fetched_scales[scales_to.at][first_scale]),
-                                row_at(a.xs + chunk * kBlocks, scale_row, a.K / kBlock),
-                                scale_row >= 0);
+#pragma unroll
+                for (int i = 0; i < scale_rows; ++i)
+                    if (const int to_row = i * lanes + first_scale; to_row < rows)
+                        copy_scales(shared_address(shared.fetched_scales[scales_to.at][to_row]),
+                                    row_at(a.xs + chunk * kBlocks, scale_row[i], a.K / kBlock),
+                                    scale_row[i] >= 0);
                 scales_to.next();
             }
             barrier_arrive_copied(shared_address(shared.arrived + to.at));

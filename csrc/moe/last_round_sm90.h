@@ -1,4 +1,4 @@
-// How the workgroups of slabs_sm90.cu share the items that are left over when all have had
+// How the workgroups of wgmma_f16_sm90.cu share the items that are left over when all have had
 // as many.
 #pragma once
 

@@ -39,24 +39,16 @@ struct MoeArgs {
     MX_MEMBER int chunks() const { return (static_cast<int>(K) + kChunk - 1) / kChunk; }
 };
 
-#if MX_TO_WORKSPACE // sums go to one more pointer, the last, for another launch
-#define MX_MOE_WORKSPACE float *workspace,
-#define MX_MOE_OUT workspace
-#else
-#define MX_MOE_WORKSPACE
-#define MX_MOE_OUT out
-#endif
 // The parameters of a kernel, as the host packs them, and MoeArgs of these.
 #define MX_MOE_PARAMETERS                                                                          \
     const unsigned char *xq, const unsigned char *xs, const unsigned char *wq,                     \
         const unsigned char *ws, const int *ids, const int *expert_ids, const int *padded,         \
-        const float *weights, const void *bias, void *out, unsigned char *out_scales,              \
-        MX_MOE_WORKSPACE long N, long K, int num_experts, int num_valid, int a_div,                \
-        int packed_top_k, int weights_by_place, int max_blocks, int block_m, int bias_kind,        \
-        float alpha, float beta, float limit
+        const float *weights, const void *bias, void *out, unsigned char *out_scales, long N,      \
+        long K, int num_experts, int num_valid, int a_div, int packed_top_k, int weights_by_place, \
+        int max_blocks, int block_m, int bias_kind, float alpha, float beta, float limit
 #define MX_MOE_ARGS                                                                                \
     {                                                                                              \
-        xq, xs, wq, ws, ids, expert_ids, padded, weights, bias, MX_MOE_OUT, out_scales, N, K,      \
+        xq, xs, wq, ws, ids, expert_ids, padded, weights, bias, out, out_scales, N, K,             \
             num_experts, num_valid, a_div, packed_top_k, weights_by_place, max_blocks, block_m,    \
             bias_kind, {                                                                           \
             alpha, beta, limit                                                                     \

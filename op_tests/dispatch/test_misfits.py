@@ -26,9 +26,11 @@ ROWS: list[tuple[str, Problem, str, dict[str, int], str]] = [
      "depth"),
     ("linear", LINEAR, "wide", {"split": 1, "rows": 128, "depth": 8}, "'rows': 128"),
     ("moe_gemm", EXPERTS, "wgmma_f16", {"col_tiles": 8, "groups": 3, "depth": 4, "slots": 0,
-     "ahead": 3}, "bytes of shared memory, and can have 232448"),
-    ("moe_gemm", EXPERTS, "slabs", {"col_tiles": 12, "depth": 6, "slots": 3, "ahead": 4},
-     "bytes of shared memory, and can have 232448"),
+     "ahead": 3, "tiles": 1}, "bytes of shared memory, and can have 232448"),
+    ("moe_gemm", EXPERTS, "wgmma_f16", {"col_tiles": 12, "depth": 6, "slots": 3, "ahead": 4,
+     "groups": 2, "tiles": 2}, "bytes of shared memory, and can have 232448"),
+    ("moe_gemm", EXPERTS, "wgmma_f16", {"col_tiles": 12, "depth": 3, "slots": 3, "ahead": 4,
+     "groups": 3, "tiles": 2}, "does not fit"),
 ]  # fmt: skip
 
 

@@ -13,10 +13,8 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MMA_RING
-from aiter_mx.kernels.moe_gemm.slabs_sm90 import SLABS
 from aiter_mx.kernels.moe_gemm.wgmma_f16_sm90 import WGMMA_F16
 from aiter_mx.kernels.moe_gemm.wgmma_fp8_sm90 import WGMMA_FP8
-from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.registry import stand_ins
 from aiter_mx.kernels.spec import KernelSpec
 from aiter_mx.ops.moe_gemm import Plan, compute
@@ -25,7 +23,7 @@ from op_tests.moe.reference import lists_of, random_weights
 from op_tests.mx_reference import random_mx
 
 SM90 = hardware("sm_90a")
-KERNELS = (MMA_RING, WIDE, WGMMA_F16, SLABS, WGMMA_FP8)
+KERNELS = (MMA_RING, WGMMA_F16, WGMMA_FP8)
 
 
 def test_stream_runs_where_experts_have_few_rows_and_others_where_more() -> None:
@@ -35,35 +33,22 @@ def test_stream_runs_where_experts_have_few_rows_and_others_where_more() -> None
     assert route("moe_gemm", SM90, many).kernel == "wgmma_fp8"
     assert route("moe_gemm", SM90, replace(many, out_dtype="fp32")).kernel == "wgmma_f16"
     assert route("moe_gemm", SM90, replace(many, K=6016)).kernel == "wgmma_f16"  # not of 512
-    assert route("moe_gemm", SM90, replace(many, M=2048, block_m=80)).kernel == "slabs"
-    assert route("moe_gemm", SM90, replace(many, M=3000, block_m=128)).kernel == "wide"
+    two = route("moe_gemm", SM90, replace(many, M=2048, block_m=80))
+    assert (two.kernel, two.config["tiles"], two.config["groups"]) == ("wgmma_f16", 2, 2)
+    wider = route("moe_gemm", SM90, replace(many, M=3000, block_m=128))
+    assert (wider.kernel, wider.config["tiles"]) == ("wgmma_f16", 1)
+    assert wider.config["col_tiles"] == 16
     uneven = replace(many, K=6112)
     assert route("moe_gemm", SM90, uneven).kernel == "grouped"
     assert route("moe_gemm", SM90, replace(uneven, M=500, block_m=32)).kernel == "mma_ring"
     assert route("moe_gemm", SM90, replace(uneven, N=1544)).kernel == "mma_ring"  # not of 32
-    for spec in (WIDE, WGMMA_F16):
-        assert spec.refusal(SM90, replace(many, K=6112)) == "K=6112 is not a multiple of 128"
+    assert WGMMA_F16.refusal(SM90, replace(many, K=6112)) == "K=6112 is not a multiple of 128"
 
 
-def test_activation_is_apart_where_blocks_of_features_are_few_and_nothing_follows() -> None:
-    few = MoeGemmProblem(1, 1536, 6112, 128, 4, 16, "mxfp8", "silu", a_div=4)
-    assert route("moe_gemm", SM90, few).kernel == "apart"
-    assert route("moe_gemm", SM90, replace(few, followed=True)).kernel == "mma_ring"
-    assert route("moe_gemm", SM90, replace(few, M=2)).kernel == "mma_ring"
-    first, second = (part for op, part in FusedMoeProblem(1, 6112, 768, 128, 4).parts()[1:3])
-    assert (first.followed, second.followed) == (True, False)
-
-
-def test_a_layers_gemm_takes_its_own_rows_then_those_of_one_by_itself() -> None:
+def test_rows_of_the_next_power_of_two_and_of_silu_stand_in() -> None:
     alone = MoeGemmProblem(3, 1536, 6144, 128, 4, 16, "mxfp8", "swiglu_oai")
-    layers = replace(alone, followed=True)
-    nearest = [(p.M, p.activation, p.followed) for p in stand_ins("moe_gemm", layers)]
-    own = [(4, "swiglu_oai"), (3, "silu"), (4, "silu")]
-    assert nearest == [
-        *((M, activation, True) for M, activation in own),
-        *((M, activation, False) for M, activation in ((3, "swiglu_oai"), *own)),
-    ]
-    assert alone in stand_ins("moe_gemm", layers) and layers in stand_ins("moe_gemm", alone)
+    nearest = [(p.M, p.activation) for p in stand_ins("moe_gemm", alone)]
+    assert nearest == [(4, "swiglu_oai"), (3, "silu"), (4, "silu")]
 
 
 def test_boxes_holds_whole_blocks_and_keeps_x_where_it_fits() -> None:
@@ -72,7 +57,7 @@ def test_boxes_holds_whole_blocks_and_keeps_x_where_it_fits() -> None:
     for M, block_m, col_tiles in (*few, (1024, 48, 6), (1024, 128, 8), (2048, 80, 10)):
         for problem in (first, second):
             config = WGMMA_F16.configure(SM90, replace(problem, M=M, block_m=block_m))
-            assert (config["col_tiles"], config["groups"]) == (col_tiles, 3)
+            assert (config["col_tiles"], config["groups"] + config["tiles"]) == (col_tiles, 4)
             assert (config["slots"] == 0) == (problem is second)
     activated = replace(first, out_dtype="mxfp8", activation="silu")
     configs = [WGMMA_F16.configure(SM90, problem) for problem in (first, second, activated)]
@@ -110,12 +95,11 @@ def test_outer_is_for_results_that_hide_its_error() -> None:
     assert WGMMA_FP8.refusal(SM90, replace(bf16, K=640)) == "K=640 is not a multiple of 512"
 
 
-def test_wide_has_room_for_the_rows_of_most_blocks() -> None:
-    first, second = (MoeGemmProblem(512, N, K, 128, 4, 128) for N, K in ((1536, 6144), (6144, 768)))
-    for M, col_tiles in ((512, 4), (1024, 8), (2048, 12), (3000, 16)):
-        for problem in (first, second):
-            assert WIDE.configure(SM90, replace(problem, M=M))["col_tiles"] == col_tiles
-    assert WIDE.configure(SM90, replace(first, M=2048, block_m=64))["col_tiles"] == 8
+def test_two_tiles_are_for_rows_that_x_has_no_room_to_stay_for() -> None:
+    first, second = (MoeGemmProblem(2048, N, K, 128, 4, 80) for N, K in ((1536, 6144), (6144, 768)))
+    assert [WGMMA_F16.configure(SM90, p)["tiles"] for p in (first, second)] == [2, 1]
+    assert WGMMA_F16.configure(SM90, replace(first, M=1024, block_m=48))["tiles"] == 1
+    assert all(c["tiles"] == 1 for c in WGMMA_F16.candidates(SM90, replace(first, K=6016)))
 
 
 def test_rows_of_other_ranks_experts_do_not_count() -> None:

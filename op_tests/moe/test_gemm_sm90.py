@@ -11,12 +11,9 @@ from torch import Tensor
 import aiter_mx
 from aiter_mx import launch
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
-from aiter_mx.kernels.moe_gemm.apart_sm90 import APART
 from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MMA_RING, fits
-from aiter_mx.kernels.moe_gemm.slabs_sm90 import SLABS
 from aiter_mx.kernels.moe_gemm.wgmma_f16_sm90 import WGMMA_F16
 from aiter_mx.kernels.moe_gemm.wgmma_fp8_sm90 import ACCUMULATION_ERROR, WGMMA_FP8
-from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import Config, KernelSpec
 from aiter_mx.target import hardware
 from aiter_mx.timing import random_mx as random_mx_there
@@ -26,7 +23,7 @@ from op_tests.mx_reference import random_mx
 
 SM90 = hardware("sm_90a")
 GUARD = 256
-KERNELS = (MMA_RING, WIDE, WGMMA_F16, SLABS, WGMMA_FP8)
+KERNELS = (MMA_RING, WGMMA_F16, WGMMA_FP8)
 
 
 def mma_ring(row_tiles: int, col_tiles: int, k_warps: int, depth: int, groups: int = 1) -> Config:
@@ -34,17 +31,13 @@ def mma_ring(row_tiles: int, col_tiles: int, k_warps: int, depth: int, groups: i
     return dict(zip((param.name for param in MMA_RING.params), values, strict=True))
 
 
-def wide(col_tiles: int, groups: int, depth: int) -> Config:
-    return {"col_tiles": col_tiles, "groups": groups, "depth": depth}
-
-
 def wgmma_f16(col_tiles: int, groups: int, depth: int, slots: int, ahead: int) -> Config:
-    values = (col_tiles, groups, depth, slots, ahead)
+    values = (col_tiles, groups, 1, depth, slots, ahead)
     return dict(zip((param.name for param in WGMMA_F16.params), values, strict=True))
 
 
-def slabs(col_tiles: int, depth: int, slots: int, ahead: int) -> Config:
-    return {"col_tiles": col_tiles, "depth": depth, "slots": slots, "ahead": ahead}
+def two_tiles(col_tiles: int, depth: int, slots: int, ahead: int) -> Config:
+    return {**wgmma_f16(col_tiles, 2, depth, slots, ahead), "tiles": 2}
 
 
 def wgmma_fp8(col_tiles: int, depth: int, slots: int) -> Config:
@@ -69,14 +62,10 @@ CASES = [
     (MMA_RING, mma_ring(1, 1, 1, 4, 2), 9, 40, 32, 6, 2, 4),
     (MMA_RING, mma_ring(3, 2, 1, 4, 2), 70, 333, 96, 4, 3, 20),
     (MMA_RING, mma_ring(4, 1, 4, 2), 200, 64, 512, 3, 2, 128),
-    (WIDE, wide(8, 3, 2), 200, 520, 1024, 8, 2, 64),
-    (WIDE, wide(16, 2, 3), 300, 64, 384, 3, 2, 128),
-    (WIDE, wide(16, 2, 2), 400, 328, 640, 4, 2, 96),
-    (WIDE, wide(8, 2, 4), 150, 203, 640, 5, 3, 128),
-    (WIDE, wide(4, 3, 3), 60, 328, 128, 6, 2, 32),
-    (WIDE, wide(4, 2, 1), 30, 256, 256, 8, 4, 16),
-    (WIDE, wide(12, 3, 1), 400, 328, 640, 4, 2, 96),
-    (WIDE, wide(12, 2, 2), 260, 200, 384, 3, 2, 128),
+    (WGMMA_F16, wgmma_f16(16, 2, 3, 3, 3), 300, 64, 384, 3, 2, 128),
+    (WGMMA_F16, wgmma_f16(16, 2, 3, 2, 4), 400, 328, 640, 4, 2, 96),
+    (WGMMA_F16, wgmma_f16(14, 2, 3, 2, 3), 150, 203, 640, 5, 3, 128),
+    (WGMMA_F16, wgmma_f16(16, 2, 2, 0, 2), 260, 200, 384, 3, 2, 128),
     (MMA_RING, mma_ring(2, 1, 4, 2, 2), 40, 384, 640, 6, 3, 16),
     (MMA_RING, mma_ring(1, 4, 8, 2), 90, 448, 1024, 3, 2, 64),
     (WGMMA_F16, wgmma_f16(8, 3, 4, 3, 3), 200, 520, 1024, 8, 2, 64),
@@ -89,14 +78,14 @@ CASES = [
     (WGMMA_F16, wgmma_f16(12, 2, 2, 4, 4), 900, 64, 384, 3, 2, 96),
     # More than two blocks a workgroup.
     (WGMMA_F16, wgmma_f16(4, 3, 2, 0, 2), 700, 200, 256, 40, 4, 8),
-    (SLABS, slabs(8, 4, 2, 3), 200, 520, 1024, 8, 2, 64),
-    (SLABS, slabs(12, 3, 3, 2), 400, 328, 1536, 4, 2, 96),
-    (SLABS, slabs(10, 6, 2, 4), 260, 1000, 512, 3, 2, 80),
-    (SLABS, slabs(10, 4, 2, 3), 500, 1600, 1024, 40, 4, 80),
-    (SLABS, slabs(8, 5, 3, 2), 150, 203, 512, 5, 3, 128),
+    (WGMMA_F16, two_tiles(8, 4, 2, 3), 200, 520, 1024, 8, 2, 64),
+    (WGMMA_F16, two_tiles(12, 3, 3, 2), 400, 328, 1536, 4, 2, 96),
+    (WGMMA_F16, two_tiles(10, 6, 2, 4), 260, 1000, 512, 3, 2, 80),
+    (WGMMA_F16, two_tiles(10, 4, 2, 3), 500, 1600, 1024, 40, 4, 80),
+    (WGMMA_F16, two_tiles(8, 5, 3, 2), 150, 203, 512, 5, 3, 128),
     (WGMMA_F16, wgmma_f16(12, 3, 3, 3, 2), 600, 328, 384, 5, 4, 16),  # joined blocks, as the next
     (WGMMA_F16, wgmma_f16(6, 2, 4, 3, 2), 500, 200, 256, 60, 4, 4),
-    (SLABS, slabs(10, 4, 2, 3), 400, 520, 512, 20, 2, 20),
+    (WGMMA_F16, two_tiles(10, 4, 2, 3), 400, 520, 512, 20, 2, 20),
     (WGMMA_FP8, wgmma_fp8(4, 4, 6), 60, 328, 512, 6, 2, 32),
     (WGMMA_FP8, wgmma_fp8(6, 4, 5), 200, 520, 1024, 8, 2, 64),
     (WGMMA_FP8, wgmma_fp8(4, 6, 8), 300, 800, 512, 40, 4, 8),
@@ -185,9 +174,6 @@ def test_matches_float64(case: int, kind: str) -> None:
     interleaved = problem.layout == "interleaved"
     tensors = [layer.xq, layer.xs, layer.wq, layer.ws, *lists, by_place, layer.bias]
     out, scales = run_on_gpu(spec, config, problem, tensors)
-    if activated and spec is MMA_RING:
-        apart, apart_scales = run_on_gpu(APART, CASES[case][1], problem, tensors)
-        assert_activated(apart, apart_scales, layer, problem.activation, interleaved, SWIGLU)
     if activated:
         assert_activated(out, scales, layer, problem.activation, interleaved, SWIGLU)
     else:
@@ -197,7 +183,7 @@ def test_matches_float64(case: int, kind: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("spec", "activation"),
-    [*((spec, "none") for spec in KERNELS), *((spec, "silu") for spec in (*KERNELS, APART))],
+    [(spec, activation) for activation in ("none", "silu") for spec in KERNELS],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_blocks_without_rows_are_passed_over(spec: KernelSpec, activation: str) -> None:
@@ -236,8 +222,8 @@ def test_blocks_without_rows_are_passed_over(spec: KernelSpec, activation: str) 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("spec", "config", "K"),
-    [(WGMMA_F16, wgmma_f16(4, 3, 2, 0, 2), 256), (SLABS, slabs(8, 4, 3, 3), 512)],
-    ids=["wgmma_f16", "slabs"],
+    [(WGMMA_F16, wgmma_f16(4, 3, 2, 0, 2), 256), (WGMMA_F16, two_tiles(8, 4, 3, 3), 512)],
+    ids=["one_tile", "two_tiles"],
 )
 @pytest.mark.parametrize(("M", "block_m"), [(500, 8), (900, 16), (3000, 128), (2700, 4)])
 def test_pieces_that_are_left_over_are_shared_whatever_they_cost(
@@ -367,7 +353,7 @@ def test_replays_with_other_tokens_and_routings_in_the_same_buffers(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("spec", "config"),
-    [(SLABS, slabs(10, 4, 2, 3)), (WGMMA_FP8, wgmma_fp8(6, 4, 5))],
+    [(WGMMA_F16, two_tiles(10, 4, 2, 3)), (WGMMA_FP8, wgmma_fp8(6, 4, 5))],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_scales_may_be_at_any_multiple_of_four(spec: KernelSpec, config: Config) -> None:

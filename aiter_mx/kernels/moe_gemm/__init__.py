@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from aiter_mx.kernels.moe_gemm.apart_sm90 import APART
 from aiter_mx.kernels.moe_gemm.grouped import GROUPED
 from aiter_mx.kernels.moe_gemm.mfma_gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MMA_RING
 from aiter_mx.kernels.moe_gemm.problem import KEY, MoeGemmProblem, stand_ins
-from aiter_mx.kernels.moe_gemm.slabs_sm90 import SLABS
 from aiter_mx.kernels.moe_gemm.triton import DOT_SCALED
 from aiter_mx.kernels.moe_gemm.wgmma_f16_sm90 import WGMMA_F16
 from aiter_mx.kernels.moe_gemm.wgmma_fp8_sm90 import WGMMA_FP8
-from aiter_mx.kernels.moe_gemm.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import reference
 
 __all__ = ["KERNELS", "KEY", "PROBLEM", "MoeGemmProblem", "stand_ins"]
@@ -21,12 +18,9 @@ PROBLEM = MoeGemmProblem
 KERNELS = (
     GROUPED,
     MFMA_GFX950,
-    APART,
     WGMMA_FP8,
     MMA_RING,
-    SLABS,
     WGMMA_F16,
-    WIDE,
     DOT_SCALED,
     reference("moe_gemm"),
 )

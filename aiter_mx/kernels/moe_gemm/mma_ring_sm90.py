@@ -36,7 +36,7 @@ _SHARED_BYTES = 227 * 1024  # of an SM, for workgroups of 1 KiB more each: compu
 _REGISTERS = 64 * 1024  # of an SM
 _MOST_CANDIDATES = 40
 MOST_ROWS = 12  # of an expert, measured on an H200
-_MOST_ROWS_UNEVEN = 17  # where K is no multiple of a chunk, which wgmma_f16 and wide refuse
+_MOST_ROWS_UNEVEN = 17  # where K is no multiple of a chunk, which wgmma_f16 refuses
 
 
 def most_rows(problem: MoeGemmProblem) -> int:
@@ -145,16 +145,26 @@ def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
         and config["depth"] <= 3
         and 4 <= config["k_warps"] * config["groups"] <= 12
     ]
-    ordered = [*_preferred(target, problem), *near]
+    ordered = [*_preferred(target, problem), *_of_clusters(target, problem), *near]
     distinct = {tuple(sorted(config.items())): config for config in ordered}
     return [config for config in distinct.values() if fits(problem, config)][:_MOST_CANDIDATES]
+
+
+def _of_clusters(target: Target, problem: MoeGemmProblem) -> list[Config]:
+    """Of a block of 32 activated features for two workgroups or four, where these are few."""
+    blocks = min(problem.routed, problem.E) * -(-problem.N // (_ACTIVATED_TILES * 16))
+    if problem.activation == "none" or blocks > 3 * target.cu_num:
+        return []
+    names = ("row_tiles", "k_warps", "depth", "groups")
+    shapes = [(2, 6, 2, 2), (2, 4, 2, 3), (2, 4, 2, 2), (2, 8, 2, 2), (1, 4, 2, 4), (1, 8, 2, 2)]
+    return [{"col_tiles": 1, **dict(zip(names, shape, strict=True))} for shape in shapes]
 
 
 def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
     rows = problem.rows_of_expert
     if rows <= most_rows(problem):
         return None
-    other = "grouped" if problem.K % CHUNK else "wide"
+    other = "grouped" if problem.K % CHUNK else "wgmma_f16"
     return f"{other} is faster for the {rows:.0f} rows of an expert"
 
 

@@ -99,8 +99,6 @@ class MoeGemmProblem:
             leaves out rows of the others.
         early_routing: whether the routing was complete before the kernel ahead in the stream began,
             so that a launch that overlaps with that one may use it already.
-        followed: whether the next launch in the stream asks for its weights before this one has
-            ended, as a layer's second GEMM does: the earlier it finds room, the better.
 
     Raises:
         ValueError: a field is none of the above.
@@ -125,7 +123,6 @@ class MoeGemmProblem:
     limit: float = 7.0
     num_experts: int = 0
     early_routing: bool = False
-    followed: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("M", 0), ("N", 0), ("E", 1), ("top_k", 1), ("a_div", 1)):
@@ -256,17 +253,13 @@ def sm90_defines(problem: MoeGemmProblem) -> dict[str, int]:
     }
 
 
-KEY = ("M", "N", "K", "E", "num_experts", "top_k", "block_m", "out_dtype", "activation", "followed")
+KEY = ("M", "N", "K", "E", "num_experts", "top_k", "block_m", "out_dtype", "activation")
 
 
 def stand_ins(key: MoeGemmProblem) -> tuple[MoeGemmProblem, ...]:
     """The next power of two tokens, and bf16 for other plain outputs, as tables have them; of
-    activations silu, which costs the same; then the GEMM by itself for a layer's, and a layer's for
-    one by itself."""
+    activations silu, which costs the same."""
     rounded = replace(key, M=1 << (key.M - 1).bit_length() if key.M else 0)
     if key.activation != "none":
-        found = (rounded, replace(key, activation="silu"), replace(rounded, activation="silu"))
-    else:
-        found = (rounded, replace(key, out_dtype="bf16"), replace(rounded, out_dtype="bf16"))
-    others = (replace(other, followed=not key.followed) for other in (key, *found))
-    return (*found, *others)
+        return (rounded, replace(key, activation="silu"), replace(rounded, activation="silu"))
+    return (rounded, replace(key, out_dtype="bf16"), replace(rounded, out_dtype="bf16"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import zip_longest
 
 from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MAX_SIDE, MOST_ROWS
 from aiter_mx.kernels.moe_gemm.problem import (
@@ -25,8 +26,13 @@ from aiter_mx.kernels.spec import (
 from aiter_mx.target import Target
 
 PARAMS = (
-    Param("col_tiles", (4, 6, 8, 10, 12), "tiles of 8 rows of x that a workgroup takes at a time"),
-    Param("groups", (2, 3), "warpgroups of a workgroup that add, with 64 rows of w each"),
+    Param(
+        "col_tiles",
+        (4, 6, 8, 10, 12, 14, 16),
+        "tiles of 8 rows of x that a workgroup takes at a time",
+    ),
+    Param("groups", (2, 3), "warpgroups of a workgroup that add"),
+    Param("tiles", (1, 2), "times 64 rows of w of each of these"),
     Param("depth", (2, 3, 4, 5, 6), "times 128 k of w that are in flight"),
     Param("slots", (0, 2, 3, 4), "times 128 k of x that are ready; 0: all of K, from tile to tile"),
     Param("ahead", (2, 3, 4, 6), "times 128 k of x that are on their way"),
@@ -34,13 +40,24 @@ PARAMS = (
 
 CHUNK = 128  # k
 GROUP_ROWS = 64  # of w
-BRING_GROUPS = 3  # warpgroups that bring what others add, also in slabs
+BRING_GROUPS = 3  # warpgroups that bring what others add
 _ENTRIES = 4  # of the queue
 _MOST_WEIGHT_ROWS = MAX_SIDE - 256  # of all experts, as boxes may start past the last
 _MOST_ROWS = 1 << 25  # of an expert, whose tiles times what they cost are counted in 32 bits
 SHARED_BYTES = 227 * 1024  # of a workgroup: compute capability 9.0
 _MOST_CANDIDATES = 24
 _MOST_TILES = PARAMS[0].values[-1]
+_TWO_TILES = {
+    "col_tiles": (8, 10, 12),
+    "groups": (2,),
+    "slots": (2, 3),
+    "depth": (3, 4, 5, 6),
+    "ahead": (2, 3, 4),
+}
+"""What there is of two tiles, whose sums leave few registers."""
+_SCALE_CHUNKS = 4  # times 128 k whose scales are loaded at once, where there are two tiles
+_FEWEST_ROWS_OF_TWO, _MOST_ROWS_OF_TWO = 40, 96  # of an expert, of a block
+_MOST_OF_THREE_GROUPS = 12  # tiles of x whose sums three warpgroups have registers for
 _WHOLE_ROWS = 48  # of a block that is taken at once, however few rows an expert has on average
 _FEW_ROWS = 24  # of a block, for which 48 columns have no more room for an expert's than 32
 
@@ -79,16 +96,32 @@ def frame_bytes(problem: MoeGemmProblem, cols: int, groups: int) -> int:
 
 
 def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
-    return layout_bytes(problem, config, config["groups"], _slots(problem, config))
+    """Of a workgroup. Beside two tiles there are scales of w as they are, of this tile and the next
+    one, twice as many as are loaded at once."""
+    groups, tiles = config["groups"], config["tiles"]
+    if tiles == 1:
+        return layout_bytes(problem, config, groups, _slots(problem, config))
+    scales = 2 * 2 * groups * tiles * GROUP_ROWS * _SCALE_CHUNKS * 4
+    return layout_bytes(problem, config, groups, config["slots"], _SCALE_CHUNKS) + scales
+
+
+def _exists(problem: MoeGemmProblem, config: Config) -> bool:
+    """Whether the device code has such tiles, and registers for them."""
+    if config["col_tiles"] > _MOST_OF_THREE_GROUPS and config["groups"] > 2:
+        return False
+    return config["tiles"] == 1 or (
+        problem.K % (_SCALE_CHUNKS * CHUNK) == 0
+        and all(config[name] in values for name, values in _TWO_TILES.items())
+    )
 
 
 def _fits(problem: MoeGemmProblem, config: Config) -> bool:
-    return shared_bytes(problem, config) <= SHARED_BYTES
+    return _exists(problem, config) and shared_bytes(problem, config) <= SHARED_BYTES
 
 
 def _stays(problem: MoeGemmProblem, tiles: int) -> bool:
     """Whether there is room for all of x."""
-    least = {"col_tiles": tiles, "groups": 3, "depth": 2, "slots": 0, "ahead": 2}
+    least = {"col_tiles": tiles, "groups": 3, "tiles": 1, "depth": 2, "slots": 0, "ahead": 2}
     return _fits(problem, least)
 
 
@@ -115,7 +148,32 @@ def rows_of_block(problem: MoeGemmProblem) -> float:
 
 @lru_cache(maxsize=64)
 def candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
-    """Those that fit, the ones that did well on an H200 first."""
+    """Those that fit, the ones that did well on an H200 first: of one tile and of two in turns,
+    where experts have rows for two."""
+    one, two = _of_one_tile(problem), _of_two_tiles(problem)
+    if problem.rows_of_expert < _FEWEST_ROWS_OF_TWO:
+        return one
+    stays = bool(one) and one[0]["slots"] == 0
+    two_first = not stays and rows_of_block(problem) <= _MOST_ROWS_OF_TWO
+    in_turn = zip_longest(two, one) if two_first else zip_longest(one, two)
+    return [config for pair in in_turn for config in pair if config is not None]
+
+
+def _of_two_tiles(problem: MoeGemmProblem) -> list[Config]:
+    rows = rows_of_block(problem)
+    tiles = next((t for t in _TWO_TILES["col_tiles"] if rows <= t * 8), 12)
+    return sorted(
+        (c for c in combinations(PARAMS) if c["tiles"] == 2 and _fits(problem, c)),
+        key=lambda c: (
+            abs(c["col_tiles"] - tiles),
+            abs(c["depth"] - 4),
+            abs(c["slots"] - (3 if tiles == 10 else 2)),
+            abs(c["ahead"] - 3),
+        ),
+    )[:_MOST_CANDIDATES]
+
+
+def _of_one_tile(problem: MoeGemmProblem) -> list[Config]:
     rows = problem.block_m if problem.block_m <= _WHOLE_ROWS else rows_of_block(problem)
     tiles = next((t for t in PARAMS[0].values if rows <= t * 8), _MOST_TILES)
     plain = problem.activation == "none"
@@ -125,10 +183,10 @@ def candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
     # 6 tiles leave the L1 more of an SM's memory with 3 stages, which is worth more than a fourth.
     depth, slots, ahead = {4: (4, 3, 3), 6: (3, 4, 4), 8: (4, 3, 3)}.get(tiles, (3, 3, 4))
     return sorted(
-        (config for config in combinations(PARAMS) if _fits(problem, config)),
+        (c for c in combinations(PARAMS) if c["tiles"] == 1 and _fits(problem, c)),
         key=lambda c: (
             abs(c["col_tiles"] - tiles),
-            c["groups"] != 3,
+            c["groups"] != (3 if tiles <= _MOST_OF_THREE_GROUPS else 2),
             c["slots"] != 0,
             abs(c["depth"] - depth),
             abs(c["ahead"] - ahead),
@@ -141,8 +199,6 @@ def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
     rows = problem.rows_of_expert
     if rows <= MOST_ROWS:
         return f"mma_ring is faster for the {rows:.0f} rows of an expert"
-    if rows_of_block(problem) > _MOST_TILES * 8:
-        return f"wide has room for more than {_MOST_TILES * 8} rows of a block"
     return None
 
 
@@ -190,11 +246,16 @@ def frame_geometry(target: Target, groups: int, shared_bytes: int) -> Geometry:
 
 
 def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
+    tiles = config["tiles"]
     shared = shared_bytes(problem, config)
-    return frame_defines(problem, config, shared, config["groups"], long_scales=False)
+    return frame_defines(
+        *(problem, config, shared, config["groups"]), tiles=tiles, long_scales=tiles > 1
+    )
 
 
 def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:
+    if not _exists(problem, config):
+        raise ValueError(f"{dict(config)} does not fit {problem}")
     groups = config["groups"] + BRING_GROUPS
     return frame_geometry(target, groups, shared_bytes(problem, config))
 

@@ -86,7 +86,7 @@ def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
         return f"mma_ring is faster for the {problem.rows_of_expert:.0f} rows of an expert"
     most = PARAMS[0].values[-1] * 8
     if _rows_of_most(problem, 2) > most:
-        return f"wgmma_f16 and slabs are faster where experts have more than {most} rows"
+        return f"wgmma_f16 is faster where experts have more than {most} rows"
     return None
 
 

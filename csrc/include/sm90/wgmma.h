@@ -21,6 +21,7 @@
 #define MX_SUMS_40(d, i) MX_SUMS_32(d, i), MX_SUMS_8(d, i + 32)
 #define MX_SUMS_44(d, i) MX_SUMS_40(d, i), MX_SUMS_4(d, i + 40)
 #define MX_SUMS_48(d, i) MX_SUMS_32(d, i), MX_SUMS_16(d, i + 32)
+#define MX_SUMS_56(d, i) MX_SUMS_48(d, i), MX_SUMS_8(d, i + 48)
 #define MX_SUMS_64(d, i) MX_SUMS_32(d, i), MX_SUMS_32(d, i + 32)
 #define MX_SUMS_96(d, i) MX_SUMS_64(d, i), MX_SUMS_32(d, i + 64)
 #define MX_SUMS_128(d, i) MX_SUMS_96(d, i), MX_SUMS_32(d, i + 96)
@@ -36,6 +37,7 @@
 #define MX_NAMES_40 MX_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define MX_NAMES_44 MX_NAMES_40 ", %40, %41, %42, %43"
 #define MX_NAMES_48 MX_NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define MX_NAMES_56 MX_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define MX_NAMES_64                                                                                \
     MX_NAMES_48                                                                                    \
     ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -101,6 +103,7 @@ MX_WGMMA(72, 36, "%36, %37, %38, %39", "%40")
 MX_WGMMA(80, 40, "%40, %41, %42, %43", "%44")
 MX_WGMMA(88, 44, "%44, %45, %46, %47", "%48")
 MX_WGMMA(96, 48, "%48, %49, %50, %51", "%52")
+MX_WGMMA(112, 56, "%56, %57, %58, %59", "%60")
 MX_WGMMA(128, 64, "%64, %65, %66, %67", "%68")
 MX_WGMMA(192, 96, "%96, %97, %98, %99", "%100")
 MX_WGMMA(256, 128, "%128, %129, %130, %131", "%132")

@@ -1,22 +1,20 @@
-// Grouped GEMM over routed tokens on Hopper, for 40 to 96 tokens an expert, where x does not stay.
-// aiter_mx/kernels/moe_gemm/problem.py defines what it computes and its arguments.
-//
-// wgmma_f16_sm90.cu with two slabs of 64 rows of w for each warpgroup that adds: x, which both
-// read, is brought and made fp16 for 256 rows at a time. By count the memory pipe of an SM has the
-// most to do for each 128 k, beside the copies of tensor maps. So scales are copied 16 bytes at a
-// time; and ahead of their use, as what waits for them keeps all that add waiting.
+// How a warpgroup of wgmma_f16_sm90.cu adds two tiles of 64 rows of w, for 40 to 96 tokens an
+// expert where x does not stay: x, which both read, is brought and made fp16 for 256 rows at a
+// time. By count the memory pipe of an SM has the most to do for each 128 k, beside the copies of
+// tensor maps. So scales are copied 16 bytes at a time; and ahead of their use, as what waits for
+// them keeps all that add waiting.
+#pragma once
 
 #include "boxes_finish_sm90.h"
 #include "boxes_roles_sm90.h"
 #include "boxes_sm90.h"
-#include "common/target.h"
 #include "moe_sm90.h"
-#include "slabs_fill_sm90.h"
 #include "sm90/mma.h"
 #include "sm90/tma.h"
 #include "sm90/wgmma.h"
+#include "wgmma_f16_fill_sm90.h"
 
-using namespace mx;
+namespace mx {
 
 // Adds tiles and stores what they come to.
 struct Adder {
@@ -195,8 +193,7 @@ struct Adder {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    aiter_mx_moe_gemm_slabs(MX_MOE_PARAMETERS, const __grid_constant__ TensorMap weights_map) {
-    extern __shared__ __align__(1024) unsigned char dynamic[];
-    take_roles<Adder, Filler>(MX_MOE_ARGS, *reinterpret_cast<SharedOfSlabs*>(dynamic), weights_map);
-}
+using Places = SharedOfTwo;
+using Factors = Filler;
+
+} // namespace mx

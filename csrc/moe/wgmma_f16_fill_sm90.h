@@ -1,4 +1,4 @@
-// The warps of slabs_sm90.cu that make factors of w's scales.
+// The warps of wgmma_f16_sm90.cu that make factors of w's scales where there are two tiles.
 #pragma once
 
 #include "boxes_sm90.h"
@@ -7,14 +7,15 @@
 
 namespace mx {
 
-// Beside what boxes has, scales of w as they are: of the tile that is under way and of the next
-// one, so many times of each as are there or on their way.
+// Beside what one tile needs, scales of w as they are: of the tile that is under way and of the
+// next one, so many times of each as are there or on their way.
 constexpr int kScaleTurns = 2;
-struct SharedOfSlabs : Shared {
+struct SharedOfTwo : Shared {
     alignas(16) unsigned w_scales[2][kScaleTurns][kParts][kGroupRows][kVectorChunks];
 };
-static_assert(sizeof(SharedOfSlabs) <= MX_SHARED_BYTES,
-              "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/slabs_sm90.py");
+static_assert(
+    sizeof(SharedOfTwo) <= MX_SHARED_BYTES,
+    "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/wgmma_f16_sm90.py");
 
 // The largest scales of the first tile's rows, for which all wait. The warps that add have nothing
 // to do yet, and registers for all scales of a row at once: they leave them where the first factors
@@ -72,7 +73,7 @@ struct Filler {
     static constexpr int kOwned = kGroupRows / kLanes; // rows of a part
     static constexpr int kBatch = kVectorChunks;       // chunks
     const MoeArgs& a;
-    SharedOfSlabs& shared;
+    SharedOfTwo& shared;
     const int group, lane;
 
     static constexpr int kInSector = 32 / kBlocks; // chunks that a prefetch brings
