@@ -4,7 +4,8 @@
 
 Every row of this GPU's tables that names one of the kernels given is raced as the tuner races, but
 with these kernels left out, beside the row's own configuration. ``--shapes`` names a CSV of further
-problems (column ``op``, then the op's fields), each raced beside what dispatch takes for it now.
+problems (columns ``op``, the op's fields, and perhaps ``kernel`` and ``config``), each raced beside
+that kernel, or what dispatch takes for it now.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from aiter_mx.cli.tune import default_table
 from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.dispatch.tables import parse_config
 from aiter_mx.kernels.registry import (
     field_value,
     find_kernel,
@@ -26,7 +28,7 @@ from aiter_mx.kernels.registry import (
     key_columns,
     problem_type,
 )
-from aiter_mx.kernels.spec import Problem
+from aiter_mx.kernels.spec import Config, Problem
 from aiter_mx.target import Target, gpu_target, hardware
 from aiter_mx.tuning.builds import Ahead
 from aiter_mx.tuning.candidates import Candidate, candidate_of, candidates_of
@@ -99,7 +101,7 @@ def _of_rows(
             if row["backend"] == "hip" and row["kernel"] in names:
                 problem = _problem(op, row)
                 kernel = find_kernel(op, target.arch, "hip", row["kernel"])
-                config = {param.name: int(row[param.name]) for param in kernel.params}
+                config = parse_config(row["config"])
                 now = candidate_of(kernel, target.arch, config)
                 yield _race("row", op, target, problem, now, gone, most, few)
 
@@ -111,9 +113,15 @@ def _of_shapes(
         for row in csv.DictReader(file):
             op = row["op"]
             problem = _problem(op, row)
-            chosen = route(op, target, problem)
-            kernel = find_kernel(op, target.arch, chosen.backend, chosen.kernel)
-            now = candidate_of(kernel, target.arch, chosen.config)
+            config: Config
+            if row.get("kernel"):
+                kernel = find_kernel(op, target.arch, "hip", row["kernel"])
+                config = parse_config(row["config"])
+            else:
+                chosen = route(op, target, problem)
+                kernel = find_kernel(op, target.arch, chosen.backend, chosen.kernel)
+                config = chosen.config
+            now = candidate_of(kernel, target.arch, config)
             yield _race(row.get("why", "shape"), op, target, problem, now, gone, most, few)
 
 
