@@ -150,7 +150,7 @@ struct Activations {
         return rows.template load<false>(tile, place);
     }
     MX_MEMBER static Operand operand(u32x4* lds, const Tile& loaded, int lane) {
-        return turn(lds, loaded, lane);
+        return transpose(lds, loaded, lane);
     }
 };
 template <>
@@ -162,7 +162,7 @@ struct Activations<true> {
         : rows(x, M, K) {}
     MX_MEMBER WideTile load(int tile, const Place& place) const { return rows.load(tile, place); }
     MX_MEMBER static Operand operand(u32x4* lds, const WideTile& loaded, int lane) {
-        return turn_payload(lds, loaded.quantise(lane), lane);
+        return transpose_payload(lds, loaded.quantise(lane), lane);
     }
 };
 using X = Activations<kQuantises>;
@@ -174,8 +174,8 @@ MX_DEVICE int place_of_sums(int row_tile, int col_tile, int g, int column) {
     constexpr int of_tile = kTileRows / 4, of_group = kRowTiles * of_tile;
     constexpr int spread = of_group > 8 ? 1 : of_group > 4 ? 2 : of_group > 2 ? 4 : 16 / of_group;
     const int piece = row_tile * of_tile + g % of_tile; // of all that one row of x has
-    const int turned = column ^ (piece * spread ^ col_tile * kTileRows) % kSide;
-    return (row_tile * kColTiles + col_tile) * kLanes + g * kSide + turned;
+    const int swizzled = column ^ (piece * spread ^ col_tile * kTileRows) % kSide;
+    return (row_tile * kColTiles + col_tile) * kLanes + g * kSide + swizzled;
 }
 
 // Has the scalar arguments loaded at once: left alone, each is loaded where it is first used, and

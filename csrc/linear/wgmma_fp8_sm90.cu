@@ -21,7 +21,7 @@
 // product takes one instruction. Scales so far from 1 that this is not exact, of rows of x or of w,
 // have the sums of these computed again without it.
 //
-// wgmma's A, of 64 rows, is x where kTurned: then its four warps have as much work each, whatever
+// wgmma's A, of 64 rows, is x where kXIsA: then its four warps have as much work each, whatever
 // the rows of w. Sums are added over the warpgroups and the cluster in a fixed order.
 
 #include "common/epilogue.h"
@@ -81,7 +81,7 @@ MX_DEVICE void wait_for_stage(unsigned barrier, unsigned parity) {
     __trap();
 }
 
-constexpr bool kTurned = MX_TURNED;           // wgmma's A is x, its B is w; else the other way
+constexpr bool kXIsA = MX_X_IS_A;             // wgmma's A is x, its B is w; else the other way
 constexpr int kRowsM = MX_ROWS_M;             // of x, a multiple of 8
 constexpr int kRowsW = MX_ROWS_W;             // of w in a workgroup, a multiple of 8
 constexpr int kRowGroups = MX_ROW_GROUPS;     // warpgroups side by side along w
@@ -105,8 +105,8 @@ constexpr int kCopyRegisters = 24;
 constexpr int kMostRegisters = kGroups == 1 ? 248 : kGroups == 2 ? 240 : kGroups == 3 ? 160 : 112;
 constexpr int kParts = kSplit * kKGroups; // whose sums are added
 
-constexpr int kRowsA = kTurned ? kRowsM : kRowsW, kRowsB = kTurned ? kRowsW : kRowsM;
-constexpr int kColumns = kTurned ? kRowsW / kRowGroups : kRowsM; // of a wgmma
+constexpr int kRowsA = kXIsA ? kRowsM : kRowsW, kRowsB = kXIsA ? kRowsW : kRowsM;
+constexpr int kColumns = kXIsA ? kRowsW / kRowGroups : kRowsM; // of a wgmma
 constexpr int kTilesB = kColumns / 8;
 constexpr int kValues = kColumns / 2; // of a block's products, of a thread
 // Blocks whose products and scales are in registers: some are multiplied while another is added.
@@ -128,7 +128,7 @@ constexpr int kOwnedTiles = (kTiles + kSplit - 1) / kSplit;
 // workgroups.
 constexpr bool kKept = kParts > 1 && kTilesB >= 2 * kParts;
 constexpr int kMostKept = (kTilesB + kParts - 1) / kParts;
-constexpr int kRowWarps = kTurned ? kActive * kRowGroups : kActive; // of a part, with rows
+constexpr int kRowWarps = kXIsA ? kActive * kRowGroups : kActive; // of a part, with rows
 MX_DEVICE constexpr int first_kept(int part) { return (part * kTilesB + kParts - 1) / kParts; }
 constexpr int kBoxes = kKept         ? kKGroups * kRowWarps * kMostKept * (kParts - 1)
                        : kParts == 1 ? 0
@@ -239,7 +239,7 @@ struct ScaleCopies {
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
             const Item own = item(i);
-            const bool of_a = own.of_x == kTurned;
+            const bool of_a = own.of_x == kXIsA;
             if (!own.exists || (kAtOnce == 1 && of_a && own.chunk >= kChunks))
                 continue;
             const unsigned place =
@@ -283,8 +283,8 @@ struct Place {
     MX_MEMBER int b(int value) const {
         return column_group + value / 4 * 8 + lane % 4 * 2 + value % 2;
     }
-    MX_MEMBER int m(int value) const { return kTurned ? a(value) : b(value); }
-    MX_MEMBER int row(int value) const { return kTurned ? b(value) : a(value); }
+    MX_MEMBER int m(int value) const { return kXIsA ? a(value) : b(value); }
+    MX_MEMBER int row(int value) const { return kXIsA ? b(value) : a(value); }
 };
 
 // The sums of a lane over its warpgroup's chunks, where a row of w or x has scales so near the ends
@@ -329,13 +329,13 @@ struct Store {
     bool paired; // whether neighbours along N can be stored at once
 
     // From a lane's value of a tile to the next, and to the one after that.
-    static constexpr int kNextM = kTurned ? 0 : 1, kNextRow = 1 - kNextM;
-    static constexpr int kAfterM = kTurned ? 8 : 0, kAfterRow = 8 - kAfterM;
+    static constexpr int kNextM = kXIsA ? 0 : 1, kNextRow = 1 - kNextM;
+    static constexpr int kAfterM = kXIsA ? 8 : 0, kAfterRow = 8 - kAfterM;
 
     // Tiles are counted over all warpgroups.
     MX_MEMBER Target target(int tile) const {
         const int warp = tile / kTilesB, j = tile % kTilesB;
-        const Place place{kTurned ? warp % kActive : warp, kTurned ? warp / kActive * kColumns : 0,
+        const Place place{kXIsA ? warp % kActive : warp, kXIsA ? warp / kActive * kColumns : 0,
                           lane};
         const int m = place.m(4 * j), row = place.row(4 * j);
         const int rows = static_cast<int>(min(static_cast<long>(kRowsW), N - first));
@@ -349,7 +349,7 @@ struct Store {
         if (bias_kind != kNone)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                if (const int own_row = row + i * (kTurned ? 1 : 8); own_row < rows)
+                if (const int own_row = row + i * (kXIsA ? 1 : 8); own_row < rows)
                     target.bias[i] = load_bias(bias, bias_kind, first + own_row);
         return target;
     }
@@ -357,19 +357,19 @@ struct Store {
         const float values[2][2] = {{sums.x, sums.y}, {sums.z, sums.w}};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            Out* here = target.to + (kTurned ? i * kAfterM * N : i * kAfterRow);
+            Out* here = target.to + (kXIsA ? i * kAfterM * N : i * kAfterRow);
             float two[2];
 #pragma unroll
             for (int j = 0; j < 2; ++j)
-                two[j] = values[i][j] + target.bias[kTurned ? j : i];
+                two[j] = values[i][j] + target.bias[kXIsA ? j : i];
             const bool exists = target.exist >> 2 * i & 1, second = target.exist >> (2 * i + 1) & 1;
-            if (kTurned && paired) {
+            if (kXIsA && paired) {
                 store_pair(here, two[0], two[1], exists ? 0 : -1);
             } else {
                 if (exists)
                     store(here, two[0]);
                 if (second)
-                    store(here + (kTurned ? 1 : N), two[1]);
+                    store(here + (kXIsA ? 1 : N), two[1]);
             }
         }
     }
@@ -531,13 +531,13 @@ struct Kept {
     MX_MEMBER void store_plain(float4 tile, int j) const {
         const int i = store.lane / 4, a = row_warp % kActive * 16, pair = store.lane % 4 * 2;
         unsigned low = pack<Out>(tile.x, tile.y), high = pack<Out>(tile.z, tile.w);
-        if constexpr (!kTurned) {
+        if constexpr (!kXIsA) {
             low = transposed(low);
             high = transposed(high);
         }
-        const int m = kTurned ? a + i : 8 * j + i,
-                  row = kTurned ? row_warp / kActive * kColumns + 8 * j + pair : a + pair;
-        constexpr int next_m = kTurned ? 8 : 0, next_row = 8 - next_m;
+        const int m = kXIsA ? a + i : 8 * j + i,
+                  row = kXIsA ? row_warp / kActive * kColumns + 8 * j + pair : a + pair;
+        constexpr int next_m = kXIsA ? 8 : 0, next_row = 8 - next_m;
         unsigned* to = reinterpret_cast<unsigned*>(store.y + m * store.N + store.first + row);
         if (m < store.M && row < kRowsW)
             *to = low;
@@ -597,7 +597,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
                 if constexpr (kSplit > 1)
                     barrier_arrive_expect(inbox_full, boxes_of(part) * kTileBytes);
                 barrier_arrive_expect(full, kWBytes);
-                copy_box(shared + (kTurned ? kXBytes : 0), w_map, first_chunk * kChunk,
+                tma_load(shared + (kXIsA ? kXBytes : 0), w_map, first_chunk * kChunk,
                          static_cast<int>(first_row), full);
             }
         }
@@ -616,11 +616,11 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
         }
         if constexpr (kSplit > 1)
             cluster_arrive_relaxed();
-        const unsigned to = shared + (of_x == kTurned ? 0 : kTurned ? kXBytes : kWBytes);
+        const unsigned to = shared + (of_x == kXIsA ? 0 : kXIsA ? kXBytes : kWBytes);
         const int row = of_x ? 0 : static_cast<int>(first_row);
         constexpr int early = kDepth < kStages ? kDepth : kStages;
         if (elected_lane()) {
-            Turn<kStages> arriving, next;
+            PipelineState<kStages> arriving, next;
             if (!of_x)
                 next.next(); // of its first box
 #pragma unroll 1
@@ -632,7 +632,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
                         barrier_wait(empty + 8 * next.at, next.parity ^ 1);
                 }
                 barrier_arrive_expect(full + 8 * next.at, of_x ? kXBytes : kWBytes);
-                copy_box(to + next.at * kStageBytes, map, (first_chunk + i) * kChunk, row,
+                tma_load(to + next.at * kStageBytes, map, (first_chunk + i) * kChunk, row,
                          full + 8 * next.at);
                 next.next();
                 if (of_x && i == min(early, chunks) - 1)
@@ -669,16 +669,16 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     far = named_barrier_or(4, kConsumers, far); // scales are there
 
     const int k_group = warp / (4 * kRowGroups), row_warp = warp % (4 * kRowGroups);
-    const int row_group = row_warp / 4, sixteen = kTurned ? row_warp % 4 : row_warp;
+    const int row_group = row_warp / 4, sixteen = kXIsA ? row_warp % 4 : row_warp;
     const bool active = sixteen < kActive;
-    const Place place{sixteen, kTurned ? row_group * kColumns : 0, lane};
-    const SwizzledDescriptor a(shared + (kTurned ? 0 : row_group * 64 * kChunk));
+    const Place place{sixteen, kXIsA ? row_group * kColumns : 0, lane};
+    const SwizzledDescriptor a(shared + (kXIsA ? 0 : row_group * 64 * kChunk));
     const SwizzledDescriptor b_rows(shared +
-                                    (kTurned ? kXBytes + row_group * kColumns * kChunk : kWBytes));
+                                    (kXIsA ? kXBytes + row_group * kColumns * kChunk : kWBytes));
     const unsigned words_at =
         held(shared + kScalesA + (sixteen * 16 + lane / 4) * kFactorBytes + lane % 2 * 4);
     const MatrixDescriptor factors(shared + kScalesB +
-                                       (kTurned ? row_group * kColumns * 2 * kFactorBytes : 0),
+                                       (kXIsA ? row_group * kColumns * 2 * kFactorBytes : 0),
                                    0, 8 * 2 * kFactorBytes);
     Sums sums = {};
     float products[kBuffers][kValues], scales[kBuffers][kValues];
@@ -859,7 +859,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     const auto tile_sum = [&](int j) {
         return float4{sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
     };
-    const int first_tile = (kTurned ? row_group * kActive + sixteen : sixteen) * kTilesB;
+    const int first_tile = (kXIsA ? row_group * kActive + sixteen : sixteen) * kTilesB;
     if constexpr (kSplit > 1)
         cluster_wait(); // all of the cluster's workgroups have started
     const auto tell_received = [&] {

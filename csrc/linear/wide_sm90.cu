@@ -239,12 +239,12 @@ struct Asker {
     const Part& part;
     int tile, chunk; // of the next box
     const int tiles, tile_step;
-    Turn<kDepth> ring;
+    PipelineState<kDepth> ring;
 
     MX_MEMBER void ask(int stage) const {
         const unsigned barrier = shared_address(shared.full + stage);
         barrier_arrive_expect(barrier, kStageBytes);
-        copy_box(base + stage * kStageBytes, weights, (part.first + chunk) * kChunk, tile * kRows,
+        tma_load(base + stage * kStageBytes, weights, (part.first + chunk) * kChunk, tile * kRows,
                  barrier);
     }
     MX_MEMBER void next() {
@@ -491,7 +491,7 @@ struct Adder {
     const unsigned from, full, empty;
     unsigned scales, next_scales; // of this pass and, where kLate, of the next
     bool careful;                 // whether any factor of the warp's rows is 0
-    Turn<kDepth> ring;
+    PipelineState<kDepth> ring;
     unsigned words[2][2][4], scale[2], next_scale[2];
     unsigned outside[2], lost[2]; // of the chunks that were opened, of the pass
     int exponent[2];              // of what the rows are relative to
@@ -755,7 +755,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
         if (warp < kSlots && c < part.chunks) {
             const unsigned barrier = shared_address(shared.x_full + c);
             barrier_arrive_expect(barrier, kSlotBytes);
-            copy_box(base + kStaging + warp * kSlotBytes, x_map, (part.first + c) * kChunk, 0,
+            tma_load(base + kStaging + warp * kSlotBytes, x_map, (part.first + c) * kChunk, 0,
                      barrier);
         }
     };
@@ -954,7 +954,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
             decrease_registers<kHelpingRegisters>();
         if (asks && part.chunks > 0 && elected_lane()) {
             Asker asker{shared, weights, base, part, first_tile, 0, tiles, tile_step, {}};
-            Turn<kDepth> arriving;
+            PipelineState<kDepth> arriving;
             const int before = overlaps ? kAskedFirst : asked;
 #pragma unroll 1
             for (int i = 0; asker.tile < tiles; ++i) {

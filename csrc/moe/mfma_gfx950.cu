@@ -333,7 +333,7 @@ MX_DEVICE void compute(ArgsInMemory& args, const Chunk& chunk, u32x4 (&lds)[kWav
         }
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i)
-            multiply_step(lds[wave], w[i], x[i], lane, turn, sums, w_nans, x_nans);
+            multiply_step(lds[wave], w[i], x[i], lane, transpose, sums, w_nans, x_nans);
     }
     const auto place = [](int r, int c, int g, int column) {
         return (r * ColTiles + c) * kLanes + column * 4 + g;

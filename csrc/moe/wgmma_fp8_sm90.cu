@@ -5,23 +5,203 @@
 // A workgroup takes kRows rows of an expert's w and up to kCols rows of x, as in
 // wgmma_f16_sm90.cu, and computes as linear/wgmma_fp8_sm90.cu does. Nothing is converted:
 //
-//   w       -> a ring in shared memory for each warpgroup that adds, by boxes of 128 k: wgmma's A
-//   x       -> shared memory, kSlots chunks ahead, in the order of boxes: wgmma's B
+//   w       -> a ring in shared memory for each warpgroup that adds, by TMA: wgmma's A
+//   x       -> shared memory, kSlots chunks ahead, swizzled as TMA does: wgmma's B
 //   scales  -> shared memory; those of x as bf16. Another wgmma multiplies those of w and of x.
 //   sums    += products of a block of 32 k times what that gave, in fp32
 //
 // Rows whose scales are so far from 1 that this is not exact, zero blocks aside, are computed again
 // in fp32.
 
-#include "boxes_finish_sm90.h"
-#include "boxes_sm90.h"
-#include "common/target.h"
-#include "moe_sm90.h"
-#include "sm90/tma.h"
-#include "sm90/wgmma.h"
-#include "wgmma_fp8_bring_sm90.h"
+#include "wgmma_sm90.h"
+
+namespace mx {
+
+// Scales of a row come for so many chunks at a time, and lie in places for as many. Such a place is
+// free again when slots of x are: with these many none is in use that is not.
+constexpr int kScalePlacesOuter = (kSlots + 2 * kVectorChunks - 2) / kVectorChunks;
+
+struct Shared {
+    unsigned char ring[kGroups][kDepth][kStageBytes];
+    unsigned char x[kSlots][kCols * kChunk]; // its pieces are swizzled as those of w
+    // Scales of 4 blocks of x as bf16, then zeros: wgmma's B.
+    alignas(16) unsigned x_factors[kSlots][kCols][4];
+    alignas(16) unsigned x_scales[kScalePlacesOuter][kCols][kVectorChunks]; // as they are
+    alignas(16) unsigned w_scales[kScalePlacesOuter][kRows][kVectorChunks];
+    // What warps exchange where gate and up rows lie apart: sums, and whether rows have far scales.
+    float traded[kHalves ? kGroups : 1][kGroupWarps][kHalves ? kCols / 4 + 1 : 1][kLanes];
+    Entry queue[kEntries];
+    unsigned amax[2][kGroups][kGroupWarps][kActivated ? kCols : 2];   // of a warp's features
+    unsigned long long full[kGroups][kDepth], empty[kGroups][kDepth]; // barriers of w
+    // Of x and all scales: have come; are ready; are not needed any more.
+    unsigned long long arrived[kSlots], ready[kSlots], taken[kSlots];
+    unsigned long long opened[kEntries], closed[kEntries]; // of the queue
+};
+static_assert(sizeof(Shared) <= MX_SHARED_BYTES,
+              "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/outer_sm90.py");
+
+// By all threads.
+MX_DEVICE void set_up_barriers(Shared& shared) {
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i < kDepth; ++i)
+            for (int group = 0; group < kGroups; ++group) {
+                barrier_init(shared_address(shared.full[group] + i), 1);
+                barrier_init(shared_address(shared.empty[group] + i), kGroupWarps);
+            }
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) {
+            barrier_init(shared_address(shared.arrived + i), kLanes);
+            barrier_init(shared_address(shared.ready + i), 1);
+            barrier_init(shared_address(shared.taken + i), kAddWarps);
+        }
+#pragma unroll
+        for (int i = 0; i < kEntries; ++i) {
+            barrier_init(shared_address(shared.opened + i), 1);
+            barrier_init(shared_address(shared.closed + i), kAddWarps);
+        }
+        fence_barrier_init();
+    }
+    group_barrier();
+}
+
+} // namespace mx
+
+#include "sm90/memory.h"
+#include "wgmma_roles_sm90.h"
 
 using namespace mx;
+
+// Some warps bring x, and the scales of x and w.
+
+// The top bit of a byte is set unless that scale of x is in 2^-62 to 2^62, or of w in 2^-63 to
+// 2^64: then the product of both, and times a sum of a block, is in fp32.
+MX_DEVICE unsigned far_of_x(unsigned scales) {
+    return (__vabsdiffu4(scales, 0x7f7f7f7f) + 0x41414141) & 0x80808080;
+}
+MX_DEVICE unsigned far_of_w(unsigned scales) { return ~(scales ^ scales << 1) & 0x80808080; }
+
+// Where row `row` of a chunk, of 128 bytes, has its 16-byte piece.
+MX_DEVICE unsigned place_of_piece(int row, int piece) {
+    return row * kChunk + (piece ^ row % 8) * 16;
+}
+
+// Of a row's four scales, some of which are far: those that are not, else 0. Blocks are those of
+// row `row` of what is at `payload`; notes in `counts` whether one with a far scale is not zero.
+MX_DEVICE unsigned without_far(unsigned scales, unsigned far, unsigned payload, int row,
+                               bool& counts) {
+    unsigned kept = scales;
+#pragma unroll 1
+    for (int b = 0; b < kBlocks; ++b) {
+        if (!(far >> 8 * b & 128))
+            continue;
+        unsigned any = 0;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint4 v = load_shared_16(payload + place_of_piece(row, b * 2 + i));
+            any |= (v.x | v.y | v.z | v.w) & 0x7f7f7f7f;
+        }
+        counts |= any != 0 || (scales >> 8 * b & 255) == kNanScale;
+        kept &= ~(255u << 8 * b);
+    }
+    return kept;
+}
+
+// Starts copies of x, and of the scales of x and w. One warp.
+MX_DEVICE void fetch_all(const MoeArgs& a, Shared& shared, int lane) {
+    wait_for_grid_ahead(); // which made x
+    constexpr int rows_at_once = kLanes / kPieces, batches = kCols / rows_at_once;
+    const int piece = lane % kPieces, first_row = lane / kPieces;
+    const unsigned places[2] = {place_of_piece(first_row, piece),
+                                place_of_piece(first_row + rows_at_once, piece)};
+    const unsigned blocks = static_cast<unsigned>(a.K) / kBlock;
+    static_assert(kLongScales && kScaleChunks == kVectorChunks, "K is a multiple of these chunks");
+    static_assert(2 * rows_at_once == 8, "after two batches pieces are swizzled the same way");
+    PipelineState<kEntries> turn;
+    PipelineState<kSlots> to;
+    PipelineState<kScalePlacesOuter> scales_to;
+    for (;; turn.next()) {
+        barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
+        const Entry& entry = shared.queue[turn.at];
+        if (entry.expert < 0)
+            break;
+        const int rows = entry.col_tiles * 8, chunks = a.chunks();
+        int row[batches]; // of x, or -1: looked up once, not for each chunk
+#pragma unroll
+        for (int i = 0; i < batches; ++i)
+            row[i] = i * rows_at_once < rows ? entry.x_row[i * rows_at_once + first_row] : -1;
+#pragma unroll 1
+        for (int chunk = 0; chunk < chunks; ++chunk, to.next()) {
+            barrier_wait(shared_address(shared.taken + to.at), to.parity ^ 1);
+            if (chunk % kVectorChunks == 0) {
+                const unsigned char* const ws = a.ws + chunk * kBlocks;
+#pragma unroll
+                for (int i = 0; i < kRows / kLanes; ++i) {
+                    const int r = i * kLanes + lane;
+                    const unsigned w = row_of_w(a, entry.tile, r / kGroupRows, r % kGroupRows);
+                    copy_scales(shared_address(shared.w_scales[scales_to.at][r]),
+                                row_at(ws,
+                                       entry.expert * static_cast<int>(a.N) + static_cast<int>(w),
+                                       blocks),
+                                true);
+                }
+                for (int m = lane; m < rows; m += kLanes)
+                    copy_scales(shared_address(shared.x_scales[scales_to.at][m]),
+                                row_at(a.xs + chunk * kBlocks, entry.x_row[m], blocks),
+                                entry.x_row[m] >= 0);
+                scales_to.next();
+            }
+            const unsigned slot = shared_address(shared.x[to.at]);
+            const unsigned char* const x = a.xq + chunk * kChunk + piece * 16;
+#pragma unroll
+            for (int i = 0; i < batches; ++i)
+                if (i * rows_at_once < rows)
+                    copy_async(slot + places[i % 2] + i / 2 * 8 * kChunk, row_at(x, row[i], a.K),
+                               row[i] >= 0);
+            barrier_arrive_copied(shared_address(shared.arrived + to.at));
+        }
+    }
+    copy_wait<0>(); // copies must not outlive the warp
+}
+
+// Makes wgmma's B of x's scales, and hands it and x over to wgmma. One warp, which fetches nothing,
+// as its fences would wait for that.
+MX_DEVICE void hand_over(const MoeArgs& a, Shared& shared, int lane) {
+    PipelineState<kEntries> turn;
+    PipelineState<kSlots> at;
+    PipelineState<kScalePlacesOuter> place;
+    for (;; turn.next()) {
+        barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
+        Entry& entry = shared.queue[turn.at];
+        if (entry.expert < 0)
+            break;
+        const int rows = entry.col_tiles * 8, chunks = a.chunks();
+#pragma unroll 1
+        for (int chunk = 0; chunk < chunks; ++chunk, at.next()) {
+            barrier_wait(shared_address(shared.arrived + at.at), at.parity);
+            for (int m = lane; m < rows; m += kLanes) {
+                unsigned scales = load_shared_4(
+                    shared_address(&shared.x_scales[place.at][m][chunk % kVectorChunks]));
+                const unsigned far = far_of_x(scales);
+                if (__builtin_expect(far != 0 && entry.x_row[m] >= 0, false)) {
+                    bool counts = false;
+                    scales = without_far(scales, far, shared_address(shared.x[at.at]), m, counts);
+                    if (counts)
+                        entry.x_outside[m] = entry.any_x_outside = 1;
+                }
+                const unsigned factors[4] = {__byte_perm(scales, 0, 0x4140) << 7,
+                                             __byte_perm(scales, 0, 0x4342) << 7, 0, 0};
+                store_shared_16(shared_address(shared.x_factors[at.at][m]), factors);
+            }
+            fence_async();
+            __syncwarp();
+            if (lane == 0)
+                barrier_arrive(shared_address(shared.ready + at.at));
+            if (chunk % kVectorChunks == kVectorChunks - 1)
+                place.next();
+        }
+    }
+}
 
 // Adds tiles and stores what they come to. Lane 4 g + t of a warp has sums of rows g and g + 8 of
 // the warp's 16 in a stage.
@@ -29,9 +209,9 @@ struct Adder {
     const MoeArgs& a;
     Shared& shared;
     const int group, warp, lane; // warp: of the group
-    Turn<kDepth> ring;
-    Turn<kSlots> from;
-    Turn<kScalePlacesOuter> place;
+    PipelineState<kDepth> ring;
+    PipelineState<kSlots> from;
+    PipelineState<kScalePlacesOuter> place;
     unsigned outside; // a bit for each of the two rows: has far scales that count, as the lane sees
 
     // Two blocks' scales of each of the lane's two rows, as bf16; the lane with t = 0 has blocks 0
@@ -190,7 +370,7 @@ struct Adder {
     }
 
     MX_MEMBER void run() {
-        Turn<kEntries> turn;
+        PipelineState<kEntries> turn;
         for (int amax_turn = 0;; turn.next(), amax_turn ^= 1) {
             barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
             const Entry& entry = shared.queue[turn.at];

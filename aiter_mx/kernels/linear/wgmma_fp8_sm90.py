@@ -242,7 +242,7 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     found = _layout(target, problem, config)
     return {
-        "MX_TURNED": int(found.turned),
+        "MX_X_IS_A": int(found.turned),
         "MX_ROWS_M": found.rows_m,
         "MX_ROWS_W": found.rows_w,
         "MX_ROW_GROUPS": config["row_groups"],

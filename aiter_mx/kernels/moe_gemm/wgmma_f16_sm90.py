@@ -211,7 +211,7 @@ def frame_defines(
     tiles: int = 1,
     long_scales: bool = True,
 ) -> dict[str, int]:
-    """What csrc/moe/boxes_sm90.h asks for.
+    """What csrc/moe/wgmma_sm90.h asks for.
 
     Args:
         problem: what is computed.
@@ -227,6 +227,7 @@ def frame_defines(
         "MX_GROUPS": groups,
         "MX_TILES": tiles,
         "MX_LONG_SCALES": int(long_scales),
+        "MX_FP8": 0,
         "MX_DEPTH": config["depth"],
         "MX_SLOTS": _slots(problem, config),
         "MX_AHEAD": config.get("ahead", 1),

@@ -92,7 +92,7 @@ def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
 
 def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
     shared = shared_bytes(problem, config)
-    return wgmma_f16.frame_defines(problem, config, shared, _GROUPS) | {"MX_OUTER": 1}
+    return wgmma_f16.frame_defines(problem, config, shared, _GROUPS) | {"MX_FP8": 1}
 
 
 def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:

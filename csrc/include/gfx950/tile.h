@@ -3,7 +3,7 @@
 //
 // Loading a tile, 4 adjacent lanes have 64 adjacent bytes, as the address unit takes 4 lanes at a
 // time if they are in one cache line. As an operand, adjacent lanes have adjacent rows. Each wave
-// turns its tiles in LDS.
+// transposes its tiles in LDS.
 //
 // A wave adds the products of its tiles a step of K at a time, and leaves its sums in LDS, where
 // they meet those of other waves.
@@ -33,10 +33,10 @@ struct Operand {
     unsigned scales; // byte i for instruction i
 };
 
-// Turns a tile's payload in the wave's LDS. Piece p of operand row r is kept at place p ^ r of its
-// row, so that any 8 lanes that are served together are in different banks. The scales are taken as
-// they are.
-MX_DEVICE Operand turn_payload(u32x4* lds, const Tile& tile, int lane) {
+// Transposes a tile's payload in the wave's LDS. Piece p of operand row r is kept at place p ^ r of
+// its row, so that any 8 lanes that are served together are in different banks. The scales are
+// taken as they are.
+MX_DEVICE Operand transpose_payload(u32x4* lds, const Tile& tile, int lane) {
     const int quad = lane / 4 % 4, part = lane / kSide;
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
@@ -60,8 +60,8 @@ MX_DEVICE Operand turn_payload(u32x4* lds, const Tile& tile, int lane) {
     return operand;
 }
 
-MX_DEVICE Operand turn(u32x4* lds, const Tile& tile, int lane) {
-    Operand operand = turn_payload(lds, tile, lane);
+MX_DEVICE Operand transpose(u32x4* lds, const Tile& tile, int lane) {
+    Operand operand = transpose_payload(lds, tile, lane);
     operand.scales = of_lane(lane % kSide * 4 + lane / kSide, tile.scales);
     return operand;
 }
@@ -101,17 +101,17 @@ struct BiasLoad {
     }
 };
 
-// A step's tiles as loaded; operand_of makes operands of tiles of x. Tiles are turned in the
+// A step's tiles as loaded; operand_of makes operands of tiles of x. Tiles are transposed in the
 // wave's LDS.
 template <int RowTiles, int ColTiles, class X, class OperandOf>
 MX_DEVICE void multiply_step(u32x4* lds, const Tile (&w)[RowTiles], const X (&x)[ColTiles],
                              int lane, OperandOf operand_of, f32x4 (&sums)[RowTiles][ColTiles],
                              NanNotes (&w_nans)[RowTiles], NanNotes (&x_nans)[ColTiles]) {
-    finish_before_next(); // turning several steps at once would take more registers
+    finish_before_next(); // transposing several steps at once would take more registers
     Operand a[RowTiles];
 #pragma unroll
     for (int r = 0; r < RowTiles; ++r) {
-        a[r] = turn(lds, w[r], lane);
+        a[r] = transpose(lds, w[r], lane);
         w_nans[r].take(a[r].scales);
     }
 #pragma unroll

@@ -104,9 +104,9 @@ MX_DEVICE bool barrier_test(unsigned barrier, unsigned parity) {
     return done;
 }
 
-// A place in a ring of Size barriers, and the parity of the round.
+// The stage of a ring of Size stages, and the parity of its barriers' phase.
 template <int Size>
-struct Turn {
+struct PipelineState {
     int at = 0;
     unsigned parity = 0;
 
@@ -317,7 +317,7 @@ MX_DEVICE void prefetch_map(const TensorMap& map) {
 // Where the map has a swizzle, it permutes the 16-byte pieces of a row: of rows of 128 bytes piece
 // p of row r lies at place p ^ (r % 8), of 64 bytes at p ^ (r / 2 % 4), and boxes begin at
 // multiples of 1024 bytes. Others begin at multiples of 128.
-MX_DEVICE void copy_box(unsigned to, const TensorMap& map, int column, int row, unsigned barrier) {
+MX_DEVICE void tma_load(unsigned to, const TensorMap& map, int column, int row, unsigned barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
                  "l"(&map), "r"(column), "r"(row), "r"(barrier)
@@ -326,20 +326,20 @@ MX_DEVICE void copy_box(unsigned to, const TensorMap& map, int column, int row, 
 
 // The box, of so many columns and rows as the map has them, to the matrix; what is beyond its edges
 // is not stored. Writes to the box by threads need fence_async before.
-MX_DEVICE void store_box(const TensorMap& map, int column, int row, unsigned from) {
+MX_DEVICE void tma_store(const TensorMap& map, int column, int row, unsigned from) {
     asm volatile(
         "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
         "r"(column), "r"(row), "r"(from)
         : "memory");
 }
 // Closes a group of this thread's stores.
-MX_DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+MX_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all but Pending of this thread's groups of stores have read shared memory.
 template <int Pending>
-MX_DEVICE void store_wait_read() {
+MX_DEVICE void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
 }
 // Waits until all of this thread's stores are in memory.
-MX_DEVICE void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+MX_DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 } // namespace mx

@@ -1,112 +1,16 @@
-// The layout of shared memory in wgmma_f16_sm90.cu, and their warps
-// that look up what there is to do and bring weights.
+// The warps that kernels over wgmma have alike: one looks up what there is to do, one brings
+// weights by TMA, and those that add finish their sums. They need struct Shared and set_up_barriers
+// of the kernel, which includes this after it has defined them.
 #pragma once
 
+#include "common/epilogue.h"
+#include "common/quantize.h"
 #include "common/scale.h"
-#include "common/target.h"
-#include "groups_sm90.h"
-#include "last_round_sm90.h"
-#include "moe_sm90.h"
-#include "shares_sm90.h"
+#include "moe.h"
 #include "sm90/f16_factors.h"
 #include "sm90/tma.h"
-
-namespace mx {
-
-constexpr int kColTiles = MX_COL_TILES;          // 8 rows of x each
-constexpr int kGroups = MX_GROUPS;               // warpgroups that add
-constexpr int kTiles = MX_TILES;                 // parts of 64 rows of w of each
-constexpr int kDepth = MX_DEPTH;                 // stages of the ring of weights, 128 k each
-constexpr int kSlots = MX_SLOTS;                 // chunks of x that are ready, or about to be
-constexpr int kAhead = MX_AHEAD;                 // chunks of x on their way before those
-constexpr bool kResident = MX_RESIDENT;          // kSlots are all of K
-constexpr bool kEarlyRouting = MX_EARLY_ROUTING; // it is older than the kernel ahead
-#ifdef MX_OUTER
-constexpr bool kOuter = true; // wgmma_fp8_sm90.cu, whose warps that bring do less
-#else
-constexpr bool kOuter = false;
-#endif
-constexpr int kActivation = MX_ACTIVATION;
-constexpr bool kActivated = kActivation != kNoActivation;
-constexpr bool kHalves = kActivated && !MX_INTERLEAVED; // gate and up rows are N / 2 apart
-using Out = DType<kActivated ? kF32 : MX_OUT>;
-
-// Warpgroups: those that add, one that makes x fp16, one for scales of w, and one that starts
-// copies.
-constexpr int kAddWarps = kGroups * kGroupWarps;
-constexpr int kBringGroups = kOuter ? 1 : 3, kFetchWarps = kGroupWarps - 1;
-constexpr int kThreads = (kGroups + kBringGroups) * kGroupThreads;
-// Registers move from the warps that bring to those that add.
-constexpr int kBringingRegisters = kOuter ? 56 : 48;
-constexpr int kPool = 65536 / kThreads / 8 * 8 * kThreads;
-constexpr int kMostRegisters =
-    (kPool - kBringGroups * kGroupThreads * kBringingRegisters) / (kGroups * kGroupThreads) / 8 * 8;
-constexpr int kAddingRegisters = kMostRegisters < 232 ? kMostRegisters : 232;
-
-constexpr int kGroupRows = 64;                           // of w, of a part of a warpgroup
-constexpr int kParts = kGroups * kTiles;                 // of a tile
-constexpr int kRows = kParts * kGroupRows;               // of a tile
-constexpr int kBoxRows = kGroupRows / (kHalves ? 2 : 1); // gate rows and up rows, or both
-constexpr int kStageBytes = kGroupRows * kChunk;
-constexpr int kCols = kColTiles * 8;
-// Blocks are joined where each tile is another entry. Where x stays, to know how many pieces there
-// are would delay the start by more than it is worth; with two parts, experts have many rows.
-constexpr int kJoinedIds = kResident || kTiles > 1 ? 0 : kCols;
-using Walk = MoeWalk<(kCols + kLanes - 1) / kLanes * kLanes, kJoinedIds>;
-
-// With an activation, a round more or less is worth less than it takes to find out.
-constexpr bool kSharesLast = kTiles > 1 && !kActivated;
-constexpr int kFeatures = kActivated ? kRows / 2 : kRows; // of the result, of a tile
-MX_DEVICE unsigned tiles_of(const MoeArgs& a) {
-    return (static_cast<unsigned>(a.N) + kRows - 1) / kRows;
-}
-// The row of an expert's w that is row r of a part of a tile; of those past the last one, the last.
-MX_DEVICE unsigned row_of_w(const MoeArgs& a, unsigned tile, int part, unsigned r) {
-    const unsigned rows = a.N, first = (tile * kParts + part) * kBoxRows;
-    if constexpr (!kHalves)
-        return min(first + r, rows - 1);
-    return min(first + r % kBoxRows, rows / 2 - 1) + r / kBoxRows * (rows / 2);
-}
-// The row of that part that is row i of two of a lane of a warp of the group. Where gate and up
-// rows do not lie apart they are neighbours; which is the first of the two turns in the middle, so
-// that 8 lanes' rows are on different banks.
-MX_DEVICE int row_of(int warp, int lane, int i) {
-    const int g = lane / 4;
-    return kHalves ? i * kBoxRows + warp * 8 + g : warp * 16 + g * 2 + (i ^ g >> 2);
-}
-// Where K is a multiple of 512, scales of so many chunks are loaded at once.
-constexpr bool kLongScales = MX_LONG_SCALES;
-constexpr int kVectorChunks = 16 / kBlocks;
-// Of x such a load lies in shared memory until all that it is for has been expanded.
-constexpr int kScaleChunks = kLongScales ? kVectorChunks : 1;
-constexpr int kScalePlaces = (kAhead + 2 * (kScaleChunks - 1)) / kScaleChunks;
-constexpr int kPieces = kChunk / 16;        // of 16 k, of a chunk
-constexpr int kStepBytes = 32 * kCols + 16; // x of 16 k; the next is in other banks
-constexpr int kPasses = kCols / 16;         // of the threads that bring x over its rows
-static_assert(kCols % 16 == 0, "all threads that bring x have as many rows");
-constexpr int kEntries = 4;
-constexpr unsigned kPollNs = 40; // a fraction of what a warpgroup takes for 128 k
-
-// What the workgroup sums up: rows of x by some tiles of w.
-struct alignas(16) Entry {
-    int t[kCols];          // routed rows, or -1
-    float weights[kCols];  // of the routing
-    int x_row[kCols];      // of x, or -1
-    float x_power[kCols];  // what sums are to be multiplied with
-    unsigned x_top[kCols]; // the scale to which a row of x is relative
-    int x_outside[kCols];  // whether a row of x has scales too far apart
-    int expert;            // -1: there is nothing more
-    unsigned tile, end;    // from, to
-    int col_tiles;         // that have rows
-    int any_x_outside;
-};
-} // namespace mx
-
-#ifdef MX_OUTER
-#include "wgmma_fp8_shared_sm90.h"
-#else
-#include "boxes_shared_sm90.h"
-#endif
+#include "sm90/wgmma.h"
+#include "wgmma_sm90.h"
 
 namespace mx {
 
@@ -173,7 +77,7 @@ struct Opener {
     Shared& shared;
     const int lane;
     Walk walk;
-    Turn<kEntries> turn;
+    PipelineState<kEntries> turn;
     int given = 0, rows = 0;           // columns of the walk's rows, in the queue and all
     unsigned pieces = 0;               // where x is resident
     unsigned long first = 0, last = 0; // items of the last part, there
@@ -331,14 +235,14 @@ MX_DEVICE void open_entries(const MoeArgs& a, Shared& shared, int lane) {
         ;
 }
 
-// Asks for boxes of weights. One warp, of which a lane serves each warpgroup that adds: these run
-// apart from each other, so that it must not wait for one of them alone.
+// Starts TMA copies of weights. A lane of one warp serves each warpgroup that adds: these run at
+// their own pace, so that the warp must not wait for one of them alone.
 MX_DEVICE void copy_weights(const MoeArgs& a, Shared& shared, const TensorMap& map, int lane) {
     const int group = min(lane, kGroups - 1), chunks = a.chunks();
     bool done = lane >= kGroups;
     int left = 0, chunk = 0, t = 0, row = 0; // stages of the entry; the next one's place
-    Turn<kEntries> turn;
-    Turn<kDepth> to;
+    PipelineState<kEntries> turn;
+    PipelineState<kDepth> to;
     if (lane == 0)
         prefetch_map(map);
     while (__any_sync(~0u, !done)) {
@@ -357,9 +261,9 @@ MX_DEVICE void copy_weights(const MoeArgs& a, Shared& shared, const TensorMap& m
             const unsigned full = shared_address(shared.full[group] + to.at);
             barrier_arrive_expect(full, kStageBytes);
             const unsigned stage = shared_address(shared.ring[group][to.at]);
-            copy_box(stage, map, chunk * kChunk, row + t * kBoxRows, full);
+            tma_load(stage, map, chunk * kChunk, row + t * kBoxRows, full);
             if constexpr (kHalves)
-                copy_box(stage + kStageBytes / 2, map, chunk * kChunk,
+                tma_load(stage + kStageBytes / 2, map, chunk * kChunk,
                          row + t * kBoxRows + static_cast<int>(a.N) / 2, full);
             to.next();
             --left;
@@ -378,5 +282,224 @@ MX_DEVICE void copy_weights(const MoeArgs& a, Shared& shared, const TensorMap& m
     }
     launch_dependents(); // not before, else what comes next settles unevenly on the SMs
 }
+
+// Where a row begins. Worked out where it is used: all rows' places would not fit the registers.
+MX_DEVICE const unsigned char* row_at(const unsigned char* first, int row, unsigned row_bytes) {
+    unsigned long place;
+    asm volatile("mad.wide.u32 %0, %1, %2, %3;"
+                 : "=l"(place)
+                 : "r"(max(row, 0)), "r"(row_bytes), "l"(first));
+    return reinterpret_cast<const unsigned char*>(place);
+}
+
+// Starts copies of kScaleChunks words, or of zeros.
+MX_DEVICE void copy_scales(unsigned to, const unsigned char* from, bool exists) {
+    if (kLongScales && reinterpret_cast<unsigned long>(from) % 16 == 0)
+        return copy_async(to, from, exists);
+#pragma unroll
+    for (int i = 0; i < kScaleChunks; ++i)
+        copy_word_async(to + i * 4, from + i * 4, exists ? 4 : 0);
+}
+
+// The warps that add end so.
+
+// Makes results of the sums of a part of a tile, of which a lane has two rows in some columns.
+struct Finisher {
+    const MoeArgs& a;
+    const int group, warp, lane; // warp: of the group
+
+    // Applies what the rows are relative to.
+    MX_MEMBER void scale_sums(const Entry& entry, const float (&by_w)[2],
+                              float (&sums)[kCols / 2]) const {
+#pragma unroll
+        for (int j = 0; j < kColTiles; ++j) {
+            const float2 by_x =
+                *reinterpret_cast<const float2*>(entry.x_power + column_of(j, 0, lane));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                sums[j * 4 + i * 2] *= by_w[i] * by_x.x;
+                sums[j * 4 + i * 2 + 1] *= by_w[i] * by_x.y;
+            }
+        }
+    }
+
+    // Computes again what has been left out.
+    MX_MEMBER void mend(const Entry& entry, unsigned tile, int part, unsigned outside,
+                        float (&sums)[kCols / 2]) const {
+        unsigned again = 0; // a bit for each of the two rows, for all lanes of it
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            again |= (any_of_row(outside >> i & 1, lane) ? 1u : 0u) << i;
+#pragma unroll 1
+        for (int at = 0; at < kCols / 2; ++at) {
+            const int i = at / 2 % 2, m = column_of(at / 4, at % 2, lane), t = entry.t[m];
+            if (t < 0 || !(again >> i & 1 || entry.x_outside[m]))
+                continue;
+            const Offset x = t / a.a_div, w = entry.expert * static_cast<Offset>(a.N) +
+                                              row_of_w(a, tile, part, row_of(warp, lane, i));
+            const float value = exact_output(a.xq + x * a.K, a.xs + x * a.blocks(), a.wq + w * a.K,
+                                             a.ws + w * a.blocks(), a.K);
+#pragma unroll
+            for (int n = 0; n < kCols / 2; ++n)
+                sums[n] = n == at ? value : sums[n];
+        }
+    }
+
+    MX_MEMBER void add_bias(const Entry& entry, unsigned tile, int part,
+                            float (&sums)[kCols / 2]) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned row = row_of_w(a, tile, part, row_of(warp, lane, i));
+            const float bias =
+                load_bias(a.bias, a.bias_kind, entry.expert * static_cast<Offset>(a.N) + row);
+#pragma unroll
+            for (int j = 0; j < kColTiles; ++j)
+#pragma unroll
+                for (int c = 0; c < 2; ++c)
+                    sums[j * 4 + i * 2 + c] += bias;
+        }
+    }
+    // Which of a lane's two rows comes first, where they are neighbours.
+    MX_MEMBER int first_row() const { return kHalves ? 0 : lane / 16; }
+
+    // room: for so many of a lane's two features. Pairs: for both, which are one store.
+    template <bool Pairs>
+    MX_MEMBER void store_rows(const Entry& entry, Out* out, int room,
+                              const float (&sums)[kCols / 2]) const {
+        const unsigned row_bytes = static_cast<unsigned>(a.N) * sizeof(Out);
+        const bool turned = first_row();
+#pragma unroll
+        for (int j = 0; j < kColTiles; ++j) {
+            if (j >= entry.col_tiles)
+                break;
+            const int m = column_of(j, 0, lane);
+            const int2 rows = *reinterpret_cast<const int2*>(entry.t + m);
+            const float2 weights = *reinterpret_cast<const float2*>(entry.weights + m);
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int t = c ? rows.y : rows.x;
+                const float weight = c ? weights.y : weights.x;
+                const float one = sums[j * 4 + c], other = sums[j * 4 + 2 + c];
+                const float first = (turned ? other : one) * weight;
+                const float second = (turned ? one : other) * weight;
+                Out* const to = reinterpret_cast<Out*>(
+                    reinterpret_cast<unsigned char*>(out) +
+                    static_cast<Offset>(static_cast<unsigned>(t)) * row_bytes);
+                if constexpr (Pairs) {
+                    store_pair(to, first, second, t);
+                } else {
+                    if (t >= 0 && room > 0)
+                        store(to, first);
+                    if (t >= 0 && room > 1)
+                        store(to + 1, second);
+                }
+            }
+        }
+    }
+    MX_MEMBER void store_plain(const Entry& entry, unsigned tile, int part,
+                               const float (&sums)[kCols / 2]) const {
+        const long of_part = (tile * static_cast<long>(kParts) + part) * kGroupRows;
+        const long first = of_part + warp * 16 + lane / 4 * 2;
+        Out* const out = static_cast<Out*>(a.out) + first;
+        if (of_part + kGroupRows <= a.N && a.N % 2 == 0 &&
+            reinterpret_cast<unsigned long>(a.out) % (2 * sizeof(Out)) == 0)
+            store_rows<true>(entry, out, 2, sums);
+        else
+            store_rows<false>(entry, out, max(0L, min(2L, a.N - first)), sums);
+    }
+
+    // Row t of what begins at `first`; of a negative t, anything.
+    template <class T>
+    MX_MEMBER static T* row_of_result(T* first, int t, unsigned row_bytes) {
+        unsigned long place;
+        asm volatile("mad.wide.u32 %0, %1, %2, %3;"
+                     : "=l"(place)
+                     : "r"(t), "r"(row_bytes), "l"(first));
+        return reinterpret_cast<T*>(place);
+    }
+    // A lane has gate and up of one feature; a warpgroup has a block of 32 features. Once all have
+    // noted their largest magnitudes a thread finds the scale of each column, in whose place it
+    // then leaves what values are to be multiplied with.
+    template <int Count>
+    MX_MEMBER void store_activated(const Entry& entry, unsigned tile, int part,
+                                   float (&sums)[Count],
+                                   unsigned (&amaxes)[kGroupWarps][kActivated ? kCols : 2]) const {
+        static_assert(kCols <= kGroupThreads, "a thread has the scale of one column");
+        const unsigned features = static_cast<unsigned>(a.N) / 2;
+        const unsigned of_part = (tile * kParts + part) * kBlock;
+        const bool exists = of_part < features; // blocks are whole
+#pragma unroll
+        for (int j = 0; j < kColTiles; ++j)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const float one = sums[j * 4 + c], other = sums[j * 4 + 2 + c];
+                const float value = activate<Count == 0 ? 0 : kActivation>(
+                    first_row() ? other : one, first_row() ? one : other, a.activation);
+                sums[j * 4 + c] = value;
+                note_largest(amaxes, value, column_of(j, c, lane), warp, lane);
+            }
+        named_barrier(1 + group, kGroupThreads);
+        if (const int m = warp * kLanes + lane; m < kCols) {
+            const BlockScale scale = block_scale<E4M3, kRoundUp>(largest_of(amaxes, m));
+            const int t = entry.t[m];
+            amaxes[0][m] = float_to_bits(scale.inverse);
+            if (exists && t >= 0)
+                *(row_of_result(a.out_scales, t, features / kBlock) + of_part / kBlock) =
+                    scale.byte;
+        }
+        named_barrier(1 + group, kGroupThreads);
+        if (!exists)
+            return;
+        unsigned char* const out =
+            static_cast<unsigned char*>(a.out) + (of_part + warp * 8 + lane / 4);
+        unsigned words[kColTiles]; // of two columns
+        int2 rows[kColTiles];
+#pragma unroll
+        for (int j = 0; j < kColTiles; ++j) {
+            const int m = column_of(j, 0, lane);
+            rows[j] = *reinterpret_cast<const int2*>(entry.t + m);
+            const uint2 by = *reinterpret_cast<const uint2*>(amaxes[0] + m);
+            words[j] = f32_to_e4m3x4<false>(
+                {sums[j * 4] * bits_to_float(by.x), sums[j * 4 + 1] * bits_to_float(by.y)}, {},
+                false);
+        }
+#pragma unroll
+        for (int j = 0; j < kColTiles; ++j) {
+            store_byte(row_of_result(out, rows[j].x, features), words[j], rows[j].x);
+            store_byte(row_of_result(out, rows[j].y, features), words[j] >> 8, rows[j].y);
+        }
+    }
+    // Stores the lowest byte if `exists` is not negative.
+    MX_MEMBER static void store_byte(unsigned char* to, unsigned byte, int exists) {
+        asm volatile("{\n"
+                     ".reg .pred p;\n"
+                     "setp.ge.s32 p, %2, 0;\n"
+                     "@p st.global.u8 [%0], %1;\n"
+                     "}" ::"l"(to),
+                     "r"(byte), "r"(exists));
+    }
+
+    // by_w: what the lane's two rows' sums are to be multiplied with. outside: a bit for each of
+    // the two: whether its scales are too far apart, as far as the lane sees it.
+    MX_MEMBER void run(const Entry& entry, unsigned tile, int part, const float (&by_w)[2],
+                       unsigned outside, float (&sums)[kCols / 2],
+                       unsigned (&amaxes)[kGroupWarps][kActivated ? kCols : 2]) const {
+        scale_sums(entry, by_w, sums);
+        run_scaled(entry, tile, part, outside, sums, amaxes);
+    }
+    // The same for sums that are not relative to anything.
+    MX_MEMBER void run_scaled(const Entry& entry, unsigned tile, int part, unsigned outside,
+                              float (&sums)[kCols / 2],
+                              unsigned (&amaxes)[kGroupWarps][kActivated ? kCols : 2]) const {
+        if (__builtin_expect(__any_sync(~0u, outside | entry.any_x_outside), false))
+            mend(entry, tile, part, outside, sums);
+        if (a.bias_kind != kNone)
+            add_bias(entry, tile, part, sums);
+        if constexpr (kActivated)
+            store_activated(entry, tile, part, sums, amaxes);
+        else
+            store_plain(entry, tile, part, sums);
+    }
+};
 
 } // namespace mx
