@@ -42,3 +42,4 @@ def report(title: str, rows: Sequence[dict[str, object]], save_as: str | None) -
         folder.mkdir(parents=True, exist_ok=True)
         frame = pd.DataFrame(rows).assign(commit=commit(), date=datetime.date.today().isoformat())
         frame.to_csv(folder / f"{save_as}.csv", index=False, float_format="%.5g")
+        print("python -m op_tests.bench.pictures draws what is saved")

@@ -32,7 +32,7 @@ from aiter_mx.kernels.grouped_gemm.triton import candidates
 from aiter_mx.kernels.spec import Config
 from aiter_mx.target import target_of
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
-from op_tests.bench.common import MEASURED, gpu_name, refuse_no_gpu, report
+from op_tests.bench.common import refuse_no_gpu, report
 from op_tests.mx_reference import linear_reference64
 
 SHAPES = (
@@ -217,31 +217,6 @@ def measure(
     }
 
 
-def picture(rows: Sequence[dict[str, object]]) -> None:
-    """TFLOPS of all that was compared, a group of bars for each shape and mode."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no picture: matplotlib is not installed (pip install 'aiter-mx[report]')")
-        return
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    names = ("ours", "torch_bf16", "torch_fp8", "triton")
-    figure, axes = pyplot.subplots(figsize=(2 + 0.75 * len(rows), 5))
-    for i, name in enumerate(names):
-        flops = [2.0 * int(r["M"]) * int(r["N"]) * int(r["K"]) for r in rows]  # type: ignore[call-overload]
-        tflops = [f / float(r[f"{name}_us"]) / 1e6 for f, r in zip(flops, rows, strict=True)]  # type: ignore[arg-type]
-        axes.bar([x + 0.2 * i for x in range(len(rows))], tflops, 0.2, label=name)
-    labels = [f"{r['G']} groups\n{r['N']}x{r['K']}\n{r['mode']}" for r in rows]
-    axes.set_xticks([x + 0.3 for x in range(len(rows))], labels, fontsize=7)
-    axes.set_ylabel("TFLOPS")
-    axes.set_title(f"Grouped GEMM on one {torch.cuda.get_device_name()}")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(MEASURED / gpu_name() / "grouped.png", dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write docs/measured/<gpu>/grouped.csv")
@@ -261,8 +236,6 @@ def main() -> None:
         del operands
         torch.cuda.empty_cache()
     report("Grouped GEMM", rows, "grouped" if arguments.save else None)
-    if arguments.save:
-        picture(rows)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,8 @@ from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.target import Target, target_of
 from aiter_mx.timing import copies_to_stay_cold, random_mx, time_graph_us
 from aiter_mx.tuning.candidates import Candidate
-from aiter_mx.tuning.origin import commit
 from aiter_mx.tuning.triton_ahead import compile_without_gpu, stand_in_for_a_gpu
-from op_tests.bench.common import MEASURED, gpu_name, refuse_no_gpu, report
+from op_tests.bench.common import refuse_no_gpu, report
 from op_tests.mx_reference import linear_reference64
 
 SHAPES = ((2304, 6144), (1536, 6144), (6144, 2048), (6144, 1536), (9216, 6144))
@@ -156,41 +155,6 @@ def error_of(operands: Operands) -> float:
     return float((out - reference).norm() / reference.norm())
 
 
-def draw(rows: list[dict[str, object]]) -> None:
-    """A roofline: what each cell computes a second over what it computes for a byte of weights."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no picture: matplotlib is not installed (pip install 'aiter-mx[report]')")
-        return
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 6))
-    shapes = dict.fromkeys((row["N"], row["K"]) for row in rows)
-    for color, (N, K) in zip(pyplot.cm.tab10.colors, shapes, strict=False):
-        cells = [row for row in rows if (row["N"], row["K"]) == (N, K)]
-        intensity = [2 * float(row["M"]) * 32 / 33 for row in cells]
-        for column, style in (("ours_us", "o-"), ("triton_us", "x:"), ("bf16_us", "s:")):
-            tflops = [2e-6 * row["M"] * N * K / row[column] for row in cells]
-            name = f"{column.removesuffix('_us')}, {N} x {K}"
-            axes.plot(intensity, tflops, style, color=color, label=name, markersize=4)
-        floor = [2e-6 * row["M"] * N * K / row["floor_us"] for row in cells]
-        axes.plot(intensity, floor, "-", color=color, alpha=0.35, linewidth=4)
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="operations for each byte of weights and scales (2 M, almost)",
-        ylabel="TFLOPS",
-        title=f"Decode linear, {torch.cuda.get_device_name()}, {commit()}: cold weights, graph "
-        "replay\nwide lines: reading the weights and scales alone",
-    )
-    axes.grid(which="both", alpha=0.3)
-    axes.legend(fontsize=6, ncols=2)
-    figure.tight_layout()
-    figure.savefig(MEASURED / gpu_name() / "linear.png", dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write docs/measured/<gpu>/linear.*")
@@ -238,8 +202,6 @@ def main() -> None:
     report("Decode linear, cold weights", rows, "linear" if arguments.save else None)
     if why_not := vendor.refusal(target, LinearProblem(M=32, N=32, K=32)):
         print(f"vendor_us is empty: {why_not}")
-    if arguments.save:
-        draw(rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """An expert layer at decode: ours, Triton and torch's bf16 grouped GEMM beside reading the weights.
 
     python -m op_tests.bench.moe [--save] [--M 1 8 64] [--routing uniform skewed]
-    python -m op_tests.bench.moe --draw     # the picture of the table that is saved
+    python -m op_tests.bench.pictures       # the picture of what is saved
 
 All in one run on one GPU, graph replay, medians. Each call routes its tokens to other experts than
 the one before, so that weights are cold. A cell is a part of the layer: ``gemm1`` with bf16 out,
@@ -20,9 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 
-import pandas as pd
 import torch
 
 import aiter_mx
@@ -36,7 +34,7 @@ from aiter_mx.ops.fused_moe import ARGUMENTS, tensors_between
 from aiter_mx.plan import runner
 from aiter_mx.target import target_of
 from aiter_mx.timing import COLD_BYTES, random_mx, time_graph_us
-from op_tests.bench.common import MEASURED, gpu_name, refuse_no_gpu, report
+from op_tests.bench.common import refuse_no_gpu, report
 from op_tests.bench.linear import reader
 from op_tests.mx_reference import dequantize64
 
@@ -318,41 +316,9 @@ def build_ahead(layer: Layer, rows: Sequence[int]) -> None:
     build_all(list(dict.fromkeys(requests)))
 
 
-def draw(table: Path) -> Path:
-    """Time over that of reading the weights, by part and routing, as a picture beside the table."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    frame = pd.read_csv(table)
-    routings = list(frame["routing"].unique())
-    size = (3.6 * len(PARTS), 3.2 * len(routings))
-    figure, axes = plt.subplots(len(routings), len(PARTS), figsize=size, squeeze=False)
-    for line, routing in zip(axes, routings, strict=True):
-        for axis, part in zip(line, PARTS, strict=True):
-            cells = frame[(frame["part"] == part) & (frame["routing"] == routing)]
-            for name, colour in (("ours", "#3b6fb6"), ("triton", "#d98032"), ("bf16", "#8c8c8c")):
-                over = cells[f"{name}_us"] / cells["floor_us"]
-                axis.plot(cells["M"], over, "o-", color=colour, label=name, markersize=3)
-            axis.axhline(1, color="black", linewidth=0.8)
-            axis.set(xscale="log", yscale="log", title=f"{part}, {routing}", xlabel="tokens")
-            axis.set_xticks(cells["M"], cells["M"], fontsize=7)
-            axis.minorticks_off()
-            axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("time / reading the weights")
-    axes[0][0].legend(frameon=False)
-    figure.suptitle(f"{table.parent.name}, commit {frame['commit'][0]}, {frame['date'][0]}")
-    figure.tight_layout()
-    picture = table.with_suffix(".png")
-    figure.savefig(picture, dpi=110)
-    return picture
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write docs/measured/<gpu>/moe.csv")
-    parser.add_argument("--draw", type=Path, nargs="?", const=Path(), help="a table, and no run")
     parser.add_argument("--M", type=int, nargs="+", default=ROWS)
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=ROUTINGS)
     parser.add_argument("--seconds", type=float, default=600, help="begin no cell after these")
@@ -361,11 +327,6 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=6144)
     parser.add_argument("--intermediate", type=int, default=768)
     arguments = parser.parse_args()
-    if arguments.draw is not None:
-        tables = [arguments.draw] if arguments.draw.name else MEASURED.glob("*/moe.csv")
-        for table in tables:
-            print(draw(table))
-        return
     refuse_no_gpu()
     torch.manual_seed(0)
     layer = make_layer(arguments.experts, arguments.top_k, arguments.hidden, arguments.intermediate)
@@ -379,11 +340,6 @@ def main() -> None:
         else:
             print(f"no time left for {routing} M={M}")
     report("An expert layer, cold weights", rows, "moe" if arguments.save else None)
-    if arguments.save:
-        try:
-            print(draw(MEASURED / gpu_name() / "moe.csv"))
-        except ImportError:
-            print("no picture: matplotlib is not installed; --draw makes it elsewhere")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Quantisation beside a device copy of as many bytes, and beside what torch.compile makes of it.
 
     python -m op_tests.bench.quantize [--save] [--sweep] [--compiled rows dual] [--mb 64 256]
-    python -m op_tests.bench.quantize --draw docs/measured/nvidia_h200/quantize.csv
+    python -m op_tests.bench.pictures       # draws what is saved
 
 All in one run on one GPU, cold inputs and outputs (buffers rotated past the last-level cache),
 graph replay, medians. The copy moves half of an op's bytes from one place to another, so that it
 reads and writes as much as the op does. Sizes are those of x. With --sweep, each configuration of
 our kernels is timed and the fastest is reported; without it, the one that dispatch routes to.
---save draws the table too, where matplotlib is; --draw does that alone.
 """
 
 from __future__ import annotations
@@ -15,10 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 
-import pandas as pd
 import torch
 
 import aiter_mx
@@ -31,7 +27,7 @@ from aiter_mx.launch import bind, build_request
 from aiter_mx.ops.quantize_call import Options, check, empty_outputs
 from aiter_mx.target import target_of
 from aiter_mx.timing import copies_to_stay_cold, time_graph_us
-from op_tests.bench.common import MEASURED, gpu_name, refuse_no_gpu, report
+from op_tests.bench.common import refuse_no_gpu, report
 
 DEVICE = torch.device("cuda", 0)
 COLUMNS = 4096
@@ -167,34 +163,6 @@ def measure(name: str, size_mb: int, arguments: argparse.Namespace) -> dict[str,
     return row
 
 
-def draw_table(table: Path) -> None:
-    """A saved table's speeds, in parts of the copy's, as a picture beside it."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    frame = pd.read_csv(table)
-    largest = frame[frame["mb"] == frame["mb"].max()].set_index("case")
-    smallest = frame[frame["mb"] == frame["mb"].min()].set_index("case")
-    figure, axes = plt.subplots(figsize=(8, 6), layout="constrained")
-    kinds = [(f"{smallest['mb'].iloc[0]} MB", smallest, "ours_us", "tab:blue")]
-    kinds.append((f"{largest['mb'].iloc[0]} MB", largest, "ours_us", "tab:cyan"))
-    if frame["compiled_us"].notna().any():
-        kinds.append(("torch.compile", smallest, "compiled_us", "tab:gray"))
-    for number, (label, rows, column, colour) in enumerate(kinds):
-        speed = rows["copy_us"] / rows[column]
-        places = [place + (number - 1) * 0.28 for place in range(len(rows))]
-        axes.barh(places, speed, height=0.26, label=label, color=colour)
-    axes.set_yticks(range(len(largest)), largest.index)
-    axes.invert_yaxis()
-    axes.axvline(0.85, color="black", linewidth=0.8, linestyle=":")
-    axes.set_xlabel("speed, in parts of a device copy of as many bytes")
-    axes.set_title(f"Quantisation, {table.parent.name}, commit {frame['commit'].iloc[0]}")
-    axes.legend()
-    figure.savefig(table.with_suffix(".png"), dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write docs/measured/<gpu>/quantize.*")
@@ -202,11 +170,7 @@ def main() -> None:
     parser.add_argument("--compiled", nargs="*", default=[], help="cases to compile by torch too")
     parser.add_argument("--mb", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--draw", type=Path, help="draw a saved table and do nothing else")
     arguments = parser.parse_args()
-    if arguments.draw is not None:
-        draw_table(arguments.draw)
-        return
     refuse_no_gpu()
     rows = []
     for name in arguments.only:
@@ -217,8 +181,6 @@ def main() -> None:
             rows.append(row)
             torch.cuda.empty_cache()
     report("Quantisation, cold", rows, "quantize" if arguments.save else None)
-    if arguments.save and find_spec("matplotlib"):
-        draw_table(MEASURED / gpu_name() / "quantize.csv")
 
 
 if __name__ == "__main__":
