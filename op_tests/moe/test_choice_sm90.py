@@ -38,6 +38,9 @@ def test_stream_runs_where_experts_have_few_rows_and_others_where_more() -> None
     wider = route("moe_gemm", SM90, replace(many, M=3000, block_m=128))
     assert (wider.kernel, wider.config["tiles"]) == ("wgmma_f16", 1)
     assert wider.config["col_tiles"] == 16
+    activated = replace(many, M=3200, block_m=128, out_dtype="mxfp8", activation="silu")
+    assert route("moe_gemm", SM90, activated).kernel == "grouped"  # 100 rows an expert
+    assert route("moe_gemm", SM90, replace(activated, K=2048)).kernel == "wgmma_f16"
     uneven = replace(many, K=6112)
     assert route("moe_gemm", SM90, uneven).kernel == "grouped"
     assert route("moe_gemm", SM90, replace(uneven, M=500, block_m=32)).kernel == "mma_ring"

@@ -305,7 +305,7 @@ def test_launches_are_as_many_as_promised(monkeypatch: pytest.MonkeyPatch) -> No
     ids, weights = call["topk_ids"], call["topk_weights"]
     with aiter_mx.simulate("gfx950"):
         aiter_mx.fused_moe(**call)
-        assert launched == ["moe_align", "moe_gemm", "moe_gemm", "moe_combine"]
+        assert launched == ["moe_align", "moe_gemm_mfma", "moe_gemm_mfma", "moe_combine"]
         launched.clear()
         aiter_mx.moe_align(ids, 16, 8)
         assert launched == ["moe_align"]

@@ -20,6 +20,7 @@ _BLOCK = 32
 _WAVES = 4
 _LEAST_ROWS = {"gfx950": 128, "sm_90a": 128}
 """Rows of an expert from which on weights are no longer what takes the time."""
+_LONG_K, _LEAST_ROWS_OF_LONG_K = 4096, 97  # on an H200, where sums are activated
 
 
 def grouped_problem(problem: MoeGemmProblem) -> GroupedGemmProblem:
@@ -54,6 +55,9 @@ def _least_rows(target: Target, problem: MoeGemmProblem) -> int:
     """Rows of an expert that pay for gathering them."""
     if target.arch == "sm_90a" and problem.K % CHUNK:  # only mma_ring is there besides
         return most_rows(problem)
+    activated = problem.activation != "none"
+    if target.arch == "sm_90a" and activated and problem.K >= _LONG_K:
+        return _LEAST_ROWS_OF_LONG_K
     return _LEAST_ROWS.get(target.arch, 0)
 
 
