@@ -42,11 +42,13 @@ COLD_BYTES = 512 << 20
 """Weights rotate through so much memory, several times the last-level cache."""
 MOST_MOE_BYTES = 3 << 30
 GEOMEAN_LIMIT = 1.01
+BUILD_SHARE = 0.6
+"""Of the budget that building ahead may take at most."""
 Cell = dict[str, Any]
 
 
 def draw_cells(linears: int, layers: int, seed: int) -> list[Cell]:
-    """The cells, the same for each seed: those with the same shape stand together."""
+    """The cells, the same for each seed, in an order whose beginning is a sample of them all."""
     from aiter_mx.workloads.models import MODELS, TENSOR_PARALLEL
 
     dice = random.Random(seed)
@@ -66,6 +68,7 @@ def draw_cells(linears: int, layers: int, seed: int) -> list[Cell]:
                 found.add((model.hidden, width, model.experts.count, model.experts.top_k, M))
     for H, width, E, top_k, M in sorted(dice.sample(sorted(found), min(layers, len(found)))):
         cells.append({"op": "fused_moe", "M": M, "N": width, "K": H, "E": E, "top_k": top_k})
+    dice.shuffle(cells)
     return cells
 
 
@@ -409,7 +412,11 @@ def compare(arguments: argparse.Namespace) -> bool:
         for tree in trees:
             tree.ask(do="build", cells=cells, jobs=jobs)
         for tree in trees:
-            failed = tree.answer(within_s=arguments.budget).get("failed", {})
+            left = begun + BUILD_SHARE * arguments.budget - time.monotonic()
+            try:
+                failed = tree.answer(within_s=max(left, 1)).get("failed", {})
+            except Died as error:  # what is not compiled yet is when its cell has its turn
+                failed = {"building": str(error)}
             for cell, why in list(failed.items())[:5]:
                 print(f"{tree.path}: {cell}: {why}", flush=True)
         print(f"{len(cells)} cells built in {time.monotonic() - begun:.0f} s", flush=True)
