@@ -161,19 +161,19 @@ class Geometry:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A matrix of bytes that a kernel copies in boxes by Hopper's tensor maps.
+    """A matrix of bytes that a kernel copies in boxes by Hopper's TMA.
 
     Attributes:
         pointer: which of the kernel's pointers it starts at.
         rows: of the matrix.
         row_bytes: of the matrix, a multiple of 16; rows follow one another.
         box_rows: of a box.
-        box_bytes: of a row of a box, a multiple of 16; 64 or 128 where ``turned``.
+        box_bytes: of a row of a box, a multiple of 16; 64 or 128 where ``swizzled``.
         only_aligned: whether the matrix may begin at an address that is no multiple of 16, for
             which there is no map: the kernel then gets zeros.
         fetch_bytes: what the L2 cache fetches from memory at a time, 64, 128 or 256.
-        turned: whether the 16-byte pieces of a row of a box are turned, in shared memory, by the
-            number of their 128 bytes (CU_TENSOR_MAP_SWIZZLE_64B, _128B).
+        swizzled: whether the 16-byte pieces of a row of a box are permuted, in shared memory, by
+            the number of their 128 bytes (CU_TENSOR_MAP_SWIZZLE_64B, _128B).
     """
 
     pointer: int
@@ -183,7 +183,7 @@ class TensorMap:
     box_bytes: int
     only_aligned: bool = False
     fetch_bytes: int = 256
-    turned: bool = True
+    swizzled: bool = True
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def encode_map(described: TensorMap, address: int) -> bytes:
     if described.only_aligned and address % 16:
         return bytes(MAP_BYTES)
     u32, u64 = driver.cuuint32_t, driver.cuuint64_t
-    swizzle = f"{described.box_bytes}B" if described.turned else "NONE"
+    swizzle = f"{described.box_bytes}B" if described.swizzled else "NONE"
     encoded = _checked(
         f"cuTensorMapEncodeTiled({described})",
         driver.cuTensorMapEncodeTiled(

@@ -251,8 +251,8 @@ constexpr int kStages = MX_STAGES, kWStages = MX_W_STAGES; // of the rings of x 
 constexpr int kOrder = MX_ORDER; // tiles of tokens that share a tile of w before the next
 using Out = DType<MX_OUT>;
 using Walk = TileWalk<kOrder>;
-using Ring = StageRing<kStages>;
-using WRing = StageRing<kWStages>;
+using Ring = PipelineState<kStages>;
+using WRing = PipelineState<kWStages>;
 
 constexpr int kBlock = 32; // k of one scale
 
@@ -380,25 +380,25 @@ struct Producer {
             if (unit == units - 1 && rank == 0)
                 send(turn + 1, walk.at(next));
             if (unit % kBoxUnits == 0) {
-                barrier_wait(barriers + kWEmpty + 8 * w.stage, w.parity ^ 1);
-                const unsigned w_barrier = barriers + kWFull + 8 * w.stage;
+                barrier_wait(barriers + kWEmpty + 8 * w.at, w.parity ^ 1);
+                const unsigned w_barrier = barriers + kWFull + 8 * w.at;
                 barrier_arrive_expect(w_barrier, kStageW);
-                tma_load(shared + kAtW + w.stage * kStageW, weights, unit * kUnitK, row, w_barrier);
-                w.advance();
+                tma_load(shared + kAtW + w.at * kStageW, weights, unit * kUnitK, row, w_barrier);
+                w.next();
             }
-            barrier_wait(barriers + kEmpty + 8 * ring.stage, ring.parity ^ 1);
+            barrier_wait(barriers + kEmpty + 8 * ring.at, ring.parity ^ 1);
             if (unit % kChunkUnits == 0)
                 await(index, unit / kChunkUnits);
-            const unsigned barrier = barriers + kXFull + 8 * ring.stage;
+            const unsigned barrier = barriers + kXFull + 8 * ring.at;
             barrier_arrive_expect(barrier, arriving);
-            const unsigned place = shared + ring.stage * kStageX + first * kSlabUnitBytes;
+            const unsigned place = shared + ring.at * kStageX + first * kSlabUnitBytes;
             if (first < end)
                 copy_to_cluster(place, x, kSlabUnitBytes, barrier, mask);
             if (first + step < end)
                 copy_to_cluster(place + step * kSlabUnitBytes, x + step * slab_bytes,
                                 kSlabUnitBytes, barrier, mask);
             x += kSlabUnitBytes;
-            ring.advance();
+            ring.next();
         }
     }
 };
@@ -743,8 +743,8 @@ struct Consumer {
     template <bool Odd>
     MX_MEMBER void fetch() {
         if constexpr (!Odd)
-            barrier_wait(barriers + kWFull + 8 * w.stage, w.parity);
-        const unsigned place = (w_place + w.stage * kStageW) ^ (Odd ? kUnitK : 0);
+            barrier_wait(barriers + kWFull + 8 * w.at, w.parity);
+        const unsigned place = (w_place + w.at * kStageW) ^ (Odd ? kUnitK : 0);
         load_matrices(words[0], place);
         load_matrices(words[1], place + 8 * kBoxK);
         if constexpr (!Odd) {
@@ -783,8 +783,8 @@ struct Consumer {
     MX_MEMBER void multiply(float (&sums)[Slabs * 32], unsigned (&a)[2][4][4], int unit,
                             unsigned x_place) {
         // Told so, ptxas computes descriptors in uniform registers.
-        const int parity = ring.parity, stage = __shfl_sync(0xffffffff, ring.stage, 0);
-        ring.advance();
+        const int parity = ring.parity, stage = __shfl_sync(0xffffffff, ring.at, 0);
+        ring.next();
         barrier_wait(barriers + kXFull + 8 * stage, parity);
         const MatrixDescriptor b(x_place + stage * kStageX, kStepBytes / 2, 4 * kStepBytes);
         wgmma_fence();
@@ -813,10 +813,10 @@ struct Consumer {
             look();
             if constexpr (Buffer == 0) {
                 if constexpr (Held)
-                    used_w = w.stage;
+                    used_w = w.at;
                 else
-                    release_w(w.stage);
-                w.advance();
+                    release_w(w.at);
+                w.next();
             }
         }
     }
@@ -829,15 +829,15 @@ struct Consumer {
         }
         used = -1;
         for (int unit = 0; unit < t.units(); ++unit) {
-            barrier_wait(barriers + kXFull + 8 * ring.stage, ring.parity);
+            barrier_wait(barriers + kXFull + 8 * ring.at, ring.parity);
             if (unit % kBoxUnits == 0) {
-                barrier_wait(barriers + kWFull + 8 * w.stage, w.parity);
+                barrier_wait(barriers + kWFull + 8 * w.at, w.parity);
                 __syncwarp(); // all lanes have seen it
-                release_w(w.stage);
-                w.advance();
+                release_w(w.at);
+                w.next();
             }
-            release(ring.stage);
-            ring.advance();
+            release(ring.at);
+            ring.next();
         }
         await();
     }
@@ -873,8 +873,8 @@ struct Consumer {
             multiply<1, true, Slabs>(sums, a, unit + 1, x_place);
         } else {
             multiply<0, true, Slabs>(sums, a, unit, x_place);
-            used_w = w.stage;
-            w.advance();
+            used_w = w.at;
+            w.next();
         }
         open(turn - 1); // again, so that it takes no registers in the loop
         finish<Slabs>(sums);

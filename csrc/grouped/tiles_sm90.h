@@ -186,17 +186,4 @@ struct TileWalk {
     }
 };
 
-// Which stage of the ring is next, and the parity of its barriers' phase.
-template <int Stages>
-struct StageRing {
-    int stage = 0, parity = 0;
-
-    MX_MEMBER void advance() {
-        if (++stage == Stages) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
-
 } // namespace mx

@@ -101,8 +101,8 @@ def test_cases_fit_and_reach_what_differs_between_configurations() -> None:
         found.append((one, chosen))
     for M, N, K, chosen in SMALL:
         assert layout(EIGHT, LinearProblem(M, N, K), chosen) is not None, (M, N, K, chosen)
-    assert {one.turned for one, _ in found} == {False, True}
-    assert {one.columns // 8 % 2 for one, _ in found if one.turned} == {0, 1}
+    assert {one.x_is_a for one, _ in found} == {False, True}
+    assert {one.columns // 8 % 2 for one, _ in found if one.x_is_a} == {0, 1}
     assert {one.chunks > chosen["depth"] for one, chosen in found} == {False, True}
     assert {one.stages < one.chunks for one, _ in found} == {False, True}
     assert {one.chunks % 2 for one, _ in found} == {0, 1}

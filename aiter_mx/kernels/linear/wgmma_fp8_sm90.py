@@ -46,7 +46,7 @@ MAX_SIZE = (1 << 31) - 1
 ACCUMULATION_ERROR = 2.0**-10
 """Of a sum, relative to the sum of its products' magnitudes. The matrix unit adds the 32 products
 of a block with some 14 bits; random payloads were at most half as far off."""
-_TURNED_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
+_X_IS_A_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
 _FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
 _FEWEST_OWN_WEIGHTS = 500_000
 _FEWEST_OWN_WEIGHT_ROWS = 384
@@ -73,7 +73,7 @@ class Layout:
     """What the host works out of a configuration: see the constants of the kernel.
 
     Attributes:
-        turned: whether x is wgmma's A, not w.
+        x_is_a: whether x is wgmma's A, not w.
         rows_m: of x, with padding.
         rows_w: of w in a workgroup.
         columns: of a wgmma.
@@ -86,7 +86,7 @@ class Layout:
         kept: whether each warp keeps a share of its sums, and gets the other parts' for these.
     """
 
-    turned: bool
+    x_is_a: bool
     rows_m: int
     rows_w: int
     columns: int
@@ -113,10 +113,10 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     What fits some rows of x fits fewer, though it may not have w as wgmma's A: a table's row is for
     all M up to its own.
     """
-    turned = problem.M >= _TURNED_M
+    x_is_a = problem.M >= _X_IS_A_M
     many = problem.N >= _MANY_ROWS or problem.N * problem.K >= _MANY_WEIGHTS
     for passes in _PASSES if many else _PASSES[:1]:
-        for x_first in (turned, not turned):
+        for x_first in (x_is_a, not x_is_a):
             found = _laid_out(target, problem, config, x_first, passes)
             if found is not None:
                 return found
@@ -124,25 +124,25 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
 
 
 def _laid_out(
-    target: Target, problem: LinearProblem, config: Config, turned: bool, passes: int
+    target: Target, problem: LinearProblem, config: Config, x_is_a: bool, passes: int
 ) -> Layout | None:
     split, row_groups, k_groups = config["split"], config["row_groups"], config["k_groups"]
     fewest_chunks, more = divmod(problem.K // CHUNK, split)
     chunks, rows_m = fewest_chunks + (more > 0), _up(problem.M, 8)
     share = -(-problem.N // (most_clusters(target, split) * passes))
-    rows_w = _up(share, 8 * row_groups if turned else 8)
-    columns = rows_w // row_groups if turned else rows_m
+    rows_w = _up(share, 8 * row_groups if x_is_a else 8)
+    columns = rows_w // row_groups if x_is_a else rows_m
     groups = row_groups * k_groups
     if groups > _MOST_GROUPS or fewest_chunks < k_groups or rows_w > _MOST_BOX_ROWS:
         return None
-    if turned and columns > _MOST_COLUMNS:
+    if x_is_a and columns > _MOST_COLUMNS:
         return None
-    if not turned and -(-rows_w // _GROUP_ROWS) != row_groups:
+    if not x_is_a and -(-rows_w // _GROUP_ROWS) != row_groups:
         return None
     # Sums, and products and scales of a block at least.
     if 3 * columns // 2 + 32 > _REGISTERS[groups - 1]:
         return None
-    rows_a, rows_b = (rows_m, rows_w) if turned else (rows_w, rows_m)
+    rows_a, rows_b = (rows_m, rows_w) if x_is_a else (rows_w, rows_m)
     tiles = -(-rows_a // 16) * (rows_b // 8)
     if tiles < split:
         return None  # who owns no sums would not wait for the cluster
@@ -150,7 +150,7 @@ def _laid_out(
     of_warp = columns // 8  # tiles
     kept = 1 < parts <= of_warp // 2
     if kept:
-        warps = k_groups * -(-rows_a // 16) * (row_groups if turned else 1)
+        warps = k_groups * -(-rows_a // 16) * (row_groups if x_is_a else 1)
         boxes = warps * -(-of_warp // parts) * (parts - 1)
     else:
         boxes = -(-tiles // split) * parts if parts > 1 else 0
@@ -158,7 +158,7 @@ def _laid_out(
     scales = (chunks * rows_a + _up(chunks, 2) * rows_b) * _FACTOR_BYTES
     behind = scales + boxes * _TILE_BYTES + (2 * chunks + 2) * 8
     # The last stage is read as if it had all rows of A.
-    behind = max(behind, (1 if turned else row_groups) * _GROUP_ROWS * CHUNK - stage_bytes)
+    behind = max(behind, (1 if x_is_a else row_groups) * _GROUP_ROWS * CHUNK - stage_bytes)
     stages = (_SHARED_BYTES - _ALIGNMENT_BYTES - behind) // stage_bytes
     stages = chunks if stages >= chunks else stages // k_groups * k_groups
     if stages < min(2 * k_groups, chunks):
@@ -167,7 +167,7 @@ def _laid_out(
     clusters = -(-problem.N // rows_w)
     at_once = 1 if more else next(words for words in (4, 2, 1) if chunks % words == 0)
     return Layout(
-        *(turned, rows_m, rows_w, columns, passes, clusters),
+        *(x_is_a, rows_m, rows_w, columns, passes, clusters),
         *(chunks, stages, shared_bytes, at_once, kept),
     )
 
@@ -242,7 +242,7 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     found = _layout(target, problem, config)
     return {
-        "MX_X_IS_A": int(found.turned),
+        "MX_X_IS_A": int(found.x_is_a),
         "MX_ROWS_M": found.rows_m,
         "MX_ROWS_W": found.rows_w,
         "MX_ROW_GROUPS": config["row_groups"],
