@@ -80,19 +80,19 @@ def diff(
     all_rows: Annotated[bool, typer.Option("--all", help="Also rows whose choice stays.")] = False,
 ) -> None:
     """Show which rows two tables choose differently, and how their times changed."""
-    from aiter_mx.tuning.compare import compare_tables
+    from aiter_mx.tuning.compare import KINDS, compare_tables
 
     console = make_console()
     changes = compare_tables(before, after)
     table = make_table("shape", "before", "us", "after", "us ", "change", numbers=("us", "us "))
-    for change in changes:
-        if all_rows or change.kind != "same":
-            table.add_row(*change.cells())
+    columns = ["choice_before", "us_before", "choice_after", "us_after", "change"]
+    shown = changes if all_rows else changes[changes.kind != "same"]
+    for shape, *cells in shown[columns].itertuples(name=None):
+        texts = (f"{cell:.3f}" if isinstance(cell, float) else cell for cell in cells)
+        table.add_row(shape, *("" if text == "nan" else text for text in texts))
     if table.row_count:
         console.print(table)
-    kinds = ("same", "changed", "added", "removed")
-    counts = {kind: sum(change.kind == kind for change in changes) for kind in kinds}
-    console.print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    console.print(", ".join(f"{(changes.kind == kind).sum()} {kind}" for kind in KINDS))
 
 
 @app.command()

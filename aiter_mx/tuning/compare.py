@@ -1,66 +1,42 @@
-"""What changed from one tune to the next."""
+"""Compares two tables: which rows choose another kernel or configuration, and at what time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from aiter_mx.dispatch.tables import Row, read_table
+import pandas as pd
+
+from aiter_mx.dispatch.tables import format_config, read_table
 from aiter_mx.kernels.registry import key_columns
 
+KINDS = ("same", "changed", "added", "removed")
 
-@dataclass(frozen=True)
-class Change:
-    """A shape's row in two tables.
 
-    Attributes:
-        shape: what it is for.
-        before, after: the rows; None where there is none.
+def compare_tables(before: Path, after: Path) -> pd.DataFrame:
+    """What became of each shape, in the order of the second table and then of the first.
+
+    Returns:
+        By shape the ``kind``, one of ``KINDS`` (``same`` means the same choice), the choices and
+        times ``before`` and ``after``, and by how much the time changed, all but times as text.
     """
-
-    shape: str
-    before: Row | None
-    after: Row | None
-
-    @property
-    def kind(self) -> str:
-        """``same``, ``changed``, ``added`` or ``removed``; ``same`` means the same choice."""
-        if self.before is None:
-            return "added"
-        if self.after is None:
-            return "removed"
-        return "same" if _choice(self.before) == _choice(self.after) else "changed"
-
-    def cells(self) -> tuple[str, ...]:
-        """For a table of text: shape, choice and time before and after, change in percent."""
-        before, after = self.before, self.after
-        ratio = ""
-        if before and after and before.us and after.us:
-            ratio = f"{after.us / before.us - 1:+.1%}"
-        return (self.shape, *_shown(before), *_shown(after), ratio)
-
-
-def compare_tables(before: Path, after: Path) -> list[Change]:
-    """The changes of every row, in the order of the second table and then of the first."""
     olds, news = _by_shape(before), _by_shape(after)
-    return [Change(shape, olds.get(shape), news.get(shape)) for shape in {**news, **olds}]
+    shapes = [*news.index, *olds.index.difference(news.index, sort=False)]
+    both = olds.add_suffix("_before").join(news.add_suffix("_after"), how="outer").loc[shapes]
+    kinds = pd.Series("changed", index=both.index)
+    kinds[both.choice_before == both.choice_after] = "same"
+    kinds[both.choice_before.isna()] = "added"
+    kinds[both.choice_after.isna()] = "removed"
+    change = (both.us_after / both.us_before - 1).map("{:+.1%}".format, na_action="ignore")
+    return both.assign(kind=kinds, change=change)
 
 
-def _by_shape(path: Path) -> dict[str, Row]:
+def _by_shape(path: Path) -> pd.DataFrame:
     found = {}
     for op, row in read_table(path):
         fields = [f"{name}={getattr(row.problem, name)}" for name in key_columns(op)]
         cus = f"{row.cu_num} CUs" if row.cu_num else "any CUs"
-        found[" ".join([op, row.gfx, cus, *fields])] = row
-    return found
-
-
-def _choice(row: Row) -> str:
-    config = " ".join(f"{name}={value}" for name, value in sorted(row.config.items()))
-    return f"{row.backend}/{row.kernel} {config}".rstrip()
-
-
-def _shown(row: Row | None) -> tuple[str, str]:
-    if row is None:
-        return "", ""
-    return _choice(row), "" if row.us is None else f"{row.us:.3f}"
+        config = format_config(dict(sorted(row.config.items())))
+        choice = f"{row.backend}/{row.kernel} {config}".rstrip()
+        found[" ".join([op, row.gfx, cus, *fields])] = choice, row.us
+    frame = pd.DataFrame.from_dict(found, "index", columns=["choice", "us"])
+    return frame.astype({"us": float})

@@ -9,14 +9,13 @@ import torch
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.launch import Tensors
 from aiter_mx.layouts import shuffle_scales, unshuffle_scales
-from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.numerics import BLOCK, DTYPES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.timing import random_mx
 from aiter_mx.workloads.models import Model
 from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
 
 ROWS = (8192, 32768)
 """Rows of all groups that tables have."""
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _INDICES = {"i32": torch.int32, "i64": torch.int64}
 _SAMPLE_ROWS = 256
 
@@ -25,8 +24,8 @@ def _operands(problem: GroupedGemmProblem, device: torch.device) -> Operands:
     M, N, K, G = problem.M, problem.N, problem.K, problem.G
     bias = None
     if problem.bias != "none":
-        bias = torch.randn(G, N, dtype=_DTYPES[problem.bias], device=device)
-    out = torch.empty(M, N, dtype=_DTYPES[problem.out_dtype], device=device)
+        bias = torch.randn(G, N, dtype=DTYPES[problem.bias], device=device)
+    out = torch.empty(M, N, dtype=DTYPES[problem.out_dtype], device=device)
     starts, ends = _bounds(problem, device)
     a, a_scale = random_mx(M, K, device)
     if problem.layout == "masked":

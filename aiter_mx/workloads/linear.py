@@ -9,13 +9,12 @@ import torch
 
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.numerics import BLOCK, DTYPES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.sim.roofline import CUS
 from aiter_mx.timing import random_mx
 from aiter_mx.workloads.models import Model
 from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Rows of x that tables have: the others up to 64 take those of the next power of two."""
 _MOST_OVERLAPPING = 8
@@ -32,11 +31,11 @@ def _operands(problem: LinearProblem, device: torch.device) -> Operands:
     M, N, K = problem.M, problem.N, problem.K
     bias = None
     if problem.bias != "none":
-        bias = torch.randn(N, dtype=_DTYPES[problem.bias], device=device)
-    out = torch.empty(M, N, dtype=_DTYPES[problem.out_dtype], device=device)
+        bias = torch.randn(N, dtype=DTYPES[problem.bias], device=device)
+    out = torch.empty(M, N, dtype=DTYPES[problem.out_dtype], device=device)
     x: Operands = [*random_mx(M, K, device)]
     if problem.x_dtype != "e4m3":
-        x = [torch.randn(M, K, device=device).to(_DTYPES[problem.x_dtype]), None]
+        x = [torch.randn(M, K, device=device).to(DTYPES[problem.x_dtype]), None]
     return [*x, *random_mx(N, K, device), bias, out]
 
 

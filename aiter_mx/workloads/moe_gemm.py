@@ -14,7 +14,7 @@ from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.numerics import BLOCK, DTYPES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.timing import COLD_BYTES, random_mx
 from aiter_mx.workloads.models import Model
 from aiter_mx.workloads.workload import (
@@ -28,7 +28,6 @@ from aiter_mx.workloads.workload import (
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Tokens that tables have: the others take the rows of the next power of two."""
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SAMPLE_ROWS, _SAMPLE_EXPERTS = 256, 8
 _ROUNDING_E4M3 = 2.0**-4 * 1.01
 _SMALLEST_OF_BLOCK = 2.0**-17
@@ -39,7 +38,7 @@ def _operands(problem: MoeGemmProblem, device: torch.device) -> Operands:
     p = problem
     bias = None
     if p.bias != "none":
-        bias = torch.randn(p.E, p.N, dtype=_DTYPES[p.bias], device=device)
+        bias = torch.randn(p.E, p.N, dtype=DTYPES[p.bias], device=device)
     x = random_mx(-(-p.routed // p.a_div), p.K, device)
     routing = _routing(p, device)
     return [*x, *_weights(p, device), *routing, bias, *_results(p, device)]
@@ -54,7 +53,7 @@ def _weights(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor]:
 
 def _results(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | None]:
     if p.activation == "none":
-        return [torch.empty(p.routed, p.N, dtype=_DTYPES[p.out_dtype], device=device), None]
+        return [torch.empty(p.routed, p.N, dtype=DTYPES[p.out_dtype], device=device), None]
     width = p.out_features
     payload = torch.empty(p.routed, width, dtype=torch.float8_e4m3fn, device=device)
     return [payload, torch.empty(p.routed, width // BLOCK, dtype=torch.uint8, device=device)]

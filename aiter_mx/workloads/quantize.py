@@ -12,10 +12,9 @@ from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.quantize.problem import BLOCK
 from aiter_mx.launch import Tensors
 from aiter_mx.layouts import padded_shape
-from aiter_mx.numerics import FORMATS
+from aiter_mx.numerics import DTYPES, FORMATS
 from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _OFFSETS = {"int32": torch.int32, "int64": torch.int64}
 _RESULTS = (2, 3, 4, 5, 6)
 _SAMPLE_ROWS = 256
@@ -30,7 +29,7 @@ def _operands(problem: QuantizeProblem, device: torch.device) -> Operands:
         cuts = torch.randint(0, problem.M + 1, (problem.groups + 1,)).sort().values
         cuts[0], cuts[-1] = 0, problem.M
         offsets = cuts.to(_OFFSETS[problem.offsets]).to(device)
-    x = x.to(_DTYPES[problem.dtype])
+    x = x.to(DTYPES[problem.dtype])
     return [x, offsets, *_results(problem, device)]
 
 
@@ -56,7 +55,7 @@ def _another(problem: QuantizeProblem, operands: Operands) -> Operands:
 
 
 def _read_bytes(problem: QuantizeProblem, operands: Operands | None) -> float:
-    return problem.matrices * problem.M * problem.N * _DTYPES[problem.dtype].itemsize
+    return problem.matrices * problem.M * problem.N * DTYPES[problem.dtype].itemsize
 
 
 def _judge(problem: QuantizeProblem, tensors: Tensors) -> Judge:
