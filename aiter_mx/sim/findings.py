@@ -16,16 +16,19 @@ _UNTOUCHED_IS_FREE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
 
 
 class Shadow:
-    """A word for each dword that may be written, with pointers to those of each piece."""
+    """A word for each dword that may be written, with pointers to those of each piece.
+
+    The word before a piece's first says whether anything of it has been written.
+    """
 
     def __init__(self, pieces: Sequence[tuple[int, int, bool, bool]]) -> None:
         self.pointers = (ctypes.c_void_p * max(len(pieces), 1))()
         self._kept = []
         for i, (begin, end, _, writable) in enumerate(pieces):
             if writable:
-                words = mmap.mmap(-1, 8 * ((end - begin) // 4 + 3), flags=_UNTOUCHED_IS_FREE)
+                words = mmap.mmap(-1, 8 * ((end - begin) // 4 + 4), flags=_UNTOUCHED_IS_FREE)
                 self._kept.append(words)
-                self.pointers[i] = ctypes.addressof(ctypes.c_char.from_buffer(words))
+                self.pointers[i] = ctypes.addressof(ctypes.c_char.from_buffer(words)) + 8
 
 
 def check_of(fault: CFault, hazards: Mapping[str, Sequence[str]]) -> checks.Check | None:

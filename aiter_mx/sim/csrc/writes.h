@@ -11,12 +11,14 @@ static u64 write_tag(const Wave* w) {
     return (g->index + 1) << GROUP_SHIFT | (g->global_epoch & INTERVALS) << 20 |
            (u64)w->id << WAVE_SHIFT;
 }
-static u64* dwords_of(Wave* w, u64 address) {
+static u64* dwords_of(Wave* w, u64 address, int is_write) {
     const Launch* launch = w->group->launch;
     const Region* r = w->group->last_region;
     if (!r || address < r->begin || address >= r->end)
         r = find_region(launch, address);
     u64* shadow = r && r->writable ? launch->shadow[r - launch->regions] : NULL;
+    if (shadow && is_write)
+        shadow[-1] = 1;
     return shadow ? shadow + (address / 4 - r->begin / 4) : NULL;
 }
 // Whether nothing orders a write before what this wave does now.
@@ -54,7 +56,7 @@ NOINLINE void note_writes(Wave* w, u32 instruction, const u64* address, const u3
     u64 tag = write_tag(w);
     EACH_ACTIVE(w) {
         u32 l = ACTIVE_LANE;
-        u64* at = dwords_of(w, address[l]);
+        u64* at = dwords_of(w, address[l], 1);
         if (!at)
             continue;
         for (u32 from = 0, to; from < size; from = to, at++) {
@@ -74,16 +76,20 @@ NOINLINE void note_writes(Wave* w, u32 instruction, const u64* address, const u3
 NOINLINE void note_atomics(Wave* w, const u64* address, u32 size) {
     u64 tag = write_tag(w) | WRITTEN_BY_ATOMIC | BYTES_WRITTEN;
     EACH_ACTIVE(w) {
-        u64* at = dwords_of(w, address[ACTIVE_LANE]);
+        u64* at = dwords_of(w, address[ACTIVE_LANE], 1);
         for (u32 i = 0; at && i < size / 4; i++)
             at[i] = tag;
     }
 }
 NOINLINE void check_reads(Wave* w, u32 instruction, const u64* address, u32 size) {
+    const Launch* launch = w->group->launch;
+    const u64* shadow = launch->shadow[w->group->last_region - launch->regions];
+    if (!shadow || !shadow[-1])
+        return;
     u64 tag = write_tag(w);
     EACH_ACTIVE(w) {
         u32 l = ACTIVE_LANE;
-        const u64* at = dwords_of(w, address[l]);
+        const u64* at = dwords_of(w, address[l], 0);
         if (!at)
             continue;
         for (u32 from = 0, to; from < size; from = to, at++) {
