@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -146,13 +145,14 @@ def verify(
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at a time.")] = None,
 ) -> None:
     """Time each row's choice again beside all candidates; status 1 where one is too slow."""
+    import pandas as pd
     import torch
 
     from aiter_mx.cli.tune import default_table, the_meter, the_rules
     from aiter_mx.kernels.registry import ops
     from aiter_mx.tuning.origin import commit, today
     from aiter_mx.tuning.share import Alone
-    from aiter_mx.tuning.table import write_text
+    from aiter_mx.tuning.table import write_csv
     from aiter_mx.tuning.verify import check_cells, named_by, verify
 
     console = make_console()
@@ -173,7 +173,7 @@ def verify(
         console.print(" ".join(f"{name}={value}" for name, value in cells.items()), soft_wrap=True)
         lines.append({**cells, **origin})
         if save is not None:  # what a kill leaves is whole
-            write_text(save, _csv(lines))
+            write_csv(save, pd.DataFrame(lines))
 
     checks = verify(rows, op, target, meter, the_rules(most, rounds), on_check)
     slow = [one for one in checks if one.slower > limit / 100]
@@ -183,16 +183,6 @@ def verify(
         f"best candidate, the worst {worst:.1%}"
     )
     sys.exit(bool(slow))
-
-
-def _csv(rows: list[dict[str, object]]) -> str:
-    import io
-
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def _every_table() -> list[Path]:

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from aiter_mx.kernels.registry import key_columns, problem_key, problem_type
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
@@ -389,15 +391,12 @@ def _key(plan: Plan, problem: Problem) -> tuple[str, ...]:
 
 def timings_text(records: Sequence[Record]) -> str:
     """What every candidate of a sweep took, or why it was out, as CSV."""
-    import csv
-    import io
-
-    text = io.StringIO()
-    columns = ("problem", "candidate", "us", "spread", "rounds", "rel_err", "why")
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    for record in records:
-        for entry in (*record["timings"], *record["failures"]):
-            shown = {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in entry.items()}
-            writer.writerow({"problem": record["problem"], **shown})
-    return text.getvalue()
+    lines = [
+        {"problem": record["problem"], **entry}
+        for record in records
+        for entry in (*record["timings"], *record["failures"])
+    ]
+    columns = ["problem", "candidate", "us", "spread", "rounds", "rel_err", "why"]
+    frame = pd.DataFrame(lines, columns=columns).astype({"rounds": "Int64"})
+    text: str = frame.to_csv(index=False, float_format="%.5g", lineterminator="\n")
+    return text

@@ -178,8 +178,8 @@ def write_table(path: Path, op: str, rows: Iterable[Cells]) -> None:
     frame["run"] = [_run_id(row) for row in frame[list(RUN)].itertuples(index=False)]
     provenance, runs = side_files(path)
     _add_runs(runs, frame[["run", *RUN]])
-    _write_csv(provenance, frame[_with_values(frame, provenance_columns(op), ["touched"])])
-    _write_csv(path, frame[_with_values(frame, columns_of(op), PEERS)])
+    write_csv(provenance, frame[_with_values(frame, provenance_columns(op), ["touched"])])
+    write_csv(path, frame[_with_values(frame, columns_of(op), PEERS)])
 
 
 def _with_values(frame: pd.DataFrame, columns: list[str], optional: Sequence[str]) -> list[str]:
@@ -214,7 +214,8 @@ def _order(op: str, row: Mapping[str, str]) -> tuple[object, ...]:
     return (row["gfx"], *(int(row[n]) for n in numbers), *words, int(row["cu_num"] or 0))
 
 
-def _write_csv(path: Path, frame: pd.DataFrame) -> None:
+def write_csv(path: Path, frame: pd.DataFrame) -> None:
+    """Put a table in place of the old one in one step."""
     write_text(path, frame.to_csv(index=False, lineterminator="\n"))
 
 
