@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         quantize_dual_grouped,
         quantize_grouped,
     )
-    from aiter_mx.target import simulate
+    from aiter_mx.runtimes.sim import simulate
     from aiter_mx.warm import warmup
 
 _HOME = {
@@ -48,7 +48,7 @@ _HOME = {
     "quantize_dual_grouped": "aiter_mx.ops.quantize",
     "quantize_grouped": "aiter_mx.ops.quantize",
     "shuffle_scales": "aiter_mx.layouts",
-    "simulate": "aiter_mx.target",
+    "simulate": "aiter_mx.runtimes.sim",
     "unshuffle_scales": "aiter_mx.layouts",
     "warmup": "aiter_mx.warm",
 }

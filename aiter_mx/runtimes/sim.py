@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from aiter_mx.kernels.spec import Geometry
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.sim.program import Program
 from aiter_mx.sim.report import LaunchReport
+from aiter_mx.target import Target
+from aiter_mx.target import simulate as simulate_ops
 
 name = "sim"
 
@@ -27,6 +31,30 @@ class SimFunction:
 def last_report() -> LaunchReport | None:
     """What the last simulated launch of this thread did; None before the first."""
     return getattr(_last, "report", None)
+
+
+@contextmanager
+def simulate(arch: str = "gfx950") -> Iterator[Target]:
+    """Run ops on CPU tensors through the simulator, in this thread, inside the ``with`` block.
+
+    Where Triton has been imported before, launches of ``@triton.jit`` kernels on CPU tensors run
+    there too (of the whole process, as Triton has one driver). The environment variable
+    ``AITER_MX_SIMULATE=gfx950`` asks for the ops' part everywhere.
+
+    Raises:
+        ValueError: the simulator has no such architecture.
+    """
+
+    def remember(report: LaunchReport) -> None:
+        _last.report = report
+
+    with ExitStack() as stack:
+        target = stack.enter_context(simulate_ops(arch))
+        if "triton" in sys.modules:
+            from aiter_mx.sim.triton_driver import triton_launches
+
+            stack.enter_context(triton_launches(remember))
+        yield target
 
 
 def current_stream(device: int) -> int:
