@@ -13,16 +13,26 @@ import pandas as pd
 import pytest
 
 from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.dispatch.tables import SIDE_FILES
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.registry import key_columns
 from aiter_mx.kernels.spec import Config, Param, Problem, cheapest, combinations
+from aiter_mx.paths import configs_dir
 from aiter_mx.target import hardware
 from aiter_mx.tuning import sweep as sweeps
 from aiter_mx.tuning.candidates import Candidate, candidates_of
 from aiter_mx.tuning.race import Outcome, race
 from aiter_mx.tuning.share import Alone
-from aiter_mx.tuning.table import columns_of, incumbent_of, read_rows, row_of, side_files
+from aiter_mx.tuning.table import (
+    columns_of,
+    incumbent_of,
+    read_frame,
+    read_origins,
+    read_rows,
+    row_of,
+    side_files,
+)
 from aiter_mx.tuning.triton_ahead import TritonAhead
 from aiter_mx.tuning.verify import Check, verify
 from op_tests.tune.fakes import (
@@ -39,6 +49,9 @@ from op_tests.tune.fakes import (
 )
 
 PROBLEM = PROBLEMS[0]
+SHIPPED = [
+    path for path in sorted(configs_dir().glob("*/*.csv")) if not path.name.endswith(SIDE_FILES)
+]
 
 
 def run_race(fake: FakeMeter, incumbent: Candidate | None = None) -> Outcome:
@@ -209,6 +222,14 @@ def test_table_is_what_dispatch_and_pandas_read(
     assert chosen.source.startswith(str(table))
     assert "measured" in chosen.reason
     assert not list(tmp_path.glob("*.journal"))
+
+
+@pytest.mark.parametrize("table", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_shipped_row_says_where_it_comes_from(table: Path) -> None:
+    rows = read_frame(table, table.stem)
+    assert len(rows) == len(read_rows(table, table.stem)) == len(read_origins(table, table.stem))
+    for name in ("spread", "date", "commit", "versions"):
+        assert rows[name].str.len().all(), name
 
 
 def test_rows_of_other_shapes_are_kept(tmp_path: Path) -> None:
