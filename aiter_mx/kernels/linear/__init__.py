@@ -18,6 +18,7 @@ from aiter_mx.kernels.linear.problem import (
 )
 from aiter_mx.kernels.linear.triton import DOT_SCALED
 from aiter_mx.kernels.linear.vendor import SCALED_MM
+from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
 from aiter_mx.kernels.linear.wgmma_fp8_sm90 import WGMMA_FP8
 from aiter_mx.kernels.linear.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import reference
@@ -31,6 +32,7 @@ _FOR_QUANTISED_X = (
     WGMMA_FP8,
     WIDE,
     MMA_RING,
+    WGMMA_BF16,
     *GROUPED,
     DOT_SCALED,
     SCALED_MM,

@@ -1,0 +1,192 @@
+"""The Hopper linear for tens to thousands of rows, csrc/linear/wgmma_bf16_sm90.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from aiter_mx.kernels.linear.clusters_sm90 import CHUNK, most_clusters
+from aiter_mx.kernels.linear.problem import (
+    MATRIX_ARGS,
+    W_POINTER,
+    X_POINTER,
+    LinearProblem,
+    matrix_scalars,
+)
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Config,
+    Geometry,
+    KernelSpec,
+    Module,
+    Param,
+    TensorMap,
+    combinations,
+    where_it_fits,
+)
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("tile_m", (80, 96, 112, 128, 160, 192, 224, 256), "tokens of a tile"),
+    Param("tile_n", (64, 128, 192), "features of a tile, 64 for each warpgroup that multiplies"),
+    Param("split", (1, 2, 3, 4, 5, 6, 7, 8), "CTAs of a cluster, which share K"),
+)
+
+MIN_M = 65
+MAX_SIZE = (1 << 31) - 1
+_GROUP_ROWS = 64
+_UNIT = 64  # k that are multiplied at a time
+_MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
+_SHARED_BYTES = 227 * 1024
+_FLAG_BYTES = 1024  # barriers, and which tokens and features have scales that bf16 does not cover
+_MOST_GRID = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the host works out of a configuration: see the constants of the kernel.
+
+    Attributes:
+        x_stages: stages of x in bf16.
+        raw_stages: stages of x as it is in memory.
+        w_stages: stages of w.
+        shared_bytes: shared memory of a CTA.
+        clusters: tiles, each of which a cluster computes.
+    """
+
+    x_stages: int
+    raw_stages: int
+    w_stages: int
+    shared_bytes: int
+    clusters: int
+
+
+def _chunks(problem: LinearProblem) -> int:
+    return -(-problem.K // CHUNK)
+
+
+def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
+    """How a configuration is laid out, or None where it does not fit."""
+    tile_m, tile_n, split = config["tile_m"], config["tile_n"], config["split"]
+    if tile_m > _MOST_TOKENS[tile_n] or split > _chunks(problem):
+        return None
+    most = _SHARED_BYTES - _FLAG_BYTES
+    unit, raw, w = tile_m * _UNIT * 2, tile_m * CHUNK, tile_n * CHUNK
+    x_stages = 3
+    left = most - x_stages * unit
+    raw_stages = 2 if left < 3 * raw + 6 * w else 3
+    w_stages = min((left - raw_stages * raw) // w, 8)
+    stages = x_stages * unit + raw_stages * raw + w_stages * w
+    sums = tile_m * (tile_n + 4) * 4
+    clusters = -(-problem.M // tile_m) * -(-problem.N // tile_n)
+    return Layout(x_stages, raw_stages, w_stages, max(stages, sums) + _FLAG_BYTES, clusters)
+
+
+_layout = where_it_fits(layout)
+
+
+def _refusal(target: Target, problem: LinearProblem) -> str | None:
+    if target.arch not in MODULE.sources:
+        return f"no wgmma_bf16 kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
+    if problem.M < MIN_M:
+        return f"M={problem.M} is below {MIN_M}: the other kernels have tiles of so few rows"
+    for name in ("M", "N", "K"):
+        if (value := getattr(problem, name)) > MAX_SIZE:
+            return f"{name}={value}: wgmma_bf16 counts it in 31 bits"
+    smallest = PARAMS[0].values[0], PARAMS[1].values[0], PARAMS[2].values[-1]
+    blocks = -(-problem.M // smallest[0]) * -(-problem.N // smallest[1]) * smallest[2]
+    if blocks > _MOST_GRID:
+        return f"there are up to {blocks} CTAs, and their numbers have 31 bits"
+    return None
+
+
+def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
+    """A model of a call's time beyond its start."""
+    found = _layout(target, problem, config)
+    tile_m, tile_n, split = config["tile_m"], config["tile_n"], config["split"]
+    groups = tile_n // _GROUP_ROWS
+    units = -(-_chunks(problem) // split) * 2
+    tensor = 2 * tile_m * groups
+    issue = 143 * groups + 1.9 * tile_m
+    copied = (tile_m + tile_n) * _UNIT / 24
+    rounds = -(-found.clusters // most_clusters(target, split))
+    reduced = tile_m * tile_n * 4 * (split - 1) / split / 24 + 1000 if split > 1 else 0
+    stored = tile_m * tile_n / 24 + 800
+    return float(rounds * (units * 1.1 * max(tensor, issue, copied) + reduced + stored + 1500))
+
+
+def _fits(target: Target, problem: LinearProblem, config: Config) -> bool:
+    return layout(target, problem, config) is not None
+
+
+@lru_cache(maxsize=256)
+def _ordered(target: Target, problem: LinearProblem) -> list[Config]:
+    fitting = [config for config in combinations(PARAMS) if _fits(target, problem, config)]
+    return sorted(fitting, key=lambda config: _cycles(target, problem, config))
+
+
+def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
+    return _ordered(target, problem)[:12]
+
+
+def _configure(target: Target, problem: LinearProblem) -> Config:
+    return _ordered(target, problem)[0]
+
+
+def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
+    found = _layout(target, problem, config)
+    return {
+        "MX_TILE_M": config["tile_m"],
+        "MX_GROUPS": config["tile_n"] // _GROUP_ROWS,
+        "MX_SPLIT": config["split"],
+        "MX_X_STAGES": found.x_stages,
+        "MX_RAW_STAGES": found.raw_stages,
+        "MX_W_STAGES": found.w_stages,
+        "MX_OUT": DTYPE_CODES[problem.out_dtype],
+        "MX_SHARED_BYTES": found.shared_bytes,
+    }
+
+
+def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
+    found = _layout(target, problem, config)
+    return Geometry(
+        grid=(found.clusters * config["split"], 1, 1),
+        block=(128 * (config["tile_n"] // _GROUP_ROWS + 1), 1, 1),
+        shared_bytes=found.shared_bytes,
+        overlaps=problem.pdl,
+    )
+
+
+def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
+    return matrix_scalars(problem)
+
+
+def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
+    return TensorMap(W_POINTER, problem.N, problem.K, config["tile_n"], CHUNK, fetch_bytes=128)
+
+
+def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
+    return TensorMap(X_POINTER, problem.M, problem.K, config["tile_m"], CHUNK)
+
+
+MODULE = Module(
+    sources={"sm_90a": "linear/wgmma_bf16_sm90.cu"},
+    symbol="aiter_mx_linear_wgmma_bf16",
+    args=MATRIX_ARGS,
+    defines=_defines,
+    geometry=_geometry,
+    scalars=_scalars,
+    tensor_maps=(_weights, _x),
+)
+
+WGMMA_BF16 = KernelSpec(
+    op="linear",
+    backend="hip",
+    name="wgmma_bf16",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=_configure,
+    candidates=_candidates,
+    module=MODULE,
+)
