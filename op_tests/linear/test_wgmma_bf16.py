@@ -44,7 +44,7 @@ def config(tile_m: int, tile_n: int, split: int) -> dict[str, int]:
 
 
 # Between them: tiles of every size, several tiles of tokens, the last one of one token, clusters
-# of every size, parts of K that differ and of one chunk alone, K that ends within a chunk and within
+# of every size, parts of K that differ and of one chunk, K that ends within a chunk and within
 # 64 k, features that no tile divides, and odd ones.
 CASES = [
     (65, 64, 128, config(80, 64, 1)),

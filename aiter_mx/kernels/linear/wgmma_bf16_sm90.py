@@ -40,6 +40,7 @@ _UNIT = 64  # k that are multiplied at a time
 _MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
 _SHARED_BYTES = 227 * 1024
 _FLAG_BYTES = 1024  # barriers, and which tokens and features have scales that bf16 does not cover
+_MOST_OWN_ROWS, _MOST_OWN_FEATURES = 192, 6144  # without a table
 _MOST_GRID = (1 << 31) - 1
 
 
@@ -134,6 +135,12 @@ def _configure(target: Target, problem: LinearProblem) -> Config:
     return _ordered(target, problem)[0]
 
 
+def _yields(target: Target, problem: LinearProblem) -> str | None:
+    if problem.M <= _MOST_OWN_ROWS and problem.N <= _MOST_OWN_FEATURES:
+        return None
+    return "persistent has the larger tiles, and enough of them for all SMs"
+
+
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     found = _layout(target, problem, config)
     return {
@@ -189,4 +196,5 @@ WGMMA_BF16 = KernelSpec(
     configure=_configure,
     candidates=_candidates,
     module=MODULE,
+    yields=_yields,
 )
