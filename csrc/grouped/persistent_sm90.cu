@@ -27,92 +27,13 @@
 #include "common/scale.h"
 #include "common/target.h"
 #include "sm90/convert.h"
+#include "sm90/expand.h"
 #include "sm90/memory.h"
 #include "sm90/tma.h"
 #include "sm90/wgmma.h"
 #include "tiles_sm90.h"
 
 using namespace mx;
-
-// e4m3 times its e8m0 scale to bf16, exactly, for scales that bf16 covers.
-//
-// Weights are held as w * 2^-60 and activations as x * 2^60: with these, bf16 covers scales of w
-// from 2^-64 to 2^67 and of x up to 2^59, whatever the payload, and products are as they should be.
-
-constexpr unsigned kFirstWScale = 63, kLastWScale = 194, kLastXScale = 186;
-
-MX_DEVICE unsigned multiply_bf16x2(unsigned a, unsigned b) {
-    unsigned product;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-}
-
-// The factor, twice, that makes a weight's bits at the place of a bf16's, which are 2^-120 of its
-// value, the weight times a scale that bf16 covers.
-MX_DEVICE unsigned w_factor(unsigned scale) {
-    constexpr unsigned shift = (120 - 60) * 0x00800080u;
-    return scale * 0x00800080u + shift;
-}
-
-// a where mask is set, else b. Left to the compiler, constants would make it two instructions.
-MX_DEVICE unsigned select_bits(unsigned mask, unsigned a, unsigned b) {
-    unsigned chosen;
-    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(chosen) : "r"(mask), "r"(a), "r"(b));
-    return chosen;
-}
-
-// Both halves of a times the low half of b, or the high one.
-template <int Half>
-MX_DEVICE unsigned multiply_by_half(unsigned a, unsigned b) {
-    unsigned product;
-    if constexpr (Half == 0)
-        asm("{\n.reg .b16 low, high;\n.reg .b32 twice;\n"
-            "mov.b32 {low, high}, %2;\n"
-            "mov.b32 twice, {low, low};\n"
-            "mul.rn.bf16x2 %0, %1, twice;\n}"
-            : "=r"(product)
-            : "r"(a), "r"(b));
-    else
-        asm("{\n.reg .b16 low, high;\n.reg .b32 twice;\n"
-            "mov.b32 {low, high}, %2;\n"
-            "mov.b32 twice, {high, high};\n"
-            "mul.rn.bf16x2 %0, %1, twice;\n}"
-            : "=r"(product)
-            : "r"(a), "r"(b));
-    return product;
-}
-
-// Bytes 0 and 2, then 1 and 3, of four e4m3 times factor. NaN payloads are not NaN here. magnitude
-// is kMagnitude, in a register.
-constexpr unsigned kMagnitude = 0x07f007f0; // where a payload without its sign is put
-MX_DEVICE void e4m3x4_to_bf16(unsigned word, unsigned factor, unsigned magnitude, unsigned& even,
-                              unsigned& odd) {
-    unsigned signs;
-    asm("and.b32 %0, %1, 0x80808080;" : "=r"(signs) : "r"(word)); // else it is found twice
-    even = multiply_bf16x2(select_bits(magnitude, word << 4, signs << 8), factor);
-    odd = multiply_bf16x2(select_bits(magnitude, word >> 4, signs), factor);
-}
-
-// Does the same with one of two factors: w_factors of their scales are in the halves of a word.
-MX_DEVICE unsigned w_factors(unsigned scales) {
-    return scales * 0x80 + ((120 - 60) << 7) * 0x00010001u;
-}
-template <int Half>
-MX_DEVICE void e4m3x4_to_bf16(unsigned word, unsigned factors, unsigned magnitude, unsigned& even,
-                              unsigned& odd) {
-    unsigned signs;
-    asm("and.b32 %0, %1, 0x80808080;" : "=r"(signs) : "r"(word)); // else it is found twice
-    even = multiply_by_half<Half>(select_bits(magnitude, word << 4, signs << 8), factors);
-    odd = multiply_by_half<Half>(select_bits(magnitude, word >> 4, signs), factors);
-}
-
-// Four activations times factor, rounded where they need it: bytes 0 and 2, then 1 and 3.
-MX_DEVICE void e4m3x4_to_bf16(unsigned word, float factor, unsigned& even, unsigned& odd) {
-    f32x2 low, high;
-    e4m3x4_to_f32(word, low, high);
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(even) : "f"(high.x * factor), "f"(low.x * factor));
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(odd) : "f"(high.y * factor), "f"(low.y * factor));
-}
 
 // The expansion of x to bf16, by some warps of each workgroup while the others multiply.
 //
