@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
 
 
+@cache
 def _room(name: str) -> Path:
     in_wheel = _PACKAGE / name
     return in_wheel if in_wheel.is_dir() else _PACKAGE.parent / name

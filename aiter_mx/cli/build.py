@@ -86,7 +86,7 @@ def _shapes(
     if not axes and not tables:
         axes = [{"M": [*range(1, 17)], "N": [n], "K": [k]} for n, k in DECODE_LINEARS.values()]
     found = [problem for each in axes for problem in problems(op, each)]
-    return [*found, *load_rows(arch, op)] if tables else found
+    return [*found, *load_rows(arch, op).problems()] if tables else found
 
 
 def _requests(op: str, arch: str, shapes: list[Problem]) -> list[BuildRequest]:

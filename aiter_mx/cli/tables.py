@@ -24,9 +24,15 @@ Files = Annotated[
 def check(
     files: Files = None,
     build: Annotated[bool, typer.Option(help="Also compile every variant.")] = True,
+    record: Annotated[
+        bool, typer.Option(help="Write into configs/digests.json that these tables are proven.")
+    ] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at a time.")] = None,
 ) -> None:
     """Check every row against the kernels there are, and compile what they name.
+
+    A shipped table that configs/digests.json does not know as it stands is an error: dispatch would
+    check it in every process. --record writes it there.
 
     Variants for an architecture without a compiler here are not compiled, which is said. Rows that
     were tuned with other sources than those here are counted, and those of them whose kernel has
@@ -35,6 +41,7 @@ def check(
     from aiter_mx.errors import AiterMxError
     from aiter_mx.tuning.builds import build_each
     from aiter_mx.tuning.check import CheckedTable, age_of, check_table
+    from aiter_mx.tuning.digests import is_unrecorded, record_digest
 
     console = make_console()
     wrong: list[str] = []
@@ -47,6 +54,10 @@ def check(
             wrong.append(str(error))
             continue
         checked.append(table)
+        if record:
+            record_digest(path)
+        elif is_unrecorded(path):
+            wrong.append(f"{path} is not what digests.json has: aiter-mx tables check --record")
         requests.update(table.requests)
         console.print(
             f"{path}: {table.rows} rows, {len(table.requests)} kernel variants", soft_wrap=True

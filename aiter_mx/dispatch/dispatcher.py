@@ -8,21 +8,15 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Mapping
+from functools import partial
 
-from aiter_mx.dispatch.route import Route
-from aiter_mx.dispatch.tables import SCOPE, SHAPE, Row, load_rows
-from aiter_mx.kernels.registry import (
-    find_kernel,
-    in_line,
-    key_columns,
-    problem_key,
-    stand_ins,
-)
-from aiter_mx.kernels.spec import Config, KernelSpec, Problem
+from aiter_mx.dispatch.route import Clause, Route
+from aiter_mx.dispatch.tables import NO_ROWS, SCOPE, SHAPE, Row, Rows, load_rows
+from aiter_mx.kernels.registry import by_backend, find_kernel, key_columns, key_of, stand_ins
+from aiter_mx.kernels.spec import Config, KernelSpec, Key, Problem
 from aiter_mx.target import Target
 
-_logged: set[tuple[str, Target, Problem]] = set()
+_logged: set[tuple[str, str, int, Key]] = set()
 _logged_lock = threading.Lock()
 _unwritable: set[str] = set()
 _misfits: set[str] = set()
@@ -45,47 +39,62 @@ def route(
         ValueError: nothing covers the problem.
     """
     if getattr(problem, "is_empty", False):
-        reason = "the result is empty, so nothing is launched"
-        return Route(op, "torch", "reference", {}, reason, "envelope")
-    key = problem_key(op, problem)
-    passed_over: list[str] = []
-    for stand_in in dict.fromkeys((key, *stand_ins(op, key))):
-        row, why_none = _find_row(op, target, stand_in)
+        reference = find_kernel(op, target.arch, "torch", "reference")
+        return Route(reference, {}, "envelope", ("the result is empty, so nothing is launched",))
+    key, passed_over, why_none = key_of(op)(problem), list[Clause](), list[Clause]()
+    rows = NO_ROWS if target.runtime == "none" else load_rows(target.arch, op)
+    for stand_in in dict.fromkeys((key, *stand_ins(op)(key))):
+        row = rows.find(stand_in, target.cu_num)
         if row is None:
             if stand_in == key:
-                passed_over.append(why_none)
+                why_none.append(partial(_why_none, op, target, key, rows))
                 _log_miss(op, target, key)
             continue
-        kernel = find_kernel(op, target.arch, row.backend, row.kernel)
-        refusal = _refusal(kernel, target, problem, skip)
+        refusal = _refusal(row.spec, target, problem, skip) or _misfit(row, target, problem)
         if refusal is None:
-            refusal = _misfit(row, kernel, target, problem)
-        if refusal is None:
-            reason = _row_reason(row, stand_in, key) + _in_parts(
-                kernel, target, problem, row.config
-            )
-            return Route(op, row.backend, row.kernel, row.config, reason, row.where)
+            decided = partial(_row_reason, op, row, stand_in, key)
+            in_parts = partial(_in_parts, row.spec, target, problem, row.config)
+            return Route(row.spec, row.config, row.where, (*passed_over, decided, in_parts))
         passed_over.append(f"{row.where} names {row.backend}/{row.kernel}, but {refusal}")
+    return _from_envelope(op, target, problem, skip, why_none + passed_over)
 
-    line = in_line(op, target, problem)
-    passed_over += [
-        why
-        for kernel in line
-        if _refusal(kernel, target, problem, skip) is None
-        and (why := kernel.yields(target, problem))
-    ]
-    for kernel in line:
-        refusal = _refusal(kernel, target, problem, skip)
-        if refusal is None:
-            covers = f"{kernel.backend}/{kernel.name} covers it"
-            reason = "; ".join(dict.fromkeys([*passed_over, covers]))
-            config = kernel.configure(target, problem)
-            reason += _in_parts(kernel, target, problem, config)
-            return Route(op, kernel.backend, kernel.name, config, reason, "envelope")
-        passed_over.append(refusal)
-    raise ValueError(
-        f"nothing computes {op} of {problem} on {target.name}: {'; '.join(passed_over)}"
-    )
+
+def _from_envelope(
+    op: str,
+    target: Target,
+    problem: Problem,
+    skip: frozenset[tuple[str, str]],
+    clauses: list[Clause],
+) -> Route:
+    """The first kernel in line that covers a problem."""
+    for of_backend in by_backend(op, target.arch):
+        yielding: KernelSpec | None = None
+        for kernel in of_backend:
+            refusal = _refusal(kernel, target, problem, skip)
+            if refusal is not None:
+                clauses.append(f"{kernel.backend}/{kernel.name}: {refusal}")
+                continue
+            why = kernel.yields(target, problem)
+            if why is None:
+                return _covering(kernel, target, problem, clauses)
+            clauses.append(f"{kernel.backend}/{kernel.name}: {why}")
+            yielding = yielding or kernel
+        if yielding is not None:
+            return _covering(yielding, target, problem, clauses)
+    told = Route(find_kernel(op, target.arch, "torch", "reference"), {}, "", tuple(clauses)).reason
+    raise ValueError(f"nothing computes {op} of {problem} on {target.name}: {told}")
+
+
+def _covering(
+    kernel: KernelSpec,
+    target: Target,
+    problem: Problem,
+    clauses: list[Clause],
+) -> Route:
+    config = kernel.configure(target, problem)
+    in_parts = partial(_in_parts, kernel, target, problem, config)
+    covers = f"{kernel.backend}/{kernel.name} covers it"
+    return Route(kernel, config, "envelope", (*clauses, covers, in_parts))
 
 
 def _in_parts(kernel: KernelSpec, target: Target, problem: Problem, config: Config) -> str:
@@ -94,20 +103,20 @@ def _in_parts(kernel: KernelSpec, target: Target, problem: Problem, config: Conf
         same = vars(problem) if op == kernel.op else vars(part)
         changes = [f"{name}={value}" for name, value in vars(part).items() if same[name] != value]
         parts.append(f"{op} with {' and '.join(changes)}" if changes else op)
-    return f"; it is {' and then '.join(parts)}" if parts else ""
+    return f"it is {' and then '.join(parts)}" if parts else ""
 
 
 def _refusal(
     kernel: KernelSpec, target: Target, problem: Problem, skip: frozenset[tuple[str, str]]
 ) -> str | None:
     if (kernel.backend, kernel.name) in skip:
-        return f"{kernel.backend}/{kernel.name} failed before"
+        return "it failed before"
     return kernel.refusal(target, problem)
 
 
-def _misfit(row: Row, kernel: KernelSpec, target: Target, problem: Problem) -> str | None:
+def _misfit(row: Row, target: Target, problem: Problem) -> str | None:
     """Why a row's configuration cannot be launched; said once a row, as it is the table's fault."""
-    misfit = kernel.misfit(target, problem, row.config)
+    misfit = row.spec.misfit(target, problem, row.config)
     if misfit is not None:
         with _logged_lock:
             is_new = row.where not in _misfits
@@ -120,59 +129,46 @@ def _misfit(row: Row, kernel: KernelSpec, target: Target, problem: Problem) -> s
     return misfit
 
 
-def _row_reason(row: Row, stand_in: Problem, key: Problem) -> str:
+def _row_reason(op: str, row: Row, stand_in: Key, key: Key) -> str:
     timed = f" in {row.us:g} us" if row.us is not None else ""
     origin = f" ({row.origin})" if row.origin else ""
     reason = f"tuned row {row.where} chooses {row.backend}/{row.kernel}{timed}{origin}"
-    changes = [f"{k}={v}" for k, v in vars(stand_in).items() if getattr(key, k) != v]
+    each = zip(key_columns(op), stand_in, key, strict=True)
+    changes = [f"{name}={value}" for name, value, asked in each if value != asked]
     if changes:
         reason += f"; it is for {' and '.join(changes)}, the nearest that is tuned"
     return reason
 
 
-def _find_row(op: str, target: Target, key: Problem) -> tuple[Row | None, str]:
-    """The row that wins for ``key``, or None and why there is none."""
+def _why_none(op: str, target: Target, key: Key, rows: Rows) -> str:
+    """Why no row of a table is for a key."""
     if target.runtime == "none":
-        return None, "no GPU"
-    rows = load_rows(target.arch, op)
-    same_shape = rows.get(key, ())
-    # A row for this very CU count beats one for any; among equals the later file wins.
-    fitting = [row for row in same_shape if row.cu_num in (None, target.cu_num)]
-    fitting.sort(key=lambda row: row.cu_num is not None)
-    if fitting:
-        return fitting[-1], ""
-    return None, _why_none(op, target, key, rows)
-
-
-def _why_none(
-    op: str, target: Target, key: Problem, rows: Mapping[Problem, tuple[Row, ...]]
-) -> str:
+        return "no GPU"
     if not rows:
         return f"no tuned table for {op} on {target.arch}"
-    if key in rows:
-        counts = ", ".join(str(row.cu_num) for row in rows[key])
+    if of_key := rows.cu_nums(key):
+        counts = ", ".join(map(str, of_key))
         return f"the tuned rows of this shape are for {counts} CUs, not {target.cu_num}"
-    shapes = [
-        shape
-        for shape, of_it in rows.items()
-        if {row.cu_num for row in of_it} & {None, target.cu_num}
-    ]
+    shapes = [shape for shape in rows if {*rows.cu_nums(shape)} & {None, target.cu_num}]
     if not shapes:
-        counts = ", ".join(sorted({str(row.cu_num) for of_it in rows.values() for row in of_it}))
+        every = {str(cu_num) for shape in rows for cu_num in rows.cu_nums(shape)}
+        counts = ", ".join(sorted(every))
         return f"all tuned rows for {target.arch} are for {counts} CUs, not {target.cu_num}"
     nearest = min(shapes, key=lambda shape: _distance(shape, key))
-    shown = " ".join(f"{name}={getattr(nearest, name)}" for name in key_columns(op))
     return (
         f"none of the {len(shapes)} tuned shapes for {target.arch} is this one, "
-        f"the nearest is {shown}"
+        f"the nearest is {_shown(op, nearest)}"
     )
 
 
-def _distance(shape: Problem, key: Problem) -> float:
+def _shown(op: str, key: Key) -> str:
+    return " ".join(f"{name}={value}" for name, value in zip(key_columns(op), key, strict=True))
+
+
+def _distance(shape: Key, key: Key) -> float:
     """How unlike two shapes are: factors between their sizes, and more for each other dtype."""
     distance = 0.0
-    for name, value in vars(key).items():
-        other = getattr(shape, name)
+    for other, value in zip(shape, key, strict=True):
         if isinstance(value, int):
             distance += abs(math.log2(max(other, 0.5) / max(value, 0.5)))
         else:
@@ -180,7 +176,7 @@ def _distance(shape: Problem, key: Problem) -> float:
     return distance
 
 
-def _log_miss(op: str, target: Target, key: Problem) -> None:
+def _log_miss(op: str, target: Target, key: Key) -> None:
     """Append a shape without a row to the CSV that ``AITER_MX_LOG_UNTUNED`` names, once.
 
     Its columns are the same for all ops, as they share the file.
@@ -188,12 +184,12 @@ def _log_miss(op: str, target: Target, key: Problem) -> None:
     path = os.environ.get("AITER_MX_LOG_UNTUNED")
     if not path or target.runtime == "none":
         return
+    asked = (op, target.arch, target.cu_num, key)
     with _logged_lock:
-        if (op, target, key) in _logged:
+        if asked in _logged:
             return
-        _logged.add((op, target, key))
-        shape = " ".join(f"{name}={getattr(key, name)}" for name in key_columns(op))
-        line = _csv_line(target.arch, target.cu_num, op, shape)
+        _logged.add(asked)
+        line = _csv_line(target.arch, target.cu_num, op, _shown(op, key))
         # One write to a file opened for appending: ranks that share it do not cut lines in two.
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

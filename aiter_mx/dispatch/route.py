@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from aiter_mx.kernels.spec import Config
+from aiter_mx.kernels.spec import Config, KernelSpec
+
+Clause: TypeAlias = str | Callable[[], str]
+"""Part of a reason, or what writes it when somebody asks; an empty one is left out."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Route:
     """Who computes a call, and why.
 
     Attributes:
-        op: name of the op.
-        backend: ``hip``, ``triton``, ``vendor`` or ``torch``.
-        kernel: name of the kernel in the registry.
+        spec: the declaration of the kernel.
         config: the kernel's compile-time parameters.
-        reason: a sentence for people.
         source: ``file:line`` of the table row that decided, or ``envelope``.
+        clauses: what the reason is made of when somebody asks for it.
     """
 
-    op: str
-    backend: str
-    kernel: str
+    spec: KernelSpec
     config: Config
-    reason: str
     source: str
+    clauses: tuple[Clause, ...] = field(default=(), compare=False)
+
+    @property
+    def op(self) -> str:
+        """Name of the op."""
+        return self.spec.op
+
+    @property
+    def backend(self) -> str:
+        """``hip``, ``triton``, ``vendor`` or ``torch``."""
+        return self.spec.backend
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel in the registry."""
+        return self.spec.name
+
+    @property
+    def reason(self) -> str:
+        """Which row or rule decided, and who was passed over for what: a sentence for people."""
+        written = (clause if isinstance(clause, str) else clause() for clause in self.clauses)
+        return "; ".join(dict.fromkeys(filter(None, written)))
+
+    def __repr__(self) -> str:
+        config = " ".join(f"{name}={value}" for name, value in self.config.items())
+        chosen = f"{self.backend}/{self.kernel}" + (f" {config}" if config else "")
+        return f"Route({self.op}: {chosen}, by {self.source})"

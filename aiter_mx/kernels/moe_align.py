@@ -12,6 +12,7 @@ from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     KernelSpec,
+    Key,
     Module,
     Param,
     reference,
@@ -120,7 +121,7 @@ class MoeAlignProblem:
 KEY = ("M", "top_k", "E", "block_m", "ids")
 
 
-def stand_ins(key: MoeAlignProblem) -> tuple[MoeAlignProblem, ...]:
+def stand_ins(key: Key) -> tuple[Key, ...]:
     """None: nothing about this kernel is worth a table."""
     return ()
 

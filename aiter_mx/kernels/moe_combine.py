@@ -11,6 +11,7 @@ from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     KernelSpec,
+    Key,
     Module,
     Param,
     reference,
@@ -68,7 +69,7 @@ class MoeCombineProblem:
 KEY = ("M", "N", "top_k", "E")
 
 
-def stand_ins(key: MoeCombineProblem) -> tuple[MoeCombineProblem, ...]:
+def stand_ins(key: Key) -> tuple[Key, ...]:
     """None: nothing about this kernel is worth a table."""
     return ()
 

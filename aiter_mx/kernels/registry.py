@@ -3,17 +3,20 @@
 The order of ``KERNELS`` is the order of preference where no tuned table decides, except that of
 each backend those kernels come last that yield. ``PROBLEM`` is the dataclass of the op's shapes and
 dtypes; ``KEY`` names those of its fields that tables choose by, and the others have defaults.
-``stand_ins`` gives the problems whose rows serve a problem that has none.
+``stand_ins`` gives the keys whose rows serve a problem whose own key has none: a key is the values
+of those fields, in their order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from operator import attrgetter
 from pkgutil import iter_modules
 
 from aiter_mx import kernels
-from aiter_mx.kernels.spec import KernelSpec, Problem
+from aiter_mx.kernels.spec import KernelSpec, Key, Problem
 from aiter_mx.target import Target
 
 _NOT_OPS = {"spec", "registry", "triton"}
@@ -88,14 +91,21 @@ def field_value(of_type: type[Problem], name: str, text: str) -> int | bool | st
     return text
 
 
+@cache
+def key_of(op: str) -> Callable[[Problem], Key]:
+    """What takes the key of a problem of ``op``, a ``Key``."""
+    return attrgetter(*key_columns(op))  # of several names, so that it gives a tuple
+
+
 def problem_key(op: str, problem: Problem) -> Problem:
     """``problem`` with the fields that tables do not choose by at their defaults."""
     return problem_type(op)(**{name: getattr(problem, name) for name in key_columns(op)})
 
 
-def stand_ins(op: str, key: Problem) -> tuple[Problem, ...]:
-    """Problems whose tuned rows serve ``key`` too where it has none, the nearest first."""
-    found: tuple[Problem, ...] = _module(op).stand_ins(key)
+@cache
+def stand_ins(op: str) -> Callable[[Key], tuple[Key, ...]]:
+    """What finds the keys whose rows serve another key that has none, the nearest first."""
+    found: Callable[[Key], tuple[Key, ...]] = _module(op).stand_ins
     return found
 
 
@@ -105,13 +115,22 @@ def kernels_of(op: str) -> tuple[KernelSpec, ...]:
     return found
 
 
+def by_backend(op: str, arch: str) -> list[list[KernelSpec]]:
+    """The kernels of ``op`` for an architecture, those of each backend together, as preferred."""
+    groups: dict[str, list[KernelSpec]] = {}
+    for kernel in kernels_of(op):
+        if kernel.is_for(arch):
+            groups.setdefault(kernel.backend, []).append(kernel)
+    return list(groups.values())
+
+
 def in_line(op: str, target: Target, problem: Problem) -> list[KernelSpec]:
     """The kernels of ``op`` in the order to take one in where no tuned table decides."""
-    every = kernels_of(op)
-    backends = list(dict.fromkeys(kernel.backend for kernel in every))
-    return sorted(
-        every, key=lambda k: (backends.index(k.backend), k.yields(target, problem) is not None)
-    )
+    return [
+        kernel
+        for kernels in by_backend(op, target.arch)
+        for kernel in sorted(kernels, key=lambda k: k.yields(target, problem) is not None)
+    ]
 
 
 def find_kernel(op: str, arch: str, backend: str, name: str) -> KernelSpec:
@@ -128,6 +147,7 @@ def find_kernel(op: str, arch: str, backend: str, name: str) -> KernelSpec:
     known = ", ".join(f"{k.backend}/{k.name}" for k in kernels_of(op) if k.is_for(arch))
     text = f"op {op!r} has no kernel {backend}/{name} for {arch}; it has {known}"
     now = _RENAMED.get((op, name))
-    if backend == "hip" and now is not None:
-        text += f"; {name} is called {now} now: rename it, or make a new table with aiter-mx tune"
+    if backend == "hip":
+        renamed = f"{name} is called {now} now: rename it, or " if now is not None else ""
+        text += f"; {renamed}make a new table with aiter-mx tune"
     raise ValueError(text)

@@ -20,6 +20,8 @@ MOST_THREADS = 1024
 Config = Mapping[str, int]
 Problem = Any
 """A frozen dataclass of the op, in its kernels module: the shape and dtypes of one call."""
+Key = tuple[Any, ...]
+"""The values of those fields of a problem by which tables choose, ``KEY`` of its op."""
 Parts = tuple[tuple[str, Problem], ...]
 """Ops and their problems that together are another problem, in the order of their launches."""
 _Args = ParamSpec("_Args")

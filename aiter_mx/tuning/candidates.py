@@ -49,8 +49,7 @@ class Candidate:
     @property
     def route(self) -> Route:
         """As though dispatch had chosen it."""
-        reason = "a candidate of the tuner's"
-        return Route(self.op, self.backend, self.kernel, self.config, reason, "tuner")
+        return Route(self.spec, self.config, "tuner", ("a candidate of the tuner's",))
 
     @property
     def spec(self) -> KernelSpec:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from aiter_mx.dispatch.route import Route
 from aiter_mx.dispatch.tables import Row, read_table
 from aiter_mx.errors import TableError
 from aiter_mx.jit.build import BuildRequest, sources_key
-from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.plan import build_requests
-from aiter_mx.target import hardware
 from aiter_mx.tuning.builds import HASH_DIGITS, built, own_request
 from aiter_mx.tuning.table import Rows, key_of, problem_cells, read_origins
 
@@ -67,13 +65,11 @@ def check_table(path: Path) -> CheckedTable:
         if key in seen:
             raise TableError(f"{row.where}: is for the same shape as {seen[key]}")
         seen[key] = row.where
-        target = hardware(row.gfx)
-        target = replace(target, cu_num=row.cu_num or target.cu_num)
-        kernel = find_kernel(op, row.gfx, row.backend, row.kernel)
-        misfit = kernel.misfit(target, row.problem, row.config)
+        target = row.target
+        misfit = row.spec.misfit(target, row.problem, row.config)
         if misfit is not None:
             raise TableError(f"{row.where}: {row.backend}/{row.kernel}: {misfit}")
-        chosen = Route(op, row.backend, row.kernel, row.config, "", row.where)
+        chosen = Route(row.spec, row.config, row.where)
         for request in build_requests(target, [row.problem], [chosen]):
             requests[request] = row.where
         own = own_request(target, row.problem, chosen)

@@ -33,6 +33,7 @@ from aiter_mx.kernels.registry import find_kernel, key_columns, problem_type
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
 from aiter_mx.tuning.candidates import Candidate, candidate_of
+from aiter_mx.tuning.digests import record_digest
 from aiter_mx.tuning.race import Timing
 
 Cells: TypeAlias = "dict[str, str]"
@@ -180,6 +181,7 @@ def write_table(path: Path, op: str, rows: Iterable[Cells]) -> None:
     _add_runs(runs, frame[["run", *RUN]])
     write_csv(provenance, frame[_with_values(frame, provenance_columns(op), ["touched"])])
     write_csv(path, frame[_with_values(frame, columns_of(op), PEERS)])
+    record_digest(path)
 
 
 def _with_values(frame: pd.DataFrame, columns: list[str], optional: Sequence[str]) -> list[str]:

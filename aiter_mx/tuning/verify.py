@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiter_mx.dispatch.tables import read_table
-from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
 from aiter_mx.tuning.candidates import Candidate, Meter, candidate_of, candidates_of
@@ -54,8 +53,7 @@ def named_by(path: Path, op: str, target: Target) -> list[tuple[Problem, Candida
     found = []
     for row_op, row in read_table(path):
         if row_op == op and row.gfx == target.arch and row.cu_num in (None, target.cu_num):
-            kernel = find_kernel(op, target.arch, row.backend, row.kernel)
-            found.append((row.problem, candidate_of(kernel, target.arch, row.config)))
+            found.append((row.problem, candidate_of(row.spec, target.arch, row.config)))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,12 +13,14 @@ import pytest
 import torch
 
 import aiter_mx
-from aiter_mx.dispatch import tables
+from aiter_mx.dispatch import dispatcher, tables
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.tables import format_config, parse_config
 from aiter_mx.errors import TableError
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import find_kernel, ops
+from aiter_mx.kernels.spec import Key
+from aiter_mx.paths import configs_dir
 from aiter_mx.plan import build_requests
 from aiter_mx.target import CPU, hardware
 
@@ -162,7 +165,7 @@ def test_simulated_gfx950_takes_our_kernels_but_never_triton() -> None:
 def test_failed_kernels_are_passed_over_when_told_so() -> None:
     chosen = route("linear", GFX950, PROBLEM, frozenset({("hip", "gemv"), ("hip", "mfma")}))
     assert chosen.backend == "triton"
-    assert "hip/gemv failed before" in chosen.reason
+    assert "hip/gemv: it failed before" in chosen.reason
 
 
 @pytest.mark.parametrize(
@@ -176,7 +179,6 @@ def test_failed_kernels_are_passed_over_when_told_so() -> None:
         ({"op": "lineal"}, "unknown op 'lineal'"),
         ({"gfx": "gfx90c"}, "unknown architecture 'gfx90c'"),
         ({"M": "three"}, "M must be a whole number, got 'three'"),
-        ({"M": 17}, "hip/gemv does not cover this row"),
         ({"N": ""}, "key column 'N' is missing or empty"),
         ({"out_dtype": "int8"}, "int8"),
         ({"frobnicate": 1}, "unknown column 'frobnicate'; those of 'linear' are M, N, K"),
@@ -202,6 +204,19 @@ def test_malformed_row_is_an_error_with_file_and_line(
         route("linear", GFX950, PROBLEM)
     assert str(caught.value).startswith(f"{path}:2: ")
     assert message in str(caught.value)
+
+
+def test_a_row_outside_its_kernels_envelope_is_an_error_where_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_table(tmp_path / "bad.csv", gemv_row(), gemv_row(M=32))
+    monkeypatch.setenv("AITER_MX_CONFIG", str(path))
+    assert route("linear", GFX950, PROBLEM).source == f"{path}:2"
+    for M in (32, 17):  # its own shape, and one that it stands in for
+        with pytest.raises(TableError, match=r"bad\.csv:3: hip/gemv does not cover this row: M=32"):
+            route("linear", GFX950, replace(PROBLEM, M=M))
+    with pytest.raises(TableError, match=r"bad\.csv:3: hip/gemv does not cover"):
+        list(tables.read_table(path))
 
 
 def test_illegal_parameter_values_are_refused(
@@ -247,6 +262,51 @@ def test_shipped_tables_are_legal() -> None:
             rows = [row for _, row in tables.read_table(path)]
             assert rows, path
             assert len({(row.problem, row.cu_num) for row in rows}) == len(rows), path
+
+
+def test_shipped_tables_are_known_as_they_stand() -> None:
+    shipped = {
+        path.relative_to(configs_dir()).as_posix(): path
+        for path in configs_dir().rglob("*.csv")
+        if not path.name.endswith(tables.SIDE_FILES)
+    }
+    found = {name: tables.digest_of(path) for name, path in shipped.items()}
+    assert found == tables.shipped_digests(), "aiter-mx tables check --record"
+
+
+def test_a_shipped_table_that_was_changed_is_checked_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "configs_dir", lambda: tmp_path)
+    (tmp_path / "gfx950").mkdir()
+    path = write_table(tmp_path / "gfx950" / "linear.csv", gemv_row(rows=5), gemv_row(M=4))
+    digests = tmp_path / "digests.json"
+    problem = replace(PROBLEM, M=4)
+    with pytest.raises(TableError, match=r"linear\.csv:2: parameter 'rows'"):
+        route("linear", GFX950, problem)
+    tables._is_shipped.cache_clear()
+    digests.write_text(json.dumps({"gfx950/linear.csv": tables.digest_of(path)}))
+    assert route("linear", GFX950, problem).source == f"{path}:3"
+    tables._is_shipped.cache_clear()
+
+
+def test_a_reason_is_written_when_asked_for_and_says_who_speaks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[Key] = []
+
+    def distance(shape: Key, key: Key) -> float:
+        written.append(shape)
+        return 0.0
+
+    monkeypatch.setattr(dispatcher, "_distance", distance)
+    chosen = route("linear", GFX950, replace(PROBLEM, M=65))
+    assert chosen.spec is find_kernel("linear", "gfx950", "triton", "dot_scaled")
+    assert not written
+    _, *passed_over = chosen.reason.split("; ")
+    assert written
+    assert all(clause.startswith(("hip/", "triton/")) for clause in passed_over)
+    assert len(repr(chosen)) < 200 and "triton/dot_scaled" in repr(chosen)
 
 
 def test_misses_are_logged_once_each_for_the_tuner(tmp_path: Path) -> None:
@@ -358,7 +418,7 @@ def test_rows_for_overlap_or_unquantised_x_come_before_those_without(
         assert route("linear", GFX950, replace(PROBLEM, **fields)).source == f"{path}:{line}"
     monkeypatch.setenv("AITER_MX_CONFIG", str(write_table(tmp_path / "plain.csv", plain)))
     chosen = route("linear", GFX950, replace(PROBLEM, pdl=True, x_dtype="bf16"))
-    assert "it is for M=4 and pdl=False and x_dtype=e4m3, the nearest" in chosen.reason
+    assert "it is for M=4 and x_dtype=e4m3 and pdl=False, the nearest" in chosen.reason
 
 
 def test_a_tables_row_computes_the_linear_after_a_quantisation_too(

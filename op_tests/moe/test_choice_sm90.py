@@ -15,7 +15,7 @@ from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MMA_RING
 from aiter_mx.kernels.moe_gemm.wgmma_f16_sm90 import WGMMA_F16
 from aiter_mx.kernels.moe_gemm.wgmma_fp8_sm90 import WGMMA_FP8
-from aiter_mx.kernels.registry import stand_ins
+from aiter_mx.kernels.registry import key_of, stand_ins
 from aiter_mx.kernels.spec import KernelSpec
 from aiter_mx.ops.moe_gemm import Plan, compute
 from aiter_mx.target import hardware
@@ -50,7 +50,8 @@ def test_stream_runs_where_experts_have_few_rows_and_others_where_more() -> None
 
 def test_rows_of_the_next_power_of_two_and_of_silu_stand_in() -> None:
     alone = MoeGemmProblem(3, 1536, 6144, 128, 4, 16, "mxfp8", "swiglu_oai")
-    nearest = [(p.M, p.activation) for p in stand_ins("moe_gemm", alone)]
+    key, others = key_of("moe_gemm"), stand_ins("moe_gemm")
+    nearest = [(M, activation) for M, *_, activation in others(key(alone))]
     assert nearest == [(4, "swiglu_oai"), (3, "silu"), (4, "silu")]
 
 

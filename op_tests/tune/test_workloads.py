@@ -16,7 +16,7 @@ from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
-from aiter_mx.kernels.registry import problem_key, stand_ins
+from aiter_mx.kernels.registry import key_of, stand_ins
 from aiter_mx.kernels.spec import reference
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 from aiter_mx.plan import runner
@@ -139,15 +139,15 @@ def test_experts_of_other_gpus_get_their_share_of_rows(ids: str) -> None:
 
 def test_a_rank_of_parallel_experts_has_rows_of_its_own() -> None:
     posed = workload_of("moe_gemm").problems(MODELS["wide-6144"], 8, "sm_90a")
-    keys = {problem_key("moe_gemm", problem) for problem in posed}
-    assert {(key.E, key.num_experts, key.M) for key in keys} == {
+    keys = {key_of("moe_gemm")(problem) for problem in posed}
+    assert {(key[3], key[4], key[0]) for key in keys} == {
         (E, every, M) for E, every in ((128, 0), (16, 128)) for M in ROWS
     }
     layer = FusedMoeProblem(100, 6144, 3072, 16, 4, num_experts=128, has_map=1)
     called = [problem for op, problem in layer.parts() if op == "moe_gemm"]
     for problem in called:  # an engine's call finds the rows that were tuned for its rank
-        key = problem_key("moe_gemm", problem)
-        assert {key, *stand_ins("moe_gemm", key)} & keys
+        key = key_of("moe_gemm")(problem)
+        assert {key, *stand_ins("moe_gemm")(key)} & keys
 
 
 def test_models_with_experts_pose_moe_and_grouped_problems() -> None:

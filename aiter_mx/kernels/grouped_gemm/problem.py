@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from aiter_mx.kernels.spec import DTYPE_CODES, Arg
+from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Key
 from aiter_mx.layouts import LAYOUTS
 
 ARGS = (
@@ -136,14 +136,11 @@ class GroupedGemmProblem:
 KEY = ("M", "N", "K", "G", "out_dtype")
 
 
-def stand_ins(key: GroupedGemmProblem) -> tuple[GroupedGemmProblem, ...]:
+def stand_ins(key: Key) -> tuple[Key, ...]:
     """The next power of two rows, and bf16, which is what tables are tuned for."""
-    rounded = 1 << (key.M - 1).bit_length() if key.M else 0
-    return (
-        replace(key, M=rounded),
-        replace(key, out_dtype="bf16"),
-        replace(key, M=rounded, out_dtype="bf16"),
-    )
+    M, N, K, G, out_dtype = key
+    rounded = 1 << (M - 1).bit_length() if M else 0
+    return ((rounded, N, K, G, out_dtype), (M, N, K, G, "bf16"), (rounded, N, K, G, "bf16"))
 
 
 def scalars(problem: GroupedGemmProblem) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from aiter_mx.kernels.quantize.problem import QuantizeProblem
-from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Parts, place_of
+from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Key, Parts, place_of
 from aiter_mx.target import Target
 
 POINTERS = (
@@ -99,19 +99,19 @@ def matrix_scalars(problem: LinearProblem) -> tuple[int, ...]:
 KEY = ("M", "N", "K", "out_dtype", "x_dtype", "pdl")
 
 
-def stand_ins(key: LinearProblem) -> tuple[LinearProblem, ...]:
+def stand_ins(key: Key) -> tuple[Key, ...]:
     """Those of the next power of two rows, of bf16, without overlap and of quantised x.
 
     M is given up first and the kind of x last: what quantises x itself is another kernel's work.
     """
-    rounded = 1 << (key.M - 1).bit_length()
-    x_dtypes = (key.x_dtype, "bf16", "e4m3") if key.x_dtype != "e4m3" else ("e4m3",)
+    own_M, N, K, own_out, own_x, own_pdl = key
+    x_dtypes = (own_x, "bf16", "e4m3") if own_x != "e4m3" else ("e4m3",)
     return tuple(
-        replace(key, M=M, out_dtype=out_dtype, pdl=pdl, x_dtype=x_dtype)
-        for x_dtype in x_dtypes
-        for pdl in dict.fromkeys((key.pdl, False))
-        for out_dtype in (key.out_dtype, "bf16")
-        for M in (key.M, rounded)
+        (M, N, K, out_dtype, x_dtype, pdl)
+        for x_dtype in dict.fromkeys(x_dtypes)
+        for pdl in ((True, False) if own_pdl else (False,))
+        for out_dtype in dict.fromkeys((own_out, "bf16"))
+        for M in dict.fromkeys((own_M, 1 << (own_M - 1).bit_length()))
     )
 
 

@@ -26,9 +26,9 @@ A kernel must keep to this:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Geometry, Module, TensorMap
+from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Geometry, Key, Module, TensorMap
 from aiter_mx.target import Target
 
 ARGS = (
@@ -256,10 +256,18 @@ def sm90_defines(problem: MoeGemmProblem) -> dict[str, int]:
 KEY = ("M", "N", "K", "E", "num_experts", "top_k", "block_m", "out_dtype", "activation")
 
 
-def stand_ins(key: MoeGemmProblem) -> tuple[MoeGemmProblem, ...]:
+def stand_ins(key: Key) -> tuple[Key, ...]:
     """The next power of two tokens, and bf16 for other plain outputs, as tables have them; of
     activations silu, which costs the same."""
-    rounded = replace(key, M=1 << (key.M - 1).bit_length() if key.M else 0)
-    if key.activation != "none":
-        return (rounded, replace(key, activation="silu"), replace(rounded, activation="silu"))
-    return (rounded, replace(key, out_dtype="bf16"), replace(rounded, out_dtype="bf16"))
+    M, N, K, E, num_experts, top_k, block_m, out_dtype, activation = key
+    rows = (M, 1 << (M - 1).bit_length() if M else 0)
+    if activation != "none":
+        kinds = ((out_dtype, activation), (out_dtype, "silu"))
+    else:
+        kinds = ((out_dtype, activation), ("bf16", activation))
+    found = (
+        (m, N, K, E, num_experts, top_k, block_m, out, activated)
+        for out, activated in dict.fromkeys(kinds)
+        for m in dict.fromkeys(rows)
+    )
+    return tuple(other for other in found if other != key)

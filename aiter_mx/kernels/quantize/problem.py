@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aiter_mx.kernels.spec import Arg
+from aiter_mx.kernels.spec import Arg, Key
 from aiter_mx.layouts import LAYOUTS
 
 POINTERS = (
@@ -96,6 +96,6 @@ class QuantizeProblem:
 KEY = ("M", "N", "dtype", "to", "matrices", "groups", "format", "block")
 
 
-def stand_ins(key: QuantizeProblem) -> tuple[QuantizeProblem, ...]:
+def stand_ins(key: Key) -> tuple[Key, ...]:
     """None: a problem without a row of its own takes the kernel's own configuration."""
     return ()
