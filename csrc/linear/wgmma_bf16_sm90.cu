@@ -107,14 +107,14 @@ struct Expander {
         if (chunk >= kWStages)
             barrier_wait(shared + kWEmpty + 8 * stage, chunk / kWStages % 2 ^ 1);
         barrier_arrive_expect(full, kWStageBytes);
-        copy_box(shared + kAtW + stage * kWStageBytes, weights, (t.first_chunk + chunk) * kChunkK,
+        tma_load(shared + kAtW + stage * kWStageBytes, weights, (t.first_chunk + chunk) * kChunkK,
                  t.row, full);
     }
     MX_MEMBER void copy_x(int chunk) const {
         const int stage = chunk % kRawStages;
         const unsigned full = shared + kRawFull + 8 * stage;
         barrier_arrive_expect(full, kRawStageBytes);
-        copy_box(shared + kAtRaw + stage * kRawStageBytes, activations,
+        tma_load(shared + kAtRaw + stage * kRawStageBytes, activations,
                  (t.first_chunk + chunk) * kChunkK, t.token, full);
     }
 
@@ -201,8 +201,8 @@ struct Expander {
         const int units = t.units();
         const unsigned from = shared + kAtRaw + (warp * 8 + lane % 8) * kChunkK;
         const unsigned to = shared + warp * kOctetBytes + lane / 8 * kStepBytes + lane % 8 * 16;
-        Turn<kRawStages> raw;
-        Turn<kXStages> x;
+        PipelineState<kRawStages> raw;
+        PipelineState<kXStages> x;
         unsigned scales[kEach], next[kEach];
         bool outside = false;
         load_scales(next, 0, aligned);
@@ -250,8 +250,8 @@ struct Consumer {
     const Tile& t;
     const unsigned shared;
     const int group, warp, lane; // warp: of the group
-    Turn<kXStages> x;            // where x of the next unit to multiply is
-    Turn<kWStages> w;            // where w of the next unit to expand is
+    PipelineState<kXStages> x;   // where x of the next unit to multiply is
+    PipelineState<kWStages> w;   // where w of the next unit to expand is
     int used = -1;               // stage of the unit before
     // Scales of the next chunk: of row lane / 4 of the warp's 16, or of that + 8 for odd lanes; the
     // first two of them, or the others for lanes 2 and 3 of four. Then those of this chunk, as
