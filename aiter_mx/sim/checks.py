@@ -55,7 +55,7 @@ _PROVEN_STATES = (
 )  # fmt: skip
 _LLVM_STATES = (
     "m0-of-copy", "scalar-result", "dpp-source", "swapped-source", "mfma-write-back",
-    "stored-data-overwritten",
+    "stored-data-overwritten", "mfma-between",
 )  # fmt: skip
 _STATES = (
     *(Check(name, PROVEN, faults.HazardError) for name in _PROVEN_STATES),

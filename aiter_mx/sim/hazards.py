@@ -9,7 +9,7 @@ compilers do when they insert ``s_nop``; calls and computed jumps it does not fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from aiter_mx.sim.disasm import Instruction
@@ -61,7 +61,15 @@ def find_hazards(instructions: Sequence[Instruction], leaders: Sequence[int]) ->
         instructions: of a kernel, and of the functions that it calls.
         leaders: numbers of those that begin a basic block.
     """
-    return _Checker(instructions, leaders).run()
+    checker = _Checker(instructions, leaders)
+    if not any(effect.is_matrix for effect in checker.effects):
+        return checker.run()
+    # LLVM counts a matrix instruction in between as one state, hardware as those that it waits.
+    cautious = {
+        i: replace(hazard, rule="mfma-between")
+        for i, hazard in _Checker(instructions, leaders, mfma_waits=False).run().items()
+    }
+    return cautious | checker.run()
 
 
 # Wait states that the second instruction must leave after the first one, which wrote the register
@@ -207,7 +215,13 @@ def block_successors(
 
 
 class _Checker:
-    def __init__(self, instructions: Sequence[Instruction], leaders: Sequence[int]) -> None:
+    def __init__(
+        self,
+        instructions: Sequence[Instruction],
+        leaders: Sequence[int],
+        mfma_waits: bool = True,
+    ) -> None:
+        self.mfma_waits = mfma_waits
         by_text: dict[str, Effect] = {}
         for ins in instructions:
             if ins.text not in by_text:
@@ -247,7 +261,7 @@ class _Checker:
                         what = f"{action} {_register_name(key)}"
                         self._report(i, Hazard(producer, needed, now - since, what, name))
             if effect.is_matrix:
-                now = max(now, free)
+                now = max(now, free) if self.mfma_waits else now
                 free = now + effect.passes
             _remember(state, effect, i, now + 1)
             now += effect.states

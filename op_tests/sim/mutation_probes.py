@@ -351,7 +351,8 @@ def verdict(case: Case, image: bytes) -> tuple[str, str]:
         try:
             launch.run(program)
         except SimulatorError as error:
-            return type(error).__name__, str(error)
+            kind = f" ({error.kind})" if error.kind else ""
+            return type(error).__name__ + kind, str(error)
         except AssertionError as error:
             return "wrong result", str(error)
     return "", ""

@@ -186,6 +186,22 @@ def test_an_s_nop_counts_one_more_than_it_says_and_anything_else_one() -> None:
         "v[0:3]", "v[64:67]")) == 11  # fmt: skip
 
 
+def test_a_product_in_between_waits_for_the_one_before_it() -> None:
+    other = BF16_16.replace("v[0:3]", "v[64:67]")
+
+    def found(*between: str) -> Hazard | None:
+        code = assembled([FP8_16, other, *between, "v_add_f32 v2, v2, v40"])
+        return hazards(code).get(len(code) - 1)
+
+    assert found("s_nop 10") is None
+    cautious = found("s_nop 3")  # 7 passes of waiting, the product, 4 states
+    assert cautious and (cautious.rule, cautious.found) == ("mfma-between", 5)
+    short = found("s_nop 2")
+    assert short and (short.rule, short.found) == ("mfma-write-back", 11)
+    plain = hazards(assembled([FP8_16, "s_nop 6", "v_add_f32 v2, v2, v40"]))[2]
+    assert (plain.rule, plain.found) == ("mfma-result", 7)
+
+
 def test_a_register_written_again_is_that_of_the_last_writer() -> None:
     code = [FP8_16, "s_nop 11", "v_mov_b32 v2, 0", "v_add_f32 v2, v2, v40"]
     assert not hazards(assembled(code))
