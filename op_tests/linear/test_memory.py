@@ -18,7 +18,8 @@ from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.roofline import CUS, LATENCY_US, MEMORY_BYTES_A_US
 from aiter_mx.target import hardware
 from aiter_mx.trial import try_out
-from op_tests.linear.cases import launch_linear, operands
+from op_tests.linear.launches import launch_linear
+from op_tests.linear.operands import operands
 from op_tests.mx_reference import assert_close_to_reference
 
 GFX950 = hardware("gfx950")

@@ -1,8 +1,7 @@
-"""The CDNA4 decode kernel against float64: in the simulator, and with ``-m gpu`` on an MI350X."""
+"""What the host does for CDNA4's decode kernel, its registers, and what it asks memory for."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,16 +18,13 @@ from aiter_mx.kernels.spec import Config, Geometry, KernelSpec, combinations
 from aiter_mx.launch import build_request
 from aiter_mx.runtimes.sim import last_report
 from aiter_mx.target import hardware, target_of
-from op_tests.linear.cases import DTYPES, Operands, launch_linear, operands
+from op_tests.linear.launches import launch_linear
+from op_tests.linear.operands import Operands, operands
 from op_tests.mx_reference import (
     assert_close_to_reference,
-    linear_reference64,
-    random_mx,
-    round_once,
 )
 
 GFX950 = hardware("gfx950")
-SCHEDULES = ("random", "round-robin", "run-to-barrier")
 DECODE_SHAPES = [(2304, 6144), (1536, 6144), (6144, 2048), (6144, 1536), (9216, 6144), (768, 6144)]
 
 
@@ -58,164 +54,6 @@ def launch(
 ) -> torch.Tensor:
     """For one compute unit, workgroups have as many rows as they may."""
     return launch_linear(kernel, device, config, arguments, bias, dtype, cu_num)
-
-
-# Between them these take every value of every parameter and every number of tiles of x. An odd
-# number of blocks in K is a variant of its own.
-SWEPT = [
-    (config_of(1, 1, 1, 1), 1, True, "bf16"),
-    (config_of(1, 1, 12, 2), 1, False, "fp32"),
-    (config_of(2, 1, 3, 2), 2, False, "bf16"),
-    (config_of(1, 1, 8, 1), 3, True, "fp16"),
-    (config_of(3, 1, 4, 1), 4, False, "fp32"),
-    (config_of(4, 1, 2, 1), 2, True, "bf16"),
-    (config_of(2, 2, 6, 1), 1, True, "fp32"),
-    (config_of(1, 2, 2, 3), 2, False, "bf16"),
-    (config_of(3, 2, 1, 1), 4, True, "bf16"),
-    (config_of(1, 4, 4, 4), 1, False, "fp16"),
-    (config_of(4, 4, 3, 1), 1, True, "bf16"),
-    (config_of(3, 4, 16, 1), 3, False, "fp32"),
-]
-CASES_EACH = 14
-
-
-@pytest.mark.parametrize(("config", "col_tiles", "odd_blocks", "dtype"), SWEPT, ids=str)
-def test_random_shapes_match_float64(
-    device: torch.device,
-    config: dict[str, int],
-    col_tiles: int,
-    odd_blocks: bool,
-    dtype: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    draw = random.Random(f"{config} {col_tiles}")
-    tile_rows = 16 // config["fold"]
-    most_k = 3 * 256 * config["fold"] * config["waves"] * config["unroll"]  # three rounds
-    for seed in range(CASES_EACH):
-        monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", draw.choice(SCHEDULES))
-        monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
-        M = draw.randint((col_tiles - 1) * tile_rows + 1, col_tiles * tile_rows)
-        most_n = config["row_tiles"] * tile_rows * draw.randint(1, 2)
-        N = draw.choice([1, draw.randint(2, 15), draw.randint(16, 70), most_n])
-        K = 32 * max(1, draw.randint(1, min(most_k, 5_000) // 64) * 2 - odd_blocks)
-        exponents = (-12, -6) if dtype == "fp16" else draw.choice([(-20, 20), (-6, 6)])
-        drawn = operands(M, N, K, seed, scale_exponents=exponents)
-        bias = None
-        if bias_dtype := draw.choice([None, *DTYPES.values()]):
-            size = linear_reference64(*drawn).abs().mean()
-            bias = (torch.randn(N, dtype=torch.float64) * size).to(bias_dtype)
-            if not bias.isfinite().all():
-                bias = None
-        cu_num = draw.choice([1, 1, 3, 7, 256])
-        out = launch(device, config, drawn, bias, DTYPES[dtype], cu_num=cu_num)
-        assert_close_to_reference(out, *drawn, bias)
-
-
-@pytest.mark.parametrize("first", [1, 17, 33, 49])
-def test_every_m_matches_float64(device: torch.device, first: int) -> None:
-    for M in range(first, first + 16):
-        drawn = operands(M, 19, 416, M, scale_exponents=(-6, 6))
-        assert_close_to_reference(launch(device, config_of(1, 1, 2, 1), drawn), *drawn)
-
-
-FOLDS = [config_of(1, 1, 2, 1), config_of(2, 2, 2, 1), config_of(1, 4, 1, 1)]
-folded = pytest.mark.parametrize("config", FOLDS, ids=["fold 1", "fold 2", "fold 4"])
-
-
-@folded
-@pytest.mark.parametrize(
-    ("x_exponents", "w_exponents"),
-    [
-        ((-127, 127), (-127, 127)),
-        ((90, 127), (-127, -90)),
-        ((-127, -90), (90, 127)),
-        ((-80, -50), (-80, -50)),
-        ((40, 70), (20, 40)),
-        ((-127, -127), (117, 127)),
-    ],
-    ids=["any", "huge x", "huge w", "near underflow", "near overflow", "least x"],
-)
-def test_scales_over_their_whole_range_are_exact(
-    device: torch.device,
-    config: dict[str, int],
-    x_exponents: tuple[int, int],
-    w_exponents: tuple[int, int],
-) -> None:
-    for M, N, K in [(3, 37, 64), (4, 9, 1344)]:
-        generator = torch.Generator().manual_seed(N)
-        drawn = (
-            *random_mx(M, K, generator, scale_exponents=x_exponents),
-            *random_mx(N, K, generator, scale_exponents=w_exponents),
-        )
-        out = launch(device, config, drawn, dtype=torch.float32)
-        assert_close_to_reference(out, *drawn, underflow=2.0**-149)
-
-
-@folded
-def test_nan_payloads_and_nan_scales_reach_their_outputs_alone(
-    device: torch.device, config: dict[str, int]
-) -> None:
-    for seed, options in enumerate([{"nan_payload": 2e-4}, {"nan_scale": 5e-3}]):
-        drawn = operands(4, 67, 1344, seed, **options)
-        out = launch(device, config, drawn)
-        assert 0 < out.isnan().float().mean() < 1, "the draw must show both outcomes"
-        assert_close_to_reference(out, *drawn)
-
-
-@folded
-@pytest.mark.parametrize("K", [32, 96, 1312])
-def test_nan_payloads_at_the_ends_of_a_row_do_not_reach_its_neighbours(
-    device: torch.device, config: dict[str, int], K: int
-) -> None:
-    for column in (0, K - 1):
-        xq, xs, wq, ws = operands(4, 21, K, column)
-        wq.view(torch.uint8)[18, column] = 0x7F
-        xq.view(torch.uint8)[2, column] = 0xFF
-        nans = launch(device, config, (xq, xs, wq, ws)).isnan()
-        assert nans[:, 18].all() and nans[2].all() and nans.sum() == 4 + 21 - 1
-
-
-@folded
-def test_a_nan_scale_counts_even_where_the_payload_is_zero(
-    device: torch.device, config: dict[str, int]
-) -> None:
-    for block in range(42):
-        xq, xs, wq, ws = operands(4, 21, 1344, block)
-        wq.view(torch.uint8)[18, 32 * block : 32 * block + 32] = 0
-        ws[18, block] = 255
-        xq.view(torch.uint8)[2, 32 * block : 32 * block + 32] = 0
-        xs[2, 41 - block] = 255
-        nans = launch(device, config, (xq, xs, wq, ws)).isnan()
-        assert nans[:, 18].all() and nans[2].all() and nans.sum() == 4 + 21 - 1
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_a_sum_is_rounded_to_nearest_with_ties_to_even(
-    device: torch.device, dtype: torch.dtype
-) -> None:
-    # One product and one bias whose fp32 sum is exact: the result must be the rounded sum itself.
-    xq, xs, wq, ws = operands(3, 37, 64, 8, scale_exponents=(-3, 3))
-    xq.view(torch.uint8)[:, 1:] = 0
-    generator = torch.Generator().manual_seed(9)
-    bias = torch.randint(-(2**11), 2**11, (37,), generator=generator) / 2**3
-    out = launch(device, FOLDS[0], (xq, xs, wq, ws), bias.float(), dtype)
-    exact = linear_reference64(xq, xs, wq, ws, bias.float())
-    representable = exact.float().double() == exact
-    assert representable.float().mean() > 0.5
-    assert torch.equal(out[representable], round_once(exact, dtype)[representable])
-
-
-def test_results_are_bitwise_the_same_whatever_the_order_of_waves(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn = operands(13, 41, 9280, 3)
-    runs = []
-    for schedule, seed in [("random", 0), ("random", 1), *((name, 0) for name in SCHEDULES[1:])]:
-        monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", schedule)
-        monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
-        runs.append(launch(device, config_of(2, 1, 3, 2), drawn, dtype=torch.float32))
-    assert_close_to_reference(runs[0], *drawn)
-    assert all(torch.equal(runs[0].view(torch.int32), run.view(torch.int32)) for run in runs)
 
 
 def test_results_are_bitwise_the_same_however_rows_are_divided(device: torch.device) -> None:

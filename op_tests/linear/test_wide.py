@@ -9,26 +9,13 @@ from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.wide_sm90 import MAX_M, layout
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import hardware
-from op_tests.linear.cases import (
-    DTYPES,
+from op_tests.linear.launches import launch_linear
+from op_tests.linear.operands import (
     Operands,
-    assert_repeats_on_two_streams,
-    launch_beyond_4_gib,
-    launch_linear,
     operands,
     with_zero_blocks,
 )
-from op_tests.linear.trials import (
-    RANGES,
-    assert_outputs_and_biases_right,
-    assert_right,
-    of_cancelling_scales,
-    of_moved_scales,
-    of_nan,
-    of_scales,
-    of_zero_blocks,
-    plain,
-)
+from op_tests.linear.subjects import WIDE_RUNNING_ON as RUNNING_ON
 from op_tests.mx_reference import assert_close_to_reference
 
 WIDE = find_kernel("linear", "sm_90a", "hip", "wide")
@@ -38,42 +25,6 @@ gpu = pytest.mark.gpu
 
 def config(split: int, rows: int, depth: int) -> dict[str, int]:
     return {"split": split, "rows": rows, "depth": depth}
-
-
-# Between them: no cluster, clusters of several sizes, parts of K without a chunk, parts of unequal
-# length, K that ends within a chunk, more scales of a row than a lane has words, warps without
-# rows, several passes, fewer rows than a pass, a ring of one stage, rings longer than a part, one
-# as long as five passes, and parts of x that come in two and in four batches.
-CASES = [
-    (1, 64, 64, config(1, 64, 2)),
-    (2, 3, 32, config(4, 32, 1)),
-    (5, 100, 416, config(2, 48, 2)),
-    (8, 4000, 1024, config(7, 208, 3)),
-    (16, 70, 1056, config(4, 64, 4)),
-    (17, 130, 2080, config(3, 96, 3)),
-    (24, 700, 2880, config(2, 112, 4)),
-    (31, 7, 3104, config(5, 32, 3)),
-    (33, 640, 1536, config(4, 160, 1)),
-    (40, 7000, 512, config(1, 48, 6)),
-    (48, 3000, 1056, config(8, 176, 2)),
-    (64, 200, 6144, config(6, 128, 2)),
-    (64, 1700, 6144, config(8, 96, 4)),
-    (64, 6000, 1024, config(2, 64, 3)),
-    (8, 130, 16384, config(8, 32, 4)),
-    (11, 130, 2048, config(1, 80, 8)),
-    (33, 9000, 512, config(4, 64, 5)),
-    (48, 150, 6144, config(4, 160, 1)),
-    (64, 130, 12288, config(8, 32, 1)),
-    (64, 5000, 4096, config(8, 112, 3)),
-    (57, 9100, 2048, config(4, 96, 4)),
-]
-# Several passes, two to four, from one to the next of which the loop runs on.
-RUNNING_ON = [
-    (64, 6000, 6144, config(8, 112, 3)),
-    (57, 9100, 2560, config(4, 96, 4)),
-    (40, 2450, 5120, config(8, 80, 4)),
-    (64, 2100, 5120, config(8, 128, 5)),
-]
 
 
 @pytest.mark.parametrize("M", [1, 8, 9, 17, 33, 64])
@@ -110,7 +61,7 @@ def test_the_default_configurations_are_what_won_on_an_h200(
 
 
 def test_passes_run_on_where_each_has_chunks_for_it() -> None:
-    for M, N, K, chosen in RUNNING_ON:
+    for M, N, K, chosen, *_ in RUNNING_ON:
         found = layout(TARGET, LinearProblem(M, N, K), chosen)
         assert found is not None and found.late
         short = layout(TARGET, LinearProblem(M, N, 128 * 4 * chosen["split"]), chosen)
@@ -164,44 +115,9 @@ def launch(
 
 
 @gpu
-@pytest.mark.parametrize(("M", "N", "K", "chosen"), CASES + RUNNING_ON)
-def test_any_shape_and_configuration_match_float64(
-    M: int, N: int, K: int, chosen: dict[str, int]
-) -> None:
-    assert_right(launch, plain(M, N, K, chosen))
-
-
-@gpu
-def test_every_m_matches_float64() -> None:
-    for M in range(1, MAX_M + 1):
-        drawn = operands(M, 130, 1120, M, scale_exponents=(-6, 6))
-        assert_close_to_reference(launch(drawn, config(3, 48, 2)), *drawn)
-
-
-@gpu
-@pytest.mark.parametrize("exponents", RANGES)
-def test_scales_of_the_whole_e8m0_range_are_exact(exponents: tuple[int, int]) -> None:
-    assert_right(launch, of_scales(CASES[1:12], exponents))
-
-
-@gpu
-def test_extreme_scales_that_cancel_are_exact() -> None:
-    assert_right(launch, of_cancelling_scales(CASES[1:10]))
-
-
-@gpu
-def test_one_row_of_scales_too_far_apart_leaves_the_others_alone() -> None:
-    for M, N, K, chosen in CASES[3:10]:
-        xq, xs, wq, ws = operands(M, min(N, 300), K, 7, scale_exponents=(-3, 3))
-        for scale, row in ((xs, M // 2), (ws, len(ws) // 3)):
-            scale[row, ::2] -= 60
-        assert_close_to_reference(launch((xq, xs, wq, ws), chosen), xq, xs, wq, ws)
-
-
-@gpu
 def test_passes_that_run_on_keep_what_is_out_of_the_ordinary_in_its_pass() -> None:
     generator = torch.Generator().manual_seed(9)
-    for M, N, K, chosen in RUNNING_ON[2:]:
+    for M, N, K, chosen, *_ in RUNNING_ON[2:]:
         far = operands(M, N, K, 7, scale_exponents=(-3, 3))
         far[3][len(far[3]) // 3, ::2] -= 60
         trials = [
@@ -212,38 +128,3 @@ def test_passes_that_run_on_keep_what_is_out_of_the_ordinary_in_its_pass() -> No
         ]
         for drawn in trials:
             assert_close_to_reference(launch(drawn, chosen), *drawn)
-
-
-@gpu
-def test_zero_blocks_of_any_scale_add_nothing() -> None:
-    assert_right(launch, of_zero_blocks(CASES[1:10]))
-
-
-@gpu
-def test_nan_payloads_and_scales_reach_their_outputs_alone() -> None:
-    assert_right(launch, of_nan(CASES[1:12]))
-
-
-@gpu
-def test_scales_at_any_address_are_read_rightly() -> None:
-    assert_right(launch, of_moved_scales(CASES[3:10]))
-
-
-@gpu
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_outputs_and_biases_of_every_dtype_match_float64(dtype: torch.dtype) -> None:
-    assert_outputs_and_biases_right(launch, dtype, [config(2, 64, 2), config(1, 80, 2)])
-
-
-@gpu
-def test_weights_beyond_4_gib_are_addressed_rightly() -> None:
-    got, drawn = launch_beyond_4_gib(WIDE, 40, 6240)
-    assert_close_to_reference(got, *drawn)
-
-
-@gpu
-@pytest.mark.parametrize(
-    ("M", "N", "pdl"), [(8, 2304, True), (64, 2304, False), (64, 3072, True), (64, 9216, False)]
-)
-def test_results_are_bitwise_equal_over_launches_on_two_streams(M: int, N: int, pdl: bool) -> None:
-    assert_repeats_on_two_streams(WIDE, LinearProblem(M, N, 6144, pdl=pdl))

@@ -1,0 +1,152 @@
+"""What the host does for Hopper's ``wgmma_fp8`` kernel of the linear."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.wgmma_fp8_sm90 import MAX_M, layout
+from aiter_mx.kernels.registry import find_kernel, in_line
+from aiter_mx.kernels.spec import combinations
+from aiter_mx.target import hardware
+from op_tests.linear.subjects import WGMMA_FP8_CASES as CASES
+from op_tests.linear.subjects import WGMMA_FP8_PASSES as PASSES
+from op_tests.linear.subjects import WGMMA_FP8_SMALL as SMALL
+
+WGMMA_FP8 = find_kernel("linear", "sm_90a", "hip", "wgmma_fp8")
+TARGET = hardware("sm_90a")
+gpu = pytest.mark.gpu
+
+
+def config(split: int, row_groups: int, k_groups: int, depth: int) -> dict[str, int]:
+    return {"split": split, "row_groups": row_groups, "k_groups": k_groups, "depth": depth}
+
+
+EIGHT = replace(TARGET, cu_num=8)
+
+
+def test_cases_fit_and_reach_what_differs_between_configurations() -> None:
+    found = []
+    for M, N, K, chosen, *_ in CASES:
+        WGMMA_FP8.check_config(chosen)
+        one = layout(TARGET, LinearProblem(M, N, K), chosen)
+        assert one is not None, (M, N, K, chosen)
+        found.append((one, chosen))
+    for M, N, K, chosen, *_ in SMALL:
+        assert layout(EIGHT, LinearProblem(M, N, K), chosen) is not None, (M, N, K, chosen)
+    for M, N, K, chosen, *_ in PASSES:
+        several = layout(EIGHT, LinearProblem(M, N, K), chosen)
+        assert several is not None and several.passes > 1, (M, N, K, chosen)
+    assert {one.x_is_a for one, _ in found} == {False, True}
+    assert {one.columns // 8 % 2 for one, _ in found if one.x_is_a} == {0, 1}
+    assert {one.chunks > chosen["depth"] for one, chosen in found} == {False, True}
+    assert {one.stages < one.chunks for one, _ in found} == {False, True}
+    assert {one.chunks % 2 for one, _ in found} == {0, 1}
+    kept = {(chosen["split"] > 1, chosen["k_groups"] > 1) for one, chosen in found if one.kept}
+    assert kept >= {(False, True), (True, False)}
+    assert {one.scale_chunks for one, _ in found} == {1, 2, 4}
+    assert {chosen["row_groups"] * chosen["k_groups"] for _, chosen in found} == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("M", [1, 8, 17, 32, 33, 48, 49, 64])
+@pytest.mark.parametrize(("N", "K"), [(1, 128), (300, 384), (2304, 6144), (6144, 2048)])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int, pdl: bool) -> None:
+    problem = LinearProblem(M, N, K, pdl=pdl)
+    assert WGMMA_FP8.refusal(TARGET, problem) is None
+    candidates = WGMMA_FP8.candidates(TARGET, problem)
+    assert WGMMA_FP8.configure(TARGET, problem) == candidates[0]
+    assert WGMMA_FP8.module is not None
+    for chosen in candidates:
+        WGMMA_FP8.check_config(chosen)
+        found = layout(TARGET, problem, chosen)
+        assert found is not None and found.shared_bytes <= 227 * 1024
+        geometry = WGMMA_FP8.module.geometry(TARGET, problem, chosen)
+        assert geometry.grid[0] <= TARGET.cu_num and geometry.overlaps is pdl
+        scalars = WGMMA_FP8.module.scalars(TARGET, problem, chosen)
+        assert scalars[-1] == pdl
+
+
+def test_rows_and_chunks_are_dealt_out_whole() -> None:
+    assert WGMMA_FP8.module is not None
+    for M, N, K, chosen, *_ in CASES:
+        problem = LinearProblem(M, N, K)
+        found = layout(TARGET, problem, chosen)
+        assert found is not None, (M, N, K, chosen)
+        *_, chunks, chunks_more, overlaps = WGMMA_FP8.module.scalars(TARGET, problem, chosen)
+        assert not overlaps and chosen["split"] * chunks + chunks_more == K // 128
+        assert found.clusters * found.rows_w >= N > (found.clusters - 1) * found.rows_w
+        weights, x = WGMMA_FP8.module.tensor_maps
+        described = weights(TARGET, problem, chosen)
+        assert (described.rows, described.row_bytes) == (N, K)
+        assert (described.box_rows, described.box_bytes) == (found.rows_w, 128)
+        described = x(TARGET, problem, chosen)
+        assert (described.rows, described.row_bytes) == (M, K)
+        assert (described.box_rows, described.box_bytes) == (found.rows_m, 128)
+
+
+@pytest.mark.parametrize(("N", "K"), [(2304, 6144), (1536, 6144), (6144, 2048), (9216, 6144)])
+def test_what_fits_a_power_of_two_of_rows_fits_fewer(N: int, K: int) -> None:
+    for most in (16, 32, 64):
+        for chosen in WGMMA_FP8.candidates(TARGET, LinearProblem(most, N, K)):
+            for M in range(most // 2 + 1, most):
+                found = layout(TARGET, LinearProblem(M, N, K), chosen)
+                assert found is not None, (M, N, K, chosen)
+
+
+def test_a_configuration_that_does_not_fit_is_refused() -> None:
+    assert WGMMA_FP8.module is not None
+    problem = LinearProblem(64, 8, 1 << 20)
+    for chosen in combinations(WGMMA_FP8.params):
+        assert layout(TARGET, problem, chosen) is None
+    with pytest.raises(ValueError, match="does not fit"):
+        WGMMA_FP8.module.geometry(TARGET, problem, config(8, 2, 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("problem", "why"),
+    [
+        (LinearProblem(MAX_M + 1, 8, 128), "above 64"),
+        (LinearProblem(8, 8, 128, "fp32"), "not for fp32"),
+        (LinearProblem(8, 8, 160), "no multiple of 128"),
+        (LinearProblem(8, 8, 1 << 20), "no room"),
+    ],
+)
+def test_what_it_does_not_cover_is_refused(problem: LinearProblem, why: str) -> None:
+    assert WGMMA_FP8.refusal(TARGET, LinearProblem(MAX_M, 8, 128)) is None
+    assert why in (WGMMA_FP8.refusal(TARGET, problem) or "")
+    assert "sm_90a" in (WGMMA_FP8.refusal(hardware("gfx950"), LinearProblem(8, 8, 128)) or "")
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_without_a_table_it_takes_what_it_was_measured_to_gain(pdl: bool) -> None:
+    for M in (17, 32, 48, 64):
+        for N, K in ((1024, 512), (2304, 6144), (9216, 6144), (28672, 8192)):
+            assert WGMMA_FP8.yields(TARGET, LinearProblem(M, N, K, pdl=pdl)) is None
+    for M, N, K in ((16, 2304, 6144), (32, 512, 512), (32, 383, 8192)):
+        assert "fewer bits" in (WGMMA_FP8.yields(TARGET, LinearProblem(M, N, K, pdl=pdl)) or "")
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_without_a_table_no_one_takes_what_it_would_leave_to_others(pdl: bool) -> None:
+    for M, K in product((1, 4, 8, 16, 17, 32, 33, 64), (2048, 12288, 14336, 14400, 16384, 25600)):
+        for out_dtype in ("bf16", "fp16", "fp32"):
+            problem = LinearProblem(M, 5000, K, out_dtype=out_dtype, pdl=pdl)
+            line = in_line("linear", TARGET, problem)
+            first = next(kernel for kernel in line if kernel.refusal(TARGET, problem) is None)
+            assert first.yields(TARGET, problem) is None, problem
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(64, 106496, 16384), (32, 13312, 16384), (16, 57344, 8192)]
+)
+def test_many_rows_of_w_are_taken_in_passes(M: int, N: int, K: int) -> None:
+    problem = LinearProblem(M, N, K)
+    found = [layout(TARGET, problem, chosen) for chosen in WGMMA_FP8.candidates(TARGET, problem)]
+    assert any(each is not None and each.passes > 1 for each in found)
+    for each in found:
+        assert each is not None
+        assert each.clusters * each.rows_w >= N
