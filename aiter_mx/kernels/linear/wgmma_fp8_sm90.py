@@ -50,6 +50,7 @@ _X_IS_A_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
 _FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
 _FEWEST_OWN_WEIGHTS = 500_000
 _FEWEST_OWN_WEIGHT_ROWS = 384
+_MOST_ODD_CHUNKS = 128  # with 231 mma_ring takes 0.6 of the time at 32 rows on an H200
 _PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """In which workgroups take the rows of w, where SMs have no room for all at once."""
 _MANY_WEIGHTS, _MANY_ROWS = 50_000_000, 16_384
@@ -233,6 +234,9 @@ _candidates = cheapest_of(
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
+    chunks = problem.K // CHUNK
+    if chunks % 2 and chunks > _MOST_ODD_CHUNKS:
+        return f"wgmma_fp8 loads the scales of {chunks} chunks, an odd number, one by one"
     enough = problem.M >= _FEWEST_OWN_ROWS and problem.N >= _FEWEST_OWN_WEIGHT_ROWS
     if enough and problem.N * problem.K >= _FEWEST_OWN_WEIGHTS:
         return None
