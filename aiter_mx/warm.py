@@ -12,7 +12,8 @@ from aiter_mx.dispatch.explain import make_problems
 from aiter_mx.dispatch.route import Route
 from aiter_mx.jit.build import BuildRequest, CodeObject, build_all
 from aiter_mx.kernels.registry import LAYERS, launches_of
-from aiter_mx.plan import build_requests
+from aiter_mx.launch import call
+from aiter_mx.plan import bind, build_requests
 from aiter_mx.target import target_of
 
 OnBuilt = Callable[[BuildRequest, CodeObject], None]
@@ -62,7 +63,10 @@ def warmup(
         ]
     routes = [route(op, target, problem) for problem in problems]
     build_all(build_requests(target, problems, routes), jobs=jobs, on_done=on_built)
-    run = import_module(f"aiter_mx.ops.{op}").warm
-    for problem in problems:
-        run(problem, device)
+    operands_of = import_module(f"aiter_mx.ops.{op}").operands_of
+    for problem, chosen in zip(problems, routes, strict=True):
+        run = bind(op, target, problem, device)
+        if chosen.backend == "triton":  # Triton compiles when it is called
+            for tensors in operands_of(problem, device):
+                call(run, *tensors)
     return routes

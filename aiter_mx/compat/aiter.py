@@ -24,7 +24,7 @@ from aiter_mx.ops.checks import (
     refuse_strides,
 )
 from aiter_mx.ops.linear import linear, problem_of
-from aiter_mx.ops.moe_gemm import compute, plan_of
+from aiter_mx.ops.moe_gemm import Options, compute, plan_of
 from aiter_mx.target import Target, target_of
 
 FP8 = torch.float8_e4m3fn
@@ -135,9 +135,9 @@ def grouped_gemm_mxfp8(
         check_tensor("mul_weight_by", mul_weight_by, (torch.float32,), shape, device)
     lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     inputs = (a_q, a_scale, w, w_scale, *lists, mul_weight_by, None)
-    plain = (DTYPE_NAMES[out_dtype], "none", "halves", ())
+    options = Options(DTYPE_NAMES[out_dtype], num_valid_tokens, top_k, block_m, a_div)
     try:
-        plan = plan_of(inputs, (num_valid_tokens, top_k, block_m, a_div, "vllm", *plain))
+        plan = plan_of(inputs, options)
         return compute(plan, inputs, None)[0] if plan.backend in _OURS else None
     except (TypeError, ValueError) as error:
         raise renamed(error, _GROUPED_NAMES) from error

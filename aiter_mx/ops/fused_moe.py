@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.launch import Run, not_warm
-from aiter_mx.ops import moe_library
-from aiter_mx.ops.calls import Plans, is_traced, wants_gradient
 from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
@@ -26,19 +24,34 @@ from aiter_mx.ops.checks import (
     INDEX_NAMES,
     SCALE_ALIGNMENT_BYTES,
     SCALE_DTYPES,
+    check_expert_ids,
+    check_expert_map,
     check_out,
     check_tensor,
     refuse_alignment,
     refuse_less,
+    refuse_no_experts,
     refuse_no_whole_number,
+    swiglu_of,
 )
-from aiter_mx.ops.moe_check import check_expert_ids, check_expert_map
-from aiter_mx.ops.moe_problem import refuse_no_experts, swiglu_of
-from aiter_mx.plan import bind, falls_back
+from aiter_mx.ops.library import is_traced, register_with_out, wants_gradient
+from aiter_mx.plan import Plans, bind, falls_back
 from aiter_mx.target import Target, cpu_target, target_of
 
 _FP8 = (torch.float8_e4m3fn,)
 _PART_ALIGNMENT = 256  # bytes
+
+
+class Options(NamedTuple):
+    """What a call asks for beside its tensors, as ``fused_moe`` takes it; a tuple, as every call
+    makes and hashes one. ``swiglu`` is alpha, beta and limit of swiglu_oai, else nothing."""
+
+    num_experts: int | None
+    shared_experts: int
+    activation: str
+    layout: str
+    swiglu: tuple[float, ...]
+    block_m: int | None
 
 
 def fused_moe(
@@ -107,23 +120,15 @@ def fused_moe(
     """
     inputs = (x, w1q, w1s, w2q, w2s, topk_ids, topk_weights, expert_map, bias1, bias2)
     swiglu = swiglu_of(activation, alpha, beta, limit)
-    options = (num_experts, shared_experts, activation, layout, swiglu, block_m)
+    options = Options(num_experts, shared_experts, activation, layout, swiglu, block_m)
     if is_traced((*inputs, out)) or wants_gradient(x, topk_weights, bias1, bias2):
-        return moe_library.fused_moe(inputs, options, out)
-    return compute(inputs, options, out)
+        flat = (*inputs, *options[:4], list(swiglu), block_m)
+        result: Tensor = _through_torch(flat, out, x.dtype)
+        return result
+    return _fused_moe(inputs, options, out)
 
 
-def compute(
-    inputs: tuple[Tensor | None, ...], options: tuple[Any, ...], out: Tensor | None
-) -> Tensor:
-    """The layer's result.
-
-    Args:
-        inputs: what ``_NAMES`` names.
-        options: num_experts, shared_experts, activation, layout, swiglu_oai's alpha, beta and limit
-            or nothing, and block_m, as ``fused_moe`` takes them.
-        out: where to write the result, or None.
-    """
+def _fused_moe(inputs: tuple[Tensor | None, ...], options: Options, out: Tensor | None) -> Tensor:
     for name, tensor in zip(_NAMES, inputs, strict=True):
         if not isinstance(tensor, Tensor) and (tensor is not None or name not in _OPTIONAL):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -227,7 +232,7 @@ class _Plan:
 _plans: Plans[_Plan] = Plans()
 
 
-def _plan(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> _Plan:
+def _plan(inputs: Sequence[Tensor | None], options: Options) -> _Plan:
     problem = _check(inputs, options)
     assert inputs[0] is not None
     device = inputs[0].device
@@ -275,7 +280,7 @@ def _takes_tensors(layer: Sequence[tuple[str, Problem]], target: Target) -> bool
     return False
 
 
-def _check(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> FusedMoeProblem:
+def _check(inputs: Sequence[Tensor | None], options: Options) -> FusedMoeProblem:
     """The problem that these arguments pose; raises as ``fused_moe`` documents."""
     x, w1q, w1s, w2q, w2s, topk_ids, topk_weights, expert_map, bias1, bias2 = inputs
     num_experts, shared, activation, layout, swiglu, block_m = options
@@ -336,3 +341,27 @@ def _check(inputs: Sequence[Tensor | None], options: tuple[Any, ...]) -> FusedMo
         beta=beta,
         limit=limit,
     )
+
+
+def _run(*arguments: Any, out: Tensor | None = None) -> Tensor:
+    *options, swiglu, block_m = arguments[len(_NAMES) :]
+    return _fused_moe(
+        arguments[: len(_NAMES)], Options._make((*options, tuple(swiglu), block_m)), out
+    )
+
+
+def _fake(x: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_through_torch = register_with_out(
+    "fused_moe",
+    "Tensor x, Tensor w1q, Tensor w1s, Tensor w2q, Tensor w2s, Tensor topk_ids, "
+    "Tensor topk_weights, Tensor? expert_map, Tensor? bias1, Tensor? bias2, SymInt? num_experts, "
+    "SymInt shared_experts, str activation, str layout, float[] swiglu, SymInt? block_m",
+    "Tensor",
+    _run,
+    _fake,
+    out_at=10,
+    stands_for=lambda out: (),
+)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 
-from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
-from aiter_mx.launch import Run
-from aiter_mx.layouts import padded_shape
-from aiter_mx.ops import grouped_library
-from aiter_mx.ops.calls import PLAIN, PLAIN_OR_NONE, Plans, wants_gradient
+from aiter_mx.launch import Run, Tensors
+from aiter_mx.layouts import layout_of, padded_shape
 from aiter_mx.ops.checks import (
     BLOCK,
+    DTYPE_NAMES,
     DTYPES,
+    INDEX_NAMES,
     INDICES,
+    SCALE_DTYPES,
     check_out,
+    either,
     refuse_alignment,
     refuse_strides,
+    shape_text,
 )
-from aiter_mx.ops.grouped_check import grouped_problem
-from aiter_mx.plan import bind
+from aiter_mx.ops.library import PLAIN, PLAIN_OR_NONE, register_with_out, wants_gradient
+from aiter_mx.plan import Plans, bind
 from aiter_mx.target import cpu_target, target_of
 
 
@@ -136,33 +141,35 @@ def grouped_gemm_ranges(
         or not PLAIN_OR_NONE.issuperset((type(starts), type(bias), type(out)))
         or wants_gradient(bias)
     ):
-        options = (expected_rows, a_scale_layout, b_scale_layout)
-        operands = (a, a_scale, b, b_scale, starts, ends)
-        return grouped_library.grouped_gemm(operands, out, out_dtype, bias, options)
-    return compute(
-        a, a_scale, b, b_scale, starts, ends, out, out_dtype, bias, expected_rows,
-        a_scale_layout, b_scale_layout,
+        arguments = (
+            a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
+            a_scale_layout, b_scale_layout,
+        )  # fmt: skip
+        result: torch.Tensor = _through_torch(arguments, out, out_dtype)
+        return result
+    return _grouped_gemm(
+        a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
+        a_scale_layout, b_scale_layout, out,
     )  # fmt: skip
 
 
 _plans: Plans[tuple[Run | None, tuple[int, ...], int]] = Plans()
 
 
-def compute(
+def _grouped_gemm(
     a: torch.Tensor,
     a_scale: torch.Tensor,
     b: torch.Tensor,
     b_scale: torch.Tensor,
     starts: torch.Tensor | None,
     ends: torch.Tensor,
-    out: torch.Tensor | None,
     out_dtype: torch.dtype,
     bias: torch.Tensor | None,
     expected_rows: int,
     a_scale_layout: str,
     b_scale_layout: str,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``grouped_gemm_ranges`` of a call that torch does not trace."""
     device = a.device
     call = (
         (a.shape, a_scale.shape, b.shape, b_scale.shape, ends.shape),
@@ -174,7 +181,7 @@ def compute(
     )
     found = _plans.by_call.get(call)
     if found is None:
-        problem = grouped_problem(
+        problem = _problem_of(
             a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
             a_scale_layout, b_scale_layout,
         )  # fmt: skip
@@ -228,28 +235,127 @@ def _plan(
     return run, shape, first_end
 
 
-def warm(problem: GroupedGemmProblem, device: torch.device) -> None:
-    """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
-    run = bind("grouped_gemm", target_of(device), problem, device)
-    if route("grouped_gemm", target_of(device), problem).backend != "triton":
-        return
-    # Triton compiles when it is called, so it is called, on whatever this memory holds.
+def _problem_of(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+    expected_rows: int = 0,
+    a_scale_layout: str = "row_major",
+    b_scale_layout: str = "row_major",
+) -> GroupedGemmProblem:
+    """The problem that these operands pose; raises as ``grouped_gemm`` documents."""
+    indices = tuple(INDEX_NAMES)
+    for name, tensor, dtypes in (
+        ("a", a, (torch.float8_e4m3fn,)),
+        ("a_scale", a_scale, SCALE_DTYPES),
+        ("b", b, (torch.float8_e4m3fn,)),
+        ("b_scale", b_scale, SCALE_DTYPES),
+        ("masked_m" if a.ndim == 3 else "group_offs", ends, indices),
+        ("starts", starts, (ends.dtype,)),
+        ("bias", bias, tuple(DTYPE_NAMES)),
+    ):
+        if tensor is None:
+            continue
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name} must be {either(dtypes)}, got {tensor.dtype}")
+        if tensor.device != a.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, but a is on {a.device}: all operands must be on "
+                "one device"
+            )
+    if out_dtype not in DTYPE_NAMES:
+        raise TypeError(f"out_dtype must be {either(tuple(DTYPE_NAMES))}, got {out_dtype}")
+    if a.ndim not in (2, 3):
+        raise ValueError(f"a must be [M, K] or, masked, [G, rows, K], got {shape_text(a)}")
+    if b.ndim != 3:
+        raise ValueError(f"b must have three dimensions, [G, N, K], got {shape_text(b)}")
+    (G, N, _), K = b.shape, a.shape[-1]
+    masked = a.ndim == 3
+    if K == 0 or K % BLOCK:
+        raise ValueError(f"K must be a multiple of {BLOCK}, got K={K} (a: {shape_text(a)})")
+    if N % BLOCK:
+        raise ValueError(f"N must be a multiple of {BLOCK}, got N={N} (b: {shape_text(b)})")
+    if G == 0:
+        raise ValueError(f"there must be at least one group, got none (b: {shape_text(b)})")
+    for name, layout in (("a_scale_layout", a_scale_layout), ("b_scale_layout", b_scale_layout)):
+        layout_of(layout, name)
+    a_scales = padded_shape(a.shape[-2], K // BLOCK, a_scale_layout)
+    for name, tensor, expected in (
+        ("a", a, (G, a.shape[1], K) if masked else (a.shape[0], K)),
+        ("a_scale", a_scale, (*a.shape[:-2], *a_scales)),
+        ("b", b, (G, N, K)),
+        ("b_scale", b_scale, (G, *padded_shape(N, K // BLOCK, b_scale_layout))),
+        ("starts", starts, (G,)),
+        ("bias", bias, (G, N)),
+    ):
+        if tensor is not None and tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"{name} must be {list(expected)}, got {shape_text(tensor)} "
+                f"(a: {shape_text(a)}, b: {shape_text(b)})"
+            )
+    lengths = [(G,)] if masked or starts is not None else [(G,), (G + 1,)]
+    if tuple(ends.shape) not in lengths:  # no set: while torch traces, sizes have no hash
+        known = " or ".join(str(list(length)) for length in lengths)
+        raise ValueError(
+            f"{'masked_m' if masked else 'group_offs'} must be {known}, got {shape_text(ends)} "
+            f"(b: {shape_text(b)})"
+        )
+    if masked and starts is not None:
+        raise ValueError("masked groups start at fixed rows; starts must be None")
+    return GroupedGemmProblem(
+        M=a.shape[:-1].numel(),
+        N=N,
+        K=K,
+        G=G,
+        out_dtype=DTYPE_NAMES[out_dtype],
+        bias="none" if bias is None else DTYPE_NAMES[bias.dtype],
+        layout="masked" if masked else "jagged",
+        index=INDEX_NAMES[ends.dtype],
+        expected=expected_rows,
+        a_scale_layout=a_scale_layout,
+        b_scale_layout=b_scale_layout,
+    )
+
+
+def _fake(*arguments: Any) -> torch.Tensor:
+    problem, a = _problem_of(*arguments), arguments[0]
+    fake: torch.Tensor = a.new_empty((*a.shape[:-1], problem.N), dtype=DTYPES[problem.out_dtype])
+    return fake
+
+
+_through_torch = register_with_out(
+    "grouped_gemm",
+    "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? starts, Tensor group_offs, "
+    "ScalarType out_dtype, Tensor? bias, SymInt expected_rows, str a_scale_layout, "
+    "str b_scale_layout",
+    "Tensor",
+    _grouped_gemm,
+    _fake,
+    out_at=6,
+    stands_for=lambda out: (out.dtype,),
+)
+
+
+def operands_of(problem: GroupedGemmProblem, device: torch.device) -> Iterator[Tensors]:
+    """Tensors of a call that poses ``problem``, with whatever their memory holds."""
     M, N, K, G = problem.M, problem.N, problem.K, problem.G
     leading, rows = ((G,), M // G) if problem.layout == "masked" else ((), M)
-    scales = (
-        (*leading, *padded_shape(rows, K // BLOCK, problem.a_scale_layout)),
-        (G, *padded_shape(N, K // BLOCK, problem.b_scale_layout)),
-    )
-    tensors = (
-        torch.empty((M, K), dtype=torch.float8_e4m3fn, device=device),
-        torch.empty(scales[0], dtype=torch.uint8, device=device),
-        torch.empty((G, N, K), dtype=torch.float8_e4m3fn, device=device),
-        torch.empty(scales[1], dtype=torch.uint8, device=device),
-        None
-        if problem.bias == "none"
-        else torch.empty((G, N), dtype=DTYPES[problem.bias], device=device),
-        torch.empty((M, N), dtype=DTYPES[problem.out_dtype], device=device),
+
+    def new(*shape: int, of: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device=device)
+
+    yield (
+        new(M, K, of=torch.float8_e4m3fn),
+        new(*leading, *padded_shape(rows, K // BLOCK, problem.a_scale_layout), of=torch.uint8),
+        new(G, N, K, of=torch.float8_e4m3fn),
+        new(G, *padded_shape(N, K // BLOCK, problem.b_scale_layout), of=torch.uint8),
+        None if problem.bias == "none" else new(G, N, of=DTYPES[problem.bias]),
+        new(M, N, of=DTYPES[problem.out_dtype]),
         None,
-        torch.zeros(G, dtype=INDICES[problem.index], device=device),
+        new(G, of=INDICES[problem.index]).zero_(),
     )
-    run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])

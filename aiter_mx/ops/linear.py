@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.launch import Run
-from aiter_mx.ops.calls import PLAIN, PLAIN_OR_NONE, Plans
+from aiter_mx.launch import Run, Tensors
 from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
@@ -17,15 +16,13 @@ from aiter_mx.ops.checks import (
     DTYPES,
     SCALE_DTYPES,
     check_out,
-    check_result,
     either,
     refuse_alignment,
-    refuse_no_tensor,
-    refuse_shape,
     refuse_strides,
     shape_text,
 )
-from aiter_mx.plan import bind
+from aiter_mx.ops.library import PLAIN, PLAIN_OR_NONE, register_with_out
+from aiter_mx.plan import Plans, bind
 from aiter_mx.target import cpu_target, target_of
 
 _X_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -89,8 +86,11 @@ def linear(
             and (xq.requires_grad or (bias is not None and bias.requires_grad))
         )
     ):
-        return _linear_through_torch(xq, xs, wq, ws, bias, out_dtype, out, pdl)
-    return _linear(xq, xs, wq, ws, bias, out_dtype, out, pdl)
+        result: torch.Tensor = _through_torch(
+            (xq, xs, wq, ws, bias, out_dtype, pdl), out, out_dtype
+        )
+        return result
+    return _linear(xq, xs, wq, ws, bias, out_dtype, pdl, out)
 
 
 _plans: Plans[tuple[Run | None, tuple[int, int]]] = Plans()
@@ -101,10 +101,10 @@ def _linear(
     xs: torch.Tensor | None,
     wq: torch.Tensor,
     ws: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    out: torch.Tensor | None,
-    pdl: bool,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    pdl: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     device = xq.device
     call = (
@@ -168,32 +168,6 @@ def _plan(
     return bind("linear", target_of(xq.device), problem, xq.device), shape
 
 
-def warm(problem: LinearProblem, device: torch.device) -> None:
-    """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
-    target = target_of(device)
-    run = bind("linear", target, problem, device)
-    if route("linear", target, problem).backend != "triton":
-        return
-    # Triton compiles when it is called, so it is called, on whatever this memory holds.
-    M, N, K = problem.M, problem.N, problem.K
-    is_quantised = problem.x_dtype == "e4m3"
-    tensors = (
-        torch.empty(
-            (M, K),
-            dtype=torch.float8_e4m3fn if is_quantised else DTYPES[problem.x_dtype],
-            device=device,
-        ),
-        torch.empty((M, K // BLOCK), dtype=torch.uint8, device=device) if is_quantised else None,
-        torch.empty((N, K), dtype=torch.float8_e4m3fn, device=device),
-        torch.empty((N, K // BLOCK), dtype=torch.uint8, device=device),
-        None
-        if problem.bias == "none"
-        else torch.empty(N, dtype=DTYPES[problem.bias], device=device),
-        torch.empty((M, N), dtype=DTYPES[problem.out_dtype], device=device),
-    )
-    run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
-
-
 def problem_of(
     xq: torch.Tensor,
     xs: torch.Tensor | None,
@@ -252,63 +226,38 @@ def problem_of(
     return LinearProblem(M, N, K, DTYPE_NAMES[out_dtype], bias_name, pdl, x_dtype)
 
 
-@torch.library.custom_op("aiter_mx::linear", mutates_args=())
-def _linear_op(
-    xq: torch.Tensor,
-    xs: torch.Tensor | None,
-    wq: torch.Tensor,
-    ws: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    pdl: bool = False,
-) -> torch.Tensor:
-    return _linear(xq, xs, wq, ws, bias, out_dtype, None, pdl)
-
-
-@_linear_op.register_fake
-def _linear_fake(*operands: Any, **options: Any) -> torch.Tensor:
-    problem = problem_of(*operands, **options)
-    fake: torch.Tensor = operands[0].new_empty(
-        (problem.M, problem.N), dtype=DTYPES[problem.out_dtype]
-    )
+def _fake(*arguments: Any) -> torch.Tensor:
+    problem = problem_of(*arguments)
+    shape, dtype = (problem.M, problem.N), DTYPES[problem.out_dtype]
+    fake: torch.Tensor = arguments[0].new_empty(shape, dtype=dtype)
     return fake
 
 
-@torch.library.custom_op("aiter_mx::linear_out", mutates_args=("out",))
-def _linear_out_op(
-    xq: torch.Tensor,
-    xs: torch.Tensor | None,
-    wq: torch.Tensor,
-    ws: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    pdl: bool = False,
-) -> None:
-    _linear(xq, xs, wq, ws, bias, out.dtype, out, pdl)
+_through_torch = register_with_out(
+    "linear",
+    "Tensor xq, Tensor? xs, Tensor wq, Tensor ws, Tensor? bias=None, "
+    "ScalarType out_dtype=15, bool pdl=False",  # torch.bfloat16, as schemas number dtypes
+    "Tensor",
+    _linear,
+    _fake,
+    out_at=5,
+    stands_for=lambda out: (out.dtype,),
+)
 
 
-@_linear_out_op.register_fake
-def _linear_out_fake(*operands: Any, **options: Any) -> None:
-    out = operands[5]
-    problem = problem_of(*(*operands[:5], out.dtype, *operands[6:]), **options)
-    refuse_shape(out, (problem.M, problem.N))
+def operands_of(problem: LinearProblem, device: torch.device) -> Iterator[Tensors]:
+    """Tensors of a call that poses ``problem``, with whatever their memory holds."""
+    M, N, K = problem.M, problem.N, problem.K
+    is_quantised = problem.x_dtype == "e4m3"
 
+    def new(*shape: int, of: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device=device)
 
-def _linear_through_torch(
-    xq: torch.Tensor,
-    xs: torch.Tensor | None,
-    wq: torch.Tensor,
-    ws: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    out: torch.Tensor | None,
-    pdl: bool,
-) -> torch.Tensor:
-    optional = ("xs", "bias", "out")
-    refuse_no_tensor(optional, xq=xq, xs=xs, wq=wq, ws=ws, bias=bias, out=out)
-    if out is None:
-        result: torch.Tensor = _linear_op(xq, xs, wq, ws, bias, out_dtype, pdl)
-        return result
-    check_result(out, out_dtype)
-    _linear_out_op(xq, xs, wq, ws, bias, out, pdl)
-    return out
+    yield (
+        new(M, K, of=torch.float8_e4m3fn if is_quantised else DTYPES[problem.x_dtype]),
+        new(M, K // BLOCK, of=torch.uint8) if is_quantised else None,
+        new(N, K, of=torch.float8_e4m3fn),
+        new(N, K // BLOCK, of=torch.uint8),
+        None if problem.bias == "none" else new(N, of=DTYPES[problem.bias]),
+        new(M, N, of=DTYPES[problem.out_dtype]),
+    )

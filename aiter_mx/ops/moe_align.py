@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.moe_align import MoeAlignProblem
-from aiter_mx.launch import Run
-from aiter_mx.ops import moe_library
-from aiter_mx.ops.calls import Plans, is_traced, wants_gradient
+from aiter_mx.kernels.moe_gemm.problem import most_padded
+from aiter_mx.launch import Run, Tensors, call
 from aiter_mx.ops.checks import (
     BLOCK,
     DTYPES,
     INDEX_NAMES,
     INDICES,
+    check_expert_ids,
     check_tensor,
     refuse_less,
     refuse_no_whole_number,
 )
-from aiter_mx.ops.moe_check import check_expert_ids
-from aiter_mx.plan import bind
+from aiter_mx.ops.library import is_traced, register, wants_gradient
+from aiter_mx.plan import Plans, bind
 from aiter_mx.target import target_of
 
 
@@ -63,13 +65,12 @@ def moe_align(
     """
     first_shared = num_experts if first_shared is None else first_shared
     options = (drop_absent, shared_experts, first_shared)
-    if is_traced((topk_ids, expert_map)):
-        lists = moe_library.moe_align(topk_ids, block_m, num_experts, expert_map, *options)
-        return lists[0], lists[1], lists[2]
-    return align(topk_ids, block_m, num_experts, expert_map, *options)
+    align = _align_through_torch if is_traced((topk_ids, expert_map)) else _align
+    sorted_ids, expert_ids, used = align(topk_ids, block_m, num_experts, expert_map, *options)
+    return sorted_ids, expert_ids, used
 
 
-def align(
+def _align(
     topk_ids: Tensor,
     block_m: int,
     num_experts: int,
@@ -78,7 +79,6 @@ def align(
     shared: int,
     first_shared: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``moe_align``, past what torch traces."""
     refuse_no_whole_number(block_m=block_m, num_experts=num_experts)
     refuse_no_whole_number(shared_experts=shared, first_shared=first_shared)
     refuse_less(1, num_experts=num_experts)
@@ -139,13 +139,12 @@ def moe_sort(
     """
     arguments = (topk_ids, topk_weights, num_experts, block_m, expert_mask, num_local_tokens)
     traced = is_traced((topk_ids, topk_weights, expert_mask, num_local_tokens))
-    if traced or wants_gradient(topk_weights):
-        lists = moe_library.moe_sort(*arguments)
-        return lists[0], lists[1], lists[2], lists[3]
-    return sort(*arguments)
+    sort = _sort_through_torch if traced or wants_gradient(topk_weights) else _sort
+    sorted_ids, weights, expert_ids, used = sort(*arguments)
+    return sorted_ids, weights, expert_ids, used
 
 
-def sort(
+def _sort(
     topk_ids: Tensor,
     topk_weights: Tensor,
     num_experts: int,
@@ -153,7 +152,6 @@ def sort(
     expert_mask: Tensor | None,
     num_local_tokens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``moe_sort``, past what torch traces."""
     refuse_no_whole_number(block_m=block_m, num_experts=num_experts)
     refuse_less(1, num_experts=num_experts)
     device = check_tensor("topk_ids", topk_ids, tuple(INDEX_NAMES), ("M", "top_k")).device
@@ -207,35 +205,74 @@ def _run(
     run = _plans.by_call.get(key)
     if run is None:
         run = _plans.keep(key, bind("moe_align", target, problem, device))
-    tensors = (topk_ids, topk_weights, expert_map, num_tokens, None, *outputs, None, None)
-    run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+    call(run, topk_ids, topk_weights, expert_map, num_tokens, None, *outputs, None, None)
     return outputs
 
 
-def warm(problem: MoeAlignProblem, device: torch.device) -> None:
-    """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
-    target, p = target_of(device), problem
-    run = bind("moe_align", target, p, device)
-    if route("moe_align", target, p).backend != "triton" or p.routed == 0:
-        return
+def _align_fake(
+    topk_ids: Tensor, block_m: int, num_experts: int, expert_map: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    _, shared, _ = options
+    return *_empty_lists(topk_ids, block_m, num_experts, shared), _int32(topk_ids, 1)
 
-    # Triton compiles when it is called, so it is called, with and without what calls may leave out.
+
+def _sort_fake(
+    topk_ids: Tensor, topk_weights: Tensor, num_experts: int, block_m: int, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ids, expert_ids = _empty_lists(topk_ids, block_m, num_experts, 0)
+    weights = ids.new_empty(ids.shape, dtype=torch.float32)
+    return ids, weights, expert_ids, _int32(topk_ids, 2)
+
+
+def _empty_lists(
+    topk_ids: Tensor, block_m: int, num_experts: int, shared: int
+) -> tuple[Tensor, Tensor]:
+    """Sorted ids and the expert of each block, as a routing of this shape has them."""
+    routed = topk_ids.shape[0] * (topk_ids.shape[1] + shared)
+    ids = most_padded(routed, num_experts + shared, block_m)
+    return _int32(topk_ids, ids), _int32(topk_ids, ids // block_m)
+
+
+def _int32(like: Tensor, size: int) -> Tensor:
+    return like.new_empty(size, dtype=torch.int32)
+
+
+_align_through_torch = register(
+    "moe_align",
+    "(Tensor topk_ids, SymInt block_m, SymInt num_experts, Tensor? expert_map, bool drop_absent, "
+    "SymInt shared, SymInt first_shared) -> (Tensor, Tensor, Tensor)",
+    _align,
+    _align_fake,
+)
+_sort_through_torch = register(
+    "moe_sort",
+    "(Tensor topk_ids, Tensor topk_weights, SymInt num_experts, SymInt block_m, "
+    "Tensor? expert_mask, Tensor? num_local_tokens) -> (Tensor, Tensor, Tensor, Tensor)",
+    _sort,
+    _sort_fake,
+)
+
+
+def operands_of(problem: MoeAlignProblem, device: torch.device) -> Iterator[Tensors]:
+    """Tensors of calls that pose ``problem``, with and without what calls may leave out."""
+    p = problem
+
     def new(*shape: int, of: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=of, device=device)
 
     is_packed, quantizes = p.ids == "aiter", p.x_dtype != "none"
     for num_tokens in (None, new(1)) if is_packed else (None,):
-        tensors = (
-            new(p.M, p.top_k, of=INDICES[p.id_dtype]),
-            new(p.M, p.top_k, of=torch.float32) if is_packed else None,
-            None if p.expert_map == "none" else new(p.E),
-            num_tokens,
-            new(p.M, p.K, of=DTYPES[p.x_dtype]) if quantizes else None,
-            new(p.max_ids),
-            new(p.max_ids, of=torch.float32) if is_packed else None,
-            new(p.max_ids // p.block_m),
-            new(2),
-            new(p.M, p.K, of=torch.float8_e4m3fn) if quantizes else None,
-            new(p.M, p.K // BLOCK, of=torch.uint8) if quantizes else None,
-        )
-        run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+        if p.routed:
+            yield (
+                new(p.M, p.top_k, of=INDICES[p.id_dtype]),
+                new(p.M, p.top_k, of=torch.float32) if is_packed else None,
+                None if p.expert_map == "none" else new(p.E),
+                num_tokens,
+                new(p.M, p.K, of=DTYPES[p.x_dtype]) if quantizes else None,
+                new(p.max_ids),
+                new(p.max_ids, of=torch.float32) if is_packed else None,
+                new(p.max_ids // p.block_m),
+                new(2),
+                new(p.M, p.K, of=torch.float8_e4m3fn) if quantizes else None,
+                new(p.M, p.K // BLOCK, of=torch.uint8) if quantizes else None,
+            )

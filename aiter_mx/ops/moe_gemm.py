@@ -1,33 +1,70 @@
-"""``aiter_mx.moe_gemm``: an MX-FP8 grouped GEMM over routed tokens."""
+"""``aiter_mx.moe_gemm``: an MX-_FP8 grouped GEMM over routed tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.fused_moe import refuse_unknown_activation
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
-from aiter_mx.launch import Run
-from aiter_mx.ops import moe_library
-from aiter_mx.ops.calls import Plans, is_traced, wants_gradient
+from aiter_mx.launch import Run, Tensors
 from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
     DTYPE_NAMES,
     DTYPES,
     SCALE_ALIGNMENT_BYTES,
+    SCALE_DTYPES,
     STORED_FEATURES,
     check_out,
+    check_routing,
+    check_tensor,
+    checking,
     either,
     refuse_alignment,
+    refuse_less,
+    refuse_no_experts,
+    refuse_no_whole_number,
+    refuse_strides,
+    swiglu_of,
 )
-from aiter_mx.ops.moe_check import check_routing, checking
-from aiter_mx.ops.moe_problem import FP8, problem_of, swiglu_of
-from aiter_mx.plan import bind
+from aiter_mx.ops.library import is_traced, register_with_out, wants_gradient
+from aiter_mx.plan import Plans, bind
 from aiter_mx.target import cpu_target, target_of
+
+_FP8 = (torch.float8_e4m3fn,)
+_INT32 = (torch.int32,)
+
+
+class Options(NamedTuple):
+    """What a call asks for beside its tensors; a tuple, as every call makes and hashes one.
+
+    Attributes:
+        out_dtype: name of the result's dtype, ``mxfp8`` where it is activated and quantised.
+        num_valid_tokens: as the public functions take it, like those that follow.
+        top_k: likewise.
+        block_m: likewise.
+        a_div: likewise.
+        ids: likewise.
+        activation: ``none``, or as ``moe_gemm_activated`` takes it.
+        layout: likewise.
+        swiglu: alpha, beta and limit of swiglu_oai, else nothing.
+    """
+
+    out_dtype: str
+    num_valid_tokens: int
+    top_k: int
+    block_m: int
+    a_div: int = 1
+    ids: str = "vllm"
+    activation: str = "none"
+    layout: str = "halves"
+    swiglu: tuple[float, ...] = ()
 
 
 def moe_gemm(
@@ -95,17 +132,7 @@ def moe_gemm(
     """
     if out_dtype not in DTYPE_NAMES:
         raise TypeError(f"out_dtype must be {either(tuple(DTYPE_NAMES))}, got {out_dtype}")
-    options = (
-        num_valid_tokens,
-        top_k,
-        block_m,
-        a_div,
-        ids,
-        DTYPE_NAMES[out_dtype],
-        "none",
-        "halves",
-        (),
-    )
+    options = Options(DTYPE_NAMES[out_dtype], num_valid_tokens, top_k, block_m, a_div, ids)
     lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     return _moe_gemm((xq, xs, wq, ws, *lists, topk_weights, bias), options, out)[0]
 
@@ -142,14 +169,25 @@ def moe_gemm_activated(
     which is quantised as ``aiter_mx.quantize`` does, without leaving the kernel.
 
     Args:
-        xq, xs, wq, ws, sorted_token_ids, expert_ids, num_tokens_post_padded, num_valid_tokens,
-            top_k, block_m, a_div, bias, ids: as for ``moe_gemm``; N is a multiple of 64.
+        xq: as for ``moe_gemm``.
+        xs: likewise.
+        wq: likewise; N is a multiple of 64.
+        ws: likewise.
+        sorted_token_ids: likewise.
+        expert_ids: likewise.
+        num_tokens_post_padded: likewise.
+        num_valid_tokens: likewise.
+        top_k: likewise.
+        block_m: likewise.
         activation: ``"silu"`` or ``"swiglu_oai"``.
         layout: where gate and up stand among w's rows: ``"halves"``: gate first, ``[0, N / 2)``;
             ``"interleaved"``: gate in even rows, up in odd ones.
         alpha: of swiglu_oai.
         beta: of swiglu_oai.
         limit: of swiglu_oai.
+        a_div: as for ``moe_gemm``.
+        bias: likewise.
+        ids: likewise.
 
     Returns:
         payload float8_e4m3fn ``[num_valid_tokens, N // 2]`` and scale uint8 ``[num_valid_tokens,
@@ -160,7 +198,9 @@ def moe_gemm_activated(
         TypeError, ValueError, CaptureError: as for ``moe_gemm``.
     """
     swiglu = swiglu_of(activation, alpha, beta, limit)
-    options = (num_valid_tokens, top_k, block_m, a_div, ids, "mxfp8", activation, layout, swiglu)
+    options = Options(
+        "mxfp8", num_valid_tokens, top_k, block_m, a_div, ids, activation, layout, swiglu
+    )
     lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     out, scales = _moe_gemm((xq, xs, wq, ws, *lists, None, bias), options, None)
     assert scales is not None
@@ -184,20 +224,23 @@ _plans: Plans[Plan] = Plans()
 
 
 def _moe_gemm(
-    inputs: tuple[Tensor | None, ...], options: tuple[Any, ...], out: Tensor | None
+    inputs: tuple[Tensor | None, ...], options: Options, out: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     if is_traced((*inputs, out)) or wants_gradient(*inputs[7:]):
-        return moe_library.moe_gemm(inputs, options, out)
+        if options.activation != "none":
+            payload, scales = _through_torch(_flat(inputs, options), None, _FP8[0])
+            return payload, scales
+        found = _through_torch(_flat(inputs, options), out, DTYPES[options.out_dtype])
+        return (found[0] if out is None else found), None
     return compute(plan_of(inputs, options), inputs, out)
 
 
-def plan_of(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Plan:
+def plan_of(inputs: tuple[Tensor | None, ...], options: Options) -> Plan:
     """What computes a call.
 
     Args:
         inputs: what ``_NAMES`` names.
-        options: num_valid_tokens, top_k, block_m, a_div, ids, out_dtype, activation, layout, and
-            alpha, beta and limit of swiglu_oai, else nothing.
+        options: the rest.
 
     Raises:
         TypeError, ValueError, CaptureError: as ``moe_gemm`` documents.
@@ -222,7 +265,7 @@ def plan_of(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Plan
 def compute(
     plan: Plan, inputs: tuple[Tensor | None, ...], out: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The result of a call, and the scales of one that is MX-FP8."""
+    """The result of a call, and the scales of one that is MX-_FP8."""
     xq, xs, wq, ws, sorted_ids, expert_ids, post_padded, _, _ = inputs
     assert xq is not None and xs is not None and wq is not None and ws is not None
     assert sorted_ids is not None and expert_ids is not None and post_padded is not None
@@ -259,8 +302,8 @@ _NAMES = (
 _OPTIONAL = ("topk_weights", "bias")
 
 
-def _plan(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Plan:
-    problem = problem_of(inputs, options)
+def _plan(inputs: tuple[Tensor | None, ...], options: Options) -> Plan:
+    problem = _problem_of(inputs, options)
     assert inputs[0] is not None
     device = inputs[0].device
     if problem.routed == 0 or problem.N == 0 or problem.blocks == 0:
@@ -271,35 +314,146 @@ def _plan(inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Plan:
     return Plan(problem, backend, run)
 
 
-def warm(problem: MoeGemmProblem, device: torch.device) -> None:
-    """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
-    target = target_of(device)
-    run = bind("moe_gemm", target, problem, device)
-    chosen = route("moe_gemm", target, problem)
-    if chosen.backend != "triton" or problem.routed == 0:
-        return
-    # Triton compiles when it is called, so it is called, on whatever this memory holds but for the
-    # lists, which have no block in use.
-    p = problem
-    ids = torch.empty(p.blocks * p.block_m, dtype=torch.int32, device=device)
-    experts = torch.empty(p.blocks, dtype=torch.int32, device=device)
-    none_used = torch.zeros(1, dtype=torch.int32, device=device)
-    dtypes = {**DTYPES, "mxfp8": FP8[0]}
-    scales = (p.routed, p.out_features // BLOCK)
-    tensors = (
-        *_operand(p.routed, p.K, device=device),
-        *_operand(p.E, p.N, p.K, device=device),
-        *(ids, experts, none_used),
-        None if p.weights == "none" else torch.empty(len(ids), dtype=torch.float32, device=device),
-        None if p.bias == "none" else torch.empty(p.E, p.N, dtype=dtypes[p.bias], device=device),
-        torch.empty(p.routed, p.out_features, dtype=dtypes[p.out_dtype], device=device),
-        None if p.activation == "none" else torch.empty(scales, dtype=torch.uint8, device=device),
+def _problem_of(inputs: tuple[Tensor | None, ...], options: Options) -> MoeGemmProblem:
+    """The problem that these arguments pose; raises as ``moe_gemm`` documents."""
+    xq, xs, wq, ws, sorted_ids, expert_ids, post_padded, weights, bias = inputs
+    out_dtype, routed, top_k, block_m, a_div, ids, activation, layout, swiglu = options
+    device = check_tensor("xq", xq, _FP8, ("rows", "K")).device
+    assert xq is not None
+    rows, K = xq.shape
+    if K == 0 or K % BLOCK:
+        raise ValueError(f"K must be a multiple of {BLOCK}, got K={K} (xq: {list(xq.shape)})")
+    check_tensor("xs", xs, SCALE_DTYPES, (rows, K // BLOCK), device)
+    E, N, _ = check_tensor("wq", wq, _FP8, ("E", "N", K), device).shape
+    refuse_no_experts("wq", E, N, K)
+    check_tensor("ws", ws, SCALE_DTYPES, (E, N, K // BLOCK), device)
+    check_tensor("sorted_token_ids", sorted_ids, _INT32, ("ids",), device)
+    check_tensor("expert_ids", expert_ids, _INT32, ("blocks",), device)
+    check_tensor("num_tokens_post_padded", post_padded, _INT32, ("1 or 2",), device)
+    assert sorted_ids is not None and expert_ids is not None and post_padded is not None
+    if post_padded.numel() not in (1, 2):
+        raise ValueError(
+            f"num_tokens_post_padded must be [1] or [2], got {list(post_padded.shape)}"
+        )
+    refuse_no_whole_number(top_k=top_k, num_valid_tokens=routed, block_m=block_m, a_div=a_div)
+    refuse_less(1, top_k=top_k, a_div=a_div)
+    refuse_less(0, num_valid_tokens=routed)
+    if routed % top_k:
+        raise ValueError(
+            f"num_valid_tokens must be a multiple of top_k, got {routed} and top_k={top_k}"
+        )
+    if rows * a_div < routed:
+        raise ValueError(
+            f"xq must have a row for each {a_div} of {routed} routed rows (a_div={a_div}), got "
+            f"{list(xq.shape)}"
+        )
+    is_block = block_m > 0 and block_m % 4 == 0  # else the problem refuses it
+    if is_block:
+        _refuse_other_blocks(len(sorted_ids), len(expert_ids), routed, block_m)
+    if out_dtype == "mxfp8":
+        refuse_unknown_activation(activation)
+    by_place = ids == "aiter"
+    if weights is not None:
+        count = len(sorted_ids) if by_place else routed
+        refuse_strides(topk_weights=weights)  # flattened, any others would be a copy's
+        check_tensor("topk_weights", weights.flatten(), (torch.float32,), (count,), device)
+    if bias is not None:
+        check_tensor("bias", bias, tuple(DTYPE_NAMES), (E, N), device)
+    alpha, beta, limit = swiglu or (1.702, 1.0, 7.0)
+    return MoeGemmProblem(
+        M=routed // top_k,
+        N=N,
+        K=K,
+        E=E,
+        top_k=top_k,
+        block_m=block_m,
+        out_dtype=out_dtype,
+        activation=activation,
+        layout=layout,
+        bias="none" if bias is None else DTYPE_NAMES[bias.dtype],
+        weights="none" if weights is None else "by_place" if by_place else "by_t",
+        ids=ids,
+        a_div=a_div,
+        max_blocks=min(len(expert_ids), len(sorted_ids) // block_m) if is_block else 0,
+        alpha=alpha,
+        beta=beta,
+        limit=limit,
     )
-    run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
-def _operand(*shape: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty(shape, dtype=FP8[0], device=device),
-        torch.empty((*shape[:-1], shape[-1] // BLOCK), dtype=torch.uint8, device=device),
+def _refuse_other_blocks(ids: int, experts: int, routed: int, block_m: int) -> None:
+    """Raise ValueError where lists of these lengths cannot be of blocks of ``block_m``.
+
+    Engines' buffers may end within a block, which is never in use, and may or may not have an
+    expert for it. With routed rows there is a whole block, or none at all.
+    """
+    whole, part = divmod(ids, block_m)
+    if not whole <= experts <= whole + (part > 0) or (routed and part and not whole):
+        raise ValueError(
+            f"sorted_token_ids has {ids} ids, which are {whole} whole blocks of block_m={block_m}, "
+            f"but expert_ids has {experts}: was the routing made for another block_m?"
+        )
+
+
+def _flat(inputs: tuple[Tensor | None, ...], options: Options) -> tuple[Any, ...]:
+    """The arguments of torch's op, whose schema has lists for tuples."""
+    return (*inputs, *options[:-1], list(options.swiglu))
+
+
+def _unflat(arguments: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], Options]:
+    *options, swiglu = arguments[len(_NAMES) :]
+    return arguments[: len(_NAMES)], Options._make((*options, tuple(swiglu)))
+
+
+def _run(*arguments: Any, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    inputs, options = _unflat(arguments)
+    result, scales = compute(plan_of(inputs, options), inputs, out)
+    return result, result.new_empty(0, dtype=torch.uint8) if scales is None else scales
+
+
+def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    (xq, xs, wq, *_), options = _unflat(arguments)
+    assert xq is not None and xs is not None and wq is not None
+    routed, N = options.num_valid_tokens, wq.shape[1]
+    if options.activation == "none":
+        out = xq.new_empty((routed, N), dtype=DTYPES[options.out_dtype])
+        return out, xs.new_empty(0, dtype=torch.uint8)
+    scales = xs.new_empty((routed, N // 2 // BLOCK), dtype=torch.uint8)
+    return xq.new_empty((routed, N // 2), dtype=_FP8[0]), scales
+
+
+_through_torch = register_with_out(
+    "moe_gemm",
+    "Tensor xq, Tensor xs, Tensor wq, Tensor ws, Tensor sorted_token_ids, Tensor expert_ids, "
+    "Tensor num_tokens_post_padded, Tensor? topk_weights, Tensor? bias, str out_dtype, "
+    "SymInt num_valid_tokens, SymInt top_k, SymInt block_m, SymInt a_div, str ids, "
+    "str activation, str layout, float[] swiglu",
+    "(Tensor, Tensor)",
+    _run,
+    _fake,
+    out_at=9,
+    stands_for=lambda out: (DTYPE_NAMES[out.dtype],),
+)
+
+
+def operands_of(problem: MoeGemmProblem, device: torch.device) -> Iterator[Tensors]:
+    """Tensors of a call that poses ``problem``, with whatever their memory holds, but for the
+    lists, which have no block in use."""
+    p = problem
+    if p.routed == 0:
+        return
+
+    def new(*shape: int, of: torch.dtype = torch.uint8) -> Tensor:
+        return torch.empty(shape, dtype=of, device=device)
+
+    yield (
+        *(new(p.routed, p.K, of=_FP8[0]), new(p.routed, p.K // BLOCK)),
+        *(new(p.E, p.N, p.K, of=_FP8[0]), new(p.E, p.N, p.K // BLOCK)),
+        new(p.blocks * p.block_m, of=torch.int32),
+        new(p.blocks, of=torch.int32),
+        new(1, of=torch.int32).zero_(),
+        None if p.weights == "none" else new(p.blocks * p.block_m, of=torch.float32),
+        None if p.bias == "none" else new(p.E, p.N, of=DTYPES[p.bias]),
+        new(p.routed, p.out_features, of={**DTYPES, "mxfp8": _FP8[0]}[p.out_dtype]),
+        None if p.activation == "none" else new(p.routed, p.out_features // BLOCK),
     )

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.quantize import QuantizeProblem
+from aiter_mx.launch import Tensors
 from aiter_mx.layouts import layout_of, unshuffle_scales
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled, format_of
-from aiter_mx.ops import quantize_library
-from aiter_mx.ops.calls import is_traced
 from aiter_mx.ops.checks import DTYPES, refuse_no_tensor
-from aiter_mx.ops.quantize_call import (
-    INPUT_DTYPES,
-    Options,
-    quantized,
-)
-from aiter_mx.plan import bind
-from aiter_mx.target import target_of
+from aiter_mx.ops.library import is_traced, register
+from aiter_mx.ops.quantize_call import INPUT_DTYPES, Options, check, empty_outputs, quantized
 
 OUTPUT_DTYPES = (*INPUT_DTYPES, torch.float64)
 Block = int | tuple[int, int]
@@ -131,7 +125,7 @@ def quantize(
     if not is_traced((x,)):
         payload, scale = quantized(x, None, options)
         return payload, scale
-    found: tuple[Tensor, Tensor] = quantize_library.quantize(
+    found: tuple[Tensor, Tensor] = _quantize(
         x, mode, -1 if along_rows else -2, options.square, format, scale_layout
     )
     return found
@@ -167,7 +161,7 @@ def quantize_dual(
     options = Options("both", mode, _is_square(block), format, scale_layout)
     if not is_traced((x,)):
         return Dual(*quantized(x, None, options))
-    return Dual(*quantize_library.quantize_dual(x, mode, options.square, format, scale_layout))
+    return Dual(*_quantize_dual(x, mode, options.square, format, scale_layout))
 
 
 def quantize_dual_batched(
@@ -232,7 +226,7 @@ def quantize_grouped(
     options = Options("rows", mode, False, format, scale_layout)
     if not is_traced((x, group_offs)):
         return Grouped(*quantized(x, group_offs, options))
-    return Grouped(*quantize_library.quantize_grouped(x, group_offs, mode, format, scale_layout))
+    return Grouped(*_quantize_grouped(x, group_offs, mode, format, scale_layout))
 
 
 def quantize_dual_grouped(
@@ -263,9 +257,7 @@ def quantize_dual_grouped(
     options = Options("both", mode, False, format, scale_layout)
     if not is_traced((x, group_offs)):
         return DualGrouped(*quantized(x, group_offs, options))
-    return DualGrouped(
-        *quantize_library.quantize_dual_grouped(x, group_offs, mode, format, scale_layout)
-    )
+    return DualGrouped(*_quantize_dual_grouped(x, group_offs, mode, format, scale_layout))
 
 
 def dequantize(
@@ -314,22 +306,70 @@ def dequantize(
     return dequantize_block_scaled(payload, scale_bytes, wide).to(dtype)
 
 
-def warm(problem: QuantizeProblem, device: torch.device) -> None:
-    """Load what computes ``problem`` on ``device``, so that its next call builds nothing."""
-    target, p = target_of(device), problem
-    run = bind("quantize", target, p, device)
-    if route("quantize", target, p).backend != "triton" or p.M * p.N * p.matrices == 0:
-        return
-    # Triton compiles when it is called, so it is called, on whatever this memory holds.
-    shape = (p.matrices, p.M, p.N)
-    x = torch.empty(shape, dtype=DTYPES[p.dtype], device=device)
-    payload = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
-    scale = torch.empty((*shape[:2], p.N // BLOCK), dtype=torch.uint8, device=device)
-    tensors = (x, None, payload, scale, None, None, None)
-    run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
-
-
 def _is_square(block: Block) -> bool:
     if block not in (BLOCK, (1, BLOCK), (BLOCK, BLOCK)):
         raise ValueError(f"block must be {BLOCK} or ({BLOCK}, {BLOCK}), got {block!r}")
     return block == (BLOCK, BLOCK)
+
+
+Call = tuple[Tensor, Tensor | None, Options]
+
+
+def _register(name: str, schema: str, call_of: Callable[..., Call]) -> Callable[..., Any]:
+    """torch's op of a quantisation, of whose arguments ``call_of`` makes those of ``quantized``."""
+
+    def run(*arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(quantized(*call_of(*arguments)))
+
+    def fake(*arguments: Any) -> tuple[Tensor, ...]:
+        x, offsets, options = call_of(*arguments)
+        outputs = empty_outputs(x, offsets, check(x, offsets, options)[1], options)
+        return tuple(tensor for tensor in outputs if tensor is not None)
+
+    return register(name, schema, run, fake)
+
+
+def _one(
+    x: Tensor,
+    mode: str,
+    axis: int = -1,
+    square: bool = False,
+    format: str = "e4m3",
+    layout: str = "row_major",
+) -> Call:
+    return x, None, Options("rows" if axis == -1 else "columns", mode, square, format, layout)
+
+
+_quantize = _register(
+    "quantize",
+    "(Tensor x, str mode, SymInt axis=-1, bool square=False, str format='e4m3', "
+    "str layout='row_major') -> (Tensor, Tensor)",
+    _one,
+)
+_quantize_dual = _register(
+    "quantize_dual",
+    "(Tensor x, str mode, bool square, str format, str layout) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda x, *options: (x, None, Options("both", *options)),
+)
+_quantize_grouped = _register(
+    "quantize_grouped",
+    "(Tensor x, Tensor group_offs, str mode, str format, str layout) -> (Tensor, Tensor, Tensor)",
+    lambda x, offsets, mode, *names: (x, offsets, Options("rows", mode, False, *names)),
+)
+_quantize_dual_grouped = _register(
+    "quantize_dual_grouped",
+    "(Tensor x, Tensor group_offs, str mode, str format, str layout) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lambda x, offsets, mode, *names: (x, offsets, Options("both", mode, False, *names)),
+)
+
+
+def operands_of(problem: QuantizeProblem, device: torch.device) -> Iterator[Tensors]:
+    """Tensors of a call that poses ``problem``, along rows, with whatever their memory holds."""
+    shape = (problem.matrices, problem.M, problem.N)
+    if 0 in shape:
+        return
+    x = torch.empty(shape, dtype=DTYPES[problem.dtype], device=device)
+    payload = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.empty((*shape[:2], problem.N // BLOCK), dtype=torch.uint8, device=device)
+    yield x, None, payload, scale, None, None, None

@@ -1,4 +1,4 @@
-"""The way from a quantisation to a launch: checks, outputs, the plan, and torch's registration."""
+"""The way from a quantisation to a launch: checks, outputs, and the plan."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch import Tensor
 from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.quantize.problem import BLOCK
-from aiter_mx.launch import Run
+from aiter_mx.launch import Run, call
 from aiter_mx.layouts import layout_of, padded_shape
 from aiter_mx.numerics import FORMATS
-from aiter_mx.ops.calls import Plans
 from aiter_mx.ops.checks import ALIGNMENT_BYTES, DTYPE_NAMES
-from aiter_mx.plan import bind
+from aiter_mx.plan import Plans, bind
 from aiter_mx.target import cpu_target, target_of
 
 MODES = ("rceil", "floor")
@@ -74,8 +73,7 @@ def quantized(x: Tensor, offsets: Tensor | None, options: Options) -> list[Tenso
     if offsets is not None:
         offsets = offsets.contiguous()
     outputs = empty_outputs(x, offsets, shapes, options)
-    run_tensors = (x, offsets, *outputs)
-    run(run_tensors, [0 if tensor is None else tensor.data_ptr() for tensor in run_tensors])
+    call(run, x, offsets, *outputs)
     return [tensor for tensor in outputs if tensor is not None]
 
 

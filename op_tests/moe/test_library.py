@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import aiter_mx
-from aiter_mx.ops import moe_library
 from op_tests.moe.test_fused_moe import random_call
 
 
@@ -27,7 +26,7 @@ def gemm_arguments(activation: str) -> tuple[Any, ...]:
     dtype = "bf16" if activation == "none" else "mxfp8"
     swiglu = [1.7, 1.0, 7.0] if activation == "swiglu_oai" else []
     weights = call["topk_weights"] if activation == "none" else None
-    options = (10, 2, 8, 2, "vllm", dtype, activation, "halves", swiglu)
+    options = (dtype, 10, 2, 8, 2, "vllm", activation, "halves", swiglu)
     return (xq, xs, call["w1q"], call["w1s"], *lists, weights, call["bias1"], *options)
 
 
@@ -35,10 +34,11 @@ def gemm_arguments(activation: str) -> tuple[Any, ...]:
 @pytest.mark.parametrize("activation", ["none", "silu", "swiglu_oai"])
 def test_gemm_is_a_proper_op(activation: str) -> None:
     arguments = gemm_arguments(activation)
-    torch.library.opcheck(moe_library._moe_gemm, arguments)
+    torch.library.opcheck(torch.ops.aiter_mx.moe_gemm.default, arguments)
     if activation == "none":
         out = torch.empty(10, arguments[2].shape[1], dtype=torch.bfloat16)
-        torch.library.opcheck(moe_library._moe_gemm_out, (*arguments[:9], out, *arguments[9:14]))
+        with_out = (*arguments[:9], out, *arguments[10:])
+        torch.library.opcheck(torch.ops.aiter_mx.moe_gemm_out.default, with_out)
 
 
 @pytest.mark.usefixtures("payloads_compared_by_bytes")
@@ -49,14 +49,15 @@ def test_layer_and_routing_are_proper_ops() -> None:
         *(call[name] for name in ("expert_map", "bias1", "bias2")),
         *(len(call["expert_map"]), 0, "swiglu_oai", "halves", [1.7, 1.0, 7.0], 16),
     )
-    torch.library.opcheck(moe_library._fused_moe, layer)
+    ops = torch.ops.aiter_mx
+    torch.library.opcheck(ops.fused_moe.default, layer)
     out = torch.empty_like(call["x"])
-    torch.library.opcheck(moe_library._fused_moe_out, (*layer[:10], out, *layer[10:]))
+    torch.library.opcheck(ops.fused_moe_out.default, (*layer[:10], out, *layer[10:]))
     routing = (call["topk_ids"], 8, 4, call["expert_map"], True, 1, 3)
-    torch.library.opcheck(moe_library.moe_align, routing)
+    torch.library.opcheck(ops.moe_align.default, routing)
     mask, tokens = (torch.tensor(v, dtype=torch.int32) for v in ([1, 0, 1, 1], [3]))
     sorting = (call["topk_ids"], call["topk_weights"], 4, 8, mask, tokens)
-    torch.library.opcheck(moe_library.moe_sort, sorting)
+    torch.library.opcheck(ops.moe_sort.default, sorting)
 
 
 def test_sorting_compiles_as_one_graph() -> None:
