@@ -36,7 +36,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 def run_grouped(problem: MoeGemmProblem, device: torch.device, tensors: list) -> None:
-    chosen = Route("moe_gemm", "hip", "grouped", {}, "", "test")
+    chosen = Route(GROUPED, {}, "test")
     bind_route(chosen, target_of(device), problem, device)(tensors, ())
 
 
