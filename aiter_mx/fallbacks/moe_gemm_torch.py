@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem
+from aiter_mx.kernels.quantize.problem import BLOCK, QuantizeProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Tensors
 from aiter_mx.numerics import as_scale_bytes, dequantize_block_scaled, round_once
@@ -50,9 +52,7 @@ def run(problem: MoeGemmProblem, tensors: Tensors, config: Config) -> None:
         if p.activation == "none":
             result[row] = round_once(y, out.dtype).view(torch.uint8)
         else:
-            from aiter_mx.ops.quantize import quantize
-
-            payload, scale = quantize(activate(p, y).to(torch.float32))
+            payload, scale = _quantised(activate(p, y).to(torch.float32))
             result[row] = payload.view(torch.uint8)
             assert scales is not None
             scales[row] = scale
@@ -72,6 +72,14 @@ def activate(problem: MoeGemmProblem, y: Tensor) -> Tensor:
     gate = gate.clamp(max=problem.limit)
     up = up.clamp(-problem.limit, problem.limit)
     return (up + problem.beta) * (gate * torch.sigmoid(problem.alpha * gate))
+
+
+def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    problem = QuantizeProblem(*x.shape, dtype="fp32")
+    payload = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scale = x.new_empty((problem.M, problem.N // BLOCK), dtype=torch.uint8)
+    quantize_torch.run(problem, (x, None, payload, scale, None, None, None), {})
+    return payload, scale
 
 
 def _product(x: Tensor, wq: Tensor, ws: Tensor, expert: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def test_launches_of_a_call_share_a_workspace_and_calls_do_not(
 ) -> None:
     given: list[torch.Tensor] = []
     monkeypatch.setattr(
-        launch, "_bind_one", lambda *_: lambda tensors, addresses: given.append(tensors[-1])
+        launch, "bind_module", lambda *_: lambda tensors, addresses: given.append(tensors[-1])
     )
     problem = GroupedGemmProblem(M=100, N=64, K=96, G=3)
     config = PERSISTENT.configure(SM90, problem)
@@ -91,7 +91,7 @@ def test_scales_of_w_at_an_odd_address_are_copied_to_an_even_one(
         given.append(list(addresses))
         copies.append(tensors[place].clone())
 
-    monkeypatch.setattr(launch, "_bind_one", lambda *_: launched)
+    monkeypatch.setattr(launch, "bind_module", lambda *_: launched)
     spec, place = find_kernel(op, "sm_90a", "hip", "persistent"), 3
     problem = GroupedGemmProblem(100, 64, 128, 1) if op != "linear" else LinearProblem(100, 64, 128)
     run = launch.bind(spec, SM90, problem, spec.configure(SM90, problem), 0)
