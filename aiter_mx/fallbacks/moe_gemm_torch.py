@@ -75,7 +75,7 @@ def activate(problem: MoeGemmProblem, y: Tensor) -> Tensor:
 
 
 def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    problem = QuantizeProblem(*x.shape, dtype="fp32")
+    problem = QuantizeProblem(x.shape[0], x.shape[1], dtype="fp32")
     payload = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scale = x.new_empty((problem.M, problem.N // BLOCK), dtype=torch.uint8)
     quantize_torch.run(problem, (x, None, payload, scale, None, None, None), {})
