@@ -103,6 +103,14 @@ constexpr int kSentBytes = (kSplit - 1) * kTileBytes; // of a tile, by the other
 MX_DEVICE float power(int exponent) {
     return bits_to_float(static_cast<unsigned>(exponent + 127) << 23);
 }
+// One of three powers of two whose product is 2^exponent. All lie on the same side of 1, so that no
+// product on the way overflows before the last; those below 1 are two, so that a sum that becomes
+// subnormal is rounded once.
+MX_DEVICE float factor_of_power(int exponent, int step) {
+    if (exponent < 0)
+        return power(step == 0 ? exponent >> 1 : step == 1 ? exponent - (exponent >> 1) : 0);
+    return power(step < 2 ? exponent / 3 : exponent - exponent / 3 * 2);
+}
 // A row's sums are multiplied with this power of two.
 MX_DEVICE int exponent_of(unsigned top) { return static_cast<int>(top) - 127 + 15 - kTopExponent; }
 
@@ -673,16 +681,14 @@ struct Adder {
             }
         } else {
 #pragma unroll 1
-            for (int half = 0; half < 2; ++half) // so that nothing is rounded or overflows early
+            for (int step = 0; step < 3; ++step)
 #pragma unroll 1
                 for (int at = 0; at < kTileM / 2; ++at) {
-                    const int x = shared.x_exponent[column(at)];
                     const int w = at / 2 % 2 ? exponent[1] : exponent[0];
-                    const float by_w = power(half ? w - (w >> 1) : w >> 1);
-                    const float by_x = power(half ? x - (x >> 1) : x >> 1);
+                    const float by = factor_of_power(shared.x_exponent[column(at)] + w, step);
 #pragma unroll
                     for (int i = 0; i < kTileM / 2; ++i)
-                        sums[i] = i == at ? sums[i] * by_w * by_x : sums[i];
+                        sums[i] = i == at ? sums[i] * by : sums[i];
                 }
         }
         if (__builtin_expect(!__any_sync(~0u, lost[0] | lost[1]) && !any_x.x, true))
