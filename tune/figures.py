@@ -118,19 +118,20 @@ def host() -> str:
 
 
 def zoo() -> str:
-    """What each kernel's absence costs over the rows that it held."""
-    run = pd.read_csv(MEASURED / "zoo.csv")
+    """What each kernel's absence costs over the cells where it was raced."""
+    run = pd.read_csv(MEASURED / "zoo.csv").dropna(subset=["ratio"])
     rows = [
         [
             op,
             f"`{kernel}`",
+            why,
             str(len(cells)),
             f"{_geometric(cells.ratio):.3f}",
             f"{cells.ratio.max():.3f}",
         ]
-        for (op, kernel), cells in run.groupby(["op", "gone"], sort=True)
+        for (op, kernel, why), cells in run.groupby(["op", "kernel", "why"], sort=True)
     ]
-    return _table(["op", "kernel", "rows", "geometric mean", "worst"], rows)
+    return _table(["op", "kernel", "cells", "of them", "geometric mean", "worst"], rows)
 
 
 def summary() -> str:

@@ -86,7 +86,7 @@ def test_the_model_knows_of_the_unit_that_takes_addresses() -> None:
     values = (("row_tiles", 1), ("fold", 1), ("waves", 6), ("unroll", 1))
     candidate = Candidate("linear", "gfx950", "hip", "mfma", values)
     admission = ModelBench("linear", LinearProblem(64, 6144, 1536)).admit(candidate)
-    groups, steps, tiles, cycles = 2, 6, 5, 80  # docs/kernels.md counts these
+    groups, steps, tiles, cycles = 2, 6, 5, 80  # docs/kernels/gemv.md counts these
     assert admission.us == pytest.approx(groups * steps * tiles * cycles / CYCLES_A_US, rel=0.15)
 
 

@@ -38,7 +38,7 @@ _LDS_BYTES = 160 * 1024
 _PRODUCTS_A_CYCLE = 4096
 _LDS_BYTES_A_CYCLE = 128
 _COPY_BYTES_A_CYCLE = 64  # from L2
-# Estimates; docs/grouped.md has their origin.
+# Estimates; docs/kernels/persistent.md has their origin.
 _LATENCY_CYCLES = 2000
 _COPY_CYCLES = 1000  # until the copies of a step are there
 _EPILOGUE_CYCLES = 2600  # of the largest tile
@@ -111,7 +111,7 @@ def _address_cycles(problem: GroupedGemmProblem, config: Config) -> float:
 
 
 def _cycles(target: Target, problem: GroupedGemmProblem, config: Config) -> float:
-    """A bound on a call's time, all groups of one size; docs/grouped.md derives it."""
+    """A bound on a call's time, all groups of one size; docs/kernels/persistent.md has its parts."""
     tile_m, tile_n = config["tile_m"], config["tile_n"]
     waves_m = 2 if tile_m > 32 else 1
     reads = _DEPTH * (tile_m * _WAVES // waves_m + tile_n * waves_m)

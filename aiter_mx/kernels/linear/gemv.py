@@ -33,7 +33,7 @@ MAX_M = 16
 _PIECE_BYTES = 16  # what a lane reads of one row of w in one step
 _WAVES = (1, 2, 3, 4, 6, 8, 12)
 _MOST_WIDE_ROWS = 8  # of x, of all steps that are under way, before they are quantised
-# Of a compute unit for 64 values: counted for gfx950, measured on an H200 (docs/kernels.md).
+# Of a compute unit for 64 values: counted for gfx950, measured on an H200 (docs/kernels/gemv.md).
 _QUANTISING_CYCLES = {"gfx950": 6.7, "sm_90a": 3.4}
 _MANY_WAVES = 8  # with more of them in a workgroup large M spills
 
@@ -55,7 +55,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 
 
 def _configure(target: Target, problem: LinearProblem) -> Config:
-    """A balanced configuration without spills; docs/kernels.md derives its numbers."""
+    """A balanced configuration without spills; docs/kernels/gemv.md has its reasons."""
     if target.arch == "sm_90a":
         return _candidates(target, problem)[0]
     M, cus = problem.M, target.cu_num
@@ -78,7 +78,7 @@ def _configure(target: Target, problem: LinearProblem) -> Config:
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
-    """Where another is the better kernel: docs/kernels.md derives it, linear_sm90.md fits it."""
+    """Where another is the better kernel: docs/kernels/gemv.md says why."""
     if (
         MMA_REGISTERS.refusal(target, problem) is None
         and MMA_REGISTERS.yields(target, problem) is None
@@ -121,7 +121,7 @@ class _Taste:
 
 
 _AT_ONE_ROW_ON_HOPPER = _Taste(lanes=768, off=0.5, rest=2.0, fewer_rows=0.4, more_rows=0.2)
-"""Fitted to a sweep of 31 shapes (docs/linear_sm90.md); with pdl or more rows it does no better."""
+"""Fitted to a sweep of 31 shapes on an H200; with pdl or more rows it does no better."""
 
 
 def _steps(target: Target, problem: LinearProblem) -> int:

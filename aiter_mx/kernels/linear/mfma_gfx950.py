@@ -51,7 +51,7 @@ _MOST_CANDIDATES = 48
 _SIMDS = 4
 _LDS_BYTES = 160 * 1024
 _REGISTERS, _MOST_REGISTERS = 512, 256  # of a lane: in all waves of a SIMD, in one
-# docs/kernels.md derives these.
+# docs/kernels/mfma.md derives these.
 _BYTES_A_CYCLE = 13  # of memory, for each compute unit
 _LATENCY_CYCLES = 4800
 _TILE_CYCLES = 80  # of the address unit

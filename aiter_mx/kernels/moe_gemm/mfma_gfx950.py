@@ -38,7 +38,7 @@ _BLOCK = 32
 _WIDE_BYTES = 1 << 31
 _MOST_CANDIDATES = 32
 
-# Of a compute unit, as in kernels/linear/mfma_gfx950.py; docs/kernels.md derives them.
+# Of a compute unit, as in kernels/linear/mfma_gfx950.py; docs/kernels/mfma.md derives them.
 _SIMDS = 4
 _LDS_BYTES = 160 * 1024
 _REGISTERS, _MOST_REGISTERS = 512, 256

@@ -1,0 +1,40 @@
+"""The documents: they build without a warning, and their figures are those of the saved runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_figures_are_those_of_the_saved_runs() -> None:
+    check = [sys.executable, str(ROOT / "tune" / "figures.py"), "--check"]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"python tune/figures.py writes them: {done.stdout}{done.stderr}"
+
+
+def test_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
+    done = subprocess.run(
+        [*build, str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_is_short_and_its_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 130
+    links = re.findall(r"\]\(([^)#:]+)[^)]*\)", text)
+    assert links and not [link for link in links if not (ROOT / link).exists()]
