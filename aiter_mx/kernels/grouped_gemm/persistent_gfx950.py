@@ -111,7 +111,7 @@ def _address_cycles(problem: GroupedGemmProblem, config: Config) -> float:
 
 
 def _cycles(target: Target, problem: GroupedGemmProblem, config: Config) -> float:
-    """A bound on a call's time, all groups of one size; docs/kernels/persistent.md has its parts."""
+    """A bound on a call's time, all groups of one size: docs/kernels/persistent.md."""
     tile_m, tile_n = config["tile_m"], config["tile_n"]
     waves_m = 2 if tile_m > 32 else 1
     reads = _DEPTH * (tile_m * _WAVES // waves_m + tile_n * waves_m)
