@@ -9,6 +9,9 @@ import pytest
 import torch
 
 import aiter_mx
+import aiter_mx.ops.fused_moe
+import aiter_mx.ops.moe_align
+import aiter_mx.ops.moe_gemm  # each registers its own ops
 from op_tests.moe.test_fused_moe import random_call
 
 
