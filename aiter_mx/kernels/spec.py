@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import groupby, product
 from math import prod
 from typing import Any, ParamSpec, TypeVar
 
@@ -42,6 +42,16 @@ def combinations(params: Sequence[Param]) -> list[Config]:
     names = [param.name for param in params]
     values = product(*(param.values for param in params))
     return [dict(zip(names, chosen, strict=True)) for chosen in values]
+
+
+def by_distance(values: Iterable[int], distance: Callable[[int], int]) -> list[tuple[int, ...]]:
+    """The values in classes of equal distance, the nearest first.
+
+    A product of such classes has configurations in the order of their distances without any of them
+    being sorted, so that the first ones are found without the others.
+    """
+    ordered = sorted(values, key=distance)
+    return [tuple(alike) for _, alike in groupby(ordered, distance)]
 
 
 def cheapest(
@@ -101,10 +111,19 @@ def cheapest_of(
 
 
 def first_of(
-    candidates: Callable[[Target, Problem], Sequence[Config]],
+    candidates: Callable[[Target, Problem], Iterable[Config]],
 ) -> Callable[[Target, Problem], Config]:
-    """What configures a kernel whose candidates are in the order in which they are preferred."""
-    return lambda target, problem: candidates(target, problem)[0]
+    """What configures a kernel whose candidates are in the order in which they are preferred.
+
+    Where an iterator gives them, no more than the first one is looked for.
+    """
+
+    def first(target: Target, problem: Problem) -> Config:
+        for config in candidates(target, problem):
+            return config
+        raise ValueError(f"no configuration is known to fit {problem}")
+
+    return first
 
 
 def where_it_fits(layout: Callable[_Args, _Found | None]) -> Callable[_Args, _Found]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain, islice, product
 
 from aiter_mx.kernels.moe_gemm.problem import (
     MoeGemmProblem,
@@ -14,7 +15,6 @@ from aiter_mx.kernels.spec import (
     Geometry,
     KernelSpec,
     Param,
-    combinations,
     first_of,
 )
 from aiter_mx.target import Target
@@ -27,6 +27,7 @@ PARAMS = (
     Param("groups", (1, 2, 3, 4, 6, 8), "workgroups of an SM"),
 )
 
+_NAMES = tuple(param.name for param in PARAMS)
 CHUNK = 128  # k
 _ACTIVATED_TILES = 4  # hold the gate and up rows of a block of 32 features
 _PIECE = 64  # ids of a block that are looked up at a time
@@ -134,20 +135,29 @@ def _preferred(target: Target, problem: MoeGemmProblem) -> list[Config]:
     ]
 
 
-def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
-    """The preferred ones, and what is near them."""
+def _in_order(target: Target, problem: MoeGemmProblem) -> Iterator[Config]:
+    """What fits: the preferred ones first, then what is near them."""
+    seen = set()
+    for config in chain(_preferred(target, problem), _of_clusters(target, problem), _near(problem)):
+        values = tuple(config[name] for name in _NAMES)
+        if values not in seen:
+            seen.add(values)
+            if fits(problem, config):
+                yield config
+
+
+def _near(problem: MoeGemmProblem) -> Iterator[Config]:
     most_cols = -(-min(problem.block_m, _PIECE) // 8)
-    near = [
-        config
-        for config in combinations(PARAMS)
-        if config["row_tiles"] >= (2 if problem.activation == "none" else _ACTIVATED_TILES)
-        and config["col_tiles"] <= max(2, most_cols)
-        and config["depth"] <= 3
-        and 4 <= config["k_warps"] * config["groups"] <= 12
-    ]
-    ordered = [*_preferred(target, problem), *_of_clusters(target, problem), *near]
-    distinct = {tuple(sorted(config.items())): config for config in ordered}
-    return [config for config in distinct.values() if fits(problem, config)][:_MOST_CANDIDATES]
+    least_rows = 2 if problem.activation == "none" else _ACTIVATED_TILES
+    for values in product(*(param.values for param in PARAMS)):
+        row_tiles, col_tiles, k_warps, depth, groups = values
+        shaped = row_tiles >= least_rows and col_tiles <= max(2, most_cols)
+        if shaped and depth <= 3 and 4 <= k_warps * groups <= 12:
+            yield dict(zip(_NAMES, values, strict=True))
+
+
+def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
+    return list(islice(_in_order(target, problem), _MOST_CANDIDATES))
 
 
 def _of_clusters(target: Target, problem: MoeGemmProblem) -> list[Config]:
@@ -200,7 +210,7 @@ MMA_RING = KernelSpec(
     name="mma_ring",
     params=PARAMS,
     refusal=_refusal,
-    configure=first_of(_candidates),
+    configure=first_of(_in_order),
     candidates=_candidates,
     module=MODULE,
     yields=_yields,

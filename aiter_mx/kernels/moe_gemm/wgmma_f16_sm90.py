@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice, product, zip_longest
 
 from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MAX_SIDE, MOST_ROWS
 from aiter_mx.kernels.moe_gemm.problem import (
@@ -19,7 +18,7 @@ from aiter_mx.kernels.spec import (
     KernelSpec,
     Param,
     TensorMap,
-    combinations,
+    by_distance,
     first_of,
     place_of,
 )
@@ -38,6 +37,7 @@ PARAMS = (
     Param("ahead", (2, 3, 4, 6), "times 128 k of x that are on their way"),
 )
 
+_NAMES = tuple(param.name for param in PARAMS)
 CHUNK = 128  # k
 GROUP_ROWS = 64  # of w
 BRING_GROUPS = 3  # warpgroups that bring what others add
@@ -146,34 +146,49 @@ def rows_of_block(problem: MoeGemmProblem) -> float:
     return most
 
 
-@lru_cache(maxsize=64)
-def candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
+def _in_order(target: Target, problem: MoeGemmProblem) -> Iterator[Config]:
     """Those that fit, the ones that did well on an H200 first: of one tile and of two in turns,
     where experts have rows for two."""
-    one, two = _of_one_tile(problem), _of_two_tiles(problem)
+    one: Iterator[Config] = islice(_of_one_tile(problem), _MOST_CANDIDATES)
     if problem.rows_of_expert < _FEWEST_ROWS_OF_TWO:
-        return one
-    stays = bool(one) and one[0]["slots"] == 0
+        yield from one
+        return
+    two = islice(_of_two_tiles(problem), _MOST_CANDIDATES)
+    first = next(one, None)
+    one = chain(() if first is None else (first,), one)
+    stays = first is not None and first["slots"] == 0
     two_first = not stays and rows_of_block(problem) <= _MOST_ROWS_OF_TWO
     in_turn = zip_longest(two, one) if two_first else zip_longest(one, two)
-    return [config for pair in in_turn for config in pair if config is not None]
+    yield from (config for pair in in_turn for config in pair if config is not None)
 
 
-def _of_two_tiles(problem: MoeGemmProblem) -> list[Config]:
+def candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
+    return list(_in_order(target, problem))
+
+
+def _fitting(problem: MoeGemmProblem, alike: Iterable[Sequence[int]]) -> Iterator[Config]:
+    """What fits of the products of a parameter's values each, in the order of ``PARAMS``."""
+    for values in product(*alike):
+        config = dict(zip(_NAMES, values, strict=True))
+        if _fits(problem, config):
+            yield config
+
+
+def _of_two_tiles(problem: MoeGemmProblem) -> Iterator[Config]:
+    if problem.K % (_SCALE_CHUNKS * CHUNK):
+        return
     rows = rows_of_block(problem)
     tiles = next((t for t in _TWO_TILES["col_tiles"] if rows <= t * 8), 12)
-    return sorted(
-        (c for c in combinations(PARAMS) if c["tiles"] == 2 and _fits(problem, c)),
-        key=lambda c: (
-            abs(c["col_tiles"] - tiles),
-            abs(c["depth"] - 4),
-            abs(c["slots"] - (3 if tiles == 10 else 2)),
-            abs(c["ahead"] - 3),
-        ),
-    )[:_MOST_CANDIDATES]
+    for cols, depths, slots, ahead in product(
+        by_distance(_TWO_TILES["col_tiles"], lambda c: abs(c - tiles)),
+        by_distance(_TWO_TILES["depth"], lambda d: abs(d - 4)),
+        by_distance(_TWO_TILES["slots"], lambda s: abs(s - (3 if tiles == 10 else 2))),
+        by_distance(_TWO_TILES["ahead"], lambda a: abs(a - 3)),
+    ):
+        yield from _fitting(problem, (cols, _TWO_TILES["groups"], (2,), depths, slots, ahead))
 
 
-def _of_one_tile(problem: MoeGemmProblem) -> list[Config]:
+def _of_one_tile(problem: MoeGemmProblem) -> Iterator[Config]:
     rows = problem.block_m if problem.block_m <= _WHOLE_ROWS else rows_of_block(problem)
     tiles = next((t for t in PARAMS[0].values if rows <= t * 8), _MOST_TILES)
     plain = problem.activation == "none"
@@ -182,17 +197,18 @@ def _of_one_tile(problem: MoeGemmProblem) -> list[Config]:
         tiles = max(tiles, 6)
     # 6 tiles leave the L1 more of an SM's memory with 3 stages, which is worth more than a fourth.
     depth, slots, ahead = {4: (4, 3, 3), 6: (3, 4, 4), 8: (4, 3, 3)}.get(tiles, (3, 3, 4))
-    return sorted(
-        (c for c in combinations(PARAMS) if c["tiles"] == 1 and _fits(problem, c)),
-        key=lambda c: (
-            abs(c["col_tiles"] - tiles),
-            c["groups"] != (3 if tiles <= _MOST_OF_THREE_GROUPS else 2),
-            c["slots"] != 0,
-            abs(c["depth"] - depth),
-            abs(c["ahead"] - ahead),
-            abs(c["slots"] - slots),
-        ),
-    )[:_MOST_CANDIDATES]
+    groups = 3 if tiles <= _MOST_OF_THREE_GROUPS else 2
+    values = {param.name: param.values for param in PARAMS}
+    ready = [values["slots"][:1]], by_distance(values["slots"][1:], lambda s: abs(s - slots))
+    for cols, of_groups, kinds, of_depth, of_ahead in product(
+        by_distance(values["col_tiles"], lambda c: abs(c - tiles)),
+        by_distance(values["groups"], lambda g: g != groups),
+        ready,
+        by_distance(values["depth"], lambda d: abs(d - depth)),
+        by_distance(values["ahead"], lambda a: abs(a - ahead)),
+    ):
+        for of_slots in kinds:
+            yield from _fitting(problem, (cols, of_groups, (1,), of_depth, of_slots, of_ahead))
 
 
 def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
@@ -275,7 +291,7 @@ WGMMA_F16 = KernelSpec(
     name="wgmma_f16",
     params=PARAMS,
     refusal=refusal,
-    configure=first_of(candidates),
+    configure=first_of(_in_order),
     candidates=candidates,
     module=MODULE,
     yields=_yields,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Iterator, Mapping
+from itertools import product
 
 from aiter_mx.kernels.moe_gemm import wgmma_f16_sm90 as wgmma_f16
 from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem, module
@@ -13,7 +13,7 @@ from aiter_mx.kernels.spec import (
     Geometry,
     KernelSpec,
     Param,
-    combinations,
+    by_distance,
     first_of,
 )
 from aiter_mx.target import Target
@@ -24,6 +24,8 @@ PARAMS = (
     Param("slots", (4, 5, 6, 8), "times 128 k of x that are there or on their way"),
 )
 
+_NAMES = tuple(param.name for param in PARAMS)
+_MOST_CANDIDATES = 24
 ACCUMULATION_ERROR = 2.0**-10
 """Of the sum of magnitudes: blocks of 32 k are summed up with 14 bits."""
 
@@ -65,20 +67,25 @@ def _rows_of_most(problem: MoeGemmProblem, deviations: int) -> float:
     return rows + float(deviations * rows**0.5)
 
 
-@lru_cache(maxsize=64)
-def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
+def _in_order(target: Target, problem: MoeGemmProblem) -> Iterator[Config]:
     """Those that fit, the ones that did well on an H200 first."""
     few, many = PARAMS[0].values
     fit = problem.block_m <= few * 8 and _rows_of_most(problem, 3) <= few * 8
     tiles = few if fit else many
-    return sorted(
-        (c for c in combinations(PARAMS) if shared_bytes(problem, c) <= SHARED_BYTES),
-        key=lambda c: (
-            abs(c["col_tiles"] - tiles),
-            abs(c["depth"] - 3),
-            abs(c["slots"] - 6),
-        ),
-    )[:24]
+    col_tiles, depths, slots = (param.values for param in PARAMS)
+    for alike in product(
+        by_distance(col_tiles, lambda c: abs(c - tiles)),
+        by_distance(depths, lambda d: abs(d - 3)),
+        by_distance(slots, lambda s: abs(s - 6)),
+    ):
+        for values in product(*alike):
+            config = dict(zip(_NAMES, values, strict=True))
+            if shared_bytes(problem, config) <= SHARED_BYTES:
+                yield config
+
+
+def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
+    return list(_in_order(target, problem))[:_MOST_CANDIDATES]
 
 
 def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
@@ -109,7 +116,7 @@ WGMMA_FP8 = KernelSpec(
     name="wgmma_fp8",
     params=PARAMS,
     refusal=_refusal,
-    configure=first_of(_candidates),
+    configure=first_of(_in_order),
     candidates=_candidates,
     module=MODULE,
     yields=_yields,
