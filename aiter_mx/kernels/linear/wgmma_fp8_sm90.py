@@ -176,6 +176,9 @@ def _laid_out(
 _layout = where_it_fits(layout)
 
 
+_SHALLOW = [config for config in combinations(PARAMS) if config["depth"] == 2]
+
+
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if target.arch not in MODULE.sources:
         return f"no wgmma_fp8 kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
@@ -187,7 +190,8 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"K={problem.K} is no multiple of {CHUNK}, which wgmma_fp8 takes at a time"
     if max(problem.N, problem.K) > MAX_SIZE:
         return f"N={problem.N}, K={problem.K}: wgmma_fp8 counts both in 31 bits"
-    if not any(_fits(target, problem, config) for config in combinations(PARAMS)):
+    shallow = (config for config in _SHALLOW if layout(target, problem, config) is not None)
+    if next(shallow, None) is None:  # depth has no part in whether there is room
         return f"N={problem.N}: no room for all of w in shared memory"
     return None
 

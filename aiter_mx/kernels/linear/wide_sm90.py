@@ -114,6 +114,10 @@ def _runs_on(problem: LinearProblem, split: int, rows: int, chunks: int, tile_m:
 _layout = where_it_fits(layout)
 
 
+_SMALLEST = [c for c in combinations(PARAMS) if c["split"] == 8 and c["depth"] == 1]
+"""One of these fits where any configuration does: they have the shortest parts of K and rings."""
+
+
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if target.arch not in MODULE.sources:
         return f"no wide kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
@@ -121,7 +125,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"M={problem.M} is above {MAX_M}, the most rows of a tile of wide"
     if problem.N > MAX_N:
         return f"N={problem.N}: wide counts rows of w in 31 bits"
-    if not any(_fits(target, problem, config) for config in combinations(PARAMS)):
+    if not any(_fits(target, problem, config) for config in _SMALLEST):
         return f"M={problem.M}, K={problem.K}: wide has no room for an eighth of x"
     return None
 
