@@ -114,6 +114,11 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     What fits some rows of x fits fewer, though it may not have w as wgmma's A: a table's row is for
     all M up to its own.
     """
+    k_groups = config["k_groups"]
+    if config["row_groups"] * k_groups > _MOST_GROUPS:
+        return None
+    if problem.K // CHUNK // config["split"] < k_groups:
+        return None
     x_is_a = problem.M >= _X_IS_A_M
     many = problem.N >= _MANY_ROWS or problem.N * problem.K >= _MANY_WEIGHTS
     for passes in _PASSES if many else _PASSES[:1]:
@@ -134,7 +139,7 @@ def _laid_out(
     rows_w = _up(share, 8 * row_groups if x_is_a else 8)
     columns = rows_w // row_groups if x_is_a else rows_m
     groups = row_groups * k_groups
-    if groups > _MOST_GROUPS or fewest_chunks < k_groups or rows_w > _MOST_BOX_ROWS:
+    if rows_w > _MOST_BOX_ROWS:
         return None
     if x_is_a and columns > _MOST_COLUMNS:
         return None
