@@ -11,7 +11,7 @@ export PYTHON
 help:
 	@echo 'make demo     real sentence embeddings and decode shapes through the MX-FP8 kernels'
 	@echo 'make test     lint, types and tests'
-	@echo 'make lint     ruff and clang-format, without changing a file'
+	@echo 'make lint     ruff, clang-format and import contracts, without changing a file'
 	@echo 'make format   ruff and clang-format, in place'
 	@echo 'make docs     the documentation as a site, in build/site'
 	@echo 'make wheel    build dist/*.whl'
@@ -28,6 +28,7 @@ test: lint types unit
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-cache
 	$(C_FILES) | xargs -r $(BIN)/clang-format --dry-run -Werror
 
 types: setup

@@ -13,7 +13,8 @@ import torch
 from aiter_mx.errors import CaptureError
 from aiter_mx.jit.build import BuildRequest, build
 from aiter_mx.kernels.spec import Arg, Config, KernelSpec, Module, Problem, TensorMap
-from aiter_mx.runtimes.base import PackedArgs, Region, Runtime
+from aiter_mx.region import Region
+from aiter_mx.runtimes.base import PackedArgs, Runtime
 from aiter_mx.target import Target
 
 Tensors: TypeAlias = Sequence[Any]

@@ -11,7 +11,8 @@ from aiter_mx.code_object import KernelInfo, occupancy
 from aiter_mx.jit.build import build
 from aiter_mx.kernels.spec import Config, KernelSpec, Problem
 from aiter_mx.launch import build_request
-from aiter_mx.runtimes.base import PackedArgs, Region
+from aiter_mx.region import Region
+from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.roofline import CUS, Bounds, bounds

@@ -10,7 +10,8 @@ from rich.console import Console
 from torch import nn
 
 import aiter_mx
-from aiter_mx.demo import decode, show
+from aiter_mx.cli import demo_story
+from aiter_mx.demo import decode
 from aiter_mx.demo.compare import compare_rankings
 from aiter_mx.demo.model import Embedder, quantize_linears
 from aiter_mx.demo.sentences import SENTENCES
@@ -23,20 +24,20 @@ CPU = torch.device("cpu")
 def small_demo(monkeypatch):
     """Four sentences of six tokens, and small decode shapes."""
     short = ("A battery died.", "My battery died.", "Snow fell here.", "Ice closed it.")
-    monkeypatch.setattr(show, "SENTENCES", short)
-    monkeypatch.setattr(show, "DECODE_LINEARS", {"qkv": (96, 160), "down": (40, 96)})
+    monkeypatch.setattr(demo_story, "SENTENCES", short)
+    monkeypatch.setattr(demo_story, "DECODE_LINEARS", {"qkv": (96, 160), "down": (40, 96)})
 
 
 def run_demo(on_simulator: bool = True) -> tuple[bool, str]:
     console = Console(file=io.StringIO(), width=4096, markup=False, highlight=False)
-    passed = show.run_demo(console, on_simulator)
+    passed = demo_story.run_demo(console, on_simulator)
     return passed, console.file.getvalue()
 
 
 def test_sentences_are_many_different_and_short():
     assert len(set(SENTENCES)) >= 20
     counts = Embedder(CPU).token_counts(SENTENCES)
-    assert max(counts) == show.MOST_TOKENS
+    assert max(counts) == demo_story.MOST_TOKENS
     assert len(set(counts)) >= 4
 
 
@@ -130,7 +131,7 @@ def test_demo_fails_when_the_linears_are_wrong(small_demo, monkeypatch):
 
 
 def test_demo_fails_when_a_layer_runs_on_none_of_our_kernels(small_demo, monkeypatch):
-    monkeypatch.setattr(show, "simulate", lambda arch: show.nullcontext())
+    monkeypatch.setattr(demo_story, "simulate", lambda arch: demo_story.nullcontext())
     passed, text = run_demo()
     assert not passed
     assert "every layer must run on a kernel of ours" in text

@@ -20,7 +20,7 @@ def demo(
     """
     console = make_console()
     started = time.perf_counter()
-    from aiter_mx.demo.show import run_demo
+    from aiter_mx.cli.demo_story import run_demo
 
     passed = run_demo(console, on_simulator=simulate)
     console.print()

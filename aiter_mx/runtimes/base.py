@@ -5,31 +5,14 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from aiter_mx.kernels.spec import Arg, Geometry, TensorMap
+from aiter_mx.region import Region
 
 _FORMAT = {"pointer": "P", "i32": "i", "i64": "q", "f32": "f"}
 MAP_BYTES = 128  # of a CUtensorMap, cuda.h
-
-
-@dataclass(frozen=True)
-class Region:
-    """A range of memory that a kernel may touch.
-
-    Attributes:
-        name: the argument it came from, for messages.
-        address: first byte.
-        size_bytes: its length.
-        access: ``r``, ``w`` or ``rw``.
-    """
-
-    name: str
-    address: int
-    size_bytes: int
-    access: str
 
 
 class PackedArgs:

@@ -15,7 +15,7 @@ import numpy as np
 
 from aiter_mx.code_object import occupancy
 from aiter_mx.errors import AiterMxError
-from aiter_mx.runtimes.base import Region
+from aiter_mx.region import Region
 from aiter_mx.sim.program import SCHEDULES, Dim3, Program, SimOptions
 from aiter_mx.sim.report import LaunchReport
 

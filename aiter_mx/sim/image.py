@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from aiter_mx.code_object import CodeObject, KernelInfo
 from aiter_mx.errors import LaunchError
-from aiter_mx.runtimes.base import Region
+from aiter_mx.region import Region
 
 _RELATIVE64, _ABS64, _NONE = 13, 3, 0
 _WRITABLE_SECTIONS = (".data", ".bss")

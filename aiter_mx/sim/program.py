@@ -16,7 +16,7 @@ from typing import Any
 
 from aiter_mx.code_object import CodeObject, KernelInfo, parse_code_object
 from aiter_mx.errors import LaunchError, SimulatorError
-from aiter_mx.runtimes.base import Region
+from aiter_mx.region import Region
 from aiter_mx.sim import checks
 from aiter_mx.sim.compile import library
 from aiter_mx.sim.disasm import Instruction, disassemble

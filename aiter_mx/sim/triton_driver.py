@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from aiter_mx.errors import LaunchError
-from aiter_mx.runtimes.base import Region
+from aiter_mx.region import Region
 from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.sim.report import LaunchReport
 

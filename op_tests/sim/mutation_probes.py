@@ -25,7 +25,8 @@ from aiter_mx.kernels.linear import KERNELS, LinearProblem
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
 from aiter_mx.kernels.spec import KernelSpec, Module
 from aiter_mx.launch import build_request
-from aiter_mx.runtimes.base import PackedArgs, Region
+from aiter_mx.region import Region
+from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.sim.faults import StuckError
 from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.target import hardware

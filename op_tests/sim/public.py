@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from aiter_mx.errors import AiterMxError
-from aiter_mx.runtimes.base import Region
+from aiter_mx.region import Region
 from aiter_mx.sim.program import SCHEDULES, Dim3, Program, SimOptions
 from aiter_mx.sim.report import Finding
 from aiter_mx.sim.translate import translate_kernel

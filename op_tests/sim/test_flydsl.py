@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiter_mx.runtimes.base import Region
+from aiter_mx.region import Region
 from aiter_mx.sim.program import Program, SimOptions
 from op_tests.sim.tools import KERNELS
 

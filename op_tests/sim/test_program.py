@@ -12,8 +12,9 @@ import pytest
 from aiter_mx.code_object import KernelInfo, occupancy, parse_code_object
 from aiter_mx.errors import LaunchError
 from aiter_mx.kernels.spec import Arg, Geometry
+from aiter_mx.region import Region
 from aiter_mx.runtimes import sim
-from aiter_mx.runtimes.base import PackedArgs, Region
+from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.sim.__main__ import main
 from aiter_mx.sim.disasm import Operand, parse_line, parse_operand
 from aiter_mx.sim.faults import UnknownInstruction

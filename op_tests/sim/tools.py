@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from aiter_mx.jit.toolchain import find_toolchain
-from aiter_mx.runtimes.base import Region
+from aiter_mx.region import Region
 from aiter_mx.sim.program import Dim3, Program, SimOptions
 from aiter_mx.sim.report import LaunchReport
 
