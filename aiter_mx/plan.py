@@ -17,7 +17,6 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.route import Route
 from aiter_mx.errors import BuildError, CacheError, CaptureError, LaunchError, ToolchainError
 from aiter_mx.jit.build import BuildRequest
-from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Config, KernelSpec, Parts, Problem
 from aiter_mx.launch import Run, Tensors, module_request, not_warm
 from aiter_mx.target import Target
@@ -86,7 +85,7 @@ def falls_back() -> bool:
 
 def bind_route(chosen: Route, target: Target, problem: Problem, device: torch.device) -> Run:
     """``bind`` for a route that is given."""
-    spec = find_kernel(chosen.op, target.arch, chosen.backend, chosen.kernel)
+    spec = chosen.spec
     if parts := spec.parts(target, problem, chosen.config):
         try:
             return _bind_parts(chosen, spec, target, problem, parts, device)
@@ -191,7 +190,7 @@ def build_requests(
     """The builds that these routes need, each once."""
     requests: dict[BuildRequest, None] = {}
     for problem, chosen in zip(problems, routes, strict=True):
-        spec = find_kernel(chosen.op, target.arch, chosen.backend, chosen.kernel)
+        spec = chosen.spec
         parts = spec.parts(target, problem, chosen.config)
         for op, part in parts:
             of_part = chosen if op == chosen.op else route(op, target, part)

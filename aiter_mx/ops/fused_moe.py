@@ -14,7 +14,6 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import CaptureError
 from aiter_mx.kernels.fused_moe import FusedMoeProblem, refuse_unknown_activation
 from aiter_mx.kernels.moe_align import MoeAlignProblem
-from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.launch import Run, not_warm
 from aiter_mx.ops.checks import (
@@ -274,7 +273,7 @@ def _takes_tensors(layer: Sequence[tuple[str, Problem]], target: Target) -> bool
         return True
     for op, part in layer:
         chosen = route(op, target, part)
-        spec = find_kernel(op, target.arch, chosen.backend, chosen.kernel)
+        spec = chosen.spec
         if spec.module is None or spec.workspace_bytes(target, part, chosen.config):
             return True
     return False

@@ -15,7 +15,6 @@ from aiter_mx.jit.build import BuildRequest, build
 from aiter_mx.jit.compiler import give_way
 from aiter_mx.jit.fingerprint import code_hash
 from aiter_mx.jit.toolchain import find_toolchain
-from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.plan import build_requests
 from aiter_mx.target import Target
@@ -57,7 +56,7 @@ def requests_of(
 
 def own_request(target: Target, problem: Problem, chosen: Route) -> BuildRequest | None:
     """What a kernel's own code object is built from; None where it has none of its own."""
-    if find_kernel(chosen.op, target.arch, chosen.backend, chosen.kernel).module is None:
+    if chosen.spec.module is None:
         return None
     return build_requests(target, [problem], [chosen])[-1]
 
