@@ -169,6 +169,15 @@ def test_isa_shows_it_and_what_a_launch_does() -> None:
     assert "latency: waits in a row" in shown.output
 
 
+def test_the_page_includes_what_runs_here() -> None:
+    """By lines that a formatter of the page's Python would break."""
+    text = (EXAMPLES.parent / "add_a_kernel.md").read_text(encoding="utf-8")
+    sources = [f"docs/examples/{path.name}" for path in EXAMPLES.glob("linear_dot.*")]
+    assert len(sources) == 3
+    for included in (*sources, "op_tests/test_worked_example.py:subject"):
+        assert f'\n--8<-- "{included}"\n' in text
+
+
 def test_the_table_is_one_row_that_can_be_right(dot: KernelSpec) -> None:
     ((op, row),) = read_table(TABLE)
     assert (op, row.spec.name, row.refusal) == ("linear", "dot", None)
