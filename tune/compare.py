@@ -257,7 +257,10 @@ def serve(tree: Path, on_gpu: bool) -> None:
 def build_cells(cells: list[Cell], on_gpu: bool, jobs: int) -> dict[str, str]:
     """What went wrong, by cell, with so many at a time, but few of those that take much memory."""
     room = {"linear": threading.Semaphore(jobs), "fused_moe": threading.Semaphore(2)}
-    attempt: Callable[[Cell], str] = lambda cell: build_cell(cell, on_gpu, room[cell["op"]])  # noqa: E731
+
+    def attempt(cell: Cell) -> str:
+        return build_cell(cell, on_gpu, room[cell["op"]])
+
     if on_gpu:
         with ThreadPoolExecutor(jobs) as pool:
             found = list(pool.map(attempt, cells))
