@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
@@ -11,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from aiter_mx.errors import CaptureError
+from aiter_mx.forks import Lock
 from aiter_mx.jit.build import BuildRequest, build
 from aiter_mx.kernels.spec import Arg, Config, KernelSpec, Module, Problem, TensorMap
 from aiter_mx.region import Region
@@ -23,7 +23,7 @@ Run: TypeAlias = Callable[[Tensors, Sequence[int]], None]
 """Computes an op over its tensors (outputs among them), given also their addresses."""
 
 _functions: dict[tuple[BuildRequest, str, str, int, int], Any] = {}
-_functions_lock = threading.Lock()
+_functions_lock = Lock()
 _MOST_MAPS = 4096  # that a bound problem keeps: more than the layers of a model
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -16,6 +17,7 @@ from aiter_mx import launch
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.route import Route
 from aiter_mx.errors import BuildError, CacheError, CaptureError, LaunchError, ToolchainError
+from aiter_mx.forks import Lock
 from aiter_mx.jit.build import BuildRequest
 from aiter_mx.kernels.spec import Config, KernelSpec, Parts, Problem
 from aiter_mx.launch import Run, Tensors, module_request, not_warm
@@ -28,9 +30,21 @@ _FAILURES = (ToolchainError, BuildError, CacheError, LaunchError)
 
 _warm_triton: set[tuple[Target, Problem]] = set()
 _warned: set[tuple[str, str]] = set()
-_warned_lock = threading.Lock()
+_warned_lock = Lock()
 
 Plan = TypeVar("Plan")
+
+
+_every_plans: WeakSet[Plans[Any]] = WeakSet()
+
+
+def _forget_plans() -> None:
+    """Have a forked child bind anew: what its parent bound launches on GPUs that it cannot use."""
+    for plans in list(_every_plans):
+        plans.by_call.clear()
+
+
+os.register_at_fork(after_in_child=_forget_plans)
 
 
 class Plans(threading.local, Generic[Plan]):
@@ -41,6 +55,7 @@ class Plans(threading.local, Generic[Plan]):
 
     def __init__(self) -> None:
         self.by_call: dict[Hashable, Plan] = {}
+        _every_plans.add(self)
 
     def keep(self, call: Hashable, plan: Plan) -> Plan:
         """``plan``, which the next such call finds; where there are too many, all others go."""
@@ -66,6 +81,12 @@ def bind(op: str, target: Target, problem: Problem, device: torch.device) -> Run
             with one warning for each kernel.
         ValueError: that variable is something else, or nothing computes the problem.
     """
+    if device.type == "cuda" and torch.cuda._is_in_bad_fork():
+        raise LaunchError(
+            f"{op} was called on {device} in a process forked from one that had used its GPUs, "
+            "which such a child cannot: start workers with multiprocessing's 'spawn' or "
+            "'forkserver', or fork before the first use of a GPU"
+        )
     if falls_back():
         return _bind_or_fall_back(op, target, problem, device)
     return bind_route(route(op, target, problem), target, problem, device)

@@ -7,17 +7,17 @@ import io
 import logging
 import math
 import os
-import threading
 from functools import partial
 
 from aiter_mx.dispatch.route import Clause, Route
 from aiter_mx.dispatch.tables import NO_ROWS, SCOPE, SHAPE, Row, Rows, load_rows
+from aiter_mx.forks import Lock
 from aiter_mx.kernels.registry import by_backend, find_kernel, key_columns, key_of, stand_ins
 from aiter_mx.kernels.spec import Config, KernelSpec, Key, Problem
 from aiter_mx.target import Target
 
 _logged: set[tuple[str, str, int, Key]] = set()
-_logged_lock = threading.Lock()
+_logged_lock = Lock()
 _unwritable: set[str] = set()
 _misfits: set[str] = set()
 _LOG = logging.getLogger("aiter_mx")

@@ -15,7 +15,6 @@ import re
 import shutil
 import stat
 import tempfile
-import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from aiter_mx.errors import BuildError, CacheError
+from aiter_mx.forks import Lock
 from aiter_mx.jit.lock import build_lock
 
 _LOG = logging.getLogger("aiter_mx")
@@ -35,7 +35,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NAME = re.compile(r"(?P<key>[\w-]+)\.(?P<digest>[0-9a-f]{32})\.(?P<suffix>\w+)")
 
 _listings: dict[Path, tuple[int, list[str]]] = {}
-_thread_locks: dict[tuple[int, str], threading.Lock] = {}
+_thread_locks: dict[str, Lock] = {}
 _unshared: dict[str, Artifact] = {}
 _warned: set[str] = set()
 
@@ -225,8 +225,7 @@ def get_or_build(
     suffix = suffix.lstrip(".")
     entry = f"{kind}/{key}.{suffix}"
     describe = describe or entry
-    # The process is part of the name because a fork copies a held lock but not its holder.
-    with _thread_locks.setdefault((os.getpid(), entry), threading.Lock()):
+    with _thread_locks.setdefault(entry, Lock()):
         if found := lookup(kind, key, suffix):
             return found
         try:

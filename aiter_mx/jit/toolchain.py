@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import threading
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -17,13 +16,14 @@ from types import ModuleType
 
 from aiter_mx._version import __version__
 from aiter_mx.errors import ToolchainError
+from aiter_mx.forks import Lock
 from aiter_mx.jit import amd, nvidia
 from aiter_mx.jit.cache import discard, get_or_build
 from aiter_mx.jit.compiler import Candidate, Refused, Toolchain
 
 __all__ = ["Toolchain", "find_toolchain", "llvm_tool", "vendor_of"]
 
-_search_lock = threading.Lock()
+_search_lock = Lock()
 
 
 def vendor_of(arch: str) -> ModuleType:

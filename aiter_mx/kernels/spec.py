@@ -126,6 +126,19 @@ def first_of(
     return first
 
 
+def refuse_static_lds(problem: Problem, config: Config, needed: int) -> None:
+    """Raise ValueError where what a gfx950 kernel declares of LDS, in bytes, is more than there is.
+
+    Compilers refuse such a kernel; ``KernelSpec.misfit`` alone sees but the dynamic part.
+    """
+    most = MOST_SHARED_BYTES["gfx950"]
+    if needed > most:
+        raise ValueError(
+            f"{dict(config)} does not fit {problem}: a workgroup would have {needed} bytes of "
+            f"shared memory, and can have {most}"
+        )
+
+
 def where_it_fits(layout: Callable[_Args, _Found | None]) -> Callable[_Args, _Found]:
     """``layout``, whose last arguments are a problem and a configuration, for those that fit.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from aiter_mx.code_object import CodeObject, KernelInfo, parse_code_object
 from aiter_mx.errors import LaunchError, SimulatorError
+from aiter_mx.forks import Lock
 from aiter_mx.region import Region
 from aiter_mx.sim import checks
 from aiter_mx.sim.compile import library
@@ -189,7 +190,7 @@ class Program:
         self._image = image
         self._loaded = LoadedImage(code_object)
         self._translated: dict[tuple[str, bool], _Translated] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     @classmethod
     def from_image(cls, image: bytes) -> Program:

@@ -8,12 +8,12 @@ are compared by the wave instructions that they execute, as nothing here takes s
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from aiter_mx.errors import LaunchError
+from aiter_mx.forks import Lock
 from aiter_mx.region import Region
 from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.sim.report import LaunchReport
@@ -33,7 +33,7 @@ _PROPERTIES = {
     "cooperativeLaunch": 1,
 }
 
-_lock = threading.Lock()
+_lock = Lock()
 # Triton's own driver, then those of the blocks that are open, which threads may leave in any order.
 _nested: list[Any] = []
 

@@ -21,6 +21,8 @@ from op_tests.dispatch.test_dispatch import write_table
 H200 = hardware("sm_90a")
 LINEAR = LinearProblem(M=33, N=2311, K=6144)  # in no shipped table
 EXPERTS = MoeGemmProblem(M=40, N=1544, K=6144, E=16, top_k=4, out_dtype="fp32")
+MANY_ROWS = LinearProblem(M=64, N=2311, K=6144)
+ACTIVATED = MoeGemmProblem(M=4, N=1536, K=6144, E=16, top_k=4, activation="silu", out_dtype="mxfp8")
 ROWS: list[tuple[str, Problem, str, dict[str, int], str]] = [
     ("linear", LINEAR, "wgmma_fp8", {"split": 8, "row_groups": 1, "k_groups": 4, "depth": 2},
      "depth"),
@@ -31,6 +33,12 @@ ROWS: list[tuple[str, Problem, str, dict[str, int], str]] = [
      "groups": 2, "tiles": 2}, "bytes of shared memory, and can have 232448"),
     ("moe_gemm", EXPERTS, "wgmma_f16", {"col_tiles": 12, "depth": 3, "slots": 3, "ahead": 4,
      "groups": 3, "tiles": 2}, "does not fit"),
+    ("linear", MANY_ROWS, "mfma", {"row_tiles": 4, "fold": 2, "waves": 12, "unroll": 1},
+     "bytes of shared memory, and can have 163840"),
+    ("moe_gemm", EXPERTS, "mfma", {"row_tiles": 4, "col_tiles": 4, "waves": 12, "unroll": 1},
+     "bytes of shared memory, and can have 163840"),
+    ("moe_gemm", ACTIVATED, "mfma", {"row_tiles": 2, "col_tiles": 1, "waves": 4, "unroll": 1},
+     "with row_tiles=4 alone"),
 ]  # fmt: skip
 
 
@@ -46,15 +54,16 @@ def test_a_row_that_has_no_launch_is_reported_and_passed_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(dispatcher, "_misfits", set())
-    usual = route(op, H200, problem)
+    target = hardware("gfx950") if kernel == "mfma" else H200
+    usual = route(op, target, problem)
     assert usual.source == "envelope"
-    row: dict[str, object] = {"gfx": "sm_90a", "cu_num": 132, "op": op}
+    row: dict[str, object] = {"gfx": target.arch, "cu_num": target.cu_num, "op": op}
     row |= {name: getattr(problem, name) for name in key_columns(op)}
     row |= {"backend": "hip", "kernel": kernel, "config": format_config(config)}
     table = write_table(tmp_path / "mine.csv", row)
     monkeypatch.setenv("AITER_MX_CONFIG", str(table))
     for _ in range(2):
-        chosen = route(op, H200, problem)
+        chosen = route(op, target, problem)
         assert (chosen.kernel, chosen.config) == (usual.kernel, usual.config)
         assert f"{table}:2 names hip/{kernel}, but {{" in chosen.reason and why in chosen.reason
     (said,) = (record.getMessage() for record in caplog.records)

@@ -26,6 +26,7 @@ from aiter_mx.kernels.spec import (
     Parts,
     combinations,
     first_of,
+    refuse_static_lds,
 )
 from aiter_mx.target import Target
 
@@ -121,10 +122,15 @@ def _resident(config: Config, work: _Work, quantises: bool = False) -> int:
     """Workgroups that a compute unit holds at once; 0 where not even one fits."""
     registers = -(-_registers(config, work.col_tiles, quantises) // 8) * 8
     waves = config["waves"]
-    lds = waves * 1024 * max(4, config["row_tiles"] * work.col_tiles) + 256
     if registers > _MOST_REGISTERS:
         return 0
+    lds = _lds_bytes(config, work)
     return min(_REGISTERS // registers // -(-waves // _SIMDS), _LDS_BYTES // lds)
+
+
+def _lds_bytes(config: Config, work: _Work) -> int:
+    """What a workgroup declares: a tile or the sums of each wave, and the bias of its rows."""
+    return config["waves"] * 1024 * max(4, config["row_tiles"] * work.col_tiles) + 256
 
 
 def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
@@ -182,7 +188,9 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
 
 
 def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
-    groups = _work(target, problem, config).groups
+    work = _work(target, problem, config)
+    refuse_static_lds(problem, config, _lds_bytes(config, work))
+    groups = work.groups
     return Geometry(
         grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1),
         block=(config["waves"] * target.wave_size, 1, 1),

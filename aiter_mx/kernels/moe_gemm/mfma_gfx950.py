@@ -14,6 +14,7 @@ from aiter_mx.kernels.spec import (
     Param,
     combinations,
     first_of,
+    refuse_static_lds,
 )
 from aiter_mx.target import Target
 
@@ -106,10 +107,14 @@ def _resident(config: Config) -> int:
     """Workgroups that a compute unit holds at once; 0 where not even one fits."""
     registers = -(-_registers(config) // 8) * 8
     waves = config["waves"]
-    lds = waves * 1024 * max(4, config["row_tiles"] * config["col_tiles"]) + 256
     if registers > _MOST_REGISTERS:
         return 0
-    return min(_REGISTERS // registers // -(-waves // _SIMDS), _LDS_BYTES // lds)
+    return min(_REGISTERS // registers // -(-waves // _SIMDS), _LDS_BYTES // _lds_bytes(config))
+
+
+def _lds_bytes(config: Config) -> int:
+    """What a workgroup declares: a tile or the sums of each wave, and little else."""
+    return config["waves"] * 1024 * max(4, config["row_tiles"] * config["col_tiles"]) + 256
 
 
 def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
@@ -176,6 +181,12 @@ def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping
 
 
 def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:
+    if problem.activation != "none" and config["row_tiles"] != _ACTIVATED_TILES:
+        raise ValueError(
+            f"{dict(config)} does not fit {problem}: a workgroup holds the gate and up rows of 32 "
+            f"features with row_tiles={_ACTIVATED_TILES} alone"
+        )
+    refuse_static_lds(problem, config, _lds_bytes(config))
     chunks = problem.blocks * -(-problem.block_m // (_SIDE * config["col_tiles"]))
     return Geometry(
         grid=(
