@@ -137,7 +137,7 @@ def test_a_child_of_a_process_that_used_a_gpu_is_told_to_spawn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    with pytest.raises(LaunchError, match="forked from one that had used its GPUs.*'spawn'"):
+    with pytest.raises(LaunchError, match=r"forked from one that had used its GPUs.*'spawn'"):
         plan.bind("linear", hardware("sm_90a"), LinearProblem(1, 64, 64), torch.device("cuda:0"))
 
 
