@@ -139,7 +139,7 @@ def _fused_moe(inputs: tuple[Tensor | None, ...], options: Options, out: Tensor 
         *((t.shape, t.dtype, t.device, t.is_contiguous()) for t in inputs if t is not None),
         (expert_map is None, bias1 is None, bias2 is None),
         options,
-        device.type == "cpu" and cpu_target(),
+        x.is_cuda or cpu_target(),
     )
     plan = _plans.by_call.get(call)
     if plan is None:

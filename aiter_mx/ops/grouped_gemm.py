@@ -177,7 +177,7 @@ def _grouped_gemm(
         (device, a_scale.device, b.device, b_scale.device, ends.device),
         starts is not None and (starts.shape, starts.dtype, starts.device),
         bias is not None and (bias.shape, bias.dtype, bias.device),
-        (device.type == "cpu" and cpu_target(), expected_rows, a_scale_layout, b_scale_layout),
+        (a.is_cuda or cpu_target(), expected_rows, a_scale_layout, b_scale_layout),
     )
     found = _plans.by_call.get(call)
     if found is None:

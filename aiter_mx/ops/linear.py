@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,8 +80,12 @@ def linear(
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
-        or not PLAIN.issuperset(map(type, (xq, wq, ws)))
-        or not PLAIN_OR_NONE.issuperset((type(xs), type(bias), type(out)))
+        or type(xq) not in PLAIN
+        or type(wq) not in PLAIN
+        or type(ws) not in PLAIN
+        or type(xs) not in PLAIN_OR_NONE
+        or type(bias) not in PLAIN_OR_NONE
+        or type(out) not in PLAIN_OR_NONE
         or (
             torch.is_grad_enabled()
             and (xq.requires_grad or (bias is not None and bias.requires_grad))
@@ -93,7 +98,7 @@ def linear(
     return _linear(xq, xs, wq, ws, bias, out_dtype, pdl, out)
 
 
-_plans: Plans[tuple[Run | None, tuple[int, int]]] = Plans()
+_plans: Plans[tuple[Run | None, tuple[int, int], Callable[[], torch.Tensor]]] = Plans()
 
 
 def _linear(
@@ -106,20 +111,26 @@ def _linear(
     pdl: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    device = xq.device
     call = (
-        (xq.shape, wq.shape, ws.shape),
-        (xq.dtype, wq.dtype, ws.dtype, out_dtype),
-        (device, wq.device, ws.device),
-        xs is not None and (xs.shape, xs.dtype, xs.device),
-        bias is not None and (bias.shape, bias.dtype, bias.device),
-        device.type == "cpu" and cpu_target(),
+        xq.shape,
+        wq.shape,
+        ws.shape,
+        xq.dtype,
+        wq.dtype,
+        ws.dtype,
+        out_dtype,
+        xq.device,
+        wq.device,
+        ws.device,
+        None if xs is None else (xs.shape, xs.dtype, xs.device),
+        None if bias is None else (bias.shape, bias.dtype, bias.device),
+        xq.is_cuda or cpu_target(),
         pdl,
     )
     found = _plans.by_call.get(call)
     if found is None:
         found = _plans.keep(call, _plan(xq, xs, wq, ws, bias, out_dtype, pdl))
-    run, shape = found
+    run, shape, new_result = found
 
     if not (
         xq.is_contiguous()
@@ -130,7 +141,7 @@ def _linear(
     ):
         refuse_strides(xq=xq, xs=xs, wq=wq, ws=ws, bias=bias)
     if out is None:
-        out = torch.empty(shape, dtype=out_dtype, device=device)
+        out = new_result()
     else:
         check_out(out, shape, out_dtype, xq=xq, xs=xs, wq=wq, ws=ws, bias=bias)
     if run is not None:
@@ -159,13 +170,15 @@ def _plan(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     pdl: bool,
-) -> tuple[Run | None, tuple[int, int]]:
-    """What computes such a call (None for an empty result), and the result's shape."""
+) -> tuple[Run | None, tuple[int, int], Callable[[], torch.Tensor]]:
+    """What computes such a call (None for an empty result), the result's shape, what makes it."""
     problem = problem_of(xq, xs, wq, ws, bias, out_dtype, pdl)
-    shape = (problem.M, problem.N)
-    if 0 in shape:
-        return None, shape
-    return bind("linear", target_of(xq.device), problem, xq.device), shape
+    shape, device = (problem.M, problem.N), xq.device
+    new_result = partial(  # in half of the time of torch.empty
+        torch.empty_strided, shape, (problem.N, 1), dtype=out_dtype, device=device
+    )
+    run = None if 0 in shape else bind("linear", target_of(device), problem, device)
+    return run, shape, new_result
 
 
 def problem_of(

@@ -254,7 +254,7 @@ def plan_of(inputs: tuple[Tensor | None, ...], options: Options) -> Plan:
         *((t.shape, t.dtype, t.device, t.is_contiguous()) for t in inputs if t is not None),
         (weights is None, bias is None),
         options,
-        xq.device.type == "cpu" and cpu_target(),
+        xq.is_cuda or cpu_target(),
     )
     found = _plans.by_call.get(call)
     if found is None:

@@ -61,7 +61,7 @@ def quantized(x: Tensor, offsets: Tensor | None, options: Options) -> list[Tenso
     key = (
         (x.shape, x.dtype, x.device, options),
         offsets is not None and (offsets.shape, offsets.dtype, offsets.device),
-        x.device.type == "cpu" and cpu_target(),
+        x.is_cuda or cpu_target(),
     )
     found = _plans.by_call.get(key)
     if found is None:
