@@ -1,4 +1,4 @@
-"""Launches of one kernel of the linear: into poisoned memory, over and over, in a chain."""
+"""Launches of one kernel of the linear: alone, over weights beyond 4 GiB, in a chain."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ import torch
 import aiter_mx
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import Config, KernelSpec
-from aiter_mx.launch import bind
-from aiter_mx.plan import runner
 from aiter_mx.target import target_of
 from aiter_mx.timing import random_mx as random_mx_there
-from op_tests.linear.operands import DTYPES, Operands, operands
+from op_tests.conformance import DTYPES, NAMES
+from op_tests.launches import Out, bound, launch
+from op_tests.linear.operands import Operands
 from op_tests.mx_reference import random_mx
-
-GUARD = 64  # elements
-POISON = 0x5A
 
 
 def launch_linear(
@@ -33,62 +30,14 @@ def launch_linear(
 ) -> torch.Tensor:
     """The kernel's result on the CPU, in its own configuration where ``config`` is None.
 
-    Its output starts out poisoned, between guards that must stay so. Work is divided as for so many
-    compute units, where ``cu_num`` says how many. ``pdl`` is the problem's.
+    ``pdl`` is the problem's.
     """
-    names = {dtype: name for name, dtype in DTYPES.items()}
     (M, K), N = arguments[0].shape, arguments[2].shape[0]
-    bias_name = "none" if bias is None else names[bias.dtype]
-    problem = LinearProblem(M, N, K, names[dtype], bias_name, pdl)
-    target = target_of(device)
-    target = replace(target, cu_num=cu_num or target.cu_num)
-    assert kernel.refusal(target, problem) is None
-    config = kernel.configure(target, problem) if config is None else config
-    kernel.check_config(config)
-    whole = torch.empty(2 * GUARD + M * N, dtype=dtype)
-    whole.view(torch.uint8).fill_(POISON)
-    whole = whole.to(device)
-    out = whole[GUARD : GUARD + M * N].view(M, N)
-    tensors = (*(None if t is None else t.to(device) for t in (*arguments, bias)), out)
-    if kernel.backend == "hip":
-        index = torch.cuda.current_device() if out.is_cuda else 0
-        run = bind(kernel, target, problem, config, index)
-        run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
-    else:
-        runner(kernel)(problem, tensors, config)
-    whole = whole.cpu()
-    for outside in (whole[:GUARD], whole[GUARD + M * N :]):
-        assert (outside.view(torch.uint8) == POISON).all(), "wrote outside the output"
-    return whole[GUARD : GUARD + M * N].view(M, N)
-
-
-def assert_repeats_on_two_streams(
-    kernel: KernelSpec, problem: LinearProblem, config: Config | None = None
-) -> None:
-    """A thousand launches in graphs on each of two streams at once give the same bits."""
-    here = [t.cuda() for t in operands(problem.M, problem.N, problem.K, 1)]
-    target = target_of(torch.device("cuda"))
-    run = bind(kernel, target, problem, config or kernel.configure(target, problem), 0)
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    shape = (100, problem.M, problem.N)
-    outs = [torch.empty(shape, dtype=DTYPES[problem.out_dtype], device="cuda") for _ in streams]
-    graphs = []
-    torch.cuda.synchronize()
-    for stream, out in zip(streams, outs, strict=True):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for one in out:
-                tensors = (*here, None, one)
-                run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
-        graphs.append(graph)
-    expected = None
-    for _ in range(10):
-        for stream, graph in zip(streams, graphs, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-        torch.cuda.synchronize()
-        expected = outs[0][0].clone() if expected is None else expected
-        assert all(torch.equal(out, expected.expand_as(out)) for out in outs)
+    bias_name = "none" if bias is None else NAMES[bias.dtype]
+    problem = LinearProblem(M, N, K, NAMES[dtype], bias_name, pdl)
+    tensors = (*arguments, bias, Out((M, N), dtype))
+    (out,) = launch(kernel, device, problem, config, tensors, cu_num)
+    return out
 
 
 def launch_beyond_4_gib(
@@ -99,10 +48,7 @@ def launch_beyond_4_gib(
     (xq, xs), (wq, ws) = random_mx_there(M, K, device), random_mx_there(N, K, device)
     assert wq.nbytes > 4 << 30
     out = torch.full((M, N), float("nan"), dtype=DTYPES[dtype], device=device)
-    problem, target = LinearProblem(M, N, K, dtype), target_of(device)
-    tensors = (xq, xs, wq, ws, None, out)
-    run = bind(kernel, target, problem, kernel.configure(target, problem), 0)
-    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+    bound(kernel, device, LinearProblem(M, N, K, dtype))((xq, xs, wq, ws, None, out))
     generator = torch.Generator().manual_seed(9)
     some = torch.cat([torch.randint(0, N, (300,), generator=generator), torch.tensor([0, N - 1])])
     there = some.cuda()
@@ -126,17 +72,17 @@ def chain_of_layers(kernel: KernelSpec, M: int) -> Callable[[bool], torch.Tensor
     target, problem = target_of(torch.device("cuda")), LinearProblem(M, width, width)
     config = kernel.configure(target, problem)
     runs = {
-        pdl: bind(kernel, target, replace(problem, pdl=pdl), config, 0) for pdl in (False, True)
+        pdl: bound(kernel, first[0].device, replace(problem, pdl=pdl), config)
+        for pdl in (False, True)
     }
 
     def chain(pdl: bool) -> torch.Tensor:
         xq, xs = first
         for wq, ws in weights:
             y = torch.empty(M, width, dtype=torch.bfloat16, device="cuda")
-            tensors = (xq, xs, wq, ws, None, y)
             # One right after the other: the second writes where the first wrote.
             for _ in range(2):
-                runs[pdl](tensors, [0 if t is None else t.data_ptr() for t in tensors])
+                runs[pdl]((xq, xs, wq, ws, None, y))
             xq, xs = aiter_mx.quantize(y)
         return y
 

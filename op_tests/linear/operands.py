@@ -9,7 +9,6 @@ import torch
 
 from op_tests.mx_reference import NAN_SCALE, linear_reference64, random_mx
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Exponents = tuple[int, int]
 """The least and the largest power of two of scales."""

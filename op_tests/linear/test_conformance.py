@@ -1,27 +1,28 @@
-"""What every kernel of the linear must do, in the simulator, without a GPU, and with ``-m gpu``."""
+"""What every kernel of the linear must do, in the simulator, without a GPU, and with ``-m gpu``.
+
+``op_tests/conformance.py`` says how to add a kernel or a property.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-import aiter_mx
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import KernelSpec
-from aiter_mx.target import target_of
+from op_tests.conformance import DTYPES, each, every_order, in_order, tried
+from op_tests.launches import Out, assert_repeats_on_two_streams, bound, same_bytes
 from op_tests.linear.launches import (
-    assert_repeats_on_two_streams,
     chain_of_layers,
     launch_beyond_4_gib,
     launch_linear,
 )
 from op_tests.linear.operands import (
-    DTYPES,
     SPREADS,
     Operands,
     assert_no_product_is_missing,
@@ -41,7 +42,6 @@ from op_tests.linear.operands import (
 from op_tests.linear.subjects import SUBJECTS, Case, Subject
 from op_tests.mx_reference import assert_close_to_reference, linear_reference64, round_once
 
-ORDERS = [*(("random", seed) for seed in range(3)), ("round-robin", 0), ("run-to-barrier", 0)]
 MOST_ROWS_OF_W = 300  # where scales are out of the ordinary, as they may be in any row
 
 
@@ -82,64 +82,18 @@ class Bench:
 @pytest.fixture
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     subject, place = request.param
-    if place == "gpu":
-        device = torch.device("cuda")
-        arch = target_of(device).arch
-        if arch not in subject.places:
-            pytest.skip(f"{subject.name} is for another GPU")
-        yield Bench(subject, subject.kernel(arch), device)
-    elif place == "sim":
-        with aiter_mx.simulate("gfx950"):
-            yield Bench(subject, subject.kernel("gfx950"), torch.device("cpu"))
-    else:
-        yield Bench(subject, subject.kernel("cpu"), torch.device("cpu"))
+    with tried(subject, place) as (kernel, device):
+        yield Bench(subject, kernel, device)
 
 
-def trial(subject: Subject, place: str, *more: Any) -> Any:
-    """A subject in a place, with more values, as a test's parameters."""
-    name = "-".join(map(str, (subject.name, place, *more)))
-    if subject.name == "mfma":
-        name = "-".join((subject.places[-1], name))
-    marks = [pytest.mark.gpu] if place == "gpu" else []
-    return pytest.param((subject, place), *more, id=name, marks=marks)
-
-
-def places(subject: Subject) -> list[str]:
-    """Where it is tried: ``gpu`` stands for the architectures that it is for."""
-    return [*dict.fromkeys(p if p in ("sim", "torch") else "gpu" for p in subject.places)]
-
-
-def each(place: str | None = None, **by: Sequence[Any]) -> pytest.MarkDecorator:
-    """A test for every subject, in one place or in all; ``by`` names one more parameter."""
-    trials = [
-        trial(subject, here, *more)
-        for subject in SUBJECTS
-        for here in places(subject)
-        if place in (None, here)
-        for more in ([(value,) for value in next(iter(by.values()))] if by else [()])
-    ]
-    return pytest.mark.parametrize(("bench", *by), trials, indirect=["bench"])
-
-
-@pytest.mark.parametrize(
-    ("bench", "group"),
-    [
-        trial(subject, place, at)
-        for subject in SUBJECTS
-        for place in places(subject)
-        for at in range(len(subject.groups))
-    ],
-    indirect=["bench"],
-)
+@each(SUBJECTS, group=lambda subject: range(len(subject.groups)))
 def test_any_shape_and_configuration_match_float64(
     bench: Bench, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scales far apart, and near each other; in the simulator in one order of waves or another."""
     draw = random.Random(group)
     for seed, case in enumerate(bench.subject.groups[group]):
-        schedule, order = draw.choice(ORDERS)
-        monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", schedule)
-        monkeypatch.setenv("AITER_MX_SIM_SEED", str(order + seed))
+        in_order(monkeypatch, draw, seed)
         both = [(-12, -6)] if case.dtype == "fp16" else [(-20, 20), (-6, 6)]
         if bench.device.type == "cpu":
             both = [both[seed % len(both)]]
@@ -151,7 +105,7 @@ def test_any_shape_and_configuration_match_float64(
             bench.assert_right(case, drawn, bias)
 
 
-@each()
+@each(SUBJECTS)
 def test_every_m_matches_float64(bench: Bench) -> None:
     subject, (N, K) = bench.subject, bench.subject.width
     for M in range(subject.least_rows, subject.most_rows + 1):
@@ -159,7 +113,7 @@ def test_every_m_matches_float64(bench: Bench) -> None:
         bench.assert_right(Case(M, N, K, subject.of_rows(M)), drawn, dtype="bf16")
 
 
-@each(spread_of=SPREADS)
+@each(SUBJECTS, spread_of=SPREADS)
 def test_scales_over_their_whole_range_are_exact(bench: Bench, spread_of: str) -> None:
     for seed, case in enumerate(bench.subject.few):
         N = min(case.N, MOST_ROWS_OF_W)
@@ -168,14 +122,14 @@ def test_scales_over_their_whole_range_are_exact(bench: Bench, spread_of: str) -
             bench.assert_right(case, drawn, dtype=dtype)
 
 
-@each()
+@each(SUBJECTS)
 def test_extreme_scales_that_cancel_are_exact(bench: Bench) -> None:
     for case, ordinary in bench.few(scale_exponents=(-3, 3)):
         for shift in (110, 69, 65, 62, 60, 59, 25, -25, -59, -60, -62, -65, -69, -110):
             bench.assert_right(case, with_opposite_scales(ordinary, shift))
 
 
-@each(top=(-56, -55, 0, 63, 64))
+@each(SUBJECTS, top=(-56, -55, 0, 63, 64))
 def test_scales_at_the_ends_of_what_fp16_takes_are_exact(bench: Bench, top: int) -> None:
     for case, drawn in bench.few(scale_exponents=(0, 1)):
         for octaves in (21, 22):
@@ -183,7 +137,7 @@ def test_scales_at_the_ends_of_what_fp16_takes_are_exact(bench: Bench, top: int)
                 bench.assert_right(case, moved)
 
 
-@each()
+@each(SUBJECTS)
 def test_zeros_of_any_scale_add_nothing(bench: Bench) -> None:
     generator = torch.Generator().manual_seed(8)
     for case, drawn in bench.few(scale_exponents=(-6, 6)):
@@ -191,13 +145,13 @@ def test_zeros_of_any_scale_add_nothing(bench: Bench) -> None:
         bench.assert_right(case, with_zero_rows(drawn))
 
 
-@each()
+@each(SUBJECTS)
 def test_a_row_of_scales_far_apart_leaves_the_others_alone(bench: Bench) -> None:
     for case, drawn in bench.few(scale_exponents=(-3, 3)):
         bench.assert_right(case, with_rows_far_apart(drawn))
 
 
-@each()
+@each(SUBJECTS)
 def test_nan_payloads_and_scales_reach_their_outputs_alone(bench: Bench) -> None:
     shares = []
     for options in (
@@ -218,7 +172,7 @@ def assert_one_row_and_column_are_nan(out: torch.Tensor, row: int, column: int) 
     assert nans[row].all() and nans[:, column].all() and nans.sum() == M + N - 1
 
 
-@each()
+@each(SUBJECTS)
 def test_nan_payloads_at_the_ends_of_a_row_do_not_reach_its_neighbours(bench: Bench) -> None:
     for case, drawn in bench.few(scale_exponents=(-6, 6)):
         M, N = len(drawn[0]), len(drawn[2])
@@ -228,7 +182,7 @@ def test_nan_payloads_at_the_ends_of_a_row_do_not_reach_its_neighbours(bench: Be
             assert_one_row_and_column_are_nan(out, row, column)
 
 
-@each()
+@each(SUBJECTS)
 def test_a_nan_scale_counts_even_where_the_payload_is_zero(bench: Bench) -> None:
     for case, drawn in bench.few(scale_exponents=(-6, 6)):
         row, column, blocks = len(drawn[0]) // 2, len(drawn[2]) // 2, case.K // 32
@@ -238,7 +192,7 @@ def test_a_nan_scale_counts_even_where_the_payload_is_zero(bench: Bench) -> None
             assert_one_row_and_column_are_nan(out, row, column)
 
 
-@each()
+@each(SUBJECTS)
 def test_scales_at_any_address_are_read_rightly(bench: Bench) -> None:
     for case, drawn in bench.few():
         for shift in (1, 2, 3, 4, 8):
@@ -246,7 +200,7 @@ def test_scales_at_any_address_are_read_rightly(bench: Bench) -> None:
             bench.assert_close(bench.launch(case, moved), drawn)
 
 
-@each(dtype=DTYPES)
+@each(SUBJECTS, dtype=DTYPES)
 def test_outputs_and_biases_of_every_dtype_match_float64(bench: Bench, dtype: str) -> None:
     """Where the kernel does not make such results, biases of that dtype alone."""
     makes = dtype in bench.subject.dtypes
@@ -260,7 +214,7 @@ def test_outputs_and_biases_of_every_dtype_match_float64(bench: Bench, dtype: st
             bench.assert_right(case, drawn, None, dtype)
 
 
-@each(dtype=DTYPES)
+@each(SUBJECTS, dtype=DTYPES)
 def test_a_sum_is_rounded_to_nearest_with_ties_to_even(bench: Bench, dtype: str) -> None:
     """One product and one bias whose fp32 sum is exact: the result is the rounded sum itself."""
     if dtype not in bench.subject.dtypes:
@@ -278,7 +232,7 @@ def test_a_sum_is_rounded_to_nearest_with_ties_to_even(bench: Bench, dtype: str)
         assert torch.equal(out[representable], expected[representable])
 
 
-@each()
+@each(SUBJECTS)
 def test_no_product_is_missing_however_long_k_is(bench: Bench) -> None:
     cases = [case for group in bench.subject.groups for case in group]
     for case in cases:
@@ -287,28 +241,27 @@ def test_no_product_is_missing_however_long_k_is(bench: Bench) -> None:
             assert_no_product_is_missing(bench.launch(case, drawn, dtype="bf16"), drawn)
 
 
-@each("sim")
+@each(SUBJECTS, "sim")
 def test_results_are_bitwise_the_same_whatever_the_order_of_waves(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for case in bench.subject.few[-2:]:
-        drawn, runs = operands(case.M, case.N, case.K, 3), []
-        for schedule, seed in ORDERS:
-            monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", schedule)
-            monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
-            runs.append(bench.launch(case, drawn, dtype="fp32"))
+        drawn = operands(case.M, case.N, case.K, 3)
+        runs = [bench.launch(case, drawn, dtype="fp32") for _ in every_order(monkeypatch)]
         bench.assert_close(runs[0], drawn)
-        assert all(torch.equal(runs[0].view(torch.int32), run.view(torch.int32)) for run in runs)
+        assert all(same_bytes(runs[0], run) for run in runs)
 
 
-@each("gpu", pdl=(False, True))
+@each(SUBJECTS, "gpu", pdl=(False, True))
 def test_results_are_bitwise_equal_over_launches_on_two_streams(bench: Bench, pdl: bool) -> None:
     for M, N, K, config in bench.subject.repeats:
-        problem = LinearProblem(M, N, K, pdl=pdl)
-        assert_repeats_on_two_streams(bench.kernel, problem, config)
+        run = bound(bench.kernel, bench.device, LinearProblem(M, N, K, pdl=pdl), config)
+        here = [t.cuda() for t in operands(M, N, K, 1)]
+        call = (*here, None, Out((M, N), torch.bfloat16))
+        assert_repeats_on_two_streams(run, [call, call])
 
 
-@each("gpu", captured=(False, True))
+@each(SUBJECTS, "gpu", captured=(False, True))
 def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(
     bench: Bench, captured: bool
 ) -> None:
@@ -327,7 +280,7 @@ def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(
             assert torch.equal(got, expected)
 
 
-@each("gpu")
+@each(SUBJECTS, "gpu")
 def test_weights_beyond_4_gib_are_addressed_rightly(bench: Bench) -> None:
     for M, K in bench.subject.beyond_4_gib:
         dtype = "fp32" if "fp32" in bench.subject.dtypes else "bf16"

@@ -23,7 +23,7 @@ from aiter_mx.launch import bind, build_request
 from aiter_mx.ops import linear as linear_module
 from aiter_mx.plan import bind_route
 from aiter_mx.target import hardware, target_of
-from op_tests.linear.operands import DTYPES
+from op_tests.conformance import DTYPES
 from op_tests.mx_reference import assert_close_to_reference, random_mx
 
 GFX950, SM90A = hardware("gfx950"), hardware("sm_90a")

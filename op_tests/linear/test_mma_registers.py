@@ -12,7 +12,7 @@ from aiter_mx.kernels.registry import find_kernel, in_line
 from aiter_mx.kernels.spec import combinations
 from aiter_mx.launch import build_request
 from aiter_mx.target import hardware
-from op_tests.linear.subjects import MMA_REGISTERS_CASES as CASES
+from op_tests.linear.subjects.mma_sm90 import MMA_REGISTERS_CASES as CASES
 
 MMA_REGISTERS = find_kernel("linear", "sm_90a", "hip", "mma_registers")
 TARGET = hardware("sm_90a")

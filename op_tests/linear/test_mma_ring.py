@@ -8,7 +8,7 @@ from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.mma_ring_sm90 import MAX_M, layout
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import hardware
-from op_tests.linear.subjects import MMA_RING_CASES as CASES
+from op_tests.linear.subjects.mma_sm90 import MMA_RING_CASES as CASES
 
 MMA_RING = find_kernel("linear", "sm_90a", "hip", "mma_ring")
 TARGET = hardware("sm_90a")

@@ -12,9 +12,9 @@ from aiter_mx.kernels.linear.wgmma_fp8_sm90 import MAX_M, layout
 from aiter_mx.kernels.registry import find_kernel, in_line
 from aiter_mx.kernels.spec import combinations
 from aiter_mx.target import hardware
-from op_tests.linear.subjects import WGMMA_FP8_CASES as CASES
-from op_tests.linear.subjects import WGMMA_FP8_PASSES as PASSES
-from op_tests.linear.subjects import WGMMA_FP8_SMALL as SMALL
+from op_tests.linear.subjects.wgmma_sm90 import WGMMA_FP8_CASES as CASES
+from op_tests.linear.subjects.wgmma_sm90 import WGMMA_FP8_PASSES as PASSES
+from op_tests.linear.subjects.wgmma_sm90 import WGMMA_FP8_SMALL as SMALL
 
 WGMMA_FP8 = find_kernel("linear", "sm_90a", "hip", "wgmma_fp8")
 TARGET = hardware("sm_90a")

@@ -15,7 +15,7 @@ from op_tests.linear.operands import (
     operands,
     with_zero_blocks,
 )
-from op_tests.linear.subjects import WIDE_RUNNING_ON as RUNNING_ON
+from op_tests.linear.subjects.wgmma_sm90 import WIDE_RUNNING_ON as RUNNING_ON
 from op_tests.mx_reference import assert_close_to_reference
 
 WIDE = find_kernel("linear", "sm_90a", "hip", "wide")

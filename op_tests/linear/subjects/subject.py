@@ -1,0 +1,71 @@
+"""What a subject of the linear's conformance suite says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from aiter_mx.kernels.spec import Config
+from op_tests import conformance
+
+
+class Case(NamedTuple):
+    """A problem and a configuration.
+
+    ``config`` None is the kernel's own choice. ``cu_num`` is what work is divided for where it is
+    not the GPU there is, ``dtype`` the result's where it is not the subject's, ``bias`` its dtype.
+    """
+
+    M: int
+    N: int
+    K: int
+    config: Config | None
+    cu_num: int | None = None
+    dtype: str | None = None
+    bias: str = "none"
+
+
+@dataclass(frozen=True)
+class Subject(conformance.Subject):
+    """A kernel of the linear, and what each property is tried with.
+
+    Attributes:
+        groups: cases of any shape and configuration; those of a group share what is compiled.
+        few: cases for properties that draw operands of many kinds.
+        dtypes: the results that the kernel makes; the first shows most of its errors.
+        least_rows, most_rows: M of the envelope, or of what its end is like.
+        of_rows: the configuration for each M.
+        width: N and K for every M.
+        with_bias: cases for every dtype of bias and result.
+        accumulation_error: where sums have fewer bits than fp32's.
+        underflow: what a block of 32 products may lose at the lower end of fp32.
+        repeats: M, N, K and configuration of a thousand launches on two streams.
+        chained: M of chains of overlapping launches; none where launches do not overlap.
+        beyond_4_gib: M and K of a launch whose weights take more than 4 GiB.
+    """
+
+    op: str = field(default="linear", kw_only=True)
+    groups: Sequence[Sequence[Case]]
+    few: Sequence[Case]
+    most_rows: int
+    with_bias: Sequence[Case]
+    least_rows: int = 1
+    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    of_rows: Callable[[int], Config | None] = lambda M: None
+    width: tuple[int, int] = (130, 1120)
+    accumulation_error: float | None = None
+    underflow: float = 2.0**-126
+    repeats: Sequence[tuple[int, int, int, Config | None]] = ()
+    chained: Sequence[int] = ()
+    beyond_4_gib: Sequence[tuple[int, int]] = ()
+
+
+def named(*names: str) -> Callable[..., dict[str, int]]:
+    """What makes configurations of values in the order of these parameters."""
+    return lambda *values: dict(zip(names, values, strict=True))
+
+
+def alone(cases: Sequence[Case]) -> list[list[Case]]:
+    """Groups of one case each."""
+    return [[case] for case in cases]
