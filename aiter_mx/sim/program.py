@@ -20,6 +20,7 @@ from aiter_mx.forks import Lock
 from aiter_mx.region import Region
 from aiter_mx.sim import checks
 from aiter_mx.sim.compile import library
+from aiter_mx.sim.counts import GroupCounts
 from aiter_mx.sim.disasm import Instruction, disassemble
 from aiter_mx.sim.findings import Shadow, check_of, merged_findings, named
 from aiter_mx.sim.image import LoadedImage, disjoint, dispatch_packet, kernel_arguments
@@ -56,6 +57,8 @@ class SimOptions:
         max_steps: memory operations and waits a workgroup may take before it counts as stuck.
         count_unique: count the distinct bytes of memory read and written.
         count_conflicts: count bank conflicts of LDS, and cycles of the address units.
+        count_groups: count the bytes that each workgroup reads of each region, and what the first
+            wave executes ahead of its first load of 16 bytes a lane.
         delay: memory operations take effect at moments drawn by the seed, between their issue and
             the wait that covers them; needs ``strict``.
         first_group: number of the first workgroup that runs, counting x first; those before it are
@@ -78,6 +81,7 @@ class SimOptions:
     max_steps: int = 1 << 30
     count_unique: bool = False
     count_conflicts: bool = False
+    count_groups: bool = False
     delay: bool = False
     first_group: int = 0
     finite_scales: bool = False
@@ -123,6 +127,7 @@ class SimOptions:
             max_steps=number("MAX_STEPS", cls.max_steps),
             count_unique=bool(number("UNIQUE", 0)),
             count_conflicts=bool(number("CONFLICTS", 0)),
+            count_groups=bool(number("GROUPS", 0)),
             delay=bool(number("DELAY", 0)),
             first_group=number("FIRST_GROUP", 0),
             finite_scales=bool(number("FINITE_SCALES", 0)),
@@ -166,6 +171,10 @@ class _CLaunch(ctypes.Structure):
         ("collect", ctypes.c_uint32),
         ("checks", ctypes.c_uint64),
         ("shadow", ctypes.c_void_p),
+        ("group_bytes", ctypes.c_void_p),
+        ("first_load", ctypes.c_void_p),
+        ("blocks", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32),
     ]
 
 
@@ -176,6 +185,7 @@ class _Translated:
     run: Any
     texts: list[str]
     addresses: list[int]
+    leaders: list[int]
     blocks: list[dict[str, int]]
     passes: list[dict[str, int]]
     entry_pc: int
@@ -314,6 +324,14 @@ class Program:
         shadow = Shadow(pieces) if _follows_writes(options) else None
         if shadow:
             launch.shadow = ctypes.addressof(shadow.pointers)
+        counts = (
+            GroupCounts(groups, len(pieces), len(translated.blocks))
+            if options.count_groups
+            else None
+        )
+        if counts:
+            launch.group_bytes, launch.first_load = counts.addresses
+            launch.blocks = len(translated.blocks)
         groups -= options.first_group
         threads = min(options.threads or len(os.sched_getaffinity(0)), groups)
         begin = time.perf_counter()
@@ -341,6 +359,12 @@ class Program:
         report = _report(kernel, waves, seconds, translated, results)
         lists = [result.findings for result in results]
         known = translated.hazards, translated.texts, translated.addresses
+        if counts:
+            report = replace(
+                report,
+                group_bytes=counts.by_region(pieces, everything),
+                first_load=counts.ahead_of_first_load(translated.texts, translated.leaders),
+            )
         return replace(report, findings=merged_findings(lists, *known, error))
 
     def _row_name(self, kernel: KernelInfo, row: int) -> str:

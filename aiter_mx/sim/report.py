@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from aiter_mx.errors import SimulatorError
 from aiter_mx.region import Region
 from aiter_mx.sim import faults
+from aiter_mx.sim.counts import FirstLoad
 
 _VCC, _M0 = 106, 124
 _DESCRIPTORS = ("that swizzles", "that adds the lane's number")
@@ -98,6 +99,8 @@ class LaunchReport:
         waits: strict mode: waits for vector memory that had something to wait for.
         in_flight_bytes: strict mode: bytes of loads under way, summed over those waits.
         findings: what the checks found, in a launch that goes on after findings.
+        group_bytes: bytes read by each workgroup, by region's name, where the options ask for it.
+        first_load: likewise, what is executed ahead of the first load of 16 bytes a lane.
         unique_bytes_read, unique_bytes_written: distinct bytes of memory touched by vector and
             scalar instructions, where the options ask for the count.
     """
@@ -119,6 +122,8 @@ class LaunchReport:
     waits: int = 0
     in_flight_bytes: int = 0
     findings: tuple[Finding, ...] = ()
+    group_bytes: Mapping[str, tuple[int, ...]] | None = None
+    first_load: FirstLoad | None = None
     unique_bytes_read: int | None = None
     unique_bytes_written: int | None = None
 

@@ -71,6 +71,7 @@ def translate_kernel(
     meta = {
         "texts": [ins.text for ins in instructions],
         "addresses": [ins.address for ins in instructions],
+        "leaders": leaders,
         "blocks": [Counter(ins.mnemonic for ins in block) for block in blocks],
         "passes": [matrix_passes(block) for block in blocks],
         "entry_pc": 2 * number[entry],

@@ -196,3 +196,43 @@ def test_latencies_are_those_of_the_longest_chain_of_loads() -> None:
             report = launch(program(CHAINS), "chains", 3, 256, [data, out, links], access="rw",
                             options=SimOptions(schedule=schedule))  # fmt: skip
             assert report.latencies == 3 * (links + 1)  # after the barrier all waves have waited
+
+
+LATE = """
+KERNEL(64) late(const u32* small, const u32* wide, u32* out) {
+    asm volatile("s_nop 0; s_nop 0; s_nop 0");
+    for (u32 i = 0; i <= group_id(); ++i) {
+        u32x4 x;
+        asm volatile("global_load_dwordx4 %0, %1, off; s_waitcnt vmcnt(0)"
+                     : "=v"(x) : "v"(wide + 4 * (64 * i + lane_id())));
+        out[group_id() * 64 + lane_id()] = x[0] + small[lane_id()];
+    }
+}
+"""
+
+
+def test_bytes_are_counted_by_workgroup_and_tensor_and_so_is_what_precedes_the_first_load() -> None:
+    small, wide, out = (np.zeros(n, np.uint32) for n in (64, 3 * 256, 3 * 64))
+    found = [
+        launch(program(source), "late", 3, 64, [small, wide, out],
+               options=SimOptions(count_groups=True, threads=1))
+        for source in (LATE, LATE.replace("s_nop 0; ", ""))
+    ]  # fmt: skip
+    report, other = found
+    assert report.group_bytes is not None
+    of_each = [report.group_bytes[name] for name in sorted(report.group_bytes)]
+    assert (1024, 2048, 3072) in of_each  # of the wide loads
+    assert sum(map(sum, of_each)) == report.bytes_read + report.scalar_bytes_read
+    assert report.first_load is not None
+    assert other.first_load is not None
+    assert 3 < report.first_load.instructions < report.instructions / 3
+    assert report.first_load.instructions == other.first_load.instructions + 2
+    assert report.first_load.waits == 1  # for the arguments
+
+
+def test_a_kernel_without_wide_loads_has_no_first_one() -> None:
+    data, out = np.zeros(64, np.uint32), np.zeros(64, np.uint32)
+    options = SimOptions(count_groups=True)
+    report = launch(program(STRIDED), "strided", 1, 64, [data, out, 4], options=options)
+    assert report.first_load is None
+    assert report.group_bytes is not None

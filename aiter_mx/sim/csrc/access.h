@@ -46,6 +46,17 @@ static void check_one(Wave* w, u32 instruction, u32 lane, u64 address, u32 size,
     if (UNLIKELY(w->group->seen != NULL))
         mark_seen(w, r, address, size, is_write);
 }
+// What a load read, by the workgroup and the region that was checked last.
+INLINE void count_read(Wave* w, u32 instruction, u64 bytes, u32 size) {
+    const Launch* launch = w->group->launch;
+    if (UNLIKELY(launch->group_bytes != NULL) && w->group->last_region)
+        launch->group_bytes[w->group->index * launch->region_count +
+                            (u64)(w->group->last_region - launch->regions)] += bytes;
+    if (UNLIKELY(launch->first_load != NULL) && size == 16 && !launch->first_load[0]) {
+        launch->first_load[0] = 1 + instruction;
+        memcpy(launch->first_load + 1, w->group->block_counts, launch->blocks * sizeof(u64));
+    }
+}
 // Four neighbours take a cycle of the address unit if they begin in one line, else one each.
 NOINLINE u64 address_cycles(const u64* address, u64 lanes) {
     enum { LINE_BYTES = 128 };

@@ -96,6 +96,11 @@ typedef struct {
     u32 collect;  // go on after a finding of one of the checks
     u64 checks;   // those that are on, by fault or wait-state rule
     u64** shadow; // a word for each dword of a region: who wrote it last; NULL where none is kept
+    u64* group_bytes; // read by each workgroup of each region, or NULL
+    // Where the first vector load of 16 bytes a lane is: 1 + its instruction, then how often each
+    // block had been entered by then; or NULL.
+    u64* first_load;
+    u32 blocks, padding;
 } Launch;
 enum { FINDINGS = 256 };
 typedef struct {

@@ -6,7 +6,9 @@ API void global_load(Wave* w, u32 instruction, const u64* address, u32* d, Eleme
                      u32 size) {
     check_memory(w, instruction, address, size, 0);
     move_lanes(w, instruction, address, d, element, size, 0);
-    w->group->counters->bytes_read += (u64)size * (u64)__builtin_popcountll(w->exec);
+    u64 moved = (u64)size * (u64)__builtin_popcountll(w->exec);
+    w->group->counters->bytes_read += moved;
+    count_read(w, instruction, moved, size);
 }
 API void global_store(Wave* w, u32 instruction, const u64* address, const u32* d, Element element,
                       u32 size) {
@@ -88,6 +90,8 @@ API void buffer_access(Wave* w, u32 instruction, const BufferAddress* at, u32* d
         }
     }
     *(is_write ? &counters->bytes_written : &counters->bytes_read) += moved;
+    if (!is_write)
+        count_read(w, instruction, moved, size);
 }
 
 void synchronise(Wave* w) { w->group->synchronises = 1; }
@@ -317,6 +321,7 @@ API void scalar_load(Wave* w, u32 instruction, u64 address, u32 d, u32 dwords) {
         from[i] = address + 4 * i;
     load_scalars(w, from, d, dwords);
     w->group->counters->scalar_bytes_read += 4 * dwords;
+    count_read(w, instruction, 4 * dwords, 4);
 }
 API void scalar_buffer_load(Wave* w, u32 instruction, const u32* resource, u32 offset, u32 d,
                             u32 dwords) {
@@ -328,4 +333,5 @@ API void scalar_buffer_load(Wave* w, u32 instruction, const u32* resource, u32 o
     }
     load_scalars(w, from, d, dwords);
     w->group->counters->scalar_bytes_read += 4 * dwords;
+    count_read(w, instruction, 4 * dwords, 4);
 }

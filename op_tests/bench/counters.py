@@ -1,0 +1,166 @@
+"""What each gfx950 kernel asks of a compute unit, counted in the simulator.
+
+    python -m op_tests.bench.counters [--only gemv,mfma] [--save]
+
+Workgroups are dealt to compute units in turn. Each launch is that of the op's default arguments, in
+the configuration that dispatch would choose, or the kernel's own where it would choose another
+kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import pandas as pd
+
+from aiter_mx.cli.explain import describe_config
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.quantize import QuantizeProblem
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.kernels.spec import Config, KernelSpec, Problem
+from aiter_mx.sim.program import SimOptions
+from aiter_mx.target import hardware
+from aiter_mx.trial import Trial, try_out
+from op_tests.bench.common import MEASURED
+
+COUNTED = SimOptions(
+    count_unique=True,
+    count_conflicts=True,
+    count_groups=True,
+    schedule="run-to-barrier",
+    threads=1,  # so that the first wave runs alone ahead of its first load
+)
+TARGET = hardware("gfx950")
+CUS = TARGET.cu_num
+HBM_BYTES_A_CYCLE = 6.5e6 / 2400  # of the GPU, at 2.4 GHz
+LDS_BYTES_A_CYCLE = 128
+GROUPED_TILE, GROUPED_STEP = 256, 128
+WIDE = 6144  # of the model class whose decode shapes these are
+
+GEMV = [LinearProblem(M, 2304, WIDE) for M in (1, 2, 4, 8)]
+GEMV += [LinearProblem(M, WIDE, K) for K in (1536, 2880) for M in (1, 8)]
+MFMA = [LinearProblem(M, 2304, WIDE) for M in (16, 32, 64)]
+MOE = [
+    MoeGemmProblem(M, 2 * width, WIDE, 16, 4, 16, "mxfp8", "silu", a_div=4)
+    for width in (768, 384)
+    for M in (1, 2, 4)
+]
+QUANTIZE = [QuantizeProblem(1024, 7168), QuantizeProblem(1024, 7168, to="both")]
+SHAPES: dict[str, tuple[str, Sequence[Problem]]] = {
+    "gemv": ("linear", GEMV),
+    "mfma": ("linear", MFMA),
+    "moe mfma": ("moe_gemm", MOE),
+    "rows": ("quantize", QUANTIZE[:1]),
+    "tiles": ("quantize", QUANTIZE[1:]),
+}
+
+
+def chosen(op: str, kernel: str, problem: Problem) -> tuple[KernelSpec, Config]:
+    """The kernel and the configuration that is counted."""
+    spec = find_kernel(op, TARGET.arch, "hip", kernel)
+    found = route(op, TARGET, problem)
+    if (found.backend, found.kernel) == ("hip", kernel):
+        return spec, dict(found.config)
+    return spec, dict(spec.configure(TARGET, problem))
+
+
+def on_cus(groups: Sequence[int]) -> list[int]:
+    """Sums over the workgroups of each compute unit."""
+    return [sum(groups[cu::CUS]) for cu in range(CUS)]
+
+
+def counters(trial: Trial) -> dict[str, object]:
+    """The columns of a launch."""
+    report = trial.report
+    assert report.group_bytes is not None
+    by_cu = on_cus([sum(of_group) for of_group in zip(*report.group_bytes.values(), strict=True)])
+    weights = on_cus(report.group_bytes.get("wq", (0,)))
+    asked = report.bytes_read + report.scalar_bytes_read + report.bytes_written
+    lds_bytes = report.lds_bytes_read + report.lds_bytes_written
+    groups = len(next(iter(report.group_bytes.values())))
+    first = report.first_load
+    operands = (report.unique_bytes_read or 0) + (report.unique_bytes_written or 0)
+    return {
+        "workgroups": groups,
+        "address_cycles": report.address_cycles,
+        "address_cycles_a_cu": report.address_cycles / CUS,
+        "lds_cycles_a_cu": (lds_bytes / LDS_BYTES_A_CYCLE + report.lds_conflicts) / CUS,
+        "hbm_cycles": operands / HBM_BYTES_A_CYCLE,
+        "asked_over_operands": asked / operands,
+        "instructions_ahead_of_load": first.instructions if first else None,
+        "waits_ahead_of_load": first.waits if first else None,
+        "dependent_waits": report.latencies / groups,
+        "busiest_cu_over_mean": max(by_cu) * CUS / max(1, sum(by_cu)),
+        "cus_with_weights": sum(count > 0 for count in weights),
+        "valu": report.by_class.get("valu", 0),
+        "mfma": report.by_class.get("mfma", 0),
+        "vmem": report.by_class.get("vmem", 0),
+        "lds": report.by_class.get("lds", 0),
+        "scratch_bytes": report.scratch_bytes,
+    }
+
+
+def grouped_step(K: int, layout: str) -> dict[str, object]:
+    """Of a step of the main loop of the largest tile: what four steps more add, over four."""
+    trials = []
+    for steps in (0, 4):
+        problem = GroupedGemmProblem(
+            GROUPED_TILE, GROUPED_TILE, K + steps * GROUPED_STEP, 1, b_scale_layout=layout
+        )
+        spec = find_kernel("grouped_gemm", TARGET.arch, "hip", "persistent")
+        config = dict(spec.configure(TARGET, problem))
+        config.update(tile_m=GROUPED_TILE, tile_n=GROUPED_TILE)
+        trials.append(try_out(spec, problem, config, COUNTED).report.address_cycles)
+    return {
+        "kernel": "grouped step",
+        "problem": f"{GROUPED_TILE}x{GROUPED_TILE}x{GROUPED_STEP} of K={K}, weights' scales {layout}",
+        "address_cycles": (trials[1] - trials[0]) / 4,
+    }
+
+
+def rows_of(kernel: str) -> list[dict[str, object]]:
+    """The rows of a kernel."""
+    if kernel == "grouped step":
+        return [grouped_step(K, "row_major") for K in (4096, 2880)]
+    op, problems = SHAPES[kernel]
+    found = []
+    for problem in problems:
+        spec, config = chosen(op, kernel.split()[-1], problem)
+        trial = try_out(spec, problem, config, COUNTED)
+        row = {"kernel": kernel, "problem": name_of(problem), "config": describe_config(config)}
+        print(row, flush=True)
+        found.append(row | counters(trial))
+    return found
+
+
+def name_of(problem: Problem) -> str:
+    """Its shape in a few words."""
+    fields = {name: vars(problem)[name] for name in ("M", "N", "K", "to") if name in vars(problem)}
+    return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def main() -> None:
+    kernels = [*SHAPES, "grouped step"]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default=",".join(kernels), help="kernels, with commas between")
+    parser.add_argument("--save", action="store_true", help="write gfx950_simulated/counters.csv")
+    arguments = parser.parse_args()
+    wanted = arguments.only.split(",")
+    frame = pd.DataFrame([row for kernel in wanted for row in rows_of(kernel)])
+    print(frame.drop(columns="config", errors="ignore").T.to_string())
+    if arguments.save:
+        path = MEASURED / "gfx950_simulated" / "counters.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():  # kernels that were not asked for stay as they are
+            saved = pd.read_csv(path)
+            frame = pd.concat([saved[~saved["kernel"].isin(wanted)], frame])
+        frame["kernel"] = pd.Categorical(frame["kernel"], kernels)
+        frame.sort_values("kernel", kind="stable").to_csv(path, index=False, float_format="%.5g")
+
+
+if __name__ == "__main__":
+    main()
