@@ -117,7 +117,7 @@ def grouped_step(K: int, layout: str) -> dict[str, object]:
         trials.append(try_out(spec, problem, config, COUNTED).report.address_cycles)
     return {
         "kernel": "grouped step",
-        "problem": f"{GROUPED_TILE}x{GROUPED_TILE}x{GROUPED_STEP} of K={K}, weights' scales {layout}",
+        "problem": f"K={K}, weights' scales {layout}",
         "address_cycles": (trials[1] - trials[0]) / 4,
     }
 

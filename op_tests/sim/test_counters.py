@@ -198,12 +198,12 @@ def test_latencies_are_those_of_the_longest_chain_of_loads() -> None:
             assert report.latencies == 3 * (links + 1)  # after the barrier all waves have waited
 
 
-LATE = """
+LATE = r"""
 KERNEL(64) late(const u32* small, const u32* wide, u32* out) {
-    asm volatile("s_nop 0; s_nop 0; s_nop 0");
+    asm volatile("s_nop 0\ns_nop 0\ns_nop 0");
     for (u32 i = 0; i <= group_id(); ++i) {
         u32x4 x;
-        asm volatile("global_load_dwordx4 %0, %1, off; s_waitcnt vmcnt(0)"
+        asm volatile("global_load_dwordx4 %0, %1, off\ns_waitcnt vmcnt(0)"
                      : "=v"(x) : "v"(wide + 4 * (64 * i + lane_id())));
         out[group_id() * 64 + lane_id()] = x[0] + small[lane_id()];
     }
@@ -216,7 +216,7 @@ def test_bytes_are_counted_by_workgroup_and_tensor_and_so_is_what_precedes_the_f
     found = [
         launch(program(source), "late", 3, 64, [small, wide, out],
                options=SimOptions(count_groups=True, threads=1))
-        for source in (LATE, LATE.replace("s_nop 0; ", ""))
+        for source in (LATE, LATE.replace(r"s_nop 0\n", ""))
     ]  # fmt: skip
     report, other = found
     assert report.group_bytes is not None
