@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiter_mx.cli.tune import default_table
+from aiter_mx.dispatch.cells import parse_config
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.dispatch.tables import parse_config
 from aiter_mx.kernels.registry import (
     field_value,
     find_kernel,

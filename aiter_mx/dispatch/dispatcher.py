@@ -9,8 +9,9 @@ import math
 import os
 from functools import partial
 
+from aiter_mx.dispatch.cells import SCOPE, SHAPE
 from aiter_mx.dispatch.route import Clause, Route
-from aiter_mx.dispatch.tables import NO_ROWS, SCOPE, SHAPE, Row, Rows, load_rows
+from aiter_mx.dispatch.tables import NO_ROWS, Row, Rows, load_rows
 from aiter_mx.forks import Lock
 from aiter_mx.kernels.registry import by_backend, find_kernel, key_columns, key_of, stand_ins
 from aiter_mx.kernels.spec import Config, KernelSpec, Key, Problem
@@ -192,7 +193,9 @@ def _log_miss(op: str, target: Target, key: Key) -> None:
         line = _csv_line(target.arch, target.cu_num, op, _shown(op, key))
         # One write to a file opened for appending: ranks that share it do not cut lines in two.
         try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            # Without waiting: of a pipe nobody may ever read.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+            handle = os.open(path, flags, 0o644)
             try:
                 is_new = os.fstat(handle).st_size == 0
                 os.write(handle, (_csv_line(*SCOPE, SHAPE) if is_new else b"") + line)

@@ -8,6 +8,9 @@ A table is a CSV. Its columns:
 - ``backend``, ``kernel``, and ``config``, the kernel's parameters as ``rows=2 waves=1 unroll=1``;
 - what was measured, for people: see ``INFORMATION``.
 
+A process reads a file once, when it first needs a row of it: later changes to the file are for
+processes that start later.
+
 Where a row comes from is told in the file ``<table>.provenance.csv`` beside it, which dispatch
 does not read (``aiter_mx/tuning/provenance.py``).
 
@@ -19,16 +22,27 @@ is taken.
 
 from __future__ import annotations
 
-import csv
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from aiter_mx.dispatch.cells import (
+    CHOICE,
+    INFORMATION,
+    INFORMATION_SUFFIX,
+    READERS,
+    SCOPE,
+    SIDE_FILES,
+    Line,
+    Lines,
+    parse_config,
+    read_lines,
+)
 from aiter_mx.errors import TableError
 from aiter_mx.kernels.registry import (
     field_value,
@@ -41,14 +55,6 @@ from aiter_mx.kernels.spec import Config, KernelSpec, Key, Problem
 from aiter_mx.paths import configs_dir
 from aiter_mx.target import Target, hardware
 
-SCOPE = ("gfx", "cu_num", "op")
-SHAPE = "shape"  # of what AITER_MX_LOG_UNTUNED collects: all key columns, as ``M=1 N=2304 K=6144``
-CHOICE = ("backend", "kernel", "config")
-INFORMATION = ("us", "rel_err", "source")
-SOURCES = ("measured", "model")
-SIDE_FILES = ("provenance.csv", "runs.csv")
-"""Ends of the names of files beside a table that are none themselves."""
-INFORMATION_SUFFIX = "_us"  # one column for each peer's time
 DIGESTS = "digests.json"
 """The file in the folder of shipped tables that has each one's SHA-256."""
 
@@ -103,13 +109,10 @@ class Rows:
     """The rows of an op's tables for one architecture, by key, those of later tables last."""
 
     def __init__(self, op: str, arch: str, files: Sequence[Path]) -> None:
-        self._lines: dict[Key, list[tuple[int | None, _Form, int, list[str]]]] = {}
+        self._lines: dict[Key, dict[int | None, tuple[_Form, int, tuple[str, ...]]]] = {}
         self._taken: dict[tuple[Path, int], Row] = {}
         for path in files:
-            columns, lines = _read(path)
-            if not _is_shipped(path):
-                for op_of_line, number, cells in lines:
-                    _form(path, columns, op_of_line, number).row(number, cells)
+            columns, lines = _proven(path)
             gfx_at, cu_num_at = columns.index("gfx"), columns.index("cu_num")
             mine = [line for line in lines if line[0] == op and line[2][gfx_at] == arch]
             if not mine:
@@ -118,7 +121,7 @@ class Rows:
             found = zip(form.keys([cells for *_, cells in mine]), mine, strict=True)
             for key, (_, number, cells) in found:
                 cu_num = int(cells[cu_num_at]) if cells[cu_num_at] else None
-                self._lines.setdefault(key, []).append((cu_num, form, number, cells))
+                self._lines.setdefault(key, {})[cu_num] = form, number, cells
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._lines)
@@ -128,11 +131,12 @@ class Rows:
 
     def cu_nums(self, key: Key) -> list[int | None]:
         """Compute units that the rows with this key are for."""
-        return [line[0] for line in self._lines.get(key, ())]
+        return list(self._lines.get(key, ()))
 
     def problems(self) -> list[Problem]:
         """What there are rows for."""
-        return [lines[0][1].row(*lines[0][2:]).problem for lines in self._lines.values()]
+        firsts = (next(iter(lines.values())) for lines in self._lines.values())
+        return [form.row(number, cells).problem for form, number, cells in firsts]
 
     def find(self, key: Key, cu_num: int) -> Row | None:
         """The row that wins for a key: one for this very CU count, else one for any; the last.
@@ -140,16 +144,11 @@ class Rows:
         Raises:
             TableError: its kernel does not cover its shape.
         """
-        lines = self._lines.get(key)
-        if lines is None:
-            return None
-        for wanted in (cu_num, None):
-            for of_line, form, number, cells in reversed(lines):
-                if of_line == wanted:
-                    return self._take(form, number, cells)
-        return None
+        lines = self._lines.get(key, {})
+        line = lines.get(cu_num) or lines.get(None)
+        return None if line is None else self._take(*line)
 
-    def _take(self, form: _Form, number: int, cells: list[str]) -> Row:
+    def _take(self, form: _Form, number: int, cells: Sequence[str]) -> Row:
         place = (form.path, number)
         if place not in self._taken:
             row = form.row(number, cells)
@@ -177,7 +176,13 @@ def table_files(arch: str, op: str) -> tuple[Path, ...]:
 @cache
 def _files(shipped: Path, arch: str, op: str, listed: str) -> tuple[Path, ...]:
     own = shipped / arch / f"{op}.csv"
-    files = [own] if own.is_file() else []
+    return (*((own,) if own.is_file() else ()), *_listed(listed))
+
+
+@cache
+def _listed(listed: str) -> tuple[Path, ...]:
+    """The files that a list names: looked for once a process, as they are read once."""
+    files: list[Path] = []
     for entry in filter(None, listed.split(os.pathsep)):
         path = Path(entry)
         if path.is_dir():
@@ -185,7 +190,8 @@ def _files(shipped: Path, arch: str, op: str, listed: str) -> tuple[Path, ...]:
         elif path.is_file():
             files.append(path)
         else:
-            raise TableError(f"AITER_MX_CONFIG names {entry!r}, which does not exist")
+            what = "is neither a file nor a folder" if path.exists() else "does not exist"
+            raise TableError(f"AITER_MX_CONFIG names {entry!r}, which {what}")
     return tuple(files)
 
 
@@ -204,6 +210,19 @@ def _rows(files: tuple[Path, ...], arch: str, op: str) -> Rows:
     return Rows(op, arch, files)
 
 
+@cache
+def _proven(path: Path) -> Lines:
+    """The lines of a table. Those of one that is not shipped are checked, of whichever op."""
+    columns, lines = read_lines(path)
+    if not _is_shipped(path):
+        by_op: dict[str, list[Line]] = {}
+        for line in lines:
+            by_op.setdefault(line[0], []).append(line)
+        for op, of_op in by_op.items():
+            _form(path, columns, op, of_op[0][1]).refuse_wrong(of_op)
+    return columns, lines
+
+
 def read_table(path: Path) -> Iterator[tuple[str, Row]]:
     """Each row of a table with the op it is for, proven against the registry.
 
@@ -211,7 +230,7 @@ def read_table(path: Path) -> Iterator[tuple[str, Row]]:
         TableError: the file is no table, or a row names an unknown op, architecture, kernel or
             parameter, an illegal value, or a shape outside the kernel's envelope.
     """
-    columns, lines = _read(path)
+    columns, lines = read_lines(path)
     for op, number, cells in lines:
         row = _form(path, columns, op, number).row(number, cells)
         _refuse_uncovered(row)
@@ -247,36 +266,6 @@ def _refuse_uncovered(row: Row) -> None:
         )
 
 
-def _read(path: Path) -> tuple[tuple[str, ...], list[tuple[str, int, list[str]]]]:
-    """The header of a table, and each line's op, number and cells."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.reader(file, strict=True, skipinitialspace=True)
-            header = next(reader, None)
-            if header is None:
-                raise TableError(f"{path}: the file is empty; expected a header line")
-            for column in (*SCOPE, *CHOICE):
-                if column not in header:
-                    older = "config" not in header and "kernel" in header
-                    hint = f"; aiter-mx tables convert {path} brings an older table up to date"
-                    raise TableError(
-                        f"{path}:1: column {column!r} is missing{hint if older else ''}"
-                    )
-            op_at, lines = header.index("op"), []
-            for cells in reader:
-                if len(cells) != len(header):
-                    if not any(cells):
-                        continue
-                    raise TableError(
-                        f"{path}:{reader.line_num}: has {len(cells)} fields, the header has "
-                        f"{len(header)}"
-                    )
-                lines.append((cells[op_at].strip(), reader.line_num, cells))
-            return tuple(header), lines
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise TableError(f"{path}: cannot be read as a table: {error}") from error
-
-
 class _Form:
     """How the lines of a table read that are for one op."""
 
@@ -295,59 +284,76 @@ class _Form:
                     f"unknown column {column!r}; those of {op!r} are {', '.join(self.key_columns)}"
                 )
 
-    def keys(self, lines: list[list[str]]) -> Iterator[Key]:
+    def refuse_wrong(self, lines: Sequence[Line]) -> None:
+        """Raise TableError for the first line that cannot be right.
+
+        Cells are read once for each text that a column has: of 100,000 rows most are alike.
+        """
+        columns = dict(zip(self.at, zip(*(cells for *_, cells in lines), strict=True), strict=True))
+        try:
+            for choice in set(zip(*(columns[name] for name in ("gfx", *CHOICE)), strict=True)):
+                self._choice(*choice)
+            for name, read in READERS.items():
+                for text in set(columns.get(name, ())):
+                    read(text)
+            names = [name for name in self.key_columns if name in columns]
+            for key in set(zip(*(columns[name] for name in names), strict=True)):
+                self._problem(dict(zip(names, key, strict=True)))
+        except ValueError:
+            for _, number, cells in lines:
+                self.row(number, cells)
+            raise
+
+    def keys(self, lines: Sequence[Sequence[str]]) -> Iterator[Key]:
         """What lines are for, all at once."""
         return zip(*(self._values(name, lines) for name in self.key_columns), strict=True)
 
-    def _values(self, name: str, lines: list[list[str]]) -> Sequence[Any]:
+    def _values(self, name: str, lines: Sequence[Sequence[str]]) -> Sequence[Any]:
         if name not in self.at:
             return [self.defaults[name]] * len(lines)
         texts = [cells[self.at[name]] for cells in lines]
         read: dict[str, Any] = {text: field_value(self.type, name, text) for text in set(texts)}
         return [read[text] for text in texts]
 
-    def row(self, number: int, cells: list[str]) -> Row:
+    def row(self, number: int, cells: Sequence[str]) -> Row:
         """One line, checked but for whether the kernel covers its shape."""
         where = f"{self.path}:{number}"
         try:
-            return self._row(where, [cell.strip() for cell in cells])
+            return self._row(where, dict(zip(self.at, cells, strict=True)))
         except ValueError as error:
             raise TableError(f"{where}: {error}") from error
 
-    def _row(self, where: str, cells: list[str]) -> Row:
-        def cell(name: str) -> str:
-            return cells[self.at[name]] if name in self.at else ""
-
-        arch, cu_num = hardware(cell("gfx")).arch, cell("cu_num")
-        spec, config = self._choice(arch, cells)
+    def _row(self, where: str, cells: Mapping[str, str]) -> Row:
+        spec, config = self._choice(*(cells[name] for name in ("gfx", *CHOICE)))
+        facts = {name: read(cells.get(name, "")) for name, read in READERS.items()}
         return Row(
             where=where,
-            gfx=arch,
-            cu_num=_integer("cu_num", cu_num) if cu_num else None,
+            gfx=cells["gfx"],
+            cu_num=facts["cu_num"],
             problem=self._problem(cells),
             spec=spec,
             config=config,
-            us=_number("us", cell("us")) if cell("us") else None,
-            origin=_one_of("source", cell("source"), ("", *SOURCES)),
+            us=facts["us"],
+            origin=facts["source"],
         )
 
-    def _choice(self, arch: str, cells: list[str]) -> tuple[KernelSpec, Config]:
+    def _choice(self, gfx: str, backend: str, name: str, text: str) -> tuple[KernelSpec, Config]:
         """A line's kernel and configuration; many lines have the same."""
-        backend, name, text = (cells[self.at[column]] for column in CHOICE)
-        choice = (arch, backend, name, text)
+        choice = (gfx, backend, name, text)
         if choice not in self.choices:
+            arch = hardware(gfx).arch
             spec, config = find_kernel(self.op, arch, backend, name), parse_config(text)
             spec.check_config(config)
             self.choices[choice] = spec, config
         return self.choices[choice]
 
-    def _problem(self, cells: list[str]) -> Problem:
+    def _problem(self, cells: Mapping[str, str]) -> Problem:
         """A line's problem; a column that its table does not have at all is at its default."""
         values = {}
         for name in self.key_columns:
-            if name in self.at and cells[self.at[name]]:
-                values[name] = field_value(self.type, name, cells[self.at[name]])
-            elif name in self.at or name not in self.defaults:
+            if cells.get(name):
+                values[name] = field_value(self.type, name, cells[name])
+            elif name in cells or name not in self.defaults:
                 raise ValueError(f"key column {name!r} is missing or empty")
         return self.type(**values)
 
@@ -361,46 +367,3 @@ def _form(path: Path, columns: tuple[str, ...], op: str, number: int) -> _Form:
         return _forms(path, columns, op)
     except ValueError as error:
         raise TableError(f"{path}:{number}: {error}") from error
-
-
-def parse_config(text: str) -> dict[str, int]:
-    """A kernel's parameters as a table has them: ``rows=2 waves=1 unroll=1``.
-
-    Raises:
-        ValueError: something that is not a name and a whole number.
-    """
-    found: dict[str, int] = {}
-    for part in text.split():
-        name, equals, value = part.partition("=")
-        if not equals or not name or name in found:
-            raise ValueError(f"config must be like 'rows=2 waves=1', each once, got {text!r}")
-        found[name] = _integer(name, value)
-    return found
-
-
-def format_config(config: Config) -> str:
-    """What ``parse_config`` reads."""
-    return " ".join(f"{name}={value}" for name, value in config.items())
-
-
-def _number(column: str, value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        raise ValueError(f"{column} must be a number, got {value!r}") from None
-    if not 0 < number < float("inf"):
-        raise ValueError(f"{column} must be above 0 and finite, got {value!r}")
-    return number
-
-
-def _one_of(column: str, value: str, known: Sequence[str]) -> str:
-    if value not in known:
-        raise ValueError(f"{column} must be {' or '.join(filter(None, known))}, got {value!r}")
-    return value
-
-
-def _integer(column: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"{column} must be a whole number, got {value!r}") from None

@@ -84,11 +84,22 @@ def field_value(of_type: type[Problem], name: str, text: str) -> int | bool | st
             raise ValueError(f"{name} must be True or False, got {text!r}")
         return _TRUTH[text]
     if kind in (int, "int"):
-        try:
-            return int(text)
-        except ValueError:
-            raise ValueError(f"{name} must be a whole number, got {text!r}") from None
+        return whole_number(name, text)
     return text
+
+
+def whole_number(name: str, text: str) -> int:
+    """A count from ASCII digits: ``int`` also reads those of other scripts, and ``1_000``.
+
+    Raises:
+        ValueError: something else, or it is negative.
+    """
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit()):
+        raise ValueError(f"{name} must be a whole number, got {text!r}")
+    if digits != text:
+        raise ValueError(f"{name} must be at least 0, got {text!r}")
+    return int(text)
 
 
 @cache

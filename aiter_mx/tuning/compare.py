@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from aiter_mx.dispatch.tables import format_config, read_table
+from aiter_mx.dispatch.cells import format_config
+from aiter_mx.dispatch.tables import read_table
 from aiter_mx.kernels.registry import key_columns
 
 KINDS = ("same", "changed", "added", "removed")

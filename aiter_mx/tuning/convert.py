@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from aiter_mx.dispatch.tables import format_config, parse_config, read_table
+from aiter_mx.dispatch.cells import format_config, parse_config
+from aiter_mx.dispatch.tables import read_table
 from aiter_mx.errors import TableError
 from aiter_mx.kernels.registry import kernels_of
 from aiter_mx.tuning.table import Cells, Rows, key_of, read_csv, with_provenance, write_table

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+from aiter_mx.dispatch.cells import SCOPE, SHAPE
 from aiter_mx.dispatch.explain import make_problem
-from aiter_mx.dispatch.tables import SCOPE, SHAPE
 from aiter_mx.kernels.registry import field_value, problem_type
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target

@@ -21,14 +21,8 @@ from typing import TypeAlias
 
 import pandas as pd
 
-from aiter_mx.dispatch.tables import (
-    CHOICE,
-    SCOPE,
-    SIDE_FILES,
-    format_config,
-    parse_config,
-    read_table,
-)
+from aiter_mx.dispatch.cells import CHOICE, SCOPE, SIDE_FILES, format_config, parse_config
+from aiter_mx.dispatch.tables import read_table
 from aiter_mx.kernels.registry import find_kernel, key_columns, problem_type
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target

@@ -14,8 +14,8 @@ import torch
 
 import aiter_mx
 from aiter_mx.dispatch import dispatcher, tables
+from aiter_mx.dispatch.cells import SIDE_FILES, format_config, parse_config
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.dispatch.tables import format_config, parse_config
 from aiter_mx.errors import TableError
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import find_kernel, ops
@@ -268,7 +268,7 @@ def test_shipped_tables_are_known_as_they_stand() -> None:
     shipped = {
         path.relative_to(configs_dir()).as_posix(): path
         for path in configs_dir().rglob("*.csv")
-        if not path.name.endswith(tables.SIDE_FILES)
+        if not path.name.endswith(SIDE_FILES)
     }
     found = {name: tables.digest_of(path) for name, path in shipped.items()}
     assert found == tables.shipped_digests(), "aiter-mx tables check --record"

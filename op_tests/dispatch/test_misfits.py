@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from aiter_mx.dispatch import dispatcher
+from aiter_mx.dispatch.cells import format_config
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.dispatch.tables import format_config
 from aiter_mx.errors import TableError
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import aiter_mx
-from aiter_mx.dispatch.tables import format_config
+from aiter_mx.dispatch.cells import format_config
 from aiter_mx.kernels.linear import KERNELS, LinearProblem
 from aiter_mx.kernels.linear import gemv as registry
 from aiter_mx.kernels.linear.gemv import MAX_M as GEMV_MAX_M

@@ -18,7 +18,7 @@ import torch
 
 import aiter_mx
 from aiter_mx import launch, plan
-from aiter_mx.dispatch.tables import format_config
+from aiter_mx.dispatch.cells import format_config
 from aiter_mx.errors import BuildError
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.moe_gemm import triton as tiles

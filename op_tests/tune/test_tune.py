@@ -12,8 +12,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from aiter_mx.dispatch.cells import SIDE_FILES
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.dispatch.tables import SIDE_FILES
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.registry import key_columns
