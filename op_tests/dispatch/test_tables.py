@@ -24,15 +24,15 @@ HEADER = ",".join(gemv_row())
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"M": "３"}, "M must be a whole number, got '３'"),
+        ({"M": "\uff13"}, "M must be a whole number, got '\uff13'"),
         ({"M": "1_0"}, "M must be a whole number, got '1_0'"),
         ({"N": "-1000"}, "N must be at least 0, got '-1000'"),
         ({"cu_num": "-256"}, "cu_num must be at least 0, got '-256'"),
         ({"cu_num": "0"}, "cu_num must be at least 1, or empty for any, got '0'"),
-        ({"cu_num": "²"}, "cu_num must be a whole number, got '²'"),
-        ({"us": "２.5"}, "us must be a number, got '２.5'"),
+        ({"cu_num": "\u00b2"}, "cu_num must be a whole number, got '\u00b2'"),
+        ({"us": "\uff12.5"}, "us must be a number, got '\uff12.5'"),
         ({"us": "-2.5"}, "us must be above 0 and finite, got '-2.5'"),
-        ({"rows": "٢"}, "rows must be a whole number, got '٢'"),
+        ({"rows": "\u0662"}, "rows must be a whole number, got '\u0662'"),
         ({"rows": "-2"}, "rows must be at least 0, got '-2'"),
     ],
 )
