@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from aiter_mx.layouts import shuffle_scales, unshuffle_scales
     from aiter_mx.ops.fused_moe import fused_moe
     from aiter_mx.ops.grouped_gemm import grouped_gemm
+    from aiter_mx.ops.grouped_wgrad import grouped_gemm_dgrad, grouped_gemm_wgrad
     from aiter_mx.ops.linear import linear
     from aiter_mx.ops.moe_align import moe_align, moe_sort
     from aiter_mx.ops.moe_gemm import moe_gemm, moe_gemm_activated
@@ -36,6 +37,8 @@ _HOME = {
     "dequantize": "aiter_mx.ops.quantize",
     "explain": "aiter_mx.dispatch.explain",
     "grouped_gemm": "aiter_mx.ops.grouped_gemm",
+    "grouped_gemm_dgrad": "aiter_mx.ops.grouped_wgrad",
+    "grouped_gemm_wgrad": "aiter_mx.ops.grouped_wgrad",
     "fused_moe": "aiter_mx.ops.fused_moe",
     "linear": "aiter_mx.ops.linear",
     "moe_align": "aiter_mx.ops.moe_align",
@@ -60,6 +63,8 @@ __all__ = [
     "explain",
     "fused_moe",
     "grouped_gemm",
+    "grouped_gemm_dgrad",
+    "grouped_gemm_wgrad",
     "linear",
     "moe_align",
     "moe_gemm",

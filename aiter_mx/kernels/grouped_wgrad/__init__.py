@@ -1,0 +1,13 @@
+"""Kernels of the gradient of a grouped GEMM's weights."""
+
+from __future__ import annotations
+
+from aiter_mx.kernels.grouped_wgrad.problem import KEY, GroupedWgradProblem, stand_ins
+from aiter_mx.kernels.grouped_wgrad.triton import DOT_SCALED
+from aiter_mx.kernels.spec import reference
+
+__all__ = ["KERNELS", "KEY", "PROBLEM", "GroupedWgradProblem", "stand_ins"]
+
+PROBLEM = GroupedWgradProblem
+
+KERNELS = (DOT_SCALED, reference("grouped_wgrad"))

@@ -1,0 +1,112 @@
+"""The gradient of a grouped GEMM's weights, tried out: groups of uneven sizes, padded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
+from aiter_mx.kernels.grouped_wgrad.problem import BLOCK, START_COLUMNS
+from aiter_mx.launch import Tensors
+from aiter_mx.numerics import DTYPES, INDICES, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.timing import random_mx
+from aiter_mx.workloads.models import Model
+from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
+
+ROWS = (8192, 32768)
+"""Rows of all groups that tables have."""
+_SAMPLE_ROWS = 256
+
+
+def _operands(problem: GroupedWgradProblem, device: torch.device) -> Operands:
+    M, N, K, G = problem.M, problem.N, problem.K, problem.G
+    index = INDICES[problem.index]
+    shares = torch.rand(G) + 0.5
+    ends = (shares.cumsum(0) / shares.sum() * (M // START_COLUMNS)).long() * START_COLUMNS
+    offs = torch.cat([torch.zeros(1), ends]).to(index)
+    counts = ((offs[1:] - offs[:-1]) * (torch.rand(G) * 0.1 + 0.9)).to(index)
+    out = torch.zeros(G, N, K, dtype=DTYPES[problem.out_dtype], device=device)
+    operands = (*random_mx(N, M, device), *random_mx(K, M, device))
+    return [*operands, None, out, offs.to(device), counts.to(device)]
+
+
+def _another(problem: GroupedWgradProblem, operands: Operands) -> Operands:
+    out = operands[5]
+    assert out is not None
+    drawn = (
+        *random_mx(problem.N, problem.M, out.device),
+        *random_mx(problem.K, problem.M, out.device),
+    )
+    return [*drawn, operands[4], torch.zeros_like(out), *operands[6:]]
+
+
+def _read_bytes(problem: GroupedWgradProblem, operands: Operands | None) -> float:
+    return (problem.N + problem.K) * problem.M * (BLOCK + 1) / BLOCK
+
+
+def _judge(problem: GroupedWgradProblem, tensors: Tensors) -> Judge:
+    grad, grad_scale, x, x_scale, _, _, starts, counts = tensors
+    groups = []
+    for g, (begin, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=False)):
+        end = begin + -(-count // BLOCK) * BLOCK
+        parts = []
+        for payload, scale in ((grad, grad_scale), (x, x_scale)):
+            scales = as_scale_bytes(scale)[:, begin // BLOCK : end // BLOCK].contiguous()
+            values = payload[:, begin:end].contiguous()
+            parts.append(dequantize_block_scaled(values, scales, torch.float64)[:, :count])
+        # float32 is far closer to the product than what is judged, and takes half the memory.
+        reference = (parts[0] @ parts[1].T).float()
+        groups.append((g, reference, parts[0].norm(dim=1), parts[1].norm(dim=1)))
+
+    def judge(results: Tensors) -> Verdict:
+        verdicts = [
+            compare(
+                results[5][g],
+                reference.double(),
+                torch.outer(grad_norm, x_norm),
+                problem.out_dtype,
+            )
+            for g, reference, grad_norm, x_norm in groups
+        ]
+        errors = torch.tensor([(v.rel_err, v.worst) for v in verdicts], dtype=torch.float64)
+        # An empty group's reference is zeros, and its error by their norm is no number.
+        errors = torch.where((errors[:, 1:] == 0) & errors.isnan(), 0.0, errors)
+        rel_err, worst = errors.amax(0).tolist()
+        return Verdict(rel_err, worst)
+
+    return judge
+
+
+def _sample(problem: GroupedWgradProblem, share: float) -> GroupedWgradProblem:
+    """Two groups of their usual size, and some of the output features."""
+    groups = min(problem.G, 2)
+    M = problem.M // problem.G * groups // START_COLUMNS * START_COLUMNS
+    N = min(problem.N, max(_SAMPLE_ROWS, round(problem.N * share / BLOCK) * BLOCK))
+    if M == 0:
+        return problem
+    return replace(problem, G=groups, M=M, N=N)
+
+
+def _problems(model: Model, gpus: int, arch: str) -> list[GroupedWgradProblem]:
+    """A model's experts divided among GPUs, which is how they are trained."""
+    if model.experts is None or model.experts.count % gpus:
+        return []
+    return [
+        GroupedWgradProblem(M=M, N=N, K=K, G=model.experts.count // gpus)
+        for N, K in model.expert_linears(1)
+        if K % BLOCK == 0 and N % BLOCK == 0
+        for M in ROWS
+    ]
+
+
+WORKLOAD = Workload(
+    op="grouped_wgrad",
+    draw=_operands,
+    redraw=_another,
+    read_bytes=_read_bytes,
+    results=(5,),
+    judge=_judge,
+    sample=_sample,
+    problems=_problems,
+)
