@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from aiter_mx.ops.checks import (
     check_out,
     either,
     refuse_alignment,
+    refuse_shape,
     refuse_strides,
     shape_text,
 )
@@ -49,16 +51,18 @@ def linear(
     its backward pass raises.
 
     Args:
-        xq: activations, float8_e4m3fn ``[M, K]``, contiguous, K a multiple of 32. Or bf16 or fp16,
+        xq: activations, float8_e4m3fn ``[..., K]``, K a multiple of 32; M is the product of the
+            dimensions before. Rows that are not next to one another are copied. Or bf16 or fp16,
             with xs None: they are quantised on the way, bit for bit as by ``aiter_mx.quantize``,
             small decode shapes in the linear's own kernel. A table may have another configuration
             for them than for what is quantised already, which adds in another order.
-        xs: their scales, uint8 or float8_e8m0fnu ``[M, K // 32]``: 2**(byte - 127), 255 is NaN.
+        xs: their scales, uint8 or float8_e8m0fnu ``[..., K // 32]``: 2**(byte - 127), 255 is NaN.
         wq: weights, float8_e4m3fn ``[N, K]``, contiguous.
-        ws: their scales, ``[N, K // 32]``.
+        ws: their scales, ``[N, K // 32]``; or ``[ceil(N / 32), K // 32]``, each for 32 rows, which
+            a launch of each call repeats.
         bias: bf16, fp16 or fp32 ``[N]``, or None.
         out_dtype: dtype of the result: bf16, fp16 or fp32.
-        out: where to write the result, ``[M, N]`` contiguous of dtype ``out_dtype``; it may not
+        out: where to write the result, ``[..., N]`` contiguous of dtype ``out_dtype``; it may not
             overlap an input.
         pdl: let the kernel start, and read weights, scales of weights and bias, while the kernel
             ahead of it in the stream still runs (CUDA's programmatic dependent launch). Only for
@@ -68,7 +72,7 @@ def linear(
             Targets and kernels without it ignore it.
 
     Returns:
-        ``[M, N]``, or ``out``.
+        ``[..., N]``, or ``out``.
 
     Raises:
         TypeError: an argument that is no tensor, or of a dtype not listed above.
@@ -91,10 +95,18 @@ def linear(
             and (xq.requires_grad or (bias is not None and bias.requires_grad))
         )
     ):
-        result: torch.Tensor = _through_torch(
-            (xq, xs, wq, ws, bias, out_dtype, pdl), out, out_dtype
-        )
-        return result
+
+        def call(xq: torch.Tensor, xs: Any, ws: torch.Tensor, out: Any) -> torch.Tensor:
+            result: torch.Tensor = _through_torch(
+                (xq, xs, wq, ws, bias, out_dtype, pdl), out, out_dtype
+            )
+            return result
+
+        if all(isinstance(each, torch.Tensor) for each in (xq, wq, ws)) and _is_general(xq, wq, ws):
+            return _as_matrices(call, xq, xs, wq, ws, out)
+        if isinstance(xq, torch.Tensor):
+            xq, xs = _with_adjacent_rows(xq), _with_adjacent_rows(xs)
+        return call(xq, xs, ws, out)
     return _linear(xq, xs, wq, ws, bias, out_dtype, pdl, out)
 
 
@@ -129,6 +141,12 @@ def _linear(
     )
     found = _plans.by_call.get(call)
     if found is None:
+        if _is_general(xq, wq, ws):
+
+            def again(xq: torch.Tensor, xs: Any, ws: torch.Tensor, out: Any) -> torch.Tensor:
+                return _linear(xq, xs, wq, ws, bias, out_dtype, pdl, out)
+
+            return _as_matrices(again, xq, xs, wq, ws, out)
         found = _plans.keep(call, _plan(xq, xs, wq, ws, bias, out_dtype, pdl))
     run, shape, new_result = found
 
@@ -139,6 +157,7 @@ def _linear(
         and ws.is_contiguous()
         and (bias is None or bias.is_contiguous())
     ):
+        xq, xs = _with_adjacent_rows(xq), _with_adjacent_rows(xs)
         refuse_strides(xq=xq, xs=xs, wq=wq, ws=ws, bias=bias)
     if out is None:
         out = new_result()
@@ -160,6 +179,60 @@ def _linear(
             ),
         )
     return out
+
+
+def _is_general(xq: torch.Tensor, wq: torch.Tensor, ws: torch.Tensor) -> bool:
+    """Whether x is no matrix, or scales of weights stand for 32 rows each."""
+    return xq.ndim != 2 or _is_compact(wq, ws)
+
+
+def _is_compact(wq: torch.Tensor, ws: torch.Tensor) -> bool:
+    return (
+        wq.ndim == ws.ndim == 2
+        and ws.shape[0] == -(-wq.shape[0] // BLOCK)
+        and ws.shape[0] != wq.shape[0]
+    )
+
+
+def _as_matrices(
+    compute: Callable[[torch.Tensor, Any, torch.Tensor, Any], torch.Tensor],
+    xq: torch.Tensor,
+    xs: torch.Tensor | None,
+    wq: torch.Tensor,
+    ws: torch.Tensor,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """``compute`` over x and out as matrices and a scale for each row of the weights."""
+    if xq.ndim == 0 or wq.ndim != 2:
+        name, tensor, form = ("xq", xq, "[..., K]") if xq.ndim == 0 else ("wq", wq, "[N, K]")
+        raise ValueError(f"{name} must have the dimensions {form}, got {shape_text(tensor)}")
+    if _is_compact(wq, ws):
+        ws = ws.repeat_interleave(BLOCK, 0, output_size=ws.shape[0] * BLOCK)[: wq.shape[0]]
+    leading, N = xq.shape[:-1], wq.shape[0]
+    rows = prod(leading)
+    if xs is not None:
+        if xs.shape[:-1] != leading:
+            expected = [*leading, xq.shape[-1] // BLOCK]
+            raise ValueError(
+                f"xs must be {expected}, got {shape_text(xs)} (xq: {shape_text(xq)})"
+            )
+        xs = xs.reshape(rows, xs.shape[-1])
+    if out is not None:
+        refuse_shape(out, (*leading, N))
+        refuse_strides(out=out)
+    result = compute(
+        xq.reshape(rows, xq.shape[-1]),
+        xs,
+        ws,
+        None if out is None else out.view(rows, N),
+    )
+    return result.view(*leading, N) if out is None else out
+
+
+def _with_adjacent_rows(x: Any) -> Any:
+    """x, copied if its rows are whole but not next to one another."""
+    apart = isinstance(x, torch.Tensor) and x.ndim == 2 and x.stride(1) == 1
+    return x.contiguous() if apart else x
 
 
 def _plan(
