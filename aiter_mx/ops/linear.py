@@ -213,9 +213,7 @@ def _as_matrices(
     if xs is not None:
         if xs.shape[:-1] != leading:
             expected = [*leading, xq.shape[-1] // BLOCK]
-            raise ValueError(
-                f"xs must be {expected}, got {shape_text(xs)} (xq: {shape_text(xq)})"
-            )
+            raise ValueError(f"xs must be {expected}, got {shape_text(xs)} (xq: {shape_text(xq)})")
         xs = xs.reshape(rows, xs.shape[-1])
     if out is not None:
         refuse_shape(out, (*leading, N))

@@ -79,7 +79,11 @@ BAD_OPERANDS: list[tuple[Operands, type[Exception], str]] = [
     (replace(2, lambda t: t.view(torch.uint8)), TypeError, "wq must be torch.float8_e4m3fn"),
     (replace(3, lambda t: t.tolist()), TypeError, "ws must be a tensor, got list"),
     (replace(0, lambda t: t[0]), ValueError, r"xs must be \[2\], got \[4, 2\] \(xq: \[64\]\)"),
-    (replace(0, lambda t: t[0, 0]), ValueError, r"xq must have the dimensions \[..., K\], got \[\]"),
+    (
+        replace(0, lambda t: t[0, 0]),
+        ValueError,
+        r"xq must have the dimensions \[..., K\], got \[\]",
+    ),
     (replace(2, lambda t: t[None]), ValueError, r"wq must have two dimensions"),
     (
         replace(2, lambda t: t[:, :32].contiguous()),
