@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ DECODE_LINEARS = {
     "down": (6144, 1536),
 }
 """(N, K) of a dense layer of a large model on four GPUs."""
+MOST_SHAPES = 100_000
+"""Of a command: each takes some microseconds to route, and seconds to compile."""
 
 
 def parse_axis(text: str) -> Axis:
@@ -33,6 +36,8 @@ def parse_axis(text: str) -> Axis:
         values = range(int(first), int(last or first) + 1)
         if not values:
             raise ValueError(f"the range {part!r} is empty")
+        if len(numbers) + len(values) > MOST_SHAPES:
+            raise ValueError(f"{text!r} has more than {MOST_SHAPES:,} values")
         numbers += values
     return numbers
 
@@ -75,6 +80,9 @@ def problems(op: str, fields: Mapping[str, Axis]) -> list[Problem]:
     from aiter_mx.dispatch.explain import make_problems
     from aiter_mx.kernels.registry import field_value, problem_type
 
+    count = prod(len(values) for values in fields.values())
+    if count > MOST_SHAPES:
+        raise ValueError(f"these ranges have {count:,} shapes, and {MOST_SHAPES:,} is the most")
     of_type = problem_type(op)
     types = of_type.__annotations__
     read: dict[str, object] = dict(fields)

@@ -50,6 +50,10 @@ def isa(
     problem, *others = problems(spec.op, {**shape, **fields})
     if others:
         raise ValueError(f"isa shows one shape at a time, got {len(others) + 1}")
+    if getattr(problem, "is_empty", False):
+        raise ValueError(
+            f"the result of {describe_config(vars(problem))} is empty, so no kernel is compiled"
+        )
     refusal = spec.refusal(target, problem)
     if refusal is not None:
         raise ValueError(f"{spec.op}/{spec.name} does not cover this shape: {refusal}")

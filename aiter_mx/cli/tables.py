@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,22 +24,23 @@ Files = Annotated[
 @app.command()
 def check(
     files: Files = None,
-    build: Annotated[bool, typer.Option(help="Also compile every variant.")] = True,
+    build: Annotated[bool, typer.Option("--build", help="Also compile every variant.")] = False,
     record: Annotated[
         bool, typer.Option(help="Write into configs/digests.json that these tables are proven.")
     ] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at a time.")] = None,
 ) -> None:
-    """Check every row against the kernels there are, and compile what they name.
+    """Check every row against the kernels there are; with --build compile what they name.
 
     A shipped table that configs/digests.json does not know as it stands is an error: dispatch would
     check it in every process. --record writes it there.
 
     Variants for an architecture without a compiler here are not compiled, which is said. Rows that
-    were tuned with other sources than those here are counted, and those of them whose kernel has
-    become another: their times may no longer hold, but they are no errors.
+    were tuned with other sources than those here are counted, and with --build those of them whose
+    kernel has become another: their times may no longer hold, but they are no errors.
     """
     from aiter_mx.errors import AiterMxError
+    from aiter_mx.jit.build import is_cached
     from aiter_mx.tuning.builds import build_each
     from aiter_mx.tuning.check import CheckedTable, age_of, check_table
     from aiter_mx.tuning.digests import is_unrecorded, record_digest
@@ -49,7 +51,9 @@ def check(
     checked: list[CheckedTable] = []
     for path in files or _every_table():
         try:
-            table = check_table(path)
+            with make_progress() as progress:
+                task = progress.add_task(f"checking {path.name}", total=None)
+                table = check_table(path, partial(progress.advance, task))
         except (AiterMxError, ValueError) as error:
             wrong.append(str(error))
             continue
@@ -62,8 +66,12 @@ def check(
         console.print(
             f"{path}: {table.rows} rows, {len(table.requests)} kernel variants", soft_wrap=True
         )
-    if build:
+    if not build:
+        console.print(f"{len(requests)} kernel variants in all, which --build compiles")
+    else:
         wanted = [r for r in requests if _has_compiler(r.arch)]
+        missing = sum(not is_cached(r) for r in wanted)
+        console.print(f"{missing} of {len(wanted)} kernel variants are to be compiled")
         with make_progress() as progress:
             task = progress.add_task("compiling", total=len(wanted))
             for request, failure in build_each(wanted, jobs):

@@ -50,8 +50,8 @@ class CheckedTable:
     changed: tuple[Changed, ...]
 
 
-def check_table(path: Path) -> CheckedTable:
-    """Check the rows of a table; nothing is compiled.
+def check_table(path: Path, on_row: Callable[[], object] = lambda: None) -> CheckedTable:
+    """Check the rows of a table; nothing is compiled. ``on_row`` is called after each.
 
     Raises:
         TableError: a row cannot be right, or is for the same shape as another.
@@ -80,6 +80,7 @@ def check_table(path: Path) -> CheckedTable:
         build = origin.get("build")
         if own is not None and build and sources_key(own)[:HASH_DIGITS] != build:
             changed.append(Changed(row, own, origin["code"]))
+        on_row()
     return CheckedTable(path, len(seen), requests, tuple(changed))
 
 

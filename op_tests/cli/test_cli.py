@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import aiter_mx
 from aiter_mx.cli.disassembly import gfx_class, sm_class
 from aiter_mx.cli.fields import parse_axis, parse_fields, parse_shape
 from aiter_mx.cli.main import main
@@ -51,6 +52,21 @@ def test_help_names_every_command_and_imports_nothing_heavy():
     assert "\x1b" not in done.stdout
 
 
+def test_the_version_is_told(command):
+    assert command("--version") == (0, f"aiter-mx {aiter_mx.__version__}\n", "")
+
+
+@pytest.mark.parametrize("redirected", [">&-", "| head -n 1", "2>&1 >/dev/full"])
+def test_output_that_nobody_takes_is_no_traceback(redirected):
+    script = f"{sys.executable} -m aiter_mx.cli explain linear --M 1-2000 --N 64 --K 64"
+    done = subprocess.run(
+        f"{script} --arch gfx950 {redirected}", shell=True, capture_output=True, text=True
+    )
+    said = done.stdout + done.stderr
+    assert "Traceback" not in said and "ignored" not in said
+    assert done.stderr == "" and len(said.splitlines()) == (redirected != ">&-")
+
+
 def test_explain_gives_route_config_and_reason(command):
     shape = ("--M", "4", "--N", "1000", "--K", "6144", "--out-dtype=fp32")
     status, out, _ = command("explain", "linear", *shape, "--arch", "gfx950")
@@ -92,6 +108,9 @@ SHAPE = ("--M", "1", "--N", "64", "--K", "64", "--arch", "gfx950")
         (("isa", "gemm"), "no kernel 'gemm' for gfx950; there are grouped_gemm/persistent, "),
         (("isa", "gemv", "--M", "1-4"), "isa shows one shape at a time, got 4"),
         (("isa", "gemv", "--rows", "few"), "rows must be a whole number, got 'few'"),
+        (("isa", "gemv", "--M", "0"), "M=0 N=2304 K=6144 out_dtype=bf16 bias=none"),
+        (("explain", "linear", "--M", "1-1000000000"), "'1-1000000000' has more than 100,000"),
+        (("build", "--shape", "1-9000x1-9000x64"), "have 81,000,000 shapes, and 100,000 is"),
         (("isa", "gemv", "--M", "17"), "does not cover this shape: M=17"),
         (("isa", "gemv", "--rows", "1000"), "parameter 'rows' of kernel 'gemv' must be one of"),
     ],

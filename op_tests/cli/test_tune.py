@@ -91,12 +91,20 @@ def test_the_model_knows_of_the_unit_that_takes_addresses() -> None:
 
 
 @no_gpu
-def test_a_table_is_checked_row_by_row_and_every_variant_compiled(command, tmp_path) -> None:
+def test_a_table_is_checked_row_by_row_and_every_variant_compiled(
+    command, tmp_path, monkeypatch
+) -> None:
     table = tmp_path / "linear.csv"
     command("tune", "linear", *SHAPE, "--arch", "gfx950", "--table", table, "--most", 1)
-    status, out, _ = command("tables", "check", table)
+    with monkeypatch.context() as nothing_to_compile_with:
+        nothing_to_compile_with.setattr("aiter_mx.jit.compiler.subprocess.Popen", None)
+        status, out, _ = command("tables", "check", table)
+    assert status == 0
+    assert "1 kernel variants in all, which --build compiles" in out
+    status, out, _ = command("tables", "check", "--build", table)
     assert status == 0
     assert "1 rows, 1 kernel variants" in out
+    assert "0 of 1 kernel variants are to be compiled" in out
     assert "1 variants compile" in out
     text = table.read_text()
     header, row = text.splitlines()
@@ -106,7 +114,7 @@ def test_a_table_is_checked_row_by_row_and_every_variant_compiled(command, tmp_p
         (f"{header}\n{row[:20]}\n", "fields, the header has"),
     ]:
         table.write_text(broken)
-        status, _, err = command("tables", "check", "--no-build", table)
+        status, _, err = command("tables", "check", table)
         assert status == 1
         assert err.startswith(f"error: {table}:")
         assert message in err
@@ -118,19 +126,19 @@ def test_rows_that_were_tuned_with_other_sources_are_told_from_those_of_another_
     table, csrc = tmp_path / "linear.csv", tmp_path / "csrc"
     tune = ("tune", "linear", "--N", 96, "--K", 128, "--arch", "gfx950", "--most", 1)
     command(*tune, "--M", "1,2", "--table", table)
-    status, out, _ = command("tables", "check", table)
+    status, out, _ = command("tables", "check", "--build", table)
     assert status == 0
     assert "have changed" not in out
     shutil.copytree(aiter_mx.jit.build.csrc_dir(), csrc)
     header = csrc / "include/common/target.h"
     header.write_text(f"// More to say.\n{header.read_text()}")
     monkeypatch.setattr(aiter_mx.jit.build, "csrc_dir", lambda: csrc)
-    status, out, err = command("tables", "check", table)
+    status, out, err = command("tables", "check", "--build", table)
     assert (status, err) == (0, "")
     assert re.search(r"the sources of gemv \(1 row\), mfma \(1 row\) have changed since", out)
     assert "2 of them compile to the same machine code" in out
     assert "other machine code" not in out
-    assert "2 of them are not known" in command("tables", "check", "--no-build", table)[1]
+    assert "2 of them are not known" in command("tables", "check", table)[1]
     provenance, _ = side_files(table)
     rows = provenance.read_text().splitlines()
     code = rows[0].split(",").index("code")
@@ -141,14 +149,14 @@ def test_rows_that_were_tuned_with_other_sources_are_told_from_those_of_another_
     ]:
         cells[2][code] = changed
         provenance.write_text("\n".join(map(",".join, cells)) + "\n")
-        status, out, _ = command("tables", "check", table)
+        status, out, _ = command("tables", "check", "--build", table)
         assert status == 0
         assert re.search(message, out)
         assert "1 of them compile to the same machine code" in out
 
 
 def test_shipped_tables_pass_the_check(command) -> None:
-    status, out, err = command("tables", "check", "--no-build")
+    status, out, err = command("tables", "check")
     assert (status, err) == (0, "")
     assert "sm_90a/linear.csv: " in out
 
@@ -164,7 +172,7 @@ def test_a_table_of_the_layout_of_before_is_refused_and_converted(command, tmp_p
         "sm_90a,132,linear,1,96,64,bf16,hip,gone,2,1,1,,3.5,3.4,9.0,1e-3,0.01,"
         f"0a,0b,{versions},abc,2026-11-20,measured\n"
     )
-    status, _, err = command("tables", "check", "--no-build", table)
+    status, _, err = command("tables", "check", table)
     assert status == 1
     assert f"column 'config' is missing; aiter-mx tables convert {table}" in err
     status, out, _ = command("tables", "convert", table)
