@@ -14,7 +14,8 @@ app = typer.Typer(help="List or clear what was compiled.", no_args_is_help=True)
 @app.command("list")
 def list_artifacts() -> None:
     """List what the cache folder holds."""
-    from aiter_mx.jit.cache import cache_dir, entries
+    from aiter_mx.jit.contents import entries
+    from aiter_mx.jit.folder import cache_dir
 
     console = make_console()
     found = entries()
@@ -36,7 +37,8 @@ def list_artifacts() -> None:
 
 @app.command("clear")
 def clear_artifacts() -> None:
-    """Delete everything in the cache folder; it is compiled again when needed."""
-    from aiter_mx.jit.cache import cache_dir, clear
+    """Delete what the cache folder's manifest names; it is compiled again when needed."""
+    from aiter_mx.jit.contents import clear
+    from aiter_mx.jit.folder import cache_dir
 
     make_console().print(f"{clear()} artifacts deleted from {cache_dir()}", soft_wrap=True)

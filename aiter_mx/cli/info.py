@@ -60,7 +60,8 @@ def _compilers() -> dict[str, object]:
 
 
 def _cache() -> dict[str, object]:
-    from aiter_mx.jit.cache import cache_dir, entries
+    from aiter_mx.jit.contents import entries
+    from aiter_mx.jit.folder import cache_dir
 
     found = list(entries())
     size = sum(entry.size_bytes for entry in found)

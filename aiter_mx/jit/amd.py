@@ -11,6 +11,7 @@ from pathlib import Path
 
 from aiter_mx.errors import BuildError
 from aiter_mx.jit.compiler import Candidate, Command, Refused, Toolchain, first_error, run
+from aiter_mx.jit.folder import NO_DESCRIPTORS
 
 SUFFIX = "hsaco"
 FLAGS = (
@@ -79,7 +80,9 @@ def versioned_programs(name: str) -> list[Path]:
     for folder in os.get_exec_path():
         try:
             paths = list(Path(folder).iterdir())
-        except OSError:
+        except OSError as error:
+            if error.errno in NO_DESCRIPTORS:
+                raise
             continue  # PATH may name what is absent or not ours to read
         for path in paths:
             stem, _, number = path.name.rpartition("-")

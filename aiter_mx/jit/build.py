@@ -14,6 +14,7 @@ from pathlib import Path
 
 from aiter_mx.errors import BuildError, ToolchainError
 from aiter_mx.jit import cache, compiler
+from aiter_mx.jit.folder import cache_dir, naming_scarcity
 from aiter_mx.jit.toolchain import Toolchain, find_toolchain, vendor_of
 from aiter_mx.paths import csrc_dir
 
@@ -23,8 +24,10 @@ _STEERING = (  # environment variables that change what a compiler makes of the 
     "CPATH",
     "CPLUS_INCLUDE_PATH",
     "CCC_OVERRIDE_OPTIONS",
+    "HIPCC_COMPILE_FLAGS_APPEND",
     "NVCC_PREPEND_FLAGS",
     "NVCC_APPEND_FLAGS",
+    "NVCC_CCBIN",
 )
 
 
@@ -78,6 +81,11 @@ def build(request: BuildRequest) -> CodeObject:
         CacheError: another process builds it and takes too long, or there is no space at all.
         ValueError: there is no such source, or no such architecture.
     """
+    with naming_scarcity(f"build {request}"):
+        return _build(request)
+
+
+def _build(request: BuildRequest) -> CodeObject:
     sources = _source_key(request)
     suffix = vendor_of(request.arch).SUFFIX
     try:
@@ -86,7 +94,7 @@ def build(request: BuildRequest) -> CodeObject:
         found = cache.lookup_prefix(request.arch, f"{sources}-", suffix)
         if found is None:
             raise ToolchainError(
-                f"{request} is not in the cache {cache.cache_dir()}, and {error}"
+                f"{request} is not in the cache {cache_dir()}, and {error}"
             ) from None
         key = found.path.name.partition(".")[0]
     else:

@@ -1,7 +1,8 @@
 """The folder of built artifacts: each is built once, across processes, and checked when read.
 
-An artifact is one file, ``<kind>/<key>.<digest>.<suffix>``. The digest of its contents is part of
-its name, so it appears whole by one rename, and a truncated or altered one is known for what it is.
+An artifact is one file, ``<kind>/<key>.<digest>.<suffix>``. The digest, of its contents and of what
+it was built for, is part of its name, so it appears whole by one rename, and a truncated or altered
+one, or one under another's name, is known for what it is.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ import logging
 import os
 import re
 import shutil
-import stat
 import tempfile
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -25,6 +25,15 @@ from pathlib import Path
 
 from aiter_mx.errors import BuildError, CacheError
 from aiter_mx.forks import Lock
+from aiter_mx.jit.folder import (
+    NO_DESCRIPTORS,
+    cache_dir,
+    checked_dir,
+    made_dir,
+    naming_scarcity,
+    note,
+    read_regular,
+)
 from aiter_mx.jit.lock import build_lock
 
 _LOG = logging.getLogger("aiter_mx")
@@ -32,7 +41,8 @@ _ABANDONED_S = 3600
 TICK_NS = 10**9
 """Far longer than between two times of change that a file system can tell apart."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_NAME = re.compile(r"(?P<key>[\w-]+)\.(?P<digest>[0-9a-f]{32})\.(?P<suffix>\w+)")
+_SCRATCH = "aiter_mx-build-"
+NAME = re.compile(r"(?P<key>[\w-]+)\.(?P<digest>[0-9a-f]{40})\.(?P<suffix>\w+)")
 
 _listings: dict[Path, tuple[int, list[str]]] = {}
 _thread_locks: dict[str, Lock] = {}
@@ -58,78 +68,10 @@ class Artifact:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Entry:
-    """An artifact in the cache, as a listing shows it.
-
-    Attributes:
-        kind, key: what it was stored under.
-        path: the file.
-        size_bytes: its length.
-        built_at: when, in seconds since the epoch.
-        describe: what it is, for people.
-        intact: whether its contents are what was built.
-    """
-
-    kind: str
-    key: str
-    path: Path
-    size_bytes: int
-    built_at: float
-    describe: str
-    intact: bool
-
-
-def cache_dir() -> Path:
-    """The cache folder: AITER_MX_CACHE_DIR, else aiter_mx in XDG_CACHE_HOME or ~/.cache.
-
-    It is not made by asking for it.
-
-    Raises:
-        CacheError: none of these is known.
-    """
-    if named := os.environ.get("AITER_MX_CACHE_DIR"):
-        return Path(named).expanduser().absolute()
-    above = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        return (Path(above) if Path(above).is_absolute() else Path.home() / ".cache") / "aiter_mx"
-    except RuntimeError as error:
-        raise CacheError(f"no cache folder: {error}; set AITER_MX_CACHE_DIR to one") from None
-
-
-def _checked_dir() -> Path | None:
-    """The cache folder when it exists, after a look at whether others could plant things in it."""
-    root = cache_dir()
-    try:
-        status = root.stat()
-    except OSError:
-        return None
-    if not stat.S_ISDIR(status.st_mode):
-        raise CacheError(f"the cache folder {root} is a file; set AITER_MX_CACHE_DIR to a folder")
-    if status.st_uid not in (os.geteuid(), 0):
-        raise CacheError(
-            f"the cache folder {root} belongs to user {status.st_uid}, and code from it would run "
-            f"as user {os.geteuid()}; set AITER_MX_CACHE_DIR to a folder of your own"
-        )
-    if status.st_mode & 0o022:
-        raise CacheError(
-            f"others can write to the cache folder {root} (mode {status.st_mode & 0o7777:o}), and "
-            f"code from it would run as you; chmod 700 it, or set AITER_MX_CACHE_DIR to a folder "
-            f"that does not exist yet"
-        )
-    return root
-
-
-def _made_dir() -> Path:
-    cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
-    root = _checked_dir()
-    if root is None:
-        raise FileNotFoundError(f"{cache_dir()} is gone")
-    return root
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
+def _digest(kind: str, key: str, suffix: str, data: bytes) -> str:
+    whole = hashlib.sha256(f"{kind}/{key}.{suffix}\0".encode())
+    whole.update(data)
+    return whole.hexdigest()[:40]
 
 
 def _named(kind: str, prefix: str, suffix: str, as_kept: bool = False) -> list[Path]:
@@ -137,7 +79,7 @@ def _named(kind: str, prefix: str, suffix: str, as_kept: bool = False) -> list[P
 
     ``as_kept`` asks the listing that was kept, whatever has come or gone since.
     """
-    root = _checked_dir()
+    root = checked_dir(kind)
     if root is None:
         return []
     try:
@@ -148,7 +90,7 @@ def _named(kind: str, prefix: str, suffix: str, as_kept: bool = False) -> list[P
         _warn_once(f"the cache folder {root} cannot be read: {error.strerror}")
         return []
     names = takewhile(lambda name: name.startswith(prefix), every[bisect_left(every, prefix) :])
-    matches = ((name, _NAME.fullmatch(name)) for name in names)
+    matches = ((name, NAME.fullmatch(name)) for name in names)
     return [root / kind / name for name, match in matches if match and match["suffix"] == suffix]
 
 
@@ -166,15 +108,14 @@ def _listing(folder: Path) -> list[str]:
     return names
 
 
-def _read(path: Path) -> bytes | None:
-    """The contents of an artifact, or None when they are not what was built."""
-    match = _NAME.fullmatch(path.name)
-    try:
-        data = path.read_bytes()
-        ours = path.stat().st_uid in (os.geteuid(), 0)
-    except OSError:
+def read(path: Path) -> bytes | None:
+    """The contents of an artifact, or None when they are not what was built for its name."""
+    match = NAME.fullmatch(path.name)
+    data = read_regular(path)
+    if data is None or match is None:
         return None
-    return data if ours and match and _digest(data) == match["digest"] else None
+    named = path.parent.name, match["key"], match["suffix"]
+    return data if _digest(*named, data) == match["digest"] else None
 
 
 def lookup(kind: str, key: str, suffix: str) -> Artifact | None:
@@ -186,11 +127,11 @@ def lookup_prefix(kind: str, prefix: str, suffix: str) -> Artifact | None:
     """An intact artifact whose key, followed by a dot, begins with ``prefix``, or None."""
     suffix = suffix.lstrip(".")
     for path in _named(kind, prefix, suffix, as_kept=True):
-        data = _read(path)
+        data = read(path)
         if data is not None:
             return Artifact(path, data, built=False, seconds=0.0)
     for path in _named(kind, prefix, suffix):
-        data = _read(path)
+        data = read(path)
         if data is not None:
             return Artifact(path, data, built=False, seconds=0.0)
         _warn_once(f"{path} is truncated or altered and will not be used")
@@ -225,18 +166,22 @@ def get_or_build(
     suffix = suffix.lstrip(".")
     entry = f"{kind}/{key}.{suffix}"
     describe = describe or entry
-    with _thread_locks.setdefault(entry, Lock()):
+    with naming_scarcity(f"build {describe}"), _thread_locks.setdefault(entry, Lock()):
         if found := lookup(kind, key, suffix):
             return found
         try:
             return _build_shared(kind, key, suffix, build, describe)
         except OSError as error:
+            if error.errno in NO_DESCRIPTORS:
+                raise
             hindrance = error
         try:
             with tempfile.TemporaryDirectory(prefix="aiter_mx-") as work:
                 data, seconds = _run(build, Path(work) / f"artifact.{suffix}", describe)
             return _keep(entry, data, seconds, hindrance)
         except OSError as error:
+            if error.errno in NO_DESCRIPTORS:
+                raise
             raise CacheError(
                 f"cannot build {describe}: {error}. Neither the cache folder {cache_dir()} nor "
                 f"the temporary folder {tempfile.gettempdir()} can be used; free some space, or "
@@ -248,6 +193,11 @@ def _warn_once(text: str) -> None:
     if text not in _warned:
         _warned.add(text)
         _LOG.warning("%s", text)
+
+
+def forget_unshared() -> None:
+    """Drop what this process could not keep in the cache folder."""
+    _unshared.clear()
 
 
 def discard(artifact: Artifact) -> None:
@@ -265,7 +215,7 @@ def _run(build: Callable[[Path], None], out: Path, describe: str) -> tuple[bytes
         build(out)
         data = out.read_bytes()
     except OSError as error:
-        if error.errno in _NO_SPACE:
+        if error.errno in (*_NO_SPACE, *NO_DESCRIPTORS):
             raise
         raise BuildError(f"building {describe} failed: {error}") from error
     return data, time.perf_counter() - start
@@ -289,20 +239,22 @@ def _keep(entry: str, data: bytes, seconds: float, hindrance: OSError) -> Artifa
 def _build_shared(
     kind: str, key: str, suffix: str, build: Callable[[Path], None], describe: str
 ) -> Artifact:
-    root = _made_dir()
+    root = made_dir()
+    checked_dir(kind)
+    note(root, kind, key, suffix)
     with build_lock(root / "locks" / f"{kind}-{key}.lock", describe):
         if found := lookup(kind, key, suffix):
             return found
         for garbled in _named(kind, f"{key}.", suffix):
             garbled.unlink()
         scratch = root / "tmp"
-        scratch.mkdir(exist_ok=True)
-        _sweep(scratch)
-        work = Path(tempfile.mkdtemp(prefix="build-", dir=scratch))
+        scratch.mkdir(mode=0o700, exist_ok=True)
+        sweep(scratch)
+        work = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=scratch))
         try:
             out = work / f"artifact.{suffix}"
             data, seconds = _run(build, out, describe)
-            final = root / kind / f"{key}.{_digest(data)}.{suffix}"
+            final = root / kind / f"{key}.{_digest(kind, key, suffix, data)}.{suffix}"
             try:
                 _publish(out, final, describe)
             except OSError as error:
@@ -313,7 +265,7 @@ def _build_shared(
 
 
 def _publish(out: Path, final: Path, describe: str) -> None:
-    final.parent.mkdir(exist_ok=True)
+    final.parent.mkdir(mode=0o700, exist_ok=True)
     _sync(out)
     about = out.with_suffix(".about")
     about.write_text(json.dumps({"describe": describe}))
@@ -331,66 +283,9 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sweep(scratch: Path) -> None:
+def sweep(scratch: Path) -> None:
     """Remove what builders that were killed have left."""
-    for work in scratch.glob("build-*"):
+    for work in scratch.glob(f"{_SCRATCH}*"):
         with suppress(OSError):
             if time.time() - work.stat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(work, ignore_errors=True)
-
-
-def _files() -> Iterator[tuple[Path, re.Match[str]]]:
-    root = _checked_dir()
-    for path in sorted(root.glob("*/*")) if root else ():
-        if (match := _NAME.fullmatch(path.name)) and path.suffix != ".about":
-            yield path, match
-
-
-def entries() -> list[Entry]:
-    """Every artifact in the cache, by kind and key."""
-    found = []
-    for path, match in _files():
-        try:
-            status = path.stat()
-        except OSError:
-            continue  # cleared meanwhile
-        try:
-            describe = str(json.loads(path.with_suffix(".about").read_text())["describe"])
-        except (OSError, ValueError, KeyError, TypeError):
-            describe = ""
-        found.append(
-            Entry(
-                kind=path.parent.name,
-                key=match["key"],
-                path=path,
-                size_bytes=status.st_size,
-                built_at=status.st_mtime,
-                describe=describe,
-                intact=_read(path) is not None,
-            )
-        )
-    return found
-
-
-def clear() -> int:
-    """Delete every artifact and return how many there were.
-
-    Nothing is touched that the cache did not make, whatever folder it was pointed at.
-    """
-    root = _checked_dir()
-    if root is None:
-        return 0
-    artifacts = [path for path, _ in _files()]
-    doomed = [path for artifact in artifacts for path in (artifact, artifact.with_suffix(".about"))]
-    doomed += [*root.glob("locks/*.lock"), *root.glob("locks/*.holder")]
-    try:
-        for path in doomed:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        raise CacheError(f"the cache folder {root} cannot be cleared: {error}") from error
-    _sweep(root / "tmp")
-    for folder in {path.parent for path in doomed} | {root / "tmp"}:
-        with suppress(OSError):
-            folder.rmdir()
-    _unshared.clear()
-    return len(artifacts)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiter_mx.errors import BuildError
+from aiter_mx.jit.folder import NO_DESCRIPTORS
 
 Command = list[str | Path]
 _TIMEOUT_S = 600
@@ -98,6 +99,8 @@ def run(command: Command, work: Path) -> str:
             start_new_session=True,
         )
     except OSError as error:
+        if error.errno in NO_DESCRIPTORS:
+            raise
         raise _failure(words, f"could not be started: {error}", "") from None
     with process:
         if niceness := getattr(_thread, "niceness", 0):

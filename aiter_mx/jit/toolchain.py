@@ -23,6 +23,7 @@ from aiter_mx.jit.compiler import Candidate, Refused, Toolchain
 
 __all__ = ["Toolchain", "find_toolchain", "llvm_tool", "vendor_of"]
 
+_MOST_OF_SCRIPT = 1 << 16
 _search_lock = Lock()
 
 
@@ -72,9 +73,9 @@ def _find(arch: str, environment: tuple[str | None, ...]) -> Toolchain:
 
     describe = f"the choice of a compiler for {arch}"
     answer = get_or_build("toolchain", key, "json", search, describe)
-    if (tool := _parse(answer.data)) is None:
+    if (tool := _parse(arch, answer.data)) is None:
         discard(answer)
-        tool = _parse(get_or_build("toolchain", key, "json", search, describe).data)
+        tool = _parse(arch, get_or_build("toolchain", key, "json", search, describe).data)
     if tool is None:  # what is out of date could not be replaced
         with tempfile.TemporaryDirectory(prefix="aiter_mx-") as work:
             tool = _search(arch, candidates, Path(work))
@@ -100,12 +101,20 @@ def _search(arch: str, candidates: list[Candidate | str], work: Path) -> Toolcha
         else:
             passed = [text for text in refusals if text.startswith(vendor.ENVIRONMENT)]
             reason = "; ".join([found.reason, *(f"passed over {text}" for text in passed)])
-            return replace(found, reason=reason)
+            identity = f"{found.identity}{_wrapper(found.compiler)}"
+            return replace(found, reason=reason, identity=identity)
     listed = "\n".join(f"  - {refusal}" for refusal in refusals)
     raise ToolchainError(
         f"no compiler for {arch} was found. Looked at:\n{listed}\nTo build kernels, "
         f"{vendor.INSTALL}; or fill the cache where there is a compiler: aiter-mx build"
     )
+
+
+def _wrapper(compiler: Path) -> str:
+    """What to add to the identity of a compiler that is a script: its flags may change."""
+    with compiler.open("rb") as file:
+        text = file.read(_MOST_OF_SCRIPT)
+    return f"; script {hashlib.sha256(text).hexdigest()[:16]}" if text.startswith(b"#!") else ""
 
 
 def _stamp(path: Path) -> list[str | int]:
@@ -117,21 +126,30 @@ def _stamp(path: Path) -> list[str | int]:
     return [str(path.resolve()), status.st_size, status.st_mtime_ns]
 
 
-def _parse(text: bytes) -> Toolchain | None:
-    """The remembered choice, or None when the compiler has changed since."""
-    record = json.loads(text)
-    watch = tuple(Path(path) for path in record["watch"])
-    if record["stamps"] != [_stamp(path) for path in watch]:
+def _parse(arch: str, text: bytes) -> Toolchain | None:
+    """The remembered choice, or None when it is none, or the compiler has changed since."""
+    try:
+        record = json.loads(text)
+        watch = tuple(Path(path) for path in record["watch"])
+        if record["arch"] != arch or record["stamps"] != [_stamp(path) for path in watch]:
+            return None
+        return Toolchain(
+            kind=_text(record["kind"]),
+            arch=arch,
+            compiler=Path(record["compiler"]),
+            identity=_text(record["identity"]),
+            reason=_text(record["reason"]),
+            flags=tuple(map(_text, record["flags"])),
+            watch=watch,
+        )
+    except (ValueError, KeyError, TypeError):
         return None
-    return Toolchain(
-        kind=record["kind"],
-        arch=record["arch"],
-        compiler=Path(record["compiler"]),
-        identity=record["identity"],
-        reason=record["reason"],
-        flags=tuple(record["flags"]),
-        watch=watch,
-    )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {value!r}")
+    return value
 
 
 @cache

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from aiter_mx.errors import ToolchainError
+from aiter_mx.errors import CacheError, ToolchainError
 from aiter_mx.jit.cache import get_or_build
 from aiter_mx.jit.toolchain import llvm_tool
 from aiter_mx.sim.translate import Translation
@@ -106,7 +106,15 @@ def library(
         lambda out: _build(translate(), strict, out),
         describe,
     )
-    return ctypes.CDLL(str(artifact.path))
+    try:
+        return ctypes.CDLL(str(artifact.path))
+    except OSError as error:
+        if os.statvfs(artifact.path).f_flag & os.ST_NOEXEC:
+            raise CacheError(
+                f"the simulator's library {artifact.path} cannot be loaded, as its file system is "
+                "mounted noexec; set AITER_MX_CACHE_DIR to a folder on another"
+            ) from error
+        raise CacheError(f"the simulator's library cannot be loaded: {error}") from error
 
 
 def _build(kernel: Translation, strict: bool, out: Path) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from aiter_mx.errors import BuildError, CacheError
-from aiter_mx.jit import cache
+from aiter_mx.jit import cache, contents
+from aiter_mx.jit.folder import cache_dir
 from op_tests.jit.fakes import forget, unwritable
 
 
@@ -102,13 +103,13 @@ def test_the_folder_is_private(folder: Path) -> None:
 
 def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AITER_MX_CACHE_DIR", "/a/b")
-    assert cache.cache_dir() == Path("/a/b")
+    assert cache_dir() == Path("/a/b")
     monkeypatch.delenv("AITER_MX_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/c")
-    assert cache.cache_dir() == Path("/c/aiter_mx")
+    assert cache_dir() == Path("/c/aiter_mx")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert cache.cache_dir() == Path("/home/somebody/.cache/aiter_mx")
+    assert cache_dir() == Path("/home/somebody/.cache/aiter_mx")
 
 
 def test_a_folder_that_others_can_write_is_refused(folder: Path) -> None:
@@ -148,12 +149,12 @@ def test_a_damaged_artifact_is_built_anew_with_a_warning(
     data = random_bytes()
     damaged = cache.get_or_build("thing", "a", "so", writer(data)).path
     damage(damaged)
-    assert [entry.intact for entry in cache.entries()] == [False]
+    assert [entry.intact for entry in contents.entries()] == [False]
     with caplog.at_level(logging.WARNING, logger="aiter_mx"):
         assert cache.lookup("thing", "a", "so") is None
         again = cache.get_or_build("thing", "a", "so", writer(data))
     assert again.built and again.data == data == again.path.read_bytes()
-    assert [entry.intact for entry in cache.entries()] == [True]
+    assert [entry.intact for entry in contents.entries()] == [True]
     assert [str(damaged) in record.message for record in caplog.records] == [True]
 
 
@@ -165,7 +166,10 @@ def test_a_failed_build_leaves_nothing_behind(folder: Path) -> None:
     with pytest.raises(BuildError):
         cache.get_or_build("thing", "a", "so", fail)
     assert cache.lookup("thing", "a", "so") is None
-    assert [path for path in folder.rglob("*") if path.is_file()] == [folder / "locks/thing-a.lock"]
+    assert [path for path in folder.rglob("*") if path.is_file()] == [
+        folder / "manifest",
+        folder / "locks/thing-a.lock",
+    ]
     assert cache.get_or_build("thing", "a", "so", writer(b"whole")).data == b"whole"
 
 
@@ -259,7 +263,7 @@ def test_a_disk_that_is_full_when_publishing_costs_only_the_sharing(
         assert cache.get_or_build("thing", "a", "so", writer(data)).data == data
         assert cache.get_or_build("thing", "a", "so", never).data == data
     assert "No space left" in caplog.text and "AITER_MX_CACHE_DIR" in caplog.text
-    assert cache.entries() == []
+    assert contents.entries() == []
     assert list((folder / "tmp").iterdir()) == []
 
 
@@ -270,7 +274,7 @@ def test_a_disk_that_is_full_when_building_moves_the_build(folder: Path) -> None
         (full if folder in out.parents else writer(data))(out)
 
     assert cache.get_or_build("thing", "a", "so", build).data == data
-    assert cache.entries() == []
+    assert contents.entries() == []
 
 
 def test_no_space_anywhere_is_an_error_that_says_what_to_do(folder: Path) -> None:
@@ -336,7 +340,7 @@ def test_a_file_system_without_locks_is_built_on_without_one(
 
 def test_what_a_killed_builder_left_is_swept_later(folder: Path) -> None:
     cache.get_or_build("thing", "a", "so", writer(b"x"))
-    old, young = folder / "tmp/build-old", folder / "tmp/build-young"
+    old, young = folder / "tmp/aiter_mx-build-old", folder / "tmp/aiter_mx-build-young"
     for work in (old, young):
         work.mkdir()
         (work / "half.o").write_bytes(b"x")
@@ -354,17 +358,17 @@ def test_clear_removes_what_the_cache_made_and_nothing_else(folder: Path) -> Non
         path.write_text("precious")
     for key in ("a", "b"):
         cache.get_or_build("thing", key, "so", writer(random_bytes()), f"thing {key}")
-    listed = cache.entries()
+    listed = contents.entries()
     assert [(e.kind, e.key, e.describe, e.intact) for e in listed] == [
         ("thing", "a", "thing a", True),
         ("thing", "b", "thing b", True),
     ]
     assert [e.size_bytes for e in listed] == [e.path.stat().st_size for e in listed]
-    assert cache.clear() == 2
+    assert contents.clear() == 2
     assert sorted(path for path in folder.rglob("*") if path.is_file()) == sorted(foreign)
     assert cache.get_or_build("thing", "a", "so", writer(b"x")).built
 
 
 def test_a_cache_that_was_never_used_is_empty(folder: Path) -> None:
-    assert cache.entries() == [] and cache.clear() == 0
+    assert contents.entries() == [] and contents.clear() == 0
     assert not folder.exists()
