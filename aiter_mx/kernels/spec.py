@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby, product
-from math import prod
+from math import inf, prod
 from typing import Any, ParamSpec, TypeVar
 
 from aiter_mx.target import Target
@@ -54,60 +53,86 @@ def by_distance(values: Iterable[int], distance: Callable[[int], int]) -> list[t
     return [tuple(alike) for _, alike in groupby(ordered, distance)]
 
 
-def cheapest(
-    configs: Iterable[Config],
-    cost: Callable[[Config], float],
-    alike: Sequence[str],
-    most_alike: int,
-    most: int,
-) -> list[Config]:
-    """The configurations of the least cost, which orders them, but few that are alike.
+Values = tuple[int, ...]
+Costed = tuple[float, tuple[float, ...], Values]
+"""The cost of a configuration, what to have less of where costs are equal, and the values of its
+parameters in their order, which decide where that is equal too."""
 
-    Args:
-        configs: what there is to choose from.
-        cost: of a configuration.
+
+ROUNDED_OFF = 1 - 1e-9
+"""Of a bound whose terms are added in another order than a cost's, so that it is one."""
+
+
+@dataclass
+class Least:
+    """The least cost that was found so far."""
+
+    cost: float = inf
+
+
+@dataclass(frozen=True)
+class Search:
+    """Finds configurations of the least modelled cost.
+
+    Attributes:
+        params: of the kernel, each with its values in ascending order.
+        costs: the configurations that fit a problem. It leaves out those that cost more than the
+            third argument has, where a bound shows it early.
+        most: of the candidates.
         alike: the parameters in which two configurations agree that are alike.
-        most_alike: of these.
-        most: of all.
+        most_alike: of the candidates that are alike; 0 for any number.
     """
-    taken: Counter[tuple[int, ...]] = Counter()
-    chosen = []
-    for config in sorted(configs, key=cost):
-        kind = tuple(config[name] for name in alike)
-        taken[kind] += 1
-        if taken[kind] <= most_alike:
-            chosen.append(config)
-    return chosen[:most]
+
+    params: tuple[Param, ...]
+    costs: Callable[[Target, Problem, Least], Iterable[Costed]]
+    most: int
+    alike: tuple[str, ...] = ()
+    most_alike: int = 0
+
+    def best(self, target: Target, problem: Problem) -> Config:
+        """The configuration of the least cost.
+
+        Raises:
+            ValueError: none fits the problem.
+        """
+        least, best = Least(), None
+        for found in self.costs(target, problem, least):
+            if best is None or found < best:
+                best, least.cost = found, found[0]
+        if best is None:
+            raise ValueError(f"no configuration is known to fit {problem}")
+        return self._config(best[2])
+
+    def candidates(self, target: Target, problem: Problem) -> list[Config]:
+        """Those that a tuner should time, the best first."""
+        taken: Counter[Values] = Counter()
+        chosen = []
+        for _, _, values in sorted(self.costs(target, problem, Least())):
+            config = self._config(values)
+            kind = tuple(config[name] for name in self.alike)
+            taken[kind] += 1
+            if not self.most_alike or taken[kind] <= self.most_alike:
+                chosen.append(config)
+        return chosen[: self.most]
+
+    def _config(self, values: Values) -> Config:
+        return dict(zip((param.name for param in self.params), values, strict=True))
 
 
-def cheapest_of(
-    params: Sequence[Param],
-    fits: Callable[[Target, Problem, Config], bool],
-    cost: Callable[[Target, Problem, Config], float],
-    alike: Sequence[str],
-    most_alike: int,
-    most: int,
-) -> Callable[[Target, Problem], list[Config]]:
-    """What finds a kernel's candidates: of all that fit, the ``cheapest``, the best of them first.
+def without_waste(counts: Iterable[int], steps: int, unroll: int) -> Iterator[tuple[int, int]]:
+    """The numbers of waves that are the fewest for their rounds, and those rounds.
 
     Args:
-        params: of the kernel.
-        fits: whether a configuration is for a problem on a target.
-        cost: its modelled time, likewise.
-        alike, most_alike, most: as for ``cheapest``.
+        counts: of waves, in ascending order.
+        steps: of a loop that waves take turns at.
+        unroll: steps of a wave in a round.
     """
-
-    @lru_cache(maxsize=64)
-    def candidates(target: Target, problem: Problem) -> list[Config]:
-        return cheapest(
-            [config for config in combinations(params) if fits(target, problem, config)],
-            lambda config: cost(target, problem, config),
-            alike,
-            most_alike,
-            most,
-        )
-
-    return candidates
+    least = steps + 1
+    for waves in counts:
+        rounds = -(-steps // (waves * unroll))
+        if rounds < least and unroll <= -(-steps // waves):
+            yield waves, rounds
+        least = min(least, rounds)
 
 
 def first_of(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import product
+from typing import NamedTuple
 
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
@@ -19,14 +21,16 @@ from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
     Config,
+    Costed,
     Geometry,
     KernelSpec,
+    Least,
     Module,
     Param,
     Parts,
-    combinations,
-    first_of,
+    Search,
     refuse_static_lds,
+    without_waste,
 )
 from aiter_mx.target import Target
 
@@ -59,35 +63,41 @@ _TILE_CYCLES = 80  # of the address unit
 _QUANTISING = 4.8  # vector instructions for 64 values
 
 
-@dataclass(frozen=True)
-class _Work:
+class _Work(NamedTuple):
     """What a configuration makes of a problem.
 
     Attributes:
         col_tiles: tiles of x.
         groups: workgroups.
-        rows: of w, of the largest of them.
+        of_busiest: workgroups of the busiest compute unit.
+        rows: of w, of the largest workgroup.
         steps: tiles along K.
     """
 
     col_tiles: int
     groups: int
+    of_busiest: int
     rows: int
     steps: int
 
 
-def _work(target: Target, problem: LinearProblem, config: Config) -> _Work:
+def _work(target: Target, problem: LinearProblem, row_tiles: int, fold: int) -> _Work:
     """Workgroups are as many on each compute unit, where there are rows for them: the busiest has
     no more of them then, and each has fewer rows."""
-    fold = config["fold"]
-    needed = -(-problem.N * fold // (_SIDE * config["row_tiles"]))
-    groups = min(problem.N, -(-needed // target.cu_num) * target.cu_num)
+    needed = -(-problem.N * fold // (_SIDE * row_tiles))
+    of_busiest = -(-needed // target.cu_num)
+    groups = min(problem.N, of_busiest * target.cu_num)
     return _Work(
         col_tiles=-(-problem.M * fold // _SIDE),
         groups=groups,
+        of_busiest=-(-groups // target.cu_num),
         rows=-(-problem.N // max(groups, 1)),
         steps=-(-problem.K // (_TILE_K * fold)),
     )
+
+
+def _work_of(target: Target, problem: LinearProblem, config: Config) -> _Work:
+    return _work(target, problem, config["row_tiles"], config["fold"])
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
@@ -102,81 +112,64 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 
 def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
     """A quantisation first, where doing it here costs more or takes too much of something."""
-    work = _work(target, problem, config)
-    fits = problem.K < MAX_K // 2 and _resident(config, work, quantises=True) > 0
+    work, row_tiles = _work_of(target, problem, config), config["row_tiles"]
+    waves, unroll = config["waves"], config["unroll"]
+    resident = _resident(row_tiles, work.col_tiles, waves, unroll, quantises=True)
+    fits = problem.K < MAX_K // 2 and resident > 0
     if fits and quantise_pays(target, problem, work.groups, _QUANTISING):
         return ()
     return quantised_first(target, problem, config)
 
 
-def _registers(config: Config, col_tiles: int, quantises: bool = False) -> int:
+def _registers(rows: int, cols: int, unroll: int, quantises: bool) -> int:
     """At most so many registers of a lane: loads, sums and addresses, as compilers have it."""
-    rows, cols = config["row_tiles"], col_tiles
     held = 10 * max(0, rows - 2) * max(0, cols - 1)
     if quantises:
-        held += 8 + 16 * config["unroll"] * cols
-    return 42 + 17 * config["unroll"] * (rows + cols) + 4 * rows * cols + held
+        held += 8 + 16 * unroll * cols
+    return 42 + 17 * unroll * (rows + cols) + 4 * rows * cols + held
 
 
-def _resident(config: Config, work: _Work, quantises: bool = False) -> int:
+@cache
+def _resident(
+    row_tiles: int, col_tiles: int, waves: int, unroll: int, quantises: bool = False
+) -> int:
     """Workgroups that a compute unit holds at once; 0 where not even one fits."""
-    registers = -(-_registers(config, work.col_tiles, quantises) // 8) * 8
-    waves = config["waves"]
+    registers = -(-_registers(row_tiles, col_tiles, unroll, quantises) // 8) * 8
     if registers > _MOST_REGISTERS:
         return 0
-    lds = _lds_bytes(config, work)
+    lds = _lds_bytes(row_tiles, col_tiles, waves)
     return min(_REGISTERS // registers // -(-waves // _SIMDS), _LDS_BYTES // lds)
 
 
-def _lds_bytes(config: Config, work: _Work) -> int:
+def _lds_bytes(row_tiles: int, col_tiles: int, waves: int) -> int:
     """What a workgroup declares: a tile or the sums of each wave, and the bias of its rows."""
-    return config["waves"] * 1024 * max(4, config["row_tiles"] * work.col_tiles) + 256
+    return waves * 1024 * max(4, row_tiles * col_tiles) + 256
 
 
-def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
-    """The configurations that fit and waste no wave: those of the lowest bounds, best first."""
-
-    def suits(config: Config) -> bool:
-        work = _work(target, problem, config)
-        waves, unroll = config["waves"], config["unroll"]
-        return (
-            work.col_tiles <= _MOST_COL_TILES
-            and _resident(config, work) > 0
-            and unroll <= -(-work.steps // waves)
-            and waves == _fewest_waves(work.steps, waves, unroll)
-        )
-
-    suitable = [config for config in combinations(PARAMS) if suits(config)]
-    return sorted(suitable, key=lambda config: _cycles(target, problem, config))[:_MOST_CANDIDATES]
-
-
-def _fewest_waves(steps: int, waves: int, unroll: int) -> int:
-    """The fewest waves that take no more rounds of their loop than ``waves`` take."""
-    rounds = -(-steps // (waves * unroll))
-    return next(w for w in _WAVES if w * unroll * rounds >= steps)
-
-
-def _cycles(target: Target, problem: LinearProblem, config: Config) -> tuple[float, ...]:
+def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
     """A bound on the time in cycles; then what to have less of where bounds are equal."""
-    work, row_tiles = _work(target, problem, config), config["row_tiles"]
-    of_busiest = -(-work.groups // target.cu_num)
-    memory = of_busiest * work.rows * problem.K * 33 / 32 / _BYTES_A_CYCLE
-    loads = of_busiest * work.steps * (row_tiles + work.col_tiles) * _TILE_CYCLES
-    under_way = config["waves"] * config["unroll"]
-    rounds = -(-work.steps // under_way) * -(-of_busiest // _resident(config, work))
-    return (
-        max(memory, loads, rounds * _LATENCY_CYCLES),
-        rounds,
-        loads,
-        under_way,
-        config["unroll"],
-    )
+    for tile in product(PARAMS[0].values, PARAMS[1].values):
+        work = _work(target, problem, *tile)
+        memory = work.of_busiest * work.rows * problem.K * 33 / 32 / _BYTES_A_CYCLE
+        loads = work.of_busiest * work.steps * (tile[0] + work.col_tiles) * _TILE_CYCLES
+        if work.col_tiles > _MOST_COL_TILES or max(memory, loads) > least.cost:
+            continue
+        for unroll in PARAMS[3].values:
+            for waves, turns in without_waste(_WAVES, work.steps, unroll):
+                resident = _resident(tile[0], work.col_tiles, waves, unroll)
+                if resident > 0:
+                    rounds = turns * -(-work.of_busiest // resident)
+                    cycles = max(memory, loads, rounds * _LATENCY_CYCLES)
+                    yield cycles, (rounds, loads, waves * unroll, unroll), (*tile, waves, unroll)
+
+
+_search = Search(PARAMS, _costs, _MOST_CANDIDATES)
 
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     return {
         "MX_ROW_TILES": config["row_tiles"],
-        "MX_COL_TILES": _work(target, problem, config).col_tiles,
+        "MX_COL_TILES": _work_of(target, problem, config).col_tiles,
         "MX_FOLD": config["fold"],
         "MX_WAVES": config["waves"],
         "MX_UNROLL": config["unroll"],
@@ -188,8 +181,9 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
 
 
 def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
-    work = _work(target, problem, config)
-    refuse_static_lds(problem, config, _lds_bytes(config, work))
+    work = _work_of(target, problem, config)
+    needed = _lds_bytes(config["row_tiles"], work.col_tiles, config["waves"])
+    refuse_static_lds(problem, config, needed)
     groups = work.groups
     return Geometry(
         grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1),
@@ -198,7 +192,7 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
 
 
 def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
-    groups = max(1, _work(target, problem, config).groups)
+    groups = max(1, _work_of(target, problem, config).groups)
     return (*matrix_scalars(problem), problem.N // groups, problem.N % groups)
 
 
@@ -217,8 +211,8 @@ MFMA = KernelSpec(
     name="mfma",
     params=PARAMS,
     refusal=_refusal,
-    configure=first_of(_candidates),
-    candidates=_candidates,
+    configure=_search.best,
+    candidates=_search.candidates,
     module=MODULE,
     parts=_parts,
     joined_by=QUANTISED_FIRST,

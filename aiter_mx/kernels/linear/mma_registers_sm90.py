@@ -3,20 +3,24 @@ csrc/linear/mma_registers_sm90.cu."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import product
 from math import ceil, log2
+from typing import NamedTuple
 
 from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
+    ROUNDED_OFF,
     Config,
+    Costed,
     Geometry,
     KernelSpec,
+    Least,
     Module,
     Param,
-    cheapest,
-    first_of,
+    Search,
 )
 from aiter_mx.target import Target
 
@@ -74,126 +78,162 @@ def _chunks(problem: LinearProblem) -> int:
     return -(-problem.K // _CHUNK)
 
 
-def _at_once(config: Config) -> int:
-    """Chunks that a wave has asked for before it uses the first."""
-    return max(1, config["unroll"])
+def _class(M: int) -> int:
+    """The most rows of x whose products are of the same kind, ``MX_TOKENS``."""
+    return _FEW if M <= _FEW else _EIGHT if M <= _EIGHT else MAX_M
 
 
-def _rounds(problem: LinearProblem, config: Config) -> int:
-    chunks = _chunks(problem) // config["split"]
-    return -(-chunks // (config["waves"] * _at_once(config)))
-
-
-def _registers(problem: LinearProblem, config: Config) -> int:
+def _registers(M: int, halves: int, unroll: int) -> int:
     """Of a lane, about: what ptxas took for 36 configurations, or up to 11 more or less.
 
     With each chunk asked for while the one before is used ptxas takes up to 50 more if it may, but
     as many as here are enough, and better.
     """
-    halves, unroll = -(-config["rows"] // 8), _at_once(config)
-    if problem.M <= _FEW:
-        return 36 + 9 * unroll * (halves + 1) + 7 * halves
-    if problem.M <= _EIGHT:
-        return 38 + unroll * (8 * halves + 9) + 9 * halves
-    return 58 + unroll * (8 * halves + 16) + 10 * halves
+    at_once = max(1, unroll)
+    if M <= _FEW:
+        return 36 + 9 * at_once * (halves + 1) + 7 * halves
+    if M <= _EIGHT:
+        return 38 + at_once * (8 * halves + 9) + 9 * halves
+    return 58 + at_once * (8 * halves + 16) + 10 * halves
 
 
-def _sums_bytes(problem: LinearProblem, config: Config) -> int:
+def _sums_bytes(M: int, halves: int, waves: int, split: int) -> int:
     """Of those that a workgroup adds, of all waves."""
-    halves, split = -(-config["rows"] // 8), config["split"]
     units = next(units for units in (4, 2, 1) if units * halves <= split or units == 1)
     owned, lanes = -(-halves * units // split), 32 // units
-    of_lane = 1 if problem.M <= _FEW else 2 if problem.M <= _EIGHT else 4
-    return owned * split * config["waves"] * lanes * 4 * of_lane
+    of_lane = 1 if M <= _FEW else 2 if M <= _EIGHT else 4
+    return owned * split * waves * lanes * 4 * of_lane
 
 
-def _fits(problem: LinearProblem, config: Config) -> bool:
-    """Whether registers and K leave the configuration something to do."""
-    waves, chunks = config["waves"], _chunks(problem) // config["split"]
-    most = min(_REGISTERS // (32 * waves), _MOST_REGISTERS)
-    rounds = -(-chunks // waves)
-    return (
-        _registers(problem, config) <= most
-        and _sums_bytes(problem, config) <= _MOST_SUMS_BYTES
-        and waves <= chunks
-        and (config["unroll"] <= rounds if config["unroll"] else rounds > 1)
-    )
-
-
-def _of_sm(target: Target, problem: LinearProblem, config: Config) -> float:
+def _of_sm(target: Target, problem: LinearProblem, rows: int, split: int) -> float:
     """Workgroups of an SM, if all had as many."""
-    return -(-problem.N // config["rows"]) * config["split"] / target.cu_num
+    return -(-problem.N // rows) * split / target.cu_num
 
 
-def _resident(target: Target, problem: LinearProblem, config: Config) -> int:
+def _resident(of_sm: float, registers: int, waves: int, unroll: int, split: int) -> int:
     """For how many workgroups of an SM ptxas is to leave registers, or 1 to leave that to it.
 
     It is told only where all of a launch would fit an SM with some registers less than it likes to
     take: told more, it asks for less at once.
     """
-    waves, wanted = config["waves"], _registers(problem, config)
-    most = _SCHEDULER_REGISTERS // (-(-wanted // 8) * 8)  # waves of a scheduler
-    groups = ceil(_of_sm(target, problem, config) / _PACKED[config["split"]])
+    groups = ceil(of_sm / _PACKED[split])
     of_scheduler = -(-groups * waves // 4)
     allowed = _SCHEDULER_REGISTERS // of_scheduler // 8 * 8
-    fit = groups <= _MOST_RESIDENT[config["split"] > 1] and _LEAST_SHARE * wanted <= allowed
-    if config["unroll"] == 0:
+    fit = groups <= _MOST_RESIDENT[split > 1] and _LEAST_SHARE * registers <= allowed
+    if unroll == 0:
+        most = _SCHEDULER_REGISTERS // (-(-registers // 8) * 8)  # waves of a scheduler
         return max(1, 4 * (of_scheduler if fit else most) // waves)
-    return max(1, 4 * of_scheduler // waves) if fit and allowed < _SPARE_SHARE * wanted else 1
+    return max(1, 4 * of_scheduler // waves) if fit and allowed < _SPARE_SHARE * registers else 1
 
 
-def _spills(target: Target, problem: LinearProblem, config: Config) -> bool:
-    """Whether ptxas is held to registers with which it was seen to spill."""
-    if problem.M > _FEW or config["unroll"] != 0:
-        return False
-    lanes = 32 * config["waves"] * _resident(target, problem, config)
-    return _REGISTERS // lanes // 8 * 8 in _SPILLING.get(-(-config["rows"] // 8), ())
-
-
-def _cost(target: Target, problem: LinearProblem, config: Config) -> float:
+def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
     """A model of what a call takes beyond reading, in us: fitted to 519 times on one H200."""
-    rows, waves, split = config["rows"], config["waves"], config["split"]
-    halves, chunks, a_round = -(-rows // 8), _chunks(problem) / split, waves * _at_once(config)
-    of_scheduler = _SCHEDULER_REGISTERS // (-(-_registers(problem, config) // 8) * 8)
-    held = max(4 * of_scheduler // waves, _resident(target, problem, config))
-    resident = max(1, min(held, 64 // waves, _MOST_RESIDENT[split > 1]))
-    of_sm = _of_sm(target, problem, config)
-    under_way = min(resident, of_sm) * rows * min(a_round, chunks) * _CHUNK
-    of_half, of_chunk = (73, 90) if problem.M <= _FEW else (55, 120)  # cycles
-    busy_us = of_sm * chunks * (of_half * halves + of_chunk) / _CYCLES_A_US
-    idle = -chunks % a_round / chunks
-    starved = max(0.0, log2(_SUITS_BYTES / under_way))
-    waits = of_sm > resident * _PACKED[split]  # for others to end
-    length = _at_once(config) * halves  # of a round's code
-    in_turn = 0.0
-    if config["unroll"] == 0:  # of few rounds it makes little; overlapping launches gain most
-        rounds = min(8, _rounds(problem, config))
-        in_turn = 0.3 - 0.1 * rounds if problem.pdl else 0.2 - 0.03 * rounds
-    of_round = 0.22 * length + 0.15 * (config["unroll"] > 1) + 0.18 * log2(waves)
-    return 0.08 * busy_us + 1.7 * idle + 0.65 * starved + 1.8 * waits + of_round + in_turn
-
-
-@lru_cache(maxsize=64)
-def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
-    """Those of the least modelled time, which order them, but few that are alike."""
+    M, all_chunks = problem.M, _chunks(problem)
+    class_M = _class(M)
+    of_half, of_chunk = (73, 90) if M <= _FEW else (55, 120)  # cycles
     even = {-(-problem.N // (target.cu_num * groups)) for groups in range(1, 9)}
     choices = {*_USUAL_ROWS, *(rows for rows in even if _FEWEST_ROWS <= rows <= _MOST_ROWS)}
-    waves, unrolls, splits = (param.values for param in PARAMS[1:])
-    found: list[Config] = [
-        {"rows": rows, "waves": wave, "unroll": unroll, "split": split}
-        for rows in sorted(choices)
-        for wave in waves
-        for unroll in unrolls
-        for split in splits
-        if split == 1 or wave > 1
-    ]
-    return cheapest(
-        [c for c in found if _fits(problem, c) and not _spills(target, problem, c)],
-        lambda config: _cost(target, problem, config),
-        alike=("rows", "unroll", "split"),
-        most_alike=_MOST_ALIKE,
-        most=_MOST_CANDIDATES,
-    )
+    busy = []
+    for rows, split in product(choices, _SPLITS):
+        of_sm, halves = _of_sm(target, problem, rows, split), -(-rows // 8)
+        us = of_sm * (all_chunks / split) * (of_half * halves + of_chunk) / _CYCLES_A_US
+        loops = _loops(class_M, halves, split, problem.pdl)
+        if loops:
+            busy.append((0.08 * us + loops[0].bound, 0.08 * us, rows, split, of_sm, loops))
+    for bound, busy_us, rows, split, of_sm, loops in sorted(busy):
+        if bound * ROUNDED_OFF > least.cost:
+            break
+        halves, chunks, whole_chunks = -(-rows // 8), all_chunks / split, all_chunks // split
+        for bound, unroll, waves, a_lane, of_scheduler, most, of_round in loops:
+            if (busy_us + bound) * ROUNDED_OFF > least.cost:
+                break
+            rounds = -(-whole_chunks // waves)
+            if waves > whole_chunks or (unroll > rounds if unroll else rounds < 2):
+                continue
+            a_round = waves * max(1, unroll)
+            idle = -chunks % a_round / chunks
+            in_turn = _in_turn_us(rounds, problem.pdl) if unroll == 0 else 0.0
+            waits = of_sm > most * _PACKED[split]
+            bound = busy_us + 1.7 * idle + 1.8 * waits + of_round + in_turn
+            if bound * ROUNDED_OFF > least.cost:
+                continue
+            under_way = rows * min(a_round, chunks) * _CHUNK
+            starved = max(0.0, log2(_SUITS_BYTES / (min(most, of_sm) * under_way)))
+            if (bound + 0.65 * starved) * ROUNDED_OFF > least.cost:
+                continue
+            wanted = _resident(of_sm, a_lane, waves, unroll, split)
+            if class_M == _FEW and unroll == 0 and _spills(halves, 32 * waves * wanted):
+                continue
+            resident = max(1, min(max(4 * of_scheduler // waves, wanted), 64 // waves))
+            resident = min(resident, _MOST_RESIDENT[split > 1])
+            starved = max(0.0, log2(_SUITS_BYTES / (min(resident, of_sm) * under_way)))
+            waits = of_sm > resident * _PACKED[split]  # for others to end
+            cost = busy_us + 1.7 * idle + 0.65 * starved + 1.8 * waits + of_round + in_turn
+            yield cost, (), (rows, waves, unroll, split)
+
+
+class _Loop(NamedTuple):
+    """A loop that registers and shared memory leave room for.
+
+    Attributes:
+        bound: of the cost beyond that of computing.
+        unroll: as in ``PARAMS``.
+        waves: likewise.
+        registers: of a lane.
+        of_scheduler: waves of a scheduler.
+        most: workgroups of an SM at most, whatever ptxas is told.
+        cost: of a round.
+    """
+
+    bound: float
+    unroll: int
+    waves: int
+    registers: int
+    of_scheduler: int
+    most: int
+    cost: float
+
+
+@cache
+def _loops(class_M: int, halves: int, split: int, overlaps: bool) -> tuple[_Loop, ...]:
+    found = []
+    of_waves = PARAMS[1].values[split > 1 :]
+    few_sums = [w for w in of_waves if _sums_bytes(class_M, halves, w, split) <= _MOST_SUMS_BYTES]
+    for unroll in PARAMS[2].values:
+        registers = _registers(class_M, halves, unroll)
+        of_scheduler = _SCHEDULER_REGISTERS // (-(-registers // 8) * 8)
+        waves_of_sm = 4 * int(_SCHEDULER_REGISTERS / (_LEAST_SHARE * registers))
+        length = max(1, unroll) * halves  # of a round's code
+        in_turn = _in_turn_us(8, overlaps) if unroll == 0 else 0.0
+        for waves in few_sums:
+            if registers > min(_REGISTERS // (32 * waves), _MOST_REGISTERS):
+                break
+            cost = 0.22 * length + 0.15 * (unroll > 1) + 0.18 * log2(waves)
+            most = max(1, min(waves_of_sm // waves, 64 // waves, _MOST_RESIDENT[split > 1]))
+            under_way = most * 8 * length * waves * _CHUNK
+            bound = cost + 0.65 * max(0.0, log2(_SUITS_BYTES / under_way)) + in_turn
+            found.append(_Loop(bound, unroll, waves, registers, of_scheduler, most, cost))
+    return tuple(sorted(found))
+
+
+def _in_turn_us(rounds: int, overlaps: bool) -> float:
+    """Of few rounds a loop in turn makes little; overlapping launches gain most."""
+    rounds = min(8, rounds)
+    return 0.3 - 0.1 * rounds if overlaps else 0.2 - 0.03 * rounds
+
+
+def _spills(halves: int, lanes: int) -> bool:
+    """Whether ptxas is held to registers with which it was seen to spill."""
+    return _REGISTERS // lanes // 8 * 8 in _SPILLING.get(halves, ())
+
+
+_search = Search(
+    PARAMS,
+    _costs,
+    most=_MOST_CANDIDATES,
+    alike=("rows", "unroll", "split"),
+    most_alike=_MOST_ALIKE,
+)
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
@@ -212,16 +252,19 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
 
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
-    rows = config["rows"]
-    a_round = config["waves"] * _at_once(config) * config["split"]
+    rows, waves, unroll, split = (config[param.name] for param in PARAMS)
+    a_round = waves * max(1, unroll) * split
+    registers = _registers(problem.M, -(-rows // 8), unroll)
     return {
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
-        "MX_TOKENS": _FEW if problem.M <= _FEW else _EIGHT if problem.M <= _EIGHT else MAX_M,
+        "MX_TOKENS": _class(problem.M),
         "MX_ROWS": rows,
-        "MX_WAVES": config["waves"],
-        "MX_UNROLL": config["unroll"],
-        "MX_SPLIT": config["split"],
-        "MX_RESIDENT": _resident(target, problem, config),
+        "MX_WAVES": waves,
+        "MX_UNROLL": unroll,
+        "MX_SPLIT": split,
+        "MX_RESIDENT": _resident(
+            _of_sm(target, problem, rows, split), registers, waves, unroll, split
+        ),
         "MX_OVERLAPS": int(problem.pdl),
         "MX_EVEN": int(_chunks(problem) % a_round == 0),
         "MX_DEPTH": problem.K,
@@ -230,13 +273,14 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
 
 
 def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
-    if _sums_bytes(problem, config) > _MOST_SUMS_BYTES:
+    rows, waves, _, split = (config[param.name] for param in PARAMS)
+    if _sums_bytes(problem.M, -(-rows // 8), waves, split) > _MOST_SUMS_BYTES:
         raise ValueError(
             f"mma_registers with {dict(config)} does not fit M={problem.M}: too many sums"
         )
     return Geometry(
-        grid=(-(-problem.N // config["rows"]) * config["split"], 1, 1),
-        block=(config["waves"] * target.wave_size, 1, 1),
+        grid=(-(-problem.N // rows) * split, 1, 1),
+        block=(waves * target.wave_size, 1, 1),
         overlaps=problem.pdl,
     )
 
@@ -260,8 +304,8 @@ MMA_REGISTERS = KernelSpec(
     name="mma_registers",
     params=PARAMS,
     refusal=_refusal,
-    configure=first_of(_candidates),
-    candidates=_candidates,
+    configure=_search.best,
+    candidates=_search.candidates,
     module=MODULE,
     yields=_yields,
 )

@@ -3,8 +3,9 @@ csrc/linear/mma_ring_sm90.cu."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import NamedTuple
 
 from aiter_mx.kernels.linear.clusters_sm90 import (
     CHUNK,
@@ -16,14 +17,16 @@ from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_s
 from aiter_mx.kernels.linear.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
+    ROUNDED_OFF,
     Arg,
     Config,
+    Costed,
     Geometry,
     KernelSpec,
+    Least,
     Module,
     Param,
-    cheapest_of,
-    first_of,
+    Search,
     where_it_fits,
 )
 from aiter_mx.target import Target
@@ -37,6 +40,19 @@ PARAMS = (
     Param("per_sm", (1, 2), "workgroups that an SM is to hold"),
 )
 
+_EXCHANGE = {1: 0, 2: 500, 4: 900, 8: 2500}
+_STALL = {1: 2.6, 2: 2.2, 3: 2.0}
+_FEWEST_WARPS, _MOST_WARPS = 4, 18  # of an SM
+_GROUPS = tuple(product(PARAMS[2].values, PARAMS[5].values))
+_K_WARPS = {
+    (row_warps, per_sm): tuple(
+        k_warps
+        for k_warps in PARAMS[3].values
+        if _FEWEST_WARPS <= row_warps * k_warps * per_sm <= _MOST_WARPS
+    )
+    for row_warps, per_sm in _GROUPS
+}
+
 MAX_M = 64
 MAX_SIZE = (1 << 31) - 1
 _MOST_CANDIDATES = 20
@@ -47,8 +63,7 @@ _SHARED_BYTES = 227 * 1024  # that the workgroups of an SM may have, compute cap
 _STATIC_BYTES = 1024 + 128  # of a workgroup: what the system takes, and barriers
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """What the host works out of a configuration: see the constants of the kernel.
 
     Attributes:
@@ -68,22 +83,41 @@ class Layout:
     shared_bytes: int
 
 
+def _shares(N: int, pass_rows: int, most: int, per_sm: int) -> tuple[int, int]:
+    """How many clusters share the rows of w, of which an SM holds so many, and their passes."""
+    needed = -(-N // pass_rows)
+    clusters = min(most, -(-N // 16)) if needed <= most else min(needed, most * per_sm)
+    return clusters, -(-(-(-N // clusters)) // pass_rows)
+
+
 def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
     """How a configuration is laid out, or None where it does not fit."""
-    split, k_warps, row_warps = config["split"], config["k_warps"], config["row_warps"]
+    pass_rows = 16 * config["row_tiles"] * config["row_warps"]
+    most = most_clusters(target, config["split"])
+    shares = _shares(problem.N, pass_rows, most, config["per_sm"])
+    return _laid_out(problem, *shares, *(config[param.name] for param in PARAMS))
+
+
+def _laid_out(
+    problem: LinearProblem,
+    clusters: int,
+    passes: int,
+    split: int,
+    row_tiles: int,
+    row_warps: int,
+    k_warps: int,
+    depth: int,
+    per_sm: int,
+) -> Layout | None:
     tiles_m = -(-problem.M // 8)
-    warp_rows = 16 * config["row_tiles"]
-    pass_rows = row_warps * warp_rows
-    clusters = _clusters(target, problem, split, pass_rows, config["per_sm"])
-    most_rows = -(-problem.N // clusters)
-    passes = -(-most_rows // pass_rows)
-    chunks = -(-problem.K // (CHUNK * split))
-    stage_rows = warp_rows + 8 * tiles_m
+    stage_rows = 16 * row_tiles + 8 * tiles_m
     stage_bytes = -(-stage_rows * (CHUNK + 8) // 128) * 128
-    ring = row_warps * k_warps * config["depth"] * stage_bytes
-    most_bytes = _SHARED_BYTES // config["per_sm"] - _STATIC_BYTES
+    ring = row_warps * k_warps * depth * stage_bytes
+    most_bytes = _SHARED_BYTES // per_sm - _STATIC_BYTES
+    if ring > most_bytes:
+        return None
     for turns in range(1, tiles_m + 1):
-        tiles = row_warps * config["row_tiles"] * tiles_m // turns
+        tiles = row_warps * row_tiles * tiles_m // turns
         one_turn = passes * turns == 1
         if tiles_m % turns or (tiles < split and not one_turn):
             continue
@@ -92,18 +126,9 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
         partials = k_warps * tiles * _TILE_BYTES if k_warps > 1 else 0
         shared_bytes = inboxes + (ring + partials if passes > 1 else max(ring, partials))
         if shared_bytes <= most_bytes:
+            chunks = -(-problem.K // (CHUNK * split))
             return Layout(tiles_m, clusters, passes, turns, chunks, shared_bytes)
     return None
-
-
-def _clusters(
-    target: Target, problem: LinearProblem, split: int, pass_rows: int, per_sm: int
-) -> int:
-    most = most_clusters(target, split)
-    needed = -(-problem.N // pass_rows)
-    if needed <= most:
-        return min(most, -(-problem.N // 16))
-    return min(needed, most * per_sm)
 
 
 _layout = where_it_fits(layout)
@@ -119,51 +144,74 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     return None
 
 
-def _fits(target: Target, problem: LinearProblem, config: Config) -> bool:
-    """Whether registers, shared memory and K leave the configuration something to do."""
-    found = layout(target, problem, config)
-    if found is None:
-        return False
-    warps = config["row_warps"] * config["k_warps"] * config["per_sm"]
-    registers = min(65536 // (32 * warps), 255)
-    steps = -(-found.chunks // config["k_warps"])
-    return (
-        4 * config["row_tiles"] * found.tiles_m + 8 * found.tiles_m + 80 <= registers
-        and 4 <= warps <= 18
-        and (config["depth"] <= steps * found.passes or config["depth"] == 1)
-    )
-
-
-def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
+def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
     """A model of what a call takes beyond reading: fitted to sweeps on one H200."""
-    found = _layout(target, problem, config)
-    M, K, split, row_tiles = problem.M, problem.K, config["split"], config["row_tiles"]
-    warps = config["row_warps"] * config["k_warps"] * config["per_sm"]
-    groups = found.clusters * split
-    rounds = -(-groups // (target.cu_num * config["per_sm"]))
-    idle = rounds * target.cu_num * config["per_sm"] / groups
-    pass_rows = 16 * row_tiles * config["row_warps"]
-    chunks = -(-found.chunks // config["k_warps"])  # of a warp in a pass
-    steps = chunks * config["k_warps"] / (K / CHUNK / split)
-    padding = found.passes * pass_rows * found.clusters / problem.N * steps * idle
-    a_unit = 22 + 6 * found.tiles_m + 12 * found.tiles_m / row_tiles  # 16 rows by 32 k
-    stall = {1: 2.6, 2: 2.2, 3: 2.0}.get(round(warps / 4), 1.9)
-    units = problem.N * K / (512 * 4 * target.cu_num)
-    x_bytes = M * K * found.clusters * found.passes * config["row_warps"]
-    in_flight = warps * config["depth"] * row_tiles * 16 * CHUNK
-    starved = 0 if in_flight >= 40e3 else 1e4
-    return (
-        padding * units * max(a_unit * stall, 12.5 * found.tiles_m)
-        + {1: 0, 2: 500, 4: 900, 8: 2500}[split]
-        + 0.012 * x_bytes / target.cu_num
-        + 50 * warps
-        + 800 * (found.passes - 1)  # sums are exchanged once more
-        # With one chunk in flight nothing is copied while it is computed.
-        + 1200 * (config["depth"] == 1) * chunks * found.passes
-        + 400 * (config["per_sm"] - 1)
-        + starved
-        + (_overlap_cycles(target, found, groups) if problem.pdl else 0)
-    )
+    M, N, K, tiles_m = problem.M, problem.N, problem.K, -(-problem.M // 8)
+    units = N * K / (512 * 4 * target.cu_num)
+    soonest = -800 if problem.pdl else 0  # what overlapping launches may win
+    warps_of = product(PARAMS[0].values, PARAMS[1].values)
+    bounds = ((_bound(units, tiles_m, *values) + soonest, *values) for values in warps_of)
+    for bound, split, row_tiles in sorted(bounds):
+        if bound > least.cost:
+            break
+        part, most = -(-K // (CHUNK * split)), most_clusters(target, split)
+        least_unit = _unit_cycles(tiles_m, row_tiles, _MOST_WARPS)
+        for row_warps, per_sm in _GROUPS:
+            pass_rows = 16 * row_tiles * row_warps
+            clusters, passes = _shares(N, pass_rows, most, per_sm)
+            groups, at_once = clusters * split, target.cu_num * per_sm
+            idle = -(-groups // at_once) * at_once / groups
+            padded = passes * pass_rows * clusters / N
+            x_bytes = M * K * clusters * passes * row_warps
+            computed = padded * idle * units * least_unit + 0.012 * x_bytes / target.cu_num
+            others = _EXCHANGE[split] + 800 * (passes - 1) + 400 * (per_sm - 1) + soonest
+            if (computed + others) * ROUNDED_OFF > least.cost:
+                continue
+            for k_warps in _K_WARPS[row_warps, per_sm]:
+                warps = row_warps * k_warps * per_sm
+                if 4 * row_tiles * tiles_m + 8 * tiles_m + 80 > min(65536 // (32 * warps), 255):
+                    continue
+                chunks = -(-part // k_warps)  # of a warp in a pass
+                steps = chunks * k_warps / (K / CHUNK / split)
+                base = (
+                    padded * steps * idle * units * _unit_cycles(tiles_m, row_tiles, warps)
+                    + _EXCHANGE[split]
+                    + 0.012 * x_bytes / target.cu_num
+                    + 50 * warps
+                    + 800 * (passes - 1)  # sums are exchanged once more
+                )
+                if base + 400 * (per_sm - 1) + soonest > least.cost:
+                    continue
+                for depth in PARAMS[4].values[: max(1, chunks * passes)]:
+                    in_flight = warps * depth * row_tiles * 16 * CHUNK
+                    cost = (
+                        base
+                        # With one chunk in flight nothing is copied while it is computed.
+                        + 1200 * (depth == 1) * chunks * passes
+                        + 400 * (per_sm - 1)
+                        + (0 if in_flight >= 40e3 else 1e4)
+                    )
+                    if cost + soonest > least.cost:
+                        continue
+                    values = (split, row_tiles, row_warps, k_warps, depth, per_sm)
+                    found = _laid_out(problem, clusters, passes, *values)
+                    if found is None:
+                        break
+                    if problem.pdl:
+                        cost += _overlap_cycles(target, found, groups)
+                    yield cost, (), values
+
+
+def _bound(units: float, tiles_m: int, split: int, row_tiles: int) -> float:
+    """What tiles of a warp take at least, with the best number of warps and no padding."""
+    computed = units * _unit_cycles(tiles_m, row_tiles, _MOST_WARPS)
+    return (computed + _EXCHANGE[split] + 50 * _FEWEST_WARPS) * ROUNDED_OFF
+
+
+def _unit_cycles(tiles_m: int, row_tiles: int, warps: int) -> float:
+    """Of an SM's scheduler, for 16 rows by 32 k."""
+    a_unit = 22 + 6 * tiles_m + 12 * tiles_m / row_tiles
+    return max(a_unit * _STALL.get(round(warps / 4), 1.9), 12.5 * tiles_m)
 
 
 def _overlap_cycles(target: Target, found: Layout, groups: int) -> float:
@@ -173,13 +221,12 @@ def _overlap_cycles(target: Target, found: Layout, groups: int) -> float:
     return 600 * alone - 800 * shares
 
 
-_candidates = cheapest_of(
+_search = Search(
     PARAMS,
-    _fits,
-    _cycles,
+    _costs,
+    most=_MOST_CANDIDATES,
     alike=("split", "row_tiles", "row_warps"),
     most_alike=_MOST_ALIKE,
-    most=_MOST_CANDIDATES,
 )
 
 
@@ -246,8 +293,8 @@ MMA_RING = KernelSpec(
     name="mma_ring",
     params=PARAMS,
     refusal=_refusal,
-    configure=first_of(_candidates),
-    candidates=_candidates,
+    configure=_search.best,
+    candidates=_search.candidates,
     module=MODULE,
     yields=_yields,
 )

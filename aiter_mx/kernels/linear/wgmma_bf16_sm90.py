@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import NamedTuple
 
 from aiter_mx.kernels.linear.clusters_sm90 import CHUNK, most_clusters
 from aiter_mx.kernels.linear.problem import (
@@ -16,13 +16,16 @@ from aiter_mx.kernels.linear.problem import (
 )
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
+    ROUNDED_OFF,
     Config,
+    Costed,
     Geometry,
     KernelSpec,
+    Least,
     Module,
     Param,
+    Search,
     TensorMap,
-    combinations,
     where_it_fits,
 )
 from aiter_mx.target import Target
@@ -44,8 +47,7 @@ _OWN = ((192, 6144), (256, 4096))  # most M and N for which it comes first witho
 _MOST_GRID = (1 << 31) - 1
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """What the host works out of a configuration: see the constants of the kernel.
 
     Attributes:
@@ -80,8 +82,12 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     w_stages = min((left - raw_stages * raw) // w, 8)
     stages = x_stages * unit + raw_stages * raw + w_stages * w
     sums = tile_m * (tile_n + 4) * 4
-    clusters = -(-problem.M // tile_m) * -(-problem.N // tile_n)
+    clusters = _tiles(problem, tile_m, tile_n)
     return Layout(x_stages, raw_stages, w_stages, max(stages, sums) + _FLAG_BYTES, clusters)
+
+
+def _tiles(problem: LinearProblem, tile_m: int, tile_n: int) -> int:
+    return -(-problem.M // tile_m) * -(-problem.N // tile_n)
 
 
 _layout = where_it_fits(layout)
@@ -102,36 +108,28 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     return None
 
 
-def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
+def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
     """A model of a call's time beyond its start, fitted to times of one H200."""
-    found = _layout(target, problem, config)
-    tile_m, tile_n, split = config["tile_m"], config["tile_n"], config["split"]
-    units = -(-_chunks(problem) // split) * 2
-    unit = 350 * (tile_n // _GROUP_ROWS) + 6.5 * tile_m
-    if tile_m > 96:  # whoever expands so many tokens spills registers
-        unit *= 1.4 if tile_m <= 128 else 1.75
-    rounds = -(-found.clusters // most_clusters(target, split))
-    reduced = tile_m * tile_n * 4 * (split - 1) / split / 24 + 1000 if split > 1 else 0
-    stored = tile_m * tile_n / 24 + 800
-    return float(rounds * (units * unit + reduced + stored + 1500))
+    chunks = _chunks(problem)
+    for tile_m, tile_n in product(PARAMS[0].values, PARAMS[1].values):
+        if tile_m > _MOST_TOKENS[tile_n]:
+            continue
+        unit = 350 * (tile_n // _GROUP_ROWS) + 6.5 * tile_m
+        if tile_m > 96:  # whoever expands so many tokens spills registers
+            unit *= 1.4 if tile_m <= 128 else 1.75
+        clusters = _tiles(problem, tile_m, tile_n)
+        if clusters / target.cu_num * chunks * 2 * unit * ROUNDED_OFF > least.cost:
+            continue
+        stored = tile_m * tile_n / 24 + 800
+        for split in PARAMS[2].values[:chunks]:
+            units = -(-chunks // split) * 2
+            rounds = -(-clusters // most_clusters(target, split))
+            reduced = tile_m * tile_n * 4 * (split - 1) / split / 24 + 1000 if split > 1 else 0
+            cycles = rounds * (units * unit + reduced + stored + 1500)
+            yield cycles, (), (tile_m, tile_n, split)
 
 
-def _fits(target: Target, problem: LinearProblem, config: Config) -> bool:
-    return layout(target, problem, config) is not None
-
-
-@lru_cache(maxsize=256)
-def _ordered(target: Target, problem: LinearProblem) -> list[Config]:
-    fitting = [config for config in combinations(PARAMS) if _fits(target, problem, config)]
-    return sorted(fitting, key=lambda config: _cycles(target, problem, config))
-
-
-def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
-    return _ordered(target, problem)[:12]
-
-
-def _configure(target: Target, problem: LinearProblem) -> Config:
-    return _ordered(target, problem)[0]
+_search = Search(PARAMS, _costs, most=12)
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
@@ -192,8 +190,8 @@ WGMMA_BF16 = KernelSpec(
     name="wgmma_bf16",
     params=PARAMS,
     refusal=_refusal,
-    configure=_configure,
-    candidates=_candidates,
+    configure=_search.best,
+    candidates=_search.candidates,
     module=MODULE,
     yields=_yields,
 )

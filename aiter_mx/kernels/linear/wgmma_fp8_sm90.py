@@ -3,8 +3,9 @@ csrc/linear/wgmma_fp8_sm90.cu."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import NamedTuple
 
 from aiter_mx.kernels.linear.clusters_sm90 import (
     CHUNK,
@@ -21,15 +22,16 @@ from aiter_mx.kernels.linear.problem import (
 )
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
+    ROUNDED_OFF,
     Config,
+    Costed,
     Geometry,
     KernelSpec,
+    Least,
     Module,
     Param,
+    Search,
     TensorMap,
-    cheapest_of,
-    combinations,
-    first_of,
     where_it_fits,
 )
 from aiter_mx.target import Target
@@ -39,6 +41,13 @@ PARAMS = (
     Param("row_groups", (1, 2, 3, 4), "warpgroups side by side along w"),
     Param("k_groups", (1, 2, 3, 4), "warpgroups that take turns along K"),
     Param("depth", (2, 3, 4, 6, 8, 12), "chunks of 128 k that are under way at most"),
+)
+
+_MOST_GROUPS = 4
+_GROUPS = tuple(
+    groups
+    for groups in product(PARAMS[1].values, PARAMS[2].values)
+    if groups[0] * groups[1] <= _MOST_GROUPS
 )
 
 MAX_M = 64
@@ -54,7 +63,7 @@ _MOST_ODD_CHUNKS = 128  # with 231 mma_ring takes 0.6 of the time at 32 rows on 
 _PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """In which workgroups take the rows of w, where SMs have no room for all at once."""
 _MANY_WEIGHTS, _MANY_ROWS = 50_000_000, 16_384
-_CYCLES_OF_PASS = 1500  # until the first weights of the next workgroup on an SM are there
+_CYCLES_BETWEEN_PASSES = 1500  # until the first weights of the next workgroup on an SM are there
 _MOST_CANDIDATES = 16
 _MOST_ALIKE = 2
 _GROUP_ROWS = 64  # of wgmma's A
@@ -62,15 +71,13 @@ _TILE_BYTES = 512  # sums of a tile of 16 rows of wgmma's A by 8 of its B
 _FACTOR_BYTES = 8  # of a row's scales in a chunk
 _MOST_COLUMNS = 96  # of a wgmma
 _MOST_BOX_ROWS = 256
-_MOST_GROUPS = 4
 _REGISTERS = (248, 240, 160, 112)  # of a lane, by warpgroups that multiply
 _ALIGNMENT_BYTES = 1024  # of boxes in shared memory, which the kernel's first byte may not have
 _SHARED_BYTES = 227 * 1024  # of a workgroup, compute capability 9.0
 _BYTES_UNDER_WAY = 80_000  # that an SM had where it was fastest
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """What the host works out of a configuration: see the constants of the kernel.
 
     Attributes:
@@ -109,33 +116,41 @@ def _up(value: int, to: int) -> int:
 
 
 def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
-    """How a configuration is laid out, or None where it does not fit.
+    """How a configuration is laid out, or None where it does not fit."""
+    return _layout_of(target, problem, config["split"], config["row_groups"], config["k_groups"])
 
-    What fits some rows of x fits fewer, though it may not have w as wgmma's A: a table's row is for
-    all M up to its own.
-    """
-    k_groups = config["k_groups"]
-    if config["row_groups"] * k_groups > _MOST_GROUPS:
-        return None
-    if problem.K // CHUNK // config["split"] < k_groups:
+
+def _layout_of(
+    target: Target, problem: LinearProblem, split: int, row_groups: int, k_groups: int
+) -> Layout | None:
+    """What fits some rows of x fits fewer, though it may not have w as wgmma's A: a table's row is
+    for all M up to its own."""
+    if row_groups * k_groups > _MOST_GROUPS or problem.K // CHUNK // split < k_groups:
         return None
     x_is_a = problem.M >= _X_IS_A_M
     many = problem.N >= _MANY_ROWS or problem.N * problem.K >= _MANY_WEIGHTS
+    at_once = most_clusters(target, split)
     for passes in _PASSES if many else _PASSES[:1]:
+        share = -(-problem.N // (at_once * passes))
+        if share > _MOST_BOX_ROWS:
+            continue
         for x_first in (x_is_a, not x_is_a):
-            found = _laid_out(target, problem, config, x_first, passes)
+            found = _laid_out(problem, split, row_groups, k_groups, x_first, passes, share)
             if found is not None:
                 return found
     return None
 
 
 def _laid_out(
-    target: Target, problem: LinearProblem, config: Config, x_is_a: bool, passes: int
+    problem: LinearProblem,
+    split: int,
+    row_groups: int,
+    k_groups: int,
+    x_is_a: bool,
+    passes: int,
+    share: int,
 ) -> Layout | None:
-    split, row_groups, k_groups = config["split"], config["row_groups"], config["k_groups"]
-    fewest_chunks, more = divmod(problem.K // CHUNK, split)
-    chunks, rows_m = fewest_chunks + (more > 0), _up(problem.M, 8)
-    share = -(-problem.N // (most_clusters(target, split) * passes))
+    rows_m = _up(problem.M, 8)
     rows_w = _up(share, 8 * row_groups if x_is_a else 8)
     columns = rows_w // row_groups if x_is_a else rows_m
     groups = row_groups * k_groups
@@ -148,6 +163,8 @@ def _laid_out(
     # Sums, and products and scales of a block at least.
     if 3 * columns // 2 + 32 > _REGISTERS[groups - 1]:
         return None
+    fewest_chunks, more = divmod(problem.K // CHUNK, split)
+    chunks = fewest_chunks + (more > 0)
     rows_a, rows_b = (rows_m, rows_w) if x_is_a else (rows_w, rows_m)
     tiles = -(-rows_a // 16) * (rows_b // 8)
     if tiles < split:
@@ -181,9 +198,6 @@ def _laid_out(
 _layout = where_it_fits(layout)
 
 
-_SHALLOW = [config for config in combinations(PARAMS) if config["depth"] == 2]
-
-
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if target.arch not in MODULE.sources:
         return f"no wgmma_fp8 kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
@@ -195,27 +209,48 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"K={problem.K} is no multiple of {CHUNK}, which wgmma_fp8 takes at a time"
     if max(problem.N, problem.K) > MAX_SIZE:
         return f"N={problem.N}, K={problem.K}: wgmma_fp8 counts both in 31 bits"
-    shallow = (config for config in _SHALLOW if layout(target, problem, config) is not None)
-    if next(shallow, None) is None:  # depth has no part in whether there is room
+    shapes = product(PARAMS[0].values, _GROUPS)
+    if not any(_layout_of(target, problem, split, *groups) for split, groups in shapes):
         return f"N={problem.N}: no room for all of w in shared memory"
     return None
 
 
-def _fits(target: Target, problem: LinearProblem, config: Config) -> bool:
-    """Whether the configuration is laid out, and no shallower one is the same."""
-    found = layout(target, problem, config)
-    if found is None:
-        return False
-    return not any(found.stages <= depth < config["depth"] for depth in _DEPTHS)
-
-
-_DEPTHS = next(param.values for param in PARAMS if param.name == "depth")
-
-
-def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
+def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
     """A model of what a call takes beyond its start: fitted to 111 times of one H200."""
-    found = _layout(target, problem, config)
-    row_groups, k_groups = config["row_groups"], config["k_groups"]
+    splits = PARAMS[0].values
+    for bound, split in sorted((_bound(target, problem, split), split) for split in splits):
+        if bound > least.cost:
+            break
+        for groups in _GROUPS:
+            found = _layout_of(target, problem, split, *groups)
+            if found is None:
+                continue
+            of_pass = _cycles_of_pass(found, split, *groups)
+            if found.passes * of_pass > least.cost:
+                continue
+            for depth in PARAMS[3].values:
+                under_way = min(depth, found.stages) * found.stage_bytes
+                once = of_pass + 0.008 * abs(under_way - _BYTES_UNDER_WAY)
+                cycles = found.passes * (once + _CYCLES_BETWEEN_PASSES) - _CYCLES_BETWEEN_PASSES
+                yield cycles, (), (split, *groups, depth)
+                if depth >= found.stages:  # deeper ones are the same
+                    break
+
+
+def _bound(target: Target, problem: LinearProblem, split: int) -> float:
+    """What clusters of a size take at least: their work without most of the padding."""
+    rows_m, chunks = _up(problem.M, 8), -(-(problem.K // CHUNK) // split)
+    share = -(-problem.N // most_clusters(target, split))  # of w, in all passes
+    copied = chunks * (rows_m + share) * CHUNK / 46
+    a_group = 22 + 58 / _MOST_GROUPS
+    w_is_a = -(-share // _GROUP_ROWS) * (a_group + 1.38 * rows_m)
+    x_is_a = -(-share // _MOST_COLUMNS) * a_group + 1.38 * share
+    computed = chunks * 4 * min(w_is_a, x_is_a)
+    return (_together(copied, computed) + _exchange_cycles(split, rows_m * share)) * ROUNDED_OFF
+
+
+def _cycles_of_pass(found: Layout, split: int, row_groups: int, k_groups: int) -> float:
+    """What workgroups take from their start to their end, with a good depth."""
     groups = row_groups * k_groups
     copied: float = found.chunks * found.stage_bytes / 46
     blocks = _up(found.chunks, k_groups) * row_groups * 4
@@ -223,22 +258,27 @@ def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
     waited = (120 if doubled else 320) / groups
     computed = blocks * max(22 + 1.38 * found.columns + 58 / groups, waited)
     sums = found.rows_m * found.rows_w * k_groups
-    exchanged = 0.2 * sums + 178 * config["split"] if config["split"] > 1 else 0.11 * sums
-    if config["split"] in (3, 5, 6, 7):
-        exchanged += 500  # so much slower than the model had them
-    under_way = min(config["depth"], found.stages) * found.stage_bytes
+    return _together(copied, computed) + _exchange_cycles(split, sums)
+
+
+def _together(copied: float, computed: float) -> float:
     both: float = (copied**1.5 + computed**1.5) ** (1 / 1.5)
-    once = both + exchanged + 0.008 * abs(under_way - _BYTES_UNDER_WAY)
-    return found.passes * (once + _CYCLES_OF_PASS) - _CYCLES_OF_PASS
+    return both
 
 
-_candidates = cheapest_of(
+def _exchange_cycles(split: int, sums: float) -> float:
+    exchanged = 0.2 * sums + 178 * split if split > 1 else 0.11 * sums
+    if split in (3, 5, 6, 7):
+        exchanged += 500  # so much slower than the model had them
+    return exchanged
+
+
+_search = Search(
     PARAMS,
-    _fits,
-    _cycles,
+    _costs,
+    most=_MOST_CANDIDATES,
     alike=("split", "row_groups", "k_groups"),
     most_alike=_MOST_ALIKE,
-    most=_MOST_CANDIDATES,
 )
 
 
@@ -312,8 +352,8 @@ WGMMA_FP8 = KernelSpec(
     name="wgmma_fp8",
     params=PARAMS,
     refusal=_refusal,
-    configure=first_of(_candidates),
-    candidates=_candidates,
+    configure=_search.best,
+    candidates=_search.candidates,
     module=MODULE,
     yields=_yields,
 )

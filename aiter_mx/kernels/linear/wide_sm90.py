@@ -3,8 +3,9 @@ csrc/linear/wide_sm90.cu."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from math import inf
+from typing import NamedTuple
 
 from aiter_mx.kernels.linear.clusters_sm90 import (
     CHUNK,
@@ -21,15 +22,16 @@ from aiter_mx.kernels.linear.problem import (
 )
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
+    ROUNDED_OFF,
     Config,
+    Costed,
     Geometry,
     KernelSpec,
+    Least,
     Module,
     Param,
+    Search,
     TensorMap,
-    cheapest_of,
-    combinations,
-    first_of,
     where_it_fits,
 )
 from aiter_mx.target import Target
@@ -40,6 +42,8 @@ PARAMS = (
     Param("depth", (1, 2, 3, 4, 5, 6, 7, 8), "times 128 k of them that are in flight"),
 )
 
+_ROWS = PARAMS[1].values
+
 MAX_M = 64
 MAX_N = (1 << 31) - 1
 _MOST_CANDIDATES = 16
@@ -47,14 +51,14 @@ _MOST_ALIKE = 2
 _MOST_OF_OTHERS = 16  # rows of x up to which mma_ring is faster on one H200
 _TILES_M = (8, 16, 32, 48, 64)
 _MOST_CHUNKS = 16  # of a part of K, whose scales are in registers for a while
+_MOST_CHUNKS_OF_MANY = 12  # of more than 16 rows of x
 _BYTES_A_CYCLE = 2090  # of an H200's memory
 _BUSY_CHUNKS = 4  # of a pass of which sums are sent in the next, with them and with other work
 _TILE_BYTES = 512  # sums of a tile of 16 rows of w by 8 of x
 _SHARED_BYTES = 226 * 1024  # of a workgroup, static shared memory apart: compute capability 9.0
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """What the host works out of a configuration: see the constants of the kernel.
 
     Attributes:
@@ -82,18 +86,33 @@ def _threads(rows: int) -> int:
 
 def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
     """How a configuration is laid out, or None where it does not fit."""
-    split, rows = config["split"], config["rows"]
-    tile_m = next(tile for tile in _TILES_M if tile >= problem.M)
+    return _layout_of(target, problem, config["split"], config["rows"], config["depth"])
+
+
+def _tile_m(problem: LinearProblem) -> int:
+    return next(tile for tile in _TILES_M if tile >= problem.M)
+
+
+def _shares(problem: LinearProblem, rows: int, most: int) -> tuple[int, int]:
+    """How many clusters share the rows of w, and in how many passes, where so many run at once."""
     tiles = -(-problem.N // rows)
-    most = most_clusters(target, split)
     passes = -(-tiles // most)
-    chunks = -(-problem.K // (CHUNK * split))
+    return -(-tiles // passes), passes
+
+
+def _layout_of(
+    target: Target, problem: LinearProblem, split: int, rows: int, depth: int
+) -> Layout | None:
+    tile_m, chunks = _tile_m(problem), -(-problem.K // (CHUNK * split))
+    clusters, passes = _shares(problem, rows, most_clusters(target, split))
+    if chunks > _MOST_CHUNKS:
+        return None
     sums = rows // 16 * tile_m // 8
-    if chunks > _MOST_CHUNKS or (passes > 1 and sums < split):
+    if passes > 1 and sums < split:
         return None  # who owns no sums would let the others send theirs too early
     inbox = -(-sums // split) * split * _TILE_BYTES if split > 1 else 0
     late = passes > 1 and _runs_on(problem, split, rows, chunks, tile_m)
-    ring, slot = config["depth"] * rows * CHUNK, CHUNK * tile_m
+    ring, slot = depth * rows * CHUNK, CHUNK * tile_m
     shared_bytes = ring + chunks * 2 * slot + inbox + (1 + late) * rows * ((chunks + 1) | 1) * 4
     # x, before it is fp16, takes the ring's end and the inbox, or what else there is.
     left = _SHARED_BYTES - shared_bytes
@@ -102,7 +121,7 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     if left < 0 or slots < min(chunks, _threads(rows) * 16 // slot):
         return None
     shared_bytes += spare
-    return Layout(tile_m, -(-tiles // passes), passes, chunks, shared_bytes, spare, late)
+    return Layout(tile_m, clusters, passes, chunks, shared_bytes, spare, late)
 
 
 def _runs_on(problem: LinearProblem, split: int, rows: int, chunks: int, tile_m: int) -> bool:
@@ -114,10 +133,6 @@ def _runs_on(problem: LinearProblem, split: int, rows: int, chunks: int, tile_m:
 _layout = where_it_fits(layout)
 
 
-_SMALLEST = [c for c in combinations(PARAMS) if c["split"] == 8 and c["depth"] == 1]
-"""One of these fits where any configuration does: they have the shortest parts of K and rings."""
-
-
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if target.arch not in MODULE.sources:
         return f"no wide kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
@@ -125,49 +140,80 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"M={problem.M} is above {MAX_M}, the most rows of a tile of wide"
     if problem.N > MAX_N:
         return f"N={problem.N}: wide counts rows of w in 31 bits"
-    if not any(_fits(target, problem, config) for config in _SMALLEST):
+    # The shortest parts of K and rings: one of these fits where any configuration does.
+    found = ((rows, _layout_of(target, problem, 8, rows, 1)) for rows in _ROWS)
+    if not any(layout is not None and _has_registers(layout, rows) for rows, layout in found):
         return f"M={problem.M}, K={problem.K}: wide has no room for an eighth of x"
     return None
 
 
-def _fits(target: Target, problem: LinearProblem, config: Config) -> bool:
-    """Whether registers, shared memory and K leave the configuration something to do."""
-    found = layout(target, problem, config)
-    if found is None or config["depth"] > max(found.chunks * found.passes, 1):
-        return False
-    if found.tile_m <= 16:
+def _has_registers(found: Layout, rows: int) -> bool:
+    """Whether sums, x on its way and scales, which share the registers, spill none."""
+    if found.tile_m <= _MOST_OF_OTHERS:
         return True
-    # Sums, x on its way and scales share the registers: of these, none are spilled.
-    most_chunks = 8 if config["rows"] > 192 else 12
-    return found.chunks <= most_chunks and (config["rows"] <= 192 or found.tile_m <= 32)
+    most_chunks = 8 if rows > 192 else _MOST_CHUNKS_OF_MANY
+    return found.chunks <= most_chunks and (rows <= 192 or found.tile_m <= 32)
 
 
-def _cycles(target: Target, problem: LinearProblem, config: Config) -> float:
+def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
     """A model of a call's time: fitted to a sweep on one H200."""
-    found = _layout(target, problem, config)
-    rows, split, depth, tile_m = config["rows"], config["split"], config["depth"], found.tile_m
-    groups = found.clusters * split
-    rounds = -(-groups // target.cu_num)
-    computed = found.chunks * rounds * (300 + -(-rows // 64) * (147 + 1.9 * tile_m))
-    copied = rounds * min(groups, target.cu_num) * rows * found.chunks * CHUNK / _BYTES_A_CYCLE
-    exchanged = 1000 + (0.34 * rows * tile_m if split > 1 else 0)
-    if found.passes > 1:  # copies go on while sums are exchanged, as far as the ring is long
-        copied *= 1 + 0.29 * max(0.0, 1 - depth * rows * CHUNK / 80e3)
-    a_pass = max(copied, computed + exchanged)
-    last = max(copied, computed) + exchanged
-    depths = 1290 * max(0, 4 - depth) + 60 * max(0, depth - 5)
-    cluster = {1: 130, 2: 260, 8: 0}.get(split, 340)
-    started = 3930 + 6.6 * tile_m * found.chunks
-    return started + (found.passes - 1) * a_pass + last + depths + cluster
+    tile_m, splits = _tile_m(problem), PARAMS[0].values
+    for bound, split in sorted((_bound(target, problem, split), split) for split in splits):
+        if bound > least.cost:
+            break
+        chunks, most = -(-problem.K // (CHUNK * split)), most_clusters(target, split)
+        started, cluster = _start_cycles(tile_m, chunks), _cluster_cycles(split)
+        share = problem.N / most
+        for rows in sorted(_ROWS, key=lambda rows: abs(rows - share)):
+            clusters, passes = _shares(problem, rows, most)
+            groups = clusters * split
+            rounds = -(-groups // target.cu_num)
+            computed = chunks * rounds * (300 + -(-rows // 64) * (147 + 1.9 * tile_m))
+            exchanged = 1000 + (0.34 * rows * tile_m if split > 1 else 0)
+            if started + passes * (computed + exchanged) * ROUNDED_OFF > least.cost:
+                continue
+            at_once = min(groups, target.cu_num)
+            for depth in PARAMS[2].values[: chunks * passes]:
+                copied = rounds * at_once * rows * chunks * CHUNK / _BYTES_A_CYCLE
+                if passes > 1:  # copies go on while sums are exchanged, as far as the ring is long
+                    copied *= 1 + 0.29 * max(0.0, 1 - depth * rows * CHUNK / 80e3)
+                a_pass = max(copied, computed + exchanged)
+                last = max(copied, computed) + exchanged
+                depths = 1290 * max(0, 4 - depth) + 60 * max(0, depth - 5)
+                cost = started + (passes - 1) * a_pass + last + depths + cluster
+                if cost <= least.cost:
+                    found = _layout_of(target, problem, split, rows, depth)
+                    if found is None or not _has_registers(found, rows):
+                        break
+                    yield cost, (), (split, rows, depth)
 
 
-_candidates = cheapest_of(
+def _bound(target: Target, problem: LinearProblem, split: int) -> float:
+    """What clusters of a size take at least: their work without most of the padding."""
+    tile_m, chunks = _tile_m(problem), -(-problem.K // (CHUNK * split))
+    if chunks > (_MOST_CHUNKS if tile_m <= _MOST_OF_OTHERS else _MOST_CHUNKS_OF_MANY):
+        return inf
+    share = -(-problem.N // most_clusters(target, split))  # of w, in all passes
+    computed = chunks * (300 + -(-share // 64) * (147 + 1.9 * tile_m))
+    exchanged = 1000 + (0.34 * max(_ROWS[0], share) * tile_m if split > 1 else 0)
+    started = _start_cycles(tile_m, chunks) + _cluster_cycles(split)
+    return (started + computed + exchanged) * ROUNDED_OFF
+
+
+def _start_cycles(tile_m: int, chunks: int) -> float:
+    return 3930 + 6.6 * tile_m * chunks
+
+
+def _cluster_cycles(split: int) -> int:
+    return {1: 130, 2: 260, 8: 0}.get(split, 340)
+
+
+_search = Search(
     PARAMS,
-    _fits,
-    _cycles,
+    _costs,
+    most=_MOST_CANDIDATES,
     alike=("split", "rows"),
     most_alike=_MOST_ALIKE,
-    most=_MOST_CANDIDATES,
 )
 
 
@@ -233,8 +279,8 @@ WIDE = KernelSpec(
     name="wide",
     params=PARAMS,
     refusal=_refusal,
-    configure=first_of(_candidates),
-    candidates=_candidates,
+    configure=_search.best,
+    candidates=_search.candidates,
     module=MODULE,
     yields=_yields,
 )

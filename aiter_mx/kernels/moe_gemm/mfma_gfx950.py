@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import product
+from typing import NamedTuple
 
 from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, MoeGemmProblem, module
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Config,
+    Costed,
     Geometry,
     KernelSpec,
+    Least,
     Param,
-    combinations,
-    first_of,
+    Search,
     refuse_static_lds,
+    without_waste,
 )
 from aiter_mx.target import Target
 
@@ -49,8 +53,7 @@ _TILE_CYCLES = 80
 _LOOK_UP_CYCLES = 1500  # the expert of a block and its ids: a latency of the L2
 
 
-@dataclass(frozen=True)
-class _Work:
+class _Work(NamedTuple):
     """What a configuration makes of a problem whose tokens choose experts at random.
 
     Attributes:
@@ -68,22 +71,18 @@ class _Work:
     steps: int
 
 
-def _work(problem: MoeGemmProblem, config: Config) -> _Work:
+def _work(problem: MoeGemmProblem, row_tiles: int, col_tiles: int) -> _Work:
     experts, of_expert = problem.touched, problem.rows_of_expert
-    in_chunk = min(of_expert, _chunk(problem, config))
-    chunks = max(experts, experts * of_expert / _chunk(problem, config))
+    chunk = min(problem.block_m, _SIDE * col_tiles)  # the most ids of one
+    in_chunk = min(of_expert, chunk)
+    chunks = max(experts, experts * of_expert / chunk)
     return _Work(
-        tiles=-(-problem.N // (_SIDE * config["row_tiles"])),
+        tiles=-(-problem.N // (_SIDE * row_tiles)),
         experts=experts,
         chunks=chunks,
         col_tiles=next(c for c in (1, 2, 4) if c * _SIDE >= in_chunk),
         steps=-(-problem.K // _TILE_K),
     )
-
-
-def _chunk(problem: MoeGemmProblem, config: Config) -> int:
-    """The most ids of a chunk."""
-    return min(problem.block_m, _SIDE * config["col_tiles"])
 
 
 def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
@@ -96,72 +95,55 @@ def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
     return None
 
 
-def _registers(config: Config) -> int:
+def _registers(rows: int, cols: int, unroll: int) -> int:
     """At most so many registers of a lane: loads, sums, rows and addresses."""
-    rows, cols = config["row_tiles"], config["col_tiles"]
     held = 10 * max(0, rows - 2) * max(0, cols - 1) + 4 * (rows > 1)
-    return 72 + 18 * config["unroll"] * (rows + cols) + 4 * rows * cols + 10 * cols + held
+    return 72 + 18 * unroll * (rows + cols) + 4 * rows * cols + 10 * cols + held
 
 
-def _resident(config: Config) -> int:
+@cache
+def _resident(row_tiles: int, col_tiles: int, waves: int, unroll: int) -> int:
     """Workgroups that a compute unit holds at once; 0 where not even one fits."""
-    registers = -(-_registers(config) // 8) * 8
-    waves = config["waves"]
+    registers = -(-_registers(row_tiles, col_tiles, unroll) // 8) * 8
     if registers > _MOST_REGISTERS:
         return 0
-    return min(_REGISTERS // registers // -(-waves // _SIMDS), _LDS_BYTES // _lds_bytes(config))
+    lds = _lds_bytes(row_tiles, col_tiles, waves)
+    return min(_REGISTERS // registers // -(-waves // _SIMDS), _LDS_BYTES // lds)
 
 
-def _lds_bytes(config: Config) -> int:
+def _lds_bytes(row_tiles: int, col_tiles: int, waves: int) -> int:
     """What a workgroup declares: a tile or the sums of each wave, and little else."""
-    return config["waves"] * 1024 * max(4, config["row_tiles"] * config["col_tiles"]) + 256
+    return waves * 1024 * max(4, row_tiles * col_tiles) + 256
 
 
-def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
-    """The configurations that fit and waste no wave: those of the lowest bounds, best first."""
-    steps = -(-problem.K // _TILE_K)
-
-    def suits(config: Config) -> bool:
-        waves, unroll = config["waves"], config["unroll"]
-        return (
-            (problem.activation == "none" or config["row_tiles"] == _ACTIVATED_TILES)
-            and config["col_tiles"] * _SIDE < 2 * max(problem.block_m, _SIDE)
-            and _resident(config) > 0
-            and unroll <= -(-steps // waves)
-            and waves == _fewest_waves(steps, waves, unroll)
-        )
-
-    suitable = [config for config in combinations(PARAMS) if suits(config)]
-    return sorted(suitable, key=lambda c: _cycles(target, problem, c))[:_MOST_CANDIDATES]
-
-
-def _fewest_waves(steps: int, waves: int, unroll: int) -> int:
-    """The fewest waves that take no more rounds of their loop than ``waves`` take."""
-    rounds = -(-steps // (waves * unroll))
-    return next(w for w in _WAVES if w * unroll * rounds >= steps)
-
-
-def _cycles(target: Target, problem: MoeGemmProblem, config: Config) -> tuple[float, ...]:
+def _costs(target: Target, problem: MoeGemmProblem, least: Least) -> Iterator[Costed]:
     """A bound on the time in cycles; then what to have less of where bounds are equal.
 
     Weights come from memory once for an expert, and from the caches for its further chunks.
     """
-    work, row_tiles = _work(problem, config), config["row_tiles"]
-    of_busiest = -(-int(work.tiles * work.chunks) // target.cu_num)
-    row_steps = work.tiles * work.steps * row_tiles
-    memory = work.experts * row_steps * _TILE_BYTES / (target.cu_num * _BYTES_A_CYCLE)
-    loads = of_busiest * work.steps * (row_tiles + work.col_tiles) * _TILE_CYCLES
-    under_way = config["waves"] * config["unroll"]
-    turns = -(-of_busiest // _resident(config))
-    waiting = turns * (-(-work.steps // under_way) * _LATENCY_CYCLES + _LOOK_UP_CYCLES)
-    return (
-        max(memory, loads, waiting),
-        turns,
-        loads,
-        config["col_tiles"],
-        under_way,
-        config["unroll"],
-    )
+    activated = problem.activation != "none"
+    for tile in product((_ACTIVATED_TILES,) if activated else PARAMS[0].values, PARAMS[1].values):
+        row_tiles, col_tiles = tile
+        if col_tiles * _SIDE >= 2 * max(problem.block_m, _SIDE):
+            continue
+        work = _work(problem, row_tiles, col_tiles)
+        of_busiest = -(-int(work.tiles * work.chunks) // target.cu_num)
+        row_steps = work.tiles * work.steps * row_tiles
+        memory = work.experts * row_steps * _TILE_BYTES / (target.cu_num * _BYTES_A_CYCLE)
+        loads = of_busiest * work.steps * (row_tiles + work.col_tiles) * _TILE_CYCLES
+        if max(memory, loads) > least.cost:
+            continue
+        for unroll in PARAMS[3].values:
+            for waves, rounds in without_waste(_WAVES, work.steps, unroll):
+                resident = _resident(row_tiles, col_tiles, waves, unroll)
+                if resident > 0:
+                    turns = -(-of_busiest // resident)
+                    waiting = turns * (rounds * _LATENCY_CYCLES + _LOOK_UP_CYCLES)
+                    less = (turns, loads, col_tiles, waves * unroll, unroll)
+                    yield max(memory, loads, waiting), less, (*tile, waves, unroll)
+
+
+_search = Search(PARAMS, _costs, _MOST_CANDIDATES)
 
 
 def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
@@ -186,7 +168,8 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
             f"{dict(config)} does not fit {problem}: a workgroup holds the gate and up rows of 32 "
             f"features with row_tiles={_ACTIVATED_TILES} alone"
         )
-    refuse_static_lds(problem, config, _lds_bytes(config))
+    needed = _lds_bytes(config["row_tiles"], config["col_tiles"], config["waves"])
+    refuse_static_lds(problem, config, needed)
     chunks = problem.blocks * -(-problem.block_m // (_SIDE * config["col_tiles"]))
     return Geometry(
         grid=(
@@ -206,7 +189,7 @@ MFMA = KernelSpec(
     name="mfma",
     params=PARAMS,
     refusal=_refusal,
-    configure=first_of(_candidates),
-    candidates=_candidates,
+    configure=_search.best,
+    candidates=_search.candidates,
     module=MODULE,
 )
