@@ -17,7 +17,7 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.registry import key_columns
-from aiter_mx.kernels.spec import Config, Param, Problem, cheapest, combinations
+from aiter_mx.kernels.spec import Problem
 from aiter_mx.paths import configs_dir
 from aiter_mx.target import hardware
 from aiter_mx.tuning import sweep as sweeps
@@ -273,26 +273,6 @@ def test_a_kernel_far_behind_is_given_up_unless_one_looks_closely() -> None:
         assert outcome.chosen.candidate == best
         tried = [c for _, c in fake.tried if c.kernel == "slow"]
         assert tried == (other[: RULES.tries] if rules is RULES else other)
-
-
-def test_few_that_are_alike_remain_of_the_cheapest() -> None:
-    params = (Param("split", (1, 2), ""), Param("rows", (3, 4, 5), ""), Param("depth", (6, 7), ""))
-    configs = combinations(params)
-    costs = {tuple(config.values()): draw(*config.values()) for config in configs}
-
-    def cost(config: Config) -> float:
-        return costs[tuple(config.values())]
-
-    chosen = cheapest(configs, cost, alike=("split", "depth"), most_alike=2, most=6)
-    assert [cost(config) for config in chosen] == sorted(map(cost, chosen))
-    assert len(chosen) == 6
-    for config in configs:
-        cheaper = [c for c in configs if cost(c) < cost(config)]
-        alike = [
-            c for c in cheaper if (c["split"], c["depth"]) == (config["split"], config["depth"])
-        ]
-        ahead = [c for c in chosen if cost(c) < cost(config)]
-        assert (config in chosen) == (len(alike) < 2 and len(ahead) < 6)
 
 
 def test_kernels_further_back_in_line_begin_with_fewer() -> None:

@@ -87,7 +87,8 @@ def _shares(N: int, pass_rows: int, most: int, per_sm: int) -> tuple[int, int]:
     """How many clusters share the rows of w, of which an SM holds so many, and their passes."""
     needed = -(-N // pass_rows)
     clusters = min(most, -(-N // 16)) if needed <= most else min(needed, most * per_sm)
-    return clusters, -(-(-(-N // clusters)) // pass_rows)
+    most_rows = -(-N // clusters)
+    return clusters, -(-most_rows // pass_rows)
 
 
 def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:

@@ -1,0 +1,118 @@
+"""The choice of a configuration: bounds leave nothing out, and equal costs are decided one way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from aiter_mx.kernels.registry import kernels_of, ops, problem_type
+from aiter_mx.kernels.spec import (
+    Costed,
+    KernelSpec,
+    Least,
+    Param,
+    Problem,
+    Search,
+    combinations,
+    without_waste,
+)
+from aiter_mx.target import ARCHS, Target, hardware
+from op_tests.bench.routes import DRAWS
+
+PROBLEMS = 120
+SUBJECTS = [
+    pytest.param(kernel, arch, id=f"{kernel.op}-{kernel.name}-{arch}")
+    for op in ops()
+    if op in DRAWS
+    for kernel in kernels_of(op)
+    for arch in ARCHS
+    if kernel.module is not None and kernel.params and kernel.is_for(arch)
+]
+
+
+def _problems(kernel: KernelSpec, target: Target) -> Iterator[tuple[Target, Problem]]:
+    """Problems that the kernel covers, on GPUs of several sizes; some are small, some uneven."""
+    draw, of_type = random.Random(f"{kernel.op} {kernel.name}"), problem_type(kernel.op)
+    found = 0
+    while found < PROBLEMS:
+        fields: dict[str, Any] = DRAWS[kernel.op](draw)
+        if kernel.op == "linear" and draw.random() < 0.5:
+            more = {"M": draw.randrange(1, 20), "N": draw.randrange(1, 20000)}
+            fields |= {**more, "K": 32 * draw.randrange(1, 300)}
+        problem = of_type(**fields)
+        cu_num = draw.choice((target.cu_num, target.cu_num, 8, 114))
+        of_size = replace(target, cu_num=cu_num)
+        if kernel.refusal(of_size, problem) is None:
+            found += 1
+            yield of_size, problem
+
+
+@pytest.mark.parametrize(("kernel", "arch"), SUBJECTS)
+def test_the_choice_is_the_first_of_all_candidates(kernel: KernelSpec, arch: str) -> None:
+    for target, problem in _problems(kernel, hardware(arch)):
+        candidates = kernel.candidates(target, problem)
+        if kernel.op == "quantize" or (kernel.name, arch) == ("gemv", "gfx950"):
+            assert kernel.configure(target, problem) in candidates  # it is a rule of its own
+        else:
+            assert kernel.configure(target, problem) == candidates[0], problem
+
+
+PARAMS = (Param("split", (1, 2), ""), Param("rows", (3, 4, 5), ""), Param("depth", (6, 7), ""))
+
+
+def _fake(seed: int) -> Search:
+    """Costs with many that are equal, in an order of their own; it prunes what it may."""
+    draw = random.Random(seed)
+    costs = {tuple(c.values()): float(draw.randrange(4)) for c in combinations(PARAMS)}
+    order = sorted(costs, key=lambda _: draw.random())
+
+    def found(target: Target, problem: Problem, least: Least) -> Iterator[Costed]:
+        for values in order:
+            if costs[values] <= least.cost:
+                yield costs[values], (), values
+
+    return Search(PARAMS, found, most=6, alike=("split", "depth"), most_alike=2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_candidates_are_the_cheapest_and_few_of_them_alike(seed: int) -> None:
+    search, target = _fake(seed), hardware("sm_90a")
+    costs = {values: cost for cost, _, values in search.costs(target, None, Least())}
+
+    def key(config: Any) -> tuple[float, tuple[int, ...]]:
+        values = tuple(config.values())
+        return costs[values], values
+
+    chosen = search.candidates(target, None)
+    assert len(chosen) == 6
+    assert [key(config) for config in chosen] == sorted(map(key, chosen))
+    assert search.best(target, None) == chosen[0]
+    for config in combinations(PARAMS):
+        kind = (config["split"], config["depth"])
+        cheaper = [c for c in combinations(PARAMS) if key(c) < key(config)]
+        alike = [c for c in cheaper if (c["split"], c["depth"]) == kind]
+        ahead = [c for c in chosen if key(c) < key(config)]
+        assert (config in chosen) == (len(alike) < 2 and len(ahead) < 6)
+
+
+def test_a_search_that_finds_nothing_says_for_what() -> None:
+    nothing = Search(PARAMS, lambda target, problem, least: (), most=1)
+    with pytest.raises(ValueError, match="no configuration is known to fit this"):
+        nothing.best(hardware("sm_90a"), "this")
+    assert nothing.candidates(hardware("sm_90a"), "this") == []
+
+
+@pytest.mark.parametrize("unroll", [1, 2, 3])
+def test_no_fewer_waves_take_as_few_rounds(unroll: int) -> None:
+    counts = (1, 2, 3, 4, 6, 8)
+    for steps in range(1, 60):
+        found = dict(without_waste(counts, steps, unroll))
+        for waves in counts:
+            rounds = -(-steps // (waves * unroll))
+            fewer = [w for w in counts if w < waves and -(-steps // (w * unroll)) <= rounds]
+            has_work = unroll <= -(-steps // waves)
+            assert found.get(waves) == (rounds if has_work and not fewer else None)
