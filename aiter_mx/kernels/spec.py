@@ -78,14 +78,14 @@ class Search:
         params: of the kernel, each with its values in ascending order.
         costs: the configurations that fit a problem. It leaves out those that cost more than the
             third argument has, where a bound shows it early.
-        most: of the candidates.
+        most: of the candidates; 0 for any number.
         alike: the parameters in which two configurations agree that are alike.
         most_alike: of the candidates that are alike; 0 for any number.
     """
 
     params: tuple[Param, ...]
     costs: Callable[[Target, Problem, Least], Iterable[Costed]]
-    most: int
+    most: int = 0
     alike: tuple[str, ...] = ()
     most_alike: int = 0
 
@@ -113,7 +113,7 @@ class Search:
             taken[kind] += 1
             if not self.most_alike or taken[kind] <= self.most_alike:
                 chosen.append(config)
-        return chosen[: self.most]
+        return chosen[: self.most or None]
 
     def _config(self, values: Values) -> Config:
         return dict(zip((param.name for param in self.params), values, strict=True))

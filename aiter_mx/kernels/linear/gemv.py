@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import log2
 
@@ -18,14 +18,18 @@ from aiter_mx.kernels.linear.problem import (
 )
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
+    ROUNDED_OFF,
     Arg,
     Config,
+    Costed,
     Geometry,
     KernelSpec,
+    Least,
     Module,
     Param,
     Parts,
-    combinations,
+    Search,
+    without_waste,
 )
 from aiter_mx.target import Target
 
@@ -57,7 +61,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 def _configure(target: Target, problem: LinearProblem) -> Config:
     """A balanced configuration without spills; docs/kernels/gemv.md has its reasons."""
     if target.arch == "sm_90a":
-        return _candidates(target, problem)[0]
+        return _search.best(target, problem)
     M, cus = problem.M, target.cu_num
 
     def groups_a_cu(rows: int) -> int:
@@ -74,7 +78,8 @@ def _configure(target: Target, problem: LinearProblem) -> Config:
     wanted = min(-(-lanes // (target.wave_size * groups_a_cu(rows))), steps, _MANY_WAVES)
     waves = next(w for w in _WAVES if w >= wanted)
     unroll = min(most_unroll, -(-steps // waves))
-    return {"rows": rows, "waves": _fewest_waves(steps, waves, unroll), "unroll": unroll}
+    fewest = max(w for w, _ in without_waste(_WAVES, steps, unroll) if w <= waves)
+    return {"rows": rows, "waves": fewest, "unroll": unroll}
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
@@ -128,13 +133,7 @@ def _steps(target: Target, problem: LinearProblem) -> int:
     return -(-problem.K // (_PIECE_BYTES * target.wave_size))
 
 
-def _fewest_waves(steps: int, waves: int, unroll: int) -> int:
-    """The fewest waves that take no more rounds of their loop than ``waves`` take."""
-    rounds = -(-steps // (waves * unroll))
-    return next(w for w in _WAVES if w * unroll * rounds >= steps)
-
-
-def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
+def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
     """The configurations that waste no wave and leave the sums and loads room in registers.
 
     First come those with little work for the busiest compute unit and about as many loads under way
@@ -144,27 +143,30 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
     taste = _Taste(lanes=768 if M <= 8 else 512, off=0.5)
     if target.arch == "sm_90a" and M == 1 and not problem.pdl:
         taste = _AT_ONE_ROW_ON_HOPPER
-
-    def cost(config: Config) -> float:
-        rows, under_way = config["rows"], config["waves"] * config["unroll"]
+    least_work = -(-problem.N // target.cu_num) * (1 + 1.375 * M)
+    for rows in PARAMS[0].values:
+        if rows > (3 if M > 14 else 4) and rows * M > 32:
+            continue
         groups = -(-problem.N // (rows * target.cu_num))
-        work = groups * (rows * (1 + 1.375 * M) + M)
-        least = -(-problem.N // target.cu_num) * (1 + 1.375 * M)
-        lanes = under_way * target.wave_size * groups
-        rest = -steps % under_way / steps  # of K, for which lanes have nothing to do
-        unlike = taste.off * abs(log2(lanes / taste.lanes)) + taste.rest * rest
-        unlike += log2(rows / 4) * (taste.more_rows if rows > 4 else -taste.fewer_rows)
-        return work / least + unlike
+        work = groups * (rows * (1 + 1.375 * M) + M) / least_work
+        of_rows = log2(rows / 4) * (taste.more_rows if rows > 4 else -taste.fewer_rows)
+        if (work + of_rows) * ROUNDED_OFF > least.cost:
+            continue
+        for unroll in PARAMS[2].values:
+            if unroll > 1 and unroll * (rows + M) > 16:
+                break
+            for waves, _ in without_waste(_WAVES, steps, unroll):
+                many = waves > _MANY_WAVES
+                if many and rows * M > 8:
+                    break
+                under_way = waves * unroll
+                lanes = under_way * target.wave_size * groups
+                rest = -steps % under_way / steps  # of K, for which lanes have nothing to do
+                unlike = taste.off * abs(log2(lanes / taste.lanes)) + taste.rest * rest
+                yield work + (unlike + of_rows), (many, unroll), (rows, waves, unroll)
 
-    found = [
-        config
-        for config in combinations(PARAMS)
-        if (rows := config["rows"]) <= (3 if M > 14 else 4) or rows * M <= 32
-        if (unroll := config["unroll"]) == 1 or unroll * (rows + M) <= 16
-        if (waves := config["waves"]) <= _MANY_WAVES or rows * M <= 8
-        if waves == _fewest_waves(steps, waves, unroll) and unroll <= -(-steps // waves)
-    ]
-    return sorted(found, key=lambda c: (cost(c), c["waves"] > _MANY_WAVES, c["unroll"]))
+
+_search = Search(PARAMS, _costs)
 
 
 def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
@@ -222,7 +224,7 @@ GEMV = KernelSpec(
     params=PARAMS,
     refusal=_refusal,
     configure=_configure,
-    candidates=_candidates,
+    candidates=_search.candidates,
     module=MODULE,
     parts=_parts,
     joined_by=QUANTISED_FIRST,

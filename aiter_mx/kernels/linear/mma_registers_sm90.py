@@ -137,7 +137,7 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
     for rows, split in product(choices, _SPLITS):
         of_sm, halves = _of_sm(target, problem, rows, split), -(-rows // 8)
         us = of_sm * (all_chunks / split) * (of_half * halves + of_chunk) / _CYCLES_A_US
-        loops = _loops(class_M, halves, split, problem.pdl)
+        loops = _loops(class_M, halves, split > 1)[problem.pdl]
         if loops:
             busy.append((0.08 * us + loops[0].bound, 0.08 * us, rows, split, of_sm, loops))
     for bound, busy_us, rows, split, of_sm, loops in sorted(busy):
@@ -160,6 +160,8 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
             under_way = rows * min(a_round, chunks) * _CHUNK
             starved = max(0.0, log2(_SUITS_BYTES / (min(most, of_sm) * under_way)))
             if (bound + 0.65 * starved) * ROUNDED_OFF > least.cost:
+                continue
+            if _sums_bytes(class_M, halves, waves, split) > _MOST_SUMS_BYTES:
                 continue
             wanted = _resident(of_sm, a_lane, waves, unroll, split)
             if class_M == _FEW and unroll == 0 and _spills(halves, 32 * waves * wanted):
@@ -195,25 +197,27 @@ class _Loop(NamedTuple):
 
 
 @cache
-def _loops(class_M: int, halves: int, split: int, overlaps: bool) -> tuple[_Loop, ...]:
-    found = []
-    of_waves = PARAMS[1].values[split > 1 :]
-    few_sums = [w for w in of_waves if _sums_bytes(class_M, halves, w, split) <= _MOST_SUMS_BYTES]
+def _loops(class_M: int, halves: int, clustered: bool) -> tuple[list[_Loop], list[_Loop]]:
+    """Those of launches that do not overlap and of those that do, by their bounds."""
+    alone: list[_Loop] = []
+    overlapping: list[_Loop] = []
     for unroll in PARAMS[2].values:
         registers = _registers(class_M, halves, unroll)
         of_scheduler = _SCHEDULER_REGISTERS // (-(-registers // 8) * 8)
         waves_of_sm = 4 * int(_SCHEDULER_REGISTERS / (_LEAST_SHARE * registers))
         length = max(1, unroll) * halves  # of a round's code
-        in_turn = _in_turn_us(8, overlaps) if unroll == 0 else 0.0
-        for waves in few_sums:
+        for waves in PARAMS[1].values[clustered:]:
             if registers > min(_REGISTERS // (32 * waves), _MOST_REGISTERS):
                 break
             cost = 0.22 * length + 0.15 * (unroll > 1) + 0.18 * log2(waves)
-            most = max(1, min(waves_of_sm // waves, 64 // waves, _MOST_RESIDENT[split > 1]))
+            most = max(1, min(waves_of_sm // waves, 64 // waves, _MOST_RESIDENT[clustered]))
             under_way = most * 8 * length * waves * _CHUNK
-            bound = cost + 0.65 * max(0.0, log2(_SUITS_BYTES / under_way)) + in_turn
-            found.append(_Loop(bound, unroll, waves, registers, of_scheduler, most, cost))
-    return tuple(sorted(found))
+            bound = cost + 0.65 * max(0.0, log2(_SUITS_BYTES / under_way))
+            loop = _Loop(bound, unroll, waves, registers, of_scheduler, most, cost)
+            for loops, overlaps in ((alone, False), (overlapping, True)):
+                in_turn = _in_turn_us(8, overlaps) if unroll == 0 else 0.0
+                loops.append(loop._replace(bound=bound + in_turn) if in_turn else loop)
+    return sorted(alone), sorted(overlapping)
 
 
 def _in_turn_us(rounds: int, overlaps: bool) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from aiter_mx.kernels.linear.clusters_sm90 import (
@@ -151,7 +152,7 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
     units = N * K / (512 * 4 * target.cu_num)
     soonest = -800 if problem.pdl else 0  # what overlapping launches may win
     warps_of = product(PARAMS[0].values, PARAMS[1].values)
-    bounds = ((_bound(units, tiles_m, *values) + soonest, *values) for values in warps_of)
+    bounds = ((_bound(target, problem, *values) + soonest, *values) for values in warps_of)
     for bound, split, row_tiles in sorted(bounds):
         if bound > least.cost:
             break
@@ -203,10 +204,16 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
                     yield cost, (), values
 
 
-def _bound(units: float, tiles_m: int, split: int, row_tiles: int) -> float:
-    """What tiles of a warp take at least, with the best number of warps and no padding."""
-    computed = units * _unit_cycles(tiles_m, row_tiles, _MOST_WARPS)
-    return (computed + _EXCHANGE[split] + 50 * _FEWEST_WARPS) * ROUNDED_OFF
+def _bound(target: Target, problem: LinearProblem, split: int, row_tiles: int) -> float:
+    """What tiles of a warp take at least, with the best number of warps."""
+    M, N, K, rows = problem.M, problem.N, problem.K, 16 * row_tiles
+    most, shared = most_clusters(target, split), inf
+    for per_sm in PARAMS[5].values:
+        of_group = -(-N // (most * per_sm * rows)) * rows
+        shared = min(shared, of_group * per_sm / split * K)
+    computed = shared / (512 * 4) * _unit_cycles(-(-M // 8), row_tiles, _MOST_WARPS)
+    x_cycles = 0.012 * M * K * N / rows / target.cu_num
+    return (computed + x_cycles + _EXCHANGE[split] + 50 * _FEWEST_WARPS) * ROUNDED_OFF
 
 
 def _unit_cycles(tiles_m: int, row_tiles: int, warps: int) -> float:
