@@ -1,0 +1,226 @@
+"""What vLLM's choosers return and its layers call: a linear kernel and an experts class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch import Tensor
+from vllm.logger import init_logger
+from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import (
+    Mxfp8LinearKernel,
+    Mxfp8LinearLayerConfig,
+)
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Dynamic, kMxfp8Static
+from vllm.platforms import current_platform
+
+import aiter_mx
+from aiter_mx.integrations.engine import expect, expect_names
+from aiter_mx.integrations.layers import Gate, linear, why_not
+
+log = init_logger("vllm.plugins.aiter_mx")
+
+
+def unsupported_device(compute_capability: int | None = None) -> str | None:
+    """Why there is no kernel for vLLM's platform; None if there is. CPUs have the reference."""
+    if current_platform.is_cuda():
+        found = compute_capability
+        if found is None:
+            capability = current_platform.get_device_capability()
+            found = None if capability is None else capability.to_int()
+        return None if found == 90 else f"compute capability {found}, not 90"
+    if current_platform.is_rocm():
+        return None if current_platform.supports_mx() else "no MX matrix instructions"
+    return None if current_platform.is_cpu() else f"platform {current_platform.device_name}"
+
+
+class AiterMxLinearKernel(Mxfp8LinearKernel):
+    """Linear layers by ``aiter_mx.linear``. Weights stay as the checkpoint has them."""
+
+    supports_pre_processed_weights = True
+
+    @classmethod
+    def check(cls) -> None:
+        """Raise Incompatible unless the base class is as expected."""
+        expect(Mxfp8LinearKernel.is_supported, "compute_capability")
+        expect(Mxfp8LinearKernel.can_implement, "c")
+        expect(Mxfp8LinearKernel.process_weights_after_loading, "layer")
+        expect(Mxfp8LinearKernel.apply_weights, "layer", "x", "bias")
+        expect(Mxfp8LinearLayerConfig, "weight_shape")
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        reason = unsupported_device(compute_capability)
+        return reason is None, reason
+
+    @classmethod
+    def can_implement(cls, c: Mxfp8LinearLayerConfig) -> tuple[bool, str | None]:
+        if reason := why_not("", tuple(c.weight_shape)):
+            shape = str(list(c.weight_shape))
+            log.info_once("aiter_mx declines a linear layer %s: %s", shape, reason)
+        return not reason, reason or None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing: weights that are loaded again in place are used as they are."""
+
+    def apply_weights(
+        self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        weight: Any = layer.weight
+        scale: Any = layer.weight_scale
+        return linear(x, weight, scale, bias)
+
+
+class AiterMxExperts(mk.FusedMoEExpertsModular):
+    """Expert layers by ``aiter_mx.fused_moe``, which weighs and reduces too."""
+
+    @classmethod
+    def check(cls) -> None:
+        """Raise Incompatible unless the base class is as expected."""
+        base = mk.FusedMoEExpertsModular
+        expect(
+            base.apply,
+            *("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation"),
+            *("global_num_experts", "expert_map", "a1q_scale", "apply_router_weight_on_input"),
+        )
+        expect(base.workspace_shapes, "M", "K")
+        expect(base.is_supported_config, "cls", "moe_config")
+        expect_names(base, "expects_unquantized_inputs", "finalize_weight_and_reduce_impl")
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def is_supported_config(
+        cls: Any,
+        moe_config: FusedMoEConfig,
+        *others: Any,
+        **more: Any,
+    ) -> tuple[bool, str | None]:
+        for name in ("hidden_dim", "intermediate_size_per_partition"):
+            if reason := why_not("", (getattr(moe_config, name),)):
+                return False, f"{name}: {reason}"
+        supported: tuple[bool, str | None] = mk.FusedMoEExpertsModular.is_supported_config(
+            cls, moe_config, *others, **more
+        )
+        return supported
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return unsupported_device() is None
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return (weight_key, activation_key) == (kMxfp8Static, kMxfp8Dynamic)
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation in _GATES
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return True
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self, M: int, N: int, K: int, *others: Any, **more: Any
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return (0,), (0,), (M, K)
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        weights = topk_weights.float()
+        if apply_router_weight_on_input:
+            if topk_ids.shape[1] != 1:
+                raise ValueError(
+                    f"weights on the input need one expert a token, got top_k={topk_ids.shape[1]}"
+                )
+            hidden_states = (hidden_states * weights).to(hidden_states.dtype)
+            weights = torch.ones_like(weights)
+        output.copy_(
+            aiter_mx.fused_moe(
+                hidden_states,
+                w1,
+                self.w1_scale,
+                w2,
+                self.w2_scale,
+                topk_ids,
+                weights,
+                num_experts=None if expert_map is None else global_num_experts,
+                expert_map=expert_map,
+                bias1=self.w1_bias,
+                bias2=self.w2_bias,
+                **gate_of(activation, self.activation_config).options(),
+            )
+        )
+
+
+_GATES = {
+    MoEActivation.SILU: "halves",
+    MoEActivation.SWIGLUOAI: "interleaved",
+    MoEActivation.SWIGLUOAI_UNINTERLEAVE: "halves",
+}
+
+
+def gate_of(activation: MoEActivation, config: Any) -> Gate:
+    """vLLM's activation as ``aiter_mx.fused_moe`` has it.
+
+    Args:
+        activation: one of those that are supported.
+        config: its ``clamp_limit``, ``alpha`` and ``beta``.
+    """
+    layout = _GATES[activation]
+    if activation == MoEActivation.SWIGLUOAI:
+        return Gate("swiglu_oai", layout)
+    limit = float("inf") if config.clamp_limit is None else config.clamp_limit
+    if activation == MoEActivation.SWIGLUOAI_UNINTERLEAVE:
+        return Gate("swiglu_oai", layout, config.alpha, config.beta, limit)
+    if config.clamp_limit is None:
+        return Gate("silu", layout)
+    return Gate("swiglu_oai", layout, alpha=1.0, beta=0.0, limit=limit)
+
+
+def choice(config: FusedMoEConfig) -> bool:
+    """Whether a layer's experts are computed here; says in the log why not."""
+    batched = config.moe_parallel_config.use_batched_activation_format
+    form = mk.FusedMoEActivationFormat
+    wanted = form.BatchedExperts if batched else form.Standard
+    supported, reason = AiterMxExperts.is_supported_config(
+        AiterMxExperts, config, kMxfp8Static, kMxfp8Dynamic, wanted
+    )
+    if supported:
+        log.info_once("Using AiterMxExperts for MXFP8 MoE")
+    else:
+        log.info_once("aiter_mx declines an expert layer: %s", reason)
+    return supported
