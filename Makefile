@@ -5,12 +5,13 @@ JOBS ?= 2
 C_FILES = find csrc aiter_mx op_tests docs -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.hpp' -o -name '*.c'
 
 export PYTHON
-.PHONY: help setup demo test lint types unit docs format wheel clean
+.PHONY: help setup demo test test-engines lint types unit docs format wheel clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo     real sentence embeddings and decode shapes through the MX-FP8 kernels'
 	@echo 'make test     lint, types and tests'
+	@echo 'make test-engines  vLLM, SGLang, torchao and transformers over this package, on a CPU'
 	@echo 'make lint     ruff, clang-format and import contracts, without changing a file'
 	@echo 'make format   ruff and clang-format, in place'
 	@echo 'make docs     the documentation as a site, in build/site'
@@ -24,6 +25,9 @@ demo: setup
 	@$(BIN)/aiter-mx demo
 
 test: lint types unit
+
+test-engines: setup
+	@env -u PYTHON .ci/engines
 
 lint: setup
 	$(BIN)/ruff check

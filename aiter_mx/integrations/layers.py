@@ -191,3 +191,14 @@ def _weights(
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def unsupported_device() -> str | None:
+    """Why there is no kernel for torch's GPU; None if there is, or if there is no GPU at all."""
+    if not torch.cuda.is_available():
+        return None
+    if torch.version.hip is not None:
+        arch = torch.cuda.get_device_properties().gcnArchName.partition(":")[0]
+        return None if arch == "gfx950" else f"{arch}, not gfx950"
+    major, minor = torch.cuda.get_device_capability()
+    return None if (major, minor) == (9, 0) else f"compute capability {major}.{minor}, not 9.0"

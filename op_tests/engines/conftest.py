@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
+
+from op_tests.engines.stubs import without_pictures
 
 collect_ignore = [
     f"test_{name}.py" for name in ("torchao", "vllm", "sglang") if not find_spec(name)
 ]
+
+if not collect_ignore:
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+    without_pictures()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
 import pytest
 import torch

@@ -1,0 +1,208 @@
+"""SGLang's own layers, loaders and runner, with our plug-in loaded as SGLang loads it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt import plugins
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+from sglang.srt.layers.moe.moe_runner.runner import MoeRunner
+from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.layers.moe.utils import MoeRunnerBackend
+from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+import aiter_mx
+from aiter_mx.integrations import sglang as plugin
+from aiter_mx.integrations.layers import Gate
+
+H, I, E, TOP_K = 64, 96, 4, 2
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine() -> Iterator[None]:
+    plugins._plugins_loaded = False
+    plugins.load_plugins()
+    assert len([each for each in HookRegistry._patched if "mxfp8" in each]) == 3
+    yield
+
+
+def config() -> Fp8Config:
+    return Fp8Config.from_config({"quant_method": "mxfp8", "activation_scheme": "dynamic"})
+
+
+def mx(*shape: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    return aiter_mx.quantize(x * torch.randn(*shape[:-1], 1, generator=generator).exp2())
+
+
+@pytest.mark.parametrize("leading", [(1,), (7,), (2, 3)])
+def test_linear_layer_gives_the_bits_of_our_op_also_after_a_refit(leading: tuple[int, ...]) -> None:
+    layer = ReplicatedLinear(
+        H, I, bias=True, quant_config=config(), params_dtype=BF16, prefix="mlp.up"
+    )
+    layer.bias.data.normal_()
+    x = torch.randn(*leading, H, dtype=BF16)
+    for seed in (0, 1):
+        payload, scale = mx(I, H, seed=seed)
+        layer.weight.weight_loader(layer.weight, payload)
+        layer.weight_scale_inv.weight_loader(layer.weight_scale_inv, scale)
+        if seed == 0:
+            layer.quant_method.process_weights_after_loading(layer)
+        expected = aiter_mx.linear(x, None, payload, scale, layer.bias)
+        assert torch.equal(layer(x)[0], expected)
+
+
+def test_quantised_activations_are_taken_as_they_are() -> None:
+    layer = ReplicatedLinear(
+        H, I, bias=False, quant_config=config(), params_dtype=BF16, prefix="mlp.up"
+    )
+    payload, scale = mx(I, H, seed=3)
+    layer.weight.weight_loader(layer.weight, payload)
+    layer.weight_scale_inv.weight_loader(layer.weight_scale_inv, scale)
+    layer.quant_method.process_weights_after_loading(layer)
+    xq, xs = mx(5, H, seed=4)
+    found = layer.quant_method.apply(layer, (xq, xs))
+    assert torch.equal(found, aiter_mx.linear(xq, xs, payload, scale))
+
+
+def experts(seed: int) -> dict[str, torch.Tensor]:
+    w13, s13 = mx(E, 2 * I, H, seed=seed)
+    w2, s2 = mx(E, H, I, seed=seed + 1)
+    return {"w13_weight": w13, "w13_scale": s13, "w2_weight": w2, "w2_scale": s2}
+
+
+def by_our_op(
+    w: dict[str, torch.Tensor], x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+    gate: Gate,
+) -> torch.Tensor:  # fmt: skip
+    order = ("w13_weight", "w13_scale", "w2_weight", "w2_scale")
+    return aiter_mx.fused_moe(x, *(w[each] for each in order), ids, weights, **gate.options())
+
+
+def runner_of(**options: Any) -> MoeRunner:
+    sizes = {"num_experts": E, "num_local_experts": E, "hidden_size": H, "top_k": TOP_K}
+    sizes["intermediate_size_per_partition"] = I
+    return MoeRunner(MoeRunnerBackend.TRITON, MoeRunnerConfig(**(sizes | options)))
+
+
+@pytest.mark.parametrize(
+    ("options", "gate", "factor"),
+    [
+        ({}, Gate("silu"), 1.0),
+        ({"routed_scaling_factor": 2.5}, Gate("silu"), 2.5),
+        ({"swiglu_limit": 0.75}, Gate("swiglu_oai", "halves", 1.0, 0.0, 0.75), 1.0),
+        ({"gemm1_clamp_limit": 0.5}, Gate("swiglu_oai", "halves", 1.0, 0.0, 0.5), 1.0),
+        (
+            {"gemm1_alpha": 1.7, "gemm1_clamp_limit": 7.0},
+            Gate("swiglu_oai", "interleaved", 1.7, 1.0, 7.0),
+            1.0,
+        ),
+        (
+            {"gemm1_alpha": 1.7, "gemm1_clamp_limit": 7.0, "gate_up_interleaved": False},
+            Gate("swiglu_oai", "halves", 1.7, 1.0, 7.0),
+            1.0,
+        ),
+    ],
+)
+def test_runner_gives_the_bits_of_our_op(
+    options: dict[str, Any], gate: Gate, factor: float
+) -> None:
+    w, x = experts(0), torch.randn(9, H, dtype=BF16)
+    ids = torch.randint(-1, E, (9, TOP_K), dtype=torch.int32)  # -1: an expert of another rank
+    weights = torch.rand(9, TOP_K)
+    routed = StandardTopKOutput(weights, ids, torch.empty(9, E))
+    for use_mxfp8 in (True, False):  # SGLang has the flag on gfx950 alone
+        info = TritonMoeQuantInfo(**w, use_mxfp8=use_mxfp8, block_shape=[1, 32])
+        found = runner_of(**options).run(StandardDispatchOutput(x, None, routed), info)
+        expected = by_our_op(w, x, ids, weights * factor, gate)
+        assert torch.equal(found.hidden_states, expected)
+
+
+def test_weights_may_be_applied_to_the_input() -> None:
+    w, x, weights = experts(2), torch.randn(5, H, dtype=BF16), torch.rand(5, 1)
+    ids = torch.randint(0, E, (5, 1), dtype=torch.int32)
+    info = TritonMoeQuantInfo(**w, block_shape=[1, 32])
+    routed = StandardTopKOutput(weights, ids, torch.empty(5, E))
+    runner = runner_of(apply_router_weight_on_input=True, top_k=1)
+    found = runner.run(StandardDispatchOutput(x, None, routed), info).hidden_states
+    scaled = (x * weights).to(BF16)
+    assert torch.equal(found, by_our_op(w, scaled, ids, torch.ones(5, 1), Gate("silu")))
+
+
+class _Runner(SimpleNamespace):
+    """A runner of the engine's, which notes that it was asked."""
+
+    def run(self, *arguments: Any) -> str:
+        return "theirs"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"activation": "gelu"}, "activation gelu"),
+        ({"is_gated": False}, "no gate"),
+        ({"intermediate_size_per_partition": 4304}, "K=4304 is no multiple of 32"),
+    ],
+)
+def test_layers_that_ours_declines_take_the_engines_path(
+    options: dict[str, Any],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from aiter_mx.integrations import sglang_layers
+
+    runner = runner_of(**options)
+    method = SimpleNamespace(runner=runner, moe_runner_config=runner.config)
+    asked: list[Any] = []
+    with caplog.at_level(logging.INFO):
+        sglang_layers.process_experts(lambda *a, **k: asked.append(k), method, torch.nn.Module())
+    assert asked == [{"quantize": True}]
+    assert "aiter_mx declines an expert layer" in caplog.text and reason in caplog.text
+    info = TritonMoeQuantInfo(**experts(0), block_shape=[1, 32])
+    topk = StandardTopKOutput(torch.rand(1, 1), torch.zeros(1, 1).int(), torch.empty(1, E))
+    dispatched = StandardDispatchOutput(torch.zeros(1, H, dtype=BF16), None, topk)
+    assert sglang_layers.run_experts(_Runner.run, runner, dispatched, info) == "theirs"
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_experts_stay_as_loaded_or_are_quantised_by_ours(online: bool) -> None:
+    runner = runner_of()
+    method = Fp8MoEMethod.__new__(Fp8MoEMethod)
+    method.runner, method.moe_runner_config = runner, runner.config
+    layer, w = torch.nn.Module(), experts(5)
+    given = {"w13_weight": w["w13_weight"], "w2_weight": w["w2_weight"]}
+    if online:
+        given = {name: torch.randn(weight.shape, dtype=BF16) for name, weight in given.items()}
+    for name, weight in given.items():
+        setattr(layer, name, torch.nn.Parameter(weight, requires_grad=False))
+    method._process_mxfp8_moe_weights(layer, quantize=online)
+    for name, weight in given.items():
+        expected = aiter_mx.quantize(weight)[0] if online else weight
+        assert torch.equal(getattr(layer, name).view(torch.uint8), expected.view(torch.uint8))
+    assert hasattr(layer, "w13_weight_scale_inv") == online
+
+
+def test_hopper_may_load_mxfp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    from aiter_mx.integrations import sglang_layers
+
+    assert config().get_min_capability() == 90
+    monkeypatch.setattr(sglang_layers, "unsupported_device", lambda: "another GPU")
+    assert config().get_min_capability() == 100
+
+
+def test_loading_twice_changes_nothing() -> None:
+    before = {target: len(hooks) for target, hooks in HookRegistry._hooks.items()}
+    plugin.register()
+    assert {target: len(hooks) for target, hooks in HookRegistry._hooks.items()} == before
