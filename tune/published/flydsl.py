@@ -13,7 +13,6 @@ import shutil
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from unittest.mock import patch
 
 import torch
 
-from aiter_mx.region import Region
-from tune.published.hip_capture import Capture, CapturedLaunch, install
+from tune.published.hip_capture import Capture, install
+from tune.published.run import PublishedRun, regions_of
 
 _PACKAGES = ("aiter", "aiter.ops", "aiter.ops.flydsl", "aiter.ops.flydsl.kernels", "aiter.utility")
 _PRESHUFFLED = re.compile(
@@ -59,23 +58,6 @@ _DOWN_OPTIONS = (
 )  # fmt: skip
 _EMPTY = torch.empty
 _SIGNALS = 256  # counters of a product with split K
-
-
-@dataclass(frozen=True)
-class PublishedRun:
-    """The launches of one published row, over tensors of this process.
-
-    Attributes:
-        launches: in their order.
-        regions: what they may read and write.
-        tensors: what these are, which must outlive the launches.
-        check: raises AssertionError where the results are not those of the product.
-    """
-
-    launches: Sequence[CapturedLaunch]
-    regions: Sequence[Region]
-    tensors: Sequence[torch.Tensor]
-    check: Callable[[], None] = lambda: None
 
 
 class FlyDsl:
@@ -267,7 +249,9 @@ class FlyDsl:
         written: Sequence[torch.Tensor],
         check: Callable[[], None] = lambda: None,
     ) -> PublishedRun:
-        return PublishedRun(self._capture.take(), _regions(read, written), (*read, *written), check)
+        return PublishedRun(
+            self._capture.take(), regions_of(read, written), (*read, *written), check
+        )
 
 
 class ExpertLayer:
@@ -381,12 +365,3 @@ def _unshuffled(codes: torch.Tensor) -> torch.Tensor:
     rows, width = codes.shape
     parts = codes.view(rows // 16, width // 64, 4, 16, 16)
     return parts.permute(0, 3, 1, 2, 4).reshape(rows, width)
-
-
-def _regions(r: Sequence[torch.Tensor], w: Sequence[torch.Tensor]) -> list[Region]:
-    return [
-        Region(f"operand {at}", tensor.data_ptr(), tensor.nbytes, access)
-        for at, (tensor, access) in enumerate(
-            [*((each, "r") for each in r), *((each, "rw") for each in w)]
-        )
-    ]

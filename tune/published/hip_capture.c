@@ -5,8 +5,8 @@
 
 typedef int (*LoadHook)(const void*, void**);
 typedef int (*FunctionHook)(void*, const char*, void**);
-typedef int (*LaunchHook)(
-    void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void**);
+typedef int (*LaunchHook)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                          unsigned, void**);
 
 static LoadHook on_load;
 static FunctionHook on_function;
@@ -24,15 +24,12 @@ int hipModuleGetFunction(void** function, void* module, const char* name) {
     return on_function(module, name, function);
 }
 
-int hipModuleLaunchKernel(
-    void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-    unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** arguments,
-    void** extra
-) {
+int hipModuleLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                          unsigned block_x, unsigned block_y, unsigned block_z,
+                          unsigned shared_bytes, void* stream, void** arguments, void** extra) {
     (void)stream, (void)extra;
-    return on_launch(
-        function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, arguments
-    );
+    return on_launch(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes,
+                     arguments);
 }
 
 int hipGetDevice(int* device) {
@@ -45,7 +42,7 @@ const char* hipGetErrorName(int error) {
     return "an error of the capture";
 }
 
-#define DOES_NOTHING(name) \
+#define DOES_NOTHING(name)                                                                         \
     int name(void) { return 0; }
 
 DOES_NOTHING(hipDeviceSynchronize)

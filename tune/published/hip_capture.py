@@ -8,13 +8,13 @@ from __future__ import annotations
 import ctypes
 import struct
 import subprocess
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from aiter_mx.code_object import KernelInfo
-from aiter_mx.sim.program import Dim3, Program
+from aiter_mx.sim.program import Program
+from tune.published.run import Launch
 
 _NAME = "libamdhip64.so.7"
 _Load = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
@@ -26,27 +26,6 @@ _Launch = ctypes.CFUNCTYPE(
 )
 
 
-@dataclass(frozen=True)
-class CapturedLaunch:
-    """One launch, as it came to the runtime.
-
-    Attributes:
-        program: the code object.
-        kernel: its kernel's name.
-        grid: workgroups.
-        block: lanes of a workgroup.
-        shared_bytes: of dynamic LDS.
-        kernarg: the arguments, laid out as the kernel reads them.
-    """
-
-    program: Program
-    kernel: str
-    grid: Dim3
-    block: Dim3
-    shared_bytes: int
-    kernarg: bytes
-
-
 class Capture:
     """The launches that were noted since ``take`` was last called."""
 
@@ -54,11 +33,11 @@ class Capture:
         self._images: dict[bytes, Program] = {}
         self._modules: list[Program] = []
         self._functions: list[tuple[Program, str]] = []
-        self._launches: list[CapturedLaunch] = []
+        self._launches: list[Launch] = []
         self._hooks = _Load(self._load), _Function(self._function), _Launch(self._launch)
         library.capture_hooks(*self._hooks)
 
-    def take(self) -> list[CapturedLaunch]:
+    def take(self) -> list[Launch]:
         """The launches noted so far, which are then forgotten."""
         launches, self._launches = self._launches, []
         return launches
@@ -82,7 +61,7 @@ class Capture:
         program, name = self._functions[function - 1]
         kernarg = _packed(program.kernel(name), arguments)
         grid, block = tuple(geometry[:3]), tuple(geometry[3:])
-        launch = CapturedLaunch(program, name, grid, block, shared_bytes, kernarg)
+        launch = Launch(program, name, grid, block, shared_bytes, kernarg)
         self._launches.append(launch)
         return 0
 

@@ -1,0 +1,3 @@
+// Nothing of it is needed by device code.
+
+#pragma once
