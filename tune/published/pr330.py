@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import struct
-import subprocess
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -19,11 +18,10 @@ from pathlib import Path
 
 import torch
 
-from aiter_mx.jit.toolchain import find_toolchain
 from aiter_mx.sim.program import Program
-from tune.published.run import Launch, PublishedRun, regions_of
+from tune.published.operands import assert_product, operand, values_of
+from tune.published.run import Launch, PublishedRun, compile_gfx950, packed, regions_of
 
-_HEADERS = Path(__file__).with_name("hip_headers")
 _E4M3, _BF16 = "dtype::float8_e4m3", "dtype::bfloat16"
 _PRESHUFFLE = re.compile(
     r"^template <int BLOCK_THREADS, int CHUNK_COLS>.*?(?=^static constexpr int PRESHUFFLE)",
@@ -73,8 +71,8 @@ class Pr330:
             seed: of the operands' values; None leaves their memory as it is, for counts alone.
         """
         total, groups = sum(rows), len(rows)
-        a, a_scale = _operand(total, K, seed, 0)
-        b, b_scale = _operand(groups * N, K, seed, 1)
+        a, a_scale = operand(total, K, seed, 0)
+        b, b_scale = operand(groups * N, K, seed, 1)
         out = torch.empty(total, N, dtype=torch.bfloat16)
         sizes, offsets = _jagged(rows)
         a_words, b_words = (
@@ -85,14 +83,14 @@ class Pr330:
         pointers = (a, b, a_words, b_words, out, sizes, offsets, offsets)
         launches = [
             self._preshuffle(a_scale, a_words, b_scale, b_words),
-            self._launch("mxfp8_256x256x128", _packed(pointers, 0, groups, N, K, *tiles)),
+            self._launch("mxfp8_256x256x128", packed(pointers, 0, groups, N, K, *tiles)),
         ]
 
         def check() -> None:
-            x, w = _values(a, a_scale), _values(b, b_scale).view(groups, N, K)
+            x, w = values_of(a, a_scale), values_of(b, b_scale).view(groups, N, K)
             starts = offsets.tolist()
             for group, (begin, end) in enumerate(pairwise(starts)):
-                _assert_product(out[begin:end], x[begin:end], w[group])
+                assert_product(out[begin:end], x[begin:end], w[group])
 
         read = (a, b, a_scale, b_scale, sizes, offsets)
         return PublishedRun(
@@ -108,8 +106,8 @@ class Pr330:
         Arguments as of ``product``; the rows of each group are a multiple of 128.
         """
         total, groups = sum(rows), len(rows)
-        a, a_scale = _operand(N, total, seed, 0)
-        b, b_scale = _operand(K, total, seed, 1)
+        a, a_scale = operand(N, total, seed, 0)
+        b, b_scale = operand(K, total, seed, 1)
         out = torch.empty(groups, N, K, dtype=torch.bfloat16)
         sizes, offsets = _jagged(rows)
         a_words, b_words = (
@@ -119,14 +117,14 @@ class Pr330:
         tiles = -(-N // 256), -(-K // 256)
         launches = [
             self._preshuffle(a_scale, a_words, b_scale, b_words),
-            self._launch("mxfp8_wgrad", _packed(pointers, groups, total, N, K, *tiles)),
+            self._launch("mxfp8_wgrad", packed(pointers, groups, total, N, K, *tiles)),
         ]
 
         def check() -> None:
-            x, w = _values(a, a_scale), _values(b, b_scale)
+            x, w = values_of(a, a_scale), values_of(b, b_scale)
             starts = offsets.tolist()
             for group, (begin, end) in enumerate(pairwise(starts)):
-                _assert_product(out[group], x[:, begin:end], w[:, begin:end])
+                assert_product(out[group], x[:, begin:end], w[:, begin:end])
 
         read = (a, b, a_scale, b_scale, sizes, offsets)
         return PublishedRun(
@@ -144,13 +142,7 @@ class Pr330:
         assert found, "no preshuffle in turbo_grouped_gemm.cu"
         source, image = self._work / "pr330.cu", self._work / "pr330.hsaco"
         source.write_text(_SOURCE % {"preshuffle": found[0], "e4m3": _E4M3, "bf16": _BF16})
-        subprocess.run(
-            [str(find_toolchain("gfx950").compiler), "-x", "hip", "--offload-arch=gfx950",
-             "--cuda-device-only", "-nogpuinc", "-nogpulib", "--no-gpu-bundle-output",
-             "-std=c++17", "-O3", "-w", f"-I{_HEADERS}", f"-I{self._csrc / 'include'}",
-             f"-I{self._csrc / 'kernels'}", str(source), "-o", str(image)],
-            check=True,
-        )  # fmt: skip
+        compile_gfx950(source, image, self._csrc / "include", self._csrc / "kernels")
         return Program.from_image(image.read_bytes())
 
     def _launch(self, part: str, kernarg: bytes, groups: int = 256) -> Launch:
@@ -167,35 +159,6 @@ class Pr330:
         return self._launch("preshuffle", kernarg, (first.shape[0] + second.shape[0]) // 16)
 
 
-def _packed(pointers: Sequence[torch.Tensor], *numbers: int) -> bytes:
-    return struct.pack(
-        f"{len(pointers)}Q{len(numbers)}i", *(each.data_ptr() for each in pointers), *numbers
-    )
-
-
-def _operand(rows: int, K: int, seed: int | None, salt: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if seed is None:
-        return torch.empty(rows, K, dtype=torch.uint8), torch.empty(
-            rows, K // 32, dtype=torch.uint8
-        )
-    generator = torch.Generator().manual_seed(2 * seed + salt)
-    codes = torch.randint(0, 254, (rows, K), generator=generator)
-    codes = (codes + (codes >= 127)).to(torch.uint8)  # 127 and 255 are NaN
-    scales = torch.randint(120, 135, (rows, K // 32), generator=generator, dtype=torch.uint8)
-    return codes, scales
-
-
 def _jagged(rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     sizes = torch.tensor(rows, dtype=torch.int64)
     return sizes, torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-
-
-def _values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    factors = torch.exp2(scales.double() - 127).repeat_interleave(32, 1)
-    return codes.view(torch.float8_e4m3fn).double() * factors
-
-
-def _assert_product(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
-    wanted = x @ w.T
-    bound = 2**-8 * wanted.abs() + 2**-20 * (x.abs() @ w.abs().T)
-    assert ((out.double() - wanted).abs() <= bound).all()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import struct
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from aiter_mx.jit.toolchain import find_toolchain
 from aiter_mx.region import Region
 from aiter_mx.sim.program import Dim3, Program
+
+_HEADERS = Path(__file__).with_name("hip_headers")
 
 
 @dataclass(frozen=True)
@@ -56,3 +62,23 @@ def regions_of(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) ->
             [*((each, "r") for each in read), *((each, "rw") for each in written)]
         )
     ]
+
+
+def compile_gfx950(source: Path, image: Path, *include: Path) -> None:
+    """The code object of a published source, over our stand-in for HIP's headers."""
+    subprocess.run(
+        [str(find_toolchain("gfx950").compiler), "-x", "hip", "--offload-arch=gfx950",
+         "--cuda-device-only", "-nogpuinc", "-nogpulib", "--no-gpu-bundle-output", "-std=c++17",
+         "-O3", "-w", *(f"-I{each}" for each in (_HEADERS, *include)), str(source),
+         "-o", str(image)],
+        check=True,
+    )  # fmt: skip
+
+
+def packed(pointers: Sequence[torch.Tensor | None], *numbers: int) -> bytes:
+    """Arguments of a kernel that takes pointers, then 32-bit numbers."""
+    return struct.pack(
+        f"{len(pointers)}Q{len(numbers)}i",
+        *(0 if each is None else each.data_ptr() for each in pointers),
+        *numbers,
+    )

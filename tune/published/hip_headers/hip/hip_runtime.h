@@ -60,6 +60,11 @@ __device__ inline int __shfl(int value, int lane) {
     return __builtin_amdgcn_ds_bpermute(lane << 2, value);
 }
 
+__device__ inline float __shfl_xor(float value, int mask) {
+    const int lane = __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0));
+    return __builtin_bit_cast(float, __shfl(__builtin_bit_cast(int, value), lane ^ mask));
+}
+
 template <typename T>
 __host__ __device__ constexpr T min(T a, T b) {
     return a < b ? a : b;
