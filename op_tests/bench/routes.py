@@ -1,4 +1,6 @@
-"""CPU time of routing shapes that no table has, and of reading tables. No GPU is needed.
+"""CPU time of shapes that no table has, from routing to launching, and of reading tables.
+
+No GPU is needed: where the driver would be called, nothing is.
 
     python op_tests/bench/routes.py [--save FILE] [--problems 1000]
 
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -107,12 +110,45 @@ def _cpu_us(call: Callable[[], object]) -> float:
     return (time.thread_time_ns() - started) / 1e3
 
 
+class _Functions(dict):  # type: ignore[type-arg]
+    """Every kernel is built and loaded."""
+
+    def get(self, key: object, default: object = None) -> object:
+        return key
+
+
+class _Driver:
+    """A runtime that launches nothing."""
+
+    encode_map = staticmethod(lambda described, address: bytes(128))
+    map_offset = staticmethod(lambda function, argument: 128 * argument)
+    bind = staticmethod(lambda function, geometry, args: lambda stream: None)
+    current_stream = staticmethod(lambda device: 0)
+
+
+def _pretend_to_launch() -> None:
+    """Have everything of a first call happen but what the driver does."""
+    import torch
+
+    from aiter_mx import launch
+
+    launch._functions = _Functions()
+    launch.runtime_of = lambda name: _Driver  # type: ignore[assignment, return-value]
+    if not hasattr(torch._C, "_cuda_getDevice"):
+        torch._C._cuda_getDevice = lambda: 0  # type: ignore[attr-defined]
+
+
 def time_routes(op: str, arch: str, count: int) -> dict[str, float]:
-    """Median, 99th percentile and worst of the CPU time of new problems' routes, and of tables."""
+    """Median, 99th percentile and worst of the CPU time of new problems' routes, and of tables;
+    the first two of routing and binding a launch too."""
+    import torch
+
     from aiter_mx.dispatch.dispatcher import route
     from aiter_mx.dispatch.tables import load_rows
     from aiter_mx.kernels.registry import kernels_of, ops, problem_type
+    from aiter_mx.plan import bind
 
+    _pretend_to_launch()
     target, draw = hardware(arch), random.Random(f"{op} {arch}")
     for other in ops():  # importing them is no part of either
         kernels_of(other)
@@ -122,11 +158,16 @@ def time_routes(op: str, arch: str, count: int) -> dict[str, float]:
     route(op, target, of_type(**DRAWS[op](random.Random(0))))
     if op == "linear":  # whose other half is a quantisation
         load_rows(arch, "quantize")
-    times = sorted(_cpu_us(lambda p=problem: route(op, target, p)) for problem in problems)  # type: ignore[misc]
+    times = sorted(_cpu_us(partial(route, op, target, problem)) for problem in problems)
+    more = list(dict.fromkeys(of_type(**DRAWS[op](draw)) for _ in range(count)))
+    device = torch.device("cuda", 0)
+    calls = sorted(_cpu_us(partial(bind, op, target, problem, device)) for problem in more)
     return {
         "median_us": statistics.median(times),
         "p99_us": times[len(times) * 99 // 100],
         "worst_us": times[-1],
+        "call_median_us": statistics.median(calls),
+        "call_p99_us": calls[len(calls) * 99 // 100],
         "tables_ms": tables_us / 1e3,
     }
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import product
 from math import ceil, log2
-from typing import NamedTuple
 
 from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
 from aiter_mx.kernels.spec import (
@@ -48,12 +47,13 @@ _SUITS_BYTES = 63e3  # of weights under way on an SM
 # What an H200 holds at once of what its SMs could, by the size of a cluster, which lies in a GPC.
 _PACKED = {1: 1.0, 2: 1.0, 4: 0.93, 8: 0.93}
 _SPLITS = (1, 2, 4, 8)
+_OF_WAVES = {waves: 0.18 * log2(waves) for waves in (1, 2, 3, 4, 6, 8, 12, 16)}  # us
 _MOST_SUMS_BYTES = 47 * 1024  # of static shared memory, which may have 48 KiB
 _MOST_RESIDENT = (32, 8)  # workgroups of an SM: alone, and of clusters, which more only slow
 
 PARAMS = (
     Param("rows", tuple(range(1, _MOST_ROWS + 1)), "output features that a workgroup computes"),
-    Param("waves", (1, 2, 3, 4, 6, 8, 12, 16), "waves of a workgroup, which take turns with K"),
+    Param("waves", tuple(_OF_WAVES), "waves of a workgroup, which take turns with K"),
     Param(
         "unroll",
         (0, 1, 2, 3),
@@ -139,7 +139,7 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
         us = of_sm * (all_chunks / split) * (of_half * halves + of_chunk) / _CYCLES_A_US
         loops = _loops(class_M, halves, split > 1)[problem.pdl]
         if loops:
-            busy.append((0.08 * us + loops[0].bound, 0.08 * us, rows, split, of_sm, loops))
+            busy.append((0.08 * us + loops[0][0], 0.08 * us, rows, split, of_sm, loops))
     for bound, busy_us, rows, split, of_sm, loops in sorted(busy):
         if bound * ROUNDED_OFF > least.cost:
             break
@@ -174,26 +174,10 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
             yield cost, (), (rows, waves, unroll, split)
 
 
-class _Loop(NamedTuple):
-    """A loop that registers and shared memory leave room for.
-
-    Attributes:
-        bound: of the cost beyond that of computing.
-        unroll: as in ``PARAMS``.
-        waves: likewise.
-        registers: of a lane.
-        of_scheduler: waves of a scheduler.
-        most: workgroups of an SM at most, whatever ptxas is told.
-        cost: of a round.
-    """
-
-    bound: float
-    unroll: int
-    waves: int
-    registers: int
-    of_scheduler: int
-    most: int
-    cost: float
+_Loop = tuple[float, int, int, int, int, int, float]
+"""A loop that registers leave room for: a bound of what it costs beyond computing, its unroll and
+waves, registers of a lane, waves of a scheduler, the most workgroups of an SM whatever ptxas is
+told, and the cost of its rounds."""
 
 
 @cache
@@ -206,17 +190,20 @@ def _loops(class_M: int, halves: int, clustered: bool) -> tuple[list[_Loop], lis
         of_scheduler = _SCHEDULER_REGISTERS // (-(-registers // 8) * 8)
         waves_of_sm = 4 * int(_SCHEDULER_REGISTERS / (_LEAST_SHARE * registers))
         length = max(1, unroll) * halves  # of a round's code
+        of_round = 0.22 * length + 0.15 * (unroll > 1)
+        in_turn = [_in_turn_us(8, overlaps) if unroll == 0 else 0.0 for overlaps in (False, True)]
         for waves in PARAMS[1].values[clustered:]:
             if registers > min(_REGISTERS // (32 * waves), _MOST_REGISTERS):
                 break
-            cost = 0.22 * length + 0.15 * (unroll > 1) + 0.18 * log2(waves)
+            cost = of_round + _OF_WAVES[waves]
             most = max(1, min(waves_of_sm // waves, 64 // waves, _MOST_RESIDENT[clustered]))
             under_way = most * 8 * length * waves * _CHUNK
-            bound = cost + 0.65 * max(0.0, log2(_SUITS_BYTES / under_way))
-            loop = _Loop(bound, unroll, waves, registers, of_scheduler, most, cost)
-            for loops, overlaps in ((alone, False), (overlapping, True)):
-                in_turn = _in_turn_us(8, overlaps) if unroll == 0 else 0.0
-                loops.append(loop._replace(bound=bound + in_turn) if in_turn else loop)
+            bound = cost
+            if under_way < _SUITS_BYTES:
+                bound += 0.65 * log2(_SUITS_BYTES / under_way)
+            known = (unroll, waves, registers, of_scheduler, most, cost)
+            alone.append((bound + in_turn[0], *known))
+            overlapping.append((bound + in_turn[1], *known))
     return sorted(alone), sorted(overlapping)
 
 
