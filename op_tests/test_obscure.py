@@ -17,6 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import aiter_mx
 from op_tests.mx_reference import random_mx
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of betas and tracers
+
 M, N, K, E = 4, 32, 64, 4
 
 
