@@ -23,7 +23,6 @@ from aiter_mx.ops.checks import (
     INDEX_NAMES,
     SCALE_ALIGNMENT_BYTES,
     SCALE_DTYPES,
-    as_whole_number,
     check_expert_ids,
     check_expert_map,
     check_out,
@@ -34,13 +33,7 @@ from aiter_mx.ops.checks import (
     refuse_no_whole_number,
     swiglu_of,
 )
-from aiter_mx.ops.library import (
-    in_clear,
-    is_traced,
-    register_with_out,
-    wants_gradient,
-    with_memory,
-)
+from aiter_mx.ops.library import is_traced, register_with_out, wants_gradient
 from aiter_mx.plan import Plans, bind, falls_back
 from aiter_mx.target import Target, cpu_target, target_of
 
@@ -60,7 +53,6 @@ class Options(NamedTuple):
     block_m: int | None
 
 
-@in_clear
 def fused_moe(
     x: Tensor,
     w1q: Tensor,
@@ -127,8 +119,6 @@ def fused_moe(
     """
     inputs = (x, w1q, w1s, w2q, w2s, topk_ids, topk_weights, expert_map, bias1, bias2)
     swiglu = swiglu_of(activation, alpha, beta, limit)
-    num_experts, shared_experts = as_whole_number(num_experts), as_whole_number(shared_experts)
-    block_m = as_whole_number(block_m)
     options = Options(num_experts, shared_experts, activation, layout, swiglu, block_m)
     if is_traced((*inputs, out)) or wants_gradient(x, topk_weights, bias1, bias2):
         flat = (*inputs, *options[:4], list(swiglu), block_m)
@@ -141,13 +131,10 @@ def _fused_moe(inputs: tuple[Tensor | None, ...], options: Options, out: Tensor 
     for name, tensor in zip(_NAMES, inputs, strict=True):
         if not isinstance(tensor, Tensor) and (tensor is not None or name not in _OPTIONAL):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    x, w1q, w1s, w2q, w2s, topk_ids, shares, expert_map, bias1, bias2 = inputs
+    x, w1q, w1s, w2q, w2s, topk_ids, _, expert_map, bias1, bias2 = inputs
     assert x is not None and w1q is not None and w2q is not None and topk_ids is not None
-    assert w1s is not None and w2s is not None and shares is not None
+    assert w1s is not None and w2s is not None
     device = x.device
-    if x.is_neg() or shares.is_neg() or not (x.data_ptr() and shares.data_ptr()):
-        x, shares = with_memory(x.resolve_neg()), with_memory(shares.resolve_neg())
-        inputs = (x, w1q, w1s, w2q, w2s, topk_ids, shares, expert_map, bias1, bias2)
     call = (
         *((t.shape, t.dtype, t.device, t.is_contiguous()) for t in inputs if t is not None),
         (expert_map is None, bias1 is None, bias2 is None),

@@ -248,10 +248,6 @@ MX_DEVICE constexpr int paired_row(int at) {
     return at / kPairRows * kPairRows + at % kSide / 4 * 8 + at % kPairRows / kSide * 4 + at % 4;
 }
 
-template <int Value>
-struct Constant {
-    static constexpr int value = Value;
-};
 template <class T, T... I>
 struct Sequence {};
 template <class Do, int... I>

@@ -1,5 +1,5 @@
 // Decode linear for up to four rows of x: y = dequantised(x) * dequantised(w)^T + bias.
-// The example of docs/add_a_kernel.md; csrc/linear/gemv.cu is its faster relative.
+// The example of docs/add_a_kernel.md; csrc/linear/gemv.h is its faster relative.
 //
 //   xq [M, K], wq [N, K]        e4m3 payload
 //   xs [M, K/32], ws [N, K/32]  e8m0 scale of each 32 consecutive k

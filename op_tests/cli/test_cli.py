@@ -164,7 +164,7 @@ def test_build_fills_the_cache_once_and_cache_lists_and_clears_it(command):
     assert "0 compiled" in command(*build)[1]
 
     _, listed, _ = command("cache", "list")
-    kernels = [line for line in listed.splitlines() if "linear/gemv.cu for gfx950" in line]
+    kernels = [line for line in listed.splitlines() if "linear/gemv_gfx950.cu for gfx950" in line]
     assert len(kernels) == 2
     assert all("intact" in line for line in kernels)
     deleted = command("cache", "clear")[1]

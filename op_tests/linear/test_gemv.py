@@ -19,7 +19,9 @@ from aiter_mx.kernels.linear import KERNELS, LinearProblem
 from aiter_mx.kernels.linear import gemv as registry
 from aiter_mx.kernels.linear.gemv import MAX_M as GEMV_MAX_M
 from aiter_mx.ops.linear import _plans
+from aiter_mx.sim.program import SimOptions
 from aiter_mx.target import hardware, target_of
+from aiter_mx.trial import try_out
 from op_tests.linear.launches import launch_linear
 from op_tests.linear.operands import operands
 from op_tests.mx_reference import (
@@ -96,17 +98,30 @@ def test_the_op_takes_the_gemv_where_a_table_names_it(
 def test_each_weight_is_read_once_in_pieces_of_16_bytes() -> None:
     from aiter_mx.runtimes.sim import last_report
 
-    M, N, K, config = 2, 96, 6144, {"rows": 3, "waves": 2, "unroll": 2}
+    M, N, K, config = 2, 96, 6144, {"rows": 3, "waves": 3, "unroll": 1}
     with aiter_mx.simulate("gfx950"):
         launch(torch.device("cpu"), config, operands(M, N, K, 0))
     report = last_report()
     rows_read = N + M * N // config["rows"]
-    assert report.bytes_read == rows_read * (K + K // 16)  # a lane's 16 bytes and their scale
+    assert report.bytes_read == rows_read * (K + K // 32)
     assert report.bytes_written == 2 * M * N
     pieces = rows_read * K // (16 * 64)
     loads = {name: n for name, n in report.mnemonics.items() if "load" in name and name[0] != "s"}
-    assert loads == {"global_load_dwordx4": pieces, "global_load_ubyte": pieces}
+    waves = N // config["rows"] * config["waves"]
+    rounds = K // (1024 * config["waves"] * config["unroll"])
+    of_scales = 2 * waves * rounds  # a dword a lane of x's rows, and of w's
+    assert loads == {"buffer_load_dwordx4": pieces, "buffer_load_dword": of_scales}
     assert report.scratch_bytes == 0
+
+
+@pytest.mark.parametrize(("K", "unroll"), [(6144, 1), (2880, 2), (1536, 1)])
+def test_memory_is_asked_for_weights_at_once(K: int, unroll: int) -> None:
+    config = {"rows": 3, "waves": 2, "unroll": unroll}
+    options = SimOptions(count_groups=True, schedule="run-to-barrier", threads=1)
+    report = try_out(GEMV, LinearProblem(1, 96, K), config, options).report
+    assert report.first_load is not None
+    assert report.first_load.instructions <= 40
+    assert report.first_load.waits <= 1  # for the arguments
 
 
 @pytest.mark.gpu
@@ -129,6 +144,17 @@ def test_refusals_say_what_is_covered(arch: str) -> None:
         GEMV.refusal(replace(target, arch="sm_89"), LinearProblem(1, 3, 32))
         == "no gemv kernel for sm_89, only for gfx950 and sm_90a"
     )
+
+
+def test_on_gfx950_offsets_within_the_operands_have_32_bits() -> None:
+    target = hardware("gfx950")
+    assert GEMV.refusal(target, LinearProblem(16, 3, (1 << 27) - 32)) is None
+    assert (
+        GEMV.refusal(target, LinearProblem(1, 3, 1 << 27))
+        == f"K={1 << 27} is not below {1 << 27}, as the 32-bit offsets of gemv demand"
+    )
+    assert GEMV.refusal(target, LinearProblem(1, 1 << 31, 32)) is not None
+    assert GEMV.refusal(hardware("sm_90a"), LinearProblem(1, 3, 1 << 27)) is None
 
 
 @pytest.mark.parametrize("arch", ["gfx950", "sm_90a"])

@@ -1,4 +1,4 @@
-"""The decode GEMV, csrc/linear/gemv.cu."""
+"""The decode GEMV, csrc/linear/gemv.h."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from math import log2
 
 from aiter_mx.kernels.linear.mma_registers_sm90 import MMA_REGISTERS
 from aiter_mx.kernels.linear.problem import (
+    BLOCK,
     MAX_GRID_X,
     POINTERS,
     QUANTISED_FIRST,
@@ -34,6 +35,7 @@ from aiter_mx.kernels.spec import (
 from aiter_mx.target import Target
 
 MAX_M = 16
+_MOST = {"gfx950": {"K": 1 << 27, "N": 1 << 31}}  # offsets within 16 rows of x are below 2^31
 _PIECE_BYTES = 16  # what a lane reads of one row of w in one step
 _WAVES = (1, 2, 3, 4, 6, 8, 12)
 _MOST_WIDE_ROWS = 8  # of x, of all steps that are under way, before they are quantised
@@ -55,6 +57,10 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"no gemv kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.M > MAX_M:
         return f"M={problem.M} is above {MAX_M}, the most rows gemv holds in registers"
+    for name, most in _MOST.get(target.arch, {}).items():
+        if getattr(problem, name) >= most:
+            size = getattr(problem, name)
+            return f"{name}={size} is not below {most}, as the 32-bit offsets of gemv demand"
     return None
 
 
@@ -183,6 +189,11 @@ def _overlaps(target: Target, problem: LinearProblem) -> bool:
 
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
+    blocks = problem.K // BLOCK
+    own = {
+        "gfx950": {"MX_SCALE_DWORDS": 0 if blocks < 4 else 1 + (blocks % 4 == 0)},
+        "sm_90a": {"MX_OVERLAPS": int(_overlaps(target, problem))},
+    }
     return {
         "MX_M": problem.M,
         "MX_X": X_CODES[problem.x_dtype],
@@ -191,7 +202,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_WAVES": config["waves"],
         "MX_UNROLL": config["unroll"],
         "MX_MAX_GRID_X": MAX_GRID_X,
-        "MX_OVERLAPS": int(_overlaps(target, problem)),
+        **own[target.arch],
     }
 
 
@@ -209,7 +220,7 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
 
 
 MODULE = Module(
-    sources={"gfx950": "linear/gemv.cu", "sm_90a": "linear/gemv.cu"},
+    sources={"gfx950": "linear/gemv_gfx950.cu", "sm_90a": "linear/gemv_sm90.cu"},
     symbol="aiter_mx_linear_gemv",
     args=(*POINTERS, Arg("N", "i64"), Arg("K", "i64"), Arg("bias_kind", "i32")),
     defines=_defines,

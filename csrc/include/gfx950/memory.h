@@ -19,9 +19,16 @@ class Buffer {
     MX_MEMBER u32x4 load(unsigned offset) const {
         return __builtin_amdgcn_raw_buffer_load_b128(rsrc, offset, 0, kCached);
     }
+    // 16 bytes at offset + further, which is the same in all lanes.
+    MX_MEMBER u32x4 load(unsigned offset, unsigned further) const {
+        return __builtin_amdgcn_raw_buffer_load_b128(rsrc, offset, further, kCached);
+    }
     // 16 bytes that no one reads again.
-    MX_MEMBER u32x4 load_once(unsigned offset) const {
-        return __builtin_amdgcn_raw_buffer_load_b128(rsrc, offset, 0, kNonTemporal);
+    MX_MEMBER u32x4 load_once(unsigned offset, unsigned further = 0) const {
+        return __builtin_amdgcn_raw_buffer_load_b128(rsrc, offset, further, kNonTemporal);
+    }
+    MX_MEMBER unsigned load_dword(unsigned offset) const {
+        return __builtin_amdgcn_raw_buffer_load_b32(rsrc, offset, 0, kCached);
     }
     MX_MEMBER unsigned load_byte(unsigned offset) const {
         return __builtin_amdgcn_raw_buffer_load_b8(rsrc, offset, 0, kCached);

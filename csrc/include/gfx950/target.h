@@ -21,6 +21,12 @@ using fp16 = _Float16;
 
 constexpr int kLanes = 64;
 
+// A number as a type: what a generic lambda can be told.
+template <int Value>
+struct Constant {
+    static constexpr int value = Value;
+};
+
 MX_DEVICE int thread_in_group() { return __builtin_amdgcn_workitem_id_x(); }
 MX_DEVICE int wave_in_group() {
     return __builtin_amdgcn_readfirstlane(__builtin_amdgcn_workitem_id_x() / kLanes);

@@ -17,12 +17,14 @@
 // fp32 once for all m, and x once for all rows of the workgroup. Sums are fp32 and added in an
 // order that depends on nothing but the configuration: over a lane's k, lanes, then waves.
 
+#pragma once
+
 #include "common/epilogue.h"
 #include "common/scale.h"
 #include "common/target.h"
 #include "fused.h"
 
-using namespace mx;
+namespace mx {
 
 // Sums over the lanes of a wave, of many values at once.
 
@@ -62,11 +64,10 @@ MX_DEVICE void sum_lanes(float (&sums)[Count], float* out, int lane) {
     }
 }
 
-constexpr int kM = MX_M;                // rows of x
-constexpr int kRows = MX_ROWS;          // outputs n of a workgroup
-constexpr int kWaves = MX_WAVES;        // waves of a workgroup
-constexpr int kUnroll = MX_UNROLL;      // steps of a wave whose loads precede all use
-constexpr bool kOverlaps = MX_OVERLAPS; // may begin before the grid ahead of it ends
+constexpr int kM = MX_M;           // rows of x
+constexpr int kRows = MX_ROWS;     // outputs n of a workgroup
+constexpr int kWaves = MX_WAVES;   // waves of a workgroup
+constexpr int kUnroll = MX_UNROLL; // steps of a wave whose loads precede all use
 constexpr bool kQuantises = !kIsQuantised<MX_X>;
 using Out = DType<MX_OUT>;
 using Offset = unsigned long; // elements and bytes: tensors may exceed 4 GiB
@@ -91,42 +92,25 @@ struct Piece {
     }
 };
 
-struct Operands {
-    const unsigned char *xq, *xs, *wq, *ws;
-    Offset rows[kRows]; // of w
-    Offset K;
-    int lane;
-
-    // first: of the step's k, a multiple of kBlock that all lanes of the wave share.
-    MX_MEMBER Piece x(int m, Offset first) const {
-        return {load(xq + m * K + first + lane * kPiece),
-                load_byte(xs + (m * K + first) / kBlock + lane * kPiece / kBlock)};
-    }
-    MX_MEMBER HalfBlock<MX_X> unquantised_x(int m, Offset first) const {
-        const unsigned char* from = xq + 2 * (m * K + first + lane * kPiece);
-        return {load(from), load(from + 16)};
-    }
-    MX_MEMBER Piece w(int r, Offset first) const {
-        return {load_once_in_lines(wq + rows[r] * K + first + lane * kPiece),
-                load_byte(ws + (rows[r] * K + first) / kBlock + lane * kPiece / kBlock)};
-    }
-};
-
 // sums[i * StrideI + j * StrideJ] += a[i] . b[j]. All of b is held in fp32, a's pieces pass by.
-template <int StrideI, int StrideJ, int CountI, int CountJ>
-MX_DEVICE void accumulate(float* sums, const Piece (&a)[CountI], const Piece (&b)[CountJ]) {
+// After taken_a(i) and taken_b(j) the pieces hold what the calls left there, and are read no more.
+template <int StrideI, int StrideJ, int CountI, int CountJ, class TakenA, class TakenB>
+MX_DEVICE void accumulate(float* sums, const Piece (&a)[CountI], const Piece (&b)[CountJ],
+                          TakenA taken_a, TakenB taken_b) {
     f32x2 b_values[CountJ][kPairs];
     float b_scales[CountJ];
 #pragma unroll
     for (int j = 0; j < CountJ; ++j) {
         b[j].to_f32(b_values[j]);
         b_scales[j] = e8m0_to_f32(b[j].scale);
+        taken_b(j);
     }
 #pragma unroll
     for (int i = 0; i < CountI; ++i) {
         f32x2 a_values[kPairs];
         a[i].to_f32(a_values);
         const SplitScale a_scale = e8m0_split(a[i].scale);
+        taken_a(i);
 #pragma unroll
         for (int j = 0; j < CountJ; ++j) {
             float& sum = sums[i * StrideI + j * StrideJ];
@@ -137,81 +121,20 @@ MX_DEVICE void accumulate(float* sums, const Piece (&a)[CountI], const Piece (&b
     }
 }
 
-MX_KERNEL(kThreads)
-aiter_mx_linear_gemv(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
-                     const unsigned char* ws, const void* bias, Out* y, Offset N, Offset K,
-                     int bias_kind) {
-    const Offset first_row = (group_y() * kMaxGridX + group_x()) * kRows;
-    if (first_row >= N)
-        return;
-    const int lane = thread_in_group() % kLanes;
-    const int wave = wave_in_group();
+// Adds a step's products of all rows of w and x.
+template <class TakenW, class TakenX>
+MX_DEVICE void accumulate_step(float* sums, const Piece (&w)[kRows], const Piece (&x)[kM],
+                               TakenW taken_w, TakenX taken_x) {
+    if constexpr (kM <= kRows)
+        accumulate<1, kRows>(sums, w, x, taken_w, taken_x);
+    else
+        accumulate<kRows, 1>(sums, x, w, taken_x, taken_w);
+}
 
-    Operands operands{xq, xs, wq, ws, {}, K, lane};
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) // rows past the last are computed from it and not stored
-        operands.rows[r] = first_row + r < N ? first_row + r : N - 1;
-
-    float sums[kValues] = {};
-    // All lanes take part in quantising, also those whose k are past the end.
-    const int lane_k = kQuantises ? 0 : lane * kPiece;
-    for (Offset first = wave * kStep; first + lane_k < K; first += kUnroll * kStride) {
-        Piece x[kUnroll][kM] = {}, w[kUnroll][kRows] = {}; // zeros add nothing
-        HalfBlock<MX_X> unquantised[kUnroll][kQuantises ? kM : 1] = {};
-        const auto load_w = [&](int i) {
-#pragma unroll
-            for (int r = 0; r < kRows; ++r)
-                w[i][r] = operands.w(r, first + i * kStride);
-        };
-        const auto load_x = [&](int i) {
-#pragma unroll
-            for (int m = 0; m < kM; ++m)
-                if constexpr (kQuantises)
-                    unquantised[i][m] = operands.unquantised_x(m, first + i * kStride);
-                else
-                    x[i][m] = operands.x(m, first + i * kStride);
-        };
-        const auto exists = [&](int i) {
-            return (i == 0 && !kQuantises) || first + i * kStride + lane * kPiece < K;
-        };
-        if constexpr (kOverlaps) {
-#pragma unroll
-            for (int i = 0; i < kUnroll; ++i)
-                if (exists(i))
-                    load_w(i);
-            if (first == wave * kStep) { // what is stored later comes after this as well
-                launch_dependents();
-                wait_for_grid_ahead();
-            }
-#pragma unroll
-            for (int i = 0; i < kUnroll; ++i)
-                if (exists(i))
-                    load_x(i);
-        } else {
-#pragma unroll
-            for (int i = 0; i < kUnroll; ++i)
-                if (exists(i)) {
-                    load_w(i);
-                    load_x(i);
-                }
-        }
-        if constexpr (kQuantises) {
-#pragma unroll
-            for (int i = 0; i < kUnroll; ++i)
-#pragma unroll
-                for (int m = 0; m < kM; ++m) {
-                    const QuantisedHalf half = quantised(unquantised[i][m]);
-                    x[i][m] = {half.payload, half.scale};
-                }
-        }
-#pragma unroll
-        for (int i = 0; i < kUnroll; ++i)
-            if constexpr (kM <= kRows)
-                accumulate<1, kRows>(sums, w[i], x[i]);
-            else
-                accumulate<kRows, 1>(sums, x[i], w[i]);
-    }
-
+// Adds the waves' sums and stores them.
+MX_DEVICE void store_sums(float (&sums)[kValues], Offset first_row, const void* bias, int bias_kind,
+                          Out* y, Offset N) {
+    const int lane = thread_in_group() % kLanes, wave = wave_in_group();
     MX_LDS float partial[kWaves][kValues];
     sum_lanes(sums, partial[wave], lane);
     group_barrier();
@@ -227,3 +150,5 @@ aiter_mx_linear_gemv(const unsigned char* xq, const unsigned char* xs, const uns
         }
     }
 }
+
+} // namespace mx
