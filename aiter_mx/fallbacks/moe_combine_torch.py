@@ -15,7 +15,7 @@ def run(problem: MoeCombineProblem, tensors: Tensors, config: Config) -> None:
     Sums are fp32 and in the order of slots, as csrc/moe/combine.cu has them. A slot with an id
     outside 0 to E - 1 is left out, and shared slots weigh 1.
     """
-    y, topk_ids, topk_weights, expert_map, out = tensors
+    y, topk_ids, topk_weights, expert_map, num_tokens, out = tensors
     p = problem
     is_here = (topk_ids >= 0) & (topk_ids < p.E)
     if expert_map is not None:
@@ -27,4 +27,7 @@ def run(problem: MoeCombineProblem, tensors: Tensors, config: Config) -> None:
     total = torch.zeros((p.M, p.N), dtype=torch.float32, device=y.device)
     for slot in range(rows.shape[1]):  # in the order of the kernel
         total += torch.where(is_here[:, slot], rows[:, slot] * weights[:, slot], 0.0)
+    if num_tokens is not None:  # rows past them stay as they are
+        counts = torch.arange(p.M, device=y.device) < num_tokens
+        total = torch.where(counts.unsqueeze(1), total.to(out.dtype), out)
     out.copy_(total)

@@ -16,23 +16,27 @@ _FEATURES = 1024  # of a program
 
 @triton.jit(
     do_not_specialize=["E", "top_k", "slots"],
-    do_not_specialize_on_alignment=["ids_ptr", "weights_ptr", "map_ptr"],
+    do_not_specialize_on_alignment=["ids_ptr", "weights_ptr", "map_ptr", "num_tokens_ptr"],
 )
 def combine_kernel(
     y_ptr,
     ids_ptr,
     weights_ptr,
     map_ptr,
+    num_tokens_ptr,
     out_ptr,
     N,
     E,
     top_k,
     slots,
     HAS_MAP: tl.constexpr,
+    HAS_COUNT: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
     """FEATURES features of a token. Rows whose expert is not here are not read."""
     token = tl.program_id(0).to(tl.int64)
+    if HAS_COUNT and token >= tl.load(num_tokens_ptr):
+        return
     n = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     total = tl.zeros((FEATURES,), dtype=tl.float32)
     for slot in range(slots):
@@ -51,7 +55,7 @@ def combine_kernel(
 
 def run(problem: MoeCombineProblem, tensors: Tensors, config: Config) -> None:
     """What ``moe_combine_torch`` computes, to the last bit."""
-    y, topk_ids, topk_weights, expert_map, out = tensors
+    y, topk_ids, topk_weights, expert_map, num_tokens, out = tensors
     p = problem
     with torch.cuda.device_of(out):
         combine_kernel[(p.M, triton.cdiv(p.N, _FEATURES))](
@@ -59,12 +63,14 @@ def run(problem: MoeCombineProblem, tensors: Tensors, config: Config) -> None:
             topk_ids,
             topk_weights,
             expert_map,
+            num_tokens,
             out,
             p.N,
             p.E,
             p.top_k,
             p.top_k + p.shared,
             HAS_MAP=expert_map is not None,
+            HAS_COUNT=num_tokens is not None,
             FEATURES=_FEATURES,
             **OPTIONS,
         )

@@ -29,7 +29,7 @@ class FusedMoeProblem:
         has_map: 1: an expert map says which experts are here.
         activation: ``silu`` or ``swiglu_oai``.
         layout: of gate and up rows, ``halves`` or ``interleaved``.
-        dtype: of the tokens, in and out.
+        dtype: of the result, and of the tokens unless these are quantised.
         bias1: dtype of the first GEMM's bias, or ``none``.
         bias2: of the second's.
         id_dtype: of the experts' ids, ``i32`` or ``i64``.
@@ -37,6 +37,8 @@ class FusedMoeProblem:
         alpha: of swiglu_oai.
         beta: of swiglu_oai.
         limit: of swiglu_oai.
+        quantised: 1: tokens come as MX-FP8.
+        reduce: 0: the rows of a token's slots stay apart, and no weights are applied.
     """
 
     M: int
@@ -57,6 +59,8 @@ class FusedMoeProblem:
     alpha: float = 1.702
     beta: float = 1.0
     limit: float = 7.0
+    quantised: int = 0
+    reduce: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (("M", 0), ("E", 1), ("top_k", 1), ("intermediate", 1)):
@@ -88,7 +92,7 @@ class FusedMoeProblem:
         return self.M * (self.top_k + self.shared)
 
     def parts(self) -> tuple[tuple[str, Problem], ...]:
-        """The ops and the problems of the four launches."""
+        """The ops and the problems of the launches: four, or three without a reduction."""
         align = MoeAlignProblem(
             M=self.M,
             top_k=self.top_k,
@@ -99,8 +103,8 @@ class FusedMoeProblem:
             drop_absent=self.has_map,
             shared=self.shared,
             first_shared=self.E - self.shared,
-            x_dtype=self.dtype,
-            K=self.hidden,
+            x_dtype="none" if self.quantised else self.dtype,
+            K=0 if self.quantised else self.hidden,
         )
         first = MoeGemmProblem(
             M=self.M,
@@ -124,7 +128,7 @@ class FusedMoeProblem:
             first,
             N=self.hidden,
             K=self.intermediate,
-            out_dtype="fp32",
+            out_dtype="fp32" if self.reduce else self.dtype,
             activation="none",
             layout="halves",
             bias=self.bias2,
@@ -141,12 +145,13 @@ class FusedMoeProblem:
             out_dtype=self.dtype,
             id_dtype=self.id_dtype,
         )
-        return (
+        launches = (
             ("moe_align", align),
             ("moe_gemm", first),
             ("moe_gemm", second),
             ("moe_combine", combine),
         )
+        return launches if self.reduce else launches[:3]
 
 
 def refuse_unknown_activation(activation: str) -> None:

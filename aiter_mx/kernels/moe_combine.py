@@ -119,6 +119,7 @@ MODULE = Module(
         Arg("topk_ids", "pointer", "r"),
         Arg("topk_weights", "pointer", "r"),
         Arg("expert_map", "pointer", "r"),
+        Arg("num_tokens", "pointer", "r"),
         Arg("out", "pointer", "w"),
         Arg("N", "i64"),
         Arg("M", "i32"),

@@ -171,14 +171,15 @@ def either(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(str(dtype) for dtype in dtypes)
 
 
-def swiglu_of(activation: str, alpha: float, beta: float, limit: float) -> tuple[float, ...]:
-    """alpha, beta and limit where the activation takes them, else nothing.
+def swiglu_of(activation: str, alpha: float, beta: float, limit: float | None) -> tuple[float, ...]:
+    """alpha, beta and limit where the activation takes them, else nothing. No limit is infinity.
 
     Raises:
         TypeError: one of them is no number of Python's.
     """
     if activation != "swiglu_oai":
         return ()
+    limit = float("inf") if limit is None else limit
     for name, value in (("alpha", alpha), ("beta", beta), ("limit", limit)):
         if not isinstance(value, (int, float, torch.SymFloat)):
             raise TypeError(f"{name} must be a number, a float, got {type(value).__name__}")

@@ -27,6 +27,7 @@ from aiter_mx.ops.checks import (
     check_expert_map,
     check_out,
     check_tensor,
+    either,
     refuse_alignment,
     refuse_less,
     refuse_no_experts,
@@ -51,6 +52,8 @@ class Options(NamedTuple):
     layout: str
     swiglu: tuple[float, ...]
     block_m: int | None
+    reduce: bool
+    out_dtype: torch.dtype
 
 
 def fused_moe(
@@ -69,10 +72,14 @@ def fused_moe(
     layout: str = "halves",
     alpha: float = 1.702,
     beta: float = 1.0,
-    limit: float = 7.0,
+    limit: float | None = 7.0,
     bias1: Tensor | None = None,
     bias2: Tensor | None = None,
     block_m: int | None = None,
+    x_scale: Tensor | None = None,
+    num_tokens: Tensor | None = None,
+    reduce: bool = True,
+    out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """A mixture of experts: each token's weighted sum over its experts' two-layer networks.
@@ -85,7 +92,8 @@ def fused_moe(
     weights or biases, its backward pass raises.
 
     Args:
-        x: tokens, bf16, fp16 or fp32 ``[M, H]``, H a multiple of 32.
+        x: tokens, bf16, fp16 or fp32 ``[M, H]``, H a multiple of 32; or, with ``x_scale``,
+            float8_e4m3fn.
         w1q: gate and up weights, float8_e4m3fn ``[E, 2 * I, H]``, I a multiple of 32.
         w1s: their scales, uint8 or float8_e8m0fnu ``[E, 2 * I, H // 32]``.
         w2q: down weights, ``[E, H, I]``.
@@ -103,26 +111,38 @@ def fused_moe(
         layout: where gate and up stand among w1's rows, ``"halves"`` or ``"interleaved"``.
         alpha: of swiglu_oai.
         beta: of swiglu_oai.
-        limit: of swiglu_oai.
+        limit: of swiglu_oai; None for none.
         bias1: bf16, fp16 or fp32 ``[E, 2 * I]``, or None.
         bias2: ``[E, H]``, or None.
         block_m: rows of an expert that the routing puts into a block; by default it is chosen.
+        x_scale: scales of tokens that come quantised, uint8 or float8_e8m0fnu ``[M, H // 32]``.
+        num_tokens: int32 ``[1]`` on the device: tokens that count, the first ones, of buffers that
+            have room for more. What is behind them is neither read nor written. None for all.
+        reduce: False for the rows of a token's slots as the second GEMM has them: no weights are
+            applied, and a slot that is left out has zeros.
+        out_dtype: dtype of the result, bf16, fp16 or fp32; by default x's, bf16 where x is
+            quantised. Another one than x's only where x is quantised.
         out: where to write the result; it may not overlap an input.
 
     Returns:
-        ``[M, H]`` of x's dtype, or ``out``.
+        ``[M, H]``, without a reduction ``[M, top_k + shared_experts, H]``, or ``out``.
 
     Raises:
         TypeError: an argument that is no tensor, or of a dtype not listed above.
         ValueError: a shape, stride, device or alignment other than those above, or an overlap.
         CaptureError: a first use while a stream is captured.
     """
-    inputs = (x, w1q, w1s, w2q, w2s, topk_ids, topk_weights, expert_map, bias1, bias2)
+    routing = (topk_ids, topk_weights, expert_map)
+    inputs = (x, w1q, w1s, w2q, w2s, *routing, bias1, bias2, x_scale, num_tokens)
     swiglu = swiglu_of(activation, alpha, beta, limit)
-    options = Options(num_experts, shared_experts, activation, layout, swiglu, block_m)
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if x_scale is not None else getattr(x, "dtype", torch.bfloat16)
+    options = Options(
+        num_experts, shared_experts, activation, layout, swiglu, block_m, reduce, out_dtype
+    )
     if is_traced((*inputs, out)) or wants_gradient(x, topk_weights, bias1, bias2):
-        flat = (*inputs, *options[:4], list(swiglu), block_m)
-        result: Tensor = _through_torch(flat, out, x.dtype)
+        flat = (*inputs, *options[:4], list(swiglu), *options[5:])
+        result: Tensor = _through_torch(flat, out, out_dtype)
         return result
     return _fused_moe(inputs, options, out)
 
@@ -131,33 +151,41 @@ def _fused_moe(inputs: tuple[Tensor | None, ...], options: Options, out: Tensor 
     for name, tensor in zip(_NAMES, inputs, strict=True):
         if not isinstance(tensor, Tensor) and (tensor is not None or name not in _OPTIONAL):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    x, w1q, w1s, w2q, w2s, topk_ids, _, expert_map, bias1, bias2 = inputs
+    x, w1q, w1s, w2q, w2s, topk_ids, _, expert_map, *optional, num_tokens = inputs
     assert x is not None and w1q is not None and w2q is not None and topk_ids is not None
     assert w1s is not None and w2s is not None
     device = x.device
     call = (
         *((t.shape, t.dtype, t.device, t.is_contiguous()) for t in inputs if t is not None),
-        (expert_map is None, bias1 is None, bias2 is None),
+        (expert_map is None, *[each is None for each in optional], num_tokens is None),
         options,
         x.is_cuda or cpu_target(),
     )
     plan = _plans.by_call.get(call)
     if plan is None:
         plan = _plans.keep(call, _plan(inputs, options))
-    check_expert_ids(topk_ids, plan.problem.num_experts)
+    check_expert_ids(topk_ids, plan.problem.num_experts, num_tokens)
     check_expert_map(expert_map, plan.problem.E)
     given: dict[str, Tensor | None] = dict(zip(_NAMES, inputs, strict=True))
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=device)
+        out = torch.empty(plan.shape, dtype=options.out_dtype, device=device)
     else:
-        check_out(out, tuple(x.shape), x.dtype, **given)
+        check_out(out, plan.shape, options.out_dtype, **given)
     if not plan.runs:
         return out.zero_()
+    if not options.reduce:
+        _clear(out, num_tokens)
     if (x.data_ptr() | w1q.data_ptr() | w2q.data_ptr()) % ALIGNMENT_BYTES:
         refuse_alignment(x=x, w1q=w1q, w2q=w2q)
     if (w1s.data_ptr() | w2s.data_ptr()) % SCALE_ALIGNMENT_BYTES:
         refuse_alignment(SCALE_ALIGNMENT_BYTES, w1s=w1s, w2s=w2s)
 
+    if not options.reduce:
+        given["y"] = out.view(-1, out.shape[-1])
+    if (x_scale := given["x_scale"]) is not None:
+        if x_scale.data_ptr() % SCALE_ALIGNMENT_BYTES:
+            refuse_alignment(SCALE_ALIGNMENT_BYTES, x_scale=x_scale)
+        given |= {"x": None, "xq": x, "xs": x_scale}
     held = torch.empty(plan.bytes, dtype=torch.uint8, device=device)
     given |= {"out": out, "none": None}
     if plan.takes_tensors:
@@ -165,7 +193,7 @@ def _fused_moe(inputs: tuple[Tensor | None, ...], options: Options, out: Tensor 
             name: held[part.at : part.at + part.bytes].view(part.dtype).view(part.shape)
             for name, part in plan.parts.items()
         }
-        for run, names in zip(plan.runs, ARGUMENTS, strict=True):
+        for run, names in zip(plan.runs, ARGUMENTS, strict=False):
             tensors = [given[name] for name in names]
             run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
         return out
@@ -173,7 +201,7 @@ def _fused_moe(inputs: tuple[Tensor | None, ...], options: Options, out: Tensor 
     first = held.data_ptr()
     for name, part in plan.parts.items():
         at[name] = first + part.at
-    for run, names in zip(plan.runs, ARGUMENTS, strict=True):
+    for run, names in zip(plan.runs, ARGUMENTS, strict=False):
         run((), [at[name] for name in names])
     return out
 
@@ -181,22 +209,32 @@ def _fused_moe(inputs: tuple[Tensor | None, ...], options: Options, out: Tensor 
 _LISTS = ("sorted_ids", "expert_ids", "post_padded")
 ARGUMENTS = (
     (
-        *("topk_ids", "none", "expert_map", "none", "x", "sorted_ids", "none"),
+        *("topk_ids", "none", "expert_map", "num_tokens", "x", "sorted_ids", "none"),
         *_LISTS[1:],
         "xq",
         "xs",
     ),
     ("xq", "xs", "w1q", "w1s", *_LISTS, "none", "bias1", "hq", "hs"),
     ("hq", "hs", "w2q", "w2s", *_LISTS, "none", "bias2", "y", "none"),
-    ("y", "topk_ids", "topk_weights", "expert_map", "out"),
+    ("y", "topk_ids", "topk_weights", "expert_map", "num_tokens", "out"),
 )
-"""The pointers of each launch: what the caller gave, or what lies between the launches."""
+"""The pointers of each launch: what the caller gave, or what lies between the launches. Without a
+reduction there is no last one."""
 
 _NAMES = (
     *("x", "w1q", "w1s", "w2q", "w2s", "topk_ids", "topk_weights"),
-    *("expert_map", "bias1", "bias2"),
+    *("expert_map", "bias1", "bias2", "x_scale", "num_tokens"),
 )
-_OPTIONAL = ("expert_map", "bias1", "bias2")
+_OPTIONAL = _NAMES[7:]
+
+
+def _clear(out: Tensor, num_tokens: Tensor | None) -> None:
+    """Zeros for slots that are left out, which no launch writes."""
+    if num_tokens is None:
+        out.zero_()
+    else:
+        counts = torch.arange(len(out), device=out.device) < num_tokens
+        out.masked_fill_(counts[:, None, None], 0)
 
 
 @dataclass(frozen=True)
@@ -215,13 +253,15 @@ class _Plan:
 
     Attributes:
         problem: the layer.
-        runs: the four launches, or none where there is nothing to compute.
+        shape: of the result.
+        runs: the launches, or none where there is nothing to compute.
         takes_tensors: whether one of them asks for tensors and not for addresses alone.
         bytes: of all that lies between the launches, in one piece of memory.
         parts: what lies there, by name.
     """
 
     problem: FusedMoeProblem
+    shape: tuple[int, ...]
     runs: tuple[Run, ...]
     takes_tensors: bool
     bytes: int
@@ -236,8 +276,10 @@ def _plan(inputs: Sequence[Tensor | None], options: Options) -> _Plan:
     assert inputs[0] is not None
     device = inputs[0].device
     layer = problem.parts() if problem.hidden else ()  # it refuses what no launch can do
+    slots = () if problem.reduce else (problem.top_k + problem.shared,)
+    result = (problem.M, *slots, problem.hidden)
     if problem.M == 0 or not layer:
-        return _Plan(problem, (), False, 0, {})
+        return _Plan(problem, result, (), False, 0, {})
     target = target_of(device)
     try:
         runs = tuple(bind(op, target, part, device) for op, part in layer)
@@ -248,19 +290,20 @@ def _plan(inputs: Sequence[Tensor | None], options: Options) -> _Plan:
         size = prod(shape) * dtype.itemsize
         parts[name] = _Part(at, size, dtype, shape)
         at += -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
-    return _Plan(problem, runs, _takes_tensors(layer, target), at, parts)
+    return _Plan(problem, result, runs, _takes_tensors(layer, target), at, parts)
 
 
 def tensors_between(problem: FusedMoeProblem) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of what lies between the launches, by the names of ``ARGUMENTS``."""
     align, M, H, I = problem.parts()[0][1], problem.M, problem.hidden, problem.intermediate
     assert isinstance(align, MoeAlignProblem)
+    quantisation = {"xq": ((M, H), _FP8[0]), "xs": ((M, H // BLOCK), torch.uint8)}
+    to_reduce = {"y": ((problem.routed, H), torch.float32)}
     return {
-        "xq": ((M, H), _FP8[0]),
-        "xs": ((M, H // BLOCK), torch.uint8),
+        **({} if problem.quantised else quantisation),
         "hq": ((problem.routed, I), _FP8[0]),
         "hs": ((problem.routed, I // BLOCK), torch.uint8),
-        "y": ((problem.routed, H), torch.float32),
+        **(to_reduce if problem.reduce else {}),
         "sorted_ids": ((align.max_ids,), torch.int32),
         "expert_ids": ((align.max_ids // align.block_m,), torch.int32),
         "post_padded": ((1,), torch.int32),
@@ -281,13 +324,23 @@ def _takes_tensors(layer: Sequence[tuple[str, Problem]], target: Target) -> bool
 
 def _check(inputs: Sequence[Tensor | None], options: Options) -> FusedMoeProblem:
     """The problem that these arguments pose; raises as ``fused_moe`` documents."""
-    x, w1q, w1s, w2q, w2s, topk_ids, topk_weights, expert_map, bias1, bias2 = inputs
-    num_experts, shared, activation, layout, swiglu, block_m = options
+    x, w1q, w1s, w2q, w2s, topk_ids, topk_weights, expert_map, bias1, bias2, *more = inputs
+    num_experts, shared, activation, layout, swiglu, block_m, reduce, out_dtype = options
+    x_scale, num_tokens = more
     assert x is not None
-    device = check_tensor("x", x, tuple(DTYPE_NAMES), ("M", "H")).device
+    device = check_tensor(
+        "x", x, tuple(DTYPE_NAMES) if x_scale is None else _FP8, ("M", "H")
+    ).device
+    if out_dtype not in DTYPE_NAMES or (x_scale is None and out_dtype != x.dtype):
+        allowed = either(tuple(DTYPE_NAMES)) if x_scale is not None else f"x's, {x.dtype}"
+        raise TypeError(f"out_dtype must be {allowed}, got {out_dtype}")
     M, H = x.shape
     if H % BLOCK:
         raise ValueError(f"H must be a multiple of {BLOCK}, got H={H} (x: {list(x.shape)})")
+    if x_scale is not None:
+        check_tensor("x_scale", x_scale, SCALE_DTYPES, (M, H // BLOCK), device)
+    if num_tokens is not None:
+        check_tensor("num_tokens", num_tokens, (torch.int32,), (1,), device)
     E, N, _ = check_tensor("w1q", w1q, _FP8, ("E", "2 * I", H), device).shape
     refuse_no_experts("w1q", E, N, H)
     if N == 0 or N % (2 * BLOCK):
@@ -331,7 +384,7 @@ def _check(inputs: Sequence[Tensor | None], options: Options) -> FusedMoeProblem
         has_map=int(expert_map is not None),
         activation=activation,
         layout=layout,
-        dtype=DTYPE_NAMES[x.dtype],
+        dtype=DTYPE_NAMES[out_dtype],
         bias1="none" if bias1 is None else DTYPE_NAMES[bias1.dtype],
         bias2="none" if bias2 is None else DTYPE_NAMES[bias2.dtype],
         id_dtype=INDEX_NAMES[ids.dtype],
@@ -339,28 +392,32 @@ def _check(inputs: Sequence[Tensor | None], options: Options) -> FusedMoeProblem
         alpha=alpha,
         beta=beta,
         limit=limit,
+        quantised=int(x_scale is not None),
+        reduce=int(reduce),
     )
 
 
 def _run(*arguments: Any, out: Tensor | None = None) -> Tensor:
-    *options, swiglu, block_m = arguments[len(_NAMES) :]
-    return _fused_moe(
-        arguments[: len(_NAMES)], Options._make((*options, tuple(swiglu), block_m)), out
-    )
+    *options, swiglu, block_m, reduce, out_dtype = arguments[len(_NAMES) :]
+    made = Options._make((*options, tuple(swiglu), block_m, reduce, out_dtype))
+    return _fused_moe(arguments[: len(_NAMES)], made, out)
 
 
 def _fake(x: Tensor, *others: Any) -> Tensor:
-    return x.new_empty(x.shape)
+    topk_ids, shared, reduce, out_dtype = others[4], others[-7], *others[-2:]
+    slots = () if reduce else (topk_ids.shape[1] + shared,)
+    return x.new_empty((x.shape[0], *slots, x.shape[1]), dtype=out_dtype)
 
 
 _through_torch = register_with_out(
     "fused_moe",
     "Tensor x, Tensor w1q, Tensor w1s, Tensor w2q, Tensor w2s, Tensor topk_ids, "
-    "Tensor topk_weights, Tensor? expert_map, Tensor? bias1, Tensor? bias2, SymInt? num_experts, "
-    "SymInt shared_experts, str activation, str layout, float[] swiglu, SymInt? block_m",
+    "Tensor topk_weights, Tensor? expert_map, Tensor? bias1, Tensor? bias2, Tensor? x_scale, "
+    "Tensor? num_tokens, SymInt? num_experts, SymInt shared_experts, str activation, str layout, "
+    "float[] swiglu, SymInt? block_m, bool reduce, ScalarType out_dtype",
     "Tensor",
     _run,
     _fake,
-    out_at=10,
+    out_at=12,
     stands_for=lambda out: (),
 )

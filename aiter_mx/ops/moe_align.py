@@ -35,6 +35,7 @@ def moe_align(
     drop_absent: bool = False,
     shared_experts: int = 0,
     first_shared: int | None = None,
+    num_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort routed rows by expert, each expert's padded to whole blocks, in one launch.
 
@@ -54,6 +55,7 @@ def moe_align(
         shared_experts: experts that every token has besides: slots top_k and up, so that there are
             ``slots = top_k + shared_experts`` of them.
         first_shared: number of the first of these on this rank; by default after the others.
+        num_tokens: int32 ``[1]`` on the device: tokens that count, the first ones; None for all.
 
     Returns:
         sorted_token_ids: int32; padding is M * slots.
@@ -64,8 +66,9 @@ def moe_align(
         TypeError, ValueError: arguments other than those above.
     """
     first_shared = num_experts if first_shared is None else first_shared
-    options = (drop_absent, shared_experts, first_shared)
-    align = _align_through_torch if is_traced((topk_ids, expert_map)) else _align
+    options = (drop_absent, shared_experts, first_shared, num_tokens)
+    traced = is_traced((topk_ids, expert_map, num_tokens))
+    align = _align_through_torch if traced else _align
     sorted_ids, expert_ids, used = align(topk_ids, block_m, num_experts, expert_map, *options)
     return sorted_ids, expert_ids, used
 
@@ -78,6 +81,7 @@ def _align(
     drop_absent: bool,
     shared: int,
     first_shared: int,
+    num_tokens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     refuse_no_whole_number(block_m=block_m, num_experts=num_experts)
     refuse_no_whole_number(shared_experts=shared, first_shared=first_shared)
@@ -88,6 +92,8 @@ def _align(
     device = check_tensor("topk_ids", topk_ids, tuple(INDEX_NAMES), ("M", "top_k")).device
     if expert_map is not None:
         check_tensor("expert_map", expert_map, (torch.int32,), (num_experts,), device)
+    if num_tokens is not None:
+        check_tensor("num_tokens", num_tokens, (torch.int32,), (1,), device)
     problem = MoeAlignProblem(
         M=topk_ids.shape[0],
         top_k=topk_ids.shape[1],
@@ -99,8 +105,8 @@ def _align(
         shared=shared,
         first_shared=first_shared,
     )
-    check_expert_ids(topk_ids, num_experts)
-    sorted_ids, _, expert_ids, post_padded = _run(problem, topk_ids, None, expert_map, None)
+    check_expert_ids(topk_ids, num_experts, num_tokens)
+    sorted_ids, _, expert_ids, post_padded = _run(problem, topk_ids, None, expert_map, num_tokens)
     return sorted_ids, expert_ids, post_padded
 
 
@@ -212,7 +218,7 @@ def _run(
 def _align_fake(
     topk_ids: Tensor, block_m: int, num_experts: int, expert_map: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _, shared, _ = options
+    _, shared, *_ = options
     return *_empty_lists(topk_ids, block_m, num_experts, shared), _int32(topk_ids, 1)
 
 
@@ -240,7 +246,7 @@ def _int32(like: Tensor, size: int) -> Tensor:
 _align_through_torch = register(
     "moe_align",
     "(Tensor topk_ids, SymInt block_m, SymInt num_experts, Tensor? expert_map, bool drop_absent, "
-    "SymInt shared, SymInt first_shared) -> (Tensor, Tensor, Tensor)",
+    "SymInt shared, SymInt first_shared, Tensor? num_tokens) -> (Tensor, Tensor, Tensor)",
     _align,
     _align_fake,
 )
@@ -261,7 +267,7 @@ def operands_of(problem: MoeAlignProblem, device: torch.device) -> Iterator[Tens
         return torch.zeros(shape, dtype=of, device=device)
 
     is_packed, quantizes = p.ids == "aiter", p.x_dtype != "none"
-    for num_tokens in (None, new(1)) if is_packed else (None,):
+    for num_tokens in (None, new(1)):
         if p.routed:
             yield (
                 new(p.M, p.top_k, of=INDICES[p.id_dtype]),

@@ -124,8 +124,11 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
                    int map_kind, int drop_absent, int block_m, int max_ids, int max_blocks) {
     wait_for_grid_ahead();
     launch_dependents();
+    int tokens = M;
+    if (num_tokens)
+        tokens = *num_tokens < 0 ? 0 : *num_tokens < M ? *num_tokens : M;
     if (kQuantizes && group_x() > 0) {
-        quantize(x, xq, xs, elements, static_cast<int>(group_x()) - 1);
+        quantize(x, xq, xs, elements / M * tokens, static_cast<int>(group_x()) - 1);
         return;
     }
     const int lane = thread_in_group() % kLanes;
@@ -133,9 +136,6 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
     MX_LDS int counts[kWaves][kExperts]; // then ids of the expert in waves and chunks before
     MX_LDS int totals[kExperts], firsts[kExperts], numbers[kExperts]; // firsts: blocks
 
-    int tokens = M;
-    if (num_tokens)
-        tokens = *num_tokens < 0 ? 0 : *num_tokens < M ? *num_tokens : M;
     const Routing routing{topk_ids, tokens, top_k, experts, shared};
     const int routed = tokens * routing.slots();
     const int chunks = (routed + kThreads - 1) / kThreads; // of each wave

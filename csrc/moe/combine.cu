@@ -3,6 +3,7 @@
 //   y [M * slots, N]      routed rows, t = token * slots + slot, fp32 or 16 bits
 //   topk_ids [M, top_k]   expert of each slot; slots past top_k are shared experts', of weight 1
 //   expert_map [E]        number of an expert here, or -1; may be null
+//   num_tokens [1]        tokens that count, the first ones; null for all
 //   out [M, N]            sum over slots, in their order, of those whose expert is here
 //
 // Rows of the others are not read: nobody has written them.
@@ -42,11 +43,12 @@ MX_DEVICE float to_f32(float x) { return x; }
 
 MX_KERNEL(kThreads)
 aiter_mx_moe_combine(const Y* y, const Id* topk_ids, const float* weights, const int* expert_map,
-                     Out* out, long N, int M, int experts) {
+                     const int* num_tokens, Out* out, long N, int M, int experts) {
     const long n = (static_cast<long>(group_x()) * kThreads + thread_in_group()) * kWidth;
     if (n >= N)
         return;
-    for (long token = group_y(); token < M; token += kMaxGroupsY) {
+    const int tokens = num_tokens && *num_tokens < M ? *num_tokens : M;
+    for (long token = group_y(); token < tokens; token += kMaxGroupsY) {
         Piece pieces[kSlots];
         float factors[kSlots];
         bool is_here[kSlots];

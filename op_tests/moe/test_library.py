@@ -50,13 +50,15 @@ def test_layer_and_routing_are_proper_ops() -> None:
     layer = (
         *(call[name] for name in ("x", "w1q", "w1s", "w2q", "w2s", "topk_ids", "topk_weights")),
         *(call[name] for name in ("expert_map", "bias1", "bias2")),
+        *(None, torch.tensor([len(call["x"])], dtype=torch.int32)),
         *(len(call["expert_map"]), 0, "swiglu_oai", "halves", [1.7, 1.0, 7.0], 16),
+        *(True, call["x"].dtype),
     )
     ops = torch.ops.aiter_mx
     torch.library.opcheck(ops.fused_moe.default, layer)
     out = torch.empty_like(call["x"])
-    torch.library.opcheck(ops.fused_moe_out.default, (*layer[:10], out, *layer[10:]))
-    routing = (call["topk_ids"], 8, 4, call["expert_map"], True, 1, 3)
+    torch.library.opcheck(ops.fused_moe_out.default, (*layer[:12], out, *layer[12:]))
+    routing = (call["topk_ids"], 8, 4, call["expert_map"], True, 1, 3, None)
     torch.library.opcheck(ops.moe_align.default, routing)
     mask, tokens = (torch.tensor(v, dtype=torch.int32) for v in ([1, 0, 1, 1], [3]))
     sorting = (call["topk_ids"], call["topk_weights"], 4, 8, mask, tokens)

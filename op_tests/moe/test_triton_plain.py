@@ -132,7 +132,9 @@ def check_combine(draw: random.Random, dtypes: tuple[str, ...], device: str) -> 
         absent |= expert_map[ids.clamp(0, E - 1).long()] < 0
     y[:, :top_k][absent] = torch.nan  # nobody has written these rows
     weights[absent] = torch.inf
-    inputs = [y.flatten(0, 1).to(DTYPES[problem.y_dtype]), ids, weights, expert_map]
+    num_tokens = torch.tensor([draw.randint(-1, M + 1)], dtype=torch.int32)
+    counted = draw.choice([None, num_tokens])
+    inputs = [y.flatten(0, 1).to(DTYPES[problem.y_dtype]), ids, weights, expert_map, counted]
     outputs = [poisoned(M, N, dtype=DTYPES[problem.out_dtype])]
     assert_as_torch("moe_combine", problem, inputs, outputs, device)
 

@@ -1,0 +1,133 @@
+"""Forms in which engines hand tokens to ``aiter_mx.fused_moe``, and take results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import aiter_mx
+
+M, H, I, E, TOP_K, SHARED = 7, 96, 64, 5, 3, 1
+
+
+@pytest.fixture(params=["cpu", "sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    with aiter_mx.simulate("gfx950") if request.param == "sim" else nullcontext():
+        yield torch.device("cpu" if request.param == "sim" else request.param)
+
+
+def mx(*shape: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    payload = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    payload[payload & 0x7F == 0x7F] = 0x31
+    *rows, K = shape
+    scale = torch.randint(112, 120, (*rows, K // 32), generator=generator, dtype=torch.uint8)
+    return payload.view(torch.float8_e4m3fn), scale
+
+
+def layer(device: torch.device, tokens: int = M, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """x, and all else that a layer takes; slots of experts that are elsewhere or of none."""
+    g = torch.Generator().manual_seed(5)
+    x = torch.randn(tokens, H, generator=g).to(device, dtype)
+    w1, w2 = mx(E + SHARED, 2 * I, H, generator=g), mx(E + SHARED, H, I, generator=g)
+    ids = torch.randint(-1, E + 2, (tokens, TOP_K), generator=g, dtype=torch.int32)
+    rest = (*w1, *w2, ids, torch.rand(tokens, TOP_K, generator=g))
+    return x, [each.to(device) for each in rest], {"shared_experts": SHARED, "block_m": 16}
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_quantised_tokens_give_the_same_bits(device: torch.device, out_dtype: torch.dtype) -> None:
+    x, rest, options = layer(device, dtype=out_dtype)
+    expected = aiter_mx.fused_moe(x, *rest, **options)
+    xq, xs = aiter_mx.quantize(x)
+    found = aiter_mx.fused_moe(xq, *rest, x_scale=xs, out_dtype=out_dtype, **options)
+    assert found.dtype == out_dtype
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, M, M + 9, -1])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_tokens_behind_the_count_are_neither_read_nor_written(
+    device: torch.device, count: int, quantised: bool
+) -> None:
+    x, rest, options = layer(device)
+    expected = aiter_mx.fused_moe(x, *rest, **options)
+    used = min(max(count, 0), M)
+    *weights, ids, topk_weights = rest
+    x[used:], topk_weights[used:] = torch.nan, torch.nan
+    ids[used:] = torch.arange(len(ids[used:]) * TOP_K, device=device).view(-1, TOP_K) % E
+    tokens = {"x": x, "x_scale": None}
+    if quantised:
+        tokens["x"], tokens["x_scale"] = aiter_mx.quantize(x)
+    out = torch.full_like(expected, 7)
+    number = torch.tensor([count], dtype=torch.int32, device=device)
+    x = tokens.pop("x")
+    aiter_mx.fused_moe(
+        x, *weights, ids, topk_weights, **tokens, num_tokens=number, out=out, **options
+    )
+    assert torch.equal(out[:used], expected[:used])
+    assert (out[used:] == 7).all()
+
+
+def test_slots_may_stay_apart(device: torch.device) -> None:
+    x, rest, options = layer(device, dtype=torch.float32)
+    summed = aiter_mx.fused_moe(x, *rest, **options)
+    apart = aiter_mx.fused_moe(x, *rest, reduce=False, **options)
+    assert apart.shape == (M, TOP_K + SHARED, H)
+    ids, weights = rest[-2:]
+    is_here = (ids >= 0) & (ids < E)
+    assert not apart[:, :TOP_K][~is_here].any()
+    assert (apart[:, :TOP_K][is_here] != 0).any(-1).all()
+    weights = torch.cat((weights, weights.new_ones(M, SHARED)), 1).unsqueeze(2)
+    torch.testing.assert_close((apart * weights).sum(1), summed, rtol=1e-5, atol=1e-5)
+
+
+def test_apart_and_counted_together(device: torch.device) -> None:
+    x, rest, options = layer(device)
+    number = torch.tensor([3], dtype=torch.int32, device=device)
+    whole = aiter_mx.fused_moe(x, *rest, reduce=False, **options)
+    out = torch.full_like(whole, 7)
+    aiter_mx.fused_moe(x, *rest, reduce=False, num_tokens=number, out=out, **options)
+    assert torch.equal(out[:3], whole[:3])
+    assert (out[3:] == 7).all()
+
+
+def test_no_limit_is_infinity() -> None:
+    x, rest, options = layer(torch.device("cpu"))
+    options |= {"activation": "swiglu_oai", "alpha": 1.0, "beta": 0.0}
+    found = aiter_mx.fused_moe(x, *rest, limit=None, **options)
+    assert torch.equal(found, aiter_mx.fused_moe(x, *rest, limit=float("inf"), **options))
+
+
+def test_compiled_whole_with_every_form() -> None:
+    x, rest, options = layer(torch.device("cpu"))
+    xq, xs = aiter_mx.quantize(x)
+    number = torch.tensor([5], dtype=torch.int32)
+
+    def call(xq: Tensor, xs: Tensor, number: Tensor) -> Tensor:
+        forms = {"x_scale": xs, "num_tokens": number, "out_dtype": torch.float16}
+        return aiter_mx.fused_moe(xq, *rest, **forms, reduce=False, **options)[:5]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(xq, xs, number), call(xq, xs, number))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, rest, options = layer(torch.device("cpu"))
+    xq, xs = aiter_mx.quantize(x)
+    for tokens, forms, error, message in [
+        (x, {"x_scale": xs}, TypeError, "x must be torch.float8_e4m3fn, got torch.bfloat16"),
+        (xq, {}, TypeError, "x must be torch.bfloat16 or"),
+        (xq, {"x_scale": xs[:, :1]}, ValueError, r"x_scale must be \[7, 3\], got \[7, 1\]"),
+        (xq, {"x_scale": xs, "out_dtype": torch.int8}, TypeError, "out_dtype must be torch.bfl"),
+        (x, {"out_dtype": torch.float16}, TypeError, "out_dtype must be x's, torch.bfloat16"),
+        (x, {"num_tokens": torch.tensor([3])}, TypeError, "num_tokens must be torch.int32"),
+        (x, {"num_tokens": 3}, TypeError, "num_tokens must be a tensor, got int"),
+    ]:
+        with pytest.raises(error, match=message):
+            aiter_mx.fused_moe(tokens, *rest, **forms, **options)
