@@ -22,6 +22,7 @@ from aiter_mx.ops.checks import (
     either,
     refuse_no_tensor,
     refuse_strides,
+    shape_text,
 )
 from aiter_mx.ops.linear import linear, problem_of
 from aiter_mx.ops.moe_gemm import Options, compute, plan_of
@@ -65,8 +66,10 @@ def mxfp8_gemv(
     refuse_no_tensor(xq=xq, x_scale=x_scale, wq=wq, w_scale=w_scale)
     if xq.dtype != FP8:
         raise TypeError(f"xq must be {FP8}, got {xq.dtype}")
+    if xq.ndim != 2:
+        raise ValueError(f"xq must have two dimensions, [rows, K], got {shape_text(xq)}")
     try:
-        if out_dtype in DTYPE_NAMES and xq.ndim == wq.ndim == 2 and xq.shape[1] > 0:
+        if out_dtype in DTYPE_NAMES and wq.ndim == 2 and xq.shape[1] > 0:
             (M, K), N = xq.shape, wq.shape[0]
             if K % 32:
                 return None
