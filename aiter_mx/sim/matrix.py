@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from aiter_mx.sim.disasm import Instruction, Operand
 from aiter_mx.sim.emit import Code, Context, Modifiers, Reads, is_vector, scalar, unknown
@@ -50,21 +50,27 @@ def is_matrix(ins: Instruction) -> bool:
     return ins.mnemonic.startswith(("v_mfma", "v_smfmac"))
 
 
+def passes_of(mnemonic: str, modifiers: Mapping[str, str]) -> tuple[str, int]:
+    """The operands' type and the passes of one instruction; 0 of any but a matrix instruction."""
+    if match := _SCALED.fullmatch(mnemonic):
+        kinds = [int(modifiers.get(name, "0"), 0) for name in ("cbsz", "blgp")]
+        name = " x ".join(_SCALED_NAMES[kind] for kind in kinds)
+        is_slow = min(kinds) < 2  # an 8-bit operand halves the rate
+        return "scaled " * bool(match[1]) + name, int(match[2][:2]) // (2 if is_slow else 4)
+    if match := _MFMA.fullmatch(mnemonic):
+        _, side, _, blocks, kind = match.groups()
+        is_slow = bool(blocks) or kind == "f32"
+        return kind.replace("_1k", "").replace("_", " x "), int(side) // (2 if is_slow else 4)
+    return "", 0
+
+
 def matrix_passes(instructions: Sequence[Instruction]) -> dict[str, int]:
     """Passes of the matrix unit, by type: LLVM's scheduling model of gfx950."""
     passes: Counter[str] = Counter()
     for ins in instructions:
-        if match := _SCALED.fullmatch(ins.mnemonic):
-            kinds = [int(ins.modifiers.get(name, "0"), 0) for name in ("cbsz", "blgp")]
-            name = " x ".join(_SCALED_NAMES[kind] for kind in kinds)
-            side, is_slow = int(match[2][:2]), min(kinds) < 2  # an 8-bit operand halves the rate
-            passes["scaled " * bool(match[1]) + name] += side // (2 if is_slow else 4)
-        elif match := _MFMA.fullmatch(ins.mnemonic):
-            _, side_text, _, blocks, kind = match.groups()
-            is_slow = bool(blocks) or kind == "f32"
-            passes[kind.replace("_1k", "").replace("_", " x ")] += int(side_text) // (
-                2 if is_slow else 4
-            )
+        kind, count = passes_of(ins.mnemonic, ins.modifiers)
+        if count:
+            passes[kind] += count
     return dict(passes)
 
 

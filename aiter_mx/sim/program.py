@@ -30,6 +30,7 @@ from aiter_mx.sim.report import (
     CFault,
     CFindings,
     LaunchReport,
+    Trace,
     fault_error,
 )
 from aiter_mx.sim.translate import translate_kernel
@@ -63,6 +64,8 @@ class SimOptions:
             the wait that covers them; needs ``strict``.
         first_group: number of the first workgroup that runs, counting x first; those before it are
             left out.
+        group_count: workgroups that run, from ``first_group`` on; 0 means all that are left.
+        trace: write down what waves do, for ``aiter_mx.sim.timing``; on one thread.
         finite_scales: matrix instructions take an e8m0 byte of 255 for 2^128, not for NaN: for
             kernels that do not rely on the instruction for NaN.
         sum_order: how matrix instructions add: ``exact`` (in double, rounded once), or ``forward``,
@@ -84,6 +87,8 @@ class SimOptions:
     count_groups: bool = False
     delay: bool = False
     first_group: int = 0
+    group_count: int = 0
+    trace: bool = False
     finite_scales: bool = False
     sum_order: str = "exact"
     perturb: int = 0
@@ -175,6 +180,16 @@ class _CLaunch(ctypes.Structure):
         ("first_load", ctypes.c_void_p),
         ("blocks", ctypes.c_uint32),
         ("padding", ctypes.c_uint32),
+        ("end_group", ctypes.c_uint64),
+        ("trace", ctypes.c_void_p),
+    ]
+
+
+class _CTrace(ctypes.Structure):
+    _fields_ = [
+        ("words", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("room", ctypes.c_uint64),
     ]
 
 
@@ -298,8 +313,10 @@ class Program:
         groups = grid[0] * grid[1] * grid[2]
         if not 0 <= options.first_group < groups:
             raise LaunchError(f"first_group is {options.first_group} of {groups} workgroups")
+        end_group = min(groups, options.first_group + (options.group_count or groups))
         launch = _CLaunch(
             next_group=options.first_group,
+            end_group=end_group,
             schedule=SCHEDULES.index(options.schedule),
             grid=grid,
             block=block,
@@ -332,8 +349,12 @@ class Program:
         if counts:
             launch.group_bytes, launch.first_load = counts.addresses
             launch.blocks = len(translated.blocks)
-        groups -= options.first_group
-        threads = min(options.threads or len(os.sched_getaffinity(0)), groups)
+        trace = _CTrace()
+        if options.trace:
+            launch.trace = ctypes.addressof(trace)
+        groups = end_group - options.first_group
+        cores = options.threads or len(os.sched_getaffinity(0))
+        threads = 1 if options.trace else min(cores, groups)
         begin = time.perf_counter()
         sizes = [end - begin for begin, end, *_ in pieces] if options.count_unique else None
         results = _run_threads(translated, launch, threads, sizes)
@@ -359,19 +380,34 @@ class Program:
         report = _report(kernel, waves, seconds, translated, results)
         lists = [result.findings for result in results]
         known = translated.hazards, translated.texts, translated.addresses
+        report = replace(report, findings=merged_findings(lists, *known, error))
         if counts:
             report = replace(
                 report,
                 group_bytes=counts.by_region(pieces, everything),
                 first_load=counts.ahead_of_first_load(translated.texts, translated.leaders),
             )
-        return replace(report, findings=merged_findings(lists, *known, error))
+        if options.trace:
+            sizes = [sum(block.values()) for block in translated.blocks]
+            regions = [end - begin for begin, end, *_ in pieces]
+            traced = _words(trace), groups, waves // groups, translated.texts, sizes, regions
+            report = replace(report, trace=Trace(*traced))
+        return report
 
     def _row_name(self, kernel: KernelInfo, row: int) -> str:
         base = ((kernel.descriptor.rsrc3 & 63) + 1) * 4
         if row >= ((kernel.descriptor.rsrc1 & 63) + 1) * 8:
             return "the register that s_set_gpr_idx_on picks"
         return f"v{row}" if row < base else f"a{row - base}"
+
+
+def _words(trace: _CTrace) -> bytes:
+    """What was written down; the memory that held it is given back."""
+    words = ctypes.string_at(trace.words, 4 * trace.count) if trace.count else b""
+    free = ctypes.CDLL(None).free
+    free.argtypes, free.restype = [ctypes.c_void_p], None
+    free(trace.words)
+    return words
 
 
 def _follows_writes(options: SimOptions) -> bool:

@@ -75,6 +75,27 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Trace:
+    """What the waves of a launch did, in their order, for ``aiter_mx.sim.timing``.
+
+    Attributes:
+        words: of 32 bits, as ``csrc/core.h`` has them.
+        groups: workgroups that ran.
+        waves: of a workgroup.
+        texts: the kernel's instructions, as disassembled.
+        block_sizes: instructions of each basic block, in the same order.
+        region_bytes: sizes of the regions of memory, by the numbers that the words have.
+    """
+
+    words: bytes
+    groups: int
+    waves: int
+    texts: Sequence[str]
+    block_sizes: Sequence[int]
+    region_bytes: Sequence[int]
+
+
+@dataclass(frozen=True)
 class LaunchReport:
     """What one launch did.
 
@@ -103,6 +124,7 @@ class LaunchReport:
         first_load: likewise, what is executed ahead of the first load of 16 bytes a lane.
         unique_bytes_read, unique_bytes_written: distinct bytes of memory touched by vector and
             scalar instructions, where the options ask for the count.
+        trace: what waves did, as ``aiter_mx.sim.timing.trace`` reads it, where the options ask.
     """
 
     kernel: str
@@ -126,6 +148,7 @@ class LaunchReport:
     first_load: FirstLoad | None = None
     unique_bytes_read: int | None = None
     unique_bytes_written: int | None = None
+    trace: Trace | None = field(default=None, repr=False)
 
     @property
     def instructions(self) -> int:

@@ -227,7 +227,7 @@ class _Body:
                     lines.append(f"L{i}:;")
                 if i in self.resumable or i in entry_like or self._is_entry(i):
                     lines.append(f"  case {2 * i}:;")
-                lines.append(f"  blocks[{self.leaders[i]}]++;")
+                lines.append(f"  ENTER({self.leaders[i]});")
             lines.append(f"  // {ins.text}")
             if i in self.too_soon:
                 lines.append(f"  too_soon(w, {i}, {self.too_soon[i]});")

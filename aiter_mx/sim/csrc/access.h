@@ -3,6 +3,8 @@
 #include "banks.h"
 #include "order.h"
 
+enum { LINE_BYTES = 128 };
+
 static const Region* find_region(const Launch* launch, u64 address) {
     u32 low = 0, high = launch->region_count;
     while (low < high) {
@@ -57,9 +59,39 @@ INLINE void count_read(Wave* w, u32 instruction, u64 bytes, u32 size) {
         memcpy(launch->first_load + 1, w->group->block_counts, launch->blocks * sizeof(u64));
     }
 }
+static u32 distinct_lines(const u64* address, u64 lanes, u32 size) {
+    enum { SLOTS = 256 };
+    u64 known[SLOTS];
+    u8 used[SLOTS] = {0};
+    u32 count = 0;
+    for (; lanes; lanes &= lanes - 1) {
+        u64 first = address[__builtin_ctzll(lanes)], last = first + size - 1;
+        for (u64 line = first / LINE_BYTES; line <= last / LINE_BYTES; line++) {
+            u32 slot = (u32)(line % SLOTS);
+            while (used[slot] && known[slot] != line)
+                slot = (slot + 1) % SLOTS;
+            count += !used[slot];
+            used[slot] = 1;
+            known[slot] = line;
+        }
+    }
+    return count;
+}
+NOINLINE void note_memory(Wave* w, u32 instruction, const u64* address, u32 size, u64 cycles) {
+    const Region* r = w->group->last_region;
+    u64 first = address[__builtin_ctzll(w->exec)];
+    if (!r || first < r->begin || first >= r->end)
+        r = find_region(w->group->launch, first);
+    if (!r)
+        return;
+    u32 words[4] = {(u32)(r - w->group->launch->regions) << 16 | (u32)cycles,
+                    (u32)((first - r->begin) / LINE_BYTES),
+                    distinct_lines(address, w->exec, size),
+                    size * (u32)__builtin_popcountll(w->exec)};
+    note(w->trace, TRACE_MEMORY, instruction, 4, words);
+}
 // Four neighbours take a cycle of the address unit if they begin in one line, else one each.
 NOINLINE u64 address_cycles(const u64* address, u64 lanes) {
-    enum { LINE_BYTES = 128 };
     u64 cycles = 0;
     for (u32 first = 0; first < 64; first += 4) {
         u64 line = 0, count = 0, same = 0;
@@ -76,8 +108,12 @@ NOINLINE u64 address_cycles(const u64* address, u64 lanes) {
 NOINLINE void check_memory(Wave* w, u32 instruction, const u64* address, u32 size, int is_write) {
     if (!w->exec)
         return;
-    if (UNLIKELY(w->group->launch->count_conflicts))
-        w->group->counters->address_cycles += address_cycles(address, w->exec);
+    if (UNLIKELY(w->group->launch->count_conflicts)) {
+        u64 cycles = address_cycles(address, w->exec);
+        w->group->counters->address_cycles += cycles;
+        if (UNLIKELY(w->trace != NULL))
+            note_memory(w, instruction, address, size, cycles);
+    }
     u64 low = ~0ull, high = 0;
     for (int l = 0; l < 64; l++) {
         u64 m = (u64)(i64)(i32)w->mask[l], a = address[l];

@@ -156,7 +156,7 @@ API void lds_atomic(Wave* w, u32 instruction, const u32* base, u32 offset, u32* 
 #endif
     lds_check(w, instruction, at, size, 1, w->group->wave_count == 1 ? w->id : BY_ATOMIC, NULL, 0);
     if (UNLIKELY(w->group->launch->count_conflicts))
-        w->group->counters->lds_conflicts += atomic_conflicts(at, w->exec, size);
+        lds_conflicts(w, instruction, atomic_conflicts(at, w->exec, size));
     atomic_lanes(w, address, d, data, op, size);
 #if STRICT
     note_lds(w, &w->lgkm, at, size, w->exec, 1);

@@ -2,7 +2,7 @@
 // takes. The lanes are served in phases; in one, a bank gives one dword to all lanes that ask for
 // it. How many banks and which lanes make a phase was found by others on MI350: docs/simulator.md.
 #pragma once
-#include "machine.h"
+#include "trace.h"
 
 NOINLINE u32 bank_conflicts(const u32* at, u64 exec, u32 size, int is_write) {
     static const u8 in_order[8] = {0, 1, 2, 3, 4, 5, 6, 7};

@@ -101,7 +101,22 @@ typedef struct {
     // block had been entered by then; or NULL.
     u64* first_load;
     u32 blocks, padding;
+    u64 end_group;       // the first workgroup that does not run
+    struct Trace* trace; // where what waves do is written down, by one thread; NULL where it is not
 } Launch;
+
+// What waves do, as words: a kind in the highest 4 bits, a number below, details behind it.
+typedef struct Trace {
+    u32* words;
+    u64 count, room;
+} Trace;
+enum {
+    TRACE_BLOCK,  // the wave enters this basic block
+    TRACE_WAVE,   // this wave goes on
+    TRACE_GROUP,  // this workgroup begins
+    TRACE_MEMORY, // instruction; then region << 16 | address cycles, first line, lines, bytes
+    TRACE_LDS     // instruction; then bank conflicts
+};
 enum { FINDINGS = 256 };
 typedef struct {
     u32 count;
@@ -141,6 +156,7 @@ typedef struct Wave {
     struct Group* group;
     struct Delayed* delayed; // what each entry of vm has still to do
     Queue vm, lgkm;
+    Trace* trace;
 } Wave;
 
 typedef struct Group {

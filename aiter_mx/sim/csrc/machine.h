@@ -14,6 +14,15 @@ __attribute__((cold, noreturn)) void trap(Wave* w, u32 instruction);
 __attribute__((cold)) void too_soon(Wave* w, u32 instruction, u32 rule);
 __attribute__((cold)) void unset_scc(Wave* w, u32 instruction);
 
+// Where a launch is traced
+void note(Trace* trace, u32 kind, u32 number, u32 count, const u32* details);
+#define ENTER(block)                                                                               \
+    do {                                                                                           \
+        blocks[block]++;                                                                           \
+        if (UNLIKELY(w->trace != NULL))                                                            \
+            note(w->trace, TRACE_BLOCK, block, 0, NULL);                                           \
+    } while (0)
+
 // EXEC, lanes
 typedef enum {
     QUAD_PERM,

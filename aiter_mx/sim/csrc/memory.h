@@ -185,9 +185,9 @@ NOINLINE void lds_check(Wave* w, u32 instruction, const u32* at, u32 size, int i
     *(is_write ? &counters->lds_bytes_written : &counters->lds_bytes_read) +=
         (u64)size * (u64)__builtin_popcountll(w->exec);
 }
-INLINE void count_conflicts(Wave* w, const u32* at, u32 size, int is_write) {
+INLINE void count_conflicts(Wave* w, u32 instruction, const u32* at, u32 size, int is_write) {
     if (UNLIKELY(w->group->launch->count_conflicts))
-        w->group->counters->lds_conflicts += bank_conflicts(at, w->exec, size, is_write);
+        lds_conflicts(w, instruction, bank_conflicts(at, w->exec, size, is_write));
 }
 INLINE void lds_address(Wave* w, const u32* base, u32 offset, u32* at, u64* address) {
     u64 lds = (u64)w->group->lds;
@@ -202,7 +202,7 @@ API void lds_load(Wave* w, u32 instruction, const u32* base, u32 offset, u32* d,
     u64 address[64];
     lds_address(w, base, offset, at, address);
     lds_check(w, instruction, at, size, 0, w->id, NULL, 0);
-    count_conflicts(w, at, size, 0);
+    count_conflicts(w, instruction, at, size, 0);
     load_lanes(w, address, d, element, size / 4);
 #if STRICT
     note_lds(w, &w->lgkm, at, size, w->exec, 0);
@@ -215,7 +215,7 @@ API void lds_store(Wave* w, u32 instruction, const u32* base, u32 offset, const 
     lds_address(w, base, offset, at, address);
     lds_check(w, instruction, at, size, 1, w->id, d,
               element == U8_HI || element == U16_HI ? 16 : 0);
-    count_conflicts(w, at, size, 1);
+    count_conflicts(w, instruction, at, size, 1);
     store_lanes(w, address, d, element, size / 4);
 #if STRICT
     note_lds(w, &w->lgkm, at, size, w->exec, 1);

@@ -19,6 +19,7 @@ static void begin_wave(Group* g, Wave* w, u32 id) {
     w->wait_cost = launch->schedule == ROUND_ROBIN ? 2 * LONG_RUN : 1;
     w->sset[0] = w->sset[1] = 0;
     w->vm.first = w->vm.count = w->lgkm.first = w->lgkm.count = 0;
+    w->trace = launch->trace;
     for (u32 i = 0; i < SGPRS; i++)
         w->s[i] = POISON;
     for (u32 i = 0; i < sim_registers * 64; i++)
@@ -66,6 +67,7 @@ static void run_group(Group* g, u64 index) {
         lds[i] = POISON | (u64)POISON << 32;
     memset(g->writer, 0, launch->lds_bytes * sizeof *g->writer);
     memset(g->reader, 0, launch->lds_bytes * sizeof *g->reader);
+    note(launch->trace, TRACE_GROUP, (u32)index, 0, NULL);
     for (u32 i = 0; i < g->wave_count; i++)
         begin_wave(g, g->waves[i], i);
 
@@ -109,6 +111,7 @@ static void run_group(Group* g, u64 index) {
         i64 given = w->budget;
         set_float_mode(w->mode);
         w->state = RUNNING;
+        note(w->trace, TRACE_WAVE, i, 0, NULL);
         w->state = run_wave(w);
         if (w->state == ENDED)
             complete_all(w);
@@ -133,7 +136,6 @@ __attribute__((visibility("default"))) int sim_run(Launch* launch, Counters* cou
     finite_scales = (int)launch->finite_scales;
     sum_order = (int)launch->sum_order;
     perturbing = launch->perturbing;
-    u64 total = (u64)launch->grid[0] * launch->grid[1] * launch->grid[2];
     u32 lanes = launch->block[0] * launch->block[1] * launch->block[2], waves = (lanes + 63) / 64;
     u64 lds = ((u64)launch->lds_bytes + 127) / 64 * 64, scratch = (u64)launch->scratch_bytes * 64;
     u64 rows = (u64)sim_registers * 256;
@@ -176,7 +178,7 @@ __attribute__((visibility("default"))) int sim_run(Launch* launch, Counters* cou
             if (__atomic_load_n(&launch->stop, __ATOMIC_RELAXED))
                 break;
             u64 index = __atomic_fetch_add(&launch->next_group, 1, __ATOMIC_RELAXED);
-            if (index >= total)
+            if (index >= launch->end_group)
                 break;
             run_group(g, index);
         }

@@ -1,0 +1,191 @@
+"""A compute unit in time: the waves of a traced launch, replayed by ``replay.c``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from aiter_mx.errors import SimulatorError
+from aiter_mx.sim.compile import plain_library
+from aiter_mx.sim.report import Trace
+from aiter_mx.sim.timing.code import Cost, Kind, costs
+
+_REGIONS = 64
+REASONS = ("issue", "matrix", "address", "lds", "memory", "scalar", "barrier")
+"""What waves wait for: other waves on the pipes, the address unit's queue, LDS, vector memory,
+scalar loads, each other."""
+
+
+class _CInstruction(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_uint32) for name in ("kind", "cycles", "vm_left", "lgkm_left", "bytes")
+    ]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A compute unit's rates and latencies, in cycles and bytes a cycle.
+
+    Attributes:
+        issue: cycles from one instruction of a wave to the next.
+        branch: after a branch.
+        address: of the address unit for each that the trace has.
+        address_queue: cycles of work that the unit takes in before issue stalls.
+        lds_latency, lds_bytes: of LDS.
+        scalar_latency: of a scalar load.
+        cached_latency: of a load whose lines the workgroup has touched before.
+        memory_latency: of any other.
+        line_bytes: between the L2 cache and the unit.
+        memory_bytes: the unit's share of the memory's rate.
+        barrier: from the last wave's arrival on.
+        deal: between the starts of two workgroups.
+    """
+
+    issue: float
+    branch: float
+    address: float
+    address_queue: float
+    lds_latency: float
+    lds_bytes: float
+    scalar_latency: float
+    cached_latency: float
+    memory_latency: float
+    line_bytes: float
+    memory_bytes: float
+    barrier: float
+    deal: float
+
+
+class _CMachine(ctypes.Structure):
+    _fields_ = [(field.name, ctypes.c_double) for field in fields(Machine)]
+
+
+class _CResult(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, ctypes.c_double)
+            for name in (
+                "cycles", "matrix", "vector", "address", "lds", "memory_bytes", "wave_cycles",
+            )
+        ),
+        ("reasons", ctypes.c_double * len(REASONS)),
+        ("issued", ctypes.c_double * len(Kind)),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a compute unit did with its workgroups.
+
+    Attributes:
+        cycles: until the last wave ends.
+        matrix, vector: that the matrix and vector pipes are busy, summed over the four SIMDs.
+        address, lds: that the address unit and LDS are busy.
+        memory_bytes: the unit's share of what comes from memory.
+        waits: cycles that waves wait, by reason, summed over waves.
+        issued: instructions by kind.
+        waited: cycles that waves wait at each instruction.
+        ends: when each workgroup ends.
+    """
+
+    cycles: float
+    matrix: float
+    vector: float
+    address: float
+    lds: float
+    memory_bytes: float
+    waits: dict[str, float]
+    issued: dict[str, float]
+    waited: Sequence[float]
+    ends: Sequence[float]
+
+
+class SplitTrace:
+    """A trace by waves, ready to be replayed any number of times."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.groups, self.waves, self.texts = trace.groups, trace.waves, trace.texts
+        self.region_bytes = trace.region_bytes
+        self.costs: list[Cost] = costs(trace.texts)
+        self._code = (_CInstruction * len(self.costs))(
+            *((c.kind, c.cycles, c.vm_left, c.lgkm_left, c.lds_bytes) for c in self.costs)
+        )
+        starts = [0]
+        for size in trace.block_sizes:
+            starts.append(starts[-1] + size)
+        self._starts = (ctypes.c_uint32 * len(starts))(*starts)
+        words = (ctypes.c_uint32 * (len(trace.words) // 4)).from_buffer_copy(trace.words)
+        self._trace = _library().trace_split(words, len(words), trace.groups, trace.waves)
+        if not self._trace:
+            raise SimulatorError("no memory for the trace of a launch")
+
+    def __del__(self) -> None:
+        if getattr(self, "_trace", None):
+            _library().trace_free(self._trace)
+
+    def footprint(self) -> list[float]:
+        """Bytes of lines that the traced workgroups touch, each its own, by region."""
+        footprint = _library().trace_footprint
+        return [footprint(self._trace, i) for i in range(min(len(self.region_bytes), _REGIONS))]
+
+    def shares(self, groups: int) -> list[float]:
+        """By region, how much of a line that a workgroup touches has to come from memory.
+
+        A launch of so many workgroups brings each byte of a region once, if it touches all.
+        """
+        shares = []
+        for size, bytes_ in zip(self.region_bytes, self.footprint(), strict=False):
+            whole = bytes_ / self.groups * groups
+            shares.append(min(1.0, size / whole) if whole else 1.0)
+        return shares
+
+    def replay(
+        self, machine: Machine, shares: Sequence[float], dealt: int, resident: int
+    ) -> Replay:
+        """Run workgroups on a compute unit.
+
+        Args:
+            machine: its rates.
+            shares: of each region's lines, what comes from memory.
+            dealt: workgroups; the traced ones come in turn.
+            resident: that the unit holds at once.
+        """
+        result, waited = _CResult(), (ctypes.c_double * len(self.costs))()
+        ends = (ctypes.c_double * dealt)()
+        padded = (ctypes.c_double * _REGIONS)(*shares[:_REGIONS])
+        values = _CMachine(*(getattr(machine, field.name) for field in fields(machine)))
+        failed = _library().replay(
+            self._trace, self._code, self._starts, ctypes.byref(values), padded, dealt, resident,
+            ctypes.byref(result), waited, ends,
+        )  # fmt: skip
+        if failed:
+            raise SimulatorError("the waves of a traced launch wait for each other for ever")
+        return Replay(
+            result.cycles,
+            result.matrix,
+            result.vector,
+            result.address,
+            result.lds,
+            result.memory_bytes,
+            dict(zip(REASONS, result.reasons, strict=True)),
+            {kind.name.lower(): result.issued[kind] for kind in Kind},
+            list(waited),
+            list(ends),
+        )
+
+
+@cache
+def _library() -> Any:
+    library = plain_library(Path(__file__).with_name("replay.c"), "the model of a compute unit")
+    library.trace_split.restype = ctypes.c_void_p
+    library.trace_split.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32,
+                                    ctypes.c_uint32]  # fmt: skip
+    library.trace_free.argtypes, library.trace_free.restype = [ctypes.c_void_p], None
+    library.trace_footprint.restype = ctypes.c_double
+    library.trace_footprint.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
+    library.replay.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_uint32] * 2 + [ctypes.c_void_p] * 3
+    return library
