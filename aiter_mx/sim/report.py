@@ -187,7 +187,7 @@ def instruction_class(mnemonic: str) -> str:
         return "valu"
     if mnemonic.startswith("ds_"):
         return "lds"
-    if mnemonic.startswith(("s_load", "s_buffer_load")):
+    if mnemonic.startswith(("s_load", "s_buffer_load", "s_store", "s_atomic")):
         return "smem"
     if mnemonic.startswith(("s_waitcnt", "s_nop", "s_sleep", "s_barrier")):
         return "wait"

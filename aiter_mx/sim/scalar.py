@@ -22,6 +22,7 @@ from aiter_mx.sim.isa.salu import SALU, SAVE_EXEC
 from aiter_mx.sim.isa.tables import C_TYPES, WIDE, Rule
 
 _SMEM = re.compile(r"s_(buffer_)?load_dword(?:x(\d+))?")
+_SMEM_WRITE = re.compile(r"s_(?:store_dword(?:x(\d+))?|atomic_(add|dec|inc))")
 FP16_OVERFLOW_BIT = 23
 
 
@@ -33,6 +34,8 @@ def translate_scalar(ins: Instruction, ctx: Context) -> Code | None:
         return _save_exec(ins)
     if match := _SMEM.fullmatch(ins.mnemonic):
         return _load(ins, bool(match[1]), int(match[2] or 1))
+    if match := _SMEM_WRITE.fullmatch(ins.mnemonic):
+        return _write_memory(ins, int(match[1] or 1), match[2])
     if ins.mnemonic == "s_getpc_b64":
         return _write_pair(ins, f"w->group->launch->image_base + {ins.end:#x}")
     if ins.mnemonic in ("s_memtime", "s_memrealtime"):
@@ -120,6 +123,28 @@ def _load(ins: Instruction, is_buffer: bool, dwords: int) -> Code:
         scalar_reads=scalar_registers(base) + scalar_registers(index),
         issue=f"issue_scalar(w, $I, {target.index}, {dwords});",
         scalar_writes=registers,
+        yields=True,
+    )
+
+
+def _write_memory(ins: Instruction, dwords: int, atomic: str | None) -> Code:
+    """Scalar stores and atomics that return nothing; they take effect at once."""
+    mods = Modifiers(ins)
+    is_glc = mods.flag("glc")
+    offset = mods.number("offset")
+    mods.finish()
+    data, base, index = ins.operands
+    if data.kind != "s" or base.kind != "s" or (atomic and is_glc):
+        raise unknown(ins)
+    at = f"{scalar(base, 'U', ins)} + {scalar(index, 'u', ins)} + {offset}"
+    kind = f"SCALAR_{(atomic or 'store').upper()}"
+    return Code(
+        f"scalar_write(w, $I, {at}, {data.index}, {dwords}, {kind});",
+        scalar_reads=(
+            *range(data.index, data.index + dwords),
+            *scalar_registers(base),
+            *scalar_registers(index),
+        ),
         yields=True,
     )
 

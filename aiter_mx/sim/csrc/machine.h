@@ -108,6 +108,8 @@ void flat_access(Wave* w, u32 instruction, const u64* address, u32* d, Element e
 void copy_to_lds(Wave* w, u32 instruction, const u64* address, u32 base, Element element, u32 size);
 void buffer_to_lds(Wave* w, u32 instruction, const BufferAddress* at, Element element, u32 size);
 void scalar_load(Wave* w, u32 instruction, u64 address, u32 d, u32 dwords);
+typedef enum { SCALAR_STORE, SCALAR_ADD, SCALAR_DEC, SCALAR_INC } ScalarWrite;
+void scalar_write(Wave* w, u32 instruction, u64 address, u32 s, u32 dwords, ScalarWrite kind);
 void scalar_buffer_load(Wave* w, u32 instruction, const u32* resource, u32 offset, u32 d,
                         u32 dwords);
 typedef enum {

@@ -323,6 +323,21 @@ API void scalar_load(Wave* w, u32 instruction, u64 address, u32 d, u32 dwords) {
     w->group->counters->scalar_bytes_read += 4 * dwords;
     count_read(w, instruction, 4 * dwords, 4);
 }
+API void scalar_write(Wave* w, u32 instruction, u64 address, u32 s, u32 dwords, ScalarWrite kind) {
+    address &= ~3ull;
+    check_one(w, instruction, 0, address, 4 * dwords, 1);
+    for (u32 i = 0; i < dwords; i++) {
+        u32 *at = (u32*)address + i, data = w->s[s + i], old = *at, value;
+        do {
+            value = kind == SCALAR_STORE ? data
+                    : kind == SCALAR_ADD ? old + data
+                    : kind == SCALAR_INC ? (old >= data ? 0 : old + 1)
+                                         : (old == 0 || old > data ? data : old - 1);
+        } while (!__atomic_compare_exchange_n(at, &old, value, 0, __ATOMIC_SEQ_CST,
+                                              __ATOMIC_SEQ_CST));
+    }
+    synchronise(w);
+}
 API void scalar_buffer_load(Wave* w, u32 instruction, const u32* resource, u32 offset, u32 d,
                             u32 dwords) {
     u64 base = resource_base(resource), at = offset & ~3u, from[16];

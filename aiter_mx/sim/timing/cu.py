@@ -85,6 +85,7 @@ class Replay:
         cycles: until the last wave ends.
         matrix, vector: that the matrix and vector pipes are busy, summed over the four SIMDs.
         address, lds: that the address unit and LDS are busy.
+        wave_cycles: from each wave's start to its end, summed.
         memory_bytes: the unit's share of what comes from memory.
         waits: cycles that waves wait, by reason, summed over waves.
         issued: instructions by kind.
@@ -98,6 +99,7 @@ class Replay:
     address: float
     lds: float
     memory_bytes: float
+    wave_cycles: float
     waits: dict[str, float]
     issued: dict[str, float]
     waited: Sequence[float]
@@ -144,23 +146,24 @@ class SplitTrace:
         return shares
 
     def replay(
-        self, machine: Machine, shares: Sequence[float], dealt: int, resident: int
+        self, machine: Machine, shares: Sequence[float], groups: Sequence[int], resident: int
     ) -> Replay:
         """Run workgroups on a compute unit.
 
         Args:
             machine: its rates.
             shares: of each region's lines, what comes from memory.
-            dealt: workgroups; the traced ones come in turn.
-            resident: that the unit holds at once.
+            groups: those of the trace that are dealt to it, in order.
+            resident: how many it holds at once.
         """
+        dealt = len(groups)
         result, waited = _CResult(), (ctypes.c_double * len(self.costs))()
         ends = (ctypes.c_double * dealt)()
         padded = (ctypes.c_double * _REGIONS)(*shares[:_REGIONS])
         values = _CMachine(*(getattr(machine, field.name) for field in fields(machine)))
         failed = _library().replay(
-            self._trace, self._code, self._starts, ctypes.byref(values), padded, dealt, resident,
-            ctypes.byref(result), waited, ends,
+            self._trace, self._code, self._starts, ctypes.byref(values), padded,
+            (ctypes.c_uint32 * dealt)(*groups), dealt, resident, ctypes.byref(result), waited, ends,
         )  # fmt: skip
         if failed:
             raise SimulatorError("the waves of a traced launch wait for each other for ever")
@@ -171,6 +174,7 @@ class SplitTrace:
             result.address,
             result.lds,
             result.memory_bytes,
+            result.wave_cycles,
             dict(zip(REASONS, result.reasons, strict=True)),
             {kind.name.lower(): result.issued[kind] for kind in Kind},
             list(waited),
@@ -187,5 +191,5 @@ def _library() -> Any:
     library.trace_free.argtypes, library.trace_free.restype = [ctypes.c_void_p], None
     library.trace_footprint.restype = ctypes.c_double
     library.trace_footprint.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
-    library.replay.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_uint32] * 2 + [ctypes.c_void_p] * 3
+    library.replay.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_uint32] * 2 + [ctypes.c_void_p] * 3
     return library

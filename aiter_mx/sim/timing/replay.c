@@ -129,7 +129,7 @@ Trace* trace_split(const u32* words, u64 count, u32 groups, u32 waves) {
 double trace_footprint(const Trace* trace, u32 region) { return trace->footprint[region]; }
 
 typedef struct {
-    double ready, vm[QUEUE], lgkm[QUEUE], last_vm;
+    double start, ready, vm[QUEUE], lgkm[QUEUE], last_vm;
     u32 reason_of[QUEUE];
     const Words* words;
     u64 at;
@@ -153,9 +153,9 @@ static void push(double* queue, u32 first, u32* count, double value) {
 }
 
 // When a vector memory access that the address unit takes at `start` is done.
-static double access_memory(Cu* cu, Wave* w, u32 number, double start, double* taken) {
+static double access_memory(Cu* cu, Wave* w, u32 number, double start) {
     const Machine* m = cu->machine;
-    double done = start, first = start;
+    double done = start;
     u32 any = 0;
     while (w->at < w->words->count) {
         const u32* event = w->words->at + w->at;
@@ -163,7 +163,7 @@ static double access_memory(Cu* cu, Wave* w, u32 number, double start, double* t
             break;
         u32 cycles = event[1] & 0xffff, region = event[1] >> 16 & (REGIONS - 1);
         u32 is_first = event[1] >> 31;
-        double begin = later(first, cu->address_free), bytes = 128.0 * event[3];
+        double begin = later(start, cu->address_free), bytes = 128.0 * event[3];
         cu->address_free = begin + cycles * m->address;
         cu->result->address += cycles * m->address;
         double arrives = cu->address_free;
@@ -182,7 +182,6 @@ static double access_memory(Cu* cu, Wave* w, u32 number, double start, double* t
     }
     if (!any) // no lane is active, or none in range
         done = start + m->cached_latency;
-    *taken = later(start, cu->address_free);
     return done;
 }
 
@@ -262,13 +261,13 @@ static int step(Cu* cu, Wave* w) {
             w->ready = full;
             return 0;
         }
-        double taken, done;
+        double done;
         if (i->kind == SCRATCH) {
             cu->address_free = later(cu->address_free, now) + i->cycles * m->address;
             result->address += i->cycles * m->address;
             done = cu->address_free + m->cached_latency;
         } else {
-            done = access_memory(cu, w, number, now, &taken);
+            done = access_memory(cu, w, number, now);
         }
         if (i->bytes) { // a copy to LDS
             cu->lds_free = later(cu->lds_free, now) + i->bytes / m->lds_bytes;
@@ -340,11 +339,22 @@ static void release(Cu* cu, Wave* waves, u32 first, u32 count) {
         }
 }
 
-// Runs `dealt` workgroups on a CU that holds `resident` of them at once; `ends` takes when each
-// ends. The trace's workgroups come in turn.
+static void begin(Wave* w, const Trace* trace, u32 group, u32 slot, u32 i, double now) {
+    *w = (Wave){
+        .words = trace->waves_of + group * trace->waves + i,
+        .simd = (slot * trace->waves + i) % SIMDS,
+        .slot = slot,
+        .state = RUNS,
+        .start = now,
+        .ready = now,
+    };
+}
+
+// Runs the `dealt` workgroups that `groups` names on a CU that holds `resident` of them at once;
+// `ends` takes when each ends.
 int replay(const Trace* trace, const Instruction* code, const u32* block_starts,
-           const Machine* machine, const double* shares, u32 dealt, u32 resident, Result* result,
-           double* waited, double* ends) {
+           const Machine* machine, const double* shares, const u32* groups, u32 dealt, u32 resident,
+           Result* result, double* waited, double* ends) {
     u32 waves = trace->waves, held = resident < dealt ? resident : dealt;
     Wave* all = calloc((u64)held * waves, sizeof *all);
     if (!all)
@@ -353,13 +363,7 @@ int replay(const Trace* trace, const Instruction* code, const u32* block_starts,
     u32 next = 0, ended = 0;
     for (u32 slot = 0; slot < held; slot++, next++)
         for (u32 i = 0; i < waves; i++)
-            all[slot * waves + i] = (Wave){
-                .words = trace->waves_of + next % trace->group_count * waves + i,
-                .simd = (slot * waves + i) % SIMDS,
-                .slot = slot,
-                .state = RUNS,
-                .ready = next * machine->deal,
-            };
+            begin(all + slot * waves + i, trace, groups[next], slot, i, next * machine->deal);
     while (ended < dealt) {
         Wave* w = NULL;
         for (u32 i = 0; i < held * waves; i++)
@@ -378,20 +382,18 @@ int replay(const Trace* trace, const Instruction* code, const u32* block_starts,
             continue;
         }
         double end = 0;
-        for (u32 i = first; i < first + waves; i++)
+        for (u32 i = first; i < first + waves; i++) {
             end = later(end, all[i].ready);
-        result->cycles = later(result->cycles, later(end, w->last_vm));
+            result->wave_cycles += all[i].ready - all[i].start;
+            result->cycles = later(result->cycles, all[i].last_vm);
+        }
+        result->cycles = later(result->cycles, end);
         ends[ended++] = end;
         if (next >= dealt)
             continue;
+        u32 slot = w->slot;
         for (u32 i = 0; i < waves; i++)
-            all[first + i] = (Wave){
-                .words = trace->waves_of + next % trace->group_count * waves + i,
-                .simd = all[first + i].simd,
-                .slot = w->slot,
-                .state = RUNS,
-                .ready = end + machine->deal,
-            };
+            begin(all + first + i, trace, groups[next], slot, i, end + machine->deal);
         next++;
     }
     free(all);

@@ -1,0 +1,126 @@
+"""How long a traced launch takes on an MI355X: its busiest compute unit, replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from aiter_mx.code_object import KernelInfo, occupancy
+from aiter_mx.sim.report import LaunchReport
+from aiter_mx.sim.timing.constants import CUS, Constants, shipped
+from aiter_mx.sim.timing.cu import REASONS, Replay, SplitTrace
+
+_SIMDS = 4
+_LANES = 64
+_SAMPLED_CUS = 8
+_ROUNDS = 3  # that are replayed of the workgroups that a unit takes one after the other
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A launch, and what some or all of its workgroups do.
+
+    Attributes:
+        split: the trace, by waves.
+        groups: workgroups of the launch.
+        resident: workgroups that a compute unit holds at once.
+        fills: launches ahead of it that only fill memory.
+    """
+
+    split: SplitTrace
+    groups: int
+    resident: int
+    fills: int = 0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The modelled time of one launch.
+
+    Attributes:
+        us: in all.
+        parts: the time of the busiest unit's waves by what they do, in microseconds that sum up to
+            ``us``: ``launch``, ``run`` (instructions of their own), and what they wait for.
+        busy: shares of the time in which the matrix, vector and address units and LDS are busy,
+            and of the memory's rate.
+        waited: share of the waves' time that is spent waiting at each instruction.
+    """
+
+    us: float
+    parts: Mapping[str, float]
+    busy: Mapping[str, float]
+    waited: Sequence[float]
+
+
+def traced(
+    report: LaunchReport,
+    kernel: KernelInfo,
+    groups: int,
+    block: int,
+    shared_bytes: int = 0,
+    fills: int = 0,
+) -> Traced:
+    """A launch that was simulated with ``SimOptions(trace=True, count_conflicts=True)``.
+
+    Args:
+        report: of the launch, or of some of its workgroups.
+        kernel: what the code object says of it.
+        groups: workgroups of the whole launch.
+        block: lanes of a workgroup.
+        shared_bytes: dynamic LDS.
+        fills: launches ahead of it that only fill memory.
+    """
+    if report.trace is None:
+        raise ValueError("the launch was not traced: simulate it with SimOptions(trace=True)")
+    waves = -(-block // _LANES)
+    resident = max(1, occupancy(kernel, block, shared_bytes) * _SIMDS // waves)
+    return Traced(SplitTrace(report.trace), groups, resident, fills)
+
+
+def predict(launch: Traced, constants: Constants | None = None) -> Prediction:
+    """The time of a launch.
+
+    Where all workgroups are traced, some compute units are replayed with the workgroups that they
+    are dealt, and the slowest counts; else the traced ones stand for all.
+    """
+    constants = constants or shipped()
+    runs = [_unit(launch, groups, constants) for groups in _dealt(launch)]
+    us, run = max(runs, key=lambda pair: pair[0])
+    before = constants.launch_us + launch.fills * constants.fill_us
+    scale = us / run.wave_cycles if run.wave_cycles else 0.0
+    parts = {"launch": before, "run": (run.wave_cycles - sum(run.waits.values())) * scale}
+    parts |= {reason: run.waits[reason] * scale for reason in REASONS}
+    cycles = max(run.cycles, 1.0)
+    active = min(CUS, launch.groups)
+    busy = {
+        "matrix": run.matrix / _SIMDS / cycles,
+        "vector": run.vector / _SIMDS / cycles,
+        "address": run.address / cycles,
+        "lds": run.lds / cycles,
+        "memory": run.memory_bytes / constants.machine(active).memory_bytes / cycles,
+    }
+    waited = [spent / max(run.wave_cycles, 1.0) for spent in run.waited]
+    return Prediction(before + us, parts, busy, waited)
+
+
+def _dealt(launch: Traced) -> list[list[int]]:
+    """Workgroups of the trace by unit, for some units: the first has as many as any."""
+    count = launch.split.groups
+    if count < launch.groups:
+        return [[i % count for i in range(-(-launch.groups // CUS))]]
+    units = min(CUS, launch.groups)
+    step = max(1, units // _SAMPLED_CUS)
+    return [list(range(unit, launch.groups, CUS)) for unit in range(0, units, step)]
+
+
+def _unit(launch: Traced, groups: Sequence[int], constants: Constants) -> tuple[float, Replay]:
+    """The time of a compute unit; many rounds of workgroups are taken for alike."""
+    held = min(launch.resident, len(groups))
+    some = groups[: max(_ROUNDS * held, held + 1)]
+    machine = constants.machine(min(CUS, launch.groups))
+    run = launch.split.replay(machine, launch.split.shares(launch.groups), some, held)
+    cycles = run.cycles
+    if left := len(groups) - len(some):
+        ends = sorted(run.ends)
+        cycles += left * (ends[-1] - ends[held - 1]) / (len(ends) - held)
+    return constants.us(cycles, run.matrix / _SIMDS / max(run.cycles, 1.0)), run
