@@ -389,8 +389,8 @@ class Program:
             )
         if options.trace:
             sizes = [sum(block.values()) for block in translated.blocks]
-            regions = [end - begin for begin, end, *_ in pieces]
-            traced = _words(trace), groups, waves // groups, translated.texts, sizes, regions
+            region_bytes = [end - begin for begin, end, *_ in pieces]
+            traced = _words(trace), groups, waves // groups, translated.texts, sizes, region_bytes
             report = replace(report, trace=Trace(*traced))
         return report
 

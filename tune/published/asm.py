@@ -3,86 +3,107 @@
 from __future__ import annotations
 
 import re
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
+import torch
 
-from tune.published.launches import Array, PublicLaunch, packed
+from aiter_mx.region import Region
+from aiter_mx.sim.program import Dim3, Program
+from tune.published.flydsl import PublishedRun
+from tune.published.hip_capture import CapturedLaunch
 from tune.published.rows import Row
 
-from aiter_mx.sim.program import Program
-
 _FOLDERS = ("f4gemm", "fp8gemm_blockscale", "bf16gemm")
+_BLOCK = (256, 1, 1)
+Slots = Sequence[torch.Tensor | int | float]
 
 
-class NotRunnable(Exception):
-    """The row's kernel cannot be had or launched; the message says why."""
+class Objects:
+    """The code objects of ``hsa/gfx950`` in a checkout of ROCm/aiter, each loaded once."""
+
+    def __init__(self, aiter: Path) -> None:
+        self._folder = aiter / "hsa" / "gfx950"
+        self._known: dict[str, Program] = {}
+
+    def program(self, kernel: str) -> Program:
+        """The code object of a mangled kernel name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        found = re.fullmatch(r"_ZN5aiter\d+(\w+)E", kernel)
+        if not found:
+            raise ValueError(f"not the name of a hand-written kernel: {kernel}")
+        if kernel not in self._known:
+            paths = [self._folder / folder / f"{found[1]}.co" for folder in _FOLDERS]
+            path = next((path for path in paths if path.exists()), None)
+            if path is None:
+                raise ValueError(f"{found[1]}.co is in none of {', '.join(_FOLDERS)}")
+            self._known[kernel] = Program.from_image(path.read_bytes())
+        return self._known[kernel]
+
+    def run(self, row: Row) -> PublishedRun:
+        """The launch of a row; its operands' memory is zero, as only counts are of interest."""
+        program = self.program(row.kernel)
+        tile = re.search(r"_(\d+)x(\d+)", row.kernel)
+        assert tile is not None
+        slots, grid = _MAKERS[row.family](row, int(tile[1]), int(tile[2]))
+        (kernel,) = program.code_object.kernels.values()
+        tensors = [slot for slot in slots if isinstance(slot, torch.Tensor)]
+        regions = [
+            Region(f"tensor {i}", tensor.data_ptr(), tensor.nbytes, "rw")
+            for i, tensor in enumerate(tensors)
+        ]
+        packed = _packed(kernel.kernarg_bytes, slots)
+        launch = CapturedLaunch(program, kernel.name, grid, _BLOCK, 0, packed)
+        return PublishedRun([launch], regions, tensors)
 
 
-def image_of(folder: Path, name: str) -> bytes:
-    """A code object of ``hsa/gfx950`` by the mangled name of its kernel."""
-    found = re.match(r"_ZN5aiter\d+(\w+)E$", name)
-    if not found:
-        raise NotRunnable(f"not a name of a hand-written kernel: {name}")
-    for part in _FOLDERS:
-        path = folder / part / f"{found[1]}.co"
-        if path.exists():
-            return path.read_bytes()
-    raise NotRunnable(f"{found[1]}.co is in none of {', '.join(_FOLDERS)}")
+def _packed(size: int, slots: Slots) -> bytes:
+    """Arguments in slots of 16 bytes; kernels without split K take fewer."""
+    segment = bytearray(size)
+    for i, slot in enumerate(slots[: -(-size // 16)]):
+        if isinstance(slot, torch.Tensor):
+            struct.pack_into("<Q", segment, 16 * i, slot.data_ptr())
+        elif slot:
+            struct.pack_into("<f" if isinstance(slot, float) else "<I", segment, 16 * i, slot)
+    return bytes(segment)
 
 
-def launches(row: Row, folder: Path, programs: dict[bytes, Program]) -> list[PublicLaunch]:
-    """The launches that the row's time is of."""
-    image = image_of(folder, row.kernel)
-    tile = re.search(r"_(\d+)x(\d+)", row.kernel)
-    assert tile
-    make = {"fp4_asm": _f4gemm, "block_scale_asm": _block_scale, "bf16": _bf16}[row.family]
-    program = programs.setdefault(image, Program.from_image(image))
-    (kernel,) = program.code_object.kernels.values()
-    slots, grid, zeroed = make(row, int(tile[1]), int(tile[2]))
-    tensors = [slot for slot in slots if isinstance(slot, np.ndarray)]
-    groups = grid[0] * grid[1] * grid[2]
-    return [
-        PublicLaunch(
-            image, kernel.name, packed(kernel.kernarg_bytes, slots), tensors, grid,
-            group=groups // 2 if grid[2] == 1 else 0, launches_before=zeroed,
-        )
-    ]  # fmt: skip
-
-
-Slots = list["Array | int | float"]
-
-
-def _f4gemm(row: Row, tile_m: int, tile_n: int) -> tuple[Slots, tuple[int, int, int], int]:
+def _fp4(row: Row, tile_m: int, tile_n: int) -> tuple[Slots, Dim3]:
     M, N, K = row.M, row.N, row.K
-    out = np.zeros((_up(M, 32), N), np.uint16)
-    a, b = np.zeros((M, K // 2), np.uint8), np.zeros((N, K // 2), np.uint8)
-    scales = [np.full((_up(rows, 256), _up(K // 32, 8)), 127, np.uint8) for rows in (M, N)]
+    scales = [_zeros(_up(rows, 256), _up(K // 32, 8)) for rows in (M, N)]
     parts = -(-K // _up(K // 2**row.split_k, 256))
-    slots: Slots = [out, 0, a, b, 1.0, 0.0, 0, 0, N, 0, K, 0, K, 0, M, N, K, *scales,
-                    scales[0].shape[1], 0, scales[1].shape[1], 0, row.split_k]  # fmt: skip
-    return slots, (-(-N // tile_n), -(-M // tile_m), parts), int(row.split_k > 0)
+    slots = [_zeros(_up(M, 32), 2 * N), 0, _zeros(M, K // 2), _zeros(N, K // 2), 1.0, 0.0, 0, 0,
+             N, 0, K, 0, K, 0, M, N, K, *scales, scales[0].shape[1], 0, scales[1].shape[1], 0,
+             row.split_k]  # fmt: skip
+    return slots, (-(-N // tile_n), -(-M // tile_m), parts)
 
 
-def _block_scale(row: Row, tile_m: int, tile_n: int) -> tuple[Slots, tuple[int, int, int], int]:
+def _block_scale(row: Row, tile_m: int, tile_n: int) -> tuple[Slots, Dim3]:
     M, N, K = row.M, row.N, row.K
-    out = np.zeros((M, N), np.uint16)
-    x, w = np.zeros((M, K), np.uint8), np.zeros((N, K), np.uint8)
-    xs, ws = np.ones((K // 128, M), np.float32), np.ones((N // 128, K // 128), np.float32)
-    bias, split = np.zeros(N, np.float32), max(1, row.split_k)
-    slots: Slots = [out, x, w, xs, ws, bias, M, N, K, K, K, 2 * N, split, M, N // 128,
-                    K // 128]  # fmt: skip
-    return slots, (N // tile_n * split, -(-M // tile_m), 1), int(split > 1)
-
-
-def _bf16(row: Row, tile_m: int, tile_n: int) -> tuple[Slots, tuple[int, int, int], int]:
-    M, N, K = row.M, row.N, row.K
-    out, semaphore = np.zeros((M, N), np.uint16), np.zeros((16, 64), np.uint32)
-    a, b = np.zeros((M, K), np.uint16), np.zeros((N, K), np.uint16)
     split = max(1, row.split_k)
-    slots: Slots = [out, 0, a, b, 1.0, 0.0, 2 * N, 0, 2 * N, 0, 2 * K, 0, 2 * K, 0, M, N, K, split,
-                    1, 0, 0, semaphore]  # fmt: skip
-    return slots, (-(-N // tile_n), -(-M // tile_m), split), 0
+    slots = [_zeros(M, 2 * N), _zeros(M, K), _zeros(N, K), _zeros(4 * (K // 128), M),
+             _zeros(4 * (N // 128), K // 128), _zeros(4 * N), M, N, K, K, K, 2 * N, split, M,
+             N // 128, K // 128]  # fmt: skip
+    return slots, (N // tile_n * split, -(-M // tile_m), 1)
+
+
+def _bf16(row: Row, tile_m: int, tile_n: int) -> tuple[Slots, Dim3]:
+    M, N, K = row.M, row.N, row.K
+    split = max(1, row.split_k)
+    slots = [_zeros(M, 2 * N), 0, _zeros(M, 2 * K), _zeros(N, 2 * K), 1.0, 0.0, 2 * N, 0, 2 * N, 0,
+             2 * K, 0, 2 * K, 0, M, N, K, split, 1, 0, 0, _zeros(16, 256)]  # fmt: skip
+    return slots, (-(-N // tile_n), -(-M // tile_m), split)
+
+
+_MAKERS = {"fp4_asm": _fp4, "block_scale_asm": _block_scale, "bf16": _bf16}
+
+
+def _zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
 
 
 def _up(count: int, step: int) -> int:

@@ -85,8 +85,7 @@ NOINLINE void note_memory(Wave* w, u32 instruction, const u64* address, u32 size
     if (!r)
         return;
     u32 words[4] = {(u32)(r - w->group->launch->regions) << 16 | (u32)cycles,
-                    (u32)((first - r->begin) / LINE_BYTES),
-                    distinct_lines(address, w->exec, size),
+                    (u32)((first - r->begin) / LINE_BYTES), distinct_lines(address, w->exec, size),
                     size * (u32)__builtin_popcountll(w->exec)};
     note(w->trace, TRACE_MEMORY, instruction, 4, words);
 }

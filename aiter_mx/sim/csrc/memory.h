@@ -333,8 +333,8 @@ API void scalar_write(Wave* w, u32 instruction, u64 address, u32 s, u32 dwords, 
                     : kind == SCALAR_ADD ? old + data
                     : kind == SCALAR_INC ? (old >= data ? 0 : old + 1)
                                          : (old == 0 || old > data ? data : old - 1);
-        } while (!__atomic_compare_exchange_n(at, &old, value, 0, __ATOMIC_SEQ_CST,
-                                              __ATOMIC_SEQ_CST));
+        } while (
+            !__atomic_compare_exchange_n(at, &old, value, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
     }
     synchronise(w);
 }

@@ -114,7 +114,10 @@ class SplitTrace:
         self.region_bytes = trace.region_bytes
         self.costs: list[Cost] = costs(trace.texts)
         self._code = (_CInstruction * len(self.costs))(
-            *((c.kind, c.cycles, c.vm_left, c.lgkm_left, c.lds_bytes) for c in self.costs)
+            *(
+                _CInstruction(c.kind, c.cycles, c.vm_left, c.lgkm_left, c.lds_bytes)
+                for c in self.costs
+            )
         )
         starts = [0]
         for size in trace.block_sizes:

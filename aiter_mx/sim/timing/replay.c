@@ -1,6 +1,6 @@
-// A compute unit in time: replays what waves did (the trace of a functional run) on four SIMDs, with
-// their vector and matrix pipes, one address unit, LDS, and a share of the memory system. Times are
-// cycles of the CU. aiter_mx/sim/timing/cu.py mirrors the structures.
+// A compute unit in time: replays what waves did (the trace of a functional run) on four SIMDs,
+// with their vector and matrix pipes, one address unit, LDS, and a share of the memory system.
+// Times are cycles of the CU. aiter_mx/sim/timing/cu.py mirrors the structures.
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>

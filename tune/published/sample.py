@@ -1,0 +1,98 @@
+"""What the launches of a published row do, by a few of their workgroups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aiter_mx.code_object import occupancy
+from aiter_mx.sim.program import SimOptions
+from aiter_mx.sim.report import LaunchReport, Trace
+from tune.published.flydsl import PublishedRun
+from tune.published.hip_capture import CapturedLaunch
+
+_CHECKS = ("all", "-global-race", "-lanes-differ")  # their memory grows with the tensors
+_LANES, _SIMDS = 64, 4
+_MOE_SAMPLES = 12
+_IDLE = 0.1  # of the busiest sample's instructions: such a workgroup finds nothing to do
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A launch, and what some of its workgroups do.
+
+    Attributes:
+        trace: of those.
+        groups: workgroups of the launch that have something to do.
+        resident: workgroups that a compute unit holds at once.
+        fills: launches ahead of it that only fill memory.
+        report: counts of the traced workgroups.
+    """
+
+    trace: Trace
+    groups: int
+    resident: int
+    fills: int
+    report: LaunchReport
+
+
+def samples(run: PublishedRun, is_layer: bool, split_k: int, fills: int) -> list[Sample]:
+    """Of each launch of a run.
+
+    Args:
+        run: the launches.
+        is_layer: they are of an expert layer, whose workgroups differ.
+        split_k: parts of K, of which the first prepares the result for the others.
+        fills: launches ahead of them that only fill memory.
+    """
+    return [_sample(run, launch, is_layer, split_k, fills) for launch in run.launches]
+
+
+def _sample(
+    run: PublishedRun, launch: CapturedLaunch, is_layer: bool, split_k: int, fills: int
+) -> Sample:
+    groups = launch.grid[0] * launch.grid[1] * launch.grid[2]
+    if is_layer:
+        numbers = sorted({(2 * i + 1) * groups // (2 * _MOE_SAMPLES) for i in range(_MOE_SAMPLES)})
+    else:
+        numbers = [0 if split_k > 1 and launch.grid[2] > 1 else groups // 2]
+    reports = [_traced(run, launch, number) for number in numbers]
+    most = max(report.instructions for report in reports)
+    busy = [report for report in reports if report.instructions > _IDLE * most]
+    lanes = launch.block[0] * launch.block[1] * launch.block[2]
+    kernel = launch.program.kernel(launch.kernel)
+    waves = -(-lanes // _LANES)
+    resident = max(1, occupancy(kernel, lanes, launch.shared_bytes) * _SIMDS // waves)
+    working = max(1, round(groups * len(busy) / len(reports)))
+    return Sample(_joined(busy), working, resident, fills, busy[0])
+
+
+def _traced(run: PublishedRun, launch: CapturedLaunch, number: int) -> LaunchReport:
+    options = SimOptions(
+        collect=True,
+        schedule="round-robin",
+        count_conflicts=True,
+        trace=True,
+        first_group=number,
+        group_count=1,
+        max_steps=1 << 24,
+        checks=_CHECKS,
+    )
+    return launch.program.launch(
+        launch.kernel,
+        launch.grid,
+        launch.block,
+        launch.kernarg,
+        launch.shared_bytes,
+        run.regions,
+        options,
+    )
+
+
+def _joined(reports: list[LaunchReport]) -> Trace:
+    """The traces of several workgroups as one."""
+    traces = [report.trace for report in reports if report.trace is not None]
+    first = traces[0]
+    words = b"".join(trace.words for trace in traces)
+    return Trace(
+        words, len(traces), first.waves, first.texts, first.block_sizes, first.region_bytes
+    )
