@@ -1,8 +1,9 @@
-"""Runs a variant of one of our kernels in the simulator, and bounds its time on an MI355X."""
+"""Runs a variant of one of our kernels in the simulator, and models its time on an MI355X."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.roofline import CUS, Bounds, bounds
+from aiter_mx.sim.timing.model import Prediction, predict, traced
 from aiter_mx.target import hardware
 from aiter_mx.workloads import workload_of
 
@@ -36,6 +38,8 @@ class Trial:
         operands: what it ran on; its results are among them.
         kernel: what the code object says of it.
         waves_a_simd: waves that a SIMD holds at once.
+        prediction: of its time on an MI355X, where the options ask for a trace.
+        texts: the kernel's instructions, with the prediction.
     """
 
     report: LaunchReport
@@ -44,6 +48,8 @@ class Trial:
     operands: Operands
     kernel: KernelInfo
     waves_a_simd: int
+    prediction: Prediction | None = field(default=None, repr=False)
+    texts: Sequence[str] = ()
 
 
 def try_out(
@@ -96,4 +102,13 @@ def try_out(
     lanes = launch.block[0] * launch.block[1] * launch.block[2]
     waves_a_simd = occupancy(kernel, lanes, launch.shared_bytes)
     limits = bounds(report, minimal_bytes, groups, waves_a_simd)
-    return Trial(report, limits, minimal_bytes, operands, kernel, waves_a_simd)
+    trial = Trial(report, limits, minimal_bytes, operands, kernel, waves_a_simd)
+    if report.trace is None:
+        return trial
+    prediction = predict(traced(report, kernel, groups, lanes, launch.shared_bytes))
+    return replace(
+        trial,
+        report=replace(report, trace=None),
+        prediction=prediction,
+        texts=report.trace.texts,
+    )

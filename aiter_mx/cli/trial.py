@@ -1,6 +1,8 @@
-"""What ``aiter-mx isa --run`` prints: a simulated launch beside the limits of an MI355X."""
+"""What ``aiter-mx isa --run`` prints: a simulated launch, and the modelled time of an MI355X."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -8,13 +10,18 @@ from aiter_mx.cli.screen import format_bytes, heading, make_table, print_fields
 from aiter_mx.kernels.spec import Config, KernelSpec, Problem
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport
-from aiter_mx.sim.roofline import CUS, MEMORY_BYTES_A_US, PASS_CYCLES
+from aiter_mx.sim.roofline import PASS_CYCLES
+from aiter_mx.sim.timing.constants import spread
+from aiter_mx.sim.timing.model import Prediction
+from aiter_mx.sim.timing.report import MEANINGS, longest_waits
 from aiter_mx.trial import Trial, try_out
+
+_OPTIONS = SimOptions(count_unique=True, count_conflicts=True, trace=True, schedule="round-robin")
 
 
 def print_trial(console: Console, spec: KernelSpec, problem: Problem, config: Config) -> None:
-    """Simulate a gfx950 kernel once and print what it did and the bounds on its time."""
-    trial = try_out(spec, problem, config, SimOptions(count_unique=True, count_conflicts=True))
+    """Simulate a gfx950 kernel once and print what it did and how long that would take."""
+    trial = try_out(spec, problem, config, _OPTIONS)
     heading(console, "One launch, simulated on random operands")
     print_fields(console, _counters(trial))
     heading(console, "Instructions, as they run")
@@ -24,12 +31,27 @@ def print_trial(console: Console, spec: KernelSpec, problem: Problem, config: Co
         table.add_row(name, f"{count}", f"{count / report.instructions:.0%}")
     table.add_row("all", str(report.instructions), "")
     console.print(table)
-    heading(console, f"At best on an MI355X ({CUS} CUs), for its busiest CU")
-    table = make_table("limit", "us", "of the longest", numbers=("us", "of the longest"))
-    limits = _limits(trial)
-    longest = max(limits.values())
-    for name, us in limits.items():
-        table.add_row(name, f"{us:.3f}", f"{us / longest:.0%}")
+    assert trial.prediction is not None  # the options ask for it
+    _print_time(console, trial.prediction, trial.texts)
+
+
+def _print_time(console: Console, prediction: Prediction, texts: Sequence[str]) -> None:
+    us, (below, above) = prediction.us, spread()
+    heading(
+        console,
+        f"Modelled on an MI355X: {us:.1f} us, likely {us * below:.1f} to {us * above:.1f}",
+    )
+    table = make_table("waves of the busiest unit spend on", "us", "share", numbers=("us", "share"))
+    for name, part in sorted(prediction.parts.items(), key=lambda item: -item[1]):
+        table.add_row(MEANINGS[name], f"{part:.2f}", f"{part / us:.0%}")
+    console.print(table)
+    table = make_table("unit", "busy", numbers=("busy",))
+    for name, share in prediction.busy.items():
+        table.add_row(name, f"{share:.0%}")
+    console.print(table)
+    table = make_table("waits longest at", "us", "share", numbers=("us", "share"))
+    for wait in longest_waits(prediction, texts):
+        table.add_row(wait.text, f"{wait.us:.2f}", f"{wait.share:.0%}")
     console.print(table)
 
 
@@ -63,16 +85,3 @@ def _conflicts(report: LaunchReport) -> str:
     accesses = report.by_class.get("lds", 0)
     each = f", {report.lds_conflicts / accesses:.2f} an instruction" if accesses else ""
     return f"{report.lds_conflicts} bank conflicts{each}"
-
-
-def _limits(trial: Trial) -> dict[str, float]:
-    bounds = trial.bounds
-    return {
-        "operands and results at 8 TB/s, all CUs alike": trial.minimal_bytes / MEMORY_BYTES_A_US,
-        "the same, work divided as the grid is": bounds.memory_us,
-        "latency: waits in a row, 1 us each": bounds.latency_us,
-        "vector instructions": bounds.valu_us,
-        "matrix instructions": bounds.mfma_us,
-        "LDS, conflicts included": bounds.lds_us,
-        "address units": bounds.address_us,
-    }

@@ -12,7 +12,7 @@ from tune.published.hip_capture import CapturedLaunch
 
 _CHECKS = ("all", "-global-race", "-lanes-differ")  # their memory grows with the tensors
 _LANES, _SIMDS = 64, 4
-_MOE_SAMPLES = 12
+_MOE_SAMPLES = 6
 _IDLE = 0.1  # of the busiest sample's instructions: such a workgroup finds nothing to do
 
 
@@ -54,7 +54,7 @@ def _sample(
     if is_layer:
         numbers = sorted({(2 * i + 1) * groups // (2 * _MOE_SAMPLES) for i in range(_MOE_SAMPLES)})
     else:
-        numbers = [0 if split_k > 1 and launch.grid[2] > 1 else groups // 2]
+        numbers = [0 if split_k > 1 else groups // 2]
     reports = [_traced(run, launch, number) for number in numbers]
     most = max(report.instructions for report in reports)
     busy = [report for report in reports if report.instructions > _IDLE * most]
@@ -74,7 +74,7 @@ def _traced(run: PublishedRun, launch: CapturedLaunch, number: int) -> LaunchRep
         trace=True,
         first_group=number,
         group_count=1,
-        max_steps=1 << 24,
+        max_steps=1 << 21,
         checks=_CHECKS,
     )
     return launch.program.launch(
