@@ -167,7 +167,7 @@ def test_isa_shows_it_and_what_a_launch_does() -> None:
     shown = CliRunner().invoke(app, ["isa", "dot", *shape, "--run"])
     assert shown.exit_code == 0, shown.output
     assert "linear/dot for gfx950" in shown.output
-    assert "latency: waits in a row" in shown.output
+    assert "Modelled on an MI355X" in shown.output
 
 
 def test_the_page_includes_what_runs_here() -> None:

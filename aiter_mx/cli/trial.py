@@ -11,7 +11,7 @@ from aiter_mx.kernels.spec import Config, KernelSpec, Problem
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.roofline import PASS_CYCLES
-from aiter_mx.sim.timing.constants import spread
+from aiter_mx.sim.timing.constants import shipped, spread
 from aiter_mx.sim.timing.model import Prediction
 from aiter_mx.sim.timing.report import MEANINGS, longest_waits
 from aiter_mx.trial import Trial, try_out
@@ -57,6 +57,7 @@ def _print_time(console: Console, prediction: Prediction, texts: Sequence[str]) 
 
 def _counters(trial: Trial) -> dict[str, object]:
     report, least = trial.report, trial.minimal_bytes
+    rate = shipped().memory_tb_s
     moved = (report.unique_bytes_read or 0) + (report.unique_bytes_written or 0)
     every = report.bytes_read + report.scalar_bytes_read + report.bytes_written
     passes = ", ".join(f"{count} {name}" for name, count in report.mfma_passes.items())
@@ -64,6 +65,7 @@ def _counters(trial: Trial) -> dict[str, object]:
     return {
         "waves": report.waves,
         "operands and results": format_bytes(least),
+        "at the rate of memory": f"{least / rate / 1e6:.3f} us at {rate:.1f} TB/s",
         "distinct bytes": _traffic(moved, least, report.unique_bytes_read),
         "all bytes": _traffic(every, least, report.bytes_read + report.scalar_bytes_read),
         "LDS": f"{format_bytes(report.lds_bytes_read)} read, "

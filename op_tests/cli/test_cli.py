@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from aiter_mx.cli.fields import parse_axis, parse_fields, parse_shape
 from aiter_mx.cli.main import main
 from aiter_mx.errors import ToolchainError
 from aiter_mx.jit.toolchain import find_toolchain
+from aiter_mx.sim.timing.constants import shipped
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +206,7 @@ def test_isa_reports_resources_and_mix_of_a_gfx950_kernel(command):
     assert int(row[2]) == loads > 0
 
 
-def test_isa_run_counts_a_simulated_launch_beside_its_limits(command):
+def test_isa_run_counts_a_simulated_launch_and_models_its_time(command):
     status, out, _ = command(
         "isa", "mfma", "--M", "5", "--N", "96", "--K", "2048", "--out-dtype", "fp32", "--run"
     )
@@ -218,9 +220,16 @@ def test_isa_run_counts_a_simulated_launch_beside_its_limits(command):
     assert kind == f"scaled fp8 x fp8 ({4 * int(passes)} cycles)"
     # At least 6 tiles of 16 features, 16 steps of 128 k, 8 passes each.
     assert int(passes) >= 6 * 16 * 8 and int(passes) % 8 == 0
-    limits = dict(line.rsplit(None, 2)[:2] for line in out[out.index("limit ") :].splitlines()[1:])
-    memory = limits["operands and results at 8 TB/s, all CUs alike"]
-    assert memory == f"{least / 8e6:.3f}"
+    rate = shipped().memory_tb_s
+    at_best = fields["at the rate of memory"].strip()
+    assert at_best == f"{least / rate / 1e6:.3f} us at {rate:.1f} TB/s"
+    total, low, high = re.findall(r"[\d.]+", out[out.index("Modelled on an MI355X:") :])[1:4]
+    assert float(low) < float(total) < float(high)
+    spent = out[out.index("waves of the busiest unit spend on") : out.index("\nunit ")]
+    parts = [float(line.split()[-2]) for line in spent.splitlines()[1:] if line.strip()]
+    assert sum(parts) == pytest.approx(float(total), abs=0.1) and len(parts) == 9
+    waits = out[out.index("waits longest at") :].splitlines()[1:]
+    assert 1 <= len([line for line in waits if line.strip()]) <= 3
     status, _, error = command("isa", "gemv", "--arch", "sm_90a", "--run")
     assert status != 0
     assert "--run simulates gfx950, not sm_90a" in error
