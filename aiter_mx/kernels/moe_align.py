@@ -11,10 +11,9 @@ from aiter_mx.kernels.spec import (
     Arg,
     Config,
     Geometry,
-    KernelSpec,
     Key,
-    Module,
     Param,
+    declare,
     reference,
 )
 from aiter_mx.kernels.triton import without_tiles
@@ -135,8 +134,6 @@ def _room(problem: MoeAlignProblem) -> int:
 
 
 def _refusal(target: Target, problem: MoeAlignProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no align kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.E + problem.shared > MAX_EXPERTS:
         return f"E={problem.E + problem.shared} is above {MAX_EXPERTS}, the most align counts"
     return None
@@ -196,41 +193,37 @@ _SCALARS = (
     *("max_ids", "max_blocks"),
 )
 
-MODULE = Module(
-    sources={"gfx950": "moe/align.cu", "sm_90a": "moe/align.cu"},
-    symbol="aiter_mx_moe_align",
-    args=(
-        Arg("topk_ids", "pointer", "r"),
-        Arg("topk_weights", "pointer", "r"),
-        Arg("expert_map", "pointer", "r"),
-        Arg("num_tokens", "pointer", "r"),
-        Arg("x", "pointer", "r"),
-        Arg("sorted_ids", "pointer", "w"),
-        Arg("sorted_weights", "pointer", "w"),
-        Arg("expert_ids", "pointer", "w"),
-        Arg("post_padded", "pointer", "w"),
-        Arg("xq", "pointer", "w"),
-        Arg("xs", "pointer", "w"),
-        Arg("elements", "i64"),
-        *(Arg(name, "i32") for name in _SCALARS),
-    ),
-    defines=_defines,
-    geometry=_geometry,
-    scalars=_scalars,
+_ARGS = (
+    Arg("topk_ids", "pointer", "r"),
+    Arg("topk_weights", "pointer", "r"),
+    Arg("expert_map", "pointer", "r"),
+    Arg("num_tokens", "pointer", "r"),
+    Arg("x", "pointer", "r"),
+    Arg("sorted_ids", "pointer", "w"),
+    Arg("sorted_weights", "pointer", "w"),
+    Arg("expert_ids", "pointer", "w"),
+    Arg("post_padded", "pointer", "w"),
+    Arg("xq", "pointer", "w"),
+    Arg("xs", "pointer", "w"),
+    Arg("elements", "i64"),
+    *(Arg(name, "i32") for name in _SCALARS),
 )
 
 PROBLEM = MoeAlignProblem
 
 KERNELS = (
-    KernelSpec(
-        op="moe_align",
-        backend="hip",
-        name="align",
-        params=PARAMS,
+    declare(
+        "moe_align",
+        "align",
+        {"gfx950": "moe/align.cu", "sm_90a": "moe/align.cu"},
+        symbol="aiter_mx_moe_align",
+        args=_ARGS,
+        defines=_defines,
+        geometry=_geometry,
+        scalars=_scalars,
         refusal=_refusal,
+        params=PARAMS,
         configure=_configure,
-        candidates=lambda target, problem: (_configure(target, problem),),
-        module=MODULE,
     ),
     without_tiles("moe_align", "align", _triton_refusal),
     reference("moe_align"),

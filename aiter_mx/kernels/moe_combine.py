@@ -10,10 +10,9 @@ from aiter_mx.kernels.spec import (
     Arg,
     Config,
     Geometry,
-    KernelSpec,
     Key,
-    Module,
     Param,
+    declare,
     reference,
 )
 from aiter_mx.kernels.triton import without_tiles
@@ -78,8 +77,6 @@ PARAMS = (Param("threads", (64, 128, 256), "threads of a workgroup"),)
 
 
 def _refusal(target: Target, problem: MoeCombineProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no combine kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.top_k + problem.shared > MAX_SLOTS:
         return f"{problem.top_k + problem.shared} slots are above {MAX_SLOTS}, the most of combine"
     return None
@@ -111,37 +108,33 @@ def _geometry(target: Target, problem: MoeCombineProblem, config: Config) -> Geo
     )
 
 
-MODULE = Module(
-    sources={"gfx950": "moe/combine.cu", "sm_90a": "moe/combine.cu"},
-    symbol="aiter_mx_moe_combine",
-    args=(
-        Arg("y", "pointer", "r"),
-        Arg("topk_ids", "pointer", "r"),
-        Arg("topk_weights", "pointer", "r"),
-        Arg("expert_map", "pointer", "r"),
-        Arg("num_tokens", "pointer", "r"),
-        Arg("out", "pointer", "w"),
-        Arg("N", "i64"),
-        Arg("M", "i32"),
-        Arg("E", "i32"),
-    ),
-    defines=_defines,
-    geometry=_geometry,
-    scalars=lambda target, problem, config: (problem.N, problem.M, problem.E),
+_ARGS = (
+    Arg("y", "pointer", "r"),
+    Arg("topk_ids", "pointer", "r"),
+    Arg("topk_weights", "pointer", "r"),
+    Arg("expert_map", "pointer", "r"),
+    Arg("num_tokens", "pointer", "r"),
+    Arg("out", "pointer", "w"),
+    Arg("N", "i64"),
+    Arg("M", "i32"),
+    Arg("E", "i32"),
 )
 
 PROBLEM = MoeCombineProblem
 
 KERNELS = (
-    KernelSpec(
-        op="moe_combine",
-        backend="hip",
-        name="combine",
-        params=PARAMS,
+    declare(
+        "moe_combine",
+        "combine",
+        {"gfx950": "moe/combine.cu", "sm_90a": "moe/combine.cu"},
+        symbol="aiter_mx_moe_combine",
+        args=_ARGS,
+        defines=_defines,
+        geometry=_geometry,
+        scalars=lambda target, problem, config: (problem.N, problem.M, problem.E),
         refusal=_refusal,
+        params=PARAMS,
         configure=_configure,
-        candidates=lambda target, problem: (_configure(target, problem),),
-        module=MODULE,
     ),
     without_tiles("moe_combine", "combine"),
     reference("moe_combine"),

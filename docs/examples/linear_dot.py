@@ -17,10 +17,9 @@ from aiter_mx.kernels.spec import (
     Arg,
     Config,
     Geometry,
-    KernelSpec,
-    Module,
     Param,
     combinations,
+    declare,
 )
 from aiter_mx.target import Target
 
@@ -31,8 +30,6 @@ PARAMS = (Param("waves", (1, 2, 4, 8), "waves of a workgroup, an output feature 
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no dot kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.M > MAX_M:
         return f"M={problem.M} is above {MAX_M}, where arithmetic alone outlasts reading w"
     if problem.N > MAX_GRID_X:
@@ -68,24 +65,18 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
     return (problem.N, problem.K, DTYPE_CODES[problem.bias])
 
 
-MODULE = Module(
-    sources={"gfx950": str(Path(__file__).with_suffix(".cu"))},  # below csrc/: "linear/dot.cu"
-    symbol="aiter_mx_linear_dot",
+DOT = declare(
+    "linear",
+    "dot",
+    {"gfx950": str(Path(__file__).with_suffix(".cu"))},  # below csrc/: "linear/dot.cu"
     args=(*POINTERS, Arg("N", "i64"), Arg("K", "i64"), Arg("bias_kind", "i32")),
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
-)
-
-DOT = KernelSpec(
-    op="linear",
-    backend="hip",
-    name="dot",
-    params=PARAMS,
     refusal=_refusal,
+    params=PARAMS,
     configure=_configure,
     candidates=_candidates,
-    module=MODULE,
     parts=quantised_first,  # x in bf16 or fp16 is quantised by a launch before
     joined_by=QUANTISED_FIRST,
 )

@@ -344,4 +344,4 @@ def test_refusals_say_what_is_covered() -> None:
     assert "K=4194304 is not below 4194304" in (refusal(K=1 << 22) or "")
     assert "M=2147483648 is not below 2147483648" in (refusal(M=1 << 31) or "")
     assert "tiles, and their numbers have 31 bits" in (refusal(M=1 << 30, N=1 << 20) or "")
-    assert refusal("sm_90a") == "no scaled-MFMA kernel for sm_90a, only for gfx950"
+    assert refusal("sm_90a") == "no persistent kernel for sm_90a, only for gfx950"

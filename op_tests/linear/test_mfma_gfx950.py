@@ -123,7 +123,7 @@ def test_the_op_takes_mfma_for_decode_shapes_and_reads_each_weight_once(
         config = MFMA.configure(GFX950, LinearProblem(M, N, K))
     report = last_report()
     assert report is not None
-    groups = registry._work(GFX950, LinearProblem(M, N, K), config).groups
+    groups = registry._work_of(GFX950, LinearProblem(M, N, K), config).groups
     assert groups % GFX950.cu_num == 0
     assert report.bytes_read == (N + groups * M) * (K + K // 32)
     assert report.bytes_written == 2 * M * N
@@ -159,7 +159,7 @@ def test_no_variant_that_may_be_chosen_spills() -> None:
             continue  # fewer waves have the registers of 8; folds and an odd block take a few more
         for col_tiles in range(1, 5):
             problem = LinearProblem(8 * col_tiles, 2304, (1 << 17) + 32)
-            if registry._resident(config, registry._work(GFX950, problem, config)):
+            if registry._resident_of(config, registry._work_of(GFX950, problem, config)):
                 key = (config["row_tiles"], col_tiles, config["waves"])
                 most[key] = max(
                     most.get(key, (problem, config)),
@@ -172,7 +172,9 @@ def test_no_variant_that_may_be_chosen_spills() -> None:
         for kernel in parse_code_object(built.image).kernels.values():
             spilled = (kernel.vgpr_spills, kernel.sgpr_spills, kernel.agprs, kernel.scratch_bytes)
             assert spilled == (0, 0, 0, 0), f"{request}: {kernel}"
-            expected = registry._registers(entry[1], registry._work(GFX950, *entry).col_tiles)
+            col_tiles = registry._work_of(GFX950, *entry).col_tiles
+            rows, unroll = entry[1]["row_tiles"], entry[1]["unroll"]
+            expected = registry._registers(rows, col_tiles, unroll)
             assert waves_a_simd(kernel.vgprs) >= waves_a_simd(expected), f"{request}: {kernel}"
 
 
@@ -193,8 +195,8 @@ def test_enough_bytes_of_weights_are_under_way(M: int, N: int, K: int) -> None:
     """A latency's worth at full speed on each busy compute unit, or else all of its weights."""
     problem = LinearProblem(M, N, K)
     config = MFMA.configure(GFX950, problem)
-    work = registry._work(GFX950, problem, config)
-    at_once = min(registry._resident(config, work), -(-work.groups // GFX950.cu_num))
+    work = registry._work_of(GFX950, problem, config)
+    at_once = min(registry._resident_of(config, work), -(-work.groups // GFX950.cu_num))
     steps = min(work.steps, config["waves"] * config["unroll"])
     under_way = at_once * steps * work.rows * config["fold"] * 256
     busy = min(work.groups, GFX950.cu_num)
@@ -211,4 +213,4 @@ def test_refusals_say_what_is_covered() -> None:
     assert refusal(1, MAX_K) == (
         f"K={MAX_K} is not below {MAX_K}, as the 32-bit offsets of mfma demand"
     )
-    assert refusal(1, 32, "sm_90a") == "no scaled-MFMA kernel for sm_90a, only for gfx950"
+    assert refusal(1, 32, "sm_90a") == "no mfma kernel for sm_90a, only for gfx950"

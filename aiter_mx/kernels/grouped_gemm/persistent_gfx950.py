@@ -10,9 +10,8 @@ from aiter_mx.kernels.spec import (
     Arg,
     Config,
     Geometry,
-    KernelSpec,
-    Module,
     Param,
+    declare,
     first_of,
 )
 from aiter_mx.layouts import LAYOUTS as SCALE_LAYOUTS
@@ -52,8 +51,6 @@ MAX_TILES = 1 << 31
 
 
 def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no scaled-MFMA kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.N % _BLOCK:
         return f"N={problem.N} is not a multiple of {_BLOCK}, the features that a lane stores"
     for name, value, limit in (
@@ -186,22 +183,16 @@ def _scalars(
     )
 
 
-MODULE = Module(
-    sources={"gfx950": "grouped/persistent_gfx950.cu"},
-    symbol="aiter_mx_grouped_gemm_persistent",
+PERSISTENT = declare(
+    "grouped_gemm",
+    "persistent",
+    {"gfx950": "grouped/persistent_gfx950.cu"},
     args=(*ARGS, Arg("rows_each", "i32"), Arg("workgroups", "i32")),
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
-)
-
-PERSISTENT = KernelSpec(
-    op="grouped_gemm",
-    backend="hip",
-    name="persistent",
-    params=PARAMS,
     refusal=_refusal,
+    params=PARAMS,
     configure=first_of(_candidates),
     candidates=_candidates,
-    module=MODULE,
 )

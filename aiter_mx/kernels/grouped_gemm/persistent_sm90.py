@@ -10,10 +10,10 @@ from aiter_mx.kernels.spec import (
     Arg,
     Config,
     Geometry,
-    KernelSpec,
     Module,
     Param,
     TensorMap,
+    declare,
     place_of,
 )
 from aiter_mx.target import Target
@@ -44,8 +44,6 @@ _MAX_TURNS = 1 << 31
 
 
 def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no grouped wgmma for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.N % _BLOCK:
         return f"N={problem.N} is not a multiple of {_BLOCK}"
     turns = _most_tiles(problem) * _pairs(problem)
@@ -173,25 +171,20 @@ LIST = Module(
     geometry=_list_geometry,
     scalars=_scalars,
 )
-MODULE = Module(
-    sources={"sm_90a": "grouped/persistent_sm90.cu"},
-    symbol="aiter_mx_grouped_gemm_persistent",
+
+PERSISTENT = declare(
+    "grouped_gemm",
+    "persistent",
+    {"sm_90a": "grouped/persistent_sm90.cu"},
     args=_ARGS,
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
     tensor_maps=(_weights, _results),
-)
-
-PERSISTENT = KernelSpec(
-    op="grouped_gemm",
-    backend="hip",
-    name="persistent",
-    params=PARAMS,
     refusal=_refusal,
+    params=PARAMS,
     configure=_configure,
     candidates=_candidates,
-    module=MODULE,
     before=(LIST,),
     workspace_bytes=_workspace_bytes,
     even=(place_of(ARGS, "ws"),),

@@ -24,12 +24,11 @@ from aiter_mx.kernels.spec import (
     Config,
     Costed,
     Geometry,
-    KernelSpec,
     Least,
-    Module,
     Param,
     Parts,
     Search,
+    declare,
     without_waste,
 )
 from aiter_mx.target import Target
@@ -53,8 +52,6 @@ PARAMS = (
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no gemv kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.M > MAX_M:
         return f"M={problem.M} is above {MAX_M}, the most rows gemv holds in registers"
     for name, most in _MOST.get(target.arch, {}).items():
@@ -219,24 +216,18 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
     return (problem.N, problem.K, DTYPE_CODES[problem.bias])
 
 
-MODULE = Module(
-    sources={"gfx950": "linear/gemv_gfx950.cu", "sm_90a": "linear/gemv_sm90.cu"},
-    symbol="aiter_mx_linear_gemv",
+GEMV = declare(
+    "linear",
+    "gemv",
+    {"gfx950": "linear/gemv_gfx950.cu", "sm_90a": "linear/gemv_sm90.cu"},
     args=(*POINTERS, Arg("N", "i64"), Arg("K", "i64"), Arg("bias_kind", "i32")),
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
-)
-
-GEMV = KernelSpec(
-    op="linear",
-    backend="hip",
-    name="gemv",
-    params=PARAMS,
     refusal=_refusal,
+    params=PARAMS,
     configure=_configure,
     candidates=_search.candidates,
-    module=MODULE,
     parts=_parts,
     joined_by=QUANTISED_FIRST,
     yields=_yields,

@@ -23,12 +23,11 @@ from aiter_mx.kernels.spec import (
     Config,
     Costed,
     Geometry,
-    KernelSpec,
     Least,
-    Module,
     Param,
     Parts,
     Search,
+    declare,
     refuse_static_lds,
     without_waste,
 )
@@ -101,8 +100,6 @@ def _work_of(target: Target, problem: LinearProblem, config: Config) -> _Work:
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no scaled-MFMA kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.M > MAX_M:
         return f"M={problem.M} is above {MAX_M}, the most rows of mfma"
     if problem.K >= MAX_K:
@@ -112,16 +109,14 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 
 def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
     """A quantisation first, where doing it here costs more or takes too much of something."""
-    work, row_tiles = _work_of(target, problem, config), config["row_tiles"]
-    waves, unroll = config["waves"], config["unroll"]
-    resident = _resident(row_tiles, work.col_tiles, waves, unroll, quantises=True)
-    fits = problem.K < MAX_K // 2 and resident > 0
+    work = _work_of(target, problem, config)
+    fits = problem.K < MAX_K // 2 and _resident_of(config, work, quantises=True) > 0
     if fits and quantise_pays(target, problem, work.groups, _QUANTISING):
         return ()
     return quantised_first(target, problem, config)
 
 
-def _registers(rows: int, cols: int, unroll: int, quantises: bool) -> int:
+def _registers(rows: int, cols: int, unroll: int, quantises: bool = False) -> int:
     """At most so many registers of a lane: loads, sums and addresses, as compilers have it."""
     held = 10 * max(0, rows - 2) * max(0, cols - 1)
     if quantises:
@@ -139,6 +134,11 @@ def _resident(
         return 0
     lds = _lds_bytes(row_tiles, col_tiles, waves)
     return min(_REGISTERS // registers // -(-waves // _SIMDS), _LDS_BYTES // lds)
+
+
+def _resident_of(config: Config, work: _Work, quantises: bool = False) -> int:
+    tiles = (config["row_tiles"], work.col_tiles)
+    return _resident(*tiles, config["waves"], config["unroll"], quantises)
 
 
 def _lds_bytes(row_tiles: int, col_tiles: int, waves: int) -> int:
@@ -196,24 +196,16 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
     return (*matrix_scalars(problem), problem.N // groups, problem.N % groups)
 
 
-MODULE = Module(
-    sources={"gfx950": "linear/mfma_gfx950.cu"},
-    symbol="aiter_mx_linear_mfma",
+MFMA = declare(
+    "linear",
+    "mfma",
+    {"gfx950": "linear/mfma_gfx950.cu"},
     args=(*MATRIX_ARGS, Arg("rows_each", "i32"), Arg("longer_groups", "i64")),
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
-)
-
-MFMA = KernelSpec(
-    op="linear",
-    backend="hip",
-    name="mfma",
-    params=PARAMS,
     refusal=_refusal,
-    configure=_search.best,
-    candidates=_search.candidates,
-    module=MODULE,
+    search=_search,
     parts=_parts,
     joined_by=QUANTISED_FIRST,
 )

@@ -15,11 +15,10 @@ from aiter_mx.kernels.spec import (
     Config,
     Costed,
     Geometry,
-    KernelSpec,
     Least,
-    Module,
     Param,
     Search,
+    declare,
 )
 from aiter_mx.target import Target
 
@@ -65,8 +64,6 @@ PARAMS = (
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no mma_registers kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.M > MAX_M:
         return f"M={problem.M} is above {MAX_M}, the most rows of x in mma_registers"
     if max(problem.N * _SPLITS[-1], problem.K) > MAX_SIZE:
@@ -280,23 +277,15 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
     return matrix_scalars(problem)
 
 
-MODULE = Module(
-    sources={"sm_90a": "linear/mma_registers_sm90.cu"},
-    symbol="aiter_mx_linear_mma_registers",
+MMA_REGISTERS = declare(
+    "linear",
+    "mma_registers",
+    {"sm_90a": "linear/mma_registers_sm90.cu"},
     args=MATRIX_ARGS,
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
-)
-
-MMA_REGISTERS = KernelSpec(
-    op="linear",
-    backend="hip",
-    name="mma_registers",
-    params=PARAMS,
     refusal=_refusal,
-    configure=_search.best,
-    candidates=_search.candidates,
-    module=MODULE,
+    search=_search,
     yields=_yields,
 )

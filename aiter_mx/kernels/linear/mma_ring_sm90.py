@@ -23,11 +23,10 @@ from aiter_mx.kernels.spec import (
     Config,
     Costed,
     Geometry,
-    KernelSpec,
     Least,
-    Module,
     Param,
     Search,
+    declare,
     where_it_fits,
 )
 from aiter_mx.target import Target
@@ -137,8 +136,6 @@ _layout = where_it_fits(layout)
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no mma_ring kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.M > MAX_M:
         return f"M={problem.M} is above {MAX_M}, the most rows of a tile of mma_ring"
     if max(problem.N, problem.K) > MAX_SIZE:
@@ -281,9 +278,10 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
     )
 
 
-MODULE = Module(
-    sources={"sm_90a": "linear/mma_ring_sm90.cu"},
-    symbol="aiter_mx_linear_mma_ring",
+MMA_RING = declare(
+    "linear",
+    "mma_ring",
+    {"sm_90a": "linear/mma_ring_sm90.cu"},
     args=(
         *MATRIX_ARGS,
         Arg("cluster_rows", "i64"),
@@ -293,16 +291,7 @@ MODULE = Module(
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
-)
-
-MMA_RING = KernelSpec(
-    op="linear",
-    backend="hip",
-    name="mma_ring",
-    params=PARAMS,
     refusal=_refusal,
-    configure=_search.best,
-    candidates=_search.candidates,
-    module=MODULE,
+    search=_search,
     yields=_yields,
 )

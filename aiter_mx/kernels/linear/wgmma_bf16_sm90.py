@@ -20,12 +20,11 @@ from aiter_mx.kernels.spec import (
     Config,
     Costed,
     Geometry,
-    KernelSpec,
     Least,
-    Module,
     Param,
     Search,
     TensorMap,
+    declare,
     where_it_fits,
 )
 from aiter_mx.target import Target
@@ -94,8 +93,6 @@ _layout = where_it_fits(layout)
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no wgmma_bf16 kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.M < MIN_M:
         return f"M={problem.M} is below {MIN_M}: the other kernels have tiles of so few rows"
     for name in ("M", "N", "K"):
@@ -174,24 +171,16 @@ def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
     return TensorMap(X_POINTER, problem.M, problem.K, config["tile_m"], CHUNK)
 
 
-MODULE = Module(
-    sources={"sm_90a": "linear/wgmma_bf16_sm90.cu"},
-    symbol="aiter_mx_linear_wgmma_bf16",
+WGMMA_BF16 = declare(
+    "linear",
+    "wgmma_bf16",
+    {"sm_90a": "linear/wgmma_bf16_sm90.cu"},
     args=MATRIX_ARGS,
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
     tensor_maps=(_weights, _x),
-)
-
-WGMMA_BF16 = KernelSpec(
-    op="linear",
-    backend="hip",
-    name="wgmma_bf16",
-    params=PARAMS,
     refusal=_refusal,
-    configure=_search.best,
-    candidates=_search.candidates,
-    module=MODULE,
+    search=_search,
     yields=_yields,
 )

@@ -26,12 +26,11 @@ from aiter_mx.kernels.spec import (
     Config,
     Costed,
     Geometry,
-    KernelSpec,
     Least,
-    Module,
     Param,
     Search,
     TensorMap,
+    declare,
     where_it_fits,
 )
 from aiter_mx.target import Target
@@ -134,8 +133,6 @@ _layout = where_it_fits(layout)
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no wide kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.M > MAX_M:
         return f"M={problem.M} is above {MAX_M}, the most rows of a tile of wide"
     if problem.N > MAX_N:
@@ -263,24 +260,16 @@ def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
     return TensorMap(X_POINTER, problem.M, problem.K, tile_m, CHUNK)
 
 
-MODULE = Module(
-    sources={"sm_90a": "linear/wide_sm90.cu"},
-    symbol="aiter_mx_linear_wide",
+WIDE = declare(
+    "linear",
+    "wide",
+    {"sm_90a": "linear/wide_sm90.cu"},
     args=(*MATRIX_ARGS, *PART_ARGS),
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
     tensor_maps=(_weights, _x),
-)
-
-WIDE = KernelSpec(
-    op="linear",
-    backend="hip",
-    name="wide",
-    params=PARAMS,
     refusal=_refusal,
-    configure=_search.best,
-    candidates=_search.candidates,
-    module=MODULE,
+    search=_search,
     yields=_yields,
 )

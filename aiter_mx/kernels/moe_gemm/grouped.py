@@ -12,7 +12,7 @@ from aiter_mx.kernels.grouped_gemm import KERNELS as GROUPED_KERNELS
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import CHUNK, most_rows
 from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, MoeGemmProblem
-from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Geometry, KernelSpec, Module
+from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Geometry, KernelSpec, declare
 from aiter_mx.target import Target
 
 MAX_EXPERTS = 4096  # whose ranges fit into LDS
@@ -84,31 +84,25 @@ def _packed_top_k(problem: MoeGemmProblem) -> int:
     return problem.top_k if problem.ids == "aiter" else 0
 
 
-GATHER = KernelSpec(
-    op="moe_gemm",
-    backend="hip",
-    name="gather",
-    params=(),
-    refusal=_refusal,
-    configure=lambda target, problem: {},
-    candidates=lambda target, problem: ({},),
-    module=Module(
-        sources={"gfx950": "moe/gather.cu", "sm_90a": "moe/gather.cu"},
-        symbol="aiter_mx_moe_gather",
-        args=(
-            *(Arg(name, "pointer", "r") for name in ("xq", "xs", "sorted_ids", "expert_ids")),
-            Arg("num_tokens_post_padded", "pointer", "r"),
-            *(Arg(name, "pointer", "w") for name in ("gathered", "scales", "starts", "ends")),
-            Arg("K", "i64"),
-            *(Arg(name, "i32") for name in (*_LIST_SCALARS, "a_div", "packed_top_k")),
-            *(Arg(name, "i32") for name in ("max_blocks", "block_m")),
-        ),
-        defines=_gather_defines,
-        geometry=lambda target, problem, config: _rows_grid(target, problem, 1),
-        scalars=lambda target, p, config: (
-            *(p.K, p.E, p.routed, p.a_div, _packed_top_k(p), p.blocks, p.block_m),
-        ),
+GATHER = declare(
+    "moe_gemm",
+    "gather",
+    {"gfx950": "moe/gather.cu", "sm_90a": "moe/gather.cu"},
+    symbol="aiter_mx_moe_gather",
+    args=(
+        *(Arg(name, "pointer", "r") for name in ("xq", "xs", "sorted_ids", "expert_ids")),
+        Arg("num_tokens_post_padded", "pointer", "r"),
+        *(Arg(name, "pointer", "w") for name in ("gathered", "scales", "starts", "ends")),
+        Arg("K", "i64"),
+        *(Arg(name, "i32") for name in (*_LIST_SCALARS, "a_div", "packed_top_k")),
+        *(Arg(name, "i32") for name in ("max_blocks", "block_m")),
     ),
+    defines=_gather_defines,
+    geometry=lambda target, problem, config: _rows_grid(target, problem, 1),
+    scalars=lambda target, p, config: (
+        *(p.K, p.E, p.routed, p.a_div, _packed_top_k(p), p.blocks, p.block_m),
+    ),
+    refusal=_refusal,
 )
 
 
@@ -123,33 +117,27 @@ def _scatter_defines(target: Target, problem: MoeGemmProblem, config: Config) ->
     }
 
 
-SCATTER = KernelSpec(
-    op="moe_gemm",
-    backend="hip",
-    name="scatter",
-    params=(),
-    refusal=_refusal,
-    configure=lambda target, problem: {},
-    candidates=lambda target, problem: ({},),
-    module=Module(
-        sources={"gfx950": "moe/scatter.cu", "sm_90a": "moe/scatter.cu"},
-        symbol="aiter_mx_moe_scatter",
-        args=(
-            *(Arg(name, "pointer", "r") for name in ("sums", "sorted_ids", "expert_ids")),
-            *(Arg(name, "pointer", "r") for name in ("num_tokens_post_padded", "topk_weights")),
-            *(Arg(name, "pointer", "w") for name in ("out", "out_scales")),
-            Arg("N", "i64"),
-            *(Arg(name, "i32") for name in (*_LIST_SCALARS, "packed_top_k", "weights_by_place")),
-            *(Arg(name, "i32") for name in ("max_blocks", "block_m")),
-            *(Arg(name, "f32") for name in ("alpha", "beta", "limit")),
-        ),
-        defines=_scatter_defines,
-        geometry=lambda target, problem, config: _rows_grid(target, problem, 0),
-        scalars=lambda target, p, config: (
-            *(p.N, p.E, p.routed, _packed_top_k(p), int(p.weights == "by_place")),
-            *(p.blocks, p.block_m, p.alpha, p.beta, p.limit),
-        ),
+SCATTER = declare(
+    "moe_gemm",
+    "scatter",
+    {"gfx950": "moe/scatter.cu", "sm_90a": "moe/scatter.cu"},
+    symbol="aiter_mx_moe_scatter",
+    args=(
+        *(Arg(name, "pointer", "r") for name in ("sums", "sorted_ids", "expert_ids")),
+        *(Arg(name, "pointer", "r") for name in ("num_tokens_post_padded", "topk_weights")),
+        *(Arg(name, "pointer", "w") for name in ("out", "out_scales")),
+        Arg("N", "i64"),
+        *(Arg(name, "i32") for name in (*_LIST_SCALARS, "packed_top_k", "weights_by_place")),
+        *(Arg(name, "i32") for name in ("max_blocks", "block_m")),
+        *(Arg(name, "f32") for name in ("alpha", "beta", "limit")),
     ),
+    defines=_scatter_defines,
+    geometry=lambda target, problem, config: _rows_grid(target, problem, 0),
+    scalars=lambda target, p, config: (
+        *(p.N, p.E, p.routed, _packed_top_k(p), int(p.weights == "by_place")),
+        *(p.blocks, p.block_m, p.alpha, p.beta, p.limit),
+    ),
+    refusal=_refusal,
 )
 
 GROUPED = KernelSpec(

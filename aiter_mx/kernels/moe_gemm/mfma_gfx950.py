@@ -7,13 +7,12 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, MoeGemmProblem, module
+from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, MoeGemmProblem, declare_gemm
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Config,
     Costed,
     Geometry,
-    KernelSpec,
     Least,
     Param,
     Search,
@@ -86,8 +85,6 @@ def _work(problem: MoeGemmProblem, row_tiles: int, col_tiles: int) -> _Work:
 
 
 def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no scaled-MFMA kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.K >= MAX_K:
         return f"K={problem.K} is not below {MAX_K}, as the 32-bit offsets of mfma demand"
     if problem.N > MAX_TILES * _SIDE:
@@ -181,15 +178,11 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
     )
 
 
-MODULE = module("mfma", {"gfx950": "moe/mfma_gfx950.cu"}, _defines, _geometry)
-
-MFMA = KernelSpec(
-    op="moe_gemm",
-    backend="hip",
-    name="mfma",
-    params=PARAMS,
+MFMA = declare_gemm(
+    "mfma",
+    {"gfx950": "moe/mfma_gfx950.cu"},
+    defines=_defines,
+    geometry=_geometry,
     refusal=_refusal,
-    configure=_search.best,
-    candidates=_search.candidates,
-    module=MODULE,
+    search=_search,
 )

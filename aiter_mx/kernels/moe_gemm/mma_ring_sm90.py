@@ -7,13 +7,12 @@ from itertools import chain, islice, product
 
 from aiter_mx.kernels.moe_gemm.problem import (
     MoeGemmProblem,
-    module,
+    declare_gemm,
     sm90_defines,
 )
 from aiter_mx.kernels.spec import (
     Config,
     Geometry,
-    KernelSpec,
     Param,
     first_of,
 )
@@ -68,8 +67,6 @@ def _items(problem: MoeGemmProblem, config: Config) -> int:
 
 
 def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no such kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if max(problem.N, problem.K) >= MAX_SIDE:
         return f"N={problem.N} and K={problem.K} must be below {MAX_SIDE}"
     if _items(problem, {"row_tiles": 1}) >= _MAX_ITEMS:
@@ -202,16 +199,14 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
     )
 
 
-MODULE = module("mma_ring", {"sm_90a": "moe/mma_ring_sm90.cu"}, _defines, _geometry)
-
-MMA_RING = KernelSpec(
-    op="moe_gemm",
-    backend="hip",
-    name="mma_ring",
-    params=PARAMS,
+MMA_RING = declare_gemm(
+    "mma_ring",
+    {"sm_90a": "moe/mma_ring_sm90.cu"},
+    defines=_defines,
+    geometry=_geometry,
     refusal=_refusal,
+    params=PARAMS,
     configure=first_of(_in_order),
     candidates=_candidates,
-    module=MODULE,
     yields=_yields,
 )

@@ -25,11 +25,11 @@ A kernel must keep to this:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Geometry, Key, Module, TensorMap
-from aiter_mx.target import Target
+from aiter_mx.kernels.spec import DTYPE_CODES, Arg, KernelSpec, Key, declare
 
 ARGS = (
     Arg("xq", "pointer", "r"),  # e4m3 [rows, K]
@@ -224,22 +224,13 @@ def scalars(problem: MoeGemmProblem) -> tuple[int | float, ...]:
     )
 
 
-def module(
-    name: str,
-    sources: Mapping[str, str],
-    defines: Callable[[Target, MoeGemmProblem, Config], Mapping[str, int]],
-    geometry: Callable[[Target, MoeGemmProblem, Config], Geometry],
-    *tensor_maps: Callable[[Target, MoeGemmProblem, Config], TensorMap],
-) -> Module:
+def declare_gemm(name: str, sources: Mapping[str, str], **more: Any) -> KernelSpec:
     """The kernel of that name, which takes ``ARGS``, and tensor maps after them."""
-    return Module(
-        sources=sources,
-        symbol=f"aiter_mx_moe_gemm_{name}",
+    return declare(
+        *("moe_gemm", name, sources),
         args=ARGS,
-        defines=defines,
-        geometry=geometry,
         scalars=lambda target, problem, config: scalars(problem),
-        tensor_maps=tensor_maps,
+        **more,
     )
 
 

@@ -9,13 +9,12 @@ from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MAX_SIDE, MOST_ROWS
 from aiter_mx.kernels.moe_gemm.problem import (
     ARGS,
     MoeGemmProblem,
-    module,
+    declare_gemm,
     sm90_defines,
 )
 from aiter_mx.kernels.spec import (
     Config,
     Geometry,
-    KernelSpec,
     Param,
     TensorMap,
     by_distance,
@@ -126,8 +125,6 @@ def _stays(problem: MoeGemmProblem, tiles: int) -> bool:
 
 
 def refusal(target: Target, problem: MoeGemmProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no such kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.K % CHUNK:
         return f"K={problem.K} is not a multiple of {CHUNK}"
     if problem.N == 0 or max(problem.N * problem.E, problem.K) > _MOST_WEIGHT_ROWS:
@@ -283,16 +280,15 @@ def weights_map(target: Target, problem: MoeGemmProblem, config: Config) -> Tens
     return TensorMap(place_of(ARGS, "wq"), problem.E * problem.N, problem.K, box_rows, CHUNK)
 
 
-MODULE = module("wgmma_f16", {"sm_90a": "moe/wgmma_f16_sm90.cu"}, _defines, _geometry, weights_map)
-
-WGMMA_F16 = KernelSpec(
-    op="moe_gemm",
-    backend="hip",
-    name="wgmma_f16",
-    params=PARAMS,
+WGMMA_F16 = declare_gemm(
+    "wgmma_f16",
+    {"sm_90a": "moe/wgmma_f16_sm90.cu"},
+    defines=_defines,
+    geometry=_geometry,
+    tensor_maps=(weights_map,),
     refusal=refusal,
+    params=PARAMS,
     configure=first_of(_in_order),
     candidates=candidates,
-    module=MODULE,
     yields=_yields,
 )

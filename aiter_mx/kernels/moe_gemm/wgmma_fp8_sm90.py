@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 
 from aiter_mx.kernels.moe_gemm import wgmma_f16_sm90 as wgmma_f16
-from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem, module
+from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem, declare_gemm
 from aiter_mx.kernels.moe_gemm.wgmma_f16_sm90 import CHUNK, GROUP_ROWS, SHARED_BYTES
 from aiter_mx.kernels.spec import (
     Config,
     Geometry,
-    KernelSpec,
     Param,
     by_distance,
     first_of,
@@ -53,11 +52,10 @@ def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
 
 
 def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
-    if target.arch in MODULE.sources:
-        if problem.out_dtype not in _OUT_DTYPES:
-            return f"sums are not exact enough for {problem.out_dtype}, only for bf16 and mxfp8"
-        if problem.K % (_SCALE_CHUNKS * CHUNK):
-            return f"K={problem.K} is not a multiple of {_SCALE_CHUNKS * CHUNK}"
+    if problem.out_dtype not in _OUT_DTYPES:
+        return f"sums are not exact enough for {problem.out_dtype}, only for bf16 and mxfp8"
+    if problem.K % (_SCALE_CHUNKS * CHUNK):
+        return f"K={problem.K} is not a multiple of {_SCALE_CHUNKS * CHUNK}"
     return wgmma_f16.refusal(target, problem)
 
 
@@ -106,18 +104,15 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
     return wgmma_f16.frame_geometry(target, _GROUPS + 1, shared_bytes(problem, config))
 
 
-MODULE = module(
-    "wgmma_fp8", {"sm_90a": "moe/wgmma_fp8_sm90.cu"}, _defines, _geometry, wgmma_f16.weights_map
-)
-
-WGMMA_FP8 = KernelSpec(
-    op="moe_gemm",
-    backend="hip",
-    name="wgmma_fp8",
-    params=PARAMS,
+WGMMA_FP8 = declare_gemm(
+    "wgmma_fp8",
+    {"sm_90a": "moe/wgmma_fp8_sm90.cu"},
+    defines=_defines,
+    geometry=_geometry,
+    tensor_maps=(wgmma_f16.weights_map,),
     refusal=_refusal,
+    params=PARAMS,
     configure=first_of(_in_order),
     candidates=_candidates,
-    module=MODULE,
     yields=_yields,
 )

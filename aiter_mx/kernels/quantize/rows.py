@@ -16,10 +16,9 @@ from aiter_mx.kernels.spec import (
     Arg,
     Config,
     Geometry,
-    KernelSpec,
-    Module,
     Param,
     combinations,
+    declare,
 )
 from aiter_mx.target import Target
 
@@ -33,8 +32,6 @@ MODES = {"rceil": 0, "floor": 1}  # csrc/include/common/quantize.h
 
 
 def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no rows kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.to != "rows" or problem.block != "1x32":
         return f"rows makes blocks along rows alone, not to={problem.to}, block={problem.block}"
     if problem.layout != "row_major":
@@ -104,9 +101,10 @@ def _scalars(target: Target, problem: QuantizeProblem, config: Config) -> tuple[
     )
 
 
-MODULE = Module(
-    sources={"gfx950": "quantize/rows.cu", "sm_90a": "quantize/rows.cu"},
-    symbol="aiter_mx_quantize_rows",
+ROWS = declare(
+    "quantize",
+    "rows",
+    {"gfx950": "quantize/rows.cu", "sm_90a": "quantize/rows.cu"},
     args=(
         *POINTERS,
         *(Arg(name, "i64") for name in ("blocks", "blocks_per_row", "span", "spans_per_tile")),
@@ -117,15 +115,8 @@ MODULE = Module(
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
-)
-
-ROWS = KernelSpec(
-    op="quantize",
-    backend="hip",
-    name="rows",
-    params=PARAMS,
     refusal=_refusal,
+    params=PARAMS,
     configure=_configure,
     candidates=_candidates,
-    module=MODULE,
 )

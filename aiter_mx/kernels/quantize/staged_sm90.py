@@ -10,10 +10,10 @@ from aiter_mx.kernels.spec import (
     Arg,
     Config,
     Geometry,
-    KernelSpec,
     Module,
     Param,
     combinations,
+    declare,
 )
 from aiter_mx.target import Target
 
@@ -31,8 +31,6 @@ _MANY_SCALE_BYTES = 4 << 20
 
 
 def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no staged kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     if problem.to != "both":
         return f"staged makes blocks both ways, not to={problem.to}"
     if problem.layout != "row_major":
@@ -128,8 +126,11 @@ TILES_MODULE = Module(
     geometry=_geometry,
     scalars=_scalars,
 )
-MODULE = Module(
-    sources={"sm_90a": "quantize/scales_sm90.cu"},
+
+STAGED = declare(
+    "quantize",
+    "staged",
+    {"sm_90a": "quantize/scales_sm90.cu"},
     symbol="aiter_mx_quantize_scales",
     args=_args(
         *("M", "N", "matrices", "tiles_down", "tiles_across", "lanes_of_row", "lanes_of_column")
@@ -137,17 +138,10 @@ MODULE = Module(
     defines=_scales_defines,
     geometry=_scales_geometry,
     scalars=_scales_scalars,
-)
-
-STAGED = KernelSpec(
-    op="quantize",
-    backend="hip",
-    name="staged",
-    params=PARAMS,
     refusal=_refusal,
+    params=PARAMS,
     configure=_configure,
     candidates=lambda target, problem: combinations(PARAMS),
-    module=MODULE,
     before=(TILES_MODULE,),
     yields=_yields,
     workspace_bytes=_workspace_bytes,

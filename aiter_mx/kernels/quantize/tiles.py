@@ -17,10 +17,9 @@ from aiter_mx.kernels.spec import (
     Arg,
     Config,
     Geometry,
-    KernelSpec,
-    Module,
     Param,
     combinations,
+    declare,
 )
 from aiter_mx.layouts import LAYOUTS, padded_shape
 from aiter_mx.target import Target
@@ -40,8 +39,6 @@ _MAX_ROWS = 1 << 31
 
 
 def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
-    if target.arch not in MODULE.sources:
-        return f"no tiles kernel for {target.arch}, only for {' and '.join(MODULE.sources)}"
     return tile_refusal(problem)
 
 
@@ -173,9 +170,10 @@ def _scalars(target: Target, problem: QuantizeProblem, config: Config) -> tuple[
     return (*tile_scalars(problem, tiles), config["steps"], problem.groups, wide)
 
 
-MODULE = Module(
-    sources={"gfx950": "quantize/tiles.cu", "sm_90a": "quantize/tiles_sm90.cu"},
-    symbol="aiter_mx_quantize_tiles",
+TILES = declare(
+    "quantize",
+    "tiles",
+    {"gfx950": "quantize/tiles.cu", "sm_90a": "quantize/tiles_sm90.cu"},
     args=(
         *POINTERS,
         *(Arg(name, "i32") for name in ("M", "N", "matrices", "x_rows")),
@@ -189,15 +187,8 @@ MODULE = Module(
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
-)
-
-TILES = KernelSpec(
-    op="quantize",
-    backend="hip",
-    name="tiles",
-    params=PARAMS,
     refusal=_refusal,
+    params=PARAMS,
     configure=_configure,
     candidates=_candidates,
-    module=MODULE,
 )
