@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from aiter_mx._version import __version__
 
 if TYPE_CHECKING:
+    from aiter_mx.autograd import grouped_linear, linear_autograd
     from aiter_mx.dispatch.explain import explain
     from aiter_mx.dispatch.route import Route
     from aiter_mx.layouts import shuffle_scales, unshuffle_scales
@@ -39,8 +40,10 @@ _HOME = {
     "grouped_gemm": "aiter_mx.ops.grouped_gemm",
     "grouped_gemm_dgrad": "aiter_mx.ops.grouped_wgrad",
     "grouped_gemm_wgrad": "aiter_mx.ops.grouped_wgrad",
+    "grouped_linear": "aiter_mx.autograd",
     "fused_moe": "aiter_mx.ops.fused_moe",
     "linear": "aiter_mx.ops.linear",
+    "linear_autograd": "aiter_mx.autograd",
     "moe_align": "aiter_mx.ops.moe_align",
     "moe_gemm": "aiter_mx.ops.moe_gemm",
     "moe_gemm_activated": "aiter_mx.ops.moe_gemm",
@@ -65,7 +68,9 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_dgrad",
     "grouped_gemm_wgrad",
+    "grouped_linear",
     "linear",
+    "linear_autograd",
     "moe_align",
     "moe_gemm",
     "moe_gemm_activated",

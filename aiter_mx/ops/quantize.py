@@ -40,8 +40,8 @@ class Grouped(NamedTuple):
     """A quantisation whose groups of rows are padded to multiples of 128.
 
     Attributes:
-        rows: payload ``[P, N]``.
-        row_scales: ``[P, N // 32]``.
+        rows: payload ``[P, N]``; along columns ``[N, P]``, transposed.
+        row_scales: ``[P, N // 32]``, or ``[N, P // 32]``.
         group_offs: where each padded group begins, and the end of the last: ``[groups + 1]``.
     """
 
@@ -196,6 +196,7 @@ def quantize_dual_batched(
 def quantize_grouped(
     x: Tensor,
     group_offs: Tensor,
+    axis: int = -1,
     *,
     mode: str = "rceil",
     format: str = "e4m3",
@@ -212,6 +213,7 @@ def quantize_grouped(
         group_offs: group g is rows ``group_offs[g]`` to ``group_offs[g + 1] - 1``: int32 or int64
             ``[G + 1]`` on x's device, not decreasing, within 0 and T. Wrong ones read nothing
             outside x; what they give is not defined.
+        axis: -1, or -2 for blocks along the rows of a group, as ``grouped_gemm_wgrad`` has them.
         mode: ``"rceil"`` or ``"floor"``.
         format: ``"e4m3"`` or ``"e2m1"``.
         scale_layout: as in ``quantize``.
@@ -223,10 +225,12 @@ def quantize_grouped(
         TypeError, ValueError: as ``quantize`` does; group_offs of another dtype, shape or device.
     """
     refuse_no_tensor(x=x, group_offs=group_offs)
-    options = Options("rows", mode, False, format, scale_layout)
+    if axis not in (-1, -2):
+        raise ValueError(f"axis must be -1 or -2, got {axis}")
+    options = Options(_ALONG[axis], mode, False, format, scale_layout)
     if not is_traced((x, group_offs)):
         return Grouped(*quantized(x, group_offs, options))
-    return Grouped(*_quantize_grouped(x, group_offs, mode, format, scale_layout))
+    return Grouped(*_quantize_grouped(x, group_offs, mode, format, scale_layout, axis))
 
 
 def quantize_dual_grouped(
@@ -313,6 +317,7 @@ def _is_square(block: Block) -> bool:
 
 
 Call = tuple[Tensor, Tensor | None, Options]
+_ALONG = {-1: "rows", -2: "columns"}
 
 
 def _register(name: str, schema: str, call_of: Callable[..., Call]) -> Callable[..., Any]:
@@ -337,7 +342,7 @@ def _one(
     format: str = "e4m3",
     layout: str = "row_major",
 ) -> Call:
-    return x, None, Options("rows" if axis == -1 else "columns", mode, square, format, layout)
+    return x, None, Options(_ALONG[axis], mode, square, format, layout)
 
 
 _quantize = _register(
@@ -353,8 +358,13 @@ _quantize_dual = _register(
 )
 _quantize_grouped = _register(
     "quantize_grouped",
-    "(Tensor x, Tensor group_offs, str mode, str format, str layout) -> (Tensor, Tensor, Tensor)",
-    lambda x, offsets, mode, *names: (x, offsets, Options("rows", mode, False, *names)),
+    "(Tensor x, Tensor group_offs, str mode, str format, str layout, SymInt axis=-1) "
+    "-> (Tensor, Tensor, Tensor)",
+    lambda x, offsets, mode, format, layout, axis=-1: (
+        x,
+        offsets,
+        Options(_ALONG[axis], mode, False, format, layout),
+    ),
 )
 _quantize_dual_grouped = _register(
     "quantize_dual_grouped",

@@ -1,0 +1,288 @@
+"""``linear_autograd`` and ``grouped_linear``: gradients, what is kept, compiled calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import aiter_mx
+from aiter_mx.autograd import offsets_of_groups
+from op_tests.mx_reference import assert_close_to_reference, assert_rounded
+
+OFFSETS = (0, 1, 1, 32, 65, 192, 229)
+"""Groups of 1, 0, 31, 33, 127 and 37 rows."""
+T, N, K = OFFSETS[-1], 96, 64
+FORWARD_DB, GRADIENT_DB = 25.0, 20.0
+
+
+def draw(dtype: torch.dtype, groups: bool, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, w, bias that want gradients, and dy."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    leading = (len(OFFSETS) - 1,) if groups else ()
+    drawn = (randn(T, K), randn(*leading, N, K) * K**-0.5, randn(*leading, N))
+    x, w, bias = (each.to(dtype).requires_grad_() for each in drawn)
+    return x, w, bias, randn(T, N).to(dtype)
+
+
+def forward(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Tensor) -> Tensor:
+    if w.ndim == 2:
+        return aiter_mx.linear_autograd(x, w, bias, **options)  # type: ignore[arg-type]
+    offs = torch.tensor(OFFSETS)
+    return aiter_mx.grouped_linear(x, w, offs, bias, **options)  # type: ignore[arg-type]
+
+
+def parts(w: Tensor) -> list[tuple[Tensor, slice]]:
+    """The weights of each group and its rows; one group for a linear."""
+    if w.ndim == 2:
+        return [(w, slice(0, T))]
+    return [(w[g], slice(*bounds)) for g, bounds in enumerate(pairwise(OFFSETS))]
+
+
+def columns_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A group's rows quantised along columns, padded with zeros."""
+    return aiter_mx.quantize(torch.nn.functional.pad(x, (0, 0, 0, -len(x) % 32)), axis=-2)
+
+
+@pytest.mark.parametrize("groups", [False, True], ids=["linear", "grouped"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_result_is_a_product_of_quantised_operands(dtype: torch.dtype, groups: bool) -> None:
+    x, w, bias, dy = draw(dtype, groups)
+    y = forward(x, w, bias)
+    y.backward(dy)
+    grads = (x.grad, w.grad, bias.grad)
+    assert [each.dtype for each in grads if each is not None] == [dtype] * 3
+    for g, (of_w, rows) in enumerate(parts(w.detach())):
+        xg, dyg = x.detach()[rows], dy[rows]
+        own_bias = bias.detach()[g] if groups else bias.detach()
+        dw, db = (each[g] if groups else each for each in (w.grad, bias.grad))
+        if not len(xg):
+            assert not dw.any() and not db.any()
+            continue
+        assert_close_to_reference(
+            y.detach()[rows], *aiter_mx.quantize(xg), *aiter_mx.quantize(of_w), own_bias
+        )
+        assert_close_to_reference(
+            x.grad[rows], *aiter_mx.quantize(dyg), *aiter_mx.quantize(of_w, axis=-2)
+        )
+        assert_close_to_reference(dw, *columns_of(dyg), *columns_of(xg))
+        total = dyg.double().abs().sum(0, keepdim=True)
+        assert_rounded(db[None], dyg.double().sum(0, keepdim=True), total * 2.0**-18, total)
+
+
+def decibels(found: Tensor, exact: Tensor) -> float:
+    noise = (found.double() - exact.double()).norm()
+    return float(20 * torch.log10(exact.double().norm() / noise.clamp(min=1e-300)))
+
+
+def test_signal_to_noise_holds_for_every_group_tile_and_tail() -> None:
+    """An error of a few rows drowns in a ratio over all of them."""
+    x, w, _, dy = draw(torch.bfloat16, True)
+    y = forward(x, w)
+    y.backward(dy)
+    for g, (of_w, rows) in enumerate(parts(w.detach())):
+        if rows.start == rows.stop:
+            continue
+        xg, dyg = x.detach()[rows].double(), dy[rows].double()
+        for some in (slice(None), slice(-32, None), slice(0, 32)):
+            assert decibels(y.detach()[rows][some], (xg @ of_w.double().T)[some]) >= FORWARD_DB
+            assert decibels(x.grad[rows][some], (dyg @ of_w.double())[some]) >= GRADIENT_DB
+        exact = dyg.T @ xg
+        for tile in (slice(None), slice(0, 32), slice(-32, None)):
+            assert decibels(w.grad[g][tile], exact[tile]) >= GRADIENT_DB
+
+
+def recorded(function: Callable[[], Tensor]) -> tuple[list[Tensor], Tensor]:
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        return kept, function()
+
+
+@pytest.mark.parametrize("groups", [False, True], ids=["linear", "grouped"])
+def test_payloads_and_scales_alone_are_kept_and_of_them_what_is_needed(groups: bool) -> None:
+    x, w, bias, dy = draw(torch.bfloat16, groups)
+    kept, _ = recorded(lambda: forward(x, w, bias))
+    floats = [t for t in kept if t.dtype not in (torch.float8_e4m3fn, torch.uint8, torch.int64)]
+    assert not floats
+    padded_rows = sum(-(-(end - begin) // 128) * 128 for begin, end in pairwise(OFFSETS))
+    elements = w.numel() + (padded_rows + 128 * len(OFFSETS) if groups else 256) * K
+    assert sum(t.nbytes for t in kept) <= 1.1 * elements
+    kept, y = recorded(lambda: forward(x.detach(), w, bias))
+    assert all(t.shape[-2] != w.shape[-1] or t.shape[-1] * 32 != N for t in kept if t.ndim > 1)
+    y.backward(dy)
+    assert w.grad is not None
+    kept, y = recorded(lambda: forward(x, w.detach()))
+    assert sum(t.nbytes for t in kept) <= 1.1 * w.numel() + 64
+    y.backward(dy)
+    assert x.grad is not None
+
+
+def test_gradients_of_any_strides_are_taken() -> None:
+    x, w, bias, _ = draw(torch.bfloat16, True)
+    forward(x, w, bias).sum().backward()  # strides of 0
+    expanded = [each.grad.clone() for each in (x, w, bias)]
+    for each in (x, w, bias):
+        each.grad = None
+    forward(x, w, bias).backward(torch.ones(N, T, dtype=torch.bfloat16).T)
+    for each, expected in zip((x, w, bias), expanded, strict=True):
+        assert torch.equal(each.grad, expected)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_reaches_its_row_and_its_group_alone(value: float) -> None:
+    x, w, bias, dy = draw(torch.bfloat16, True)
+    forward(x, w, bias).backward(dy)
+    clean = [each.grad.clone() for each in (x, w, bias)]
+    for each in (x, w, bias):
+        each.grad = None
+    row, group = 40, 3
+    dy[row, 5] = value
+    forward(x, w, bias).backward(dy)
+    assert x.grad[row].isnan().all() and w.grad[group, 5].isnan().all()
+    for each, expected, own in zip((x, w, bias), clean, (row, group, group), strict=True):
+        others = torch.arange(len(each)) != own
+        assert torch.equal(each.grad[others], expected[others])
+    features = torch.arange(N) != 5
+    assert torch.equal(w.grad[group, features], clean[1][group, features])
+
+
+@pytest.mark.parametrize("spread", [20, 8])
+def test_a_tokens_scale_may_be_anything(spread: int) -> None:
+    x, w, _, dy = draw(torch.bfloat16, True)
+    scales = torch.exp2(torch.randint(-spread, spread + 1, (T, 1)).float()).bfloat16()
+    dy = dy * scales
+    forward(x, w).backward(dy)
+    for of_w, rows in parts(w.detach()):
+        exact = dy[rows].double() @ of_w.double()
+        for found, expected in zip(x.grad[rows], exact, strict=True):
+            assert decibels(found, expected) >= GRADIENT_DB
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("groups", [False, True], ids=["linear", "grouped"])
+def test_main_gradients_are_added_to_and_weights_shared(dtype: torch.dtype, groups: bool) -> None:
+    x, w, _, dy = draw(torch.bfloat16, groups)
+    forward(x, w).backward(dy)
+    alone, dx = w.grad, x.grad
+    w.grad = x.grad = None
+    main = torch.zeros(w.shape, dtype=dtype)
+    shared = aiter_mx.quantize_dual(w.detach())
+    for _ in range(2):
+        x.grad = None
+        forward(x, w, main_grad=main, quantized_w=shared).backward(dy)
+        assert w.grad is None and torch.equal(x.grad, dx)
+    assert (main - 2 * alone.to(dtype)).norm() <= 0.01 * main.norm()
+
+
+@pytest.mark.parametrize("groups", [False, True], ids=["linear", "grouped"])
+def test_compiled_and_checkpointed_calls_are_bitwise_the_same(groups: bool) -> None:
+    x, w, bias, dy = draw(torch.bfloat16, groups)
+
+    def step(call: Callable[..., Tensor]) -> list[Tensor]:
+        for each in (x, w, bias):
+            each.grad = None
+        y = call(x, w, bias)
+        y.backward(dy)
+        return [y.detach(), *(each.grad.clone() for each in (x, w, bias))]
+
+    expected = step(forward)
+    offs = torch.tensor(OFFSETS)
+
+    def traced(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        if groups:
+            return aiter_mx.grouped_linear(x, w, offs, bias)
+        return aiter_mx.linear_autograd(x, w, bias)
+
+    compiled = torch.compile(traced, fullgraph=True, backend="aot_eager")
+    for call in (compiled, lambda *args: checkpoint(forward, *args, use_reentrant=False)):
+        for found, right in zip(step(call), expected, strict=True):
+            assert torch.equal(found, right)
+
+
+def test_one_graph_serves_any_number_of_rows() -> None:
+    w, of_groups = torch.randn(64, 32), torch.randn(3, 64, 32)
+
+    def both(x: Tensor, offs: Tensor) -> Tensor:
+        y = aiter_mx.linear_autograd(x, w)
+        return y + aiter_mx.grouped_linear(x, of_groups, offs)
+
+    compiled = torch.compile(both, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (5, 64, 33):
+        offs = torch.tensor([0, 3, 4, rows])
+        found = []
+        for call in (compiled, both):
+            x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
+            call(x.requires_grad_(), offs).sum().backward()
+            found.append(x.grad)
+        assert torch.equal(*found)
+
+
+def test_groups_are_told_in_any_form() -> None:
+    x, w, _, _ = draw(torch.bfloat16, True)
+    offs = torch.tensor(OFFSETS)
+    expected = forward(x, w)
+    assert torch.equal(aiter_mx.grouped_linear(x, w, offs[1:].int()), expected)
+    lens = offs[1:] - offs[:-1]
+    assert torch.equal(aiter_mx.grouped_linear(x, w, group_lens=lens), expected)
+
+
+@pytest.mark.parametrize(
+    ("offs", "lens", "expected"),
+    [
+        ([0, 5, 3, 10], None, "group 1 would be rows 5 to 3"),
+        ([0, 3, 5, 9], None, r"groups are rows 0 to 9, and must be all of x, \[10, 32\]"),
+        (None, [5, -1, 6], "group_lens: group 1 would be rows 5 to 4"),
+        (None, [5, 6, 6], "rows 0 to 17"),
+        (None, [5, 5], r"group_lens must be \[3\] for 3 groups, got \[2\]"),
+        ([0, 10], None, r"group_offs must be \[3\] or \[4\]"),
+        (None, None, "either group_offs or group_lens"),
+    ],
+)
+def test_groups_that_are_not_the_rows_are_refused(
+    offs: list[int] | None, lens: list[int] | None, expected: str
+) -> None:
+    x = torch.randn(10, 32)
+    given = [None if each is None else torch.tensor(each) for each in (offs, lens)]
+    with pytest.raises(ValueError, match=expected):
+        offsets_of_groups(*given, 3, x)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        (((5, 48), (32, 48)), "K must be a multiple of 32.*K=48"),
+        (((5, 64), (40, 64)), "N must be a multiple of 32, which a product of one of the two"),
+        (((5, 64), (32, 96)), r"got \[5, 64\] and \[32, 96\]"),
+        (((5, 64), (2, 32, 64)), r"w must be \[N, K\], got \[2, 32, 64\]"),
+    ],
+)
+def test_a_shape_without_a_gradient_is_refused_when_it_is_called(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=expected):
+        aiter_mx.linear_autograd(*(torch.randn(shape) for shape in shapes))
+
+
+def test_other_operands_are_refused() -> None:
+    x, w = torch.randn(5, 64), torch.randn(32, 64)
+    with pytest.raises(ValueError, match=r"bias must be \[32\], got \[64\]"):
+        aiter_mx.linear_autograd(x, w, torch.randn(64))
+    with pytest.raises(ValueError, match="main_grad must be bfloat16 or float32"):
+        aiter_mx.linear_autograd(x, w, main_grad=torch.zeros(64, 32))
+    with pytest.raises(TypeError, match="w must be bfloat16, float16 or float32, got"):
+        aiter_mx.linear_autograd(x, w.double())
+    with pytest.raises(TypeError, match="x must be a tensor, got list"):
+        aiter_mx.linear_autograd([1.0], w)  # type: ignore[arg-type]

@@ -1,0 +1,150 @@
+"""The modules: parameters, state dicts, gradients of a layer of experts, and its launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import aiter_mx
+from aiter_mx.nn import MxExperts, MxGroupedLinear, MxLinear
+
+E, H, I, TOP_K, T = 4, 64, 96, 2, 150
+
+
+def test_a_linear_takes_over_another_ones_parameters_and_state() -> None:
+    plain = nn.Linear(64, 32, dtype=torch.bfloat16)
+    layer = MxLinear.from_linear(plain)
+    assert layer.weight is plain.weight and layer.bias is plain.bias
+    other = MxLinear(64, 32, dtype=torch.bfloat16)
+    other.load_state_dict(plain.state_dict())
+    x = torch.randn(7, 64, dtype=torch.bfloat16)
+    assert torch.equal(other(x), layer(x))
+    assert torch.equal(other(x), aiter_mx.linear_autograd(x, plain.weight, plain.bias))
+    assert list(MxLinear(64, 32, bias=False).state_dict()) == ["weight"]
+    assert "in_features=64, out_features=32, bias=True" in repr(other)
+
+
+def test_a_quantised_weight_is_reused_until_the_weight_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Tensor] = []
+    quantize_dual = aiter_mx.quantize_dual
+
+    def counted(w: Tensor, **options: Any) -> Any:
+        made.append(w)
+        return quantize_dual(w, **options)
+
+    monkeypatch.setattr("aiter_mx.nn.linear.quantize_dual", counted)
+    layer = MxLinear(64, 32, reuse_quantized=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    x = torch.randn(32, 64)
+    for step in range(3):
+        for _ in range(2):
+            y = layer(x)
+            assert torch.equal(y, aiter_mx.linear_autograd(x, layer.weight, layer.bias))
+            y.sum().backward()
+        assert len(made) == step + 1
+        optimizer.step()
+
+
+def reference(layer: MxExperts, x: Tensor, ids: Tensor, weights: Tensor, activation: str) -> Tensor:
+    """Each expert of each token in float64."""
+    out = torch.zeros_like(x)
+    for token in range(len(x)):
+        for slot in range(ids.shape[1]):
+            e = int(ids[token, slot])
+            gate, up = (layer.gate_up.weight[e] @ x[token]).chunk(2)
+            if activation == "silu":
+                active = nn.functional.silu(gate) * up
+            else:
+                gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+                active = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            out[token] = out[token] + weights[token, slot] * (layer.down.weight[e] @ active)
+    return out
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+def test_experts_match_float64_forward_and_backward(activation: str) -> None:
+    torch.manual_seed(0)
+    layer = MxExperts(E, H, I, activation)
+    ids = torch.randint(0, E - 1, (T, TOP_K))  # the last expert has no token
+    leaves = [torch.randn(T, H), torch.rand(T, TOP_K)]
+    x, weights = (each.requires_grad_() for each in leaves)
+    y, dy = layer(x, ids, weights), torch.randn(T, H)
+    y.backward(dy)
+    exact_layer = MxExperts(E, H, I, activation).double()
+    exact_layer.load_state_dict(layer.state_dict())
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    exact_y = reference(exact_layer, exact[0], ids, exact[1], activation)
+    exact_y.backward(dy.double())
+    pairs = [(y, exact_y), (x.grad, exact[0].grad), (weights.grad, exact[1].grad)]
+    pairs += [
+        (one.grad, other.grad)
+        for one, other in zip(layer.parameters(), exact_layer.parameters(), strict=True)
+    ]
+    for found, right in pairs:
+        noise = (found.double() - right).norm()
+        assert noise <= 0.1 * right.norm()  # 20 dB
+    assert not layer.gate_up.weight.grad[-1].any()
+
+
+class Launched(TorchDispatchMode):
+    """Notes the names of all ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_product_of_experts_is_torchs() -> None:
+    layer = MxExperts(E, H, I, bias=True, dtype=torch.bfloat16)
+    x = torch.randn(T, H, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.rand(T, TOP_K, requires_grad=True)
+    launched = Launched()
+    with launched:
+        layer(x, torch.randint(0, E, (T, TOP_K)), weights).sum().backward()
+    counts = {
+        name: sum(f"aiter_mx.{name}.default" == each for each in launched.names)
+        for name in ("grouped_gemm", "grouped_gemm_wgrad", "quantize_dual")
+    }
+    assert counts == {"grouped_gemm": 4, "grouped_gemm_wgrad": 2, "quantize_dual": 2}
+    products = ("aten.mm", "aten.bmm", "aten.addmm", "aten.matmul", "aten._grouped_mm")
+    assert not [each for each in launched.names if each.startswith(products)]
+    assert not [each for each in launched.names if "_local_scalar_dense" in each]
+
+
+def test_experts_are_repeatable_and_take_the_same_compiled() -> None:
+    layer = MxExperts(E, H, I, dtype=torch.bfloat16)
+    ids, weights = torch.randint(0, E, (T, TOP_K)), torch.rand(T, TOP_K)
+    x = torch.randn(T, H, dtype=torch.bfloat16)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (layer, layer, compiled):
+        own = x.clone().requires_grad_()
+        y = call(own, ids, weights)
+        y.sum().backward()
+        results.append((y.detach(), own.grad))
+    for found in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found, results[0], strict=True))
+
+
+def test_grouped_linears_take_lengths_and_wrong_arguments_are_told() -> None:
+    layer = MxGroupedLinear(3, 64, 32, bias=True)
+    x, lens = torch.randn(10, 64), torch.tensor([3, 0, 7])
+    offs = torch.tensor([0, 3, 3, 10])
+    assert torch.equal(layer(x, group_lens=lens), layer(x, offs))
+    with pytest.raises(ValueError, match="activation must be one of silu, swiglu_oai, got 'relu'"):
+        MxExperts(E, H, I, "relu")
+    experts = MxExperts(E, H, I)
+    with pytest.raises(ValueError, match=r"topk_weights must be \[5, 2\]"):
+        experts(torch.randn(5, H), torch.zeros(5, 2, dtype=torch.int64), torch.rand(5, 1))
+    with pytest.raises(ValueError, match=r"topk_ids \[T, top_k\], got \[5, 64\] and \[4, 2\]"):
+        experts(torch.randn(5, H), torch.zeros(4, 2, dtype=torch.int64), torch.rand(4, 2))
