@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aiter_mx.dispatch.explain import explain
     from aiter_mx.dispatch.route import Route
     from aiter_mx.layouts import shuffle_scales, unshuffle_scales
-    from aiter_mx.ops.fused_moe import fused_moe
+    from aiter_mx.ops.fused_moe import fused_moe, fused_moe_masked
     from aiter_mx.ops.grouped_gemm import grouped_gemm
     from aiter_mx.ops.grouped_wgrad import grouped_gemm_dgrad, grouped_gemm_wgrad
     from aiter_mx.ops.linear import linear
@@ -42,6 +42,7 @@ _HOME = {
     "grouped_gemm_wgrad": "aiter_mx.ops.grouped_wgrad",
     "grouped_linear": "aiter_mx.autograd",
     "fused_moe": "aiter_mx.ops.fused_moe",
+    "fused_moe_masked": "aiter_mx.ops.fused_moe",
     "linear": "aiter_mx.ops.linear",
     "linear_autograd": "aiter_mx.autograd",
     "moe_align": "aiter_mx.ops.moe_align",
@@ -65,6 +66,7 @@ __all__ = [
     "dequantize",
     "explain",
     "fused_moe",
+    "fused_moe_masked",
     "grouped_gemm",
     "grouped_gemm_dgrad",
     "grouped_gemm_wgrad",

@@ -96,8 +96,6 @@ def why_not_config(config: Any) -> str:
         return unsupported
     if config.activation != "silu" or not config.is_gated:
         return f"activation {config.activation}, {'gated' if config.is_gated else 'no gate'}"
-    if config.no_combine:
-        return "results that are not combined"
     for name in ("hidden_size", "intermediate_size_per_partition"):
         value = getattr(config, name)
         if value is not None and (reason := why_not("", (value,))):
@@ -142,10 +140,13 @@ def run_experts(
         quant_info.w2_scale,
         topk.topk_ids,
         weights,
+        reduce=not config.no_combine,
         bias1=getattr(quant_info, "b13", None),
         bias2=getattr(quant_info, "b2", None),
         **gate_of(config).options(),
     )
+    if config.no_combine and getattr(config, "no_combine_keep_router_weight", False):
+        out = (out * weights.unsqueeze(-1)).to(out.dtype)
     return StandardCombineInput(hidden_states=out)
 
 

@@ -132,7 +132,8 @@ class AiterMxExperts(mk.FusedMoEExpertsModular):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        return True
+        """A dispatch to other ranks carries quantised tokens; else they are quantised here."""
+        return not self.moe_config.moe_parallel_config.use_all2all_kernels
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return TopKWeightAndReduceNoOP()
@@ -161,7 +162,7 @@ class AiterMxExperts(mk.FusedMoEExpertsModular):
         apply_router_weight_on_input: bool,
     ) -> None:
         weights = topk_weights.float()
-        if apply_router_weight_on_input:
+        if apply_router_weight_on_input and a1q_scale is None:
             if topk_ids.shape[1] != 1:
                 raise ValueError(
                     f"weights on the input need one expert a token, got top_k={topk_ids.shape[1]}"
@@ -179,6 +180,8 @@ class AiterMxExperts(mk.FusedMoEExpertsModular):
                 weights,
                 num_experts=None if expert_map is None else global_num_experts,
                 expert_map=expert_map,
+                x_scale=None if a1q_scale is None else a1q_scale.view(torch.uint8),
+                out_dtype=output.dtype,
                 bias1=self.w1_bias,
                 bias2=self.w2_bias,
                 **gate_of(activation, self.activation_config).options(),

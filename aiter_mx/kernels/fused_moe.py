@@ -174,8 +174,13 @@ def _block_m(problem: FusedMoeProblem) -> int:
     touched = problem.num_experts * (1 - (1 - 1 / problem.num_experts) ** routed)
     mean = routed / touched if touched else 0
     rows = max(mean + 2 * mean**0.5, problem.M if problem.shared else 0)  # two deviations more
-    block = next((block for block in _BLOCKS if rows <= block), 128)
+    block = block_of(rows)
     return 48 if block == 32 and problem.intermediate in _WIDER else block
+
+
+def block_of(rows: float) -> int:
+    """The least block that holds so many rows of an expert, or the largest."""
+    return next((block for block in _BLOCKS if rows <= block), 128)
 
 
 PROBLEM = FusedMoeProblem

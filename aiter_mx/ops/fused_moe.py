@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import CaptureError
-from aiter_mx.kernels.fused_moe import FusedMoeProblem, refuse_unknown_activation
+from aiter_mx.kernels.fused_moe import FusedMoeProblem, block_of, refuse_unknown_activation
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.launch import Run, not_warm
@@ -32,6 +32,7 @@ from aiter_mx.ops.checks import (
     refuse_less,
     refuse_no_experts,
     refuse_no_whole_number,
+    refuse_shape,
     swiglu_of,
 )
 from aiter_mx.ops.library import is_traced, register_with_out, wants_gradient
@@ -44,7 +45,8 @@ _PART_ALIGNMENT = 256  # bytes
 
 class Options(NamedTuple):
     """What a call asks for beside its tensors, as ``fused_moe`` takes it; a tuple, as every call
-    makes and hashes one. ``swiglu`` is alpha, beta and limit of swiglu_oai, else nothing."""
+    makes and hashes one. ``swiglu`` is alpha, beta and limit of swiglu_oai, else nothing. Where
+    ``reduce`` is 0 slots that are left out get zeros, where it is -1 they are not written."""
 
     num_experts: int | None
     shared_experts: int
@@ -52,7 +54,7 @@ class Options(NamedTuple):
     layout: str
     swiglu: tuple[float, ...]
     block_m: int | None
-    reduce: bool
+    reduce: int
     out_dtype: torch.dtype
 
 
@@ -135,14 +137,98 @@ def fused_moe(
     routing = (topk_ids, topk_weights, expert_map)
     inputs = (x, w1q, w1s, w2q, w2s, *routing, bias1, bias2, x_scale, num_tokens)
     swiglu = swiglu_of(activation, alpha, beta, limit)
-    if out_dtype is None:
-        out_dtype = torch.bfloat16 if x_scale is not None else getattr(x, "dtype", torch.bfloat16)
+    out_dtype = out_dtype or _usual_dtype(x, x_scale)
+    apart = int(reduce)
     options = Options(
-        num_experts, shared_experts, activation, layout, swiglu, block_m, reduce, out_dtype
+        num_experts, shared_experts, activation, layout, swiglu, block_m, apart, out_dtype
     )
+    return _call(inputs, options, out)
+
+
+def fused_moe_masked(
+    x: Tensor,
+    w1q: Tensor,
+    w1s: Tensor,
+    w2q: Tensor,
+    w2s: Tensor,
+    masked_m: Tensor,
+    expected_m: int | None = None,
+    *,
+    x_scale: Tensor | None = None,
+    activation: str = "silu",
+    layout: str = "halves",
+    alpha: float = 1.702,
+    beta: float = 1.0,
+    limit: float | None = 7.0,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``fused_moe`` over rows that are with their experts already, as a low-latency dispatch of
+    expert parallelism leaves them. Rows past an expert's count are neither read nor written.
+
+    Args:
+        x: rows of each expert, bf16, fp16 or fp32 ``[E, max_tokens, H]``; or, with ``x_scale``,
+            float8_e4m3fn.
+        w1q: weights and scales, activation and biases as ``fused_moe`` takes them.
+        w1s: see w1q.
+        w2q: see w1q.
+        w2s: see w1q.
+        masked_m: int32 ``[E]`` on the device: rows of each expert that count, the first ones.
+        expected_m: rows of an expert to choose a configuration for; by default max_tokens.
+        x_scale: uint8 or float8_e8m0fnu ``[E, max_tokens, H // 32]``.
+        activation: see w1q.
+        layout: see w1q.
+        alpha: see w1q.
+        beta: see w1q.
+        limit: see w1q.
+        bias1: see w1q.
+        bias2: see w1q.
+        out_dtype: as for ``fused_moe``.
+        out: where to write the result; it may not overlap an input.
+
+    Returns:
+        ``[E, max_tokens, H]``, or ``out``. No weights are applied.
+
+    Raises:
+        TypeError, ValueError, CaptureError: as ``fused_moe`` does.
+    """
+    shape = check_tensor("x", x, (*DTYPE_NAMES, *_FP8), ("E", "max_tokens", "H")).shape
+    E, rows, H = shape
+    check_tensor("masked_m", masked_m, (torch.int32,), (E,), x.device)
+    if out is not None:
+        refuse_shape(out, shape)
+    if x_scale is not None:
+        check_tensor("x_scale", x_scale, SCALE_DTYPES, (E, rows, H // BLOCK), x.device)
+        x_scale = x_scale.view(E * rows, H // BLOCK)
+    if expected_m is not None:
+        refuse_no_whole_number(expected_m=expected_m)
+        refuse_less(0, expected_m=expected_m)
+    row = torch.arange(rows, dtype=torch.int32, device=x.device)
+    expert = torch.arange(E, dtype=torch.int32, device=x.device).unsqueeze(1)
+    ids = torch.where(row < masked_m.unsqueeze(1), expert, -1).view(E * rows, 1)
+    weights = torch.empty(E * rows, 1, dtype=torch.float32, device=x.device)  # nothing reads them
+    inputs = (x.view(E * rows, H), w1q, w1s, w2q, w2s, ids, weights, None, bias1, bias2)
+    block_m = block_of(rows if expected_m is None else min(expected_m, rows))
+    swiglu = swiglu_of(activation, alpha, beta, limit)
+    out_dtype = out_dtype or _usual_dtype(x, x_scale)
+    options = Options(None, 0, activation, layout, swiglu, block_m, -1, out_dtype)
+    of_rows = None if out is None else out.view(E * rows, 1, H)
+    result = _call((*inputs, x_scale, None), options, of_rows)
+    return result.view(shape) if out is None else out
+
+
+def _usual_dtype(x: Tensor, x_scale: Tensor | None) -> torch.dtype:
+    found: torch.dtype = getattr(x, "dtype", torch.bfloat16)
+    return found if x_scale is None else torch.bfloat16
+
+
+def _call(inputs: tuple[Tensor | None, ...], options: Options, out: Tensor | None) -> Tensor:
+    x, topk_weights, bias1, bias2 = (inputs[at] for at in (0, 6, 8, 9))
     if is_traced((*inputs, out)) or wants_gradient(x, topk_weights, bias1, bias2):
-        flat = (*inputs, *options[:4], list(swiglu), *options[5:])
-        result: Tensor = _through_torch(flat, out, out_dtype)
+        flat = (*inputs, *options[:4], list(options.swiglu), *options[5:])
+        result: Tensor = _through_torch(flat, out, options.out_dtype)
         return result
     return _fused_moe(inputs, options, out)
 
@@ -172,15 +258,15 @@ def _fused_moe(inputs: tuple[Tensor | None, ...], options: Options, out: Tensor 
     else:
         check_out(out, plan.shape, options.out_dtype, **given)
     if not plan.runs:
-        return out.zero_()
-    if not options.reduce:
+        return out.zero_() if options.reduce >= 0 else out
+    if options.reduce == 0:
         _clear(out, num_tokens)
     if (x.data_ptr() | w1q.data_ptr() | w2q.data_ptr()) % ALIGNMENT_BYTES:
         refuse_alignment(x=x, w1q=w1q, w2q=w2q)
     if (w1s.data_ptr() | w2s.data_ptr()) % SCALE_ALIGNMENT_BYTES:
         refuse_alignment(SCALE_ALIGNMENT_BYTES, w1s=w1s, w2s=w2s)
 
-    if not options.reduce:
+    if options.reduce != 1:
         given["y"] = out.view(-1, out.shape[-1])
     if (x_scale := given["x_scale"]) is not None:
         if x_scale.data_ptr() % SCALE_ALIGNMENT_BYTES:
@@ -393,7 +479,7 @@ def _check(inputs: Sequence[Tensor | None], options: Options) -> FusedMoeProblem
         beta=beta,
         limit=limit,
         quantised=int(x_scale is not None),
-        reduce=int(reduce),
+        reduce=int(reduce == 1),
     )
 
 
@@ -405,7 +491,7 @@ def _run(*arguments: Any, out: Tensor | None = None) -> Tensor:
 
 def _fake(x: Tensor, *others: Any) -> Tensor:
     topk_ids, shared, reduce, out_dtype = others[4], others[-7], *others[-2:]
-    slots = () if reduce else (topk_ids.shape[1] + shared,)
+    slots = () if reduce == 1 else (topk_ids.shape[1] + shared,)
     return x.new_empty((x.shape[0], *slots, x.shape[1]), dtype=out_dtype)
 
 
@@ -414,7 +500,7 @@ _through_torch = register_with_out(
     "Tensor x, Tensor w1q, Tensor w1s, Tensor w2q, Tensor w2s, Tensor topk_ids, "
     "Tensor topk_weights, Tensor? expert_map, Tensor? bias1, Tensor? bias2, Tensor? x_scale, "
     "Tensor? num_tokens, SymInt? num_experts, SymInt shared_experts, str activation, str layout, "
-    "float[] swiglu, SymInt? block_m, bool reduce, ScalarType out_dtype",
+    "float[] swiglu, SymInt? block_m, SymInt reduce, ScalarType out_dtype",
     "Tensor",
     _run,
     _fake,

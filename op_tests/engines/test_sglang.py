@@ -140,6 +140,20 @@ def test_weights_may_be_applied_to_the_input() -> None:
     assert torch.equal(found, by_our_op(w, scaled, ids, torch.ones(5, 1), Gate("silu")))
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_slots_may_stay_apart(weighted: bool) -> None:
+    w, x, weights = experts(2), torch.randn(5, H, dtype=BF16), torch.rand(5, TOP_K)
+    ids = torch.randint(-1, E, (5, TOP_K), dtype=torch.int32)
+    info = TritonMoeQuantInfo(**w, block_shape=[1, 32])
+    routed = StandardTopKOutput(weights, ids, torch.empty(5, E))
+    runner = runner_of(no_combine=True, no_combine_keep_router_weight=weighted)
+    found = runner.run(StandardDispatchOutput(x, None, routed), info).hidden_states
+    order = ("w13_weight", "w13_scale", "w2_weight", "w2_scale")
+    apart = aiter_mx.fused_moe(x, *(w[each] for each in order), ids, weights, reduce=False)
+    factor = weights.unsqueeze(-1) if weighted else 1.0
+    assert torch.equal(found, (apart * factor).to(BF16))
+
+
 class _Runner(SimpleNamespace):
     """A runner of the engine's, which notes that it was asked."""
 

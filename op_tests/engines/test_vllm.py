@@ -269,6 +269,19 @@ def test_experts_of_another_rank_are_left_out() -> None:
     assert torch.equal(found, expected)
 
 
+def test_dispatched_tokens_come_quantised() -> None:
+    _, experts = experts_layer("layers.quantised.experts")
+    fill_experts(experts, 4)
+    experts.quant_method.process_weights_after_loading(experts)
+    x, ids = torch.randn(6, H, dtype=BF16), torch.randint(0, E, (6, TOP_K), dtype=torch.int32)
+    weights, out = torch.rand(6, TOP_K), torch.full((6, H), torch.nan, dtype=BF16)
+    xq, xs = aiter_mx.quantize(x)
+    apply = experts.quant_method.moe_kernel.fused_experts.apply
+    apply(out, xq, experts.w13_weight, experts.w2_weight, weights, ids, MoEActivation.SILU, E,
+          None, xs, None, None, None, None, False)  # fmt: skip
+    assert torch.equal(out, by_our_op(experts, x, (weights, ids), Gate()))
+
+
 def test_weights_on_the_input_need_one_expert_a_token() -> None:
     _, experts = experts_layer("layers.input.experts")
     fill_experts(experts, 5)

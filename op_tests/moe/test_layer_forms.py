@@ -131,3 +131,45 @@ def test_what_does_not_fit_is_refused() -> None:
     ]:
         with pytest.raises(error, match=message):
             aiter_mx.fused_moe(tokens, *rest, **forms, **options)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_masked_layer_computes_the_rows_that_count_alone(
+    device: torch.device, quantised: bool
+) -> None:
+    g = torch.Generator().manual_seed(9)
+    rows, counts = 20, torch.tensor([0, 20, 7, 1, 3], dtype=torch.int32)
+    w1, w2 = mx(E, 2 * I, H, generator=g), mx(E, H, I, generator=g)
+    weights = [each.to(device) for each in (*w1, *w2)]
+    x = torch.randn(E, rows, H, generator=g, dtype=torch.bfloat16).to(device)
+    counted = (torch.arange(rows) < counts.unsqueeze(1)).to(device)
+    ids = torch.arange(E, dtype=torch.int32, device=device).repeat_interleave(rows).unsqueeze(1)
+    ones = torch.ones(E * rows, 1, device=device)
+    flat = x.view(E * rows, H)
+    expected = aiter_mx.fused_moe(flat, *weights, ids, ones, block_m=32).view(E, rows, H)
+    x[~counted] = torch.nan
+    scale = None
+    if quantised:
+        x, scale = aiter_mx.quantize(x)
+    out = torch.full((E, rows, H), 7, dtype=torch.bfloat16, device=device)
+    found = aiter_mx.fused_moe_masked(x, *weights, counts.to(device), x_scale=scale, out=out)
+    assert found is out
+    assert (out[~counted] == 7).all()
+    torch.testing.assert_close(out[counted], expected[counted], rtol=2**-7, atol=0)
+    few = aiter_mx.fused_moe_masked(x, *weights, counts.to(device), 4, x_scale=scale)
+    torch.testing.assert_close(few[counted], expected[counted], rtol=2**-7, atol=0)
+
+
+def test_masked_layer_says_what_does_not_fit() -> None:
+    g = torch.Generator().manual_seed(9)
+    w = (*mx(E, 2 * I, H, generator=g), *mx(E, H, I, generator=g))
+    x, counts = torch.zeros(E, 4, H), torch.zeros(E, dtype=torch.int32)
+    for arguments, forms, error, message in [
+        ((x[0], *w, counts), {}, ValueError, r"x must be \[E, max_tokens, H\], got \[4, 96\]"),
+        ((x, *w, counts[:2]), {}, ValueError, r"masked_m must be \[5\], got \[2\]"),
+        ((x, *w, counts.long()), {}, TypeError, "masked_m must be torch.int32"),
+        ((x, *w, counts), {"expected_m": -1}, ValueError, "expected_m must be at least 0"),
+        ((x, *w, counts), {"out": x[0]}, ValueError, r"out must be \[5, 4, 96\]"),
+    ]:
+        with pytest.raises(error, match=message):
+            aiter_mx.fused_moe_masked(*arguments, **forms)
