@@ -147,8 +147,8 @@ def as_scale_bytes(scale: Tensor) -> Tensor:
 def decode_e8m0(scale_bytes: Tensor) -> Tensor:
     """float32 values of uint8 scale bytes, exact: from 2^-127, which is subnormal, to 2^127."""
     byte = scale_bytes.to(torch.int32)
-    bits = torch.where(byte == 0, _TWO_TO_MINUS_127_BITS, byte << 23)
-    return torch.where(byte == NAN_SCALE, _FLOAT32_NAN_BITS, bits).view(torch.float32)
+    bits = (byte << 23).masked_fill_(byte == 0, _TWO_TO_MINUS_127_BITS)
+    return bits.masked_fill_(byte == NAN_SCALE, _FLOAT32_NAN_BITS).view(torch.float32)
 
 
 def dequantize_block_scaled(payload: Tensor, scale_bytes: Tensor, dtype: torch.dtype) -> Tensor:

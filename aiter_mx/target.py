@@ -57,7 +57,7 @@ def hardware(arch: str) -> Target:
     Raises:
         ValueError: the package has no kernels for ``arch``.
     """
-    if arch not in _HARDWARE:
+    if not isinstance(arch, str) or arch not in _HARDWARE:
         raise ValueError(f"unknown architecture {arch!r}; there are {', '.join(_HARDWARE)}")
     return _HARDWARE[arch]
 

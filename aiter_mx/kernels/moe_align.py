@@ -26,6 +26,7 @@ X_DTYPES = ("none", "bf16", "fp16", "fp32")
 BLOCK = 32  # elements of K that share a scale
 MAX_EXPERTS = 1024  # whose counts fit into LDS
 MAX_ROUTED = 1 << 30
+MOST_EXPERTS = 1 << 16  # of any kernel
 MAX_IDS = 1 << 31  # places in the lists are int32
 MAX_TRITON_EXPERTS = 1 << 13  # whose counts a program holds
 MAX_TRITON_IDS = 1 << 30  # so that programs' steps beyond them are int32 too
@@ -71,6 +72,10 @@ class MoeAlignProblem:
         for name, least in (("M", 0), ("E", 1), ("top_k", 1), ("shared", 0), ("first_shared", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.E > MOST_EXPERTS:
+            raise ValueError(
+                f"E must be at most {MOST_EXPERTS}, as each expert's rows are counted, got {self.E}"
+            )
         if self.block_m <= 0 or self.block_m % 4:
             raise ValueError(f"block_m must be a multiple of 4, got {self.block_m}")
         for name, known in (

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
+from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,6 +91,13 @@ def refuse_no_whole_number(**given: object) -> None:
             raise TypeError(f"{name} must be a whole number, an int, got {found}")
 
 
+def as_whole_number(value: Any) -> Any:
+    """NumPy's whole numbers, and others that count, as Python's; anything else as it is."""
+    if isinstance(value, (int, torch.SymInt, Tensor)) or not hasattr(value, "__index__"):
+        return value
+    return index(value)
+
+
 def refuse_less(least: int, /, **given: int) -> None:
     """Raise ValueError for the first of these that is less."""
     for name, value in given.items():
@@ -115,6 +124,8 @@ def check_out(
         raise ValueError(
             f"out must be contiguous, got strides {out.stride()} for {shape_text(out)}"
         )
+    if out.is_meta:
+        return
     first, last = out.data_ptr(), out.data_ptr() + out.nbytes
     for name, tensor in inputs.items():
         if (
@@ -131,6 +142,11 @@ def check_result(out: object, out_dtype: torch.dtype) -> None:
     assert isinstance(out, torch.Tensor)
     if out.dtype != out_dtype:
         raise TypeError(f"out must be of out_dtype {out_dtype}, got {out.dtype}")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "out requires a gradient, and what is written to it has none; give out.detach(), or "
+            "call under torch.no_grad()"
+        )
 
 
 def refuse_shape(out: torch.Tensor, shape: Sequence[int]) -> None:

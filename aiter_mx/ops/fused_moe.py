@@ -23,6 +23,7 @@ from aiter_mx.ops.checks import (
     INDEX_NAMES,
     SCALE_ALIGNMENT_BYTES,
     SCALE_DTYPES,
+    as_whole_number,
     check_expert_ids,
     check_expert_map,
     check_out,
@@ -35,7 +36,13 @@ from aiter_mx.ops.checks import (
     refuse_shape,
     swiglu_of,
 )
-from aiter_mx.ops.library import is_traced, register_with_out, wants_gradient
+from aiter_mx.ops.library import (
+    in_clear,
+    is_traced,
+    register_with_out,
+    wants_gradient,
+    with_memory,
+)
 from aiter_mx.plan import Plans, bind, falls_back
 from aiter_mx.target import Target, cpu_target, target_of
 
@@ -58,6 +65,7 @@ class Options(NamedTuple):
     out_dtype: torch.dtype
 
 
+@in_clear
 def fused_moe(
     x: Tensor,
     w1q: Tensor,
@@ -137,6 +145,8 @@ def fused_moe(
     routing = (topk_ids, topk_weights, expert_map)
     inputs = (x, w1q, w1s, w2q, w2s, *routing, bias1, bias2, x_scale, num_tokens)
     swiglu = swiglu_of(activation, alpha, beta, limit)
+    num_experts, shared_experts = as_whole_number(num_experts), as_whole_number(shared_experts)
+    block_m = as_whole_number(block_m)
     out_dtype = out_dtype or _usual_dtype(x, x_scale)
     apart = int(reduce)
     options = Options(
@@ -145,6 +155,7 @@ def fused_moe(
     return _call(inputs, options, out)
 
 
+@in_clear
 def fused_moe_masked(
     x: Tensor,
     w1q: Tensor,
@@ -237,10 +248,13 @@ def _fused_moe(inputs: tuple[Tensor | None, ...], options: Options, out: Tensor 
     for name, tensor in zip(_NAMES, inputs, strict=True):
         if not isinstance(tensor, Tensor) and (tensor is not None or name not in _OPTIONAL):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    x, w1q, w1s, w2q, w2s, topk_ids, _, expert_map, *optional, num_tokens = inputs
+    x, w1q, w1s, w2q, w2s, topk_ids, shares, expert_map, *optional, num_tokens = inputs
     assert x is not None and w1q is not None and w2q is not None and topk_ids is not None
-    assert w1s is not None and w2s is not None
+    assert w1s is not None and w2s is not None and shares is not None
     device = x.device
+    if x.is_neg() or shares.is_neg() or not (x.data_ptr() and shares.data_ptr()):
+        x, shares = with_memory(x.resolve_neg()), with_memory(shares.resolve_neg())
+        inputs = (x, *inputs[1:6], shares, *inputs[7:])
     call = (
         *((t.shape, t.dtype, t.device, t.is_contiguous()) for t in inputs if t is not None),
         (expert_map is None, *[each is None for each in optional], num_tokens is None),

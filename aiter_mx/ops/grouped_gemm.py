@@ -23,11 +23,12 @@ from aiter_mx.ops.checks import (
     refuse_strides,
     shape_text,
 )
-from aiter_mx.ops.library import PLAIN, PLAIN_OR_NONE, register_with_out, wants_gradient
+from aiter_mx.ops.library import PLAIN, PLAIN_OR_NONE, in_clear, register_with_out, wants_gradient
 from aiter_mx.plan import Plans, bind
 from aiter_mx.target import cpu_target, target_of
 
 
+@in_clear
 def grouped_gemm(
     a: torch.Tensor,
     a_scale: torch.Tensor,
@@ -95,6 +96,7 @@ def grouped_gemm(
     )  # fmt: skip
 
 
+@in_clear
 def grouped_gemm_ranges(
     a: torch.Tensor,
     a_scale: torch.Tensor,
@@ -229,7 +231,7 @@ def _plan(
     before the first group's end in ``ends``."""
     shape = (*a.shape[:-1], problem.N)
     first_end = ends.itemsize if ends.shape[0] == problem.G + 1 else 0
-    if 0 in shape:
+    if 0 in shape or a.is_meta:
         return None, shape, first_end
     run = bind("grouped_gemm", target_of(a.device), problem, a.device)
     return run, shape, first_end

@@ -27,11 +27,12 @@ from aiter_mx.ops.checks import (
     shape_text,
 )
 from aiter_mx.ops.grouped_gemm import grouped_gemm
-from aiter_mx.ops.library import is_traced, register_with_out
+from aiter_mx.ops.library import in_clear, is_traced, register_with_out
 from aiter_mx.plan import Plans, bind
 from aiter_mx.target import cpu_target, target_of
 
 
+@in_clear
 def grouped_gemm_dgrad(
     grad: Tensor,
     grad_scale: Tensor,
@@ -66,6 +67,7 @@ def grouped_gemm_dgrad(
     return grouped_gemm(grad, grad_scale, b, b_scale, group_offs, out, out_dtype)
 
 
+@in_clear
 def grouped_gemm_wgrad(
     grad: Tensor,
     grad_scale: Tensor,

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.launch import Run, Tensors
@@ -24,7 +25,14 @@ from aiter_mx.ops.checks import (
     refuse_strides,
     shape_text,
 )
-from aiter_mx.ops.library import PLAIN, PLAIN_OR_NONE, register_with_out
+from aiter_mx.ops.library import (
+    PLAIN,
+    PLAIN_OR_NONE,
+    name_obstacle,
+    refuse_tangents,
+    register_with_out,
+    with_memory,
+)
 from aiter_mx.plan import Plans, bind
 from aiter_mx.target import cpu_target, target_of
 
@@ -81,33 +89,40 @@ def linear(
 
     Source of the semantics: OCP Microscaling Formats (MX) v1.0, sections 5.2 and 6.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or type(xq) not in PLAIN
-        or type(wq) not in PLAIN
-        or type(ws) not in PLAIN
-        or type(xs) not in PLAIN_OR_NONE
-        or type(bias) not in PLAIN_OR_NONE
-        or type(out) not in PLAIN_OR_NONE
-        or (
-            torch.is_grad_enabled()
-            and (xq.requires_grad or (bias is not None and bias.requires_grad))
-        )
-    ):
-
-        def call(xq: torch.Tensor, xs: Any, ws: torch.Tensor, out: Any) -> torch.Tensor:
-            result: torch.Tensor = _through_torch(
-                (xq, xs, wq, ws, bias, out_dtype, pdl), out, out_dtype
+    try:
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack()
+            or type(xq) not in PLAIN
+            or type(wq) not in PLAIN
+            or type(ws) not in PLAIN
+            or type(xs) not in PLAIN_OR_NONE
+            or type(bias) not in PLAIN_OR_NONE
+            or type(out) not in PLAIN_OR_NONE
+            or forward_ad._current_level >= 0
+            or (
+                torch.is_grad_enabled()
+                and (xq.requires_grad or (bias is not None and bias.requires_grad))
             )
-            return result
+        ):
+            refuse_tangents((xq, bias))
 
-        if all(isinstance(each, torch.Tensor) for each in (xq, wq, ws)) and _is_general(xq, wq, ws):
-            return _as_matrices(call, xq, xs, wq, ws, out)
-        if isinstance(xq, torch.Tensor):
-            xq, xs = _with_adjacent_rows(xq), _with_adjacent_rows(xs)
-        return call(xq, xs, ws, out)
-    return _linear(xq, xs, wq, ws, bias, out_dtype, pdl, out)
+            def call(xq: torch.Tensor, xs: Any, ws: torch.Tensor, out: Any) -> torch.Tensor:
+                result: torch.Tensor = _through_torch(
+                    (xq, xs, wq, ws, bias, out_dtype, pdl), out, out_dtype
+                )
+                return result
+
+            tensors = (xq, wq, ws)
+            if all(isinstance(t, torch.Tensor) for t in tensors) and _is_general(*tensors):
+                return _as_matrices(call, xq, xs, wq, ws, out)
+            if isinstance(xq, torch.Tensor):
+                xq, xs = _with_adjacent_rows(xq), _with_adjacent_rows(xs)
+            return call(xq, xs, ws, out)
+        return _linear(xq, xs, wq, ws, bias, out_dtype, pdl, out)
+    except Exception as error:
+        name_obstacle(linear, error, (xq, xs, wq, ws, bias, out_dtype, out), {"pdl": pdl})
+        raise
 
 
 _plans: Plans[tuple[Run | None, tuple[int, int], Callable[[], torch.Tensor]]] = Plans()
@@ -164,7 +179,14 @@ def _linear(
     else:
         check_out(out, shape, out_dtype, xq=xq, xs=xs, wq=wq, ws=ws, bias=bias)
     if run is not None:
+        if xs is None:
+            xq = xq.resolve_neg()
+        if bias is not None:
+            bias = bias.resolve_neg()
         x_address, w_address = xq.data_ptr(), wq.data_ptr()
+        if not (x_address and w_address):
+            xq, wq = with_memory(xq), with_memory(wq)
+            x_address, w_address = xq.data_ptr(), wq.data_ptr()
         if (x_address | w_address) % ALIGNMENT_BYTES:
             refuse_alignment(xq=xq, wq=wq)
         run(
@@ -248,7 +270,7 @@ def _plan(
     new_result = partial(  # in half of the time of torch.empty
         torch.empty_strided, shape, (problem.N, 1), dtype=out_dtype, device=device
     )
-    run = None if 0 in shape else bind("linear", target_of(device), problem, device)
+    run = None if 0 in shape or xq.is_meta else bind("linear", target_of(device), problem, device)
     return run, shape, new_result
 
 

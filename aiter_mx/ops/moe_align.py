@@ -16,16 +16,18 @@ from aiter_mx.ops.checks import (
     DTYPES,
     INDEX_NAMES,
     INDICES,
+    as_whole_number,
     check_expert_ids,
     check_tensor,
     refuse_less,
     refuse_no_whole_number,
 )
-from aiter_mx.ops.library import is_traced, register, wants_gradient
+from aiter_mx.ops.library import in_clear, is_traced, register, wants_gradient
 from aiter_mx.plan import Plans, bind
 from aiter_mx.target import target_of
 
 
+@in_clear
 def moe_align(
     topk_ids: Tensor,
     block_m: int,
@@ -65,8 +67,9 @@ def moe_align(
     Raises:
         TypeError, ValueError: arguments other than those above.
     """
-    first_shared = num_experts if first_shared is None else first_shared
-    options = (drop_absent, shared_experts, first_shared, num_tokens)
+    block_m, num_experts = as_whole_number(block_m), as_whole_number(num_experts)
+    first_shared = num_experts if first_shared is None else as_whole_number(first_shared)
+    options = (drop_absent, as_whole_number(shared_experts), first_shared, num_tokens)
     traced = is_traced((topk_ids, expert_map, num_tokens))
     align = _align_through_torch if traced else _align
     sorted_ids, expert_ids, used = align(topk_ids, block_m, num_experts, expert_map, *options)
@@ -110,6 +113,7 @@ def _align(
     return sorted_ids, expert_ids, post_padded
 
 
+@in_clear
 def moe_sort(
     topk_ids: Tensor,
     topk_weights: Tensor,
@@ -143,6 +147,7 @@ def moe_sort(
     Raises:
         TypeError, ValueError: arguments other than those above.
     """
+    block_m, num_experts = as_whole_number(block_m), as_whole_number(num_experts)
     arguments = (topk_ids, topk_weights, num_experts, block_m, expert_mask, num_local_tokens)
     traced = is_traced((topk_ids, topk_weights, expert_mask, num_local_tokens))
     sort = _sort_through_torch if traced or wants_gradient(topk_weights) else _sort

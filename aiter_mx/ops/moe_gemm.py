@@ -21,6 +21,7 @@ from aiter_mx.ops.checks import (
     SCALE_ALIGNMENT_BYTES,
     SCALE_DTYPES,
     STORED_FEATURES,
+    as_whole_number,
     check_out,
     check_routing,
     check_tensor,
@@ -33,7 +34,7 @@ from aiter_mx.ops.checks import (
     refuse_strides,
     swiglu_of,
 )
-from aiter_mx.ops.library import is_traced, register_with_out, wants_gradient
+from aiter_mx.ops.library import in_clear, is_traced, register_with_out, wants_gradient
 from aiter_mx.plan import Plans, bind
 from aiter_mx.target import cpu_target, target_of
 
@@ -67,6 +68,7 @@ class Options(NamedTuple):
     swiglu: tuple[float, ...] = ()
 
 
+@in_clear
 def moe_gemm(
     xq: Tensor,
     xs: Tensor,
@@ -132,11 +134,19 @@ def moe_gemm(
     """
     if out_dtype not in DTYPE_NAMES:
         raise TypeError(f"out_dtype must be {either(tuple(DTYPE_NAMES))}, got {out_dtype}")
-    options = Options(DTYPE_NAMES[out_dtype], num_valid_tokens, top_k, block_m, a_div, ids)
+    options = Options(
+        DTYPE_NAMES[out_dtype],
+        as_whole_number(num_valid_tokens),
+        as_whole_number(top_k),
+        as_whole_number(block_m),
+        as_whole_number(a_div),
+        ids,
+    )
     lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     return _moe_gemm((xq, xs, wq, ws, *lists, topk_weights, bias), options, out)[0]
 
 
+@in_clear
 def moe_gemm_activated(
     xq: Tensor,
     xs: Tensor,
@@ -199,7 +209,15 @@ def moe_gemm_activated(
     """
     swiglu = swiglu_of(activation, alpha, beta, limit)
     options = Options(
-        "mxfp8", num_valid_tokens, top_k, block_m, a_div, ids, activation, layout, swiglu
+        "mxfp8",
+        as_whole_number(num_valid_tokens),
+        as_whole_number(top_k),
+        as_whole_number(block_m),
+        as_whole_number(a_div),
+        ids,
+        activation,
+        layout,
+        swiglu,
     )
     lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     out, scales = _moe_gemm((xq, xs, wq, ws, *lists, None, bias), options, None)

@@ -12,8 +12,8 @@ from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.launch import Tensors
 from aiter_mx.layouts import layout_of, unshuffle_scales
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled, format_of
-from aiter_mx.ops.checks import DTYPES, refuse_no_tensor
-from aiter_mx.ops.library import is_traced, register
+from aiter_mx.ops.checks import DTYPES, as_whole_number, refuse_no_tensor
+from aiter_mx.ops.library import in_clear, is_traced, register
 from aiter_mx.ops.quantize_call import INPUT_DTYPES, Options, check, empty_outputs, quantized
 
 OUTPUT_DTYPES = (*INPUT_DTYPES, torch.float64)
@@ -68,6 +68,7 @@ class DualGrouped(NamedTuple):
     group_offs: Tensor
 
 
+@in_clear
 def quantize(
     x: Tensor,
     axis: int = -1,
@@ -131,6 +132,7 @@ def quantize(
     return found
 
 
+@in_clear
 def quantize_dual(
     x: Tensor,
     *,
@@ -164,6 +166,7 @@ def quantize_dual(
     return Dual(*_quantize_dual(x, mode, options.square, format, scale_layout))
 
 
+@in_clear
 def quantize_dual_batched(
     x: Tensor,
     *,
@@ -193,6 +196,7 @@ def quantize_dual_batched(
     return quantize_dual(x, mode=mode, block=block, format=format, scale_layout=scale_layout)
 
 
+@in_clear
 def quantize_grouped(
     x: Tensor,
     group_offs: Tensor,
@@ -233,6 +237,7 @@ def quantize_grouped(
     return Grouped(*_quantize_grouped(x, group_offs, mode, format, scale_layout, axis))
 
 
+@in_clear
 def quantize_dual_grouped(
     x: Tensor,
     group_offs: Tensor,
@@ -311,6 +316,7 @@ def dequantize(
 
 
 def _is_square(block: Block) -> bool:
+    block = as_whole_number(block)
     if block not in (BLOCK, (1, BLOCK), (BLOCK, BLOCK)):
         raise ValueError(f"block must be {BLOCK} or ({BLOCK}, {BLOCK}), got {block!r}")
     return block == (BLOCK, BLOCK)

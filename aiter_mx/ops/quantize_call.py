@@ -14,6 +14,7 @@ from aiter_mx.launch import Run, call
 from aiter_mx.layouts import layout_of, padded_shape
 from aiter_mx.numerics import FORMATS
 from aiter_mx.ops.checks import ALIGNMENT_BYTES, DTYPE_NAMES
+from aiter_mx.ops.library import with_memory
 from aiter_mx.plan import Plans, bind
 from aiter_mx.target import cpu_target, target_of
 
@@ -67,7 +68,9 @@ def quantized(x: Tensor, offsets: Tensor | None, options: Options) -> list[Tenso
     if found is None:
         found = _plans.keep(key, _plan(x, offsets, options))
     run, shapes, needs_pieces = found
-    x = x.contiguous()
+    x = x.resolve_neg().contiguous()
+    if not x.data_ptr():
+        x = with_memory(x)
     if needs_pieces and x.data_ptr() % ALIGNMENT_BYTES:
         x = x.clone()
     if offsets is not None:
