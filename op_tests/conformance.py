@@ -9,10 +9,10 @@ fallback, as its ``places`` say. A new property is one more test under ``@each(S
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from aiter_mx.target import target_of
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDICES = {"i32": torch.int32, "i64": torch.int64}
+_Case = TypeVar("_Case")
 SCHEDULES = ("random", "round-robin", "run-to-barrier")
 ORDERS = [*(("random", seed) for seed in range(3)), ("round-robin", 0), ("run-to-barrier", 0)]
 """Schedules of waves, and seeds."""
@@ -48,6 +49,16 @@ class Subject:
     def kernel(self, arch: str) -> KernelSpec:
         """The declaration for an architecture, or for ``cpu``."""
         return find_kernel(self.op, arch, self.backend, self.name)
+
+
+def named(*names: str) -> Callable[..., dict[str, int]]:
+    """What makes configurations of values in the order of these parameters."""
+    return lambda *values: dict(zip(names, values, strict=True))
+
+
+def alone(cases: Iterable[_Case]) -> list[list[_Case]]:
+    """Groups of one case each."""
+    return [[case] for case in cases]
 
 
 @contextmanager

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+import aiter_mx
 from aiter_mx.target import ARCHS, gpu_target
 
 HAS_GPU = torch.cuda.is_available() and gpu_target(0).arch in ARCHS
+
+
+@pytest.fixture(params=["sim", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where tensors are, once in each place that computes: simulated gfx950, torch, a GPU."""
+    if request.param == "sim":
+        with aiter_mx.simulate("gfx950"):
+            yield torch.device("cpu")
+    else:
+        yield torch.device("cpu" if request.param == "torch" else "cuda")
 
 
 @pytest.fixture

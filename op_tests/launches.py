@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,11 @@ def moved(tensor: Tensor, elements: int = 1) -> Tensor:
     view = room[elements:].view(tensor.shape)
     assert view.data_ptr() % 16 == elements * tensor.itemsize % 16
     return view.copy_(tensor)
+
+
+def on(device: torch.device, call: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments, with tensors on ``device``."""
+    return {name: v.to(device) if isinstance(v, Tensor) else v for name, v in call.items()}
 
 
 def bound(

@@ -24,9 +24,10 @@ from aiter_mx.plan import Plans
 from aiter_mx.target import hardware
 from op_tests.conformance import DTYPES
 from op_tests.linear import test_conformance as conformance
-from op_tests.linear.operands import SPREADS, bias_as_large_as_outputs, operands
+from op_tests.linear.operands import bias_as_large_as_outputs, operands
 from op_tests.linear.subjects import Case, Subject
 from op_tests.mx_reference import assert_close_to_reference
+from op_tests.operands import SPREADS
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
 TABLE = EXAMPLES / "linear_dot.csv"

@@ -11,7 +11,8 @@ import torch
 
 import aiter_mx
 from aiter_mx.compat.aiter import grouped_gemm_mxfp8, mxfp8_gemv
-from op_tests.moe.reference import Layer, assert_rows, random_weights
+from op_tests.moe.operands import random_weights
+from op_tests.moe.reference import Layer, assert_rows
 from op_tests.mx_reference import assert_close_to_reference, random_mx
 
 
@@ -98,10 +99,10 @@ def test_grouped_gemm_is_the_moe_gemm_or_none() -> None:
     with aiter_mx.simulate("gfx950"):
         out = grouped_gemm_mxfp8(**case)
         assert out is not None
-        assert_rows(out, Layer(*operands, None, experts, 2), 0)
+        assert_rows(out, Layer(*operands, None, experts, 2))
         out = grouped_gemm_mxfp8(**case, mul_weight_by=weights)
         assert out is not None
-        assert_rows(out, Layer(*operands, None, experts, 2, weights.flatten()), 0)
+        assert_rows(out, Layer(*operands, None, experts, 2, weights.flatten()))
         assert grouped_gemm_mxfp8(**{**case, "a_q": case["a_q"][:, :48].contiguous()}) is None
         with pytest.raises(TypeError, match="a_q must be a tensor, got NoneType"):
             grouped_gemm_mxfp8(**{**case, "a_q": None})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
 import pytest
 import torch
@@ -14,9 +12,10 @@ from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 from aiter_mx.target import target_of
 from aiter_mx.timing import random_mx as random_mx_on_device
+from op_tests.grouped.cases import Operands, assert_group_rows
+from op_tests.launches import moved
 from op_tests.mx_reference import assert_close_to_reference, random_mx, random_mx_groups
 
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 POISON = 7.25
 EDGES = (0, 1, 7, 63, 64, 65, 127, 128, 129, 191, 192, 255, 256, 257, 320, 511, 513)
 
@@ -38,89 +37,18 @@ def check(
     bias: torch.Tensor | None = None,
     index: torch.dtype = torch.int32,
 ) -> torch.Tensor:
-    a, a_scale, b, b_scale = case
-    out = torch.full((a.shape[0], b.shape[1]), POISON, dtype=dtype, device="cuda")
+    out = torch.full((case[0].shape[0], case[2].shape[1]), POISON, dtype=dtype, device="cuda")
     offs = torch.tensor(ends, dtype=index, device="cuda")
     own = None if bias is None else bias.cuda()
     aiter_mx.grouped_gemm(*(t.cuda() for t in case), offs, out, dtype, own)
     result = out.cpu()
-    for g, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        if start < end:
-            rows = slice(start, end)
-            assert_close_to_reference(
-                result[rows],
-                a[rows],
-                a_scale[rows],
-                b[g],
-                b_scale[g],
-                None if bias is None else bias[g],
-            )
+    assert_group_rows(result, case, [*zip([0, *ends], ends, strict=False)], bias)
     assert (result[ends[-1] :] == POISON).all()
     return out
 
 
-def moved_on_gpu(tensor: torch.Tensor, shift: int) -> torch.Tensor:
-    """The same, so many bytes past an aligned address."""
-    room = torch.full((tensor.numel() + 8,), 255, dtype=torch.uint8, device="cuda")
-    moved = room[shift : shift + tensor.numel()].view(tensor.shape)
-    return moved.copy_(tensor)
-
-
 class TestOnHopper:
     pytestmark = ON_HOPPER
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-    def test_unaligned_groups_match_reference(self, dtype: torch.dtype) -> None:
-        exponents = (-12, -6) if dtype == torch.float16 else (-6, 6)
-        case = random_mx_groups(1000, 6, 416, 1056, exponents=exponents)
-        check(case, [1, 66, 66, 322, 700, 990], dtype, torch.randn(6, 416).to(dtype))
-
-    @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-    def test_random_groups_around_every_edge_match_reference(self, index: torch.dtype) -> None:
-        draw = random.Random(str(index))
-        for seed in range(25):
-            G = draw.choice([1, 2, 3, 5, 9])
-            N, K = draw.choice([32, 96, 160, 256, 288]), draw.choice([32, 64, 96, 160, 352, 544])
-            ends = [0]
-            for _ in range(G):
-                ends.append(ends[-1] + draw.choice(EDGES))
-            M = ends[-1] + draw.choice([0, 5])
-            if M:
-                check(random_mx_groups(M, G, N, K, seed), ends[1:], index=index)
-
-    @pytest.mark.parametrize("N", [64, 128, 320, 352, 384, 448, 608])
-    def test_rows_of_w_beyond_whole_tiles_match_reference(self, N: int) -> None:
-        """Up to two slabs of them are shared by all consumers, in tiles of one to four slabs."""
-        ends = list(accumulate((640, 193, 0, 100, 1, 385, 300, 129)))
-        case = random_mx_groups(ends[-1] + 3, len(ends), N, 352, exponents=(-6, 6))
-        b, b_scale = case[2:]
-        b.view(torch.uint8)[0, N - 1, 7], b_scale[3, N - 40, 5], b_scale[6, N - 1, 9] = 0xFF, 250, 1
-        check(case, ends, torch.float32, torch.randn(len(ends), N))
-
-    def test_many_tiles_of_little_k_match_reference(self) -> None:
-        """Clusters take more tiles than there is room to tell of at a time."""
-        check(random_mx_groups(70000, 2, 576, 32), [30000, 69999])
-
-    def test_more_groups_than_threads_match_reference(self) -> None:
-        draw = random.Random(0)
-        ends = sorted(draw.randrange(700) for _ in range(600))
-        check(random_mx_groups(700, 600, 32, 64), ends)
-
-    def test_wide_and_extreme_scales_match_reference(self) -> None:
-        check(random_mx_groups(300, 2, 160, 352, exponents=(-20, 20)), [100, 300], torch.float32)
-        case = random_mx_groups(300, 2, 160, 352)
-        _, a_scale, _, b_scale = case
-        b_scale[0, 5, 7], b_scale[1, 100], a_scale[60, 3] = 250, 1, 200
-        a_scale[200], a_scale[201] = 0, 240
-        check(case, [100, 300], torch.float32)
-
-    def test_nan_payloads_and_scales_make_nan_of_what_they_reach_alone(self) -> None:
-        case = random_mx_groups(300, 2, 160, 352)
-        a, a_scale, b, b_scale = case
-        a.view(torch.uint8)[50, 3] = 0x7F
-        b.view(torch.uint8)[0, 5, 7], b.view(torch.uint8)[1, 140, 351] = 0xFF, 0x7F
-        a_scale[120, 10], b_scale[1, 70, 2] = 255, 255
-        check(case, [100, 300])
 
     @pytest.mark.parametrize("K", [96, 352, 448])
     @pytest.mark.parametrize("N", [288, 608])
@@ -166,23 +94,6 @@ class TestOnHopper:
         graph.replay()
         assert torch.equal(out, expected)
 
-    def test_ranges_in_any_order_and_masked_groups_match_reference(self) -> None:
-        a, a_scale, b, b_scale = random_mx_groups(900, 3, 96, 160)
-        ranges = [(500, 900), (0, 70), (100, 400)]
-        starts, ends = (torch.tensor(bounds).cuda() for bounds in zip(*ranges, strict=True))
-        on_gpu = [t.cuda() for t in (a, a_scale, b, b_scale)]
-        out = grouped_gemm_ranges(*on_gpu, starts, ends, None, torch.float32).cpu()
-        for g, (start, end) in enumerate(ranges):
-            rows = slice(start, end)
-            assert_close_to_reference(out[rows], a[rows], a_scale[rows], b[g], b_scale[g])
-        masked = torch.tensor([300, 0, 65], dtype=torch.int32).cuda()
-        shaped = (on_gpu[0].view(3, 300, 160), on_gpu[1].view(3, 300, 5), *on_gpu[2:])
-        out = grouped_gemm_ranges(*shaped, None, masked, None, torch.float32).cpu()
-        for g, count in enumerate((300, 0, 65)):
-            rows = slice(300 * g, 300 * g + count)
-            if count:
-                assert_close_to_reference(out[g, :count], a[rows], a_scale[rows], b[g], b_scale[g])
-
     def test_wrong_bounds_harm_no_memory(self) -> None:
         a, a_scale, b, b_scale = (t.cuda() for t in random_mx_groups(300, 4, 96, 160))
         for bounds in ([0, 900, -5, 10**9, 7], [300, 0, 300, 0, 300]):
@@ -208,16 +119,16 @@ class TestOnHopper:
         assert_close_to_reference(out, xq, xs, wq, ws, bias)
 
     @pytest.mark.parametrize("K", [128, 160, 352, 1088])
-    def test_scales_at_any_address_are_read_rightly(self, K: int) -> None:
+    def test_ops_take_scales_at_any_address(self, K: int) -> None:
         case = random_mx_groups(300, 2, 96, K)
         a, a_scale, b, b_scale = (t.cuda() for t in case)
         offs = torch.tensor([100, 300], dtype=torch.int32, device="cuda")
         expected = check(case, [100, 300])
         for shift in (1, 2, 3):
-            moved = [moved_on_gpu(scale, shift) for scale in (a_scale, b_scale)]
-            assert torch.equal(aiter_mx.grouped_gemm(a, moved[0], b, moved[1], offs), expected)
+            views = [moved(scale, shift) for scale in (a_scale, b_scale)]
+            assert torch.equal(aiter_mx.grouped_gemm(a, views[0], b, views[1], offs), expected)
         of_all = aiter_mx.linear(a, a_scale, b[1], b_scale[1].clone())
-        again = aiter_mx.linear(a, moved_on_gpu(a_scale, 3), b[1], moved_on_gpu(b_scale[1], 1))
+        again = aiter_mx.linear(a, moved(a_scale, 3), b[1], moved(b_scale[1], 1))
         assert torch.equal(of_all, again)
 
     def test_out_that_is_not_aligned_is_written_all_the_same(self) -> None:
@@ -242,35 +153,22 @@ class TestOnHopper:
             graph.replay()
             assert torch.equal(out, check(case, ends))
 
-    @pytest.mark.parametrize("captured", [False, True])
-    def test_two_streams_at_once_have_workspaces_of_their_own(self, captured: bool) -> None:
+    def test_calls_on_two_streams_have_workspaces_of_their_own(self) -> None:
         """One shape, so one plan; other values, so that a shared expansion would show."""
-        ends = [100, 100, 500]
         cases = [[t.cuda() for t in random_mx_groups(500, 3, 160, 4096, seed)] for seed in range(2)]
-        offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        offs = torch.tensor([100, 100, 500], dtype=torch.int32, device="cuda")
         expected = [aiter_mx.grouped_gemm(*case, offs) for case in cases]
         assert not torch.equal(*expected)
-        outs = [torch.empty(50, *one.shape, dtype=one.dtype, device="cuda") for one in expected]
         streams = [torch.cuda.Stream() for _ in cases]
-        graphs = [torch.cuda.CUDAGraph() for _ in cases]
-
-        def enqueue(which: int, at: int) -> None:
-            aiter_mx.grouped_gemm(*cases[which], offs, outs[which][at])
-
-        torch.cuda.synchronize()
-        if captured:
-            for which, graph in enumerate(graphs):
-                with torch.cuda.graph(graph, stream=streams[which]):
-                    for at in range(50):
-                        enqueue(which, at)
         for _ in range(10):
-            for out in outs:
-                out.fill_(POISON)
+            outs = [
+                torch.full((50, *one.shape), POISON, dtype=one.dtype).cuda() for one in expected
+            ]
             torch.cuda.synchronize()
-            for at in range(1 if captured else 50):  # in turns, so that the streams overlap
-                for which, stream in enumerate(streams):
+            for at in range(50):  # in turns, so that the streams overlap
+                for stream, case, out in zip(streams, cases, outs, strict=True):
                     with torch.cuda.stream(stream):
-                        graphs[which].replay() if captured else enqueue(which, at)
+                        aiter_mx.grouped_gemm(*case, offs, out[at])
             torch.cuda.synchronize()
             for out, one in zip(outs, expected, strict=True):
                 assert torch.equal(out, one.expand_as(out))
@@ -308,10 +206,6 @@ class TestOnHopper:
         first = check(case, [1030, 1300])
         for _ in range(20):
             assert torch.equal(check(case, [1030, 1300]).nan_to_num(1.0), first.nan_to_num(1.0))
-
-    def test_groups_without_any_rows_write_nothing(self) -> None:
-        for bounds in ([0, 0, 0], [0, 0, 1]):
-            check(random_mx_groups(70, 3, 96, 160), bounds)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(

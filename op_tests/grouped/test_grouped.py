@@ -15,31 +15,16 @@ from aiter_mx.kernels.registry import find_kernel, kernels_of
 from aiter_mx.ops import grouped_gemm as grouped_module
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 from aiter_mx.target import hardware
+from op_tests.grouped.cases import Operands, assert_group_rows
 from op_tests.interpreted import assert_passes_in_the_interpreter
-from op_tests.mx_reference import assert_close_to_reference, random_mx
+from op_tests.launches import moved
+from op_tests.mx_reference import random_mx_groups
 
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 OFFS = torch.tensor([0, 41, 41, 42, 90])
 
 
-def operands(M: int = 90, G: int = 4, N: int = 64, K: int = 160, seed: int = 0) -> Operands:
-    generator = torch.Generator().manual_seed(seed)
-    b, b_scale = random_mx(G * N, K, generator, scale_exponents=(-6, 6))
-    a = random_mx(M, K, generator, scale_exponents=(-6, 6))
-    return (*a, b.view(G, N, K), b_scale.view(G, N, K // 32))
-
-
-def check(
-    out: torch.Tensor,
-    case: Operands,
-    ranges: list[tuple[int, int]],
-    bias: torch.Tensor | None = None,
-) -> None:
-    a, a_scale, b, b_scale = case
-    for g, (start, end) in enumerate(ranges):
-        if start < end:
-            rows, own = slice(start, end), None if bias is None else bias[g]
-            assert_close_to_reference(out[rows], a[rows], a_scale[rows], b[g], b_scale[g], own)
+def operands(M: int = 90, G: int = 4, N: int = 64, K: int = 160) -> Operands:
+    return random_mx_groups(M, G, N, K)
 
 
 @pytest.fixture(params=["cpu", "sim"])
@@ -55,7 +40,7 @@ def test_offsets_and_ends_of_either_width_match_reference(offs: torch.Tensor) ->
     case, bias = operands(), torch.randn(4, 64)
     out = aiter_mx.grouped_gemm(*case, offs, out_dtype=torch.float32, bias=bias)
     assert (out.shape, out.dtype) == ((90, 64), torch.float32)
-    check(out, case, [(0, 41), (41, 41), (41, 42), (42, 90)], bias)
+    assert_group_rows(out, case, [(0, 41), (41, 41), (41, 42), (42, 90)], bias)
 
 
 @pytest.mark.usefixtures("computing")
@@ -67,7 +52,7 @@ def test_out_is_written_for_the_rows_of_groups_alone() -> None:
     offs = torch.tensor([3, 41, 41, 42, 80])
     result = aiter_mx.grouped_gemm(a, a_scale.view(e8m0), b, b_scale.view(e8m0), offs, out=out)
     assert result is out
-    check(out, case, [(3, 41), (41, 41), (41, 42), (42, 80)])
+    assert_group_rows(out, case, [(3, 41), (41, 41), (41, 42), (42, 80)])
     assert (out[:3] == 7).all() and (out[80:] == 7).all()
 
 
@@ -77,7 +62,7 @@ def test_ranges_in_any_order_and_masked_groups_match_reference() -> None:
     starts, ends = torch.tensor([50, 0, 13, 70]), torch.tensor([70, 12, 13, 90])
     out = torch.full((90, 64), 7.0)
     grouped_gemm_ranges(*case, starts, ends, out, torch.float32, expected_rows=8)
-    check(out, case, [(50, 70), (0, 12), (13, 13), (70, 90)])
+    assert_group_rows(out, case, [(50, 70), (0, 12), (13, 13), (70, 90)])
     assert (out[12:50] == 7).all()
 
     a, a_scale, b, b_scale = operands(80)
@@ -85,7 +70,9 @@ def test_ranges_in_any_order_and_masked_groups_match_reference() -> None:
     out = torch.full((4, 20, 64), 7.0)
     shaped = (a.view(4, 20, 160), a_scale.view(4, 20, 5), b, b_scale)
     grouped_gemm_ranges(*shaped, None, masked, out, torch.float32)
-    check(out.view(80, 64), (a, a_scale, b, b_scale), [(0, 3), (20, 20), (40, 60), (60, 80)])
+    assert_group_rows(
+        out.view(80, 64), (a, a_scale, b, b_scale), [(0, 3), (20, 20), (40, 60), (60, 80)]
+    )
     assert (out[0, 3:] == 7).all() and (out[1] == 7).all()
 
 
@@ -154,18 +141,13 @@ def test_a_call_takes_the_bounds_that_are_in_memory_then() -> None:
     aiter_mx.grouped_gemm(*case, offs)
     offs.copy_(torch.tensor([0, 1, 30, 30, 90]))
     out = aiter_mx.grouped_gemm(*case, offs)
-    check(out, case, [(0, 1), (1, 30), (30, 30), (30, 90)])
+    assert_group_rows(out, case, [(0, 1), (1, 30), (30, 30), (30, 90)])
 
 
 def replaced(index: int, change: Callable[[torch.Tensor], object]) -> list[object]:
     changed: list[object] = [*operands(), OFFS]
     changed[index] = change(changed[index])
     return changed
-
-
-def misaligned(tensor: torch.Tensor) -> torch.Tensor:
-    space = torch.empty(tensor.nbytes + 1, dtype=torch.uint8)
-    return space[1:].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 BAD_OPERANDS: list[tuple[list[object], type[Exception], str]] = [
@@ -184,7 +166,7 @@ BAD_OPERANDS: list[tuple[list[object], type[Exception], str]] = [
     (replaced(2, lambda t: t[:0]), ValueError, "there must be at least one group, got none"),
     (replaced(0, lambda t: t.T.contiguous().T), ValueError, "a must be contiguous, got strides"),
     (replaced(4, lambda t: t.repeat(2)[::2]), ValueError, "group_offs must be contiguous"),
-    (replaced(2, misaligned), ValueError, "b must start at a multiple of 16 bytes"),
+    (replaced(2, moved), ValueError, "b must start at a multiple of 16 bytes"),
 ]
 
 
@@ -223,7 +205,7 @@ def test_other_bad_arguments_are_refused() -> None:
     out = shared[: 90 * 64 * 2].view(torch.bfloat16).view(90, 64)
     with pytest.raises(ValueError, match="out overlaps a; give it memory of its own"):
         aiter_mx.grouped_gemm(a, *case[1:], OFFS, out=out)
-    b_scale = misaligned(aiter_mx.shuffle_scales(case[3], "16x4"))
+    b_scale = moved(aiter_mx.shuffle_scales(case[3], "16x4"))
     with pytest.raises(ValueError, match="b_scale must start at a multiple of 16 bytes"):
         aiter_mx.grouped_gemm(*case[:3], b_scale, OFFS, b_scale_layout="16x4")
     tail = torch.empty(4, 64, 100, dtype=torch.float8_e4m3fn)
@@ -325,7 +307,7 @@ def run_triton_in_its_interpreter() -> None:
     out = torch.full((90, 96), 7.0)
     problem = GroupedGemmProblem(90, 96, 160, 4)
     grouped_gemm_triton.run(problem, (*case, bias, out, starts, ends), tile)
-    check(out, case, [(50, 70), (0, 12), (13, 13), (70, 90)], bias)
+    assert_group_rows(out, case, [(50, 70), (0, 12), (13, 13), (70, 90)], bias)
     assert (out[12:50] == 7).all()
 
 

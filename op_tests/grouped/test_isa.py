@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -20,16 +21,9 @@ from aiter_mx.sim.disasm import disassemble
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.roofline import PASS_CYCLES
 from aiter_mx.target import hardware
-from op_tests.grouped.test_gfx950 import (
-    DTYPES,
-    LAYOUTS,
-    SWEPT,
-    config_of,
-    launch,
-    one_group,
-    swept_bias,
-    zero_bias,
-)
+from op_tests.conformance import DTYPES
+from op_tests.grouped.cases import Groups, Operands, launch_grouped, one_group
+from op_tests.grouped.subjects import LAYOUTS, SWEPT, config_of, swept_bias, zero_bias
 from op_tests.mx_reference import random_mx_groups
 
 GFX950 = hardware("gfx950")
@@ -37,6 +31,13 @@ K_OF_SCALE_BYTES = {1: 32 * 9, 2: 32 * 10, 4: 32 * 12}
 NAMED_FROM = 128 * 256  # elements of a tile whose sums are in accumulation registers
 STEP = 128
 WAVES = 4
+
+
+def launch(
+    tile: tuple[int, int], drawn: Operands, groups: Groups, *more: Any, **options: Any
+) -> None:
+    config = config_of(*tile, 4, 8)
+    launch_grouped(PERSISTENT, torch.device("cpu"), config, drawn, groups, *more, **options)
 
 
 def variants() -> list[tuple[GroupedGemmProblem, Config]]:
@@ -123,8 +124,8 @@ def main_loop(
     for K in (first_k, first_k + 4 * STEP):
         drawn = random_mx_groups(tile[0], 1, tile[1], K, 1, (-6, 6))
         with aiter_mx.simulate("gfx950"):
-            here, config, group = torch.device("cpu"), config_of(*tile), one_group(tile[0])
-            launch(here, config, drawn, group, bias, dtype, layouts=LAYOUTS[layout])
+            group, layouts = one_group(tile[0]), LAYOUTS[layout]
+            launch(tile, drawn, group, bias, dtype, layouts=layouts)
         report = last_report()
         assert report is not None
         reports.append(report)
@@ -177,7 +178,7 @@ def test_results_have_no_bank_conflicts_on_their_way(
         K, bias = 1088, zero_bias(SWEPT[1], 0, tile[1])
     drawn = random_mx_groups(tile[0], 1, tile[1], K, 1, (-6, 6))
     with aiter_mx.simulate("gfx950"):
-        launch(torch.device("cpu"), config_of(*tile), drawn, one_group(tile[0]), bias, dtype)
+        launch(tile, drawn, one_group(tile[0]), bias, dtype)
     report = last_report()
     assert report is not None
     assert report.bytes_written == dtype.itemsize * tile[0] * tile[1]
@@ -188,7 +189,7 @@ def test_between_the_steps_of_two_tiles_a_wave_has_few_instructions() -> None:
     def instructions(K: int, tiles: int) -> float:
         drawn = random_mx_groups(256, 1, 256 * tiles, K, 1, (-6, 6))
         with aiter_mx.simulate("gfx950"):
-            launch(torch.device("cpu"), config_of(256, 256), drawn, one_group(256), cus=1)
+            launch((256, 256), drawn, one_group(256), cu_num=1)
         report = last_report()
         assert report is not None
         return report.instructions / WAVES
@@ -203,7 +204,7 @@ def test_between_the_steps_of_two_tiles_a_wave_has_few_instructions() -> None:
 def test_an_operand_is_read_once_for_each_tile_of_the_other() -> None:
     drawn = random_mx_groups(256, 1, 256, 512, 1, (-6, 6))
     with aiter_mx.simulate("gfx950"):
-        launch(torch.device("cpu"), config_of(128, 128), drawn, one_group(256), cus=1)
+        launch((128, 128), drawn, one_group(256), cu_num=1)
     report = last_report()
     assert report is not None
     operand_bytes = sum(t.nbytes for t in drawn)

@@ -7,30 +7,10 @@ from typing import Any
 
 import torch
 
-from op_tests.mx_reference import NAN_SCALE, linear_reference64, random_mx
+from op_tests.mx_reference import linear_reference64, random_mx
+from op_tests.operands import Exponents, nan_scale_of_zeros, zero_blocks
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-Exponents = tuple[int, int]
-"""The least and the largest power of two of scales."""
-
-SPREADS: dict[str, tuple[Exponents, Exponents]] = {
-    "any": ((-127, 127), (-127, 127)),
-    "huge x": ((90, 127), (-127, -90)),
-    "huge w": ((-127, -90), (90, 127)),
-    "small": ((-127, -40), (-127, -40)),
-    "large": ((40, 127), (40, 127)),
-    "least": ((-127, -120), (-127, -120)),
-    "least x": ((-127, -127), (117, 127)),
-    "near underflow": ((-80, -50), (-80, -50)),
-    "near overflow": ((40, 70), (20, 40)),
-    "top of x": ((119, 127), (-25, -10)),
-    "top of w": ((-25, -10), (119, 127)),
-    "half": ((-63, 63), (-63, 63)),
-    "nearly half": ((-62, 62), (-62, 62)),
-    "about 2^-63": ((-66, -60), (-66, -60)),
-    "about 2^63": ((58, 68), (58, 68)),
-}
-"""Exponents of x's and of w's scales: the whole range of e8m0, and its corners."""
 
 
 def operands(M: int, N: int, K: int, seed: int, **options: Any) -> Operands:
@@ -75,12 +55,8 @@ def with_two_scales(drawn: Operands, top: int, octaves: int) -> Iterator[Operand
 def with_zero_blocks(drawn: Operands, generator: torch.Generator) -> Operands:
     """A fifth of all blocks zero, of either sign, with any scale but NaN."""
     xq, xs, wq, ws = (t.clone() for t in drawn)
-    for payload, scale in ((xq, xs), (wq, ws)):
-        blocks = payload.view(torch.uint8).view(*scale.shape, 32)
-        empty = torch.rand(scale.shape, generator=generator) < 0.2
-        blocks[empty] &= 0x80
-        anything = torch.randint(0, 255, scale.shape, generator=generator, dtype=torch.uint8)
-        scale[empty] = anything[empty]
+    zero_blocks(xq, xs, generator)
+    zero_blocks(wq, ws, generator)
     return xq, xs, wq, ws
 
 
@@ -113,9 +89,8 @@ def with_nan_scales_of_zeros(
 ) -> Operands:
     """One block of zeros in x and one in w, at a row and a block each, whose scales are NaN."""
     xq, xs, wq, ws = (t.clone() for t in drawn)
-    for payload, scale, at in ((xq, xs, of_x), (wq, ws, of_w)):
-        payload.view(torch.uint8).view(*scale.shape, 32)[at] = 0
-        scale[at] = NAN_SCALE
+    nan_scale_of_zeros(xq, xs, *of_x)
+    nan_scale_of_zeros(wq, ws, *of_w)
     return xq, xs, wq, ws
 
 

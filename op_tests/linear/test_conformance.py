@@ -23,7 +23,6 @@ from op_tests.linear.launches import (
     launch_linear,
 )
 from op_tests.linear.operands import (
-    SPREADS,
     Operands,
     assert_no_product_is_missing,
     bias_as_large_as_outputs,
@@ -41,6 +40,7 @@ from op_tests.linear.operands import (
 )
 from op_tests.linear.subjects import SUBJECTS, Case, Subject
 from op_tests.mx_reference import assert_close_to_reference, linear_reference64, round_once
+from op_tests.operands import NANS, SPREADS
 
 MOST_ROWS_OF_W = 300  # where scales are out of the ordinary, as they may be in any row
 
@@ -154,11 +154,7 @@ def test_a_row_of_scales_far_apart_leaves_the_others_alone(bench: Bench) -> None
 @each(SUBJECTS)
 def test_nan_payloads_and_scales_reach_their_outputs_alone(bench: Bench) -> None:
     shares = []
-    for options in (
-        {"nan_payload": 2e-4},
-        {"nan_scale": 5e-3},
-        {"nan_payload": 2e-4, "nan_scale": 1e-3},
-    ):
+    for options in NANS:
         for case, drawn in bench.few(**options):
             out = bench.launch(case, drawn)
             bench.assert_close(out, drawn)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from op_tests.mx_reference import assert_rounded, dequantize64, random_mx
+from op_tests.launches import is_poison
+from op_tests.mx_reference import assert_rounded, dequantize64
 
 E4M3_MAX = 448.0
 
@@ -62,8 +62,8 @@ class Layer:
         return ref, error, total
 
 
-def assert_rows(out: Tensor, layer: Layer, poison: int) -> None:
-    """Assert that every row of ``out`` is its expert's, and rows without one are left as they were.
+def assert_rows(out: Tensor, layer: Layer) -> None:
+    """Assert that every row of ``out`` is its expert's, and that rows without one stay poisoned.
 
     An expert that is not here, number E and up, makes zeros.
     """
@@ -71,7 +71,7 @@ def assert_rows(out: Tensor, layer: Layer, poison: int) -> None:
     for expert in set(layer.experts):
         rows = out[layer.rows_of(expert)]
         if expert == -1:
-            assert (rows.view(torch.uint8) == poison).all(), "a row without an expert was written"
+            assert is_poison(rows), "a row without an expert was written"
         elif expert >= E:
             assert (rows == 0).all(), "a row of an absent expert is not zero"
         else:
@@ -146,35 +146,3 @@ def scale_byte(amax: Tensor) -> Tensor:
     """The byte of the least power of two that keeps ``amax`` within e4m3."""
     exponent = torch.ceil(torch.log2(amax.clamp(min=2.0**-140) / E4M3_MAX))
     return (exponent + 127).clamp(0, 254).to(torch.int64)
-
-
-def random_weights(
-    E: int, N: int, K: int, generator: torch.Generator, **options: object
-) -> tuple[Tensor, Tensor]:
-    """Random MX-FP8 ``[E, N, K]`` and its scales."""
-    payload, scale = random_mx(E * N, K, generator, **options)  # type: ignore[arg-type]
-    return payload.view(E, N, K), scale.view(E, N, K // 32)
-
-
-def lists_of(
-    experts: list[int], E: int, block_m: int, packed_top_k: int, draw: random.Random
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks of ids with the valid ones anywhere, and garbage after those in use.
-
-    Experts E and up are listed as -1; routed rows of expert -1 are not listed at all.
-    """
-    ids, blocks = [], []
-    M = len(experts) // max(1, packed_top_k)
-    for expert in sorted(set(experts) - {-1}, key=lambda _: draw.random()):
-        rows = [t for t, e in enumerate(experts) if e == expert]
-        if packed_top_k:
-            rows = [(t % packed_top_k) << 24 | t // packed_top_k for t in rows]
-        padding = packed_top_k << 24 | M if packed_top_k else len(experts)
-        rows += [padding] * (-len(rows) % block_m)
-        draw.shuffle(rows)
-        ids += rows
-        blocks += [expert if expert < E else -1] * (len(rows) // block_m)
-    used = torch.tensor([len(ids)], dtype=torch.int32)
-    ids += [draw.randrange(1 << 30) for _ in range(2 * block_m)]
-    blocks += [draw.randrange(E) for _ in range(2)]
-    return torch.tensor(ids, dtype=torch.int32), torch.tensor(blocks, dtype=torch.int32), used

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,17 +12,8 @@ from torch import Tensor
 import aiter_mx
 from aiter_mx.dispatch.explain import explain
 from aiter_mx.target import target_of
-
-SCHEDULES = ("random", "round-robin", "run-to-barrier")
-
-
-@pytest.fixture(params=["sim", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    if request.param == "sim":
-        with aiter_mx.simulate("gfx950"):
-            yield torch.device("cpu")
-    else:
-        yield torch.device("cpu" if request.param == "torch" else "cuda")
+from op_tests.conformance import in_order
+from op_tests.launches import moved
 
 
 def lists_by_hand(
@@ -60,8 +50,7 @@ def draw_ids(draw: random.Random, M: int, top_k: int, E: int) -> Tensor:
 
 
 def randomise(monkeypatch: pytest.MonkeyPatch, draw: random.Random) -> None:
-    monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", draw.choice(SCHEDULES))
-    monkeypatch.setenv("AITER_MX_SIM_SEED", str(draw.randrange(1000)))
+    in_order(monkeypatch, draw, draw.randrange(1000))
     monkeypatch.setenv("AITER_MX_SIM_DELAY", "1")  # ids are written over padding
 
 
@@ -183,6 +172,19 @@ def test_packed_ids_hold_128_slots(device: torch.device, monkeypatch: pytest.Mon
         torch.arange(M)[:, None], torch.arange(top_k), topk_ids.cpu().long()
     ]
     torch.testing.assert_close(out.cpu().view(M, top_k, 4), expected * weights.cpu()[..., None])
+
+
+def test_ids_and_weights_may_be_views(device: torch.device) -> None:
+    ids = draw_ids(random.Random(4), 50, 2, 6).to(device, torch.int32)
+    weights = torch.rand(50, 2).to(device)
+    for plain, views in (
+        (aiter_mx.moe_align(ids, 16, 6), aiter_mx.moe_align(moved(ids), 16, 6)),
+        (
+            aiter_mx.moe_sort(ids, weights, 6, 16),
+            aiter_mx.moe_sort(moved(ids), moved(weights), 6, 16),
+        ),
+    ):
+        assert all(map(torch.equal, plain, views))
 
 
 def test_more_ids_than_the_workgroup_holds_at_once(device: torch.device) -> None:

@@ -13,7 +13,7 @@ import torch
 import aiter_mx
 from aiter_mx.errors import CaptureError
 from aiter_mx.runtimes import sim
-from op_tests.moe.test_fused_moe import random_call, variants
+from op_tests.moe.layers import random_call, variants
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
@@ -16,10 +15,13 @@ from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MMA_RING
 from aiter_mx.kernels.moe_gemm.wgmma_f16_sm90 import WGMMA_F16
 from aiter_mx.kernels.moe_gemm.wgmma_fp8_sm90 import WGMMA_FP8
 from aiter_mx.kernels.registry import key_of, stand_ins
-from aiter_mx.kernels.spec import KernelSpec
+from aiter_mx.kernels.spec import Config, KernelSpec
 from aiter_mx.ops.moe_gemm import Plan, compute
 from aiter_mx.target import hardware
-from op_tests.moe.reference import lists_of, random_weights
+from op_tests.launches import Out, launch, moved, same_bytes
+from op_tests.moe.operands import lists_of, random_weights
+from op_tests.moe.reference import Layer, assert_rows
+from op_tests.moe.subjects import PIECES
 from op_tests.mx_reference import random_mx
 
 SM90 = hardware("sm_90a")
@@ -126,11 +128,6 @@ def test_scales_that_kernels_cannot_load_are_refused_before_a_launch(name: str) 
     launches: list[object] = []
     plan = Plan(problem, "hip", lambda tensors, addresses: launches.append(tensors))
 
-    def moved(scales: Tensor, bytes: int) -> Tensor:
-        memory = torch.empty(scales.numel() + bytes, dtype=torch.uint8)
-        assert memory.data_ptr() % 16 == 0
-        return memory[bytes:].view(scales.shape).copy_(scales)
-
     for bytes in (1, 2):
         given = {"xs": xs, "ws": ws, name: moved({"xs": xs, "ws": ws}[name], bytes)}
         message = f"{name} must start at a multiple of 4 bytes, got a view that is {bytes} bytes"
@@ -153,3 +150,45 @@ def test_candidates_fit_an_sm(spec: KernelSpec) -> None:
             geometry = spec.module.geometry(SM90, problem, config)
             assert geometry.shared_bytes <= 227 * 1024
             assert geometry.block[0] <= 1024
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", PIECES, ids=["one_tile", "two_tiles"])
+@pytest.mark.parametrize(("M", "block_m"), [(500, 8), (900, 16), (3000, 128), (2700, 4)])
+def test_pieces_that_are_left_over_are_shared_whatever_they_cost(
+    M: int, block_m: int, config: Config
+) -> None:
+    generator, draw = torch.Generator().manual_seed(M), random.Random(M)
+    N, K, E, top_k = 1200, 256 * config["tiles"], 40, 4
+    # One expert has half of the rows; some blocks have a single one, others none.
+    chosen = [draw.choice([0, draw.randrange(E)]) for _ in range(M * top_k)]
+    blocks: list[list[int]] = []
+    experts: list[int] = []
+    for expert in range(E):
+        rows = [t for t, e in enumerate(chosen) if e == expert]
+        while rows:
+            count = draw.choice([0, 1, *[block_m] * 8])
+            taken, rows = rows[:count], rows[count:]
+            before = [-1] * draw.randrange(block_m if count == 1 else 1)
+            blocks.append([*before, *taken, *[-1] * (block_m - len(before) - len(taken))])
+            experts.append(expert)
+            if draw.random() < 0.1:  # one of an expert that is not here
+                blocks.append([-1] * block_m)
+                experts.append(draw.choice([-1, E]))
+    used = torch.tensor([len(blocks) * block_m], dtype=torch.int32)
+    lists = (torch.tensor(blocks).int().flatten(), torch.tensor(experts).int(), used)
+    layer = Layer(
+        *random_mx(M * top_k, K, generator, scale_exponents=(-6, 6)),
+        *random_weights(E, N, K, generator, scale_exponents=(-6, 6)),
+        None,
+        chosen,
+        1,
+    )
+    problem = MoeGemmProblem(M, N, K, E, top_k, block_m, "fp32", max_blocks=len(blocks))
+    out = Out((M * top_k, N), torch.float32)
+    tensors = [layer.xq, layer.xs, layer.wq, layer.ws, *lists, None, None, out, None]
+    found, again = (
+        launch(WGMMA_F16, torch.device("cuda", 0), problem, config, tensors)[0] for _ in range(2)
+    )
+    assert_rows(found, layer)
+    assert same_bytes(found, again)

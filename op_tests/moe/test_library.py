@@ -12,7 +12,7 @@ import aiter_mx
 import aiter_mx.ops.fused_moe
 import aiter_mx.ops.moe_align
 import aiter_mx.ops.moe_gemm  # each registers its own ops
-from op_tests.moe.test_fused_moe import random_call
+from op_tests.moe.layers import random_call
 
 
 def layer_call() -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +20,7 @@ from aiter_mx import launch, plan
 from aiter_mx.dispatch.cells import format_config
 from aiter_mx.errors import BuildError
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm import triton as tiles
 from aiter_mx.kernels.registry import find_kernel, kernels_of, key_columns
 from aiter_mx.ops import fused_moe as fused_moe_module
@@ -28,10 +28,12 @@ from aiter_mx.ops import moe_align as moe_align_module
 from aiter_mx.ops import moe_gemm as moe_gemm_module
 from aiter_mx.ops import quantize_call
 from aiter_mx.target import CPU, hardware, target_of
+from op_tests.conformance import NAMES
 from op_tests.interpreted import assert_passes_in_the_interpreter
+from op_tests.launches import poisoned
+from op_tests.moe.layers import assert_layer, gpu_call
+from op_tests.moe.operands import SWIGLU, Case, activated, draw_layer
 from op_tests.moe.reference import assert_activated, assert_rows
-from op_tests.moe.test_fused_moe import assert_layer, gpu_call
-from op_tests.moe.test_gemm import POISON, SWIGLU, random_layer
 
 CONFIG = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64, "SWAP": 0, "num_warps": 4, "num_stages": 2}
 
@@ -41,27 +43,27 @@ def check(
 ) -> None:
     from aiter_mx.fallbacks import moe_gemm_triton
 
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    problem, layer, tensors = random_layer(random.Random(seed), seed, N, K, names[dtype])
-    out = torch.empty(problem.routed, N, dtype=dtype)
-    out.view(torch.uint8).fill_(POISON)
-    every = [None if t is None else t.to(device) for t in (*tensors, out, None)]
-    moe_gemm_triton.run(problem, every, config)
-    assert_rows(every[9].cpu(), layer, POISON)
+    draw = random.Random(seed)
+    M, E, top_k = draw.randint(1, 40), draw.randint(1, 6), draw.randint(1, 4)
+    case = Case(M, N, K, E, top_k, draw.choice([4, 12, 16, 32, 64, 72]))
+    drawn = draw_layer(case, seed, NAMES[dtype])
+    every = [None if t is None else t.to(device) for t in drawn.tensors]
+    out = poisoned((M * top_k, N), dtype, device)
+    moe_gemm_triton.run(drawn.problem, [*every, out, None], config)
+    assert_rows(out.cpu(), drawn.layer)
 
 
 def check_activated(activation: str, layout: str, device: str) -> None:
     from aiter_mx.fallbacks import moe_gemm_triton
 
-    drawn = random_layer(random.Random(4), 4, 128, 256, "fp32", activated=True)
-    problem, layer, tensors = drawn
-    problem = replace(problem, out_dtype="mxfp8", activation=activation, layout=layout)
-    out = torch.empty(problem.routed, 64, dtype=torch.float8_e4m3fn, device=device)
-    scales = torch.empty(problem.routed, 2, dtype=torch.uint8, device=device)
-    every = [None if t is None else t.to(device) for t in tensors]
-    moe_gemm_triton.run(problem, [*every, out, scales], CONFIG)
+    drawn = activated(draw_layer(Case(30, 128, 256, 4, 3, 16), 4, "mxfp8"), activation, layout)
+    routed = drawn.problem.routed
+    out = poisoned((routed, 64), torch.float8_e4m3fn, device)
+    scales = poisoned((routed, 2), torch.uint8, device)
+    every = [None if t is None else t.to(device) for t in drawn.tensors]
+    moe_gemm_triton.run(drawn.problem, [*every, out, scales], CONFIG)
     interleaved = layout == "interleaved"
-    assert_activated(out.cpu(), scales.cpu(), layer, activation, interleaved, SWIGLU)
+    assert_activated(out.cpu(), scales.cpu(), drawn.layer, activation, interleaved, SWIGLU)
 
 
 def check_in_the_interpreter() -> None:
@@ -88,7 +90,7 @@ def test_candidates_are_legal_and_refused_without_a_gpu(arch: str) -> None:
         for candidate in candidates:
             spec.check_config(candidate)
             assert candidate["BLOCK_M"] == rows
-    problem = random_layer(random.Random(0), 0, 64, 64, "bf16")[0]
+    problem = MoeGemmProblem(20, 64, 64, 4, 2)
     assert spec.refusal(hardware(arch), problem) is None
     assert spec.configure(hardware(arch), problem) in tiles.candidates(hardware(arch), problem)
     assert "Triton needs a GPU" in str(spec.refusal(CPU, problem))

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
@@ -22,20 +21,13 @@ from aiter_mx.kernels.registry import find_kernel, kernels_of
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.plan import runner
 from aiter_mx.target import ARCHS, CPU, hardware
+from op_tests.conformance import DTYPES, INDICES
 from op_tests.interpreted import assert_passes_in_the_interpreter
+from op_tests.launches import poisoned
 from op_tests.moe.test_align import draw_ids
 from op_tests.quantize.cases import draw as draw_values
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-INDICES = {"i32": torch.int32, "i64": torch.int64}
-POISON = 0x5A
 BLOCKS_M = (4, 12, 16, 20, 32, 48, 64, 80, 96, 128)
-
-
-def poisoned(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    memory = torch.empty(shape, dtype=dtype)
-    memory.view(torch.uint8).fill_(POISON)
-    return memory
 
 
 def assert_as_torch(op: str, problem: Problem, inputs: list, outputs: list, device: str) -> None:
@@ -96,12 +88,12 @@ def check_routing(draw: random.Random, most_experts: int, most_tokens: int, devi
         draw_values((M, 96), torch.float16, generator) if quantizes else None,
     ]
     outputs = [
-        poisoned(problem.max_ids),
-        poisoned(problem.max_ids, dtype=torch.float32) if packed else None,
-        poisoned(problem.max_ids // block_m),
-        poisoned(2 if packed else 1),
-        poisoned(M, 96, dtype=torch.float8_e4m3fn) if quantizes else None,
-        poisoned(M, 3, dtype=torch.uint8) if quantizes else None,
+        poisoned((problem.max_ids,), torch.int32),
+        poisoned((problem.max_ids,), torch.float32) if packed else None,
+        poisoned((problem.max_ids // block_m,), torch.int32),
+        poisoned((2 if packed else 1,), torch.int32),
+        poisoned((M, 96), torch.float8_e4m3fn) if quantizes else None,
+        poisoned((M, 3), torch.uint8) if quantizes else None,
     ]
     assert_as_torch("moe_align", problem, inputs, outputs, device)
 
@@ -135,7 +127,7 @@ def check_combine(draw: random.Random, dtypes: tuple[str, ...], device: str) -> 
     num_tokens = torch.tensor([draw.randint(-1, M + 1)], dtype=torch.int32)
     counted = draw.choice([None, num_tokens])
     inputs = [y.flatten(0, 1).to(DTYPES[problem.y_dtype]), ids, weights, expert_map, counted]
-    outputs = [poisoned(M, N, dtype=DTYPES[problem.out_dtype])]
+    outputs = [poisoned((M, N), DTYPES[problem.out_dtype])]
     assert_as_torch("moe_combine", problem, inputs, outputs, device)
 
 
@@ -154,8 +146,8 @@ def check_quantisation(
         blocks[:, 0], blocks[:, 1:] = 448.0, 0.0
         blocks[:, 1:][: len(near) // 31] = near[: len(near) // 31 * 31].view(-1, 31)
     outputs = [
-        poisoned(*shape, dtype=torch.float8_e4m3fn),
-        poisoned(*shape[:-1], N // 32, dtype=torch.uint8),
+        poisoned(shape, torch.float8_e4m3fn),
+        poisoned((*shape[:-1], N // 32), torch.uint8),
     ]
     outputs += [None, None, None]
     assert_as_torch("quantize", problem, [x, None], outputs, device)

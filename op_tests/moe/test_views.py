@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,33 +10,12 @@ import torch
 from torch import Tensor
 
 import aiter_mx
-from aiter_mx import launch
-from aiter_mx.kernels.moe_gemm import MoeGemmProblem
-from aiter_mx.kernels.spec import KernelSpec
-from op_tests.moe.reference import lists_of, random_weights
-from op_tests.moe.test_fused_moe import on, random_call, variants
-from op_tests.moe.test_gemm import DTYPES
-from op_tests.moe.test_gemm_sm90 import KERNELS, SM90, exact_dtype
+from op_tests.launches import moved, on
+from op_tests.moe.layers import random_call, variants
+from op_tests.moe.operands import random_weights
 from op_tests.mx_reference import random_mx
 
 SCALES = 4  # bytes: the least that scales may begin at
-
-
-@pytest.fixture(params=["sim", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    if request.param == "sim":
-        with aiter_mx.simulate("gfx950"):
-            yield torch.device("cpu")
-    else:
-        yield torch.device("cpu" if request.param == "torch" else "cuda")
-
-
-def moved(tensor: Tensor, elements: int = 1) -> Tensor:
-    """The same, beginning so many elements past where torch has a tensor begin."""
-    place = torch.empty(tensor.numel() + elements, dtype=tensor.dtype, device=tensor.device)
-    view = place[elements:].view(tensor.shape)
-    assert view.data_ptr() % 16 == elements * tensor.itemsize % 16
-    return view.copy_(tensor)
 
 
 def all_moved(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -60,10 +38,6 @@ def test_gemm_takes_views(device: torch.device, M: int) -> None:
     ids = topk_ids.to(device)
     weights = torch.rand(M, 2, generator=generator).to(device)
     lists = aiter_mx.moe_align(ids, 16, E)
-    listed = aiter_mx.moe_sort(ids, weights, E, 16)
-    assert all(map(torch.equal, lists, aiter_mx.moe_align(moved(ids), 16, E)))
-    views = aiter_mx.moe_sort(moved(ids), moved(weights), E, 16)
-    assert all(map(torch.equal, listed, views))
     call = dict(zip(("xq", "xs", "wq", "ws"), (*x, *w), strict=True))
     call |= {"topk_weights": weights, "bias": torch.randn(E, N, generator=generator).half()}
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
@@ -81,32 +55,3 @@ def test_layer_takes_views(device: torch.device) -> None:
         expected = aiter_mx.fused_moe(**call)
         out = moved(torch.zeros_like(expected))
         assert torch.equal(aiter_mx.fused_moe(**all_moved(call), out=out), expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-def test_every_hopper_kernel_takes_views(spec: KernelSpec) -> None:
-    generator, draw = torch.Generator().manual_seed(5), random.Random(5)
-    M, N, K, E = 90, 300, 1024, 4
-    x, w = random_mx(M, K, generator), random_weights(E, N, K, generator)
-    chosen = torch.randint(0, E, (M * 2,), generator=generator).tolist()
-    lists = lists_of(chosen, E, 48, 0, draw)
-    weights, bias = torch.rand(M * 2, generator=generator), torch.randn(E, N, generator=generator)
-    problem = MoeGemmProblem(
-        *(M, N, K, E, 2, 48, exact_dtype(spec)),
-        bias="bf16",
-        weights="by_t",
-        a_div=2,
-        max_blocks=len(lists[1]),
-    )
-    run = launch.bind(spec, SM90, problem, spec.configure(SM90, problem), 0)
-    names = ("xq", "xs", "wq", "ws", "ids", "experts", "used", "weights", "bias")
-    call = dict(zip(names, (*x, *w, *lists, weights, bias.bfloat16()), strict=True))
-    call = on(torch.device("cuda"), call)
-    results = []
-    for tensors in (call, all_moved(call)):
-        out = torch.full((M * 2, N), -1.0, dtype=DTYPES[problem.out_dtype], device="cuda")
-        every = [*tensors.values(), out, None]
-        run(every, [0 if t is None else t.data_ptr() for t in every])
-        results.append(out.cpu())
-    assert torch.equal(*results)

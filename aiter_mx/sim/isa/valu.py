@@ -122,6 +122,7 @@ v_cvt_f32_ubyte3 f u (float)(a >> 24)
 v_cvt_pkrtz_f16_f32 u ff f32_to_f16_rtz(a) | (u32)f32_to_f16_rtz(b) << 16
 v_cvt_pk_f16_f32 u ff f32_to_f16(a) | (u32)f32_to_f16(b) << 16
 v_cvt_pk_bf16_f32 u ff f32_to_bf16(a) | (u32)f32_to_bf16(b) << 16
+v_pack_b32_f16 u hh f32_to_f16(a) | (u32)f32_to_f16(b) << 16
 v_cvt_pk_u16_u32 u uu saturate(a, 0, 65535) | saturate(b, 0, 65535) << 16
 v_cvt_pk_i16_i32 u ii (saturate(a, -32768, 32767) & 0xffff) | saturate(b, -32768, 32767) << 16
 v_cvt_pk_u8_f32 u fuu insert_byte(c, b, saturate(to_i32(rintf(a)), 0, 255))

@@ -6,7 +6,8 @@ import random
 
 from aiter_mx.kernels.linear.gemv import MAX_M as GEMV_MAX_M
 from aiter_mx.kernels.linear.mfma_gfx950 import MAX_M as MFMA_MAX_M
-from op_tests.linear.subjects.subject import Case, Subject, named
+from op_tests.conformance import named
+from op_tests.linear.subjects.subject import Case, Subject
 
 # A wave's step is 1024 k on gfx950 and 512 on sm_90a; the last of these K take several rounds of
 # every configuration below, and most leave lanes, waves or both without work at the end.

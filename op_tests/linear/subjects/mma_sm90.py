@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from aiter_mx.kernels.linear import mma_registers_sm90, mma_ring_sm90
-from op_tests.linear.subjects.subject import Case, Subject, alone, named
+from op_tests.conformance import alone, named
+from op_tests.linear.subjects.subject import Case, Subject
 
 _mma_registers = named("rows", "waves", "unroll", "split")
 

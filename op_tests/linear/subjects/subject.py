@@ -59,13 +59,3 @@ class Subject(conformance.Subject):
     repeats: Sequence[tuple[int, int, int, Config | None]] = ()
     chained: Sequence[int] = ()
     beyond_4_gib: Sequence[tuple[int, int]] = ()
-
-
-def named(*names: str) -> Callable[..., dict[str, int]]:
-    """What makes configurations of values in the order of these parameters."""
-    return lambda *values: dict(zip(names, values, strict=True))
-
-
-def alone(cases: Sequence[Case]) -> list[list[Case]]:
-    """Groups of one case each."""
-    return [[case] for case in cases]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from aiter_mx.kernels.linear import wgmma_fp8_sm90
-from op_tests.linear.subjects.subject import Case, Subject, alone, named
+from op_tests.conformance import alone, named
+from op_tests.linear.subjects.subject import Case, Subject
 
 _wgmma_fp8 = named("split", "row_groups", "k_groups", "depth")
 

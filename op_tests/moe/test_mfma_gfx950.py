@@ -13,11 +13,13 @@ from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.mfma_gfx950 import MAX_K, MFMA, PARAMS, _registers, _resident
 from aiter_mx.kernels.spec import Config, combinations
-from aiter_mx.launch import bind, build_request
+from aiter_mx.launch import build_request
 from aiter_mx.runtimes.sim import last_report
-from aiter_mx.target import hardware, target_of
-from op_tests.moe.reference import Layer, assert_activated, assert_rows, random_weights
-from op_tests.moe.test_gemm import POISON, SWIGLU, config_of, run_kernel
+from aiter_mx.target import hardware
+from op_tests.launches import Out, launch
+from op_tests.moe.operands import SWIGLU, random_weights
+from op_tests.moe.reference import Layer, assert_activated, assert_rows
+from op_tests.moe.subjects import MFMA as SUBJECT
 from op_tests.mx_reference import random_mx
 
 GFX950 = hardware("gfx950")
@@ -61,7 +63,7 @@ def test_decode_reads_hardly_more_than_it_must(
     if activation == "silu":
         assert_activated(payload, scales, layer, "silu", False, SWIGLU)
     else:
-        assert_rows(out, layer, POISON)
+        assert_rows(out, layer)
 
 
 @pytest.mark.parametrize(("block_m", "chunks"), [(16, 1), (64, 4)])
@@ -74,40 +76,12 @@ def test_what_is_looked_up_takes_one_latency(block_m: int, chunks: int) -> None:
     with aiter_mx.simulate("gfx950"):
         lists = aiter_mx.moe_align(torch.tensor([[6, 1, 3, 4]]), block_m, 8)
         problem = MoeGemmProblem(1, 64, 512, 8, 4, block_m, "fp32")
-        out = torch.empty(4, 64)
-        tensors = [xq, xs, wq, ws, *lists, None, None, out, None]
-        run = bind(MFMA, target_of(torch.device("cpu")), problem, config, 0)
-        run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
+        tensors = [xq, xs, wq, ws, *lists, None, None, Out((4, 64), torch.float32), None]
+        (out,) = launch(MFMA, CPU, problem, config, tensors)
     report = last_report()
     assert report is not None
-    assert_rows(out, Layer(xq, xs, wq, ws, None, [6, 1, 3, 4], 1), POISON)
+    assert_rows(out, Layer(xq, xs, wq, ws, None, [6, 1, 3, 4], 1))
     assert report.latencies <= 4 * 4 * (chunks + 2)  # of four workgroups for each of four experts
-
-
-@pytest.mark.parametrize("nans", [{"nan_payload": 2e-3}, {"nan_scale": 2e-2}], ids=str)
-def test_nan_reaches_its_outputs_alone(
-    monkeypatch: pytest.MonkeyPatch, nans: dict[str, float]
-) -> None:
-    monkeypatch.setenv("AITER_MX_SIM_FINITE_SCALES", "1")
-    generator = torch.Generator().manual_seed(7)
-    M, N, K, E = 9, 64, 576, 3
-    options = {"scale_exponents": (-11, -8), **nans}
-    layer = Layer(
-        *random_mx(M, K, generator, **options),
-        *random_weights(E, N, K, generator, **options),
-        None,
-        torch.randint(0, E, (M,), generator=generator).tolist(),
-        1,
-    )
-    topk_ids = torch.tensor(layer.experts).unsqueeze(1)
-    with aiter_mx.simulate("gfx950"):
-        lists = aiter_mx.moe_align(topk_ids, 4, E)
-        arguments = (layer.xq, layer.xs, layer.wq, layer.ws, *lists, M, 1, 4)
-        out = aiter_mx.moe_gemm(*arguments)
-        payload, scales = aiter_mx.moe_gemm_activated(*arguments)
-    assert out.isnan().any() and not out.isnan().all()
-    assert_rows(out, layer, POISON)
-    assert_activated(payload, scales, layer, "silu", False, SWIGLU)
 
 
 def test_operands_beyond_four_gib() -> None:
@@ -131,12 +105,14 @@ def test_operands_beyond_four_gib() -> None:
     used = torch.tensor([8], dtype=torch.int32)
     problem = MoeGemmProblem(M, N, K, E, 1, 4, "fp32", max_blocks=2)
     tensors = (xq, xs, wq, ws, sorted_ids, expert_ids, used, None, None)
+    config = {"row_tiles": 1, "col_tiles": 1, "waves": 16, "unroll": 1}
+    every = (*tensors, Out((M, N), torch.float32), None)
     with aiter_mx.simulate("gfx950"):
-        out, _ = run_kernel(CPU, problem, config_of(1, 1, 16, 1), tensors)
+        (out,) = launch(MFMA, CPU, problem, config, every)
     experts = [-1] * M
     for row, expert in few:
         experts[row] = expert
-    assert_rows(out, Layer(xq, xs, wq, ws, None, experts, 1), POISON)
+    assert_rows(out, Layer(xq, xs, wq, ws, None, experts, 1))
 
 
 def test_no_variant_that_may_be_chosen_spills() -> None:
@@ -172,6 +148,14 @@ def test_what_is_configured_is_a_candidate_and_legal(N: int, K: int, activation:
                 config = MFMA.configure(GFX950, problem)
                 MFMA.check_config(config)
                 assert config in MFMA.candidates(GFX950, problem)
+
+
+def test_sweeps_take_every_value_of_every_parameter() -> None:
+    cases = [*(case for group in SUBJECT.groups for case in group)]
+    cases += [case for case, *_ in SUBJECT.activated]
+    for param in PARAMS:
+        values = {case.config[param.name] for case in cases if case.config}
+        assert values == set(param.values), param.name
 
 
 def test_refusals_say_what_is_covered() -> None:

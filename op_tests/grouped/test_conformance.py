@@ -1,0 +1,221 @@
+"""What every kernel of ``grouped_gemm`` must do: in the simulator, without a GPU, on a GPU.
+
+``op_tests/conformance.py`` says how to add a kernel or a property.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.spec import KernelSpec
+from op_tests.conformance import DTYPES, each, every_order, in_order, tried
+from op_tests.grouped.cases import (
+    Case,
+    Groups,
+    Operands,
+    assert_groups,
+    ending_at,
+    launch_grouped,
+)
+from op_tests.grouped.subjects import SUBJECTS, Subject
+from op_tests.launches import Out, assert_repeats_on_two_streams, bound, moved, same_bytes
+from op_tests.mx_reference import random_mx, random_mx_groups
+from op_tests.operands import NANS, SPREADS, nan_scale_of_zeros, zero_blocks
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A subject where it is tried."""
+
+    subject: Subject
+    kernel: KernelSpec
+    device: torch.device
+
+    def draw(
+        self, case: Case, seed: int, exponents: tuple[int, int] = (-6, 6), **nans: float
+    ) -> Operands:
+        generator = torch.Generator().manual_seed(seed)
+        G, options = len(case.groups.ranges), {"scale_exponents": exponents, **nans}
+        a = random_mx(case.groups.M, case.K, generator, **options)  # type: ignore[arg-type]
+        b, b_scale = random_mx(G * case.N, case.K, generator, **options)  # type: ignore[arg-type]
+        return (*a, b.view(G, case.N, case.K), b_scale.view(G, case.N, case.K // 32))
+
+    def few(self, **options: Any) -> Iterator[tuple[Case, Operands]]:
+        for seed, case in enumerate(self.subject.few):
+            yield case, self.draw(case, seed, **options)
+
+    def bias(self, case: Case, seed: int) -> Tensor | None:
+        if case.bias == "none":
+            return None
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(len(case.groups.ranges), case.N, generator=generator) * 100
+        return drawn.to(DTYPES[case.bias])
+
+    def launch(self, case: Case, drawn: Operands, bias: Tensor | None = None) -> Tensor:
+        if bias is None and case.bias != "none":
+            bias = self.bias(case, 0)
+            assert bias is not None
+            bias.zero_()
+        dtype = DTYPES[case.dtype or "bf16"]
+        more = (case.groups, bias, dtype, case.cu_num, case.layouts)
+        return launch_grouped(self.kernel, self.device, case.config, drawn, *more)
+
+    def assert_right(self, case: Case, drawn: Operands, bias: Tensor | None = None) -> Tensor:
+        """The result, once it is compared with float64."""
+        out = self.launch(case, drawn, bias)
+        assert_groups(out, drawn, case.groups, bias, self.subject.underflow)
+        return out
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    subject, place = request.param
+    with tried(subject, place) as (kernel, device):
+        yield Bench(subject, kernel, device)
+
+
+@each(SUBJECTS, group=lambda subject: range(len(subject.groups)))
+def test_any_groups_shape_and_configuration_match_float64(
+    bench: Bench, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(group)
+    for seed, case in enumerate(bench.subject.groups[group]):
+        in_order(monkeypatch, draw, seed)
+        exponents = (-12, -6) if case.dtype == "fp16" else draw.choice([(-20, 20), (-6, 6)])
+        bench.assert_right(case, bench.draw(case, seed, exponents), bench.bias(case, seed))
+
+
+@each(SUBJECTS)
+def test_a_group_of_every_size_matches_float64(bench: Bench) -> None:
+    case = bench.subject.every_size
+    bench.assert_right(case, bench.draw(case, 1))
+
+
+@each(SUBJECTS, dtype=DTYPES)
+def test_results_and_biases_of_every_dtype_match_float64(bench: Bench, dtype: str) -> None:
+    for bias in bench.subject.biases:
+        case = bench.subject.few[0]._replace(dtype=dtype, bias=bias)
+        exponents = (-12, -6) if dtype == "fp16" else (-6, 6)
+        bench.assert_right(case, bench.draw(case, 2, exponents), bench.bias(case, 2))
+
+
+@each(SUBJECTS, spread_of=SPREADS)
+def test_scales_over_their_whole_range_are_exact(bench: Bench, spread_of: str) -> None:
+    of_a, of_b = SPREADS[spread_of]
+    for seed, case in enumerate(bench.subject.few):
+        a, a_scale, _, _ = bench.draw(case, seed, of_a)
+        _, _, b, b_scale = bench.draw(case, seed + 100, of_b)
+        bench.assert_right(case, (a, a_scale, b, b_scale))
+
+
+@each(SUBJECTS)
+def test_zeros_of_any_scale_add_nothing(bench: Bench) -> None:
+    generator = torch.Generator().manual_seed(8)
+    for case, (a, a_scale, b, b_scale) in bench.few():
+        zero_blocks(a, a_scale, generator)
+        zero_blocks(b, b_scale, generator)
+        bench.assert_right(case, (a, a_scale, b, b_scale))
+
+
+@each(SUBJECTS)
+def test_a_few_scales_far_from_the_others_leave_these_alone(bench: Bench) -> None:
+    for case, (a, a_scale, b, b_scale) in bench.few():
+        b_scale[0, 5, -3], b_scale[0, case.N // 2] = 250, 1
+        a_scale[case.groups.M // 3, 3], a_scale[case.groups.M // 2] = 200, 0
+        a_scale[case.groups.M // 2 + 1] = 240
+        bench.assert_right(case, (a, a_scale, b, b_scale))
+
+
+@each(SUBJECTS, nans=range(len(NANS)))
+def test_nan_reaches_its_outputs_alone(bench: Bench, nans: int) -> None:
+    outs = [bench.assert_right(case, drawn) for case, drawn in bench.few(**NANS[nans])]
+    shares = [out.isnan().float().mean() for out in outs]
+    assert any(0 < share < 1 for share in shares), "the draw must show both outcomes"
+
+
+@each(SUBJECTS)
+def test_a_nan_scale_counts_even_where_the_payload_is_zero(bench: Bench) -> None:
+    case = bench.subject.few[1]
+    row, column, blocks = case.groups.M // 2, case.N // 2, case.K // 32
+    for block in range(blocks):
+        a, a_scale, b, b_scale = bench.draw(case, block)
+        nan_scale_of_zeros(a, a_scale, row, blocks - 1 - block)
+        nan_scale_of_zeros(b, b_scale, 0, column, block)
+        nans = bench.launch(case, (a, a_scale, b, b_scale)).isnan()
+        assert nans[:, column].all() and nans[row].all()
+        assert nans.sum() == case.groups.M + case.N - 1
+
+
+@each(SUBJECTS)
+def test_scales_at_any_address_are_read_rightly(bench: Bench) -> None:
+    for case, (a, a_scale, b, b_scale) in bench.few():
+        expected = bench.launch(case, (a, a_scale, b, b_scale))
+        for shift in (1, 2, 3, 4, 8):
+            views = [moved(t.to(bench.device), shift) for t in (a_scale, b_scale)]
+            assert same_bytes(bench.launch(case, (a, views[0], b, views[1])), expected)
+
+
+@each(SUBJECTS)
+def test_rows_beyond_a_group_do_not_reach_it(bench: Bench) -> None:
+    """Its last tile also holds rows of others, and k past the end is the next row's beginning."""
+    case = bench.subject.few[0]._replace(
+        groups=Groups([(3, 41), (60, 60)], "ranges", "i64", 90), K=96
+    )
+    a, a_scale, b, b_scale = bench.draw(case, 3)
+    a.view(torch.uint8)[41:] = 0x7F
+    a_scale[41:] = 255
+    bench.assert_right(case, (a, a_scale, b, b_scale))
+
+
+@each(SUBJECTS)
+def test_bounds_that_make_no_sense_touch_nothing_else(bench: Bench) -> None:
+    wild = Groups(
+        [(-7, 9), (9, 4), (30, 1 << 40), (1 << 33, 1 << 34), (60, -3)], "ranges", "i64", 50
+    )
+    case = bench.subject.few[0]._replace(groups=wild)
+    drawn = bench.draw(case, 4)
+    cut = replace(wild, ranges=[(0, 9), (9, 9), (30, 50), (50, 50), (50, 50)])
+    assert_groups(bench.launch(case, drawn), drawn, cut, underflow=bench.subject.underflow)
+
+
+@each(SUBJECTS)
+def test_groups_without_any_rows_write_nothing(bench: Bench) -> None:
+    for ends in ([0, 0, 0], [0, 0, 1]):
+        case = bench.subject.few[0]._replace(groups=ending_at(ends, 70))
+        bench.assert_right(case, bench.draw(case, 5))
+
+
+@each(SUBJECTS, "sim")
+def test_results_are_bitwise_the_same_whatever_the_order_of_waves(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And on however many compute units."""
+    cu_nums = (1, 3, 8, 16, 256)
+    for case in bench.subject.ordered:
+        drawn = bench.draw(case, 5)
+        first, *others = [
+            bench.launch(case._replace(cu_num=cu_nums[at]), drawn)
+            for at, _ in enumerate(every_order(monkeypatch))
+        ]
+        assert_groups(first, drawn, case.groups)
+        assert all(same_bytes(first, other) for other in others)
+
+
+@each(SUBJECTS, "gpu")
+def test_results_are_bitwise_equal_over_launches_on_two_streams(bench: Bench) -> None:
+    """One shape, so one plan; other values, so that a shared workspace would show."""
+    M, N, K, calls = 500, 160, 4096, []
+    ends = torch.tensor([100, 100, M], dtype=torch.int32, device="cuda")
+    for seed in range(2):
+        here = [t.cuda() for t in random_mx_groups(M, 3, N, K, seed)]
+        calls.append([*here, None, Out((M, N), torch.bfloat16), None, ends])
+    problem = GroupedGemmProblem(M, N, K, 3)
+    assert_repeats_on_two_streams(bound(bench.kernel, bench.device, problem), calls)
