@@ -8,48 +8,14 @@ import torch
 from torch import Tensor
 
 from aiter_mx.fallbacks import quantize_torch
-from aiter_mx.kernels.quantize import KERNELS, QuantizeProblem
+from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.quantize.problem import BLOCK
 from aiter_mx.kernels.spec import Config, KernelSpec
-from aiter_mx.launch import bind
 from aiter_mx.layouts import padded_shape
 from aiter_mx.numerics import FORMATS
-from aiter_mx.target import target_of
+from op_tests.launches import Out, launch, poisoned
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OFFSETS = {"int32": torch.int32, "int64": torch.int64}
-ROWS, STAGED, TILES = KERNELS[:3]
-
-# Between them every dtype, format, mode, destination, block and layout, in few code objects.
-ROWS_VARIANTS = (
-    QuantizeProblem(1, 32, "bf16"),
-    QuantizeProblem(1, 32, "fp16", mode="floor"),
-    QuantizeProblem(1, 32, "fp32", mode="floor"),
-    QuantizeProblem(1, 32, "fp32", format="e2m1"),
-)
-TILES_VARIANTS = (
-    QuantizeProblem(32, 32, "bf16", "both"),
-    QuantizeProblem(32, 32, "fp16", "both", mode="floor", layout="16x4"),
-    QuantizeProblem(32, 32, "fp32", "both", mode="floor", format="e2m1", layout="32_4_4"),
-    QuantizeProblem(32, 32, "fp32", "columns", layout="256x8"),
-    QuantizeProblem(32, 32, "bf16", "both", block="32x32", layout="32_8"),
-    QuantizeProblem(32, 32, "bf16", "both", format="e2m1"),
-    QuantizeProblem(32, 32, "fp16", "both", mode="floor", format="e2m1"),
-)
-STAGED_VARIANTS = tuple(
-    dict.fromkeys(replace(p, layout="row_major") for p in TILES_VARIANTS if p.to == "both")
-)
-GROUPED_VARIANTS = (
-    (ROWS, QuantizeProblem(1, 32, "bf16", groups=1)),
-    (TILES, QuantizeProblem(1, 32, "bf16", "both", groups=1)),
-)
-
-
-def name_of(problem: QuantizeProblem) -> str:
-    """A test's name for a variant: what differs from the defaults."""
-    defaults = QuantizeProblem(problem.M, problem.N)
-    changed = [str(v) for k, v in vars(problem).items() if v != getattr(defaults, k)]
-    return "-".join(changed) or "default"
 
 
 def draw(
@@ -73,18 +39,6 @@ def draw(
     like = (normal * 2.0 ** exponents.repeat_interleave(32)[:count]).to(dtype)
     finite = torch.where(values.isfinite(), values, torch.zeros((), dtype=dtype))
     return torch.where(kind == 0, values, torch.where(kind == 1, finite, like)).view(shape)
-
-
-def guarded(shape: tuple[int, ...] | None, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    """A poisoned output within poisoned memory: the output, and all of it."""
-    if shape is None:
-        return None, None
-    guard, count = 256, 1
-    for size in shape:
-        count *= size
-    size_bytes = count * dtype.itemsize
-    memory = torch.full((size_bytes + 2 * guard,), 0x5A, dtype=torch.uint8)
-    return memory[guard : guard + size_bytes].view(dtype).view(shape), memory
 
 
 def output_shapes(problem: QuantizeProblem) -> list[tuple[tuple[int, ...] | None, torch.dtype]]:
@@ -113,28 +67,21 @@ def assert_as_reference(
     config: Config | None = None,
 ) -> None:
     """Launch a kernel, and compare every byte that it wrote, and left alone, with the reference."""
-    target = target_of(device)
-    assert kernel.refusal(target, problem) is None
-    config = config or kernel.configure(target, problem)
-    kernel.check_config(config)
     shapes = output_shapes(problem)
-    expected = [guarded(*each) for each in shapes]
-    quantize_torch.run(problem, (x, offsets, *(out for out, _ in expected)), {})
-    here = [None if t is None else t.to(device) for t in (x, offsets)]
-    memory = [None if m is None else m.to(device) for _, m in (guarded(*each) for each in shapes)]
-    outs = [
-        None if m is None else m[256 : 256 + out.nbytes]
-        for m, (out, _) in zip(memory, expected, strict=True)
-    ]
-    index = torch.cuda.current_device() if device.type == "cuda" else 0
-    run = bind(kernel, target, problem, config, index)
-    tensors = (*here, *outs)
-    run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+    expected = [None if shape is None else poisoned(shape, dtype) for shape, dtype in shapes]
+    quantize_torch.run(problem, (x, offsets, *expected), {})
+    outs = [None if shape is None else Out(shape, dtype) for shape, dtype in shapes]
+    results = iter(launch(kernel, device, problem, config, (x, offsets, *outs)))
     names = ("rows", "row scales", "columns", "column scales", "padded offsets")
-    for name, got, (_, want) in zip(names, memory, expected, strict=True):
+    for name, want in zip(names, expected, strict=True):
         if want is not None:
-            wrong = (got.cpu() != want).nonzero()
+            wrong = (next(results).view(torch.uint8) != want.view(torch.uint8)).nonzero()
             assert not len(wrong), f"{name} of {problem}: {len(wrong)} bytes, {wrong[0]} first"
+
+
+def offsets_of(sizes: list[int], first: int, dtype: torch.dtype) -> Tensor:
+    """Where groups of these sizes begin, the first at row ``first``."""
+    return torch.tensor([first, *sizes], dtype=torch.int64).cumsum(0).to(dtype)
 
 
 def resized(problem: QuantizeProblem, **sizes: object) -> QuantizeProblem:

@@ -11,21 +11,19 @@ from torch import Tensor
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import CaptureError
-from aiter_mx.kernels.quantize import QuantizeProblem
+from aiter_mx.kernels.quantize import KERNELS, QuantizeProblem
 from aiter_mx.target import hardware
 from aiter_mx.trial import try_out
 from aiter_mx.workloads import workload_of
-from op_tests.quantize.cases import TILES, draw
+from op_tests.launches import same_bytes as equal
+from op_tests.quantize.cases import draw
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Tensors = tuple[Tensor, ...]
 
 
-def equal(got: Tensor, expected: Tensor) -> bool:
-    return got.shape == expected.shape and torch.equal(
-        got.view(torch.uint8), expected.view(torch.uint8)
-    )
+TILES = next(kernel for kernel in KERNELS if kernel.name == "tiles")
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> Tensor:
