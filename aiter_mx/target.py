@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,7 @@ class Target:
         cu_num: compute units (AMD) or streaming multiprocessors (NVIDIA).
         wave_size: lanes of a wave or warp.
         name: the device's own name, for people.
+        exact_sums: whether kernels that add with fewer bits than fp32 are out of the question.
     """
 
     arch: str
@@ -33,6 +34,7 @@ class Target:
     cu_num: int
     wave_size: int
     name: str
+    exact_sums: bool = False
 
 
 CPU = Target(arch="cpu", runtime="none", cu_num=0, wave_size=1, name="CPU")
@@ -110,17 +112,42 @@ def gpu_target(index: int) -> Target:
     return Target(arch, runtime, properties.multi_processor_count, wave_size, properties.name)
 
 
-def target_of(device: torch.device) -> Target:
-    """The target that tensors on ``device`` run on.
+OFF = ("", "0", "false", "no", "off")
+"""Values of environment variables that ask for nothing, in any case."""
+ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+"""What ``os.environ`` stands on: asking it takes a tenth of the time, and calls ask."""
+EXACT_SUMS: Any = getattr(os.environ, "encodekey", str)("AITER_MX_EXACT_SUMS")
+
+
+def wants_exact_sums() -> bool:
+    """Whether ``AITER_MX_EXACT_SUMS`` asks for sums that are as exact as fp32's."""
+    return os.environ.get("AITER_MX_EXACT_SUMS", "").lower() not in OFF
+
+
+def with_sums(target: Target, exact_sums: bool | None) -> Target:
+    """``target`` with exact sums or without, None for what the environment asks for.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if exact_sums not in (None, False, True):
+        raise TypeError(f"exact_sums must be True, False or None, got {exact_sums!r}")
+    exact = wants_exact_sums() if exact_sums is None else bool(exact_sums)
+    return target if exact == target.exact_sums else replace(target, exact_sums=exact)
+
+
+def target_of(device: torch.device, exact_sums: bool | None = None) -> Target:
+    """The target that tensors on ``device`` run on; for ``exact_sums`` see ``with_sums``.
 
     Raises:
         ValueError: a device that is neither a CPU nor a CUDA/ROCm GPU, or the environment asks for
             a simulator that there is not.
     """
     if device.type == "cpu":
-        return cpu_target()
+        return with_sums(cpu_target(), exact_sums)
     if device.type == "cuda":
         import torch
 
-        return gpu_target(torch.cuda.current_device() if device.index is None else device.index)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return with_sums(gpu_target(index), exact_sums)
     raise ValueError(f"tensors must be on a GPU or on the CPU, got device {device}")

@@ -25,6 +25,7 @@ def warmup(
     device: torch.device | str | None = None,
     jobs: int | None = None,
     on_built: OnBuilt | None = None,
+    exact_sums: bool | None = None,
     **shape: object,
 ) -> list[Route]:
     """Make every kernel that these shapes route to ready to launch, building in parallel.
@@ -37,6 +38,7 @@ def warmup(
         device: where the calls will be; by default torch's current GPU, else the CPU.
         jobs: compilers at a time; by default one for each core.
         on_built: called after each build with its request and code object, for progress.
+        exact_sums: as in the calls.
         shape: the op's problem; each field is a value or an iterable of values, and every
             combination is made ready: ``M=range(1, 17), N=2304, K=6144``.
 
@@ -52,14 +54,21 @@ def warmup(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    target = target_of(device)
+    target = target_of(device, exact_sums)
     problems = make_problems(op, shape)
     if op in LAYERS:
         return [
             made
             for layer in problems
             for name, part in launches_of(op, layer)
-            for made in warmup(name, device=device, jobs=jobs, on_built=on_built, **vars(part))
+            for made in warmup(
+                name,
+                device=device,
+                jobs=jobs,
+                on_built=on_built,
+                exact_sums=exact_sums,
+                **vars(part),
+            )
         ]
     routes = [route(op, target, problem) for problem in problems]
     build_all(build_requests(target, problems, routes), jobs=jobs, on_done=on_built)

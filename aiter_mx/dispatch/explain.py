@@ -12,13 +12,18 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.route import Route
 from aiter_mx.kernels.registry import key_columns, problem_type
 from aiter_mx.kernels.spec import Problem
-from aiter_mx.target import Target, cpu_target, gpu_target, hardware
+from aiter_mx.target import Target, cpu_target, gpu_target, hardware, with_sums
 
 _DTYPE_NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 
 
 def explain(
-    op: str, *, arch: str | None = None, cu_num: int | None = None, **shape: object
+    op: str,
+    *,
+    arch: str | None = None,
+    cu_num: int | None = None,
+    exact_sums: bool | None = None,
+    **shape: object,
 ) -> Route:
     """The route that a call would take, and why.
 
@@ -28,6 +33,8 @@ def explain(
         arch: ``"gfx950"`` or ``"sm_90a"``; by default what torch's current device is, and without
             a GPU what CPU tensors run on (the simulator inside ``aiter_mx.simulate()``).
         cu_num: compute units, where they are not those of the architecture's usual GPU.
+        exact_sums: whether kernels that add with fewer bits than fp32 are passed over; None for
+            what ``AITER_MX_EXACT_SUMS`` says, as in calls.
         shape: the op's problem, such as ``M=1, N=2304, K=6144, out_dtype="bf16"``.
 
     Returns:
@@ -46,6 +53,7 @@ def explain(
         if not isinstance(cu_num, int) or cu_num < 1:
             raise ValueError(f"cu_num must be a whole number of at least 1, got {cu_num!r}")
         target = replace(target, cu_num=cu_num)
+    target = with_sums(target, exact_sums)
     key_columns(op)  # an op that is several launches has no route
     return route(op, target, make_problem(op, shape))
 

@@ -44,7 +44,7 @@ from aiter_mx.ops.library import (
     with_memory,
 )
 from aiter_mx.plan import Plans, bind, falls_back
-from aiter_mx.target import Target, cpu_target, target_of
+from aiter_mx.target import ENVIRONMENT, EXACT_SUMS, Target, cpu_target, target_of
 
 _FP8 = (torch.float8_e4m3fn,)
 _PART_ALIGNMENT = 256  # bytes
@@ -63,6 +63,7 @@ class Options(NamedTuple):
     block_m: int | None
     reduce: int
     out_dtype: torch.dtype
+    exact_sums: bool | None = None
 
 
 @in_clear
@@ -91,6 +92,7 @@ def fused_moe(
     reduce: bool = True,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    exact_sums: bool | None = None,
 ) -> Tensor:
     """A mixture of experts: each token's weighted sum over its experts' two-layer networks.
 
@@ -133,6 +135,7 @@ def fused_moe(
         out_dtype: dtype of the result, bf16, fp16 or fp32; by default x's, bf16 where x is
             quantised. Another one than x's only where x is quantised.
         out: where to write the result; it may not overlap an input.
+        exact_sums: as for ``moe_gemm``.
 
     Returns:
         ``[M, H]``, without a reduction ``[M, top_k + shared_experts, H]``, or ``out``.
@@ -150,7 +153,15 @@ def fused_moe(
     out_dtype = out_dtype or _usual_dtype(x, x_scale)
     apart = int(reduce)
     options = Options(
-        num_experts, shared_experts, activation, layout, swiglu, block_m, apart, out_dtype
+        num_experts,
+        shared_experts,
+        activation,
+        layout,
+        swiglu,
+        block_m,
+        apart,
+        out_dtype,
+        exact_sums,
     )
     return _call(inputs, options, out)
 
@@ -175,6 +186,7 @@ def fused_moe_masked(
     bias2: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    exact_sums: bool | None = None,
 ) -> Tensor:
     """``fused_moe`` over rows that are with their experts already, as a low-latency dispatch of
     expert parallelism leaves them. Rows past an expert's count are neither read nor written.
@@ -198,6 +210,7 @@ def fused_moe_masked(
         bias2: see w1q.
         out_dtype: as for ``fused_moe``.
         out: where to write the result; it may not overlap an input.
+        exact_sums: as for ``fused_moe``.
 
     Returns:
         ``[E, max_tokens, H]``, or ``out``. No weights are applied.
@@ -224,7 +237,7 @@ def fused_moe_masked(
     block_m = block_of(rows if expected_m is None else min(expected_m, rows))
     swiglu = swiglu_of(activation, alpha, beta, limit)
     out_dtype = out_dtype or _usual_dtype(x, x_scale)
-    options = Options(None, 0, activation, layout, swiglu, block_m, -1, out_dtype)
+    options = Options(None, 0, activation, layout, swiglu, block_m, -1, out_dtype, exact_sums)
     of_rows = None if out is None else out.view(E * rows, 1, H)
     result = _call((*inputs, x_scale, None), options, of_rows)
     return result.view(shape) if out is None else out
@@ -260,6 +273,7 @@ def _fused_moe(inputs: tuple[Tensor | None, ...], options: Options, out: Tensor 
         (expert_map is None, *[each is None for each in optional], num_tokens is None),
         options,
         x.is_cuda or cpu_target(),
+        ENVIRONMENT.get(EXACT_SUMS),
     )
     plan = _plans.by_call.get(call)
     if plan is None:
@@ -380,7 +394,7 @@ def _plan(inputs: Sequence[Tensor | None], options: Options) -> _Plan:
     result = (problem.M, *slots, problem.hidden)
     if problem.M == 0 or not layer:
         return _Plan(problem, result, (), False, 0, {})
-    target = target_of(device)
+    target = target_of(device, options.exact_sums)
     try:
         runs = tuple(bind(op, target, part, device) for op, part in layer)
     except CaptureError as error:  # of one launch: what the caller can warm is the layer
@@ -425,7 +439,7 @@ def _takes_tensors(layer: Sequence[tuple[str, Problem]], target: Target) -> bool
 def _check(inputs: Sequence[Tensor | None], options: Options) -> FusedMoeProblem:
     """The problem that these arguments pose; raises as ``fused_moe`` documents."""
     x, w1q, w1s, w2q, w2s, topk_ids, topk_weights, expert_map, bias1, bias2, *more = inputs
-    num_experts, shared, activation, layout, swiglu, block_m, reduce, out_dtype = options
+    num_experts, shared, activation, layout, swiglu, block_m, reduce, out_dtype, _ = options
     x_scale, num_tokens = more
     assert x is not None
     device = check_tensor(
@@ -498,8 +512,10 @@ def _check(inputs: Sequence[Tensor | None], options: Options) -> FusedMoeProblem
 
 
 def _run(*arguments: Any, out: Tensor | None = None) -> Tensor:
-    *options, swiglu, block_m, reduce, out_dtype = arguments[len(_NAMES) :]
-    made = Options._make((*options, tuple(swiglu), block_m, reduce, out_dtype))
+    options = arguments[len(_NAMES) :]  # without the last where it is at its default
+    made = Options._make(
+        (*options[:4], tuple(options[4]), *options[5:8], *(options[8:] or (None,)))
+    )
     return _fused_moe(arguments[: len(_NAMES)], made, out)
 
 
@@ -514,7 +530,8 @@ _through_torch = register_with_out(
     "Tensor x, Tensor w1q, Tensor w1s, Tensor w2q, Tensor w2s, Tensor topk_ids, "
     "Tensor topk_weights, Tensor? expert_map, Tensor? bias1, Tensor? bias2, Tensor? x_scale, "
     "Tensor? num_tokens, SymInt? num_experts, SymInt shared_experts, str activation, str layout, "
-    "float[] swiglu, SymInt? block_m, SymInt reduce, ScalarType out_dtype",
+    "float[] swiglu, SymInt? block_m, SymInt reduce, ScalarType out_dtype, "
+    "bool? exact_sums=None",
     "Tensor",
     _run,
     _fake,

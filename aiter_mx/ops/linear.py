@@ -34,7 +34,7 @@ from aiter_mx.ops.library import (
     with_memory,
 )
 from aiter_mx.plan import Plans, bind
-from aiter_mx.target import cpu_target, target_of
+from aiter_mx.target import ENVIRONMENT, EXACT_SUMS, cpu_target, target_of
 
 _X_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -49,11 +49,13 @@ def linear(
     out: torch.Tensor | None = None,
     *,
     pdl: bool = False,
+    exact_sums: bool | None = None,
 ) -> torch.Tensor:
     """``y[m, n] = sum_k x[m, k] * w[n, k] + bias[n]`` over MX-FP8 operands.
 
     Products are accumulated in fp32 and rounded once, but that Hopper's ``wgmma_fp8``, which
-    16-bit results up to M = 64 may get, adds those of blocks by 14 bits. Results are bitwise
+    16-bit results up to M = 64 may get, adds those of blocks by 14 bits: within 2^-8 of the sum of
+    their magnitudes, for random operands within 2^-10. Results are bitwise
     the same on every run. The call does not synchronise, and after ``aiter_mx.warmup`` it can be
     captured into a graph. There is no gradient: where torch records one for activations or bias,
     its backward pass raises.
@@ -78,6 +80,8 @@ def linear(
             itself: a linear with ``pdl``, or on Hopper a quantisation, but one along rows with
             row-major scales of 32 elements each.
             Targets and kernels without it ignore it.
+        exact_sums: pass over kernels that add with fewer bits than fp32; None for what
+            ``AITER_MX_EXACT_SUMS`` says.
 
     Returns:
         ``[..., N]``, or ``out``.
@@ -109,7 +113,7 @@ def linear(
 
             def call(xq: torch.Tensor, xs: Any, ws: torch.Tensor, out: Any) -> torch.Tensor:
                 result: torch.Tensor = _through_torch(
-                    (xq, xs, wq, ws, bias, out_dtype, pdl), out, out_dtype
+                    (xq, xs, wq, ws, bias, out_dtype, pdl, exact_sums), out, out_dtype
                 )
                 return result
 
@@ -119,9 +123,14 @@ def linear(
             if isinstance(xq, torch.Tensor):
                 xq, xs = _with_adjacent_rows(xq), _with_adjacent_rows(xs)
             return call(xq, xs, ws, out)
-        return _linear(xq, xs, wq, ws, bias, out_dtype, pdl, out)
+        return _linear(xq, xs, wq, ws, bias, out_dtype, pdl, exact_sums, out)
     except Exception as error:
-        name_obstacle(linear, error, (xq, xs, wq, ws, bias, out_dtype, out), {"pdl": pdl})
+        name_obstacle(
+            linear,
+            error,
+            (xq, xs, wq, ws, bias, out_dtype, out),
+            {"pdl": pdl, "exact_sums": exact_sums},
+        )
         raise
 
 
@@ -136,6 +145,7 @@ def _linear(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     pdl: bool = False,
+    exact_sums: bool | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     call = (
@@ -152,6 +162,8 @@ def _linear(
         None if xs is None else (xs.shape, xs.dtype, xs.device),
         None if bias is None else (bias.shape, bias.dtype, bias.device),
         xq.is_cuda or cpu_target(),
+        exact_sums,
+        ENVIRONMENT.get(EXACT_SUMS),
         pdl,
     )
     found = _plans.by_call.get(call)
@@ -162,7 +174,7 @@ def _linear(
                 return _linear(xq, xs, wq, ws, bias, out_dtype, pdl, out)
 
             return _as_matrices(again, xq, xs, wq, ws, out)
-        found = _plans.keep(call, _plan(xq, xs, wq, ws, bias, out_dtype, pdl))
+        found = _plans.keep(call, _plan(xq, xs, wq, ws, bias, out_dtype, pdl, exact_sums))
     run, shape, new_result = found
 
     if not (
@@ -263,6 +275,7 @@ def _plan(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     pdl: bool,
+    exact_sums: bool | None,
 ) -> tuple[Run | None, tuple[int, int], Callable[[], torch.Tensor]]:
     """What computes such a call (None for an empty result), the result's shape, what makes it."""
     problem = problem_of(xq, xs, wq, ws, bias, out_dtype, pdl)
@@ -270,7 +283,9 @@ def _plan(
     new_result = partial(  # in half of the time of torch.empty
         torch.empty_strided, shape, (problem.N, 1), dtype=out_dtype, device=device
     )
-    run = None if 0 in shape or xq.is_meta else bind("linear", target_of(device), problem, device)
+    if 0 in shape or xq.is_meta:
+        return None, shape, new_result
+    run = bind("linear", target_of(device, exact_sums), problem, device)
     return run, shape, new_result
 
 
@@ -333,7 +348,7 @@ def problem_of(
 
 
 def _fake(*arguments: Any) -> torch.Tensor:
-    problem = problem_of(*arguments)
+    problem = problem_of(*arguments[:7])  # what of them bears on the shape
     shape, dtype = (problem.M, problem.N), DTYPES[problem.out_dtype]
     fake: torch.Tensor = arguments[0].new_empty(shape, dtype=dtype)
     return fake
@@ -342,7 +357,8 @@ def _fake(*arguments: Any) -> torch.Tensor:
 _through_torch = register_with_out(
     "linear",
     "Tensor xq, Tensor? xs, Tensor wq, Tensor ws, Tensor? bias=None, "
-    "ScalarType out_dtype=15, bool pdl=False",  # torch.bfloat16, as schemas number dtypes
+    # 15 is torch.bfloat16, as schemas number dtypes
+    "ScalarType out_dtype=15, bool pdl=False, bool? exact_sums=None",
     "Tensor",
     _linear,
     _fake,

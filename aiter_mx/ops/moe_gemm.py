@@ -36,7 +36,7 @@ from aiter_mx.ops.checks import (
 )
 from aiter_mx.ops.library import in_clear, is_traced, register_with_out, wants_gradient
 from aiter_mx.plan import Plans, bind
-from aiter_mx.target import cpu_target, target_of
+from aiter_mx.target import ENVIRONMENT, EXACT_SUMS, cpu_target, target_of
 
 _FP8 = (torch.float8_e4m3fn,)
 _INT32 = (torch.int32,)
@@ -55,6 +55,7 @@ class Options(NamedTuple):
         activation: ``none``, or as ``moe_gemm_activated`` takes it.
         layout: likewise.
         swiglu: alpha, beta and limit of swiglu_oai, else nothing.
+        exact_sums: as the public functions take it.
     """
 
     out_dtype: str
@@ -66,6 +67,7 @@ class Options(NamedTuple):
     activation: str = "none"
     layout: str = "halves"
     swiglu: tuple[float, ...] = ()
+    exact_sums: bool | None = None
 
 
 @in_clear
@@ -87,13 +89,15 @@ def moe_gemm(
     ids: str = "vllm",
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
+    exact_sums: bool | None = None,
 ) -> Tensor:
     """``y[t] = (x[t // a_div] @ w[expert of t].T + bias[expert of t]) * weight of t``.
 
     ``t = token * top_k + slot`` is a routed row, and the lists of ``moe_align`` or ``moe_sort`` say
     which expert has it. Products are accumulated in fp32 and rounded once, but that Hopper's
     ``wgmma_fp8`` kernel, which some bf16 and activated results may get, adds those of a block with
-    some 14 bits. Results are bitwise the same on every run. The call does not synchronise, and
+    some 14 bits: within 2^-8 of the sum of their magnitudes, for random operands within 2^-10.
+    Results are bitwise the same on every run. The call does not synchronise, and
     after ``aiter_mx.warmup`` it can be captured into a graph and replayed with other routings in
     the same buffers. There is no gradient: where torch records one for routing weights or bias, its
     backward pass raises.
@@ -122,6 +126,8 @@ def moe_gemm(
         out_dtype: dtype of the result: bf16, fp16 or fp32.
         out: where to write the result; it begins at a multiple of four elements, as tensors do that
             are no views, and may not overlap an input.
+        exact_sums: pass over kernels that add with fewer bits than fp32; None for what
+            ``AITER_MX_EXACT_SUMS`` says.
 
     Returns:
         ``[num_valid_tokens, N]``, or ``out``. Rows that no valid id names are left as they are.
@@ -141,6 +147,7 @@ def moe_gemm(
         as_whole_number(block_m),
         as_whole_number(a_div),
         ids,
+        exact_sums=exact_sums,
     )
     lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     return _moe_gemm((xq, xs, wq, ws, *lists, topk_weights, bias), options, out)[0]
@@ -167,6 +174,7 @@ def moe_gemm_activated(
     a_div: int = 1,
     bias: Tensor | None = None,
     ids: str = "vllm",
+    exact_sums: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The first GEMM of an expert layer: gate and up, their activation, and its quantisation.
 
@@ -198,6 +206,7 @@ def moe_gemm_activated(
         a_div: as for ``moe_gemm``.
         bias: likewise.
         ids: likewise.
+        exact_sums: likewise.
 
     Returns:
         payload float8_e4m3fn ``[num_valid_tokens, N // 2]`` and scale uint8 ``[num_valid_tokens,
@@ -218,6 +227,7 @@ def moe_gemm_activated(
         activation,
         layout,
         swiglu,
+        exact_sums,
     )
     lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     out, scales = _moe_gemm((xq, xs, wq, ws, *lists, None, bias), options, None)
@@ -273,6 +283,7 @@ def plan_of(inputs: tuple[Tensor | None, ...], options: Options) -> Plan:
         (weights is None, bias is None),
         options,
         xq.is_cuda or cpu_target(),
+        ENVIRONMENT.get(EXACT_SUMS),
     )
     found = _plans.by_call.get(call)
     if found is None:
@@ -326,7 +337,7 @@ def _plan(inputs: tuple[Tensor | None, ...], options: Options) -> Plan:
     device = inputs[0].device
     if problem.routed == 0 or problem.N == 0 or problem.blocks == 0:
         return Plan(problem, "none", None)
-    target = target_of(device)
+    target = target_of(device, options.exact_sums)
     backend = route("moe_gemm", target, problem).backend
     run = bind("moe_gemm", target, problem, device)
     return Plan(problem, backend, run)
@@ -335,7 +346,7 @@ def _plan(inputs: tuple[Tensor | None, ...], options: Options) -> Plan:
 def _problem_of(inputs: tuple[Tensor | None, ...], options: Options) -> MoeGemmProblem:
     """The problem that these arguments pose; raises as ``moe_gemm`` documents."""
     xq, xs, wq, ws, sorted_ids, expert_ids, post_padded, weights, bias = inputs
-    out_dtype, routed, top_k, block_m, a_div, ids, activation, layout, swiglu = options
+    out_dtype, routed, top_k, block_m, a_div, ids, activation, layout, swiglu, _ = options
     device = check_tensor("xq", xq, _FP8, ("rows", "K")).device
     assert xq is not None
     rows, K = xq.shape
@@ -415,12 +426,14 @@ def _refuse_other_blocks(ids: int, experts: int, routed: int, block_m: int) -> N
 
 def _flat(inputs: tuple[Tensor | None, ...], options: Options) -> tuple[Any, ...]:
     """The arguments of torch's op, whose schema has lists for tuples."""
-    return (*inputs, *options[:-1], list(options.swiglu))
+    return (*inputs, *options[:8], list(options.swiglu), options.exact_sums)
 
 
 def _unflat(arguments: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], Options]:
-    *options, swiglu = arguments[len(_NAMES) :]
-    return arguments[: len(_NAMES)], Options._make((*options, tuple(swiglu)))
+    options = arguments[len(_NAMES) :]  # without the last where it is at its default
+    return arguments[: len(_NAMES)], Options._make(
+        (*options[:8], tuple(options[8]), *(options[9:] or (None,)))
+    )
 
 
 def _run(*arguments: Any, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -445,7 +458,7 @@ _through_torch = register_with_out(
     "Tensor xq, Tensor xs, Tensor wq, Tensor ws, Tensor sorted_token_ids, Tensor expert_ids, "
     "Tensor num_tokens_post_padded, Tensor? topk_weights, Tensor? bias, str out_dtype, "
     "SymInt num_valid_tokens, SymInt top_k, SymInt block_m, SymInt a_div, str ids, "
-    "str activation, str layout, float[] swiglu",
+    "str activation, str layout, float[] swiglu, bool? exact_sums=None",
     "(Tensor, Tensor)",
     _run,
     _fake,

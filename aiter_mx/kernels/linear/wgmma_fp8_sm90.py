@@ -52,8 +52,12 @@ _GROUPS = tuple(
 MAX_M = 64
 MAX_SIZE = (1 << 31) - 1
 ACCUMULATION_ERROR = 2.0**-10
-"""Of a sum, relative to the sum of its products' magnitudes. The matrix unit adds the 32 products
-of a block with some 14 bits; random payloads were at most half as far off."""
+"""Of a sum, relative to the sum of its products' magnitudes, for random payloads, which were at
+most half as far off; MOST_ACCUMULATION_ERROR bounds it for any."""
+MOST_ACCUMULATION_ERROR = 2.0**-8
+"""Likewise, for any operands. The matrix unit shifts the 32 products of a block to the exponent of
+the largest and cuts them 13 bits below it, and then the sum: 32 times less than 2^-13 of a block's
+largest product."""
 _X_IS_A_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
 _FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
 _FEWEST_OWN_WEIGHTS = 500_000
@@ -200,6 +204,8 @@ _layout = where_it_fits(layout)
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if problem.M > MAX_M:
         return f"M={problem.M} is above {MAX_M}, the most rows of a tile of wgmma_fp8"
+    if target.exact_sums:
+        return "wgmma_fp8 adds the products of a block with 14 bits, and exact sums are asked for"
     if problem.out_dtype == "fp32":
         return "wgmma_fp8 sums a block with 14 bits: enough for 16-bit results, not for fp32"
     if problem.K % CHUNK:

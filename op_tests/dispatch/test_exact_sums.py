@@ -1,0 +1,194 @@
+"""Sums as exact as fp32's, where they are asked for; and how inexact others may be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import aiter_mx
+from aiter_mx.dispatch.tables import load_rows
+from aiter_mx.kernels.linear.wgmma_fp8_sm90 import ACCUMULATION_ERROR, MOST_ACCUMULATION_ERROR
+from aiter_mx.ops import linear as linear_module
+from aiter_mx.target import hardware, target_of, wants_exact_sums
+from op_tests.mx_reference import random_mx
+
+SWITCH = "AITER_MX_EXACT_SUMS"
+ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "FALSE", "no", "Off")
+SHAPES = [
+    ("linear", {"M": 32, "N": 4096, "K": 4096}),
+    ("linear", {"M": 64, "N": 2311, "K": 6144}),
+    ("moe_gemm", {"M": 128, "N": 1536, "K": 6144, "E": 64, "top_k": 4}),
+]
+
+
+@pytest.mark.parametrize(("op", "shape"), SHAPES, ids=str)
+def test_exact_sums_pass_over_what_adds_with_fewer_bits(
+    op: str, shape: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = aiter_mx.explain(op, arch="sm_90a", **shape)
+    assert usual.kernel == "wgmma_fp8"
+    exact = aiter_mx.explain(op, arch="sm_90a", exact_sums=True, **shape)
+    assert exact.kernel != "wgmma_fp8"
+    assert "14 bits, and exact sums are asked for" in exact.reason
+    monkeypatch.setenv(SWITCH, "1")
+    assert aiter_mx.explain(op, arch="sm_90a", **shape) == exact
+    assert aiter_mx.explain(op, arch="sm_90a", exact_sums=False, **shape) == usual
+
+
+def test_no_row_gives_inexact_sums_where_exact_ones_are_asked_for() -> None:
+    for op in ("linear", "moe_gemm"):
+        problems = load_rows("sm_90a", op).problems()
+        for problem in problems[:: max(1, len(problems) // 150)]:
+            chosen = aiter_mx.explain(op, arch="sm_90a", exact_sums=True, **vars(problem))
+            assert chosen.kernel != "wgmma_fp8", problem
+
+
+@pytest.mark.parametrize("text", [*ON, *OFF])
+def test_the_variable_reads_as_words(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, text)
+    assert wants_exact_sums() == (text in ON)
+    assert target_of(torch.device("cpu")).exact_sums == (text in ON)
+    assert target_of(torch.device("cpu"), exact_sums=False) == target_of(torch.device("cpu"), False)
+
+
+def operands() -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return (*random_mx(4, 64, generator), *random_mx(8, 64, generator))
+
+
+def test_setting_it_later_counts_in_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool]] = []
+    for name in ("linear", "moe_gemm", "fused_moe"):
+        module = __import__(f"aiter_mx.ops.{name}", fromlist=["bind"])
+
+        def bind(op, target, *others, bind=module.bind):  # type: ignore[no-untyped-def]
+            asked.append((op, target.exact_sums))
+            return bind(op, target, *others)
+
+        monkeypatch.setattr(module, "bind", bind)
+        monkeypatch.setattr(module, "_plans", type(module._plans)())
+    generator = torch.Generator().manual_seed(0)
+    w1 = [t.view(4, 64, -1) for t in random_mx(4 * 64, 64, generator)]
+    w2 = [t.view(4, 64, -1) for t in random_mx(4 * 64, 32, generator)]
+    ids, shares = torch.tensor([[0, 1], [2, 3]]), torch.rand(2, 2)
+    x = torch.randn(2, 64, generator=generator)
+    lists = aiter_mx.moe_align(ids, 4, 4)
+
+    def layer(**options: bool) -> Tensor:
+        return aiter_mx.fused_moe(x, *w1, *w2, ids, shares, **options)
+
+    def gemm(**options: bool) -> Tensor:
+        xq = aiter_mx.quantize(x)
+        return aiter_mx.moe_gemm(*xq, *w1, *lists, 4, 2, 4, a_div=2, **options)
+
+    def activated(**options: bool) -> Tensor:
+        xq = aiter_mx.quantize(x)
+        return aiter_mx.moe_gemm_activated(*xq, *w1, *lists, 4, 2, 4, a_div=2, **options)[0]
+
+    def linear(**options: bool) -> Tensor:
+        return aiter_mx.linear(*operands(), **options)
+
+    for call, binds in ((linear, 1), (gemm, 1), (activated, 1), (layer, 4)):
+        for option in ({}, {"exact_sums": True}, {"exact_sums": False}):
+            for setting in ("0", "1", "0"):
+                monkeypatch.setenv(SWITCH, setting)
+                call(**option)
+        wanted = [option if option is not None else setting for option, setting in
+                  ((None, False), (None, True), (True, True), (True, True), (False, False),
+                   (False, False))]  # fmt: skip
+        assert [exact for _, exact in asked] == [each for each in wanted for _ in range(binds)]
+        asked.clear()
+    assert linear_module._plans.by_call
+    with pytest.raises(TypeError, match="exact_sums must be True, False or None, got 'yes'"):
+        linear(exact_sums="yes")  # type: ignore[arg-type]
+
+
+def test_kernels_of_other_architectures_are_exact() -> None:
+    for op, shape in SHAPES:
+        both = [aiter_mx.explain(op, arch="gfx950", exact_sums=exact, **shape) for exact in (0, 1)]
+        assert both[0] == both[1]
+    assert not hardware("sm_90a").exact_sums
+
+
+def hopper_sums(a: Tensor, b: Tensor) -> Tensor:
+    """Sums of products of 32 e4m3 numbers as Hopper's fp8 ``wgmma`` adds them.
+
+    Products are shifted to the exponent of the largest, which is the sum of its operands', and cut
+    13 bits below it; so is their sum.
+    """
+    exponents = (a.frexp().exponent - 1) + (b.frexp().exponent - 1)
+    products = a * b
+    largest = exponents.masked_fill(products == 0, -99).amax(-1, keepdim=True)
+    step = torch.ldexp(torch.ones_like(products[..., :1]), largest - 13)
+    total = ((products / step).trunc() * step).sum(-1)
+    step = torch.ldexp(torch.ones_like(total), total.frexp().exponent - 1 - 13)
+    return (total / step).trunc() * step
+
+
+def draws(kind: str, count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(len(kind))
+    magnitudes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+
+    def some(low: int, high: int) -> Tensor:
+        picked = torch.randint(low, high, (count, 32), generator=generator)
+        signs = torch.randint(0, 2, picked.shape, generator=generator) * 2 - 1
+        return magnitudes[picked] * signs
+
+    a, b = some(1, 127), some(1, 127)
+    if kind == "positive":
+        return a.abs(), b.abs()
+    if kind == "cancelling":
+        a[:, 16:], b[:, 16:] = a[:, :16], -b[:, :16]
+        b[:, 31] = 0
+        return a, b
+    if kind == "outlier":  # as small as still matters beside one product that is a power of two
+        exponent = torch.randint(7, 9, (count, 2), generator=generator)
+        low = 8 * torch.randint(3, 6, (1,), generator=generator).item()
+        a, b = some(int(low), int(low) + 16).abs(), some(8, 40).abs()
+        a[:, 0], b[:, 0] = 2.0 ** exponent[:, 0], 2.0 ** exponent[:, 1]
+        return a, b
+    if kind == "worst":  # products just under 2^-13 of the first one, all of one sign
+        a, b = torch.full((2, count, 32), 1.375 / 8, dtype=torch.float64)
+        a[:, 0] = b[:, 0] = 16.0
+        power = 2.0 ** torch.randint(-2, 4, (count, 1), generator=generator)
+        return a * power, b / power
+    return a, b
+
+
+KINDS = ("random", "positive", "cancelling", "outlier", "worst")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_stated_error_of_14_bits_is_a_bound(kind: str) -> None:
+    a, b = draws(kind, 2000)
+    assert torch.equal(a.float().to(torch.float8_e4m3fn).double(), a)
+    assert torch.equal(b.float().to(torch.float8_e4m3fn).double(), b)
+    error = (hopper_sums(a, b) - (a * b).sum(-1)).abs() / (a * b).abs().sum(-1)
+    assert error.max() <= MOST_ACCUMULATION_ERROR
+    if kind == "worst":
+        assert error.max() > MOST_ACCUMULATION_ERROR * 0.75  # so that it is no loose bound
+    if kind == "random":
+        assert error.max() <= ACCUMULATION_ERROR
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bound_holds_on_the_gpu(kind: str) -> None:
+    """10,000 blocks in all, in the columns of x, by a row of w each."""
+    if aiter_mx.explain("linear", M=32, N=512, K=4096).kernel != "wgmma_fp8":
+        pytest.skip("not the kernel in question")
+    rows = 2000
+    a, b = draws(kind, rows)
+    weights = torch.zeros(rows, 4096)
+    weights[:, :32] = b
+    w = weights.to(torch.float8_e4m3fn).cuda()
+    scale = torch.full((rows, 128), 127, dtype=torch.uint8, device="cuda")
+    for first in range(0, rows, 32):
+        x = torch.zeros(32, 4096)
+        x[:, :32] = a[first : first + 32]
+        one = scale[:32].contiguous()
+        y = aiter_mx.linear(x.to(torch.float8_e4m3fn).cuda(), one, w, scale).double().cpu()
+        exact = a[first : first + 32] @ b.T
+        most = a[first : first + 32].abs() @ b.abs().T
+        assert ((y - exact).abs() <= MOST_ACCUMULATION_ERROR * most + 2.0**-8 * exact.abs()).all()
