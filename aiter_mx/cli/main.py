@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from aiter_mx._version import __version__
-from aiter_mx.cli import build, cache, demo, explain, info, isa, tables, tune
+from aiter_mx.cli import build, cache, convert, demo, explain, info, isa, tables, tune
 from aiter_mx.errors import AiterMxError
 
 FIELDS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -41,6 +41,7 @@ def _of_all(
 
 app.command()(info.info)
 app.command()(demo.demo)
+app.command()(convert.convert)
 app.command(context_settings=FIELDS)(explain.explain)
 app.command(context_settings=FIELDS, options_metavar="[OP] [OPTIONS]")(build.build)
 app.command(context_settings=FIELDS)(isa.isa)

@@ -282,6 +282,42 @@ def test_dispatched_tokens_come_quantised() -> None:
     assert torch.equal(out, by_our_op(experts, x, (weights, ids), Gate()))
 
 
+def test_converted_checkpoint_loads(tmp_path: Path) -> None:
+    """Names and shapes that ``aiter-mx convert`` writes, by the mapping and loaders of vLLM."""
+    from safetensors.torch import load_file, save_file
+    from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_mapping
+
+    from aiter_mx.integrations.convert import convert
+
+    shapes = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
+    plain = {
+        f"mlp.experts.{expert}.{name}.weight": torch.randn(shape, dtype=BF16)
+        for expert in range(E)
+        for name, shape in shapes.items()
+    }
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "config.json").write_text("{}")
+    save_file(plain, tmp_path / "plain" / "model.safetensors")
+    convert(tmp_path / "plain", tmp_path / "out", "vllm")
+    runner, experts = experts_layer("layers.converted.experts")
+    parameters = {f"mlp.experts.{n}": p for n, p in runner.named_parameters()}
+    mapping = fused_moe_make_expert_params_mapping(runner, "gate_proj", "down_proj", "up_proj", E)
+    loaded = set()
+    for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
+        for parameter_name, weight_name, expert, shard in mapping:
+            if weight_name in name:
+                mapped = name.replace(weight_name, parameter_name)
+                parameters[mapped].weight_loader(parameters[mapped], value, mapped, shard, expert)
+                loaded.add(name)
+    assert len(loaded) == 2 * len(plain)
+    experts.quant_method.process_weights_after_loading(experts)
+    first = torch.cat([plain[f"mlp.experts.2.{name}.weight"] for name in ("gate_proj", "up_proj")])
+    payload, scale = aiter_mx.quantize(first)
+    found = experts.w13_weight[2].view(torch.uint8)
+    assert torch.equal(found, payload.view(torch.uint8))
+    assert torch.equal(experts.w13_weight_scale[2], scale)
+
+
 def test_weights_on_the_input_need_one_expert_a_token() -> None:
     _, experts = experts_layer("layers.input.experts")
     fill_experts(experts, 5)

@@ -1,0 +1,301 @@
+"""A checkpoint in MX-FP8, from a folder of safetensors: shard by shard, piece by piece.
+
+Nothing here imports an engine. A shard appears by atomic rename, so that a conversion that was
+stopped goes on where it was, and what it leaves is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+import aiter_mx
+from aiter_mx.errors import AiterMxError
+from aiter_mx.integrations.layers import is_router, why_not
+from aiter_mx.numerics import BLOCK
+
+ENGINES = ("sglang", "vllm", "transformers")
+"""For whom a checkpoint is written; they differ in names of scales and in the configuration."""
+
+_SCALES = {"sglang": "weight_scale_inv", "vllm": "weight_scale", "transformers": "weight_scale_inv"}
+_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_PIECE_BYTES = 1 << 26
+_STATE = ".aiter_mx_convert.json"
+_INDEX = "model.safetensors.index.json"
+_OFFSETS = "data_offsets"
+_HEADER_LENGTH = 8  # bytes ahead of the header that say how long it is
+
+
+class ConvertError(AiterMxError):
+    """A checkpoint that cannot be converted, or a folder that cannot take the result."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a safetensors file: dtype as the format names it, and where its bytes are."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a conversion did.
+
+    Attributes:
+        quantised: names of weights.
+        kept: why other tensors stay as they are, by name.
+        bytes_before: of all tensors.
+        bytes_after: likewise.
+    """
+
+    quantised: list[str]
+    kept: dict[str, str]
+    bytes_before: int
+    bytes_after: int
+
+
+def convert(
+    source: Path,
+    target: Path,
+    engine: str = "sglang",
+    keep: Sequence[str] = (),
+    on_bytes: Callable[[str, int], None] = lambda shard, count: None,
+) -> Written:
+    """Quantise the linear layers and experts of a checkpoint.
+
+    Args:
+        source: folder with ``config.json`` and ``*.safetensors``.
+        target: folder for the result: a new or empty one, or that of a conversion that was stopped.
+        engine: one of ``ENGINES``.
+        keep: patterns, as file names have them, of modules that stay as they are.
+        on_bytes: called with a shard's name and the bytes of it that were read.
+
+    Raises:
+        ConvertError: not such a folder, a checkpoint that is quantised already, a damaged file, or
+            a target that holds something else.
+    """
+    shards = sorted(source.glob("*.safetensors"))
+    if engine not in ENGINES:
+        raise ConvertError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    if not shards or not (source / "config.json").is_file():
+        raise ConvertError(f"{source} holds no config.json beside *.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method")
+        raise ConvertError(f"{source} is quantised already, by {method!r}")
+    plans = {shard.name: _plan(shard, engine, keep) for shard in shards}
+    _claim(target, source, shards, engine, keep)
+
+    weight_map: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    quantised, before, after = [], 0, 0
+    for shard in shards:
+        tensors, reasons = plans[shard.name]
+        for stored, made in tensors:
+            weight_map |= {each.name: shard.name for each in made}
+            before += stored.end - stored.begin
+            after += sum(each.end - each.begin for each in made)
+            if len(made) > 1:
+                quantised.append(stored.name)
+        kept |= reasons
+        if not (target / shard.name).exists():
+            _write_shard(shard, target / shard.name, tensors, on_bytes)
+        else:
+            on_bytes(shard.name, shard.stat().st_size)
+
+    ignored = sorted(
+        name.removesuffix(".weight")
+        for name, reason in kept.items()
+        if reason not in ("a vector", "an embedding")
+    )
+    config["quantization_config"] = _configuration(engine, ignored)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
+            shutil.copy(path, target / path.name)
+    _write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": after}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_text(target / _INDEX, json.dumps(index, indent=2) + "\n")
+    (target / _STATE).unlink()
+    return Written(quantised, kept, before, after)
+
+
+def _configuration(engine: str, ignored: list[str]) -> dict[str, Any]:
+    if engine == "transformers":
+        return {"quant_method": "aiter_mx", "modules_to_not_convert": ignored}
+    return {
+        "quant_method": "mxfp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [1, BLOCK],
+        "ignored_layers": ignored,
+    }
+
+
+def _claim(
+    target: Path, source: Path, shards: list[Path], engine: str, keep: Sequence[str]
+) -> None:
+    """Make ``target`` the folder of this conversion, or find that it is."""
+    sizes = {shard.name: shard.stat().st_size for shard in shards}
+    of = {"version": aiter_mx.__version__, "engine": engine, "keep": list(keep), "shards": sizes}
+    text = json.dumps(of, indent=2) + "\n"
+    target.mkdir(parents=True, exist_ok=True)
+    state = target / _STATE
+    if state.is_file():
+        if state.read_text() != text:
+            raise ConvertError(
+                f"{target} holds the beginning of another conversion; delete it or name another "
+                "folder"
+            )
+    elif any(target.iterdir()):
+        raise ConvertError(f"{target} is not empty; name a new folder")
+    else:
+        _write_text(state, text)
+    for left_over in target.glob(".*.partial"):
+        left_over.unlink()
+
+
+_Plan = list[tuple[Stored, list[Stored]]]
+
+
+def _plan(shard: Path, engine: str, keep: Sequence[str]) -> tuple[_Plan, dict[str, str]]:
+    """What becomes of each tensor of a shard, and why some stay as they are."""
+    plan, kept, at = [], {}, 0
+    for stored in read_header(shard):
+        reason = _why_kept(stored, keep)
+        made = [(stored.name, stored.dtype, stored.shape)]
+        if reason:
+            kept[stored.name] = reason
+        else:
+            *rows, K = stored.shape
+            stem, dot, last = stored.name.rpartition(".")
+            scale = _SCALES[engine] if last == "weight" else last + "_scale_inv"
+            made = [
+                (stored.name, "F8_E4M3", stored.shape),
+                (f"{stem}{dot}{scale}", "U8", (*rows, K // BLOCK)),
+            ]
+        outputs = []
+        for name, dtype, shape in made:
+            size = stored.end - stored.begin if reason else prod(shape)
+            outputs.append(Stored(name, dtype, shape, at, at + size))
+            at += size
+        plan.append((stored, outputs))
+    return plan, kept
+
+
+def _why_kept(stored: Stored, keep: Sequence[str]) -> str:
+    """Why a tensor stays as it is; nothing if it is quantised."""
+    module, _, last = stored.name.rpartition(".")
+    if len(stored.shape) < 2:
+        return "a vector"
+    is_stacked = len(stored.shape) == 3 and last in ("gate_up_proj", "down_proj")
+    if not is_stacked and (len(stored.shape) != 2 or last != "weight"):
+        return "no weight of a linear layer"
+    if stored.dtype not in _FLOATS:
+        return f"of dtype {stored.dtype}"
+    name = module.rpartition(".")[2]
+    if "embed" in name or name in ("wte", "wpe"):
+        return "an embedding"
+    if name in ("lm_head", "output", "score"):
+        return "the output head"
+    if any(fnmatch(module, pattern) for pattern in keep):
+        return "named by --keep"
+    if is_router(module):
+        return "a router"
+    return why_not("", stored.shape)
+
+
+def read_header(path: Path) -> list[Stored]:
+    """The tensors of a safetensors file, in the order of their bytes.
+
+    Raises:
+        ConvertError: the file is damaged.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_HEADER_LENGTH), "little")
+        if size < _HEADER_LENGTH or _HEADER_LENGTH + length > size:
+            raise ConvertError(f"{path} is cut off: its header would end behind its last byte")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise ConvertError(f"{path} has no readable header: {error}") from error
+    first = _HEADER_LENGTH + length
+    found = [
+        Stored(
+            name, each["dtype"], tuple(each["shape"]), *(first + o for o in each["data_offsets"])
+        )
+        for name, each in header.items()
+        if name != "__metadata__"
+    ]
+    for stored in found:
+        if stored.end > size:
+            raise ConvertError(
+                f"{path} is cut off: {stored.name} would end at byte {stored.end} of {size}"
+            )
+    return sorted(found, key=lambda stored: stored.begin)
+
+
+def _write_shard(
+    source: Path, target: Path, plan: _Plan, on_bytes: Callable[[str, int], None]
+) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for _, made in plan:
+        for each in made:
+            offsets = [each.begin, each.end]
+            header[each.name] = {
+                "dtype": each.dtype,
+                "shape": list(each.shape),
+                _OFFSETS: offsets,
+            }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 16)  # payloads begin where kernels can load them
+    partial = target.with_name(f".{target.name}.partial")
+    with source.open("rb") as reader, partial.open("wb") as writer:
+        writer.write(len(text).to_bytes(_HEADER_LENGTH, "little"))
+        writer.write(text)
+        for stored, made in plan:
+            scales = []
+            for piece in _pieces(reader, stored):
+                on_bytes(source.name, len(piece))
+                if len(made) == 1:
+                    writer.write(piece)
+                    continue
+                rows = torch.frombuffer(piece, dtype=_FLOATS[stored.dtype])
+                payload, scale = aiter_mx.quantize(rows.view(-1, stored.shape[-1]))
+                writer.write(payload.view(torch.uint8).numpy().data)
+                scales.append(scale)
+            for scale in scales:
+                writer.write(scale.numpy().data)
+        writer.flush()
+        os.fsync(writer.fileno())
+    partial.rename(target)
+
+
+def _pieces(reader: BinaryIO, stored: Stored) -> Iterator[bytearray]:
+    """A tensor's bytes, whole rows at a time."""
+    rows = prod(stored.shape[:-1]) or 1
+    row_bytes = max(1, (stored.end - stored.begin) // rows)
+    step = max(1, _PIECE_BYTES // row_bytes) * row_bytes
+    reader.seek(stored.begin)
+    for at in range(stored.begin, stored.end, step):
+        piece = bytearray(reader.read(min(step, stored.end - at)))
+        yield piece
+
+
+def _write_text(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.rename(path)

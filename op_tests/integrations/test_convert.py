@@ -1,0 +1,175 @@
+"""``aiter-mx convert``: what it writes, when it is stopped, and what it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+import aiter_mx
+from aiter_mx.cli.main import app
+from aiter_mx.integrations import convert as module
+from aiter_mx.integrations.convert import ConvertError, convert
+from op_tests.integrations.test_transformers import EXPERTS, SIZES, load
+
+IDS = torch.arange(3, 27).view(2, 12)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(**(SIZES | {"head_dim": 20, "num_attention_heads": 2}), **EXPERTS)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="60KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.parametrize("engine", module.ENGINES)
+def test_weights_are_quantised_and_the_rest_stays(
+    engine: str, source: Path, tmp_path: Path
+) -> None:
+    done = convert(source, tmp_path / "out", engine, keep=["model.layers.1.self_attn.v*"])
+    before, after = tensors(source), tensors(tmp_path / "out")
+    scale_name = "weight_scale" if engine == "vllm" else "weight_scale_inv"
+    assert set(done.quantised) | set(done.kept) == set(before)
+    for name, weight in before.items():
+        if name in done.quantised:
+            payload, scale = aiter_mx.quantize(weight)
+            assert torch.equal(after.pop(name).view(torch.uint8), payload.view(torch.uint8))
+            assert torch.equal(after.pop(name.removesuffix("weight") + scale_name), scale)
+        else:
+            assert torch.equal(after.pop(name), weight)
+    assert not after
+    layer = "model.layers.1"
+    assert done.kept[f"{layer}.mlp.gate.weight"] == "a router"
+    assert done.kept["model.embed_tokens.weight"] == "an embedding"
+    assert done.kept["lm_head.weight"] == "the output head"
+    assert done.kept[f"{layer}.input_layernorm.weight"] == "a vector"
+    assert done.kept[f"{layer}.self_attn.v_proj.weight"] == "named by --keep"
+    assert done.kept[f"{layer}.self_attn.o_proj.weight"] == "K=40 is no multiple of 32"
+    assert f"{layer}.mlp.experts.3.down_proj.weight" in done.quantised
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(tensors(tmp_path / "out"))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    ignored = written["modules_to_not_convert" if engine == "transformers" else "ignored_layers"]
+    assert f"{layer}.self_attn.o_proj" in ignored and "lm_head" in ignored
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+@torch.no_grad()
+def test_transformers_loads_what_was_converted(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "out", "transformers")
+    converted, quantised = load(tmp_path / "out", quantised=False), load(source)
+    assert torch.equal(converted(IDS).logits, quantised(IDS).logits)
+
+
+_SLOWLY = """
+import sys, time
+from pathlib import Path
+from aiter_mx.integrations.convert import convert
+convert(Path(sys.argv[1]), Path(sys.argv[2]), on_bytes=lambda *_: time.sleep(0.002))
+"""
+
+
+@pytest.mark.parametrize("shards", [0, 1, 2])
+def test_killed_and_run_again_it_leaves_the_same_bytes(
+    shards: int, source: Path, tmp_path: Path
+) -> None:
+    convert(source, tmp_path / "whole")
+    target = tmp_path / "killed"
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SLOWLY, str(source), str(target)],
+        env={**os.environ, "PYTHONPATH": str(Path(aiter_mx.__file__).parents[1])},
+    )
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        if (target / module._STATE).exists() and len(list(target.glob("*.safetensors"))) >= shards:
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.001)
+    process.wait()
+    assert (target / module._STATE).exists(), "it was to be killed before it ended"
+    (target / ".model-00001.safetensors.partial").write_bytes(b"cut")
+    convert(source, target)
+    assert digests(target) == digests(tmp_path / "whole")
+
+
+def test_memory_is_that_of_pieces(tmp_path: Path) -> None:
+    source = tmp_path / "plain"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    weight = torch.randn(1 << 16, 2048, dtype=torch.bfloat16)  # 268 MB
+    save_file({"model.up_proj.weight": weight}, source / "model.safetensors")
+    del weight
+    script = (
+        "import resource, sys; from pathlib import Path; import torch, aiter_mx;"
+        "from aiter_mx.integrations.convert import convert;"
+        "aiter_mx.quantize(torch.zeros(32, 32));"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "before = peak(); convert(Path(sys.argv[1]), Path(sys.argv[2])); print(peak() - before)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(source), str(tmp_path / "out")],
+        env={**os.environ, "PYTHONPATH": str(Path(aiter_mx.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(ran.stdout) * 1024 < (1 << 30) + (1 << 28)
+
+
+def test_what_cannot_be_converted_is_said(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConvertError, match=r"holds no config\.json beside \*\.safetensors"):
+        convert(tmp_path, tmp_path / "out")
+    with pytest.raises(ConvertError, match="engine must be one of sglang, vllm, transformers"):
+        convert(source, tmp_path / "out", "ollama")
+    convert(source, tmp_path / "out")
+    with pytest.raises(ConvertError, match="out is not empty; name a new folder"):
+        convert(source, tmp_path / "out")
+    with pytest.raises(ConvertError, match="is quantised already, by 'mxfp8'"):
+        convert(tmp_path / "out", tmp_path / "again")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / module._STATE).write_text("{}")
+    with pytest.raises(ConvertError, match="holds the beginning of another conversion"):
+        convert(source, tmp_path / "begun")
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "config.json").write_text("{}")
+    shard = next(source.glob("*.safetensors")).read_bytes()
+    for length, message in ((4, "header would end behind"), (len(shard) - 1, "would end at byte")):
+        (damaged / "model.safetensors").write_bytes(shard[:length])
+        with pytest.raises(ConvertError, match=message):
+            convert(damaged, tmp_path / "of_damaged")
+
+
+def test_command_lists_what_stays(source: Path, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    ran = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out")])
+    assert ran.exit_code == 0, ran.output
+    assert "a router" in ran.output and "K=40 is no multiple of 32" in ran.output
+    assert "weights in MX-FP8" in ran.output
