@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 
 import torch
 
@@ -15,6 +14,7 @@ from aiter_mx.kernels.registry import LAYERS, launches_of
 from aiter_mx.launch import call
 from aiter_mx.plan import bind, build_requests
 from aiter_mx.target import target_of
+from aiter_mx.workloads import workload_of
 
 OnBuilt = Callable[[BuildRequest, CodeObject], None]
 
@@ -72,10 +72,9 @@ def warmup(
         ]
     routes = [route(op, target, problem) for problem in problems]
     build_all(build_requests(target, problems, routes), jobs=jobs, on_done=on_built)
-    operands_of = import_module(f"aiter_mx.ops.{op}").operands_of
     for problem, chosen in zip(problems, routes, strict=True):
         run = bind(op, target, problem, device)
         if chosen.backend == "triton":  # Triton compiles when it is called
-            for tensors in operands_of(problem, device):
+            for tensors in workload_of(op).calls(problem, device):
                 call(run, *tensors)
     return routes

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
-from aiter_mx.launch import Run, Tensors
+from aiter_mx.launch import Run
 from aiter_mx.layouts import layout_of, padded_shape
 from aiter_mx.ops.checks import (
     BLOCK,
     DTYPE_NAMES,
     DTYPES,
     INDEX_NAMES,
-    INDICES,
     SCALE_DTYPES,
     check_out,
     either,
@@ -341,23 +339,3 @@ _through_torch = register_with_out(
     out_at=6,
     stands_for=lambda out: (out.dtype,),
 )
-
-
-def operands_of(problem: GroupedGemmProblem, device: torch.device) -> Iterator[Tensors]:
-    """Tensors of a call that poses ``problem``, with whatever their memory holds."""
-    M, N, K, G = problem.M, problem.N, problem.K, problem.G
-    leading, rows = ((G,), M // G) if problem.layout == "masked" else ((), M)
-
-    def new(*shape: int, of: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=of, device=device)
-
-    yield (
-        new(M, K, of=torch.float8_e4m3fn),
-        new(*leading, *padded_shape(rows, K // BLOCK, problem.a_scale_layout), of=torch.uint8),
-        new(G, N, K, of=torch.float8_e4m3fn),
-        new(G, *padded_shape(N, K // BLOCK, problem.b_scale_layout), of=torch.uint8),
-        None if problem.bias == "none" else new(G, N, of=DTYPES[problem.bias]),
-        new(M, N, of=DTYPES[problem.out_dtype]),
-        None,
-        new(G, of=INDICES[problem.index]).zero_(),
-    )

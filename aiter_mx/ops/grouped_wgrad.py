@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -11,13 +10,12 @@ from torch import Tensor
 
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.grouped_wgrad.problem import START_COLUMNS
-from aiter_mx.launch import Run, Tensors
+from aiter_mx.launch import Run
 from aiter_mx.ops.checks import (
     BLOCK,
     DTYPE_NAMES,
     DTYPES,
     INDEX_NAMES,
-    INDICES,
     SCALE_DTYPES,
     check_out,
     check_tensor,
@@ -281,23 +279,3 @@ _through_torch = register_with_out(
     out_at=6,
     stands_for=lambda out: (out.dtype,),
 )
-
-
-def operands_of(problem: GroupedWgradProblem, device: torch.device) -> Iterator[Tensors]:
-    """Tensors of a call that poses ``problem``, with whatever their memory holds."""
-    M, N, K, G = problem.M, problem.N, problem.K, problem.G
-
-    def new(*shape: int, of: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=of, device=device)
-
-    bounds = new(G + 1, of=INDICES[problem.index]).zero_()
-    yield (
-        new(N, M, of=torch.float8_e4m3fn),
-        new(N, M // BLOCK, of=torch.uint8),
-        new(K, M, of=torch.float8_e4m3fn),
-        new(K, M // BLOCK, of=torch.uint8),
-        bounds,
-        new(G, N, K, of=DTYPES[problem.out_dtype]),
-        bounds,
-        bounds[1:],
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.launch import Run, Tensors
+from aiter_mx.launch import Run
 from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
@@ -365,21 +365,3 @@ _through_torch = register_with_out(
     out_at=5,
     stands_for=lambda out: (out.dtype,),
 )
-
-
-def operands_of(problem: LinearProblem, device: torch.device) -> Iterator[Tensors]:
-    """Tensors of a call that poses ``problem``, with whatever their memory holds."""
-    M, N, K = problem.M, problem.N, problem.K
-    is_quantised = problem.x_dtype == "e4m3"
-
-    def new(*shape: int, of: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=of, device=device)
-
-    yield (
-        new(M, K, of=torch.float8_e4m3fn if is_quantised else DTYPES[problem.x_dtype]),
-        new(M, K // BLOCK, of=torch.uint8) if is_quantised else None,
-        new(N, K, of=torch.float8_e4m3fn),
-        new(N, K // BLOCK, of=torch.uint8),
-        None if problem.bias == "none" else new(N, of=DTYPES[problem.bias]),
-        new(M, N, of=DTYPES[problem.out_dtype]),
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,12 +9,9 @@ from torch import Tensor
 
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_gemm.problem import most_padded
-from aiter_mx.launch import Run, Tensors, call
+from aiter_mx.launch import Run, call
 from aiter_mx.ops.checks import (
-    BLOCK,
-    DTYPES,
     INDEX_NAMES,
-    INDICES,
     as_whole_number,
     check_expert_ids,
     check_tensor,
@@ -262,28 +258,3 @@ _sort_through_torch = register(
     _sort,
     _sort_fake,
 )
-
-
-def operands_of(problem: MoeAlignProblem, device: torch.device) -> Iterator[Tensors]:
-    """Tensors of calls that pose ``problem``, with and without what calls may leave out."""
-    p = problem
-
-    def new(*shape: int, of: torch.dtype = torch.int32) -> Tensor:
-        return torch.zeros(shape, dtype=of, device=device)
-
-    is_packed, quantizes = p.ids == "aiter", p.x_dtype != "none"
-    for num_tokens in (None, new(1)):
-        if p.routed:
-            yield (
-                new(p.M, p.top_k, of=INDICES[p.id_dtype]),
-                new(p.M, p.top_k, of=torch.float32) if is_packed else None,
-                None if p.expert_map == "none" else new(p.E),
-                num_tokens,
-                new(p.M, p.K, of=DTYPES[p.x_dtype]) if quantizes else None,
-                new(p.max_ids),
-                new(p.max_ids, of=torch.float32) if is_packed else None,
-                new(p.max_ids // p.block_m),
-                new(2),
-                new(p.M, p.K, of=torch.float8_e4m3fn) if quantizes else None,
-                new(p.M, p.K // BLOCK, of=torch.uint8) if quantizes else None,
-            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.fused_moe import refuse_unknown_activation
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
-from aiter_mx.launch import Run, Tensors
+from aiter_mx.launch import Run
 from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
@@ -465,26 +464,3 @@ _through_torch = register_with_out(
     out_at=9,
     stands_for=lambda out: (DTYPE_NAMES[out.dtype],),
 )
-
-
-def operands_of(problem: MoeGemmProblem, device: torch.device) -> Iterator[Tensors]:
-    """Tensors of a call that poses ``problem``, with whatever their memory holds, but for the
-    lists, which have no block in use."""
-    p = problem
-    if p.routed == 0:
-        return
-
-    def new(*shape: int, of: torch.dtype = torch.uint8) -> Tensor:
-        return torch.empty(shape, dtype=of, device=device)
-
-    yield (
-        *(new(p.routed, p.K, of=_FP8[0]), new(p.routed, p.K // BLOCK)),
-        *(new(p.E, p.N, p.K, of=_FP8[0]), new(p.E, p.N, p.K // BLOCK)),
-        new(p.blocks * p.block_m, of=torch.int32),
-        new(p.blocks, of=torch.int32),
-        new(1, of=torch.int32).zero_(),
-        None if p.weights == "none" else new(p.blocks * p.block_m, of=torch.float32),
-        None if p.bias == "none" else new(p.E, p.N, of=DTYPES[p.bias]),
-        new(p.routed, p.out_features, of={**DTYPES, "mxfp8": _FP8[0]}[p.out_dtype]),
-        None if p.activation == "none" else new(p.routed, p.out_features // BLOCK),
-    )

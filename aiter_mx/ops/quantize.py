@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from aiter_mx.kernels.quantize import QuantizeProblem
-from aiter_mx.launch import Tensors
 from aiter_mx.layouts import layout_of, unshuffle_scales
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled, format_of
-from aiter_mx.ops.checks import DTYPES, as_whole_number, refuse_no_tensor
+from aiter_mx.ops.checks import as_whole_number, refuse_no_tensor
 from aiter_mx.ops.library import in_clear, is_traced, register
 from aiter_mx.ops.quantize_call import INPUT_DTYPES, Options, check, empty_outputs, quantized
 
@@ -378,14 +376,3 @@ _quantize_dual_grouped = _register(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     lambda x, offsets, mode, *names: (x, offsets, Options("both", mode, False, *names)),
 )
-
-
-def operands_of(problem: QuantizeProblem, device: torch.device) -> Iterator[Tensors]:
-    """Tensors of a call that poses ``problem``, along rows, with whatever their memory holds."""
-    shape = (problem.matrices, problem.M, problem.N)
-    if 0 in shape:
-        return
-    x = torch.empty(shape, dtype=DTYPES[problem.dtype], device=device)
-    payload = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
-    scale = torch.empty((*shape[:2], problem.N // BLOCK), dtype=torch.uint8, device=device)
-    yield x, None, payload, scale, None, None, None

@@ -64,6 +64,18 @@ def _routing(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | Non
     from aiter_mx.fallbacks import moe_align_torch
 
     every = p.num_experts or p.E
+    align = MoeAlignProblem(
+        *(p.M, p.top_k, every, p.block_m, p.ids, "i64"), expert_map="numbers", drop_absent=1
+    )
+    if device.type == "meta":
+        counts = (align.max_ids, align.max_ids // p.block_m, 2 if p.ids == "aiter" else 1)
+        weights_shape = {"none": None, "by_t": (p.M, p.top_k), "by_place": (align.max_ids,)}[
+            p.weights
+        ]
+        return [
+            *(torch.empty(n, dtype=torch.int32, device=device) for n in counts),
+            None if weights_shape is None else torch.empty(weights_shape, device=device),
+        ]
     slots = min(p.top_k, every)
     experts = torch.rand(p.M, every, dtype=torch.float32).argsort(dim=1)[:, :slots]
     experts = experts.repeat(1, -(-p.top_k // slots))[:, : p.top_k].contiguous()
@@ -71,9 +83,6 @@ def _routing(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | Non
         experts[0, 0] = torch.randint(p.E, ())
     weights = torch.rand(p.M, p.top_k, dtype=torch.float32) + 0.1
     numbers = torch.arange(every, dtype=torch.int32)
-    align = MoeAlignProblem(
-        *(p.M, p.top_k, every, p.block_m, p.ids, "i64"), expert_map="numbers", drop_absent=1
-    )
     by_place = p.weights == "by_place"
     sorted_ids = torch.empty(align.max_ids, dtype=torch.int32)
     packed = by_place or p.ids == "aiter"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import product
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiter_mx.kernels.spec import Problem
@@ -67,6 +68,7 @@ class Workload:
             compiled as for the whole; the simulator runs it in place of the whole.
         problems: the problems that serving a model of the catalogue poses, on so many GPUs
             of an architecture.
+        optional: positions of operands that a caller may leave out, whatever the problem says.
         touched: the experts that a call with these operands reads, for an op that has some.
     """
 
@@ -79,11 +81,36 @@ class Workload:
     sample: Callable[[Problem, float], Problem]
     problems: Callable[[Any, int, str], list[Problem]]
     touched: Callable[[Problem, Operands], int] | None = None
+    optional: tuple[int, ...] = ()
 
     def operands(self, problem: Problem, device: torch.device, number: int = 0) -> Operands:
         """Operands of a problem, the same in every process for the same number."""
         with _seeded(f"{problem} {number}", device):
             return self.draw(problem, device)
+
+    def calls(self, problem: Problem, device: torch.device) -> Iterator[Operands]:
+        """Operands of calls that pose a problem, for each choice of what a caller may leave out.
+
+        Nothing is drawn: their memory holds anything, but for indices, which are zero, so that a
+        launch has next to nothing to do. There are none where a tensor is empty, which nobody
+        launches for.
+        """
+        import torch
+
+        drawn = self.draw(problem, torch.device("meta"))
+        if any(tensor is not None and tensor.numel() == 0 for tensor in drawn):
+            return
+        for kept in product((True, False), repeat=len(self.optional)):
+            is_kept = dict(zip(self.optional, kept, strict=True))
+            operands: Operands = []
+            for at, like in enumerate(drawn):
+                if like is None or not is_kept.get(at, True):
+                    operands.append(None)
+                    continue
+                is_index = like.dtype in (torch.int32, torch.int64)
+                new = torch.zeros if is_index else torch.empty
+                operands.append(new(like.shape, dtype=like.dtype, device=device))
+            yield operands
 
     def another(self, problem: Problem, operands: Operands, number: int) -> Operands:
         """Operands of which only what a call reads from memory is drawn anew, by a number."""

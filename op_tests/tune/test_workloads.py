@@ -15,11 +15,17 @@ import torch
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.moe_align import MoeAlignProblem
+from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
-from aiter_mx.kernels.registry import key_of, stand_ins
+from aiter_mx.kernels.quantize import QuantizeProblem
+from aiter_mx.kernels.registry import find_kernel, key_of, ops, problem_type, stand_ins
 from aiter_mx.kernels.spec import reference
+from aiter_mx.numerics import INDICES
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 from aiter_mx.plan import runner
+from aiter_mx.target import hardware
+from aiter_mx.trial import try_out
 from aiter_mx.workloads import workload_of
 from aiter_mx.workloads.models import MODELS, TENSOR_PARALLEL
 from aiter_mx.workloads.moe_gemm import ROWS
@@ -77,9 +83,18 @@ def test_every_model_poses_linears_that_can_be_tuned() -> None:
     assert not any(p.pdl or p.x_dtype != "e4m3" for p in of_gfx950)
 
 
+def test_every_op_says_how_it_is_tried_out() -> None:
+    for op in ops():
+        assert workload_of(op).op == op
+
+
 def test_unknown_ops_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown op 'conv'"):
         workload_of("conv")
+
+
+def op_of(problem: object) -> str:
+    return next(op for op in ops() if problem_type(op) is type(problem))
 
 
 OTHERS = [
@@ -99,7 +114,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("problem", OTHERS, ids=lambda problem: type(problem).__name__)
 def test_other_ops_judge_their_torch_reference(problem: object) -> None:
-    op = "moe_gemm" if isinstance(problem, MoeGemmProblem) else "grouped_gemm"
+    op = op_of(problem)
     workload = workload_of(op)
     operands = workload.operands(problem, CPU)
     assert 0 < workload.read_bytes(problem, operands) < 3 * workload.read_bytes(problem, None)
@@ -116,6 +131,62 @@ def test_other_ops_judge_their_torch_reference(problem: object) -> None:
         out.view(torch.uint8)[rows[-1]] = first[rows[0]]  # one row is another's
         assert rows.numel() == 1 or not judge(tensors).right
     assert judge(operands).right is False  # other weights give other results
+
+
+LISTS = [
+    MoeAlignProblem(M=30, top_k=3, E=6, block_m=8, expert_map="numbers", drop_absent=1),
+    MoeAlignProblem(M=9, top_k=2, E=5, ids="aiter", id_dtype="i64", expert_map="mask"),
+    MoeAlignProblem(M=9, top_k=2, E=5, shared=1, first_shared=5, x_dtype="bf16", K=96),
+    MoeCombineProblem(M=9, N=64, top_k=3, E=5, shared=1),
+    MoeCombineProblem(M=5, N=260, top_k=2, E=4, y_dtype="bf16", out_dtype="fp32", id_dtype="i64"),
+]
+
+
+@pytest.mark.parametrize("problem", LISTS, ids=lambda problem: type(problem).__name__)
+def test_routing_ops_judge_torch_and_a_simulated_launch(problem: object) -> None:
+    op = op_of(problem)
+    workload, kernel = workload_of(op), find_kernel(op, "gfx950", "hip", op.removeprefix("moe_"))
+    operands = workload.operands(problem, CPU)
+    judge = workload.judge(problem, operands)
+    poison(operands, workload.results)
+    assert not judge(operands).right
+    runner(reference(op))(problem, operands, {})
+    assert judge(operands).right
+    config = kernel.configure(hardware("gfx950"), problem)
+    trial = try_out(kernel, problem, config)
+    again = workload.another(problem, trial.operands, 1)
+    assert workload.judge(problem, trial.operands)(trial.operands).right
+    assert not workload.judge(problem, again)(trial.operands).right
+
+
+EMPTY = [
+    (LinearProblem(0, 40, 64), 0),
+    (LinearProblem(3, 40, 64, bias="bf16"), 1),
+    (MoeAlignProblem(M=0, top_k=2, E=5), 0),
+    *((problem, 2) for problem in LISTS[:3]),
+    *((problem, 4) for problem in LISTS[3:]),
+    *((problem, 1) for problem in OTHERS),
+    (QuantizeProblem(64, 96, to="both", groups=2), 1),
+]
+
+
+@pytest.mark.parametrize(("problem", "count"), EMPTY, ids=lambda v: type(v).__name__)
+def test_calls_have_the_tensors_of_operands_and_nothing_to_do(problem: object, count: int) -> None:
+    """The shapes and dtypes of what is drawn, for each way of leaving out what may be None."""
+    op = op_of(problem)
+    workload = workload_of(op)
+    drawn, calls = workload.operands(problem, CPU), [*workload.calls(problem, CPU)]
+    assert len(calls) == count
+    for at, operands in enumerate(calls):
+        assert len(operands) == len(drawn)
+        for place, (tensor, like) in enumerate(zip(operands, drawn, strict=True)):
+            if tensor is None:
+                assert like is None or (at and place in workload.optional)
+            else:
+                assert like is not None
+                assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype)
+                assert tensor.dtype not in INDICES.values() or not tensor.any()
+        runner(reference(op))(problem, operands, {})
 
 
 @pytest.mark.parametrize("ids", ["vllm", "aiter"])

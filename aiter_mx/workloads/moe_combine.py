@@ -1,0 +1,89 @@
+"""The weighted sum of a token's routed rows, tried out: some of them are of experts elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from aiter_mx.kernels.moe_combine import MoeCombineProblem
+from aiter_mx.launch import Tensors
+from aiter_mx.numerics import DTYPES, INDICES
+from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
+
+_MAP, _TOKENS, _OUT = 3, 4, 5  # positions
+_HERE = 0.7  # share of experts
+
+
+def _operands(problem: MoeCombineProblem, device: torch.device) -> Operands:
+    p = problem
+    tokens = torch.full((1,), p.M, dtype=torch.int32).to(device)
+    return [_rows(p, device), *_routing(p, device), tokens, _result(p, device)]
+
+
+def _rows(p: MoeCombineProblem, device: torch.device) -> torch.Tensor:
+    shape = (p.M * (p.top_k + p.shared), p.N)
+    return (torch.rand(shape, device=device) - 0.5).to(DTYPES[p.y_dtype])
+
+
+def _routing(p: MoeCombineProblem, device: torch.device) -> list[torch.Tensor]:
+    """Experts of tokens, their weights, and the numbers of experts here."""
+    ids = torch.randint(p.E, (p.M, p.top_k)).to(INDICES[p.id_dtype])
+    weights = torch.rand(p.M, p.top_k) + 0.1
+    numbers = torch.where(torch.rand(p.E) < _HERE, 0, -1).to(torch.int32)
+    return [tensor.to(device) for tensor in (ids, weights, numbers)]
+
+
+def _result(p: MoeCombineProblem, device: torch.device) -> torch.Tensor:
+    return torch.empty(p.M, p.N, dtype=DTYPES[p.out_dtype], device=device)
+
+
+def _another(problem: MoeCombineProblem, operands: Operands) -> Operands:
+    y = operands[0]
+    assert y is not None
+    device = y.device
+    routing = _routing(problem, device)
+    return [_rows(problem, device), *routing, operands[_TOKENS], _result(problem, device)]
+
+
+def _read_bytes(problem: MoeCombineProblem, operands: Operands | None) -> float:
+    p = problem
+    return p.M * (p.top_k + p.shared) * p.N * DTYPES[p.y_dtype].itemsize
+
+
+def _judge(problem: MoeCombineProblem, tensors: Tensors) -> Judge:
+    p = problem
+    y, ids, weights, numbers, *_ = tensors
+    absent = numbers[ids.long()] < 0
+    of_slots = torch.cat((weights, weights.new_ones(p.M, p.shared)), 1).double()
+    of_slots[:, : p.top_k][absent] = 0.0
+    rows = y.view(p.M, -1, p.N).double() * of_slots.unsqueeze(2)
+    reference, bound = rows.sum(1), rows.abs().sum(1)
+
+    def judge(results: Tensors) -> Verdict:
+        return compare(results[_OUT], reference, bound, p.out_dtype)
+
+    return judge
+
+
+def _sample(problem: MoeCombineProblem, share: float) -> MoeCombineProblem:
+    return replace(problem, M=max(1, round(problem.M * share)))
+
+
+def _problems(model: Any, gpus: int, arch: str) -> list[MoeCombineProblem]:
+    """None: nothing about this kernel is worth a table."""
+    return []
+
+
+WORKLOAD = Workload(
+    op="moe_combine",
+    draw=_operands,
+    redraw=_another,
+    read_bytes=_read_bytes,
+    results=(_OUT,),
+    judge=_judge,
+    sample=_sample,
+    problems=_problems,
+    optional=(_MAP, _TOKENS),
+)
