@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, product
-from math import inf, prod
-from typing import Any, ParamSpec, TypeVar
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from aiter_mx.kernels import gfx950, sm90
+from aiter_mx.numerics import BLOCK, DTYPES
 from aiter_mx.target import Target
 
+if TYPE_CHECKING:
+    from aiter_mx.kernels.search import Search
+
+OUT_DTYPES = tuple(DTYPES)
+BIAS_DTYPES = ("none", *OUT_DTYPES)
 DTYPE_CODES = {"none": 0, "fp32": 1, "bf16": 2, "fp16": 3}  # csrc/include/common/target.h
-MOST_SHARED_BYTES = {"gfx950": 160 * 1024, "sm_90a": 227 * 1024}
-"""Of a workgroup: what LDS has on CDNA4, shared memory at compute capability 9.0."""
+MOST_SHARED_BYTES = {"gfx950": gfx950.LDS_BYTES, "sm_90a": sm90.SHARED_BYTES}
+"""Of a workgroup."""
 MOST_THREADS = 1024
 """Of a workgroup, on either."""
+MAX_GRID_X = 1 << 20
+"""Workgroups of a grid's x; more continue in y. HIP counts threads of a grid in 32 bits."""
+MAX_INT = (1 << 31) - 1
 Config = Mapping[str, int]
 Problem = Any
 """A frozen dataclass of the op, in its kernels module: the shape and dtypes of one call."""
@@ -36,103 +45,30 @@ class Param:
     doc: str
 
 
+def require(
+    problem: Problem, least: Mapping[str, int], known: Mapping[str, Iterable[object]]
+) -> None:
+    """Raise ValueError unless fields of a problem are at least, or one of, what is said here."""
+    for name, smallest in least.items():
+        if getattr(problem, name) < smallest:
+            raise ValueError(f"{name} must be at least {smallest}, got {getattr(problem, name)}")
+    for name, values in known.items():
+        if getattr(problem, name) not in values:
+            choices = ", ".join(map(str, values))
+            raise ValueError(f"{name} must be one of {choices}, got {getattr(problem, name)!r}")
+
+
+def require_blocks(name: str, value: int) -> None:
+    """Raise ValueError unless a reduction's length is a positive multiple of a block's."""
+    if value <= 0 or value % BLOCK:
+        raise ValueError(f"{name} must be a multiple of {BLOCK}, got {name}={value}")
+
+
 def combinations(params: Sequence[Param]) -> list[Config]:
     """Every configuration that the parameters' legal values allow."""
     names = [param.name for param in params]
     values = product(*(param.values for param in params))
     return [dict(zip(names, chosen, strict=True)) for chosen in values]
-
-
-def by_distance(values: Iterable[int], distance: Callable[[int], int]) -> list[tuple[int, ...]]:
-    """The values in classes of equal distance, the nearest first.
-
-    A product of such classes has configurations in the order of their distances without any of them
-    being sorted, so that the first ones are found without the others.
-    """
-    ordered = sorted(values, key=distance)
-    return [tuple(alike) for _, alike in groupby(ordered, distance)]
-
-
-Values = tuple[int, ...]
-Costed = tuple[float, tuple[float, ...], Values]
-"""The cost of a configuration, what to have less of where costs are equal, and the values of its
-parameters in their order, which decide where that is equal too."""
-
-
-ROUNDED_OFF = 1 - 1e-9
-"""Of a bound whose terms are added in another order than a cost's, so that it is one."""
-
-
-@dataclass
-class Least:
-    """The least cost that was found so far."""
-
-    cost: float = inf
-
-
-@dataclass(frozen=True)
-class Search:
-    """Finds configurations of the least modelled cost.
-
-    Attributes:
-        params: of the kernel, each with its values in ascending order.
-        costs: the configurations that fit a problem. It leaves out those that cost more than the
-            third argument has, where a bound shows it early.
-        most: of the candidates; 0 for any number.
-        alike: the parameters in which two configurations agree that are alike.
-        most_alike: of the candidates that are alike; 0 for any number.
-    """
-
-    params: tuple[Param, ...]
-    costs: Callable[[Target, Problem, Least], Iterable[Costed]]
-    most: int = 0
-    alike: tuple[str, ...] = ()
-    most_alike: int = 0
-
-    def best(self, target: Target, problem: Problem) -> Config:
-        """The configuration of the least cost.
-
-        Raises:
-            ValueError: none fits the problem.
-        """
-        least, best = Least(), None
-        for found in self.costs(target, problem, least):
-            if best is None or found < best:
-                best, least.cost = found, found[0]
-        if best is None:
-            raise ValueError(f"no configuration is known to fit {problem}")
-        return self._config(best[2])
-
-    def candidates(self, target: Target, problem: Problem) -> list[Config]:
-        """Those that a tuner should time, the best first."""
-        taken: Counter[Values] = Counter()
-        chosen = []
-        for _, _, values in sorted(self.costs(target, problem, Least())):
-            config = self._config(values)
-            kind = tuple(config[name] for name in self.alike)
-            taken[kind] += 1
-            if not self.most_alike or taken[kind] <= self.most_alike:
-                chosen.append(config)
-        return chosen[: self.most or None]
-
-    def _config(self, values: Values) -> Config:
-        return dict(zip((param.name for param in self.params), values, strict=True))
-
-
-def without_waste(counts: Iterable[int], steps: int, unroll: int) -> Iterator[tuple[int, int]]:
-    """The numbers of waves that are the fewest for their rounds, and those rounds.
-
-    Args:
-        counts: of waves, in ascending order.
-        steps: of a loop that waves take turns at.
-        unroll: steps of a wave in a round.
-    """
-    least = steps + 1
-    for waves in counts:
-        rounds = -(-steps // (waves * unroll))
-        if rounds < least and unroll <= -(-steps // waves):
-            yield waves, rounds
-        least = min(least, rounds)
 
 
 def first_of(
@@ -149,19 +85,6 @@ def first_of(
         raise ValueError(f"no configuration is known to fit {problem}")
 
     return first
-
-
-def refuse_static_lds(problem: Problem, config: Config, needed: int) -> None:
-    """Raise ValueError where what a gfx950 kernel declares of LDS, in bytes, is more than there is.
-
-    Compilers refuse such a kernel; ``KernelSpec.misfit`` alone sees but the dynamic part.
-    """
-    most = MOST_SHARED_BYTES["gfx950"]
-    if needed > most:
-        raise ValueError(
-            f"{dict(config)} does not fit {problem}: a workgroup would have {needed} bytes of "
-            f"shared memory, and can have {most}"
-        )
 
 
 def where_it_fits(layout: Callable[_Args, _Found | None]) -> Callable[_Args, _Found]:

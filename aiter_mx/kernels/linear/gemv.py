@@ -17,19 +17,15 @@ from aiter_mx.kernels.linear.problem import (
     quantise_pays,
     quantised_first,
 )
+from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search, without_waste
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
-    ROUNDED_OFF,
     Arg,
     Config,
-    Costed,
     Geometry,
-    Least,
     Param,
     Parts,
-    Search,
     declare,
-    without_waste,
 )
 from aiter_mx.target import Target
 

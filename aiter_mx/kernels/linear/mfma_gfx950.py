@@ -7,6 +7,16 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
+from aiter_mx.kernels.gfx950 import (
+    BYTES_A_CYCLE,
+    LATENCY_CYCLES,
+    SIDE,
+    TILE_CYCLES,
+    TILE_K,
+    WAVES,
+    refuse_static_lds,
+    resident,
+)
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
     MAX_GRID_X,
@@ -17,27 +27,23 @@ from aiter_mx.kernels.linear.problem import (
     quantise_pays,
     quantised_first,
 )
+from aiter_mx.kernels.search import Costed, Least, Search, without_waste
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
     Config,
-    Costed,
     Geometry,
-    Least,
     Param,
     Parts,
-    Search,
     declare,
-    refuse_static_lds,
-    without_waste,
 )
+from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
-_WAVES = (1, 2, 3, 4, 6, 8, 12, 16)
 PARAMS = (
     Param("row_tiles", (1, 2, 3, 4), "tiles of w that a workgroup computes, 16 / fold rows each"),
     Param("fold", (1, 2, 4), "parts of K that a tile has side by side"),
-    Param("waves", _WAVES, "waves of a workgroup, which split K"),
+    Param("waves", WAVES, "waves of a workgroup, which split K"),
     Param(
         "unroll", (1, 2, 3, 4), "steps of a wave whose loads are issued before the first is used"
     ),
@@ -45,20 +51,9 @@ PARAMS = (
 
 MAX_M = 64
 MAX_K = 1 << 25  # offsets within the rows of a workgroup, at most 64, are below 2^31
-_SIDE = 16  # rows of an operand of the matrix instruction
-_TILE_K = 256  # of one operand row in a tile
-_BLOCK = 32
 _MOST_COL_TILES = 4
 _MOST_CANDIDATES = 48
 
-# Of a compute unit: CDNA4 ISA manual and white paper.
-_SIMDS = 4
-_LDS_BYTES = 160 * 1024
-_REGISTERS, _MOST_REGISTERS = 512, 256  # of a lane: in all waves of a SIMD, in one
-# docs/kernels/mfma.md derives these.
-_BYTES_A_CYCLE = 13  # of memory, for each compute unit
-_LATENCY_CYCLES = 4800
-_TILE_CYCLES = 80  # of the address unit
 _QUANTISING = 4.8  # vector instructions for 64 values
 
 
@@ -83,15 +78,15 @@ class _Work(NamedTuple):
 def _work(target: Target, problem: LinearProblem, row_tiles: int, fold: int) -> _Work:
     """Workgroups are as many on each compute unit, where there are rows for them: the busiest has
     no more of them then, and each has fewer rows."""
-    needed = -(-problem.N * fold // (_SIDE * row_tiles))
+    needed = -(-problem.N * fold // (SIDE * row_tiles))
     of_busiest = -(-needed // target.cu_num)
     groups = min(problem.N, of_busiest * target.cu_num)
     return _Work(
-        col_tiles=-(-problem.M * fold // _SIDE),
+        col_tiles=-(-problem.M * fold // SIDE),
         groups=groups,
         of_busiest=-(-groups // target.cu_num),
         rows=-(-problem.N // max(groups, 1)),
-        steps=-(-problem.K // (_TILE_K * fold)),
+        steps=-(-problem.K // (TILE_K * fold)),
     )
 
 
@@ -129,11 +124,8 @@ def _resident(
     row_tiles: int, col_tiles: int, waves: int, unroll: int, quantises: bool = False
 ) -> int:
     """Workgroups that a compute unit holds at once; 0 where not even one fits."""
-    registers = -(-_registers(row_tiles, col_tiles, unroll, quantises) // 8) * 8
-    if registers > _MOST_REGISTERS:
-        return 0
-    lds = _lds_bytes(row_tiles, col_tiles, waves)
-    return min(_REGISTERS // registers // -(-waves // _SIMDS), _LDS_BYTES // lds)
+    registers = _registers(row_tiles, col_tiles, unroll, quantises)
+    return resident(registers, waves, _lds_bytes(row_tiles, col_tiles, waves))
 
 
 def _resident_of(config: Config, work: _Work, quantises: bool = False) -> int:
@@ -150,16 +142,16 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
     """A bound on the time in cycles; then what to have less of where bounds are equal."""
     for tile in product(PARAMS[0].values, PARAMS[1].values):
         work = _work(target, problem, *tile)
-        memory = work.of_busiest * work.rows * problem.K * 33 / 32 / _BYTES_A_CYCLE
-        loads = work.of_busiest * work.steps * (tile[0] + work.col_tiles) * _TILE_CYCLES
+        memory = work.of_busiest * work.rows * problem.K * 33 / 32 / BYTES_A_CYCLE
+        loads = work.of_busiest * work.steps * (tile[0] + work.col_tiles) * TILE_CYCLES
         if work.col_tiles > _MOST_COL_TILES or max(memory, loads) > least.cost:
             continue
         for unroll in PARAMS[3].values:
-            for waves, turns in without_waste(_WAVES, work.steps, unroll):
-                resident = _resident(tile[0], work.col_tiles, waves, unroll)
-                if resident > 0:
-                    rounds = turns * -(-work.of_busiest // resident)
-                    cycles = max(memory, loads, rounds * _LATENCY_CYCLES)
+            for waves, turns in without_waste(WAVES, work.steps, unroll):
+                held = _resident(tile[0], work.col_tiles, waves, unroll)
+                if held > 0:
+                    rounds = turns * -(-work.of_busiest // held)
+                    cycles = max(memory, loads, rounds * LATENCY_CYCLES)
                     yield cycles, (rounds, loads, waves * unroll, unroll), (*tile, waves, unroll)
 
 
@@ -173,7 +165,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_FOLD": config["fold"],
         "MX_WAVES": config["waves"],
         "MX_UNROLL": config["unroll"],
-        "MX_EVEN_BLOCKS": int(problem.K % (2 * _BLOCK) == 0),
+        "MX_EVEN_BLOCKS": int(problem.K % (2 * BLOCK) == 0),
         "MX_X": X_CODES[problem.x_dtype],
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_MAX_GRID_X": MAX_GRID_X,

@@ -9,22 +9,20 @@ from itertools import product
 from math import ceil, log2
 
 from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
+from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
+from aiter_mx.kernels.sm90 import CHUNK, REGISTERS
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
-    ROUNDED_OFF,
+    MAX_INT,
     Config,
-    Costed,
     Geometry,
-    Least,
     Param,
-    Search,
     declare,
 )
 from aiter_mx.target import Target
 
 MAX_M = 16
 _FEW, _EIGHT = 4, 8  # rows of x up to which products are of other kinds
-MAX_SIZE = (1 << 31) - 1
 _MOST_ROWS = 48
 _FEWEST_ROWS = 4  # of a candidate
 _USUAL_ROWS = (8, 16, 24, 32, 40, 48)
@@ -33,10 +31,8 @@ _MOST_FEATURES_OF_ONE = 45_000  # of one row of x; above, the GEMV was faster at
 _MOST_OVERLAPPING_WEIGHTS = 260_000_000  # where launches overlap, on one H200
 _MOST_CANDIDATES = 20
 _MOST_ALIKE = 2
-_CHUNK = 128  # k that a wave takes at a time
-_REGISTERS = 65536  # of an SM
 _MOST_REGISTERS = 232  # of a lane, above which ptxas was seen to spill
-_SCHEDULER_REGISTERS = _REGISTERS // 4 // 32  # of an SM's scheduler, of each lane
+_SCHEDULER_REGISTERS = REGISTERS // 4 // 32  # of an SM's scheduler, of each lane
 _CYCLES_A_US = 4 * 1980  # of an SM's four schedulers
 # Registers of a lane, by halves of rows, with which ptxas puts 16 bytes or more on the stack, up to
 # M = 4 where each chunk is asked for while the one before is used: 1.05 to 2 times as slow.
@@ -66,13 +62,13 @@ PARAMS = (
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if problem.M > MAX_M:
         return f"M={problem.M} is above {MAX_M}, the most rows of x in mma_registers"
-    if max(problem.N * _SPLITS[-1], problem.K) > MAX_SIZE:
+    if max(problem.N * _SPLITS[-1], problem.K) > MAX_INT:
         return f"N={problem.N}, K={problem.K}: mma_registers counts K and its workgroups in 31 bits"
     return None
 
 
 def _chunks(problem: LinearProblem) -> int:
-    return -(-problem.K // _CHUNK)
+    return -(-problem.K // CHUNK)
 
 
 def _class(M: int) -> int:
@@ -154,7 +150,7 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
             bound = busy_us + 1.7 * idle + 1.8 * waits + of_round + in_turn
             if bound * ROUNDED_OFF > least.cost:
                 continue
-            under_way = rows * min(a_round, chunks) * _CHUNK
+            under_way = rows * min(a_round, chunks) * CHUNK
             starved = max(0.0, log2(_SUITS_BYTES / (min(most, of_sm) * under_way)))
             if (bound + 0.65 * starved) * ROUNDED_OFF > least.cost:
                 continue
@@ -190,11 +186,11 @@ def _loops(class_M: int, halves: int, clustered: bool) -> tuple[list[_Loop], lis
         of_round = 0.22 * length + 0.15 * (unroll > 1)
         in_turn = [_in_turn_us(8, overlaps) if unroll == 0 else 0.0 for overlaps in (False, True)]
         for waves in PARAMS[1].values[clustered:]:
-            if registers > min(_REGISTERS // (32 * waves), _MOST_REGISTERS):
+            if registers > min(REGISTERS // (32 * waves), _MOST_REGISTERS):
                 break
             cost = of_round + _OF_WAVES[waves]
             most = max(1, min(waves_of_sm // waves, 64 // waves, _MOST_RESIDENT[clustered]))
-            under_way = most * 8 * length * waves * _CHUNK
+            under_way = most * 8 * length * waves * CHUNK
             bound = cost
             if under_way < _SUITS_BYTES:
                 bound += 0.65 * log2(_SUITS_BYTES / under_way)
@@ -212,7 +208,7 @@ def _in_turn_us(rounds: int, overlaps: bool) -> float:
 
 def _spills(halves: int, lanes: int) -> bool:
     """Whether ptxas is held to registers with which it was seen to spill."""
-    return _REGISTERS // lanes // 8 * 8 in _SPILLING.get(halves, ())
+    return REGISTERS // lanes // 8 * 8 in _SPILLING.get(halves, ())
 
 
 _search = Search(
@@ -226,8 +222,8 @@ _search = Search(
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     weights = problem.N * problem.K
-    if problem.x_dtype != "e4m3" or problem.K % _CHUNK:
-        return f"mma_registers gains for quantised x, and whole chunks of {_CHUNK} k"
+    if problem.x_dtype != "e4m3" or problem.K % CHUNK:
+        return f"mma_registers gains for quantised x, and whole chunks of {CHUNK} k"
     if problem.pdl:
         if problem.M > _EIGHT or weights > _MOST_OVERLAPPING_WEIGHTS:
             return "others gain more where launches overlap"

@@ -8,24 +8,25 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
-from aiter_mx.kernels.linear.clusters_sm90 import (
-    CHUNK,
-    PART_ARGS,
-    most_clusters,
-    part_scalars,
-)
+from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars
 from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
 from aiter_mx.kernels.linear.wide_sm90 import WIDE
+from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
+from aiter_mx.kernels.sm90 import (
+    CHUNK,
+    REGISTERS,
+    RESERVED_BYTES,
+    SHARED_BYTES,
+    SUM_BYTES,
+    most_clusters,
+)
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
-    ROUNDED_OFF,
+    MAX_INT,
     Arg,
     Config,
-    Costed,
     Geometry,
-    Least,
     Param,
-    Search,
     declare,
     where_it_fits,
 )
@@ -54,13 +55,10 @@ _K_WARPS = {
 }
 
 MAX_M = 64
-MAX_SIZE = (1 << 31) - 1
 _MOST_CANDIDATES = 20
 _MOST_ALIKE = 2
 _MOST_OWN_ROWS = 16  # above, wide is faster on one H200
-_TILE_BYTES = 512  # sums of a tile of 16 rows of w by 8 of x
-_SHARED_BYTES = 227 * 1024  # that the workgroups of an SM may have, compute capability 9.0
-_STATIC_BYTES = 1024 + 128  # of a workgroup: what the system takes, and barriers
+_STATIC_BYTES = RESERVED_BYTES + 128  # of a workgroup: what the system takes, and barriers
 
 
 class Layout(NamedTuple):
@@ -114,7 +112,7 @@ def _laid_out(
     stage_rows = 16 * row_tiles + 8 * tiles_m
     stage_bytes = -(-stage_rows * (CHUNK + 8) // 128) * 128
     ring = row_warps * k_warps * depth * stage_bytes
-    most_bytes = _SHARED_BYTES // per_sm - _STATIC_BYTES
+    most_bytes = SHARED_BYTES // per_sm - _STATIC_BYTES
     if ring > most_bytes:
         return None
     for turns in range(1, tiles_m + 1):
@@ -122,9 +120,9 @@ def _laid_out(
         one_turn = passes * turns == 1
         if tiles_m % turns or (tiles < split and not one_turn):
             continue
-        inbox = -(-tiles // split) * split * _TILE_BYTES if split > 1 else 0
+        inbox = -(-tiles // split) * split * SUM_BYTES if split > 1 else 0
         inboxes = inbox if one_turn else 2 * inbox
-        partials = k_warps * tiles * _TILE_BYTES if k_warps > 1 else 0
+        partials = k_warps * tiles * SUM_BYTES if k_warps > 1 else 0
         shared_bytes = inboxes + (ring + partials if passes > 1 else max(ring, partials))
         if shared_bytes <= most_bytes:
             chunks = -(-problem.K // (CHUNK * split))
@@ -138,7 +136,7 @@ _layout = where_it_fits(layout)
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if problem.M > MAX_M:
         return f"M={problem.M} is above {MAX_M}, the most rows of a tile of mma_ring"
-    if max(problem.N, problem.K) > MAX_SIZE:
+    if max(problem.N, problem.K) > MAX_INT:
         return f"N={problem.N}, K={problem.K}: mma_ring counts both in 31 bits"
     return None
 
@@ -168,7 +166,7 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
                 continue
             for k_warps in _K_WARPS[row_warps, per_sm]:
                 warps = row_warps * k_warps * per_sm
-                if 4 * row_tiles * tiles_m + 8 * tiles_m + 80 > min(65536 // (32 * warps), 255):
+                if 4 * row_tiles * tiles_m + 8 * tiles_m + 80 > min(REGISTERS // (32 * warps), 255):
                     continue
                 chunks = -(-part // k_warps)  # of a warp in a pass
                 steps = chunks * k_warps / (K / CHUNK / split)
@@ -221,7 +219,7 @@ def _unit_cycles(tiles_m: int, row_tiles: int, warps: int) -> float:
 
 def _overlap_cycles(target: Target, found: Layout, groups: int) -> float:
     """What a launch loses or wins beside others that start before it ends: fitted as above."""
-    alone = 2 * (found.shared_bytes + _STATIC_BYTES) > _SHARED_BYTES
+    alone = 2 * (found.shared_bytes + _STATIC_BYTES) > SHARED_BYTES
     shares = target.cu_num < groups <= 1.5 * target.cu_num  # leaves the next one a place on an SM
     return 600 * alone - 800 * shares
 

@@ -6,23 +6,20 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
 
-from aiter_mx.kernels.linear.clusters_sm90 import CHUNK, most_clusters
+from aiter_mx.kernels.linear.clusters_sm90 import w_map, x_map
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
-    W_POINTER,
-    X_POINTER,
     LinearProblem,
     matrix_scalars,
 )
+from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
+from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, SHARED_BYTES, most_clusters
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
-    ROUNDED_OFF,
+    MAX_INT,
     Config,
-    Costed,
     Geometry,
-    Least,
     Param,
-    Search,
     TensorMap,
     declare,
     where_it_fits,
@@ -36,11 +33,8 @@ PARAMS = (
 )
 
 MIN_M = 65
-MAX_SIZE = (1 << 31) - 1
-_GROUP_ROWS = 64
 _UNIT = 64  # k that are multiplied at a time
 _MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
-_SHARED_BYTES = 227 * 1024
 _FLAG_BYTES = 1024  # barriers, and which tokens and features have scales that bf16 does not cover
 _OWN = ((192, 6144), (256, 4096))  # most M and N for which it comes first without a table
 _MOST_GRID = (1 << 31) - 1
@@ -73,7 +67,7 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     tile_m, tile_n, split = config["tile_m"], config["tile_n"], config["split"]
     if tile_m > _MOST_TOKENS[tile_n] or split > _chunks(problem):
         return None
-    most = _SHARED_BYTES - _FLAG_BYTES
+    most = SHARED_BYTES - _FLAG_BYTES
     unit, raw, w = tile_m * _UNIT * 2, tile_m * CHUNK, tile_n * CHUNK
     x_stages = 3
     left = most - x_stages * unit
@@ -96,7 +90,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if problem.M < MIN_M:
         return f"M={problem.M} is below {MIN_M}: the other kernels have tiles of so few rows"
     for name in ("M", "N", "K"):
-        if (value := getattr(problem, name)) > MAX_SIZE:
+        if (value := getattr(problem, name)) > MAX_INT:
             return f"{name}={value}: wgmma_bf16 counts it in 31 bits"
     smallest = PARAMS[0].values[0], PARAMS[1].values[0], PARAMS[2].values[-1]
     blocks = -(-problem.M // smallest[0]) * -(-problem.N // smallest[1]) * smallest[2]
@@ -111,7 +105,7 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
     for tile_m, tile_n in product(PARAMS[0].values, PARAMS[1].values):
         if tile_m > _MOST_TOKENS[tile_n]:
             continue
-        unit = 350 * (tile_n // _GROUP_ROWS) + 6.5 * tile_m
+        unit = 350 * (tile_n // GROUP_ROWS) + 6.5 * tile_m
         if tile_m > 96:  # whoever expands so many tokens spills registers
             unit *= 1.4 if tile_m <= 128 else 1.75
         clusters = _tiles(problem, tile_m, tile_n)
@@ -139,7 +133,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
     found = _layout(target, problem, config)
     return {
         "MX_TILE_M": config["tile_m"],
-        "MX_GROUPS": config["tile_n"] // _GROUP_ROWS,
+        "MX_GROUPS": config["tile_n"] // GROUP_ROWS,
         "MX_SPLIT": config["split"],
         "MX_X_STAGES": found.x_stages,
         "MX_RAW_STAGES": found.raw_stages,
@@ -153,7 +147,7 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
     found = _layout(target, problem, config)
     return Geometry(
         grid=(found.clusters * config["split"], 1, 1),
-        block=(128 * (config["tile_n"] // _GROUP_ROWS + 1), 1, 1),
+        block=(128 * (config["tile_n"] // GROUP_ROWS + 1), 1, 1),
         shared_bytes=found.shared_bytes,
         overlaps=problem.pdl,
     )
@@ -164,11 +158,11 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
 
 
 def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-    return TensorMap(W_POINTER, problem.N, problem.K, config["tile_n"], CHUNK, fetch_bytes=128)
+    return w_map(problem, config["tile_n"])
 
 
 def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-    return TensorMap(X_POINTER, problem.M, problem.K, config["tile_m"], CHUNK)
+    return x_map(problem, config["tile_m"])
 
 
 WGMMA_BF16 = declare(

@@ -7,28 +7,20 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
 
-from aiter_mx.kernels.linear.clusters_sm90 import (
-    CHUNK,
-    PART_ARGS,
-    most_clusters,
-    part_scalars,
-)
+from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars, w_map, x_map
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
-    W_POINTER,
-    X_POINTER,
     LinearProblem,
     matrix_scalars,
 )
+from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
+from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, SHARED_BYTES, SUM_BYTES, most_clusters, up
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
-    ROUNDED_OFF,
+    MAX_INT,
     Config,
-    Costed,
     Geometry,
-    Least,
     Param,
-    Search,
     TensorMap,
     declare,
     where_it_fits,
@@ -50,7 +42,6 @@ _GROUPS = tuple(
 )
 
 MAX_M = 64
-MAX_SIZE = (1 << 31) - 1
 ACCUMULATION_ERROR = 2.0**-10
 """Of a sum, relative to the sum of its products' magnitudes, for random payloads, which were at
 most half as far off; MOST_ACCUMULATION_ERROR bounds it for any."""
@@ -69,14 +60,11 @@ _MANY_WEIGHTS, _MANY_ROWS = 50_000_000, 16_384
 _CYCLES_BETWEEN_PASSES = 1500  # until the first weights of the next workgroup on an SM are there
 _MOST_CANDIDATES = 16
 _MOST_ALIKE = 2
-_GROUP_ROWS = 64  # of wgmma's A
-_TILE_BYTES = 512  # sums of a tile of 16 rows of wgmma's A by 8 of its B
 _FACTOR_BYTES = 8  # of a row's scales in a chunk
 _MOST_COLUMNS = 96  # of a wgmma
 _MOST_BOX_ROWS = 256
 _REGISTERS = (248, 240, 160, 112)  # of a lane, by warpgroups that multiply
 _ALIGNMENT_BYTES = 1024  # of boxes in shared memory, which the kernel's first byte may not have
-_SHARED_BYTES = 227 * 1024  # of a workgroup, compute capability 9.0
 _BYTES_UNDER_WAY = 80_000  # that an SM had where it was fastest
 
 
@@ -114,10 +102,6 @@ class Layout(NamedTuple):
         return (self.rows_m + self.rows_w) * CHUNK
 
 
-def _up(value: int, to: int) -> int:
-    return -(-value // to) * to
-
-
 def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
     """How a configuration is laid out, or None where it does not fit."""
     return _layout_of(target, problem, config["split"], config["row_groups"], config["k_groups"])
@@ -153,15 +137,15 @@ def _laid_out(
     passes: int,
     share: int,
 ) -> Layout | None:
-    rows_m = _up(problem.M, 8)
-    rows_w = _up(share, 8 * row_groups if x_is_a else 8)
+    rows_m = up(problem.M, 8)
+    rows_w = up(share, 8 * row_groups if x_is_a else 8)
     columns = rows_w // row_groups if x_is_a else rows_m
     groups = row_groups * k_groups
     if rows_w > _MOST_BOX_ROWS:
         return None
     if x_is_a and columns > _MOST_COLUMNS:
         return None
-    if not x_is_a and -(-rows_w // _GROUP_ROWS) != row_groups:
+    if not x_is_a and -(-rows_w // GROUP_ROWS) != row_groups:
         return None
     # Sums, and products and scales of a block at least.
     if 3 * columns // 2 + 32 > _REGISTERS[groups - 1]:
@@ -181,15 +165,15 @@ def _laid_out(
     else:
         boxes = -(-tiles // split) * parts if parts > 1 else 0
     stage_bytes = (rows_m + rows_w) * CHUNK
-    scales = (chunks * rows_a + _up(chunks, 2) * rows_b) * _FACTOR_BYTES
-    behind = scales + boxes * _TILE_BYTES + (2 * chunks + 2) * 8
+    scales = (chunks * rows_a + up(chunks, 2) * rows_b) * _FACTOR_BYTES
+    behind = scales + boxes * SUM_BYTES + (2 * chunks + 2) * 8
     # The last stage is read as if it had all rows of A.
-    behind = max(behind, (1 if x_is_a else row_groups) * _GROUP_ROWS * CHUNK - stage_bytes)
-    stages = (_SHARED_BYTES - _ALIGNMENT_BYTES - behind) // stage_bytes
+    behind = max(behind, (1 if x_is_a else row_groups) * GROUP_ROWS * CHUNK - stage_bytes)
+    stages = (SHARED_BYTES - _ALIGNMENT_BYTES - behind) // stage_bytes
     stages = chunks if stages >= chunks else stages // k_groups * k_groups
     if stages < min(2 * k_groups, chunks):
         return None
-    shared_bytes = _up(_ALIGNMENT_BYTES + stages * stage_bytes + behind, 16)
+    shared_bytes = up(_ALIGNMENT_BYTES + stages * stage_bytes + behind, 16)
     clusters = -(-problem.N // rows_w)
     at_once = 1 if more else next(words for words in (4, 2, 1) if chunks % words == 0)
     return Layout(
@@ -210,7 +194,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return "wgmma_fp8 sums a block with 14 bits: enough for 16-bit results, not for fp32"
     if problem.K % CHUNK:
         return f"K={problem.K} is no multiple of {CHUNK}, which wgmma_fp8 takes at a time"
-    if max(problem.N, problem.K) > MAX_SIZE:
+    if max(problem.N, problem.K) > MAX_INT:
         return f"N={problem.N}, K={problem.K}: wgmma_fp8 counts both in 31 bits"
     shapes = product(PARAMS[0].values, _GROUPS)
     if not any(_layout_of(target, problem, split, *groups) for split, groups in shapes):
@@ -242,11 +226,11 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
 
 def _bound(target: Target, problem: LinearProblem, split: int) -> float:
     """What clusters of a size take at least: their work without most of the padding."""
-    rows_m, chunks = _up(problem.M, 8), -(-(problem.K // CHUNK) // split)
+    rows_m, chunks = up(problem.M, 8), -(-(problem.K // CHUNK) // split)
     share = -(-problem.N // most_clusters(target, split))  # of w, in all passes
     copied = chunks * (rows_m + share) * CHUNK / 46
     a_group = 22 + 58 / _MOST_GROUPS
-    w_is_a = -(-share // _GROUP_ROWS) * (a_group + 1.38 * rows_m)
+    w_is_a = -(-share // GROUP_ROWS) * (a_group + 1.38 * rows_m)
     x_is_a = -(-share // _MOST_COLUMNS) * a_group + 1.38 * share
     computed = chunks * 4 * min(w_is_a, x_is_a)
     return (_together(copied, computed) + _exchange_cycles(split, rows_m * share)) * ROUNDED_OFF
@@ -256,7 +240,7 @@ def _cycles_of_pass(found: Layout, split: int, row_groups: int, k_groups: int) -
     """What workgroups take from their start to their end, with a good depth."""
     groups = row_groups * k_groups
     copied: float = found.chunks * found.stage_bytes / 46
-    blocks = _up(found.chunks, k_groups) * row_groups * 4
+    blocks = up(found.chunks, k_groups) * row_groups * 4
     doubled = 5 * found.columns // 2 + 32 <= _REGISTERS[groups - 1]
     waited = (120 if doubled else 320) / groups
     computed = blocks * max(22 + 1.38 * found.columns + 58 / groups, waited)
@@ -330,13 +314,11 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
 
 
 def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-    rows_w = _layout(target, problem, config).rows_w
-    return TensorMap(W_POINTER, problem.N, problem.K, rows_w, CHUNK, fetch_bytes=128)
+    return w_map(problem, _layout(target, problem, config).rows_w)
 
 
 def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-    rows_m = _layout(target, problem, config).rows_m
-    return TensorMap(X_POINTER, problem.M, problem.K, rows_m, CHUNK)
+    return x_map(problem, _layout(target, problem, config).rows_m)
 
 
 WGMMA_FP8 = declare(

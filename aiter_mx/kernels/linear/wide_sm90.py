@@ -7,28 +7,20 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from typing import NamedTuple
 
-from aiter_mx.kernels.linear.clusters_sm90 import (
-    CHUNK,
-    PART_ARGS,
-    most_clusters,
-    part_scalars,
-)
+from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars, w_map, x_map
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
-    W_POINTER,
-    X_POINTER,
     LinearProblem,
     matrix_scalars,
 )
+from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
+from aiter_mx.kernels.sm90 import CHUNK, SHARED_BYTES, SUM_BYTES, most_clusters
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
-    ROUNDED_OFF,
+    MAX_INT,
     Config,
-    Costed,
     Geometry,
-    Least,
     Param,
-    Search,
     TensorMap,
     declare,
     where_it_fits,
@@ -44,7 +36,6 @@ PARAMS = (
 _ROWS = PARAMS[1].values
 
 MAX_M = 64
-MAX_N = (1 << 31) - 1
 _MOST_CANDIDATES = 16
 _MOST_ALIKE = 2
 _MOST_OF_OTHERS = 16  # rows of x up to which mma_ring is faster on one H200
@@ -53,8 +44,7 @@ _MOST_CHUNKS = 16  # of a part of K, whose scales are in registers for a while
 _MOST_CHUNKS_OF_MANY = 12  # of more than 16 rows of x
 _BYTES_A_CYCLE = 2090  # of an H200's memory
 _BUSY_CHUNKS = 4  # of a pass of which sums are sent in the next, with them and with other work
-_TILE_BYTES = 512  # sums of a tile of 16 rows of w by 8 of x
-_SHARED_BYTES = 226 * 1024  # of a workgroup, static shared memory apart: compute capability 9.0
+_SHARED_BYTES = SHARED_BYTES - 1024  # static shared memory apart
 
 
 class Layout(NamedTuple):
@@ -109,7 +99,7 @@ def _layout_of(
     sums = rows // 16 * tile_m // 8
     if passes > 1 and sums < split:
         return None  # who owns no sums would let the others send theirs too early
-    inbox = -(-sums // split) * split * _TILE_BYTES if split > 1 else 0
+    inbox = -(-sums // split) * split * SUM_BYTES if split > 1 else 0
     late = passes > 1 and _runs_on(problem, split, rows, chunks, tile_m)
     ring, slot = depth * rows * CHUNK, CHUNK * tile_m
     shared_bytes = ring + chunks * 2 * slot + inbox + (1 + late) * rows * ((chunks + 1) | 1) * 4
@@ -135,7 +125,7 @@ _layout = where_it_fits(layout)
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if problem.M > MAX_M:
         return f"M={problem.M} is above {MAX_M}, the most rows of a tile of wide"
-    if problem.N > MAX_N:
+    if problem.N > MAX_INT:
         return f"N={problem.N}: wide counts rows of w in 31 bits"
     # The shortest parts of K and rings: one of these fits where any configuration does.
     found = ((rows, _layout_of(target, problem, 8, rows, 1)) for rows in _ROWS)
@@ -252,12 +242,11 @@ def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[in
 
 
 def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-    return TensorMap(W_POINTER, problem.N, problem.K, config["rows"], CHUNK, fetch_bytes=128)
+    return w_map(problem, config["rows"])
 
 
 def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-    tile_m = _layout(target, problem, config).tile_m
-    return TensorMap(X_POINTER, problem.M, problem.K, tile_m, CHUNK)
+    return x_map(problem, _layout(target, problem, config).tile_m)
 
 
 WIDE = declare(

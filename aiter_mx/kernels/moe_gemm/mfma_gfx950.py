@@ -7,25 +7,31 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
+from aiter_mx.kernels.gfx950 import (
+    BYTES_A_CYCLE,
+    LATENCY_CYCLES,
+    SIDE,
+    TILE_CYCLES,
+    TILE_K,
+    WAVES,
+    refuse_static_lds,
+    resident,
+)
 from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, MoeGemmProblem, declare_gemm
+from aiter_mx.kernels.search import Costed, Least, Search, without_waste
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Config,
-    Costed,
     Geometry,
-    Least,
     Param,
-    Search,
-    refuse_static_lds,
-    without_waste,
 )
+from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
-_WAVES = (1, 2, 3, 4, 6, 8, 12, 16)
 PARAMS = (
     Param("row_tiles", (1, 2, 4), "tiles of 16 rows of w that a workgroup computes"),
     Param("col_tiles", (1, 2, 4), "the most tiles of 16 ids that a workgroup takes at once"),
-    Param("waves", _WAVES, "waves of a workgroup, which split K"),
+    Param("waves", WAVES, "waves of a workgroup, which split K"),
     Param(
         "unroll", (1, 2, 3, 4), "steps of a wave whose loads are issued before the first is used"
     ),
@@ -34,21 +40,11 @@ PARAMS = (
 MAX_K = 1 << 25  # offsets within the rows of a workgroup, at most 64, are below 2^31
 MAX_TILES = 1 << 20  # of w in a grid: HIP counts its threads in 32 bits
 MAX_GROUPS_Y = 65535
-_SIDE = 16  # rows of an operand of the matrix instruction
 _ACTIVATED_TILES = 4  # hold the gate and up rows of a block of 32 features
-_TILE_K = 256  # of one operand row in a tile
-_TILE_BYTES = _SIDE * _TILE_K * 33 // 32
-_BLOCK = 32
+_TILE_BYTES = SIDE * TILE_K * 33 // 32
 _WIDE_BYTES = 1 << 31
 _MOST_CANDIDATES = 32
 
-# Of a compute unit, as in kernels/linear/mfma_gfx950.py; docs/kernels/mfma.md derives them.
-_SIMDS = 4
-_LDS_BYTES = 160 * 1024
-_REGISTERS, _MOST_REGISTERS = 512, 256
-_BYTES_A_CYCLE = 13
-_LATENCY_CYCLES = 4800
-_TILE_CYCLES = 80
 _LOOK_UP_CYCLES = 1500  # the expert of a block and its ids: a latency of the L2
 
 
@@ -72,23 +68,23 @@ class _Work(NamedTuple):
 
 def _work(problem: MoeGemmProblem, row_tiles: int, col_tiles: int) -> _Work:
     experts, of_expert = problem.touched, problem.rows_of_expert
-    chunk = min(problem.block_m, _SIDE * col_tiles)  # the most ids of one
+    chunk = min(problem.block_m, SIDE * col_tiles)  # the most ids of one
     in_chunk = min(of_expert, chunk)
     chunks = max(experts, experts * of_expert / chunk)
     return _Work(
-        tiles=-(-problem.N // (_SIDE * row_tiles)),
+        tiles=-(-problem.N // (SIDE * row_tiles)),
         experts=experts,
         chunks=chunks,
-        col_tiles=next(c for c in (1, 2, 4) if c * _SIDE >= in_chunk),
-        steps=-(-problem.K // _TILE_K),
+        col_tiles=next(c for c in (1, 2, 4) if c * SIDE >= in_chunk),
+        steps=-(-problem.K // TILE_K),
     )
 
 
 def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
     if problem.K >= MAX_K:
         return f"K={problem.K} is not below {MAX_K}, as the 32-bit offsets of mfma demand"
-    if problem.N > MAX_TILES * _SIDE:
-        return f"N={problem.N} is above {MAX_TILES * _SIDE}, the most rows of a grid of mfma"
+    if problem.N > MAX_TILES * SIDE:
+        return f"N={problem.N} is above {MAX_TILES * SIDE}, the most rows of a grid of mfma"
     return None
 
 
@@ -101,11 +97,8 @@ def _registers(rows: int, cols: int, unroll: int) -> int:
 @cache
 def _resident(row_tiles: int, col_tiles: int, waves: int, unroll: int) -> int:
     """Workgroups that a compute unit holds at once; 0 where not even one fits."""
-    registers = -(-_registers(row_tiles, col_tiles, unroll) // 8) * 8
-    if registers > _MOST_REGISTERS:
-        return 0
-    lds = _lds_bytes(row_tiles, col_tiles, waves)
-    return min(_REGISTERS // registers // -(-waves // _SIMDS), _LDS_BYTES // lds)
+    registers = _registers(row_tiles, col_tiles, unroll)
+    return resident(registers, waves, _lds_bytes(row_tiles, col_tiles, waves))
 
 
 def _lds_bytes(row_tiles: int, col_tiles: int, waves: int) -> int:
@@ -121,21 +114,21 @@ def _costs(target: Target, problem: MoeGemmProblem, least: Least) -> Iterator[Co
     activated = problem.activation != "none"
     for tile in product((_ACTIVATED_TILES,) if activated else PARAMS[0].values, PARAMS[1].values):
         row_tiles, col_tiles = tile
-        if col_tiles * _SIDE >= 2 * max(problem.block_m, _SIDE):
+        if col_tiles * SIDE >= 2 * max(problem.block_m, SIDE):
             continue
         work = _work(problem, row_tiles, col_tiles)
         of_busiest = -(-int(work.tiles * work.chunks) // target.cu_num)
         row_steps = work.tiles * work.steps * row_tiles
-        memory = work.experts * row_steps * _TILE_BYTES / (target.cu_num * _BYTES_A_CYCLE)
-        loads = of_busiest * work.steps * (row_tiles + work.col_tiles) * _TILE_CYCLES
+        memory = work.experts * row_steps * _TILE_BYTES / (target.cu_num * BYTES_A_CYCLE)
+        loads = of_busiest * work.steps * (row_tiles + work.col_tiles) * TILE_CYCLES
         if max(memory, loads) > least.cost:
             continue
         for unroll in PARAMS[3].values:
-            for waves, rounds in without_waste(_WAVES, work.steps, unroll):
-                resident = _resident(row_tiles, col_tiles, waves, unroll)
-                if resident > 0:
-                    turns = -(-of_busiest // resident)
-                    waiting = turns * (rounds * _LATENCY_CYCLES + _LOOK_UP_CYCLES)
+            for waves, rounds in without_waste(WAVES, work.steps, unroll):
+                held = _resident(row_tiles, col_tiles, waves, unroll)
+                if held > 0:
+                    turns = -(-of_busiest // held)
+                    waiting = turns * (rounds * LATENCY_CYCLES + _LOOK_UP_CYCLES)
                     less = (turns, loads, col_tiles, waves * unroll, unroll)
                     yield max(memory, loads, waiting), less, (*tile, waves, unroll)
 
@@ -150,7 +143,7 @@ def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping
         "MX_COL_TILES": config["col_tiles"],
         "MX_WAVES": config["waves"],
         "MX_UNROLL": config["unroll"],
-        "MX_EVEN_BLOCKS": int(problem.K % (2 * _BLOCK) == 0),
+        "MX_EVEN_BLOCKS": int(problem.K % (2 * BLOCK) == 0),
         "MX_WIDE": int(rows_of_x * problem.K >= _WIDE_BYTES),
         "MX_OUT": DTYPE_CODES["fp32" if problem.out_dtype == "mxfp8" else problem.out_dtype],
         "MX_ACTIVATION": ACTIVATION_CODES[problem.activation],
@@ -167,10 +160,10 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
         )
     needed = _lds_bytes(config["row_tiles"], config["col_tiles"], config["waves"])
     refuse_static_lds(problem, config, needed)
-    chunks = problem.blocks * -(-problem.block_m // (_SIDE * config["col_tiles"]))
+    chunks = problem.blocks * -(-problem.block_m // (SIDE * config["col_tiles"]))
     return Geometry(
         grid=(
-            -(-problem.N // (_SIDE * config["row_tiles"])),
+            -(-problem.N // (SIDE * config["row_tiles"])),
             min(chunks, problem.routed, MAX_GROUPS_Y),
             1,
         ),

@@ -10,6 +10,7 @@ from aiter_mx.kernels.moe_gemm.problem import (
     declare_gemm,
     sm90_defines,
 )
+from aiter_mx.kernels.sm90 import CHUNK, REGISTERS, RESERVED_BYTES, SHARED_BYTES
 from aiter_mx.kernels.spec import (
     Config,
     Geometry,
@@ -27,13 +28,10 @@ PARAMS = (
 )
 
 _NAMES = tuple(param.name for param in PARAMS)
-CHUNK = 128  # k
 _ACTIVATED_TILES = 4  # hold the gate and up rows of a block of 32 features
 _PIECE = 64  # ids of a block that are looked up at a time
 MAX_SIDE = 1 << 31  # N and K, of which products alone are 64 bits wide
 _MAX_ITEMS = 1 << 31
-_SHARED_BYTES = 227 * 1024  # of an SM, for workgroups of 1 KiB more each: compute capability 9.0
-_REGISTERS = 64 * 1024  # of an SM
 _MOST_CANDIDATES = 40
 MOST_ROWS = 12  # of an expert, measured on an H200
 _MOST_ROWS_UNEVEN = 17  # where K is no multiple of a chunk, which wgmma_f16 refuses
@@ -92,9 +90,9 @@ def fits(problem: MoeGemmProblem, config: Config) -> bool:
     return (
         config["k_warps"] <= chunks
         and _shares_blocks(problem, config)
-        and (shared_bytes(problem, config) + 1024) * config["groups"] <= _SHARED_BYTES
+        and (shared_bytes(problem, config) + RESERVED_BYTES) * config["groups"] <= SHARED_BYTES
         and threads <= 2048
-        and threads * registers <= _REGISTERS
+        and threads * registers <= REGISTERS
     )
 
 

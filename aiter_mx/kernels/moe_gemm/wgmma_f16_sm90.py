@@ -12,12 +12,13 @@ from aiter_mx.kernels.moe_gemm.problem import (
     declare_gemm,
     sm90_defines,
 )
+from aiter_mx.kernels.search import by_distance
+from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, SHARED_BYTES
 from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     Param,
     TensorMap,
-    by_distance,
     first_of,
     place_of,
 )
@@ -37,13 +38,10 @@ PARAMS = (
 )
 
 _NAMES = tuple(param.name for param in PARAMS)
-CHUNK = 128  # k
-GROUP_ROWS = 64  # of w
 BRING_GROUPS = 3  # warpgroups that bring what others add
 _ENTRIES = 4  # of the queue
 _MOST_WEIGHT_ROWS = MAX_SIDE - 256  # of all experts, as boxes may start past the last
 _MOST_ROWS = 1 << 25  # of an expert, whose tiles times what they cost are counted in 32 bits
-SHARED_BYTES = 227 * 1024  # of a workgroup: compute capability 9.0
 _MOST_CANDIDATES = 24
 _MOST_TILES = PARAMS[0].values[-1]
 _TWO_TILES = {

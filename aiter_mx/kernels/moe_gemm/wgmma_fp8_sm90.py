@@ -7,12 +7,12 @@ from itertools import product
 
 from aiter_mx.kernels.moe_gemm import wgmma_f16_sm90 as wgmma_f16
 from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem, declare_gemm
-from aiter_mx.kernels.moe_gemm.wgmma_f16_sm90 import CHUNK, GROUP_ROWS, SHARED_BYTES
+from aiter_mx.kernels.search import by_distance
+from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, SHARED_BYTES
 from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     Param,
-    by_distance,
     first_of,
 )
 from aiter_mx.target import Target
