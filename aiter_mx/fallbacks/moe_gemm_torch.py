@@ -7,10 +7,10 @@ from torch import Tensor
 
 from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem
-from aiter_mx.kernels.quantize.problem import BLOCK, QuantizeProblem
+from aiter_mx.kernels.quantize.problem import QuantizeProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import as_scale_bytes, dequantize_block_scaled, round_once
+from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled, round_once
 
 _CHUNK_ELEMENTS = 2**24  # of w that are float64 at a time
 

@@ -15,15 +15,16 @@ from aiter_mx.kernels.spec import (
     Param,
     declare,
     reference,
+    require,
 )
 from aiter_mx.kernels.triton import without_tiles
+from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 MAP_CODES = {"none": 0, "numbers": 1, "mask": 2}  # csrc/moe/align.cu
 IDS = ("vllm", "aiter")
 ID_DTYPES = ("i32", "i64")
 X_DTYPES = ("none", "bf16", "fp16", "fp32")
-BLOCK = 32  # elements of K that share a scale
 MAX_EXPERTS = 1024  # whose counts fit into LDS
 MAX_ROUTED = 1 << 30
 MOST_EXPERTS = 1 << 16  # of any kernel
@@ -69,25 +70,23 @@ class MoeAlignProblem:
     K: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("M", 0), ("E", 1), ("top_k", 1), ("shared", 0), ("first_shared", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        known = {
+            "ids": IDS,
+            "id_dtype": ID_DTYPES,
+            "expert_map": tuple(MAP_CODES),
+            "x_dtype": X_DTYPES,
+        }
+        require(
+            self,
+            {"M": 0, "E": 1, "top_k": 1, "shared": 0, "first_shared": 0},
+            known,
+        )
         if self.E > MOST_EXPERTS:
             raise ValueError(
                 f"E must be at most {MOST_EXPERTS}, as each expert's rows are counted, got {self.E}"
             )
         if self.block_m <= 0 or self.block_m % 4:
             raise ValueError(f"block_m must be a multiple of 4, got {self.block_m}")
-        for name, known in (
-            ("ids", IDS),
-            ("id_dtype", ID_DTYPES),
-            ("expert_map", tuple(MAP_CODES)),
-            ("x_dtype", X_DTYPES),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
         if self.K < 0 or self.K % BLOCK or (self.K > 0) != (self.x_dtype != "none"):
             raise ValueError(
                 f"K must be a multiple of {BLOCK} where activations are quantised, else 0, got "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
+    OUT_DTYPES,
     Arg,
     Config,
     Geometry,
@@ -14,13 +15,13 @@ from aiter_mx.kernels.spec import (
     Param,
     declare,
     reference,
+    require,
 )
 from aiter_mx.kernels.triton import without_tiles
 from aiter_mx.target import Target
 
 MAX_SLOTS = 32  # whose loads are all under way at once
 MAX_GROUPS_Y = 65535
-DTYPES = ("bf16", "fp16", "fp32")
 ID_DTYPES = ("i32", "i64")
 _WIDTH = 4  # features of a thread
 
@@ -53,14 +54,8 @@ class MoeCombineProblem:
     id_dtype: str = "i32"
 
     def __post_init__(self) -> None:
-        for name, least in (("M", 0), ("N", 0), ("top_k", 1), ("E", 1), ("shared", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name, known in (("y_dtype", DTYPES), ("out_dtype", DTYPES), ("id_dtype", ID_DTYPES)):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
+        known = {"y_dtype": OUT_DTYPES, "out_dtype": OUT_DTYPES, "id_dtype": ID_DTYPES}
+        require(self, {"M": 0, "N": 0, "top_k": 1, "E": 1, "shared": 0}, known)
         if self.N % _WIDTH:
             raise ValueError(f"N must be a multiple of {_WIDTH}, got N={self.N}")
 

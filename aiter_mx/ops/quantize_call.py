@@ -9,10 +9,9 @@ from torch import Tensor
 
 from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.quantize import QuantizeProblem
-from aiter_mx.kernels.quantize.problem import BLOCK
 from aiter_mx.launch import Run, call
 from aiter_mx.layouts import layout_of, padded_shape
-from aiter_mx.numerics import FORMATS
+from aiter_mx.numerics import BLOCK, FORMATS
 from aiter_mx.ops.checks import ALIGNMENT_BYTES, DTYPE_NAMES
 from aiter_mx.ops.library import with_memory
 from aiter_mx.plan import Plans, bind

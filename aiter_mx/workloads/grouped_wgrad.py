@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
-from aiter_mx.kernels.grouped_wgrad.problem import BLOCK, START_COLUMNS
+from aiter_mx.kernels.grouped_wgrad.problem import START_COLUMNS
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import DTYPES, INDICES, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.numerics import BLOCK, DTYPES, INDICES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.timing import random_mx
 from aiter_mx.workloads.models import Model
 from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare

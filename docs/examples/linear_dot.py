@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from aiter_mx.kernels.linear.problem import (
-    MAX_GRID_X,
     POINTERS,
     QUANTISED_FIRST,
     LinearProblem,
@@ -14,6 +13,7 @@ from aiter_mx.kernels.linear.problem import (
 )
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
+    MAX_GRID_X,
     Arg,
     Config,
     Geometry,

@@ -10,16 +10,8 @@ from typing import Any
 import pytest
 
 from aiter_mx.kernels.registry import kernels_of, ops, problem_type
-from aiter_mx.kernels.spec import (
-    Costed,
-    KernelSpec,
-    Least,
-    Param,
-    Problem,
-    Search,
-    combinations,
-    without_waste,
-)
+from aiter_mx.kernels.search import Costed, Least, Search, without_waste
+from aiter_mx.kernels.spec import KernelSpec, Param, Problem, combinations
 from aiter_mx.target import ARCHS, Target, hardware
 from op_tests.bench.routes import DRAWS
 

@@ -13,11 +13,11 @@ from aiter_mx.jit.build import BuildRequest, build_all
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.linear import KERNELS, LinearProblem
 from aiter_mx.kernels.linear.gemv import MAX_M as GEMV_MAX_M
-from aiter_mx.kernels.linear.problem import OUT_DTYPES
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.grouped import GATHER, SCATTER
 from aiter_mx.kernels.registry import find_kernel, kernels_of, ops
+from aiter_mx.kernels.spec import OUT_DTYPES
 from aiter_mx.launch import build_request, load_function
 from aiter_mx.target import Target, hardware
 

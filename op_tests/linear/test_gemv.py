@@ -191,7 +191,7 @@ def test_hopper_takes_what_was_fastest_there_and_yields_where_it_lost(
     ("field", "message"),
     [
         ({"K": 100}, "K must be a multiple of 32, got K=100"),
-        ({"M": -1}, "M must not be negative, got M=-1"),
+        ({"M": -1}, "M must be at least 0, got -1"),
         ({"out_dtype": "fp8"}, "out_dtype must be one of bf16, fp16, fp32, got 'fp8'"),
         ({"bias": "int8"}, "bias must be one of none, bf16, fp16, fp32, got 'int8'"),
     ],

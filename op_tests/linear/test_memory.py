@@ -11,9 +11,8 @@ import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.gemv import GEMV
-from aiter_mx.kernels.linear.problem import MAX_GRID_X
 from aiter_mx.kernels.registry import find_kernel
-from aiter_mx.kernels.spec import Geometry
+from aiter_mx.kernels.spec import MAX_GRID_X, Geometry
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.roofline import CUS, LATENCY_US, MEMORY_BYTES_A_US
 from aiter_mx.target import hardware

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.quantize import QuantizeProblem
-from aiter_mx.kernels.quantize.problem import BLOCK
 from aiter_mx.kernels.spec import Config, KernelSpec
 from aiter_mx.layouts import padded_shape
-from aiter_mx.numerics import FORMATS
+from aiter_mx.numerics import BLOCK, FORMATS
 from op_tests.launches import Out, launch, poisoned
 
 OFFSETS = {"int32": torch.int32, "int64": torch.int64}

@@ -15,6 +15,7 @@ from aiter_mx.kernels.spec import (
     first_of,
 )
 from aiter_mx.layouts import LAYOUTS as SCALE_LAYOUTS
+from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 PARAMS = (
@@ -28,7 +29,6 @@ LAYOUTS = ("16x4",)
 """Of scales, besides row-major ones, that the kernel reads."""
 
 _DEPTH = 128  # of K in a step
-_BLOCK = 32
 _WAVES = 4
 # Of an MI355X: the CDNA4 ISA manual and white paper.
 _XCDS = 8
@@ -51,8 +51,8 @@ MAX_TILES = 1 << 31
 
 
 def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
-    if problem.N % _BLOCK:
-        return f"N={problem.N} is not a multiple of {_BLOCK}, the features that a lane stores"
+    if problem.N % BLOCK:
+        return f"N={problem.N} is not a multiple of {BLOCK}, the features that a lane stores"
     for name, value, limit in (
         ("K", problem.K, MAX_K),
         ("N", problem.N, MAX_N),
@@ -80,7 +80,7 @@ def _lds_bytes(problem: GroupedGemmProblem, config: Config) -> int:
         if layout == "row_major":
             stage += -(-rows // at_once) * at_once * 4 * pieces
         else:
-            stage += -(-blocks // _WAVES) * _WAVES * 16 * _DEPTH // _BLOCK
+            stage += -(-blocks // _WAVES) * _WAVES * 16 * _DEPTH // BLOCK
     size = 4 if problem.out_dtype == "fp32" else 2
     features = tile_n // (2 if tile_m > 32 else 4)
     return 2 * stage + _WAVES * 16 * min(features * size, 256)
@@ -147,7 +147,7 @@ def _workgroups(target: Target, problem: GroupedGemmProblem, config: Config) -> 
 
 def _scale_bytes(problem: GroupedGemmProblem) -> int:
     """Scales that one copy of a lane takes: their rows start at multiples of this."""
-    blocks = problem.K // _BLOCK
+    blocks = problem.K // BLOCK
     return 1 if blocks % 2 else 2 if blocks % 4 else 4
 
 

@@ -16,11 +16,11 @@ from aiter_mx.kernels.spec import (
     declare,
     place_of,
 )
+from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 PARAMS = (Param("order", (2, 4, 8, 16), "tiles of tokens that share a tile of b before the next"),)
 
-_BLOCK = 32
 _TILE_N = 256  # of the two workgroups of a cluster
 _SLAB_ROWS = 64
 _MOST_SLABS = 4  # of a tile
@@ -44,8 +44,8 @@ _MAX_TURNS = 1 << 31
 
 
 def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
-    if problem.N % _BLOCK:
-        return f"N={problem.N} is not a multiple of {_BLOCK}"
+    if problem.N % BLOCK:
+        return f"N={problem.N} is not a multiple of {BLOCK}"
     turns = _most_tiles(problem) * _pairs(problem)
     if turns >= _MAX_TURNS or _most_slabs(problem) >= _MAX_TURNS:
         return f"there are up to {turns} tiles, and their numbers have 31 bits"
@@ -139,7 +139,7 @@ def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Map
         "MX_SHARED_BYTES": _SHARED_BYTES,
         # Scales of w are loaded in pairs where those of each row are even in number. The first
         # row's then begin at an even address, whatever the caller's: see even below.
-        "MX_SCALES_APART": problem.K // _BLOCK % 2,
+        "MX_SCALES_APART": problem.K // BLOCK % 2,
     }
 
 

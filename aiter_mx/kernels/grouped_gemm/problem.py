@@ -22,7 +22,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Key
+from aiter_mx.kernels.spec import (
+    BIAS_DTYPES,
+    DTYPE_CODES,
+    OUT_DTYPES,
+    Arg,
+    Key,
+    require,
+    require_blocks,
+)
 from aiter_mx.layouts import LAYOUTS
 
 ARGS = (
@@ -47,9 +55,6 @@ A kernel that has a workspace takes its pointer after ends; it may add scalars o
 
 LAYOUT_CODES = {"jagged": 0, "masked": 1}
 INDEX_BYTES = {"i32": 4, "i64": 8}
-OUT_DTYPES = ("bf16", "fp16", "fp32")
-BIAS_DTYPES = ("none", "bf16", "fp16", "fp32")
-BLOCK = 32  # elements of K that share a scale
 
 
 @dataclass(frozen=True)
@@ -87,23 +92,16 @@ class GroupedGemmProblem:
     b_scale_layout: str = "row_major"
 
     def __post_init__(self) -> None:
-        for name, least in (("M", 0), ("N", 0), ("G", 1), ("expected", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.K <= 0 or self.K % BLOCK:
-            raise ValueError(f"K must be a multiple of {BLOCK}, got K={self.K}")
-        for name, known in (
-            ("out_dtype", OUT_DTYPES),
-            ("bias", BIAS_DTYPES),
-            ("layout", tuple(LAYOUT_CODES)),
-            ("index", tuple(INDEX_BYTES)),
-            ("a_scale_layout", tuple(LAYOUTS)),
-            ("b_scale_layout", tuple(LAYOUTS)),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
+        known = {
+            "out_dtype": OUT_DTYPES,
+            "bias": BIAS_DTYPES,
+            "layout": tuple(LAYOUT_CODES),
+            "index": tuple(INDEX_BYTES),
+            "a_scale_layout": tuple(LAYOUTS),
+            "b_scale_layout": tuple(LAYOUTS),
+        }
+        require(self, {"M": 0, "N": 0, "G": 1, "expected": 0}, known)
+        require_blocks("K", self.K)
         if self.layout == "masked" and self.M % self.G:
             raise ValueError(f"masked groups have M / G rows each, got M={self.M} and G={self.G}")
 

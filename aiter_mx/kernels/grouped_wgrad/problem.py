@@ -18,7 +18,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aiter_mx.kernels.spec import Arg, Key
+from aiter_mx.kernels.spec import (
+    OUT_DTYPES,
+    Arg,
+    Key,
+    require,
+    require_blocks,
+)
 
 ARGS = (
     Arg("grad", "pointer", "r"),  # e4m3 [N, M]
@@ -33,9 +39,7 @@ ARGS = (
 """The pointers of every kernel, in the order of a grouped GEMM's, with ``before`` for its bias."""
 
 START_COLUMNS = 128  # groups begin at multiples of this
-BLOCK = 32  # columns that share a scale
 INDEX_BYTES = {"i32": 4, "i64": 8}
-OUT_DTYPES = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True)
@@ -64,23 +68,12 @@ class GroupedWgradProblem:
     index: str = "i32"
 
     def __post_init__(self) -> None:
-        for name, least in (("M", 0), ("N", 1), ("K", 1), ("G", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        known = {"out_dtype": OUT_DTYPES, "accumulate": (0, 1), "index": tuple(INDEX_BYTES)}
+        require(self, {"M": 0, "N": 1, "K": 1, "G": 1}, known)
         if self.M % START_COLUMNS:
             raise ValueError(f"M must be a multiple of {START_COLUMNS}, got M={self.M}")
         for name in ("N", "K"):
-            if getattr(self, name) % BLOCK:
-                value = getattr(self, name)
-                raise ValueError(f"{name} must be a multiple of {BLOCK}, got {name}={value}")
-        for name, known in (
-            ("out_dtype", OUT_DTYPES),
-            ("accumulate", (0, 1)),
-            ("index", tuple(INDEX_BYTES)),
-        ):
-            if getattr(self, name) not in known:
-                choices = ", ".join(map(str, known))
-                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+            require_blocks(name, getattr(self, name))
 
 
 KEY = ("M", "N", "K", "G", "out_dtype", "accumulate")

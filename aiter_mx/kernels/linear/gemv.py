@@ -8,8 +8,6 @@ from math import log2
 
 from aiter_mx.kernels.linear.mma_registers_sm90 import MMA_REGISTERS
 from aiter_mx.kernels.linear.problem import (
-    BLOCK,
-    MAX_GRID_X,
     POINTERS,
     QUANTISED_FIRST,
     X_CODES,
@@ -20,6 +18,7 @@ from aiter_mx.kernels.linear.problem import (
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search, without_waste
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
+    MAX_GRID_X,
     Arg,
     Config,
     Geometry,
@@ -27,6 +26,7 @@ from aiter_mx.kernels.spec import (
     Parts,
     declare,
 )
+from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 MAX_M = 16

@@ -19,7 +19,6 @@ from aiter_mx.kernels.gfx950 import (
 )
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
-    MAX_GRID_X,
     QUANTISED_FIRST,
     X_CODES,
     LinearProblem,
@@ -30,6 +29,7 @@ from aiter_mx.kernels.linear.problem import (
 from aiter_mx.kernels.search import Costed, Least, Search, without_waste
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
+    MAX_GRID_X,
     Arg,
     Config,
     Geometry,

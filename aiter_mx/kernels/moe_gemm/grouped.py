@@ -14,10 +14,10 @@ from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import most_rows
 from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, MoeGemmProblem
 from aiter_mx.kernels.sm90 import CHUNK
 from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Geometry, KernelSpec, declare
+from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 MAX_EXPERTS = 4096  # whose ranges fit into LDS
-_BLOCK = 32
 _WAVES = 4
 _LEAST_ROWS = {"gfx950": 128, "sm_90a": 128}
 """Rows of an expert from which on weights are no longer what takes the time."""
@@ -41,8 +41,8 @@ def grouped_problem(problem: MoeGemmProblem) -> GroupedGemmProblem:
 def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
     if target.arch not in _LEAST_ROWS:
         return f"no kernels for {target.arch}"
-    if problem.N % _BLOCK:
-        return f"N={problem.N} is not a multiple of {_BLOCK}"
+    if problem.N % BLOCK:
+        return f"N={problem.N} is not a multiple of {BLOCK}"
     if problem.E > MAX_EXPERTS:
         return f"E={problem.E} is above {MAX_EXPERTS}, the most whose ranges gather finds"
     ours = [k for k in GROUPED_KERNELS if k.backend == "hip" and k.is_for(target.arch)]

@@ -29,7 +29,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aiter_mx.kernels.spec import DTYPE_CODES, Arg, KernelSpec, Key, declare
+from aiter_mx.kernels.spec import (
+    BIAS_DTYPES,
+    DTYPE_CODES,
+    OUT_DTYPES,
+    Arg,
+    KernelSpec,
+    Key,
+    declare,
+    require,
+    require_blocks,
+)
+from aiter_mx.numerics import BLOCK
 
 ARGS = (
     Arg("xq", "pointer", "r"),  # e4m3 [rows, K]
@@ -59,9 +70,7 @@ ARGS = (
 )
 """The arguments of every kernel of ``moe_gemm``, on every target."""
 
-BLOCK = 32  # elements of K that share a scale
-OUT_DTYPES = ("bf16", "fp16", "fp32", "mxfp8")
-BIAS_DTYPES = ("none", "bf16", "fp16", "fp32")
+_OUT_DTYPES = (*OUT_DTYPES, "mxfp8")
 IDS = ("vllm", "aiter")
 LAYOUTS = ("halves", "interleaved")
 WEIGHTS = ("none", "by_t", "by_place")
@@ -125,25 +134,18 @@ class MoeGemmProblem:
     early_routing: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("M", 0), ("N", 0), ("E", 1), ("top_k", 1), ("a_div", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.K <= 0 or self.K % BLOCK:
-            raise ValueError(f"K must be a multiple of {BLOCK}, got K={self.K}")
+        known = {
+            "out_dtype": _OUT_DTYPES,
+            "activation": tuple(ACTIVATION_CODES),
+            "layout": LAYOUTS,
+            "bias": BIAS_DTYPES,
+            "weights": WEIGHTS,
+            "ids": IDS,
+        }
+        require(self, {"M": 0, "N": 0, "E": 1, "top_k": 1, "a_div": 1}, known)
+        require_blocks("K", self.K)
         if self.block_m <= 0 or self.block_m % 4:
             raise ValueError(f"block_m must be a multiple of 4, got {self.block_m}")
-        for name, known in (
-            ("out_dtype", OUT_DTYPES),
-            ("activation", tuple(ACTIVATION_CODES)),
-            ("layout", LAYOUTS),
-            ("bias", BIAS_DTYPES),
-            ("weights", WEIGHTS),
-            ("ids", IDS),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
         if (self.activation != "none") != (self.out_dtype == "mxfp8"):
             raise ValueError(
                 f"an activation and out_dtype='mxfp8' go together, got {self.activation!r} and "

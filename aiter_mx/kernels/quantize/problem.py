@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aiter_mx.kernels.spec import Arg, Key
+from aiter_mx.kernels.spec import (
+    OUT_DTYPES,
+    Arg,
+    Key,
+    require,
+)
 from aiter_mx.layouts import LAYOUTS
+from aiter_mx.numerics import BLOCK
 
 POINTERS = (
     Arg("x", "pointer", "r"),
@@ -18,13 +24,10 @@ POINTERS = (
 )
 """The pointers of every kernel; those of outputs that are not asked for are null."""
 
-MAX_GRID_X = 1 << 20
-"""Workgroups of a grid's x; more continue in y. HIP counts threads of a grid in 32 bits."""
-BLOCK = 32  # elements that share a scale
 GROUP_ROWS = 128  # a group is padded to a multiple of so many rows
 
 _CHOICES = {
-    "dtype": ("bf16", "fp16", "fp32"),
+    "dtype": OUT_DTYPES,
     "to": ("rows", "columns", "both"),
     "format": ("e4m3", "e2m1"),
     "mode": ("rceil", "floor"),
@@ -69,14 +72,7 @@ class QuantizeProblem:
     offsets: str = "int64"
 
     def __post_init__(self) -> None:
-        for name in ("M", "N", "matrices", "groups"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {name}={getattr(self, name)}")
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
+        require(self, {"M": 0, "N": 0, "matrices": 0, "groups": 0}, _CHOICES)
         if self.N % BLOCK:
             raise ValueError(f"N must be a multiple of {BLOCK}, got N={self.N}")
         if self.groups and (self.matrices != 1 or self.block != "1x32"):

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from aiter_mx.kernels.quantize.problem import (
-    BLOCK,
-    GROUP_ROWS,
-    MAX_GRID_X,
-    POINTERS,
-    QuantizeProblem,
-)
+from aiter_mx.kernels.quantize.problem import GROUP_ROWS, POINTERS, QuantizeProblem
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
+    MAX_GRID_X,
     Arg,
     Config,
     Geometry,
@@ -20,6 +15,7 @@ from aiter_mx.kernels.spec import (
     combinations,
     declare,
 )
+from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 PARAMS = (

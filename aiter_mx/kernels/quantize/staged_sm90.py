@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from aiter_mx.kernels.quantize.problem import BLOCK, POINTERS, QuantizeProblem
+from aiter_mx.kernels.quantize.problem import POINTERS, QuantizeProblem
 from aiter_mx.kernels.quantize.tiles import tile_refusal, tiles_of, variant_defines
 from aiter_mx.kernels.spec import (
     Arg,
@@ -15,6 +15,7 @@ from aiter_mx.kernels.spec import (
     combinations,
     declare,
 )
+from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 PARAMS = (

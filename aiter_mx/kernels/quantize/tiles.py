@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from aiter_mx.kernels.quantize.problem import (
-    BLOCK,
-    GROUP_ROWS,
-    MAX_GRID_X,
-    POINTERS,
-    QuantizeProblem,
-)
+from aiter_mx.kernels.quantize.problem import GROUP_ROWS, POINTERS, QuantizeProblem
 from aiter_mx.kernels.quantize.rows import BITS, MODES
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
+    MAX_GRID_X,
     Arg,
     Config,
     Geometry,
@@ -22,6 +17,7 @@ from aiter_mx.kernels.spec import (
     declare,
 )
 from aiter_mx.layouts import LAYOUTS, padded_shape
+from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 PARAMS = (
