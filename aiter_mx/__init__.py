@@ -30,11 +30,13 @@ if TYPE_CHECKING:
         quantize_dual_grouped,
         quantize_grouped,
     )
+    from aiter_mx.plan import batch_invariant
     from aiter_mx.runtimes.sim import simulate
     from aiter_mx.warm import warmup
 
 _HOME = {
     "Route": "aiter_mx.dispatch.route",
+    "batch_invariant": "aiter_mx.plan",
     "dequantize": "aiter_mx.ops.quantize",
     "explain": "aiter_mx.dispatch.explain",
     "grouped_gemm": "aiter_mx.ops.grouped_gemm",
@@ -63,6 +65,7 @@ _HOME = {
 __all__ = [
     "Route",
     "__version__",
+    "batch_invariant",
     "dequantize",
     "explain",
     "fused_moe",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any, Generic, TypeVar
@@ -13,7 +14,7 @@ from weakref import WeakSet
 
 import torch
 
-from aiter_mx import launch
+from aiter_mx import invariance, launch
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.route import Route
 from aiter_mx.errors import BuildError, CacheError, CaptureError, LaunchError, ToolchainError
@@ -42,6 +43,7 @@ def _forget_plans() -> None:
     """Have a forked child bind anew: what its parent bound launches on GPUs that it cannot use."""
     for plans in list(_every_plans):
         plans.by_call.clear()
+        plans.of_other_mode.clear()
 
 
 os.register_at_fork(after_in_child=_forget_plans)
@@ -55,6 +57,7 @@ class Plans(threading.local, Generic[Plan]):
 
     def __init__(self) -> None:
         self.by_call: dict[Hashable, Plan] = {}
+        self.of_other_mode: dict[Hashable, Plan] = {}
         _every_plans.add(self)
 
     def keep(self, call: Hashable, plan: Plan) -> Plan:
@@ -63,6 +66,34 @@ class Plans(threading.local, Generic[Plan]):
             self.by_call.clear()
         self.by_call[call] = plan
         return plan
+
+
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Give a row of a result the same bits whatever the batch is, in this thread.
+
+    Inside the ``with`` block, ``linear``, ``grouped_gemm`` and ``fused_moe`` compute a row by one
+    kernel and in one order of addition for each N and K, whatever M, the row's place and the other
+    rows are. ``AITER_MX_BATCH_INVARIANT=1`` asks for it everywhere. Kernels are those for many
+    rows, so that few rows take longer; what these do not cover, N that is no multiple of 32, is
+    computed in plain torch. What is captured inside the block stays so.
+
+    Raises:
+        ValueError: that variable is neither 0 nor 1.
+    """
+    with invariance.asked() as is_first:
+        if is_first:
+            _exchange_plans()
+        try:
+            yield
+        finally:
+            if is_first:
+                _exchange_plans()
+
+
+def _exchange_plans() -> None:
+    for plans in list(_every_plans):
+        plans.by_call, plans.of_other_mode = plans.of_other_mode, plans.by_call
 
 
 def bind(op: str, target: Target, problem: Problem, device: torch.device) -> Run:

@@ -9,11 +9,19 @@ import math
 import os
 from functools import partial
 
+from aiter_mx import invariance
 from aiter_mx.dispatch.cells import SCOPE, SHAPE
 from aiter_mx.dispatch.route import Clause, Route
 from aiter_mx.dispatch.tables import NO_ROWS, Row, Rows, load_rows
 from aiter_mx.forks import Lock
-from aiter_mx.kernels.registry import by_backend, find_kernel, key_columns, key_of, stand_ins
+from aiter_mx.kernels.registry import (
+    by_backend,
+    find_kernel,
+    kernels_of,
+    key_columns,
+    key_of,
+    stand_ins,
+)
 from aiter_mx.kernels.spec import Config, KernelSpec, Key, Problem
 from aiter_mx.target import Target
 
@@ -42,6 +50,8 @@ def route(
     if getattr(problem, "is_empty", False):
         reference = find_kernel(op, target.arch, "torch", "reference")
         return Route(reference, {}, "envelope", ("the result is empty, so nothing is launched",))
+    if op in _INVARIANT and invariance.is_on():
+        return _invariant(op, target, problem, skip)
     key, passed_over, why_none = key_of(op)(problem), list[Clause](), list[Clause]()
     rows = NO_ROWS if target.runtime == "none" else load_rows(target.arch, op)
     for stand_in in dict.fromkeys((key, *stand_ins(op)(key))):
@@ -58,6 +68,25 @@ def route(
             return Route(row.spec, row.config, row.where, (*passed_over, decided, in_parts))
         passed_over.append(f"{row.where} names {row.backend}/{row.kernel}, but {refusal}")
     return _from_envelope(op, target, problem, skip, why_none + passed_over)
+
+
+_INVARIANT = {"linear": "persistent", "grouped_gemm": "persistent", "moe_gemm": "grouped"}
+"""The kernel of each op that adds up a row's products in an order that K alone decides."""
+
+
+def _invariant(
+    op: str, target: Target, problem: Problem, skip: frozenset[tuple[str, str]]
+) -> Route:
+    """The kernel whose results do not depend on the batch, else the reference, row by row."""
+    clauses: list[Clause] = ["batch invariance asks for one order of addition"]
+    for kernel in (k for k in kernels_of(op) if k.is_for(target.arch)):
+        if (kernel.backend, kernel.name) == ("hip", _INVARIANT[op]):
+            refusal = _refusal(kernel, target, problem, skip)
+            if refusal is None:
+                return _covering(kernel, target, problem, clauses)
+            clauses.append(f"{kernel.backend}/{kernel.name}: {refusal}")
+    reference = find_kernel(op, target.arch, "torch", "reference")
+    return _covering(reference, target, problem, clauses)
 
 
 def _from_envelope(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aiter_mx import invariance
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Tensors
@@ -49,7 +50,16 @@ def linear_torch(
         w = dequantize_block_scaled(wq[features], ws[features], torch.float64)
         for m in range(0, xq.shape[0], rows):
             tokens = slice(m, m + rows)
-            product = dequantize_block_scaled(xq[tokens], xs[tokens], torch.float64) @ w.T
+            x = dequantize_block_scaled(xq[tokens], xs[tokens], torch.float64)
+            product = product_of_rows(x, w)
             if bias is not None:
                 product += bias[features]
             out[tokens, features] = round_once(product, out.dtype)
+
+
+def product_of_rows(x: Tensor, w: Tensor) -> Tensor:
+    """``x @ w.T``; row by row where results may not depend on the batch, as BLAS adds in an order
+    that depends on how many rows there are."""
+    if not invariance.is_on() or len(x) < 2:
+        return x @ w.T
+    return torch.cat([x[row : row + 1].clone() @ w.T for row in range(len(x))])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from aiter_mx.fallbacks import quantize_torch
+from aiter_mx.fallbacks.linear_torch import product_of_rows
 from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem
 from aiter_mx.kernels.quantize.problem import QuantizeProblem
 from aiter_mx.kernels.spec import Config
@@ -91,7 +92,7 @@ def _product(x: Tensor, wq: Tensor, ws: Tensor, expert: Tensor) -> Tensor:
         payload = wq[:, features].view(torch.uint8).index_select(0, expert)[0]
         scale = ws[:, features].index_select(0, expert)[0]
         w = dequantize_block_scaled(payload.view(wq.dtype), scale, torch.float64)
-        parts.append(x @ w.T)
+        parts.append(product_of_rows(x, w))
     return torch.cat(parts, 1)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+from aiter_mx import invariance
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
 from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTENT_SM90
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
@@ -43,7 +44,7 @@ def as_linear(spec: KernelSpec) -> KernelSpec:
 
     def refusal(target: Target, problem: LinearProblem) -> str | None:
         fewest = _FEWEST_ROWS.get(target.arch, 0)
-        if fewest > problem.M:
+        if fewest > problem.M and not invariance.is_on():
             return f"M={problem.M} is below {fewest}: others have the better tiles"
         return spec.refusal(target, _one_group(problem))
 

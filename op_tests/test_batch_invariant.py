@@ -1,0 +1,157 @@
+"""``aiter_mx.batch_invariant``: a row's bits do not depend on the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import aiter_mx
+from aiter_mx import invariance
+
+ROWS = {"cpu": (*range(1, 9), 17, 33, 64, 150), "sim": (1, 2, 17, 33, 70)}
+ROWS["cuda"] = (*range(1, 301), 1024, 8192)
+N, K, E, TOP_K = 96, 416, 6, 3
+
+
+@pytest.fixture(params=["cpu", "sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def where(request: pytest.FixtureRequest) -> Iterator[str]:
+    with aiter_mx.simulate("gfx950") if request.param == "sim" else nullcontext():
+        yield request.param
+
+
+def on(where: str, *tensors: Tensor) -> list[Tensor]:
+    return [tensor.to("cuda" if where == "cuda" else "cpu") for tensor in tensors]
+
+
+def mx(*shape: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Payloads over the whole range and scales far apart: sums that depend on their order."""
+    g = torch.Generator().manual_seed(seed)
+    payload = torch.randint(0, 256, shape, generator=g, dtype=torch.uint8)
+    payload[payload & 0x7F == 0x7F] = 0x31
+    scale = torch.randint(118, 130, (*shape[:-1], shape[-1] // 32), generator=g, dtype=torch.uint8)
+    return payload.view(torch.float8_e4m3fn), scale
+
+
+Rows = Callable[[Tensor], Tensor]
+
+
+def linear(where: str) -> tuple[Rows, int]:
+    weights = on(where, *mx(N, K, seed=1))
+    most = max(ROWS[where])
+    xq, xs = on(where, *mx(most, K, seed=2))
+    return lambda rows: aiter_mx.linear(xq[rows], xs[rows], *weights, out_dtype=torch.float32), most
+
+
+def grouped(where: str) -> tuple[Rows, int]:
+    weights = on(where, *mx(2, N, K, seed=1))
+    most = max(ROWS[where])
+    xq, xs = on(where, *mx(most, K, seed=2))
+
+    def compute(rows: Tensor) -> Tensor:
+        """Rows of even number are the first group's, the others the second's."""
+        order = (rows % 2).argsort(stable=True)
+        ends = torch.stack(((rows % 2 == 0).sum(), torch.tensor(len(rows), device=rows.device)))
+        offsets = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+        picked = rows[order]
+        out = aiter_mx.grouped_gemm(
+            xq[picked], xs[picked], *weights, offsets, out_dtype=torch.float32
+        )
+        return torch.empty_like(out).index_copy_(0, order, out)
+
+    return compute, most
+
+
+def experts(where: str) -> tuple[Rows, int]:
+    weights = on(where, *mx(E, 2 * 64, 96, seed=1), *mx(E, 96, 64, seed=2))
+    most = max(ROWS[where])
+    g = torch.Generator().manual_seed(3)
+    (x,) = on(where, torch.randn(most, 96, generator=g).bfloat16())
+    ids, topk = on(
+        where,
+        torch.randint(0, E, (most, TOP_K), generator=g, dtype=torch.int32),
+        torch.rand(most, TOP_K, generator=g),
+    )
+    return lambda rows: aiter_mx.fused_moe(x[rows], *weights, ids[rows], topk[rows]), most
+
+
+@pytest.mark.parametrize("make", [linear, grouped, experts])
+def test_bits_of_a_row_are_the_same_in_every_batch(
+    make: Callable[[str], tuple[Rows, int]], where: str
+) -> None:
+    compute, most = make(where)
+    device = "cuda" if where == "cuda" else "cpu"
+    with aiter_mx.batch_invariant():
+        whole = compute(torch.arange(most, device=device))
+        for M in ROWS[where]:
+            first = torch.arange(M, device=device)
+            assert torch.equal(compute(first), whole[:M]), f"the first {M} rows"
+        permuted = torch.randperm(most, generator=torch.Generator().manual_seed(5)).to(device)
+        assert torch.equal(compute(permuted), whole[permuted])
+        alone = torch.tensor([most // 2], device=device)
+        assert torch.equal(compute(alone), whole[alone])
+
+
+def test_rows_would_tell_where_the_order_depends_on_the_batch() -> None:
+    with aiter_mx.simulate("gfx950"):
+        compute, most = linear("sim")
+        whole = compute(torch.arange(most))
+        assert not all(torch.equal(compute(torch.arange(M)), whole[:M]) for M in (1, 17))
+
+
+def test_neighbours_that_are_nan_change_nothing(where: str) -> None:
+    xq, xs, wq, ws = on(where, *mx(40, K, seed=2), *mx(N, K, seed=1))
+    with aiter_mx.batch_invariant():
+        clean = aiter_mx.linear(xq, xs, wq, ws)
+        xs[1::2] = 255
+        found = aiter_mx.linear(xq, xs, wq, ws)
+    assert torch.equal(found[::2], clean[::2])
+    assert found[1::2].isnan().all()
+
+
+def test_x_yet_to_be_quantised_and_a_bias_too(where: str) -> None:
+    (x, wq, ws, bias) = on(where, torch.randn(33, K).bfloat16(), *mx(N, K, seed=1), torch.randn(N))
+    with aiter_mx.batch_invariant():
+        whole = aiter_mx.linear(x, None, wq, ws, bias)
+        for row in (0, 16, 32):
+            assert torch.equal(aiter_mx.linear(x[row], None, wq, ws, bias), whole[row])
+
+
+def test_features_that_no_kernel_covers_are_computed_all_the_same(where: str) -> None:
+    xq, xs, wq, ws = on(where, *mx(5, K, seed=2), *mx(37, K, seed=1))
+    with aiter_mx.batch_invariant():
+        whole = aiter_mx.linear(xq, xs, wq, ws)
+        assert torch.equal(aiter_mx.linear(xq[3:4], xs[3:4], wq, ws), whole[3:4])
+
+
+def test_route_says_so_and_ends_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(**options: Any) -> aiter_mx.Route:
+        return aiter_mx.explain("linear", M=1, N=N, K=K, arch="gfx950", **options)
+
+    assert chosen().kernel != "persistent"
+    with aiter_mx.batch_invariant():
+        assert chosen().kernel == "persistent"
+        assert "batch invariance asks for one order of addition" in chosen().reason
+        with aiter_mx.batch_invariant():
+            assert invariance.is_on()
+        assert invariance.is_on()
+    assert not invariance.is_on()
+    assert chosen().kernel != "persistent"
+    monkeypatch.setenv("AITER_MX_BATCH_INVARIANT", "1")
+    assert chosen().kernel == "persistent"
+    monkeypatch.setenv("AITER_MX_BATCH_INVARIANT", "always")
+    with pytest.raises(ValueError, match="AITER_MX_BATCH_INVARIANT must be 0 or 1, got 'always'"):
+        chosen()
+
+
+def test_plans_of_both_modes_are_kept_apart(where: str) -> None:
+    xq, xs, wq, ws = on(where, *mx(1, K, seed=2), *mx(N, K, seed=1))
+    before = aiter_mx.linear(xq, xs, wq, ws)
+    with aiter_mx.batch_invariant():
+        inside = aiter_mx.linear(xq, xs, wq, ws)
+    torch.testing.assert_close(inside, before, rtol=2**-6, atol=0.5)
+    assert torch.equal(aiter_mx.linear(xq, xs, wq, ws), before)
