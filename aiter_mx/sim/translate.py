@@ -35,11 +35,14 @@ class Translation:
         source: the C file of its waves.
         functions: the vector functions that it calls, by name.
         instructions: those translated; their position is their number in the C code.
+        too_soon: the rules of wait states that some path through the kernel breaks, one for each
+            instruction that comes too soon.
     """
 
     source: str
     functions: dict[str, str]
     instructions: tuple[Instruction, ...]
+    too_soon: tuple[str, ...]
 
 
 def translate_kernel(
@@ -91,7 +94,8 @@ def translate_kernel(
             body,
         )
     )
-    return Translation(source, context.functions, tuple(instructions))
+    too_soon = tuple(hazard.rule for hazard in hazards.values())
+    return Translation(source, context.functions, tuple(instructions), too_soon)
 
 
 def _c_string(text: str) -> str:

@@ -27,6 +27,7 @@ _PROPERTIES = {
     "warpSize": 64,
     "arch": "gfx950",
     "max_num_regs": 512,
+    "max_threads_per_sm": 2048,
     "sm_clock_rate": 2_400_000,
     "mem_clock_rate": 2_000_000,
     "mem_bus_width": 8192,

@@ -19,7 +19,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -29,13 +29,17 @@ import torch
 
 from aiter_mx.errors import AiterMxError
 from aiter_mx.region import Region
+from aiter_mx.sim.checks import CHECKS
 from aiter_mx.sim.program import SCHEDULES, Dim3, Program, SimOptions
 from aiter_mx.sim.report import Finding
 from aiter_mx.sim.translate import translate_kernel
+from aiter_mx.tuning.origin import commit
 from op_tests.sim.tools import Array, e4m3_to_f64
 
 K = 1024
 KNOWN = Path(__file__).with_name("public_findings.csv")
+ROOT = Path(__file__).resolve().parents[2]
+SAVED = ROOT / "docs" / "measured" / "gfx950_simulated"
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _FP4 = np.concatenate([_FP4, -_FP4])
 
@@ -162,20 +166,37 @@ def objects(folder: Path, only: str) -> Iterator[tuple[str, Path]]:
             yield name, path
 
 
-def decode(folder: Path, only: str) -> int:
+def decode(folder: Path, only: str, saves: bool) -> int:
     """Translate every object; 1 when one has something unknown."""
-    count, failed = 0, 0
+    families: dict[str, Counter[str]] = {}
     for name, path in objects(folder, only):
-        count += 1
+        counts = families.setdefault(name.partition("/")[0], Counter())
+        counts["objects"] += 1
         try:
             program = Program.from_image(path.read_bytes())
             for kernel in program.code_object.kernels.values():
-                translate_kernel(program.code_object, kernel, program.listing, strict=True)
+                found = translate_kernel(program.code_object, kernel, program.listing, strict=True)
+                counts["instructions"] += len(found.instructions)
+                counts.update(f"wait states, {CHECKS[rule].kind}" for rule in found.too_soon)
+            counts["known"] += 1
         except AiterMxError as error:
-            failed += 1
             print(f"{name}: {error}")
-    print(f"{count - failed} of {count} code objects hold only known instructions")
-    return int(failed > 0)
+    columns = ("objects", "known", "instructions", "wait states, proven", "wait states, llvm")
+    rows = [{"family": f, **{c: counts[c] for c in columns}} for f, counts in families.items()]
+    total = {column: sum(row[column] for row in rows) for column in columns}
+    print(f"{total['known']} of {total['objects']} code objects hold only known instructions")
+    if saves:
+        save_counts("public_decoded", [*rows, {"family": "all", **total}])
+    return int(total["known"] < total["objects"])
+
+
+def save_counts(name: str, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write ``docs/measured/gfx950_simulated/<name>.csv``, with the commit that counted."""
+    SAVED.mkdir(parents=True, exist_ok=True)
+    with (SAVED / f"{name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], "commit"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**row, "commit": commit()} for row in rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -185,9 +206,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="part of the objects' names")
     parser.add_argument("--schedule", choices=SCHEDULES, default="random", help="of the waves")
     parser.add_argument("--decode", action="store_true", help="translate all, run none")
+    parser.add_argument("--save", action="store_true", help=f"write {SAVED.relative_to(ROOT)}")
     options = parser.parse_args(arguments)
     if options.decode:
-        return decode(options.folder, options.only)
+        return decode(options.folder, options.only, options.save)
+    rows = []
     right = ran = unknown = 0
     by_class: Counter[str] = Counter()
     for name, path in objects(options.folder, options.only):
@@ -206,14 +229,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name}: {type(fault).__name__}: {fault}")
             continue
         right += error <= 1
-        rules = Counter(f"{f.kind} {f.check}" for f in findings)
         seconds = time.perf_counter() - begin
+        rules = Counter(f"{f.kind} {f.check}" for f in findings)
         print(f"{name}: {error:.3f} of its bound, {dict(rules)} ({seconds:.1f} s)", flush=True)
         by_class.update(found.kind for found in findings)
+        row: dict[str, object] = {"object": name, "error_over_bound": f"{error:.3f}"}
+        rows.append(row | {"findings": "; ".join(f"{r} {n}" for r, n in sorted(rules.items()))})
         for found in findings:
             if found.kind == "proven" and found.check not in known_rules(name):
                 unknown += 1
                 print(f"    {found.check}: {found.message}")
+    if options.save:
+        save_counts("public_launched", rows)
     print(f"{right} of {ran} right; findings by class {dict(by_class)}, {unknown} proven and new")
     return int(right < ran or unknown > 0)
 
