@@ -38,6 +38,7 @@ _ON_CPU = (
     (r"""(["'])cuda(:0)?\1""", '"cpu"'),
     (r"\.is_cuda\b(?!\()", ".is_cpu"),
     (r"\.cuda\(\)", ".cpu()"),
+    (r"'gfx942'", "'gfx942', 'gfx950'"),  # in lists of the CDNA that older scripts know
 )
 
 
