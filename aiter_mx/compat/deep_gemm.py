@@ -1,89 +1,136 @@
-"""DeepGEMM's grouped FP8 GEMMs under their own names.
+"""DeepGEMM's FP8 GEMMs, grouped and dense, under their own names.
 
 Tensors come in pairs (payload, scale). Scales may be
 
 - fp32 or e8m0 (uint8, float8_e8m0fnu), one for each 128 k of a row of activations, and one for each
-  128 k of 128 rows of weights;
-- either of them one for each 32 k of a row, as MX has it.
+  128 k of 128 rows of weights, or of one;
+- either of them one for each 32 k of a row, as MX has it;
 
-Both are used exactly: fp32 scales must be powers of two, as DeepGEMM's quantisers make them for
-UE8M0. One that is none becomes NaN, and so do the results that it bears on: telling it by an
-exception would have to wait for the GPU. Scales at 128 are expanded to 32 by each call; to save
-that for weights, do it once with ``expand_scales`` and pass what it returns.
+with any strides, fp32 ones also as ``[K / 128, rows]``. All are used as they are. Scales of e8m0
+are MX's, and so are fp32 ones that are known to be powers of two, which is seen on the CPU alone.
+With other fp32 scales the products of 128 k at a time are added up in fp32, each under its scales,
+by ``aiter_mx/compat/promoted.py``: as many launches as K has 128. So where scales are powers of
+two, hand over the bytes of ``expand_scales``.
 """
 
 from __future__ import annotations
 
 import torch
 
+from aiter_mx.compat import promoted
 from aiter_mx.compat.names import renamed
+from aiter_mx.compat.promoted import COARSE
 from aiter_mx.numerics import NAN_SCALE, as_scale_bytes
-from aiter_mx.ops.checks import BLOCK, refuse_no_tensor, refuse_no_whole_number, shape_text
+from aiter_mx.ops.checks import (
+    BLOCK,
+    checking,
+    refuse_no_tensor,
+    refuse_no_whole_number,
+    shape_text,
+)
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
+from aiter_mx.ops.linear import linear
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Recipe = tuple[int, int, int] | None
+HalfRecipe = tuple[int, int] | None
 
-_COARSE = 128
+_ALIGNMENT = 128
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
 _LEAST_BITS = 1 << (_MANTISSA_BITS - 1)  # 2^-127, which fp32 has as a subnormal
 
 
-def m_grouped_fp8_gemm_nt_contiguous(
+def m_grouped_fp8_fp4_gemm_nt_contiguous(
     a: Pair,
     b: Pair,
     d: torch.Tensor,
     grouped_layout: torch.Tensor,
-    recipe: tuple[int, int, int] | None = None,
+    recipe: Recipe = None,
+    recipe_a: HalfRecipe = None,
+    recipe_b: HalfRecipe = None,
     compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
-    *,
-    zero_padding: bool = False,
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
 ) -> None:
-    """``d[m] = a[m] @ b[grouped_layout[m]].T`` for rows of groups that lie one after the other.
+    """``d[m] = a[m] @ b[group of m].T`` for rows of groups that lie one after the other.
 
     Args:
         a: float8_e4m3fn ``[M, K]`` and its scales.
-        b: float8_e4m3fn ``[G, N, K]`` and its scales.
+        b: float8_e4m3fn ``[G, N, K]``, of any strides, and its scales.
         d: ``[M, N]``, bf16, fp16 or fp32, written.
         grouped_layout: int32 ``[M]``: a row's group, or -1 for padding. The rows of a group must be
-            next to each other; they need not be padded to any multiple.
-        recipe: not needed: shapes tell what a scale stands for.
+            next to each other, which is looked at on the CPU or where ``AITER_MX_CHECK=1`` asks for
+            it; they need not be padded to any multiple. With use_psum_layout ``[G]``: the row after
+            each group's last, and a group begins at the next multiple of 128 from there.
+        recipe: not needed: shapes tell what a scale stands for; likewise recipe_a and recipe_b.
+        recipe_a: not needed.
+        recipe_b: not needed.
         compiled_dims: not needed.
-        disable_ue8m0_cast: must be False.
-        zero_padding: whether rows of padding become 0; otherwise they are left as they are.
+        disable_ue8m0_cast: not needed: scales are used as they are.
+        use_psum_layout: see grouped_layout.
+        ensure_zero_padding: whether rows of no group become 0; otherwise they are left as they are.
+        expected_m_for_psum_layout: not needed.
 
     Raises:
-        TypeError, ValueError: as ``aiter_mx.grouped_gemm``; scales of another shape or dtype.
+        TypeError, ValueError: as ``aiter_mx.grouped_gemm``; scales of another shape or dtype; a
+            layout whose groups are torn apart.
     """
-    _refuse_uncast(disable_ue8m0_cast)
     payload, scale = _operand("a", a)
     weights, weight_scale = _operand("b", b)
     refuse_no_tensor(d=d, grouped_layout=grouped_layout)
     if grouped_layout.dtype != torch.int32:
         raise TypeError(f"grouped_layout must be torch.int32, got {grouped_layout.dtype}")
-    if payload.ndim != 2 or tuple(grouped_layout.shape) != (payload.shape[0],):
+    if payload.ndim != 2 or weights.ndim != 3:
         raise ValueError(
-            "a must be [M, K] and grouped_layout [M], got "
+            f"a must be [M, K] and b [G, N, K], got {shape_text(payload)} and {shape_text(weights)}"
+        )
+    M, G = payload.shape[0], weights.shape[0]
+    expected, form = ((G,), "[G]") if use_psum_layout else ((M,), "[M]")
+    if tuple(grouped_layout.shape) != expected:
+        raise ValueError(
+            f"a must be [M, K] and grouped_layout {form}, got "
             f"{shape_text(payload)} and {shape_text(grouped_layout)}"
         )
     if grouped_layout.device != payload.device:
         raise ValueError(
             f"grouped_layout is on {grouped_layout.device}, but a is on {payload.device}"
         )
-    starts, ends = _ranges(grouped_layout, weights.shape[0])
-    _multiply(payload, scale, weights, weight_scale, starts, ends, d)
-    if zero_padding:
-        d.masked_fill_((grouped_layout < 0).unsqueeze(1), 0)
+    if use_psum_layout:
+        ends = grouped_layout
+        starts = torch.nn.functional.pad(-(-ends[:-1] // _ALIGNMENT) * _ALIGNMENT, (1, 0))
+        owner = _owners(starts, ends, M)
+    else:
+        if grouped_layout.device.type == "cpu" or checking():
+            _refuse_torn(grouped_layout, G)
+        owner = torch.where(grouped_layout < G, grouped_layout, -1)
+        starts, ends = _ranges(owner, G)
+    if _is_fine(scale) and _is_fine(weight_scale):
+        _multiply(payload, scale, weights, weight_scale, starts, ends, d)
+    else:
+
+        def partial(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+            ones = promoted.ones_of(x), promoted.ones_of(w)
+            _multiply(x, ones[0], w, ones[1], starts, ends, out)
+
+        scales = promoted.of_rows(scale, M), promoted.of_rows(weight_scale, weights.shape[1])
+        _refuse_other_d(d, (M, weights.shape[1]), payload)
+        promoted.multiply(payload, scales[0], weights, scales[1], owner, d, partial)
+    if ensure_zero_padding:
+        d.masked_fill_((owner < 0).unsqueeze(1), 0)
 
 
-def m_grouped_fp8_gemm_nt_masked(
+def m_grouped_fp8_fp4_gemm_nt_masked(
     a: Pair,
     b: Pair,
     d: torch.Tensor,
     masked_m: torch.Tensor,
     expected_m: int,
-    recipe: tuple[int, int, int] | None = None,
+    recipe: Recipe = None,
+    recipe_a: HalfRecipe = None,
+    recipe_b: HalfRecipe = None,
     compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
 ) -> None:
@@ -91,18 +138,19 @@ def m_grouped_fp8_gemm_nt_masked(
 
     Args:
         a: float8_e4m3fn ``[G, M, K]`` and its scales.
-        b: float8_e4m3fn ``[G, N, K]`` and its scales.
+        b: float8_e4m3fn ``[G, N, K]``, of any strides, and its scales.
         d: ``[G, M, N]``, bf16, fp16 or fp32; other rows are left as they are.
         masked_m: int32 ``[G]``, on the device.
         expected_m: a likely value of masked_m, which chooses tiles.
-        recipe: not needed: shapes tell what a scale stands for.
+        recipe: not needed: shapes tell what a scale stands for; likewise recipe_a and recipe_b.
+        recipe_a: not needed.
+        recipe_b: not needed.
         compiled_dims: not needed.
-        disable_ue8m0_cast: must be False.
+        disable_ue8m0_cast: not needed: scales are used as they are.
 
     Raises:
         TypeError, ValueError: as ``aiter_mx.grouped_gemm``; scales of another shape or dtype.
     """
-    _refuse_uncast(disable_ue8m0_cast)
     payload, scale = _operand("a", a)
     weights, weight_scale = _operand("b", b)
     refuse_no_tensor(d=d, masked_m=masked_m)
@@ -114,7 +162,102 @@ def m_grouped_fp8_gemm_nt_masked(
     # A plan is made for each value: a few will do.
     rounded = 1 << (expected_m - 1).bit_length() if expected_m else 0
     expected = min(rounded, payload.shape[1])
-    _multiply(payload, scale, weights, weight_scale, None, masked_m, d, expected)
+    if _is_fine(scale) and _is_fine(weight_scale):
+        _multiply(payload, scale, weights, weight_scale, None, masked_m, d, expected)
+        return
+
+    def partial(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+        ones = promoted.ones_of(x), promoted.ones_of(w)
+        _multiply(x, ones[0], w, ones[1], None, masked_m, out, expected)
+
+    G, M, _ = payload.shape
+    _refuse_other_d(d, (G, M, weights.shape[-2]), payload)
+    group = torch.arange(G, device=payload.device).unsqueeze(1)
+    row = torch.arange(M, device=payload.device)
+    owner = torch.where(row < masked_m.unsqueeze(1), group, -1)
+    scales = promoted.of_rows(scale, M), promoted.of_rows(weight_scale, weights.shape[-2])
+    promoted.multiply(payload, scales[0], weights, scales[1], owner, d, partial)
+
+
+def fp8_fp4_gemm_nt(
+    a: Pair,
+    b: Pair,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    recipe: Recipe = None,
+    recipe_a: HalfRecipe = None,
+    recipe_b: HalfRecipe = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    alpha: float | None = None,
+) -> None:
+    """``d = alpha * a @ b.T + c``.
+
+    Args:
+        a: float8_e4m3fn ``[M, K]``, of any strides, and its scales.
+        b: float8_e4m3fn ``[N, K]``, likewise.
+        d: ``[M, N]``, bf16, fp16 or fp32, written.
+        c: ``[M, N]`` of d's dtype, d itself for example, or None.
+        recipe: not needed: shapes tell what a scale stands for; likewise recipe_a and recipe_b.
+        recipe_a: not needed.
+        recipe_b: not needed.
+        compiled_dims: not needed.
+        disable_ue8m0_cast: not needed: scales are used as they are.
+        alpha: a factor, or None for 1.
+
+    Raises:
+        TypeError, ValueError: as ``aiter_mx.linear``; scales of another shape or dtype.
+    """
+    payload, scale = _operand("a", a)
+    weights, weight_scale = _operand("b", b)
+    refuse_no_tensor(("c",), d=d, c=c)
+    M, N = payload.shape[0], weights.shape[0]
+    _refuse_other_d(d, (M, N), payload)
+    adds = c is not None or alpha is not None
+    target = torch.empty(M, N, dtype=torch.float32, device=payload.device) if adds else d
+    if _is_fine(scale) and _is_fine(weight_scale):
+        linear(payload, scale, weights, weight_scale, out_dtype=target.dtype, out=target)
+    else:
+
+        def partial(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+            ones = promoted.ones_of(x), promoted.ones_of(w[0])
+            linear(x, ones[0], w[0], ones[1], out_dtype=out.dtype, out=out)
+
+        owner = torch.zeros(M, dtype=torch.int64, device=payload.device)
+        scales = promoted.of_rows(scale, M), promoted.of_rows(weight_scale, N)
+        one_group = weights.unsqueeze(0), scales[1].unsqueeze(0)
+        promoted.multiply(payload, scales[0], *one_group, owner, target, partial)
+    if adds:
+        result = target if alpha is None else target * alpha
+        d.copy_(result if c is None else result + c)
+
+
+def fp8_fp4_gemm_nn(a: Pair, b: Pair, *others: object, **options: object) -> None:
+    """``fp8_fp4_gemm_nt`` of b as ``[K, N]``, its scales likewise."""
+    fp8_fp4_gemm_nt(a, _turned("b", b), *others, **options)  # type: ignore[arg-type]
+
+
+def fp8_fp4_gemm_tn(a: Pair, b: Pair, *others: object, **options: object) -> None:
+    """``fp8_fp4_gemm_nt`` of a as ``[K, M]`` and b as ``[K, N]``, their scales likewise."""
+    fp8_fp4_gemm_nt(_turned("a", a), _turned("b", b), *others, **options)  # type: ignore[arg-type]
+
+
+def fp8_fp4_gemm_tt(a: Pair, b: Pair, *others: object, **options: object) -> None:
+    """``fp8_fp4_gemm_nt`` of a as ``[K, M]``, its scales likewise."""
+    fp8_fp4_gemm_nt(_turned("a", a), b, *others, **options)  # type: ignore[arg-type]
+
+
+def get_mk_alignment_for_contiguous_layout() -> int:
+    """The multiple of rows that DeepGEMM's callers pad groups to; nothing here needs it but a
+    ``use_psum_layout``."""
+    return _ALIGNMENT
+
+
+fp8_gemm_nt, fp8_gemm_nn = fp8_fp4_gemm_nt, fp8_fp4_gemm_nn
+fp8_gemm_tn, fp8_gemm_tt = fp8_fp4_gemm_tn, fp8_fp4_gemm_tt
+m_grouped_fp8_gemm_nt_contiguous = m_grouped_fp8_fp4_gemm_nt_contiguous
+m_grouped_fp8_gemm_nt_masked = m_grouped_fp8_fp4_gemm_nt_masked
+get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 
 
 def expand_scales(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -123,13 +266,29 @@ def expand_scales(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     Args:
         payload: float8_e4m3fn; K a multiple of 32.
         scale: fp32, uint8 or float8_e8m0fnu: ``[..., rows, K // 32]``, ``[..., rows, K / 128]`` or
-            ``[..., rows / 128, K / 128]``, rounded up.
+            ``[..., rows / 128, K / 128]``, rounded up. Of fp32, powers of two; NaN for all else.
 
     Raises:
         TypeError: no tensor, or of another dtype.
         ValueError: another shape, or scales on another device than the payload.
     """
     refuse_no_tensor(payload=payload, scale=scale)
+    scale = _in_order(payload, scale)
+    if scale.dtype == torch.float32:
+        scale = _power_of_two_bytes(scale)
+    scale = as_scale_bytes(scale)
+    *_, rows, K = payload.shape
+    coarse = -(-K // COARSE)
+    if scale.shape[-2] != rows:
+        scale = promoted.of_rows(scale, rows)
+    if scale.shape[-1] == coarse != K // BLOCK:
+        scale = scale.repeat_interleave(COARSE // BLOCK, -1, output_size=coarse * 4)
+        scale = scale[..., : K // BLOCK]
+    return scale.contiguous()
+
+
+def _in_order(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Scales with a payload's last dimensions in the payload's order; raises for other shapes."""
     if payload.device != scale.device:
         raise ValueError(
             f"scales of a payload on {payload.device} must be there too, got {scale.device}"
@@ -138,38 +297,58 @@ def expand_scales(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"a payload must be [..., rows, K], K a multiple of {BLOCK}, got {shape_text(payload)}"
         )
-    *outer, rows, K = payload.shape
-    blocks, coarse = K // BLOCK, -(-K // _COARSE)
-    found = tuple(scale.shape)
-    fine_shape = (*outer, rows, blocks)
-    row_shape, tile_shape = (*outer, rows, coarse), (*outer, -(-rows // _COARSE), coarse)
-    if found not in (fine_shape, row_shape, tile_shape):
-        raise ValueError(
-            f"scales of {shape_text(payload)} must be {list(fine_shape)}, {list(row_shape)} or "
-            f"{list(tile_shape)}, got {shape_text(scale)}"
-        )
-    if scale.dtype == torch.float32:
-        scale = _power_of_two_bytes(scale)
-    elif scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+    if scale.dtype not in (torch.float32, torch.uint8, torch.float8_e8m0fnu):
         raise TypeError(
             f"scales must be torch.float32, torch.uint8 or torch.float8_e8m0fnu, got {scale.dtype}"
         )
-    scale = as_scale_bytes(scale)
-    if found not in (fine_shape, row_shape):
-        scale = scale.repeat_interleave(_COARSE, -2, output_size=-(-rows // _COARSE) * _COARSE)
-        scale = scale[..., :rows, :]
-    if found != fine_shape:
-        scale = scale.repeat_interleave(_COARSE // BLOCK, -1, output_size=coarse * 4)
-        scale = scale[..., :blocks]
-    return scale.contiguous()
+    *outer, rows, K = payload.shape
+    coarse = -(-K // COARSE)
+    tiles = (*outer, -(-rows // COARSE), coarse)
+    known = [(*outer, rows, K // BLOCK), (*outer, rows, coarse), tiles]
+    if tuple(scale.shape) in known:
+        return scale
+    if scale.dtype == torch.float32 and tuple(scale.shape) == (*outer, coarse, rows):
+        return scale.transpose(-1, -2)
+    raise ValueError(
+        f"scales of {shape_text(payload)} must be {', '.join(str(list(s)) for s in known[:2])} or "
+        f"{list(known[2])}, got {shape_text(scale)}"
+    )
 
 
 def _operand(name: str, pair: Pair) -> Pair:
+    """A pair whose payload is contiguous, and whose scales are bytes for 32 k where MX has them."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise TypeError(f"{name} must be a pair (payload, scale), got {type(pair).__name__}")
     payload, scale = pair
     refuse_no_tensor(**{f"{name}'s payload": payload, f"{name}'s scale": scale})
-    return payload, expand_scales(payload, scale)
+    if scale.dtype == torch.float32:
+        scale = _in_order(payload, scale)
+        if scale.device.type != "cpu" or not bool((_power_of_two_bytes(scale) != NAN_SCALE).all()):
+            return payload.contiguous(), scale
+    return payload.contiguous(), expand_scales(payload, scale)
+
+
+def _is_fine(scale: torch.Tensor) -> bool:
+    """Whether scales are MX's."""
+    return scale.dtype == torch.uint8
+
+
+def _turned(name: str, pair: Pair) -> Pair:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise TypeError(f"{name} must be a pair (payload, scale), got {type(pair).__name__}")
+    refuse_no_tensor(**{f"{name}'s payload": pair[0], f"{name}'s scale": pair[1]})
+    return pair[0].transpose(-1, -2), pair[1].transpose(-1, -2)
+
+
+def _refuse_other_d(d: torch.Tensor, shape: tuple[int, ...], a: torch.Tensor) -> None:
+    if tuple(d.shape) != shape:
+        raise ValueError(f"d must be {list(shape)}, got {shape_text(d)}")
+    if d.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(
+            f"d's dtype must be torch.bfloat16 or torch.float16 or torch.float32, got {d.dtype}"
+        )
+    if d.device != a.device:
+        raise ValueError(f"d is on {d.device}, but a is on {a.device}")
 
 
 def _multiply(
@@ -190,29 +369,50 @@ def _multiply(
         raise renamed(error, {"out": "d", "out_dtype": "d's dtype"}) from error
 
 
-def _refuse_uncast(disable_ue8m0_cast: bool) -> None:
-    if disable_ue8m0_cast:
-        raise ValueError(
-            "disable_ue8m0_cast=True asks for scales that are no powers of two; MX has none"
-        )
-
-
 def _power_of_two_bytes(scale: torch.Tensor) -> torch.Tensor:
     """e8m0 bytes of fp32 powers of two; NaN for all else."""
-    bits = scale.view(torch.int32)
+    bits = scale.contiguous().view(torch.int32)
     byte = bits >> _MANTISSA_BITS  # above 255 or negative with a sign bit: not exact, see below
     is_exact = (bits > _MANTISSA) & ((bits & _MANTISSA) == 0) | (bits == _LEAST_BITS)
     return torch.where(is_exact, byte, NAN_SCALE).to(torch.uint8)
 
 
-def _ranges(grouped_layout: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """First row of each group, and the row after its last; both 0 rows where it has none."""
-    M, device = len(grouped_layout), grouped_layout.device
+def _refuse_torn(grouped_layout: torch.Tensor, groups: int) -> None:
+    """Raise ValueError where the rows of a group are not next to each other, or of no known one."""
+    wrong = (grouped_layout < -1) | (grouped_layout >= groups)
+    if checking() and wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"grouped_layout must be within -1 to {groups - 1}, as b has {groups} groups; "
+            f"grouped_layout[{row}] is {int(grouped_layout[row])}"
+        )
+    begins = torch.ones_like(grouped_layout, dtype=torch.bool)
+    begins[1:] = grouped_layout[1:] != grouped_layout[:-1]
+    first: dict[int, int] = {}
+    rows = begins.nonzero().flatten()
+    for row, group in zip(rows.tolist(), grouped_layout[rows].tolist(), strict=True):
+        if 0 <= group < groups and first.setdefault(group, row) != row:
+            raise ValueError(
+                f"the rows of a group must be next to each other, but grouped_layout has group "
+                f"{group} from row {first[group]} and again from row {row}; sort rows by group"
+            )
+
+
+def _ranges(owner: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """First row of each group, and the row after its last; M and 0 where it has none."""
+    M, device = len(owner), owner.device
     row = torch.arange(M, dtype=torch.int32, device=device)
-    known = (grouped_layout >= 0) & (grouped_layout < groups)
-    owner = torch.where(known, grouped_layout, groups).long()  # one place more for no group
+    place = torch.where(owner >= 0, owner, groups).long()  # one place more for no group
     starts = torch.full((groups + 1,), M, dtype=torch.int32, device=device)
     ends = torch.zeros(groups + 1, dtype=torch.int32, device=device)
-    starts.scatter_reduce_(0, owner, row, "amin")
-    ends.scatter_reduce_(0, owner, row + 1, "amax")
+    starts.scatter_reduce_(0, place, row, "amin")
+    ends.scatter_reduce_(0, place, row + 1, "amax")
     return starts[:groups], ends[:groups]
+
+
+def _owners(starts: torch.Tensor, ends: torch.Tensor, rows: int) -> torch.Tensor:
+    """Each row's group, -1 for none, where groups begin and end so, in their order."""
+    row = torch.arange(rows, dtype=ends.dtype, device=ends.device)
+    group = torch.searchsorted(ends, row, right=True, out_int32=True)
+    known = group.clamp(max=len(ends) - 1).long()
+    return torch.where((group < len(ends)) & (row >= starts[known]), group, -1)

@@ -23,6 +23,7 @@ from aiter_mx.numerics import DTYPES as DTYPES
 from aiter_mx.numerics import INDEX_NAMES as INDEX_NAMES
 from aiter_mx.numerics import INDICES as INDICES
 from aiter_mx.numerics import SCALE_DTYPES as SCALE_DTYPES
+from aiter_mx.target import ENVIRONMENT, OFF
 
 ALIGNMENT_BYTES = 16
 """Kernels load payloads in pieces of this size."""
@@ -30,6 +31,9 @@ SCALE_ALIGNMENT_BYTES = 4
 """Kernels of the MoE's GEMM load scales in pieces of this size."""
 STORED_FEATURES = 4
 """They store as many features at once."""
+
+
+_CHECK: Any = getattr(os.environ, "encodekey", str)("AITER_MX_CHECK")
 
 
 def check_tensor(
@@ -210,9 +214,46 @@ def refuse_no_experts(name: str, E: int, N: int, K: int) -> None:
 
 def checking() -> bool:
     """Whether ``AITER_MX_CHECK=1`` asks for checks; never while a stream is captured."""
-    if os.environ.get("AITER_MX_CHECK", "0") in ("", "0"):
+    if ENVIRONMENT.get(_CHECK) is None or os.environ.get("AITER_MX_CHECK", "").lower() in OFF:
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def check_groups(
+    name: str, groups: int, starts: Tensor | None, ends: Tensor, rows: int, apart: bool = False
+) -> None:
+    """Raise ValueError if checks are on and groups of rows are not such as can be.
+
+    Args:
+        name: of what says where groups end.
+        groups: G.
+        starts: ``[G]``, or None where a group begins with the row after the one before it.
+        ends: ``[G]``, or ``[G + 1]`` with the first one's begin; rows that count where groups have
+            rows of their own.
+        rows: that there are, or that each group has of its own.
+        apart: whether groups have rows of their own.
+    """
+    if not checking():
+        return
+    last = ends.tolist()
+    if apart or starts is not None:
+        first = [0] * len(last) if starts is None else starts.tolist()
+    else:
+        first, last = (last[:-1], last[1:]) if len(last) > groups else ([0, *last[:-1]], last)
+    taken = 0
+    for begin, end, group in sorted(zip(first, last, range(len(last)), strict=True)):
+        is_none = starts is not None and end <= begin
+        if not is_none and not 0 <= begin <= end <= rows:
+            raise ValueError(
+                f"{name} must give groups of rows within 0 to {rows} that do not decrease, but "
+                f"group {group} is {begin} to {end}"
+            )
+        if not (apart or is_none) and begin < taken:
+            raise ValueError(
+                f"groups must not overlap, but group {group} begins at row {begin}, and another "
+                f"one ends at {taken}"
+            )
+        taken = max(taken, 0 if is_none else end)
 
 
 def check_expert_ids(topk_ids: Tensor, num_experts: int, tokens: Tensor | None = None) -> None:

@@ -15,6 +15,7 @@ from aiter_mx.ops.checks import (
     DTYPES,
     INDEX_NAMES,
     SCALE_DTYPES,
+    check_groups,
     check_out,
     either,
     refuse_alignment,
@@ -191,6 +192,9 @@ def _grouped_gemm(
     operands = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "bias": bias}
     operands |= {"starts": starts, "group_offs": ends}
     refuse_strides(**operands)
+    apart = a.ndim == 3
+    name = "masked_m" if apart else "group_offs" if starts is None else "ends"
+    check_groups(name, b.shape[0], starts, ends, a.shape[-2], apart)
     if out is None:
         out = torch.empty(shape, dtype=out_dtype, device=device)
     else:

@@ -12,7 +12,7 @@ from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.launch import Run, call
 from aiter_mx.layouts import layout_of, padded_shape
 from aiter_mx.numerics import BLOCK, FORMATS
-from aiter_mx.ops.checks import ALIGNMENT_BYTES, DTYPE_NAMES
+from aiter_mx.ops.checks import ALIGNMENT_BYTES, DTYPE_NAMES, check_groups
 from aiter_mx.ops.library import with_memory
 from aiter_mx.plan import Plans, bind
 from aiter_mx.target import cpu_target, target_of
@@ -74,6 +74,7 @@ def quantized(x: Tensor, offsets: Tensor | None, options: Options) -> list[Tenso
         x = x.clone()
     if offsets is not None:
         offsets = offsets.contiguous()
+        check_groups("group_offs", len(offsets) - 1, None, offsets, x.shape[0])
     outputs = empty_outputs(x, offsets, shapes, options)
     call(run, x, offsets, *outputs)
     return [tensor for tensor in outputs if tensor is not None]

@@ -8,8 +8,14 @@ import pytest
 import torch
 
 import aiter_mx
+from aiter_mx.compat import deep_gemm
 from aiter_mx.compat.deep_gemm import (
     expand_scales,
+    fp8_gemm_nn,
+    fp8_gemm_nt,
+    fp8_gemm_tn,
+    fp8_gemm_tt,
+    get_mk_alignment_for_contiguous_layout,
     m_grouped_fp8_gemm_nt_contiguous,
     m_grouped_fp8_gemm_nt_masked,
 )
@@ -75,7 +81,7 @@ def test_contiguous_is_close_to_the_unquantised_product(
         row += room
     d = torch.full((len(x), N), 7.0, dtype=torch.bfloat16, device=device)
     a, b = ((q.to(device), s.to(device)) for q, s in both(kind, x, w))
-    m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout.to(device), zero_padding=zero_padding)
+    m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout.to(device), ensure_zero_padding=zero_padding)
     d, mine = d.cpu(), layout >= 0
     assert calc_diff(d[mine], expected[mine]) < 1e-3
     assert torch.equal(d[~mine].float(), expected[~mine])
@@ -149,7 +155,8 @@ def test_bad_arguments_are_refused() -> None:
         ((a, b, d, layout[:7]), {}, ValueError, r"a must be \[M, K\] and grouped_layout \[M\]"),
         ((a, b, d[:7], layout), {}, ValueError, r"^d must be \[8, 32\], got \[7, 32\]"),
         ((a, b, d.double(), layout), {}, TypeError, "^d's dtype must be torch.bfloat16 or"),
-        ((a, b, d, layout), {"disable_ue8m0_cast": True}, ValueError, "no powers of two"),
+        ((a, (b[0][0], b[1][0]), d, layout), {}, ValueError, r"and b \[G, N, K\], got"),
+        ((a, b, d, layout), {"use_psum_layout": True}, ValueError, r"grouped_layout \[G\], got"),
     ]:
         with pytest.raises(error, match=message):
             m_grouped_fp8_gemm_nt_contiguous(*arguments, **keywords)
@@ -165,3 +172,156 @@ def test_bad_arguments_are_refused() -> None:
     ]:
         with pytest.raises(error, match=message):
             m_grouped_fp8_gemm_nt_masked(a, b, *more)
+
+
+def coarse(rows: int, K: int, each: int, seed: int, *outer: int, low: float = 1e-3) -> Pair:
+    """A random payload over the whole e4m3 range, and fp32 scales that are no powers of two."""
+    generator = torch.Generator().manual_seed(seed)
+    payload = torch.randint(0, 256, (*outer, rows, K), generator=generator, dtype=torch.uint8)
+    payload[(payload & 127) == 127] = 0x42  # a NaN is of another test
+    shape = (*outer, -(-rows // each), -(-K // 128))
+    scale = (torch.rand(shape, generator=generator) + 0.1) * low
+    return payload.view(torch.float8_e4m3fn), scale
+
+
+def exact(pair: Pair, each: int) -> tuple[torch.Tensor, torch.Tensor]:
+    payload, scale = pair
+    *_, rows, K = payload.shape
+    whole = scale.double().repeat_interleave(each, -2)[..., :rows, :].repeat_interleave(128, -1)
+    values = payload.double() * whole[..., :K]
+    return values, values.abs()
+
+
+def assert_within(found: torch.Tensor, x: Pair, w: Pair) -> None:
+    """Against float64 of the exact operands: fp32 sums, and a rounding of the result."""
+    (x64, x_abs), (w64, w_abs) = exact(x, 1), exact(w, 128)
+    wanted, most = x64 @ w64.T, x_abs @ w_abs.T
+    finite = most < 3e38
+    ulp = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-23}[found.dtype]
+    error = (found.double() - wanted).abs()
+    assert (error <= 2.0**-18 * most + ulp * wanted.abs())[finite].all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scales_of_any_value_are_right_in_groups(device: torch.device, dtype: torch.dtype) -> None:
+    sizes, room, (N, K) = [70, 0, 130, 1], [128, 0, 256, 5], (160, 416)
+    M = sum(room)
+    layout = torch.full((M,), -1, dtype=torch.int32)
+    ends, row = [], 0
+    for g, (size, taken) in enumerate(zip(sizes, room, strict=True)):
+        layout[row : row + size] = g
+        ends.append(row + size)
+        row += taken
+    a, b = coarse(M, K, 1, 0), coarse(N, K, 128, 1, 4)
+    on = [(p.to(device), s.to(device)) for p, s in (a, b)]
+    strided = (on[0][0], on[0][1].t().contiguous().t())
+    turned = (on[0][0], on[0][1].t().contiguous())
+    n_major = (on[1][0].transpose(1, 2).contiguous().transpose(1, 2), on[1][1])
+    psum = torch.tensor(ends, dtype=torch.int32, device=device)
+    results = []
+    for x, w, groups, options in [
+        (on[0], on[1], layout.to(device), {}),
+        (strided, n_major, layout.to(device), {"disable_ue8m0_cast": True}),
+        (turned, on[1], psum, {"use_psum_layout": True, "recipe": (1, 128, 128)}),
+    ]:
+        d = torch.full((M, N), 7.0, dtype=dtype, device=device)
+        m_grouped_fp8_gemm_nt_contiguous(x, w, d, groups, **options)
+        results.append(d.cpu())
+    assert all(torch.equal(d, results[0]) for d in results)
+    assert not results[0][layout < 0].any()
+    for g in range(4):
+        mine = layout == g
+        assert_within(results[0][mine], (a[0][mine], a[1][mine]), (b[0][g], b[1][g]))
+
+
+def test_scales_of_any_value_are_right_in_masked_groups(device: torch.device) -> None:
+    G, M, N, K = 3, 40, 64, 288
+    a, b = coarse(M, K, 1, 2, G), coarse(N, K, 128, 3, G)
+    masked = torch.tensor([40, 0, 7], dtype=torch.int32)
+    d = torch.full((G, M, N), 7.0, device=device)
+    on = [(p.to(device), s.to(device)) for p, s in (a, b)]
+    m_grouped_fp8_gemm_nt_masked(*on, d, masked.to(device), 16)
+    d = d.cpu()
+    for g, rows in enumerate(masked.tolist()):
+        assert (d[g, rows:] == 7).all()
+        assert_within(d[g, :rows], (a[0][g, :rows], a[1][g, :rows]), (b[0][g], b[1][g]))
+
+
+def test_extreme_scales_are_right(device: torch.device) -> None:
+    M, N, K = 6, 64, 256
+    a, b = coarse(M, K, 1, 4), coarse(N, K, 128, 5)
+    a[1][:5, 0] = torch.tensor([0.0, float("nan"), 1e-30, 1e30, 3e38])
+    b[1][0] = torch.tensor([1e30, 0.75])
+    d = torch.empty(M, N, device=device)
+    fp8_gemm_nt(*((p.to(device), s.to(device)) for p, s in (a, b)), d)
+    d = d.cpu()
+    assert d[1].isnan().all() and not d[[0, 2, 5]].isnan().any()
+    wanted = exact(a, 1)[0] @ exact(b, 128)[0].T
+    beyond = wanted[3:5].abs() > 1e39
+    assert not d[3:5][beyond].isfinite().any()
+    rows = [0, 2, 5]
+    assert_within(d[rows], (a[0][rows], a[1][rows]), b)
+
+
+def test_dense_products_of_all_orders_agree(device: torch.device) -> None:
+    M, N, K = 9, 96, 320
+    a, b = coarse(M, K, 1, 6), coarse(N, K, 128, 7)
+    on = [(p.to(device), s.to(device)) for p, s in (a, b)]
+    t = [(p.t().contiguous(), s.t().contiguous()) for p, s in on]
+    results = []
+    for product, x, w in [
+        (fp8_gemm_nt, on[0], on[1]),
+        (fp8_gemm_nn, on[0], t[1]),
+        (fp8_gemm_tn, t[0], t[1]),
+        (fp8_gemm_tt, t[0], on[1]),
+    ]:
+        d = torch.full((M, N), 7.0, dtype=torch.bfloat16, device=device)
+        product(x, w, d)
+        results.append(d.cpu())
+    assert all(torch.equal(d, results[0]) for d in results)
+    assert_within(results[0], a, b)
+    c = torch.randn(M, N, device=device)
+    d = c.clone()
+    fp8_gemm_nt(*on, d, d, alpha=0.5)
+    plain = torch.empty_like(c)
+    fp8_gemm_nt(*on, plain)
+    assert torch.equal(d, plain * 0.5 + c)
+
+
+def test_powers_of_two_are_multiplied_as_mx(device: torch.device) -> None:
+    x, w = torch.randn(5, 256), torch.randn(64, 256)
+    a, b = quantize_coarse(x, 1), quantize_coarse(w, 128)
+    d, of_bytes = (torch.empty(5, 64, device=device) for _ in range(2))
+    on = [(p.to(device), s.to(device)) for p, s in (a, b)]
+    fp8_gemm_nt(*on, d)
+    fp8_gemm_nt(*((p, expand_scales(p, s)) for p, s in on), of_bytes)
+    if device.type == "cpu":
+        assert torch.equal(d, of_bytes)
+    assert torch.allclose(d, of_bytes, rtol=1e-5)
+    mixed = torch.empty_like(d)
+    fp8_gemm_nt((on[0][0], expand_scales(*on[0])), (on[1][0], on[1][1] * 0.75), mixed)
+    assert torch.allclose(mixed, d * 0.75, rtol=1e-4, atol=1e-4)
+
+
+def test_groups_that_are_torn_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = aiter_mx.quantize(torch.randn(384, 64)), aiter_mx.quantize(torch.randn(2, 32, 64))
+    d = torch.empty(384, 32, dtype=torch.bfloat16)
+    layout = torch.tensor([0] * 128 + [1] * 128 + [0] * 128, dtype=torch.int32)
+    with pytest.raises(ValueError, match="has group 0 from row 0 and again from row 256; sort"):
+        m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout)
+    layout[256:] = -1
+    layout[300] = 5
+    m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout)
+    assert not d[256:].any()
+    monkeypatch.setenv("AITER_MX_CHECK", "1")
+    with pytest.raises(ValueError, match=r"within -1 to 1, .* grouped_layout\[300\] is 5"):
+        m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout)
+    masked = (aiter_mx.quantize(torch.randn(2, 4, 64)), b, d[:8].view(2, 4, 32))
+    with pytest.raises(ValueError, match="masked_m must give groups of rows within 0 to 4"):
+        m_grouped_fp8_gemm_nt_masked(*masked, torch.tensor([4, 5], dtype=torch.int32), 4)
+
+
+def test_their_names_are_there() -> None:
+    assert get_mk_alignment_for_contiguous_layout() == 128
+    for name in ("nt", "nn", "tn", "tt"):
+        assert getattr(deep_gemm, f"fp8_gemm_{name}") is getattr(deep_gemm, f"fp8_fp4_gemm_{name}")
