@@ -1,0 +1,81 @@
+"""Every source for Hopper compiles, without a GPU, and keeps its values in registers."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from aiter_mx.jit.build import build, csrc_dir
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.moe_align import MoeAlignProblem
+from aiter_mx.kernels.moe_combine import MoeCombineProblem
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.quantize import QuantizeProblem
+from aiter_mx.kernels.registry import kernels_of, ops
+from aiter_mx.kernels.spec import Config, Module, Problem
+from aiter_mx.launch import module_request
+from aiter_mx.target import hardware
+
+SM90 = hardware("sm_90a")
+# What each kernel has of an op is tried with the first of these that it takes.
+PROBLEMS: dict[str, list[Problem]] = {
+    "grouped_gemm": [GroupedGemmProblem(8192, 4096, 2048, 8)],
+    "linear": [LinearProblem(M, 2304, 6144) for M in (1, 8, 64, 512)],
+    "moe_align": [MoeAlignProblem(8, 4, 128, 16, x_dtype="bf16", K=6144)],
+    "moe_combine": [MoeCombineProblem(8, 6144, 4, 128)],
+    "moe_gemm": [MoeGemmProblem(M, 1536, 6144, 128, 4, 32, "mxfp8", "silu") for M in (16, 512)],
+    "quantize": [QuantizeProblem(64, 64), QuantizeProblem(8192, 8192, "bf16", "both")],
+}
+MOST_STACK = {"grouped/persistent_sm90.cu": 8, "moe/wgmma_f16_sm90.cu": 8}  # bytes of a thread
+FRAME_SIZE = 0x11  # EIATTR_FRAME_SIZE of .nv.info: a symbol, and the bytes of its frame
+
+
+def launches() -> dict[str, tuple[Module, Problem, Config]]:
+    """One variant of each source that a kernel of ours has for Hopper."""
+    found: dict[str, tuple[Module, Problem, Config]] = {}
+    for op in ops():
+        for kernel in kernels_of(op):
+            if kernel.backend != "hip" or not kernel.is_for("sm_90a"):
+                continue
+            taken = [p for p in PROBLEMS[op] if kernel.refusal(SM90, p) is None]
+            assert taken, f"say in PROBLEMS what {op}/{kernel.name} is tried with"
+            config = kernel.configure(SM90, taken[0])
+            for module in (*kernel.modules, *kernel.around):
+                found.setdefault(module.sources["sm_90a"], (module, taken[0], config))
+    return found
+
+
+def frames(image: bytes) -> Iterator[int]:
+    """Bytes of stack of each function of a cubin."""
+    (table,) = struct.unpack_from("<Q", image, 0x28)
+    size, count, of_names = struct.unpack_from("<HHH", image, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", image, table + i * size) for i in range(count)]
+    names = sections[of_names][4]
+    for name, _, _, _, at, length in sections:
+        if not image.startswith(b".nv.info\0", names + name):
+            continue
+        end = at + length
+        while at < end:
+            form, attribute, value = struct.unpack_from("<BBH", image, at)
+            at += 4
+            if form == 4:  # whose value is the size of what follows
+                if attribute == FRAME_SIZE:
+                    yield struct.unpack_from("<II", image, at)[1]
+                at += value
+
+
+@pytest.mark.parametrize("source", launches())
+def test_a_source_for_hopper_compiles_and_spills_nothing(source: str) -> None:
+    module, problem, config = launches()[source]
+    image = build(module_request(module, SM90, problem, config)).image
+    found = [*frames(image)]
+    assert found, "no .nv.info that says what functions have of stack"
+    assert max(found) <= MOST_STACK.get(source, 0)
+
+
+def test_no_source_for_hopper_is_left_out() -> None:
+    there = {f"{path.parent.name}/{path.name}" for path in csrc_dir().glob("*/*_sm90.cu")}
+    assert there <= set(launches())
