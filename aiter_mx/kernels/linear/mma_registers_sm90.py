@@ -8,6 +8,7 @@ from functools import cache
 from itertools import product
 from math import ceil, log2
 
+from aiter_mx.kernels.linear.fitted_sm90 import MmaRegisters
 from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
 from aiter_mx.kernels.sm90 import CHUNK, REGISTERS
@@ -38,17 +39,16 @@ _CYCLES_A_US = 4 * 1980  # of an SM's four schedulers
 # M = 4 where each chunk is asked for while the one before is used: 1.05 to 2 times as slow.
 _SPILLING = {1: range(88), 2: range(80), 3: range(104, 144)}
 _LEAST_SHARE, _SPARE_SHARE = 0.9, 1.15  # of the registers that ptxas would take
-_SUITS_BYTES = 63e3  # of weights under way on an SM
+FITTED = MmaRegisters()
 # What an H200 holds at once of what its SMs could, by the size of a cluster, which lies in a GPC.
 _PACKED = {1: 1.0, 2: 1.0, 4: 0.93, 8: 0.93}
 _SPLITS = (1, 2, 4, 8)
-_OF_WAVES = {waves: 0.18 * log2(waves) for waves in (1, 2, 3, 4, 6, 8, 12, 16)}  # us
 _MOST_SUMS_BYTES = 47 * 1024  # of static shared memory, which may have 48 KiB
 _MOST_RESIDENT = (32, 8)  # workgroups of an SM: alone, and of clusters, which more only slow
 
 PARAMS = (
     Param("rows", tuple(range(1, _MOST_ROWS + 1)), "output features that a workgroup computes"),
-    Param("waves", tuple(_OF_WAVES), "waves of a workgroup, which take turns with K"),
+    Param("waves", (1, 2, 3, 4, 6, 8, 12, 16), "waves of a workgroup, which take turns with K"),
     Param(
         "unroll",
         (0, 1, 2, 3),
@@ -120,10 +120,12 @@ def _resident(of_sm: float, registers: int, waves: int, unroll: int, split: int)
 
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
-    """A model of what a call takes beyond reading, in us: fitted to 519 times on one H200."""
+    """A model of what a call takes beyond reading, in us: see ``FITTED``."""
     M, all_chunks = problem.M, _chunks(problem)
     class_M = _class(M)
-    of_half, of_chunk = (73, 90) if M <= _FEW else (55, 120)  # cycles
+    of_half, of_chunk = FITTED.half, FITTED.chunk  # cycles
+    if M > _FEW:
+        of_half, of_chunk = FITTED.many_half, FITTED.many_chunk
     even = {-(-problem.N // (target.cu_num * groups)) for groups in range(1, 9)}
     choices = {*_USUAL_ROWS, *(rows for rows in even if _FEWEST_ROWS <= rows <= _MOST_ROWS)}
     busy = []
@@ -132,7 +134,9 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
         us = of_sm * (all_chunks / split) * (of_half * halves + of_chunk) / _CYCLES_A_US
         loops = _loops(class_M, halves, split > 1)[problem.pdl]
         if loops:
-            busy.append((0.08 * us + loops[0][0], 0.08 * us, rows, split, of_sm, loops))
+            busy.append(
+                (FITTED.busy * us + loops[0][0], FITTED.busy * us, rows, split, of_sm, loops)
+            )
     for bound, busy_us, rows, split, of_sm, loops in sorted(busy):
         if bound * ROUNDED_OFF > least.cost:
             break
@@ -147,12 +151,12 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
             idle = -chunks % a_round / chunks
             in_turn = _in_turn_us(rounds, problem.pdl) if unroll == 0 else 0.0
             waits = of_sm > most * _PACKED[split]
-            bound = busy_us + 1.7 * idle + 1.8 * waits + of_round + in_turn
+            bound = busy_us + FITTED.idle * idle + FITTED.waits * waits + of_round + in_turn
             if bound * ROUNDED_OFF > least.cost:
                 continue
             under_way = rows * min(a_round, chunks) * CHUNK
-            starved = max(0.0, log2(_SUITS_BYTES / (min(most, of_sm) * under_way)))
-            if (bound + 0.65 * starved) * ROUNDED_OFF > least.cost:
+            starved = max(0.0, log2(FITTED.under_way_bytes / (min(most, of_sm) * under_way)))
+            if (bound + FITTED.starved * starved) * ROUNDED_OFF > least.cost:
                 continue
             if _sums_bytes(class_M, halves, waves, split) > _MOST_SUMS_BYTES:
                 continue
@@ -161,9 +165,10 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
                 continue
             resident = max(1, min(max(4 * of_scheduler // waves, wanted), 64 // waves))
             resident = min(resident, _MOST_RESIDENT[split > 1])
-            starved = max(0.0, log2(_SUITS_BYTES / (min(resident, of_sm) * under_way)))
+            starved = max(0.0, log2(FITTED.under_way_bytes / (min(resident, of_sm) * under_way)))
             waits = of_sm > resident * _PACKED[split]  # for others to end
-            cost = busy_us + 1.7 * idle + 0.65 * starved + 1.8 * waits + of_round + in_turn
+            cost = busy_us + FITTED.idle * idle + FITTED.starved * starved
+            cost = cost + FITTED.waits * waits + of_round + in_turn
             yield cost, (), (rows, waves, unroll, split)
 
 
@@ -183,17 +188,17 @@ def _loops(class_M: int, halves: int, clustered: bool) -> tuple[list[_Loop], lis
         of_scheduler = _SCHEDULER_REGISTERS // (-(-registers // 8) * 8)
         waves_of_sm = 4 * int(_SCHEDULER_REGISTERS / (_LEAST_SHARE * registers))
         length = max(1, unroll) * halves  # of a round's code
-        of_round = 0.22 * length + 0.15 * (unroll > 1)
+        of_round = FITTED.length * length + FITTED.unrolled * (unroll > 1)
         in_turn = [_in_turn_us(8, overlaps) if unroll == 0 else 0.0 for overlaps in (False, True)]
         for waves in PARAMS[1].values[clustered:]:
             if registers > min(REGISTERS // (32 * waves), _MOST_REGISTERS):
                 break
-            cost = of_round + _OF_WAVES[waves]
+            cost = of_round + FITTED.waves * log2(waves)
             most = max(1, min(waves_of_sm // waves, 64 // waves, _MOST_RESIDENT[clustered]))
             under_way = most * 8 * length * waves * CHUNK
             bound = cost
-            if under_way < _SUITS_BYTES:
-                bound += 0.65 * log2(_SUITS_BYTES / under_way)
+            if under_way < FITTED.under_way_bytes:
+                bound += FITTED.starved * log2(FITTED.under_way_bytes / under_way)
             known = (unroll, waves, registers, of_scheduler, most, cost)
             alone.append((bound + in_turn[0], *known))
             overlapping.append((bound + in_turn[1], *known))
@@ -203,7 +208,9 @@ def _loops(class_M: int, halves: int, clustered: bool) -> tuple[list[_Loop], lis
 def _in_turn_us(rounds: int, overlaps: bool) -> float:
     """Of few rounds a loop in turn makes little; overlapping launches gain most."""
     rounds = min(8, rounds)
-    return 0.3 - 0.1 * rounds if overlaps else 0.2 - 0.03 * rounds
+    if overlaps:
+        return FITTED.overlapping_in_turn - FITTED.overlapping_round * rounds
+    return FITTED.in_turn - FITTED.round * rounds
 
 
 def _spills(halves: int, lanes: int) -> bool:

@@ -9,6 +9,7 @@ from math import inf
 from typing import NamedTuple
 
 from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars
+from aiter_mx.kernels.linear.fitted_sm90 import MmaRing
 from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
 from aiter_mx.kernels.linear.wide_sm90 import WIDE
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
@@ -41,8 +42,7 @@ PARAMS = (
     Param("per_sm", (1, 2), "workgroups that an SM is to hold"),
 )
 
-_EXCHANGE = {1: 0, 2: 500, 4: 900, 8: 2500}
-_STALL = {1: 2.6, 2: 2.2, 3: 2.0}
+FITTED = MmaRing()
 _FEWEST_WARPS, _MOST_WARPS = 4, 18  # of an SM
 _GROUPS = tuple(product(PARAMS[2].values, PARAMS[5].values))
 _K_WARPS = {
@@ -142,10 +142,10 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
-    """A model of what a call takes beyond reading: fitted to sweeps on one H200."""
+    """A model of what a call takes beyond reading: see ``FITTED``."""
     M, N, K, tiles_m = problem.M, problem.N, problem.K, -(-problem.M // 8)
     units = N * K / (512 * 4 * target.cu_num)
-    soonest = -800 if problem.pdl else 0  # what overlapping launches may win
+    soonest = -FITTED.shares if problem.pdl else 0  # what overlapping launches may win
     warps_of = product(PARAMS[0].values, PARAMS[1].values)
     bounds = ((_bound(target, problem, *values) + soonest, *values) for values in warps_of)
     for bound, split, row_tiles in sorted(bounds):
@@ -160,8 +160,9 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
             idle = -(-groups // at_once) * at_once / groups
             padded = passes * pass_rows * clusters / N
             x_bytes = M * K * clusters * passes * row_warps
-            computed = padded * idle * units * least_unit + 0.012 * x_bytes / target.cu_num
-            others = _EXCHANGE[split] + 800 * (passes - 1) + 400 * (per_sm - 1) + soonest
+            computed = padded * idle * units * least_unit + FITTED.x_byte * x_bytes / target.cu_num
+            further = FITTED.further_pass * (passes - 1)
+            others = FITTED.exchange[split] + further + FITTED.second_group * (per_sm - 1) + soonest
             if (computed + others) * ROUNDED_OFF > least.cost:
                 continue
             for k_warps in _K_WARPS[row_warps, per_sm]:
@@ -172,21 +173,21 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
                 steps = chunks * k_warps / (K / CHUNK / split)
                 base = (
                     padded * steps * idle * units * _unit_cycles(tiles_m, row_tiles, warps)
-                    + _EXCHANGE[split]
-                    + 0.012 * x_bytes / target.cu_num
-                    + 50 * warps
-                    + 800 * (passes - 1)  # sums are exchanged once more
+                    + FITTED.exchange[split]
+                    + FITTED.x_byte * x_bytes / target.cu_num
+                    + FITTED.warp * warps
+                    + further  # sums are exchanged once more
                 )
-                if base + 400 * (per_sm - 1) + soonest > least.cost:
+                if base + FITTED.second_group * (per_sm - 1) + soonest > least.cost:
                     continue
                 for depth in PARAMS[4].values[: max(1, chunks * passes)]:
                     in_flight = warps * depth * row_tiles * 16 * CHUNK
                     cost = (
                         base
                         # With one chunk in flight nothing is copied while it is computed.
-                        + 1200 * (depth == 1) * chunks * passes
-                        + 400 * (per_sm - 1)
-                        + (0 if in_flight >= 40e3 else 1e4)
+                        + FITTED.one_chunk * (depth == 1) * chunks * passes
+                        + FITTED.second_group * (per_sm - 1)
+                        + (0 if in_flight >= FITTED.in_flight_bytes else FITTED.starved)
                     )
                     if cost + soonest > least.cost:
                         continue
@@ -207,21 +208,24 @@ def _bound(target: Target, problem: LinearProblem, split: int, row_tiles: int) -
         of_group = -(-N // (most * per_sm * rows)) * rows
         shared = min(shared, of_group * per_sm / split * K)
     computed = shared / (512 * 4) * _unit_cycles(-(-M // 8), row_tiles, _MOST_WARPS)
-    x_cycles = 0.012 * M * K * N / rows / target.cu_num
-    return (computed + x_cycles + _EXCHANGE[split] + 50 * _FEWEST_WARPS) * ROUNDED_OFF
+    x_cycles = FITTED.x_byte * M * K * N / rows / target.cu_num
+    return (
+        computed + x_cycles + FITTED.exchange[split] + FITTED.warp * _FEWEST_WARPS
+    ) * ROUNDED_OFF
 
 
 def _unit_cycles(tiles_m: int, row_tiles: int, warps: int) -> float:
     """Of an SM's scheduler, for 16 rows by 32 k."""
-    a_unit = 22 + 6 * tiles_m + 12 * tiles_m / row_tiles
-    return max(a_unit * _STALL.get(round(warps / 4), 1.9), 12.5 * tiles_m)
+    a_unit = FITTED.unit + FITTED.unit_tile * tiles_m + FITTED.unit_share * tiles_m / row_tiles
+    stall = FITTED.stall.get(round(warps / 4), FITTED.many_stall)
+    return max(a_unit * stall, FITTED.tile * tiles_m)
 
 
 def _overlap_cycles(target: Target, found: Layout, groups: int) -> float:
-    """What a launch loses or wins beside others that start before it ends: fitted as above."""
+    """What a launch loses or wins beside others that start before it ends: see ``FITTED``."""
     alone = 2 * (found.shared_bytes + _STATIC_BYTES) > SHARED_BYTES
     shares = target.cu_num < groups <= 1.5 * target.cu_num  # leaves the next one a place on an SM
-    return 600 * alone - 800 * shares
+    return FITTED.alone * alone - FITTED.shares * shares
 
 
 _search = Search(

@@ -7,6 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from aiter_mx.kernels.linear.clusters_sm90 import w_map, x_map
+from aiter_mx.kernels.linear.fitted_sm90 import WgmmaBf16
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
     LinearProblem,
@@ -37,6 +38,7 @@ _UNIT = 64  # k that are multiplied at a time
 _MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
 _FLAG_BYTES = 1024  # barriers, and which tokens and features have scales that bf16 does not cover
 _OWN = ((192, 6144), (256, 4096))  # most M and N for which it comes first without a table
+FITTED = WgmmaBf16()
 _MOST_GRID = (1 << 31) - 1
 
 
@@ -100,23 +102,26 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
-    """A model of a call's time beyond its start, fitted to times of one H200."""
+    """A model of a call's time beyond its start, see ``FITTED``."""
     chunks = _chunks(problem)
     for tile_m, tile_n in product(PARAMS[0].values, PARAMS[1].values):
         if tile_m > _MOST_TOKENS[tile_n]:
             continue
-        unit = 350 * (tile_n // GROUP_ROWS) + 6.5 * tile_m
+        unit = FITTED.group * (tile_n // GROUP_ROWS) + FITTED.row * tile_m
         if tile_m > 96:  # whoever expands so many tokens spills registers
-            unit *= 1.4 if tile_m <= 128 else 1.75
+            unit *= FITTED.spilled if tile_m <= 128 else FITTED.much_spilled
         clusters = _tiles(problem, tile_m, tile_n)
         if clusters / target.cu_num * chunks * 2 * unit * ROUNDED_OFF > least.cost:
             continue
-        stored = tile_m * tile_n / 24 + 800
+        stored = tile_m * tile_n / FITTED.sums_a_cycle + FITTED.store
         for split in PARAMS[2].values[:chunks]:
             units = -(-chunks // split) * 2
             rounds = -(-clusters // most_clusters(target, split))
-            reduced = tile_m * tile_n * 4 * (split - 1) / split / 24 + 1000 if split > 1 else 0
-            cycles = rounds * (units * unit + reduced + stored + 1500)
+            reduced = 0.0
+            if split > 1:
+                sent = tile_m * tile_n * 4 * (split - 1) / split
+                reduced = sent / FITTED.sums_a_cycle + FITTED.exchange
+            cycles = rounds * (units * unit + reduced + stored + FITTED.tile)
             yield cycles, (), (tile_m, tile_n, split)
 
 

@@ -8,6 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars, w_map, x_map
+from aiter_mx.kernels.linear.fitted_sm90 import WgmmaFp8
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
     LinearProblem,
@@ -57,7 +58,6 @@ _MOST_ODD_CHUNKS = 128  # with 231 mma_ring takes 0.6 of the time at 32 rows on 
 _PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """In which workgroups take the rows of w, where SMs have no room for all at once."""
 _MANY_WEIGHTS, _MANY_ROWS = 50_000_000, 16_384
-_CYCLES_BETWEEN_PASSES = 1500  # until the first weights of the next workgroup on an SM are there
 _MOST_CANDIDATES = 16
 _MOST_ALIKE = 2
 _FACTOR_BYTES = 8  # of a row's scales in a chunk
@@ -65,7 +65,7 @@ _MOST_COLUMNS = 96  # of a wgmma
 _MOST_BOX_ROWS = 256
 _REGISTERS = (248, 240, 160, 112)  # of a lane, by warpgroups that multiply
 _ALIGNMENT_BYTES = 1024  # of boxes in shared memory, which the kernel's first byte may not have
-_BYTES_UNDER_WAY = 80_000  # that an SM had where it was fastest
+FITTED = WgmmaFp8()
 
 
 class Layout(NamedTuple):
@@ -203,8 +203,8 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
-    """A model of what a call takes beyond its start: fitted to 111 times of one H200."""
-    splits = PARAMS[0].values
+    """A model of what a call takes beyond its start: see ``FITTED``."""
+    splits, between = PARAMS[0].values, FITTED.between_passes
     for bound, split in sorted((_bound(target, problem, split), split) for split in splits):
         if bound > least.cost:
             break
@@ -217,8 +217,8 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
                 continue
             for depth in PARAMS[3].values:
                 under_way = min(depth, found.stages) * found.stage_bytes
-                once = of_pass + 0.008 * abs(under_way - _BYTES_UNDER_WAY)
-                cycles = found.passes * (once + _CYCLES_BETWEEN_PASSES) - _CYCLES_BETWEEN_PASSES
+                once = of_pass + FITTED.off * abs(under_way - FITTED.under_way_bytes)
+                cycles = found.passes * (once + between) - between
                 yield cycles, (), (split, *groups, depth)
                 if depth >= found.stages:  # deeper ones are the same
                     break
@@ -228,10 +228,10 @@ def _bound(target: Target, problem: LinearProblem, split: int) -> float:
     """What clusters of a size take at least: their work without most of the padding."""
     rows_m, chunks = up(problem.M, 8), -(-(problem.K // CHUNK) // split)
     share = -(-problem.N // most_clusters(target, split))  # of w, in all passes
-    copied = chunks * (rows_m + share) * CHUNK / 46
-    a_group = 22 + 58 / _MOST_GROUPS
-    w_is_a = -(-share // GROUP_ROWS) * (a_group + 1.38 * rows_m)
-    x_is_a = -(-share // _MOST_COLUMNS) * a_group + 1.38 * share
+    copied = chunks * (rows_m + share) * CHUNK / FITTED.bytes_a_cycle
+    a_group = FITTED.block + FITTED.sharing / _MOST_GROUPS
+    w_is_a = -(-share // GROUP_ROWS) * (a_group + FITTED.column * rows_m)
+    x_is_a = -(-share // _MOST_COLUMNS) * a_group + FITTED.column * share
     computed = chunks * 4 * min(w_is_a, x_is_a)
     return (_together(copied, computed) + _exchange_cycles(split, rows_m * share)) * ROUNDED_OFF
 
@@ -239,24 +239,26 @@ def _bound(target: Target, problem: LinearProblem, split: int) -> float:
 def _cycles_of_pass(found: Layout, split: int, row_groups: int, k_groups: int) -> float:
     """What workgroups take from their start to their end, with a good depth."""
     groups = row_groups * k_groups
-    copied: float = found.chunks * found.stage_bytes / 46
+    copied: float = found.chunks * found.stage_bytes / FITTED.bytes_a_cycle
     blocks = up(found.chunks, k_groups) * row_groups * 4
     doubled = 5 * found.columns // 2 + 32 <= _REGISTERS[groups - 1]
-    waited = (120 if doubled else 320) / groups
-    computed = blocks * max(22 + 1.38 * found.columns + 58 / groups, waited)
+    waited = (FITTED.waited if doubled else FITTED.waited_single) / groups
+    of_block = FITTED.block + FITTED.column * found.columns + FITTED.sharing / groups
+    computed = blocks * max(of_block, waited)
     sums = found.rows_m * found.rows_w * k_groups
     return _together(copied, computed) + _exchange_cycles(split, sums)
 
 
 def _together(copied: float, computed: float) -> float:
-    both: float = (copied**1.5 + computed**1.5) ** (1 / 1.5)
+    power = FITTED.together
+    both: float = (copied**power + computed**power) ** (1 / power)
     return both
 
 
 def _exchange_cycles(split: int, sums: float) -> float:
-    exchanged = 0.2 * sums + 178 * split if split > 1 else 0.11 * sums
+    exchanged = FITTED.sent * sums + FITTED.member * split if split > 1 else FITTED.kept * sums
     if split in (3, 5, 6, 7):
-        exchanged += 500  # so much slower than the model had them
+        exchanged += FITTED.odd_cluster  # so much slower than the model had them
     return exchanged
 
 

@@ -8,6 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars, w_map, x_map
+from aiter_mx.kernels.linear.fitted_sm90 import Wide
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
     LinearProblem,
@@ -42,7 +43,7 @@ _MOST_OF_OTHERS = 16  # rows of x up to which mma_ring is faster on one H200
 _TILES_M = (8, 16, 32, 48, 64)
 _MOST_CHUNKS = 16  # of a part of K, whose scales are in registers for a while
 _MOST_CHUNKS_OF_MANY = 12  # of more than 16 rows of x
-_BYTES_A_CYCLE = 2090  # of an H200's memory
+FITTED = Wide()
 _BUSY_CHUNKS = 4  # of a pass of which sums are sent in the next, with them and with other work
 _SHARED_BYTES = SHARED_BYTES - 1024  # static shared memory apart
 
@@ -143,8 +144,9 @@ def _has_registers(found: Layout, rows: int) -> bool:
 
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
-    """A model of a call's time: fitted to a sweep on one H200."""
+    """A model of a call's time: see ``FITTED``."""
     tile_m, splits = _tile_m(problem), PARAMS[0].values
+    of_group = FITTED.group + FITTED.group_row * tile_m
     for bound, split in sorted((_bound(target, problem, split), split) for split in splits):
         if bound > least.cost:
             break
@@ -155,18 +157,19 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
             clusters, passes = _shares(problem, rows, most)
             groups = clusters * split
             rounds = -(-groups // target.cu_num)
-            computed = chunks * rounds * (300 + -(-rows // 64) * (147 + 1.9 * tile_m))
-            exchanged = 1000 + (0.34 * rows * tile_m if split > 1 else 0)
+            computed = chunks * rounds * (FITTED.chunk + -(-rows // 64) * of_group)
+            exchanged = _exchange_cycles(split, rows, tile_m)
             if started + passes * (computed + exchanged) * ROUNDED_OFF > least.cost:
                 continue
             at_once = min(groups, target.cu_num)
             for depth in PARAMS[2].values[: chunks * passes]:
-                copied = rounds * at_once * rows * chunks * CHUNK / _BYTES_A_CYCLE
+                copied = rounds * at_once * rows * chunks * CHUNK / FITTED.bytes_a_cycle
                 if passes > 1:  # copies go on while sums are exchanged, as far as the ring is long
-                    copied *= 1 + 0.29 * max(0.0, 1 - depth * rows * CHUNK / 80e3)
+                    missing = max(0.0, 1 - depth * rows * CHUNK / FITTED.ring_bytes)
+                    copied *= 1 + FITTED.short_ring * missing
                 a_pass = max(copied, computed + exchanged)
                 last = max(copied, computed) + exchanged
-                depths = 1290 * max(0, 4 - depth) + 60 * max(0, depth - 5)
+                depths = FITTED.shallow * max(0, 4 - depth) + FITTED.deep * max(0, depth - 5)
                 cost = started + (passes - 1) * a_pass + last + depths + cluster
                 if cost <= least.cost:
                     found = _layout_of(target, problem, split, rows, depth)
@@ -181,18 +184,23 @@ def _bound(target: Target, problem: LinearProblem, split: int) -> float:
     if chunks > (_MOST_CHUNKS if tile_m <= _MOST_OF_OTHERS else _MOST_CHUNKS_OF_MANY):
         return inf
     share = -(-problem.N // most_clusters(target, split))  # of w, in all passes
-    computed = chunks * (300 + -(-share // 64) * (147 + 1.9 * tile_m))
-    exchanged = 1000 + (0.34 * max(_ROWS[0], share) * tile_m if split > 1 else 0)
+    of_group = FITTED.group + FITTED.group_row * tile_m
+    computed = chunks * (FITTED.chunk + -(-share // 64) * of_group)
+    exchanged = _exchange_cycles(split, max(_ROWS[0], share), tile_m)
     started = _start_cycles(tile_m, chunks) + _cluster_cycles(split)
     return (started + computed + exchanged) * ROUNDED_OFF
 
 
 def _start_cycles(tile_m: int, chunks: int) -> float:
-    return 3930 + 6.6 * tile_m * chunks
+    return FITTED.start + FITTED.start_row * tile_m * chunks
 
 
-def _cluster_cycles(split: int) -> int:
-    return {1: 130, 2: 260, 8: 0}.get(split, 340)
+def _exchange_cycles(split: int, rows: int, tile_m: int) -> float:
+    return FITTED.exchange + (FITTED.exchange_sum * rows * tile_m if split > 1 else 0)
+
+
+def _cluster_cycles(split: int) -> float:
+    return FITTED.cluster.get(split, FITTED.other_cluster)
 
 
 _search = Search(

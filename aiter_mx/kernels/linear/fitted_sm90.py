@@ -1,0 +1,170 @@
+"""The numbers that the cost models of Hopper's kernels of the linear have from times of one H200.
+
+``tune/fit_costs.py`` tells how well the models choose with them over the rows of a table, and fits
+them. All are at least 0, as the models' bounds demand. Those of ``MmaRegisters`` are microseconds,
+and all others cycles, of which an SM has 1.98 in a nanosecond, unless something else is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class WgmmaFp8:
+    """Of ``wgmma_fp8``.
+
+    Attributes:
+        bytes_a_cycle: of operands, that an SM copies.
+        block, column, sharing: what a warpgroup takes for a block of 32 k: itself, for each column
+            of a wgmma, and divided by the warpgroups.
+        waited, waited_single: the least of these, divided likewise, with and without registers for
+            the products of two blocks.
+        kept, sent: for each sum of a workgroup, that stays there or goes to its cluster.
+        member: for each workgroup of a cluster.
+        odd_cluster: for those of 3, 5, 6 and 7.
+        under_way_bytes, off: weights and x under way that suit an SM, and for each byte off it.
+        between_passes: until the first weights of the next workgroup on an SM are there.
+        together: the exponent by which copying and computing add up.
+    """
+
+    bytes_a_cycle: float = 46
+    block: float = 22
+    column: float = 1.38
+    sharing: float = 58
+    waited: float = 120
+    waited_single: float = 320
+    kept: float = 0.11
+    sent: float = 0.2
+    member: float = 178
+    odd_cluster: float = 500
+    under_way_bytes: float = 80_000
+    off: float = 0.008
+    between_passes: float = 1500
+    together: float = 1.5
+
+
+@dataclass(frozen=True)
+class Wide:
+    """Of ``wide``.
+
+    Attributes:
+        bytes_a_cycle: of memory, for all SMs.
+        start, start_row: until a workgroup multiplies: itself, for each row and chunk of x.
+        chunk, group, group_row: for a chunk of 128 k: itself, for 64 rows of w, for these and each
+            row of x.
+        exchange, exchange_sum: after a pass: itself, for each sum where K is shared.
+        ring_bytes, short_ring: what a ring holds at least so that copies go on meanwhile, and by
+            how much they are slower with none.
+        shallow, deep: for each chunk of a ring's depth below 4, and above 5.
+        cluster: by its size, and for others ``other_cluster``.
+    """
+
+    bytes_a_cycle: float = 2090
+    start: float = 3930
+    start_row: float = 6.6
+    chunk: float = 300
+    group: float = 147
+    group_row: float = 1.9
+    exchange: float = 1000
+    exchange_sum: float = 0.34
+    ring_bytes: float = 80e3
+    short_ring: float = 0.29
+    shallow: float = 1290
+    deep: float = 60
+    cluster: Mapping[int, float] = field(default_factory=lambda: {1: 130, 2: 260, 8: 0})
+    other_cluster: float = 340
+
+
+@dataclass(frozen=True)
+class MmaRing:
+    """Of ``mma_ring``.
+
+    Attributes:
+        unit, unit_tile, unit_share: what a warp issues for 16 rows of w by 32 k: itself, for each
+            tile of 8 rows of x, for these divided by its tiles of w.
+        tile: the least of a scheduler for each tile of x.
+        stall: cycles for each that is issued, by the warps of a scheduler, else ``many_stall``.
+        exchange: by the size of a cluster.
+        x_byte: for each byte of x that an SM reads.
+        warp, further_pass, second_group: for each of an SM.
+        one_chunk: for a chunk where a warp has one alone in flight.
+        in_flight_bytes, starved: what an SM has in flight at least, and the price of less.
+        alone, shares: of launches that overlap: for workgroups that fill an SM, and what those win
+            that leave the next launch a place on some.
+    """
+
+    unit: float = 22
+    unit_tile: float = 6
+    unit_share: float = 12
+    tile: float = 12.5
+    stall: Mapping[int, float] = field(default_factory=lambda: {1: 2.6, 2: 2.2, 3: 2.0})
+    many_stall: float = 1.9
+    exchange: Mapping[int, float] = field(default_factory=lambda: {1: 0, 2: 500, 4: 900, 8: 2500})
+    x_byte: float = 0.012
+    warp: float = 50
+    further_pass: float = 800
+    second_group: float = 400
+    one_chunk: float = 1200
+    in_flight_bytes: float = 40e3
+    starved: float = 1e4
+    alone: float = 600
+    shares: float = 800
+
+
+@dataclass(frozen=True)
+class MmaRegisters:
+    """Of ``mma_registers``.
+
+    Attributes:
+        half, chunk: cycles of a scheduler for 128 k: for each 8 rows of w, and beside them; up to 4
+            rows of x.
+        many_half, many_chunk: likewise, for more.
+        busy: the share of these that memory does not hide.
+        idle: for the share of K for which lanes have nothing to do.
+        under_way_bytes, starved: of weights that suit an SM, and for each factor of two below.
+        waits: where workgroups wait for others to end.
+        length, unrolled, waves: for 8 rows of a chunk in a loop's code, for more than a chunk, and
+            for each factor of two of waves.
+        in_turn, round: for loads in turn with their use, less so much for each round up to 8.
+        overlapping_in_turn, overlapping_round: likewise, of launches that overlap.
+    """
+
+    half: float = 73
+    chunk: float = 90
+    many_half: float = 55
+    many_chunk: float = 120
+    busy: float = 0.08
+    idle: float = 1.7
+    under_way_bytes: float = 63e3
+    starved: float = 0.65
+    waits: float = 1.8
+    length: float = 0.22
+    unrolled: float = 0.15
+    waves: float = 0.18
+    in_turn: float = 0.2
+    round: float = 0.03
+    overlapping_in_turn: float = 0.3
+    overlapping_round: float = 0.1
+
+
+@dataclass(frozen=True)
+class WgmmaBf16:
+    """Of ``wgmma_bf16``.
+
+    Attributes:
+        group, row: for 64 k: for each 64 features, and for each token.
+        spilled, much_spilled: the factor where tiles have more than 96 tokens, and than 128.
+        sums_a_cycle: that are stored, or bytes of them that are exchanged.
+        store, exchange, tile: for each tile: its store, its exchange where K is shared, itself.
+    """
+
+    group: float = 350
+    row: float = 6.5
+    spilled: float = 1.4
+    much_spilled: float = 1.75
+    sums_a_cycle: float = 24
+    store: float = 800
+    exchange: float = 1000
+    tile: float = 1500
