@@ -1,0 +1,194 @@
+"""Experts on many ranks, over torch.distributed: quantised tokens go to where their experts are,
+and weighted sums come back. Any backend carries them; there is no transport of our own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import aiter_mx
+from aiter_mx.numerics import BLOCK
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Tokens of all ranks with an expert here.
+
+    Attributes:
+        x: their payloads, float8_e4m3fn ``[tokens, H]``.
+        x_scale: their scales, uint8 ``[tokens, H // 32]``.
+        topk_ids: int32 ``[tokens, top_k]``: numbers of experts here, -1 for experts elsewhere.
+        topk_weights: float32 ``[tokens, top_k]``.
+        sent: for each rank, which tokens of this rank went there.
+        received: tokens that came from each rank.
+        tokens: of this rank.
+        bytes_sent: to other ranks.
+        group: of ranks.
+    """
+
+    x: Tensor
+    x_scale: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    sent: tuple[Tensor, ...]
+    received: tuple[int, ...]
+    tokens: int
+    bytes_sent: int
+    group: Any
+
+
+def prepare(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    *,
+    x_scale: Tensor | None = None,
+    group: Any = None,
+) -> Dispatched:
+    """Send each token once to every rank that has one of its experts.
+
+    A token is its payload, its scales and its routing: ``H + H / 32 + 8 * top_k`` bytes. Rank r of
+    R has the experts ``r * num_experts / R`` and up. The counts are exchanged first and read on the
+    host, so that this cannot be captured into a graph.
+
+    Args:
+        x: bf16, fp16 or fp32 ``[M, H]``, quantised here; or, with ``x_scale``, float8_e4m3fn. M may
+            differ between ranks, and be 0.
+        topk_ids: int32 or int64 ``[M, top_k]``: experts over all ranks; any other value is none's.
+        topk_weights: float32 ``[M, top_k]``.
+        num_experts: on all ranks together.
+        x_scale: uint8 or float8_e8m0fnu ``[M, H // 32]``.
+        group: of ranks; by default all.
+
+    Raises:
+        ValueError: experts that cannot be divided among the ranks.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if num_experts % ranks:
+        raise ValueError(f"num_experts={num_experts} cannot be divided among {ranks} ranks")
+    each, (M, top_k), H = num_experts // ranks, topk_ids.shape, x.shape[1]
+    if x_scale is None:
+        x, x_scale = aiter_mx.quantize(x)
+    ids = topk_ids.to(torch.int32)
+    valid = (ids >= 0) & (ids < num_experts)
+    owner = torch.where(valid, ids // each, -1)
+    sent = tuple((owner == to).any(1).nonzero().flatten() for to in range(ranks))
+    rows = torch.cat(
+        (
+            x.view(torch.uint8),
+            x_scale.view(torch.uint8),
+            ids.contiguous().view(torch.uint8).view(M, 4 * top_k),
+            topk_weights.float().contiguous().view(torch.uint8).view(M, 4 * top_k),
+        ),
+        1,
+    )
+    counts = [len(tokens) for tokens in sent]
+    received = _exchange_counts(counts, x.device, group)
+    came = _exchange(rows[torch.cat(sent)], counts, received, group)
+    scales_end, ids_end = H + H // BLOCK, H + H // BLOCK + 4 * top_k
+    ids = came[:, scales_end:ids_end].contiguous().view(torch.int32)
+    here = ids - rank * each
+    return Dispatched(
+        x=came[:, :H].contiguous().view(torch.float8_e4m3fn),
+        x_scale=came[:, H:scales_end].contiguous(),
+        topk_ids=torch.where((here >= 0) & (here < each), here, -1),
+        topk_weights=came[:, ids_end:].contiguous().view(torch.float32),
+        sent=sent,
+        received=tuple(received),
+        tokens=M,
+        bytes_sent=(sum(counts) - counts[rank]) * rows.shape[1],
+        group=group,
+    )
+
+
+def finalize(dispatched: Dispatched, sums: Tensor) -> Tensor:
+    """Bring weighted sums back to the ranks of their tokens, and add them up in order of ranks.
+
+    Args:
+        dispatched: what ``prepare`` made.
+        sums: ``[tokens, H]``, of each token that came the weighted sum over its experts here.
+
+    Returns:
+        ``[M, H]`` of the dtype of ``sums``, of this rank's tokens. Additions are fp32.
+    """
+    counts = [len(tokens) for tokens in dispatched.sent]
+    H, size = sums.shape[1], sums.element_size()
+    rows = sums.contiguous().view(torch.uint8).view(-1, H * size)
+    came = _exchange(rows, list(dispatched.received), counts, dispatched.group)
+    parts = came.view(sums.dtype).view(-1, H).split(counts)
+    total = torch.zeros(dispatched.tokens, H, dtype=torch.float32, device=sums.device)
+    for tokens, part in zip(dispatched.sent, parts, strict=True):
+        total[tokens] += part.float()
+    return total.to(sums.dtype)
+
+
+def fused_moe(
+    x: Tensor,
+    w1q: Tensor,
+    w1s: Tensor,
+    w2q: Tensor,
+    w2s: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    *,
+    x_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    group: Any = None,
+    **options: Any,
+) -> Tensor:
+    """``aiter_mx.fused_moe`` whose experts are divided among the ranks of a group.
+
+    Args:
+        x: this rank's tokens, as ``prepare`` takes them.
+        w1q: weights and scales of this rank's experts, as ``aiter_mx.fused_moe`` takes them.
+        w1s: see w1q.
+        w2q: see w1q.
+        w2s: see w1q.
+        topk_ids: experts over all ranks.
+        topk_weights: float32 ``[M, top_k]``.
+        num_experts: on all ranks together.
+        x_scale: of quantised tokens.
+        out_dtype: of the result, and of the sums on their way; by default x's, or bf16.
+        group: of ranks; by default all.
+        options: activation and biases, as for ``aiter_mx.fused_moe``.
+
+    Returns:
+        ``[M, H]``.
+    """
+    if out_dtype is None:
+        out_dtype = x.dtype if x_scale is None else torch.bfloat16
+    at = prepare(x, topk_ids, topk_weights, num_experts, x_scale=x_scale, group=group)
+    sums = aiter_mx.fused_moe(
+        at.x,
+        w1q,
+        w1s,
+        w2q,
+        w2s,
+        at.topk_ids,
+        at.topk_weights,
+        x_scale=at.x_scale,
+        out_dtype=out_dtype,
+        **options,
+    )
+    return finalize(at, sums)
+
+
+def _exchange_counts(counts: list[int], device: torch.device, group: Any) -> list[int]:
+    own = torch.tensor(counts, dtype=torch.int64, device=device)
+    others = torch.empty_like(own)
+    dist.all_to_all_single(others, own, group=group)
+    found: list[int] = others.tolist()
+    return found
+
+
+def _exchange(rows: Tensor, counts: list[int], received: list[int], group: Any) -> Tensor:
+    """Rows to and from each rank."""
+    came = rows.new_empty((sum(received), rows.shape[1]))
+    dist.all_to_all_single(came, rows.contiguous(), received, counts, group=group)
+    return came
