@@ -47,6 +47,7 @@ _ACCESSES = (
     Check("misaligned-atomic", PROVEN, faults.MemoryFault, 21),
     Check("lanes-differ", PROVEN, faults.RaceError, 22),
     Check("global-race", PROVEN, faults.RaceError, 23),
+    Check("stale-read", PROVEN, faults.StaleRead, 25),
 )
 _PROVEN_STATES = (
     "mfma-result", "mfma-result-as-c", "mfma-source", "mfma-c-overwritten", "dot-result",

@@ -25,6 +25,14 @@ class RaceError(SimulatorError):
     """Two waves touched one LDS byte with no barrier between."""
 
 
+class StaleRead(SimulatorError):
+    """A cache may hide what another wave wrote, or no order brings it there before the read."""
+
+
+class DeadlockError(SimulatorError):
+    """All workgroups that a GPU has room for wait for others."""
+
+
 class HazardError(SimulatorError):
     """An instruction follows another with fewer wait states between than software must leave."""
 

@@ -167,25 +167,28 @@ def _move(
     address = _Address(ins, ctx, space, operands, mods)
     mods.finish()
     code = Code("", reads=address.reads, scalar_reads=address.scalars, yields=True)
+    is_coherent = "sc1" in ins.modifiers  # with other workgroups: for loads, a way to wait
+    if is_coherent and not is_store:
+        code.prepare = "synchronise(w);"
+    before, after = ("w->is_coherent = 1; ", " w->is_coherent = 0;") if is_coherent else ("", "")
     if data is None:
         if is_store or space in ("flat", "scratch"):
             raise unknown(ins)
         code.scalar_reads += (_M0,)
         code.issue = f"issue_vm(w, $I, 0, 0, {size});"
         if space == "buffer":
-            code.body = f"buffer_to_lds(w, $I, {address.arguments}, {element}, {size});"
+            copy = f"buffer_to_lds(w, $I, {address.arguments}, {element}, {size});"
         else:
             base = f"(w->s[M0] & 0x3ffff) + {written_offset}"
-            code.body = (
+            copy = (
                 f"{{ u64 at[64]; {address.fill} "
                 f"copy_to_lds(w, $I, at, {base}, {element}, {size}); }}"
             )
+        code.body = before + copy + after
         return code
     rows = ctx.rows_of(data, ins)
     if len(rows) != _dwords(size):
         raise unknown(ins, f"width of {data.text!r}")
-    if "sc1" in ins.modifiers and not is_store:  # coherent with other workgroups: a way to wait
-        code.prepare = "synchronise(w);"
     if is_store:
         if space != "scratch":  # which keeps what a register lacks, for spills
             code.reads.append(Reads(rows))
@@ -207,6 +210,7 @@ def _move(
     else:
         action = "global_store" if is_store else "global_load"
         code.body = f"{{ u64 at[64]; {address.fill} {action}(w, $I, at, {tail}); }}"
+    code.body = before + code.body + after
     return code
 
 

@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
-from aiter_mx.code_object import CodeObject, KernelInfo, parse_code_object
+from aiter_mx.code_object import CodeObject, KernelInfo, occupancy, parse_code_object
 from aiter_mx.errors import LaunchError, SimulatorError
 from aiter_mx.forks import Lock
 from aiter_mx.region import Region
@@ -41,6 +42,9 @@ _ARCH = "gfx950"
 _LDS_BYTES = 160 * 1024
 _MAX_LANES = 1024
 _LANES = 64
+_CUS, _SIMDS = 256, 4  # of an MI355X, and of a CU
+_MOST_GROUPS = 16  # of a CU, if they have more than one wave
+_MOST_FOLLOWED_WAVES = 1 << 14
 
 Dim3 = tuple[int, int, int]
 
@@ -74,6 +78,9 @@ class SimOptions:
             off by up to one ulp; 0 leaves them as near as they get.
         checks: rules and classes of ``aiter_mx.sim.checks`` that strict mode follows, those after
             a minus sign not.
+        coherence: workgroups run side by side, as many as an MI355X holds, and may wait for each
+            other; each XCD has an L2 of its own and each CU caches, which hide what others write
+            until waits, write-backs, flags and invalidations bring it; needs ``strict``.
         collect: go on after a finding of a check, and list it in the report.
     """
 
@@ -93,6 +100,7 @@ class SimOptions:
     sum_order: str = "exact"
     perturb: int = 0
     checks: tuple[str, ...] = ("all",)
+    coherence: bool = False
     collect: bool = False
 
     def __post_init__(self) -> None:
@@ -107,8 +115,13 @@ class SimOptions:
             )
 
         checks.selected(self.checks)
-        if self.delay and not self.strict:
-            raise ValueError("delay=True needs strict=True, which follows the waits")
+        for name in ("delay", "coherence"):
+            if getattr(self, name) and not self.strict:
+                raise ValueError(f"{name}=True needs strict=True, which follows the waits")
+        if self.delay and self.coherence:
+            raise ValueError(
+                "delay=True and coherence=True are two ways to be late: run the launch twice"
+            )
 
     @classmethod
     def from_environment(cls) -> SimOptions:
@@ -134,6 +147,7 @@ class SimOptions:
             count_conflicts=bool(number("CONFLICTS", 0)),
             count_groups=bool(number("GROUPS", 0)),
             delay=bool(number("DELAY", 0)),
+            coherence=bool(number("COHERENCE", 0)),
             first_group=number("FIRST_GROUP", 0),
             finite_scales=bool(number("FINITE_SCALES", 0)),
             sum_order=os.environ.get("AITER_MX_SIM_SUM_ORDER") or cls.sum_order,
@@ -178,8 +192,10 @@ class _CLaunch(ctypes.Structure):
         ("shadow", ctypes.c_void_p),
         ("group_bytes", ctypes.c_void_p),
         ("first_load", ctypes.c_void_p),
+        ("history", ctypes.c_void_p),
+        ("coherence", ctypes.c_void_p),
         ("blocks", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32),
+        ("resident", ctypes.c_uint32),
         ("end_group", ctypes.c_uint64),
         ("trace", ctypes.c_void_p),
     ]
@@ -354,7 +370,18 @@ class Program:
             launch.trace = ctypes.addressof(trace)
         groups = end_group - options.first_group
         cores = options.threads or len(os.sched_getaffinity(0))
-        threads = 1 if options.trace else min(cores, groups)
+        threads = 1 if options.trace or options.coherence else min(cores, groups)
+        if options.coherence:
+            launch.resident = _resident(info, block, shared_bytes)
+            waves = groups * -(-prod(block) // _LANES)
+            if waves > _MOST_FOLLOWED_WAVES:
+                raise LaunchError(
+                    f"coherence=True follows what each wave knows of every other, and "
+                    f"{waves} are too many: at most {_MOST_FOLLOWED_WAVES}, by a smaller grid or "
+                    f"first_group"
+                )
+            history = Shadow(pieces)
+            launch.history = ctypes.addressof(history.pointers)
         begin = time.perf_counter()
         sizes = [end - begin for begin, end, *_ in pieces] if options.count_unique else None
         results = _run_threads(translated, launch, threads, sizes)
@@ -414,6 +441,17 @@ def _follows_writes(options: SimOptions) -> bool:
     rules = checks.selected(options.checks)
     # What is late is not compared with memory: `delay` shows the same mistakes in the results.
     return options.strict and not options.delay and bool(rules & {"global-race", "lanes-differ"})
+
+
+def _resident(kernel: KernelInfo, block: Dim3, shared_bytes: int) -> int:
+    """How many workgroups an MI355X holds at once; no fewer than one a CU, which the launch has."""
+    lanes = prod(block)
+    waves = -(-lanes // _LANES)
+    of_cu = max(1, occupancy(kernel, lanes, shared_bytes) * _SIMDS // waves)
+    lds = kernel.lds_bytes + shared_bytes
+    if lds:
+        of_cu = min(of_cu, max(1, _LDS_BYTES // lds))
+    return _CUS * (of_cu if waves == 1 else min(of_cu, _MOST_GROUPS))
 
 
 class _Result:

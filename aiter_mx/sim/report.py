@@ -288,6 +288,21 @@ def fault_error(
             f"{fault.other_wave} of workgroup number {fault.other_group} wrote with nothing in "
             "between that orders them"
         )
+    if kind == 24:
+        return faults.DeadlockError(
+            f"{where} waits for ever: so do all {fault.count} workgroups that run, and "
+            + (
+                "all others have ended"
+                if at == fault.other_group
+                else f"the GPU has no room for {fault.other_group - at} more"
+            )
+        )
+    if kind == 25:
+        return faults.StaleRead(
+            f"{where} reads the dword at {at:#x}, {_place(at, 4, regions)}, which wave "
+            f"{fault.other_wave} of workgroup number {fault.other_group} wrote by "
+            f"{texts[fault.size]!r} at {addresses[fault.size]:#x}: {_STALE[fault.reg]}"
+        )
     if kind == 10:
         return faults.RaceError(f"{where} {verb} the LDS byte at {at}, {_other(fault)}")
     if kind == 11:
@@ -308,6 +323,18 @@ def fault_error(
     if kind == 14:
         return faults.TrapError(f"{where}: the kernel trapped, as a failed assertion does")
     return SimulatorError(f"the simulator has no memory for a workgroup of {kernel}")
+
+
+_STALE = (
+    "nothing says that the write is over, as s_waitcnt vmcnt after it and then a barrier or a flag"
+    " would",
+    "it is in the L2 of another XCD, and neither sc1 at the store nor buffer_wbl2 sc1 before the"
+    " flag brings it to memory",
+    "a cache may have kept what was there before, as no buffer_inv sc1 follows the flag and the"
+    " load has no sc1",
+    "the scalar cache may have kept what was there before, as no s_dcache_inv follows",
+)
+"""Why a read may be stale: csrc/coherence.h numbers the reasons."""
 
 
 def _other(fault: CFault) -> str:

@@ -68,6 +68,8 @@ def _arithmetic(ins: Instruction, rule: Rule) -> Code:
         else:
             raw = scalar(operand, letter, ins)
             parts.append(f"{C_TYPES[letter]} {name} = {interpret(letter, raw)};")
+    if ins.mnemonic in ("s_or_b64", "s_andn2_b64") and operands[1].text == "exec":
+        code.scalar_reads = ()  # a mask of lanes: it is set for those of EXEC, whatever it was
     first, _, rest = rule.expression.partition(";")
     if target:
         letter = rule.result

@@ -126,7 +126,11 @@ def _translate(ins: Instruction, modes: Modes, context: Context) -> Code | None:
     if name in BRANCHES or name in _INDIRECT or name in ("s_endpgm", "s_barrier", "s_waitcnt"):
         return None
     if name == "buffer_inv":
-        return Code("synchronise(w);")
+        return Code(f"synchronise(w); invalidate(w, {int('sc1' in ins.modifiers)});")
+    if name == "buffer_wbl2":
+        return Code("write_back(w, $I);" if "sc1" in ins.modifiers else "")
+    if name == "s_dcache_inv":
+        return Code("invalidate_scalars(w);")
     if name in IGNORED:
         return Code("")
     if name == "s_trap":

@@ -127,7 +127,12 @@ API void global_atomic(Wave* w, u32 instruction, const u64* address, u32* d, con
         late->row = d;
         late->operation = op;
     } else {
+        int followed = STRICT && w->group->launch->coherence != NULL;
+        if (UNLIKELY(followed))
+            atomic_sees(w, instruction, address, size, d != NULL);
         atomic_lanes(w, address, d, data, op, size);
+        if (UNLIKELY(followed))
+            atomic_versions(w, instruction, address, size);
     }
     u64 moved = (u64)size * (u64)__builtin_popcountll(w->exec);
     w->group->counters->bytes_read += moved;

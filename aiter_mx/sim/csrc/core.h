@@ -63,7 +63,9 @@ enum {
     FAULT_SCRATCH_UNSET,   // scratch byte never written
     FAULT_MISALIGNED,      // atomic whose address is no multiple of its size
     FAULT_LANES_DIFFER,    // lanes of one store write different values to one byte
-    FAULT_GLOBAL_RACE      // global byte that another wave or workgroup wrote, unordered
+    FAULT_GLOBAL_RACE,     // global byte that another wave or workgroup wrote, unordered
+    FAULT_DEADLOCK,        // all workgroups wait for each other
+    FAULT_STALE            // a cache may hide what another wave wrote
 };
 
 typedef struct {
@@ -100,7 +102,11 @@ typedef struct {
     // Where the first vector load of 16 bytes a lane is: 1 + its instruction, then how often each
     // block had been entered by then; or NULL.
     u64* first_load;
-    u32 blocks, padding;
+    // Where workgroups run side by side: a word for each dword, what was written to it; how many of
+    // them the GPU holds at once, else 0.
+    u64** history;
+    struct Coherence* coherence;
+    u32 blocks, resident;
     u64 end_group;       // the first workgroup that does not run
     struct Trace* trace; // where what waves do is written down, by one thread; NULL where it is not
 } Launch;
@@ -128,7 +134,10 @@ typedef struct {
     u32 instruction, bytes, depth; // depth: of the wave when it was issued
     u16 reg, reg_count;
     u8 is_scalar, touches_lds, is_write, is_copy, size, is_waiting;
-    u64 lanes, unset[4]; // unset: lanes of each register that scratch gives no value
+    u8 writes_back;        // it is a buffer_wbl2
+    u32 writes;            // of its wave, up to and with this one's, or 0
+    u64 lanes, unset[4];   // unset: lanes of each register that scratch gives no value
+    struct Snapshot* flag; // what whoever wrote what it reads knew
     u32 address[64];
 } Pending;
 
@@ -155,6 +164,10 @@ typedef struct Wave {
     u8 *scratch, *scratch_state;
     struct Group* group;
     struct Delayed* delayed; // what each entry of vm has still to do
+    // Of coherence.h; number: in the launch.
+    u32 *views, number, writes, learned, is_coherent;
+    struct Snapshot* snapshot;
+    struct Doubt* doubts;
     Queue vm, lgkm;
     Trace* trace;
 } Wave;
@@ -174,6 +187,11 @@ typedef struct Group {
     u64 index, random, steps;
     const Region* last_region;
     Wave** waves;
+    u32 turn;
+    // Of coherence.h: since it last paused, whether it read memory, and what it had not read.
+    u32 looks, moves, looker, look, looked[256];
+    u64 pause_at;
+    void* memory;
 } Group;
 
 #define ROW(n) (w->v + 64 * (n))

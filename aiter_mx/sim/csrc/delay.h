@@ -1,7 +1,7 @@
 // Memory operations that take effect late: at a random moment between their issue and the wait that
 // covers them. Those of one wave may overtake each other where they touch different memory.
 #pragma once
-#include "writes.h"
+#include "coherence.h"
 
 typedef enum { LATE_LOAD, LATE_STORE, LATE_COPY, LATE_ATOMIC } LateKind;
 // What an entry of a wave's vm queue has still to do.
@@ -115,6 +115,8 @@ NOINLINE void move_lanes(Wave* w, u32 instruction, const u64* address, u32* row,
         int tracks = STRICT && w->group->launch->shadow != NULL;
         if (tracks)
             note_writes(w, instruction, address, row, size, shift);
+        if (STRICT && UNLIKELY(w->group->launch->coherence != NULL))
+            store_versions(w, instruction, address, row, size, shift);
         store_lanes(w, address, row, element, size / 4);
         if (tracks)
             check_lanes_agree(w, instruction, address, row, size, shift);
@@ -123,5 +125,7 @@ NOINLINE void move_lanes(Wave* w, u32 instruction, const u64* address, u32* row,
         if (STRICT && w->group->launch->shadow && r && r->writable)
             check_reads(w, instruction, address, size);
         load_lanes(w, address, row, element, size / 4);
+        if (STRICT && UNLIKELY(w->group->launch->coherence != NULL))
+            load_as_seen(w, instruction, address, row, element, size);
     }
 }

@@ -97,6 +97,9 @@ typedef struct {
 void buffer_access(Wave* w, u32 instruction, const BufferAddress* at, u32* d, Element element,
                    u32 size, int is_write);
 void synchronise(Wave* w);
+void write_back(Wave* w, u32 instruction);
+void invalidate(Wave* w, int whole_l2);
+void invalidate_scalars(Wave* w);
 void scratch_access(Wave* w, u32 instruction, const u32* offsets, i64 base, u32* d, Element element,
                     u32 size, int is_write);
 void lds_load(Wave* w, u32 instruction, const u32* base, u32 offset, u32* d, Element element,

@@ -73,10 +73,16 @@ API void buffer_access(Wave* w, u32 instruction, const BufferAddress* at, u32* d
                 u64 where[64];
                 where[l] = base + offset;
                 w->exec = one;
+                int followed = STRICT && w->group->launch->coherence != NULL;
+                u32 shift = element == U8_HI || element == U16_HI ? 16 : 0;
+                if (is_write && followed)
+                    store_versions(w, instruction, where, row, step, shift);
                 if (is_write)
                     store_lanes(w, where, row, element, step / 4);
                 else
                     load_lanes(w, where, row, element, step / 4);
+                if (!is_write && followed)
+                    load_as_seen(w, instruction, where, row, element, step);
                 w->exec = exec;
                 moved += step;
             } else if (!is_write) {
@@ -303,7 +309,7 @@ API void buffer_to_lds(Wave* w, u32 instruction, const BufferAddress* at, Elemen
 }
 
 // The scalar load issued last: a dword from each address, 0 where there is none; now or later.
-static void load_scalars(Wave* w, const u64* from, u32 d, u32 dwords) {
+static void load_scalars(Wave* w, u32 instruction, const u64* from, u32 d, u32 dwords) {
     Pending now = {.reg = (u16)d, .reg_count = (u16)dwords};
     Pending* p = &now;
     if (STRICT && w->group->launch->delay)
@@ -312,6 +318,8 @@ static void load_scalars(Wave* w, const u64* from, u32 d, u32 dwords) {
     p->is_waiting = 1;
     if (p == &now)
         complete_scalar(w, p);
+    if (STRICT && UNLIKELY(w->group->launch->coherence != NULL))
+        scalars_as_seen(w, instruction, from, d, dwords);
 }
 API void scalar_load(Wave* w, u32 instruction, u64 address, u32 d, u32 dwords) {
     u64 from[16];
@@ -319,7 +327,7 @@ API void scalar_load(Wave* w, u32 instruction, u64 address, u32 d, u32 dwords) {
     check_one(w, instruction, 0, address, 4 * dwords, 0);
     for (u32 i = 0; i < dwords; i++)
         from[i] = address + 4 * i;
-    load_scalars(w, from, d, dwords);
+    load_scalars(w, instruction, from, d, dwords);
     w->group->counters->scalar_bytes_read += 4 * dwords;
     count_read(w, instruction, 4 * dwords, 4);
 }
@@ -346,7 +354,7 @@ API void scalar_buffer_load(Wave* w, u32 instruction, const u32* resource, u32 o
         if (from[i] != NOWHERE)
             check_one(w, instruction, 0, from[i], 4, 0);
     }
-    load_scalars(w, from, d, dwords);
+    load_scalars(w, instruction, from, d, dwords);
     w->group->counters->scalar_bytes_read += 4 * dwords;
     count_read(w, instruction, 4 * dwords, 4);
 }

@@ -219,6 +219,7 @@ static void settle(Wave* w, Pending* p) {
     p->reg_count = 0;
 }
 static void complete_oldest(Wave* w, u32 count);
+static void retired(Wave* w, Pending* p);
 static void retire(Wave* w, Queue* q, u32 count) {
     if (q == &w->vm && UNLIKELY(w->group->launch->delay))
         complete_oldest(w, count);
@@ -226,6 +227,9 @@ static void retire(Wave* w, Queue* q, u32 count) {
         u32 depth = queued(q, count - 1)->depth + 1;
         w->depth = depth > w->depth ? depth : w->depth;
     }
+    if (q == &w->vm && UNLIKELY(w->group->launch->coherence != NULL))
+        for (u32 i = 0; i < count; i++)
+            retired(w, queued(q, i));
     for (u32 i = 0; i < count; i++)
         settle(w, queued(q, i));
     q->first += count;
@@ -275,6 +279,8 @@ NOINLINE Pending* enqueue(Wave* w, Queue* q, u32 max, u32 instruction, u32 reg, 
     p->reg_count = (u16)count;
     p->is_scalar = p->touches_lds = p->is_write = p->is_copy = p->size = p->is_waiting = 0;
     p->lanes = w->exec;
+    p->writes = p->writes_back = 0;
+    p->flag = NULL;
     memset(p->unset, 0, sizeof p->unset);
     for (u32 r = reg; r < reg + count; r++) {
         w->due[r]++;

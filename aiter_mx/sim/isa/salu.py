@@ -118,9 +118,9 @@ SAVE_EXEC = {
 
 # Without effect on what a functional model computes.
 IGNORED = {
-    "s_nop", "s_setprio", "s_wakeup", "s_sleep", "s_inst_prefetch", "s_icache_inv", "s_dcache_inv",
-    "s_dcache_wb", "s_sethalt", "s_ttracedata", "s_set_gpr_idx_off", "buffer_wbl2", "buffer_inv",
-    "buffer_wbinvl1", "v_nop", "s_clause", "s_incperflevel", "s_decperflevel",
+    "s_nop", "s_setprio", "s_wakeup", "s_sleep", "s_inst_prefetch", "s_icache_inv", "s_dcache_wb",
+    "s_sethalt", "s_ttracedata", "s_set_gpr_idx_off", "buffer_wbinvl1", "v_nop", "s_clause",
+    "s_incperflevel", "s_decperflevel",
 }  # fmt: skip
 
 # Branches by the condition under which they are taken.
