@@ -70,6 +70,11 @@ def activate(problem: MoeGemmProblem, y: Tensor) -> Tensor:
         gate, up = y.chunk(2, dim=1)
     if problem.activation == "silu":
         return gate * torch.sigmoid(gate) * up
+    if problem.activation in ("gelu", "gelu_tanh"):
+        kind = "tanh" if problem.activation == "gelu_tanh" else "none"
+        return torch.nn.functional.gelu(gate, approximate=kind) * up
+    if problem.activation == "relu2":
+        return torch.relu(gate).square() * up
     gate = gate.clamp(max=problem.limit)
     up = up.clamp(-problem.limit, problem.limit)
     return (up + problem.beta) * (gate * torch.sigmoid(problem.alpha * gate))

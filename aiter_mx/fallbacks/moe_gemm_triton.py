@@ -135,7 +135,7 @@ def activate_kernel(
     alpha,
     beta,
     limit,
-    SILU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ABOVE: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -153,8 +153,16 @@ def activate_kernel(
         up_at = gate_at + features
     gate = tl.load(sums_ptr + gate_at, mask=inside, other=0.0)
     up = tl.load(sums_ptr + up_at, mask=inside, other=0.0)
-    if SILU:
+    if ACTIVATION == "silu":
         values = gate * tl.sigmoid(gate) * up
+    elif ACTIVATION == "gelu":
+        values = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    elif ACTIVATION == "gelu_tanh":
+        y = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        values = gate * tl.sigmoid(y) * up
+    elif ACTIVATION == "relu2":
+        gate = tl.where(gate < 0.0, 0.0, gate)
+        values = gate * gate * up
     else:  # NaN is not above or below a limit, and stays
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
@@ -221,7 +229,7 @@ def _activate(problem: MoeGemmProblem, sums: Tensor, payload: Tensor, scale: Ten
             problem.alpha,
             problem.beta,
             problem.limit,
-            SILU=problem.activation == "silu",
+            ACTIVATION=problem.activation,
             INTERLEAVED=problem.layout == "interleaved",
             ABOVE=ABOVE["rceil"],
             BLOCKS=_ACTIVATED_BLOCKS,

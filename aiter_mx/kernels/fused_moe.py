@@ -10,7 +10,7 @@ from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.numerics import BLOCK
 
-ACTIVATIONS = ("silu", "swiglu_oai")
+ACTIVATIONS = ("silu", "swiglu_oai", "gelu", "gelu_tanh", "relu2")
 """What a first GEMM can end in."""
 
 
@@ -27,7 +27,7 @@ class FusedMoeProblem:
         num_experts: experts that are routed to, on all ranks; 0 for those here.
         shared: further slots of every token, for the last of the experts here.
         has_map: 1: an expert map says which experts are here.
-        activation: ``silu`` or ``swiglu_oai``.
+        activation: one of ``ACTIVATIONS``.
         layout: of gate and up rows, ``halves`` or ``interleaved``.
         dtype: of the result, and of the tokens unless these are quantised.
         bias1: dtype of the first GEMM's bias, or ``none``.

@@ -119,7 +119,8 @@ def fused_moe(
             not here, whose slots are left out; None where all are here under their own numbers.
             Numbers of E and more add nothing; ``AITER_MX_CHECK=1`` makes them an error.
         shared_experts: experts that every token has besides, with weight 1: the last ones of E.
-        activation: ``"silu"`` or ``"swiglu_oai"``, as for ``moe_gemm_activated``.
+        activation: ``"silu"``, ``"swiglu_oai"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu2"``, as
+            for ``moe_gemm_activated``.
         layout: where gate and up stand among w1's rows, ``"halves"`` or ``"interleaved"``.
         alpha: of swiglu_oai.
         beta: of swiglu_oai.

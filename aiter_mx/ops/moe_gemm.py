@@ -180,6 +180,9 @@ def moe_gemm_activated(
     As ``moe_gemm``, and then from the sums gate and up of each feature, in fp32,
 
     - ``"silu"``: ``silu(gate) * up``;
+    - ``"gelu"``: ``gate * cdf(gate) * up``, by the normal distribution function; ``"gelu_tanh"``:
+      likewise, by the approximation with tanh;
+    - ``"relu2"``: ``relu(gate)**2 * up``;
     - ``"swiglu_oai"``: with gate at most ``limit`` and up within ``-limit`` to ``limit``,
       ``(up + beta) * gate * sigmoid(alpha * gate)``;
 
@@ -196,7 +199,7 @@ def moe_gemm_activated(
         num_valid_tokens: likewise.
         top_k: likewise.
         block_m: likewise.
-        activation: ``"silu"`` or ``"swiglu_oai"``.
+        activation: one of those.
         layout: where gate and up stand among w's rows: ``"halves"``: gate first, ``[0, N / 2)``;
             ``"interleaved"``: gate in even rows, up in odd ones.
         alpha: of swiglu_oai.

@@ -74,7 +74,14 @@ _OUT_DTYPES = (*OUT_DTYPES, "mxfp8")
 IDS = ("vllm", "aiter")
 LAYOUTS = ("halves", "interleaved")
 WEIGHTS = ("none", "by_t", "by_place")
-ACTIVATION_CODES = {"none": 0, "silu": 1, "swiglu_oai": 2}  # csrc/moe/moe.h
+ACTIVATION_CODES = {  # csrc/moe/moe.h
+    "none": 0,
+    "silu": 1,
+    "swiglu_oai": 2,
+    "gelu": 3,
+    "gelu_tanh": 4,
+    "relu2": 5,
+}
 MAX_ROUTED = 1 << 31
 MAX_PACKED_TOKENS = 1 << 24
 MAX_PACKED_TOP_K = 1 << 7
@@ -92,7 +99,8 @@ class MoeGemmProblem:
         top_k: routed rows of a token.
         block_m: ids of a block, a multiple of 4.
         out_dtype: ``bf16``, ``fp16`` or ``fp32``; with an activation ``mxfp8``.
-        activation: ``none``, ``silu`` (silu(gate) * up) or ``swiglu_oai`` ((up' + beta) * gate' *
+        activation: ``none``; ``silu`` (silu(gate) * up), ``gelu``, ``gelu_tanh`` or ``relu2``
+            (relu(gate)^2 * up); or ``swiglu_oai`` ((up' + beta) * gate' *
             sigmoid(alpha * gate'), gate' = min(gate, limit), up' within -limit to limit).
         layout: where gate and up rows stand, ``halves`` or ``interleaved``.
         bias: dtype of the bias, or ``none``.
