@@ -1,9 +1,9 @@
-"""``mxfp8_gemv`` and ``grouped_gemm_mxfp8`` as aiter has them (its pull request 3783).
+"""aiter's ``moe_sorting``, and ``mxfp8_gemv`` and ``grouped_gemm_mxfp8`` (its pull request 3783).
 
-Both return None where no kernel of this package computes the shape on the tensors' device, so that
-the caller takes its own fallback. Arguments that no shape could make right raise. As None is for
-each shape to decide, torch.compile does not trace them: call them from an op of your own, as vLLM
-does, or call ``aiter_mx.linear`` and ``aiter_mx.moe_gemm``, which it does trace.
+The latter two return None where no kernel of this package computes the shape on the tensors'
+device, so that the caller takes its own fallback. Arguments that no shape could make right raise.
+As None is for each shape to decide, torch.compile does not trace them: call them from an op of your
+own, as vLLM does, or call ``aiter_mx.linear`` and ``aiter_mx.moe_gemm``, which it does trace.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from aiter_mx.compat.names import renamed
+from aiter_mx.compat.vllm import filled
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.moe_gemm.problem import packed_padding
 from aiter_mx.ops.checks import (
     DTYPE_NAMES,
     check_tensor,
@@ -25,6 +27,7 @@ from aiter_mx.ops.checks import (
     shape_text,
 )
 from aiter_mx.ops.linear import linear, problem_of
+from aiter_mx.ops.moe_align import moe_sort
 from aiter_mx.ops.moe_gemm import Options, compute, plan_of
 from aiter_mx.target import Target, target_of
 
@@ -39,6 +42,56 @@ _GROUPED_NAMES = {
 }
 """What this package's ops call the arguments, to aiter's names."""
 _OURS = ("hip", "none")  # kernels of csrc/ on either vendor's GPU; nothing to compute
+
+
+def moe_sorting(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    model_dim: int,
+    moebuf_dtype: torch.dtype,
+    block_size: int = 32,
+    expert_mask: Tensor | None = None,
+    num_local_tokens: Tensor | None = None,
+    dispatch_policy: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``aiter_mx.moe_sort`` with lists of aiter's lengths, and room for the layer's result.
+
+    Args:
+        topk_ids: int32 or int64 ``[M, top_k]``.
+        topk_weights: float32 ``[M, top_k]``.
+        num_experts: experts that are routed to, on all ranks.
+        model_dim: elements of a row of the result.
+        moebuf_dtype: its dtype.
+        block_size: ids of a block, a multiple of 4.
+        expert_mask: int32 ``[num_experts]``, or None.
+        num_local_tokens: int32 ``[1]``, or None.
+        dispatch_policy: not needed.
+
+    Returns:
+        sorted_ids and sorted_weights ``[M * top_k + num_experts * block_size - top_k]``,
+        sorted_expert_ids of their blocks, num_valid_ids ``[2]``, and moe_buf ``[M, model_dim]``,
+        which holds anything.
+
+    Raises:
+        TypeError, ValueError: as ``aiter_mx.moe_sort``.
+    """
+    try:
+        ids, weights, experts, valid = moe_sort(
+            topk_ids, topk_weights, num_experts, block_size, expert_mask, num_local_tokens
+        )
+    except (TypeError, ValueError) as error:
+        raise renamed(error, {"block_m": "block_size"}) from error
+    M, top_k = topk_ids.shape
+    length = M * top_k + num_experts * block_size - top_k
+    buffer = torch.empty(M, model_dim, dtype=moebuf_dtype, device=topk_ids.device)
+    return (
+        filled(ids, length, packed_padding(M, top_k)),
+        filled(weights, length, 0),
+        filled(experts, -(-length // block_size), -1),
+        valid,
+        buffer,
+    )
 
 
 def mxfp8_gemv(

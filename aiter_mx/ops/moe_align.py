@@ -126,7 +126,8 @@ def moe_sort(
 
     Args:
         topk_ids: int32 or int64 ``[M, top_k]``, as for ``moe_align``.
-        topk_weights: float32 ``[M, top_k]``.
+        topk_weights: float32 ``[M, top_k]``; with num_local_tokens it may have fewer rows, which
+            are of the tokens that count.
         num_experts: experts that are routed to, on all ranks.
         block_m: ids of a block, a multiple of 4.
         expert_mask: int32 ``[num_experts]``, not 0 for those on this rank, which are numbered in
@@ -144,11 +145,25 @@ def moe_sort(
         TypeError, ValueError: arguments other than those above.
     """
     block_m, num_experts = as_whole_number(block_m), as_whole_number(num_experts)
+    if num_local_tokens is not None:
+        topk_weights = _with_rows(topk_weights, topk_ids)
     arguments = (topk_ids, topk_weights, num_experts, block_m, expert_mask, num_local_tokens)
     traced = is_traced((topk_ids, topk_weights, expert_mask, num_local_tokens))
     sort = _sort_through_torch if traced or wants_gradient(topk_weights) else _sort
     sorted_ids, weights, expert_ids, used = sort(*arguments)
     return sorted_ids, weights, expert_ids, used
+
+
+def _with_rows(topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+    """Weights with as many rows as ids, whose last ones are buffers' that no token fills."""
+    if not (isinstance(topk_weights, Tensor) and isinstance(topk_ids, Tensor)):
+        return topk_weights
+    if not topk_weights.ndim == topk_ids.ndim == 2:
+        return topk_weights
+    missing = topk_ids.shape[0] - topk_weights.shape[0]
+    return (
+        torch.nn.functional.pad(topk_weights, (0, 0, 0, missing)) if missing > 0 else topk_weights
+    )
 
 
 def _sort(

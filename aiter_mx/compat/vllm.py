@@ -1,0 +1,114 @@
+"""vLLM's routing lists, of the lengths and with the filling that its callers count on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aiter_mx.compat.names import renamed
+from aiter_mx.ops.checks import check_tensor, refuse_less, refuse_no_whole_number
+from aiter_mx.ops.moe_align import moe_align
+
+
+def moe_align_block_size(
+    topk_ids: Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: Tensor | None = None,
+    pad_sorted_ids: bool = False,
+    ignore_invalid_experts: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``aiter_mx.moe_align`` with lists as vLLM's function of this name makes them.
+
+    Args:
+        topk_ids: int32 or int64 ``[M, top_k]``; ids of no expert are left out.
+        block_size: ids of a block, a multiple of 4.
+        num_experts: experts that are routed to, on all ranks.
+        expert_map: int32 ``[num_experts]``: each expert's number on this rank, -1 for one that is
+            not here; or None.
+        pad_sorted_ids: whether the ids are a multiple of block_size.
+        ignore_invalid_experts: leave out the rows of experts that are not here, whose blocks are
+            listed with expert -1 otherwise.
+
+    Returns:
+        sorted_token_ids: int32 ``[M * top_k + num_experts * (block_size - 1)]``, rounded up to a
+            multiple of block_size where pad_sorted_ids asks for it, and where there are fewer ids
+            than experts at most a block for each of them; padding is M * top_k. An expert's ids
+            rise.
+        expert_ids: int32, one for each block; of blocks past the end what expert 0 has, or -1 where
+            ignore_invalid_experts leaves experts out.
+        num_tokens_post_padded: int32 ``[1]``.
+
+    Raises:
+        TypeError, ValueError: as ``aiter_mx.moe_align``.
+    """
+    skips = expert_map is not None and ignore_invalid_experts
+    try:
+        ids, experts, used = moe_align(
+            topk_ids, block_size, num_experts, expert_map if skips else None, drop_absent=True
+        )
+    except (TypeError, ValueError) as error:
+        raise renamed(error, {"block_m": "block_size"}) from error
+    routed = topk_ids.numel()
+    length = routed + num_experts * (block_size - 1)
+    if pad_sorted_ids:
+        length = -(-length // block_size) * block_size
+    if routed < num_experts:
+        length = min(routed * block_size, length)
+    ids = filled(ids, length, routed)
+    experts = filled(experts, -(-length // block_size), -1)
+    if not skips:
+        experts = experts.clamp_(min=0)
+        if expert_map is not None:
+            experts = expert_map[experts]
+    return ids, experts, used
+
+
+def batched_moe_align_block_size(
+    max_tokens_per_batch: int, block_size: int, expert_num_tokens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists of rows that are with their experts already: of batch e the first ones count.
+
+    Args:
+        max_tokens_per_batch: rows that each expert has room for.
+        block_size: ids of a block.
+        expert_num_tokens: int32 ``[batches]``, on the device: rows of each expert that count.
+
+    Returns:
+        sorted_token_ids: int32 ``[batches * max_tokens_per_batch]``, of which each batch's rows are
+            rounded up to whole blocks; padding is batches * max_tokens_per_batch.
+        expert_ids: int32, one for each block, -1 past the end.
+        num_tokens_post_padded: int32 ``[1]``.
+
+    Raises:
+        TypeError, ValueError: arguments other than those above.
+    """
+    refuse_no_whole_number(max_tokens_per_batch=max_tokens_per_batch, block_size=block_size)
+    refuse_less(1, block_size=block_size)
+    refuse_less(0, max_tokens_per_batch=max_tokens_per_batch)
+    integers = (torch.int32, torch.int64)
+    counts = check_tensor("expert_num_tokens", expert_num_tokens, integers, ("batches",)).long()
+    batches, device = len(counts), counts.device
+    blocks = (counts + block_size - 1) // block_size
+    ends = blocks.cumsum(0)
+    length = batches * -(-max_tokens_per_batch // block_size)
+    block = torch.arange(length, device=device)
+    owner = torch.searchsorted(ends, block, right=True)
+    known = owner < batches
+    batch = owner.clamp(max=max(batches - 1, 0))
+    none = batches * max_tokens_per_batch
+    if batches == 0:
+        empty = torch.empty(0, dtype=torch.int32, device=device)
+        return empty, empty.clone(), torch.zeros(1, dtype=torch.int32, device=device)
+    first = (block - (ends - blocks)[batch]) * block_size
+    row = first.unsqueeze(1) + torch.arange(block_size, device=device)
+    counted = known.unsqueeze(1) & (row < counts[batch].unsqueeze(1))
+    ids = torch.where(counted, batch.unsqueeze(1) * max_tokens_per_batch + row, none)
+    experts = torch.where(known, batch, -1)
+    used = ends[-1:] * block_size
+    return ids.flatten().to(torch.int32), experts.to(torch.int32), used.to(torch.int32)
+
+
+def filled(values: Tensor, length: int, filling: int) -> Tensor:
+    """The first ``length`` of the values, then ``filling``."""
+    return torch.nn.functional.pad(values, (0, length - len(values)), value=filling)
