@@ -125,7 +125,7 @@ def test_aiters_lists_and_weights_of_fewer_rows() -> None:
 
 def test_wrong_arguments_are_named_as_peers_name_them() -> None:
     for call in (vllm.moe_align_block_size, sglang.moe_align_block_size):
-        with pytest.raises(ValueError, match="block_size must be a multiple of 4, got 6"):
+        with pytest.raises(ValueError, match="block_size must be a multiple of 4"):
             call(draw(3, 2, 4), 6, 4)
-    with pytest.raises(TypeError, match="expert_num_tokens must be torch.int32"):
+    with pytest.raises(TypeError, match=r"expert_num_tokens must be torch\.int32"):
         vllm.batched_moe_align_block_size(8, 4, torch.rand(3))
