@@ -84,7 +84,6 @@ class MmaRing:
     Attributes:
         unit, unit_tile, unit_share: what a warp issues for 16 rows of w by 32 k: itself, for each
             tile of 8 rows of x, for these divided by its tiles of w.
-        tile: the least of a scheduler for each tile of x.
         stall: cycles for each that is issued, by the warps of a scheduler, else ``many_stall``.
         exchange: by the size of a cluster.
         x_byte: for each byte of x that an SM reads.
@@ -98,7 +97,6 @@ class MmaRing:
     unit: float = 22
     unit_tile: float = 6
     unit_share: float = 12
-    tile: float = 12.5
     stall: Mapping[int, float] = field(default_factory=lambda: {1: 2.6, 2: 2.2, 3: 2.0})
     many_stall: float = 1.9
     exchange: Mapping[int, float] = field(default_factory=lambda: {1: 0, 2: 500, 4: 900, 8: 2500})

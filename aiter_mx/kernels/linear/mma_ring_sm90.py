@@ -152,7 +152,8 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
         if bound > least.cost:
             break
         part, most = -(-K // (CHUNK * split)), most_clusters(target, split)
-        least_unit = _unit_cycles(tiles_m, row_tiles, _MOST_WARPS)
+        unit = _issue_cycles(tiles_m, row_tiles)
+        least_unit = unit * _least_stall()
         for row_warps, per_sm in _GROUPS:
             pass_rows = 16 * row_tiles * row_warps
             clusters, passes = _shares(N, pass_rows, most, per_sm)
@@ -172,7 +173,7 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
                 chunks = -(-part // k_warps)  # of a warp in a pass
                 steps = chunks * k_warps / (K / CHUNK / split)
                 base = (
-                    padded * steps * idle * units * _unit_cycles(tiles_m, row_tiles, warps)
+                    padded * steps * idle * units * (unit * _stall(warps))
                     + FITTED.exchange[split]
                     + FITTED.x_byte * x_bytes / target.cu_num
                     + FITTED.warp * warps
@@ -207,18 +208,24 @@ def _bound(target: Target, problem: LinearProblem, split: int, row_tiles: int) -
     for per_sm in PARAMS[5].values:
         of_group = -(-N // (most * per_sm * rows)) * rows
         shared = min(shared, of_group * per_sm / split * K)
-    computed = shared / (512 * 4) * _unit_cycles(-(-M // 8), row_tiles, _MOST_WARPS)
+    computed = shared / (512 * 4) * _issue_cycles(-(-M // 8), row_tiles) * _least_stall()
     x_cycles = FITTED.x_byte * M * K * N / rows / target.cu_num
     return (
         computed + x_cycles + FITTED.exchange[split] + FITTED.warp * _FEWEST_WARPS
     ) * ROUNDED_OFF
 
 
-def _unit_cycles(tiles_m: int, row_tiles: int, warps: int) -> float:
+def _issue_cycles(tiles_m: int, row_tiles: int) -> float:
     """Of an SM's scheduler, for 16 rows by 32 k."""
-    a_unit = FITTED.unit + FITTED.unit_tile * tiles_m + FITTED.unit_share * tiles_m / row_tiles
-    stall = FITTED.stall.get(round(warps / 4), FITTED.many_stall)
-    return max(a_unit * stall, FITTED.tile * tiles_m)
+    return FITTED.unit + FITTED.unit_tile * tiles_m + FITTED.unit_share * tiles_m / row_tiles
+
+
+def _stall(warps: int) -> float:
+    return FITTED.stall.get(round(warps / 4), FITTED.many_stall)
+
+
+def _least_stall() -> float:
+    return min(*FITTED.stall.values(), FITTED.many_stall)
 
 
 def _overlap_cycles(target: Target, found: Layout, groups: int) -> float:
