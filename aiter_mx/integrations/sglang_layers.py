@@ -94,7 +94,7 @@ def why_not_config(config: Any) -> str:
     """Why experts of this ``MoeRunnerConfig`` are not computed here; nothing if they are."""
     if unsupported := unsupported_device():
         return unsupported
-    if config.activation != "silu" or not config.is_gated:
+    if config.activation not in ("silu", "gelu") or not config.is_gated:
         return f"activation {config.activation}, {'gated' if config.is_gated else 'no gate'}"
     for name in ("hidden_size", "intermediate_size_per_partition"):
         value = getattr(config, name)
@@ -152,6 +152,8 @@ def run_experts(
 
 def gate_of(config: Any) -> Gate:
     """SGLang's gate as ``aiter_mx.fused_moe`` has it."""
+    if config.activation == "gelu":
+        return Gate("gelu")
     limit = config.gemm1_clamp_limit
     if config.gemm1_alpha is not None:
         layout = "interleaved" if config.gate_up_interleaved else "halves"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -179,7 +180,11 @@ def _gate_like(experts: nn.Module, apply: Callable[[Tensor], Tensor]) -> Gate | 
     expected = apply(probe.clone())
     alpha = _first(experts, "swiglu_alpha", "alpha", otherwise=1.0)
     limit = _first(experts, "swiglu_limit", "limit", otherwise=float("inf"))
-    candidates = [Gate("silu", layout) for layout in ("halves", "interleaved")] + [
+    candidates = [
+        Gate(activation, layout)
+        for activation in ("silu", "gelu", "gelu_tanh", "relu2")
+        for layout in ("halves", "interleaved")
+    ] + [
         Gate("swiglu_oai", layout, slope, beta, limit)
         for layout in ("halves", "interleaved")
         for slope in (alpha, 1.0)
@@ -198,8 +203,14 @@ def _first(of: object, *names: str, otherwise: float) -> float:
 def _gated(x: Tensor, gate: Gate) -> Tensor:
     """What ``aiter_mx.fused_moe`` makes of the first product."""
     g, u = x.chunk(2, -1) if gate.layout == "halves" else (x[..., ::2], x[..., 1::2])
-    if gate.activation == "silu":
-        return nn.functional.silu(g) * u
+    plain: dict[str, Callable[[Tensor], Tensor]] = {
+        "silu": nn.functional.silu,
+        "gelu": nn.functional.gelu,
+        "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
+        "relu2": lambda x: torch.relu(x).square(),
+    }
+    if gate.activation in plain:
+        return plain[gate.activation](g) * u
     g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
     return g * torch.sigmoid(gate.alpha * g) * (u + gate.beta)
 

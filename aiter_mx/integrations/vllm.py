@@ -6,6 +6,7 @@ vLLM calls ``register`` in each of its processes (entry point ``vllm.general_plu
 
 from __future__ import annotations
 
+import os
 from functools import wraps
 from typing import Any
 
@@ -14,12 +15,15 @@ KNOWN = ("0.32.", "0.33.")
 
 def register() -> None:
     """Put the package's kernels ahead of vLLM's own for MX-FP8 layers."""
+    from vllm import envs
     from vllm.logger import init_logger
 
     from aiter_mx.integrations.engine import activate
 
     log = init_logger("vllm.plugins.aiter_mx")
     if activate("vllm", KNOWN, _patch, log):
+        if envs.VLLM_BATCH_INVARIANT:
+            os.environ.setdefault("AITER_MX_BATCH_INVARIANT", "1")
         log.info("aiter_mx computes MX-FP8 layers: AiterMxLinearKernel and AiterMxExperts")
 
 

@@ -130,6 +130,10 @@ class AiterMxExperts(mk.FusedMoEExpertsModular):
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
         return True
 
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return True  # register() asks for it where vLLM does
+
     @property
     def expects_unquantized_inputs(self) -> bool:
         """A dispatch to other ranks carries quantised tokens; else they are quantised here."""
@@ -191,6 +195,8 @@ class AiterMxExperts(mk.FusedMoEExpertsModular):
 
 _GATES = {
     MoEActivation.SILU: "halves",
+    MoEActivation.GELU: "halves",
+    MoEActivation.GELU_TANH: "halves",
     MoEActivation.SWIGLUOAI: "interleaved",
     MoEActivation.SWIGLUOAI_UNINTERLEAVE: "halves",
 }
@@ -206,6 +212,8 @@ def gate_of(activation: MoEActivation, config: Any) -> Gate:
     layout = _GATES[activation]
     if activation == MoEActivation.SWIGLUOAI:
         return Gate("swiglu_oai", layout)
+    if activation in (MoEActivation.GELU, MoEActivation.GELU_TANH):
+        return Gate(activation.value, layout)
     limit = float("inf") if config.clamp_limit is None else config.clamp_limit
     if activation == MoEActivation.SWIGLUOAI_UNINTERLEAVE:
         return Gate("swiglu_oai", layout, config.alpha, config.beta, limit)

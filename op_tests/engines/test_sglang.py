@@ -100,6 +100,7 @@ def runner_of(**options: Any) -> MoeRunner:
     ("options", "gate", "factor"),
     [
         ({}, Gate("silu"), 1.0),
+        ({"activation": "gelu"}, Gate("gelu"), 1.0),
         ({"routed_scaling_factor": 2.5}, Gate("silu"), 2.5),
         ({"swiglu_limit": 0.75}, Gate("swiglu_oai", "halves", 1.0, 0.0, 0.75), 1.0),
         ({"gemm1_clamp_limit": 0.5}, Gate("swiglu_oai", "halves", 1.0, 0.0, 0.5), 1.0),
@@ -164,7 +165,7 @@ class _Runner(SimpleNamespace):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"activation": "gelu"}, "activation gelu"),
+        ({"activation": "situ"}, "activation situ"),
         ({"is_gated": False}, "no gate"),
         ({"intermediate_size_per_partition": 4304}, "K=4304 is no multiple of 32"),
     ],

@@ -214,6 +214,8 @@ def by_our_op(experts: RoutedExperts, x: torch.Tensor, routed: Any, gate: Gate) 
     ("options", "gate"),
     [
         ({}, Gate("silu")),
+        ({"activation": "gelu"}, Gate("gelu")),
+        ({"activation": "gelu_tanh"}, Gate("gelu_tanh")),
         ({"swiglu_limit": 0.75}, Gate("swiglu_oai", alpha=1.0, beta=0.0, limit=0.75)),
         (
             {
@@ -225,7 +227,7 @@ def by_our_op(experts: RoutedExperts, x: torch.Tensor, routed: Any, gate: Gate) 
             Gate("swiglu_oai", alpha=1.5, beta=1.0, limit=5.0),
         ),
     ],
-    ids=["silu", "silu clamped", "swiglu_oai"],
+    ids=["silu", "gelu", "gelu_tanh", "silu clamped", "swiglu_oai"],
 )
 def test_expert_layer_gives_the_bits_of_our_op(
     engine: VllmConfig, options: dict[str, Any], gate: Gate
@@ -384,7 +386,7 @@ def test_choosers_take_another_where_ours_declines(
     from aiter_mx.integrations import vllm_layers
 
     logging.getLogger("vllm").propagate = True
-    N, activation = {"CUDA": (64, "gelu"), "ROCM": (72, "gelu_tanh")}[gpu]  # each is logged once
+    N, activation = {"CUDA": (64, "swiglustep"), "ROCM": (72, "situ")}[gpu]  # each is logged once
     with caplog.at_level(logging.INFO, logger="vllm.plugins.aiter_mx"):
         kernel = kernels.init_mxfp8_linear_kernel(weight_shape=(N, 4304))
         assert type(kernel).__name__ != "AiterMxLinearKernel"

@@ -159,9 +159,20 @@ def _clamped(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate.clamp(max=3.0)) * up.clamp(-3.0, 3.0)
 
 
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu2": lambda x: torch.relu(x) ** 2,
+}
+
+
 def test_gate_is_found_by_asking_and_others_are_declined() -> None:
     clamped = gate_of(_Experts(_clamped, limit=3.0))
     assert clamped == Gate("swiglu_oai", "halves", alpha=1.0, beta=0.0, limit=3.0)
+    for activation, function in ACTIVATIONS.items():
+        apply = lambda x, f=function: f(x[..., ::2]) * x[..., 1::2]  # noqa: E731
+        assert gate_of(_Experts(apply)) == Gate(activation, "interleaved")
     assert gate_of(_Experts(lambda x: torch.tanh(x.chunk(2, -1)[0]))) == (
         "an activation that aiter_mx.fused_moe does not have"
     )

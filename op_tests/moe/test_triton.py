@@ -107,7 +107,7 @@ def test_every_candidate_matches_float64_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai", "gelu", "gelu_tanh", "relu2"])
 @pytest.mark.parametrize("layout", ["halves", "interleaved"])
 def test_activation_is_quantised_on_a_gpu(activation: str, layout: str) -> None:
     check_activated(activation, layout, "cuda")
