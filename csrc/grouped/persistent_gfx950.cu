@@ -49,6 +49,11 @@
 // - The unit that takes the copies' addresses is busy for most of a step, so that copies in a burst
 //   would hold up the products behind them, and be late: hence two barriers and not one.
 // - The results' way through LDS has memory of each wave's own and needs no barrier.
+//
+// With MX_WGRAD it computes the gradient of w instead (aiter_mx/kernels/grouped_wgrad/problem.py):
+// for each group y[g] [M, N] is x [M, K] times w [N, K]^T, both of all groups, where the k of group
+// g are its rows alone. Tiles of groups then have different numbers of steps, and each wave clears,
+// of what it has copied, the last 16 k of a group and its last scales from the group's end on.
 
 #include "common/scale.h"
 #include "common/target.h"
@@ -63,10 +68,19 @@ using namespace mx;
 // their running number of tiles. A group's tiles are ordered in swaths of `Swath` rows of tiles,
 // and in a swath column after column, so that tiles that follow each other share rows of x or of w.
 
+#ifndef MX_WGRAD
+#define MX_WGRAD 0
+#endif
+#ifndef MX_ACCUMULATE
+#define MX_ACCUMULATE 0
+#endif
+constexpr bool kWgrad = MX_WGRAD;
+constexpr unsigned kStart = 128; // with MX_WGRAD groups begin at multiples of so many k
+
 // The arguments of a grouped kernel, as problem.py lists them.
 struct GroupedArguments {
     const unsigned char *xq, *xs, *wq, *ws;
-    const void* bias;
+    const void* bias; // with MX_WGRAD what is subtracted from ends, or null
     void* y;
     const void *starts, *ends;
     Offset M, N, K, count;
@@ -109,10 +123,25 @@ MX_DEVICE void rows_of(unsigned g, unsigned& first, unsigned& rows) {
     first += is_masked ? g * each : 0;
 }
 
+// The first k of group g and how many it has, of a gradient of w.
+MX_DEVICE void depth_of(unsigned g, unsigned& first, unsigned& count) {
+    const ArgumentsPointer args = arguments();
+    const int size = args->index_bytes;
+    const unsigned most = args->K;
+    first = bound(args->starts, size, g, most) / kStart * kStart;
+    const auto at = [&](const void* of) -> long {
+        return size == 8 ? static_cast<const long*>(of)[g] : static_cast<const int*>(of)[g];
+    };
+    const long found = at(args->ends) - (args->bias ? at(args->bias) : 0);
+    const unsigned left = most - first;
+    count = found < 0 ? 0 : found < left ? found : left;
+}
+
 struct Tile {
     unsigned first, rows; // of x
     unsigned group;       // whose weights and bias
     unsigned feature;     // first of the tile
+    unsigned begin, end;  // of a gradient of w: its first k, and how many
 };
 
 // x summed over this lane and all below it.
@@ -131,10 +160,15 @@ MX_DEVICE unsigned sum_through(unsigned x) {
 template <int TileM, int TileN, unsigned Swath>
 class Deal {
   public:
-    MX_MEMBER Deal(unsigned N, int lane) : lane(lane), columns((N + TileN - 1) / TileN) { look(0); }
+    MX_MEMBER Deal(unsigned N, int lane) : lane(lane), columns((N + TileN - 1) / TileN) {
+        if constexpr (!kWgrad)
+            look(0);
+    }
 
     // Tile t, if there are so many. The t of successive calls must not decrease.
     MX_MEMBER bool find(unsigned t, Tile& tile) {
+        if constexpr (kWgrad)
+            return find_of_wgrad(t, tile);
         while (t >= before + in_chunk) {
             if (chunk + kLanes >= arguments()->count)
                 return false;
@@ -158,6 +192,26 @@ class Deal {
     }
 
   private:
+    // All groups have the same tiles.
+    MX_MEMBER bool find_of_wgrad(unsigned t, Tile& tile) const {
+        const unsigned all = arguments()->M;
+        const unsigned down = (all + TileM - 1) / TileM;
+        const unsigned group = scalar(t / (down * columns));
+        if (group >= arguments()->count)
+            return false;
+        t -= group * down * columns;
+        const unsigned swath = t / (Swath * columns), in_swath = t % (Swath * columns);
+        const unsigned height = min(Swath, down - swath * Swath);
+        const unsigned below = (swath * Swath + in_swath % height) * TileM;
+        tile.first = scalar(below);
+        tile.rows = scalar(min(all - below, TileM));
+        tile.group = group;
+        tile.feature = scalar(in_swath / height * TileN);
+        depth_of(group, tile.begin, tile.end);
+        tile.begin = scalar(tile.begin);
+        tile.end = scalar(tile.end);
+        return true;
+    }
     MX_MEMBER void look(unsigned first) {
         chunk = first;
         first_row = rows = 0;
@@ -293,11 +347,25 @@ class Copier {
         asm volatile("" : "+s"(tile.first), "+s"(tile.rows), "+s"(tile.group), "+s"(tile.feature));
         const ArgumentsPointer args = arguments();
         const unsigned blocks = K / kBlock;
-        const Offset w_row = static_cast<Offset>(tile.group) * N + tile.feature;
+        const Offset w_row = static_cast<Offset>(kWgrad ? 0 : tile.group) * N + tile.feature;
         const Offset x_row = tile.first;
         const unsigned left = N - tile.feature;
         const unsigned x_rows = is_any ? tile.rows : 0;
         const unsigned w_rows = is_any ? left < kTileN ? left : kTileN : 0;
+        if constexpr (kWgrad) {
+            asm volatile("" : "+s"(tile.begin), "+s"(tile.end));
+            const auto from = [&](const unsigned char* all, Offset row, unsigned rows,
+                                  unsigned pitch, unsigned before) {
+                return resource(all + row * pitch + before, rows ? rows * pitch - before : 0);
+            };
+            end = tile.end;
+            x = from(args->xq, x_row, x_rows, K, tile.begin);
+            w = from(args->wq, w_row, w_rows, K, tile.begin);
+            x_scales = from(args->xs, x_row, x_rows, blocks, tile.begin / kBlock);
+            w_scales = from(args->ws, w_row, w_rows, blocks, tile.begin / kBlock);
+            k = 0;
+            return;
+        }
         x = resource(args->xq + x_row * K, x_rows * K);
         w = resource(args->wq + w_row * K, w_rows * K);
         if constexpr (kShuffledX) {
@@ -320,14 +388,19 @@ class Copier {
 
     // To be called before a step's copies.
     MX_MEMBER void aim() {
+        const unsigned last = kWgrad ? end : K;
+        if constexpr (kWgrad) {
+            whole_before = whole;
+            whole = last > k ? last - k : 0;
+        }
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
-            const bool x_in = kWholeSteps || k + k_x[odd] < K;
-            const bool w_in = kWholeSteps || k + k_w[odd] < K;
+            const bool x_in = kWholeSteps || k + k_x[odd] < last;
+            const bool w_in = kWholeSteps || k + k_w[odd] < last;
             x_now[odd] = x_in ? x_at[odd] + k : kNowhere;
             w_now[odd] = w_in ? w_at[odd] + k : kNowhere;
         }
-        const bool in = kWholeSteps || k / kBlock + block < K / kBlock;
+        const bool in = kWgrad ? k < last : kWholeSteps || k / kBlock + block < K / kBlock;
         scale_now = in ? scale_at + k / kBlock : kNowhere;
         const bool is_any = kWholeSteps || k < K;
         const unsigned step_at = k / kDepth * kScaleBlock;
@@ -357,6 +430,28 @@ class Copier {
             copy_scales(w_scales, I - kCopiesW, stage, kScalesAtW);
     }
 
+    // Clears what this wave has copied of the step before the one that was aimed at last, from the
+    // end of its group on. That step lies in `stage`; of younger copies there are so many.
+    template <int Younger>
+    MX_MEMBER void clear_beyond_end(unsigned stage) const {
+        const unsigned count = whole_before;
+        if (count % kDepth == 0 || count > kDepth)
+            return;
+        asm volatile("s_waitcnt vmcnt(%0)" ::"i"(Younger) : "memory");
+        const unsigned lane = thread_in_group() % kLanes;
+        unsigned char* own = lds() + stage + wave * kPart + lane * kPiece;
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            clear_pieces<kCopiesX>(own, odd, count - k_x[odd]);
+            clear_pieces<kCopiesW>(own + kRowsX * kDepth, odd, count - k_w[odd]);
+        }
+        const unsigned blocks = (count + kBlock - 1) / kBlock;
+        const unsigned kept = blocks < 4 ? (1u << 8 * blocks) - 1 : ~0u;
+        unsigned char* scales = lds() + stage + (wave * kLanes + lane) * 4;
+        clear_words<kAllCopiesX - kCopiesX>(scales + kScalesAtX, kept);
+        clear_words<kAllCopiesW - kCopiesW>(scales + kScalesAtW, kept);
+    }
+
     // After a step's copies.
     MX_MEMBER void advance() { k += kDepth; }
     MX_MEMBER bool is_done(unsigned steps) const { return k >= steps * kDepth; }
@@ -366,6 +461,23 @@ class Copier {
     unsigned skew; // the tile's first row within a block of shuffled scales
 
   private:
+    // Of every second copy's piece, of whose bytes the first `left` count, if it is cut.
+    template <int Copies>
+    MX_MEMBER static void clear_pieces(unsigned char* at, int odd, unsigned left) {
+        if (left - 1 >= kPiece - 1)
+            return;
+        u32x4 kept;
+#pragma unroll
+        for (unsigned i = 0; i < 4; ++i)
+            kept[i] = left >= 4 * i + 4 ? ~0u : left > 4 * i ? (1u << 8 * (left - 4 * i)) - 1 : 0;
+        for (int i = odd; i < Copies; i += 2)
+            *reinterpret_cast<u32x4*>(at + i * kCopyRows * kDepth) &= kept;
+    }
+    template <int Copies>
+    MX_MEMBER static void clear_words(unsigned char* at, unsigned kept) {
+        for (int i = 0; i < Copies; ++i)
+            *reinterpret_cast<unsigned*>(at + i * kWaves * kLanes * 4) &= kept;
+    }
     // Copy i of row-major scales.
     MX_MEMBER void copy_scales(Resource from, int i, unsigned stage, int at) const {
         constexpr int rows = kWaves * kScaleCopyRows;
@@ -386,6 +498,7 @@ class Copier {
     unsigned N, K, wave, block, scale_at, blocks_x_at, blocks_w_at, k;
     unsigned k_x[2], k_w[2], x_at[2], w_at[2]; // of copies of even and odd number
     unsigned x_now[2], w_now[2], scale_now, blocks_x_now, blocks_w_now;
+    unsigned end, whole = 0, whole_before = 0; // k of the group; from a step on, to its end
     Resource x, w, x_scales, w_scales;
 };
 
@@ -595,6 +708,8 @@ class Stream {
         }
         if constexpr (kShuffledX)
             place_x.start(skew = copier.skew);
+        if constexpr (kWgrad)
+            copier.clear_beyond_end<kAllCopiesX + kAllCopiesW>(0);
         copies_arrived<kAllCopiesX + kAllCopiesW>();
         each<kReadsX>([&](auto i) { place_x.read_half<i.value>(x_low, false, stage); });
         each<kReadsW>([&](auto i) { place_w.read_half<i.value>(w_first, false, stage); });
@@ -664,9 +779,11 @@ class Stream {
         quarter<IsFirst, kLateW, 1 + kReadsX + kEarlyX, kEarly>(
             x_high, 1, high, 1, [&](auto i) { copier.copy_w<kEarlyW + i.value>(stage); },
             [&](auto i) {
-                if constexpr (i.value == 0)
+                if constexpr (i.value == 0) {
+                    if constexpr (kWgrad)
+                        copier.clear_beyond_end<kAllCopiesW>(other);
                     copies_arrived<kAllCopiesW>();
-                else if constexpr (i.value <= kReadsX)
+                } else if constexpr (i.value <= kReadsX)
                     place_x.read_half<i.value - 1>(x_low, false, other);
                 else
                     copier.copy_x<i.value - 1 - kReadsX>(stage);
@@ -753,6 +870,26 @@ struct Bias<kNone> {
     MX_MEMBER static f32x4 added_to(f32x4 sum, int) { return sum; }
 };
 
+// What y holds, four features of a row, which are added to the sums.
+template <class T, bool IsAny>
+struct Old {
+    Buffer y;
+    unsigned row_bytes, feature, left;
+
+    MX_MEMBER f32x4 added_to(f32x4 sum, unsigned row, int w) const {
+        if constexpr (!IsAny)
+            return sum;
+        const unsigned n = feature + paired_row(w * kSide);
+        const unsigned at = n < left ? row * row_bytes + n * sizeof(T) : kNowhere;
+        if constexpr (sizeof(T) == 4) {
+            return sum + __builtin_bit_cast(f32x4, y.load(at));
+        } else {
+            using Four = T __attribute__((ext_vector_type(4)));
+            return sum + __builtin_convertvector(__builtin_bit_cast(Four, y.load_two(at)), f32x4);
+        }
+    }
+};
+
 // Where LDS has piece p of row r of results on their way: eight lanes that write adjacent rows, and
 // those that read a row, are in different banks.
 MX_DEVICE unsigned place_of(unsigned r, unsigned p) {
@@ -777,9 +914,11 @@ MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned N, unsign
     unsigned char* own = lds() + kPassesAt + wave * kPass;
     const unsigned left = N - tile.feature, row_bytes = N * sizeof(Out);
     Out* y = static_cast<Out*>(arguments()->y);
-    const Buffer out(
-        reinterpret_cast<unsigned char*>(y + static_cast<Offset>(tile.first) * N + tile.feature),
-        tile.rows * row_bytes - tile.feature * sizeof(Out));
+    const Offset first_row = (kWgrad ? arguments()->M * tile.group : 0) + tile.first;
+    const Buffer out(reinterpret_cast<unsigned char*>(y + first_row * N + tile.feature),
+                     tile.rows * row_bytes - tile.feature * sizeof(Out));
+    const Old<Out, MX_ACCUMULATE> old{out, row_bytes, first_feature + eight * 8, left};
+    const unsigned first_written = wave / kWavesN * (kTileM / kWavesM) + written;
     const unsigned piece = lane % row_pieces;
     const unsigned m = wave / kWavesN * (kTileM / kWavesM) + read;
     constexpr int stores = kSide / rows;
@@ -804,8 +943,10 @@ MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned N, unsign
                 Values values;
 #pragma unroll
                 for (int j = 0; j < count; ++j) {
-                    if (j % 4 == 0)
+                    if (j % 4 == 0) {
                         sum = bias.added_to(sums.read(x * kFragsW + w + j / 4), w + j / 4);
+                        sum = old.added_to(sum, first_written + x * kSide, w + j / 4);
+                    }
                     values[j] = static_cast<Out>(sum[j % 4]);
                 }
                 const unsigned p = (eight * 8 + paired_row(i * kSide)) / count;
@@ -839,7 +980,7 @@ aiter_mx_grouped_gemm_persistent(const unsigned char*, const unsigned char*, con
     const int lane = thread_in_group() % kLanes;
     const int wave = wave_in_group();
     // At least two, so that copies are never more than a tile ahead.
-    const unsigned steps = max((K + kDepth - 1) / kDepth, 2);
+    const unsigned all_steps = max((K + kDepth - 1) / kDepth, 2);
 
     // Workgroups go to the dies in turn: those of one die get tiles that follow each other.
     const unsigned workgroups = arguments()->workgroups, group = group_x();
@@ -855,6 +996,7 @@ aiter_mx_grouped_gemm_persistent(const unsigned char*, const unsigned char*, con
         Tile next = now;
         t += arguments()->workgroups;
         const bool is_last = !deal.find(t, next);
+        const unsigned steps = kWgrad ? max((now.end + kDepth - 1) / kDepth, 2) : all_steps;
         stream.even_step<true>(steps, next, is_last);
         unsigned step = 1;
         for (; step + 2 <= steps; step += 2) {

@@ -86,7 +86,7 @@ def _lds_bytes(problem: GroupedGemmProblem, config: Config) -> int:
     return 2 * stage + _WAVES * 16 * min(features * size, 256)
 
 
-def _resident(problem: GroupedGemmProblem, config: Config) -> int:
+def resident(problem: GroupedGemmProblem, config: Config) -> int:
     """Workgroups that a compute unit holds at once."""
     # Tiles of half this size and less leave each lane half of a SIMD's registers or more.
     by_registers = 2 if config["tile_m"] * config["tile_n"] <= 128 * 128 else 1
@@ -119,14 +119,14 @@ def _cycles(target: Target, problem: GroupedGemmProblem, config: Config) -> floa
     epilogue = _EPILOGUE_CYCLES * tile_m * tile_n / (256 * 256)
     steps = -(-problem.K // _DEPTH)
     tile = steps * step + epilogue + _TILE_CYCLES
-    resident = _resident(problem, config)
+    held = resident(problem, config)
     tiles = min(problem.G, problem.M) * -(-problem.usual_rows // tile_m) * -(-problem.N // tile_n)
-    rounds = -(-tiles // (target.cu_num * resident))
+    rounds = -(-tiles // (target.cu_num * held))
     latency = steps * _COPY_CYCLES + _LATENCY_CYCLES
-    return rounds * max(latency, resident * tile)
+    return rounds * max(latency, held * tile)
 
 
-def _candidates(target: Target, problem: GroupedGemmProblem) -> list[Config]:
+def candidates_of(target: Target, problem: GroupedGemmProblem) -> list[Config]:
     """Every tile that fits, the one of the least modelled time first, in a few orders each."""
     tiles = sorted(
         (
@@ -142,7 +142,7 @@ def _candidates(target: Target, problem: GroupedGemmProblem) -> list[Config]:
 
 def _workgroups(target: Target, problem: GroupedGemmProblem, config: Config) -> int:
     tiles = problem.most_tiles(config["tile_m"]) * -(-problem.N // config["tile_n"])
-    return max(1, min(tiles, target.cu_num * _resident(problem, config)))
+    return max(1, min(tiles, target.cu_num * resident(problem, config)))
 
 
 def _scale_bytes(problem: GroupedGemmProblem) -> int:
@@ -193,6 +193,6 @@ PERSISTENT = declare(
     scalars=_scalars,
     refusal=_refusal,
     params=PARAMS,
-    configure=first_of(_candidates),
-    candidates=_candidates,
+    configure=first_of(candidates_of),
+    candidates=candidates_of,
 )

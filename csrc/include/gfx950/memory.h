@@ -9,6 +9,8 @@ namespace mx {
 // An offset that is beyond the length of every buffer, with room for another to be added.
 constexpr unsigned kNowhere = 1u << 31;
 
+using u32x2 = unsigned __attribute__((ext_vector_type(2)));
+
 class Buffer {
   public:
     // first is the same in all lanes; size_bytes is below kNowhere.
@@ -26,6 +28,9 @@ class Buffer {
     // 16 bytes that no one reads again.
     MX_MEMBER u32x4 load_once(unsigned offset, unsigned further = 0) const {
         return __builtin_amdgcn_raw_buffer_load_b128(rsrc, offset, further, kNonTemporal);
+    }
+    MX_MEMBER u32x2 load_two(unsigned offset) const {
+        return __builtin_amdgcn_raw_buffer_load_b64(rsrc, offset, 0, kCached);
     }
     MX_MEMBER unsigned load_dword(unsigned offset) const {
         return __builtin_amdgcn_raw_buffer_load_b32(rsrc, offset, 0, kCached);
