@@ -7,6 +7,7 @@ means 2^(b - 127); 255 means NaN.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -54,12 +55,21 @@ class PayloadFormat:
 FORMATS = {
     "e4m3": PayloadFormat(torch.float8_e4m3fn, 1, 448.0, 8, 0x600000, 0x7F),
     "e2m1": PayloadFormat(torch.uint8, 2, 6.0, 2, 0x400000, 0),
+    "e5m2": PayloadFormat(torch.float8_e5m2, 1, 57344.0, 15, 0x600000, 0x7F),
 }
+_EVEN = 0x200000
+ROUNDING: dict[str, Callable[[PayloadFormat], int]] = {
+    "rceil": lambda payload_format: 0x7FFFFF - payload_format.max_mantissa,
+    "floor": lambda payload_format: 0,
+    "even": lambda payload_format: _EVEN,
+}
+"""What is added to the bits of a block's largest magnitude before its exponent makes the scale; by
+mode. It carries into the exponent above the format's largest mantissa, never, or from 1.75 on."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def format_of(payload: Tensor) -> PayloadFormat:
-    """The format of a payload tensor: e4m3 of float8_e4m3fn, two e2m1 a byte of uint8.
+    """The format of a payload tensor by its dtype; of uint8 it is two e2m1 a byte.
 
     Raises:
         TypeError: any other dtype.
@@ -67,7 +77,9 @@ def format_of(payload: Tensor) -> PayloadFormat:
     for known in FORMATS.values():
         if payload.dtype == known.dtype:
             return known
-    raise TypeError(f"payload must be float8_e4m3fn, or uint8 for e2m1, got {payload.dtype}")
+    raise TypeError(
+        f"payload must be float8_e4m3fn, float8_e5m2, or uint8 for e2m1, got {payload.dtype}"
+    )
 
 
 def amax_bits(blocks: Tensor) -> Tensor:
@@ -87,13 +99,12 @@ def encode_blocks(
         blocks: float32 ``[..., 32]``.
         amax: ``amax_bits`` of each block, or of more than it, int32 ``[...]``.
         payload_format: of the elements.
-        mode: ``rceil`` or ``floor``, as ``aiter_mx.quantize`` has them.
+        mode: ``rceil``, ``floor`` or ``even``, as ``aiter_mx.quantize`` has them.
 
     Returns:
         one element a byte, uint8 ``[..., 32]``, and scale bytes, uint8 ``[...]``.
     """
-    # Carries into the exponent exactly when a mantissa is above the largest number's.
-    above = 0x7FFFFF - payload_format.max_mantissa if mode == "rceil" else 0
+    above = ROUNDING[mode](payload_format)
     byte = (((amax + above) >> _MANTISSA_BITS) - payload_format.max_exponent).clamp_(min=0)
     not_finite = amax >= _INFINITY_BITS
     # The byte is at most 253, so that 2^(127 - byte) is a normal float32.

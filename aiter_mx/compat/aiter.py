@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from aiter_mx.compat.names import renamed
+from aiter_mx.compat.names import payload_of, renamed
 from aiter_mx.compat.vllm import filled
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
@@ -104,9 +104,9 @@ def mxfp8_gemv(
     """``dequantised(xq) @ dequantised(wq).T``, or None where ``aiter_mx.linear`` would fall back.
 
     Args:
-        xq: float8_e4m3fn ``[M, K]``.
+        xq: float8_e4m3fn, or its bytes, ``[M, K]``.
         x_scale: uint8 ``[M, K // 32]``.
-        wq: float8_e4m3fn ``[N, K]``.
+        wq: float8_e4m3fn, or its bytes, ``[N, K]``.
         w_scale: uint8 ``[N, K // 32]``.
         out_dtype: bf16, fp16 or fp32.
 
@@ -117,6 +117,7 @@ def mxfp8_gemv(
         TypeError, ValueError: as ``aiter_mx.linear`` has it.
     """
     refuse_no_tensor(xq=xq, x_scale=x_scale, wq=wq, w_scale=w_scale)
+    xq, wq = payload_of(xq), payload_of(wq)
     if xq.dtype != FP8:
         raise TypeError(f"xq must be {FP8}, got {xq.dtype}")
     if xq.ndim != 2:
@@ -159,9 +160,9 @@ def grouped_gemm_mxfp8(
     """A grouped GEMM over vLLM's routing, or None where ``aiter_mx.moe_gemm`` would fall back.
 
     Args:
-        a_q: float8_e4m3fn ``[rows, K]``; routed row t takes row ``t // a_div``.
+        a_q: float8_e4m3fn, or its bytes, ``[rows, K]``; routed row t takes row ``t // a_div``.
         a_scale: uint8 ``[rows, K // 32]``.
-        w: float8_e4m3fn ``[E, N, K]``.
+        w: float8_e4m3fn, or its bytes, ``[E, N, K]``.
         w_scale: uint8 ``[E, N, K // 32]``.
         sorted_token_ids: int32, of ``moe_align_block_size``.
         expert_ids: int32, one for each block_m ids; rows of expert -1 become zero.
@@ -182,7 +183,8 @@ def grouped_gemm_mxfp8(
     """
     if out_dtype not in DTYPE_NAMES:
         raise TypeError(f"out_dtype must be {either(tuple(DTYPE_NAMES))}, got {out_dtype}")
-    refuse_no_tensor(("mul_weight_by",), a_q=a_q, mul_weight_by=mul_weight_by)
+    refuse_no_tensor(("mul_weight_by",), a_q=a_q, w=w, mul_weight_by=mul_weight_by)
+    a_q, w = payload_of(a_q), payload_of(w)
     if a_q.ndim == 2 and a_q.shape[1] % 32:
         return None
     if mul_weight_by is not None:

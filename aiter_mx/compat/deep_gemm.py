@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from aiter_mx.compat import promoted
-from aiter_mx.compat.names import renamed
+from aiter_mx.compat.names import payload_of, renamed
 from aiter_mx.compat.promoted import COARSE
 from aiter_mx.numerics import NAN_SCALE, as_scale_bytes
 from aiter_mx.ops.checks import (
@@ -321,6 +321,7 @@ def _operand(name: str, pair: Pair) -> Pair:
         raise TypeError(f"{name} must be a pair (payload, scale), got {type(pair).__name__}")
     payload, scale = pair
     refuse_no_tensor(**{f"{name}'s payload": payload, f"{name}'s scale": scale})
+    payload = payload_of(payload)
     if scale.dtype == torch.float32:
         scale = _in_order(payload, scale)
         if scale.device.type != "cpu" or not bool((_power_of_two_bytes(scale) != NAN_SCALE).all()):

@@ -1,9 +1,17 @@
-"""Errors about arguments, in the names that another package's callers know them by."""
+"""What peers' callers hand over and read: payloads as bytes, and errors in the peers' names."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def payload_of(tensor: Tensor) -> Tensor:
+    """A payload that may come as the bytes of e4m3, as peers hand it over."""
+    return tensor.view(torch.float8_e4m3fn) if tensor.dtype == torch.uint8 else tensor
 
 
 def renamed(error: Exception, names: Mapping[str, str]) -> Exception:

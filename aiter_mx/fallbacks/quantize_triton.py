@@ -15,10 +15,11 @@ from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.kernels.triton import OPTIONS
 from aiter_mx.launch import Tensors
+from aiter_mx.numerics import FORMATS, ROUNDING
 
 _BLOCKS = 64  # of 32 elements, of a program
-ABOVE = {"rceil": 0x1FFFFF, "floor": 0}
-"""What makes a scale the next one, for a largest mantissa above that of 448; by mode."""
+ABOVE = {mode: above(FORMATS["e4m3"]) for mode, above in ROUNDING.items()}
+"""What may make a scale the next one; by mode."""
 
 
 @triton.jit
@@ -69,7 +70,7 @@ def quantize_triton(x: Tensor, payload: Tensor, scale: Tensor, mode: str = "rcei
         x: bf16, fp16 or fp32 ``[..., K]``, K a multiple of 32.
         payload: float8_e4m3fn ``[..., K]``, written.
         scale: uint8 ``[..., K / 32]``, written.
-        mode: ``rceil`` or ``floor``, as ``aiter_mx.quantize`` has them.
+        mode: ``rceil``, ``floor`` or ``even``, as ``aiter_mx.quantize`` has them.
     """
     blocks = scale.numel()
     with torch.cuda.device_of(x):

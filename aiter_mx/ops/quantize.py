@@ -16,6 +16,8 @@ from aiter_mx.ops.quantize_call import INPUT_DTYPES, Options, check, empty_outpu
 
 OUTPUT_DTYPES = (*INPUT_DTYPES, torch.float64)
 Block = int | tuple[int, int]
+_ONE = 127  # 2^0 as an e8m0 byte
+_WIDE = 128
 
 
 class Dual(NamedTuple):
@@ -75,15 +77,22 @@ def quantize(
     block: Block = BLOCK,
     format: str = "e4m3",
     scale_layout: str = "row_major",
+    zero_scale: int = 0,
+    multiple: int = BLOCK,
+    out: Tensor | None = None,
+    out_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantise to an MX format along one dimension, 32 elements a scale.
 
     The scale of a block with largest magnitude ``amax`` is
 
     - ``"rceil"``: the smallest power of two for which amax / scale is at most the format's largest
-      number (448 for e4m3, 6 for e2m1), so nothing saturates;
-    - ``"floor"``: 2^(floor(log2(amax)) - 8), for e2m1 - 2, as the OCP MX specification v1.0,
-      section 6.3, has it; elements above the largest number times the scale saturate.
+      number (448 for e4m3, 6 for e2m1, 57344 for e5m2), so nothing saturates;
+    - ``"floor"``: 2^(floor(log2(amax)) - 8), for e2m1 - 2, for e5m2 - 15, as the OCP MX
+      specification v1.0, section 6.3, has it; elements above the largest number times the scale
+      saturate;
+    - ``"even"``: as floor, but the next power of two where amax is 1.75 times one or more, as aiter
+      has it: for e4m3 as rceil, but that an amax of exactly 448 times a power of two goes up.
 
     Either is kept within 2^-127 (also the scale of a block of zeros) and 2^127. Elements are
     rounded to nearest even, and their signs kept, also of zeros. A block that holds a NaN or an
@@ -96,11 +105,17 @@ def quantize(
         x: ``[..., K]``, bfloat16, float16 or float32, any strides; K a multiple of 32.
         axis: -1, or -2 for blocks along the last dimension but one, of ``[..., K, N]``. Blocks
             are always along the last dimension of the result, which is then transposed.
-        mode: ``"rceil"`` or ``"floor"``.
+        mode: ``"rceil"``, ``"floor"`` or ``"even"``.
         block: 32, or (32, 32) for one scale for 32 rows by 32 columns, both multiples of 32. It is
             stored for each of its rows, so that every GEMM takes it.
-        format: ``"e4m3"``, or ``"e2m1"``, two a byte, the first one in the low bits.
+        format: ``"e4m3"``; ``"e2m1"``, two a byte, the first one in the low bits; or ``"e5m2"``,
+            which torch computes.
         scale_layout: ``"row_major"``, or another that ``aiter_mx.layouts`` describes.
+        zero_scale: scale byte of a block of zeros: 0, or 127 (2^0) as newer engines have it, which
+            takes a pass more, over row-major scales.
+        multiple: 32, or 128 for a dimension of blocks that is padded with zeros to a multiple.
+        out: where to write the payload; it may not overlap x.
+        out_scale: where to write the scales, likewise.
 
     Returns:
         payload float8_e4m3fn ``[..., K]`` (e2m1: uint8 ``[..., K // 2]``) and scale uint8
@@ -119,15 +134,28 @@ def quantize(
     along_rows = axis in (-1, x.dim() - 1)
     if not along_rows and axis not in (-2, x.dim() - 2):
         raise ValueError(f"axis must be the last dimension or the one before, got {axis}")
+    if multiple != BLOCK:
+        x = _padded(x, -1 if along_rows else -2, multiple)
     options = Options("rows" if along_rows else "columns", mode, _is_square(block), format,
                       scale_layout)  # fmt: skip
-    if not is_traced((x,)):
-        payload, scale = quantized(x, None, options)
-        return payload, scale
-    found: tuple[Tensor, Tensor] = _quantize(
-        x, mode, -1 if along_rows else -2, options.square, format, scale_layout
-    )
-    return found
+    if zero_scale not in (0, _ONE) or (zero_scale and scale_layout != "row_major"):
+        raise ValueError(
+            f"zero_scale must be 0, or {_ONE} with row-major scales, got {zero_scale!r} with "
+            f"{scale_layout}"
+        )
+    if not is_traced((x, out, out_scale)):
+        payload, scale = quantized(x, None, options, out, out_scale)
+    else:
+        payload, scale = _quantize(
+            x, mode, -1 if along_rows else -2, options.square, format, scale_layout
+        )
+        payload = payload if out is None else out.copy_(payload)
+        scale = scale if out_scale is None else out_scale.copy_(scale)
+    if zero_scale:
+        bits = payload.view(torch.uint8) & (0x77 if format == "e2m1" else 0x7F)
+        is_zero = (bits.unflatten(-1, (scale.shape[-1], -1)) == 0).all(-1)
+        scale.masked_fill_(is_zero & (scale == 0), zero_scale)
+    return payload, scale
 
 
 @in_clear
@@ -146,9 +174,9 @@ def quantize_dual(
 
     Args:
         x: ``[..., M, N]``, both multiples of 32; otherwise and for the options see ``quantize``.
-        mode: ``"rceil"`` or ``"floor"``.
+        mode: ``"rceil"``, ``"floor"`` or ``"even"``.
         block: 32 or (32, 32).
-        format: ``"e4m3"`` or ``"e2m1"``.
+        format: ``"e4m3"``, ``"e2m1"`` or ``"e5m2"``.
         scale_layout: of both scales.
 
     Returns:
@@ -177,9 +205,9 @@ def quantize_dual_batched(
 
     Args:
         x: ``[G, M, N]``, M and N multiples of 32; for the options see ``quantize``.
-        mode: ``"rceil"`` or ``"floor"``.
+        mode: ``"rceil"``, ``"floor"`` or ``"even"``.
         block: 32 or (32, 32).
-        format: ``"e4m3"`` or ``"e2m1"``.
+        format: ``"e4m3"``, ``"e2m1"`` or ``"e5m2"``.
         scale_layout: of both scales, of each matrix.
 
     Returns:
@@ -216,8 +244,8 @@ def quantize_grouped(
             ``[G + 1]`` on x's device, not decreasing, within 0 and T. Wrong ones read nothing
             outside x; what they give is not defined.
         axis: -1, or -2 for blocks along the rows of a group, as ``grouped_gemm_wgrad`` has them.
-        mode: ``"rceil"`` or ``"floor"``.
-        format: ``"e4m3"`` or ``"e2m1"``.
+        mode: ``"rceil"``, ``"floor"`` or ``"even"``.
+        format: ``"e4m3"``, ``"e2m1"`` or ``"e5m2"``.
         scale_layout: as in ``quantize``.
 
     Returns:
@@ -249,8 +277,8 @@ def quantize_dual_grouped(
     Args:
         x: ``[T, N]``.
         group_offs: ``[G + 1]``.
-        mode: ``"rceil"`` or ``"floor"``.
-        format: ``"e4m3"`` or ``"e2m1"``.
+        mode: ``"rceil"``, ``"floor"`` or ``"even"``.
+        format: ``"e4m3"``, ``"e2m1"`` or ``"e5m2"``.
         scale_layout: of both scales.
 
     Returns:
@@ -277,14 +305,15 @@ def dequantize(
     """The values of an MX tensor.
 
     Args:
-        payload: ``[..., K]``, float8_e4m3fn, K a multiple of 32; or e2m1, uint8 ``[..., K // 2]``.
+        payload: ``[..., K]``, float8_e4m3fn or float8_e5m2, K a multiple of 32; or e2m1, uint8
+            ``[..., K // 2]``.
         scale: ``[..., K // 32]``, uint8 or float8_e8m0fnu; byte 255 makes its block NaN.
         dtype: float32, float64, bfloat16 or float16.
         scale_layout: of the scales, which then are as ``quantize`` returns them.
 
     Returns:
         ``[..., K]`` of ``dtype``, exact where ``dtype`` holds the value, else rounded once to
-        nearest even.
+        nearest even; finite values beyond its largest number become that.
 
     Raises:
         TypeError: an argument that is no tensor, or a dtype that is none of the above.
@@ -310,7 +339,22 @@ def dequantize(
             f"got payload {list(payload.shape)} and scale {list(scale.shape)}"
         )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return dequantize_block_scaled(payload, scale_bytes, wide).to(dtype)
+    values = dequantize_block_scaled(payload, scale_bytes, wide)
+    most = torch.finfo(dtype).max
+    if payload.dtype != torch.float8_e5m2:
+        return values.clamp_(-most, most).to(dtype)
+    is_infinite = payload.float().isinf()  # and stays so, where the scale is no NaN
+    return torch.where(is_infinite, values, values.clamp(-most, most)).to(dtype)
+
+
+def _padded(x: Tensor, dim: int, multiple: int) -> Tensor:
+    """x with zeros behind it along a dimension."""
+    if multiple != _WIDE:
+        raise ValueError(f"multiple must be {BLOCK} or {_WIDE}, got {multiple!r}")
+    if x.dim() < -dim:
+        raise ValueError(f"x must have {-dim} dimensions, got {list(x.shape)}")
+    missing = -x.shape[dim] % multiple
+    return torch.nn.functional.pad(x, (0, missing) if dim == -1 else (0, 0, 0, missing))
 
 
 def _is_square(block: Block) -> bool:

@@ -11,13 +11,20 @@ from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.launch import Run, call
 from aiter_mx.layouts import layout_of, padded_shape
-from aiter_mx.numerics import BLOCK, FORMATS
-from aiter_mx.ops.checks import ALIGNMENT_BYTES, DTYPE_NAMES, check_groups
+from aiter_mx.numerics import BLOCK, FORMATS, ROUNDING
+from aiter_mx.ops.checks import (
+    ALIGNMENT_BYTES,
+    DTYPE_NAMES,
+    check_groups,
+    check_tensor,
+    refuse_alignment,
+    refuse_no_tensor,
+)
 from aiter_mx.ops.library import with_memory
 from aiter_mx.plan import Plans, bind
 from aiter_mx.target import cpu_target, target_of
 
-MODES = ("rceil", "floor")
+MODES = tuple(ROUNDING)
 INPUT_DTYPES = tuple(DTYPE_NAMES)
 
 _OFFSET_NAMES = {torch.int32: "int32", torch.int64: "int64"}
@@ -29,9 +36,9 @@ class Options:
 
     Attributes:
         to: ``rows``, ``columns`` or ``both``.
-        mode: ``rceil`` or ``floor``.
+        mode: ``rceil``, ``floor`` or ``even``.
         square: blocks are 32x32.
-        format: ``e4m3`` or ``e2m1``.
+        format: ``e4m3``, ``e2m1`` or ``e5m2``.
         layout: of the scales.
     """
 
@@ -52,8 +59,16 @@ class Shapes:
     column_scales: tuple[int, ...] | None
 
 
-def quantized(x: Tensor, offsets: Tensor | None, options: Options) -> list[Tensor]:
+def quantized(
+    x: Tensor,
+    offsets: Tensor | None,
+    options: Options,
+    out: Tensor | None = None,
+    out_scale: Tensor | None = None,
+) -> list[Tensor]:
     """The outputs that ``options`` asks for, in the order of ``Shapes``, then padded offsets.
+
+    The payload and the scales of one direction may be written to ``out`` and ``out_scale``.
 
     Raises:
         TypeError, ValueError: as the public functions document.
@@ -76,6 +91,21 @@ def quantized(x: Tensor, offsets: Tensor | None, options: Options) -> list[Tenso
         offsets = offsets.contiguous()
         check_groups("group_offs", len(offsets) - 1, None, offsets, x.shape[0])
     outputs = empty_outputs(x, offsets, shapes, options)
+    if out is not None or out_scale is not None:
+        first = 0 if options.to == "rows" else 2
+        for at, name, given in ((first, "out", out), (first + 1, "out_scale", out_scale)):
+            made = outputs[at]
+            if given is not None and made is not None:
+                refuse_no_tensor(**{name: given})
+                dtypes, shape = (made.dtype,), tuple(made.shape)
+                check_tensor(name, given, dtypes, shape, x.device)
+                if given.data_ptr() < x.data_ptr() + x.nbytes and (
+                    x.data_ptr() < given.data_ptr() + given.nbytes
+                ):
+                    raise ValueError(f"{name} overlaps x; give it memory of its own")
+                if needs_pieces:
+                    refuse_alignment(**{name: given})
+                outputs[at] = given
     call(run, x, offsets, *outputs)
     return [tensor for tensor in outputs if tensor is not None]
 

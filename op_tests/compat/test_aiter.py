@@ -129,3 +129,17 @@ def test_grouped_gemm_names_bad_arguments_as_aiter_does(simulated: bool) -> None
         for name, value, error, message in wrong:
             with pytest.raises(error, match=f"^{message}"):
                 grouped_gemm_mxfp8(**{**case, name: value})
+
+
+def test_payloads_may_come_as_their_bytes() -> None:
+    x, w = aiter_mx.quantize(torch.randn(3, 64)), aiter_mx.quantize(torch.randn(4, 32, 64))
+    lists = aiter_mx.moe_align(torch.tensor([[0, 1], [2, 3], [3, 0]]), 16, 4)
+    more = (*lists, 6, 2, 16, torch.bfloat16, 2)
+    with aiter_mx.simulate("gfx950"):
+        plain = mxfp8_gemv(*x, w[0][0], w[1][0]), grouped_gemm_mxfp8(*x, *w, *more)
+        of_bytes = (
+            mxfp8_gemv(x[0].view(torch.uint8), x[1], w[0][0].view(torch.uint8), w[1][0]),
+            grouped_gemm_mxfp8(x[0].view(torch.uint8), x[1], w[0].view(torch.uint8), w[1], *more),
+        )
+    for one, other in zip(plain, of_bytes, strict=True):
+        assert one is not None and other is not None and torch.equal(one, other)

@@ -321,6 +321,15 @@ def test_groups_that_are_torn_apart_are_refused(monkeypatch: pytest.MonkeyPatch)
         m_grouped_fp8_gemm_nt_masked(*masked, torch.tensor([4, 5], dtype=torch.int32), 4)
 
 
+def test_payloads_may_come_as_their_bytes(device: torch.device) -> None:
+    a, b = coarse(5, 128, 1, 8), coarse(32, 128, 128, 9)
+    d, of_bytes = (torch.empty(5, 32, device=device) for _ in range(2))
+    on = [(p.to(device), s.to(device)) for p, s in (a, b)]
+    fp8_gemm_nt(*on, d)
+    fp8_gemm_nt(*((p.view(torch.uint8), s) for p, s in on), of_bytes)
+    assert torch.equal(d, of_bytes)
+
+
 def test_their_names_are_there() -> None:
     assert get_mk_alignment_for_contiguous_layout() == 128
     for name in ("nt", "nn", "tn", "tt"):

@@ -48,6 +48,7 @@ ROWS_VARIANTS = (
     QuantizeProblem(1, 32, "fp16", mode="floor"),
     QuantizeProblem(1, 32, "fp32", mode="floor"),
     QuantizeProblem(1, 32, "fp32", format="e2m1"),
+    QuantizeProblem(1, 32, "bf16", mode="even"),
 )
 TILES_VARIANTS = (
     QuantizeProblem(32, 32, "bf16", "both"),
@@ -56,6 +57,7 @@ TILES_VARIANTS = (
     QuantizeProblem(32, 32, "fp32", "columns", layout="256x8"),
     QuantizeProblem(32, 32, "bf16", "both", block="32x32", layout="32_8"),
     QuantizeProblem(32, 32, "bf16", "both", format="e2m1"),
+    QuantizeProblem(32, 32, "bf16", "both", mode="even", format="e2m1"),
     QuantizeProblem(32, 32, "fp16", "both", mode="floor", format="e2m1"),
 )
 STAGED_VARIANTS = tuple(

@@ -112,7 +112,7 @@ def test_wrong_offsets_read_and_write_nothing_outside(bench: Bench) -> None:
             bench.check_groups(variant, x, torch.tensor(wrong))
 
 
-@each(SUBJECTS, mode=("rceil", "floor"))
+@each(SUBJECTS, mode=("rceil", "floor", "even"))
 def test_every_bf16_value_is_as_the_reference(bench: Bench, mode: str) -> None:
     every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     by_magnitude = every[every.isfinite()].sort().values

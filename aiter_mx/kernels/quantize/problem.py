@@ -11,7 +11,7 @@ from aiter_mx.kernels.spec import (
     require,
 )
 from aiter_mx.layouts import LAYOUTS
-from aiter_mx.numerics import BLOCK
+from aiter_mx.numerics import BLOCK, FORMATS, ROUNDING
 
 POINTERS = (
     Arg("x", "pointer", "r"),
@@ -29,8 +29,8 @@ GROUP_ROWS = 128  # a group is padded to a multiple of so many rows
 _CHOICES = {
     "dtype": OUT_DTYPES,
     "to": ("rows", "columns", "both"),
-    "format": ("e4m3", "e2m1"),
-    "mode": ("rceil", "floor"),
+    "format": tuple(FORMATS),
+    "mode": tuple(ROUNDING),
     "block": ("1x32", "32x32"),
     "layout": tuple(LAYOUTS),
     "offsets": ("int32", "int64"),
@@ -49,8 +49,8 @@ class QuantizeProblem:
             transposed) or ``both``; for columns M is a multiple of 32, or there are groups.
         matrices: how many there are.
         groups: 0, or how many groups the rows of the one matrix are in, each of which is padded.
-        format: of the payload: ``e4m3`` or ``e2m1``.
-        mode: of the scales: ``rceil`` or ``floor``.
+        format: of the payload: ``e4m3``, ``e2m1`` or ``e5m2``.
+        mode: of the scales: ``rceil``, ``floor`` or ``even``.
         block: ``1x32``, or ``32x32`` for scales that 32 rows share too; then M is a multiple of 32.
         layout: of the scales, as aiter_mx.layouts has them.
         offsets: dtype of the groups' offsets: ``int32`` or ``int64``.

@@ -24,12 +24,14 @@ PARAMS = (
     Param("resident", (1, 2, 4), "workgroups of a compute unit that registers must leave room for"),
 )
 BITS = {"e4m3": 8, "e2m1": 4}
-MODES = {"rceil": 0, "floor": 1}  # csrc/include/common/quantize.h
+MODES = {"rceil": 0, "floor": 1, "even": 2}  # csrc/include/common/quantize.h
 
 
 def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
     if problem.to != "rows" or problem.block != "1x32":
         return f"rows makes blocks along rows alone, not to={problem.to}, block={problem.block}"
+    if problem.format not in BITS:
+        return f"rows makes {' and '.join(BITS)}, not {problem.format}"
     if problem.layout != "row_major":
         return f"rows stores scales row-major, not as {problem.layout}"
     return None

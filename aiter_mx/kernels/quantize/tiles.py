@@ -40,6 +40,8 @@ def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
 
 def tile_refusal(problem: QuantizeProblem) -> str | None:
     """Why no kernel that works on tiles takes a problem of such a size."""
+    if problem.format not in BITS:
+        return f"tiles makes {' and '.join(BITS)}, not {problem.format}"
     if problem.N >= _MAX_COLUMNS:
         return f"tiles takes less than {_MAX_COLUMNS} columns, not N={problem.N}"
     if problem.out_rows >= _MAX_ROWS:

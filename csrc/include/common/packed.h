@@ -233,7 +233,7 @@ constexpr bool kScalesInPairs = kScaledInPairs<T>;
 template <class Format, ScaleMode Mode>
 MX_DEVICE void finite_block_scales(unsigned amax, BlockScale (&scales)[2]) {
     constexpr unsigned both = 0x00010001, exponent = 0x7f80;
-    constexpr unsigned round_up = Mode == kRoundUp ? 0x7f - (Format::kMaxMantissa >> 16) : 0;
+    constexpr unsigned round_up = kScaleRounding<Format, Mode> >> 16;
     constexpr unsigned least = Format::kMaxExponent << 7;
     const unsigned exponents =
         max_halves((amax + round_up * both) & (exponent * both), least * both);
@@ -266,7 +266,7 @@ template <class Format, ScaleMode Mode, class T, bool Finite = false>
 MX_DEVICE auto piece_to_payload(u32x4 piece, BlockScale scale) {
     constexpr int count = kPieceValues<T>;
     if constexpr (kInPairs<Format, T>) {
-        const unsigned word = words_to_e2m1<T, Mode == kRoundDown>(piece, scale.inverse);
+        const unsigned word = words_to_e2m1<T, Mode != kRoundUp>(piece, scale.inverse);
         return Words<1>{!Finite && scale.byte == kNanScale ? 0 : word};
     } else {
         if constexpr (kScaledInPairs<T>) {
@@ -320,7 +320,7 @@ MX_DEVICE void columns_to_payload(const u32x4 (&pieces)[8], int word, BlockScale
         const bool low_nan = !Finite && scales[0].byte == kNanScale;
         const bool high_nan = !Finite && scales[1].byte == kNanScale;
         // What becomes of a NaN must not reach the other column.
-        constexpr bool saturating = Mode == kRoundDown || !Finite;
+        constexpr bool saturating = Mode != kRoundUp || !Finite;
         columns_to_e2m1<T, saturating>(words, scales[0].inverse, scales[1].inverse, low, high);
         payload[0].word[0] = low_nan ? 0 : low;
         payload[1].word[0] = high_nan ? 0 : high;

@@ -27,12 +27,19 @@
 
 namespace mx {
 
-// The scale of a block is found from its largest magnitude, amax, in one of two ways.
+// The scale of a block is found from its largest magnitude, amax, in one of three ways.
 enum ScaleMode {
     kRoundUp =
         0, // "rceil": the least power of two that keeps amax in the format: nothing saturates
     kRoundDown = 1, // "floor": 2^(floor(log2(amax)) - the format's largest exponent): may saturate
+    kToEven = 2,    // "even": as floor, but the next one from 1.75 times a power of two on
 };
+
+// What is added to the bits of amax, and carries into the exponent where the scale is the next one.
+template <class Format, ScaleMode Mode>
+constexpr unsigned kScaleRounding = Mode == kRoundUp  ? 0x7fffff - Format::kMaxMantissa
+                                    : Mode == kToEven ? 0x200000
+                                                      : 0;
 
 // Payload formats: bits, largest exponent, and mantissa of the largest number as fp32 has it.
 struct E4M3 {
@@ -88,8 +95,7 @@ struct BlockScale {
 // amax: magnitude_bits of the block's largest magnitude.
 template <class Format, ScaleMode Mode>
 MX_DEVICE BlockScale block_scale(unsigned amax) {
-    // Carries into the exponent exactly when the mantissa is above the format's largest.
-    constexpr unsigned round_up = Mode == kRoundUp ? 0x7fffff - Format::kMaxMantissa : 0;
+    constexpr unsigned round_up = kScaleRounding<Format, Mode>;
     constexpr unsigned least = Format::kMaxExponent << 23;
     const unsigned exponent = max((amax + round_up) & kInfinityBits, least);
     const bool finite = amax < kInfinityBits;
@@ -102,7 +108,7 @@ template <ScaleMode Mode>
 MX_DEVICE unsigned to_e4m3x4(float a, float b, float c, float d, BlockScale scale) {
     const f32x2 low = multiply(f32x2{a, b}, scale.inverse);
     const f32x2 high = multiply(f32x2{c, d}, scale.inverse);
-    return f32_to_e4m3x4<Mode == kRoundDown>(low, high, scale.byte == kNanScale);
+    return f32_to_e4m3x4<Mode != kRoundUp>(low, high, scale.byte == kNanScale);
 }
 
 // Up to eight values of one block to e2m1, the first one in the lowest bits: to nearest even,
@@ -114,7 +120,7 @@ MX_DEVICE unsigned to_e2m1(const float (&values)[Count], BlockScale scale) {
 #pragma unroll
     for (int i = 0; i < Count / 2; ++i)
         scaled[i] = multiply(f32x2{values[2 * i], values[2 * i + 1]}, scale.inverse);
-    const unsigned word = f32_to_e2m1<Mode == kRoundDown>(scaled);
+    const unsigned word = f32_to_e2m1<Mode != kRoundUp>(scaled);
     return scale.byte == kNanScale ? 0 : word;
 }
 
