@@ -1,0 +1,315 @@
+"""Primus-Turbo's functions over MX-FP8: ``primus_turbo.pytorch.ops`` of these names.
+
+Granularity is ``MX_BLOCKWISE``, blocks of 32 under e8m0 scales, and products are of e4m3. What else
+Primus-Turbo has is refused with a sentence that says so. Enumerations and configurations are those
+below or Primus-Turbo's own, which are known by the names of their members.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from aiter_mx.autograd import grouped_linear, linear_autograd, offsets_of_groups
+from aiter_mx.numerics import BLOCK
+from aiter_mx.ops.quantize import (
+    Dual,
+    dequantize,
+    quantize,
+    quantize_dual,
+    quantize_grouped,
+)
+
+PADDING = 128
+"""Quantised dimensions are padded with zeros to a multiple of this, as Primus-Turbo does."""
+
+
+class Format(Enum):
+    """Formats of operands."""
+
+    E4M3 = auto()
+    E5M2 = auto()
+    HYBRID = auto()
+
+
+class ScaleDtype(Enum):
+    """Dtypes of scales."""
+
+    FP32 = auto()
+    E8M0 = auto()
+
+
+class ScalingGranularity(Enum):
+    """What shares a scale."""
+
+    TENSORWISE = auto()
+    ROWWISE = auto()
+    BLOCKWISE = auto()
+    MX_BLOCKWISE = auto()
+
+
+class ScalingRecipe(NamedTuple):
+    """Options of a quantisation: 32 x 32 blocks, and scales in tiles of 16 x 4."""
+
+    use_2d_block: bool = False
+    use_sr: bool = False
+    use_rht: bool = False
+    shuffle_scale: bool = False
+    shuffle_out: bool = False
+
+
+@dataclass(frozen=True)
+class Float8QuantConfig:
+    """How products are quantised."""
+
+    format: Format = Format.E4M3
+    granularity: ScalingGranularity = ScalingGranularity.MX_BLOCKWISE
+    scale_dtype: ScaleDtype = ScaleDtype.E8M0
+    block_size: int | None = BLOCK
+
+
+def grouped_gemm_fp8(
+    a: Tensor,
+    b: Tensor,
+    group_lens: Tensor,
+    group_offs: Tensor | None = None,
+    trans_b: bool = True,
+    out_dtype: torch.dtype | None = None,
+    config: Any = None,
+    num_cu: int | None = None,
+) -> Tensor:
+    """``grouped_linear`` as Primus-Turbo's ``grouped_gemm_fp8``, with gradients of a and b.
+
+    Args:
+        a: bf16 or fp16 ``[T, K]``.
+        b: ``[G, N, K]``, or ``[G, K, N]`` where ``trans_b`` is false. N is a multiple of 32.
+        group_lens: rows of each group, ``[G]``, on the device or on the CPU.
+        group_offs: ``[G + 1]``, in place of them, or None.
+        trans_b: how b lies.
+        out_dtype: of the result; None: what torch makes of the dtypes of a and b.
+        config: ``Float8QuantConfig``, with ``MX_BLOCKWISE`` and ``E4M3``.
+        num_cu: ignored: kernels take all compute units.
+
+    Returns:
+        ``[T, N]``.
+
+    Raises:
+        TypeError, ValueError: as ``grouped_linear``, or another granularity or format.
+    """
+    _refuse_config(config)
+    G = b.shape[0]
+    if group_offs is None:
+        offs = offsets_of_groups(None, group_lens, G, a)
+    else:
+        offs = offsets_of_groups(group_offs, None, G, a)
+    a, w, quantized_w = _operands(a, b, trans_b)
+    y = grouped_linear(a, w, offs, quantized_w=quantized_w)
+    return y.to(out_dtype or torch.promote_types(a.dtype, b.dtype))
+
+
+def gemm_fp8(
+    a: Tensor,
+    b: Tensor,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    out_dtype: torch.dtype | None = None,
+    config: Any = None,
+) -> Tensor:
+    """``linear_autograd`` as Primus-Turbo's ``gemm_fp8``, with gradients of a and b.
+
+    Args:
+        a: bf16 or fp16 ``[M, K]``, or ``[K, M]`` where ``trans_a``.
+        b: ``[K, N]``, or ``[N, K]`` where ``trans_b``. N is a multiple of 32.
+        trans_a, trans_b: how they lie.
+        out_dtype: of the result; None: what torch makes of the dtypes of a and b.
+        config: as of ``grouped_gemm_fp8``.
+
+    Returns:
+        ``[M, N]``.
+
+    Raises:
+        TypeError, ValueError: as ``linear_autograd``, or another granularity or format.
+    """
+    _refuse_config(config)
+    a, w, quantized_w = _operands(a.mT if trans_a else a, b, trans_b)
+    y = linear_autograd(a, w, quantized_w=quantized_w)
+    return y.to(out_dtype or torch.promote_types(a.dtype, b.dtype))
+
+
+def _operands(a: Tensor, b: Tensor, trans_b: bool) -> tuple[Tensor, Tensor, Dual | None]:
+    """a, b as ``[..., N, K]``, K padded to whole blocks, and its quantisation where b is stored
+    the other way, whose rows are then columns."""
+    missing = -a.shape[-1] % BLOCK
+    if missing:
+        a = pad(a, (0, missing))
+        b = pad(b, (0, missing) if trans_b else (0, 0, 0, missing))
+    if trans_b:
+        return a, b, None
+    with torch.no_grad():
+        stored = quantize_dual(b)
+    return a, b.mT, Dual(*stored[2:], *stored[:2])
+
+
+def quantize_fp8(
+    x: Tensor,
+    out_dtype: torch.dtype,
+    granularity: Any,
+    *,
+    block_size: int | None = None,
+    axis: int | None = None,
+    scaling_recipe: Any = None,
+    pad_align_last: int = 0,
+    pad_align_penultimate: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """``aiter_mx.quantize`` as Primus-Turbo's ``quantize_fp8``.
+
+    Args:
+        x: ``[M, N]`` or ``[G, M, N]``.
+        out_dtype: float8_e4m3fn or float8_e5m2.
+        granularity: ``MX_BLOCKWISE``.
+        block_size: 32.
+        axis: the last dimension, for blocks along rows; or that before it, for blocks along
+            columns, which are stored transposed. It is padded to a multiple of 128.
+        scaling_recipe: ``use_2d_block`` and ``shuffle_scale`` are known.
+        pad_align_last, pad_align_penultimate: 0, as they are for another granularity.
+
+    Returns:
+        payload and scales.
+
+    Raises:
+        ValueError: an option that is none of these.
+    """
+    _refuse_granularity(granularity, block_size)
+    if pad_align_last or pad_align_penultimate:
+        raise ValueError("pad_align_last and pad_align_penultimate are for TENSORWISE alone")
+    along = _axis(x, axis)
+    options = _options(scaling_recipe)
+    return quantize(x, along, format=_format(out_dtype), multiple=PADDING, **options)
+
+
+def quantize_fp8_with_trans(
+    x: Tensor,
+    out_dtype: torch.dtype,
+    granularity: Any,
+    *,
+    block_size: int | None = None,
+    scaling_recipe: Any = None,
+    scaling_recipe_for_trans: Any = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both of ``quantize_fp8``: payload and scales along rows, then along columns.
+
+    Raises:
+        ValueError: as ``quantize_fp8``.
+    """
+    of_rows, of_columns = (
+        quantize_fp8(
+            x, out_dtype, granularity, block_size=block_size, axis=axis, scaling_recipe=recipe
+        )
+        for axis, recipe in ((-1, scaling_recipe), (-2, scaling_recipe_for_trans))
+    )
+    return (*of_rows, *of_columns)
+
+
+def grouped_quantize_fp8(
+    x: Tensor,
+    out_dtype: torch.dtype,
+    granularity: Any,
+    group_lens: Tensor,
+    group_offs: Tensor,
+    *,
+    block_size: int | None = None,
+    axis: int | None = None,
+    scaling_recipe: Any = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``aiter_mx.quantize_grouped`` as Primus-Turbo's: groups padded to multiples of 128 rows.
+
+    Returns:
+        payload, scales, and the padded groups' lengths and offsets.
+
+    Raises:
+        ValueError: as ``quantize_fp8``, or blocks of 32 x 32.
+    """
+    _refuse_granularity(granularity, block_size)
+    options = _options(scaling_recipe)
+    if options.pop("block") != BLOCK:
+        raise ValueError("groups have blocks of 1 x 32: use_2d_block must be false")
+    offs = offsets_of_groups(group_offs, None, group_lens.shape[0], x)
+    made = quantize_grouped(x, offs, _axis(x, axis), format=_format(out_dtype), **options)
+    return made.rows, made.row_scales, made.group_offs.diff(), made.group_offs
+
+
+def dequantize_fp8(
+    x: Tensor,
+    out_dtype: torch.dtype,
+    granularity: Any,
+    *,
+    block_size: int | None = None,
+    axis: int | None = None,
+    scale_inv: Tensor,
+    scaling_recipe: Any = None,
+) -> Tensor:
+    """The values of what ``quantize_fp8`` gives, padding included, along the same axis.
+
+    Returns:
+        as x was stored before: along columns it is transposed back.
+
+    Raises:
+        ValueError: as ``quantize_fp8``.
+    """
+    _refuse_granularity(granularity, block_size)
+    layout = _options(scaling_recipe)["scale_layout"]
+    values = dequantize(x, scale_inv, out_dtype, scale_layout=layout)
+    return values if _axis(x, axis) == -1 else values.mT.contiguous()
+
+
+def _name(member: Any) -> str:
+    return getattr(member, "name", str(member))
+
+
+def _refuse_config(config: Any) -> None:
+    if config is None:
+        raise ValueError(
+            "config=None asks Primus-Turbo for one scale a tensor; give "
+            "Float8QuantConfig(granularity=ScalingGranularity.MX_BLOCKWISE, block_size=32, "
+            "scale_dtype=ScaleDtype.E8M0)"
+        )
+    _refuse_granularity(config.granularity, config.block_size)
+    if _name(config.format) != "E4M3":
+        raise ValueError(f"products are of e4m3 here, got Format.{_name(config.format)}")
+
+
+def _refuse_granularity(granularity: Any, block_size: int | None) -> None:
+    if _name(granularity) != "MX_BLOCKWISE":
+        raise ValueError(f"granularity must be MX_BLOCKWISE here, got {_name(granularity)}")
+    if block_size != BLOCK:
+        raise ValueError(f"block_size must be {BLOCK} for MX_BLOCKWISE, got {block_size}")
+
+
+def _axis(x: Tensor, axis: int | None) -> int:
+    if axis in (-1, x.ndim - 1):
+        return -1
+    if axis in (-2, x.ndim - 2):
+        return -2
+    raise ValueError(f"axis must be {x.ndim - 2} or {x.ndim - 1} for {x.ndim} dimensions")
+
+
+def _format(dtype: torch.dtype) -> str:
+    known = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+    if dtype not in known:
+        raise ValueError(f"out_dtype must be float8_e4m3fn or float8_e5m2, got {dtype}")
+    return known[dtype]
+
+
+def _options(recipe: Any) -> dict[str, Any]:
+    """What ``quantize`` calls the options of a recipe."""
+    given = recipe or ScalingRecipe()
+    for name in ("use_sr", "use_rht", "shuffle_out"):
+        if getattr(given, name):
+            raise ValueError(f"{name} is not there for MX-FP8")
+    layout = "16x4" if given.shuffle_scale else "row_major"
+    return {"block": (BLOCK, BLOCK) if given.use_2d_block else BLOCK, "scale_layout": layout}

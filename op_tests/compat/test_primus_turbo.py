@@ -1,0 +1,130 @@
+"""Primus-Turbo's functions: gradients for both ways that weights lie, quantisation, refusals."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import aiter_mx
+from aiter_mx.compat import primus_turbo as turbo
+from aiter_mx.compat.primus_turbo import Float8QuantConfig, ScalingGranularity, ScalingRecipe
+
+MX = ScalingGranularity.MX_BLOCKWISE
+E4M3 = torch.float8_e4m3fn
+
+
+def decibels(found: Tensor, exact: Tensor) -> float:
+    found, exact = found.detach(), exact.detach()
+    noise = (found.double() - exact.double()).norm()
+    return float(20 * torch.log10(exact.double().norm() / noise))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("trans_b", [True, False])
+@pytest.mark.parametrize("K", [160, 48])
+def test_grouped_products_and_their_gradients(trans_b: bool, dtype: torch.dtype, K: int) -> None:
+    lens = torch.tensor([33, 0, 128, 71])
+    T, N, G = int(lens.sum()), 96, len(lens)
+    a = torch.randn(T, K).to(dtype).requires_grad_()
+    b = torch.randn(*((G, N, K) if trans_b else (G, K, N))).to(dtype).requires_grad_()
+    y = turbo.grouped_gemm_fp8(a, b, lens, trans_b=trans_b, config=Float8QuantConfig())
+    dy = torch.randn(T, N).to(dtype)
+    y.backward(dy)
+    exact_a, exact_b = (each.detach().double().requires_grad_() for each in (a, b))
+    products = [
+        part @ (w.T if trans_b else w)
+        for part, w in zip(exact_a.split(lens.tolist()), exact_b, strict=True)
+    ]
+    exact = torch.cat(products)
+    exact.backward(dy.double())
+    assert y.dtype == dtype and b.grad.shape == b.shape
+    assert decibels(y, exact) >= 25
+    assert decibels(a.grad, exact_a.grad) >= 20 and decibels(b.grad, exact_b.grad) >= 20
+    offs = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+    again = turbo.grouped_gemm_fp8(a, b, lens, offs, trans_b, config=Float8QuantConfig())
+    assert torch.equal(again, y)
+
+
+@pytest.mark.parametrize("trans_a", [True, False])
+@pytest.mark.parametrize("trans_b", [True, False])
+def test_plain_products_and_their_gradients(trans_a: bool, trans_b: bool) -> None:
+    a = torch.randn(*((64, 100) if trans_a else (100, 64)), requires_grad=True)
+    b = torch.randn(*((96, 64) if trans_b else (64, 96)), requires_grad=True)
+    y = turbo.gemm_fp8(a, b, trans_a, trans_b, torch.bfloat16, Float8QuantConfig())
+    y.float().sum().backward()
+    grads = a.grad, b.grad
+    a.grad = b.grad = None
+    exact = (a.T if trans_a else a) @ (b.T if trans_b else b)
+    exact.sum().backward()
+    assert y.dtype == torch.bfloat16 and decibels(y, exact) >= 25
+    for found, right in zip(grads, (a.grad, b.grad), strict=True):
+        assert decibels(found, right) >= 20
+
+
+def test_quantisation_pads_and_takes_recipes() -> None:
+    x = torch.randn(40, 160)
+    payload, scale = turbo.quantize_fp8(x, E4M3, MX, block_size=32, axis=1)
+    assert payload.shape == (40, 256) and scale.shape == (40, 8)
+    values = turbo.dequantize_fp8(
+        payload, torch.float32, MX, block_size=32, axis=1, scale_inv=scale
+    )
+    assert torch.equal(values[:, :160], aiter_mx.dequantize(*aiter_mx.quantize(x)))
+    assert not values[:, 160:].any()
+    both = turbo.quantize_fp8_with_trans(x, E4M3, MX, block_size=32)
+    assert torch.equal(both[0].view(torch.uint8), payload.view(torch.uint8))
+    back = turbo.dequantize_fp8(
+        both[2], torch.float32, MX, block_size=32, axis=0, scale_inv=both[3]
+    )
+    assert back.shape == (128, 160) and decibels(back[:40], x) >= 25 and not back[40:].any()
+    square = turbo.quantize_fp8(
+        torch.randn(64, 128), E4M3, MX, block_size=32, axis=1,
+        scaling_recipe=ScalingRecipe(use_2d_block=True),
+    )  # fmt: skip
+    assert torch.equal(square[1][0], square[1][31])
+
+
+def test_groups_are_padded_on_the_device() -> None:
+    x, offs = torch.randn(70, 64), torch.tensor([0, 33, 70])
+    made = turbo.grouped_quantize_fp8(x, E4M3, MX, offs.diff(), offs, block_size=32, axis=0)
+    expected = aiter_mx.quantize_grouped(x, offs, -2)
+    assert torch.equal(made[0].view(torch.uint8), expected.rows.view(torch.uint8))
+    assert made[2].tolist() == [128, 128] and made[3].tolist() == [0, 128, 256]
+
+
+def test_primus_turbos_own_configuration_is_known_by_its_names() -> None:
+    def member(name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name)
+
+    config = SimpleNamespace(
+        granularity=member("MX_BLOCKWISE"), format=member("E4M3"), block_size=32
+    )
+    a, b, lens = torch.randn(10, 64), torch.randn(1, 32, 64), torch.tensor([10])
+    assert turbo.grouped_gemm_fp8(a, b, lens, config=config).shape == (10, 32)
+    for name, value, expected in (
+        ("granularity", member("ROWWISE"), "MX_BLOCKWISE here, got ROWWISE"),
+        ("format", member("HYBRID"), "e4m3 here, got Format.HYBRID"),
+        ("block_size", 128, "block_size must be 32 for MX_BLOCKWISE, got 128"),
+    ):
+        changed = SimpleNamespace(**(vars(config) | {name: value}))
+        with pytest.raises(ValueError, match=expected):
+            turbo.grouped_gemm_fp8(a, b, lens, config=changed)
+    with pytest.raises(ValueError, match="one scale a tensor; give Float8QuantConfig"):
+        turbo.grouped_gemm_fp8(a, b, lens)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"axis": 2}, "axis must be 0 or 1 for 2 dimensions"),
+        ({"axis": 1, "pad_align_last": 128}, "TENSORWISE alone"),
+        ({"axis": 1, "scaling_recipe": ScalingRecipe(use_sr=True)}, "use_sr is not there"),
+    ],
+)
+def test_other_options_are_refused(options: dict[str, object], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        turbo.quantize_fp8(torch.randn(32, 32), E4M3, MX, block_size=32, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="out_dtype must be float8_e4m3fn or float8_e5m2"):
+        turbo.quantize_fp8(torch.randn(32, 32), torch.uint8, MX, block_size=32, axis=1)
