@@ -200,7 +200,9 @@ def test_isa_reports_resources_and_mix_of_a_gfx950_kernel(command):
     assert "M=2" in fields["problem"]
     text = out[out.index("Disassembly") :]
     loads = sum(
-        line.split()[0].startswith("global_load") for line in text.splitlines() if line[:1] == "\t"
+        line.split()[0].startswith(("global_load", "buffer_load"))
+        for line in text.splitlines()
+        if line[:1] == "\t"
     )
     (row,) = (line.split() for line in out.splitlines() if line.startswith("memory load"))
     assert int(row[2]) == loads > 0
