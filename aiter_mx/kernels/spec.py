@@ -64,6 +64,11 @@ def require_blocks(name: str, value: int) -> None:
         raise ValueError(f"{name} must be a multiple of {BLOCK}, got {name}={value}")
 
 
+def as_defines(config: Config) -> dict[str, int]:
+    """The definition of each parameter that is told to the compiler as it is."""
+    return {f"MX_{name.upper()}": value for name, value in config.items()}
+
+
 def combinations(params: Sequence[Param]) -> list[Config]:
     """Every configuration that the parameters' legal values allow."""
     names = [param.name for param in params]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 
-from aiter_mx.kernels.spec import KernelSpec, Problem
+from aiter_mx.kernels.spec import Config, KernelSpec, Param, Problem
 from aiter_mx.target import ARCHS, Target
 
 OPTIONS = {"enable_fp_fusion": False}
@@ -27,23 +27,44 @@ def _is_installed() -> bool:
     return find_spec("triton") is not None
 
 
-def without_tiles(
-    op: str, name: str, refusal: Callable[[Problem], str | None] = lambda problem: None
+def tiles(params: Sequence[Param], *rows: tuple[int, ...]) -> tuple[Config, ...]:
+    """Configurations from the values of the parameters, in their order."""
+    return tuple(dict(zip((param.name for param in params), row, strict=True)) for row in rows)
+
+
+def with_tiles(
+    op: str,
+    params: tuple[Param, ...],
+    configure: Callable[[Target, Problem], Config],
+    candidates: Callable[[Target, Problem], Sequence[Config]],
+    refusal: Callable[[Problem], str | None] = lambda problem: None,
+    name: str = "dot_scaled",
 ) -> KernelSpec:
-    """A Triton kernel that has no parameters.
+    """A Triton kernel of an op.
 
     Args:
         op: name of the op.
-        name: the kernel's name in tables.
+        params: of its tiles.
+        configure, candidates: as of ``KernelSpec``.
         refusal: why it does not cover a problem, or None when it does.
+        name: the kernel's name in tables.
     """
     return KernelSpec(
         op=op,
         backend="triton",
         name=name,
-        params=(),
+        params=params,
         refusal=lambda target, problem: unavailable(target) or refusal(problem),
-        configure=lambda target, problem: {},
-        candidates=lambda target, problem: ({},),
+        configure=configure,
+        candidates=candidates,
         runner=f"aiter_mx.fallbacks.{op}_triton:run",
+    )
+
+
+def without_tiles(
+    op: str, name: str, refusal: Callable[[Problem], str | None] = lambda problem: None
+) -> KernelSpec:
+    """A Triton kernel that has no parameters: ``with_tiles`` has the arguments."""
+    return with_tiles(
+        op, (), lambda target, problem: {}, lambda target, problem: ({},), refusal, name
     )

@@ -11,6 +11,7 @@ from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     Param,
+    as_defines,
     declare,
     first_of,
 )
@@ -153,10 +154,7 @@ def _scale_bytes(problem: GroupedGemmProblem) -> int:
 
 def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Mapping[str, int]:
     return {
-        "MX_TILE_M": config["tile_m"],
-        "MX_TILE_N": config["tile_n"],
-        "MX_SWATH": config["swath"],
-        "MX_XCDS": config["xcds"],
+        **as_defines(config),
         "MX_SCALE_BYTES": _scale_bytes(problem),
         "MX_X_SCALES": SCALE_LAYOUTS[problem.a_scale_layout].code,
         "MX_W_SCALES": SCALE_LAYOUTS[problem.b_scale_layout].code,

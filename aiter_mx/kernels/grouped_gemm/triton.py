@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
-from aiter_mx.kernels.spec import Config, KernelSpec, Param
-from aiter_mx.kernels.triton import unavailable
+from aiter_mx.kernels.spec import Config, Param
+from aiter_mx.kernels.triton import tiles, with_tiles
 from aiter_mx.target import Target
 
 MAX_GROUPS = 4096  # a program looks at all of them at once
@@ -23,12 +23,9 @@ PARAMS = (
 )
 
 
-def _tiles(*rows: tuple[int, ...]) -> tuple[dict[str, int], ...]:
-    return tuple(dict(zip((param.name for param in PARAMS), row, strict=True)) for row in rows)
-
-
-CANDIDATES: Mapping[str, tuple[dict[str, int], ...]] = {
-    "gfx950": _tiles(
+CANDIDATES: Mapping[str, tuple[Config, ...]] = {
+    "gfx950": tiles(
+        PARAMS,
         (128, 128, 128, 4, 2),
         (128, 256, 128, 8, 2),
         (128, 128, 256, 8, 2),
@@ -36,7 +33,8 @@ CANDIDATES: Mapping[str, tuple[dict[str, int], ...]] = {
         (32, 128, 256, 4, 2),
         (16, 128, 256, 4, 2),
     ),
-    "sm_90a": _tiles(
+    "sm_90a": tiles(
+        PARAMS,
         (128, 128, 64, 8, 3),
         (128, 128, 128, 8, 2),
         (128, 64, 128, 4, 3),
@@ -59,21 +57,10 @@ def candidates(target: Target, problem: GroupedGemmProblem) -> Sequence[Config]:
     return CANDIDATES[target.arch]
 
 
-def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
-    if (why := unavailable(target)) is not None:
-        return why
+def _refusal(problem: GroupedGemmProblem) -> str | None:
     if problem.G > MAX_GROUPS:
         return f"G={problem.G} is above {MAX_GROUPS}, the most groups of the Triton grouped GEMM"
     return None
 
 
-DOT_SCALED = KernelSpec(
-    op="grouped_gemm",
-    backend="triton",
-    name="dot_scaled",
-    params=PARAMS,
-    refusal=_refusal,
-    configure=configure,
-    candidates=candidates,
-    runner="aiter_mx.fallbacks.grouped_gemm_triton:run",
-)
+DOT_SCALED = with_tiles("grouped_gemm", PARAMS, configure, candidates, _refusal)

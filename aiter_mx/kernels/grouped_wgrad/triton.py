@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from aiter_mx.kernels.grouped_wgrad.problem import GroupedWgradProblem
-from aiter_mx.kernels.spec import Config, KernelSpec, Param
-from aiter_mx.kernels.triton import unavailable
+from aiter_mx.kernels.spec import Config, Param
+from aiter_mx.kernels.triton import tiles, with_tiles
 from aiter_mx.target import Target
 
 PARAMS = (
@@ -18,13 +18,9 @@ PARAMS = (
 )
 
 
-def _tiles(*rows: tuple[int, ...]) -> tuple[dict[str, int], ...]:
-    return tuple(dict(zip((param.name for param in PARAMS), row, strict=True)) for row in rows)
-
-
-CANDIDATES: Mapping[str, tuple[dict[str, int], ...]] = {
-    "gfx950": _tiles((128, 256, 128, 8, 2), (128, 128, 128, 4, 2), (64, 64, 128, 4, 2)),
-    "sm_90a": _tiles((128, 128, 64, 8, 3), (128, 128, 128, 8, 2), (64, 64, 128, 4, 3)),
+CANDIDATES: Mapping[str, tuple[Config, ...]] = {
+    "gfx950": tiles(PARAMS, (128, 256, 128, 8, 2), (128, 128, 128, 4, 2), (64, 64, 128, 4, 2)),
+    "sm_90a": tiles(PARAMS, (128, 128, 64, 8, 3), (128, 128, 128, 8, 2), (64, 64, 128, 4, 3)),
 }
 """Architecture to the configurations that a tuner should time."""
 
@@ -39,13 +35,4 @@ def _configure(target: Target, problem: GroupedWgradProblem) -> Config:
     return CANDIDATES[target.arch][-1 if max(problem.N, problem.K) <= 64 else 0]
 
 
-DOT_SCALED = KernelSpec(
-    op="grouped_wgrad",
-    backend="triton",
-    name="dot_scaled",
-    params=PARAMS,
-    refusal=lambda target, problem: unavailable(target),
-    configure=_configure,
-    candidates=candidates,
-    runner="aiter_mx.fallbacks.grouped_wgrad_triton:run",
-)
+DOT_SCALED = with_tiles("grouped_wgrad", PARAMS, _configure, candidates)

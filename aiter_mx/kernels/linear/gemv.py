@@ -24,6 +24,7 @@ from aiter_mx.kernels.spec import (
     Geometry,
     Param,
     Parts,
+    as_defines,
     declare,
 )
 from aiter_mx.numerics import BLOCK
@@ -188,12 +189,10 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "sm_90a": {"MX_OVERLAPS": int(_overlaps(target, problem))},
     }
     return {
+        **as_defines(config),
         "MX_M": problem.M,
         "MX_X": X_CODES[problem.x_dtype],
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
-        "MX_ROWS": config["rows"],
-        "MX_WAVES": config["waves"],
-        "MX_UNROLL": config["unroll"],
         "MX_MAX_GRID_X": MAX_GRID_X,
         **own[target.arch],
     }

@@ -35,6 +35,7 @@ from aiter_mx.kernels.spec import (
     Geometry,
     Param,
     Parts,
+    as_defines,
     declare,
 )
 from aiter_mx.numerics import BLOCK
@@ -160,11 +161,8 @@ _search = Search(PARAMS, _costs, _MOST_CANDIDATES)
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     return {
-        "MX_ROW_TILES": config["row_tiles"],
+        **as_defines(config),
         "MX_COL_TILES": _work_of(target, problem, config).col_tiles,
-        "MX_FOLD": config["fold"],
-        "MX_WAVES": config["waves"],
-        "MX_UNROLL": config["unroll"],
         "MX_EVEN_BLOCKS": int(problem.K % (2 * BLOCK) == 0),
         "MX_X": X_CODES[problem.x_dtype],
         "MX_OUT": DTYPE_CODES[problem.out_dtype],

@@ -18,6 +18,7 @@ from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     Param,
+    as_defines,
     declare,
 )
 from aiter_mx.target import Target
@@ -247,12 +248,9 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
     a_round = waves * max(1, unroll) * split
     registers = _registers(problem.M, -(-rows // 8), unroll)
     return {
+        **as_defines(config),
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_TOKENS": _class(problem.M),
-        "MX_ROWS": rows,
-        "MX_WAVES": waves,
-        "MX_UNROLL": unroll,
-        "MX_SPLIT": split,
         "MX_RESIDENT": _resident(
             _of_sm(target, problem, rows, split), registers, waves, unroll, split
         ),

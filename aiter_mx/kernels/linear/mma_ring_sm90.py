@@ -28,6 +28,7 @@ from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     Param,
+    as_defines,
     declare,
     where_it_fits,
 )
@@ -253,14 +254,9 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     found = _layout(target, problem, config)
     return {
+        **as_defines(config),
         "MX_TILES_M": found.tiles_m,
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
-        "MX_SPLIT": config["split"],
-        "MX_ROW_TILES": config["row_tiles"],
-        "MX_ROW_WARPS": config["row_warps"],
-        "MX_K_WARPS": config["k_warps"],
-        "MX_DEPTH": config["depth"],
-        "MX_PER_SM": config["per_sm"],
         "MX_TURNS": found.turns,
         "MX_ONE_PASS": int(found.passes == 1),
         "MX_SHARED_BYTES": found.shared_bytes,

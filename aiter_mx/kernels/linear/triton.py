@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from aiter_mx.kernels.linear.problem import LinearProblem
-from aiter_mx.kernels.spec import Config, KernelSpec, Param
-from aiter_mx.kernels.triton import unavailable
+from aiter_mx.kernels.spec import Config, Param
+from aiter_mx.kernels.triton import tiles, with_tiles
 from aiter_mx.target import Target
 
 PARAMS = (
@@ -22,13 +22,8 @@ PARAMS = (
     Param("num_stages", (1, 2, 3, 4, 5), "steps of the loop in flight"),
 )
 
-_NAMES = tuple(param.name for param in PARAMS)
 _WORKGROUPS_A_CU = 3  # on an H200 the split stops paying between 2 and 4
 _MIN_STEPS = 4
-
-
-def _tiles(*rows: tuple[int, ...]) -> tuple[dict[str, int], ...]:
-    return tuple(dict(zip(_NAMES, row, strict=True)) for row in rows)
 
 
 def bucket(M: int) -> int:
@@ -36,9 +31,10 @@ def bucket(M: int) -> int:
     return next((rows for rows in (16, 32, 64) if rows >= M), 128)
 
 
-CANDIDATES: Mapping[str, Mapping[int, tuple[dict[str, int], ...]]] = {
+CANDIDATES: Mapping[str, Mapping[int, tuple[Config, ...]]] = {
     "gfx950": {
-        16: _tiles(
+        16: tiles(
+            PARAMS,
             (16, 16, 256, 4, 0, 2, 2),
             (16, 16, 512, 2, 0, 2, 2),
             (16, 32, 256, 4, 0, 2, 2),
@@ -48,7 +44,8 @@ CANDIDATES: Mapping[str, Mapping[int, tuple[dict[str, int], ...]]] = {
             (16, 32, 256, 4, 1, 2, 2),
             (16, 64, 256, 4, 1, 4, 2),
         ),
-        32: _tiles(
+        32: tiles(
+            PARAMS,
             (32, 32, 256, 4, 0, 2, 2),
             (32, 32, 512, 4, 0, 4, 2),
             (32, 64, 256, 4, 0, 4, 2),
@@ -56,7 +53,8 @@ CANDIDATES: Mapping[str, Mapping[int, tuple[dict[str, int], ...]]] = {
             (32, 32, 256, 4, 1, 2, 2),
             (32, 64, 256, 4, 1, 4, 2),
         ),
-        64: _tiles(
+        64: tiles(
+            PARAMS,
             (64, 32, 256, 4, 0, 4, 2),
             (64, 64, 256, 4, 0, 4, 2),
             (64, 64, 256, 8, 0, 4, 2),
@@ -64,7 +62,8 @@ CANDIDATES: Mapping[str, Mapping[int, tuple[dict[str, int], ...]]] = {
             (64, 128, 128, 8, 0, 4, 2),
             (64, 64, 256, 4, 1, 4, 2),
         ),
-        128: _tiles(
+        128: tiles(
+            PARAMS,
             (128, 128, 128, 1, 0, 4, 2),
             (128, 128, 128, 1, 0, 8, 2),
             (128, 256, 128, 1, 0, 8, 2),
@@ -74,7 +73,8 @@ CANDIDATES: Mapping[str, Mapping[int, tuple[dict[str, int], ...]]] = {
         ),
     },
     "sm_90a": {
-        16: _tiles(
+        16: tiles(
+            PARAMS,
             (16, 64, 128, 8, 1, 4, 4),
             (16, 64, 128, 4, 1, 4, 4),
             (16, 64, 256, 4, 1, 4, 3),
@@ -84,7 +84,8 @@ CANDIDATES: Mapping[str, Mapping[int, tuple[dict[str, int], ...]]] = {
             (16, 32, 256, 4, 0, 4, 3),
             (16, 64, 128, 4, 0, 4, 4),
         ),
-        32: _tiles(
+        32: tiles(
+            PARAMS,
             (32, 64, 128, 4, 1, 4, 4),
             (32, 64, 256, 4, 1, 4, 3),
             (32, 64, 128, 8, 1, 4, 4),
@@ -92,7 +93,8 @@ CANDIDATES: Mapping[str, Mapping[int, tuple[dict[str, int], ...]]] = {
             (32, 32, 256, 4, 0, 4, 3),
             (32, 64, 128, 4, 0, 4, 4),
         ),
-        64: _tiles(
+        64: tiles(
+            PARAMS,
             (64, 64, 64, 8, 0, 4, 4),
             (64, 64, 64, 4, 0, 4, 4),
             (64, 64, 128, 4, 1, 4, 3),
@@ -101,7 +103,8 @@ CANDIDATES: Mapping[str, Mapping[int, tuple[dict[str, int], ...]]] = {
             (64, 128, 128, 8, 1, 4, 3),
             (64, 64, 128, 4, 0, 4, 3),
         ),
-        128: _tiles(
+        128: tiles(
+            PARAMS,
             (128, 128, 64, 8, 1, 8, 3),
             (128, 128, 64, 1, 1, 8, 3),
             (128, 128, 64, 1, 0, 8, 3),
@@ -138,13 +141,4 @@ def candidates(target: Target, problem: LinearProblem) -> Sequence[Config]:
     return CANDIDATES[target.arch][bucket(problem.M)]
 
 
-DOT_SCALED = KernelSpec(
-    op="linear",
-    backend="triton",
-    name="dot_scaled",
-    params=PARAMS,
-    refusal=lambda target, problem: unavailable(target),
-    configure=configure,
-    candidates=candidates,
-    runner="aiter_mx.fallbacks.linear_triton:run",
-)
+DOT_SCALED = with_tiles("linear", PARAMS, configure, candidates)

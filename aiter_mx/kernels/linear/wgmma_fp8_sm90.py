@@ -23,6 +23,7 @@ from aiter_mx.kernels.spec import (
     Geometry,
     Param,
     TensorMap,
+    as_defines,
     declare,
     where_it_fits,
 )
@@ -284,15 +285,12 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     found = _layout(target, problem, config)
     return {
+        **as_defines(config),
         "MX_X_IS_A": int(found.x_is_a),
         "MX_ROWS_M": found.rows_m,
         "MX_ROWS_W": found.rows_w,
-        "MX_ROW_GROUPS": config["row_groups"],
-        "MX_K_GROUPS": config["k_groups"],
-        "MX_SPLIT": config["split"],
         "MX_CHUNKS": found.chunks,
         "MX_STAGES": found.stages,
-        "MX_DEPTH": config["depth"],
         "MX_SCALE_CHUNKS": found.scale_chunks,
         "MX_EVEN": int(problem.K // CHUNK % config["split"] == 0),
         "MX_OUT": DTYPE_CODES[problem.out_dtype],

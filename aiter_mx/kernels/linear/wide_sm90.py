@@ -23,6 +23,7 @@ from aiter_mx.kernels.spec import (
     Geometry,
     Param,
     TensorMap,
+    as_defines,
     declare,
     where_it_fits,
 )
@@ -221,11 +222,9 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     found = _layout(target, problem, config)
     return {
+        **as_defines(config),
         "MX_TILE_M": found.tile_m,
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
-        "MX_SPLIT": config["split"],
-        "MX_ROWS": config["rows"],
-        "MX_DEPTH": config["depth"],
         "MX_CHUNKS": found.chunks,
         "MX_ONE_PASS": int(found.passes == 1),
         "MX_WHOLE": int(problem.K % (CHUNK * config["split"]) == 0),

@@ -24,6 +24,7 @@ from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     Param,
+    as_defines,
 )
 from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
@@ -139,10 +140,7 @@ _search = Search(PARAMS, _costs, _MOST_CANDIDATES)
 def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
     rows_of_x = -(-problem.routed // problem.a_div)
     return {
-        "MX_ROW_TILES": config["row_tiles"],
-        "MX_COL_TILES": config["col_tiles"],
-        "MX_WAVES": config["waves"],
-        "MX_UNROLL": config["unroll"],
+        **as_defines(config),
         "MX_EVEN_BLOCKS": int(problem.K % (2 * BLOCK) == 0),
         "MX_WIDE": int(rows_of_x * problem.K >= _WIDE_BYTES),
         "MX_OUT": DTYPE_CODES["fp32" if problem.out_dtype == "mxfp8" else problem.out_dtype],

@@ -15,6 +15,7 @@ from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     Param,
+    as_defines,
     first_of,
 )
 from aiter_mx.target import Target
@@ -176,11 +177,7 @@ def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
 def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
     return {
         **sm90_defines(problem),
-        "MX_ROW_TILES": config["row_tiles"],
-        "MX_COL_TILES": config["col_tiles"],
-        "MX_K_WARPS": config["k_warps"],
-        "MX_DEPTH": config["depth"],
-        "MX_GROUPS": config["groups"],
+        **as_defines(config),
         "MX_WHOLE": int(problem.K % CHUNK == 0),
         "MX_SHARED_BYTES": shared_bytes(problem, config),
     }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem
-from aiter_mx.kernels.spec import Config, KernelSpec, Param, first_of
-from aiter_mx.kernels.triton import unavailable
+from aiter_mx.kernels.spec import Config, Param, first_of
+from aiter_mx.kernels.triton import tiles, with_tiles
 from aiter_mx.target import Target
 
 PARAMS = (
@@ -17,23 +17,18 @@ PARAMS = (
     Param("num_warps", (1, 2, 4, 8), "warps (sm_90a) or waves (gfx950) of a workgroup"),
     Param("num_stages", (1, 2, 3, 4), "steps of the loop in flight"),
 )
-_NAMES = tuple(param.name for param in PARAMS)
 
 
-def _tiles(*rows: tuple[int, ...]) -> tuple[dict[str, int], ...]:
-    return tuple(dict(zip(_NAMES, row, strict=True)) for row in rows)
-
-
-CANDIDATES: Mapping[str, Mapping[int, tuple[dict[str, int], ...]]] = {
+CANDIDATES: Mapping[str, Mapping[int, tuple[Config, ...]]] = {
     "gfx950": {
-        16: _tiles((16, 32, 256, 0, 2, 2), (16, 64, 256, 0, 4, 2), (16, 64, 128, 1, 4, 2)),
-        32: _tiles((32, 64, 256, 0, 4, 2), (32, 32, 256, 0, 2, 2)),
-        64: _tiles((64, 64, 256, 0, 4, 2), (64, 128, 128, 0, 8, 2)),
+        16: tiles(PARAMS, (16, 32, 256, 0, 2, 2), (16, 64, 256, 0, 4, 2), (16, 64, 128, 1, 4, 2)),
+        32: tiles(PARAMS, (32, 64, 256, 0, 4, 2), (32, 32, 256, 0, 2, 2)),
+        64: tiles(PARAMS, (64, 64, 256, 0, 4, 2), (64, 128, 128, 0, 8, 2)),
     },
     "sm_90a": {
-        16: _tiles((16, 64, 128, 1, 4, 4), (16, 64, 256, 1, 4, 3), (16, 32, 256, 0, 4, 3)),
-        32: _tiles((32, 64, 128, 1, 4, 4), (32, 32, 256, 0, 4, 3)),
-        64: _tiles((64, 64, 128, 1, 4, 3), (64, 64, 64, 0, 4, 4)),
+        16: tiles(PARAMS, (16, 64, 128, 1, 4, 4), (16, 64, 256, 1, 4, 3), (16, 32, 256, 0, 4, 3)),
+        32: tiles(PARAMS, (32, 64, 128, 1, 4, 4), (32, 32, 256, 0, 4, 3)),
+        64: tiles(PARAMS, (64, 64, 128, 1, 4, 3), (64, 64, 64, 0, 4, 4)),
     },
 }
 """Architecture, then the rows of a tile, to the configurations that a tuner should time."""
@@ -45,13 +40,4 @@ def candidates(target: Target, problem: MoeGemmProblem) -> Sequence[Config]:
     return CANDIDATES[target.arch][next((size for size in (16, 32) if rows <= size), 64)]
 
 
-DOT_SCALED = KernelSpec(
-    op="moe_gemm",
-    backend="triton",
-    name="dot_scaled",
-    params=PARAMS,
-    refusal=lambda target, problem: unavailable(target),
-    configure=first_of(candidates),
-    candidates=candidates,
-    runner="aiter_mx.fallbacks.moe_gemm_triton:run",
-)
+DOT_SCALED = with_tiles("moe_gemm", PARAMS, first_of(candidates), candidates)
