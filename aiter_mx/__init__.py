@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         quantize_dual_grouped,
         quantize_grouped,
     )
+    from aiter_mx.ops.rmsnorm_quantize import rmsnorm_quantize
     from aiter_mx.plan import batch_invariant
     from aiter_mx.runtimes.sim import simulate
     from aiter_mx.warm import warmup
@@ -56,6 +57,7 @@ _HOME = {
     "quantize_dual_batched": "aiter_mx.ops.quantize",
     "quantize_dual_grouped": "aiter_mx.ops.quantize",
     "quantize_grouped": "aiter_mx.ops.quantize",
+    "rmsnorm_quantize": "aiter_mx.ops.rmsnorm_quantize",
     "shuffle_scales": "aiter_mx.layouts",
     "simulate": "aiter_mx.runtimes.sim",
     "unshuffle_scales": "aiter_mx.layouts",
@@ -85,6 +87,7 @@ __all__ = [
     "quantize_dual_batched",
     "quantize_dual_grouped",
     "quantize_grouped",
+    "rmsnorm_quantize",
     "shuffle_scales",
     "simulate",
     "unshuffle_scales",

@@ -15,6 +15,7 @@ from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.registry import kernels_of, ops
+from aiter_mx.kernels.rmsnorm_quantize import RMSNormQuantizeProblem
 from aiter_mx.kernels.spec import Config, Module, Problem
 from aiter_mx.launch import module_request
 from aiter_mx.target import hardware
@@ -27,6 +28,7 @@ PROBLEMS: dict[str, list[Problem]] = {
     "moe_align": [MoeAlignProblem(8, 4, 128, 16, x_dtype="bf16", K=6144)],
     "moe_combine": [MoeCombineProblem(8, 6144, 4, 128)],
     "moe_gemm": [MoeGemmProblem(M, 1536, 6144, 128, 4, 32, "mxfp8", "silu") for M in (16, 512)],
+    "rmsnorm_quantize": [RMSNormQuantizeProblem(8, 6144, N2=512, residual=1)],
     "quantize": [QuantizeProblem(64, 64), QuantizeProblem(8192, 8192, "bf16", "both")],
 }
 MOST_STACK = {"grouped/persistent_sm90.cu": 8, "moe/wgmma_f16_sm90.cu": 8}  # bytes of a thread
