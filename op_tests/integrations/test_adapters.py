@@ -1,0 +1,169 @@
+"""vLLM's adapter classes over stand-ins of its base classes, so that they run where vLLM does not
+fit: on a GPU captured into a graph, and to the bit as our ops."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from enum import Enum
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import aiter_mx
+
+H, I, E, TOP_K = 96, 64, 6, 3
+LAYERS = "aiter_mx.integrations.vllm_layers"
+
+
+class _Base:
+    """What the adapters inherit from, without what vLLM's classes do at start-up."""
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+
+class _Activation(Enum):
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    SWIGLUOAI = "swigluoai"
+    SWIGLUOAI_UNINTERLEAVE = "swigluoai_uninterleave"
+
+
+def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
+    log = logging.getLogger("op_tests.vllm")
+    log.info_once = log.info  # type: ignore[attr-defined]
+    layers, fused = "vllm.model_executor.layers", "vllm.model_executor.layers.fused_moe"
+    linear = "vllm.model_executor.kernels.linear"
+    base = type("FusedMoEExpertsModular", (_Base,), {})
+    kernel = type("Mxfp8LinearKernel", (_Base,), {})
+    yield "vllm.logger", {"init_logger": lambda name: log}
+    yield "vllm.platforms", {"current_platform": None}
+    yield (
+        f"{fused}.modular_kernel",
+        {
+            "FusedMoEExpertsModular": base,
+            "FusedMoEActivationFormat": SimpleNamespace(Standard=0, BatchedExperts=1),
+            "TopKWeightAndReduce": object,
+        },
+    )
+    yield f"{fused}.activation", {"MoEActivation": _Activation}
+    yield f"{fused}.config", {"FusedMoEConfig": object}
+    yield f"{fused}.topk_weight_and_reduce", {"TopKWeightAndReduceNoOP": object}
+    quant = {"kMxfp8Dynamic": "dynamic", "kMxfp8Static": "static"}
+    yield f"{layers}.quantization.utils.quant_utils", quant
+    yield (
+        f"{linear}.mxfp8.Mxfp8LinearKernel",
+        {
+            "Mxfp8LinearKernel": kernel,
+            "Mxfp8LinearLayerConfig": object,
+        },
+    )
+
+
+@pytest.fixture
+def adapters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module of vLLM's adapters, imported over stand-ins."""
+    for name, members in _modules():
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            path = ".".join(parts[:end])
+            if end == len(parts) or not isinstance(sys.modules.get(path), _Stub):
+                monkeypatch.setitem(sys.modules, path, _Stub(path))
+            if end > 1:
+                setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], sys.modules[path])
+        vars(sys.modules[name]).update(members)
+    monkeypatch.delitem(sys.modules, LAYERS, raising=False)
+    yield import_module(LAYERS)
+    sys.modules.pop(LAYERS, None)
+
+
+class _Stub(ModuleType):
+    __path__: list[str] = []  # noqa: RUF012 - a package, as imports look at it
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+def replayed(compute: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """What a captured call writes when it is replayed; on a CPU, what the call returns."""
+    out = compute()  # builds and loads
+    if device.type == "cpu":
+        return out
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compute()
+    out.fill_(torch.nan)
+    graph.replay()
+    return out
+
+
+def mx(*shape: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    payload, scale = aiter_mx.quantize(torch.randn(shape, generator=g))
+    return payload.to(device), scale.to(device)
+
+
+@pytest.mark.parametrize("leading", [(1,), (5,), (2, 40)])
+def test_linear_kernel(adapters: Any, device: torch.device, leading: tuple[int, ...]) -> None:
+    payload, scale = mx(I, H, seed=0, device=device)
+    bias = torch.randn(I, device=device)
+    layer = SimpleNamespace(weight=payload, weight_scale=scale)
+    x = torch.randn(*leading, H, device=device, dtype=torch.bfloat16)
+    kernel = adapters.AiterMxLinearKernel()
+    kernel.process_weights_after_loading(layer)
+    found = replayed(lambda: kernel.apply_weights(layer, x, bias), device)
+    assert torch.equal(found, aiter_mx.linear(x, None, payload, scale, bias))
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_experts(adapters: Any, device: torch.device, quantised: bool, limit: float | None) -> None:
+    (w1, s1), (w2, s2) = mx(E, 2 * I, H, seed=1, device=device), mx(E, H, I, seed=2, device=device)
+    tokens = 7
+    x = torch.randn(tokens, H, device=device, dtype=torch.bfloat16)
+    ids = torch.randint(0, 2 * E, (tokens, TOP_K), device=device, dtype=torch.int32)
+    weights = torch.rand(tokens, TOP_K, device=device)
+    expert_map = torch.full((2 * E,), -1, dtype=torch.int32, device=device)
+    expert_map[1::2] = torch.arange(E, dtype=torch.int32, device=device)
+    config = SimpleNamespace(clamp_limit=limit, alpha=1.0, beta=0.0)
+    experts = adapters.AiterMxExperts(
+        w1_scale=s1, w2_scale=s2, w1_bias=None, w2_bias=None, activation_config=config
+    )
+    given, scale = aiter_mx.quantize(x) if quantised else (x, None)
+
+    def compute() -> Tensor:
+        out = torch.empty(tokens, H, device=device, dtype=torch.bfloat16)
+        experts.apply(
+            output=out,
+            hidden_states=given,
+            w1=w1,
+            w2=w2,
+            topk_weights=weights,
+            topk_ids=ids,
+            activation=_Activation.SILU,
+            global_num_experts=2 * E,
+            expert_map=expert_map,
+            a1q_scale=scale,
+            a2_scale=None,
+            workspace13=None,
+            workspace2=None,
+            expert_tokens_meta=None,
+            apply_router_weight_on_input=False,
+        )
+        return out
+
+    options: dict[str, Any] = {"num_experts": 2 * E, "expert_map": expert_map}
+    if limit is not None:
+        options |= {"activation": "swiglu_oai", "alpha": 1.0, "beta": 0.0, "limit": limit}
+    expected = aiter_mx.fused_moe(x, w1, s1, w2, s2, ids, weights, **options)
+    assert torch.equal(replayed(compute, device), expected)
