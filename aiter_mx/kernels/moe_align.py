@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.moe_gemm.problem import MAX_PACKED_TOKENS, MAX_PACKED_TOP_K, most_padded
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
@@ -13,7 +14,6 @@ from aiter_mx.kernels.spec import (
     Geometry,
     Key,
     Param,
-    declare,
     reference,
     require,
 )

@@ -19,7 +19,7 @@ from aiter_mx import kernels
 from aiter_mx.kernels.spec import KernelSpec, Key, Problem
 from aiter_mx.target import Target
 
-_NOT_OPS = {"spec", "search", "registry", "triton", "sm90", "gfx950"}
+_NOT_OPS = {"declare", "gfx950", "registry", "search", "sm90", "spec", "triton"}
 _RENAMED = {
     ("linear", "direct"): "mma_registers",
     ("linear", "mma"): "mma_ring",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.problem import (
     POINTERS,
     QUANTISED_FIRST,
@@ -19,7 +20,6 @@ from aiter_mx.kernels.spec import (
     Geometry,
     Param,
     combinations,
-    declare,
 )
 from aiter_mx.target import Target
 

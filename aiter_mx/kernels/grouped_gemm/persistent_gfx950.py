@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.grouped_gemm.problem import ARGS, GroupedGemmProblem, scalars
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
@@ -12,7 +13,6 @@ from aiter_mx.kernels.spec import (
     Geometry,
     Param,
     as_defines,
-    declare,
     first_of,
 )
 from aiter_mx.layouts import LAYOUTS as SCALE_LAYOUTS

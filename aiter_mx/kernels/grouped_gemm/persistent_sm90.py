@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.grouped_gemm.problem import ARGS, GroupedGemmProblem, scalars
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
@@ -13,7 +14,6 @@ from aiter_mx.kernels.spec import (
     Module,
     Param,
     TensorMap,
-    declare,
     place_of,
 )
 from aiter_mx.numerics import BLOCK

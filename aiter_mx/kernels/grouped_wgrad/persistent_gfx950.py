@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.grouped_gemm import persistent_gfx950 as forward
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
 from aiter_mx.kernels.grouped_wgrad.problem import ARGS, INDEX_BYTES, GroupedWgradProblem
-from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Geometry, declare, first_of
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Arg,
+    Config,
+    Geometry,
+    first_of,
+)
 from aiter_mx.layouts import LAYOUTS
 from aiter_mx.target import Target
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import log2
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.mma_registers_sm90 import MMA_REGISTERS
 from aiter_mx.kernels.linear.problem import (
     POINTERS,
@@ -25,7 +26,6 @@ from aiter_mx.kernels.spec import (
     Param,
     Parts,
     as_defines,
-    declare,
 )
 from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target

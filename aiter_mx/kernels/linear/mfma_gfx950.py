@@ -7,6 +7,7 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.gfx950 import (
     BYTES_A_CYCLE,
     LATENCY_CYCLES,
@@ -36,7 +37,6 @@ from aiter_mx.kernels.spec import (
     Param,
     Parts,
     as_defines,
-    declare,
 )
 from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target

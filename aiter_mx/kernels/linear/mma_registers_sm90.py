@@ -8,6 +8,7 @@ from functools import cache
 from itertools import product
 from math import ceil, log2
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.fitted_sm90 import MmaRegisters
 from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
@@ -19,7 +20,6 @@ from aiter_mx.kernels.spec import (
     Geometry,
     Param,
     as_defines,
-    declare,
 )
 from aiter_mx.target import Target
 

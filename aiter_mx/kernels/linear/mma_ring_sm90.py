@@ -8,6 +8,7 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars
 from aiter_mx.kernels.linear.fitted_sm90 import MmaRing
 from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
@@ -29,7 +30,6 @@ from aiter_mx.kernels.spec import (
     Geometry,
     Param,
     as_defines,
-    declare,
     where_it_fits,
 )
 from aiter_mx.target import Target

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.clusters_sm90 import w_map, x_map
 from aiter_mx.kernels.linear.fitted_sm90 import WgmmaBf16
 from aiter_mx.kernels.linear.problem import (
@@ -22,7 +23,6 @@ from aiter_mx.kernels.spec import (
     Geometry,
     Param,
     TensorMap,
-    declare,
     where_it_fits,
 )
 from aiter_mx.target import Target

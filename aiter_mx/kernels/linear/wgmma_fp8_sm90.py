@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars, w_map, x_map
 from aiter_mx.kernels.linear.fitted_sm90 import WgmmaFp8
 from aiter_mx.kernels.linear.problem import (
@@ -24,7 +25,6 @@ from aiter_mx.kernels.spec import (
     Param,
     TensorMap,
     as_defines,
-    declare,
     where_it_fits,
 )
 from aiter_mx.target import Target

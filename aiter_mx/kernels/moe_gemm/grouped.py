@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.grouped_gemm import KERNELS as GROUPED_KERNELS
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import most_rows
 from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, MoeGemmProblem
 from aiter_mx.kernels.sm90 import CHUNK
-from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Geometry, KernelSpec, declare
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Arg,
+    Config,
+    Geometry,
+    KernelSpec,
+)
 from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 

@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.spec import (
     BIAS_DTYPES,
     DTYPE_CODES,
@@ -36,7 +37,6 @@ from aiter_mx.kernels.spec import (
     Arg,
     KernelSpec,
     Key,
-    declare,
     require,
     require_blocks,
 )

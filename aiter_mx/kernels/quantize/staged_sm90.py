@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.quantize.problem import POINTERS, QuantizeProblem
 from aiter_mx.kernels.quantize.tiles import tile_refusal, tiles_of, variant_defines
 from aiter_mx.kernels.spec import (
@@ -13,7 +14,6 @@ from aiter_mx.kernels.spec import (
     Module,
     Param,
     combinations,
-    declare,
 )
 from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.quantize.problem import GROUP_ROWS, POINTERS, QuantizeProblem
 from aiter_mx.kernels.quantize.rows import BITS, MODES
 from aiter_mx.kernels.spec import (
@@ -14,7 +15,6 @@ from aiter_mx.kernels.spec import (
     Geometry,
     Param,
     combinations,
-    declare,
 )
 from aiter_mx.layouts import LAYOUTS, padded_shape
 from aiter_mx.numerics import BLOCK
