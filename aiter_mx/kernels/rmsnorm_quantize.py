@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.quantize.rows import MODES
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
@@ -16,7 +17,6 @@ from aiter_mx.kernels.spec import (
     Geometry,
     Key,
     Param,
-    declare,
     reference,
     require,
 )

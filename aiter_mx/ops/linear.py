@@ -171,7 +171,7 @@ def _linear(
         if _is_general(xq, wq, ws):
 
             def again(xq: torch.Tensor, xs: Any, ws: torch.Tensor, out: Any) -> torch.Tensor:
-                return _linear(xq, xs, wq, ws, bias, out_dtype, pdl, out)
+                return _linear(xq, xs, wq, ws, bias, out_dtype, pdl, exact_sums, out)
 
             return _as_matrices(again, xq, xs, wq, ws, out)
         found = _plans.keep(call, _plan(xq, xs, wq, ws, bias, out_dtype, pdl, exact_sums))
