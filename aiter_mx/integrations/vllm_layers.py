@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.logger import init_logger
@@ -19,6 +20,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Dyna
 from vllm.platforms import current_platform
 
 import aiter_mx
+from aiter_mx import distributed
 from aiter_mx.integrations.engine import expect, expect_names
 from aiter_mx.integrations.layers import Gate, linear, why_not
 
@@ -166,12 +168,7 @@ class AiterMxExperts(mk.FusedMoEExpertsModular):
         apply_router_weight_on_input: bool,
     ) -> None:
         weights = topk_weights.float()
-        if apply_router_weight_on_input and a1q_scale is None:
-            if topk_ids.shape[1] != 1:
-                raise ValueError(
-                    f"weights on the input need one expert a token, got top_k={topk_ids.shape[1]}"
-                )
-            hidden_states = (hidden_states * weights).to(hidden_states.dtype)
+        if apply_router_weight_on_input:  # as the step that prepared the tokens has done
             weights = torch.ones_like(weights)
         output.copy_(
             aiter_mx.fused_moe(
@@ -191,6 +188,70 @@ class AiterMxExperts(mk.FusedMoEExpertsModular):
                 **gate_of(activation, self.activation_config).options(),
             )
         )
+
+
+class AiterMxPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
+    """``aiter_mx.distributed`` as the dispatch and combine of vLLM's modular kernel: quantised
+    tokens go to the ranks of their experts, weighted sums come back."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self.group = group
+        self.dispatched: distributed.Dispatched | None = None
+
+    @property
+    def activation_format(self) -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        return None
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return None
+
+    def num_dispatchers(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def output_is_reduced(self) -> bool:
+        return True
+
+    def prepare(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> tuple[Tensor, Tensor, None, Tensor, Tensor]:
+        if apply_router_weight_on_input:
+            if topk_ids.shape[1] != 1:
+                raise ValueError(
+                    f"weights on the input need one expert a token, got {topk_ids.shape[1]}"
+                )
+            a1 = a1 * topk_weights.to(a1.dtype)
+        at = distributed.prepare(a1, topk_ids, topk_weights, num_experts, group=self.group)
+        self.dispatched = at
+        first = dist.get_rank(self.group) * num_experts // dist.get_world_size(self.group)
+        if expert_map is None:
+            return at.x, at.x_scale, None, at.topk_ids, at.topk_weights
+        of_all = torch.where(at.topk_ids < 0, -1, at.topk_ids + first)
+        return at.x, at.x_scale, None, of_all, at.topk_weights
+
+    def finalize(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
+        assert self.dispatched is not None, "finalize comes after prepare"
+        output.copy_(distributed.finalize(self.dispatched, fused_expert_output))
+        self.dispatched = None
 
 
 _GATES = {

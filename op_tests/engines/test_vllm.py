@@ -320,33 +320,54 @@ def test_converted_checkpoint_loads(tmp_path: Path) -> None:
     assert torch.equal(experts.w13_weight_scale[2], scale)
 
 
-def test_weights_on_the_input_need_one_expert_a_token() -> None:
+def through_kernel(
+    kernel: Any, experts: RoutedExperts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    usual = {"global_num_experts": E, "expert_map": None, "apply_router_weight_on_input": False}
+    found: torch.Tensor = kernel.apply(
+        x.clone(),
+        experts.w13_weight,
+        experts.w2_weight,
+        weights,
+        ids,
+        activation=MoEActivation.SILU,
+        shared_experts=None,
+        shared_experts_input=None,
+        **(usual | options),
+    )
+    return found
+
+
+def test_weights_on_the_input_are_applied_once() -> None:
     _, experts = experts_layer("layers.input.experts")
     fill_experts(experts, 5)
     experts.quant_method.process_weights_after_loading(experts)
-    apply = experts.quant_method.moe_kernel.fused_experts.apply
     x, weights = torch.randn(3, H, dtype=BF16), torch.rand(3, 1)
     ids = torch.tensor([[2], [0], [3]], dtype=torch.int32)
-    arguments: dict[str, Any] = {
-        "w1": experts.w13_weight,
-        "w2": experts.w2_weight,
-        "activation": MoEActivation.SILU,
-        "global_num_experts": E,
-        "expert_map": None,
-        "a1q_scale": None,
-        "a2_scale": None,
-        "workspace13": None,
-        "workspace2": None,
-        "expert_tokens_meta": None,
-        "apply_router_weight_on_input": True,
-    }
-    out = torch.full((3, H), torch.nan, dtype=BF16)
-    apply(output=out, hidden_states=x, topk_weights=weights, topk_ids=ids, **arguments)
-    scaled = (x * weights).to(BF16)
-    assert torch.equal(out, by_our_op(experts, scaled, (torch.ones(3, 1), ids), Gate()))
-    with pytest.raises(ValueError, match="need one expert a token, got top_k=2"):
-        two = {"topk_weights": torch.rand(3, 2), "topk_ids": ids.repeat(1, 2)}
-        apply(output=out, hidden_states=x, **two, **arguments)
+    kernel = experts.quant_method.moe_kernel
+    options = {"apply_router_weight_on_input": True}
+    found = through_kernel(kernel, experts, x, ids, weights, **options)
+    scaled = x * weights.to(BF16)
+    assert torch.equal(found, by_our_op(experts, scaled, (torch.ones(3, 1), ids), Gate()))
+
+
+@pytest.mark.parametrize("has_map", [False, True])
+def test_dispatch_of_ours_under_the_modular_kernel(has_map: bool) -> None:
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+
+    from aiter_mx.integrations.vllm_layers import AiterMxPrepareAndFinalize
+
+    _, experts = experts_layer(f"layers.dispatch.{has_map}.experts")
+    fill_experts(experts, 6)
+    experts.quant_method.process_weights_after_loading(experts)
+    of_layer = experts.quant_method.moe_kernel.fused_experts
+    kernel = FusedMoEKernel(AiterMxPrepareAndFinalize(), of_layer)
+    x, ids = torch.randn(6, H, dtype=BF16), torch.randint(-1, E, (6, TOP_K), dtype=torch.int32)
+    weights = torch.rand(6, TOP_K)
+    expert_map = torch.arange(E, dtype=torch.int32) if has_map else None
+    found = through_kernel(kernel, experts, x, ids, weights, expert_map=expert_map)
+    assert torch.equal(found, by_our_op(experts, x, (weights, ids), Gate()))
 
 
 @pytest.mark.parametrize("limit", [None, 7.0])

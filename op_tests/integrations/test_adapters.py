@@ -49,6 +49,7 @@ def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
         f"{fused}.modular_kernel",
         {
             "FusedMoEExpertsModular": base,
+            "FusedMoEPrepareAndFinalizeModular": base,
             "FusedMoEActivationFormat": SimpleNamespace(Standard=0, BatchedExperts=1),
             "TopKWeightAndReduce": object,
         },
