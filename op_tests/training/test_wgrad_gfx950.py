@@ -18,7 +18,9 @@ from aiter_mx.kernels.grouped_wgrad.persistent_gfx950 import PERSISTENT
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import bind, build_request
 from aiter_mx.numerics import DTYPE_NAMES, INDEX_NAMES
+from aiter_mx.runtimes.sim import last_report
 from aiter_mx.target import hardware, target_of
+from op_tests.grouped.test_isa import difference
 from op_tests.training.cases import Case, check, draw_case
 
 GFX950 = hardware("gfx950")
@@ -179,6 +181,26 @@ def test_the_op_runs_there_and_trains() -> None:
     for first, again, right in zip(*results, exact, strict=True):
         assert torch.equal(first, again)
         assert (first - right).norm() <= 0.06 * right.norm()
+
+
+def test_its_main_loop_is_limited_by_products_as_the_forward_one_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AITER_MX_SIM_CONFLICTS", "1")
+    reports = []
+    for depth in (1024, 1536):
+        with aiter_mx.simulate("gfx950"):
+            case = draw_case(256, 256, (depth,), room=4096 - depth)  # whole lines of scales
+            launch(torch.device("cpu"), (256, 256), case)
+        report = last_report()
+        assert report is not None
+        reports.append(report)
+    found = difference(*reports, 4)
+    assert found["matrix_cycles"] == 2048  # 256 * 256 * 128 products, 1024 a cycle and SIMD
+    assert found["address_cycles"] <= 1024 + 512  # payload, and scales of each row
+    assert found["lds_cycles"] < 0.8 * found["matrix_cycles"]
+    assert found["issue_cycles"] < 0.5 * found["matrix_cycles"]
+    assert found["conflicts"] == found["scratch"] == 0
 
 
 def test_no_variant_spills() -> None:

@@ -1,0 +1,253 @@
+"""Train a small MoE language model twice, over MX-FP8 operands and in bf16, on Python's licences.
+
+    python docs/examples/train_moe.py [--steps 300] [--seeds 3] [--size small|large] [--csv FILE]
+                                      [--picture FILE]
+
+All linears and experts of the one model are ``aiter_mx.nn``'s, and all of the other are torch's;
+both begin with the same weights and see the same batches. Printed are the loss of both, and how far
+the gradients of each layer point the same way: the cosine of both models' gradients, of the weights
+that the MX model has at that step. ``--wrong-tail`` leaves the last 32 rows of every group out of
+the gradient of its weights, which a loss hides for long and the cosine does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from aiter_mx import autograd
+from aiter_mx.nn import MxExperts, MxGroupedLinear, MxLinear
+
+VOCABULARY = 256  # bytes
+EVERY = 10  # steps between lines
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a model and its batches."""
+
+    width: int
+    layers: int
+    heads: int
+    experts: int
+    top_k: int
+    context: int
+    batch: int
+
+
+SIZES = {
+    "small": Size(64, 2, 4, 4, 2, 32, 8),
+    "large": Size(512, 6, 8, 16, 4, 256, 32),
+}
+
+
+def text() -> Tensor:
+    """The bytes of what ships with Python: its licence, and its modules' sources and docstrings."""
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    files = [stdlib / "LICENSE.txt", *sorted(stdlib.glob("[a-d]*.py"))]
+    found = b"\n".join(file.read_bytes() for file in files if file.exists())
+    return torch.frombuffer(bytearray(found), dtype=torch.uint8).long()
+
+
+class PlainGroups(MxGroupedLinear):
+    """The same parameters, and torch's products."""
+
+    def forward(
+        self, x: Tensor, group_offs: Tensor | None = None, *, group_lens: Tensor | None = None
+    ) -> Tensor:
+        """A product for each group, which are read on the host."""
+        assert group_offs is not None
+        groups = pairwise(group_offs.tolist())
+        parts = [x[slice(*rows)] @ w.T for rows, w in zip(groups, self.weight, strict=True)]
+        return torch.cat(parts)
+
+
+class Layer(nn.Module):
+    """Attention, then experts that a router chooses."""
+
+    def __init__(self, size: Size, linear: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.size = size
+        self.norms = nn.ModuleList(nn.RMSNorm(size.width) for _ in range(2))
+        self.qkv = linear(size.width, 3 * size.width, bias=False)
+        self.out = linear(size.width, size.width, bias=False)
+        self.router = nn.Linear(size.width, size.experts, bias=False)
+        self.experts = MxExperts(size.experts, size.width, size.width)
+        if linear is nn.Linear:
+            self.experts.gate_up = PlainGroups(size.experts, size.width, 2 * size.width)
+            self.experts.down = PlainGroups(size.experts, size.width, size.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, context, width]``."""
+        B, C, H = x.shape
+        qkv = self.qkv(self.norms[0](x)).view(B, C, 3, self.size.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(B, C, H))
+        tokens = self.norms[1](x).reshape(B * C, H)
+        shares = self.router(tokens).float().softmax(-1)
+        weights, ids = shares.topk(self.size.top_k)
+        routed = self.experts(tokens, ids, weights / weights.sum(-1, keepdim=True))
+        return x + routed.view(B, C, H)
+
+
+class Model(nn.Module):
+    """Bytes in, scores of the next byte out."""
+
+    def __init__(self, size: Size, linear: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, size.width)
+        self.place = nn.Embedding(size.context, size.width)
+        self.layers = nn.ModuleList(Layer(size, linear) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.width)
+        self.head = linear(size.width, VOCABULARY, bias=False)
+
+    def loss(self, bytes_: Tensor) -> Tensor:
+        """Mean over ``[batch, context + 1]``."""
+        given, wanted = bytes_[:, :-1], bytes_[:, 1:]
+        x = self.embedding(given) + self.place.weight
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).float().mT, wanted)
+
+
+def batches(size: Size, seed: int, device: torch.device) -> Iterator[Tensor]:
+    """Passages of the text, without end."""
+    generator, data = torch.Generator().manual_seed(seed), text()
+    inside = torch.arange(size.context + 1)
+    while True:
+        starts = torch.randint(len(data) - size.context, (size.batch,), generator=generator)
+        yield data[starts[:, None] + inside].to(device)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the ops of this package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aiter_mx":
+            self.count[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(model: Model, batch: Tensor) -> tuple[float, dict[str, Tensor]]:
+    """The loss, and the gradient of each parameter."""
+    model.zero_grad()
+    loss = model.loss(batch)
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def least_cosine(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Of the layers' gradients, those of norms and embeddings apart."""
+    cosines = [
+        nn.functional.cosine_similarity(
+            one[name].flatten().float(), other[name].flatten().float(), dim=0
+        )
+        for name in one
+        if one[name].ndim > 1 and "embedding" not in name and "place" not in name
+    ]
+    return min(float(cosine) for cosine in cosines)
+
+
+def train(
+    seed: int, steps: int, size: Size, device: torch.device, say: bool = True
+) -> list[dict[str, float]]:
+    """Both models side by side; a row every ten steps, and for the last one."""
+    pair = {}
+    for name, linear in (("mx", MxLinear), ("bf16", nn.Linear)):
+        torch.manual_seed(seed)
+        pair[name] = Model(size, linear).to(device, torch.bfloat16)
+    pair["bf16"].load_state_dict(pair["mx"].state_dict())
+    probe = Model(size, nn.Linear).to(device, torch.bfloat16)
+    optimizers = {n: torch.optim.AdamW(m.parameters(), lr=3e-3) for n, m in pair.items()}
+    rows, launched = [], Launches()
+    for step, batch in zip(range(steps), batches(size, seed, device), strict=False):
+        if step == 0:
+            with launched:
+                gradients(pair["mx"], batch)
+        found = {name: gradients(model, batch) for name, model in pair.items()}
+        if step % EVERY == 0 or step == steps - 1:
+            probe.load_state_dict(pair["mx"].state_dict())
+            cosine = least_cosine(found["mx"][1], gradients(probe, batch)[1])
+            row = {name: loss for name, (loss, _) in found.items()}
+            rows.append({"seed": seed, "step": step, **row, "least_cosine": cosine})
+            if say:
+                print({name: round(value, 4) for name, value in rows[-1].items()}, flush=True)
+        for optimizer in optimizers.values():
+            optimizer.step()
+    if say:
+        print("ops of a step:", dict(launched.count))
+    return rows
+
+
+def without_the_tail() -> None:
+    """Plant a mistake: the last 32 rows of every group do not count."""
+    right = autograd.grouped_gemm_wgrad
+
+    def wrong(*arguments: Any, **options: Any) -> Tensor:
+        *operands, offs = arguments
+        lens = (offs.diff() - 32).clamp(min=0)
+        return right(*operands, lens, **options)
+
+    autograd.grouped_gemm_wgrad = wrong
+
+
+def draw(rows: list[dict[str, float]], path: Path) -> None:
+    """Loss curves, and the cosines below."""
+    from matplotlib import pyplot
+
+    figure, (losses, cosines) = pyplot.subplots(2, sharex=True, figsize=(7, 6))
+    for seed in sorted({row["seed"] for row in rows}):
+        own = [row for row in rows if row["seed"] == seed]
+        steps = [row["step"] for row in own]
+        for name, style in (("bf16", "--"), ("mx", "-")):
+            curve = [row[name] for row in own]
+            losses.plot(steps, curve, style, color=f"C{int(seed)}", label=f"{name}, seed {seed:g}")
+        cosines.plot(steps, [row["least_cosine"] for row in own], color=f"C{int(seed)}")
+    losses.set_ylabel("loss")
+    losses.legend()
+    cosines.set_ylabel("least cosine of a layer's gradients")
+    cosines.set_xlabel("step")
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--wrong-tail", action="store_true")
+    given = parser.parse_args()
+    if given.wrong_tail:
+        without_the_tail()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = SIZES[given.size]
+    rows = [row for seed in range(given.seeds) for row in train(seed, given.steps, size, device)]
+    if given.csv:
+        with given.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    if given.picture:
+        draw(rows, given.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Gradients of a grouped GEMM, and whole steps: ours and torch's bf16, for even and uneven groups.
+
+    python -m op_tests.bench.training [--save] [--shapes 16x2048x4096x7168 ...] [--modes mild ...]
+                                      [--settle MS]
+
+Shapes and modes are those of op_tests.bench.grouped, and timed as there. ``dgrad`` and ``wgrad``
+are each alone, of operands that were quantised before; ``main_grad`` is a wgrad that is added to a
+tensor in fp32. ``step`` is forward and backward with all quantisation, weights included, and
+``step_reused`` with weights that were quantised before. torch multiplies in bf16 by its grouped
+products, the tensors as they were drawn, or the values that MX stands for. Both write gradients in
+bf16. Memory is the most that a step allocates beyond what is there before.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import aiter_mx
+from aiter_mx.ops.quantize import Dual
+from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
+from op_tests.bench.common import refuse_no_gpu, report
+from op_tests.bench.grouped import (
+    DEVICE,
+    MODES,
+    PEAK_TFLOPS,
+    SETTLE_MS,
+    SHAPES,
+    dequantized,
+    group_ends,
+    settled_us,
+)
+
+Call = Callable[[], Tensor]
+
+
+class Operands:
+    """One copy of a layer's tensors: x ``[T, K]``, w ``[G, N, K]``, dy ``[T, N]``."""
+
+    def __init__(
+        self, ends: Sequence[int], N: int, K: int, device: torch.device, seed: int = 0
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+        G, T = len(ends), ends[-1]
+
+        def randn(*shape: int) -> Tensor:
+            drawn = torch.randn(shape, device=device, generator=generator)
+            return drawn.to(torch.bfloat16)
+
+        self.offs = torch.tensor([0, *ends], dtype=torch.int32, device=device)
+        self.x, self.dy = randn(T, K).requires_grad_(), randn(T, N)
+        self.w = (randn(G, N, K) * K**-0.5).requires_grad_()
+        with torch.no_grad():
+            self.dual = aiter_mx.quantize_dual_batched(self.w)
+            self.dy_rows = aiter_mx.quantize(self.dy)
+            self.x_columns, self.dy_columns = (
+                aiter_mx.quantize_grouped(each, self.offs, -2) for each in (self.x, self.dy)
+            )
+            self.x_of_mx, self.dy_of_mx = (
+                dequantized(*aiter_mx.quantize(each)) for each in (self.x, self.dy)
+            )
+            self.w_of_mx = dequantized(*self.dual[:2])
+        self.main_grad = torch.zeros(self.w.shape, device=device)
+
+
+def calls_of(data: Operands) -> dict[str, Call]:
+    """What is compared, by product and by who computes it: ``dgrad``, ``dgrad_bf16``, ..."""
+    offs, ends = data.offs, data.offs[1:]
+    grad, x = data.dy_columns, data.x_columns
+    of_wgrad = (grad.rows, grad.row_scales, x.rows, x.row_scales, x.group_offs, offs)
+
+    def step(quantized_w: Dual | None = None) -> Tensor:
+        data.x.grad = data.w.grad = None
+        y = aiter_mx.grouped_linear(data.x, data.w, offs, quantized_w=quantized_w)
+        y.backward(data.dy)
+        return y.detach()
+
+    def step_bf16(x: Tensor, w: Tensor, dy: Tensor) -> Tensor:
+        y = torch._grouped_mm(x, w.mT, offs=ends)
+        torch._grouped_mm(dy, w, offs=ends)
+        torch._grouped_mm(dy.T, x, offs=ends)
+        return y
+
+    drawn = (data.x.detach(), data.w.detach(), data.dy)
+    of_mx = (data.x_of_mx, data.w_of_mx, data.dy_of_mx)
+    return {
+        "dgrad": lambda: aiter_mx.grouped_gemm_dgrad(
+            *data.dy_rows, data.dual.columns, data.dual.column_scales, offs
+        ),
+        "dgrad_bf16": lambda: torch._grouped_mm(data.dy, drawn[1], offs=ends),
+        "dgrad_bf16_of_mx": lambda: torch._grouped_mm(data.dy_of_mx, data.w_of_mx, offs=ends),
+        "wgrad": lambda: aiter_mx.grouped_gemm_wgrad(*of_wgrad),
+        "wgrad_bf16": lambda: torch._grouped_mm(data.dy.T, drawn[0], offs=ends),
+        "wgrad_bf16_of_mx": lambda: torch._grouped_mm(data.dy_of_mx.T, data.x_of_mx, offs=ends),
+        "main_grad": lambda: aiter_mx.grouped_gemm_wgrad(
+            *of_wgrad, data.main_grad, torch.float32, accumulate=True
+        ),
+        "step": step,
+        "step_reused": partial(step, data.dual),
+        "step_bf16": partial(step_bf16, *drawn),
+        "step_bf16_of_mx": partial(step_bf16, *of_mx),
+    }
+
+
+def most_bytes(call: Call) -> int:
+    """What a call allocates at most, beyond what is there before."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def measure(
+    shape: tuple[int, int, int, int], mode: str, settle_ms: float = SETTLE_MS
+) -> dict[str, object]:
+    """One row of the table."""
+    groups, rows, N, K = shape
+    ends = group_ends(mode, groups, rows)
+    copies = copies_to_stay_cold(groups * (rows * (N + K) + N * K))
+    compared = [calls_of(Operands(ends, N, K, DEVICE, seed)) for seed in range(copies)]
+    graphs = {name: GraphedCalls([each[name] for each in compared]) for name in compared[0]}
+    us = settled_us(graphs, settle_ms)
+    flops = 2 * groups * rows * N * K
+    row: dict[str, object] = {"G": groups, "mode": mode, "M": groups * rows, "N": N, "K": K}
+    row |= {f"{name}_us": value for name, value in us.items()}
+    row["floor_us"] = flops / PEAK_TFLOPS / 1e6
+    for name in ("dgrad", "wgrad", "step"):
+        row[f"{name}_tflops"] = (3 if name == "step" else 1) * flops / us[name] / 1e6
+        for peer in ("bf16", "bf16_of_mx"):
+            row[f"{name}_over_{peer}"] = us[f"{name}_{peer}"] / us[name]
+    row["reused_over_bf16"] = us["step_bf16"] / us["step_reused"]
+    for name in ("step", "step_bf16"):
+        row[f"{name}_mib"] = most_bytes(compared[0][name]) / 2**20
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--save", action="store_true", help="write docs/measured/<gpu>/training.csv"
+    )
+    parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, s)) for s in SHAPES])
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--settle", type=float, default=SETTLE_MS, metavar="MS")
+    arguments = parser.parse_args()
+    refuse_no_gpu()
+    rows = []
+    for text in arguments.shapes:
+        groups, rows_each, N, K = map(int, text.split("x"))
+        for mode in arguments.modes:
+            rows.append(measure((groups, rows_each, N, K), mode, arguments.settle))
+            print(rows[-1], flush=True)
+            torch.cuda.empty_cache()
+    report("Training", rows, "training" if arguments.save else None)
+
+
+if __name__ == "__main__":
+    main()

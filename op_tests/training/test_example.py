@@ -1,0 +1,48 @@
+"""The example that trains: it learns as bf16 does, and its judge sees a tail that is left out."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+FILE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "train_moe.py"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = spec_from_file_location("train_moe", FILE)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_learns_as_bf16_does_and_repeats(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = example.Size(32, 1, 2, 4, 2, 16, 4)
+    rows = example.train(0, 31, size, CPU)
+    first, last = rows[0], rows[-1]
+    assert last["mx"] < first["mx"] - 1.0
+    for row in rows:
+        assert abs(row["mx"] - row["bf16"]) <= 0.05 * row["bf16"]
+        assert row["least_cosine"] >= 0.97
+    printed = capsys.readouterr().out
+    assert "'grouped_gemm': 4" in printed and "'grouped_gemm_wgrad': 2" in printed
+    assert example.train(0, 11, size, CPU, say=False) == rows[:2]
+
+
+def test_a_tail_that_is_left_out_shows_in_the_cosine(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(example.autograd, "grouped_gemm_wgrad", example.autograd.grouped_gemm_wgrad)
+    example.without_the_tail()
+    rows = example.train(0, 1, example.Size(32, 1, 2, 4, 2, 16, 8), CPU, say=False)
+    assert rows[0]["least_cosine"] <= 0.95
