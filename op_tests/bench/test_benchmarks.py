@@ -14,7 +14,9 @@ from op_tests.bench import pictures, training
 from op_tests.bench.common import MEASURED
 
 
-@pytest.mark.parametrize("name", ["grouped", "host", "linear", "moe", "quantize", "training"])
+@pytest.mark.parametrize(
+    "name", ["grouped", "host", "linear", "moe", "quantize", "rmsnorm", "training"]
+)
 def test_without_a_gpu_a_benchmark_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [name])

@@ -116,7 +116,7 @@ def test_grouped_gemm_is_the_moe_gemm_or_none() -> None:
 def test_grouped_gemm_names_bad_arguments_as_aiter_does(simulated: bool) -> None:
     case, _ = grouped_case()
     wrong: list[tuple[str, Any, type[Exception], str]] = [
-        ("w", case["w"].view(torch.uint8), TypeError, "w must be torch.float8_e4m3fn, got torch.u"),
+        ("w", case["w"].view(torch.int8), TypeError, "w must be torch.float8_e4m3fn, got torch.i"),
         ("w", case["w"][0], ValueError, r"w must be \[E, N, 64\], got \[32, 64\]"),
         ("w_scale", case["w_scale"][:1], ValueError, r"w_scale must be \[2, 32, 2\], got \[1, 32"),
         ("a_scale", None, TypeError, "a_scale must be a tensor, got NoneType"),
