@@ -77,6 +77,27 @@ def tried(subject: Subject, place: str) -> Iterator[tuple[KernelSpec, torch.devi
         yield subject.kernel("cpu"), torch.device("cpu")
 
 
+@dataclass(frozen=True)
+class Bench:
+    """A subject where it is tried; a suite's own class says how it is launched and judged."""
+
+    subject: Any
+    kernel: KernelSpec
+    device: torch.device
+
+
+def bench_of(kind: type[Bench]) -> Any:
+    """The fixture ``bench`` of a suite, for the subjects and places that ``each`` names."""
+
+    @pytest.fixture(name="bench")
+    def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+        subject, place = request.param
+        with tried(subject, place) as (kernel, device):
+            yield kind(subject, kernel, device)
+
+    return bench
+
+
 def trial(subject: Subject, place: str, *more: Any) -> Any:
     """A subject in a place, with more values, as a test's parameters."""
     marks = [pytest.mark.gpu] if place == "gpu" else []

@@ -11,7 +11,7 @@ from aiter_mx.fallbacks import moe_align_torch
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.launch import Tensors
 from aiter_mx.numerics import BLOCK, DTYPES, INDICES
-from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload
+from aiter_mx.workloads.workload import Judge, Operands, Workload, judge_bytes
 
 _RESULTS = (5, 6, 7, 8, 9, 10)
 _TOKENS = 3  # position of how many tokens count
@@ -68,16 +68,7 @@ def _read_bytes(problem: MoeAlignProblem, operands: Operands | None) -> float:
 def _judge(problem: MoeAlignProblem, tensors: Tensors) -> Judge:
     expected = _results(problem, tensors[0].device)
     moe_align_torch.run(problem, (*tensors[:5], *expected), {})
-
-    def verdict(got: Tensors) -> Verdict:
-        wrong = sum(
-            int((got[at].view(torch.uint8) != want.view(torch.uint8)).sum())
-            for at, want in zip(_RESULTS, expected, strict=True)
-            if want is not None
-        )
-        return Verdict(rel_err=float(wrong), worst=2.0 if wrong else 0.0)
-
-    return verdict
+    return judge_bytes(expected, 5)
 
 
 def _sample(problem: MoeAlignProblem, share: float) -> MoeAlignProblem:

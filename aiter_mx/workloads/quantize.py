@@ -12,7 +12,7 @@ from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.launch import Tensors
 from aiter_mx.layouts import padded_shape
 from aiter_mx.numerics import BLOCK, DTYPES, FORMATS
-from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload
+from aiter_mx.workloads.workload import Judge, Operands, Workload, judge_bytes
 
 _OFFSETS = {"int32": torch.int32, "int64": torch.int64}
 _RESULTS = (2, 3, 4, 5, 6)
@@ -60,16 +60,7 @@ def _read_bytes(problem: QuantizeProblem, operands: Operands | None) -> float:
 def _judge(problem: QuantizeProblem, tensors: Tensors) -> Judge:
     expected = list(_results(problem, tensors[0].device))
     quantize_torch.run(problem, (*tensors[:2], *expected), {})
-
-    def verdict(got: Tensors) -> Verdict:
-        wrong = sum(
-            int((one.view(torch.uint8) != want.view(torch.uint8)).sum())
-            for one, want in zip(got[2:], expected, strict=True)
-            if want is not None
-        )
-        return Verdict(rel_err=float(wrong), worst=2.0 if wrong else 0.0)
-
-    return verdict
+    return judge_bytes(expected, 2)
 
 
 def _sample(problem: QuantizeProblem, share: float) -> QuantizeProblem:

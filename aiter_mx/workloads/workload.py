@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -186,3 +186,18 @@ def compare(
     # An element whose whole row is zero must be zero, which a division would make NaN.
     worst = float((error / allowed.clamp_(min=2.0**-140)).max()) if error.numel() else 0.0
     return Verdict(rel_err, worst)
+
+
+def judge_bytes(expected: Sequence[torch.Tensor | None], first: int) -> Judge:
+    """A judge of results that must be these to the last bit, from position ``first`` on."""
+    import torch
+
+    def judge(tensors: Tensors) -> Verdict:
+        wrong = sum(
+            int((got.view(torch.uint8) != want.view(torch.uint8)).sum())
+            for got, want in zip(tensors[first:], expected, strict=True)
+            if want is not None
+        )
+        return Verdict(rel_err=float(wrong), worst=2.0 if wrong else 0.0)
+
+    return judge

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
-from aiter_mx.kernels.spec import KernelSpec
-from op_tests.conformance import DTYPES, each, every_order, in_order, tried
+from op_tests import conformance
+from op_tests.conformance import DTYPES, bench_of, each, every_order, in_order
 from op_tests.grouped.cases import (
     Case,
     Groups,
@@ -31,13 +31,10 @@ from op_tests.mx_reference import random_mx, random_mx_groups
 from op_tests.operands import NANS, SPREADS, nan_scale_of_zeros, zero_blocks
 
 
-@dataclass(frozen=True)
-class Bench:
+class Bench(conformance.Bench):
     """A subject where it is tried."""
 
     subject: Subject
-    kernel: KernelSpec
-    device: torch.device
 
     def draw(
         self, case: Case, seed: int, exponents: tuple[int, int] = (-6, 6), **nans: float
@@ -75,11 +72,7 @@ class Bench:
         return out
 
 
-@pytest.fixture
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    subject, place = request.param
-    with tried(subject, place) as (kernel, device):
-        yield Bench(subject, kernel, device)
+bench = bench_of(Bench)
 
 
 @each(SUBJECTS, group=lambda subject: range(len(subject.groups)))

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.spec import KernelSpec
-from op_tests.conformance import DTYPES, each, every_order, in_order, tried
+from op_tests import conformance
+from op_tests.conformance import DTYPES, bench_of, each, every_order, in_order
 from op_tests.launches import Out, assert_repeats_on_two_streams, bound, same_bytes
 from op_tests.linear.launches import (
     chain_of_layers,
@@ -45,13 +44,10 @@ from op_tests.operands import NANS, SPREADS
 MOST_ROWS_OF_W = 300  # where scales are out of the ordinary, as they may be in any row
 
 
-@dataclass(frozen=True)
-class Bench:
+class Bench(conformance.Bench):
     """A subject where it is tried."""
 
     subject: Subject
-    kernel: KernelSpec
-    device: torch.device
 
     def launch(
         self, case: Case, drawn: Operands, bias: torch.Tensor | None = None, dtype: str = ""
@@ -79,11 +75,7 @@ class Bench:
             yield case, operands(case.M, N, case.K, seed, **options)
 
 
-@pytest.fixture
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    subject, place = request.param
-    with tried(subject, place) as (kernel, device):
-        yield Bench(subject, kernel, device)
+bench = bench_of(Bench)
 
 
 @each(SUBJECTS, group=lambda subject: range(len(subject.groups)))

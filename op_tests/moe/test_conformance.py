@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
-from aiter_mx.kernels.spec import KernelSpec
 from aiter_mx.timing import random_mx as random_mx_there
-from op_tests.conformance import DTYPES, each, every_order, in_order, tried
+from op_tests import conformance
+from op_tests.conformance import DTYPES, bench_of, each, every_order, in_order
 from op_tests.launches import (
     Out,
     assert_repeats_on_two_streams,
@@ -52,13 +52,10 @@ def outs(problem: MoeGemmProblem) -> tuple[Out, Out | None]:
     return Out((problem.routed, 32 * blocks), E4M3), Out((problem.routed, blocks), torch.uint8)
 
 
-@dataclass(frozen=True)
-class Bench:
+class Bench(conformance.Bench):
     """A subject where it is tried."""
 
     subject: Subject
-    kernel: KernelSpec
-    device: torch.device
 
     def draw(self, case: Case, seed: int, dtype: str = "", **options: Any) -> Drawn:
         dtype = dtype or case.dtype or self.subject.dtypes[0]
@@ -97,11 +94,7 @@ class Bench:
         return results
 
 
-@pytest.fixture
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    subject, place = request.param
-    with tried(subject, place) as (kernel, device):
-        yield Bench(subject, kernel, device)
+bench = bench_of(Bench)
 
 
 @each(SUBJECTS, group=lambda subject: range(len(subject.groups)))

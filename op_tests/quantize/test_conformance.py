@@ -6,16 +6,14 @@ The reference is ``quantize_torch``, which test_quantize.py holds against plain 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.quantize import QuantizeProblem
-from aiter_mx.kernels.spec import Config, KernelSpec
-from op_tests.conformance import DTYPES, each, every_order, tried
+from aiter_mx.kernels.spec import Config
+from op_tests import conformance
+from op_tests.conformance import DTYPES, bench_of, each, every_order
 from op_tests.launches import bound, same_bytes
 from op_tests.quantize.cases import (
     OFFSETS,
@@ -28,13 +26,10 @@ from op_tests.quantize.cases import (
 from op_tests.quantize.subjects import SUBJECTS, Subject
 
 
-@dataclass(frozen=True)
-class Bench:
+class Bench(conformance.Bench):
     """A subject where it is tried."""
 
     subject: Subject
-    kernel: KernelSpec
-    device: torch.device
 
     def check(
         self,
@@ -57,11 +52,7 @@ class Bench:
         assert_as_reference(self.kernel, problem, x, offsets, self.device)
 
 
-@pytest.fixture
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    subject, place = request.param
-    with tried(subject, place) as (kernel, device):
-        yield Bench(subject, kernel, device)
+bench = bench_of(Bench)
 
 
 @each(SUBJECTS, variant=lambda subject: range(len(subject.variants)))
