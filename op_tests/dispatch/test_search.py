@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from aiter_mx.kernels.linear.grouped import TILES_GFX950
+from aiter_mx.kernels.linear.problem import rows_tuned_for
 from aiter_mx.kernels.registry import kernels_of, ops, problem_type
 from aiter_mx.kernels.search import Costed, Least, Search, without_waste
 from aiter_mx.kernels.spec import KernelSpec, Param, Problem, combinations
@@ -49,6 +51,12 @@ def test_the_choice_is_the_first_of_all_candidates(kernel: KernelSpec, arch: str
         candidates = kernel.candidates(target, problem)
         if kernel.op == "quantize" or (kernel.name, arch) == ("gemv", "gfx950"):
             assert kernel.configure(target, problem) in candidates  # it is a rule of its own
+        elif (kernel.op, kernel.name, arch) == ("linear", "mfma", "gfx950"):
+            tuned_for = replace(problem, M=rows_tuned_for(problem.M))
+            assert kernel.configure(target, problem) == kernel.candidates(target, tuned_for)[0]
+        elif (kernel.op, kernel.name, arch) == ("linear", "persistent", "gfx950"):
+            few = [c for c in candidates if (c["tile_m"], c["tile_n"]) in TILES_GFX950]
+            assert kernel.configure(target, problem) == few[0]
         else:
             assert kernel.configure(target, problem) == candidates[0], problem
 

@@ -32,6 +32,7 @@ from aiter_mx.target import Target
 
 MAX_M = 16
 _MOST = {"gfx950": {"K": 1 << 27, "N": 1 << 31}}  # offsets within 16 rows of x are below 2^31
+_MOST_OWN_ROWS = 2  # on gfx950, without a table
 _PIECE_BYTES = 16  # what a lane reads of one row of w in one step
 _WAVES = (1, 2, 3, 4, 6, 8, 12)
 _MOST_WIDE_ROWS = 8  # of x, of all steps that are under way, before they are quantised
@@ -95,16 +96,9 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
         gemv_us = 2.4 + (1.7 + 0.75 * problem.M) * 1e-7 * weights - saved_us / (2 * problem.M)
         mma_us = 3.4 + 2.57e-7 * weights - saved_us
         return "mma_ring is faster here by its fitted times" if mma_us < gemv_us else None
-    if target.arch != "gfx950" or problem.M > MAX_M:
-        return None
-    rows = _configure(target, problem)["rows"]
-    rows_of_busiest = -(-problem.N // (rows * target.cu_num)) * rows
-    pairs = problem.K / (2 * target.wave_size)  # of k, of a row, for all lanes
-    vector_cycles = rows_of_busiest * pairs * (3.3 + 2.3 * problem.M)
-    memory_cycles = problem.N * problem.K * 33 / 32 / (13 * target.cu_num)
-    if vector_cycles <= max(memory_cycles, 2400):
-        return None
-    return f"at M={problem.M} gemv is limited by arithmetic"
+    if target.arch == "gfx950" and problem.M > _MOST_OWN_ROWS:
+        return f"mfma is as fast from M={_MOST_OWN_ROWS + 1}, with one code object for several M"
+    return None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTE
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
 from aiter_mx.kernels.linear.mfma_gfx950 import MAX_M as MFMA_MAX_M
 from aiter_mx.kernels.linear.problem import LinearProblem
-from aiter_mx.kernels.spec import KernelSpec, Module
+from aiter_mx.kernels.spec import Config, KernelSpec, Module
 from aiter_mx.target import Target
 
 T = TypeVar("T")
@@ -67,4 +67,20 @@ def as_linear(spec: KernelSpec) -> KernelSpec:
     )
 
 
-GROUPED = (as_linear(PERSISTENT_GFX950), as_linear(PERSISTENT_SM90))
+TILES_GFX950 = ((32, 128), (64, 256), (128, 256), (256, 256))
+"""One for each number of rows: a w has at most so many code objects, and the model of time has the
+other widths faster by 1 % at most, or slower."""
+
+
+def _of_few_tiles(target: Target, problem: GroupedGemmProblem) -> Config:
+    return next(
+        config
+        for config in PERSISTENT_GFX950.candidates(target, problem)
+        if (config["tile_m"], config["tile_n"]) in TILES_GFX950
+    )
+
+
+GROUPED = (
+    as_linear(replace(PERSISTENT_GFX950, configure=_of_few_tiles)),
+    as_linear(PERSISTENT_SM90),
+)

@@ -91,6 +91,12 @@ def matrix_scalars(problem: LinearProblem) -> tuple[int, ...]:
     return (problem.M, problem.N, problem.K, DTYPE_CODES[problem.bias])
 
 
+def rows_tuned_for(M: int) -> int:
+    """The next power of two: what is chosen for so many rows serves fewer of them too, so that few
+    code objects serve all numbers of rows."""
+    return 1 << (M - 1).bit_length()
+
+
 KEY = ("M", "N", "K", "out_dtype", "x_dtype", "pdl")
 
 
@@ -106,7 +112,7 @@ def stand_ins(key: Key) -> tuple[Key, ...]:
         for x_dtype in dict.fromkeys(x_dtypes)
         for pdl in ((True, False) if own_pdl else (False,))
         for out_dtype in dict.fromkeys((own_out, "bf16"))
-        for M in dict.fromkeys((own_M, 1 << (own_M - 1).bit_length()))
+        for M in dict.fromkeys((own_M, rows_tuned_for(own_M)))
     )
 
 

@@ -1,0 +1,56 @@
+"""How many code objects all numbers of rows take for one weight: a server meets any of them."""
+
+from __future__ import annotations
+
+import csv
+import random
+import time
+from collections.abc import Iterable
+
+import pytest
+
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.jit.build import BuildRequest
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.paths import configs_dir
+from aiter_mx.plan import build_requests
+from aiter_mx.target import hardware
+
+# On Hopper the tiles of wgmma_bf16 and the octets of wgmma_fp8 are code objects of their own.
+MOST = {"gfx950": 12, "sm_90a": 24}
+EDGES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
+ROWS = (*range(1, 321), *(M + d for M in EDGES for d in (-1, 0, 1)))
+
+
+def shapes(arch: str) -> list[tuple[int, int]]:
+    """(N, K) of two dozen weights of the table, and of ten that it does not have."""
+    rng = random.Random(22)
+    with (configs_dir() / arch / "linear.csv").open(newline="") as file:
+        tuned = sorted({(int(row["N"]), int(row["K"])) for row in csv.DictReader(file)})
+    drawn = [(rng.randrange(96, 20_000), 32 * rng.randrange(40, 512)) for _ in range(10)]
+    return rng.sample(tuned, 24) + drawn
+
+
+def builds(arch: str, problems: Iterable[LinearProblem]) -> set[BuildRequest]:
+    """What the linear itself is built of: what quantises x is every linear's, and built once."""
+    target, listed = hardware(arch), list(problems)
+    routes = [route("linear", target, problem) for problem in listed]
+    requests = build_requests(target, listed, routes)
+    return {request for request in requests if not request.source.startswith("quantize/")}
+
+
+@pytest.mark.parametrize("x_dtype", ["e4m3", "bf16"])
+@pytest.mark.parametrize("arch", MOST)
+def test_few_code_objects_serve_all_numbers_of_rows(arch: str, x_dtype: str) -> None:
+    counts = {
+        (N, K): len(builds(arch, (LinearProblem(M, N, K, x_dtype=x_dtype) for M in ROWS)))
+        for N, K in shapes(arch)
+    }
+    assert {shape: count for shape, count in counts.items() if count > MOST[arch]} == {}
+
+
+def test_all_rows_to_32768_are_routed_in_seconds() -> None:
+    begin = time.process_time()
+    found = builds("gfx950", (LinearProblem(M, 2304, 6144) for M in range(1, 32_769)))
+    assert len(found) <= MOST["gfx950"]
+    assert time.process_time() - begin < 20  # 2 on a core that nobody shares
