@@ -28,6 +28,17 @@ def test_a_linear_takes_over_another_ones_parameters_and_state() -> None:
     assert "in_features=64, out_features=32, bias=True" in repr(other)
 
 
+def test_master_weights_may_have_more_bits_than_activations() -> None:
+    layer = MxLinear(64, 32)
+    x = torch.randn(40, 64, dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert (y.dtype, x.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
+    exact = x.detach().float().sum(0).expand(32, -1)
+    assert (layer.weight.grad - exact).norm() <= 0.1 * exact.norm()
+
+
 def test_a_quantised_weight_is_reused_until_the_weight_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,0 +1,111 @@
+"""Training on a GPU: gradients against float64, graphs of both passes, no synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+import aiter_mx
+from aiter_mx.nn import MxExperts
+from op_tests.mx_reference import assert_close_to_reference
+from op_tests.training.cases import check, draw_case
+
+pytestmark = pytest.mark.gpu
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Torch raises where a call waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_of_weights_match_float64_and_repeat(dtype: torch.dtype) -> None:
+    case = draw_case(352, 288, (1, 0, 33, 1000, 127, 256), room=128)
+    operands = [each.cuda() for each in case.operands]
+    out = aiter_mx.grouped_gemm_wgrad(*operands, out_dtype=dtype)
+    check(out.cpu(), case)
+    for _ in range(100):
+        assert torch.equal(aiter_mx.grouped_gemm_wgrad(*operands, out_dtype=dtype), out)
+    old = torch.randn(case.shape).to(dtype)
+    main = old.cuda()
+    aiter_mx.grouped_gemm_wgrad(*operands, main, dtype, accumulate=True)
+    check(main.cpu(), case, old)
+    other = case.with_other_padding(0x7E, 187)
+    again = aiter_mx.grouped_gemm_wgrad(*(t.cuda() for t in other.operands), out_dtype=dtype)
+    assert torch.equal(again, out)
+
+
+def test_gradients_of_rows_match_float64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    w, dy = torch.randn(3, 288, 352, generator=generator), torch.randn(500, 288)
+    offs = torch.tensor([0, 130, 130, 500])
+    dual, rows = aiter_mx.quantize_dual_batched(w), aiter_mx.quantize(dy)
+    operands = (*rows, dual.columns, dual.column_scales, offs)
+    out = aiter_mx.grouped_gemm_dgrad(*(each.cuda() for each in operands)).cpu()
+    for g, part in ((0, slice(0, 130)), (2, slice(130, 500))):
+        of_group = (dual.columns[g], dual.column_scales[g])
+        assert_close_to_reference(out[part], rows[0][part], rows[1][part], *of_group)
+
+
+def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+    drawn = (torch.randn(shape, device="cuda") / shape[-1] ** 0.5 for shape in shapes)
+    return [each.bfloat16().requires_grad_() for each in drawn]
+
+
+@pytest.mark.parametrize("groups", [False, True], ids=["linear", "grouped"])
+def test_a_graph_of_both_passes_follows_its_inputs(groups: bool) -> None:
+    x, w = leaves((300, 352), (3, 288, 352) if groups else (288, 352))
+    offs = torch.arange(4, device="cuda") * 100
+    dy = torch.randn(300, 288, device="cuda").bfloat16()
+
+    def step() -> Tensor:
+        x.grad = w.grad = None
+        forward = aiter_mx.grouped_linear if groups else aiter_mx.linear_autograd
+        y = forward(x, w, *([offs] if groups else []))
+        y.backward(dy)
+        return y.detach()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    in_graph = (captured, x.grad, w.grad)
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        offs[1:3] += 37
+    graph.replay()
+    replayed = [each.clone() for each in in_graph if each is not None]
+    with no_synchronisation():
+        expected = (step(), x.grad, w.grad)
+    for found, right in zip(replayed, expected, strict=True):
+        assert right is not None and torch.equal(found, right)
+
+
+def test_experts_train_without_waiting_and_repeat() -> None:
+    layer = MxExperts(8, 256, 352, device="cuda", dtype=torch.bfloat16)
+    ids = torch.randint(0, 8, (500, 2), device="cuda")
+    results = []
+    for attempt in range(3):
+        x = torch.linspace(-1, 1, 500 * 256, device="cuda").view(500, 256)
+        x = x.bfloat16().requires_grad_()
+        weights = torch.full((500, 2), 0.5, device="cuda", requires_grad=True)
+        layer.zero_grad()
+        with no_synchronisation() if attempt else nullcontext():
+            layer(x, ids, weights).sum().backward()
+        results.append([x.grad, weights.grad, *(p.grad.clone() for p in layer.parameters())])
+    torch.cuda.synchronize()
+    for again in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(again, results[0], strict=True))
