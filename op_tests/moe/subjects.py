@@ -160,8 +160,8 @@ MMA_RING = Subject(
     "mma_ring",
     ("sm_90a",),
     alone([*_MMA_RING, Case(30, 640, 1024, 8, 4, 16)]),
-    few=_MMA_RING,
-    activated=_activated(_MMA_RING * 2),
+    few=_MMA_RING[:6],
+    activated=_activated(_MMA_RING),
     tokens=Case(0, 96, 256, 8, 2, 16),
     sized=True,
     fitted=lambda problem, config: (
@@ -199,8 +199,8 @@ WGMMA_F16 = Subject(
     "wgmma_f16",
     ("sm_90a",),
     alone([*_WGMMA_F16, Case(30, 640, 1024, 8, 4, 16)]),
-    few=_WGMMA_F16,
-    activated=_activated(_WGMMA_F16 * 2),
+    few=[_WGMMA_F16[at] for at in (2, 8, 9, 10, 17, 19)],  # each kind of tile, the smallest
+    activated=_activated(_WGMMA_F16),
     tokens=Case(0, 200, 384, 3, 2, 16),
     sized=True,
 )
@@ -219,8 +219,8 @@ WGMMA_FP8 = Subject(
     "wgmma_fp8",
     ("sm_90a",),
     alone([*_WGMMA_FP8, Case(30, 640, 1024, 8, 4, 16)]),
-    few=_WGMMA_FP8,
-    activated=_activated(_WGMMA_FP8 * 2),
+    few=[_WGMMA_FP8[at] for at in (0, 3, 4)],
+    activated=_activated(_WGMMA_FP8),
     tokens=Case(0, 200, 512, 3, 2, 16),
     dtypes=("bf16",),
     accumulation_error=wgmma_fp8.ACCUMULATION_ERROR,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,6 +43,7 @@ from op_tests.mx_reference import random_mx
 from op_tests.operands import NANS, SPREADS, nan_scale_of_zeros, zero_blocks
 
 E4M3 = torch.float8_e4m3fn
+NEAR = ((-6, 6), (-6, 6))
 
 
 def outs(problem: MoeGemmProblem) -> tuple[Out, Out | None]:
@@ -59,13 +61,15 @@ class Bench(conformance.Bench):
 
     def draw(self, case: Case, seed: int, dtype: str = "", **options: Any) -> Drawn:
         dtype = dtype or case.dtype or self.subject.dtypes[0]
+        case = case._replace(bias=options.pop("bias", case.bias))
         error = self.subject.accumulation_error
         return draw_layer(case, seed, dtype, accumulation_error=error, **options)
 
-    def few(self, **options: Any) -> Iterator[tuple[Case, Drawn]]:
-        """Cases for draws of many kinds, in the result that shows most errors."""
-        for seed, case in enumerate(self.subject.few):
-            case = case._replace(dtype=None)
+    def few(self, every: bool = False, **options: Any) -> Iterator[tuple[Case, Drawn]]:
+        """Cases for draws of many kinds, or every one, in the result that shows most errors."""
+        few = [case._replace(dtype=None) for case in self.subject.few]
+        cases = itertools.chain.from_iterable(self.subject.groups) if every else few
+        for seed, case in enumerate(cases):
             yield case, self.draw(case, seed, **options)
 
     def few_activated(self, **options: Any) -> Iterator[tuple[Case, Drawn]]:
@@ -104,10 +108,8 @@ def test_any_shape_routing_and_configuration_match_float64(
     draw, on_gpu = random.Random(group), bench.device.type == "cuda"
     for seed, case in enumerate(bench.subject.groups[group]):
         in_order(monkeypatch, draw, seed)
-        # The kernel has every pair of these; one launch takes little time on a GPU.
-        for ids in ("vllm", "aiter") if on_gpu else (None,):
-            for dtype in dict.fromkeys(("", "bf16")) if on_gpu else ("",):
-                bench.assert_right(case, bench.draw(case, 100 * group + seed, dtype, ids=ids))
+        for ids, dtype in (("vllm", "bf16"), ("aiter", "")) if on_gpu else ((None, ""),):
+            bench.assert_right(case, bench.draw(case, 100 * group + seed, dtype, ids=ids))
 
 
 @each(SUBJECTS)
@@ -140,16 +142,15 @@ def test_results_and_biases_of_every_dtype_match_float64(bench: Bench, dtype: st
 
 @each(SUBJECTS, spread_of=SPREADS)
 def test_scales_over_their_whole_range_are_exact(bench: Bench, spread_of: str) -> None:
-    exponents = SPREADS[spread_of]
-    for seed, case in enumerate(bench.subject.few):
-        case = case._replace(bias="none", dtype=None)
-        bench.assert_right(case, bench.draw(case, seed, exponents=exponents, weighted=False))
+    options = {"exponents": SPREADS[spread_of], "weighted": False, "bias": "none"}
+    for case, drawn in bench.few(every=spread_of == "any", **options):
+        bench.assert_right(case, drawn)
 
 
 @each(SUBJECTS)
 def test_zeros_of_any_scale_add_nothing(bench: Bench) -> None:
     generator = torch.Generator().manual_seed(8)
-    for case, drawn in bench.few(exponents=((-6, 6), (-6, 6))):
+    for case, drawn in bench.few(exponents=NEAR):
         zero_blocks(drawn.layer.xq, drawn.layer.xs, generator)
         zero_blocks(drawn.layer.wq, drawn.layer.ws, generator)
         bench.assert_right(case, drawn)
@@ -161,7 +162,8 @@ def test_nan_reaches_its_outputs_alone(
 ) -> None:
     monkeypatch.setenv("AITER_MX_SIM_FINITE_SCALES", "1")
     shares = []
-    for case, drawn in [*bench.few(**NANS[nans]), *bench.few_activated(**NANS[nans])]:
+    plain = bench.few(every=len(NANS[nans]) > 1, **NANS[nans])
+    for case, drawn in itertools.chain(plain, bench.few_activated(**NANS[nans])):
         for result in bench.assert_right(case, drawn):
             nan = result == 255 if result.dtype == torch.uint8 else result.float().isnan()
             shares.append(nan.float().mean())
@@ -170,7 +172,7 @@ def test_nan_reaches_its_outputs_alone(
 
 @each(SUBJECTS)
 def test_a_nan_scale_counts_even_where_the_payload_is_zero(bench: Bench) -> None:
-    for case, drawn in bench.few(exponents=((-6, 6), (-6, 6)), weighted=False):
+    for case, drawn in itertools.islice(bench.few(exponents=NEAR, weighted=False), 2):
         layer, blocks = drawn.layer, case.K // 32
         for block in range(0, blocks, 1 + blocks // 8):
             xq, wq = (t.view(torch.uint8).clone().view(E4M3) for t in (layer.xq, layer.wq))
@@ -219,15 +221,13 @@ def test_results_are_bitwise_the_same_whatever_the_order_of_waves(
 def test_results_are_bitwise_equal_over_launches_on_two_streams(
     bench: Bench, is_activated: bool
 ) -> None:
-    case = Case(40, 512, 1024, 8, 4, 32)
-    calls = []
-    for seed in range(2):
-        drawn = bench.draw(case._replace(bias="bf16", a_div=1), seed, ids="vllm", weighted=False)
-        drawn = activated(drawn, "silu", "halves") if is_activated else drawn
-        problem = replace(drawn.problem, max_blocks=-1)
-        here = [None if t is None else t.cuda() for t in drawn.tensors]
-        calls.append([*here, *outs(problem)])
-    assert_repeats_on_two_streams(bound(bench.kernel, bench.device, problem), calls)
+    case = Case(40, 512, 1024, 8, 4, 32, bias="bf16")
+    drawn = bench.draw(case, 1, ids="vllm", weighted=False)
+    drawn = activated(drawn, "silu", "halves") if is_activated else drawn
+    xq, *others = [None if t is None else t.to(bench.device) for t in drawn.tensors]
+    assert xq is not None
+    calls = [[x, *others, *outs(drawn.problem)] for x in (xq, xq.view(torch.uint8).flip(0))]
+    assert_repeats_on_two_streams(bound(bench.kernel, bench.device, drawn.problem), calls)
 
 
 @each([subject for subject in SUBJECTS if subject.sized], "gpu")
