@@ -115,7 +115,7 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
             ones = promoted.ones_of(x), promoted.ones_of(w)
             _multiply(x, ones[0], w, ones[1], starts, ends, out)
 
-        scales = promoted.of_rows(scale, M), promoted.of_rows(weight_scale, weights.shape[1])
+        scales = promoted.of_rows(scale, M), promoted.of_rows(weight_scale, weights.shape[1], True)
         _refuse_other_d(d, (M, weights.shape[1]), payload)
         promoted.multiply(payload, scales[0], weights, scales[1], owner, d, partial)
     if ensure_zero_padding:
@@ -175,7 +175,7 @@ def m_grouped_fp8_fp4_gemm_nt_masked(
     group = torch.arange(G, device=payload.device).unsqueeze(1)
     row = torch.arange(M, device=payload.device)
     owner = torch.where(row < masked_m.unsqueeze(1), group, -1)
-    scales = promoted.of_rows(scale, M), promoted.of_rows(weight_scale, weights.shape[-2])
+    scales = promoted.of_rows(scale, M), promoted.of_rows(weight_scale, weights.shape[-2], True)
     promoted.multiply(payload, scales[0], weights, scales[1], owner, d, partial)
 
 
@@ -224,7 +224,7 @@ def fp8_fp4_gemm_nt(
             linear(x, ones[0], w[0], ones[1], out_dtype=out.dtype, out=out)
 
         owner = torch.zeros(M, dtype=torch.int64, device=payload.device)
-        scales = promoted.of_rows(scale, M), promoted.of_rows(weight_scale, N)
+        scales = promoted.of_rows(scale, M), promoted.of_rows(weight_scale, N, True)
         one_group = weights.unsqueeze(0), scales[1].unsqueeze(0)
         promoted.multiply(payload, scales[0], *one_group, owner, target, partial)
     if adds:

@@ -9,6 +9,7 @@ memory, and nothing is read on the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial as partial_of
 
 import torch
 from torch import Tensor
@@ -27,9 +28,12 @@ def ones_of(payload: Tensor) -> Tensor:
     return torch.full(shape, _ONE, dtype=torch.uint8, device=payload.device)
 
 
-def of_rows(scale: Tensor, rows: int) -> Tensor:
-    """Scales ``[..., rows, n]`` from those of each row, or of each 128 rows."""
-    if scale.shape[-2] == rows:
+def of_rows(scale: Tensor, rows: int, whole_tiles: bool = False) -> Tensor:
+    """Scales ``[..., rows, n]`` from those of each row, or of each 128 rows.
+
+    Where ``whole_tiles`` will do, the latter stay as they are if all are for 128 rows.
+    """
+    if scale.shape[-2] == rows or (whole_tiles and rows % COARSE == 0):
         return scale
     whole = scale.shape[-2] * COARSE
     return scale.repeat_interleave(COARSE, -2, output_size=whole)[..., :rows, :]
@@ -50,7 +54,8 @@ def multiply(
         a: payload ``[..., M, K]``.
         a_scale: fp32, one for each 128 k, ``[..., M, K / 128]`` rounded up; or bytes for each 32 k.
         b: payload ``[G, N, K]``.
-        b_scale: fp32 ``[G, N, K / 128]``; or bytes for each 32 k.
+        b_scale: fp32 ``[G, n, K / 128]``, n such that each is for as many rows of b; or bytes for
+            each 32 k.
         owner: each row's group, -1 for none, integers ``[..., M]``.
         d: ``[..., M, N]``.
         partial: see ``Partial``.
@@ -61,12 +66,14 @@ def multiply(
     length = min(of_a[1], of_b[1])
     total = torch.zeros(d.shape, dtype=torch.float32, device=d.device)
     product = torch.empty_like(total)
+    in_tiles = partial_of(Tensor.unflatten, dim=-1, sizes=(b_scale.shape[-2], -1))
     for first in range(0, K, length):
         x, w = (t[..., first : first + length].contiguous() for t in (a, b))
         partial(x, w, product)
         of_rows = of_a[0][..., first // of_a[1]].double().unsqueeze(-1)
         of_columns = of_b[0][..., first // of_b[1]].double()[groups]
-        total += product * (of_rows * of_columns).float()
+        factors = (of_rows * of_columns).float().unsqueeze(-1)
+        in_tiles(total).addcmul_(in_tiles(product), factors)
     d.copy_(torch.where(known, total.to(d.dtype), d))
 
 
