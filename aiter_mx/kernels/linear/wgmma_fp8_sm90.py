@@ -120,12 +120,15 @@ def _layout_of(
     at_once = most_clusters(target, split)
     for passes in _PASSES if many else _PASSES[:1]:
         share = -(-problem.N // (at_once * passes))
-        if share > _MOST_BOX_ROWS:
-            continue
         for x_first in (x_is_a, not x_is_a):
-            found = _laid_out(problem, split, row_groups, k_groups, x_first, passes, share)
-            if found is not None:
-                return found
+            if x_first:
+                fits = share <= min(_MOST_BOX_ROWS, _MOST_COLUMNS * row_groups)
+            else:
+                fits = -(-share // GROUP_ROWS) == row_groups
+            if fits:
+                found = _laid_out(problem, split, row_groups, k_groups, x_first, passes, share)
+                if found is not None:
+                    return found
     return None
 
 
@@ -143,10 +146,6 @@ def _laid_out(
     columns = rows_w // row_groups if x_is_a else rows_m
     groups = row_groups * k_groups
     if rows_w > _MOST_BOX_ROWS:
-        return None
-    if x_is_a and columns > _MOST_COLUMNS:
-        return None
-    if not x_is_a and -(-rows_w // GROUP_ROWS) != row_groups:
         return None
     # Sums, and products and scales of a block at least.
     if 3 * columns // 2 + 32 > _REGISTERS[groups - 1]:
