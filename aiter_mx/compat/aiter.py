@@ -29,6 +29,7 @@ from aiter_mx.ops.checks import (
 from aiter_mx.ops.linear import linear, problem_of
 from aiter_mx.ops.moe_align import moe_sort
 from aiter_mx.ops.moe_gemm import Options, compute, plan_of
+from aiter_mx.ops.quantize import quantize
 from aiter_mx.target import Target, target_of
 
 FP8 = torch.float8_e4m3fn
@@ -92,6 +93,33 @@ def moe_sorting(
         valid,
         buffer,
     )
+
+
+def mx_from_fnuz(payload: Tensor, scale: Tensor, mode: str = "rceil") -> tuple[Tensor, Tensor]:
+    """MX operands from those of older GPUs: e4m3fnuz under a float for each 128 elements of a row.
+
+    Their values are quantised anew, as neither the format nor the scales are MX's.
+
+    Args:
+        payload: float8_e4m3fnuz ``[..., K]``, K a multiple of 32.
+        scale: float32 ``[..., K / 128]``, rounded up.
+        mode: of the new scales, as ``aiter_mx.quantize`` has it.
+
+    Returns:
+        payload float8_e4m3fn ``[..., K]`` and scale uint8 ``[..., K // 32]``.
+
+    Raises:
+        TypeError, ValueError: as ``aiter_mx.quantize``; scales of another shape or dtype.
+    """
+    refuse_no_tensor(payload=payload, scale=scale)
+    if payload.dtype != torch.float8_e4m3fnuz or payload.ndim == 0:
+        raise TypeError(f"payload must be torch.float8_e4m3fnuz, got {payload.dtype}")
+    K = payload.shape[-1]
+    shape = (*payload.shape[:-1], -(-K // 128))
+    check_tensor("scale", scale, (torch.float32,), shape, payload.device)
+    each = scale.repeat_interleave(128, -1, output_size=shape[-1] * 128)[..., :K]
+    payload, found = quantize(payload.float() * each, mode=mode)
+    return payload, found
 
 
 def mxfp8_gemv(

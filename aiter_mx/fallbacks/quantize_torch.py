@@ -18,7 +18,7 @@ def run(problem: QuantizeProblem, tensors: Tensors, config: Config) -> None:
     M, N = problem.M, problem.N
     matrices = x.reshape(problem.matrices, M, N)
     if problem.groups:
-        matrices = _padded(matrices[0], offsets, padded_offsets, problem.out_rows)[None]
+        matrices = padded_rows(matrices[0], offsets, padded_offsets, problem.out_rows)[None]
     for payload, scales, along in (
         (rows, row_scales, matrices),
         (columns, column_scales, matrices.mT),
@@ -41,7 +41,7 @@ def _quantized(x: Tensor, problem: QuantizeProblem) -> tuple[Tensor, Tensor]:
     return pack_elements(elements.flatten(-2), payload_format), scales
 
 
-def _padded(x: Tensor, offsets: Tensor, padded_offsets: Tensor, out_rows: int) -> Tensor:
+def padded_rows(x: Tensor, offsets: Tensor, padded_offsets: Tensor, out_rows: int) -> Tensor:
     """``x`` with each group's rows followed by zeros; fills ``padded_offsets``."""
     begin = offsets.long().clamp(0, x.shape[0])
     size = (begin[1:] - begin[:-1]).clamp(min=0)
