@@ -19,15 +19,16 @@ from aiter_mx.kernels.linear import mfma_gfx950 as mfma
 from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
 from aiter_mx.kernels.spec import Config, KernelSpec, combinations
-from aiter_mx.launch import bind, build_request
+from aiter_mx.launch import build_request
 from aiter_mx.ops import linear as linear_module
 from aiter_mx.plan import bind_route
 from aiter_mx.target import hardware, target_of
-from op_tests.conformance import DTYPES
+from op_tests import launches
+from op_tests.conformance import DTYPES, SCHEDULES
+from op_tests.launches import Out
 from op_tests.mx_reference import assert_close_to_reference, random_mx
 
 GFX950, SM90A = hardware("gfx950"), hardware("sm_90a")
-SCHEDULES = ("random", "round-robin", "run-to-barrier")
 Weights = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -60,20 +61,13 @@ def launch(
     w: Weights,
     out_dtype: str = "fp32",
 ) -> torch.Tensor:
-    """The kernel's result in one configuration, on the CPU; its output starts out poisoned."""
+    """The kernel's result in one configuration, on the CPU."""
     (M, K), N = x[0].shape, w[0].shape[0]
     x_dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(x[0].dtype, "e4m3")
     problem = LinearProblem(M, N, K, out_dtype, x_dtype=x_dtype)
-    target = target_of(device)
-    assert kernel.refusal(target, problem) is None
-    kernel.check_config(config)
-    out = torch.empty(M, N, dtype=DTYPES[out_dtype])
-    out.view(torch.uint8).fill_(0x5A)
-    tensors = [None if t is None else t.to(device) for t in (*x, *w, None, out)]
-    run = bind(kernel, target, problem, config, torch.cuda.current_device() if out.is_cuda else 0)
-    run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
-    assert tensors[-1] is not None
-    return tensors[-1].cpu()
+    tensors = (*x, *w, None, Out((M, N), DTYPES[out_dtype]))
+    (out,) = launches.launch(kernel, device, problem, config, tensors)
+    return out
 
 
 def assert_same_bits(one: torch.Tensor, other: torch.Tensor) -> None:
