@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from aiter_mx.ops.rmsnorm_quantize import rmsnorm_quantize
     from aiter_mx.plan import batch_invariant
     from aiter_mx.runtimes.sim import simulate
+    from aiter_mx.ungated import fused_moe_ungated
     from aiter_mx.warm import warmup
 
 _HOME = {
@@ -46,6 +47,7 @@ _HOME = {
     "grouped_linear": "aiter_mx.autograd",
     "fused_moe": "aiter_mx.ops.fused_moe",
     "fused_moe_masked": "aiter_mx.ops.fused_moe",
+    "fused_moe_ungated": "aiter_mx.ungated",
     "linear": "aiter_mx.ops.linear",
     "linear_autograd": "aiter_mx.autograd",
     "moe_align": "aiter_mx.ops.moe_align",
@@ -72,6 +74,7 @@ __all__ = [
     "explain",
     "fused_moe",
     "fused_moe_masked",
+    "fused_moe_ungated",
     "grouped_gemm",
     "grouped_gemm_dgrad",
     "grouped_gemm_wgrad",

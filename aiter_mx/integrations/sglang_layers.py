@@ -24,6 +24,9 @@ CONFIG_FIELDS = (
 """What is read of ``MoeRunnerConfig``."""
 
 
+_UNGATED = ("silu", "gelu", "relu2")
+
+
 def resolve_backend(original: Callable[[], Any]) -> Any:
     """The backend that leaves scales as they were loaded, where ours computes the layer."""
     return fp8_utils.Mxfp8DenseGemmBackend.UNSUPPORTED if _ours() else original()
@@ -94,7 +97,7 @@ def why_not_config(config: Any) -> str:
     """Why experts of this ``MoeRunnerConfig`` are not computed here; nothing if they are."""
     if unsupported := unsupported_device():
         return unsupported
-    if config.activation not in ("silu", "gelu") or not config.is_gated:
+    if config.activation not in (("silu", "gelu") if config.is_gated else _UNGATED):
         return f"activation {config.activation}, {'gated' if config.is_gated else 'no gate'}"
     for name in ("hidden_size", "intermediate_size_per_partition"):
         value = getattr(config, name)
@@ -132,19 +135,20 @@ def run_experts(
         weights = torch.ones_like(weights)
     if config.routed_scaling_factor is not None:
         weights = weights * config.routed_scaling_factor
-    out = aiter_mx.fused_moe(
-        x,
-        weight,
-        scale,
-        quant_info.w2_weight,
-        quant_info.w2_scale,
-        topk.topk_ids,
-        weights,
-        reduce=not config.no_combine,
-        bias1=getattr(quant_info, "b13", None),
-        bias2=getattr(quant_info, "b2", None),
-        **gate_of(config).options(),
-    )
+    second = (quant_info.w2_weight, quant_info.w2_scale)
+    options: dict[str, Any] = {
+        "reduce": not config.no_combine,
+        "bias1": getattr(quant_info, "b13", None),
+        "bias2": getattr(quant_info, "b2", None),
+    }
+
+    def call(layer: Callable[..., Tensor], of_gate: dict[str, Any]) -> Tensor:
+        return layer(x, weight, scale, *second, topk.topk_ids, weights, **options, **of_gate)
+
+    if config.is_gated:
+        out = call(aiter_mx.fused_moe, gate_of(config).options())
+    else:
+        out = call(aiter_mx.fused_moe_ungated, {"activation": config.activation})
     if config.no_combine and getattr(config, "no_combine_keep_router_weight", False):
         out = (out * weights.unsqueeze(-1)).to(out.dtype)
     return StandardCombineInput(hidden_states=out)

@@ -118,7 +118,7 @@ class AiterMxExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
-        return False
+        return True
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
@@ -126,7 +126,7 @@ class AiterMxExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
-        return activation in _GATES
+        return activation in _GATES or activation in _UNGATED
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
@@ -170,24 +170,21 @@ class AiterMxExperts(mk.FusedMoEExpertsModular):
         weights = topk_weights.float()
         if apply_router_weight_on_input:  # as the step that prepared the tokens has done
             weights = torch.ones_like(weights)
-        output.copy_(
-            aiter_mx.fused_moe(
-                hidden_states,
-                w1,
-                self.w1_scale,
-                w2,
-                self.w2_scale,
-                topk_ids,
-                weights,
-                num_experts=None if expert_map is None else global_num_experts,
-                expert_map=expert_map,
-                x_scale=None if a1q_scale is None else a1q_scale.view(torch.uint8),
-                out_dtype=output.dtype,
-                bias1=self.w1_bias,
-                bias2=self.w2_bias,
-                **gate_of(activation, self.activation_config).options(),
-            )
-        )
+        operands = (hidden_states, w1, self.w1_scale, w2, self.w2_scale, topk_ids, weights)
+        options: dict[str, Any] = {
+            "num_experts": None if expert_map is None else global_num_experts,
+            "expert_map": expert_map,
+            "x_scale": None if a1q_scale is None else a1q_scale.view(torch.uint8),
+            "out_dtype": output.dtype,
+            "bias1": self.w1_bias,
+            "bias2": self.w2_bias,
+        }
+        if activation in _UNGATED:
+            options["activation"] = _UNGATED[activation]
+            output.copy_(aiter_mx.fused_moe_ungated(*operands, **options))
+        else:
+            options |= gate_of(activation, self.activation_config).options()
+            output.copy_(aiter_mx.fused_moe(*operands, **options))
 
 
 class AiterMxPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
@@ -260,6 +257,14 @@ _GATES = {
     MoEActivation.GELU_TANH: "halves",
     MoEActivation.SWIGLUOAI: "interleaved",
     MoEActivation.SWIGLUOAI_UNINTERLEAVE: "halves",
+}
+
+
+_UNGATED = {
+    MoEActivation.SILU_NO_MUL: "silu",
+    MoEActivation.GELU_NO_MUL: "gelu",
+    MoEActivation.GELU_TANH_NO_MUL: "gelu_tanh",
+    MoEActivation.RELU2_NO_MUL: "relu2",
 }
 
 

@@ -141,6 +141,20 @@ def test_weights_may_be_applied_to_the_input() -> None:
     assert torch.equal(found, by_our_op(w, scaled, ids, torch.ones(5, 1), Gate("silu")))
 
 
+@pytest.mark.parametrize("activation", ["relu2", "silu", "gelu"])
+def test_experts_without_a_gate(activation: str) -> None:
+    (w1, s1), (w2, s2) = mx(E, I, H, seed=8), mx(E, H, I, seed=9)
+    w = {"w13_weight": w1, "w13_scale": s1, "w2_weight": w2, "w2_scale": s2}
+    x, weights = torch.randn(5, H, dtype=BF16), torch.rand(5, TOP_K)
+    ids = torch.randint(-1, E, (5, TOP_K), dtype=torch.int32)
+    info = TritonMoeQuantInfo(**w, block_shape=[1, 32])
+    routed = StandardTopKOutput(weights, ids, torch.empty(5, E))
+    runner = runner_of(is_gated=False, activation=activation)
+    found = runner.run(StandardDispatchOutput(x, None, routed), info).hidden_states
+    expected = aiter_mx.fused_moe_ungated(x, w1, s1, w2, s2, ids, weights, activation=activation)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_slots_may_stay_apart(weighted: bool) -> None:
     w, x, weights = experts(2), torch.randn(5, H, dtype=BF16), torch.rand(5, TOP_K)
@@ -166,7 +180,7 @@ class _Runner(SimpleNamespace):
     ("options", "reason"),
     [
         ({"activation": "situ"}, "activation situ"),
-        ({"is_gated": False}, "no gate"),
+        ({"is_gated": False, "activation": "situ"}, "no gate"),
         ({"intermediate_size_per_partition": 4304}, "K=4304 is no multiple of 32"),
     ],
 )

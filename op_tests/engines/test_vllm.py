@@ -352,6 +352,22 @@ def test_weights_on_the_input_are_applied_once() -> None:
     assert torch.equal(found, by_our_op(experts, scaled, (torch.ones(3, 1), ids), Gate()))
 
 
+def test_experts_without_a_gate() -> None:
+    _, experts = experts_layer("layers.ungated.experts")
+    fill_experts(experts, 5)
+    experts.quant_method.process_weights_after_loading(experts)
+    apply = experts.quant_method.moe_kernel.fused_experts
+    x, weights = torch.randn(5, H, dtype=BF16), torch.rand(5, TOP_K)
+    ids = torch.randint(0, E, (5, TOP_K), dtype=torch.int32)
+    w1, s1 = (t[:, :I].contiguous() for t in (experts.w13_weight, experts.w13_weight_scale))
+    apply.quant_config._w1.scale = s1
+    out = torch.full((5, H), torch.nan, dtype=BF16)
+    apply.apply(out, x, w1, experts.w2_weight, weights, ids, MoEActivation.RELU2_NO_MUL, E,
+                None, None, None, None, None, None, False)  # fmt: skip
+    rest = (experts.w2_weight, experts.w2_weight_scale, ids, weights)
+    assert torch.equal(out, aiter_mx.fused_moe_ungated(x, w1, s1, *rest))
+
+
 @pytest.mark.parametrize("has_map", [False, True])
 def test_dispatch_of_ours_under_the_modular_kernel(has_map: bool) -> None:
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel

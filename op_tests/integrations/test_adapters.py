@@ -34,6 +34,10 @@ class _Activation(Enum):
     GELU_TANH = "gelu_tanh"
     SWIGLUOAI = "swigluoai"
     SWIGLUOAI_UNINTERLEAVE = "swigluoai_uninterleave"
+    SILU_NO_MUL = "silu_no_mul"
+    GELU_NO_MUL = "gelu_no_mul"
+    GELU_TANH_NO_MUL = "gelu_tanh_no_mul"
+    RELU2_NO_MUL = "relu2_no_mul"
 
 
 def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
