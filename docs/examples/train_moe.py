@@ -152,16 +152,21 @@ def gradients(model: Model, batch: Tensor) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def least_cosine(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Of the layers' gradients, those of norms and embeddings apart."""
-    cosines = [
-        nn.functional.cosine_similarity(
-            one[name].flatten().float(), other[name].flatten().float(), dim=0
-        )
-        for name in one
-        if one[name].ndim > 1 and "embedding" not in name and "place" not in name
-    ]
-    return min(float(cosine) for cosine in cosines)
+def cosines(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
+    """The least of the layers over MX operands, and of the routers.
+
+    A router's gradient is that of the experts it chose, and rounding lets a token that is undecided
+    choose another one.
+    """
+    least = {"least_cosine": 1.0, "router_cosine": 1.0}
+    for name, gradient in one.items():
+        if gradient.ndim == 1 or "embedding" in name or "place" in name:
+            continue
+        pair = (gradient.flatten().float(), other[name].flatten().float())
+        kind = "router_cosine" if "router" in name else "least_cosine"
+        found = float(nn.functional.cosine_similarity(*pair, dim=0))
+        least[kind] = min(least[kind], found)
+    return least
 
 
 def train(
@@ -183,9 +188,9 @@ def train(
         found = {name: gradients(model, batch) for name, model in pair.items()}
         if step % EVERY == 0 or step == steps - 1:
             probe.load_state_dict(pair["mx"].state_dict())
-            cosine = least_cosine(found["mx"][1], gradients(probe, batch)[1])
-            row = {name: loss for name, (loss, _) in found.items()}
-            rows.append({"seed": seed, "step": step, **row, "least_cosine": cosine})
+            losses = {name: loss for name, (loss, _) in found.items()}
+            agree = cosines(found["mx"][1], gradients(probe, batch)[1])
+            rows.append({"seed": seed, "step": step, **losses, **agree})
             if say:
                 print({name: round(value, 4) for name, value in rows[-1].items()}, flush=True)
         for optimizer in optimizers.values():
@@ -211,18 +216,18 @@ def draw(rows: list[dict[str, float]], path: Path) -> None:
     """Loss curves, and the cosines below."""
     from matplotlib import pyplot
 
-    figure, (losses, cosines) = pyplot.subplots(2, sharex=True, figsize=(7, 6))
+    figure, (losses, below) = pyplot.subplots(2, sharex=True, figsize=(7, 6), layout="constrained")
     for seed in sorted({row["seed"] for row in rows}):
         own = [row for row in rows if row["seed"] == seed]
         steps = [row["step"] for row in own]
         for name, style in (("bf16", "--"), ("mx", "-")):
             curve = [row[name] for row in own]
             losses.plot(steps, curve, style, color=f"C{int(seed)}", label=f"{name}, seed {seed:g}")
-        cosines.plot(steps, [row["least_cosine"] for row in own], color=f"C{int(seed)}")
+        below.plot(steps, [row["least_cosine"] for row in own], color=f"C{int(seed)}")
     losses.set_ylabel("loss")
     losses.legend()
-    cosines.set_ylabel("least cosine of a layer's gradients")
-    cosines.set_xlabel("step")
+    below.set_ylabel("least cosine of a layer's gradients")
+    below.set_xlabel("step")
     figure.savefig(path, dpi=150)
 
 
