@@ -9,12 +9,17 @@
 // multiple of kGroupRows; what lies after the last group is zeros too. A tile of kGroupRows rows is
 // of one group, and so are its blocks one sequence in x.
 //
-// A wave takes kLanes blocks in one step, in kLoads loads of 16 bytes a lane; kLoads lanes hold a
-// block, so that each of them stores one scale and all of these make whole sectors.
+// A wave takes kLanes blocks in one step, in kLoads loads of 16 bytes a lane; kLanesOfBlock lanes
+// hold a block, so that each of them stores one scale and all of these make whole sectors. On CDNA4
+// a lane's loads follow each other in twos, so that it stores as many bytes as it may at once.
 //
-//   load 0   |lane 0|lane 1|lane 2|lane 3|lane 4|...      (16-bit input: 4 lanes a block)
+//   load 0   |lane 0|lane 1|lane 2|lane 3|lane 4|...      (Hopper, 16-bit input: 4 lanes a block)
 //            |         block 0           | block 1 ...
 //   load 1   |      block kLanes / 4     | ...
+//
+//   loads    |0     |1     |0     |1     |0     |1        (CDNA4, 16-bit input: 2 lanes a block)
+//            |   lane 0    |   lane 1    |   lane 2
+//            |         block 0           | block 1 ...
 
 #include "common/packed.h"
 #include "groups.h"
@@ -32,7 +37,9 @@ constexpr int kBlock = 32;
 constexpr int kResident = MX_RESIDENT; // workgroups of a compute unit
 constexpr int kValues = kPieceValues<In>;
 constexpr int kLoads = kBlock / kValues;
-constexpr int kBlocksPerLoad = kLanes / kLoads;
+constexpr int kAdjacent = kBoundsCostNothing ? 2 : 1; // pieces of a lane that follow each other
+constexpr int kLanesOfBlock = kLoads / kAdjacent;     // and blocks of a lane
+constexpr int kBlocksAtOnce = kLanes / kLanesOfBlock;
 constexpr int kThreads = kWaves * kLanes;
 constexpr unsigned kBlockBytes = kBlock * sizeof(In), kPayloadBytes = kBlock * MX_BITS / 8;
 using Offset = unsigned long;
@@ -66,26 +73,35 @@ aiter_mx_quantize_rows(const unsigned char* x, const void* offsets, unsigned cha
         const Offset block = first + step;
         const unsigned blocks_left = bytes_left(end, block, kLanes);
         const Slice<> out(payload + block * kPayloadBytes, blocks_left * kPayloadBytes);
-        u32x4 pieces[kLoads];
+        u32x4 pieces[kLanesOfBlock][kAdjacent];
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i)
-            pieces[i] = in.load_once((i * kLanes + lane) * 16);
+        for (int i = 0; i < kLoads; ++i) {
+            const int of_block = i / kAdjacent, piece = i % kAdjacent;
+            pieces[of_block][piece] =
+                in.load_once(((of_block * kLanes + lane) * kAdjacent + piece) * 16);
+        }
         unsigned own_scale = 0;
 #pragma unroll
-        for (int pair = 0; pair < kLoads; pair += 2) {
+        for (int two = 0; two < kLanesOfBlock; two += 2) {
             unsigned amax[2];
-            amax_of_blocks<In, kLoads>(pieces[pair], pieces[pair + 1], amax[0], amax[1]);
+            amax_of_blocks<In, kLanesOfBlock>(pieces[two], pieces[two + 1], amax[0], amax[1]);
 #pragma unroll
-            for (int i = pair; i < pair + 2; ++i) {
-                const BlockScale scale = block_scale<Format, kMode>(amax[i - pair]);
-                own_scale = lane % kLoads == i ? scale.byte : own_scale;
-                const auto bytes = piece_to_payload<Format, kMode, In>(pieces[i], scale);
-                out.store((i * kLanes + lane) * sizeof(bytes), bytes);
+            for (int i = two; i < two + 2; ++i) {
+                const BlockScale scale = block_scale<Format, kMode>(amax[i - two]);
+                own_scale = lane % kLanesOfBlock == i ? scale.byte : own_scale;
+                const auto bytes = piece_to_payload<Format, kMode, In>(pieces[i][0], scale);
+                if constexpr (kAdjacent == 1) {
+                    out.store((i * kLanes + lane) * sizeof(bytes), bytes);
+                } else {
+                    const auto more = piece_to_payload<Format, kMode, In>(pieces[i][1], scale);
+                    const auto both = joined(bytes, more);
+                    out.store((i * kLanes + lane) * sizeof(both), both);
+                }
                 finish_before_next(); // side by side they would take too many registers
             }
         }
         Slice<>(scales + block, blocks_left)
-            .store(lane % kLoads * kBlocksPerLoad + lane / kLoads,
+            .store(lane % kLanesOfBlock * kBlocksAtOnce + lane / kLanesOfBlock,
                    static_cast<unsigned char>(own_scale));
     }
 }

@@ -184,11 +184,15 @@ MX_DEVICE unsigned packed_amax_of_piece(u32x4 piece) {
     return amax.found();
 }
 
+// The larger half of each of two words, packed.
+MX_DEVICE unsigned larger_halves(unsigned a, unsigned b) {
+    return max_halves(low_halves(a, b), high_halves(a, b));
+}
+
 // The largest magnitudes of two pieces of 16-bit numbers, packed.
 template <class T>
 MX_DEVICE unsigned packed_amax_of_two(u32x4 one, u32x4 other) {
-    const unsigned a = packed_amax_of_piece<T>(one), b = packed_amax_of_piece<T>(other);
-    return max_halves(low_halves(a, b), high_halves(a, b));
+    return larger_halves(packed_amax_of_piece<T>(one), packed_amax_of_piece<T>(other));
 }
 
 // The largest magnitudes of two blocks, of which each of Lanes neighbouring lanes has a piece of 16
@@ -204,6 +208,28 @@ MX_DEVICE void amax_of_blocks(u32x4 one, u32x4 other, unsigned& amax_one, unsign
         amax_one = unpacked_magnitude<T, 0>(amax);
         amax_other = unpacked_magnitude<T, 1>(amax);
     }
+}
+// The same where each lane has two pieces of a block.
+template <class T, int Lanes>
+MX_DEVICE void amax_of_blocks(const u32x4 (&one)[2], const u32x4 (&other)[2], unsigned& amax_one,
+                              unsigned& amax_other) {
+    const unsigned a =
+        packed_max<T>(packed_amax_of_piece<T>(one[0]), packed_amax_of_piece<T>(one[1]));
+    const unsigned b =
+        packed_max<T>(packed_amax_of_piece<T>(other[0]), packed_amax_of_piece<T>(other[1]));
+    if constexpr (sizeof(T) == 4) {
+        amax_one = max_of_lanes<Lanes>(a);
+        amax_other = max_of_lanes<Lanes>(b);
+    } else {
+        const unsigned amax = packed_max_of_lanes<T, Lanes>(larger_halves(a, b));
+        amax_one = unpacked_magnitude<T, 0>(amax);
+        amax_other = unpacked_magnitude<T, 1>(amax);
+    }
+}
+template <class T, int Lanes>
+MX_DEVICE void amax_of_blocks(const u32x4 (&one)[1], const u32x4 (&other)[1], unsigned& amax_one,
+                              unsigned& amax_other) {
+    amax_of_blocks<T, Lanes>(one[0], other[0], amax_one, amax_other);
 }
 
 // On Hopper, whether e2m1 is made of two numbers at a time, for want of an instruction, and whether
@@ -335,6 +361,21 @@ MX_DEVICE void columns_to_payload(const u32x4 (&pieces)[8], int word, BlockScale
         if constexpr (sizeof(T) == 2)
             payload[1] = column_to_payload<Format, Mode, T, 1>(words, scales[1]);
     }
+}
+
+// Payload bytes of two pieces, one after the other.
+template <int Count>
+MX_DEVICE Words<2 * Count> joined(Words<Count> one, Words<Count> other) {
+    Words<2 * Count> both;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+        both.word[i] = one.word[i];
+        both.word[Count + i] = other.word[i];
+    }
+    return both;
+}
+MX_DEVICE Words<1> joined(unsigned short one, unsigned short other) {
+    return {static_cast<unsigned>(other) << 16 | one};
 }
 
 } // namespace mx
