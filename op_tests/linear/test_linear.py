@@ -12,7 +12,7 @@ import torch
 import aiter_mx
 from aiter_mx.errors import BuildError, CaptureError
 from aiter_mx.ops import linear as linear_module
-from op_tests.mx_reference import assert_close_to_reference, random_mx
+from op_tests.mx_reference import assert_close_to_reference, linear_reference64, random_mx
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -237,3 +237,13 @@ def test_first_use_under_capture_names_the_warmup_call(monkeypatch: pytest.Monke
         assert [route.kernel for route in routes] == ["gemv", "gemv"]
         monkeypatch.setattr(sim, "is_capturing", lambda device: True)
         assert_close_to_reference(aiter_mx.linear(*case, out_dtype=torch.float32), *case, None)
+
+
+@pytest.mark.parametrize("M", [65, 127, 129, 511, 1000])
+def test_more_than_64_rows_of_an_odd_number_of_features_on_gfx950(M: int) -> None:
+    drawn = torch.Generator().manual_seed(M)
+    operands = (*random_mx(M, 256, drawn), *random_mx(77, 256, drawn))
+    reference = linear_reference64(*operands)
+    with aiter_mx.simulate("gfx950"):
+        out = aiter_mx.linear(*operands, out_dtype=torch.float32).double()
+    assert (out - reference).norm() <= 1e-6 * reference.norm()

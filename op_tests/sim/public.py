@@ -192,11 +192,12 @@ def decode(folder: Path, only: str, saves: bool) -> int:
 
 def save_counts(name: str, rows: Sequence[Mapping[str, object]]) -> None:
     """Write ``docs/measured/gfx950_simulated/<name>.csv``, with the commit that counted."""
+    of_commit = commit()  # before the file is another
     SAVED.mkdir(parents=True, exist_ok=True)
     with (SAVED / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], "commit"], lineterminator="\n")
         writer.writeheader()
-        writer.writerows({**row, "commit": commit()} for row in rows)
+        writer.writerows({**row, "commit": of_commit} for row in rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

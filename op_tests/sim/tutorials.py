@@ -128,6 +128,7 @@ def run(path: Path, configs: int, options: SimOptions) -> tuple[list[LaunchRepor
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        what = re.sub(r"0x[0-9a-f]{8,}|\d+ bytes beyond", "...", what)  # differs from run to run
         return reports, f"{what} at {Path(where.filename).name}:{where.lineno}, {where.line}"
     wrong = _WRONG.search(said.getvalue())
     return reports, wrong[0] if wrong else ""
