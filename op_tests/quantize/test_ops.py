@@ -215,7 +215,7 @@ def test_few_tiles_are_spread_over_the_gpu() -> None:
         (lambda x: aiter_mx.quantize_dual(x), ValueError, r"got x of shape \[40, 64\]"),
         (lambda x: aiter_mx.quantize(x, 5), ValueError, "axis must be .* got 5"),
         (lambda x: aiter_mx.quantize(x, block=16), ValueError, r"32 or \(32, 32\), got 16"),
-        (lambda x: aiter_mx.quantize(x, format="e5m2"), ValueError, "e4m3, e2m1, got 'e5m2'"),
+        (lambda x: aiter_mx.quantize(x, format="e3m4"), ValueError, "e4m3, e2m1, e5m2, got 'e3m4'"),
         (lambda x: aiter_mx.quantize(x, scale_layout="4x4"), ValueError, "got '4x4'"),
         (
             lambda x: aiter_mx.quantize_grouped(x, torch.tensor([0, 1]).float()),
