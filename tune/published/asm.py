@@ -11,9 +11,8 @@ import torch
 
 from aiter_mx.region import Region
 from aiter_mx.sim.program import Dim3, Program
-from tune.published.flydsl import PublishedRun
-from tune.published.hip_capture import CapturedLaunch
 from tune.published.rows import Row
+from tune.published.run import Launch, PublishedRun
 
 _FOLDERS = ("f4gemm", "fp8gemm_blockscale", "bf16gemm")
 _BLOCK = (256, 1, 1)
@@ -57,7 +56,7 @@ class Objects:
             for i, tensor in enumerate(tensors)
         ]
         packed = _packed(kernel.kernarg_bytes, slots)
-        launch = CapturedLaunch(program, kernel.name, grid, _BLOCK, 0, packed)
+        launch = Launch(program, kernel.name, grid, _BLOCK, 0, packed)
         return PublishedRun([launch], regions, tensors)
 
 

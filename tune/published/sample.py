@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from aiter_mx.code_object import occupancy
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport, Trace
-from tune.published.flydsl import PublishedRun
-from tune.published.hip_capture import CapturedLaunch
+from tune.published.run import Launch, PublishedRun
 
 _CHECKS = ("all", "-global-race", "-lanes-differ")  # their memory grows with the tensors
 _LANES, _SIMDS = 64, 4
@@ -47,9 +46,7 @@ def samples(run: PublishedRun, is_layer: bool, split_k: int, fills: int) -> list
     return [_sample(run, launch, is_layer, split_k, fills) for launch in run.launches]
 
 
-def _sample(
-    run: PublishedRun, launch: CapturedLaunch, is_layer: bool, split_k: int, fills: int
-) -> Sample:
+def _sample(run: PublishedRun, launch: Launch, is_layer: bool, split_k: int, fills: int) -> Sample:
     groups = launch.grid[0] * launch.grid[1] * launch.grid[2]
     if is_layer:
         numbers = sorted({(2 * i + 1) * groups // (2 * _MOE_SAMPLES) for i in range(_MOE_SAMPLES)})
@@ -66,7 +63,7 @@ def _sample(
     return Sample(_joined(busy), working, resident, fills, busy[0])
 
 
-def _traced(run: PublishedRun, launch: CapturedLaunch, number: int) -> LaunchReport:
+def _traced(run: PublishedRun, launch: Launch, number: int) -> LaunchReport:
     options = SimOptions(
         collect=True,
         schedule="round-robin",

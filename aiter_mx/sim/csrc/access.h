@@ -77,18 +77,6 @@ static u32 distinct_lines(const u64* address, u64 lanes, u32 size) {
     }
     return count;
 }
-NOINLINE void note_memory(Wave* w, u32 instruction, const u64* address, u32 size, u64 cycles) {
-    const Region* r = w->group->last_region;
-    u64 first = address[__builtin_ctzll(w->exec)];
-    if (!r || first < r->begin || first >= r->end)
-        r = find_region(w->group->launch, first);
-    if (!r)
-        return;
-    u32 words[4] = {(u32)(r - w->group->launch->regions) << 16 | (u32)cycles,
-                    (u32)((first - r->begin) / LINE_BYTES), distinct_lines(address, w->exec, size),
-                    size * (u32)__builtin_popcountll(w->exec)};
-    note(w->trace, TRACE_MEMORY, instruction, 4, words);
-}
 // Four neighbours take a cycle of the address unit if they begin in one line, else one each.
 NOINLINE u64 address_cycles(const u64* address, u64 lanes) {
     u64 cycles = 0;
@@ -104,6 +92,21 @@ NOINLINE u64 address_cycles(const u64* address, u64 lanes) {
     }
     return cycles;
 }
+// A region begins at a line, as what a GPU allocates does, wherever the host put it.
+NOINLINE void note_memory(Wave* w, u32 instruction, const u64* address, u32 size) {
+    const Region* r = w->group->last_region;
+    u64 first = address[__builtin_ctzll(w->exec)], offset[64];
+    if (!r || first < r->begin || first >= r->end)
+        r = find_region(w->group->launch, first);
+    if (!r)
+        return;
+    LANES offset[l] = address[l] - r->begin;
+    u32 words[4] = {(u32)(r - w->group->launch->regions) << 16 |
+                        (u32)address_cycles(offset, w->exec),
+                    (u32)((first - r->begin) / LINE_BYTES), distinct_lines(offset, w->exec, size),
+                    size * (u32)__builtin_popcountll(w->exec)};
+    note(w->trace, TRACE_MEMORY, instruction, 4, words);
+}
 NOINLINE void check_memory(Wave* w, u32 instruction, const u64* address, u32 size, int is_write) {
     if (!w->exec)
         return;
@@ -111,7 +114,7 @@ NOINLINE void check_memory(Wave* w, u32 instruction, const u64* address, u32 siz
         u64 cycles = address_cycles(address, w->exec);
         w->group->counters->address_cycles += cycles;
         if (UNLIKELY(w->trace != NULL))
-            note_memory(w, instruction, address, size, cycles);
+            note_memory(w, instruction, address, size);
     }
     u64 low = ~0ull, high = 0;
     for (int l = 0; l < 64; l++) {

@@ -28,6 +28,7 @@ class Constants:
     address_cycles: float
     address_queue_cycles: float
     line_bytes_a_cycle: float
+    data_bytes_a_cycle: float
     matrix_clock_ghz: float
     deal_us: float
     issue_cycles: float
@@ -37,8 +38,8 @@ class Constants:
     lds_bytes_a_cycle: float
     clock_ghz: float
 
-    def machine(self, active: int) -> Machine:
-        """A compute unit's rates while so many of them share the memory."""
+    def machine(self, sharers: float) -> Machine:
+        """A compute unit's rates while so many like it share the memory."""
         cycles_a_us = self.clock_ghz * 1e3
         return Machine(
             issue=self.issue_cycles,
@@ -51,9 +52,10 @@ class Constants:
             cached_latency=self.cached_latency_us * cycles_a_us,
             memory_latency=self.memory_latency_us * cycles_a_us,
             line_bytes=self.line_bytes_a_cycle,
-            memory_bytes=self.memory_tb_s * 1e6 / cycles_a_us / active,
+            memory_bytes=self.memory_tb_s * 1e6 / cycles_a_us / sharers,
             barrier=self.barrier_cycles,
             deal=self.deal_us * cycles_a_us,
+            data_bytes=self.data_bytes_a_cycle,
         )
 
     def us(self, cycles: float, matrix_share: float) -> float:

@@ -43,6 +43,7 @@ class Machine:
         memory_bytes: the unit's share of the memory's rate.
         barrier: from the last wave's arrival on.
         deal: between the starts of two workgroups.
+        data_bytes: between the address unit and registers or LDS, on top of the addresses.
     """
 
     issue: float
@@ -58,6 +59,7 @@ class Machine:
     memory_bytes: float
     barrier: float
     deal: float
+    data_bytes: float
 
 
 class _CMachine(ctypes.Structure):
@@ -107,12 +109,17 @@ class Replay:
 
 
 class SplitTrace:
-    """A trace by waves, ready to be replayed any number of times."""
+    """A trace by waves, ready to be replayed any number of times.
 
-    def __init__(self, trace: Trace) -> None:
+    Args:
+        trace: of some or all workgroups of a launch.
+        known: what its instructions cost; by default as their texts say.
+    """
+
+    def __init__(self, trace: Trace, known: Sequence[Cost] | None = None) -> None:
         self.groups, self.waves, self.texts = trace.groups, trace.waves, trace.texts
         self.region_bytes = trace.region_bytes
-        self.costs: list[Cost] = costs(trace.texts)
+        self.costs = list(known or costs(trace.texts))
         self._code = (_CInstruction * len(self.costs))(
             *(
                 _CInstruction(c.kind, c.cycles, c.vm_left, c.lgkm_left, c.lds_bytes)

@@ -91,7 +91,7 @@ def predict(launch: Traced, constants: Constants | None = None) -> Prediction:
     parts = {"launch": before, "run": (run.wave_cycles - sum(run.waits.values())) * scale}
     parts |= {reason: run.waits[reason] * scale for reason in REASONS}
     cycles = max(run.cycles, 1.0)
-    active = min(CUS, launch.groups)
+    active = launch.groups / -(-launch.groups // CUS)
     busy = {
         "matrix": run.matrix / _SIMDS / cycles,
         "vector": run.vector / _SIMDS / cycles,
@@ -117,7 +117,7 @@ def _unit(launch: Traced, groups: Sequence[int], constants: Constants) -> tuple[
     """The time of a compute unit; many rounds of workgroups are taken for alike."""
     held = min(launch.resident, len(groups))
     some = groups[: max(_ROUNDS * held, held + 1)]
-    machine = constants.machine(min(CUS, launch.groups))
+    machine = constants.machine(launch.groups / len(groups))
     run = launch.split.replay(machine, launch.split.shares(launch.groups), some, held)
     cycles = run.cycles
     if left := len(groups) - len(some):

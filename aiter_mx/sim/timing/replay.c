@@ -21,7 +21,7 @@ typedef struct {
 
 typedef struct {
     double issue, branch, address, address_queue, lds_latency, lds_bytes, scalar_latency;
-    double cached_latency, memory_latency, line_bytes, memory_bytes, barrier, deal;
+    double cached_latency, memory_latency, line_bytes, memory_bytes, barrier, deal, data_bytes;
 } Machine;
 
 typedef struct {
@@ -164,8 +164,9 @@ static double access_memory(Cu* cu, Wave* w, u32 number, double start) {
         u32 cycles = event[1] & 0xffff, region = event[1] >> 16 & (REGIONS - 1);
         u32 is_first = event[1] >> 31;
         double begin = later(start, cu->address_free), bytes = 128.0 * event[3];
-        cu->address_free = begin + cycles * m->address;
-        cu->result->address += cycles * m->address;
+        double busy = cycles * m->address + event[4] / m->data_bytes;
+        cu->address_free = begin + busy;
+        cu->result->address += busy;
         double arrives = cu->address_free;
         if (is_first) {
             cu->line_free = later(cu->line_free, begin) + bytes / m->line_bytes;

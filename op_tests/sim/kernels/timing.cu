@@ -1,0 +1,146 @@
+// Two kernels in the shape of a gemv and of a tile product, into which slow-downs are planted.
+#ifndef EARLY
+#define EARLY 0 // vector instructions before the first load
+#endif
+#ifndef LATE
+#define LATE 0 // vector instructions after the last wait
+#endif
+#ifndef SERIAL
+#define SERIAL 0 // loads before the first, each for the address of the next
+#endif
+#ifndef BARRIERS
+#define BARRIERS 0 // additional barriers a step
+#endif
+#ifndef AHEAD
+#define AHEAD 4 // steps whose loads are under way together
+#endif
+#ifndef STRIDE
+#define STRIDE 16 // bytes from lane to lane of a load
+#endif
+#ifndef X_READS
+#define X_READS 1 // times that x is loaded in each step
+#endif
+#ifndef CONFLICTS
+#define CONFLICTS 1 // ways of bank conflicts
+#endif
+#ifndef LDS_BYTES
+#define LDS_BYTES 4096
+#endif
+#ifndef SCALAR
+#define SCALAR 0 // scales by scalar loads that are waited for in each step
+#endif
+
+template <int count>
+DEVICE void vector_work(u32& x) {
+#pragma unroll
+    for (int i = 0; i < count; i++)
+        asm volatile("v_add_u32 %0, 1, %0" : "+v"(x));
+}
+// Loads and waits as they stand: a compiler would put waits of its own between them.
+DEVICE void load(u32x4& to, const void* from) {
+    asm volatile("global_load_dwordx4 %0, %1, off" : "=v"(to) : "v"(from));
+}
+DEVICE void wait() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
+DEVICE void arrived(u32x4& x) { asm volatile("" : "+v"(x)); }
+DEVICE u64 followed(const u64* links) {
+    u64 at = 0;
+#pragma unroll
+    for (int i = 0; i < SERIAL; i++) {
+        u32x4 link;
+        load(link, links + 64 * i + at);
+        wait();
+        arrived(link);
+        at = link.x; // all are zero
+    }
+    return at;
+}
+
+// Arguments are loaded at once, whatever is planted.
+DEVICE void together(const void* w, const void* x, const void* links, void* out, int steps) {
+    asm volatile("" ::"s"(w), "s"(x), "s"(links), "s"(out), "s"(steps));
+}
+
+// Each workgroup adds up its own rows of w, `steps` times 4 KiB, times x.
+KERNEL(256) gemv(const u32x4* w, const u32x4* x, const u64* links, u32* out, int steps) {
+    together(w, x, links, out, steps);
+    u32 work = lane_id();
+    vector_work<EARLY>(work);
+    u64 zero = followed(links);
+    const char* from = (const char*)w + (u64)group_id() * steps * 256 * STRIDE + zero;
+    u32 sum = work;
+    for (int step = 0; step < steps; step += AHEAD) {
+        u32x4 a[AHEAD], b[AHEAD * X_READS];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++)
+            load(a[i], from + ((u64)(step + i) * 256 + lane_id()) * STRIDE);
+#pragma unroll
+        for (int i = 0; i < AHEAD * X_READS; i++)
+            load(b[i], x + (i * 256 + lane_id()) % 1024);
+        wait();
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++)
+            arrived(a[i]);
+#pragma unroll
+        for (int i = 0; i < AHEAD * X_READS; i++)
+            arrived(b[i]);
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++)
+            sum += a[i].x ^ a[i].y ^ a[i].z ^ a[i].w;
+#pragma unroll
+        for (int i = 0; i < AHEAD * X_READS; i++)
+            sum += b[i].x ^ b[i].w;
+#pragma unroll
+        for (int i = 0; i < BARRIERS * AHEAD; i++)
+            __builtin_amdgcn_s_barrier();
+#pragma unroll
+        for (int i = 0; i < SCALAR * AHEAD; i++) {
+            u32 scale;
+            asm volatile("s_load_dword %0, %1, 0x0\n\ts_waitcnt lgkmcnt(0)"
+                         : "=s"(scale)
+                         : "s"(links));
+            sum += scale;
+        }
+    }
+    vector_work<LATE>(sum);
+    out[group_id() * 256 + lane_id()] = sum;
+}
+
+// Each workgroup multiplies tiles that it passes through LDS, `steps` times.
+KERNEL(256) tile(const u32x4* w, const u32x4* x, const u64* links, u32* out, int steps) {
+    SHARED u32x4 lds[LDS_BYTES / 16];
+    together(w, x, links, out, steps);
+    u32 work = lane_id();
+    vector_work<EARLY>(work);
+    u64 zero = followed(links);
+    f32x4 sums[4] = {};
+    const u32x4* from = w + (u64)group_id() * steps * 256 + lane_id() + zero;
+    u32x4 next = from[0];
+    int at = lane_id() * CONFLICTS % 256;
+    for (int step = 0; step < steps; step++) {
+        u32x4 now = next;
+        barrier();
+        lds[lane_id()] = now;
+        if (AHEAD > 1 && step + 1 < steps)
+            next = from[(step + 1) * 256];
+        barrier();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32x4 a = lds[(at + 64 * i) % 256], b = lds[(at + 64 * i + 32) % 256];
+            i32x8 p = {(int)a.x, (int)a.y, (int)a.z, (int)a.w,
+                       (int)b.x, (int)b.y, (int)b.z, (int)b.w};
+            sums[i] = __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(p, p, sums[i], 0, 0, 0, work,
+                                                                       0, work);
+        }
+        if (AHEAD == 1 && step + 1 < steps)
+            next = from[(step + 1) * 256];
+#pragma unroll
+        for (int i = 0; i < BARRIERS; i++)
+            __builtin_amdgcn_s_barrier();
+    }
+    u32 sum = work;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        sum += __builtin_bit_cast(u32, sums[i].x + sums[i].y + sums[i].z + sums[i].w);
+    vector_work<LATE>(sum);
+    out[group_id() * 256 + lane_id()] = sum;
+}

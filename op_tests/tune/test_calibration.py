@@ -1,0 +1,80 @@
+"""The calibration of the model of time, from what is saved of it alone."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from aiter_mx.sim.timing.constants import described, shipped, with_values
+from aiter_mx.sim.timing.fit import Observation, at_the_edge, fit, fitted_names, loss, modelled_us
+from tune.calibrate import FOLDER
+from tune.published.rows import LEAST_TESTS, Row, drawn, read
+from tune.published.saved import load
+
+ROWS = 24
+
+
+@pytest.fixture(scope="module")
+def observations() -> list[Observation]:
+    return [Observation((row.family, row.stratum), row.us, launches)
+            for row, launches in islice(load(FOLDER / "traces.xz"), ROWS)]  # fmt: skip
+
+
+def test_saved_traces_give_the_saved_predictions() -> None:
+    with (FOLDER / "predictions.csv").open(newline="") as file:
+        saved = list(islice(csv.DictReader(file), ROWS))
+    for line, (row, launches) in zip(saved, load(FOLDER / "traces.xz"), strict=False):
+        assert (line["kernel"], int(line["M"])) == (row.kernel, row.M)
+        found = modelled_us(launches, shipped())
+        assert found == pytest.approx(float(line["modelled_us"]), rel=0.01)
+
+
+def test_the_stated_error_is_that_of_the_test_rows() -> None:
+    with (FOLDER / "predictions.csv").open(newline="") as file:
+        errors = sorted(abs(float(line["modelled_us"]) / float(line["us"]) - 1)
+                        for line in csv.DictReader(file) if line["role"] == "test")  # fmt: skip
+    middle = (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2
+    assert described()["error"]["median"] == pytest.approx(middle, abs=0.002)
+
+
+def test_a_fit_finds_a_constant_again(observations: list[Observation]) -> None:
+    """Times that the model gave for one constant lead a fit from another back to it."""
+    true = with_values({"launch_us": 3.5})
+    made = [replace(each, us=modelled_us(each.launches, true)) for each in observations]
+    present = {name: getattr(shipped(), name) for name in fitted_names()}
+    found = fit(made, present, steps=60)
+    assert loss(made, with_values(found)) < loss(made, shipped()) / 2
+    for name in fitted_names():
+        assert described()[name]["low"] <= found[name] <= described()[name]["high"]
+
+
+def test_constants_at_the_end_of_their_range_are_named() -> None:
+    values = {name: getattr(shipped(), name) for name in fitted_names()}
+    low, high = described()["deal_us"]["low"], described()["deal_us"]["high"]
+    assert "deal_us" in at_the_edge({**values, "deal_us": high})
+    assert "deal_us" not in at_the_edge({**values, "deal_us": (low + high) / 2})
+
+
+def test_the_manifest_has_enough_test_rows_and_it_is_said_what_became_of_each() -> None:
+    rows = read(FOLDER / "manifest.csv")
+    tests = Counter(row.family for row in rows if row.role == "test")
+    assert all(count >= LEAST_TESTS for family, count in tests.items() if family != "mxfp8_moe")
+    assert len({replace(row, role="") for row in rows}) == len(rows)  # none is fit and test
+    with (FOLDER / "traced.csv").open(newline="") as file:
+        states = {
+            (line["kernel"], line["M"], line["N"], line["K"]) for line in csv.DictReader(file)
+        }
+    assert {(row.kernel, str(row.M), str(row.N), str(row.K)) for row in rows} == states
+
+
+def test_rows_are_spread_over_the_strata_of_m() -> None:
+    rows = [Row("bf16", M, 64, 64, "k", 0, 0, 0, float(M)) for M in range(1, 600)]
+    found = Counter((row.role, row.stratum) for row in drawn(rows))
+    assert found == {
+        ("test", 0): 16, ("test", 1): 27, ("test", 2): 27, ("test", 3): 30,
+        ("fit", 1): 15, ("fit", 2): 15, ("fit", 3): 15,
+    }  # fmt: skip

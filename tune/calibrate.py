@@ -1,0 +1,197 @@
+"""Calibrates the model of time for gfx950 against published times of an MI355X.
+
+    python -m tune.calibrate draw --published FOLDER        # which rows fit and which test, by seed
+    python -m tune.calibrate trace --published FOLDER --aiter CHECKOUT --work FOLDER
+    python -m tune.calibrate fit [--steps 300]              # from the saved traces alone
+
+``draw`` writes manifest.csv, before anything is fitted. ``trace`` runs each row's public kernels in
+the simulator, those of AMD's repository as they are and FlyDSL's compiled by its wheel, and saves
+what they do (traces.xz) and each row's state (traced.csv). ``fit`` fits the constants of
+configs/gfx950/timing.json, once with all families and once without each, and writes predictions.csv
+and errors.csv. It keeps the present constants where the new ones are worse without a family.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from aiter_mx.paths import configs_dir
+from aiter_mx.sim.timing.constants import described, shipped, with_values
+from aiter_mx.sim.timing.fit import Observation, at_the_edge, fit, fitted_names, modelled_us
+from tune.published.rows import STRATA, Row, drawn, published, read, write
+
+FOLDER = Path(__file__).parents[1] / "docs" / "measured" / "mi355x_published"
+_MANIFEST, _TRACES, _STATES = "manifest.csv", "traces.xz", "traced.csv"
+_LABELS = ("M <= 16", "M 17 to 64", "M 65 to 256", "M > 256", "all")
+_HBM_TB_S, _FLOOR_US = 6.3, 2.6  # of the baseline that knows bytes alone
+
+
+def trace(options: argparse.Namespace) -> None:
+    """Run the rows' kernels and save what they do."""
+    from tune.published.collect import collect
+    from tune.published.saved import save
+
+    rows = read(FOLDER / _MANIFEST)
+    states, samples = [], []
+    for row, found in collect(rows, options.published, options.aiter, options.work):
+        if isinstance(found, str):
+            states.append((row, found))
+            continue
+        states.append((row, "traced"))
+        samples.append((row, found))
+        print(f"{len(states)} of {len(rows)}: {row.family} {row.M} {row.N} {row.K}", flush=True)
+    save(FOLDER / _TRACES, samples)
+    with (FOLDER / _STATES).open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["family", "M", "N", "K", "kernel", "us", "role", "state"])
+        for row, state in states:
+            writer.writerow([row.family, row.M, row.N, row.K, row.kernel, row.us, row.role, state])
+
+
+def calibrate(options: argparse.Namespace) -> int:
+    """Fit, judge and write; 1 where the present constants are kept."""
+    from tune.published.saved import load
+
+    data = [(row, Observation((row.family, row.stratum), row.us, launches))
+            for row, launches in load(FOLDER / _TRACES)]  # fmt: skip
+    fitting = [(row, seen) for row, seen in data if row.role == "fit"]
+    tests = [(row, seen) for row, seen in data if row.role == "test"]
+    present = {name: getattr(shipped(), name) for name in fitted_names()}
+
+    def fitted(part: Sequence[tuple[Row, Observation]], steps: int) -> dict[str, float]:
+        def progress(step: int, error: float) -> None:
+            print(f"  step {step}: {error:.4f}", flush=True)
+
+        return fit([seen for _, seen in part], present, steps, report=progress)
+
+    values = fitted(fitting, options.steps)
+    print("at the edge of its range:", ", ".join(at_the_edge(values)) or "none")
+    predicted = {row: modelled_us(seen.launches, with_values(values)) for row, seen in data}
+    left_out: dict[Row, float] = {}
+    for family in sorted({row.family for row, _ in tests}):
+        others = [pair for pair in fitting if pair[0].family != family]
+        apart = with_values(fitted(others, options.apart_steps))
+        left_out |= {row: modelled_us(seen.launches, apart)
+                     for row, seen in tests if row.family == family}  # fmt: skip
+    before = {row: modelled_us(seen.launches, shipped()) for row, seen in tests}
+    _write_predictions([row for row, _ in data], predicted, left_out)
+    known = {"model": predicted, "model, family left out": left_out,
+             "bytes and launch": {row: _bytes_us(row) for row, _ in tests},
+             "regression": _regression([row for row, _ in fitting], [row for row, _ in tests]),
+             }  # fmt: skip
+    _write_errors([row for row, _ in tests], known)
+    if _median(tests, left_out) > _median(tests, before) and not options.force:
+        print("kept the present constants: without a family the new ones are worse")
+        return 1
+    _write_constants(values, [predicted[row] / row.us for row, _ in tests])
+    return 0
+
+
+def _median(tests: Sequence[tuple[Row, Observation]], found: Mapping[Row, float]) -> float:
+    return statistics.median(abs(found[row] / row.us - 1) for row, _ in tests)
+
+
+def _write_predictions(
+    rows: Sequence[Row], predicted: Mapping[Row, float], left_out: Mapping[Row, float]
+) -> None:
+    with (FOLDER / "predictions.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["family", "M", "N", "K", "kernel", "role", "us", "modelled_us",
+                         "family_left_out_us"])  # fmt: skip
+        for row in rows:
+            apart = f"{left_out[row]:.2f}" if row in left_out else ""
+            writer.writerow([row.family, row.M, row.N, row.K, row.kernel, row.role, row.us,
+                             f"{predicted[row]:.2f}", apart])  # fmt: skip
+
+
+def _write_errors(rows: Sequence[Row], known: Mapping[str, Mapping[Row, float]]) -> None:
+    with (FOLDER / "errors.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["predictor", "family", "rows of", "rows", "median", "p90"])
+        for name, found in known.items():
+            for family in [*sorted({row.family for row in rows}), "all"]:
+                of_family = [row for row in rows if family in (row.family, "all")]
+                for number, label in enumerate(_LABELS):
+                    part = [row for row in of_family if number in (row.stratum, len(STRATA))]
+                    errors = sorted(abs(found[row] / row.us - 1) for row in part)
+                    if errors:
+                        p90 = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
+                        median = f"{statistics.median(errors):.3f}"
+                        writer.writerow([name, family, label, len(errors), median, f"{p90:.3f}"])
+
+
+def _write_constants(values: Mapping[str, float], ratios: Sequence[float]) -> None:
+    entries = {name: dict(entry) for name, entry in described().items()}
+    for name, value in values.items():
+        entries[name]["value"] = float(f"{value:.4g}")
+    ordered = sorted(1 / ratio for ratio in ratios)
+    errors = sorted(abs(ratio - 1) for ratio in ratios)
+    entries["error"] = {
+        "median": round(statistics.median(errors), 3),
+        "ratio_p10": round(ordered[len(ordered) // 10], 3),
+        "ratio_p90": round(ordered[9 * len(ordered) // 10], 3),
+    }
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entries[name])}" for name in entries)
+    (configs_dir() / "gfx950" / "timing.json").write_text(f"{{\n{lines}\n}}\n")
+
+
+def _sizes(row: Row) -> tuple[float, float]:
+    """Bytes that a row must move, and its multiply-adds."""
+    if row.experts:
+        touched = row.experts * (1 - (1 - row.top_k / row.experts) ** row.M)
+        weights = touched * 3 * row.N * row.K * 33 / 32
+        return weights + row.M * row.K * 3, 3.0 * row.M * row.top_k * row.N * row.K
+    element = {"fp4_asm": 17 / 32, "bf16": 2.0}.get(row.family, 1.0)
+    moved = (row.M + row.N) * row.K * element + 2 * row.M * row.N
+    return moved, float(row.M) * row.N * row.K
+
+
+def _bytes_us(row: Row) -> float:
+    launches = 2 if row.experts else 1
+    return launches * _FLOOR_US + _sizes(row)[0] / _HBM_TB_S / 1e6
+
+
+def _regression(fitting: Sequence[Row], tests: Sequence[Row]) -> dict[Row, float]:
+    """Least squares of log us on logs of M, N, K, bytes and operations."""
+    import numpy as np
+
+    def columns(row: Row) -> list[float]:
+        moved, operations = _sizes(row)
+        return [1.0, *(math.log(size) for size in (row.M, row.N, row.K, moved, operations))]
+
+    wanted = [math.log(row.us) for row in fitting]
+    weights, *_ = np.linalg.lstsq(np.array([columns(row) for row in fitting]), wanted, rcond=None)
+    return {row: math.exp(float(np.dot(weights, columns(row)))) for row in tests}
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("draw", "trace"):
+        command = commands.add_parser(name)
+        command.add_argument("--published", type=Path, required=True, help="gemm.csv and moe.csv")
+    command.add_argument("--aiter", type=Path, required=True, help="a checkout of ROCm/aiter")
+    command.add_argument("--work", type=Path, required=True, help="for what is made on the way")
+    command = commands.add_parser("fit")
+    command.add_argument("--steps", type=int, default=300, help="of the search")
+    command.add_argument("--apart-steps", type=int, default=100, help="without a family, each")
+    command.add_argument("--force", action="store_true", help="write constants that are worse")
+    options = parser.parse_args()
+    if options.command == "fit":
+        return calibrate(options)
+    if options.command == "draw":
+        write(FOLDER / _MANIFEST, drawn(published(options.published)))
+    else:
+        trace(options)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
