@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 import aiter_mx
+from aiter_mx.fallbacks import grouped_wgrad_torch
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
+from aiter_mx.workloads import workload_of
 from op_tests.interpreted import assert_passes_in_the_interpreter
 from op_tests.mx_reference import assert_close_to_reference
 from op_tests.training.cases import Case, check, draw_case
@@ -136,3 +138,19 @@ def test_no_rows_at_all_give_zeros() -> None:
 
 def test_triton_matches_float64() -> None:
     assert_passes_in_the_interpreter("op_tests.training.triton_wgrad")
+
+
+@pytest.mark.parametrize("accumulate", [0, 1])
+def test_the_workload_judges_right_and_wrong_gradients(accumulate: int) -> None:
+    problem = GroupedWgradProblem(512, 64, 96, 3, accumulate=accumulate)
+    workload = workload_of("grouped_wgrad")
+    operands = workload.operands(problem, torch.device("cpu"))
+    judge = workload.judge(problem, operands)
+    grouped_wgrad_torch.run(problem, operands, {})
+    assert judge(operands).right
+    out = operands[5]
+    assert out is not None
+    out[1, 3, 5] += out[1].abs().max() * 0.1
+    assert not judge(operands).right
+    sample = workload.sample(problem, 0.5)
+    assert sample.M % 128 == 0 and sample.N % 32 == 0
