@@ -66,6 +66,8 @@ _HOME = {
     "warmup": "aiter_mx.warm",
 }
 
+_MODULES = ("distributed", "nn")
+
 __all__ = [
     "Route",
     "__version__",
@@ -99,6 +101,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"aiter_mx.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'aiter_mx' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from aiter_mx.ops.checks import BLOCK, checking, refuse_no_tensor, shape_text
 from aiter_mx.ops.grouped_gemm import grouped_gemm
@@ -241,6 +242,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
         w_columns, w_scales, x_columns, x_scales, padded, offs = ctx.saved_tensors
@@ -291,6 +293,8 @@ def _weights_gradient(
     main_grad: Tensor | None,
 ) -> Tensor | None:
     """None where it has been added to ``main_grad``."""
+    if offs is None and main_grad is None and dy[0].shape[1] == 0:
+        return dy[0].new_zeros((dy[0].shape[0], x[0].shape[0]), dtype=dtype)
     if offs is None and main_grad is None:
         return linear(*dy, *x, out_dtype=dtype)
     if padded is None:

@@ -127,6 +127,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        of_rows = grad[inverse].view(ctx.rows, -1, grad.shape[1])
+        each = grad.shape[0] // max(ctx.rows, 1)
+        of_rows = grad[inverse].view(ctx.rows, each, grad.shape[1])
         summed = of_rows[:, 0] if of_rows.shape[1] == 1 else of_rows.float().sum(1).to(grad.dtype)
         return summed, None, None

@@ -12,16 +12,20 @@ from aiter_mx.ops.quantize import Dual, quantize_dual
 
 
 class QuantizedOnce:
-    """A parameter's quantisation, made anew when the parameter has changed."""
+    """A parameter's quantisation, made anew when the parameter has changed.
+
+    torch counts changes in place, but for those through ``.data`` and a graph's replays.
+    """
 
     def __init__(self) -> None:
         self._made: tuple[tuple[int, int], Dual] | None = None
 
     def of(self, w: Tensor) -> Dual:
-        """Both quantisations of ``w`` as it is; torch counts the changes in place."""
+        """Both quantisations of ``w`` as it is."""
         state = (w.data_ptr(), w._version)
         if self._made is None or self._made[0] != state:
-            with torch.no_grad():
+            # outside of inference mode, whose tensors no backward pass may take later
+            with torch.inference_mode(False), torch.no_grad():
                 self._made = (state, quantize_dual(w))
         return self._made[1]
 
@@ -76,6 +80,8 @@ class MxLinear(_OfWeight):
         device, dtype: of the parameters, as torch has them.
         reuse_quantized: whether the quantised weight is kept until the weight changes, as for the
             micro-batches of a step; 2.1 bytes an element more. Compiled calls quantise each time.
+            Not for weights that are written through ``.data`` or by a captured graph: torch counts
+            no such change.
 
     Example:
         >>> layer = aiter_mx.nn.MxLinear(64, 32)

@@ -276,6 +276,14 @@ def test_a_shape_without_a_gradient_is_refused_when_it_is_called(
         aiter_mx.linear_autograd(*(torch.randn(shape) for shape in shapes))
 
 
+def test_a_second_derivative_is_refused() -> None:
+    x, w = torch.randn(5, 64, requires_grad=True), torch.randn(32, 64, requires_grad=True)
+    y = aiter_mx.linear_autograd(x, w)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dx.sum().backward()
+
+
 def test_other_operands_are_refused() -> None:
     x, w = torch.randn(5, 64), torch.randn(32, 64)
     with pytest.raises(ValueError, match=r"bias must be \[32\], got \[64\]"):

@@ -62,6 +62,25 @@ def test_a_quantised_weight_is_reused_until_the_weight_changes(
         optimizer.step()
 
 
+def test_a_weight_quantised_in_inference_mode_trains_afterwards() -> None:
+    layer, x = MxLinear(64, 32, reuse_quantized=True), torch.randn(5, 64, requires_grad=True)
+    with torch.inference_mode():
+        expected = layer(x)
+    y = layer(x)
+    y.sum().backward()
+    assert torch.equal(y, expected) and x.grad is not None and x.grad.shape == x.shape
+
+
+def test_no_rows_have_no_part_in_gradients() -> None:
+    linear, experts = MxLinear(64, 64), MxExperts(4, 64, 32)
+    x = torch.randn(0, 64, requires_grad=True)
+    y = experts(linear(x), torch.zeros(0, 2, dtype=torch.int64), torch.rand(0, 2))
+    y.sum().backward()
+    assert y.shape == (0, 64) and x.grad is not None
+    for weight in (*linear.parameters(), *experts.parameters()):
+        assert weight.grad is not None and not weight.grad.any()
+
+
 def reference(layer: MxExperts, x: Tensor, ids: Tensor, weights: Tensor, activation: str) -> Tensor:
     """Each expert of each token in float64."""
     out = torch.zeros_like(x)
