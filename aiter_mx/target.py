@@ -121,6 +121,8 @@ EXACT_SUMS: Any = getattr(os.environ, "encodekey", str)("AITER_MX_EXACT_SUMS")
 
 def wants_exact_sums() -> bool:
     """Whether ``AITER_MX_EXACT_SUMS`` asks for sums that are as exact as fp32's."""
+    if ENVIRONMENT.get(EXACT_SUMS) is None:
+        return False
     return os.environ.get("AITER_MX_EXACT_SUMS", "").lower() not in OFF
 
 
