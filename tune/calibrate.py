@@ -23,7 +23,14 @@ from pathlib import Path
 
 from aiter_mx.paths import configs_dir
 from aiter_mx.sim.timing.constants import described, shipped, with_values
-from aiter_mx.sim.timing.fit import Observation, at_the_edge, fit, fitted_names, modelled_us
+from aiter_mx.sim.timing.fit import (
+    Observation,
+    at_the_edge,
+    fit,
+    fitted_names,
+    middle_of_ranges,
+    modelled_us,
+)
 from tune.published.rows import STRATA, Row, drawn, published, read, write
 
 FOLDER = Path(__file__).parents[1] / "docs" / "measured" / "mi355x_published"
@@ -64,19 +71,22 @@ def calibrate(options: argparse.Namespace) -> int:
     tests = [(row, seen) for row, seen in data if row.role == "test"]
     present = {name: getattr(shipped(), name) for name in fitted_names()}
 
-    def fitted(part: Sequence[tuple[Row, Observation]], steps: int) -> dict[str, float]:
+    def fitted(
+        part: Sequence[tuple[Row, Observation]], start: Mapping[str, float], steps: int
+    ) -> dict[str, float]:
         def progress(step: int, error: float) -> None:
             print(f"  step {step}: {error:.4f}", flush=True)
 
-        return fit([seen for _, seen in part], present, steps, report=progress)
+        return fit([seen for _, seen in part], start, steps, report=progress)
 
-    values = fitted(fitting, options.steps)
+    values = fitted(fitting, present, options.steps)
     print("at the edge of its range:", ", ".join(at_the_edge(values)) or "none")
     predicted = {row: modelled_us(seen.launches, with_values(values)) for row, seen in data}
     left_out: dict[Row, float] = {}
     for family in sorted({row.family for row, _ in tests}):
         others = [pair for pair in fitting if pair[0].family != family]
-        apart = with_values(fitted(others, options.apart_steps))
+        # Not from the present constants, which know the family.
+        apart = with_values(fitted(others, middle_of_ranges(), options.apart_steps))
         left_out |= {row: modelled_us(seen.launches, apart)
                      for row, seen in tests if row.family == family}  # fmt: skip
     before = {row: modelled_us(seen.launches, shipped()) for row, seen in tests}

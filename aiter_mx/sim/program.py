@@ -386,6 +386,7 @@ class Program:
         sizes = [end - begin for begin, end, *_ in pieces] if options.count_unique else None
         results = _run_threads(translated, launch, threads, sizes)
         seconds = time.perf_counter() - begin
+        words = _words(trace) if options.trace else b""
 
         def error(fault: CFault) -> SimulatorError:
             return fault_error(
@@ -417,7 +418,7 @@ class Program:
         if options.trace:
             sizes = [sum(block.values()) for block in translated.blocks]
             region_bytes = [end - begin for begin, end, *_ in pieces]
-            traced = _words(trace), groups, waves // groups, translated.texts, sizes, region_bytes
+            traced = words, groups, waves // groups, translated.texts, sizes, region_bytes
             report = replace(report, trace=Trace(*traced))
         return report
 

@@ -40,6 +40,12 @@ def fitted_names() -> list[str]:
     return [name for name, entry in described().items() if entry.get("fitted")]
 
 
+def middle_of_ranges() -> dict[str, float]:
+    """Where a fit starts that must not know what is fitted already."""
+    return {name: (described()[name]["low"] + described()[name]["high"]) / 2
+            for name in fitted_names()}  # fmt: skip
+
+
 def loss(observations: Sequence[Observation], constants: Constants) -> float:
     """The mean of |log(modelled / published)|, each group weighing the same."""
     counts = Counter(each.group for each in observations)
