@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from aiter_mx.sim.faults import MemoryFault
 from op_tests.sim.tools import Array, launch, program
 
 SAMPLES = 192
@@ -213,3 +214,38 @@ def test_hardware_registers_say_the_xcc_and_the_float_mode() -> None:
     launch(program(source), "k", 20, 64, [out])
     flushes_nothing = 15 << 8  # denormal modes as clang leaves them
     np.testing.assert_array_equal(out, (np.arange(20) % 8 | flushes_nothing)[:, None] + 0 * out)
+
+
+SCALAR_WRITES = """
+KERNEL(64) scalar_writes(u32* counters, u32* out, u32 value) {
+    u32 seen;
+    asm volatile("s_store_dword %1, %2, 0x4 glc\\n\\t"
+                 "s_atomic_dec %1, %2, 0x8\\n\\t"
+                 "s_atomic_inc %1, %2, 0xc\\n\\t"
+                 "s_atomic_add %1, %2, 0x10\\n\\t"
+                 "s_waitcnt lgkmcnt(0)\\n\\t"
+                 "s_load_dword %0, %2, 0x4 glc\\n\\t"
+                 "s_waitcnt lgkmcnt(0)"
+                 : "=s"(seen) : "s"(value), "s"(counters) : "memory");
+    out[lane_id()] = seen;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "decreased", "increased"), [(0, 7, 1), (1, 0, 2), (7, 6, 0), (9, 7, 0)]
+)
+def test_scalar_stores_and_atomics_write_memory(
+    before: int, decreased: int, increased: int
+) -> None:
+    """Counters wrap: down from 0 or from above the limit to it, up from the limit to 0."""
+    counters, out = np.full(6, before, np.uint32), np.zeros(64, np.uint32)
+    launch(program(SCALAR_WRITES), "scalar_writes", 1, 64, [counters, out, 7], access="bw")
+    assert counters.tolist() == [before, 7, decreased, increased, before + 7, before]
+    assert (out == 7).all()
+
+
+def test_a_scalar_store_outside_of_memory_is_found() -> None:
+    counters, out = np.zeros(6, np.uint32), np.zeros(64, np.uint32)
+    with pytest.raises(MemoryFault, match="not writable"):
+        launch(program(SCALAR_WRITES), "scalar_writes", 1, 64, [counters, out, 7], access="rw")
