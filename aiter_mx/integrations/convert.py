@@ -126,7 +126,7 @@ def convert(
         if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
             shutil.copy(path, target / path.name)
     _write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
-    if len(shards) > 1:
+    if len(shards) > 1 or (source / _INDEX).is_file():
         index = {"metadata": {"total_size": after}, "weight_map": dict(sorted(weight_map.items()))}
         _write_text(target / _INDEX, json.dumps(index, indent=2) + "\n")
     (target / _STATE).unlink()

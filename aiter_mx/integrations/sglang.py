@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-KNOWN = ("0.5.22", "0.5.23")
+KNOWN = ("0.5.22.", "0.5.23.")
 
 _log = logging.getLogger("sglang.aiter_mx")
 

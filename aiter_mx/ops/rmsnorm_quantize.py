@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 
 from aiter_mx.kernels.rmsnorm_quantize import RMSNormQuantizeProblem
-from aiter_mx.launch import Run, Tensors, call
-from aiter_mx.numerics import BLOCK, DTYPE_NAMES, DTYPES
+from aiter_mx.launch import Run, call
+from aiter_mx.numerics import BLOCK, DTYPE_NAMES
 from aiter_mx.ops.checks import (
     ALIGNMENT_BYTES,
     check_tensor,
@@ -199,25 +198,3 @@ _through_torch = register(
     _run,
     _fake,
 )
-
-
-def operands_of(problem: RMSNormQuantizeProblem, device: torch.device) -> Iterator[Tensors]:
-    """Tensors of a call that poses ``problem``, with whatever their memory holds."""
-    p, dtype = problem, DTYPES[problem.dtype]
-    if p.M == 0:
-        return
-
-    def new(*shape: int, of: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=of, device=device)
-
-    yield (
-        new(p.M, p.N),
-        new(p.M, p.N) if p.residual else None,
-        new(p.N),
-        new(p.M, p.N2) if p.N2 else None,
-        new(p.N2) if p.N2 else None,
-        new(p.M, p.N, of=torch.float8_e4m3fn),
-        new(p.M, p.N // BLOCK, of=torch.uint8),
-        new(p.M, p.N) if p.residual else None,
-        new(p.M, p.N2) if p.N2 else None,
-    )

@@ -80,6 +80,19 @@ def test_weights_are_quantised_and_the_rest_stays(
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
+def test_an_index_of_one_shard_names_its_scales_too(tmp_path: Path) -> None:
+    source = tmp_path / "plain"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    save_file({"up_proj.weight": torch.randn(32, 64)}, source / "model.safetensors")
+    weight_map = {"up_proj.weight": "model.safetensors"}
+    index = {"metadata": {"total_size": 8192}, "weight_map": weight_map}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    convert(source, tmp_path / "out", "vllm")
+    written = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(written["weight_map"]) == {"up_proj.weight", "up_proj.weight_scale"}
+
+
 @torch.no_grad()
 def test_transformers_loads_what_was_converted(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "out", "transformers")
