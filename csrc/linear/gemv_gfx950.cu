@@ -66,7 +66,7 @@ class Scales {
         const int pair = row * kUnroll + step, i = pair / kPairsOfLoad;
         const unsigned word = kScaleDwords == kShifted ? words[i] >> shifts[i] : words[i];
         const int holder = lane / kStepDwords + pair % kPairsOfLoad * kStepDwords;
-        return of_lane(holder, word) >> lane / 2 % 4 * 8 & 0xff;
+        return __builtin_amdgcn_ubfe(of_lane(holder, word), lane / 2 % 4 * 8, 8);
     }
 
   private:

@@ -68,14 +68,6 @@ MX_DEVICE ArgsInMemory& loaded_anew() {
     return *(ArgsInMemory*)from;
 }
 
-// The thread, so that what is computed from it is computed here: ahead of the loop over chunks it
-// would come before the first weights are asked for, and be kept in registers.
-MX_DEVICE int thread_anew() {
-    int thread = thread_in_group();
-    asm volatile("" : "+v"(thread));
-    return thread;
-}
-
 // A lane's loads of a tile's rows in a step of K, past the start of each row.
 struct Place {
     unsigned payload, scales[2]; // offsets, or kNowhere past the end of K
@@ -89,13 +81,12 @@ struct Place {
     }
 };
 
-// The scales of two blocks of a row, in bytes 0 and 1. further is the same in all lanes.
-MX_DEVICE unsigned load_scales(const Buffer& scales, unsigned row_offset, const Place& place,
-                               unsigned further = 0) {
+// The scales of two blocks of a row, in bytes 0 and 1.
+MX_DEVICE unsigned load_scales(const Buffer& scales, unsigned row_offset, const Place& place) {
     if (kEvenBlocks)
-        return scales.load_two_bytes(row_offset + place.scales[0], further);
-    return scales.load_byte(row_offset + place.scales[0], further) |
-           scales.load_byte(row_offset + place.scales[1], further) << 8;
+        return scales.load_two_bytes(row_offset + place.scales[0]);
+    return scales.load_byte(row_offset + place.scales[0]) |
+           scales.load_byte(row_offset + place.scales[1]) << 8;
 }
 
 // Consecutive rows of an expert's w.
@@ -107,18 +98,17 @@ struct WRows {
         : payload(args.wq + first * args.K, rows * args.K),
           scales(args.ws + first * (args.K / kBlock), rows * (args.K / kBlock)), K(args.K) {}
 
-    // first_row: of the tile.
-    MX_MEMBER void load_payload(Tile& tile, unsigned first_row, int lane,
-                                const Place& place) const {
-        const unsigned offset = lane / 4 % 4 * 4 * K + place.payload;
-        const unsigned row_bytes = afresh(K); // or all of a step's offsets would keep registers
+    // first_row: of the part that the tile is in.
+    MX_MEMBER Tile load(int tile, unsigned first_row, int lane, const Place& place) const {
+        Tile loaded;
+        const unsigned first = first_row + tile * kSide, blocks = K / kBlock;
+        loaded.scales = load_scales(scales, (first + lane / 4) * blocks, place);
 #pragma unroll
-        for (int j = 0; j < kLoads; ++j)
-            tile.payload[j] = payload.load_once(offset, (first_row + j) * row_bytes);
-    }
-    MX_MEMBER void load_scales(Tile& tile, unsigned first_row, int lane, const Place& place) const {
-        const unsigned blocks = K / kBlock;
-        tile.scales = ::load_scales(scales, lane / 4 * blocks, place, first_row * blocks);
+        for (int j = 0; j < kLoads; ++j) {
+            const unsigned row = first + lane / 4 % 4 * 4 + j;
+            loaded.payload[j] = payload.load_once(row * K + place.payload);
+        }
+        return loaded;
     }
 };
 
@@ -222,8 +212,7 @@ MX_DEVICE f32x4 sum_of_waves(const u32x4 (&lds)[kWaves][kWavePieces], int m, int
 template <int ColTiles>
 MX_DEVICE void store_features(ArgsInMemory& args, const Chunk& chunk,
                               const u32x4 (&lds)[kWaves][kWavePieces]) {
-    const int thread = thread_anew();
-    const int of_four = thread % (kRows / 4) * 4;
+    const int of_four = thread_in_group() % (kRows / 4) * 4;
     const Offset n = first_feature() + of_four;
     const Offset bias_row = static_cast<Offset>(chunk.expert) * args.N;
     float added[4];
@@ -235,7 +224,7 @@ MX_DEVICE void store_features(ArgsInMemory& args, const Chunk& chunk,
     const int weight_at = args.weights_by_place ? chunk.place : chunk.t;
     const float own_weight = args.weights && chunk.t >= 0 ? args.weights[weight_at] : 1.0f;
     group_barrier();
-    for (int i = thread; i < ColTiles * kSide * kRows / 4; i += kThreads) {
+    for (int i = thread_in_group(); i < ColTiles * kSide * kRows / 4; i += kThreads) {
         const int m = i / (kRows / 4);
         const int t = of_lane(m, chunk.t);
         const float weight = bits_to_float(of_lane(m, float_to_bits(own_weight)));
@@ -251,9 +240,8 @@ MX_DEVICE void store_features(ArgsInMemory& args, const Chunk& chunk,
 template <int ColTiles>
 MX_DEVICE void store_activated(ArgsInMemory& args, const Chunk& chunk,
                                const u32x4 (&lds)[kWaves][kWavePieces]) {
-    const int thread = thread_anew();
     constexpr int lanes = kBlock / 4; // of a block
-    const int quarter = thread % lanes;
+    const int quarter = thread_in_group() % lanes;
     const Offset features = args.N / 2, feature = first_feature() + quarter * 4;
     // Rows within the tile, and of them in w.
     const int gate_row = kInterleaved ? quarter * 8 : quarter * 4;
@@ -267,7 +255,7 @@ MX_DEVICE void store_activated(ArgsInMemory& args, const Chunk& chunk,
             added[i] = load_bias(args.bias, args.bias_kind, bias_row + row);
         }
     group_barrier();
-    for (int i = thread; i < ColTiles * kSide * lanes; i += kThreads) {
+    for (int i = thread_in_group(); i < ColTiles * kSide * lanes; i += kThreads) {
         const int m = i / lanes;
         const int t = of_lane(m, chunk.t);
         const f32x4 low = sum_of_waves<ColTiles>(lds, m, gate_row);
@@ -294,10 +282,9 @@ MX_DEVICE void store_activated(ArgsInMemory& args, const Chunk& chunk,
 
 // Rows whose expert is not here.
 MX_DEVICE void store_zeros(ArgsInMemory& args, const Chunk& chunk) {
-    const int thread = thread_anew();
     const Offset features = kActivated ? args.N / 2 : args.N;
     constexpr int width = kActivated ? kRows / 2 : kRows;
-    for (int i = thread; i < kCols * width; i += kThreads) {
+    for (int i = thread_in_group(); i < kCols * width; i += kThreads) {
         const int t = of_lane(i / width, chunk.t);
         const Offset n = first_feature() + i % width;
         if (t < 0 || n >= features)
@@ -327,51 +314,26 @@ MX_DEVICE void compute(ArgsInMemory& args, const Chunk& chunk, u32x4 (&lds)[kWav
     constexpr int part_tiles = kRowTiles / parts;
     const unsigned to_part = (parts - 1) * part_size; // rows
     const WRows w_rows(args, expert_row + first_row, to_part + rows);
-    const auto first_of_tile = [&](int r) {
-        return r / part_tiles * to_part + r % part_tiles * kSide;
-    };
+    const int x_row = chunk.t < 0 ? -1 : static_cast<unsigned>(chunk.t) / args.a_div;
+    const XRows<ColTiles> x_rows(args, x_row, lane);
 
-    Tile w[kUnroll][kRowTiles], x[kUnroll][ColTiles];
-    const auto load_w = [&](unsigned k) {
+    f32x4 sums[kRowTiles][ColTiles] = {};
+    NanNotes w_nans[kRowTiles], x_nans[ColTiles];
+    for (unsigned k = wave * kTileK; k < K; k += kUnroll * kStride) {
+        Tile w[kUnroll][kRowTiles], x[kUnroll][ColTiles];
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) { // a step past the end of K loads zeros
             const Place place(lane, k + i * kStride, K);
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
-                w_rows.load_payload(w[i][r], first_of_tile(r), lane, place);
-            finish_before_next(); // memory is asked for weights before the rest has addresses
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r)
-                w_rows.load_scales(w[i][r], first_of_tile(r), lane, place);
-        }
-        finish_before_next();
-    };
-    const auto load_x = [&](const XRows<ColTiles>& x_rows, unsigned k) {
-#pragma unroll
-        for (int i = 0; i < kUnroll; ++i) {
-            const Place place(lane, k + i * kStride, K);
+                w[i][r] = w_rows.load(r % part_tiles, r / part_tiles * to_part, lane, place);
 #pragma unroll
             for (int c = 0; c < ColTiles; ++c)
                 x[i][c] = x_rows.load(c, place);
         }
-        finish_before_next();
-    };
-    unsigned k = wave * kTileK;
-    load_w(k);
-    const int x_row = chunk.t < 0 ? -1 : static_cast<unsigned>(chunk.t) / args.a_div;
-    const XRows<ColTiles> x_rows(args, x_row, lane);
-    load_x(x_rows, k);
-    f32x4 sums[kRowTiles][ColTiles] = {};
-    NanNotes w_nans[kRowTiles], x_nans[ColTiles];
-    for (;;) {
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i)
             multiply_step(lds[wave], w[i], x[i], lane, transpose, sums, w_nans, x_nans);
-        k += kUnroll * kStride;
-        if (k >= K)
-            break;
-        load_w(k);
-        load_x(x_rows, k);
     }
     const auto place = [](int r, int c, int g, int column) {
         return (r * ColTiles + c) * kLanes + column * 4 + g;
@@ -383,17 +345,6 @@ MX_DEVICE void compute(ArgsInMemory& args, const Chunk& chunk, u32x4 (&lds)[kWav
         store_features<ColTiles>(loaded_anew(), chunk, lds);
 }
 
-MX_DEVICE int chunks_of_block(ArgsInMemory& args) { return (args.block_m + kCols - 1) / kCols; }
-MX_DEVICE long most_items(ArgsInMemory& args) {
-    return static_cast<long>(args.max_blocks) * chunks_of_block(args);
-}
-// Of the grid's y.
-MX_DEVICE long groups_launched(ArgsInMemory& args) {
-    const long items = most_items(args);
-    const long groups = items < args.valid_tokens ? items : args.valid_tokens;
-    return groups < kMaxGroupsY ? groups : kMaxGroupsY;
-}
-
 // The arguments are Args, member by member.
 MX_KERNEL(kThreads)
 aiter_mx_moe_gemm_mfma(const unsigned char*, const unsigned char*, const unsigned char*,
@@ -403,31 +354,28 @@ aiter_mx_moe_gemm_mfma(const unsigned char*, const unsigned char*, const unsigne
     ArgsInMemory& args = loaded_anew();
     MX_LDS u32x4 lds[kWaves][kWavePieces];
     const int lane = thread_in_group() % kLanes;
-    // Looked up under the supposition that it is in use and a first chunk, as most are: then
-    // nothing is divided.
+    const int chunks = (args.block_m + kCols - 1) / kCols; // of a block
+    const long most_items = static_cast<long>(args.max_blocks) * chunks;
+    long groups_y = most_items < args.valid_tokens ? most_items : args.valid_tokens;
+    groups_y = groups_y < kMaxGroupsY ? groups_y : kMaxGroupsY; // as launched
+
+    // Looked up under the supposition that it is in use and a first chunk, as most are.
     const long first_item = group_y();
     int block = first_item < args.max_blocks ? first_item : 0, first = 0;
     LookUp found(args, block, first, lane);
     int padded = *args.post_padded;
     found.wait_with(padded);
-    bool is_found = first_item < args.max_blocks && first_item * args.block_m < padded;
+    const int in_use = (padded + args.block_m - 1) / args.block_m;
+    const int blocks = in_use < args.max_blocks ? in_use : args.max_blocks;
 
     bool lds_in_use = false;
-    for (long item = first_item;; item += groups_launched(loaded_anew())) {
-        if (!is_found) {
-            ArgsInMemory& again = loaded_anew();
-            if (item >= most_items(again))
-                break;
-            const int in_use = (padded + again.block_m - 1) / again.block_m;
-            const int blocks = in_use < again.max_blocks ? in_use : again.max_blocks;
-            if (item >= static_cast<long>(blocks) * chunks_of_block(again))
-                break;
-            block = static_cast<unsigned>(item) % static_cast<unsigned>(blocks);
-            first = static_cast<unsigned>(item) / static_cast<unsigned>(blocks) * kCols;
-            found = LookUp(again, block, first, lane);
+    for (long item = first_item; item < static_cast<long>(blocks) * chunks; item += groups_y) {
+        if (item != first_item || item >= blocks) {
+            block = item % blocks;
+            first = item / blocks * kCols;
+            found = LookUp(args, block, first, lane);
             found.wait_with(padded);
         }
-        is_found = false;
         Chunk chunk;
         chunk.expert = found.expert;
         chunk.place = block * args.block_m + first + lane;

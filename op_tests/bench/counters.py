@@ -31,6 +31,7 @@ COUNTED = SimOptions(
     count_unique=True,
     count_conflicts=True,
     count_groups=True,
+    trace=True,
     schedule="run-to-barrier",
     threads=1,  # so that the first wave runs alone ahead of its first load
 )
@@ -84,7 +85,9 @@ def counters(trial: Trial) -> dict[str, object]:
     groups = len(next(iter(report.group_bytes.values())))
     first = report.first_load
     operands = (report.unique_bytes_read or 0) + (report.unique_bytes_written or 0)
+    assert trial.prediction is not None
     return {
+        "predicted_us": trial.prediction.us,
         "workgroups": groups,
         "address_cycles": report.address_cycles,
         "address_cycles_a_cu": report.address_cycles / CUS,
