@@ -512,18 +512,23 @@ def _check(inputs: Sequence[Tensor | None], options: Options) -> FusedMoeProblem
     )
 
 
-def _run(*arguments: Any, out: Tensor | None = None) -> Tensor:
+def _options_of(arguments: Sequence[Any]) -> Options:
     options = arguments[len(_NAMES) :]  # without the last where it is at its default
-    made = Options._make(
+    return Options._make(
         (*options[:4], tuple(options[4]), *options[5:8], *(options[8:] or (None,)))
     )
-    return _fused_moe(arguments[: len(_NAMES)], made, out)
 
 
-def _fake(x: Tensor, *others: Any) -> Tensor:
-    topk_ids, shared, reduce, out_dtype = others[4], others[-7], *others[-2:]
-    slots = () if reduce == 1 else (topk_ids.shape[1] + shared,)
-    return x.new_empty((x.shape[0], *slots, x.shape[1]), dtype=out_dtype)
+def _run(*arguments: Any, out: Tensor | None = None) -> Tensor:
+    return _fused_moe(arguments[: len(_NAMES)], _options_of(arguments), out)
+
+
+def _fake(*arguments: Any) -> Tensor:
+    x, topk_ids = (arguments[_NAMES.index(name)] for name in ("x", "topk_ids"))
+    options = _options_of(arguments)
+    slots = () if options.reduce == 1 else (topk_ids.shape[1] + options.shared_experts,)
+    fake: Tensor = x.new_empty((x.shape[0], *slots, x.shape[1]), dtype=options.out_dtype)
+    return fake
 
 
 _through_torch = register_with_out(

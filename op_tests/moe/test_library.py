@@ -124,3 +124,17 @@ def test_traced_results_are_written_where_the_caller_said_and_nowhere_else() -> 
             with pytest.raises(Exception, match=message):
                 compiled(wrong)
     assert (run_gemm(torch.full((10, 64), 7.0, dtype=torch.bfloat16))[0] == 7).all()
+
+
+@pytest.mark.parametrize("exact_sums", [None, False, True])
+@pytest.mark.parametrize("reduce", [False, True])
+def test_a_layers_shape_is_known_whatever_is_asked_for(
+    reduce: bool, exact_sums: bool | None
+) -> None:
+    call = {
+        name: value.to("meta") if isinstance(value, torch.Tensor) else value
+        for name, value in layer_call().items()
+    }
+    found = aiter_mx.fused_moe(**call, reduce=reduce, exact_sums=exact_sums)
+    assert found.shape == ((5, 64) if reduce else (5, 2, 64))
+    assert found.is_meta and found.dtype == torch.bfloat16

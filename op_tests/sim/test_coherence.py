@@ -31,10 +31,6 @@ def run(
     return data, out, report
 
 
-def checks_of(report: LaunchReport) -> set[str]:
-    return {found.check for found in report.findings}
-
-
 @pytest.mark.parametrize("kernel", ["split_right", "compiled"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_whole_handover_raises_nothing(kernel: str, seed: int) -> None:

@@ -37,8 +37,7 @@ MATRIX_ARGS = (
 """What the arguments of every kernel that uses the matrix unit begin with."""
 
 X_POINTER, W_POINTER = place_of(POINTERS, "xq"), place_of(POINTERS, "wq")
-W_SCALES_POINTER = place_of(POINTERS, "ws")
-"""Which of them a tensor map of x, of the weights or of the weights' scales begins at."""
+"""Which of them a tensor map of x or of the weights begins at."""
 
 X_CODES = {"e4m3": DTYPE_CODES["none"], **{d: DTYPE_CODES[d] for d in ("bf16", "fp16")}}
 """What kernels that quantise x themselves are told of its dtype, ``MX_X``."""
