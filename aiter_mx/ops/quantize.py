@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aiter_mx.layouts import layout_of, unshuffle_scales
 from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled, format_of
-from aiter_mx.ops.checks import as_whole_number, refuse_no_tensor
+from aiter_mx.ops.checks import as_whole_number, check_tensor, refuse_no_tensor
 from aiter_mx.ops.library import in_clear, is_traced, register
 from aiter_mx.ops.quantize_call import INPUT_DTYPES, Options, check, empty_outputs, quantized
 
@@ -149,6 +149,9 @@ def quantize(
         payload, scale = _quantize(
             x, mode, -1 if along_rows else -2, options.square, format, scale_layout
         )
+        for name, given, made in (("out", out, payload), ("out_scale", out_scale, scale)):
+            if given is not None:
+                check_tensor(name, given, (made.dtype,), tuple(made.shape), x.device)
         payload = payload if out is None else out.copy_(payload)
         scale = scale if out_scale is None else out_scale.copy_(scale)
     if zero_scale:

@@ -92,17 +92,18 @@ def quantized(
         check_groups("group_offs", len(offsets) - 1, None, offsets, x.shape[0])
     outputs = empty_outputs(x, offsets, shapes, options)
     if out is not None or out_scale is not None:
-        first = 0 if options.to == "rows" else 2
+        first, taken = 0 if options.to == "rows" else 2, {"x": x}
         for at, name, given in ((first, "out", out), (first + 1, "out_scale", out_scale)):
             made = outputs[at]
             if given is not None and made is not None:
                 refuse_no_tensor(**{name: given})
                 dtypes, shape = (made.dtype,), tuple(made.shape)
                 check_tensor(name, given, dtypes, shape, x.device)
-                if given.data_ptr() < x.data_ptr() + x.nbytes and (
-                    x.data_ptr() < given.data_ptr() + given.nbytes
-                ):
-                    raise ValueError(f"{name} overlaps x; give it memory of its own")
+                begin, end = given.data_ptr(), given.data_ptr() + given.nbytes
+                for other, tensor in taken.items():
+                    if begin < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < end:
+                        raise ValueError(f"{name} overlaps {other}; give it memory of its own")
+                taken[name] = given
                 if needs_pieces:
                     refuse_alignment(**{name: given})
                 outputs[at] = given

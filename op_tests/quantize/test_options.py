@@ -63,6 +63,13 @@ def test_what_cannot_take_a_result_is_refused() -> None:
     overlapping = whole[:2048].view(torch.float8_e4m3fn).view(32, 64)
     with pytest.raises(ValueError, match="out overlaps x"):
         aiter_mx.quantize(whole.view(torch.float16).view(32, 64), out=overlapping)
+    with pytest.raises(ValueError, match="out_scale overlaps out;"):
+        aiter_mx.quantize(x, out=overlapping, out_scale=whole[1024:1088].view(32, 2))
+    meta = torch.empty(32, 64, device="meta")
+    with pytest.raises(TypeError, match=r"out must be torch\.float8_e4m3fn"):
+        aiter_mx.quantize(meta, out=torch.empty_like(meta))
+    with pytest.raises(ValueError, match=r"out_scale must be \[32, 2\]"):
+        aiter_mx.quantize(meta, out_scale=torch.empty(1, 2, dtype=torch.uint8, device="meta"))
 
 
 @pytest.mark.parametrize("format", ["e4m3", "e2m1", "e5m2"])
