@@ -201,9 +201,20 @@ def _apply(
     quantized_w: Dual | None,
     main_grad: Tensor | None,
 ) -> Tensor:
-    of_w = (None,) * 4 if quantized_w is None else tuple(quantized_w)
+    of_w = (None,) * 4 if quantized_w is None else _quantized_of(w, quantized_w)
     y: Tensor = _Linear.apply(x, w, bias, offs, main_grad, *of_w)  # type: ignore[no-untyped-call]
     return y
+
+
+def _quantized_of(w: Tensor, quantized_w: Dual) -> tuple[Tensor, ...]:
+    """Its four tensors; raises unless they have the shapes of w's."""
+    rows, row_scales, columns, column_scales = quantized_w
+    if rows.shape != w.shape or columns.shape != w.mT.shape:
+        raise ValueError(
+            f"quantized_w must be what quantize_dual makes of w, {shape_text(w)}, got rows "
+            f"{shape_text(rows)} and columns {shape_text(columns)}"
+        )
+    return rows, row_scales, columns, column_scales
 
 
 class _Linear(torch.autograd.Function):
