@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import aiter_mx
-from aiter_mx.numerics import BLOCK
+from aiter_mx.numerics import BLOCK, SCALE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ def prepare(
         group: of ranks; by default all.
 
     Raises:
-        ValueError: experts that cannot be divided among the ranks.
+        TypeError: scales of tokens that are not float8_e4m3fn.
+        ValueError: scales of another dtype or shape, or experts that cannot be divided among the
+            ranks.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if num_experts % ranks:
@@ -74,6 +76,12 @@ def prepare(
     each, (M, top_k), H = num_experts // ranks, topk_ids.shape, x.shape[1]
     if x_scale is None:
         x, x_scale = aiter_mx.quantize(x)
+    elif x.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"x must be torch.float8_e4m3fn where x_scale is given, got {x.dtype}")
+    elif x_scale.dtype not in SCALE_DTYPES or tuple(x_scale.shape) != (M, H // BLOCK):
+        raise ValueError(
+            f"x_scale must be bytes [{M}, {H // BLOCK}], got {x_scale.dtype} {list(x_scale.shape)}"
+        )
     ids = topk_ids.to(torch.int32)
     valid = (ids >= 0) & (ids < num_experts)
     owner = torch.where(valid, ids // each, -1)

@@ -58,6 +58,12 @@ def work(rank: int, ranks: int, folder: str, backend: str) -> None:
         distributed.prepare(x, ids, topk, ranks + 1)
     except ValueError as error:
         found["error"] = str(error)
+    found["others"] = []
+    for given, scale in ((x, xs), (xq, xs[:, 1:])):
+        try:
+            distributed.prepare(given, ids, topk, E, x_scale=scale)
+        except (TypeError, ValueError) as error:
+            found["others"].append(str(error))
     found = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in found.items()}
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -93,4 +99,8 @@ def test_experts_on_many_ranks_agree_with_one(ranks: int, backend: str, tmp_path
         sent = [sum(to in each for each in owners) for to in range(ranks)]
         assert found["sent"] == sent
         assert found["bytes"] == (sum(sent) - sent[rank]) * row_bytes
+        assert found["others"] == [
+            "x must be torch.float8_e4m3fn where x_scale is given, got torch.bfloat16",
+            f"x_scale must be bytes [{len(x)}, 3], got torch.uint8 [{len(x)}, 2]",
+        ]
         assert found["error"] == f"num_experts={ranks + 1} cannot be divided among {ranks} ranks"
