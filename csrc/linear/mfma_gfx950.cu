@@ -79,21 +79,19 @@ struct Rows {
         : payload(q + first * K, rows * K), scales(s + first * (K / kBlock), rows * (K / kBlock)),
           K(K) {}
 
-    // What differs between a tile's rows is the same in all lanes: it costs no vector instruction.
     template <bool Once>
-    MX_MEMBER void load_payload(Tile& tile, int number, const Place& place) const {
+    MX_MEMBER Tile load(int tile, const Place& place) const {
+        Tile loaded;
+        const unsigned first = tile * kTileRows * (K / kBlock);
+        loaded.scales = kEvenBlocks ? scales.load_two_bytes(place.scales[0] + first)
+                                    : scales.load_byte(place.scales[0] + first) |
+                                          scales.load_byte(place.scales[1] + first) << 8;
 #pragma unroll
         for (int j = 0; j < kLoads; ++j) {
-            const unsigned further = (number * kTileRows + j) * K;
-            tile.payload[j] = Once ? payload.load_once(place.payload, further)
-                                   : payload.load(place.payload, further);
+            const unsigned offset = place.payload + (tile * kTileRows + j) * K;
+            loaded.payload[j] = Once ? payload.load_once(offset) : payload.load(offset);
         }
-    }
-    MX_MEMBER void load_scales(Tile& tile, int number, const Place& place) const {
-        const unsigned further = number * kTileRows * (K / kBlock);
-        tile.scales = kEvenBlocks ? scales.load_two_bytes(place.scales[0], further)
-                                  : scales.load_byte(place.scales[0], further) |
-                                        scales.load_byte(place.scales[1], further) << 8;
+        return loaded;
     }
 };
 
@@ -132,9 +130,9 @@ struct WideRows {
         WideTile loaded;
 #pragma unroll
         for (int j = 0; j < kLoads; ++j) {
-            const unsigned offset = place.payload == kNowhere ? kNowhere : 2 * place.payload;
-            const unsigned further = 2 * (tile * kTileRows + j) * K;
-            loaded.halves[j] = {values.load(offset, further), values.load(offset + 16, further)};
+            const unsigned first = place.payload == kNowhere ? kNowhere : 2 * place.payload;
+            const unsigned offset = first + 2 * (tile * kTileRows + j) * K;
+            loaded.halves[j] = {values.load(offset), values.load(offset + 16)};
         }
         return loaded;
     }
@@ -149,10 +147,7 @@ struct Activations {
     MX_MEMBER Activations(const unsigned char* q, const unsigned char* s, unsigned M, unsigned K)
         : rows(q, s, 0, M, K) {}
     MX_MEMBER Tile load(int tile, const Place& place) const {
-        Tile loaded;
-        rows.template load_payload<false>(loaded, tile, place);
-        rows.load_scales(loaded, tile, place);
-        return loaded;
+        return rows.template load<false>(tile, place);
     }
     MX_MEMBER static Operand operand(u32x4* lds, const Tile& loaded, int lane) {
         return transpose(lds, loaded, lane);
@@ -205,43 +200,30 @@ aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const uns
     const int lane = thread_in_group() % kLanes;
     const int wave = wave_in_group();
 
+    const BiasLoad own_bias(bias, bias_kind, first_row, rows, thread_in_group());
+    const X x_rows(xq, xs, M, K);
     const Rows w_rows(wq, ws, first_row, rows, K);
     MX_LDS float added[kRows];
     MX_LDS u32x4 lds[kWaves][kWavePieces];
 
-    Tile w[kUnroll][kRowTiles];
-    X::Loaded x[kUnroll][kColTiles];
-    const auto load_round = [&](unsigned first) {
+    f32x4 sums[kRowTiles][kColTiles] = {};
+    NanNotes w_nans[kRowTiles], x_nans[kColTiles];
+    for (unsigned first = wave * kStep; first < K; first += kUnroll * kStride) {
+        Tile w[kUnroll][kRowTiles];
+        X::Loaded x[kUnroll][kColTiles];
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) { // a step past the end of K loads zeros
             const Place place(lane, first + i * kStride, K);
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
-                w_rows.load_payload<true>(w[i][r], r, place);
-            finish_before_next(); // memory is asked for weights before the rest has addresses
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r)
-                w_rows.load_scales(w[i][r], r, place);
-            const X x_rows(xq, xs, M, K);
+                w[i][r] = w_rows.load<true>(r, place);
 #pragma unroll
             for (int c = 0; c < kColTiles; ++c)
                 x[i][c] = x_rows.load(c, place);
         }
-        finish_before_next();
-    };
-    unsigned first = wave * kStep;
-    load_round(first);
-    const BiasLoad own_bias(bias, bias_kind, first_row, rows, thread_in_group());
-    f32x4 sums[kRowTiles][kColTiles] = {};
-    NanNotes w_nans[kRowTiles], x_nans[kColTiles];
-    for (;;) {
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i)
             multiply_step(lds[wave], w[i], x[i], lane, X::operand, sums, w_nans, x_nans);
-        first += kUnroll * kStride;
-        if (first >= K)
-            break;
-        load_round(first);
     }
 
     put_sums(lds[wave], lane, place_of_sums, sums, w_nans, x_nans);

@@ -35,11 +35,11 @@ class Buffer {
     MX_MEMBER unsigned load_dword(unsigned offset) const {
         return __builtin_amdgcn_raw_buffer_load_b32(rsrc, offset, 0, kCached);
     }
-    MX_MEMBER unsigned load_byte(unsigned offset, unsigned further = 0) const {
-        return __builtin_amdgcn_raw_buffer_load_b8(rsrc, offset, further, kCached);
+    MX_MEMBER unsigned load_byte(unsigned offset) const {
+        return __builtin_amdgcn_raw_buffer_load_b8(rsrc, offset, 0, kCached);
     }
-    MX_MEMBER unsigned load_two_bytes(unsigned offset, unsigned further = 0) const {
-        return __builtin_amdgcn_raw_buffer_load_b16(rsrc, offset, further, kCached);
+    MX_MEMBER unsigned load_two_bytes(unsigned offset) const {
+        return __builtin_amdgcn_raw_buffer_load_b16(rsrc, offset, 0, kCached);
     }
     // 16 bytes; none beyond the length.
     MX_MEMBER void store(unsigned offset, u32x4 values) const {
