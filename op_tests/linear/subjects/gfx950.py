@@ -69,7 +69,8 @@ _MFMA_SWEPT = [
     (_mfma(3, 2, 1, 1), 4, True, "bf16"),
     (_mfma(1, 4, 4, 4), 1, False, "fp16"),
     (_mfma(4, 4, 3, 1), 1, True, "bf16"),
-    (_mfma(3, 4, 16, 1), 3, False, "fp32"),
+    (_mfma(3, 4, 8, 1), 3, False, "fp32"),
+    (_mfma(1, 4, 16, 1), 2, True, "bf16"),
 ]
 
 
