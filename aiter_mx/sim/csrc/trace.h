@@ -1,4 +1,4 @@
-// What waves do, written down for a model of time: aiter_mx/sim/timing/trace.py reads it.
+// What waves do, written down for a model of time: aiter_mx/sim/timing/replay.c reads it.
 #pragma once
 #include "machine.h"
 #include <stdlib.h>
