@@ -66,7 +66,13 @@ def test_a_mutant_changes_one_instruction_to_what_it_says(case: Case) -> None:
         ("mfma t1 f2", "drop s_barrier", "dropped", "", "RaceError|UninitializedRead"),
         ("mfma t1 f2", "MFMA scale select", "scale byte 1 of a", r"ds_read", "wrong result"),
         ("mfma t1 f2", "MFMA register", "a and b exchanged", r"ds_read", "wrong result"),
-        ("gemv m5", "memory offset", r"offset \+1", r">>>global_load_ubyte", "wrong result|Memory"),
+        (
+            "gemv m5",
+            "memory offset",
+            r"offset \+1",
+            r">>>buffer_load_dword ",
+            "wrong result|Memory",
+        ),
     ],
 )
 def test_a_mistake_is_caught_by_the_check_that_is_for_it(
