@@ -70,9 +70,9 @@ def multiply(
     for first in range(0, K, length):
         x, w = (t[..., first : first + length].contiguous() for t in (a, b))
         partial(x, w, product)
-        of_rows = of_a[0][..., first // of_a[1]].double().unsqueeze(-1)
+        row_factors = of_a[0][..., first // of_a[1]].double().unsqueeze(-1)
         of_columns = of_b[0][..., first // of_b[1]].double()[groups]
-        factors = (of_rows * of_columns).float().unsqueeze(-1)
+        factors = (row_factors * of_columns).float().unsqueeze(-1)
         in_tiles(total).addcmul_(in_tiles(product), factors)
     d.copy_(torch.where(known, total.to(d.dtype), d))
 

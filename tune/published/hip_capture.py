@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import struct
 import subprocess
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,32 @@ class Capture:
         self._modules: list[Program] = []
         self._functions: list[tuple[Program, str]] = []
         self._launches: list[Launch] = []
-        self._hooks = _Load(self._load), _Function(self._function), _Launch(self._launch)
+        self._failure: Exception | None = None  # of a hook, out of which none can be raised
+        self._hooks = (
+            _Load(partial(self._told, self._load)),
+            _Function(partial(self._told, self._function)),
+            _Launch(partial(self._told, self._launch)),
+        )
         library.capture_hooks(*self._hooks)
 
     def take(self) -> list[Launch]:
-        """The launches noted so far, which are then forgotten."""
+        """The launches noted so far, which are then forgotten.
+
+        Raises:
+            Exception: what kept one from being noted.
+        """
         launches, self._launches = self._launches, []
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         return launches
+
+    def _told(self, hook: Callable[..., int], *given: Any) -> int:
+        try:
+            return hook(*given)
+        except Exception as error:
+            self._failure = error
+            return 1
 
     def _load(self, address: int, module: Any) -> int:
         image = _elf_at(address)
