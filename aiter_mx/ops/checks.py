@@ -8,7 +8,7 @@ instead. That synchronises, so it is for finding a mistake, not for serving.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -128,16 +128,22 @@ def check_out(
         raise ValueError(
             f"out must be contiguous, got strides {out.stride()} for {shape_text(out)}"
         )
-    if out.is_meta:
-        return
-    first, last = out.data_ptr(), out.data_ptr() + out.nbytes
-    for name, tensor in inputs.items():
+    if not out.is_meta:
+        refuse_overlap("out", out, inputs)
+
+
+def refuse_overlap(
+    name: str, written: torch.Tensor, others: Mapping[str, torch.Tensor | None]
+) -> None:
+    """Raise where ``written`` shares memory with one of the others, by their names."""
+    first, last = written.data_ptr(), written.data_ptr() + written.nbytes
+    for other, tensor in others.items():
         if (
             tensor is not None
             and first < tensor.data_ptr() + tensor.nbytes
             and tensor.data_ptr() < last
         ):
-            raise ValueError(f"out overlaps {name}; give it memory of its own")
+            raise ValueError(f"{name} overlaps {other}; give it memory of its own")
 
 
 def check_result(out: object, out_dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from aiter_mx.ops.checks import (
     check_tensor,
     refuse_alignment,
     refuse_no_tensor,
+    refuse_overlap,
 )
 from aiter_mx.ops.library import with_memory
 from aiter_mx.plan import Plans, bind
@@ -99,10 +100,7 @@ def quantized(
                 refuse_no_tensor(**{name: given})
                 dtypes, shape = (made.dtype,), tuple(made.shape)
                 check_tensor(name, given, dtypes, shape, x.device)
-                begin, end = given.data_ptr(), given.data_ptr() + given.nbytes
-                for other, tensor in taken.items():
-                    if begin < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < end:
-                        raise ValueError(f"{name} overlaps {other}; give it memory of its own")
+                refuse_overlap(name, given, taken)
                 taken[name] = given
                 if needs_pieces:
                     refuse_alignment(**{name: given})
