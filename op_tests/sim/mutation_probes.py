@@ -114,6 +114,7 @@ def _probes(
         ("payload", some),
         ("scale", few),
         ("scale", many),
+        ("start", few),
         ("start", some),
         ("start", many),
     ]:
