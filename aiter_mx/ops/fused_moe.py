@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from aiter_mx.ops.checks import (
     check_expert_map,
     check_out,
     check_tensor,
+    checking,
     either,
     refuse_alignment,
     refuse_less,
@@ -149,8 +151,6 @@ def fused_moe(
     routing = (topk_ids, topk_weights, expert_map)
     inputs = (x, w1q, w1s, w2q, w2s, *routing, bias1, bias2, x_scale, num_tokens)
     swiglu = swiglu_of(activation, alpha, beta, limit)
-    num_experts, shared_experts = as_whole_number(num_experts), as_whole_number(shared_experts)
-    block_m = as_whole_number(block_m)
     out_dtype = out_dtype or _usual_dtype(x, x_scale)
     apart = int(reduce)
     options = Options(
@@ -252,73 +252,79 @@ def _usual_dtype(x: Tensor, x_scale: Tensor | None) -> torch.dtype:
 def _call(inputs: tuple[Tensor | None, ...], options: Options, out: Tensor | None) -> Tensor:
     x, topk_weights, bias1, bias2 = (inputs[at] for at in (0, 6, 8, 9))
     if is_traced((*inputs, out)) or wants_gradient(x, topk_weights, bias1, bias2):
+        options = _with_whole_numbers(options)
         flat = (*inputs, *options[:4], list(options.swiglu), *options[5:])
         result: Tensor = _through_torch(flat, out, options.out_dtype)
         return result
     return _fused_moe(inputs, options, out)
 
 
-def _fused_moe(inputs: tuple[Tensor | None, ...], options: Options, out: Tensor | None) -> Tensor:
-    for name, tensor in zip(_NAMES, inputs, strict=True):
-        if not isinstance(tensor, Tensor) and (tensor is not None or name not in _OPTIONAL):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+def _fused_moe(inputs: tuple[Any, ...], options: Options, out: Tensor | None) -> Tensor:
     x, w1q, w1s, w2q, w2s, topk_ids, shares, expert_map, *optional, num_tokens = inputs
-    assert x is not None and w1q is not None and w2q is not None and topk_ids is not None
-    assert w1s is not None and w2s is not None and shares is not None
-    device = x.device
-    if x.is_neg() or shares.is_neg() or not (x.data_ptr() and shares.data_ptr()):
+    try:
+        call = (
+            *[(t.shape, t.dtype, t.device, t.is_contiguous()) for t in inputs if t is not None],
+            (expert_map is None, *[each is None for each in optional], num_tokens is None),
+            options,
+            x.is_cuda or cpu_target(),
+            ENVIRONMENT.get(EXACT_SUMS),
+        )
+        plan = _plans.by_call.get(call)
+        if plan is None:
+            plan = _plans.keep(call, _plan(inputs, options))
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in inputs]
+    except AttributeError:
+        _refuse_no_tensors(inputs)
+        raise
+    if x.is_neg() or shares.is_neg() or not (addresses[0] and addresses[6]):
         x, shares = with_memory(x.resolve_neg()), with_memory(shares.resolve_neg())
         inputs = (x, *inputs[1:6], shares, *inputs[7:])
-    call = (
-        *((t.shape, t.dtype, t.device, t.is_contiguous()) for t in inputs if t is not None),
-        (expert_map is None, *[each is None for each in optional], num_tokens is None),
-        options,
-        x.is_cuda or cpu_target(),
-        ENVIRONMENT.get(EXACT_SUMS),
-    )
-    plan = _plans.by_call.get(call)
-    if plan is None:
-        plan = _plans.keep(call, _plan(inputs, options))
-    check_expert_ids(topk_ids, plan.problem.num_experts, num_tokens)
-    check_expert_map(expert_map, plan.problem.E)
-    given: dict[str, Tensor | None] = dict(zip(_NAMES, inputs, strict=True))
+        addresses[0], addresses[6] = x.data_ptr(), shares.data_ptr()
+    if checking():
+        check_expert_ids(topk_ids, plan.problem.num_experts, num_tokens)
+        check_expert_map(expert_map, plan.problem.E)
     if out is None:
-        out = torch.empty(plan.shape, dtype=options.out_dtype, device=device)
+        out = torch.empty(plan.shape, dtype=options.out_dtype, device=x.device)
     else:
-        check_out(out, plan.shape, options.out_dtype, **given)
-    if not plan.runs:
+        check_out(out, plan.shape, options.out_dtype, **dict(zip(_NAMES, inputs, strict=True)))
+    if not plan.launches:
         return out.zero_() if options.reduce >= 0 else out
     if options.reduce == 0:
         _clear(out, num_tokens)
-    if (x.data_ptr() | w1q.data_ptr() | w2q.data_ptr()) % ALIGNMENT_BYTES:
+    if (addresses[0] | addresses[1] | addresses[3]) % ALIGNMENT_BYTES:
         refuse_alignment(x=x, w1q=w1q, w2q=w2q)
-    if (w1s.data_ptr() | w2s.data_ptr()) % SCALE_ALIGNMENT_BYTES:
-        refuse_alignment(SCALE_ALIGNMENT_BYTES, w1s=w1s, w2s=w2s)
+    if (addresses[2] | addresses[4] | addresses[_X_SCALE]) % SCALE_ALIGNMENT_BYTES:
+        refuse_alignment(SCALE_ALIGNMENT_BYTES, w1s=w1s, w2s=w2s, x_scale=inputs[_X_SCALE])
 
-    if options.reduce != 1:
-        given["y"] = out.view(-1, out.shape[-1])
-    if (x_scale := given["x_scale"]) is not None:
-        if x_scale.data_ptr() % SCALE_ALIGNMENT_BYTES:
-            refuse_alignment(SCALE_ALIGNMENT_BYTES, x_scale=x_scale)
-        given |= {"x": None, "xq": x, "xs": x_scale}
-    held = torch.empty(plan.bytes, dtype=torch.uint8, device=device)
-    given |= {"out": out, "none": None}
+    held = torch.empty(plan.bytes, dtype=torch.uint8, device=x.device)
     if plan.takes_tensors:
-        given |= {
-            name: held[part.at : part.at + part.bytes].view(part.dtype).view(part.shape)
-            for name, part in plan.parts.items()
-        }
-        for run, names in zip(plan.runs, ARGUMENTS, strict=False):
-            tensors = [given[name] for name in names]
-            run(tensors, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+        parts = [
+            held[part.at : part.at + part.bytes].view(part.dtype).view(part.shape)
+            for part in plan.parts
+        ]
+        tensors = (*inputs, out, None, out.view(-1, out.shape[-1]), *parts)
+        for run, pick in plan.launches:
+            picked = pick(tensors)
+            run(picked, [0 if tensor is None else tensor.data_ptr() for tensor in picked])
         return out
-    at = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in given.items()}
-    first = held.data_ptr()
-    for name, part in plan.parts.items():
-        at[name] = first + part.at
-    for run, names in zip(plan.runs, ARGUMENTS, strict=False):
-        run((), [at[name] for name in names])
+    first, last = held.data_ptr(), out.data_ptr()
+    addresses += (last, 0, last, *[first + part.at for part in plan.parts])
+    for run, pick in plan.launches:
+        run((), pick(addresses))
     return out
+
+
+def _with_whole_numbers(options: Options) -> Options:
+    """With numbers of Python's in place of NumPy's, which are their equals in a plan's key."""
+    numbers = ("num_experts", "shared_experts", "block_m")
+    return options._replace(**{name: as_whole_number(getattr(options, name)) for name in numbers})
+
+
+def _refuse_no_tensors(inputs: Sequence[object]) -> None:
+    """Raise TypeError for the first of these that is no tensor."""
+    for name, tensor in zip(_NAMES, inputs, strict=True):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name not in _OPTIONAL):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
 
 
 _LISTS = ("sorted_ids", "expert_ids", "post_padded")
@@ -341,6 +347,7 @@ _NAMES = (
     *("expert_map", "bias1", "bias2", "x_scale", "num_tokens"),
 )
 _OPTIONAL = _NAMES[7:]
+_X_SCALE = _NAMES.index("x_scale")
 
 
 def _clear(out: Tensor, num_tokens: Tensor | None) -> None:
@@ -369,24 +376,27 @@ class _Plan:
     Attributes:
         problem: the layer.
         shape: of the result.
-        runs: the launches, or none where there is nothing to compute.
+        launches: none where there is nothing to compute; and what picks the arguments of each from
+            the inputs, the result, nothing, the result's rows, and ``parts``.
         takes_tensors: whether one of them asks for tensors and not for addresses alone.
         bytes: of all that lies between the launches, in one piece of memory.
-        parts: what lies there, by name.
+        parts: what lies there.
     """
 
     problem: FusedMoeProblem
     shape: tuple[int, ...]
-    runs: tuple[Run, ...]
+    launches: tuple[tuple[Run, Callable[[Sequence[Any]], tuple[Any, ...]]], ...]
     takes_tensors: bool
     bytes: int
-    parts: dict[str, _Part]
+    parts: tuple[_Part, ...]
 
 
 _plans: Plans[_Plan] = Plans()
 
 
 def _plan(inputs: Sequence[Tensor | None], options: Options) -> _Plan:
+    _refuse_no_tensors(inputs)
+    options = _with_whole_numbers(options)
     problem = _check(inputs, options)
     assert inputs[0] is not None
     device = inputs[0].device
@@ -394,10 +404,10 @@ def _plan(inputs: Sequence[Tensor | None], options: Options) -> _Plan:
     slots = () if problem.reduce else (problem.top_k + problem.shared,)
     result = (problem.M, *slots, problem.hidden)
     if problem.M == 0 or not layer:
-        return _Plan(problem, result, (), False, 0, {})
+        return _Plan(problem, result, (), False, 0, ())
     target = target_of(device, options.exact_sums)
     try:
-        runs = tuple(bind(op, target, part, device) for op, part in layer)
+        runs = [bind(op, target, part, device) for op, part in layer]
     except CaptureError as error:  # of one launch: what the caller can warm is the layer
         raise not_warm("a launch of fused_moe", "fused_moe", problem) from error
     at, parts = 0, {}
@@ -405,7 +415,14 @@ def _plan(inputs: Sequence[Tensor | None], options: Options) -> _Plan:
         size = prod(shape) * dtype.itemsize
         parts[name] = _Part(at, size, dtype, shape)
         at += -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
-    return _Plan(problem, result, runs, _takes_tensors(layer, target), at, parts)
+    where = {name: i for i, name in enumerate((*_NAMES, "out", "none", "rows", *parts))}
+    where.setdefault("y", where["rows"])
+    if problem.quantised:
+        where |= {"x": where["none"], "xq": where["x"], "xs": where["x_scale"]}
+    picks = [itemgetter(*(where[name] for name in names)) for names in ARGUMENTS]
+    launches = tuple(zip(runs, picks, strict=False))
+    takes_tensors = _takes_tensors(layer, target)
+    return _Plan(problem, result, launches, takes_tensors, at, tuple(parts.values()))
 
 
 def tensors_between(problem: FusedMoeProblem) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
