@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aiter_mx.ops.checks import BLOCK, checking, refuse_no_tensor, shape_text
+from aiter_mx.checks import BLOCK, checking, refuse_no_tensor, shape_text
 from aiter_mx.ops.grouped_gemm import grouped_gemm
 from aiter_mx.ops.grouped_wgrad import grouped_gemm_dgrad, grouped_gemm_wgrad
 from aiter_mx.ops.linear import linear

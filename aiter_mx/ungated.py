@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import aiter_mx
+from aiter_mx.checks import DTYPE_NAMES, either
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
-from aiter_mx.ops.checks import DTYPE_NAMES, either
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import aiter_mx
-from aiter_mx.ops.checks import checking
+from aiter_mx.checks import checking
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 
 ROWS, G, N, K = 6, 2, 32, 64

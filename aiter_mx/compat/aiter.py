@@ -13,12 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from aiter_mx.compat.names import payload_of, renamed
-from aiter_mx.compat.vllm import filled
-from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.moe_gemm.problem import packed_padding
-from aiter_mx.ops.checks import (
+from aiter_mx.checks import (
     DTYPE_NAMES,
     check_tensor,
     either,
@@ -26,6 +21,11 @@ from aiter_mx.ops.checks import (
     refuse_strides,
     shape_text,
 )
+from aiter_mx.compat.names import payload_of, renamed
+from aiter_mx.compat.vllm import filled
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.moe_gemm.problem import packed_padding
 from aiter_mx.ops.linear import linear, problem_of
 from aiter_mx.ops.moe_align import moe_sort
 from aiter_mx.ops.moe_gemm import Options, compute, plan_of

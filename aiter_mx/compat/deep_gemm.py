@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import torch
 
-from aiter_mx.compat import promoted
-from aiter_mx.compat.names import payload_of, renamed
-from aiter_mx.compat.promoted import COARSE
-from aiter_mx.numerics import NAN_SCALE, as_scale_bytes
-from aiter_mx.ops.checks import (
+from aiter_mx.checks import (
     BLOCK,
     checking,
     refuse_no_tensor,
     refuse_no_whole_number,
     shape_text,
 )
+from aiter_mx.compat import promoted
+from aiter_mx.compat.names import payload_of, renamed
+from aiter_mx.compat.promoted import COARSE
+from aiter_mx.numerics import NAN_SCALE, as_scale_bytes
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 from aiter_mx.ops.linear import linear
 

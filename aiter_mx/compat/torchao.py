@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aiter_mx.checks import check_groups, check_tensor
 from aiter_mx.fallbacks.quantize_torch import padded_rows
 from aiter_mx.kernels.quantize.problem import GROUP_ROWS
 from aiter_mx.layouts import layout_of, shuffle_scales
-from aiter_mx.ops.checks import check_groups, check_tensor
 
 _OFFSETS = (torch.int32, torch.int64)
 

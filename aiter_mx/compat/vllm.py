@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aiter_mx.checks import check_tensor, refuse_less, refuse_no_whole_number
 from aiter_mx.compat.names import renamed
-from aiter_mx.ops.checks import check_tensor, refuse_less, refuse_no_whole_number
 from aiter_mx.ops.moe_align import moe_align
 
 

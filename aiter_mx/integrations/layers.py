@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import aiter_mx
+from aiter_mx.checks import ALIGNMENT_BYTES
 from aiter_mx.numerics import BLOCK
-from aiter_mx.ops.checks import ALIGNMENT_BYTES
 
 SCALE = "_scale_inv"
 """What the name of a weight's scales ends in, as SGLang and transformers have it."""

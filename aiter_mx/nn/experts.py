@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aiter_mx.checks import shape_text
 from aiter_mx.nn.linear import MxGroupedLinear
-from aiter_mx.ops.checks import shape_text
 
 ACTIVATIONS = ("silu", "swiglu_oai")
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss

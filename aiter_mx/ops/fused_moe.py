@@ -11,13 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.errors import CaptureError
-from aiter_mx.kernels.fused_moe import FusedMoeProblem, block_of, refuse_unknown_activation
-from aiter_mx.kernels.moe_align import MoeAlignProblem
-from aiter_mx.kernels.spec import Problem
-from aiter_mx.launch import Run, not_warm
-from aiter_mx.ops.checks import (
+from aiter_mx.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
     DTYPE_NAMES,
@@ -38,14 +32,20 @@ from aiter_mx.ops.checks import (
     refuse_shape,
     swiglu_of,
 )
-from aiter_mx.ops.library import (
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.errors import CaptureError
+from aiter_mx.kernels.fused_moe import FusedMoeProblem, block_of, refuse_unknown_activation
+from aiter_mx.kernels.moe_align import MoeAlignProblem
+from aiter_mx.kernels.spec import Problem
+from aiter_mx.launch import Run, not_warm
+from aiter_mx.plan import Plans, bind, falls_back
+from aiter_mx.registration import (
     in_clear,
     is_traced,
     register_with_out,
     wants_gradient,
     with_memory,
 )
-from aiter_mx.plan import Plans, bind, falls_back
 from aiter_mx.target import ENVIRONMENT, EXACT_SUMS, Target, cpu_target, target_of
 
 _FP8 = (torch.float8_e4m3fn,)

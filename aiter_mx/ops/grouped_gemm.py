@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 
-from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
-from aiter_mx.launch import Run
-from aiter_mx.layouts import layout_of, padded_shape
-from aiter_mx.ops.checks import (
+from aiter_mx.checks import (
     BLOCK,
     DTYPE_NAMES,
     DTYPES,
@@ -22,8 +19,11 @@ from aiter_mx.ops.checks import (
     refuse_strides,
     shape_text,
 )
-from aiter_mx.ops.library import PLAIN, PLAIN_OR_NONE, in_clear, register_with_out, wants_gradient
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.launch import Run
+from aiter_mx.layouts import layout_of, padded_shape
 from aiter_mx.plan import Plans, bind
+from aiter_mx.registration import PLAIN, PLAIN_OR_NONE, in_clear, register_with_out, wants_gradient
 from aiter_mx.target import cpu_target, target_of
 
 

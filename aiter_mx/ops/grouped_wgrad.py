@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
-from aiter_mx.kernels.grouped_wgrad.problem import START_COLUMNS
-from aiter_mx.launch import Run
-from aiter_mx.ops.checks import (
+from aiter_mx.checks import (
     BLOCK,
     DTYPE_NAMES,
     DTYPES,
@@ -24,9 +21,12 @@ from aiter_mx.ops.checks import (
     refuse_alignment,
     shape_text,
 )
+from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
+from aiter_mx.kernels.grouped_wgrad.problem import START_COLUMNS
+from aiter_mx.launch import Run
 from aiter_mx.ops.grouped_gemm import grouped_gemm
-from aiter_mx.ops.library import in_clear, is_traced, register_with_out
 from aiter_mx.plan import Plans, bind
+from aiter_mx.registration import in_clear, is_traced, register_with_out
 from aiter_mx.target import cpu_target, target_of
 
 

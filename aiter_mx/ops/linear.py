@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.launch import Run
-from aiter_mx.ops.checks import (
+from aiter_mx.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
     DTYPE_NAMES,
@@ -25,7 +23,10 @@ from aiter_mx.ops.checks import (
     refuse_strides,
     shape_text,
 )
-from aiter_mx.ops.library import (
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.launch import Run
+from aiter_mx.plan import Plans, bind
+from aiter_mx.registration import (
     PLAIN,
     PLAIN_OR_NONE,
     name_obstacle,
@@ -33,7 +34,6 @@ from aiter_mx.ops.library import (
     register_with_out,
     with_memory,
 )
-from aiter_mx.plan import Plans, bind
 from aiter_mx.target import ENVIRONMENT, EXACT_SUMS, cpu_target, target_of
 
 _X_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiter_mx.kernels.moe_align import MoeAlignProblem
-from aiter_mx.kernels.moe_gemm.problem import most_padded
-from aiter_mx.launch import Run, call
-from aiter_mx.ops.checks import (
+from aiter_mx.checks import (
     INDEX_NAMES,
     as_whole_number,
     check_expert_ids,
@@ -18,8 +15,11 @@ from aiter_mx.ops.checks import (
     refuse_less,
     refuse_no_whole_number,
 )
-from aiter_mx.ops.library import in_clear, is_traced, register, wants_gradient
+from aiter_mx.kernels.moe_align import MoeAlignProblem
+from aiter_mx.kernels.moe_gemm.problem import most_padded
+from aiter_mx.launch import Run, call
 from aiter_mx.plan import Plans, bind
+from aiter_mx.registration import in_clear, is_traced, register, wants_gradient
 from aiter_mx.target import target_of
 
 

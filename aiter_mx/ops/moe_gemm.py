@@ -8,11 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.kernels.fused_moe import refuse_unknown_activation
-from aiter_mx.kernels.moe_gemm import MoeGemmProblem
-from aiter_mx.launch import Run
-from aiter_mx.ops.checks import (
+from aiter_mx.checks import (
     ALIGNMENT_BYTES,
     BLOCK,
     DTYPE_NAMES,
@@ -33,8 +29,12 @@ from aiter_mx.ops.checks import (
     refuse_strides,
     swiglu_of,
 )
-from aiter_mx.ops.library import in_clear, is_traced, register_with_out, wants_gradient
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.fused_moe import refuse_unknown_activation
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.launch import Run
 from aiter_mx.plan import Plans, bind
+from aiter_mx.registration import in_clear, is_traced, register_with_out, wants_gradient
 from aiter_mx.target import ENVIRONMENT, EXACT_SUMS, cpu_target, target_of
 
 _FP8 = (torch.float8_e4m3fn,)

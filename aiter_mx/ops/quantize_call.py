@@ -10,12 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aiter_mx.fallbacks import quantize_torch
-from aiter_mx.kernels.quantize import QuantizeProblem
-from aiter_mx.launch import Run, call
-from aiter_mx.layouts import layout_of, padded_shape
-from aiter_mx.numerics import BLOCK, FORMATS, ROUNDING
-from aiter_mx.ops.checks import (
+from aiter_mx.checks import (
     ALIGNMENT_BYTES,
     DTYPE_NAMES,
     check_groups,
@@ -24,8 +19,13 @@ from aiter_mx.ops.checks import (
     refuse_no_tensor,
     refuse_overlap,
 )
-from aiter_mx.ops.library import with_memory
+from aiter_mx.fallbacks import quantize_torch
+from aiter_mx.kernels.quantize import QuantizeProblem
+from aiter_mx.launch import Run, call
+from aiter_mx.layouts import layout_of, padded_shape
+from aiter_mx.numerics import BLOCK, FORMATS, ROUNDING
 from aiter_mx.plan import Plans, bind
+from aiter_mx.registration import with_memory
 from aiter_mx.target import cpu_target, target_of
 
 MODES = tuple(ROUNDING)

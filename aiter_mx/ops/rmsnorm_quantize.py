@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aiter_mx.kernels.rmsnorm_quantize import RMSNormQuantizeProblem
-from aiter_mx.launch import Run, call
-from aiter_mx.numerics import BLOCK, DTYPE_NAMES
-from aiter_mx.ops.checks import (
+from aiter_mx.checks import (
     ALIGNMENT_BYTES,
     check_tensor,
     refuse_no_tensor,
     shape_text,
 )
-from aiter_mx.ops.library import in_clear, is_traced, register, wants_gradient
+from aiter_mx.kernels.rmsnorm_quantize import RMSNormQuantizeProblem
+from aiter_mx.launch import Run, call
+from aiter_mx.numerics import BLOCK, DTYPE_NAMES
 from aiter_mx.plan import Plans, bind
+from aiter_mx.registration import in_clear, is_traced, register, wants_gradient
 from aiter_mx.target import cpu_target, target_of
 
 

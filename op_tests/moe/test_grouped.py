@@ -10,9 +10,9 @@ import torch
 
 import aiter_mx
 from aiter_mx import launch
+from aiter_mx.checks import BLOCK
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.grouped import GATHER, GROUPED, grouped_problem
-from aiter_mx.ops.checks import BLOCK
 from aiter_mx.target import hardware, target_of
 from op_tests.launches import POISON, on
 from op_tests.moe.layers import assert_layer, random_call

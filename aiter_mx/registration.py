@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from aiter_mx.ops.checks import check_result, refuse_no_tensor, refuse_shape
+from aiter_mx.checks import check_result, refuse_no_tensor, refuse_shape
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 """Types of tensors with which a call may go straight to a launch."""
