@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import aiter_mx
-from aiter_mx.checks import DTYPE_NAMES, either
+from aiter_mx.checks import DTYPE_NAMES, INDEX_NAMES, check_tensor, either
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -69,14 +69,21 @@ def fused_moe_ungated(
     if activation not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         raise ValueError(f"activation must be one of {known}, got {activation!r}")
-    if w1q.ndim != 3:
-        raise ValueError(f"w1q must be [E, I, H], got {list(w1q.shape)}")
+    fp8, dtypes = (torch.float8_e4m3fn,), tuple(DTYPE_NAMES)
+    E, I, H = check_tensor("w1q", w1q, fp8, ("E", "I", "H")).shape
+    device = w1q.device
+    M, _ = check_tensor("x", x, dtypes if x_scale is None else fp8, ("M", H), device).shape
+    ids = check_tensor("topk_ids", topk_ids, tuple(INDEX_NAMES), (M, "top_k"), device)
+    top_k = ids.shape[1]
+    check_tensor("topk_weights", topk_weights, (torch.float32,), (M, top_k), device)
+    check_tensor("w2q", w2q, fp8, (E, H, I), device)
     if out_dtype is None:
         out_dtype = x.dtype if x_scale is None else torch.bfloat16
     if out_dtype not in DTYPE_NAMES:
-        raise TypeError(f"out_dtype must be {either(tuple(DTYPE_NAMES))}, got {out_dtype}")
-    (M, top_k), (E, I, H) = topk_ids.shape, w1q.shape
+        raise TypeError(f"out_dtype must be {either(dtypes)}, got {out_dtype}")
     if expert_map is not None:
+        known = "num_experts" if num_experts is None else num_experts
+        expert_map = check_tensor("expert_map", expert_map, (torch.int32,), (known,), device)
         num_experts = len(expert_map)
     num_experts = E if num_experts is None else num_experts
     layer = FusedMoeProblem(

@@ -182,8 +182,11 @@ class AiterMxExperts(mk.FusedMoEExpertsModular):
         if activation in _UNGATED:
             options["activation"] = _UNGATED[activation]
             output.copy_(aiter_mx.fused_moe_ungated(*operands, **options))
-        else:
-            options |= gate_of(activation, self.activation_config).options()
+            return
+        options |= gate_of(activation, self.activation_config).options()
+        if output.is_contiguous() and not _share_memory(output, hidden_states):
+            aiter_mx.fused_moe(*operands, **options, out=output)
+        else:  # the engine may want the result where the tokens are
             output.copy_(aiter_mx.fused_moe(*operands, **options))
 
 
@@ -249,6 +252,10 @@ class AiterMxPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         assert self.dispatched is not None, "finalize comes after prepare"
         output.copy_(distributed.finalize(self.dispatched, fused_expert_output))
         self.dispatched = None
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 _GATES = {

@@ -99,7 +99,11 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"activation": "swiglu_oai"}, ValueError, "activation must be one of silu, gelu"),
         ({"w1q": call["w1q"][0]}, ValueError, r"w1q must be \[E, I, H\], got \[64, 96\]"),
         ({"out_dtype": torch.int8}, TypeError, "out_dtype must be torch.bfloat16"),
-        ({"w2q": call["w2q"][:2]}, ValueError, "must be"),
+        ({"w2q": call["w2q"][:2]}, ValueError, r"w2q must be \[\d+, 96, 64\], got \[2, "),
+        ({"x": call["x"].numpy()}, TypeError, "x must be a tensor, got ndarray"),
+        ({"topk_ids": None}, TypeError, "topk_ids must be a tensor, got NoneType"),
+        ({"topk_weights": call["topk_weights"][:1]}, ValueError, "topk_weights must be"),
+        ({"expert_map": call["topk_ids"]}, ValueError, r"expert_map must be \[num_experts\]"),
     ]:
         with pytest.raises(error, match=message):
             aiter_mx.fused_moe_ungated(**(call | change))
