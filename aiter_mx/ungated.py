@@ -82,8 +82,8 @@ def fused_moe_ungated(
     if out_dtype not in DTYPE_NAMES:
         raise TypeError(f"out_dtype must be {either(dtypes)}, got {out_dtype}")
     if expert_map is not None:
-        known = "num_experts" if num_experts is None else num_experts
-        expert_map = check_tensor("expert_map", expert_map, (torch.int32,), (known,), device)
+        named: str | int = "num_experts" if num_experts is None else num_experts
+        expert_map = check_tensor("expert_map", expert_map, (torch.int32,), (named,), device)
         num_experts = len(expert_map)
     num_experts = E if num_experts is None else num_experts
     layer = FusedMoeProblem(
