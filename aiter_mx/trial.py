@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from aiter_mx.code_object import KernelInfo, occupancy
 from aiter_mx.jit.build import build
-from aiter_mx.kernels.spec import Config, KernelSpec, Problem
+from aiter_mx.kernels.spec import Config, Geometry, KernelSpec, Problem
 from aiter_mx.launch import build_request
 from aiter_mx.region import Region
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.sim.program import Program, SimOptions
-from aiter_mx.sim.report import LaunchReport
-from aiter_mx.sim.roofline import CUS, Bounds, bounds
-from aiter_mx.sim.timing.model import Prediction, predict, traced
+from aiter_mx.sim.report import LaunchReport, Trace
+from aiter_mx.sim.timing.constants import CUS
+from aiter_mx.sim.timing.floor import Floor, floor
+from aiter_mx.sim.timing.model import SIMDS, Prediction, Traced, predict, traced
 from aiter_mx.target import hardware
 from aiter_mx.workloads import workload_of
 
@@ -28,28 +30,151 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """A launch that the simulator can run, any number of times.
+
+    Attributes:
+        program: the loaded code object.
+        symbol: the kernel's name in it.
+        geometry: grid, workgroup and LDS.
+        scalars: the arguments that are no pointers.
+        kernarg: the packed arguments.
+        regions: the memory that it may touch.
+        operands: what it runs on; its results are among them.
+        workspace: further memory that the arguments point to.
+    """
+
+    program: Program
+    symbol: str
+    geometry: Geometry
+    scalars: Sequence[int | float]
+    kernarg: bytes
+    regions: Sequence[Region]
+    operands: Operands
+    workspace: torch.Tensor | None = None
+
+    @property
+    def groups(self) -> int:
+        """Workgroups of the launch."""
+        return self.geometry.grid[0] * self.geometry.grid[1] * self.geometry.grid[2]
+
+    @property
+    def lanes(self) -> int:
+        """Of a workgroup."""
+        return self.geometry.block[0] * self.geometry.block[1] * self.geometry.block[2]
+
+    @property
+    def kernel(self) -> KernelInfo:
+        """What the code object says of the kernel."""
+        return self.program.kernel(self.symbol)
+
+    def run(self, options: SimOptions | None = None) -> LaunchReport:
+        """Simulate it. Raises SimulatorError when it does what it must not."""
+        grid, block, shared_bytes = (
+            self.geometry.grid,
+            self.geometry.block,
+            self.geometry.shared_bytes,
+        )
+        launched = self.symbol, grid, block, self.kernarg, shared_bytes, self.regions, options
+        return self.program.launch(*launched)
+
+    def traced(self, report: LaunchReport) -> Traced:
+        """What the model of time takes, of a run with ``SimOptions(trace=True)``."""
+        lds = self.geometry.shared_bytes
+        return traced(report, self.kernel, self.groups, self.lanes, lds)
+
+
+@dataclass(frozen=True)
 class Trial:
     """A simulated launch.
 
     Attributes:
         report: what it did.
-        bounds: on its time on an MI355X.
-        minimal_bytes: the bytes of its operands and results, each moved once.
-        operands: what it ran on; its results are among them.
-        kernel: what the code object says of it.
+        launch: what was run.
         waves_a_simd: waves that a SIMD holds at once.
-        prediction: of its time on an MI355X, where the options ask for a trace.
-        texts: the kernel's instructions, with the prediction.
+        trace: of its waves, where the options ask for it, as are the next two.
+        floor: calibrated sums of its time on an MI355X.
+        prediction: of its time on an MI355X.
     """
 
     report: LaunchReport
-    bounds: Bounds
-    minimal_bytes: int
-    operands: Operands
-    kernel: KernelInfo
+    launch: Prepared
     waves_a_simd: int
+    trace: Trace | None = field(default=None, repr=False)
+    floor: Floor | None = None
     prediction: Prediction | None = field(default=None, repr=False)
-    texts: Sequence[str] = ()
+
+    @property
+    def operands(self) -> Operands:
+        """What it ran on; its results are among them."""
+        return self.launch.operands
+
+    @property
+    def minimal_bytes(self) -> int:
+        """The bytes of its operands and results, each moved once."""
+        return sum(tensor.nbytes for tensor in self.operands if tensor is not None)
+
+    @property
+    def wave_bytes(self) -> float:
+        """Bytes of loads under way for a wave when it waits for memory, on average."""
+        return self.report.in_flight_bytes / max(self.report.waits, 1)
+
+    @property
+    def cu_bytes(self) -> float:
+        """The same for all waves that the busiest compute unit holds."""
+        dealt = -(-self.launch.groups // CUS)
+        waves = dealt * self.report.waves // self.launch.groups
+        return min(self.waves_a_simd * SIMDS, waves) * self.wave_bytes
+
+
+def prepare(
+    spec: KernelSpec,
+    problem: Problem,
+    config: Config,
+    cu_num: int = CUS,
+    operands: Operands | None = None,
+    with_lines: bool = False,
+) -> Prepared:
+    """A launch of a gfx950 kernel.
+
+    Args:
+        spec: the kernel.
+        problem: the shape and dtypes.
+        config: the kernel's compile-time parameters.
+        cu_num: compute units that the kernel divides the problem among: fewer for a part of one.
+        operands: by default the workload's first.
+        with_lines: compile it with its source lines; the machine code is the same.
+    """
+    assert spec.module is not None
+    if len(spec.modules) > 1:
+        raise ValueError(f"{spec.op}/{spec.name} takes several launches, and one alone is nothing")
+    target, module = replace(hardware("gfx950"), cu_num=cu_num), spec.module
+    request = replace(build_request(spec, target, problem, config), with_lines=with_lines)
+    program = _program(build(request).image)
+    if operands is None:
+        operands = workload_of(spec.op).operands(problem, _CPU)
+    tensors = [*operands, *[None] * spec.nulls]
+    workspace = None
+    if size := spec.workspace_bytes(target, problem, config):
+        workspace = torch.empty(size, dtype=torch.uint8)
+        tensors.append(workspace)
+    scalars = module.scalars(target, problem, config)
+    args = PackedArgs(module.args, scalars)
+    args.set_pointers(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
+    regions = [
+        Region(arg.name, tensor.data_ptr(), tensor.nbytes, arg.access)
+        for arg, tensor in zip(module.args, tensors, strict=False)
+        if tensor is not None
+    ]
+    geometry = module.geometry(target, problem, config)
+    told = program, module.symbol, geometry, scalars, args.to_bytes()
+    return Prepared(*told, regions, operands, workspace)
+
+
+@lru_cache(maxsize=64)
+def _program(image: bytes) -> Program:
+    """A code object's program: shapes that differ in sizes alone have one in common."""
+    return Program.from_image(image)
 
 
 def try_out(
@@ -70,45 +195,16 @@ def try_out(
         cu_num: compute units that the kernel divides the problem among: fewer for a part of one.
         number: of the operands that are drawn.
     """
-    assert spec.module is not None
-    if len(spec.modules) > 1:
-        raise ValueError(f"{spec.op}/{spec.name} takes several launches, and one alone is nothing")
-    target, module = replace(hardware("gfx950"), cu_num=cu_num), spec.module
-    program = Program.from_image(build(build_request(spec, target, problem, config)).image)
     operands = workload_of(spec.op).operands(problem, _CPU, number)
-    tensors = [*operands, *[None] * spec.nulls]
-    if size := spec.workspace_bytes(target, problem, config):
-        tensors.append(torch.empty(size, dtype=torch.uint8))
-    args = PackedArgs(module.args, module.scalars(target, problem, config))
-    args.set_pointers(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
-    regions = [
-        Region(arg.name, tensor.data_ptr(), tensor.nbytes, arg.access)
-        for arg, tensor in zip(module.args, tensors, strict=False)
-        if tensor is not None
-    ]
-    launch = module.geometry(target, problem, config)
-    report = program.launch(
-        module.symbol,
-        launch.grid,
-        launch.block,
-        args.to_bytes(),
-        launch.shared_bytes,
-        regions,
-        options,
-    )
-    minimal_bytes = sum(tensor.nbytes for tensor in operands if tensor is not None)
-    kernel = program.kernel(module.symbol)
-    groups = launch.grid[0] * launch.grid[1] * launch.grid[2]
-    lanes = launch.block[0] * launch.block[1] * launch.block[2]
-    waves_a_simd = occupancy(kernel, lanes, launch.shared_bytes)
-    limits = bounds(report, minimal_bytes, groups, waves_a_simd)
-    trial = Trial(report, limits, minimal_bytes, operands, kernel, waves_a_simd)
+    return tried(prepare(spec, problem, config, cu_num, operands), options)
+
+
+def tried(launch: Prepared, options: SimOptions | None = None) -> Trial:
+    """Run a launch once, and model its time where the options ask for a trace."""
+    report = launch.run(options)
+    waves_a_simd = occupancy(launch.kernel, launch.lanes, launch.geometry.shared_bytes)
     if report.trace is None:
-        return trial
-    prediction = predict(traced(report, kernel, groups, lanes, launch.shared_bytes))
-    return replace(
-        trial,
-        report=replace(report, trace=None),
-        prediction=prediction,
-        texts=report.trace.texts,
-    )
+        return Trial(report, launch, waves_a_simd)
+    split, trace = launch.traced(report), report.trace
+    report = replace(report, trace=None)
+    return Trial(report, launch, waves_a_simd, trace, floor(split), predict(split))

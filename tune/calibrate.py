@@ -3,12 +3,14 @@
     python -m tune.calibrate draw --published FOLDER        # which rows fit and which test, by seed
     python -m tune.calibrate trace --published FOLDER --aiter CHECKOUT --work FOLDER
     python -m tune.calibrate fit [--steps 300]              # from the saved traces alone
+    python -m tune.calibrate seen                           # likewise: what the launches are like
 
 ``draw`` writes manifest.csv, before anything is fitted. ``trace`` runs each row's public kernels in
 the simulator, those of AMD's repository as they are and FlyDSL's compiled by its wheel, and saves
 what they do (traces.xz) and each row's state (traced.csv). ``fit`` fits the constants of
 configs/gfx950/timing.json, once with all families and once without each, and writes predictions.csv
-and errors.csv. It keeps the present constants where the new ones are worse without a family.
+and errors.csv. It keeps the present constants where the new ones are worse without a family. ``seen``
+writes configs/gfx950/timing_seen.json, by which a prediction is known for an extrapolation.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from aiter_mx.sim.timing.fit import (
     middle_of_ranges,
     modelled_us,
 )
+from aiter_mx.sim.timing.seen import ranges, seen_path
 from tune.published.rows import STRATA, Row, drawn, published, read, write
 
 FOLDER = Path(__file__).parents[1] / "docs" / "measured" / "mi355x_published"
@@ -59,6 +62,16 @@ def trace(options: argparse.Namespace) -> None:
         writer.writerow(["family", "M", "N", "K", "kernel", "us", "role", "state"])
         for row, state in states:
             writer.writerow([row.family, row.M, row.N, row.K, row.kernel, row.us, row.role, state])
+
+
+def write_seen() -> None:
+    """Write in which range each feature of the traced launches lies."""
+    from tune.published.saved import load
+
+    found = ranges(launch for _, launches in load(FOLDER / _TRACES) for launch in launches)
+    lines = ",\n".join(f"  {json.dumps(name)}: [{low:.4g}, {high:.4g}]"
+                       for name, (low, high) in found.items())  # fmt: skip
+    seen_path().write_text(f"{{\n{lines}\n}}\n")
 
 
 def calibrate(options: argparse.Namespace) -> int:
@@ -193,10 +206,13 @@ def main() -> int:
     command.add_argument("--steps", type=int, default=300, help="of the search")
     command.add_argument("--apart-steps", type=int, default=100, help="without a family, each")
     command.add_argument("--force", action="store_true", help="write constants that are worse")
+    commands.add_parser("seen")
     options = parser.parse_args()
     if options.command == "fit":
         return calibrate(options)
-    if options.command == "draw":
+    if options.command == "seen":
+        write_seen()
+    elif options.command == "draw":
         write(FOLDER / _MANIFEST, drawn(published(options.published)))
     else:
         trace(options)

@@ -194,7 +194,7 @@ def verify(
         if save is not None:  # what a kill leaves is whole
             write_csv(save, pd.DataFrame(lines))
 
-    checks = verify(rows, op, target, meter, the_rules(most, rounds), on_check)
+    checks = verify(rows, op, target, meter, the_rules(most, rounds, meter.rules), on_check)
     slow = [one for one in checks if one.slower > limit / 100]
     worst = max((one.slower for one in checks), default=0.0)
     console.print(

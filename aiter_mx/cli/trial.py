@@ -8,9 +8,9 @@ from rich.console import Console
 
 from aiter_mx.cli.screen import format_bytes, heading, make_table, print_fields
 from aiter_mx.kernels.spec import Config, KernelSpec, Problem
+from aiter_mx.sim.matrix import PASS_CYCLES
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport
-from aiter_mx.sim.roofline import PASS_CYCLES
 from aiter_mx.sim.timing.constants import shipped, spread
 from aiter_mx.sim.timing.model import Prediction
 from aiter_mx.sim.timing.report import MEANINGS, longest_waits
@@ -31,8 +31,8 @@ def print_trial(console: Console, spec: KernelSpec, problem: Problem, config: Co
         table.add_row(name, f"{count}", f"{count / report.instructions:.0%}")
     table.add_row("all", str(report.instructions), "")
     console.print(table)
-    assert trial.prediction is not None  # the options ask for it
-    _print_time(console, trial.prediction, trial.texts)
+    assert trial.prediction is not None and trial.trace is not None  # the options ask for it
+    _print_time(console, trial.prediction, trial.trace.texts)
 
 
 def _print_time(console: Console, prediction: Prediction, texts: Sequence[str]) -> None:
@@ -73,8 +73,8 @@ def _counters(trial: Trial) -> dict[str, object]:
         "address units": f"{report.address_cycles} cycles",
         "scratch": format_bytes(report.scratch_bytes),
         "MFMA passes": f"{passes} ({cycles} cycles)" if passes else "none",
-        "under way at a wait": f"{format_bytes(int(trial.bounds.wave_bytes))} a wave, "
-        f"{format_bytes(int(trial.bounds.cu_bytes))} a CU, over {report.waits} waits",
+        "under way at a wait": f"{format_bytes(int(trial.wave_bytes))} a wave, "
+        f"{format_bytes(int(trial.cu_bytes))} a CU, over {report.waits} waits",
     }
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from aiter_mx.kernels.spec import Problem
     from aiter_mx.target import Target
     from aiter_mx.tuning.builds import OnBuilt
-    from aiter_mx.tuning.candidates import Meter
     from aiter_mx.tuning.journal import Record
+    from aiter_mx.tuning.meter import Meter
     from aiter_mx.tuning.race import Rules
     from aiter_mx.tuning.share import Share
 
@@ -81,7 +81,7 @@ def tune(
         progress.update(compiling, completed=done, total=of)
 
     target, meter = the_meter(op, arch, share, jobs, on_built if build_only else None)
-    rules = replace(the_rules(most, rounds), only=_names(op, target, kernel or []))
+    rules = replace(the_rules(most, rounds, meter.rules), only=_names(op, target, kernel or []))
     wanted: list[Problem] = []
     if shapes is not None:
         wanted += read_shapes(shapes, op)
@@ -200,14 +200,11 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"
 
 
-def the_rules(most: int | None, rounds: int | None) -> Rules:
-    """The rules of a race, with what was asked for."""
-    from aiter_mx.tuning.race import Rules
-
+def the_rules(most: int | None, rounds: int | None, usual: Rules) -> Rules:
+    """The usual rules of a race, with what was asked for."""
     for name, value in (("most", most), ("rounds", rounds)):
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
-    usual = Rules()
     return replace(usual, most=most or usual.most, final_rounds=rounds or usual.final_rounds)
 
 

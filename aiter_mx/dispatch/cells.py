@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,7 +16,7 @@ SCOPE = ("gfx", "cu_num", "op")
 SHAPE = "shape"  # of what AITER_MX_LOG_UNTUNED collects: all key columns, as ``M=1 N=2304 K=6144``
 CHOICE = ("backend", "kernel", "config")
 INFORMATION = ("us", "rel_err", "source")
-SOURCES = ("measured", "model")
+MEASURED, MODEL = "measured", "model"
 SIDE_FILES = ("provenance.csv", "runs.csv")
 """Ends of the names of files beside a table that are none themselves."""
 INFORMATION_SUFFIX = "_us"  # one column for each peer's time
@@ -107,10 +108,31 @@ def _us(text: str) -> float | None:
     return number
 
 
+_SOURCE = re.compile(
+    rf"{MEASURED}|{MODEL}(?: (?P<error>\d+(?:\.\d+)?)%)?"
+    r"(?P<extrapolated> extrapolated)?(?P<unmeasured> unmeasured)?"
+)
+
+
 def _source(text: str) -> str:
-    if text not in ("", *SOURCES):
-        raise ValueError(f"source must be {' or '.join(SOURCES)}, got {text!r}")
+    if text and not _SOURCE.fullmatch(text):
+        raise ValueError(f"source must be {MEASURED} or {MODEL}, got {text!r}")
     return text
+
+
+def told_source(text: str) -> str:
+    """A row's source in words: ``model 8.3%`` is ``modelled, median error 8.3 %``."""
+    match = _SOURCE.fullmatch(text)
+    if match is None or text == MEASURED:
+        return text
+    words = ["modelled"]
+    if match["error"]:
+        words.append(f"median error {match['error']} %")
+    if match["extrapolated"]:
+        words.append("an extrapolation")
+    if match["unmeasured"]:
+        words.append("faster than anything measured")
+    return ", ".join(words)
 
 
 READERS: dict[str, Callable[[str], Any]] = {"cu_num": _cu_num, "us": _us, "source": _source}

@@ -10,7 +10,7 @@ import os
 from functools import partial
 
 from aiter_mx import invariance
-from aiter_mx.dispatch.cells import SCOPE, SHAPE
+from aiter_mx.dispatch.cells import SCOPE, SHAPE, told_source
 from aiter_mx.dispatch.route import Clause, Route
 from aiter_mx.dispatch.tables import NO_ROWS, Row, Rows, load_rows
 from aiter_mx.forks import Lock
@@ -161,7 +161,7 @@ def _misfit(row: Row, target: Target, problem: Problem) -> str | None:
 
 def _row_reason(op: str, row: Row, stand_in: Key, key: Key) -> str:
     timed = f" in {row.us:g} us" if row.us is not None else ""
-    origin = f" ({row.origin})" if row.origin else ""
+    origin = f" ({told_source(row.origin)})" if row.origin else ""
     reason = f"tuned row {row.where} chooses {row.backend}/{row.kernel}{timed}{origin}"
     each = zip(key_columns(op), stand_in, key, strict=True)
     changes = [f"{name}={value}" for name, value, asked in each if value != asked]

@@ -71,7 +71,7 @@ class Row:
         spec: the declaration of the kernel chosen.
         config: its parameters.
         us: its time when tuned, in microseconds, if the table says.
-        origin: ``measured`` or ``model``, if the table says.
+        origin: ``measured``, or ``model`` with the model's error, if the table says.
     """
 
     where: str

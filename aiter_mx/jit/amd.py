@@ -23,6 +23,8 @@ FLAGS = (
     "-nogpuinc",  # kernels need neither HIP's headers, a second of each build, ...
     "-nogpulib",  # ... nor its device libraries
 )
+LINE_FLAGS = ("-gline-tables-only",)
+"""That add source lines to a code object and change nothing else of it."""
 INSTALL = (
     "install ROCm 7 (and set ROCM_PATH if it is not in /opt/rocm), or clang 20 or newer with its "
     "lld (on Debian and Ubuntu: apt-get install clang-22 lld-22 llvm-22)"

@@ -39,11 +39,13 @@ class BuildRequest:
         source: relative to ``csrc/``.
         arch: ``gfx950`` or ``sm_90a``.
         defines: preprocessor definitions, name and value.
+        with_lines: whether the code object tells the source line of each instruction.
     """
 
     source: str
     arch: str
     defines: tuple[tuple[str, int], ...] = ()
+    with_lines: bool = False
 
     def __str__(self) -> str:
         defines = " ".join(f"{name}={value}" for name, value in self.defines)
@@ -167,11 +169,15 @@ def build_all(
 def _source_key(request: BuildRequest) -> str:
     """Hash of everything but the compiler that the code object depends on."""
     whole = hashlib.sha256()
-    parts: list[object] = [request.arch, *vendor_of(request.arch).FLAGS]
+    parts: list[object] = [request.arch, *vendor_of(request.arch).FLAGS, *_line_flags(request)]
     parts += [f"{name}={value}" for name, value in sorted(request.defines)]
     parts += [part for name, source in _sources(request) for part in (name, source.digest)]
     whole.update("\0".join(map(str, parts)).encode())
     return whole.hexdigest()[:32]
+
+
+def _line_flags(request: BuildRequest) -> list[str]:
+    return list(vendor_of(request.arch).LINE_FLAGS) if request.with_lines else []
 
 
 def _compiler_key(tool: Toolchain) -> str:
@@ -236,6 +242,7 @@ def _sources(request: BuildRequest) -> list[tuple[str, _Source]]:
 
 def _compile(request: BuildRequest, sources: str, tool: Toolchain, out: Path) -> None:
     command = [*vendor_of(request.arch).command(tool), f"-I{csrc_dir() / 'include'}"]
+    command += _line_flags(request)
     command += [f"-D{name}={value}" for name, value in sorted(request.defines)]
     try:
         compiler.run([*command, csrc_dir() / request.source, "-o", out], out.parent)

@@ -14,6 +14,7 @@ from aiter_mx.jit.compiler import Candidate, Command, Refused, Toolchain, first_
 
 SUFFIX = "cubin"
 FLAGS = ("-O3", "-std=c++17", "-cubin")
+LINE_FLAGS = ("-lineinfo",)
 INSTALL = (
     "install a CUDA toolkit of 12.4 or newer (and set CUDA_HOME if its nvcc is not on PATH), or "
     "pip install nvidia-cuda-nvcc nvidia-cuda-cccl"

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from aiter_mx.sim.disasm import Instruction, Operand
 from aiter_mx.sim.emit import Code, Context, Modifiers, Reads, is_vector, scalar, unknown
 
+PASS_CYCLES = 4
 _MFMA = re.compile(r"v_mfma_(f32|i32)_(4|16|32)x\2x(\d+)(?:_(\d+)b)?_(\w+)")
 _SCALED = re.compile(r"v_mfma_(scale_)?f32_(16x16x128|32x32x64)_f8f6f4")
 _TYPES = {

@@ -245,6 +245,11 @@ class Program:
             raise LaunchError(f"the simulator runs {_ARCH}, got {code_object.target}")
         return cls(image, code_object)
 
+    @property
+    def image(self) -> bytes:
+        """The code object, as it was given."""
+        return self._image
+
     @cached_property
     def listing(self) -> list[Instruction]:
         """The code object's disassembly."""
@@ -418,8 +423,8 @@ class Program:
         if options.trace:
             sizes = [sum(block.values()) for block in translated.blocks]
             region_bytes = [end - begin for begin, end, *_ in pieces]
-            traced = words, groups, waves // groups, translated.texts, sizes, region_bytes
-            report = replace(report, trace=Trace(*traced))
+            listed = translated.texts, sizes, region_bytes, translated.addresses
+            report = replace(report, trace=Trace(words, groups, waves // groups, *listed))
         return report
 
     def _row_name(self, kernel: KernelInfo, row: int) -> str:

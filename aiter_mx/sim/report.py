@@ -85,6 +85,7 @@ class Trace:
         texts: the kernel's instructions, as disassembled.
         block_sizes: instructions of each basic block, in the same order.
         region_bytes: sizes of the regions of memory, by the numbers that the words have.
+        addresses: of the instructions, in the code object.
     """
 
     words: bytes
@@ -93,6 +94,7 @@ class Trace:
     texts: Sequence[str]
     block_sizes: Sequence[int]
     region_bytes: Sequence[int]
+    addresses: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -125,26 +123,6 @@ class Bench(Protocol):
 
     def touched(self) -> float | None:
         """The experts that a timed call reads on average; None for an op that has none."""
-
-
-@dataclass(frozen=True)
-class Meter:
-    """A way of finding out how long candidates take.
-
-    Attributes:
-        source: what tables say of its times: ``measured`` or ``model``.
-        backends: whose kernels it can judge.
-        ahead: what compiles candidates while others are raced.
-        bench: where the candidates for one problem are tried.
-        aside: where candidates are worked out, if not where they are wanted: cost models would
-            hold up the thread that times.
-    """
-
-    source: str
-    backends: tuple[str, ...]
-    ahead: Callable[[], AbstractContextManager[Ahead]]
-    bench: Callable[[Problem], AbstractContextManager[Bench]]
-    aside: Callable[[], AbstractContextManager[Executor]] | None = None
 
 
 def candidate_of(kernel: KernelSpec, arch: str, config: Config) -> Candidate:

@@ -12,14 +12,16 @@ from statistics import mean
 
 import torch
 
+from aiter_mx.dispatch.cells import MEASURED
 from aiter_mx.errors import AiterMxError
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.plan import bind_route
 from aiter_mx.target import Target
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
 from aiter_mx.tuning.builds import Ahead, OnBuilt, build_of
-from aiter_mx.tuning.candidates import Admission, Bench, Built, Candidate, ContextLost, Meter, Unfit
+from aiter_mx.tuning.candidates import Admission, Bench, Built, Candidate, ContextLost, Unfit
 from aiter_mx.tuning.forked import aside
+from aiter_mx.tuning.meter import Meter
 from aiter_mx.tuning.triton_ahead import TritonAhead
 from aiter_mx.workloads.workload import Operands, Workload, poison, workload_of
 
@@ -43,7 +45,7 @@ def measured_meter(
             yield GpuBench(workload, target, problem, device)
 
     return Meter(
-        source="measured",
+        source=MEASURED,
         backends=BACKENDS,
         ahead=lambda: Ahead(
             target, jobs, TritonAhead(target, jobs) if find_spec("triton") else None, on_built

@@ -1,135 +1,246 @@
-"""Candidates judged without a GPU: compiled for gfx950, run in the simulator, bounded by a model.
+"""Candidates judged without a GPU: traced in the simulator, their time predicted for an MI355X.
 
-A part of the problem is simulated as that part of a GPU would have it, in strict mode, on two
-random inputs, and must give what the reference gives; the counters, scaled to the whole, give a
-bound on the time on an MI355X. It is the largest of these, for the compute unit with the most
-workgroups:
+Some workgroups of a candidate's launch are traced on operands that are zero but for the indices:
+what a launch does depends on nothing else. The model of ``aiter_mx.sim.timing`` makes a time of the
+trace: floor 1, calibrated sums, prunes; floor 2, the replay, decides. Routings are drawn by fixed
+numbers, those of fewer tokens being part of those of more, and times are means over them.
 
-- memory: its share of the weights at 8 TB/s over 256 CUs;
-- latency: the waits for memory that follow each other, each taking one microsecond, in as many
-  rounds as it takes workgroups that fit by registers and LDS of the compiled object;
-- issue: vector instructions at 4 cycles each and matrix passes at theirs, on 4 SIMDs;
-- LDS by its bytes and bank conflicts, and the unit that takes the addresses of vector memory.
-
-Bounds are given to three digits: where candidates do not differ in those, the kernel's own choice
-comes first. These are no measurements, and rows say ``source=model``.
+The kernel's own choice stays unless another configuration is predicted to be faster by the rules'
+margin, and is so in four of five draws of the model's constants, by floor 2 and not against
+floor 1. What is chosen is then run on random operands, a part of the problem in strict mode, and
+must give what the reference gives. These are no measurements: rows say so, with the model's error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import fmean, quantiles
 
+from aiter_mx.dispatch.cells import MODEL
 from aiter_mx.errors import AiterMxError
 from aiter_mx.kernels.spec import Problem
-from aiter_mx.sim.program import SimOptions
-from aiter_mx.sim.report import LaunchReport
-from aiter_mx.sim.roofline import CUS, bounds
+from aiter_mx.sim.timing.constants import CUS, Constants, median_error, shipped
+from aiter_mx.sim.timing.draws import drawn
+from aiter_mx.sim.timing.floor import floor
+from aiter_mx.sim.timing.model import Traced, predict
+from aiter_mx.sim.timing.seen import outside
 from aiter_mx.target import hardware
-from aiter_mx.trial import Trial, try_out
 from aiter_mx.tuning.builds import Ahead, build_of
-from aiter_mx.tuning.candidates import Admission, Bench, Built, Candidate, Meter, Unfit
-from aiter_mx.workloads.workload import workload_of
+from aiter_mx.tuning.candidates import Admission, Bench, Built, Candidate, Unfit
+from aiter_mx.tuning.meter import Meter
+from aiter_mx.tuning.race import Failure, Outcome, Rules, Timing, in_turn, is_hopeless
+from aiter_mx.tuning.traces import judged, traced_launch
+from aiter_mx.workloads.workload import Operands, workload_of
 
-_SHARE = 0.02
-_COUNTED = SimOptions(count_conflicts=True)
+ROUTINGS = 3
+"""That times are means over, of problems whose indices are drawn."""
+WINS = 0.8
+"""Of the draws of constants, in which a configuration must win to take the place of the usual."""
+RULES = Rules(most=12, of_next=(6,))
+_SHARE = 0.02  # of the weights, that the simulator judges results on
+_WORKGROUPS, _WORKGROUPS_ROUTED = 3, 9  # that are traced of a launch
+_BEST_US, _BEST_BYTES_A_US, _BEST_ROWS = 3.9, 6.3e6, 16
+"""The lower envelope of all published times of fp8 GEMMs of so few rows, by bytes of weights."""
 
 
 def modelled_meter(op: str, jobs: int) -> Meter:
     """A meter for gfx950, on any machine, with so many compilers at a time."""
     workload_of(op)  # an op that cannot be tried out raises here
+    chosen: dict[str, list[Candidate]] = {}
 
     @contextmanager
     def bench(problem: Problem) -> Iterator[Bench]:
         yield ModelBench(op, problem)
 
-    return Meter("model", ("hip",), lambda: Ahead(hardware("gfx950"), jobs), bench)
+    return Meter(
+        source=MODEL,
+        backends=("hip",),
+        ahead=lambda: Ahead(hardware("gfx950"), jobs),
+        bench=bench,
+        decide=partial(decide, chosen),
+        rules=RULES,
+    )
 
 
+@dataclass
 class ModelBench:
-    """The candidates of one problem in the simulator."""
+    """The candidates of one problem in the simulator and the model of time.
 
-    def __init__(self, op: str, problem: Problem) -> None:
-        self._op, self._problem = op, problem
-        self._us: dict[Candidate, float] = {}
+    Attributes:
+        op, problem: what they compute.
+    """
+
+    op: str
+    problem: Problem
+    _hollow: list[Operands] = field(default_factory=list)
+    _launches: dict[Candidate, list[Traced]] = field(default_factory=dict)
+    _us: dict[tuple[Candidate, Constants], float] = field(default_factory=dict)
+
+    def launches(self, candidate: Candidate) -> list[Traced]:
+        """Of one that was admitted: its launch on each draw of indices."""
+        return self._launches[candidate]
 
     def admit(self, candidate: Candidate) -> Admission:
-        spec, config = candidate.spec, candidate.config
-        if spec.module is None or spec.parts(hardware("gfx950"), self._problem, config):
-            raise Unfit("it is made of other ops, and only single kernels are simulated")
-        workload = workload_of(self._op)
-        part, read_bytes = workload.sample(self._problem, _SHARE), workload.read_bytes
-        share = read_bytes(part, None) / read_bytes(self._problem, None)
-        cu_num = max(1, round(CUS * share))
-        rel_err = 0.0
-        try:
-            for number in range(2):
-                trial = try_out(candidate.spec, part, candidate.config, _COUNTED, cu_num, number)
-                verdict = workload.judge(part, trial.operands)(trial.operands)
-                if not verdict.right:
-                    raise Unfit(f"wrong: relative error {verdict.rel_err:.2e} in the simulator")
-                rel_err = max(rel_err, verdict.rel_err)
-            _refuse_spills(trial)
-            self._us[candidate] = self._bound_us(candidate, trial, part)
-        except Unfit:
-            raise
-        except (AiterMxError, ValueError) as error:
-            raise Unfit(f"{type(error).__name__}: {error}") from None
-        return Admission(self._us[candidate], rel_err)
+        """Trace it; what is seen is floor 1."""
+        self._launches[candidate] = self._traced(candidate)
+        return Admission(self.floor_us(candidate, shipped()), float("nan"))
 
     def sample_us(self, candidate: Candidate) -> float:
-        return self._us[candidate]
+        """Floor 2."""
+        return self.replay_us(candidate, shipped())
+
+    def floor_us(self, candidate: Candidate, constants: Constants) -> float:
+        """Floor 1 with these constants."""
+        return fmean(floor(launch, constants).us for launch in self._launches[candidate])
+
+    def replay_us(self, candidate: Candidate, constants: Constants) -> float:
+        """Floor 2 with these constants."""
+        known = self._us.get((candidate, constants))
+        if known is None:
+            launches = self._launches[candidate]
+            known = fmean(predict(launch, constants).us for launch in launches)
+            self._us[candidate, constants] = known
+        return known
 
     def confirm(self, candidate: Candidate) -> None:
-        return
+        """Raise Unfit unless it gives what the reference gives."""
+        self.rel_err(candidate)
+
+    def rel_err(self, candidate: Candidate) -> float:
+        """Of its results on two draws of random operands; raises Unfit where they are wrong."""
+        workload = workload_of(self.op)
+        part, read_bytes = workload.sample(self.problem, _SHARE), workload.read_bytes
+        share = read_bytes(part, None) / read_bytes(self.problem, None)
+        with _unfit():
+            verdict = judged(candidate, part, max(1, round(CUS * share)))
+        if not verdict.right:
+            raise Unfit(f"wrong: relative error {verdict.rel_err:.2e} in the simulator")
+        return verdict.rel_err
 
     def drop(self, candidate: Candidate) -> None:
-        self._us.pop(candidate, None)
+        self._launches.pop(candidate, None)
 
     def touched(self) -> float | None:
         return None
 
     def build_of(self, candidate: Candidate) -> Built:
-        return build_of(hardware("gfx950"), self._problem, candidate)
+        return build_of(hardware("gfx950"), self.problem, candidate)
 
-    def _bound_us(self, candidate: Candidate, trial: Trial, part: Problem) -> float:
-        module = candidate.spec.module
-        assert module is not None
-        launch = module.geometry(hardware("gfx950"), self._problem, candidate.config)
-        groups = launch.grid[0] * launch.grid[1] * launch.grid[2]
-        read_bytes = workload_of(self._op).read_bytes
-        weights = read_bytes(self._problem, None)
-        whole = _scaled(trial.report, weights / read_bytes(part, trial.operands))
-        limits = bounds(whole, weights, groups, trial.waves_a_simd)
-        return float(f"{limits.longest_us:.3g}")
+    def source(self, candidate: Candidate) -> str:
+        """What a row says of its time: the model's error, and whether the like was measured."""
+        words = [MODEL, f"{median_error():.1%}"]
+        if any(outside(launch) for launch in self._launches[candidate]):
+            words.append("extrapolated")
+        weights_us = workload_of(self.op).read_bytes(self.problem, None) / _BEST_BYTES_A_US
+        few_rows = getattr(self.problem, "M", 0) <= _BEST_ROWS
+        if few_rows and self.sample_us(candidate) < _BEST_US + weights_us:
+            words.append("unmeasured")
+        return " ".join(words)
+
+    def _traced(self, candidate: Candidate) -> list[Traced]:
+        spec, config = candidate.spec, candidate.config
+        if spec.module is None or spec.parts(hardware("gfx950"), self.problem, config):
+            raise Unfit("it is made of other ops, and only single kernels are modelled")
+        is_drawn = workload_of(self.op).indices is not None
+        count = _WORKGROUPS_ROUTED if is_drawn else _WORKGROUPS
+        if not self._hollow:
+            workload = workload_of(self.op)
+            self._hollow += [
+                workload.hollow(self.problem, number)
+                for number in range(ROUTINGS if is_drawn else 1)
+            ]
+        with _unfit():
+            return [
+                traced_launch(candidate, self.problem, operands, number, count)
+                for number, operands in enumerate(self._hollow)
+            ]
 
 
-def _refuse_spills(trial: Trial) -> None:
-    kernel = trial.kernel
-    spilled = kernel.vgpr_spills + kernel.sgpr_spills
-    if spilled or kernel.scratch_bytes:
-        raise Unfit(f"it spills {spilled} registers and uses {kernel.scratch_bytes} scratch bytes")
+def decide(
+    chosen: dict[str, list[Candidate]],
+    bench: Bench,
+    candidates: Sequence[Candidate],
+    incumbent: Candidate | None,
+    rules: Rules,
+) -> Outcome:
+    """Choose by the model.
+
+    Args:
+        chosen: what was chosen for problems that differ in rows alone, which are candidates too;
+            this one's is added.
+        bench: a ``ModelBench``.
+        candidates: the first is what dispatch takes where no table decides.
+        incumbent: not asked: the model's own earlier choice has no better right than this one.
+        rules: which are hopeless, out at first look, and too little faster.
+    """
+    assert isinstance(bench, ModelBench)
+    alike = chosen.setdefault(str(replace(bench.problem, M=0)), [])
+    starters = list(dict.fromkeys([*in_turn(candidates, rules.tries), *alike]))
+    admitted: dict[Candidate, Admission] = {}
+    failures: list[Failure] = []
+    for place, candidate in enumerate(starters):
+        if is_hopeless(candidate, starters[:place], admitted, rules):
+            continue
+        try:
+            admitted[candidate] = bench.admit(candidate)
+        except Unfit as error:
+            failures.append(Failure(candidate, str(error)))
+    while admitted:
+        usual = next(candidate for candidate in starters if candidate in admitted)
+        least = min(admission.us for admission in admitted.values())
+        running = {
+            candidate: bench.sample_us(candidate)
+            for candidate, admission in admitted.items()
+            if candidate == usual or admission.us <= rules.first_look * least
+        }
+        order = sorted(running, key=lambda candidate: running[candidate])
+        best = next(c for c in order if c == usual or beats(bench, c, usual, rules.margin))
+        try:
+            admitted[best] = Admission(running[best], bench.rel_err(best))
+        except Unfit as error:
+            failures.append(Failure(best, str(error)))
+            del admitted[best]
+            continue
+        timings = {c: Timing(c, us, 0.0, 1, admitted[c]) for c, us in running.items()}
+        timings[best] = replace(timings[best], spread=_spread(bench, best))
+        alike += [best] * (best not in alike)
+        return Outcome(
+            timings[best],
+            tuple(timings[c] for c in [best, *(c for c in order if c != best)]),
+            tuple(failures),
+            bench.build_of(best),
+            bench.source(best),
+        )
+    return Outcome(None, (), tuple(failures))
 
 
-def _scaled(report: LaunchReport, factor: float) -> LaunchReport:
-    """The report of a launch that does so many times as much."""
-
-    def times(count: int) -> int:
-        return round(count * factor)
-
-    return replace(
-        report,
-        waves=times(report.waves),
-        mnemonics={name: times(count) for name, count in report.mnemonics.items()},
-        mfma_passes={name: times(count) for name, count in report.mfma_passes.items()},
-        bytes_read=times(report.bytes_read),
-        bytes_written=times(report.bytes_written),
-        lds_bytes_read=times(report.lds_bytes_read),
-        lds_bytes_written=times(report.lds_bytes_written),
-        lds_conflicts=times(report.lds_conflicts),
-        address_cycles=times(report.address_cycles),
-        waits=times(report.waits),
-        in_flight_bytes=times(report.in_flight_bytes),
-        latencies=times(report.latencies),
+def beats(bench: ModelBench, challenger: Candidate, usual: Candidate, margin: float) -> bool:
+    """Whether a configuration is to take the place of the usual one."""
+    if bench.sample_us(challenger) > bench.sample_us(usual) * (1 - margin):
+        return False
+    wins = sum(
+        bench.replay_us(challenger, draw) < bench.replay_us(usual, draw)
+        and bench.floor_us(challenger, draw) <= bench.floor_us(usual, draw) * (1 + margin)
+        for draw in drawn()
     )
+    return wins >= WINS * len(drawn())
+
+
+def _spread(bench: ModelBench, candidate: Candidate) -> float:
+    """The middle 80 % of the draws, relative to the time itself."""
+    tenths = quantiles((bench.replay_us(candidate, draw) for draw in drawn()), n=10)
+    return (tenths[-1] - tenths[0]) / bench.sample_us(candidate)
+
+
+@contextmanager
+def _unfit() -> Iterator[None]:
+    """Whatever a candidate does wrong is said of it."""
+    try:
+        yield
+    except Unfit:
+        raise
+    except (AiterMxError, ValueError) as error:
+        raise Unfit(f"{type(error).__name__}: {error}") from None

@@ -84,12 +84,14 @@ class Outcome:
         timings: of all that were right; those of the final first, the fastest first.
         failures: of the others.
         built: what is known of the chosen one's code object.
+        source: what the row says of its time, if not what the meter says of all.
     """
 
     chosen: Timing | None
     timings: tuple[Timing, ...]
     failures: tuple[Failure, ...]
     built: Built = field(default_factory=Built)
+    source: str = ""
 
 
 def race(
@@ -105,11 +107,11 @@ def race(
     """
     failures: list[Failure] = []
     admitted: dict[Candidate, Admission] = {}
-    starters = _in_turn(candidates, rules.tries)
+    starters = in_turn(candidates, rules.tries)
     if incumbent is not None and incumbent not in starters:
         starters.append(incumbent)
     for place, candidate in enumerate(starters):
-        if candidate != incumbent and _is_hopeless(candidate, starters[:place], admitted, rules):
+        if candidate != incumbent and is_hopeless(candidate, starters[:place], admitted, rules):
             continue
         try:
             admitted[candidate] = bench.admit(candidate)
@@ -179,7 +181,7 @@ def race(
     return Outcome(chosen, timings, tuple(failures), built)
 
 
-def _in_turn(candidates: Sequence[Candidate], tries: int) -> list[Candidate]:
+def in_turn(candidates: Sequence[Candidate], tries: int) -> list[Candidate]:
     """Those that each kernel begins with, and then the others."""
     begun = openers(candidates, tries)
     return [*begun, *(candidate for candidate in candidates if candidate not in begun)]
@@ -196,7 +198,7 @@ def openers(candidates: Sequence[Candidate], tries: int) -> list[Candidate]:
     return found
 
 
-def _is_hopeless(
+def is_hopeless(
     candidate: Candidate,
     before: Sequence[Candidate],
     admitted: Mapping[Candidate, Admission],

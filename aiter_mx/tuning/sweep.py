@@ -20,13 +20,15 @@ from typing import Any
 
 import pandas as pd
 
+from aiter_mx.dispatch.cells import MEASURED, MODEL
 from aiter_mx.kernels.registry import key_columns, problem_key, problem_type
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
-from aiter_mx.tuning.candidates import Ahead, Candidate, ContextLost, Meter, candidates_of
+from aiter_mx.tuning.candidates import Ahead, Candidate, ContextLost, candidates_of
 from aiter_mx.tuning.journal import Journal, Record, folder_of, merge, read_folder
+from aiter_mx.tuning.meter import Meter
 from aiter_mx.tuning.origin import commit, sources_hash, today, versions
-from aiter_mx.tuning.race import Outcome, Rules, openers, race
+from aiter_mx.tuning.race import Outcome, Rules, openers
 from aiter_mx.tuning.share import Share
 from aiter_mx.tuning.table import (
     Cells,
@@ -301,10 +303,11 @@ def _race(
     try:
         with meter.bench(problem) as bench:  # operands are made while the last kernels compile
             ahead.wait(problem, starters.to_compile(name))
-            outcome = race(bench, starters.of(name), incumbent, plan.rules)
-            if outcome.chosen is not None and outcome.chosen.spread > plan.rules.unsteady:
+            outcome = meter.decide(bench, starters.of(name), incumbent, plan.rules)
+            held_up = outcome.chosen is not None and outcome.chosen.spread > plan.rules.unsteady
+            if held_up and plan.source == MEASURED:
                 ahead.settle()  # most often it was compilers that held its rounds up
-                outcome = race(bench, starters.of(name), incumbent, plan.rules)
+                outcome = meter.decide(bench, starters.of(name), incumbent, plan.rules)
             touched = bench.touched()
     except ContextLost as error:
         candidate = str(error.args[1]) if len(error.args) > 1 else ""
@@ -342,7 +345,7 @@ def _record(
             "versions": versions(),
             "commit": commit(),
             "date": today(),
-            "source": plan.source,
+            "source": outcome.source or plan.source,
             "touched": "" if touched is None else f"{touched:.1f}",
         }
         row = row_of(plan.target, plan.op, problem, outcome.chosen, outcome.timings, origin)
@@ -372,8 +375,8 @@ def _write(plan: Plan, before: Rows, records: Sequence[Record]) -> None:
     rows = dict(before)
     for record in merge(records).values():
         row = record["row"]
-        if row is not None and plan.source == "model":
-            measured = before.get(key_of(plan.op, row), {}).get("source") == "measured"
+        if row is not None and plan.source == MODEL:
+            measured = before.get(key_of(plan.op, row), {}).get("source") == MEASURED
             row = before[key_of(plan.op, row)] if measured else row
         if row is not None:
             rows[key_of(plan.op, row)] = row

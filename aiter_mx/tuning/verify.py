@@ -9,7 +9,8 @@ from pathlib import Path
 from aiter_mx.dispatch.tables import read_table
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
-from aiter_mx.tuning.candidates import Candidate, Meter, candidate_of, candidates_of
+from aiter_mx.tuning.candidates import Candidate, candidate_of, candidates_of
+from aiter_mx.tuning.meter import Meter
 from aiter_mx.tuning.race import Outcome, Rules, race
 from aiter_mx.tuning.table import problem_cells
 

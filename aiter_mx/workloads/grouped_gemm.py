@@ -12,7 +12,7 @@ from aiter_mx.layouts import shuffle_scales, unshuffle_scales
 from aiter_mx.numerics import BLOCK, DTYPES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.timing import random_mx
 from aiter_mx.workloads.models import Model
-from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
+from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare, seeded
 
 ROWS = (8192, 32768)
 """Rows of all groups that tables have."""
@@ -53,6 +53,11 @@ def _bounds(
     ends = (shares.cumsum(0) / shares.sum() * problem.M).round()
     ends[-1] = problem.M
     return None, ends.to(index).to(device)
+
+
+def _indices(problem: GroupedGemmProblem, number: int) -> dict[int, torch.Tensor | None]:
+    with seeded(f"groups {problem.G} {number}", torch.device("cpu")):
+        return dict(enumerate(_bounds(problem, torch.device("cpu")), 6))
 
 
 def _another(problem: GroupedGemmProblem, operands: Operands) -> Operands:
@@ -136,4 +141,5 @@ WORKLOAD = Workload(
     judge=_judge,
     sample=_sample,
     problems=_problems,
+    indices=_indices,
 )

@@ -24,6 +24,7 @@ from aiter_mx.workloads.workload import (
     Verdict,
     Workload,
     compare,
+    seeded,
 )
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -61,12 +62,7 @@ def _results(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | Non
 
 def _routing(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | None]:
     """Sorted ids, experts, ids in use and routing weights, of experts drawn for each token."""
-    from aiter_mx.fallbacks import moe_align_torch
-
-    every = p.num_experts or p.E
-    align = MoeAlignProblem(
-        *(p.M, p.top_k, every, p.block_m, p.ids, "i64"), expert_map="numbers", drop_absent=1
-    )
+    align = _align(p)
     if device.type == "meta":
         counts = (align.max_ids, align.max_ids // p.block_m, 2 if p.ids == "aiter" else 1)
         weights_shape = {"none": None, "by_t": (p.M, p.top_k), "by_place": (align.max_ids,)}[
@@ -76,11 +72,37 @@ def _routing(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | Non
             *(torch.empty(n, dtype=torch.int32, device=device) for n in counts),
             None if weights_shape is None else torch.empty(weights_shape, device=device),
         ]
-    slots = min(p.top_k, every)
-    experts = torch.rand(p.M, every, dtype=torch.float32).argsort(dim=1)[:, :slots]
-    experts = experts.repeat(1, -(-p.top_k // slots))[:, : p.top_k].contiguous()
+    experts = _experts(p, p.M)
     if p.routed and not bool((experts < p.E).any()):
         experts[0, 0] = torch.randint(p.E, ())
+    return [None if tensor is None else tensor.to(device) for tensor in _sorted(p, align, experts)]
+
+
+def _experts(p: MoeGemmProblem, tokens: int) -> torch.Tensor:
+    """Those that each of so many tokens chooses, drawn from all of the model's."""
+    every = p.num_experts or p.E
+    slots = min(p.top_k, every)
+    experts = torch.rand(tokens, every, dtype=torch.float32).argsort(dim=1)[:, :slots]
+    return experts.repeat(1, -(-p.top_k // slots))[:, : p.top_k].contiguous()
+
+
+def _indices(p: MoeGemmProblem, number: int) -> dict[int, torch.Tensor | None]:
+    """A routing of which that of fewer tokens is the first part."""
+    tokens = max(ROWS[-1], 1 << (p.M - 1).bit_length())
+    with seeded(f"routing {p.num_experts or p.E} {p.E} {p.top_k} {number}", torch.device("cpu")):
+        experts = _experts(p, tokens)[: p.M]
+        if not bool((experts < p.E).any()):
+            experts[0, 0] = torch.randint(p.E, ())
+        return dict(enumerate(_sorted(p, _align(p), experts), 4))
+
+
+def _sorted(
+    p: MoeGemmProblem, align: MoeAlignProblem, experts: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """What moe_align makes of the tokens' experts, and random routing weights."""
+    from aiter_mx.fallbacks import moe_align_torch
+
+    every = p.num_experts or p.E
     weights = torch.rand(p.M, p.top_k, dtype=torch.float32) + 0.1
     numbers = torch.arange(every, dtype=torch.int32)
     by_place = p.weights == "by_place"
@@ -94,8 +116,13 @@ def _routing(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | Non
     outputs = (sorted_ids, sorted_weights, blocks, used, None, None)
     moe_align_torch.run(align, (experts, given, here, None, None, *outputs), {})
     of_rows = {"none": None, "by_t": weights, "by_place": sorted_weights}[p.weights]
-    found = (sorted_ids, blocks, used, of_rows)
-    return [None if tensor is None else tensor.to(device) for tensor in found]
+    return [sorted_ids, blocks, used, of_rows]
+
+
+def _align(p: MoeGemmProblem) -> MoeAlignProblem:
+    """The sorting of tokens by expert that the GEMM needs."""
+    shape = p.M, p.top_k, p.num_experts or p.E, p.block_m, p.ids, "i64"
+    return MoeAlignProblem(*shape, expert_map="numbers", drop_absent=1)
 
 
 def _another(problem: MoeGemmProblem, operands: Operands) -> Operands:
@@ -244,4 +271,5 @@ WORKLOAD = Workload(
     sample=_sample,
     problems=_problems,
     touched=_touched,
+    indices=_indices,
 )

@@ -70,6 +70,8 @@ class Workload:
             of an architecture.
         optional: positions of operands that a caller may leave out, whatever the problem says.
         touched: the experts that a call with these operands reads, for an op that has some.
+        indices: operands that say which rows or experts a call works on, by position; those of
+            fewer rows of x are part of those of more, for the same number.
     """
 
     op: str
@@ -82,10 +84,27 @@ class Workload:
     problems: Callable[[Any, int, str], list[Problem]]
     touched: Callable[[Problem, Operands], int] | None = None
     optional: tuple[int, ...] = ()
+    indices: Callable[[Problem, int], dict[int, torch.Tensor | None]] | None = None
+
+    def hollow(self, problem: Problem, number: int = 0) -> Operands:
+        """Operands on a CPU that are zero but for the indices: for a launch's time alone.
+
+        They take no memory until somebody writes them, so that any problem fits.
+        """
+        import torch
+
+        given = self.indices(problem, number) if self.indices else {}
+        operands: Operands = [
+            None if like is None else torch.zeros(like.shape, dtype=like.dtype)
+            for like in self.draw(problem, torch.device("meta"))
+        ]
+        for position, tensor in given.items():
+            operands[position] = tensor
+        return operands
 
     def operands(self, problem: Problem, device: torch.device, number: int = 0) -> Operands:
         """Operands of a problem, the same in every process for the same number."""
-        with _seeded(f"{problem} {number}", device):
+        with seeded(f"{problem} {number}", device):
             return self.draw(problem, device)
 
     def calls(self, problem: Problem, device: torch.device) -> Iterator[Operands]:
@@ -115,12 +134,12 @@ class Workload:
     def another(self, problem: Problem, operands: Operands, number: int) -> Operands:
         """Operands of which only what a call reads from memory is drawn anew, by a number."""
         device = next(tensor.device for tensor in operands if tensor is not None)
-        with _seeded(f"{problem} again {number}", device):
+        with seeded(f"{problem} again {number}", device):
             return self.redraw(problem, operands)
 
 
 @contextmanager
-def _seeded(by: str, device: torch.device) -> Iterator[None]:
+def seeded(by: str, device: torch.device) -> Iterator[None]:
     """Have torch's generators draw by a text here, and go on as before afterwards."""
     import torch
 

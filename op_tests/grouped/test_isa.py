@@ -18,8 +18,8 @@ from aiter_mx.kernels.spec import Config, combinations
 from aiter_mx.launch import build_request
 from aiter_mx.runtimes.sim import last_report
 from aiter_mx.sim.disasm import disassemble
+from aiter_mx.sim.matrix import PASS_CYCLES
 from aiter_mx.sim.report import LaunchReport
-from aiter_mx.sim.roofline import PASS_CYCLES
 from aiter_mx.target import hardware
 from op_tests.conformance import DTYPES
 from op_tests.grouped.cases import Groups, Operands, launch_grouped, one_group

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from aiter_mx.sim.program import SimOptions
-from aiter_mx.sim.report import LaunchReport
-from aiter_mx.sim.roofline import bounds
 from op_tests.sim.tools import Array, launch, program
 
 COUNTED = SimOptions(strict=False, count_conflicts=True)
@@ -151,26 +148,6 @@ def test_matrix_passes_are_counted_by_type() -> None:
         "f32": 3 * (8 + 8),
         "fp8 x fp8": 3 * 4,
     }
-
-
-def test_bounds_are_those_of_the_busiest_compute_unit() -> None:
-    report = LaunchReport(
-        "k", waves=3 * 257, seconds=0.0, mnemonics={"v_add_u32_e32": 257 * 9600}, waits=10,
-        mfma_passes={"scaled fp8 x fp8": 257 * 4800}, bytes_read=257 << 14,
-        in_flight_bytes=10 << 10, lds_bytes_read=257 * 128 * 1000, lds_conflicts=257 * 200,
-        address_cycles=257 * 24_000, latencies=257 * 3,
-    )  # fmt: skip
-    found = bounds(report, minimal_bytes=257 * 31250, groups=257, waves_a_simd=1)
-    assert found.memory_us == pytest.approx(2.0)  # two workgroups' bytes at 31,250 a microsecond
-    assert found.valu_us == found.issue_us - found.mfma_us == pytest.approx(2 * 4.0)
-    assert found.mfma_us == pytest.approx(2 * 2.0)
-    assert found.lds_us == pytest.approx(2 * 0.5)
-    assert found.address_us == pytest.approx(2 * 10.0) == found.longest_us
-    assert (found.wave_bytes, found.cu_bytes) == (1024, 4096)  # four of six waves fit
-    assert found.latency_us == pytest.approx(2 * 3.0)  # one workgroup after the other
-    full = bounds(report, minimal_bytes=0, groups=257, waves_a_simd=8)
-    assert (full.cu_bytes, full.latency_us) == (6 * 1024, 3.0)
-    assert bounds(replace(report, address_cycles=0), 0, 257, 1).longest_us == found.issue_us
 
 
 CHAINS = """

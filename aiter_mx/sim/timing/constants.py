@@ -77,6 +77,11 @@ def spread() -> tuple[float, float]:
     return float(low), float(high)
 
 
+def median_error() -> float:
+    """Of predictions for published rows that nothing was fitted to."""
+    return float(described()["error"]["median"])
+
+
 @cache
 def shipped() -> Constants:
     """The calibrated constants."""

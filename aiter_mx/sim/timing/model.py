@@ -10,7 +10,7 @@ from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.timing.constants import CUS, Constants, shipped
 from aiter_mx.sim.timing.cu import REASONS, Replay, SplitTrace
 
-_SIMDS = 4
+SIMDS = 4
 _LANES = 64
 _SAMPLED_CUS = 8
 _ROUNDS = 3  # that are replayed of the workgroups that a unit takes one after the other
@@ -73,7 +73,7 @@ def traced(
     if report.trace is None:
         raise ValueError("the launch was not traced: simulate it with SimOptions(trace=True)")
     waves = -(-block // _LANES)
-    resident = max(1, occupancy(kernel, block, shared_bytes) * _SIMDS // waves)
+    resident = max(1, occupancy(kernel, block, shared_bytes) * SIMDS // waves)
     return Traced(SplitTrace(report.trace), groups, resident, fills)
 
 
@@ -93,8 +93,8 @@ def predict(launch: Traced, constants: Constants | None = None) -> Prediction:
     cycles = max(run.cycles, 1.0)
     active = launch.groups / -(-launch.groups // CUS)
     busy = {
-        "matrix": run.matrix / _SIMDS / cycles,
-        "vector": run.vector / _SIMDS / cycles,
+        "matrix": run.matrix / SIMDS / cycles,
+        "vector": run.vector / SIMDS / cycles,
         "address": run.address / cycles,
         "lds": run.lds / cycles,
         "memory": run.memory_bytes / constants.machine(active).memory_bytes / cycles,
@@ -123,4 +123,4 @@ def _unit(launch: Traced, groups: Sequence[int], constants: Constants) -> tuple[
     if left := len(groups) - len(some):
         ends = sorted(run.ends)
         cycles += left * (ends[-1] - ends[held - 1]) / (len(ends) - held)
-    return constants.us(cycles, run.matrix / _SIMDS / max(run.cycles, 1.0)), run
+    return constants.us(cycles, run.matrix / SIMDS / max(run.cycles, 1.0)), run

@@ -1,0 +1,85 @@
+"""Floor 1: a launch's time by calibrated sums, whatever the order in which waves do things.
+
+The launch itself, the waits that follow each other in a workgroup that has the compute unit to
+itself, and the unit that is busy for longest. Floor 2, ``model.predict``, replays the waves and is
+the one that is held against published times; floor 1 knows nothing of queues, and so is a second
+opinion on what floor 2 says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from aiter_mx.sim.timing.constants import CUS, Constants, shipped
+from aiter_mx.sim.timing.cu import Machine
+from aiter_mx.sim.timing.model import SIMDS, Traced
+
+_LATENCIES = ("memory", "scalar", "lds", "barrier")
+_FREE = 1e12  # bytes a cycle, or cycles of a queue
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The sums of a launch, in microseconds.
+
+    Attributes:
+        launch: the launch, and launches ahead that fill memory.
+        waits: for memory, LDS and other waves, one after the other, in all rounds of workgroups.
+        units: that the busiest compute unit's ``address`` unit, vector pipes (``issue``),
+            ``matrix`` pipes and ``lds`` are busy, that its ``lines`` from L2 take, and its share
+            of ``memory``.
+    """
+
+    launch: float
+    waits: float
+    units: Mapping[str, float]
+
+    @property
+    def us(self) -> float:
+        """The sum of launch, waits and the busiest unit."""
+        return self.launch + self.waits + max(self.units.values())
+
+    @property
+    def busiest(self) -> str:
+        """The unit that is busy for longest."""
+        return max(self.units, key=lambda name: self.units[name])
+
+
+def floor(launch: Traced, constants: Constants | None = None) -> Floor:
+    """The calibrated sums of a launch."""
+    constants = constants or shipped()
+    split, dealt = launch.split, -(-launch.groups // CUS)
+    machine = constants.machine(launch.groups / dealt)
+    shares = split.shares(launch.groups)
+    every = split.replay(machine, shares, range(split.groups), 1)
+    alone = split.replay(_without_queues(machine), shares, [0], 1)
+    rounds = -(-dealt // min(launch.resident, dealt))
+    waits = sum(alone.waits[reason] for reason in _LATENCIES) / split.waves * rounds
+    lines = sum(split.footprint()) / machine.line_bytes
+    of_busiest = dealt / split.groups
+    cycles = {
+        "address": every.address,
+        "issue": every.vector / SIMDS,
+        "lds": every.lds,
+        "lines": lines,
+        "memory": every.memory_bytes / machine.memory_bytes,
+    }
+    units = {name: constants.us(value * of_busiest, 0.0) for name, value in cycles.items()}
+    units["matrix"] = constants.us(every.matrix / SIMDS * of_busiest, 1.0)
+    before = constants.launch_us + launch.fills * constants.fill_us
+    return Floor(before, constants.us(waits, 0.0), units)
+
+
+def _without_queues(machine: Machine) -> Machine:
+    """A unit whose rates hold nothing up: latencies alone are left."""
+    return replace(
+        machine,
+        address=0.0,
+        address_queue=_FREE,
+        data_bytes=_FREE,
+        line_bytes=_FREE,
+        memory_bytes=_FREE,
+        lds_bytes=_FREE,
+        deal=0.0,
+    )

@@ -1,0 +1,151 @@
+"""What a candidate's launch does and whether it is right: simulated once, then cached.
+
+Both depend on the machine code, the launch and the problem, and on the simulator; the constants of
+the model of time may change without them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from aiter_mx import sim
+from aiter_mx.code_object import occupancy
+from aiter_mx.jit.cache import get_or_build
+from aiter_mx.jit.fingerprint import code_hash
+from aiter_mx.kernels.spec import Problem
+from aiter_mx.sim.program import SimOptions
+from aiter_mx.sim.report import LaunchReport, Trace
+from aiter_mx.sim.timing.cu import SplitTrace
+from aiter_mx.sim.timing.model import SIMDS, Traced
+from aiter_mx.sim.timing.sample import sample
+from aiter_mx.trial import Prepared, prepare, try_out
+from aiter_mx.tuning.candidates import Candidate, Unfit
+from aiter_mx.workloads.workload import Operands, Verdict, workload_of
+
+_CHECKS = ("all", "-global-race", "-lanes-differ")  # those take memory as the tensors do
+_LANES = 64
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A sampled trace as the cache has it."""
+
+    working: int
+    resident: int
+    trace: Trace
+
+    def to_bytes(self) -> bytes:
+        trace = self.trace
+        header = {
+            "working": self.working,
+            "resident": self.resident,
+            "groups": trace.groups,
+            "waves": trace.waves,
+            "texts": list(trace.texts),
+            "block_sizes": list(trace.block_sizes),
+            "region_bytes": list(trace.region_bytes),
+        }
+        return zlib.compress(json.dumps(header).encode() + b"\n" + trace.words, 1)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> _Saved:
+        header, _, words = zlib.decompress(data).partition(b"\n")
+        told = json.loads(header)
+        working, resident = told.pop("working"), told.pop("resident")
+        return cls(working, resident, Trace(words=words, **told))
+
+
+def traced_launch(
+    candidate: Candidate, problem: Problem, operands: Operands, number: int, count: int
+) -> Traced:
+    """Some workgroups of a candidate's launch, for the model of time.
+
+    Args:
+        candidate: a kernel of one launch, and its configuration.
+        problem: shape and dtypes.
+        operands: hollow ones.
+        number: by which they are drawn.
+        count: workgroups to run.
+    """
+    launch = prepare(candidate.spec, problem, candidate.config, operands=operands)
+    _refuse_spills(launch)
+
+    def run(group: int) -> LaunchReport:
+        return launch.run(
+            SimOptions(
+                schedule="round-robin",
+                count_conflicts=True,
+                trace=True,
+                first_group=group,
+                group_count=1,
+                checks=_CHECKS,
+            )
+        )
+
+    def trace_it(path: Path) -> None:
+        found = sample(run, launch.groups, count)
+        waves = -(-launch.lanes // _LANES)
+        held = occupancy(launch.kernel, launch.lanes, launch.geometry.shared_bytes)
+        resident = max(1, held * SIMDS // waves)
+        path.write_bytes(_Saved(found.working, resident, found.trace).to_bytes())
+
+    key = _key(candidate, launch, problem, number, count)
+    saved = _Saved.from_bytes(get_or_build("timing", key, "trace", trace_it).data)
+    return Traced(SplitTrace(saved.trace), saved.working, saved.resident)
+
+
+def judged(candidate: Candidate, part: Problem, cu_num: int) -> Verdict:
+    """The worst of a candidate's results on two draws of random operands, in strict mode.
+
+    Args:
+        candidate: a kernel of one launch, and its configuration.
+        part: a problem that the simulator runs whole.
+        cu_num: compute units that it is divided among.
+    """
+    workload = workload_of(candidate.op)
+
+    def judge(path: Path) -> None:
+        found = []
+        for number in range(2):
+            trial = try_out(candidate.spec, part, candidate.config, SimOptions(), cu_num, number)
+            found.append(workload.judge(part, trial.operands)(trial.operands))
+        worst = Verdict(max(v.rel_err for v in found), max(v.worst for v in found))
+        path.write_text(json.dumps([worst.rel_err, worst.worst]))
+
+    launch = prepare(candidate.spec, part, candidate.config, cu_num, workload.hollow(part))
+    key = _key(candidate, launch, part, cu_num, workload.judge.__module__)
+    return Verdict(*json.loads(get_or_build("timing", key, "verdict", judge).data))
+
+
+def _refuse_spills(launch: Prepared) -> None:
+    kernel = launch.kernel
+    spilled = kernel.vgpr_spills + kernel.sgpr_spills
+    if spilled or kernel.scratch_bytes:
+        raise Unfit(f"it spills {spilled} registers and uses {kernel.scratch_bytes} scratch bytes")
+
+
+def _key(candidate: Candidate, launch: Prepared, problem: Problem, *more: object) -> str:
+    geometry = launch.geometry
+    parts = (
+        *(simulator_hash(), code_hash(launch.program.image), launch.symbol),
+        *(geometry.grid, geometry.block, geometry.shared_bytes),
+        *(launch.scalars, candidate.config, problem, *more),
+    )
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+@cache
+def simulator_hash() -> str:
+    """Of the simulator's sources, but for the model of time."""
+    folder = Path(sim.__file__).parent
+    whole = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if path.suffix in (".py", ".c", ".h") and name.parts[0] != "timing":
+            whole.update(str(name).encode() + path.read_bytes())
+    return whole.hexdigest()
