@@ -91,11 +91,14 @@ class Workload:
 
         They take no memory until somebody writes them, so that any problem fits.
         """
+        import numpy as np
         import torch
 
         given = self.indices(problem, number) if self.indices else {}
         operands: Operands = [
-            None if like is None else torch.zeros(like.shape, dtype=like.dtype)
+            None
+            if like is None  # torch.zeros would write them
+            else torch.from_numpy(np.zeros(like.nbytes, np.uint8)).view(like.dtype).view(like.shape)
             for like in self.draw(problem, torch.device("meta"))
         ]
         for position, tensor in given.items():

@@ -27,10 +27,10 @@ from aiter_mx.tuning.candidates import (
     Built,
     Candidate,
     ContextLost,
-    Meter,
     Unfit,
     candidates_of,
 )
+from aiter_mx.tuning.meter import Meter
 from aiter_mx.tuning.race import Rules
 from aiter_mx.tuning.share import Share, join
 from aiter_mx.tuning.sweep import Plan, make_plan, name_of, run
