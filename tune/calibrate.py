@@ -9,8 +9,8 @@
 the simulator, those of AMD's repository as they are and FlyDSL's compiled by its wheel, and saves
 what they do (traces.xz) and each row's state (traced.csv). ``fit`` fits the constants of
 configs/gfx950/timing.json, once with all families and once without each, and writes predictions.csv
-and errors.csv. It keeps the present constants where the new ones are worse without a family. ``seen``
-writes configs/gfx950/timing_seen.json, by which a prediction is known for an extrapolation.
+and errors.csv. It keeps the present constants where the new ones are worse without a family.
+``seen`` writes configs/gfx950/timing_seen.json, by which extrapolations are told.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from aiter_mx.sim.timing.model import Traced, predict
 from aiter_mx.sim.timing.seen import outside
 from aiter_mx.target import hardware
 from aiter_mx.tuning.builds import Ahead, build_of
-from aiter_mx.tuning.candidates import Admission, Bench, Built, Candidate, Unfit
+from aiter_mx.tuning.candidates import Admission, Bench, Built, Candidate, Unfit, candidates_of
 from aiter_mx.tuning.meter import Meter
 from aiter_mx.tuning.race import Failure, Outcome, Rules, Timing, in_turn, is_hopeless
 from aiter_mx.tuning.traces import judged, traced_launch
@@ -39,6 +39,7 @@ ROUTINGS = 3
 """That times are means over, of problems whose indices are drawn."""
 WINS = 0.8
 """Of the draws of constants, in which a configuration must win to take the place of the usual."""
+BACKENDS = ("hip",)
 RULES = Rules(most=12, of_next=(6,))
 _SHARE = 0.0  # of the weights, that results are judged on: as few as a workload can do with
 _WORKGROUPS, _WORKGROUPS_ROUTED = 3, 9  # that are traced of a launch
@@ -57,12 +58,18 @@ def modelled_meter(op: str, jobs: int) -> Meter:
 
     return Meter(
         source=MODEL,
-        backends=("hip",),
+        backends=BACKENDS,
         ahead=lambda: Ahead(hardware("gfx950"), jobs),
         bench=bench,
         decide=partial(decide, chosen),
         rules=RULES,
     )
+
+
+def candidates_for(op: str, problem: Problem) -> list[Candidate]:
+    """Those of a problem, the usual first."""
+    target = hardware("gfx950")
+    return candidates_of(op, target, problem, BACKENDS, RULES.most, RULES.of_next)
 
 
 @dataclass

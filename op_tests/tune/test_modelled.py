@@ -1,0 +1,201 @@
+"""Tuning gfx950 by the model of time: what is chosen, from which traces, and what rows say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from aiter_mx.dispatch.cells import told_source
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.sim.program import SimOptions
+from aiter_mx.sim.timing.constants import Constants, shipped
+from aiter_mx.sim.timing.draws import drawn
+from aiter_mx.trial import try_out
+from aiter_mx.tuning import modelled, traces
+from aiter_mx.tuning.candidates import Admission, Built, Candidate, Unfit
+from aiter_mx.tuning.modelled import RULES, ModelBench, decide
+from aiter_mx.workloads.workload import workload_of
+
+PROBLEM = LinearProblem(16, 96, 256)
+USUAL, OTHER, THIRD = (
+    Candidate("linear", "gfx950", "hip", "gemv", (("rows", rows), ("waves", 1), ("unroll", 1)))
+    for rows in (1, 2, 3)
+)
+EVERY = (USUAL, OTHER, THIRD)
+
+
+@dataclass
+class FakeBench(ModelBench):
+    """Candidates whose time is given: in all, and by how much more in each fourth draw."""
+
+    op: str = "linear"
+    problem: LinearProblem = PROBLEM
+    us: Mapping[Candidate, float] = field(default_factory=dict)
+    late: Mapping[Candidate, float] = field(default_factory=dict)
+    floors: Mapping[Candidate, float] = field(default_factory=dict)
+    wrong: tuple[Candidate, ...] = ()
+
+    def admit(self, candidate: Candidate) -> Admission:
+        if candidate not in self.us:
+            raise Unfit("it spills")
+        return Admission(self.floor_us(candidate, shipped()), float("nan"))
+
+    def replay_us(self, candidate: Candidate, constants: Constants) -> float:
+        is_fourth = constants in drawn()[::4]
+        return self.us[candidate] + is_fourth * self.late.get(candidate, 0.0)
+
+    def floor_us(self, candidate: Candidate, constants: Constants) -> float:
+        return self.floors.get(candidate, 5.0)
+
+    def rel_err(self, candidate: Candidate) -> float:
+        if candidate in self.wrong:
+            raise Unfit("wrong")
+        return 1e-3
+
+    def build_of(self, candidate: Candidate) -> Built:
+        return Built()
+
+    def source(self, candidate: Candidate) -> str:
+        return "model 1.0%"
+
+
+def chosen(bench: ModelBench, known: dict[str, list[Candidate]] | None = None) -> Candidate | None:
+    outcome = decide({} if known is None else known, bench, EVERY, None, RULES)
+    return outcome.chosen.candidate if outcome.chosen else None
+
+
+def test_the_usual_stays_unless_another_is_3_percent_faster() -> None:
+    assert chosen(FakeBench(us={USUAL: 10.0, OTHER: 9.8, THIRD: 9.75})) == USUAL
+    assert chosen(FakeBench(us={USUAL: 10.0, OTHER: 9.6, THIRD: 9.65})) == OTHER
+
+
+def test_the_usual_stays_where_another_loses_in_a_quarter_of_the_draws() -> None:
+    us = {USUAL: 10.0, OTHER: 9.0, THIRD: 9.5}
+    assert chosen(FakeBench(us=us)) == OTHER
+    assert chosen(FakeBench(us=us, late={OTHER: 1.5})) == THIRD
+    assert chosen(FakeBench(us=us, late={OTHER: 1.5, THIRD: 1.5})) == USUAL
+    assert chosen(FakeBench(us=us, late={OTHER: 1.5, THIRD: 1.5, USUAL: 1.5})) == OTHER
+
+
+def test_floor_1_has_a_say() -> None:
+    us = {USUAL: 10.0, OTHER: 9.0, THIRD: 9.5}
+    assert chosen(FakeBench(us=us, floors={OTHER: 5.3})) == THIRD
+    assert chosen(FakeBench(us=us, floors={OTHER: 5.1})) == OTHER
+    # Beyond 1.25 times the best of floor 1, floor 2 is not asked.
+    outcome = decide({}, FakeBench(us=us, floors={OTHER: 6.3}), EVERY, None, RULES)
+    assert [timing.candidate for timing in outcome.timings] == [THIRD, USUAL]
+
+
+def test_what_is_wrong_or_unfit_is_passed_over() -> None:
+    us = {USUAL: 10.0, OTHER: 9.0, THIRD: 9.5}
+    bench = FakeBench(us=us, wrong=(OTHER,))
+    outcome = decide({}, bench, EVERY, None, RULES)
+    assert outcome.chosen is not None and outcome.chosen.candidate == THIRD
+    assert outcome.chosen.admission.rel_err == 1e-3 and outcome.source == "model 1.0%"
+    assert [(failure.candidate, failure.why) for failure in outcome.failures] == [(OTHER, "wrong")]
+    assert chosen(FakeBench(us={THIRD: 9.5, OTHER: 9.4})) == OTHER  # it is the usual one then
+    assert chosen(FakeBench(us=us, wrong=EVERY)) is None
+    assert chosen(FakeBench()) is None
+
+
+def test_what_more_rows_take_is_a_candidate_for_fewer() -> None:
+    known: dict[str, list[Candidate]] = {}
+    fourth = Candidate("linear", "gfx950", "hip", "gemv", (("rows", 4),))
+    for M, expected in ((32, fourth), (16, fourth), (8, fourth)):
+        bench = FakeBench(
+            problem=LinearProblem(M, 96, 256), us=dict.fromkeys(EVERY, 10.0) | {fourth: 9.0}
+        )
+        candidates = (*EVERY, fourth) if M == 32 else EVERY
+        outcome = decide(known, bench, candidates, None, RULES)
+        assert outcome.chosen is not None and outcome.chosen.candidate == expected
+    other = FakeBench(problem=LinearProblem(8, 128, 256), us=dict.fromkeys(EVERY, 10.0))
+    assert chosen(other, known) == USUAL
+
+
+def test_the_spread_is_that_of_the_draws() -> None:
+    outcome = decide({}, FakeBench(us={USUAL: 10.0}, late={USUAL: 2.0}), EVERY, None, RULES)
+    assert outcome.chosen is not None
+    assert outcome.chosen.spread == pytest.approx(0.2)
+
+
+def test_a_time_does_not_depend_on_what_operands_hold() -> None:
+    problem = LinearProblem(5, 192, 1024)
+    for name in ("gemv", "mfma"):
+        candidate = next(c for c in modelled.candidates_for("linear", problem) if c.kernel == name)
+        bench = ModelBench("linear", problem)
+        bench.admit(candidate)
+        options = SimOptions(trace=True, count_conflicts=True, schedule="round-robin")
+        whole = try_out(candidate.spec, problem, candidate.config, options)
+        assert whole.prediction is not None
+        assert bench.sample_us(candidate) == pytest.approx(whole.prediction.us, rel=0.02)
+        assert bench.rel_err(candidate) < 4e-3
+
+
+def test_a_trace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = LinearProblem(3, 96, 512)
+    candidate = modelled.candidates_for("linear", problem)[0]
+    first = ModelBench("linear", problem)
+    first.admit(candidate)
+    monkeypatch.setattr(traces, "sample", None)
+    again = ModelBench("linear", problem)
+    again.admit(candidate)
+    assert again.sample_us(candidate) == first.sample_us(candidate)
+    with pytest.raises(TypeError):
+        ModelBench("linear", LinearProblem(3, 128, 512)).admit(candidate)
+
+
+@pytest.mark.parametrize(("E", "num_experts"), [(16, 0), (4, 16)])
+def test_the_routing_of_fewer_tokens_is_part_of_that_of_more(E: int, num_experts: int) -> None:
+    workload = workload_of("moe_gemm")
+    assert workload.touched is not None
+    for number in range(3):
+        touched = []
+        for M in (1, 2, 4, 8, 16, 32):
+            problem = MoeGemmProblem(M, 64, 256, E, 2, 16, a_div=2, num_experts=num_experts)
+            operands = workload.hollow(problem, number)
+            again = workload.hollow(problem, number)
+            for one, other in zip(operands[4:7], again[4:7], strict=True):
+                assert one is not None and other is not None and torch.equal(one, other)
+            touched.append(workload.touched(problem, operands))
+        assert touched == sorted(touched) and touched[0] >= 1 and touched[-1] <= E
+    one = MoeGemmProblem(1, 64, 256, E, 2, 16, a_div=2, num_experts=num_experts)
+    draws = {workload.touched(one, workload.hollow(one, number)) for number in range(9)}
+    assert draws == ({1, 2} if num_experts else {2})
+
+
+def test_hollow_operands_are_those_of_the_kernel_in_shape_and_zero() -> None:
+    for op, problem in (
+        ("linear", PROBLEM),
+        ("moe_gemm", MoeGemmProblem(3, 64, 256, 8, 2, 16, a_div=2)),
+    ):
+        workload = workload_of(op)
+        drawn_ones = workload.operands(problem, torch.device("cpu"))
+        for place, (real, hollow) in enumerate(
+            zip(drawn_ones, workload.hollow(problem), strict=True)
+        ):
+            assert (real is None) == (hollow is None)
+            if real is not None and hollow is not None:
+                assert (real.shape, real.dtype) == (hollow.shape, hollow.dtype)
+                is_index = real.dtype == torch.int32
+                assert is_index or not hollow.view(torch.uint8).any(), place
+
+
+@pytest.mark.parametrize(
+    ("cell", "told"),
+    [
+        ("", ""),
+        ("measured", "measured"),
+        ("model", "modelled"),
+        ("model 8.3%", "modelled, median error 8.3 %"),
+        (
+            "model 8.3% extrapolated unmeasured",
+            "modelled, median error 8.3 %, an extrapolation, faster than anything measured",
+        ),
+    ],
+)
+def test_what_a_row_says_of_its_time_reads_well(cell: str, told: str) -> None:
+    assert told_source(cell) == told
