@@ -162,9 +162,8 @@ def test_the_routing_of_fewer_tokens_is_part_of_that_of_more(E: int, num_experts
                 assert one is not None and other is not None and torch.equal(one, other)
             touched.append(workload.touched(problem, operands))
         assert touched == sorted(touched) and touched[0] >= 1 and touched[-1] <= E
-    one = MoeGemmProblem(1, 64, 256, E, 2, 16, a_div=2, num_experts=num_experts)
-    draws = {workload.touched(one, workload.hollow(one, number)) for number in range(9)}
-    assert draws == ({1, 2} if num_experts else {2})
+    few = MoeGemmProblem(4, 64, 256, E, 2, 16, a_div=2, num_experts=num_experts)
+    assert len({workload.touched(few, workload.hollow(few, number)) for number in range(9)}) > 1
 
 
 def test_hollow_operands_are_those_of_the_kernel_in_shape_and_zero() -> None:
