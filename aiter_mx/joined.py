@@ -1,6 +1,6 @@
 """Kernels that need other launches too: what lies between a problem's parts.
 
-A function here has the problem, its parts and what runs each (``KernelSpec.joined_by``), and makes
+A function here has the problem, its parts and what runs each (``Composition.joined_by``), and makes
 what runs the whole. What lies between them is from torch's allocator, which hands it out again only
 to what the stream does later.
 """

@@ -123,19 +123,22 @@ def bind(spec: KernelSpec, target: Target, problem: Problem, config: Config, dev
     """
     workspace_bytes = spec.workspace_bytes(target, problem, config)
     runs = [bind_module(spec, module, target, problem, config, device) for module in spec.modules]
-    if len(runs) == 1 and not workspace_bytes and not spec.nulls:
+    pointers = [arg for arg in _module_of(spec).args if arg.kind == "pointer"]
+    nulls = sum(arg.access == "null" for arg in pointers)
+    aligned = [(at, arg.align) for at, arg in enumerate(pointers) if arg.align > 1]
+    if len(runs) == 1 and not (workspace_bytes or nulls or aligned):
         return runs[0]
 
     def run(tensors: Tensors, addresses: Sequence[int]) -> None:
-        tensors, addresses = [*tensors, *[None] * spec.nulls], [*addresses, *[0] * spec.nulls]
+        tensors, addresses = [*tensors, *[None] * nulls], [*addresses, *[0] * nulls]
         if workspace_bytes:
             # The allocator hands it out again only to what this stream does later.
             where = next(tensor.device for tensor in tensors if tensor is not None)
             workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=where)
             tensors.append(workspace)
             addresses.append(workspace.data_ptr())
-        for at in spec.even:
-            if addresses[at] % 2:
+        for at, align in aligned:
+            if addresses[at] % align:
                 tensors[at] = tensors[at].clone()
                 addresses[at] = tensors[at].data_ptr()
         for each in runs:

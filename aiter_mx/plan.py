@@ -184,10 +184,12 @@ def _bind_parts(
         else bind(op, target, part, device)
         for op, part in parts
     ]
-    for module in spec.around:
+    composed = spec.composed
+    assert composed is not None
+    for module in composed.around:
         index = device.index or 0
         runs.append(launch.bind_module(spec, module, target, problem, chosen.config, index))
-    run: Run = _imported(spec.joined_by)(problem, parts, runs)
+    run: Run = _imported(composed.joined_by)(problem, parts, runs)
     return run
 
 
@@ -247,6 +249,7 @@ def build_requests(
         for op, part in parts:
             of_part = chosen if op == chosen.op else route(op, target, part)
             requests |= dict.fromkeys(build_requests(target, [part], [of_part]))
-        for module in spec.around if parts else spec.modules:
+        around = spec.composed.around if spec.composed else ()
+        for module in around if parts else spec.modules:
             requests[module_request(module, target, problem, chosen.config)] = None
     return list(requests)

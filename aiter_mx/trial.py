@@ -153,7 +153,7 @@ def prepare(
     program = _program(build(request).image)
     if operands is None:
         operands = workload_of(spec.op).operands(problem, _CPU)
-    tensors = [*operands, *[None] * spec.nulls]
+    tensors = [*operands, *(None for arg in module.args if arg.access == "null")]
     workspace = None
     if size := spec.workspace_bytes(target, problem, config):
         workspace = torch.empty(size, dtype=torch.uint8)

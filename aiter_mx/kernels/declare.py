@@ -35,6 +35,7 @@ def declare(
     configure: Callable[[Target, Problem], Config] = lambda target, problem: {},
     candidates: Callable[[Target, Problem], Sequence[Config]] | None = None,
     symbol: str = "",
+    before: tuple[Module, ...] = (),
     **more: Any,
 ) -> KernelSpec:
     """A kernel of ours, whose symbol is ``aiter_mx_<op>_<name>`` unless told otherwise.
@@ -45,6 +46,7 @@ def declare(
         refusal: as of ``KernelSpec``, for architectures with a source.
         search: what configures it and finds its candidates, or
         configure, candidates: do; by default the candidate is the configuration.
+        before: what is launched ahead of it.
         more: other fields of ``KernelSpec``.
     """
 
@@ -65,6 +67,6 @@ def declare(
         refusal=refuses,
         configure=configure,
         candidates=candidates or (lambda target, problem: (configure(target, problem),)),
-        module=module,
+        modules=(*before, module),
         **more,
     )

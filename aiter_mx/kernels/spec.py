@@ -112,12 +112,16 @@ class Arg:
     Attributes:
         name: as in the source.
         kind: ``pointer``, ``i32``, ``i64`` or ``f32``.
-        access: for a pointer, ``r``, ``w`` or ``rw``; the simulator enforces it.
+        access: for a pointer, ``r``, ``w`` or ``rw``, which the simulator enforces, or ``null`` for
+            one that is null in every call, behind those of the op's tensors.
+        align: for a pointer, what its address is a multiple of; a call copies what begins
+            elsewhere.
     """
 
     name: str
     kind: str
     access: str = ""
+    align: int = 1
 
 
 def place_of(args: Sequence[Arg], name: str) -> int:
@@ -195,6 +199,25 @@ class Module:
 
 
 @dataclass(frozen=True)
+class Composition:
+    """How a kernel computes what it covers only together with other launches.
+
+    Attributes:
+        parts: the problems that are solved in place of one, for a configuration of the kernel's;
+            none where it is alone. One of the kernel's own op is solved by this kernel in this
+            configuration, another as dispatch has it.
+        joined_by: where there are parts, ``module:function``, imported when a problem is bound:
+            from the problem, its parts and what runs them, and then ``around``, it makes what runs
+            the whole.
+        around: what is launched beside the parts.
+    """
+
+    parts: Callable[[Target, Problem, Config], Parts]
+    joined_by: str
+    around: tuple[Module, ...] = ()
+
+
+@dataclass(frozen=True)
 class KernelSpec:
     """One way to compute an op.
 
@@ -206,22 +229,14 @@ class KernelSpec:
         refusal: why the kernel does not cover a problem on a target, or None when it does.
         configure: the configuration to use when no table row chooses one.
         candidates: the configurations that a tuner should time.
-        module: for backend ``hip``, how to build and launch it.
-        runner: of the other backends, ``module:function``, imported when a problem is bound. It
-            takes the problem, the tensors in the order of the op's pointers, and the configuration.
-        before: what is launched ahead of it on the same stream, in order, such as a pass that
-            prepares operands. All take the same pointers.
-        around: of a kernel without a module, what it launches beside its parts.
-        nulls: pointers after those of the op's tensors that are null, for a kernel of another op.
+        modules: for backend ``hip``, what is built and launched on one stream, in order: the
+            kernel is the last, passes that prepare its operands are ahead of it. All take the same
+            pointers.
         workspace_bytes: memory that the launches share and that lasts for one call, or 0; where it
             is not, they have one more pointer, the last. It may hold anything at first.
-        even: places of pointers that a kernel with a workspace takes at even addresses alone: a
-            call copies what begins at an odd one.
-        parts: the problems that are solved in place of one that the kernel, in a configuration,
-            covers only together with other launches; none where it is alone. One of the kernel's
-            own op is solved by this kernel in this configuration, another as dispatch has it.
-        joined_by: where there are parts, ``module:function``, imported likewise: from the problem,
-            its parts and what runs them, and then ``around``, it makes what runs the whole.
+        runner: of the other backends, ``module:function``, imported when a problem is bound. It
+            takes the problem, the tensors in the order of the op's pointers, and the configuration.
+        composed: how it computes problems, if any, that take other launches too.
         yields: why the other kernels of its backend come before it where no table decides, or
             None.
     """
@@ -233,21 +248,20 @@ class KernelSpec:
     refusal: Callable[[Target, Problem], str | None]
     configure: Callable[[Target, Problem], Config]
     candidates: Callable[[Target, Problem], Sequence[Config]]
-    module: Module | None = None
-    runner: str = ""
-    before: tuple[Module, ...] = ()
-    around: tuple[Module, ...] = ()
-    nulls: int = 0
+    modules: tuple[Module, ...] = ()
     workspace_bytes: Callable[[Target, Problem, Config], int] = lambda target, problem, config: 0
-    even: tuple[int, ...] = ()
-    parts: Callable[[Target, Problem, Config], Parts] = lambda target, problem, config: ()
-    joined_by: str = ""
+    runner: str = ""
+    composed: Composition | None = None
     yields: Callable[[Target, Problem], str | None] = lambda target, problem: None
 
     @property
-    def modules(self) -> tuple[Module, ...]:
-        """All that is launched, in order."""
-        return self.before if self.module is None else (*self.before, self.module)
+    def module(self) -> Module | None:
+        """The kernel's own launch, without those ahead of it; None where others build it."""
+        return self.modules[-1] if self.modules else None
+
+    def parts(self, target: Target, problem: Problem, config: Config) -> Parts:
+        """What is solved in place of a problem, as ``Composition`` says; none where it is alone."""
+        return () if self.composed is None else self.composed.parts(target, problem, config)
 
     def is_for(self, arch: str) -> bool:
         """Whether the kernel can be built for an architecture, or is built by someone else."""

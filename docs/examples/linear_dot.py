@@ -6,12 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from aiter_mx.kernels.declare import declare
-from aiter_mx.kernels.linear.problem import (
-    POINTERS,
-    QUANTISED_FIRST,
-    LinearProblem,
-    quantised_first,
-)
+from aiter_mx.kernels.linear.problem import POINTERS, QUANTISED_FIRST, LinearProblem
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     MAX_GRID_X,
@@ -77,6 +72,5 @@ DOT = declare(
     params=PARAMS,
     configure=_configure,
     candidates=_candidates,
-    parts=quantised_first,  # x in bf16 or fp16 is quantised by a launch before
-    joined_by=QUANTISED_FIRST,
+    composed=QUANTISED_FIRST,  # x in bf16 or fp16 is quantised by a launch before
 )

@@ -61,7 +61,7 @@ def poisoned(spec: KernelSpec) -> KernelSpec:
         values = dict(zip(names, module.scalars(target, problem, config), strict=True))
         return tuple(v // 2 if name == "K" else v for name, v in values.items())
 
-    return replace(spec, name=f"half_{spec.name}", module=replace(module, scalars=half))
+    return replace(spec, name=f"half_{spec.name}", modules=(replace(module, scalars=half),))
 
 
 def test_modelled_table_and_a_poisoned_kernel(command, tmp_path, monkeypatch) -> None:

@@ -21,14 +21,14 @@ SM90 = hardware("sm_90a")
 def test_routes_there_on_hopper_and_refuses_what_it_cannot() -> None:
     problem = GroupedGemmProblem(M=300, N=96, K=64, G=3)
     found = find_kernel("grouped_gemm", "sm_90a", "hip", "persistent")
-    assert (found.module, found.before) == (PERSISTENT.module, PERSISTENT.before)
+    assert found.modules == PERSISTENT.modules
     assert PERSISTENT.refusal(SM90, problem) is None
     assert "gfx950" in (PERSISTENT.refusal(hardware("gfx950"), problem) or "")
     assert "N=40" in (PERSISTENT.refusal(SM90, GroupedGemmProblem(M=3, N=40, K=64, G=1)) or "")
 
 
 def test_weights_are_one_matrix_of_all_groups_to_the_copies() -> None:
-    assert PERSISTENT.module is not None and PERSISTENT.before[0].tensor_maps == ()
+    assert PERSISTENT.module is not None and PERSISTENT.modules[0].tensor_maps == ()
     describe, _ = PERSISTENT.module.tensor_maps
     problem = GroupedGemmProblem(M=100, N=160, K=96, G=7)
     described = describe(SM90, problem, PERSISTENT.configure(SM90, problem))
@@ -97,7 +97,7 @@ def test_scales_of_w_at_an_odd_address_are_copied_to_an_even_one(
     run = launch.bind(spec, SM90, problem, spec.configure(SM90, problem), 0)
     scales = torch.arange(257, dtype=torch.uint8)
     for ws in (scales[1:], scales[:-1]):
-        tensors = [torch.empty(2) for _ in range(8 - spec.nulls)]
+        tensors = [torch.empty(2) for _ in range(6 if op == "linear" else 8)]
         tensors[place] = ws
         addresses = [tensor.data_ptr() for tensor in tensors]
         run(tensors, addresses)

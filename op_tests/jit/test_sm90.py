@@ -45,7 +45,7 @@ def launches() -> dict[str, tuple[Module, Problem, Config]]:
             taken = [p for p in PROBLEMS[op] if kernel.refusal(SM90, p) is None]
             assert taken, f"say in PROBLEMS what {op}/{kernel.name} is tried with"
             config = kernel.configure(SM90, taken[0])
-            for module in (*kernel.modules, *kernel.around):
+            for module in (*kernel.modules, *(kernel.composed.around if kernel.composed else ())):
                 found.setdefault(module.sources["sm_90a"], (module, taken[0], config))
     return found
 

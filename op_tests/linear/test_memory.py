@@ -75,7 +75,9 @@ def test_the_gemv_takes_weights_above_2_and_4_gib() -> None:
     module = GEMV.module
     assert module is not None
     block = module.geometry(GFX950, LinearProblem(2, N, K), config).block
-    kernel = replace(GEMV, module=replace(module, geometry=lambda *_: Geometry((1, 3, 1), block)))
+    kernel = replace(
+        GEMV, modules=(replace(module, geometry=lambda *_: Geometry((1, 3, 1), block)),)
+    )
     with aiter_mx.simulate("gfx950"):
         out = launch_linear(kernel, torch.device("cpu"), config, (xq, xs, wq, ws))
     for first, weights in zip(firsts, drawn, strict=True):

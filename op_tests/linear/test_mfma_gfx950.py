@@ -106,7 +106,7 @@ def test_weights_above_4_gib_match_float64() -> None:
     block = MFMA.module.geometry(GFX950, LinearProblem(2, N, K), config).block
     module = replace(MFMA.module, geometry=lambda *_: Geometry((1, 2, 1), block))
     with aiter_mx.simulate("gfx950"):
-        kernel = replace(MFMA, module=module)
+        kernel = replace(MFMA, modules=(module,))
         out = launch(torch.device("cpu"), config, (xq, xs, wq, ws), kernel=kernel)
     assert_close_to_reference(out[:, :16], xq, xs, *near)
     assert_close_to_reference(out[:, far:], xq, xs, *last)

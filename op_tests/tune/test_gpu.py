@@ -37,7 +37,7 @@ def changed(name, change):
         values["N"], values["K"] = change(values["N"], values["K"])
         return tuple(values.values())
 
-    return replace(GEMV, name=name, module=replace(module, scalars=scalars))
+    return replace(GEMV, name=name, modules=(replace(module, scalars=scalars),))
 
 
 def tune(table: Path) -> list[sweep.Record]:
@@ -67,7 +67,7 @@ def test_a_kernel_that_does_not_compile_is_passed_over(tmp_path, monkeypatch) ->
     broken = replace(
         GEMV,
         name="broken",
-        module=replace(module, defines=lambda *of: {**module.defines(*of), "MX_ROWS": -1}),
+        modules=(replace(module, defines=lambda *of: {**module.defines(*of), "MX_ROWS": -1}),),
     )
     monkeypatch.setattr(kernels, "KERNELS", (broken, *kernels.KERNELS))
     (record,) = tune(tmp_path / "linear.csv")

@@ -9,7 +9,7 @@ from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSIS
 from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTENT_SM90
 from aiter_mx.kernels.grouped_gemm.problem import KEY, GroupedGemmProblem, stand_ins
 from aiter_mx.kernels.grouped_gemm.triton import DOT_SCALED
-from aiter_mx.kernels.spec import Config, KernelSpec, Parts, reference
+from aiter_mx.kernels.spec import Composition, Config, KernelSpec, Parts, reference
 from aiter_mx.target import Target
 
 __all__ = ["KERNELS", "KEY", "PROBLEM", "GroupedGemmProblem", "stand_ins"]
@@ -24,7 +24,7 @@ def _reading(spec: KernelSpec, *layouts: str) -> KernelSpec:
         read = problem.with_scales_in("row_major", *layouts)
         return () if read == problem else (("grouped_gemm", read),)
 
-    return replace(spec, parts=parts, joined_by="aiter_mx.joined:with_readable_scales")
+    return replace(spec, composed=Composition(parts, "aiter_mx.joined:with_readable_scales"))
 
 
 KERNELS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.grouped_gemm.problem import ARGS, GroupedGemmProblem, scalars
@@ -112,7 +113,8 @@ def _scalars(
 
 _POINTERS = sum(arg.kind == "pointer" for arg in ARGS)
 _ARGS = (
-    *ARGS[:_POINTERS],
+    # The first row's scales begin at an even address, as MX_SCALES_APART takes for granted.
+    *(replace(arg, align=2 if arg.name == "ws" else 1) for arg in ARGS[:_POINTERS]),
     Arg("workspace", "pointer", "rw"),
     *ARGS[_POINTERS:],
     Arg("most_tiles", "i64"),
@@ -138,7 +140,7 @@ def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Map
         "MX_W_STAGES": _W_STAGES,
         "MX_SHARED_BYTES": _SHARED_BYTES,
         # Scales of w are loaded in pairs where those of each row are even in number. The first
-        # row's then begin at an even address, whatever the caller's: see even below.
+        # row's then begin at an even address, whatever the caller's: see _ARGS.
         "MX_SCALES_APART": problem.K // BLOCK % 2,
     }
 
@@ -187,5 +189,4 @@ PERSISTENT = declare(
     candidates=_candidates,
     before=(LIST,),
     workspace_bytes=_workspace_bytes,
-    even=(place_of(ARGS, "ws"),),
 )

@@ -13,7 +13,6 @@ from aiter_mx.kernels.linear.problem import (
     KEY,
     QUANTISED_FIRST,
     LinearProblem,
-    quantised_first,
     stand_ins,
 )
 from aiter_mx.kernels.linear.triton import DOT_SCALED
@@ -42,8 +41,5 @@ _FOR_QUANTISED_X = (
 KERNELS = (
     GEMV,
     MFMA,
-    *(
-        replace(kernel, parts=quantised_first, joined_by=QUANTISED_FIRST)
-        for kernel in _FOR_QUANTISED_X
-    ),
+    *(replace(kernel, composed=QUANTISED_FIRST) for kernel in _FOR_QUANTISED_X),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 
 from aiter_mx.kernels.declare import declare
@@ -217,7 +217,6 @@ GEMV = declare(
     params=PARAMS,
     configure=_configure,
     candidates=_search.candidates,
-    parts=_parts,
-    joined_by=QUANTISED_FIRST,
+    composed=replace(QUANTISED_FIRST, parts=_parts),
     yields=_yields,
 )

@@ -36,6 +36,10 @@ def as_linear(spec: KernelSpec) -> KernelSpec:
     def module_of_one_group(module: Module) -> Module:
         return replace(
             module,
+            args=tuple(
+                replace(arg, access="null") if arg.name in ("starts", "ends") else arg
+                for arg in module.args
+            ),
             defines=of_one_group(module.defines),
             geometry=of_one_group(module.geometry),
             scalars=of_one_group(module.scalars),
@@ -59,9 +63,7 @@ def as_linear(spec: KernelSpec) -> KernelSpec:
         refusal=refusal,
         configure=of_one_group(spec.configure),
         candidates=of_one_group(spec.candidates),
-        module=spec.module and module_of_one_group(spec.module),
-        before=tuple(module_of_one_group(module) for module in spec.before),
-        nulls=2,
+        modules=tuple(map(module_of_one_group, spec.modules)),
         workspace_bytes=of_one_group(spec.workspace_bytes),
         yields=yields,
     )

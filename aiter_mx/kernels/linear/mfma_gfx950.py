@@ -208,6 +208,5 @@ MFMA = declare(
     params=PARAMS,
     configure=_configure,
     candidates=_search.candidates,
-    parts=_parts,
-    joined_by=QUANTISED_FIRST,
+    composed=replace(QUANTISED_FIRST, parts=_parts),
 )

@@ -10,6 +10,7 @@ from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     OUT_DTYPES,
     Arg,
+    Composition,
     Config,
     Key,
     Parts,
@@ -115,16 +116,16 @@ def stand_ins(key: Key) -> tuple[Key, ...]:
     )
 
 
-QUANTISED_FIRST = "aiter_mx.joined:quantised_first"
-"""What runs the parts that are next."""
-
-
 def quantised_first(target: Target, problem: LinearProblem, config: Config) -> Parts:
     """What a kernel that takes quantised x alone does for another: have it quantised before."""
     if problem.x_dtype == "e4m3":
         return ()
     quantisation = QuantizeProblem(problem.M, problem.K, problem.x_dtype)
     return (("quantize", quantisation), ("linear", replace(problem, x_dtype="e4m3")))
+
+
+QUANTISED_FIRST = Composition(quantised_first, "aiter_mx.joined:quantised_first")
+"""Of a kernel that takes quantised x alone."""
 
 
 def quantise_pays(target: Target, problem: LinearProblem, groups: int, cycles: float) -> bool:

@@ -17,6 +17,7 @@ from aiter_mx.kernels.sm90 import CHUNK
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
+    Composition,
     Config,
     Geometry,
     KernelSpec,
@@ -156,8 +157,10 @@ GROUPED = KernelSpec(
     refusal=_refusal,
     configure=lambda target, problem: {},
     candidates=lambda target, problem: ({},),
-    around=tuple(step.module for step in (GATHER, SCATTER) if step.module),
-    parts=lambda target, problem, config: (("grouped_gemm", grouped_problem(problem)),),
-    joined_by="aiter_mx.joined:by_groups",
+    composed=Composition(
+        parts=lambda target, problem, config: (("grouped_gemm", grouped_problem(problem)),),
+        joined_by="aiter_mx.joined:by_groups",
+        around=(*GATHER.modules, *SCATTER.modules),
+    ),
     yields=_yields,
 )
