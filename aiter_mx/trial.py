@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +36,7 @@ class Prepared:
 
     Attributes:
         program: the loaded code object.
+        image: the file that it was loaded from.
         symbol: the kernel's name in it.
         geometry: grid, workgroup and LDS.
         scalars: the arguments that are no pointers.
@@ -45,6 +47,7 @@ class Prepared:
     """
 
     program: Program
+    image: Path
     symbol: str
     geometry: Geometry
     scalars: Sequence[int | float]
@@ -150,7 +153,8 @@ def prepare(
         raise ValueError(f"{spec.op}/{spec.name} takes several launches, and one alone is nothing")
     target, module = replace(hardware("gfx950"), cu_num=cu_num), spec.module
     request = replace(build_request(spec, target, problem, config), with_lines=with_lines)
-    program = _program(build(request).image)
+    built = build(request)
+    program = _program(built.image)
     if operands is None:
         operands = workload_of(spec.op).operands(problem, _CPU)
     tensors = [*operands, *(None for arg in module.args if arg.access == "null")]
@@ -167,7 +171,7 @@ def prepare(
         if tensor is not None
     ]
     geometry = module.geometry(target, problem, config)
-    told = program, module.symbol, geometry, scalars, args.to_bytes()
+    told = program, built.path, module.symbol, geometry, scalars, args.to_bytes()
     return Prepared(*told, regions, operands, workspace)
 
 

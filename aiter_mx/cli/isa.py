@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING
 from dataclasses import fields as fields_of
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,13 +24,16 @@ def isa(
     kernel: Annotated[str, typer.Argument(help="Name of the kernel, such as gemv.")],
     arch: Annotated[str, typer.Option(help="gfx950 or sm_90a.")] = "gfx950",
     run: Annotated[bool, typer.Option(help="Also simulate it on random operands.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Picture of a compute unit's timeline; implies --run.")
+    ] = None,
     text: Annotated[bool, typer.Option(help="Print the whole disassembly too.")] = False,
 ) -> None:
     """Show a kernel's registers, spills, LDS, occupancy and instruction mix.
 
     The shape and the kernel's parameters may be given as options: isa gemv --M 4 --rows 2; what
-    is left out is what dispatch would choose. --run shows what a launch of it does (on gfx950), and
-    how far that is from the least that an MI355X needs.
+    is left out is what dispatch would choose. --run shows what a launch of it does (on gfx950), the
+    time that an MI355X is predicted to take, and the source lines that waves wait at for longest.
     """
     from aiter_mx.cli.disassembly import disassemble
     from aiter_mx.dispatch.dispatcher import route
@@ -38,6 +42,7 @@ def isa(
     from aiter_mx.launch import build_request
     from aiter_mx.target import SIMULATED_ARCHS, hardware
 
+    run = run or plot is not None
     if run and arch not in SIMULATED_ARCHS:
         raise ValueError(f"--run simulates {' and '.join(SIMULATED_ARCHS)}, not {arch}")
     target = hardware(arch)
@@ -90,7 +95,7 @@ def isa(
     if run:
         from aiter_mx.cli.trial import print_trial
 
-        print_trial(console, spec, problem, config)
+        print_trial(console, spec, problem, config, plot)
     if text:
         heading(console, "Disassembly")
         print(found.text)

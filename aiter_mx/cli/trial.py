@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
 from aiter_mx.cli.screen import format_bytes, heading, make_table, print_fields
+from aiter_mx.cli.source_lines import SourceLine, source_lines
+from aiter_mx.cli.timeline import draw_timeline
+from aiter_mx.errors import ToolchainError
 from aiter_mx.kernels.spec import Config, KernelSpec, Problem
 from aiter_mx.sim.matrix import PASS_CYCLES
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport
-from aiter_mx.sim.timing.constants import shipped, spread
-from aiter_mx.sim.timing.model import Prediction
+from aiter_mx.sim.timing.constants import median_error, shipped, spread
+from aiter_mx.sim.timing.model import timeline
 from aiter_mx.sim.timing.report import MEANINGS, longest_waits
-from aiter_mx.trial import Trial, try_out
+from aiter_mx.sim.timing.seen import outside
+from aiter_mx.trial import Trial, prepare, tried
 
 _OPTIONS = SimOptions(count_unique=True, count_conflicts=True, trace=True, schedule="round-robin")
+_WAITS = 3
 
 
-def print_trial(console: Console, spec: KernelSpec, problem: Problem, config: Config) -> None:
-    """Simulate a gfx950 kernel once and print what it did and how long that would take."""
-    trial = try_out(spec, problem, config, _OPTIONS)
+def print_trial(
+    console: Console, spec: KernelSpec, problem: Problem, config: Config, plot: Path | None = None
+) -> None:
+    """Simulate a gfx950 kernel once and print what it did and how long that would take.
+
+    Args:
+        console: where to print.
+        spec: the kernel.
+        problem: the shape and dtypes.
+        config: the kernel's compile-time parameters.
+        plot: a file for a picture of a compute unit's timeline.
+    """
+    launch = prepare(spec, problem, config, with_lines=True)
+    trial = tried(launch, _OPTIONS)
     heading(console, "One launch, simulated on random operands")
     print_fields(console, _counters(trial))
     heading(console, "Instructions, as they run")
@@ -31,15 +49,33 @@ def print_trial(console: Console, spec: KernelSpec, problem: Problem, config: Co
         table.add_row(name, f"{count}", f"{count / report.instructions:.0%}")
     table.add_row("all", str(report.instructions), "")
     console.print(table)
-    assert trial.prediction is not None and trial.trace is not None  # the options ask for it
-    _print_time(console, trial.prediction, trial.trace.texts)
+    assert trial.trace is not None  # the options ask for it
+    model = launch.traced(replace(report, trace=trial.trace))
+    _print_time(console, trial)
+    _print_waits(console, trial)
+    if beyond := outside(model):
+        heading(console, "An extrapolation: no launch of the calibration is like this one")
+        for text in beyond:
+            console.print(text, soft_wrap=True)
+    if plot is not None:
+        shown = " ".join(f"{name}={value}" for name, value in vars(problem).items())
+        title = f"{spec.op}/{spec.name}, {shown.partition(' out_dtype')[0]}: busiest compute unit"
+        draw_timeline(plot, timeline(model), shipped().clock_ghz * 1e3, title)
+        console.print(f"\n{plot}", soft_wrap=True)
 
 
-def _print_time(console: Console, prediction: Prediction, texts: Sequence[str]) -> None:
+def _print_time(console: Console, trial: Trial) -> None:
+    prediction, sums = trial.prediction, trial.floor
+    assert prediction is not None and sums is not None
     us, (below, above) = prediction.us, spread()
     heading(
         console,
         f"Modelled on an MI355X: {us:.1f} us, likely {us * below:.1f} to {us * above:.1f}",
+    )
+    console.print(
+        f"median error {median_error():.1%}; by sums alone {sums.us:.1f} us: launch "
+        f"{sums.launch:.1f}, waits {sums.waits:.1f}, {sums.busiest} {max(sums.units.values()):.1f}",
+        soft_wrap=True,
     )
     table = make_table("waves of the busiest unit spend on", "us", "share", numbers=("us", "share"))
     for name, part in sorted(prediction.parts.items(), key=lambda item: -item[1]):
@@ -49,9 +85,22 @@ def _print_time(console: Console, prediction: Prediction, texts: Sequence[str]) 
     for name, share in prediction.busy.items():
         table.add_row(name, f"{share:.0%}")
     console.print(table)
-    table = make_table("waits longest at", "us", "share", numbers=("us", "share"))
-    for wait in longest_waits(prediction, texts):
-        table.add_row(wait.text, f"{wait.us:.2f}", f"{wait.share:.0%}")
+
+
+def _print_waits(console: Console, trial: Trial) -> None:
+    """The instructions that waves wait at for longest, and the source lines they come from."""
+    assert trial.prediction is not None and trial.trace is not None
+    waits = longest_waits(trial.prediction, trial.trace.texts, _WAITS)
+    addresses = [trial.trace.addresses[wait.number] for wait in waits]
+    lines: Sequence[SourceLine | None] = [None] * len(waits)
+    try:
+        lines = source_lines(trial.launch.image, addresses)
+    except ToolchainError as error:
+        console.print(f"without source lines: {error}", soft_wrap=True)
+    table = make_table("waits longest at", "us", "share", "line", numbers=("us", "share"))
+    for wait, line in zip(waits, lines, strict=True):
+        place = "" if line is None else f"{line}: {line.text}"
+        table.add_row(wait.text, f"{wait.us:.2f}", f"{wait.share:.0%}", place)
     console.print(table)
 
 

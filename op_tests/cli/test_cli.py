@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,17 @@ import aiter_mx
 from aiter_mx.cli.disassembly import gfx_class, sm_class
 from aiter_mx.cli.fields import parse_axis, parse_fields, parse_shape
 from aiter_mx.cli.main import main
+from aiter_mx.cli.source_lines import source_lines
 from aiter_mx.errors import ToolchainError
+from aiter_mx.jit.build import build
+from aiter_mx.jit.fingerprint import code_hash
 from aiter_mx.jit.toolchain import find_toolchain
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.launch import build_request
+from aiter_mx.paths import csrc_dir
 from aiter_mx.sim.timing.constants import shipped
+from aiter_mx.target import hardware
 
 
 @pytest.fixture(autouse=True)
@@ -230,11 +239,34 @@ def test_isa_run_counts_a_simulated_launch_and_models_its_time(command):
     spent = out[out.index("waves of the busiest unit spend on") : out.index("\nunit ")]
     parts = [float(line.split()[-2]) for line in spent.splitlines()[1:] if line.strip()]
     assert sum(parts) == pytest.approx(float(total), abs=0.1) and len(parts) == 9
-    waits = out[out.index("waits longest at") :].splitlines()[1:]
-    assert 1 <= len([line for line in waits if line.strip()]) <= 3
+    (waits,) = re.findall(r"^waits longest at .*\n((?:.+\n)+)", out, re.MULTILINE)
+    assert 1 <= len(waits.splitlines()) <= 3
+    for line in waits.splitlines():  # each names a line of the kernel, and what stands there
+        place = re.search(r" (\S+\.(?:cu|h)):(\d+)(?:, inlined at \S+)?: (.+)", line)
+        source = (csrc_dir() / place[1]).read_text().splitlines()
+        assert source[int(place[2]) - 1].strip() == place[3].strip()
+    assert "An extrapolation: no launch of the calibration is like this one" in out
+    assert re.search(r"median error \d+\.\d%; by sums alone \d+\.\d us: launch ", out)
     status, _, error = command("isa", "gemv", "--arch", "sm_90a", "--run")
     assert status != 0
     assert "--run simulates gfx950, not sm_90a" in error
+
+
+def test_isa_plots_a_timeline(command, tmp_path):
+    picture = tmp_path / "unit.png"
+    shape = ("--N", "96", "--K", "512")
+    status, out, _ = command("isa", "gemv", *shape, "--plot", str(picture))
+    assert status == 0
+    assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in out
+
+
+def test_source_lines_leave_the_code_as_it_is():
+    spec, target = find_kernel("linear", "gfx950", "hip", "gemv"), hardware("gfx950")
+    problem = LinearProblem(1, 96, 512)
+    request = build_request(spec, target, problem, spec.configure(target, problem))
+    plain, lined = (build(replace(request, with_lines=lines)) for lines in (False, True))
+    assert code_hash(plain.image) == code_hash(lined.image) and plain.path != lined.path
+    assert source_lines(plain.path, [0]) == [None]
 
 
 def test_isa_takes_a_usual_size_only_for_what_must_be_given(command):

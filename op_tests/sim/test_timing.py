@@ -10,7 +10,8 @@ import pytest
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.timing.code import Kind, costs
 from aiter_mx.sim.timing.constants import described, shipped, with_values
-from aiter_mx.sim.timing.model import Prediction, predict, traced
+from aiter_mx.sim.timing.cu import REASONS
+from aiter_mx.sim.timing.model import Prediction, predict, timeline, traced
 from op_tests.sim.tools import launch, program
 
 TRACED = SimOptions(count_conflicts=True, trace=True, schedule="round-robin")
@@ -67,6 +68,30 @@ def test_a_long_copy_takes_its_bytes_at_the_rate_of_memory() -> None:
     rate = 1.0  # so slow that four waves a unit are enough to hide latencies
     more = copied(16, memory_tb_s=rate).us - copied(8, memory_tb_s=rate).us
     assert more == pytest.approx(2 * GROUPS * 4096 * 8 / rate / 1e6, rel=0.1)
+
+
+def test_a_timeline_has_the_waits_of_each_wave() -> None:
+    data, out = (np.zeros(GROUPS * 1024 * 4, np.uint32) for _ in range(2))
+    loaded = program(COPY)
+    report = launch(loaded, "copy", GROUPS, 256, [data, out, 4], access="rw", options=TRACED)
+    model = traced(report, loaded.kernel("copy"), GROUPS, 256)
+    spans = timeline(replace(model, groups=4 * GROUPS, resident=2))
+    lives = [span for span in spans if span.what == "wave"]
+    assert len(lives) == 4 * 4 and {span.slot for span in lives} == {0, 1}
+    assert {span.simd for span in lives} == {0, 1, 2, 3}
+    waits = [span for span in spans if span.what != "wave"]
+    assert waits and {span.what for span in waits} <= set(REASONS)
+    for wait in waits:  # within the life of its wave
+        assert any(
+            (life.slot, life.wave) == (wait.slot, wait.wave)
+            and life.begin <= wait.begin < wait.end <= life.end
+            for life in lives
+        )
+    parts = predict(replace(model, groups=4 * GROUPS, resident=2)).parts
+    of_memory = sum(span.end - span.begin for span in waits if span.what == "memory")
+    whole = sum(span.end - span.begin for span in lives)
+    run = sum(parts.values()) - parts["launch"]
+    assert of_memory / whole == pytest.approx(parts["memory"] / run, rel=1e-6)
 
 
 def test_every_constant_slows_what_it_is_about() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,37 @@ class _CResult(ctypes.Structure):
         ),
         ("reasons", ctypes.c_double * len(REASONS)),
         ("issued", ctypes.c_double * len(Kind)),
+        ("spans", ctypes.c_void_p),
+        ("span_room", ctypes.c_uint64),
+        ("span_count", ctypes.c_uint64),
     ]  # fmt: skip
+
+
+class _CSpan(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_double) for name in ("begin", "end")),
+        *((name, ctypes.c_uint32) for name in ("slot", "wave", "simd", "what")),
+    ]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a wave does for a while.
+
+    Attributes:
+        begin, end: in cycles.
+        slot: of the workgroup, among those that the unit holds at once.
+        wave: of the workgroup.
+        simd: that it runs on.
+        what: ``wave`` from its start to its end, else what it waits for meanwhile.
+    """
+
+    begin: float
+    end: float
+    slot: int
+    wave: int
+    simd: int
+    what: str
 
 
 @dataclass(frozen=True)
@@ -93,6 +123,7 @@ class Replay:
         issued: instructions by kind.
         waited: cycles that waves wait at each instruction.
         ends: when each workgroup ends.
+        spans: what waves do when, where the replay was asked for them.
     """
 
     cycles: float
@@ -106,6 +137,7 @@ class Replay:
     issued: dict[str, float]
     waited: Sequence[float]
     ends: Sequence[float]
+    spans: Sequence[Span] = field(default=(), repr=False)
 
 
 class SplitTrace:
@@ -156,7 +188,12 @@ class SplitTrace:
         return shares
 
     def replay(
-        self, machine: Machine, shares: Sequence[float], groups: Sequence[int], resident: int
+        self,
+        machine: Machine,
+        shares: Sequence[float],
+        groups: Sequence[int],
+        resident: int,
+        most_spans: int = 0,
     ) -> Replay:
         """Run workgroups on a compute unit.
 
@@ -165,10 +202,13 @@ class SplitTrace:
             shares: of each region's lines, what comes from memory.
             groups: those of the trace that are dealt to it, in order.
             resident: how many it holds at once.
+            most_spans: that are wanted of what waves do when.
         """
         dealt = len(groups)
         result, waited = _CResult(), (ctypes.c_double * len(self.costs))()
         ends = (ctypes.c_double * dealt)()
+        spans = (_CSpan * most_spans)()
+        result.spans, result.span_room = ctypes.addressof(spans), most_spans
         padded = (ctypes.c_double * _REGIONS)(*shares[:_REGIONS])
         values = _CMachine(*(getattr(machine, field.name) for field in fields(machine)))
         failed = _library().replay(
@@ -189,6 +229,10 @@ class SplitTrace:
             {kind.name.lower(): result.issued[kind] for kind in Kind},
             list(waited),
             list(ends),
+            [
+                Span(s.begin, s.end, s.slot, s.wave, s.simd, (*REASONS, "wave")[s.what])
+                for s in spans[: result.span_count]
+            ],
         )
 
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from aiter_mx.code_object import KernelInfo, occupancy
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.timing.constants import CUS, Constants, shipped
-from aiter_mx.sim.timing.cu import REASONS, Replay, SplitTrace
+from aiter_mx.sim.timing.cu import REASONS, Replay, Span, SplitTrace
 
 SIMDS = 4
 _LANES = 64
 _SAMPLED_CUS = 8
+_MOST_SPANS = 1 << 17
 _ROUNDS = 3  # that are replayed of the workgroups that a unit takes one after the other
 
 
@@ -101,6 +102,16 @@ def predict(launch: Traced, constants: Constants | None = None) -> Prediction:
     }
     waited = [spent / max(run.wave_cycles, 1.0) for spent in run.waited]
     return Prediction(before + us, parts, busy, waited)
+
+
+def timeline(launch: Traced, constants: Constants | None = None) -> list[Span]:
+    """What the waves of the slowest unit do when, in cycles; the first of them of a long launch."""
+    constants = constants or shipped()
+    groups = max(_dealt(launch), key=lambda each: _unit(launch, each, constants)[0])
+    machine = constants.machine(launch.groups / len(groups))
+    held = min(launch.resident, len(groups))
+    shares = launch.split.shares(launch.groups)
+    return list(launch.split.replay(machine, shares, groups, held, _MOST_SPANS).spans)
 
 
 def _dealt(launch: Traced) -> list[list[int]]:

@@ -28,7 +28,15 @@ typedef struct {
     double cycles, matrix, vector, address, lds, memory_bytes, wave_cycles;
     double reasons[REASONS];
     double issued[KINDS];
+    struct Span* spans; // room for some of them, where a timeline is wanted
+    u64 span_room, span_count;
 } Result;
+
+// What a wave of a slot of the unit does: it is there (REASONS), or it waits.
+typedef struct Span {
+    double from, to;
+    u32 slot, wave, simd, what;
+} Span;
 
 typedef struct {
     u32* at;
@@ -133,7 +141,7 @@ typedef struct {
     u32 reason_of[QUEUE];
     const Words* words;
     u64 at;
-    u32 next, end, vm_first, vm_count, lgkm_first, lgkm_count, simd, slot, state;
+    u32 next, end, vm_first, vm_count, lgkm_first, lgkm_count, simd, slot, number, state;
 } Wave;
 enum { IDLE, RUNS, AT_BARRIER, ENDED };
 
@@ -186,9 +194,16 @@ static double access_memory(Cu* cu, Wave* w, u32 number, double start) {
     return done;
 }
 
-static void stall(Cu* cu, u32 number, u32 reason, double cycles) {
+static void span(Result* result, const Wave* w, double from, double to, u32 what) {
+    if (result->span_count < result->span_room)
+        result->spans[result->span_count++] = (Span){from, to, w->slot, w->number, w->simd, what};
+}
+
+// Before the wave's time goes on.
+static void stall(Cu* cu, const Wave* w, u32 number, u32 reason, double cycles) {
     if (cycles <= 0)
         return;
+    span(cu->result, w, w->ready, w->ready + cycles, reason);
     cu->result->reasons[reason] += cycles;
     cu->waited[number] += cycles;
 }
@@ -218,7 +233,7 @@ static int step(Cu* cu, Wave* w) {
     double* pipe = &cu->unit[w->simd][unit];
     double now = w->ready;
     if (i->kind < WAIT && *pipe > now) {
-        stall(cu, number, i->kind == MFMA ? ON_MATRIX : ISSUING, *pipe - now);
+        stall(cu, w, number, i->kind == MFMA ? ON_MATRIX : ISSUING, *pipe - now);
         w->ready = *pipe;
         return 0;
     }
@@ -258,7 +273,7 @@ static int step(Cu* cu, Wave* w) {
     case SCRATCH: {
         double full = cu->address_free - m->address_queue;
         if (full > now + 1e-6) { // the address unit's queue is full
-            stall(cu, number, ON_ADDRESS, full - now);
+            stall(cu, w, number, ON_ADDRESS, full - now);
             w->ready = full;
             return 0;
         }
@@ -296,7 +311,7 @@ static int step(Cu* cu, Wave* w) {
             w->lgkm_first = (w->lgkm_first + 1) % QUEUE;
             w->lgkm_count--;
         }
-        stall(cu, number, reason, until - now);
+        stall(cu, w, number, reason, until - now);
         w->ready = later(now + m->issue, until);
         break;
     }
@@ -334,7 +349,7 @@ static void release(Cu* cu, Wave* waves, u32 first, u32 count) {
     }
     for (u32 i = first; i < first + count; i++)
         if (waves[i].state == AT_BARRIER) {
-            stall(cu, waves[i].next - 1, ON_BARRIER, last - waves[i].ready);
+            stall(cu, waves + i, waves[i].next - 1, ON_BARRIER, last - waves[i].ready);
             waves[i].ready = last;
             waves[i].state = RUNS;
         }
@@ -345,6 +360,7 @@ static void begin(Wave* w, const Trace* trace, u32 group, u32 slot, u32 i, doubl
         .words = trace->waves_of + group * trace->waves + i,
         .simd = (slot * trace->waves + i) % SIMDS,
         .slot = slot,
+        .number = i,
         .state = RUNS,
         .start = now,
         .ready = now,
@@ -386,6 +402,7 @@ int replay(const Trace* trace, const Instruction* code, const u32* block_starts,
         for (u32 i = first; i < first + waves; i++) {
             end = later(end, all[i].ready);
             result->wave_cycles += all[i].ready - all[i].start;
+            span(result, all + i, all[i].start, all[i].ready, REASONS);
             result->cycles = later(result->cycles, all[i].last_vm);
         }
         result->cycles = later(result->cycles, end);
