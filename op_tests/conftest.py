@@ -9,6 +9,7 @@ import torch
 
 import aiter_mx
 from aiter_mx.target import ARCHS, gpu_target
+from op_tests.shards import Shard
 
 HAS_GPU = torch.cuda.is_available() and gpu_target(0).arch in ARCHS
 
@@ -40,14 +41,27 @@ def payloads_compared_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "allclose", allclose_or_same_bytes)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", default="1/1", help="i/n: run the i-th of n parts of the tests")
+
+
 def pytest_report_header() -> str:
     places = " or ".join(ARCHS)
     return "gpu tests: run" if HAS_GPU else f"gpu tests: left out, no GPU of {places} here"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if HAS_GPU:
-        return
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    config.hook.pytest_deselected(items=left_out)
+    shard = Shard.parse(config.getoption("--shard"))
+    kept, left_out = [], []
+    for item in items:
+        runs = shard.has(item.nodeid) and (HAS_GPU or not item.get_closest_marker("gpu"))
+        (kept if runs else left_out).append(item)
+    if left_out:
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a failure as it happens: a run that is cut short shows no summary."""
+    if report.failed:
+        print(f"\nFAILED {report.nodeid}: {report.longreprtext.splitlines()[-1][:200]}", flush=True)

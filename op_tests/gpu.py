@@ -1,0 +1,179 @@
+"""``make test-gpu``, or ``python -m op_tests.gpu``: every test marked ``gpu``, on this machine.
+
+First it compiles ahead what the tests will launch (``op_tests/rehearsal.py``), then it runs them,
+one worker a core, each with one thread. Tests that fail are named as they do. Nothing is
+installed, and no network is needed. ``build/gpu_tests`` gets the log and a JUnit file; with
+``--save`` the result of a whole run goes to ``docs/measured/<gpu>/gpu_tests.csv`` together with a
+digest of the code, by which ``make test`` knows whether the saved run is of the code that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import os
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from aiter_mx.tuning import origin
+from op_tests.shards import Shard
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "gpu_tests"
+SAVED = ROOT / "docs" / "measured" / "nvidia_h200" / "gpu_tests.csv"
+OF_HOPPER = {"csrc": "csrc", "aiter_mx": "aiter_mx", "configs": "configs/sm_90a"}
+OF_OTHERS = ("gfx950", "aiter_mx/sim/", "aiter_mx/demo/", "__pycache__")
+ENDINGS = (".py", ".cu", ".h", ".csv", ".json")
+
+
+def digests() -> dict[str, str]:
+    """What the code that Hopper runs is known by, a digest for each of its folders."""
+    return {name: _digest(ROOT / folder) for name, folder in OF_HOPPER.items()}
+
+
+def _digest(folder: Path) -> str:
+    whole = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(ROOT).as_posix()
+        if name.endswith(ENDINGS) and not any(other in name for other in OF_OTHERS):
+            whole.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
+    return whole.hexdigest()[:16]
+
+
+def of_other_code(saved: Path = SAVED) -> list[str]:
+    """Folders that are not what they were when the saved run was made; all where there is none."""
+    if not saved.is_file():
+        return list(OF_HOPPER)
+    row = pd.read_csv(saved, dtype=str).iloc[0]
+    return [name for name, digest in digests().items() if row.get(name) != digest]
+
+
+def rows_of(junits: Iterable[Path]) -> list[dict[str, object]]:
+    """A row for each file of tests: how many there were, failed and were skipped, and seconds."""
+    rows: dict[str, dict[str, float]] = {}
+    for case in (case for path in junits for case in ElementTree.parse(path).iter("testcase")):
+        of_file = case.get("classname", "").partition(".Test")[0].replace(".", "/") + ".py"
+        row = rows.setdefault(of_file, dict.fromkeys(("tests", "failed", "skipped", "seconds"), 0))
+        row["tests"] += 1
+        row["failed"] += any(case.find(kind) is not None for kind in ("failure", "error"))
+        row["skipped"] += case.find("skipped") is not None
+        row["seconds"] += float(case.get("time", 0))
+    counts = ("tests", "failed", "skipped")
+    return [
+        {"file": name, **{c: int(row[c]) for c in counts}, "seconds": round(row["seconds"], 1)}
+        for name, row in sorted(rows.items())
+    ]
+
+
+def _save(junits: Sequence[Path]) -> None:
+    from op_tests.bench.common import gpu_name
+
+    facts: Mapping[str, object] = {
+        "commit": origin.commit(),
+        "date": datetime.date.today().isoformat(),
+        **digests(),
+    }
+    folder = ROOT / "docs" / "measured" / gpu_name()
+    folder.mkdir(parents=True, exist_ok=True)
+    frame = pd.DataFrame(rows_of(junits)).assign(**facts)
+    frame.to_csv(folder / SAVED.name, index=False)
+    print(f"saved in {folder / SAVED.name}")
+
+
+def _environment() -> dict[str, str]:
+    """With one thread a process, as there is one core for each: torch takes all by default."""
+    return os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+def _pytest(*arguments: str) -> list[str]:
+    return ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--ignore=op_tests/engines", *arguments]
+
+
+def compile_ahead(tests: Sequence[str], shard: Shard, jobs: int, seconds: float) -> None:
+    """Compile what tests launch, in so many processes that each rehearse a part of them."""
+    begin, running = time.monotonic(), []
+    for job in range(jobs):
+        part = f"{(shard.index - 1) * jobs + job + 1}/{shard.count * jobs}"
+        arguments = _pytest("-p", "op_tests.rehearsal", "--assert=plain", "-rN", "-W", "ignore")
+        command = [sys.executable, "-O", *arguments, "--shard", part, *tests]
+        with (BUILD / f"ahead_{job}.log").open("w") as log:
+            running.append(
+                subprocess.Popen(command, cwd=ROOT, env=_environment(), stdout=log, stderr=log)
+            )
+    for process in running:
+        try:
+            process.wait(max(1.0, begin + seconds - time.monotonic()))
+        except subprocess.TimeoutExpired:  # the tests compile the rest
+            process.kill()
+            process.wait()
+    print(f"compiled ahead in {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def run_tests(tests: Sequence[str], shard: Shard, jobs: int, seconds: float) -> int:
+    """Run the tests, their output to people and to a file as it comes; pytest's exit status."""
+    junit = BUILD / f"junit_{shard.index}_of_{shard.count}.xml"
+    junit.unlink(missing_ok=True)
+    workers = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else []
+    arguments = _pytest("-m", "gpu", f"--junitxml={junit}", "--durations=15", "-rN", *workers)
+    guard = ["timeout", "--kill-after=20", "--signal=INT", f"{seconds:.0f}"]
+    command = [*guard, sys.executable, *arguments, "--shard", str(shard), *tests]
+    log = BUILD / f"tests_{shard.index}_of_{shard.count}.log"
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=_environment(),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            file.write(line)
+            file.flush()
+    return process.returncode
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m op_tests.gpu", description=__doc__)
+    add = parser.add_argument
+    add("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="workers")
+    add("--shard", type=Shard.parse, default=Shard(1, 1), help="i/n: the i-th of n parts")
+    add("--seconds", type=float, default=450, help="end the tests after so many")
+    add("--ahead-only", action="store_true", help="compile, and run no test")
+    add("--save", action="store_true", help="keep the result of all shards under docs/measured")
+    add("tests", nargs="*", default=["op_tests"], help="files; by default all")
+    return parser.parse_args()
+
+
+def main() -> int:
+    asked = _arguments()
+    if asked.save and asked.tests != ["op_tests"]:
+        raise SystemExit("--save keeps the result of all tests: leave the files out")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    compile_ahead(asked.tests, asked.shard, asked.jobs, asked.seconds)
+    if asked.ahead_only:
+        return 0
+    begin = time.monotonic()
+    status = run_tests(asked.tests, asked.shard, asked.jobs, asked.seconds)
+    print(f"tests took {time.monotonic() - begin:.0f} s; log and JUnit file are in {BUILD}")
+    if asked.save:
+        junits = [*BUILD.glob(f"junit_*_of_{asked.shard.count}.xml")]
+        if len(junits) < asked.shard.count or status not in (0, 1):
+            raise SystemExit("nothing saved: the run was cut short, or other shards are missing")
+        _save(junits)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

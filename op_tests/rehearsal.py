@@ -1,0 +1,204 @@
+"""Compiles what the tests marked ``gpu`` will launch, by running them where no GPU is needed.
+
+``python -O -m pytest -p op_tests.rehearsal`` runs those tests on the CPU as if an H200 were there:
+tensors stay in host memory, kernels are built but not launched, and nothing is compared, as ``-O``
+and ``--assert=plain`` leave out every ``assert``. What a test builds before something stops it is
+in the cache afterwards; the rest it builds when it is run. ``--requests FILE`` writes down what
+would be built, one a line, and builds nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from aiter_mx import launch, plan, target, timing
+from aiter_mx.errors import AiterMxError
+from aiter_mx.jit import build as jit
+from aiter_mx.runtimes.base import MAP_BYTES
+from op_tests import mx_reference
+from op_tests.grouped import cases
+from op_tests.moe import reference
+
+H200 = target.hardware("sm_90a")
+COMPARISONS = {
+    torch.testing: ("assert_close",),
+    mx_reference: ("assert_close_to_reference", "assert_rounded"),
+    cases: ("assert_groups",),
+    reference: ("assert_rows", "assert_activated"),
+}
+"""That raise by themselves, or compute at length what to compare with."""
+asked: dict[jit.BuildRequest, None] = {}
+stopped: dict[str, str] = {}
+"""What was built, or would have been; tests that something stopped, and what."""
+
+
+PRODUCTS = (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul, torch.bmm)
+DRAWS = (torch.randint, torch.rand, torch.randn)
+MOST_ELEMENTS = 1 << 16
+"""That are drawn at random: routing takes fewer, and what payloads hold does not matter."""
+
+
+class HostMemory(TorchFunctionMode):
+    """Has every tensor that is asked for on a GPU be on the CPU, and costs little."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.Tensor.cuda, torch.Tensor.random_):
+            return args[0]
+        kwargs = {name: _on_host(value) for name, value in (kwargs or {}).items()}
+        args = tuple(map(_on_host, args))
+        if func in PRODUCTS:
+            result = func(*(each.to("meta") for each in args))
+            return torch.zeros((), dtype=result.dtype).expand(result.shape)
+        if func in DRAWS:
+            kwargs["device"] = "meta"
+            result = func(*args, **{**kwargs, "generator": None})
+            if result.numel() > MOST_ELEMENTS:
+                return torch.zeros(result.shape, dtype=result.dtype)
+            del kwargs["device"]
+        return func(*args, **kwargs)
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    if isinstance(value, str) and value.partition(":")[0] == "cuda":
+        return "cpu"
+    return value
+
+
+def _runtime() -> ModuleType:
+    """A runtime for NVIDIA's GPUs that loads and launches nothing."""
+    module: Any = ModuleType("aiter_mx.runtimes.cuda")
+    module.name = "cuda"
+    module.current_stream = lambda device: 0
+    module.is_capturing = lambda device: False
+    module.load = lambda image, device: None
+    module.get_function = lambda module, symbol, shared_bytes: None
+    module.bind = lambda function, geometry, args: lambda stream: None
+    module.map_offset = lambda function, index: 1024 + MAP_BYTES * index
+    module.encode_map = lambda described, address: bytes(MAP_BYTES)
+    return module
+
+
+def _gpu() -> dict[str, Any]:
+    """What ``torch.cuda`` says and does where there is an H200; its other names do nothing."""
+
+    def within(*_: object, **__: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    others = ("Stream", "Event", "CUDAGraph", "synchronize", "current_stream", "set_device")
+    others += ("set_sync_debug_mode", "manual_seed", "empty_cache", "mem_get_info")
+    return {
+        **{name: MagicMock() for name in (*others, "get_device_properties")},
+        **dict.fromkeys(("device", "device_of", "stream", "graph"), within),
+        "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "_is_in_bad_fork": lambda: False,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "get_device_name": lambda *_: H200.name,
+        "get_device_capability": lambda *_: (9, 0),
+    }
+
+
+def _small(random_mx: Callable[..., Any]) -> Callable[..., Any]:
+    """Has operands beyond any cache be shapes without memory: that is all that building asks."""
+
+    def draw(rows: int, K: int, *more: Any, **options: Any) -> Any:
+        if rows * K < 1 << 27:
+            return random_mx(rows, K, *more, **options)
+        payload = torch.empty(rows, K, dtype=torch.float8_e4m3fn, device="meta")
+        return payload, torch.empty(rows, K // 32, dtype=torch.uint8, device="meta")
+
+    return draw
+
+
+def _nothing(*_: object, **__: object) -> None:
+    return None
+
+
+def _recording(build: Callable[[jit.BuildRequest], Any] | None) -> Callable[[Any], Any]:
+    def record(request: jit.BuildRequest) -> Any:
+        first = request not in asked
+        asked[request] = None
+        if build is not None and first:
+            with suppress(AiterMxError):
+                build(request)
+        return jit.CodeObject("", b"", Path(), False, 0.0)
+
+    return record
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--requests", type=Path, help="list what to build here, and build nothing")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    if __debug__:
+        raise pytest.UsageError("a rehearsal compares nothing: run it with python -O")
+    options = early_config.known_args_namespace
+    options.markexpr = "gpu"
+    real = None if options.requests else jit.build
+    jit.build = launch.build = _recording(real)
+    plan.runner = lambda spec: _nothing
+    target.gpu_target = lambda index: H200
+    target._simulated.target = H200
+    sys.modules["aiter_mx.runtimes.cuda"] = _runtime()
+    torch._C._cuda_getDevice = lambda: 0
+    timing.random_mx = _small(timing.random_mx)
+    for name, stand_in in _gpu().items():
+        setattr(torch.cuda, name, stand_in)
+    for module, comparisons in COMPARISONS.items():
+        for name in comparisons:
+            setattr(module, name, _nothing)
+
+
+MOST_SECONDS = 30
+"""For a test here: some wait for a GPU's results, or start programs that look for one."""
+
+
+def _stop(*_: object) -> None:
+    raise TimeoutError(f"it took {MOST_SECONDS} s")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    signal.signal(signal.SIGALRM, _stop)
+    signal.alarm(MOST_SECONDS)
+    try:
+        with HostMemory():
+            return (yield)
+    except Exception as error:  # as values are not those of a GPU
+        stopped[item.nodeid] = f"{type(error).__name__}: {error}"
+        return None
+    finally:
+        signal.alarm(0)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for name, why in stopped.items():
+        terminalreporter.write_line(f"ended early: {name}: {why.splitlines()[0][:160]}")
+    terminalreporter.write_line(f"{len(asked)} code objects, {len(stopped)} tests ended early")
+    if path := config.getoption("--requests"):
+        path.write_text("".join(json.dumps([r.source, r.arch, r.defines]) + "\n" for r in asked))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.markexpr = "gpu"
