@@ -5,13 +5,14 @@ JOBS ?= 2
 C_FILES = find csrc aiter_mx op_tests docs -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.hpp' -o -name '*.c'
 
 export PYTHON
-.PHONY: help setup demo test test-engines lint types unit docs format wheel clean
+.PHONY: help setup demo test test-engines test-gpu lint types unit docs format wheel clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo     real sentence embeddings and decode shapes through the MX-FP8 kernels'
 	@echo 'make test     lint, types and tests'
 	@echo 'make test-engines  vLLM, SGLang, torchao and transformers over this package, on a CPU'
+	@echo 'make test-gpu  every test for GPUs, on an NVIDIA Hopper GPU, by PYTHON as it is'
 	@echo 'make lint     ruff, clang-format and import contracts, without changing a file'
 	@echo 'make format   ruff and clang-format, in place'
 	@echo 'make docs     the documentation as a site, in build/site'
@@ -29,6 +30,10 @@ test: lint types unit
 test-engines: setup
 	@env -u PYTHON .ci/engines
 
+# Sets nothing up: a machine with a GPU has an interpreter with torch, and often no network.
+test-gpu:
+	@$(PYTHON) -m op_tests.gpu --save $(GPU_OPTIONS)
+
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -42,6 +47,7 @@ types: setup
 # a half of its own, so that tests of one file, which share what is compiled, stay together.
 unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+	@$(BIN)/python -m op_tests.gpu --state
 
 format: setup
 	$(BIN)/ruff check --fix

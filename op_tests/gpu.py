@@ -55,6 +55,17 @@ def of_other_code(saved: Path = SAVED) -> list[str]:
     return [name for name, digest in digests().items() if row.get(name) != digest]
 
 
+def state(saved: Path = SAVED) -> str:
+    """A sentence about the saved run."""
+    if not saved.is_file():
+        return f"GPU tests: no run is saved in {saved.relative_to(ROOT)}; make test-gpu makes one"
+    table = pd.read_csv(saved)
+    of = f"GPU tests: the run of {table['date'][0]} had {table['tests'].sum()} tests"
+    of += f", of which {table['failed'].sum()} failed and {table['skipped'].sum()} were skipped"
+    others = of_other_code(saved)
+    return of + (f"; {', '.join(others)} changed since" if others else "; it is of this code")
+
+
 def rows_of(junits: Iterable[Path]) -> list[dict[str, object]]:
     """A row for each file of tests: how many there were, failed and were skipped, and seconds."""
     rows: dict[str, dict[str, float]] = {}
@@ -89,20 +100,22 @@ def _save(junits: Sequence[Path]) -> None:
 
 def _environment() -> dict[str, str]:
     """With one thread a process, as there is one core for each: torch takes all by default."""
-    return os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return os.environ | threads | {"PYTHONPATH": path}
 
 
 def _pytest(*arguments: str) -> list[str]:
-    return ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--ignore=op_tests/engines", *arguments]
+    usual = ("-q", "--ignore=op_tests/engines", "--continue-on-collection-errors")
+    return ["-m", "pytest", "-p", "no:cacheprovider", *usual, *arguments]
 
 
 def compile_ahead(tests: Sequence[str], shard: Shard, jobs: int, seconds: float) -> None:
     """Compile what tests launch, in so many processes that each rehearse a part of them."""
     begin, running = time.monotonic(), []
-    for job in range(jobs):
-        part = f"{(shard.index - 1) * jobs + job + 1}/{shard.count * jobs}"
+    for job, part in enumerate(shard.parts(jobs)):
         arguments = _pytest("-p", "op_tests.rehearsal", "--assert=plain", "-rN", "-W", "ignore")
-        command = [sys.executable, "-O", *arguments, "--shard", part, *tests]
+        command = [sys.executable, "-O", *arguments, "--shard", str(part), *tests]
         with (BUILD / f"ahead_{job}.log").open("w") as log:
             running.append(
                 subprocess.Popen(command, cwd=ROOT, env=_environment(), stdout=log, stderr=log)
@@ -152,12 +165,16 @@ def _arguments() -> argparse.Namespace:
     add("--seconds", type=float, default=450, help="end the tests after so many")
     add("--ahead-only", action="store_true", help="compile, and run no test")
     add("--save", action="store_true", help="keep the result of all shards under docs/measured")
+    add("--state", action="store_true", help="only say whether the saved run is of this code")
     add("tests", nargs="*", default=["op_tests"], help="files; by default all")
     return parser.parse_args()
 
 
 def main() -> int:
     asked = _arguments()
+    if asked.state:
+        print(state())
+        return 0
     if asked.save and asked.tests != ["op_tests"]:
         raise SystemExit("--save keeps the result of all tests: leave the files out")
     BUILD.mkdir(parents=True, exist_ok=True)

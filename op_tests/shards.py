@@ -27,3 +27,8 @@ class Shard:
     def has(self, test: str) -> bool:
         """Whether the test of this id is one of them."""
         return crc32(test.encode()) % self.count == self.index - 1
+
+    def parts(self, count: int) -> list[Shard]:
+        """So many shards that have, between them, what this one has."""
+        first, every = self.index, self.count * count
+        return [Shard(first + self.count * part, every) for part in range(count)]

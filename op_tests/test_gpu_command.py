@@ -1,0 +1,82 @@
+"""``make test-gpu``, as far as it runs where no GPU is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from op_tests import gpu
+from op_tests.shards import Shard
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="op_tests.linear.test_gpu" name="a" time="1.25"/>
+<testcase classname="op_tests.linear.test_gpu" name="b" time="0.5"><failure/></testcase>
+<testcase classname="op_tests.grouped.test_gpu.TestOnHopper" name="c" time="2"><skipped/></testcase>
+<testcase classname="op_tests.grouped.test_gpu.TestOnHopper" name="d" time="1"><error/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_every_test_is_in_one_shard_and_in_one_part_of_it() -> None:
+    tests = [f"op_tests/test_a.py::test_b[{i}]" for i in range(500)]
+    for count in (1, 2, 3):
+        shards = [Shard(i + 1, count) for i in range(count)]
+        parts = [part for shard in shards for part in shard.parts(4)]
+        for test in tests:
+            (shard,) = (shard for shard in shards if shard.has(test))
+            (part,) = (part for part in parts if part.has(test))
+            assert part in shard.parts(4)
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "a/b"])
+def test_a_shard_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        Shard.parse(text)
+
+
+def test_a_result_has_a_row_for_each_file(tmp_path: Path) -> None:
+    (tmp_path / "junit.xml").write_text(JUNIT)
+    assert [list(row.values()) for row in gpu.rows_of([tmp_path / "junit.xml"])] == [
+        ["op_tests/grouped/test_gpu.py", 2, 1, 1, 3.0],
+        ["op_tests/linear/test_gpu.py", 2, 1, 0, 1.8],
+    ]
+
+
+def test_a_saved_run_of_other_code_is_told(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    for name in ("csrc/linear/a_sm90.cu", "aiter_mx/a.py", "configs/sm_90a/a.csv"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("one")
+    saved = tmp_path / "gpu_tests.csv"
+    assert "no run is saved" in gpu.state(saved)
+    row = {"file": "a", "tests": 3, "failed": 1, "skipped": 0, "seconds": 1.0, "date": "2026-01-02"}
+    pd.DataFrame([row | gpu.digests()]).to_csv(saved, index=False)
+    assert "3 tests, of which 1 failed" in gpu.state(saved)
+    assert "is of this code" in gpu.state(saved)
+    (tmp_path / "csrc/linear/a_gfx950.cu").write_text("for another GPU")
+    assert gpu.of_other_code(saved) == []
+    (tmp_path / "csrc/linear/a_sm90.cu").write_text("two")
+    (tmp_path / "configs/sm_90a/b.csv").write_text("")
+    assert gpu.of_other_code(saved) == ["csrc", "configs"]
+    assert "csrc, configs changed since" in gpu.state(saved)
+
+
+def test_a_rehearsal_asks_for_what_a_test_launches(tmp_path: Path) -> None:
+    requests = tmp_path / "requests"
+    test = "op_tests/grouped/test_conformance.py"
+    only = ("-k", "two_streams and persistent", "--requests", str(requests))
+    arguments = ("-p", "op_tests.rehearsal", "--assert=plain", "-q", "-p", "no:cacheprovider")
+    command = [sys.executable, "-O", "-m", "pytest", *arguments, *only, test]
+    done = subprocess.run(
+        command, cwd=gpu.ROOT, env=os.environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    sources = [json.loads(line)[:2] for line in requests.read_text().splitlines()]
+    assert ["grouped/list_sm90.cu", "sm_90a"] in sources
+    assert ["grouped/persistent_sm90.cu", "sm_90a"] in sources
