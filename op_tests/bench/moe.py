@@ -30,7 +30,7 @@ from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.registry import find_kernel, kernels_of
 from aiter_mx.launch import build_request
-from aiter_mx.ops.fused_moe import ARGUMENTS, tensors_between
+from aiter_mx.ops.fused_moe_call import ARGUMENTS, tensors_between
 from aiter_mx.plan import runner
 from aiter_mx.target import target_of
 from aiter_mx.timing import COLD_BYTES, random_mx, time_graph_us

@@ -23,10 +23,9 @@ from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm import triton as tiles
 from aiter_mx.kernels.registry import find_kernel, kernels_of, key_columns
-from aiter_mx.ops import fused_moe as fused_moe_module
+from aiter_mx.ops import fused_moe_call, quantize_call
 from aiter_mx.ops import moe_align as moe_align_module
 from aiter_mx.ops import moe_gemm as moe_gemm_module
-from aiter_mx.ops import quantize_call
 from aiter_mx.target import CPU, hardware, target_of
 from op_tests.conformance import NAMES
 from op_tests.interpreted import assert_passes_in_the_interpreter
@@ -160,7 +159,7 @@ def test_layer_by_triton_is_right_and_can_be_captured(
         has_map=int(has_map),
         activation=activation,
     )
-    for module in (fused_moe_module, moe_gemm_module, moe_align_module, quantize_call):
+    for module in (fused_moe_call, moe_gemm_module, moe_align_module, quantize_call):
         monkeypatch.setattr(module._plans, "by_call", {})
     launched: list[str] = []
     plan._imported.cache_clear()
