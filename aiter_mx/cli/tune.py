@@ -55,6 +55,9 @@ def tune(
     timings: Annotated[
         Path | None, typer.Option(help="CSV for the time of every candidate.")
     ] = None,
+    stale: Annotated[
+        bool, typer.Option(help="Only shapes without a row, or whose kernel's code has changed.")
+    ] = False,
     fresh: Annotated[bool, typer.Option(help="Discard what a killed sweep had found.")] = False,
     build_only: Annotated[bool, typer.Option(help="Compile the candidates, and end.")] = False,
 ) -> None:
@@ -68,6 +71,7 @@ def tune(
     """
     from aiter_mx.tuning import sweep
     from aiter_mx.tuning.candidates import ContextLost, candidates_of
+    from aiter_mx.tuning.check import stale_of
     from aiter_mx.tuning.shapes import model_shapes, read_shapes
     from aiter_mx.tuning.share import join
     from aiter_mx.tuning.table import incumbent_of, read_rows
@@ -96,6 +100,11 @@ def tune(
     path = table or default_table(op, target)
     if path.is_dir():
         raise ValueError(f"--table must be a file, got the folder {str(path)!r}")
+    if stale:
+        asked, wanted = len(wanted), stale_of(path, op, wanted)
+        console.print(f"{len(wanted)} of {asked} shapes are stale")
+        if not wanted:
+            return
     plan = sweep.make_plan(op, target, wanted, path, meter.source, rules)
     if build_only:
         before = read_rows(path, op)
@@ -113,7 +122,7 @@ def tune(
                 ahead.wait(problem, candidates)
         console.print(f"{progress.tasks[0].total:.0f} kernel variants were compiled")
         return
-    if fresh and share.local_rank == 0:
+    if (fresh or stale) and share.local_rank == 0:
         sweep.discard(plan)
     share.meet("fresh")
     started = time.monotonic()

@@ -11,6 +11,8 @@ from aiter_mx.dispatch.route import Route
 from aiter_mx.dispatch.tables import Row, read_table
 from aiter_mx.errors import TableError
 from aiter_mx.jit.build import BuildRequest, sources_key
+from aiter_mx.kernels.registry import problem_key
+from aiter_mx.kernels.spec import Problem
 from aiter_mx.plan import build_requests
 from aiter_mx.tuning.builds import HASH_DIGITS, built, own_request
 from aiter_mx.tuning.table import Rows, key_of, problem_cells, read_origins
@@ -117,6 +119,21 @@ def age_of(table: CheckedTable, can_build: Callable[[str], bool]) -> list[str]:
         count = len(table.changed) - len(compared)
         lines.append(f"  {count} of them are not known to compile to the same machine code still")
     return lines
+
+
+def stale_of(path: Path, op: str, problems: Sequence[Problem]) -> list[Problem]:
+    """Those of the problems that a table has no row for, or one whose machine code has changed.
+
+    Raises:
+        TableError: a row cannot be right.
+    """
+    if not path.is_file():
+        return list(problems)
+    fresh = {problem_key(op, row.problem) for row_op, row in read_table(path) if row_op == op}
+    for one in check_table(path).changed:
+        if built(one.request).code != one.code:
+            fresh.discard(problem_key(op, one.row.problem))
+    return [problem for problem in problems if problem_key(op, problem) not in fresh]
 
 
 def _kernels(rows: Sequence[Row]) -> str:

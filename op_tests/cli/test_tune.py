@@ -159,6 +159,11 @@ def test_rows_that_were_tuned_with_other_sources_are_told_from_those_of_another_
         assert status == 0
         assert re.search(message, out)
         assert "1 of them compile to the same machine code" in out
+    status, out, err = command(*tune, "--M", "1,2,64", "--table", table, "--stale")
+    assert (status, err) == (0, "")
+    assert "2 of 3 shapes are stale" in out and "2 rows model" in out
+    assert "0 of 3 shapes are" in command(*tune, "--M", "1,2,64", "--table", table, "--stale")[1]
+    assert len(read_rows(table, "linear")) == 3
 
 
 def test_shipped_tables_pass_the_check(command) -> None:
