@@ -60,7 +60,7 @@ def warmup(
         return [
             made
             for layer in problems
-            for name, part in launches_of(op, layer)
+            for name, part in launches_of(op, layer, target.arch)
             for made in warmup(
                 name,
                 device=device,

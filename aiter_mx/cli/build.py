@@ -96,6 +96,6 @@ def _requests(op: str, arch: str, shapes: list[Problem]) -> list[BuildRequest]:
     from aiter_mx.target import hardware
 
     target = hardware(arch)
-    launches = [launch for shape in shapes for launch in launches_of(op, shape)]
+    launches = [launch for shape in shapes for launch in launches_of(op, shape, arch)]
     routes = [route(name, target, part) for name, part in launches]
     return build_requests(target, [part for _, part in launches], routes)

@@ -23,6 +23,7 @@ def explain(
     The shape is given by the op's fields: explain linear --M 1-16 --N 2304 --K 6144. A whole layer
     (fused_moe) has a line for each of its launches.
     """
+    from aiter_mx.dispatch.explain import default_target
     from aiter_mx.dispatch.explain import explain as explain_shape
     from aiter_mx.kernels.registry import launches_of
 
@@ -30,7 +31,7 @@ def explain(
     routes = [
         (shape, explain_shape(name, arch=arch, cu_num=cu_num, **vars(part)))
         for shape in problems(op, fields)
-        for name, part in launches_of(op, shape)
+        for name, part in launches_of(op, shape, arch or default_target().arch)
     ]
     console = make_console()
     if len(routes) == 1:

@@ -8,6 +8,7 @@ from torch import Tensor
 from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.fallbacks.linear_torch import product_of_rows
 from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem
+from aiter_mx.kernels.moe_up import MoeUpProblem
 from aiter_mx.kernels.quantize.problem import QuantizeProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Tensors
@@ -43,7 +44,7 @@ def run(problem: MoeGemmProblem, tensors: Tensors, config: Config) -> None:
         expert = expert.clamp(0, p.E - 1)
         x_row = (row // p.a_div).clamp(max=xq.shape[0] - 1)
         x = dequantize_block_scaled(xq[x_row], as_scale_bytes(xs)[x_row], torch.float64)
-        y = _product(x, wq, as_scale_bytes(ws), expert)
+        y = product_of_expert(x, wq, as_scale_bytes(ws), expert)
         if bias is not None:
             y += bias[expert]
         if topk_weights is not None:
@@ -53,7 +54,7 @@ def run(problem: MoeGemmProblem, tensors: Tensors, config: Config) -> None:
         if p.activation == "none":
             result[row] = round_once(y, out.dtype).view(torch.uint8)
         else:
-            payload, scale = _quantised(activate(p, y).to(torch.float32))
+            payload, scale = quantised(activate(p, y).to(torch.float32))
             result[row] = payload.view(torch.uint8)
             assert scales is not None
             scales[row] = scale
@@ -62,7 +63,7 @@ def run(problem: MoeGemmProblem, tensors: Tensors, config: Config) -> None:
         out_scales.copy_(scales[:-1])
 
 
-def activate(problem: MoeGemmProblem, y: Tensor) -> Tensor:
+def activate(problem: MoeGemmProblem | MoeUpProblem, y: Tensor) -> Tensor:
     """Gate and up values ``[rows, N]`` to activated ones ``[rows, N / 2]``."""
     if problem.layout == "interleaved":
         gate, up = y[:, ::2], y[:, 1::2]
@@ -80,7 +81,8 @@ def activate(problem: MoeGemmProblem, y: Tensor) -> Tensor:
     return (up + problem.beta) * (gate * torch.sigmoid(problem.alpha * gate))
 
 
-def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 rows as e4m3 payload and e8m0 scales."""
     problem = QuantizeProblem(x.shape[0], x.shape[1], dtype="fp32")
     payload = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scale = x.new_empty((problem.M, problem.N // BLOCK), dtype=torch.uint8)
@@ -88,7 +90,7 @@ def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     return payload, scale
 
 
-def _product(x: Tensor, wq: Tensor, ws: Tensor, expert: Tensor) -> Tensor:
+def product_of_expert(x: Tensor, wq: Tensor, ws: Tensor, expert: Tensor) -> Tensor:
     """``x @ w[expert].T`` in float64."""
     step = max(1, _CHUNK_ELEMENTS // wq.shape[2])
     parts = []

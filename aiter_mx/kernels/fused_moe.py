@@ -1,17 +1,26 @@
-"""What an expert layer asks for, and the four launches that it is made of."""
+"""What an expert layer asks for, and the launches that it is made of."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from aiter_mx import invariance
+from aiter_mx.kernels import moe_down, moe_up
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
+from aiter_mx.kernels.moe_down import MoeDownProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.moe_up import MoeUpProblem
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.numerics import BLOCK
 
 ACTIVATIONS = ("silu", "swiglu_oai", "gelu", "gelu_tanh", "relu2")
 """What a first GEMM can end in."""
+FEW_TOKENS_ARCHS = ("gfx950",)
+"""Architectures whose layers of few tokens are two launches."""
+_MOST_FEW_TOKENS = 4
+_MOST_SLOTS_OF_AN_EXPERT = 2
+"""On average: each slot reads its expert's weights, from a cache where another one has."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +100,14 @@ class FusedMoeProblem:
         """Routed rows of all tokens."""
         return self.M * (self.top_k + self.shared)
 
-    def parts(self) -> tuple[tuple[str, Problem], ...]:
-        """The ops and the problems of the launches: four, or three without a reduction."""
+    def parts(self, arch: str = "") -> tuple[tuple[str, Problem], ...]:
+        """The ops and the problems of the launches on an architecture.
+
+        They are four, or three without a reduction; where tokens are few and the architecture has
+        the kernels, two.
+        """
+        if arch in FEW_TOKENS_ARCHS and (few := self._of_few_tokens()):
+            return few
         align = MoeAlignProblem(
             M=self.M,
             top_k=self.top_k,
@@ -152,6 +167,49 @@ class FusedMoeProblem:
             ("moe_combine", combine),
         )
         return launches if self.reduce else launches[:3]
+
+    def _of_few_tokens(self) -> tuple[tuple[str, Problem], ...]:
+        """Both halves of the layer by slots, where each reads weights of its own, or nothing."""
+        if self.M > _MOST_FEW_TOKENS or not self.reduce or invariance.is_on():
+            return ()
+        slots, chosen = self.M * self.top_k, self.num_experts
+        touched = chosen * (1 - (1 - 1 / chosen) ** slots)
+        if slots > _MOST_SLOTS_OF_AN_EXPERT * touched:
+            return ()
+        up = MoeUpProblem(
+            M=self.M,
+            N=2 * self.intermediate,
+            K=self.hidden,
+            E=self.E,
+            top_k=self.top_k,
+            num_experts=self.num_experts,
+            shared=self.shared,
+            has_map=self.has_map,
+            activation=self.activation,
+            layout=self.layout,
+            x_dtype="mxfp8" if self.quantised else self.dtype,
+            bias=self.bias1,
+            id_dtype=self.id_dtype,
+            alpha=self.alpha,
+            beta=self.beta,
+            limit=self.limit,
+        )
+        down = MoeDownProblem(
+            M=self.M,
+            N=self.hidden,
+            K=self.intermediate,
+            E=self.E,
+            top_k=self.top_k,
+            num_experts=self.num_experts,
+            shared=self.shared,
+            has_map=self.has_map,
+            out_dtype=self.dtype,
+            bias=self.bias2,
+            id_dtype=self.id_dtype,
+        )
+        if moe_up.refusal(up) or moe_down.refusal(down):
+            return ()
+        return (("moe_up", up), ("moe_down", down))
 
 
 def refuse_unknown_activation(activation: str) -> None:

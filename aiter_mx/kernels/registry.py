@@ -61,9 +61,9 @@ def problem_type(op: str) -> type[Problem]:
     return problem
 
 
-def launches_of(op: str, problem: Problem) -> tuple[tuple[str, Problem], ...]:
+def launches_of(op: str, problem: Problem, arch: str) -> tuple[tuple[str, Problem], ...]:
     """The ops and problems that a problem of ``op`` is made of, most often itself alone."""
-    return tuple(problem.parts()) if op in LAYERS else ((op, problem),)
+    return tuple(problem.parts(arch)) if op in LAYERS else ((op, problem),)
 
 
 def key_columns(op: str) -> tuple[str, ...]:

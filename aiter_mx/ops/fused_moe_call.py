@@ -34,7 +34,8 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import CaptureError
 from aiter_mx.kernels.fused_moe import FusedMoeProblem, refuse_unknown_activation
 from aiter_mx.kernels.moe_align import MoeAlignProblem
-from aiter_mx.kernels.spec import Problem
+from aiter_mx.kernels.moe_up import MoeUpProblem
+from aiter_mx.kernels.spec import Parts
 from aiter_mx.launch import Run, not_warm
 from aiter_mx.plan import Plans, bind, falls_back
 from aiter_mx.registration import with_memory
@@ -150,8 +151,8 @@ ARGUMENTS = (
     ("hq", "hs", "w2q", "w2s", *_LISTS, "none", "bias2", "y", "none"),
     ("y", "topk_ids", "topk_weights", "expert_map", "num_tokens", "out"),
 )
-"""The pointers of each launch: what the caller gave, or what lies between the launches. Without a
-reduction there is no last one."""
+"""The pointers of each launch of a layer that lists its routed rows. Without a reduction there is
+no last one."""
 
 NAMES = (
     *("x", "w1q", "w1s", "w2q", "w2s", "topk_ids", "topk_weights"),
@@ -211,18 +212,18 @@ def _plan(inputs: Sequence[Tensor | None], options: Options) -> _Plan:
     problem = _check(inputs, options)
     assert inputs[0] is not None
     device = inputs[0].device
-    layer = problem.parts() if problem.hidden else ()  # it refuses what no launch can do
+    target = target_of(device, options.exact_sums)
+    layer = problem.parts(target.arch) if problem.hidden else ()  # it refuses what none can do
     slots = () if problem.reduce else (problem.top_k + problem.shared,)
     result = (problem.M, *slots, problem.hidden)
     if problem.M == 0 or not layer:
         return _Plan(problem, result, (), False, 0, ())
-    target = target_of(device, options.exact_sums)
     try:
         runs = [bind(op, target, part, device) for op, part in layer]
     except CaptureError as error:  # of one launch: what the caller can warm is the layer
         raise not_warm("a launch of fused_moe", "fused_moe", problem) from error
     at, parts = 0, {}
-    for name, (shape, dtype) in tensors_between(problem).items():
+    for name, (shape, dtype) in tensors_between(problem, layer).items():
         size = prod(shape) * dtype.itemsize
         parts[name] = _Part(at, size, dtype, shape)
         at += -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
@@ -230,16 +231,32 @@ def _plan(inputs: Sequence[Tensor | None], options: Options) -> _Plan:
     where.setdefault("y", where["rows"])
     if problem.quantised:
         where |= {"x": where["none"], "xq": where["x"], "xs": where["x_scale"]}
-    picks = [itemgetter(*(where[name] for name in names)) for names in ARGUMENTS]
-    launches = tuple(zip(runs, picks, strict=False))
+    picks = [itemgetter(*(where[name] for name in names)) for names in arguments_of(layer)]
+    launches = tuple(zip(runs, picks, strict=True))
     takes_tensors = _takes_tensors(layer, target)
     return _Plan(problem, result, launches, takes_tensors, at, tuple(parts.values()))
 
 
-def tensors_between(problem: FusedMoeProblem) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what lies between the launches, by the names of ``ARGUMENTS``."""
-    align, M, H, I = problem.parts()[0][1], problem.M, problem.hidden, problem.intermediate
-    assert isinstance(align, MoeAlignProblem)
+def arguments_of(layer: Parts) -> tuple[tuple[str, ...], ...]:
+    """The names of each launch's pointers: what the caller gave, or what lies between them."""
+    up = layer[0][1]
+    if not isinstance(up, MoeUpProblem):
+        return ARGUMENTS[: len(layer)]
+    x = ("xq", "xs") if up.x_dtype == "mxfp8" else ("x", "none")
+    routing = ("topk_ids", "expert_map", "num_tokens")
+    return (
+        (*routing, *x, "w1q", "w1s", "bias1", "h"),
+        ("h", "topk_ids", "topk_weights", *routing[1:], "w2q", "w2s", "bias2", "out"),
+    )
+
+
+def tensors_between(
+    problem: FusedMoeProblem, layer: Parts
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what lies between the launches, by the names of ``arguments_of``."""
+    align, M, H, I = layer[0][1], problem.M, problem.hidden, problem.intermediate
+    if not isinstance(align, MoeAlignProblem):
+        return {"h": ((problem.routed, I), torch.float32)}
     quantisation = {"xq": ((M, H), _FP8[0]), "xs": ((M, H // BLOCK), torch.uint8)}
     to_reduce = {"y": ((problem.routed, H), torch.float32)}
     return {
@@ -253,7 +270,7 @@ def tensors_between(problem: FusedMoeProblem) -> dict[str, tuple[tuple[int, ...]
     }
 
 
-def _takes_tensors(layer: Sequence[tuple[str, Problem]], target: Target) -> bool:
+def _takes_tensors(layer: Parts, target: Target) -> bool:
     """Whether a launch is simulated, is not of one kernel of ours, or may be replaced by others."""
     if target.runtime not in ("hip", "cuda") or falls_back():
         return True

@@ -13,6 +13,7 @@ import torch
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.moe_up import MoeUpProblem
 from aiter_mx.launch import Tensors
 from aiter_mx.numerics import BLOCK, DTYPES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.timing import COLD_BYTES, random_mx
@@ -203,14 +204,14 @@ def _reference(
             y *= of_rows.double().unsqueeze(1)
             size *= of_rows.double().abs().unsqueeze(1)
         if p.activation != "none":
-            y, size = _activated(p, y, size * ACCUMULATION)
+            y, size = activated(p, y, size * ACCUMULATION)
         reference[rows], bound[rows] = y, size
     listed = torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=xq.device)
     return reference[listed], bound[listed], listed
 
 
-def _activated(
-    problem: MoeGemmProblem, y: torch.Tensor, error: torch.Tensor
+def activated(
+    problem: MoeGemmProblem | MoeUpProblem, y: torch.Tensor, error: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The activation of gate and up values, and the most by which errors of these change it."""
     from aiter_mx.fallbacks.moe_gemm_torch import activate

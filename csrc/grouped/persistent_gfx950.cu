@@ -302,19 +302,6 @@ MX_DEVICE constexpr int paired_row(int at) {
     return at / kPairRows * kPairRows + at % kSide / 4 * 8 + at % kPairRows / kSide * 4 + at % 4;
 }
 
-template <class T, T... I>
-struct Sequence {};
-template <class Do, int... I>
-MX_DEVICE void each_of(Do work, Sequence<int, I...>) {
-    (work(Constant<I>{}), ...);
-}
-// work(Constant<0>), ..., work(Constant<Count - 1>): LLVM unrolls loops too late to see that arrays
-// are indexed by constants alone, and puts them into memory.
-template <int Count, class Do>
-MX_DEVICE void each(Do work) {
-    each_of(work, __make_integer_seq<Sequence, int, Count>{});
-}
-
 MX_DEVICE unsigned char* lds() {
     MX_LDS u32x4 all[kLdsBytes / 16];
     return reinterpret_cast<unsigned char*>(all);

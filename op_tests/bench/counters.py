@@ -16,6 +16,7 @@ import pandas as pd
 
 from aiter_mx.cli.explain import describe_config
 from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
@@ -50,11 +51,18 @@ MOE = [
     for width in (768, 384)
     for M in (1, 2, 4)
 ]
+FEW_TOKENS = [
+    [part for _, part in FusedMoeProblem(M, WIDE, width, 16, 4).parts(TARGET.arch)]
+    for width in (768, 384)
+    for M in (1, 2, 4)
+]
 QUANTIZE = [QuantizeProblem(1024, 7168), QuantizeProblem(1024, 7168, to="both")]
 SHAPES: dict[str, tuple[str, Sequence[Problem]]] = {
     "gemv": ("linear", GEMV),
     "mfma": ("linear", MFMA),
     "moe mfma": ("moe_gemm", MOE),
+    "moe_up gemv": ("moe_up", [up for up, _ in FEW_TOKENS]),
+    "moe_down gemv": ("moe_down", [down for _, down in FEW_TOKENS]),
     "rows": ("quantize", QUANTIZE[:1]),
     "tiles": ("quantize", QUANTIZE[1:]),
 }

@@ -206,7 +206,7 @@ def layer_by_triton(
         runs.append(partial(runner(spec), part, config=config))
     given = {
         name: torch.empty(shape, dtype=dtype, device=DEVICE)
-        for name, (shape, dtype) in tensors_between(problem).items()
+        for name, (shape, dtype) in tensors_between(problem, problem.parts()).items()
     }
     given |= {"x": x, "topk_weights": weights, "out": torch.empty_like(x)}
     given |= dict(zip(("w1q", "w1s", "w2q", "w2s"), (*layer.w1, *layer.w2), strict=True))

@@ -137,10 +137,10 @@ def test_wrong_input_is_one_message_and_status_1(command, arguments, message):
 
 def test_explain_shows_each_launch_of_a_layer(command):
     sizes = ("--hidden", "64", "--intermediate", "32", "--E", "8", "--top-k", "2")
-    status, out, _ = command("explain", "fused_moe", "--M", "1,2", *sizes, "--arch", "gfx950")
+    status, out, _ = command("explain", "fused_moe", "--M", "1,8", *sizes, "--arch", "gfx950")
     assert status == 0
     launches = [line.split()[5:7] for line in out.splitlines()[1:]]
-    ops = ["moe_align", "moe_gemm", "moe_gemm", "moe_combine"] * 2
+    ops = ["moe_up", "moe_down", "moe_align", "moe_gemm", "moe_gemm", "moe_combine"]
     assert [op for op, _ in launches] == ops
     assert all(kernel.startswith("hip/") for _, kernel in launches)
 

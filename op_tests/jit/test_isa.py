@@ -68,8 +68,11 @@ def test_no_other_launch_of_a_gfx950_expert_layer_spills_or_has_scratch() -> Non
     for layer in (
         FusedMoeProblem(8, 6144, 768, 32, 4, num_experts=128, has_map=1),
         FusedMoeProblem(8, 7168, 2048, 1024, 8, shared=1, dtype="fp32", id_dtype="i64"),
+        FusedMoeProblem(1, 6144, 768, 32, 4),
+        FusedMoeProblem(4, 7168, 2048, 32, 8, 256, 1, 1, "swiglu_oai", "interleaved", "fp32"),
+        FusedMoeProblem(2, 2880, 736, 32, 4, bias1="bf16", bias2="bf16", quantised=1),
     ):
-        for op, part in layer.parts():
+        for op, part in layer.parts("gfx950"):
             chosen = route(op, target, part)
             kernel = find_kernel(op, "gfx950", chosen.backend, chosen.kernel)
             if op != "moe_gemm":

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 import aiter_mx
+from aiter_mx.checks import DTYPE_NAMES
+from aiter_mx.kernels.fused_moe import FusedMoeProblem
+from aiter_mx.launch import call as launched
+from aiter_mx.plan import bind
+from aiter_mx.target import target_of
 from op_tests.conformance import DTYPES
 from op_tests.launches import on
 from op_tests.moe.operands import SWIGLU, random_weights
@@ -72,8 +77,8 @@ def experts_of(call: dict[str, Any]) -> list[int]:
 def assert_layer(out: Tensor, call: dict[str, Any], device: torch.device) -> None:
     """Assert that ``out`` is the layer's result.
 
-    What is quantised between the GEMMs is taken from ``moe_gemm_activated``, after a check: a value
-    between two steps of e4m3 may go either way.
+    What is quantised between the GEMMs is taken from ``moe_gemm_activated``, or from the first of
+    two launches, after a check: a value between two steps of e4m3 may go either way.
     """
     M, top_k = call["topk_ids"].shape
     E, shared, experts = call["w1q"].shape[0], call["shared_experts"], experts_of(call)
@@ -93,13 +98,29 @@ def assert_layer(out: Tensor, call: dict[str, Any], device: torch.device) -> Non
     )
     swiglu = dict(zip(CONSTANTS, SWIGLU, strict=True))
     swiglu |= {name: call[name] for name in CONSTANTS if name in call}
-    h, hs = aiter_mx.moe_gemm_activated(
-        *(xq, xs, here["w1q"], here["w1s"], *lists, M * slots, slots, 16),
-        a_div=slots,
-        bias=here["bias1"],
-        **{name: call[name] for name in ("activation", "layout")},
-        **swiglu,
+    kinds = {name: call[name] for name in ("activation", "layout")} | swiglu
+    problem = FusedMoeProblem(
+        *(M, call["x"].shape[1], call["w1q"].shape[1] // 2, E, top_k, num_experts, shared),
+        has_map=int(expert_map is not None),
+        quantised=1,
+        bias1="none" if here["bias1"] is None else DTYPE_NAMES[here["bias1"].dtype],
+        id_dtype="i32" if here["topk_ids"].dtype == torch.int32 else "i64",
+        **kinds,
     )
+    op, up = problem.parts(target_of(device).arch)[0]
+    if op == "moe_up":
+        rows = torch.zeros(M * slots, problem.intermediate, device=device)
+        routing = (here["topk_ids"], expert_map, None)
+        tensors = (*routing, xq, xs, here["w1q"], here["w1s"], here["bias1"], rows)
+        launched(bind(op, target_of(device), up, device), *tensors)
+        h, hs = aiter_mx.quantize(rows)
+    else:
+        h, hs = aiter_mx.moe_gemm_activated(
+            *(xq, xs, here["w1q"], here["w1s"], *lists, M * slots, slots, 16),
+            a_div=slots,
+            bias=here["bias1"],
+            **kinds,
+        )
     h, hs, xq, xs = h.cpu(), hs.cpu(), xq.cpu(), xs.cpu()
     first = Layer(xq, xs, call["w1q"], call["w1s"], call["bias1"], experts, slots)
     interleaved = call["layout"] == "interleaved"

@@ -178,7 +178,7 @@ def test_scales_that_a_launch_cannot_load_are_refused(name: str, moved: int) -> 
         aiter_mx.fused_moe(**call)
 
 
-def test_layer_is_four_launches() -> None:
+def test_layer_of_many_tokens_is_four_launches() -> None:
     problem = FusedMoeProblem(M=8, hidden=6144, intermediate=768, E=128, top_k=4)
     ops = [aiter_mx.explain(op, arch="gfx950", **vars(part)) for op, part in problem.parts()]
     assert [route.backend for route in ops] == ["hip"] * 4
@@ -194,11 +194,16 @@ def test_launches_are_as_many_as_promised(monkeypatch: pytest.MonkeyPatch) -> No
         return launch(program, kernel, *arguments)
 
     monkeypatch.setattr(Program, "launch", noted)
-    call = random_call(random.Random(1), 1, M=5, shared=1, has_map=True, **variants()[0])
+    fixed = variants()[0] | {"experts": 8, "top_k": 2}
+    call = random_call(random.Random(1), 1, M=5, shared=1, has_map=True, **fixed)
     ids, weights = call["topk_ids"], call["topk_weights"]
     with aiter_mx.simulate("gfx950"):
         aiter_mx.fused_moe(**call)
         assert launched == ["moe_align", "moe_gemm_mfma", "moe_gemm_mfma", "moe_combine"]
+        launched.clear()
+        few = {name: call[name][:2] for name in ("x", "topk_ids", "topk_weights")}
+        aiter_mx.fused_moe(**{**call, **few})
+        assert launched == ["moe_up", "moe_down"]
         launched.clear()
         aiter_mx.moe_align(ids, 16, 8)
         assert launched == ["moe_align"]
@@ -237,8 +242,8 @@ def test_capture_after_warmup_replays_other_routings() -> None:
 def test_warmup_makes_every_launch_ready() -> None:
     with aiter_mx.simulate("gfx950"):
         routes = aiter_mx.warmup("fused_moe", M=[1, 5], hidden=64, intermediate=32, E=8, top_k=2)
-    ops = ["moe_align", "moe_gemm", "moe_gemm", "moe_combine"]
-    assert [(route.op, route.backend) for route in routes] == [(op, "hip") for op in ops * 2]
+    few, many = ["moe_up", "moe_down"], ["moe_align", "moe_gemm", "moe_gemm", "moe_combine"]
+    assert [(route.op, route.backend) for route in routes] == [(op, "hip") for op in few + many]
 
 
 @pytest.mark.parametrize(
@@ -266,10 +271,10 @@ def test_builds_ahead_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setenv("AITER_MX_CACHE_DIR", str(tmp_path))
     sizes = ["--hidden", "64", "--intermediate", "32", "--E", "8", "--top-k", "2"]
-    command = ["build", "fused_moe", "--arch", "gfx950", "--M", "1,2", *sizes]
+    command = ["build", "fused_moe", "--arch", "gfx950", "--M", "1,8", *sizes]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
-    assert "2 shapes, 4 kernel variants" in done.output
+    assert "2 shapes, 6 kernel variants" in done.output
 
 
 def test_real_size_layer_matches_float64() -> None:

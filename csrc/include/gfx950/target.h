@@ -27,6 +27,19 @@ struct Constant {
     static constexpr int value = Value;
 };
 
+template <class T, T... I>
+struct Sequence {};
+template <class Do, int... I>
+MX_DEVICE void each_of(Do work, Sequence<int, I...>) {
+    (work(Constant<I>{}), ...);
+}
+// work(Constant<0>), ..., work(Constant<Count - 1>): LLVM unrolls loops too late to see that arrays
+// are indexed by constants alone, and puts them into memory.
+template <int Count, class Do>
+MX_DEVICE void each(Do work) {
+    each_of(work, __make_integer_seq<Sequence, int, Count>{});
+}
+
 MX_DEVICE int thread_in_group() { return __builtin_amdgcn_workitem_id_x(); }
 MX_DEVICE int wave_in_group() {
     return __builtin_amdgcn_readfirstlane(__builtin_amdgcn_workitem_id_x() / kLanes);

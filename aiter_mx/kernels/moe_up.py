@@ -1,0 +1,234 @@
+"""The first half of an expert layer of few tokens: csrc/moe/up_gfx950.cu, torch.
+
+For each slot of each token whose expert is here
+
+    h[m * slots + slot] = activation(quantised(x[m]) @ w[expert].T + bias[expert])
+
+in fp32, where x is quantised as ``quantize(mode="rceil")`` does unless it comes quantised. Rows of
+other slots, and of tokens from ``num_tokens`` on, are not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aiter_mx.kernels.declare import declare
+from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, LAYOUTS
+from aiter_mx.kernels.search import without_waste
+from aiter_mx.kernels.spec import (
+    BIAS_DTYPES,
+    DTYPE_CODES,
+    MAX_INT,
+    OUT_DTYPES,
+    Arg,
+    Config,
+    Geometry,
+    Key,
+    Param,
+    reference,
+    require,
+    require_blocks,
+)
+from aiter_mx.numerics import BLOCK
+from aiter_mx.target import Target
+
+ID_DTYPES = ("i32", "i64")
+X_DTYPES = (*OUT_DTYPES, "mxfp8")
+MAX_ROUTED = 65535  # the grid's y
+STEP = 1024  # k of a wave at a time
+WAVES = (1, 2, 3, 4, 6, 8, 12)
+_GROUP_BYTES = 24 << 10
+
+
+@dataclass(frozen=True)
+class MoeUpProblem:
+    """The first GEMM of an expert layer, without a list of routed rows.
+
+    Attributes:
+        M: tokens.
+        N: gate and up rows of an expert's w, a multiple of 64.
+        K: elements of the reduction, a multiple of 32.
+        E: experts here, shared ones included.
+        top_k: slots of a token that are routed.
+        num_experts: experts that are routed to, on all ranks.
+        shared: further slots of every token, for the last of the experts here.
+        has_map: 1: an expert map says which experts are here.
+        activation: as of ``MoeGemmProblem``, never ``none``.
+        layout: where gate and up rows stand, ``halves`` or ``interleaved``.
+        x_dtype: of the tokens; ``mxfp8`` where they come quantised.
+        bias: dtype of the bias, or ``none``.
+        id_dtype: of the experts' ids, ``i32`` or ``i64``.
+        alpha: of swiglu_oai.
+        beta: of swiglu_oai.
+        limit: of swiglu_oai.
+
+    Raises:
+        ValueError: a field is none of the above.
+    """
+
+    M: int
+    N: int
+    K: int
+    E: int
+    top_k: int
+    num_experts: int
+    shared: int = 0
+    has_map: int = 0
+    activation: str = "silu"
+    layout: str = "halves"
+    x_dtype: str = "bf16"
+    bias: str = "none"
+    id_dtype: str = "i32"
+    alpha: float = 1.702
+    beta: float = 1.0
+    limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        known = {
+            "activation": tuple(ACTIVATION_CODES)[1:],
+            "layout": LAYOUTS,
+            "x_dtype": X_DTYPES,
+            "bias": BIAS_DTYPES,
+            "id_dtype": ID_DTYPES,
+        }
+        least = {"M": 0, "N": 0, "E": 1, "top_k": 1, "num_experts": 1, "shared": 0}
+        require(self, least, known)
+        require_blocks("K", self.K)
+        if self.N % (2 * BLOCK):
+            raise ValueError(f"N must be a multiple of {2 * BLOCK}, got N={self.N}")
+
+    @property
+    def slots(self) -> int:
+        """Routed rows of a token."""
+        return self.top_k + self.shared
+
+
+KEY = ("M", "N", "K", "E", "top_k", "num_experts")
+
+
+def stand_ins(key: Key) -> tuple[Key, ...]:
+    """None: the choice is by rule."""
+    return ()
+
+
+PARAMS = (
+    Param("features", (1, 2, 3, 4, 6, 8), "activated features that a workgroup computes"),
+    Param("waves", WAVES, "waves of a workgroup, which split K"),
+    Param("unroll", (1, 2), "steps of a wave whose loads precede all use"),
+)
+
+
+def refuse_bytes(expert_bytes: int) -> str | None:
+    """Why weights that one descriptor is to cover are too many, or None."""
+    if expert_bytes > MAX_INT:
+        return f"{expert_bytes} bytes of weights are above {MAX_INT}, as 32-bit offsets demand"
+    return None
+
+
+def refusal(problem: MoeUpProblem) -> str | None:
+    """Why the kernel does not cover a problem, or None."""
+    if problem.M * problem.slots > MAX_ROUTED:
+        return f"{problem.M * problem.slots} routed rows are above {MAX_ROUTED}, a grid's most"
+    return refuse_bytes(max(problem.N, 4) * problem.K)
+
+
+def split_of_k(steps: int) -> Config:
+    """Waves and steps of each under way, such that few have nothing to do."""
+    fits = [
+        (rounds * unroll, -waves, unroll)
+        for unroll in PARAMS[2].values
+        for waves, rounds in without_waste(WAVES, steps, unroll)
+    ]
+    wanted = 3 if steps > 2 else steps
+    _, waves, unroll = min(fits, key=lambda fit: (fit[0] > 2, abs(-fit[1] - wanted), fit))
+    return {"waves": -waves, "unroll": unroll}
+
+
+def rows_a_group(
+    target: Target, rows: int, grid_y: int, row_bytes: int, group_bytes: int, most: int
+) -> int:
+    """Of those that give the busiest compute unit the least to read, what has a workgroup read
+    about ``group_bytes``: workgroups start one after the other, and large ones end late."""
+
+    def of_busiest(width: int) -> int:
+        return -(-(-(-rows // width) * grid_y) // target.cu_num) * width
+
+    return min(
+        (width for width in PARAMS[0].values if width <= most),
+        key=lambda width: (of_busiest(width), abs(width * row_bytes - group_bytes)),
+    )
+
+
+def _configure(target: Target, problem: MoeUpProblem) -> Config:
+    rows = max(1, problem.M * problem.slots)
+    features = rows_a_group(target, problem.N // 2, rows, 2 * problem.K, _GROUP_BYTES, most=4)
+    return {"features": features, **split_of_k(-(-problem.K // STEP))}
+
+
+def _defines(target: Target, problem: MoeUpProblem, config: Config) -> Mapping[str, int]:
+    return {
+        "MX_M": 1,
+        "MX_ROWS": 2 * config["features"],
+        "MX_WAVES": config["waves"],
+        "MX_UNROLL": config["unroll"],
+        "MX_X": DTYPE_CODES.get(problem.x_dtype, 0),
+        "MX_OUT": DTYPE_CODES["fp32"],
+        "MX_MAX_GRID_X": MAX_INT,
+        "MX_ACTIVATION": ACTIVATION_CODES[problem.activation],
+        "MX_INTERLEAVED": int(problem.layout == "interleaved"),
+        "MX_SCALE_DWORDS": int(problem.K % (4 * BLOCK) == 0),
+        "MX_HAS_MAP": problem.has_map,
+        "MX_WIDE_IDS": int(problem.id_dtype == "i64"),
+    }
+
+
+def _geometry(target: Target, problem: MoeUpProblem, config: Config) -> Geometry:
+    groups = -(-problem.N // 2 // config["features"])
+    return Geometry(
+        grid=(groups, problem.M * problem.slots, 1),
+        block=(config["waves"] * target.wave_size, 1, 1),
+    )
+
+
+def _scalars(target: Target, problem: MoeUpProblem, config: Config) -> tuple[int | float, ...]:
+    return (
+        *(problem.N, problem.K, problem.top_k, problem.num_experts, problem.shared, problem.E),
+        *(DTYPE_CODES[problem.bias], problem.alpha, problem.beta, problem.limit),
+    )
+
+
+_ARGS = (
+    Arg("topk_ids", "pointer", "r"),
+    Arg("expert_map", "pointer", "r"),
+    Arg("num_tokens", "pointer", "r"),
+    Arg("x", "pointer", "r"),
+    Arg("xs", "pointer", "r"),
+    Arg("wq", "pointer", "r"),
+    Arg("ws", "pointer", "r"),
+    Arg("bias", "pointer", "r"),
+    Arg("h", "pointer", "w"),
+    Arg("N", "i64"),
+    Arg("K", "i64"),
+    *(Arg(name, "i32") for name in ("top_k", "num_experts", "shared", "E", "bias_kind")),
+    *(Arg(name, "f32") for name in ("alpha", "beta", "limit")),
+)
+
+PROBLEM = MoeUpProblem
+
+KERNELS = (
+    declare(
+        "moe_up",
+        "gemv",
+        {"gfx950": "moe/up_gfx950.cu"},
+        symbol="aiter_mx_moe_up",
+        args=_ARGS,
+        defines=_defines,
+        geometry=_geometry,
+        scalars=_scalars,
+        refusal=lambda target, problem: refusal(problem),
+        params=PARAMS,
+        configure=_configure,
+    ),
+    reference("moe_up"),
+)
