@@ -194,14 +194,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                long, int clusters) {
     launch_dependents();
     wait_for_grid_ahead();
-    const Workspace to{static_cast<unsigned char*>(workspace), most_tiles, K, G * N};
+    const Workspace to{static_cast<unsigned char*>(workspace), most_tiles, K, G * N, 0, 0};
     if (threadIdx.x == 0) {
         *to.finished() = 0;
         *to.claimed() = 0;
         *to.begun() = clusters; // each begins with the tile of its own number
     }
     for (long i = threadIdx.x; i < most_tiles * to.words(); i += kThreads)
-        to.expanded(0)[i] = 0;
+        to.expanded()[i] = 0;
     for (long i = threadIdx.x; i < G * N / 32; i += kThreads)
         to.nans()[i] = 0;
     list_tiles({starts, ends, M, G, layout, index_bytes}, to, most_tiles, most_slabs, Columns(N),

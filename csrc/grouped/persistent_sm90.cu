@@ -18,6 +18,11 @@
 //   expander, three warps: x to bf16, for all workgroups
 //   consumer, two warpgroups, 64 rows of w each: w to bf16, multiply; then store the tile
 //
+// With MX_WGRAD it computes the gradient of w instead: tiles_sm90.h says of what. A group's k then
+// end anywhere in a chunk, and what stands after them takes no part: x becomes zeros there, and
+// consumers clear it in their rows of w. Groups without k are no tiles; the expanders write their
+// zeros once all of x is expanded.
+//
 // Clusters stay and claim the tiles of all groups, long ones first, kOrder tiles of tokens with the
 // same w after one another (tiles_sm90.h). What bf16 does not cover is put right after a tile
 // is stored. NaN in w is looked for in the first tile of each group alone, and put right by the
@@ -42,12 +47,65 @@ using namespace mx;
 // claimed is expanded without waiting for others, so launches on several streams cannot block each
 // other.
 
-// Tiles of the list are expanded in bands: the first chunk of each tile of the band, then the
-// second of each. A band has the tiles that clusters begin with together.
-MX_DEVICE int tiles_of_band(int order, int pairs) {
-    const int clusters = gridDim.x / kCluster;
-    return (clusters + order * pairs - 1) / (order * pairs) * order;
+// The first bytes of a vector, and zeros.
+MX_DEVICE u32x4 first_bytes(const u32x4& words, int count) {
+    u32x4 kept;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int bytes = min(max(count - 4 * i, 0), 4);
+        kept.words[i] = bytes == 4 ? words[i] : words[i] & (1u << 8 * bytes) - 1;
+    }
+    return kept;
 }
+
+// A part of a chunk of a tile.
+struct Part {
+    int tile, chunk, part;
+};
+
+// Which part a claim is: bands follow one another, and in each chunks, then tiles, then parts.
+struct Claims {
+    const Workspace& workspace;
+    int band, tiles;
+    int parts; // of a tile
+    unsigned all;
+    // With MX_WGRAD bands differ in depth. This one's number, and its first claim and that after.
+    int number = 0;
+    unsigned begin = 0, end = 0;
+
+    MX_MEMBER Claims(const Workspace& workspace, int band) : workspace(workspace), band(band) {
+        tiles = 0;
+#pragma unroll
+        for (int kind = 1; kind <= kMostSlabs; ++kind)
+            tiles += workspace.tiles()[kind];
+        if constexpr (kWgrad) {
+            all = workspace.bands()[(tiles + band - 1) / band];
+            end = workspace.bands()[1];
+        } else {
+            parts = workspace.chunks() * kChunkParts;
+            all = tiles * parts;
+        }
+    }
+    // Those asked for grow.
+    MX_MEMBER Part at(unsigned claim) {
+        if constexpr (kWgrad) {
+            while (claim >= end) {
+                begin = end;
+                end = workspace.bands()[++number + 1];
+            }
+            return inside(number * band, claim - begin);
+        }
+        const unsigned of_band = band * parts;
+        return inside(claim / of_band * band, claim % of_band);
+    }
+
+  private:
+    MX_MEMBER Part inside(int first, int claim) const {
+        const int height = min(band, tiles - first);
+        return {first + claim / kChunkParts % height, claim / (height * kChunkParts),
+                claim % kChunkParts};
+    }
+};
 
 template <int Threads, int Barrier>
 struct Expander {
@@ -64,37 +122,61 @@ struct Expander {
     unsigned turn; // shared: what was claimed
     unsigned now;  // shared: the tile that this workgroup multiplies, or one beyond all
 
-    MX_MEMBER void run(int band) const {
+    // Returns how far beyond all parts the first such claim is, and how many parts there are.
+    MX_MEMBER unsigned run(int band, unsigned& parts) const {
         unsigned next = thread == 0 ? claim() : 0;
-        int tiles = 0;
-#pragma unroll
-        for (int kind = 1; kind <= kMostSlabs; ++kind)
-            tiles += workspace.tiles()[kind];
-        const int parts = workspace.chunks() * kChunkParts;
-        const unsigned of_band = band * parts, all = tiles * parts;
+        Claims claims(workspace, band);
         while (true) {
             if (thread == 0)
                 store_shared(turn, next);
             named_barrier(Barrier, Threads);
             const unsigned mine = load_shared(turn);
-            if (mine >= all)
-                return;
+            if (mine >= claims.all) {
+                parts = claims.all;
+                return mine - parts;
+            }
             if (thread == 0)
                 next = claim();
-            const int first = mine / of_band * band, height = min(band, tiles - first);
-            const int inside = mine % of_band, chunk = inside / (height * kChunkParts);
-            const int tile = first + inside / kChunkParts % height, part = inside % kChunkParts;
+            const auto [tile, chunk, part] = claims.at(mine);
             if (thread == 0)
                 while (tile >= (static_cast<int>(watch_shared(now)) / band + 1 + kAhead) * band)
                     sleep(500);
             named_barrier(Barrier, Threads);
-            const bool outside = expand(workspace.tile()[tile], chunk, part);
+            const TokenTile of = workspace.tile()[tile];
+            if (kWgrad && chunk * kChunkUnits >= workspace.units(of))
+                continue; // another tile of the band has more
+            const bool outside = expand(of, chunk, part);
             fence_async_global();
             const bool any = named_barrier_or(Barrier, Threads, outside);
             const unsigned long long bit = 1ull << (chunk % kChunksOfWord * kChunkParts + part);
             if (thread == 0)
-                set_bits_release(workspace.expanded(tile) + chunk / kChunksOfWord,
+                set_bits_release(workspace.expanded(of) + chunk / kChunksOfWord,
                                  bit | (any ? bit << 32 : 0));
+        }
+    }
+
+    // Writes the zeros of groups without k, in pieces of which the first claim is this one's.
+    MX_MEMBER void clear(unsigned piece, unsigned parts, unsigned char* y, long group_bytes) const {
+        constexpr int piece_bytes = 32 << 10;
+        const unsigned of_group = (group_bytes + piece_bytes - 1) / piece_bytes;
+        const unsigned all = *workspace.empty() * of_group;
+        const bool aligned = reinterpret_cast<unsigned long long>(y) % 16 == 0;
+        while (piece < all) {
+            const long first = piece % of_group * static_cast<long>(piece_bytes);
+            const int bytes = min(group_bytes - first, static_cast<long>(piece_bytes));
+            unsigned char* const to =
+                y + workspace.empty_group()[piece / of_group] * group_bytes + first;
+            if (aligned)
+                for (int at = thread * 16; at < bytes; at += Threads * 16)
+                    store_vector(to + at, u32x4{});
+            else
+                for (int at = thread * 2; at < bytes; at += Threads * 2)
+                    *reinterpret_cast<unsigned short*>(to + at) = 0;
+            if (thread == 0)
+                store_shared(turn, claim() - parts);
+            named_barrier(Barrier, Threads);
+            piece = load_shared(turn);
+            named_barrier(Barrier, Threads); // all have read it
         }
     }
 
@@ -107,14 +189,12 @@ struct Expander {
         constexpr int of_slab = kSlabRows / kOctet;
         const int octets = (tile.rows + kSlabRows - 1) / kSlabRows * (of_slab / kChunkParts);
         const long k = static_cast<long>(chunk) * (kChunkUnits * kUnitK) + step * 16;
-        const unsigned char* payload = xq + tile.row * K + k;
-        const unsigned char* scales = xs + (tile.row * K + k) / kBlock;
-        const int units = min(workspace.units() - chunk * kChunkUnits, kChunkUnits);
-        unsigned char* const to =
-            workspace.x() +
-            (static_cast<long>(tile.slab) * workspace.units() + chunk * kChunkUnits) *
-                kSlabUnitBytes +
-            step * 256 + in_octet * 16;
+        const Depth depth = depth_of(tile, K);
+        const unsigned char* payload = xq + tile.row * K + depth.start + k;
+        const unsigned char* scales = xs + (tile.row * K + depth.start + k) / kBlock;
+        const int units = min(workspace.units(tile) - chunk * kChunkUnits, kChunkUnits);
+        unsigned char* const to = workspace.x(tile, 0) + chunk * kChunkUnits * kSlabUnitBytes +
+                                  step * 256 + in_octet * 16;
         bool outside = false;
         for (int from = thread / kLanes; from < octets; from += kWarps * kUnroll) {
             u32x4 words[kUnroll][kChunkUnits];
@@ -128,8 +208,11 @@ struct Expander {
                 for (int unit = 0; unit < kChunkUnits; ++unit) {
                     words[i][unit] = u32x4{};
                     scale[i][unit] = 127;
-                    if (k + unit * kUnitK < K) {
+                    if (k + unit * kUnitK < depth.columns) {
                         words[i][unit] = load(payload + row * K + unit * kUnitK);
+                        if constexpr (kWgrad)
+                            words[i][unit] =
+                                first_bytes(words[i][unit], depth.columns - k - unit * kUnitK);
                         scale[i][unit] = load_byte(scales + (row * K + unit * kUnitK) / kBlock);
                     }
                 }
@@ -140,7 +223,8 @@ struct Expander {
                     break;
                 const int octet = part * octets + from + i * kWarps;
                 unsigned char* const slab =
-                    to + octet / of_slab * (workspace.units() * static_cast<long>(kSlabUnitBytes)) +
+                    to +
+                    octet / of_slab * (workspace.units(tile) * static_cast<long>(kSlabUnitBytes)) +
                     octet % of_slab * 1024;
 #pragma unroll
                 for (int unit = 0; unit < kChunkUnits; ++unit)
@@ -203,9 +287,12 @@ constexpr int kClaimAhead = 3; // units before its end that a tile's successor i
 // The tile of this turn of the cluster, which was told.
 MX_DEVICE Work told(unsigned barriers, unsigned turn) {
     const unsigned place = barriers + kWork + turn % kWorkPlaces * sizeof(Work);
-    const u32x4 halves[2] = {load_shared_vector(place), load_shared_vector(place + 16)};
+    u32x4 pieces[kWorkPieces];
+#pragma unroll
+    for (int i = 0; i < kWorkPieces; ++i)
+        pieces[i] = load_shared_vector(place + 16 * i);
     Work work;
-    __builtin_memcpy(&work, halves, sizeof(Work));
+    __builtin_memcpy(&work, pieces, sizeof(Work));
     return work;
 }
 // Waits until the tile of this turn is told, and returns it.
@@ -220,9 +307,15 @@ struct Operands {
     Out* y;
     long N, K;
     int bias_kind;
+    long M; // rows of x
 
     MX_MEMBER long blocks() const { return K / kBlock; }
     MX_MEMBER int units() const { return (K + kUnitK - 1) / kUnitK; }
+    // The first row of w of a tile's group, and the first row of y of its tokens.
+    MX_MEMBER long w_row(const TokenTile& tile) const { return kWgrad ? 0 : tile.group * N; }
+    MX_MEMBER long y_row(const TokenTile& tile) const {
+        return kWgrad ? tile.group * M + tile.row : tile.row;
+    }
 };
 
 // Fills stage after stage, for one tile after another.
@@ -237,7 +330,7 @@ struct Producer {
     unsigned long long expanded; // of the tile, as last seen
 
     // Waits until a chunk of x is there, and what its expansion noted.
-    MX_MEMBER void await(int tile, int chunk) {
+    MX_MEMBER void await(const TokenTile& tile, int chunk) {
         const int place = chunk % kChunksOfWord;
         if (place == 0)
             expanded = 0;
@@ -271,20 +364,21 @@ struct Producer {
     MX_MEMBER void send(unsigned turn, const Work& work) const {
         const unsigned place = barriers + kWork + turn % kWorkPlaces * sizeof(Work);
         const unsigned barrier = barriers + kWorkFull + 8 * (turn % kWorkPlaces);
-        u32x4 halves[2];
-        __builtin_memcpy(halves, &work, sizeof(Work));
+        u32x4 pieces[kWorkPieces];
+        __builtin_memcpy(pieces, &work, sizeof(Work));
         for (int to = 0; to < kCluster; ++to)
-            for (int i = 0; i < 2; ++i)
-                store_async(address_in_cluster(place + 16 * i, to), halves[i],
+            for (int i = 0; i < kWorkPieces; ++i)
+                store_async(address_in_cluster(place + 16 * i, to), pieces[i],
                             address_in_cluster(barrier, to));
     }
 
     MX_MEMBER void tile(const Work& work, Walk& walk, unsigned turn) {
         // What tails need has been expanded, or will be whatever this workgroup multiplies.
         announce_shared(now, work.tail ? kNoTile : work.tokens.index);
-        const int units = t.units(), index = work.tokens.index;
+        const int units = workspace.units(work.tokens);
         const int slabs = (work.tokens.rows + kSlabRows - 1) / kSlabRows;
-        const int row = work.tokens.group * t.N + work.n + (work.tail ? 0 : rank * kRows);
+        const int row = t.w_row(work.tokens) + work.n + (work.tail ? 0 : rank * kRows);
+        const int start = depth_of(work.tokens, t.K).start;
         const int claimed_at = max(units - kClaimAhead, 0);
         const long slab_bytes = units * static_cast<long>(kSlabUnitBytes);
         // Each workgroup brings every second slab of a tile to both, and of a tail what it needs
@@ -293,7 +387,7 @@ struct Producer {
         const int end = work.tail ? min(first + work.slabs, slabs) : slabs;
         const int arriving = max(work.tail ? end - first : slabs, 0) * kSlabUnitBytes;
         const unsigned short mask = work.tail ? 1 << rank : (1 << kCluster) - 1;
-        const unsigned char* x = workspace.x() + (work.tokens.slab + first) * slab_bytes;
+        const unsigned char* x = workspace.x(work.tokens, first);
         unsigned next = 0;
         for (int unit = 0; unit < units; ++unit) {
             if (unit == claimed_at && rank == 0)
@@ -304,12 +398,13 @@ struct Producer {
                 barrier_wait(barriers + kWEmpty + 8 * w.at, w.parity ^ 1);
                 const unsigned w_barrier = barriers + kWFull + 8 * w.at;
                 barrier_arrive_expect(w_barrier, kStageW);
-                tma_load(shared + kAtW + w.at * kStageW, weights, unit * kUnitK, row, w_barrier);
+                tma_load(shared + kAtW + w.at * kStageW, weights, start + unit * kUnitK, row,
+                         w_barrier);
                 w.next();
             }
             barrier_wait(barriers + kEmpty + 8 * ring.at, ring.parity ^ 1);
             if (unit % kChunkUnits == 0)
-                await(index, unit / kChunkUnits);
+                await(work.tokens, unit / kChunkUnits);
             const unsigned barrier = barriers + kXFull + 8 * ring.at;
             barrier_arrive_expect(barrier, arriving);
             const unsigned place = shared + ring.at * kStageX + first * kSlabUnitBytes;
@@ -324,23 +419,58 @@ struct Producer {
     }
 };
 
+MX_DEVICE float value(float x) { return x; }
+template <class T>
+MX_DEVICE float value(T x) {
+    return to_f32(x);
+}
+
 // Some outputs are computed without the matrix unit: those that NaN in w reaches, and those of
 // scales that bf16 does not cover.
 
 // True if bf16 does not cover a scale of this row of x.
-MX_DEVICE bool token_outside(const Operands& t, long row) {
+MX_DEVICE bool token_outside(const Operands& t, long row, const Depth& depth) {
     bool outside = false;
-    for (long i = 0; i < t.blocks(); ++i) {
+    const long start = kWgrad ? depth.start / kBlock : 0;
+    const long blocks = kWgrad ? (depth.columns + kBlock - 1) / kBlock : t.blocks();
+    for (long i = start; i < start + blocks; ++i) {
         const unsigned scale = load_byte(t.xs + row * t.blocks() + i);
         outside |= scale > kLastXScale && scale != kNanScale;
     }
     return outside;
 }
 
+// An output of these rows of x and w, without the bias.
+MX_DEVICE float sum_again(const Operands& t, long x, long w, const Depth& depth) {
+    const unsigned char *xq = t.xq + x * t.K, *xs = t.xs + x * t.blocks();
+    const unsigned char *wq = t.wq + w * t.K, *ws = t.ws + w * t.blocks();
+    if constexpr (!kWgrad)
+        return exact_output(xq, xs, wq, ws, t.K);
+    constexpr int piece = 16;
+    float sum = 0.0f;
+#pragma unroll 1
+    for (long k = depth.start; k < depth.start + depth.columns; k += piece) {
+        f32x2 values[8], weights[8];
+        const int left = min(depth.start + depth.columns - k, static_cast<long>(piece));
+        const u32x4 x_words = first_bytes(load(xq + k), left);
+        const u32x4 w_words = first_bytes(load(wq + k), left);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            e4m3x4_to_f32(x_words[i], values[2 * i], values[2 * i + 1]);
+            e4m3x4_to_f32(w_words[i], weights[2 * i], weights[2 * i + 1]);
+        }
+        sum = add_scaled(sum, dot(values, weights), e8m0_split(load_byte(xs + k / kBlock)),
+                         e8m0_to_f32(load_byte(ws + k / kBlock)));
+    }
+    return sum;
+}
+
 // Computes the outputs of a warp's 16 rows of w, from n, that the matrix unit cannot. Lane 4g + t
-// tells whether bf16 does not cover a scale of row g, or of row g + 8 where t is odd.
+// tells whether bf16 does not cover a scale of row g, or of row g + 8 where t is odd. Where y is
+// added to, nothing of these rows has been stored, and all of it is computed.
 MX_DEVICE void compute_again(const Operands& t, const TokenTile& tokens, long n, int lane,
                              bool scale_outside, bool x_outside) {
+    const Depth depth = depth_of(tokens, t.K);
     x_outside = __any_sync(0xffffffff, x_outside);
     const unsigned scales_outside = __ballot_sync(0xffffffff, scale_outside);
 #pragma unroll 1
@@ -350,18 +480,18 @@ MX_DEVICE void compute_again(const Operands& t, const TokenTile& tokens, long n,
             break;
         const int lanes = row % 8 * 4, half = row / 8; // those that hold this row
         const bool outside_row = scales_outside >> lanes & (half ? 0xa : 0x5);
-        if (!outside_row && !x_outside)
+        if (!kAccumulate && !outside_row && !x_outside)
             continue;
-        const long w = tokens.group * t.N + in_group;
-        const float added = load_bias(t.bias, t.bias_kind, w);
+        const long w = t.w_row(tokens) + in_group;
+        const float added = kWgrad ? 0 : load_bias(t.bias, t.bias_kind, w);
 #pragma unroll 1
         for (int m = lane; m < tokens.rows; m += kLanes) {
             const long x = tokens.row + m;
-            if (!outside_row && !token_outside(t, x))
+            if (!kAccumulate && !outside_row && !token_outside(t, x, depth))
                 continue;
-            const float sum = exact_output(t.xq + x * t.K, t.xs + x * t.blocks(), t.wq + w * t.K,
-                                           t.ws + w * t.blocks(), t.K);
-            store(t.y + x * t.N + in_group, sum + added);
+            const float sum = sum_again(t, x, w, depth);
+            Out* const to = t.y + (t.y_row(tokens) + m) * t.N + in_group;
+            store(to, sum + (kAccumulate ? value(*to) : added));
         }
     }
 }
@@ -395,7 +525,8 @@ MX_DEVICE void spread_nans(const Operands& t, const Workspace& workspace, const 
             const int at = __ffs(some) - 1;
             const bool mine = __shfl_sync(0xffffffff, own, at) >> lane & 1;
             const long row = (base + at) * 32 + lane, group = row / t.N;
-            const RowRange range = groups.range(group);
+            const RowRange range =
+                kWgrad ? RowRange{group * t.M, (group + 1) * t.M} : groups.range(group);
             if (mine)
 #pragma unroll 1
                 for (long m = range.begin; m < range.end; ++m)
@@ -431,7 +562,9 @@ struct Results {
     template <int Slabs>
     MX_MEMBER bool store(const float (&sums)[Slabs * 32], const float (&added)[2],
                          bool again) const {
-        if constexpr (sizeof(Out) == 4)
+        if constexpr (kAccumulate)
+            return add<Slabs>(sums, again);
+        else if constexpr (sizeof(Out) == 4)
             return store_fp32<Slabs>(sums, added, again);
         else
             return store_16<Slabs>(sums, added, again);
@@ -443,12 +576,35 @@ struct Results {
                               bool again) const {
         const int lane = thread % kLanes;
         const long first = n + thread / kLanes * 16 + lane / 4; // row of w
-        Out* to = t.y + (tokens.row + lane % 4 * 2) * t.N + first;
+        Out* to = t.y + (t.y_row(tokens) + lane % 4 * 2) * t.N + first;
 #pragma unroll
         for (int i = 0; i < Slabs * 32; ++i) {
             const int token = i / 4 * 8 + i % 2, row = i / 2 % 2 * 8;
             if (token + lane % 4 * 2 < tokens.rows && first + row < t.N)
                 mx::store(to + token * t.N + row, sums[i] + added[i / 2 % 2]);
+        }
+        return named_barrier_or(1 + index, kGroupThreads, again);
+    }
+
+    // Adds to what y holds, unless the warp's rows are to be computed again. No one else adds to
+    // these, so that fp32 can be added in the L2 without waiting for what is there.
+    template <int Slabs>
+    MX_MEMBER bool add(const float (&sums)[Slabs * 32], bool again) const {
+        const int lane = thread % kLanes;
+        const long first = n + thread / kLanes * 16 + lane / 4; // row of w
+        Out* to = t.y + (t.y_row(tokens) + lane % 4 * 2) * t.N + first;
+        if (!__any_sync(0xffffffff, again)) {
+#pragma unroll
+            for (int i = 0; i < Slabs * 32; ++i) {
+                const int token = i / 4 * 8 + i % 2, row = i / 2 % 2 * 8;
+                if (token + lane % 4 * 2 >= tokens.rows || first + row >= t.N)
+                    continue;
+                Out* const at = to + token * t.N + row;
+                if constexpr (sizeof(Out) == 4)
+                    atomicAdd(at, sums[i]);
+                else
+                    mx::store(at, sums[i] + value(*at));
+            }
         }
         return named_barrier_or(1 + index, kGroupThreads, again);
     }
@@ -527,7 +683,7 @@ struct Results {
 #pragma unroll 1
             for (int box = First + (thread / kLanes - First & kWarps - 1); box < whole;
                  box += kWarps)
-                tma_store(map, n * sizeof(Out), tokens.row + box * kBoxRows, place(box));
+                tma_store(map, n * sizeof(Out), t.y_row(tokens) + box * kBoxRows, place(box));
             tma_store_commit();
         }
 #pragma unroll 1
@@ -543,7 +699,7 @@ struct Results {
 #pragma unroll 1
         for (int row = thread / 8; row < rows; row += kGroupThreads / 8) {
             const u32x4 values = load_shared_vector(staged + row * 128 + (piece ^ (row % 8)) * 16);
-            Out* to = t.y + (tokens.row + first + row) * t.N + n + piece * 8;
+            Out* to = t.y + (t.y_row(tokens) + first + row) * t.N + n + piece * 8;
             if (aligned)
                 store_vector(to, values);
             else
@@ -574,9 +730,11 @@ struct Consumer {
     TokenTile tokens; // this consumer's part of the tile
     int n;            // its first row of w
     int slabs;        // of tokens; of the next tile once that is awaited
-    int x_slab;       // of a stage
-    Ring ring;        // where x of the next unit to multiply is
-    WRing w;          // where w of the next unit to expand is
+    // With MX_WGRAD: of the tile its units, and k of it from the next box of w on.
+    int own_units, left;
+    int x_slab; // of a stage
+    Ring ring;  // where x of the next unit to multiply is
+    WRing w;    // where w of the next unit to expand is
     // Stage of the unit before, or of the tile before, where results may be on their way out; none
     // at first. And that of the last w of the tile before, likewise.
     int used = -1, used_w;
@@ -602,6 +760,7 @@ struct Consumer {
                        (lane / 8 ^ lane % 8) * 16);
     }
 
+    MX_MEMBER int tile_units() const { return kWgrad ? own_units : t.units(); }
     // The next two scales of this lane's.
     MX_MEMBER void load_scales() {
         if constexpr (MX_SCALES_APART) {
@@ -609,6 +768,8 @@ struct Consumer {
             scales = first | (scales_left > 1 ? load_byte(scales_at + 1) : 127) << 8;
         } else {
             scales = scales_left > 0 ? load_two(scales_at) : 127 * 0x0101;
+            if (kWgrad && scales_left == 1)
+                scales = (scales & 0xff) | 127 << 8;
         }
         scales_at += 4;
         scales_left -= 4;
@@ -623,8 +784,10 @@ struct Consumer {
         slabs = __shfl_sync(0xffffffff, work.slabs, 0);
         const long row = first_row(work, work.tail) + warp * 16 + lane / 4 + lane % 2 * 8;
         const int skipped = lane / 2 % 2 * 2;
-        scales_at = t.ws + (work.tokens.group * t.N + min(row, t.N - 1)) * t.blocks() + skipped;
-        scales_left = t.blocks() - skipped;
+        const Depth depth = depth_of(work.tokens, t.K);
+        scales_at = t.ws + (t.w_row(work.tokens) + min(row, t.N - 1)) * t.blocks() +
+                    depth.start / kBlock + skipped;
+        scales_left = (kWgrad ? (depth.columns + kBlock - 1) / kBlock : t.blocks()) - skipped;
         load_scales();
     }
     // Takes the tile of a turn.
@@ -633,6 +796,10 @@ struct Consumer {
         const int tail = __shfl_sync(0xffffffff, work.tail, 0);
         x_slab = tail ? rank * slabs : 0;
         tokens = work.tokens;
+        if constexpr (kWgrad) {
+            left = __shfl_sync(0xffffffff, static_cast<int>(depth_of(tokens, t.K).columns), 0);
+            own_units = chunks_of(left) * kChunkUnits;
+        }
         looks_for_nan = __shfl_sync(0xffffffff, tokens.first, 0);
         tokens.row += x_slab * kSlabRows;
         tokens.rows = min(tokens.rows - x_slab * kSlabRows, slabs * kSlabRows);
@@ -659,12 +826,35 @@ struct Consumer {
             release_w(used_w);
     }
 
+    // Clears what comes after the tile's last k in this warp's rows of w, in the next box.
+    MX_MEMBER void cut() const {
+        const unsigned rows =
+            shared + kAtW + w.at * kStageW + (index * kGroupRows + warp * 16) * kBoxK;
+#pragma unroll 1
+        for (int i = lane; i < 16 * (kBoxK / 16); i += kLanes) {
+            const int row = i / 8, piece = i % 8, count = left - piece * 16;
+            if (count >= 16)
+                continue;
+            const unsigned place = rows + row * kBoxK + (piece ^ row % 8) * 16;
+            const u32x4 words = first_bytes(load_shared_vector(place), count);
+            store_shared_16(place, words.words);
+        }
+        fence_async(); // copies write there next
+        __syncwarp();
+    }
+
     // The payload of the next unit, once it is there, and its scales as factors. Odd: of its
     // tile's.
     template <bool Odd>
     MX_MEMBER void fetch() {
-        if constexpr (!Odd)
+        if constexpr (!Odd) {
             barrier_wait(barriers + kWFull + 8 * w.at, w.parity);
+            if constexpr (kWgrad) {
+                if (left < kBoxK)
+                    cut();
+                left -= kBoxK;
+            }
+        }
         const unsigned place = (w_place + w.at * kStageW) ^ (Odd ? kUnitK : 0);
         load_matrices(words[0], place);
         load_matrices(words[1], place + 8 * kBoxK);
@@ -749,7 +939,7 @@ struct Consumer {
             release(used);
         }
         used = -1;
-        for (int unit = 0; unit < t.units(); ++unit) {
+        for (int unit = 0; unit < tile_units(); ++unit) {
             barrier_wait(barriers + kXFull + 8 * ring.at, ring.parity);
             if (unit % kBoxUnits == 0) {
                 barrier_wait(barriers + kWFull + 8 * w.at, w.parity);
@@ -777,7 +967,7 @@ struct Consumer {
         // A consumer has two slabs of a tail at most.
         const unsigned x_place = shared + (Slabs > 2 ? 0 : x_slab * kSlabUnitBytes);
         unsigned a[2][4][4];
-        const int units = t.units();
+        const int units = tile_units();
         fetch<false>();
         expand<0>(a[0]);
         expand<1>(a[0]);
@@ -808,15 +998,16 @@ struct Consumer {
                       nan[1] & 0x80808080);
         const bool scale_outside = min(least & 0xffff, least >> 16) < kFirstWScale ||
                                    max(most & 0xffff, most >> 16) > kLastWScale;
-        const bool x_outside = tile_outside(tokens.index);
+        const bool x_outside = tile_outside(tokens);
         const bool again = scale_outside || x_outside;
         float added[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            added[i] =
-                load_bias(t.bias, t.bias_kind,
-                          tokens.group * t.N +
-                              min(static_cast<long>(n) + warp * 16 + lane / 4 + i * 8, t.N - 1));
+            added[i] = kWgrad ? 0
+                              : load_bias(t.bias, t.bias_kind,
+                                          tokens.group * t.N + min(static_cast<long>(n) +
+                                                                       warp * 16 + lane / 4 + i * 8,
+                                                                   t.N - 1));
         await();
         wgmma_wait<0>();
         keep_in_order(sums);
@@ -851,13 +1042,13 @@ struct Consumer {
             spread_nans(t, workspace, groups, thread);
     }
 
-    MX_MEMBER bool tile_outside(int tile) const {
+    MX_MEMBER bool tile_outside(const TokenTile& tile) const {
         // No loop for the usual K: it would wait for what it loads.
         const unsigned long long* from = workspace.expanded(tile);
-        unsigned long long bits = lane < workspace.words() ? load_relaxed(from + lane) : 0;
-        if (workspace.words() > kLanes)
+        unsigned long long bits = lane < workspace.words(tile) ? load_relaxed(from + lane) : 0;
+        if (workspace.words(tile) > kLanes)
 #pragma unroll 1
-            for (int i = lane + kLanes; i < workspace.words(); i += kLanes)
+            for (int i = lane + kLanes; i < workspace.words(tile); i += kLanes)
                 bits |= load_relaxed(from + i);
         return bits >> 32;
     }
@@ -903,8 +1094,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     cluster_wait();
     wait_for_grid_ahead();
 
-    const Operands t{xq, xs, wq, ws, bias, y, N, K, bias_kind};
-    const Workspace workspace{static_cast<unsigned char*>(workspace_memory), most_tiles, K, G * N};
+    const Operands t{xq, xs, wq, ws, bias, y, N, K, kWgrad ? kNone : bias_kind, M};
+    const Workspace workspace{
+        static_cast<unsigned char*>(workspace_memory), most_tiles, K, G * N, most_slabs, G};
     const int rank = rank_in_cluster();
     // Told so, ptxas knows that it is the same for all lanes of a warp.
     const int group = __shfl_sync(0xffffffff, threadIdx.x / kGroupThreads, 0);
@@ -918,7 +1110,12 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         } else if (thread >= kLanes) {
             const Expander<kExpanderThreads, kExpanderBarrier> expander{
                 workspace, xq, xs, K, thread - kLanes, turn, now};
-            expander.run(tiles_of_band(kOrder, pairs));
+            unsigned parts;
+            const unsigned beyond =
+                expander.run(tiles_of_band(kOrder, pairs, gridDim.x / kCluster), parts);
+            if constexpr (kWgrad && !kAccumulate)
+                expander.clear(beyond, parts, reinterpret_cast<unsigned char*>(y),
+                               M * N * static_cast<long>(sizeof(Out)));
         }
         __syncwarp();
     } else {

@@ -10,14 +10,28 @@
 //   256:   16 bytes a row of even k | 16 bytes a row of odd k
 //
 // which is how wgmma takes its B from shared memory, so that a unit of a tile is one copy a slab.
+//
+// With MX_WGRAD the product is the gradient of w (aiter_mx/kernels/grouped_wgrad/problem.py). Then
+// x is the gradient of the forward product's result and w its x, both transposed: all groups have
+// the same rows of them, and each has its own k, whole chunks of them in the workspace.
 #pragma once
 
 #include "common/target.h"
 
+#ifndef MX_WGRAD
+#define MX_WGRAD 0
+#endif
+#ifndef MX_ACCUMULATE
+#define MX_ACCUMULATE 0
+#endif
+
 namespace mx {
 
+constexpr bool kWgrad = MX_WGRAD;
+constexpr bool kAccumulate = MX_ACCUMULATE; // with MX_WGRAD: y is added to
 constexpr int kSlabRows = 64;
 constexpr int kMostSlabs = 4; // of a tile
+constexpr int kMostRows = kMostSlabs * kSlabRows;
 constexpr int kUnitK = 64;
 constexpr int kSlabUnitBytes = kSlabRows * kUnitK * 2;
 constexpr int kChunkUnits = 2; // of a tile's x that are expanded together
@@ -32,19 +46,72 @@ struct TokenTile {
     short rows;
     short first; // whether it is the first of its group
     int group;
-    int slab;  // first, of the workspace
+    int slab;  // first, of the workspace; with MX_WGRAD the first unit of it
     int index; // in the list
+#if MX_WGRAD
+    int start, columns; // first k of the group, a multiple of a chunk's, and how many it has
+    int word;           // first of those that tell what is expanded
+    int unused;
+#endif
 };
+
+// The k that a tile is a sum over.
+struct Depth {
+    long start, columns;
+};
+MX_DEVICE Depth depth_of(const TokenTile& tile, long K) {
+#if MX_WGRAD
+    return {tile.start, tile.columns};
+#else
+    return {0, K};
+#endif
+}
+
+// Chunks of so many k.
+MX_DEVICE int chunks_of(long columns) {
+    return (columns + kUnitK * kChunkUnits - 1) / (kUnitK * kChunkUnits);
+}
+MX_DEVICE int words_of(int chunks) { return (chunks + kChunksOfWord - 1) / kChunksOfWord; }
 
 // The parts of the workspace; the host sizes it: aiter_mx/kernels/grouped_gemm. They are computed
 // where they are needed, from the kernel's arguments, so that they take no registers.
 struct Workspace {
     unsigned char* start;
     long most_tiles, K, w_rows; // w_rows: of all groups
+    long most_words, groups;    // with MX_WGRAD: words of all tiles
 
     MX_MEMBER int units() const { return (K + kUnitK - 1) / kUnitK; } // of a tile
     MX_MEMBER int chunks() const { return (units() + kChunkUnits - 1) / kChunkUnits; }
-    MX_MEMBER int words() const { return (chunks() + kChunksOfWord - 1) / kChunksOfWord; }
+    MX_MEMBER int words() const { return words_of(chunks()); }
+    MX_MEMBER unsigned* after_nans() const { return nans() + w_rows / 32; }
+    // With MX_WGRAD: how many groups have no k, and their numbers.
+    MX_MEMBER int* empty() const { return tiles() + kMostSlabs + 1; }
+    MX_MEMBER int* empty_group() const { return reinterpret_cast<int*>(after_nans()); }
+    // Likewise: the first claim of each band of the expansion, and that after the last.
+    MX_MEMBER unsigned* bands() const { return after_nans() + groups; }
+#if MX_WGRAD
+    MX_MEMBER unsigned char* x() const { return up_to_x(bands() + most_tiles + 1); }
+    MX_MEMBER long all_words() const { return most_words; }
+    MX_MEMBER unsigned long long* expanded(const TokenTile& tile) const {
+        return expanded() + tile.word;
+    }
+    MX_MEMBER static int units(const TokenTile& tile) { return chunks_of(tile.columns) * 2; }
+    MX_MEMBER static int words(const TokenTile& tile) { return words_of(chunks_of(tile.columns)); }
+    MX_MEMBER unsigned char* x(const TokenTile& tile, int slab) const {
+        return x() + (tile.slab + slab * static_cast<long>(units(tile))) * kSlabUnitBytes;
+    }
+#else
+    MX_MEMBER unsigned char* x() const { return up_to_x(after_nans()); }
+    MX_MEMBER long all_words() const { return most_tiles * words(); }
+    MX_MEMBER unsigned long long* expanded(const TokenTile& tile) const {
+        return expanded() + static_cast<long>(tile.index) * words();
+    }
+    MX_MEMBER int units(const TokenTile&) const { return units(); }
+    MX_MEMBER int words(const TokenTile&) const { return words(); }
+    MX_MEMBER unsigned char* x(const TokenTile& tile, int slab) const {
+        return x() + (tile.slab + slab) * (units() * static_cast<long>(kSlabUnitBytes));
+    }
+#endif
 
     // How many tiles of 1, 2, .. kMostSlabs slabs there are, from index 1.
     MX_MEMBER int* tiles() const { return reinterpret_cast<int*>(start); }
@@ -58,14 +125,17 @@ struct Workspace {
     MX_MEMBER TokenTile* tile() const { return reinterpret_cast<TokenTile*>(start + 256); }
     // Of each kChunksOfWord chunks of a tile: a bit for each part that is there; in the upper half,
     // whether it has scales that bf16 does not cover.
-    MX_MEMBER unsigned long long* expanded(long of_tile) const {
-        return reinterpret_cast<unsigned long long*>(tile() + most_tiles) + of_tile * words();
+    MX_MEMBER unsigned long long* expanded() const {
+        return reinterpret_cast<unsigned long long*>(tile() + most_tiles);
     }
     // A bit for each row of w that has NaN.
-    MX_MEMBER unsigned* nans() const { return reinterpret_cast<unsigned*>(expanded(most_tiles)); }
-    MX_MEMBER unsigned char* x() const {
-        return start + ((reinterpret_cast<unsigned char*>(nans()) - start) + w_rows / 8 + 1023) /
-                           1024 * 1024;
+    MX_MEMBER unsigned* nans() const {
+        return reinterpret_cast<unsigned*>(expanded() + all_words());
+    }
+
+  private:
+    MX_MEMBER unsigned char* up_to_x(unsigned* end) const {
+        return start + (reinterpret_cast<unsigned char*>(end) - start + 1023) / 1024 * 1024;
     }
 };
 
@@ -109,6 +179,12 @@ constexpr int kGroupRows = 64; // of w for a consumer
 constexpr int kRows = kConsumers * kGroupRows;
 constexpr int kNoTile = 1 << 30; // beyond all
 
+// Tiles of the list are expanded in bands: the first chunk of each tile of the band, then the
+// second of each. A band has the tiles that clusters begin with together.
+MX_DEVICE int tiles_of_band(int order, int pairs, int clusters) {
+    return (clusters + order * pairs - 1) / (order * pairs) * order;
+}
+
 // The rows of a w are cut into those of tiles. Where one or two consumers of a tile would have
 // none, two slabs are a tail: each workgroup has both, and half of the tokens. One slab is no tail:
 // what its x takes from the L2 would make it as long as a whole tile.
@@ -143,7 +219,8 @@ struct Work {
     short slabs; // of tokens that a consumer multiplies; 0 after the last tile
     short tail;  // whether it is one of a tail
 };
-static_assert(sizeof(Work) == 32, "is sent as two vectors");
+constexpr int kWorkPieces = sizeof(Work) / 16;
+static_assert(sizeof(Work) == 16 * kWorkPieces, "is sent as vectors");
 
 // The tiles in the order in which clusters begin them: those where a consumer has most slabs first.
 template <int Order>
@@ -179,7 +256,7 @@ struct TileWalk {
             if (in_tails) {
                 first += tiles[slabs];
                 if (--slabs == 0)
-                    return Work{{}, 0, 0, 0};
+                    return Work{};
             }
             in_tails = !in_tails;
         }

@@ -87,6 +87,8 @@ def draw_case(
     exponents: tuple[int, int] = (-6, 6),
     index: torch.dtype = torch.int32,
     room: int = 0,
+    x_exponents: tuple[int, int] | None = None,
+    **nans: float,
 ) -> Case:
     """A case whose groups have these lengths, with NaN in all padding.
 
@@ -95,15 +97,17 @@ def draw_case(
         K: rows of x.
         lens: columns of each group.
         seed: of all that is drawn.
-        exponents: first and last power of two of the scales.
+        exponents: first and last power of two of grad's scales.
         index: dtype of offsets and lengths.
         room: columns after the last group.
+        x_exponents: of x's scales, or None where they are grad's.
+        nans: shares of NaN, as ``random_mx`` takes them.
     """
     generator = torch.Generator().manual_seed(seed)
     offs = [0, *accumulate(-(-length // START) * START for length in lens)]
     P = offs[-1] + room
-    grad = random_mx(N, P, generator, scale_exponents=exponents)
-    x = random_mx(K, P, generator, scale_exponents=exponents)
+    grad = random_mx(N, P, generator, scale_exponents=exponents, **nans)
+    x = random_mx(K, P, generator, scale_exponents=x_exponents or exponents, **nans)
     bounds = (torch.tensor(offs, dtype=index), torch.tensor(list(lens), dtype=index))
     return Case(*grad, *x, *bounds).with_other_padding(NAN, 255)
 

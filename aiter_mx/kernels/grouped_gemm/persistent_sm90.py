@@ -22,59 +22,59 @@ from aiter_mx.target import Target
 
 PARAMS = (Param("order", (2, 4, 8, 16), "tiles of tokens that share a tile of b before the next"),)
 
-_TILE_N = 256  # of the two workgroups of a cluster
-_SLAB_ROWS = 64
-_MOST_SLABS = 4  # of a tile
-_UNIT_K = 64
-_BOX_K = 2 * _UNIT_K  # of b, that is copied at a time
+TILE_N = 256  # of the two workgroups of a cluster
+SLAB_ROWS = 64
+MOST_SLABS = 4  # of a tile
+UNIT_K = 64
+BOX_K = 2 * UNIT_K  # of b, that is copied at a time
 _STAGES = 5
-_STAGE_BYTES = _MOST_SLABS * _SLAB_ROWS * _UNIT_K * 2
+_STAGE_BYTES = MOST_SLABS * SLAB_ROWS * UNIT_K * 2
 _W_STAGES = 3
-_W_STAGE_BYTES = _TILE_N // 2 * _BOX_K
+_W_STAGE_BYTES = TILE_N // 2 * BOX_K
 _STAGING_BYTES = 2 * 8 << 10  # results on their way out, of each consumer
-_SHARED_BYTES = _STAGES * _STAGE_BYTES + _W_STAGES * _W_STAGE_BYTES + _STAGING_BYTES
-_BOX_ROWS = 32  # of results
-_THREADS = 3 * 128
+SHARED_BYTES = _STAGES * _STAGE_BYTES + _W_STAGES * _W_STAGE_BYTES + _STAGING_BYTES
+BOX_ROWS = 32  # of results
+THREADS = 3 * 128
 _LIST_THREADS = 256
-_HEADER_BYTES = 256
+HEADER_BYTES = 256
 _TILE_ENTRY_BYTES = 24
-_CHUNKS_OF_WORD = 16  # of 128 k, that 8 bytes tell of
-_CHUNK_K = 128
+CHUNKS_OF_WORD = 16  # of 128 k, that 8 bytes tell of
+CHUNK_K = 128
 _MORE_TILES = 16  # that come of cutting full ones
-_MAX_TURNS = 1 << 31
+MAX_TURNS = 1 << 31
 
 
 def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
     if problem.N % BLOCK:
         return f"N={problem.N} is not a multiple of {BLOCK}"
-    turns = _most_tiles(problem) * _pairs(problem)
-    if turns >= _MAX_TURNS or _most_slabs(problem) >= _MAX_TURNS:
+    turns = _most_tiles(problem) * pairs(problem)
+    if turns >= MAX_TURNS or _most_slabs(problem) >= MAX_TURNS:
         return f"there are up to {turns} tiles, and their numbers have 31 bits"
-    if problem.G * problem.N > _MAX_TURNS - _TILE_N:  # boxes may start past the last one
+    if problem.G * problem.N > MAX_TURNS - TILE_N:  # boxes may start past the last one
         return f"b has {problem.G * problem.N} rows, and their numbers have 31 bits"
-    if problem.N * _result_bytes(problem) >= _MAX_TURNS:
+    if problem.N * result_bytes(problem) >= MAX_TURNS:
         return f"N={problem.N}: places in a row of results, in bytes, have 31 bits"
     return None
 
 
-def _result_bytes(problem: GroupedGemmProblem) -> int:
+def result_bytes(problem: GroupedGemmProblem) -> int:
     return 4 if problem.out_dtype == "fp32" else 2
 
 
-def _pairs(problem: GroupedGemmProblem) -> int:
-    return -(-problem.N // _TILE_N)
+def pairs(problem: GroupedGemmProblem) -> int:
+    return -(-problem.N // TILE_N)
 
 
 def _most_tiles(problem: GroupedGemmProblem) -> int:
-    return problem.most_tiles(_MOST_SLABS * _SLAB_ROWS) + _MORE_TILES
+    return problem.most_tiles(MOST_SLABS * SLAB_ROWS) + _MORE_TILES
 
 
 def _most_slabs(problem: GroupedGemmProblem) -> int:
-    return max(1, problem.most_tiles(_SLAB_ROWS))
+    return max(1, problem.most_tiles(SLAB_ROWS))
 
 
 def _clusters(target: Target, problem: GroupedGemmProblem) -> int:
-    return max(1, min(target.cu_num // 2, _most_slabs(problem) * _pairs(problem)))
+    return max(1, min(target.cu_num // 2, _most_slabs(problem) * pairs(problem)))
 
 
 def _configure(target: Target, problem: GroupedGemmProblem) -> Config:
@@ -92,9 +92,9 @@ def _round_up(size: int, to: int) -> int:
 
 def _workspace_bytes(target: Target, problem: GroupedGemmProblem, config: Config) -> int:
     """See ``Workspace`` in csrc/grouped/tiles_sm90.h."""
-    words = -(-problem.K // (_CHUNK_K * _CHUNKS_OF_WORD))
-    before_x = _HEADER_BYTES + _most_tiles(problem) * (_TILE_ENTRY_BYTES + 8 * words)
-    slab_bytes = _SLAB_ROWS * _round_up(problem.K, _UNIT_K) * 2
+    words = -(-problem.K // (CHUNK_K * CHUNKS_OF_WORD))
+    before_x = HEADER_BYTES + _most_tiles(problem) * (_TILE_ENTRY_BYTES + 8 * words)
+    slab_bytes = SLAB_ROWS * _round_up(problem.K, UNIT_K) * 2
     before_x += problem.G * problem.N // 8  # a bit for each row of b
     return _round_up(before_x, 1024) + _most_slabs(problem) * slab_bytes
 
@@ -106,7 +106,7 @@ def _scalars(
         *scalars(problem),
         _most_tiles(problem),
         _most_slabs(problem),
-        _pairs(problem),
+        pairs(problem),
         _clusters(target, problem),
     )
 
@@ -132,13 +132,13 @@ def _list_geometry(target: Target, problem: GroupedGemmProblem, config: Config) 
     return Geometry(grid=(1, 1, 1), block=(_LIST_THREADS, 1, 1), overlaps=True)
 
 
-def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Mapping[str, int]:
+def defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Mapping[str, int]:
     return {
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_ORDER": config["order"],
         "MX_STAGES": _STAGES,
         "MX_W_STAGES": _W_STAGES,
-        "MX_SHARED_BYTES": _SHARED_BYTES,
+        "MX_SHARED_BYTES": SHARED_BYTES,
         # Scales of w are loaded in pairs where those of each row are even in number. The first
         # row's then begin at an even address, whatever the caller's: see _ARGS.
         "MX_SCALES_APART": problem.K // BLOCK % 2,
@@ -147,20 +147,20 @@ def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Map
 
 def _weights(target: Target, problem: GroupedGemmProblem, config: Config) -> TensorMap:
     """What the product copies of b at a time: a workgroup's rows of 128 k."""
-    return TensorMap(place_of(ARGS, "wq"), problem.G * problem.N, problem.K, _TILE_N // 2, _BOX_K)
+    return TensorMap(place_of(ARGS, "wq"), problem.G * problem.N, problem.K, TILE_N // 2, BOX_K)
 
 
 def _results(target: Target, problem: GroupedGemmProblem, config: Config) -> TensorMap:
     """What it stores at a time of 16-bit results: 64 features of 32 tokens."""
-    row_bytes = problem.N * _result_bytes(problem)
-    return TensorMap(place_of(ARGS, "y"), problem.M, row_bytes, _BOX_ROWS, 128, True)
+    row_bytes = problem.N * result_bytes(problem)
+    return TensorMap(place_of(ARGS, "y"), problem.M, row_bytes, BOX_ROWS, 128, True)
 
 
 def _geometry(target: Target, problem: GroupedGemmProblem, config: Config) -> Geometry:
     return Geometry(
         grid=(2 * _clusters(target, problem), 1, 1),
-        block=(_THREADS, 1, 1),
-        shared_bytes=_SHARED_BYTES,
+        block=(THREADS, 1, 1),
+        shared_bytes=SHARED_BYTES,
         overlaps=True,
     )
 
@@ -179,7 +179,7 @@ PERSISTENT = declare(
     "persistent",
     {"sm_90a": "grouped/persistent_sm90.cu"},
     args=_ARGS,
-    defines=_defines,
+    defines=defines,
     geometry=_geometry,
     scalars=_scalars,
     tensor_maps=(_weights, _results),
