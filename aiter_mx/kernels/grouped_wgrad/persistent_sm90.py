@@ -1,5 +1,4 @@
-"""The Hopper gradient of a grouped GEMM's weights: csrc/grouped/wgrad_list_sm90.cu, then
-csrc/grouped/persistent_sm90.cu with MX_WGRAD."""
+"""The Hopper gradient of a grouped GEMM's weights: csrc/grouped/persistent_sm90.cu, MX_WGRAD."""
 
 from __future__ import annotations
 
@@ -162,8 +161,8 @@ PERSISTENT = declare(
     tensor_maps=(_rows_of_x, _results),
     refusal=_refusal,
     params=PARAMS,
-    configure=lambda target, problem: {"order": 8},
-    candidates=lambda target, problem: [{"order": order} for order in (8, 4, 16)],
+    configure=lambda target, problem: {"order": 4},
+    candidates=lambda target, problem: [{"order": order} for order in (4, 8, 16)],
     before=(LIST,),
     workspace_bytes=_workspace_bytes,
     even=(place_of(ARGS, "x_scale"),),
