@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.grouped_gemm import persistent_sm90 as forward
@@ -94,7 +95,8 @@ def _scalars(
 
 
 _ARGS = (
-    *ARGS,
+    # Scales of x are loaded in pairs.
+    *(replace(arg, align=2 if arg.name == "x_scale" else 1) for arg in ARGS),
     Arg("workspace", "pointer", "rw"),
     *(Arg(name, "i64") for name in ("M", "N", "K", "G")),
     *(Arg(name, "i32") for name in ("layout", "index_bytes", "bias_kind")),
@@ -165,6 +167,5 @@ PERSISTENT = declare(
     candidates=lambda target, problem: [{"order": order} for order in (4, 8, 16)],
     before=(LIST,),
     workspace_bytes=_workspace_bytes,
-    even=(place_of(ARGS, "x_scale"),),
     symbol="aiter_mx_grouped_gemm_persistent",
 )
