@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from aiter_mx.dispatch.cells import format_config
 from aiter_mx.dispatch.route import Route
+from aiter_mx.kernels.registry import kernels_of, key_columns
 from aiter_mx.kernels.spec import Config, KernelSpec, Problem
 from aiter_mx.plan import bind_route
 from aiter_mx.target import target_of
@@ -138,6 +142,7 @@ def assert_repeats_on_two_streams(
         every.append(results)
     expected: list[list[Tensor]] = []
     for _ in range(10):
+        torch.cuda.synchronize()  # results are poisoned on a stream that no other waits for
         for stream, graph in zip(streams, graphs, strict=True):
             with torch.cuda.stream(stream):
                 graph.replay()
@@ -147,3 +152,21 @@ def assert_repeats_on_two_streams(
             for result, first in zip(results, firsts, strict=True):
                 assert same_bytes(result, first.expand_as(result))
                 result.view(torch.uint8).fill_(POISON)
+
+
+def name_triton(
+    problems: Iterable[tuple[str, Problem]], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Have tables in ``folder`` name Triton for problems of these ops on the GPU."""
+    target, rows = target_of(torch.device("cuda")), {}
+    for op, problem in problems:
+        triton = next(kernel for kernel in kernels_of(op) if kernel.backend == "triton")
+        row = {"gfx": target.arch, "op": op, "cu_num": target.cu_num}
+        row |= {name: getattr(problem, name) for name in key_columns(op)}
+        config = format_config(triton.configure(target, problem))
+        row |= {"backend": "triton", "kernel": triton.name, "config": config}
+        rows.setdefault(op, [list(row)]).append(list(row.values()))
+    for op, lines in rows.items():
+        text = "".join(",".join(map(str, line)) + "\n" for line in lines)
+        (folder / f"{op}.csv").write_text(text)
+    monkeypatch.setenv("AITER_MX_CONFIG", str(folder))

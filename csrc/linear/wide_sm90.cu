@@ -103,12 +103,15 @@ constexpr int kSentBytes = (kSplit - 1) * kTileBytes; // of a tile, by the other
 MX_DEVICE float power(int exponent) {
     return bits_to_float(static_cast<unsigned>(exponent + 127) << 23);
 }
+constexpr int kLeastExponent = -126; // of a power of two that is not subnormal
 // One of three powers of two whose product is 2^exponent. All lie on the same side of 1, so that no
 // product on the way overflows before the last; those below 1 are two, so that a sum that becomes
-// subnormal is rounded once.
+// subnormal is rounded once. Below 2^-252 every sum becomes zero, by 2^-252 too.
 MX_DEVICE float factor_of_power(int exponent, int step) {
     if (exponent < 0)
-        return power(step == 0 ? exponent >> 1 : step == 1 ? exponent - (exponent >> 1) : 0);
+        return power(step == 0   ? max(exponent >> 1, kLeastExponent)
+                     : step == 1 ? max(exponent - (exponent >> 1), kLeastExponent)
+                                 : 0);
     return power(step < 2 ? exponent / 3 : exponent - exponent / 3 * 2);
 }
 // A row's sums are multiplied with this power of two.

@@ -59,7 +59,7 @@ def operands() -> tuple[Tensor, ...]:
 
 def test_setting_it_later_counts_in_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, bool]] = []
-    for name in ("linear", "moe_gemm", "fused_moe"):
+    for name in ("linear", "moe_gemm", "fused_moe_call"):
         module = __import__(f"aiter_mx.ops.{name}", fromlist=["bind"])
 
         def bind(op, target, *others, bind=module.bind):  # type: ignore[no-untyped-def]
@@ -178,7 +178,7 @@ def test_the_bound_holds_on_the_gpu(kind: str) -> None:
     """10,000 blocks in all, in the columns of x, by a row of w each."""
     if aiter_mx.explain("linear", M=32, N=512, K=4096).kernel != "wgmma_fp8":
         pytest.skip("not the kernel in question")
-    rows = 2000
+    rows = 2016  # whole tiles of x
     a, b = draws(kind, rows)
     weights = torch.zeros(rows, 4096)
     weights[:, :32] = b

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from aiter_mx.errors import CaptureError
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.wgmma_fp8_sm90 import ACCUMULATION_ERROR
 from aiter_mx.target import target_of
+from op_tests.launches import name_triton
 from op_tests.mx_reference import assert_close_to_reference, random_mx
 
 pytestmark = pytest.mark.gpu
@@ -71,8 +73,11 @@ def test_capture_needs_a_warm_kernel_and_then_replays_new_inputs() -> None:
         assert_right(out, case)
 
 
-def test_fallback_is_warmed_and_captured_too() -> None:
-    M, N, K = 150, 100, 352  # N is what the grouped GEMM refuses
+def test_fallback_is_warmed_and_captured_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    M, N, K = 150, 100, 352
+    name_triton([("linear", LinearProblem(M, N, K))], tmp_path, monkeypatch)
     case = operands(M, N, K)
     out = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
     assert [r.backend for r in aiter_mx.warmup("linear", M=M, N=N, K=K)] == ["triton"]

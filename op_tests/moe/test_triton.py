@@ -17,19 +17,18 @@ import torch
 
 import aiter_mx
 from aiter_mx import launch, plan
-from aiter_mx.dispatch.cells import format_config
 from aiter_mx.errors import BuildError
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm import triton as tiles
-from aiter_mx.kernels.registry import find_kernel, kernels_of, key_columns
+from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.ops import fused_moe_call, quantize_call
 from aiter_mx.ops import moe_align as moe_align_module
 from aiter_mx.ops import moe_gemm as moe_gemm_module
-from aiter_mx.target import CPU, hardware, target_of
+from aiter_mx.target import CPU, hardware
 from op_tests.conformance import NAMES
 from op_tests.interpreted import assert_passes_in_the_interpreter
-from op_tests.launches import poisoned
+from op_tests.launches import name_triton, poisoned
 from op_tests.moe.layers import assert_layer, gpu_call
 from op_tests.moe.operands import SWIGLU, Case, activated, draw_layer
 from op_tests.moe.reference import assert_activated, assert_rows
@@ -112,29 +111,14 @@ def test_activation_is_quantised_on_a_gpu(activation: str, layout: str) -> None:
     check_activated(activation, layout, "cuda")
 
 
-def by_table(problem: FusedMoeProblem, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have tables name Triton for each launch of a layer."""
-    target, rows = target_of(torch.device("cuda")), {}
-    for op, part in problem.parts():
-        triton = next(kernel for kernel in kernels_of(op) if kernel.backend == "triton")
-        row = {"gfx": target.arch, "op": op, "cu_num": target.cu_num}
-        row |= {name: getattr(part, name) for name in key_columns(op)}
-        config = format_config(triton.configure(target, part))
-        row |= {"backend": "triton", "kernel": triton.name, "config": config}
-        rows.setdefault(op, [list(row)]).append(list(row.values()))
-    for op, lines in rows.items():
-        text = "".join(",".join(map(str, line)) + "\n" for line in lines)
-        (folder / f"{op}.csv").write_text(text)
-    monkeypatch.setenv("AITER_MX_CONFIG", str(folder))
-
-
 def by_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no kernel of ours be built, and the next in line be taken."""
 
     def fail(*arguments: object) -> NoReturn:
         raise BuildError("no compiler today")
 
-    monkeypatch.setattr(launch, "bind", fail)
+    for name in ("bind", "bind_module"):
+        monkeypatch.setattr(launch, name, fail)
     monkeypatch.setenv("AITER_MX_ON_ERROR", "fallback")
 
 
@@ -169,7 +153,7 @@ def test_layer_by_triton_is_right_and_can_be_captured(
     if fails:
         by_failure(monkeypatch)
     else:
-        by_table(problem, tmp_path, monkeypatch)
+        name_triton(problem.parts(), tmp_path, monkeypatch)
         routes = aiter_mx.warmup("fused_moe", **vars(problem))
         assert [route.backend for route in routes] == ["triton"] * 4
         torch.cuda.synchronize()
