@@ -32,7 +32,7 @@ class MxLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.weight, self.weight_scale_inv = _weights((out_features, in_features), device)
         self.bias = (
-            None if bias is None else _frozen(torch.empty(out_features, dtype=bias, device=device))
+            None if bias is None else frozen(torch.empty(out_features, dtype=bias, device=device))
         )
 
     @classmethod
@@ -40,8 +40,8 @@ class MxLinear(nn.Module):
         """The quantisation of a layer."""
         weight, scale = aiter_mx.quantize(linear.weight.detach())
         made = cls(linear.in_features, linear.out_features, device="meta")
-        made.weight, made.weight_scale_inv = _frozen(weight), _frozen(scale)
-        made.bias = None if linear.bias is None else _frozen(linear.bias.detach())
+        made.weight, made.weight_scale_inv = frozen(weight), frozen(scale)
+        made.bias = None if linear.bias is None else frozen(linear.bias.detach())
         return made
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class MxExperts(nn.Module):
         self.down_proj, self.down_proj_scale_inv = _weights(second, device)
         for name, shape in (("gate_up_proj_bias", first), ("down_proj_bias", second)):
             empty = None if bias is None else torch.empty(shape[:2], dtype=bias, device=device)
-            setattr(self, name, None if empty is None else _frozen(empty))
+            setattr(self, name, None if empty is None else frozen(empty))
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         return experts_forward(self, x, topk_ids, topk_weights)
@@ -163,7 +163,7 @@ def settle(name: str, module: nn.Module) -> None:
         if tensor.data_ptr() % ALIGNMENT_BYTES:
             tensor = tensor.detach().clone()
         if tensor is not tensors[of]:
-            setattr(module, of, _frozen(tensor))
+            setattr(module, of, frozen(tensor))
 
 
 def why_not(name: str, shape: tuple[int, ...]) -> str:
@@ -186,10 +186,11 @@ def _weights(
 ) -> tuple[nn.Parameter, nn.Parameter]:
     payload = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty(*shape[:-1], shape[-1] // BLOCK, dtype=torch.uint8, device=device)
-    return _frozen(payload), _frozen(scale)
+    return frozen(payload), frozen(scale)
 
 
-def _frozen(tensor: Tensor) -> nn.Parameter:
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """A parameter without a gradient."""
     return nn.Parameter(tensor, requires_grad=False)
 
 

@@ -27,6 +27,7 @@ from aiter_mx.integrations.layers import (
     MxExperts,
     MxLinear,
     experts_forward,
+    frozen,
     is_router,
     settle,
     why_not,
@@ -92,7 +93,7 @@ class AiterMxQuantizer(HfQuantizer):
                 _expect_unquantised(model.get_submodule(name))
         for name, reason in kept.items():
             _log.info("aiter_mx leaves %s as it is: %s", name, reason)
-        self.kept = kept
+        self.kept: dict[str, str] = kept
 
     def _convert_experts(
         self, model: nn.Module, name: str, module: nn.Module, skip: list[str]
@@ -141,12 +142,40 @@ class AiterMxQuantizer(HfQuantizer):
         return True
 
 
+@torch.no_grad()
+def quantize_model(model: nn.Module, config: AiterMxConfig | None = None) -> dict[str, str]:
+    """Put MX-FP8 layers into a model that has its weights, layer by layer and in place.
+
+    Args:
+        model: one of transformers', on any device.
+        config: which layers stay as they are.
+
+    Returns:
+        The layers that stay, each with the reason.
+    """
+    quantizer = AiterMxQuantizer(config or AiterMxConfig(), pre_quantized=False)
+    before = dict(model.named_modules())
+    quantizer._process_model_before_weight_loading(model)
+    convert = _Quantize(quantizer).convert
+    for name, module in model.named_modules():
+        if not isinstance(module, (MxLinear, MxExperts)):
+            continue
+        for of, weight in before.pop(name).named_parameters(recurse=False):
+            made = {of: weight.detach()}
+            if quantizer.param_needs_quantization(model, f"{name}.{of}"):
+                made = convert({f"{name}.{of}": weight.detach()})
+            for key, value in made.items():
+                setattr(module, key.rpartition(".")[2], frozen(value))
+    quantizer._process_model_after_weight_loading(model)
+    return quantizer.kept
+
+
 def _expect_unquantised(module: nn.Module) -> None:
     """Have the weights that are to be quantised read from the checkpoint as the model has them."""
     for name, weight in list(module.named_parameters(recurse=False)):
         if weight.dtype == torch.float8_e4m3fn:
             placeholder = torch.empty(weight.shape, dtype=torch.get_default_dtype(), device="meta")
-            setattr(module, name, nn.Parameter(placeholder, requires_grad=False))
+            setattr(module, name, frozen(placeholder))
 
 
 def _convert_linear(model: nn.Module, name: str, module: nn.Linear, skip: list[str]) -> str:
@@ -232,4 +261,4 @@ class _Quantize(ConversionOps):
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
-__all__ = ["AiterMxConfig", "AiterMxQuantizer", "MxExperts", "MxLinear", "is_router"]
+__all__ = ["AiterMxConfig", "AiterMxQuantizer", "MxExperts", "MxLinear", "is_router", "quantize_model"]

@@ -23,7 +23,7 @@ from transformers import (
 
 import aiter_mx
 from aiter_mx.integrations.layers import Gate, MxExperts, MxLinear, experts_forward, settle
-from aiter_mx.integrations.transformers import AiterMxConfig, gate_of
+from aiter_mx.integrations.transformers import AiterMxConfig, gate_of, quantize_model
 
 SIZES = {
     "hidden_size": 64,
@@ -91,6 +91,22 @@ def test_model_is_quantised_while_loading_and_generates(
     found, expected = model(IDS).logits.float(), plain(IDS).logits.float()
     assert (found - expected).norm() < 0.1 * expected.norm()
     assert model.generate(IDS, max_new_tokens=3, do_sample=False).shape == (2, 15)
+
+
+@torch.no_grad()
+def test_model_that_has_its_weights_becomes_the_one_that_is_loaded_quantised(
+    name: str, tmp_path: Path
+) -> None:
+    model = saved(name, tmp_path)
+    config = AiterMxConfig(modules_to_not_convert=["lm_head", "layers.1.self_attn.q_proj"])
+    kept = quantize_model(model, config)
+    assert kept["model.layers.1.self_attn.q_proj"] == "named in modules_to_not_convert"
+    loaded = load(tmp_path, False, quantization_config=config)
+    found, expected = model.state_dict(), loaded.state_dict()
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
+    assert torch.equal(model(IDS).logits, loaded(IDS).logits)
 
 
 @torch.no_grad()
