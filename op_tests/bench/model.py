@@ -279,6 +279,8 @@ def main() -> None:
     cells = cells_of(arguments.batch, arguments.context, arguments.prefill)
     folder = MEASURED / gpu_name() if arguments.save else Path(tempfile.mkdtemp())
     table = folder / "model.csv"
+    if table.is_file():
+        saved(table).to_csv(table, index=False)  # one commit a table
     context = multiprocessing.get_context("spawn")
     models = arguments.models
     failed = False
