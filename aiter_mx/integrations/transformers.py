@@ -261,4 +261,11 @@ class _Quantize(ConversionOps):
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
-__all__ = ["AiterMxConfig", "AiterMxQuantizer", "MxExperts", "MxLinear", "is_router", "quantize_model"]
+__all__ = [
+    "AiterMxConfig",
+    "AiterMxQuantizer",
+    "MxExperts",
+    "MxLinear",
+    "is_router",
+    "quantize_model",
+]
