@@ -229,6 +229,7 @@ class Program:
     def __init__(self, image: bytes, code_object: CodeObject) -> None:
         self.code_object = code_object
         self._image = image
+        self._kept = threading.local()
         self._loaded = LoadedImage(code_object)
         self._translated: dict[tuple[str, bool], _Translated] = {}
         self._lock = Lock()
@@ -269,6 +270,17 @@ class Program:
             UnknownInstruction: it has an instruction whose meaning the simulator lacks.
         """
         self._translate(self.kernel(kernel), strict)
+
+    def _buffers(self, size: int) -> tuple[ctypes.Array[ctypes.c_char], ...]:
+        """Memory for arguments and dispatch packet, the same for all launches of a thread.
+
+        So traces of one launch, run workgroup by workgroup, number its regions alike.
+        """
+        kept: dict[int, tuple[ctypes.Array[ctypes.c_char], ...]]
+        kept = self._kept.__dict__.setdefault("buffers", {})
+        if size not in kept:
+            kept[size] = (ctypes.create_string_buffer(size), ctypes.create_string_buffer(64))
+        return kept[size]
 
     def _translate(self, kernel: KernelInfo, strict: bool) -> _Translated:
         with self._lock:
@@ -318,11 +330,11 @@ class Program:
         _check_geometry(info, grid, block, lds_bytes)
         translated = self._translate(info, options.strict)
         segment = kernel_arguments(info, kernarg, grid, block, shared_bytes)
-        arguments = ctypes.create_string_buffer(segment, len(segment) + 64)
+        arguments, packet = self._buffers(len(segment) + 64)
         start = ctypes.addressof(arguments)
-        packet = ctypes.create_string_buffer(
-            dispatch_packet(info, grid, block, lds_bytes, start), 64
-        )
+        ctypes.memmove(arguments, segment, len(segment))
+        told = dispatch_packet(info, grid, block, lds_bytes, start)
+        ctypes.memmove(packet, told, len(told))
         everything = [
             *regions,
             *self._loaded.regions,

@@ -32,7 +32,7 @@ from aiter_mx.tuning.builds import Ahead, build_of
 from aiter_mx.tuning.candidates import Admission, Bench, Built, Candidate, Unfit, candidates_of
 from aiter_mx.tuning.meter import Meter
 from aiter_mx.tuning.race import Failure, Outcome, Rules, Timing, in_turn, is_hopeless
-from aiter_mx.tuning.traces import judged, traced_launch
+from aiter_mx.tuning.traces import Alike, judged, traced_launch
 from aiter_mx.workloads.workload import Operands, workload_of
 
 ROUTINGS = 3
@@ -42,7 +42,7 @@ WINS = 0.8
 BACKENDS = ("hip",)
 RULES = Rules(most=12, of_next=(6,))
 _SHARE = 0.0  # of the weights, that results are judged on: as few as a workload can do with
-_WORKGROUPS, _WORKGROUPS_ROUTED = 3, 9  # that are traced of a launch
+_WORKGROUPS = 3  # that are traced of a launch
 _BEST_US, _BEST_BYTES_A_US, _BEST_ROWS = 3.9, 6.3e6, 16
 """The lower envelope of all published times of fp8 GEMMs of so few rows, by bytes of weights."""
 
@@ -84,16 +84,26 @@ class ModelBench:
     problem: Problem
     _hollow: list[Operands] = field(default_factory=list)
     _launches: dict[Candidate, list[Traced]] = field(default_factory=dict)
+    _working: dict[Alike, int] = field(default_factory=dict)
     _us: dict[tuple[Candidate, Constants], float] = field(default_factory=dict)
 
     def launches(self, candidate: Candidate) -> list[Traced]:
         """Of one that was admitted: its launch on each draw of indices."""
-        return self._launches[candidate]
+        found = self._launches[candidate]
+        with _unfit():
+            for number in range(len(found), len(self._operands())):
+                found.append(self._traced(candidate, number))
+        return found
 
     def admit(self, candidate: Candidate) -> Admission:
-        """Trace it; what is seen is floor 1."""
-        self._launches[candidate] = self._traced(candidate)
-        return Admission(self.floor_us(candidate, shipped()), float("nan"))
+        """Trace it on the first draw of indices; what is seen is floor 1."""
+        spec, config = candidate.spec, candidate.config
+        if spec.module is None or spec.parts(hardware("gfx950"), self.problem, config):
+            raise Unfit("it is made of other ops, and only single kernels are modelled")
+        with _unfit():
+            first = self._traced(candidate, 0)
+        self._launches[candidate] = [first]
+        return Admission(floor(first).us, float("nan"))
 
     def sample_us(self, candidate: Candidate) -> float:
         """Floor 2."""
@@ -101,13 +111,13 @@ class ModelBench:
 
     def floor_us(self, candidate: Candidate, constants: Constants) -> float:
         """Floor 1 with these constants."""
-        return fmean(floor(launch, constants).us for launch in self._launches[candidate])
+        return fmean(floor(launch, constants).us for launch in self.launches(candidate))
 
     def replay_us(self, candidate: Candidate, constants: Constants) -> float:
         """Floor 2 with these constants."""
         known = self._us.get((candidate, constants))
         if known is None:
-            launches = self._launches[candidate]
+            launches = self.launches(candidate)
             known = fmean(predict(launch, constants).us for launch in launches)
             self._us[candidate, constants] = known
         return known
@@ -147,23 +157,17 @@ class ModelBench:
             words.append("unmeasured")
         return " ".join(words)
 
-    def _traced(self, candidate: Candidate) -> list[Traced]:
-        spec, config = candidate.spec, candidate.config
-        if spec.module is None or spec.parts(hardware("gfx950"), self.problem, config):
-            raise Unfit("it is made of other ops, and only single kernels are modelled")
-        is_drawn = workload_of(self.op).indices is not None
-        count = _WORKGROUPS_ROUTED if is_drawn else _WORKGROUPS
+    def _traced(self, candidate: Candidate, number: int) -> Traced:
+        operands = self._operands()[number]
+        return traced_launch(candidate, self.problem, operands, number, _WORKGROUPS, self._working)
+
+    def _operands(self) -> list[Operands]:
+        """Hollow ones, for each draw of indices."""
         if not self._hollow:
             workload = workload_of(self.op)
-            self._hollow += [
-                workload.hollow(self.problem, number)
-                for number in range(ROUTINGS if is_drawn else 1)
-            ]
-        with _unfit():
-            return [
-                traced_launch(candidate, self.problem, operands, number, count)
-                for number, operands in enumerate(self._hollow)
-            ]
+            draws = ROUTINGS if workload.indices is not None else 1
+            self._hollow += [workload.hollow(self.problem, number) for number in range(draws)]
+        return self._hollow
 
 
 def decide(
@@ -228,12 +232,14 @@ def beats(bench: ModelBench, challenger: Candidate, usual: Candidate, margin: fl
     """Whether a configuration is to take the place of the usual one."""
     if bench.sample_us(challenger) > bench.sample_us(usual) * (1 - margin):
         return False
-    wins = sum(
-        bench.replay_us(challenger, draw) < bench.replay_us(usual, draw)
-        and bench.floor_us(challenger, draw) <= bench.floor_us(usual, draw) * (1 + margin)
-        for draw in drawn()
-    )
-    return wins >= WINS * len(drawn())
+    losses = 0
+    for draw in drawn():
+        wins = bench.replay_us(challenger, draw) < bench.replay_us(usual, draw)
+        most_us = bench.floor_us(usual, draw) * (1 + margin)
+        losses += not (wins and bench.floor_us(challenger, draw) <= most_us)
+        if losses > (1 - WINS) * len(drawn()):
+            return False
+    return True
 
 
 def _spread(bench: ModelBench, candidate: Candidate) -> float:

@@ -12,6 +12,7 @@ import zlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 from aiter_mx import sim
 from aiter_mx.code_object import occupancy
@@ -29,6 +30,9 @@ from aiter_mx.workloads.workload import Operands, Verdict, workload_of
 
 _CHECKS = ("all", "-global-race", "-lanes-differ")  # those take memory as the tensors do
 _LANES = 64
+
+Alike: TypeAlias = "tuple[int, str, tuple[int, int, int]]"
+"""Launches with as many workgroups that work: draw of indices, kernel, grid."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,12 @@ class _Saved:
 
 
 def traced_launch(
-    candidate: Candidate, problem: Problem, operands: Operands, number: int, count: int
+    candidate: Candidate,
+    problem: Problem,
+    operands: Operands,
+    number: int,
+    count: int,
+    working: dict[Alike, int],
 ) -> Traced:
     """Some workgroups of a candidate's launch, for the model of time.
 
@@ -71,9 +80,12 @@ def traced_launch(
         operands: hollow ones.
         number: by which they are drawn.
         count: workgroups to run.
+        working: those of a launch that have something to do, where launches of the same kernel and
+            grid have told; this one's are added.
     """
     launch = prepare(candidate.spec, problem, candidate.config, operands=operands)
     _refuse_spills(launch)
+    alike = number, candidate.kernel, launch.geometry.grid
 
     def run(group: int) -> LaunchReport:
         return launch.run(
@@ -88,7 +100,7 @@ def traced_launch(
         )
 
     def trace_it(path: Path) -> None:
-        found = sample(run, launch.groups, count)
+        found = sample(run, launch.groups, count, working.get(alike))
         waves = -(-launch.lanes // _LANES)
         held = occupancy(launch.kernel, launch.lanes, launch.geometry.shared_bytes)
         resident = max(1, held * SIMDS // waves)
@@ -96,6 +108,7 @@ def traced_launch(
 
     key = _key(candidate, launch, problem, number, count)
     saved = _Saved.from_bytes(get_or_build("timing", key, "trace", trace_it).data)
+    working[alike] = saved.working
     return Traced(SplitTrace(saved.trace), saved.working, saved.resident)
 
 

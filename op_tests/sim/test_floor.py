@@ -13,7 +13,7 @@ from aiter_mx.sim.timing.constants import CUS, shipped, with_values
 from aiter_mx.sim.timing.draws import DRAWS, drawn
 from aiter_mx.sim.timing.floor import Floor, floor
 from aiter_mx.sim.timing.model import Traced, predict, traced
-from aiter_mx.sim.timing.sample import sample
+from aiter_mx.sim.timing.sample import joined, sample
 from aiter_mx.sim.timing.seen import outside, ranges, seen
 from op_tests.sim.test_timing import COPY, TRACED
 from op_tests.sim.tools import launch, program
@@ -122,6 +122,13 @@ def test_those_that_work_are_counted_to_the_last(working: int) -> None:
     numbers = list(found.trace.words)
     assert found.trace.groups == len(numbers) and max(numbers) < working
     assert numbers[0] == max(numbers)  # the busiest
+
+
+def test_traces_with_other_regions_are_not_joined() -> None:
+    traces = [Trace(b"", 1, 1, ("s_endpgm",), (1,), (size,)) for size in (64, 128)]
+    reports = [LaunchReport("k", 1, 0.0, trace=trace) for trace in traces]
+    with pytest.raises(ValueError, match="regions of memory are not the same"):
+        joined(reports)
 
 
 def test_samples_of_a_launch_stand_for_all() -> None:

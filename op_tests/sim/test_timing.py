@@ -10,7 +10,7 @@ import pytest
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.timing.code import Kind, costs
 from aiter_mx.sim.timing.constants import described, shipped, with_values
-from aiter_mx.sim.timing.cu import REASONS
+from aiter_mx.sim.timing.cu import REASONS, SplitTrace
 from aiter_mx.sim.timing.model import Prediction, predict, timeline, traced
 from op_tests.sim.tools import launch, program
 
@@ -143,3 +143,17 @@ def test_a_launch_that_was_not_traced_is_refused() -> None:
     report = launch(loaded, "copy", 1, 256, [data, out, 1], access="rw")
     with pytest.raises(ValueError, match="was not traced"):
         traced(report, loaded.kernel("copy"), 1, 256)
+
+
+def test_launches_of_a_thread_number_their_regions_alike() -> None:
+    data, out = (np.zeros(4 * GROUPS * 1024, np.uint32) for _ in range(2))
+    loaded, kept, found = program(COPY), [], set()
+    for group in range(20):
+        kept.append(np.zeros(64 + group, np.uint8))  # moves what is allocated next
+        report = launch(loaded, "copy", 4, 256, [data, out, 1], access="rw",
+                        options=replace(TRACED, first_group=group % 4, group_count=1))  # fmt: skip
+        assert report.trace is not None
+        footprint = SplitTrace(report.trace).footprint()
+        touched = tuple(place for place, size in enumerate(footprint) if size)
+        found.add((tuple(report.trace.region_bytes), touched))
+    assert len(found) == 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from aiter_mx.code_object import occupancy
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport, Trace
+from aiter_mx.sim.timing.sample import joined
 from tune.published.run import Launch, PublishedRun
 
 _CHECKS = ("all", "-global-race", "-lanes-differ")  # their memory grows with the tensors
@@ -60,7 +61,7 @@ def _sample(run: PublishedRun, launch: Launch, is_layer: bool, split_k: int, fil
     waves = -(-lanes // _LANES)
     resident = max(1, occupancy(kernel, lanes, launch.shared_bytes) * _SIMDS // waves)
     working = max(1, round(groups * len(busy) / len(reports)))
-    return Sample(_joined(busy), working, resident, fills, busy[0])
+    return Sample(joined(busy), working, resident, fills, busy[0])
 
 
 def _traced(run: PublishedRun, launch: Launch, number: int) -> LaunchReport:
@@ -82,14 +83,4 @@ def _traced(run: PublishedRun, launch: Launch, number: int) -> LaunchReport:
         launch.shared_bytes,
         run.regions,
         options,
-    )
-
-
-def _joined(reports: list[LaunchReport]) -> Trace:
-    """The traces of several workgroups as one."""
-    traces = [report.trace for report in reports if report.trace is not None]
-    first = traces[0]
-    words = b"".join(trace.words for trace in traces)
-    return Trace(
-        words, len(traces), first.waves, first.texts, first.block_sizes, first.region_bytes
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from aiter_mx.sim.report import LaunchReport, Trace
 
@@ -24,36 +25,54 @@ class Sample:
     working: int
 
 
-def sample(run: Callable[[int], LaunchReport], groups: int, count: int) -> Sample:
-    """Run so many workgroups of a launch.
+def sample(
+    run: Callable[[int], LaunchReport], groups: int, count: int, working: int | None = None
+) -> Sample:
+    """Run so many workgroups of a launch, evenly spread over those that work.
 
     Args:
         run: simulates the workgroup of a number, traced.
         groups: workgroups of the launch.
-        count: those to run, from the first to the last. Where those that work come first, some more
-            are run to find the last of them.
+        count: those to run.
+        working: how many work, where that is known; else some more are run to find out.
     """
-    numbers = sorted({i * (groups - 1) // max(1, count - 1) for i in range(count)})
-    reports = {number: run(number) for number in numbers}
-    least = IDLE * max(report.instructions for report in reports.values())
-    busy = [number for number in numbers if reports[number].instructions > least]
-    working = round(groups * len(busy) / len(numbers))
-    if busy == numbers[: len(busy)] and len(busy) < len(numbers):
-        last, idle = busy[-1], numbers[len(busy)]
-        while idle - last > 1:
-            middle = (last + idle) // 2
-            if run(middle).instructions > least:
-                last = middle
-            else:
-                idle = middle
-        working = idle
-    busiest = max(busy, key=lambda number: reports[number].instructions)
+    run = cache(run)
+    if working is None:
+        working = _working(run, groups, count)
+    numbers = _spread(working, count)
+    most = max(run(number).instructions for number in numbers)
+    busy = [number for number in numbers if run(number).instructions > IDLE * most]
+    busiest = max(busy, key=lambda number: run(number).instructions)
     ordered = [busiest, *(number for number in busy if number != busiest)]
-    return Sample(joined([reports[number] for number in ordered]), max(1, working))
+    return Sample(joined([run(number) for number in ordered]), working)
+
+
+def _spread(groups: int, count: int) -> list[int]:
+    """So many numbers from the first to the last."""
+    return sorted({i * (groups - 1) // max(1, count - 1) for i in range(count)})
+
+
+def _working(run: Callable[[int], LaunchReport], groups: int, count: int) -> int:
+    """Workgroups that work: all before the first idle one, or else their share of some."""
+    numbers = _spread(groups, count)
+    least = IDLE * max(run(number).instructions for number in numbers)
+    busy = [number for number in numbers if run(number).instructions > least]
+    if busy != numbers[: len(busy)] or busy == numbers:
+        return max(1, round(groups * len(busy) / len(numbers)))
+    last, idle = busy[-1], numbers[len(busy)]
+    while idle - last > 1:
+        middle = (last + idle) // 2
+        if run(middle).instructions > least:
+            last = middle
+        else:
+            idle = middle
+    return idle
 
 
 def joined(reports: Sequence[LaunchReport]) -> Trace:
     """The traces of several workgroups of a launch as one."""
     traces = [report.trace for report in reports if report.trace is not None]
+    if any(trace.region_bytes != traces[0].region_bytes for trace in traces):
+        raise ValueError("the regions of memory are not the same in all traces of a launch")
     words = b"".join(trace.words for trace in traces)
     return replace(traces[0], words=words, groups=len(traces))
