@@ -175,8 +175,9 @@ class Step:
         device = model.lm_head.weight.device
         generator = torch.Generator(device).manual_seed(cell.batch + cell.tokens)
         self._start = cell.tokens - cell.new
-        self._lengths = torch.empty(len(self.layers), dtype=torch.int64, device=device)
-        self.caches = [_cache(model.config, cell, each, generator) for each in self._lengths]
+        # torch.compile copies what does not begin at a multiple of 16 bytes.
+        self._lengths = torch.empty(len(self.layers), 2, dtype=torch.int64, device=device)
+        self.caches = [_cache(model.config, cell, each[0], generator) for each in self._lengths]
         places = torch.arange(self._start, cell.tokens, device=device)
         self._positions = places.expand(cell.batch, -1).contiguous()
         shape = (cell.batch, cell.new)

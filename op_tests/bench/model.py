@@ -62,12 +62,12 @@ KEYS = ["model", "layers", "phase", "batch", "tokens", "side"]
 """What tells a row from others of its commit."""
 
 
-def time_ms(step: Callable[[], object], device: torch.device, seconds: float = 0.4) -> float:
+def time_ms(step: Callable[[], object], device: torch.device, seconds: float = 0.2) -> float:
     """Milliseconds of a step: median of the replays of its graph, or of calls on a CPU."""
     if device.type == "cuda":
         graph = GraphedCalls([step])
-        once = graph.time_us(replays=3)
-        return graph.time_us(max(5, min(50, int(seconds * 1e6 / once)))) / 1e3
+        once = graph.time_us(replays=1, warm=1)
+        return graph.time_us(max(5, min(50, int(seconds * 1e6 / once))), warm=2) / 1e3
     times = []
     for _ in range(3):
         begun = time.perf_counter()
@@ -91,29 +91,39 @@ class Together:
 
     def __init__(self, parties: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self.turns = [context.Event() for _ in range(parties + 1)]
-        self.turns[0].set()
-        self.alone = context.Lock()
         self.barrier = context.Barrier(parties)
+        self._turns = {
+            what: [context.Event() for _ in range(parties + 1)] for what in ("build", "measure")
+        }
+        for turns in self._turns.values():
+            turns[0].set()
 
     @contextmanager
     def building(self, place: int) -> Iterator[None]:
         """After those of the places before."""
-        self.turns[place].wait(timeout=300)
-        try:
-            yield
-        finally:
-            self.turns[place + 1].set()
+        yield from self._in_turn("build", place)
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Alone, once everyone has compiled or one has failed."""
+    def measuring(self, place: int) -> Iterator[None]:
+        """Likewise, once everyone has compiled or one has failed."""
         try:
             self.barrier.wait(timeout=600)
         except threading.BrokenBarrierError:
             print("a side has failed; the others are measured without it", flush=True)
-        with self.alone:
+        yield from self._in_turn("measure", place)
+
+    def fail(self, place: int) -> None:
+        """Have nobody wait for this one."""
+        self.barrier.abort()
+        with self.measuring(place):
+            pass
+
+    def _in_turn(self, what: str, place: int) -> Iterator[None]:
+        self._turns[what][place].wait(timeout=600)
+        try:
             yield
+        finally:
+            self._turns[what][place + 1].set()
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,7 @@ class Side:
         of_layers: how many it has in all.
         name: one of ``SIDES``.
         cells: the steps.
-        place: when it is built.
+        place: among those that run at once.
     """
 
     model: str
@@ -176,7 +186,7 @@ def measure(
             print(f"{time.monotonic() - begun:.1f} s: compiled {side.keys(cell)}", flush=True)
     weights = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     likeness = None
-    with together.measuring():
+    with together.measuring(side.place):
         for cell in ready:
             if time.monotonic() - begun >= seconds:
                 break
@@ -206,7 +216,7 @@ def run(side: Side, table: Path, together: Together, seconds: float) -> None:
             print(row, flush=True)
             write(row, table)
     except BaseException:
-        together.barrier.abort()
+        together.fail(side.place)
         raise
 
 
@@ -248,10 +258,10 @@ def sides_of(
     models: Iterable[str], names: Iterable[str], cells: Sequence[Cell], layers: int | None,
     done: pd.DataFrame,
 ) -> list[Side]:  # fmt: skip
-    """What is left to measure; those that need most memory while they are built go first."""
+    """What is left to measure, in the order in which it will be."""
     found: list[Side] = []
     had = set(done[KEYS].itertuples(index=False, name=None))
-    for name, model in product(names, models):
+    for model, name in product(models, names):
         config, of_layers = CONFIGS[model], CONFIGS[model].num_hidden_layers
         config = type(config)(**{**config.to_dict(), "num_hidden_layers": layers or of_layers})
         side = Side(model, config, of_layers, name, cells)

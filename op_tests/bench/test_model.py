@@ -146,12 +146,12 @@ def test_processes_build_in_turn_and_measure_without_one_that_failed() -> None:
     def fails() -> None:
         with together.building(0):
             order.append("first")
-        together.barrier.abort()
+        together.fail(0)
 
     def measures() -> None:
         with together.building(1):
             order.append("second")
-        with together.measuring():
+        with together.measuring(1):
             order.append("measured")
 
     threads = [threading.Thread(target=each) for each in (measures, fails)]
