@@ -1,9 +1,12 @@
-"""aiter's ``moe_sorting``, and ``mxfp8_gemv`` and ``grouped_gemm_mxfp8`` (its pull request 3783).
+"""aiter's ``moe_sorting``, and ``mxfp8_gemv``, ``grouped_gemm_mxfp8`` and the launchers below them,
+``smallm_mxfp8_gemv``, ``smallm_mxfp8_mfma`` and ``smallm_mxfp8_moe_grouped_gemm`` (its pull request
+3783).
 
-The latter two return None where no kernel of this package computes the shape on the tensors'
-device, so that the caller takes its own fallback. Arguments that no shape could make right raise.
-As None is for each shape to decide, torch.compile does not trace them: call them from an op of your
-own, as vLLM does, or call ``aiter_mx.linear`` and ``aiter_mx.moe_gemm``, which it does trace.
+``mxfp8_gemv`` and ``grouped_gemm_mxfp8`` return None where no kernel of this package computes the
+shape on the tensors' device, so that the caller takes its own fallback. Arguments that no shape
+could make right raise. As None is for each shape to decide, torch.compile does not trace them: call
+them from an op of your own, as vLLM does, or call ``aiter_mx.linear`` and ``aiter_mx.moe_gemm``,
+which it does trace.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from aiter_mx.target import Target, target_of
 
 FP8 = torch.float8_e4m3fn
 _GEMV_NAMES = {"xs": "x_scale", "ws": "w_scale"}
+_RAW_LINEAR_NAMES = {"xq": "Xq", "xs": "Xs", "wq": "Wq", "ws": "Ws"}
 _GROUPED_NAMES = {
     "xq": "a_q",
     "xs": "a_scale",
@@ -225,5 +229,107 @@ def grouped_gemm_mxfp8(
     try:
         plan = plan_of(inputs, options)
         return compute(plan, inputs, None)[0] if plan.backend in _OURS else None
+    except (TypeError, ValueError) as error:
+        raise renamed(error, _GROUPED_NAMES) from error
+
+
+def smallm_mxfp8_gemv(
+    Xq: Tensor, Xs: Tensor, Wq: Tensor, Ws: Tensor, out_dtype: torch.dtype, block_n: int = 8
+) -> Tensor:
+    """``dequantised(Xq) @ dequantised(Wq).T`` by ``aiter_mx.linear``, for any number of rows.
+
+    Args:
+        Xq: float8_e4m3fn, or its bytes, ``[M, K]``.
+        Xs: uint8 ``[M, K // 32]``.
+        Wq: float8_e4m3fn, or its bytes, ``[N, K]``.
+        Ws: uint8 ``[N, K // 32]``.
+        out_dtype: bf16, fp16 or fp32.
+        block_n: of aiter's kernel; those of this package have parameters of their own.
+
+    Returns:
+        ``[M, N]``.
+
+    Raises:
+        TypeError, ValueError: as ``aiter_mx.linear`` has it.
+    """
+    refuse_no_tensor(Xq=Xq, Xs=Xs, Wq=Wq, Ws=Ws)
+    try:
+        return linear(payload_of(Xq), Xs, payload_of(Wq), Ws, None, out_dtype)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, _RAW_LINEAR_NAMES) from error
+
+
+def smallm_mxfp8_mfma(
+    Xq: Tensor,
+    Xs: Tensor,
+    Wq: Tensor,
+    Ws: Tensor,
+    out_dtype: torch.dtype,
+    n_sub: int = 1,
+    k_splits: int = 1,
+) -> Tensor:
+    """As ``smallm_mxfp8_gemv``; ``n_sub`` and ``k_splits`` are of aiter's kernel, likewise."""
+    return smallm_mxfp8_gemv(Xq, Xs, Wq, Ws, out_dtype)
+
+
+def smallm_mxfp8_moe_grouped_gemm(
+    a_q: Tensor,
+    a_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    out: Tensor,
+    E: int,
+    N: int,
+    K: int,
+    num_valid_tokens: int,
+    M_act: int,
+    a_div: int,
+    block_m: int,
+    mul_weight_by: Tensor | None = None,
+    block_n: int = 8,
+) -> Tensor:
+    """A grouped GEMM over vLLM's routing by ``aiter_mx.moe_gemm``, into ``out``.
+
+    Args:
+        a_q: float8_e4m3fn, or its bytes, ``[M_act, K]``; routed row t takes row ``t // a_div``.
+        a_scale: uint8 ``[M_act, K // 32]``.
+        w: float8_e4m3fn, or its bytes, ``[E, N, K]``.
+        w_scale: uint8 ``[E, N, K // 32]``.
+        sorted_token_ids: as for ``grouped_gemm_mxfp8``.
+        expert_ids: likewise.
+        num_tokens_post_padded: likewise.
+        out: bf16, fp16 or fp32 ``[num_valid_tokens, N]``.
+        E: experts of ``w``.
+        N: rows of an expert's.
+        K: elements of the reduction.
+        num_valid_tokens: routed rows.
+        M_act: rows of ``a_q``.
+        a_div: routed rows that share a row of ``a_q``.
+        block_m: ids of a block.
+        mul_weight_by: float32 ``[num_valid_tokens]``, or None.
+        block_n: of aiter's kernel, likewise.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        TypeError, ValueError: as ``aiter_mx.moe_gemm`` has it; sizes that are not the tensors'.
+    """
+    refuse_no_tensor(("mul_weight_by",), a_q=a_q, w=w, out=out, mul_weight_by=mul_weight_by)
+    a_q, w = payload_of(a_q), payload_of(w)
+    for name, tensor, shape in (("a_q", a_q, (M_act, K)), ("w", w, (E, N, K))):
+        if tensor.shape != shape:
+            raise ValueError(f"{name} must be {list(shape)}, got {shape_text(tensor)}")
+    if out.dtype not in DTYPE_NAMES:
+        raise TypeError(f"out must be {either(tuple(DTYPE_NAMES))}, got {out.dtype}")
+    lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    inputs = (a_q, a_scale, w, w_scale, *lists, mul_weight_by, None)
+    # The slots of a token are told by what the rows of a_q are shared by, and matter to no id.
+    options = Options(DTYPE_NAMES[out.dtype], num_valid_tokens, a_div, block_m, a_div)
+    try:
+        return compute(plan_of(inputs, options), inputs, out)[0]
     except (TypeError, ValueError) as error:
         raise renamed(error, _GROUPED_NAMES) from error

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 import aiter_mx
-from aiter_mx.compat.aiter import grouped_gemm_mxfp8, mxfp8_gemv
+from aiter_mx.compat.aiter import (
+    grouped_gemm_mxfp8,
+    mxfp8_gemv,
+    smallm_mxfp8_gemv,
+    smallm_mxfp8_mfma,
+    smallm_mxfp8_moe_grouped_gemm,
+)
+from op_tests.launches import poisoned
 from op_tests.moe.operands import random_weights
 from op_tests.moe.reference import Layer, assert_rows
 from op_tests.mx_reference import assert_close_to_reference, random_mx
@@ -143,3 +150,38 @@ def test_payloads_may_come_as_their_bytes() -> None:
         )
     for one, other in zip(plain, of_bytes, strict=True):
         assert one is not None and other is not None and torch.equal(one, other)
+
+
+def test_raw_launchers_take_any_tuning_and_write_into_out() -> None:
+    generator = torch.Generator().manual_seed(3)
+    case = (
+        *random_mx(20, 96, generator, scale_exponents=(-6, 6)),
+        *random_mx(40, 96, generator, scale_exponents=(-6, 6)),
+    )
+    out = smallm_mxfp8_gemv(case[0].view(torch.uint8), *case[1:], torch.float32, 8)
+    assert_close_to_reference(out, *case)
+    assert torch.equal(smallm_mxfp8_mfma(*case, torch.float32, n_sub=2, k_splits=8), out)
+    with pytest.raises(ValueError, match=r"^Xs must be \[20, 3\], got \[2, 3\]"):
+        smallm_mxfp8_gemv(case[0], case[1][:2], *case[2:], torch.float32)
+    with pytest.raises(TypeError, match="Wq must be a tensor, got NoneType"):
+        smallm_mxfp8_mfma(case[0], case[1], None, case[3], torch.float32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shared_by", [1, 2])
+def test_raw_grouped_launcher_is_the_moe_gemm(shared_by: int) -> None:
+    case, experts = grouped_case()
+    operands = [case[name] for name in ("a_q", "a_scale", "w", "w_scale")]
+    if shared_by == 1:
+        operands[:2] = [tensor.repeat_interleave(2, 0) for tensor in operands[:2]]
+    lists = [case[f] for f in ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")]
+    weights, out = torch.rand(6), poisoned((6, 32), torch.float16)
+    sizes = (2, 32, 64, 6, len(operands[0]), shared_by, case["block_m"])
+    found = smallm_mxfp8_moe_grouped_gemm(*operands, *lists, out, *sizes, weights, 16)
+    assert found.data_ptr() == out.data_ptr()
+    assert_rows(out, Layer(*operands, None, experts, shared_by, weights))
+    for at, name in ((0, "w must be"), (4, "a_q must be")):
+        wrong = [*sizes[:at], sizes[at] + 1, *sizes[at + 1 :]]
+        with pytest.raises(ValueError, match=name):
+            smallm_mxfp8_moe_grouped_gemm(*operands, *lists, out, *wrong)
+    with pytest.raises(TypeError, match="out must be torch"):
+        smallm_mxfp8_moe_grouped_gemm(*operands, *lists, out.double(), *sizes)
