@@ -6,21 +6,17 @@
 // stay in the matrix unit: w in registers, as wgmma's A, x in shared memory, as its B.
 //
 //   w  -> TMA, 128 k of kRows rows a stage -> registers -> bf16, wgmma's A
-//   x  -> TMA, 128 k of kTokens rows a stage -> registers -> bf16, 64 k a stage: wgmma's B
+//   x  -> bf16 in memory, by the launch ahead, wgmma_bf16_x_sm90.cu, a unit of 64 k of kTokens
+//         tokens after another as wgmma takes its B -> bulk copies, a unit a stage
 //
 // A CTA computes a tile of kRows features by kTokens tokens over its part of K. The kSplit CTAs of
 // a cluster share K; each adds up the sums of all of them, in the order of their ranks, for its
 // share of the tile's tokens.
 //
-//   warps 0 to 3: x to bf16; their first lane starts all copies
-//   the others, warpgroups of 64 features: w to bf16, multiply
+//   warps 0 and 1: a lane each starts the copies of x and of w
+//   the second warpgroup and those after it, 64 features each: w to bf16, multiply
 //
-// Stages of bf16, as wgmma takes its B without swizzle; the k of a step are in the order in which
-// expansion gives them, the even ones first:
-//
-//   stage: 8 tokens (1 KiB) | the next 8 | ...
-//   1 KiB: step of 16 k (256 bytes) | the next | 2 more
-//   256:   16 bytes a token of even k | 16 bytes a token of odd k
+// The launch ahead may still run when this one begins: w is asked for at once, x when that ends.
 //
 // Scales that bf16 does not cover are noted, and the outputs that they reach are computed again by
 // fp32 arithmetic after the others are stored.
@@ -33,13 +29,14 @@
 #include "sm90/memory.h"
 #include "sm90/tma.h"
 #include "sm90/wgmma.h"
+#include "wgmma_bf16_x_sm90.h"
 
 using namespace mx;
 
 constexpr int kTokens = MX_TILE_M; // a multiple of 16, at most 256
 constexpr int kGroups = MX_GROUPS; // warpgroups that multiply
 constexpr int kSplit = MX_SPLIT;   // CTAs of a cluster
-constexpr int kXStages = MX_X_STAGES, kRawStages = MX_RAW_STAGES, kWStages = MX_W_STAGES;
+constexpr int kXStages = MX_X_STAGES, kWStages = MX_W_STAGES;
 using Out = DType<MX_OUT>;
 
 constexpr int kGroupThreads = 128, kWarps = 4; // of a warpgroup
@@ -50,30 +47,33 @@ constexpr int kOctets = kTokens / 8;
 constexpr int kStepBytes = 256, kOctetBytes = 4 * kStepBytes;
 
 constexpr int kXStageBytes = kTokens * kUnitK * 2;
-constexpr int kRawStageBytes = kTokens * kChunkK;
 constexpr int kWStageBytes = kRows * kChunkK;
-constexpr int kAtRaw = kXStages * kXStageBytes;
-constexpr int kAtW = kAtRaw + kRawStages * kRawStageBytes;
+constexpr int kAtW = kXStages * kXStageBytes;
 constexpr int kStageBytes = kAtW + kWStages * kWStageBytes;
 // Sums take the place of the stages. With this pitch a warp's stores of them have no conflicts.
 constexpr int kPitch = kRows + 4;
 constexpr int kSumBytes = kTokens * kPitch * 4;
 constexpr int kAtBarriers = kStageBytes > kSumBytes ? kStageBytes : kSumBytes;
 constexpr int kXFull = kAtBarriers, kXEmpty = kXFull + 8 * kXStages;
-constexpr int kRawFull = kXEmpty + 8 * kXStages;
-constexpr int kWFull = kRawFull + 8 * kRawStages, kWEmpty = kWFull + 8 * kWStages;
+constexpr int kWFull = kXEmpty + 8 * kXStages, kWEmpty = kWFull + 8 * kWStages;
 // Whether a scale of this CTA's part is outside; then which tokens and features have such scales.
 constexpr int kOutside = kWEmpty + 8 * kWStages;
 constexpr int kTokenOutside = kOutside + 8, kRowOutside = kTokenOutside + kTokens;
 constexpr int kSharedBytes = kRowOutside + kRows;
 static_assert(kSharedBytes <= MX_SHARED_BYTES, "the host lays shared memory out differently: "
                                                "aiter_mx/kernels/linear/wgmma_bf16_sm90.py");
-static_assert(2 * kWStages > kXStages, "w would be asked for too late");
-
-// Registers of a thread that expands and of one that multiplies, once it is known which it is.
-constexpr int kHelperRegisters = kGroups == 2 ? 104 : 80;
-constexpr int kConsumerRegisters = kGroups == 2 ? 200 : 144;
-constexpr int kExpandersBarrier = 1, kConsumersBarrier = 2;
+// Registers of a thread that copies and of one that multiplies, once it is known which it is, and
+// of both before.
+constexpr int kHelperRegisters = 40;
+constexpr int kConsumerRegisters = kGroups == 3     ? 152
+                                   : kTokens <= 128 ? 160
+                                   : kTokens <= 160 ? 184
+                                   : kTokens <= 192 ? 208
+                                                    : 232;
+constexpr int kLaunchRegisters =
+    kGroups == 1 ? 240
+                 : ((kGroups * kConsumerRegisters + kHelperRegisters) / (kGroups + 1) + 7) / 8 * 8;
+constexpr int kConsumersBarrier = 2;
 
 struct Tile {
     const unsigned char *xq, *xs, *wq, *ws;
@@ -92,155 +92,45 @@ struct Tile {
     MX_MEMBER int rows() const { return min(N - row, static_cast<long>(kRows)); }
 };
 
-// Starts the copies, and makes x bf16.
-struct Expander {
+// Starts the copies, and notes whether bf16 covers all scales of the tile's x.
+struct Producer {
     const Tile& t;
-    const TensorMap &weights, &activations;
+    const TensorMap& weights;
     const unsigned shared;
-    const int warp, lane;
+    const XWorkspace x;
+    const long tile; // of tokens
 
-    static constexpr int kEach = (kOctets + kWarps - 1) / kWarps; // octets of a warp
-
-    MX_MEMBER void copy_w(int chunk) const {
-        const int stage = chunk % kWStages;
-        const unsigned full = shared + kWFull + 8 * stage;
-        if (chunk >= kWStages)
-            barrier_wait(shared + kWEmpty + 8 * stage, chunk / kWStages % 2 ^ 1);
-        barrier_arrive_expect(full, kWStageBytes);
-        tma_load(shared + kAtW + stage * kWStageBytes, weights, (t.first_chunk + chunk) * kChunkK,
-                 t.row, full);
-    }
-    MX_MEMBER void copy_x(int chunk) const {
-        const int stage = chunk % kRawStages;
-        const unsigned full = shared + kRawFull + 8 * stage;
-        barrier_arrive_expect(full, kRawStageBytes);
-        tma_load(shared + kAtRaw + stage * kRawStageBytes, activations,
-                 (t.first_chunk + chunk) * kChunkK, t.token, full);
-    }
-
-    // A chunk's four scales of each of this lane's rows.
-    MX_MEMBER void load_scales(unsigned (&scales)[kEach], int chunk, bool aligned) const {
-        const long block = static_cast<long>(t.first_chunk + chunk) * (kChunkK / kBlock);
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const long token = t.token + (warp + kWarps * i) * 8 + lane % 8;
-            const unsigned char* const from = t.xs + min(token, t.M - 1) * t.blocks() + block;
-            if (aligned) {
-                scales[i] = load_word(from);
-                continue;
-            }
-            scales[i] = 0;
-#pragma unroll
-            for (int b = 0; b < 4; ++b)
-                scales[i] |= (block + b < t.blocks() ? load_byte(from + b) : 127) << 8 * b;
+    // Of one warp; another brings x, so that neither waits for room of the other's.
+    MX_MEMBER void bring_w() const {
+        if (!elected_lane())
+            return;
+        PipelineState<kWStages> w;
+        for (int chunk = 0; chunk < t.chunks; ++chunk, w.next()) {
+            const unsigned full = shared + kWFull + 8 * w.at;
+            barrier_wait(shared + kWEmpty + 8 * w.at, w.parity ^ 1);
+            barrier_arrive_expect(full, kWStageBytes);
+            tma_load(shared + kAtW + w.at * kWStageBytes, weights,
+                     (t.first_chunk + chunk) * kChunkK, t.row, full);
         }
     }
-
-    // 16 k of some tokens of this lane. All are loaded before any is expanded, and nothing
-    // branches, so that their instructions overlap. Returns whether bf16 does not cover a scale.
-    MX_MEMBER bool expand(unsigned from, unsigned to, const unsigned (&scales)[kEach],
-                          unsigned shift) const {
-        constexpr unsigned to_one = 0x7b807b80; // 2^120, twice
-        u32x4 words[kEach];
-        unsigned factors[kEach], nan = 0;
-        bool outside = false;
-#pragma unroll
-        for (int i = 0; i < kEach; ++i)
-            if (exists(i))
-                words[i] = load_shared_vector(from + i * (kWarps * 8 * kChunkK));
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            if (!exists(i))
-                continue;
-            const unsigned scale = scales[i] >> shift & 255;
-            const bool is_nan = scale == kNanScale, over = scale > kLastXScale && !is_nan;
-            outside |= over;
-            factors[i] = (is_nan ? kNanBits >> 16 : over ? 0 : (scale + 60) << 7) * 0x00010001u;
-            unsigned even[4], odd[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const unsigned word = words[i][j];
-                nan |= (word + 0x01010101) ^ word; // the top bit of a byte that is NaN changes
-                e4m3x4_to_bf16(word, to_one, kMagnitude, even[j], odd[j]);
-                even[j] = multiply_bf16x2(even[j], factors[i]);
-                odd[j] = multiply_bf16x2(odd[j], factors[i]);
-            }
-            store_shared_16(to + i * (kWarps * kOctetBytes), even);
-            store_shared_16(to + i * (kWarps * kOctetBytes) + kStepBytes / 2, odd);
-        }
-        if (__builtin_expect((nan & 0x80808080) != 0, false))
-#pragma unroll
-            for (int i = 0; i < kEach; ++i) {
-                if (!exists(i))
-                    continue;
-                unsigned even[4], odd[4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    e4m3x4_to_bf16(words[i][j], bits_to_float(factors[i] << 16), even[j], odd[j]);
-                store_shared_16(to + i * (kWarps * kOctetBytes), even);
-                store_shared_16(to + i * (kWarps * kOctetBytes) + kStepBytes / 2, odd);
-            }
-        return outside;
-    }
-    // Whether this warp has an octet of this number.
-    MX_MEMBER bool exists(int i) const {
-        return (i + 1) * kWarps <= kOctets || warp + kWarps * i < kOctets;
-    }
-
-    MX_MEMBER void run() const {
-        const bool copies = warp == 0 && elected_lane();
-        if (copies)
-            for (int c = 0; c < min(kWStages, t.chunks); ++c)
-                copy_w(c);
+    MX_MEMBER void bring_x(int lane) const {
         wait_for_grid_ahead();
-        if (copies)
-            for (int c = 0; c < min(kRawStages, t.chunks); ++c)
-                copy_x(c);
-        const bool aligned =
-            t.blocks() % 4 == 0 && reinterpret_cast<unsigned long long>(t.xs) % 4 == 0;
-        const int units = t.units();
-        const unsigned from = shared + kAtRaw + (warp * 8 + lane % 8) * kChunkK;
-        const unsigned to = shared + warp * kOctetBytes + lane / 8 * kStepBytes + lane % 8 * 16;
-        PipelineState<kRawStages> raw;
-        PipelineState<kXStages> x;
-        unsigned scales[kEach], next[kEach];
-        bool outside = false;
-        load_scales(next, 0, aligned);
-#pragma unroll 1
-        for (int c = 0; c < t.chunks; ++c) {
-#pragma unroll
-            for (int i = 0; i < kEach; ++i)
-                scales[i] = next[i];
-            if (c + 1 < t.chunks)
-                load_scales(next, c + 1, aligned);
-            barrier_wait(shared + kRawFull + 8 * raw.at, raw.parity);
-#pragma unroll 1
-            for (int half = 0; half < 2 && 2 * c + half < units; ++half) {
-                const int unit = 2 * c + half;
-                barrier_wait(shared + kXEmpty + 8 * x.at, x.parity ^ 1);
-                // The unit before that which was multiplied last is of a chunk of w that is used
-                // up.
-                if (copies && unit >= kXStages && (unit - kXStages) % 2 == 0) {
-                    const int chunk = (unit - kXStages) / 2 + kWStages;
-                    if (chunk < t.chunks)
-                        copy_w(chunk);
-                }
-                const unsigned piece = (half * 4 + lane / 8 ^ lane % 8) * 16;
-                const unsigned shift = half * 16 + lane / 16 * 8;
-                outside |= expand(from + raw.at * kRawStageBytes + piece, to + x.at * kXStageBytes,
-                                  scales, shift);
-                fence_async();
-                __syncwarp();
-                if (lane == 0)
-                    barrier_arrive(shared + kXFull + 8 * x.at);
-                x.next();
+        if (elected_lane()) {
+            const unsigned char* from = x.unit(tile, 2 * t.first_chunk);
+            PipelineState<kXStages> stage;
+            const int units = t.units();
+            for (int unit = 0; unit < units; ++unit, from += kXStageBytes, stage.next()) {
+                const unsigned full = shared + kXFull + 8 * stage.at;
+                barrier_wait(shared + kXEmpty + 8 * stage.at, stage.parity ^ 1);
+                barrier_arrive_expect(full, kXStageBytes);
+                copy_bulk(shared + stage.at * kXStageBytes, from, kXStageBytes, full);
             }
-            named_barrier(kExpandersBarrier, kGroupThreads); // all have read the stage
-            if (copies && c + kRawStages < t.chunks)
-                copy_x(c + kRawStages);
-            raw.next();
         }
-        if (outside)
+        __syncwarp();
+        bool outside = false;
+        for (long i = lane; i < x.units(); i += kLanes)
+            outside |= x.outside()[tile * x.units() + i] != 0;
+        if (__any_sync(0xffffffff, outside) && lane == 0)
             announce_shared(shared + kOutside, 1);
     }
 };
@@ -566,23 +456,19 @@ struct Finisher {
 #define MX_CLUSTER
 #endif
 
-extern "C" __global__ void MX_CLUSTER __launch_bounds__(kThreads, 1)
+extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
     aiter_mx_linear_wgmma_bf16(const unsigned char* xq, const unsigned char* xs,
                                const unsigned char* wq, const unsigned char* ws, const void* bias,
-                               Out* y, long M, long N, long K, int bias_kind,
-                               const __grid_constant__ TensorMap weights,
-                               const __grid_constant__ TensorMap activations) {
+                               Out* y, unsigned char* workspace, long M, long N, long K,
+                               int bias_kind, const __grid_constant__ TensorMap weights) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     const unsigned shared = held(shared_address(dynamic));
     if (threadIdx.x == 0) {
         prefetch_map(weights);
-        prefetch_map(activations);
         for (int i = 0; i < kXStages; ++i) {
-            barrier_init(shared + kXFull + 8 * i, kWarps);
+            barrier_init(shared + kXFull + 8 * i, 1);
             barrier_init(shared + kXEmpty + 8 * i, kGroups * kWarps);
         }
-        for (int i = 0; i < kRawStages; ++i)
-            barrier_init(shared + kRawFull + 8 * i, 1);
         for (int i = 0; i < kWStages; ++i) {
             barrier_init(shared + kWFull + 8 * i, 1);
             barrier_init(shared + kWEmpty + 8 * i, kGroups * kWarps);
@@ -618,7 +504,13 @@ extern "C" __global__ void MX_CLUSTER __launch_bounds__(kThreads, 1)
     if (warp < kWarps) {
         if constexpr (kGroups > 1)
             decrease_registers<kHelperRegisters>();
-        Expander{t, weights, activations, shared, warp, lane}.run();
+        const Producer producer{t, weights, shared, {workspace, M, K, kTokens}, tile % token_tiles};
+        if (warp == 0)
+            producer.bring_x(lane);
+        else if (warp == 1)
+            producer.bring_w();
+        __syncwarp();
+        wait_for_grid_ahead();
     } else {
         if constexpr (kGroups > 1)
             increase_registers<kConsumerRegisters>();

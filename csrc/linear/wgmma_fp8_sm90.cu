@@ -1,4 +1,4 @@
-// Decode linear for up to 64 rows of x on Hopper, for bf16 results: y = dequantised(x) *
+// Decode linear for up to 128 rows of x on Hopper, for bf16 results: y = dequantised(x) *
 // dequantised(w)^T + bias.
 //
 //   xq [M, K], wq [N, K]        e4m3 payload, K a multiple of 128
@@ -22,7 +22,8 @@
 // have the sums of these computed again without it.
 //
 // wgmma's A, of 64 rows, is x where kXIsA: then its four warps have as much work each, whatever
-// the rows of w. Sums are added over the warpgroups and the cluster in a fixed order.
+// the rows of w, and more rows of x than 64 are for two warpgroups. Sums are added over the
+// warpgroups and the cluster in a fixed order.
 
 #include "common/epilogue.h"
 #include "common/scale.h"
@@ -84,7 +85,7 @@ MX_DEVICE void wait_for_stage(unsigned barrier, unsigned parity) {
 constexpr bool kXIsA = MX_X_IS_A;             // wgmma's A is x, its B is w; else the other way
 constexpr int kRowsM = MX_ROWS_M;             // of x, a multiple of 8
 constexpr int kRowsW = MX_ROWS_W;             // of w in a workgroup, a multiple of 8
-constexpr int kRowGroups = MX_ROW_GROUPS;     // warpgroups side by side along w
+constexpr int kRowGroups = MX_ROW_GROUPS;     // warpgroups side by side along w, and along x
 constexpr int kKGroups = MX_K_GROUPS;         // warpgroups that take turns along K
 constexpr int kSplit = MX_SPLIT;              // workgroups of a cluster, which share K
 constexpr int kChunks = MX_CHUNKS;            // of the largest part of K
@@ -105,8 +106,11 @@ constexpr int kCopyRegisters = 24;
 constexpr int kMostRegisters = kGroups == 1 ? 248 : kGroups == 2 ? 240 : kGroups == 3 ? 160 : 112;
 constexpr int kParts = kSplit * kKGroups; // whose sums are added
 
+constexpr int kGroupRows = 64; // of A, of a warpgroup
 constexpr int kRowsA = kXIsA ? kRowsM : kRowsW, kRowsB = kXIsA ? kRowsW : kRowsM;
-constexpr int kColumns = kXIsA ? kRowsW / kRowGroups : kRowsM; // of a wgmma
+constexpr int kGroupsA = kXIsA ? (kRowsM + kGroupRows - 1) / kGroupRows : kRowGroups; // along A
+constexpr int kGroupsB = kRowGroups / kGroupsA;
+constexpr int kColumns = kRowsB / kGroupsB; // of a wgmma
 constexpr int kTilesB = kColumns / 8;
 constexpr int kValues = kColumns / 2; // of a block's products, of a thread
 // Blocks whose products and scales are in registers: some are multiplied while another is added.
@@ -117,6 +121,8 @@ constexpr int kBuffers = fits(4) ? 4 : fits(3) ? 3 : fits(2) ? 2 : 1;
 // True if scales are multiplied before their chunk is there, where that is faster.
 constexpr bool kScalesFirst = kBuffers > 2 && kKGroups > 2;
 static_assert(kRowsM % 8 == 0 && kRowsW % 8 == 0 && kColumns % 8 == 0, "8 rows are a unit");
+static_assert(kGroupsA * kGroupsB == kRowGroups && kColumns * kGroupsB == kRowsB,
+              "each warpgroup has as many rows of B");
 
 // Tiles of sums: 16 rows of A by 8 of B.
 constexpr int kTileBytes = kLanes * 16;
@@ -128,7 +134,7 @@ constexpr int kOwnedTiles = (kTiles + kSplit - 1) / kSplit;
 // workgroups.
 constexpr bool kKept = kParts > 1 && kTilesB >= 2 * kParts;
 constexpr int kMostKept = (kTilesB + kParts - 1) / kParts;
-constexpr int kRowWarps = kXIsA ? kActive * kRowGroups : kActive; // of a part, with rows
+constexpr int kRowWarps = kActive * kGroupsB; // of a part, with rows
 MX_DEVICE constexpr int first_kept(int part) { return (part * kTilesB + kParts - 1) / kParts; }
 constexpr int kBoxes = kKept         ? kKGroups * kRowWarps * kMostKept * (kParts - 1)
                        : kParts == 1 ? 0
@@ -669,17 +675,17 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     far = named_barrier_or(4, kConsumers, far); // scales are there
 
     const int k_group = warp / (4 * kRowGroups), row_warp = warp % (4 * kRowGroups);
-    const int row_group = row_warp / 4, sixteen = kXIsA ? row_warp % 4 : row_warp;
+    const int group_a = row_warp / 4 % kGroupsA, group_b = row_warp / (4 * kGroupsA);
+    const int sixteen = group_a * 4 + row_warp % 4;
     const bool active = sixteen < kActive;
-    const Place place{sixteen, kXIsA ? row_group * kColumns : 0, lane};
-    const SwizzledDescriptor a(shared + (kXIsA ? 0 : row_group * 64 * kChunk));
-    const SwizzledDescriptor b_rows(shared +
-                                    (kXIsA ? kXBytes + row_group * kColumns * kChunk : kWBytes));
+    const Place place{sixteen, group_b * kColumns, lane};
+    const SwizzledDescriptor a(shared + group_a * kGroupRows * kChunk);
+    const SwizzledDescriptor b_rows(shared + (kXIsA ? kXBytes : kWBytes) +
+                                    group_b * kColumns * kChunk);
     const unsigned words_at =
         held(shared + kScalesA + (sixteen * 16 + lane / 4) * kFactorBytes + lane % 2 * 4);
-    const MatrixDescriptor factors(shared + kScalesB +
-                                       (kXIsA ? row_group * kColumns * 2 * kFactorBytes : 0),
-                                   0, 8 * 2 * kFactorBytes);
+    const MatrixDescriptor factors(shared + kScalesB + group_b * kColumns * 2 * kFactorBytes, 0,
+                                   8 * 2 * kFactorBytes);
     Sums sums = {};
     float products[kBuffers][kValues], scales[kBuffers][kValues];
     // A's scales: words of the lane's two rows, and what of them is a block's: of a chunk of an
@@ -859,7 +865,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     const auto tile_sum = [&](int j) {
         return float4{sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
     };
-    const int first_tile = (kXIsA ? row_group * kActive + sixteen : sixteen) * kTilesB;
+    const int first_tile = (group_b * kActive + sixteen) * kTilesB;
     if constexpr (kSplit > 1)
         cluster_wait(); // all of the cluster's workgroups have started
     const auto tell_received = [&] {

@@ -11,6 +11,7 @@ import pytest
 
 from aiter_mx.kernels.linear.grouped import TILES_GFX950
 from aiter_mx.kernels.linear.problem import rows_tuned_for
+from aiter_mx.kernels.linear.wgmma_bf16_sm90 import rows_chosen_for
 from aiter_mx.kernels.registry import kernels_of, ops, problem_type
 from aiter_mx.kernels.search import Costed, Least, Search, without_waste
 from aiter_mx.kernels.spec import KernelSpec, Param, Problem, combinations
@@ -54,6 +55,9 @@ def test_the_choice_is_the_first_of_all_candidates(kernel: KernelSpec, arch: str
         elif (kernel.op, kernel.name, arch) == ("linear", "mfma", "gfx950"):
             tuned_for = replace(problem, M=rows_tuned_for(problem.M))
             assert kernel.configure(target, problem) == kernel.candidates(target, tuned_for)[0]
+        elif (kernel.op, kernel.name) == ("linear", "wgmma_bf16"):
+            alike = replace(problem, M=rows_chosen_for(problem.M))
+            assert kernel.configure(target, problem) == kernel.candidates(target, alike)[0]
         elif (kernel.op, kernel.name, arch) == ("linear", "persistent", "gfx950"):
             few = [c for c in candidates if (c["tile_m"], c["tile_n"]) in TILES_GFX950]
             assert kernel.configure(target, problem) == few[0]

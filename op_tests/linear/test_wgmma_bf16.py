@@ -46,7 +46,8 @@ def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int) -> N
             assert found is not None and found.shared_bytes <= 227 * 1024
             geometry = WGMMA_BF16.module.geometry(TARGET, problem, chosen)
             assert geometry.grid[0] == found.clusters * chosen["split"]
-            assert geometry.overlaps is pdl
+            assert geometry.overlaps
+            assert WGMMA_BF16.modules[0].geometry(TARGET, problem, chosen).overlaps is pdl
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_what_it_does_not_cover_is_refused(problem: LinearProblem, why: str) -> 
 def test_a_configuration_that_does_not_fit_is_refused() -> None:
     assert WGMMA_BF16.module is not None
     for problem, chosen in (
-        (LinearProblem(65, 64, 256), config(80, 64, 3)),
+        (LinearProblem(65, 64, 256), config(96, 64, 3)),
         (LinearProblem(256, 640, 4096), config(256, 192, 1)),
     ):
         with pytest.raises(ValueError, match="does not fit"):

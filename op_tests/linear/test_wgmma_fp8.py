@@ -51,7 +51,7 @@ def test_cases_fit_and_reach_what_differs_between_configurations() -> None:
     assert {chosen["row_groups"] * chosen["k_groups"] for _, chosen in found} == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("M", [1, 8, 17, 32, 33, 48, 49, 64])
+@pytest.mark.parametrize("M", [1, 8, 17, 32, 33, 48, 49, 64, 65, 96, 97, 128])
 @pytest.mark.parametrize(("N", "K"), [(1, 128), (300, 384), (2304, 6144), (6144, 2048)])
 @pytest.mark.parametrize("pdl", [False, True])
 def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int, pdl: bool) -> None:
@@ -109,7 +109,7 @@ def test_a_configuration_that_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("problem", "why"),
     [
-        (LinearProblem(MAX_M + 1, 8, 128), "above 64"),
+        (LinearProblem(MAX_M + 1, 8, 128), f"above {MAX_M}"),
         (LinearProblem(8, 8, 128, "fp32"), "not for fp32"),
         (LinearProblem(8, 8, 160), "no multiple of 128"),
         (LinearProblem(8, 8, 1 << 20), "no room"),

@@ -45,6 +45,22 @@ class WgmmaFp8:
     together: float = 1.5
 
 
+WGMMA_FP8_MANY = WgmmaFp8(
+    bytes_a_cycle=65,
+    block=3,
+    column=1.34,
+    sharing=103,
+    waited=120,
+    waited_single=355,
+    kept=0.26,
+    sent=0.42,
+    member=166,
+    odd_cluster=185,
+    together=3.3,
+)
+"""For more than 64 rows of x."""
+
+
 @dataclass(frozen=True)
 class Wide:
     """Of ``wide``.
@@ -152,17 +168,20 @@ class WgmmaBf16:
     """Of ``wgmma_bf16``.
 
     Attributes:
-        group, row: for 64 k: for each 64 features, and for each token.
-        spilled, much_spilled: the factor where tiles have more than 96 tokens, and than 128.
-        sums_a_cycle: that are stored, or bytes of them that are exchanged.
-        store, exchange, tile: for each tile: its store, its exchange where K is shared, itself.
+        group, product: for 64 k of 64 features: itself, which is what memory takes to bring them,
+            and for each token, which is what the matrix unit takes; whichever is longer.
+        bytes_a_cycle: of operands, that an SM copies.
+        together: the exponent by which copying and computing add up.
+        stored, exchanged: bytes of sums a cycle that are stored, and that come from the other parts
+            of K.
+        tile, exchange: for each tile: itself, and its exchange where K is shared.
     """
 
-    group: float = 350
-    row: float = 6.5
-    spilled: float = 1.4
-    much_spilled: float = 1.75
-    sums_a_cycle: float = 24
-    store: float = 800
-    exchange: float = 1000
-    tile: float = 1500
+    group: float = 329
+    product: float = 2.13
+    bytes_a_cycle: float = 80
+    together: float = 1.84
+    stored: float = 167
+    exchanged: float = 13.5
+    tile: float = 5340
+    exchange: float = 760

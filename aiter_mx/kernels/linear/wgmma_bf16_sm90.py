@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
-from aiter_mx.kernels.linear.clusters_sm90 import w_map, x_map
+from aiter_mx.kernels.linear.clusters_sm90 import w_map
 from aiter_mx.kernels.linear.fitted_sm90 import WgmmaBf16
 from aiter_mx.kernels.linear.problem import (
-    MATRIX_ARGS,
+    POINTERS,
     LinearProblem,
     matrix_scalars,
 )
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
-from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, SHARED_BYTES, most_clusters
+from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, SHARED_BYTES, most_clusters, up
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     MAX_INT,
+    Arg,
     Config,
     Geometry,
+    Module,
     Param,
     TensorMap,
     where_it_fits,
@@ -28,16 +31,16 @@ from aiter_mx.kernels.spec import (
 from aiter_mx.target import Target
 
 PARAMS = (
-    Param("tile_m", (80, 96, 112, 128, 160, 192, 224, 256), "tokens of a tile"),
+    Param("tile_m", (96, 128, 160, 192, 256), "tokens of a tile"),
     Param("tile_n", (64, 128, 192), "features of a tile, 64 for each warpgroup that multiplies"),
-    Param("split", (1, 2, 3, 4, 5, 6, 7, 8), "CTAs of a cluster, which share K"),
+    Param("split", (1, 2, 3, 4, 6, 8), "CTAs of a cluster, which share K"),
 )
 
 MIN_M = 65
 _UNIT = 64  # k that are multiplied at a time
 _MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
 _FLAG_BYTES = 1024  # barriers, and which tokens and features have scales that bf16 does not cover
-_OWN = ((192, 6144), (256, 4096))  # most M and N for which it comes first without a table
+_MOST_OWN_M = 2048  # without a table
 FITTED = WgmmaBf16()
 _MOST_GRID = (1 << 31) - 1
 
@@ -47,14 +50,12 @@ class Layout(NamedTuple):
 
     Attributes:
         x_stages: stages of x in bf16.
-        raw_stages: stages of x as it is in memory.
         w_stages: stages of w.
         shared_bytes: shared memory of a CTA.
         clusters: tiles, each of which a cluster computes.
     """
 
     x_stages: int
-    raw_stages: int
     w_stages: int
     shared_bytes: int
     clusters: int
@@ -70,15 +71,13 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     if tile_m > _MOST_TOKENS[tile_n] or split > _chunks(problem):
         return None
     most = SHARED_BYTES - _FLAG_BYTES
-    unit, raw, w = tile_m * _UNIT * 2, tile_m * CHUNK, tile_n * CHUNK
-    x_stages = 3
-    left = most - x_stages * unit
-    raw_stages = 2 if left < 3 * raw + 6 * w else 3
-    w_stages = min((left - raw_stages * raw) // w, 8)
-    stages = x_stages * unit + raw_stages * raw + w_stages * w
+    unit, w = tile_m * _UNIT * 2, tile_n * CHUNK
+    pairs = min(most // (2 * unit + w), 6)  # of two stages of x and one of w: 128 k of both
+    x_stages, w_stages = 2 * pairs, pairs
+    stages = pairs * (2 * unit + w)
     sums = tile_m * (tile_n + 4) * 4
     clusters = _tiles(problem, tile_m, tile_n)
-    return Layout(x_stages, raw_stages, w_stages, max(stages, sums) + _FLAG_BYTES, clusters)
+    return Layout(x_stages, w_stages, max(stages, sums) + _FLAG_BYTES, clusters)
 
 
 def _tiles(problem: LinearProblem, tile_m: int, tile_n: int) -> int:
@@ -101,35 +100,54 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     return None
 
 
+def _unit_cycles(tile_m: int, tile_n: int) -> float:
+    """What 64 k of a tile take."""
+    computed = tile_n // GROUP_ROWS * max(FITTED.group, FITTED.product * tile_m)
+    copied = (tile_m * 2 + tile_n) * _UNIT / FITTED.bytes_a_cycle
+    power = FITTED.together
+    both: float = (computed**power + copied**power) ** (1 / power)
+    return both
+
+
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
     """A model of a call's time beyond its start, see ``FITTED``."""
     chunks = _chunks(problem)
     for tile_m, tile_n in product(PARAMS[0].values, PARAMS[1].values):
         if tile_m > _MOST_TOKENS[tile_n]:
             continue
-        unit = FITTED.group * (tile_n // GROUP_ROWS) + FITTED.row * tile_m
-        if tile_m > 96:  # whoever expands so many tokens spills registers
-            unit *= FITTED.spilled if tile_m <= 128 else FITTED.much_spilled
+        unit = _unit_cycles(tile_m, tile_n)
         clusters = _tiles(problem, tile_m, tile_n)
         if clusters / target.cu_num * chunks * 2 * unit * ROUNDED_OFF > least.cost:
             continue
-        stored = tile_m * tile_n / FITTED.sums_a_cycle + FITTED.store
-        for split in PARAMS[2].values[:chunks]:
+        of_tile = FITTED.tile + tile_m * tile_n * 4 / FITTED.stored
+        for split in PARAMS[2].values:
+            if split > chunks:
+                break
             units = -(-chunks // split) * 2
             rounds = -(-clusters // most_clusters(target, split))
-            reduced = 0.0
+            exchange = 0.0
             if split > 1:
-                sent = tile_m * tile_n * 4 * (split - 1) / split
-                reduced = sent / FITTED.sums_a_cycle + FITTED.exchange
-            cycles = rounds * (units * unit + reduced + stored + FITTED.tile)
+                received = tile_m * tile_n * 4 * (split - 1) / split
+                exchange = received / FITTED.exchanged + FITTED.exchange
+            cycles = rounds * (units * unit + of_tile + exchange)
             yield cycles, (), (tile_m, tile_n, split)
 
 
 _search = Search(PARAMS, _costs, most=12)
 
 
+def rows_chosen_for(M: int) -> int:
+    """The most rows of those that have one configuration, without a table: few code objects serve
+    all numbers of rows."""
+    return up(M, 64 if M <= 512 else 256 if M <= 1024 else 512)
+
+
+def _configure(target: Target, problem: LinearProblem) -> Config:
+    return _search.best(target, replace(problem, M=rows_chosen_for(problem.M)))
+
+
 def _yields(target: Target, problem: LinearProblem) -> str | None:
-    if any(problem.M <= M and problem.N <= N for M, N in _OWN):
+    if problem.M <= _MOST_OWN_M:
         return None
     return "persistent has the larger tiles, and enough of them for all SMs"
 
@@ -141,7 +159,6 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_GROUPS": config["tile_n"] // GROUP_ROWS,
         "MX_SPLIT": config["split"],
         "MX_X_STAGES": found.x_stages,
-        "MX_RAW_STAGES": found.raw_stages,
         "MX_W_STAGES": found.w_stages,
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_SHARED_BYTES": found.shared_bytes,
@@ -154,7 +171,7 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
         grid=(found.clusters * config["split"], 1, 1),
         block=(128 * (config["tile_n"] // GROUP_ROWS + 1), 1, 1),
         shared_bytes=found.shared_bytes,
-        overlaps=problem.pdl,
+        overlaps=True,  # with the launch that expands x
     )
 
 
@@ -166,20 +183,54 @@ def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMa
     return w_map(problem, config["tile_n"])
 
 
-def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-    return x_map(problem, config["tile_m"])
+def _units(problem: LinearProblem, config: Config) -> int:
+    """Of x, in all tiles of tokens, each of which a CTA of the launch ahead expands."""
+    return -(-problem.M // config["tile_m"]) * -(-problem.K // _UNIT)
+
+
+def _workspace_bytes(target: Target, problem: LinearProblem, config: Config) -> int:
+    """See ``XWorkspace`` in csrc/linear/wgmma_bf16_x_sm90.h."""
+    units = _units(problem, config)
+    return -(-4 * units // 1024) * 1024 + units * config["tile_m"] * _UNIT * 2
+
+
+def _x_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
+    return {}
+
+
+def _x_scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
+    return problem.M, problem.K, config["tile_m"]
+
+
+def _x_geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
+    return Geometry(grid=(_units(problem, config), 1, 1), block=(256, 1, 1), overlaps=problem.pdl)
+
+
+_POINTERS = (*POINTERS, Arg("workspace", "pointer", "rw"))
+EXPAND_X = Module(
+    {"sm_90a": "linear/wgmma_bf16_x_sm90.cu"},
+    "aiter_mx_linear_wgmma_bf16_x",
+    (*_POINTERS, Arg("M", "i64"), Arg("K", "i64"), Arg("tile_tokens", "i32")),
+    _x_defines,
+    _x_geometry,
+    _x_scalars,
+)
 
 
 WGMMA_BF16 = declare(
     "linear",
     "wgmma_bf16",
     {"sm_90a": "linear/wgmma_bf16_sm90.cu"},
-    args=MATRIX_ARGS,
+    args=(*_POINTERS, *(Arg(name, "i64") for name in ("M", "N", "K")), Arg("bias_kind", "i32")),
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
-    tensor_maps=(_weights, _x),
+    tensor_maps=(_weights,),
+    before=(EXPAND_X,),
+    workspace_bytes=_workspace_bytes,
     refusal=_refusal,
-    search=_search,
+    params=PARAMS,
+    configure=_configure,
+    candidates=_search.candidates,
     yields=_yields,
 )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars, w_map, x_map
-from aiter_mx.kernels.linear.fitted_sm90 import WgmmaFp8
+from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_MANY, WgmmaFp8
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
     LinearProblem,
@@ -43,7 +43,7 @@ _GROUPS = tuple(
     if groups[0] * groups[1] <= _MOST_GROUPS
 )
 
-MAX_M = 64
+MAX_M = 128
 ACCUMULATION_ERROR = 2.0**-10
 """Of a sum, relative to the sum of its products' magnitudes, for random payloads, which were at
 most half as far off; MOST_ACCUMULATION_ERROR bounds it for any."""
@@ -52,6 +52,7 @@ MOST_ACCUMULATION_ERROR = 2.0**-8
 the largest and cuts them 13 bits below it, and then the sum: 32 times less than 2^-13 of a block's
 largest product."""
 _X_IS_A_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
+_TWO_A_M = 97  # from which x is A again, of two warpgroups
 _FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
 _FEWEST_OWN_WEIGHTS = 500_000
 _FEWEST_OWN_WEIGHT_ROWS = 384
@@ -66,7 +67,7 @@ _MOST_COLUMNS = 96  # of a wgmma
 _MOST_BOX_ROWS = 256
 _REGISTERS = (248, 240, 160, 112)  # of a lane, by warpgroups that multiply
 _ALIGNMENT_BYTES = 1024  # of boxes in shared memory, which the kernel's first byte may not have
-FITTED = WgmmaFp8()
+FITTED, FITTED_MANY = WgmmaFp8(), WGMMA_FP8_MANY
 
 
 class Layout(NamedTuple):
@@ -115,14 +116,16 @@ def _layout_of(
     for all M up to its own."""
     if row_groups * k_groups > _MOST_GROUPS or problem.K // CHUNK // split < k_groups:
         return None
-    x_is_a = problem.M >= _X_IS_A_M
+    x_is_a = _X_IS_A_M <= problem.M <= GROUP_ROWS or problem.M >= _TWO_A_M
     many = problem.N >= _MANY_ROWS or problem.N * problem.K >= _MANY_WEIGHTS
     at_once = most_clusters(target, split)
     for passes in _PASSES if many else _PASSES[:1]:
         share = -(-problem.N // (at_once * passes))
         for x_first in (x_is_a, not x_is_a):
             if x_first:
-                fits = share <= min(_MOST_BOX_ROWS, _MOST_COLUMNS * row_groups)
+                w_groups = row_groups // _groups_of_x(problem)
+                fits = 0 < share <= min(_MOST_BOX_ROWS, _MOST_COLUMNS * w_groups)
+                fits &= row_groups % _groups_of_x(problem) == 0
             else:
                 fits = -(-share // GROUP_ROWS) == row_groups
             if fits:
@@ -130,6 +133,19 @@ def _layout_of(
                 if found is not None:
                     return found
     return None
+
+
+def _rows_m(problem: LinearProblem, x_is_a: bool) -> int:
+    """Of a tile of x. Rows that it is not full of are not copied and, where x is A, multiplied with
+    the others: then few sizes, and code objects, do."""
+    if x_is_a:
+        return up(problem.M, GROUP_ROWS)
+    return up(problem.M, 8 if problem.M <= GROUP_ROWS else 16)
+
+
+def _groups_of_x(problem: LinearProblem) -> int:
+    """Warpgroups side by side along x, where it is wgmma's A."""
+    return -(-problem.M // GROUP_ROWS)
 
 
 def _laid_out(
@@ -141,9 +157,11 @@ def _laid_out(
     passes: int,
     share: int,
 ) -> Layout | None:
-    rows_m = up(problem.M, 8)
-    rows_w = up(share, 8 * row_groups if x_is_a else 8)
-    columns = rows_w // row_groups if x_is_a else rows_m
+    rows_m = _rows_m(problem, x_is_a)
+    groups_a = _groups_of_x(problem) if x_is_a else row_groups
+    groups_b = row_groups // groups_a
+    rows_w = up(share, 8 * groups_b if x_is_a else 8)
+    columns = rows_w // groups_b if x_is_a else rows_m
     groups = row_groups * k_groups
     if rows_w > _MOST_BOX_ROWS:
         return None
@@ -160,7 +178,7 @@ def _laid_out(
     of_warp = columns // 8  # tiles
     kept = 1 < parts <= of_warp // 2
     if kept:
-        warps = k_groups * -(-rows_a // 16) * (row_groups if x_is_a else 1)
+        warps = k_groups * -(-rows_a // 16) * groups_b
         boxes = warps * -(-of_warp // parts) * (parts - 1)
     else:
         boxes = -(-tiles // split) * parts if parts > 1 else 0
@@ -168,7 +186,7 @@ def _laid_out(
     scales = (chunks * rows_a + up(chunks, 2) * rows_b) * _FACTOR_BYTES
     behind = scales + boxes * SUM_BYTES + (2 * chunks + 2) * 8
     # The last stage is read as if it had all rows of A.
-    behind = max(behind, (1 if x_is_a else row_groups) * GROUP_ROWS * CHUNK - stage_bytes)
+    behind = max(behind, groups_a * GROUP_ROWS * CHUNK - stage_bytes)
     stages = (SHARED_BYTES - _ALIGNMENT_BYTES - behind) // stage_bytes
     stages = chunks if stages >= chunks else stages // k_groups * k_groups
     if stages < min(2 * k_groups, chunks):
@@ -202,9 +220,14 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     return None
 
 
+def _fitted(problem: LinearProblem) -> WgmmaFp8:
+    return FITTED if problem.M <= GROUP_ROWS else FITTED_MANY
+
+
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
     """A model of what a call takes beyond its start: see ``FITTED``."""
-    splits, between = PARAMS[0].values, FITTED.between_passes
+    fitted, splits = _fitted(problem), PARAMS[0].values
+    between = fitted.between_passes
     for bound, split in sorted((_bound(target, problem, split), split) for split in splits):
         if bound > least.cost:
             break
@@ -212,12 +235,12 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
             found = _layout_of(target, problem, split, *groups)
             if found is None:
                 continue
-            of_pass = _cycles_of_pass(found, split, *groups)
+            of_pass = _cycles_of_pass(fitted, found, split, *groups)
             if found.passes * of_pass > least.cost:
                 continue
             for depth in PARAMS[3].values:
                 under_way = min(depth, found.stages) * found.stage_bytes
-                once = of_pass + FITTED.off * abs(under_way - FITTED.under_way_bytes)
+                once = of_pass + fitted.off * abs(under_way - fitted.under_way_bytes)
                 cycles = found.passes * (once + between) - between
                 yield cycles, (), (split, *groups, depth)
                 if depth >= found.stages:  # deeper ones are the same
@@ -226,39 +249,44 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
 
 def _bound(target: Target, problem: LinearProblem, split: int) -> float:
     """What clusters of a size take at least: their work without most of the padding."""
+    fitted = _fitted(problem)
     rows_m, chunks = up(problem.M, 8), -(-(problem.K // CHUNK) // split)
     share = -(-problem.N // most_clusters(target, split))  # of w, in all passes
-    copied = chunks * (rows_m + share) * CHUNK / FITTED.bytes_a_cycle
-    a_group = FITTED.block + FITTED.sharing / _MOST_GROUPS
-    w_is_a = -(-share // GROUP_ROWS) * (a_group + FITTED.column * rows_m)
-    x_is_a = -(-share // _MOST_COLUMNS) * a_group + FITTED.column * share
+    copied = chunks * (rows_m + share) * CHUNK / fitted.bytes_a_cycle
+    a_group = fitted.block + fitted.sharing / _MOST_GROUPS
+    w_is_a = -(-share // GROUP_ROWS) * (a_group + fitted.column * rows_m)
+    x_is_a = -(-share // _MOST_COLUMNS) * a_group + fitted.column * share
+    x_is_a *= _groups_of_x(problem)
     computed = chunks * 4 * min(w_is_a, x_is_a)
-    return (_together(copied, computed) + _exchange_cycles(split, rows_m * share)) * ROUNDED_OFF
+    exchanged = _exchange_cycles(fitted, split, rows_m * share)
+    return (_together(fitted, copied, computed) + exchanged) * ROUNDED_OFF
 
 
-def _cycles_of_pass(found: Layout, split: int, row_groups: int, k_groups: int) -> float:
+def _cycles_of_pass(
+    fitted: WgmmaFp8, found: Layout, split: int, row_groups: int, k_groups: int
+) -> float:
     """What workgroups take from their start to their end, with a good depth."""
     groups = row_groups * k_groups
-    copied: float = found.chunks * found.stage_bytes / FITTED.bytes_a_cycle
+    copied: float = found.chunks * found.stage_bytes / fitted.bytes_a_cycle
     blocks = up(found.chunks, k_groups) * row_groups * 4
     doubled = 5 * found.columns // 2 + 32 <= _REGISTERS[groups - 1]
-    waited = (FITTED.waited if doubled else FITTED.waited_single) / groups
-    of_block = FITTED.block + FITTED.column * found.columns + FITTED.sharing / groups
+    waited = (fitted.waited if doubled else fitted.waited_single) / groups
+    of_block = fitted.block + fitted.column * found.columns + fitted.sharing / groups
     computed = blocks * max(of_block, waited)
     sums = found.rows_m * found.rows_w * k_groups
-    return _together(copied, computed) + _exchange_cycles(split, sums)
+    return _together(fitted, copied, computed) + _exchange_cycles(fitted, split, sums)
 
 
-def _together(copied: float, computed: float) -> float:
-    power = FITTED.together
+def _together(fitted: WgmmaFp8, copied: float, computed: float) -> float:
+    power = fitted.together
     both: float = (copied**power + computed**power) ** (1 / power)
     return both
 
 
-def _exchange_cycles(split: int, sums: float) -> float:
-    exchanged = FITTED.sent * sums + FITTED.member * split if split > 1 else FITTED.kept * sums
+def _exchange_cycles(fitted: WgmmaFp8, split: int, sums: float) -> float:
+    exchanged = fitted.sent * sums + fitted.member * split if split > 1 else fitted.kept * sums
     if split in (3, 5, 6, 7):
-        exchanged += FITTED.odd_cluster  # so much slower than the model had them
+        exchanged += fitted.odd_cluster  # so much slower than the model had them
     return exchanged
 
 
@@ -272,6 +300,8 @@ _search = Search(
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
+    if problem.M > GROUP_ROWS:
+        return None
     chunks = problem.K // CHUNK
     if chunks % 2 and chunks > _MOST_ODD_CHUNKS:
         return f"wgmma_fp8 loads the scales of {chunks} chunks, an odd number, one by one"

@@ -217,6 +217,15 @@ MX_DEVICE void copy_to_cluster(unsigned to, const void* from, unsigned bytes, un
                  : "memory");
 }
 
+// Bytes to this workgroup's shared memory, where the barrier counts them.
+MX_DEVICE void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+        "[%3];" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
 // Four matrices of 8 rows of 16 bytes; lane 8i + r gives the address of row r of matrix i, lane
 // 4g + t gets word t of row g.
 MX_DEVICE void load_matrices(unsigned (&v)[4], unsigned address) {

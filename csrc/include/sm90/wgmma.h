@@ -168,6 +168,8 @@ MX_WGMMA_BLOCK(72, 36, "%36", "%37")
 MX_WGMMA_BLOCK(80, 40, "%40", "%41")
 MX_WGMMA_BLOCK(88, 44, "%44", "%45")
 MX_WGMMA_BLOCK(96, 48, "%48", "%49")
+MX_WGMMA_BLOCK(112, 56, "%56", "%57")
+MX_WGMMA_BLOCK(128, 64, "%64", "%65")
 #undef MX_WGMMA_BLOCK
 
 // d = A * B^T over bf16 of 16 k, whatever d was: A's first 8 k in registers, the others 0. Names as
@@ -193,6 +195,8 @@ MX_WGMMA_FACTORS(72, 36, "%36, %37", "%38", "%39")
 MX_WGMMA_FACTORS(80, 40, "%40, %41", "%42", "%43")
 MX_WGMMA_FACTORS(88, 44, "%44, %45", "%46", "%47")
 MX_WGMMA_FACTORS(96, 48, "%48, %49", "%50", "%51")
+MX_WGMMA_FACTORS(112, 56, "%56, %57", "%58", "%59")
+MX_WGMMA_FACTORS(128, 64, "%64, %65", "%66", "%67")
 #undef MX_WGMMA_FACTORS
 
 } // namespace mx

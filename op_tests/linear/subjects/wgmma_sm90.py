@@ -34,6 +34,15 @@ WGMMA_FP8_CASES = [
     Case(50, 5000, 2688, _wgmma_fp8(1, 1, 2, 8)),
     Case(32, 9216, 6144, _wgmma_fp8(2, 3, 1, 4)),
     Case(20, 8000, 3200, _wgmma_fp8(1, 1, 3, 12)),
+    # More rows of x than a warpgroup has: w is A, then x of two of them.
+    Case(65, 2304, 6144, _wgmma_fp8(3, 1, 2, 4)),
+    Case(79, 777, 1152, _wgmma_fp8(4, 1, 1, 3)),
+    Case(80, 9216, 1536, _wgmma_fp8(2, 3, 1, 3)),
+    Case(95, 6144, 2048, _wgmma_fp8(1, 1, 2, 4)),
+    Case(97, 1999, 896, _wgmma_fp8(2, 2, 1, 3)),
+    Case(113, 2304, 6144, _wgmma_fp8(4, 4, 1, 3)),
+    Case(127, 1501, 2048, _wgmma_fp8(4, 2, 1, 3)),
+    Case(128, 6144, 2048, _wgmma_fp8(1, 2, 2, 4)),
 ]
 # Of few rows, for what eight SMs would take.
 WGMMA_FP8_SMALL = [
@@ -49,6 +58,11 @@ WGMMA_FP8_SMALL = [
     Case(64, 300, 1664, _wgmma_fp8(2, 2, 1, 4), 8),
     Case(60, 320, 4096, _wgmma_fp8(1, 1, 3, 4), 8),
     Case(30, 500, 4224, _wgmma_fp8(1, 1, 2, 6), 8),
+    Case(70, 300, 1152, _wgmma_fp8(1, 1, 2, 4), 8),
+    Case(90, 290, 1664, _wgmma_fp8(2, 2, 1, 3), 8),
+    Case(99, 250, 1152, _wgmma_fp8(2, 2, 1, 4), 8),
+    Case(128, 300, 2048, _wgmma_fp8(2, 4, 1, 3), 8),
+    Case(122, 299, 1536, _wgmma_fp8(1, 2, 2, 4), 8),
 ]
 # Of so many rows of w that eight SMs take them in passes.
 WGMMA_FP8_PASSES = [
@@ -56,10 +70,12 @@ WGMMA_FP8_PASSES = [
     Case(33, 16900, 384, _wgmma_fp8(2, 3, 1, 4), 8),
     Case(64, 20003, 512, _wgmma_fp8(1, 2, 1, 3), 8),
     Case(61, 18000, 256, _wgmma_fp8(2, 2, 1, 4), 8),
+    Case(100, 17003, 256, _wgmma_fp8(1, 2, 1, 2), 8),
 ]
 _WGMMA_FP8_OWN = [
     *(Case(17, 1537, 6144, None), Case(33, 6143, 1536, None), Case(47, 2304, 6144, None)),
     *(Case(63, 6144, 2048, None), Case(64, 1535, 6144, None)),
+    *(Case(65, 6143, 2048, None), Case(90, 1537, 6144, None), Case(128, 9215, 1536, None)),
 ]
 
 WGMMA_FP8 = Subject(
@@ -72,11 +88,11 @@ WGMMA_FP8 = Subject(
     width=(1370, 1152),
     with_bias=[
         *(Case(M, N, 1152, _wgmma_fp8(2, 1, 2, 4)) for M in (19, 61) for N in (1370, 1371)),
-        *(Case(M, 1371, 1152, None) for M in (9, 40, 64)),
+        *(Case(M, 1371, 1152, None) for M in (9, 40, 64, 85, 111)),
     ],
     accumulation_error=wgmma_fp8_sm90.ACCUMULATION_ERROR,
-    repeats=[(M, N, K, None) for M in (32, 64) for N, K in ((2304, 6144), (6144, 1536))],
-    chained=(8, 32, 64),
+    repeats=[(M, N, K, None) for M in (32, 64, 80, 128) for N, K in ((2304, 6144), (6144, 1536))],
+    chained=(8, 32, 64, 128),
 )
 
 _wgmma_bf16 = named("tile_m", "tile_n", "split")
@@ -85,31 +101,31 @@ _wgmma_bf16 = named("tile_m", "tile_n", "split")
 # of every size, parts of K that differ and of one chunk, K that ends within a chunk and within
 # 64 k, features that no tile divides, and odd ones.
 WGMMA_BF16_CASES = [
-    Case(65, 64, 128, _wgmma_bf16(80, 64, 1)),
-    Case(65, 2304, 6144, _wgmma_bf16(80, 128, 7)),
-    Case(70, 777, 2880, _wgmma_bf16(80, 192, 5)),
-    Case(81, 300, 160, _wgmma_bf16(80, 64, 2)),
+    Case(65, 64, 128, _wgmma_bf16(96, 64, 1)),
+    Case(65, 2304, 6144, _wgmma_bf16(96, 128, 6)),
+    Case(70, 777, 2880, _wgmma_bf16(96, 192, 4)),
+    Case(81, 300, 160, _wgmma_bf16(96, 64, 2)),
     Case(96, 1001, 736, _wgmma_bf16(96, 128, 3)),
-    Case(97, 1536, 3200, _wgmma_bf16(112, 192, 8)),
+    Case(97, 1536, 3200, _wgmma_bf16(128, 192, 8)),
     Case(128, 2000, 896, _wgmma_bf16(128, 64, 6)),
     Case(129, 515, 2368, _wgmma_bf16(128, 192, 4)),
     Case(144, 6144, 1536, _wgmma_bf16(160, 128, 2)),
     Case(191, 322, 1056, _wgmma_bf16(96, 64, 1)),
-    Case(193, 1990, 2304, _wgmma_bf16(224, 128, 8)),
+    Case(193, 1990, 2304, _wgmma_bf16(256, 128, 8)),
     Case(200, 130, 7392, _wgmma_bf16(192, 64, 8)),
     Case(255, 1371, 1152, _wgmma_bf16(256, 128, 4)),
-    Case(256, 640, 4096, _wgmma_bf16(256, 64, 5)),
+    Case(256, 640, 4096, _wgmma_bf16(256, 64, 3)),
     Case(257, 1000, 512, _wgmma_bf16(256, 128, 1)),
-    Case(511, 900, 384, _wgmma_bf16(224, 128, 3)),
+    Case(511, 900, 384, _wgmma_bf16(160, 64, 3)),
     Case(1000, 700, 544, _wgmma_bf16(192, 128, 2)),
 ]
 WGMMA_BF16_SMALL = [
-    Case(65, 64, 128, _wgmma_bf16(80, 64, 1)),
-    Case(70, 300, 1120, _wgmma_bf16(80, 192, 5)),
-    Case(97, 300, 992, _wgmma_bf16(96, 128, 4)),
+    Case(65, 64, 128, _wgmma_bf16(96, 64, 1)),
+    Case(70, 300, 1120, _wgmma_bf16(96, 192, 4)),
+    Case(97, 300, 992, _wgmma_bf16(128, 128, 6)),
     Case(129, 290, 1152, _wgmma_bf16(128, 64, 3)),
     Case(161, 250, 736, _wgmma_bf16(160, 128, 2)),
-    Case(200, 299, 2048, _wgmma_bf16(224, 128, 8)),
+    Case(200, 299, 2048, _wgmma_bf16(192, 128, 8)),
     Case(255, 131, 608, _wgmma_bf16(256, 64, 1)),
 ]
 _WGMMA_BF16_OWN = [
@@ -125,8 +141,8 @@ WGMMA_BF16 = Subject(
     most_rows=290,
     dtypes=("bf16", "fp32", "fp16"),
     with_bias=[
-        *(Case(83, 137, 1120, _wgmma_bf16(*values)) for values in ((80, 128, 3), (112, 64, 1))),
-        Case(83, 1372, 1152, _wgmma_bf16(80, 128, 3)),
+        *(Case(83, 137, 1120, _wgmma_bf16(*values)) for values in ((96, 128, 3), (128, 64, 1))),
+        Case(83, 1372, 1152, _wgmma_bf16(96, 128, 3)),
     ],
     repeats=[(M, 2304, 6144, None) for M in (65, 200, 512)],
     chained=(65, 200),

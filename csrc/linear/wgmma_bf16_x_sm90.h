@@ -1,0 +1,30 @@
+// What wgmma_bf16's two launches hand each other: x in bf16, as wgmma takes its B without swizzle.
+//
+//   flags   a word for each tile of tokens and unit of 64 k: whether bf16 does not cover one of
+//           its scales
+//   tiles   of tokens; in each a unit of 64 k after another, of 128 bytes for each token:
+//   unit:   8 tokens (1 KiB) | the next 8 | ...
+//   1 KiB:  step of 16 k (256 bytes) | the next | 2 more
+//   256:    16 bytes a token of even k | 16 bytes a token of odd k
+#pragma once
+
+#include "common/target.h"
+
+namespace mx {
+
+struct XWorkspace {
+    unsigned char* memory;
+    long M, K;
+    int tile_tokens;
+
+    static constexpr int kUnit = 64;
+    MX_MEMBER long tiles() const { return (M + tile_tokens - 1) / tile_tokens; }
+    MX_MEMBER long units() const { return (K + kUnit - 1) / kUnit; }
+    MX_MEMBER unsigned* outside() const { return reinterpret_cast<unsigned*>(memory); }
+    MX_MEMBER unsigned char* unit(long tile, long unit) const {
+        const long flags = (tiles() * units() * 4 + 1023) / 1024 * 1024;
+        return memory + flags + (tile * units() + unit) * tile_tokens * kUnit * 2;
+    }
+};
+
+} // namespace mx
