@@ -18,7 +18,13 @@ from aiter_mx.checks import BLOCK, checking, refuse_no_tensor, shape_text
 from aiter_mx.ops.grouped_gemm import grouped_gemm
 from aiter_mx.ops.grouped_wgrad import grouped_gemm_dgrad, grouped_gemm_wgrad
 from aiter_mx.ops.linear import linear
-from aiter_mx.ops.quantize import Dual, quantize, quantize_dual, quantize_grouped
+from aiter_mx.ops.quantize import (
+    Dual,
+    quantize,
+    quantize_dual,
+    quantize_dual_grouped,
+    quantize_grouped,
+)
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 """A payload and its scales."""
@@ -279,20 +285,22 @@ def _both(
 ) -> tuple[Pair | None, Columns | None]:
     """x quantised along rows, and along columns: transposed, its groups padded."""
     whole = offs is None and x.shape[0] % BLOCK == 0
-    if rows and columns and whole:
+    if not columns:
+        return quantize(x) if rows else None, None
+    if whole and rows:
         dual = quantize_dual(x)
         return dual[:2], (*dual[2:], None)
-    of_rows = quantize(x) if rows else None
-    if not columns:
-        return of_rows, None
     if whole:
-        return of_rows, (*quantize(x, -2), None)
-    if offs is not None:
-        payload, scale, padded = quantize_grouped(x, offs, -2)
-        return of_rows, (payload, scale, padded)
-    one_group = torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
-    payload, scale, _ = quantize_grouped(x, one_group, -2)
-    return of_rows, (payload, scale, None)
+        return None, (*quantize(x, -2), None)
+    groups = offs
+    if groups is None:
+        groups = torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
+    if rows:
+        both = quantize_dual_grouped(x, groups, pad_rows=False)
+        padded = None if offs is None else both.group_offs
+        return both[:2], (both.columns, both.column_scales, padded)
+    alone = quantize_grouped(x, groups, -2)
+    return None, (*alone[:2], None if offs is None else alone.group_offs)
 
 
 def _weights_gradient(

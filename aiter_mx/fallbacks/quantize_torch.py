@@ -17,16 +17,32 @@ def run(problem: QuantizeProblem, tensors: Tensors, config: Config) -> None:
     x, offsets, rows, row_scales, columns, column_scales, padded_offsets = tensors
     M, N = problem.M, problem.N
     matrices = x.reshape(problem.matrices, M, N)
+    given = matrices
     if problem.groups:
         matrices = padded_rows(matrices[0], offsets, padded_offsets, problem.out_rows)[None]
     for payload, scales, along in (
-        (rows, row_scales, matrices),
+        (rows, row_scales, given if problem.padded == "columns" else matrices),
         (columns, column_scales, matrices.mT),
     ):
-        if payload is not None:
-            elements, found = _quantized(along, problem)
-            payload.copy_(elements.view(payload.shape))
-            scales.copy_(shuffle_scales(found, problem.layout).view(scales.shape))
+        if payload is None:
+            continue
+        elements, found = _quantized(along, problem)
+        found = shuffle_scales(found, problem.layout)
+        if along is given and problem.padded == "columns":
+            elements = _where_grouped(offsets, elements, payload)
+            found = _where_grouped(offsets, found, scales)
+        payload.copy_(elements.view(payload.shape))
+        scales.copy_(found.view(scales.shape))
+
+
+def _where_grouped(offsets: Tensor, made: Tensor, there: Tensor) -> Tensor:
+    """Rows of ``made`` that are of a group, and of ``there`` the others."""
+    rows = made.shape[-2]
+    row, bounds = torch.arange(rows, device=made.device)[:, None], offsets.long().clamp(0, rows)
+    grouped = ((row >= bounds[:-1]) & (row < bounds[1:])).any(1, keepdim=True)
+    made_bytes, there_bytes = made.view(torch.uint8), there.reshape(made.shape).view(torch.uint8)
+    chosen: Tensor = torch.where(grouped, made_bytes, there_bytes)
+    return chosen.view(made.dtype)
 
 
 def _quantized(x: Tensor, problem: QuantizeProblem) -> tuple[Tensor, Tensor]:

@@ -54,8 +54,8 @@ class DualGrouped(NamedTuple):
     """Both quantisations, of groups padded to multiples of 128.
 
     Attributes:
-        rows: payload ``[P, N]``, blocks along N.
-        row_scales: ``[P, N // 32]``.
+        rows: payload ``[P, N]``, blocks along N; ``[T, N]`` where rows were not padded.
+        row_scales: ``[P, N // 32]``, likewise.
         columns: payload ``[N, P]``, blocks along P.
         column_scales: ``[N, P // 32]``.
         group_offs: where each padded group begins, and the end of the last: ``[groups + 1]``.
@@ -274,6 +274,7 @@ def quantize_dual_grouped(
     mode: str = "rceil",
     format: str = "e4m3",
     scale_layout: str = "row_major",
+    pad_rows: bool = True,
 ) -> DualGrouped:
     """``quantize_grouped`` along rows and along columns, in one read of x.
 
@@ -283,19 +284,26 @@ def quantize_dual_grouped(
         mode: ``"rceil"``, ``"floor"`` or ``"even"``.
         format: ``"e4m3"``, ``"e2m1"`` or ``"e5m2"``.
         scale_layout: of both scales.
+        pad_rows: False: rows stay where they are in x, as products over rows take them, and the
+            columns alone are padded. Then scales are row-major, and what rows of no group become
+            is not defined.
 
     Returns:
-        rows ``[P, N]``, columns ``[N, P]``, their scales, and the padded groups' offsets. A block
-        of a column lies within one group, as groups begin at multiples of 128.
+        rows ``[P, N]`` (``[T, N]`` without ``pad_rows``), columns ``[N, P]``, their scales, and the
+        padded groups' offsets. A block of a column lies within one group, as groups begin at
+        multiples of 128.
 
     Raises:
         TypeError, ValueError: as ``quantize_grouped`` does.
     """
     refuse_no_tensor(x=x, group_offs=group_offs)
-    options = Options("both", mode, False, format, scale_layout)
+    if not pad_rows and scale_layout != "row_major":
+        raise ValueError(f"pad_rows=False takes row-major scales, not {scale_layout!r}")
+    padded = "both" if pad_rows else "columns"
+    options = Options("both", mode, False, format, scale_layout, padded)
     if not is_traced((x, group_offs)):
         return DualGrouped(*quantized(x, group_offs, options))
-    return DualGrouped(*_quantize_dual_grouped(x, group_offs, mode, format, scale_layout))
+    return DualGrouped(*_quantize_dual_grouped(x, group_offs, mode, format, scale_layout, padded))
 
 
 def dequantize(
@@ -419,7 +427,7 @@ _quantize_grouped = _register(
 )
 _quantize_dual_grouped = _register(
     "quantize_dual_grouped",
-    "(Tensor x, Tensor group_offs, str mode, str format, str layout) "
+    "(Tensor x, Tensor group_offs, str mode, str format, str layout, str padded='both') "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     lambda x, offsets, mode, *names: (x, offsets, Options("both", mode, False, *names)),
 )

@@ -43,6 +43,7 @@ class Options(NamedTuple):
         square: blocks are 32x32.
         format: ``e4m3``, ``e2m1`` or ``e5m2``.
         layout: of the scales.
+        padded: ``both``, or ``columns`` where groups are padded there alone.
     """
 
     to: str
@@ -50,6 +51,7 @@ class Options(NamedTuple):
     square: bool = False
     format: str = "e4m3"
     layout: str = "row_major"
+    padded: str = "both"
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ def check(x: Tensor, offsets: Tensor | None, options: Options) -> tuple[Quantize
         block="32x32" if options.square else "1x32",
         layout=options.layout,
         offsets="int64" if offsets is None else _OFFSET_NAMES[offsets.dtype],
+        padded=options.padded,
     )
     return problem, _shapes(problem, leading, x.dim())
 
@@ -205,7 +208,7 @@ def _shapes(problem: QuantizeProblem, leading: list[int], dimensions: int) -> Sh
             return payload[-1:], scales if problem.layout != "row_major" else scales[-1:]
         return payload, scales
 
-    rows = of_matrix(M, N) if problem.to != "columns" else (None, None)
+    rows = of_matrix(problem.rows_along, N) if problem.to != "columns" else (None, None)
     columns = of_matrix(N, M) if problem.to != "rows" else (None, None)
     return Shapes(*rows, *columns)
 

@@ -35,7 +35,11 @@ def _operands(problem: QuantizeProblem, device: torch.device) -> Operands:
 def _results(problem: QuantizeProblem, device: torch.device) -> Operands:
     payload, M, N = FORMATS[problem.format], problem.out_rows, problem.N
     results: Operands = []
-    for wanted, rows, columns in ((problem.to != "columns", M, N), (problem.to != "rows", N, M)):
+    along = problem.rows_along
+    for wanted, rows, columns in (
+        (problem.to != "columns", along, N),
+        (problem.to != "rows", N, M),
+    ):
         if not wanted:
             results += [None, None]
             continue

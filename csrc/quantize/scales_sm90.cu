@@ -12,6 +12,7 @@
 // the next power of two; longer ones a multiple of 32. Where lines are no multiple of 4 bytes, a
 // lane stores its bytes one by one.
 
+#include "groups.h"
 #include "tile.h"
 
 using namespace mx;
@@ -25,7 +26,8 @@ struct Matrix {
     unsigned char* to;
     unsigned lines, pitch; // bytes of a line
     unsigned strips, tiles, tile_lines, tile_bytes;
-    unsigned lanes; // of a line
+    unsigned lanes;         // of a line
+    const TileRows* places; // of the lines of each strip; null where strips follow each other
 
     MX_MEMBER unsigned lanes_of_strip() const { return tile_lines / kLines * lanes; }
 };
@@ -56,22 +58,30 @@ MX_DEVICE void bring(const Matrix& all, unsigned lane) {
     const unsigned group = in_strip / all.lanes, word = in_strip - group * all.lanes;
     const unsigned line = group * kLines; // of the strip
     const unsigned matrix = strip_of_all / all.strips;
-    const unsigned matrix_line = (strip_of_all - matrix * all.strips) * all.tile_lines + line;
-    if (matrix_line >= all.lines || word * 4 >= all.pitch)
+    Offset matrix_line = (strip_of_all - matrix * all.strips) * all.tile_lines + line;
+    if ((all.places == nullptr && matrix_line >= all.lines) || word * 4 >= all.pitch)
         return;
     const unsigned char* from =
         all.staged +
         (static_cast<Offset>(strip_of_all) * all.tiles + word * Tiles) * all.tile_bytes +
         line * (4 / Tiles);
+    wait_for_grid_ahead();
+    unsigned there = kLines;
+    if (all.places != nullptr) {
+        const TileRows place = all.places[strip_of_all];
+        matrix_line = place.first + line;
+        there = bytes_left(place.count, line, kLines);
+    }
     unsigned char* to =
         all.to + (static_cast<Offset>(matrix) * all.lines + matrix_line) * all.pitch + word * 4;
 
-    wait_for_grid_ahead();
     unsigned words[kLines];
     load_words<Tiles>(from, all.tile_bytes, words);
     const bool in_words = all.pitch % 4 == 0;
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
+        if (kRowsAsRead && i >= static_cast<int>(there))
+            return;
         if (in_words)
             *reinterpret_cast<unsigned*>(to) = words[i];
 #pragma unroll
@@ -90,16 +100,25 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                              unsigned tiles_across, unsigned lanes_of_row,
                              unsigned lanes_of_column) {
     launch_dependents();
-    const Matrix of_rows{staged,       row_scales, M,          N / kBlock,  tiles_down,
-                         tiles_across, kTileRows,  kRowScales, lanes_of_row};
+    const Offset tiles = static_cast<Offset>(matrices) * tiles_down * tiles_across;
+    const void* behind = staged + tiles * (kRowScales + kColumnScales);
+    const Matrix of_rows{staged,
+                         row_scales,
+                         M,
+                         N / kBlock,
+                         tiles_down,
+                         tiles_across,
+                         kTileRows,
+                         kRowScales,
+                         lanes_of_row,
+                         kRowsAsRead ? static_cast<const TileRows*>(behind) : nullptr};
     const unsigned lane = group_x() * kThreads + thread_in_group();
     const unsigned row_lanes = matrices * tiles_down * of_rows.lanes_of_strip();
     if (lane < row_lanes) {
         bring<4 / kScaleColumns>(of_rows, lane);
         return;
     }
-    const Matrix of_columns{staged + static_cast<Offset>(matrices) * tiles_down * tiles_across *
-                                         kRowScales,
+    const Matrix of_columns{staged + tiles * kRowScales,
                             column_scales,
                             N,
                             M / kBlock,
@@ -107,7 +126,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                             tiles_down,
                             kTileColumns,
                             kColumnScales,
-                            lanes_of_column};
+                            lanes_of_column,
+                            nullptr};
     if (lane - row_lanes < matrices * tiles_across * of_columns.lanes_of_strip())
         bring<1>(of_columns, lane - row_lanes);
 }

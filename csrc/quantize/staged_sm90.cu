@@ -8,7 +8,8 @@
 //     of rows     [matrices][tiles down][tiles across][kTileRows][kScaleColumns]
 //     of columns  [matrices][tiles across][tiles down][kTileColumns][kScaleRows]
 //
-// and the next launch, scales_sm90.cu, brings them to their places out of the L2.
+// and the next launch, scales_sm90.cu, brings them to their places out of the L2. With
+// MX_ROWS_AS_READ there are behind them, for each of the tiles down, the rows of x that it holds.
 //
 // A workgroup takes one tile. As there are three on an SM, one waits for memory while another
 // computes. A launch may begin before the one ahead of it in the stream ends.
@@ -59,15 +60,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
         tile.rows_in = found.count;
     }
     const bool whole = tile.is_whole();
+    if (kRowsAsRead && across == 0 && thread_in_group() == 0)
+        *reinterpret_cast<TileRows*>(
+            staged + static_cast<Offset>(tiles_down) * tiles_across * (kRowScales + kColumnScales) +
+            down * sizeof(TileRows)) = {from_row, tile.rows_in};
     x += (from_row * N + column) * sizeof(In);
-    rows += (out_row * N + column) * MX_BITS / 8;
+    rows += ((kRowsAsRead ? from_row : out_row) * N + column) * MX_BITS / 8;
     columns += ((static_cast<Offset>(matrix) * N + column) * M + row) * MX_BITS / 8;
 
     if (kGrouped && tile.rows_in == 0) { // padding alone
         for (int i = thread_in_group(); i < (kRowScales + kColumnScales) / 4; i += kThreads)
             reinterpret_cast<unsigned*>(shared.scales)[i] = 0;
-        store_zeros<kTileColumns * MX_BITS / 128>(
-            rows, kTileRows, static_cast<Offset>(N) * MX_BITS / 8, tile.columns * MX_BITS / 8);
+        if constexpr (!kRowsAsRead)
+            store_zeros<kTileColumns * MX_BITS / 128>(
+                rows, kTileRows, static_cast<Offset>(N) * MX_BITS / 8, tile.columns * MX_BITS / 8);
         store_zeros<kChunks>(columns, tile.columns, static_cast<Offset>(M) * MX_BITS / 8,
                              kColumnBytes);
     } else {

@@ -87,6 +87,10 @@ constexpr ScaleMode kMode = static_cast<ScaleMode>(MX_MODE);
 constexpr bool kToRows = MX_TO_ROWS, kToColumns = MX_TO_COLUMNS;
 constexpr bool kSquare = MX_SQUARE; // one scale for 32 x 32
 constexpr bool kGrouped = MX_GROUPED;
+#ifndef MX_ROWS_AS_READ
+#define MX_ROWS_AS_READ 0
+#endif
+constexpr bool kRowsAsRead = MX_ROWS_AS_READ; // with groups: rows go where they are in x, unpadded
 constexpr ScaleLayout kLayout = static_cast<ScaleLayout>(MX_LAYOUT);
 constexpr Offset kMaxGridX = MX_MAX_GRID_X; // tiles beyond it continue in the grid's y
 
@@ -115,7 +119,11 @@ struct Tile {
     unsigned M, N;
     unsigned rows_in, rows_out, columns;
 
-    MX_MEMBER bool is_whole() const { return rows_out == kTileRows && columns == kTileColumns; }
+    // Those that there are along rows.
+    MX_MEMBER unsigned rows_stored() const { return kRowsAsRead ? rows_in : rows_out; }
+    MX_MEMBER bool is_whole() const {
+        return rows_out == kTileRows && rows_stored() == kTileRows && columns == kTileColumns;
+    }
 };
 
 // A lane's part of a tile.
@@ -199,7 +207,7 @@ MX_DEVICE void to_rows(const u32x4 (&pieces)[kRows], BlockScale square, unsigned
                        const Tile& tile, unsigned char* row_scales, const RowMaxima& maxima) {
     const Part part = own_part();
     const unsigned row_bytes = afresh(tile.N) * MX_BITS / 8;
-    const unsigned there = !Bounded || part.column < tile.columns ? tile.rows_out : 0;
+    const unsigned there = !Bounded || part.column < tile.columns ? tile.rows_stored() : 0;
     row_scales += part.row * Pitch + part.column / kBlock;
     const Slice<Bounded> out(rows, kBeyond - 1);
 #pragma unroll

@@ -7,7 +7,8 @@
 //   scales   [matrices, M, N/32] and [matrices, N, M/32], padded as their layout demands
 //
 // With groups there is one matrix; the rows of each group of x are followed in the outputs by zeros
-// up to a multiple of kGroupRows, and M counts the rows of the outputs.
+// up to a multiple of kGroupRows, and M counts the rows of the outputs. With MX_ROWS_AS_READ that
+// is so of the columns alone, and rows are where they are in x.
 //
 // A workgroup works on a strip of tiles side by side (tile.h), the next one under way
 // meanwhile. Hopper's kernel of this name is tiles_sm90.cu.
@@ -59,7 +60,7 @@ aiter_mx_quantize_tiles(const unsigned char* x, const void* offsets, unsigned ch
         tile.rows_in = found.count;
     }
     x += from_row * N * sizeof(In);
-    rows += out_row * N * MX_BITS / 8;
+    rows += (kRowsAsRead ? from_row : out_row) * N * MX_BITS / 8;
     row_scales += static_cast<Offset>(matrix) * scale_rows * scale_columns;
     columns += (static_cast<Offset>(matrix) * N * M + row) * MX_BITS / 8;
     column_scales += static_cast<Offset>(matrix) * column_scale_rows * column_scale_columns;
@@ -105,8 +106,9 @@ aiter_mx_quantize_tiles(const unsigned char* x, const void* offsets, unsigned ch
             const unsigned next = across + 1;
             if (next == end || next % kSpan == 0) {
                 store_scales<kSpan * kScaleColumns>(
-                    shared.row_scales, kept_from % kSpan * kScaleColumns, row_scales, row,
-                    kept_from * kScaleColumns, next * kScaleColumns, scale_rows, scale_columns);
+                    shared.row_scales, kept_from % kSpan * kScaleColumns, row_scales,
+                    kRowsAsRead ? from_row : row, kept_from * kScaleColumns, next * kScaleColumns,
+                    kRowsAsRead ? from_row + tile.rows_in : scale_rows, scale_columns);
                 kept_from = next;
             }
         }

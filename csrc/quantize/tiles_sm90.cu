@@ -89,6 +89,14 @@ MX_DEVICE void store_gathered(const Shared& shared, int step, unsigned char* to,
     }
 }
 
+// One beyond the last row that a step's scales are stored for.
+MX_DEVICE unsigned end_of_rows(const Shared& shared, int step, unsigned rows) {
+    if constexpr (!kRowsAsRead)
+        return rows;
+    const TileRows& found = shared.groups_rows[step];
+    return found.first + found.count;
+}
+
 // The rows of a strip's tiles, each of which a wave finds.
 MX_DEVICE void find_rows(const Groups& groups, unsigned first, void* padded, Shared& shared) {
     static_assert(kSteps <= kThreads / kLanes);
@@ -174,7 +182,10 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             ask_for_step(step + 1);
 
         tile.rows_out = bytes_left(M, row, kTileRows);
-        unsigned char* rows_at = rows + static_cast<Offset>(row) * N * MX_BITS / 8;
+        if constexpr (kRowsAsRead)
+            tile.rows_in = shared.groups_rows[step].count;
+        const unsigned to_row = kRowsAsRead ? shared.groups_rows[step].first : row;
+        unsigned char* rows_at = rows + static_cast<Offset>(to_row) * N * MX_BITS / 8;
         unsigned char* columns_at = columns + static_cast<Offset>(row) * MX_BITS / 8;
         unsigned char* kept_columns = shared.columns[step % 2];
         unsigned char* kept_row_scales = shared.row_scales[step % 2][0];
@@ -186,7 +197,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                 kept_row_scales[i] = 0;
             for (int i = thread_in_group(); i < kTileColumns * kScaleRows; i += kThreads)
                 kept_column_scales[i / kScaleRows * pitch + i % kScaleRows] = 0;
-            if constexpr (kToRows)
+            if constexpr (kToRows && !kRowsAsRead)
                 store_zeros<kTileColumns * MX_BITS / 128>(rows_at, tile.rows_out,
                                                           static_cast<Offset>(N) * MX_BITS / 8,
                                                           tile.columns * MX_BITS / 8);
@@ -227,9 +238,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         if constexpr (kCluster > 1) {
             send_row_scales(shared, step);
         } else if constexpr (kToRows) {
-            store_scales<kScaleColumns>(shared.row_scales[step % 2], 0, row_scales, row,
-                                        first_scale, first_scale + kScaleColumns, scale_rows,
-                                        scale_columns);
+            store_scales<kScaleColumns>(shared.row_scales[step % 2], 0, row_scales, to_row,
+                                        first_scale, first_scale + kScaleColumns,
+                                        end_of_rows(shared, step, scale_rows), scale_columns);
         }
         if (kToColumns && !padding) {
             if (tile.is_whole())
@@ -242,8 +253,11 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             for (int sent = step - 1; sent <= step; ++sent)
                 if (sent >= 0 && (sent < step || step + 1 == steps))
                     store_gathered(shared, sent, row_scales,
-                                   (first + sent) * kTileRows + rank_in_cluster() * kOwnRows,
-                                   first_scale, scale_rows, scale_columns);
+                                   (kRowsAsRead ? shared.groups_rows[sent].first
+                                                : (first + sent) * kTileRows) +
+                                       rank_in_cluster() * kOwnRows,
+                                   first_scale, end_of_rows(shared, sent, scale_rows),
+                                   scale_columns);
         }
     }
     if constexpr (kToColumns) {

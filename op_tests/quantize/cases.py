@@ -46,7 +46,7 @@ def output_shapes(problem: QuantizeProblem) -> list[tuple[tuple[int, ...] | None
     payload = FORMATS[problem.format]
     found: list[tuple[tuple[int, ...] | None, torch.dtype]] = []
     for wanted, rows, columns in (
-        (problem.to != "columns", M, N),
+        (problem.to != "columns", M if problem.padded == "both" else problem.M, N),
         (problem.to != "rows", N, M),
     ):
         scales = padded_shape(rows, columns // BLOCK, problem.layout)

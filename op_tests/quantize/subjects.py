@@ -86,7 +86,10 @@ TILES = Subject(
     # Rows alone, whose number is no multiple of a tile, have shuffled scales.
     (*TILES_VARIANTS, QuantizeProblem(1, 32, layout="16x4")),
     [(1, 32, 32), (1, 96, 160), (3, 64, 96), (1, 288, 416), (2, 160, 32), (1, 32, 1120)],
-    grouped=[QuantizeProblem(1, 32, "bf16", "both", groups=1)],
+    grouped=[
+        QuantizeProblem(1, 32, "bf16", "both", groups=1, padded=padded)
+        for padded in ("both", "columns")
+    ],
     configs=[_tiles(128, 2, 2, 1), _tiles(128, 2, 8, 1)],
     on_gpu=[_tiles(128, 2, 1, 8), _tiles(128, 2, 2, 2), _tiles(128, 2, 8, 8)],
     wide=[(1, 1440, 96), (2, 160, 1184), (1, 1056, 1056)],
@@ -108,7 +111,8 @@ STAGED = Subject(
     grouped=[
         QuantizeProblem(1, 32, "bf16", "both", groups=1, format=format)
         for format in ("e4m3", "e2m1")
-    ],
+    ]
+    + [QuantizeProblem(1, 32, "bf16", "both", groups=1, padded="columns")],
     configs=[],
     on_gpu=[_staged(3, 4), _staged(3, 8)],
     wide=[(3, 288, 416), (1, 4256, 96), (1, 64, 4192)],

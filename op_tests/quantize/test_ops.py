@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -247,6 +248,7 @@ def test_ops_pass_opcheck_and_compile() -> None:
         (ops.quantize_dual, (x, "rceil", False, "e2m1", "16x4")),
         (ops.quantize_grouped, (x, offsets, "floor", "e4m3", "row_major")),
         (ops.quantize_dual_grouped, (x, offsets, "rceil", "e4m3", "32_8")),
+        (ops.quantize_dual_grouped, (x, offsets, "rceil", "e4m3", "row_major", "columns")),
     ):
         torch.library.opcheck(op.default, arguments, test_utils=tests)
 
@@ -370,3 +372,24 @@ def test_thousand_launches_are_bitwise_equal() -> None:
     for _ in range(1000):
         for got, want in zip(aiter_mx.quantize_dual(x), first, strict=True):
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes", "N"),
+    [
+        ("cpu", (41, 0, 200), 96),
+        pytest.param("cuda", (300, 0, 129, 900), 512, marks=pytest.mark.gpu),
+        pytest.param("cuda", (2048, 1, 4000, 0, 1000), 2880, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rows_that_are_not_padded_are_those_of_quantize(
+    device: str, sizes: tuple[int, ...], N: int, dtype: torch.dtype
+) -> None:
+    offs = torch.tensor([0, *itertools.accumulate(sizes)], device=device)
+    x = torch.randn(sum(sizes), N, device=device).to(dtype)
+    found = aiter_mx.quantize_dual_grouped(x, offs, pad_rows=False)
+    expected = (*aiter_mx.quantize(x), *aiter_mx.quantize_grouped(x, offs, -2))
+    assert all(map(equal, found, expected))
+    with pytest.raises(ValueError, match="row-major"):
+        aiter_mx.quantize_dual_grouped(x, offs, pad_rows=False, scale_layout="16x4")

@@ -34,6 +34,7 @@ _CHOICES = {
     "block": ("1x32", "32x32"),
     "layout": tuple(LAYOUTS),
     "offsets": ("int32", "int64"),
+    "padded": ("both", "columns"),
 }
 
 
@@ -54,6 +55,9 @@ class QuantizeProblem:
         block: ``1x32``, or ``32x32`` for scales that 32 rows share too; then M is a multiple of 32.
         layout: of the scales, as aiter_mx.layouts has them.
         offsets: dtype of the groups' offsets: ``int32`` or ``int64``.
+        padded: which outputs have groups padded: ``both``, or ``columns`` where rows stay as they
+            are in x, and those of no group are not written; only with groups, row-major scales and
+            ``to`` both.
 
     Raises:
         ValueError: a field is none of the above, or they do not go together.
@@ -70,6 +74,7 @@ class QuantizeProblem:
     block: str = "1x32"
     layout: str = "row_major"
     offsets: str = "int64"
+    padded: str = "both"
 
     def __post_init__(self) -> None:
         require(self, {"M": 0, "N": 0, "matrices": 0, "groups": 0}, _CHOICES)
@@ -77,6 +82,10 @@ class QuantizeProblem:
             raise ValueError(f"N must be a multiple of {BLOCK}, got N={self.N}")
         if self.groups and (self.matrices != 1 or self.block != "1x32"):
             raise ValueError("groups are of the rows of one matrix, with blocks of 1x32")
+        if self.padded == "columns" and (
+            not self.groups or self.to != "both" or self.layout != "row_major"
+        ):
+            raise ValueError("rows that stay as they are: of groups, both ways, row-major scales")
         if self.M % BLOCK and not self.groups and (self.to != "rows" or self.block != "1x32"):
             raise ValueError(f"M must be a multiple of {BLOCK} here, got M={self.M}")
 
@@ -87,6 +96,11 @@ class QuantizeProblem:
             return self.M
         most = self.M + self.groups * (GROUP_ROWS - 1)
         return most // GROUP_ROWS * GROUP_ROWS
+
+    @property
+    def rows_along(self) -> int:
+        """Rows of the output that has blocks along rows."""
+        return self.M if self.padded == "columns" else self.out_rows
 
 
 KEY = ("M", "N", "dtype", "to", "matrices", "groups", "format", "block")

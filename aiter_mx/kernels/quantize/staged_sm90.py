@@ -24,6 +24,7 @@ PARAMS = (
 )
 _TILE = {"rows": 128}
 _TILE_SCALE_BYTES = {"bf16": 1024, "fp16": 1024, "fp32": 512}  # of rows and of columns
+_PLACE_BYTES = 16  # of the rows of x of a tile
 _SCALE_BYTES = {"bf16": 4, "fp16": 4, "fp32": 2}  # of a row of a tile
 _THREADS, _LANES = 256, 32
 _AHEAD_BYTES = _THREADS * 8 * 16  # csrc/quantize/tile.h
@@ -112,7 +113,8 @@ def _scales_scalars(
 
 def _workspace_bytes(target: Target, problem: QuantizeProblem, config: Config) -> int:
     down, across = _tiles(problem)
-    return problem.matrices * down * across * _TILE_SCALE_BYTES[problem.dtype]
+    places = _PLACE_BYTES * down if problem.padded == "columns" else 0
+    return problem.matrices * down * across * _TILE_SCALE_BYTES[problem.dtype] + places
 
 
 def _args(*names: str) -> tuple[Arg, ...]:

@@ -93,7 +93,7 @@ def _cluster(target: Target, problem: QuantizeProblem, config: Config) -> int:
 
 def variant_defines(problem: QuantizeProblem) -> dict[str, int]:
     """What csrc/quantize/tile.h is told of a problem."""
-    return {
+    defines = {
         "MX_IN": DTYPE_CODES[problem.dtype],
         "MX_BITS": BITS[problem.format],
         "MX_MODE": MODES[problem.mode],
@@ -104,6 +104,7 @@ def variant_defines(problem: QuantizeProblem) -> dict[str, int]:
         "MX_LAYOUT": LAYOUTS[problem.layout].code,
         "MX_MAX_GRID_X": MAX_GRID_X,
     }
+    return defines | {"MX_ROWS_AS_READ": 1} if problem.padded == "columns" else defines
 
 
 def _defines(target: Target, problem: QuantizeProblem, config: Config) -> Mapping[str, int]:
@@ -120,7 +121,7 @@ def _scale_shapes(problem: QuantizeProblem) -> tuple[tuple[int, int], tuple[int,
     """Of the rows' scales and the columns', as padded."""
     M, N = problem.out_rows, problem.N
     return (
-        padded_shape(M, N // BLOCK, problem.layout),
+        padded_shape(problem.rows_along, N // BLOCK, problem.layout),
         padded_shape(N, -(-M // BLOCK), problem.layout),
     )
 
