@@ -4,12 +4,13 @@
     python tune/compare.py /path/to/base --dry-run              # on the simulator, tiny shapes
 
 Cells are drawn by a seed from the catalogue: ``linear`` over shapes x rows x dtypes of result and
-activations x bias x overlapping launches, and whole expert layers. Each tree runs in a process of
-its own, which compiles what the cells need ahead of all timing, and then answers for one cell at a
-time: operands drawn by the cell's seed, one graph of calls over cold weights, a digest of the
-results, and times as it is asked for them. Rounds alternate between the processes, so that clocks
-and temperature meet both alike. Cells that come out slower than ``--limit`` are timed again. Ends
-with status 1 where a group's geometric mean or a repeated cell misses its bar.
+activations x bias x overlapping launches, whole expert layers, prefill's groups, and quantisation.
+Each tree runs in a process of its own, which compiles what the cells need ahead of all timing, and
+then answers for one cell at a time: operands drawn by the cell's seed, one graph of calls over cold
+weights, a digest of the results, and times as it is asked for them. Rounds alternate between the
+processes, so that clocks and temperature meet both alike. Cells that come out slower than
+``--limit`` are timed again. Ends with status 1 where a group's geometric mean or a repeated cell
+misses its bar.
 """
 
 from __future__ import annotations
@@ -19,66 +20,27 @@ import hashlib
 import json
 import math
 import os
-import random
 import select
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from compare_cells import Cell, draw_cells, operands_of, tiny
+
 ROOT = Path(__file__).resolve().parents[1]
-SHAPES, ROWS = 40, (1, 8, 16, 17, 32, 48, 64)
-MOE_ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
-OUT_DTYPES, X_DTYPES = ("bf16", "fp16", "fp32"), ("e4m3", "bf16")
 GROUPS = ("op", "M", "out_dtype", "x_dtype", "bias", "pdl")
 COLD_BYTES = 512 << 20
 """Weights rotate through so much memory, several times the last-level cache."""
-MOST_MOE_BYTES = 3 << 30
 GEOMEAN_LIMIT = 1.01
 BUILD_SHARE = 0.6
 """Of the budget that building ahead may take at most."""
-Cell = dict[str, Any]
-
-
-def draw_cells(linears: int, layers: int, seed: int) -> list[Cell]:
-    """The cells, the same for each seed, in an order whose beginning is a sample of them all."""
-    from aiter_mx.workloads.models import MODELS, TENSOR_PARALLEL
-
-    dice = random.Random(seed)
-    known = sorted({s for m in MODELS.values() for g in TENSOR_PARALLEL for s in m.linears(g)})
-    shapes = dice.sample([shape for shape in known if shape[1] % 32 == 0], SHAPES)
-    kinds = list(product(shapes, ROWS, OUT_DTYPES, X_DTYPES, (False, True), (False, True)))
-    cells: list[Cell] = [
-        {"op": "linear", "M": M, "N": N, "K": K, "out_dtype": out, "x_dtype": x}
-        | {"bias": "bf16" if bias else "none", "pdl": pdl}
-        for (N, K), M, out, x, bias, pdl in sorted(dice.sample(kinds, min(linears, len(kinds))))
-    ]
-    found = set()
-    for model, gpus, M in product(MODELS.values(), TENSOR_PARALLEL, MOE_ROWS):
-        if model.experts and model.experts.intermediate % (32 * gpus) == 0:
-            width = model.experts.intermediate // gpus
-            if 3 * model.experts.count * width * model.hidden <= MOST_MOE_BYTES:
-                found.add((model.hidden, width, model.experts.count, model.experts.top_k, M))
-    for H, width, E, top_k, M in sorted(dice.sample(sorted(found), min(layers, len(found)))):
-        cells.append({"op": "fused_moe", "M": M, "N": width, "K": H, "E": E, "top_k": top_k})
-    dice.shuffle(cells)
-    return cells
-
-
-def tiny(cells: Iterable[Cell]) -> list[Cell]:
-    """The same kinds of cells at sizes that a simulator takes."""
-    small = {"N": 64, "K": 96}
-    return [
-        cell | small | {"M": min(cell["M"], 2)} | ({"E": 4, "top_k": 2} if "E" in cell else {})
-        for cell in cells
-    ]
 
 
 # What follows up to the controller runs in a tree of either age: it calls what is public alone.
@@ -131,67 +93,6 @@ class Prepared:
             self._stream.synchronize()
         times = [s.elapsed_time(e) for s, e in zip(events[4::2], events[5::2], strict=True)]
         return median(times) * 1e3 / self.calls
-
-
-def operands_of(
-    cell: Cell, device: Any, cold_bytes: int
-) -> tuple[list[Callable[[], object]], list[Any]]:
-    """Calls of a cell over operands that its fields seed, as many as read so many bytes of weights
-    but one at least, and where they leave their results."""
-    import torch
-
-    import aiter_mx
-
-    fields = json.dumps(cell, sort_keys=True).encode()
-    seed = int.from_bytes(hashlib.sha256(fields).digest()[:7], "big")
-    dice = torch.Generator(device).manual_seed(seed)
-
-    def integers(first: int, end: int, *shape: int) -> Any:
-        drawn = torch.empty(shape, device=device, dtype=torch.uint8)
-        return drawn.random_(first, end, generator=dice)
-
-    def mx(*shape: int) -> tuple[Any, Any]:
-        payload = integers(0, 254, *shape)
-        payload += payload >= 127  # neither of the two that are NaN
-        scale = integers(118, 124, *shape[:-1], shape[-1] // 32)
-        return payload.view(torch.float8_e4m3fn), scale
-
-    def normal(*shape: int) -> Any:
-        return torch.randn(shape, device=device, generator=dice).bfloat16()
-
-    M, N, K = cell["M"], cell["N"], cell["K"]
-    if cell["op"] == "linear":
-        copies = copies_of(N * K, cold_bytes)
-        weights, scales = mx(copies, N, K)
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-        x = mx(M, K) if cell["x_dtype"] == "e4m3" else (normal(M, K), None)
-        bias = normal(N) if cell["bias"] != "none" else None
-        out = torch.empty(copies, M, N, dtype=dtype[cell["out_dtype"]], device=device)
-
-        def linear(i: int) -> Callable[[], object]:
-            arguments = (*x, weights[i], scales[i], bias, out.dtype, out[i])
-            return lambda: aiter_mx.linear(*arguments, pdl=cell["pdl"])
-
-        return [linear(i) for i in range(copies)], list(out)
-
-    E, top_k = cell["E"], cell["top_k"]
-    copies = copies_of(3 * E * N * K, cold_bytes)
-    gate_up, down = mx(copies, E, 2 * N, K), mx(copies, E, K, N)
-    x, draws = normal(M, K), max(copies, 4 if cold_bytes else 1)
-    ids = torch.rand(draws, M, E, device=device, generator=dice).argsort(2)[..., :top_k]
-    ids = ids.int().contiguous()
-    shares = torch.rand(draws, M, top_k, device=device, generator=dice)
-    out = torch.empty(draws, M, K, dtype=torch.bfloat16, device=device)
-
-    def layer(i: int) -> Callable[[], object]:
-        w = [part[i % copies] for part in (*gate_up, *down)]
-        return lambda: aiter_mx.fused_moe(x, *w, ids[i], shares[i], out=out[i])
-
-    return [layer(i) for i in range(draws)], list(out)
-
-
-def copies_of(size_bytes: int, cold_bytes: int) -> int:
-    return max(1, -(-cold_bytes // max(size_bytes, 1 << 20)))
 
 
 def build_cell(cell: Cell, on_gpu: bool, room: threading.Semaphore) -> str:
@@ -256,10 +157,10 @@ def serve(tree: Path, on_gpu: bool) -> None:
 
 def build_cells(cells: list[Cell], on_gpu: bool, jobs: int) -> dict[str, str]:
     """What went wrong, by cell, with so many at a time, but few of those that take much memory."""
-    room = {"linear": threading.Semaphore(jobs), "fused_moe": threading.Semaphore(2)}
+    small, large = threading.Semaphore(jobs), threading.Semaphore(2)
 
     def attempt(cell: Cell) -> str:
-        return build_cell(cell, on_gpu, room[cell["op"]])
+        return build_cell(cell, on_gpu, small if cell["op"] == "linear" else large)
 
     if on_gpu:
         with ThreadPoolExecutor(jobs) as pool:
@@ -403,7 +304,9 @@ def write(path: Path, lines: list[Cell]) -> None:
 def compare(arguments: argparse.Namespace) -> bool:
     """Compare the trees over all cells; whether every bar is met."""
     on_gpu = not arguments.dry_run
-    cells = draw_cells(arguments.cells, arguments.moe, arguments.seed)
+    cells = draw_cells(
+        arguments.cells, arguments.moe, arguments.grouped, arguments.quantize, arguments.seed
+    )
     if not on_gpu:
         cells = tiny(cells)
     ends_at = time.monotonic() + arguments.budget
@@ -454,6 +357,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("compare.csv"))
     parser.add_argument("--cells", type=int, default=400, help="of linear")
     parser.add_argument("--moe", type=int, default=40, help="expert layers")
+    parser.add_argument("--grouped", type=int, default=8, help="grouped GEMMs")
+    parser.add_argument("--quantize", type=int, default=12, help="quantisations")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, help="calls that a tree builds for at a time")
     parser.add_argument("--rounds", type=int, default=5, help="of each tree, in turns")

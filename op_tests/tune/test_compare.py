@@ -17,22 +17,25 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def compare():
+    sys.path.insert(0, str(ROOT / "tune"))
     spec = spec_from_file_location("compare", ROOT / "tune" / "compare.py")
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
+    sys.path.pop(0)
     return module
 
 
 def test_cells_are_the_same_for_each_seed_and_cover_every_kind(compare) -> None:
-    cells = compare.draw_cells(400, 40, seed=0)
-    assert cells == compare.draw_cells(400, 40, seed=0) != compare.draw_cells(400, 40, seed=1)
-    assert Counter(cell["op"] for cell in cells) == {"linear": 400, "fused_moe": 40}
+    cells = compare.draw_cells(400, 40, 8, 12, seed=0)
+    assert cells == compare.draw_cells(400, 40, 8, 12, 0) != compare.draw_cells(400, 40, 8, 12, 1)
+    counts = {"linear": 400, "fused_moe": 40, "grouped_gemm": 8, "quantize": 12}
+    assert Counter(cell["op"] for cell in cells) == counts
     linears = [cell for cell in cells if cell["op"] == "linear"]
     assert len({tuple(cell.items()) for cell in linears}) == 400
-    assert len({(cell["N"], cell["K"]) for cell in linears}) == compare.SHAPES
-    for field, values in (("M", compare.ROWS), ("out_dtype", compare.OUT_DTYPES)):
-        assert {cell[field] for cell in linears} == set(values)
+    assert len({(cell["N"], cell["K"]) for cell in linears}) == 40
+    for field, values in (("M", 7), ("out_dtype", 3), ("x_dtype", 2)):
+        assert len({cell[field] for cell in linears}) == values
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,7 @@ def test_bars_are_for_groups_and_for_cells(compare, ratios, met) -> None:
 def test_a_tree_beside_itself_gives_the_same_bits(tmp_path: Path) -> None:
     out = tmp_path / "compare.csv"
     command = [sys.executable, ROOT / "tune" / "compare.py", ROOT, "--dry-run", "--cells", "2"]
+    command += ["--grouped", "1", "--quantize", "2"]
     done = subprocess.run(
         [*map(str, command), "--moe", "1", "--rounds", "2", "--limit", "1000", "--out", str(out)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -63,7 +67,7 @@ def test_a_tree_beside_itself_gives_the_same_bits(tmp_path: Path) -> None:
         timeout=300,
     )
     lines = pd.read_csv(out)
-    assert len(lines) == 3, done.stderr
+    assert len(lines) == 6, done.stderr
     assert lines.same_bits.all()
     assert (lines.base_us > 0).all() and (lines.new_us > 0).all()
-    assert "3 cells: 0 above 1000, 0 failed, 0 with other bits" in done.stdout
+    assert "6 cells: 0 above 1000, 0 failed, 0 with other bits" in done.stdout
