@@ -64,4 +64,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Name a failure as it happens: a run that is cut short shows no summary."""
     if report.failed:
-        print(f"\nFAILED {report.nodeid}: {report.longreprtext.splitlines()[-1][:200]}", flush=True)
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = crash.message if crash else report.longreprtext
+        print(f"\nFAILED {report.nodeid}: {' '.join(message.split())[:300]}", flush=True)

@@ -8,8 +8,9 @@ Tensors come in pairs (payload, scale). Scales may be
 
 with any strides, fp32 ones also as ``[K / 128, rows]``. All are used as they are. Scales of e8m0
 are MX's, and so are fp32 ones that are known to be powers of two, which is seen on the CPU alone.
-With other fp32 scales the products of 128 k at a time are added up in fp32, each under its scales,
-by ``aiter_mx/compat/promoted.py``: as many launches as K has 128. So where scales are powers of
+With other fp32 scales the products of 128 k at a time are added up in fp32, each under its scales:
+by one kernel where ``aiter_mx/ops/promoted_gemm.py`` finds one (Hopper, 16-bit results), else by
+``aiter_mx/compat/promoted.py``, as many launches as K has 128. There, where scales are powers of
 two, hand over the bytes of ``expand_scales``.
 """
 
@@ -19,6 +20,9 @@ import torch
 
 from aiter_mx.checks import (
     BLOCK,
+    INDEX_NAMES,
+    check_groups,
+    check_tensor,
     checking,
     refuse_no_tensor,
     refuse_no_whole_number,
@@ -30,6 +34,7 @@ from aiter_mx.compat.promoted import COARSE
 from aiter_mx.numerics import NAN_SCALE, as_scale_bytes
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 from aiter_mx.ops.linear import linear
+from aiter_mx.ops.promoted_gemm import promoted_gemm
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Recipe = tuple[int, int, int] | None
@@ -109,7 +114,7 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         starts, ends = _ranges(owner, G)
     if _is_fine(scale) and _is_fine(weight_scale):
         _multiply(payload, scale, weights, weight_scale, starts, ends, d)
-    else:
+    elif not _promoted(payload, scale, weights, weight_scale, starts, ends, d):
 
         def partial(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
             ones = promoted.ones_of(x), promoted.ones_of(w)
@@ -165,6 +170,8 @@ def m_grouped_fp8_fp4_gemm_nt_masked(
     if _is_fine(scale) and _is_fine(weight_scale):
         _multiply(payload, scale, weights, weight_scale, None, masked_m, d, expected)
         return
+    if _promoted(payload, scale, weights, weight_scale, None, masked_m, d, expected):
+        return
 
     def partial(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
         ones = promoted.ones_of(x), promoted.ones_of(w)
@@ -217,7 +224,7 @@ def fp8_fp4_gemm_nt(
     target = torch.empty(M, N, dtype=torch.float32, device=payload.device) if adds else d
     if _is_fine(scale) and _is_fine(weight_scale):
         linear(payload, scale, weights, weight_scale, out_dtype=target.dtype, out=target)
-    else:
+    elif not _promoted_dense(payload, scale, weights, weight_scale, target):
 
         def partial(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
             ones = promoted.ones_of(x), promoted.ones_of(w[0])
@@ -368,6 +375,42 @@ def _multiply(
         )
     except (TypeError, ValueError) as error:
         raise renamed(error, {"out": "d", "out_dtype": "d's dtype"}) from error
+
+
+def _promoted(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor,
+    d: torch.Tensor,
+    expected: int = 0,
+) -> bool:
+    """Whether a kernel has written the product of operands with fp32 scales for 128 k."""
+    if b.ndim != 3 or (a.ndim == 3 and b.shape[0] != a.shape[0]) or a.shape[-1] != b.shape[-1]:
+        return False  # what multiplies step by step says why
+    _refuse_other_d(d, (*a.shape[:-1], b.shape[1]), a)
+    if a.ndim == 3:
+        check_tensor("masked_m", ends, tuple(INDEX_NAMES), (b.shape[0],), a.device)
+        check_groups("masked_m", b.shape[0], None, ends, a.shape[1], True)
+    if a_scale.shape != (*a.shape[:-1], -(-a.shape[-1] // COARSE)):
+        return False
+    return promoted_gemm(a, a_scale, b, b_scale, starts, ends, d, expected)
+
+
+def _promoted_dense(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    d: torch.Tensor,
+) -> bool:
+    """``_promoted`` of one group that has all rows."""
+    if a.ndim != 2 or b.ndim != 2:
+        return False
+    end = torch.full((1,), a.shape[0], dtype=torch.int32, device=a.device)
+    return _promoted(a, a_scale, b.unsqueeze(0), b_scale.unsqueeze(0), None, end, d)
 
 
 def _power_of_two_bytes(scale: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ def _operands(problem: GroupedGemmProblem, device: torch.device) -> Operands:
     if problem.bias != "none":
         bias = torch.randn(G, N, dtype=DTYPES[problem.bias], device=device)
     out = torch.empty(M, N, dtype=DTYPES[problem.out_dtype], device=device)
-    starts, ends = _bounds(problem, device)
+    starts, ends = bounds(problem, device)
     a, a_scale = random_mx(M, K, device)
     if problem.layout == "masked":
         a_scale = a_scale.view(G, M // G, K // BLOCK)
@@ -41,7 +41,7 @@ def _weights(problem: GroupedGemmProblem, device: torch.device) -> list[torch.Te
     return [payload.view(*shape, problem.K), scale]
 
 
-def _bounds(
+def bounds(
     problem: GroupedGemmProblem, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Groups between half and one and a half of the average, with no rows between them."""
@@ -57,7 +57,7 @@ def _bounds(
 
 def _indices(problem: GroupedGemmProblem, number: int) -> dict[int, torch.Tensor | None]:
     with seeded(f"groups {problem.G} {number}", torch.device("cpu")):
-        return dict(enumerate(_bounds(problem, torch.device("cpu")), 6))
+        return dict(enumerate(bounds(problem, torch.device("cpu")), 6))
 
 
 def _another(problem: GroupedGemmProblem, operands: Operands) -> Operands:

@@ -14,6 +14,7 @@ from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.promoted_gemm import PromotedGemmProblem
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.registry import kernels_of, ops
 from aiter_mx.kernels.rmsnorm_quantize import RMSNormQuantizeProblem
@@ -30,6 +31,7 @@ PROBLEMS: dict[str, list[Problem]] = {
     "moe_align": [MoeAlignProblem(8, 4, 128, 16, x_dtype="bf16", K=6144)],
     "moe_combine": [MoeCombineProblem(8, 6144, 4, 128)],
     "moe_gemm": [MoeGemmProblem(M, 1536, 6144, 128, 4, 32, "mxfp8", "silu") for M in (16, 512)],
+    "promoted_gemm": [PromotedGemmProblem(8192, 4096, 2048, 8)],
     "rmsnorm_quantize": [RMSNormQuantizeProblem(8, 6144, N2=512, residual=1)],
     "quantize": [QuantizeProblem(64, 64), QuantizeProblem(8192, 8192, "bf16", "both")],
 }

@@ -18,6 +18,7 @@ from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.promoted_gemm import PromotedGemmProblem
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.registry import find_kernel, key_of, ops, problem_type, stand_ins
 from aiter_mx.kernels.spec import reference
@@ -102,6 +103,16 @@ OTHERS = [
     GroupedGemmProblem(M=70, N=40, K=96, G=5, out_dtype="fp32", bias="bf16", index="i64"),
     GroupedGemmProblem(M=60, N=40, K=64, G=4, layout="masked"),
     GroupedGemmProblem(M=3, N=40, K=64, G=9),
+    PromotedGemmProblem(M=70, N=160, K=416, G=5),
+    PromotedGemmProblem(
+        *(60, 160, 288, 4, "fp32", "masked", "i64", 0),
+        a_row=1,
+        a_step=15,
+        a_group=45,
+        b_block=1,
+        b_step=2,
+        b_group=6,
+    ),
     MoeGemmProblem(M=9, N=96, K=64, E=6, top_k=3, block_m=4, out_dtype="fp32"),
     MoeGemmProblem(M=9, N=96, K=64, E=6, top_k=3, block_m=8, bias="fp32", weights="by_t"),
     MoeGemmProblem(M=9, N=96, K=64, E=2, top_k=3, block_m=8, ids="aiter", weights="by_place"),

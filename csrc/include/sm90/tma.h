@@ -332,6 +332,15 @@ MX_DEVICE void tma_load(unsigned to, const TensorMap& map, int column, int row, 
                  "l"(&map), "r"(column), "r"(row), "r"(barrier)
                  : "memory");
 }
+// The box to the same place in the workgroups of a cluster that the mask names, where the barrier
+// in that workgroup counts its bytes.
+MX_DEVICE void tma_load_to_cluster(unsigned to, const TensorMap& map, int column, int row,
+                                   unsigned barrier, unsigned short mask) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+                 "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(mask)
+                 : "memory");
+}
 
 // The box, of so many columns and rows as the map has them, to the matrix; what is beyond its edges
 // is not stored. Writes to the box by threads need fence_async before.

@@ -172,6 +172,20 @@ MX_WGMMA_BLOCK(112, 56, "%56", "%57")
 MX_WGMMA_BLOCK(128, 64, "%64", "%65")
 #undef MX_WGMMA_BLOCK
 
+// d = A * B^T, or d += A * B^T where it adds.
+#define MX_WGMMA_FP8(n, count, name_of_a, name_of_b, name_of_adds)                                 \
+    template <bool Adds>                                                                           \
+    MX_DEVICE void wgmma_fp8(float (&d)[count], unsigned long long a, unsigned long long b) {      \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3"                    \
+                     " {" MX_NAMES_##count "}, " name_of_a ", " name_of_b ", " name_of_adds        \
+                                           ", 1, 1;"                                               \
+                     : MX_SUMS_##count(d, 0)                                                       \
+                     : "l"(a), "l"(b), "n"(Adds));                                                 \
+    }
+MX_WGMMA_FP8(64, 32, "%32", "%33", "%34")
+MX_WGMMA_FP8(128, 64, "%64", "%65", "%66")
+#undef MX_WGMMA_FP8
+
 // d = A * B^T over bf16 of 16 k, whatever d was: A's first 8 k in registers, the others 0. Names as
 // above, those of a first.
 #define MX_WGMMA_FACTORS(n, count, names_of_a, name_of_zero, name_of_b)                            \

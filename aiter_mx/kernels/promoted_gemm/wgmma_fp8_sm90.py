@@ -1,0 +1,108 @@
+"""The Hopper kernel of products with scales for 128 k: csrc/grouped/promoted_sm90.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aiter_mx.kernels.declare import declare
+from aiter_mx.kernels.promoted_gemm.problem import ARGS, PromotedGemmProblem, scalars
+from aiter_mx.kernels.sm90 import CHUNK
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Config,
+    Geometry,
+    Param,
+    TensorMap,
+    first_of,
+    place_of,
+)
+from aiter_mx.numerics import BLOCK
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("tile_m", (64, 128, 256), "rows of a in a tile, of 128 rows of b"),
+    Param("cluster", (1, 2), "workgroups with the same rows of a, which each brings a part of"),
+)
+
+_TILE_N = 128
+_STAGES = {64: 9, 128: 6, 256: 4}  # by tile_m: what shared memory has room for
+_THREADS = 3 * 128
+_MAX_TURNS = 1 << 31
+
+
+def _refusal(target: Target, problem: PromotedGemmProblem) -> str | None:
+    if target.exact_sums:
+        return "the fp8 matrix unit adds with about 14 bits"
+    if problem.out_dtype == "fp32":
+        return "the fp8 matrix unit adds with about 14 bits, which fp32 results would show"
+    if problem.N % BLOCK:
+        return f"N={problem.N} is not a multiple of {BLOCK}"
+    for name, rows in (("a", problem.M), ("b", problem.G * problem.N)):
+        if rows >= _MAX_TURNS - 256:  # boxes may start past the last one
+            return f"{name} has {rows} rows, and their numbers have 31 bits"
+    return None
+
+
+def _candidates(target: Target, problem: PromotedGemmProblem) -> list[Config]:
+    """The least tiles that hold a usual group, then others."""
+    rows = problem.groups.usual_rows
+    first: list[Config] = [
+        {"tile_m": 64, "cluster": 1},
+        {"tile_m": 128, "cluster": 2},
+        {"tile_m": 256, "cluster": 2},
+    ]
+    best = 0 if rows <= 64 else 1 if rows <= 128 else 2
+    others = [config for config in first if config is not first[best]]
+    return [first[best], *others, {"tile_m": 128, "cluster": 1}, {"tile_m": 64, "cluster": 2}]
+
+
+def _shared_bytes(config: Config) -> int:
+    return _STAGES[config["tile_m"]] * (config["tile_m"] + _TILE_N) * CHUNK
+
+
+def _defines(target: Target, problem: PromotedGemmProblem, config: Config) -> Mapping[str, int]:
+    return {
+        "MX_OUT": DTYPE_CODES[problem.out_dtype],
+        "MX_TILE_M": config["tile_m"],
+        "MX_CLUSTER": config["cluster"],
+        "MX_STAGES": _STAGES[config["tile_m"]],
+        "MX_SHARED_BYTES": _shared_bytes(config),
+    }
+
+
+def _geometry(target: Target, problem: PromotedGemmProblem, config: Config) -> Geometry:
+    size = config["cluster"]
+    tiles = problem.groups.most_tiles(config["tile_m"]) * -(-problem.N // (size * _TILE_N))
+    clusters = max(1, min(target.cu_num // size, tiles))
+    return Geometry(
+        grid=(clusters * size, 1, 1),
+        block=(_THREADS, 1, 1),
+        shared_bytes=_shared_bytes(config),
+        overlaps=True,
+    )
+
+
+def _rows_of_a(target: Target, problem: PromotedGemmProblem, config: Config) -> TensorMap:
+    """What a workgroup brings of a step of a."""
+    rows = config["tile_m"] // config["cluster"]
+    return TensorMap(place_of(ARGS, "xq"), problem.M, problem.K, rows, CHUNK)
+
+
+def _rows_of_b(target: Target, problem: PromotedGemmProblem, config: Config) -> TensorMap:
+    return TensorMap(place_of(ARGS, "wq"), problem.G * problem.N, problem.K, _TILE_N, CHUNK)
+
+
+WGMMA_FP8 = declare(
+    "promoted_gemm",
+    "wgmma_fp8",
+    {"sm_90a": "grouped/promoted_sm90.cu"},
+    args=ARGS,
+    defines=_defines,
+    geometry=_geometry,
+    scalars=lambda target, problem, config: scalars(problem),
+    tensor_maps=(_rows_of_a, _rows_of_b),
+    refusal=_refusal,
+    params=PARAMS,
+    configure=first_of(_candidates),
+    candidates=_candidates,
+)

@@ -1,0 +1,126 @@
+"""Grouped GEMMs with scales for 128 k, tried out: groups of the sizes that a router makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from aiter_mx.kernels.promoted_gemm import PromotedGemmProblem
+from aiter_mx.kernels.promoted_gemm.problem import COARSE
+from aiter_mx.launch import Tensors
+from aiter_mx.numerics import BLOCK, DTYPES
+from aiter_mx.timing import random_mx
+from aiter_mx.workloads.grouped_gemm import WORKLOAD as GROUPED_GEMM
+from aiter_mx.workloads.grouped_gemm import bounds
+from aiter_mx.workloads.models import Model
+from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
+
+_SAMPLE_ROWS = 256
+
+
+def _scales(shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> Tensor:
+    """Random ones, no powers of two, in memory as a problem says."""
+    length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return (torch.rand(length, device=device) + 0.5).as_strided(shape, strides)
+
+
+def _weights(problem: PromotedGemmProblem, device: torch.device) -> list[Tensor]:
+    block, step, group = problem.b_strides
+    payload, _ = random_mx(problem.G * problem.N, problem.K, device)
+    shape = (problem.G, -(-problem.N // COARSE), -(-problem.K // COARSE))
+    scale = _scales(shape, (group, block, step), device)
+    return [payload.view(problem.G, problem.N, problem.K), scale]
+
+
+def _operands(problem: PromotedGemmProblem, device: torch.device) -> Operands:
+    M, N = problem.M, problem.N
+    out = torch.empty(M, N, dtype=DTYPES[problem.out_dtype], device=device)
+    starts, ends = bounds(problem.groups, device)
+    row, step, group = problem.a_strides
+    apart = problem.G if problem.layout == "masked" else 1
+    shape = (apart, M // apart, -(-problem.K // COARSE))
+    scale = _scales(shape, (group, row, step), device)
+    payload, _ = random_mx(M, problem.K, device)
+    return [payload, scale, *_weights(problem, device), out, starts, ends]
+
+
+def _another(problem: PromotedGemmProblem, operands: Operands) -> Operands:
+    out = operands[4]
+    assert out is not None
+    weights = _weights(problem, out.device)
+    return [*operands[:2], *weights, torch.empty_like(out), *operands[5:]]
+
+
+def _read_bytes(problem: PromotedGemmProblem, operands: Operands | None) -> float:
+    return problem.G * problem.N * problem.K * (1 + 4 / COARSE**2)
+
+
+def _values(payload: Tensor, scale: Tensor, each: int) -> Tensor:
+    """What a payload ``[rows, K]`` stands for, with scales for ``each`` rows of 128 k."""
+    rows, K = payload.shape
+    every = scale.double().repeat_interleave(each, 0)[:rows].repeat_interleave(COARSE, 1)
+    return payload.double() * every[:, :K]
+
+
+def _judge(problem: PromotedGemmProblem, tensors: Tensors) -> Judge:
+    a, a_scale, b, b_scale, _, _, ends = tensors
+    room = problem.M // problem.G
+    lasts = ends.tolist()
+    jagged = problem.layout == "jagged"
+    firsts = [0, *lasts] if jagged else range(0, problem.M, room)
+    a_scale = a_scale.reshape(problem.M, -1)
+    groups = []
+    for g, (first, last) in enumerate(zip(firsts, lasts, strict=False)):
+        rows = slice(first, last if jagged else first + last)
+        x, w = _values(a[rows], a_scale[rows], 1), _values(b[g], b_scale[g], COARSE)
+        groups.append((rows, (x @ w.T).float(), x.norm(dim=1), w.norm(dim=1)))
+
+    def judge(results: Tensors) -> Verdict:
+        verdicts = [
+            compare(
+                results[4][rows],
+                reference.double(),
+                torch.outer(x_norm, w_norm),
+                problem.out_dtype,
+            )
+            for rows, reference, x_norm, w_norm in groups
+            if reference.numel()
+        ]
+        errors = torch.tensor([(v.rel_err, v.worst) for v in verdicts], dtype=torch.float64)
+        rel_err, worst = errors.amax(0).tolist() if verdicts else (0.0, 0.0)
+        return Verdict(rel_err, worst)
+
+    return judge
+
+
+def _sample(problem: PromotedGemmProblem, share: float) -> PromotedGemmProblem:
+    """Two groups of their usual size, and some of the output features."""
+    groups = min(problem.G, 2)
+    M = problem.M // problem.G * groups
+    N = min(problem.N, max(_SAMPLE_ROWS, round(problem.N * share / BLOCK) * BLOCK))
+    if M == 0:
+        return problem
+    return replace(problem, G=groups, M=M, N=N)
+
+
+def _problems(model: Model, gpus: int, arch: str) -> list[PromotedGemmProblem]:
+    """Those of ``grouped_gemm``."""
+    return [
+        PromotedGemmProblem(M=p.M, N=p.N, K=p.K, G=p.G)
+        for p in GROUPED_GEMM.problems(model, gpus, arch)
+        if p.N % BLOCK == 0
+    ]
+
+
+WORKLOAD = Workload(
+    op="promoted_gemm",
+    draw=_operands,
+    redraw=_another,
+    read_bytes=_read_bytes,
+    results=(4,),
+    judge=_judge,
+    sample=_sample,
+    problems=_problems,
+)
