@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from aiter_mx import counters
 from aiter_mx.errors import CaptureError
 from aiter_mx.forks import Lock
 from aiter_mx.jit.build import BuildRequest, build
@@ -123,20 +124,24 @@ def bind(spec: KernelSpec, target: Target, problem: Problem, config: Config, dev
     """
     workspace_bytes = spec.workspace_bytes(target, problem, config)
     runs = [bind_module(spec, module, target, problem, config, device) for module in spec.modules]
+    words, runtime = spec.counters(target, problem, config), runtime_of(target.runtime)
     pointers = [arg for arg in _module_of(spec).args if arg.kind == "pointer"]
     nulls = sum(arg.access == "null" for arg in pointers)
     aligned = [(at, arg.align) for at, arg in enumerate(pointers) if arg.align > 1]
-    if len(runs) == 1 and not (workspace_bytes or nulls or aligned):
+    if len(runs) == 1 and not (workspace_bytes or words or nulls or aligned):
         return runs[0]
 
     def run(tensors: Tensors, addresses: Sequence[int]) -> None:
         tensors, addresses = [*tensors, *[None] * nulls], [*addresses, *[0] * nulls]
+        where, own = next(tensor.device for tensor in tensors if tensor is not None), []
         if workspace_bytes:
             # The allocator hands it out again only to what this stream does later.
-            where = next(tensor.device for tensor in tensors if tensor is not None)
-            workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=where)
-            tensors.append(workspace)
-            addresses.append(workspace.data_ptr())
+            own.append(torch.empty(workspace_bytes, dtype=torch.uint8, device=where))
+        if words:
+            stream, capturing = runtime.current_stream(device), runtime.is_capturing(device)
+            own.append(counters.counters(words, where, stream, capturing))
+        tensors += own
+        addresses += [tensor.data_ptr() for tensor in own]
         for at, align in aligned:
             if addresses[at] % align:
                 tensors[at] = tensors[at].clone()

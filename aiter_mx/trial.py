@@ -44,6 +44,7 @@ class Prepared:
         regions: the memory that it may touch.
         operands: what it runs on; its results are among them.
         workspace: further memory that the arguments point to.
+        counters: likewise, of words that are zero when a launch begins.
     """
 
     program: Program
@@ -55,6 +56,7 @@ class Prepared:
     regions: Sequence[Region]
     operands: Operands
     workspace: torch.Tensor | None = None
+    counters: torch.Tensor | None = None
 
     @property
     def groups(self) -> int:
@@ -78,6 +80,8 @@ class Prepared:
             self.geometry.block,
             self.geometry.shared_bytes,
         )
+        if self.counters is not None:
+            self.counters.zero_()  # some of the workgroups, run before, may have left them
         launched = self.symbol, grid, block, self.kernarg, shared_bytes, self.regions, options
         return self.program.launch(*launched)
 
@@ -158,10 +162,13 @@ def prepare(
     if operands is None:
         operands = workload_of(spec.op).operands(problem, _CPU)
     tensors = [*operands, *(None for arg in module.args if arg.access == "null")]
-    workspace = None
+    workspace = counters = None
     if size := spec.workspace_bytes(target, problem, config):
         workspace = torch.empty(size, dtype=torch.uint8)
         tensors.append(workspace)
+    if words := spec.counters(target, problem, config):
+        counters = torch.zeros(words, dtype=torch.int32)
+        tensors.append(counters)
     scalars = module.scalars(target, problem, config)
     args = PackedArgs(module.args, scalars)
     args.set_pointers(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
@@ -172,7 +179,7 @@ def prepare(
     ]
     geometry = module.geometry(target, problem, config)
     told = program, built.path, module.symbol, geometry, scalars, args.to_bytes()
-    return Prepared(*told, regions, operands, workspace)
+    return Prepared(*told, regions, operands, workspace, counters)
 
 
 @lru_cache(maxsize=64)

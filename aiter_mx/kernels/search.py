@@ -48,7 +48,11 @@ class Search:
     most_alike: int = 0
 
     def best(self, target: Target, problem: Problem) -> Config:
-        """The configuration of the least cost.
+        """The configuration of the least cost. Raises ValueError where none fits the problem."""
+        return self.cheapest(target, problem)[1]
+
+    def cheapest(self, target: Target, problem: Problem) -> tuple[float, Config]:
+        """The least cost, and the configuration that has it.
 
         Raises:
             ValueError: none fits the problem.
@@ -59,7 +63,7 @@ class Search:
                 best, least.cost = found, found[0]
         if best is None:
             raise ValueError(f"no configuration is known to fit {problem}")
-        return self._config(best[2])
+        return best[0], self._config(best[2])
 
     def candidates(self, target: Target, problem: Problem) -> list[Config]:
         """Those that a tuner should time, the best first."""

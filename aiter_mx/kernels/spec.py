@@ -234,6 +234,8 @@ class KernelSpec:
             pointers.
         workspace_bytes: memory that the launches share and that lasts for one call, or 0; where it
             is not, they have one more pointer, the last. It may hold anything at first.
+        counters: words of 32 bits that are zero when a launch begins, and that it leaves zero;
+            where there are any, they are one more pointer, after the workspace.
         runner: of the other backends, ``module:function``, imported when a problem is bound. It
             takes the problem, the tensors in the order of the op's pointers, and the configuration.
         composed: how it computes problems, if any, that take other launches too.
@@ -250,6 +252,7 @@ class KernelSpec:
     candidates: Callable[[Target, Problem], Sequence[Config]]
     modules: tuple[Module, ...] = ()
     workspace_bytes: Callable[[Target, Problem, Config], int] = lambda target, problem, config: 0
+    counters: Callable[[Target, Problem, Config], int] = lambda target, problem, config: 0
     runner: str = ""
     composed: Composition | None = None
     yields: Callable[[Target, Problem], str | None] = lambda target, problem: None

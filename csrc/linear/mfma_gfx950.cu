@@ -10,6 +10,9 @@
 // more. Its waves take steps of K in turn and share nothing until their sums are added, in a fixed
 // order.
 //
+// With kSplits, so many workgroups have a part of K each of the same outputs. Each leaves its sums
+// in memory; the one that is the last to do so adds them all, in the order of their parts.
+//
 // w is operand A of the scaled matrix instruction, x is B. A tile is what two instructions take of
 // one operand: 16 rows of 256 k, in memory
 //
@@ -36,6 +39,7 @@ constexpr int kColTiles = MX_COL_TILES;      // of x
 constexpr int kFold = MX_FOLD;               // parts of K in a tile
 constexpr int kWaves = MX_WAVES;             // of a workgroup
 constexpr int kUnroll = MX_UNROLL;           // steps of a wave whose loads precede all use
+constexpr int kSplits = MX_SPLITS;           // workgroups that share K
 constexpr bool kEvenBlocks = MX_EVEN_BLOCKS; // K / 32 is even
 constexpr bool kQuantises = !kIsQuantised<MX_X>;
 using Out = DType<MX_OUT>;
@@ -50,22 +54,42 @@ constexpr Offset kMaxGridX = MX_MAX_GRID_X; // groups beyond it continue in the 
 
 constexpr int kSumPieces = kRowTiles * kColTiles * kProductWords * 4 / kPiece;
 constexpr int kWavePieces = kPieces > kSumPieces ? kPieces : kSumPieces; // LDS of a wave
+constexpr int kResultPieces = kRows / 4;                                 // of a row of x
+constexpr int kPiecesApart = kSplits > 1 ? 2 : 1; // lanes read fours of outputs, or single ones
+constexpr int kMostPieces = kResultPieces * kColTiles * kTileRows; // of a workgroup
+constexpr unsigned kPartBytes = kMostPieces * kPiece;
 
 // A lane's loads of a tile's first rows, in a step of K.
 struct Place {
-    unsigned payload, scales[2]; // offsets, or kNowhere past the end of K
+    unsigned payload, scales[2]; // offsets, or kNowhere past the end of the workgroup's part of K
 
     // The lane's place in the step of K that begins at first.
-    MX_MEMBER Place(int lane, unsigned first, unsigned K) {
+    MX_MEMBER Place(int lane, unsigned first, unsigned end, unsigned K) {
         const int quad = lane / 4 % 4, part = lane / kSide; // rows 4 quad.., a fourth of their k
         const unsigned k = first + 4 * quad / kTileRows * kTileK + part * 64 + lane % 4 * kPiece;
-        payload = k < K ? 4 * quad % kTileRows * K + k : kNowhere;
+        payload = k < end ? 4 * quad % kTileRows * K + k : kNowhere;
 
         const int row = lane / 4;
         const unsigned blocks = K / kBlock;
         const unsigned block = (first + row / kTileRows * kTileK) / kBlock + lane % 4 * 2;
         for (int i = 0; i < 2; ++i)
-            scales[i] = block + i < blocks ? row % kTileRows * blocks + block + i : kNowhere;
+            scales[i] = block + i < end / kBlock ? row % kTileRows * blocks + block + i : kNowhere;
+    }
+};
+
+// A tile as loaded. Its scales are made one word where they are used: a wave that did so earlier
+// would wait for all that is under way.
+struct LoadedTile {
+    u32x4 payload[kLoads];
+    unsigned short scales[kEvenBlocks ? 1 : 2];
+
+    MX_MEMBER Tile tile() const {
+        Tile tile;
+#pragma unroll
+        for (int j = 0; j < kLoads; ++j)
+            tile.payload[j] = payload[j];
+        tile.scales = kEvenBlocks ? scales[0] : scales[0] | scales[kEvenBlocks ? 0 : 1] << 8;
+        return tile;
     }
 };
 
@@ -79,19 +103,24 @@ struct Rows {
         : payload(q + first * K, rows * K), scales(s + first * (K / kBlock), rows * (K / kBlock)),
           K(K) {}
 
+    // The rows of a tile differ by an offset that all lanes share.
     template <bool Once>
-    MX_MEMBER Tile load(int tile, const Place& place) const {
-        Tile loaded;
-        const unsigned first = tile * kTileRows * (K / kBlock);
-        loaded.scales = kEvenBlocks ? scales.load_two_bytes(place.scales[0] + first)
-                                    : scales.load_byte(place.scales[0] + first) |
-                                          scales.load_byte(place.scales[1] + first) << 8;
+    MX_MEMBER void load_payload(LoadedTile& to, int tile, const Place& place) const {
 #pragma unroll
         for (int j = 0; j < kLoads; ++j) {
-            const unsigned offset = place.payload + (tile * kTileRows + j) * K;
-            loaded.payload[j] = Once ? payload.load_once(offset) : payload.load(offset);
+            const unsigned further = (tile * kTileRows + j) * K;
+            to.payload[j] = Once ? payload.load_once(place.payload, further)
+                                 : payload.load(place.payload, further);
         }
-        return loaded;
+    }
+    MX_MEMBER void load_scales(LoadedTile& to, int tile, const Place& place) const {
+        const unsigned further = tile * kTileRows * (K / kBlock);
+        if constexpr (kEvenBlocks) {
+            to.scales[0] = scales.load_two_bytes(place.scales[0], further);
+        } else {
+            to.scales[0] = scales.load_byte(place.scales[0], further);
+            to.scales[1] = scales.load_byte(place.scales[1], further);
+        }
     }
 };
 
@@ -130,9 +159,9 @@ struct WideRows {
         WideTile loaded;
 #pragma unroll
         for (int j = 0; j < kLoads; ++j) {
-            const unsigned first = place.payload == kNowhere ? kNowhere : 2 * place.payload;
-            const unsigned offset = first + 2 * (tile * kTileRows + j) * K;
-            loaded.halves[j] = {values.load(offset), values.load(offset + 16)};
+            const unsigned offset = place.payload == kNowhere ? kNowhere : 2 * place.payload;
+            const unsigned further = 2 * (tile * kTileRows + j) * K;
+            loaded.halves[j] = {values.load(offset, further), values.load(offset + 16, further)};
         }
         return loaded;
     }
@@ -141,16 +170,19 @@ struct WideRows {
 // Rows of x, their tiles as loaded, and as operands.
 template <bool Quantises>
 struct Activations {
-    using Loaded = Tile;
+    using Loaded = LoadedTile;
     Rows rows;
 
     MX_MEMBER Activations(const unsigned char* q, const unsigned char* s, unsigned M, unsigned K)
         : rows(q, s, 0, M, K) {}
-    MX_MEMBER Tile load(int tile, const Place& place) const {
-        return rows.template load<false>(tile, place);
+    MX_MEMBER LoadedTile load(int tile, const Place& place) const {
+        LoadedTile loaded;
+        rows.template load_payload<false>(loaded, tile, place);
+        rows.load_scales(loaded, tile, place);
+        return loaded;
     }
-    MX_MEMBER static Operand operand(u32x4* lds, const Tile& loaded, int lane) {
-        return transpose(lds, loaded, lane);
+    MX_MEMBER static Operand operand(u32x4* lds, const LoadedTile& loaded, int lane) {
+        return transpose(lds, loaded.tile(), lane);
     }
 };
 template <>
@@ -167,15 +199,83 @@ struct Activations<true> {
 };
 using X = Activations<kQuantises>;
 
+// Adds the products of a step. Tiles are transposed in the wave's LDS.
+MX_DEVICE void multiply_step(u32x4* lds, const LoadedTile (&w)[kRowTiles],
+                             const X::Loaded (&x)[kColTiles], int lane,
+                             f32x4 (&sums)[kRowTiles][kColTiles], NanNotes (&w_nans)[kRowTiles],
+                             NanNotes (&x_nans)[kColTiles]) {
+    finish_before_next(); // transposing several steps at once would take more registers
+    Operand a[kRowTiles];
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+        a[r] = transpose(lds, w[r].tile(), lane);
+        w_nans[r].take(a[r].scales);
+    }
+#pragma unroll
+    for (int c = 0; c < kColTiles; ++c) {
+        finish_before_next(); // no wait for the next tile of x ahead of these products
+        const Operand b = X::operand(lds, x[c], lane);
+        x_nans[c].take(b.scales);
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+            f32x4& sum = sums[r][c];
+            sum = multiply_scaled<0>(a[r].rows[0], a[r].scales, b.rows[0], b.scales, sum);
+            sum = multiply_scaled<1>(a[r].rows[1], a[r].scales, b.rows[1], b.scales, sum);
+        }
+    }
+}
+
 // Where rows 4 g to 4 g + 3 of a column of a product are kept in LDS, in pieces of 16 bytes. Lanes
-// that write together have adjacent columns, those that read have adjacent outputs: adjacent rows
-// of w, then the next row of x. The exclusive or puts either in different banks.
+// that write together have adjacent columns, those that read have adjacent outputs, or fours of
+// them: adjacent rows of w, then the next row of x. The exclusive or puts either in different
+// banks.
 MX_DEVICE int place_of_sums(int row_tile, int col_tile, int g, int column) {
-    constexpr int of_tile = kTileRows / 4, of_group = kRowTiles * of_tile;
-    constexpr int spread = of_group > 8 ? 1 : of_group > 4 ? 2 : of_group > 2 ? 4 : 16 / of_group;
+    constexpr int of_tile = kTileRows / 4, of_group = kResultPieces;
+    constexpr int spread = of_group > 8   ? 1
+                           : of_group > 4 ? 2 / kPiecesApart
+                           : of_group > 2 ? 4 / kPiecesApart
+                                          : 16 / of_group / kPiecesApart;
     const int piece = row_tile * of_tile + g % of_tile; // of all that one row of x has
     const int swizzled = column ^ (piece * spread ^ col_tile * kTileRows) % kSide;
     return (row_tile * kColTiles + col_tile) * kLanes + g * kSide + swizzled;
+}
+
+// What the workgroup's waves have of an output, or of four.
+template <class T>
+MX_DEVICE T sum_of_waves(const u32x4 (&lds)[kWaves][kWavePieces], int m, int row) {
+    T sum = {};
+#pragma unroll
+    for (int v = 0; v < kWaves; ++v)
+#pragma unroll
+        for (int f = 0; f < kFold; ++f) {
+            const int operand_row = f * kTileRows + row % kTileRows;
+            const int place = place_of_sums(row / kTileRows, m / kTileRows, operand_row / 4,
+                                            f * kTileRows + m % kTileRows);
+            const T* const of_wave = reinterpret_cast<const T*>(lds[v] + place);
+            sum += sizeof(T) == kPiece ? *of_wave : of_wave[operand_row % 4];
+        }
+    return sum;
+}
+
+// Where the workgroups that share K leave their sums, and how many have done so: none when a launch
+// begins, and when it ends.
+struct Handover {
+    unsigned char* parts;
+    unsigned* arrived;
+};
+
+// The workgroup has stored what others may need; true in the last of those that share K to do so.
+MX_DEVICE bool is_last_to_arrive(unsigned* arrived) {
+    MX_LDS unsigned before;
+    stores_are_over();
+    group_barrier();
+    if (thread_in_group() == 0)
+        before = count_for_all(arrived);
+    group_barrier();
+    const bool is_last = before == kSplits - 1;
+    if (is_last && thread_in_group() == 0)
+        reset_for_all(arrived);
+    return is_last;
 }
 
 // Has the scalar arguments loaded at once: left alone, each is loaded where it is first used, and
@@ -185,65 +285,137 @@ MX_DEVICE void wait_for_arguments(Offset M, Offset N, Offset K, int bias_kind, u
     asm volatile("" ::"s"(M), "s"(N), "s"(K), "s"(bias_kind), "s"(rows_each), "s"(longer));
 }
 
+struct Arguments {
+    const unsigned char *xq, *xs, *wq, *ws;
+    const void* bias;
+    Out* y;
+    Offset M, N, k_size;
+    int bias_kind;
+    unsigned rows_each;
+    Offset longer;
+};
+
+MX_DEVICE void multiply(const Arguments& a, Handover handover) {
+    const Offset group = group_y() * kMaxGridX + group_x();
+    wait_for_arguments(a.M, a.N, a.k_size, a.bias_kind, a.rows_each, a.longer);
+    const Offset tile = group / kSplits;
+    const unsigned part = group % kSplits;
+    const bool is_longer = tile < a.longer;
+    const Offset first_row = tile * a.rows_each + (is_longer ? tile : a.longer);
+    if (first_row >= a.N)
+        return;
+    const unsigned rows = a.rows_each + is_longer;
+    const unsigned K = a.k_size, k_each = (K + kSplits * kStep - 1) / (kSplits * kStep) * kStep;
+    const unsigned begin = part * k_each, end = min(begin + k_each, K);
+    const int lane = thread_in_group() % kLanes;
+    const int wave = wave_in_group();
+
+    const Rows w_rows(a.wq, a.ws, first_row, rows, K);
+    MX_LDS u32x4 lds[kWaves][kWavePieces];
+
+    LoadedTile w[kUnroll][kRowTiles];
+    X::Loaded x[kUnroll][kColTiles];
+    const auto load_round = [&](unsigned first) {
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) { // a step past the end of K loads zeros
+            const Place place(lane, first + i * kStride, end, K);
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r)
+                w_rows.load_payload<true>(w[i][r], r, place);
+            finish_before_next(); // memory is asked for weights before the rest has addresses
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r)
+                w_rows.load_scales(w[i][r], r, place);
+            const X x_rows(a.xq, a.xs, a.M, K);
+#pragma unroll
+            for (int c = 0; c < kColTiles; ++c) {
+                finish_before_next(); // what is used first arrives first
+                x[i][c] = x_rows.load(c, place);
+            }
+        }
+        finish_before_next();
+    };
+    unsigned first = begin + wave * kStep;
+    load_round(first);
+    const BiasLoad own_bias(a.bias, a.bias_kind, first_row, rows, thread_in_group());
+    f32x4 sums[kRowTiles][kColTiles] = {};
+    NanNotes w_nans[kRowTiles], x_nans[kColTiles];
+    for (;;) {
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i)
+            multiply_step(lds[wave], w[i], x[i], lane, sums, w_nans, x_nans);
+        first += kUnroll * kStride;
+        if (first >= end)
+            break;
+        load_round(first);
+    }
+
+    put_sums(lds[wave], lane, place_of_sums, sums, w_nans, x_nans);
+    MX_LDS f32x4 added[kResultPieces];
+    if (thread_in_group() < kRows)
+        reinterpret_cast<float*>(added)[thread_in_group()] = own_bias.to_f32();
+    group_barrier();
+    const int M = a.M;
+    if constexpr (kSplits == 1) {
+        for (int i = thread_in_group(); i < M * kRows; i += kThreads) {
+            const int m = i / kRows, row = i % kRows;
+            if (row < static_cast<int>(rows))
+                store(a.y + m * a.N + first_row + row,
+                      sum_of_waves<float>(lds, m, row) +
+                          reinterpret_cast<const float*>(added)[row]);
+        }
+    } else {
+        const Buffer parts(handover.parts + tile * (kSplits * kPartBytes), kSplits * kPartBytes);
+        for (int i = thread_in_group(); i < M * kResultPieces; i += kThreads)
+            parts.store_for_all(part * kPartBytes + i * kPiece,
+                                sum_of_waves<f32x4>(lds, i / kResultPieces, i % kResultPieces * 4));
+        if (!is_last_to_arrive(handover.arrived + tile))
+            return;
+        constexpr int kEach = (kMostPieces + kThreads - 1) / kThreads; // of a thread
+        f32x4 of_part[kEach][kSplits];
+#pragma unroll
+        for (int e = 0; e < kEach; ++e)
+#pragma unroll
+            for (int s = 0; s < kSplits; ++s) {
+                const int i = e * kThreads + thread_in_group();
+                const unsigned at = s * kPartBytes + i * kPiece;
+                of_part[e][s] = parts.load_of_all(i < M * kResultPieces ? at : kNowhere);
+            }
+        constexpr unsigned bytes = sizeof(Out);
+        const Buffer y(reinterpret_cast<unsigned char*>(a.y + first_row), M * a.N * bytes);
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) {
+            const int i = e * kThreads + thread_in_group();
+            const int m = i / kResultPieces, piece = i % kResultPieces;
+            f32x4 sum = of_part[e][0];
+#pragma unroll
+            for (int s = 1; s < kSplits; ++s)
+                sum += of_part[e][s];
+            sum += added[piece];
+            const int row = 4 * piece;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const bool is_own = m < M && row + j < static_cast<int>(rows);
+                y.store(is_own ? (m * a.N + row + j) * bytes : kNowhere, static_cast<Out>(sum[j]));
+            }
+        }
+    }
+}
+
+#if MX_SPLITS == 1
 MX_KERNEL(kThreads)
 aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
                      const unsigned char* ws, const void* bias, Out* y, Offset M, Offset N,
                      Offset k_size, int bias_kind, unsigned rows_each, Offset longer) {
-    const Offset group = group_y() * kMaxGridX + group_x();
-    wait_for_arguments(M, N, k_size, bias_kind, rows_each, longer);
-    const bool is_longer = group < longer;
-    const Offset first_row = group * rows_each + (is_longer ? group : longer);
-    if (first_row >= N)
-        return;
-    const unsigned rows = rows_each + is_longer;
-    const unsigned K = k_size;
-    const int lane = thread_in_group() % kLanes;
-    const int wave = wave_in_group();
-
-    const BiasLoad own_bias(bias, bias_kind, first_row, rows, thread_in_group());
-    const X x_rows(xq, xs, M, K);
-    const Rows w_rows(wq, ws, first_row, rows, K);
-    MX_LDS float added[kRows];
-    MX_LDS u32x4 lds[kWaves][kWavePieces];
-
-    f32x4 sums[kRowTiles][kColTiles] = {};
-    NanNotes w_nans[kRowTiles], x_nans[kColTiles];
-    for (unsigned first = wave * kStep; first < K; first += kUnroll * kStride) {
-        Tile w[kUnroll][kRowTiles];
-        X::Loaded x[kUnroll][kColTiles];
-#pragma unroll
-        for (int i = 0; i < kUnroll; ++i) { // a step past the end of K loads zeros
-            const Place place(lane, first + i * kStride, K);
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r)
-                w[i][r] = w_rows.load<true>(r, place);
-#pragma unroll
-            for (int c = 0; c < kColTiles; ++c)
-                x[i][c] = x_rows.load(c, place);
-        }
-#pragma unroll
-        for (int i = 0; i < kUnroll; ++i)
-            multiply_step(lds[wave], w[i], x[i], lane, X::operand, sums, w_nans, x_nans);
-    }
-
-    put_sums(lds[wave], lane, place_of_sums, sums, w_nans, x_nans);
-    if (thread_in_group() < kRows)
-        added[thread_in_group()] = own_bias.to_f32();
-    group_barrier();
-    for (int i = thread_in_group(); i < static_cast<int>(M) * kRows; i += kThreads) {
-        const int m = i / kRows, row = i % kRows;
-        if (row >= static_cast<int>(rows))
-            continue;
-        float sum = 0.0f;
-#pragma unroll
-        for (int v = 0; v < kWaves; ++v)
-#pragma unroll
-            for (int f = 0; f < kFold; ++f) {
-                const int operand_row = f * kTileRows + row % kTileRows;
-                const int place = place_of_sums(row / kTileRows, m / kTileRows, operand_row / 4,
-                                                f * kTileRows + m % kTileRows);
-                sum += reinterpret_cast<const float*>(lds[v] + place)[operand_row % 4];
-            }
-        store(y + m * N + first_row + row, sum + added[row]);
-    }
+    multiply({xq, xs, wq, ws, bias, y, M, N, k_size, bias_kind, rows_each, longer}, {});
 }
+#else
+MX_KERNEL(kThreads)
+aiter_mx_linear_mfma_split(const unsigned char* xq, const unsigned char* xs,
+                           const unsigned char* wq, const unsigned char* ws, const void* bias,
+                           Out* y, unsigned char* parts, unsigned* arrived, Offset M, Offset N,
+                           Offset k_size, int bias_kind, unsigned rows_each, Offset longer) {
+    multiply({xq, xs, wq, ws, bias, y, M, N, k_size, bias_kind, rows_each, longer},
+             {parts, arrived});
+}
+#endif

@@ -11,9 +11,10 @@ import torch
 import aiter_mx
 from aiter_mx.code_object import parse_code_object
 from aiter_mx.jit.build import build_all
+from aiter_mx.kernels.gfx950 import BYTES_A_CYCLE, LATENCY_CYCLES
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear import mfma_gfx950 as registry
-from aiter_mx.kernels.linear.mfma_gfx950 import MAX_K, MAX_M, MFMA, PARAMS
+from aiter_mx.kernels.linear.mfma_gfx950 import MAX_K, MAX_M, MFMA, MFMA_SPLIT, PARAMS, SPLITS
 from aiter_mx.kernels.spec import Config, Geometry, KernelSpec, combinations
 from aiter_mx.launch import build_request
 from aiter_mx.runtimes.sim import last_report
@@ -112,21 +113,26 @@ def test_weights_above_4_gib_match_float64() -> None:
     assert_close_to_reference(out[:, far:], xq, xs, *last)
 
 
-@pytest.mark.parametrize(("M", "N", "K"), [(3, 2304, 6144), (16, 6144, 1536), (64, 1536, 6144)])
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(3, 2304, 6144), (16, 6144, 1536), (48, 1536, 6144), (64, 2336, 6144)]
+)
 def test_the_op_takes_mfma_for_decode_shapes_and_reads_each_weight_once(
     M: int, N: int, K: int
 ) -> None:
-    drawn = operands(M, N, K, N)
+    drawn, problem = operands(M, N, K, N), LinearProblem(M, N, K)
     with aiter_mx.simulate("gfx950"):
-        assert aiter_mx.explain("linear", M=M, N=N, K=K).kernel == "mfma"
+        chosen = aiter_mx.explain("linear", M=M, N=N, K=K)
+        assert chosen.kernel in ("mfma", "mfma_split")
         assert_close_to_reference(aiter_mx.linear(*drawn), *drawn)
-        config = MFMA.configure(GFX950, LinearProblem(M, N, K))
     report = last_report()
     assert report is not None
-    groups = registry._work_of(GFX950, LinearProblem(M, N, K), config).groups
-    assert groups % GFX950.cu_num == 0
-    assert report.bytes_read == (N + groups * M) * (K + K // 32)
-    assert report.bytes_written == 2 * M * N
+    work = registry._work_of(GFX950, problem, chosen.config)
+    splits = chosen.config.get("splits", 1)
+    tiles, tile_rows = work.groups // splits, chosen.config["row_tiles"] * 16
+    sums, counts = (4 * work.groups * size * (splits > 1) for size in (M * tile_rows, 1))
+    inputs = (N + tiles * M) * (K + K // 32)
+    assert inputs + sums <= report.bytes_read <= inputs + sums + 2 * counts
+    assert 2 * M * N + sums <= report.bytes_written <= 2 * M * N + sums + 2 * counts
     assert report.scratch_bytes == 0
 
 
@@ -151,7 +157,8 @@ def waves_a_simd(registers: int) -> int:
     return 512 // (-(-registers // 8) * 8)
 
 
-def test_no_variant_that_may_be_chosen_spills() -> None:
+@pytest.mark.parametrize("kernel", [MFMA, MFMA_SPLIT], ids=lambda kernel: kernel.name)
+def test_no_variant_that_may_be_chosen_spills(kernel: KernelSpec) -> None:
     """Each number of tiles and waves with the most steps of loads that its registers admit."""
     most: dict[tuple[int, ...], tuple[LinearProblem, Config]] = {}
     for unfolded in combinations(PARAMS):
@@ -160,6 +167,8 @@ def test_no_variant_that_may_be_chosen_spills() -> None:
         for col_tiles in range(1, 5):
             fold = 1 if col_tiles == 3 else 2  # of x that is folded there are 1, 2 or 4 tiles
             config = {**unfolded, "fold": fold}
+            if kernel is MFMA_SPLIT:  # never folded where it is chosen
+                fold, config = 1, {**unfolded, "splits": SPLITS.values[-1]}
             problem = LinearProblem(16 // fold * col_tiles, 2304, (1 << 17) + 32)
             if registry._resident_of(config, registry._work_of(GFX950, problem, config)):
                 key = (config["row_tiles"], col_tiles, config["waves"])
@@ -168,16 +177,16 @@ def test_no_variant_that_may_be_chosen_spills() -> None:
                     (problem, config),
                     key=lambda e: e[1]["unroll"],
                 )
-    assert len(most) > 30
-    requests = {build_request(MFMA, GFX950, *entry): entry for entry in most.values()}
+    assert len(most) >= 25
+    requests = {build_request(kernel, GFX950, *entry): entry for entry in most.values()}
     for (request, entry), built in zip(requests.items(), build_all([*requests]), strict=True):
-        for kernel in parse_code_object(built.image).kernels.values():
-            spilled = (kernel.vgpr_spills, kernel.sgpr_spills, kernel.agprs, kernel.scratch_bytes)
-            assert spilled == (0, 0, 0, 0), f"{request}: {kernel}"
+        for info in parse_code_object(built.image).kernels.values():
+            spilled = (info.vgpr_spills, info.sgpr_spills, info.agprs, info.scratch_bytes)
+            assert spilled == (0, 0, 0, 0), f"{request}: {info}"
             col_tiles = registry._work_of(GFX950, *entry).col_tiles
             rows, unroll = entry[1]["row_tiles"], entry[1]["unroll"]
             expected = registry._registers(rows, col_tiles, unroll)
-            assert waves_a_simd(kernel.vgprs) >= waves_a_simd(expected), f"{request}: {kernel}"
+            assert waves_a_simd(info.vgprs) >= waves_a_simd(expected), f"{request}: {info}"
 
 
 @pytest.mark.parametrize("M", [1, 2, 5, 8, 9, 16, 17, 32, 33, 48, 64])
@@ -202,7 +211,7 @@ def test_enough_bytes_of_weights_are_under_way(M: int, N: int, K: int) -> None:
     steps = min(work.steps, config["waves"] * config["unroll"])
     under_way = at_once * steps * work.rows * config["fold"] * 256
     busy = min(work.groups, GFX950.cu_num)
-    latency_bytes = registry.LATENCY_CYCLES * registry.BYTES_A_CYCLE * GFX950.cu_num / busy
+    latency_bytes = LATENCY_CYCLES * BYTES_A_CYCLE * GFX950.cu_num / busy
     assert under_way >= min(latency_bytes, N * K / busy)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.grouped import GROUPED
-from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
+from aiter_mx.kernels.linear.mfma_gfx950 import MFMA, MFMA_SPLIT
 from aiter_mx.kernels.linear.mma_registers_sm90 import MMA_REGISTERS
 from aiter_mx.kernels.linear.mma_ring_sm90 import MMA_RING
 from aiter_mx.kernels.linear.problem import (
@@ -41,5 +41,6 @@ _FOR_QUANTISED_X = (
 KERNELS = (
     GEMV,
     MFMA,
+    MFMA_SPLIT,
     *(replace(kernel, composed=QUANTISED_FIRST) for kernel in _FOR_QUANTISED_X),
 )

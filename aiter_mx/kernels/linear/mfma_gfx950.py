@@ -1,19 +1,18 @@
-"""The CDNA4 kernel of the linear for up to 64 rows of x, csrc/linear/mfma_gfx950.cu."""
+"""The CDNA4 kernel of the linear for up to 64 rows of x, csrc/linear/mfma_gfx950.cu, two ways:
+``mfma``, and ``mfma_split``, whose workgroups share K."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache, partial
 from itertools import product
 from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.gfx950 import (
-    BYTES_A_CYCLE,
-    LATENCY_CYCLES,
     SIDE,
-    TILE_CYCLES,
+    SIMDS,
     TILE_K,
     WAVES,
     refuse_static_lds,
@@ -21,6 +20,7 @@ from aiter_mx.kernels.gfx950 import (
 )
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
+    POINTERS,
     QUANTISED_FIRST,
     X_CODES,
     LinearProblem,
@@ -52,8 +52,32 @@ PARAMS = (
     ),
 )
 
+SPLITS = Param("splits", (2, 3, 4, 6, 8), "workgroups that share K")
+
+FITTED = {
+    "launch": 4800,
+    "memory_bytes": 10.18,
+    "cached_bytes": 27.15,
+    "tile": 51,
+    "moved_bytes": 85,
+    "bound": 0.82,
+    "round": 4170,
+    "turn": 333,
+    "step": 113,
+    "product": 57,
+    "sum": 17,
+    "split": 1700,
+}
+"""Cycles of a compute unit at 2.4 GHz, and bytes a cycle, by tune/fit_mfma.py: a launch; memory's
+and the L2 cache's rate; the address unit's work on a tile, and the bytes that it moves; how much of
+the slowest of these counts; a round of workgroups; a wave's turn; a step's work on a tile and on a
+product; a sum of waves; a handover between workgroups."""
+
 MAX_M = 64
 MAX_K = 1 << 25  # offsets within the rows of a workgroup, at most 64, are below 2^31
+_MAX_SPLIT_N = 1 << 23  # offsets within results of 64 rows are below 2^31
+_FEWEST_SPLIT_ROWS = 17
+_WORTH_SPLITTING = 0.95
 _MOST_COL_TILES = 4
 _MOST_CANDIDATES = 48
 
@@ -68,7 +92,7 @@ class _Work(NamedTuple):
         groups: workgroups.
         of_busiest: workgroups of the busiest compute unit.
         rows: of w, of the largest workgroup.
-        steps: tiles along K.
+        steps: tiles along a workgroup's part of K.
     """
 
     col_tiles: int
@@ -78,12 +102,15 @@ class _Work(NamedTuple):
     steps: int
 
 
-def _work(target: Target, problem: LinearProblem, row_tiles: int, fold: int) -> _Work:
+def _work(
+    target: Target, problem: LinearProblem, row_tiles: int, fold: int, splits: int = 1
+) -> _Work:
     """Workgroups are as many on each compute unit, where there are rows for them: the busiest has
     no more of them then, and each has fewer rows."""
-    needed = -(-problem.N * fold // (SIDE * row_tiles))
+    needed = -(-problem.N * fold // (SIDE * row_tiles)) * splits
     of_busiest = -(-needed // target.cu_num)
-    groups = min(problem.N, of_busiest * target.cu_num)
+    tiles = min(problem.N, of_busiest * target.cu_num // splits)
+    groups = tiles * splits
     col_tiles = -(-problem.M * fold // SIDE)
     if fold > 1 and col_tiles == 3:
         col_tiles = 4  # one code object less, for a few rows that are there in the cache
@@ -91,13 +118,14 @@ def _work(target: Target, problem: LinearProblem, row_tiles: int, fold: int) -> 
         col_tiles=col_tiles,
         groups=groups,
         of_busiest=-(-groups // target.cu_num),
-        rows=-(-problem.N // max(groups, 1)),
-        steps=-(-problem.K // (TILE_K * fold)),
+        rows=-(-problem.N // max(tiles, 1)),
+        steps=-(-problem.K // (TILE_K * fold * splits)),
     )
 
 
 def _work_of(target: Target, problem: LinearProblem, config: Config) -> _Work:
-    return _work(target, problem, config["row_tiles"], config["fold"])
+    splits = config.get("splits", 1)
+    return _work(target, problem, config["row_tiles"], config["fold"], splits)
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
@@ -120,10 +148,8 @@ def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
 
 def _registers(rows: int, cols: int, unroll: int, quantises: bool = False) -> int:
     """At most so many registers of a lane: loads, sums and addresses, as compilers have it."""
-    held = 10 * max(0, rows - 2) * max(0, cols - 1)
-    if quantises:
-        held += 8 + 16 * unroll * cols
-    return 42 + 17 * unroll * (rows + cols) + 4 * rows * cols + held
+    held = 8 + 16 * unroll * cols if quantises else 0
+    return 36 + unroll * (24 * rows + 17 * cols) + 6 * rows * cols + held
 
 
 @cache
@@ -145,32 +171,87 @@ def _lds_bytes(row_tiles: int, col_tiles: int, waves: int) -> int:
     return waves * 1024 * max(4, row_tiles * col_tiles) + 256
 
 
-def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
-    """A bound on the time in cycles; then what to have less of where bounds are equal."""
-    for tile in product(PARAMS[0].values, PARAMS[1].values):
-        work = _work(target, problem, *tile)
-        memory = work.of_busiest * work.rows * problem.K * 33 / 32 / BYTES_A_CYCLE
-        loads = work.of_busiest * work.steps * (tile[0] + work.col_tiles) * TILE_CYCLES
-        if work.col_tiles > _MOST_COL_TILES or max(memory, loads) > least.cost:
-            continue
+def _costs(
+    splits: tuple[int, ...], target: Target, problem: LinearProblem, least: Least
+) -> Iterator[Costed]:
+    """A fit to the model of time, in cycles; then what to have less of where it is equal."""
+    cycles, bounded = FITTED, []
+    for rows, fold, split in product(PARAMS[0].values, PARAMS[1].values, splits):
+        work = _work(target, problem, rows, fold, split)
+        if work.col_tiles <= _MOST_COL_TILES and (split == 1 or fold == 1):
+            bounded.append((_bound(target, problem, work, rows, split), rows, fold, split, work))
+    for bound, rows, fold, split, work in sorted(bounded):
+        cols, busiest = work.col_tiles, work.of_busiest
+        if bound + cycles["round"] > least.cost:
+            return
         for unroll in PARAMS[3].values:
+            of_tiles = cycles["step"] * (rows + cols)
+            if bound + cycles["round"] + unroll * of_tiles > least.cost:
+                break
             for waves, turns in without_waste(WAVES, work.steps, unroll):
-                held = _resident(tile[0], work.col_tiles, waves, unroll)
-                if held > 0:
-                    rounds = turns * -(-work.of_busiest // held)
-                    cycles = max(memory, loads, rounds * LATENCY_CYCLES)
-                    yield cycles, (rounds, loads, waves * unroll, unroll), (*tile, waves, unroll)
+                held = min(busiest, _resident(rows, cols, waves, unroll))
+                if held == 0:
+                    continue
+                rounds, on_simd = -(-busiest // held), -(-waves * held // SIMDS)
+                step = of_tiles + cycles["product"] * rows * cols * on_simd
+                each = -(-problem.M * work.rows // (waves * target.wave_size))
+                once = cycles["round"] + turns * unroll * step + cycles["sum"] * each * waves * fold
+                cost = bound + rounds * once + cycles["turn"] * (rounds * turns - 1)
+                values = (rows, fold, waves, unroll, *((split,) if splits != (1,) else ()))
+                yield cost, (rounds, waves * unroll, unroll), values
 
 
-_search = Search(PARAMS, _costs, _MOST_CANDIDATES)
+def _bound(
+    target: Target, problem: LinearProblem, work: _Work, row_tiles: int, splits: int
+) -> float:
+    """What memory, the L2 cache or address units take, and the handover between workgroups."""
+    cycles, row_bytes = FITTED, problem.K * (BLOCK + 1) / BLOCK
+    memory = problem.N * row_bytes / (cycles["memory_bytes"] * target.cu_num)
+    asked = work.of_busiest * (problem.M + work.rows) * row_bytes / splits
+    tiles = work.of_busiest * work.steps * (row_tiles + work.col_tiles)
+    addresses = tiles * cycles["tile"] + asked / cycles["moved_bytes"]
+    slowest = max(memory, asked / cycles["cached_bytes"], addresses)
+    return cycles["bound"] * slowest + cycles["split"] * (splits > 1)
 
 
-def _configure(target: Target, problem: LinearProblem) -> Config:
-    return _search.best(target, replace(problem, M=rows_tuned_for(problem.M)))
+_SEARCHES = {
+    "mfma": Search(PARAMS, partial(_costs, (1,)), _MOST_CANDIDATES),
+    "mfma_split": Search((*PARAMS, SPLITS), partial(_costs, SPLITS.values), _MOST_CANDIDATES),
+}
+
+
+@lru_cache(maxsize=1024)
+def _cheapest(kernel: str, target: Target, M: int, N: int, K: int) -> tuple[float, Config]:
+    """What is chosen for so many rows serves fewer of them too."""
+    return _SEARCHES[kernel].cheapest(target, LinearProblem(rows_tuned_for(M), N, K))
+
+
+def _configuring(kernel: str) -> Callable[[Target, LinearProblem], Config]:
+    return lambda target, problem: dict(
+        _cheapest(kernel, target, problem.M, problem.N, problem.K)[1]
+    )
+
+
+def _split_refusal(target: Target, problem: LinearProblem) -> str | None:
+    if problem.N >= _MAX_SPLIT_N:
+        return f"N={problem.N} is not below {_MAX_SPLIT_N}, as 32-bit offsets of results demand"
+    return _refusal(target, problem)
+
+
+def _yields(target: Target, problem: LinearProblem) -> str | None:
+    """Where parts of K are worth a handover between workgroups."""
+    if problem.M < _FEWEST_SPLIT_ROWS or _split_refusal(target, problem) is not None:
+        return None
+    size, launch = (problem.M, problem.N, problem.K), FITTED["launch"]
+    alone, split = (launch + _cheapest(name, target, *size)[0] for name in _SEARCHES)
+    if split > _WORTH_SPLITTING * alone:
+        return None
+    return "workgroups that share K are faster here by the model of time"
 
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     return {
+        "MX_SPLITS": 1,
         **as_defines(config),
         "MX_COL_TILES": _work_of(target, problem, config).col_tiles,
         "MX_EVEN_BLOCKS": int(problem.K % (2 * BLOCK) == 0),
@@ -191,22 +272,59 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
     )
 
 
-def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
-    groups = max(1, _work_of(target, problem, config).groups)
-    return (*matrix_scalars(problem), problem.N // groups, problem.N % groups)
+def _tiles(target: Target, problem: LinearProblem, config: Config) -> int:
+    """Tiles of outputs, which a workgroup or those that share K compute."""
+    return _work_of(target, problem, config).groups // config.get("splits", 1)
 
+
+def _parts_bytes(target: Target, problem: LinearProblem, config: Config) -> int:
+    """Sums of each workgroup."""
+    work, side = _work_of(target, problem, config), SIDE // config["fold"]
+    return work.groups * 4 * config["row_tiles"] * side * work.col_tiles * side
+
+
+def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
+    tiles = max(1, _tiles(target, problem, config))
+    return (*matrix_scalars(problem), problem.N // tiles, problem.N % tiles)
+
+
+_TILE_ARGS = (Arg("rows_each", "i32"), Arg("longer_tiles", "i64"))
 
 MFMA = declare(
     "linear",
     "mfma",
     {"gfx950": "linear/mfma_gfx950.cu"},
-    args=(*MATRIX_ARGS, Arg("rows_each", "i32"), Arg("longer_groups", "i64")),
+    args=(*MATRIX_ARGS, *_TILE_ARGS),
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
     refusal=_refusal,
     params=PARAMS,
-    configure=_configure,
-    candidates=_search.candidates,
+    configure=_configuring("mfma"),
+    candidates=_SEARCHES["mfma"].candidates,
     composed=replace(QUANTISED_FIRST, parts=_parts),
+    yields=_yields,
+)
+
+MFMA_SPLIT = declare(
+    "linear",
+    "mfma_split",
+    {"gfx950": "linear/mfma_gfx950.cu"},
+    args=(
+        *POINTERS,
+        Arg("parts", "pointer", "rw"),
+        Arg("arrived", "pointer", "rw"),
+        *MATRIX_ARGS[len(POINTERS) :],
+        *_TILE_ARGS,
+    ),
+    defines=_defines,
+    geometry=_geometry,
+    scalars=_scalars,
+    refusal=_split_refusal,
+    params=(*PARAMS, SPLITS),
+    configure=_configuring("mfma_split"),
+    candidates=_SEARCHES["mfma_split"].candidates,
+    composed=QUANTISED_FIRST,
+    workspace_bytes=_parts_bytes,
+    counters=_tiles,
 )

@@ -120,7 +120,7 @@ def _dealt(launch: Traced) -> list[list[int]]:
     if count < launch.groups:
         return [[i % count for i in range(-(-launch.groups // CUS))]]
     units = min(CUS, launch.groups)
-    step = max(1, units // _SAMPLED_CUS)
+    step = max(1, units // _SAMPLED_CUS) | 1  # odd: workgroups that share K take turns
     return [list(range(unit, launch.groups, CUS)) for unit in range(0, units, step)]
 
 

@@ -10,6 +10,7 @@ namespace mx {
 constexpr unsigned kNowhere = 1u << 31;
 
 using u32x2 = unsigned __attribute__((ext_vector_type(2)));
+using f32x4 = float __attribute__((ext_vector_type(4)));
 
 class Buffer {
   public:
@@ -35,23 +36,57 @@ class Buffer {
     MX_MEMBER unsigned load_dword(unsigned offset) const {
         return __builtin_amdgcn_raw_buffer_load_b32(rsrc, offset, 0, kCached);
     }
-    MX_MEMBER unsigned load_byte(unsigned offset) const {
-        return __builtin_amdgcn_raw_buffer_load_b8(rsrc, offset, 0, kCached);
+    MX_MEMBER unsigned load_byte(unsigned offset, unsigned further = 0) const {
+        return __builtin_amdgcn_raw_buffer_load_b8(rsrc, offset, further, kCached);
     }
-    MX_MEMBER unsigned load_two_bytes(unsigned offset) const {
-        return __builtin_amdgcn_raw_buffer_load_b16(rsrc, offset, 0, kCached);
+    MX_MEMBER unsigned load_two_bytes(unsigned offset, unsigned further = 0) const {
+        return __builtin_amdgcn_raw_buffer_load_b16(rsrc, offset, further, kCached);
     }
     // 16 bytes; none beyond the length.
     MX_MEMBER void store(unsigned offset, u32x4 values) const {
         __builtin_amdgcn_raw_buffer_store_b128(values, rsrc, offset, 0, kCached);
     }
+    // A result; none beyond the length.
+    template <class T>
+    MX_MEMBER void store(unsigned offset, T value) const {
+        if constexpr (sizeof(T) == 4)
+            __builtin_amdgcn_raw_buffer_store_b32(__builtin_bit_cast(unsigned, value), rsrc, offset,
+                                                  0, kCached);
+        else
+            __builtin_amdgcn_raw_buffer_store_b16(__builtin_bit_cast(unsigned short, value), rsrc,
+                                                  offset, 0, kCached);
+    }
+    // 16 bytes that workgroups of other XCDs see as soon as stores_are_over.
+    MX_MEMBER void store_for_all(unsigned offset, f32x4 values) const {
+        __builtin_amdgcn_raw_buffer_store_b128(__builtin_bit_cast(u32x4, values), rsrc, offset, 0,
+                                               kPastCaches);
+    }
+    // 16 bytes that another workgroup has stored for all.
+    MX_MEMBER f32x4 load_of_all(unsigned offset) const {
+        return __builtin_bit_cast(
+            f32x4, __builtin_amdgcn_raw_buffer_load_b128(rsrc, offset, 0, kPastCaches));
+    }
 
   private:
     static constexpr short kRaw = 0;           // stride: none
     static constexpr int kFormat = 0x00027000; // 32-bit words, no swizzle
-    static constexpr int kCached = 0, kNonTemporal = 2;
+    static constexpr int kCached = 0, kNonTemporal = 2, kPastCaches = 16; // nt, sc1
     __amdgpu_buffer_rsrc_t rsrc;
 };
+
+// The wave's stores are where others look for them.
+MX_DEVICE void stores_are_over() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
+
+// Counts one more for all workgroups of the GPU, and says how many there were.
+MX_DEVICE unsigned count_for_all(unsigned* counter) {
+    const unsigned before =
+        __hip_atomic_fetch_add(counter, 1u, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+    asm volatile("" ::: "memory"); // what follows is loaded after it
+    return before;
+}
+MX_DEVICE void reset_for_all(unsigned* counter) {
+    __hip_atomic_store(counter, 0u, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
 
 // Copies from memory to LDS that pass no register (ISA manual, section 9.1.9): lane l's bytes land
 // at M0 + l * size, at 4 bytes a lane where fewer are copied.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from op_tests.conformance import alone
-from op_tests.linear.subjects.gfx950 import GEMV, MFMA_GFX950
+from op_tests.linear.subjects.gfx950 import GEMV, MFMA_GFX950, MFMA_SPLIT_GFX950
 from op_tests.linear.subjects.mma_sm90 import MMA_REGISTERS, MMA_RING
 from op_tests.linear.subjects.subject import Case, Subject
 from op_tests.linear.subjects.wgmma_sm90 import WGMMA_BF16, WGMMA_FP8, WIDE
@@ -22,6 +22,16 @@ TORCH = Subject(
     accumulation_error=2.0**-45,
     underflow=0.0,
 )
-SUBJECTS = (GEMV, MFMA_GFX950, MMA_REGISTERS, MMA_RING, WGMMA_FP8, WGMMA_BF16, WIDE, TORCH)
+SUBJECTS = (
+    GEMV,
+    MFMA_GFX950,
+    MFMA_SPLIT_GFX950,
+    MMA_REGISTERS,
+    MMA_RING,
+    WGMMA_FP8,
+    WGMMA_BF16,
+    WIDE,
+    TORCH,
+)
 
 __all__ = ["SUBJECTS", "Case", "Subject"]

@@ -107,3 +107,25 @@ MFMA_GFX950 = Subject(
     with_bias=[Case(3, 37, 1120, _MFMA_FOLDS[0], 1)],
     underflow=2.0**-149,
 )
+
+_split = named("row_tiles", "fold", "waves", "unroll", "splits")
+_SPLIT_SWEPT = [
+    (_split(1, 1, 1, 1, 2), 1, True, "bf16"),
+    (_split(2, 1, 3, 1, 3), 2, False, "fp32"),
+    (_split(3, 1, 2, 1, 4), 4, True, "fp16"),
+    (_split(1, 2, 2, 2, 6), 3, False, "bf16"),
+    (_split(4, 1, 1, 1, 8), 3, False, "bf16"),
+]
+_SPLIT_FEW = _split(1, 1, 2, 1, 3)
+
+MFMA_SPLIT_GFX950 = Subject(
+    "mfma_split",
+    ("sim", "gfx950"),
+    [_mfma_swept(*swept) for swept in _SPLIT_SWEPT],
+    few=[Case(3, 37, 64, _SPLIT_FEW, 1), Case(4, 67, 1312, _split(2, 1, 1, 1, 4), 1)],
+    most_rows=MFMA_MAX_M,
+    of_rows=lambda M: _SPLIT_FEW,
+    width=(19, 416),
+    with_bias=[Case(3, 37, 1120, _SPLIT_FEW, 1)],
+    underflow=2.0**-149,
+)

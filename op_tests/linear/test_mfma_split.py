@@ -1,0 +1,119 @@
+"""Workgroups of CDNA4's decode kernel that share K: what they hand over, and how they count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import aiter_mx
+from aiter_mx import counters
+from aiter_mx.jit.build import build
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.mfma_gfx950 import MFMA, MFMA_SPLIT
+from aiter_mx.launch import build_request
+from aiter_mx.region import Region
+from aiter_mx.runtimes.base import PackedArgs
+from aiter_mx.sim.program import Program, SimOptions
+from aiter_mx.target import hardware
+from op_tests.linear.launches import launch_linear
+from op_tests.linear.operands import operands
+from op_tests.mx_reference import assert_close_to_reference
+
+GFX950, CPU = hardware("gfx950"), torch.device("cpu")
+CONFIG = {"row_tiles": 2, "fold": 1, "waves": 2, "unroll": 1, "splits": 3}
+SHAPES = [(13, 75, 1312), (33, 40, 2048), (5, 9, 96)]  # the last K leaves two parts empty
+
+
+@pytest.mark.parametrize(("M", "N", "K"), SHAPES)
+def test_whoever_comes_last_the_bits_are_the_same(
+    M: int, N: int, K: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, bias = operands(M, N, K, 7), torch.randn(N)
+    runs = []
+    for seed in range(4):
+        monkeypatch.setenv("AITER_MX_SIM_COHERENCE", str(seed % 2))
+        monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
+        with aiter_mx.simulate("gfx950"):
+            runs.append(launch_linear(MFMA_SPLIT, CPU, CONFIG, drawn, bias, torch.float32, 8))
+    assert_close_to_reference(runs[0], *drawn, bias)
+    assert all(torch.equal(runs[0].view(torch.int32), run.view(torch.int32)) for run in runs)
+
+
+def test_a_launch_finds_its_counters_as_the_one_before_left_them() -> None:
+    M, N, K = SHAPES[0]
+    drawn, problem = operands(M, N, K, 8), LinearProblem(M, N, K, "fp32")
+    target, module = replace(GFX950, cu_num=8), MFMA_SPLIT.module
+    assert module is not None
+    program = Program.from_image(build(build_request(MFMA_SPLIT, target, problem, CONFIG)).image)
+    arrived = torch.zeros(MFMA_SPLIT.counters(target, problem, CONFIG), dtype=torch.int32)
+    parts = torch.empty(MFMA_SPLIT.workspace_bytes(target, problem, CONFIG), dtype=torch.uint8)
+    args = PackedArgs(module.args, module.scalars(target, problem, CONFIG))
+    launch = module.geometry(target, problem, CONFIG)
+    for seed in range(3):
+        y = torch.full((M, N), float("nan"))
+        parts.fill_(0xFF)  # NaN
+        tensors = (*drawn, None, y, parts, arrived)
+        args.set_pointers(*(0 if t is None else t.data_ptr() for t in tensors))
+        regions = [
+            Region(arg.name, t.data_ptr(), t.nbytes, arg.access)
+            for arg, t in zip(module.args, tensors, strict=False)
+            if t is not None
+        ]
+        options = SimOptions(coherence=True, seed=seed)
+        program.launch(
+            module.symbol, launch.grid, launch.block, args.to_bytes(), 0, regions, options
+        )
+        assert_close_to_reference(y, *drawn)
+        assert not arrived.any()
+
+
+def test_k_is_split_where_rows_are_many_and_workgroups_read_much_of_x() -> None:
+    def splits(M: int, N: int, K: int) -> bool:
+        return MFMA.yields(GFX950, LinearProblem(M, N, K)) is not None
+
+    assert splits(64, 2304, 6144) and splits(33, 1280, 8192) and splits(64, 4096, 4096)
+    assert not splits(16, 2304, 6144) and not splits(64, 384, 384) and not splits(64, 57344, 8192)
+    with aiter_mx.simulate("gfx950"):
+        chosen = aiter_mx.explain("linear", M=64, N=2336, K=6144)
+    assert chosen.kernel == "mfma_split"
+    assert "workgroups that share K are faster" in chosen.reason
+
+
+def test_wide_results_are_refused() -> None:
+    assert MFMA_SPLIT.refusal(GFX950, LinearProblem(64, (1 << 23) - 1, 32)) is None
+    refusal = MFMA_SPLIT.refusal(GFX950, LinearProblem(64, 1 << 23, 32))
+    assert refusal == "N=8388608 is not below 8388608, as 32-bit offsets of results demand"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    for name, empty in (("_of_streams", {}), ("_slabs", []), ("_left", {})):
+        monkeypatch.setattr(counters, name, empty)
+    monkeypatch.setattr(counters, "_SLAB_WORDS", 100)
+    return torch.device("meta")  # stands for a GPU; places tell memory apart
+
+
+def test_launches_of_a_stream_share_counters_and_those_of_others_do_not(gpu: torch.device) -> None:
+    first = counters.counters(30, gpu, stream=1, capturing=False)
+    assert counters.counters(30, gpu, stream=1, capturing=False) is first
+    assert counters.counters(20, gpu, stream=1, capturing=False) is first
+    other = counters.counters(30, gpu, stream=2, capturing=False)
+    assert other.untyped_storage()._cdata != first.untyped_storage()._cdata
+    assert counters.counters(5000, gpu, stream=1, capturing=False).numel() >= 5000
+
+
+def test_captured_launches_keep_counters_of_their_own(gpu: torch.device) -> None:
+    counters.prepare(gpu)
+    taken = [counters.counters(30, gpu, stream=1, capturing=True) for _ in range(3)]
+    slab = counters._slabs[0].untyped_storage()._cdata
+    assert [t.untyped_storage()._cdata for t in taken] == [slab] * 3
+    assert [t.storage_offset() for t in taken] == [0, 30, 60]
+    by_the_graph = counters.counters(30, gpu, stream=1, capturing=True)  # 10 words are left
+    assert by_the_graph.untyped_storage()._cdata != slab
+    counters.prepare(gpu)
+    assert len(counters._slabs) == 2 and counters._slabs[0].untyped_storage()._cdata == slab
+    eager = counters.counters(30, gpu, stream=1, capturing=False)
+    kept = {s.untyped_storage()._cdata for s in counters._slabs}
+    assert eager.untyped_storage()._cdata not in kept
