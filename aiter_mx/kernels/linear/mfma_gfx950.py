@@ -60,13 +60,13 @@ FITTED = {
     "cached_bytes": 27.15,
     "tile": 51,
     "moved_bytes": 85,
-    "bound": 0.82,
-    "round": 4170,
-    "turn": 333,
-    "step": 113,
-    "product": 57,
-    "sum": 17,
-    "split": 1700,
+    "bound": 0.73,
+    "round": 4430,
+    "turn": 400,
+    "step": 102,
+    "product": 83,
+    "sum": 12,
+    "split": 2850,
 }
 """Cycles of a compute unit at 2.4 GHz, and bytes a cycle, by tune/fit_mfma.py: a launch; memory's
 and the L2 cache's rate; the address unit's work on a tile, and the bytes that it moves; how much of
@@ -182,11 +182,12 @@ def _costs(
             bounded.append((_bound(target, problem, work, rows, split), rows, fold, split, work))
     for bound, rows, fold, split, work in sorted(bounded):
         cols, busiest = work.col_tiles, work.of_busiest
+        a_round = cycles["round"] + cycles["split"] * (split > 1)
         if bound + cycles["round"] > least.cost:
             return
         for unroll in PARAMS[3].values:
             of_tiles = cycles["step"] * (rows + cols)
-            if bound + cycles["round"] + unroll * of_tiles > least.cost:
+            if bound + a_round + unroll * of_tiles > least.cost:
                 break
             for waves, turns in without_waste(WAVES, work.steps, unroll):
                 held = min(busiest, _resident(rows, cols, waves, unroll))
@@ -195,7 +196,7 @@ def _costs(
                 rounds, on_simd = -(-busiest // held), -(-waves * held // SIMDS)
                 step = of_tiles + cycles["product"] * rows * cols * on_simd
                 each = -(-problem.M * work.rows // (waves * target.wave_size))
-                once = cycles["round"] + turns * unroll * step + cycles["sum"] * each * waves * fold
+                once = a_round + turns * unroll * step + cycles["sum"] * each * waves * fold
                 cost = bound + rounds * once + cycles["turn"] * (rounds * turns - 1)
                 values = (rows, fold, waves, unroll, *((split,) if splits != (1,) else ()))
                 yield cost, (rounds, waves * unroll, unroll), values
@@ -204,14 +205,14 @@ def _costs(
 def _bound(
     target: Target, problem: LinearProblem, work: _Work, row_tiles: int, splits: int
 ) -> float:
-    """What memory, the L2 cache or address units take, and the handover between workgroups."""
+    """What memory, the L2 cache or address units take."""
     cycles, row_bytes = FITTED, problem.K * (BLOCK + 1) / BLOCK
     memory = problem.N * row_bytes / (cycles["memory_bytes"] * target.cu_num)
     asked = work.of_busiest * (problem.M + work.rows) * row_bytes / splits
     tiles = work.of_busiest * work.steps * (row_tiles + work.col_tiles)
     addresses = tiles * cycles["tile"] + asked / cycles["moved_bytes"]
     slowest = max(memory, asked / cycles["cached_bytes"], addresses)
-    return cycles["bound"] * slowest + cycles["split"] * (splits > 1)
+    return cycles["bound"] * slowest
 
 
 _SEARCHES = {
