@@ -45,6 +45,7 @@ class Prepared:
         operands: what it runs on; its results are among them.
         workspace: further memory that the arguments point to.
         counters: likewise, of words that are zero when a launch begins.
+        last: what those are for the last of the workgroups that share a counter.
     """
 
     program: Program
@@ -57,6 +58,7 @@ class Prepared:
     operands: Operands
     workspace: torch.Tensor | None = None
     counters: torch.Tensor | None = None
+    last: int = 0
 
     @property
     def groups(self) -> int:
@@ -74,14 +76,15 @@ class Prepared:
         return self.program.kernel(self.symbol)
 
     def run(self, options: SimOptions | None = None) -> LaunchReport:
-        """Simulate it. Raises SimulatorError when it does what it must not."""
+        """Simulate it, or a part of it. Raises SimulatorError when it does what it must not."""
         grid, block, shared_bytes = (
             self.geometry.grid,
             self.geometry.block,
             self.geometry.shared_bytes,
         )
-        if self.counters is not None:
-            self.counters.zero_()  # some of the workgroups, run before, may have left them
+        if self.counters is not None:  # a lone workgroup is to do what the last one does
+            is_lone = options is not None and options.group_count == 1
+            self.counters.fill_(self.last if is_lone else 0)
         launched = self.symbol, grid, block, self.kernarg, shared_bytes, self.regions, options
         return self.program.launch(*launched)
 
@@ -179,7 +182,8 @@ def prepare(
     ]
     geometry = module.geometry(target, problem, config)
     told = program, built.path, module.symbol, geometry, scalars, args.to_bytes()
-    return Prepared(*told, regions, operands, workspace, counters)
+    last = config.get("splits", 1) - 1
+    return Prepared(*told, regions, operands, workspace, counters, last)
 
 
 @lru_cache(maxsize=64)

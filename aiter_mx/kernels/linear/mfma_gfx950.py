@@ -54,7 +54,7 @@ PARAMS = (
 
 SPLITS = Param("splits", (2, 3, 4, 6, 8), "workgroups that share K")
 
-FITTED = {
+FITTED: dict[str, float] = {
     "launch": 4800,
     "memory_bytes": 10.18,
     "cached_bytes": 27.15,
@@ -215,7 +215,7 @@ def _bound(
     return cycles["bound"] * slowest
 
 
-_SEARCHES = {
+SEARCHES: dict[str, Search] = {
     "mfma": Search(PARAMS, partial(_costs, (1,)), _MOST_CANDIDATES),
     "mfma_split": Search((*PARAMS, SPLITS), partial(_costs, SPLITS.values), _MOST_CANDIDATES),
 }
@@ -224,7 +224,7 @@ _SEARCHES = {
 @lru_cache(maxsize=1024)
 def _cheapest(kernel: str, target: Target, M: int, N: int, K: int) -> tuple[float, Config]:
     """What is chosen for so many rows serves fewer of them too."""
-    return _SEARCHES[kernel].cheapest(target, LinearProblem(rows_tuned_for(M), N, K))
+    return SEARCHES[kernel].cheapest(target, LinearProblem(rows_tuned_for(M), N, K))
 
 
 def _configuring(kernel: str) -> Callable[[Target, LinearProblem], Config]:
@@ -244,7 +244,7 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
     if problem.M < _FEWEST_SPLIT_ROWS or _split_refusal(target, problem) is not None:
         return None
     size, launch = (problem.M, problem.N, problem.K), FITTED["launch"]
-    alone, split = (launch + _cheapest(name, target, *size)[0] for name in _SEARCHES)
+    alone, split = (launch + _cheapest(name, target, *size)[0] for name in SEARCHES)
     if split > _WORTH_SPLITTING * alone:
         return None
     return "workgroups that share K are faster here by the model of time"
@@ -302,7 +302,7 @@ MFMA = declare(
     refusal=_refusal,
     params=PARAMS,
     configure=_configuring("mfma"),
-    candidates=_SEARCHES["mfma"].candidates,
+    candidates=SEARCHES["mfma"].candidates,
     composed=replace(QUANTISED_FIRST, parts=_parts),
     yields=_yields,
 )
@@ -324,7 +324,7 @@ MFMA_SPLIT = declare(
     refusal=_split_refusal,
     params=(*PARAMS, SPLITS),
     configure=_configuring("mfma_split"),
-    candidates=_SEARCHES["mfma_split"].candidates,
+    candidates=SEARCHES["mfma_split"].candidates,
     composed=QUANTISED_FIRST,
     workspace_bytes=_parts_bytes,
     counters=_tiles,

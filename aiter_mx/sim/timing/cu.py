@@ -176,10 +176,6 @@ class SplitTrace:
         footprint = _library().trace_footprint
         return [footprint(self._trace, i) for i in range(min(len(self.region_bytes), _REGIONS))]
 
-    def longest(self) -> int:
-        """The traced workgroup that does most."""
-        return int(_library().trace_longest(self._trace))
-
     def shares(self, groups: int) -> list[float]:
         """By region, how much of a line that a workgroup touches has to come from memory.
 
@@ -247,8 +243,6 @@ def _library() -> Any:
     library.trace_split.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32,
                                     ctypes.c_uint32]  # fmt: skip
     library.trace_free.argtypes, library.trace_free.restype = [ctypes.c_void_p], None
-    library.trace_longest.restype = ctypes.c_uint32
-    library.trace_longest.argtypes = [ctypes.c_void_p]
     library.trace_footprint.restype = ctypes.c_double
     library.trace_footprint.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
     library.replay.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_uint32] * 2 + [ctypes.c_void_p] * 3

@@ -82,7 +82,7 @@ def predict(launch: Traced, constants: Constants | None = None) -> Prediction:
     """The time of a launch.
 
     Where all workgroups are traced, some compute units are replayed with the workgroups that they
-    are dealt, and the slowest counts; else the traced ones stand for all, the longest first.
+    are dealt, and the slowest counts; else the traced ones stand for all.
     """
     constants = constants or shipped()
     runs = [_unit(launch, groups, constants) for groups in _dealt(launch)]
@@ -118,8 +118,7 @@ def _dealt(launch: Traced) -> list[list[int]]:
     """Workgroups of the trace by unit, for some units: the first has as many as any."""
     count = launch.split.groups
     if count < launch.groups:
-        first = launch.split.longest()
-        return [[(first + i) % count for i in range(-(-launch.groups // CUS))]]
+        return [[i % count for i in range(-(-launch.groups // CUS))]]
     units = min(CUS, launch.groups)
     step = max(1, units // _SAMPLED_CUS) | 1  # odd: workgroups that share K take turns
     return [list(range(unit, launch.groups, CUS)) for unit in range(0, units, step)]

@@ -134,21 +134,6 @@ Trace* trace_split(const u32* words, u64 count, u32 groups, u32 waves) {
     free(lines.slots);
     return trace;
 }
-// The workgroup whose waves did most.
-u32 trace_longest(const Trace* trace) {
-    u32 longest = 0;
-    u64 most = 0;
-    for (u32 group = 0; group < trace->group_count; group++) {
-        u64 words = 0;
-        for (u32 wave = 0; wave < trace->waves; wave++)
-            words += trace->waves_of[group * trace->waves + wave].count;
-        if (words > most) {
-            most = words;
-            longest = group;
-        }
-    }
-    return longest;
-}
 double trace_footprint(const Trace* trace, u32 region) { return trace->footprint[region]; }
 
 typedef struct {

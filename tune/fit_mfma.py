@@ -1,0 +1,108 @@
+"""Fits the numbers by which gfx950's mfma chooses configurations to the model of time.
+
+    python tune/fit_mfma.py [--count 300] [--seed 0]
+
+Configurations that fit shapes of the table are drawn and traced as the tuner does it. Those of
+``FITTED`` that the cost is linear in are fitted to the predicted times by non-negative least
+squares of relative errors. Nothing is written: numbers are taken over by hand into
+aiter_mx/kernels/linear/mfma_gfx950.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import nnls
+
+from aiter_mx.errors import AiterMxError
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.mfma_gfx950 import FITTED, SEARCHES
+from aiter_mx.kernels.search import Costed, Least
+from aiter_mx.paths import configs_dir
+from aiter_mx.target import hardware
+from aiter_mx.tuning.candidates import Candidate
+from aiter_mx.tuning.modelled import ModelBench
+
+LINEAR = ("bound", "round", "turn", "step", "product", "sum", "split")
+ROWS = (4, 8, 16, 32, 64)
+WITHIN = 2.0
+"""Of the least cost: what costs more would never be chosen."""
+GFX950 = hardware("gfx950")
+CYCLES_A_US = 2400
+
+
+def costs(kernel: str, problem: LinearProblem) -> list[Costed]:
+    """All configurations of a kernel for a problem, with what they cost."""
+    return list(SEARCHES[kernel].costs(GFX950, problem, Least()))
+
+
+def features(kernel: str, problem: LinearProblem, values: tuple[int, ...]) -> list[float]:
+    """By what each number of ``LINEAR`` counts in the cost of a configuration."""
+    kept, counts = dict(FITTED), []
+    try:
+        for name in LINEAR:
+            FITTED.update({other: float(other == name) for other in LINEAR})
+            counts += [cost for cost, _, found in costs(kernel, problem) if found == values]
+    finally:
+        FITTED.update(kept)
+    return counts
+
+
+def drawn(count: int, seed: int) -> Iterator[tuple[str, LinearProblem, tuple[int, ...]]]:
+    """Configurations that might be chosen, of shapes of the table."""
+    draw = random.Random(seed)
+    table = pd.read_csv(configs_dir() / "gfx950" / "linear.csv")
+    shapes = table[["N", "K"]].drop_duplicates().to_numpy().tolist()
+    for _ in range(count):
+        problem = LinearProblem(draw.choice(ROWS), *draw.choice(shapes))
+        kernel = draw.choice([name for name in SEARCHES if name == "mfma" or problem.M > 8])
+        found = costs(kernel, problem)
+        least = min(cost for cost, *_ in found)
+        near = [values for cost, _, values in found if cost <= WITHIN * least]
+        yield kernel, problem, draw.choice(near)
+
+
+def predicted_us(kernel: str, problem: LinearProblem, values: tuple[int, ...]) -> float:
+    """Floor 2 of the model. Raises AiterMxError where the configuration cannot be traced."""
+    names = (param.name for param in SEARCHES[kernel].params)
+    named = tuple(zip(names, values, strict=True))
+    candidate = Candidate("linear", "gfx950", "hip", kernel, named)
+    bench = ModelBench("linear", problem)
+    bench.admit(candidate)
+    return bench.sample_us(candidate)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--count", type=int, default=300, help="configurations to trace")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    counts, cycles, splits = [], [], []
+    for kernel, problem, values in drawn(options.count, options.seed):
+        try:
+            us = predicted_us(kernel, problem, values)
+        except AiterMxError as error:
+            print(f"{problem} {values}: {error}")
+            continue
+        counts.append(features(kernel, problem, values))
+        cycles.append(us * CYCLES_A_US - FITTED["launch"])
+        splits.append(kernel == "mfma_split")
+    A, y, is_split = np.array(counts), np.array(cycles), np.array(splits)
+    fitted, _ = nnls(A / y[:, None], np.ones(len(y)))
+    for name, before, number in zip(LINEAR, map(FITTED.get, LINEAR), fitted, strict=True):
+        print(f"{name:8} {before:8g} -> {number:8.4g}")
+    for numbers, what in ((np.array([FITTED[name] for name in LINEAR]), "now"), (fitted, "fitted")):
+        launch = FITTED["launch"]
+        error = abs((A @ numbers + launch) / (y + launch) - 1)
+        for kind, rows in (("mfma", ~is_split), ("mfma_split", is_split)):
+            if rows.any():
+                middle, most = np.quantile(error[rows], (0.5, 0.9))
+                print(f"{what} {kind}: median error {middle:.1%}, 90 % {most:.1%}")
+
+
+if __name__ == "__main__":
+    main()
