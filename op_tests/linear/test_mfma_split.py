@@ -73,7 +73,7 @@ def test_k_is_split_where_rows_are_many_and_workgroups_read_much_of_x() -> None:
     def splits(M: int, N: int, K: int) -> bool:
         return MFMA.yields(GFX950, LinearProblem(M, N, K)) is not None
 
-    assert splits(64, 2304, 6144) and splits(33, 1280, 8192) and splits(64, 4096, 4096)
+    assert splits(64, 2304, 6144) and splits(33, 1280, 8192) and splits(64, 768, 6144)
     assert not splits(16, 2304, 6144) and not splits(64, 384, 384) and not splits(64, 57344, 8192)
     with aiter_mx.simulate("gfx950"):
         chosen = aiter_mx.explain("linear", M=64, N=2336, K=6144)
