@@ -2,7 +2,7 @@
 
     python -m tune.calibrate draw --published FOLDER        # which rows fit and which test, by seed
     python -m tune.calibrate trace --published FOLDER --aiter CHECKOUT --work FOLDER
-    python -m tune.calibrate fit [--steps 300]              # from the saved traces alone
+    python -m tune.calibrate fit [--steps 12]               # from the saved traces alone
     python -m tune.calibrate seen                           # likewise: what the launches are like
 
 ``draw`` writes manifest.csv, before anything is fitted. ``trace`` runs each row's public kernels in
@@ -48,6 +48,12 @@ def trace(options: argparse.Namespace) -> None:
     from tune.published.saved import save
 
     rows = read(FOLDER / _MANIFEST)
+    if options.family:
+        for row, found in collect([row for row in rows if row.family == options.family],
+                                  options.published, options.aiter, options.work):  # fmt: skip
+            state = found if isinstance(found, str) else "traced"
+            print(f"{row.family} {row.M} {row.N} {row.K}: {state}", flush=True)
+        return
     states, samples = [], []
     for row, found in collect(rows, options.published, options.aiter, options.work):
         if isinstance(found, str):
@@ -202,9 +208,10 @@ def main() -> int:
         command.add_argument("--published", type=Path, required=True, help="gemm.csv and moe.csv")
     command.add_argument("--aiter", type=Path, required=True, help="a checkout of ROCm/aiter")
     command.add_argument("--work", type=Path, required=True, help="for what is made on the way")
+    command.add_argument("--family", help="make only its samples, for a later call to save")
     command = commands.add_parser("fit")
-    command.add_argument("--steps", type=int, default=300, help="of the search")
-    command.add_argument("--apart-steps", type=int, default=100, help="without a family, each")
+    command.add_argument("--steps", type=int, default=12, help="of the search")
+    command.add_argument("--apart-steps", type=int, default=12, help="without a family, each")
     command.add_argument("--force", action="store_true", help="write constants that are worse")
     commands.add_parser("seen")
     options = parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,7 +14,7 @@ from aiter_mx.sim.timing.constants import CUS, shipped
 from aiter_mx.sim.timing.model import predict, traced
 from op_tests.sim.tools import launch, program
 
-STEPS = 16
+STEPS, TILES = 16, 4
 TRACED = SimOptions(
     count_conflicts=True, trace=True, schedule="round-robin", group_count=4,
     checks=("all", "-global-race", "-lanes-differ"),
@@ -38,6 +39,16 @@ def modelled_us(kernel: str, *plants: str, groups: int = CUS, steps: int = STEPS
     return predict(traced(report, loaded.kernel(kernel), groups, 256)).us
 
 
+def whole_us(kernel: str, *plants: str) -> float:
+    """The time of a launch of which every workgroup is traced."""
+    loaded = program("timing.cu", "-O3", *(f"-D{plant}" for plant in plants))
+    w = np.zeros(CUS * STEPS * 1024, np.uint32)
+    x, links, out = np.zeros(4096, np.uint32), np.zeros(4096, np.uint64), np.zeros(CUS * 256, "u4")
+    report = launch(loaded, kernel, CUS, 256, [w, x, links, out, STEPS], access="rrrw",
+                    options=replace(TRACED, group_count=0))  # fmt: skip
+    return predict(traced(report, loaded.kernel(kernel), CUS, 256)).us
+
+
 def instructions(count: int) -> float:
     return count * max(SLOT, shipped().issue_cycles) / CYCLES_A_US
 
@@ -50,13 +61,14 @@ PLANTS: dict[str, Callable[[], float]] = {
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-@pytest.mark.parametrize("kernel", ["gemv", "tile"])
+@pytest.mark.parametrize("kernel", ["gemv", "tile", "grouped"])
 def test_a_planted_slow_down_costs_what_it_takes(kernel: str, plant: str) -> None:
     cost = modelled_us(kernel, plant) - modelled_us(kernel)
-    assert PLANTS[plant]() / 2 <= cost <= 2 * PLANTS[plant]()
+    times = TILES if kernel == "grouped" and plant.startswith("LATE") else 1
+    assert times * PLANTS[plant]() / 2 <= cost <= 2 * times * PLANTS[plant]()
 
 
-@pytest.mark.parametrize("kernel", ["gemv", "tile"])
+@pytest.mark.parametrize("kernel", ["gemv", "tile", "grouped"])
 def test_loads_that_follow_each_other_cost_a_latency_each(kernel: str) -> None:
     cost = modelled_us(kernel, "SERIAL=5") - modelled_us(kernel, "SERIAL=1")
     worked = 4 * shipped().memory_latency_us
@@ -133,3 +145,34 @@ def test_lds_that_halves_the_residents_is_not_faster() -> None:
     base = modelled_us("tile", groups=4 * CUS)
     found = modelled_us("tile", "LDS_BYTES=81920", groups=4 * CUS)
     assert found > base
+
+
+@pytest.mark.parametrize("kernel", ["gemv", "tile", "grouped"])
+def test_one_busy_unit_holds_up_the_launch(kernel: str) -> None:
+    """By what its workgroup does more than all others."""
+    cost = whole_us(kernel, "BUSY=3000") - whole_us(kernel)
+    assert instructions(3000) / 2 <= cost <= 2 * instructions(3000)
+
+
+@pytest.mark.parametrize("kernel", ["gemv", "tile", "grouped"])
+def test_spills_cost_their_way_through_the_cache(kernel: str) -> None:
+    """A store and a load for each register, and the kernel waits for every one of them."""
+    cost = modelled_us(kernel, "SPILL=4") - modelled_us(kernel)
+    batches = STEPS / 4 if kernel == "gemv" else STEPS
+    worked = batches * 2 * 4 * shipped().cached_latency_us
+    assert worked / 2 <= cost <= 2 * worked
+
+
+@pytest.mark.parametrize("kernel", ["gemv", "tile", "grouped"])
+def test_a_second_launch_costs_a_launch_and_the_waits_of_its_own_beginning(kernel: str) -> None:
+    halves = 2 * modelled_us(kernel, steps=STEPS // 2)
+    beginnings = 2 * TILES if kernel == "grouped" else 1  # of which each tile has two
+    worked = shipped().launch_us + beginnings * shipped().memory_latency_us
+    assert worked / 2 <= halves - modelled_us(kernel) <= 2 * worked
+
+
+def test_tiles_that_follow_each_other_pay_for_their_beginnings() -> None:
+    """A look-up and a first load each, as nothing is loaded ahead from tile to tile."""
+    cost = modelled_us("grouped", "TILES=4") - modelled_us("grouped", "TILES=1")
+    worked = 3 * 2 * shipped().memory_latency_us
+    assert worked / 2 <= cost <= 2 * worked

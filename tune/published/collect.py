@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import csv
+import hashlib
+import os
+import pickle
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
 
 from aiter_mx.errors import AiterMxError
@@ -22,11 +26,15 @@ def collect(
         rows: of the manifest.
         published: the folder with ``moe.csv``, which says more of a layer than the manifest.
         aiter: a checkout of ROCm/aiter.
-        work: a folder for what is made on the way.
+        work: a folder for what is made on the way; samples that lie there are not made again.
     """
     objects, layers = Objects(aiter), _layers(published)
     flydsl = FlyDsl(aiter, work)
     for row in rows:
+        kept = kept_at(work, row)
+        if kept.exists():
+            yield row, pickle.loads(kept.read_bytes())
+            continue
         try:
             if row.kernel.startswith("_ZN5aiter"):
                 runs = [objects.run(row)]
@@ -43,7 +51,22 @@ def collect(
         except (AiterMxError, ValueError, RuntimeError) as error:
             yield row, f"{type(error).__name__}: {str(error)[:120]}"
         else:
+            keep(kept, found)
             yield row, found
+
+
+def kept_at(work: Path, row: Row) -> Path:
+    """Where the samples of a row lie once they are made."""
+    key = hashlib.sha256(repr(astuple(replace(row, role=""))).encode()).hexdigest()[:20]
+    return work / "samples" / f"{key}.pkl"
+
+
+def keep(path: Path, found: list[Sample]) -> None:
+    """Write the samples of a row to where they are kept."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(pickle.dumps(found))
+    partial.replace(path)
 
 
 def _fills(row: Row) -> int:

@@ -22,6 +22,11 @@ from aiter_mx.sim.timing.model import Traced
 from tune.published.rows import Row
 from tune.published.sample import Sample
 
+_SETS, MALL_BYTES = 101, 256 << 20
+LEFT_IN_MALL = MALL_BYTES // _SETS
+"""Bytes of a launch that the MALL still holds when it is timed: aiter's profiler writes 101 sets of
+operands and then launches once on each."""
+
 
 def save(path: Path, rows: Iterable[tuple[Row, list[Sample]]]) -> None:
     """Write the samples of rows."""
@@ -45,8 +50,15 @@ def save(path: Path, rows: Iterable[tuple[Row, list[Sample]]]) -> None:
     path.write_bytes(lzma.compress(buffer.getvalue(), preset=9))
 
 
-def load(path: Path) -> Iterator[tuple[Row, list[Traced]]]:
-    """Rows and their launches, ready for the model."""
+def load(
+    path: Path, left_in_mall: int = LEFT_IN_MALL
+) -> Iterator[tuple[Row, list[Traced]]]:
+    """Rows and their launches, ready for the model.
+
+    Args:
+        path: what ``save`` wrote.
+        left_in_mall: bytes of a launch that the MALL holds when it is timed.
+    """
     with np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) as arrays:
         number = 0
         for entry in json.loads(arrays["index"].tobytes()):
@@ -60,5 +72,6 @@ def load(path: Path) -> Iterator[tuple[Row, list[Traced]]]:
                     at["regions"],
                 )  # fmt: skip
                 split = SplitTrace(trace, known)
-                launches.append(Traced(split, at["groups"], at["resident"], at["fills"]))
+                launches.append(Traced(split, at["groups"], at["resident"], at["fills"],
+                                       sum(at["regions"]) <= left_in_mall))  # fmt: skip
             yield Row(**entry["row"]), launches

@@ -22,6 +22,8 @@ class Constants:
     launch_us: float
     memory_tb_s: float
     memory_latency_us: float
+    mall_tb_s: float
+    mall_latency_us: float
     cached_latency_us: float
     lds_latency_us: float
     scalar_latency_us: float
@@ -36,6 +38,7 @@ class Constants:
     branch_cycles: float
     barrier_cycles: float
     lds_bytes_a_cycle: float
+    missing_kib: float
     clock_ghz: float
 
     def machine(self, sharers: float) -> Machine:
@@ -56,6 +59,9 @@ class Constants:
             barrier=self.barrier_cycles,
             deal=self.deal_us * cycles_a_us,
             data_bytes=self.data_bytes_a_cycle,
+            missing_bytes=self.missing_kib * 1024,
+            mall_latency=self.mall_latency_us * cycles_a_us,
+            mall_bytes=self.mall_tb_s * 1e6 / cycles_a_us / sharers,
         )
 
     def us(self, cycles: float, matrix_share: float) -> float:

@@ -15,6 +15,7 @@ from aiter_mx.sim.report import Trace
 from aiter_mx.sim.timing.code import Cost, Kind, costs
 
 _REGIONS = 64
+_XCDS = 8
 REASONS = ("issue", "matrix", "address", "lds", "memory", "scalar", "barrier")
 """What waves wait for: other waves on the pipes, the address unit's queue, LDS, vector memory,
 scalar loads, each other."""
@@ -37,13 +38,16 @@ class Machine:
         address_queue: cycles of work that the unit takes in before issue stalls.
         lds_latency, lds_bytes: of LDS.
         scalar_latency: of a scalar load.
-        cached_latency: of a load whose lines the workgroup has touched before.
-        memory_latency: of any other.
+        cached_latency: of a load whose lines the workgroup has touched before, or that its L2 has.
+        memory_latency: of one that comes from HBM.
         line_bytes: between the L2 cache and the unit.
         memory_bytes: the unit's share of the memory's rate.
         barrier: from the last wave's arrival on.
         deal: between the starts of two workgroups.
         data_bytes: between the address unit and registers or LDS, on top of the addresses.
+        missing_bytes: of lines that loads may wait for at a time.
+        mall_latency: of a load that comes from the MALL.
+        mall_bytes: the unit's share of the MALL's rate.
     """
 
     issue: float
@@ -60,6 +64,9 @@ class Machine:
     barrier: float
     deal: float
     data_bytes: float
+    missing_bytes: float
+    mall_latency: float
+    mall_bytes: float
 
 
 class _CMachine(ctypes.Structure):
@@ -140,6 +147,19 @@ class Replay:
     spans: Sequence[Span] = field(default=(), repr=False)
 
 
+@dataclass(frozen=True)
+class Shares:
+    """Where the lines come from that a workgroup touches, by region.
+
+    Attributes:
+        memory: how much of a line comes from HBM, for this workgroup.
+        mall: how much comes to its XCD, from HBM or from the MALL; the rest lies in L2.
+    """
+
+    memory: Sequence[float]
+    mall: Sequence[float]
+
+
 class SplitTrace:
     """A trace by waves, ready to be replayed any number of times.
 
@@ -176,21 +196,28 @@ class SplitTrace:
         footprint = _library().trace_footprint
         return [footprint(self._trace, i) for i in range(min(len(self.region_bytes), _REGIONS))]
 
-    def shares(self, groups: int) -> list[float]:
-        """By region, how much of a line that a workgroup touches has to come from memory.
+    def shares(self, groups: int, in_mall: bool = False) -> Shares:
+        """Where lines come from in a launch of so many workgroups.
 
-        A launch of so many workgroups brings each byte of a region once, if it touches all.
+        Each byte of a region is brought once from HBM, and once to each XCD whose workgroups share
+        it; that workgroups of one XCD have other parts in common than those of another is not
+        known, so all XCDs count as sharing.
+
+        Args:
+            groups: workgroups of the launch, which touch as much of each region as those traced.
+            in_mall: the MALL holds all of it from before the launch.
         """
         shares = []
         for size, bytes_ in zip(self.region_bytes, self.footprint(), strict=False):
             whole = bytes_ / self.groups * groups
             shares.append(min(1.0, size / whole) if whole else 1.0)
-        return shares
+        memory = [0.0] * len(shares) if in_mall else shares
+        return Shares(memory, [min(1.0, _XCDS * share) for share in shares])
 
     def replay(
         self,
         machine: Machine,
-        shares: Sequence[float],
+        shares: Shares,
         groups: Sequence[int],
         resident: int,
         most_spans: int = 0,
@@ -199,7 +226,7 @@ class SplitTrace:
 
         Args:
             machine: its rates.
-            shares: of each region's lines, what comes from memory.
+            shares: where lines come from.
             groups: those of the trace that are dealt to it, in order.
             resident: how many it holds at once.
             most_spans: that are wanted of what waves do when.
@@ -209,10 +236,12 @@ class SplitTrace:
         ends = (ctypes.c_double * dealt)()
         spans = (_CSpan * most_spans)()
         result.spans, result.span_room = ctypes.addressof(spans), most_spans
-        padded = (ctypes.c_double * _REGIONS)(*shares[:_REGIONS])
+        memory, mall = (
+            (ctypes.c_double * _REGIONS)(*each[:_REGIONS]) for each in (shares.memory, shares.mall)
+        )
         values = _CMachine(*(getattr(machine, field.name) for field in fields(machine)))
         failed = _library().replay(
-            self._trace, self._code, self._starts, ctypes.byref(values), padded,
+            self._trace, self._code, self._starts, ctypes.byref(values), memory, mall,
             (ctypes.c_uint32 * dealt)(*groups), dealt, resident, ctypes.byref(result), waited, ends,
         )  # fmt: skip
         if failed:
@@ -245,5 +274,5 @@ def _library() -> Any:
     library.trace_free.argtypes, library.trace_free.restype = [ctypes.c_void_p], None
     library.trace_footprint.restype = ctypes.c_double
     library.trace_footprint.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
-    library.replay.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_uint32] * 2 + [ctypes.c_void_p] * 3
+    library.replay.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_uint32] * 2 + [ctypes.c_void_p] * 3
     return library

@@ -51,7 +51,7 @@ def floor(launch: Traced, constants: Constants | None = None) -> Floor:
     constants = constants or shipped()
     split, dealt = launch.split, -(-launch.groups // CUS)
     machine = constants.machine(launch.groups / dealt)
-    shares = split.shares(launch.groups)
+    shares = launch.shares()
     every = split.replay(machine, shares, range(split.groups), 1)
     alone = split.replay(_without_queues(machine), shares, [0], 1)
     rounds = -(-dealt // min(launch.resident, dealt))
@@ -80,6 +80,8 @@ def _without_queues(machine: Machine) -> Machine:
         data_bytes=_FREE,
         line_bytes=_FREE,
         memory_bytes=_FREE,
+        mall_bytes=_FREE,
+        missing_bytes=_FREE,
         lds_bytes=_FREE,
         deal=0.0,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from aiter_mx.code_object import KernelInfo, occupancy
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.timing.constants import CUS, Constants, shipped
-from aiter_mx.sim.timing.cu import REASONS, Replay, Span, SplitTrace
+from aiter_mx.sim.timing.cu import REASONS, Replay, Shares, Span, SplitTrace
 
 SIMDS = 4
 _LANES = 64
@@ -26,12 +26,18 @@ class Traced:
         groups: workgroups of the launch.
         resident: workgroups that a compute unit holds at once.
         fills: launches ahead of it that only fill memory.
+        in_mall: the MALL holds what it touches from before the launch.
     """
 
     split: SplitTrace
     groups: int
     resident: int
     fills: int = 0
+    in_mall: bool = False
+
+    def shares(self) -> Shares:
+        """Where the lines come from that its workgroups touch."""
+        return self.split.shares(self.groups, self.in_mall)
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ def timeline(launch: Traced, constants: Constants | None = None) -> list[Span]:
     groups = max(_dealt(launch), key=lambda each: _unit(launch, each, constants)[0])
     machine = constants.machine(launch.groups / len(groups))
     held = min(launch.resident, len(groups))
-    shares = launch.split.shares(launch.groups)
+    shares = launch.shares()
     return list(launch.split.replay(machine, shares, groups, held, _MOST_SPANS).spans)
 
 
@@ -129,7 +135,7 @@ def _unit(launch: Traced, groups: Sequence[int], constants: Constants) -> tuple[
     held = min(launch.resident, len(groups))
     some = groups[: max(_ROUNDS * held, held + 1)]
     machine = constants.machine(launch.groups / len(groups))
-    run = launch.split.replay(machine, launch.split.shares(launch.groups), some, held)
+    run = launch.split.replay(machine, launch.shares(), some, held)
     cycles = run.cycles
     if left := len(groups) - len(some):
         ends = sorted(run.ends)

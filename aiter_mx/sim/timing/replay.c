@@ -11,7 +11,7 @@ typedef uint64_t u64;
 
 enum { VALU, MFMA, SALU, SMEM, LDS, LOAD, STORE, SCRATCH, WAIT, BARRIER, BRANCH, NOP, END, KINDS };
 enum { BLOCK, WAVE, GROUP, MEMORY, CONFLICTS };
-enum { SIMDS = 4, SLOT = 4, QUEUE = 64, REGIONS = 64, FIRST_TOUCH = 1u << 31 };
+enum { SIMDS = 4, SLOT = 4, QUEUE = 64, REGIONS = 64, MISSES = 4096, FIRST_TOUCH = 1u << 31 };
 // What a wave's time goes to.
 enum { ISSUING, ON_MATRIX, ON_ADDRESS, ON_LDS, ON_MEMORY, ON_SCALAR, ON_BARRIER, REASONS };
 
@@ -22,6 +22,7 @@ typedef struct {
 typedef struct {
     double issue, branch, address, address_queue, lds_latency, lds_bytes, scalar_latency;
     double cached_latency, memory_latency, line_bytes, memory_bytes, barrier, deal, data_bytes;
+    double missing_bytes, mall_latency, mall_bytes;
 } Machine;
 
 typedef struct {
@@ -149,10 +150,14 @@ typedef struct {
     const Instruction* code;
     const u32* block_starts;
     const Machine* machine;
-    const double* shares; // of a region's line, how much comes from memory for this CU
+    const double* shares;   // of a region's line, how much comes from memory for this CU
+    const double* crossing; // likewise, how much comes to its XCD
     double* waited;       // by instruction
     Result* result;
-    double unit[SIMDS][KINDS], address_free, lds_free, line_free, memory_free;
+    double unit[SIMDS][KINDS], address_free, lds_free, line_free, memory_free, mall_free;
+    // Lines that loads wait for: when they arrive, and bytes.
+    double missing_until[MISSES], missing_size[MISSES], missing;
+    u32 missing_first, missing_count;
 } Cu;
 
 static double later(double a, double b) { return a > b ? a : b; }
@@ -160,9 +165,32 @@ static void push(double* queue, u32 first, u32* count, double value) {
     queue[(first + (*count)++) % QUEUE] = value;
 }
 
+// When a load may ask for so many bytes more: the L1 cache keeps room for all that is on its way.
+static double room_for(Cu* cu, double begin, double bytes) {
+    while (cu->missing_count) {
+        double until = cu->missing_until[cu->missing_first];
+        if (until > begin && cu->missing + bytes <= cu->machine->missing_bytes &&
+            cu->missing_count < MISSES)
+            break;
+        begin = later(begin, until);
+        cu->missing -= cu->missing_size[cu->missing_first];
+        cu->missing_first = (cu->missing_first + 1) % MISSES;
+        cu->missing_count--;
+    }
+    return begin;
+}
+
+static void expect(Cu* cu, double bytes, double until) {
+    u32 last = (cu->missing_first + cu->missing_count++) % MISSES;
+    cu->missing_until[last] = until;
+    cu->missing_size[last] = bytes;
+    cu->missing += bytes;
+}
+
 // When a vector memory access that the address unit takes at `start` is done.
 static double access_memory(Cu* cu, Wave* w, u32 number, double start) {
     const Machine* m = cu->machine;
+    u32 loads = cu->code[number].kind == LOAD;
     double done = start;
     u32 any = 0;
     while (w->at < w->words->count) {
@@ -173,6 +201,8 @@ static double access_memory(Cu* cu, Wave* w, u32 number, double start) {
         u32 is_first = event[1] >> 31;
         double begin = later(start, cu->address_free), bytes = 128.0 * event[3];
         double busy = cycles * m->address + event[4] / m->data_bytes;
+        if (is_first && loads)
+            begin = room_for(cu, begin, bytes);
         cu->address_free = begin + busy;
         cu->result->address += busy;
         double arrives = cu->address_free;
@@ -181,7 +211,15 @@ static double access_memory(Cu* cu, Wave* w, u32 number, double start) {
             cu->memory_free =
                 later(cu->memory_free, begin) + bytes * cu->shares[region] / m->memory_bytes;
             cu->result->memory_bytes += bytes * cu->shares[region];
-            arrives = later(arrives, later(cu->line_free, cu->memory_free)) + m->memory_latency;
+            cu->mall_free =
+                later(cu->mall_free, begin) + bytes * cu->crossing[region] / m->mall_bytes;
+            arrives = later(arrives, later(cu->line_free, later(cu->memory_free, cu->mall_free)));
+            arrives += m->cached_latency; // which is all that a store waits for
+            if (loads) {
+                arrives += (m->mall_latency - m->cached_latency) * cu->crossing[region] +
+                    (m->memory_latency - m->mall_latency) * cu->shares[region];
+                expect(cu, bytes, arrives);
+            }
         } else {
             arrives += m->cached_latency;
         }
@@ -370,13 +408,13 @@ static void begin(Wave* w, const Trace* trace, u32 group, u32 slot, u32 i, doubl
 // Runs the `dealt` workgroups that `groups` names on a CU that holds `resident` of them at once;
 // `ends` takes when each ends.
 int replay(const Trace* trace, const Instruction* code, const u32* block_starts,
-           const Machine* machine, const double* shares, const u32* groups, u32 dealt, u32 resident,
+           const Machine* machine, const double* shares, const double* crossing, const u32* groups, u32 dealt, u32 resident,
            Result* result, double* waited, double* ends) {
     u32 waves = trace->waves, held = resident < dealt ? resident : dealt;
     Wave* all = calloc((u64)held * waves, sizeof *all);
     if (!all)
         return 1;
-    Cu cu = {code, block_starts, machine, shares, waited, result};
+    Cu cu = {code, block_starts, machine, shares, crossing, waited, result};
     u32 next = 0, ended = 0;
     for (u32 slot = 0; slot < held; slot++, next++)
         for (u32 i = 0; i < waves; i++)
@@ -403,7 +441,8 @@ int replay(const Trace* trace, const Instruction* code, const u32* block_starts,
             end = later(end, all[i].ready);
             result->wave_cycles += all[i].ready - all[i].start;
             span(result, all + i, all[i].start, all[i].ready, REASONS);
-            result->cycles = later(result->cycles, all[i].last_vm);
+            // An empty launch, too, ends only when its stores would be acknowledged.
+            result->cycles = later(result->cycles, all[i].last_vm - machine->cached_latency);
         }
         result->cycles = later(result->cycles, end);
         ends[ended++] = end;

@@ -32,7 +32,7 @@ def features(launch: Traced) -> dict[str, float]:
     Workgroups, waves, instructions, and KiB: ``of a unit`` is of the busiest compute unit.
     """
     split, dealt = launch.split, -(-launch.groups // CUS)
-    once = split.replay(shipped().machine(1), split.shares(launch.groups), [0], 1)
+    once = split.replay(shipped().machine(1), launch.shares(), [0], 1)
     issued = {name: count / split.waves for name, count in once.issued.items()}
     return {
         "workgroups of a unit": dealt,

@@ -1,4 +1,5 @@
-// Two kernels in the shape of a gemv and of a tile product, into which slow-downs are planted.
+// Kernels in the shape of a gemv, of a tile product and of one that takes several tiles of groups,
+// into which slow-downs are planted.
 #ifndef EARLY
 #define EARLY 0 // vector instructions before the first load
 #endif
@@ -29,6 +30,15 @@
 #ifndef SCALAR
 #define SCALAR 0 // scales by scalar loads that are waited for in each step
 #endif
+#ifndef BUSY
+#define BUSY 0 // vector instructions of the first workgroup alone
+#endif
+#ifndef SPILL
+#define SPILL 0 // registers that each step puts aside
+#endif
+#ifndef TILES
+#define TILES 4 // that a workgroup takes one after the other
+#endif
 
 template <int count>
 DEVICE void vector_work(u32& x) {
@@ -55,6 +65,22 @@ DEVICE u64 followed(const u64* links) {
     return at;
 }
 
+// A register's way through memory of the lane's own, as the compiler's spills go.
+DEVICE void spill(u32& x) {
+    volatile u32 aside[SPILL + 1];
+#pragma unroll
+    for (int i = 0; i < SPILL; i++)
+        aside[i] = x + i;
+#pragma unroll
+    for (int i = 0; i < SPILL; i++)
+        x += aside[i] - i;
+}
+DEVICE void early_work(u32& x) {
+    vector_work<EARLY>(x);
+    if (BUSY && group_id() == 0)
+        vector_work<BUSY>(x);
+}
+
 // Arguments are loaded at once, whatever is planted.
 DEVICE void together(const void* w, const void* x, const void* links, void* out, int steps) {
     asm volatile("" ::"s"(w), "s"(x), "s"(links), "s"(out), "s"(steps));
@@ -64,7 +90,7 @@ DEVICE void together(const void* w, const void* x, const void* links, void* out,
 KERNEL(256) gemv(const u32x4* w, const u32x4* x, const u64* links, u32* out, int steps) {
     together(w, x, links, out, steps);
     u32 work = lane_id();
-    vector_work<EARLY>(work);
+    early_work(work);
     u64 zero = followed(links);
     const char* from = (const char*)w + (u64)group_id() * steps * 256 * STRIDE + zero;
     u32 sum = work;
@@ -89,6 +115,7 @@ KERNEL(256) gemv(const u32x4* w, const u32x4* x, const u64* links, u32* out, int
 #pragma unroll
         for (int i = 0; i < AHEAD * X_READS; i++)
             sum += b[i].x ^ b[i].w;
+        spill(sum);
 #pragma unroll
         for (int i = 0; i < BARRIERS * AHEAD; i++)
             __builtin_amdgcn_s_barrier();
@@ -105,15 +132,9 @@ KERNEL(256) gemv(const u32x4* w, const u32x4* x, const u64* links, u32* out, int
     out[group_id() * 256 + lane_id()] = sum;
 }
 
-// Each workgroup multiplies tiles that it passes through LDS, `steps` times.
-KERNEL(256) tile(const u32x4* w, const u32x4* x, const u64* links, u32* out, int steps) {
-    SHARED u32x4 lds[LDS_BYTES / 16];
-    together(w, x, links, out, steps);
-    u32 work = lane_id();
-    vector_work<EARLY>(work);
-    u64 zero = followed(links);
+// The product of a tile that is passed through LDS, `steps` times.
+DEVICE u32 product(const u32x4* from, u32x4* lds, int steps, u32 work) {
     f32x4 sums[4] = {};
-    const u32x4* from = w + (u64)group_id() * steps * 256 + lane_id() + zero;
     u32x4 next = from[0];
     int at = lane_id() * CONFLICTS % 256;
     for (int step = 0; step < steps; step++) {
@@ -133,6 +154,7 @@ KERNEL(256) tile(const u32x4* w, const u32x4* x, const u64* links, u32* out, int
         }
         if (AHEAD == 1 && step + 1 < steps)
             next = from[(step + 1) * 256];
+        spill(work);
 #pragma unroll
         for (int i = 0; i < BARRIERS; i++)
             __builtin_amdgcn_s_barrier();
@@ -142,5 +164,35 @@ KERNEL(256) tile(const u32x4* w, const u32x4* x, const u64* links, u32* out, int
     for (int i = 0; i < 4; i++)
         sum += __builtin_bit_cast(u32, sums[i].x + sums[i].y + sums[i].z + sums[i].w);
     vector_work<LATE>(sum);
-    out[group_id() * 256 + lane_id()] = sum;
+    return sum;
+}
+
+KERNEL(256) tile(const u32x4* w, const u32x4* x, const u64* links, u32* out, int steps) {
+    SHARED u32x4 lds[LDS_BYTES / 16];
+    together(w, x, links, out, steps);
+    u32 work = lane_id();
+    early_work(work);
+    u64 zero = followed(links);
+    const u32x4* from = w + (u64)group_id() * steps * 256 + lane_id() + zero;
+    out[group_id() * 256 + lane_id()] = product(from, lds, steps, work);
+}
+
+// Persistent: looks up where each of its tiles begins, and shares `steps` among them.
+KERNEL(256) grouped(const u32x4* w, const u32x4* x, const u64* links, u32* out, int steps) {
+    SHARED u32x4 lds[LDS_BYTES / 16];
+    together(w, x, links, out, steps);
+    u32 work = lane_id();
+    early_work(work);
+    u64 zero = followed(links);
+    int each = steps / TILES;
+    u32 sum = 0;
+    for (int tile = 0; tile < TILES; tile++) {
+        u32x4 group;
+        load(group, links + 64 * tile + zero);
+        wait();
+        arrived(group);
+        u64 begins = (u64)(group_id() * TILES + tile + group.x) * each * 256;
+        sum += product(w + begins + lane_id(), lds, each, work);
+        out[group_id() * 256 + lane_id()] = sum;
+    }
 }
