@@ -68,6 +68,11 @@ class Machine:
     mall_latency: float
     mall_bytes: float
 
+    def latency(self, memory: float, mall: float) -> float:
+        """Of a load of which such shares come from HBM, and from there or the MALL."""
+        beyond_l2 = (self.mall_latency - self.cached_latency) * mall
+        return self.cached_latency + beyond_l2 + (self.memory_latency - self.mall_latency) * memory
+
 
 class _CMachine(ctypes.Structure):
     _fields_ = [(field.name, ctypes.c_double) for field in fields(Machine)]

@@ -8,11 +8,11 @@ opinion on what floor 2 says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from aiter_mx.sim.timing.constants import CUS, Constants, shipped
-from aiter_mx.sim.timing.cu import Machine
+from aiter_mx.sim.timing.cu import Machine, Shares
 from aiter_mx.sim.timing.model import SIMDS, Traced
 
 _LATENCIES = ("memory", "scalar", "lds", "barrier")
@@ -27,8 +27,8 @@ class Floor:
         launch: the launch, and launches ahead that fill memory.
         waits: for memory, LDS and other waves, one after the other, in all rounds of workgroups.
         units: that the busiest compute unit's ``address`` unit, vector pipes (``issue``),
-            ``matrix`` pipes and ``lds`` are busy, that its ``lines`` from L2 take, and its share
-            of ``memory``.
+            ``matrix`` pipes and ``lds`` are busy, that its ``lines`` take to come, and its share of
+            ``memory``.
     """
 
     launch: float
@@ -56,19 +56,27 @@ def floor(launch: Traced, constants: Constants | None = None) -> Floor:
     alone = split.replay(_without_queues(machine), shares, [0], 1)
     rounds = -(-dealt // min(launch.resident, dealt))
     waits = sum(alone.waits[reason] for reason in _LATENCIES) / split.waves * rounds
-    lines = sum(split.footprint()) / machine.line_bytes
     of_busiest = dealt / split.groups
     cycles = {
         "address": every.address,
         "issue": every.vector / SIMDS,
         "lds": every.lds,
-        "lines": lines,
+        "lines": _lines(split.footprint(), shares, machine),
         "memory": every.memory_bytes / machine.memory_bytes,
     }
     units = {name: constants.us(value * of_busiest, 0.0) for name, value in cycles.items()}
     units["matrix"] = constants.us(every.matrix / SIMDS * of_busiest, 1.0)
     before = constants.launch_us + launch.fills * constants.fill_us
     return Floor(before, constants.us(waits, 0.0), units)
+
+
+def _lines(footprint: Sequence[float], shares: Shares, machine: Machine) -> float:
+    """Cycles of the lines of some workgroups: at L2's rate, or as many as may be waited for."""
+    waited = sum(
+        size * machine.latency(memory, mall)
+        for size, memory, mall in zip(footprint, shares.memory, shares.mall, strict=True)
+    )
+    return max(sum(footprint) / machine.line_bytes, waited / machine.missing_bytes)
 
 
 def _without_queues(machine: Machine) -> Machine:
