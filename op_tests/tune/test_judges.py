@@ -42,7 +42,11 @@ def test_saved_traces_give_the_saved_times() -> None:
 
 
 def test_a_tie_gives_the_winner_the_worst_place() -> None:
-    cell = {row(SWEEP, "winner", "a"): 8.0, row(SWEEP, kernel="b"): 8.0, row(SWEEP, kernel="c"): 9.0}
+    cell = {
+        row(SWEEP, "winner", "a"): 8.0,
+        row(SWEEP, kernel="b"): 8.0,
+        row(SWEEP, kernel="c"): 9.0,
+    }
     assert rank_of_winner(cell) == 2
 
 
@@ -50,8 +54,13 @@ def test_each_cell_of_the_sweep_has_its_valid_configurations_and_one_winner(
     tmp_path: Path,
 ) -> None:
     table = tmp_path / "tuned.csv"
-    table.write_text("K,N,M,kernel,n_sub,k_splits,use_hip\n"
-                     "6144,2304,8,mfma,1,8,1\n1536,6144,16,mfma,2,1,1\n2048,6144,1,gemv,0,0,1\n")  # fmt: skip
+    lines = (
+        "K,N,M,kernel,n_sub,k_splits,use_hip",
+        "6144,2304,8,mfma,1,8,1",
+        "1536,6144,16,mfma,2,1,1",
+        "2048,6144,1,gemv,0,0,1",
+    )
+    table.write_text("\n".join(lines))
     found = list(sweep(table))
     assert [sum(each.M == M for each in found) for M in (8, 16, 1)] == [12, 9, 0]
     winners = [each for each in found if each.role == "winner"]
@@ -66,8 +75,8 @@ def test_the_line_of_the_grouped_kernel_meets_a_published_cell() -> None:
 
 
 def test_pairs_are_of_one_shape_and_differ_by_over_a_tenth() -> None:
-    rows = [row("bf16", kernel="a", us=10), row("bf16", kernel="b", us=11.5),
-            row("bf16", kernel="a", us=10, M=16), row("bf16", kernel="b", us=10.5, M=16)]  # fmt: skip
+    rows = [row("bf16", kernel="a", us=10), row("bf16", kernel="b", us=11.5)]
+    rows += [row("bf16", kernel="a", us=10, M=16), row("bf16", kernel="b", us=10.5, M=16)]
     assert pairs(rows) == rows[:2]
 
 

@@ -50,9 +50,7 @@ def save(path: Path, rows: Iterable[tuple[Row, list[Sample]]]) -> None:
     path.write_bytes(lzma.compress(buffer.getvalue(), preset=9))
 
 
-def load(
-    path: Path, left_in_mall: int = LEFT_IN_MALL
-) -> Iterator[tuple[Row, list[Traced]]]:
+def load(path: Path, left_in_mall: int = LEFT_IN_MALL) -> Iterator[tuple[Row, list[Traced]]]:
     """Rows and their launches, ready for the model.
 
     Args:

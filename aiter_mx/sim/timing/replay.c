@@ -152,7 +152,7 @@ typedef struct {
     const Machine* machine;
     const double* shares;   // of a region's line, how much comes from memory for this CU
     const double* crossing; // likewise, how much comes to its XCD
-    double* waited;       // by instruction
+    double* waited;         // by instruction
     Result* result;
     double unit[SIMDS][KINDS], address_free, lds_free, line_free, memory_free, mall_free;
     // Lines that loads wait for: when they arrive, and bytes.
@@ -217,7 +217,7 @@ static double access_memory(Cu* cu, Wave* w, u32 number, double start) {
             arrives += m->cached_latency; // which is all that a store waits for
             if (loads) {
                 arrives += (m->mall_latency - m->cached_latency) * cu->crossing[region] +
-                    (m->memory_latency - m->mall_latency) * cu->shares[region];
+                           (m->memory_latency - m->mall_latency) * cu->shares[region];
                 expect(cu, bytes, arrives);
             }
         } else {
@@ -408,8 +408,8 @@ static void begin(Wave* w, const Trace* trace, u32 group, u32 slot, u32 i, doubl
 // Runs the `dealt` workgroups that `groups` names on a CU that holds `resident` of them at once;
 // `ends` takes when each ends.
 int replay(const Trace* trace, const Instruction* code, const u32* block_starts,
-           const Machine* machine, const double* shares, const double* crossing, const u32* groups, u32 dealt, u32 resident,
-           Result* result, double* waited, double* ends) {
+           const Machine* machine, const double* shares, const double* crossing, const u32* groups,
+           u32 dealt, u32 resident, Result* result, double* waited, double* ends) {
     u32 waves = trace->waves, held = resident < dealt ? resident : dealt;
     Wave* all = calloc((u64)held * waves, sizeof *all);
     if (!all)
