@@ -40,7 +40,7 @@ ROUTINGS = 3
 WINS = 0.8
 """Of the draws of constants, in which a configuration must win to take the place of the usual."""
 BACKENDS = ("hip",)
-RULES = Rules(most=12, of_next=(6,))
+RULES = Rules(most=6, of_next=(3,))
 _SHARE = 0.0  # of the weights, that results are judged on: as few as a workload can do with
 _WORKGROUPS = 3  # that are traced of a launch
 _BEST_US, _BEST_BYTES_A_US, _BEST_ROWS = 3.9, 6.3e6, 16
