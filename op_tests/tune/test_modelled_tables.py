@@ -1,0 +1,42 @@
+"""The shipped tables that the model of time has made: what their rows say, and how times grow."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from aiter_mx.dispatch.cells import told_source
+from aiter_mx.kernels.registry import key_columns
+from aiter_mx.paths import configs_dir
+
+FALL = 0.03  # that a time may fall by where there are more rows
+TABLES = sorted(
+    path for path in (configs_dir() / "gfx950").glob("*.csv") if path.name.count(".") == 1
+    and path.stem != "runs"
+)  # fmt: skip
+
+
+@pytest.fixture(params=TABLES, ids=lambda path: path.stem)
+def table(request: pytest.FixtureRequest) -> pd.DataFrame:
+    found = pd.read_csv(request.param, keep_default_na=False)
+    if not found.source.str.contains("%").any():
+        pytest.skip("it is older than the model's error")
+    found.attrs["op"] = request.param.stem
+    return found
+
+
+def test_every_row_tells_the_model_and_its_error(table: pd.DataFrame) -> None:
+    modelled = table[table.source != "measured"]
+    for source in modelled.source.unique():
+        assert told_source(source).startswith("modelled, median error "), source
+    assert (modelled.us > 2).all()  # no launch takes less
+
+
+def test_times_do_not_fall_as_rows_grow(table: pd.DataFrame) -> None:
+    apart = [name for name in ("cu_num", *key_columns(table.attrs["op"])) if name != "M"]
+    falls = []
+    for shape, of_shape in table.groupby(apart):
+        ordered = of_shape.sort_values("M")
+        most = ordered.us.cummax()
+        falls += [(shape, M) for M in ordered.M[ordered.us < most * (1 - FALL)]]
+    assert not falls
