@@ -139,7 +139,7 @@ _search = Search(PARAMS, _costs, most=12)
 def rows_chosen_for(M: int) -> int:
     """The most rows of those that have one configuration, without a table: few code objects serve
     all numbers of rows."""
-    return up(M, 64 if M <= 512 else 256 if M <= 1024 else 512)
+    return up(M, 32 if M <= 160 else 64 if M <= 512 else 256 if M <= 1024 else 1024)
 
 
 def _configure(target: Target, problem: LinearProblem) -> Config:
