@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import inf
 from multiprocessing import get_context
 
 import torch
@@ -37,6 +38,7 @@ from aiter_mx.target import Target, target_of
 from aiter_mx.timing import copies_to_stay_cold, random_mx, time_graph_us
 from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.triton_ahead import compile_without_gpu, stand_in_for_a_gpu
+from op_tests.bench import every_m
 from op_tests.bench.common import refuse_no_gpu, report
 from op_tests.mx_reference import linear_reference64
 
@@ -161,7 +163,18 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="time every configuration of ours")
     parser.add_argument("--M", type=int, nargs="+", default=ROWS)
     parser.add_argument("--shapes", nargs="+", default=[f"{N}x{K}" for N, K in SHAPES])
+    parser.add_argument("--every-m", action="store_true", help="see op_tests/bench/every_m.py")
+    parser.add_argument("--share", type=int, default=1, help="of --every-m: one in so many shapes")
+    parser.add_argument(
+        "--seed", type=int, default=22, help="of --every-m: by which they are drawn"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=inf, help="of --every-m: end after so many"
+    )
     arguments = parser.parse_args()
+    if arguments.every_m:
+        every_m.main(arguments)
+        return
     shapes = [(int(N), int(K)) for N, K in (shape.split("x") for shape in arguments.shapes)]
     refuse_no_gpu()
     target = target_of(DEVICE)

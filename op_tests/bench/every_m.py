@@ -1,0 +1,211 @@
+"""The linear at every number of rows, beside what engines would run in its place.
+
+    python -m op_tests.bench.linear --every-m [--share 10] [--seed 22] [--seconds 500]
+
+The shapes are the dense ones of the catalogue's models on 1 to 8 GPUs, or one in ``--share`` of
+them, drawn by a seed. Contenders are bf16 cuBLAS over weights of its own and Humming, with bf16 and
+with fp8 activations; weights are cold and each is timed by graph replay, all of a shape in one
+process. Each cell is saved as it is measured: a run that ends early, or after ``--seconds``, goes
+on where it ended, and what was measured at another commit is measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import pandas as pd
+import torch
+
+import aiter_mx
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.target import Target, target_of
+from aiter_mx.timing import copies_to_stay_cold, random_mx, time_graph_us
+from aiter_mx.tuning import origin
+from aiter_mx.workloads.models import MODELS
+from op_tests.bench.common import MEASURED, gpu_name, refuse_no_gpu
+
+GRID = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 63, 64, 65, 96, 97, 127, 128, 129, 192, 193, 256, 257, 384, 512),
+    *(513, 768, 1024, 1025, 1536, 2048, 3072, 4096, 8192, 16384, 32768),
+)
+DRAWN = 5
+"""Numbers of rows beside these, drawn for each shape."""
+NEAR = 0.03
+"""A cell that misses its bar by less is timed three times more, and the median counts."""
+CELL = ["M", "N", "K"]
+Shape = tuple[int, int]
+Clock = Callable[[], float]
+"""Microseconds of a contender's call."""
+
+
+def shapes() -> list[Shape]:
+    """(N, K) of the catalogue's dense layers on 1, 2, 4 and 8 GPUs, each once."""
+    dense = (pair for m in MODELS.values() for gpus in (1, 2, 4, 8) for pair in m.linears(gpus))
+    return sorted({(N, K) for N, K in dense if K % 32 == 0})
+
+
+def drawn(every: list[Shape], share: int, seed: int) -> list[Shape]:
+    """One in ``share`` of the shapes."""
+    return sorted(random.Random(seed).sample(every, -(-len(every) // share)))
+
+
+def rows_of(N: int, K: int) -> list[int]:
+    """The grid and what is drawn for this shape, always alike."""
+    others = sorted(set(range(1, GRID[-1])) - set(GRID))
+    # As many small ones as large ones: exponents are drawn, and the nearest that is left is taken.
+    draw, more = random.Random(f"{N}x{K}"), set[int]()
+    while len(more) < DRAWN:
+        wanted = round(2 ** draw.uniform(0, 15))
+        more.add(min(others, key=lambda M: abs(M - wanted)))
+    return sorted({*GRID, *more})
+
+
+def bar(M: int) -> float:
+    """The least that bf16's time over ours shall be."""
+    return 1.0 if M <= 160 else 0.95
+
+
+def measured(clocks: Mapping[str, Clock], M: int) -> dict[str, float]:
+    """Each contender's time; those of a cell that just misses are medians of four."""
+    times = {name: clock() for name, clock in clocks.items()}
+    if bar(M) * (1 - NEAR) <= times["bf16_us"] / times["ours_us"] < bar(M):
+        again = [{name: clock() for name, clock in clocks.items()} for _ in range(3)]
+        times = {name: median([us, *(each[name] for each in again)]) for name, us in times.items()}
+        times["rounds"] = 4
+    return times
+
+
+class Saved:
+    """The cells of a table that a run adds to."""
+
+    def __init__(self, path: Path, facts: Mapping[str, str]) -> None:
+        """``facts``: columns that all cells of this run have; a cell with others is not done."""
+        self._path, self._facts = path, dict(facts)
+        self._rows: dict[tuple[int, ...], dict[str, object]] = {}
+        if path.is_file():
+            for row in pd.read_csv(path, dtype=dict.fromkeys(facts, str)).to_dict("records"):
+                self._rows[self._key(row)] = {str(name): value for name, value in row.items()}
+
+    @staticmethod
+    def _key(row: Mapping[object, object]) -> tuple[int, ...]:
+        return tuple(int(str(row[name])) for name in CELL)
+
+    def has(self, *cell: int) -> bool:
+        """Whether a cell was measured with these facts."""
+        row = self._rows.get(cell, {})
+        return all(row.get(name) == value for name, value in self._facts.items())
+
+    def add(self, row: Mapping[str, object]) -> None:
+        """Add a cell, or replace it, in the file too."""
+        own = {**row, **self._facts}
+        self._rows[self._key(dict(own))] = own
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        frame = pd.DataFrame(list(self._rows.values())).sort_values(["N", "K", "M"])
+        partly = self._path.with_suffix(".part")
+        frame.to_csv(partly, index=False, float_format="%.5g")
+        partly.replace(self._path)
+
+
+class Weights:
+    """A shape's weights, as often as they must be to stay cold, for each contender."""
+
+    def __init__(self, N: int, K: int, device: torch.device) -> None:
+        self.N, self.K, self.device = N, K, device
+        self.mx = [random_mx(N, K, device) for _ in range(copies_to_stay_cold(N * K))]
+        few = copies_to_stay_cold(2 * N * K)
+        self.dense = [torch.randn(N, K, device=device).bfloat16() for _ in range(few)]
+        self.humming = {
+            name: [_humming(N, K, *w, dtype) for w in self.mx]
+            for name, dtype in (("humming_us", None), ("humming_fp8_us", "float8e4m3"))
+            if HUMMING is not None
+        }
+
+    def clocks(self, M: int) -> dict[str, Clock]:
+        """What times each contender with so many rows."""
+        q = random_mx(M, self.K, self.device)
+        x = torch.randn(M, self.K, device=self.device).bfloat16()
+        out = torch.empty(M, self.N, device=self.device, dtype=torch.bfloat16)
+        calls: dict[str, list[Callable[[], object]]] = {
+            "ours_us": [partial(aiter_mx.linear, *q, *w, out=out) for w in self.mx],
+            "ours_bf16_x_us": [partial(aiter_mx.linear, x, None, *w, out=out) for w in self.mx],
+            "bf16_us": [partial(torch.mm, x, w.t(), out=out) for w in self.dense],
+        }
+        for name, layers in self.humming.items():
+            calls[name] = [partial(layer, x) for layer in layers]
+        return {name: partial(time_graph_us, of) for name, of in calls.items()}
+
+
+try:
+    from humming.layer import HummingLayer as HUMMING  # type: ignore[import-not-found]
+except ImportError as error:
+    HUMMING, WITHOUT_HUMMING = None, f"pip install humming-kernels==0.1.19: {error}"
+
+
+def _humming(
+    N: int, K: int, wq: torch.Tensor, ws: torch.Tensor, x_dtype: str | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    layer = HUMMING(
+        shape_n=N,
+        shape_k=K,
+        weight_config={"quant_method": "modelopt", "quant_algo": "mxfp8"},
+        input_config={"dtype": x_dtype} if x_dtype else None,
+        torch_dtype=torch.bfloat16,
+    ).cuda()
+    layer.load_from_tensors({"weight": wq, "weight_scale": ws})
+    layer.transform()
+    found: Callable[[torch.Tensor], torch.Tensor] = layer
+    return found
+
+
+def row_of(target: Target, problem: LinearProblem, times: Mapping[str, float]) -> dict[str, object]:
+    """A cell: what ran, its times, what peers take in its place, and its workspace."""
+    chosen = route("linear", target, problem)
+    row: dict[str, object] = {"M": problem.M, "N": problem.N, "K": problem.K}
+    row |= {"kernel": chosen.kernel, "config": "x".join(map(str, chosen.config.values()))}
+    kernel = find_kernel("linear", target.arch, chosen.backend, chosen.kernel)
+    row |= {"workspace_mb": kernel.workspace_bytes(target, problem, chosen.config) / 1e6}
+    row |= {"rounds": 1, **times}
+    row |= {"over_bf16": times["bf16_us"] / times["ours_us"]}
+    row |= {"bf16_x_over_bf16": times["bf16_us"] / times["ours_bf16_x_us"]}
+    if humming := [times[name] for name in ("humming_us", "humming_fp8_us") if name in times]:
+        row |= {"over_humming": min(humming) / times["ours_us"]}
+    return row
+
+
+def cells(of: Iterable[Shape], saved: Saved) -> Iterator[tuple[Shape, list[int]]]:
+    """The shapes and numbers of rows that are not done."""
+    for N, K in of:
+        if left := [M for M in rows_of(N, K) if not saved.has(M, N, K)]:
+            yield (N, K), left
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure what is not done yet."""
+    refuse_no_gpu()
+    begin, device = time.monotonic(), torch.device("cuda", 0)
+    facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
+    saved = Saved(MEASURED / gpu_name() / "linear_every_m.csv", facts)
+    if HUMMING is None:
+        print(f"Humming is left out; tried: {WITHOUT_HUMMING}")
+    chosen = shapes() if arguments.share == 1 else drawn(shapes(), arguments.share, arguments.seed)
+    target = target_of(device)
+    for (N, K), rows in cells(chosen, saved):
+        for x_dtype in ("e4m3", "bf16"):
+            aiter_mx.warmup("linear", device=device, M=rows, N=N, K=K, x_dtype=x_dtype)
+        weights = Weights(N, K, device)
+        for M in rows:
+            if time.monotonic() - begin > arguments.seconds:
+                print(f"ended after {arguments.seconds} s; the same command goes on from here")
+                return
+            problem = LinearProblem(M, N, K)
+            row = row_of(target, problem, measured(weights.clocks(M), M))
+            saved.add({**row, "versions": origin.versions(), "date": origin.today()})
+            print(*row.values(), flush=True)

@@ -1,0 +1,112 @@
+"""What decides which cells are measured, how often, and which of them a later run measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+import aiter_mx
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.target import hardware
+from op_tests.bench import every_m
+
+FACTS = {"gpu": "a GPU", "commit": "0123456"}
+
+
+class Stub:
+    """A contender's clock: it tells these times in turn."""
+
+    def __init__(self, *times: float) -> None:
+        self.left: Iterator[float] = iter(times)
+        self.asked = 0
+
+    def __call__(self) -> float:
+        self.asked += 1
+        return next(self.left)
+
+
+def test_every_shape_has_the_grid_and_as_many_rows_of_its_own() -> None:
+    own = {shape: set(every_m.rows_of(*shape)) for shape in every_m.shapes()[::9]}
+    for rows in own.values():
+        assert rows > set(every_m.GRID) and len(rows) == len(every_m.GRID) + every_m.DRAWN
+        assert max(rows) == 32768
+    assert len({frozenset(rows) for rows in own.values()}) == len(own)
+    assert every_m.rows_of(2304, 6144) == every_m.rows_of(2304, 6144)
+
+
+def test_a_share_of_the_shapes_is_drawn_by_its_seed() -> None:
+    every = every_m.shapes()
+    assert (2304, 6144) in every and len(every) == len(set(every))
+    tenth = every_m.drawn(every, 10, 22)
+    assert tenth == every_m.drawn(every, 10, 22) != every_m.drawn(every, 10, 23)
+    assert len(tenth) == -(-len(every) // 10) and set(tenth) < set(every)
+
+
+@pytest.mark.parametrize(
+    ("M", "bf16", "rounds"),
+    [(128, 9.8, 4), (128, 9.6, 1), (128, 10.0, 1), (161, 9.3, 4), (161, 9.6, 1), (161, 9.1, 1)],
+)
+def test_only_what_just_misses_its_bar_is_timed_again(M: int, bf16: float, rounds: int) -> None:
+    ours, peer = Stub(10.0, 9.0, 8.0, 7.0), Stub(bf16, 1.0, 2.0, 30.0)
+    times = every_m.measured({"ours_us": ours, "bf16_us": peer}, M)
+    assert (ours.asked, peer.asked) == (rounds, rounds)
+    if rounds == 1:
+        assert times == {"ours_us": 10.0, "bf16_us": bf16}
+    else:
+        assert times == {"ours_us": 8.5, "bf16_us": (2.0 + bf16) / 2, "rounds": 4}
+
+
+def test_a_run_goes_on_where_another_of_the_same_commit_ended(tmp_path: Path) -> None:
+    path, shape = tmp_path / "h200" / "linear_every_m.csv", (768, 512)
+    first = every_m.Saved(path, FACTS)
+    rows = every_m.rows_of(*shape)
+    assert list(every_m.cells([shape], first)) == [(shape, rows)]
+    for M in rows[:-2]:
+        first.add({"M": M, "N": shape[0], "K": shape[1], "ours_us": M + 0.25})
+    assert list(every_m.cells([shape], every_m.Saved(path, FACTS))) == [(shape, rows[-2:])]
+    for M in rows[-2:]:
+        first.add({"M": M, "N": shape[0], "K": shape[1], "ours_us": M + 0.25})
+    assert list(every_m.cells([shape], every_m.Saved(path, FACTS))) == []
+    other = every_m.Saved(path, FACTS | {"commit": "7654321"})
+    assert list(every_m.cells([shape], other)) == [(shape, rows)]
+    other.add({"M": rows[0], "N": shape[0], "K": shape[1], "ours_us": 1.0})
+    table = pd.read_csv(path, dtype={"commit": str})
+    assert list(table["M"]) == rows and (table["gpu"] == "a GPU").all()
+    assert list(table["commit"]) == ["7654321", *["0123456"] * (len(rows) - 1)]
+    assert list(table["ours_us"][1:]) == pytest.approx([M + 0.25 for M in rows[1:]], rel=1e-4)
+
+
+def test_a_cell_names_what_ran_and_the_better_of_hummings_two_kinds() -> None:
+    times = {"ours_us": 10.0, "ours_bf16_x_us": 12.5, "bf16_us": 15.0}
+    problem = LinearProblem(300, 2304, 6144)
+    row = every_m.row_of(hardware("sm_90a"), problem, times)
+    assert row["kernel"] == "wgmma_bf16" and "x" in str(row["config"])
+    assert row["over_bf16"] == 1.5 and row["bf16_x_over_bf16"] == 1.2
+    assert float(str(row["workspace_mb"])) >= 300 * 6144 * 2 / 1e6
+    assert "over_humming" not in row
+    humming = {"humming_us": 14.0, "humming_fp8_us": 13.0}
+    row = every_m.row_of(hardware("sm_90a"), problem, times | humming)
+    assert row["over_humming"] == 1.3
+
+
+def test_contenders_compute_the_same_product_over_cold_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed = []
+    monkeypatch.setattr(every_m, "time_graph_us", lambda calls: timed.append(calls) or 1.0)
+    monkeypatch.setattr(every_m, "copies_to_stay_cold", lambda size: 3)
+    weights = every_m.Weights(64, 96, torch.device("cpu"))
+    for clock in weights.clocks(5).values():
+        clock()
+    quantised, own, dense = timed
+    assert [len(calls) for calls in timed] == [3, 3, 3]
+    places = [{call.args[i].data_ptr() for call in quantised} for i in (2, 3)]
+    assert [len(place) for place in places] == [3, 3]
+    out = own[1]()
+    x, _, *w = own[1].args
+    assert torch.equal(out, aiter_mx.linear(x, None, *w))
+    assert dense[2]().shape == out.shape
