@@ -184,9 +184,11 @@ class AiterMxExperts(mk.FusedMoEExpertsModular):
             output.copy_(aiter_mx.fused_moe_ungated(*operands, **options))
             return
         options |= gate_of(activation, self.activation_config).options()
-        if output.is_contiguous() and not _share_memory(output, hidden_states):
+        # The engine may want the result where the tokens are; a tracer cannot tell.
+        apart = not torch.compiler.is_compiling() and not _share_memory(output, hidden_states)
+        if apart and output.is_contiguous():
             aiter_mx.fused_moe(*operands, **options, out=output)
-        else:  # the engine may want the result where the tokens are
+        else:
             output.copy_(aiter_mx.fused_moe(*operands, **options))
 
 

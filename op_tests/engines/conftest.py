@@ -7,9 +7,8 @@ from importlib.util import find_spec
 
 from op_tests.engines.stubs import without_pictures
 
-collect_ignore = [
-    f"test_{name}.py" for name in ("torchao", "vllm", "sglang") if not find_spec(name)
-]
+TESTS = {"torchao": "test_torchao.py", "sglang": "test_sglang.py", "vllm": "vllm"}
+collect_ignore = [tests for name, tests in TESTS.items() if not find_spec(name)]
 
 if not collect_ignore:
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")

@@ -1,0 +1,68 @@
+"""What vLLM's choosers take on each GPU, with our plug-in loaded as vLLM loads it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from vllm.model_executor.kernels import linear as kernels
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability, PlatformEnum
+
+from aiter_mx.integrations import vllm as plugin
+from op_tests.engines.vllm.layers import experts_layer
+
+
+@pytest.fixture(params=["CUDA", "ROCM"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """vLLM's platform as on a Hopper, or on a gfx950."""
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "_enum", PlatformEnum[request.param])
+    capability = DeviceCapability(9, 0) if request.param == "CUDA" else DeviceCapability(9, 5)
+    monkeypatch.setattr(platform, "get_device_capability", lambda *_, **__: capability)
+    monkeypatch.setattr(platform, "supports_mx", lambda *_: request.param == "ROCM")
+    return str(request.param)
+
+
+def test_choosers_take_ours_on_both_gpus(gpu: str) -> None:
+    kernel = kernels.init_mxfp8_linear_kernel(weight_shape=(2304, 6144))
+    assert type(kernel).__name__ == "AiterMxLinearKernel"
+    _, experts = experts_layer(f"layers.{gpu}.experts")
+    assert experts.quant_method.experts_cls.__name__ == "AiterMxExperts"
+
+
+def test_choosers_take_another_where_ours_declines(
+    gpu: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from aiter_mx.integrations import vllm_layers
+
+    logging.getLogger("vllm").propagate = True
+    N, activation = {"CUDA": (64, "swiglustep"), "ROCM": (72, "situ")}[gpu]  # each is logged once
+    with caplog.at_level(logging.INFO, logger="vllm.plugins.aiter_mx"):
+        kernel = kernels.init_mxfp8_linear_kernel(weight_shape=(N, 4304))
+        assert type(kernel).__name__ != "AiterMxLinearKernel"
+        _, experts = experts_layer(f"layers.declined.{gpu}.experts", activation=activation)
+        assert experts.quant_method.experts_cls is not vllm_layers.AiterMxExperts
+    assert f"declines a linear layer [{N}, 4304]: K=4304 is no multiple of 32" in caplog.text
+    name = f"MoEActivation.{activation.upper()} activation"
+    assert f"declines an expert layer: kernel does not support {name}" in caplog.text
+
+
+def test_other_gpus_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from aiter_mx.integrations.vllm_layers import AiterMxLinearKernel
+
+    monkeypatch.setattr(type(current_platform), "_enum", PlatformEnum.CUDA)
+    for capability in ((8, 0), (10, 0)):
+        monkeypatch.setattr(
+            type(current_platform),
+            "get_device_capability",
+            lambda *_, of=capability, **__: DeviceCapability(*of),
+        )
+        assert not AiterMxLinearKernel.is_supported()[0]
+    assert AiterMxLinearKernel.is_supported(90)[0]
+
+
+def test_loading_twice_changes_nothing() -> None:
+    before = [list(each) for each in kernels._POSSIBLE_MXFP8_KERNELS.values()]
+    plugin.register()
+    assert [list(each) for each in kernels._POSSIBLE_MXFP8_KERNELS.values()] == before

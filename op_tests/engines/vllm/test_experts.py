@@ -1,0 +1,248 @@
+"""vLLM's own expert layers, loaders and kernels, with our plug-in loaded as vLLM loads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.fused_moe.activation import (
+    ApplyMoEActivationConfig,
+    MoEActivation,
+)
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+)
+
+import aiter_mx
+from aiter_mx.integrations.layers import Gate
+from op_tests.engines.vllm.layers import (
+    BF16,
+    FORMATS,
+    TOP_K,
+    E,
+    H,
+    I,
+    by_our_op,
+    experts_layer,
+    fill,
+    fill_experts,
+    mx,
+    ready,
+    through_kernel,
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "gate"),
+    [
+        ({}, Gate("silu")),
+        ({"activation": "gelu"}, Gate("gelu")),
+        ({"activation": "gelu_tanh"}, Gate("gelu_tanh")),
+        ({"swiglu_limit": 0.75}, Gate("swiglu_oai", alpha=1.0, beta=0.0, limit=0.75)),
+        (
+            {
+                "activation": "swigluoai_uninterleave",
+                "swiglu_limit": 5.0,
+                "swiglu_alpha": 1.5,
+                "swiglu_beta": 1.0,
+            },
+            Gate("swiglu_oai", alpha=1.5, beta=1.0, limit=5.0),
+        ),
+    ],
+    ids=["silu", "gelu", "gelu_tanh", "silu clamped", "swiglu_oai"],
+)
+def test_expert_layer_gives_the_bits_of_our_op(
+    engine: VllmConfig, options: dict[str, Any], gate: Gate
+) -> None:
+    runner, experts = experts_layer(f"layers.{gate}.experts", **options)
+    assert experts.quant_method.experts_cls.__name__ == "AiterMxExperts"
+    x, logits = torch.randn(9, H, dtype=BF16), torch.randn(9, E, dtype=BF16)
+    for seed in (0, 1000):  # the second time in place, as a trainer refits an engine
+        fill_experts(experts, seed)
+        experts.quant_method.process_weights_after_loading(experts)
+        with set_forward_context(None, engine):
+            found = runner(x, logits)
+        routed = runner.router.select_experts(x, logits)
+        assert torch.equal(found, by_our_op(experts, x, routed[:2], gate))
+    plain = by_our_op(experts, x, routed[:2], Gate("silu"))
+    assert torch.equal(found, plain) == (gate == Gate("silu"))  # a clamp that were lost would show
+
+
+def test_experts_of_another_rank_are_left_out() -> None:
+    _, experts = experts_layer("layers.map.experts")
+    fill_experts(experts, 3)
+    experts.quant_method.process_weights_after_loading(experts)
+    x, ids = torch.randn(6, H, dtype=BF16), torch.randint(0, 2 * E, (6, TOP_K), dtype=torch.int32)
+    weights = torch.rand(6, TOP_K)
+    expert_map = torch.tensor([-1, 0, -1, 2, 1, -1, 3, -1], dtype=torch.int32)
+    found = experts.quant_method.moe_kernel.apply(
+        x.clone(),
+        experts.w13_weight,
+        experts.w2_weight,
+        weights,
+        ids,
+        activation=MoEActivation.SILU,
+        global_num_experts=2 * E,
+        expert_map=expert_map,
+        apply_router_weight_on_input=False,
+        shared_experts=None,
+        shared_experts_input=None,
+    )
+    local = expert_map[ids.long()]
+    expected = by_our_op(experts, x, (torch.where(local < 0, 0.0, weights), local), Gate())
+    assert torch.equal(found, expected)
+
+
+def test_result_may_be_wanted_where_the_tokens_are() -> None:
+    _, experts = experts_layer("layers.inplace.experts")
+    fill_experts(experts, 8)
+    experts.quant_method.process_weights_after_loading(experts)
+    x, ids = torch.randn(40, H, dtype=BF16), torch.randint(0, E, (40, TOP_K), dtype=torch.int32)
+    weights = torch.rand(40, TOP_K)
+    expected = by_our_op(experts, x, (weights, ids), Gate())
+    apply = experts.quant_method.moe_kernel.fused_experts.apply
+    wide = torch.full((40, 2 * H), torch.nan, dtype=BF16)
+    same = x.clone()
+    for tokens, out in ((same, same), (x, torch.full_like(x, torch.nan)), (x, wide[:, :H])):
+        apply(out, tokens, experts.w13_weight, experts.w2_weight, weights, ids, MoEActivation.SILU,
+              E, None, None, None, None, None, None, False)  # fmt: skip
+        assert torch.equal(out, expected)
+    assert wide[:, H:].isnan().all()
+
+
+def test_dispatched_tokens_come_quantised() -> None:
+    _, experts = experts_layer("layers.quantised.experts")
+    fill_experts(experts, 4)
+    experts.quant_method.process_weights_after_loading(experts)
+    x, ids = torch.randn(6, H, dtype=BF16), torch.randint(0, E, (6, TOP_K), dtype=torch.int32)
+    weights, out = torch.rand(6, TOP_K), torch.full((6, H), torch.nan, dtype=BF16)
+    xq, xs = aiter_mx.quantize(x)
+    apply = experts.quant_method.moe_kernel.fused_experts.apply
+    apply(out, xq, experts.w13_weight, experts.w2_weight, weights, ids, MoEActivation.SILU, E,
+          None, xs, None, None, None, None, False)  # fmt: skip
+    assert torch.equal(out, by_our_op(experts, x, (weights, ids), Gate()))
+
+
+def test_converted_checkpoint_loads(tmp_path: Path) -> None:
+    """Names and shapes that ``aiter-mx convert`` writes, by the mapping and loaders of vLLM."""
+    from safetensors.torch import load_file, save_file
+    from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_mapping
+
+    from aiter_mx.integrations.convert import convert
+
+    shapes = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
+    plain = {
+        f"mlp.experts.{expert}.{name}.weight": torch.randn(shape, dtype=BF16)
+        for expert in range(E)
+        for name, shape in shapes.items()
+    }
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "config.json").write_text("{}")
+    save_file(plain, tmp_path / "plain" / "model.safetensors")
+    convert(tmp_path / "plain", tmp_path / "out", "vllm")
+    runner, experts = experts_layer("layers.converted.experts")
+    parameters = {f"mlp.experts.{n}": p for n, p in runner.named_parameters()}
+    mapping = fused_moe_make_expert_params_mapping(runner, "gate_proj", "down_proj", "up_proj", E)
+    loaded = set()
+    for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
+        for parameter_name, weight_name, expert, shard in mapping:
+            if weight_name in name:
+                mapped = name.replace(weight_name, parameter_name)
+                parameters[mapped].weight_loader(parameters[mapped], value, mapped, shard, expert)
+                loaded.add(name)
+    assert len(loaded) == 2 * len(plain)
+    experts.quant_method.process_weights_after_loading(experts)
+    first = torch.cat([plain[f"mlp.experts.2.{name}.weight"] for name in ("gate_proj", "up_proj")])
+    payload, scale = aiter_mx.quantize(first)
+    found = experts.w13_weight[2].view(torch.uint8)
+    assert torch.equal(found, payload.view(torch.uint8))
+    assert torch.equal(experts.w13_weight_scale[2], scale)
+
+
+def test_weights_on_the_input_are_applied_once() -> None:
+    _, experts = experts_layer("layers.input.experts")
+    fill_experts(experts, 5)
+    experts.quant_method.process_weights_after_loading(experts)
+    x, weights = torch.randn(3, H, dtype=BF16), torch.rand(3, 1)
+    ids = torch.tensor([[2], [0], [3]], dtype=torch.int32)
+    kernel = experts.quant_method.moe_kernel
+    options = {"apply_router_weight_on_input": True}
+    found = through_kernel(kernel, experts, x, ids, weights, **options)
+    scaled = x * weights.to(BF16)
+    assert torch.equal(found, by_our_op(experts, scaled, (torch.ones(3, 1), ids), Gate()))
+
+
+def test_experts_without_a_gate() -> None:
+    _, experts = experts_layer("layers.ungated.experts")
+    fill_experts(experts, 5)
+    experts.quant_method.process_weights_after_loading(experts)
+    apply = experts.quant_method.moe_kernel.fused_experts
+    x, weights = torch.randn(5, H, dtype=BF16), torch.rand(5, TOP_K)
+    ids = torch.randint(0, E, (5, TOP_K), dtype=torch.int32)
+    w1, s1 = (t[:, :I].contiguous() for t in (experts.w13_weight, experts.w13_weight_scale))
+    apply.quant_config._w1.scale = s1
+    out = torch.full((5, H), torch.nan, dtype=BF16)
+    apply.apply(out, x, w1, experts.w2_weight, weights, ids, MoEActivation.RELU2_NO_MUL, E,
+                None, None, None, None, None, None, False)  # fmt: skip
+    rest = (experts.w2_weight, experts.w2_weight_scale, ids, weights)
+    assert torch.equal(out, aiter_mx.fused_moe_ungated(x, w1, s1, *rest))
+
+
+@pytest.mark.parametrize("has_map", [False, True])
+def test_dispatch_of_ours_under_the_modular_kernel(has_map: bool) -> None:
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+
+    from aiter_mx.integrations.vllm_layers import AiterMxPrepareAndFinalize
+
+    _, experts = experts_layer(f"layers.dispatch.{has_map}.experts")
+    fill_experts(experts, 6)
+    experts.quant_method.process_weights_after_loading(experts)
+    of_layer = experts.quant_method.moe_kernel.fused_experts
+    kernel = FusedMoEKernel(AiterMxPrepareAndFinalize(), of_layer)
+    x, ids = torch.randn(6, H, dtype=BF16), torch.randint(-1, E, (6, TOP_K), dtype=torch.int32)
+    weights = torch.rand(6, TOP_K)
+    expert_map = torch.arange(E, dtype=torch.int32) if has_map else None
+    found = through_kernel(kernel, experts, x, ids, weights, expert_map=expert_map)
+    assert torch.equal(found, by_our_op(experts, x, (weights, ids), Gate()))
+
+
+@pytest.mark.parametrize("limit", [None, 7.0])
+def test_activations_of_vllm_are_mapped(limit: float | None) -> None:
+    from aiter_mx.integrations.vllm_layers import gate_of
+
+    config = ApplyMoEActivationConfig(clamp_limit=limit, alpha=1.25, beta=0.5)
+    clamped = Gate("swiglu_oai", "halves", 1.0, 0.0, 7.0)
+    assert gate_of(MoEActivation.SILU, config) == (Gate("silu") if limit is None else clamped)
+    assert gate_of(MoEActivation.SWIGLUOAI, config) == Gate("swiglu_oai", "interleaved")
+    assert gate_of(MoEActivation.SWIGLUOAI_UNINTERLEAVE, config) == Gate(
+        "swiglu_oai", "halves", 1.25, 0.5, float("inf") if limit is None else limit
+    )
+
+
+def test_traces_whole_under_compile() -> None:
+    layer = ColumnParallelLinear(
+        H, I, bias=False, quant_config=FORMATS["mxfp8"](), params_dtype=BF16, prefix="compiled"
+    )
+    fill(layer, {None: mx(I, H, seed=4)})
+    ready(layer)
+    _, experts = experts_layer("layers.compiled.experts")
+    fill_experts(experts, 7)
+    experts.quant_method.process_weights_after_loading(experts)
+    apply = experts.quant_method.moe_kernel.fused_experts.apply
+
+    def both(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
+        out = torch.empty_like(x)
+        apply(out, x, experts.w13_weight, experts.w2_weight, weights, ids, MoEActivation.SILU, E,
+              None, None, None, None, None, None, False)  # fmt: skip
+        return layer.quant_method.apply(layer, x), out
+
+    x, ids = torch.randn(4, H, dtype=BF16), torch.randint(0, E, (4, TOP_K), dtype=torch.int32)
+    arguments = (x, ids, torch.rand(4, TOP_K))
+    torch._dynamo.reset()
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(compiled(*arguments), both(*arguments), strict=True):
+        assert torch.equal(found, expected)
