@@ -64,6 +64,16 @@ def test_exact_row_decides_and_the_reason_names_it(
     assert chosen == route("linear", GFX950, PROBLEM)
 
 
+def test_a_reason_tells_a_model_and_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = gemv_row(source="model 8.3% unmeasured")
+    monkeypatch.setenv("AITER_MX_CONFIG", str(write_table(tmp_path / "mine.csv", row)))
+    reason = aiter_mx.explain("linear", arch="gfx950", **vars(PROBLEM)).reason
+    told = "in 2.5 us (modelled, median error 8.3 %, faster than anything measured)"
+    assert told in reason
+
+
 def test_bias_does_not_change_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_table(tmp_path / "mine.csv", gemv_row())
     monkeypatch.setenv("AITER_MX_CONFIG", str(path))
@@ -190,6 +200,7 @@ def test_failed_kernels_are_passed_over_when_told_so() -> None:
         ({"us": "fast"}, "us must be a number, got 'fast'"),
         ({"us": "nan"}, "us must be above 0 and finite"),
         ({"source": "guess"}, "source must be measured or model, got 'guess'"),
+        ({"source": "model 8%x"}, "source must be measured or model, got 'model 8%x'"),
     ],
 )
 def test_malformed_row_is_an_error_with_file_and_line(
