@@ -202,11 +202,16 @@ def decide(
     while admitted:
         usual = next(candidate for candidate in starters if candidate in admitted)
         least = min(admission.us for admission in admitted.values())
-        running = {
-            candidate: bench.sample_us(candidate)
-            for candidate, admission in admitted.items()
-            if candidate == usual or admission.us <= rules.first_look * least
-        }
+        kept = [c for c, seen in admitted.items() if seen.us <= rules.first_look * least]
+        running: dict[Candidate, float] = {}
+        for candidate in dict.fromkeys([usual, *kept]):
+            try:
+                running[candidate] = bench.sample_us(candidate)
+            except Unfit as error:
+                failures.append(Failure(candidate, str(error)))
+                del admitted[candidate]
+        if usual not in running:
+            continue
         order = sorted(running, key=lambda candidate: running[candidate])
         best = next(c for c in order if c == usual or beats(bench, c, usual, rules.margin))
         try:

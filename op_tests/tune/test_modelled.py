@@ -102,6 +102,19 @@ def test_what_is_wrong_or_unfit_is_passed_over() -> None:
     assert chosen(FakeBench()) is None
 
 
+def test_what_fails_on_a_later_draw_of_indices_is_passed_over() -> None:
+    class Late(FakeBench):
+        def sample_us(self, candidate: Candidate) -> float:
+            if candidate in self.wrong:
+                raise Unfit("it reads what is not there")
+            return super().sample_us(candidate)
+
+    us = {USUAL: 10.0, OTHER: 9.9, THIRD: 9.95}
+    assert chosen(Late(us=us, wrong=(USUAL,))) == OTHER
+    assert chosen(Late(us=us, wrong=(USUAL, OTHER))) == THIRD
+    assert chosen(Late(us=us, wrong=EVERY)) is None
+
+
 def test_what_more_rows_take_is_a_candidate_for_fewer() -> None:
     known: dict[str, list[Candidate]] = {}
     fourth = Candidate("linear", "gfx950", "hip", "gemv", (("rows", 4),))
