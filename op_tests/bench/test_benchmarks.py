@@ -15,7 +15,11 @@ from op_tests.bench.common import MEASURED
 
 
 @pytest.mark.parametrize(
-    "name", ["grouped", "host", "linear", "model", "moe", "quantize", "rmsnorm", "training"]
+    "name",
+    [
+        *("capacity", "grouped", "host", "invariance", "linear"),
+        *("model", "moe", "quantize", "rmsnorm", "training"),
+    ],
 )
 def test_without_a_gpu_a_benchmark_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
