@@ -1,6 +1,6 @@
 """What MX-FP8 costs a language model: its perplexity beside that of bf16.
 
-    python -m op_tests.bench.perplexity
+    python -m op_tests.bench.perplexity [--save] [--steps 400] [--sequences 128]
 
 Small models of two architectures are trained from scratch, on the spot, on the texts of Python's
 ``help()``, byte by byte; the last tenth of them is held out. The trained model is saved in bf16 and
@@ -114,6 +114,9 @@ def compare(name: str, steps: int, sequences: int, batch: int = 16) -> dict[str,
 def main() -> None:
     """Train, compare, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--save", action="store_true", help="write docs/measured/amd_epyc/perplexity.csv"
+    )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--sequences", type=int, default=128)
     arguments = parser.parse_args()
@@ -124,8 +127,9 @@ def main() -> None:
     for row in rows:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
     Console(width=160).print(table)
-    frame = pd.DataFrame(rows).assign(commit=commit(), date=datetime.date.today().isoformat())
-    frame.to_csv(MEASURED / "amd_epyc" / "perplexity.csv", index=False, float_format="%.5g")
+    if arguments.save:
+        frame = pd.DataFrame(rows).assign(commit=commit(), date=datetime.date.today().isoformat())
+        frame.to_csv(MEASURED / "amd_epyc" / "perplexity.csv", index=False, float_format="%.5g")
 
 
 if __name__ == "__main__":
