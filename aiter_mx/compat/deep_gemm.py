@@ -9,9 +9,8 @@ Tensors come in pairs (payload, scale). Scales may be
 with any strides, fp32 ones also as ``[K / 128, rows]``. All are used as they are. Scales of e8m0
 are MX's, and so are fp32 ones that are known to be powers of two, which is seen on the CPU alone.
 With other fp32 scales the products of 128 k at a time are added up in fp32, each under its scales:
-by one kernel where ``aiter_mx/ops/promoted_gemm.py`` finds one (Hopper, 16-bit results), else by
-``aiter_mx/compat/promoted.py``, as many launches as K has 128. There, where scales are powers of
-two, hand over the bytes of ``expand_scales``.
+by one kernel where ``aiter_mx/ops/promoted_gemm.py`` finds one (CDNA4; Hopper for 16-bit results),
+else by ``aiter_mx/compat/promoted.py``, as many launches as K has 128.
 """
 
 from __future__ import annotations

@@ -11,8 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from aiter_mx.code_object import parse_code_object
+from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.promoted_gemm import PromotedGemmProblem
+from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Config
+from aiter_mx.launch import build_request
+from aiter_mx.target import hardware
 from op_tests import conformance
 from op_tests.conformance import DTYPES, bench_of, each, every_order, in_order, named
 from op_tests.grouped.cases import Groups, draw_groups, ending_at, of_every_size, one_group
@@ -92,6 +97,22 @@ SUBJECTS = (
         every_size=Case(of_every_size(70), 96, 288, config_of(64, 1)),
         dtypes=("bf16", "fp16"),
         error=2.0**-9,
+    ),
+    Subject(
+        "mfma",
+        ("sim", "gfx950"),
+        [
+            *_drawn([{"tile_m": tile} for tile in (64, 128, 256)], ("bf16", "fp32", "fp16"), 9),
+            Case(ending_at([65, 66, 200], 210), 288, 416, {"tile_m": 64}, "fp32", cu_num=1),
+        ],
+        few=[
+            Case(one_group(37), 160, 160, {"tile_m": 64}, "fp32", cu_num=1),
+            Case(one_group(130), 96, 416, {"tile_m": 128}, turned=True),
+            Case(one_group(140), 160, 288, {"tile_m": 256}, "fp32"),
+        ],
+        every_size=Case(of_every_size(24), 64, 288, {"tile_m": 64}, "fp32"),
+        dtypes=tuple(DTYPES),
+        error=2.0**-20,
     ),
     Subject(
         "reference",
@@ -278,3 +299,14 @@ def test_results_are_bitwise_equal_over_launches_on_two_streams(bench: Bench) ->
         calls.append([*here, Out((700, 160), torch.bfloat16), None, *bounds])
     problem = PromotedGemmProblem(700, 160, 2048, 3)
     assert_repeats_on_two_streams(bound(bench.kernel, bench.device, problem), calls)
+
+
+def test_no_variant_for_cdna4_spills_or_has_scratch() -> None:
+    target, kernel = hardware("gfx950"), find_kernel("promoted_gemm", "gfx950", "hip", "mfma")
+    problems = [PromotedGemmProblem(1000, 256, 512, 4, dtype) for dtype in DTYPES]
+    configs = kernel.candidates(target, problems[0])
+    requests = [build_request(kernel, target, p, config) for p in problems for config in configs]
+    for request, built in zip(requests, build_all(requests), strict=True):
+        for found in parse_code_object(built.image).kernels.values():
+            spilled = (found.vgpr_spills, found.sgpr_spills, found.scratch_bytes)
+            assert spilled == (0, 0, 0), f"{request}: {found}"
