@@ -87,7 +87,8 @@ def moe_tile_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    steps = tl.where(is_here, tl.cdiv(K, BLOCK_K), 0)
+    # A tile of padding alone reads no weights.
+    steps = tl.where(is_here & (tl.max(valid.to(tl.int32)) > 0), tl.cdiv(K, BLOCK_K), 0)
     for step in range(steps):
         if WHOLE_STEPS:
             x = tl.load(x_ptrs)

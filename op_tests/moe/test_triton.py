@@ -64,7 +64,34 @@ def check_activated(activation: str, layout: str, device: str) -> None:
     assert_activated(out.cpu(), scales.cpu(), drawn.layer, activation, interleaved, SWIGLU)
 
 
+def check_tiles_without_ids_multiply_nothing() -> None:
+    """Of blocks of 48 ids, tiles of 16 that have padding alone."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from aiter_mx.fallbacks import moe_gemm_triton
+
+    products, multiply = [], InterpreterBuilder.create_dot_scaled
+
+    def counted(*arguments: Any) -> Any:
+        products.append(arguments)
+        return multiply(*arguments)
+
+    InterpreterBuilder.create_dot_scaled = counted
+    drawn = draw_layer(Case(9, 32, 128, 3, 2, 48), 1, "fp32")
+    ids, used, routed = drawn.tensors[4], drawn.tensors[6], drawn.problem.routed
+    blocks = ids[: int(used)].view(-1, 48)
+    blocks.copy_(blocks.sort().values)  # padding, which is above all ids, comes last
+    ids_of_tiles = (blocks.view(-1, 16) < routed).sum(1)
+    out = poisoned((routed, 32), torch.float32, "cpu")
+    moe_gemm_triton.run(drawn.problem, [*drawn.tensors, out, None], CONFIG)
+    InterpreterBuilder.create_dot_scaled = multiply
+    assert_rows(out, drawn.layer)
+    assert 0 < (ids_of_tiles == 0).sum() < ids_of_tiles.numel()
+    assert len(products) == 2 * int((ids_of_tiles > 0).sum())  # a tile has two steps of 64 k
+
+
 def check_in_the_interpreter() -> None:
+    check_tiles_without_ids_multiply_nothing()
     # The interpreter truncates when it makes bf16, so that only compiled kernels can be held to it.
     for seed in range(4):
         dtype = [torch.float32, torch.float16][seed % 2]
