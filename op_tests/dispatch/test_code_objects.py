@@ -6,11 +6,13 @@ import csv
 import random
 import time
 from collections.abc import Iterable
+from itertools import product
 
 import pytest
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.jit.build import BuildRequest
+from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.paths import configs_dir
 from aiter_mx.plan import build_requests
@@ -18,6 +20,17 @@ from aiter_mx.target import hardware
 
 # On Hopper the tiles of wgmma_bf16 and the octets of wgmma_fp8 are code objects of their own.
 MOST = {"gfx950": 12, "sm_90a": 24}
+# Of the two GEMMs of a layer, which tables tune apart for each power of two of tokens, and of what
+# is launched around them, which most layers share.
+MOST_OF_LAYER = {"gfx950": 19, "sm_90a": 27}
+MOST_BETWEEN = 5
+LAYERS = (  # hidden, intermediate, experts and top_k
+    (6144, 768, 128, 4),
+    (2048, 768, 128, 8),
+    (2880, 2880, 128, 4),
+    (4096, 14336, 8, 2),
+    (7168, 2048, 32, 8),
+)
 EDGES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
 ROWS = (*range(1, 321), *(M + d for M in EDGES for d in (-1, 0, 1)))
 
@@ -49,8 +62,19 @@ def test_few_code_objects_serve_all_numbers_of_rows(arch: str, x_dtype: str) -> 
     assert {shape: count for shape, count in counts.items() if count > MOST[arch]} == {}
 
 
-def test_all_rows_to_32768_are_routed_in_seconds() -> None:
+@pytest.mark.parametrize("arch", MOST)
+def test_all_rows_to_32768_are_routed_in_seconds(arch: str) -> None:
     begin = time.process_time()
-    found = builds("gfx950", (LinearProblem(M, 2304, 6144) for M in range(1, 32_769)))
-    assert len(found) <= MOST["gfx950"]
+    found = builds(arch, (LinearProblem(M, 2304, 6144) for M in range(1, 32_769)))
+    assert len(found) <= MOST[arch]
     assert time.process_time() - begin < 20  # 2 on a core that nobody shares
+
+
+@pytest.mark.parametrize(("arch", "layer"), product(MOST_OF_LAYER, LAYERS))
+def test_few_code_objects_serve_all_numbers_of_tokens(arch: str, layer: tuple[int, ...]) -> None:
+    target, gemms, others = hardware(arch), set(), set()
+    for op, part in (part for M in ROWS for part in FusedMoeProblem(M, *layer).parts()):
+        requests = build_requests(target, [part], [route(op, target, part)])
+        (gemms if op == "moe_gemm" else others).update(requests)
+    assert len(gemms) <= MOST_OF_LAYER[arch]
+    assert len(others - gemms) <= MOST_BETWEEN
