@@ -5,7 +5,7 @@ JOBS ?= 2
 C_FILES = find csrc aiter_mx op_tests docs -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.hpp' -o -name '*.c'
 
 export PYTHON
-.PHONY: help setup demo test test-engines test-gpu lint types unit docs format wheel clean
+.PHONY: help setup demo test test-engines test-gpu sanitize-gpu lint types unit docs format wheel clean
 .NOTPARALLEL:
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo 'make test     lint, types and tests'
 	@echo 'make test-engines  vLLM, SGLang, torchao and transformers over this package, on a CPU'
 	@echo 'make test-gpu  every test for GPUs, on an NVIDIA Hopper GPU, by PYTHON as it is'
+	@echo 'make sanitize-gpu  compute-sanitizer over one case of every kernel, on such a GPU'
 	@echo 'make lint     ruff, clang-format and import contracts, without changing a file'
 	@echo 'make format   ruff and clang-format, in place'
 	@echo 'make docs     the documentation as a site, in build/site'
@@ -33,6 +34,10 @@ test-engines: setup
 # Sets nothing up: a machine with a GPU has an interpreter with torch, and often no network.
 test-gpu:
 	@$(PYTHON) -m op_tests.gpu --save $(GPU_OPTIONS)
+
+# compute-sanitizer's four tools over one case of every kernel.
+sanitize-gpu:
+	@$(PYTHON) -m op_tests.sanitize --save $(GPU_OPTIONS)
 
 lint: setup
 	$(BIN)/ruff check

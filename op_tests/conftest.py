@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -43,6 +43,7 @@ def payloads_compared_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", default="1/1", help="i/n: run the i-th of n parts of the tests")
+    parser.addoption("--one-each", action="store_true", help="one test on a GPU of every kernel")
 
 
 def pytest_report_header() -> str:
@@ -50,11 +51,27 @@ def pytest_report_header() -> str:
     return "gpu tests: run" if HAS_GPU else f"gpu tests: left out, no GPU of {places} here"
 
 
+def repeats(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """All but the first test of each kernel that a conformance suite tries on a GPU."""
+    seen: set[object] = set()
+    found = set()
+    for item in items:
+        trial = getattr(getattr(item, "callspec", None), "params", {}).get("bench")
+        kernel = None if trial is None else (item.path, trial[0].name, trial[0].places)
+        if trial is None or trial[1] != "gpu" or kernel in seen:
+            found.add(item)
+        else:
+            seen.add(kernel)
+    return found
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     shard = Shard.parse(config.getoption("--shard"))
+    repeated = repeats(items) if config.getoption("--one-each") else ()
     kept, left_out = [], []
     for item in items:
         runs = shard.has(item.nodeid) and (HAS_GPU or not item.get_closest_marker("gpu"))
+        runs = runs and item not in repeated
         (kept if runs else left_out).append(item)
     if left_out:
         items[:] = kept

@@ -98,7 +98,7 @@ def _save(junits: Sequence[Path]) -> None:
     print(f"saved in {folder / SAVED.name}")
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """With one thread a process, as there is one core for each: torch takes all by default."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -118,7 +118,7 @@ def compile_ahead(tests: Sequence[str], shard: Shard, jobs: int, seconds: float)
         command = [sys.executable, "-O", *arguments, "--shard", str(part), *tests]
         with (BUILD / f"ahead_{job}.log").open("w") as log:
             running.append(
-                subprocess.Popen(command, cwd=ROOT, env=_environment(), stdout=log, stderr=log)
+                subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
             )
     for process in running:
         try:
@@ -143,7 +143,7 @@ def run_tests(tests: Sequence[str], shard: Shard, jobs: int, seconds: float) -> 
         subprocess.Popen(
             command,
             cwd=ROOT,
-            env=_environment(),
+            env=environment(),
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -11,7 +11,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from op_tests import gpu
+from aiter_mx.kernels.registry import kernels_of
+from op_tests import gpu, sanitize
 from op_tests.shards import Shard
 
 JUNIT = """<testsuites><testsuite>
@@ -80,3 +81,36 @@ def test_a_rehearsal_asks_for_what_a_test_launches(tmp_path: Path) -> None:
     sources = [json.loads(line)[:2] for line in requests.read_text().splitlines()]
     assert ["grouped/list_sm90.cu", "sm_90a"] in sources
     assert ["grouped/persistent_sm90.cu", "sm_90a"] in sources
+
+
+def test_every_kernel_for_hopper_is_sanitized_once(tmp_path: Path) -> None:
+    """Named by a rehearsal, as if a GPU were there."""
+    arguments = ("-p", "op_tests.rehearsal", "--assert=plain", "-q", "-p", "no:cacheprovider")
+    only = ("--one-each", "--collect-only", "--requests", str(tmp_path / "requests"))
+    command = [sys.executable, "-O", "-m", "pytest", *arguments, *only, *sanitize.TESTS]
+    done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True, check=False)
+    tests = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(tests) == len(set(tests))
+    tried = {(Path(test).parts[1], test.partition("[")[2].partition("-")[0]) for test in tests}
+    rooms = {"linear": "linear", "grouped_gemm": "grouped", "promoted_gemm": "grouped"}
+    rooms |= {"moe_gemm": "moe", "quantize": "quantize"}
+    ours = {
+        (room, kernel.name)
+        for op, room in rooms.items()
+        for kernel in kernels_of(op)
+        if kernel.backend == "hip" and kernel.is_for("sm_90a")
+    }
+    assert ours <= tried | {("linear", "persistent"), ("moe", "grouped")}, ours - tried
+
+
+@pytest.mark.parametrize(
+    ("log", "errors"),
+    [
+        ("========= ERROR SUMMARY: 0 errors", 0),
+        ("========= ERROR SUMMARY: 3 errors\n========= ERROR SUMMARY: 1 error", 4),
+        ("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)", 2),
+        ("========= Error: process didn't terminate successfully", None),
+    ],
+)
+def test_a_sanitizers_log_is_summed_up(log: str, errors: int | None) -> None:
+    assert sanitize.errors_of(log) == errors

@@ -1,0 +1,108 @@
+"""``make sanitize-gpu``, or ``python -m op_tests.sanitize``: compute-sanitizer over every kernel.
+
+One case of every kernel that the conformance suites try on this GPU is run under each of its tools,
+all tools at once: memcheck, racecheck, initcheck, synccheck. They look at the package's own kernels
+alone. ``build/sanitizer`` gets the logs; ``--save`` keeps how many errors each found in
+``docs/measured/<gpu>/sanitizer.csv``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from op_tests import gpu
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+BUILD = gpu.ROOT / "build" / "sanitizer"
+SUITES = ("linear", "moe", "grouped", "quantize")
+TESTS = (
+    *(f"op_tests/{suite}/test_conformance.py" for suite in SUITES),
+    "op_tests/grouped/test_promoted.py",
+)
+_SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
+_CASES = re.compile(r"(\d+) passed")
+
+
+def command(tool: str, log: Path) -> list[str]:
+    """What runs one case of every kernel under a tool."""
+    own = ("--kernel-name", "kernel_substring=aiter_mx", "--target-processes", "all")
+    sanitizer = ["compute-sanitizer", "--tool", tool, *own, "--log-file", str(log)]
+    tests = ("-q", "-p", "no:cacheprovider", "-m", "gpu", "--one-each", *TESTS)
+    return [*sanitizer, sys.executable, "-m", "pytest", *tests]
+
+
+def errors_of(log: str) -> int | None:
+    """How many errors or hazards a log sums up to; None where it has no summary."""
+    found = _SUMMARY.findall(log)
+    return sum(int(count) for _, count in found) if found else None
+
+
+def cases_of(output: str) -> int:
+    """How many tests passed."""
+    found = _CASES.findall(output)
+    return int(found[-1]) if found else 0
+
+
+def run(seconds: float) -> list[dict[str, object]]:
+    """A row for each tool."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    begin, running = time.monotonic(), {}
+    for tool in TOOLS:
+        with (BUILD / f"{tool}.tests").open("w") as output:
+            running[tool] = subprocess.Popen(
+                [
+                    "timeout",
+                    "--kill-after=10",
+                    f"{seconds:.0f}",
+                    *command(tool, BUILD / f"{tool}.log"),
+                ],
+                cwd=gpu.ROOT,
+                env=gpu.environment(),
+                stdout=output,
+                stderr=output,
+            )
+    rows = []
+    for tool, process in running.items():
+        status = process.wait()
+        log = BUILD / f"{tool}.log"
+        errors = errors_of(log.read_text(errors="replace")) if log.is_file() else None
+        row: dict[str, object] = {
+            "tool": tool,
+            "cases": cases_of((BUILD / f"{tool}.tests").read_text(errors="replace")),
+            "errors": "cut short" if status == 124 else "no summary" if errors is None else errors,
+            "seconds": round(time.monotonic() - begin),
+        }
+        print(*row.values(), flush=True)
+        rows.append(row)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m op_tests.sanitize", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=500, help="end after so many")
+    parser.add_argument("--save", action="store_true", help="keep the result in docs/measured")
+    asked = parser.parse_args()
+    if shutil.which("compute-sanitizer") is None:
+        raise SystemExit("there is no compute-sanitizer on PATH: it is part of the CUDA toolkit")
+    rows = run(asked.seconds)
+    if asked.save:
+        import pandas as pd
+
+        from aiter_mx.tuning import origin
+        from op_tests.bench.common import MEASURED, gpu_name
+
+        facts = {"commit": origin.commit(), "date": datetime.date.today().isoformat()}
+        frame = pd.DataFrame(rows).assign(**facts, **gpu.digests())
+        frame.to_csv(MEASURED / gpu_name() / "sanitizer.csv", index=False)
+    return int(any(row["errors"] != 0 or not row["cases"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
