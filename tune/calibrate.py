@@ -2,7 +2,7 @@
 
     python -m tune.calibrate draw --published FOLDER        # which rows fit and which test, by seed
     python -m tune.calibrate trace --published FOLDER --aiter CHECKOUT --work FOLDER
-    python -m tune.calibrate fit [--steps 12]               # from the saved traces alone
+    python -m tune.calibrate fit [--steps 16]               # from the saved traces alone
     python -m tune.calibrate seen                           # likewise: what the launches are like
 
 ``draw`` writes manifest.csv, before anything is fitted. ``trace`` runs each row's public kernels in
@@ -210,8 +210,8 @@ def main() -> int:
     command.add_argument("--work", type=Path, required=True, help="for what is made on the way")
     command.add_argument("--family", help="make only its samples, for a later call to save")
     command = commands.add_parser("fit")
-    command.add_argument("--steps", type=int, default=12, help="of the search")
-    command.add_argument("--apart-steps", type=int, default=12, help="without a family, each")
+    command.add_argument("--steps", type=int, default=16, help="of the search")
+    command.add_argument("--apart-steps", type=int, default=16, help="without a family, each")
     command.add_argument("--force", action="store_true", help="write constants that are worse")
     commands.add_parser("seen")
     options = parser.parse_args()

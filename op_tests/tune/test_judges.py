@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tune.published.judges import (
     GROUPED,
     PAIR,
     SWEEP,
+    eager_us,
     grouped,
     pairs,
     rank_of_winner,
@@ -50,6 +52,12 @@ def test_a_tie_gives_the_winner_the_worst_place() -> None:
     assert rank_of_winner(cell) == 2
 
 
+def test_eager_calls_take_what_the_host_takes_for_their_launches() -> None:
+    alone, added = row(SWEEP), replace(row(SWEEP), split_k=8)
+    assert [eager_us(alone, 5), eager_us(added, 5)] == [7.2, 14.4]
+    assert eager_us(added, 20) == 20
+
+
 def test_each_cell_of_the_sweep_has_its_valid_configurations_and_one_winner(
     tmp_path: Path,
 ) -> None:
@@ -82,7 +90,7 @@ def test_pairs_are_of_one_shape_and_differ_by_over_a_tenth() -> None:
 
 def test_verdicts_count_what_is_right() -> None:
     modelled = {
-        row(SWEEP, "winner", "a"): 10.0, row(SWEEP, kernel="b"): 12.0, row(SWEEP, kernel="c"): 8.0,
+        row(SWEEP, "winner", "a"): 20.0, row(SWEEP, kernel="b"): 24.0, row(SWEEP, kernel="c"): 16.0,
         row(GROUPED, "trend", us=100.0): 110.0, row(GROUPED, "trend", us=100.0, M=16): 130.0,
         row("bf16", PAIR, "a", 10.0): 9.0, row("bf16", PAIR, "b", 12.0): 8.0,
     }  # fmt: skip

@@ -23,7 +23,6 @@ class Constants:
     memory_tb_s: float
     memory_latency_us: float
     mall_tb_s: float
-    mall_latency_us: float
     cached_latency_us: float
     lds_latency_us: float
     scalar_latency_us: float
@@ -60,7 +59,6 @@ class Constants:
             deal=self.deal_us * cycles_a_us,
             data_bytes=self.data_bytes_a_cycle,
             missing_bytes=self.missing_kib * 1024,
-            mall_latency=self.mall_latency_us * cycles_a_us,
             mall_bytes=self.mall_tb_s * 1e6 / cycles_a_us / sharers,
         )
 

@@ -38,7 +38,7 @@ class Machine:
         address_queue: cycles of work that the unit takes in before issue stalls.
         lds_latency, lds_bytes: of LDS.
         scalar_latency: of a scalar load.
-        cached_latency: of a load whose lines the workgroup has touched before, or that its L2 has.
+        cached_latency: of a load from L2 or the MALL.
         memory_latency: of one that comes from HBM.
         line_bytes: between the L2 cache and the unit.
         memory_bytes: the unit's share of the memory's rate.
@@ -46,7 +46,6 @@ class Machine:
         deal: between the starts of two workgroups.
         data_bytes: between the address unit and registers or LDS, on top of the addresses.
         missing_bytes: of lines that loads may wait for at a time.
-        mall_latency: of a load that comes from the MALL.
         mall_bytes: the unit's share of the MALL's rate.
     """
 
@@ -65,13 +64,11 @@ class Machine:
     deal: float
     data_bytes: float
     missing_bytes: float
-    mall_latency: float
     mall_bytes: float
 
-    def latency(self, memory: float, mall: float) -> float:
-        """Of a load of which such shares come from HBM, and from there or the MALL."""
-        beyond_l2 = (self.mall_latency - self.cached_latency) * mall
-        return self.cached_latency + beyond_l2 + (self.memory_latency - self.mall_latency) * memory
+    def latency(self, memory: float) -> float:
+        """Of a load of which such a share comes from HBM."""
+        return self.cached_latency + (self.memory_latency - self.cached_latency) * memory
 
 
 class _CMachine(ctypes.Structure):

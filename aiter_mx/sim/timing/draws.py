@@ -11,6 +11,7 @@ DRAWS = 32
 _SEED = 950
 _FACTORS = {  # of the calibrated value, either way; and of every latency
     "memory_tb_s": 0.1,
+    "mall_tb_s": 0.2,
     "address_cycles": 0.2,
     "line_bytes_a_cycle": 0.2,
     "data_bytes_a_cycle": 0.2,

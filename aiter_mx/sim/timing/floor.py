@@ -73,8 +73,8 @@ def floor(launch: Traced, constants: Constants | None = None) -> Floor:
 def _lines(footprint: Sequence[float], shares: Shares, machine: Machine) -> float:
     """Cycles of the lines of some workgroups: at L2's rate, or as many as may be waited for."""
     waited = sum(
-        size * machine.latency(memory, mall)
-        for size, memory, mall in zip(footprint, shares.memory, shares.mall, strict=True)
+        size * machine.latency(memory)
+        for size, memory in zip(footprint, shares.memory, strict=True)
     )
     return max(sum(footprint) / machine.line_bytes, waited / machine.missing_bytes)
 

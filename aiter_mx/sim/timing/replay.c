@@ -22,7 +22,7 @@ typedef struct {
 typedef struct {
     double issue, branch, address, address_queue, lds_latency, lds_bytes, scalar_latency;
     double cached_latency, memory_latency, line_bytes, memory_bytes, barrier, deal, data_bytes;
-    double missing_bytes, mall_latency, mall_bytes;
+    double missing_bytes, mall_bytes;
 } Machine;
 
 typedef struct {
@@ -216,8 +216,7 @@ static double access_memory(Cu* cu, Wave* w, u32 number, double start) {
             arrives = later(arrives, later(cu->line_free, later(cu->memory_free, cu->mall_free)));
             arrives += m->cached_latency; // which is all that a store waits for
             if (loads) {
-                arrives += (m->mall_latency - m->cached_latency) * cu->crossing[region] +
-                           (m->memory_latency - m->mall_latency) * cu->shares[region];
+                arrives += (m->memory_latency - m->cached_latency) * cu->shares[region];
                 expect(cu, bytes, arrives);
             }
         } else {
