@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 
 from aiter_mx.sim.timing.constants import CUS, Constants, shipped
 from aiter_mx.sim.timing.cu import Machine, Shares
@@ -24,11 +25,11 @@ class Floor:
     """The sums of a launch, in microseconds.
 
     Attributes:
-        launch: the launch, and launches ahead that fill memory.
+        launch: the launch, launches ahead that fill memory, and dealing a unit's workgroups.
         waits: for memory, LDS and other waves, one after the other, in all rounds of workgroups.
         units: that the busiest compute unit's ``address`` unit, vector pipes (``issue``),
-            ``matrix`` pipes and ``lds`` are busy, that its ``lines`` take to come, and its share of
-            ``memory``.
+            ``matrix`` pipes and ``lds`` are busy, that its ``lines`` take, and its shares of
+            ``memory`` and ``mall``.
     """
 
     launch: float
@@ -54,7 +55,8 @@ def floor(launch: Traced, constants: Constants | None = None) -> Floor:
     shares = launch.shares()
     every = split.replay(machine, shares, range(split.groups), 1)
     alone = split.replay(_without_queues(machine), shares, [0], 1)
-    rounds = -(-dealt // min(launch.resident, dealt))
+    held = min(launch.resident, dealt)
+    rounds = -(-dealt // held)
     waits = sum(alone.waits[reason] for reason in _LATENCIES) / split.waves * rounds
     of_busiest = dealt / split.groups
     cycles = {
@@ -63,10 +65,12 @@ def floor(launch: Traced, constants: Constants | None = None) -> Floor:
         "lds": every.lds,
         "lines": _lines(split.footprint(), shares, machine),
         "memory": every.memory_bytes / machine.memory_bytes,
+        "mall": sum(map(mul, split.footprint(), shares.mall)) / machine.mall_bytes,
     }
     units = {name: constants.us(value * of_busiest, 0.0) for name, value in cycles.items()}
     units["matrix"] = constants.us(every.matrix / SIMDS * of_busiest, 1.0)
     before = constants.launch_us + launch.fills * constants.fill_us
+    before += constants.deal_us * (held - 1 + rounds - 1)
     return Floor(before, constants.us(waits, 0.0), units)
 
 
