@@ -12,10 +12,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import aiter_mx
 from aiter_mx.tuning.origin import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "docs" / "measured"
+
+
+def normal_mx(
+    *shape: int, device: torch.device, deviation: float = 1.0
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Normal values in bf16, which bf16's contender multiplies, and what they are in MX-FP8."""
+    values = (deviation * torch.randn(shape, device=device)).bfloat16()
+    payload, scale = aiter_mx.quantize(values.flatten(0, -2))
+    return values, (payload.view(shape), scale.view(*shape[:-1], -1))
 
 
 def refuse_no_gpu() -> None:

@@ -4,9 +4,12 @@ one) beside reading the weights and their scales alone.
     python -m op_tests.bench.linear [--save] [--sweep] [--M 1 4 16] [--shapes 2304x6144 ...]
 
 All in one run on one GPU, cold weights (buffers rotated past the last-level cache), graph replay,
-medians. With --sweep, each configuration of our kernels is timed and the fastest is reported;
-without it, the one that dispatch routes to. ``pdl_us`` is the same launches one after the other
-with ``pdl=True``, each free to read its weights before the one ahead of it ends.
+medians. Operands are normal values, which bf16 multiplies as they are. With --sweep, each
+configuration of our kernels is timed and the fastest is reported, in a table of its own; without
+it, the one that dispatch routes to. ``pdl_us`` is the same launches one after the other with
+``pdl=True``, each free to read its weights before the one ahead of it ends. A chain begins with x
+in bf16: ``quantised_us`` with its quantisation, ``normed_us`` with RMSNorm and quantisation in one
+launch, and both with ``pdl=True`` for the linear.
 """
 
 from __future__ import annotations
@@ -32,14 +35,14 @@ from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.triton import CANDIDATES, bucket
 from aiter_mx.kernels.registry import find_kernel, kernels_of
 from aiter_mx.kernels.spec import Arg, Config, Geometry
-from aiter_mx.launch import bind, build_request, runtime_of
+from aiter_mx.launch import bind, build_request, call, runtime_of
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.target import Target, target_of
-from aiter_mx.timing import copies_to_stay_cold, random_mx, time_graph_us
+from aiter_mx.timing import copies_to_stay_cold, time_graph_us
 from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.triton_ahead import compile_without_gpu, stand_in_for_a_gpu
 from op_tests.bench import every_m
-from op_tests.bench.common import refuse_no_gpu, report
+from op_tests.bench.common import normal_mx, refuse_no_gpu, report
 from op_tests.mx_reference import linear_reference64
 
 SHAPES = ((2304, 6144), (1536, 6144), (6144, 2048), (6144, 1536), (9216, 6144))
@@ -47,6 +50,7 @@ SHAPES = ((2304, 6144), (1536, 6144), (6144, 2048), (6144, 1536), (9216, 6144))
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 DEVICE = torch.device("cuda", 0)
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Weights = tuple[torch.Tensor, torch.Tensor]
 Timed = tuple[float, str, Config]
 """Microseconds, kernel, configuration."""
 
@@ -87,8 +91,8 @@ def time_ours(problem: LinearProblem, copies: list[Operands], sweep: bool) -> li
     out = torch.empty(problem.M, problem.N, dtype=torch.bfloat16, device=DEVICE)
     if not sweep:
         chosen = route("linear", target, problem)
-        call = partial(aiter_mx.linear, out=out, pdl=problem.pdl)
-        us = time_graph_us([partial(call, *operands) for operands in copies])
+        ours = partial(aiter_mx.linear, out=out, pdl=problem.pdl)
+        us = time_graph_us([partial(ours, *operands) for operands in copies])
         return [(us, chosen.kernel, chosen.config)]
     timed = []
     for kernel in kernels_of("linear"):
@@ -111,6 +115,29 @@ def time_ours(problem: LinearProblem, copies: list[Operands], sweep: bool) -> li
     return sorted(timed, key=lambda entry: entry[0])
 
 
+def chain(
+    x: torch.Tensor, norm: torch.Tensor | None, w: Weights, out: torch.Tensor, pdl: bool
+) -> None:
+    """A linear behind what quantises its x, normalised where there is a norm's weight."""
+    if norm is None:
+        payload, scale = aiter_mx.quantize(x)
+    else:
+        payload, scale = aiter_mx.rmsnorm_quantize(x, norm)[:2]
+    aiter_mx.linear(payload, scale, *w, out=out, pdl=pdl)
+
+
+def time_chains(x: torch.Tensor, weights: list[Weights], N: int) -> dict[str, float]:
+    """Times of a linear behind its quantisation, and behind RMSNorm and quantisation."""
+    out = torch.empty(len(x), N, dtype=torch.bfloat16, device=DEVICE)
+    norm = torch.ones(x.shape[1], dtype=x.dtype, device=DEVICE)
+    times = {}
+    for name, weight in (("quantised", None), ("normed", norm)):
+        for pdl in (False, True):
+            calls = [partial(chain, x, weight, w, out, pdl) for w in weights]
+            times[f"{name}_pdl_us" if pdl else f"{name}_us"] = time_graph_us(calls)
+    return times
+
+
 def time_vendor(problem: LinearProblem, copies: list[Operands]) -> float | None:
     """Time of the vendor's MX GEMM, or None where its library has none for this problem."""
     kernel = find_kernel("linear", target_of(DEVICE).arch, "vendor", "scaled_mm")
@@ -126,7 +153,6 @@ def compile_all(target: Target, rows: Sequence[int], shapes: Sequence[tuple[int,
     time: one after the other they would take longer than the rest of a run."""
     for N, K in shapes:
         aiter_mx.warmup("linear", device=DEVICE, M=rows, N=N, K=K, pdl=(False, True))
-        aiter_mx.warmup("linear", device=DEVICE, M=rows, N=N, K=K, out_dtype=torch.float32)
     own_rows = {bucket(M): M for M in rows}  # tiles are compiled for these
     own_shapes = {K: N for N, K in shapes}
     with ProcessPoolExecutor(
@@ -150,11 +176,18 @@ def time_triton(problem: LinearProblem, copies: list[Operands]) -> tuple[float, 
     return min(timed, key=lambda entry: entry[0])
 
 
-def error_of(operands: Operands) -> float:
-    """Relative error (Frobenius norm) of the routed result, in fp32, against float64."""
-    out = aiter_mx.linear(*operands, out_dtype=torch.float32).double()
+def error_of(problem: LinearProblem, operands: Operands, kernel: str, config: Config) -> float:
+    """Relative error (Frobenius norm) of what was timed, rounding to bf16 included."""
+    target = target_of(DEVICE)
+    out = torch.full((problem.M, problem.N), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    routed = route("linear", target, problem)
+    if (routed.kernel, routed.config) == (kernel, config):
+        aiter_mx.linear(*operands, out=out)
+    else:  # of a sweep
+        spec = find_kernel("linear", target.arch, "hip", kernel)
+        call(bind(spec, target, problem, config, 0), *operands, None, out)
     reference = linear_reference64(*operands)
-    return float((out - reference).norm() / reference.norm())
+    return float((out.double() - reference).norm() / reference.norm())
 
 
 def main() -> None:
@@ -183,36 +216,42 @@ def main() -> None:
     vendor = find_kernel("linear", target.arch, "vendor", "scaled_mm")
     rows: list[dict[str, object]] = []
     for N, K in shapes:
-        weights = [random_mx(N, K, DEVICE) for _ in range(copies_to_stay_cold(N * K))]
-        dense = [wq.bfloat16() for wq, _ in weights[: copies_to_stay_cold(2 * N * K)]]
+        pairs = [normal_mx(N, K, device=DEVICE) for _ in range(copies_to_stay_cold(N * K))]
+        weights = [quantised for _, quantised in pairs]
+        dense = [values for values, _ in pairs[: copies_to_stay_cold(2 * N * K)]]
+        del pairs
         size_bytes = N * (K + K // 32)
         floor_us = read_us(
             [torch.cat([part.view(torch.uint8).flatten() for part in pair]) for pair in weights]
         )
         for M in arguments.M:
             problem = LinearProblem(M=M, N=N, K=K, out_dtype="bf16")
-            activations = random_mx(M, K, DEVICE)
+            x, activations = normal_mx(M, K, device=DEVICE)
             copies = [(*activations, *w) for w in weights]
             timed = time_ours(problem, copies, arguments.sweep)
             for entry in timed[1:5]:
                 print(M, N, K, *entry)
             ours_us, kernel, config = timed[0]
-            pdl_us = time_ours(replace(problem, pdl=True), copies, False)[0][0]
+            pdl_us, *pdl_kernel = time_ours(replace(problem, pdl=True), copies, False)[0]
             triton_us, tiles = time_triton(problem, copies)
-            x = torch.randn(M, K, device=DEVICE).bfloat16()
             bf16_us = time_graph_us([partial(torch.mm, x, w.t()) for w in dense])
             vendor_us = time_vendor(problem, copies)
             row: dict[str, object] = {"M": M, "N": N, "K": K, "kernel": kernel}
-            row |= {"ours_us": ours_us, "pdl_us": pdl_us, "triton_us": triton_us}
+            row |= {"ours_us": ours_us, "pdl_us": pdl_us, **time_chains(x, weights, N)}
+            row |= {"triton_us": triton_us}
             row |= {"bf16_us": bf16_us, "vendor_us": "" if vendor_us is None else vendor_us}
             row |= {"floor_us": floor_us, "ours_over_floor": ours_us / floor_us}
             row |= {"pdl_over_floor": pdl_us / floor_us}
             row |= {"over_triton": triton_us / ours_us, "over_bf16": bf16_us / ours_us}
-            row |= {"tb_per_s": size_bytes / ours_us / 1e6, "rel_err": error_of(copies[0])}
+            rel_err = error_of(problem, copies[0], kernel, config)
+            row |= {"tb_per_s": size_bytes / ours_us / 1e6, "rel_err": rel_err}
             row |= {"config": "x".join(map(str, config.values()))}
+            row |= {"pdl_kernel": pdl_kernel[0]}
+            row |= {"pdl_config": "x".join(map(str, pdl_kernel[1].values()))}
             row |= {"triton_tiles": "x".join(map(str, tiles.values()))}
             rows.append(row)
-    report("Decode linear, cold weights", rows, "linear" if arguments.save else None)
+    name = "linear_sweep" if arguments.sweep else "linear"
+    report("Decode linear, cold weights", rows, name if arguments.save else None)
     if why_not := vendor.refusal(target, LinearProblem(M=32, N=32, K=32)):
         print(f"vendor_us is empty: {why_not}")
 

@@ -6,12 +6,16 @@ import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from op_tests.bench import pictures, training
-from op_tests.bench.common import MEASURED
+import aiter_mx
+from aiter_mx.numerics import dequantize_block_scaled
+from aiter_mx.target import hardware
+from op_tests.bench import linear, pictures, training
+from op_tests.bench.common import MEASURED, normal_mx
 
 
 @pytest.mark.parametrize(
@@ -26,6 +30,57 @@ def test_without_a_gpu_a_benchmark_says_so(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", [name])
     with pytest.raises(SystemExit, match="measures a GPU, and torch finds none here"):
         import_module(f"op_tests.bench.{name}").main()
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+def test_the_linears_table_is_of_what_was_timed(
+    sweep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, tables = [], {}
+
+    def clock(calls: list[Any]) -> float:
+        graphs.append(calls)
+        return float(len(graphs))
+
+    def report(title: str, rows: list[dict[str, Any]], name: str) -> None:
+        tables[name] = rows
+
+    nothing = {"refuse_no_gpu": None, "compile_all": None, "time_vendor": None, "build_all": None}
+    for name, value in nothing.items():
+        monkeypatch.setattr(linear, name, lambda *_, value=value: value)
+    monkeypatch.setattr(linear, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(linear, "target_of", lambda _: hardware("sm_90a"))
+    monkeypatch.setattr(linear, "copies_to_stay_cold", lambda size: 3)
+    monkeypatch.setattr(linear, "time_graph_us", clock)
+    monkeypatch.setattr(linear, "reader", lambda target: lambda tensors: 1.5)
+    monkeypatch.setattr(linear, "bind", lambda *_: aiter_mx.linear)
+    monkeypatch.setattr(linear, "call", lambda run, *tensors: run(*tensors[:5], out=tensors[5]))
+    monkeypatch.setattr(linear, "report", report)
+    arguments = ["linear", "--save", "--M", "5", "--shapes", "64x256"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--sweep"] if sweep else arguments)
+    linear.main()
+    assert list(tables) == ["linear_sweep" if sweep else "linear"]
+    (row,) = tables.popitem()[1]
+    assert 5e-4 < row["rel_err"] < 4e-3  # of bf16
+    assert row["pdl_kernel"] and row["pdl_config"] and row["over_bf16"] > 0
+    assert all(len(calls) == 3 for calls in graphs)
+    for name in ("quantised_us", "quantised_pdl_us", "normed_us", "normed_pdl_us"):
+        first = graphs[int(row[name]) - 1][0]
+        x, norm, w, out, pdl = first.args
+        first()
+        given = x if norm is None else torch.nn.functional.rms_norm(x.float(), (256,)).bfloat16()
+        expected = aiter_mx.linear(given, None, *w)
+        assert (out - expected).norm() <= 0.03 * expected.norm()
+        assert pdl is name.endswith("_pdl_us") and (norm is None) == name.startswith("quantised")
+
+
+def test_operands_are_normal_values_and_what_they_are_in_mx() -> None:
+    torch.manual_seed(1)
+    values, (payload, scale) = normal_mx(3, 40, 256, device=torch.device("cpu"), deviation=0.02)
+    assert (payload.shape, scale.shape) == ((3, 40, 256), (3, 40, 8))
+    assert 0.019 < values.float().std() < 0.021
+    back = dequantize_block_scaled(payload.flatten(0, 1), scale.flatten(0, 1), torch.float32)
+    assert 0 < (back - values.flatten(0, 1).float()).norm() / values.float().norm() < 0.04
 
 
 @pytest.mark.parametrize("name", pictures.DRAWN)

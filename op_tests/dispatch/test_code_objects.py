@@ -70,7 +70,7 @@ def test_all_rows_to_32768_are_routed_in_seconds(arch: str) -> None:
     assert time.process_time() - begin < 20  # 2 on a core that nobody shares
 
 
-@pytest.mark.parametrize(("arch", "layer"), product(MOST_OF_LAYER, LAYERS))
+@pytest.mark.parametrize(("arch", "layer"), [*product(MOST_OF_LAYER, LAYERS)])
 def test_few_code_objects_serve_all_numbers_of_tokens(arch: str, layer: tuple[int, ...]) -> None:
     target, gemms, others = hardware(arch), set(), set()
     for op, part in (part for M in ROWS for part in FusedMoeProblem(M, *layer).parts()):
