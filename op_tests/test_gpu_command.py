@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from aiter_mx.kernels.registry import kernels_of
-from op_tests import gpu, sanitize
+from aiter_mx.paths import csrc_dir
+from op_tests import gpu, planted, sanitize
 from op_tests.shards import Shard
 
 JUNIT = """<testsuites><testsuite>
@@ -114,3 +117,17 @@ def test_every_kernel_for_hopper_is_sanitized_once(tmp_path: Path) -> None:
 )
 def test_a_sanitizers_log_is_summed_up(log: str, errors: int | None) -> None:
     assert sanitize.errors_of(log) == errors
+
+
+def test_every_mistake_can_be_planted(tmp_path: Path) -> None:
+    """In the sources as they are: ``python -m op_tests.planted`` plants them where a GPU is."""
+    assert len(planted.MISTAKES) >= 20
+    assert len({mistake.name for mistake in planted.MISTAKES}) == len(planted.MISTAKES)
+    for mistake in planted.MISTAKES:
+        copy = tmp_path / mistake.source
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(csrc_dir() / mistake.source, copy)
+        mistake.plant(tmp_path)
+        assert copy.read_text() != (csrc_dir() / mistake.source).read_text()
+        with pytest.raises(ValueError, match=r"has .* times, not once"):
+            replace(mistake, right="text that is not there").plant(tmp_path)

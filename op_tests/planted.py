@@ -1,0 +1,256 @@
+"""``python -m op_tests.planted``: mistakes in Hopper's sources, each of which tests must find.
+
+Each mistake is planted in a copy of ``csrc``, over which the conformance suite of its op is run on
+the GPU of this machine until a test fails. ``build/planted`` gets the outputs; ``--save`` keeps
+what found each in ``docs/measured/<gpu>/planted.csv``. ``--compile`` needs no GPU: it says whether
+every mistake compiles. The exit status is 1 where one is not found, or the sources as they are
+fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiter_mx.jit import build as jit
+from op_tests import gpu
+
+BUILD = gpu.ROOT / "build" / "planted"
+VARIABLE = "AITER_MX_PLANTED_CSRC"
+_FAILED = re.compile(r"^FAILED \S+::(\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Text of a source under ``csrc`` that is there once, and what stands in its place.
+
+    Attributes:
+        what: is wrong.
+        source, right, wrong: where, and the two texts.
+        suite: the file of tests.
+        kernel: the subject of that suite.
+    """
+
+    what: str
+    source: str
+    right: str
+    wrong: str
+    suite: str
+    kernel: str
+
+    @property
+    def name(self) -> str:
+        return re.sub(r"\W+", "_", f"{self.kernel} {self.what}")
+
+    def plant(self, csrc: Path) -> None:
+        """Make the mistake in a copy of the sources."""
+        path = csrc / self.source
+        text = path.read_text()
+        if text.count(self.right) != 1:
+            raise ValueError(
+                f"{self.source} has {self.right!r} {text.count(self.right)} times, not once"
+            )
+        path.write_text(text.replace(self.right, self.wrong))
+
+
+def _of(suite: str, kernel: str, source: str, *mistakes: tuple[str, str, str]) -> list[Mistake]:
+    return [Mistake(what, source, right, wrong, suite, kernel) for what, right, wrong in mistakes]
+
+
+LINEAR, MOE, GROUPED, PROMOTED = (
+    "op_tests/linear/test_conformance.py",
+    "op_tests/moe/test_conformance.py",
+    "op_tests/grouped/test_conformance.py",
+    "op_tests/grouped/test_promoted.py",
+)
+BIAS = "load_bias(bias, bias_kind, n + 8 * i)", "load_bias(bias, bias_kind, n)"
+MISTAKES = [
+    *_of(
+        *(LINEAR, "gemv", "linear/gemv.h"),
+        ("scales of one operand ignored", "e8m0_to_f32(b[j].scale)", "1.0f"),
+        (
+            "bias of the first row",
+            "load_bias(bias, bias_kind, n)",
+            "load_bias(bias, bias_kind, first_row)",
+        ),
+        ("last row left out", "if (n < N) {", "if (n + 1 < N) {"),
+    ),
+    *_of(
+        *(LINEAR, "mma_registers", "linear/mma_registers_sm90.cu"),
+        ("scales of x ignored", "return w + (x - kUnitScales);", "return w;"),
+        (
+            "scale of the next block",
+            "usual_scale(multiply_scales(of_w, of_x), block)",
+            "usual_scale(multiply_scales(of_w, of_x), block ^ 1)",
+        ),
+    ),
+    *_of(*(LINEAR, "mma_ring", "linear/mma_ring_sm90.cu"), ("bias of another row", *BIAS)),
+    *_of(
+        *(LINEAR, "wgmma_fp8", "linear/wgmma_fp8_sm90.cu"),
+        (
+            "bias of the first row",
+            "load_bias(bias, bias_kind, first + own_row)",
+            "load_bias(bias, bias_kind, first)",
+        ),
+        ("far scales not noticed", "return far != 0;", "return false;"),
+    ),
+    *_of(
+        *(LINEAR, "wide", "linear/wide_sm90.cu"),
+        ("bias of another row", *BIAS),
+        ("far scales not noticed", "return exponent > 60 || exponent < -60;", "return false;"),
+        (
+            "scales of half their size",
+            "static_cast<unsigned>(exponent + 127) << 23",
+            "static_cast<unsigned>(exponent + 126) << 23",
+        ),
+    ),
+    *_of(
+        *(MOE, "mma_ring", "moe/mma_ring_sm90.cu"),
+        ("bias of the first expert", "entry.expert * a.N + n + v);", "n + v);"),
+    ),
+    *_of(
+        *(MOE, "wgmma_fp8", "moe/wgmma_fp8_sm90.cu"),
+        (
+            "scales of x of other blocks",
+            "__byte_perm(scales, 0, 0x4342) << 7, 0, 0};",
+            "__byte_perm(scales, 0, 0x4140) << 7, 0, 0};",
+        ),
+    ),
+    *_of(
+        *(GROUPED, "persistent", "grouped/persistent_sm90.cu"),
+        ("scales of x of twice their size", "(scale + 60) << 23", "(scale + 61) << 23"),
+        (
+            "NaN scales not noticed",
+            "const bool is_nan = scale == kNanScale,",
+            "const bool is_nan = false,",
+        ),
+        (
+            "scales of w ignored",
+            "scales_left > 0 ? load_two(scales_at) : 127 * 0x0101",
+            "127 * 0x0101",
+        ),
+    ),
+    *_of(
+        *(PROMOTED, "wgmma_fp8", "grouped/promoted_sm90.cu"),
+        ("scale of another row", "scale[1] * scale_w}", "scale[0] * scale_w}"),
+        (
+            "scales of the step before",
+            "load_scales(min(step + 1, steps - 1));",
+            "load_scales(step);",
+        ),
+        ("last 32 k of a step left out", "k < kStepK / 32;", "k < kStepK / 32 - 1;"),
+        (
+            "last row of a group not stored",
+            "if (own < rows && column < a.N)",
+            "if (own + 1 < rows && column < a.N)",
+        ),
+        ("rows of the first group for all", "tile.row = range.begin + m;", "tile.row = m;"),
+    ),
+]
+
+
+def pytest_load_initial_conftests() -> None:
+    """As a plugin: have kernels be built of the sources that a variable names."""
+    folder = Path(os.environ[VARIABLE])
+    jit.csrc_dir = lambda: folder
+
+
+def sources(name: str, mistake: Mistake | None) -> Path:
+    """A copy of ``csrc``, with a mistake or without."""
+    folder = BUILD / name / "csrc"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(gpu.ROOT / "csrc", folder)
+    if mistake is not None:
+        mistake.plant(folder)
+    return folder
+
+
+def tested(suite: str, kernel: str, csrc: Path) -> str:
+    """The test that fails, or how the run ended."""
+    plugin = ("-p", "op_tests.planted", "-p", "no:cacheprovider", "-q", "-x", "-m", "gpu")
+    command = [sys.executable, "-m", "pytest", *plugin, "-k", f"{kernel}-gpu", suite]
+    environment = gpu.environment() | {VARIABLE: str(csrc)}
+    done = subprocess.run(
+        command, cwd=gpu.ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    (csrc.parent / "output").write_text(done.stdout + done.stderr)
+    failed = _FAILED.search(done.stdout)
+    if done.returncode == 1 and failed and "BuildError" not in done.stdout:
+        return failed[1]
+    return "" if done.returncode == 0 else f"ended with {done.returncode}"
+
+
+def compiled(mistake: Mistake) -> str:
+    """Why a mistake does not compile for Hopper, or nothing."""
+    from aiter_mx.launch import module_request
+    from op_tests.jit.test_sm90 import SM90, launches
+
+    csrc = sources(mistake.name, mistake)
+    for module, problem, config in launches().values():
+        source = module.sources["sm_90a"]
+        text = (csrc / source).read_text()
+        if source == mistake.source or Path(mistake.source).name in text:
+            request = module_request(module, SM90, problem, config)
+            command = ["-c", _BUILD, str(csrc), request.source, repr(request.defines)]
+            done = subprocess.run(
+                [sys.executable, *command],
+                env=gpu.environment(),
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            return done.stderr[-500:] if done.returncode else ""
+    return f"no launch uses {mistake.source}"
+
+
+_BUILD = """
+import ast, sys
+from pathlib import Path
+from aiter_mx.jit import build
+build.csrc_dir = lambda: Path(sys.argv[1])
+build.build(build.BuildRequest(sys.argv[2], "sm_90a", ast.literal_eval(sys.argv[3])))
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m op_tests.planted", description=__doc__)
+    parser.add_argument("--compile", action="store_true", help="compile each, and run nothing")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--save", action="store_true", help="keep what found each")
+    asked = parser.parse_args()
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        if asked.compile:
+            reasons = list(pool.map(compiled, MISTAKES))
+            for mistake, reason in zip(MISTAKES, reasons, strict=True):
+                print(mistake.name, reason or "compiles")
+            return int(any(reasons))
+        controls = sorted({(m.suite, m.kernel) for m in MISTAKES})
+        plain = sources("none", None)
+        sound = list(pool.map(lambda control: tested(*control, plain), controls))
+        found = list(pool.map(lambda m: tested(m.suite, m.kernel, sources(m.name, m)), MISTAKES))
+    rows = [
+        {"kernel": m.kernel, "source": m.source, "mistake": m.what, "found_by": test}
+        for m, test in zip(MISTAKES, found, strict=True)
+    ]
+    for (_, kernel), failure in zip(controls, sound, strict=True):
+        print(f"{kernel} as it is: {failure or 'passes'}")
+    for row in rows:
+        print(f"{row['kernel']}, {row['mistake']}: {row['found_by'] or 'NOT FOUND'}")
+    if asked.save:
+        import pandas as pd
+
+        from op_tests.bench.common import MEASURED, gpu_name
+
+        pd.DataFrame(rows).to_csv(MEASURED / gpu_name() / "planted.csv", index=False)
+    return int(any(sound) or not all(test and " " not in test for test in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
