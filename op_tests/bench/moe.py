@@ -7,9 +7,10 @@ All in one run on one GPU, graph replay, medians. Each call routes its tokens to
 the one before, so that weights are cold. A cell is a part of the layer: ``gemm1`` with bf16 out,
 ``gemm1_activated`` as the layer runs it, ``gemm2`` with fp32 out, and the whole ``layer`` from bf16
 to bf16, routing and quantisation included. ``floor_us`` reads the weights of the experts that are
-touched, and does nothing else; the layer's is the sum of both GEMMs'. ``triton_us`` of the layer is
-that of the four launches by the package's Triton kernels, as dispatch would route them there;
-``bf16_us`` is that of its two GEMMs alone.
+touched, and does nothing else; the layer's is the sum of both GEMMs'. ``triton_us`` of a GEMM is
+that of the fastest of Triton's tiles in the fastest size of blocks, which ``triton`` names, and of
+the layer that of its four launches with these; ``bf16_us`` is that of its two GEMMs alone. Weights
+and tokens are normal values, which bf16 multiplies as they are.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.registry import find_kernel, kernels_of
-from aiter_mx.launch import build_request
+from aiter_mx.kernels.spec import Config
+from aiter_mx.launch import Tensors, build_request
 from aiter_mx.ops.fused_moe_call import ARGUMENTS, tensors_between
 from aiter_mx.plan import runner
 from aiter_mx.target import target_of
-from aiter_mx.timing import COLD_BYTES, random_mx, time_graph_us
-from op_tests.bench.common import refuse_no_gpu, report
+from aiter_mx.timing import COLD_BYTES, time_graph_us
+from op_tests.bench.common import normal_mx, refuse_no_gpu, report
 from op_tests.bench.linear import reader
 from op_tests.mx_reference import dequantize64
 
@@ -64,16 +66,13 @@ class Layer:
 
 
 def make_layer(E: int, top_k: int, H: int, intermediate: int) -> Layer:
-    def weights(N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
-        payload, scale = random_mx(E * N, K, DEVICE)
-        return payload.view(E, N, K), scale.view(E, N, K // 32) - 6  # sums near one
-
-    dense = [
-        (0.02 * torch.randn(E, N, K, device=DEVICE, dtype=torch.bfloat16)).transpose(1, 2)
+    """A layer whose intermediate is of the size of a trained one's: sums near one."""
+    (dense1, w1), (dense2, w2) = (
+        normal_mx(E, N, K, device=DEVICE, deviation=K**-0.5)
         for N, K in ((2 * intermediate, H), (H, intermediate))
-    ]
-    w1, w2 = weights(2 * intermediate, H), weights(H, intermediate)
-    return Layer(E, top_k, H, intermediate, w1, w2, (dense[0], dense[1]))
+    )
+    dense = dense1.transpose(1, 2), dense2.transpose(1, 2)
+    return Layer(E, top_k, H, intermediate, w1, w2, dense)
 
 
 def route_tokens(layer: Layer, M: int, routing: str, calls: int) -> list[torch.Tensor]:
@@ -101,6 +100,11 @@ def graph_us(calls: Sequence[Callable[[], object]], seconds: float = 0.1) -> flo
     return time_graph_us(calls, replays=max(3, min(15, int(seconds / (once * len(calls) * 1e-6)))))
 
 
+Tile = tuple[int, tuple[tuple[str, int], ...]]
+"""Ids of a block, and Triton's configuration."""
+TRITON_BLOCKS = (16, 32, 64)
+
+
 @dataclass(frozen=True)
 class Cell:
     """One part at one number of tokens: what each contender calls, for each routing."""
@@ -108,7 +112,7 @@ class Cell:
     part: str
     problem: MoeGemmProblem | None
     ours: list[Callable[[], object]]
-    triton: list[Callable[[], object]]
+    triton: dict[Tile, list[Callable[[], object]]]
     bf16: list[Callable[[], object]]
 
 
@@ -116,7 +120,7 @@ def gemm_cell(layer: Layer, part: str, M: int, block_m: int, experts: list[torch
     N, K = layer.shape(part)
     routed, top_k = M * layer.top_k, layer.top_k
     second, activated = part == "gemm2", part == "gemm1_activated"
-    x = random_mx(routed if second else M, K, DEVICE)
+    _, x = normal_mx(routed if second else M, K, device=DEVICE)
     w = layer.w2 if second else layer.w1
     out_dtype = torch.float32 if second else torch.bfloat16
     weights = torch.rand(M, top_k, device=DEVICE)
@@ -134,10 +138,8 @@ def gemm_cell(layer: Layer, part: str, M: int, block_m: int, experts: list[torch
         a_div=a_div,
     )
     ours: list[Callable[[], object]] = []
-    triton: list[Callable[[], object]] = []
+    triton: dict[Tile, list[Callable[[], object]]] = {}
     bf16: list[Callable[[], object]] = []
-    spec = next((k for k in kernels_of("moe_gemm") if k.backend == "triton"), None)
-    target = target_of(DEVICE)
     out = torch.empty(routed, N, dtype=out_dtype, device=DEVICE)
     for chosen in experts:
         lists = aiter_mx.moe_align(chosen, block_m, layer.E)
@@ -155,15 +157,15 @@ def gemm_cell(layer: Layer, part: str, M: int, block_m: int, experts: list[torch
                 out=out,
             )
         ours.append(call)
-        if spec is not None and spec.refusal(target, problem) is None:
-            results = (out, None)
-            if activated:
-                payload = torch.empty(routed, N // 2, dtype=torch.float8_e4m3fn, device=DEVICE)
-                scale = torch.empty(routed, N // 64, dtype=torch.uint8, device=DEVICE)
-                results = (payload, scale)
-            tensors = (*x, *w, *lists, weights if second else None, None, *results)
-            config = spec.configure(target, problem)
-            triton.append(partial(runner(spec), problem, tensors, config))
+        results = (out, None)
+        if activated:
+            payload = torch.empty(routed, N // 2, dtype=torch.float8_e4m3fn, device=DEVICE)
+            results = (payload, torch.empty(routed, N // 64, dtype=torch.uint8, device=DEVICE))
+        behind = (weights if second else None, None, *results)
+        for tile, of_tile in tiles_of(problem).items():
+            in_blocks = aiter_mx.moe_align(chosen, tile[0], layer.E)
+            call = partial(of_tile, (*x, *w, *in_blocks, *behind))
+            triton.setdefault(tile, []).append(call)
         rows = torch.bincount(chosen.flatten(), minlength=layer.E)
         ends = rows.cumsum(0).int()
         dense_x = torch.randn(routed, K, device=DEVICE, dtype=torch.bfloat16)
@@ -172,7 +174,42 @@ def gemm_cell(layer: Layer, part: str, M: int, block_m: int, experts: list[torch
     return Cell(part, problem, ours, triton, bf16)
 
 
-def layer_cell(layer: Layer, M: int, experts: list[torch.Tensor], gemms: list[Cell]) -> Cell:
+def tiles_of(problem: MoeGemmProblem) -> dict[Tile, Callable[..., object]]:
+    """What runs Triton over a GEMM's tensors, in each size of blocks and with each of its tiles."""
+    target, found = target_of(DEVICE), {}
+    spec = next((k for k in kernels_of("moe_gemm") if k.backend == "triton"), None)
+    for block_m in TRITON_BLOCKS if spec else ():
+        in_blocks = replace(problem, block_m=block_m)
+        if spec.refusal(target, in_blocks) is None:
+            for config in spec.candidates(target, in_blocks):
+                run = partial(_run_triton, runner(spec), in_blocks, config)
+                found[block_m, tuple(config.items())] = run
+    return found
+
+
+def _run_triton(
+    run: Callable[..., object], problem: MoeGemmProblem, config: Config, tensors: Tensors
+) -> None:
+    run(problem, tensors, config)
+
+
+Fastest = dict[int, tuple[float, Tile]]
+"""By size of blocks: microseconds, and the tile that takes them."""
+
+
+def fastest(tiles: dict[Tile, list[Callable[[], object]]]) -> Fastest:
+    """The fastest tile in each size of blocks."""
+    found: Fastest = {}
+    for tile, calls in tiles.items():
+        timed = graph_us(calls), tile
+        found[tile[0]] = min(found.get(tile[0], timed), timed)
+    return found
+
+
+def layer_cell(
+    layer: Layer, M: int, experts: list[torch.Tensor], gemms: list[Cell], by_triton: list[Fastest]
+) -> Cell:
+    """The layer; Triton's with what is the fastest for its first and its second GEMM."""
     x = torch.randn(M, layer.H, device=DEVICE, dtype=torch.bfloat16)
     weights = torch.rand(M, layer.top_k, device=DEVICE)
     out = torch.empty_like(x)
@@ -187,22 +224,32 @@ def layer_cell(layer: Layer, M: int, experts: list[torch.Tensor], gemms: list[Ce
 
     pairs = zip(gemms[0].bf16, gemms[2].bf16, strict=True)
     bf16: list[Callable[[], object]] = [partial(both, *pair) for pair in pairs]
-    triton = layer_by_triton(layer, x, weights, experts)
+    first, second = by_triton
+    triton = {
+        (block_m, ()): layer_by_triton(
+            layer, x, weights, experts, block_m, (first[block_m][1], second[block_m][1])
+        )
+        for block_m in first.keys() & second.keys()
+    }
     return Cell("layer", None, ours, triton, bf16)
 
 
 def layer_by_triton(
-    layer: Layer, x: torch.Tensor, weights: torch.Tensor, experts: list[torch.Tensor]
+    layer: Layer,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: list[torch.Tensor],
+    block_m: int,
+    of_gemms: tuple[Tile, Tile],
 ) -> list[Callable[[], object]]:
-    """The layer's four launches where tables name Triton for each; none where it is refused."""
-    M, target = len(x), target_of(DEVICE)
-    problem = FusedMoeProblem(M, layer.H, layer.intermediate, layer.E, layer.top_k)
+    """The layer's four launches by Triton, its GEMMs with these tiles."""
+    M, target, tiles = len(x), target_of(DEVICE), iter(of_gemms)
+    shape = M, layer.H, layer.intermediate, layer.E, layer.top_k
+    problem = FusedMoeProblem(*shape, block_m=block_m)
     runs = []
     for op, part in problem.parts():
-        spec = next((kernel for kernel in kernels_of(op) if kernel.backend == "triton"), None)
-        if spec is None or spec.refusal(target, part) is not None:
-            return []
-        config = spec.configure(target, part)
+        spec = next(kernel for kernel in kernels_of(op) if kernel.backend == "triton")
+        config = dict(next(tiles)[1]) if op == "moe_gemm" else spec.configure(target, part)
         runs.append(partial(runner(spec), part, config=config))
     given = {
         name: torch.empty(shape, dtype=dtype, device=DEVICE)
@@ -220,17 +267,13 @@ def layer_by_triton(
 
 
 def error_of(layer: Layer, cell: Cell, chosen: torch.Tensor) -> float | None:
-    """Relative error (Frobenius norm) of a plain GEMM's first call against float64, over the rows
-    of a few experts; None for other parts, which the tests check. In fp32, unless another kernel
-    than the one that is timed would compute that."""
+    """Relative error (Frobenius norm) of a plain GEMM's first call, as it is timed, against
+    float64, over the rows of a few experts; None for other parts, which the tests check."""
     if cell.part not in ("gemm1", "gemm2"):
         return None
     call = cell.ours[0]
     assert isinstance(call, partial) and cell.problem is not None
-    problems = (cell.problem, replace(cell.problem, out_dtype="fp32"))
-    timed, in_fp32 = (route("moe_gemm", target_of(DEVICE), problem).kernel for problem in problems)
-    dtype = torch.float32 if timed == in_fp32 else call.keywords["out_dtype"]
-    keywords = {**call.keywords, "out_dtype": dtype, "out": None}
+    keywords = {**call.keywords, "out": None}
     out = aiter_mx.moe_gemm(*call.args, **keywords).double()
     xq, xs, wq, ws = call.args[:4]
     x = dequantize64(xq, xs)
@@ -266,8 +309,11 @@ def bench(layer: Layer, M: int, routing: str, read_us: Callable[..., float]) -> 
     block_m = FusedMoeProblem(M, layer.H, layer.intermediate, layer.E, layer.top_k).block_m
     floors = [floor_of(read_us, wq, touched) for wq in (layer.w1[0], layer.w2[0])]
     gemms = [gemm_cell(layer, part, M, block_m, experts) for part in PARTS[:3]]
-    rows = []
-    for cell in [*gemms, layer_cell(layer, M, experts, gemms)]:
+    rows, by_triton = [], {cell.part: fastest(cell.triton) for cell in gemms}
+    of_layer = [by_triton["gemm1_activated"], by_triton["gemm2"]]
+    whole = layer_cell(layer, M, experts, gemms, of_layer)
+    by_triton["layer"] = fastest(whole.triton)
+    for cell in [*gemms, whole]:
         second = cell.part == "gemm2"
         floor_us, size = floors[second]
         if cell.part == "layer":
@@ -280,7 +326,9 @@ def bench(layer: Layer, M: int, routing: str, read_us: Callable[..., float]) -> 
         if cell.problem is not None:
             chosen = route("moe_gemm", target_of(DEVICE), cell.problem)
             row["kernel"] = "/".join([chosen.kernel, *map(str, chosen.config.values())])
-        row["triton_us"] = graph_us(cell.triton) if cell.triton else None
+        triton_us, tile = min(by_triton[cell.part].values(), default=(None, None))
+        row["triton_us"] = triton_us
+        row["triton"] = tile and "x".join(map(str, (tile[0], *dict(tile[1]).values())))
         row["bf16_us"] = graph_us(cell.bf16)
         row |= {"floor_us": floor_us, "ours_over_floor": ours_us / floor_us}
         row |= {"tb_per_s": size / ours_us / 1e6, "rel_err": error_of(layer, cell, experts[0])}

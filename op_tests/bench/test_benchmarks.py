@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 import torch
 
 import aiter_mx
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem, triton
+from aiter_mx.kernels.spec import Config
 from aiter_mx.numerics import dequantize_block_scaled
 from aiter_mx.target import hardware
-from op_tests.bench import linear, pictures, training
+from op_tests.bench import linear, moe, pictures, training
 from op_tests.bench.common import MEASURED, normal_mx
 
 
@@ -72,6 +75,37 @@ def test_the_linears_table_is_of_what_was_timed(
         expected = aiter_mx.linear(given, None, *w)
         assert (out - expected).norm() <= 0.03 * expected.norm()
         assert pdl is name.endswith("_pdl_us") and (norm is None) == name.startswith("quantised")
+
+
+def test_triton_gets_its_best_tile_in_its_best_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clock(calls: Sequence[Any], seconds: float = 0.1) -> float:
+        call = calls[0]
+        if call.func is moe._run_triton:  # the largest in blocks of 32 is the fastest
+            _, problem, config, tensors = call.args
+            assert len(tensors[4]) % problem.block_m == 0  # routed in such blocks
+            return 10.0 - 2 * (problem.block_m == 32) - size(config) / 1e5
+        return 20.0 + len(calls)
+
+    def size(config: Config) -> int:
+        return config["BLOCK_N"] * config["BLOCK_K"]
+
+    monkeypatch.setattr(moe, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(moe, "target_of", lambda _: hardware("sm_90a"))
+    monkeypatch.setattr(moe, "graph_us", clock)
+    torch.manual_seed(0)
+    layer = moe.make_layer(4, 2, 128, 64)
+    assert layer.w1[0].shape == (4, 128, 128) and layer.dense[0].shape == (4, 128, 128)
+    rows = {row["part"]: row for row in moe.bench(layer, 5, "uniform", lambda tensors: 1.0)}
+    assert list(rows) == list(moe.PARTS)
+    in_blocks = MoeGemmProblem(5, 128, 128, 4, 2, 32)
+    best = max(triton.candidates(hardware("sm_90a"), in_blocks), key=size)
+    for part in moe.PARTS[:3]:
+        assert rows[part]["triton"] == "x".join(map(str, (32, *best.values())))
+        assert rows[part]["triton_us"] == 8.0 - size(best) / 1e5
+    assert rows["layer"]["triton"] in {str(block) for block in moe.TRITON_BLOCKS}
+    assert rows["layer"]["triton_us"] > 20
+    assert 5e-4 < rows["gemm1"]["rel_err"] < 4e-3  # of bf16, as it is timed
+    assert 0 <= rows["gemm2"]["rel_err"] < 1e-5  # of fp32
 
 
 def test_operands_are_normal_values_and_what_they_are_in_mx() -> None:
