@@ -81,12 +81,13 @@ def test_a_gemv_that_waits_for_each_step_pays_a_latency_for_each() -> None:
     assert worked / 2 <= cost <= 2 * worked
 
 
-def test_a_tile_loop_without_a_load_ahead_pays_what_the_products_hid() -> None:
-    cost = modelled_us("tile", "AHEAD=1") - modelled_us("tile")
+@pytest.mark.parametrize("kernel", ["tile", "grouped"])
+def test_a_tile_loop_without_a_load_ahead_pays_what_the_products_hid(kernel: str) -> None:
+    cost = modelled_us(kernel, "AHEAD=1") - modelled_us(kernel)
     assert 0 < cost <= 2 * STEPS * shipped().memory_latency_us
 
 
-@pytest.mark.parametrize("kernel", ["gemv", "tile"])
+@pytest.mark.parametrize("kernel", ["gemv", "tile", "grouped"])
 @pytest.mark.parametrize("fewer", [2, 4])
 def test_fewer_workgroups_for_the_same_bytes_are_slower(kernel: str, fewer: int) -> None:
     """As each has as many steps more, whose waits follow each other."""
@@ -109,8 +110,9 @@ def test_barriers_in_each_step_cost_themselves_and_what_waves_wait_for_each_othe
     served = STEPS * 2 * 4096 / shipped().line_bytes_a_cycle / CYCLES_A_US
     cost = modelled_us("gemv", "BARRIERS=4") - modelled_us("gemv")
     assert steps / 2 <= cost <= 2 * (steps + served)
-    hidden = modelled_us("tile", "BARRIERS=4") - modelled_us("tile")  # behind the load under way
-    assert 0 <= hidden <= 2 * steps
+    for kernel in ("tile", "grouped"):
+        hidden = modelled_us(kernel, "BARRIERS=4") - modelled_us(kernel)  # behind the load ahead
+        assert 0 <= hidden <= 2 * steps
 
 
 def test_scattered_lines_cost_the_lines() -> None:
@@ -136,14 +138,16 @@ def test_x_read_twice_is_not_faster() -> None:
     assert 0 <= found - base <= 2 * moved / CYCLES_A_US
 
 
-def test_bank_conflicts_cost_cycles_of_lds() -> None:
-    found, base = modelled_us("tile", "CONFLICTS=8"), modelled_us("tile")
+@pytest.mark.parametrize("kernel", ["tile", "grouped"])
+def test_bank_conflicts_cost_cycles_of_lds(kernel: str) -> None:
+    found, base = modelled_us(kernel, "CONFLICTS=8"), modelled_us(kernel)
     assert found - base > 0
 
 
-def test_lds_that_halves_the_residents_is_not_faster() -> None:
-    base = modelled_us("tile", groups=4 * CUS)
-    found = modelled_us("tile", "LDS_BYTES=81920", groups=4 * CUS)
+@pytest.mark.parametrize("kernel", ["tile", "grouped"])
+def test_lds_that_halves_the_residents_is_not_faster(kernel: str) -> None:
+    base = modelled_us(kernel, groups=4 * CUS)
+    found = modelled_us(kernel, "LDS_BYTES=81920", groups=4 * CUS)
     assert found > base
 
 
