@@ -117,6 +117,24 @@ def host() -> str:
     return _table(["call", "us on the host"], rows) + _origin(run)
 
 
+def perplexity() -> str:
+    """Small language models, trained on the spot: perplexity of bytes in both formats."""
+    run = pd.read_csv(MEASURED.parent / "amd_epyc" / "perplexity.csv", dtype={"commit": str})
+    rows = [
+        [
+            r.model,
+            f"{r.parameters / 1e6:.2f}",
+            str(r.layers_in_mxfp8),
+            f"{r.bf16:.3f}",
+            f"{r.mxfp8:.3f}",
+            f"{r.ratio:.4f}",
+        ]
+        for _, r in run.iterrows()
+    ]
+    columns = ["model", "million parameters", "layers in MX-FP8", "bf16", "MX-FP8", "ratio"]
+    return _table(columns, rows) + f"\nOn a CPU; commit {', '.join(sorted(set(run.commit)))}.\n"
+
+
 def zoo() -> str:
     """What each kernel's absence costs over the cells where it was raced."""
     run = pd.read_csv(MEASURED / "zoo.csv").dropna(subset=["ratio"])
@@ -154,7 +172,7 @@ def summary() -> str:
 
 
 FIGURES: dict[str, Callable[[], str]] = {
-    each.__name__: each for each in (linear, moe, grouped, quantize, host, zoo, summary)
+    each.__name__: each for each in (linear, moe, grouped, quantize, host, perplexity, zoo, summary)
 }
 
 

@@ -83,6 +83,8 @@ def convert(model: Any, side: str) -> None:
         )
 
         quantize_(model.model, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+    elif side != "bf16":
+        raise ValueError(f"side must be one of {', '.join(SIDES)}, got {side!r}")
 
 
 def refusal(side: str, config: PretrainedConfig) -> str:

@@ -37,6 +37,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pandas as pd
 import torch
@@ -209,15 +210,32 @@ def measure(
             del step
 
 
-def run(side: Side, table: Path, together: Together, seconds: float) -> None:
+def run(
+    side: Side, table: Path, together: Together, seconds: float,
+    device: str = "cuda:0", backend: str = "inductor",
+) -> None:  # fmt: skip
     """A process: measure a side and write its rows as they come."""
     try:
-        for row in measure(side, torch.device("cuda", 0), together, seconds=seconds):
+        for row in measure(side, torch.device(device), together, backend, seconds):
             print(row, flush=True)
             write(row, table)
     except BaseException:
         together.fail(side.place)
         raise
+
+
+def run_all(sides: Sequence[Side], table: Path, *options: Any) -> bool:
+    """Measure sides at once, each in a process; whether all went well."""
+    context = multiprocessing.get_context("spawn")
+    together = Together(len(sides))
+    processes = [
+        context.Process(target=run, args=(side, table, together, *options)) for side in sides
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return not any(process.exitcode for process in processes)
 
 
 def saved(table: Path) -> pd.DataFrame:
@@ -291,21 +309,11 @@ def main() -> None:
     table = folder / "model.csv"
     if table.is_file():
         saved(table).to_csv(table, index=False)  # one commit a table
-    context = multiprocessing.get_context("spawn")
     models = arguments.models
     failed = False
     for wave in [models] if arguments.together else [[model] for model in models]:
         sides = sides_of(wave, arguments.sides, cells, arguments.layers, saved(table))
-        together = Together(len(sides))
-        processes = [
-            context.Process(target=run, args=(side, table, together, arguments.seconds))
-            for side in sides
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-            failed |= bool(process.exitcode)
+        failed |= bool(sides) and not run_all(sides, table, arguments.seconds)
     rows = beside(saved(table)).to_dict("records")
     if rows:
         report("Whole models", rows, None)

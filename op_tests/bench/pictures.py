@@ -155,11 +155,35 @@ def draw_quantize(frame: pd.DataFrame) -> Any:
     return figure
 
 
+def draw_model(frame: pd.DataFrame) -> Any:
+    """Whole models: time of a step over bf16, a panel for decode by batch and one for prefill."""
+    lines = (("ours", "ours", OURS), ("torchao", "torchao fp8", FP8))
+    kinds = [
+        (model, phase, tokens, cells)
+        for (model, phase), of_phase in frame.groupby(["model", "phase"], sort=False)
+        for tokens, cells in (
+            of_phase.groupby("tokens") if phase == "decode" else [("tokens", of_phase)]
+        )
+    ]
+    figure, axes = panels(len(kinds), across=2)
+    for axis, (model, phase, tokens, cells) in zip(axes, kinds, strict=True):
+        by = "batch" if phase == "decode" else "tokens"
+        wide = cells.pivot(index=by, columns="side", values="ms").reset_index()
+        layers = "" if (cells.layers == cells.of_layers).all() else f", {cells.layers.max()} layers"
+        title = f"decode at {tokens} tokens" if phase == "decode" else "prefill"
+        draw_lines(axis, wide, by, lines, "bf16", f"{model}{layers}, {title}")
+        axis.set_xlabel("sequences" if phase == "decode" else "tokens", fontsize=8)
+    for axis in axes[::2]:
+        axis.set_ylabel("time over compiled bf16", fontsize=8)
+    return figure
+
+
 DRAWN: dict[str, Callable[[pd.DataFrame], Any]] = {
     "linear": draw_linear,
     "moe": draw_moe,
     "grouped": draw_grouped,
     "quantize": draw_quantize,
+    "model": draw_model,
 }
 
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
@@ -117,11 +118,27 @@ def test_operands_are_normal_values_and_what_they_are_in_mx() -> None:
     assert 0 < (back - values.flatten(0, 1).float()).norm() / values.float().norm() < 0.04
 
 
+def a_model_s_rows(table: Path) -> None:
+    """As op_tests.bench.model writes them, with times made up."""
+    cells = [("decode", 1, 128), ("decode", 64, 128), ("prefill", 1, 2048)]
+    rows = [
+        {"model": "llama", "layers": 4, "of_layers": 32, "phase": phase, "batch": batch}
+        | {"tokens": tokens, "side": side, "ms": ms, "commit": "abc", "date": "2026-01-01"}
+        for phase, batch, tokens in cells
+        for side, ms in (("ours", 1.0), ("bf16", 2.0), ("torchao", 1.5))
+    ]
+    pd.DataFrame(rows).to_csv(table, index=False)
+
+
 @pytest.mark.parametrize("name", pictures.DRAWN)
 def test_saved_tables_are_drawn_without_a_gpu(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     table = tmp_path / f"{name}.csv"
-    shutil.copy(MEASURED / "nvidia_h200" / table.name, table)
+    saved = MEASURED / "nvidia_h200" / table.name
+    if name == "model" and not saved.is_file():
+        a_model_s_rows(table)
+    else:
+        shutil.copy(saved, table)
     assert pictures.draw(table).read_bytes().startswith(b"\x89PNG")
 
 

@@ -140,6 +140,16 @@ def test_a_side_that_is_not_covered_says_why(
     assert "qwen3-30b-a3b, torchao: left out, as its experts" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_sides_run_as_processes_whether_or_not_another_fails(tmp_path: Path) -> None:
+    table, config = tmp_path / "model.csv", TINY["llama"]
+    cells = [Cell("decode", 2, 8)]
+    names = ("none such", "ours")
+    sides = [bench.Side("tiny", config, 3, name, cells, at) for at, name in enumerate(names)]
+    assert not bench.run_all(sides, table, float("inf"), "cpu", "eager"), "one has failed"
+    assert list(bench.saved(table).side) == ["ours"]
+
+
 def test_processes_build_in_turn_and_measure_without_one_that_failed() -> None:
     together, order = bench.Together(2), []
 
