@@ -4,13 +4,15 @@
     python -m tune.calibrate trace --published FOLDER --aiter CHECKOUT --work FOLDER
     python -m tune.calibrate fit [--steps 16]               # from the saved traces alone
     python -m tune.calibrate seen                           # likewise: what the launches are like
+    python -m tune.calibrate picture                        # from the saved predictions
 
 ``draw`` writes manifest.csv, before anything is fitted. ``trace`` runs each row's public kernels in
 the simulator, those of AMD's repository as they are and FlyDSL's compiled by its wheel, and saves
 what they do (traces.xz) and each row's state (traced.csv). ``fit`` fits the constants of
 configs/gfx950/timing.json, once with all families and once without each, and writes predictions.csv
 and errors.csv. It keeps the present constants where the new ones are worse without a family.
-``seen`` writes configs/gfx950/timing_seen.json, by which extrapolations are told.
+``seen`` writes configs/gfx950/timing_seen.json, by which extrapolations are told, and ``picture``
+draws predicted.png.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from aiter_mx.sim.timing.fit import (
     modelled_us,
 )
 from aiter_mx.sim.timing.seen import ranges, seen_path
+from tune.published.picture import draw
 from tune.published.rows import STRATA, Row, drawn, published, read, write
 
 FOLDER = Path(__file__).parents[1] / "docs" / "measured" / "mi355x_published"
@@ -214,11 +217,14 @@ def main() -> int:
     command.add_argument("--apart-steps", type=int, default=16, help="without a family, each")
     command.add_argument("--force", action="store_true", help="write constants that are worse")
     commands.add_parser("seen")
+    commands.add_parser("picture")
     options = parser.parse_args()
     if options.command == "fit":
         return calibrate(options)
     if options.command == "seen":
         write_seen()
+    elif options.command == "picture":
+        draw(FOLDER)
     elif options.command == "draw":
         write(FOLDER / _MANIFEST, drawn(published(options.published)))
     else:

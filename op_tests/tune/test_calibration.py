@@ -6,12 +6,16 @@ import csv
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
+from shutil import copy
 
+import pandas as pd
 import pytest
 
 from aiter_mx.sim.timing.constants import described, shipped, with_values
 from aiter_mx.sim.timing.fit import Observation, at_the_edge, fit, fitted_names, loss, modelled_us
 from tune.calibrate import FOLDER
+from tune.published.picture import draw, errors
 from tune.published.rows import LEAST_TESTS, Row, drawn, read
 from tune.published.saved import load
 
@@ -39,6 +43,18 @@ def test_the_stated_error_is_that_of_the_test_rows() -> None:
                         for line in csv.DictReader(file) if line["role"] == "test")  # fmt: skip
     middle = (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2
     assert described()["error"]["median"] == pytest.approx(middle, abs=0.002)
+
+
+def test_the_picture_shows_the_errors_that_are_saved(tmp_path: Path) -> None:
+    rows = pd.read_csv(FOLDER / "predictions.csv")
+    drawn_errors = errors(rows[rows["role"] == "test"])
+    saved = pd.read_csv(FOLDER / "errors.csv")
+    saved = saved[saved["predictor"] == "model, family left out"]
+    saved = saved[(saved["family"] != "all") & (saved["rows of"] != "all")]
+    assert len(drawn_errors) == len(saved) == 20
+    assert sorted(drawn_errors["median"]) == pytest.approx(sorted(saved["median"]), abs=0.002)
+    copy(FOLDER / "predictions.csv", tmp_path)
+    assert draw(tmp_path).stat().st_size > 20_000
 
 
 def test_a_fit_finds_a_constant_again(observations: list[Observation]) -> None:
