@@ -27,7 +27,7 @@ from aiter_mx.checks import (
     refuse_no_whole_number,
     shape_text,
 )
-from aiter_mx.compat import promoted
+from aiter_mx.compat import k_grouped, promoted
 from aiter_mx.compat.names import payload_of, renamed
 from aiter_mx.compat.promoted import COARSE
 from aiter_mx.numerics import NAN_SCALE, as_scale_bytes
@@ -263,6 +263,8 @@ fp8_gemm_nt, fp8_gemm_nn = fp8_fp4_gemm_nt, fp8_fp4_gemm_nn
 fp8_gemm_tn, fp8_gemm_tt = fp8_fp4_gemm_tn, fp8_fp4_gemm_tt
 m_grouped_fp8_gemm_nt_contiguous = m_grouped_fp8_fp4_gemm_nt_contiguous
 m_grouped_fp8_gemm_nt_masked = m_grouped_fp8_fp4_gemm_nt_masked
+k_grouped_fp8_gemm_tn_contiguous = k_grouped.k_grouped_fp8_gemm_tn_contiguous
+k_grouped_fp8_gemm_nt_contiguous = k_grouped.k_grouped_fp8_gemm_nt_contiguous
 get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 
 
