@@ -49,6 +49,7 @@ CASES: dict[str, tuple[Options, torch.dtype, bool]] = {
     "dual_batched": (Options("both"), torch.bfloat16, False),
     "grouped": (Options("rows"), torch.bfloat16, True),
     "dual_grouped": (Options("both"), torch.bfloat16, True),
+    "dual_grouped_columns": (Options("both", padded="columns"), torch.bfloat16, True),
 }
 
 

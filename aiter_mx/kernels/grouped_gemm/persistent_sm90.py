@@ -42,11 +42,14 @@ CHUNKS_OF_WORD = 16  # of 128 k, that 8 bytes tell of
 CHUNK_K = 128
 _MORE_TILES = 16  # that come of cutting full ones
 MAX_TURNS = 1 << 31
+MAX_K = 1 << 24  # of a tile: places of its pieces of a in bf16 have 31 bits
 
 
 def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
     if problem.N % BLOCK:
         return f"N={problem.N} is not a multiple of {BLOCK}"
+    if problem.K >= MAX_K:
+        return f"K={problem.K} is not below {MAX_K}, as 32-bit offsets within a tile demand"
     turns = _most_tiles(problem) * pairs(problem)
     if turns >= MAX_TURNS or _most_slabs(problem) >= MAX_TURNS:
         return f"there are up to {turns} tiles, and their numbers have 31 bits"

@@ -34,13 +34,14 @@ def _product(problem: GroupedWgradProblem) -> GroupedGemmProblem:
 
 
 def _refusal(target: Target, problem: GroupedWgradProblem) -> str | None:
+    if problem.M >= forward.MAX_K:
+        return f"M={problem.M} is not below {forward.MAX_K}, as 32-bit offsets in a tile demand"
     tiles = _most_tiles(problem) * forward.pairs(_product(problem))
     # Each of a band's tiles counts as if it were as deep as the deepest of them.
     band = _clusters(target, problem) + PARAMS[0].values[-1]
     parts = 2 * band * _tiles_of_group(problem) * (problem.M // START_COLUMNS + problem.G)
     units = problem.M // forward.UNIT_K * -(-problem.N // forward.SLAB_ROWS)
     for count, what in (
-        (problem.M, "columns"),
         (tiles, "tiles"),
         (parts, "parts of tiles"),
         (units, "pieces of grad"),
