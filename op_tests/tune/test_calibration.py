@@ -57,6 +57,20 @@ def test_the_picture_shows_the_errors_that_are_saved(tmp_path: Path) -> None:
     assert draw(tmp_path).stat().st_size > 20_000
 
 
+def test_a_family_that_was_left_out_is_predicted_and_better_than_without_a_replay() -> None:
+    saved = pd.read_csv(FOLDER / "errors.csv").set_index(["predictor", "family", "rows of"])
+    families = set(saved.index.get_level_values("family")) - {"all"}
+    assert len(families) == 5
+    left_out = saved.loc["model, family left out"]
+    for family in families:
+        whole = left_out.loc[(family, "all")]
+        assert whole["median"] <= 0.15 and whole["p90"] <= 0.4, family
+        assert (left_out.loc[family]["median"] <= 0.2).all(), family
+    for other in ("sums without a replay", "bytes and launch", "regression"):
+        least = saved.loc[(other, "all", "all"), "median"]
+        assert left_out.loc[("all", "all"), "median"] <= least * 2 / 3, other
+
+
 def test_a_fit_finds_a_constant_again(observations: list[Observation]) -> None:
     """Times that the model gave for one constant lead a fit from another back to it."""
     true = with_values({"launch_us": 3.5})
