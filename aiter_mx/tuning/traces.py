@@ -107,7 +107,7 @@ def traced_launch(
         path.write_bytes(_Saved(found.working, resident, found.trace).to_bytes())
 
     key = _key(candidate, launch, problem, number, count)
-    saved = _Saved.from_bytes(get_or_build("timing", key, "trace", trace_it).data)
+    saved = _Saved.from_bytes(get_or_build(_kind(key), key, "trace", trace_it).data)
     working[alike] = saved.working
     return Traced(SplitTrace(saved.trace), saved.working, saved.resident)
 
@@ -132,7 +132,7 @@ def judged(candidate: Candidate, part: Problem, cu_num: int) -> Verdict:
 
     launch = prepare(candidate.spec, part, candidate.config, cu_num, workload.hollow(part))
     key = _key(candidate, launch, part, cu_num, workload.judge.__module__)
-    return Verdict(*json.loads(get_or_build("timing", key, "verdict", judge).data))
+    return Verdict(*json.loads(get_or_build(_kind(key), key, "verdict", judge).data))
 
 
 def _refuse_spills(launch: Prepared) -> None:
@@ -140,6 +140,12 @@ def _refuse_spills(launch: Prepared) -> None:
     spilled = kernel.vgpr_spills + kernel.sgpr_spills
     if spilled or kernel.scratch_bytes:
         raise Unfit(f"it spills {spilled} registers and uses {kernel.scratch_bytes} scratch bytes")
+
+
+def _kind(key: str) -> str:
+    """One of 16 folders of the cache: a catalogue's traces are some ten thousand files, and each
+    that is missing has its folder listed."""
+    return f"timing-{key[0]}"
 
 
 def _key(candidate: Candidate, launch: Prepared, problem: Problem, *more: object) -> str:
