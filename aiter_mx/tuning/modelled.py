@@ -6,8 +6,8 @@ trace: floor 1, calibrated sums, prunes; floor 2, the replay, decides. Routings 
 numbers, those of fewer tokens being part of those of more, and times are means over them.
 
 The kernel's own choice stays unless another configuration is predicted to be faster by the rules'
-margin, and is so in four of five draws of the model's constants, by floor 2 and not against
-floor 1. What is chosen is then run on random operands, a part of the problem in strict mode, and
+margin, and the mean of both floors puts it ahead in four of five draws of the model's constants.
+What is chosen is then run on random operands, a part of the problem in strict mode, and
 must give what the reference gives. These are no measurements: rows say so, with the model's error.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import sqrt
 from statistics import fmean, quantiles
 
 from aiter_mx.dispatch.cells import MODEL
@@ -239,12 +240,15 @@ def beats(bench: ModelBench, challenger: Candidate, usual: Candidate, margin: fl
         return False
     losses = 0
     for draw in drawn():
-        wins = bench.replay_us(challenger, draw) < bench.replay_us(usual, draw)
-        most_us = bench.floor_us(usual, draw) * (1 + margin)
-        losses += not (wins and bench.floor_us(challenger, draw) <= most_us)
+        losses += _both_us(bench, challenger, draw) >= _both_us(bench, usual, draw)
         if losses > (1 - WINS) * len(drawn()):
             return False
     return True
+
+
+def _both_us(bench: ModelBench, candidate: Candidate, constants: Constants) -> float:
+    """The geometric mean of both floors."""
+    return sqrt(bench.replay_us(candidate, constants) * bench.floor_us(candidate, constants))
 
 
 def _spread(bench: ModelBench, candidate: Candidate) -> float:

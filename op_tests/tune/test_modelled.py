@@ -83,8 +83,8 @@ def test_the_usual_stays_where_another_loses_in_a_quarter_of_the_draws() -> None
 
 def test_floor_1_has_a_say() -> None:
     us = {USUAL: 10.0, OTHER: 9.0, THIRD: 9.5}
-    assert chosen(FakeBench(us=us, floors={OTHER: 5.3})) == THIRD
-    assert chosen(FakeBench(us=us, floors={OTHER: 5.1})) == OTHER
+    assert chosen(FakeBench(us=us, floors={OTHER: 5.6})) == THIRD  # 9 x 5.6 is more than 10 x 5
+    assert chosen(FakeBench(us=us, floors={OTHER: 5.5})) == OTHER
     # Beyond 1.25 times the best of floor 1, floor 2 is not asked.
     outcome = decide({}, FakeBench(us=us, floors={OTHER: 6.3}), EVERY, None, RULES)
     assert [timing.candidate for timing in outcome.timings] == [THIRD, USUAL]
