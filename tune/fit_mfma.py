@@ -28,8 +28,8 @@ from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.modelled import ModelBench
 
 LINEAR = ("bound", "round", "turn", "step", "product", "sum", "split")
-ROWS = (4, 8, 16, 32, 64)
-WITHIN = 2.0
+ROWS = (4, 8, 16, 32, 64, 128, 256)
+WITHIN = 1.6
 """Of the least cost: what costs more would never be chosen."""
 GFX950 = hardware("gfx950")
 CYCLES_A_US = 2400

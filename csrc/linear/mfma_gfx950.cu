@@ -1,4 +1,4 @@
-// Decode linear for up to 64 rows of x on CDNA4: y = dequantised(x) * dequantised(w)^T + bias.
+// Linear for few rows of x on CDNA4: y = dequantised(x) * dequantised(w)^T + bias.
 //
 //   xq [M, K], wq [N, K]        e4m3 payload
 //   xs [M, K/32], ws [N, K/32]  e8m0 scale of each 32 consecutive k
@@ -9,6 +9,8 @@
 // A workgroup computes up to kRows consecutive outputs n for all m: as many as any other, or one
 // more. Its waves take steps of K in turn and share nothing until their sums are added, in a fixed
 // order.
+//
+// Rows of x are divided into blocks of up to 64, each with workgroups of its own.
 //
 // With kSplits, so many workgroups have a part of K each of the same outputs. Each leaves its sums
 // in memory; the one that is the last to do so adds them all, in the order of their parts.
@@ -35,7 +37,7 @@
 using namespace mx;
 
 constexpr int kRowTiles = MX_ROW_TILES;      // of w in a workgroup
-constexpr int kColTiles = MX_COL_TILES;      // of x
+constexpr int kColTiles = MX_COL_TILES;      // of x, of a block
 constexpr int kFold = MX_FOLD;               // parts of K in a tile
 constexpr int kWaves = MX_WAVES;             // of a workgroup
 constexpr int kUnroll = MX_UNROLL;           // steps of a wave whose loads precede all use
@@ -49,6 +51,7 @@ constexpr int kTileRows = kSide / kFold;
 constexpr unsigned kStep = kFold * kTileK;   // k of a tile
 constexpr unsigned kStride = kWaves * kStep; // k of a step of all waves
 constexpr int kRows = kRowTiles * kTileRows;
+constexpr unsigned kBlockRows = kColTiles * kTileRows; // of x
 constexpr int kThreads = kWaves * kLanes;
 constexpr Offset kMaxGridX = MX_MAX_GRID_X; // groups beyond it continue in the grid's y
 
@@ -173,8 +176,9 @@ struct Activations {
     using Loaded = LoadedTile;
     Rows rows;
 
-    MX_MEMBER Activations(const unsigned char* q, const unsigned char* s, unsigned M, unsigned K)
-        : rows(q, s, 0, M, K) {}
+    MX_MEMBER Activations(const unsigned char* q, const unsigned char* s, Offset first, unsigned M,
+                          unsigned K)
+        : rows(q, s, first, M, K) {}
     MX_MEMBER LoadedTile load(int tile, const Place& place) const {
         LoadedTile loaded;
         rows.template load_payload<false>(loaded, tile, place);
@@ -190,8 +194,9 @@ struct Activations<true> {
     using Loaded = WideTile;
     WideRows rows;
 
-    MX_MEMBER Activations(const unsigned char* x, const unsigned char*, unsigned M, unsigned K)
-        : rows(x, M, K) {}
+    MX_MEMBER Activations(const unsigned char* x, const unsigned char*, Offset first, unsigned M,
+                          unsigned K)
+        : rows(x + 2 * first * K, M, K) {}
     MX_MEMBER WideTile load(int tile, const Place& place) const { return rows.load(tile, place); }
     MX_MEMBER static Operand operand(u32x4* lds, const WideTile& loaded, int lane) {
         return transpose_payload(lds, loaded.quantise(lane), lane);
@@ -262,6 +267,7 @@ MX_DEVICE T sum_of_waves(const u32x4 (&lds)[kWaves][kWavePieces], int m, int row
 struct Handover {
     unsigned char* parts;
     unsigned* arrived;
+    unsigned tiles; // of outputs, for a block of x
 };
 
 // The workgroup has stored what others may need; true in the last of those that share K to do so.
@@ -307,6 +313,9 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
     const unsigned rows = a.rows_each + is_longer;
     const unsigned K = a.k_size, k_each = (K + kSplits * kStep - 1) / (kSplits * kStep) * kStep;
     const unsigned begin = part * k_each, end = min(begin + k_each, K);
+    const Offset first_m = group_z() * kBlockRows;
+    const unsigned left = static_cast<unsigned>(a.M) - static_cast<unsigned>(first_m);
+    const unsigned own_m = min(left, kBlockRows);
     const int lane = thread_in_group() % kLanes;
     const int wave = wave_in_group();
 
@@ -326,7 +335,7 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
                 w_rows.load_scales(w[i][r], r, place);
-            const X x_rows(a.xq, a.xs, a.M, K);
+            const X x_rows(a.xq, a.xs, first_m, own_m, K);
 #pragma unroll
             for (int c = 0; c < kColTiles; ++c) {
                 finish_before_next(); // what is used first arrives first
@@ -355,21 +364,31 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
     if (thread_in_group() < kRows)
         reinterpret_cast<float*>(added)[thread_in_group()] = own_bias.to_f32();
     group_barrier();
-    const int M = a.M;
+    const int M = own_m;
+    Out* const y = a.y + first_m * a.N + first_row;
     if constexpr (kSplits == 1) {
-        for (int i = thread_in_group(); i < M * kRows; i += kThreads) {
-            const int m = i / kRows, row = i % kRows;
-            if (row < static_cast<int>(rows))
-                store(a.y + m * a.N + first_row + row,
-                      sum_of_waves<float>(lds, m, row) +
-                          reinterpret_cast<const float*>(added)[row]);
+        constexpr int kEach = (kRows * kColTiles * kTileRows + kThreads - 1) / kThreads;
+        const unsigned size = sizeof(Out);
+        float of_thread[kEach];
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) {
+            const int i = min(e * kThreads + thread_in_group(), kRows * kColTiles * kTileRows - 1);
+            of_thread[e] = sum_of_waves<float>(lds, i / kRows, i % kRows) +
+                           reinterpret_cast<const float*>(added)[i % kRows];
+        }
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) {
+            const int i = e * kThreads + thread_in_group(), m = i / kRows, row = i % kRows;
+            if (m < M && row < static_cast<int>(rows))
+                store(y + m * a.N + row, of_thread[e]);
         }
     } else {
-        const Buffer parts(handover.parts + tile * (kSplits * kPartBytes), kSplits * kPartBytes);
+        const Offset own = group_z() * handover.tiles + tile;
+        const Buffer parts(handover.parts + own * (kSplits * kPartBytes), kSplits * kPartBytes);
         for (int i = thread_in_group(); i < M * kResultPieces; i += kThreads)
             parts.store_for_all(part * kPartBytes + i * kPiece,
                                 sum_of_waves<f32x4>(lds, i / kResultPieces, i % kResultPieces * 4));
-        if (!is_last_to_arrive(handover.arrived + tile))
+        if (!is_last_to_arrive(handover.arrived + own))
             return;
         constexpr int kEach = (kMostPieces + kThreads - 1) / kThreads; // of a thread
         f32x4 of_part[kEach][kSplits];
@@ -382,7 +401,7 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
                 of_part[e][s] = parts.load_of_all(i < M * kResultPieces ? at : kNowhere);
             }
         constexpr unsigned bytes = sizeof(Out);
-        const Buffer y(reinterpret_cast<unsigned char*>(a.y + first_row), M * a.N * bytes);
+        const Buffer results(reinterpret_cast<unsigned char*>(y), M * a.N * bytes);
 #pragma unroll
         for (int e = 0; e < kEach; ++e) {
             const int i = e * kThreads + thread_in_group();
@@ -396,7 +415,8 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const bool is_own = m < M && row + j < static_cast<int>(rows);
-                y.store(is_own ? (m * a.N + row + j) * bytes : kNowhere, static_cast<Out>(sum[j]));
+                results.store(is_own ? (m * a.N + row + j) * bytes : kNowhere,
+                              static_cast<Out>(sum[j]));
             }
         }
     }
@@ -414,8 +434,9 @@ MX_KERNEL(kThreads)
 aiter_mx_linear_mfma_split(const unsigned char* xq, const unsigned char* xs,
                            const unsigned char* wq, const unsigned char* ws, const void* bias,
                            Out* y, unsigned char* parts, unsigned* arrived, Offset M, Offset N,
-                           Offset k_size, int bias_kind, unsigned rows_each, Offset longer) {
+                           Offset k_size, int bias_kind, unsigned rows_each, Offset longer,
+                           unsigned tiles) {
     multiply({xq, xs, wq, ws, bias, y, M, N, k_size, bias_kind, rows_each, longer},
-             {parts, arrived});
+             {parts, arrived, tiles});
 }
 #endif

@@ -10,14 +10,14 @@ from aiter_mx import invariance
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
 from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTENT_SM90
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
-from aiter_mx.kernels.linear.mfma_gfx950 import MAX_M as MFMA_MAX_M
+from aiter_mx.kernels.linear.mfma_gfx950 import BLOCK_M as MFMA_BLOCK_M
 from aiter_mx.kernels.linear.problem import LinearProblem
 from aiter_mx.kernels.spec import Config, KernelSpec, Module
 from aiter_mx.target import Target
 
 T = TypeVar("T")
 
-_FEWEST_ROWS = {"gfx950": MFMA_MAX_M + 1, "sm_90a": 17}
+_FEWEST_ROWS = {"gfx950": MFMA_BLOCK_M + 1, "sm_90a": 17}
 _FEWEST_OWN_ROWS = 65  # without a table: the others have no more
 
 

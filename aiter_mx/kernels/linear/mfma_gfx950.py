@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.gfx950 import (
+    LDS_BYTES,
+    MOST_REGISTERS,
+    REGISTERS,
     SIDE,
     SIMDS,
     TILE_K,
     WAVES,
     refuse_static_lds,
-    resident,
 )
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
@@ -56,28 +58,33 @@ SPLITS = Param("splits", (2, 3, 4, 6, 8), "workgroups that share K")
 
 FITTED: dict[str, float] = {
     "launch": 4800,
-    "memory_bytes": 10.18,
-    "cached_bytes": 27.15,
-    "tile": 51,
-    "moved_bytes": 85,
-    "bound": 0.73,
-    "round": 4430,
-    "turn": 400,
-    "step": 102,
-    "product": 83,
-    "sum": 12,
-    "split": 2850,
+    "memory_bytes": 10.4,
+    "cached_bytes": 24,
+    "tile": 36,
+    "moved_bytes": 40,
+    "bound": 0.76,
+    "round": 3976,
+    "turn": 669,
+    "step": 97,
+    "product": 62,
+    "sum": 104,
+    "split": 2380,
+    "persistent": 5800,
 }
 """Cycles of a compute unit at 2.4 GHz, and bytes a cycle, by tune/fit_mfma.py: a launch; memory's
 and the L2 cache's rate; the address unit's work on a tile, and the bytes that it moves; how much of
 the slowest of these counts; a round of workgroups; a wave's turn; a step's work on a tile and on a
-product; a sum of waves; a handover between workgroups."""
+product; a sum of waves; a handover between workgroups; all but the steps of ``persistent``."""
+PERSISTENT_STEPS = {32: (128, 1200), 64: (256, 1950), 128: (256, 2640), 256: (256, 4800)}
+"""Of tiles by their rows of x: rows of w, and cycles of a step of 128 k."""
 
-MAX_M = 64
+BLOCK_M = 64
+"""Rows of x that workgroups have at most."""
+MAX_M = 512
 MAX_K = 1 << 25  # offsets within the rows of a workgroup, at most 64, are below 2^31
 _MAX_SPLIT_N = 1 << 23  # offsets within results of 64 rows are below 2^31
 _FEWEST_SPLIT_ROWS = 17
-_WORTH_SPLITTING = 0.95
+_WORTH_LEAVING = 0.95
 _MOST_COL_TILES = 4
 _MOST_CANDIDATES = 48
 
@@ -88,13 +95,14 @@ class _Work(NamedTuple):
     """What a configuration makes of a problem.
 
     Attributes:
-        col_tiles: tiles of x.
+        col_tiles: tiles of x, of a block.
         groups: workgroups.
         of_busiest: workgroups of the busiest compute unit.
         rows: of w, of the largest workgroup.
         steps: tiles along a workgroup's part of K.
     """
 
+    blocks: int
     col_tiles: int
     groups: int
     of_busiest: int
@@ -107,14 +115,17 @@ def _work(
 ) -> _Work:
     """Workgroups are as many on each compute unit, where there are rows for them: the busiest has
     no more of them then, and each has fewer rows."""
-    needed = -(-problem.N * fold // (SIDE * row_tiles)) * splits
+    blocks = -(-problem.M // BLOCK_M)
+    of_tile = blocks * splits
+    needed = -(-problem.N * fold // (SIDE * row_tiles)) * of_tile
     of_busiest = -(-needed // target.cu_num)
-    tiles = min(problem.N, of_busiest * target.cu_num // splits)
-    groups = tiles * splits
-    col_tiles = -(-problem.M * fold // SIDE)
-    if fold > 1 and col_tiles == 3:
-        col_tiles = 4  # one code object less, for a few rows that are there in the cache
+    tiles = min(problem.N, of_busiest * target.cu_num // max(of_tile, 1))
+    groups = tiles * of_tile
+    col_tiles = -(-min(problem.M, BLOCK_M) * fold // SIDE)
+    if col_tiles == 3:
+        col_tiles = 4  # one code object less, for rows that are not there and take no memory
     return _Work(
+        blocks=blocks,
         col_tiles=col_tiles,
         groups=groups,
         of_busiest=-(-groups // target.cu_num),
@@ -138,7 +149,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 
 def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
     """A quantisation first, where doing it here costs more or takes too much of something."""
-    most = replace(problem, M=rows_tuned_for(problem.M))
+    most = replace(problem, M=_tuned_for(problem.M))
     work = _work_of(target, most, config)
     fits = problem.K < MAX_K // 2 and _resident_of(config, work, quantises=True) > 0
     if fits and quantise_pays(target, most, work.groups, _QUANTISING):
@@ -157,8 +168,11 @@ def _resident(
     row_tiles: int, col_tiles: int, waves: int, unroll: int, quantises: bool = False
 ) -> int:
     """Workgroups that a compute unit holds at once; 0 where not even one fits."""
-    registers = _registers(row_tiles, col_tiles, unroll, quantises)
-    return resident(registers, waves, _lds_bytes(row_tiles, col_tiles, waves))
+    registers = -(-_registers(row_tiles, col_tiles, unroll, quantises) // 8) * 8
+    if registers > MOST_REGISTERS:
+        return 0
+    lds_bytes = _lds_bytes(row_tiles, col_tiles, waves)
+    return min(REGISTERS // registers * SIMDS // waves, LDS_BYTES // lds_bytes)
 
 
 def _resident_of(config: Config, work: _Work, quantises: bool = False) -> int:
@@ -182,12 +196,13 @@ def _costs(
             bounded.append((_bound(target, problem, work, rows, split), rows, fold, split, work))
     for bound, rows, fold, split, work in sorted(bounded):
         cols, busiest = work.col_tiles, work.of_busiest
-        a_round = cycles["round"] + cycles["split"] * (split > 1)
+        of_block = -(-problem.M // work.blocks)
         if bound + cycles["round"] > least.cost:
             return
+        once_a_group = bound + cycles["split"] * busiest * (split > 1)
         for unroll in PARAMS[3].values:
             of_tiles = cycles["step"] * (rows + cols)
-            if bound + a_round + unroll * of_tiles > least.cost:
+            if once_a_group + cycles["round"] + unroll * of_tiles > least.cost:
                 break
             for waves, turns in without_waste(WAVES, work.steps, unroll):
                 held = min(busiest, _resident(rows, cols, waves, unroll))
@@ -195,9 +210,10 @@ def _costs(
                     continue
                 rounds, on_simd = -(-busiest // held), -(-waves * held // SIMDS)
                 step = of_tiles + cycles["product"] * rows * cols * on_simd
-                each = -(-problem.M * work.rows // (waves * target.wave_size))
-                once = a_round + turns * unroll * step + cycles["sum"] * each * waves * fold
-                cost = bound + rounds * once + cycles["turn"] * (rounds * turns - 1)
+                each = -(-of_block * work.rows // (waves * target.wave_size))
+                a_round = turns * unroll * step + cycles["sum"] * each * waves * fold
+                a_round += cycles["round"]
+                cost = once_a_group + rounds * a_round + cycles["turn"] * (rounds * turns - 1)
                 values = (rows, fold, waves, unroll, *((split,) if splits != (1,) else ()))
                 yield cost, (rounds, waves * unroll, unroll), values
 
@@ -208,7 +224,8 @@ def _bound(
     """What memory, the L2 cache or address units take."""
     cycles, row_bytes = FITTED, problem.K * (BLOCK + 1) / BLOCK
     memory = problem.N * row_bytes / (cycles["memory_bytes"] * target.cu_num)
-    asked = work.of_busiest * (problem.M + work.rows) * row_bytes / splits
+    of_block = -(-problem.M // work.blocks)
+    asked = work.of_busiest * (of_block + work.rows) * row_bytes / splits
     tiles = work.of_busiest * work.steps * (row_tiles + work.col_tiles)
     addresses = tiles * cycles["tile"] + asked / cycles["moved_bytes"]
     slowest = max(memory, asked / cycles["cached_bytes"], addresses)
@@ -221,10 +238,15 @@ SEARCHES: dict[str, Search] = {
 }
 
 
+def _tuned_for(M: int) -> int:
+    """Few code objects serve all numbers of rows."""
+    return rows_tuned_for(M) if M <= BLOCK_M else 4 * BLOCK_M
+
+
 @lru_cache(maxsize=1024)
 def _cheapest(kernel: str, target: Target, M: int, N: int, K: int) -> tuple[float, Config]:
     """What is chosen for so many rows serves fewer of them too."""
-    return SEARCHES[kernel].cheapest(target, LinearProblem(rows_tuned_for(M), N, K))
+    return SEARCHES[kernel].cheapest(target, LinearProblem(_tuned_for(M), N, K))
 
 
 def _configuring(kernel: str) -> Callable[[Target, LinearProblem], Config]:
@@ -239,15 +261,34 @@ def _split_refusal(target: Target, problem: LinearProblem) -> str | None:
     return _refusal(target, problem)
 
 
-def _yields(target: Target, problem: LinearProblem) -> str | None:
-    """Where parts of K are worth a handover between workgroups."""
-    if problem.M < _FEWEST_SPLIT_ROWS or _split_refusal(target, problem) is not None:
-        return None
-    size, launch = (problem.M, problem.N, problem.K), FITTED["launch"]
-    alone, split = (launch + _cheapest(name, target, *size)[0] for name in SEARCHES)
-    if split > _WORTH_SPLITTING * alone:
-        return None
-    return "workgroups that share K are faster here by the model of time"
+def _persistent(target: Target, problem: LinearProblem) -> float:
+    """What the kernel with large tiles would take; its steps are of 128 k."""
+    costs = []
+    for tile_m, (tile_n, step) in PERSISTENT_STEPS.items():
+        tiles = -(-problem.M // tile_m) * -(-problem.N // tile_n)
+        steps = 1 + (-(-tiles // target.cu_num) - 1) / 2
+        costs.append(step * steps * -(-problem.K // 128))
+    return min(costs) + FITTED["persistent"]
+
+
+@lru_cache(maxsize=1024)
+def _fastest(target: Target, M: int, N: int, K: int) -> str:
+    """The kernel that is. ``mfma`` is unless another is by a twentieth."""
+    cost = {"mfma": FITTED["launch"] + _cheapest("mfma", target, M, N, K)[0]}
+    if M >= _FEWEST_SPLIT_ROWS and N < _MAX_SPLIT_N:
+        cost["mfma_split"] = FITTED["launch"] + _cheapest("mfma_split", target, M, N, K)[0]
+    if M > BLOCK_M:
+        cost["persistent"] = FITTED["launch"] + _persistent(target, LinearProblem(M, N, K))
+    best = min(cost, key=lambda name: cost[name])
+    return best if cost[best] <= _WORTH_LEAVING * cost["mfma"] else "mfma"
+
+
+def _yielding(kernel: str) -> Callable[[Target, LinearProblem], str | None]:
+    def yields(target: Target, problem: LinearProblem) -> str | None:
+        fastest = _fastest(target, problem.M, problem.N, problem.K)
+        return None if fastest == kernel else f"{fastest} is faster here by the model of time"
+
+    return yields
 
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
@@ -266,16 +307,17 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
     work = _work_of(target, problem, config)
     needed = _lds_bytes(config["row_tiles"], work.col_tiles, config["waves"])
     refuse_static_lds(problem, config, needed)
-    groups = work.groups
+    groups = work.groups // max(1, work.blocks)
     return Geometry(
-        grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1),
+        grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), work.blocks),
         block=(config["waves"] * target.wave_size, 1, 1),
     )
 
 
 def _tiles(target: Target, problem: LinearProblem, config: Config) -> int:
-    """Tiles of outputs, which a workgroup or those that share K compute."""
-    return _work_of(target, problem, config).groups // config.get("splits", 1)
+    """Of outputs, for a block of x: a workgroup computes one, or several share it."""
+    work = _work_of(target, problem, config)
+    return work.groups // (config.get("splits", 1) * max(1, work.blocks))
 
 
 def _parts_bytes(target: Target, problem: LinearProblem, config: Config) -> int:
@@ -287,6 +329,12 @@ def _parts_bytes(target: Target, problem: LinearProblem, config: Config) -> int:
 def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
     tiles = max(1, _tiles(target, problem, config))
     return (*matrix_scalars(problem), problem.N // tiles, problem.N % tiles)
+
+
+def _split_scalars(
+    target: Target, problem: LinearProblem, config: Config
+) -> tuple[int | float, ...]:
+    return (*_scalars(target, problem, config), _tiles(target, problem, config))
 
 
 _TILE_ARGS = (Arg("rows_each", "i32"), Arg("longer_tiles", "i64"))
@@ -304,7 +352,7 @@ MFMA = declare(
     configure=_configuring("mfma"),
     candidates=SEARCHES["mfma"].candidates,
     composed=replace(QUANTISED_FIRST, parts=_parts),
-    yields=_yields,
+    yields=_yielding("mfma"),
 )
 
 MFMA_SPLIT = declare(
@@ -317,15 +365,19 @@ MFMA_SPLIT = declare(
         Arg("arrived", "pointer", "rw"),
         *MATRIX_ARGS[len(POINTERS) :],
         *_TILE_ARGS,
+        Arg("tiles", "i32"),
     ),
     defines=_defines,
     geometry=_geometry,
-    scalars=_scalars,
+    scalars=_split_scalars,
     refusal=_split_refusal,
     params=(*PARAMS, SPLITS),
     configure=_configuring("mfma_split"),
     candidates=SEARCHES["mfma_split"].candidates,
     composed=QUANTISED_FIRST,
     workspace_bytes=_parts_bytes,
-    counters=_tiles,
+    counters=lambda target, problem, config: (
+        _tiles(target, problem, config) * _work_of(target, problem, config).blocks
+    ),
+    yields=_yielding("mfma_split"),
 )

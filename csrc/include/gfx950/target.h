@@ -46,6 +46,7 @@ MX_DEVICE int wave_in_group() {
 }
 MX_DEVICE unsigned long group_x() { return __builtin_amdgcn_workgroup_id_x(); }
 MX_DEVICE unsigned long group_y() { return __builtin_amdgcn_workgroup_id_y(); }
+MX_DEVICE unsigned long group_z() { return __builtin_amdgcn_workgroup_id_z(); }
 MX_DEVICE void launch_dependents() {} // a launch here always waits for the one before
 MX_DEVICE void wait_for_grid_ahead() {}
 MX_DEVICE void group_barrier() {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from aiter_mx.kernels.linear.gemv import MAX_M as GEMV_MAX_M
-from aiter_mx.kernels.linear.mfma_gfx950 import MAX_M as MFMA_MAX_M
+from aiter_mx.kernels.linear.mfma_gfx950 import BLOCK_M as MFMA_BLOCK_M
 from op_tests.conformance import named
 from op_tests.linear.subjects.subject import Case, Subject
 
@@ -91,17 +91,23 @@ def _mfma_swept(config: dict[str, int], col_tiles: int, odd: bool, dtype: str) -
 
 _MFMA_FOLDS = [_mfma(1, 1, 2, 1), _mfma(2, 2, 2, 1), _mfma(1, 4, 1, 1)]
 
+# Rows of x that are divided into blocks, evenly and not.
+_SEVERAL_BLOCKS = (65, 128, 129, 200, 512)
+
 MFMA_GFX950 = Subject(
     "mfma",
     ("sim", "gfx950"),
-    [_mfma_swept(*swept) for swept in _MFMA_SWEPT],
+    [
+        *(_mfma_swept(*swept) for swept in _MFMA_SWEPT),
+        [Case(M, 37, 1120, _mfma(2, 1, 3, 1), 7) for M in _SEVERAL_BLOCKS],
+    ],
     few=[
         *(Case(3, 37, 64, config, 1) for config in _MFMA_FOLDS),
         *(Case(4, 21, 1344, config, 1) for config in _MFMA_FOLDS),
         Case(4, 67, 1312, _MFMA_FOLDS[0], 1),
         Case(13, 41, 9280, _mfma(2, 1, 3, 2), 1),
     ],
-    most_rows=MFMA_MAX_M,
+    most_rows=MFMA_BLOCK_M,
     of_rows=lambda M: _MFMA_FOLDS[0],
     width=(19, 416),
     with_bias=[Case(3, 37, 1120, _MFMA_FOLDS[0], 1)],
@@ -121,9 +127,12 @@ _SPLIT_FEW = _split(1, 1, 2, 1, 3)
 MFMA_SPLIT_GFX950 = Subject(
     "mfma_split",
     ("sim", "gfx950"),
-    [_mfma_swept(*swept) for swept in _SPLIT_SWEPT],
+    [
+        *(_mfma_swept(*swept) for swept in _SPLIT_SWEPT),
+        [Case(M, 37, 1120, _split(2, 1, 1, 1, 3), 7, "fp32", "bf16") for M in _SEVERAL_BLOCKS],
+    ],
     few=[Case(3, 37, 64, _SPLIT_FEW, 1), Case(4, 67, 1312, _split(2, 1, 1, 1, 4), 1)],
-    most_rows=MFMA_MAX_M,
+    most_rows=MFMA_BLOCK_M,
     of_rows=lambda M: _SPLIT_FEW,
     width=(19, 416),
     with_bias=[Case(3, 37, 1120, _SPLIT_FEW, 1)],
