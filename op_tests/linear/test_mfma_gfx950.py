@@ -164,9 +164,8 @@ def test_no_variant_that_may_be_chosen_spills(kernel: KernelSpec) -> None:
     for unfolded in combinations(PARAMS):
         if unfolded["fold"] != 1 or unfolded["waves"] not in (8, 12, 16):
             continue  # fewer waves have the registers of 8; folds and an odd block take a few more
-        for col_tiles in range(1, 5):
-            fold = 1 if col_tiles == 3 else 2  # of x that is folded there are 1, 2 or 4 tiles
-            config = {**unfolded, "fold": fold}
+        for col_tiles in (1, 2, 4):
+            fold, config = 2, {**unfolded, "fold": 2}
             if kernel is MFMA_SPLIT:  # never folded where it is chosen
                 fold, config = 1, {**unfolded, "splits": SPLITS.values[-1]}
             problem = LinearProblem(16 // fold * col_tiles, 2304, (1 << 17) + 32)
@@ -177,7 +176,7 @@ def test_no_variant_that_may_be_chosen_spills(kernel: KernelSpec) -> None:
                     (problem, config),
                     key=lambda e: e[1]["unroll"],
                 )
-    assert len(most) >= 25
+    assert len(most) >= 18
     requests = {build_request(kernel, GFX950, *entry): entry for entry in most.values()}
     for (request, entry), built in zip(requests.items(), build_all([*requests]), strict=True):
         for info in parse_code_object(built.image).kernels.values():

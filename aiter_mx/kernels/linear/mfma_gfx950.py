@@ -1,4 +1,4 @@
-"""The CDNA4 kernel of the linear for up to 64 rows of x, csrc/linear/mfma_gfx950.cu, two ways:
+"""The CDNA4 kernel of the linear for up to 512 rows of x, csrc/linear/mfma_gfx950.cu, two ways:
 ``mfma``, and ``mfma_split``, whose workgroups share K."""
 
 from __future__ import annotations
