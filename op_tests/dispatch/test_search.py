@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aiter_mx.kernels.linear.grouped import TILES_GFX950
-from aiter_mx.kernels.linear.problem import rows_tuned_for
+from aiter_mx.kernels.linear.mfma_gfx950 import tuned_for
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import rows_chosen_for
 from aiter_mx.kernels.registry import kernels_of, ops, problem_type
 from aiter_mx.kernels.search import Costed, Least, Search, without_waste
@@ -53,8 +53,8 @@ def test_the_choice_is_the_first_of_all_candidates(kernel: KernelSpec, arch: str
         if kernel.op == "quantize" or (kernel.name, arch) == ("gemv", "gfx950"):
             assert kernel.configure(target, problem) in candidates  # it is a rule of its own
         elif kernel.op == "linear" and kernel.name in ("mfma", "mfma_split"):
-            tuned_for = replace(problem, M=rows_tuned_for(problem.M))
-            assert kernel.configure(target, problem) == kernel.candidates(target, tuned_for)[0]
+            most = replace(problem, M=tuned_for(problem.M))
+            assert kernel.configure(target, problem) == kernel.candidates(target, most)[0]
         elif (kernel.op, kernel.name) == ("linear", "wgmma_bf16"):
             alike = replace(problem, M=rows_chosen_for(problem.M))
             assert kernel.configure(target, problem) == kernel.candidates(target, alike)[0]

@@ -149,7 +149,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 
 def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
     """A quantisation first, where doing it here costs more or takes too much of something."""
-    most = replace(problem, M=_tuned_for(problem.M))
+    most = replace(problem, M=tuned_for(problem.M))
     work = _work_of(target, most, config)
     fits = problem.K < MAX_K // 2 and _resident_of(config, work, quantises=True) > 0
     if fits and quantise_pays(target, most, work.groups, _QUANTISING):
@@ -238,7 +238,7 @@ SEARCHES: dict[str, Search] = {
 }
 
 
-def _tuned_for(M: int) -> int:
+def tuned_for(M: int) -> int:
     """Few code objects serve all numbers of rows."""
     return rows_tuned_for(M) if M <= BLOCK_M else 4 * BLOCK_M
 
@@ -246,7 +246,7 @@ def _tuned_for(M: int) -> int:
 @lru_cache(maxsize=1024)
 def _cheapest(kernel: str, target: Target, M: int, N: int, K: int) -> tuple[float, Config]:
     """What is chosen for so many rows serves fewer of them too."""
-    return SEARCHES[kernel].cheapest(target, LinearProblem(_tuned_for(M), N, K))
+    return SEARCHES[kernel].cheapest(target, LinearProblem(tuned_for(M), N, K))
 
 
 def _configuring(kernel: str) -> Callable[[Target, LinearProblem], Config]:
