@@ -65,13 +65,21 @@ def repeats(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     return found
 
 
+def is_for_another_gpu(item: pytest.Item) -> bool:
+    """Whether a conformance suite tries a kernel on a GPU that is not this machine's."""
+    trial = getattr(getattr(item, "callspec", None), "params", {}).get("bench")
+    return bool(trial and trial[1] == "gpu" and HAS_GPU) and (
+        gpu_target(0).arch not in trial[0].places
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     shard = Shard.parse(config.getoption("--shard"))
     repeated = repeats(items) if config.getoption("--one-each") else ()
     kept, left_out = [], []
     for item in items:
         runs = shard.has(item.nodeid) and (HAS_GPU or not item.get_closest_marker("gpu"))
-        runs = runs and item not in repeated
+        runs = runs and item not in repeated and not is_for_another_gpu(item)
         (kept if runs else left_out).append(item)
     if left_out:
         items[:] = kept

@@ -168,7 +168,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
             setattr(module, name, _nothing)
 
 
-MOST_SECONDS = 30
+MOST_SECONDS = 15
 """For a test here: some wait for a GPU's results, or start programs that look for one."""
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import aiter_mx
+from aiter_mx.compat.deep_gemm import m_grouped_fp8_gemm_nt_contiguous
 from aiter_mx.layouts import LAYOUTS
 from op_tests.conformance import DTYPES
 from op_tests.fuzz.reference import quantised, routed_lists
@@ -20,7 +21,12 @@ from op_tests.linear.operands import operands
 from op_tests.moe.layers import assert_layer, random_call
 from op_tests.moe.operands import Case, activated, draw_layer
 from op_tests.moe.reference import assert_activated, assert_rows
-from op_tests.mx_reference import assert_close_to_reference, dequantize64, random_mx_groups
+from op_tests.mx_reference import (
+    E4M3_VALUES,
+    assert_close_to_reference,
+    dequantize64,
+    random_mx_groups,
+)
 from op_tests.quantize.cases import draw as draw_values
 
 CPU = torch.device("cpu")
@@ -142,6 +148,53 @@ def grouped_gemm(draw: random.Random) -> Trial:
     return Trial("grouped_gemm", aiter_mx.grouped_gemm, arguments, check)
 
 
+def deep_gemm(draw: random.Random) -> Trial:
+    """Contiguous groups, padded or not, with fp32 scales of any value."""
+    N, K, dtype = 32 * draw.randint(1, 9), 32 * draw.randint(1, 12), draw.choice([*DTYPES.values()])
+    sizes = [draw.choice([0, 1, 7, 40]) for _ in range(draw.randint(1, 5))]
+    rows = [[g] * size + [-1] * draw.choice([0, 0, 3]) for g, size in enumerate(sizes)]
+    layout = torch.tensor([g for group in rows for g in group] or [-1], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(_seed(draw))
+    a, b = (
+        torch.randint(0, 0x7F, shape, generator=generator, dtype=torch.uint8)
+        for shape in ((len(layout), K), (len(sizes), N, K))
+    )
+    steps, low = -(-K // 128), draw.choice([1e-3, 1e-3, 1e-20])
+    a_scale = (torch.rand(len(layout), steps, generator=generator) - 0.3) * low
+    b_scale = torch.rand(len(sizes), -(-N // 128), steps, generator=generator) * 1e-2
+    given = a_scale.t().contiguous().t() if draw.random() < 0.5 else a_scale
+
+    def call(
+        a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, layout: Tensor, dtype: Any
+    ) -> Tensor:
+        d = torch.full((len(layout), N), 7.0, dtype=dtype)
+        m_grouped_fp8_gemm_nt_contiguous((a, a_scale), (b, b_scale), d, layout)
+        return d
+
+    def check(result: Tensor) -> None:
+        x = E4M3_VALUES[a.int()] * a_scale.double().repeat_interleave(128, 1)[:, :K]
+        wanted, most = torch.zeros(len(layout), N).double(), torch.zeros(len(layout), N).double()
+        for g in range(len(sizes)):
+            scale = b_scale[g].double().repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)
+            w, mine = E4M3_VALUES[b[g].int()] * scale[:, :K], layout == g
+            wanted[mine], most[mine] = x[mine] @ w.T, x[mine].abs() @ w.abs().T
+        error = (result.double() - wanted).abs()
+        ulp = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23}[dtype]
+        fits = most < torch.finfo(dtype).max / 2
+        # Below the smallest normal number rounding is of that size.
+        assert (error <= 2.0**-18 * most + ulp * wanted.abs() + 2.0**-24)[fits].all()
+
+    arguments = {
+        "a": a.view(torch.float8_e4m3fn),
+        "a_scale": given,
+        "b": b.view(torch.float8_e4m3fn),
+        "b_scale": b_scale,
+        "layout": layout,
+        "dtype": dtype,
+    }
+    return Trial("deep_gemm", call, arguments, check)
+
+
 def moe_align(draw: random.Random) -> Trial:
     M, top_k, E = draw.randint(0, 60), draw.randint(1, 6), draw.choice([1, 8, 60, 200])
     block_m, drop = draw.choice([4, 16, 20, 64]), draw.random() < 0.5
@@ -214,7 +267,16 @@ def fused_moe(draw: random.Random) -> Trial:
 
 TRIALS: dict[str, Callable[[random.Random], Trial]] = {
     function.__name__: function
-    for function in (linear, quantize, dequantize, grouped_gemm, moe_align, moe_gemm, fused_moe)
+    for function in (
+        linear,
+        quantize,
+        dequantize,
+        grouped_gemm,
+        deep_gemm,
+        moe_align,
+        moe_gemm,
+        fused_moe,
+    )
 }
 
 SPOILS: dict[str, Callable[[Any], Any]] = {
