@@ -20,9 +20,12 @@
 //   row 0      |          w                            |     in different banks.
 //   kRowsW - 1 |                                       |
 //
-// After the four parts, the scales, a row after the other: kScalePieces dwords of kScaleBytes each.
-//
-// Shuffled scales lie in blocks of 16 rows, as they do in memory.
+// Shuffled scales follow the four parts, in blocks of 16 rows as they lie in memory. Row-major ones
+// of four steps are copied at once, 16 bytes of a row by a lane: the unit that takes the copies'
+// addresses has as much to do with a byte of a row as with 16. These runs lie behind the stages, in
+// two halves of their own, rows of w in their order in a stage. Where K is not whole steps, what
+// follows a row's scales may be NaN: each step's are copied with it, kScalePieces dwords of
+// kScaleBytes each.
 //
 // w is operand A of the matrix instruction and x is B, so that a lane holds consecutive features:
 // eight, as rows of w are in such an order in LDS that two fragments have four each (paired_row).
@@ -32,22 +35,24 @@
 //   quarter         1             2              3                       4
 //   multiply        x lo, w lo    x lo, w hi     x hi, w hi              x hi, w lo
 //   read            w hi          x hi           x lo of the next step   w lo of the next step
-//   copy to LDS                   w              w, then x               x
+//   copy to LDS     x lo, w lo    x lo, w lo     scales, w hi            w hi, x hi
 //
-// The copies are those of two steps on, and go into this step's stage.
+// The copies are those of two steps on, and go into this step's stage. Waves copy of each half.
 //
 // Each half has its registers, but that w lo of the next step comes into those of w hi: the roles
 // of the two change with each step.
 //
 // Order. Copies to LDS count in vmcnt, reads of LDS in lgkmcnt; the compiler places the waits for
 // reads, and knows nothing of the copies, which are assembly.
-// - Early in quarter 2 a wave waits for its reads of this step's w, and at a barrier for the
-//   others'. After it, w may be overwritten.
-// - Half way through quarter 3 a wave waits for its copies but those that it has issued in this
-//   step, and for its reads of x, and at a barrier for the others'. After it, x may be overwritten,
-//   and the stage that is read from here on is complete.
-// - The unit that takes the copies' addresses is busy for most of a step, so that copies in a burst
-//   would hold up the products behind them, and be late: hence two barriers and not one.
+// - Early in quarter 1 a wave waits for its reads of both lower halves, for its copies of the step
+//   before the last, and at a barrier for the others'. After it the lower halves may be
+//   overwritten, and the upper ones are there to be read.
+// - Early in quarter 3 it waits for its reads of the upper halves, for the last step's copies of
+//   lower halves and scales, and again at a barrier. After it the upper halves and the scales may
+//   be overwritten, and the next step's lower halves may be read.
+// - So copies are under way for a step at least. The unit that takes their addresses is busy for
+//   most of a step, and copies in a burst would hold up the products behind them: they are spread
+//   over all of it.
 // - The results' way through LDS has memory of each wave's own and needs no barrier.
 //
 // With MX_WGRAD it computes the gradient of w instead (aiter_mx/kernels/grouped_wgrad/problem.py):
@@ -237,9 +242,12 @@ constexpr int kTileM = MX_TILE_M;           // rows of x in a tile: 32, 64, 128 
 constexpr int kTileN = MX_TILE_N;           // rows of w
 constexpr int kScaleBytes = MX_SCALE_BYTES; // of one copy: what K / 32 is a multiple of, at most 4
 constexpr bool kShuffledX = MX_X_SCALES == k16x4, kShuffledW = MX_W_SCALES == k16x4; // or row-major
-constexpr bool kWholeSteps = MX_WHOLE_STEPS; // K is a multiple of 128
-constexpr unsigned kSwath = MX_SWATH;        // rows of tiles that a group's tiles are ordered by
-constexpr unsigned kXcds = MX_XCDS;          // dies that workgroups go to in turn; 1 to ignore them
+constexpr bool kWholeSteps = MX_WHOLE_STEPS; // K is a multiple of 128, and more
+// Whether row-major scales of four steps are copied at once.
+constexpr bool kRunsX = !kShuffledX && kWholeSteps && !kWgrad;
+constexpr bool kRunsW = !kShuffledW && kWholeSteps && !kWgrad;
+constexpr unsigned kSwath = MX_SWATH; // rows of tiles that a group's tiles are ordered by
+constexpr unsigned kXcds = MX_XCDS;   // dies that workgroups go to in turn; 1 to ignore them
 using Out = DType<MX_OUT>;
 
 constexpr int kWaves = 4;
@@ -271,19 +279,44 @@ constexpr int kBlocksX = of_all_waves(kTileM / kSide + 1), kBlocksW = of_all_wav
 
 // LDS has so many bytes of an operand's scales, and so many copies of a wave bring them.
 constexpr int kScaleRow = 4 * kScalePieces;
-constexpr int scales_size(bool is_shuffled, int rows, int blocks) {
-    return is_shuffled ? blocks * kScaleBlock : whole_copies(rows) * kScaleRow;
+constexpr int scales_size(bool is_shuffled, bool in_runs, int rows, int blocks) {
+    return is_shuffled ? blocks * kScaleBlock : in_runs ? 0 : whole_copies(rows) * kScaleRow;
 }
-constexpr int scale_copies(bool is_shuffled, int rows) {
-    return is_shuffled ? 1 : whole_copies(rows) / kScaleCopyRows / kWaves;
+constexpr int scale_copies(bool is_shuffled, bool in_runs, int rows) {
+    return is_shuffled ? 1 : in_runs ? 0 : whole_copies(rows) / kScaleCopyRows / kWaves;
 }
-constexpr int kScalesSizeX = scales_size(kShuffledX, kTileM, kBlocksX);
-constexpr int kScalesSizeW = scales_size(kShuffledW, kTileN, kBlocksW);
-constexpr int kAllCopiesX = kCopiesX + scale_copies(kShuffledX, kTileM);
-constexpr int kAllCopiesW = kCopiesW + scale_copies(kShuffledW, kTileN);
+constexpr int kScalesSizeX = scales_size(kShuffledX, kRunsX, kTileM, kBlocksX);
+constexpr int kScalesSizeW = scales_size(kShuffledW, kRunsW, kTileN, kBlocksW);
+// Few steps have any of runs.
+constexpr int kRunCopies = kRunsX + kRunsW;
+
+// Of a step, a wave copies rows of the lower halves of all waves' fragments, then scales, and then
+// rows of the upper halves. Of 32 rows of x there are too few for that: they come with the scales.
+constexpr bool kSplitsX = kTileM > 32;
+constexpr int kHalfRowsX = kHalfX * kSide, kHalfRowsW = kHalfW * kSide;
+constexpr int kHalfCopiesX = kSplitsX ? kCopiesX / 2 : 0, kHalfCopiesW = kCopiesW / 2;
+constexpr int kHalfCopies = kHalfCopiesX + kHalfCopiesW;
+constexpr int kWholeX = kSplitsX ? 0 : kCopiesX;
+constexpr int kScaleCopiesX = scale_copies(kShuffledX, kRunsX, kTileM);
+constexpr int kScaleCopiesW = scale_copies(kShuffledW, kRunsW, kTileN);
+constexpr int kMiddleCopies = kWholeX + kScaleCopiesX + kScaleCopiesW; // and those of runs
+constexpr int kUpperCopies = kMiddleCopies + kRunCopies + kHalfCopies; // that follow the lower half
+// Of a wave's share of the lower halves, the first row.
+constexpr int kShareX = kHalfCopiesX * kCopyRows, kShareW = kHalfCopiesW * kCopyRows;
+MX_DEVICE constexpr int first_low(int at, int half_rows) {
+    return at / half_rows * 2 * half_rows + at % half_rows;
+}
+MX_DEVICE int first_x(int wave) {
+    return kSplitsX ? first_low(wave * kShareX, kHalfRowsX) : wave * kRowsX;
+}
+MX_DEVICE int first_w(int wave) { return first_low(wave * kShareW, kHalfRowsW); }
 
 // LDS, in bytes.
 constexpr int kPart = (kRowsX + kRowsW) * kDepth;
+MX_DEVICE constexpr int place_of_x(int row) { return row / kRowsX * kPart + row % kRowsX * kDepth; }
+MX_DEVICE constexpr int place_of_w(int row) {
+    return row / kRowsW * kPart + (kRowsX + row % kRowsW) * kDepth;
+}
 constexpr int kScalesAtX = kWaves * kPart, kScalesAtW = kScalesAtX + kScalesSizeX;
 constexpr int kStage = kScalesAtW + kScalesSizeW;
 constexpr int kFeatures = kTileN / kWavesN; // of a wave
@@ -291,7 +324,11 @@ constexpr int kPassFeatures = kFeatures * sizeof(Out) > 256 ? 256 / sizeof(Out) 
 constexpr int kPassRow = kPassFeatures * sizeof(Out);
 constexpr int kPass = kSide * kPassRow; // of results of a wave that are on their way at a time
 constexpr int kPassesAt = 2 * kStage;
-constexpr int kLdsBytes = kPassesAt + kWaves * kPass;
+constexpr int kRunsAt = kPassesAt + kWaves * kPass;          // of x, then of w
+constexpr unsigned kRun = kPiece, kRunDepth = kRun * kBlock; // bytes of a row, and their k
+constexpr int kRunsWAt = kRunsAt + (kRunsX ? kTileM * kRun : 0);
+constexpr int kRunsHalf = kRunsWAt - kRunsAt + (kRunsW ? kTileN * kRun : 0);
+constexpr int kLdsBytes = kRunsAt + 2 * kRunsHalf;
 static_assert(kHalfX >= 1 && kHalfW >= 1 && kLdsBytes <= 160 * 1024);
 
 // The row of w, of 32, at a row of LDS. Fragments are pairs of which lanes hold eight features side
@@ -314,18 +351,22 @@ class Copier {
         const int row = lane / kRowPieces, place = lane % kRowPieces;
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
-            const int x = wave * kRowsX + row + odd * kCopyRows;
-            const int w = wave * kRowsW + row + odd * kCopyRows;
+            const int x = first_x(wave) + row + odd * kCopyRows;
+            const int w = first_w(wave) + row + odd * kCopyRows;
             k_x[odd] = (place ^ x / 2 % 8) * kPiece;
             k_w[odd] = (place ^ w / 2 % 8) * kPiece;
             x_at[odd] = x * K + k_x[odd];
-            w_at[odd] = (wave * kRowsW + paired_row(row + odd * kCopyRows)) * K + k_w[odd];
+            w_at[odd] = paired_row(w) * K + k_w[odd];
         }
+        x_place = place_of_x(first_x(wave));
+        w_place = place_of_w(first_w(wave));
         block = lane % kScalePieces * kScaleBytes;
         scale_at = lane / kScalePieces * (K / kBlock) + block;
         const int of_share = lane / kBlockPieces, piece_at = lane % kBlockPieces * kPiece;
         blocks_x_at = (wave * (kBlocksX / kWaves) + of_share) * block_row() + piece_at;
         blocks_w_at = (wave * (kBlocksW / kWaves) + of_share) * block_row() + piece_at;
+        run_x_at = (wave * kRowsX + lane) * (K / kBlock);
+        run_w_at = paired_row(wave * kRowsW + lane) * (K / kBlock);
     }
 
     // Turns to this tile; if there is none, zeros are copied.
@@ -377,6 +418,7 @@ class Copier {
     MX_MEMBER void aim() {
         const unsigned last = kWgrad ? end : K;
         if constexpr (kWgrad) {
+            whole_earlier = whole_before;
             whole_before = whole;
             whole = last > k ? last - k : 0;
         }
@@ -395,52 +437,70 @@ class Copier {
         blocks_w_now = is_any ? blocks_w_at + step_at : kNowhere;
     }
 
-    // One of the step's copies of x, into a stage.
+    // One of the step's copies of the lower halves, into a stage.
     template <int I>
-    MX_MEMBER void copy_x(unsigned stage) const {
-        if constexpr (I < kCopiesX)
-            copy_16_bytes(x, x_now[I % 2], I / 2 * 2 * kCopyRows * K, stage + wave * kPart,
-                          I * kCopyRows * kDepth);
-        else if constexpr (kShuffledX)
-            copy_blocks<kBlocksX>(x_scales, blocks_x_now, stage, kScalesAtX);
+    MX_MEMBER void copy_low(unsigned stage) const {
+        if constexpr (I < kHalfCopiesX)
+            copy_x<I, 0>(stage);
         else
-            copy_scales(x_scales, I - kCopiesX, stage, kScalesAtX);
+            copy_w<I - kHalfCopiesX, 0>(stage);
     }
+    // One of those that follow: scales and what is not halved, then the upper halves.
     template <int I>
-    MX_MEMBER void copy_w(unsigned stage) const {
-        if constexpr (I < kCopiesW)
-            copy_16_bytes(w, w_now[I % 2], paired_row(I / 2 * 2 * kCopyRows) * K,
-                          stage + wave * kPart, (kRowsX + I * kCopyRows) * kDepth);
-        else if constexpr (kShuffledW)
+    MX_MEMBER void copy_upper(unsigned stage) const {
+        constexpr int scales_x = I - kWholeX, scales_w = scales_x - kScaleCopiesX;
+        constexpr int runs = I - kMiddleCopies, high_w = runs - kRunCopies;
+        if constexpr (I < kWholeX)
+            copy_x<I, 0>(stage);
+        else if constexpr (scales_x < kScaleCopiesX && kShuffledX)
+            copy_blocks<kBlocksX>(x_scales, blocks_x_now, stage, kScalesAtX);
+        else if constexpr (scales_x < kScaleCopiesX)
+            copy_scales(x_scales, scales_x, stage, kScalesAtX);
+        else if constexpr (scales_w < kScaleCopiesW && kShuffledW)
             copy_blocks<kBlocksW>(w_scales, blocks_w_now, stage, kScalesAtW);
+        else if constexpr (scales_w < kScaleCopiesW)
+            copy_scales(w_scales, scales_w, stage, kScalesAtW);
+        else if constexpr (runs < kRunsX)
+            copy_runs<kRowsX>(x_scales, run_x_at, kRunsAt);
+        else if constexpr (runs < kRunCopies)
+            copy_runs<kRowsW>(w_scales, run_w_at, kRunsWAt);
+        else if constexpr (high_w < kHalfCopiesW)
+            copy_w<high_w, kHalfRowsW>(stage);
         else
-            copy_scales(w_scales, I - kCopiesW, stage, kScalesAtW);
+            copy_x<high_w - kHalfCopiesW, kHalfRowsX>(stage);
     }
 
-    // Clears what this wave has copied of the step before the one that was aimed at last, from the
-    // end of its group on. That step lies in `stage`; of younger copies there are so many.
+    // Clears what this wave has copied of the lower halves and scales in the step before the one
+    // that was aimed at last, from the end of its group on. That step lies in `stage`; of younger
+    // copies there are so many.
     template <int Younger>
-    MX_MEMBER void clear_beyond_end(unsigned stage) const {
+    MX_MEMBER void clear_low_beyond_end(unsigned stage) const {
         const unsigned count = whole_before;
-        if (count % kDepth == 0 || count > kDepth)
+        if (count - 1 >= kDepth - 1)
             return;
         asm volatile("s_waitcnt vmcnt(%0)" ::"i"(Younger) : "memory");
-        const unsigned lane = thread_in_group() % kLanes;
-        unsigned char* own = lds() + stage + wave * kPart + lane * kPiece;
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            clear_pieces<kCopiesX>(own, odd, count - k_x[odd]);
-            clear_pieces<kCopiesW>(own + kRowsX * kDepth, odd, count - k_w[odd]);
-        }
+        clear_half(stage, count, kSplitsX ? kHalfCopiesX : kCopiesX, 0, 0);
         const unsigned blocks = (count + kBlock - 1) / kBlock;
         const unsigned kept = blocks < 4 ? (1u << 8 * blocks) - 1 : ~0u;
-        unsigned char* scales = lds() + stage + (wave * kLanes + lane) * 4;
-        clear_words<kAllCopiesX - kCopiesX>(scales + kScalesAtX, kept);
-        clear_words<kAllCopiesW - kCopiesW>(scales + kScalesAtW, kept);
+        unsigned char* scales = lds() + stage + thread_in_group() * 4;
+        clear_words<kScaleCopiesX>(scales + kScalesAtX, kept);
+        clear_words<kScaleCopiesW>(scales + kScalesAtW, kept);
+    }
+    // The same of the upper halves in the step before that one.
+    template <int Younger>
+    MX_MEMBER void clear_high_beyond_end(unsigned stage) const {
+        const unsigned count = whole_earlier;
+        if (count - 1 >= kDepth - 1)
+            return;
+        asm volatile("s_waitcnt vmcnt(%0)" ::"i"(Younger) : "memory");
+        clear_half(stage, count, kHalfCopiesX, place_of_x(kHalfRowsX), kHighW);
     }
 
     // After a step's copies.
-    MX_MEMBER void advance() { k += kDepth; }
+    MX_MEMBER void advance() {
+        runs_half = k % kRunDepth == 0 ? kRunsHalf - runs_half : runs_half;
+        k += kDepth;
+    }
     MX_MEMBER bool is_done(unsigned steps) const { return k >= steps * kDepth; }
     // True if the step that comes after the present one's products is a tile's first.
     MX_MEMBER bool has_begun() const { return k == kDepth; }
@@ -448,16 +508,38 @@ class Copier {
     unsigned skew; // the tile's first row within a block of shuffled scales
 
   private:
+    // From a row of a lower half to that of the upper one.
+    static constexpr int kHighW = place_of_w(kHalfRowsW) - place_of_w(0);
+
+    // Copy I of a half of x, or of all of it, whose rows begin so far from those of the lower half.
+    template <int I, int Further>
+    MX_MEMBER void copy_x(unsigned stage) const {
+        copy_16_bytes(x, x_now[I % 2], (Further + I / 2 * 2 * kCopyRows) * K, stage + x_place,
+                      place_of_x(Further) + I * kCopyRows * kDepth);
+    }
+    template <int I, int Further>
+    MX_MEMBER void copy_w(unsigned stage) const {
+        copy_16_bytes(w, w_now[I % 2], paired_row(Further + I / 2 * 2 * kCopyRows) * K,
+                      stage + w_place, (Further ? kHighW : 0) + I * kCopyRows * kDepth);
+    }
+    MX_MEMBER void clear_half(unsigned stage, unsigned count, int copies_x, int to_x,
+                              int to_w) const {
+        unsigned char* own = lds() + stage + thread_in_group() % kLanes * kPiece;
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            clear_pieces(own + x_place + to_x, copies_x, odd, count - k_x[odd]);
+            clear_pieces(own + w_place + to_w, kHalfCopiesW, odd, count - k_w[odd]);
+        }
+    }
     // Of every second copy's piece, of whose bytes the first `left` count, if it is cut.
-    template <int Copies>
-    MX_MEMBER static void clear_pieces(unsigned char* at, int odd, unsigned left) {
+    MX_MEMBER static void clear_pieces(unsigned char* at, int copies, int odd, unsigned left) {
         if (left - 1 >= kPiece - 1)
             return;
         u32x4 kept;
 #pragma unroll
         for (unsigned i = 0; i < 4; ++i)
             kept[i] = left >= 4 * i + 4 ? ~0u : left > 4 * i ? (1u << 8 * (left - 4 * i)) - 1 : 0;
-        for (int i = odd; i < Copies; i += 2)
+        for (int i = odd; i < copies; i += 2)
             *reinterpret_cast<u32x4*>(at + i * kCopyRows * kDepth) &= kept;
     }
     template <int Copies>
@@ -479,13 +561,22 @@ class Copier {
         copy_16_bytes_of<share * kBlockPieces>(from, offset, 0, stage + wave * share * kScaleBlock,
                                                at);
     }
+    // The wave's rows of a run, where one begins with this step.
+    template <int Rows>
+    MX_MEMBER void copy_runs(Resource from, unsigned offset, int at) const {
+        copy_16_bytes_at_zero<Rows>(k % kRunDepth, from, offset, k / kBlock,
+                                    runs_half + wave * Rows * kRun, at);
+    }
     // Bytes of the shuffled scales of 16 rows, K padded to whole steps.
     MX_MEMBER unsigned block_row() const { return (K + kDepth - 1) / kDepth * kScaleBlock; }
 
     unsigned N, K, wave, block, scale_at, blocks_x_at, blocks_w_at, k;
+    unsigned run_x_at, run_w_at, runs_half = 0;
     unsigned k_x[2], k_w[2], x_at[2], w_at[2]; // of copies of even and odd number
     unsigned x_now[2], w_now[2], scale_now, blocks_x_now, blocks_w_now;
-    unsigned end, whole = 0, whole_before = 0; // k of the group; from a step on, to its end
+    unsigned end;                                            // k of the group
+    unsigned whole = 0, whole_before = 0, whole_earlier = 0; // k to its end from a step on
+    int x_place, w_place;                                    // of the wave's first row in a stage
     Resource x, w, x_scales, w_scales;
 };
 
@@ -505,9 +596,9 @@ struct Half {
 };
 
 // Where a lane reads the fragments of an operand in a stage. Rows are those of a part, At is where
-// they begin in it, ScalesAt where the operand's scales begin in the stage. IsShuffled says how
-// these lie, IsPaired whether rows are in the order of paired_row.
-template <int Rows, int At, int ScalesAt, bool IsShuffled, bool IsPaired>
+// they begin in it, ScalesAt where the operand's scales begin in the stage or, in runs, in LDS.
+// IsShuffled and InRuns say how these lie, IsPaired whether rows are in the order of paired_row.
+template <int Rows, int At, int ScalesAt, bool IsShuffled, bool InRuns, bool IsPaired>
 class Place {
   public:
     static constexpr int kReads = 3; // of one fragment
@@ -520,6 +611,7 @@ class Place {
         const int own = IsPaired ? paired_row(lane % kSide) : lane % kSide;
         row_in_block = own % kSide;
         block = ScalesAt + (first + own) / kSide * kScaleBlock + g * kSide;
+        run = ScalesAt + (first + lane % kSide) * kRun + g;
         scale = IsShuffled
                     ? block + row_in_block
                     : ScalesAt + (first + own) * kScaleRow + g / kScaleBytes * 4 + g % kScaleBytes;
@@ -531,6 +623,9 @@ class Place {
         scale = block + row + row / kSide * (kScaleBlock - kSide);
     }
 
+    // From here on it is the turn of a step whose scales begin at byte `at` of runs.
+    MX_MEMBER void turn_to(unsigned at) { scale = run + at; }
+
     // Read `which`, of 3 Count, of a half: scales first, since all are looked at before the first
     // product.
     template <int Which, int Count>
@@ -538,7 +633,7 @@ class Place {
         const unsigned char* at = lds() + stage;
         const int first = is_upper ? Count : 0;
         if constexpr (Which < Count)
-            to.scales[Which] = at[scale + scale_of_fragment(first + Which)];
+            to.scales[Which] = (InRuns ? lds() : at)[scale + scale_of_fragment(first + Which)];
         else
             read_rows<(Which - Count) % 2>(to.rows[(Which - Count) / 2],
                                            kSide * (first + (Which - Count) / 2), at);
@@ -555,22 +650,26 @@ class Place {
     }
     // From the scale of a lane's first fragment to that of another.
     MX_MEMBER static constexpr int scale_of_fragment(int i) {
+        if constexpr (InRuns)
+            return i * kSide * kRun;
         const int rows = IsPaired ? paired_row(i * kSide) : i * kSide;
         return IsShuffled ? rows / kSide * kScaleBlock + rows % kSide : rows * kScaleRow;
     }
-    unsigned low, high, scale;
+    unsigned low, high, scale, run;
     unsigned row_in_block, block; // of shuffled scales
 };
-using PlaceX = Place<kRowsX, 0, kScalesAtX, kShuffledX, false>;
-using PlaceW = Place<kRowsW, kRowsX * kDepth, kScalesAtW, kShuffledW, true>;
+using PlaceX = Place<kRowsX, 0, kRunsX ? kRunsAt : kScalesAtX, kShuffledX, kRunsX, false>;
+using PlaceW =
+    Place<kRowsW, kRowsX * kDepth, kRunsW ? kRunsWAt : kScalesAtW, kShuffledW, kRunsW, true>;
 
 // Sums of 16 x 16 products in accumulation registers that the source names: a[4 i .. 4 i + 3] is
 // fragment i. LLVM cannot keep 128 or 256 sums of a lane where they are: with no register to spare
 // it moves them about, by way of memory. So it is not told of them, but that all are in use.
 //
 // What it does not know of it cannot protect: settle() waits until the last product is in its
-// registers (ISA manual, section 4.5: 8 passes, and a margin), and no vector instruction may write
-// an operand in the two wait states before the product that takes it. The simulator checks both.
+// registers (ISA manual, section 4.5: 8 passes, and a margin), and the first product of an operand
+// waits for the two states that must lie between it and a vector instruction that writes the
+// operand: LLVM moves what is loaded about. The simulator checks both.
 
 #define MX_TEN(t)                                                                                  \
     "a" #t "0", "a" #t "1", "a" #t "2", "a" #t "3", "a" #t "4", "a" #t "5", "a" #t "6",            \
@@ -593,17 +692,17 @@ struct NamedSums {
                  :                                                                                 \
                  : "v"(a), "v"(b), "v"(a_scales), "v"(b_scales), "i"(4 * i), "i"(4 * i + 3)        \
                  : "memory")
-    // A product of operands that come from loads; the first begins the sum.
-    template <bool IsFirst>
+    // The first product begins the sum. Vector instructions may have written fresh operands.
+    template <bool IsFirst, bool IsFresh>
     MX_MEMBER static void add(int i, u32x8 a, unsigned a_scales, u32x8 b, unsigned b_scales) {
-        if constexpr (IsFirst)
+        if constexpr (IsFirst && IsFresh)
+            MX_ADD("s_nop 1\n\t", "0");
+        else if constexpr (IsFirst)
             MX_ADD("", "0");
+        else if constexpr (IsFresh)
+            MX_ADD("s_nop 1\n\t", "a[%c4:%c5]");
         else
             MX_ADD("", "a[%c4:%c5]");
-    }
-    // Vector instructions may have written these operands just now.
-    MX_MEMBER static void add_fresh(int i, u32x8 a, unsigned a_scales, u32x8 b, unsigned b_scales) {
-        MX_ADD("s_nop 1\n\t", "a[%c4:%c5]");
     }
 #undef MX_ADD
     MX_MEMBER static void settle() { asm volatile("s_nop 15\n\ts_nop 7" ::: "memory"); }
@@ -625,14 +724,11 @@ struct PlainSums {
     f32x4 of[Count];
 
     MX_MEMBER static void reserve() {}
-    template <bool IsFirst>
+    template <bool IsFirst, bool IsFresh>
     MX_MEMBER void add(int i, u32x8 a, unsigned a_scales, u32x8 b, unsigned b_scales) {
         of[i] = multiply_scaled<0>(a, a_scales, b, b_scales, IsFirst ? f32x4{} : of[i]);
         // LLVM would move the product, which touches no memory, away from the reads it is to hide.
         asm volatile("" : "+v"(of[i])::"memory");
-    }
-    MX_MEMBER void add_fresh(int i, u32x8 a, unsigned a_scales, u32x8 b, unsigned b_scales) {
-        add<false>(i, a, a_scales, b, b_scales);
     }
     MX_MEMBER static void settle() {}
     MX_MEMBER f32x4 read(int i) const { return of[i]; }
@@ -689,15 +785,17 @@ class Stream {
         copier.start(first, true);
         for (int step = 0; step < 2; ++step) {
             copier.aim();
-            each<kAllCopiesX>([&](auto i) { copier.copy_x<i.value>(step * kStage); });
-            each<kAllCopiesW>([&](auto i) { copier.copy_w<i.value>(step * kStage); });
+            each<kHalfCopies>([&](auto i) { copier.copy_low<i.value>(step * kStage); });
+            each<kUpperCopies>([&](auto i) { copier.copy_upper<i.value>(step * kStage); });
             copier.advance();
         }
         if constexpr (kShuffledX)
             place_x.start(skew = copier.skew);
+        if constexpr (kRunCopies > 0)
+            turn_to_step(true);
         if constexpr (kWgrad)
-            copier.clear_beyond_end<kAllCopiesX + kAllCopiesW>(0);
-        copies_arrived<kAllCopiesX + kAllCopiesW>();
+            copier.clear_low_beyond_end<kHalfCopies + kOfStep>(0);
+        copies_arrived<kHalfCopies + kOfStep>();
         each<kReadsX>([&](auto i) { place_x.read_half<i.value>(x_low, false, stage); });
         each<kReadsW>([&](auto i) { place_w.read_half<i.value>(w_first, false, stage); });
         x_low.widen();
@@ -720,18 +818,19 @@ class Stream {
             for (int x = 0; x < kFragsX; ++x)
 #pragma unroll
                 for (int w = 0; w < kFragsW; ++w)
-                    sums.add_fresh(x * kFragsW + w, most_w.payload(w), kUnitScale,
-                                   most_x.payload(x), kUnitScale);
+                    sums.template add<false, true>(x * kFragsW + w, most_w.payload(w), kUnitScale,
+                                                   most_x.payload(x), kUnitScale);
         most_x = {};
         most_w = {};
     }
 
   private:
     static constexpr int kReadsX = PlaceX::kReads * kHalfX, kReadsW = PlaceW::kReads * kHalfW;
-    static constexpr int kProducts = kHalfX * kHalfW, kEarly = kProducts / 2;
-    // Of w in quarter 2, of x in quarter 3: the other one has half the time, and may have none.
-    static constexpr int kLateW = kEarly ? kAllCopiesW / 3 : 0, kEarlyW = kAllCopiesW - kLateW;
-    static constexpr int kEarlyX = kAllCopiesX / 3;
+    static constexpr int kProducts = kHalfX * kHalfW, kBarrierAt = kProducts / 8;
+    // Copies that are waited for: a run's count for none, as most steps have none.
+    static constexpr int kOfStep = 2 * kHalfCopies + kMiddleCopies;
+    // Of quarters 1 and 3; the others have the rest.
+    static constexpr int kFirstLow = kHalfCopies / 2, kFirstUpper = (kUpperCopies + 1) / 2;
 
     // A step of the tile before `next`, of so many; without a next one, zeros are copied. The first
     // begins the sums.
@@ -744,43 +843,47 @@ class Stream {
         copier.aim();
         note(most_x, 0, x_low);
         note(most_w, 0, low);
-        const auto nothing = [](auto) {};
-        quarter<IsFirst, 0, kReadsW, 0>(x_low, 0, low, 0, nothing, [&](auto i) {
-            place_w.read_half<i.value>(high, true, stage);
+        quarter<IsFirst, true, true, 1 + kReadsW + kFirstLow>(x_low, 0, low, 0, [&](auto i) {
+            if constexpr (i.value == 0) {
+                if constexpr (kWgrad)
+                    copier.clear_high_beyond_end<kOfStep>(stage);
+                copies_arrived<kOfStep>();
+            } else {
+                mixed<i.value - 1, kReadsW, kFirstLow>(
+                    [&](auto j) { place_w.read_half<j.value>(high, true, stage); },
+                    [&](auto j) { copier.copy_low<j.value>(stage); });
+            }
         });
         note(most_w, 1, high);
-        quarter<IsFirst, 0, 1 + kReadsX + kEarlyW, kProducts / 8>(
-            x_low, 0, high, 1, nothing, [&](auto i) {
-                if constexpr (i.value == 0)
-                    reads_arrived();
-                else if constexpr (i.value <= kReadsX)
-                    place_x.read_half<i.value - 1>(x_high, true, stage);
-                else
-                    copier.copy_w<i.value - 1 - kReadsX>(stage);
+        quarter<IsFirst, false, true, kReadsX + kHalfCopies - kFirstLow>(
+            x_low, 0, high, 1, [&](auto i) {
+                mixed<i.value, kReadsX, kHalfCopies - kFirstLow>(
+                    [&](auto j) { place_x.read_half<j.value>(x_high, true, stage); },
+                    [&](auto j) { copier.copy_low<kFirstLow + j.value>(stage); });
             });
         note(most_x, 1, x_high);
         if constexpr (kShuffledX) { // a branch would let LLVM take bytes to its other side
             skew = copier.has_begun() ? copier.skew : skew;
             place_x.start(skew);
         }
-        quarter<IsFirst, kLateW, 1 + kReadsX + kEarlyX, kEarly>(
-            x_high, 1, high, 1, [&](auto i) { copier.copy_w<kEarlyW + i.value>(stage); },
-            [&](auto i) {
-                if constexpr (i.value == 0) {
-                    if constexpr (kWgrad)
-                        copier.clear_beyond_end<kAllCopiesW>(other);
-                    copies_arrived<kAllCopiesW>();
-                } else if constexpr (i.value <= kReadsX)
-                    place_x.read_half<i.value - 1>(x_low, false, other);
-                else
-                    copier.copy_x<i.value - 1 - kReadsX>(stage);
-            });
-        quarter<IsFirst, 0, kReadsW + kAllCopiesX - kEarlyX, 0>(
-            x_high, 1, low, 0, nothing, [&](auto i) {
-                if constexpr (i.value < kReadsW)
-                    place_w.read_half<i.value>(high, false, other);
-                else
-                    copier.copy_x<i.value - kReadsW + kEarlyX>(stage);
+        if constexpr (kRunCopies > 0)
+            turn_to_step(copier.has_begun());
+        quarter<IsFirst, true, false, 1 + kReadsX + kFirstUpper>(x_high, 1, high, 1, [&](auto i) {
+            if constexpr (i.value == 0) {
+                if constexpr (kWgrad)
+                    copier.clear_low_beyond_end<2 * kHalfCopies>(other);
+                copies_arrived<2 * kHalfCopies>();
+            } else {
+                mixed<i.value - 1, kReadsX, kFirstUpper>(
+                    [&](auto j) { place_x.read_half<j.value>(x_low, false, other); },
+                    [&](auto j) { copier.copy_upper<j.value>(stage); });
+            }
+        });
+        quarter<IsFirst, false, false, kReadsW + kUpperCopies - kFirstUpper>(
+            x_high, 1, low, 0, [&](auto i) {
+                mixed<i.value, kReadsW, kUpperCopies - kFirstUpper>(
+                    [&](auto j) { place_w.read_half<j.value>(high, false, other); },
+                    [&](auto j) { copier.copy_upper<kFirstUpper + j.value>(stage); });
             });
         x_low.widen();
         high.widen();
@@ -788,23 +891,43 @@ class Stream {
         stage = other;
     }
 
-    // A quarter of a step's products. early(i), for each i below Early, is spread over those before
-    // number From, and work(i), for each i below Work, over the others.
-    template <bool IsFirst, int Early, int Work, int From, class DoEarly, class Do>
+    // Scales of runs are read from here on for the next step, maybe a tile's first.
+    MX_MEMBER void turn_to_step(bool is_first) {
+        constexpr unsigned last = kRun - kStepBlocks;
+        const bool begins_run = is_first || runs_at % kRun == last;
+        runs_at = begins_run ? kRunsHalf - runs_at / kRun * kRun : runs_at + kStepBlocks;
+        if constexpr (kRunsX)
+            place_x.turn_to(runs_at);
+        if constexpr (kRunsW)
+            place_w.turn_to(runs_at);
+    }
+
+    // Number I of so many reads and copies, which take turns.
+    template <int I, int Reads, int Copies, class Read, class Copy>
+    MX_MEMBER static void mixed(Read read, Copy copy) {
+        constexpr int before = I * Copies / (Reads + Copies);
+        if constexpr ((I + 1) * Copies / (Reads + Copies) > before)
+            copy(Constant<before>{});
+        else
+            read(Constant<I - before>{});
+    }
+
+    // A quarter of a step's products, of halves that come from loads now if they are fresh.
+    // work(i), for each i below Work, is spread over those after the first few.
+    template <bool IsFirst, bool IsFreshX, bool IsFreshW, int Work, class Do>
     MX_MEMBER void quarter(const Half<kHalfX>& x, int x_half, const Half<kHalfW>& w, int w_half,
-                           DoEarly early, Do work) {
-        constexpr int slots = kProducts - From;
+                           Do work) {
+        constexpr int slots = kProducts - kBarrierAt;
         sums.reserve();
         each<kProducts>([&](auto i) {
             constexpr int fx = i.value / kHalfW, fw = i.value % kHalfW;
-            sums.template add<IsFirst>((x_half * kHalfX + fx) * kFragsW + w_half * kHalfW + fw,
-                                       w.rows[fw], w.scales[fw], x.rows[fx], x.scales[fx]);
-            if constexpr (i.value < From) {
-                constexpr int first = i.value * Early / From, end = (i.value + 1) * Early / From;
-                each<end - first>([&](auto j) { early(Constant<first + j.value>{}); });
-            } else {
-                constexpr int first = (i.value - From) * Work / slots;
-                constexpr int end = (i.value - From + 1) * Work / slots;
+            constexpr bool is_fresh = (IsFreshX && fw == 0) || (IsFreshW && fx == 0);
+            sums.template add<IsFirst, is_fresh>(
+                (x_half * kHalfX + fx) * kFragsW + w_half * kHalfW + fw, w.rows[fw], w.scales[fw],
+                x.rows[fx], x.scales[fx]);
+            if constexpr (i.value >= kBarrierAt) {
+                constexpr int first = (i.value - kBarrierAt) * Work / slots;
+                constexpr int end = (i.value - kBarrierAt + 1) * Work / slots;
                 each<end - first>([&](auto j) { work(Constant<first + j.value>{}); });
             }
             finish_before_next();
@@ -825,7 +948,9 @@ class Stream {
     Half<kHalfW> w_first, w_second;
     Largest<kHalfX> most_x;
     Largest<kHalfW> most_w;
+    static constexpr int kStepBlocks = kDepth / kBlock;
     unsigned stage = 0, skew = 0;
+    unsigned runs_at = kRunsHalf; // the first run is in the first half
 };
 
 // The bias of the features that a lane holds: four of each fragment.

@@ -128,14 +128,20 @@ def test_a_few_scales_far_from_the_others_leave_these_alone(bench: Bench) -> Non
 
 
 @each(SUBJECTS, nans=range(len(NANS)))
-def test_nan_reaches_its_outputs_alone(bench: Bench, nans: int) -> None:
+def test_nan_reaches_its_outputs_alone(
+    bench: Bench, nans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AITER_MX_SIM_FINITE_SCALES", "1")
     outs = [bench.assert_right(case, drawn) for case, drawn in bench.few(**NANS[nans])]
     shares = [out.isnan().float().mean() for out in outs]
     assert any(0 < share < 1 for share in shares), "the draw must show both outcomes"
 
 
 @each(SUBJECTS)
-def test_a_nan_scale_counts_even_where_the_payload_is_zero(bench: Bench) -> None:
+def test_a_nan_scale_counts_even_where_the_payload_is_zero(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AITER_MX_SIM_FINITE_SCALES", "1")
     case = bench.subject.few[1]
     row, column, blocks = case.groups.M // 2, case.N // 2, case.K // 32
     for block in range(blocks):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 import aiter_mx
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT
 from aiter_mx.target import hardware
-from op_tests.grouped.subjects import ONE_TILE
+from op_tests.grouped.cases import Groups, assert_groups, launch_grouped
+from op_tests.grouped.subjects import ONE_TILE, config_of
 from op_tests.launches import bound
-from op_tests.mx_reference import assert_close_to_reference, random_mx_groups
+from op_tests.mx_reference import assert_close_to_reference, random_mx, random_mx_groups
 
 GFX950 = hardware("gfx950")
 
@@ -37,6 +39,27 @@ def test_operands_and_results_above_4_gib_match_float64() -> None:
         run = bound(PERSISTENT, torch.device("cpu"), problem, ONE_TILE, cu_num=1)
         run((a, a_scale, b, b_scale, None, out, starts, ends))
     assert_close_to_reference(out[rows], *near[:2], near[2][0], near[3][0])
+
+
+@pytest.mark.parametrize("tile_m", [32, 64])
+@pytest.mark.parametrize("K", [128, 416, 512, 640, 896, 1152])
+def test_scales_of_several_steps_that_are_copied_at_once(
+    K: int, tile_m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Last runs of one step and more, tiles one after the other that begin at any row, and what
+    follows a row's last scale is often NaN."""
+    monkeypatch.setenv("AITER_MX_SIM_FINITE_SCALES", "1")
+    groups = Groups([(1, 30), (30, 97), (97, 97), (103, 120)], "ranges", "i32", 121)
+    generator = torch.Generator().manual_seed(K)
+    a = random_mx(121, K, generator, nan_scale=0.01)
+    b, b_scale = random_mx(4 * 160, K, generator, nan_scale=0.003)
+    drawn = (*a, b.view(4, 160, K), b_scale.view(4, 160, K // 32))
+    with aiter_mx.simulate("gfx950"):
+        config, dtype, device = config_of(tile_m, 128, 4, 8), torch.float32, torch.device("cpu")
+        out = launch_grouped(PERSISTENT, device, config, drawn, groups, None, dtype, 1)
+    assert_groups(out, drawn, groups)
+    shares = [out[begin:end].isnan().float().mean() for begin, end in groups.ranges if end > begin]
+    assert any(0 < share < 1 for share in shares)
 
 
 def test_refusals_say_what_is_covered() -> None:

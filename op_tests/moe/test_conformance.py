@@ -171,7 +171,10 @@ def test_nan_reaches_its_outputs_alone(
 
 
 @each(SUBJECTS)
-def test_a_nan_scale_counts_even_where_the_payload_is_zero(bench: Bench) -> None:
+def test_a_nan_scale_counts_even_where_the_payload_is_zero(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AITER_MX_SIM_FINITE_SCALES", "1")
     for case, drawn in itertools.islice(bench.few(exponents=NEAR, weighted=False), 2):
         layer, blocks = drawn.layer, case.K // 32
         for block in range(0, blocks, 1 + blocks // 8):

@@ -31,6 +31,8 @@ LAYOUTS = ("16x4",)
 
 _DEPTH = 128  # of K in a step
 _WAVES = 4
+_RUN_STEPS = 4  # whose row-major scales are copied at once
+_RUN_BYTES = _RUN_STEPS * _DEPTH // BLOCK  # of a row
 # Of an MI355X: the CDNA4 ISA manual and white paper.
 _XCDS = 8
 _LDS_BYTES = 160 * 1024
@@ -78,7 +80,9 @@ def _lds_bytes(problem: GroupedGemmProblem, config: Config) -> int:
         (problem.a_scale_layout, tile_m, tile_m // 16 + 1),  # it may begin within a block
         (problem.b_scale_layout, tile_n, tile_n // 16),
     ):
-        if layout == "row_major":
+        if layout == "row_major" and _whole_steps(problem):
+            stage += rows * _RUN_BYTES
+        elif layout == "row_major":
             stage += -(-rows // at_once) * at_once * 4 * pieces
         else:
             stage += -(-blocks // _WAVES) * _WAVES * 16 * _DEPTH // BLOCK
@@ -97,7 +101,7 @@ def resident(problem: GroupedGemmProblem, config: Config) -> int:
 def _address_cycles(problem: GroupedGemmProblem, config: Config) -> float:
     """Of the copies of a step: one for four lanes in one line, else one for each lane."""
     pieces = 4 // _scale_bytes(problem)  # lanes of a row of scales
-    of_row = 1 if pieces == 4 else pieces
+    of_row = 1 / _RUN_STEPS if _whole_steps(problem) else 1 if pieces == 4 else pieces
     cycles = 0.0
     for layout, rows in (
         (problem.a_scale_layout, config["tile_m"]),
@@ -152,13 +156,18 @@ def _scale_bytes(problem: GroupedGemmProblem) -> int:
     return 1 if blocks % 2 else 2 if blocks % 4 else 4
 
 
+def _whole_steps(problem: GroupedGemmProblem) -> bool:
+    """Whether K is whole steps, two at least: row-major scales of four are then copied at once."""
+    return problem.K % _DEPTH == 0 and problem.K > _DEPTH
+
+
 def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Mapping[str, int]:
     return {
         **as_defines(config),
         "MX_SCALE_BYTES": _scale_bytes(problem),
         "MX_X_SCALES": SCALE_LAYOUTS[problem.a_scale_layout].code,
         "MX_W_SCALES": SCALE_LAYOUTS[problem.b_scale_layout].code,
-        "MX_WHOLE_STEPS": int(problem.K % _DEPTH == 0 and problem.K > _DEPTH),
+        "MX_WHOLE_STEPS": int(_whole_steps(problem)),
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_BIAS": DTYPE_CODES[problem.bias],
     }

@@ -130,6 +130,21 @@ MX_DEVICE void copy_16_bytes_of(Resource from, unsigned offset, unsigned further
                  : "memory", "scc");
 }
 
+// The same where `zero`, which is the same in all lanes, is 0, for any number of first lanes; else
+// nothing is copied.
+template <int Lanes>
+MX_DEVICE void copy_16_bytes_at_zero(unsigned zero, Resource from, unsigned offset,
+                                     unsigned further, unsigned to, int at) {
+    constexpr long lanes = Lanes == kLanes ? -1 : (1l << Lanes) - 1;
+    LaneMask all;
+    asm volatile("s_add_u32 m0, %4, %5\n\ts_mov_b64 %0, exec\n\ts_cmp_eq_u32 %6, 0\n\t"
+                 "s_cselect_b64 exec, %7, 0\n\tbuffer_load_dwordx4 %1, %2, %3 offen lds\n\t"
+                 "s_mov_b64 exec, %0"
+                 : "=&s"(all)
+                 : "v"(offset), "s"(from), "s"(further), "s"(to), "i"(at), "s"(zero), "i"(lanes)
+                 : "memory", "scc");
+}
+
 // Size bytes a lane, each in a dword of LDS.
 template <int Size>
 MX_DEVICE void copy_piece(Resource from, unsigned offset, unsigned further, unsigned to, int at) {
