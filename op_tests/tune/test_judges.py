@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -100,3 +101,23 @@ def test_verdicts_count_what_is_right() -> None:
         "grouped: 1 of 2 cells within 20 %, median error 20.0%",
         "pairs: the faster kernel named in 0 of 1",
     ]
+
+
+def test_the_saved_times_rank_pairs_and_follow_the_grouped_kernel() -> None:
+    modelled = {}
+    with (FOLDER / "judges.csv").open(newline="") as file:
+        for line in csv.DictReader(file):
+            sizes = [int(line[name]) for name in ("M", "N", "K")]
+            groups, us = int(line["groups"] or 0), float(line["published_us"] or 0)
+            split_k = int(line["k_splits"])
+            found = Row(
+                line["set"], *sizes, line["kernel"], split_k, groups, 0, us, line["published"]
+            )
+            modelled[found] = float(line["modelled_us"])
+    told = "\n".join(verdicts(modelled))
+    near, cells, median = re.findall(r"(\d+) of (\d+) cells within 20 %, median error (.+)%", told)[
+        0
+    ]
+    assert (int(near) >= 20, int(cells), float(median) <= 12) == (True, 24, True)
+    right, pairs_in_all = map(int, re.findall(r"faster kernel named in (\d+) of (\d+)", told)[0])
+    assert right >= 0.8 * pairs_in_all >= 0.8 * 18
