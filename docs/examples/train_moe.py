@@ -6,7 +6,10 @@
 All linears and experts of the one model are ``aiter_mx.nn``'s, and all of the other are torch's;
 both begin with the same weights and see the same batches. Printed are the loss of both, and how far
 the gradients of each layer point the same way: the cosine of both models' gradients, of the weights
-that the MX model has at that step. ``--wrong-tail`` leaves the last 32 rows of every group out of
+that the MX model has at that step, when tokens go to the experts that the MX model chose, and when
+bf16 chooses for itself; and the cosine with the gradient that bf16 has of the model whose forward
+pass rounds operands as MX does, which is what a backward pass over MX can be held to.
+``--wrong-tail`` leaves the last 32 rows of every group out of
 the gradient of its weights, which a loss hides for long and the cosine does not.
 """
 
@@ -20,15 +23,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import aiter_mx
 from aiter_mx import autograd
 from aiter_mx.nn import MxExperts, MxGroupedLinear, MxLinear
 
+Row: TypeAlias = dict[str, float]
 VOCABULARY = 256  # bytes
 EVERY = 10  # steps between lines
 
@@ -60,8 +65,36 @@ def text() -> Tensor:
     return torch.frombuffer(bytearray(found), dtype=torch.uint8).long()
 
 
+class Rounded(torch.autograd.Function):
+    """A product of operands rounded to MX, and the gradients of one of the operands themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        """``x [..., K] @ w[N, K].T``."""
+        ctx.save_for_backward(x, w)
+        x, w = (aiter_mx.dequantize(*aiter_mx.quantize(each), each.dtype) for each in (x, w))
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """As of a linear."""
+        x, w = ctx.saved_tensors
+        return dy @ w, dy.reshape(-1, len(w)).T @ x.reshape(-1, x.shape[-1])
+
+
+class RoundedLinear(nn.Linear):
+    """A linear that rounds its operands, and not what comes back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., K]`` to ``[..., N]``."""
+        y: Tensor = Rounded.apply(x, self.weight)
+        return y
+
+
 class PlainGroups(MxGroupedLinear):
     """The same parameters, and torch's products."""
+
+    rounds = False
 
     def forward(
         self, x: Tensor, group_offs: Tensor | None = None, *, group_lens: Tensor | None = None
@@ -69,8 +102,14 @@ class PlainGroups(MxGroupedLinear):
         """A product for each group, which are read on the host."""
         assert group_offs is not None
         groups = pairwise(group_offs.tolist())
-        parts = [x[slice(*rows)] @ w.T for rows, w in zip(groups, self.weight, strict=True)]
-        return torch.cat(parts)
+        parts = [(x[slice(*rows)], w) for rows, w in zip(groups, self.weight, strict=True)]
+        return torch.cat([Rounded.apply(*p) if self.rounds else p[0] @ p[1].T for p in parts])
+
+
+class RoundedGroups(PlainGroups):
+    """These round their operands too."""
+
+    rounds = True
 
 
 class Layer(nn.Module):
@@ -83,10 +122,13 @@ class Layer(nn.Module):
         self.qkv = linear(size.width, 3 * size.width, bias=False)
         self.out = linear(size.width, size.width, bias=False)
         self.router = nn.Linear(size.width, size.experts, bias=False)
+        self.chosen: Tensor | None = None  # experts of each token, in the last forward pass
+        self.told: Tensor | None = None  # experts to take in place of the best
         self.experts = MxExperts(size.experts, size.width, size.width)
-        if linear is nn.Linear:
-            self.experts.gate_up = PlainGroups(size.experts, size.width, 2 * size.width)
-            self.experts.down = PlainGroups(size.experts, size.width, size.width)
+        if linear is not MxLinear:
+            groups = PlainGroups if linear is nn.Linear else RoundedGroups
+            self.experts.gate_up = groups(size.experts, size.width, 2 * size.width)
+            self.experts.down = groups(size.experts, size.width, size.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, context, width]``."""
@@ -97,7 +139,8 @@ class Layer(nn.Module):
         x = x + self.out(attended.transpose(1, 2).reshape(B, C, H))
         tokens = self.norms[1](x).reshape(B * C, H)
         shares = self.router(tokens).float().softmax(-1)
-        weights, ids = shares.topk(self.size.top_k)
+        ids = shares.topk(self.size.top_k).indices if self.told is None else self.told
+        self.chosen, weights = ids, shares.gather(1, ids)
         routed = self.experts(tokens, ids, weights / weights.sum(-1, keepdim=True))
         return x + routed.view(B, C, H)
 
@@ -153,11 +196,7 @@ def gradients(model: Model, batch: Tensor) -> tuple[float, dict[str, Tensor]]:
 
 
 def cosines(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
-    """The least of the layers over MX operands, and of the routers.
-
-    A router's gradient is that of the experts it chose, and rounding lets a token that is undecided
-    choose another one.
-    """
+    """The least of the layers over MX operands, and of the routers."""
     least = {"least_cosine": 1.0, "router_cosine": 1.0}
     for name, gradient in one.items():
         if gradient.ndim == 1 or "embedding" in name or "place" in name:
@@ -169,16 +208,35 @@ def cosines(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float
     return least
 
 
-def train(
-    seed: int, steps: int, size: Size, device: torch.device, say: bool = True
-) -> list[dict[str, float]]:
+def compare(
+    mx: Model, gradients_of_mx: dict[str, Tensor], plain: Model, rounding: Model, batch: Tensor
+) -> Row:
+    """Cosines with the gradients that bf16 has of the same weights.
+
+    Rounding lets a token that is undecided choose another expert, and an expert of few tokens then
+    has another gradient altogether. So bf16 is told the experts first, and then chooses.
+    """
+    found = {}
+    for name, probe, told in (
+        ("told", plain, True),
+        ("own_choice_cosine", plain, False),
+        ("same_forward_cosine", rounding, True),
+    ):
+        probe.load_state_dict(mx.state_dict())
+        for own, other in zip(probe.layers, mx.layers, strict=True):
+            own.told = other.chosen if told else None
+        found[name] = cosines(gradients_of_mx, gradients(probe, batch)[1])
+    return found.pop("told") | {name: least["least_cosine"] for name, least in found.items()}
+
+
+def train(seed: int, steps: int, size: Size, device: torch.device, say: bool = True) -> list[Row]:
     """Both models side by side; a row every ten steps, and for the last one."""
     pair = {}
     for name, linear in (("mx", MxLinear), ("bf16", nn.Linear)):
         torch.manual_seed(seed)
         pair[name] = Model(size, linear).to(device, torch.bfloat16)
     pair["bf16"].load_state_dict(pair["mx"].state_dict())
-    probe = Model(size, nn.Linear).to(device, torch.bfloat16)
+    probes = [Model(size, kind).to(device, torch.bfloat16) for kind in (nn.Linear, RoundedLinear)]
     optimizers = {n: torch.optim.AdamW(m.parameters(), lr=3e-3) for n, m in pair.items()}
     rows, launched = [], Launches()
     for step, batch in zip(range(steps), batches(size, seed, device), strict=False):
@@ -187,9 +245,8 @@ def train(
                 gradients(pair["mx"], batch)
         found = {name: gradients(model, batch) for name, model in pair.items()}
         if step % EVERY == 0 or step == steps - 1:
-            probe.load_state_dict(pair["mx"].state_dict())
             losses = {name: loss for name, (loss, _) in found.items()}
-            agree = cosines(found["mx"][1], gradients(probe, batch)[1])
+            agree = compare(pair["mx"], found["mx"][1], *probes, batch)
             rows.append({"seed": seed, "step": step, **losses, **agree})
             if say:
                 print({name: round(value, 4) for name, value in rows[-1].items()}, flush=True)
@@ -212,7 +269,7 @@ def without_the_tail() -> None:
     autograd.grouped_gemm_wgrad = wrong
 
 
-def draw(rows: list[dict[str, float]], path: Path) -> None:
+def draw(rows: list[Row], path: Path) -> None:
     """Loss curves, and the cosines below."""
     from matplotlib import pyplot
 
@@ -223,7 +280,9 @@ def draw(rows: list[dict[str, float]], path: Path) -> None:
         for name, style in (("bf16", "--"), ("mx", "-")):
             curve = [row[name] for row in own]
             losses.plot(steps, curve, style, color=f"C{int(seed)}", label=f"{name}, seed {seed:g}")
-        below.plot(steps, [row["least_cosine"] for row in own], color=f"C{int(seed)}")
+        styles = {"same_forward_cosine": "-", "least_cosine": "--", "own_choice_cosine": ":"}
+        for name, style in styles.items():
+            below.plot(steps, [row[name] for row in own], style, color=f"C{int(seed)}")
     losses.set_ylabel("loss")
     losses.legend()
     below.set_ylabel("least cosine of a layer's gradients")
