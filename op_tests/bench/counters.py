@@ -60,6 +60,7 @@ QUANTIZE = [QuantizeProblem(1024, 7168), QuantizeProblem(1024, 7168, to="both")]
 SHAPES: dict[str, tuple[str, Sequence[Problem]]] = {
     "gemv": ("linear", GEMV),
     "mfma": ("linear", MFMA),
+    "mfma_split": ("linear", MFMA[1:]),
     "moe mfma": ("moe_gemm", MOE),
     "moe_up gemv": ("moe_up", [up for up, _ in FEW_TOKENS]),
     "moe_down gemv": ("moe_down", [down for _, down in FEW_TOKENS]),
