@@ -31,7 +31,7 @@ from aiter_mx.kernels.linear.problem import (
     quantised_first,
     rows_tuned_for,
 )
-from aiter_mx.kernels.search import Costed, Least, Search, without_waste
+from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search, without_waste
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     MAX_GRID_X,
@@ -191,18 +191,23 @@ def _costs(
     """A fit to the model of time, in cycles; then what to have less of where it is equal."""
     cycles, bounded = FITTED, []
     for rows, fold, split in product(PARAMS[0].values, PARAMS[1].values, splits):
+        if (fold > 1 and split > 1) or min(problem.M, BLOCK_M) * fold > SIDE * _MOST_COL_TILES:
+            continue
         work = _work(target, problem, rows, fold, split)
-        if work.col_tiles <= _MOST_COL_TILES and (split == 1 or fold == 1):
-            bounded.append((_bound(target, problem, work, rows, split), rows, fold, split, work))
-    for bound, rows, fold, split, work in sorted(bounded):
+        bound = _bound(target, problem, work, rows, split)
+        bound += cycles["split"] * work.of_busiest * (split > 1)
+        in_turn = _least_in_turn(problem, work, rows, fold)
+        bounded.append((bound + in_turn, bound, rows, fold, split, work))
+    for lowest, bound, rows, fold, split, work in sorted(bounded):
         cols, busiest = work.col_tiles, work.of_busiest
         of_block = -(-problem.M // work.blocks)
-        if bound + cycles["round"] > least.cost:
+        if lowest * ROUNDED_OFF > least.cost:
             return
-        once_a_group = bound + cycles["split"] * busiest * (split > 1)
         for unroll in PARAMS[3].values:
             of_tiles = cycles["step"] * (rows + cols)
-            if once_a_group + cycles["round"] + unroll * of_tiles > least.cost:
+            if (bound + cycles["round"] + unroll * of_tiles) * ROUNDED_OFF > least.cost:
+                break
+            if _registers(rows, cols, unroll) > MOST_REGISTERS:
                 break
             for waves, turns in without_waste(WAVES, work.steps, unroll):
                 held = min(busiest, _resident(rows, cols, waves, unroll))
@@ -213,7 +218,7 @@ def _costs(
                 each = -(-of_block * work.rows // (waves * target.wave_size))
                 a_round = turns * unroll * step + cycles["sum"] * each * waves * fold
                 a_round += cycles["round"]
-                cost = once_a_group + rounds * a_round + cycles["turn"] * (rounds * turns - 1)
+                cost = bound + rounds * a_round + cycles["turn"] * (rounds * turns - 1)
                 values = (rows, fold, waves, unroll, *((split,) if splits != (1,) else ()))
                 yield cost, (rounds, waves * unroll, unroll), values
 
@@ -230,6 +235,15 @@ def _bound(
     addresses = tiles * cycles["tile"] + asked / cycles["moved_bytes"]
     slowest = max(memory, asked / cycles["cached_bytes"], addresses)
     return cycles["bound"] * slowest
+
+
+def _least_in_turn(problem: LinearProblem, work: _Work, row_tiles: int, fold: int) -> float:
+    """At least what a round's instructions take, however many waves share them."""
+    cycles, cols = FITTED, work.col_tiles
+    steps = cycles["step"] * (row_tiles + cols) / WAVES[-1]
+    steps += cycles["product"] * row_tiles * cols / SIMDS
+    results = -(-problem.M // work.blocks) * work.rows / 64
+    return cycles["round"] + work.steps * steps + cycles["sum"] * results * fold
 
 
 SEARCHES: dict[str, Search] = {
