@@ -32,6 +32,8 @@ from op_tests.launches import (
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 HALF_ULP = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-23}
+LEAST = {"bf16": 2.0**-130, "fp16": 2.0**-24, "fp32": 2.0**-144}
+"""What may be lost below the least normal numbers, of sums and of their rounding."""
 
 
 class Case(NamedTuple):
@@ -201,7 +203,7 @@ def assert_groups(out: Tensor, case: Case, drawn: Operands, bound_of_error: floa
         w = exact(b[g], b_scale[g].repeat_interleave(128, 0)[: case.N])
         wanted, most = x @ w.T, x.abs() @ w.T.abs()
         error = (out[start:end].double() - wanted).abs()
-        allowed = bound_of_error * most + HALF_ULP[case.dtype] * wanted.abs() + 2.0**-24
+        allowed = bound_of_error * most + HALF_ULP[case.dtype] * wanted.abs() + LEAST[case.dtype]
         fits = (most < largest / 2) & wanted.isfinite()
         assert (error <= allowed)[fits].all(), f"{case}: {float((error / allowed)[fits].max())}"
         beyond = wanted.abs() > largest * (1 + 2 * bound_of_error)
@@ -244,6 +246,21 @@ def test_scales_of_any_value_are_exact(bench: Bench, of: float) -> None:
             scale = b_scale.clone()
             scale[0, -1, 0] = other
             bench.assert_right(case, (a, a_scale, b, scale))
+
+
+@each(SUBJECTS, ends=("top", "bottom"))
+def test_a_product_of_scales_may_lie_outside_of_fp32(bench: Bench, ends: str) -> None:
+    """Small payloads under large scales, and the other way around: results are ordinary numbers."""
+    for case, (a, a_scale, b, b_scale) in bench.few():
+        if case.dtype == "fp16":
+            case = case._replace(dtype="bf16")
+        first, last, exponents = (0, 3, (100, 30)) if ends == "top" else (0x70, 0x7E, (-70, -75))
+        for payload in (a, b):
+            payload.view(torch.uint8).bitwise_and_(0x83).bitwise_or_(first & last)
+        for scale, exponent in zip((a_scale, b_scale), exponents, strict=True):
+            scale.mul_(2.0**14).log2_().frac_().exp2_().mul_(2.0**exponent)
+        out = bench.assert_right(case, (a, a_scale, b, b_scale))
+        assert out.isfinite().all() and (out != 0).float().mean() > 0.9
 
 
 @each(SUBJECTS)
