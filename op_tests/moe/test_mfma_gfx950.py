@@ -165,3 +165,19 @@ def test_refusals_say_what_is_covered() -> None:
     assert "no mfma kernel for sm_90a" in str(
         MFMA.refusal(hardware("sm_90a"), problem_of(1, 64, 64, "none"))
     )
+
+
+def test_a_last_block_that_is_counted_in_part_and_experts_beyond_those_here() -> None:
+    """20 ids in use are two blocks of 16, the second of an expert that is not here."""
+    generator, absent = torch.Generator().manual_seed(4), 2
+    xq, xs = random_mx(20, 160, generator, scale_exponents=(-6, 6))
+    wq, ws = random_weights(2, 48, 160, generator, scale_exponents=(-6, 6))
+    ids = torch.arange(48, dtype=torch.int32)
+    for last in (1, absent, absent + 5, 1 << 30):
+        experts = torch.tensor([1, last, 0], dtype=torch.int32)
+        used = torch.tensor([20], dtype=torch.int32)
+        out = torch.full((20, 48), torch.nan)
+        with aiter_mx.simulate("gfx950"):
+            call = (xq, xs, wq, ws, ids, experts, used, 20, 1, 16)
+            aiter_mx.moe_gemm(*call, out_dtype=torch.float32, out=out)
+        assert_rows(out, Layer(xq, xs, wq, ws, None, [1] * 16 + [last] * 4, 1))
