@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import sqrt
+from math import inf, sqrt
 from statistics import fmean, quantiles
 
 from aiter_mx.dispatch.cells import MODEL
@@ -51,7 +51,7 @@ _BEST_US, _BEST_BYTES_A_US, _BEST_ROWS = 3.9, 6.3e6, 16
 def modelled_meter(op: str, jobs: int) -> Meter:
     """A meter for gfx950, on any machine, with so many compilers at a time."""
     workload_of(op)  # an op that cannot be tried out raises here
-    chosen: dict[str, list[Candidate]] = {}
+    chosen: dict[str, dict[Candidate, float]] = {}
 
     @contextmanager
     def bench(problem: Problem) -> Iterator[Bench]:
@@ -172,7 +172,7 @@ class ModelBench:
 
 
 def decide(
-    chosen: dict[str, list[Candidate]],
+    chosen: dict[str, dict[Candidate, float]],
     bench: Bench,
     candidates: Sequence[Candidate],
     incumbent: Candidate | None,
@@ -181,15 +181,15 @@ def decide(
     """Choose by the model.
 
     Args:
-        chosen: what was chosen for problems that differ in rows alone, which are candidates too;
-            this one's is added.
+        chosen: what was chosen for problems that differ in rows alone, and its least time, which
+            are candidates too; this one's is added.
         bench: a ``ModelBench``.
         candidates: the first is what dispatch takes where no table decides.
         incumbent: not asked: the model's own earlier choice has no better right than this one.
         rules: which are hopeless, out at first look, and too little faster.
     """
     assert isinstance(bench, ModelBench)
-    alike = chosen.setdefault(str(replace(bench.problem, M=0)), [])
+    alike = chosen.setdefault(str(replace(bench.problem, M=0)), {})
     starters = list(dict.fromkeys([*in_turn(candidates, rules.tries), *alike]))
     admitted: dict[Candidate, Admission] = {}
     failures: list[Failure] = []
@@ -215,6 +215,8 @@ def decide(
             continue
         order = sorted(running, key=lambda candidate: running[candidate])
         best = next(c for c in order if c == usual or beats(bench, c, usual, rules.margin))
+        if running[best] > (1 + rules.margin) * min(alike.values(), default=inf):
+            best = order[0]  # else more rows would take less
         try:
             admitted[best] = Admission(running[best], bench.rel_err(best))
         except Unfit as error:
@@ -223,7 +225,7 @@ def decide(
             continue
         timings = {c: Timing(c, us, 0.0, 1, admitted[c]) for c, us in running.items()}
         timings[best] = replace(timings[best], spread=_spread(bench, best))
-        alike += [best] * (best not in alike)
+        alike[best] = min(running[best], alike.get(best, inf))
         return Outcome(
             timings[best],
             tuple(timings[c] for c in [best, *(c for c in order if c != best)]),

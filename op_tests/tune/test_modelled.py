@@ -63,7 +63,9 @@ class FakeBench(ModelBench):
         return "model 1.0%"
 
 
-def chosen(bench: ModelBench, known: dict[str, list[Candidate]] | None = None) -> Candidate | None:
+def chosen(
+    bench: ModelBench, known: dict[str, dict[Candidate, float]] | None = None
+) -> Candidate | None:
     outcome = decide({} if known is None else known, bench, EVERY, None, RULES)
     return outcome.chosen.candidate if outcome.chosen else None
 
@@ -116,7 +118,7 @@ def test_what_fails_on_a_later_draw_of_indices_is_passed_over() -> None:
 
 
 def test_what_more_rows_take_is_a_candidate_for_fewer() -> None:
-    known: dict[str, list[Candidate]] = {}
+    known: dict[str, dict[Candidate, float]] = {}
     fourth = Candidate("linear", "gfx950", "hip", "gemv", (("rows", 4),))
     for M, expected in ((32, fourth), (16, fourth), (8, fourth)):
         bench = FakeBench(
@@ -127,6 +129,17 @@ def test_what_more_rows_take_is_a_candidate_for_fewer() -> None:
         assert outcome.chosen is not None and outcome.chosen.candidate == expected
     other = FakeBench(problem=LinearProblem(8, 128, 256), us=dict.fromkeys(EVERY, 10.0))
     assert chosen(other, known) == USUAL
+
+
+def test_fewer_rows_take_the_fastest_where_more_take_less() -> None:
+    known: dict[str, dict[Candidate, float]] = {}
+    for M, us, expected in (
+        (32, {USUAL: 9.4}, USUAL),
+        (16, {USUAL: 9.6, OTHER: 9.5}, USUAL),  # within 3 % of what 32 rows take
+        (8, {USUAL: 9.8, OTHER: 9.6}, OTHER),
+    ):
+        bench = FakeBench(problem=LinearProblem(M, 96, 256), us=us)
+        assert chosen(bench, known) == expected
 
 
 def test_the_spread_is_that_of_the_draws() -> None:
