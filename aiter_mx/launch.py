@@ -124,7 +124,7 @@ def bind(spec: KernelSpec, target: Target, problem: Problem, config: Config, dev
     """
     workspace_bytes = spec.workspace_bytes(target, problem, config)
     runs = [bind_module(spec, module, target, problem, config, device) for module in spec.modules]
-    words, runtime = spec.counters(target, problem, config), runtime_of(target.runtime)
+    words = spec.counters(target, problem, config)
     pointers = [arg for arg in _module_of(spec).args if arg.kind == "pointer"]
     nulls = sum(arg.access == "null" for arg in pointers)
     aligned = [(at, arg.align) for at, arg in enumerate(pointers) if arg.align > 1]
@@ -138,6 +138,7 @@ def bind(spec: KernelSpec, target: Target, problem: Problem, config: Config, dev
             # The allocator hands it out again only to what this stream does later.
             own.append(torch.empty(workspace_bytes, dtype=torch.uint8, device=where))
         if words:
+            runtime = runtime_of(target.runtime)
             stream, capturing = runtime.current_stream(device), runtime.is_capturing(device)
             own.append(counters.counters(words, where, stream, capturing))
         tensors += own

@@ -18,7 +18,7 @@ from op_tests.moe.layers import random_call, variants
 
 @pytest.fixture(autouse=True)
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for op in ("fused_moe", "moe_gemm", "moe_align"):
+    for op in ("fused_moe_call", "moe_gemm", "moe_align"):
         plans = import_module(f"aiter_mx.ops.{op}")._plans
         monkeypatch.setattr(plans, "by_call", {})
     monkeypatch.setattr("aiter_mx.launch._functions", {})

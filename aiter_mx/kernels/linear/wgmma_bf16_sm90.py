@@ -146,6 +146,13 @@ def _configure(target: Target, problem: LinearProblem) -> Config:
     return _search.best(target, replace(problem, M=rows_chosen_for(problem.M)))
 
 
+def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
+    """The choice for this number of rows and those near it, then the best for this one alone."""
+    chosen = _configure(target, problem)
+    others = [found for found in _search.candidates(target, problem) if found != chosen]
+    return [chosen, *others]
+
+
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     if problem.M <= _MOST_OWN_M:
         return None
@@ -231,6 +238,6 @@ WGMMA_BF16 = declare(
     refusal=_refusal,
     params=PARAMS,
     configure=_configure,
-    candidates=_search.candidates,
+    candidates=_candidates,
     yields=_yields,
 )
