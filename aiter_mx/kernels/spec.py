@@ -268,7 +268,7 @@ class KernelSpec:
 
     def is_for(self, arch: str) -> bool:
         """Whether the kernel can be built for an architecture, or is built by someone else."""
-        return self.module is None or arch in self.module.sources
+        return not self.modules or arch in self.modules[-1].sources
 
     def misfit(self, target: Target, problem: Problem, config: Config) -> str | None:
         """Why a configuration whose values are legal has no launch for a problem, or None."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -100,6 +101,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     return None
 
 
+@cache
 def _unit_cycles(tile_m: int, tile_n: int) -> float:
     """What 64 k of a tile take."""
     computed = tile_n // GROUP_ROWS * max(FITTED.group, FITTED.product * tile_m)
@@ -112,6 +114,11 @@ def _unit_cycles(tile_m: int, tile_n: int) -> float:
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
     """A model of a call's time beyond its start, see ``FITTED``."""
     chunks = _chunks(problem)
+    splits = [
+        (split, most_clusters(target, split), -(-chunks // split) * 2)
+        for split in PARAMS[2].values
+        if split <= chunks
+    ]
     for tile_m, tile_n in product(PARAMS[0].values, PARAMS[1].values):
         if tile_m > _MOST_TOKENS[tile_n]:
             continue
@@ -120,11 +127,8 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
         if clusters / target.cu_num * chunks * 2 * unit * ROUNDED_OFF > least.cost:
             continue
         of_tile = FITTED.tile + tile_m * tile_n * 4 / FITTED.stored
-        for split in PARAMS[2].values:
-            if split > chunks:
-                break
-            units = -(-chunks // split) * 2
-            rounds = -(-clusters // most_clusters(target, split))
+        for split, side_by_side, units in splits:
+            rounds = -(-clusters // side_by_side)
             exchange = 0.0
             if split > 1:
                 received = tile_m * tile_n * 4 * (split - 1) / split
