@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -101,7 +100,6 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     return None
 
 
-@cache
 def _unit_cycles(tile_m: int, tile_n: int) -> float:
     """What 64 k of a tile take."""
     computed = tile_n // GROUP_ROWS * max(FITTED.group, FITTED.product * tile_m)
