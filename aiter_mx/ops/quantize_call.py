@@ -21,7 +21,7 @@ from aiter_mx.checks import (
 )
 from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.quantize import QuantizeProblem
-from aiter_mx.launch import Run, call
+from aiter_mx.launch import Run, Tensors, call
 from aiter_mx.layouts import layout_of, padded_shape
 from aiter_mx.numerics import BLOCK, FORMATS, ROUNDING
 from aiter_mx.plan import Plans, bind
@@ -133,7 +133,10 @@ def _plan(x: Tensor, offsets: Tensor | None, options: Options) -> _Plan:
         for made in like
     ]
     if problem.out_rows * problem.N * problem.matrices == 0:
-        run: Run = lambda tensors, addresses: quantize_torch.run(problem, tensors, {})  # noqa: E731
+
+        def run(tensors: Tensors, addresses: object) -> None:
+            quantize_torch.run(problem, tensors, {})
+
         return run, new_outputs, False
     return bind("quantize", target_of(x.device), problem, x.device), new_outputs, True
 
