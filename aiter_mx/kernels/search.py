@@ -49,21 +49,22 @@ class Search:
 
     def best(self, target: Target, problem: Problem) -> Config:
         """The configuration of the least cost. Raises ValueError where none fits the problem."""
-        return self.cheapest(target, problem)[1]
-
-    def cheapest(self, target: Target, problem: Problem) -> tuple[float, Config]:
-        """The least cost, and the configuration that has it.
-
-        Raises:
-            ValueError: none fits the problem.
-        """
-        least, best = Least(), None
-        for found in self.costs(target, problem, least):
-            if best is None or found < best:
-                best, least.cost = found, found[0]
-        if best is None:
+        found = self.cheapest(target, problem)
+        if found is None:
             raise ValueError(f"no configuration is known to fit {problem}")
-        return best[0], self._config(best[2])
+        return found[1]
+
+    def cheapest(
+        self, target: Target, problem: Problem, most: float = inf
+    ) -> tuple[float, Config] | None:
+        """The least cost, and the configuration that has it; None where all cost more than ``most``
+        or none fits."""
+        least: Least = Least(most)
+        best: Costed | None = None
+        for found in self.costs(target, problem, least):
+            if found[0] <= most and (best is None or found < best):
+                best, least.cost = found, found[0]
+        return None if best is None else (best[0], self._config(best[2]))
 
     def candidates(self, target: Target, problem: Problem) -> list[Config]:
         """Those that a tuner should time, the best first."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
@@ -258,15 +259,21 @@ def tuned_for(M: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _cheapest(kernel: str, target: Target, M: int, N: int, K: int) -> tuple[float, Config]:
-    """What is chosen for so many rows serves fewer of them too."""
-    return SEARCHES[kernel].cheapest(target, LinearProblem(tuned_for(M), N, K))
+def _cheapest(kernel: str, target: Target, M: int, N: int, K: int) -> Config:
+    return SEARCHES[kernel].best(target, LinearProblem(M, N, K))
 
 
 def _configuring(kernel: str) -> Callable[[Target, LinearProblem], Config]:
-    return lambda target, problem: dict(
-        _cheapest(kernel, target, problem.M, problem.N, problem.K)[1]
-    )
+    """What is chosen for so many rows serves fewer of them too."""
+
+    def configure(target: Target, problem: LinearProblem) -> Config:
+        fastest, config = _fastest(target, problem)
+        if fastest != kernel or config is None:
+            M = tuned_for(problem.M)
+            config = _cheapest(kernel, target, M, problem.N, problem.K)
+        return dict(config)
+
+    return configure
 
 
 def _split_refusal(target: Target, problem: LinearProblem) -> str | None:
@@ -285,21 +292,31 @@ def _persistent(target: Target, problem: LinearProblem) -> float:
     return min(costs) + FITTED["persistent"]
 
 
+def _fastest(target: Target, problem: LinearProblem) -> tuple[str, Config | None]:
+    M = problem.M if problem.M > BLOCK_M else tuned_for(problem.M)
+    return _fastest_of(target, M, problem.N, problem.K)
+
+
 @lru_cache(maxsize=1024)
-def _fastest(target: Target, M: int, N: int, K: int) -> str:
-    """The kernel that is. ``mfma`` is unless another is by a twentieth."""
-    cost = {"mfma": FITTED["launch"] + _cheapest("mfma", target, M, N, K)[0]}
-    if M >= _FEWEST_SPLIT_ROWS and N < _MAX_SPLIT_N:
-        cost["mfma_split"] = FITTED["launch"] + _cheapest("mfma_split", target, M, N, K)[0]
+def _fastest_of(target: Target, M: int, N: int, K: int) -> tuple[str, Config | None]:
+    """The kernel that is, and its configuration unless it is ``persistent``; ``mfma`` is unless
+    another is by a twentieth. No search goes beyond what would be taken in its place."""
+    tuned, launch, best = LinearProblem(tuned_for(M), N, K), FITTED["launch"], inf
     if M > BLOCK_M:
-        cost["persistent"] = FITTED["launch"] + _persistent(target, LinearProblem(M, N, K))
-    best = min(cost, key=lambda name: cost[name])
-    return best if cost[best] <= _WORTH_LEAVING * cost["mfma"] else "mfma"
+        best = launch + _persistent(target, LinearProblem(M, N, K))
+    mfma = SEARCHES["mfma"].cheapest(target, tuned, best / _WORTH_LEAVING - launch)
+    if mfma is not None:
+        best = min(best, _WORTH_LEAVING * (launch + mfma[0]))
+    if M >= _FEWEST_SPLIT_ROWS and N < _MAX_SPLIT_N:
+        split = SEARCHES["mfma_split"].cheapest(target, tuned, best - launch)
+        if split is not None:
+            return "mfma_split", split[1]
+    return ("persistent", None) if mfma is None else ("mfma", mfma[1])
 
 
 def _yielding(kernel: str) -> Callable[[Target, LinearProblem], str | None]:
     def yields(target: Target, problem: LinearProblem) -> str | None:
-        fastest = _fastest(target, problem.M, problem.N, problem.K)
+        fastest, _ = _fastest(target, problem)
         return None if fastest == kernel else f"{fastest} is faster here by the model of time"
 
     return yields
