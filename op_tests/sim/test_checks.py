@@ -75,6 +75,16 @@ def test_a_mistake_is_named_by_its_rule(
     assert rule_of(kernel, *more, **geometry) == (rule, kind)
 
 
+def test_workgroups_that_store_the_same_values_at_once_do_not_race() -> None:
+    rounds, data = 4000, np.random.default_rng(3).integers(0, 2**32, 64 * 4000, dtype=np.uint32)
+    options = SimOptions(threads=4)  # of the host, which may meet at any moment of a store
+    for _ in range(4):
+        out = np.zeros_like(data)
+        launch(program("strict.cu"), "groups_agree", 8, 64, [data, out, rounds], access="rb",
+               options=options)  # fmt: skip
+        np.testing.assert_array_equal(out, data)
+
+
 def test_workgroups_that_wait_for_each_other_by_atomics_may_read_each_others_writes() -> None:
     out, _ = run("groups_read", 1, grid=2, options=SimOptions(threads=2))
     np.testing.assert_array_equal(out[512:640], np.tile(DATA[:64], 2))

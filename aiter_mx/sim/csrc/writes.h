@@ -51,9 +51,16 @@ static int changes_memory(const u32* d, u32 lane, u64 address, u32 from, u32 to,
             return 1;
     return 0;
 }
+static void write_bytes(const u32* d, u32 lane, u64 address, u32 from, u32 to, u32 shift) {
+    for (u32 i = from; i < to; i++)
+        __atomic_store_n((u8*)(address + i), stored_byte(d, lane, i, shift), __ATOMIC_RELAXED);
+}
+// Writes what the store is about to write: a workgroup on another host thread that finds the tag
+// compares its own value with memory, where this one has to be by then.
 NOINLINE void note_writes(Wave* w, u32 instruction, const u64* address, const u32* d, u32 size,
                           u32 shift) {
     u64 tag = write_tag(w);
+    int alone = w->group->launch->coherence != NULL; // on one thread, and versions come first
     EACH_ACTIVE(w) {
         u32 l = ACTIVE_LANE;
         u64* at = dwords_of(w, address[l], 1);
@@ -62,14 +69,17 @@ NOINLINE void note_writes(Wave* w, u32 instruction, const u64* address, const u3
         for (u32 from = 0, to; from < size; from = to, at++) {
             u32 first = (u32)(address[l] + from) & 3, left = size - from;
             u32 count = left < 4 - first ? left : 4 - first;
-            u64 bytes = ((1u << count) - 1) << first, written = *at, kept = 0;
+            u64 bytes = ((1u << count) - 1) << first, kept = 0;
+            u64 written = __atomic_load_n(at, __ATOMIC_ACQUIRE);
             to = from + count;
             if (written >> WAVE_SHIFT == tag >> WAVE_SHIFT)
                 kept = written & BYTES_WRITTEN;
             else if (UNLIKELY(written & bytes && is_unordered(w, written, tag)) &&
                      changes_memory(d, l, address[l], from, to, shift))
                 bad_order(w, instruction, l, address[l] + from, written, 1);
-            *at = tag | bytes | kept;
+            if (!alone)
+                write_bytes(d, l, address[l], from, to, shift);
+            __atomic_store_n(at, tag | bytes | kept, __ATOMIC_RELEASE);
         }
     }
 }

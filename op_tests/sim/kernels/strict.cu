@@ -255,6 +255,11 @@ KERNEL(64) groups_overlap(const u32* in, u32* out, int overlap, int same) {
     u32 at = group_id() * (64 - overlap) + l;
     out[at] = same ? in[at] : in[at] + group_id();
 }
+KERNEL(64) groups_agree(const u32* in, u32* out, int count) {
+    T;
+    for (int i = 0; i < count; i++)
+        ((volatile u32*)out)[64 * i + l] = in[64 * i + l];
+}
 KERNEL(64) groups_read(const u32* in, u32* out, int how) {
     T;
     u32* flag = out + 1000;
