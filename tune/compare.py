@@ -4,7 +4,8 @@
     python tune/compare.py /path/to/base --dry-run              # on the simulator, tiny shapes
 
 Cells are drawn by a seed from the catalogue: ``linear`` over shapes x rows x dtypes of result and
-activations x bias x overlapping launches, whole expert layers, prefill's groups, and quantisation.
+activations x bias x overlapping launches, whole expert layers, prefill's groups, quantisation, and
+the host's time of eager calls.
 Each tree runs in a process of its own, which compiles what the cells need ahead of all timing, and
 then answers for one cell at a time: operands drawn by the cell's seed, one graph of calls over cold
 weights, a digest of the results, and times as it is asked for them. Rounds alternate between the
@@ -32,12 +33,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from compare_cells import Cell, draw_cells, operands_of, tiny
+from compare_cells import EAGER, Cell, draw_cells, operands_of, tiny
 
 ROOT = Path(__file__).resolve().parents[1]
-GROUPS = ("op", "M", "out_dtype", "x_dtype", "bias", "pdl")
+GROUPS = ("op", "timed", "M", "out_dtype", "x_dtype", "bias", "pdl")
 COLD_BYTES = 512 << 20
 """Weights rotate through so much memory, several times the last-level cache."""
+EAGER_CALLS = 200
+"""Of the host between two waits for the GPU."""
 GEOMEAN_LIMIT = 1.01
 BUILD_SHARE = 0.6
 """Of the budget that building ahead may take at most."""
@@ -53,7 +56,9 @@ class Prepared:
         import torch
 
         device = torch.device("cuda" if on_gpu else "cpu")
-        calls, self._results = operands_of(cell, device, COLD_BYTES if on_gpu else 0)
+        captured = on_gpu and cell.get("timed") != "host"
+        cold_bytes = COLD_BYTES if captured else 0
+        calls, self._results = operands_of(cell, device, cold_bytes)
         for call in calls[:2]:
             call()
         whole = hashlib.sha256()
@@ -62,7 +67,7 @@ class Prepared:
         self.digest, self.calls = whole.hexdigest()[:16], len(calls)
         self._graph: Any = None
         self._first = calls[0]
-        if on_gpu:
+        if captured:
             torch.cuda.synchronize()
             self._stream, self._graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
             with torch.cuda.stream(self._stream):
@@ -76,13 +81,20 @@ class Prepared:
                     self._graph.capture_end()
 
     def time_us(self, replays: int) -> float:
-        """Microseconds of a call: the median of some replays, after two that are not timed."""
+        """Microseconds of a call: the median of some replays, after two that are not timed; of the
+        host alone for an eager call, which the GPU's queue never holds up."""
         import torch
 
         if self._graph is None:
+            on_gpu = torch.cuda.is_available()
+            count = EAGER_CALLS if on_gpu else 1
             begun = time.perf_counter()
-            self._first()
-            return (time.perf_counter() - begun) * 1e6
+            for _ in range(count):
+                self._first()
+            took = time.perf_counter() - begun
+            if on_gpu:
+                torch.cuda.synchronize()
+            return took * 1e6 / count
         times = []
         with torch.cuda.stream(self._stream):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (replays + 2))]
@@ -117,7 +129,7 @@ def kernel_of(cell: Cell) -> str:
     if cell["op"] != "linear":
         return ""
     try:
-        chosen = aiter_mx.explain(**cell)
+        chosen = aiter_mx.explain(**{key: cell[key] for key in cell if key != "timed"})
         return f"{chosen.kernel} " + " ".join(f"{k}={v}" for k, v in chosen.config.items())
     except Exception as error:
         return f"{type(error).__name__}"
@@ -304,7 +316,7 @@ def write(path: Path, lines: list[Cell]) -> None:
 def compare(arguments: argparse.Namespace) -> bool:
     """Compare the trees over all cells; whether every bar is met."""
     on_gpu = not arguments.dry_run
-    cells = draw_cells(
+    cells = EAGER + draw_cells(
         arguments.cells, arguments.moe, arguments.grouped, arguments.quantize, arguments.seed
     )
     if not on_gpu:

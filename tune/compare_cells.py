@@ -26,6 +26,13 @@ QUANTIZE = tuple(product(("rows", "columns", "both"), ("bf16", "fp32"), (8192, 3
 """Directions, dtypes and rows, of 4096 columns."""
 MOST_MOE_BYTES = 3 << 30
 Cell = dict[str, Any]
+EAGER: list[Cell] = [
+    {"op": "linear", "timed": "host", "M": 1, "N": 64, "K": 64}
+    | {"out_dtype": "bf16", "x_dtype": "e4m3", "bias": "none", "pdl": False},
+    {"op": "fused_moe", "timed": "host", "M": 1, "N": 64, "K": 64, "E": 4, "top_k": 2},
+    {"op": "quantize", "timed": "host", "M": 1, "N": 64, "to": "rows", "x_dtype": "bf16"},
+]
+"""Eager calls whose host's time is compared: so small that the GPU always waits."""
 
 
 def draw_cells(linears: int, layers: int, grouped: int, quantize: int, seed: int) -> list[Cell]:

@@ -1,4 +1,4 @@
-"""Host time of a launch: ours bare, a whole eager ``aiter_mx.linear``, and Triton's, in one run.
+"""Host time of a launch: ours bare, whole eager ops, and Triton's, in one run.
 
     python -m op_tests.bench.host [--save]
 
@@ -55,6 +55,13 @@ def main() -> None:
     start = runtime.bind(function, module.geometry(*variant[1:]), args)
     tiles = dict(configure(target, problem), SPLIT_K=1)  # one launch, as a bare launch is
 
+    hidden, width, experts = 64, 64, 4
+    gate_up = random_mx(experts * 2 * width, hidden, generator)
+    down = random_mx(experts * hidden, width, generator)
+    layer = [t.view(experts, -1, t.shape[-1]).cuda() for t in (*gate_up, *down)]
+    ids = torch.tensor([[0, 2]], dtype=torch.int32, device="cuda")
+    shares = torch.rand(1, 2, device="cuda")
+
     flags = {"HAS_BIAS": False, "WHOLE_STEPS": False, "enable_fp_fusion": False}
 
     calls = {
@@ -62,6 +69,8 @@ def main() -> None:
         "launch with new pointers": partial(launch, tensors, addresses),
         "aiter_mx.linear": partial(aiter_mx.linear, *operands),
         "aiter_mx.linear, out given": partial(aiter_mx.linear, *operands, out=out),
+        "aiter_mx.fused_moe": partial(aiter_mx.fused_moe, x, *layer, ids, shares),
+        "aiter_mx.quantize": partial(aiter_mx.quantize, x),
         "bare Triton launch": lambda: linear_tile_kernel[(1, 1)](
             *tensors, M, N, K, **tiles, **flags
         ),
