@@ -19,7 +19,11 @@ SCALE = "_scale_inv"
 
 class MxLinear(nn.Module):
     """A linear layer: ``weight`` float8_e4m3fn ``[N, K]``, ``weight_scale_inv`` uint8
-    ``[N, K // 32]`` and perhaps ``bias``. Activations are quantised on the way."""
+    ``[N, K // 32]`` and perhaps ``bias``. Activations are quantised on the way.
+
+    Attributes:
+        together: the ``Siblings`` that it is one of, and its place among them.
+    """
 
     def __init__(
         self,
@@ -34,6 +38,7 @@ class MxLinear(nn.Module):
         self.bias = (
             None if bias is None else frozen(torch.empty(out_features, dtype=bias, device=device))
         )
+        self.together: tuple[Any, int] | None = None
 
     @classmethod
     def of(cls, linear: nn.Linear) -> MxLinear:
@@ -45,6 +50,14 @@ class MxLinear(nn.Module):
         return made
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.together is None:
+            return self.alone(x)
+        siblings, place = self.together
+        out: Tensor = siblings.compute(place, x)
+        return out
+
+    def alone(self, x: Tensor) -> Tensor:
+        """The layer's own product, whichever others have the same x."""
         return linear(x, self.weight, self.weight_scale_inv, self.bias)
 
     def extra_repr(self) -> str:
@@ -71,7 +84,13 @@ class Gate:
 
     def options(self) -> dict[str, Any]:
         """Keywords of ``aiter_mx.fused_moe``."""
-        return dict(vars(self))
+        return {  # one by one, as torch.compile does not follow dict(vars(self))
+            "activation": self.activation,
+            "layout": self.layout,
+            "alpha": self.alpha,
+            "beta": self.beta,
+            "limit": self.limit,
+        }
 
 
 class MxExperts(nn.Module):

@@ -32,6 +32,7 @@ from aiter_mx.integrations.layers import (
     settle,
     why_not,
 )
+from aiter_mx.integrations.siblings import join
 from aiter_mx.numerics import BLOCK
 
 NAME = "aiter_mx"
@@ -122,6 +123,7 @@ class AiterMxQuantizer(HfQuantizer):
             if isinstance(module, (MxLinear, MxExperts)):
                 module.requires_grad_(False)
                 settle(name, module)
+        join(model)
         conversions = getattr(model, "_weight_conversions", None)
         if conversions and not self.pre_quantized and hasattr(HfQuantizer, "serialized_names"):
             # Saving reverses what loading did, and loading saw no scales.

@@ -120,7 +120,9 @@ def build_ahead(model: Any, cells: Iterable[Cell], device: torch.device) -> None
     linears, experts = set(), set()
     for module in model.modules():
         if isinstance(module, MxLinear):
-            linears.add(tuple(module.weight.shape))
+            siblings, _ = module.together or (None, 0)
+            features = siblings.out_features if siblings else module.out_features
+            linears.add((features, module.in_features))
         elif isinstance(module, MxExperts):
             experts.add(tuple(module.down_proj.shape))
     for N, K in sorted(linears):

@@ -79,8 +79,8 @@ def test_decode_goes_on_from_a_prefill(config: PretrainedConfig) -> None:
         assert (decode() - expected).float().norm() < 0.02 * expected.float().norm()
 
 
-def test_layers_share_what_was_compiled_for_a_shape() -> None:
-    model = build(TINY["llama"], CPU)
+def test_layers_share_what_was_compiled_for_a_shape(config: PretrainedConfig) -> None:
+    model = build(config, CPU)
     convert(model, "ours")
     torch._dynamo.reset()
     counters.clear()
