@@ -25,6 +25,7 @@ from aiter_mx.target import Target
 
 _MOST_PIECES = 8  # of 16 bytes, of a thread: all of a row is in registers
 _PIECE_BYTES = 16
+_HOPPER_VALUES = 32  # of a thread, where an SM has several rows
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,17 @@ def _refusal(target: Target, problem: RMSNormQuantizeProblem) -> str | None:
 
 
 def _configure(target: Target, problem: RMSNormQuantizeProblem) -> Config:
-    """At most two pieces a thread, as far as there are threads."""
+    """For few rows, or on CDNA4, at most two pieces a thread, as far as there are threads."""
     return next(c for c in _candidates(target, problem))
 
 
 def _candidates(target: Target, problem: RMSNormQuantizeProblem) -> list[Config]:
     lanes = target.wave_size
-    wanted = -(-_pieces(problem) // (2 * lanes))
+    if target.arch == "sm_90a" and target.cu_num < problem.M:
+        # Many rows an SM keep memory busier than many threads a row, as far as registers go.
+        wanted = -(-max(problem.N, problem.N2) // (_HOPPER_VALUES * lanes))
+    else:
+        wanted = -(-_pieces(problem) // (2 * lanes))
     fits = [
         waves
         for waves in PARAMS[0].values

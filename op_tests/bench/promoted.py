@@ -18,7 +18,9 @@ import torch
 
 import aiter_mx
 from aiter_mx.dispatch.route import Route
-from aiter_mx.kernels.promoted_gemm import KERNELS, PromotedGemmProblem
+from aiter_mx.kernels.promoted_gemm import PromotedGemmProblem
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.kernels.spec import KernelSpec
 from aiter_mx.plan import bind_route
 from aiter_mx.target import target_of
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
@@ -31,6 +33,11 @@ MASKED = ((16, 8), (16, 16), (16, 32), (16, 64))  # groups, rows of each that co
 MASKED_ROWS = 128  # that each has room for
 MASKED_WEIGHTS = ((4096, 7168), (7168, 2048))
 DEVICE = torch.device("cuda", 0)
+
+
+def the_kernel() -> KernelSpec:
+    """Hopper's."""
+    return find_kernel("promoted_gemm", "sm_90a", "hip", "wgmma_fp8")
 
 
 def draw(G: int, rows: int, N: int, K: int) -> dict[str, torch.Tensor]:
@@ -51,7 +58,7 @@ def draw(G: int, rows: int, N: int, K: int) -> dict[str, torch.Tensor]:
 
 def ours(problem: PromotedGemmProblem, config: dict[str, int] | None) -> Callable[..., None]:
     """A launch of the kernel over drawn operands, ends of groups and a result."""
-    target, kernel = target_of(DEVICE), KERNELS[0]
+    target, kernel = target_of(DEVICE), the_kernel()
     config = config or dict(kernel.configure(target, problem))
     run = bind_route(Route(kernel, config, "timed"), target, problem, DEVICE)
 
@@ -98,7 +105,7 @@ def tried(problem: PromotedGemmProblem, configs: bool) -> dict[str, dict[str, in
     """Names of configurations; None is the kernel's own."""
     if not configs:
         return {"ours": None}
-    every = KERNELS[0].candidates(target_of(DEVICE), problem)
+    every = the_kernel().candidates(target_of(DEVICE), problem)
     return {f"ours_{c['tile_m']}_{c['cluster']}": dict(c) for c in every}
 
 
