@@ -7,7 +7,9 @@ import io
 import logging
 import math
 import os
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from aiter_mx import invariance
 from aiter_mx.dispatch.cells import SCOPE, SHAPE, told_source
@@ -52,6 +54,10 @@ def route(
         return Route(reference, {}, "envelope", ("the result is empty, so nothing is launched",))
     if op in _INVARIANT and invariance.is_on():
         return _invariant(op, target, problem, skip)
+    if getattr(problem, "expected", 0):
+        chosen = _as_expected(op, target, problem, skip)
+        if chosen is not None:
+            return chosen
     key, passed_over, why_none = key_of(op)(problem), list[Clause](), list[Clause]()
     rows = NO_ROWS if target.runtime == "none" else load_rows(target.arch, op)
     for stand_in in dict.fromkeys((key, *stand_ins(op)(key))):
@@ -68,6 +74,19 @@ def route(
             return Route(row.spec, row.config, row.where, (*passed_over, decided, in_parts))
         passed_over.append(f"{row.where} names {row.backend}/{row.kernel}, but {refusal}")
     return _from_envelope(op, target, problem, skip, why_none + passed_over)
+
+
+def _as_expected(
+    op: str, target: Target, problem: Any, skip: frozenset[tuple[str, str]]
+) -> Route | None:
+    """The route of what is expected of a problem that has room for more, if it does for all."""
+    chosen = route(op, target, problem.as_expected(), skip)
+    if _refusal(chosen.spec, target, problem, skip) is not None:
+        return None
+    if chosen.spec.misfit(target, problem, chosen.config) is not None:
+        return None
+    clauses: tuple[Clause, ...] = (f"{problem.expected} of {problem.M} tokens are expected",)
+    return replace(chosen, clauses=clauses + chosen.clauses)
 
 
 _INVARIANT = {"linear": "persistent", "grouped_gemm": "persistent", "moe_gemm": "grouped"}

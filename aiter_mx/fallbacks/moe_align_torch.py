@@ -19,8 +19,10 @@ def run(problem: MoeAlignProblem, tensors: Tensors, config: Config) -> None:
     sorted_ids, sorted_weights, expert_ids, post_padded, xq, xs = outputs
     if problem.x_dtype != "none":
         quantisation = QuantizeProblem(problem.M, problem.K, problem.x_dtype)
-        quantize_torch.run(quantisation, (x, None, xq, xs, None, None, None), {})
+        quantize_torch.run(quantisation, (x, None, xq, xs, None, None, None), {})  # of all rows
     p, device = problem, topk_ids.device
+    if p.masked:
+        topk_ids = ids_of_rows(p, topk_ids)
     experts = p.E + p.shared
     numbers = _numbers(p, expert_map, device)
     tokens = torch.full((1,), p.M, device=device, dtype=torch.int64)
@@ -64,6 +66,13 @@ def run(problem: MoeAlignProblem, tensors: Tensors, config: Config) -> None:
     post_padded[:1].copy_(ends[-1:])
     if packed:
         post_padded[1:].copy_(tokens)
+
+
+def ids_of_rows(problem: MoeAlignProblem, counts: Tensor) -> Tensor:
+    """The expert of each row ``[M, 1]``, -1 for one that does not count, of a masked layer."""
+    row = torch.arange(problem.M // problem.E, device=counts.device)
+    expert = torch.arange(problem.E, dtype=counts.dtype, device=counts.device).unsqueeze(1)
+    return torch.where(row < counts.unsqueeze(1), expert, -1).view(problem.M, 1)
 
 
 def _numbers(problem: MoeAlignProblem, expert_map: Tensor | None, device: torch.device) -> Tensor:

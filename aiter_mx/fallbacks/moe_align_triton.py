@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from aiter_mx.fallbacks.moe_align_torch import ids_of_rows
 from aiter_mx.fallbacks.quantize_triton import quantize_triton
 from aiter_mx.kernels.moe_align import MAP_CODES, MoeAlignProblem
 from aiter_mx.kernels.spec import Config
@@ -162,6 +163,8 @@ def run(problem: MoeAlignProblem, tensors: Tensors, config: Config) -> None:
     if problem.x_dtype != "none":
         quantize_triton(x, xq, xs)
     p = problem
+    if p.masked:
+        topk_ids = ids_of_rows(p, topk_ids)
     experts = p.E + p.shared
     counts = torch.empty(experts, dtype=torch.int32, device=topk_ids.device)
     routing = (p.M, p.top_k, p.E, p.shared)

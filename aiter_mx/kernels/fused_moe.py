@@ -48,6 +48,9 @@ class FusedMoeProblem:
         limit: of swiglu_oai.
         quantised: 1: tokens come as MX-FP8.
         reduce: 0: the rows of a token's slots stay apart, and no weights are applied.
+        expected: tokens of the M for which configurations are chosen; 0 for all of them.
+        masked: 1: a token has one expert, and the M / E of each are together; how many of them
+            count takes the place of the experts' ids.
     """
 
     M: int
@@ -70,6 +73,8 @@ class FusedMoeProblem:
     limit: float = 7.0
     quantised: int = 0
     reduce: int = 1
+    expected: int = 0
+    masked: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("M", 0), ("E", 1), ("top_k", 1), ("intermediate", 1)):
@@ -120,6 +125,7 @@ class FusedMoeProblem:
             first_shared=self.E - self.shared,
             x_dtype="none" if self.quantised else self.dtype,
             K=0 if self.quantised else self.hidden,
+            masked=self.masked,
         )
         first = MoeGemmProblem(
             M=self.M,
@@ -138,6 +144,7 @@ class FusedMoeProblem:
             alpha=self.alpha,
             beta=self.beta,
             limit=self.limit,
+            expected=min(self.expected, self.M),
         )
         second = replace(
             first,
@@ -170,7 +177,7 @@ class FusedMoeProblem:
 
     def _of_few_tokens(self) -> tuple[tuple[str, Problem], ...]:
         """Both halves of the layer by slots, where each reads weights of its own, or nothing."""
-        if self.M > _MOST_FEW_TOKENS or not self.reduce or invariance.is_on():
+        if self.M > _MOST_FEW_TOKENS or not self.reduce or self.masked or invariance.is_on():
             return ()
         slots, chosen = self.M * self.top_k, self.num_experts
         touched = chosen * (1 - (1 - 1 / chosen) ** slots)
@@ -228,10 +235,12 @@ where few experts have most of the rows, the second GEMM then takes their weight
 def _block_m(problem: FusedMoeProblem) -> int:
     """The least of these blocks that holds most experts' rows, chosen at random; 48 in place of 32
     where that costs other routings nothing."""
-    routed = problem.M * problem.top_k
+    routed = (problem.expected or problem.M) * problem.top_k
     touched = problem.num_experts * (1 - (1 - 1 / problem.num_experts) ** routed)
     mean = routed / touched if touched else 0
-    rows = max(mean + 2 * mean**0.5, problem.M if problem.shared else 0)  # two deviations more
+    rows = max(
+        mean + 2 * mean**0.5, (problem.expected or problem.M) if problem.shared else 0
+    )  # two deviations more
     block = block_of(rows)
     return 48 if block == 32 and problem.intermediate in _WIDER else block
 

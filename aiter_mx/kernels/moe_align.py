@@ -51,6 +51,8 @@ class MoeAlignProblem:
         first_shared: number of the first of these among the experts here.
         x_dtype: dtype of the tokens' activations, to be quantised by the same launch, or ``none``.
         K: elements of a token's activations, a multiple of 32; 0 where none are quantised.
+        masked: 1: rows are with their experts already, M / E of each, and in place of experts' ids
+            there is how many of them count.
 
     Raises:
         ValueError: a field is none of the above.
@@ -68,6 +70,7 @@ class MoeAlignProblem:
     first_shared: int = 0
     x_dtype: str = "none"
     K: int = 0
+    masked: int = 0
 
     def __post_init__(self) -> None:
         known = {
@@ -91,6 +94,10 @@ class MoeAlignProblem:
             raise ValueError(
                 f"K must be a multiple of {BLOCK} where activations are quantised, else 0, got "
                 f"K={self.K} and x_dtype={self.x_dtype!r}"
+            )
+        if self.masked and (self.top_k, self.shared, self.M % self.E) != (1, 0, 0):
+            raise ValueError(
+                f"rows that are with their experts are as many of each, got {self.M} of {self.E}"
             )
         if self.routed >= MAX_ROUTED:
             raise ValueError(f"M * top_k must be below 2^30, got {self.routed}")
@@ -162,6 +169,7 @@ def _defines(target: Target, problem: MoeAlignProblem, config: Config) -> Mappin
         "MX_EXPERTS": _room(problem),
         "MX_PACKED": int(problem.ids == "aiter"),
         "MX_WIDE_IDS": int(problem.id_dtype == "i64"),
+        "MX_MASKED": problem.masked,
         "MX_X": DTYPE_CODES[problem.x_dtype],
     }
 

@@ -53,6 +53,7 @@ def fused_moe(
     block_m: int | None = None,
     x_scale: Tensor | None = None,
     num_tokens: Tensor | None = None,
+    expected_tokens: int | None = None,
     reduce: bool = True,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
@@ -96,6 +97,8 @@ def fused_moe(
         x_scale: scales of tokens that come quantised, uint8 or float8_e8m0fnu ``[M, H // 32]``.
         num_tokens: int32 ``[1]`` on the device: tokens that count, the first ones, of buffers that
             have room for more. What is behind them is neither read nor written. None for all.
+        expected_tokens: how many are expected to count, to choose configurations for; by default M.
+            More of them are computed all the same.
         reduce: False for the rows of a token's slots as the second GEMM has them: no weights are
             applied, and a slot that is left out has zeros.
         out_dtype: dtype of the result, bf16, fp16 or fp32; by default x's, bf16 where x is
@@ -116,6 +119,9 @@ def fused_moe(
     swiglu = swiglu_of(activation, alpha, beta, limit)
     out_dtype = out_dtype or _usual_dtype(x, x_scale)
     apart = int(reduce)
+    if expected_tokens is not None:
+        refuse_no_whole_number(expected_tokens=expected_tokens)
+        refuse_less(0, expected_tokens=expected_tokens)
     options = Options(
         num_experts,
         shared_experts,
@@ -126,6 +132,7 @@ def fused_moe(
         apart,
         out_dtype,
         exact_sums,
+        0 if expected_tokens is None else max(1, expected_tokens),
     )
     return _call(inputs, options, out)
 
@@ -163,7 +170,8 @@ def fused_moe_masked(
         w2q: see w1q.
         w2s: see w1q.
         masked_m: int32 ``[E]`` on the device: rows of each expert that count, the first ones.
-        expected_m: rows of an expert to choose a configuration for; by default max_tokens.
+        expected_m: rows that an expert has in the mean, to choose a configuration for; by default
+            max_tokens.
         x_scale: uint8 or float8_e8m0fnu ``[E, max_tokens, H // 32]``.
         activation: see w1q.
         layout: see w1q.
@@ -193,15 +201,14 @@ def fused_moe_masked(
     if expected_m is not None:
         refuse_no_whole_number(expected_m=expected_m)
         refuse_less(0, expected_m=expected_m)
-    row = torch.arange(rows, dtype=torch.int32, device=x.device)
-    expert = torch.arange(E, dtype=torch.int32, device=x.device).unsqueeze(1)
-    ids = torch.where(row < masked_m.unsqueeze(1), expert, -1).view(E * rows, 1)
-    weights = torch.empty(E * rows, 1, dtype=torch.float32, device=x.device)  # nothing reads them
-    inputs = (x.view(E * rows, H), w1q, w1s, w2q, w2s, ids, weights, None, bias1, bias2)
-    block_m = block_of(rows if expected_m is None else min(expected_m, rows))
+    routing = (masked_m, masked_m, None)  # nothing reads weights
+    inputs = (x.view(E * rows, H), w1q, w1s, w2q, w2s, *routing, bias1, bias2)
+    block_m = block_of(rows) if expected_m is None else None
     swiglu = swiglu_of(activation, alpha, beta, limit)
     out_dtype = out_dtype or _usual_dtype(x, x_scale)
-    options = Options(None, 0, activation, layout, swiglu, block_m, -1, out_dtype, exact_sums)
+    chosen = (None, 0, activation, layout, swiglu, block_m, -1, out_dtype, exact_sums)
+    expected = 0 if expected_m is None else max(1, E * expected_m)
+    options = Options(*chosen, expected, masked=True)
     of_rows = None if out is None else out.view(E * rows, 1, H)
     result = _call((*inputs, x_scale, None), options, of_rows)
     return result.view(shape) if out is None else out
@@ -223,10 +230,9 @@ def _call(inputs: tuple[Tensor | None, ...], options: Options, out: Tensor | Non
 
 
 def _options_of(arguments: Sequence[Any]) -> Options:
-    options = arguments[len(NAMES) :]  # without the last where it is at its default
-    return Options._make(
-        (*options[:4], tuple(options[4]), *options[5:8], *(options[8:] or (None,)))
-    )
+    options = list(arguments[len(NAMES) :])  # without the last ones where they are at defaults
+    options[4] = tuple(options[4])
+    return Options(*options)
 
 
 def _run(*arguments: Any, out: Tensor | None = None) -> Tensor:
@@ -236,7 +242,8 @@ def _run(*arguments: Any, out: Tensor | None = None) -> Tensor:
 def _fake(*arguments: Any) -> Tensor:
     x, topk_ids = (arguments[NAMES.index(name)] for name in ("x", "topk_ids"))
     options = _options_of(arguments)
-    slots = () if options.reduce == 1 else (topk_ids.shape[1] + options.shared_experts,)
+    top_k = 1 if options.masked else topk_ids.shape[1]
+    slots = () if options.reduce == 1 else (top_k + options.shared_experts,)
     fake: Tensor = x.new_empty((x.shape[0], *slots, x.shape[1]), dtype=options.out_dtype)
     return fake
 
@@ -247,7 +254,7 @@ _through_torch = register_with_out(
     "Tensor topk_weights, Tensor? expert_map, Tensor? bias1, Tensor? bias2, Tensor? x_scale, "
     "Tensor? num_tokens, SymInt? num_experts, SymInt shared_experts, str activation, str layout, "
     "float[] swiglu, SymInt? block_m, SymInt reduce, ScalarType out_dtype, "
-    "bool? exact_sums=None",
+    "bool? exact_sums=None, SymInt expected=0, bool masked=False",
     "Tensor",
     _run,
     _fake,

@@ -48,7 +48,8 @@ _PART_ALIGNMENT = 256  # bytes
 class Options(NamedTuple):
     """What a call asks for beside its tensors, as ``fused_moe`` takes it; a tuple, as every call
     makes and hashes one. ``swiglu`` is alpha, beta and limit of swiglu_oai, else nothing. Where
-    ``reduce`` is 0 slots that are left out get zeros, where it is -1 they are not written."""
+    ``reduce`` is 0 slots that are left out get zeros, where it is -1 they are not written. Where
+    ``masked``, tokens are with their experts already, and topk_ids counts those of each."""
 
     num_experts: int | None
     shared_experts: int
@@ -59,6 +60,8 @@ class Options(NamedTuple):
     reduce: int
     out_dtype: torch.dtype
     exact_sums: bool | None = None
+    expected: int = 0
+    masked: bool = False
 
 
 def compute(inputs: tuple[Any, ...], options: Options, out: Tensor | None) -> Tensor:
@@ -93,7 +96,8 @@ def compute(inputs: tuple[Any, ...], options: Options, out: Tensor | None) -> Te
         inputs = (x, *inputs[1:6], shares, *inputs[7:])
         addresses[0], addresses[6] = x.data_ptr(), shares.data_ptr()
     if checking():
-        check_expert_ids(topk_ids, plan.problem.num_experts, num_tokens)
+        if not options.masked:
+            check_expert_ids(topk_ids, plan.problem.num_experts, num_tokens)
         check_expert_map(expert_map, plan.problem.E)
     if out is None:
         out = torch.empty(plan.shape, dtype=options.out_dtype, device=x.device)
@@ -128,7 +132,7 @@ def compute(inputs: tuple[Any, ...], options: Options, out: Tensor | None) -> Te
 
 def with_whole_numbers(options: Options) -> Options:
     """With numbers of Python's in place of NumPy's, which are their equals in a plan's key."""
-    numbers = ("num_experts", "shared_experts", "block_m")
+    numbers = ("num_experts", "shared_experts", "block_m", "expected")
     return options._replace(**{name: as_whole_number(getattr(options, name)) for name in numbers})
 
 
@@ -285,7 +289,7 @@ def _takes_tensors(layer: Parts, target: Target) -> bool:
 def _check(inputs: Sequence[Tensor | None], options: Options) -> FusedMoeProblem:
     """The problem that these arguments pose; raises as ``fused_moe`` documents."""
     x, w1q, w1s, w2q, w2s, topk_ids, topk_weights, expert_map, bias1, bias2, *more = inputs
-    num_experts, shared, activation, layout, swiglu, block_m, reduce, out_dtype, _ = options
+    num_experts, shared, activation, layout, swiglu, block_m, reduce, out_dtype, *_ = options
     x_scale, num_tokens = more
     assert x is not None
     device = check_tensor(
@@ -308,9 +312,12 @@ def _check(inputs: Sequence[Tensor | None], options: Options) -> FusedMoeProblem
     check_tensor("w1s", w1s, SCALE_DTYPES, (E, N, H // BLOCK), device)
     check_tensor("w2q", w2q, _FP8, (E, H, N // 2), device)
     check_tensor("w2s", w2s, SCALE_DTYPES, (E, H, N // 2 // BLOCK), device)
-    ids = check_tensor("topk_ids", topk_ids, tuple(INDEX_NAMES), (M, "top_k"), device)
-    top_k = ids.shape[1]
-    check_tensor("topk_weights", topk_weights, (torch.float32,), (M, top_k), device)
+    if options.masked:
+        ids, top_k = check_tensor("masked_m", topk_ids, (torch.int32,), (E,), device), 1
+    else:
+        ids = check_tensor("topk_ids", topk_ids, tuple(INDEX_NAMES), (M, "top_k"), device)
+        top_k = ids.shape[1]
+        check_tensor("topk_weights", topk_weights, (torch.float32,), (M, top_k), device)
     refuse_unknown_activation(activation)
     refuse_no_whole_number(shared_experts=shared)
     refuse_less(0, shared_experts=shared)
@@ -354,4 +361,6 @@ def _check(inputs: Sequence[Tensor | None], options: Options) -> FusedMoeProblem
         limit=limit,
         quantised=int(x_scale is not None),
         reduce=int(reduce == 1),
+        expected=min(options.expected, M),
+        masked=int(options.masked),
     )

@@ -29,6 +29,9 @@ def _operands(problem: MoeAlignProblem, device: torch.device) -> Operands:
 
 def _routing(p: MoeAlignProblem, device: torch.device) -> Operands:
     """Experts of tokens, their weights, and which experts are here."""
+    if p.masked:
+        counts = torch.randint(p.M // p.E + 1, (p.E,)).to(INDICES[p.id_dtype])
+        return [counts.to(device), None, None]
     ids = torch.randint(p.E, (p.M, p.top_k)).to(INDICES[p.id_dtype])
     weights = torch.rand(p.M, p.top_k).to(device) if p.ids == "aiter" else None
     here = torch.rand(p.E) < _HERE
@@ -72,7 +75,8 @@ def _judge(problem: MoeAlignProblem, tensors: Tensors) -> Judge:
 
 
 def _sample(problem: MoeAlignProblem, share: float) -> MoeAlignProblem:
-    return replace(problem, M=max(1, round(problem.M * share)))
+    least = problem.E if problem.masked else 1
+    return replace(problem, M=max(1, round(problem.M / least * share)) * least)
 
 
 def _problems(model: Any, gpus: int, arch: str) -> list[MoeAlignProblem]:

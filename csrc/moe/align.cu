@@ -18,6 +18,9 @@
 //   place = first of the expert + its ids in waves before + in chunks before + in lanes before
 
 //
+// Of a masked layer topk_ids is how many rows count of each expert [E], its first ones: M / E rows
+// of each follow each other, and row t is routed row t.
+//
 // With kQuantizes the other workgroups of the launch meanwhile quantise the tokens' activations, as
 // aiter_mx.quantize does: two launches of which neither needs the other's result are one.
 
@@ -29,6 +32,7 @@ using namespace mx;
 constexpr int kWaves = MX_WAVES;     // of the workgroup
 constexpr int kExperts = MX_EXPERTS; // room for experts: a power of two, at least kLanes
 constexpr bool kPacked = MX_PACKED;  // aiter's ids
+constexpr bool kMasked = MX_MASKED;  // rows are with their experts already
 constexpr bool kQuantizes = MX_X != kNone;
 using X = DType<kQuantizes ? MX_X : kF32>; // of the activations
 #if MX_WIDE_IDS
@@ -96,10 +100,27 @@ struct alignas(8) Payload {
 
 [[maybe_unused]] MX_DEVICE float to_f32(float x) { return x; }
 
-MX_DEVICE void quantize(const X* x, unsigned char* xq, unsigned char* xs, long elements,
-                        int group) {
+// Rows of a masked layer, M / experts of each expert one behind the other.
+struct Masked {
+    const Id* counts;
+    int rows; // of an expert
+
+    MX_MEMBER int count(int expert) const {
+        const Id given = counts[expert];
+        return given < 0 ? 0 : given < rows ? static_cast<int>(given) : rows;
+    }
+    MX_MEMBER bool counts_row(long row) const {
+        const int expert = static_cast<unsigned>(row) / static_cast<unsigned>(rows);
+        return row - static_cast<long>(expert) * rows < count(expert);
+    }
+};
+
+MX_DEVICE void quantize(const X* x, unsigned char* xq, unsigned char* xs, long elements, long width,
+                        const Masked& masked, int group) {
     const long i = static_cast<long>(group) * kThreads + thread_in_group();
-    const bool is_inside = i * 8 < elements;
+    bool is_inside = i * 8 < elements;
+    if (kMasked && is_inside)
+        is_inside = masked.counts_row(i * 8 / width);
     Piece piece = {};
     if (is_inside)
         piece = reinterpret_cast<const Piece*>(x)[i];
@@ -127,8 +148,10 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
     int tokens = M;
     if (num_tokens)
         tokens = *num_tokens < 0 ? 0 : *num_tokens < M ? *num_tokens : M;
+    const Masked masked{topk_ids, M / experts};
     if (kQuantizes && group_x() > 0) {
-        quantize(x, xq, xs, elements / M * tokens, static_cast<int>(group_x()) - 1);
+        const long width = elements / M;
+        quantize(x, xq, xs, width * tokens, width, masked, static_cast<int>(group_x()) - 1);
         return;
     }
     const int lane = thread_in_group() % kLanes;
@@ -137,8 +160,8 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
     MX_LDS int totals[kExperts], firsts[kExperts], numbers[kExperts]; // firsts: blocks
 
     const Routing routing{topk_ids, tokens, top_k, experts, shared};
-    const int routed = tokens * routing.slots();
-    const int chunks = (routed + kThreads - 1) / kThreads; // of each wave
+    const int routed = kMasked ? 0 : tokens * routing.slots(); // that have to be sorted
+    const int chunks = (routed + kThreads - 1) / kThreads;     // of each wave
     const int first_t = wave * chunks * kLanes + lane;
     int held[kHeld];
 #pragma unroll
@@ -194,6 +217,8 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
             counts[w][e] = total;
             total += count;
         }
+        if (kMasked && e < experts)
+            total = masked.count(e);
         const int number = e == thread_in_group() ? own_mapped : mapped(e);
         const bool is_absent = e < experts && (map_kind == kMask ? number == 0 : number < 0);
         totals[e] = is_absent && drop_absent ? 0 : total;
@@ -243,6 +268,10 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
             if (firsts[e] + b < max_blocks)
                 expert_ids[firsts[e] + b] = numbers[e];
     }
+    if constexpr (kMasked)
+        for (int e = wave; e < experts; e += kWaves)
+            for (int i = lane; i < totals[e]; i += kLanes)
+                put(firsts[e] * block_m + i, e * masked.rows + i, 0.0f);
     const auto place_chunk = [&](int t, int expert, LaneMask same) {
         const int before = lanes_before(same, lane);
         const bool is_listed = expert >= 0 && totals[expert] > 0;

@@ -4,7 +4,7 @@
 
 All in one run on one GPU, graph replay, medians; each call routes its tokens to other experts than
 the one before, so that weights are cold. ``num_tokens_us`` is the layer over as many times more
-tokens than the device counts, beside ``fused_moe_us`` of those that count. ``masked_us`` is
+tokens than are expected and counted, beside ``fused_moe_us`` of those that count. ``masked_us`` is
 ``fused_moe_masked`` with room for as many times more rows of each expert than it has in the mean,
 beside ``rows_us``, which is ``fused_moe`` of the same rows, an expert each. ``quantised_us`` is the
 layer of tokens that come quantised.
@@ -54,7 +54,7 @@ def calls_of(layer: Layer, experts: Tensor, capacity: int) -> dict[str, Call]:
     xq, xs = aiter_mx.quantize(x)
     return {
         "fused_moe": partial(aiter_mx.fused_moe, x, *weights, experts, topk),
-        "num_tokens": partial(aiter_mx.fused_moe, *wide, num_tokens=count),
+        "num_tokens": partial(aiter_mx.fused_moe, *wide, num_tokens=count, expected_tokens=M),
         "quantised": partial(aiter_mx.fused_moe, xq, *weights, experts, topk, x_scale=xs),
         "rows": partial(aiter_mx.fused_moe, rows, *weights, experts.view(-1, 1), ones),
         "masked": partial(aiter_mx.fused_moe_masked, masked, *weights, counts.int(), mean),

@@ -11,7 +11,10 @@ from torch import Tensor
 
 import aiter_mx
 from aiter_mx.dispatch.explain import explain
-from aiter_mx.target import target_of
+from aiter_mx.kernels.moe_align import MoeAlignProblem
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.target import hardware, target_of
+from aiter_mx.trial import try_out
 from op_tests.conformance import in_order
 from op_tests.launches import moved
 
@@ -281,3 +284,16 @@ def test_replays_with_other_routings() -> None:
         graph.replay()
         expected = lists_by_hand(fresh.tolist(), 16, list(range(64)), False)
         assert_lists(*lists, expected, 16, 100, 4)
+
+
+def test_rows_that_a_mask_leaves_out_are_not_quantised() -> None:
+    problem = MoeAlignProblem(M=44, top_k=1, E=4, block_m=8, x_dtype="bf16", K=160, masked=1)
+    kernel = find_kernel("moe_align", "gfx950", "hip", "align")
+    tried = try_out(kernel, problem, kernel.configure(hardware("gfx950"), problem)).operands
+    counts, x, *found = (tried[at] for at in (0, 4, 9, 10))
+    counted = (torch.arange(11) < counts.unsqueeze(1)).flatten()
+    assert 0 < counted.sum() < len(counted)
+    for each, expected in zip(found, aiter_mx.quantize(x), strict=True):
+        each, expected = each.view(torch.uint8), expected.view(torch.uint8)
+        assert torch.equal(each[counted], expected[counted])
+        assert not (each[~counted] == expected[~counted]).all(1).any()

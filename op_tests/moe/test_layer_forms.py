@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 import aiter_mx
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.fused_moe import FusedMoeProblem
+from aiter_mx.target import hardware
 
 M, H, I, E, TOP_K, SHARED = 7, 96, 64, 5, 3, 1
 
@@ -71,6 +74,40 @@ def test_tokens_behind_the_count_are_neither_read_nor_written(
     )
     assert torch.equal(out[:used], expected[:used])
     assert (out[used:] == 7).all()
+
+
+@pytest.mark.parametrize("expected", [0, 1, 3, 100])
+def test_more_tokens_than_expected_are_computed_all_the_same(
+    device: torch.device, expected: int
+) -> None:
+    x, rest, options = layer(device)
+    options["block_m"] = None
+    *weights, ids, topk_weights = rest
+    room = [torch.cat((each, each.flip(0))) for each in (x, ids, topk_weights)]
+    whole = aiter_mx.fused_moe(room[0], *weights, *room[1:], **options)
+    number = torch.tensor([M], dtype=torch.int32, device=device)
+    forms = {"num_tokens": number, "expected_tokens": expected, "out": torch.full_like(whole, 7)}
+    found = aiter_mx.fused_moe(room[0], *weights, *room[1:], **forms, **options)
+    torch.testing.assert_close(found[:M], whole[:M], rtol=2**-7, atol=0)
+    assert (found[M:] == 7).all()
+
+
+def explain_layer(arch: str, **shape: int) -> list[tuple[str, Any]]:
+    """The kernel and the configuration of each GEMM of a layer."""
+    return [
+        (chosen.kernel, chosen.config)
+        for op, part in FusedMoeProblem(**shape).parts(arch)
+        if op == "moe_gemm"
+        for chosen in [route(op, hardware(arch), part)]
+    ]
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "sm_90a"])
+def test_kernels_are_chosen_for_what_is_expected(arch: str) -> None:
+    shape = {"hidden": 2048, "intermediate": 768, "E": 128, "top_k": 8}
+    few = explain_layer(arch, M=64, **shape)
+    assert explain_layer(arch, M=1024, expected=64, **shape) == few
+    assert explain_layer(arch, M=1024, **shape) != few
 
 
 def test_slots_may_stay_apart(device: torch.device) -> None:

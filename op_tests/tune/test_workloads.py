@@ -148,6 +148,7 @@ LISTS = [
     MoeAlignProblem(M=30, top_k=3, E=6, block_m=8, expert_map="numbers", drop_absent=1),
     MoeAlignProblem(M=9, top_k=2, E=5, ids="aiter", id_dtype="i64", expert_map="mask"),
     MoeAlignProblem(M=9, top_k=2, E=5, shared=1, first_shared=5, x_dtype="bf16", K=96),
+    MoeAlignProblem(M=35, top_k=1, E=5, block_m=4, masked=1),
     MoeCombineProblem(M=9, N=64, top_k=3, E=5, shared=1),
     MoeCombineProblem(M=5, N=260, top_k=2, E=4, y_dtype="bf16", out_dtype="fp32", id_dtype="i64"),
 ]
@@ -174,8 +175,8 @@ EMPTY = [
     (LinearProblem(0, 40, 64), 0),
     (LinearProblem(3, 40, 64, bias="bf16"), 1),
     (MoeAlignProblem(M=0, top_k=2, E=5), 0),
-    *((problem, 2) for problem in LISTS[:3]),
-    *((problem, 4) for problem in LISTS[3:]),
+    *((problem, 2) for problem in LISTS[:4]),
+    *((problem, 4) for problem in LISTS[4:]),
     *((problem, 1) for problem in OTHERS),
     (QuantizeProblem(64, 96, to="both", groups=2), 1),
 ]

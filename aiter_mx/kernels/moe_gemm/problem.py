@@ -26,7 +26,7 @@ A kernel must keep to this:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiter_mx.kernels.declare import declare
@@ -116,6 +116,8 @@ class MoeGemmProblem:
             leaves out rows of the others.
         early_routing: whether the routing was complete before the kernel ahead in the stream began,
             so that a launch that overlaps with that one may use it already.
+        expected: tokens of the M that are expected to be routed, for which a configuration is
+            chosen; 0 for all of them.
 
     Raises:
         ValueError: a field is none of the above.
@@ -140,6 +142,7 @@ class MoeGemmProblem:
     limit: float = 7.0
     num_experts: int = 0
     early_routing: bool = False
+    expected: int = 0
 
     def __post_init__(self) -> None:
         known = {
@@ -172,6 +175,10 @@ class MoeGemmProblem:
                 f"aiter's ids hold fewer than 2^24 tokens and at most {MAX_PACKED_TOP_K} slots, "
                 f"got M={self.M} and top_k={self.top_k}"
             )
+
+    def as_expected(self) -> MoeGemmProblem:
+        """The problem of the tokens that are expected."""
+        return replace(self, M=self.expected, expected=0, max_blocks=-1)
 
     @property
     def routed(self) -> int:
