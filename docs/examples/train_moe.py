@@ -1,28 +1,33 @@
 """Train a small MoE language model twice, over MX-FP8 operands and in bf16, on Python's licences.
 
-    python docs/examples/train_moe.py [--steps 300] [--seeds 3] [--size small|large] [--csv FILE]
-                                      [--picture FILE]
+    python docs/examples/train_moe.py [--steps 300] [--seeds 3] [--size small|large] [--jobs 1]
+                                      [--csv FILE] [--picture FILE]
 
 All linears and experts of the one model are ``aiter_mx.nn``'s, and all of the other are torch's;
 both begin with the same weights and see the same batches. Printed are the loss of both, and how far
 the gradients of each layer point the same way: the cosine of both models' gradients, of the weights
 that the MX model has at that step, when tokens go to the experts that the MX model chose, and when
 bf16 chooses for itself; and the cosine with the gradient that bf16 has of the model whose forward
-pass rounds operands as MX does, which is what a backward pass over MX can be held to.
-``--wrong-tail`` leaves the last 32 rows of every group out of
-the gradient of its weights, which a loss hides for long and the cosine does not.
+pass rounds operands as MX does, which is what a backward pass over MX can be held to. At the end it
+says whether the losses stayed together and the gradients agreed, and fails where they did not.
+``--wrong-tail`` leaves the last 32 rows of every group out of the gradient of its weights, which a
+loss hides for long and the cosine does not.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import multiprocessing
+import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeAlias
 
 import torch
@@ -36,6 +41,9 @@ from aiter_mx.nn import MxExperts, MxGroupedLinear, MxLinear
 Row: TypeAlias = dict[str, float]
 VOCABULARY = 256  # bytes
 EVERY = 10  # steps between lines
+LEARNING_RATE, WARM_UP = 1e-3, 100  # which rises so many steps
+LEAST_COSINE = 0.99
+LARGEST_GAP = 0.01  # between the losses in the end
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,8 @@ class Layer(nn.Module):
         super().__init__()
         self.size = size
         self.norms = nn.ModuleList(nn.RMSNorm(size.width) for _ in range(2))
+        # Of queries and keys, so that attention does not become as sharp as its logits can grow.
+        self.qk_norms = nn.ModuleList(nn.RMSNorm(size.width // size.heads) for _ in range(2))
         self.qkv = linear(size.width, 3 * size.width, bias=False)
         self.out = linear(size.width, size.width, bias=False)
         self.router = nn.Linear(size.width, size.experts, bias=False)
@@ -135,6 +145,7 @@ class Layer(nn.Module):
         B, C, H = x.shape
         qkv = self.qkv(self.norms[0](x)).view(B, C, 3, self.size.heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = self.qk_norms[0](q), self.qk_norms[1](k)
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(B, C, H))
         tokens = self.norms[1](x).reshape(B * C, H)
@@ -237,7 +248,7 @@ def train(seed: int, steps: int, size: Size, device: torch.device, say: bool = T
         pair[name] = Model(size, linear).to(device, torch.bfloat16)
     pair["bf16"].load_state_dict(pair["mx"].state_dict())
     probes = [Model(size, kind).to(device, torch.bfloat16) for kind in (nn.Linear, RoundedLinear)]
-    optimizers = {n: torch.optim.AdamW(m.parameters(), lr=3e-3) for n, m in pair.items()}
+    optimizers = {n: torch.optim.AdamW(m.parameters()) for n, m in pair.items()}
     rows, launched = [], Launches()
     for step, batch in zip(range(steps), batches(size, seed, device), strict=False):
         if step == 0:
@@ -251,6 +262,8 @@ def train(seed: int, steps: int, size: Size, device: torch.device, say: bool = T
             if say:
                 print({name: round(value, 4) for name, value in rows[-1].items()}, flush=True)
         for optimizer in optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = LEARNING_RATE * min((step + 1) / WARM_UP, 1.0)
             optimizer.step()
     if say:
         print("ops of a step:", dict(launched.count))
@@ -269,6 +282,31 @@ def without_the_tail() -> None:
     autograd.grouped_gemm_wgrad = wrong
 
 
+def verdict(rows: list[Row]) -> bool:
+    """Print whether both models agree; of losses, the mean of the last tenth counts."""
+    seeds = sorted({row["seed"] for row in rows})
+    end = 0.9 * max(row["step"] for row in rows)
+    final = {
+        name: [fmean(r[name] for r in rows if r["seed"] == s and r["step"] >= end) for s in seeds]
+        for name in ("mx", "bf16")
+    }
+    spread = max(final["bf16"]) - min(final["bf16"])
+    gaps = [abs(mx - bf16) for mx, bf16 in zip(final["mx"], final["bf16"], strict=True)]
+    share = max(gap / bf16 for gap, bf16 in zip(gaps, final["bf16"], strict=True))
+    cosine = min(row["same_forward_cosine"] for row in rows)
+    together = share <= LARGEST_GAP and (len(seeds) == 1 or max(gaps) <= spread)
+    agree = cosine >= LEAST_COSINE
+    print(
+        f"losses {'stay together' if together else 'PART'}: they differ by up to {share:.2%}, and"
+    )
+    print(f"bf16's by {spread / fmean(final['bf16']):.2%} between seeds")
+    print(
+        f"gradients {'agree' if agree else 'DISAGREE'}: least cosine {cosine:.4f}, given the same"
+    )
+    print(f"forward pass, and {min(row['least_cosine'] for row in rows):.4f} with that of bf16")
+    return together and agree
+
+
 def draw(rows: list[Row], path: Path) -> None:
     """Loss curves, and the cosines below."""
     from matplotlib import pyplot
@@ -285,25 +323,40 @@ def draw(rows: list[Row], path: Path) -> None:
             below.plot(steps, [row[name] for row in own], style, color=f"C{int(seed)}")
     losses.set_ylabel("loss")
     losses.legend()
+    below.axhline(LEAST_COSINE, color="grey", linewidth=0.5)
     below.set_ylabel("least cosine of a layer's gradients")
     below.set_xlabel("step")
     figure.savefig(path, dpi=150)
 
 
-def main() -> None:
+def train_seed(
+    seed: int, steps: int, size: Size, device: torch.device, wrong_tail: bool
+) -> list[Row]:
+    """``train``, with the planted mistake if wanted."""
+    if wrong_tail:
+        without_the_tail()
+    return train(seed, steps, size, device)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time, a process each")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--wrong-tail", action="store_true")
     given = parser.parse_args()
-    if given.wrong_tail:
-        without_the_tail()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = SIZES[given.size]
-    rows = [row for seed in range(given.seeds) for row in train(seed, given.steps, size, device)]
+    fixed = {"steps": given.steps, "size": SIZES[given.size], "device": device}
+    run = partial(train_seed, **fixed, wrong_tail=given.wrong_tail)
+    if given.jobs > 1:
+        with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
+            trained = pool.map(run, range(given.seeds), chunksize=1)
+    else:
+        trained = [run(seed) for seed in range(given.seeds)]
+    rows = [row for each in trained for row in each]
     if given.csv:
         with given.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, rows[0])
@@ -311,7 +364,8 @@ def main() -> None:
             writer.writerows(rows)
     if given.picture:
         draw(rows, given.picture)
+    return 0 if verdict(rows) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

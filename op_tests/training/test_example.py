@@ -25,8 +25,10 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_it_learns_as_bf16_does_and_repeats(
-    example: ModuleType, capsys: pytest.CaptureFixture[str]
+    example: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(example, "LEARNING_RATE", 3e-3)  # learns in fewer steps
+    monkeypatch.setattr(example, "WARM_UP", 1)
     size = example.Size(32, 1, 2, 4, 2, 16, 4)
     rows = example.train(0, 31, size, CPU)
     first, last = rows[0], rows[-1]
@@ -38,6 +40,10 @@ def test_it_learns_as_bf16_does_and_repeats(
     printed = capsys.readouterr().out
     assert "'grouped_gemm': 4" in printed and "'grouped_gemm_wgrad': 2" in printed
     assert example.train(0, 11, size, CPU, say=False) == rows[:2]
+    assert example.verdict(rows)
+    apart = [row | {"mx": row["mx"] * 1.02} for row in rows]
+    assert not example.verdict(apart)
+    assert "losses PART: they differ by up to 2." in capsys.readouterr().out
 
 
 def test_a_tail_that_is_left_out_shows_in_the_cosine(
@@ -47,3 +53,4 @@ def test_a_tail_that_is_left_out_shows_in_the_cosine(
     example.without_the_tail()
     rows = example.train(0, 1, example.Size(32, 1, 2, 4, 2, 16, 8), CPU, say=False)
     assert rows[0]["least_cosine"] <= 0.95
+    assert not example.verdict(rows)
