@@ -136,14 +136,16 @@ def error_of(data: Operands, ends: list[int], out: torch.Tensor) -> float:
     return (difference / reference) ** 0.5
 
 
-def settled_us(graphs: Mapping[str, GraphedCalls], settle_ms: float) -> dict[str, float]:
+def settled_us(
+    graphs: Mapping[str, GraphedCalls], settle_ms: float, count: int = ROUNDS
+) -> dict[str, float]:
     """Time of a call of each, in turns, each with the clock that its own load leaves the GPU."""
     warm = {
         name: 1 + math.ceil(settle_ms * 1e3 / (graph.time_us(1, 1) * graph.calls))
         for name, graph in graphs.items()
     }
     rounds, order, draw = [], list(graphs), random.Random(0)
-    for _ in range(ROUNDS):
+    for _ in range(count):
         draw.shuffle(order)
         rounds.append({name: graphs[name].time_us(3, warm[name]) for name in order})
     return {name: median(each[name] for each in rounds) for name in graphs}

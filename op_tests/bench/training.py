@@ -1,19 +1,22 @@
 """Gradients of a grouped GEMM, and whole steps: ours and torch's bf16, for even and uneven groups.
 
     python -m op_tests.bench.training [--save] [--shapes 16x2048x4096x7168 ...] [--modes mild ...]
-                                      [--settle MS]
+                                      [--settle MS] [--rounds N]
 
 Shapes and modes are those of op_tests.bench.grouped, and timed as there. ``dgrad`` and ``wgrad``
 are each alone, of operands that were quantised before; ``main_grad`` is a wgrad that is added to a
 tensor in fp32. ``step`` is forward and backward with all quantisation, weights included, and
-``step_reused`` with weights that were quantised before. torch multiplies in bf16 by its grouped
-products, the tensors as they were drawn, or the values that MX stands for. Both write gradients in
-bf16. Memory is the most that a step allocates beyond what is there before.
+``step_reused`` with weights that were quantised before. ``quantize`` is all the quantisation of a
+step, and ``copy`` a device copy of as many bytes. torch multiplies in bf16 by its grouped products,
+the tensors as they were drawn, or the values that MX stands for; ``step_fp8`` is its three products
+in fp8 with a scale for each row, without any quantisation, where groups are even, which it demands.
+All write gradients in bf16. Memory is the most that a step allocates beyond what is there before.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -28,10 +31,12 @@ from op_tests.bench.grouped import (
     DEVICE,
     MODES,
     PEAK_TFLOPS,
+    ROUNDS,
     SETTLE_MS,
     SHAPES,
     dequantized,
     group_ends,
+    quantize_rows,
     settled_us,
 )
 
@@ -66,6 +71,49 @@ class Operands:
             self.w_of_mx = dequantized(*self.dual[:2])
         self.main_grad = torch.zeros(self.w.shape, device=device)
 
+    def quantize(self) -> list[Tensor]:
+        """All that a step quantises."""
+        w, x, dy = self.w.detach(), self.x.detach(), self.dy
+        duals = [aiter_mx.quantize_dual_batched(w)]
+        duals += [aiter_mx.quantize_dual_grouped(t, self.offs, pad_rows=False) for t in (x, dy)]
+        return [tensor for dual in duals for tensor in dual]
+
+    def quantized_bytes(self) -> int:
+        """What that reads and writes."""
+        return sum(t.nbytes for t in (self.w, self.x, self.dy, *self.quantize()))
+
+    def products_in_fp8(self) -> Call:
+        """The three products of a step by torch in fp8, with a scale for each row; even groups."""
+        G, ends = len(self.w), self.offs[1:]
+        w = self.w.detach()
+        x, dy = quantize_rows(self.x.detach()), quantize_rows(self.dy)
+        w_rows, w_columns = (_in_fp8(each) for each in (w, w.mT))
+        # Scales are of a group's part of a row.
+        of_x, of_dy = (
+            _in_fp8(t.detach().unflatten(0, (G, -1)).mT) for t in (self.x, self.dy)
+        )  # fmt: skip
+        x_columns, dy_columns = (t[0].transpose(0, 1).flatten(1) for t in (of_x, of_dy))
+        multiply = partial(
+            torch._scaled_grouped_mm, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+        def step() -> Tensor:
+            y = multiply(x[0], w_rows[0].mT, x[1], w_rows[1])
+            multiply(dy[0], w_columns[0].mT, dy[1], w_columns[1])
+            multiply(dy_columns, x_columns.mT, of_dy[1].flatten(), of_x[1].flatten())
+            return y
+
+        return step
+
+
+def _in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``quantize_rows`` of each matrix."""
+    payload = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(x.shape[:-1], device=x.device)
+    for g, matrix in enumerate(x):
+        payload[g], scale[g] = quantize_rows(matrix)
+    return payload, scale
+
 
 def calls_of(data: Operands) -> dict[str, Call]:
     """What is compared, by product and by who computes it: ``dgrad``, ``dgrad_bf16``, ..."""
@@ -99,11 +147,27 @@ def calls_of(data: Operands) -> dict[str, Call]:
         "main_grad": lambda: aiter_mx.grouped_gemm_wgrad(
             *of_wgrad, data.main_grad, torch.float32, accumulate=True
         ),
+        "quantize": lambda: data.quantize()[0],
+        "copy": _copy_of(data.quantized_bytes(), data.x.device),
         "step": step,
         "step_reused": partial(step, data.dual),
         "step_bf16": partial(step_bf16, *drawn),
         "step_bf16_of_mx": partial(step_bf16, *of_mx),
     }
+
+
+def _copy_of(size_bytes: int, device: torch.device) -> Call:
+    """A copy that reads and writes so many bytes in all, in pieces, with which it is fastest."""
+    pieces = -(-size_bytes // (256 << 20))
+    part = size_bytes // 2 // pieces // 512 * 512  # at other sizes it is slower
+    to, source = torch.empty(2, pieces, part, dtype=torch.uint8, device=device)
+
+    def copy() -> Tensor:
+        for piece in range(pieces):
+            to[piece].copy_(source[piece])
+        return to
+
+    return copy
 
 
 def most_bytes(call: Call) -> int:
@@ -117,15 +181,18 @@ def most_bytes(call: Call) -> int:
 
 
 def measure(
-    shape: tuple[int, int, int, int], mode: str, settle_ms: float = SETTLE_MS
+    shape: tuple[int, int, int, int], mode: str, settle_ms: float = SETTLE_MS, rounds: int = ROUNDS
 ) -> dict[str, object]:
     """One row of the table."""
     groups, rows, N, K = shape
     ends = group_ends(mode, groups, rows)
     copies = copies_to_stay_cold(groups * (rows * (N + K) + N * K))
-    compared = [calls_of(Operands(ends, N, K, DEVICE, seed)) for seed in range(copies)]
+    operands = [Operands(ends, N, K, DEVICE, seed) for seed in range(copies)]
+    compared = [calls_of(each) for each in operands]
     graphs = {name: GraphedCalls([each[name] for each in compared]) for name in compared[0]}
-    us = settled_us(graphs, settle_ms)
+    if mode == "balanced":
+        graphs["step_fp8"] = GraphedCalls([each.products_in_fp8() for each in operands])
+    us = {"step_fp8": math.nan} | settled_us(graphs, settle_ms, rounds)
     flops = 2 * groups * rows * N * K
     row: dict[str, object] = {"G": groups, "mode": mode, "M": groups * rows, "N": N, "K": K}
     row |= {f"{name}_us": value for name, value in us.items()}
@@ -135,6 +202,7 @@ def measure(
         for peer in ("bf16", "bf16_of_mx"):
             row[f"{name}_over_{peer}"] = us[f"{name}_{peer}"] / us[name]
     row["reused_over_bf16"] = us["step_bf16"] / us["step_reused"]
+    row["quantize_over_copy"] = us["copy"] / us["quantize"]
     for name in ("step", "step_bf16"):
         row[f"{name}_mib"] = most_bytes(compared[0][name]) / 2**20
     return row
@@ -148,13 +216,15 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, s)) for s in SHAPES])
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--settle", type=float, default=SETTLE_MS, metavar="MS")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
     refuse_no_gpu()
     rows = []
     for text in arguments.shapes:
         groups, rows_each, N, K = map(int, text.split("x"))
         for mode in arguments.modes:
-            rows.append(measure((groups, rows_each, N, K), mode, arguments.settle))
+            shape = (groups, rows_each, N, K)
+            rows.append(measure(shape, mode, arguments.settle, arguments.rounds))
             print(rows[-1], flush=True)
             torch.cuda.empty_cache()
     report("Training", rows, "training" if arguments.save else None)
