@@ -30,6 +30,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 """A payload and its scales."""
 Columns: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 """The same, and where padded groups begin, if there are groups."""
+GRAD_FORMATS = ("e4m3", "e5m2")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -40,6 +41,7 @@ def linear_autograd(
     *,
     quantized_w: Dual | None = None,
     main_grad: Tensor | None = None,
+    grad_format: str = "e4m3",
 ) -> Tensor:
     """``x @ w.T + bias`` over MX-FP8 operands, with gradients of all three.
 
@@ -55,14 +57,16 @@ def linear_autograd(
             of the micro-batches of a step. None: each call quantises w.
         main_grad: bf16 or fp32 ``[N, K]``, to which the gradient of w is added, rounded once, in
             place of being returned; or None.
+        grad_format: of the gradient in the backward pass: ``"e4m3"``, or ``"e5m2"``, which
+            keeps smaller numbers beside large ones of a block, and a bit less of each.
 
     Returns:
         ``[..., N]`` of x's dtype.
 
     Raises:
         TypeError: no tensor, or another dtype.
-        ValueError: a shape or device that does not fit, also where only the backward pass would
-            fail.
+        ValueError: another format, or a shape or device that does not fit, also where only the
+            backward pass would fail.
 
     Example:
         >>> w = torch.randn(64, 32, requires_grad=True)
@@ -70,9 +74,9 @@ def linear_autograd(
         >>> w.grad.shape
         torch.Size([64, 32])
     """
-    _check(x, w, "w", 2, bias, main_grad)
+    _check(x, w, "w", 2, bias, main_grad, grad_format)
     rows = x.reshape(-1, x.shape[-1])
-    y = _apply(rows, w, None, bias, quantized_w, main_grad)
+    y = _apply(rows, w, None, bias, quantized_w, main_grad, grad_format)
     return y.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -85,6 +89,7 @@ def grouped_linear(
     group_lens: Tensor | None = None,
     quantized_w: Dual | None = None,
     main_grad: Tensor | None = None,
+    grad_format: str = "e4m3",
 ) -> Tensor:
     """``x[m] @ w[g].T + bias[g]`` for the rows m of each group g, with gradients.
 
@@ -101,6 +106,7 @@ def grouped_linear(
         group_lens: rows of each group, ``[G]``, in place of ``group_offs``.
         quantized_w: what ``quantize_dual_batched(w)`` returns, or None.
         main_grad: bf16 or fp32 ``[G, N, K]`` to add the gradient of w to, or None.
+        grad_format: as ``linear_autograd``.
 
     Returns:
         ``[T, N]`` of x's dtype.
@@ -116,11 +122,11 @@ def grouped_linear(
         >>> w.grad.shape
         torch.Size([3, 64, 32])
     """
-    _check(x, w, "w", 3, bias, main_grad)
+    _check(x, w, "w", 3, bias, main_grad, grad_format)
     if x.ndim != 2:
         raise ValueError(f"x must be [T, K], got {shape_text(x)}")
     offs = offsets_of_groups(group_offs, group_lens, w.shape[0], x)
-    return _apply(x, w, offs, bias, quantized_w, main_grad)
+    return _apply(x, w, offs, bias, quantized_w, main_grad, grad_format)
 
 
 def offsets_of_groups(
@@ -168,10 +174,19 @@ def _check_offsets(offs: Tensor, x: Tensor, name: str) -> None:
 
 
 def _check(
-    x: Tensor, w: Tensor, name: str, dimensions: int, bias: Tensor | None, main_grad: Tensor | None
+    x: Tensor,
+    w: Tensor,
+    name: str,
+    dimensions: int,
+    bias: Tensor | None,
+    main_grad: Tensor | None,
+    grad_format: str,
 ) -> None:
     """Raise for operands that either pass could not multiply."""
     refuse_no_tensor(("bias", "main_grad"), x=x, w=w, bias=bias, main_grad=main_grad)
+    if grad_format not in GRAD_FORMATS:
+        known = " or ".join(map(repr, GRAD_FORMATS))
+        raise ValueError(f"grad_format must be {known}, got {grad_format!r}")
     for what, tensor in (("x", x), (name, w)):
         if tensor.dtype not in _FLOATS:
             raise TypeError(f"{what} must be bfloat16, float16 or float32, got {tensor.dtype}")
@@ -206,9 +221,11 @@ def _apply(
     bias: Tensor | None,
     quantized_w: Dual | None,
     main_grad: Tensor | None,
+    grad_format: str,
 ) -> Tensor:
     of_w = (None,) * 4 if quantized_w is None else _quantized_of(w, quantized_w)
-    y: Tensor = _Linear.apply(x, w, bias, offs, main_grad, *of_w)  # type: ignore[no-untyped-call]
+    options = (main_grad, grad_format)
+    y: Tensor = _Linear.apply(x, w, bias, offs, *options, *of_w)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -234,6 +251,7 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         offs: Tensor | None,
         main_grad: Tensor | None,
+        grad_format: str,
         w_rows: Tensor | None,
         w_row_scales: Tensor | None,
         w_columns: Tensor | None,
@@ -254,7 +272,7 @@ class _Linear(torch.autograd.Function):
             y = grouped_gemm(xq, xs, w_rows, w_row_scales, offs, None, x.dtype, bias)
         of_w = (w_columns, w_column_scales) if needs_x else (None, None)
         ctx.save_for_backward(*of_w, *(of_columns or (None,) * 3), offs)
-        ctx.main_grad = main_grad
+        ctx.main_grad, ctx.grad_format = main_grad, grad_format
         ctx.dtypes = (x.dtype, w.dtype, bias.dtype if bias is not None else None)
         return y
 
@@ -264,11 +282,14 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
         w_columns, w_scales, x_columns, x_scales, padded, offs = ctx.saved_tensors
         of_x, of_w, of_bias = ctx.dtypes
-        dy_rows, dy_columns = _both(dy, offs, needs_x, needs_w)
+        dy_rows, dy_columns = _both(dy, offs, needs_x, needs_w, ctx.grad_format)
         dx = dw = db = None
         if dy_rows is not None:
-            if offs is None:
+            if offs is None and ctx.grad_format == "e4m3":
                 dx = linear(*dy_rows, w_columns, w_scales, out_dtype=of_x)
+            elif offs is None:
+                of_group = (w_columns[None], w_scales[None], _one_group(dy))
+                dx = grouped_gemm_dgrad(*dy_rows, *of_group, out_dtype=of_x)
             else:
                 dx = grouped_gemm_dgrad(*dy_rows, w_columns, w_scales, offs, out_dtype=of_x)
         if dy_columns is not None:
@@ -277,29 +298,32 @@ class _Linear(torch.autograd.Function):
             )
         if needs_bias:
             db = _bias_gradient(dy, offs).to(of_bias)
-        return dx, dw, db, *(None,) * 6
+        return dx, dw, db, *(None,) * 7
+
+
+def _one_group(x: Tensor) -> Tensor:
+    """Offsets of a group of all rows."""
+    return torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
 
 
 def _both(
-    x: Tensor, offs: Tensor | None, rows: bool, columns: bool
+    x: Tensor, offs: Tensor | None, rows: bool, columns: bool, format: str = "e4m3"
 ) -> tuple[Pair | None, Columns | None]:
     """x quantised along rows, and along columns: transposed, its groups padded."""
     whole = offs is None and x.shape[0] % BLOCK == 0
     if not columns:
-        return quantize(x) if rows else None, None
+        return quantize(x, format=format) if rows else None, None
     if whole and rows:
-        dual = quantize_dual(x)
+        dual = quantize_dual(x, format=format)
         return dual[:2], (*dual[2:], None)
     if whole:
-        return None, (*quantize(x, -2), None)
-    groups = offs
-    if groups is None:
-        groups = torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
+        return None, (*quantize(x, -2, format=format), None)
+    groups = _one_group(x) if offs is None else offs
     if rows:
-        both = quantize_dual_grouped(x, groups, pad_rows=False)
+        both = quantize_dual_grouped(x, groups, format=format, pad_rows=False)
         padded = None if offs is None else both.group_offs
         return both[:2], (both.columns, both.column_scales, padded)
-    alone = quantize_grouped(x, groups, -2)
+    alone = quantize_grouped(x, groups, -2, format=format)
     return None, (*alone[:2], None if offs is None else alone.group_offs)
 
 
@@ -314,7 +338,7 @@ def _weights_gradient(
     """None where it has been added to ``main_grad``."""
     if offs is None and main_grad is None and dy[0].shape[1] == 0:
         return dy[0].new_zeros((dy[0].shape[0], x[0].shape[0]), dtype=dtype)
-    if offs is None and main_grad is None:
+    if offs is None and main_grad is None and dy[0].dtype == x[0].dtype:
         return linear(*dy, *x, out_dtype=dtype)
     if padded is None:
         P = dy[0].shape[1]
@@ -323,7 +347,8 @@ def _weights_gradient(
             P = dy[0].shape[1]
         padded = torch.arange(2, device=dy[0].device, dtype=torch.int32) * P
     if main_grad is None:
-        return grouped_gemm_wgrad(*dy, *x, padded, offs, out_dtype=dtype)
+        dw = grouped_gemm_wgrad(*dy, *x, padded, offs, out_dtype=dtype)
+        return dw[0] if offs is None else dw
     out = main_grad.view(-1, *main_grad.shape[-2:])
     grouped_gemm_wgrad(*dy, *x, padded, offs, out, main_grad.dtype, accumulate=True)
     return None

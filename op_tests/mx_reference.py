@@ -26,6 +26,17 @@ def _e4m3_value(byte: int) -> float:
     return sign * (8 + mantissa) * 2.0 ** (exponent - 10)
 
 
+def _e5m2_value(byte: int) -> float:
+    sign = -1.0 if byte & 0x80 else 1.0
+    exponent, mantissa = (byte >> 2) & 31, byte & 3
+    if exponent == 31:
+        return math.nan if mantissa else sign * math.inf
+    if exponent == 0:
+        return sign * mantissa * 2.0**-16
+    return sign * (4 + mantissa) * 2.0 ** (exponent - 17)
+
+
+E5M2_VALUES = torch.tensor([_e5m2_value(byte) for byte in range(256)], dtype=torch.float64)
 E4M3_VALUES = torch.tensor([_e4m3_value(byte) for byte in range(256)], dtype=torch.float64)
 E8M0_VALUES = torch.tensor(
     [2.0 ** (byte - 127) for byte in range(255)] + [math.nan], dtype=torch.float64
@@ -92,9 +103,19 @@ def random_mx_groups(
     return (*a, b.view(G, N, K), b_scale.view(G, N, K // 32))
 
 
+def in_e5m2(payload: Tensor, infinite: bool = False) -> Tensor:
+    """The bytes of a random e4m3 payload as e5m2: every number of it, NaN where NaN was, and, if
+    wanted, infinity."""
+    codes = payload.view(torch.uint8)
+    magnitude = codes & 0x7F
+    beyond = (magnitude > (0x7C if infinite else 0x7B)) & (magnitude < 0x7F)
+    return torch.where(beyond, codes & 0xFB, codes).view(torch.float8_e5m2)
+
+
 def dequantize64(payload: Tensor, scale: Tensor) -> Tensor:
     """Exact float64 values ``[rows, K]`` of a payload and its uint8 or e8m0 scales."""
-    values = _looked_up(E4M3_VALUES, payload).view(*scale.shape, BLOCK)
+    of_format = E5M2_VALUES if payload.dtype == torch.float8_e5m2 else E4M3_VALUES
+    values = _looked_up(of_format, payload).view(*scale.shape, BLOCK)
     blocks = values * _looked_up(E8M0_VALUES, scale).unsqueeze(-1)
     return blocks.view(payload.shape)
 

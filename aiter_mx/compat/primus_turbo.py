@@ -1,8 +1,9 @@
 """Primus-Turbo's functions over MX-FP8: ``primus_turbo.pytorch.ops`` of these names.
 
-Granularity is ``MX_BLOCKWISE``, blocks of 32 under e8m0 scales, and products are of e4m3. What else
-Primus-Turbo has is refused with a sentence that says so. Enumerations and configurations are those
-below or Primus-Turbo's own, which are known by the names of their members.
+Granularity is ``MX_BLOCKWISE``, blocks of 32 under e8m0 scales, and products are of e4m3, or, of
+gradients where the format is ``HYBRID``, of e5m2 and e4m3. What else Primus-Turbo has is refused
+with a sentence that says so. Enumerations and configurations are those below or Primus-Turbo's own,
+which are known by the names of their members.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def grouped_gemm_fp8(
         group_offs: ``[G + 1]``, in place of them, or None.
         trans_b: how b lies.
         out_dtype: of the result; None: what torch makes of the dtypes of a and b.
-        config: ``Float8QuantConfig``, with ``MX_BLOCKWISE`` and ``E4M3``.
+        config: ``Float8QuantConfig``, with ``MX_BLOCKWISE`` and ``E4M3`` or ``HYBRID``.
         num_cu: ignored: kernels take all compute units.
 
     Returns:
@@ -101,14 +102,14 @@ def grouped_gemm_fp8(
     Raises:
         TypeError, ValueError: as ``grouped_linear``, or another granularity or format.
     """
-    _refuse_config(config)
+    grad_format = _grad_format(config)
     G = b.shape[0]
     if group_offs is None:
         offs = offsets_of_groups(None, group_lens, G, a)
     else:
         offs = offsets_of_groups(group_offs, None, G, a)
     a, w, quantized_w = _operands(a, b, trans_b)
-    y = grouped_linear(a, w, offs, quantized_w=quantized_w)
+    y = grouped_linear(a, w, offs, quantized_w=quantized_w, grad_format=grad_format)
     return y.to(out_dtype or torch.promote_types(a.dtype, b.dtype))
 
 
@@ -135,9 +136,9 @@ def gemm_fp8(
     Raises:
         TypeError, ValueError: as ``linear_autograd``, or another granularity or format.
     """
-    _refuse_config(config)
+    grad_format = _grad_format(config)
     a, w, quantized_w = _operands(a.mT if trans_a else a, b, trans_b)
-    y = linear_autograd(a, w, quantized_w=quantized_w)
+    y = linear_autograd(a, w, quantized_w=quantized_w, grad_format=grad_format)
     return y.to(out_dtype or torch.promote_types(a.dtype, b.dtype))
 
 
@@ -271,7 +272,8 @@ def _name(member: Any) -> str:
     return getattr(member, "name", str(member))
 
 
-def _refuse_config(config: Any) -> None:
+def _grad_format(config: Any) -> str:
+    """What gradients are quantised to; raises for what this package does not have."""
     if config is None:
         raise ValueError(
             "config=None asks Primus-Turbo for one scale a tensor; give "
@@ -279,8 +281,13 @@ def _refuse_config(config: Any) -> None:
             "scale_dtype=ScaleDtype.E8M0)"
         )
     _refuse_granularity(config.granularity, config.block_size)
-    if _name(config.format) != "E4M3":
-        raise ValueError(f"products are of e4m3 here, got Format.{_name(config.format)}")
+    formats = {"E4M3": "e4m3", "HYBRID": "e5m2"}
+    if _name(config.format) not in formats:
+        raise ValueError(
+            f"format must be E4M3 or HYBRID here, as activations and weights are of e4m3, got "
+            f"Format.{_name(config.format)}"
+        )
+    return formats[_name(config.format)]
 
 
 def _refuse_granularity(granularity: Any, block_size: int | None) -> None:

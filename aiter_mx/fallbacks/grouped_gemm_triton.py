@@ -32,6 +32,7 @@ def grouped_tile_kernel(
     K,
     G,
     GROUPS: tl.constexpr,
+    A_FORMAT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WHOLE_STEPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -83,7 +84,7 @@ def grouped_tile_kernel(
             b = tl.load(b_ptrs, mask=k[None, :] < left, other=0.0)
             a_scale = tl.load(as_ptrs, mask=s[None, :] < left // 32, other=127)
             b_scale = tl.load(bs_ptrs, mask=s[None, :] < left // 32, other=127)
-        acc = tl.dot_scaled(a, a_scale, "e4m3", b.T, b_scale, "e4m3", acc)
+        acc = tl.dot_scaled(a, a_scale, A_FORMAT, b.T, b_scale, "e4m3", acc)
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K
         as_ptrs += SCALES
@@ -118,6 +119,7 @@ def run(problem: GroupedGemmProblem, tensors: Tensors, config: Config) -> None:
             K,
             G,
             GROUPS=triton.next_power_of_2(G),
+            A_FORMAT=problem.a_format,
             HAS_BIAS=bias is not None,
             WHOLE_STEPS=K % config["BLOCK_K"] == 0,
             **config,

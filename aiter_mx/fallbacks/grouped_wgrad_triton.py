@@ -29,6 +29,7 @@ def grouped_wgrad_kernel(
     M,
     N,
     K,
+    GRAD_FORMAT: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -59,7 +60,7 @@ def grouped_wgrad_kernel(
         x = tl.load(x_ptrs, mask=m[None, :] < left, other=0.0)
         grad_scale = tl.load(grad_scale_ptrs, mask=s[None, :] * 32 < left, other=127)
         x_scale = tl.load(x_scale_ptrs, mask=s[None, :] * 32 < left, other=127)
-        acc = tl.dot_scaled(grad, grad_scale, "e4m3", x.T, x_scale, "e4m3", acc)
+        acc = tl.dot_scaled(grad, grad_scale, GRAD_FORMAT, x.T, x_scale, "e4m3", acc)
         grad_ptrs += BLOCK_M
         x_ptrs += BLOCK_M
         grad_scale_ptrs += SCALES
@@ -91,6 +92,7 @@ def run(problem: GroupedWgradProblem, tensors: Tensors, config: Config) -> None:
             problem.M,
             N,
             K,
+            GRAD_FORMAT=problem.grad_format,
             ACCUMULATE=bool(problem.accumulate),
             **config,
             **OPTIONS,

@@ -28,7 +28,7 @@ class MxExperts(nn.Module):
         activation: ``"silu"``, ``silu(gate) * up``, or ``"swiglu_oai"``, as gpt-oss has it.
         bias: whether both linears have one.
         device, dtype: of the parameters, as torch has them.
-        reuse_quantized: as in ``MxLinear``.
+        reuse_quantized, grad_format: as in ``MxLinear``.
 
     Example:
         >>> layer = aiter_mx.nn.MxExperts(4, 64, 32)
@@ -48,6 +48,7 @@ class MxExperts(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         reuse_quantized: bool = False,
+        grad_format: str = "e4m3",
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -56,11 +57,12 @@ class MxExperts(nn.Module):
         self.num_experts, self.activation = num_experts, activation
         self.gate_up = MxGroupedLinear(
             num_experts, hidden, 2 * intermediate, bias, device, dtype,
-            reuse_quantized=reuse_quantized,
+            reuse_quantized=reuse_quantized, grad_format=grad_format,
         )  # fmt: skip
         self.down = MxGroupedLinear(
-            num_experts, intermediate, hidden, bias, device, dtype, reuse_quantized=reuse_quantized
-        )
+            num_experts, intermediate, hidden, bias, device, dtype,
+            reuse_quantized=reuse_quantized, grad_format=grad_format,
+        )  # fmt: skip
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """The weighted sum of each token's experts.

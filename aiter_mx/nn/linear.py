@@ -43,8 +43,9 @@ class _OfWeight(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         reuse: bool,
+        grad_format: str,
     ) -> None:
-        self.reuse_quantized = reuse
+        self.reuse_quantized, self.grad_format = reuse, grad_format
         self._quantized = QuantizedOnce()
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         of_bias = torch.empty(shape[:-1], device=device, dtype=dtype) if bias else None
@@ -82,6 +83,7 @@ class MxLinear(_OfWeight):
             micro-batches of a step; 2.1 bytes an element more. Compiled calls quantise each time.
             Not for weights that are written through ``.data`` or by a captured graph: torch counts
             no such change.
+        grad_format: of gradients in the backward pass, ``"e4m3"`` or ``"e5m2"``.
 
     Example:
         >>> layer = aiter_mx.nn.MxLinear(64, 32)
@@ -98,14 +100,17 @@ class MxLinear(_OfWeight):
         dtype: torch.dtype | None = None,
         *,
         reuse_quantized: bool = False,
+        grad_format: str = "e4m3",
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         shape = (out_features, in_features)
-        self._declare(shape, bias, device, dtype, reuse_quantized)
+        self._declare(shape, bias, device, dtype, reuse_quantized, grad_format)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, reuse_quantized: bool = False) -> MxLinear:
+    def from_linear(
+        cls, linear: nn.Linear, *, reuse_quantized: bool = False, grad_format: str = "e4m3"
+    ) -> MxLinear:
         """A layer that shares the parameters of a ``torch.nn.Linear``."""
         made = cls(
             linear.in_features,
@@ -114,6 +119,7 @@ class MxLinear(_OfWeight):
             "meta",
             linear.weight.dtype,
             reuse_quantized=reuse_quantized,
+            grad_format=grad_format,
         )
         for name, parameter in linear.named_parameters():
             made.register_parameter(name, parameter)
@@ -121,7 +127,13 @@ class MxLinear(_OfWeight):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
-        return linear_autograd(x, self.weight, self.bias, quantized_w=self._quantized_weight())
+        return linear_autograd(
+            x,
+            self.weight,
+            self.bias,
+            quantized_w=self._quantized_weight(),
+            grad_format=self.grad_format,
+        )
 
 
 class MxGroupedLinear(_OfWeight):
@@ -133,7 +145,7 @@ class MxGroupedLinear(_OfWeight):
         out_features: a multiple of 32.
         bias: whether there is one, ``[groups, out_features]``.
         device, dtype: of the parameters, as torch has them.
-        reuse_quantized: as in ``MxLinear``.
+        reuse_quantized, grad_format: as in ``MxLinear``.
     """
 
     def __init__(
@@ -146,10 +158,11 @@ class MxGroupedLinear(_OfWeight):
         dtype: torch.dtype | None = None,
         *,
         reuse_quantized: bool = False,
+        grad_format: str = "e4m3",
     ) -> None:
         super().__init__()
         shape = (groups, out_features, in_features)
-        self._declare(shape, bias, device, dtype, reuse_quantized)
+        self._declare(shape, bias, device, dtype, reuse_quantized, grad_format)
 
     def forward(
         self, x: Tensor, group_offs: Tensor | None = None, *, group_lens: Tensor | None = None
@@ -162,4 +175,5 @@ class MxGroupedLinear(_OfWeight):
             self.bias,
             group_lens=group_lens,
             quantized_w=self._quantized_weight(),
+            grad_format=self.grad_format,
         )

@@ -20,6 +20,7 @@ from aiter_mx.checks import (
     shape_text,
 )
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS
 from aiter_mx.launch import Run
 from aiter_mx.layouts import layout_of, padded_shape
 from aiter_mx.plan import Plans, bind
@@ -50,7 +51,8 @@ def grouped_gemm(
     gradient.
 
     Args:
-        a: activations of all groups, float8_e4m3fn ``[M, K]``, contiguous, K a multiple of 32.
+        a: activations of all groups, float8_e4m3fn ``[M, K]``, contiguous, K a multiple of 32; or
+            float8_e5m2, as gradients may be.
         a_scale: their scales, uint8 or float8_e8m0fnu ``[M, K // 32]``: 2**(byte - 127), 255 is
             NaN.
         b: weights, float8_e4m3fn ``[G, N, K]``, contiguous, N a multiple of 32.
@@ -255,7 +257,7 @@ def _problem_of(
     """The problem that these operands pose; raises as ``grouped_gemm`` documents."""
     indices = tuple(INDEX_NAMES)
     for name, tensor, dtypes in (
-        ("a", a, (torch.float8_e4m3fn,)),
+        ("a", a, tuple(A_FORMATS)),
         ("a_scale", a_scale, SCALE_DTYPES),
         ("b", b, (torch.float8_e4m3fn,)),
         ("b_scale", b_scale, SCALE_DTYPES),
@@ -323,6 +325,7 @@ def _problem_of(
         expected=expected_rows,
         a_scale_layout=a_scale_layout,
         b_scale_layout=b_scale_layout,
+        a_format=A_FORMATS[a.dtype],
     )
 
 

@@ -21,6 +21,7 @@ from aiter_mx.checks import (
     refuse_alignment,
     shape_text,
 )
+from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.grouped_wgrad.problem import START_COLUMNS
 from aiter_mx.launch import Run
@@ -47,8 +48,8 @@ def grouped_gemm_dgrad(
     that does.
 
     Args:
-        grad: gradient of the forward product's result, float8_e4m3fn ``[M, N]``, N a multiple of
-            32.
+        grad: gradient of the forward product's result, float8_e4m3fn or float8_e5m2 ``[M, N]``, N
+            a multiple of 32.
         grad_scale: ``[M, N // 32]``, uint8 or float8_e8m0fnu.
         b: the transposed weights, float8_e4m3fn ``[G, K, N]``: ``columns`` of ``quantize_dual``.
         b_scale: ``[G, K, N // 32]``: its ``column_scales``.
@@ -87,8 +88,8 @@ def grouped_gemm_wgrad(
     every run. Nothing is read on the host, and after ``aiter_mx.warmup`` a call can be captured.
 
     Args:
-        grad: gradient of the forward product's result, float8_e4m3fn ``[N, P]``, contiguous, P a
-            multiple of 128 and N of 32.
+        grad: gradient of the forward product's result, float8_e4m3fn or float8_e5m2 ``[N, P]``,
+            contiguous, P a multiple of 128 and N of 32.
         grad_scale: uint8 or float8_e8m0fnu ``[N, P // 32]``.
         x: the forward product's rows, float8_e4m3fn ``[K, P]``, K a multiple of 32.
         x_scale: ``[K, P // 32]``.
@@ -193,10 +194,9 @@ def _problem_of(
     accumulate: bool = False,
 ) -> GroupedWgradProblem:
     """The problem that these operands pose; raises as ``grouped_gemm_wgrad`` documents."""
-    payloads = (torch.float8_e4m3fn,)
-    check_tensor("grad", grad, payloads, ("N", "P"))
+    check_tensor("grad", grad, tuple(A_FORMATS), ("N", "P"))
     device, (N, P) = grad.device, grad.shape
-    check_tensor("x", x, payloads, ("K", P), device)
+    check_tensor("x", x, (torch.float8_e4m3fn,), ("K", P), device)
     K = x.shape[0]
     for name, rows in (("N", N), ("K", K)):
         if rows == 0 or rows % BLOCK:
@@ -234,6 +234,7 @@ def _problem_of(
         out_dtype=DTYPE_NAMES[out_dtype],
         accumulate=int(accumulate),
         index=INDEX_NAMES[group_offs.dtype],
+        grad_format=A_FORMATS[grad.dtype],
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.launch import Tensors
 from aiter_mx.layouts import shuffle_scales, unshuffle_scales
-from aiter_mx.numerics import BLOCK, DTYPES, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.numerics import BLOCK, DTYPES, FORMATS, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.timing import random_mx
 from aiter_mx.workloads.models import Model
 from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare, seeded
@@ -28,10 +28,18 @@ def _operands(problem: GroupedGemmProblem, device: torch.device) -> Operands:
     out = torch.empty(M, N, dtype=DTYPES[problem.out_dtype], device=device)
     starts, ends = bounds(problem, device)
     a, a_scale = random_mx(M, K, device)
+    a = in_format(a, problem.a_format)
     if problem.layout == "masked":
         a_scale = a_scale.view(G, M // G, K // BLOCK)
     a_scale = shuffle_scales(a_scale, problem.a_scale_layout)
     return [a, a_scale, *_weights(problem, device), bias, out, starts, ends]
+
+
+def in_format(payload: torch.Tensor, name: str) -> torch.Tensor:
+    """A random payload of e4m3, or numbers of e5m2 in place of it."""
+    if name == "e4m3":
+        return payload
+    return (payload.view(torch.uint8) & 0xFB).view(FORMATS[name].dtype)  # no infinity, no NaN
 
 
 def _weights(problem: GroupedGemmProblem, device: torch.device) -> list[torch.Tensor]:

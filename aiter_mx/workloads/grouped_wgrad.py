@@ -11,6 +11,7 @@ from aiter_mx.kernels.grouped_wgrad.problem import START_COLUMNS
 from aiter_mx.launch import Tensors
 from aiter_mx.numerics import BLOCK, DTYPES, INDICES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.timing import random_mx
+from aiter_mx.workloads.grouped_gemm import in_format
 from aiter_mx.workloads.models import Model
 from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
 
@@ -27,18 +28,18 @@ def _operands(problem: GroupedWgradProblem, device: torch.device) -> Operands:
     offs = torch.cat([torch.zeros(1), ends]).to(index)
     counts = ((offs[1:] - offs[:-1]) * (torch.rand(G) * 0.1 + 0.9)).to(index)
     out = torch.zeros(G, N, K, dtype=DTYPES[problem.out_dtype], device=device)
-    operands = (*random_mx(N, M, device), *random_mx(K, M, device))
-    return [*operands, None, out, offs.to(device), counts.to(device)]
+    return [*_drawn(problem, device), None, out, offs.to(device), counts.to(device)]
+
+
+def _drawn(problem: GroupedWgradProblem, device: torch.device) -> list[torch.Tensor]:
+    (grad, grad_scale), of_x = (random_mx(n, problem.M, device) for n in (problem.N, problem.K))
+    return [in_format(grad, problem.grad_format), grad_scale, *of_x]
 
 
 def _another(problem: GroupedWgradProblem, operands: Operands) -> Operands:
     out = operands[5]
     assert out is not None
-    drawn = (
-        *random_mx(problem.N, problem.M, out.device),
-        *random_mx(problem.K, problem.M, out.device),
-    )
-    return [*drawn, operands[4], torch.zeros_like(out), *operands[6:]]
+    return [*_drawn(problem, out.device), operands[4], torch.zeros_like(out), *operands[6:]]
 
 
 def _read_bytes(problem: GroupedWgradProblem, operands: Operands | None) -> float:

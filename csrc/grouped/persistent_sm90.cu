@@ -1,7 +1,7 @@
 // Grouped GEMM on Hopper, for many rows: y[m] = dequantised(x[m]) * dequantised(w[g])^T + bias[g]
 // for each group g and each row m of it.
 //
-//   xq [M, K], wq [G, N, K]        e4m3 payload
+//   xq [M, K], wq [G, N, K]        e4m3 payload; with MX_X_E5M2 xq is e5m2, a gradient
 //   xs [M, K/32], ws [G, N, K/32]  e8m0 scale of each 32 consecutive k
 //   y  [M, N]                      fp32, bf16 or fp16
 //   bias [G, N]                    any of these, or none
@@ -39,6 +39,44 @@
 #include "tiles_sm90.h"
 
 using namespace mx;
+
+#ifndef MX_X_E5M2
+#define MX_X_E5M2 0
+#endif
+constexpr bool kWide = MX_X_E5M2;
+// Of x, whose largest is 2^7 times as large in e5m2.
+constexpr unsigned kLastScale = kWide ? kLastXScale - 7 : kLastXScale;
+
+// Four bytes of x to two pairs of floats, exactly.
+MX_DEVICE void x_to_f32(unsigned word, f32x2& low, f32x2& high) {
+    if constexpr (!kWide)
+        return e4m3x4_to_f32(word, low, high);
+    asm("{\n"
+        ".reg .b16 low, high, a, b, c, d;\n"
+        ".reg .b32 ab, cd;\n"
+        "mov.b32 {low, high}, %4;\n"
+        "cvt.rn.f16x2.e5m2x2 ab, low;\n"
+        "cvt.rn.f16x2.e5m2x2 cd, high;\n"
+        "mov.b32 {a, b}, ab;\n"
+        "mov.b32 {c, d}, cd;\n"
+        "cvt.f32.f16 %0, a;\n"
+        "cvt.f32.f16 %1, b;\n"
+        "cvt.f32.f16 %2, c;\n"
+        "cvt.f32.f16 %3, d;\n"
+        "}"
+        : "=f"(low.x), "=f"(low.y), "=f"(high.x), "=f"(high.y)
+        : "r"(word));
+}
+
+// Four bytes of x times factor: bytes 0 and 2, then 1 and 3.
+MX_DEVICE void x_to_bf16(unsigned word, float factor, unsigned& even, unsigned& odd) {
+    if constexpr (!kWide)
+        return e4m3x4_to_bf16(word, factor, even, odd);
+    f32x2 low, high;
+    x_to_f32(word, low, high);
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(even) : "f"(high.x * factor), "f"(low.x * factor));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(odd) : "f"(high.y * factor), "f"(low.y * factor));
+}
 
 // The expansion of x to bf16, by some warps of each workgroup while the others multiply.
 //
@@ -237,12 +275,12 @@ struct Expander {
     }
 
     MX_MEMBER static bool store_expanded(unsigned char* to, const u32x4& words, unsigned scale) {
-        const bool is_nan = scale == kNanScale, over = scale > kLastXScale && !is_nan;
+        const bool is_nan = scale == kNanScale, over = scale > kLastScale && !is_nan;
         const float factor = bits_to_float(is_nan ? kNanBits : over ? 0 : (scale + 60) << 23);
         u32x4 even, odd;
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-            e4m3x4_to_bf16(words[j], factor, even.words[j], odd.words[j]);
+            x_to_bf16(words[j], factor, even.words[j], odd.words[j]);
         store_vector(to, even);
         store_vector(to + 128, odd);
         return over;
@@ -435,16 +473,22 @@ MX_DEVICE bool token_outside(const Operands& t, long row, const Depth& depth) {
     const long blocks = kWgrad ? (depth.columns + kBlock - 1) / kBlock : t.blocks();
     for (long i = start; i < start + blocks; ++i) {
         const unsigned scale = load_byte(t.xs + row * t.blocks() + i);
-        outside |= scale > kLastXScale && scale != kNanScale;
+        outside |= scale > kLastScale && scale != kNanScale;
     }
     return outside;
+}
+
+MX_DEVICE void swap(unsigned& a, unsigned& b) {
+    const unsigned kept = a;
+    a = b;
+    b = kept;
 }
 
 // An output of these rows of x and w, without the bias.
 MX_DEVICE float sum_again(const Operands& t, long x, long w, const Depth& depth) {
     const unsigned char *xq = t.xq + x * t.K, *xs = t.xs + x * t.blocks();
     const unsigned char *wq = t.wq + w * t.K, *ws = t.ws + w * t.blocks();
-    if constexpr (!kWgrad)
+    if constexpr (!kWgrad && !kWide)
         return exact_output(xq, xs, wq, ws, t.K);
     constexpr int piece = 16;
     float sum = 0.0f;
@@ -456,11 +500,14 @@ MX_DEVICE float sum_again(const Operands& t, long x, long w, const Depth& depth)
         const u32x4 w_words = first_bytes(load(wq + k), left);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            e4m3x4_to_f32(x_words[i], values[2 * i], values[2 * i + 1]);
+            x_to_f32(x_words[i], values[2 * i], values[2 * i + 1]);
             e4m3x4_to_f32(w_words[i], weights[2 * i], weights[2 * i + 1]);
         }
-        sum = add_scaled(sum, dot(values, weights), e8m0_split(load_byte(xs + k / kBlock)),
-                         e8m0_to_f32(load_byte(ws + k / kBlock)));
+        unsigned first = load_byte(xs + k / kBlock), other = load_byte(ws + k / kBlock);
+        // Products of e5m2 have more bits below 1 than a small scale leaves.
+        if (kWide && first < other)
+            swap(first, other);
+        sum = add_scaled(sum, dot(values, weights), e8m0_split(first), e8m0_to_f32(other));
     }
     return sum;
 }

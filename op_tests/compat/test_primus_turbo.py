@@ -64,6 +64,16 @@ def test_plain_products_and_their_gradients(trans_a: bool, trans_b: bool) -> Non
         assert decibels(found, right) >= 20
 
 
+def test_hybrid_quantises_gradients_to_e5m2() -> None:
+    a, b = torch.randn(60, 64, requires_grad=True), torch.randn(2, 32, 64, requires_grad=True)
+    lens, dy = torch.tensor([23, 37]), torch.randn(60, 32)
+    config = turbo.Float8QuantConfig(turbo.Format.HYBRID)
+    turbo.grouped_gemm_fp8(a, b, lens, config=config).backward(dy)
+    found, a.grad, b.grad = (a.grad, b.grad), None, None
+    aiter_mx.grouped_linear(a, b, group_lens=lens, grad_format="e5m2").backward(dy)
+    assert torch.equal(found[0], a.grad) and torch.equal(found[1], b.grad)
+
+
 def test_quantisation_pads_and_takes_recipes() -> None:
     x = torch.randn(40, 160)
     payload, scale = turbo.quantize_fp8(x, E4M3, MX, block_size=32, axis=1)
@@ -105,7 +115,7 @@ def test_primus_turbos_own_configuration_is_known_by_its_names() -> None:
     assert turbo.grouped_gemm_fp8(a, b, lens, config=config).shape == (10, 32)
     for name, value, expected in (
         ("granularity", member("ROWWISE"), "MX_BLOCKWISE here, got ROWWISE"),
-        ("format", member("HYBRID"), "e4m3 here, got Format.HYBRID"),
+        ("format", member("E5M2"), "E4M3 or HYBRID here, .* got Format.E5M2"),
         ("block_size", 128, "block_size must be 32 for MX_BLOCKWISE, got 128"),
     ):
         changed = SimpleNamespace(**(vars(config) | {name: value}))

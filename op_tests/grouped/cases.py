@@ -13,6 +13,7 @@ from torch import Tensor
 
 import aiter_mx
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS
 from aiter_mx.kernels.spec import Config, KernelSpec
 from op_tests.conformance import INDICES, NAMES
 from op_tests.launches import Out, is_poison, launch
@@ -126,7 +127,7 @@ def launch_grouped(
     bias_name = "none" if bias is None else NAMES[bias.dtype]
     layout = "masked" if groups.told == "masked" else "jagged"
     problem = GroupedGemmProblem(
-        M, N, K, G, NAMES[dtype], bias_name, layout, groups.index, 0, *layouts
+        M, N, K, G, NAMES[dtype], bias_name, layout, groups.index, 0, *layouts, A_FORMATS[a.dtype]
     )
     if layouts != ROW_MAJOR:
         if layout == "masked":

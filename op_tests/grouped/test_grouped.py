@@ -18,7 +18,7 @@ from aiter_mx.target import hardware
 from op_tests.grouped.cases import Operands, assert_group_rows
 from op_tests.interpreted import assert_passes_in_the_interpreter
 from op_tests.launches import moved
-from op_tests.mx_reference import random_mx_groups
+from op_tests.mx_reference import in_e5m2, random_mx_groups
 
 OFFS = torch.tensor([0, 41, 41, 42, 90])
 
@@ -151,7 +151,7 @@ def replaced(index: int, change: Callable[[torch.Tensor], object]) -> list[objec
 
 
 BAD_OPERANDS: list[tuple[list[object], type[Exception], str]] = [
-    (replaced(0, lambda t: t.float()), TypeError, "a must be torch.float8_e4m3fn, got torch.float"),
+    (replaced(0, lambda t: t.float()), TypeError, "e4m3fn or torch.float8_e5m2, got torch.fl"),
     (replaced(1, lambda t: t.int()), TypeError, "a_scale must be torch.uint8 or torch.float8_e8m0"),
     (replaced(2, lambda t: t.tolist()), TypeError, "b must be a tensor, got list"),
     (replaced(3, lambda t: t[:, :, :4]), ValueError, r"b_scale must be \[4, 64, 5\], got"),
@@ -302,13 +302,14 @@ def run_triton_in_its_interpreter() -> None:
 
     torch.cuda.device_of = lambda tensor: nullcontext()
     tile = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
-    case, bias = operands(N=96), torch.randn(4, 96)
+    (a, *others), bias = operands(N=96), torch.randn(4, 96)
     starts, ends = torch.tensor([50, -5, 13, 70]), torch.tensor([70, 12, 13, 999])
-    out = torch.full((90, 96), 7.0)
-    problem = GroupedGemmProblem(90, 96, 160, 4)
-    grouped_gemm_triton.run(problem, (*case, bias, out, starts, ends), tile)
-    assert_group_rows(out, case, [(50, 70), (0, 12), (13, 13), (70, 90)], bias)
-    assert (out[12:50] == 7).all()
+    for format, payload in (("e4m3", a), ("e5m2", in_e5m2(a))):
+        out, case = torch.full((90, 96), 7.0), (payload, *others)
+        problem = GroupedGemmProblem(90, 96, 160, 4, a_format=format)
+        grouped_gemm_triton.run(problem, (*case, bias, out, starts, ends), tile)
+        assert_group_rows(out, case, [(50, 70), (0, 12), (13, 13), (70, 90)], bias)
+        assert (out[12:50] == 7).all()
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ ROWS_VARIANTS = (
     QuantizeProblem(1, 32, "fp32", mode="floor"),
     QuantizeProblem(1, 32, "fp32", format="e2m1"),
     QuantizeProblem(1, 32, "bf16", mode="even"),
+    QuantizeProblem(1, 32, "fp16", mode="floor", format="e5m2"),
 )
 TILES_VARIANTS = (
     QuantizeProblem(32, 32, "bf16", "both"),
@@ -59,6 +60,8 @@ TILES_VARIANTS = (
     QuantizeProblem(32, 32, "bf16", "both", format="e2m1"),
     QuantizeProblem(32, 32, "bf16", "both", mode="even", format="e2m1"),
     QuantizeProblem(32, 32, "fp16", "both", mode="floor", format="e2m1"),
+    QuantizeProblem(32, 32, "bf16", "both", format="e5m2"),
+    QuantizeProblem(32, 32, "fp32", "both", mode="even", format="e5m2"),
 )
 STAGED_VARIANTS = tuple(
     dict.fromkeys(replace(p, layout="row_major") for p in TILES_VARIANTS if p.to == "both")
@@ -112,7 +115,10 @@ STAGED = Subject(
         QuantizeProblem(1, 32, "bf16", "both", groups=1, format=format)
         for format in ("e4m3", "e2m1")
     ]
-    + [QuantizeProblem(1, 32, "bf16", "both", groups=1, padded="columns")],
+    + [
+        QuantizeProblem(1, 32, "bf16", "both", groups=1, padded="columns", format=format)
+        for format in ("e4m3", "e5m2")
+    ],
     configs=[],
     on_gpu=[_staged(3, 4), _staged(3, 8)],
     wide=[(3, 288, 416), (1, 4256, 96), (1, 64, 4192)],

@@ -12,6 +12,7 @@ import torch
 from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.spec import Config
+from aiter_mx.numerics import FORMATS
 from op_tests import conformance
 from op_tests.conformance import DTYPES, bench_of, each, every_order
 from op_tests.launches import bound, same_bytes
@@ -110,7 +111,7 @@ def test_every_bf16_value_is_as_the_reference(bench: Bench, mode: str) -> None:
     by_magnitude = every[every.isfinite()].sort().values
     generator = torch.Generator().manual_seed(7)
     to = bench.subject.variants[0].to
-    for format in ("e4m3", "e2m1"):
+    for format in FORMATS:
         for x in (by_magnitude.view(-1, 32), every[torch.randperm(2**16, generator=generator)]):
             x = x.reshape(-1, 32)
             x = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % 32))  # to whole tiles

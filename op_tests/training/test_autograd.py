@@ -33,7 +33,7 @@ def draw(dtype: torch.dtype, groups: bool, seed: int = 0) -> tuple[Tensor, Tenso
     return x, w, bias, randn(T, N).to(dtype)
 
 
-def forward(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Tensor) -> Tensor:
+def forward(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Tensor | str) -> Tensor:
     if w.ndim == 2:
         return aiter_mx.linear_autograd(x, w, bias, **options)  # type: ignore[arg-type]
     offs = torch.tensor(OFFSETS)
@@ -47,16 +47,20 @@ def parts(w: Tensor) -> list[tuple[Tensor, slice]]:
     return [(w[g], slice(*bounds)) for g, bounds in enumerate(pairwise(OFFSETS))]
 
 
-def columns_of(x: Tensor) -> tuple[Tensor, Tensor]:
+def columns_of(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
     """A group's rows quantised along columns, padded with zeros."""
-    return aiter_mx.quantize(torch.nn.functional.pad(x, (0, 0, 0, -len(x) % 32)), axis=-2)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % 32))
+    return aiter_mx.quantize(padded, axis=-2, format=format)
 
 
 @pytest.mark.parametrize("groups", [False, True], ids=["linear", "grouped"])
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_every_result_is_a_product_of_quantised_operands(dtype: torch.dtype, groups: bool) -> None:
+def test_every_result_is_a_product_of_quantised_operands(
+    dtype: torch.dtype, format: str, groups: bool
+) -> None:
     x, w, bias, dy = draw(dtype, groups)
-    y = forward(x, w, bias)
+    y = forward(x, w, bias, grad_format=format)
     y.backward(dy)
     grads = (x.grad, w.grad, bias.grad)
     assert [each.dtype for each in grads if each is not None] == [dtype] * 3
@@ -71,9 +75,9 @@ def test_every_result_is_a_product_of_quantised_operands(dtype: torch.dtype, gro
             y.detach()[rows], *aiter_mx.quantize(xg), *aiter_mx.quantize(of_w), own_bias
         )
         assert_close_to_reference(
-            x.grad[rows], *aiter_mx.quantize(dyg), *aiter_mx.quantize(of_w, axis=-2)
+            x.grad[rows], *aiter_mx.quantize(dyg, format=format), *aiter_mx.quantize(of_w, axis=-2)
         )
-        assert_close_to_reference(dw, *columns_of(dyg), *columns_of(xg))
+        assert_close_to_reference(dw, *columns_of(dyg, format), *columns_of(xg))
         total = dyg.double().abs().sum(0, keepdim=True)
         assert_rounded(db[None], dyg.double().sum(0, keepdim=True), total * 2.0**-18, total)
 
@@ -83,10 +87,11 @@ def decibels(found: Tensor, exact: Tensor) -> float:
     return float(20 * torch.log10(exact.double().norm() / noise.clamp(min=1e-300)))
 
 
-def test_signal_to_noise_holds_for_every_group_tile_and_tail() -> None:
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_signal_to_noise_holds_for_every_group_tile_and_tail(format: str) -> None:
     """An error of a few rows drowns in a ratio over all of them."""
     x, w, _, dy = draw(torch.bfloat16, True)
-    y = forward(x, w)
+    y = forward(x, w, grad_format=format)
     y.backward(dy)
     for g, (of_w, rows) in enumerate(parts(w.detach())):
         if rows.start == rows.stop:

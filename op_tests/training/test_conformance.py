@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from op_tests import conformance
 from op_tests.conformance import DTYPES, INDICES, bench_of, each, in_order
 from op_tests.launches import Out, assert_repeats_on_two_streams, bound, launch, moved, same_bytes
+from op_tests.mx_reference import in_e5m2
 from op_tests.operands import NANS, SPREADS
 from op_tests.training.cases import Case, check, draw_case
-from op_tests.training.subjects import PERSISTENT_SM90, SUBJECTS, Shape, Subject
+from op_tests.training.subjects import PERSISTENT_SM90, SUBJECTS, TORCH, Shape, Subject
 
 
 class Bench(conformance.Bench):
@@ -43,7 +45,8 @@ class Bench(conformance.Bench):
 
     def problem(self, shape: Shape, case: Case) -> GroupedWgradProblem:
         (G, N, K), P = case.shape, case.grad.shape[1]
-        return GroupedWgradProblem(P, N, K, G, shape.dtype, int(shape.adds), shape.index)
+        format = A_FORMATS[case.grad.dtype]
+        return GroupedWgradProblem(P, N, K, G, shape.dtype, int(shape.adds), shape.index, format)
 
     def launch(self, shape: Shape, case: Case, old: Tensor | None = None) -> Tensor:
         """The result on the CPU, written over poison or over ``old``."""
@@ -96,6 +99,16 @@ def test_scales_over_their_whole_range_are_exact(bench: Bench, spread: str) -> N
     for seed, shape in enumerate(bench.subject.few):
         case = bench.draw(shape, seed, SPREADS[spread][0], SPREADS[spread][1])
         bench.assert_right(shape, case)
+
+
+@each([PERSISTENT_SM90, TORCH], spread=("usual", *SPREADS))
+def test_gradients_in_e5m2_match_float64(bench: Bench, spread: str) -> None:
+    of_grad, of_x = SPREADS.get(spread, ((-6, 6), (-6, 6)))
+    for seed, few in enumerate(bench.subject.few):
+        shape = replace(few, adds=seed % 2 == 1)
+        case = bench.draw(shape, seed, of_grad, of_x, nan_payload=1e-5)
+        infinite = seed == 0 and spread == "usual"
+        bench.assert_right(shape, replace(case, grad=in_e5m2(case.grad, infinite)))
 
 
 @each(SUBJECTS)

@@ -11,10 +11,12 @@ from torch import Tensor
 
 import aiter_mx
 from aiter_mx.nn import MxExperts
+from aiter_mx.timing import random_mx
 from op_tests.mx_reference import assert_close_to_reference
 from op_tests.training.cases import check, draw_case
 
 pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
 
 
 @contextmanager
@@ -62,7 +64,8 @@ def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("groups", [False, True], ids=["linear", "grouped"])
-def test_a_graph_of_both_passes_follows_its_inputs(groups: bool) -> None:
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_a_graph_of_both_passes_follows_its_inputs(format: str, groups: bool) -> None:
     x, w = leaves((300, 352), (3, 288, 352) if groups else (288, 352))
     offs = torch.arange(4, device="cuda") * 100
     dy = torch.randn(300, 288, device="cuda").bfloat16()
@@ -70,7 +73,7 @@ def test_a_graph_of_both_passes_follows_its_inputs(groups: bool) -> None:
     def step() -> Tensor:
         x.grad = w.grad = None
         forward = aiter_mx.grouped_linear if groups else aiter_mx.linear_autograd
-        y = forward(x, w, *([offs] if groups else []))
+        y = forward(x, w, *([offs] if groups else []), grad_format=format)
         y.backward(dy)
         return y.detach()
 
@@ -109,3 +112,48 @@ def test_experts_train_without_waiting_and_repeat() -> None:
     torch.cuda.synchronize()
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(again, results[0], strict=True))
+
+
+def test_ten_thousand_launches_repeat_bitwise() -> None:
+    case = draw_case(352, 288, (1, 0, 33, 600, 127, 256))
+    operands = [each.cuda() for each in case.operands]
+    dual = aiter_mx.quantize_dual_batched(torch.randn(2, 352, 288, device="cuda"))
+    rows = aiter_mx.quantize(torch.randn(700, 352, device="cuda"))
+    offs = torch.tensor([0, 333, 700], device="cuda")
+    calls = (
+        lambda out: aiter_mx.grouped_gemm_wgrad(*operands, out),
+        lambda out: aiter_mx.grouped_gemm_dgrad(*rows, *dual[2:], offs, out),
+    )
+    for call, shape in zip(calls, (case.shape, (700, 288)), strict=True):
+        expected, out = (torch.zeros(shape, device="cuda").bfloat16() for _ in range(2))
+        call(expected)
+        differ = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(10_000):
+            call(out.fill_(float("nan")))
+            differ += (out != expected).any()
+        assert differ.item() == 0
+
+
+def test_gradients_of_weights_reach_beyond_4_gib() -> None:
+    few = slice(-48, None)
+    P, N, K = (1 << 20) + 1024, 4128, 64  # operands
+    (grad, grad_scale), (x, x_scale) = (random_mx(rows, P, DEVICE) for rows in (N, K))
+    assert grad.nbytes > 1 << 32
+    offs = torch.tensor([0, P - 1024, P], device="cuda")
+    lens = torch.tensor([P - 2048, 1000], device="cuda")
+    out = aiter_mx.grouped_gemm_wgrad(grad, grad_scale, x, x_scale, offs, lens)
+    own = [t[few].cpu() for t in (grad[:, -1024:-24], x[:, -1024:-24])]
+    scales = [t[few, -32:].cpu() for t in (grad_scale, x_scale)]
+    padded = [torch.nn.functional.pad(t.view(torch.uint8), (0, 24)).view(t.dtype) for t in own]
+    assert_close_to_reference(out[1][few, few].cpu(), padded[0], scales[0], padded[1], scales[1])
+    del grad, x, out
+
+    G, N, K = 40, 8192, 8192  # results
+    (grad, grad_scale), (x, x_scale) = (random_mx(rows, G * 128, DEVICE) for rows in (N, K))
+    out = aiter_mx.grouped_gemm_wgrad(
+        grad, grad_scale, x, x_scale, torch.arange(G + 1, device="cuda") * 128
+    )
+    assert out.nbytes > 1 << 32
+    of_last = [t[few, -128:].cpu() for t in (grad, x)]
+    scales = [t[few, -4:].cpu() for t in (grad_scale, x_scale)]
+    assert_close_to_reference(out[-1][few, few].cpu(), of_last[0], scales[0], of_last[1], scales[1])

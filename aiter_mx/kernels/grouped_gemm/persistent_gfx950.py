@@ -54,6 +54,8 @@ MAX_TILES = 1 << 31
 
 
 def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
+    if problem.a_format != "e4m3":
+        return f"it multiplies e4m3 alone, not {problem.a_format}"
     if problem.N % BLOCK:
         return f"N={problem.N} is not a multiple of {BLOCK}, the features that a lane stores"
     for name, value, limit in (

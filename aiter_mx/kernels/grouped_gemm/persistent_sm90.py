@@ -136,7 +136,8 @@ def _list_geometry(target: Target, problem: GroupedGemmProblem, config: Config) 
 
 
 def defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Mapping[str, int]:
-    return {
+    wide = {"MX_X_E5M2": 1} if problem.a_format == "e5m2" else {}
+    return wide | {
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_ORDER": config["order"],
         "MX_STAGES": _STAGES,

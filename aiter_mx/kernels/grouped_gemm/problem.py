@@ -32,9 +32,10 @@ from aiter_mx.kernels.spec import (
     require_blocks,
 )
 from aiter_mx.layouts import LAYOUTS
+from aiter_mx.numerics import FORMATS
 
 ARGS = (
-    Arg("xq", "pointer", "r"),  # a, e4m3 [M, K]
+    Arg("xq", "pointer", "r"),  # a, e4m3 or e5m2 [M, K]
     Arg("xs", "pointer", "r"),  # e8m0 [M, K / 32]
     Arg("wq", "pointer", "r"),  # b, e4m3 [G, N, K]
     Arg("ws", "pointer", "r"),  # e8m0 [G, N, K / 32]
@@ -55,6 +56,8 @@ A kernel that has a workspace takes its pointer after ends; it may add scalars o
 
 LAYOUT_CODES = {"jagged": 0, "masked": 1}
 INDEX_BYTES = {"i32": 4, "i64": 8}
+A_DTYPES = {name: FORMATS[name].dtype for name in ("e4m3", "e5m2")}
+A_FORMATS = {dtype: name for name, dtype in A_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class GroupedGemmProblem:
             tiles, and never bears on results.
         a_scale_layout: of a's scales, as aiter_mx.layouts has them.
         b_scale_layout: of b's.
+        a_format: of a's payload, ``e4m3``, or ``e5m2`` as gradients have; b is e4m3.
 
     Raises:
         ValueError: a field is none of the above.
@@ -90,6 +94,7 @@ class GroupedGemmProblem:
     expected: int = 0
     a_scale_layout: str = "row_major"
     b_scale_layout: str = "row_major"
+    a_format: str = "e4m3"
 
     def __post_init__(self) -> None:
         known = {
@@ -99,6 +104,7 @@ class GroupedGemmProblem:
             "index": tuple(INDEX_BYTES),
             "a_scale_layout": tuple(LAYOUTS),
             "b_scale_layout": tuple(LAYOUTS),
+            "a_format": tuple(A_DTYPES),
         }
         require(self, {"M": 0, "N": 0, "G": 1, "expected": 0}, known)
         require_blocks("K", self.K)

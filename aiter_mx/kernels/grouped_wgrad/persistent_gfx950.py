@@ -30,6 +30,8 @@ def _product(problem: GroupedWgradProblem) -> GroupedGemmProblem:
 
 
 def _refusal(target: Target, problem: GroupedWgradProblem) -> str | None:
+    if problem.grad_format != "e4m3":
+        return f"it multiplies e4m3 alone, not {problem.grad_format}"
     for name, value, limit in (
         ("M", problem.M, forward.MAX_K),
         ("K", problem.K, forward.MAX_N),

@@ -30,6 +30,7 @@ def _product(problem: GroupedWgradProblem) -> GroupedGemmProblem:
         K=START_COLUMNS,
         G=problem.G,
         out_dtype=problem.out_dtype,
+        a_format=problem.grad_format,
     )
 
 

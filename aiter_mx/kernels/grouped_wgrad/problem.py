@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aiter_mx.kernels.grouped_gemm.problem import A_DTYPES
 from aiter_mx.kernels.spec import (
     OUT_DTYPES,
     Arg,
@@ -27,7 +28,7 @@ from aiter_mx.kernels.spec import (
 )
 
 ARGS = (
-    Arg("grad", "pointer", "r"),  # e4m3 [N, M]
+    Arg("grad", "pointer", "r"),  # e4m3 or e5m2 [N, M]
     Arg("grad_scale", "pointer", "r"),  # e8m0 [N, M / 32]
     Arg("x", "pointer", "r"),  # e4m3 [K, M]
     Arg("x_scale", "pointer", "r"),  # e8m0 [K, M / 32]
@@ -54,6 +55,7 @@ class GroupedWgradProblem:
         out_dtype: ``bf16``, ``fp16`` or ``fp32``.
         accumulate: 1: products are added to what ``out`` holds, and rounded once with it.
         index: dtype of the groups' bounds, ``i32`` or ``i64``.
+        grad_format: of grad's payload, ``e4m3`` or ``e5m2``; x is e4m3.
 
     Raises:
         ValueError: a field is none of the above.
@@ -66,9 +68,11 @@ class GroupedWgradProblem:
     out_dtype: str = "bf16"
     accumulate: int = 0
     index: str = "i32"
+    grad_format: str = "e4m3"
 
     def __post_init__(self) -> None:
         known = {"out_dtype": OUT_DTYPES, "accumulate": (0, 1), "index": tuple(INDEX_BYTES)}
+        known |= {"grad_format": tuple(A_DTYPES)}
         require(self, {"M": 0, "N": 1, "K": 1, "G": 1}, known)
         if self.M % START_COLUMNS:
             raise ValueError(f"M must be a multiple of {START_COLUMNS}, got M={self.M}")

@@ -23,15 +23,17 @@ PARAMS = (
     Param("steps", (1, 2, 4, 8, 16), "steps of a wave, one block a lane each"),
     Param("resident", (1, 2, 4), "workgroups of a compute unit that registers must leave room for"),
 )
-BITS = {"e4m3": 8, "e2m1": 4}
+OF_FORMATS = {
+    "e4m3": {"MX_BITS": 8},
+    "e5m2": {"MX_BITS": 8, "MX_E5M2": 1},
+    "e2m1": {"MX_BITS": 4},
+}
 MODES = {"rceil": 0, "floor": 1, "even": 2}  # csrc/include/common/quantize.h
 
 
 def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
     if problem.to != "rows" or problem.block != "1x32":
         return f"rows makes blocks along rows alone, not to={problem.to}, block={problem.block}"
-    if problem.format not in BITS:
-        return f"rows makes {' and '.join(BITS)}, not {problem.format}"
     if problem.layout != "row_major":
         return f"rows stores scales row-major, not as {problem.layout}"
     return None
@@ -57,7 +59,7 @@ def _candidates(target: Target, problem: QuantizeProblem) -> list[Config]:
 def _defines(target: Target, problem: QuantizeProblem, config: Config) -> Mapping[str, int]:
     return {
         "MX_IN": DTYPE_CODES[problem.dtype],
-        "MX_BITS": BITS[problem.format],
+        **OF_FORMATS[problem.format],
         "MX_MODE": MODES[problem.mode],
         "MX_GROUPED": int(problem.groups > 0),
         "MX_WAVES": config["waves"],

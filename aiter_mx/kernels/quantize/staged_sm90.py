@@ -57,7 +57,7 @@ def _yields(target: Target, problem: QuantizeProblem) -> str | None:
 
 def _configure(target: Target, problem: QuantizeProblem) -> Config:
     # Scales are found one by one for fp16, for which a third workgroup leaves no room.
-    resident = 2 if problem.dtype == "fp16" and problem.format == "e4m3" else 3
+    resident = 2 if problem.dtype == "fp16" and problem.format != "e2m1" else 3
     many = _workspace_bytes(target, problem, {}) >= _MANY_SCALE_BYTES
     return {"resident": resident, "lines": 8 if many else 4}
 

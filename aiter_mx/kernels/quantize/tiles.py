@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.quantize.problem import GROUP_ROWS, POINTERS, QuantizeProblem
-from aiter_mx.kernels.quantize.rows import BITS, MODES
+from aiter_mx.kernels.quantize.rows import MODES, OF_FORMATS
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     MAX_GRID_X,
@@ -40,8 +40,6 @@ def _refusal(target: Target, problem: QuantizeProblem) -> str | None:
 
 def tile_refusal(problem: QuantizeProblem) -> str | None:
     """Why no kernel that works on tiles takes a problem of such a size."""
-    if problem.format not in BITS:
-        return f"tiles makes {' and '.join(BITS)}, not {problem.format}"
     if problem.N >= _MAX_COLUMNS:
         return f"tiles takes less than {_MAX_COLUMNS} columns, not N={problem.N}"
     if problem.out_rows >= _MAX_ROWS:
@@ -55,12 +53,12 @@ def _configure(target: Target, problem: QuantizeProblem) -> Config:
     down, across = tiles_of(problem, config)
     tiles, at_once = down * across * problem.matrices, 2 * target.cu_num
     if target.arch == "sm_90a":
-        plain = problem.format == "e4m3" and not problem.groups
+        plain = problem.format != "e2m1" and not problem.groups
         if problem.to == "rows":
             config |= {"resident": 4, "steps": 1, "cluster": 8}
         elif problem.to == "columns" and not problem.groups:
             config |= {"rows": 256, "resident": 3, "steps": 1}
-        elif problem.layout != "row_major" and problem.format == "e4m3" and problem.dtype == "bf16":
+        elif problem.layout != "row_major" and problem.format != "e2m1" and problem.dtype == "bf16":
             config |= {"resident": 3, "steps": 1}
         elif problem.layout == "row_major" and tiles <= 3 * target.cu_num:
             config |= {"steps": 1}
@@ -95,7 +93,7 @@ def variant_defines(problem: QuantizeProblem) -> dict[str, int]:
     """What csrc/quantize/tile.h is told of a problem."""
     defines = {
         "MX_IN": DTYPE_CODES[problem.dtype],
-        "MX_BITS": BITS[problem.format],
+        **OF_FORMATS[problem.format],
         "MX_MODE": MODES[problem.mode],
         "MX_TO_ROWS": int(problem.to != "columns"),
         "MX_TO_COLUMNS": int(problem.to != "rows"),

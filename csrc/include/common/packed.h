@@ -287,7 +287,7 @@ MX_DEVICE void piece_to_f32(u32x4 piece, float (&values)[kPieceValues<T>]) {
         }
 }
 
-// Payload bytes of 16 bytes of one block: 8 or 4 of e4m3, 4 or 2 of e2m1.
+// Payload bytes of 16 bytes of one block: 8 or 4 of e4m3 or e5m2, 4 or 2 of e2m1.
 template <class Format, ScaleMode Mode, class T, bool Finite = false>
 MX_DEVICE auto piece_to_payload(u32x4 piece, BlockScale scale) {
     constexpr int count = kPieceValues<T>;
@@ -308,7 +308,8 @@ MX_DEVICE auto piece_to_payload(u32x4 piece, BlockScale scale) {
             Words<count / 4> words;
 #pragma unroll
             for (int i = 0; i < count; i += 4)
-                words.word[i / 4] = to_e4m3x4<Mode>(v[i], v[i + 1], v[i + 2], v[i + 3], scale);
+                words.word[i / 4] =
+                    to_fp8x4<Format, Mode>(v[i], v[i + 1], v[i + 2], v[i + 3], scale);
             return words;
         } else if constexpr (count == 4) {
             return static_cast<unsigned short>(to_e2m1<Mode>(v, scale));
@@ -328,8 +329,8 @@ MX_DEVICE Words<Format::kBits / 4> column_to_payload(const unsigned (&words)[8],
     if constexpr (Format::kBits == 4)
         return {to_e2m1<Mode>(v, scale)};
     else
-        return {to_e4m3x4<Mode>(v[0], v[1], v[2], v[3], scale),
-                to_e4m3x4<Mode>(v[4], v[5], v[6], v[7], scale)};
+        return {to_fp8x4<Format, Mode>(v[0], v[1], v[2], v[3], scale),
+                to_fp8x4<Format, Mode>(v[4], v[5], v[6], v[7], scale)};
 }
 
 // Payload bytes of 8 rows of a column of words, which is two columns of 16-bit numbers, each with

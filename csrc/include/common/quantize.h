@@ -1,5 +1,5 @@
-// Block quantisation to MX formats (OCP MX v1.0, sections 5.2 and 6.3): fp32 values to e4m3 or
-// e2m1 payloads under one e8m0 scale for each 32 values. Bit for bit what
+// Block quantisation to MX formats (OCP MX v1.0, sections 5.2 and 6.3): fp32 values to e4m3, e5m2
+// or e2m1 payloads under one e8m0 scale for each 32 values. Bit for bit what
 // aiter_mx/ops/quantize.py defines, on both targets and for every input.
 //
 // A block usually lies over the lanes of an aligned group, each with some of its values:
@@ -46,18 +46,29 @@ struct E4M3 {
     static constexpr int kBits = 8;
     static constexpr unsigned kMaxExponent = 8, kMaxMantissa = 0x600000; // 448 = 1.75 * 2^8
 };
+struct E5M2 {
+    static constexpr int kBits = 8;
+    static constexpr unsigned kMaxExponent = 15, kMaxMantissa = 0x600000; // 57344 = 1.75 * 2^15
+};
 struct E2M1 {
     static constexpr int kBits = 4;
     static constexpr unsigned kMaxExponent = 2, kMaxMantissa = 0x400000; // 6 = 1.5 * 2^2
 };
 
-// The format with so many bits.
-template <int Bits>
+#ifndef MX_E5M2
+#define MX_E5M2 0
+#endif
+// The format with so many bits; of 8, that of MX_E5M2.
+template <int Bits, bool Wide = MX_E5M2>
 struct FormatOfBits {
     using type = E4M3;
 };
 template <>
-struct FormatOfBits<4> {
+struct FormatOfBits<8, true> {
+    using type = E5M2;
+};
+template <>
+struct FormatOfBits<4, MX_E5M2> {
     using type = E2M1;
 };
 
@@ -89,7 +100,7 @@ MX_DEVICE unsigned max_of_lanes(unsigned x) {
 // A block's scale. A block with an infinity or a NaN is NaN as a whole.
 struct BlockScale {
     unsigned byte; // e8m0
-    float inverse; // 2^(127 - byte), normal for either format; NaN where byte is 255
+    float inverse; // 2^(127 - byte), normal for every format; NaN where byte is 255
 };
 
 // amax: magnitude_bits of the block's largest magnitude.
@@ -109,6 +120,22 @@ MX_DEVICE unsigned to_e4m3x4(float a, float b, float c, float d, BlockScale scal
     const f32x2 low = multiply(f32x2{a, b}, scale.inverse);
     const f32x2 high = multiply(f32x2{c, d}, scale.inverse);
     return f32_to_e4m3x4<Mode != kRoundUp>(low, high, scale.byte == kNanScale);
+}
+
+// The same in e5m2.
+template <ScaleMode Mode>
+MX_DEVICE unsigned to_e5m2x4(float a, float b, float c, float d, BlockScale scale) {
+    const f32x2 low = multiply(f32x2{a, b}, scale.inverse);
+    const f32x2 high = multiply(f32x2{c, d}, scale.inverse);
+    return f32_to_e5m2x4<Mode != kRoundUp>(low, high, scale.byte == kNanScale);
+}
+
+template <class Format, ScaleMode Mode>
+MX_DEVICE unsigned to_fp8x4(float a, float b, float c, float d, BlockScale scale) {
+    if constexpr (Format::kMaxExponent == E5M2::kMaxExponent)
+        return to_e5m2x4<Mode>(a, b, c, d, scale);
+    else
+        return to_e4m3x4<Mode>(a, b, c, d, scale);
 }
 
 // Up to eight values of one block to e2m1, the first one in the lowest bits: to nearest even,

@@ -8,7 +8,8 @@ namespace mx {
 
 MX_DEVICE f32x2 multiply(f32x2 pair, float by) { return pair * by; }
 
-// The conversions below do not saturate by themselves: beyond the largest e4m3 they give NaN.
+// The conversions below do not saturate by themselves: beyond the largest e4m3 they give NaN, and
+// beyond the largest e5m2 infinity.
 MX_DEVICE f32x2 clamp(f32x2 pair, float most) {
     return {__builtin_amdgcn_fmed3f(pair.x, -most, most),
             __builtin_amdgcn_fmed3f(pair.y, -most, most)};
@@ -25,6 +26,19 @@ MX_DEVICE unsigned f32_to_e4m3x4(f32x2 low, f32x2 high, bool is_nan) {
     }
     int word = __builtin_amdgcn_cvt_pk_fp8_f32(low.x, low.y, 0, false);
     word = __builtin_amdgcn_cvt_pk_fp8_f32(high.x, high.y, word, true);
+    return is_nan ? 0x7f7f7f7f : static_cast<unsigned>(word);
+}
+
+// Likewise to e5m2, whose largest is 57344.
+template <bool Saturating>
+MX_DEVICE unsigned f32_to_e5m2x4(f32x2 low, f32x2 high, bool is_nan) {
+    constexpr float largest = 57344.0f;
+    if constexpr (Saturating) {
+        low = clamp(low, largest);
+        high = clamp(high, largest);
+    }
+    int word = __builtin_amdgcn_cvt_pk_bf8_f32(low.x, low.y, 0, false);
+    word = __builtin_amdgcn_cvt_pk_bf8_f32(high.x, high.y, word, true);
     return is_nan ? 0x7f7f7f7f : static_cast<unsigned>(word);
 }
 

@@ -1,5 +1,5 @@
 // Quantisation needs these of Hopper: conversions from fp32, exchanges between lanes of a warp, and
-// arithmetic on two 16-bit numbers at once. e4m3 is made by instruction (PTX ISA manual, cvt), e2m1
+// arithmetic on two 16-bit numbers at once. fp8 is made by instruction (PTX ISA manual, cvt), e2m1
 // by arithmetic, as its instructions begin with Blackwell.
 #pragma once
 
@@ -18,6 +18,21 @@ MX_DEVICE unsigned f32_to_e4m3x4(f32x2 low, f32x2 high, bool) {
         ".reg .b16 low, high;\n"
         "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
         "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n"
+        "}"
+        : "=r"(word)
+        : "f"(low.x), "f"(low.y), "f"(high.x), "f"(high.y));
+    return word;
+}
+
+// Likewise to e5m2, NaN to 0x7f.
+template <bool Saturating>
+MX_DEVICE unsigned f32_to_e5m2x4(f32x2 low, f32x2 high, bool) {
+    unsigned word;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"
         "mov.b32 %0, {low, high};\n"
         "}"
         : "=r"(word)
