@@ -5,6 +5,7 @@ Tensors come in pairs (payload, scale). Scales may be
 - fp32 or e8m0 (uint8, float8_e8m0fnu), one for each 128 k of a row of activations, and one for each
   128 k of 128 rows of weights, or of one;
 - either of them one for each 32 k of a row, as MX has it;
+- e8m0, four of a row in an int32 (``get_mn_major_tma_aligned_packed_ue8m0_tensor``);
 
 with any strides, fp32 ones also as ``[K / 128, rows]``. All are used as they are. Scales of e8m0
 are MX's, and so are fp32 ones that are known to be powers of two, which is seen on the CPU alone.
@@ -27,6 +28,7 @@ from aiter_mx.checks import (
     refuse_no_whole_number,
     shape_text,
 )
+from aiter_mx.compat import deep_gemm_layout as layout
 from aiter_mx.compat import k_grouped, promoted
 from aiter_mx.compat.names import payload_of, renamed
 from aiter_mx.compat.promoted import COARSE
@@ -39,7 +41,6 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 Recipe = tuple[int, int, int] | None
 HalfRecipe = tuple[int, int] | None
 
-_ALIGNMENT = 128
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
 _LEAST_BITS = 1 << (_MANTISSA_BITS - 1)  # 2^-127, which fp32 has as a subnormal
@@ -68,7 +69,8 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         grouped_layout: int32 ``[M]``: a row's group, or -1 for padding. The rows of a group must be
             next to each other, which is looked at on the CPU or where ``AITER_MX_CHECK=1`` asks for
             it; they need not be padded to any multiple. With use_psum_layout ``[G]``: the row after
-            each group's last, and a group begins at the next multiple of 128 from there.
+            each group's last, and a group begins at the next multiple from there of what
+            ``set_mk_alignment_for_contiguous_layout`` set, 128 at first.
         recipe: not needed: shapes tell what a scale stands for; likewise recipe_a and recipe_b.
         recipe_a: not needed.
         recipe_b: not needed.
@@ -104,13 +106,14 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         )
     if use_psum_layout:
         ends = grouped_layout
-        starts = torch.nn.functional.pad(-(-ends[:-1] // _ALIGNMENT) * _ALIGNMENT, (1, 0))
-        owner = _owners(starts, ends, M)
+        each = layout.get_mk_alignment_for_contiguous_layout()
+        starts = torch.nn.functional.pad(-(-ends[:-1] // each) * each, (1, 0))
+        owner = layout.owners(starts, ends, M)
     else:
         if grouped_layout.device.type == "cpu" or checking():
-            _refuse_torn(grouped_layout, G)
+            layout.refuse_torn(grouped_layout, G)
         owner = torch.where(grouped_layout < G, grouped_layout, -1)
-        starts, ends = _ranges(owner, G)
+        starts, ends = layout.ranges(owner, G)
     if _is_fine(scale) and _is_fine(weight_scale):
         _multiply(payload, scale, weights, weight_scale, starts, ends, d)
     elif not _promoted(payload, scale, weights, weight_scale, starts, ends, d):
@@ -253,19 +256,36 @@ def fp8_fp4_gemm_tt(a: Pair, b: Pair, *others: object, **options: object) -> Non
     fp8_fp4_gemm_nt(_turned("a", a), b, *others, **options)  # type: ignore[arg-type]
 
 
-def get_mk_alignment_for_contiguous_layout() -> int:
-    """The multiple of rows that DeepGEMM's callers pad groups to; nothing here needs it but a
-    ``use_psum_layout``."""
-    return _ALIGNMENT
+def m_grouped_fp8_fp4_gemm_nn_contiguous(
+    a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, **options: object
+) -> None:
+    """``m_grouped_fp8_fp4_gemm_nt_contiguous`` of b as ``[G, K, N]``, its scales likewise."""
+    turned = _turned("b", b)
+    m_grouped_fp8_fp4_gemm_nt_contiguous(a, turned, d, grouped_layout, **options)  # type: ignore[arg-type]
 
 
 fp8_gemm_nt, fp8_gemm_nn = fp8_fp4_gemm_nt, fp8_fp4_gemm_nn
 fp8_gemm_tn, fp8_gemm_tt = fp8_fp4_gemm_tn, fp8_fp4_gemm_tt
 m_grouped_fp8_gemm_nt_contiguous = m_grouped_fp8_fp4_gemm_nt_contiguous
+m_grouped_fp8_gemm_nn_contiguous = m_grouped_fp8_fp4_gemm_nn_contiguous
+fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_fp4_gemm_nt_masked
 m_grouped_fp8_gemm_nt_masked = m_grouped_fp8_fp4_gemm_nt_masked
 k_grouped_fp8_gemm_tn_contiguous = k_grouped.k_grouped_fp8_gemm_tn_contiguous
 k_grouped_fp8_gemm_nt_contiguous = k_grouped.k_grouped_fp8_gemm_nt_contiguous
-get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
+get_mk_alignment_for_contiguous_layout = layout.get_mk_alignment_for_contiguous_layout
+set_mk_alignment_for_contiguous_layout = layout.set_mk_alignment_for_contiguous_layout
+get_m_alignment_for_contiguous_layout = layout.get_mk_alignment_for_contiguous_layout
+get_k_alignment_for_contiguous_layout = layout.get_mk_alignment_for_contiguous_layout
+get_theoretical_mk_alignment_for_contiguous_layout = (
+    layout.get_theoretical_mk_alignment_for_contiguous_layout
+)
+get_tma_aligned_size = layout.get_tma_aligned_size
+get_mn_major_tma_aligned_tensor = layout.get_mn_major_tma_aligned_tensor
+get_mn_major_tma_aligned_packed_ue8m0_tensor = layout.get_mn_major_tma_aligned_packed_ue8m0_tensor
+get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor = (
+    layout.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor
+)
+transform_sf_into_required_layout = layout.transform_sf_into_required_layout
 
 
 def expand_scales(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -330,6 +350,8 @@ def _operand(name: str, pair: Pair) -> Pair:
     payload, scale = pair
     refuse_no_tensor(**{f"{name}'s payload": payload, f"{name}'s scale": scale})
     payload = payload_of(payload)
+    if scale.dtype == torch.int32:
+        scale = layout.unpacked(payload, scale)
     if scale.dtype == torch.float32:
         scale = _in_order(payload, scale)
         if scale.device.type != "cpu" or not bool((_power_of_two_bytes(scale) != NAN_SCALE).all()):
@@ -420,44 +442,3 @@ def _power_of_two_bytes(scale: torch.Tensor) -> torch.Tensor:
     byte = bits >> _MANTISSA_BITS  # above 255 or negative with a sign bit: not exact, see below
     is_exact = (bits > _MANTISSA) & ((bits & _MANTISSA) == 0) | (bits == _LEAST_BITS)
     return torch.where(is_exact, byte, NAN_SCALE).to(torch.uint8)
-
-
-def _refuse_torn(grouped_layout: torch.Tensor, groups: int) -> None:
-    """Raise ValueError where the rows of a group are not next to each other, or of no known one."""
-    wrong = (grouped_layout < -1) | (grouped_layout >= groups)
-    if checking() and wrong.any():
-        row = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"grouped_layout must be within -1 to {groups - 1}, as b has {groups} groups; "
-            f"grouped_layout[{row}] is {int(grouped_layout[row])}"
-        )
-    begins = torch.ones_like(grouped_layout, dtype=torch.bool)
-    begins[1:] = grouped_layout[1:] != grouped_layout[:-1]
-    first: dict[int, int] = {}
-    rows = begins.nonzero().flatten()
-    for row, group in zip(rows.tolist(), grouped_layout[rows].tolist(), strict=True):
-        if 0 <= group < groups and first.setdefault(group, row) != row:
-            raise ValueError(
-                f"the rows of a group must be next to each other, but grouped_layout has group "
-                f"{group} from row {first[group]} and again from row {row}; sort rows by group"
-            )
-
-
-def _ranges(owner: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """First row of each group, and the row after its last; M and 0 where it has none."""
-    M, device = len(owner), owner.device
-    row = torch.arange(M, dtype=torch.int32, device=device)
-    place = torch.where(owner >= 0, owner, groups).long()  # one place more for no group
-    starts = torch.full((groups + 1,), M, dtype=torch.int32, device=device)
-    ends = torch.zeros(groups + 1, dtype=torch.int32, device=device)
-    starts.scatter_reduce_(0, place, row, "amin")
-    ends.scatter_reduce_(0, place, row + 1, "amax")
-    return starts[:groups], ends[:groups]
-
-
-def _owners(starts: torch.Tensor, ends: torch.Tensor, rows: int) -> torch.Tensor:
-    """Each row's group, -1 for none, where groups begin and end so, in their order."""
-    row = torch.arange(rows, dtype=ends.dtype, device=ends.device)
-    group = torch.searchsorted(ends, row, right=True, out_int32=True)
-    known = group.clamp(max=len(ends) - 1).long()
-    return torch.where((group < len(ends)) & (row >= starts[known]), group, -1)

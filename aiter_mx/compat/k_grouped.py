@@ -32,6 +32,7 @@ def k_grouped_fp8_gemm_tn_contiguous(
     c: Tensor | None = None,
     recipe: tuple[int, int, int] = (1, 1, 128),
     compiled_dims: str = "mn",
+    use_psum_layout: bool = False,
 ) -> None:
     """``d[g] = c[g] + a[rows of g].T @ b[rows of g]``, groups of rows one after the other.
 
@@ -45,11 +46,14 @@ def k_grouped_fp8_gemm_tn_contiguous(
         c: ``[G, M, N]`` of d's dtype, d itself for example, or None.
         recipe: not needed: shapes tell what a scale stands for.
         compiled_dims: not needed.
+        use_psum_layout: False: groups follow one another.
 
     Raises:
+        NotImplementedError: use_psum_layout.
         TypeError, ValueError: arguments of another dtype, shape or device; groups that are no
             multiples of 128, or are more rows than there are.
     """
+    _refuse_psum(use_psum_layout)
     sides = [_operand(name, *pair) for name, pair in (("a", a), ("b", b))]
     _multiply(sides, d, ks, ks_tensor, c)
 
@@ -63,6 +67,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     c: Tensor | None = None,
     recipe: tuple[int, int, int] = (1, 1, 128),
     compiled_dims: str = "mn",
+    use_psum_layout: bool = False,
 ) -> None:
     """The same product of groups that lie apart: ``d[g] = c[g] + a_g @ b_g.T``.
 
@@ -70,11 +75,13 @@ def k_grouped_fp8_gemm_nt_contiguous(
         a: float8_e4m3fn, flat: ``[M, ks[g]]`` of each group after the other; its scales ``[M, n]``
             of K / 128 or K / 32 columns.
         b: likewise, with N rows.
-        d, ks, ks_tensor, c, recipe, compiled_dims: as of ``k_grouped_fp8_gemm_tn_contiguous``.
+        d, ks, ks_tensor, c, recipe, compiled_dims, use_psum_layout: as of
+            ``k_grouped_fp8_gemm_tn_contiguous``.
 
     Raises:
         TypeError, ValueError: likewise.
     """
+    _refuse_psum(use_psum_layout)
     refuse_no_tensor(d=d, ks_tensor=ks_tensor)
     lengths = ks_tensor.tolist() if ks is None else list(ks)
     if d.ndim != 3:
@@ -91,6 +98,13 @@ def k_grouped_fp8_gemm_nt_contiguous(
         whole = torch.cat([part.view(rows, -1) for part in parts], 1)
         sides.append(_operand(name, whole.t(), scale.t()))
     _multiply(sides, d, lengths, ks_tensor, c)
+
+
+def _refuse_psum(use_psum_layout: bool) -> None:
+    if use_psum_layout:
+        raise NotImplementedError(
+            "use_psum_layout=True has gaps between groups of k: copy them together, and pass ks"
+        )
 
 
 def _operand(name: str, payload: Tensor, scale: Tensor) -> Pair:

@@ -1,0 +1,215 @@
+"""How DeepGEMM lays out scales and rows of groups, under its own names.
+
+Nothing in this package needs scales to lie so: they may have any strides. Callers that prepare
+them once, or hand them over packed, change one import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aiter_mx.checks import BLOCK, checking, shape_text
+from aiter_mx.compat.promoted import COARSE
+
+_TMA_BYTES = 16
+_MANTISSA_BITS = 23
+_USUAL_ALIGNMENT = 128
+_PACKED = 4  # e8m0 bytes of an int32
+_alignment = {"rows": _USUAL_ALIGNMENT}
+"""What ``set_mk_alignment_for_contiguous_layout`` set."""
+
+
+def get_mk_alignment_for_contiguous_layout() -> int:
+    """The multiple of rows at which groups begin with ``use_psum_layout``."""
+    return _alignment["rows"]
+
+
+def set_mk_alignment_for_contiguous_layout(value: int) -> None:
+    """Have groups begin at multiples of ``value`` rows, in calls from here on.
+
+    Raises:
+        ValueError: it is below 1.
+    """
+    if value < 1:
+        raise ValueError(f"groups begin at multiples of 1 row or more, got {value}")
+    _alignment["rows"] = int(value)
+
+
+def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = None) -> int:
+    """A multiple that suits the kernels: 128, as DeepGEMM has on Hopper. Any other is right too."""
+    return _USUAL_ALIGNMENT
+
+
+def get_tma_aligned_size(mn: int, element_size: int) -> int:
+    """``mn`` elements, rounded up to what TMA takes as a stride: 16 bytes."""
+    each = _TMA_BYTES // element_size
+    return -(-mn // each) * each
+
+
+def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
+    """Scales ``[..., mn, n]`` of which a column lies together, columns at multiples of 16 bytes.
+
+    Raises:
+        TypeError: scales that are not fp32.
+        ValueError: neither two nor three dimensions.
+    """
+    _check(sf)
+    return _by_columns(sf)
+
+
+def get_mn_major_tma_aligned_packed_ue8m0_tensor(
+    sf: Tensor, psum_layout: Tensor | None = None
+) -> Tensor:
+    """fp32 scales, powers of two, as e8m0 bytes, four of a row in an int32: ``[..., mn, n / 4]``.
+
+    Laid out as ``get_mn_major_tma_aligned_tensor`` has it; past n bytes are 0.
+
+    Args:
+        sf: fp32 ``[mn, n]`` or ``[G, mn, n]``.
+        psum_layout: not needed: rows of no group are packed as all are.
+
+    Raises:
+        TypeError, ValueError: likewise.
+    """
+    _check(sf)
+    bits = sf.contiguous().view(torch.int32)
+    byte = (bits >> _MANTISSA_BITS).to(torch.uint8)
+    *outer, n = byte.shape
+    padded = byte.new_zeros(*outer, -(-n // _PACKED) * _PACKED)
+    padded[..., :n] = byte
+    return _by_columns(padded.view(torch.int32))
+
+
+def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
+    sf: Tensor,
+    grouped_layout: Tensor,
+    ks_cpu: Sequence[int],
+    gran_k: int,
+    k_alignment: int,
+    use_psum_layout: bool = False,
+) -> Tensor:
+    """The same of scales ``[n of all groups, mn]``: each group's are packed apart, one after the
+    other, to ``[n / 4 of each, rounded up, mn]``.
+
+    Args:
+        sf: fp32, powers of two.
+        grouped_layout: not needed: ks_cpu says the same.
+        ks_cpu: k of each group.
+        gran_k: k that a scale is for.
+        k_alignment: not needed.
+        use_psum_layout: not needed.
+
+    Raises:
+        TypeError, ValueError: likewise; scales of more or fewer k than ks_cpu has.
+    """
+    _check(sf)
+    counts = [-(-k // gran_k) for k in ks_cpu]
+    if sf.ndim != 2 or sf.shape[0] != sum(counts):
+        raise ValueError(f"sf must be [{sum(counts)}, mn], as ks_cpu says, got {shape_text(sf)}")
+    packed = [
+        get_mn_major_tma_aligned_packed_ue8m0_tensor(part.t()).t() for part in sf.split(counts)
+    ]
+    return torch.cat(packed)
+
+
+def transform_sf_into_required_layout(
+    sf: Tensor,
+    mn: int,
+    k: int,
+    recipe: tuple[int, ...],
+    num_groups: int | None = None,
+    is_sfa: bool | None = None,
+    disable_ue8m0_cast: bool = False,
+    psum_layout: Tensor | None = None,
+) -> Tensor:
+    """Scales as products take them fastest, which is how DeepGEMM has them on Hopper.
+
+    Args:
+        sf: fp32 ``[..., mn / a, k / b]``, both rounded up, for a recipe (a, b).
+        mn: rows of the payload.
+        k: its columns.
+        recipe: (rows of a's scale, rows of b's, k) or (rows, k) that a scale is for.
+        num_groups: the first dimension, or None where there are two.
+        is_sfa: with a recipe of three, whether these are a's scales.
+        disable_ue8m0_cast: not needed: values stay as they are.
+        psum_layout: not needed.
+
+    Raises:
+        TypeError, ValueError: as above; another shape than told.
+    """
+    _check(sf)
+    rows = recipe[-2] if len(recipe) == 2 else recipe[0 if is_sfa else 1]
+    expected = (-(-mn // rows), -(-k // recipe[-1]))
+    if num_groups is not None:
+        expected = (num_groups, *expected)  # type: ignore[assignment]
+    if tuple(sf.shape) != expected:
+        raise ValueError(f"sf must be {list(expected)}, as the recipe says, got {shape_text(sf)}")
+    return sf if rows > 1 else _by_columns(sf)
+
+
+def unpacked(payload: Tensor, scale: Tensor) -> Tensor:
+    """e8m0 bytes of scales ``[..., rows, n / 4]`` in int32, for 128 k or else for 32 k each; of
+    another shape, the scales as they are."""
+    for each in (-(-payload.shape[-1] // COARSE), payload.shape[-1] // BLOCK):
+        if scale.shape[-1] == -(-each // _PACKED):
+            return scale.contiguous().view(torch.uint8)[..., :each]
+    return scale
+
+
+def refuse_torn(grouped_layout: Tensor, groups: int) -> None:
+    """Raise ValueError where the rows of a group are not next to each other, or of no known one."""
+    wrong = (grouped_layout < -1) | (grouped_layout >= groups)
+    if checking() and wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"grouped_layout must be within -1 to {groups - 1}, as b has {groups} groups; "
+            f"grouped_layout[{row}] is {int(grouped_layout[row])}"
+        )
+    begins = torch.ones_like(grouped_layout, dtype=torch.bool)
+    begins[1:] = grouped_layout[1:] != grouped_layout[:-1]
+    first: dict[int, int] = {}
+    rows = begins.nonzero().flatten()
+    for row, group in zip(rows.tolist(), grouped_layout[rows].tolist(), strict=True):
+        if 0 <= group < groups and first.setdefault(group, row) != row:
+            raise ValueError(
+                f"the rows of a group must be next to each other, but grouped_layout has group "
+                f"{group} from row {first[group]} and again from row {row}; sort rows by group"
+            )
+
+
+def ranges(owner: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """First row of each group, and the row after its last; M and 0 where it has none."""
+    M, device = len(owner), owner.device
+    row = torch.arange(M, dtype=torch.int32, device=device)
+    place = torch.where(owner >= 0, owner, groups).long()  # one place more for no group
+    starts = torch.full((groups + 1,), M, dtype=torch.int32, device=device)
+    ends = torch.zeros(groups + 1, dtype=torch.int32, device=device)
+    starts.scatter_reduce_(0, place, row, "amin")
+    ends.scatter_reduce_(0, place, row + 1, "amax")
+    return starts[:groups], ends[:groups]
+
+
+def owners(starts: Tensor, ends: Tensor, rows: int) -> Tensor:
+    """Each row's group, -1 for none, where groups begin and end so, in their order."""
+    row = torch.arange(rows, dtype=ends.dtype, device=ends.device)
+    group = torch.searchsorted(ends, row, right=True, out_int32=True)
+    known = group.clamp(max=len(ends) - 1).long()
+    return torch.where((group < len(ends)) & (row >= starts[known]), group, -1)
+
+
+def _check(sf: Tensor) -> None:
+    if sf.dtype != torch.float32:
+        raise TypeError(f"sf must be torch.float32, got {sf.dtype}")
+    if sf.ndim not in (2, 3):
+        raise ValueError(f"sf must be [mn, n] or [G, mn, n], got {shape_text(sf)}")
+
+
+def _by_columns(values: Tensor) -> Tensor:
+    *outer, mn, n = values.shape
+    aligned = get_tma_aligned_size(mn, values.element_size())
+    memory = values.new_empty(*outer, n, aligned)
+    result = memory.transpose(-1, -2)[..., :mn, :]
+    return result.copy_(values)
