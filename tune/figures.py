@@ -135,6 +135,60 @@ def perplexity() -> str:
     return _table(columns, rows) + f"\nOn a CPU; commit {', '.join(sorted(set(run.commit)))}.\n"
 
 
+def model() -> str:
+    """Whole models: ms of a step on each side, and GiB while it runs."""
+    run = pd.read_csv(MEASURED / "model.csv", dtype={"commit": str})
+    keys, rows = ["model", "phase", "batch", "tokens"], []
+    for (name, phase, batch, tokens), cells in run.groupby(keys, sort=False):
+        at = cells.set_index("side")
+        if not {"ours", "bf16"} <= set(at.index):
+            continue
+        decode = f"decode, batch {batch}, context {tokens}"
+        rows.append(
+            [
+                name,
+                decode if phase == "decode" else f"prefill of {tokens}",
+                f"{at.ms['ours']:.2f}",
+                f"{at.ms['bf16']:.2f}",
+                f"{at.ms['bf16'] / at.ms['ours']:.2f}",
+                f"{at.ms['torchao']:.2f}" if "torchao" in at.index else "",
+                f"{at.memory_gib['ours']:.1f}",
+                f"{at.memory_gib['bf16']:.1f}",
+            ]
+        )
+    columns = ["model", "step", "ms", "bf16", "times faster", "torchao fp8", "GiB", "of bf16"]
+    return _table(columns, rows) + _origin(run)
+
+
+def capacity() -> str:
+    """Expert layers over buffers with room for more tokens: us, and times of those that count."""
+    run = pd.read_csv(MEASURED / "capacity.csv", dtype={"commit": str})
+    rows = [
+        [
+            str(r.M),
+            f"{r.fused_moe_us:.1f}",
+            f"{r.num_tokens_us:.1f} ({r.num_tokens_over:.2f})",
+            f"{r.quantised_us:.1f} ({r.quantised_over:.2f})",
+            f"{r.masked_us:.1f} ({r.masked_over:.2f})",
+        ]
+        for _, r in run.astype({"M": object}).iterrows()
+    ]
+    room = f"{run.capacity.iloc[0]} times the room"
+    columns = ["tokens", "us", f"`num_tokens`, {room}", "quantised", f"masked, {room}"]
+    return _table(columns, rows) + _origin(run)
+
+
+def invariance() -> str:
+    """Times that a call takes within ``batch_invariant()`` over what it takes else."""
+    run = pd.read_csv(MEASURED / "invariance.csv", dtype={"commit": str})
+    batches = sorted(run.M.unique())
+    rows = []
+    for (op, n, k), cells in run.groupby(["op", "N", "K"], sort=False):
+        at = cells.set_index("M").ratio
+        rows.append([f"`{op}` {n} x {k}", *(f"{at[m]:.2f}" for m in batches)])
+    return _table(["N x K", *(f"M={m}" for m in batches)], rows) + _origin(run)
+
+
 def zoo() -> str:
     """What each kernel's absence costs over the cells where it was raced."""
     run = pd.read_csv(MEASURED / "zoo.csv").dropna(subset=["ratio"])
@@ -172,7 +226,11 @@ def summary() -> str:
 
 
 FIGURES: dict[str, Callable[[], str]] = {
-    each.__name__: each for each in (linear, moe, grouped, quantize, host, perplexity, zoo, summary)
+    each.__name__: each
+    for each in (
+        *(linear, moe, grouped, quantize, host, perplexity, model, capacity, invariance),
+        *(zoo, summary),
+    )
 }
 
 
