@@ -78,9 +78,9 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(
     bits = sf.contiguous().view(torch.int32)
     byte = (bits >> _MANTISSA_BITS).to(torch.uint8)
     *outer, n = byte.shape
-    padded = byte.new_zeros(*outer, -(-n // _PACKED) * _PACKED)
-    padded[..., :n] = byte
-    return _by_columns(padded.view(torch.int32))
+    words = bits.new_zeros(*outer, -(-n // _PACKED))
+    words.view(torch.uint8)[..., :n] = byte
+    return _by_columns(words)
 
 
 def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
@@ -155,7 +155,8 @@ def unpacked(payload: Tensor, scale: Tensor) -> Tensor:
     another shape, the scales as they are."""
     for each in (-(-payload.shape[-1] // COARSE), payload.shape[-1] // BLOCK):
         if scale.shape[-1] == -(-each // _PACKED):
-            return scale.contiguous().view(torch.uint8)[..., :each]
+            words = scale.clone(memory_format=torch.contiguous_format)
+            return words.view(torch.uint8)[..., :each]
     return scale
 
 
