@@ -61,7 +61,7 @@ class Size:
 
 SIZES = {
     "small": Size(64, 2, 4, 4, 2, 32, 8),
-    "large": Size(512, 6, 8, 16, 4, 256, 32),
+    "large": Size(512, 4, 8, 16, 4, 256, 16),
 }
 
 
@@ -73,21 +73,43 @@ def text() -> Tensor:
     return torch.frombuffer(bytearray(found), dtype=torch.uint8).long()
 
 
-class Rounded(torch.autograd.Function):
-    """A product of operands rounded to MX, and the gradients of one of the operands themselves."""
+def by_rows(x: Tensor, w: Tensor, offs: Tensor | None) -> Tensor:
+    """``x @ w.T``, or that of each group of rows with its own w."""
+    if offs is None:
+        return x @ w.mT
+    if x.is_cuda:
+        return torch._grouped_mm(x, w.mT, offs=offs[1:].int())
+    groups = zip(pairwise(offs.tolist()), w, strict=True)
+    return torch.cat([x[slice(*rows)] @ own.T for rows, own in groups])
+
+
+def by_columns(dy: Tensor, x: Tensor, offs: Tensor | None) -> Tensor:
+    """``dy.T @ x``, or that of each group's rows."""
+    if offs is None:
+        return dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+    if x.is_cuda:
+        products = torch._grouped_mm(dy.contiguous().T, x, offs=offs[1:].int())
+        return products.masked_fill_(offs.diff().eq(0)[:, None, None], 0.0)
+    rows = [slice(*bounds) for bounds in pairwise(offs.tolist())]
+    return torch.stack([dy[own].T @ x[own] for own in rows])
+
+
+class Product(torch.autograd.Function):
+    """A product, of operands rounded to MX if wanted, and the gradients of what was given."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        """``x [..., K] @ w[N, K].T``."""
-        ctx.save_for_backward(x, w)
-        x, w = (aiter_mx.dequantize(*aiter_mx.quantize(each), each.dtype) for each in (x, w))
-        return x @ w.T
+    def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor | None, rounds: bool) -> Tensor:
+        """``x [..., K]`` by ``w [N, K]``, or by that of each group, ``[G, N, K]``."""
+        ctx.save_for_backward(x, w, offs)
+        if rounds:
+            x, w = (aiter_mx.dequantize(*aiter_mx.quantize(each), each.dtype) for each in (x, w))
+        return by_rows(x, w, offs)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """As of a linear."""
-        x, w = ctx.saved_tensors
-        return dy @ w, dy.reshape(-1, len(w)).T @ x.reshape(-1, x.shape[-1])
+        x, w, offs = ctx.saved_tensors
+        return by_rows(dy.contiguous(), w.mT, offs), by_columns(dy, x, offs), None, None
 
 
 class RoundedLinear(nn.Linear):
@@ -95,7 +117,7 @@ class RoundedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., K]`` to ``[..., N]``."""
-        y: Tensor = Rounded.apply(x, self.weight)
+        y: Tensor = Product.apply(x, self.weight, None, True)
         return y
 
 
@@ -107,11 +129,9 @@ class PlainGroups(MxGroupedLinear):
     def forward(
         self, x: Tensor, group_offs: Tensor | None = None, *, group_lens: Tensor | None = None
     ) -> Tensor:
-        """A product for each group, which are read on the host."""
-        assert group_offs is not None
-        groups = pairwise(group_offs.tolist())
-        parts = [(x[slice(*rows)], w) for rows, w in zip(groups, self.weight, strict=True)]
-        return torch.cat([Rounded.apply(*p) if self.rounds else p[0] @ p[1].T for p in parts])
+        """A product for each group."""
+        y: Tensor = Product.apply(x, self.weight, group_offs, self.rounds)
+        return y
 
 
 class RoundedGroups(PlainGroups):
