@@ -16,17 +16,21 @@ All write gradients in bf16. Memory is the most that a step allocates beyond wha
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
+import pandas as pd
 import torch
 from torch import Tensor
 
 import aiter_mx
 from aiter_mx.ops.quantize import Dual
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
-from op_tests.bench.common import refuse_no_gpu, report
+from aiter_mx.tuning.origin import commit, today
+from op_tests.bench.common import MEASURED, gpu_name, refuse_no_gpu, report
 from op_tests.bench.grouped import (
     DEVICE,
     MODES,
@@ -41,6 +45,7 @@ from op_tests.bench.grouped import (
 )
 
 Call = Callable[[], Tensor]
+CELL = ("G", "mode", "M", "N", "K")
 
 
 class Operands:
@@ -211,7 +216,9 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--save", action="store_true", help="write docs/measured/<gpu>/training.csv"
+        "--save",
+        action="store_true",
+        help="add to docs/measured/<gpu>/training.csv, row by row, what it lacks of this commit",
     )
     parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, s)) for s in SHAPES])
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
@@ -219,15 +226,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
     refuse_no_gpu()
-    rows = []
-    for text in arguments.shapes:
+    path = MEASURED / gpu_name() / "training.csv"
+    rows = _of_this_commit(path) if arguments.save else []
+    done = {tuple(row[name] for name in CELL) for row in rows}
+    for mode, text in itertools.product(arguments.modes, arguments.shapes):
         groups, rows_each, N, K = map(int, text.split("x"))
-        for mode in arguments.modes:
-            shape = (groups, rows_each, N, K)
-            rows.append(measure(shape, mode, arguments.settle, arguments.rounds))
-            print(rows[-1], flush=True)
-            torch.cuda.empty_cache()
-    report("Training", rows, "training" if arguments.save else None)
+        if (groups, mode, groups * rows_each, N, K) in done:
+            continue
+        rows.append(measure((groups, rows_each, N, K), mode, arguments.settle, arguments.rounds))
+        print(rows[-1], flush=True)
+        if arguments.save:
+            facts = {"commit": commit(), "date": today()}
+            frame = pd.DataFrame(rows).assign(**facts).sort_values([*CELL])
+            frame.to_csv(path, index=False, float_format="%.5g")
+        torch.cuda.empty_cache()
+    report("Training", rows, None)
+
+
+def _of_this_commit(path: Path) -> list[dict[str, object]]:
+    """What an earlier run saved, which this one goes on with."""
+    if not path.is_file():
+        return []
+    frame = pd.read_csv(path, dtype={"commit": str})
+    kept = frame[frame.commit == commit()].drop(columns=["commit", "date"])
+    return [{str(name): value for name, value in row.items()} for row in kept.to_dict("records")]
 
 
 if __name__ == "__main__":
