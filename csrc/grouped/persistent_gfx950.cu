@@ -1,7 +1,7 @@
 // Grouped GEMM on CDNA4: y[m] = dequantised(x[m]) * dequantised(w[g])^T + bias[g] for each row m of
 // each group g. aiter_mx/kernels/grouped_gemm/problem.py says what a group is.
 //
-//   xq [M, K], wq [G, N, K]          e4m3 payload
+//   xq [M, K], wq [G, N, K]          e4m3 payload; with MX_X_E5M2 xq is e5m2, a gradient
 //   xs [M, K/32], ws [G, N, K/32]    e8m0 scale of each 32 consecutive k
 //   y  [M, N]                        fp32, bf16 or fp16
 //   bias [G, N]                      any of these, or none
@@ -75,6 +75,9 @@ using namespace mx;
 
 #ifndef MX_WGRAD
 #define MX_WGRAD 0
+#endif
+#ifndef MX_X_E5M2
+#define MX_X_E5M2 0
 #endif
 #ifndef MX_ACCUMULATE
 #define MX_ACCUMULATE 0
@@ -686,9 +689,14 @@ struct NamedSums {
     // No value of the compiler's lives in these registers across this.
     MX_MEMBER static void reserve() { asm volatile("" ::: "memory", MX_ALL_SUMS); }
 
+#if MX_X_E5M2
+#define MX_OF_B " blgp:1"
+#else
+#define MX_OF_B ""
+#endif
 #define MX_ADD(before, to)                                                                         \
     asm volatile(before "v_mfma_scale_f32_16x16x128_f8f6f4 a[%c4:%c5], %0, %1, " to ", %2, %3 "    \
-                        "op_sel_hi:[0,0,0]"                                                        \
+                        "op_sel_hi:[0,0,0]" MX_OF_B                                                \
                  :                                                                                 \
                  : "v"(a), "v"(b), "v"(a_scales), "v"(b_scales), "i"(4 * i), "i"(4 * i + 3)        \
                  : "memory")
@@ -705,6 +713,7 @@ struct NamedSums {
             MX_ADD("", "a[%c4:%c5]");
     }
 #undef MX_ADD
+#undef MX_OF_B
     MX_MEMBER static void settle() { asm volatile("s_nop 15\n\ts_nop 7" ::: "memory"); }
     MX_MEMBER static f32x4 read(int i) {
         return {read_one(4 * i), read_one(4 * i + 1), read_one(4 * i + 2), read_one(4 * i + 3)};
@@ -726,7 +735,9 @@ struct PlainSums {
     MX_MEMBER static void reserve() {}
     template <bool IsFirst, bool IsFresh>
     MX_MEMBER void add(int i, u32x8 a, unsigned a_scales, u32x8 b, unsigned b_scales) {
-        of[i] = multiply_scaled<0>(a, a_scales, b, b_scales, IsFirst ? f32x4{} : of[i]);
+        constexpr int e4m3 = 0, of_x = MX_X_E5M2;
+        of[i] = __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(
+            a, b, IsFirst ? f32x4{} : of[i], e4m3, of_x, 0, a_scales, 0, b_scales);
         // LLVM would move the product, which touches no memory, away from the reads it is to hide.
         asm volatile("" : "+v"(of[i])::"memory");
     }

@@ -25,7 +25,7 @@ from op_tests.grouped.cases import (
     ending_at,
     launch_grouped,
 )
-from op_tests.grouped.subjects import PERSISTENT_SM90, SUBJECTS, TORCH, Subject
+from op_tests.grouped.subjects import SUBJECTS, Subject
 from op_tests.launches import Out, assert_repeats_on_two_streams, bound, moved, same_bytes
 from op_tests.mx_reference import in_e5m2, random_mx, random_mx_groups
 from op_tests.operands import NANS, SPREADS, nan_scale_of_zeros, zero_blocks
@@ -109,7 +109,7 @@ def test_scales_over_their_whole_range_are_exact(bench: Bench, spread_of: str) -
         bench.assert_right(case, (a, a_scale, b, b_scale))
 
 
-@each([PERSISTENT_SM90, TORCH], spread=("usual", *SPREADS))
+@each(SUBJECTS, spread=("usual", *SPREADS))
 def test_rows_in_e5m2_match_float64(bench: Bench, spread: str) -> None:
     of_a, of_b = SPREADS.get(spread, ((-6, 6), (-6, 6)))
     for seed, case in enumerate(bench.subject.few):

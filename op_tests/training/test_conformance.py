@@ -20,7 +20,7 @@ from op_tests.launches import Out, assert_repeats_on_two_streams, bound, launch,
 from op_tests.mx_reference import in_e5m2
 from op_tests.operands import NANS, SPREADS
 from op_tests.training.cases import Case, check, draw_case
-from op_tests.training.subjects import PERSISTENT_SM90, SUBJECTS, TORCH, Shape, Subject
+from op_tests.training.subjects import PERSISTENT_SM90, SUBJECTS, Shape, Subject
 
 
 class Bench(conformance.Bench):
@@ -101,7 +101,7 @@ def test_scales_over_their_whole_range_are_exact(bench: Bench, spread: str) -> N
         bench.assert_right(shape, case)
 
 
-@each([PERSISTENT_SM90, TORCH], spread=("usual", *SPREADS))
+@each(SUBJECTS, spread=("usual", *SPREADS))
 def test_gradients_in_e5m2_match_float64(bench: Bench, spread: str) -> None:
     of_grad, of_x = SPREADS.get(spread, ((-6, 6), (-6, 6)))
     for seed, few in enumerate(bench.subject.few):

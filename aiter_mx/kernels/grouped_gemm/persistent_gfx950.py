@@ -54,8 +54,6 @@ MAX_TILES = 1 << 31
 
 
 def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
-    if problem.a_format != "e4m3":
-        return f"it multiplies e4m3 alone, not {problem.a_format}"
     if problem.N % BLOCK:
         return f"N={problem.N} is not a multiple of {BLOCK}, the features that a lane stores"
     for name, value, limit in (
@@ -164,7 +162,8 @@ def _whole_steps(problem: GroupedGemmProblem) -> bool:
 
 
 def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Mapping[str, int]:
-    return {
+    wide = {"MX_X_E5M2": 1} if problem.a_format == "e5m2" else {}
+    return wide | {
         **as_defines(config),
         "MX_SCALE_BYTES": _scale_bytes(problem),
         "MX_X_SCALES": SCALE_LAYOUTS[problem.a_scale_layout].code,

@@ -30,8 +30,6 @@ def _product(problem: GroupedWgradProblem) -> GroupedGemmProblem:
 
 
 def _refusal(target: Target, problem: GroupedWgradProblem) -> str | None:
-    if problem.grad_format != "e4m3":
-        return f"it multiplies e4m3 alone, not {problem.grad_format}"
     for name, value, limit in (
         ("M", problem.M, forward.MAX_K),
         ("K", problem.K, forward.MAX_N),
@@ -57,7 +55,8 @@ def _candidates(target: Target, problem: GroupedWgradProblem) -> list[Config]:
 
 def _defines(target: Target, problem: GroupedWgradProblem, config: Config) -> Mapping[str, int]:
     row_major = LAYOUTS["row_major"].code
-    return {
+    wide = {"MX_X_E5M2": 1} if problem.grad_format == "e5m2" else {}
+    return wide | {
         "MX_WGRAD": 1,
         "MX_ACCUMULATE": problem.accumulate,
         "MX_TILE_M": config["tile_m"],
