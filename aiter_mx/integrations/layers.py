@@ -56,6 +56,12 @@ class MxLinear(nn.Module):
         out: Tensor = siblings.compute(place, x)
         return out
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.together is not None:
+            self.together[0].put_together()
+        return self
+
     def alone(self, x: Tensor) -> Tensor:
         """The layer's own product, whichever others have the same x."""
         return linear(x, self.weight, self.weight_scale_inv, self.bias)

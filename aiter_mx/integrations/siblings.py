@@ -39,6 +39,27 @@ class Siblings:
         self._apart = False
         for place, layer in enumerate(layers):
             layer.together = (self, place)
+        self.put_together()
+
+    def put_together(self) -> None:
+        """Give the layers memory that they share, with the values that they have.
+
+        They stay as they are while they are on several devices, as one after the other is moved,
+        and where one would begin where kernels cannot load.
+        """
+        if not _are_alike(self._layers):
+            return
+        for name in _TENSORS:
+            parts = [getattr(layer, name) for layer in self._layers]
+            if parts[0] is None or any(part.nbytes % ALIGNMENT_BYTES for part in parts[:-1]):
+                continue
+            if parts[0].is_meta or _adjacent(parts) is not None:
+                continue
+            as_bytes = [part.detach().view(torch.uint8) for part in parts]
+            whole = torch.cat(as_bytes).view(parts[0].dtype)
+            places = whole.split([len(part) for part in parts])
+            for layer, place in zip(self._layers, places, strict=True):
+                setattr(layer, name, frozen(place))
 
     def compute(self, place: int, x: Tensor) -> Tensor:
         """What the layer of this place makes of x."""
@@ -60,15 +81,14 @@ class Siblings:
 def join(model: nn.Module) -> None:
     """Have the layers of a model that are called with the same x compute together.
 
-    They keep parameters of their own, which are parts of the same memory from now on. Where they
-    are moved apart later, they still quantise x once.
+    They keep parameters of their own, which are parts of the same memory from now on, also after
+    the model is moved to another device.
     """
     for module in model.modules():
         for names in TOGETHER:
             layers = [getattr(module, name, None) for name in names]
             found = [layer for layer in layers if type(layer) is MxLinear]
             if len(found) == len(names) and _are_alike(found):
-                _put_together(found)
                 Siblings(found)
 
 
@@ -134,15 +154,3 @@ def _are_alike(layers: Sequence[MxLinear]) -> bool:
         (x.in_features, x.weight.device, None if x.bias is None else x.bias.dtype) for x in layers
     }
     return len(kinds) == 1
-
-
-def _put_together(layers: Sequence[MxLinear]) -> None:
-    """Give the layers memory that they share, with the values that they have, unless a part of it
-    would begin where kernels cannot load."""
-    for name in _TENSORS:
-        parts = [getattr(layer, name) for layer in layers]
-        if parts[0] is None or any(part.nbytes % ALIGNMENT_BYTES for part in parts[:-1]):
-            continue
-        whole = torch.cat([part.detach().view(torch.uint8) for part in parts]).view(parts[0].dtype)
-        for layer, place in zip(layers, whole.split([len(part) for part in parts]), strict=True):
-            setattr(layer, name, frozen(place))

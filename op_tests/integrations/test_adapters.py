@@ -1,11 +1,11 @@
-"""vLLM's adapter classes over stand-ins of its base classes, so that they run where vLLM does not
-fit: on a GPU captured into a graph, and to the bit as our ops."""
+"""Adapters over stand-ins of what they import from vLLM and SGLang, so that they run where these do
+not fit: on a GPU captured into a graph, and to the bit as our ops."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -18,7 +18,6 @@ from torch import Tensor
 import aiter_mx
 
 H, I, E, TOP_K = 96, 64, 6, 3
-LAYERS = "aiter_mx.integrations.vllm_layers"
 
 
 class _Base:
@@ -72,10 +71,17 @@ def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
     )
 
 
-@pytest.fixture
-def adapters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module of vLLM's adapters, imported over stand-ins."""
-    for name, members in _modules():
+def _sglang_modules() -> Iterator[tuple[str, dict[str, Any]]]:
+    layers = "sglang.srt.layers"
+    yield f"{layers}.moe.token_dispatcher.standard", {"StandardCombineInput": SimpleNamespace}
+    yield f"{layers}.quantization.fp8_utils", {}
+
+
+def _over(
+    stand_ins: Iterable[tuple[str, dict[str, Any]]], module: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    """A module of adapters, imported over stand-ins for what it imports."""
+    for name, members in stand_ins:
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
             path = ".".join(parts[:end])
@@ -84,9 +90,21 @@ def adapters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             if end > 1:
                 setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], sys.modules[path])
         vars(sys.modules[name]).update(members)
-    monkeypatch.delitem(sys.modules, LAYERS, raising=False)
-    yield import_module(LAYERS)
-    sys.modules.pop(LAYERS, None)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    yield import_module(module)
+    sys.modules.pop(module, None)
+
+
+@pytest.fixture
+def adapters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """vLLM's."""
+    yield from _over(_modules(), "aiter_mx.integrations.vllm_layers", monkeypatch)
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """SGLang's."""
+    yield from _over(_sglang_modules(), "aiter_mx.integrations.sglang_layers", monkeypatch)
 
 
 class _Stub(ModuleType):
@@ -171,4 +189,51 @@ def test_experts(adapters: Any, device: torch.device, quantised: bool, limit: fl
     if limit is not None:
         options |= {"activation": "swiglu_oai", "alpha": 1.0, "beta": 0.0, "limit": limit}
     expected = aiter_mx.fused_moe(x, w1, s1, w2, s2, ids, weights, **options)
+    assert torch.equal(replayed(compute, device), expected)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_linear_function_of_sglang(sglang: Any, device: torch.device, quantised: bool) -> None:
+    payload, scale = mx(I, H, seed=0, device=device)
+    bias = torch.randn(I, device=device, dtype=torch.bfloat16)
+    x = torch.randn(5, H, device=device, dtype=torch.bfloat16)
+    given = aiter_mx.quantize(x) if quantised else (x, None)
+    found = replayed(lambda: sglang.mxfp8_linear(given[0], payload, scale, given[1], bias), device)
+    assert torch.equal(found, aiter_mx.linear(x, None, payload, scale, bias))
+
+
+@pytest.mark.parametrize("factor", [None, 2.5])
+def test_experts_of_sglang(sglang: Any, device: torch.device, factor: float | None) -> None:
+    (w1, s1), (w2, s2) = mx(E, 2 * I, H, seed=1, device=device), mx(E, H, I, seed=2, device=device)
+    x = torch.randn(7, H, device=device, dtype=torch.bfloat16)
+    ids = torch.randint(-1, E, (7, TOP_K), device=device, dtype=torch.int32)
+    weights = torch.rand(7, TOP_K, device=device)
+    config = SimpleNamespace(
+        activation="silu",
+        is_gated=True,
+        hidden_size=H,
+        intermediate_size_per_partition=I,
+        apply_router_weight_on_input=False,
+        routed_scaling_factor=factor,
+        no_combine=False,
+        gemm1_alpha=None,
+        gemm1_clamp_limit=None,
+        swiglu_limit=None,
+    )
+    runner = SimpleNamespace(config=config, lora_enabled=False)
+    info = SimpleNamespace(w13_weight=w1, w13_scale=s1, w2_weight=w2, w2_scale=s2)
+    dispatched = SimpleNamespace(
+        hidden_states=x,
+        topk_output=SimpleNamespace(topk_ids=ids, topk_weights=weights),
+        format=SimpleNamespace(is_standard=lambda: True),
+    )
+
+    def theirs(*_: Any) -> None:
+        raise AssertionError("the engine's own path was taken")
+
+    def compute() -> Tensor:
+        out: Tensor = sglang.run_experts(theirs, runner, dispatched, info).hidden_states
+        return out
+
+    expected = aiter_mx.fused_moe(x, w1, s1, w2, s2, ids, weights * (factor or 1.0))
     assert torch.equal(replayed(compute, device), expected)
