@@ -66,11 +66,12 @@ def grouped(where: str) -> tuple[Rows, int]:
     return compute, most
 
 
-def experts(where: str) -> tuple[Rows, int]:
-    weights = on(where, *mx(E, 2 * 64, 96, seed=1), *mx(E, 96, 64, seed=2))
+def experts(where: str, hidden: int = 96, intermediate: int = 64) -> tuple[Rows, int]:
+    first, second = (E, 2 * intermediate, hidden), (E, hidden, intermediate)
+    weights = on(where, *mx(*first, seed=1), *mx(*second, seed=2))
     most = max(ROWS[where])
     g = torch.Generator().manual_seed(3)
-    (x,) = on(where, torch.randn(most, 96, generator=g).bfloat16())
+    (x,) = on(where, torch.randn(most, hidden, generator=g).bfloat16())
     ids, topk = on(
         where,
         torch.randint(0, E, (most, TOP_K), generator=g, dtype=torch.int32),
@@ -83,7 +84,15 @@ def experts(where: str) -> tuple[Rows, int]:
 def test_bits_of_a_row_are_the_same_in_every_batch(
     make: Callable[[str], tuple[Rows, int]], where: str
 ) -> None:
-    compute, most = make(where)
+    assert_same_bits(*make(where), where)
+
+
+@pytest.mark.gpu
+def test_bits_of_experts_for_which_hopper_has_a_kernel_of_its_own() -> None:
+    assert_same_bits(*experts("cuda", hidden=256, intermediate=128), "cuda")
+
+
+def assert_same_bits(compute: Rows, most: int, where: str) -> None:
     device = "cuda" if where == "cuda" else "cpu"
     with aiter_mx.batch_invariant():
         whole = compute(torch.arange(most, device=device))
@@ -146,6 +155,19 @@ def test_route_says_so_and_ends_with_the_block(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("AITER_MX_BATCH_INVARIANT", "always")
     with pytest.raises(ValueError, match="AITER_MX_BATCH_INVARIANT must be 0 or 1, got 'always'"):
         chosen()
+
+
+def test_experts_on_hopper_have_one_kernel_and_configuration() -> None:
+    def chosen(M: int, block_m: int, K: int) -> tuple[str, Any]:
+        shape = {"M": M, "N": 2048, "K": K, "E": 128, "top_k": 8, "block_m": block_m}
+        with aiter_mx.batch_invariant():
+            found = aiter_mx.explain("moe_gemm", arch="sm_90a", **shape)
+        return found.kernel, found.config
+
+    for K, kernel in ((768, "wgmma_f16"), (96, "grouped")):
+        found = [chosen(M, block_m, K) for M, block_m in ((1, 16), (300, 48), (8192, 128))]
+        assert found == [found[0]] * 3
+        assert found[0][0] == kernel
 
 
 def test_plans_of_both_modes_are_kept_apart(where: str) -> None:

@@ -9,6 +9,7 @@ import math
 import os
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 from aiter_mx import invariance
@@ -89,8 +90,13 @@ def _as_expected(
     return replace(chosen, clauses=clauses + chosen.clauses)
 
 
-_INVARIANT = {"linear": "persistent", "grouped_gemm": "persistent", "moe_gemm": "grouped"}
-"""The kernel of each op that adds up a row's products in an order that K alone decides."""
+_INVARIANT = {
+    "linear": ("persistent",),
+    "grouped_gemm": ("persistent",),
+    "moe_gemm": ("wgmma_f16", "grouped"),
+}
+"""The kernels of each op that add up a row's products in an order that K alone decides, and cover a
+problem whatever M is, the fastest first."""
 
 
 def _invariant(
@@ -98,11 +104,13 @@ def _invariant(
 ) -> Route:
     """The kernel whose results do not depend on the batch, else the reference, row by row."""
     clauses: list[Clause] = ["batch invariance asks for one order of addition"]
-    for kernel in (k for k in kernels_of(op) if k.is_for(target.arch)):
-        if (kernel.backend, kernel.name) == ("hip", _INVARIANT[op]):
+    alike: Problem = getattr(problem, "of_any_batch", lambda: problem)()
+    own = [k for k in kernels_of(op) if k.backend == "hip" and k.is_for(target.arch)]
+    for name, kernel in product(_INVARIANT[op], own):
+        if kernel.name == name:
             refusal = _refusal(kernel, target, problem, skip)
             if refusal is None:
-                return _covering(kernel, target, problem, clauses)
+                return _covering(kernel, target, alike, clauses)
             clauses.append(f"{kernel.backend}/{kernel.name}: {refusal}")
     reference = find_kernel(op, target.arch, "torch", "reference")
     return _covering(reference, target, problem, clauses)
