@@ -59,6 +59,7 @@ def moe_sorting(
     expert_mask: Tensor | None = None,
     num_local_tokens: Tensor | None = None,
     dispatch_policy: int = 0,
+    accumulate: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``aiter_mx.moe_sort`` with lists of aiter's lengths, and room for the layer's result.
 
@@ -72,6 +73,8 @@ def moe_sorting(
         expert_mask: int32 ``[num_experts]``, or None.
         num_local_tokens: int32 ``[1]``, or None.
         dispatch_policy: not needed.
+        accumulate: whether the layer adds to the result; where it does not, and all experts are
+            here, moe_buf is ``[0, 0]``.
 
     Returns:
         sorted_ids and sorted_weights ``[M * top_k + num_experts * block_size - top_k]``,
@@ -89,7 +92,8 @@ def moe_sorting(
         raise renamed(error, {"block_m": "block_size"}) from error
     M, top_k = topk_ids.shape
     length = M * top_k + num_experts * block_size - top_k
-    buffer = torch.empty(M, model_dim, dtype=moebuf_dtype, device=topk_ids.device)
+    room = (M, model_dim) if accumulate or expert_mask is not None else (0, 0)
+    buffer = torch.empty(room, dtype=moebuf_dtype, device=topk_ids.device)
     return (
         filled(ids, length, packed_padding(M, top_k)),
         filled(weights, length, 0),

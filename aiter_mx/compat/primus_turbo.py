@@ -257,7 +257,8 @@ def dequantize_fp8(
     """The values of what ``quantize_fp8`` gives, padding included, along the same axis.
 
     Returns:
-        as x was stored before: along columns it is transposed back.
+        as x was stored before: along columns of a matrix it is transposed back, while groups of
+        matrices stay transposed.
 
     Raises:
         ValueError: as ``quantize_fp8``.
@@ -265,7 +266,7 @@ def dequantize_fp8(
     _refuse_granularity(granularity, block_size)
     layout = _options(scaling_recipe)["scale_layout"]
     values = dequantize(x, scale_inv, out_dtype, scale_layout=layout)
-    return values if _axis(x, axis) == -1 else values.mT.contiguous()
+    return values.mT.contiguous() if _axis(x, axis) == -2 and x.ndim == 2 else values
 
 
 def _name(member: Any) -> str:

@@ -17,7 +17,8 @@ def moe_align_block_size(
     expert_map: Tensor | None = None,
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    return_scatter_idx: bool = False,
+) -> tuple[Tensor, ...]:
     """``aiter_mx.moe_align`` with lists as vLLM's function of this name makes them.
 
     Args:
@@ -29,6 +30,8 @@ def moe_align_block_size(
         pad_sorted_ids: whether the ids are a multiple of block_size.
         ignore_invalid_experts: leave out the rows of experts that are not here, whose blocks are
             listed with expert -1 otherwise.
+        return_scatter_idx: whether scatter_idx is returned too; with expert_map it needs
+            ignore_invalid_experts.
 
     Returns:
         sorted_token_ids: int32 ``[M * top_k + num_experts * (block_size - 1)]``, rounded up to a
@@ -38,10 +41,17 @@ def moe_align_block_size(
         expert_ids: int32, one for each block; of blocks past the end what expert 0 has, or -1 where
             ignore_invalid_experts leaves experts out.
         num_tokens_post_padded: int32 ``[1]``.
+        scatter_idx: int32 ``[M * top_k, 1]``: the routed row's own number, or -1 for one of no
+            expert that is here.
 
     Raises:
         TypeError, ValueError: as ``aiter_mx.moe_align``.
     """
+    if return_scatter_idx and expert_map is not None and not ignore_invalid_experts:
+        raise ValueError(
+            "return_scatter_idx with an expert_map needs ignore_invalid_experts: rows of experts "
+            "that are not here are listed otherwise"
+        )
     skips = expert_map is not None and ignore_invalid_experts
     try:
         ids, experts, used = moe_align(
@@ -61,7 +71,14 @@ def moe_align_block_size(
         experts = experts.clamp_(min=0)
         if expert_map is not None:
             experts = expert_map[experts]
-    return ids, experts, used
+    if not return_scatter_idx:
+        return ids, experts, used
+    flat = topk_ids.flatten()
+    here = (flat >= 0) & (flat < num_experts)
+    if expert_map is not None:
+        here &= expert_map[flat.clamp(0, num_experts - 1).long()] >= 0
+    row = torch.arange(routed, dtype=torch.int32, device=flat.device)
+    return ids, experts, used, torch.where(here, row, -1).unsqueeze(1)
 
 
 def batched_moe_align_block_size(

@@ -89,6 +89,10 @@ def test_quantisation_pads_and_takes_recipes() -> None:
         both[2], torch.float32, MX, block_size=32, axis=0, scale_inv=both[3]
     )
     assert back.shape == (128, 160) and decibels(back[:40], x) >= 25 and not back[40:].any()
+    groups = torch.randn(3, 40, 64)
+    stored, scale = turbo.quantize_fp8(groups, E4M3, MX, block_size=32, axis=1)
+    back = turbo.dequantize_fp8(stored, torch.float32, MX, block_size=32, axis=1, scale_inv=scale)
+    assert back.shape == (3, 64, 128) and decibels(back[..., :40].mT, groups) >= 25
     square = turbo.quantize_fp8(
         torch.randn(64, 128), E4M3, MX, block_size=32, axis=1,
         scaling_recipe=ScalingRecipe(use_2d_block=True),

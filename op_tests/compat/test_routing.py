@@ -74,6 +74,21 @@ def test_vllms_lists_with_experts_elsewhere() -> None:
     assert found[2].tolist() == [used]
 
 
+def test_vllms_lists_tell_which_routed_rows_are_here() -> None:
+    ids = torch.tensor([[0, 5], [-1, 2], [6, 4]], dtype=torch.int32)
+    expert_map = torch.tensor([-1, 0, 1, -1, 2, -1], dtype=torch.int32)
+    usual = vllm.moe_align_block_size(ids, 4, 6)
+    found = vllm.moe_align_block_size(ids, 4, 6, return_scatter_idx=True)
+    assert all(torch.equal(one, other) for one, other in zip(usual, found, strict=False))
+    assert found[3].dtype == torch.int32 and found[3].tolist() == [[0], [1], [-1], [3], [-1], [5]]
+    *_, rows = vllm.moe_align_block_size(
+        ids, 4, 6, expert_map, ignore_invalid_experts=True, return_scatter_idx=True
+    )
+    assert rows.flatten().tolist() == [-1, -1, -1, 3, -1, 5]
+    with pytest.raises(ValueError, match="expert_map needs ignore_invalid_experts"):
+        vllm.moe_align_block_size(ids, 4, 6, expert_map, return_scatter_idx=True)
+
+
 def test_vllms_lists_of_batches() -> None:
     counts = torch.tensor([2, 3, 0, 6, 8], dtype=torch.int32)
     ids, experts, used = vllm.batched_moe_align_block_size(8, 4, counts)
