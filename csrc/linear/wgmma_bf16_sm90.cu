@@ -1,4 +1,4 @@
-// Linear on Hopper, for some tens to some thousands of rows:
+// Linear on Hopper, for some hundreds to some thousands of rows:
 // y[m, n] = dequantised(x[m]) * dequantised(w[n])^T + bias[n].
 // aiter_mx/kernels/linear/problem.py defines its arguments.
 //
@@ -9,12 +9,21 @@
 //   x  -> bf16 in memory, by the launch ahead, wgmma_bf16_x_sm90.cu, a unit of 64 k of kTokens
 //         tokens after another as wgmma takes its B -> bulk copies, a unit a stage
 //
-// A CTA computes a tile of kRows features by kTokens tokens over its part of K. The kSplit CTAs of
-// a cluster share K; each adds up the sums of all of them, in the order of their ranks, for its
-// share of the tile's tokens.
+// There are two ways to share the work:
+//
+// - For few tiles, the kSplit CTAs of a cluster compute a tile of kRows features by kTokens tokens,
+//   each over its part of K; each adds up the sums of all of them, in the order of their ranks, for
+//   its share of the tile's tokens.
+// - For many (MX_PAIRS) clusters are two CTAs, which compute kRows features of a tile each. Both
+//   need all of the tile's x, and each brings half of it to both. Clusters stay: each computes
+//   whole tiles, as many as all clusters have, and then its even share of the chunks of K of all
+//   tiles that are left. Parts of a tile meet in memory: a part that is not the last to end leaves
+//   its sums there, and the last one adds all up, in the order of K, whichever it is. None waits
+//   for another.
 //
 //   warps 0 and 1: a lane each starts the copies of x and of w
-//   the second warpgroup and those after it, 64 features each: w to bf16, multiply
+//   the second warpgroup and those after it, 64 features each: w to bf16, multiply; store, where
+//   clusters stay
 //
 // The launch ahead may still run when this one begins: w is asked for at once, x when that ends.
 //
@@ -33,12 +42,16 @@
 
 using namespace mx;
 
-constexpr int kTokens = MX_TILE_M; // a multiple of 16, at most 256
+constexpr int kTokens = MX_TILE_M; // a multiple of 32, at most 256
 constexpr int kGroups = MX_GROUPS; // warpgroups that multiply
-constexpr int kSplit = MX_SPLIT;   // CTAs of a cluster
+constexpr int kSplit = MX_SPLIT;   // CTAs that share K
+constexpr bool kPairs = MX_PAIRS;
 constexpr int kXStages = MX_X_STAGES, kWStages = MX_W_STAGES;
 using Out = DType<MX_OUT>;
 
+constexpr int kPair = kPairs ? 2 : 1; // CTAs that share x
+constexpr int kCluster = kPair * kSplit;
+static_assert(!kPairs || kSplit == 1);
 constexpr int kGroupThreads = 128, kWarps = 4; // of a warpgroup
 constexpr int kThreads = (1 + kGroups) * kGroupThreads;
 constexpr int kGroupRows = 64, kRows = kGroups * kGroupRows;
@@ -46,125 +59,408 @@ constexpr int kBlock = 32, kUnitK = 64, kChunkK = 128;
 constexpr int kOctets = kTokens / 8;
 constexpr int kStepBytes = 256, kOctetBytes = 4 * kStepBytes;
 
-constexpr int kXStageBytes = kTokens * kUnitK * 2;
+constexpr int kXStageBytes = kTokens * kUnitK * 2, kXPartBytes = kXStageBytes / kPair;
 constexpr int kWStageBytes = kRows * kChunkK;
 constexpr int kAtW = kXStages * kXStageBytes;
 constexpr int kStageBytes = kAtW + kWStages * kWStageBytes;
-// Sums take the place of the stages. With this pitch a warp's stores of them have no conflicts.
+// Without pairs sums take the place of the stages. With this pitch a warp's stores of them have no
+// conflicts.
 constexpr int kPitch = kRows + 4;
-constexpr int kSumBytes = kTokens * kPitch * 4;
+constexpr int kSumBytes = kPairs ? 0 : kTokens * kPitch * 4;
 constexpr int kAtBarriers = kStageBytes > kSumBytes ? kStageBytes : kSumBytes;
 constexpr int kXFull = kAtBarriers, kXEmpty = kXFull + 8 * kXStages;
 constexpr int kWFull = kXEmpty + 8 * kXStages, kWEmpty = kWFull + 8 * kWStages;
-// Whether a scale of this CTA's part is outside; then which tokens and features have such scales.
-constexpr int kOutside = kWEmpty + 8 * kWStages;
-constexpr int kTokenOutside = kOutside + 8, kRowOutside = kTokenOutside + kTokens;
-constexpr int kSharedBytes = kRowOutside + kRows;
+// With pairs, of each warpgroup: how many parts of its tile have ended, and which tokens and
+// features have scales that bf16 does not cover. Else the same of the CTA: whether there are any.
+constexpr int kEnded = kWEmpty + 8 * kWStages;
+constexpr int kFlags = kEnded + 4 * kGroups;
+constexpr int kFlagBytes = kTokens + (kPairs ? kGroupRows : kRows);
+constexpr int kSharedBytes = kFlags + (kPairs ? kGroups : 1) * kFlagBytes;
 static_assert(kSharedBytes <= MX_SHARED_BYTES, "the host lays shared memory out differently: "
                                                "aiter_mx/kernels/linear/wgmma_bf16_sm90.py");
 // Registers of a thread that copies and of one that multiplies, once it is known which it is, and
 // of both before.
-constexpr int kHelperRegisters = 40;
-constexpr int kConsumerRegisters = kGroups == 3     ? 152
-                                   : kTokens <= 128 ? 160
-                                   : kTokens <= 160 ? 184
-                                   : kTokens <= 192 ? 208
-                                                    : 232;
+constexpr int kHelperRegisters = kPairs ? 40 : 56;
+constexpr int kConsumerRegisters = kGroups == 3 ? 152 : kTokens <= 128 ? 184 : kPairs ? 232 : 224;
 constexpr int kLaunchRegisters =
     kGroups == 1 ? 240
                  : ((kGroups * kConsumerRegisters + kHelperRegisters) / (kGroups + 1) + 7) / 8 * 8;
-constexpr int kConsumersBarrier = 2;
+constexpr unsigned kOutside = 0x10000; // added to the count of ended parts
+constexpr int kConsumersBarrier = 1 + kGroups;
 
-struct Tile {
+// What a CTA computes. With pairs: so many whole tiles, one in each round of all clusters, then its
+// share of the chunks of the tiles that are left.
+struct Segment {
+    int tile, first_chunk, chunks; // of K
+};
+struct Schedule {
+    int cluster, clusters, rank, chunks, rounds; // rank: among those that share K
+    int part, parts_with_one_more;               // chunks of a cluster's share
+
+    MX_MEMBER int share_begin(int cluster) const {
+        return cluster * part + min(cluster, parts_with_one_more);
+    }
+    // The cluster whose share has this chunk.
+    MX_MEMBER int sharer(int chunk) const {
+        const int longer = parts_with_one_more * (part + 1);
+        return chunk < longer ? chunk / (part + 1) : parts_with_one_more + (chunk - longer) / part;
+    }
+    MX_MEMBER bool segment(int i, Segment& s) const {
+        if constexpr (!kPairs) {
+            const int first = static_cast<long>(chunks) * rank / kSplit;
+            s = {cluster, first,
+                 static_cast<int>(static_cast<long>(chunks) * (rank + 1) / kSplit) - first};
+            return i == 0;
+        }
+        if (i < rounds) {
+            s = {i * clusters + cluster, 0, chunks};
+            return true;
+        }
+        const int begin = share_begin(cluster), end = share_begin(cluster + 1);
+        const int at = i == rounds ? begin : (begin / chunks + i - rounds) * chunks;
+        if (at >= end)
+            return false;
+        s = {rounds * clusters + at / chunks, at % chunks, 0};
+        s.chunks = min(end - at, chunks - s.first_chunk);
+        return true;
+    }
+};
+
+struct Operands {
     const unsigned char *xq, *xs, *wq, *ws;
     const void* bias;
     Out* y;
     long M, N, K;
     int bias_kind;
-    long token, row;         // the first of either
-    int first_chunk, chunks; // of K in this CTA's part
+    XWorkspace x;
+    Schedule schedule;
+    int member; // of a pair
 
     MX_MEMBER long blocks() const { return K / kBlock; }
-    MX_MEMBER int units() const {
-        return min(2 * chunks, static_cast<int>((K + kUnitK - 1) / kUnitK) - 2 * first_chunk);
+    MX_MEMBER int units(const Segment& s) const {
+        return min(2 * s.chunks, static_cast<int>((K + kUnitK - 1) / kUnitK) - 2 * s.first_chunk);
     }
-    MX_MEMBER int tokens() const { return min(M - token, static_cast<long>(kTokens)); }
-    MX_MEMBER int rows() const { return min(N - row, static_cast<long>(kRows)); }
+    MX_MEMBER int token_tile(const Segment& s) const {
+        return s.tile % static_cast<int>(x.tiles());
+    }
+    MX_MEMBER long row(const Segment& s) const {
+        return (s.tile / static_cast<int>(x.tiles()) * kPair + member) * static_cast<long>(kRows);
+    }
 };
 
-// Starts the copies, and notes whether bf16 covers all scales of the tile's x.
-struct Producer {
-    const Tile& t;
-    const TensorMap& weights;
-    const unsigned shared;
-    const XWorkspace x;
-    const long tile; // of tokens
-
-    // Of one warp; another brings x, so that neither waits for room of the other's.
-    MX_MEMBER void bring_w() const {
-        if (!elected_lane())
-            return;
-        PipelineState<kWStages> w;
-        for (int chunk = 0; chunk < t.chunks; ++chunk, w.next()) {
+// Start the copies of all segments, a warp each, so that neither waits for room of the other's.
+MX_DEVICE void bring_w(const Operands& t, const TensorMap& weights, unsigned shared) {
+    PipelineState<kWStages> w;
+    Segment s;
+    for (int i = 0; t.schedule.segment(i, s); ++i) {
+        const long row = t.row(s);
+        for (int chunk = s.first_chunk; chunk < s.first_chunk + s.chunks; ++chunk, w.next()) {
             const unsigned full = shared + kWFull + 8 * w.at;
             barrier_wait(shared + kWEmpty + 8 * w.at, w.parity ^ 1);
             barrier_arrive_expect(full, kWStageBytes);
-            tma_load(shared + kAtW + w.at * kWStageBytes, weights,
-                     (t.first_chunk + chunk) * kChunkK, t.row, full);
+            tma_load(shared + kAtW + w.at * kWStageBytes, weights, chunk * kChunkK, row, full);
         }
     }
-    MX_MEMBER void bring_x(int lane) const {
-        wait_for_grid_ahead();
-        if (elected_lane()) {
-            const unsigned char* from = x.unit(tile, 2 * t.first_chunk);
-            PipelineState<kXStages> stage;
-            const int units = t.units();
-            for (int unit = 0; unit < units; ++unit, from += kXStageBytes, stage.next()) {
-                const unsigned full = shared + kXFull + 8 * stage.at;
-                barrier_wait(shared + kXEmpty + 8 * stage.at, stage.parity ^ 1);
-                barrier_arrive_expect(full, kXStageBytes);
+}
+MX_DEVICE void bring_x(const Operands& t, unsigned shared) {
+    PipelineState<kXStages> stage;
+    Segment s;
+    for (int i = 0; t.schedule.segment(i, s); ++i) {
+        const int part = t.member * kXPartBytes, units = t.units(s);
+        const unsigned char* from = t.x.unit(t.token_tile(s), 2 * s.first_chunk) + part;
+        for (int unit = 0; unit < units; ++unit, from += kXStageBytes, stage.next()) {
+            const unsigned full = shared + kXFull + 8 * stage.at;
+            barrier_wait(shared + kXEmpty + 8 * stage.at, stage.parity ^ 1);
+            barrier_arrive_expect(full, kXStageBytes);
+            if constexpr (kPairs)
+                copy_to_cluster(shared + stage.at * kXStageBytes + part, from, kXPartBytes, full,
+                                (1 << kPair) - 1);
+            else
                 copy_bulk(shared + stage.at * kXStageBytes, from, kXStageBytes, full);
+        }
+    }
+}
+
+MX_DEVICE void store_shared_byte(unsigned address, bool value) {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(unsigned(value)) : "memory");
+}
+MX_DEVICE bool load_shared_byte(unsigned address) {
+    unsigned v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+
+MX_DEVICE float exact_piece(const unsigned char* xq, const unsigned char* wq, unsigned x_scale,
+                            unsigned w_scale) {
+    f32x2 x[8], w[8];
+    const u32x4 x_words = load(xq), w_words = load(wq);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        e4m3x4_to_f32(x_words[i], x[2 * i], x[2 * i + 1]);
+        e4m3x4_to_f32(w_words[i], w[2 * i], w[2 * i + 1]);
+    }
+    return add_scaled(0.0f, dot(x, w), e8m0_split(x_scale), e8m0_to_f32(w_scale));
+}
+// The lanes take 16 k in turn.
+MX_DEVICE float exact_output_of_warp(const Operands& t, long m, long n, int lane) {
+    constexpr int piece = 16;
+    float sum = 0.0f;
+#pragma unroll 1
+    for (long k = lane * piece; k < t.K; k += kLanes * piece)
+        sum += exact_piece(t.xq + m * t.K + k, t.wq + n * t.K + k,
+                           load_byte(t.xs + m * t.blocks() + k / kBlock),
+                           load_byte(t.ws + n * t.blocks() + k / kBlock));
+#pragma unroll
+    for (int distance = kLanes / 2; distance; distance /= 2)
+        sum += __shfl_xor_sync(0xffffffff, sum, distance);
+    return sum;
+}
+// A part of the result, and the threads that store it.
+struct Block {
+    long token, row;
+    int tokens, rows;
+    int thread, warps;
+    unsigned flags; // in shared memory, of all tokens and rows
+};
+
+// Computes again the outputs of a block that scales reach which bf16 does not cover, once all of
+// its threads are here: sync waits for them.
+template <class Sync>
+MX_DEVICE void mend(const Operands& t, const Block& block, Sync sync) {
+    const int lane = block.thread % kLanes, warp = block.thread / kLanes;
+    const int tokens = block.tokens, rows = block.rows;
+    for (int i = warp; i < tokens + rows; i += block.warps) {
+        const bool of_x = i < tokens;
+        const unsigned char* const scales = of_x ? t.xs + (block.token + i) * t.blocks()
+                                                 : t.ws + (block.row + i - tokens) * t.blocks();
+        bool outside = false;
+        for (long b = lane; b < t.blocks(); b += kLanes) {
+            const unsigned scale = load_byte(scales + b);
+            outside |= scale != kNanScale &&
+                       (of_x ? scale > kLastXScale : scale < kFirstWScale || scale > kLastWScale);
+        }
+        outside = __any_sync(0xffffffff, outside);
+        if (lane == 0)
+            store_shared_byte(block.flags + i, outside);
+    }
+    sync(); // these are there, and all sums have been stored
+    for (int i = warp; i < tokens * rows; i += block.warps) {
+        const int token = i / rows, row = i % rows;
+        if (!load_shared_byte(block.flags + token) && !load_shared_byte(block.flags + tokens + row))
+            continue;
+        const long m = block.token + token, n = block.row + row;
+        const float sum = exact_output_of_warp(t, m, n, lane);
+        if (lane == 0)
+            store(t.y + m * t.N + n, sum + load_bias(t.bias, t.bias_kind, n));
+    }
+    sync(); // the flags have been read
+}
+
+// Stores what 64 features by the tokens of a tile come to.
+struct Results {
+    const Operands& t;
+    const Block& block;
+
+    MX_MEMBER void store_sums(const float (&sums)[kTokens / 2]) const {
+        if constexpr (sizeof(Out) == 4)
+            store_fp32(sums);
+        else
+            store_16<Out>(sums);
+    }
+
+  private:
+    // Nothing changes by adding -0.
+    MX_MEMBER float added(long n) const {
+        return t.bias_kind == kNone ? -0.0f : load_bias(t.bias, t.bias_kind, min(n, t.N - 1));
+    }
+    template <class T>
+    MX_MEMBER void store_16(const float (&sums)[kTokens / 2]) const {
+        if (t.N % 4 == 0 && reinterpret_cast<unsigned long long>(t.y) % (4 * sizeof(T)) == 0)
+            store_fours<T, true>(sums);
+        else
+            store_fours<T, false>(sums);
+    }
+    // A warp stores the 16 features of 8 tokens at a time, 32 bytes of each; whole: a lane's four
+    // at once.
+    template <class T, bool Whole>
+    MX_MEMBER void store_fours(const float (&sums)[kTokens / 2]) const {
+        const int lane = block.thread % kLanes, odd = lane % 2;
+        const long first = block.row + block.thread / kLanes * 16;
+        const float plus[2] = {added(first + lane / 4), added(first + lane / 4 + 8)};
+        const long n = first + odd * 8 + lane % 4 / 2 * 4; // of this lane's four
+        const int left = n < t.N ? block.tokens - lane / 4 : 0;
+        Out* to = t.y + (block.token + lane / 4) * t.N + n;
+#pragma unroll
+        for (int j = 0; j < kOctets; ++j, to += 8 * t.N) {
+            const unsigned low =
+                transpose(pack<T>(sums[4 * j] + plus[0], sums[4 * j + 1] + plus[0]));
+            const unsigned high =
+                transpose(pack<T>(sums[4 * j + 2] + plus[1], sums[4 * j + 3] + plus[1]));
+            const unsigned got = __shfl_xor_sync(0xffffffff, odd ? low : high, 1);
+            const unsigned four[2] = {odd ? got : low, odd ? high : got};
+            if constexpr (Whole) {
+                if (j * 8 < left)
+                    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(four[0]),
+                                 "r"(four[1])
+                                 : "memory");
+            } else if (j * 8 < left) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (n + i < t.N)
+                        reinterpret_cast<unsigned short*>(to)[i] = four[i / 2] >> i % 2 * 16;
             }
         }
-        __syncwarp();
-        bool outside = false;
-        for (long i = lane; i < x.units(); i += kLanes)
-            outside |= x.outside()[tile * x.units() + i] != 0;
-        if (__any_sync(0xffffffff, outside) && lane == 0)
-            announce_shared(shared + kOutside, 1);
+    }
+    MX_MEMBER void store_fp32(const float (&sums)[kTokens / 2]) const {
+        const int lane = block.thread % kLanes, left = block.tokens - lane % 4 * 2;
+        const long n = block.row + block.thread / kLanes * 16 + lane / 4;
+        const float plus[2] = {added(n), added(n + 8)};
+        Out* to = t.y + (block.token + lane % 4 * 2) * t.N + n;
+#pragma unroll
+        for (int j = 0; j < kOctets; ++j, to += 8 * t.N)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (j * 8 + i % 2 < left && n + i / 2 * 8 < t.N)
+                    store(to + i % 2 * t.N + i / 2 * 8, sums[4 * j + i] + plus[i / 2]);
+    }
+    // Lane 4g + t of a matrix of 8 x 8 gives columns 2t and 2t + 1 of row g, and gets those rows of
+    // column g.
+    MX_MEMBER static unsigned transpose(unsigned v) {
+        unsigned transposed;
+        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(v));
+        return transposed;
     }
 };
 
-// Multiplies 64 rows of w by the tile's tokens.
+MX_DEVICE float4 load_cluster_16(unsigned address) {
+    float4 v;
+    if constexpr (kSplit == 1)
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                     : "r"(address)
+                     : "memory");
+    else
+        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                     : "r"(address)
+                     : "memory");
+    return v;
+}
+MX_DEVICE unsigned load_cluster_4(unsigned address) {
+    unsigned v;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+
+// Adds the parts' sums for this CTA's share of the tokens, and stores what they come to.
+struct Adder {
+    const Operands& t;
+    const unsigned shared;
+    const Block& block; // this CTA's share of the tokens
+    const int first;    // of them, in the tile
+
+    MX_MEMBER void store_sums() const {
+        constexpr int quads = kRows / 4;
+        const bool whole =
+            t.N % 4 == 0 && reinterpret_cast<unsigned long long>(t.y) % (4 * sizeof(Out)) == 0;
+        unsigned parts[kSplit];
+#pragma unroll
+        for (int s = 0; s < kSplit; ++s)
+            parts[s] = kSplit == 1 ? shared : address_in_cluster(shared, s);
+        const int items = block.tokens * quads;
+#pragma unroll 2
+        for (int item = threadIdx.x; item < items; item += kThreads) {
+            const int token = item / quads, quad = item % quads;
+            float4 of[kSplit];
+#pragma unroll
+            for (int s = 0; s < kSplit; ++s)
+                of[s] = load_cluster_16(parts[s] + ((first + token) * kPitch + quad * 4) * 4);
+            float sums[4] = {of[0].x, of[0].y, of[0].z, of[0].w};
+#pragma unroll
+            for (int s = 1; s < kSplit; ++s) {
+                sums[0] += of[s].x;
+                sums[1] += of[s].y;
+                sums[2] += of[s].z;
+                sums[3] += of[s].w;
+            }
+            const long row = block.row + quad * 4;
+            Out* const to = t.y + (block.token + token) * t.N + row;
+            if (t.bias_kind != kNone)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    sums[i] += load_bias(t.bias, t.bias_kind, min(row + i, t.N - 1));
+            if (whole && row < t.N) {
+                store_four(to, sums);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (row + i < t.N)
+                        store(to + i, sums[i]);
+            }
+        }
+    }
+
+  private:
+    MX_MEMBER static void store_four(float* to, const float (&v)[4]) {
+        store_vector(to, u32x4{float_to_bits(v[0]), float_to_bits(v[1]), float_to_bits(v[2]),
+                               float_to_bits(v[3])});
+    }
+    template <class T>
+    MX_MEMBER static void store_four(T* to, const float (&v)[4]) {
+        asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(pack<T>(v[0], v[1])),
+                     "r"(pack<T>(v[2], v[3]))
+                     : "memory");
+    }
+};
+
+// Multiplies 64 rows of w by the tokens of a tile.
 struct Consumer {
-    const Tile& t;
+    const Operands& t;
     const unsigned shared;
     const int group, warp, lane; // warp: of the group
     PipelineState<kXStages> x;   // where x of the next unit to multiply is
     PipelineState<kWStages> w;   // where w of the next unit to expand is
-    int used = -1;               // stage of the unit before
+    int used;                    // stage of the unit before, none at first
     // Scales of the next chunk: of row lane / 4 of the warp's 16, or of that + 8 for odd lanes; the
     // first two of them, or the others for lanes 2 and 3 of four. Then those of this chunk, as
     // factors.
-    unsigned scales, factors = 0;
+    unsigned scales, factors;
     const unsigned char* scales_at;
-    long scales_left; // for this lane, from there
+    int scales_left;  // for this lane, from there
     const bool pairs; // whether two scales are one load
-    unsigned least = 127 * 0x00010001, most = 127 * 0x00010001, nan[2] = {0, 0};
+    unsigned least, most, nan[2];
+    unsigned x_outside; // of this thread's units
     const unsigned magnitude = held(kMagnitude);
     const unsigned w_place;          // of what this lane loads of w, in the first stage
+    const unsigned x_empty;          // of the first stage, in this lane's CTA of the cluster
     unsigned words[2][4], factor[2]; // of the unit to expand: [row]
 
-    MX_MEMBER Consumer(const Tile& t, unsigned shared, int group, int warp, int lane)
+    MX_MEMBER Consumer(const Operands& t, unsigned shared, int group, int warp, int lane)
         : t(t), shared(shared), group(group), warp(warp), lane(lane),
           pairs(t.blocks() % 2 == 0 && reinterpret_cast<unsigned long long>(t.ws) % 2 == 0),
           w_place(held(shared + kAtW + (group * kGroupRows + warp * 16 + lane % 8) * kChunkK +
-                       (lane / 8 ^ lane % 8) * 16)) {
-        const long row = t.row + group * kGroupRows + warp * 16 + lane / 4 + lane % 2 * 8;
-        const long block = t.first_chunk * static_cast<long>(kChunkK / kBlock) + lane / 2 % 2 * 2;
+                       (lane / 8 ^ lane % 8) * 16)),
+          x_empty(held(kPairs ? address_in_cluster(shared + kXEmpty, lane % kPair)
+                              : shared + kXEmpty)) {}
+
+    MX_MEMBER int thread() const { return warp * kLanes + lane; }
+    MX_MEMBER void open(const Segment& s) {
+        used = -1;
+        factors = 0;
+        least = most = 127 * 0x00010001;
+        nan[0] = nan[1] = 0;
+        const long row = t.row(s) + group * kGroupRows + warp * 16 + lane / 4 + lane % 2 * 8;
+        const long block = s.first_chunk * static_cast<long>(kChunkK / kBlock) + lane / 2 % 2 * 2;
         scales_at = t.ws + min(row, t.N - 1) * t.blocks() + block;
         scales_left = t.blocks() - block;
         load_scales();
+    }
+    // Whether bf16 does not cover a scale of the tile's x: of all K, whatever the segment is.
+    MX_MEMBER void look_at_x(const Segment& s) {
+        const unsigned* const flags = t.x.outside() + t.token_tile(s) * t.x.units();
+        x_outside = 0;
+        for (int i = thread(); i < t.x.units(); i += kGroupThreads)
+            x_outside |= load_relaxed(flags + i);
     }
 
     MX_MEMBER void load_scales() {
@@ -206,9 +502,17 @@ struct Consumer {
             nan[i] |= (words[i][J] + 0x01010101) ^ words[i][J];
         }
     }
-    MX_MEMBER void release(unsigned barriers, int stage) const {
+    MX_MEMBER void release_x(int stage) const {
+        if constexpr (kPairs) {
+            if (lane < kPair)
+                barrier_arrive_read(x_empty + 8 * stage);
+        } else if (lane == 0) {
+            barrier_arrive(x_empty + 8 * stage);
+        }
+    }
+    MX_MEMBER void release_w(int stage) const {
         if (lane == 0)
-            barrier_arrive(shared + barriers + 8 * stage);
+            barrier_arrive(shared + kWEmpty + 8 * stage);
     }
 
     // Multiplies a unit, which is in registers as a[Buffer], while the next becomes a[1 - Buffer].
@@ -227,7 +531,7 @@ struct Consumer {
             fetch<Buffer == 0>();
         wgmma_wait<1>();
         if (Buffer == 1 || used >= 0)
-            release(kXEmpty, used);
+            release_x(used);
         used = stage;
         if constexpr (!Last) {
             expand<0>(a[1 - Buffer]);
@@ -241,20 +545,22 @@ struct Consumer {
             expand<2>(a[1 - Buffer]);
             expand<3>(a[1 - Buffer]);
             if constexpr (Buffer == 0) {
-                release(kWEmpty, w.at);
+                release_w(w.at);
                 w.next();
             }
         }
     }
 
-    MX_MEMBER void add(float (&sums)[kTokens / 2]) {
+    MX_MEMBER void add(float (&sums)[kTokens / 2], const Segment& s, bool is_first) {
         unsigned a[2][4][4];
-        const int units = t.units();
+        const int units = t.units(s);
         fetch<false>();
         expand<0>(a[0]);
         expand<1>(a[0]);
         expand<2>(a[0]);
         expand<3>(a[0]);
+        if (kPairs && is_first)
+            cluster_wait(); // the other CTA's barriers are there
         int unit = 0;
         for (; unit + 2 < units; unit += 2) {
             multiply<0, false>(sums, a);
@@ -265,26 +571,45 @@ struct Consumer {
             multiply<1, true>(sums, a);
         } else {
             multiply<0, true>(sums, a);
+            release_w(w.at);
+            w.next();
         }
+        wait_for_grid_ahead();
+        look_at_x(s);
         wgmma_wait<0>();
         keep_in_order(sums);
+        release_x(used);
     }
 
-    MX_MEMBER void run() {
+    // Computes a segment, and loads what the next one needs first.
+    MX_MEMBER void segment(const Segment& s, const Segment& next, bool is_first) {
         float sums[kTokens / 2];
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i)
             sums[i] = 0;
-        add(sums);
+        add(sums, s, is_first);
         const unsigned highest = max(most & 0xffff, most >> 16);
         const bool nan_scale = highest == kNanScale;
-        if (min(least & 0xffff, least >> 16) < kFirstWScale ||
-            (highest > kLastWScale && !nan_scale))
-            announce_shared(shared + kOutside, 1);
-        bool nan_row[2];
+        const bool w_outside = min(least & 0xffff, least >> 16) < kFirstWScale ||
+                               (highest > kLastWScale && !nan_scale);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            nan_row[i] = any_of_row((nan[i] & 0x80808080) || (lane % 2 == i && nan_scale), lane);
+            if (any_of_row((nan[i] & 0x80808080) || (lane % 2 == i && nan_scale), lane))
+#pragma unroll
+                for (int j = 0; j < kOctets; ++j)
+                    sums[4 * j + 2 * i] = sums[4 * j + 2 * i + 1] = bits_to_float(kNanBits);
+        if constexpr (kPairs) {
+            open(next);
+            finish(sums, s, w_outside || x_outside);
+        } else {
+            share(sums, w_outside || x_outside);
+        }
+    }
+
+    // Leaves the sums where all CTAs of the cluster find them.
+    MX_MEMBER void share(const float (&sums)[kTokens / 2], bool outside) const {
+        if (outside)
+            announce_shared(shared + kEnded, 1);
         // All have multiplied: their stages become the place of the sums.
         named_barrier(kConsumersBarrier, kGroups * kGroupThreads);
         const unsigned place =
@@ -292,166 +617,166 @@ struct Consumer {
 #pragma unroll
         for (int j = 0; j < kOctets; ++j)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float sum = nan_row[i / 2] ? bits_to_float(kNanBits) : sums[j * 4 + i];
+            for (int i = 0; i < 4; ++i)
                 store_shared_4(place + ((j * 8 + i % 2) * kPitch + i / 2 * 8) * 4,
-                               float_to_bits(sum));
-            }
+                               float_to_bits(sums[j * 4 + i]));
     }
-};
 
-MX_DEVICE float4 load_cluster_16(unsigned address) {
-    float4 v;
-    if constexpr (kSplit == 1)
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+    MX_MEMBER void finish(float (&sums)[kTokens / 2], const Segment& s, bool any_outside) const {
+        bool outside = named_barrier_or(1 + group, kGroupThreads, any_outside);
+        if (s.chunks < t.schedule.chunks && !join(sums, s, outside))
+            return;
+        const long token = t.token_tile(s) * static_cast<long>(kTokens);
+        const long row = t.row(s) + group * kGroupRows;
+        const Block block{token,
+                          row,
+                          static_cast<int>(min(t.M - token, static_cast<long>(kTokens))),
+                          static_cast<int>(max(min(t.N - row, static_cast<long>(kGroupRows)), 0l)),
+                          thread(),
+                          kWarps,
+                          shared + kFlags + group * kFlagBytes};
+        Results{t, block}.store_sums(sums);
+        if (__builtin_expect(outside, false))
+            mend(t, block, [&] { named_barrier(1 + group, kGroupThreads); });
+    }
+
+    // Where a part of a tile leaves its sums, 16 bytes a thread after another: the cluster's first
+    // of two places if the cluster began within the tile, as it may end within another.
+    MX_MEMBER unsigned char* place(int cluster, int tile_begin) const {
+        const int which = t.schedule.share_begin(cluster) > tile_begin ? 0 : 1;
+        return t.x.sums() +
+               (((cluster * 2 + which) * kPair + t.member) * kGroups + group) *
+                   (kGroupRows * kTokens * 4L) +
+               thread() * 16;
+    }
+    // Leaves the sums of a part of a tile, or makes them those of the whole tile and returns true
+    // if all other parts have left theirs.
+    MX_MEMBER bool join(float (&sums)[kTokens / 2], const Segment& s, bool& outside) const {
+        const Schedule& of = t.schedule;
+        const int shared_tile = s.tile - of.rounds * of.clusters;
+        const int begin = shared_tile * of.chunks;
+        const int first = of.sharer(begin), last = of.sharer(begin + of.chunks - 1);
+        unsigned char* const to = place(of.cluster, begin);
+#pragma unroll
+        for (int j = 0; j < kOctets; ++j)
+            store_vector(to + j * kGroupThreads * 16,
+                         u32x4{float_to_bits(sums[4 * j]), float_to_bits(sums[4 * j + 1]),
+                               float_to_bits(sums[4 * j + 2]), float_to_bits(sums[4 * j + 3])});
+        named_barrier(1 + group, kGroupThreads);
+        const unsigned ended_at = shared + kEnded + 4 * group;
+        if (thread() == 0)
+            store_shared(ended_at,
+                         add_acquire_release(t.x.ended() +
+                                                 (shared_tile * kPair + t.member) * kGroups + group,
+                                             outside ? kOutside + 1 : 1));
+        named_barrier(1 + group, kGroupThreads);
+        const unsigned ended = load_shared(ended_at);
+        if ((ended & kOutside - 1) != last - first)
+            return false;
+        outside |= ended >= kOutside;
+        // In the order of K: the sum of all parts before this one, this one, those after it.
+        constexpr int batch = kTokens <= 192 && kOctets % 8 == 0 ? 8 : 4;
+        static_assert(kOctets % batch == 0);
+#pragma unroll
+        for (int j = 0; j < kOctets; j += batch) {
+            float4 before[batch];
+            for (int cluster = first; cluster <= last; ++cluster) {
+                if (cluster == of.cluster) {
+                    if (cluster > first)
+#pragma unroll
+                        for (int i = 0; i < batch; ++i)
+                            add_to(sums, j + i, before[i]);
+                    continue;
+                }
+                const unsigned char* const from = place(cluster, begin) + j * kGroupThreads * 16;
+                float4 part[batch];
+#pragma unroll
+                for (int i = 0; i < batch; ++i)
+                    part[i] = load_cached(from + i * kGroupThreads * 16);
+#pragma unroll
+                for (int i = 0; i < batch; ++i)
+                    if (cluster > of.cluster) {
+                        add_to(sums, j + i, part[i]);
+                    } else if (cluster == first) {
+                        before[i] = part[i];
+                    } else {
+                        before[i].x += part[i].x;
+                        before[i].y += part[i].y;
+                        before[i].z += part[i].z;
+                        before[i].w += part[i].w;
+                    }
+            }
+        }
+        return true;
+    }
+    MX_MEMBER static void add_to(float (&sums)[kTokens / 2], int octet, const float4& part) {
+        sums[4 * octet] += part.x;
+        sums[4 * octet + 1] += part.y;
+        sums[4 * octet + 2] += part.z;
+        sums[4 * octet + 3] += part.w;
+    }
+    // What other CTAs wrote.
+    MX_MEMBER static float4 load_cached(const unsigned char* from) {
+        float4 v;
+        asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                     : "r"(address)
+                     : "l"(from)
                      : "memory");
-    else
-        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                     : "r"(address)
-                     : "memory");
-    return v;
-}
-MX_DEVICE unsigned load_cluster_4(unsigned address) {
-    unsigned v;
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-    return v;
-}
-
-// Adds the parts' sums for this CTA's share of the tokens, and stores what they come to.
-struct Finisher {
-    const Tile& t;
-    const unsigned shared;
-    const int rank;
-
-    MX_MEMBER int first() const { return t.tokens() * rank / kSplit; }
-    MX_MEMBER int end() const { return t.tokens() * (rank + 1) / kSplit; }
-
-    MX_MEMBER void store_sums() const {
-        constexpr int quads = kRows / 4;
-        const bool whole =
-            t.N % 4 == 0 && reinterpret_cast<unsigned long long>(t.y) % (4 * sizeof(Out)) == 0;
-        unsigned parts[kSplit];
-#pragma unroll
-        for (int s = 0; s < kSplit; ++s)
-            parts[s] = kSplit == 1 ? shared : address_in_cluster(shared, s);
-        const int items = (end() - first()) * quads;
-#pragma unroll 2
-        for (int item = threadIdx.x; item < items; item += kThreads) {
-            const int token = first() + item / quads, quad = item % quads;
-            float4 of[kSplit];
-#pragma unroll
-            for (int s = 0; s < kSplit; ++s)
-                of[s] = load_cluster_16(parts[s] + (token * kPitch + quad * 4) * 4);
-            float sums[4] = {of[0].x, of[0].y, of[0].z, of[0].w};
-#pragma unroll
-            for (int s = 1; s < kSplit; ++s) {
-                sums[0] += of[s].x;
-                sums[1] += of[s].y;
-                sums[2] += of[s].z;
-                sums[3] += of[s].w;
-            }
-            const long row = t.row + quad * 4;
-            Out* const to = t.y + (t.token + token) * t.N + row;
-            if (t.bias_kind != kNone)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    sums[i] += load_bias(t.bias, t.bias_kind, min(row + i, t.N - 1));
-            if (whole && row < t.N) {
-                store_four(to, sums);
-            } else {
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (row + i < t.N)
-                        store(to + i, sums[i]);
-            }
-        }
-    }
-
-    // Computes again the outputs that scales reach which bf16 does not cover.
-    MX_MEMBER void mend() const {
-        const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-        const int tokens = end() - first(), rows = t.rows();
-        constexpr int warps = kThreads / kLanes;
-        for (int i = warp; i < tokens + rows; i += warps) {
-            const bool of_x = i < tokens;
-            const unsigned char* const scales = of_x ? t.xs + (t.token + first() + i) * t.blocks()
-                                                     : t.ws + (t.row + i - tokens) * t.blocks();
-            bool outside = false;
-            for (long b = lane; b < t.blocks(); b += kLanes) {
-                const unsigned scale = load_byte(scales + b);
-                outside |=
-                    scale != kNanScale &&
-                    (of_x ? scale > kLastXScale : scale < kFirstWScale || scale > kLastWScale);
-            }
-            outside = __any_sync(0xffffffff, outside);
-            if (lane == 0)
-                store_shared_byte(of_x ? kTokenOutside + i : kRowOutside + i - tokens, outside);
-        }
-        group_barrier(); // these are there, and all sums have been stored
-        for (int i = warp; i < tokens * rows; i += warps) {
-            const int token = i / rows, row = i % rows;
-            if (!load_shared_byte(kTokenOutside + token) && !load_shared_byte(kRowOutside + row))
-                continue;
-            const long m = t.token + first() + token, n = t.row + row;
-            const float sum = exact_output_of_warp(m, n, lane);
-            if (lane == 0)
-                store(t.y + m * t.N + n, sum + load_bias(t.bias, t.bias_kind, n));
-        }
-    }
-
-  private:
-    MX_MEMBER void store_shared_byte(int at, bool value) const {
-        asm volatile("st.shared.u8 [%0], %1;" ::"r"(shared + at), "r"(unsigned(value)) : "memory");
-    }
-    MX_MEMBER bool load_shared_byte(int at) const {
-        unsigned v;
-        asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(shared + at) : "memory");
         return v;
     }
 
-    MX_MEMBER static void store_four(float* to, const float (&v)[4]) {
-        store_vector(to, u32x4{float_to_bits(v[0]), float_to_bits(v[1]), float_to_bits(v[2]),
-                               float_to_bits(v[3])});
-    }
-    template <class T>
-    MX_MEMBER static void store_four(T* to, const float (&v)[4]) {
-        asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(pack<T>(v[0], v[1])),
-                     "r"(pack<T>(v[2], v[3]))
-                     : "memory");
-    }
-
-    // The lanes take 16 k in turn.
-    MX_MEMBER float exact_output_of_warp(long m, long n, int lane) const {
-        constexpr int piece = 16;
-        float sum = 0.0f;
-#pragma unroll 1
-        for (long k = lane * piece; k < t.K; k += kLanes * piece)
-            sum += exact_piece(t.xq + m * t.K + k, t.wq + n * t.K + k,
-                               load_byte(t.xs + m * t.blocks() + k / kBlock),
-                               load_byte(t.ws + n * t.blocks() + k / kBlock));
-#pragma unroll
-        for (int distance = kLanes / 2; distance; distance /= 2)
-            sum += __shfl_xor_sync(0xffffffff, sum, distance);
-        return sum;
-    }
-    MX_MEMBER static float exact_piece(const unsigned char* xq, const unsigned char* wq,
-                                       unsigned x_scale, unsigned w_scale) {
-        f32x2 x[8], w[8];
-        const u32x4 x_words = load(xq), w_words = load(wq);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            e4m3x4_to_f32(x_words[i], x[2 * i], x[2 * i + 1]);
-            e4m3x4_to_f32(w_words[i], w[2 * i], w[2 * i + 1]);
+    MX_MEMBER void run() {
+        Segment s, next;
+        if (!t.schedule.segment(0, s))
+            return;
+        open(s);
+        bool more = true;
+        for (int i = 0; more; ++i) {
+            next = s;
+            more = t.schedule.segment(i + 1, next);
+            segment(s, next, i == 0);
+            s = next;
         }
-        return add_scaled(0.0f, dot(x, w), e8m0_split(x_scale), e8m0_to_f32(w_scale));
     }
 };
 
-#if MX_SPLIT > 1
-#define MX_CLUSTER __cluster_dims__(MX_SPLIT, 1, 1)
+// Stores the share of a tile's tokens that this CTA has, once all parts of K are there.
+MX_DEVICE void add_up(const Operands& t, unsigned shared) {
+    if constexpr (kSplit > 1) {
+        cluster_arrive();
+        cluster_wait();
+    } else {
+        group_barrier();
+    }
+    Segment s;
+    t.schedule.segment(0, s);
+    const long token = t.token_tile(s) * static_cast<long>(kTokens), row = t.row(s);
+    const int tokens = min(t.M - token, static_cast<long>(kTokens));
+    const int first = tokens * t.schedule.rank / kSplit;
+    const Block block{token + first,
+                      row,
+                      tokens * (t.schedule.rank + 1) / kSplit - first,
+                      static_cast<int>(min(t.N - row, static_cast<long>(kRows))),
+                      static_cast<int>(threadIdx.x),
+                      kThreads / kLanes,
+                      shared + kFlags};
+    Adder{t, shared, block, first}.store_sums();
+    bool outside = false;
+    if constexpr (kSplit == 1)
+        outside = load_shared(shared + kEnded);
+    else
+        for (int part = 0; part < kSplit; ++part)
+            outside |= load_cluster_4(address_in_cluster(shared + kEnded, part)) != 0;
+    if constexpr (kSplit > 1)
+        cluster_arrive();
+    if (__builtin_expect(outside, false))
+        mend(t, block, [] { group_barrier(); });
+    if constexpr (kSplit > 1)
+        cluster_wait();
+}
+
+#if MX_PAIRS || MX_SPLIT > 1
+#define MX_CLUSTER __cluster_dims__(kCluster, 1, 1)
 #else
 #define MX_CLUSTER
 #endif
@@ -460,81 +785,75 @@ extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
     aiter_mx_linear_wgmma_bf16(const unsigned char* xq, const unsigned char* xs,
                                const unsigned char* wq, const unsigned char* ws, const void* bias,
                                Out* y, unsigned char* workspace, long M, long N, long K,
-                               int bias_kind, const __grid_constant__ TensorMap weights) {
+                               int bias_kind, int rounds, int part, int parts_with_one_more,
+                               const __grid_constant__ TensorMap weights) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     const unsigned shared = held(shared_address(dynamic));
     if (threadIdx.x == 0) {
         prefetch_map(weights);
         for (int i = 0; i < kXStages; ++i) {
             barrier_init(shared + kXFull + 8 * i, 1);
-            barrier_init(shared + kXEmpty + 8 * i, kGroups * kWarps);
+            barrier_init(shared + kXEmpty + 8 * i, kPair * kGroups * kWarps);
         }
         for (int i = 0; i < kWStages; ++i) {
             barrier_init(shared + kWFull + 8 * i, 1);
             barrier_init(shared + kWEmpty + 8 * i, kGroups * kWarps);
         }
-        store_shared(shared + kOutside, 0);
+        if constexpr (!kPairs)
+            store_shared(shared + kEnded, 0);
         fence_barrier_init();
     }
     launch_dependents();
     group_barrier();
+    if constexpr (kPairs)
+        cluster_arrive_relaxed();
 
-    const int rank = kSplit == 1 ? 0 : rank_in_cluster();
-    const unsigned tile = blockIdx.x / kSplit;
-    const unsigned token_tiles = (M + kTokens - 1) / kTokens;
+    const int rank = kCluster == 1 ? 0 : rank_in_cluster();
+    const int clusters = gridDim.x / kCluster, cluster = blockIdx.x / kCluster;
     const int chunks = (K + kChunkK - 1) / kChunkK;
-    const int first_chunk = static_cast<long>(chunks) * rank / kSplit;
-    const Tile t{xq,
-                 xs,
-                 wq,
-                 ws,
-                 bias,
-                 y,
-                 M,
-                 N,
-                 K,
-                 bias_kind,
-                 tile % token_tiles * static_cast<long>(kTokens),
-                 tile / token_tiles * static_cast<long>(kRows),
-                 first_chunk,
-                 static_cast<int>(static_cast<long>(chunks) * (rank + 1) / kSplit) - first_chunk};
+    const Operands t{
+        xq,
+        xs,
+        wq,
+        ws,
+        bias,
+        y,
+        M,
+        N,
+        K,
+        bias_kind,
+        {workspace, M, K, kTokens},
+        {cluster, clusters, kPairs ? 0 : rank, chunks, rounds, part, parts_with_one_more},
+        kPairs ? rank : 0};
     // Told so, ptxas knows that it is the same for all lanes of a warp.
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);
     const int lane = threadIdx.x % kLanes;
     if (warp < kWarps) {
         if constexpr (kGroups > 1)
             decrease_registers<kHelperRegisters>();
-        const Producer producer{t, weights, shared, {workspace, M, K, kTokens}, tile % token_tiles};
-        if (warp == 0)
-            producer.bring_x(lane);
-        else if (warp == 1)
-            producer.bring_w();
-        __syncwarp();
+        if (warp == 1) {
+            if (elected_lane())
+                bring_w(t, weights, shared);
+            __syncwarp();
+        }
+        if constexpr (kPairs)
+            cluster_wait(); // the other CTA's barriers are there
+        if (warp == 0) {
+            wait_for_grid_ahead();
+            if (elected_lane())
+                bring_x(t, shared);
+            __syncwarp();
+        }
         wait_for_grid_ahead();
     } else {
         if constexpr (kGroups > 1)
             increase_registers<kConsumerRegisters>();
         Consumer(t, shared, warp / kWarps - 1, warp % kWarps, lane).run();
-        wait_for_grid_ahead();
     }
-    if constexpr (kSplit > 1) {
-        cluster_arrive();
+    if constexpr (kPairs) { // the other CTA may still bring x and give stages back
+        cluster_arrive_relaxed();
         cluster_wait();
     } else {
-        group_barrier();
+        add_up(t, shared);
     }
-    const Finisher finisher{t, shared, rank};
-    finisher.store_sums();
-    bool outside = false;
-    if constexpr (kSplit == 1)
-        outside = load_shared(shared + kOutside);
-    else
-        for (int s = 0; s < kSplit; ++s)
-            outside |= load_cluster_4(address_in_cluster(shared + kOutside, s)) != 0;
-    if constexpr (kSplit > 1)
-        cluster_arrive();
-    if (__builtin_expect(outside, false))
-        finisher.mend();
-    if constexpr (kSplit > 1)
-        cluster_wait();
 }

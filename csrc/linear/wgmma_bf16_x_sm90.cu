@@ -24,6 +24,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     launch_dependents();
     wait_for_grid_ahead();
     const XWorkspace x{memory, M, K, tile_tokens};
+    for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < XWorkspace::kCounters;
+         i += gridDim.x * kThreads)
+        x.ended()[i] = 0;
     const long tile = blockIdx.x / x.units(), unit = blockIdx.x % x.units();
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
     const long k = unit * XWorkspace::kUnit + lane / 8 * 16;

@@ -1,5 +1,7 @@
-// What wgmma_bf16's two launches hand each other: x in bf16, as wgmma takes its B without swizzle.
+// What wgmma_bf16's two launches hand each other: x in bf16, as wgmma takes its B without swizzle,
+// and counters, cleared, for parts of tiles; and where these leave their sums.
 //
+//   ended   counters
 //   flags   a word for each tile of tokens and unit of 64 k: whether bf16 does not cover one of
 //           its scales
 //   tiles   of tokens; in each a unit of 64 k after another, of 128 bytes for each token:
@@ -17,14 +19,16 @@ struct XWorkspace {
     long M, K;
     int tile_tokens;
 
-    static constexpr int kUnit = 64;
+    static constexpr int kUnit = 64, kCounters = 1024;
     MX_MEMBER long tiles() const { return (M + tile_tokens - 1) / tile_tokens; }
     MX_MEMBER long units() const { return (K + kUnit - 1) / kUnit; }
-    MX_MEMBER unsigned* outside() const { return reinterpret_cast<unsigned*>(memory); }
+    MX_MEMBER unsigned* ended() const { return reinterpret_cast<unsigned*>(memory); }
+    MX_MEMBER unsigned* outside() const { return ended() + kCounters; }
     MX_MEMBER unsigned char* unit(long tile, long unit) const {
         const long flags = (tiles() * units() * 4 + 1023) / 1024 * 1024;
-        return memory + flags + (tile * units() + unit) * tile_tokens * kUnit * 2;
+        return memory + kCounters * 4 + flags + (tile * units() + unit) * tile_tokens * kUnit * 2;
     }
+    MX_MEMBER unsigned char* sums() const { return unit(tiles(), 0); }
 };
 
 } // namespace mx

@@ -57,7 +57,11 @@ def test_the_choice_is_the_first_of_all_candidates(kernel: KernelSpec, arch: str
             assert kernel.configure(target, problem) == kernel.candidates(target, most)[0]
         elif (kernel.op, kernel.name) == ("linear", "wgmma_bf16"):
             alike = replace(problem, M=rows_chosen_for(problem.M))
-            assert kernel.configure(target, problem) == kernel.candidates(target, alike)[0]
+            chosen, first = (kernel.configure(target, p) for p in (problem, alike))
+            assert first == kernel.candidates(target, alike)[0]
+            # As many pairs of CTAs as suit these rows: no constant of the code object.
+            assert {**chosen, "pairs": 0} == {**first, "pairs": 0}
+            assert bool(chosen["pairs"]) == bool(first["pairs"])
         elif (kernel.op, kernel.name, arch) == ("linear", "persistent", "gfx950"):
             few = [c for c in candidates if (c["tile_m"], c["tile_n"]) in TILES_GFX950]
             assert kernel.configure(target, problem) == few[0]

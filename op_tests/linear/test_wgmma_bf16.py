@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 
 from aiter_mx.kernels.linear import LinearProblem
@@ -16,18 +19,38 @@ TARGET = hardware("sm_90a")
 gpu = pytest.mark.gpu
 
 
-def config(tile_m: int, tile_n: int, split: int) -> dict[str, int]:
-    return {"tile_m": tile_m, "tile_n": tile_n, "split": split}
+def config(tile_m: int, tile_n: int, split: int, pairs: int = 0) -> dict[str, int]:
+    return {"tile_m": tile_m, "tile_n": tile_n, "split": split, "pairs": pairs}
 
 
 def test_cases_fit_and_reach_what_differs_between_configurations() -> None:
-    for M, N, K, chosen, *_ in [*CASES, *SMALL]:
+    rounds, shares = set(), set()
+    for M, N, K, chosen, cu_num, *_ in [*CASES, *SMALL]:
         WGMMA_BF16.check_config(chosen)
-        found = layout(TARGET, LinearProblem(M, N, K), chosen)
+        target = replace(TARGET, cu_num=cu_num or TARGET.cu_num)
+        found = layout(target, LinearProblem(M, N, K), chosen)
         assert found is not None and found.shared_bytes <= 227 * 1024, (M, N, K, chosen)
+        rounds.add(found.rounds)
+        shares.add((found.part > 0, found.parts_with_one_more > 0))
     for name in ("tile_m", "tile_n", "split"):
         legal = next(param.values for param in WGMMA_BF16.params if param.name == name)
         assert {case.config[name] for case in CASES} == set(legal)
+    assert {0, 1, 2} <= rounds and len(shares) == 3, (rounds, shares)
+
+
+@pytest.mark.parametrize(("M", "N", "K"), [(300, 2304, 6144), (2048, 6144, 2048), (129, 64, 32)])
+def test_pairs_compute_each_chunk_of_each_tile_once(M: int, N: int, K: int) -> None:
+    for tile_m, pairs in product((128, 256), (1, 5, 47, 66)):
+        chosen = config(tile_m, 64, 1, pairs)
+        if (found := layout(TARGET, LinearProblem(M, N, K), chosen)) is None:
+            continue
+        tiles, chunks = -(-M // tile_m) * -(-N // 128), -(-K // 128)
+        shared = pairs * found.part + found.parts_with_one_more
+        assert found.rounds * pairs * chunks + shared == tiles * chunks
+        assert found.parts_with_one_more < pairs
+        # Its places for sums suffice, and its counters.
+        assert shared == 0 or found.part >= 1
+        assert shared == 0 or (tiles - found.rounds * pairs) * 2 * 2 <= 1024
 
 
 @pytest.mark.parametrize("M", [65, 80, 127, 129, 256, 257, 1000, 4096, 32768])
@@ -45,7 +68,9 @@ def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int) -> N
             found = layout(TARGET, problem, chosen)
             assert found is not None and found.shared_bytes <= 227 * 1024
             geometry = WGMMA_BF16.module.geometry(TARGET, problem, chosen)
-            assert geometry.grid[0] == found.clusters * chosen["split"]
+            ctas = 2 if chosen["pairs"] else chosen["split"]
+            assert geometry.grid[0] == found.clusters * ctas
+            assert not chosen["pairs"] or geometry.grid[0] <= TARGET.cu_num
             assert geometry.overlaps
             assert WGMMA_BF16.modules[0].geometry(TARGET, problem, chosen).overlaps is pdl
 
@@ -56,7 +81,7 @@ def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int) -> N
         (LinearProblem(64, 8, 128), "below 65"),
         (LinearProblem(1 << 31, 8, 128), "31 bits"),
         (LinearProblem(65, 1 << 31, 128), "31 bits"),
-        (LinearProblem(1 << 30, 1 << 30, 4096), "CTAs"),
+        (LinearProblem(1 << 30, 1 << 30, 4096), "tiles"),
     ],
 )
 def test_what_it_does_not_cover_is_refused(problem: LinearProblem, why: str) -> None:
@@ -66,9 +91,13 @@ def test_what_it_does_not_cover_is_refused(problem: LinearProblem, why: str) -> 
 
 def test_a_configuration_that_does_not_fit_is_refused() -> None:
     assert WGMMA_BF16.module is not None
-    for problem, chosen in (
-        (LinearProblem(65, 64, 256), config(96, 64, 3)),
-        (LinearProblem(256, 640, 4096), config(256, 192, 1)),
+    for problem, target, chosen in (
+        (LinearProblem(65, 64, 256), TARGET, config(96, 64, 3)),
+        (LinearProblem(256, 640, 4096), TARGET, config(256, 192, 1)),
+        (LinearProblem(256, 640, 4096), TARGET, config(128, 64, 2, 8)),
+        (LinearProblem(256, 640, 4096), TARGET, config(128, 192, 1, 8)),
+        (LinearProblem(65, 64, 256), TARGET, config(96, 64, 1, 3)),
+        (LinearProblem(65, 6400, 256), replace(TARGET, cu_num=8), config(96, 64, 1, 5)),
     ):
         with pytest.raises(ValueError, match="does not fit"):
-            WGMMA_BF16.module.geometry(TARGET, problem, chosen)
+            WGMMA_BF16.module.geometry(target, problem, chosen)

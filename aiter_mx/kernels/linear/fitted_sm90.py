@@ -177,11 +177,25 @@ class WgmmaBf16:
         tile, exchange: for each tile: itself, and its exchange where K is shared.
     """
 
-    group: float = 329
-    product: float = 2.13
-    bytes_a_cycle: float = 80
-    together: float = 1.84
-    stored: float = 167
-    exchanged: float = 13.5
-    tile: float = 5340
-    exchange: float = 760
+    group: float = 359
+    product: float = 2.19
+    bytes_a_cycle: float = 114
+    together: float = 1.85
+    stored: float = 77
+    exchanged: float = 12
+    tile: float = 6710
+    exchange: float = 50
+
+
+WGMMA_BF16_PAIRS = WgmmaBf16(
+    group=333,
+    product=1.72,
+    bytes_a_cycle=39,
+    together=1.64,
+    stored=32,
+    exchanged=21.4,
+    tile=3750,
+    exchange=6300,
+)
+"""Where pairs of CTAs stay: ``tile`` is for each part of a tile that one computes, ``exchange`` for
+each that is not a whole tile, and what is ``exchanged`` for each that another computes."""

@@ -95,38 +95,59 @@ WGMMA_FP8 = Subject(
     chained=(8, 32, 64, 128),
 )
 
-_wgmma_bf16 = named("tile_m", "tile_n", "split")
+_wgmma_bf16 = named("tile_m", "tile_n", "split", "pairs")
 
 # Between them: tiles of every size, several tiles of tokens, the last one of one token, clusters
 # of every size, parts of K that differ and of one chunk, K that ends within a chunk and within
 # 64 k, features that no tile divides, and odd ones.
-WGMMA_BF16_CASES = [
-    Case(65, 64, 128, _wgmma_bf16(96, 64, 1)),
-    Case(65, 2304, 6144, _wgmma_bf16(96, 128, 6)),
-    Case(70, 777, 2880, _wgmma_bf16(96, 192, 4)),
-    Case(81, 300, 160, _wgmma_bf16(96, 64, 2)),
-    Case(96, 1001, 736, _wgmma_bf16(96, 128, 3)),
-    Case(97, 1536, 3200, _wgmma_bf16(128, 192, 8)),
-    Case(128, 2000, 896, _wgmma_bf16(128, 64, 6)),
-    Case(129, 515, 2368, _wgmma_bf16(128, 192, 4)),
-    Case(144, 6144, 1536, _wgmma_bf16(160, 128, 2)),
-    Case(191, 322, 1056, _wgmma_bf16(96, 64, 1)),
-    Case(193, 1990, 2304, _wgmma_bf16(256, 128, 8)),
-    Case(200, 130, 7392, _wgmma_bf16(192, 64, 8)),
-    Case(255, 1371, 1152, _wgmma_bf16(256, 128, 4)),
-    Case(256, 640, 4096, _wgmma_bf16(256, 64, 3)),
-    Case(257, 1000, 512, _wgmma_bf16(256, 128, 1)),
-    Case(511, 900, 384, _wgmma_bf16(160, 64, 3)),
-    Case(1000, 700, 544, _wgmma_bf16(192, 128, 2)),
+_WGMMA_BF16_SPLITS = [
+    Case(65, 64, 128, _wgmma_bf16(96, 64, 1, 0)),
+    Case(65, 2304, 6144, _wgmma_bf16(96, 128, 6, 0)),
+    Case(70, 777, 2880, _wgmma_bf16(96, 192, 4, 0)),
+    Case(81, 300, 160, _wgmma_bf16(96, 64, 2, 0)),
+    Case(96, 1001, 736, _wgmma_bf16(96, 128, 3, 0)),
+    Case(97, 1536, 3200, _wgmma_bf16(128, 192, 8, 0)),
+    Case(128, 2000, 896, _wgmma_bf16(128, 64, 6, 0)),
+    Case(129, 515, 2368, _wgmma_bf16(128, 192, 4, 0)),
+    Case(144, 6144, 1536, _wgmma_bf16(160, 128, 2, 0)),
+    Case(191, 322, 1056, _wgmma_bf16(96, 64, 1, 0)),
+    Case(193, 1990, 2304, _wgmma_bf16(256, 128, 8, 0)),
+    Case(200, 130, 7392, _wgmma_bf16(192, 64, 8, 0)),
+    Case(255, 1371, 1152, _wgmma_bf16(256, 128, 4, 0)),
+    Case(256, 640, 4096, _wgmma_bf16(256, 64, 3, 0)),
+    Case(257, 1000, 512, _wgmma_bf16(256, 128, 1, 0)),
+    Case(511, 900, 384, _wgmma_bf16(160, 64, 3, 0)),
+    Case(1000, 700, 544, _wgmma_bf16(192, 128, 2, 0)),
 ]
+# As many tiles as pairs, fewer, more and many more; pairs that share one tile, that end within it
+# and begin another, that have one chunk, and whose second CTA has no features.
+_WGMMA_BF16_PAIRS = [
+    Case(65, 2304, 6144, _wgmma_bf16(96, 128, 1, 66)),
+    Case(81, 300, 160, _wgmma_bf16(96, 64, 1, 6)),
+    Case(97, 1536, 3200, _wgmma_bf16(128, 64, 1, 65)),
+    Case(129, 515, 2368, _wgmma_bf16(128, 128, 1, 57)),
+    Case(144, 6144, 1536, _wgmma_bf16(160, 128, 1, 64)),
+    Case(191, 322, 1056, _wgmma_bf16(96, 64, 1, 5)),
+    Case(193, 1990, 2304, _wgmma_bf16(256, 128, 1, 8)),
+    Case(200, 130, 7392, _wgmma_bf16(192, 64, 1, 66)),
+    Case(256, 640, 4096, _wgmma_bf16(256, 64, 1, 2)),
+    Case(257, 1000, 512, _wgmma_bf16(256, 128, 1, 1)),
+    Case(511, 900, 384, _wgmma_bf16(160, 64, 1, 13)),
+    Case(1000, 700, 544, _wgmma_bf16(192, 128, 1, 7)),
+    Case(600, 3000, 1184, _wgmma_bf16(128, 64, 1, 50)),
+]
+WGMMA_BF16_CASES = [*_WGMMA_BF16_SPLITS, *_WGMMA_BF16_PAIRS]
 WGMMA_BF16_SMALL = [
-    Case(65, 64, 128, _wgmma_bf16(96, 64, 1)),
-    Case(70, 300, 1120, _wgmma_bf16(96, 192, 4)),
-    Case(97, 300, 992, _wgmma_bf16(128, 128, 6)),
-    Case(129, 290, 1152, _wgmma_bf16(128, 64, 3)),
-    Case(161, 250, 736, _wgmma_bf16(160, 128, 2)),
-    Case(200, 299, 2048, _wgmma_bf16(192, 128, 8)),
-    Case(255, 131, 608, _wgmma_bf16(256, 64, 1)),
+    Case(65, 64, 128, _wgmma_bf16(96, 64, 1, 0), 8),
+    Case(70, 300, 1120, _wgmma_bf16(96, 192, 4, 0), 8),
+    Case(97, 300, 992, _wgmma_bf16(128, 128, 6, 0), 8),
+    Case(129, 290, 1152, _wgmma_bf16(128, 64, 3, 0), 8),
+    Case(255, 131, 608, _wgmma_bf16(256, 64, 1, 0), 8),
+    Case(70, 300, 1120, _wgmma_bf16(96, 128, 1, 4), 8),
+    Case(129, 290, 1152, _wgmma_bf16(128, 64, 1, 3), 8),
+    Case(161, 250, 736, _wgmma_bf16(160, 128, 1, 2), 8),
+    Case(200, 299, 2048, _wgmma_bf16(192, 128, 1, 4), 8),
+    Case(255, 131, 608, _wgmma_bf16(256, 64, 1, 1), 8),
 ]
 _WGMMA_BF16_OWN = [
     *(Case(65, 1537, 6144, None), Case(127, 2304, 6144, None), Case(600, 6143, 1536, None))
@@ -141,10 +162,11 @@ WGMMA_BF16 = Subject(
     most_rows=290,
     dtypes=("bf16", "fp32", "fp16"),
     with_bias=[
-        *(Case(83, 137, 1120, _wgmma_bf16(*values)) for values in ((96, 128, 3), (128, 64, 1))),
-        Case(83, 1372, 1152, _wgmma_bf16(96, 128, 3)),
+        Case(83, 137, 1120, _wgmma_bf16(96, 128, 3, 0)),
+        Case(83, 137, 1120, _wgmma_bf16(128, 64, 1, 3)),
+        Case(83, 1372, 1152, _wgmma_bf16(96, 128, 1, 9)),
     ],
-    repeats=[(M, 2304, 6144, None) for M in (65, 200, 512)],
+    repeats=[(M, 2304, 6144, None) for M in (65, 200, 512, 2048)],
     chained=(65, 200),
     beyond_4_gib=[(65, 6176)],
 )
