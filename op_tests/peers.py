@@ -5,8 +5,9 @@
 The tests are run as they are, over their own helpers; only what they import from the peer's
 compiled parts comes from this package. A case is *passed*, *failed*, or *not there*: this package
 has no such name, or refuses the option with an error that says so. ``--save`` keeps the counts in
-``docs/measured/<gpu>/peers.csv``; ``--cpu`` has tensors for a GPU lie on the CPU, for cases that
-are small enough. What follows on the command line goes to pytest.
+``docs/measured/<gpu>/peers_<suite>.csv``; ``--cpu`` has tensors for a GPU lie on the CPU. Other
+options go to pytest; suites that are none take ``--most=SIZE``, which leaves larger cases out, and
+``--seconds=SECONDS``, after which they leave out the rest.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ import importlib
 import os
 import random
 import sys
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import prod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -130,25 +135,44 @@ def by_pytest(*files: str) -> Callable[[Path, list[str]], Counts]:
     return run
 
 
-def each_case(
-    file: ModuleType, test: str, draw: str, small: Callable[[tuple[Any, ...]], bool]
-) -> Counts:
+@dataclass(frozen=True)
+class Limits:
+    """Which cases are left out: larger ones, and those after a time."""
+
+    most: float
+    end: float
+
+    @staticmethod
+    def of(options: list[str]) -> Limits:
+        given = {name: float(value) for name, value in (o.split("=") for o in options)}
+        seconds = given.get("--seconds", float("inf"))
+        return Limits(given.get("--most", float("inf")), time.monotonic() + seconds)
+
+    def leave_out(self, size: float) -> bool:
+        return size > self.most or time.monotonic() > self.end
+
+
+def ended(what: str, case: Callable[[], object]) -> str:
+    """How a case ends, which is told where it does not pass."""
+    try:
+        case()
+    except Exception as error:
+        print(what, f"{type(error).__name__}: {error}"[:300], flush=True)
+        return how(error)
+    return how(None)
+
+
+def each_case(file: ModuleType, test: str, draw: str, limits: Limits) -> Counts:
     """Runs a test that draws its cases itself with one case at a time."""
     counts: Counts = Counter()
     for case in list(getattr(file, draw)(torch.float8_e4m3fn)):
-        if not small(case):
+        if limits.leave_out(prod(v for v in case if isinstance(v, int) and v > 1)):
             counts[test, "skipped"] += 1
             continue
         random.seed(0)
         torch.manual_seed(0)
-        error: BaseException | None = None
         with mock.patch.object(file, draw, lambda *_, case=case: iter([case])):
-            try:
-                getattr(file, test)()
-            except Exception as raised:
-                error = raised
-                print(test, case, f"{type(raised).__name__}: {raised}"[:300])
-        counts[test, how(error)] += 1
+            counts[test, ended(f"{test} {case}", getattr(file, test))] += 1
     return counts
 
 
@@ -162,12 +186,7 @@ def run_deep_gemm(checkout: Path, options: list[str]) -> Counts:
     package.cublaslt_gemm_nt = lambda *_, **__: None  # type: ignore[attr-defined]
     sys.path.insert(0, str(checkout / "tests"))
     file = importlib.import_module("test_fp8_fp4")
-    most = float(dict(option.split("=") for option in options).get("--most", "inf"))
-
-    def small(case: tuple[Any, ...]) -> bool:
-        sizes = [value for value in case if isinstance(value, int) and value > 1]
-        return float(torch.tensor(sizes).double().prod()) <= most
-
+    limits = Limits.of(options)
     counts: Counts = Counter()
     for test, draw in (
         ("test_gemm", "enumerate_normal"),
@@ -175,7 +194,7 @@ def run_deep_gemm(checkout: Path, options: list[str]) -> Counts:
         ("test_m_grouped_gemm_masked", "enumerate_m_grouped_masked"),
         ("test_k_grouped_gemm_contiguous", "enumerate_k_grouped_contiguous"),
     ):
-        counts += each_case(file, test, draw, small)
+        counts += each_case(file, test, draw, limits)
     layouts = importlib.import_module("test_layout")
     for test, draw in (
         ("test_sf_layout_kernels", "enumerate_sf_layout"),
@@ -183,7 +202,7 @@ def run_deep_gemm(checkout: Path, options: list[str]) -> Counts:
     ):
         given = getattr(layouts, draw)
         with mock.patch.object(layouts, draw, lambda *_, given=given: given()):
-            counts += each_case(layouts, test, draw, small)
+            counts += each_case(layouts, test, draw, limits)
     return counts
 
 
@@ -240,22 +259,17 @@ def run_aiter_sorting(checkout: Path, options: list[str]) -> Counts:
     sys.path.insert(0, str(checkout / "op_tests"))
     with mock.patch.object(torch, "set_default_device"):
         file = importlib.import_module("test_moe_sorting")
-    most = int(dict(option.split("=") for option in options).get("--most", 16384))
+    limits = Limits.of(options)
+    sizes = (1, 7, 31, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+    routings = ((32, 5), (256, 8), (40, 6), (385, 7))
     counts: Counts = Counter()
-    for padding in (0, 1000):
-        for masked in (True, False):
-            for tokens in (1, 7, 31, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384):
-                for experts, top_k in ((32, 5), (256, 8), (40, 6), (385, 7)):
-                    if tokens > most:
-                        continue
-                    error: BaseException | None = None
-                    shape = (tokens, 4096, 4096, experts, top_k, masked, padding)
-                    try:
-                        file.test_moe_sorting(torch.bfloat16, *shape)
-                    except Exception as raised:
-                        error = raised
-                        print("test_moe_sorting", shape, f"{type(raised).__name__}: {raised}"[:300])
-                    counts["test_moe_sorting", how(error)] += 1
+    for padding, masked, tokens, routing in product((0, 1000), (True, False), sizes, routings):
+        if limits.leave_out(tokens):
+            counts["test_moe_sorting", "skipped"] += 1
+            continue
+        shape = (tokens, 4096, 4096, *routing, masked, padding)
+        call = partial(file.test_moe_sorting, torch.bfloat16, *shape)
+        counts["test_moe_sorting", ended(f"test_moe_sorting {shape}", call)] += 1
     return counts
 
 
@@ -351,7 +365,7 @@ def rows_of(suite: str, counts: Counts) -> list[dict[str, object]]:
 
 
 def save(suite: str, rows: list[dict[str, object]]) -> None:
-    """Put rows in place of the suite's former ones."""
+    """Keep the rows of a suite."""
     import datetime
 
     import pandas as pd
@@ -359,13 +373,9 @@ def save(suite: str, rows: list[dict[str, object]]) -> None:
     from aiter_mx.tuning import origin
     from op_tests.bench.common import MEASURED, gpu_name
 
-    path = MEASURED / gpu_name() / "peers.csv"
     facts = {"commit": origin.commit(), "date": datetime.date.today().isoformat()}
-    table = pd.DataFrame(rows).assign(**facts)
-    if path.is_file():
-        others = pd.read_csv(path)
-        table = pd.concat([others[others["suite"] != suite], table])
-    table.sort_values(["suite", "test"]).to_csv(path, index=False)
+    path = MEASURED / gpu_name() / f"peers_{suite}.csv"
+    pd.DataFrame(rows).assign(**facts).to_csv(path, index=False)
 
 
 def main() -> int:
