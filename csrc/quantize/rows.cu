@@ -49,6 +49,7 @@ aiter_mx_quantize_rows(const unsigned char* x, const void* offsets, unsigned cha
                        unsigned char* scales, unsigned char*, unsigned char*, void* padded_offsets,
                        Offset blocks, Offset blocks_per_row, Offset span, Offset spans_per_tile,
                        Offset x_rows, int groups, int wide) {
+    launch_dependents();
     const Offset id = group_y() * kMaxGridX + group_x();
     Offset first = id * span, end = first + span, from = first, available = blocks;
     if constexpr (kGrouped) {

@@ -294,4 +294,4 @@ def test_every_other_kernel_has_x_quantised_before() -> None:
                 continue
             parts = kernel.parts(target, problem, kernel.configure(target, problem))
             assert [op for op, _ in parts] == ["quantize", "linear"]
-            assert parts[1][1] == LinearProblem(64, 512, 64)
+            assert parts[1][1] == LinearProblem(64, 512, 64, pdl=target is SM90A)

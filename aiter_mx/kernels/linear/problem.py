@@ -117,11 +117,16 @@ def stand_ins(key: Key) -> tuple[Key, ...]:
 
 
 def quantised_first(target: Target, problem: LinearProblem, config: Config) -> Parts:
-    """What a kernel that takes quantised x alone does for another: have it quantised before."""
+    """What a kernel that takes quantised x alone does for another: have it quantised before.
+
+    The kernel begins while x is quantised. Whoever wrote the weights has ended by then, as that
+    launch waits for those before it.
+    """
     if problem.x_dtype == "e4m3":
         return ()
     quantisation = QuantizeProblem(problem.M, problem.K, problem.x_dtype)
-    return (("quantize", quantisation), ("linear", replace(problem, x_dtype="e4m3")))
+    overlaps = problem.pdl or target.arch == "sm_90a"
+    return (("quantize", quantisation), ("linear", replace(problem, x_dtype="e4m3", pdl=overlaps)))
 
 
 QUANTISED_FIRST = Composition(quantised_first, "aiter_mx.joined:quantised_first")
