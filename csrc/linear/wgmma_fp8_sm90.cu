@@ -1,4 +1,4 @@
-// Decode linear for up to 128 rows of x on Hopper, for bf16 results: y = dequantised(x) *
+// Decode linear for up to 256 rows of x on Hopper, for bf16 results: y = dequantised(x) *
 // dequantised(w)^T + bias.
 //
 //   xq [M, K], wq [N, K]        e4m3 payload, K a multiple of 128
@@ -22,8 +22,8 @@
 // have the sums of these computed again without it.
 //
 // wgmma's A, of 64 rows, is x where kXIsA: then its four warps have as much work each, whatever
-// the rows of w, and more rows of x than 64 are for two warpgroups. Sums are added over the
-// warpgroups and the cluster in a fixed order.
+// the rows of w, and more rows of x than 64 are for two warpgroups and more. Sums are added over
+// the warpgroups and the cluster in a fixed order.
 
 #include "common/epilogue.h"
 #include "common/scale.h"

@@ -8,7 +8,7 @@ and all others cycles, of which an SM has 1.98 in a nanosecond, unless something
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ WGMMA_FP8_MANY = WgmmaFp8(
     together=3.3,
 )
 """For more than 64 rows of x."""
+WGMMA_FP8_MOST = replace(WGMMA_FP8_MANY, under_way_bytes=100_000)
+"""For more than 128, whose chunks are large: three of them under way, not two."""
 
 
 @dataclass(frozen=True)

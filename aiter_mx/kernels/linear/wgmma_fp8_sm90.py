@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars, w_map, x_map
-from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_MANY, WgmmaFp8
+from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_MANY, WGMMA_FP8_MOST, WgmmaFp8
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
     LinearProblem,
@@ -43,7 +43,7 @@ _GROUPS = tuple(
     if groups[0] * groups[1] <= _MOST_GROUPS
 )
 
-MAX_M = 128
+MAX_M = 256
 ACCUMULATION_ERROR = 2.0**-10
 """Of a sum, relative to the sum of its products' magnitudes, for random payloads, which were at
 most half as far off; MOST_ACCUMULATION_ERROR bounds it for any."""
@@ -53,6 +53,9 @@ the largest and cuts them 13 bits below it, and then the sum: 32 times less than
 largest product."""
 _X_IS_A_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
 _TWO_A_M = 97  # from which x is A again, of two warpgroups
+_MOST_OWN_WEIGHTS = {192: 15_000_000, 256: 8_000_000}
+"""Up to which it was faster than wgmma_bf16 on an H200, for rows beyond 128: its products take
+longer to add than theirs take to multiply, but need no launch ahead."""
 _FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
 _FEWEST_OWN_WEIGHTS = 500_000
 _FEWEST_OWN_WEIGHT_ROWS = 384
@@ -64,10 +67,13 @@ _MOST_CANDIDATES = 16
 _MOST_ALIKE = 2
 _FACTOR_BYTES = 8  # of a row's scales in a chunk
 _MOST_COLUMNS = 96  # of a wgmma
+_MOST_FAST_COLUMNS, _FEW_ROWS, _OF_SLOW_COLUMNS = 112, 48, 1.8
+"""Beyond so many columns, and rows of w in a workgroup, products were seen to take that much
+longer."""
 _MOST_BOX_ROWS = 256
 _REGISTERS = (248, 240, 160, 112)  # of a lane, by warpgroups that multiply
 _ALIGNMENT_BYTES = 1024  # of boxes in shared memory, which the kernel's first byte may not have
-FITTED, FITTED_MANY = WgmmaFp8(), WGMMA_FP8_MANY
+FITTED, FITTED_MANY, FITTED_MOST = WgmmaFp8(), WGMMA_FP8_MANY, WGMMA_FP8_MOST
 
 
 class Layout(NamedTuple):
@@ -221,7 +227,9 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 
 
 def _fitted(problem: LinearProblem) -> WgmmaFp8:
-    return FITTED if problem.M <= GROUP_ROWS else FITTED_MANY
+    if problem.M <= GROUP_ROWS:
+        return FITTED
+    return FITTED_MANY if problem.M <= 2 * GROUP_ROWS else FITTED_MOST
 
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
@@ -272,6 +280,8 @@ def _cycles_of_pass(
     doubled = 5 * found.columns // 2 + 32 <= _REGISTERS[groups - 1]
     waited = (fitted.waited if doubled else fitted.waited_single) / groups
     of_block = fitted.block + fitted.column * found.columns + fitted.sharing / groups
+    if not found.x_is_a and found.columns > _MOST_FAST_COLUMNS and found.rows_w > _FEW_ROWS:
+        of_block *= _OF_SLOW_COLUMNS
     computed = blocks * max(of_block, waited)
     sums = found.rows_m * found.rows_w * k_groups
     return _together(fitted, copied, computed) + _exchange_cycles(fitted, split, sums)
@@ -300,6 +310,11 @@ _search = Search(
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
+    if problem.M > 2 * GROUP_ROWS:
+        most = next(most for rows, most in _MOST_OWN_WEIGHTS.items() if rows >= problem.M)
+        if most >= problem.N * problem.K:
+            return None
+        return f"wgmma_fp8 adds for longer than wgmma_bf16 multiplies, beyond {most} weights"
     if problem.M > GROUP_ROWS:
         return None
     chunks = problem.K // CHUNK

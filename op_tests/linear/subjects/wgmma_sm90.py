@@ -43,6 +43,12 @@ WGMMA_FP8_CASES = [
     Case(113, 2304, 6144, _wgmma_fp8(4, 4, 1, 3)),
     Case(127, 1501, 2048, _wgmma_fp8(4, 2, 1, 3)),
     Case(128, 6144, 2048, _wgmma_fp8(1, 2, 2, 4)),
+    # Three and four warpgroups along x.
+    Case(129, 777, 1152, _wgmma_fp8(4, 3, 1, 2)),
+    Case(160, 2304, 6144, _wgmma_fp8(4, 3, 1, 3)),
+    Case(191, 6144, 2048, _wgmma_fp8(1, 3, 1, 3)),
+    Case(193, 641, 1280, _wgmma_fp8(4, 4, 1, 2)),
+    Case(255, 896, 5120, _wgmma_fp8(4, 4, 1, 2)),
 ]
 # Of few rows, for what eight SMs would take.
 WGMMA_FP8_SMALL = [
@@ -63,6 +69,8 @@ WGMMA_FP8_SMALL = [
     Case(99, 250, 1152, _wgmma_fp8(2, 2, 1, 4), 8),
     Case(128, 300, 2048, _wgmma_fp8(2, 4, 1, 3), 8),
     Case(122, 299, 1536, _wgmma_fp8(1, 2, 2, 4), 8),
+    Case(150, 250, 1152, _wgmma_fp8(2, 3, 1, 2), 8),
+    Case(240, 190, 896, _wgmma_fp8(2, 4, 1, 2), 8),
 ]
 # Of so many rows of w that eight SMs take them in passes.
 WGMMA_FP8_PASSES = [
@@ -76,6 +84,7 @@ _WGMMA_FP8_OWN = [
     *(Case(17, 1537, 6144, None), Case(33, 6143, 1536, None), Case(47, 2304, 6144, None)),
     *(Case(63, 6144, 2048, None), Case(64, 1535, 6144, None)),
     *(Case(65, 6143, 2048, None), Case(90, 1537, 6144, None), Case(128, 9215, 1536, None)),
+    *(Case(150, 1537, 6144, None), Case(256, 383, 6144, None)),
 ]
 
 WGMMA_FP8 = Subject(
