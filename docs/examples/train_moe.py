@@ -4,12 +4,13 @@
                                       [--csv FILE] [--picture FILE]
 
 All linears and experts of the one model are ``aiter_mx.nn``'s, and all of the other are torch's;
-both begin with the same weights and see the same batches. Printed are the loss of both, and how far
-the gradients of each layer point the same way: the cosine of both models' gradients, of the weights
-that the MX model has at that step, when tokens go to the experts that the MX model chose, and when
-bf16 chooses for itself; and the cosine with the gradient that bf16 has of the model whose forward
-pass rounds operands as MX does, which is what a backward pass over MX can be held to. At the end it
-says whether the losses stayed together and the gradients agreed, and fails where they did not.
+both begin with the same weights and see the same batches. Printed are the loss of both on passages
+that neither trains on, and how far the gradients of each layer point the same way: the cosine of
+both models' gradients, of the weights that the MX model has at that step, when tokens go to the
+experts that the MX model chose, and when bf16 chooses for itself; and the cosine with the gradient
+that bf16 has of the model whose forward pass rounds operands as MX does, which is what a backward
+pass over MX can be held to. At the end it says whether the losses stayed together and the gradients
+agreed, and fails where they did not.
 ``--wrong-tail`` leaves the last 32 rows of every group out of the gradient of its weights, which a
 loss hides for long and the cosine does not.
 """
@@ -25,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
@@ -41,6 +42,7 @@ from aiter_mx.nn import MxExperts, MxGroupedLinear, MxLinear
 Row: TypeAlias = dict[str, float]
 VOCABULARY = 256  # bytes
 EVERY = 10  # steps between lines
+HELD_OUT = 2  # batches, which losses are of
 LEARNING_RATE, WARM_UP = 1e-3, 100  # which rises so many steps
 LEAST_COSINE = 0.99
 LARGEST_GAP = 0.01  # between the losses in the end
@@ -196,9 +198,13 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(self.norm(x)).float().mT, wanted)
 
 
-def batches(size: Size, seed: int, device: torch.device) -> Iterator[Tensor]:
-    """Passages of the text, without end."""
+def batches(
+    size: Size, seed: int, device: torch.device, held_out: bool = False
+) -> Iterator[Tensor]:
+    """Passages of the text, without end: of its last tenth, or of what is before it."""
     generator, data = torch.Generator().manual_seed(seed), text()
+    begin = len(data) * 9 // 10
+    data = data[begin:] if held_out else data[:begin]
     inside = torch.arange(size.context + 1)
     while True:
         starts = torch.randint(len(data) - size.context, (size.batch,), generator=generator)
@@ -218,12 +224,11 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gradients(model: Model, batch: Tensor) -> tuple[float, dict[str, Tensor]]:
-    """The loss, and the gradient of each parameter."""
+def gradients(model: Model, batch: Tensor) -> dict[str, Tensor]:
+    """The gradient of each parameter."""
     model.zero_grad()
-    loss = model.loss(batch)
-    loss.backward()
-    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.loss(batch).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def cosines(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
@@ -256,7 +261,7 @@ def compare(
         probe.load_state_dict(mx.state_dict())
         for own, other in zip(probe.layers, mx.layers, strict=True):
             own.told = other.chosen if told else None
-        found[name] = cosines(gradients_of_mx, gradients(probe, batch)[1])
+        found[name] = cosines(gradients_of_mx, gradients(probe, batch))
     return found.pop("told") | {name: least["least_cosine"] for name, least in found.items()}
 
 
@@ -268,6 +273,7 @@ def train(seed: int, steps: int, size: Size, device: torch.device, say: bool = T
         pair[name] = Model(size, linear).to(device, torch.bfloat16)
     pair["bf16"].load_state_dict(pair["mx"].state_dict())
     probes = [Model(size, kind).to(device, torch.bfloat16) for kind in (nn.Linear, RoundedLinear)]
+    unseen = list(islice(batches(size, 0, device, held_out=True), HELD_OUT))
     optimizers = {n: torch.optim.AdamW(m.parameters()) for n, m in pair.items()}
     rows, launched = [], Launches()
     for step, batch in zip(range(steps), batches(size, seed, device), strict=False):
@@ -276,8 +282,9 @@ def train(seed: int, steps: int, size: Size, device: torch.device, say: bool = T
                 gradients(pair["mx"], batch)
         found = {name: gradients(model, batch) for name, model in pair.items()}
         if step % EVERY == 0 or step == steps - 1:
-            losses = {name: loss for name, (loss, _) in found.items()}
-            agree = compare(pair["mx"], found["mx"][1], *probes, batch)
+            agree = compare(pair["mx"], found["mx"], *probes, batch)
+            with torch.no_grad():
+                losses = {n: fmean(m.loss(b).item() for b in unseen) for n, m in pair.items()}
             rows.append({"seed": seed, "step": step, **losses, **agree})
             if say:
                 print({name: round(value, 4) for name, value in rows[-1].items()}, flush=True)
@@ -303,13 +310,11 @@ def without_the_tail() -> None:
 
 
 def verdict(rows: list[Row]) -> bool:
-    """Print whether both models agree; of losses, the mean of the last tenth counts."""
+    """Print whether both models agree, of losses those of the last step."""
     seeds = sorted({row["seed"] for row in rows})
-    end = 0.9 * max(row["step"] for row in rows)
-    final = {
-        name: [fmean(r[name] for r in rows if r["seed"] == s and r["step"] >= end) for s in seeds]
-        for name in ("mx", "bf16")
-    }
+    end = max(row["step"] for row in rows)
+    last = [row for row in rows if row["step"] == end]
+    final = {name: [row[name] for row in last] for name in ("mx", "bf16")}
     spread = max(final["bf16"]) - min(final["bf16"])
     gaps = [abs(mx - bf16) for mx, bf16 in zip(final["mx"], final["bf16"], strict=True)]
     share = max(gap / bf16 for gap, bf16 in zip(gaps, final["bf16"], strict=True))
