@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.spec import Parts
@@ -48,6 +49,23 @@ def with_readable_scales(problem: GroupedGemmProblem, parts: Parts, runs: Sequen
             tensors[at] = unshuffle_scales(tensors[at], layout, rows, problem.K // BLOCK)
             addresses[at] = tensors[at].data_ptr()
         multiply(tensors, addresses)
+
+    return run
+
+
+def added_up(problem: GroupedWgradProblem, parts: Parts, runs: Sequence[Run]) -> Run:
+    """Adds up the products of each group's pieces in fp32, in order, and rounds once."""
+    ((_, pieces),), (multiply,) = parts, runs
+    shape = (problem.G, pieces.pieces, problem.N, problem.K)
+
+    def run(tensors: Tensors, addresses: Sequence[int]) -> None:
+        tensors, addresses = list(tensors), list(addresses)
+        out = tensors[5]
+        tensors[5] = out.new_empty(shape, dtype=torch.float32)
+        addresses[5] = tensors[5].data_ptr()
+        multiply(tensors, addresses)
+        total = tensors[5].sum(1)
+        out.copy_(total.add_(out) if problem.accumulate else total)
 
     return run
 

@@ -45,8 +45,12 @@ def _values(payload: Tensor, scale: Tensor, mine: Tensor) -> Tensor:
 def columns_of_groups(
     problem: GroupedWgradProblem, starts: Tensor, before: Tensor | None, through: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """First column of each group and how many it has, cut to those there are."""
-    M, G = problem.M, problem.G
+    """First column of each group, or piece, and how many it has, cut to those there are."""
+    M, G = problem.M, problem.G // problem.pieces
     begins = starts[:G].long().clamp(0, M) // START_COLUMNS * START_COLUMNS
     counts = through[-G:].long() if before is None else through[-G:].long() - before[:G].long()
-    return begins, torch.minimum(counts.clamp(min=0), M - begins)
+    counts = torch.minimum(counts.clamp(min=0), M - begins)
+    room = -(-counts // (problem.pieces * START_COLUMNS)) * START_COLUMNS  # of a group's pieces
+    passed = room[:, None] * torch.arange(problem.pieces, device=room.device)
+    left = (counts[:, None] - passed).clamp(min=0)
+    return (begins[:, None] + passed).flatten(), torch.minimum(left, room[:, None]).flatten()

@@ -84,6 +84,10 @@ using namespace mx;
 #endif
 constexpr bool kWgrad = MX_WGRAD;
 constexpr unsigned kStart = 128; // with MX_WGRAD groups begin at multiples of so many k
+#ifndef MX_PIECES
+#define MX_PIECES 1
+#endif
+constexpr unsigned kPieces = MX_PIECES; // of a group's k, each of which is a group
 
 // The arguments of a grouped kernel, as problem.py lists them.
 struct GroupedArguments {
@@ -132,7 +136,8 @@ MX_DEVICE void rows_of(unsigned g, unsigned& first, unsigned& rows) {
 }
 
 // The first k of group g and how many it has, of a gradient of w.
-MX_DEVICE void depth_of(unsigned g, unsigned& first, unsigned& count) {
+MX_DEVICE void depth_of(unsigned piece, unsigned& first, unsigned& count) {
+    const unsigned g = piece / kPieces;
     const ArgumentsPointer args = arguments();
     const int size = args->index_bytes;
     const unsigned most = args->K;
@@ -143,6 +148,12 @@ MX_DEVICE void depth_of(unsigned g, unsigned& first, unsigned& count) {
     const long found = at(args->ends) - (args->bias ? at(args->bias) : 0);
     const unsigned left = most - first;
     count = found < 0 ? 0 : found < left ? found : left;
+    if constexpr (kPieces > 1) {
+        const unsigned room = (count + kPieces * kStart - 1) / (kPieces * kStart) * kStart;
+        const unsigned passed = min(piece % kPieces * room, count);
+        first += passed < count ? passed : 0;
+        count = min(count - passed, room);
+    }
 }
 
 struct Tile {

@@ -9,6 +9,10 @@ using namespace mx;
 constexpr int kThreads = MX_THREADS;
 constexpr int kWarps = kThreads / kLanes;
 constexpr int kStart = 128; // groups begin at multiples of so many k
+#ifndef MX_PIECES
+#define MX_PIECES 1
+#endif
+constexpr long kPieces = MX_PIECES; // of a group's k, each of which is a group
 
 // The k of each group, cut to those that there are.
 struct GroupDepths {
@@ -16,12 +20,18 @@ struct GroupDepths {
     long K, count;
     int index_bytes;
 
-    MX_MEMBER Depth of(long group) const {
-        if (group >= count)
+    MX_MEMBER Depth of(long piece) const {
+        if (piece >= count)
             return {0, 0};
+        const long group = piece / kPieces;
         const long start = min(max(at(starts, group), 0l), K) / kStart * kStart;
         const long columns = at(through, group) - (before ? at(before, group) : 0);
-        return {start, min(max(columns, 0l), K - start)};
+        const long all = min(max(columns, 0l), K - start);
+        if constexpr (kPieces == 1)
+            return {start, all};
+        const long room = (all + kPieces * kStart - 1) / (kPieces * kStart) * kStart;
+        const long passed = piece % kPieces * room;
+        return {start + passed, min(max(all - passed, 0l), room)};
     }
 
   private:

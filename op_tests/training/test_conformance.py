@@ -14,13 +14,14 @@ from torch import Tensor
 
 from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
+from aiter_mx.target import target_of
 from op_tests import conformance
 from op_tests.conformance import DTYPES, INDICES, bench_of, each, in_order
 from op_tests.launches import Out, assert_repeats_on_two_streams, bound, launch, moved, same_bytes
 from op_tests.mx_reference import in_e5m2
 from op_tests.operands import NANS, SPREADS
 from op_tests.training.cases import Case, check, draw_case
-from op_tests.training.subjects import PERSISTENT_SM90, SUBJECTS, Shape, Subject
+from op_tests.training.subjects import PERSISTENT_GFX950, PERSISTENT_SM90, SUBJECTS, Shape, Subject
 
 
 class Bench(conformance.Bench):
@@ -175,6 +176,22 @@ def test_bounds_that_lead_outside_harm_no_memory(bench: Bench) -> None:
         for lens in ([10**9, -3, 10**6], [0, 0, 0], [384, 384, 384]):
             counts = torch.tensor(lens, dtype=torch.int32)
             bench.launch(shape, replace(case, offs=offs, lens=counts))
+
+
+@each([PERSISTENT_GFX950, PERSISTENT_SM90], lens=((20_000,), (300, 0, 75_000, 1)))
+def test_few_tiles_of_many_columns_are_added_up_in_pieces(
+    bench: Bench, lens: tuple[int, ...]
+) -> None:
+    shape = Shape(96, 64, lens, bench.subject.few[0].config, index="i64")
+    for dtype, adds in (("bf16", False), ("fp32", True)):
+        shape = replace(shape, dtype=dtype, adds=adds)
+        case = bench.draw(shape, 0, (-8, 8))
+        target, problem = target_of(bench.device), bench.problem(shape, case)
+        config = shape.config or bench.kernel.configure(target, problem)
+        ((_, inner),) = bench.kernel.parts(target, problem, config)
+        assert inner.pieces > 1 and len(lens) * inner.pieces == inner.G
+        assert not bench.kernel.parts(target, inner, config)
+        bench.assert_right(shape, case)
 
 
 @each(SUBJECTS)

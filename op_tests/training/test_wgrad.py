@@ -136,6 +136,19 @@ def test_no_rows_at_all_give_zeros() -> None:
     assert wgrad(case, out, accumulate=True).eq(1).all()
 
 
+def test_pieces_of_groups_add_up_to_them() -> None:
+    case = draw_case(32, 64, (700, 0, 5, 128))
+    (G, N, K), P = case.shape, case.grad.shape[1]
+    operands, bounds = case.operands[:4], case.operands[4:]
+    out = torch.empty(3 * G, N, K)
+    problem = GroupedWgradProblem(P, N, K, 3 * G, "fp32", pieces=3)
+    grouped_wgrad_torch.run(problem, (*operands, None, out, *bounds), {})
+    pieces = out.view(G, 3, N, K)
+    assert pieces[0].abs().amax((1, 2)).bool().all() and not pieces[1].any()
+    assert not pieces[2:, 1:].any()  # a piece takes 128 columns at least
+    check(pieces.sum(1), case)
+
+
 def test_triton_matches_float64() -> None:
     assert_passes_in_the_interpreter("op_tests.training.triton_wgrad")
 

@@ -7,18 +7,26 @@ from collections.abc import Mapping
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.grouped_gemm import persistent_gfx950 as forward
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
-from aiter_mx.kernels.grouped_wgrad.problem import ARGS, INDEX_BYTES, GroupedWgradProblem
+from aiter_mx.kernels.grouped_wgrad.problem import (
+    ARGS,
+    INDEX_BYTES,
+    GroupedWgradProblem,
+    in_pieces,
+)
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
+    Composition,
     Config,
     Geometry,
+    Parts,
     first_of,
 )
 from aiter_mx.layouts import LAYOUTS
 from aiter_mx.target import Target
 
 PARAMS = forward.PARAMS
+_LEAST_COLUMNS = 8192  # which take the smallest tiles some 10 us
 
 
 def _product(problem: GroupedWgradProblem) -> GroupedGemmProblem:
@@ -56,25 +64,38 @@ def _candidates(target: Target, problem: GroupedWgradProblem) -> list[Config]:
 def _defines(target: Target, problem: GroupedWgradProblem, config: Config) -> Mapping[str, int]:
     row_major = LAYOUTS["row_major"].code
     wide = {"MX_X_E5M2": 1} if problem.grad_format == "e5m2" else {}
-    return wide | {
-        "MX_WGRAD": 1,
-        "MX_ACCUMULATE": problem.accumulate,
-        "MX_TILE_M": config["tile_m"],
-        "MX_TILE_N": config["tile_n"],
-        "MX_SWATH": config["swath"],
-        "MX_XCDS": config["xcds"],
-        "MX_SCALE_BYTES": 4,
-        "MX_X_SCALES": row_major,
-        "MX_W_SCALES": row_major,
-        "MX_WHOLE_STEPS": 0,
-        "MX_OUT": DTYPE_CODES[problem.out_dtype],
-        "MX_BIAS": DTYPE_CODES["none"],
-    }
+    pieces = {"MX_PIECES": problem.pieces} if problem.pieces > 1 else {}
+    return (
+        wide
+        | pieces
+        | {
+            "MX_WGRAD": 1,
+            "MX_ACCUMULATE": problem.accumulate,
+            "MX_TILE_M": config["tile_m"],
+            "MX_TILE_N": config["tile_n"],
+            "MX_SWATH": config["swath"],
+            "MX_XCDS": config["xcds"],
+            "MX_SCALE_BYTES": 4,
+            "MX_X_SCALES": row_major,
+            "MX_W_SCALES": row_major,
+            "MX_WHOLE_STEPS": 0,
+            "MX_OUT": DTYPE_CODES[problem.out_dtype],
+            "MX_BIAS": DTYPE_CODES["none"],
+        }
+    )
+
+
+def _at_once(target: Target, problem: GroupedWgradProblem, config: Config) -> int:
+    return target.cu_num * forward.resident(_product(problem), config)
+
+
+def _parts(target: Target, problem: GroupedWgradProblem, config: Config) -> Parts:
+    at_once = _at_once(target, problem, config)
+    return in_pieces(problem, _tiles(problem, config), at_once, _LEAST_COLUMNS)
 
 
 def _workgroups(target: Target, problem: GroupedWgradProblem, config: Config) -> int:
-    resident = forward.resident(_product(problem), config)
-    return max(1, min(_tiles(problem, config), target.cu_num * resident))
+    return max(1, min(_tiles(problem, config), _at_once(target, problem, config)))
 
 
 def _geometry(target: Target, problem: GroupedWgradProblem, config: Config) -> Geometry:
@@ -111,4 +132,5 @@ PERSISTENT = declare(
     configure=first_of(_candidates),
     candidates=_candidates,
     symbol="aiter_mx_grouped_gemm_persistent",
+    composed=Composition(_parts, "aiter_mx.joined:added_up"),
 )

@@ -13,13 +13,25 @@ from aiter_mx.kernels.grouped_wgrad.problem import (
     INDEX_BYTES,
     START_COLUMNS,
     GroupedWgradProblem,
+    in_pieces,
 )
-from aiter_mx.kernels.spec import DTYPE_CODES, Arg, Config, Geometry, Module, TensorMap, place_of
+from aiter_mx.kernels.spec import (
+    DTYPE_CODES,
+    Arg,
+    Composition,
+    Config,
+    Geometry,
+    Module,
+    Parts,
+    TensorMap,
+    place_of,
+)
 from aiter_mx.target import Target
 
 PARAMS = forward.PARAMS
 _TILE_ENTRY_BYTES = 40
 _LIST_THREADS = 256
+_LEAST_COLUMNS = 2048  # which take a cluster some 26 us
 
 
 def _product(problem: GroupedWgradProblem) -> GroupedGemmProblem:
@@ -73,6 +85,11 @@ def _clusters(target: Target, problem: GroupedWgradProblem) -> int:
     return max(1, min(target.cu_num // 2, _most_tiles(problem) * forward.pairs(_product(problem))))
 
 
+def _parts(target: Target, problem: GroupedWgradProblem, config: Config) -> Parts:
+    tiles = _most_tiles(problem) * forward.pairs(_product(problem))
+    return in_pieces(problem, tiles, target.cu_num // 2, _LEAST_COLUMNS)
+
+
 def _workspace_bytes(target: Target, problem: GroupedWgradProblem, config: Config) -> int:
     """See ``Workspace`` in csrc/grouped/tiles_sm90.h."""
     tiles = _most_tiles(problem)
@@ -110,7 +127,8 @@ _ARGS = (
 def _list_defines(
     target: Target, problem: GroupedWgradProblem, config: Config
 ) -> Mapping[str, int]:
-    return {"MX_WGRAD": 1, "MX_THREADS": _LIST_THREADS, "MX_ORDER": config["order"]}
+    pieces = {"MX_PIECES": problem.pieces} if problem.pieces > 1 else {}
+    return pieces | {"MX_WGRAD": 1, "MX_THREADS": _LIST_THREADS, "MX_ORDER": config["order"]}
 
 
 def _list_geometry(target: Target, problem: GroupedWgradProblem, config: Config) -> Geometry:
@@ -170,4 +188,5 @@ PERSISTENT = declare(
     before=(LIST,),
     workspace_bytes=_workspace_bytes,
     symbol="aiter_mx_grouped_gemm_persistent",
+    composed=Composition(_parts, "aiter_mx.joined:added_up"),
 )

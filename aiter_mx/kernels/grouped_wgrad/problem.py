@@ -12,17 +12,23 @@ kernel must keep to this:
   kernel cuts every begin to 0 .. M and to a multiple of 128, and every count to what is left of M.
 - All of out is written: a group without columns gives zeros, or adds nothing.
 - An element is added up in an order that depends on the shape and the group's count alone.
+
+Where results are few tiles of many columns, a kernel multiplies each group's columns in pieces,
+and ``joined.added_up`` adds up their sums. A problem of pieces has G of them, of G / pieces groups:
+from ``g * pieces`` on they are group g's columns in order, an even share each, rounded up to a
+multiple of 128, and the last ones fewer or none.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiter_mx.kernels.grouped_gemm.problem import A_DTYPES
 from aiter_mx.kernels.spec import (
     OUT_DTYPES,
     Arg,
     Key,
+    Parts,
     require,
     require_blocks,
 )
@@ -56,6 +62,7 @@ class GroupedWgradProblem:
         accumulate: 1: products are added to what ``out`` holds, and rounded once with it.
         index: dtype of the groups' bounds, ``i32`` or ``i64``.
         grad_format: of grad's payload, ``e4m3`` or ``e5m2``; x is e4m3.
+        pieces: of a group, which G counts.
 
     Raises:
         ValueError: a field is none of the above.
@@ -69,15 +76,35 @@ class GroupedWgradProblem:
     accumulate: int = 0
     index: str = "i32"
     grad_format: str = "e4m3"
+    pieces: int = 1
 
     def __post_init__(self) -> None:
         known = {"out_dtype": OUT_DTYPES, "accumulate": (0, 1), "index": tuple(INDEX_BYTES)}
         known |= {"grad_format": tuple(A_DTYPES)}
-        require(self, {"M": 0, "N": 1, "K": 1, "G": 1}, known)
+        require(self, {"M": 0, "N": 1, "K": 1, "G": 1, "pieces": 1}, known)
+        if self.G % self.pieces:
+            raise ValueError(f"G={self.G} must be a multiple of pieces={self.pieces}")
         if self.M % START_COLUMNS:
             raise ValueError(f"M must be a multiple of {START_COLUMNS}, got M={self.M}")
         for name in ("N", "K"):
             require_blocks(name, getattr(self, name))
+
+
+def in_pieces(problem: GroupedWgradProblem, tiles: int, at_once: int, least_columns: int) -> Parts:
+    """The problem of a group's columns in pieces, where its tiles leave the GPU mostly idle.
+
+    Args:
+        problem: the whole.
+        tiles: of all its results.
+        at_once: tiles that the GPU works on at a time.
+        least_columns: of a piece, on average; fewer take less time than adding pieces up.
+    """
+    pieces = min(at_once // tiles, problem.M // problem.G // least_columns)
+    if pieces < 2 or problem.pieces > 1:
+        return ()
+    G = problem.G * pieces
+    inner = replace(problem, G=G, out_dtype="fp32", accumulate=0, pieces=pieces)
+    return (("grouped_wgrad", inner),)
 
 
 KEY = ("M", "N", "K", "G", "out_dtype", "accumulate")
