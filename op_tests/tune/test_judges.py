@@ -26,7 +26,7 @@ from tune.published.judges import (
     verdicts,
 )
 from tune.published.rows import Row
-from tune.published.saved import MALL_BYTES, load
+from tune.published.saved import REPEATED, load
 
 ROWS = 16
 
@@ -38,7 +38,7 @@ def row(family: str, role: str = "", kernel: str = "k", us: float = 0.0, M: int 
 def test_saved_traces_give_the_saved_times() -> None:
     with (FOLDER / "judges.csv").open(newline="") as file:
         saved = list(islice(csv.DictReader(file), ROWS))
-    for line, (found, launches) in zip(saved, load(FOLDER / "judges.xz", MALL_BYTES), strict=False):
+    for line, (found, launches) in zip(saved, load(FOLDER / "judges.xz", REPEATED), strict=False):
         assert (line["kernel"], int(line["k_splits"])) == (found.kernel, found.split_k)
         us = modelled_us(launches, shipped())
         assert us == pytest.approx(float(line["modelled_us"]), rel=0.01)

@@ -30,8 +30,8 @@ from tune.published.pr330 import Pr330
 from tune.published.pr3783 import Pr3783
 from tune.published.rows import Row, published
 from tune.published.run import PublishedRun
-from tune.published.sample import samples
-from tune.published.saved import MALL_BYTES, load, save
+from tune.published.sample import samples, with_neighbours
+from tune.published.saved import REPEATED, load, save
 
 FOLDER = Path(__file__).parents[2] / "docs" / "measured" / "mi355x_published"
 SWEEP, GROUPED, PAIR = "pr3783_sweep", "pr330", "pair"
@@ -102,7 +102,8 @@ def trace(options: argparse.Namespace) -> None:
         if not path.exists():
             try:
                 run = _sweep_run(old, row) if row.family == SWEEP else _grouped_run(new, row)
-                keep(path, samples(run, False, 0, 0))
+                found = samples(run, False, 0, 0)
+                keep(path, with_neighbours(run, found) if row.family == SWEEP else found)
             except AiterMxError as error:
                 print(f"{row}: {error}", flush=True)
                 continue
@@ -131,7 +132,7 @@ def _grouped_run(kernels: Pr330, row: Row) -> PublishedRun:
 
 def judge() -> None:
     """Write each launch's time by the model, and print what it judges right."""
-    data = [(row, launches) for row, launches in load(FOLDER / "judges.xz", MALL_BYTES)
+    data = [(row, launches) for row, launches in load(FOLDER / "judges.xz", REPEATED)
             if row.role != PAIR]  # fmt: skip
     data += [(row, launches) for row, launches in load(FOLDER / "judges.xz") if row.role == PAIR]
     modelled = {row: modelled_us(launches, shipped()) for row, launches in data}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from aiter_mx.code_object import occupancy
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport, Trace
 from aiter_mx.sim.timing.sample import joined
+from aiter_mx.sim.timing.sharing import Fresh, fresh
 from tune.published.run import Launch, PublishedRun
 
 _CHECKS = ("all", "-global-race", "-lanes-differ")  # their memory grows with the tensors
@@ -26,6 +28,7 @@ class Sample:
         resident: workgroups that a compute unit holds at once.
         fills: launches ahead of it that only fill memory.
         report: counts of the traced workgroups.
+        fresh: how much of what an XCD's workgroups touch is new to it, by region.
     """
 
     trace: Trace
@@ -33,6 +36,7 @@ class Sample:
     resident: int
     fills: int
     report: LaunchReport
+    fresh: Fresh = ()
 
 
 def samples(run: PublishedRun, is_layer: bool, split_k: int, fills: int) -> list[Sample]:
@@ -45,6 +49,14 @@ def samples(run: PublishedRun, is_layer: bool, split_k: int, fills: int) -> list
         fills: launches ahead of them that only fill memory.
     """
     return [_sample(run, launch, is_layer, split_k, fills) for launch in run.launches]
+
+
+def with_neighbours(run: PublishedRun, found: list[Sample]) -> list[Sample]:
+    """The samples of a run, with what the workgroups of an XCD have in common."""
+    return [
+        replace(each, fresh=fresh(partial(_traced, run, launch), each.groups))
+        for launch, each in zip(run.launches, found, strict=True)
+    ]
 
 
 def _sample(run: PublishedRun, launch: Launch, is_layer: bool, split_k: int, fills: int) -> Sample:

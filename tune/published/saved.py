@@ -10,7 +10,7 @@ import io
 import json
 import lzma
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +19,16 @@ from aiter_mx.sim.report import Trace
 from aiter_mx.sim.timing.code import Cost, Kind, costs
 from aiter_mx.sim.timing.cu import SplitTrace
 from aiter_mx.sim.timing.model import Traced
+from aiter_mx.sim.timing.sharing import L2_BYTES, MALL_BYTES, Left
 from tune.published.rows import Row
 from tune.published.sample import Sample
 
-_SETS, MALL_BYTES = 101, 256 << 20
-LEFT_IN_MALL = MALL_BYTES // _SETS
-"""Bytes of a launch that the MALL still holds when it is timed: aiter's profiler writes 101 sets of
-operands and then launches once on each."""
+_SETS = 101
+ROTATED = Left(L2_BYTES // _SETS, MALL_BYTES // _SETS)
+"""What of a launch caches still hold when it is timed: aiter's profiler writes 101 sets of operands
+and then launches once on each."""
+REPEATED = Left(L2_BYTES, MALL_BYTES)
+"""The same of launches on one set, again and again."""
 
 
 def save(path: Path, rows: Iterable[tuple[Row, list[Sample]]]) -> None:
@@ -43,6 +46,7 @@ def save(path: Path, rows: Iterable[tuple[Row, list[Sample]]]) -> None:
                 "traced": trace.groups, "waves": trace.waves, "groups": sample.groups,
                 "resident": sample.resident, "fills": sample.fills,
                 "blocks": list(trace.block_sizes), "regions": list(trace.region_bytes),
+                "fresh": [round(share, 4) for share in sample.fresh],
             })  # fmt: skip
         index.append({"row": asdict(row), "launches": launches})
     buffer = io.BytesIO()
@@ -50,12 +54,13 @@ def save(path: Path, rows: Iterable[tuple[Row, list[Sample]]]) -> None:
     path.write_bytes(lzma.compress(buffer.getvalue(), preset=9))
 
 
-def load(path: Path, left_in_mall: int = LEFT_IN_MALL) -> Iterator[tuple[Row, list[Traced]]]:
+def load(path: Path, left: Left = ROTATED) -> Iterator[tuple[Row, list[Traced]]]:
     """Rows and their launches, ready for the model.
 
     Args:
         path: what ``save`` wrote.
-        left_in_mall: bytes of a launch that the MALL holds when it is timed.
+        left: what caches hold of a row's first launch when it is timed. Those behind it take what
+            it has written, which no L2 has yet.
     """
     with np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) as arrays:
         number = 0
@@ -70,6 +75,7 @@ def load(path: Path, left_in_mall: int = LEFT_IN_MALL) -> Iterator[tuple[Row, li
                     at["regions"],
                 )  # fmt: skip
                 split = SplitTrace(trace, known)
+                before = replace(left, l2_bytes=0) if launches else left
                 launches.append(Traced(split, at["groups"], at["resident"], at["fills"],
-                                       sum(at["regions"]) <= left_in_mall))  # fmt: skip
+                                       tuple(at.get("fresh", ())), before))  # fmt: skip
             yield Row(**entry["row"]), launches

@@ -24,6 +24,7 @@ class Constants:
     memory_latency_us: float
     mall_tb_s: float
     cached_latency_us: float
+    l2_hit_us: float
     lds_latency_us: float
     scalar_latency_us: float
     address_cycles: float
@@ -60,6 +61,7 @@ class Constants:
             data_bytes=self.data_bytes_a_cycle,
             missing_bytes=self.missing_kib * 1024,
             mall_bytes=self.mall_tb_s * 1e6 / cycles_a_us / sharers,
+            l2_hit=self.l2_hit_us * cycles_a_us,
         )
 
     def us(self, cycles: float, matrix_share: float) -> float:

@@ -15,7 +15,6 @@ from aiter_mx.sim.report import Trace
 from aiter_mx.sim.timing.code import Cost, Kind, costs
 
 _REGIONS = 64
-_XCDS = 8
 REASONS = ("issue", "matrix", "address", "lds", "memory", "scalar", "barrier")
 """What waves wait for: other waves on the pipes, the address unit's queue, LDS, vector memory,
 scalar loads, each other."""
@@ -47,6 +46,7 @@ class Machine:
         data_bytes: between the address unit and registers or LDS, on top of the addresses.
         missing_bytes: of lines that loads may wait for at a time.
         mall_bytes: the unit's share of the MALL's rate.
+        l2_hit: latency of a load of what L2 holds from before the launch.
     """
 
     issue: float
@@ -65,6 +65,7 @@ class Machine:
     data_bytes: float
     missing_bytes: float
     mall_bytes: float
+    l2_hit: float
 
     def latency(self, memory: float) -> float:
         """Of a load of which such a share comes from HBM."""
@@ -185,7 +186,9 @@ class SplitTrace:
             starts.append(starts[-1] + size)
         self._starts = (ctypes.c_uint32 * len(starts))(*starts)
         words = (ctypes.c_uint32 * (len(trace.words) // 4)).from_buffer_copy(trace.words)
-        self._trace = _library().trace_split(words, len(words), trace.groups, trace.waves)
+        self._trace = _library().trace_split(
+            self._code, words, len(words), trace.groups, trace.waves
+        )
         if not self._trace:
             raise SimulatorError("no memory for the trace of a launch")
 
@@ -193,28 +196,26 @@ class SplitTrace:
         if getattr(self, "_trace", None):
             _library().trace_free(self._trace)
 
+    @property
+    def _regions(self) -> int:
+        return min(len(self.region_bytes), _REGIONS)
+
     def footprint(self) -> list[float]:
         """Bytes of lines that the traced workgroups touch, each its own, by region."""
         footprint = _library().trace_footprint
-        return [footprint(self._trace, i) for i in range(min(len(self.region_bytes), _REGIONS))]
+        return [footprint(self._trace, i) for i in range(self._regions)]
 
-    def shares(self, groups: int, in_mall: bool = False) -> Shares:
-        """Where lines come from in a launch of so many workgroups.
+    def first_lines(self) -> list[list[int]]:
+        """The lowest line of each region that a workgroup touches, by workgroup; -1: of none."""
+        lines = _library().trace_firsts(self._trace)
+        return [
+            [lines[group * _REGIONS + i] - 1 for i in range(self._regions)]
+            for group in range(self.groups)
+        ]
 
-        Each byte of a region is brought once from HBM, and once to each XCD whose workgroups share
-        it; that workgroups of one XCD have other parts in common than those of another is not
-        known, so all XCDs count as sharing.
-
-        Args:
-            groups: workgroups of the launch, which touch as much of each region as those traced.
-            in_mall: the MALL holds all of it from before the launch.
-        """
-        shares = []
-        for size, bytes_ in zip(self.region_bytes, self.footprint(), strict=False):
-            whole = bytes_ / self.groups * groups
-            shares.append(min(1.0, size / whole) if whole else 1.0)
-        memory = [0.0] * len(shares) if in_mall else shares
-        return Shares(memory, [min(1.0, _XCDS * share) for share in shares])
+    def is_stored_to(self, region: int) -> bool:
+        """Whether any workgroup stores to a region."""
+        return bool(_library().trace_stored(self._trace, region))
 
     def replay(
         self,
@@ -271,10 +272,13 @@ class SplitTrace:
 def _library() -> Any:
     library = plain_library(Path(__file__).with_name("replay.c"), "the model of a compute unit")
     library.trace_split.restype = ctypes.c_void_p
-    library.trace_split.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32,
-                                    ctypes.c_uint32]  # fmt: skip
+    library.trace_split.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64,
+                                    ctypes.c_uint32, ctypes.c_uint32]  # fmt: skip
     library.trace_free.argtypes, library.trace_free.restype = [ctypes.c_void_p], None
     library.trace_footprint.restype = ctypes.c_double
     library.trace_footprint.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
+    library.trace_stored.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
+    library.trace_firsts.argtypes = [ctypes.c_void_p]
+    library.trace_firsts.restype = ctypes.POINTER(ctypes.c_uint32)
     library.replay.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_uint32] * 2 + [ctypes.c_void_p] * 3
     return library

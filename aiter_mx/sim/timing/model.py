@@ -9,6 +9,7 @@ from aiter_mx.code_object import KernelInfo, occupancy
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.timing.constants import CUS, Constants, shipped
 from aiter_mx.sim.timing.cu import REASONS, Replay, Shares, Span, SplitTrace
+from aiter_mx.sim.timing.sharing import COLD, Fresh, Left, shares
 
 SIMDS = 4
 _LANES = 64
@@ -26,18 +27,20 @@ class Traced:
         groups: workgroups of the launch.
         resident: workgroups that a compute unit holds at once.
         fills: launches ahead of it that only fill memory.
-        in_mall: the MALL holds what it touches from before the launch.
+        fresh: how much of what the workgroups of an XCD touch no other of them does, by region.
+        left: what caches hold from before the launch.
     """
 
     split: SplitTrace
     groups: int
     resident: int
     fills: int = 0
-    in_mall: bool = False
+    fresh: Fresh = ()
+    left: Left = COLD
 
     def shares(self) -> Shares:
         """Where the lines come from that its workgroups touch."""
-        return self.split.shares(self.groups, self.in_mall)
+        return shares(self.split, self.groups, self.fresh, self.left)
 
 
 @dataclass(frozen=True)

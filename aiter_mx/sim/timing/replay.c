@@ -22,7 +22,7 @@ typedef struct {
 typedef struct {
     double issue, branch, address, address_queue, lds_latency, lds_bytes, scalar_latency;
     double cached_latency, memory_latency, line_bytes, memory_bytes, barrier, deal, data_bytes;
-    double missing_bytes, mall_bytes;
+    double missing_bytes, mall_bytes, l2_hit;
 } Machine;
 
 typedef struct {
@@ -48,6 +48,8 @@ typedef struct {
     u32 group_count, waves;
     Words* waves_of; // one for each wave of each workgroup
     double footprint[REGIONS];
+    u32* firsts;         // by workgroup and region: 1 + the lowest line that it touches, or 0
+    u32 stored[REGIONS]; // whether any workgroup stores to it
 } Trace;
 
 static int append(Words* words, u32 word) {
@@ -95,16 +97,18 @@ void trace_free(Trace* trace) {
     for (u32 i = 0; trace->waves_of && i < trace->group_count * trace->waves; i++)
         free(trace->waves_of[i].at);
     free(trace->waves_of);
+    free(trace->firsts);
     free(trace);
 }
 
 // The words of each wave, with the lines of a region that its workgroup touches first marked.
-Trace* trace_split(const u32* words, u64 count, u32 groups, u32 waves) {
+Trace* trace_split(const Instruction* code, const u32* words, u64 count, u32 groups, u32 waves) {
     static const u32 details[] = {0, 0, 0, 4, 1};
     Trace* trace = calloc(1, sizeof *trace);
     trace->group_count = groups;
     trace->waves = waves;
     trace->waves_of = calloc((u64)groups * waves, sizeof *trace->waves_of);
+    trace->firsts = calloc((u64)groups * REGIONS, sizeof *trace->firsts);
     Lines lines = {0};
     u32 group = ~0u, wave = 0;
     for (u64 i = 0; i < count;) {
@@ -125,6 +129,9 @@ Trace* trace_split(const u32* words, u64 count, u32 groups, u32 waves) {
                     trace->footprint[region] += 128.0 * copy[3];
                     copy[1] |= FIRST_TOUCH;
                 }
+                u32* first = trace->firsts + (u64)group * REGIONS + region;
+                *first = *first && *first <= copy[2] ? *first : copy[2] + 1;
+                trace->stored[region] |= code[copy[0] & 0xfffffff].kind == STORE;
             }
             for (u32 k = 0; k < size; k++)
                 if (!append(to, copy[k]))
@@ -136,6 +143,8 @@ Trace* trace_split(const u32* words, u64 count, u32 groups, u32 waves) {
     return trace;
 }
 double trace_footprint(const Trace* trace, u32 region) { return trace->footprint[region]; }
+u32 trace_stored(const Trace* trace, u32 region) { return trace->stored[region]; }
+const u32* trace_firsts(const Trace* trace) { return trace->firsts; }
 
 typedef struct {
     double start, ready, vm[QUEUE], lgkm[QUEUE], last_vm;
@@ -191,7 +200,7 @@ static void expect(Cu* cu, double bytes, double until) {
 static double access_memory(Cu* cu, Wave* w, u32 number, double start) {
     const Machine* m = cu->machine;
     u32 loads = cu->code[number].kind == LOAD;
-    double done = start;
+    double done = start, latency = m->cached_latency;
     u32 any = 0;
     while (w->at < w->words->count) {
         const u32* event = w->words->at + w->at;
@@ -199,6 +208,8 @@ static double access_memory(Cu* cu, Wave* w, u32 number, double start) {
             break;
         u32 cycles = event[1] & 0xffff, region = event[1] >> 16 & (REGIONS - 1);
         u32 is_first = event[1] >> 31;
+        if (loads && cu->crossing[region] == 0) // L2 holds it from before the launch
+            latency = m->l2_hit;
         double begin = later(start, cu->address_free), bytes = 128.0 * event[3];
         double busy = cycles * m->address + event[4] / m->data_bytes;
         if (is_first && loads)
@@ -214,13 +225,13 @@ static double access_memory(Cu* cu, Wave* w, u32 number, double start) {
             cu->mall_free =
                 later(cu->mall_free, begin) + bytes * cu->crossing[region] / m->mall_bytes;
             arrives = later(arrives, later(cu->line_free, later(cu->memory_free, cu->mall_free)));
-            arrives += m->cached_latency; // which is all that a store waits for
+            arrives += latency; // which is all that a store waits for
             if (loads) {
-                arrives += (m->memory_latency - m->cached_latency) * cu->shares[region];
+                arrives += (m->memory_latency - latency) * cu->shares[region];
                 expect(cu, bytes, arrives);
             }
         } else {
-            arrives += m->cached_latency;
+            arrives += latency;
         }
         done = later(done, arrives);
         w->at += 5;
