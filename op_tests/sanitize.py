@@ -21,7 +21,7 @@ from op_tests import gpu
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 BUILD = gpu.ROOT / "build" / "sanitizer"
-SUITES = ("linear", "moe", "grouped", "quantize")
+SUITES = ("linear", "moe", "grouped", "training", "quantize")
 TESTS = (
     *(f"op_tests/{suite}/test_conformance.py" for suite in SUITES),
     "op_tests/grouped/test_promoted.py",

@@ -96,7 +96,7 @@ def test_every_kernel_for_hopper_is_sanitized_once(tmp_path: Path) -> None:
     assert len(tests) == len(set(tests))
     tried = {(Path(test).parts[1], test.partition("[")[2].partition("-")[0]) for test in tests}
     rooms = {"linear": "linear", "grouped_gemm": "grouped", "promoted_gemm": "grouped"}
-    rooms |= {"moe_gemm": "moe", "quantize": "quantize"}
+    rooms |= {"grouped_wgrad": "training", "moe_gemm": "moe", "quantize": "quantize"}
     ours = {
         (room, kernel.name)
         for op, room in rooms.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import aiter_mx
+from aiter_mx import autograd
 from aiter_mx.nn import MxExperts, MxGroupedLinear, MxLinear
 
 E, H, I, TOP_K, T = 4, 64, 96, 2, 150
@@ -178,3 +180,23 @@ def test_grouped_linears_take_lengths_and_wrong_arguments_are_told() -> None:
         experts(torch.randn(5, H), torch.zeros(5, 2, dtype=torch.int64), torch.rand(5, 1))
     with pytest.raises(ValueError, match=r"topk_ids \[T, top_k\], got \[5, 64\] and \[4, 2\]"):
         experts(torch.randn(5, H), torch.zeros(4, 2, dtype=torch.int64), torch.rand(4, 2))
+
+
+def test_modules_quantise_gradients_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    formats = set()
+
+    def spied(own: Any, grad: Tensor, *more: Any, **named: Any) -> Tensor:
+        formats.add((grad.dtype, more[1].dtype))
+        result: Tensor = own(grad, *more, **named)
+        return result
+
+    for name in ("grouped_gemm_dgrad", "grouped_gemm_wgrad"):
+        monkeypatch.setattr(autograd, name, partial(spied, getattr(autograd, name)))
+    experts = MxExperts(2, 64, 32, grad_format="e5m2")
+    x, ids = torch.randn(40, 64, requires_grad=True), torch.randint(0, 2, (40, 1))
+    experts(x, ids, torch.ones(40, 1)).sum().backward()
+    made = MxLinear.from_linear(torch.nn.Linear(64, 32), grad_format="e5m2")
+    made(x).sum().backward()
+    assert formats == {(torch.float8_e5m2, torch.float8_e4m3fn)}
+    with pytest.raises(ValueError, match="grad_format must be 'e4m3' or 'e5m2', got 'e3m4'"):
+        MxLinear(64, 32, grad_format="e3m4")(x)
