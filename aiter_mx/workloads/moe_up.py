@@ -94,6 +94,7 @@ def _judge(problem: MoeUpProblem, tensors: Tensors) -> Judge:
             y, size = y + bias[expert].double(), size + bias[expert].double().abs()
         reference[t : t + 1], bound[t : t + 1] = activated(p, y, size * ACCUMULATION)
         bound[t] += reference[t].abs() * (8 + _raised_to(p, y[0])) * _ROUNDING
+        bound[t] += _parts(p, y[0])[1].abs() * 2 * _SMALLEST  # of an activation that vanishes
     listed = [t for t, expert in enumerate(experts) if expert >= 0]
 
     def judge(results: Tensors) -> Verdict:
@@ -106,10 +107,16 @@ def _judge(problem: MoeUpProblem, tensors: Tensors) -> Judge:
     return judge
 
 
+def _parts(problem: MoeUpProblem, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up."""
+    if problem.layout == "interleaved":
+        return y[::2], y[1::2]
+    return y[: len(y) // 2], y[len(y) // 2 :]
+
+
 def _raised_to(problem: MoeUpProblem, y: torch.Tensor) -> torch.Tensor:
     """What an activation has in an exponent: its rounding counts as often as it is large."""
-    gate = y[::2] if problem.layout == "interleaved" else y[: len(y) // 2]
-    gate = gate.abs()
+    gate = _parts(problem, y)[0].abs()
     kinds = {
         "swiglu_oai": problem.alpha * gate,
         "gelu": gate**2,

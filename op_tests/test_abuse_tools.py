@@ -1,0 +1,77 @@
+"""The tools that run peers' tests and random rows: what they count as wrong."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import aiter_mx
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.target import hardware
+from op_tests import peers, rows
+
+CPU = torch.device("cpu")
+
+
+def test_random_rows_are_legal_and_right() -> None:
+    kernel, target = find_kernel("linear", "gfx950", "hip", "gemv"), hardware("gfx950")
+    drawn = list(islice(rows.rows(kernel, target, 0), 3))
+    assert drawn == list(islice(rows.rows(kernel, target, 0), 3))
+    assert len({problem for _, problem, _ in drawn}) == 3
+    with aiter_mx.simulate("gfx950"):
+        for _, problem, config in drawn:
+            assert rows.ran(kernel, problem, config, CPU) == ""
+
+
+def test_rows_that_raise_or_are_wrong_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, target = find_kernel("linear", "gfx950", "hip", "gemv"), hardware("gfx950")
+    _, problem, config = next(rows.rows(kernel, target, 0))
+    with aiter_mx.simulate("gfx950"):
+        monkeypatch.setattr(rows, "call", lambda *_: None)
+        assert rows.ran(kernel, problem, config, CPU).startswith("another result")
+
+        def fails(*_: object) -> None:
+            raise RuntimeError("out of luck")
+
+        monkeypatch.setattr(rows, "call", fails)
+        assert rows.ran(kernel, problem, config, CPU) == "RuntimeError: out of luck"
+
+
+def test_a_peers_case_is_not_there_where_this_package_says_so() -> None:
+    module = peers.stand_in("peer_of_a_test")
+    assert peers.ended("absent", module.anything) == "not there"
+    assert peers.ended("refused", lambda: aiter_mx.quantize(torch.zeros(2, 33))) == "not there"
+    assert peers.ended("own", lambda: int("x")) == "failed"
+    assert peers.ended("right", lambda: None) == "passed"
+
+
+def test_a_peers_cases_are_run_one_by_one() -> None:
+    file = ModuleType("file")
+    file.draw = lambda *_: iter([(2, 3), (4, 5), (9, 9)])  # type: ignore[attr-defined]
+
+    def test() -> None:
+        assert [sum(case) for case in file.draw()] != [9]
+
+    file.test = test  # type: ignore[attr-defined]
+    counts = peers.each_case(file, "test", "draw", peers.Limits.of(["--most=20"]))
+    assert counts == {("test", "passed"): 1, ("test", "failed"): 1, ("test", "skipped"): 1}
+
+
+def test_a_peers_file_of_tests_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('n', [1, 2, 3])\n"
+        "def test_small(n):\n    assert n < 3\n"
+        "def test_skipped():\n    pytest.skip('no')\n"
+    )
+    counts = peers.by_pytest("test_it.py")(tmp_path, [])
+    ends = {
+        ("test_small", "passed"): 2,
+        ("test_small", "failed"): 1,
+        ("test_skipped", "skipped"): 1,
+    }
+    assert counts == ends
