@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ PARAMS = (
 MIN_M = 65
 _PAIR = 2  # CTAs of a cluster
 _MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
+_MOST_PAIRED = 128  # features of a CTA of a pair
 _UNIT = 64  # k that are multiplied at a time
 _FLAG_BYTES = 2048  # barriers, and which tokens and features have scales that bf16 does not cover
 _COUNTERS = 1024  # of parts of tiles that have ended, see ``XWorkspace``
@@ -79,7 +81,7 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     chunks = _chunks(problem)
     if tile_m > _MOST_TOKENS[tile_n] or split > chunks:
         return None
-    if pairs and (split > 1 or tile_n > 128 or pairs > target.cu_num // _PAIR):
+    if pairs and (split > 1 or tile_n > _MOST_PAIRED or pairs > target.cu_num // _PAIR):
         return None
     tiles = _tiles(problem, tile_m, tile_n * (_PAIR if pairs else 1))
     if pairs > tiles * chunks:
@@ -119,73 +121,82 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     return None
 
 
-def _unit_cycles(of: WgmmaBf16, tile_m: int, tile_n: int, copied: float) -> float:
-    """What 64 k of a tile take, of which so many bytes are copied."""
-    computed = tile_n // GROUP_ROWS * max(of.group, of.product * tile_m)
-    both: float = (computed**of.together + (copied / of.bytes_a_cycle) ** of.together) ** (
-        1 / of.together
+class _Tile(NamedTuple):
+    """A tile of a CTA, and what the model takes for 64 k of it, itself, and its sums' bytes."""
+
+    tile_m: int
+    tile_n: int
+    pairs: bool
+    unit: float
+    itself: float
+    sums: int
+
+
+@cache
+def _tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16) -> tuple[_Tile, ...]:
+    return tuple(
+        _tile(tile_m, tile_n, of, of is pairs)
+        for tile_m, tile_n in product(PARAMS[0].values, PARAMS[1].values)
+        if tile_m <= _MOST_TOKENS[tile_n]
+        for of in ((splits, pairs) if tile_n <= _MOST_PAIRED else (splits,))
     )
-    return both
+
+
+def _tile(tile_m: int, tile_n: int, of: WgmmaBf16, pairs: bool) -> _Tile:
+    computed = tile_n // GROUP_ROWS * max(of.group, of.product * tile_m)
+    copied = (tile_m * (1 if pairs else 2) + tile_n) * _UNIT / of.bytes_a_cycle
+    unit = (computed**of.together + copied**of.together) ** (1 / of.together)
+    sums = tile_m * tile_n * 4
+    return _Tile(tile_m, tile_n, pairs, unit, of.tile + sums / of.stored, sums)
 
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
     """A model of a call's time beyond its start, see ``FITTED``."""
-    for tile_m, tile_n in product(PARAMS[0].values, PARAMS[1].values):
-        if tile_m <= _MOST_TOKENS[tile_n]:
-            yield from _costs_of_splits(target, problem, least, tile_m, tile_n)
-            if tile_n <= 128:
-                yield from _costs_of_pairs(target, problem, least, tile_m, tile_n)
-
-
-def _costs_of_splits(
-    target: Target, problem: LinearProblem, least: Least, tile_m: int, tile_n: int
-) -> Iterator[Costed]:
-    chunks, of = _chunks(problem), FITTED
-    unit = _unit_cycles(of, tile_m, tile_n, (tile_m * 2 + tile_n) * _UNIT)
-    clusters = _tiles(problem, tile_m, tile_n)
-    if clusters / target.cu_num * chunks * 2 * unit * ROUNDED_OFF > least.cost:
-        return
-    of_tile = of.tile + tile_m * tile_n * 4 / of.stored
-    for split in PARAMS[2].values:
-        if split > chunks:
+    M, N, chunks = problem.M, problem.N, _chunks(problem)
+    most = target.cu_num // _PAIR
+    bounds = []
+    for tile in _tiles_of(FITTED, FITTED_PAIRS):
+        features = tile.tile_n * (_PAIR if tile.pairs else 1)
+        tiles = -(-M // tile.tile_m) * -(-N // features)
+        side_by_side = most if tile.pairs else target.cu_num
+        bounds.append((tiles * tile.unit / side_by_side * 2 * chunks * ROUNDED_OFF, tiles, tile))
+    splits = [
+        (split, most_clusters(target, split), -(-chunks // split) * 2)
+        for split in PARAMS[2].values
+        if split <= chunks
+    ]
+    for bound, tiles, tile in sorted(bounds):
+        if bound > least.cost:
             return
-        rounds = -(-clusters // most_clusters(target, split))
-        exchange = 0.0
-        if split > 1:
-            received = tile_m * tile_n * 4 * (split - 1) / split
-            exchange = received / of.exchanged + of.exchange
-        cycles = rounds * (-(-chunks // split) * 2 * unit + of_tile + exchange)
-        yield cycles, (), (tile_m, tile_n, split, 0)
+        if tile.pairs:
+            yield from _costs_of_pairs(chunks, most, tiles, tile)
+        else:
+            for split, side_by_side, units in splits:
+                exchange = 0.0
+                if split > 1:
+                    received = tile.sums * (split - 1) / split
+                    exchange = received / FITTED.exchanged + FITTED.exchange
+                rounds = -(-tiles // side_by_side)
+                cycles = rounds * (units * tile.unit + tile.itself + exchange)
+                yield cycles, (), (tile.tile_m, tile.tile_n, split, 0)
 
 
-def _costs_of_pairs(
-    target: Target, problem: LinearProblem, least: Least, tile_m: int, tile_n: int
-) -> Iterator[Costed]:
-    chunks, of = _chunks(problem), FITTED_PAIRS
-    unit = _unit_cycles(of, tile_m, tile_n, (tile_m + tile_n) * _UNIT)
-    tiles, most = _tiles(problem, tile_m, _PAIR * tile_n), target.cu_num // _PAIR
-    if tiles / most * chunks * 2 * unit * ROUNDED_OFF > least.cost:
-        return
-    of_tile, sums = of.tile + tile_m * tile_n * 4 / of.stored, tile_m * tile_n * 4
-    few = min(most, tiles * chunks)
-    for pairs in {few, tiles // -(-tiles // most) if tiles >= most else tiles * (most // tiles)}:
-        if pairs > tiles * chunks:
-            continue
+def _costs_of_pairs(chunks: int, most: int, tiles: int, tile: _Tile) -> Iterator[Costed]:
+    even = tiles // -(-tiles // most) if tiles >= most else tiles * (most // tiles)
+    for pairs in {min(most, tiles * chunks), min(even, tiles * chunks)}:
         rounds, left = divmod(tiles, pairs)
         own, segments, parts, others = rounds * chunks, rounds, 0, 0
         if left:
             rounds = max(rounds - 1, 0)
             part, more = divmod((tiles - rounds * pairs) * chunks, pairs)
-            own, segments = rounds * chunks + part + (more > 0), rounds + 2
-            parts, others = 2, 1
-            if part < chunks:
-                even = more == 0 and chunks % part == 0
-                others = chunks // part - even
-                parts, segments = (1, rounds + 1) if even else (2, rounds + 2)
-            elif part > chunks:
-                segments += 1
-        join = parts * of.exchange + others * sums / of.exchanged
-        yield 2 * own * unit + segments * of_tile + join, (), (tile_m, tile_n, 1, pairs)
+            own = rounds * chunks + part + (more > 0)
+            whole = more == 0 and part < chunks and chunks % part == 0
+            parts = 1 if whole else 2
+            segments = rounds + parts + (part > chunks)
+            others = chunks // part - whole if part < chunks else 1
+        join = parts * FITTED_PAIRS.exchange + others * tile.sums / FITTED_PAIRS.exchanged
+        cycles = 2 * own * tile.unit + segments * tile.itself + join
+        yield cycles, (), (tile.tile_m, tile.tile_n, 1, pairs)
 
 
 _search = Search(PARAMS, _costs, most=12)
@@ -201,8 +212,9 @@ def _configure(target: Target, problem: LinearProblem) -> Config:
     chosen = _search.best(target, replace(problem, M=rows_chosen_for(problem.M)))
     if not chosen["pairs"]:
         return chosen
-    costs = _costs_of_pairs(target, problem, Least(), chosen["tile_m"], chosen["tile_n"])
-    *_, pairs = min(costs)[2]
+    tile = _tile(chosen["tile_m"], chosen["tile_n"], FITTED_PAIRS, True)
+    tiles = _tiles(problem, tile.tile_m, _PAIR * tile.tile_n)
+    *_, pairs = min(_costs_of_pairs(_chunks(problem), target.cu_num // _PAIR, tiles, tile))[2]
     return {**chosen, "pairs": pairs}
 
 
