@@ -14,9 +14,10 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import MISSING
+from itertools import islice
 from math import log2
 from typing import Any
 
@@ -26,9 +27,10 @@ import torch
 import aiter_mx
 from aiter_mx.dispatch.route import Route
 from aiter_mx.errors import BuildError
+from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.registry import kernels_of, ops, problem_type
 from aiter_mx.kernels.spec import Config, KernelSpec, Problem
-from aiter_mx.launch import call
+from aiter_mx.launch import call, module_request
 from aiter_mx.plan import bind_route
 from aiter_mx.target import Target, hardware, target_of
 from aiter_mx.tuning.origin import commit
@@ -37,6 +39,7 @@ from op_tests.bench.common import MEASURED, gpu_name
 
 MOST_WORK = 1 << 23  # products of a problem, so that the simulator takes seconds
 TRIES = 20_000  # draws for a row
+AHEAD = 50  # rows that are compiled together
 SIZES = {"M": 300, "N": 600, "K": 1600, "E": 9, "G": 6, "top_k": 4}
 """The largest value of fields that are sizes."""
 WORDS: dict[str, tuple[object, ...]] = {
@@ -112,6 +115,20 @@ def rows(kernel: KernelSpec, target: Target, seed: int) -> Iterator[tuple[str, P
             return
 
 
+def compile_ahead(
+    kernel: KernelSpec, target: Target, drawn: Sequence[tuple[str, Problem, Config]]
+) -> None:
+    """Compile what rows launch, on all cores; what does not compile is told when it is launched."""
+    requests = [
+        module_request(module, target, problem, config)
+        for _, problem, config in drawn
+        if not kernel.parts(target, problem, config)
+        for module in kernel.modules
+    ]
+    with suppress(BuildError):
+        build_all(requests)
+
+
 def ran(kernel: KernelSpec, problem: Problem, config: Config, device: torch.device) -> str:
     """What is wrong with a row's launch, or nothing."""
     workload = workload_of(kernel.op)
@@ -150,9 +167,12 @@ def main() -> int:
             if asked.kernels and name not in asked.kernels:
                 continue
             counts, end = Counter[str](), time.monotonic() + asked.seconds
-            for seed, problem, config in rows(kernel, target, asked.seed):
-                if counts["rows"] == asked.rows or time.monotonic() > end:
+            drawn = list(islice(rows(kernel, target, asked.seed), asked.rows))
+            for at, (seed, problem, config) in enumerate(drawn):
+                if time.monotonic() > end:
                     break
+                if at % AHEAD == 0:
+                    compile_ahead(kernel, target, drawn[at : at + AHEAD])
                 wrong = ran(kernel, problem, config, device)
                 counts["rows"] += 1
                 if wrong:
