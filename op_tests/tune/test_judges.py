@@ -103,7 +103,7 @@ def test_verdicts_count_what_is_right() -> None:
     ]
 
 
-def test_the_saved_times_rank_pairs_and_follow_the_grouped_kernel() -> None:
+def test_the_saved_times_rank_configurations_and_pairs_and_follow_the_grouped_kernel() -> None:
     modelled = {}
     with (FOLDER / "judges.csv").open(newline="") as file:
         for line in csv.DictReader(file):
@@ -119,5 +119,8 @@ def test_the_saved_times_rank_pairs_and_follow_the_grouped_kernel() -> None:
         0
     ]
     assert (int(near) >= 20, int(cells), float(median) <= 12) == (True, 24, True)
+    first, apart = map(int, re.findall(r"first three in (\d+) of (\d+)", told)[0])
+    near_best, whole = map(int, re.findall(r"model's best in (\d+) of (\d+)", told)[0])
+    assert first >= 0.8 * apart > 0.8 * 16 and near_best >= 0.8 * whole == 0.8 * 60
     right, pairs_in_all = map(int, re.findall(r"faster kernel named in (\d+) of (\d+)", told)[0])
     assert right >= 0.8 * pairs_in_all >= 0.8 * 18

@@ -205,6 +205,10 @@ class SplitTrace:
         footprint = _library().trace_footprint
         return [footprint(self._trace, i) for i in range(self._regions)]
 
+    def touched(self, group: int) -> float:
+        """Bytes of lines that a workgroup touches."""
+        return float(_library().trace_touched(self._trace, group))
+
     def first_lines(self) -> list[list[int]]:
         """The lowest line of each region that a workgroup touches, by workgroup; -1: of none."""
         lines = _library().trace_firsts(self._trace)
@@ -277,6 +281,8 @@ def _library() -> Any:
     library.trace_free.argtypes, library.trace_free.restype = [ctypes.c_void_p], None
     library.trace_footprint.restype = ctypes.c_double
     library.trace_footprint.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
+    library.trace_touched.restype = ctypes.c_double
+    library.trace_touched.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
     library.trace_stored.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
     library.trace_firsts.argtypes = [ctypes.c_void_p]
     library.trace_firsts.restype = ctypes.POINTER(ctypes.c_uint32)

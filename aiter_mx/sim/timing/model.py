@@ -87,14 +87,23 @@ def traced(
     return Traced(SplitTrace(report.trace), groups, resident, fills)
 
 
-def predict(launch: Traced, constants: Constants | None = None) -> Prediction:
+def predict(
+    launch: Traced, constants: Constants | None = None, every_unit: bool = False
+) -> Prediction:
     """The time of a launch.
 
     Where all workgroups are traced, some compute units are replayed with the workgroups that they
     are dealt, and the slowest counts; else the traced ones stand for all.
+
+    Args:
+        launch: what it does.
+        constants: by default the calibrated ones.
+        every_unit: replay all compute units with all of their workgroups, to see what the replay
+            of some leaves out.
     """
     constants = constants or shipped()
-    runs = [_unit(launch, groups, constants) for groups in _dealt(launch)]
+    dealt = _dealt(launch, CUS if every_unit else _SAMPLED_CUS)
+    runs = [_unit(launch, groups, constants, every_unit) for groups in dealt]
     us, run = max(runs, key=lambda pair: pair[0])
     before = constants.launch_us + launch.fills * constants.fill_us
     scale = us / run.wave_cycles if run.wave_cycles else 0.0
@@ -117,27 +126,41 @@ def timeline(launch: Traced, constants: Constants | None = None) -> list[Span]:
     """What the waves of the slowest unit do when, in cycles; the first of them of a long launch."""
     constants = constants or shipped()
     groups = max(_dealt(launch), key=lambda each: _unit(launch, each, constants)[0])
-    machine = constants.machine(launch.groups / len(groups))
+    machine = constants.machine(_sharers(launch, groups))
     held = min(launch.resident, len(groups))
     shares = launch.shares()
     return list(launch.split.replay(machine, shares, groups, held, _MOST_SPANS).spans)
 
 
-def _dealt(launch: Traced) -> list[list[int]]:
+def _dealt(launch: Traced, sampled: int = _SAMPLED_CUS) -> list[list[int]]:
     """Workgroups of the trace by unit, for some units: the first has as many as any."""
     count = launch.split.groups
     if count < launch.groups:
         return [[i % count for i in range(-(-launch.groups // CUS))]]
     units = min(CUS, launch.groups)
-    step = max(1, units // _SAMPLED_CUS) | 1  # odd: workgroups that share K take turns
+    step = max(1, units // sampled) | 1  # odd: workgroups that share K take turns
     return [list(range(unit, launch.groups, CUS)) for unit in range(0, units, step)]
 
 
-def _unit(launch: Traced, groups: Sequence[int], constants: Constants) -> tuple[float, Replay]:
+def _sharers(launch: Traced, groups: Sequence[int]) -> float:
+    """As many units like the one with these workgroups as all of the launch's bytes are for.
+
+    Units that have less to read leave their part of the rate to the others.
+    """
+    split = launch.split
+    if split.groups < launch.groups:
+        return launch.groups / len(groups)
+    own = sum(map(split.touched, groups))
+    return sum(split.footprint()) / own if own else launch.groups / len(groups)
+
+
+def _unit(
+    launch: Traced, groups: Sequence[int], constants: Constants, every_round: bool = False
+) -> tuple[float, Replay]:
     """The time of a compute unit; many rounds of workgroups are taken for alike."""
     held = min(launch.resident, len(groups))
-    some = groups[: max(_ROUNDS * held, held + 1)]
-    machine = constants.machine(launch.groups / len(groups))
+    some = groups if every_round else groups[: max(_ROUNDS * held, held + 1)]
+    machine = constants.machine(_sharers(launch, groups))
     run = launch.split.replay(machine, launch.shares(), some, held)
     cycles = run.cycles
     if left := len(groups) - len(some):

@@ -48,6 +48,7 @@ typedef struct {
     u32 group_count, waves;
     Words* waves_of; // one for each wave of each workgroup
     double footprint[REGIONS];
+    double* touched;     // bytes of lines, by workgroup
     u32* firsts;         // by workgroup and region: 1 + the lowest line that it touches, or 0
     u32 stored[REGIONS]; // whether any workgroup stores to it
 } Trace;
@@ -98,6 +99,7 @@ void trace_free(Trace* trace) {
         free(trace->waves_of[i].at);
     free(trace->waves_of);
     free(trace->firsts);
+    free(trace->touched);
     free(trace);
 }
 
@@ -108,6 +110,7 @@ Trace* trace_split(const Instruction* code, const u32* words, u64 count, u32 gro
     trace->group_count = groups;
     trace->waves = waves;
     trace->waves_of = calloc((u64)groups * waves, sizeof *trace->waves_of);
+    trace->touched = calloc(groups, sizeof *trace->touched);
     trace->firsts = calloc((u64)groups * REGIONS, sizeof *trace->firsts);
     Lines lines = {0};
     u32 group = ~0u, wave = 0;
@@ -127,6 +130,7 @@ Trace* trace_split(const Instruction* code, const u32* words, u64 count, u32 gro
                 u32 region = copy[1] >> 16 & (REGIONS - 1);
                 if (is_new(&lines, (u64)(region + 1) << 40 | copy[2])) {
                     trace->footprint[region] += 128.0 * copy[3];
+                    trace->touched[group] += 128.0 * copy[3];
                     copy[1] |= FIRST_TOUCH;
                 }
                 u32* first = trace->firsts + (u64)group * REGIONS + region;
@@ -143,6 +147,7 @@ Trace* trace_split(const Instruction* code, const u32* words, u64 count, u32 gro
     return trace;
 }
 double trace_footprint(const Trace* trace, u32 region) { return trace->footprint[region]; }
+double trace_touched(const Trace* trace, u32 group) { return trace->touched[group]; }
 u32 trace_stored(const Trace* trace, u32 region) { return trace->stored[region]; }
 const u32* trace_firsts(const Trace* trace) { return trace->firsts; }
 

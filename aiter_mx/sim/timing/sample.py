@@ -8,6 +8,8 @@ from functools import cache
 
 from aiter_mx.sim.report import LaunchReport, Trace
 
+ALIKE, UNLIKE = 3, 16
+"""Workgroups that stand for a launch in which all do the same, or in which the data decide."""
 IDLE = 0.1
 """Of the busiest workgroup's instructions: one with fewer finds nothing to do."""
 

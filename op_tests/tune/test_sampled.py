@@ -1,0 +1,29 @@
+"""A few workgroups of a launch stand for all in the model of time."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from aiter_mx.kernels.spec import Problem
+from tune.sampled import BAR, CASES, SAVED, compared
+
+DECODE_S, PREFILL_S = 5.0, 60.0
+
+
+def test_every_saved_launch_is_as_the_whole_replay_has_it_and_in_time() -> None:
+    with SAVED.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == len(CASES) == 10
+    for line, (op, problem) in zip(lines, CASES, strict=True):
+        assert (line["op"], f"M={vars(problem)['M']}") == (op, line["shape"].split()[0])
+        assert abs(float(line["off"])) <= BAR
+        assert float(line["sampled_s"]) <= (DECODE_S if vars(problem)["M"] <= 64 else PREFILL_S)
+
+
+@pytest.mark.parametrize(("op", "problem"), [CASES[2], CASES[9]])
+def test_launches_are_as_saved(op: str, problem: Problem) -> None:
+    found = compared(op, problem)
+    assert abs(found.off) <= BAR
+    assert found.whole_us > 2 and found.groups > 1
