@@ -1,11 +1,13 @@
 """Fits the numbers by which gfx950's mfma chooses configurations to the model of time.
 
     python tune/fit_mfma.py [--count 300] [--seed 0]
+    python tune/fit_mfma.py --persistent
 
 Configurations that fit shapes of the table are drawn and traced as the tuner does it. Those of
 ``FITTED`` that the cost is linear in are fitted to the predicted times by non-negative least
-squares of relative errors. Nothing is written: numbers are taken over by hand into
-aiter_mx/kernels/linear/mfma_gfx950.py.
+squares of relative errors. With ``--persistent`` it is the cycles of a step of the kernel with
+large tiles, for each tile: the median over shapes whose weights do not bound the time. Nothing is
+written: numbers are taken over by hand into aiter_mx/kernels/linear/mfma_gfx950.py.
 """
 
 from __future__ import annotations
@@ -20,15 +22,27 @@ from scipy.optimize import nnls
 
 from aiter_mx.errors import AiterMxError
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear.mfma_gfx950 import FITTED, SEARCHES
+from aiter_mx.kernels.linear.mfma_gfx950 import (
+    FITTED,
+    PERSISTENT_STEPS,
+    SEARCHES,
+    persistent_steps,
+    weights_cycles,
+)
+from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.search import Costed, Least
+from aiter_mx.kernels.spec import Config
 from aiter_mx.paths import configs_dir
 from aiter_mx.target import hardware
 from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.modelled import ModelBench
 
 LINEAR = ("bound", "round", "turn", "step", "product", "sum", "split")
-ROWS = (4, 8, 16, 32, 64, 128, 256)
+ROWS = (4, 16, 32, 64, 128)
+MOST_WEIGHTS = 1 << 26  # of a shape: larger ones take long to trace, and say the same
+PERSISTENT_SHAPES = ((2304, 6144), (6144, 2048), (8192, 4096), (14336, 4096), (28672, 4096))
+UNBOUNDED = 1.2
+"""Times of what memory takes for w."""
 WITHIN = 1.6
 """Of the least cost: what costs more would never be chosen."""
 GFX950 = hardware("gfx950")
@@ -57,6 +71,7 @@ def drawn(count: int, seed: int) -> Iterator[tuple[str, LinearProblem, tuple[int
     draw = random.Random(seed)
     table = pd.read_csv(configs_dir() / "gfx950" / "linear.csv")
     shapes = table[["N", "K"]].drop_duplicates().to_numpy().tolist()
+    shapes = [(N, K) for N, K in shapes if N * K <= MOST_WEIGHTS]
     for _ in range(count):
         problem = LinearProblem(draw.choice(ROWS), *draw.choice(shapes))
         kernel = draw.choice([name for name in SEARCHES if name == "mfma" or problem.M > 8])
@@ -66,25 +81,51 @@ def drawn(count: int, seed: int) -> Iterator[tuple[str, LinearProblem, tuple[int
         yield kernel, problem, draw.choice(near)
 
 
-def predicted_us(kernel: str, problem: LinearProblem, values: tuple[int, ...]) -> float:
+def predicted_us(kernel: str, problem: LinearProblem, config: Config) -> float:
     """Floor 2 of the model. Raises AiterMxError where the configuration cannot be traced."""
-    names = (param.name for param in SEARCHES[kernel].params)
-    named = tuple(zip(names, values, strict=True))
-    candidate = Candidate("linear", "gfx950", "hip", kernel, named)
+    candidate = Candidate("linear", "gfx950", "hip", kernel, tuple(config.items()))
     bench = ModelBench("linear", problem)
     bench.admit(candidate)
     return bench.sample_us(candidate)
+
+
+def step_cycles(tile_m: int) -> Iterator[float]:
+    """Of the kernel with large tiles, by shape."""
+    spec = find_kernel("linear", "gfx950", "hip", "persistent")
+    for N, K in PERSISTENT_SHAPES:
+        problem = LinearProblem(2 * tile_m, N, K)
+        config = next(
+            config
+            for config in spec.candidates(GFX950, problem)
+            if (config["tile_m"], config["tile_n"]) == (tile_m, PERSISTENT_STEPS[tile_m][0])
+        )
+        cycles = predicted_us("persistent", problem, config) * CYCLES_A_US
+        cycles -= FITTED["launch"] + FITTED["persistent"]
+        if cycles > UNBOUNDED * weights_cycles(GFX950, problem):
+            yield cycles / persistent_steps(GFX950, problem, tile_m)
+
+
+def fit_persistent() -> None:
+    for tile_m, (tile_n, before) in PERSISTENT_STEPS.items():
+        found = list(step_cycles(tile_m))
+        low, middle, high = np.quantile(found, (0.1, 0.5, 0.9))
+        print(f"{tile_m}x{tile_n}: {before} -> {middle:.0f} ({low:.0f} to {high:.0f})", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--count", type=int, default=300, help="configurations to trace")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--persistent", action="store_true", help="its steps instead")
     options = parser.parse_args()
+    if options.persistent:
+        fit_persistent()
+        return
     counts, cycles, splits = [], [], []
     for kernel, problem, values in drawn(options.count, options.seed):
         try:
-            us = predicted_us(kernel, problem, values)
+            names = (param.name for param in SEARCHES[kernel].params)
+            us = predicted_us(kernel, problem, dict(zip(names, values, strict=True)))
         except AiterMxError as error:
             print(f"{problem} {values}: {error}")
             continue

@@ -8,12 +8,13 @@
 //
 // A workgroup computes up to kRows consecutive outputs n for all m: as many as any other, or one
 // more. Its waves take steps of K in turn and share nothing until their sums are added, in a fixed
-// order.
+// order. A wave asks for its next step while it multiplies one.
 //
-// Rows of x are divided into blocks of up to 64, each with workgroups of its own.
+// Rows of x are one block of up to 128, or else blocks of 64, each with workgroups of its own.
 //
-// With kSplits, so many workgroups have a part of K each of the same outputs. Each leaves its sums
-// in memory; the one that is the last to do so adds them all, in the order of their parts.
+// With kSplits, so many workgroups have a part of K each of the same outputs. Each wave leaves sums
+// of its share of these in memory; of waves with the same share, the last to do so adds them all,
+// in the order of their parts.
 //
 // w is operand A of the scaled matrix instruction, x is B. A tile is what two instructions take of
 // one operand: 16 rows of 256 k, in memory
@@ -46,6 +47,11 @@ constexpr bool kEvenBlocks = MX_EVEN_BLOCKS; // K / 32 is even
 constexpr bool kQuantises = !kIsQuantised<MX_X>;
 using Out = DType<MX_OUT>;
 using Offset = unsigned long; // elements and bytes: tensors may exceed 4 GiB
+#if MX_SPLITS == 1
+using Group = Offset; // a workgroup's number
+#else
+using Group = unsigned; // where K is split, N is too small for more
+#endif
 
 constexpr int kTileRows = kSide / kFold;
 constexpr unsigned kStep = kFold * kTileK;   // k of a tile
@@ -84,7 +90,7 @@ struct Place {
 // would wait for all that is under way.
 struct LoadedTile {
     u32x4 payload[kLoads];
-    unsigned short scales[kEvenBlocks ? 1 : 2];
+    unsigned scales[kEvenBlocks ? 1 : 2];
 
     MX_MEMBER Tile tile() const {
         Tile tile;
@@ -185,8 +191,8 @@ struct Activations {
         rows.load_scales(loaded, tile, place);
         return loaded;
     }
-    MX_MEMBER static Operand operand(u32x4* lds, const LoadedTile& loaded, int lane) {
-        return transpose(lds, loaded.tile(), lane);
+    MX_MEMBER static Operand operand(const Turn& turn, const LoadedTile& loaded, int lane) {
+        return turn.whole(loaded.tile(), lane);
     }
 };
 template <>
@@ -198,35 +204,46 @@ struct Activations<true> {
                           unsigned K)
         : rows(x + 2 * first * K, M, K) {}
     MX_MEMBER WideTile load(int tile, const Place& place) const { return rows.load(tile, place); }
-    MX_MEMBER static Operand operand(u32x4* lds, const WideTile& loaded, int lane) {
-        return transpose_payload(lds, loaded.quantise(lane), lane);
+    MX_MEMBER static Operand operand(const Turn& turn, const WideTile& loaded, int lane) {
+        return turn.payload(loaded.quantise(lane));
     }
 };
 using X = Activations<kQuantises>;
 
-// Adds the products of a step. Tiles are transposed in the wave's LDS.
-MX_DEVICE void multiply_step(u32x4* lds, const LoadedTile (&w)[kRowTiles],
-                             const X::Loaded (&x)[kColTiles], int lane,
+// Tiles of w and of x take turns, so that some loads under way come from memory and some from the
+// cache: those of w before tile t of a step. The first is of w, the last of x.
+constexpr int kTiles = kRowTiles + kColTiles;
+constexpr int rows_before(int t) { return (t * kRowTiles + kTiles - 1) / kTiles; }
+constexpr bool is_row(int t) { return rows_before(t) < rows_before(t + 1); }
+
+// Adds the products of a step. Tiles are transposed in the wave's LDS; once a tile is there, what
+// the next step needs in its registers is asked for.
+template <class LoadNext>
+MX_DEVICE void multiply_step(const Turn& turn, LoadedTile (&w)[kRowTiles],
+                             X::Loaded (&x)[kColTiles], int lane,
                              f32x4 (&sums)[kRowTiles][kColTiles], NanNotes (&w_nans)[kRowTiles],
-                             NanNotes (&x_nans)[kColTiles]) {
-    finish_before_next(); // transposing several steps at once would take more registers
-    Operand a[kRowTiles];
+                             NanNotes (&x_nans)[kColTiles], LoadNext load_next) {
+    Operand a[kRowTiles], b[kColTiles];
+    const auto add = [&](int r, int c) {
+        f32x4& sum = sums[r][c];
+        sum = multiply_scaled<0>(a[r].rows[0], a[r].scales, b[c].rows[0], b[c].scales, sum);
+        sum = multiply_scaled<1>(a[r].rows[1], a[r].scales, b[c].rows[1], b[c].scales, sum);
+    };
 #pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-        a[r] = transpose(lds, w[r].tile(), lane);
-        w_nans[r].take(a[r].scales);
-    }
-#pragma unroll
-    for (int c = 0; c < kColTiles; ++c) {
-        finish_before_next(); // no wait for the next tile of x ahead of these products
-        const Operand b = X::operand(lds, x[c], lane);
-        x_nans[c].take(b.scales);
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-            f32x4& sum = sums[r][c];
-            sum = multiply_scaled<0>(a[r].rows[0], a[r].scales, b.rows[0], b.scales, sum);
-            sum = multiply_scaled<1>(a[r].rows[1], a[r].scales, b.rows[1], b.scales, sum);
+    for (int t = 0; t < kTiles; ++t) {
+        finish_before_next(); // transposing several at once would take more registers
+        const int rows = rows_before(t), cols = t - rows;
+        if (is_row(t)) {
+            a[rows] = turn.whole(w[rows].tile(), lane);
+            w_nans[rows].take(a[rows].scales);
+        } else {
+            b[cols] = X::operand(turn, x[cols], lane);
+            x_nans[cols].take(b[cols].scales);
         }
+        load_next(t);
+#pragma unroll
+        for (int i = 0; i < (is_row(t) ? cols : rows); ++i)
+            is_row(t) ? add(rows, i) : add(i, cols);
     }
 }
 
@@ -262,33 +279,24 @@ MX_DEVICE T sum_of_waves(const u32x4 (&lds)[kWaves][kWavePieces], int m, int row
     return sum;
 }
 
-// Where the workgroups that share K leave their sums, and how many have done so: none when a launch
-// begins, and when it ends.
+// Where the workgroups that share K leave their sums, and how many have left what a wave adds: none
+// when a launch begins, and when it ends.
 struct Handover {
     unsigned char* parts;
-    unsigned* arrived;
-    unsigned tiles; // of outputs, for a block of x
+    unsigned* arrived; // of each wave of each tile
+    unsigned tiles;    // of outputs, for a block of x
 };
 
-// The workgroup has stored what others may need; true in the last of those that share K to do so.
-MX_DEVICE bool is_last_to_arrive(unsigned* arrived) {
-    MX_LDS unsigned before;
+// The wave has stored what its like in other workgroups may need; true in the last to do so.
+MX_DEVICE bool is_last_to_arrive(unsigned* arrived, int lane) {
     stores_are_over();
-    group_barrier();
-    if (thread_in_group() == 0)
+    unsigned before = 0;
+    if (lane == 0)
         before = count_for_all(arrived);
-    group_barrier();
-    const bool is_last = before == kSplits - 1;
-    if (is_last && thread_in_group() == 0)
+    const bool is_last = __builtin_amdgcn_readfirstlane(before) == kSplits - 1;
+    if (is_last && lane == 0)
         reset_for_all(arrived);
     return is_last;
-}
-
-// Has the scalar arguments loaded at once: left alone, each is loaded where it is first used, and
-// the latencies add up.
-MX_DEVICE void wait_for_arguments(Offset M, Offset N, Offset K, int bias_kind, unsigned rows_each,
-                                  Offset longer) {
-    asm volatile("" ::"s"(M), "s"(N), "s"(K), "s"(bias_kind), "s"(rows_each), "s"(longer));
 }
 
 struct Arguments {
@@ -301,10 +309,25 @@ struct Arguments {
     Offset longer;
 };
 
+// Has the arguments loaded at once: left alone, each is loaded where it is first used, and the
+// latencies add up.
+MX_DEVICE void wait_for_arguments(const Arguments& a, const Handover& handover) {
+    asm volatile("" ::"s"(a.xq), "s"(a.xs), "s"(a.wq), "s"(a.ws), "s"(a.bias), "s"(a.y), "s"(a.M),
+                 "s"(a.N), "s"(a.k_size), "s"(a.bias_kind), "s"(a.rows_each), "s"(a.longer));
+    if constexpr (kSplits > 1)
+        asm volatile("" ::"s"(handover.parts), "s"(handover.arrived), "s"(handover.tiles));
+}
+
+// The pointer, of which the compiler computes nothing before this.
+MX_DEVICE const unsigned char* from_here(const unsigned char* pointer) {
+    asm volatile("" : "+s"(pointer));
+    return pointer;
+}
+
 MX_DEVICE void multiply(const Arguments& a, Handover handover) {
-    const Offset group = group_y() * kMaxGridX + group_x();
-    wait_for_arguments(a.M, a.N, a.k_size, a.bias_kind, a.rows_each, a.longer);
-    const Offset tile = group / kSplits;
+    const Group group = static_cast<Group>(group_y()) * kMaxGridX + group_x();
+    wait_for_arguments(a, handover);
+    const Group tile = group / kSplits;
     const unsigned part = group % kSplits;
     const bool is_longer = tile < a.longer;
     const Offset first_row = tile * a.rows_each + (is_longer ? tile : a.longer);
@@ -324,40 +347,47 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
 
     LoadedTile w[kUnroll][kRowTiles];
     X::Loaded x[kUnroll][kColTiles];
-    const auto load_round = [&](unsigned first) {
-#pragma unroll
-        for (int i = 0; i < kUnroll; ++i) { // a step past the end of K loads zeros
-            const Place place(lane, first + i * kStride, end, K);
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r)
-                w_rows.load_payload<true>(w[i][r], r, place);
-            finish_before_next(); // memory is asked for weights before the rest has addresses
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r)
-                w_rows.load_scales(w[i][r], r, place);
-            const X x_rows(a.xq, a.xs, first_m, own_m, K);
-#pragma unroll
-            for (int c = 0; c < kColTiles; ++c) {
-                finish_before_next(); // what is used first arrives first
-                x[i][c] = x_rows.load(c, place);
-            }
-        }
-        finish_before_next();
-    };
     unsigned first = begin + wave * kStep;
-    load_round(first);
+    const Place begun(lane, first, end, K);
+    w_rows.load_payload<true>(w[0][0], 0, begun);
+    finish_before_next(); // memory is asked for weights before the rest has addresses
+    w_rows.load_scales(w[0][0], 0, begun);
+    const X x_rows(from_here(a.xq), from_here(a.xs), first_m, own_m, K);
+    const auto load = [&](int i, int t, const Place& place) { // of a wave's step i, tile t
+        const int rows = rows_before(t), cols = t - rows;
+        if (is_row(t)) {
+            w_rows.load_payload<true>(w[i][rows], rows, place);
+            w_rows.load_scales(w[i][rows], rows, place);
+        } else {
+            x[i][cols] = x_rows.load(cols, place);
+        }
+    };
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) { // a step past the end of K loads zeros
+        const Place place(lane, first + i * kStride, end, K);
+#pragma unroll
+        for (int t = i == 0; t < kTiles; ++t) {
+            finish_before_next(); // what is used first arrives first
+            load(i, t, place);
+        }
+    }
+    finish_before_next();
     const BiasLoad own_bias(a.bias, a.bias_kind, first_row, rows, thread_in_group());
     f32x4 sums[kRowTiles][kColTiles] = {};
     NanNotes w_nans[kRowTiles], x_nans[kColTiles];
-    for (;;) {
+    Turn turn(lds[wave], lane);
+    turn.keep();
+    const auto multiply_round = [&](auto load_next) {
 #pragma unroll
-        for (int i = 0; i < kUnroll; ++i)
-            multiply_step(lds[wave], w[i], x[i], lane, sums, w_nans, x_nans);
-        first += kUnroll * kStride;
-        if (first >= end)
-            break;
-        load_round(first);
-    }
+        for (int i = 0; i < kUnroll; ++i) {
+            const Place next(lane, first + (kUnroll + i) * kStride, end, K);
+            multiply_step(turn, w[i], x[i], lane, sums, w_nans, x_nans,
+                          [&](int t) { load_next(i, t, next); });
+        }
+    };
+    for (; first + kUnroll * kStride < end; first += kUnroll * kStride)
+        multiply_round(load);
+    multiply_round([](int, int, const Place&) {});
 
     put_sums(lds[wave], lane, place_of_sums, sums, w_nans, x_nans);
     MX_LDS f32x4 added[kResultPieces];
@@ -388,7 +418,7 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
         for (int i = thread_in_group(); i < M * kResultPieces; i += kThreads)
             parts.store_for_all(part * kPartBytes + i * kPiece,
                                 sum_of_waves<f32x4>(lds, i / kResultPieces, i % kResultPieces * 4));
-        if (!is_last_to_arrive(handover.arrived + own))
+        if (!is_last_to_arrive(handover.arrived + own * kWaves + wave, lane))
             return;
         constexpr int kEach = (kMostPieces + kThreads - 1) / kThreads; // of a thread
         f32x4 of_part[kEach][kSplits];

@@ -11,7 +11,7 @@ import aiter_mx
 from aiter_mx import counters
 from aiter_mx.jit.build import build
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear.mfma_gfx950 import MFMA, MFMA_SPLIT
+from aiter_mx.kernels.linear.mfma_gfx950 import MFMA_SPLIT
 from aiter_mx.launch import build_request
 from aiter_mx.region import Region
 from aiter_mx.runtimes.base import PackedArgs
@@ -23,7 +23,12 @@ from op_tests.mx_reference import assert_close_to_reference
 
 GFX950, CPU = hardware("gfx950"), torch.device("cpu")
 CONFIG = {"row_tiles": 2, "fold": 1, "waves": 2, "unroll": 1, "splits": 3}
-SHAPES = [(13, 75, 1312), (33, 40, 2048), (5, 9, 96)]  # the last K leaves two parts empty
+SHAPES = [
+    (13, 75, 1312),
+    (33, 40, 2048),
+    (127, 35, 1056),
+    (5, 9, 96),
+]  # the last K leaves two parts empty
 
 
 @pytest.mark.parametrize(("M", "N", "K"), SHAPES)
@@ -71,7 +76,7 @@ def test_a_launch_finds_its_counters_as_the_one_before_left_them() -> None:
 
 def test_k_is_split_where_rows_are_many_and_workgroups_read_much_of_x() -> None:
     def splits(M: int, N: int, K: int) -> bool:
-        return MFMA.yields(GFX950, LinearProblem(M, N, K)) is not None
+        return MFMA_SPLIT.yields(GFX950, LinearProblem(M, N, K)) is None
 
     assert splits(64, 2304, 6144) and splits(33, 1280, 8192) and splits(64, 768, 6144)
     assert not splits(16, 2304, 6144) and not splits(64, 384, 384) and not splits(64, 57344, 8192)

@@ -10,15 +10,15 @@ from aiter_mx import invariance
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
 from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTENT_SM90
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
-from aiter_mx.kernels.linear.mfma_gfx950 import BLOCK_M as MFMA_BLOCK_M
 from aiter_mx.kernels.linear.problem import LinearProblem
 from aiter_mx.kernels.spec import Config, KernelSpec, Module
 from aiter_mx.target import Target
 
 T = TypeVar("T")
 
-_FEWEST_ROWS = {"gfx950": MFMA_BLOCK_M + 1, "sm_90a": 17}
-_FEWEST_OWN_ROWS = 65  # without a table: the others have no more
+_FEWEST_ROWS = 17
+_FEWEST_OWN_ROWS = {"gfx950": _FEWEST_ROWS, "sm_90a": 65}
+"""Without a table. On sm_90a others take all rows below; on gfx950 they say where they do."""
 
 
 def _one_group(problem: LinearProblem) -> GroupedGemmProblem:
@@ -47,14 +47,14 @@ def as_linear(spec: KernelSpec) -> KernelSpec:
         )
 
     def refusal(target: Target, problem: LinearProblem) -> str | None:
-        fewest = _FEWEST_ROWS.get(target.arch, 0)
-        if fewest > problem.M and not invariance.is_on():
-            return f"M={problem.M} is below {fewest}: others have the better tiles"
+        if problem.M < _FEWEST_ROWS and not invariance.is_on():
+            return f"M={problem.M} is below {_FEWEST_ROWS}: others have the better tiles"
         return spec.refusal(target, _one_group(problem))
 
     def yields(target: Target, problem: LinearProblem) -> str | None:
-        if problem.M < _FEWEST_OWN_ROWS:
-            return f"others read w once for M={problem.M} below {_FEWEST_OWN_ROWS}"
+        fewest = _FEWEST_OWN_ROWS[target.arch]
+        if fewest > problem.M:
+            return f"others read w once for M={problem.M} below {fewest}"
         return spec.yields(target, _one_group(problem))
 
     return replace(

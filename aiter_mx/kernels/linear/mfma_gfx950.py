@@ -63,30 +63,30 @@ FITTED: dict[str, float] = {
     "cached_bytes": 24,
     "tile": 36,
     "moved_bytes": 40,
-    "bound": 0.76,
-    "round": 3976,
-    "turn": 669,
-    "step": 97,
-    "product": 62,
-    "sum": 104,
-    "split": 2380,
+    "bound": 0.764,
+    "round": 3487,
+    "turn": 85.5,
+    "step": 11.7,
+    "product": 117,
+    "sum": 90.4,
+    "split": 2728,
     "persistent": 5800,
 }
 """Cycles of a compute unit at 2.4 GHz, and bytes a cycle, by tune/fit_mfma.py: a launch; memory's
 and the L2 cache's rate; the address unit's work on a tile, and the bytes that it moves; how much of
 the slowest of these counts; a round of workgroups; a wave's turn; a step's work on a tile and on a
 product; a sum of waves; a handover between workgroups; all but the steps of ``persistent``."""
-PERSISTENT_STEPS = {32: (128, 1200), 64: (256, 1950), 128: (256, 2640), 256: (256, 4800)}
-"""Of tiles by their rows of x: rows of w, and cycles of a step of 128 k."""
+PERSISTENT_STEPS = {32: (128, 1434), 64: (256, 1816), 128: (256, 2267), 256: (256, 3406)}
+"""Of tiles by their rows of x: rows of w, and cycles of a step of 128 k, by tune/fit_mfma.py."""
 
 BLOCK_M = 64
-"""Rows of x that workgroups have at most."""
+"""Rows of x that a workgroup has, at most, but that up to twice as many are one block."""
 MAX_M = 512
 MAX_K = 1 << 25  # offsets within the rows of a workgroup, at most 64, are below 2^31
 _MAX_SPLIT_N = 1 << 23  # offsets within results of 64 rows are below 2^31
-_FEWEST_SPLIT_ROWS = 17
+_FEWEST_SHARED_ROWS = 17  # that other kernels than mfma take
 _WORTH_LEAVING = 0.95
-_MOST_COL_TILES = 4
+_MOST_FOLDED_TILES = 4
 _MOST_CANDIDATES = 48
 
 _QUANTISING = 4.8  # vector instructions for 64 values
@@ -111,20 +111,29 @@ class _Work(NamedTuple):
     steps: int
 
 
+def _blocks(M: int) -> int:
+    return 1 if M <= 2 * BLOCK_M else -(-M // BLOCK_M)
+
+
+def _block_rows(M: int) -> int:
+    """The most rows of x that a workgroup has."""
+    return M if M <= 2 * BLOCK_M else BLOCK_M
+
+
 def _work(
     target: Target, problem: LinearProblem, row_tiles: int, fold: int, splits: int = 1
 ) -> _Work:
     """Workgroups are as many on each compute unit, where there are rows for them: the busiest has
     no more of them then, and each has fewer rows."""
-    blocks = -(-problem.M // BLOCK_M)
+    blocks = _blocks(problem.M)
     of_tile = blocks * splits
     needed = -(-problem.N * fold // (SIDE * row_tiles)) * of_tile
     of_busiest = -(-needed // target.cu_num)
     tiles = min(problem.N, of_busiest * target.cu_num // max(of_tile, 1))
     groups = tiles * of_tile
-    col_tiles = -(-min(problem.M, BLOCK_M) * fold // SIDE)
-    if col_tiles == 3:
-        col_tiles = 4  # one code object less, for rows that are not there and take no memory
+    col_tiles = -(-_block_rows(problem.M) * fold // SIDE)
+    if col_tiles > 2:
+        col_tiles += col_tiles % 2  # fewer code objects, for rows that take no memory
     return _Work(
         blocks=blocks,
         col_tiles=col_tiles,
@@ -159,9 +168,11 @@ def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
 
 
 def _registers(rows: int, cols: int, unroll: int, quantises: bool = False) -> int:
-    """At most so many registers of a lane: loads, sums and addresses, as compilers have it."""
+    """At most so many registers of a lane: loads, operands at once, sums and addresses, as
+    compilers have it."""
     held = 8 + 16 * unroll * cols if quantises else 0
-    return 36 + unroll * (24 * rows + 17 * cols) + 6 * rows * cols + held
+    operands = min(rows + cols, 2 + (rows - 1) * (rows + cols) // rows)
+    return 29 + 18 * unroll * (rows + cols) + 17 * operands + 4 * rows * cols + held
 
 
 @cache
@@ -170,7 +181,7 @@ def _resident(
 ) -> int:
     """Workgroups that a compute unit holds at once; 0 where not even one fits."""
     registers = -(-_registers(row_tiles, col_tiles, unroll, quantises) // 8) * 8
-    if registers > MOST_REGISTERS:
+    if registers > (MOST_REGISTERS if quantises else REGISTERS):
         return 0
     lds_bytes = _lds_bytes(row_tiles, col_tiles, waves)
     return min(REGISTERS // registers * SIMDS // waves, LDS_BYTES // lds_bytes)
@@ -192,7 +203,7 @@ def _costs(
     """A fit to the model of time, in cycles; then what to have less of where it is equal."""
     cycles, bounded = FITTED, []
     for rows, fold, split in product(PARAMS[0].values, PARAMS[1].values, splits):
-        if (fold > 1 and split > 1) or min(problem.M, BLOCK_M) * fold > SIDE * _MOST_COL_TILES:
+        if fold > 1 and (split > 1 or problem.M * fold > SIDE * _MOST_FOLDED_TILES):
             continue
         work = _work(target, problem, rows, fold, split)
         bound = _bound(target, problem, work, rows, split)
@@ -208,7 +219,7 @@ def _costs(
             of_tiles = cycles["step"] * (rows + cols)
             if (bound + cycles["round"] + unroll * of_tiles) * ROUNDED_OFF > least.cost:
                 break
-            if _registers(rows, cols, unroll) > MOST_REGISTERS:
+            if _registers(rows, cols, unroll) > REGISTERS:
                 break
             for waves, turns in without_waste(WAVES, work.steps, unroll):
                 held = min(busiest, _resident(rows, cols, waves, unroll))
@@ -224,12 +235,18 @@ def _costs(
                 yield cost, (rounds, waves * unroll, unroll), values
 
 
+def weights_cycles(target: Target, problem: LinearProblem) -> float:
+    """What memory takes for w."""
+    row_bytes = problem.K * (BLOCK + 1) / BLOCK
+    return problem.N * row_bytes / (FITTED["memory_bytes"] * target.cu_num)
+
+
 def _bound(
     target: Target, problem: LinearProblem, work: _Work, row_tiles: int, splits: int
 ) -> float:
     """What memory, the L2 cache or address units take."""
     cycles, row_bytes = FITTED, problem.K * (BLOCK + 1) / BLOCK
-    memory = problem.N * row_bytes / (cycles["memory_bytes"] * target.cu_num)
+    memory = weights_cycles(target, problem)
     of_block = -(-problem.M // work.blocks)
     asked = work.of_busiest * (of_block + work.rows) * row_bytes / splits
     tiles = work.of_busiest * work.steps * (row_tiles + work.col_tiles)
@@ -255,7 +272,7 @@ SEARCHES: dict[str, Search] = {
 
 def tuned_for(M: int) -> int:
     """Few code objects serve all numbers of rows."""
-    return rows_tuned_for(M) if M <= BLOCK_M else 4 * BLOCK_M
+    return rows_tuned_for(M) if M <= 2 * BLOCK_M else 4 * BLOCK_M
 
 
 @lru_cache(maxsize=1024)
@@ -282,18 +299,24 @@ def _split_refusal(target: Target, problem: LinearProblem) -> str | None:
     return _refusal(target, problem)
 
 
+def persistent_steps(target: Target, problem: LinearProblem, tile_m: int) -> float:
+    """Steps of 128 k that the kernel with large tiles takes, where a further round of tiles counts
+    half."""
+    tiles = -(-problem.M // tile_m) * -(-problem.N // PERSISTENT_STEPS[tile_m][0])
+    return (1 + (-(-tiles // target.cu_num) - 1) / 2) * -(-problem.K // 128)
+
+
 def _persistent(target: Target, problem: LinearProblem) -> float:
-    """What the kernel with large tiles would take; its steps are of 128 k."""
-    costs = []
-    for tile_m, (tile_n, step) in PERSISTENT_STEPS.items():
-        tiles = -(-problem.M // tile_m) * -(-problem.N // tile_n)
-        steps = 1 + (-(-tiles // target.cu_num) - 1) / 2
-        costs.append(step * steps * -(-problem.K // 128))
-    return min(costs) + FITTED["persistent"]
+    """What the kernel with large tiles would take."""
+    cycles = (
+        step * persistent_steps(target, problem, tile_m)
+        for tile_m, (_, step) in PERSISTENT_STEPS.items()
+    )
+    return max(min(cycles), weights_cycles(target, problem)) + FITTED["persistent"]
 
 
 def _fastest(target: Target, problem: LinearProblem) -> tuple[str, Config | None]:
-    M = problem.M if problem.M > BLOCK_M else tuned_for(problem.M)
+    M = problem.M if problem.M > 2 * BLOCK_M else tuned_for(problem.M)
     return _fastest_of(target, M, problem.N, problem.K)
 
 
@@ -302,12 +325,12 @@ def _fastest_of(target: Target, M: int, N: int, K: int) -> tuple[str, Config | N
     """The kernel that is, and its configuration unless it is ``persistent``; ``mfma`` is unless
     another is by a twentieth. No search goes beyond what would be taken in its place."""
     tuned, launch, best = LinearProblem(tuned_for(M), N, K), FITTED["launch"], inf
-    if M > BLOCK_M:
+    if M >= _FEWEST_SHARED_ROWS:
         best = launch + _persistent(target, LinearProblem(M, N, K))
     mfma = SEARCHES["mfma"].cheapest(target, tuned, best / _WORTH_LEAVING - launch)
     if mfma is not None:
         best = min(best, _WORTH_LEAVING * (launch + mfma[0]))
-    if M >= _FEWEST_SPLIT_ROWS and N < _MAX_SPLIT_N:
+    if M >= _FEWEST_SHARED_ROWS and N < _MAX_SPLIT_N:
         split = SEARCHES["mfma_split"].cheapest(target, tuned, best - launch)
         if split is not None:
             return "mfma_split", split[1]
@@ -408,7 +431,7 @@ MFMA_SPLIT = declare(
     composed=QUANTISED_FIRST,
     workspace_bytes=_parts_bytes,
     counters=lambda target, problem, config: (
-        _tiles(target, problem, config) * _work_of(target, problem, config).blocks
+        _tiles(target, problem, config) * _work_of(target, problem, config).blocks * config["waves"]
     ),
     yields=_yielding("mfma_split"),
 )

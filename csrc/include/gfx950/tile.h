@@ -15,6 +15,8 @@
 
 namespace mx {
 
+#define MX_LDS_POINTER __attribute__((address_space(3)))
+
 constexpr unsigned kBlock = 32;              // k of one scale
 constexpr unsigned kTileK = 2 * kDepth;      // of one operand row
 constexpr unsigned kPiece = 16;              // bytes of one load
@@ -33,37 +35,69 @@ struct Operand {
     unsigned scales; // byte i for instruction i
 };
 
-// Transposes a tile's payload in the wave's LDS. Piece p of operand row r is kept at place p ^ r of
-// its row, so that any 8 lanes that are served together are in different banks. The scales are
-// taken as they are.
-MX_DEVICE Operand transpose_payload(u32x4* lds, const Tile& tile, int lane) {
-    const int quad = lane / 4 % 4, part = lane / kSide;
+// The lane's part in transposing tiles in the wave's LDS. Piece p of operand row r is kept at place
+// p ^ r of its row, so that any 8 lanes that are served together are in different banks.
+struct Turn {
+    MX_LDS_POINTER u32x4 *put[kLoads], *take[2][2];
+
+    MX_MEMBER Turn(u32x4* lds, int lane) {
+        const int quad = lane / 4 % 4, part = lane / kSide;
 #pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-        const int row = 4 * quad + j;
-        lds[row * kRowPieces + ((part * 4 + lane % 4) ^ row)] = tile.payload[j];
-    }
-    wave_in_order();
-    Operand operand;
-    const int row = lane % kSide, g = lane / kSide;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
+        for (int j = 0; j < kLoads; ++j) {
+            const int row = 4 * quad + j;
+            put[j] = place(lds, row, part * 4 + lane % 4);
+        }
         // Lane group g has half g % 2 of the instruction's blocks g / 2 and 2 + g / 2, its scale is
         // that of block g: which is to be block 2 g + i of the tile's row.
-        const int first = 2 * (2 * (g / 2) + i) + g % 2;
-        const u32x4 low = lds[row * kRowPieces + (first ^ row)];
-        const u32x4 high = lds[row * kRowPieces + ((first + 8) ^ row)];
-        operand.rows[i] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
+        const int g = lane / kSide;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                take[i][half] = place(lds, lane % kSide, 2 * (2 * (g / 2) + i) + g % 2 + 8 * half);
     }
-    wave_in_order();
-    operand.scales = tile.scales;
-    return operand;
-}
+    // The scales are taken as they are.
+    MX_MEMBER Operand payload(const Tile& tile) const {
+#pragma unroll
+        for (int j = 0; j < kLoads; ++j)
+            *put[j] = tile.payload[j];
+        wave_in_order();
+        Operand operand;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            operand.rows[i] =
+                __builtin_shufflevector(*take[i][0], *take[i][1], 0, 1, 2, 3, 4, 5, 6, 7);
+        wave_in_order();
+        operand.scales = tile.scales;
+        return operand;
+    }
+    MX_MEMBER Operand whole(const Tile& tile, int lane) const {
+        Operand operand = payload(tile);
+        operand.scales = of_lane(lane % kSide * 4 + lane / kSide, tile.scales);
+        return operand;
+    }
 
+    // Has its addresses kept in registers: the compiler would make them anew for each tile.
+    MX_MEMBER void keep() {
+#pragma unroll
+        for (int j = 0; j < kLoads; ++j)
+            asm volatile("" : "+v"(put[j]));
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            asm volatile("" : "+v"(take[i / 2][i % 2]));
+    }
+
+  private:
+    MX_MEMBER static MX_LDS_POINTER u32x4* place(u32x4* lds, int row, int piece) {
+        return (MX_LDS_POINTER u32x4*)(lds + row * kRowPieces + (piece ^ row));
+    }
+};
+
+MX_DEVICE Operand transpose_payload(u32x4* lds, const Tile& tile, int lane) {
+    return Turn(lds, lane).payload(tile);
+}
 MX_DEVICE Operand transpose(u32x4* lds, const Tile& tile, int lane) {
-    Operand operand = transpose_payload(lds, tile, lane);
-    operand.scales = of_lane(lane % kSide * 4 + lane / kSide, tile.scales);
-    return operand;
+    return Turn(lds, lane).whole(tile, lane);
 }
 
 // The instruction's treatment of NaN scales is not relied on: a row that has one is noted here, and
@@ -77,6 +111,9 @@ struct NanNotes {
     MX_MEMBER u32x8 payload() const {
         constexpr unsigned nans = 0x7f7f7f7f;
         return bits & 0x80808080 ? u32x8{nans} : u32x8{};
+    }
+    MX_MEMBER bool in_wave() const { // of any lane, which all know
+        return lanes_where(bits & 0x80808080) != 0;
     }
 };
 
@@ -130,17 +167,26 @@ MX_DEVICE void multiply_step(u32x4* lds, const Tile (&w)[RowTiles], const X (&x)
 // Puts rows 4 g to 4 g + 3 of a column of a product, with NaN where a scale was, at piece
 // place(r, c, g, column).
 template <int RowTiles, int ColTiles, class PlaceOf>
-MX_DEVICE void put_sums(u32x4* lds, int lane, PlaceOf place,
-                        const f32x4 (&sums)[RowTiles][ColTiles], const NanNotes (&w_nans)[RowTiles],
-                        const NanNotes (&x_nans)[ColTiles]) {
+MX_DEVICE void put_sums(u32x4* lds, int lane, PlaceOf place, f32x4 (&sums)[RowTiles][ColTiles],
+                        const NanNotes (&w_nans)[RowTiles], const NanNotes (&x_nans)[ColTiles]) {
+    NanNotes any;
+    for (const NanNotes& notes : w_nans)
+        any.bits |= notes.bits;
+    for (const NanNotes& notes : x_nans)
+        any.bits |= notes.bits;
+    if (any.in_wave()) {
+#pragma unroll
+        for (int r = 0; r < RowTiles; ++r)
+#pragma unroll
+            for (int c = 0; c < ColTiles; ++c)
+                sums[r][c] = multiply_scaled<0>(w_nans[r].payload(), kUnitScale,
+                                                x_nans[c].payload(), kUnitScale, sums[r][c]);
+    }
 #pragma unroll
     for (int r = 0; r < RowTiles; ++r)
 #pragma unroll
-        for (int c = 0; c < ColTiles; ++c) {
-            const f32x4 sum = multiply_scaled<0>(w_nans[r].payload(), kUnitScale,
-                                                 x_nans[c].payload(), kUnitScale, sums[r][c]);
-            lds[place(r, c, lane / kSide, lane % kSide)] = __builtin_bit_cast(u32x4, sum);
-        }
+        for (int c = 0; c < ColTiles; ++c)
+            lds[place(r, c, lane / kSide, lane % kSide)] = __builtin_bit_cast(u32x4, sums[r][c]);
 }
 
 } // namespace mx
