@@ -42,6 +42,9 @@ MIN_M = 65
 _PAIR = 2  # CTAs of a cluster
 _MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
 _MOST_PAIRED = 128  # features of a CTA of a pair
+# Above so many rows and without a table, tiles have at least so many and clusters at most so many
+# CTAs, and larger tiles that one CTA computes are those of pairs.
+_FEW_TOKENS, _OWN_TOKENS, _OWN_SPLIT = 128, 160, 3
 _UNIT = 64  # k that are multiplied at a time
 _FLAG_BYTES = 2048  # barriers, and which tokens and features have scales that bf16 does not cover
 _COUNTERS = 1024  # of parts of tiles that have ended, see ``XWorkspace``
@@ -202,20 +205,29 @@ def _costs_of_pairs(chunks: int, most: int, tiles: int, tile: _Tile) -> Iterator
 _search = Search(PARAMS, _costs, most=12)
 
 
+def _own_costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
+    """Of what is chosen without a table: few tiles, so that few code objects serve all numbers of
+    rows."""
+    many = problem.M > _FEW_TOKENS
+    for costed in _costs(target, problem, least):
+        tile_m, tile_n, split, pairs = costed[2]
+        if tile_n > _MOST_PAIRED:
+            continue
+        alone = split == 1 and not pairs and tile_m * tile_n > _OWN_TOKENS * _MOST_PAIRED
+        if not many or (tile_m >= _OWN_TOKENS and split <= _OWN_SPLIT and not alone):
+            yield costed
+
+
+_own_search = Search(PARAMS, _own_costs, most=1)
+
+
 def rows_chosen_for(M: int) -> int:
-    """The most rows of those that have one configuration, without a table: few code objects serve
-    all numbers of rows."""
-    return up(M, 32 if M <= 160 else 64 if M <= 512 else 256 if M <= 1024 else 512)
+    """The most rows of those that have one configuration, without a table."""
+    return up(M, 32) if M <= _FEW_TOKENS else M
 
 
 def _configure(target: Target, problem: LinearProblem) -> Config:
-    chosen = _search.best(target, replace(problem, M=rows_chosen_for(problem.M)))
-    if not chosen["pairs"]:
-        return chosen
-    tile = _tile(chosen["tile_m"], chosen["tile_n"], FITTED_PAIRS, True)
-    tiles = _tiles(problem, tile.tile_m, _PAIR * tile.tile_n)
-    *_, pairs = min(_costs_of_pairs(_chunks(problem), target.cu_num // _PAIR, tiles, tile))[2]
-    return {**chosen, "pairs": pairs}
+    return _own_search.best(target, replace(problem, M=rows_chosen_for(problem.M)))
 
 
 def _candidates(target: Target, problem: LinearProblem) -> list[Config]:

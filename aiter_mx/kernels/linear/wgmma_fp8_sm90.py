@@ -53,7 +53,7 @@ the largest and cuts them 13 bits below it, and then the sum: 32 times less than
 largest product."""
 _X_IS_A_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
 _TWO_A_M = 97  # from which x is A again, of two warpgroups
-_MOST_OWN_WEIGHTS = {192: 15_000_000, 256: 8_000_000}
+_MOST_OWN_WEIGHTS = {192: 15_000_000, 256: 5_000_000}
 """Up to which it was faster than wgmma_bf16 on an H200, for rows beyond 128: its products take
 longer to add than theirs take to multiply, but need no launch ahead."""
 _FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
