@@ -42,8 +42,8 @@ MIN_M = 65
 _PAIR = 2  # CTAs of a cluster
 _MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
 _MOST_PAIRED = 128  # features of a CTA of a pair
-# Above so many rows and without a table, tiles have at least so many and clusters at most so many
-# CTAs, and larger tiles that one CTA computes are those of pairs.
+# Above so many rows and without a table, tiles have at least so many, clusters at most so many CTAs
+# of 64 features, and larger tiles are those of pairs.
 _FEW_TOKENS, _OWN_TOKENS, _OWN_SPLIT = 128, 160, 3
 _UNIT = 64  # k that are multiplied at a time
 _FLAG_BYTES = 2048  # barriers, and which tokens and features have scales that bf16 does not cover
@@ -208,14 +208,17 @@ _search = Search(PARAMS, _costs, most=12)
 def _own_costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
     """Of what is chosen without a table: few tiles, so that few code objects serve all numbers of
     rows."""
-    many = problem.M > _FEW_TOKENS
     for costed in _costs(target, problem, least):
-        tile_m, tile_n, split, pairs = costed[2]
-        if tile_n > _MOST_PAIRED:
-            continue
-        alone = split == 1 and not pairs and tile_m * tile_n > _OWN_TOKENS * _MOST_PAIRED
-        if not many or (tile_m >= _OWN_TOKENS and split <= _OWN_SPLIT and not alone):
+        if _is_own(problem.M, *costed[2]):
             yield costed
+
+
+def _is_own(M: int, tile_m: int, tile_n: int, split: int, pairs: int) -> bool:
+    if M <= _FEW_TOKENS:
+        return tile_n <= _MOST_PAIRED
+    if tile_n == GROUP_ROWS:
+        return tile_m >= _OWN_TOKENS and split <= _OWN_SPLIT and not pairs
+    return split == 1 and (tile_m > _OWN_TOKENS if pairs else tile_m == _OWN_TOKENS)
 
 
 _own_search = Search(PARAMS, _own_costs, most=1)
