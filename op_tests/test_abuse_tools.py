@@ -12,6 +12,7 @@ import torch
 import aiter_mx
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import hardware
+from aiter_mx.workloads.workload import compare
 from op_tests import peers, rows
 
 CPU = torch.device("cpu")
@@ -39,6 +40,15 @@ def test_rows_that_raise_or_are_wrong_are_told(monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(rows, "call", fails)
         assert rows.ran(kernel, problem, config, CPU) == "RuntimeError: out of luck"
+
+
+def test_the_judge_allows_one_rounding_of_least_numbers_and_no_more() -> None:
+    values = torch.tensor([1e-5, 3e-6, 0.0, 70000.0], dtype=torch.float64)
+    assert compare(values.half(), values, values.abs(), "fp16").right
+    for at, step in ((0, 2.0**-24), (2, 2.0**-24), (3, -64.0)):
+        wrong = values.half()
+        wrong[at] = min(float(wrong[at]), 65504.0) + step
+        assert not compare(wrong, values, values.abs(), "fp16").right
 
 
 def test_a_peers_case_is_not_there_where_this_package_says_so() -> None:

@@ -29,7 +29,7 @@ that sum in fp32, and to 2^-10 in the fp8 matrix unit of Hopper (docs/kernels/wg
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-20}
 """Of one rounding to an output's dtype, relative to the value."""
 
-_FP16_MAX = 65504.0
+_FP16_MAX, _FP16_STEP = 65504.0, 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,8 @@ def compare(
     norm = reference.norm()
     rel_err = float(error.norm() / norm) if float(norm) else float(error.norm())
     allowed = reference.abs().mul_(ROUNDING[out_dtype]).add_(bound, alpha=ACCUMULATION)
+    if out_dtype == "fp16":
+        allowed += _FP16_STEP / 2  # to which its least numbers are rounded
     # An element whose whole row is zero must be zero, which a division would make NaN.
     worst = float((error / allowed.clamp_(min=2.0**-140)).max()) if error.numel() else 0.0
     return Verdict(rel_err, worst)
