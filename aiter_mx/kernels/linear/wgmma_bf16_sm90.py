@@ -44,7 +44,7 @@ _MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: regi
 _MOST_PAIRED = 128  # features of a CTA of a pair
 # Above so many rows and without a table, tiles have at least so many, clusters at most so many CTAs
 # of 64 features, and larger tiles are those of pairs.
-_FEW_TOKENS, _OWN_TOKENS, _OWN_SPLIT = 128, 160, 3
+_FEW_TOKENS, _OWN_TOKENS, _OWN_SPLIT = 128, 160, 4
 _UNIT = 64  # k that are multiplied at a time
 _FLAG_BYTES = 2048  # barriers, and which tokens and features have scales that bf16 does not cover
 _COUNTERS = 1024  # of parts of tiles that have ended, see ``XWorkspace``
