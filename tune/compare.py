@@ -87,14 +87,8 @@ class Prepared:
 
         if self._graph is None:
             on_gpu = torch.cuda.is_available()
-            count = EAGER_CALLS if on_gpu else 1
-            begun = time.perf_counter()
-            for _ in range(count):
-                self._first()
-            took = time.perf_counter() - begun
-            if on_gpu:
-                torch.cuda.synchronize()
-            return took * 1e6 / count
+            host_times = [self._host_us(on_gpu) for _ in range(replays + 2 if on_gpu else 1)]
+            return median(host_times[2 * on_gpu :])
         times = []
         with torch.cuda.stream(self._stream):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (replays + 2))]
@@ -105,6 +99,19 @@ class Prepared:
             self._stream.synchronize()
         times = [s.elapsed_time(e) for s, e in zip(events[4::2], events[5::2], strict=True)]
         return median(times) * 1e3 / self.calls
+
+    def _host_us(self, on_gpu: bool) -> float:
+        """Microseconds of the host for an eager call, or of the call on a CPU."""
+        count = EAGER_CALLS if on_gpu else 1
+        begun = time.perf_counter()
+        for _ in range(count):
+            self._first()
+        took = time.perf_counter() - begun
+        if on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+        return took * 1e6 / count
 
 
 def build_cell(cell: Cell, on_gpu: bool, room: threading.Semaphore) -> str:

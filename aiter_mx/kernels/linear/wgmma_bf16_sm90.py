@@ -38,7 +38,8 @@ PARAMS = (
     Param("pairs", tuple(range(67)), "of CTAs that stay and share all tiles, or 0"),
 )
 
-MIN_M = 65
+MIN_M = 33
+_MIN_OWN_M = 65  # without a table: the other kernels have tiles of so few rows
 _PAIR = 2  # CTAs of a cluster
 _MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
 _MOST_PAIRED = 128  # features of a CTA of a pair
@@ -241,6 +242,8 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
+    if problem.M < _MIN_OWN_M:
+        return "the other kernels have tiles of so few rows"
     if problem.M <= _MOST_OWN_M:
         return None
     return "persistent has the larger tiles, and enough of them for all SMs"

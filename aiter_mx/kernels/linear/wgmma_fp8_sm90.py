@@ -143,10 +143,10 @@ def _layout_of(
 
 def _rows_m(problem: LinearProblem, x_is_a: bool) -> int:
     """Of a tile of x. Rows that it is not full of are not copied and, where x is A, multiplied with
-    the others: then few sizes, and code objects, do."""
+    the others: then few sizes, and code objects, do. To 64 rows sums are handed over by 16."""
     if x_is_a:
-        return up(problem.M, GROUP_ROWS)
-    return up(problem.M, 8 if problem.M <= GROUP_ROWS else 16)
+        return up(problem.M, 16 if problem.M <= GROUP_ROWS else GROUP_ROWS)
+    return up(problem.M, 8 if problem.M <= GROUP_ROWS // 2 else 16)
 
 
 def _groups_of_x(problem: LinearProblem) -> int:
