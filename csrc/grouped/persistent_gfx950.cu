@@ -21,11 +21,13 @@
 //   kRowsW - 1 |                                       |
 //
 // Shuffled scales follow the four parts, in blocks of 16 rows as they lie in memory. Row-major ones
-// of four steps are copied at once, 16 bytes of a row by a lane: the unit that takes the copies'
+// of several steps are copied at once, 16 bytes of a row by a lane: the unit that takes the copies'
 // addresses has as much to do with a byte of a row as with 16. These runs lie behind the stages, in
-// two halves of their own, rows of w in their order in a stage. Where K is not whole steps, what
-// follows a row's scales may be NaN: each step's are copied with it, kScalePieces dwords of
-// kScaleBytes each.
+// two halves of their own, rows of w in their order in a stage. A run begins at the dword that its
+// first scale lies in, and has four steps, or three where rows are no whole dwords and up to three
+// bytes may come before. What follows a row's scales may be NaN: lanes beyond them take the row's
+// last one, for zeros. Where the scales of x are no whole dwords in all, the last of them cannot be
+// copied so, and each step's are copied with it, kScalePieces pieces of kScaleBytes.
 //
 // w is operand A of the matrix instruction and x is B, so that a lane holds consecutive features:
 // eight, as rows of w are in such an order in LDS that two fragments have four each (paired_row).
@@ -67,7 +69,8 @@
 
 using namespace mx;
 
-// Deals the tiles of a grouped product to workgroups: tile t of all groups' tiles, for any t.
+// Deals the tiles of a grouped product to workgroups: tile t of all groups' tiles, for any t. A
+// gradient of w has tiles of the groups that have any k.
 //
 // A wave looks at 64 groups at a time, a lane at each, and finds the one that tile t falls into by
 // their running number of tiles. A group's tiles are ordered in swaths of `Swath` rows of tiles,
@@ -161,8 +164,70 @@ struct Tile {
     unsigned group;       // whose weights and bias
     unsigned feature;     // first of the tile
     unsigned begin, end;  // of a gradient of w: its first k, and how many
+    unsigned is_half;     // it has no more than kHalfN features
 };
 
+// Who keeps what in which lanes: tiles, the workgroup's turn, Deal and Zeros.
+constexpr int kNow = 0, kNext = 8, kIsLast = 16, kTurn = 17, kChunk = 18, kBefore = 19, kWhole = 20;
+constexpr int kZerosChunk = 21, kZerosGroups = 22, kZerosAt = 24, kZerosLeft = 26;
+
+// Numbers that are the same in all lanes and seldom needed, a lane each of one register: scalar
+// registers have no room for them beside the loop.
+class Shelf {
+  public:
+    template <int At>
+    MX_MEMBER void put(unsigned x) {
+        // A vector instruction may have written x: two wait states (ISA manual, section 4.5).
+        asm("s_nop 1\n\tv_writelane_b32 %0, %1, %2"
+            : "+v"(lanes)
+            : "s"(scalar(x)), "i"(At));
+    }
+    template <int At>
+    MX_MEMBER unsigned get() {
+        asm volatile("" : "+v"(lanes)); // else what is read would be kept
+        return __builtin_amdgcn_readlane(lanes, At);
+    }
+    template <int At>
+    MX_MEMBER void put_long(Offset x) {
+        put<At>(x);
+        put<At + 1>(x >> 32);
+    }
+    template <int At>
+    MX_MEMBER Offset get_long() {
+        return get<At>() | static_cast<Offset>(get<At + 1>()) << 32;
+    }
+    // Two wait states serve all that follow.
+    MX_MEMBER void put_next(const Tile& tile) {
+        asm("s_nop 1\n\tv_writelane_b32 %0, %1, %6\n\tv_writelane_b32 %0, %2, %6+1\n\t"
+            "v_writelane_b32 %0, %3, %6+2\n\tv_writelane_b32 %0, %4, %6+3\n\t"
+            "v_writelane_b32 %0, %5, %6+4"
+            : "+v"(lanes)
+            : "s"(scalar(tile.first)), "s"(scalar(tile.rows)), "s"(scalar(tile.group)),
+              "s"(scalar(tile.feature)), "s"(scalar(tile.is_half)), "i"(kNext));
+        if constexpr (kWgrad) {
+            put<kNext + 5>(tile.begin);
+            put<kNext + 6>(tile.end);
+        }
+    }
+    // The next tile is the present one.
+    MX_MEMBER void turn() {
+        constexpr int row_left = 0x100; // DPP: lanes of the first 16 take those so many on
+        lanes = __builtin_amdgcn_update_dpp(lanes, lanes, row_left + kNext - kNow, 1, 0xf, false);
+    }
+    template <int At>
+    MX_MEMBER Tile tile() {
+        Tile tile{get<At>(), get<At + 1>(), get<At + 2>(), get<At + 3>(), 0, 0, get<At + 4>()};
+        if constexpr (kWgrad) {
+            tile.begin = get<At + 5>();
+            tile.end = get<At + 6>();
+        }
+        return tile;
+    }
+
+  private:
+    MX_MEMBER static unsigned scalar(unsigned x) { return __builtin_amdgcn_readfirstlane(x); }
+    unsigned lanes = 0;
+};
 // x summed over this lane and all below it.
 MX_DEVICE unsigned sum_through(unsigned x) {
     // DPP: rows of 16 lanes shifted right by 1, 2, 4 and 8, then lane 15 of rows 0 and 2 to the
@@ -176,78 +241,80 @@ MX_DEVICE unsigned sum_through(unsigned x) {
     return x;
 }
 
-template <int TileM, int TileN, unsigned Swath>
+template <int TileM, int TileN, unsigned Swath, bool Halves>
 class Deal {
   public:
-    MX_MEMBER Deal(unsigned N, int lane) : lane(lane), columns((N + TileN - 1) / TileN) {
-        if constexpr (!kWgrad)
-            look(0);
+    MX_MEMBER Deal(Shelf& shelf, int lane) : lane(lane) {
+        shelf.put<kBefore>(0);
+        look(shelf, 0);
+        // Tiles that are too few for another round are dealt by halves, if these are not too many.
+        const unsigned all = in_chunk(), workgroups = arguments()->workgroups;
+        const unsigned left = all % workgroups;
+        const bool has_halves = Halves && arguments()->count <= kLanes && 2 * left <= workgroups;
+        shelf.put<kWhole>(has_halves ? all - left : ~0u);
     }
 
     // Tile t, if there are so many. The t of successive calls must not decrease.
-    MX_MEMBER bool find(unsigned t, Tile& tile) {
-        if constexpr (kWgrad)
-            return find_of_wgrad(t, tile);
-        while (t >= before + in_chunk) {
+    MX_MEMBER bool find(Shelf& shelf, unsigned t, Tile& tile) {
+        const unsigned whole = shelf.get<kWhole>(), N = arguments()->N;
+        const unsigned columns = (N + TileN - 1) / TileN;
+        const unsigned is_half = t >= whole, half = is_half & t - whole;
+        t = is_half ? whole + (t - whole) / 2 : t;
+        unsigned chunk = shelf.get<kChunk>(), before = shelf.get<kBefore>();
+        while (t >= before + in_chunk()) {
             if (chunk + kLanes >= arguments()->count)
                 return false;
-            before += in_chunk;
-            look(chunk + kLanes);
+            before += in_chunk();
+            shelf.put<kBefore>(before);
+            look(shelf, chunk += kLanes);
         }
         t -= before;
         const int owner = __builtin_popcountll(__builtin_amdgcn_ballot_w64(through <= t));
         if (owner > 0)
             t -= at_lane(through, owner - 1);
-        const unsigned left = at_lane(rows, owner);
+        const unsigned left = kWgrad ? arguments()->M : at_lane(rows, owner);
         const unsigned swath = t / (Swath * columns);
         const unsigned in_swath = t % (Swath * columns);
         const unsigned height = min(Swath, (left + TileM - 1) / TileM - swath * Swath);
         const unsigned below = (swath * Swath + in_swath % height) * TileM;
-        tile.first = scalar(at_lane(first_row, owner) + below);
         tile.rows = scalar(min(left - below, TileM));
         tile.group = scalar(chunk + owner);
-        tile.feature = scalar(in_swath / height * TileN);
-        return true;
+        tile.feature = scalar(in_swath / height * TileN + half * (TileN / 2));
+        if constexpr (kWgrad) {
+            tile.first = scalar(below);
+            tile.begin = scalar(at_lane(first_row, owner));
+            tile.end = scalar(at_lane(rows, owner));
+        } else {
+            tile.first = scalar(at_lane(first_row, owner) + below);
+        }
+        if constexpr (Halves)
+            tile.is_half = scalar(is_half | (tile.feature + TileN / 2 >= N));
+        return tile.feature < N;
     }
 
   private:
-    // All groups have the same tiles.
-    MX_MEMBER bool find_of_wgrad(unsigned t, Tile& tile) const {
-        const unsigned all = arguments()->M;
-        const unsigned down = (all + TileM - 1) / TileM;
-        const unsigned group = scalar(t / (down * columns));
-        if (group >= arguments()->count)
-            return false;
-        t -= group * down * columns;
-        const unsigned swath = t / (Swath * columns), in_swath = t % (Swath * columns);
-        const unsigned height = min(Swath, down - swath * Swath);
-        const unsigned below = (swath * Swath + in_swath % height) * TileM;
-        tile.first = scalar(below);
-        tile.rows = scalar(min(all - below, TileM));
-        tile.group = group;
-        tile.feature = scalar(in_swath / height * TileN);
-        depth_of(group, tile.begin, tile.end);
-        tile.begin = scalar(tile.begin);
-        tile.end = scalar(tile.end);
-        return true;
-    }
-    MX_MEMBER void look(unsigned first) {
-        chunk = first;
+    MX_MEMBER void look(Shelf& shelf, unsigned first) {
+        shelf.put<kChunk>(first);
         first_row = rows = 0;
-        if (first + lane < arguments()->count)
-            rows_of(first + lane, first_row, rows);
-        through = sum_through((rows + TileM - 1) / TileM * columns);
-        in_chunk = at_lane(through, kLanes - 1);
+        unsigned down = 0;
+        if (first + lane < arguments()->count) {
+            if constexpr (kWgrad)
+                depth_of(first + lane, first_row, rows);
+            else
+                rows_of(first + lane, first_row, rows);
+            down = ((kWgrad && rows > 0 ? arguments()->M : rows) + TileM - 1) / TileM;
+        }
+        through = sum_through(down * ((arguments()->N + TileN - 1) / TileN));
     }
+    MX_MEMBER unsigned in_chunk() const { return at_lane(through, kLanes - 1); }
     MX_MEMBER static unsigned scalar(unsigned x) { return __builtin_amdgcn_readfirstlane(x); }
     MX_MEMBER static unsigned at_lane(unsigned x, int from) {
         return __builtin_amdgcn_readlane(x, from);
     }
 
-    unsigned lane, columns;
-    unsigned chunk, before = 0, in_chunk; // first of the 64 groups; tiles before them; of them
-    unsigned first_row, rows;             // of the lane's group
-    unsigned through;                     // tiles of the 64 groups up to the lane's
+    unsigned lane;
+    unsigned first_row, rows; // of the lane's group, or its first k and how many
+    unsigned through;         // tiles of the 64 groups up to the lane's
 };
 
 // LDS holds two stages of copied operands, and results on their way.
@@ -255,11 +322,11 @@ class Deal {
 constexpr int kTileM = MX_TILE_M;           // rows of x in a tile: 32, 64, 128 or 256
 constexpr int kTileN = MX_TILE_N;           // rows of w
 constexpr int kScaleBytes = MX_SCALE_BYTES; // of one copy: what K / 32 is a multiple of, at most 4
+constexpr unsigned kRunSteps = kScaleBytes == 4 ? 4 : 3; // of row-major scales
 constexpr bool kShuffledX = MX_X_SCALES == k16x4, kShuffledW = MX_W_SCALES == k16x4; // or row-major
 constexpr bool kWholeSteps = MX_WHOLE_STEPS; // K is a multiple of 128, and more
-// Whether row-major scales of four steps are copied at once.
-constexpr bool kRunsX = !kShuffledX && kWholeSteps && !kWgrad;
-constexpr bool kRunsW = !kShuffledW && kWholeSteps && !kWgrad;
+// Whether row-major scales of several steps are copied at once.
+constexpr bool kRunsX = !kShuffledX && MX_X_RUNS && !kWgrad, kRunsW = !kShuffledW && !kWgrad;
 constexpr unsigned kSwath = MX_SWATH; // rows of tiles that a group's tiles are ordered by
 constexpr unsigned kXcds = MX_XCDS;   // dies that workgroups go to in turn; 1 to ignore them
 using Out = DType<MX_OUT>;
@@ -334,16 +401,24 @@ MX_DEVICE constexpr int place_of_w(int row) {
 constexpr int kScalesAtX = kWaves * kPart, kScalesAtW = kScalesAtX + kScalesSizeX;
 constexpr int kStage = kScalesAtW + kScalesSizeW;
 constexpr int kFeatures = kTileN / kWavesN; // of a wave
-constexpr int kPassFeatures = kFeatures * sizeof(Out) > 256 ? 256 / sizeof(Out) : kFeatures;
-constexpr int kPassRow = kPassFeatures * sizeof(Out);
-constexpr int kPass = kSide * kPassRow; // of results of a wave that are on their way at a time
+// Of so many features of a wave, those of a row that are on their way at a time.
+constexpr int pass_features(int features) {
+    return features * sizeof(Out) > 256 ? 256 / sizeof(Out) : features;
+}
+constexpr int kPass = kSide * pass_features(kFeatures) * sizeof(Out);
 constexpr int kPassesAt = 2 * kStage;
 constexpr int kRunsAt = kPassesAt + kWaves * kPass;          // of x, then of w
-constexpr unsigned kRun = kPiece, kRunDepth = kRun * kBlock; // bytes of a row, and their k
+constexpr unsigned kRun = kPiece; // bytes of a row
+constexpr int kStepBlocks = kDepth / kBlock;
 constexpr int kRunsWAt = kRunsAt + (kRunsX ? kTileM * kRun : 0);
 constexpr int kRunsHalf = kRunsWAt - kRunsAt + (kRunsW ? kTileN * kRun : 0);
 constexpr int kLdsBytes = kRunsAt + 2 * kRunsHalf;
 static_assert(kHalfX >= 1 && kHalfW >= 1 && kLdsBytes <= 160 * 1024);
+
+// Half a tile has so many features: each wave's lower half of w. Both halves of the waves' rows of
+// w in LDS are then filled with half as many features, one after the other.
+constexpr int kHalfN = kTileN / 2;
+constexpr bool kHalves = kTileM * kTileN == 256 * 256;
 
 // The row of w, of 32, at a row of LDS. Fragments are pairs of which lanes hold eight features side
 // by side: the first of a pair has features 0 to 3 of each eight, the second has 4 to 7.
@@ -361,7 +436,7 @@ MX_DEVICE unsigned char* lds() {
 // Copies step after step of tile after tile to LDS.
 class Copier {
   public:
-    MX_MEMBER Copier(unsigned N, unsigned K, int wave, int lane) : N(N), K(K), wave(wave) {
+    MX_MEMBER Copier(unsigned K, int wave, int lane) : K(K), wave(wave) {
         const int row = lane / kRowPieces, place = lane % kRowPieces;
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
@@ -380,7 +455,7 @@ class Copier {
         blocks_x_at = (wave * (kBlocksX / kWaves) + of_share) * block_row() + piece_at;
         blocks_w_at = (wave * (kBlocksW / kWaves) + of_share) * block_row() + piece_at;
         run_x_at = (wave * kRowsX + lane) * (K / kBlock);
-        run_w_at = paired_row(wave * kRowsW + lane) * (K / kBlock);
+        run_w_at = paired_row(wave * kRowsW + lane) * (K / kBlock) & ~3u;
     }
 
     // Turns to this tile; if there is none, zeros are copied.
@@ -388,12 +463,19 @@ class Copier {
         // Worked out here, not kept in registers since the tile is known.
         asm volatile("" : "+s"(tile.first), "+s"(tile.rows), "+s"(tile.group), "+s"(tile.feature));
         const ArgumentsPointer args = arguments();
-        const unsigned blocks = K / kBlock;
-        const Offset w_row = static_cast<Offset>(kWgrad ? 0 : tile.group) * N + tile.feature;
-        const Offset x_row = tile.first;
+        const unsigned blocks = K / kBlock, N = args->N;
         const unsigned left = N - tile.feature;
+        Offset w_row = static_cast<Offset>(kWgrad ? 0 : tile.group) * N + tile.feature;
+        unsigned w_rows = left < kTileN ? left : kTileN;
+        if (kHalves && tile.is_half) {
+            // The wave's rows are those of lower halves, then as many that are not there.
+            const unsigned back = wave / (kWaves / kWavesN) * kHalfRowsW;
+            w_row -= back;
+            w_rows = back + min(left, back + kHalfRowsW);
+        }
+        w_rows = is_any ? w_rows : 0;
+        const Offset x_row = tile.first;
         const unsigned x_rows = is_any ? tile.rows : 0;
-        const unsigned w_rows = is_any ? left < kTileN ? left : kTileN : 0;
         if constexpr (kWgrad) {
             asm volatile("" : "+s"(tile.begin), "+s"(tile.end));
             const auto from = [&](const unsigned char* all, Offset row, unsigned rows,
@@ -401,13 +483,15 @@ class Copier {
                 return resource(all + row * pitch + before, rows ? rows * pitch - before : 0);
             };
             end = tile.end;
+            k = 0;
             x = from(args->xq, x_row, x_rows, K, tile.begin);
             w = from(args->wq, w_row, w_rows, K, tile.begin);
             x_scales = from(args->xs, x_row, x_rows, blocks, tile.begin / kBlock);
             w_scales = from(args->ws, w_row, w_rows, blocks, tile.begin / kBlock);
-            k = 0;
             return;
         }
+        runs_at = runs_at % kRun ? kRunsHalf - runs_at / kRun * kRun : runs_at;
+        k = 0;
         x = resource(args->xq + x_row * K, x_rows * K);
         w = resource(args->wq + w_row * K, w_rows * K);
         if constexpr (kShuffledX) {
@@ -417,6 +501,11 @@ class Copier {
             skew = row % kSide;
             x_scales = resource(args->xs + row / kSide * block_row(),
                                 is_any ? (skew + tile.rows + kSide - 1) / kSide * block_row() : 0);
+        } else if constexpr (kRunsX) {
+            // From a dword to a dword: the arguments are whole ones.
+            const Offset first = x_row * blocks;
+            skew = first % 4;
+            x_scales = resource(args->xs + (first - skew), is_any ? skew + x_rows * blocks + 3 & ~3 : 0);
         } else {
             x_scales = resource(args->xs + x_row * blocks, x_rows * blocks);
         }
@@ -425,16 +514,14 @@ class Copier {
                 resource(args->ws + w_row / kSide * block_row(), w_rows / kSide * block_row());
         else
             w_scales = resource(args->ws + w_row * blocks, w_rows * blocks);
-        k = 0;
     }
 
     // To be called before a step's copies.
     MX_MEMBER void aim() {
         const unsigned last = kWgrad ? end : K;
         if constexpr (kWgrad) {
-            whole_earlier = whole_before;
-            whole_before = whole;
-            whole = last > k ? last - k : 0;
+            const unsigned left = last - k;
+            kept = kept << 8 | (left < kDepth ? left : 0);
         }
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
@@ -443,7 +530,7 @@ class Copier {
             x_now[odd] = x_in ? x_at[odd] + k : kNowhere;
             w_now[odd] = w_in ? w_at[odd] + k : kNowhere;
         }
-        const bool in = kWgrad ? k < last : kWholeSteps || k / kBlock + block < K / kBlock;
+        const bool in = kWgrad ? k < last : k / kBlock + block < K / kBlock;
         scale_now = in ? scale_at + k / kBlock : kNowhere;
         const bool is_any = kWholeSteps || k < K;
         const unsigned step_at = k / kDepth * kScaleBlock;
@@ -470,12 +557,12 @@ class Copier {
             copy_blocks<kBlocksX>(x_scales, blocks_x_now, stage, kScalesAtX);
         else if constexpr (scales_x < kScaleCopiesX)
             copy_scales(x_scales, scales_x, stage, kScalesAtX);
-        else if constexpr (scales_w < kScaleCopiesW && kShuffledW)
-            copy_blocks<kBlocksW>(w_scales, blocks_w_now, stage, kScalesAtW);
-        else if constexpr (scales_w < kScaleCopiesW)
+        else if constexpr (scales_w < kScaleCopiesW && !kShuffledW)
             copy_scales(w_scales, scales_w, stage, kScalesAtW);
+        else if constexpr (scales_w < kScaleCopiesW)
+            copy_blocks<kBlocksW>(w_scales, blocks_w_now, stage, kScalesAtW);
         else if constexpr (runs < kRunsX)
-            copy_runs<kRowsX>(x_scales, run_x_at, kRunsAt);
+            copy_runs<kRowsX>(x_scales, kRunSteps == 4 ? run_x_at : run_x_at + skew & ~3u, kRunsAt);
         else if constexpr (runs < kRunCopies)
             copy_runs<kRowsW>(w_scales, run_w_at, kRunsWAt);
         else if constexpr (high_w < kHalfCopiesW)
@@ -489,22 +576,22 @@ class Copier {
     // copies there are so many.
     template <int Younger>
     MX_MEMBER void clear_low_beyond_end(unsigned stage) const {
-        const unsigned count = whole_before;
-        if (count - 1 >= kDepth - 1)
+        const unsigned count = kept >> 8 & 0xff;
+        if (count == 0)
             return;
         asm volatile("s_waitcnt vmcnt(%0)" ::"i"(Younger) : "memory");
         clear_half(stage, count, kSplitsX ? kHalfCopiesX : kCopiesX, 0, 0);
         const unsigned blocks = (count + kBlock - 1) / kBlock;
-        const unsigned kept = blocks < 4 ? (1u << 8 * blocks) - 1 : ~0u;
+        const unsigned of_group = blocks < 4 ? (1u << 8 * blocks) - 1 : ~0u;
         unsigned char* scales = lds() + stage + thread_in_group() * 4;
-        clear_words<kScaleCopiesX>(scales + kScalesAtX, kept);
-        clear_words<kScaleCopiesW>(scales + kScalesAtW, kept);
+        clear_words<kScaleCopiesX>(scales + kScalesAtX, of_group);
+        clear_words<kScaleCopiesW>(scales + kScalesAtW, of_group);
     }
     // The same of the upper halves in the step before that one.
     template <int Younger>
     MX_MEMBER void clear_high_beyond_end(unsigned stage) const {
-        const unsigned count = whole_earlier;
-        if (count - 1 >= kDepth - 1)
+        const unsigned count = kept >> 16 & 0xff;
+        if (count == 0)
             return;
         asm volatile("s_waitcnt vmcnt(%0)" ::"i"(Younger) : "memory");
         clear_half(stage, count, kHalfCopiesX, place_of_x(kHalfRowsX), kHighW);
@@ -512,14 +599,18 @@ class Copier {
 
     // After a step's copies.
     MX_MEMBER void advance() {
-        runs_half = k % kRunDepth == 0 ? kRunsHalf - runs_half : runs_half;
+        constexpr unsigned last = (kRunSteps - 1) * kStepBlocks;
+        behind = runs_at;
+        runs_at = runs_at % kRun == last ? kRunsHalf + last - runs_at : runs_at + kStepBlocks;
         k += kDepth;
     }
-    MX_MEMBER bool is_done(unsigned steps) const { return k >= steps * kDepth; }
+    // True once all steps of the tile are copied, of which there are two at least.
+    MX_MEMBER bool is_done() const { return k >= max(kWgrad ? end : K, 2 * kDepth); }
     // True if the step that comes after the present one's products is a tile's first.
     MX_MEMBER bool has_begun() const { return k == kDepth; }
 
-    unsigned skew; // the tile's first row within a block of shuffled scales
+    unsigned skew;   // the tile's first row in a block of shuffled scales, or scale in a dword
+    unsigned behind; // where runs have the scales of the step before this one
 
   private:
     // From a row of a lower half to that of the upper one.
@@ -557,9 +648,9 @@ class Copier {
             *reinterpret_cast<u32x4*>(at + i * kCopyRows * kDepth) &= kept;
     }
     template <int Copies>
-    MX_MEMBER static void clear_words(unsigned char* at, unsigned kept) {
+    MX_MEMBER static void clear_words(unsigned char* at, unsigned of_group) {
         for (int i = 0; i < Copies; ++i)
-            *reinterpret_cast<unsigned*>(at + i * kWaves * kLanes * 4) &= kept;
+            *reinterpret_cast<unsigned*>(at + i * kWaves * kLanes * 4) &= of_group;
     }
     // Copy i of row-major scales.
     MX_MEMBER void copy_scales(Resource from, int i, unsigned stage, int at) const {
@@ -578,18 +669,18 @@ class Copier {
     // The wave's rows of a run, where one begins with this step.
     template <int Rows>
     MX_MEMBER void copy_runs(Resource from, unsigned offset, int at) const {
-        copy_16_bytes_at_zero<Rows>(k % kRunDepth, from, offset, k / kBlock,
-                                    runs_half + wave * Rows * kRun, at);
+        copy_16_bytes_at_zero<Rows>(runs_at % kRun, from, offset, k / kBlock,
+                                    runs_at + wave * Rows * kRun, at);
     }
     // Bytes of the shuffled scales of 16 rows, K padded to whole steps.
     MX_MEMBER unsigned block_row() const { return (K + kDepth - 1) / kDepth * kScaleBlock; }
 
-    unsigned N, K, wave, block, scale_at, blocks_x_at, blocks_w_at, k;
-    unsigned run_x_at, run_w_at, runs_half = 0;
+    unsigned K, wave, block, scale_at, blocks_x_at, blocks_w_at, k;
+    unsigned run_x_at, run_w_at, runs_at = 0;
     unsigned k_x[2], k_w[2], x_at[2], w_at[2]; // of copies of even and odd number
     unsigned x_now[2], w_now[2], scale_now, blocks_x_now, blocks_w_now;
     unsigned end;                                            // k of the group
-    unsigned whole = 0, whole_before = 0, whole_earlier = 0; // k to its end from a step on
+    unsigned kept = 0; // where the group ends in this step, byte 0, and in the ones before it, or 0
     int x_place, w_place;                                    // of the wave's first row in a stage
     Resource x, w, x_scales, w_scales;
 };
@@ -617,7 +708,8 @@ class Place {
   public:
     static constexpr int kReads = 3; // of one fragment
 
-    MX_MEMBER Place(int first, int lane) {
+    // blocks: scales of a row.
+    MX_MEMBER Place(int first, int lane, unsigned blocks) {
         const int row = first + lane % kSide, g = lane / kSide;
         const unsigned begin = row / Rows * kPart + At + row % Rows * kDepth;
         low = begin + (g ^ row / 2 % 8) * kPiece;
@@ -625,7 +717,8 @@ class Place {
         const int own = IsPaired ? paired_row(lane % kSide) : lane % kSide;
         row_in_block = own % kSide;
         block = ScalesAt + (first + own) / kSide * kScaleBlock + g * kSide;
-        run = ScalesAt + (first + lane % kSide) * kRun + g;
+        run = ScalesAt + (first + lane % kSide) * kRun;
+        before = kRunSteps == 4 ? 0 : (first + own) * blocks % 4;
         scale = IsShuffled
                     ? block + row_in_block
                     : ScalesAt + (first + own) * kScaleRow + g / kScaleBytes * 4 + g % kScaleBytes;
@@ -637,8 +730,11 @@ class Place {
         scale = block + row + row / kSide * (kScaleBlock - kSide);
     }
 
-    // From here on it is the turn of a step whose scales begin at byte `at` of runs.
-    MX_MEMBER void turn_to(unsigned at) { scale = run + at; }
+    // From here on it is the turn of a step whose scale for the lane is byte `at` of its row's in
+    // runs. The tile's first row begins at byte `skew` of a dword.
+    MX_MEMBER void turn_to(unsigned at, unsigned skew) {
+        scale = run + at + (kRunSteps == 4 ? 0 : (before + skew) % 4);
+    }
 
     // Read `which`, of 3 Count, of a half: scales first, since all are looked at before the first
     // product.
@@ -669,7 +765,7 @@ class Place {
         const int rows = IsPaired ? paired_row(i * kSide) : i * kSide;
         return IsShuffled ? rows / kSide * kScaleBlock + rows % kSide : rows * kScaleRow;
     }
-    unsigned low, high, scale, run;
+    unsigned low, high, scale, run, before;
     unsigned row_in_block, block; // of shuffled scales
 };
 using PlaceX = Place<kRowsX, 0, kRunsX ? kRunsAt : kScalesAtX, kShuffledX, kRunsX, false>;
@@ -793,14 +889,86 @@ struct Largest {
 // With two waves a SIMD, each has half of the registers, and plain sums fit.
 using Sums = SumsOf<(kFragsX * kFragsW >= 32), kFragsX * kFragsW>::type; // fragment x * kFragsW + w
 
+// A gradient of w has zeros where groups have no k. Each workgroup writes its share of each such
+// group's, a little beside every step of its tiles, as memory takes longer for them than products
+// would leave it at the end.
+constexpr bool kZeros = kWgrad && !MX_ACCUMULATE;
+class Zeros {
+  public:
+    MX_MEMBER explicit Zeros(Shelf& shelf) {
+        if constexpr (kZeros)
+            look(shelf, 0);
+    }
+    unsigned any = 0; // whether something is left of the first groups
+
+    MX_MEMBER void store_some(Shelf& shelf) {
+        unsigned left = shelf.get<kZerosLeft>();
+        const LaneMask groups = shelf.get_long<kZerosGroups>();
+        if (left == 0 && groups != 0) {
+            shelf.put_long<kZerosGroups>(groups & groups - 1);
+            left = begin(shelf, __builtin_ctzll(groups));
+        }
+        any = groups != 0 || left > kAtOnce;
+        const unsigned now = min(left, kAtOnce);
+        const Offset at = shelf.get_long<kZerosAt>();
+        const Buffer out(reinterpret_cast<unsigned char*>(at), now * kPiece);
+#pragma unroll
+        for (unsigned i = 0; i < kStores; ++i)
+            out.store((i * kThreads + thread_in_group()) * kPiece, u32x4{});
+        shelf.put_long<kZerosAt>(at + now * kPiece);
+        shelf.put<kZerosLeft>(left - now);
+    }
+    // All that is left.
+    MX_MEMBER void store_all(Shelf& shelf) {
+        if constexpr (!kZeros)
+            return;
+        for (;;) {
+            while (any)
+                store_some(shelf);
+            const unsigned next = shelf.get<kZerosChunk>() + kLanes;
+            if (next >= arguments()->count)
+                return;
+            look(shelf, next);
+        }
+    }
+
+  private:
+    // Shelved: the first of 64 groups, those of them whose zeros are not begun; of a share, in
+    // pieces, where it goes on and what is left.
+    static constexpr unsigned kStores = 2, kAtOnce = kStores * kThreads;
+
+    MX_MEMBER void look(Shelf& shelf, unsigned first) {
+        const unsigned lane = thread_in_group() % kLanes;
+        unsigned begin, count = 1;
+        if (first + lane < arguments()->count)
+            depth_of(first + lane, begin, count);
+        const LaneMask groups = __builtin_amdgcn_ballot_w64(count == 0);
+        any = groups != 0;
+        shelf.put<kZerosChunk>(first);
+        shelf.put_long<kZerosGroups>(groups);
+    }
+    // Turns to the workgroup's share of a group's zeros, of so many pieces.
+    MX_MEMBER static unsigned begin(Shelf& shelf, unsigned in_chunk) {
+        const ArgumentsPointer args = arguments();
+        const Offset all = args->M * args->N * sizeof(Out) / kPiece;
+        const unsigned share = (all + args->workgroups - 1) / args->workgroups;
+        const Offset before = static_cast<Offset>(group_x()) * share;
+        const Offset first = (shelf.get<kZerosChunk>() + in_chunk) * all + before;
+        shelf.put_long<kZerosAt>(reinterpret_cast<Offset>(args->y) + first * kPiece);
+        const Offset left = before < all ? all - before : 0;
+        return left < share ? left : share;
+    }
+};
+
 // A wave's work in the steps of its tiles.
 class Stream {
   public:
     Sums sums;
+    Zeros zeros;
 
-    MX_MEMBER Stream(const Copier& copier, int wave, int lane)
-        : copier(copier), place_x(wave / kWavesN * (kTileM / kWavesM), lane),
-          place_w(wave % kWavesN * (kTileN / kWavesN), lane) {}
+    MX_MEMBER Stream(Shelf& shelf, const Copier& copier, unsigned blocks, int wave, int lane)
+        : zeros(shelf), blocks(blocks), block(lane / kSide), copier(copier), place_x(wave / kWavesN * (kTileM / kWavesM), lane, blocks),
+          place_w(wave % kWavesN * (kTileN / kWavesN), lane, blocks) {}
 
     // Copies the first two steps of the first tile, and reads the first operands.
     MX_MEMBER void begin(const Tile& first) {
@@ -813,8 +981,11 @@ class Stream {
         }
         if constexpr (kShuffledX)
             place_x.start(skew = copier.skew);
-        if constexpr (kRunCopies > 0)
+        if constexpr (kRunCopies > 0) {
+            copier.behind = 0; // two steps are copied by now
             turn_to_step(true);
+            copier.behind = kStepBlocks;
+        }
         if constexpr (kWgrad)
             copier.clear_low_beyond_end<kHalfCopies + kOfStep>(0);
         copies_arrived<kHalfCopies + kOfStep>();
@@ -823,30 +994,37 @@ class Stream {
         x_low.widen();
         w_first.widen();
     }
-    template <bool IsFirst>
-    MX_MEMBER void even_step(unsigned steps, const Tile& next, bool is_last) {
-        step<IsFirst>(w_first, w_second, steps, next, is_last);
+    // The products of a tile, or of half of one, of so many steps.
+    template <bool IsHalf>
+    MX_MEMBER void multiply(unsigned steps, Shelf& shelf) {
+        step<true, IsHalf>(w_first, w_second, shelf);
+        for (--steps; steps >= 2; steps -= 2) {
+            step<false, IsHalf>(w_second, w_first, shelf);
+            step<false, IsHalf>(w_first, w_second, shelf);
+        }
+        if (steps > 0)
+            step<false, IsHalf>(w_second, w_first, shelf);
+        else
+            w_first = w_second;
+        settle_nans<IsHalf ? kHalfW : kFragsW>();
+        sums.settle();
     }
-    MX_MEMBER void odd_step(unsigned steps, const Tile& next, bool is_last) {
-        step<false>(w_second, w_first, steps, next, is_last);
-    }
-    // To be called where a tile ends with an even step.
-    MX_MEMBER void swap() { w_first = w_second; }
 
+  private:
     // Rows that met a NaN scale get NaN, and the next tile's notes begin.
+    template <int Features>
     MX_MEMBER void settle_nans() {
         if (most_x.any_nan() || most_w.any_nan())
 #pragma unroll
             for (int x = 0; x < kFragsX; ++x)
 #pragma unroll
-                for (int w = 0; w < kFragsW; ++w)
+                for (int w = 0; w < Features; ++w)
                     sums.template add<false, true>(x * kFragsW + w, most_w.payload(w), kUnitScale,
                                                    most_x.payload(x), kUnitScale);
         most_x = {};
         most_w = {};
     }
 
-  private:
     static constexpr int kReadsX = PlaceX::kReads * kHalfX, kReadsW = PlaceW::kReads * kHalfW;
     static constexpr int kProducts = kHalfX * kHalfW, kBarrierAt = kProducts / 8;
     // Copies that are waited for: a run's count for none, as most steps have none.
@@ -854,74 +1032,118 @@ class Stream {
     // Of quarters 1 and 3; the others have the rest.
     static constexpr int kFirstLow = kHalfCopies / 2, kFirstUpper = (kUpperCopies + 1) / 2;
 
-    // A step of the tile before `next`, of so many; without a next one, zeros are copied. The first
-    // begins the sums.
-    template <bool IsFirst>
-    MX_MEMBER void step(Half<kHalfW>& low, Half<kHalfW>& high, unsigned steps, const Tile& next,
-                        bool is_last) {
+    // A step of so many; the next tile is shelved, and without one zeros are copied. The first begins
+    // the sums. Half a tile has no upper half of w: quarter 4 follows quarter 1, and its
+    // products hide what quarters 2 and 3 do besides.
+    template <bool IsFirst, bool IsHalf>
+    MX_MEMBER void step(Half<kHalfW>& low, Half<kHalfW>& high, Shelf& shelf) {
         const unsigned other = kStage - stage;
-        if (copier.is_done(steps))
-            copier.start(next, !is_last);
+        if (copier.is_done())
+            copier.start(shelf.tile<kNext>(), !shelf.get<kIsLast>());
         copier.aim();
+        if (kZeros && zeros.any)
+            zeros.store_some(shelf);
         note(most_x, 0, x_low);
         note(most_w, 0, low);
-        quarter<IsFirst, true, true, 1 + kReadsW + kFirstLow>(x_low, 0, low, 0, [&](auto i) {
-            if constexpr (i.value == 0) {
-                if constexpr (kWgrad)
-                    copier.clear_high_beyond_end<kOfStep>(stage);
-                copies_arrived<kOfStep>();
-            } else {
-                mixed<i.value - 1, kReadsW, kFirstLow>(
-                    [&](auto j) { place_w.read_half<j.value>(high, true, stage); },
-                    [&](auto j) { copier.copy_low<j.value>(stage); });
-            }
-        });
-        note(most_w, 1, high);
-        quarter<IsFirst, false, true, kReadsX + kHalfCopies - kFirstLow>(
-            x_low, 0, high, 1, [&](auto i) {
-                mixed<i.value, kReadsX, kHalfCopies - kFirstLow>(
-                    [&](auto j) { place_x.read_half<j.value>(x_high, true, stage); },
-                    [&](auto j) { copier.copy_low<kFirstLow + j.value>(stage); });
+        const auto upper_is_there = [&] {
+            if constexpr (kWgrad)
+                copier.clear_high_beyond_end<kOfStep>(stage);
+            copies_arrived<kOfStep>();
+        };
+        const auto next_is_there = [&] {
+            if constexpr (kWgrad)
+                copier.clear_low_beyond_end<2 * kHalfCopies>(other);
+            copies_arrived<2 * kHalfCopies>();
+        };
+        const auto read_x_high = [&](auto j) { place_x.read_half<j.value>(x_high, true, stage); };
+        const auto read_next_x = [&](auto j) { place_x.read_half<j.value>(x_low, false, other); };
+        const auto read_next_w = [&](auto j) { place_w.read_half<j.value>(high, false, other); };
+        if constexpr (IsHalf) {
+            quarter<IsFirst, true, true, 1 + kReadsX + kHalfCopies>(x_low, 0, low, 0, [&](auto i) {
+                if constexpr (i.value == 0)
+                    upper_is_there();
+                else
+                    mixed<i.value - 1, kReadsX, kHalfCopies>(
+                        read_x_high, [&](auto j) { copier.copy_low<j.value>(stage); });
             });
-        note(most_x, 1, x_high);
-        if constexpr (kShuffledX) { // a branch would let LLVM take bytes to its other side
-            skew = copier.has_begun() ? copier.skew : skew;
-            place_x.start(skew);
+            note(most_x, 1, x_high);
+            turn_to_next();
+            quarter<IsFirst, true, false, 1 + kReadsX + kReadsW + kUpperCopies>(
+                x_high, 1, low, 0, [&](auto i) {
+                    if constexpr (i.value == 0) {
+                        next_is_there();
+                    } else {
+                        mixed<i.value - 1, kReadsX + kReadsW, kUpperCopies>(
+                            [&](auto j) {
+                                if constexpr (j.value < kReadsX)
+                                    read_next_x(j);
+                                else
+                                    read_next_w(Constant<j.value - kReadsX>{});
+                            },
+                            [&](auto j) { copier.copy_upper<j.value>(stage); });
+                    }
+                });
+        } else {
+            quarter<IsFirst, true, true, 1 + kReadsW + kFirstLow>(x_low, 0, low, 0, [&](auto i) {
+                if constexpr (i.value == 0)
+                    upper_is_there();
+                else
+                    mixed<i.value - 1, kReadsW, kFirstLow>(
+                        [&](auto j) { place_w.read_half<j.value>(high, true, stage); },
+                        [&](auto j) { copier.copy_low<j.value>(stage); });
+            });
+            note(most_w, 1, high);
+            quarter<IsFirst, false, true, kReadsX + kHalfCopies - kFirstLow>(
+                x_low, 0, high, 1, [&](auto i) {
+                    mixed<i.value, kReadsX, kHalfCopies - kFirstLow>(
+                        read_x_high, [&](auto j) { copier.copy_low<kFirstLow + j.value>(stage); });
+                });
+            note(most_x, 1, x_high);
+            turn_to_next();
+            quarter<IsFirst, true, false, 1 + kReadsX + kFirstUpper>(
+                x_high, 1, high, 1, [&](auto i) {
+                    if constexpr (i.value == 0)
+                        next_is_there();
+                    else
+                        mixed<i.value - 1, kReadsX, kFirstUpper>(
+                            read_next_x, [&](auto j) { copier.copy_upper<j.value>(stage); });
+                });
+            quarter<IsFirst, false, false, kReadsW + kUpperCopies - kFirstUpper>(
+                x_high, 1, low, 0, [&](auto i) {
+                    mixed<i.value, kReadsW, kUpperCopies - kFirstUpper>(
+                        read_next_w,
+                        [&](auto j) { copier.copy_upper<kFirstUpper + j.value>(stage); });
+                });
         }
-        if constexpr (kRunCopies > 0)
-            turn_to_step(copier.has_begun());
-        quarter<IsFirst, true, false, 1 + kReadsX + kFirstUpper>(x_high, 1, high, 1, [&](auto i) {
-            if constexpr (i.value == 0) {
-                if constexpr (kWgrad)
-                    copier.clear_low_beyond_end<2 * kHalfCopies>(other);
-                copies_arrived<2 * kHalfCopies>();
-            } else {
-                mixed<i.value - 1, kReadsX, kFirstUpper>(
-                    [&](auto j) { place_x.read_half<j.value>(x_low, false, other); },
-                    [&](auto j) { copier.copy_upper<j.value>(stage); });
-            }
-        });
-        quarter<IsFirst, false, false, kReadsW + kUpperCopies - kFirstUpper>(
-            x_high, 1, low, 0, [&](auto i) {
-                mixed<i.value, kReadsW, kUpperCopies - kFirstUpper>(
-                    [&](auto j) { place_w.read_half<j.value>(high, false, other); },
-                    [&](auto j) { copier.copy_upper<kFirstUpper + j.value>(stage); });
-            });
         x_low.widen();
         high.widen();
         copier.advance();
         stage = other;
     }
 
+    // Scales are read from here on for the next step.
+    MX_MEMBER void turn_to_next() {
+        if constexpr (kShuffledX) { // a branch would let LLVM take bytes to its other side
+            skew = copier.has_begun() ? copier.skew : skew;
+            place_x.start(skew);
+        }
+        if constexpr (kRunCopies > 0)
+            turn_to_step(copier.has_begun());
+    }
+
     // Scales of runs are read from here on for the next step, maybe a tile's first.
     MX_MEMBER void turn_to_step(bool is_first) {
-        constexpr unsigned last = kRun - kStepBlocks;
-        const bool begins_run = is_first || runs_at % kRun == last;
-        runs_at = begins_run ? kRunsHalf - runs_at / kRun * kRun : runs_at + kStepBlocks;
-        if constexpr (kRunsX)
-            place_x.turn_to(runs_at);
+        last_block = is_first ? blocks - 1 : last_block - kStepBlocks;
+        // Lanes beyond the last scale take that one.
+        const int of_step = kWholeSteps ? block : __builtin_elementwise_min(block, last_block);
+        const unsigned at = copier.behind + of_step;
+        if constexpr (kRunsX) {
+            if constexpr (kRunSteps < 4)
+                skew = is_first ? copier.skew : skew;
+            place_x.turn_to(at, skew);
+        }
         if constexpr (kRunsW)
-            place_w.turn_to(runs_at);
+            place_w.turn_to(at, 0);
     }
 
     // Number I of so many reads and copies, which take turns.
@@ -963,6 +1185,8 @@ class Stream {
             most.take(half, i, taken.scales[i]);
     }
 
+    unsigned blocks; // of a row
+    int block;       // of a step that the lane has the scales of
     Copier copier;
     PlaceX place_x;
     PlaceW place_w;
@@ -970,15 +1194,14 @@ class Stream {
     Half<kHalfW> w_first, w_second;
     Largest<kHalfX> most_x;
     Largest<kHalfW> most_w;
-    static constexpr int kStepBlocks = kDepth / kBlock;
     unsigned stage = 0, skew = 0;
-    unsigned runs_at = kRunsHalf; // the first run is in the first half
+    int last_block = 0; // of a row, from the next step's first on
 };
 
 // The bias of the features that a lane holds: four of each fragment.
-template <int Kind>
+template <int Kind, int Frags>
 struct Bias {
-    f32x4 of[kFragsW];
+    f32x4 of[Frags];
 
     MX_MEMBER Bias(const Tile& tile, unsigned N, unsigned feature) {
         constexpr unsigned size = sizeof(DType<Kind>);
@@ -986,7 +1209,7 @@ struct Bias {
         const Buffer values(static_cast<const unsigned char*>(arguments()->bias) + first * size,
                             (N - tile.feature) * size);
 #pragma unroll
-        for (int w = 0; w < kFragsW; ++w) {
+        for (int w = 0; w < Frags; ++w) {
             const u32x4 words = values.load((feature + paired_row(w * kSide)) * size);
             if constexpr (Kind == kF32) {
                 of[w] = __builtin_bit_cast(f32x4, words);
@@ -998,8 +1221,8 @@ struct Bias {
     }
     MX_MEMBER f32x4 added_to(f32x4 sum, int w) const { return sum + of[w]; }
 };
-template <>
-struct Bias<kNone> {
+template <int Frags>
+struct Bias<kNone, Frags> {
     MX_MEMBER Bias(const Tile&, unsigned, unsigned) {}
     MX_MEMBER static f32x4 added_to(f32x4 sum, int) { return sum; }
 };
@@ -1026,25 +1249,29 @@ struct Old {
 
 // Where LDS has piece p of row r of results on their way: eight lanes that write adjacent rows, and
 // those that read a row, are in different banks.
+template <unsigned PassRow>
 MX_DEVICE unsigned place_of(unsigned r, unsigned p) {
     constexpr unsigned banks = 128; // bytes
-    constexpr unsigned together = kPassRow < banks ? banks / kPassRow : 1;
-    return r * kPassRow + (p ^ r / together) % (kPassRow / kPiece) * kPiece;
+    constexpr unsigned together = PassRow < banks ? banks / PassRow : 1;
+    return r * PassRow + (p ^ r / together) % (PassRow / kPiece) * kPiece;
 }
 
 // Rounds a wave's sums and stores them, 16 bytes a lane: rows come to lie in lines of memory by way
 // of LDS, 16 rows at a time.
-MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned N, unsigned wave,
-                          unsigned lane) {
-    constexpr unsigned row_pieces = kPassRow / kPiece, rows = kLanes / row_pieces; // of a store
-    constexpr int frags = kPassFeatures / kSide;
+template <bool IsHalf>
+MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned wave, unsigned lane) {
+    constexpr int features = IsHalf ? kFeatures / 2 : kFeatures; // of a wave
+    constexpr int in_pass = pass_features(features), frags = in_pass / kSide;
+    constexpr unsigned pass_row = in_pass * sizeof(Out);
+    constexpr unsigned row_pieces = pass_row / kPiece, rows = kLanes / row_pieces; // of a store
     constexpr int count = kPiece / sizeof(Out), piece_frags = count / 4; // of a piece
     using Values = Out __attribute__((ext_vector_type(count)));
-    // Values that follow from the lane are worked out for each tile, not kept in registers.
-    asm volatile("" : "+v"(lane));
-    const unsigned first_feature = wave % kWavesN * kFeatures;
+    // Values that follow from these are worked out for each tile, not kept in registers.
+    asm volatile("" : "+v"(lane), "+s"(wave));
+    const unsigned first_feature = wave % kWavesN * features;
+    const unsigned N = arguments()->N;
     const unsigned written = lane % kSide, eight = lane / kSide, read = lane / row_pieces;
-    const Bias<MX_BIAS> bias(tile, N, first_feature + eight * 8);
+    const Bias<MX_BIAS, features / kSide> bias(tile, N, first_feature + eight * 8);
     unsigned char* own = lds() + kPassesAt + wave * kPass;
     const unsigned left = N - tile.feature, row_bytes = N * sizeof(Out);
     Out* y = static_cast<Out*>(arguments()->y);
@@ -1067,7 +1294,7 @@ MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned N, unsign
         }
     };
 #pragma unroll
-    for (int pass = 0; pass < kFragsW / frags; ++pass) {
+    for (int pass = 0; pass < features / in_pass; ++pass) {
 #pragma unroll
         for (int x = 0; x < kFragsX; ++x) {
 #pragma unroll
@@ -1084,24 +1311,31 @@ MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned N, unsign
                     values[j] = static_cast<Out>(sum[j % 4]);
                 }
                 const unsigned p = (eight * 8 + paired_row(i * kSide)) / count;
-                *reinterpret_cast<Values*>(own + place_of(written, p)) = values;
+                *reinterpret_cast<Values*>(own + place_of<pass_row>(written, p)) = values;
             }
             finish_before_next();
             if (pass > 0 || x > 0)
                 store();
             if (x == 0) {
-                const unsigned n = first_feature + pass * kPassFeatures + piece * count;
+                const unsigned n = first_feature + pass * in_pass + piece * count;
                 at = n < left ? m * row_bytes + n * sizeof(Out) : kNowhere;
             }
             wave_in_order();
 #pragma unroll
             for (int i = 0; i < stores; ++i)
                 arrived[i] =
-                    *reinterpret_cast<const u32x4*>(own + place_of(i * rows + read, piece));
+                    *reinterpret_cast<const u32x4*>(own + place_of<pass_row>(i * rows + read, piece));
             wave_in_order();
         }
     }
     store();
+}
+
+// The present tile, or half of one, of so many steps.
+template <bool IsHalf>
+MX_DEVICE void compute(Stream& stream, unsigned steps, Shelf& shelf, unsigned wave, unsigned lane) {
+    stream.multiply<IsHalf>(steps, shelf);
+    store_tile<IsHalf>(stream.sums, shelf.tile<kNow>(), wave, lane);
 }
 
 // The arguments are those of GroupedArguments, which says how they are read.
@@ -1110,42 +1344,39 @@ aiter_mx_grouped_gemm_persistent(const unsigned char*, const unsigned char*, con
                                  const unsigned char*, const void*, Out*, const void*, const void*,
                                  Offset, Offset, Offset, Offset, int, int, int, unsigned,
                                  unsigned) {
-    const unsigned N = arguments()->N, K = arguments()->K;
+    const unsigned K = arguments()->K;
     const int lane = thread_in_group() % kLanes;
     const int wave = wave_in_group();
-    // At least two, so that copies are never more than a tile ahead.
-    const unsigned all_steps = max((K + kDepth - 1) / kDepth, 2);
-
     // Workgroups go to the dies in turn: those of one die get tiles that follow each other.
     const unsigned workgroups = arguments()->workgroups, group = group_x();
     unsigned t = workgroups % kXcds ? group : group % kXcds * (workgroups / kXcds) + group / kXcds;
-    Deal<kTileM, kTileN, kSwath> deal(N, lane);
+    Shelf shelf;
+    Deal<kTileM, kTileN, kSwath, kHalves> deal(shelf, lane);
+    Stream stream(shelf, Copier(K, wave, lane), K / kBlock, wave, lane);
     Tile now;
-    if (!deal.find(t, now))
+    if (!deal.find(shelf, t, now)) {
+        stream.zeros.store_all(shelf);
         return;
-
-    Stream stream(Copier(N, K, wave, lane), wave, lane);
-    stream.begin(now);
-    for (;;) {
-        Tile next = now;
-        t += arguments()->workgroups;
-        const bool is_last = !deal.find(t, next);
-        const unsigned steps = kWgrad ? max((now.end + kDepth - 1) / kDepth, 2) : all_steps;
-        stream.even_step<true>(steps, next, is_last);
-        unsigned step = 1;
-        for (; step + 2 <= steps; step += 2) {
-            stream.odd_step(steps, next, is_last);
-            stream.even_step<false>(steps, next, is_last);
-        }
-        if (step < steps)
-            stream.odd_step(steps, next, is_last);
-        else
-            stream.swap();
-        stream.settle_nans();
-        stream.sums.settle();
-        store_tile(stream.sums, now, N, wave, lane);
-        if (is_last)
-            return;
-        now = next;
     }
+    stream.begin(now);
+    shelf.put_next(now);
+    shelf.turn();
+    shelf.put<kTurn>(t);
+    for (;;) {
+        const unsigned turn = shelf.get<kTurn>() + arguments()->workgroups;
+        Tile next = {};
+        shelf.put<kTurn>(turn);
+        shelf.put<kIsLast>(!deal.find(shelf, turn, next));
+        shelf.put_next(next);
+        const unsigned k = kWgrad ? shelf.tile<kNow>().end : K;
+        const unsigned steps = max((k + kDepth - 1) / kDepth, 2); // no copies more than a tile ahead
+        if (kHalves && shelf.get<kNow + 4>())
+            compute<kHalves>(stream, steps, shelf, wave, lane);
+        else
+            compute<false>(stream, steps, shelf, wave, lane);
+        if (shelf.get<kIsLast>())
+            break;
+        shelf.turn();
+    }
+    stream.zeros.store_all(shelf);
 }

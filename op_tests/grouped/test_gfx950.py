@@ -42,16 +42,20 @@ def test_operands_and_results_above_4_gib_match_float64() -> None:
 
 
 @pytest.mark.parametrize("tile_m", [32, 64])
-@pytest.mark.parametrize("K", [128, 416, 512, 640, 896, 1152])
+@pytest.mark.parametrize(
+    ("K", "M"),
+    [(128, 121), (416, 121), (416, 124), (448, 122), (512, 121), (640, 121), (672, 124),
+     (896, 121), (992, 120), (1152, 121), (1216, 124)],
+)  # fmt: skip
 def test_scales_of_several_steps_that_are_copied_at_once(
-    K: int, tile_m: int, monkeypatch: pytest.MonkeyPatch
+    K: int, M: int, tile_m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Last runs of one step and more, tiles one after the other that begin at any row, and what
-    follows a row's last scale is often NaN."""
+    """Last runs of one step and more, tiles one after the other that begin at any row, rows of
+    scales that begin anywhere in a dword, and what follows a row's last scale is often NaN."""
     monkeypatch.setenv("AITER_MX_SIM_FINITE_SCALES", "1")
-    groups = Groups([(1, 30), (30, 97), (97, 97), (103, 120)], "ranges", "i32", 121)
+    groups = Groups([(1, 30), (30, 97), (97, 97), (103, 120)], "ranges", "i32", M)
     generator = torch.Generator().manual_seed(K)
-    a = random_mx(121, K, generator, nan_scale=0.01)
+    a = random_mx(M, K, generator, nan_scale=0.01)
     b, b_scale = random_mx(4 * 160, K, generator, nan_scale=0.003)
     drawn = (*a, b.view(4, 160, K), b_scale.view(4, 160, K // 32))
     with aiter_mx.simulate("gfx950"):

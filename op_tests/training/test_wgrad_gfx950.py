@@ -77,7 +77,7 @@ def test_its_main_loop_is_limited_by_products_as_the_forward_one_is(
     reports = []
     for depth in (1024, 1536):
         case = draw_case(256, 256, (depth,), room=4096 - depth)  # whole lines of scales
-        launch((256, 256), case)
+        launch((256, 256), case, cus=1)  # which takes the whole tile
         report = last_report()
         assert report is not None
         reports.append(report)

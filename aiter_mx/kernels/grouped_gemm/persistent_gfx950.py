@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.grouped_gemm.problem import ARGS, GroupedGemmProblem, scalars
@@ -31,8 +32,7 @@ LAYOUTS = ("16x4",)
 
 _DEPTH = 128  # of K in a step
 _WAVES = 4
-_RUN_STEPS = 4  # whose row-major scales are copied at once
-_RUN_BYTES = _RUN_STEPS * _DEPTH // BLOCK  # of a row
+_RUN_BYTES = 16  # of a row's scales, copied at once
 # Of an MI355X: the CDNA4 ISA manual and white paper.
 _XCDS = 8
 _LDS_BYTES = 160 * 1024
@@ -45,6 +45,7 @@ _LATENCY_CYCLES = 2000
 _COPY_CYCLES = 1000  # until the copies of a step are there
 _EPILOGUE_CYCLES = 2600  # of the largest tile
 _TILE_CYCLES = 1000  # to find the next tile
+_HALF_TILE = 0.6  # of a tile's time: LDS has more than half to do
 
 # Offsets within a tile are below 2^31, with the farthest row of a step added to one out of range.
 MAX_K = 1 << 22
@@ -76,11 +77,12 @@ def _lds_bytes(problem: GroupedGemmProblem, config: Config) -> int:
     pieces = 4 // _scale_bytes(problem)
     at_once = _WAVES * 64 // pieces  # rows of scales that the waves copy together
     stage = (tile_m + tile_n) * _DEPTH
-    for layout, rows, blocks in (
-        (problem.a_scale_layout, tile_m, tile_m // 16 + 1),  # it may begin within a block
-        (problem.b_scale_layout, tile_n, tile_n // 16),
+    for layout, rows, blocks, in_runs in (
+        # a tile of a may begin within a block
+        (problem.a_scale_layout, tile_m, tile_m // 16 + 1, _a_in_runs(problem)),
+        (problem.b_scale_layout, tile_n, tile_n // 16, True),
     ):
-        if layout == "row_major" and _whole_steps(problem):
+        if layout == "row_major" and in_runs:
             stage += rows * _RUN_BYTES
         elif layout == "row_major":
             stage += -(-rows // at_once) * at_once * 4 * pieces
@@ -101,14 +103,19 @@ def resident(problem: GroupedGemmProblem, config: Config) -> int:
 def _address_cycles(problem: GroupedGemmProblem, config: Config) -> float:
     """Of the copies of a step: one for four lanes in one line, else one for each lane."""
     pieces = 4 // _scale_bytes(problem)  # lanes of a row of scales
-    of_row = 1 / _RUN_STEPS if _whole_steps(problem) else 1 if pieces == 4 else pieces
+    run_steps = 4 if pieces == 1 else 3
     cycles = 0.0
-    for layout, rows in (
-        (problem.a_scale_layout, config["tile_m"]),
-        (problem.b_scale_layout, config["tile_n"]),
+    for layout, rows, in_runs in (
+        (problem.a_scale_layout, config["tile_m"], _a_in_runs(problem)),
+        (problem.b_scale_layout, config["tile_n"], True),
     ):
         cycles += rows * _DEPTH / _COPY_BYTES_A_CYCLE
-        cycles += rows * of_row if layout == "row_major" else rows / 16
+        if layout != "row_major":
+            cycles += rows / 16
+        elif in_runs:
+            cycles += rows / run_steps
+        else:
+            cycles += rows * (1 if pieces == 4 else pieces)
     return cycles
 
 
@@ -126,9 +133,17 @@ def _cycles(target: Target, problem: GroupedGemmProblem, config: Config) -> floa
     tile = steps * step + epilogue + _TILE_CYCLES
     held = resident(problem, config)
     tiles = min(problem.G, problem.M) * -(-problem.usual_rows // tile_m) * -(-problem.N // tile_n)
-    rounds = -(-tiles // (target.cu_num * held))
+    whole_rounds, left = divmod(tiles, target.cu_num * held)
+    rounds = whole_rounds + (left > 0)
+    if left and parts_of_last(config) * left <= target.cu_num * held:
+        rounds = whole_rounds + _HALF_TILE
     latency = steps * _COPY_CYCLES + _LATENCY_CYCLES
     return rounds * max(latency, held * tile)
+
+
+def in_dwords(args: Sequence[Arg]) -> Iterator[Arg]:
+    """The arguments; scales, which are the second and fourth, begin with a dword."""
+    return (replace(arg, align=4) if at in (1, 3) else arg for at, arg in enumerate(args))
 
 
 def candidates_of(target: Target, problem: GroupedGemmProblem) -> list[Config]:
@@ -145,19 +160,30 @@ def candidates_of(target: Target, problem: GroupedGemmProblem) -> list[Config]:
     return [{**tile, **order} for order in orders for tile in tiles]
 
 
+def parts_of_last(config: Config) -> int:
+    """Workgroups that divide a tile among them where tiles are few: the kernel's ``kHalves``."""
+    return 2 if config["tile_m"] * config["tile_n"] == 256 * 256 else 1
+
+
 def _workgroups(target: Target, problem: GroupedGemmProblem, config: Config) -> int:
     tiles = problem.most_tiles(config["tile_m"]) * -(-problem.N // config["tile_n"])
-    return max(1, min(tiles, target.cu_num * resident(problem, config)))
+    most = target.cu_num * resident(problem, config)
+    return max(1, min(tiles * parts_of_last(config), most))
 
 
 def _scale_bytes(problem: GroupedGemmProblem) -> int:
-    """Scales that one copy of a lane takes: their rows start at multiples of this."""
+    """What rows of scales start at multiples of."""
     blocks = problem.K // BLOCK
     return 1 if blocks % 2 else 2 if blocks % 4 else 4
 
 
+def _a_in_runs(problem: GroupedGemmProblem) -> bool:
+    """Whether a's scales are whole dwords in all: those of several steps are then copied at once."""
+    return problem.M * (problem.K // BLOCK) % 4 == 0
+
+
 def _whole_steps(problem: GroupedGemmProblem) -> bool:
-    """Whether K is whole steps, two at least: row-major scales of four are then copied at once."""
+    """Whether K is whole steps, two at least."""
     return problem.K % _DEPTH == 0 and problem.K > _DEPTH
 
 
@@ -166,6 +192,7 @@ def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Map
     return wide | {
         **as_defines(config),
         "MX_SCALE_BYTES": _scale_bytes(problem),
+        "MX_X_RUNS": int(_a_in_runs(problem)),
         "MX_X_SCALES": SCALE_LAYOUTS[problem.a_scale_layout].code,
         "MX_W_SCALES": SCALE_LAYOUTS[problem.b_scale_layout].code,
         "MX_WHOLE_STEPS": int(_whole_steps(problem)),
@@ -195,7 +222,7 @@ PERSISTENT = declare(
     "grouped_gemm",
     "persistent",
     {"gfx950": "grouped/persistent_gfx950.cu"},
-    args=(*ARGS, Arg("rows_each", "i32"), Arg("workgroups", "i32")),
+    args=(*in_dwords(ARGS), Arg("rows_each", "i32"), Arg("workgroups", "i32")),
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,

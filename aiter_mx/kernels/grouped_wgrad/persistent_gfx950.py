@@ -76,6 +76,7 @@ def _defines(target: Target, problem: GroupedWgradProblem, config: Config) -> Ma
             "MX_SWATH": config["swath"],
             "MX_XCDS": config["xcds"],
             "MX_SCALE_BYTES": 4,
+            "MX_X_RUNS": 0,
             "MX_X_SCALES": row_major,
             "MX_W_SCALES": row_major,
             "MX_WHOLE_STEPS": 0,
@@ -95,7 +96,8 @@ def _parts(target: Target, problem: GroupedWgradProblem, config: Config) -> Part
 
 
 def _workgroups(target: Target, problem: GroupedWgradProblem, config: Config) -> int:
-    return max(1, min(_tiles(problem, config), _at_once(target, problem, config)))
+    parts = _tiles(problem, config) * forward.parts_of_last(config)
+    return max(1, min(parts, _at_once(target, problem, config)))
 
 
 def _geometry(target: Target, problem: GroupedWgradProblem, config: Config) -> Geometry:
