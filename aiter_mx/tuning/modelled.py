@@ -44,6 +44,7 @@ BACKENDS = ("hip",)
 RULES = Rules(most=6, of_next=(3,))
 _SHARE = 0.0  # of the weights, that results are judged on: as few as a workload can do with
 _WORKGROUPS = 3  # that are traced of a launch
+_WORKGROUPS_UNLIKE, _LARGE_BLOCK = 16, 48  # of one whose blocks of rows are filled to any share
 _BEST_US, _BEST_BYTES_A_US, _BEST_ROWS = 3.9, 6.3e6, 16
 """The lower envelope of all published times of fp8 GEMMs of so few rows, by bytes of weights."""
 
@@ -160,7 +161,9 @@ class ModelBench:
 
     def _traced(self, candidate: Candidate, number: int) -> Traced:
         operands = self._operands()[number]
-        return traced_launch(candidate, self.problem, operands, number, _WORKGROUPS, self._working)
+        is_unlike = getattr(self.problem, "block_m", 0) >= _LARGE_BLOCK
+        count = _WORKGROUPS_UNLIKE if is_unlike else _WORKGROUPS
+        return traced_launch(candidate, self.problem, operands, number, count, self._working)
 
     def _operands(self) -> list[Operands]:
         """Hollow ones, for each draw of indices."""

@@ -1,0 +1,206 @@
+"""Models our grouped GEMMs beside those of Primus-Turbo's pull request 330.
+
+    python -m tune.grouped_side_by_side --checkout FOLDER --work FOLDER [--save]
+
+The checkout is of the branch (``refs/pull/330/head`` of AMD-AGI/Primus-Turbo). Forward, dgrad and
+wgrad of the pull request's balanced cells run on both sides in one simulator, some workgroups of
+each launch; scales are row-major, and the launch that shuffles them for the pull request's kernels
+counts. Uneven groups are ours alone, beside our own time of even ones. The result is
+docs/measured/gfx950_simulated/grouped_side_by_side.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from aiter_mx.cli.explain import describe_config
+from aiter_mx.code_object import occupancy
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.grouped_wgrad.problem import START_COLUMNS, GroupedWgradProblem
+from aiter_mx.sim.program import SimOptions
+from aiter_mx.sim.report import LaunchReport
+from aiter_mx.sim.timing.constants import shipped
+from aiter_mx.sim.timing.cu import SplitTrace
+from aiter_mx.sim.timing.draws import drawn
+from aiter_mx.sim.timing.fit import modelled_us
+from aiter_mx.sim.timing.model import SIMDS, Traced
+from aiter_mx.sim.timing.sample import sample
+from aiter_mx.target import hardware
+from aiter_mx.trial import Prepared, prepare
+from aiter_mx.workloads import workload_of
+from op_tests.bench.grouped import group_ends
+from tune.published.pr330 import Pr330
+from tune.published.sample import samples
+
+SAVED = Path(__file__).parents[1] / "docs/measured/gfx950_simulated/grouped_side_by_side.csv"
+LAYERS = ((4096, 7168), (7168, 2048), (3072, 5120), (5120, 1536), (8192, 4096), (4096, 4096),
+          (4096, 2048), (2048, 2048))  # fmt: skip
+"""N and K of expert layers in the pull request's benchmark whose K is in whole steps."""
+GROUPS_ROWS = ((16, 2048), (16, 4096), (32, 2048), (32, 4096))
+PASSES = ("forward", "dgrad", "wgrad")
+UNEVEN = ("mild", "extreme")
+UNEVEN_LAYERS, UNEVEN_GROUPS_ROWS = LAYERS[:2], ((16, 2048), (32, 4096))
+_SAMPLES = {"balanced": 3, "mild": 5, "extreme": 9}
+COLUMNS = ("what", "mode", "groups", "rows", "N", "K", "kernel", "ours_us", "published_us",
+           "times_as_fast", "wins_of_draws", "share_of_even")  # fmt: skip
+_LANES = 64
+_CHECKS = ("all", "-global-race", "-lanes-differ")  # those take memory as the tensors do
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A product of groups: which pass of training, how rows fall to groups, and the sizes."""
+
+    what: str
+    mode: str
+    groups: int
+    rows: int
+    N: int
+    K: int
+
+    def sizes(self) -> list[int]:
+        """Rows of each group; those of gradients of weights begin at whole steps."""
+        ends = group_ends(self.mode, self.groups, self.rows)
+        if self.what == "wgrad":
+            ends = [end // START_COLUMNS * START_COLUMNS for end in ends]
+        return [end - start for start, end in pairwise([0, *ends])]
+
+
+def cells() -> Iterator[Cell]:
+    """The pull request's cells, then uneven groups of some of them."""
+    for what in PASSES:
+        for groups, rows in GROUPS_ROWS:
+            for N, K in LAYERS:
+                yield Cell(what, "balanced", groups, rows, N, K)
+    for mode in UNEVEN:
+        for what in PASSES:
+            for groups, rows in UNEVEN_GROUPS_ROWS:
+                for N, K in UNEVEN_LAYERS:
+                    yield Cell(what, mode, groups, rows, N, K)
+
+
+def launch_of(cell: Cell) -> tuple[Prepared, str]:
+    """What dispatch takes, and its configuration in words."""
+    sizes = cell.sizes()
+    ends = torch.tensor([0, *sizes]).cumsum(0)
+    if cell.what == "wgrad":
+        op = "grouped_wgrad"
+        problem = GroupedWgradProblem(int(ends[-1]), cell.N, cell.K, cell.groups, index="i64")
+        bounds = (ends[:-1].clone(), ends[1:] - ends[:-1])
+    else:
+        op = "grouped_gemm"
+        N, K = (cell.N, cell.K) if cell.what == "forward" else (cell.K, cell.N)
+        problem = GroupedGemmProblem(int(ends[-1]), N, K, cell.groups, index="i64")
+        bounds = (ends[:-1].clone(), ends[1:].clone())
+    chosen = route(op, hardware("gfx950"), problem)
+    operands = [*workload_of(op).hollow(problem)[:6], *bounds]
+    launch = prepare(chosen.spec, problem, chosen.config, operands=operands)
+    return launch, f"{chosen.kernel} {describe_config(chosen.config)}"
+
+
+def ours(cell: Cell) -> tuple[list[Traced], str]:
+    """Our launch of a cell, traced, and what it is."""
+    launch, words = launch_of(cell)
+
+    def run(group: int) -> LaunchReport:
+        return launch.run(
+            SimOptions(
+                schedule="round-robin",
+                count_conflicts=True,
+                trace=True,
+                first_group=group,
+                group_count=1,
+                checks=_CHECKS,
+            )
+        )
+
+    found = sample(run, launch.groups, _SAMPLES[cell.mode], launch.groups)
+    held = occupancy(launch.kernel, launch.lanes, launch.geometry.shared_bytes)
+    resident = max(1, held * SIMDS * _LANES // launch.lanes)
+    return [Traced(SplitTrace(found.trace), launch.groups, resident)], words
+
+
+def theirs(published: Pr330, cell: Cell) -> list[Traced]:
+    """The pull request's launches of a cell, traced."""
+    if cell.what == "wgrad":
+        run = published.wgrad(cell.sizes(), cell.N, cell.K)
+    else:
+        N, K = (cell.N, cell.K) if cell.what == "forward" else (cell.K, cell.N)
+        run = published.product(cell.sizes(), N, K)
+    found = samples(run, False, 0, 0)
+    return [Traced(SplitTrace(each.trace), each.groups, each.resident) for each in found]
+
+
+def line(
+    cell: Cell, own: list[Traced], words: str, other: list[Traced] | None, even_us: float | None
+) -> dict[str, object]:
+    """A row of the table.
+
+    Args:
+        cell: what is computed.
+        own: our launch, which is ``words``.
+        other: the pull request's launches, where they are compared.
+        even_us: our time of the same cell with even groups, where these are not.
+    """
+    us, drawn_us = modelled_us(own, shipped()), [modelled_us(own, each) for each in drawn()]
+    row = {**vars(cell), "kernel": words, "ours_us": f"{us:.2f}"}
+    if other is not None:
+        other_us = modelled_us(other, shipped())
+        wins = fmean(
+            modelled_us(other, each) >= mine for each, mine in zip(drawn(), drawn_us, strict=True)
+        )
+        row |= {"published_us": f"{other_us:.2f}", "times_as_fast": f"{other_us / us:.3f}",
+                "wins_of_draws": f"{wins:.2f}"}  # fmt: skip
+    if even_us is not None:
+        row["share_of_even"] = f"{even_us / us:.3f}"
+    return {name: row.get(name, "") for name in COLUMNS}
+
+
+def lines(published: Pr330, wanted: Sequence[Cell]) -> Iterator[dict[str, object]]:
+    """A row a cell."""
+    even: dict[Cell, float] = {}
+    for cell in wanted:
+        own, words = ours(cell)
+        alike = replace(cell, mode="balanced")
+        if cell == alike:
+            even[cell] = modelled_us(own, shipped())
+            yield line(cell, own, words, theirs(published, cell), None)
+        else:
+            if alike not in even:
+                even[alike] = modelled_us(ours(alike)[0], shipped())
+            yield line(cell, own, words, None, even[alike])
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--checkout", type=Path, required=True, help="of the pull request's branch")
+    parser.add_argument("--work", type=Path, required=True, help="for what is compiled on the way")
+    parser.add_argument("--only", default="", help="cells whose text has this")
+    parser.add_argument("--save", action="store_true", help=f"write {SAVED.name}")
+    options = parser.parse_args()
+    found = []
+    for row in lines(
+        Pr330(options.checkout, options.work),
+        [cell for cell in cells() if options.only in str(cell)],
+    ):
+        print(*row.values(), flush=True)
+        found.append(row)
+    if options.save:
+        with SAVED.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(found)
+
+
+if __name__ == "__main__":
+    main()
