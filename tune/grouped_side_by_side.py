@@ -1,11 +1,12 @@
 """Models our grouped GEMMs beside those of Primus-Turbo's pull request 330.
 
-    python -m tune.grouped_side_by_side --checkout FOLDER --work FOLDER [--save]
+    python -m tune.grouped_side_by_side [--checkout FOLDER --work FOLDER] [--save]
 
-The checkout is of the branch (``refs/pull/330/head`` of AMD-AGI/Primus-Turbo). Forward, dgrad and
-wgrad of the pull request's balanced cells run on both sides in one simulator, some workgroups of
-each launch; scales are row-major, and the launch that shuffles them for the pull request's kernels
-counts. Uneven groups are ours alone, beside our own time of even ones. The result is
+Both sides of the pull request's balanced cells are traced in one simulator; scales are row-major,
+and the launch that shuffles them for the pull request's kernels counts. Traces of most of its
+forward products and of one of each gradient are among those that judge the model (judges.xz); the
+other cells are run where there is a checkout of its branch (``refs/pull/330/head`` of
+AMD-AGI/Primus-Turbo). Uneven groups are ours alone, beside our own time of even ones. The result is
 docs/measured/gfx950_simulated/grouped_side_by_side.csv.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -38,8 +39,10 @@ from aiter_mx.target import hardware
 from aiter_mx.trial import Prepared, prepare
 from aiter_mx.workloads import workload_of
 from op_tests.bench.grouped import group_ends
+from tune.published.judges import FOLDER, GROUPED
 from tune.published.pr330 import Pr330
 from tune.published.sample import samples
+from tune.published.saved import MALL_BYTES, load
 
 SAVED = Path(__file__).parents[1] / "docs/measured/gfx950_simulated/grouped_side_by_side.csv"
 LAYERS = ((4096, 7168), (7168, 2048), (3072, 5120), (5120, 1536), (8192, 4096), (4096, 4096),
@@ -49,7 +52,8 @@ GROUPS_ROWS = ((16, 2048), (16, 4096), (32, 2048), (32, 4096))
 PASSES = ("forward", "dgrad", "wgrad")
 UNEVEN = ("mild", "extreme")
 UNEVEN_LAYERS, UNEVEN_GROUPS_ROWS = LAYERS[:2], ((16, 2048), (32, 4096))
-_SAMPLES = {"balanced": 3, "mild": 5, "extreme": 9}
+_SAMPLES = {"balanced": 1, "mild": 2, "extreme": 3}
+JUDGES = FOLDER / "judges.xz"
 COLUMNS = ("what", "mode", "groups", "rows", "N", "K", "kernel", "ours_us", "published_us",
            "times_as_fast", "wins_of_draws", "share_of_even")  # fmt: skip
 _LANES = 64
@@ -140,6 +144,15 @@ def theirs(published: Pr330, cell: Cell) -> list[Traced]:
     return [Traced(SplitTrace(each.trace), each.groups, each.resident) for each in found]
 
 
+def saved() -> dict[Cell, list[Traced]]:
+    """The same of cells whose traces are kept."""
+    return {
+        Cell(row.kernel, "balanced", row.experts, row.M, row.N, row.K): launches
+        for row, launches in load(JUDGES, MALL_BYTES)
+        if row.family == GROUPED
+    }
+
+
 def line(
     cell: Cell, own: list[Traced], words: str, other: list[Traced] | None, even_us: float | None
 ) -> dict[str, object]:
@@ -165,15 +178,17 @@ def line(
     return {name: row.get(name, "") for name in COLUMNS}
 
 
-def lines(published: Pr330, wanted: Sequence[Cell]) -> Iterator[dict[str, object]]:
-    """A row a cell."""
+def lines(
+    wanted: Sequence[Cell], of_other: Callable[[Cell], list[Traced]]
+) -> Iterator[dict[str, object]]:
+    """A row a cell; ``of_other`` has the pull request's launches of an even one."""
     even: dict[Cell, float] = {}
     for cell in wanted:
         own, words = ours(cell)
         alike = replace(cell, mode="balanced")
         if cell == alike:
             even[cell] = modelled_us(own, shipped())
-            yield line(cell, own, words, theirs(published, cell), None)
+            yield line(cell, own, words, of_other(cell), None)
         else:
             if alike not in even:
                 even[alike] = modelled_us(ours(alike)[0], shipped())
@@ -183,16 +198,23 @@ def lines(published: Pr330, wanted: Sequence[Cell]) -> Iterator[dict[str, object
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--checkout", type=Path, required=True, help="of the pull request's branch")
-    parser.add_argument("--work", type=Path, required=True, help="for what is compiled on the way")
+    parser.add_argument("--checkout", type=Path, help="of the pull request's branch")
+    parser.add_argument("--work", type=Path, help="for what is compiled on the way")
     parser.add_argument("--only", default="", help="cells whose text has this")
     parser.add_argument("--save", action="store_true", help=f"write {SAVED.name}")
     options = parser.parse_args()
+    kept = saved()
+    wanted = [cell for cell in cells() if options.only in str(cell)]
+    if options.checkout:
+        published = Pr330(options.checkout, options.work)
+    else:
+        wanted = [cell for cell in wanted if cell.mode != "balanced" or cell in kept]
+
+    def of_other(cell: Cell) -> list[Traced]:
+        return kept[cell] if cell in kept else theirs(published, cell)
+
     found = []
-    for row in lines(
-        Pr330(options.checkout, options.work),
-        [cell for cell in cells() if options.only in str(cell)],
-    ):
+    for row in lines(wanted, of_other):
         print(*row.values(), flush=True)
         found.append(row)
     if options.save:
