@@ -1,0 +1,39 @@
+"""Our grouped products beside published ones: cells, how their lines are made, the saved table."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from aiter_mx.sim.timing.constants import shipped
+from aiter_mx.sim.timing.fit import modelled_us
+from tune.grouped_side_by_side import SAVED, Cell, cells, line, lines, ours, saved
+
+SMALL = Cell("forward", "balanced", 2, 64, 128, 512)
+
+
+def test_cells_keep_their_rows_whatever_the_groups() -> None:
+    for cell in cells():
+        sizes = cell.sizes()
+        assert len(sizes) == cell.groups and sum(sizes) <= cell.groups * cell.rows
+        assert sum(sizes) > cell.groups * cell.rows - 128 * cell.groups
+        if cell.what == "wgrad":
+            assert not any(size % 128 for size in sizes)
+
+
+def test_lines_compare_even_groups_with_the_others_and_uneven_ones_with_even_ones() -> None:
+    launches, words = ours(SMALL)
+    us = modelled_us(launches, shipped())
+    uneven = Cell("forward", "mild", 2, 64, 128, 512)
+    even, mild = lines([SMALL, uneven], lambda cell: launches * 2)
+    assert even == line(SMALL, launches, words, launches * 2, None)
+    assert (float(str(even["times_as_fast"])), float(str(even["wins_of_draws"]))) == (2.0, 1.0)
+    assert abs(float(str(mild["share_of_even"])) - us / float(str(mild["ours_us"]))) < 0.01
+
+
+def test_the_saved_table_has_every_cell_whose_traces_are_kept() -> None:
+    table = pd.read_csv(SAVED)
+    found = {Cell(*row) for row in table[list(vars(SMALL))].itertuples(index=False)}
+    assert found >= set(saved()) & set(cells())
+    assert {cell for cell in cells() if cell.mode != "balanced"} <= found
+    balanced = table[table["mode"] == "balanced"]
+    assert (balanced.times_as_fast >= 1).all()
