@@ -178,9 +178,7 @@ class Shelf {
     template <int At>
     MX_MEMBER void put(unsigned x) {
         // A vector instruction may have written x: two wait states (ISA manual, section 4.5).
-        asm("s_nop 1\n\tv_writelane_b32 %0, %1, %2"
-            : "+v"(lanes)
-            : "s"(scalar(x)), "i"(At));
+        asm("s_nop 1\n\tv_writelane_b32 %0, %1, %2" : "+v"(lanes) : "s"(scalar(x)), "i"(At));
     }
     template <int At>
     MX_MEMBER unsigned get() {
@@ -407,8 +405,8 @@ constexpr int pass_features(int features) {
 }
 constexpr int kPass = kSide * pass_features(kFeatures) * sizeof(Out);
 constexpr int kPassesAt = 2 * kStage;
-constexpr int kRunsAt = kPassesAt + kWaves * kPass;          // of x, then of w
-constexpr unsigned kRun = kPiece; // bytes of a row
+constexpr int kRunsAt = kPassesAt + kWaves * kPass; // of x, then of w
+constexpr unsigned kRun = kPiece;                   // bytes of a row
 constexpr int kStepBlocks = kDepth / kBlock;
 constexpr int kRunsWAt = kRunsAt + (kRunsX ? kTileM * kRun : 0);
 constexpr int kRunsHalf = kRunsWAt - kRunsAt + (kRunsW ? kTileN * kRun : 0);
@@ -505,7 +503,8 @@ class Copier {
             // From a dword to a dword: the arguments are whole ones.
             const Offset first = x_row * blocks;
             skew = first % 4;
-            x_scales = resource(args->xs + (first - skew), is_any ? skew + x_rows * blocks + 3 & ~3 : 0);
+            x_scales =
+                resource(args->xs + (first - skew), is_any ? skew + x_rows * blocks + 3 & ~3 : 0);
         } else {
             x_scales = resource(args->xs + x_row * blocks, x_rows * blocks);
         }
@@ -679,9 +678,9 @@ class Copier {
     unsigned run_x_at, run_w_at, runs_at = 0;
     unsigned k_x[2], k_w[2], x_at[2], w_at[2]; // of copies of even and odd number
     unsigned x_now[2], w_now[2], scale_now, blocks_x_now, blocks_w_now;
-    unsigned end;                                            // k of the group
+    unsigned end;      // k of the group
     unsigned kept = 0; // where the group ends in this step, byte 0, and in the ones before it, or 0
-    int x_place, w_place;                                    // of the wave's first row in a stage
+    int x_place, w_place; // of the wave's first row in a stage
     Resource x, w, x_scales, w_scales;
 };
 
@@ -967,7 +966,8 @@ class Stream {
     Zeros zeros;
 
     MX_MEMBER Stream(Shelf& shelf, const Copier& copier, unsigned blocks, int wave, int lane)
-        : zeros(shelf), blocks(blocks), block(lane / kSide), copier(copier), place_x(wave / kWavesN * (kTileM / kWavesM), lane, blocks),
+        : zeros(shelf), blocks(blocks), block(lane / kSide), copier(copier),
+          place_x(wave / kWavesN * (kTileM / kWavesM), lane, blocks),
           place_w(wave % kWavesN * (kTileN / kWavesN), lane, blocks) {}
 
     // Copies the first two steps of the first tile, and reads the first operands.
@@ -1032,8 +1032,8 @@ class Stream {
     // Of quarters 1 and 3; the others have the rest.
     static constexpr int kFirstLow = kHalfCopies / 2, kFirstUpper = (kUpperCopies + 1) / 2;
 
-    // A step of so many; the next tile is shelved, and without one zeros are copied. The first begins
-    // the sums. Half a tile has no upper half of w: quarter 4 follows quarter 1, and its
+    // A step of so many; the next tile is shelved, and without one zeros are copied. The first
+    // begins the sums. Half a tile has no upper half of w: quarter 4 follows quarter 1, and its
     // products hide what quarters 2 and 3 do besides.
     template <bool IsFirst, bool IsHalf>
     MX_MEMBER void step(Half<kHalfW>& low, Half<kHalfW>& high, Shelf& shelf) {
@@ -1110,9 +1110,9 @@ class Stream {
                 });
             quarter<IsFirst, false, false, kReadsW + kUpperCopies - kFirstUpper>(
                 x_high, 1, low, 0, [&](auto i) {
-                    mixed<i.value, kReadsW, kUpperCopies - kFirstUpper>(
-                        read_next_w,
-                        [&](auto j) { copier.copy_upper<kFirstUpper + j.value>(stage); });
+                    mixed<i.value, kReadsW, kUpperCopies - kFirstUpper>(read_next_w, [&](auto j) {
+                        copier.copy_upper<kFirstUpper + j.value>(stage);
+                    });
                 });
         }
         x_low.widen();
@@ -1264,7 +1264,7 @@ MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned wave, uns
     constexpr int in_pass = pass_features(features), frags = in_pass / kSide;
     constexpr unsigned pass_row = in_pass * sizeof(Out);
     constexpr unsigned row_pieces = pass_row / kPiece, rows = kLanes / row_pieces; // of a store
-    constexpr int count = kPiece / sizeof(Out), piece_frags = count / 4; // of a piece
+    constexpr int count = kPiece / sizeof(Out), piece_frags = count / 4;           // of a piece
     using Values = Out __attribute__((ext_vector_type(count)));
     // Values that follow from these are worked out for each tile, not kept in registers.
     asm volatile("" : "+v"(lane), "+s"(wave));
@@ -1323,8 +1323,8 @@ MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned wave, uns
             wave_in_order();
 #pragma unroll
             for (int i = 0; i < stores; ++i)
-                arrived[i] =
-                    *reinterpret_cast<const u32x4*>(own + place_of<pass_row>(i * rows + read, piece));
+                arrived[i] = *reinterpret_cast<const u32x4*>(
+                    own + place_of<pass_row>(i * rows + read, piece));
             wave_in_order();
         }
     }
@@ -1369,7 +1369,8 @@ aiter_mx_grouped_gemm_persistent(const unsigned char*, const unsigned char*, con
         shelf.put<kIsLast>(!deal.find(shelf, turn, next));
         shelf.put_next(next);
         const unsigned k = kWgrad ? shelf.tile<kNow>().end : K;
-        const unsigned steps = max((k + kDepth - 1) / kDepth, 2); // no copies more than a tile ahead
+        const unsigned steps =
+            max((k + kDepth - 1) / kDepth, 2); // no copies more than a tile ahead
         if (kHalves && shelf.get<kNow + 4>())
             compute<kHalves>(stream, steps, shelf, wave, lane);
         else

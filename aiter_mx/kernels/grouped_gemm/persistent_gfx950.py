@@ -178,7 +178,7 @@ def _scale_bytes(problem: GroupedGemmProblem) -> int:
 
 
 def _a_in_runs(problem: GroupedGemmProblem) -> bool:
-    """Whether a's scales are whole dwords in all: those of several steps are then copied at once."""
+    """Whether a's scales are whole dwords in all, and those of several steps copied at once."""
     return problem.M * (problem.K // BLOCK) % 4 == 0
 
 
