@@ -134,7 +134,7 @@ def _cycles(target: Target, problem: GroupedGemmProblem, config: Config) -> floa
     held = resident(problem, config)
     tiles = min(problem.G, problem.M) * -(-problem.usual_rows // tile_m) * -(-problem.N // tile_n)
     whole_rounds, left = divmod(tiles, target.cu_num * held)
-    rounds = whole_rounds + (left > 0)
+    rounds = float(whole_rounds + (left > 0))
     if left and parts_of_last(config) * left <= target.cu_num * held:
         rounds = whole_rounds + _HALF_TILE
     latency = steps * _COPY_CYCLES + _LATENCY_CYCLES
