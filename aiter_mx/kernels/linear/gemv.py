@@ -32,7 +32,7 @@ from aiter_mx.target import Target
 
 MAX_M = 16
 _MOST = {"gfx950": {"K": 1 << 27, "N": 1 << 31}}  # offsets within 16 rows of x are below 2^31
-_MOST_OWN_ROWS = 2  # on gfx950, without a table
+_MOST_OWN_ROWS = 1  # on gfx950, without a table
 _PIECE_BYTES = 16  # what a lane reads of one row of w in one step
 _WAVES = (1, 2, 3, 4, 6, 8, 12)
 _MOST_WIDE_ROWS = 8  # of x, of all steps that are under way, before they are quantised
