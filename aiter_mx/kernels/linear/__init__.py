@@ -12,6 +12,7 @@ from aiter_mx.kernels.linear.mma_ring_sm90 import MMA_RING
 from aiter_mx.kernels.linear.problem import (
     KEY,
     QUANTISED_FIRST,
+    QUANTISED_MEANWHILE,
     LinearProblem,
     stand_ins,
 )
@@ -20,12 +21,13 @@ from aiter_mx.kernels.linear.vendor import SCALED_MM
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
 from aiter_mx.kernels.linear.wgmma_fp8_sm90 import WGMMA_FP8
 from aiter_mx.kernels.linear.wide_sm90 import WIDE
-from aiter_mx.kernels.spec import reference
+from aiter_mx.kernels.spec import KernelSpec, reference
 
 __all__ = ["KERNELS", "KEY", "PROBLEM", "LinearProblem", "stand_ins"]
 
 PROBLEM = LinearProblem
 
+_STARTING_EARLY = (MMA_REGISTERS, WGMMA_FP8, MMA_RING, WGMMA_BF16)
 _FOR_QUANTISED_X = (
     MMA_REGISTERS,
     WGMMA_FP8,
@@ -38,9 +40,15 @@ _FOR_QUANTISED_X = (
     reference("linear"),
 )
 
+
+def _composed(kernel: KernelSpec) -> KernelSpec:
+    early = any(kernel is each for each in _STARTING_EARLY)
+    return replace(kernel, composed=QUANTISED_MEANWHILE if early else QUANTISED_FIRST)
+
+
 KERNELS = (
     GEMV,
     MFMA,
     MFMA_SPLIT,
-    *(replace(kernel, composed=QUANTISED_FIRST) for kernel in _FOR_QUANTISED_X),
+    *map(_composed, _FOR_QUANTISED_X),
 )

@@ -117,20 +117,27 @@ def stand_ins(key: Key) -> tuple[Key, ...]:
 
 
 def quantised_first(target: Target, problem: LinearProblem, config: Config) -> Parts:
-    """What a kernel that takes quantised x alone does for another: have it quantised before.
-
-    The kernel begins while x is quantised. Whoever wrote the weights has ended by then, as that
-    launch waits for those before it.
-    """
+    """What a kernel that takes quantised x alone does for another: have it quantised before."""
     if problem.x_dtype == "e4m3":
         return ()
     quantisation = QuantizeProblem(problem.M, problem.K, problem.x_dtype)
+    return (("quantize", quantisation), ("linear", replace(problem, x_dtype="e4m3")))
+
+
+def quantised_meanwhile(target: Target, problem: LinearProblem, config: Config) -> Parts:
+    """The same for a kernel that begins while x is quantised, and has its weights come.
+
+    Whoever wrote the weights has ended by then, as the launch that quantises waits for those before
+    it.
+    """
     overlaps = problem.pdl or target.arch == "sm_90a"
-    return (("quantize", quantisation), ("linear", replace(problem, x_dtype="e4m3", pdl=overlaps)))
+    return quantised_first(target, replace(problem, pdl=overlaps), config)
 
 
 QUANTISED_FIRST = Composition(quantised_first, "aiter_mx.joined:quantised_first")
 """Of a kernel that takes quantised x alone."""
+QUANTISED_MEANWHILE = replace(QUANTISED_FIRST, parts=quantised_meanwhile)
+"""Of one that gains by starting early on an H200, as ``gemv`` and ``wide`` do not."""
 
 
 def quantise_pays(target: Target, problem: LinearProblem, groups: int, cycles: float) -> bool:
