@@ -68,7 +68,8 @@ def test_modelled_table_and_a_poisoned_kernel(command, tmp_path, monkeypatch) ->
     gemv = kernels.KERNELS[0]
     monkeypatch.setattr(kernels, "KERNELS", (poisoned(gemv), *kernels.KERNELS))
     table, timings = tmp_path / "linear.csv", tmp_path / "timings.csv"
-    tune = ("tune", "linear", *SHAPE, "--arch", "gfx950", "--table", table, "--most", 2)
+    shape = ("--M", 1, "--N", 96, "--K", 128)  # of a row that gemv has
+    tune = ("tune", "linear", *shape, "--arch", "gfx950", "--table", table, "--most", 2)
     status, out, err = command(*tune, "--timings", timings)
     assert (status, err) == (0, "")
     assert "1 rows model in" in out

@@ -272,7 +272,7 @@ SEARCHES: dict[str, Search] = {
 
 def tuned_for(M: int) -> int:
     """Few code objects serve all numbers of rows."""
-    return rows_tuned_for(M) if M <= 2 * BLOCK_M else 4 * BLOCK_M
+    return max(8, rows_tuned_for(M)) if M <= 2 * BLOCK_M else 4 * BLOCK_M
 
 
 @lru_cache(maxsize=1024)
