@@ -210,14 +210,16 @@ def _costs(
         bound += cycles["split"] * work.of_busiest * (split > 1)
         in_turn = _least_in_turn(problem, work, rows, fold)
         bounded.append((bound + in_turn, bound, rows, fold, split, work))
+    a_step, a_product, a_turn = cycles["step"], cycles["product"], cycles["turn"]
+    a_sum, once = cycles["sum"], cycles["round"]
     for lowest, bound, rows, fold, split, work in sorted(bounded):
-        cols, busiest = work.col_tiles, work.of_busiest
-        of_block = -(-problem.M // work.blocks)
         if lowest * ROUNDED_OFF > least.cost:
             return
+        cols, busiest = work.col_tiles, work.of_busiest
+        results = -(-problem.M // work.blocks) * work.rows
+        of_tiles, of_products = a_step * (rows + cols), a_product * rows * cols
         for unroll in PARAMS[3].values:
-            of_tiles = cycles["step"] * (rows + cols)
-            if (bound + cycles["round"] + unroll * of_tiles) * ROUNDED_OFF > least.cost:
+            if (bound + once + unroll * of_tiles) * ROUNDED_OFF > least.cost:
                 break
             if _registers(rows, cols, unroll) > REGISTERS:
                 break
@@ -226,13 +228,13 @@ def _costs(
                 if held == 0:
                     continue
                 rounds, on_simd = -(-busiest // held), -(-waves * held // SIMDS)
-                step = of_tiles + cycles["product"] * rows * cols * on_simd
-                each = -(-of_block * work.rows // (waves * target.wave_size))
-                a_round = turns * unroll * step + cycles["sum"] * each * waves * fold
-                a_round += cycles["round"]
-                cost = bound + rounds * a_round + cycles["turn"] * (rounds * turns - 1)
-                values = (rows, fold, waves, unroll, *((split,) if splits != (1,) else ()))
-                yield cost, (rounds, waves * unroll, unroll), values
+                each = -(-results // (waves * target.wave_size))
+                a_round = turns * unroll * (of_tiles + of_products * on_simd)
+                a_round += a_sum * each * waves * fold + once
+                cost = bound + rounds * a_round + a_turn * (rounds * turns - 1)
+                if cost <= least.cost:
+                    values = (rows, fold, waves, unroll, *((split,) if splits != (1,) else ()))
+                    yield cost, (rounds, waves * unroll, unroll), values
 
 
 def weights_cycles(target: Target, problem: LinearProblem) -> float:
