@@ -54,7 +54,7 @@ def linear(
     """``y[m, n] = sum_k x[m, k] * w[n, k] + bias[n]`` over MX-FP8 operands.
 
     Products are accumulated in fp32 and rounded once, but that Hopper's ``wgmma_fp8``, which
-    16-bit results up to M = 128 may get, adds those of blocks by 14 bits: within 2^-8 of the sum of
+    16-bit results up to M = 256 may get, adds those of blocks by 14 bits: within 2^-8 of the sum of
     their magnitudes, for random operands within 2^-10. Results are bitwise
     the same on every run. The call does not synchronise, and after ``aiter_mx.warmup`` it can be
     captured into a graph. There is no gradient: where torch records one for activations or bias,
