@@ -4,7 +4,7 @@ For each of our kernels of an architecture, problems and configurations are draw
 kernel refuses neither, as the check of a table would. Each such row is compiled, launched (in the
 simulator, or with ``--arch sm_90a`` on this machine's GPU) and compared with the workload's float64
 judge. A row that raises, or gives another result, is printed with the seed that draws it again, and
-makes the program fail. ``--save`` keeps the counts in ``docs/measured``.
+makes the program fail. ``--save`` keeps each kernel's counts in ``docs/measured`` as it is done.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import MISSING
 from itertools import islice
 from math import log2
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -146,6 +147,15 @@ def ran(kernel: KernelSpec, problem: Problem, config: Config, device: torch.devi
     return "" if verdict.right else f"another result: {verdict}"
 
 
+def save(path: Path, row: dict[str, object]) -> None:
+    """Put a kernel's counts in the place of those that a file may have of it."""
+    frame = pd.DataFrame([row])
+    if path.is_file():
+        old = pd.read_csv(path)
+        frame = pd.concat([old[old["kernel"] != row["kernel"]], frame])
+    frame.sort_values("kernel").to_csv(path, index=False)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser("python -m op_tests.rows", description=__doc__)
     add = parser.add_argument
@@ -158,7 +168,7 @@ def main() -> int:
     asked = parser.parse_args()
     simulated = asked.arch == "gfx950" and not torch.cuda.is_available()
     device = torch.device("cpu" if simulated else "cuda")
-    target, table, failures = hardware(asked.arch), [], 0
+    target, failures = hardware(asked.arch), 0
     with aiter_mx.simulate("gfx950") if simulated else nullcontext():
         for kernel in (kernel for op in ops() for kernel in kernels_of(op)):
             name = f"{kernel.op}/{kernel.name}"
@@ -180,12 +190,10 @@ def main() -> int:
                     print(f"{seed}: {problem} {config}: {wrong}", flush=True)
             failures += counts["wrong"]
             print(f"{name}: {counts['rows']} rows, {counts['wrong']} wrong", flush=True)
-            row = {"kernel": name, "rows": counts["rows"], "wrong": counts["wrong"]}
-            table.append(row | {"seed": asked.seed})
-    if asked.save:
-        folder = "gfx950_simulated" if simulated else gpu_name()
-        frame = pd.DataFrame(table).assign(commit=commit())
-        frame.to_csv(MEASURED / folder / "rows.csv", index=False)
+            if asked.save:
+                row = {"kernel": name, "rows": counts["rows"], "wrong": counts["wrong"]}
+                folder = MEASURED / ("gfx950_simulated" if simulated else gpu_name())
+                save(folder / "rows.csv", row | {"seed": asked.seed, "commit": commit()})
     return int(failures > 0)
 
 

@@ -42,6 +42,13 @@ def test_rows_that_raise_or_are_wrong_are_told(monkeypatch: pytest.MonkeyPatch) 
         assert rows.ran(kernel, problem, config, CPU) == "RuntimeError: out of luck"
 
 
+def test_saved_rows_of_a_kernel_stand_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    for kernel, count in (("op/b", 1), ("op/a", 2), ("op/b", 3)):
+        rows.save(path, {"kernel": kernel, "rows": count})
+    assert path.read_text() == "kernel,rows\nop/a,2\nop/b,3\n"
+
+
 def test_the_judge_allows_one_rounding_of_least_numbers_and_no_more() -> None:
     values = torch.tensor([1e-5, 3e-6, 0.0, 70000.0], dtype=torch.float64)
     assert compare(values.half(), values, values.abs(), "fp16").right

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
 import aiter_mx
+from op_tests.fuzz import __main__ as fuzz
 from op_tests.fuzz.__main__ import main
 from op_tests.fuzz.trials import TRIALS
 
@@ -18,6 +21,17 @@ def test_calls_of_every_op_are_right(capsys: pytest.CaptureFixture[str]) -> None
     text = capsys.readouterr().out
     assert re.search(r"150 calls by seed 1, 0 wrong", text)
     assert all(re.search(rf"\d {op}\n", text) for op in (*TRIALS, "moe_gemm_activated"))
+
+
+def test_counts_of_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "MEASURED", tmp_path)
+    for seed in ("5/10", "6"):
+        assert main(["--seed", seed, "--calls", "4", "--ops", "dequantize", "--save"]) == 0
+    kept = pd.read_csv(next(tmp_path.glob("*/fuzz.csv")))
+    assert kept[["seed", "first", "calls", "wrong"]].values.tolist() == [
+        [5, 10, 4, 0],
+        [6, 0, 4, 0],
+    ]
 
 
 def test_simulated_calls_are_right() -> None:

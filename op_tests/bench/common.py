@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import platform
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,9 +35,23 @@ def refuse_no_gpu() -> None:
         raise SystemExit("this benchmark measures a GPU, and torch finds none here")
 
 
+def folder_name(hardware: str) -> str:
+    """What the folder of a processor or GPU is called, such as ``nvidia_h200``."""
+    return re.sub(r"\W+", "_", hardware.lower()).strip("_")
+
+
 def gpu_name() -> str:
-    """The GPU's name as a folder name, such as ``nvidia_h200``."""
-    return re.sub(r"\W+", "_", torch.cuda.get_device_name().lower()).strip("_")
+    """The name of this machine's GPU, as its folder has it."""
+    return folder_name(torch.cuda.get_device_name())
+
+
+def cpu_name() -> str:
+    """The processor's name."""
+    try:
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor()
 
 
 def report(title: str, rows: Sequence[dict[str, object]], save_as: str | None) -> None:

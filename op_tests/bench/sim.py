@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import platform
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +25,7 @@ from aiter_mx.runtimes import sim
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.tuning.origin import commit
-from op_tests.bench.common import MEASURED
+from op_tests.bench.common import MEASURED, cpu_name, folder_name
 from op_tests.mx_reference import random_mx
 from op_tests.sim.tools import Array, launch, program
 
@@ -80,15 +78,6 @@ def linear(M: int) -> Launch:
         return report
 
     return run
-
-
-def cpu_name() -> str:
-    """The processor's name."""
-    try:
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor()
 
 
 def seconds(run: Launch, options: SimOptions) -> tuple[float, LaunchReport]:
@@ -145,7 +134,7 @@ def main() -> None:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
     Console(width=160).print(table)
     if save:
-        folder = MEASURED / re.sub(r"\W+", "_", cpu_name().lower()).strip("_")
+        folder = MEASURED / folder_name(cpu_name())
         folder.mkdir(parents=True, exist_ok=True)
         frame = pd.DataFrame(rows).assign(commit=commit(), date=datetime.date.today().isoformat())
         frame.to_csv(folder / "simulator.csv", index=False, float_format="%.4g")

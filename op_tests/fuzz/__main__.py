@@ -6,6 +6,7 @@
 
 A call whose result is not the reference's, or a spoilt one that ends in anything but an error that
 names an argument, is printed with the seed that draws it again, and makes the program fail.
+``--save`` adds a row of counts to ``fuzz.csv`` under ``docs/measured``.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 
+import pandas as pd
 from torch import Tensor
 
 import aiter_mx
 from aiter_mx.errors import AiterMxError
+from aiter_mx.tuning import origin
+from op_tests.bench.common import MEASURED, cpu_name, folder_name
 from op_tests.fuzz.trials import TRIALS, Trial, spoilt
 
 SPOILT = 0.3  # share of calls with an argument that is not right
@@ -90,6 +94,25 @@ def run(
     raise AssertionError("never")
 
 
+def save(arch: str | None, seed: str, made: Counter[str], wrong: int) -> None:
+    """Add the counts of a run to those of other runs on the same hardware."""
+    folder = MEASURED / ("gfx950_simulated" if arch else folder_name(cpu_name()))
+    folder.mkdir(parents=True, exist_ok=True)
+    base, _, first = seed.partition("/")
+    row = {
+        "seed": base,
+        "first": int(first or 0),
+        "calls": made.total(),
+        "spoilt": sum(calls for op, calls in made.items() if op.endswith(", spoilt")),
+        "wrong": wrong,
+        "commit": origin.commit(),
+        "date": origin.today(),
+    }
+    path = folder / "fuzz.csv"
+    frame = pd.DataFrame([row])
+    frame.to_csv(path, mode="a", header=not path.is_file(), index=False)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 1 when there are findings."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -98,12 +121,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", default=str(int(time.time())), help="of all calls, or S/N")
     parser.add_argument("--arch", choices=["gfx950"], help="simulate it")
     parser.add_argument("--ops", nargs="+", choices=[*TRIALS], default=[*TRIALS])
+    parser.add_argument("--save", action="store_true", help="keep the counts in docs/measured")
     options = parser.parse_args(arguments)
     with aiter_mx.simulate(options.arch) if options.arch else nullcontext():
         made, findings = run(options.seed, options.seconds, options.calls, options.ops)
     for op, calls in sorted(made.items()):
         print(f"{calls:7} {op}")
     print(f"{made.total():7} calls by seed {options.seed}, {len(findings)} wrong")
+    if options.save:
+        save(options.arch, options.seed, made, len(findings))
     return 1 if findings else 0
 
 
