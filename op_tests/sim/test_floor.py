@@ -53,7 +53,8 @@ def test_the_busiest_unit_has_its_share_of_the_bytes_at_the_rate_of_memory() -> 
     assert found.units["memory"] == pytest.approx(bytes_a_unit / rate, rel=0.01)
     one_more = floor(copied(16, CUS + 1))
     assert one_more.units["address"] == pytest.approx(2 * found.units["address"])
-    assert found.us == found.launch + found.waits + max(found.units.values())
+    assert found.us == found.launch + found.waits + found.busy
+    assert max(found.units.values()) <= found.busy < 1.42 * max(found.units.values())
 
 
 def test_waits_that_follow_each_other_add_up() -> None:
@@ -67,6 +68,21 @@ def test_waits_that_follow_each_other_add_up() -> None:
 def test_workgroups_one_after_the_other_wait_one_after_the_other() -> None:
     model = replace(copied(4, 4 * CUS), resident=1)
     assert floor(model).waits == pytest.approx(4 * floor(replace(model, resident=4)).waits)
+
+
+def test_units_that_are_busy_as_long_hold_each_other_up_and_others_do_not() -> None:
+    assert Floor(2, 1, {"address": 10.0, "lds": 0.1}).us == pytest.approx(13, rel=1e-6)
+    assert 11.5 < Floor(0, 0, {"address": 10.0, "lds": 10.0}).us < 12
+
+
+def test_waits_are_the_mean_of_workgroups_that_do_not_do_the_same() -> None:
+    following = np.random.default_rng(0).permutation(1 << 16).astype(np.uint32)
+    out = np.zeros(2 * 64, np.uint32)
+    loaded = program(CHAIN.replace("i < links", "i < links * (1 + group_id())"))
+    report = launch(loaded, "chain", 2, 64, [following, out, 5], access="rw", options=TRACED)
+    found = floor(traced(report, loaded.kernel("chain"), 2, 64))
+    both = [chained(links).waits for links in (5, 10)]
+    assert found.waits == pytest.approx(statistics.fmean(both), rel=0.02)
 
 
 @pytest.fixture(scope="module")
