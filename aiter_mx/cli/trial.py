@@ -74,7 +74,8 @@ def _print_time(console: Console, trial: Trial) -> None:
     )
     console.print(
         f"median error {median_error():.1%}; by sums alone {sums.us:.1f} us: launch "
-        f"{sums.launch:.1f}, waits {sums.waits:.1f}, units {sums.busy:.1f}, of them {sums.busiest} for longest",
+        f"{sums.launch:.1f}, waits {sums.waits:.1f}, units {sums.busy:.1f}, for longest "
+        f"{sums.busiest}",
         soft_wrap=True,
     )
     table = make_table("waves of the busiest unit spend on", "us", "share", numbers=("us", "share"))

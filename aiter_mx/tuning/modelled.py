@@ -27,6 +27,7 @@ from aiter_mx.sim.timing.constants import CUS, Constants, median_error, shipped
 from aiter_mx.sim.timing.draws import drawn
 from aiter_mx.sim.timing.floor import floor
 from aiter_mx.sim.timing.model import Traced, predict
+from aiter_mx.sim.timing.sample import ALIKE, UNLIKE
 from aiter_mx.sim.timing.seen import outside
 from aiter_mx.target import hardware
 from aiter_mx.tuning.builds import Ahead, build_of
@@ -43,8 +44,7 @@ WINS = 0.8
 BACKENDS = ("hip",)
 RULES = Rules(most=6, of_next=(3,))
 _SHARE = 0.0  # of the weights, that results are judged on: as few as a workload can do with
-_WORKGROUPS = 3  # that are traced of a launch
-_WORKGROUPS_UNLIKE, _LARGE_BLOCK = 16, 48  # of one whose blocks of rows are filled to any share
+_LARGE_BLOCK = 48  # rows; such blocks are filled to any share
 _BEST_US, _BEST_BYTES_A_US, _BEST_ROWS = 3.9, 6.3e6, 16
 """The lower envelope of all published times of fp8 GEMMs of so few rows, by bytes of weights."""
 
@@ -161,8 +161,9 @@ class ModelBench:
 
     def _traced(self, candidate: Candidate, number: int) -> Traced:
         operands = self._operands()[number]
-        is_unlike = getattr(self.problem, "block_m", 0) >= _LARGE_BLOCK
-        count = _WORKGROUPS_UNLIKE if is_unlike else _WORKGROUPS
+        is_blocked = getattr(self.problem, "block_m", 0) >= _LARGE_BLOCK
+        is_unlike = self.op == "grouped_gemm" or is_blocked
+        count = UNLIKE if is_unlike else ALIKE
         return traced_launch(candidate, self.problem, operands, number, count, self._working)
 
     def _operands(self) -> list[Operands]:
