@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from math import inf
 
@@ -82,7 +83,8 @@ class Search:
         return dict(zip((param.name for param in self.params), values, strict=True))
 
 
-def without_waste(counts: Iterable[int], steps: int, unroll: int) -> Iterator[tuple[int, int]]:
+@lru_cache(maxsize=4096)
+def without_waste(counts: tuple[int, ...], steps: int, unroll: int) -> tuple[tuple[int, int], ...]:
     """The numbers of waves that are the fewest for their rounds, and those rounds.
 
     Args:
@@ -90,12 +92,13 @@ def without_waste(counts: Iterable[int], steps: int, unroll: int) -> Iterator[tu
         steps: of a loop that waves take turns at.
         unroll: steps of a wave in a round.
     """
-    least = steps + 1
+    least, found = steps + 1, []
     for waves in counts:
         rounds = -(-steps // (waves * unroll))
         if rounds < least and unroll <= -(-steps // waves):
-            yield waves, rounds
+            found.append((waves, rounds))
         least = min(least, rounds)
+    return tuple(found)
 
 
 def by_distance(values: Iterable[int], distance: Callable[[int], int]) -> list[tuple[int, ...]]:

@@ -218,12 +218,16 @@ def _costs(
         cols, busiest = work.col_tiles, work.of_busiest
         results = -(-problem.M // work.blocks) * work.rows
         of_tiles, of_products = a_step * (rows + cols), a_product * rows * cols
+        but_turns = bound + once + a_sum * fold * results / target.wave_size
         for unroll in PARAMS[3].values:
-            if (bound + once + unroll * of_tiles) * ROUNDED_OFF > least.cost:
+            if (but_turns + unroll * of_tiles) * ROUNDED_OFF > least.cost:
                 break
             if _registers(rows, cols, unroll) > REGISTERS:
                 break
             for waves, turns in without_waste(WAVES, work.steps, unroll):
+                alone = turns * unroll * (of_tiles + of_products * -(-waves // SIMDS))
+                if (but_turns + alone) * ROUNDED_OFF > least.cost:
+                    continue
                 held = min(busiest, _resident(rows, cols, waves, unroll))
                 if held == 0:
                     continue
