@@ -31,6 +31,8 @@ _RENAMED = {
 """What older tables call a kernel, and what it is called now."""
 LAYERS = ("fused_moe",)
 """Ops that are several launches of others: their problems have ``parts()``, and they no kernels."""
+_by_backend: dict[tuple[str, str], tuple[tuple[KernelSpec, ...], list[list[KernelSpec]]]] = {}
+"""What ``by_backend`` found in which kernels, of which there may be others."""
 _TRUTH = {"True": True, "1": True, "False": False, "0": False}
 
 
@@ -41,6 +43,7 @@ def ops() -> tuple[str, ...]:
     return tuple(sorted(modules - _NOT_OPS - {*LAYERS}))
 
 
+@cache
 def _module(op: str) -> Problem:
     if op in LAYERS:
         raise ValueError(
@@ -52,6 +55,7 @@ def _module(op: str) -> Problem:
     return import_module(f"aiter_mx.kernels.{op}")
 
 
+@cache
 def problem_type(op: str) -> type[Problem]:
     """The dataclass that holds a problem of ``op``, which may be several launches of others."""
     known = sorted((*ops(), *LAYERS))
@@ -128,11 +132,16 @@ def kernels_of(op: str) -> tuple[KernelSpec, ...]:
 
 def by_backend(op: str, arch: str) -> list[list[KernelSpec]]:
     """The kernels of ``op`` for an architecture, those of each backend together, as preferred."""
+    every = kernels_of(op)
+    known = _by_backend.get((op, arch))
+    if known is not None and known[0] is every:
+        return known[1]
     groups: dict[str, list[KernelSpec]] = {}
-    for kernel in kernels_of(op):
+    for kernel in every:
         if kernel.is_for(arch):
             groups.setdefault(kernel.backend, []).append(kernel)
-    return list(groups.values())
+    _by_backend[op, arch] = every, list(groups.values())
+    return _by_backend[op, arch][1]
 
 
 def in_line(op: str, target: Target, problem: Problem) -> list[KernelSpec]:
