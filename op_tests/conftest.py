@@ -52,10 +52,13 @@ def pytest_report_header() -> str:
 
 
 def repeats(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """All but the first test of each kernel that a conformance suite tries on a GPU."""
+    """All but the tests marked ``sanitized``, and the first of each kernel that a conformance suite
+    tries on a GPU."""
     seen: set[object] = set()
     found = set()
     for item in items:
+        if item.get_closest_marker("sanitized"):
+            continue
         trial = getattr(getattr(item, "callspec", None), "params", {}).get("bench")
         kernel = None if trial is None else (item.path, trial[0].name, trial[0].places)
         if trial is None or trial[1] != "gpu" or kernel in seen:

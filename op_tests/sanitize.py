@@ -1,9 +1,9 @@
 """``make sanitize-gpu``, or ``python -m op_tests.sanitize``: compute-sanitizer over every kernel.
 
-One case of every kernel that the conformance suites try on this GPU is run under each of its tools,
-all tools at once: memcheck, racecheck, initcheck, synccheck. They look at the package's own kernels
-alone. ``build/sanitizer`` gets the logs; ``--save`` keeps how many errors each found in
-``docs/measured/<gpu>/sanitizer.csv``.
+One case of every kernel that the conformance suites try on this GPU, and each test marked
+``sanitized``, is run under each of its tools, all at once: memcheck, racecheck, initcheck,
+synccheck. They look at the package's own kernels alone. ``build/sanitizer`` gets the logs;
+``--save`` keeps how many errors each found in ``docs/measured/<gpu>/sanitizer.csv``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ SUITES = ("linear", "moe", "grouped", "training", "quantize")
 TESTS = (
     *(f"op_tests/{suite}/test_conformance.py" for suite in SUITES),
     "op_tests/grouped/test_promoted.py",
+    "op_tests/training/test_gpu.py",
 )
 _SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 _CASES = re.compile(r"(\d+) passed")

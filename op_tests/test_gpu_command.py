@@ -104,6 +104,7 @@ def test_every_kernel_for_hopper_is_sanitized_once(tmp_path: Path) -> None:
         if kernel.backend == "hip" and kernel.is_for("sm_90a")
     }
     assert ours <= tried | {("linear", "persistent"), ("moe", "grouped")}, ours - tried
+    assert sum("test_a_step_matches_the_fallbacks[" in test for test in tests) == 4
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import accumulate
 
 import pytest
 import torch
@@ -56,6 +57,27 @@ def test_gradients_of_rows_match_float64() -> None:
     for g, part in ((0, slice(0, 130)), (2, slice(130, 500))):
         of_group = (dual.columns[g], dual.column_scales[g])
         assert_close_to_reference(out[part], rows[0][part], rows[1][part], *of_group)
+
+
+@pytest.mark.sanitized
+@pytest.mark.parametrize("lens", [(0, 33, 1, 200), (6000,)], ids=["groups", "pieces"])
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_a_step_matches_the_fallbacks(format: str, lens: tuple[int, ...]) -> None:
+    """Its gradients of weights, of few tiles, are added up in pieces where a group is long."""
+    drawn = [torch.randn(sum(lens), size).bfloat16() for size in (64, 96)]
+    w = (torch.randn(len(lens), 96, 64) / 8).bfloat16()
+    main_grad, offs = torch.randn(w.shape), torch.tensor([0, *accumulate(lens)])
+    results = []
+    for device in ("cuda", "cpu"):
+        x, dy, own_w, main = (t.detach().clone().to(device) for t in (*drawn, w, main_grad))
+        x.requires_grad_(), own_w.requires_grad_()
+        options = {"grad_format": format}
+        y = aiter_mx.grouped_linear(x, own_w, offs.to(device), **options)
+        aiter_mx.grouped_linear(x, own_w, offs.to(device), main_grad=main, **options).backward(dy)
+        y.backward(dy)
+        results.append([t.cpu().float() for t in (y.detach(), x.grad, own_w.grad, main)])
+    for ours, right in zip(*results, strict=True):
+        assert ((ours - right).abs() <= 2**-7 * right.abs() + 1e-4 * right.abs().max()).all()
 
 
 def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
