@@ -10,6 +10,7 @@ makes the program fail. ``--save`` keeps each kernel's counts in ``docs/measured
 from __future__ import annotations
 
 import argparse
+import fcntl
 import random
 import sys
 import time
@@ -149,11 +150,15 @@ def ran(kernel: KernelSpec, problem: Problem, config: Config, device: torch.devi
 
 def save(path: Path, row: dict[str, object]) -> None:
     """Put a kernel's counts in the place of those that a file may have of it."""
-    frame = pd.DataFrame([row])
-    if path.is_file():
-        old = pd.read_csv(path)
-        frame = pd.concat([old[old["kernel"] != row["kernel"]], frame])
-    frame.sort_values("kernel").to_csv(path, index=False)
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as other processes may try other kernels
+        frame = pd.DataFrame([row])
+        if file.tell():
+            file.seek(0)
+            old = pd.read_csv(file)
+            frame = pd.concat([old[old["kernel"] != row["kernel"]], frame])
+            file.truncate(0)
+        frame.sort_values("kernel").to_csv(file, index=False)
 
 
 def main() -> int:

@@ -11,9 +11,10 @@
 //     so, the other's wgmmas run.
 //
 // A tile is kTileM rows of x by 128 rows of w. A consumer has 64 rows of it, or 128 of 256; tiles
-// of 64 rows are shared by columns. Workgroups stay and take tile after tile. Where two are a
-// cluster they have the same rows of x, next to each other in w, and each brings a half of x to
-// both.
+// of up to 64 rows are shared by columns. Where a tile has fewer than a wgmma's 64, it multiplies
+// what lies behind them too, and what that gives is not stored. Workgroups stay and take tile after
+// tile. Where two are a cluster they have the same rows of x, next to each other in w, and each
+// brings a half of x to both.
 
 #include "common/target.h"
 #include "row_groups_sm90.h"
@@ -28,7 +29,7 @@ constexpr int kTileN = 128, kStepK = 128;
 constexpr int kSwath = 8; // tiles of rows that share a tile of w before the next
 constexpr int kConsumers = 2, kGroupThreads = 128, kWarps = 4;
 constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
-constexpr bool kByColumns = kTileM == 64;
+constexpr bool kByColumns = kTileM <= 64;
 constexpr int kWaves = kTileM == 256 ? 2 : 1;              // of 64 rows, of a consumer
 constexpr int kColumns = kByColumns ? kTileN / 2 : kTileN; // of a consumer
 constexpr int kValues = kColumns / 2;                      // of 64 rows, of a thread

@@ -20,12 +20,13 @@ from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 PARAMS = (
-    Param("tile_m", (64, 128, 256), "rows of a in a tile, of 128 rows of b"),
+    Param("tile_m", (16, 32, 64, 128, 256), "rows of a in a tile, of 128 rows of b"),
     Param("cluster", (1, 2), "workgroups with the same rows of a, which each brings a part of"),
 )
 
 _TILE_N = 128
-_STAGES = {64: 9, 128: 6, 256: 4}  # by tile_m: what shared memory has room for
+_STAGES = {16: 12, 32: 11, 64: 9, 128: 6, 256: 4}  # by tile_m: what shared memory has room for
+_USUAL_ROWS = {64: 64, 128: 128}  # by tile_m: of groups that it is chosen for
 _THREADS = 3 * 128
 _MAX_TURNS = 1 << 31
 
@@ -46,14 +47,10 @@ def _refusal(target: Target, problem: PromotedGemmProblem) -> str | None:
 def _candidates(target: Target, problem: PromotedGemmProblem) -> list[Config]:
     """The least tiles that hold a usual group, then others."""
     rows = problem.groups.usual_rows
-    first: list[Config] = [
-        {"tile_m": 64, "cluster": 1},
-        {"tile_m": 128, "cluster": 2},
-        {"tile_m": 256, "cluster": 2},
-    ]
-    best = 0 if rows <= 64 else 1 if rows <= 128 else 2
-    others = [config for config in first if config is not first[best]]
-    return [first[best], *others, {"tile_m": 128, "cluster": 1}, {"tile_m": 64, "cluster": 2}]
+    tile = next((tile for tile, most in _USUAL_ROWS.items() if rows <= most), 256)
+    every = [{"tile_m": tile, "cluster": cluster} for tile in _STAGES for cluster in (1, 2)]
+    best = {"tile_m": tile, "cluster": 1 if tile <= 64 else 2}
+    return sorted(every, key=lambda config: config != best)
 
 
 def _shared_bytes(config: Config) -> int:
