@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from typing import Any, TypeAlias
@@ -101,7 +102,9 @@ def not_warm(what: str, op: str, problem: Problem) -> CaptureError:
         op: that is to be called with ``problem``.
         problem: shape and dtypes.
     """
-    shape = ", ".join(f"{name}={value!r}" for name, value in vars(problem).items())
+    given = {f.name: getattr(problem, f.name) for f in fields(problem)}
+    usual = {f.name: f.default for f in fields(problem)}
+    shape = ", ".join(f"{name}={v!r}" for name, v in given.items() if v != usual[name])
     return CaptureError(
         f"{what} is not loaded for this shape, and nothing can be built while "
         f"a stream is being captured; before the capture call "

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+import timeit
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -41,6 +42,8 @@ COLD_BYTES = 512 << 20
 """Weights rotate through so much memory, several times the last-level cache."""
 EAGER_CALLS = 200
 """Of the host between two waits for the GPU."""
+EAGER_ROUNDS = 6
+"""Times as many as of other cells: a host's times spread more than a GPU's."""
 GEOMEAN_LIMIT = 1.01
 BUILD_SHARE = 0.6
 """Of the budget that building ahead may take at most."""
@@ -103,10 +106,7 @@ class Prepared:
     def _host_us(self, on_gpu: bool) -> float:
         """Microseconds of the host for an eager call, or of the call on a CPU."""
         count = EAGER_CALLS if on_gpu else 1
-        begun = time.perf_counter()
-        for _ in range(count):
-            self._first()
-        took = time.perf_counter() - begun
+        took = timeit.timeit(self._first, number=count)
         if on_gpu:
             import torch
 
@@ -260,7 +260,7 @@ def compare_cell(trees: tuple[Tree, Tree], cell: Cell, rounds: int, replays: int
         if errors:
             return line | {"error": "; ".join(errors)}
         times: tuple[list[float], list[float]] = ([], [])
-        for turn in range(rounds):
+        for turn in range(rounds * EAGER_ROUNDS if cell.get("timed") == "host" else rounds):
             for which in (0, 1) if turn % 2 == 0 else (1, 0):
                 trees[which].ask(do="time", replays=replays)
                 answer = trees[which].answer()

@@ -139,12 +139,16 @@ class Geometry:
         shared_bytes: dynamic LDS.
         overlaps: whether it may begin before the kernel ahead of it in the stream ends, which the
             kernel itself then waits for (CUDA's programmatic dependent launch).
+        carveout_bytes: of an SM's memory that are shared, not cache, while the kernel runs; 0 is
+            the driver's choice. An SM changes it when empty: kernels that run on it side by side
+            want it alike.
     """
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int = 0
     overlaps: bool = False
+    carveout_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from aiter_mx.runtimes.base import MAP_BYTES, LaunchConfig, PackedArgs
 name = "cuda"
 
 _END = 0  # CU_LAUNCH_PARAM_END, cuda.h
+_MOST_SHARED_BYTES = 228 << 10  # of an SM of Hopper
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 
 current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
@@ -65,14 +66,8 @@ def bind(function: Any, geometry: Geometry, args: PackedArgs) -> Callable[[int],
     launch.gridDimX, launch.gridDimY, launch.gridDimZ = geometry.grid
     launch.blockDimX, launch.blockDimY, launch.blockDimZ = geometry.block
     launch.sharedMemBytes = geometry.shared_bytes
-    if geometry.overlaps:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = (
-            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        )
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        launch.attrs = [attribute]
-    launch.numAttrs = int(geometry.overlaps)
+    launch.attrs = attributes = _attributes(geometry)
+    launch.numAttrs = len(attributes)
     launch.hStream = last_stream = 0
     # The driver's own entry point: the bindings would wrap each launch's arguments and status anew.
     launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
@@ -91,6 +86,20 @@ def bind(function: Any, geometry: Geometry, args: PackedArgs) -> Callable[[int],
 
     start.packed = packed  # type: ignore[attr-defined]  # lives as long as its address is used
     return start
+
+
+def _attributes(geometry: Geometry) -> list[Any]:
+    of, found = driver.CUlaunchAttributeID, []
+    if geometry.overlaps:
+        found.append(driver.CUlaunchAttribute())
+        found[-1].id = of.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        found[-1].value.programmaticStreamSerializationAllowed = 1
+    if geometry.carveout_bytes:
+        found.append(driver.CUlaunchAttribute())
+        found[-1].id = of.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        percent = -(-100 * geometry.carveout_bytes // _MOST_SHARED_BYTES)
+        found[-1].value.sharedMemCarveout = min(percent, 100)
+    return found
 
 
 def map_offset(function: Any, index: int) -> int:

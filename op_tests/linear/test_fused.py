@@ -297,4 +297,6 @@ def test_every_other_kernel_has_x_quantised_before() -> None:
             parts = kernel.parts(target, problem, kernel.configure(target, problem))
             assert [op for op, _ in parts] == ["quantize", "linear"]
             early = target is SM90A and kernel.name in ("wgmma_fp8", "mma_ring", "wgmma_bf16")
-            assert parts[1][1] == LinearProblem(64, 512, 64, pdl=early)
+            ring = kernel.name == "mma_ring"
+            assert parts[1][1] == LinearProblem(64, 512, 64, pdl=early, after_quantize=ring)
+            assert (parts[0][1].carveout_bytes > 0) == ring

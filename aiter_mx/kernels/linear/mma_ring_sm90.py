@@ -4,6 +4,7 @@ csrc/linear/mma_ring_sm90.cu."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from math import inf
 from typing import NamedTuple
@@ -11,7 +12,13 @@ from typing import NamedTuple
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars
 from aiter_mx.kernels.linear.fitted_sm90 import MmaRing
-from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
+from aiter_mx.kernels.linear.problem import (
+    MATRIX_ARGS,
+    QUANTISED_MEANWHILE,
+    LinearProblem,
+    matrix_scalars,
+    quantised_meanwhile,
+)
 from aiter_mx.kernels.linear.wide_sm90 import WIDE
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
 from aiter_mx.kernels.sm90 import (
@@ -29,6 +36,7 @@ from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     Param,
+    Parts,
     as_defines,
     where_it_fits,
 )
@@ -270,6 +278,26 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
         block=(config["row_warps"] * config["k_warps"] * 32, 1, 1),
         shared_bytes=found.shared_bytes,
         overlaps=problem.pdl,
+        carveout_bytes=_carveout_bytes(found, config) if problem.after_quantize else 0,
+    )
+
+
+def _carveout_bytes(found: Layout, config: Config) -> int:
+    """For as many workgroups as an SM is to hold: with more, those that find SMs busy with x would
+    crowd the others."""
+    return config["per_sm"] * (found.shared_bytes + _STATIC_BYTES)
+
+
+def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
+    """A quantisation that finds room on the SMs whose next workgroup waits for it."""
+    parts, found = quantised_meanwhile(target, problem, config), layout(target, problem, config)
+    if not parts or found is None:
+        return parts
+    (_, quantisation), (_, linear) = parts
+    beside = _carveout_bytes(found, config)
+    return (
+        ("quantize", replace(quantisation, carveout_bytes=beside)),
+        ("linear", replace(linear, after_quantize=True)),
     )
 
 
@@ -298,5 +326,6 @@ MMA_RING = declare(
     scalars=_scalars,
     refusal=_refusal,
     search=_search,
+    composed=replace(QUANTISED_MEANWHILE, parts=_parts),
     yields=_yields,
 )

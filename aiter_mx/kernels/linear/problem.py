@@ -60,6 +60,7 @@ class LinearProblem:
         bias: dtype of the bias, one of those or ``none``.
         pdl: whether the launch may begin before the kernel ahead of it in the stream ends.
         x_dtype: of x: ``e4m3`` with scales, or ``bf16`` or ``fp16`` that is yet to be quantised.
+        after_quantize: whether what it overlaps is the launch that quantises x, and no more.
 
     Raises:
         ValueError: a field is none of the above.
@@ -72,6 +73,7 @@ class LinearProblem:
     bias: str = "none"
     pdl: bool = False
     x_dtype: str = "e4m3"
+    after_quantize: bool = False
 
     def __post_init__(self) -> None:
         known = {"out_dtype": OUT_DTYPES, "bias": BIAS_DTYPES, "x_dtype": tuple(X_CODES)}

@@ -58,6 +58,8 @@ class QuantizeProblem:
         padded: which outputs have groups padded: ``both``, or ``columns`` where rows stay as they
             are in x, and those of no group are not written; only with groups, row-major scales and
             ``to`` both.
+        carveout_bytes: of shared memory that an SM needs for the launch behind this one, which
+            begins before it ends; 0 where there is none.
 
     Raises:
         ValueError: a field is none of the above, or they do not go together.
@@ -75,6 +77,7 @@ class QuantizeProblem:
     layout: str = "row_major"
     offsets: str = "int64"
     padded: str = "both"
+    carveout_bytes: int = 0
 
     def __post_init__(self) -> None:
         require(self, {"M": 0, "N": 0, "matrices": 0, "groups": 0}, _CHOICES)

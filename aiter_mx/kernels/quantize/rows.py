@@ -83,6 +83,7 @@ def _geometry(target: Target, problem: QuantizeProblem, config: Config) -> Geome
     return Geometry(
         grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1),
         block=(config["waves"] * target.wave_size, 1, 1),
+        carveout_bytes=problem.carveout_bytes,
     )
 
 
