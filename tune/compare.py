@@ -5,7 +5,7 @@
 
 Cells are drawn by a seed from the catalogue: ``linear`` over shapes x rows x dtypes of result and
 activations x bias x overlapping launches, whole expert layers, prefill's groups, quantisation, and
-the host's time of eager calls.
+the host's time of eager calls; and what the four benchmarks have.
 Each tree runs in a process of its own, which compiles what the cells need ahead of all timing, and
 then answers for one cell at a time: operands drawn by the cell's seed, one graph of calls over cold
 weights, a digest of the results, and times as it is asked for them. Rounds alternate between the

@@ -24,6 +24,11 @@ GROUPED = tuple(
 """Groups, N and K, of 2048 rows each or as many in all."""
 QUANTIZE = tuple(product(("rows", "columns", "both"), ("bf16", "fp32"), (8192, 32768)))
 """Directions, dtypes and rows, of 4096 columns."""
+BENCHED = ((2304, 6144), (1536, 6144), (6144, 2048), (6144, 1536), (9216, 6144))
+"""N and K that the benchmark of linears has, at 1 to 64 rows."""
+BENCHED_LAYER = {"N": 768, "K": 6144, "E": 128, "top_k": 4}
+"""The layer of that of expert layers, at 1 to 512 tokens; those of grouped GEMMs and quantisation
+have the shapes above."""
 MOST_MOE_BYTES = 3 << 30
 Cell = dict[str, Any]
 EAGER: list[Cell] = [
@@ -60,6 +65,11 @@ def draw_cells(linears: int, layers: int, grouped: int, quantize: int, seed: int
         cells.append({"op": "grouped_gemm", "M": 2048 * G, "N": N, "K": K, "G": G, "mode": mode})
     for to, dtype, M in dice.sample(QUANTIZE, min(quantize, len(QUANTIZE))):
         cells.append({"op": "quantize", "M": M, "N": 4096, "to": to, "x_dtype": dtype})
+    for (N, K), M, pdl in product(BENCHED, (1, 2, 4, 8, 16, 32, 64), (False, True)):
+        kinds_of = {"out_dtype": "bf16", "x_dtype": "e4m3", "bias": "none", "pdl": pdl}
+        cells.append({"op": "linear", "M": M, "N": N, "K": K} | kinds_of)
+    cells += [{"op": "fused_moe", "M": M} | BENCHED_LAYER for M in (1, 2, 4, *MOE_ROWS[1:])]
+    cells = [cell for at, cell in enumerate(cells) if cell not in cells[:at]]
     dice.shuffle(cells)
     return cells
 
