@@ -112,15 +112,12 @@ struct Rows {
         : payload(q + first * K, rows * K), scales(s + first * (K / kBlock), rows * (K / kBlock)),
           K(K) {}
 
-    // The rows of a tile differ by an offset that all lanes share.
+    // Load j of a tile: its rows differ by an offset that all lanes share.
     template <bool Once>
-    MX_MEMBER void load_payload(LoadedTile& to, int tile, const Place& place) const {
-#pragma unroll
-        for (int j = 0; j < kLoads; ++j) {
-            const unsigned further = (tile * kTileRows + j) * K;
-            to.payload[j] = Once ? payload.load_once(place.payload, further)
-                                 : payload.load(place.payload, further);
-        }
+    MX_MEMBER void load_payload(LoadedTile& to, int tile, int j, const Place& place) const {
+        const unsigned further = (tile * kTileRows + j) * K;
+        to.payload[j] = Once ? payload.load_once(place.payload, further)
+                             : payload.load(place.payload, further);
     }
     MX_MEMBER void load_scales(LoadedTile& to, int tile, const Place& place) const {
         const unsigned further = tile * kTileRows * (K / kBlock);
@@ -130,6 +127,13 @@ struct Rows {
             to.scales[0] = scales.load_byte(place.scales[0], further);
             to.scales[1] = scales.load_byte(place.scales[1], further);
         }
+    }
+    // Load j, with the first of them the scales.
+    template <bool Once>
+    MX_MEMBER void load(LoadedTile& to, int tile, int j, const Place& place) const {
+        load_payload<Once>(to, tile, j, place);
+        if (j == 0)
+            load_scales(to, tile, place);
     }
 };
 
@@ -164,15 +168,10 @@ struct WideRows {
     MX_MEMBER WideRows(const unsigned char* x, unsigned rows, unsigned K)
         : values(x, 2 * rows * K), K(K) {}
 
-    MX_MEMBER WideTile load(int tile, const Place& place) const {
-        WideTile loaded;
-#pragma unroll
-        for (int j = 0; j < kLoads; ++j) {
-            const unsigned offset = place.payload == kNowhere ? kNowhere : 2 * place.payload;
-            const unsigned further = 2 * (tile * kTileRows + j) * K;
-            loaded.halves[j] = {values.load(offset, further), values.load(offset + 16, further)};
-        }
-        return loaded;
+    MX_MEMBER void load(WideTile& to, int tile, int j, const Place& place) const {
+        const unsigned offset = place.payload == kNowhere ? kNowhere : 2 * place.payload;
+        const unsigned further = 2 * (tile * kTileRows + j) * K;
+        to.halves[j] = {values.load(offset, further), values.load(offset + 16, further)};
     }
 };
 
@@ -185,11 +184,8 @@ struct Activations {
     MX_MEMBER Activations(const unsigned char* q, const unsigned char* s, Offset first, unsigned M,
                           unsigned K)
         : rows(q, s, first, M, K) {}
-    MX_MEMBER LoadedTile load(int tile, const Place& place) const {
-        LoadedTile loaded;
-        rows.template load_payload<false>(loaded, tile, place);
-        rows.load_scales(loaded, tile, place);
-        return loaded;
+    MX_MEMBER void load(LoadedTile& to, int tile, int j, const Place& place) const {
+        rows.template load<false>(to, tile, j, place);
     }
     MX_MEMBER static Operand operand(const Turn& turn, const LoadedTile& loaded, int lane) {
         return turn.whole(loaded.tile(), lane);
@@ -203,17 +199,22 @@ struct Activations<true> {
     MX_MEMBER Activations(const unsigned char* x, const unsigned char*, Offset first, unsigned M,
                           unsigned K)
         : rows(x + 2 * first * K, M, K) {}
-    MX_MEMBER WideTile load(int tile, const Place& place) const { return rows.load(tile, place); }
+    MX_MEMBER void load(WideTile& to, int tile, int j, const Place& place) const {
+        rows.load(to, tile, j, place);
+    }
     MX_MEMBER static Operand operand(const Turn& turn, const WideTile& loaded, int lane) {
         return turn.payload(loaded.quantise(lane));
     }
 };
 using X = Activations<kQuantises>;
 
-// Tiles of w and of x take turns, so that some loads under way come from memory and some from the
-// cache: those of w before tile t of a step. The first is of w, the last of x.
+// Tiles of w and of x take turns as long as there are both, so that some loads under way come from
+// memory and some from the cache: those of w before tile t of a step. The first is of w.
 constexpr int kTiles = kRowTiles + kColTiles;
-constexpr int rows_before(int t) { return (t * kRowTiles + kTiles - 1) / kTiles; }
+constexpr int kPairs = kRowTiles < kColTiles ? kRowTiles : kColTiles;
+constexpr int rows_before(int t) {
+    return t < 2 * kPairs ? (t + 1) / 2 : kRowTiles > kPairs ? t - kColTiles : kRowTiles;
+}
 constexpr bool is_row(int t) { return rows_before(t) < rows_before(t + 1); }
 
 // Adds the products of a step. Tiles are transposed in the wave's LDS; once a tile is there, what
@@ -349,27 +350,33 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
     X::Loaded x[kUnroll][kColTiles];
     unsigned first = begin + wave * kStep;
     const Place begun(lane, first, end, K);
-    w_rows.load_payload<true>(w[0][0], 0, begun);
+    w_rows.load_payload<true>(w[0][0], 0, 0, begun);
     finish_before_next(); // memory is asked for weights before the rest has addresses
     w_rows.load_scales(w[0][0], 0, begun);
     const X x_rows(from_here(a.xq), from_here(a.xs), first_m, own_m, K);
-    const auto load = [&](int i, int t, const Place& place) { // of a wave's step i, tile t
+    const auto load = [&](int i, int t, int j, const Place& place) { // of a wave's step i, tile t
         const int rows = rows_before(t), cols = t - rows;
-        if (is_row(t)) {
-            w_rows.load_payload<true>(w[i][rows], rows, place);
-            w_rows.load_scales(w[i][rows], rows, place);
-        } else {
-            x[i][cols] = x_rows.load(cols, place);
-        }
+        is_row(t) ? w_rows.load<true>(w[i][rows], rows, j, place)
+                  : x_rows.load(x[i][cols], cols, j, place);
+    };
+    const auto load_tile = [&](int i, int t, const Place& place) {
+#pragma unroll
+        for (int j = 0; j < kLoads; ++j)
+            load(i, t, j, place);
     };
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) { // a step past the end of K loads zeros
         const Place place(lane, first + i * kStride, end, K);
 #pragma unroll
-        for (int t = i == 0; t < kTiles; ++t) {
-            finish_before_next(); // what is used first arrives first
-            load(i, t, place);
-        }
+        for (int pair = 0; pair < kTiles; pair += 2)
+#pragma unroll
+            for (int j = 0; j < kLoads; ++j)
+#pragma unroll
+                for (int t = pair; t < min(pair + 2, kTiles); ++t)
+                    if (i > 0 || t > 0 || j > 0) {
+                        finish_before_next(); // what is used first arrives first
+                        load(i, t, j, place);
+                    }
     }
     finish_before_next();
     const BiasLoad own_bias(a.bias, a.bias_kind, first_row, rows, thread_in_group());
@@ -386,7 +393,7 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
         }
     };
     for (; first + kUnroll * kStride < end; first += kUnroll * kStride)
-        multiply_round(load);
+        multiply_round(load_tile);
     multiply_round([](int, int, const Place&) {});
 
     put_sums(lds[wave], lane, place_of_sums, sums, w_nans, x_nans);

@@ -53,9 +53,10 @@ PARAMS = (
     Param(
         "unroll", (1, 2, 3, 4), "steps of a wave whose loads are issued before the first is used"
     ),
+    Param("blocks", (1, 2, 4), "blocks of rows of x, each with workgroups of its own"),
 )
 
-SPLITS = Param("splits", (2, 3, 4, 6, 8), "workgroups that share K")
+SPLITS = Param("splits", (2, 3, 4), "workgroups that share K")
 
 FITTED: dict[str, float] = {
     "launch": 4800,
@@ -80,7 +81,8 @@ PERSISTENT_STEPS = {32: (128, 1434), 64: (256, 1816), 128: (256, 2267), 256: (25
 """Of tiles by their rows of x: rows of w, and cycles of a step of 128 k, by tune/fit_mfma.py."""
 
 BLOCK_M = 64
-"""Rows of x that a workgroup has, at most, but that up to twice as many are one block."""
+"""Rows of x in a block, where there are more than twice as many; fewer are in as many blocks as a
+configuration says."""
 MAX_M = 512
 MAX_K = 1 << 25  # offsets within the rows of a workgroup, at most 64, are below 2^31
 _MAX_SPLIT_N = 1 << 23  # offsets within results of 64 rows are below 2^31
@@ -111,29 +113,28 @@ class _Work(NamedTuple):
     steps: int
 
 
-def _blocks(M: int) -> int:
-    return 1 if M <= 2 * BLOCK_M else -(-M // BLOCK_M)
-
-
-def _block_rows(M: int) -> int:
-    """The most rows of x that a workgroup has."""
-    return M if M <= 2 * BLOCK_M else BLOCK_M
+@cache
+def _blocks_of(M: int, fold: int, blocks: int) -> tuple[int, int]:
+    """Blocks of x, and tiles of each."""
+    if M > 2 * BLOCK_M:
+        tiles = BLOCK_M * fold // SIDE
+    else:
+        tiles = -(-M * fold // (SIDE * blocks))
+        tiles += tiles % 2 * (tiles > 2)  # fewer code objects, for rows that take no memory
+    return -(-M * fold // (SIDE * max(tiles, 1))), tiles
 
 
 def _work(
-    target: Target, problem: LinearProblem, row_tiles: int, fold: int, splits: int = 1
+    target: Target, problem: LinearProblem, row_tiles: int, fold: int, blocks: int, splits: int = 1
 ) -> _Work:
     """Workgroups are as many on each compute unit, where there are rows for them: the busiest has
     no more of them then, and each has fewer rows."""
-    blocks = _blocks(problem.M)
+    blocks, col_tiles = _blocks_of(problem.M, fold, blocks)
     of_tile = blocks * splits
     needed = -(-problem.N * fold // (SIDE * row_tiles)) * of_tile
     of_busiest = -(-needed // target.cu_num)
     tiles = min(problem.N, of_busiest * target.cu_num // max(of_tile, 1))
     groups = tiles * of_tile
-    col_tiles = -(-_block_rows(problem.M) * fold // SIDE)
-    if col_tiles > 2:
-        col_tiles += col_tiles % 2  # fewer code objects, for rows that take no memory
     return _Work(
         blocks=blocks,
         col_tiles=col_tiles,
@@ -145,8 +146,8 @@ def _work(
 
 
 def _work_of(target: Target, problem: LinearProblem, config: Config) -> _Work:
-    splits = config.get("splits", 1)
-    return _work(target, problem, config["row_tiles"], config["fold"], splits)
+    tiles = config["row_tiles"], config["fold"], config["blocks"]
+    return _work(target, problem, *tiles, config.get("splits", 1))
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
@@ -202,17 +203,15 @@ def _costs(
 ) -> Iterator[Costed]:
     """A fit to the model of time, in cycles; then what to have less of where it is equal."""
     cycles, bounded = FITTED, []
-    for rows, fold, split in product(PARAMS[0].values, PARAMS[1].values, splits):
-        if fold > 1 and (split > 1 or problem.M * fold > SIDE * _MOST_FOLDED_TILES):
-            continue
-        work = _work(target, problem, rows, fold, split)
+    for rows, fold, blocks, split in _ways(problem.M, splits):
+        work = _work(target, problem, rows, fold, blocks, split)
         bound = _bound(target, problem, work, rows, split)
         bound += cycles["split"] * work.of_busiest * (split > 1)
         in_turn = _least_in_turn(problem, work, rows, fold)
-        bounded.append((bound + in_turn, bound, rows, fold, split, work))
+        bounded.append((bound + in_turn, bound, rows, fold, blocks, split, work))
     a_step, a_product, a_turn = cycles["step"], cycles["product"], cycles["turn"]
     a_sum, once = cycles["sum"], cycles["round"]
-    for lowest, bound, rows, fold, split, work in sorted(bounded):
+    for lowest, bound, rows, fold, blocks, split, work in sorted(bounded):
         if lowest * ROUNDED_OFF > least.cost:
             return
         cols, busiest = work.col_tiles, work.of_busiest
@@ -237,8 +236,21 @@ def _costs(
                 a_round += a_sum * each * waves * fold + once
                 cost = bound + rounds * a_round + a_turn * (rounds * turns - 1)
                 if cost <= least.cost:
-                    values = (rows, fold, waves, unroll, *((split,) if splits != (1,) else ()))
+                    shared = (split,) if splits != (1,) else ()
+                    values = (rows, fold, waves, unroll, blocks, *shared)
                     yield cost, (rounds, waves * unroll, unroll), values
+
+
+@cache
+def _ways(M: int, splits: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+    """Row tiles, fold, blocks and splits that are worth a thought."""
+    most = M // SIDE if M <= 2 * BLOCK_M else 1  # blocks, none with less than a tile
+    return [
+        (rows, fold, blocks, split)
+        for rows, fold, blocks, split in product(*(PARAMS[i].values for i in (0, 1, 4)), splits)
+        if blocks <= max(1, min(most, 2 * BLOCK_M // (SIDE * split)))
+        and (fold == 1 or (split * blocks == 1 and M * fold <= SIDE * _MOST_FOLDED_TILES))
+    ]
 
 
 def weights_cycles(target: Target, problem: LinearProblem) -> float:
@@ -354,7 +366,7 @@ def _yielding(kernel: str) -> Callable[[Target, LinearProblem], str | None]:
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     return {
         "MX_SPLITS": 1,
-        **as_defines(config),
+        **as_defines({name: config[name] for name in config if name != "blocks"}),
         "MX_COL_TILES": _work_of(target, problem, config).col_tiles,
         "MX_EVEN_BLOCKS": int(problem.K % (2 * BLOCK) == 0),
         "MX_X": X_CODES[problem.x_dtype],
