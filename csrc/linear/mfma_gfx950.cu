@@ -116,8 +116,8 @@ struct Rows {
     template <bool Once>
     MX_MEMBER void load_payload(LoadedTile& to, int tile, int j, const Place& place) const {
         const unsigned further = (tile * kTileRows + j) * K;
-        to.payload[j] = Once ? payload.load_once(place.payload, further)
-                             : payload.load(place.payload, further);
+        to.payload[j] =
+            Once ? payload.load_once(place.payload, further) : payload.load(place.payload, further);
     }
     MX_MEMBER void load_scales(LoadedTile& to, int tile, const Place& place) const {
         const unsigned further = tile * kTileRows * (K / kBlock);

@@ -85,7 +85,7 @@ def test_modelled_table_and_a_poisoned_kernel(command, tmp_path, monkeypatch) ->
 
 def test_the_model_knows_of_the_unit_that_takes_addresses() -> None:
     """64 rows of x are more to load than any other unit has to do."""
-    values = (("row_tiles", 1), ("fold", 1), ("waves", 6), ("unroll", 1))
+    values = (("row_tiles", 1), ("fold", 1), ("waves", 6), ("unroll", 1), ("blocks", 1))
     candidate = Candidate("linear", "gfx950", "hip", "mfma", values)
     bench = ModelBench("linear", LinearProblem(64, 6144, 1536))
     bench.admit(candidate)

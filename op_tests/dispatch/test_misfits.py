@@ -33,7 +33,7 @@ ROWS: list[tuple[str, Problem, str, dict[str, int], str]] = [
      "groups": 2, "tiles": 2}, "bytes of shared memory, and can have 232448"),
     ("moe_gemm", EXPERTS, "wgmma_f16", {"col_tiles": 12, "depth": 3, "slots": 3, "ahead": 4,
      "groups": 3, "tiles": 2}, "does not fit"),
-    ("linear", MANY_ROWS, "mfma", {"row_tiles": 4, "fold": 2, "waves": 12, "unroll": 1},
+    ("linear", MANY_ROWS, "mfma", {"row_tiles": 4, "fold": 2, "waves": 12, "unroll": 1, "blocks": 1},
      "bytes of shared memory, and can have 163840"),
     ("moe_gemm", EXPERTS, "mfma", {"row_tiles": 4, "col_tiles": 4, "waves": 12, "unroll": 1},
      "bytes of shared memory, and can have 163840"),

@@ -81,7 +81,8 @@ def gemv_config(rows: int, waves: int, unroll: int) -> dict[str, int]:
 
 
 def mfma_config(row_tiles: int, fold: int, waves: int, unroll: int) -> dict[str, int]:
-    return {"row_tiles": row_tiles, "fold": fold, "waves": waves, "unroll": unroll}
+    tiles = {"row_tiles": row_tiles, "fold": fold}
+    return {**tiles, "waves": waves, "unroll": unroll, "blocks": 1}
 
 
 # Kernel, configuration, M's range, whether K / 32 is odd, dtypes of x and y.
@@ -139,7 +140,7 @@ def test_the_result_is_that_of_quantising_first(
     [
         (1, 130, 1056, "gemv", 1),
         (20, 200, 1056, "mfma", 1),
-        (64, 70, 6176, "mfma_split", 2),
+        (64, 70, 12320, "mfma_split", 2),
         (600, 96, 160, "persistent", 2),
     ],
 )

@@ -41,7 +41,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 def config_of(row_tiles: int, fold: int, waves: int, unroll: int) -> dict[str, int]:
-    return {"row_tiles": row_tiles, "fold": fold, "waves": waves, "unroll": unroll}
+    tiles = {"row_tiles": row_tiles, "fold": fold}
+    return {**tiles, "waves": waves, "unroll": unroll, "blocks": 1}
 
 
 def launch(
@@ -126,7 +127,7 @@ def test_weights_above_4_gib_match_float64() -> None:
 @pytest.mark.parametrize(
     ("M", "N", "K"), [(3, 2304, 6144), (16, 6144, 1536), (48, 1536, 6144), (64, 2336, 6144)]
 )
-def test_the_op_takes_mfma_for_decode_shapes_and_reads_each_weight_once(
+def test_the_op_takes_mfma_for_decode_shapes_and_each_block_reads_weights_once(
     M: int, N: int, K: int
 ) -> None:
     drawn, problem = operands(M, N, K, N), LinearProblem(M, N, K)
@@ -138,10 +139,10 @@ def test_the_op_takes_mfma_for_decode_shapes_and_reads_each_weight_once(
     assert report is not None
     work = registry._work_of(GFX950, problem, chosen.config)
     splits = chosen.config.get("splits", 1)
-    tiles, tile_rows = work.groups // splits, chosen.config["row_tiles"] * 16
-    waves = chosen.config["waves"]
-    sums, counts = (4 * work.groups * size * (splits > 1) for size in (M * tile_rows, waves))
-    inputs = (N + tiles * M) * (K + K // 32)
+    tiles, tile_rows = work.groups // splits // work.blocks, chosen.config["row_tiles"] * 16
+    counts = 4 * work.groups * chosen.config["waves"] * (splits > 1)
+    sums = 4 * tiles * splits * M * tile_rows * (splits > 1)
+    inputs = (work.blocks * N + tiles * M) * (K + K // 32)
     assert inputs + sums <= report.bytes_read <= inputs + sums + 2 * counts
     assert 2 * M * N + sums <= report.bytes_written <= 2 * M * N + sums + 2 * counts
     assert report.scratch_bytes == 0
@@ -173,7 +174,8 @@ def test_no_variant_that_may_be_chosen_spills(kernel: KernelSpec) -> None:
     """Each number of tiles and waves with the most steps of loads that its registers admit."""
     most: dict[tuple[int, ...], tuple[LinearProblem, Config]] = {}
     for unfolded in combinations(PARAMS):
-        if unfolded["fold"] != 1 or unfolded["waves"] not in (4, 8, 12, 16):
+        one_block = unfolded["fold"] == unfolded["blocks"] == 1
+        if not one_block or unfolded["waves"] not in (4, 8, 12, 16):
             continue  # others have the registers of these; folds and an odd block take a few more
         for col_tiles in (1, 2, 4, 6, 8):
             fold, config = 2, {**unfolded, "fold": 2}
@@ -222,7 +224,7 @@ def test_as_much_is_under_way_as_a_compute_unit_waits_for(M: int, N: int, K: int
     work = registry._work_of(GFX950, problem, config)
     at_once = min(registry._resident_of(config, work), -(-work.groups // GFX950.cu_num))
     steps = min(work.steps, config["waves"] * config["unroll"])
-    rows = at_once * (work.rows + M)
+    rows = at_once * (work.rows + -(-M // work.blocks))
     under_way = rows * min(K, steps * config["fold"] * 256)
     assert under_way >= min(shipped().missing_kib * 1024, rows * K)
 

@@ -141,7 +141,7 @@ def _gemv(M: int, rows: int, waves: int, unroll: int, dtype: str) -> Case:
 def _mfma(
     ms: tuple[int, ...], row_tiles: int, fold: int, waves: int, unroll: int, dtype: str, odd: int
 ) -> Case:
-    config = {"row_tiles": row_tiles, "fold": fold, "waves": waves, "unroll": unroll}
+    config = {"row_tiles": row_tiles, "fold": fold, "waves": waves, "unroll": unroll, "blocks": 1}
     rows, step = row_tiles * 16 // fold, 256 * fold * waves * unroll
     ks = (128 + 32 * odd, step + 64 + 32 * odd, 3 * step - 128 + 32 * odd)
     name = f"mfma t{row_tiles} f{fold} w{waves} u{unroll} {dtype}"

@@ -244,7 +244,7 @@ def _costs(
 @cache
 def _ways(M: int, splits: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
     """Row tiles, fold, blocks and splits that are worth a thought."""
-    most = M // SIDE if M <= 2 * BLOCK_M else 1  # blocks, none with less than a tile
+    most = -(-M // SIDE) if M <= 2 * BLOCK_M else 1  # blocks: each has a tile
     return [
         (rows, fold, blocks, split)
         for rows, fold, blocks, split in product(*(PARAMS[i].values for i in (0, 1, 4)), splits)
@@ -309,6 +309,16 @@ def _configuring(kernel: str) -> Callable[[Target, LinearProblem], Config]:
         return dict(config)
 
     return configure
+
+
+def _candidates(kernel: str) -> Callable[[Target, LinearProblem], list[Config]]:
+    """What is configured is among them."""
+
+    def candidates(target: Target, problem: LinearProblem) -> list[Config]:
+        M = tuned_for(problem.M) if problem.M > SIDE else problem.M
+        return SEARCHES[kernel].candidates(target, replace(problem, M=M))
+
+    return candidates
 
 
 def _split_refusal(target: Target, problem: LinearProblem) -> str | None:
@@ -422,7 +432,7 @@ MFMA = declare(
     refusal=_refusal,
     params=PARAMS,
     configure=_configuring("mfma"),
-    candidates=SEARCHES["mfma"].candidates,
+    candidates=_candidates("mfma"),
     composed=replace(QUANTISED_FIRST, parts=_parts),
     yields=_yielding("mfma"),
 )
@@ -445,7 +455,7 @@ MFMA_SPLIT = declare(
     refusal=_split_refusal,
     params=(*PARAMS, SPLITS),
     configure=_configuring("mfma_split"),
-    candidates=SEARCHES["mfma_split"].candidates,
+    candidates=_candidates("mfma_split"),
     composed=QUANTISED_FIRST,
     workspace_bytes=_parts_bytes,
     counters=lambda target, problem, config: (

@@ -53,24 +53,24 @@ GEMV = Subject(
     beyond_4_gib=[(2, 6240)],
 )
 
-_mfma = named("row_tiles", "fold", "waves", "unroll")
+_mfma = named("row_tiles", "fold", "waves", "unroll", "blocks")
 
 # Between them these take every value of every parameter and every number of tiles of x. An odd
 # number of blocks in K is a variant of its own.
 _MFMA_SWEPT = [
-    (_mfma(1, 1, 1, 1), 1, True, "bf16"),
-    (_mfma(1, 1, 12, 2), 1, False, "fp32"),
-    (_mfma(2, 1, 3, 2), 2, False, "bf16"),
-    (_mfma(1, 1, 8, 1), 3, True, "fp16"),
-    (_mfma(3, 1, 4, 1), 4, False, "fp32"),
-    (_mfma(4, 1, 2, 1), 2, True, "bf16"),
-    (_mfma(2, 2, 6, 1), 1, True, "fp32"),
-    (_mfma(1, 2, 2, 3), 2, False, "bf16"),
-    (_mfma(3, 2, 1, 1), 4, True, "bf16"),
-    (_mfma(1, 4, 4, 4), 1, False, "fp16"),
-    (_mfma(4, 4, 3, 1), 1, True, "bf16"),
-    (_mfma(3, 4, 8, 1), 3, False, "fp32"),
-    (_mfma(1, 4, 16, 1), 2, True, "bf16"),
+    (_mfma(1, 1, 1, 1, 1), 1, True, "bf16"),
+    (_mfma(1, 1, 12, 2, 1), 1, False, "fp32"),
+    (_mfma(2, 1, 3, 2, 1), 2, False, "bf16"),
+    (_mfma(1, 1, 8, 1, 1), 3, True, "fp16"),
+    (_mfma(3, 1, 4, 1, 1), 4, False, "fp32"),
+    (_mfma(4, 1, 2, 1, 1), 2, True, "bf16"),
+    (_mfma(2, 2, 6, 1, 1), 1, True, "fp32"),
+    (_mfma(1, 2, 2, 3, 1), 2, False, "bf16"),
+    (_mfma(3, 2, 1, 1, 1), 4, True, "bf16"),
+    (_mfma(1, 4, 4, 4, 1), 1, False, "fp16"),
+    (_mfma(4, 4, 3, 1, 1), 1, True, "bf16"),
+    (_mfma(3, 4, 8, 1, 1), 3, False, "fp32"),
+    (_mfma(1, 4, 16, 1, 1), 2, True, "bf16"),
 ]
 
 
@@ -89,23 +89,26 @@ def _mfma_swept(config: dict[str, int], col_tiles: int, odd: bool, dtype: str) -
     return cases
 
 
-_MFMA_FOLDS = [_mfma(1, 1, 2, 1), _mfma(2, 2, 2, 1), _mfma(1, 4, 1, 1)]
+_MFMA_FOLDS = [_mfma(1, 1, 2, 1, 1), _mfma(2, 2, 2, 1, 1), _mfma(1, 4, 1, 1, 1)]
 
 # Rows of x that are divided into blocks, evenly and not.
-_SEVERAL_BLOCKS = (65, 128, 129, 200, 512)
+_SEVERAL_BLOCKS = ((1, (65, 128)), (1, (129, 200, 512)), (2, (33, 50, 64)), (4, (33, 37, 49, 64)))
 
 MFMA_GFX950 = Subject(
     "mfma",
     ("sim", "gfx950"),
     [
         *(_mfma_swept(*swept) for swept in _MFMA_SWEPT),
-        [Case(M, 37, 1120, _mfma(2, 1, 3, 1), 7) for M in _SEVERAL_BLOCKS],
+        *(
+            [Case(M, 37, 1120, _mfma(2, 1, 3, 1, blocks), 7) for M in Ms]
+            for blocks, Ms in _SEVERAL_BLOCKS
+        ),
     ],
     few=[
         *(Case(3, 37, 64, config, 1) for config in _MFMA_FOLDS),
         *(Case(4, 21, 1344, config, 1) for config in _MFMA_FOLDS),
         Case(4, 67, 1312, _MFMA_FOLDS[0], 1),
-        Case(13, 41, 9280, _mfma(2, 1, 3, 2), 1),
+        Case(13, 41, 9280, _mfma(2, 1, 3, 2, 1), 1),
     ],
     most_rows=MFMA_BLOCK_M,
     of_rows=lambda M: _MFMA_FOLDS[0],
@@ -114,24 +117,27 @@ MFMA_GFX950 = Subject(
     underflow=2.0**-149,
 )
 
-_split = named("row_tiles", "fold", "waves", "unroll", "splits")
+_split = named("row_tiles", "fold", "waves", "unroll", "blocks", "splits")
 _SPLIT_SWEPT = [
-    (_split(1, 1, 1, 1, 2), 1, True, "bf16"),
-    (_split(2, 1, 3, 1, 3), 2, False, "fp32"),
-    (_split(3, 1, 2, 1, 4), 4, True, "fp16"),
-    (_split(1, 2, 2, 2, 6), 3, False, "bf16"),
-    (_split(4, 1, 1, 1, 8), 3, False, "bf16"),
+    (_split(1, 1, 1, 1, 1, 2), 1, True, "bf16"),
+    (_split(2, 1, 3, 1, 1, 3), 2, False, "fp32"),
+    (_split(3, 1, 2, 1, 1, 4), 4, True, "fp16"),
+    (_split(1, 2, 2, 2, 1, 3), 3, False, "bf16"),
+    (_split(4, 1, 1, 1, 1, 2), 3, False, "bf16"),
 ]
-_SPLIT_FEW = _split(1, 1, 2, 1, 3)
+_SPLIT_FEW = _split(1, 1, 2, 1, 1, 3)
 
 MFMA_SPLIT_GFX950 = Subject(
     "mfma_split",
     ("sim", "gfx950"),
     [
         *(_mfma_swept(*swept) for swept in _SPLIT_SWEPT),
-        [Case(M, 37, 1120, _split(2, 1, 1, 1, 3), 7, "fp32", "bf16") for M in _SEVERAL_BLOCKS],
+        *(
+            [Case(M, 37, 1120, _split(2, 1, 1, 1, blocks, 3), 7, "fp32", "bf16") for M in Ms]
+            for blocks, Ms in _SEVERAL_BLOCKS
+        ),
     ],
-    few=[Case(3, 37, 64, _SPLIT_FEW, 1), Case(4, 67, 1312, _split(2, 1, 1, 1, 4), 1)],
+    few=[Case(3, 37, 64, _SPLIT_FEW, 1), Case(4, 67, 1312, _split(2, 1, 1, 1, 1, 4), 1)],
     most_rows=MFMA_BLOCK_M,
     of_rows=lambda M: _SPLIT_FEW,
     width=(19, 416),
