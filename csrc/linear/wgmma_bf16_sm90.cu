@@ -811,9 +811,11 @@ extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
     const int rank = kCluster == 1 ? 0 : rank_in_cluster();
     const int clusters = gridDim.x / kCluster, cluster = blockIdx.x / kCluster;
     const int chunks = (K + kChunkK - 1) / kChunkK;
+    const bool quantised = xs != nullptr; // else the launch ahead quantised it
+    const XWorkspace x{workspace, M, K, kTokens, !quantised};
     const Operands t{
-        xq,
-        xs,
+        quantised ? xq : x.payload(),
+        quantised ? xs : x.scales(),
         wq,
         ws,
         bias,
@@ -822,7 +824,7 @@ extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
         N,
         K,
         bias_kind,
-        {workspace, M, K, kTokens},
+        x,
         {cluster, clusters, kPairs ? 0 : rank, chunks, rounds, part, parts_with_one_more},
         kPairs ? rank : 0};
     // Told so, ptxas knows that it is the same for all lanes of a warp.

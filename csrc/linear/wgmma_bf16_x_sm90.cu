@@ -1,11 +1,13 @@
-// The launch ahead of wgmma_bf16: x as bf16 with its scales applied, as wgmma takes its B.
+// The launch ahead of wgmma_bf16: x as bf16 with its scales applied, as wgmma takes its B. With
+// MX_X x is bf16 or fp16, quantised first, and what it is quantised to is kept too.
 //
-// A CTA expands a unit of 64 k of a tile of tokens. A lane takes 16 k of a token at a time: lane %
-// 8 is the token of an octet, lane / 8 the step of the unit, so that a warp writes whole KiB. All
-// of its loads are under way at once.
+// A CTA expands a unit of 64 k of a tile of tokens. A lane takes 16 k of a token at a time: the two
+// halves of a block are neighbours, lane / 2 % 8 is the token of an octet, so that a warp writes
+// whole KiB. All of its loads are under way at once.
 
 #include "common/scale.h"
 #include "common/target.h"
+#include "fused.h"
 #include "sm90/convert.h"
 #include "sm90/expand.h"
 #include "sm90/memory.h"
@@ -16,52 +18,75 @@ using namespace mx;
 
 constexpr int kThreads = 256, kWarps = kThreads / kLanes, kBlock = 32;
 constexpr int kMostTokens = 256, kOfWarp = kMostTokens / 8 / kWarps; // octets
+constexpr bool kQuantises = !kIsQuantised<MX_X>;
+
+// 16 k of a token as loaded, and what they are quantised to.
+struct Incoming {
+    QuantisedHalf quantised = {{}, 127};
+    HalfBlock<MX_X> half = {};
+
+    MX_MEMBER void load_from(const unsigned char* x, const unsigned char* xs, long at) {
+        if constexpr (kQuantises)
+            half = {load(x + at * 2), load(x + at * 2 + 16)};
+        else
+            quantised = {load(x + at), load_byte(xs + at / kBlock)};
+    }
+    // All lanes of a warp take part.
+    MX_MEMBER const QuantisedHalf& result() {
+        if constexpr (kQuantises)
+            quantised = mx::quantised(half);
+        return quantised;
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    aiter_mx_linear_wgmma_bf16_x(const unsigned char* xq, const unsigned char* xs,
+    aiter_mx_linear_wgmma_bf16_x(const unsigned char* x, const unsigned char* xs,
                                  const unsigned char*, const unsigned char*, const void*, void*,
                                  unsigned char* memory, long M, long K, int tile_tokens) {
     launch_dependents();
     wait_for_grid_ahead();
-    const XWorkspace x{memory, M, K, tile_tokens};
+    const XWorkspace to{memory, M, K, tile_tokens, kQuantises};
     for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < XWorkspace::kCounters;
          i += gridDim.x * kThreads)
-        x.ended()[i] = 0;
-    const long tile = blockIdx.x / x.units(), unit = blockIdx.x % x.units();
+        to.ended()[i] = 0;
+    const long tile = blockIdx.x / to.units(), unit = blockIdx.x % to.units();
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-    const long k = unit * XWorkspace::kUnit + lane / 8 * 16;
-    u32x4 words[kOfWarp];
-    unsigned scales[kOfWarp];
+    const int token = lane / 2 % 8, step = lane / 16 * 2 + lane % 2;
+    const long k = unit * XWorkspace::kUnit + step * 16;
+    const int octets = tile_tokens / 8;
+    Incoming incoming[kOfWarp];
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i) {
         const int octet = warp + i * kWarps;
-        const long row = min(tile * tile_tokens + octet * 8 + lane % 8, M - 1);
-        words[i] = u32x4{};
-        scales[i] = 127;
-        if (k < K && octet * 8 < tile_tokens) {
-            words[i] = load(xq + row * K + k);
-            scales[i] = load_byte(xs + row * (K / kBlock) + k / kBlock);
-        }
+        const long row = min(tile * tile_tokens + octet * 8 + token, M - 1);
+        if (k < K && octet < octets)
+            incoming[i].load_from(x, xs, row * K + k);
     }
     bool outside = false;
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i) {
         const int octet = warp + i * kWarps;
-        if (octet * 8 >= tile_tokens)
+        if (octet >= octets)
             break;
-        const bool is_nan = scales[i] == kNanScale, over = scales[i] > kLastXScale && !is_nan;
+        const auto [payload, scale] = incoming[i].result();
+        const long row = tile * tile_tokens + octet * 8 + token;
+        if (kQuantises && k < K && row < M) {
+            store_vector(to.payload() + row * K + k, payload);
+            if (lane % 2 == 0)
+                to.scales()[(row * K + k) / kBlock] = scale;
+        }
+        const bool is_nan = scale == kNanScale, over = scale > kLastXScale && !is_nan;
         outside |= over;
-        const float factor = bits_to_float(is_nan ? kNanBits : over ? 0 : (scales[i] + 60) << 23);
+        const float factor = bits_to_float(is_nan ? kNanBits : over ? 0 : (scale + 60) << 23);
         u32x4 even, odd;
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-            e4m3x4_to_bf16(words[i][j], factor, even.words[j], odd.words[j]);
-        unsigned char* const to =
-            x.unit(tile, unit) + octet * 1024 + lane / 8 * 256 + lane % 8 * 16;
-        store_vector(to, even);
-        store_vector(to + 128, odd);
+            e4m3x4_to_bf16(payload[j], factor, even.words[j], odd.words[j]);
+        unsigned char* const place = to.unit(tile, unit) + octet * 1024 + step * 256 + token * 16;
+        store_vector(place, even);
+        store_vector(place + 128, odd);
     }
     outside = __syncthreads_or(outside);
     if (threadIdx.x == 0)
-        x.outside()[blockIdx.x] = outside;
+        to.outside()[blockIdx.x] = outside;
 }

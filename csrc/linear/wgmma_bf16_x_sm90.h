@@ -1,5 +1,6 @@
 // What wgmma_bf16's two launches hand each other: x in bf16, as wgmma takes its B without swizzle,
-// and counters, cleared, for parts of tiles; and where these leave their sums.
+// and counters, cleared, for parts of tiles; what the first one quantised x to, if it did, for
+// outputs that are computed again; and where parts of tiles leave their sums.
 //
 //   ended   counters
 //   flags   a word for each tile of tokens and unit of 64 k: whether bf16 does not cover one of
@@ -18,6 +19,7 @@ struct XWorkspace {
     unsigned char* memory;
     long M, K;
     int tile_tokens;
+    bool quantises; // whether x is yet to be quantised
 
     static constexpr int kUnit = 64, kCounters = 1024;
     MX_MEMBER long tiles() const { return (M + tile_tokens - 1) / tile_tokens; }
@@ -28,7 +30,11 @@ struct XWorkspace {
         const long flags = (tiles() * units() * 4 + 1023) / 1024 * 1024;
         return memory + kCounters * 4 + flags + (tile * units() + unit) * tile_tokens * kUnit * 2;
     }
-    MX_MEMBER unsigned char* sums() const { return unit(tiles(), 0); }
+    MX_MEMBER unsigned char* payload() const { return unit(tiles(), 0); }
+    MX_MEMBER unsigned char* scales() const { return payload() + M * K; }
+    MX_MEMBER unsigned char* sums() const {
+        return payload() + (quantises ? (M * K + M * (K / 32) + 1023) / 1024 * 1024 : 0);
+    }
 };
 
 } // namespace mx

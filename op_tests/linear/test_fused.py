@@ -18,6 +18,7 @@ from aiter_mx.kernels.linear import KERNELS, LinearProblem
 from aiter_mx.kernels.linear import mfma_gfx950 as mfma
 from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
+from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
 from aiter_mx.kernels.spec import Config, KernelSpec, combinations
 from aiter_mx.launch import build_request
 from aiter_mx.ops import linear as linear_module
@@ -85,6 +86,10 @@ def mfma_config(row_tiles: int, fold: int, waves: int, unroll: int) -> dict[str,
     return {**tiles, "waves": waves, "unroll": unroll, "blocks": 1}
 
 
+def wgmma_bf16_config(tile_m: int, tile_n: int, pairs: int) -> dict[str, int]:
+    return {"tile_m": tile_m, "tile_n": tile_n, "split": 1, "pairs": pairs}
+
+
 # Kernel, configuration, M's range, whether K / 32 is odd, dtypes of x and y.
 VARIANTS = [
     (GEMV, gemv_config(3, 2, 2), (1, 1), False, "bf16", "fp32"),
@@ -95,6 +100,8 @@ VARIANTS = [
     (MFMA, mfma_config(2, 2, 3, 2), (1, 8), False, "fp16", "bf16"),
     (MFMA, mfma_config(3, 4, 2, 1), (5, 8), True, "bf16", "fp16"),
     (MFMA, mfma_config(1, 1, 4, 1), (33, 64), False, "bf16", "fp32"),
+    (WGMMA_BF16, wgmma_bf16_config(128, 64, 0), (33, 300), False, "bf16", "fp32"),
+    (WGMMA_BF16, wgmma_bf16_config(96, 64, 1), (90, 200), True, "fp16", "bf16"),
 ]
 
 
@@ -127,6 +134,8 @@ def test_the_result_is_that_of_quantising_first(
             x[M // 2, : K // 2] = 0.0
         if seed % 3 == 2 and K > 32:
             x[M - 1, K - 1], x[0, 33] = float("nan"), float("-inf")
+        if seed % 5 == 3 and x_dtype == "bf16":  # beyond what bf16 holds of e4m3 and its scale
+            x[M - 1, :32] *= 2.0**80
         w = weights(N, K, seed)
         quantised = aiter_mx.quantize(x)
         fused = launch(device, kernel, config, (x, None), w, out_dtype)
@@ -293,11 +302,25 @@ def test_every_other_kernel_has_x_quantised_before() -> None:
     for kernel in KERNELS:
         for target in (GFX950, SM90A):
             problem = LinearProblem(64, 512, 64, x_dtype="bf16")
-            if kernel in (GEMV, MFMA) or kernel.refusal(target, problem) is not None:
+            if kernel in (GEMV, MFMA, WGMMA_BF16) or kernel.refusal(target, problem) is not None:
                 continue
             parts = kernel.parts(target, problem, kernel.configure(target, problem))
             assert [op for op, _ in parts] == ["quantize", "linear"]
-            early = target is SM90A and kernel.name in ("wgmma_fp8", "mma_ring", "wgmma_bf16")
+            early = target is SM90A and kernel.name in ("wgmma_fp8", "mma_ring")
             ring = kernel.name == "mma_ring"
             assert parts[1][1] == LinearProblem(64, 512, 64, pdl=early, after_quantize=ring)
             assert (parts[0][1].carveout_bytes > 0) == ring
+
+
+@pytest.mark.parametrize(("M", "K", "parts"), [(129, 4096, []), (4096, 8192, ["quantize", "linear"])])
+def test_wgmma_bf16_quantises_in_its_launch_ahead_what_its_workspace_has_room_for(
+    M: int, K: int, parts: list[str]
+) -> None:
+    problem = LinearProblem(M, 2304, K, x_dtype="bf16")
+    chosen = WGMMA_BF16.configure(SM90A, problem)
+    assert [op for op, _ in WGMMA_BF16.parts(SM90A, problem, chosen)] == parts
+    if not parts:
+        quantised = replace(problem, x_dtype="e4m3")
+        more = [WGMMA_BF16.workspace_bytes(SM90A, p, chosen) for p in (problem, quantised)]
+        assert more[0] - more[1] >= M * K // 32 * 33
+        assert more[0] <= 2 * M * K + (64 << 20)

@@ -27,7 +27,7 @@ __all__ = ["KERNELS", "KEY", "PROBLEM", "LinearProblem", "stand_ins"]
 
 PROBLEM = LinearProblem
 
-_STARTING_EARLY = (MMA_REGISTERS, WGMMA_FP8, WGMMA_BF16)
+_STARTING_EARLY = (MMA_REGISTERS, WGMMA_FP8)
 _FOR_QUANTISED_X = (
     MMA_REGISTERS,
     WGMMA_FP8,
@@ -42,7 +42,7 @@ _FOR_QUANTISED_X = (
 
 
 def _composed(kernel: KernelSpec) -> KernelSpec:
-    if kernel is MMA_RING:  # says it itself
+    if kernel.composed is not None:  # says it itself
         return kernel
     early = any(kernel is each for each in _STARTING_EARLY)
     return replace(kernel, composed=QUANTISED_MEANWHILE if early else QUANTISED_FIRST)

@@ -13,8 +13,11 @@ from aiter_mx.kernels.linear.clusters_sm90 import w_map
 from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_BF16_PAIRS, WgmmaBf16
 from aiter_mx.kernels.linear.problem import (
     POINTERS,
+    QUANTISED_MEANWHILE,
+    X_CODES,
     LinearProblem,
     matrix_scalars,
+    quantised_meanwhile,
 )
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
 from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, SHARED_BYTES, most_clusters, up
@@ -26,9 +29,11 @@ from aiter_mx.kernels.spec import (
     Geometry,
     Module,
     Param,
+    Parts,
     TensorMap,
     where_it_fits,
 )
+from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 PARAMS = (
@@ -50,6 +55,8 @@ _UNIT = 64  # k that are multiplied at a time
 _FLAG_BYTES = 2048  # barriers, and which tokens and features have scales that bf16 does not cover
 _COUNTERS = 1024  # of parts of tiles that have ended, see ``XWorkspace``
 _MOST_OWN_M = 2048  # without a table
+_MOST_KEPT = 24_000_000
+"""Of x, that the launch ahead quantises and keeps: a workspace is at most x in bf16 and 64 MB."""
 FITTED, FITTED_PAIRS = WgmmaBf16(), WGMMA_BF16_PAIRS
 
 
@@ -292,16 +299,25 @@ def _workspace_bytes(target: Target, problem: LinearProblem, config: Config) -> 
     units, tile_m = _units(problem, config), config["tile_m"]
     found = _layout(target, problem, config)
     parts = 2 * config["pairs"] if found.part or found.parts_with_one_more else 0
+    kept = problem.M * problem.K // BLOCK * (BLOCK + 1) if problem.x_dtype != "e4m3" else 0
     return (
         4 * _COUNTERS
         + up(4 * units, 1024)
         + units * tile_m * _UNIT * 2
+        + up(kept, 1024)
         + parts * _PAIR * tile_m * config["tile_n"] * 4
     )
 
 
+def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
+    """None for x that the launch ahead quantises."""
+    if problem.M * problem.K <= _MOST_KEPT:
+        return ()
+    return quantised_meanwhile(target, problem, config)
+
+
 def _x_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
-    return {}
+    return {"MX_X": X_CODES[problem.x_dtype]}
 
 
 def _x_scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
@@ -343,5 +359,6 @@ WGMMA_BF16 = declare(
     params=PARAMS,
     configure=_configure,
     candidates=_candidates,
+    composed=replace(QUANTISED_MEANWHILE, parts=_parts),
     yields=_yields,
 )
