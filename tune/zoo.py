@@ -3,9 +3,10 @@
     python tune/zoo.py linear/fp8 moe_gemm/apart --save docs/measured/nvidia_h200/zoo.csv
 
 Every row of this GPU's tables that names one of the kernels given is raced as the tuner races, but
-with these kernels left out, beside the row's own configuration. ``--shapes`` names a CSV of further
-problems (columns ``op``, the op's fields, and perhaps ``kernel`` and ``config``), each raced beside
-that kernel, or what dispatch takes for it now.
+with these kernels left out, beside the row's own configuration; with ``--rows`` at most so many of
+them, drawn by a seed. ``--shapes`` names a CSV of further problems (columns ``op``, the op's fields,
+and perhaps ``kernel`` and ``config``), each raced beside that kernel, or what dispatch takes for it
+now. Races that a saved file has and that are not run again stay in it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -65,6 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("gone", nargs="*", help="kernels to leave out, as in linear/fp8")
     parser.add_argument("--shapes", type=Path, help="CSV of further problems")
+    parser.add_argument("--rows", type=int, help="of a kernel in its table, at most")
     parser.add_argument("--most", type=int, default=8, help="candidates of a kernel")
     parser.add_argument("--few", nargs="*", default=[], help="but of these, as in gemv=2")
     parser.add_argument("--save", type=Path, help="CSV of the races; by default it is printed")
@@ -76,6 +79,8 @@ def main() -> None:
     target = hardware(args.arch) if args.arch else gpu_target(0)
     few = {name: int(most) for name, _, most in (each.partition("=") for each in args.few)}
     races = [*_of_rows(target, gone, args.most, few)]
+    if args.rows is not None:
+        races = random.Random(22).sample(races, min(args.rows, len(races)))
     if args.shapes:
         races += _of_shapes(target, args.shapes, gone, args.most, few)
     began = time.monotonic()
@@ -162,6 +167,7 @@ def _run(
 
     device = torch.device("cuda", 0)
     rows: list[dict[str, object]] = []
+    kept = _rows_of(save)
     every: list[dict[str, object]] = []
     for place, each in enumerate(races):
         if time.monotonic() >= ends_at:
@@ -184,15 +190,34 @@ def _run(
         print(*rows[-1].values(), flush=True)
         last = place + 1 == len(races)
         if save and (place % 8 == 0 or last):
-            write_text(save, _text(rows, (*_COLUMNS, *_ORIGIN)))
+            write_text(save, _text(_joined(kept, rows), (*_COLUMNS, *_ORIGIN)))
         if timings and (place % 8 == 0 or last):
             write_text(timings, _text(every, ("op", "shape", "candidate", "us", "why")))
     for path, found, columns in (
-        (save, rows, (*_COLUMNS, *_ORIGIN)),
+        (save, _joined(kept, rows), (*_COLUMNS, *_ORIGIN)),
         (timings, every, ("op", "shape", "candidate", "us", "why")),
     ):
         if path:
             write_text(path, _text(found, columns))
+
+
+def _rows_of(path: Path | None) -> list[dict[str, object]]:
+    if path is None or not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return [dict(row) for row in csv.DictReader(file)]
+
+
+def _joined(
+    kept: Sequence[dict[str, object]], rows: Sequence[dict[str, object]]
+) -> list[dict[str, object]]:
+    """What a file has but for races that were run again, then these."""
+
+    def race_of(row: dict[str, object]) -> tuple[object, ...]:
+        return tuple(row[name] for name in ("why", "op", "shape", "kernel"))
+
+    again = {race_of(row) for row in rows}
+    return [*(row for row in kept if race_of(row) not in again), *rows]
 
 
 def _row(each: Race, outcome: Outcome) -> dict[str, object]:

@@ -311,7 +311,7 @@ _search = Search(
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     if problem.M > 2 * GROUP_ROWS:
-        most = next(most for rows, most in _MOST_OWN_WEIGHTS.items() if rows >= problem.M)
+        most = next((most for rows, most in _MOST_OWN_WEIGHTS.items() if rows >= problem.M), 0)
         if most >= problem.N * problem.K:
             return None
         return f"wgmma_fp8 adds for longer than wgmma_bf16 multiplies, beyond {most} weights"
