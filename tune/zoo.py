@@ -4,9 +4,9 @@
 
 Every row of this GPU's tables that names one of the kernels given is raced as the tuner races, but
 with these kernels left out, beside the row's own configuration; with ``--rows`` at most so many of
-them, drawn by a seed. ``--shapes`` names a CSV of further problems (columns ``op``, the op's fields,
-and perhaps ``kernel`` and ``config``), each raced beside that kernel, or what dispatch takes for it
-now. Races that a saved file has and that are not run again stay in it.
+them, drawn by a seed. ``--shapes`` names a CSV of further problems (columns ``op``, the op's
+fields, and perhaps ``kernel`` and ``config``), each raced beside that kernel, or what dispatch
+takes for it now. Races that a saved file has and that are not run again stay in it.
 """
 
 from __future__ import annotations

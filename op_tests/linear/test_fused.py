@@ -312,7 +312,9 @@ def test_every_other_kernel_has_x_quantised_before() -> None:
             assert (parts[0][1].carveout_bytes > 0) == ring
 
 
-@pytest.mark.parametrize(("M", "K", "parts"), [(129, 4096, []), (4096, 8192, ["quantize", "linear"])])
+@pytest.mark.parametrize(
+    ("M", "K", "parts"), [(129, 4096, []), (4096, 8192, ["quantize", "linear"])]
+)
 def test_wgmma_bf16_quantises_in_its_launch_ahead_what_its_workspace_has_room_for(
     M: int, K: int, parts: list[str]
 ) -> None:
