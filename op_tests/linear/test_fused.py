@@ -284,10 +284,8 @@ def test_no_variant_that_quantises_spills() -> None:
     for config in combinations(mfma.PARAMS):
         for col_tiles in (1, 2, 4) if config["fold"] == 2 else ():
             problem = LinearProblem(8 * col_tiles, 16, 2048 + 32, x_dtype="fp16")
-            work = mfma._work_of(GFX950, problem, config)
-            if config["waves"] in (4, 8, 12, 16) and mfma._resident_of(
-                config, work, quantises=True
-            ):
+            way = mfma._way_of(problem, config)
+            if config["waves"] in (4, 8, 12, 16) and mfma._resident_of(config, way, quantises=True):
                 key = ("mfma", config["row_tiles"], col_tiles, config["waves"])
                 variants[key] = (MFMA, problem, config)  # the last one loads most at once
     assert len(variants) > 20

@@ -138,11 +138,12 @@ def test_the_op_takes_mfma_for_decode_shapes_and_each_block_reads_weights_once(
     report = last_report()
     assert report is not None
     work = registry._work_of(GFX950, problem, chosen.config)
-    splits = chosen.config.get("splits", 1)
-    tiles, tile_rows = work.groups // splits // work.blocks, chosen.config["row_tiles"] * 16
+    way = registry._way_of(problem, chosen.config)
+    splits = way.splits
+    tiles, tile_rows = work.groups // splits // way.blocks, way.row_tiles * 16
     counts = 4 * work.groups * chosen.config["waves"] * (splits > 1)
     sums = 4 * tiles * splits * M * tile_rows * (splits > 1)
-    inputs = (work.blocks * N + tiles * M) * (K + K // 32)
+    inputs = (way.blocks * N + tiles * M) * (K + K // 32)
     assert inputs + sums <= report.bytes_read <= inputs + sums + 2 * counts
     assert 2 * M * N + sums <= report.bytes_written <= 2 * M * N + sums + 2 * counts
     assert report.scratch_bytes == 0
@@ -184,7 +185,7 @@ def test_no_variant_that_may_be_chosen_spills(kernel: KernelSpec) -> None:
             if kernel is MFMA_SPLIT:
                 config = {**config, "splits": SPLITS.values[-1]}
             problem = LinearProblem(16 // fold * col_tiles, 2304, (1 << 17) + 32)
-            if registry._resident_of(config, registry._work_of(GFX950, problem, config)):
+            if registry._resident_of(config, registry._way_of(problem, config)):
                 key = (config["row_tiles"], col_tiles, config["waves"])
                 most[key] = max(
                     most.get(key, (problem, config)),
@@ -198,7 +199,7 @@ def test_no_variant_that_may_be_chosen_spills(kernel: KernelSpec) -> None:
             spilled = (info.vgpr_spills, info.sgpr_spills, info.scratch_bytes)
             assert spilled == (0, 0, 0), f"{request}: {info}"
             assert info.agprs == 0 or entry[1]["waves"] == 4, f"{request}: {info}"
-            col_tiles = registry._work_of(GFX950, *entry).col_tiles
+            col_tiles = registry._way_of(*entry).col_tiles
             rows, unroll = entry[1]["row_tiles"], entry[1]["unroll"]
             expected = registry._registers(rows, col_tiles, unroll)
             assert waves_a_simd(info.vgprs) >= waves_a_simd(expected), f"{request}: {info}"
@@ -222,9 +223,10 @@ def test_as_much_is_under_way_as_a_compute_unit_waits_for(M: int, N: int, K: int
     problem = LinearProblem(M, N, K)
     config = MFMA.configure(GFX950, problem)
     work = registry._work_of(GFX950, problem, config)
-    at_once = min(registry._resident_of(config, work), -(-work.groups // GFX950.cu_num))
+    way = registry._way_of(problem, config)
+    at_once = min(registry._resident_of(config, way), -(-work.groups // GFX950.cu_num))
     steps = min(work.steps, config["waves"] * config["unroll"])
-    rows = at_once * (work.rows + -(-M // work.blocks))
+    rows = at_once * (work.rows + way.block_rows)
     under_way = rows * min(K, steps * config["fold"] * 256)
     assert under_way >= min(shipped().missing_kib * 1024, rows * K)
 

@@ -98,56 +98,67 @@ class _Work(NamedTuple):
     """What a configuration makes of a problem.
 
     Attributes:
-        col_tiles: tiles of x, of a block.
         groups: workgroups.
         of_busiest: workgroups of the busiest compute unit.
         rows: of w, of the largest workgroup.
         steps: tiles along a workgroup's part of K.
     """
 
-    blocks: int
-    col_tiles: int
     groups: int
     of_busiest: int
     rows: int
     steps: int
 
 
+class _Way(NamedTuple):
+    """Tiles of a workgroup, whatever N and K are.
+
+    Attributes:
+        row_tiles, fold, splits: as parameters have them.
+        blocks: of x.
+        col_tiles: tiles of x, of a block.
+        block_rows: rows of x, of a block.
+    """
+
+    row_tiles: int
+    fold: int
+    splits: int
+    blocks: int
+    col_tiles: int
+    block_rows: int
+
+
 @cache
-def _blocks_of(M: int, fold: int, blocks: int) -> tuple[int, int]:
-    """Blocks of x, and tiles of each."""
+def _way(M: int, row_tiles: int, fold: int, blocks: int, splits: int = 1) -> _Way:
     if M > 2 * BLOCK_M:
         tiles = BLOCK_M * fold // SIDE
     else:
         tiles = -(-M * fold // (SIDE * blocks))
         tiles += tiles % 2 * (tiles > 2)  # fewer code objects, for rows that take no memory
-    return -(-M * fold // (SIDE * max(tiles, 1))), tiles
+    blocks = -(-M * fold // (SIDE * max(tiles, 1)))
+    return _Way(row_tiles, fold, splits, blocks, tiles, -(-M // max(blocks, 1)))
 
 
-def _work(
-    target: Target, problem: LinearProblem, row_tiles: int, fold: int, blocks: int, splits: int = 1
-) -> _Work:
+def _work(cu_num: int, N: int, K: int, way: _Way) -> _Work:
     """Workgroups are as many on each compute unit, where there are rows for them: the busiest has
     no more of them then, and each has fewer rows."""
-    blocks, col_tiles = _blocks_of(problem.M, fold, blocks)
+    row_tiles, fold, splits, blocks, _, _ = way
     of_tile = blocks * splits
-    needed = -(-problem.N * fold // (SIDE * row_tiles)) * of_tile
-    of_busiest = -(-needed // target.cu_num)
-    tiles = min(problem.N, of_busiest * target.cu_num // max(of_tile, 1))
+    needed = -(-N * fold // (SIDE * row_tiles)) * of_tile
+    of_busiest = -(-needed // cu_num)
+    tiles = min(N, of_busiest * cu_num // max(of_tile, 1))
     groups = tiles * of_tile
-    return _Work(
-        blocks=blocks,
-        col_tiles=col_tiles,
-        groups=groups,
-        of_busiest=-(-groups // target.cu_num),
-        rows=-(-problem.N // max(tiles, 1)),
-        steps=-(-problem.K // (TILE_K * fold * splits)),
-    )
+    rows, steps = -(-N // max(tiles, 1)), -(-K // (TILE_K * fold * splits))
+    return _Work(groups, -(-groups // cu_num), rows, steps)
+
+
+def _way_of(problem: LinearProblem, config: Config) -> _Way:
+    splits = config.get("splits", 1)
+    return _way(problem.M, config["row_tiles"], config["fold"], config["blocks"], splits)
 
 
 def _work_of(target: Target, problem: LinearProblem, config: Config) -> _Work:
-    tiles = config["row_tiles"], config["fold"], config["blocks"]
-    return _work(target, problem, *tiles, config.get("splits", 1))
+    return _work(target.cu_num, problem.N, problem.K, _way_of(problem, config))
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
@@ -161,9 +172,9 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
     """A quantisation first, where doing it here costs more or takes too much of something."""
     most = replace(problem, M=tuned_for(problem.M))
-    work = _work_of(target, most, config)
-    fits = problem.K < MAX_K // 2 and _resident_of(config, work, quantises=True) > 0
-    if fits and quantise_pays(target, most, work.groups, _QUANTISING):
+    fits = problem.K < MAX_K // 2 and _resident_of(config, _way_of(most, config), True) > 0
+    groups = _work_of(target, most, config).groups
+    if fits and quantise_pays(target, most, groups, _QUANTISING):
         return ()
     return quantised_first(target, problem, config)
 
@@ -188,8 +199,8 @@ def _resident(
     return min(REGISTERS // registers * SIMDS // waves, LDS_BYTES // lds_bytes)
 
 
-def _resident_of(config: Config, work: _Work, quantises: bool = False) -> int:
-    tiles = (config["row_tiles"], work.col_tiles)
+def _resident_of(config: Config, way: _Way, quantises: bool = False) -> int:
+    tiles = (config["row_tiles"], way.col_tiles)
     return _resident(*tiles, config["waves"], config["unroll"], quantises)
 
 
@@ -202,20 +213,15 @@ def _costs(
     splits: tuple[int, ...], target: Target, problem: LinearProblem, least: Least
 ) -> Iterator[Costed]:
     """A fit to the model of time, in cycles; then what to have less of where it is equal."""
-    cycles, bounded = FITTED, []
-    for rows, fold, blocks, split in _ways(problem.M, splits):
-        work = _work(target, problem, rows, fold, blocks, split)
-        bound = _bound(target, problem, work, rows, split)
-        bound += cycles["split"] * work.of_busiest * (split > 1)
-        in_turn = _least_in_turn(problem, work, rows, fold)
-        bounded.append((bound + in_turn, bound, rows, fold, blocks, split, work))
+    bounded = sorted(_bounds(splits, target, problem, least))
+    cycles, shared = FITTED, splits != (1,)
     a_step, a_product, a_turn = cycles["step"], cycles["product"], cycles["turn"]
     a_sum, once = cycles["sum"], cycles["round"]
-    for lowest, bound, rows, fold, blocks, split, work in sorted(bounded):
+    for lowest, bound, way, own_blocks, work in bounded:
         if lowest * ROUNDED_OFF > least.cost:
             return
-        cols, busiest = work.col_tiles, work.of_busiest
-        results = -(-problem.M // work.blocks) * work.rows
+        rows, fold, split, _, cols, block_rows = way
+        busiest, results = work.of_busiest, block_rows * work.rows
         of_tiles, of_products = a_step * (rows + cols), a_product * rows * cols
         but_turns = bound + once + a_sum * fold * results / target.wave_size
         for unroll in PARAMS[3].values:
@@ -236,21 +242,19 @@ def _costs(
                 a_round += a_sum * each * waves * fold + once
                 cost = bound + rounds * a_round + a_turn * (rounds * turns - 1)
                 if cost <= least.cost:
-                    shared = (split,) if splits != (1,) else ()
-                    values = (rows, fold, waves, unroll, blocks, *shared)
+                    values = (rows, fold, waves, unroll, own_blocks, *((split,) if shared else ()))
                     yield cost, (rounds, waves * unroll, unroll), values
 
 
 @cache
-def _ways(M: int, splits: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
-    """Row tiles, fold, blocks and splits that are worth a thought."""
-    most = -(-M // SIDE) if M <= 2 * BLOCK_M else 1  # blocks: each has a tile
-    return [
-        (rows, fold, blocks, split)
-        for rows, fold, blocks, split in product(*(PARAMS[i].values for i in (0, 1, 4)), splits)
-        if blocks <= max(1, min(most, 2 * BLOCK_M // (SIDE * split)))
-        and (fold == 1 or (split * blocks == 1 and M * fold <= SIDE * _MOST_FOLDED_TILES))
-    ]
+def _ways(M: int, splits: tuple[int, ...]) -> list[tuple[_Way, int]]:
+    """Those that are worth a thought, and their parameter ``blocks``."""
+    most, found = -(-M // SIDE) if M <= 2 * BLOCK_M else 1, []  # blocks: each has a tile
+    for rows, fold, blocks, split in product(*(PARAMS[i].values for i in (0, 1, 4)), splits):
+        folds = fold == 1 or (split * blocks == 1 and M * fold <= SIDE * _MOST_FOLDED_TILES)
+        if folds and blocks <= max(1, min(most, 2 * BLOCK_M // (SIDE * split))):
+            found.append((_way(M, rows, fold, blocks, split), blocks))
+    return found
 
 
 def weights_cycles(target: Target, problem: LinearProblem) -> float:
@@ -259,27 +263,29 @@ def weights_cycles(target: Target, problem: LinearProblem) -> float:
     return problem.N * row_bytes / (FITTED["memory_bytes"] * target.cu_num)
 
 
-def _bound(
-    target: Target, problem: LinearProblem, work: _Work, row_tiles: int, splits: int
-) -> float:
-    """What memory, the L2 cache or address units take."""
+def _bounds(
+    splits: tuple[int, ...], target: Target, problem: LinearProblem, least: Least
+) -> Iterator[tuple[float, float, _Way, int, _Work]]:
+    """At least what each way takes, and of that what memory, the L2 cache or address units do."""
     cycles, row_bytes = FITTED, problem.K * (BLOCK + 1) / BLOCK
-    memory = weights_cycles(target, problem)
-    of_block = -(-problem.M // work.blocks)
-    asked = work.of_busiest * (of_block + work.rows) * row_bytes / splits
-    tiles = work.of_busiest * work.steps * (row_tiles + work.col_tiles)
-    addresses = tiles * cycles["tile"] + asked / cycles["moved_bytes"]
-    slowest = max(memory, asked / cycles["cached_bytes"], addresses)
-    return cycles["bound"] * slowest
-
-
-def _least_in_turn(problem: LinearProblem, work: _Work, row_tiles: int, fold: int) -> float:
-    """At least what a round's instructions take, however many waves share them."""
-    cycles, cols = FITTED, work.col_tiles
-    steps = cycles["step"] * (row_tiles + cols) / WAVES[-1]
-    steps += cycles["product"] * row_tiles * cols / SIMDS
-    results = -(-problem.M // work.blocks) * work.rows / 64
-    return cycles["round"] + work.steps * steps + cycles["sum"] * results * fold
+    memory, cu_num, N, K = weights_cycles(target, problem), target.cu_num, problem.N, problem.K
+    a_tile, moved, cached = cycles["tile"], cycles["moved_bytes"], cycles["cached_bytes"]
+    of_slowest, a_split = cycles["bound"], cycles["split"]
+    once, a_sum = cycles["round"], cycles["sum"] / target.wave_size
+    a_step, a_product = cycles["step"] / WAVES[-1], cycles["product"] / SIMDS
+    for way, own_blocks in _ways(problem.M, splits):
+        rows, fold, split, _, cols, block_rows = way
+        work = _work(cu_num, N, K, way)
+        busiest = work.of_busiest
+        asked = busiest * (block_rows + work.rows) * row_bytes / split
+        addresses = busiest * work.steps * (rows + cols) * a_tile + asked / moved
+        bound = of_slowest * max(memory, asked / cached, addresses)
+        if split > 1:
+            bound += a_split * busiest
+        in_turn = work.steps * (a_step * (rows + cols) + a_product * rows * cols)
+        lowest = bound + once + in_turn + a_sum * block_rows * work.rows * fold
+        if lowest * ROUNDED_OFF <= least.cost:
+            yield lowest, bound, way, own_blocks, work
 
 
 SEARCHES: dict[str, Search] = {
@@ -377,7 +383,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
     return {
         "MX_SPLITS": 1,
         **as_defines({name: config[name] for name in config if name != "blocks"}),
-        "MX_COL_TILES": _work_of(target, problem, config).col_tiles,
+        "MX_COL_TILES": _way_of(problem, config).col_tiles,
         "MX_EVEN_BLOCKS": int(problem.K % (2 * BLOCK) == 0),
         "MX_X": X_CODES[problem.x_dtype],
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
@@ -386,26 +392,27 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
 
 
 def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
-    work = _work_of(target, problem, config)
-    needed = _lds_bytes(config["row_tiles"], work.col_tiles, config["waves"])
+    way = _way_of(problem, config)
+    needed = _lds_bytes(config["row_tiles"], way.col_tiles, config["waves"])
     refuse_static_lds(problem, config, needed)
-    groups = work.groups // max(1, work.blocks)
+    groups = _work_of(target, problem, config).groups // max(1, way.blocks)
     return Geometry(
-        grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), work.blocks),
+        grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), way.blocks),
         block=(config["waves"] * target.wave_size, 1, 1),
     )
 
 
 def _tiles(target: Target, problem: LinearProblem, config: Config) -> int:
     """Of outputs, for a block of x: a workgroup computes one, or several share it."""
-    work = _work_of(target, problem, config)
-    return work.groups // (config.get("splits", 1) * max(1, work.blocks))
+    way = _way_of(problem, config)
+    return _work_of(target, problem, config).groups // (way.splits * max(1, way.blocks))
 
 
 def _parts_bytes(target: Target, problem: LinearProblem, config: Config) -> int:
     """Sums of each workgroup."""
-    work, side = _work_of(target, problem, config), SIDE // config["fold"]
-    return work.groups * 4 * config["row_tiles"] * side * work.col_tiles * side
+    way, side = _way_of(problem, config), SIDE // config["fold"]
+    sums = way.row_tiles * side * way.col_tiles * side
+    return _work_of(target, problem, config).groups * 4 * sums
 
 
 def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
@@ -459,7 +466,7 @@ MFMA_SPLIT = declare(
     composed=QUANTISED_FIRST,
     workspace_bytes=_parts_bytes,
     counters=lambda target, problem, config: (
-        _tiles(target, problem, config) * _work_of(target, problem, config).blocks * config["waves"]
+        _tiles(target, problem, config) * _way_of(problem, config).blocks * config["waves"]
     ),
     yields=_yielding("mfma_split"),
 )
