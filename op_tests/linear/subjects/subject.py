@@ -26,6 +26,21 @@ class Case(NamedTuple):
     bias: str = "none"
 
 
+def cases(params: Sequence[str], table: str, cu_num: int | None = None) -> list[Case]:
+    """A case for each line of a table: M, N, K, then the values of the kernel's parameters.
+
+    Args:
+        params: the kernel's parameters.
+        table: the lines; what follows a ``#`` is a comment.
+        cu_num: of every case.
+    """
+    rows = ([int(word) for word in line.partition("#")[0].split()] for line in table.splitlines())
+    return [
+        Case(M, N, K, dict(zip(params, values, strict=True)), cu_num)
+        for M, N, K, *values in filter(None, rows)
+    ]
+
+
 @dataclass(frozen=True)
 class Subject(conformance.Subject):
     """A kernel of the linear, and what each property is tried with.
