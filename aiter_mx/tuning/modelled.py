@@ -42,7 +42,7 @@ ROUTINGS = 3
 WINS = 0.8
 """Of the draws of constants, in which a configuration must win to take the place of the usual."""
 BACKENDS = ("hip",)
-RULES = Rules(most=6, of_next=(3,))
+RULES = Rules(most=5, of_next=(2,), tries=1, hopeless=1.2)
 _SHARE = 0.0  # of the weights, that results are judged on: as few as a workload can do with
 _LARGE_BLOCK = 48  # rows; such blocks are filled to any share
 _BEST_US, _BEST_BYTES_A_US, _BEST_ROWS = 3.9, 6.3e6, 16
