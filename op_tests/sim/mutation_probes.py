@@ -21,7 +21,7 @@ from torch import Tensor
 from aiter_mx.errors import SimulatorError
 from aiter_mx.jit.build import build
 from aiter_mx.kernels.linear import KERNELS, LinearProblem
-from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
+from aiter_mx.kernels.linear.mfma_gfx950 import MFMA, MFMA_SPLIT
 from aiter_mx.kernels.spec import KernelSpec, Module
 from aiter_mx.launch import build_request
 from aiter_mx.region import Region
@@ -35,6 +35,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _GRID_X = 1 << 20  # workgroups in a grid's x, MX_MAX_GRID_X of the kernels
 _MAX_STEPS = 1 << 18  # of a launch; the probes take at most a quarter of them
 _POISON = 0x5A
+_NAN = 0xFF  # in each byte of fp32
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Probe:
         draw: options of ``random_mx`` for x and w.
         nan: which of x and w has NaN, and what: ``payload``, ``scale``, or ``start`` for whole
             first blocks in every second row, which whoever reads past the end of a row meets.
-        schedule, seed, delay, finite_scales: of the simulator.
+        schedule, seed, delay, finite_scales, coherence: of the simulator.
     """
 
     M: int
@@ -60,6 +61,7 @@ class Probe:
     seed: int = 0
     delay: bool = False
     finite_scales: bool = False
+    coherence: bool = False
     far: int = 0
     nan: tuple[str, str] = ("", "")
 
@@ -148,6 +150,22 @@ def _mfma(
     return Case(name, MFMA, config, dtype, _probes(ms, 2 * rows + 3, ks, dtype, rows, 64))
 
 
+def _mfma_split(
+    ms: tuple[int, ...], row_tiles: int, waves: int, splits: int, dtype: str, odd: int
+) -> Case:
+    tiles = {"row_tiles": row_tiles, "fold": 1, "waves": waves, "unroll": 1}
+    step = 256 * waves * splits
+    ks = (128 + 32 * odd, step + 64 + 32 * odd, 3 * step - 128 + 32 * odd)
+    # mfma's have the bytes of w beyond 2^32. Caches of XCDs apart show what is stored for one.
+    probes = [
+        replace(probe, coherence=not probe.delay)
+        for probe in _probes(ms, 2 * 16 * row_tiles + 3, ks, dtype, 16 * row_tiles, 64)
+        if not probe.far
+    ]
+    name = f"mfma_split t{row_tiles} s{splits} w{waves} u1 {dtype}"
+    return Case(name, MFMA_SPLIT, {**tiles, "blocks": 1, "splits": splits}, dtype, tuple(probes))
+
+
 CASES = (
     _gemv(2, 2, 2, 1, "bf16"),
     _gemv(5, 3, 2, 1, "fp32"),
@@ -155,6 +173,7 @@ CASES = (
     _mfma((3, 8), 1, 2, 2, 2, "bf16", odd=1),
     _mfma((17, 30), 2, 1, 2, 1, "fp32", odd=0),
     _mfma((2, 4), 1, 4, 3, 1, "fp16", odd=0),
+    _mfma_split((17, 30), 2, 2, 3, "bf16", odd=1),
 )
 
 
@@ -240,6 +259,12 @@ class Launch:
             "ws": self.w[1],
             "bias": self.bias,
         }
+        spec, problem = self.case.spec, self.case.problem(self.probe)
+        shared = {
+            "parts": spec.workspace_bytes(GFX950, problem, self.case.config),
+            "arrived": 4 * spec.counters(GFX950, problem, self.case.config),
+        }
+        self._shared: dict[str, np.ndarray[Any, Any]] = {}
         addresses, regions, self._memory = [], [], []
         for arg in self.case.module.args:
             if arg.kind != "pointer":
@@ -248,6 +273,9 @@ class Launch:
             if arg.name == "y":
                 memory = Memory(self.probe.M * N * self.dtype.itemsize)
                 self._y = memory.array().reshape(self.probe.M, N, self.dtype.itemsize)
+            elif arg.name in shared:
+                memory = Memory(shared[arg.name])
+                self._shared[arg.name] = memory.array()
             elif values is None:
                 addresses.append(0)
                 continue
@@ -271,6 +299,8 @@ class Launch:
             AssertionError: the result is wrong.
         """
         self._y[:, self.rows] = _POISON
+        for name, values in self._shared.items():
+            values[:] = _NAN if name == "parts" else 0
         probe, module = self.probe, self.case.module
         options = SimOptions(
             strict,
@@ -281,12 +311,14 @@ class Launch:
             delay=probe.delay,
             first_group=2 * (probe.far - 1) if probe.far else 0,
             finite_scales=probe.finite_scales,
+            coherence=probe.coherence,
         )
         program.launch(
             module.symbol, self.grid, self.block, self._args.to_bytes(), 0, self._regions, options
         )
         out = torch.from_numpy(np.ascontiguousarray(self._y[:, self.rows])).view(self.dtype)
         assert_close_to_reference(out.squeeze(-1), *self.x, *self.w, self.bias, underflow=2.0**-126)
+        assert not self._shared.get("arrived", np.zeros(1)).any(), "counters are left"
 
 
 def verdict(case: Case, image: bytes) -> tuple[str, str]:
