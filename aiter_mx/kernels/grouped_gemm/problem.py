@@ -21,6 +21,7 @@ groups, or ``masked`` as G matrices of M / G rows each; those of b as G matrices
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from aiter_mx.kernels.spec import (
     BIAS_DTYPES,
@@ -60,6 +61,15 @@ A_DTYPES = {name: FORMATS[name].dtype for name in ("e4m3", "e5m2")}
 A_FORMATS = {dtype: name for name, dtype in A_DTYPES.items()}
 
 
+def require_groups(problem: Any, **known: tuple[str, ...]) -> None:
+    """Raise ValueError unless fields of a grouped product, and those `known`, have such values."""
+    known |= {"out_dtype": OUT_DTYPES, "layout": tuple(LAYOUT_CODES), "index": tuple(INDEX_BYTES)}
+    require(problem, {"M": 0, "N": 0, "G": 1, "expected": 0}, known)
+    require_blocks("K", problem.K)
+    if problem.layout == "masked" and problem.M % problem.G:
+        raise ValueError(f"masked groups have M / G rows each, got M={problem.M} and G={problem.G}")
+
+
 @dataclass(frozen=True)
 class GroupedGemmProblem:
     """A grouped GEMM, as this module's docstring defines it.
@@ -97,19 +107,13 @@ class GroupedGemmProblem:
     a_format: str = "e4m3"
 
     def __post_init__(self) -> None:
-        known = {
-            "out_dtype": OUT_DTYPES,
-            "bias": BIAS_DTYPES,
-            "layout": tuple(LAYOUT_CODES),
-            "index": tuple(INDEX_BYTES),
-            "a_scale_layout": tuple(LAYOUTS),
-            "b_scale_layout": tuple(LAYOUTS),
-            "a_format": tuple(A_DTYPES),
-        }
-        require(self, {"M": 0, "N": 0, "G": 1, "expected": 0}, known)
-        require_blocks("K", self.K)
-        if self.layout == "masked" and self.M % self.G:
-            raise ValueError(f"masked groups have M / G rows each, got M={self.M} and G={self.G}")
+        require_groups(
+            self,
+            bias=BIAS_DTYPES,
+            a_scale_layout=tuple(LAYOUTS),
+            b_scale_layout=tuple(LAYOUTS),
+            a_format=tuple(A_DTYPES),
+        )
 
     @property
     def usual_rows(self) -> int:

@@ -14,8 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aiter_mx.kernels.grouped_gemm.problem import INDEX_BYTES, LAYOUT_CODES, GroupedGemmProblem
-from aiter_mx.kernels.spec import OUT_DTYPES, Arg, Key, require, require_blocks
+from aiter_mx.kernels.grouped_gemm.problem import (
+    INDEX_BYTES,
+    LAYOUT_CODES,
+    GroupedGemmProblem,
+    require_groups,
+)
+from aiter_mx.kernels.spec import Arg, Key
 
 COARSE = 128
 """k that a scale is for, and rows of b."""
@@ -67,15 +72,7 @@ class PromotedGemmProblem:
     b_group: int = 0
 
     def __post_init__(self) -> None:
-        known = {
-            "out_dtype": OUT_DTYPES,
-            "layout": tuple(LAYOUT_CODES),
-            "index": tuple(INDEX_BYTES),
-        }
-        require(self, {"M": 0, "N": 0, "G": 1, "expected": 0}, known)
-        require_blocks("K", self.K)
-        if self.layout == "masked" and self.M % self.G:
-            raise ValueError(f"masked groups have M / G rows each, got M={self.M} and G={self.G}")
+        require_groups(self)
 
     @property
     def groups(self) -> GroupedGemmProblem:
