@@ -11,8 +11,8 @@
 //     so, the other's wgmmas run.
 //
 // A tile is kTileM rows of x by 128 rows of w. A consumer has 64 rows of it, or 128 of 256; tiles
-// of up to 64 rows are shared by columns. Where a tile has fewer than a wgmma's 64, it multiplies
-// what lies behind them too, and what that gives is not stored. Workgroups stay and take tile after
+// of 64 rows are shared by columns. Workgroups stay and take tile after tile; an SM has two of
+// those whose tiles are small, so that weights arrive for one while the other begins or ends a
 // tile. Where two are a cluster they have the same rows of x, next to each other in w, and each
 // brings a half of x to both.
 
@@ -25,11 +25,12 @@
 using namespace mx;
 
 constexpr int kTileM = MX_TILE_M, kCluster = MX_CLUSTER, kStages = MX_STAGES;
+constexpr int kResident = kTileM == 64 ? 2 : 1; // workgroups on an SM
 constexpr int kTileN = 128, kStepK = 128;
 constexpr int kSwath = 8; // tiles of rows that share a tile of w before the next
 constexpr int kConsumers = 2, kGroupThreads = 128, kWarps = 4;
 constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
-constexpr bool kByColumns = kTileM <= 64;
+constexpr bool kByColumns = kTileM == 64;
 constexpr int kWaves = kTileM == 256 ? 2 : 1;              // of 64 rows, of a consumer
 constexpr int kColumns = kByColumns ? kTileN / 2 : kTileN; // of a consumer
 constexpr int kValues = kColumns / 2;                      // of 64 rows, of a thread
@@ -38,7 +39,8 @@ constexpr int kStageBytes = kStageX + kStageW;
 constexpr int kBoxRows = kTileM / kCluster; // of x, that a workgroup brings
 static_assert(kStages * kStageBytes == MX_SHARED_BYTES,
               "the host lays shared memory out differently: aiter_mx/kernels/promoted_gemm.py");
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kProducerRegisters = kResident > 1 ? 32 : 40;
+constexpr int kConsumerRegisters = kResident > 1 ? 104 : 232;
 using Out = DType<MX_OUT>;
 using Ring = PipelineState<kStages>;
 
@@ -308,7 +310,7 @@ struct Producer {
 #define MX_CLUSTER_DIMS
 #endif
 
-extern "C" __global__ void MX_CLUSTER_DIMS __launch_bounds__(kThreads, 1)
+extern "C" __global__ void MX_CLUSTER_DIMS __launch_bounds__(kThreads, kResident)
     aiter_mx_promoted_gemm_wgmma_fp8(const unsigned char* xq, const float* xs,
                                      const unsigned char* wq, const float* ws, Out* y,
                                      const void* starts, const void* ends, long M, long N, long K,

@@ -20,13 +20,13 @@ from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 PARAMS = (
-    Param("tile_m", (16, 32, 64, 128, 256), "rows of a in a tile, of 128 rows of b"),
+    Param("tile_m", (64, 128, 256), "rows of a in a tile, of 128 rows of b"),
     Param("cluster", (1, 2), "workgroups with the same rows of a, which each brings a part of"),
 )
 
 _TILE_N = 128
-_STAGES = {16: 12, 32: 11, 64: 9, 128: 6, 256: 4}  # by tile_m: what shared memory has room for
-_USUAL_ROWS = {64: 64, 128: 128}  # by tile_m: of groups that it is chosen for
+_STAGES = {64: 4, 128: 6, 256: 4}  # by tile_m: what shared memory has room for
+_RESIDENT = {64: 2, 128: 1, 256: 1}  # workgroups on an SM, so that one begins while another ends
 _THREADS = 3 * 128
 _MAX_TURNS = 1 << 31
 
@@ -47,10 +47,9 @@ def _refusal(target: Target, problem: PromotedGemmProblem) -> str | None:
 def _candidates(target: Target, problem: PromotedGemmProblem) -> list[Config]:
     """The least tiles that hold a usual group, then others."""
     rows = problem.groups.usual_rows
-    tile = next((tile for tile, most in _USUAL_ROWS.items() if rows <= most), 256)
-    every = [{"tile_m": tile, "cluster": cluster} for tile in _STAGES for cluster in (1, 2)]
-    best = {"tile_m": tile, "cluster": 1 if tile <= 64 else 2}
-    return sorted(every, key=lambda config: config != best)
+    best = 64 if rows <= 64 else 128 if rows <= 128 else 256
+    every = [{"tile_m": tile, "cluster": cluster} for cluster in (2, 1) for tile in _STAGES]
+    return sorted(every, key=lambda config: config != {"tile_m": best, "cluster": 2})
 
 
 def _shared_bytes(config: Config) -> int:
@@ -70,7 +69,7 @@ def _defines(target: Target, problem: PromotedGemmProblem, config: Config) -> Ma
 def _geometry(target: Target, problem: PromotedGemmProblem, config: Config) -> Geometry:
     size = config["cluster"]
     tiles = problem.groups.most_tiles(config["tile_m"]) * -(-problem.N // (size * _TILE_N))
-    clusters = max(1, min(target.cu_num // size, tiles))
+    clusters = max(1, min(target.cu_num * _RESIDENT[config["tile_m"]] // size, tiles))
     return Geometry(
         grid=(clusters * size, 1, 1),
         block=(_THREADS, 1, 1),
@@ -86,7 +85,9 @@ def _rows_of_a(target: Target, problem: PromotedGemmProblem, config: Config) -> 
 
 
 def _rows_of_b(target: Target, problem: PromotedGemmProblem, config: Config) -> TensorMap:
-    return TensorMap(place_of(ARGS, "wq"), problem.G * problem.N, problem.K, _TILE_N, CHUNK)
+    fetch = 128 if config["tile_m"] == 64 else 256  # few tiles share a row of b
+    rows = problem.G * problem.N
+    return TensorMap(place_of(ARGS, "wq"), rows, problem.K, _TILE_N, CHUNK, fetch_bytes=fetch)
 
 
 WGMMA_FP8 = declare(
