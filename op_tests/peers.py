@@ -171,7 +171,7 @@ def each_case(file: ModuleType, test: str, draw: str, limits: Limits) -> Counts:
             continue
         random.seed(0)
         torch.manual_seed(0)
-        with mock.patch.object(file, draw, lambda *_, case=case: iter([case])):
+        with mock.patch.object(file, draw, lambda *_, case=case, **__: iter([case])):
             counts[test, ended(f"{test} {case}", getattr(file, test))] += 1
     return counts
 
@@ -293,9 +293,9 @@ def run_vllm_align(checkout: Path, options: list[str]) -> Counts:
     stand_in("vllm.model_executor.layers.fused_moe.moe_align_block_size", **names_of("vllm"))
     platform = mock.Mock(is_rocm=lambda: False, seed_everything=torch.manual_seed)
     stand_in("vllm.platforms", current_platform=platform)
-    up = {"round_up": lambda x, y: -(-x // y) * y}
-    stand_in("vllm.utils", **up)
-    stand_in("vllm.utils.math_utils", **up)
+    arithmetic = {"round_up": lambda x, y: -(-x // y) * y, "cdiv": lambda x, y: -(-x // y)}
+    stand_in("vllm.utils", **arithmetic)
+    stand_in("vllm.utils.math_utils", **arithmetic)
     stand_in("vllm.utils.torch_utils", set_random_seed=torch.manual_seed)
     return by_pytest("tests/kernels/moe/test_moe_align_block_size.py")(checkout, options)
 

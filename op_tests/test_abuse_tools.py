@@ -68,10 +68,10 @@ def test_a_peers_case_is_not_there_where_this_package_says_so() -> None:
 
 def test_a_peers_cases_are_run_one_by_one() -> None:
     file = ModuleType("file")
-    file.draw = lambda *_: iter([(2, 3), (4, 5), (9, 9)])  # type: ignore[attr-defined]
+    file.draw = lambda *_, **__: iter([(2, 3), (4, 5), (9, 9)])  # type: ignore[attr-defined]
 
     def test() -> None:
-        assert [sum(case) for case in file.draw()] != [9]
+        assert [sum(case) for case in file.draw(dtype=None)] != [9]
 
     file.test = test  # type: ignore[attr-defined]
     counts = peers.each_case(file, "test", "draw", peers.Limits.of(["--most=20"]))

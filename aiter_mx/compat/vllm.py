@@ -38,8 +38,7 @@ def moe_align_block_size(
             multiple of block_size where pad_sorted_ids asks for it, and where there are fewer ids
             than experts at most a block for each of them; padding is M * top_k. An expert's ids
             rise.
-        expert_ids: int32, one for each block; of blocks past the end what expert 0 has, or -1 where
-            ignore_invalid_experts leaves experts out.
+        expert_ids: int32, one for each block; -1 for those past the end.
         num_tokens_post_padded: int32 ``[1]``.
         scatter_idx: int32 ``[M * top_k, 1]``: the routed row's own number, or -1 for one of no
             expert that is here.
@@ -67,10 +66,8 @@ def moe_align_block_size(
         length = min(routed * block_size, length)
     ids = filled(ids, length, routed)
     experts = filled(experts, -(-length // block_size), -1)
-    if not skips:
-        experts = experts.clamp_(min=0)
-        if expert_map is not None:
-            experts = expert_map[experts]
+    if expert_map is not None and not skips:
+        experts = torch.where(experts < 0, experts, expert_map[experts.clamp(min=0)])
     if not return_scatter_idx:
         return ids, experts, used
     flat = topk_ids.flatten()

@@ -52,7 +52,7 @@ def test_vllms_lists(
         found = vllm.moe_align_block_size(ids, block, experts, pad_sorted_ids=pad)
     assert [t.dtype for t in found] == [torch.int32] * 3
     assert found[0].tolist() == listed + [routed] * (length - used)
-    assert found[1].tolist() == owners + [0] * (-(-length // block) - len(owners))
+    assert found[1].tolist() == owners + [-1] * (-(-length // block) - len(owners))
     assert found[2].tolist() == [used]
 
 
@@ -64,7 +64,7 @@ def test_vllms_lists_with_experts_elsewhere() -> None:
     found = vllm.moe_align_block_size(ids, block, experts, expert_map)
     unused = -(-length // block) - len(owners)
     assert found[0].tolist() == listed + [22] * (length - used)
-    assert found[1].tolist() == expert_map[owners + [0] * unused].tolist()
+    assert found[1].tolist() == [*expert_map[owners].tolist(), *[-1] * unused]
     here = torch.where(expert_map[ids.long()] >= 0, ids, 99)
     listed, owners, used = blocks_of(here, block, range(experts))
     found = vllm.moe_align_block_size(ids, block, experts, expert_map, ignore_invalid_experts=True)
