@@ -30,6 +30,7 @@ BAD = [
     ("num_valid_tokens", lambda n: 5, ValueError, "must be a multiple of top_k, got 5"),
     ("num_valid_tokens", lambda n: -2, ValueError, "num_valid_tokens must be at least 0, got -2"),
     ("top_k", lambda n: 0, ValueError, "top_k must be at least 1, got 0"),
+    ("a_div", lambda n: 1 << 40, ValueError, r"a_div must be below 2\^31, got 1099511627776"),
     ("a_div", lambda n: 0, ValueError, "a_div must be at least 1, got 0"),
     ("wq", lambda t: t[:0], ValueError, r"wq must have at least one expert, got \[0, 20, 64\]"),
     ("a_div", lambda n: "2", TypeError, "a_div must be a whole number, an int, got str"),

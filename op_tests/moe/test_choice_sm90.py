@@ -152,6 +152,14 @@ def test_candidates_fit_an_sm(spec: KernelSpec) -> None:
             assert geometry.block[0] <= 1024
 
 
+def test_every_warp_of_mma_ring_must_have_a_whole_chunk_of_k() -> None:
+    config = {"row_tiles": 4, "col_tiles": 1, "k_warps": 4, "depth": 2, "groups": 1}
+    assert MMA_RING.misfit(SM90, MoeGemmProblem(108, 192, 512, 1, 1, 64), config) is None
+    assert MMA_RING.misfit(SM90, MoeGemmProblem(108, 192, 288, 1, 1, 64), config) is None
+    refused = MMA_RING.misfit(SM90, MoeGemmProblem(108, 192, 256, 1, 1, 64), config)
+    assert refused is not None and "k_warps must be at most 2" in refused
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", PIECES, ids=["one_tile", "two_tiles"])
 @pytest.mark.parametrize(("M", "block_m"), [(500, 8), (900, 16), (3000, 128), (2700, 4)])

@@ -184,6 +184,12 @@ def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping
 
 
 def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geometry:
+    chunks = problem.K // CHUNK
+    if problem.K % CHUNK == 0 and config["k_warps"] > chunks:
+        raise ValueError(
+            f"{dict(config)} does not fit {problem}: k_warps must be at most {chunks}, as each "
+            f"warp has {CHUNK} k or more"
+        )
     cluster = _cluster(problem, config)
     groups = min(target.cu_num * config["groups"], _items(problem, config)) // cluster * cluster
     return Geometry(

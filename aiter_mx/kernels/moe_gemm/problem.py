@@ -169,6 +169,9 @@ class MoeGemmProblem:
             )
         if self.activation != "none" and self.weights != "none":
             raise ValueError("routing weights cannot be multiplied in where there is an activation")
+        for name in ("top_k", "a_div", "block_m"):  # which kernels take as 32 bits
+            if getattr(self, name) >= MAX_ROUTED:
+                raise ValueError(f"{name} must be below 2^31, got {getattr(self, name)}")
         if self.routed >= MAX_ROUTED:
             raise ValueError(f"M * top_k must be below 2^31, got {self.routed}")
         if self.ids == "aiter" and (self.M >= MAX_PACKED_TOKENS or self.top_k > MAX_PACKED_TOP_K):
