@@ -43,7 +43,7 @@ Row: TypeAlias = dict[str, float]
 VOCABULARY = 256  # bytes
 EVERY = 10  # steps between lines
 HELD_OUT = 2  # batches, which losses are of
-LEARNING_RATE, WARM_UP = 1e-3, 100  # which rises so many steps
+LEARNING_RATE, WARM_UP = 1e-3, 100  # which rises so many steps, and then falls to zero
 LEAST_COSINE = 0.99
 LARGEST_GAP = 0.01  # between the losses in the end
 
@@ -289,8 +289,21 @@ def compare(mx: Model, gradients_of: Recorder, plain: Model, rounding: Model, ba
     return found.pop("told") | {name: least["least_cosine"] for name, least in found.items()}
 
 
-def train(seed: int, steps: int, size: Size, device: torch.device, say: bool = True) -> list[Row]:
-    """Both models side by side; a row every ten steps, and for the last one."""
+def learning_rate(step: int, end: int) -> float:
+    """Of a step, if the last is the one before ``end``."""
+    return LEARNING_RATE * min((step + 1) / WARM_UP, (end - step) / max(end - WARM_UP, 1), 1.0)
+
+
+def train(
+    seed: int,
+    steps: int,
+    size: Size,
+    device: torch.device,
+    say: bool = True,
+    end: int | None = None,
+) -> list[Row]:
+    """Both models side by side; a row every ten steps, and for the last one. The learning rate is
+    zero at ``end``, which is after all steps if it is None."""
     pair = {}
     for name, linear in (("mx", MxLinear), ("bf16", nn.Linear)):
         torch.manual_seed(seed)
@@ -314,7 +327,7 @@ def train(seed: int, steps: int, size: Size, device: torch.device, say: bool = T
         for name, optimizer in optimizers.items():
             gradients_of(pair[name], batch)
             for group in optimizer.param_groups:
-                group["lr"] = LEARNING_RATE * min((step + 1) / WARM_UP, 1.0)
+                group["lr"] = learning_rate(step, end or steps)
             optimizer.step()
     if say:
         print("ops of a step:", dict(launched.count))
