@@ -20,30 +20,48 @@ def run(problem: GroupedGemmProblem, tensors: Tensors, config: Config) -> None:
     """
     a, a_scale, b, b_scale, bias, out, starts, ends = tensors
     M, N, K = problem.M, problem.N, problem.K
-    a, a_scale, out = a.view(M, K), a_scale.view(M, K // BLOCK), out.view(M, N)
-    starts, ends = ranges(problem, starts, ends)
+    a, a_scale, out = a.view(M, K), a_scale.view(M, K // BLOCK), out.view(problem.rows_of_out, N)
+    first_of_out = first_rows_of_out(problem, starts, ends)
+    starts, ends = (each.clamp(0, M) for each in ranges(problem, starts, ends))
     of_groups = [(b[g], b_scale[g], None if bias is None else bias[g]) for g in range(problem.G)]
     if out.device.type == "cpu":
-        for g, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-            rows = slice(min(max(start, 0), M), min(max(end, 0), M))
-            linear_torch(a[rows], a_scale[rows], *of_groups[g], out[rows])
+        bounds = (each.tolist() for each in (starts, ends, first_of_out))
+        for g, (start, end, to) in enumerate(zip(*bounds, strict=True)):
+            rows, of_out = slice(start, end), slice(to, to + max(end - start, 0))
+            linear_torch(a[rows], a_scale[rows], *of_groups[g], out[of_out])
         return
-    row = torch.arange(M, device=out.device).unsqueeze(1)
-    product = torch.empty((M, N), dtype=out.dtype, device=out.device)
+    row = torch.arange(len(out), device=out.device).unsqueeze(1)
+    product = torch.empty(out.shape, dtype=out.dtype, device=out.device)
     for g in range(problem.G):
-        linear_torch(a, a_scale, *of_groups[g], product)
-        mine = (row >= starts[g]) & (row < ends[g])
+        rows_of_a, scales_of_a = a, a_scale
+        if problem.unpads:
+            moved = (row.squeeze(1) + starts[g] - first_of_out[g]).clamp(0, M - 1)
+            rows_of_a, scales_of_a = a[moved], a_scale[moved]
+        linear_torch(rows_of_a, scales_of_a, *of_groups[g], product)
+        mine = (row >= first_of_out[g]) & (row < first_of_out[g] + ends[g] - starts[g])
         torch.where(mine, product, out, out=out)
 
 
 def ranges(
     problem: GroupedGemmProblem, starts: Tensor | None, ends: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """First row of each group, and the row after its last, whatever the layout."""
+    """First row of a of each group, and the row after its last, whatever the layout."""
     M, G = problem.M, problem.G
+    if problem.unpads:
+        assert starts is not None
+        first = starts[:G].clamp(0, M)
+        rows = ends.clamp(0, problem.out_rows).diff().clamp(min=0)
+        return first, (first + rows).clamp(max=M)
     if problem.layout == "masked":
         first = torch.arange(G, device=ends.device) * (M // G)
         return first, first + ends.clamp(max=M // G)
     if starts is None:
         return torch.nn.functional.pad(ends[:-1], (1, 0)), ends
     return starts[:G], ends[-G:]
+
+
+def first_rows_of_out(problem: GroupedGemmProblem, starts: Tensor | None, ends: Tensor) -> Tensor:
+    """The first row of out of each group."""
+    if problem.unpads:
+        return ends[:-1].clamp(0, problem.out_rows)
+    return ranges(problem, starts, ends)[0].clamp(0, problem.M)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aiter_mx.fallbacks.grouped_gemm_torch import ranges
+from aiter_mx.fallbacks.grouped_gemm_torch import first_rows_of_out, ranges
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.kernels.triton import OPTIONS
@@ -27,6 +27,7 @@ def grouped_tile_kernel(
     out_ptr,
     starts_ptr,
     ends_ptr,
+    of_out_ptr,
     M,
     N,
     K,
@@ -34,6 +35,7 @@ def grouped_tile_kernel(
     GROUPS: tl.constexpr,
     A_FORMAT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    UNPADS: tl.constexpr,
     WHOLE_STEPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -92,6 +94,8 @@ def grouped_tile_kernel(
     if HAS_BIAS:
         acc += tl.load(bias_ptr + row_n).to(tl.float32)[None, :]
     inside = (m[:, None] < end) & (n[None, :] < N)
+    if UNPADS:
+        m += tl.load(of_out_ptr + group).to(tl.int64) - tl.sum(tl.where(mine, starts, 0), 0)
     out_ptrs = out_ptr + m[:, None] * N + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -114,6 +118,7 @@ def run(problem: GroupedGemmProblem, tensors: Tensors, config: Config) -> None:
             bias,
             out,
             *ranges(problem, starts, ends),
+            first_rows_of_out(problem, starts, ends) if problem.unpads else None,
             M,
             N,
             K,
@@ -121,6 +126,7 @@ def run(problem: GroupedGemmProblem, tensors: Tensors, config: Config) -> None:
             GROUPS=triton.next_power_of_2(G),
             A_FORMAT=problem.a_format,
             HAS_BIAS=bias is not None,
+            UNPADS=problem.unpads,
             WHOLE_STEPS=K % config["BLOCK_K"] == 0,
             **config,
             **OPTIONS,

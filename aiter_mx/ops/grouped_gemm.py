@@ -14,6 +14,7 @@ from aiter_mx.checks import (
     SCALE_DTYPES,
     check_groups,
     check_out,
+    checking,
     either,
     refuse_alignment,
     refuse_strides,
@@ -41,6 +42,8 @@ def grouped_gemm(
     *,
     a_scale_layout: str = "row_major",
     b_scale_layout: str = "row_major",
+    out_offs: torch.Tensor | None = None,
+    out_rows: int | None = None,
 ) -> torch.Tensor:
     """``out[m] = a[m] @ b[g].T + bias[g]`` for the rows m of each group g, over MX-FP8 operands.
 
@@ -72,9 +75,16 @@ def grouped_gemm(
             made row-major by each call, in a few launches of torch's.
         b_scale_layout: layout of b_scale, each group's by itself, such as of
             ``quantize(b, scale_layout=...)``.
+        out_offs: where groups that are padded in a lie in the result, ``[G + 1]`` of the dtype of
+            ``group_offs``, which then is ``[G + 1]`` too: group g is the
+            ``out_offs[g + 1] - out_offs[g]`` rows of a from ``group_offs[g]`` on, and its results
+            go to the rows from ``out_offs[g]`` on, so that what ``quantize_grouped`` pads is
+            multiplied as it is. None: as in a.
+        out_rows: with ``out_offs`` the rows of the result. None: as many as out has, or M.
 
     Returns:
-        ``[M, N]``, or ``out``. Without ``out``, rows outside every group hold anything.
+        ``[M, N]`` (``[out_rows, N]``), or ``out``. Without ``out``, rows outside every group hold
+        anything.
 
     Raises:
         TypeError: an argument that is no tensor, or of a dtype not listed above.
@@ -93,7 +103,7 @@ def grouped_gemm(
     """
     return grouped_gemm_ranges(
         a, a_scale, b, b_scale, None, group_offs, out, out_dtype, bias, 0,
-        a_scale_layout, b_scale_layout,
+        a_scale_layout, b_scale_layout, out_offs, out_rows,
     )  # fmt: skip
 
 
@@ -111,6 +121,8 @@ def grouped_gemm_ranges(
     expected_rows: int = 0,
     a_scale_layout: str = "row_major",
     b_scale_layout: str = "row_major",
+    out_offs: torch.Tensor | None = None,
+    out_rows: int | None = None,
 ) -> torch.Tensor:
     """``grouped_gemm`` whose groups need neither be in order nor adjoin, or start at fixed rows.
 
@@ -130,6 +142,7 @@ def grouped_gemm_ranges(
             chooses tiles and does not bear on results.
         a_scale_layout: as in ``grouped_gemm``; where a is ``[G, rows, K]``, of each group's.
         b_scale_layout: as in ``grouped_gemm``.
+        out_offs, out_rows: as in ``grouped_gemm``, where ``starts`` is None.
 
     Returns:
         ``[M, N]`` or ``[G, rows, N]``, or ``out``.
@@ -137,22 +150,24 @@ def grouped_gemm_ranges(
     Raises:
         TypeError, ValueError, CaptureError: as ``grouped_gemm``.
     """
+    if out_rows is None:
+        out_rows = 0 if out_offs is None else len(a) if out is None else len(out)
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or not PLAIN.issuperset(map(type, (a, a_scale, b, b_scale, ends)))
-        or not PLAIN_OR_NONE.issuperset((type(starts), type(bias), type(out)))
+        or not PLAIN_OR_NONE.issuperset((type(starts), type(bias), type(out), type(out_offs)))
         or wants_gradient(bias)
     ):
         arguments = (
             a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
-            a_scale_layout, b_scale_layout,
+            a_scale_layout, b_scale_layout, out_offs, out_rows,
         )  # fmt: skip
         result: torch.Tensor = _through_torch(arguments, out, out_dtype)
         return result
     return _grouped_gemm(
         a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
-        a_scale_layout, b_scale_layout, out,
+        a_scale_layout, b_scale_layout, out_offs, out_rows, out,
     )  # fmt: skip
 
 
@@ -171,6 +186,8 @@ def _grouped_gemm(
     expected_rows: int,
     a_scale_layout: str,
     b_scale_layout: str,
+    out_offs: torch.Tensor | None = None,
+    out_rows: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     device = a.device
@@ -180,23 +197,26 @@ def _grouped_gemm(
         (device, a_scale.device, b.device, b_scale.device, ends.device),
         starts is not None and (starts.shape, starts.dtype, starts.device),
         bias is not None and (bias.shape, bias.dtype, bias.device),
+        out_offs is not None and (out_offs.shape, out_offs.dtype, out_offs.device, out_rows),
         (a.is_cuda or cpu_target(), expected_rows, a_scale_layout, b_scale_layout),
     )
     found = _plans.by_call.get(call)
     if found is None:
         problem = _problem_of(
             a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
-            a_scale_layout, b_scale_layout,
+            a_scale_layout, b_scale_layout, out_offs, out_rows,
         )  # fmt: skip
         found = _plans.keep(call, _plan(problem, a, ends))
     run, shape, first_end = found
 
     operands = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "bias": bias}
-    operands |= {"starts": starts, "group_offs": ends}
+    operands |= {"starts": starts, "group_offs": ends, "out_offs": out_offs}
     refuse_strides(**operands)
     apart = a.ndim == 3
     name = "masked_m" if apart else "group_offs" if starts is None else "ends"
     check_groups(name, b.shape[0], starts, ends, a.shape[-2], apart)
+    if out_offs is not None:
+        _check_places(b.shape[0], ends, out_offs, out_rows)
     if out is None:
         out = torch.empty(shape, dtype=out_dtype, device=device)
     else:
@@ -209,7 +229,10 @@ def _grouped_gemm(
             refuse_alignment(b_scale=b_scale)
         ends_address = ends.data_ptr()
         starts_address = 0 if starts is None else starts.data_ptr()
-        if first_end:  # offsets [G + 1]: starts, and the same from the second on
+        if out_offs is not None:
+            starts, starts_address = ends, ends_address
+            ends, ends_address = out_offs, out_offs.data_ptr()
+        elif first_end:  # offsets [G + 1]: starts, and the same from the second on
             starts, starts_address = ends, ends_address
             ends_address += first_end
         run(
@@ -233,9 +256,9 @@ def _plan(
 ) -> tuple[Run | None, tuple[int, ...], int]:
     """What computes such a call (None for an empty result), the result's shape, and the bytes
     before the first group's end in ``ends``."""
-    shape = (*a.shape[:-1], problem.N)
+    shape = (problem.out_rows, problem.N) if problem.unpads else (*a.shape[:-1], problem.N)
     first_end = ends.itemsize if ends.shape[0] == problem.G + 1 else 0
-    if 0 in shape or a.is_meta:
+    if 0 in shape or problem.M == 0 or a.is_meta:
         return None, shape, first_end
     run = bind("grouped_gemm", target_of(a.device), problem, a.device)
     return run, shape, first_end
@@ -253,6 +276,8 @@ def _problem_of(
     expected_rows: int = 0,
     a_scale_layout: str = "row_major",
     b_scale_layout: str = "row_major",
+    out_offs: torch.Tensor | None = None,
+    out_rows: int = 0,
 ) -> GroupedGemmProblem:
     """The problem that these operands pose; raises as ``grouped_gemm`` documents."""
     indices = tuple(INDEX_NAMES)
@@ -264,6 +289,7 @@ def _problem_of(
         ("masked_m" if a.ndim == 3 else "group_offs", ends, indices),
         ("starts", starts, (ends.dtype,)),
         ("bias", bias, tuple(DTYPE_NAMES)),
+        ("out_offs", out_offs, (ends.dtype,)),
     ):
         if tensor is None:
             continue
@@ -313,6 +339,15 @@ def _problem_of(
         )
     if masked and starts is not None:
         raise ValueError("masked groups start at fixed rows; starts must be None")
+    if out_rows and out_offs is None:
+        raise ValueError("out_rows says how many rows out_offs divides; give out_offs")
+    if out_offs is not None and not (
+        ends.shape == out_offs.shape == (G + 1,) and starts is None and not masked
+    ):
+        raise ValueError(
+            f"out_offs, and group_offs with it, must be [{G + 1}] for rows [M, K] of {G} groups, "
+            f"got {shape_text(out_offs)} and {shape_text(ends)}"
+        )
     return GroupedGemmProblem(
         M=a.shape[:-1].numel(),
         N=N,
@@ -320,18 +355,36 @@ def _problem_of(
         G=G,
         out_dtype=DTYPE_NAMES[out_dtype],
         bias="none" if bias is None else DTYPE_NAMES[bias.dtype],
-        layout="masked" if masked else "jagged",
+        layout="masked" if masked else "jagged" if out_offs is None else "unpadded",
         index=INDEX_NAMES[ends.dtype],
         expected=expected_rows,
         a_scale_layout=a_scale_layout,
         b_scale_layout=b_scale_layout,
         a_format=A_FORMATS[a.dtype],
+        out_rows=out_rows,
     )
+
+
+def _check_places(
+    groups: int, group_offs: torch.Tensor, out_offs: torch.Tensor, out_rows: int
+) -> None:
+    """Raise ValueError if checks are on and groups do not fit in a, or in the result."""
+    if not checking():
+        return
+    check_groups("out_offs", groups, None, out_offs, out_rows)
+    for g, (rows, room) in enumerate(
+        zip(out_offs.diff().tolist(), group_offs.diff().tolist(), strict=True)
+    ):
+        if rows > room:
+            raise ValueError(
+                f"out_offs says that group {g} has {rows} rows, and group_offs gives it {room}"
+            )
 
 
 def _fake(*arguments: Any) -> torch.Tensor:
     problem, a = _problem_of(*arguments), arguments[0]
-    fake: torch.Tensor = a.new_empty((*a.shape[:-1], problem.N), dtype=DTYPES[problem.out_dtype])
+    rows = (problem.out_rows,) if problem.unpads else a.shape[:-1]
+    fake: torch.Tensor = a.new_empty((*rows, problem.N), dtype=DTYPES[problem.out_dtype])
     return fake
 
 
@@ -339,7 +392,7 @@ _through_torch = register_with_out(
     "grouped_gemm",
     "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? starts, Tensor group_offs, "
     "ScalarType out_dtype, Tensor? bias, SymInt expected_rows, str a_scale_layout, "
-    "str b_scale_layout",
+    "str b_scale_layout, Tensor? out_offs=None, SymInt out_rows=0",
     "Tensor",
     _grouped_gemm,
     _fake,

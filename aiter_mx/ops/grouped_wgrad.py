@@ -40,6 +40,9 @@ def grouped_gemm_dgrad(
     group_offs: Tensor,
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    out_offs: Tensor | None = None,
+    out_rows: int | None = None,
 ) -> Tensor:
     """The gradient of ``grouped_gemm``'s rows: ``out[m] = grad[m] @ b[g].T`` for each group g.
 
@@ -56,6 +59,8 @@ def grouped_gemm_dgrad(
         group_offs: as the forward product had it.
         out: ``[M, K]`` to write to. Rows outside every group are left as they are.
         out_dtype: bf16, fp16 or fp32.
+        out_offs, out_rows: where groups that are padded in grad lie in the result, as
+            ``grouped_gemm`` has it.
 
     Returns:
         ``[M, K]``, or ``out``.
@@ -63,7 +68,8 @@ def grouped_gemm_dgrad(
     Raises:
         TypeError, ValueError, CaptureError: as ``grouped_gemm``.
     """
-    return grouped_gemm(grad, grad_scale, b, b_scale, group_offs, out, out_dtype)
+    places = {"out_offs": out_offs, "out_rows": out_rows}
+    return grouped_gemm(grad, grad_scale, b, b_scale, group_offs, out, out_dtype, **places)
 
 
 @in_clear

@@ -18,6 +18,7 @@ ROWS = (8192, 32768)
 """Rows of all groups that tables have."""
 _INDICES = {"i32": torch.int32, "i64": torch.int64}
 _SAMPLE_ROWS = 256
+_PADDED_TO = 128  # rows of groups that quantize_grouped pads
 
 
 def _operands(problem: GroupedGemmProblem, device: torch.device) -> Operands:
@@ -25,7 +26,7 @@ def _operands(problem: GroupedGemmProblem, device: torch.device) -> Operands:
     bias = None
     if problem.bias != "none":
         bias = torch.randn(G, N, dtype=DTYPES[problem.bias], device=device)
-    out = torch.empty(M, N, dtype=DTYPES[problem.out_dtype], device=device)
+    out = torch.empty(problem.rows_of_out, N, dtype=DTYPES[problem.out_dtype], device=device)
     starts, ends = bounds(problem, device)
     a, a_scale = random_mx(M, K, device)
     a = in_format(a, problem.a_format)
@@ -58,6 +59,12 @@ def bounds(
     if problem.layout == "masked":
         room = problem.M // G
         return None, (shares / 1.5 * room).to(index).to(device)
+    if problem.unpads:
+        ends = (shares.cumsum(0) / shares.sum() * problem.out_rows).to(index)
+        offs = torch.nn.functional.pad(ends, (1, 0))
+        padded = -(-offs.diff() // _PADDED_TO) * _PADDED_TO
+        starts = torch.nn.functional.pad(padded[:-1].cumsum(0), (1, 0))
+        return starts.to(index).to(device), offs.to(device)
     ends = (shares.cumsum(0) / shares.sum() * problem.M).round()
     ends[-1] = problem.M
     return None, ends.to(index).to(device)
@@ -80,16 +87,24 @@ def _read_bytes(problem: GroupedGemmProblem, operands: Operands | None) -> float
 
 
 def _judge(problem: GroupedGemmProblem, tensors: Tensors) -> Judge:
-    aq, a_scale, bq, b_scale, bias, _, _, ends = tensors
+    aq, a_scale, bq, b_scale, bias, _, starts, ends = tensors
     room, blocks = problem.M // problem.G, problem.K // BLOCK
     rows_a = room if problem.layout == "masked" else problem.M
     a_scale = unshuffle_scales(a_scale, problem.a_scale_layout, rows_a, blocks).view(-1, blocks)
     b_scale = unshuffle_scales(b_scale, problem.b_scale_layout, problem.N, blocks)
     lasts = ends.tolist()
-    firsts = [0, *lasts] if problem.layout == "jagged" else range(0, problem.M, room)
+    if problem.unpads:
+        lengths, firsts = ends.diff().tolist(), starts.tolist()
+        lasts = [first + length for first, length in zip(firsts, lengths, strict=True)]
+    elif problem.layout == "jagged":
+        firsts = [0, *lasts]
+    else:
+        firsts = [*range(0, problem.M, room)]
+        lasts = [first + length for first, length in zip(firsts, lasts, strict=True)]
     groups = []
     for g, (first, last) in enumerate(zip(firsts, lasts, strict=False)):
-        rows = slice(first, last if problem.layout == "jagged" else first + last)
+        rows = slice(first, last)
+        to = int(ends[g]) if problem.unpads else first
         a = dequantize_block_scaled(aq[rows], as_scale_bytes(a_scale[rows]), torch.float64)
         b = dequantize_block_scaled(bq[g], as_scale_bytes(b_scale[g]), torch.float64)
         # float32 is far closer to the product than what is judged, and takes half the memory.
@@ -97,7 +112,9 @@ def _judge(problem: GroupedGemmProblem, tensors: Tensors) -> Judge:
         if bias is not None:
             reference += bias[g].double()
         extra = 0.0 if bias is None else bias[g].double().abs()
-        groups.append((rows, reference.float(), a.norm(dim=1), b.norm(dim=1), extra))
+        groups.append(
+            (slice(to, to + last - first), reference.float(), a.norm(dim=1), b.norm(dim=1), extra)
+        )
 
     def judge(results: Tensors) -> Verdict:
         verdicts = [

@@ -91,6 +91,10 @@ constexpr unsigned kStart = 128; // with MX_WGRAD groups begin at multiples of s
 #define MX_PIECES 1
 #endif
 constexpr unsigned kPieces = MX_PIECES; // of a group's k, each of which is a group
+#ifndef MX_UNPAD
+#define MX_UNPAD 0
+#endif
+constexpr bool kUnpad = MX_UNPAD; // groups have other rows of y: those from ends[g] to ends[g + 1]
 
 // The arguments of a grouped kernel, as problem.py lists them.
 struct GroupedArguments {
@@ -99,8 +103,8 @@ struct GroupedArguments {
     void* y;
     const void *starts, *ends;
     Offset M, N, K, count;
-    int is_masked, index_bytes, bias_kind;
-    unsigned rows_each; // of a masked group
+    int is_masked, index_bytes, bias_kind; // with MX_UNPAD is_masked is 2 and the rows of y
+    unsigned rows_each;                    // of a masked group
     unsigned workgroups;
 };
 using ArgumentsPointer = const __attribute__((address_space(4))) GroupedArguments*;
@@ -120,6 +124,15 @@ MX_DEVICE unsigned bound(const void* of, int index_bytes, unsigned g, unsigned m
     return at < 0 ? 0 : at < most ? at : most;
 }
 
+// The first row of y of group g, with MX_UNPAD, and how many it may have.
+MX_DEVICE void rows_of_y(unsigned g, unsigned& first, unsigned& rows) {
+    const ArgumentsPointer args = arguments();
+    const unsigned most = args->is_masked - 2;
+    first = bound(args->ends, args->index_bytes, g, most);
+    const unsigned end = bound(args->ends, args->index_bytes, g + 1, most);
+    rows = end > first ? end - first : 0;
+}
+
 // The first row of group g, and how many it has.
 MX_DEVICE void rows_of(unsigned g, unsigned& first, unsigned& rows) {
     const ArgumentsPointer args = arguments();
@@ -127,6 +140,13 @@ MX_DEVICE void rows_of(unsigned g, unsigned& first, unsigned& rows) {
     const int size = args->index_bytes;
     const bool is_masked = args->is_masked;
     const unsigned each = args->rows_each;
+    if constexpr (kUnpad) {
+        unsigned of_y;
+        rows_of_y(g, of_y, rows);
+        first = bound(starts, size, g, args->M);
+        rows = min(rows, static_cast<unsigned>(args->M) - first);
+        return;
+    }
     const unsigned most = is_masked ? each : args->M;
     first = 0;
     if (starts)
@@ -1275,7 +1295,13 @@ MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned wave, uns
     unsigned char* own = lds() + kPassesAt + wave * kPass;
     const unsigned left = N - tile.feature, row_bytes = N * sizeof(Out);
     Out* y = static_cast<Out*>(arguments()->y);
-    const Offset first_row = (kWgrad ? arguments()->M * tile.group : 0) + tile.first;
+    Offset first_row = (kWgrad ? arguments()->M * tile.group : 0) + tile.first;
+    if constexpr (kUnpad) {
+        unsigned of_x, of_y, rows;
+        rows_of(tile.group, of_x, rows);
+        rows_of_y(tile.group, of_y, rows);
+        first_row = tile.first - of_x + of_y;
+    }
     const Buffer out(reinterpret_cast<unsigned char*>(y + first_row * N + tile.feature),
                      tile.rows * row_bytes - tile.feature * sizeof(Out));
     const Old<Out, MX_ACCUMULATE> old{out, row_bytes, first_feature + eight * 8, left};

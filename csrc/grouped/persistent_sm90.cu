@@ -346,12 +346,15 @@ struct Operands {
     long N, K;
     int bias_kind;
     long M; // rows of x
+    RowGroups groups;
 
     MX_MEMBER long blocks() const { return K / kBlock; }
     MX_MEMBER int units() const { return (K + kUnitK - 1) / kUnitK; }
     // The first row of w of a tile's group, and the first row of y of its tokens.
     MX_MEMBER long w_row(const TokenTile& tile) const { return kWgrad ? 0 : tile.group * N; }
     MX_MEMBER long y_row(const TokenTile& tile) const {
+        if constexpr (kUnpad)
+            return tile.row + groups.range_of_y(tile.group).begin - groups.range(tile.group).begin;
         return kWgrad ? tile.group * M + tile.row : tile.row;
     }
 };
@@ -573,7 +576,7 @@ MX_DEVICE void spread_nans(const Operands& t, const Workspace& workspace, const 
             const bool mine = __shfl_sync(0xffffffff, own, at) >> lane & 1;
             const long row = (base + at) * 32 + lane, group = row / t.N;
             const RowRange range =
-                kWgrad ? RowRange{group * t.M, (group + 1) * t.M} : groups.range(group);
+                kWgrad ? RowRange{group * t.M, (group + 1) * t.M} : groups.range_of_y(group);
             if (mine)
 #pragma unroll 1
                 for (long m = range.begin; m < range.end; ++m)
@@ -1141,7 +1144,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     cluster_wait();
     wait_for_grid_ahead();
 
-    const Operands t{xq, xs, wq, ws, bias, y, N, K, kWgrad ? kNone : bias_kind, M};
+    const RowGroups groups{starts, ends, M, G, layout, index_bytes};
+    const Operands t{xq, xs, wq, ws, bias, y, N, K, kWgrad ? kNone : bias_kind, M, groups};
     const Workspace workspace{
         static_cast<unsigned char*>(workspace_memory), most_tiles, K, G * N, most_slabs, G};
     const int rank = rank_in_cluster();
@@ -1178,7 +1182,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             consumer.tile<2>();
         while (consumer.slabs == 1)
             consumer.tile<1>();
-        consumer.leave({starts, ends, M, G, layout, index_bytes});
+        consumer.leave(groups);
     }
     cluster_arrive();
     cluster_wait(); // what the other workgroup sends has arrived

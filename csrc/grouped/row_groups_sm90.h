@@ -2,7 +2,14 @@
 
 #include "common/target.h"
 
+#ifndef MX_UNPAD
+#define MX_UNPAD 0
+#endif
+
 namespace mx {
+
+// Whether groups have other rows of y: those from ends[g] to ends[g + 1].
+constexpr bool kUnpad = MX_UNPAD;
 
 // Which rows of x each group has: aiter_mx/kernels/grouped_gemm/problem.py says what the host
 // passes. Whatever the bounds, no row outside 0 .. rows - 1 is named.
@@ -23,6 +30,11 @@ struct RowGroups {
     }
     MX_MEMBER RowRange range(long group) const {
         constexpr int masked = 1;
+        if constexpr (kUnpad) {
+            const RowRange of_y = range_of_y(group);
+            const long begin = cut(at(starts, group), rows);
+            return {begin, begin + of_y.end - of_y.begin};
+        }
         if (layout == masked) {
             const long room = rows / count;
             const long begin = group * room;
@@ -33,6 +45,17 @@ struct RowGroups {
                            : group && ends ? cut(at(ends, group - 1), rows)
                                            : 0;
         return {begin, max(begin, end)};
+    }
+
+    // Its rows of y.
+    MX_MEMBER RowRange range_of_y(long group) const {
+        constexpr int unpadded = 2; // and the rows of y
+        if constexpr (!kUnpad)
+            return range(group);
+        const long begin = cut(at(ends, group), layout - unpadded);
+        const long end = cut(at(ends, group + 1), layout - unpadded);
+        const long left = rows - cut(at(starts, group), rows); // of x
+        return {begin, begin + min(max(end - begin, 0l), left)};
     }
 
   private:

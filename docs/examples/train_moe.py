@@ -232,7 +232,7 @@ def gradients(model: Model, batch: Tensor) -> dict[str, Tensor]:
 
 
 class Recorder:
-    """``gradients``; on a GPU they are replayed from a graph of both passes, which is much faster."""
+    """``gradients``; on a GPU they are replayed from a graph of both passes, which is faster."""
 
     def __init__(self) -> None:
         self.graphs: dict[tuple[Model, bool], tuple[torch.cuda.CUDAGraph, Tensor, Any]] = {}

@@ -13,10 +13,10 @@ from torch import Tensor
 
 import aiter_mx
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
-from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS
+from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS, LAYOUT_CODES
 from aiter_mx.kernels.spec import Config, KernelSpec
 from op_tests.conformance import INDICES, NAMES
-from op_tests.launches import Out, is_poison, launch
+from op_tests.launches import Out, is_poison, launch, poisoned
 from op_tests.mx_reference import assert_close_to_reference
 
 Range = tuple[int, int]
@@ -30,7 +30,8 @@ class Groups:
 
     Attributes:
         ranges: first row of each group, and the row after its last.
-        told: ``offsets`` [G + 1], ``ends`` [G], ``ranges`` (starts and ends) or ``masked``.
+        told: ``offsets`` [G + 1], ``ends`` [G], ``ranges`` (starts and ends), ``masked``, or
+            ``unpadded``: starts, and offsets of results that follow one another.
         index: dtype of these.
         M: rows of a.
     """
@@ -52,7 +53,19 @@ class Groups:
             return starts, ends
         if self.told == "masked":
             return None, ends - starts
+        if self.told == "unpadded":
+            return starts, torch.tensor(self.out_offs, dtype=dtype)
         return None, ends
+
+    @property
+    def out_offs(self) -> list[int]:
+        """Where results of groups begin if they follow one another, and where the last ends."""
+        return [0, *accumulate(end - start for start, end in self.ranges)]
+
+    @property
+    def out_rows(self) -> int:
+        """Rows of the result, some of them after its groups."""
+        return self.out_offs[-1] + 3 if self.told == "unpadded" else self.M
 
 
 class Case(NamedTuple):
@@ -125,15 +138,16 @@ def launch_grouped(
     a, a_scale, b, b_scale = drawn
     (M, K), (G, N, _) = a.shape, b.shape
     bias_name = "none" if bias is None else NAMES[bias.dtype]
-    layout = "masked" if groups.told == "masked" else "jagged"
+    layout = groups.told if groups.told in LAYOUT_CODES else "jagged"
     problem = GroupedGemmProblem(
-        M, N, K, G, NAMES[dtype], bias_name, layout, groups.index, 0, *layouts, A_FORMATS[a.dtype]
-    )
+        M, N, K, G, NAMES[dtype], bias_name, layout, groups.index, 0, *layouts, A_FORMATS[a.dtype],
+        groups.out_rows if layout == "unpadded" else 0,
+    )  # fmt: skip
     if layouts != ROW_MAJOR:
         if layout == "masked":
             a_scale = a_scale.view(G, M // G, K // 32)
         a_scale, b_scale = map(aiter_mx.shuffle_scales, (a_scale, b_scale), layouts)
-    tensors = (a, a_scale, b, b_scale, bias, Out((M, N), dtype), *groups.bounds())
+    tensors = (a, a_scale, b, b_scale, bias, Out((groups.out_rows, N), dtype), *groups.bounds())
     (out,) = launch(kernel, device, problem, config, tensors, cu_num)
     return out
 
@@ -162,6 +176,11 @@ def assert_groups(
     underflow: float = 2.0**-126,
 ) -> None:
     """Every group's rows are right, and all others as they were."""
+    if groups.told == "unpadded":
+        found, out = out, poisoned((groups.M, out.shape[1]), out.dtype)
+        for to, (start, end) in zip(groups.out_offs, groups.ranges, strict=False):
+            out[start:end] = found[to : to + end - start]
+        assert is_poison(found[groups.out_offs[-1] :]), "wrote after the groups"
     assert_group_rows(out, drawn, groups.ranges, bias, underflow)
     untouched = torch.ones(len(out), dtype=torch.bool)
     for start, end in groups.ranges:

@@ -26,7 +26,7 @@ from op_tests.grouped.cases import (
     launch_grouped,
 )
 from op_tests.grouped.subjects import SUBJECTS, Subject
-from op_tests.launches import Out, assert_repeats_on_two_streams, bound, moved, same_bytes
+from op_tests.launches import Out, assert_repeats_on_two_streams, bound, launch, moved, same_bytes
 from op_tests.mx_reference import in_e5m2, random_mx, random_mx_groups
 from op_tests.operands import NANS, SPREADS, nan_scale_of_zeros, zero_blocks
 
@@ -193,6 +193,34 @@ def test_bounds_that_make_no_sense_touch_nothing_else(bench: Bench) -> None:
     drawn = bench.draw(case, 4)
     cut = replace(wild, ranges=[(0, 9), (9, 9), (30, 50), (50, 50), (50, 50)])
     assert_groups(bench.launch(case, drawn), drawn, cut, underflow=bench.subject.underflow)
+
+
+@each(SUBJECTS)
+def test_padded_groups_are_stored_without_their_padding(bench: Bench) -> None:
+    lens, starts = (5, 0, 130, 33, 257), (128, 0, 384, 256, 640)
+    ranges = [(start, start + rows) for start, rows in zip(starts, lens, strict=True)]
+    for at, few in enumerate(bench.subject.few):
+        groups = Groups(ranges, "unpadded", ("i32", "i64")[at % 2], 1024)
+        dtype, bias = (("bf16", "none"), ("fp32", bench.subject.biases[-1]))[at % 2]
+        case = few._replace(groups=groups, dtype=dtype, bias=bias)
+        drawn = bench.draw(case, at, nan_payload=1e-4 * (at % 3))
+        padding = torch.ones(groups.M, dtype=torch.bool)
+        for start, end in ranges:
+            padding[start:end] = False
+        drawn[0].view(torch.uint8)[padding], drawn[1][padding] = 0x7F, 255
+        bench.assert_right(case, drawn, bench.bias(case, at))
+
+
+@each(SUBJECTS)
+def test_places_that_make_no_sense_harm_no_memory(bench: Bench) -> None:
+    few = bench.subject.few[0]
+    drawn = bench.draw(few._replace(groups=Groups([(0, 0)] * 4, "ranges", "i64", 300)), 0)
+    problem = GroupedGemmProblem(300, few.N, few.K, 4, layout="unpadded", index="i64", out_rows=70)
+    for starts in ([0, 128, 128, 256], [-5, 1 << 40, 290, 17]):
+        for offs in ([0, 5, 90, 300, 1 << 35], [60, 9, -1 << 33, 500, 20], [70, 70, 0, 70, 0]):
+            bounds = (torch.tensor(each) for each in (starts, offs))
+            tensors = (*drawn, None, Out((70, few.N), torch.bfloat16), *bounds)
+            launch(bench.kernel, bench.device, problem, few.config, tensors)
 
 
 @each(SUBJECTS)

@@ -6,7 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from aiter_mx.kernels.declare import declare
-from aiter_mx.kernels.grouped_gemm.problem import ARGS, GroupedGemmProblem, scalars
+from aiter_mx.kernels.grouped_gemm.problem import (
+    ARGS,
+    GroupedGemmProblem,
+    scalars,
+    unpad_defines,
+)
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
@@ -194,7 +199,7 @@ def _whole_steps(problem: GroupedGemmProblem) -> bool:
 
 def _defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Mapping[str, int]:
     wide = {"MX_X_E5M2": 1} if problem.a_format == "e5m2" else {}
-    return wide | {
+    return (wide | unpad_defines(problem)) | {
         **as_defines(config),
         "MX_SCALE_BYTES": _scale_bytes(problem),
         "MX_X_RUNS": int(_a_in_runs(problem)),

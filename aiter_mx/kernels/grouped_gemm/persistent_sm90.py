@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from aiter_mx.kernels.declare import declare
-from aiter_mx.kernels.grouped_gemm.problem import ARGS, GroupedGemmProblem, scalars
+from aiter_mx.kernels.grouped_gemm.problem import (
+    ARGS,
+    GroupedGemmProblem,
+    scalars,
+    unpad_defines,
+)
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
@@ -128,7 +133,7 @@ _ARGS = (
 
 
 def _list_defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Mapping[str, int]:
-    return {"MX_THREADS": _LIST_THREADS}
+    return {"MX_THREADS": _LIST_THREADS} | unpad_defines(problem)
 
 
 def _list_geometry(target: Target, problem: GroupedGemmProblem, config: Config) -> Geometry:
@@ -137,7 +142,7 @@ def _list_geometry(target: Target, problem: GroupedGemmProblem, config: Config) 
 
 def defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Mapping[str, int]:
     wide = {"MX_X_E5M2": 1} if problem.a_format == "e5m2" else {}
-    return wide | {
+    return (wide | unpad_defines(problem)) | {
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_ORDER": config["order"],
         "MX_STAGES": _STAGES,
@@ -157,7 +162,7 @@ def _weights(target: Target, problem: GroupedGemmProblem, config: Config) -> Ten
 def _results(target: Target, problem: GroupedGemmProblem, config: Config) -> TensorMap:
     """What it stores at a time of 16-bit results: 64 features of 32 tokens."""
     row_bytes = problem.N * result_bytes(problem)
-    return TensorMap(place_of(ARGS, "y"), problem.M, row_bytes, BOX_ROWS, 128, True)
+    return TensorMap(place_of(ARGS, "y"), problem.rows_of_out, row_bytes, BOX_ROWS, 128, True)
 
 
 def _geometry(target: Target, problem: GroupedGemmProblem, config: Config) -> Geometry:

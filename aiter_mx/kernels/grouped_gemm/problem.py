@@ -8,10 +8,13 @@ A kernel must keep to this:
   starts where the one before it ends, the first at row 0; where ``ends`` is null too, there is one
   group, of all rows.
 - ``masked``: group g is the first ``ends[g]`` rows of the M / G rows from ``g * M / G``.
+- ``unpadded``: group g has the rows of a from ``starts[g]`` on, and is the rows
+  ``ends[g] .. ends[g + 1]`` of out, which has ``out_rows`` rows.
 - Both arrays are on the device, of 4 or 8 bytes an index, and no one reads them on the host. Groups
   may be empty, of any length, in any order and with rows between them, but do not overlap. A kernel
-  cuts every bound to 0 .. M (``masked``: the end to M / G), so that no index whatever leads outside
-  a or out; a group that ends before it starts is empty.
+  cuts every bound to 0 .. M (``masked``: the end to M / G; ``unpadded``: one of out to its rows,
+  and a group to what is left of a), so that no index whatever leads outside a or out; a group that
+  ends before it starts is empty.
 - Rows of out outside every group are not written.
 
 Scales are row-major, or shuffled: those of a as all of its rows, ``[M, K / 32]``, whatever the
@@ -48,14 +51,15 @@ ARGS = (
     Arg("N", "i64"),
     Arg("K", "i64"),
     Arg("G", "i64"),
-    Arg("layout", "i32"),  # LAYOUT_CODES
+    Arg("layout", "i32"),  # LAYOUT_CODES; of unpadded that and the rows of out
     Arg("index_bytes", "i32"),  # of starts and ends, 4 or 8
     Arg("bias_kind", "i32"),  # code of the bias's dtype
 )
 """The arguments of every grouped kernel; up to y they are those of a linear, which is one group.
 A kernel that has a workspace takes its pointer after ends; it may add scalars of its own."""
 
-LAYOUT_CODES = {"jagged": 0, "masked": 1}
+LAYOUT_CODES = {"jagged": 0, "masked": 1, "unpadded": 2}
+MAX_OUT_ROWS = (1 << 31) - 4  # whose sum with a code has 31 bits
 INDEX_BYTES = {"i32": 4, "i64": 8}
 A_DTYPES = {name: FORMATS[name].dtype for name in ("e4m3", "e5m2")}
 A_FORMATS = {dtype: name for name, dtype in A_DTYPES.items()}
@@ -63,8 +67,8 @@ A_FORMATS = {dtype: name for name, dtype in A_DTYPES.items()}
 
 def require_groups(problem: Any, **known: tuple[str, ...]) -> None:
     """Raise ValueError unless fields of a grouped product, and those `known`, have such values."""
-    known |= {"out_dtype": OUT_DTYPES, "layout": tuple(LAYOUT_CODES), "index": tuple(INDEX_BYTES)}
-    require(problem, {"M": 0, "N": 0, "G": 1, "expected": 0}, known)
+    usual = {"out_dtype": OUT_DTYPES, "layout": ("jagged", "masked"), "index": tuple(INDEX_BYTES)}
+    require(problem, {"M": 0, "N": 0, "G": 1, "expected": 0}, usual | known)
     require_blocks("K", problem.K)
     if problem.layout == "masked" and problem.M % problem.G:
         raise ValueError(f"masked groups have M / G rows each, got M={problem.M} and G={problem.G}")
@@ -81,13 +85,14 @@ class GroupedGemmProblem:
         G: groups.
         out_dtype: ``bf16``, ``fp16`` or ``fp32``.
         bias: dtype of the bias, one of those or ``none``.
-        layout: ``jagged`` or ``masked``.
+        layout: ``jagged``, ``masked`` or ``unpadded``.
         index: dtype of the groups' bounds, ``i32`` or ``i64``.
         expected: rows that a group is likely to have, or 0 for M / G. It may choose a kernel's
             tiles, and never bears on results.
         a_scale_layout: of a's scales, as aiter_mx.layouts has them.
         b_scale_layout: of b's.
         a_format: of a's payload, ``e4m3``, or ``e5m2`` as gradients have; b is e4m3.
+        out_rows: rows of out where the layout is ``unpadded``, else 0.
 
     Raises:
         ValueError: a field is none of the above.
@@ -105,15 +110,29 @@ class GroupedGemmProblem:
     a_scale_layout: str = "row_major"
     b_scale_layout: str = "row_major"
     a_format: str = "e4m3"
+    out_rows: int = 0
 
     def __post_init__(self) -> None:
         require_groups(
             self,
             bias=BIAS_DTYPES,
+            layout=tuple(LAYOUT_CODES),
             a_scale_layout=tuple(LAYOUTS),
             b_scale_layout=tuple(LAYOUTS),
             a_format=tuple(A_DTYPES),
         )
+        if not 0 <= self.out_rows <= (MAX_OUT_ROWS if self.unpads else 0):
+            raise ValueError(f"a result of {self.layout} groups cannot have {self.out_rows} rows")
+
+    @property
+    def unpads(self) -> bool:
+        """Whether groups lie otherwise in out than in a."""
+        return self.layout == "unpadded"
+
+    @property
+    def rows_of_out(self) -> int:
+        """Rows of out."""
+        return self.out_rows if self.unpads else self.M
 
     @property
     def usual_rows(self) -> int:
@@ -158,7 +177,12 @@ def scalars(problem: GroupedGemmProblem) -> tuple[int, ...]:
         problem.N,
         problem.K,
         problem.G,
-        LAYOUT_CODES[problem.layout],
+        LAYOUT_CODES[problem.layout] + problem.out_rows,
         INDEX_BYTES[problem.index],
         DTYPE_CODES[problem.bias],
     )
+
+
+def unpad_defines(problem: GroupedGemmProblem) -> dict[str, int]:
+    """What a kernel is told of where groups lie in out."""
+    return {"MX_UNPAD": 1} if problem.unpads else {}
