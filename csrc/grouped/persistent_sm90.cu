@@ -47,25 +47,13 @@ constexpr bool kWide = MX_X_E5M2;
 // Of x, whose largest is 2^7 times as large in e5m2.
 constexpr unsigned kLastScale = kWide ? kLastXScale - 7 : kLastXScale;
 
-// Four bytes of x to two pairs of floats, exactly.
+// Four bytes of x to two pairs of floats, exactly. e5m2 is the upper byte of fp16.
 MX_DEVICE void x_to_f32(unsigned word, f32x2& low, f32x2& high) {
     if constexpr (!kWide)
         return e4m3x4_to_f32(word, low, high);
-    asm("{\n"
-        ".reg .b16 low, high, a, b, c, d;\n"
-        ".reg .b32 ab, cd;\n"
-        "mov.b32 {low, high}, %4;\n"
-        "cvt.rn.f16x2.e5m2x2 ab, low;\n"
-        "cvt.rn.f16x2.e5m2x2 cd, high;\n"
-        "mov.b32 {a, b}, ab;\n"
-        "mov.b32 {c, d}, cd;\n"
-        "cvt.f32.f16 %0, a;\n"
-        "cvt.f32.f16 %1, b;\n"
-        "cvt.f32.f16 %2, c;\n"
-        "cvt.f32.f16 %3, d;\n"
-        "}"
-        : "=f"(low.x), "=f"(low.y), "=f"(high.x), "=f"(high.y)
-        : "r"(word));
+    const unsigned halves[2] = {__byte_perm(word, 0, 0x1404), __byte_perm(word, 0, 0x3424)};
+    low = {half_to_f32<0>(halves[0]), half_to_f32<1>(halves[0])};
+    high = {half_to_f32<0>(halves[1]), half_to_f32<1>(halves[1])};
 }
 
 // Four bytes of x times factor: bytes 0 and 2, then 1 and 3.
@@ -74,8 +62,8 @@ MX_DEVICE void x_to_bf16(unsigned word, float factor, unsigned& even, unsigned& 
         return e4m3x4_to_bf16(word, factor, even, odd);
     f32x2 low, high;
     x_to_f32(word, low, high);
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(even) : "f"(high.x * factor), "f"(low.x * factor));
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(odd) : "f"(high.y * factor), "f"(low.y * factor));
+    even = pack<bf16>(low.x * factor, high.x * factor);
+    odd = pack<bf16>(low.y * factor, high.y * factor);
 }
 
 // The expansion of x to bf16, by some warps of each workgroup while the others multiply.
