@@ -68,8 +68,8 @@ def grouped_gemm_dgrad(
     Raises:
         TypeError, ValueError, CaptureError: as ``grouped_gemm``.
     """
-    places = {"out_offs": out_offs, "out_rows": out_rows}
-    return grouped_gemm(grad, grad_scale, b, b_scale, group_offs, out, out_dtype, **places)
+    operands = (grad, grad_scale, b, b_scale, group_offs)
+    return grouped_gemm(*operands, out, out_dtype, out_offs=out_offs, out_rows=out_rows)
 
 
 @in_clear
