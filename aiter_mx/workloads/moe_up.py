@@ -17,6 +17,7 @@ from aiter_mx.workloads.workload import ACCUMULATION, Judge, Operands, Verdict, 
 
 _X, _WQ, _BIAS, _H = 3, 5, 7, 8  # positions
 _ROUNDING = 2.0**-22
+_FLOAT64 = 2.0**-50  # what float64 loses in a difference of like numbers
 _SMALLEST = 2.0**-120  # what an exponential loses where it is flushed to zero
 
 
@@ -94,7 +95,9 @@ def _judge(problem: MoeUpProblem, tensors: Tensors) -> Judge:
             y, size = y + bias[expert].double(), size + bias[expert].double().abs()
         reference[t : t + 1], bound[t : t + 1] = activated(p, y, size * ACCUMULATION)
         bound[t] += reference[t].abs() * (8 + _raised_to(p, y[0])) * _ROUNDING
-        bound[t] += _parts(p, y[0])[1].abs() * 2 * _SMALLEST  # of an activation that vanishes
+        gate, up = (part.abs() for part in _parts(p, y[0]))
+        bound[t] += up * 2 * _SMALLEST  # of an activation that vanishes
+        bound[t] += gate * up * _FLOAT64  # of 1 + erf in the reference
     listed = [t for t, expert in enumerate(experts) if expert >= 0]
 
     def judge(results: Tensors) -> Verdict:
