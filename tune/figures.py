@@ -13,6 +13,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
@@ -206,6 +207,19 @@ def zoo() -> str:
     return _table(["op", "kernel", "cells", "of them", "geometric mean", "worst"], rows)
 
 
+def every_m() -> str:
+    """How often bf16 cuBLAS's time is ours, by numbers of rows: with x quantised and in bf16."""
+    run = pd.read_csv(MEASURED / "linear_every_m.csv")
+    ends = (0, 16, 64, 128, 256, 1024, 2048, 4096, 32768)
+    rows = []
+    for before, last in pairwise(ends):
+        cells = run[(run.M > before) & (run.M <= last)]
+        ratios = (cells.over_bf16, cells.bf16_x_over_bf16)
+        both = [f"{_geometric(each):.2f} ({each.min():.2f})" for each in ratios]
+        rows.append([f"{before + 1} to {last}", str(len(cells)), *both])
+    return _table(["M", "cells", "over bf16", "with bf16 x"], rows) + _origin(run)
+
+
 def summary() -> str:
     """The README's table: one line for each thing that somebody compares."""
     run = pd.read_csv(MEASURED / "linear.csv")
@@ -229,7 +243,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     each.__name__: each
     for each in (
         *(linear, moe, grouped, quantize, host, perplexity, model, capacity, invariance),
-        *(zoo, summary),
+        *(zoo, every_m, summary),
     )
 }
 

@@ -311,7 +311,7 @@ def test_every_other_kernel_has_x_quantised_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("M", "K", "parts"), [(129, 4096, []), (4096, 8192, ["quantize", "linear"])]
+    ("M", "K", "parts"), [(129, 4096, []), (2048, 8192, []), (9000, 8192, ["quantize", "linear"])]
 )
 def test_wgmma_bf16_quantises_in_its_launch_ahead_what_its_workspace_has_room_for(
     M: int, K: int, parts: list[str]

@@ -54,9 +54,12 @@ _FEW_TOKENS, _OWN_TOKENS, _OWN_SPLIT = 128, 160, 4
 _UNIT = 64  # k that are multiplied at a time
 _FLAG_BYTES = 2048  # barriers, and which tokens and features have scales that bf16 does not cover
 _COUNTERS = 1024  # of parts of tiles that have ended, see ``XWorkspace``
-_MOST_OWN_M = 2048  # without a table
-_MOST_KEPT = 24_000_000
-"""Of x, that the launch ahead quantises and keeps: a workspace is at most x in bf16 and 64 MB."""
+_MOST_OWN_M = 2048  # without a table, and
+_MOST_UNEVEN_M, _UNEVEN = 4096, 0.75
+"""where the tiles of ``persistent`` fill at most so much of its rounds: from there on it was the
+faster one on an H200."""
+_PERSISTENT_TILE = 256  # tokens, and features of a pair
+_MOST_BEYOND_X = 64 << 20  # bytes of a workspace, beside x in bf16
 FITTED, FITTED_PAIRS = WgmmaBf16(), WGMMA_BF16_PAIRS
 
 
@@ -224,6 +227,8 @@ def _own_costs(target: Target, problem: LinearProblem, least: Least) -> Iterator
 def _is_own(M: int, tile_m: int, tile_n: int, split: int, pairs: int) -> bool:
     if M <= _FEW_TOKENS:
         return tile_n <= _MOST_PAIRED
+    if M > _MOST_OWN_M:
+        return tile_n == _MOST_PAIRED and tile_m > _OWN_TOKENS and pairs > 0
     if tile_n == GROUP_ROWS:
         return tile_m >= _OWN_TOKENS and split <= _OWN_SPLIT and not pairs
     return split == 1 and (tile_m > _OWN_TOKENS if pairs else tile_m == _OWN_TOKENS)
@@ -253,7 +258,16 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
         return "the other kernels have tiles of so few rows"
     if problem.M <= _MOST_OWN_M:
         return None
+    if problem.M <= _MOST_UNEVEN_M and _filled_by_persistent(target, problem) <= _UNEVEN:
+        return None
     return "persistent has the larger tiles, and enough of them for all SMs"
+
+
+def _filled_by_persistent(target: Target, problem: LinearProblem) -> float:
+    """The share that a problem has of the rounds of whole tiles that ``persistent`` takes."""
+    tiles = -(-problem.M // _PERSISTENT_TILE) * -(-problem.N // _PERSISTENT_TILE)
+    a_round = target.cu_num // _PAIR
+    return problem.M * problem.N / (up(tiles, a_round) * _PERSISTENT_TILE**2)
 
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
@@ -311,7 +325,8 @@ def _workspace_bytes(target: Target, problem: LinearProblem, config: Config) -> 
 
 def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
     """None for x that the launch ahead quantises."""
-    if problem.M * problem.K <= _MOST_KEPT:
+    room = 2 * problem.M * problem.K + _MOST_BEYOND_X
+    if _workspace_bytes(target, problem, config) <= room:
         return ()
     return quantised_meanwhile(target, problem, config)
 
