@@ -213,7 +213,7 @@ def every_m() -> str:
     ends = (0, 16, 64, 128, 256, 1024, 2048, 4096, 32768)
     rows = []
     for before, last in pairwise(ends):
-        cells = run[(run.M > before) & (run.M <= last)]
+        cells = run[run.M.between(before + 1, last)]
         ratios = (cells.over_bf16, cells.bf16_x_over_bf16)
         both = [f"{_geometric(each):.2f} ({each.min():.2f})" for each in ratios]
         rows.append([f"{before + 1} to {last}", str(len(cells)), *both])
