@@ -8,12 +8,10 @@ import json
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
 
 from aiter_mx.code_object import CodeObject, KernelInfo, occupancy, parse_code_object
 from aiter_mx.errors import LaunchError, SimulatorError
@@ -25,14 +23,15 @@ from aiter_mx.sim.counts import GroupCounts
 from aiter_mx.sim.disasm import Instruction, disassemble
 from aiter_mx.sim.findings import Shadow, check_of, merged_findings, named
 from aiter_mx.sim.image import LoadedImage, disjoint, dispatch_packet, kernel_arguments
-from aiter_mx.sim.report import (
-    COUNTERS,
-    CCounters,
-    CFault,
-    CFindings,
-    LaunchReport,
-    Trace,
-    fault_error,
+from aiter_mx.sim.report import CFault, LaunchReport, Trace, fault_error
+from aiter_mx.sim.run import (
+    CLaunch,
+    CRegion,
+    CTrace,
+    Translated,
+    launch_report,
+    run_threads,
+    trace_words,
 )
 from aiter_mx.sim.translate import translate_kernel
 
@@ -156,73 +155,6 @@ class SimOptions:
         )
 
 
-class _CRegion(ctypes.Structure):
-    _fields_ = [
-        ("begin", ctypes.c_uint64),
-        ("end", ctypes.c_uint64),
-        ("readable", ctypes.c_uint32),
-        ("writable", ctypes.c_uint32),
-    ]
-
-
-class _CLaunch(ctypes.Structure):
-    _fields_ = [
-        ("next_group", ctypes.c_uint64),
-        ("stop", ctypes.c_uint32),
-        ("schedule", ctypes.c_uint32),
-        ("grid", ctypes.c_uint32 * 3),
-        ("block", ctypes.c_uint32 * 3),
-        ("seed", ctypes.c_uint64),
-        ("max_steps", ctypes.c_uint64),
-        ("kernarg", ctypes.c_uint64),
-        ("dispatch_packet", ctypes.c_uint64),
-        ("image_base", ctypes.c_uint64),
-        ("regions", ctypes.POINTER(_CRegion)),
-        ("region_count", ctypes.c_uint32),
-        ("lds_bytes", ctypes.c_uint32),
-        ("scratch_bytes", ctypes.c_uint32),
-        ("entry_pc", ctypes.c_uint32),
-        ("count_conflicts", ctypes.c_uint32),
-        ("delay", ctypes.c_uint32),
-        ("finite_scales", ctypes.c_uint32),
-        ("sum_order", ctypes.c_uint32),
-        ("perturbing", ctypes.c_uint32),
-        ("collect", ctypes.c_uint32),
-        ("checks", ctypes.c_uint64),
-        ("shadow", ctypes.c_void_p),
-        ("group_bytes", ctypes.c_void_p),
-        ("first_load", ctypes.c_void_p),
-        ("history", ctypes.c_void_p),
-        ("coherence", ctypes.c_void_p),
-        ("blocks", ctypes.c_uint32),
-        ("resident", ctypes.c_uint32),
-        ("end_group", ctypes.c_uint64),
-        ("trace", ctypes.c_void_p),
-    ]
-
-
-class _CTrace(ctypes.Structure):
-    _fields_ = [
-        ("words", ctypes.c_void_p),
-        ("count", ctypes.c_uint64),
-        ("room", ctypes.c_uint64),
-    ]
-
-
-@dataclass(frozen=True)
-class _Translated:
-    """A kernel's compiled translation and what its numbers mean."""
-
-    run: Any
-    texts: list[str]
-    addresses: list[int]
-    leaders: list[int]
-    blocks: list[dict[str, int]]
-    passes: list[dict[str, int]]
-    entry_pc: int
-    hazards: dict[str, list[str]]
-
-
 class Program:
     """One code object. Make it with ``from_image``; it may be used by several threads."""
 
@@ -231,7 +163,7 @@ class Program:
         self._image = image
         self._kept = threading.local()
         self._loaded = LoadedImage(code_object)
-        self._translated: dict[tuple[str, bool], _Translated] = {}
+        self._translated: dict[tuple[str, bool], Translated] = {}
         self._lock = Lock()
 
     @classmethod
@@ -282,7 +214,7 @@ class Program:
             kept[size] = (ctypes.create_string_buffer(size), ctypes.create_string_buffer(64))
         return kept[size]
 
-    def _translate(self, kernel: KernelInfo, strict: bool) -> _Translated:
+    def _translate(self, kernel: KernelInfo, strict: bool) -> Translated:
         with self._lock:
             if found := self._translated.get((kernel.name, strict)):
                 return found
@@ -296,7 +228,7 @@ class Program:
             meta = json.loads(
                 ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(loaded, "sim_meta")))
             )
-            self._translated[kernel.name, strict] = found = _Translated(run=loaded.sim_run, **meta)
+            self._translated[kernel.name, strict] = found = Translated(run=loaded.sim_run, **meta)
             return found
 
     def launch(
@@ -347,7 +279,7 @@ class Program:
         if not 0 <= options.first_group < groups:
             raise LaunchError(f"first_group is {options.first_group} of {groups} workgroups")
         end_group = min(groups, options.first_group + (options.group_count or groups))
-        launch = _CLaunch(
+        launch = CLaunch(
             next_group=options.first_group,
             end_group=end_group,
             schedule=SCHEDULES.index(options.schedule),
@@ -358,7 +290,7 @@ class Program:
             kernarg=start,
             dispatch_packet=ctypes.addressof(packet),
             image_base=self._loaded.base,
-            regions=(_CRegion * len(pieces))(*(_CRegion(*piece) for piece in pieces)),
+            regions=(CRegion * len(pieces))(*(CRegion(*piece) for piece in pieces)),
             region_count=len(pieces),
             lds_bytes=lds_bytes,
             scratch_bytes=info.scratch_bytes,
@@ -382,7 +314,7 @@ class Program:
         if counts:
             launch.group_bytes, launch.first_load = counts.addresses
             launch.blocks = len(translated.blocks)
-        trace = _CTrace()
+        trace = CTrace()
         if options.trace:
             launch.trace = ctypes.addressof(trace)
         groups = end_group - options.first_group
@@ -401,9 +333,9 @@ class Program:
             launch.history = ctypes.addressof(history.pointers)
         begin = time.perf_counter()
         sizes = [end - begin for begin, end, *_ in pieces] if options.count_unique else None
-        results = _run_threads(translated, launch, threads, sizes)
+        results = run_threads(translated, launch, threads, sizes)
         seconds = time.perf_counter() - begin
-        words = _words(trace) if options.trace else b""
+        words = trace_words(trace) if options.trace else b""
 
         def error(fault: CFault) -> SimulatorError:
             return fault_error(
@@ -422,7 +354,7 @@ class Program:
             fault = min(faults, key=lambda fault: tuple(fault.group)[::-1])
             raise named(error(fault), check_of(fault, translated.hazards))
         waves = groups * -(-block[0] * block[1] * block[2] // _LANES)
-        report = _report(kernel, waves, seconds, translated, results)
+        report = launch_report(kernel, waves, seconds, translated, results)
         lists = [result.findings for result in results]
         known = translated.hazards, translated.texts, translated.addresses
         report = replace(report, findings=merged_findings(lists, *known, error))
@@ -446,15 +378,6 @@ class Program:
         return f"v{row}" if row < base else f"a{row - base}"
 
 
-def _words(trace: _CTrace) -> bytes:
-    """What was written down; the memory that held it is given back."""
-    words = ctypes.string_at(trace.words, 4 * trace.count) if trace.count else b""
-    free = ctypes.CDLL(None).free
-    free.argtypes, free.restype = [ctypes.c_void_p], None
-    free(trace.words)
-    return words
-
-
 def _follows_writes(options: SimOptions) -> bool:
     rules = checks.selected(options.checks)
     # What is late is not compared with memory: `delay` shows the same mistakes in the results.
@@ -470,79 +393,6 @@ def _resident(kernel: KernelInfo, block: Dim3, shared_bytes: int) -> int:
     if lds:
         of_cu = min(of_cu, max(1, _LDS_BYTES // lds))
     return _CUS * (of_cu if waves == 1 else min(of_cu, _MOST_GROUPS))
-
-
-class _Result:
-    """What one thread reports: faults, findings, counters, and bitmaps of the bytes touched."""
-
-    def __init__(self, blocks: int, sizes: list[int] | None) -> None:
-        self.fault, self.counters, self.findings = CFault(), CCounters(), CFindings()
-        self.blocks = (ctypes.c_uint64 * max(blocks, 1))()
-        self.bitmaps = [
-            ctypes.create_string_buffer(size // 8 + 8) for size in sizes or () for _ in range(2)
-        ]
-        addresses = map(ctypes.addressof, self.bitmaps)
-        self.seen = (ctypes.c_void_p * len(self.bitmaps))(*addresses) if sizes else None
-
-
-def _run_threads(
-    translated: _Translated, launch: _CLaunch, threads: int, sizes: list[int] | None
-) -> list[_Result]:
-    results = [_Result(len(translated.blocks), sizes) for _ in range(threads)]
-
-    def work(result: _Result) -> None:
-        counted = ctypes.byref(result.counters), ctypes.byref(result.blocks)
-        faults = ctypes.byref(result.fault), result.seen, ctypes.byref(result.findings)
-        translated.run(ctypes.byref(launch), *counted, *faults)
-
-    workers = [threading.Thread(target=work, args=(result,)) for result in results]
-    for worker in workers:
-        worker.start()
-    try:
-        for worker in workers:
-            worker.join()
-    except BaseException:  # an interrupt: the kernel may be the one that never ends
-        launch.stop = 1
-        for worker in workers:
-            worker.join()
-        raise
-    return results
-
-
-def _report(
-    kernel: str, waves: int, seconds: float, translated: _Translated, results: list[_Result]
-) -> LaunchReport:
-    mnemonics: Counter[str] = Counter()
-    passes: Counter[str] = Counter()
-    totals: dict[str, Any] = Counter()
-    for result in results:
-        for i, times in enumerate(result.blocks[: len(translated.blocks)]):
-            if times:
-                for total, block in ((mnemonics, translated.blocks), (passes, translated.passes)):
-                    total.update({name: count * times for name, count in block[i].items()})
-        totals.update({name: getattr(result.counters, name) for name in COUNTERS})
-    unique = [_unique(results, kind) for kind in (0, 1)] if results[0].seen else [None, None]
-    return LaunchReport(
-        kernel,
-        waves,
-        seconds,
-        dict(mnemonics),
-        dict(passes),
-        **totals,
-        unique_bytes_read=unique[0],
-        unique_bytes_written=unique[1],
-    )
-
-
-def _unique(results: list[_Result], kind: int) -> int:
-    """Bytes set in any thread's bitmaps of reads (0) or writes (1)."""
-    total = 0
-    for bitmaps in zip(*(result.bitmaps[kind::2] for result in results), strict=True):
-        merged = 0
-        for bitmap in bitmaps:
-            merged |= int.from_bytes(bitmap.raw, "little")
-        total += merged.bit_count()
-    return total
 
 
 def _check_geometry(kernel: KernelInfo, grid: Dim3, block: Dim3, lds_bytes: int) -> None:
