@@ -148,10 +148,9 @@ def _sharers(launch: Traced, groups: Sequence[int]) -> float:
     Units that have less to read leave their part of the rate to the others.
     """
     split = launch.split
-    if split.groups < launch.groups:
-        return launch.groups / len(groups)
     own = sum(map(split.touched, groups))
-    return sum(split.footprint()) / own if own else launch.groups / len(groups)
+    every = sum(split.footprint()) / split.groups * launch.groups
+    return every / own if own else launch.groups / len(groups)
 
 
 def _unit(
