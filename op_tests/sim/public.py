@@ -7,7 +7,9 @@ The objects are AMD's and not part of this project. Those whose arguments their 
 are launched and compared with float64: f4gemm, the fp8 block scale and the bf16 products.
 ``--decode`` translates every object of the folder, strict, without running it.
 
-Proven findings that are true stand in ``public_findings.csv``; any other makes the program fail.
+Proven findings that are true stand in ``public_findings.csv``: for objects, the rule, the
+instructions that break it, and why. Any other makes the program fail, and so does a rule of the
+list that an object no longer breaks.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -40,6 +43,8 @@ K = 1024
 KNOWN = Path(__file__).with_name("public_findings.csv")
 ROOT = Path(__file__).resolve().parents[2]
 SAVED = ROOT / "docs" / "measured" / "gfx950_simulated"
+Broken: TypeAlias = "set[tuple[str, str]]"
+"""Rules, and the mnemonics by which they are broken."""
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _FP4 = np.concatenate([_FP4, -_FP4])
 
@@ -151,11 +156,20 @@ def launch(path: Path, prepared: Launch, options: SimOptions) -> tuple[float, tu
     return float((np.abs(got - prepared.expected) / bound).max()), report.findings
 
 
-def known_rules(name: str) -> set[str]:
-    """The rules that an object is known to break."""
+def known_rules(name: str) -> Broken:
+    """The rules that an object is known to break, and by which instructions."""
     with KNOWN.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if fnmatch(name, row["objects"])]
-    return {rule for row in rows for rule in row["rules"].split("|")}
+        return {
+            (row["rule"], instruction)
+            for row in csv.DictReader(file)
+            if fnmatch(name, row["objects"])
+            for instruction in row["instructions"].split()
+        }
+
+
+def proven(findings: Iterable[Finding]) -> Broken:
+    """The rules of class proven that findings have broken."""
+    return {(f.check, f.instruction.split()[0]) for f in findings if f.kind == "proven"}
 
 
 def objects(folder: Path, only: str) -> Iterator[tuple[str, Path]]:
@@ -212,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.decode:
         return decode(options.folder, options.only, options.save)
     rows = []
-    right = ran = unknown = 0
+    right = ran = unknown = missed = 0
     by_class: Counter[str] = Counter()
     for name, path in objects(options.folder, options.only):
         family = next((make for part, make in _FAMILIES.items() if part in f"{name}/"), None)
@@ -236,14 +250,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         by_class.update(found.kind for found in findings)
         row: dict[str, object] = {"object": name, "error_over_bound": f"{error:.3f}"}
         rows.append(row | {"findings": "; ".join(f"{r} {n}" for r, n in sorted(rules.items()))})
+        known = known_rules(name)
         for found in findings:
-            if found.kind == "proven" and found.check not in known_rules(name):
+            if proven([found]) - known:
                 unknown += 1
                 print(f"    {found.check}: {found.message}")
+        for rule in sorted({rule for rule, _ in known} - {found.check for found in findings}):
+            missed += 1
+            print(f"    {rule} is no longer found")
     if options.save:
         save_counts("public_launched", rows)
-    print(f"{right} of {ran} right; findings by class {dict(by_class)}, {unknown} proven and new")
-    return int(right < ran or unknown > 0)
+    print(f"{right} of {ran} right; findings by class {dict(by_class)}, {unknown} proven and new, "
+          f"{missed} no longer found")  # fmt: skip
+    return int(right < ran or unknown + missed > 0)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 The scripts are Triton's and not part of this project. Each is executed with tensors on the CPU and
 without its benchmarks, then its pytest functions with the first of their parameters. Scripts for
 other GPUs' instructions fail where they ask for these, which is said. A wrong result, an error or a
-proven finding that is not in ``public_findings.csv`` makes the program fail.
+proven finding that is not in ``public_findings.csv`` makes the program fail, and with
+``--coherence`` one that is there and no longer found.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.nn import functional
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import Finding, LaunchReport
 from aiter_mx.sim.triton_driver import triton_launches
-from op_tests.sim.public import ROOT, SAVED, known_rules, save_counts
+from op_tests.sim.public import ROOT, SAVED, known_rules, proven, save_counts
 
 _WRONG = re.compile(r"❌.*|.*\bdiffer$")
 _ON_CPU = (
@@ -160,16 +161,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         by_class.update(found.kind for found in findings)
         rules = Counter(f"{found.kind} {found.check}" for found in findings)
         known = known_rules(f"tutorials/{path.name}")
-        proven = [f for f in findings if f.kind == "proven" and f.check not in known]
-        failed += bool((wrong and not known) or proven)
+        new = [found for found in findings if proven([found]) - known]
+        missed = {rule for rule, _ in known} - {found.check for found in findings}
+        failed += bool((wrong and not known) or new or (options.coherence and missed))
         kernels = Counter(report.kernel for report in reports)
         seconds = time.perf_counter() - begin
         row: dict[str, object] = {"script": path.name, "launches": len(reports)}
         row |= {"kernels": " ".join(kernels), "outcome": wrong or "right"}
         rows.append(row | {"findings": "; ".join(f"{r} {n}" for r, n in sorted(rules.items()))})
         print(f"{path.name}: {dict(kernels)}, {wrong or 'right'}, {dict(rules)} ({seconds:.0f} s)")
-        for found in proven:
+        for found in new:
             print(f"    {found.check}: {found.message}")
+        if options.coherence and missed:
+            print(f"    no longer found: {', '.join(sorted(missed))}")
     if options.save:
         save_counts("public_tutorials" + "_coherence" * options.coherence, rows)
     print(f"findings by class {dict(by_class)}; {failed} scripts failed")

@@ -60,6 +60,30 @@ _EMPTY = torch.empty
 _SIGNALS = 256  # counters of a product with split K
 
 
+def hip_capture(work: Path, linker: str | None = None) -> Capture:
+    """Have FlyDSL compile for gfx950, and note its launches.
+
+    Args:
+        work: a folder for what is made on the way.
+        linker: of the code objects, ``ld.lld`` by default.
+    """
+    found = linker or shutil.which("ld.lld-22") or shutil.which("ld.lld")
+    if found is None:
+        raise FileNotFoundError("FlyDSL links with ld.lld: install lld")
+    binaries = work / "rocm" / "llvm" / "bin"
+    binaries.mkdir(parents=True, exist_ok=True)
+    if not (binaries / "ld.lld").exists():
+        (binaries / "ld.lld").symlink_to(found)
+    os.environ |= {
+        "ROCM_PATH": str(work / "rocm"),
+        "FLYDSL_GPU_ARCH": "gfx950",
+        "FLYDSL_RUNTIME_CACHE_DIR": str(work / "cache"),
+        "GPU_ARCHS": "gfx950",
+        "CU_NUM": "256",
+    }
+    return install(work)
+
+
 class FlyDsl:
     """FlyDSL and aiter's kernels, loaded for gfx950; make one in a process.
 
@@ -70,21 +94,7 @@ class FlyDsl:
     """
 
     def __init__(self, aiter: Path, work: Path, linker: str | None = None) -> None:
-        found = linker or shutil.which("ld.lld-22") or shutil.which("ld.lld")
-        if found is None:
-            raise FileNotFoundError("FlyDSL links with ld.lld: install lld")
-        binaries = work / "rocm" / "llvm" / "bin"
-        binaries.mkdir(parents=True, exist_ok=True)
-        if not (binaries / "ld.lld").exists():
-            (binaries / "ld.lld").symlink_to(found)
-        os.environ |= {
-            "ROCM_PATH": str(work / "rocm"),
-            "FLYDSL_GPU_ARCH": "gfx950",
-            "FLYDSL_RUNTIME_CACHE_DIR": str(work / "cache"),
-            "GPU_ARCHS": "gfx950",
-            "CU_NUM": "256",
-        }
-        self._capture: Capture = install(work)
+        self._capture = hip_capture(work, linker)
         for name in _PACKAGES:
             package = types.ModuleType(name)
             package.__path__ = [str(aiter / name.replace(".", "/"))]

@@ -1,0 +1,31 @@
+"""What is known of other people's kernels names rules that there are, for the kernels it is of."""
+
+from __future__ import annotations
+
+import csv
+
+from aiter_mx.sim.checks import CHECKS
+from aiter_mx.sim.report import Finding
+from op_tests.sim.public import KNOWN, known_rules, proven
+
+MEMORY_FAULT = "memory-fault"  # no rule: an address is outside every region
+
+
+def test_known_findings_name_rules_of_class_proven_and_say_why() -> None:
+    with KNOWN.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows
+    for row in rows:
+        assert row["rule"] == MEMORY_FAULT or CHECKS[row["rule"]].kind == "proven"
+        assert row["instructions"].split() and row["why"].endswith(".")
+
+
+def test_findings_are_known_by_object_rule_and_instruction() -> None:
+    name = "f8_block_scale_mi350_x32.co"
+    found = [
+        Finding("lds-race", "proven", "ds_write_b64 v1, v[2:3]", 64, 1, ""),
+        Finding("m0-of-copy", "llvm", "buffer_load_dword v1, s[0:3], 0 lds", 80, 1, ""),
+    ]
+    assert proven(found) == {("lds-race", "ds_write_b64")} <= known_rules(name)
+    assert ("lds-race", "v_mfma_f32") not in known_rules(name)
+    assert not known_rules("f4gemm/other.co")
