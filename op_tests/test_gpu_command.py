@@ -120,6 +120,22 @@ def test_a_sanitizers_log_is_summed_up(log: str, errors: int | None) -> None:
     assert sanitize.errors_of(log) == errors
 
 
+def test_races_of_kernels_that_hand_over_by_one_lane_are_counted_apart() -> None:
+    race = "========= Error: Race reported between Write access at aiter_mx_{}+0x10\n"
+    log = race.format("moe_gemm_wgmma_f16") * 2 + race.format("linear_gemv")
+    log += "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)"
+    assert (sanitize.errors_of(log), sanitize.races_of_handing_over(log)) == (3, 2)
+
+
+def test_tools_and_their_options_come_before_the_tests() -> None:
+    words = sanitize.command("racecheck", Path("log"))
+    assert words[:3] == ["compute-sanitizer", "--tool", "racecheck"]
+    assert not any("training" in word for word in words)
+    words = sanitize.command("memcheck", Path("log"))
+    assert words[words.index("--report-api-errors") + 1] == "no"
+    assert "op_tests/training/test_conformance.py" in words[words.index("pytest") :]
+
+
 def test_every_mistake_can_be_planted(tmp_path: Path) -> None:
     """In the sources as they are: ``python -m op_tests.planted`` plants them where a GPU is."""
     assert len(planted.MISTAKES) >= 20
