@@ -18,6 +18,7 @@ from aiter_mx.cli.explain import describe_config
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.quantize import QuantizeProblem
@@ -56,6 +57,13 @@ FEW_TOKENS = [
     for width in (768, 384)
     for M in (1, 2, 4)
 ]
+# A step of training: two groups of gpt-oss's first expert linear.
+GROUPS, ROWS, N, K = 2, 512, 5760, 2880
+OF_ROWS = [
+    QuantizeProblem(ROWS, width, to="both", groups=GROUPS, offsets="int32", padded="columns")
+    for width in (K, N)
+]
+OF_WEIGHTS = [QuantizeProblem(N, K, to="both", matrices=GROUPS)]
 QUANTIZE = [QuantizeProblem(1024, 7168), QuantizeProblem(1024, 7168, to="both")]
 SHAPES: dict[str, tuple[str, Sequence[Problem]]] = {
     "gemv": ("linear", GEMV),
@@ -66,6 +74,11 @@ SHAPES: dict[str, tuple[str, Sequence[Problem]]] = {
     "moe_down gemv": ("moe_down", [down for _, down in FEW_TOKENS]),
     "rows": ("quantize", QUANTIZE[:1]),
     "tiles": ("quantize", QUANTIZE[1:]),
+    "step's rows tiles": ("quantize", OF_ROWS),
+    "step's weights tiles": ("quantize", OF_WEIGHTS),
+    "forward persistent": ("grouped_gemm", [GroupedGemmProblem(ROWS, N, K, GROUPS)]),
+    "dgrad persistent": ("grouped_gemm", [GroupedGemmProblem(ROWS, K, N, GROUPS)]),
+    "wgrad persistent": ("grouped_wgrad", [GroupedWgradProblem(ROWS, N, K, GROUPS)]),
 }
 
 
