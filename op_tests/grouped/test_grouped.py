@@ -314,3 +314,48 @@ def run_triton_in_its_interpreter() -> None:
 
 if __name__ == "__main__":
     run_triton_in_its_interpreter()
+
+
+def padded_operands() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The product of rows where they are, and what computes it of groups that are padded."""
+    x, (_, _, b, b_scale) = torch.randn(90, 160), operands()
+    padded = aiter_mx.quantize_dual_grouped(x, OFFS)
+    expected = aiter_mx.grouped_gemm(*aiter_mx.quantize(x), b, b_scale, OFFS)
+    return expected, (padded.rows, padded.row_scales, b, b_scale, padded.group_offs)
+
+
+@pytest.mark.usefixtures("computing")
+def test_padded_groups_are_stored_without_their_padding() -> None:
+    expected, call = padded_operands()
+    found = aiter_mx.grouped_gemm(*call, out_offs=OFFS, out_rows=90)
+    assert torch.equal(found, expected)
+    out = torch.full((95, 64), 7.0, dtype=torch.bfloat16)
+    aiter_mx.grouped_gemm_dgrad(*call, out, out_offs=OFFS)
+    assert torch.equal(out[:90], expected) and (out[90:] == 7).all()
+
+
+def test_padded_groups_are_compiled_whole() -> None:
+    expected, call = padded_operands()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def product(*call: torch.Tensor) -> torch.Tensor:
+        return aiter_mx.grouped_gemm(*call, out_offs=OFFS, out_rows=90)
+
+    assert torch.equal(product(*call), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"out_rows": 90}, "give out_offs"),
+        ({"out_offs": OFFS[1:]}, r"must be \[5\]"),
+        ({"out_offs": OFFS.int()}, "out_offs must be torch.int64"),
+        ({"out_offs": OFFS, "out_rows": 89}, "within the 89 rows of the result; group 3 is 42 to"),
+        ({"out_offs": torch.tensor([0, 41, 40, 42, 90])}, "group 1 is 41 to 40"),
+        ({"out_offs": torch.tensor([0, 0, 0, 0, 129])}, "gives group 3 129 rows, and group_offs"),
+    ],
+)
+def test_places_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:
+    _, call = padded_operands()
+    with pytest.raises((ValueError, TypeError), match=message):
+        aiter_mx.grouped_gemm(*call, **options)  # type: ignore[arg-type]
