@@ -121,6 +121,7 @@ def _configure(target: Target, problem: MoeDownProblem) -> Config:
 
 
 def _defines(target: Target, problem: MoeDownProblem, config: Config) -> Mapping[str, int]:
+    steps = -(-problem.slots * problem.K // STEP)
     return {
         "MX_M": 1,
         "MX_ROWS": config["rows"],
@@ -132,6 +133,7 @@ def _defines(target: Target, problem: MoeDownProblem, config: Config) -> Mapping
         "MX_TOP_K": problem.top_k,
         "MX_SHARED": problem.shared,
         "MX_SCALE_DWORDS": int(problem.K % (4 * BLOCK) == 0),
+        "MX_ONE_ROUND": int(steps <= config["waves"] * config["unroll"]),
         "MX_HAS_MAP": problem.has_map,
         "MX_WIDE_IDS": int(problem.id_dtype == "i64"),
     }

@@ -186,7 +186,7 @@ def _defines(target: Target, problem: MoeUpProblem, config: Config) -> Mapping[s
 def _geometry(target: Target, problem: MoeUpProblem, config: Config) -> Geometry:
     groups = -(-problem.N // 2 // config["features"])
     return Geometry(
-        grid=(groups, problem.M * problem.slots, 1),
+        grid=(groups, problem.slots, problem.M),
         block=(config["waves"] * target.wave_size, 1, 1),
     )
 

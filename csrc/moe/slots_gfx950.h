@@ -21,21 +21,33 @@ struct Routing {
     int top_k, experts, shared, here; // experts: on all ranks; here: with the shared ones
 
     MX_MEMBER Id id(unsigned token, int slot) const { return topk_ids[token * top_k + slot]; }
-    // The number here of an expert, or -1.
-    MX_MEMBER int number(Id id) const {
-        if (id < 0 || id >= experts)
-            return -1;
-        const int number = kHasMap ? expert_map[id] : static_cast<int>(id);
-        return number < here ? number : -1;
+    // Tokens that count, the first ones. Memory is asked without a branch, together with ids.
+    MX_MEMBER int tokens() const {
+        return *(num_tokens ? num_tokens : reinterpret_cast<const int*>(topk_ids));
     }
-    MX_MEMBER int shared_expert(int slot) const { return here - shared + slot - top_k; }
-    // Whether the token does not count. Memory is asked without a branch, together with ids.
-    MX_MEMBER bool is_past(int token) const {
-        const int* any = num_tokens ? num_tokens : reinterpret_cast<const int*>(topk_ids);
-        const int tokens = *any;
-        return num_tokens && token >= tokens;
+    MX_MEMBER bool is_past(int token, int tokens) const {
+        return (num_tokens != nullptr) & (token >= tokens);
+    }
+    // The number here of an expert, or -1, as for all of a token that is past.
+    MX_MEMBER int number(Id id, bool is_past) const {
+        const unsigned low = id, known = is_past ? 0 : kHasMap ? experts : min(experts, here);
+        const bool is_known = (sizeof(Id) == sizeof(low) || id == low) & (low < known);
+        if constexpr (!kHasMap)
+            return is_known ? low : -1;
+        const int number = expert_map[is_known ? low : 0];
+        return (is_known & (number < here)) ? number : -1;
+    }
+    MX_MEMBER int shared_expert(int slot, bool is_past) const {
+        return is_past ? -1 : here - shared + slot - top_k;
     }
 };
+
+// What depends on any of the three waits for all, whose loads are then under way at once: LLVM
+// would put each near its use.
+template <class A, class B, class C>
+MX_DEVICE void arrive_together(A& a, B& b, C& c) {
+    asm("" : "+s"(a), "+s"(b), "+s"(c));
+}
 
 // 16 consecutive values, half a block, as loaded: the lane whose number differs in bit 0 has the
 // other half.

@@ -27,9 +27,16 @@ aiter_mx_moe_up(const Id* topk_ids, const int* expert_map, const int* num_tokens
                 const unsigned char* ws, const void* bias, float* h, Offset wide_n, Offset wide_k,
                 int top_k, int experts, int shared, int here, int bias_kind, float alpha,
                 float beta, float limit) {
+    unsigned token = group_z();
+    asm("" : "+s"(token) : "s"(x), "s"(wq), "s"(ws), "s"(wide_n), "s"(wide_k), "s"(here));
     const unsigned N = wide_n, K = wide_k, blocks = K / kBlock, features = N / 2;
-    const unsigned t = group_y(), slots = top_k + shared;
-    const unsigned token = __builtin_amdgcn_readfirstlane(t / slots);
+    const int slot = group_y();
+    const unsigned t = token * (top_k + shared) + slot;
+    const Routing routing{topk_ids, expert_map, num_tokens, top_k, experts, shared, here};
+    const bool is_shared = slot >= top_k;
+    Id id = routing.id(token, is_shared ? 0 : slot);
+    int tokens = routing.tokens();
+    finish_before_next();
     const unsigned first_feature = group_x() * kFeatures;
     const int lane = thread_in_group() % kLanes;
     const Buffer values(x + static_cast<Offset>(token) * K * Values<MX_X>::kBytes,
@@ -52,15 +59,12 @@ aiter_mx_moe_up(const Id* topk_ids, const int* expert_map, const int* num_tokens
         }
         finish_before_next();
     };
-    load_x(first); // under way while the expert is looked up
+    load_x(first); // under way while ids are
 
-    const Routing routing{topk_ids, expert_map, num_tokens, top_k, experts, shared, here};
-    const int slot = t - token * slots;
-    const bool is_shared = slot >= top_k;
-    const Id id = routing.id(token, is_shared ? 0 : slot);
-    if (routing.is_past(token))
-        return;
-    const int expert = is_shared ? routing.shared_expert(slot) : routing.number(id);
+    asm("" : "+s"(id), "+s"(tokens)); // one wait for both
+    const bool is_past = routing.is_past(token, tokens);
+    const int routed = routing.number(id, is_past);
+    const int expert = is_shared ? routing.shared_expert(slot, is_past) : routed;
     if (expert < 0)
         return;
     const Offset expert_row = static_cast<Offset>(expert) * N;
