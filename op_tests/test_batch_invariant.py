@@ -40,10 +40,10 @@ def mx(*shape: int, seed: int) -> tuple[Tensor, Tensor]:
 Rows = Callable[[Tensor], Tensor]
 
 
-def linear(where: str) -> tuple[Rows, int]:
-    weights = on(where, *mx(N, K, seed=1))
+def linear(where: str, features: int = N, depth: int = K) -> tuple[Rows, int]:
+    weights = on(where, *mx(features, depth, seed=1))
     most = max(ROWS[where])
-    xq, xs = on(where, *mx(most, K, seed=2))
+    xq, xs = on(where, *mx(most, depth, seed=2))
     return lambda rows: aiter_mx.linear(xq[rows], xs[rows], *weights, out_dtype=torch.float32), most
 
 
@@ -88,8 +88,19 @@ def test_bits_of_a_row_are_the_same_in_every_batch(
 
 
 @pytest.mark.gpu
-def test_bits_of_experts_for_which_hopper_has_a_kernel_of_its_own() -> None:
-    assert_same_bits(*experts("cuda", hidden=256, intermediate=128), "cuda")
+@pytest.mark.parametrize(("features", "depth"), [(300, 2592), (2304, 6144), (6144, 2048)])
+def test_bits_of_a_linear_do_not_depend_on_the_tiles_that_hopper_takes(
+    features: int, depth: int
+) -> None:
+    assert_same_bits(*linear("cuda", features, depth), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("hidden", "intermediate"), [(256, 128), (1024, 512)])
+def test_bits_of_experts_for_which_hopper_has_a_kernel_of_its_own(
+    hidden: int, intermediate: int
+) -> None:
+    assert_same_bits(*experts("cuda", hidden, intermediate), "cuda")
 
 
 def assert_same_bits(compute: Rows, most: int, where: str) -> None:
@@ -157,17 +168,33 @@ def test_route_says_so_and_ends_with_the_block(monkeypatch: pytest.MonkeyPatch) 
         chosen()
 
 
-def test_experts_on_hopper_have_one_kernel_and_configuration() -> None:
-    def chosen(M: int, block_m: int, K: int) -> tuple[str, Any]:
+def test_experts_on_hopper_have_one_kernel() -> None:
+    """Whose tiles may differ: it adds up all of K in its order, whatever they are."""
+
+    def chosen(M: int, block_m: int, K: int) -> str:
         shape = {"M": M, "N": 2048, "K": K, "E": 128, "top_k": 8, "block_m": block_m}
         with aiter_mx.batch_invariant():
-            found = aiter_mx.explain("moe_gemm", arch="sm_90a", **shape)
-        return found.kernel, found.config
+            return aiter_mx.explain("moe_gemm", arch="sm_90a", **shape).kernel
 
     for K, kernel in ((768, "wgmma_f16"), (96, "grouped")):
-        found = [chosen(M, block_m, K) for M, block_m in ((1, 16), (300, 48), (8192, 128))]
-        assert found == [found[0]] * 3
-        assert found[0][0] == kernel
+        for M, block_m in ((1, 16), (300, 48), (8192, 128)):
+            assert chosen(M, block_m, K) == kernel
+
+
+@pytest.mark.parametrize(("N", "K"), [(1, 32), (96, 416), (2304, 6144), (6144, 2048), (9216, 6144)])
+def test_linears_on_hopper_divide_k_as_its_shape_alone_says(N: int, K: int) -> None:
+    """Into so many parts, whichever kernel and tiles the number of rows is for."""
+    parts = set()
+    for M in (1, 9, 17, 64, 65, 300, 2048, 8192):
+        with aiter_mx.batch_invariant():
+            chosen = aiter_mx.explain("linear", M=M, N=N, K=K, arch="sm_90a")
+        config = chosen.config
+        if M <= 64:
+            assert chosen.kernel == "wgmma_bf16_few" and M <= config["tile_m"] < max(2 * M, 9)
+        else:
+            assert chosen.kernel == "wgmma_bf16" and config["pairs"] == 0
+        parts.add(config["split"] * config.get("k_groups", 1))
+    assert len(parts) == 1
 
 
 def test_plans_of_both_modes_are_kept_apart(where: str) -> None:

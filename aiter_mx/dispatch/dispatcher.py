@@ -7,6 +7,7 @@ import io
 import logging
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -53,13 +54,13 @@ def route(
     if getattr(problem, "is_empty", False):
         reference = find_kernel(op, target.arch, "torch", "reference")
         return Route(reference, {}, "envelope", ("the result is empty, so nothing is launched",))
-    if op in _INVARIANT and invariance.is_on():
-        return _invariant(op, target, problem, skip)
     # A grouped GEMM that expects fewer rows has the same kernel, and chooses tiles for them.
     if getattr(problem, "expected", 0) and hasattr(problem, "as_expected"):
         chosen = _as_expected(op, target, problem, skip)
         if chosen is not None:
             return chosen
+    if op in _INVARIANT and invariance.is_on():
+        return _invariant(op, target, problem, skip)
     key, passed_over, why_none = key_of(op)(problem), list[Clause](), list[Clause]()
     rows = NO_ROWS if target.runtime == "none" else load_rows(target.arch, op)
     for stand_in in dict.fromkeys((key, *stand_ins(op)(key))):
@@ -92,12 +93,12 @@ def _as_expected(
 
 
 _INVARIANT = {
-    "linear": ("persistent",),
+    "linear": ("wgmma_bf16_few", "wgmma_bf16", "persistent"),
     "grouped_gemm": ("persistent",),
     "moe_gemm": ("wgmma_f16", "grouped"),
 }
-"""The kernels of each op that add up a row's products in an order that K alone decides, and cover a
-problem whatever M is, the fastest first."""
+"""The kernels of each op that add up a row's products in an order that N and K alone decide, and
+cover a problem whatever M is, the fastest first."""
 
 
 def _invariant(
@@ -105,13 +106,12 @@ def _invariant(
 ) -> Route:
     """The kernel whose results do not depend on the batch, else the reference, row by row."""
     clauses: list[Clause] = ["batch invariance asks for one order of addition"]
-    alike: Problem = getattr(problem, "of_any_batch", lambda: problem)()
     own = [k for k in kernels_of(op) if k.backend == "hip" and k.is_for(target.arch)]
     for name, kernel in product(_INVARIANT[op], own):
         if kernel.name == name:
             refusal = _refusal(kernel, target, problem, skip)
             if refusal is None:
-                return _covering(kernel, target, alike, clauses)
+                return _covering(kernel, target, problem, clauses, kernel.invariant)
             clauses.append(f"{kernel.backend}/{kernel.name}: {refusal}")
     reference = find_kernel(op, target.arch, "torch", "reference")
     return _covering(reference, target, problem, clauses)
@@ -148,8 +148,9 @@ def _covering(
     target: Target,
     problem: Problem,
     clauses: list[Clause],
+    configure: Callable[[Target, Problem], Config] | None = None,
 ) -> Route:
-    config = kernel.configure(target, problem)
+    config = (configure or kernel.configure)(target, problem)
     in_parts = partial(_in_parts, kernel, target, problem, config)
     covers = f"{kernel.backend}/{kernel.name} covers it"
     return Route(kernel, config, "envelope", (*clauses, covers, in_parts))

@@ -245,6 +245,8 @@ class KernelSpec:
         composed: how it computes problems, if any, that take other launches too.
         yields: why the other kernels of its backend come before it where no table decides, or
             None.
+        invariant: the configuration to use where a row's bits must not depend on the batch, if that
+            is another one.
     """
 
     op: str
@@ -260,6 +262,7 @@ class KernelSpec:
     runner: str = ""
     composed: Composition | None = None
     yields: Callable[[Target, Problem], str | None] = lambda target, problem: None
+    invariant: Callable[[Target, Problem], Config] | None = None
 
     @property
     def module(self) -> Module | None:

@@ -25,6 +25,11 @@
 //   the second warpgroup and those after it, 64 features each: w to bf16, multiply; store, where
 //   clusters stay
 //
+// For few tokens (MX_OWN_X) there is no launch ahead: warps 0, 2 and 3 make bf16 of x, and the
+// warpgroups that multiply may have a part of K each in place of features (MX_K_GROUPS). As a wgmma
+// adds 16 k of an output at a time, whatever its tile is, the sums are the same bits as those of
+// kSplit * kKGroups CTAs.
+//
 // The launch ahead may still run when this one begins: w is asked for at once, x when that ends.
 //
 // Scales that bf16 does not cover are noted, and the outputs that they reach are computed again by
@@ -42,18 +47,23 @@
 
 using namespace mx;
 
-constexpr int kTokens = MX_TILE_M; // a multiple of 32, at most 256
-constexpr int kGroups = MX_GROUPS; // warpgroups that multiply
-constexpr int kSplit = MX_SPLIT;   // CTAs that share K
+constexpr int kTokens = MX_TILE_M; // a multiple of 8, at most 256; of 32 with a launch ahead
+constexpr int kGroups = MX_GROUPS; // warpgroups that multiply, side by side along w
+constexpr int kKGroups = MX_K_GROUPS; // as many of each, which share the CTA's part of K
+constexpr int kSplit = MX_SPLIT;      // CTAs that share K
+constexpr bool kOwnX = MX_OWN_X;      // each CTA makes bf16 of its x itself, without a launch ahead
 constexpr bool kPairs = MX_PAIRS;
 constexpr int kXStages = MX_X_STAGES, kWStages = MX_W_STAGES;
 using Out = DType<MX_OUT>;
 
 constexpr int kPair = kPairs ? 2 : 1; // CTAs that share x
 constexpr int kCluster = kPair * kSplit;
-static_assert(!kPairs || kSplit == 1);
+constexpr int kParts = kSplit * kKGroups; // of K
+static_assert(!kPairs || kParts == 1);
+static_assert(kKGroups == 1 || kGroups == 1);
+static_assert(!kOwnX || (!kPairs && kTokens <= 64));
 constexpr int kGroupThreads = 128, kWarps = 4; // of a warpgroup
-constexpr int kThreads = (1 + kGroups) * kGroupThreads;
+constexpr int kThreads = (1 + kGroups * kKGroups) * kGroupThreads;
 constexpr int kGroupRows = 64, kRows = kGroups * kGroupRows;
 constexpr int kBlock = 32, kUnitK = 64, kChunkK = 128;
 constexpr int kOctets = kTokens / 8;
@@ -70,9 +80,12 @@ constexpr int kSumBytes = kPairs ? 0 : kTokens * kPitch * 4;
 constexpr int kAtBarriers = kStageBytes > kSumBytes ? kStageBytes : kSumBytes;
 constexpr int kXFull = kAtBarriers, kXEmpty = kXFull + 8 * kXStages;
 constexpr int kWFull = kXEmpty + 8 * kXStages, kWEmpty = kWFull + 8 * kWStages;
+// Warpgroups that share K have a ring each.
+constexpr int kRingEnd = kWEmpty + 8 * kWStages;
+constexpr int kRingBytes = kKGroups == 1 ? kRingEnd : (kRingEnd + 1023) / 1024 * 1024;
 // With pairs, of each warpgroup: how many parts of its tile have ended, and which tokens and
 // features have scales that bf16 does not cover. Else the same of the CTA: whether there are any.
-constexpr int kEnded = kWEmpty + 8 * kWStages;
+constexpr int kEnded = kKGroups * kRingBytes;
 constexpr int kFlags = kEnded + 4 * kGroups;
 constexpr int kFlagBytes = kTokens + (kPairs ? kGroupRows : kRows);
 constexpr int kSharedBytes = kFlags + (kPairs ? kGroups : 1) * kFlagBytes;
@@ -82,9 +95,12 @@ static_assert(kSharedBytes <= MX_SHARED_BYTES, "the host lays shared memory out 
 // of both before.
 constexpr int kHelperRegisters = kPairs ? 40 : 56;
 constexpr int kConsumerRegisters = kGroups == 3 ? 152 : kTokens <= 128 ? 184 : kPairs ? 232 : 224;
+constexpr bool kSetsRegisters = kGroups > 1;
+constexpr int kOfSm = kOwnX && MX_SHARED_BYTES <= 113 << 10 ? 2 : 1; // CTAs
 constexpr int kLaunchRegisters =
-    kGroups == 1 ? 240
-                 : ((kGroups * kConsumerRegisters + kHelperRegisters) / (kGroups + 1) + 7) / 8 * 8;
+    kOwnX          ? 65536 / (kThreads * kOfSm) / 8 * 8
+    : kGroups == 1 ? 240
+                   : ((kGroups * kConsumerRegisters + kHelperRegisters) / (kGroups + 1) + 7) / 8 * 8;
 constexpr unsigned kOutside = 0x10000; // added to the count of ended parts
 constexpr int kConsumersBarrier = 1 + kGroups;
 
@@ -105,11 +121,13 @@ struct Schedule {
         const int longer = parts_with_one_more * (part + 1);
         return chunk < longer ? chunk / (part + 1) : parts_with_one_more + (chunk - longer) / part;
     }
-    MX_MEMBER bool segment(int i, Segment& s) const {
+    MX_MEMBER int longest_part() const { return (chunks + kParts - 1) / kParts; }
+    // k_group: which of the warpgroups that share the CTA's part of K.
+    MX_MEMBER bool segment(int i, Segment& s, int k_group = 0) const {
         if constexpr (!kPairs) {
-            const int first = static_cast<long>(chunks) * rank / kSplit;
-            s = {cluster, first,
-                 static_cast<int>(static_cast<long>(chunks) * (rank + 1) / kSplit) - first};
+            const long part = rank * kKGroups + k_group;
+            const int first = chunks * part / kParts;
+            s = {cluster, first, static_cast<int>(chunks * (part + 1) / kParts) - first};
             return i == 0;
         }
         if (i < rounds) {
@@ -152,14 +170,23 @@ struct Operands {
 MX_DEVICE void bring_w(const Operands& t, const TensorMap& weights, unsigned shared) {
     PipelineState<kWStages> w;
     Segment s;
-    for (int i = 0; t.schedule.segment(i, s); ++i) {
-        const long row = t.row(s);
-        for (int chunk = s.first_chunk; chunk < s.first_chunk + s.chunks; ++chunk, w.next()) {
-            const unsigned full = shared + kWFull + 8 * w.at;
-            barrier_wait(shared + kWEmpty + 8 * w.at, w.parity ^ 1);
-            barrier_arrive_expect(full, kWStageBytes);
-            tma_load(shared + kAtW + w.at * kWStageBytes, weights, chunk * kChunkK, row, full);
-        }
+    const auto bring = [&](unsigned ring, int chunk) {
+        const unsigned full = ring + kWFull + 8 * w.at;
+        barrier_wait(ring + kWEmpty + 8 * w.at, w.parity ^ 1);
+        barrier_arrive_expect(full, kWStageBytes);
+        tma_load(ring + kAtW + w.at * kWStageBytes, weights, chunk * kChunkK, t.row(s), full);
+    };
+    if constexpr (kKGroups > 1) {
+        for (int i = 0; i < t.schedule.longest_part(); ++i, w.next())
+            for (int group = 0; group < kKGroups; ++group) {
+                t.schedule.segment(0, s, group);
+                if (i < s.chunks)
+                    bring(shared + group * kRingBytes, s.first_chunk + i);
+            }
+    } else {
+        for (int i = 0; t.schedule.segment(i, s); ++i)
+            for (int chunk = s.first_chunk; chunk < s.first_chunk + s.chunks; ++chunk, w.next())
+                bring(shared, chunk);
     }
 }
 MX_DEVICE void bring_x(const Operands& t, unsigned shared) {
@@ -180,6 +207,95 @@ MX_DEVICE void bring_x(const Operands& t, unsigned shared) {
         }
     }
 }
+
+// Makes bf16 of x, as the launch ahead does where there is one. A warp has every kWorkers-th unit of
+// 64 k, a lane 16 k of every eighth token of it. A fence waits for all that the warp has asked for:
+// so it loads some units at a time, and makes them known by one fence.
+struct Expander {
+    static constexpr int kWorkers = 3; // warps
+    // Units at a time, fewer than there are stages: else it would wait for what it has yet to give.
+    static constexpr int kRoom = ((kXStages - 1) * kKGroups - 1) / kWorkers + 1;
+    static constexpr int kWanted = kTokens <= 32 ? 4 : 2;
+    static constexpr int kAtOnce = kRoom < kWanted ? kRoom : kWanted;
+    const Operands& t;
+    const unsigned shared;
+    const int worker, lane;
+    bool outside = false; // whether bf16 does not cover a scale
+
+    struct Unit {
+        unsigned ring; // of the warpgroup that multiplies by it
+        int stage, parity;
+        long token, k; // of the lane's first
+        bool exists;
+    };
+    // Warpgroups that share K have their units in turn.
+    MX_MEMBER Unit unit(int i) const {
+        Segment s;
+        const int group = i % kKGroups, of_part = i / kKGroups;
+        t.schedule.segment(0, s, group);
+        return {shared + group * kRingBytes,
+                of_part % kXStages,
+                of_part / kXStages % 2,
+                t.token_tile(s) * static_cast<long>(kTokens) + lane % 8,
+                (2 * s.first_chunk + of_part) * static_cast<long>(kUnitK) + lane / 8 * 16,
+                of_part < t.units(s)};
+    }
+    MX_MEMBER void load_unit(const Unit& of, u32x4 (&words)[kOctets],
+                             unsigned (&scales)[kOctets]) const {
+#pragma unroll
+        for (int j = 0; j < kOctets; ++j) {
+            words[j] = u32x4{};
+            scales[j] = 127;
+            const long row = of.token + j * 8;
+            if (of.exists && of.k < t.K && row < t.M) {
+                words[j] = load(t.xq + row * t.K + of.k);
+                scales[j] = load_byte(t.xs + row * t.blocks() + of.k / kBlock);
+            }
+        }
+    }
+    MX_MEMBER void put(const Unit& of, const u32x4 (&words)[kOctets],
+                       const unsigned (&scales)[kOctets]) {
+        barrier_wait(of.ring + kXEmpty + 8 * of.stage, of.parity ^ 1);
+        const unsigned to =
+            of.ring + of.stage * kXStageBytes + lane / 8 * kStepBytes + lane % 8 * 16;
+#pragma unroll
+        for (int j = 0; j < kOctets; ++j) {
+            const bool is_nan = scales[j] == kNanScale, over = scales[j] > kLastXScale && !is_nan;
+            outside |= over;
+            const float factor =
+                bits_to_float(is_nan ? kNanBits : over ? 0 : (scales[j] + 60) << 23);
+            unsigned even[4], odd[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                e4m3x4_to_bf16(words[j][i], factor, even[i], odd[i]);
+            store_shared_16(to + j * kOctetBytes, even);
+            store_shared_16(to + j * kOctetBytes + kStepBytes / 2, odd);
+        }
+    }
+    MX_MEMBER void run() {
+        const int all = 2 * t.schedule.longest_part() * kKGroups;
+#pragma unroll 1
+        for (int first = worker; first < all; first += kAtOnce * kWorkers) {
+            u32x4 words[kAtOnce][kOctets];
+            unsigned scales[kAtOnce][kOctets];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                load_unit(unit(first + i * kWorkers), words[i], scales[i]);
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                if (const Unit of = unit(first + i * kWorkers); of.exists)
+                    put(of, words[i], scales[i]);
+            fence_async();
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                if (const Unit of = unit(first + i * kWorkers); of.exists && lane == 0)
+                    barrier_arrive(of.ring + kXFull + 8 * of.stage);
+        }
+        if (__any_sync(0xffffffff, outside) && lane == 0)
+            announce_shared(shared + kEnded, 1);
+    }
+};
 
 MX_DEVICE void store_shared_byte(unsigned address, bool value) {
     asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(unsigned(value)) : "memory");
@@ -363,21 +479,23 @@ struct Adder {
         constexpr int quads = kRows / 4;
         const bool whole =
             t.N % 4 == 0 && reinterpret_cast<unsigned long long>(t.y) % (4 * sizeof(Out)) == 0;
-        unsigned parts[kSplit];
+        unsigned parts[kParts];
 #pragma unroll
-        for (int s = 0; s < kSplit; ++s)
-            parts[s] = kSplit == 1 ? shared : address_in_cluster(shared, s);
+        for (int s = 0; s < kParts; ++s) {
+            const unsigned own = shared + s % kKGroups * kRingBytes;
+            parts[s] = kSplit == 1 ? own : address_in_cluster(own, s / kKGroups);
+        }
         const int items = block.tokens * quads;
 #pragma unroll 2
         for (int item = threadIdx.x; item < items; item += kThreads) {
             const int token = item / quads, quad = item % quads;
-            float4 of[kSplit];
+            float4 of[kParts];
 #pragma unroll
-            for (int s = 0; s < kSplit; ++s)
+            for (int s = 0; s < kParts; ++s)
                 of[s] = load_cluster_16(parts[s] + ((first + token) * kPitch + quad * 4) * 4);
             float sums[4] = {of[0].x, of[0].y, of[0].z, of[0].w};
 #pragma unroll
-            for (int s = 1; s < kSplit; ++s) {
+            for (int s = 1; s < kParts; ++s) {
                 sums[0] += of[s].x;
                 sums[1] += of[s].y;
                 sums[2] += of[s].z;
@@ -416,8 +534,8 @@ struct Adder {
 // Multiplies 64 rows of w by the tokens of a tile.
 struct Consumer {
     const Operands& t;
-    const unsigned shared;
-    const int group, warp, lane; // warp: of the group
+    const unsigned shared, outside_at; // its ring; where it notes scales that bf16 does not cover
+    const int group, k_group, warp, lane; // warp: of the group
     PipelineState<kXStages> x;   // where x of the next unit to multiply is
     PipelineState<kWStages> w;   // where w of the next unit to expand is
     int used;                    // stage of the unit before, none at first
@@ -435,8 +553,9 @@ struct Consumer {
     const unsigned x_empty;          // of the first stage, in this lane's CTA of the cluster
     unsigned words[2][4], factor[2]; // of the unit to expand: [row]
 
-    MX_MEMBER Consumer(const Operands& t, unsigned shared, int group, int warp, int lane)
-        : t(t), shared(shared), group(group), warp(warp), lane(lane),
+    MX_MEMBER Consumer(const Operands& t, unsigned all, int group, int k_group, int warp, int lane)
+        : t(t), shared(all + k_group * kRingBytes), outside_at(all + kEnded), group(group),
+          k_group(k_group), warp(warp), lane(lane),
           pairs(t.blocks() % 2 == 0 && reinterpret_cast<unsigned long long>(t.ws) % 2 == 0),
           w_place(held(shared + kAtW + (group * kGroupRows + warp * 16 + lane % 8) * kChunkK +
                        (lane / 8 ^ lane % 8) * 16)),
@@ -458,7 +577,6 @@ struct Consumer {
     // Whether bf16 does not cover a scale of the tile's x: of all K, whatever the segment is.
     MX_MEMBER void look_at_x(const Segment& s) {
         const unsigned* const flags = t.x.outside() + t.token_tile(s) * t.x.units();
-        x_outside = 0;
         for (int i = thread(); i < t.x.units(); i += kGroupThreads)
             x_outside |= load_relaxed(flags + i);
     }
@@ -575,7 +693,9 @@ struct Consumer {
             w.next();
         }
         wait_for_grid_ahead();
-        look_at_x(s);
+        x_outside = 0;
+        if constexpr (!kOwnX)
+            look_at_x(s);
         wgmma_wait<0>();
         keep_in_order(sums);
         release_x(used);
@@ -609,9 +729,9 @@ struct Consumer {
     // Leaves the sums where all CTAs of the cluster find them.
     MX_MEMBER void share(const float (&sums)[kTokens / 2], bool outside) const {
         if (outside)
-            announce_shared(shared + kEnded, 1);
+            announce_shared(outside_at, 1);
         // All have multiplied: their stages become the place of the sums.
-        named_barrier(kConsumersBarrier, kGroups * kGroupThreads);
+        named_barrier(kConsumersBarrier + k_group, kGroups * kGroupThreads);
         const unsigned place =
             shared + (lane % 4 * 2 * kPitch + group * kGroupRows + warp * 16 + lane / 4) * 4;
 #pragma unroll
@@ -675,7 +795,7 @@ struct Consumer {
             return false;
         outside |= ended >= kOutside;
         // In the order of K: the sum of all parts before this one, this one, those after it.
-        constexpr int batch = kTokens <= 192 && kOctets % 8 == 0 ? 8 : 4;
+        constexpr int batch = kTokens <= 192 && kOctets % 8 == 0 ? 8 : kOctets % 4 == 0 ? 4 : 1;
         static_assert(kOctets % batch == 0);
 #pragma unroll
         for (int j = 0; j < kOctets; j += batch) {
@@ -727,7 +847,7 @@ struct Consumer {
 
     MX_MEMBER void run() {
         Segment s, next;
-        if (!t.schedule.segment(0, s))
+        if (!t.schedule.segment(0, s, k_group))
             return;
         open(s);
         bool more = true;
@@ -781,23 +901,32 @@ MX_DEVICE void add_up(const Operands& t, unsigned shared) {
 #define MX_CLUSTER
 #endif
 
+#if MX_OWN_X
+#define MX_X_MEMORY
+#else
+#define MX_X_MEMORY unsigned char *workspace,
+#endif
+
 extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
     aiter_mx_linear_wgmma_bf16(const unsigned char* xq, const unsigned char* xs,
                                const unsigned char* wq, const unsigned char* ws, const void* bias,
-                               Out* y, unsigned char* workspace, long M, long N, long K,
+                               Out* y, MX_X_MEMORY long M, long N, long K,
                                int bias_kind, int rounds, int part, int parts_with_one_more,
                                const __grid_constant__ TensorMap weights) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     const unsigned shared = held(shared_address(dynamic));
     if (threadIdx.x == 0) {
         prefetch_map(weights);
-        for (int i = 0; i < kXStages; ++i) {
-            barrier_init(shared + kXFull + 8 * i, 1);
-            barrier_init(shared + kXEmpty + 8 * i, kPair * kGroups * kWarps);
-        }
-        for (int i = 0; i < kWStages; ++i) {
-            barrier_init(shared + kWFull + 8 * i, 1);
-            barrier_init(shared + kWEmpty + 8 * i, kGroups * kWarps);
+        for (int group = 0; group < kKGroups; ++group) {
+            const unsigned ring = shared + group * kRingBytes;
+            for (int i = 0; i < kXStages; ++i) {
+                barrier_init(ring + kXFull + 8 * i, 1);
+                barrier_init(ring + kXEmpty + 8 * i, kPair * kGroups * kWarps);
+            }
+            for (int i = 0; i < kWStages; ++i) {
+                barrier_init(ring + kWFull + 8 * i, 1);
+                barrier_init(ring + kWEmpty + 8 * i, kGroups * kWarps);
+            }
         }
         if constexpr (!kPairs)
             store_shared(shared + kEnded, 0);
@@ -811,7 +940,10 @@ extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
     const int rank = kCluster == 1 ? 0 : rank_in_cluster();
     const int clusters = gridDim.x / kCluster, cluster = blockIdx.x / kCluster;
     const int chunks = (K + kChunkK - 1) / kChunkK;
-    const bool quantised = xs != nullptr; // else the launch ahead quantised it
+#if MX_OWN_X
+    unsigned char* const workspace = nullptr;
+#endif
+    const bool quantised = kOwnX || xs != nullptr; // else the launch ahead quantised it
     const XWorkspace x{workspace, M, K, kTokens, !quantised};
     const Operands t{
         quantised ? xq : x.payload(),
@@ -831,7 +963,7 @@ extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);
     const int lane = threadIdx.x % kLanes;
     if (warp < kWarps) {
-        if constexpr (kGroups > 1)
+        if constexpr (kSetsRegisters)
             decrease_registers<kHelperRegisters>();
         if (warp == 1) {
             if (elected_lane())
@@ -840,7 +972,10 @@ extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
         }
         if constexpr (kPairs)
             cluster_wait(); // the other CTA's barriers are there
-        if (warp == 0) {
+        if (kOwnX && warp != 1) {
+            wait_for_grid_ahead();
+            Expander{t, shared, max(warp - 1, 0), lane}.run();
+        } else if (warp == 0) {
             wait_for_grid_ahead();
             if (elected_lane())
                 bring_x(t, shared);
@@ -848,9 +983,10 @@ extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
         }
         wait_for_grid_ahead();
     } else {
-        if constexpr (kGroups > 1)
+        if constexpr (kSetsRegisters)
             increase_registers<kConsumerRegisters>();
-        Consumer(t, shared, warp / kWarps - 1, warp % kWarps, lane).run();
+        const int group = warp / kWarps - 1;
+        Consumer(t, shared, group % kGroups, group / kGroups, warp % kWarps, lane).run();
     }
     if constexpr (kPairs) { // the other CTA may still bring x and give stages back
         cluster_arrive_relaxed();

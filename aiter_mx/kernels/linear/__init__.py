@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from aiter_mx.kernels.linear import invariant_sm90
 from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.grouped import GROUPED
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA, MFMA_SPLIT
@@ -18,6 +19,7 @@ from aiter_mx.kernels.linear.problem import (
 )
 from aiter_mx.kernels.linear.triton import DOT_SCALED
 from aiter_mx.kernels.linear.vendor import SCALED_MM
+from aiter_mx.kernels.linear.wgmma_bf16_few_sm90 import declare_few
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
 from aiter_mx.kernels.linear.wgmma_fp8_sm90 import WGMMA_FP8
 from aiter_mx.kernels.linear.wide_sm90 import WIDE
@@ -27,13 +29,16 @@ __all__ = ["KERNELS", "KEY", "PROBLEM", "LinearProblem", "stand_ins"]
 
 PROBLEM = LinearProblem
 
-_STARTING_EARLY = (MMA_REGISTERS, WGMMA_FP8)
+_WGMMA_BF16 = replace(WGMMA_BF16, invariant=invariant_sm90.configure)
+_WGMMA_BF16_FEW = declare_few(invariant_sm90.configure)
+_STARTING_EARLY = (MMA_REGISTERS, WGMMA_FP8, _WGMMA_BF16_FEW)
 _FOR_QUANTISED_X = (
     MMA_REGISTERS,
     WGMMA_FP8,
     WIDE,
     MMA_RING,
-    WGMMA_BF16,
+    _WGMMA_BF16,
+    _WGMMA_BF16_FEW,
     *GROUPED,
     DOT_SCALED,
     SCALED_MM,

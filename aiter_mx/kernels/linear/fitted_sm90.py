@@ -201,3 +201,25 @@ WGMMA_BF16_PAIRS = WgmmaBf16(
 )
 """Where pairs of CTAs stay: ``tile`` is for each part of a tile that one computes, ``exchange`` for
 each that is not a whole tile, and what is ``exchanged`` for each that another computes."""
+
+
+@dataclass(frozen=True)
+class WgmmaBf16Few:
+    """Of ``wgmma_bf16_few``, for up to 8 rows.
+
+    Attributes:
+        start: of a call.
+        tile: of a CTA.
+        unit: for 64 k of 64 features, of a warpgroup that has an SM to itself.
+        another: more for each other warpgroup of its CTA that multiplies.
+        shared: times as much where there are two CTAs on its SM.
+    """
+
+    start: float = 4100
+    tile: float = 5000
+    unit: float = 294
+    another: float = 140
+    shared: float = 1.75
+
+
+WGMMA_BF16_FEW = WgmmaBf16Few()

@@ -135,7 +135,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     return None
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """A tile of a CTA, and what the model takes for 64 k of it, itself, and its sums' bytes."""
 
     tile_m: int
@@ -147,7 +147,7 @@ class _Tile(NamedTuple):
 
 
 @cache
-def _tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16) -> tuple[_Tile, ...]:
+def _tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16) -> tuple[Tile, ...]:
     return tuple(
         _tile(tile_m, tile_n, of, of is pairs)
         for tile_m, tile_n in product(PARAMS[0].values, PARAMS[1].values)
@@ -156,12 +156,12 @@ def _tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16) -> tuple[_Tile, ...]:
     )
 
 
-def _tile(tile_m: int, tile_n: int, of: WgmmaBf16, pairs: bool) -> _Tile:
+def _tile(tile_m: int, tile_n: int, of: WgmmaBf16, pairs: bool) -> Tile:
     computed = tile_n // GROUP_ROWS * max(of.group, of.product * tile_m)
     copied = (tile_m * (1 if pairs else 2) + tile_n) * _UNIT / of.bytes_a_cycle
     unit = (computed**of.together + copied**of.together) ** (1 / of.together)
     sums = tile_m * tile_n * 4
-    return _Tile(tile_m, tile_n, pairs, unit, of.tile + sums / of.stored, sums)
+    return Tile(tile_m, tile_n, pairs, unit, of.tile + sums / of.stored, sums)
 
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
@@ -186,16 +186,25 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
             yield from _costs_of_pairs(chunks, most, tiles, tile)
         else:
             for split, side_by_side, units in splits:
-                exchange = 0.0
-                if split > 1:
-                    received = tile.sums * (split - 1) / split
-                    exchange = received / FITTED.exchanged + FITTED.exchange
-                rounds = -(-tiles // side_by_side)
-                cycles = rounds * (units * tile.unit + tile.itself + exchange)
+                cycles = -(-tiles // side_by_side) * cycles_of_part(tile, split, units)
                 yield cycles, (), (tile.tile_m, tile.tile_n, split, 0)
 
 
-def _costs_of_pairs(chunks: int, most: int, tiles: int, tile: _Tile) -> Iterator[Costed]:
+def cycles_of_part(tile: Tile, split: int, units: int) -> float:
+    """Of a CTA that computes so many times 64 k of a tile, and of its exchange with the others."""
+    exchange = 0.0
+    if split > 1:
+        received = tile.sums * (split - 1) / split
+        exchange = received / FITTED.exchanged + FITTED.exchange
+    return units * tile.unit + tile.itself + exchange
+
+
+def tiles_of_splits() -> tuple[Tile, ...]:
+    """Those of CTAs that share no x."""
+    return tuple(tile for tile in _tiles_of(FITTED, FITTED_PAIRS) if not tile.pairs)
+
+
+def _costs_of_pairs(chunks: int, most: int, tiles: int, tile: Tile) -> Iterator[Costed]:
     even = tiles // -(-tiles // most) if tiles >= most else tiles * (most // tiles)
     for pairs in {min(most, tiles * chunks), min(even, tiles * chunks)}:
         rounds, left = divmod(tiles, pairs)
@@ -275,8 +284,10 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
     return {
         "MX_TILE_M": config["tile_m"],
         "MX_GROUPS": config["tile_n"] // GROUP_ROWS,
+        "MX_K_GROUPS": 1,
         "MX_SPLIT": config["split"],
         "MX_PAIRS": int(config["pairs"] > 0),
+        "MX_OWN_X": 0,
         "MX_X_STAGES": found.x_stages,
         "MX_W_STAGES": found.w_stages,
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
@@ -343,6 +354,8 @@ def _x_geometry(target: Target, problem: LinearProblem, config: Config) -> Geome
     return Geometry(grid=(_units(problem, config), 1, 1), block=(256, 1, 1), overlaps=problem.pdl)
 
 
+SCHEDULE = ("rounds", "part", "parts_with_one_more")
+"""Scalars, see ``Layout``."""
 _POINTERS = (*POINTERS, Arg("workspace", "pointer", "rw"))
 EXPAND_X = Module(
     {"sm_90a": "linear/wgmma_bf16_x_sm90.cu"},
@@ -362,7 +375,7 @@ WGMMA_BF16 = declare(
         *_POINTERS,
         *(Arg(name, "i64") for name in ("M", "N", "K")),
         Arg("bias_kind", "i32"),
-        *(Arg(name, "i32") for name in ("rounds", "part", "parts_with_one_more")),
+        *(Arg(name, "i32") for name in SCHEDULE),
     ),
     defines=_defines,
     geometry=_geometry,

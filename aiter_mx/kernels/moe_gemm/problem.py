@@ -85,7 +85,6 @@ ACTIVATION_CODES = {  # csrc/moe/moe.h
 MAX_ROUTED = 1 << 31
 MAX_PACKED_TOKENS = 1 << 24
 MAX_PACKED_TOP_K = 1 << 7
-_ROWS_OF_ANY_BATCH = 120  # of an expert
 
 
 @dataclass(frozen=True)
@@ -183,11 +182,6 @@ class MoeGemmProblem:
     def as_expected(self) -> MoeGemmProblem:
         """The problem of the tokens that are expected."""
         return replace(self, M=self.expected, expected=0, max_blocks=-1)
-
-    def of_any_batch(self) -> MoeGemmProblem:
-        """The problem of many tokens, whose configuration serves every number of them."""
-        many = -(-_ROWS_OF_ANY_BATCH * (self.num_experts or self.E) // self.top_k)
-        return replace(self, M=many, expected=0, block_m=128, max_blocks=-1)
 
     @property
     def routed(self) -> int:

@@ -6,7 +6,12 @@ from op_tests.conformance import alone
 from op_tests.linear.subjects.gfx950 import GEMV, MFMA_GFX950, MFMA_SPLIT_GFX950
 from op_tests.linear.subjects.mma_sm90 import MMA_REGISTERS, MMA_RING
 from op_tests.linear.subjects.subject import Case, Subject
-from op_tests.linear.subjects.wgmma_sm90 import WGMMA_BF16, WGMMA_FP8, WIDE
+from op_tests.linear.subjects.wgmma_sm90 import (
+    WGMMA_BF16,
+    WGMMA_BF16_FEW,
+    WGMMA_FP8,
+    WIDE,
+)
 
 _SHAPES = [(1, 1, 32), (3, 40, 160), (17, 65, 1056), (150, 20, 64), (2, 16, 64)]
 
@@ -30,6 +35,7 @@ SUBJECTS = (
     MMA_RING,
     WGMMA_FP8,
     WGMMA_BF16,
+    WGMMA_BF16_FEW,
     WIDE,
     TORCH,
 )

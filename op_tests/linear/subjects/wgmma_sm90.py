@@ -125,6 +125,10 @@ _wgmma_bf16 = named(*_BF16)
 _WGMMA_BF16_SPLITS = cases(
     _BF16,
     """
+      17 1001  736  32 64 4 0
+      33  777 2880  64 64 2 0
+      64 1536 3200  64 128 1 0
+      90  300  160  64 64 2 0
       65   64  128  96 64 1 0
       65 2304 6144  96 128 6 0
       70  777 2880  96 192 4 0
@@ -203,8 +207,51 @@ WGMMA_BF16 = Subject(
     beyond_4_gib=[(65, 6176)],
 )
 
+_FEW = ("tile_m", "split", "k_groups", "ctas")
+_few = named(*_FEW)
+
+# Between them: tiles of every size, one and two CTAs of an SM, clusters and warpgroups that share
+# K, both, parts that differ in either order, of one chunk, and K that ends within a chunk and
+# within 64 k.
+WGMMA_BF16_FEW_CASES = cases(
+    _FEW,
+    """
+       1   64  128  8 1 1 2
+       8 2304 6144  8 3 1 1
+       3  777 2048  8 3 2 1
+       5  300 2880  8 1 4 1
+      13 1001  736  16 2 2 2
+      16 1536  416  16 4 1 2
+      17  322 1056  32 1 3 1
+      21  900  384  32 3 1 1
+      29  130 7392  32 8 1 1
+      32  515 2368  32 2 2 1
+      32   64   32  32 1 1 1
+    """,
+)
+WGMMA_BF16_FEW = Subject(
+    "wgmma_bf16_few",
+    ("sm_90a",),
+    alone(WGMMA_BF16_FEW_CASES),
+    few=[
+        Case(7, 300, 1120, _few(8, 2, 1, 2), 8),
+        Case(14, 250, 736, _few(16, 1, 2, 1), 8),
+        Case(30, 130, 2080, _few(32, 3, 1, 1), 8),
+    ],
+    most_rows=32,
+    dtypes=("bf16", "fp32", "fp16"),
+    with_bias=[
+        Case(19, 137, 1120, _few(32, 3, 1, 1)),
+        Case(10, 1372, 1152, _few(16, 1, 2, 1)),
+    ],
+    repeats=[(M, 2304, 6144, None) for M in (1, 17)],
+    chained=(1, 17),
+    beyond_4_gib=[(3, 6176)],
+)
+
 _WIDE = ("split", "rows", "depth")
 _wide = named(*_WIDE)
+
 
 # Between them: no cluster, clusters of several sizes, parts of K without a chunk, parts of unequal
 # length, K that ends within a chunk, more scales of a row than a lane has words, warps without
