@@ -31,7 +31,8 @@ MOST_EXPERTS = 1 << 16  # of any kernel
 MAX_IDS = 1 << 31  # places in the lists are int32
 MAX_TRITON_EXPERTS = 1 << 13  # whose counts a program holds
 MAX_TRITON_IDS = 1 << 30  # so that programs' steps beyond them are int32 too
-_IDS_OF_FEW_WAVES = 1024
+_IDS_OF_FEW_WAVES, _IDS_OF_MANY_WAVES = 1024, 8192
+_MOST_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def stand_ins(key: Key) -> tuple[Key, ...]:
     return ()
 
 
-PARAMS = (Param("waves", (2, 4, 8, 16), "waves of the workgroup"),)
+PARAMS = (Param("waves", (2, 4, 8, 16, 32), "waves of the workgroup"),)
 
 
 def _room(problem: MoeAlignProblem) -> int:
@@ -159,8 +160,9 @@ def _triton_refusal(problem: MoeAlignProblem) -> str | None:
 
 
 def _configure(target: Target, problem: MoeAlignProblem) -> Config:
-    most = min(16, 8192 // _room(problem))  # 32 KiB of counts
-    return {"waves": min(most, 8 if problem.routed <= _IDS_OF_FEW_WAVES else 16)}
+    most = min(_MOST_THREADS // target.wave_size, 8192 // _room(problem))  # 32 KiB of counts
+    wanted = 8 if problem.routed <= _IDS_OF_FEW_WAVES else 16
+    return {"waves": min(most, 32 if problem.routed >= _IDS_OF_MANY_WAVES else wanted)}
 
 
 def _defines(target: Target, problem: MoeAlignProblem, config: Config) -> Mapping[str, int]:

@@ -43,6 +43,7 @@ using Id = int;
 
 constexpr int kThreads = kWaves * kLanes;
 constexpr int kHeld = 4;                        // chunks of a wave whose experts stay in registers
+constexpr int kAtOnce = 8;                      // chunks after these that are looked up at a time
 constexpr int kScanned = kExperts / kLanes;     // experts of a lane in the scan
 enum Map { kAll = 0, kNumbers = 1, kMask = 2 }; // what expert_map holds
 
@@ -203,10 +204,21 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
             held_same[c] = same_expert(held[c]);
             count_chunk(held[c], held_same[c]);
         }
-    for (int c = kHeld; c < chunks; ++c) {
-        const int expert = routing.expert(first_t + c * kLanes);
-        count_chunk(expert, same_expert(expert));
-    }
+    // Calls with the first routed row and the expert of each chunk that is not held.
+    const auto each_later = [&](const auto& take) {
+        for (int first = kHeld; first < chunks; first += kAtOnce) {
+            int found[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                found[i] =
+                    first + i < chunks ? routing.expert(first_t + (first + i) * kLanes) : -1;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                if (first + i < chunks)
+                    take(first_t + (first + i) * kLanes, found[i]);
+        }
+    };
+    each_later([&](int, int expert) { count_chunk(expert, same_expert(expert)); });
     group_barrier();
 
     for (int e = thread_in_group(); e < kExperts; e += kThreads) {
@@ -298,8 +310,5 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
     for (int c = 0; c < kHeld; ++c)
         if (c < chunks)
             place_chunk(first_t + c * kLanes, held[c], held_same[c]);
-    for (int c = kHeld; c < chunks; ++c) {
-        const int t = first_t + c * kLanes, expert = routing.expert(t);
-        place_chunk(t, expert, same_expert(expert));
-    }
+    each_later([&](int t, int expert) { place_chunk(t, expert, same_expert(expert)); });
 }
