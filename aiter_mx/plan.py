@@ -72,11 +72,11 @@ class Plans(threading.local, Generic[Plan]):
 def batch_invariant() -> Iterator[None]:
     """Give a row of a result the same bits whatever the batch is, in this thread.
 
-    Inside the ``with`` block, ``linear``, ``grouped_gemm`` and ``fused_moe`` compute a row by one
-    kernel and in one order of addition for each N and K, whatever M, the row's place and the other
-    rows are. ``AITER_MX_BATCH_INVARIANT=1`` asks for it everywhere. Kernels are those for many
-    rows, so that few rows take longer; what these do not cover, N that is no multiple of 32, is
-    computed in plain torch. What is captured inside the block stays so.
+    Inside the ``with`` block, ``linear``, ``grouped_gemm`` and ``fused_moe`` compute a row in one
+    order of addition for each N and K, whatever M, the row's place and the other rows are.
+    ``AITER_MX_BATCH_INVARIANT=1`` asks for it everywhere. Few rows take longer, as they share the
+    order of many; what no kernel covers so, on gfx950 N that is no multiple of 32, is computed in
+    plain torch. What is captured inside the block stays so.
 
     Raises:
         ValueError: that variable is neither 0 nor 1.
