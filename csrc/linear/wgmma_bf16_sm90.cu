@@ -25,8 +25,8 @@
 //   the second warpgroup and those after it, 64 features each: w to bf16, multiply; store, where
 //   clusters stay
 //
-// For few tokens (MX_OWN_X) there is no launch ahead: warps 0, 2 and 3 make bf16 of x, and the
-// warpgroups that multiply may have a part of K each in place of features (MX_K_GROUPS). As a wgmma
+// For few tokens (MX_OWN_X) there is no launch ahead: all warps of MX_HELPERS warpgroups but the one
+// that brings w make bf16 of x, and the warpgroups that multiply may have a part of K each in place of features (MX_K_GROUPS). As a wgmma
 // adds 16 k of an output at a time, whatever its tile is, the sums are the same bits as those of
 // kSplit * kKGroups CTAs.
 //
@@ -52,6 +52,7 @@ constexpr int kGroups = MX_GROUPS; // warpgroups that multiply, side by side alo
 constexpr int kKGroups = MX_K_GROUPS; // as many of each, which share the CTA's part of K
 constexpr int kSplit = MX_SPLIT;      // CTAs that share K
 constexpr bool kOwnX = MX_OWN_X;      // each CTA makes bf16 of its x itself, without a launch ahead
+constexpr int kHelpers = MX_HELPERS;  // warpgroups that copy, and make bf16 of x if it is its own
 constexpr bool kPairs = MX_PAIRS;
 constexpr int kXStages = MX_X_STAGES, kWStages = MX_W_STAGES;
 using Out = DType<MX_OUT>;
@@ -61,9 +62,9 @@ constexpr int kCluster = kPair * kSplit;
 constexpr int kParts = kSplit * kKGroups; // of K
 static_assert(!kPairs || kParts == 1);
 static_assert(kKGroups == 1 || kGroups == 1);
-static_assert(!kOwnX || (!kPairs && kTokens <= 64));
+static_assert(!kOwnX || (!kPairs && kTokens <= 32));
 constexpr int kGroupThreads = 128, kWarps = 4; // of a warpgroup
-constexpr int kThreads = (1 + kGroups * kKGroups) * kGroupThreads;
+constexpr int kThreads = (kHelpers + kGroups * kKGroups) * kGroupThreads;
 constexpr int kGroupRows = 64, kRows = kGroups * kGroupRows;
 constexpr int kBlock = 32, kUnitK = 64, kChunkK = 128;
 constexpr int kOctets = kTokens / 8;
@@ -96,10 +97,10 @@ static_assert(kSharedBytes <= MX_SHARED_BYTES, "the host lays shared memory out 
 constexpr int kHelperRegisters = kPairs ? 40 : 56;
 constexpr int kConsumerRegisters = kGroups == 3 ? 152 : kTokens <= 128 ? 184 : kPairs ? 232 : 224;
 constexpr bool kSetsRegisters = kGroups > 1;
-constexpr int kOfSm = kOwnX && MX_SHARED_BYTES <= 113 << 10 ? 2 : 1; // CTAs
+constexpr bool kTwoOfSm = kTokens <= 64 && MX_SHARED_BYTES <= 113 << 10; // CTAs
 constexpr int kLaunchRegisters =
-    kOwnX          ? 65536 / (kThreads * kOfSm) / 8 * 8
-    : kGroups == 1 ? 240
+    kOwnX || kTwoOfSm ? 65536 / (kThreads * (kTwoOfSm ? 2 : 1)) / 8 * 8
+    : kGroups == 1    ? 240
                    : ((kGroups * kConsumerRegisters + kHelperRegisters) / (kGroups + 1) + 7) / 8 * 8;
 constexpr unsigned kOutside = 0x10000; // added to the count of ended parts
 constexpr int kConsumersBarrier = 1 + kGroups;
@@ -212,10 +213,10 @@ MX_DEVICE void bring_x(const Operands& t, unsigned shared) {
 // 64 k, a lane 16 k of every eighth token of it. A fence waits for all that the warp has asked for:
 // so it loads some units at a time, and makes them known by one fence.
 struct Expander {
-    static constexpr int kWorkers = 3; // warps
+    static constexpr int kWorkers = kHelpers * 4 - 1; // warps
     // Units at a time, fewer than there are stages: else it would wait for what it has yet to give.
     static constexpr int kRoom = ((kXStages - 1) * kKGroups - 1) / kWorkers + 1;
-    static constexpr int kWanted = kTokens <= 32 ? 4 : 2;
+    static constexpr int kWanted = 4;
     static constexpr int kAtOnce = kRoom < kWanted ? kRoom : kWanted;
     const Operands& t;
     const unsigned shared;
@@ -962,7 +963,7 @@ extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
     // Told so, ptxas knows that it is the same for all lanes of a warp.
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);
     const int lane = threadIdx.x % kLanes;
-    if (warp < kWarps) {
+    if (warp < kHelpers * kWarps) {
         if constexpr (kSetsRegisters)
             decrease_registers<kHelperRegisters>();
         if (warp == 1) {
@@ -985,7 +986,7 @@ extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
     } else {
         if constexpr (kSetsRegisters)
             increase_registers<kConsumerRegisters>();
-        const int group = warp / kWarps - 1;
+        const int group = warp / kWarps - kHelpers;
         Consumer(t, shared, group % kGroups, group / kGroups, warp % kWarps, lane).run();
     }
     if constexpr (kPairs) { // the other CTA may still bring x and give stages back

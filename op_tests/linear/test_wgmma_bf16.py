@@ -78,7 +78,7 @@ def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int) -> N
 @pytest.mark.parametrize(
     ("problem", "why"),
     [
-        (LinearProblem(32, 8, 128), "below 33"),
+        (LinearProblem(16, 8, 128), "below 17"),
         (LinearProblem(1 << 31, 8, 128), "31 bits"),
         (LinearProblem(65, 1 << 31, 128), "31 bits"),
         (LinearProblem(1 << 30, 1 << 30, 4096), "tiles"),

@@ -32,7 +32,7 @@ def test_cases_fit_and_have_every_value() -> None:
         assert {case.config[name] for case in CASES} == set(legal)
 
 
-@pytest.mark.parametrize("M", [1, 8, 9, 33, 64])
+@pytest.mark.parametrize("M", [1, 8, 9, 16])
 @pytest.mark.parametrize(("N", "K"), [(1, 32), (301, 416), (2304, 6144), (28672, 4096)])
 def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int) -> None:
     problem = LinearProblem(M, N, K)
@@ -47,7 +47,8 @@ def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int) -> N
 @pytest.mark.parametrize(
     ("problem", "why"),
     [
-        (LinearProblem(65, 8, 128), "above 64"),
+        (LinearProblem(33, 8, 128), "above 32"),
+        (LinearProblem(17, 9216, 6144), "more than SMs"),
         (LinearProblem(1, 1 << 31, 128), "31 bits"),
     ],
 )
@@ -59,7 +60,7 @@ def test_configurations_that_do_not_fit_are_refused() -> None:
     assert FEW.module is not None
     for chosen in (
         {"tile_m": 8, "split": 4, "k_groups": 1, "ctas": 1},  # more parts than chunks
-        {"tile_m": 64, "split": 1, "k_groups": 2, "ctas": 2},  # registers
+        {"tile_m": 32, "split": 1, "k_groups": 1, "ctas": 2},  # registers
     ):
         with pytest.raises(ValueError, match="does not fit"):
             FEW.module.geometry(TARGET, LinearProblem(1, 64, 384), chosen)
@@ -85,7 +86,7 @@ def test_bits_are_those_of_as_many_parts(split: int, k_groups: int) -> None:
         drawn = tuple(tensor.cuda() for tensor in drawn)
         tiles = {"tile_m": 128, "tile_n": 128, "split": split * k_groups, "pairs": 0}
         expected = _launched("many", tiles, 64, drawn)
-        for M, tile_m in ((1, 8), (13, 16), (30, 32), (64, 64)):
+        for M, tile_m in ((1, 8), (13, 16), (30, 32)):
             chosen = {"tile_m": tile_m, "split": split, "k_groups": k_groups, "ctas": 1}
             found = _launched("few", chosen, M, drawn)
             assert torch.equal(found.nan_to_num(), expected[:M].nan_to_num())

@@ -30,7 +30,7 @@ __all__ = ["KERNELS", "KEY", "PROBLEM", "LinearProblem", "stand_ins"]
 PROBLEM = LinearProblem
 
 _WGMMA_BF16 = replace(WGMMA_BF16, invariant=invariant_sm90.configure)
-_WGMMA_BF16_FEW = declare_few(invariant_sm90.configure)
+_WGMMA_BF16_FEW = declare_few(invariant_sm90.configure_few)
 _STARTING_EARLY = (MMA_REGISTERS, WGMMA_FP8, _WGMMA_BF16_FEW)
 _FOR_QUANTISED_X = (
     MMA_REGISTERS,

@@ -21,7 +21,9 @@ from aiter_mx.kernels.spec import Config
 from aiter_mx.target import Target
 
 _PARTS = (1, 2, 3, 4, 6)
-_WEIGHTS = {1: 3, 512: 1, 2048: 1, 8192: 1}  # of numbers of rows, in the choice of the parts
+_MANY, _WEIGHT_OF_FEW = (512, 2048, 8192), 3  # rows that have a say in the parts, beside one row
+_ONE_TILE_M = 64
+_MOST_OF_ROUNDS = 16  # tokens of a tile of few, of which CTAs may come after others
 _UNITS = CHUNK // few.UNIT  # of a chunk
 
 Costed = tuple[float, Config]
@@ -37,6 +39,8 @@ def _costs_of_few(target: Target, problem: LinearProblem, parts: int) -> Iterato
         if split * groups != parts or few.layout(target, problem, config) is None:
             continue
         rounds = -(-features // (most_clusters(target, split) * of_sm))
+        if rounds > 1 and config["tile_m"] > _MOST_OF_ROUNDS:
+            continue
         unit = FITTED_FEW.unit + FITTED_FEW.another * (groups - 1)
         if of_sm > 1 and features * split > target.cu_num:
             unit *= FITTED_FEW.shared
@@ -45,8 +49,6 @@ def _costs_of_few(target: Target, problem: LinearProblem, parts: int) -> Iterato
 
 def _costs_of_many(target: Target, problem: LinearProblem, parts: int) -> Iterator[Costed]:
     units = -(-problem.K // (CHUNK * parts)) * _UNITS
-    if parts not in many.PARAMS[2].values:
-        return
     for tile in many.tiles_of_splits():
         config = {"tile_m": tile.tile_m, "tile_n": tile.tile_n, "split": parts, "pairs": 0}
         if many.layout(target, problem, config) is None:
@@ -56,9 +58,8 @@ def _costs_of_many(target: Target, problem: LinearProblem, parts: int) -> Iterat
         yield rounds * many.cycles_of_part(tile, parts, units), config
 
 
-def _best(target: Target, problem: LinearProblem, parts: int) -> Costed:
-    costs = _costs_of_few if problem.M <= few.MAX_M else _costs_of_many
-    return min(costs(target, problem, parts), key=lambda costed: costed[0], default=(inf, {}))
+def _best(costs: Iterator[Costed]) -> Costed:
+    return min(costs, key=lambda costed: costed[0], default=(inf, {}))
 
 
 @cache
@@ -66,18 +67,26 @@ def parts_of(target: Target, N: int, K: int) -> int:
     """Into how many parts K is divided, which is the order in which a row is added up."""
 
     def cost(parts: int) -> float:
-        return sum(
-            weight * log(_best(target, LinearProblem(M, N, K), parts)[0])
-            for M, weight in _WEIGHTS.items()
+        few_rows = _best(_costs_of_few(target, LinearProblem(1, N, K), parts))[0]
+        return _WEIGHT_OF_FEW * log(few_rows) + sum(
+            log(_best(_costs_of_many(target, LinearProblem(M, N, K), parts))[0]) for M in _MANY
         )
 
     return min(_PARTS, key=cost)
 
 
+def configure_few(target: Target, problem: LinearProblem) -> Config:
+    """The least modelled cost of wgmma_bf16_few with the parts of N and K; empty where it has too
+    many CTAs for its tile."""
+    parts = parts_of(target, problem.N, problem.K)
+    return _best(_costs_of_few(target, problem, parts))[1]
+
+
 def configure(target: Target, problem: LinearProblem) -> Config:
-    """The least modelled cost among those with the parts of N and K, of the kernel for so many
-    rows."""
-    config = _best(target, problem, parts_of(target, problem.N, problem.K))[1]
-    if not config:
-        raise ValueError(f"no configuration is known to fit {problem}")
-    return config
+    """The least modelled cost of wgmma_bf16 with the parts of N and K. Up to 64 rows one tile of
+    tokens was the fastest."""
+    parts = parts_of(target, problem.N, problem.K)
+    if problem.M <= _ONE_TILE_M:
+        tile_m = next(tokens for tokens in many.PARAMS[0].values if tokens >= problem.M)
+        return {"tile_m": tile_m, "tile_n": GROUP_ROWS, "split": parts, "pairs": 0}
+    return _best(_costs_of_many(target, problem, parts))[1]

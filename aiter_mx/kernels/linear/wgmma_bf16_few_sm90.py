@@ -29,7 +29,7 @@ from aiter_mx.kernels.spec import (
 from aiter_mx.target import Target
 
 PARAMS = (
-    Param("tile_m", (8, 16, 32, 64), "tokens of a tile"),
+    Param("tile_m", (8, 16, 32), "tokens of a tile"),
     Param("split", (1, 2, 3, 4, 6, 8), "CTAs of a cluster, which share K"),
     Param("k_groups", (1, 2, 3, 4), "warpgroups of a CTA, which share its part of K"),
     Param("ctas", (1, 2), "CTAs that an SM has room for"),
@@ -37,7 +37,8 @@ PARAMS = (
 MAX_M = PARAMS[0].values[-1]
 UNIT = 64  # k that are multiplied at a time
 _BARRIERS_BYTES, _FLAG_BYTES = 1024, 1024  # of a warpgroup's stages; of the CTA
-_REGISTERS = {8: 80, 16: 80, 32: 88, 64: 112}  # of a thread, without which sums spill
+_HELPERS = {8: 1, 16: 1, 32: 2}  # warpgroups that make bf16 of x, by the tokens of a tile
+_REGISTERS = {8: 80, 16: 96, 32: 96}  # of a thread, without which some spill
 _MOST_AHEAD = 6  # chunks of both operands
 
 
@@ -54,7 +55,7 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     tile_m, split, k_groups, ctas = (config[param.name] for param in PARAMS)
     if split * k_groups > -(-problem.K // CHUNK):
         return None
-    if ctas * (1 + k_groups) * 128 * _REGISTERS[tile_m] > 1 << 16:
+    if ctas * _threads(config) * _REGISTERS[tile_m] > 1 << 16:
         return None
     room = (SHARED_BYTES + RESERVED_BYTES) // ctas - RESERVED_BYTES - _FLAG_BYTES
     ring = room // k_groups // 1024 * 1024 - _BARRIERS_BYTES
@@ -69,6 +70,10 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
 
 
 _layout = where_it_fits(layout)
+
+
+def _threads(config: Config) -> int:
+    return 128 * (config["k_groups"] + _HELPERS[config["tile_m"]])
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
@@ -89,6 +94,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_SPLIT": config["split"],
         "MX_PAIRS": 0,
         "MX_OWN_X": 1,
+        "MX_HELPERS": _HELPERS[config["tile_m"]],
         "MX_X_STAGES": found.x_stages,
         "MX_W_STAGES": found.w_stages,
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
@@ -100,7 +106,7 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
     tiles = -(-problem.M // config["tile_m"]) * -(-problem.N // GROUP_ROWS)
     return Geometry(
         grid=(tiles * config["split"], 1, 1),
-        block=(128 * (config["k_groups"] + 1), 1, 1),
+        block=(_threads(config), 1, 1),
         shared_bytes=_layout(target, problem, config).shared_bytes,
         overlaps=problem.pdl,
     )
@@ -121,7 +127,14 @@ def config(M: int, split: int, k_groups: int, ctas: int) -> Config:
 
 
 def declare_few(configure: Callable[[Target, Problem], Config]) -> KernelSpec:
-    """The kernel, with what chooses its configuration."""
+    """The kernel, with what chooses its configuration, if it has one."""
+
+    def refuses(target: Target, problem: LinearProblem) -> str | None:
+        why = _refusal(target, problem)
+        if why is None and not problem.is_empty and not configure(target, problem):
+            return "its CTAs are more than SMs: wgmma_bf16 has smaller ones"
+        return why
+
     return declare(
         "linear",
         "wgmma_bf16_few",
@@ -132,7 +145,7 @@ def declare_few(configure: Callable[[Target, Problem], Config]) -> KernelSpec:
         geometry=_geometry,
         scalars=_scalars,
         tensor_maps=(_weights,),
-        refusal=_refusal,
+        refusal=refuses,
         params=PARAMS,
         configure=configure,
         yields=lambda target, problem: "the others are faster, where bits may depend on M",

@@ -20,7 +20,14 @@ from aiter_mx.kernels.linear.problem import (
     quantised_meanwhile,
 )
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
-from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, SHARED_BYTES, most_clusters, up
+from aiter_mx.kernels.sm90 import (
+    CHUNK,
+    GROUP_ROWS,
+    RESERVED_BYTES,
+    SHARED_BYTES,
+    most_clusters,
+    up,
+)
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     MAX_INT,
@@ -37,13 +44,16 @@ from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 PARAMS = (
-    Param("tile_m", (96, 128, 160, 192, 256), "tokens of a tile"),
+    Param("tile_m", (32, 64, 96, 128, 160, 192, 256), "tokens of a tile"),
     Param("tile_n", (64, 128, 192), "features of a CTA, 64 for each warpgroup that multiplies"),
     Param("split", (1, 2, 3, 4, 6, 8), "CTAs of a cluster, which share K, where none stay"),
     Param("pairs", tuple(range(67)), "of CTAs that stay and share all tiles, or 0"),
 )
 
-MIN_M = 33
+MIN_M = 17
+_MIN_TIMED_M = 33
+_FEW = 64  # tokens of a tile of which two CTAs fit an SM; such tiles are for one order of addition
+_TILES_M = tuple(tokens for tokens in PARAMS[0].values if tokens > _FEW)
 _MIN_OWN_M = 65  # without a table: the other kernels have tiles of so few rows
 _PAIR = 2  # CTAs of a cluster
 _MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
@@ -100,7 +110,9 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     tiles = _tiles(problem, tile_m, tile_n * (_PAIR if pairs else 1))
     if pairs > tiles * chunks:
         return None
-    most = SHARED_BYTES - _FLAG_BYTES
+    two_of_sm = tile_m <= _FEW and tile_n == GROUP_ROWS
+    room = (SHARED_BYTES - RESERVED_BYTES) // 2 if two_of_sm else SHARED_BYTES
+    most = room - _FLAG_BYTES
     x, w = tile_m * _UNIT * 2, tile_n * CHUNK
     chunks_ahead = min(most // (2 * x + w), 6)  # of both operands
     x_stages, w_stages = 2 * chunks_ahead, chunks_ahead
@@ -129,7 +141,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     for name in ("M", "N", "K"):
         if (value := getattr(problem, name)) > MAX_INT:
             return f"{name}={value}: wgmma_bf16 counts it in 31 bits"
-    tiles = _tiles(problem, PARAMS[0].values[0], PARAMS[1].values[0])
+    tiles = _tiles(problem, _TILES_M[0], PARAMS[1].values[0])
     if tiles * _chunks(problem) > MAX_INT:
         return f"there are up to {tiles} tiles, and the chunks of K of all are counted in 31 bits"
     return None
@@ -150,7 +162,7 @@ class Tile(NamedTuple):
 def _tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16) -> tuple[Tile, ...]:
     return tuple(
         _tile(tile_m, tile_n, of, of is pairs)
-        for tile_m, tile_n in product(PARAMS[0].values, PARAMS[1].values)
+        for tile_m, tile_n in product(_TILES_M, PARAMS[1].values)
         if tile_m <= _MOST_TOKENS[tile_n]
         for of in ((splits, pairs) if tile_n <= _MOST_PAIRED else (splits,))
     )
@@ -258,6 +270,8 @@ def _configure(target: Target, problem: LinearProblem) -> Config:
 def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
     """The choice for this number of rows and those near it, then the best for this one alone."""
     chosen = _configure(target, problem)
+    if problem.M < _MIN_TIMED_M:
+        return [chosen]
     others = [found for found in _search.candidates(target, problem) if found != chosen]
     return [chosen, *others]
 
@@ -288,6 +302,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_SPLIT": config["split"],
         "MX_PAIRS": int(config["pairs"] > 0),
         "MX_OWN_X": 0,
+        "MX_HELPERS": 1,
         "MX_X_STAGES": found.x_stages,
         "MX_W_STAGES": found.w_stages,
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
