@@ -86,7 +86,7 @@ def test_bits_are_those_of_as_many_parts(split: int, k_groups: int) -> None:
         drawn = tuple(tensor.cuda() for tensor in drawn)
         tiles = {"tile_m": 128, "tile_n": 128, "split": split * k_groups, "pairs": 0}
         expected = _launched("many", tiles, 64, drawn)
-        for M, tile_m in ((1, 8), (13, 16), (30, 32)):
+        for M, tile_m in ((1, 8), (13, 16), (18, 24), (30, 32)):
             chosen = {"tile_m": tile_m, "split": split, "k_groups": k_groups, "ctas": 1}
             found = _launched("few", chosen, M, drawn)
             assert torch.equal(found.nan_to_num(), expected[:M].nan_to_num())

@@ -29,7 +29,7 @@ from aiter_mx.kernels.spec import (
 from aiter_mx.target import Target
 
 PARAMS = (
-    Param("tile_m", (8, 16, 32), "tokens of a tile"),
+    Param("tile_m", (8, 16, 24, 32), "tokens of a tile"),
     Param("split", (1, 2, 3, 4, 6, 8), "CTAs of a cluster, which share K"),
     Param("k_groups", (1, 2, 3, 4), "warpgroups of a CTA, which share its part of K"),
     Param("ctas", (1, 2), "CTAs that an SM has room for"),
@@ -37,8 +37,8 @@ PARAMS = (
 MAX_M = PARAMS[0].values[-1]
 UNIT = 64  # k that are multiplied at a time
 _BARRIERS_BYTES, _FLAG_BYTES = 1024, 1024  # of a warpgroup's stages; of the CTA
-_HELPERS = {8: 1, 16: 1, 32: 2}  # warpgroups that make bf16 of x, by the tokens of a tile
-_REGISTERS = {8: 80, 16: 96, 32: 96}  # of a thread, without which some spill
+_HELPERS = {8: 1, 16: 1, 24: 2, 32: 2}  # warpgroups that make bf16 of x, by the tokens of a tile
+_REGISTERS = {8: 80, 16: 96, 24: 96, 32: 96}  # of a thread, without which some spill
 _MOST_AHEAD = 6  # chunks of both operands
 
 
