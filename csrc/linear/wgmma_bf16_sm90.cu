@@ -25,10 +25,10 @@
 //   the second warpgroup and those after it, 64 features each: w to bf16, multiply; store, where
 //   clusters stay
 //
-// For few tokens (MX_OWN_X) there is no launch ahead: all warps of MX_HELPERS warpgroups but the one
-// that brings w make bf16 of x, and the warpgroups that multiply may have a part of K each in place of features (MX_K_GROUPS). As a wgmma
-// adds 16 k of an output at a time, whatever its tile is, the sums are the same bits as those of
-// kSplit * kKGroups CTAs.
+// For few tokens (MX_OWN_X) there is no launch ahead: all warps of MX_HELPERS warpgroups but the
+// one that brings w make bf16 of x, and the warpgroups that multiply may have a part of K each in
+// place of features (MX_K_GROUPS). As a wgmma adds 16 k of an output at a time, whatever its tile
+// is, the sums are the same bits as those of kSplit * kKGroups CTAs.
 //
 // The launch ahead may still run when this one begins: w is asked for at once, x when that ends.
 //
@@ -47,8 +47,8 @@
 
 using namespace mx;
 
-constexpr int kTokens = MX_TILE_M; // a multiple of 8, at most 256; of 32 with a launch ahead
-constexpr int kGroups = MX_GROUPS; // warpgroups that multiply, side by side along w
+constexpr int kTokens = MX_TILE_M;    // a multiple of 8, at most 256; of 32 with a launch ahead
+constexpr int kGroups = MX_GROUPS;    // warpgroups that multiply, side by side along w
 constexpr int kKGroups = MX_K_GROUPS; // as many of each, which share the CTA's part of K
 constexpr int kSplit = MX_SPLIT;      // CTAs that share K
 constexpr bool kOwnX = MX_OWN_X;      // each CTA makes bf16 of its x itself, without a launch ahead
@@ -100,8 +100,9 @@ constexpr bool kSetsRegisters = kGroups > 1;
 constexpr bool kTwoOfSm = kTokens <= 64 && MX_SHARED_BYTES <= 113 << 10; // CTAs
 constexpr int kLaunchRegisters =
     kOwnX || kTwoOfSm ? 65536 / (kThreads * (kTwoOfSm ? 2 : 1)) / 8 * 8
-    : kGroups == 1    ? 240
-                   : ((kGroups * kConsumerRegisters + kHelperRegisters) / (kGroups + 1) + 7) / 8 * 8;
+    : kGroups == 1
+        ? 240
+        : ((kGroups * kConsumerRegisters + kHelperRegisters) / (kGroups + 1) + 7) / 8 * 8;
 constexpr unsigned kOutside = 0x10000; // added to the count of ended parts
 constexpr int kConsumersBarrier = 1 + kGroups;
 
@@ -209,9 +210,9 @@ MX_DEVICE void bring_x(const Operands& t, unsigned shared) {
     }
 }
 
-// Makes bf16 of x, as the launch ahead does where there is one. A warp has every kWorkers-th unit of
-// 64 k, a lane 16 k of every eighth token of it. A fence waits for all that the warp has asked for:
-// so it loads some units at a time, and makes them known by one fence.
+// Makes bf16 of x, as the launch ahead does where there is one. A warp has every kWorkers-th unit
+// of 64 k, a lane 16 k of every eighth token of it. A fence waits for all that the warp has asked
+// for: so it loads some units at a time, and makes them known by one fence.
 struct Expander {
     static constexpr int kWorkers = kHelpers * 4 - 1; // warps
     // Units at a time, fewer than there are stages: else it would wait for what it has yet to give.
@@ -263,8 +264,9 @@ struct Expander {
         for (int j = 0; j < kOctets; ++j) {
             const bool is_nan = scales[j] == kNanScale, over = scales[j] > kLastXScale && !is_nan;
             outside |= over;
-            const float factor =
-                bits_to_float(is_nan ? kNanBits : over ? 0 : (scales[j] + 60) << 23);
+            const float factor = bits_to_float(is_nan ? kNanBits
+                                               : over ? 0
+                                                      : (scales[j] + 60) << 23);
             unsigned even[4], odd[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
@@ -537,9 +539,9 @@ struct Consumer {
     const Operands& t;
     const unsigned shared, outside_at; // its ring; where it notes scales that bf16 does not cover
     const int group, k_group, warp, lane; // warp: of the group
-    PipelineState<kXStages> x;   // where x of the next unit to multiply is
-    PipelineState<kWStages> w;   // where w of the next unit to expand is
-    int used;                    // stage of the unit before, none at first
+    PipelineState<kXStages> x;            // where x of the next unit to multiply is
+    PipelineState<kWStages> w;            // where w of the next unit to expand is
+    int used;                             // stage of the unit before, none at first
     // Scales of the next chunk: of row lane / 4 of the warp's 16, or of that + 8 for odd lanes; the
     // first two of them, or the others for lanes 2 and 3 of four. Then those of this chunk, as
     // factors.
@@ -911,8 +913,8 @@ MX_DEVICE void add_up(const Operands& t, unsigned shared) {
 extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
     aiter_mx_linear_wgmma_bf16(const unsigned char* xq, const unsigned char* xs,
                                const unsigned char* wq, const unsigned char* ws, const void* bias,
-                               Out* y, MX_X_MEMORY long M, long N, long K,
-                               int bias_kind, int rounds, int part, int parts_with_one_more,
+                               Out* y, MX_X_MEMORY long M, long N, long K, int bias_kind,
+                               int rounds, int part, int parts_with_one_more,
                                const __grid_constant__ TensorMap weights) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     const unsigned shared = held(shared_address(dynamic));

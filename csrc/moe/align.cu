@@ -210,8 +210,7 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
             int found[kAtOnce];
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i)
-                found[i] =
-                    first + i < chunks ? routing.expert(first_t + (first + i) * kLanes) : -1;
+                found[i] = first + i < chunks ? routing.expert(first_t + (first + i) * kLanes) : -1;
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i)
                 if (first + i < chunks)
