@@ -37,7 +37,7 @@ from aiter_mx.target import hardware
 from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.modelled import ModelBench
 
-LINEAR = ("bound", "round", "turn", "step", "product", "sum", "split")
+LINEAR = ("bound", "round", "turn", "step", "sum", "split")
 ROWS = (4, 16, 32, 64, 128)
 MOST_WEIGHTS = 1 << 26  # of a shape: larger ones take long to trace, and say the same
 PERSISTENT_SHAPES = ((2304, 6144), (6144, 2048), (8192, 4096), (14336, 4096), (28672, 4096))

@@ -64,19 +64,18 @@ FITTED: dict[str, float] = {
     "cached_bytes": 24,
     "tile": 36,
     "moved_bytes": 40,
-    "bound": 0.764,
-    "round": 3487,
-    "turn": 85.5,
-    "step": 11.7,
-    "product": 117,
-    "sum": 90.4,
-    "split": 2728,
+    "bound": 0.804,
+    "round": 3519,
+    "turn": 211,
+    "step": 92.7,
+    "sum": 105,
+    "split": 1788,
     "persistent": 5800,
 }
 """Cycles of a compute unit at 2.4 GHz, and bytes a cycle, by tune/fit_mfma.py: a launch; memory's
 and the L2 cache's rate; the address unit's work on a tile, and the bytes that it moves; how much of
-the slowest of these counts; a round of workgroups; a wave's turn; a step's work on a tile and on a
-product; a sum of waves; a handover between workgroups; all but the steps of ``persistent``."""
+the slowest of these counts; a round of workgroups; a wave's turn; a step's work on a tile; a sum of
+waves; a handover between workgroups; all but the steps of ``persistent``."""
 PERSISTENT_STEPS = {32: (128, 1434), 64: (256, 1816), 128: (256, 2267), 256: (256, 3406)}
 """Of tiles by their rows of x: rows of w, and cycles of a step of 128 k, by tune/fit_mfma.py."""
 
@@ -215,14 +214,13 @@ def _costs(
     """A fit to the model of time, in cycles; then what to have less of where it is equal."""
     bounded = sorted(_bounds(splits, target, problem, least))
     cycles, shared = FITTED, splits != (1,)
-    a_step, a_product, a_turn = cycles["step"], cycles["product"], cycles["turn"]
-    a_sum, once = cycles["sum"], cycles["round"]
+    a_step, a_turn, a_sum, once = (cycles[name] for name in ("step", "turn", "sum", "round"))
     for lowest, bound, way, own_blocks, work in bounded:
         if lowest * ROUNDED_OFF > least.cost:
             return
         rows, fold, split, _, cols, block_rows = way
         busiest, results = work.of_busiest, block_rows * work.rows
-        of_tiles, of_products = a_step * (rows + cols), a_product * rows * cols
+        of_tiles = a_step * (rows + cols)
         but_turns = bound + once + a_sum * fold * results / target.wave_size
         for unroll in PARAMS[3].values:
             if (but_turns + unroll * of_tiles) * ROUNDED_OFF > least.cost:
@@ -230,16 +228,13 @@ def _costs(
             if _registers(rows, cols, unroll) > REGISTERS:
                 break
             for waves, turns in without_waste(WAVES, work.steps, unroll):
-                alone = turns * unroll * (of_tiles + of_products * -(-waves // SIMDS))
-                if (but_turns + alone) * ROUNDED_OFF > least.cost:
+                if (but_turns + turns * unroll * of_tiles) * ROUNDED_OFF > least.cost:
                     continue
                 held = min(busiest, _resident(rows, cols, waves, unroll))
                 if held == 0:
                     continue
-                rounds, on_simd = -(-busiest // held), -(-waves * held // SIMDS)
-                each = -(-results // (waves * target.wave_size))
-                a_round = turns * unroll * (of_tiles + of_products * on_simd)
-                a_round += a_sum * each * waves * fold + once
+                rounds, each = -(-busiest // held), -(-results // (waves * target.wave_size))
+                a_round = turns * unroll * of_tiles + a_sum * each * waves * fold + once
                 cost = bound + rounds * a_round + a_turn * (rounds * turns - 1)
                 if cost <= least.cost:
                     values = (rows, fold, waves, unroll, own_blocks, *((split,) if shared else ()))
@@ -272,7 +267,7 @@ def _bounds(
     a_tile, moved, cached = cycles["tile"], cycles["moved_bytes"], cycles["cached_bytes"]
     of_slowest, a_split = cycles["bound"], cycles["split"]
     once, a_sum = cycles["round"], cycles["sum"] / target.wave_size
-    a_step, a_product = cycles["step"] / WAVES[-1], cycles["product"] / SIMDS
+    a_step = cycles["step"] / WAVES[-1]
     for way, own_blocks in _ways(problem.M, splits):
         rows, fold, split, _, cols, block_rows = way
         work = _work(cu_num, N, K, way)
@@ -282,7 +277,7 @@ def _bounds(
         bound = of_slowest * max(memory, asked / cached, addresses)
         if split > 1:
             bound += a_split * busiest
-        in_turn = work.steps * (a_step * (rows + cols) + a_product * rows * cols)
+        in_turn = work.steps * a_step * (rows + cols)
         lowest = bound + once + in_turn + a_sum * block_rows * work.rows * fold
         if lowest * ROUNDED_OFF <= least.cost:
             yield lowest, bound, way, own_blocks, work
