@@ -10,7 +10,7 @@
 // more. Its waves take steps of K in turn and share nothing until their sums are added, in a fixed
 // order. A wave asks for its next step while it multiplies one.
 //
-// Rows of x are one block of up to 128, or else blocks of 64, each with workgroups of its own.
+// Rows of x make blocks of kBlockRows, each with workgroups of its own, which read w too.
 //
 // With kSplits, so many workgroups have a part of K each of the same outputs. Each wave leaves sums
 // of its share of these in memory; of waves with the same share, the last to do so adds them all,
