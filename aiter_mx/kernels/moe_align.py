@@ -31,7 +31,7 @@ MOST_EXPERTS = 1 << 16  # of any kernel
 MAX_IDS = 1 << 31  # places in the lists are int32
 MAX_TRITON_EXPERTS = 1 << 13  # whose counts a program holds
 MAX_TRITON_IDS = 1 << 30  # so that programs' steps beyond them are int32 too
-_IDS_OF_FEW_WAVES, _IDS_OF_MANY_WAVES = 1024, 8192
+_IDS_OF_FEW_WAVES = 1024
 _MOST_THREADS = 1024
 
 
@@ -161,8 +161,7 @@ def _triton_refusal(problem: MoeAlignProblem) -> str | None:
 
 def _configure(target: Target, problem: MoeAlignProblem) -> Config:
     most = min(_MOST_THREADS // target.wave_size, 8192 // _room(problem))  # 32 KiB of counts
-    wanted = 8 if problem.routed <= _IDS_OF_FEW_WAVES else 16
-    return {"waves": min(most, 32 if problem.routed >= _IDS_OF_MANY_WAVES else wanted)}
+    return {"waves": min(most, 8) if problem.routed <= _IDS_OF_FEW_WAVES else most}
 
 
 def _defines(target: Target, problem: MoeAlignProblem, config: Config) -> Mapping[str, int]:
