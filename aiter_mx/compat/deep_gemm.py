@@ -77,7 +77,8 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         compiled_dims: not needed.
         disable_ue8m0_cast: not needed: scales are used as they are.
         use_psum_layout: see grouped_layout.
-        ensure_zero_padding: whether rows of no group become 0; otherwise they are left as they are.
+        ensure_zero_padding: whether rows of no group become 0 with use_psum_layout; otherwise they
+            are left as they are. Without, they become 0.
         expected_m_for_psum_layout: not needed.
 
     Raises:
@@ -125,7 +126,7 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         scales = promoted.of_rows(scale, M), promoted.of_rows(weight_scale, weights.shape[1], True)
         _refuse_other_d(d, (M, weights.shape[1]), payload)
         promoted.multiply(payload, scales[0], weights, scales[1], owner, d, partial)
-    if ensure_zero_padding:
+    if ensure_zero_padding or not use_psum_layout:
         d.masked_fill_((owner < 0).unsqueeze(1), 0)
 
 

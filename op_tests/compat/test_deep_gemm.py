@@ -66,22 +66,28 @@ KINDS = ["fp32 at 128", "e8m0 at 128", "1x32"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("zero_padding", [False, True])
+@pytest.mark.parametrize(
+    ("psum", "zero_padding"), [(False, False), (False, True), (True, False), (True, True)]
+)
 def test_contiguous_is_close_to_the_unquantised_product(
-    device: torch.device, kind: str, zero_padding: bool
+    device: torch.device, kind: str, psum: bool, zero_padding: bool
 ) -> None:
     torch.manual_seed(1)
     sizes, aligned, (N, K) = [70, 0, 129, 1], [128, 0, 256, 5], (192, 576)
-    layout = torch.full((sum(aligned),), -1, dtype=torch.int32)
+    layout, ends = torch.full((sum(aligned),), -1, dtype=torch.int32), []
     row, x, w = 0, torch.randn(sum(aligned), K), torch.randn(4, N, K)
-    expected = torch.full((len(x), N), 0.0 if zero_padding else 7.0)
+    expected = torch.full((len(x), N), 7.0 if psum and not zero_padding else 0.0)
     for g, (size, room) in enumerate(zip(sizes, aligned, strict=True)):
         layout[row : row + size] = g
         expected[row : row + size] = x[row : row + size] @ w[g].T
+        ends.append(row + size)
         row += room
     d = torch.full((len(x), N), 7.0, dtype=torch.bfloat16, device=device)
     a, b = ((q.to(device), s.to(device)) for q, s in both(kind, x, w))
-    m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout.to(device), ensure_zero_padding=zero_padding)
+    told = torch.tensor(ends, dtype=torch.int32) if psum else layout
+    m_grouped_fp8_gemm_nt_contiguous(
+        a, b, d, told.to(device), use_psum_layout=psum, ensure_zero_padding=zero_padding
+    )
     d, mine = d.cpu(), layout >= 0
     assert calc_diff(d[mine], expected[mine]) < 1e-3
     assert torch.equal(d[~mine].float(), expected[~mine])
