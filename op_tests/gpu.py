@@ -1,7 +1,7 @@
 """``make test-gpu``, or ``python -m op_tests.gpu``: every test marked ``gpu``, on this machine.
 
-First it compiles ahead what the tests will launch (``op_tests/rehearsal.py``), then it runs them,
-one worker a core, each with one thread. Tests that fail are named as they do. Nothing is
+First it compiles ahead what the tests will launch, as ``op_tests/rehearsal.py`` lists it, then it
+runs them, one worker a core, each with one thread. Tests that fail are named as they do. Nothing is
 installed, and no network is needed. ``build/gpu_tests`` gets the log and a JUnit file; with
 ``--save`` the result of a whole run goes to ``docs/measured/<gpu>/gpu_tests.csv`` together with a
 digest of the code, by which ``make test`` knows whether the saved run is of the code that is there.
@@ -18,10 +18,13 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import chain
 from pathlib import Path
 
 import pandas as pd
 
+from aiter_mx.jit.build import build
 from aiter_mx.tuning import origin
 from op_tests.shards import Shard
 
@@ -111,22 +114,39 @@ def _pytest(*arguments: str) -> list[str]:
 
 
 def compile_ahead(tests: Sequence[str], shard: Shard, jobs: int, seconds: float) -> None:
-    """Compile what tests launch, in so many processes that each rehearse a part of them."""
-    begin, running = time.monotonic(), []
-    for job, part in enumerate(shard.parts(jobs)):
+    """Compile what tests launch, as processes that each rehearse a part of them list it."""
+    from op_tests.rehearsal import request_of
+
+    begin, lists = time.monotonic(), [BUILD / f"ahead_{job}.requests" for job in range(jobs)]
+    running = []
+    for path, part in zip(lists, shard.parts(jobs), strict=True):
+        path.write_text("")
         arguments = _pytest("-p", "op_tests.rehearsal", "--assert=plain", "-rN", "-W", "ignore")
-        command = [sys.executable, "-O", *arguments, "--shard", str(part), *tests]
-        with (BUILD / f"ahead_{job}.log").open("w") as log:
+        arguments += ["--shard", str(part), "--requests", str(path), *tests]
+        command = [sys.executable, "-O", *arguments]
+        with path.with_suffix(".log").open("w") as log:
             running.append(
                 subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
             )
+    builds: dict[str, Future[object]] = {}
+    pool, listing = ThreadPoolExecutor(jobs), True
+    while listing and time.monotonic() < begin + seconds:  # the tests compile the rest
+        time.sleep(0.1)
+        listing = any(process.poll() is None for process in running)
+        for line in chain.from_iterable(map(_lines_of, lists)):
+            if line not in builds:
+                builds[line] = pool.submit(build, request_of(line))
     for process in running:
-        try:
-            process.wait(max(1.0, begin + seconds - time.monotonic()))
-        except subprocess.TimeoutExpired:  # the tests compile the rest
-            process.kill()
-            process.wait()
-    print(f"compiled ahead in {time.monotonic() - begin:.0f} s", flush=True)
+        process.kill()
+        process.wait()
+    built = wait(builds.values(), max(0.0, begin + seconds - time.monotonic())).done
+    pool.shutdown(cancel_futures=True)
+    print(f"compiled {len(built)} ahead in {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def _lines_of(path: Path) -> list[str]:
+    """The whole lines of a file that is being written."""
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def run_tests(tests: Sequence[str], shard: Shard, jobs: int, seconds: float) -> int:
