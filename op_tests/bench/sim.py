@@ -1,6 +1,6 @@
 """Speed of the gfx950 simulator on one core, translation apart, with checks and without.
 
-    python -m op_tests.bench.sim [--save]
+    python -m op_tests.bench.sim [--only products] [--save]
 
 Seconds are processor time of the launch, of all threads together, in the best of a few runs.
 """
@@ -41,6 +41,24 @@ KERNEL(256) chains(const float* in, float* out) {
     out[group_id() * 256 + lane_id()] = x;
 }
 """
+PRODUCTS = """
+typedef __bf16 bf16x8 __attribute__((ext_vector_type(8)));
+KERNEL(64) bf16(const u32x4* in, f32x4* out, int count) {
+    bf16x8 a = __builtin_bit_cast(bf16x8, in[lane_id()]);
+    f32x4 sums = {};
+    for (int i = 0; i < count; ++i)
+        sums = __builtin_amdgcn_mfma_f32_16x16x32_bf16(a, a, sums, 0, 0, 0);
+    out[group_id() * 64 + lane_id()] = sums;
+}
+KERNEL(64) fp8(const u32x4* in, f32x4* out, int count) {
+    u32x4 x = in[lane_id()];
+    i32x8 a = {(int)x.x, (int)x.y, (int)x.z, (int)x.w, (int)x.w, (int)x.z, (int)x.y, (int)x.x};
+    f32x4 sums = {};
+    for (int i = 0; i < count; ++i)
+        sums = __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(a, a, sums, 0, 0, 0, 127, 0, 127);
+    out[group_id() * 64 + lane_id()] = sums;
+}
+"""
 Launch = Callable[[SimOptions], LaunchReport]
 
 
@@ -61,6 +79,15 @@ def gemm() -> Launch:
     arguments = [*tensors, np.zeros((M, N), np.float32), M, N, K]
     return lambda options: launch(
         program("matrix.cu"), "gemm", (M // 64, N // 64, 1), 256, arguments, options=options
+    )
+
+
+def products(kind: str) -> Launch:
+    """Matrix products of one type, each of them added to the last."""
+    data = np.random.default_rng(0).integers(0, 1 << 32, 256, dtype=np.uint32) & 0x3F3F3F3F
+    out, count = np.zeros(8 * 256, np.float32), 16_000 // (4 if kind == "fp8" else 1)
+    return lambda options: launch(
+        program(PRODUCTS), kind, 8, 64, [data, out, count], options=options
     )
 
 
@@ -109,15 +136,20 @@ def draw(frame: pd.DataFrame, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--save", action="store_true", help="write docs/measured/<cpu>/simulator")
-    save = parser.parse_args().save
+    parser.add_argument("--only", default="", help="launches that have this in their names")
+    options = parser.parse_args()
     launches: dict[str, Launch] = {
         "vector arithmetic": chains,
+        "bf16 products 16x16x32": products("bf16"),
+        "scaled fp8 products 16x16x128": products("fp8"),
         "scaled-MFMA GEMM 256x512x2048": gemm(),
         "linear 2304x6144, M=1": linear(1),
         "linear 2304x6144, M=16": linear(16),
     }
     rows = []
     for name, run in launches.items():
+        if options.only not in name:
+            continue
         for strict in (False, True):
             time_s, report = seconds(run, SimOptions(strict=strict, threads=1))
             rows.append({
@@ -133,11 +165,15 @@ def main() -> None:
     for row in rows:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
     Console(width=160).print(table)
-    if save:
+    if options.save:
         folder = MEASURED / folder_name(cpu_name())
         folder.mkdir(parents=True, exist_ok=True)
         frame = pd.DataFrame(rows).assign(commit=commit(), date=datetime.date.today().isoformat())
-        frame.to_csv(folder / "simulator.csv", index=False, float_format="%.4g")
+        saved = folder / "simulator.csv"
+        if options.only and saved.exists():  # what was not run stays as it was
+            others = pd.read_csv(saved)
+            frame = pd.concat([others[~others["launch"].isin(frame["launch"])], frame])
+        frame.to_csv(saved, index=False, float_format="%.4g")
         draw(frame, folder / "simulator.png")
 
 
