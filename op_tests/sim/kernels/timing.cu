@@ -65,6 +65,17 @@ DEVICE u64 followed(const u64* links) {
     return at;
 }
 
+DEVICE u32 scalar_loads(const u64* links, int count) {
+    u32 sum = 0;
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+        u32 scale;
+        asm volatile("s_load_dword %0, %1, 0x0\n\ts_waitcnt lgkmcnt(0)" : "=s"(scale) : "s"(links));
+        sum += scale;
+    }
+    return sum;
+}
+
 // A register's way through memory of the lane's own, as the compiler's spills go.
 DEVICE void spill(u32& x) {
     volatile u32 aside[SPILL + 1];
@@ -119,31 +130,42 @@ KERNEL(256) gemv(const u32x4* w, const u32x4* x, const u64* links, u32* out, int
 #pragma unroll
         for (int i = 0; i < BARRIERS * AHEAD; i++)
             __builtin_amdgcn_s_barrier();
-#pragma unroll
-        for (int i = 0; i < SCALAR * AHEAD; i++) {
-            u32 scale;
-            asm volatile("s_load_dword %0, %1, 0x0\n\ts_waitcnt lgkmcnt(0)"
-                         : "=s"(scale)
-                         : "s"(links));
-            sum += scale;
-        }
+        sum += scalar_loads(links, SCALAR * AHEAD);
     }
     vector_work<LATE>(sum);
     out[group_id() * 256 + lane_id()] = sum;
 }
 
+// What a lane loads for a step of a tile: its own 16 bytes, and of x where that is planted.
+struct Loaded {
+    u32x4 own, x[X_READS];
+};
+DEVICE Loaded of_step(const char* from, const u32x4* x, int step) {
+    Loaded loaded;
+    loaded.own = *(const u32x4*)(from + (u64)step * 256 * STRIDE);
+#pragma unroll
+    for (int i = 1; i < X_READS; i++)
+        loaded.x[i] = x[(step * 256 + i * 64 + lane_id()) % 1024];
+    return loaded;
+}
+
 // The product of a tile that is passed through LDS, `steps` times.
-DEVICE u32 product(const u32x4* from, u32x4* lds, int steps, u32 work) {
+DEVICE u32 product(const char* from, const u32x4* x, const u64* links, u32x4* lds, int steps,
+                   u32 work) {
     f32x4 sums[4] = {};
-    u32x4 next = from[0];
+    Loaded next = of_step(from, x, 0);
     int at = lane_id() * CONFLICTS % 256;
     for (int step = 0; step < steps; step++) {
-        u32x4 now = next;
+        u32x4 now = next.own;
+#pragma unroll
+        for (int i = 1; i < X_READS; i++)
+            now ^= next.x[i];
         barrier();
         lds[lane_id()] = now;
         if (AHEAD > 1 && step + 1 < steps)
-            next = from[(step + 1) * 256];
+            next = of_step(from, x, step + 1);
         barrier();
+        work += scalar_loads(links, SCALAR);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             u32x4 a = lds[(at + 64 * i) % 256], b = lds[(at + 64 * i + 32) % 256];
@@ -153,7 +175,7 @@ DEVICE u32 product(const u32x4* from, u32x4* lds, int steps, u32 work) {
                                                                        0, work);
         }
         if (AHEAD == 1 && step + 1 < steps)
-            next = from[(step + 1) * 256];
+            next = of_step(from, x, step + 1);
         spill(work);
 #pragma unroll
         for (int i = 0; i < BARRIERS; i++)
@@ -173,8 +195,8 @@ KERNEL(256) tile(const u32x4* w, const u32x4* x, const u64* links, u32* out, int
     u32 work = lane_id();
     early_work(work);
     u64 zero = followed(links);
-    const u32x4* from = w + (u64)group_id() * steps * 256 + lane_id() + zero;
-    out[group_id() * 256 + lane_id()] = product(from, lds, steps, work);
+    const char* from = (const char*)w + ((u64)group_id() * steps * 256 + lane_id()) * STRIDE + zero;
+    out[group_id() * 256 + lane_id()] = product(from, x, links, lds, steps, work);
 }
 
 // Persistent: looks up where each of its tiles begins, and shares `steps` among them.
@@ -192,7 +214,8 @@ KERNEL(256) grouped(const u32x4* w, const u32x4* x, const u64* links, u32* out, 
         wait();
         arrived(group);
         u64 begins = (u64)(group_id() * TILES + tile + group.x) * each * 256;
-        sum += product(w + begins + lane_id(), lds, each, work);
+        const char* from = (const char*)w + (begins + lane_id()) * STRIDE;
+        sum += product(from, x, links, lds, each, work);
         out[group_id() * 256 + lane_id()] = sum;
     }
 }
