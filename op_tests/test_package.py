@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import aiter_mx
+from aiter_mx.kernels.registry import ops
 
 CHECKOUT = Path(__file__).parents[1]
 
@@ -20,6 +21,7 @@ import json, logging, os, sys, threading, time
 environment, path, threads = dict(os.environ), list(sys.path), threading.active_count()
 started = time.perf_counter()
 import aiter_mx
+from aiter_mx.kernels.registry import ops
 seconds = time.perf_counter() - started
 print(json.dumps({
     "seconds": seconds,
@@ -134,3 +136,18 @@ def test_installed_wheel_compiles_its_kernels(installed, tmp_path):
 
 def test_command_is_an_entry_point(installed):
     assert (installed / "bin" / "aiter-mx").is_file()
+
+
+def test_every_op_can_be_the_first_that_is_asked_for() -> None:
+    """Kernels of one op may be another's too; whose module is imported first must not matter."""
+    script = (
+        "import os, sys, torch\n"  # once, as it takes longest
+        "for op in sys.argv[1:]:\n"
+        "    if (child := os.fork()) == 0:\n"
+        "        from aiter_mx.kernels.registry import kernels_of\n"
+        "        kernels_of(op)\n"
+        "        os._exit(0)\n"
+        "    if os.waitpid(child, 0)[1]:\n"
+        "        sys.exit(f'{op} cannot be the first')\n"
+    )
+    subprocess.run([sys.executable, "-c", script, *ops()], check=True)

@@ -18,7 +18,7 @@ from aiter_mx.dispatch.cells import SIDE_FILES, format_config, parse_config
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import TableError
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.registry import find_kernel, ops
+from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Key
 from aiter_mx.paths import configs_dir
 from aiter_mx.plan import build_requests
@@ -394,21 +394,6 @@ def test_a_warm_up_passes_over_empty_linears() -> None:
     with aiter_mx.simulate("gfx950"):
         routes = aiter_mx.warmup("linear", M=[0, 1], N=72, K=64)
     assert [chosen.kernel for chosen in routes] == ["reference", "gemv"]
-
-
-def test_every_op_can_be_the_first_that_is_asked_for() -> None:
-    """Kernels of one op may be another's too; whose module is imported first must not matter."""
-    script = (
-        "import os, sys, torch\n"  # once, as it takes longest
-        "for op in sys.argv[1:]:\n"
-        "    if (child := os.fork()) == 0:\n"
-        "        from aiter_mx.kernels.registry import kernels_of\n"
-        "        kernels_of(op)\n"
-        "        os._exit(0)\n"
-        "    if os.waitpid(child, 0)[1]:\n"
-        "        sys.exit(f'{op} cannot be the first')\n"
-    )
-    subprocess.run([sys.executable, "-c", script, *ops()], check=True)
 
 
 def test_rows_for_overlap_or_unquantised_x_come_before_those_without(
