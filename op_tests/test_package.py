@@ -21,7 +21,6 @@ import json, logging, os, sys, threading, time
 environment, path, threads = dict(os.environ), list(sys.path), threading.active_count()
 started = time.perf_counter()
 import aiter_mx
-from aiter_mx.kernels.registry import ops
 seconds = time.perf_counter() - started
 print(json.dumps({
     "seconds": seconds,
