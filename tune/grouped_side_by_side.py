@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -197,13 +197,24 @@ def lines(
             yield line(cell, own, words, None, even[alike])
 
 
+def rows_of(path: Path) -> list[dict[str, object]]:
+    """The rows of a saved table."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def key_of(row: Mapping[str, object]) -> tuple[str, ...]:
+    """Which cell a row is of."""
+    return tuple(str(row[field.name]) for field in fields(Cell))
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--checkout", type=Path, help="of the pull request's branch")
     parser.add_argument("--work", type=Path, help="for what is compiled on the way")
     parser.add_argument("--only", default="", help="cells whose text has this")
-    parser.add_argument("--save", action="store_true", help=f"write {SAVED.name}")
+    parser.add_argument("--save", action="store_true", help=f"write these cells into {SAVED.name}")
     options = parser.parse_args()
     kept = saved()
     wanted = [cell for cell in cells() if options.only in str(cell)]
@@ -215,15 +226,16 @@ def main() -> None:
     def of_other(cell: Cell) -> list[Traced]:
         return kept[cell] if cell in kept else theirs(published, cell)
 
-    found = []
+    found = {} if not SAVED.exists() else {key_of(row): row for row in rows_of(SAVED)}
     for row in lines(wanted, of_other):
         print(*row.values(), flush=True)
-        found.append(row)
+        found[key_of(row)] = row
     if options.save:
+        ranks = {key_of(vars(cell)): rank for rank, cell in enumerate(cells())}
         with SAVED.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
-            writer.writerows(found)
+            writer.writerows(found[key] for key in sorted(found, key=ranks.__getitem__))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from aiter_mx.workloads import workload_of
 from op_tests.conformance import in_order
 from op_tests.launches import bound, is_poison, poisoned
 from op_tests.moe.layers import random_call
+from op_tests.sim.mutation_workloads import vary_halves
 
 CPU = torch.device("cpu")
 NAN_SCALE, NAN_PAYLOAD = 255, 0x7F
@@ -43,6 +45,10 @@ PROBLEMS = [("moe_up", problem) for problem in UPS] + [("moe_down", problem) for
 def drawn(op: str, problem: Any, backend: str, seed: int = 0) -> tuple[list[Tensor | None], Any]:
     """Operands with a poisoned result, and what launches over them."""
     operands = workload_of(op).operands(problem, CPU, seed)
+    values = operands[3 if op == "moe_up" else 0]
+    assert values is not None
+    if values.dtype != torch.float8_e4m3fn:  # halves of a block, which two lanes have, differ
+        vary_halves(values)
     result = operands[-1]
     assert result is not None
     operands[-1] = poisoned(result.shape, result.dtype)
@@ -185,6 +191,23 @@ def test_extreme_scales_neither_overflow_nor_vanish() -> None:
         judge = workload_of("moe_up").judge(up, operands)
         run(operands)
         assert judge(operands).right
+
+
+def test_tokens_quantised_on_the_way_give_the_bits_of_those_that_come_quantised() -> None:
+    """A block's scale is of both halves: which one it is of hardly shows in sums."""
+    up = MoeUpProblem(2, 64, 640, 2, 1, 2)
+    with aiter_mx.simulate("gfx950"):
+        operands, run = drawn("moe_up", up, "hip")
+        x, h = operands[3], operands[-1]
+        assert x is not None and h is not None
+        x.view(2, -1, 16)[:, ::2] *= 2.0**-12  # what a scale of this half alone would keep
+        run(operands)
+        operands[3:5] = aiter_mx.quantize(x, mode="rceil")
+        operands[-1] = poisoned(h.shape, h.dtype)
+        kernel = find_kernel("moe_up", "gfx950", "hip", "gemv")
+        bound(kernel, CPU, replace(up, x_dtype="mxfp8"))(operands)
+        quantised = operands[-1]
+        assert quantised is not None and torch.equal(quantised, h)
 
 
 def test_few_tokens_take_two_launches_where_an_architecture_has_them() -> None:

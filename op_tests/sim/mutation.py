@@ -29,7 +29,7 @@ from rich.progress import track
 
 from op_tests.sim.mutation_kinds import KINDS, NOP
 from op_tests.sim.mutation_planting import Mutant, assemble, case_named, patched, sample
-from op_tests.sim.mutation_probes import CASES, Case, verdict
+from op_tests.sim.mutation_probes import EVERY_CASE, AnyCase, verdict
 from op_tests.sim.mutation_report import Outcome, page, reasons, show, survivors
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "mutation.md"
@@ -44,7 +44,7 @@ def judge(mutant: Mutant) -> Outcome:
     return Outcome(mutant, by, message)
 
 
-def _executed(case: Case, mutant: Mutant) -> bool:
+def _executed(case: AnyCase, mutant: Mutant) -> bool:
     """Whether any probe reaches the instruction: an endless loop in its place is noticed."""
     (loop,) = assemble(["s_branch -1"])
     (nop,) = assemble([NOP])
@@ -56,7 +56,7 @@ def _executed(case: Case, mutant: Mutant) -> bool:
 
 def _start_worker() -> None:
     torch.set_num_threads(1)
-    for case in CASES:
+    for case in EVERY_CASE:
         _ = case.image  # by the usual cache
     os.environ["AITER_MX_CACHE_DIR"] = os.environ["MUTANTS_DIR"]  # of no use later
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     chosen = [
         mutant
-        for case in CASES
+        for case in EVERY_CASE
         if fnmatch(case.name, options.kernels)
         for mutant in sample(case, options.classes, options.per_class, options.seed)
     ]

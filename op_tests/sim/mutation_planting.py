@@ -14,7 +14,7 @@ from aiter_mx.jit.toolchain import llvm_tool
 from aiter_mx.sim.disasm import Instruction
 from aiter_mx.sim.program import Program
 from op_tests.sim.mutation_kinds import NOP, mutants_of
-from op_tests.sim.mutation_probes import CASES, Case
+from op_tests.sim.mutation_probes import EVERY_CASE, AnyCase
 
 _ENCODING = re.compile(r"encoding: \[([^\]]+)\]")
 _CONTEXT = 3  # instructions shown, and matched by reasons, on each side of a mutant's
@@ -69,14 +69,14 @@ def assemble(lines: Sequence[str]) -> list[tuple[int, ...] | None]:
 
 
 @cache
-def listing(case: Case) -> tuple[Instruction, ...]:
+def listing(case: AnyCase) -> tuple[Instruction, ...]:
     """The kernel's own instructions."""
     program = Program.from_image(case.image)
     begin, size = program.code_object.functions[case.module.symbol]
     return tuple(ins for ins in program.listing if begin <= ins.address < begin + size)
 
 
-def mutants(case: Case, kinds: Sequence[str]) -> list[Mutant]:
+def mutants(case: AnyCase, kinds: Sequence[str]) -> list[Mutant]:
     """Every mutant of a case that the assembler accepts and that fits into the kernel."""
     drafts = [
         (kind, index, change, new)
@@ -103,7 +103,7 @@ def _highest_vgpr(text: str) -> int:
     return max((int(n) for n in re.findall(r"\bv(?:\[\d+:)?(\d+)", text)), default=-1)
 
 
-def patched(case: Case, mutant: Mutant) -> bytes:
+def patched(case: AnyCase, mutant: Mutant) -> bytes:
     """The code object with a mutant in it."""
     address = listing(case)[mutant.index].address
     for segment in parse_code_object(case.image).segments:
@@ -114,7 +114,7 @@ def patched(case: Case, mutant: Mutant) -> bytes:
     raise ValueError(f"{address:#x} is in no section of {case.name}")
 
 
-def sample(case: Case, kinds: Sequence[str], per_class: int, seed: int) -> list[Mutant]:
+def sample(case: AnyCase, kinds: Sequence[str], per_class: int, seed: int) -> list[Mutant]:
     """At most ``per_class`` mutants of each kind, by a seed; all of them when it is 0."""
     every = mutants(case, kinds)
     if not per_class:
@@ -127,9 +127,9 @@ def sample(case: Case, kinds: Sequence[str], per_class: int, seed: int) -> list[
     return chosen
 
 
-def case_named(name: str) -> Case:
+def case_named(name: str) -> AnyCase:
     """A case by its name."""
-    return next(case for case in CASES if case.name == name)
+    return next(case for case in EVERY_CASE if case.name == name)
 
 
 def code_around(mutant: Mutant) -> str:

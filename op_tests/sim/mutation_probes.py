@@ -12,7 +12,7 @@ import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.target import hardware
 from op_tests.mx_reference import assert_close_to_reference, linear_reference64, random_mx
+from op_tests.sim.mutation_workloads import WORKLOAD_CASES, WorkloadCase
 
 GFX950 = replace(hardware("gfx950"), cu_num=1)  # whose workgroups have all the rows they may
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -95,6 +96,9 @@ class Case:
     def launches(self) -> list[Launch]:
         """The probes with their data."""
         return [Launch(self, probe, seed) for seed, probe in enumerate(self.probes)]
+
+
+AnyCase: TypeAlias = Case | WorkloadCase
 
 
 def _probes(
@@ -175,6 +179,7 @@ CASES = (
     _mfma((2, 4), 1, 4, 3, 1, "fp16", odd=0),
     _mfma_split((17, 30), 2, 2, 3, "bf16", odd=1),
 )
+EVERY_CASE: tuple[AnyCase, ...] = (*CASES, *WORKLOAD_CASES)
 
 
 class Memory:
@@ -321,7 +326,7 @@ class Launch:
         assert not self._shared.get("arrived", np.zeros(1)).any(), "counters are left"
 
 
-def verdict(case: Case, image: bytes) -> tuple[str, str]:
+def verdict(case: AnyCase, image: bytes) -> tuple[str, str]:
     """What catches a mutant of a code object, and its message; both empty if nothing does."""
     program = Program.from_image(image)
     for launch in case.launches:

@@ -1,0 +1,150 @@
+"""Kernels beside the linear ones to plant mistakes in: small launches, judged by workloads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from aiter_mx.kernels.moe_combine import MoeCombineProblem
+from aiter_mx.kernels.moe_down import MoeDownProblem
+from aiter_mx.kernels.moe_up import MoeUpProblem
+from aiter_mx.kernels.quantize import QuantizeProblem
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.kernels.spec import KernelSpec, Module, Problem
+from aiter_mx.sim.program import Program, SimOptions
+from aiter_mx.target import hardware
+from aiter_mx.trial import Prepared, prepare
+from aiter_mx.workloads import workload_of
+from op_tests.launches import poisoned
+
+_SCHEDULES = ("random", "round-robin", "run-to-barrier")
+_MAX_STEPS = 1 << 18
+
+
+def vary_halves(values: torch.Tensor) -> None:
+    """Give the halves of blocks, each of which a lane has, sizes of their own."""
+    halves = values.view(len(values), -1, 16)
+    halves *= torch.randint(-4, 4, halves.shape[:2]).exp2().to(halves.dtype)[..., None]
+
+
+@dataclass(frozen=True, eq=False)
+class WorkloadCase:
+    """A kernel variant and the problems that it is held against, which share its code object.
+
+    Attributes:
+        name: of the variant.
+        op, kernel: which kernel it is.
+        problems: what is computed, each with a schedule of its own.
+        config: the kernel's parameters; by default its own choice for the first problem.
+    """
+
+    name: str
+    op: str
+    kernel: str
+    problems: tuple[Problem, ...]
+    config: Mapping[str, int] | None = None
+
+    @cached_property
+    def spec(self) -> KernelSpec:
+        """The kernel."""
+        return find_kernel(self.op, "gfx950", "hip", self.kernel)
+
+    @property
+    def module(self) -> Module:
+        """What it is compiled from."""
+        assert self.spec.module is not None
+        return self.spec.module
+
+    @cached_property
+    def launches(self) -> list[WorkloadLaunch]:
+        """The problems with their data."""
+        return [WorkloadLaunch(self, number) for number in range(len(self.problems))]
+
+    @cached_property
+    def image(self) -> bytes:
+        """The code object."""
+        return self.prepared(0, None).image.read_bytes()
+
+    def prepared(self, number: int, operands: list[torch.Tensor | None] | None) -> Prepared:
+        """The launch of a problem."""
+        target = hardware("gfx950")
+        config = self.config or self.spec.configure(target, self.problems[0])
+        return prepare(self.spec, self.problems[number], config, operands=operands)
+
+
+class WorkloadLaunch:
+    """A problem with its operands in place."""
+
+    def __init__(self, case: WorkloadCase, number: int) -> None:
+        problem, workload = case.problems[number], workload_of(case.op)
+        self._operands = list(workload.operands(problem, torch.device("cpu"), number))
+        for arg, values in zip(case.module.args, self._operands, strict=False):
+            if arg.name in ("x", "h") and arg.access == "r" and values is not None:
+                vary_halves(values)
+            elif arg.name == "bias" and values is not None:
+                values *= 512  # else it is lost in what sums may be off by
+        self._judge = workload.judge(problem, self._operands)
+        self._prepared = case.prepared(number, self._operands)
+        written = [arg.access == "w" for arg in case.module.args if arg.kind == "pointer"]
+        self._results = [
+            tensor
+            for tensor, is_result in zip(self._operands, written, strict=False)
+            if is_result and tensor is not None
+        ]
+        self._options = SimOptions(
+            schedule=_SCHEDULES[number % len(_SCHEDULES)], seed=number, max_steps=_MAX_STEPS
+        )
+
+    def run(self, program: Program, strict: bool = True) -> None:
+        """Launch and compare.
+
+        Raises:
+            SimulatorError: the simulator found a mistake.
+            AssertionError: the result is wrong.
+        """
+        for result in self._results:
+            result.copy_(poisoned(result.shape, result.dtype))
+        replace(self._prepared, program=program).run(replace(self._options, strict=strict))
+        verdict = self._judge(self._operands)
+        assert verdict.right, str(verdict)
+
+
+WORKLOAD_CASES = (
+    WorkloadCase(
+        "moe_up f2 w2 u1",
+        "moe_up",
+        "gemv",
+        (
+            MoeUpProblem(2, 64, 2176, 3, 2, 5, shared=1, has_map=1, bias="bf16"),
+            MoeUpProblem(1, 192, 3200, 4, 3, 3, has_map=1, bias="fp32"),
+            MoeUpProblem(3, 64, 128, 3, 2, 5, has_map=1, bias="fp16"),
+        ),
+        {"features": 2, "waves": 2, "unroll": 1},
+    ),
+    WorkloadCase(
+        "moe_down r3 w2 u1",
+        "moe_down",
+        "gemv",
+        (
+            MoeDownProblem(2, 64, 1152, 3, 2, 5, shared=1, has_map=1, bias="bf16"),
+            MoeDownProblem(1, 97, 1280, 4, 2, 4, shared=1, has_map=1, bias="fp32"),
+            MoeDownProblem(3, 32, 1408, 3, 2, 5, shared=1, has_map=1, bias="fp16"),
+        ),
+        {"rows": 3, "waves": 2, "unroll": 1},
+    ),
+    WorkloadCase(
+        "moe_combine k3",
+        "moe_combine",
+        "combine",
+        (MoeCombineProblem(3, 260, 3, 5, shared=1), MoeCombineProblem(2, 1028, 3, 2, shared=1)),
+    ),
+    WorkloadCase(
+        "quantize rows",
+        "quantize",
+        "rows",
+        (QuantizeProblem(3, 2080), QuantizeProblem(17, 96), QuantizeProblem(1, 4128)),
+    ),
+)
