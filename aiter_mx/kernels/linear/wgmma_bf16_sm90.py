@@ -352,6 +352,8 @@ def _workspace_bytes(target: Target, problem: LinearProblem, config: Config) -> 
 def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
     """None for x that the launch ahead quantises."""
     room = 2 * problem.M * problem.K + _MOST_BEYOND_X
+    if problem.x_dtype == "e4m3" or layout(target, problem, config) is None:
+        return ()
     if _workspace_bytes(target, problem, config) <= room:
         return ()
     return quantised_meanwhile(target, problem, config)
