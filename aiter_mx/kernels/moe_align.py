@@ -32,6 +32,7 @@ MAX_IDS = 1 << 31  # places in the lists are int32
 MAX_TRITON_EXPERTS = 1 << 13  # whose counts a program holds
 MAX_TRITON_IDS = 1 << 30  # so that programs' steps beyond them are int32 too
 _IDS_OF_FEW_WAVES = 1024
+_HELD = 4  # chunks of a wave whose experts stay in registers
 _MOST_THREADS = 1024
 
 
@@ -164,9 +165,15 @@ def _configure(target: Target, problem: MoeAlignProblem) -> Config:
     return {"waves": min(most, 8) if problem.routed <= _IDS_OF_FEW_WAVES else most}
 
 
+def _held_ids(target: Target, config: Config) -> int:
+    return config["waves"] * target.wave_size * _HELD
+
+
 def _defines(target: Target, problem: MoeAlignProblem, config: Config) -> Mapping[str, int]:
     return {
         "MX_WAVES": config["waves"],
+        "MX_HELD": _HELD,
+        "MX_MANY": int(problem.routed > min(_IDS_OF_FEW_WAVES, _held_ids(target, config))),
         "MX_EXPERTS": _room(problem),
         "MX_PACKED": int(problem.ids == "aiter"),
         "MX_WIDE_IDS": int(problem.id_dtype == "i64"),

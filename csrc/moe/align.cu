@@ -33,6 +33,7 @@ constexpr int kWaves = MX_WAVES;     // of the workgroup
 constexpr int kExperts = MX_EXPERTS; // room for experts: a power of two, at least kLanes
 constexpr bool kPacked = MX_PACKED;  // aiter's ids
 constexpr bool kMasked = MX_MASKED;  // rows are with their experts already
+constexpr bool kMany = MX_MANY;      // there may be more ids than waves hold
 constexpr bool kQuantizes = MX_X != kNone;
 using X = DType<kQuantizes ? MX_X : kF32>; // of the activations
 #if MX_WIDE_IDS
@@ -42,8 +43,9 @@ using Id = int;
 #endif
 
 constexpr int kThreads = kWaves * kLanes;
-constexpr int kHeld = 4;                        // chunks of a wave whose experts stay in registers
-constexpr int kAtOnce = 8;                      // chunks after these that are looked up at a time
+constexpr int kHeld = MX_HELD; // chunks of a wave whose experts stay in registers
+// Chunks after these that are looked up at a time; with more gfx950 would spill.
+constexpr int kAtOnce = kLanes == 64 ? 4 : 8;
 constexpr int kScanned = kExperts / kLanes;     // experts of a lane in the scan
 enum Map { kAll = 0, kNumbers = 1, kMask = 2 }; // what expert_map holds
 
@@ -204,9 +206,10 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
             held_same[c] = same_expert(held[c]);
             count_chunk(held[c], held_same[c]);
         }
-    // Calls with the first routed row and the expert of each chunk that is not held.
+    // Calls with the first routed row and the expert of each chunk that is not held. Few ids do
+    // without its instructions, as a layer of few tokens waits for all that it fetches.
     const auto each_later = [&](const auto& take) {
-        for (int first = kHeld; first < chunks; first += kAtOnce) {
+        for (int first = kHeld; kMany && first < chunks; first += kAtOnce) {
             int found[kAtOnce];
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i)
