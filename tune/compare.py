@@ -34,7 +34,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from compare_cells import EAGER, Cell, draw_cells, operands_of, tiny
+from compare_cells import EAGER, Cell, benched_cells, draw_cells, operands_of, tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS = ("op", "timed", "M", "out_dtype", "x_dtype", "bias", "pdl")
@@ -326,7 +326,9 @@ def compare(arguments: argparse.Namespace) -> bool:
     cells = EAGER + draw_cells(
         arguments.cells, arguments.moe, arguments.grouped, arguments.quantize, arguments.seed
     )
-    if not on_gpu:
+    if on_gpu:
+        cells += [cell for cell in benched_cells() if cell not in cells]
+    else:
         cells = tiny(cells)
     ends_at = time.monotonic() + arguments.budget
     trees = Tree(arguments.base, on_gpu), Tree(ROOT, on_gpu)

@@ -65,13 +65,18 @@ def draw_cells(linears: int, layers: int, grouped: int, quantize: int, seed: int
         cells.append({"op": "grouped_gemm", "M": 2048 * G, "N": N, "K": K, "G": G, "mode": mode})
     for to, dtype, M in dice.sample(QUANTIZE, min(quantize, len(QUANTIZE))):
         cells.append({"op": "quantize", "M": M, "N": 4096, "to": to, "x_dtype": dtype})
-    for (N, K), M, pdl in product(BENCHED, (1, 2, 4, 8, 16, 32, 64), (False, True)):
-        kinds_of = {"out_dtype": "bf16", "x_dtype": "e4m3", "bias": "none", "pdl": pdl}
-        cells.append({"op": "linear", "M": M, "N": N, "K": K} | kinds_of)
-    cells += [{"op": "fused_moe", "M": M} | BENCHED_LAYER for M in (1, 2, 4, *MOE_ROWS[1:])]
-    cells = [cell for at, cell in enumerate(cells) if cell not in cells[:at]]
     dice.shuffle(cells)
     return cells
+
+
+def benched_cells() -> list[Cell]:
+    """Those of the benchmarks of linears and of expert layers."""
+    usual = {"out_dtype": "bf16", "x_dtype": "e4m3", "bias": "none"}
+    rows = product(BENCHED, (1, 2, 4, 8, 16, 32, 64), (False, True))
+    linears = [
+        {"op": "linear", "M": M, "N": N, "K": K, **usual, "pdl": pdl} for (N, K), M, pdl in rows
+    ]
+    return linears + [{"op": "fused_moe", "M": M} | BENCHED_LAYER for M in (1, 2, 4, *MOE_ROWS[1:])]
 
 
 def tiny(cells: Iterable[Cell]) -> list[Cell]:

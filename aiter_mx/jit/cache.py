@@ -246,7 +246,7 @@ def _build_shared(
         if found := lookup(kind, key, suffix):
             return found
         for garbled in _named(kind, f"{key}.", suffix):
-            garbled.unlink()
+            garbled.unlink(missing_ok=True)  # another process may clear the cache
         scratch = root / "tmp"
         scratch.mkdir(mode=0o700, exist_ok=True)
         sweep(scratch)

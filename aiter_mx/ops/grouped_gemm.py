@@ -198,8 +198,8 @@ def _grouped_gemm(
         (device, a_scale.device, b.device, b_scale.device, ends.device),
         starts is not None and (starts.shape, starts.dtype, starts.device),
         bias is not None and (bias.shape, bias.dtype, bias.device),
-        out_offs is not None and (out_offs.shape, out_offs.dtype, out_offs.device, out_rows),
-        (a.is_cuda or cpu_target(), expected_rows, a_scale_layout, b_scale_layout),
+        out_offs is not None and (out_offs.shape, out_offs.dtype, out_offs.device),
+        (a.is_cuda or cpu_target(), expected_rows, a_scale_layout, b_scale_layout, out_rows),
     )
     found = _plans.by_call.get(call)
     if found is None:

@@ -34,6 +34,9 @@ def test_cells_are_the_same_for_each_seed_and_cover_every_kind(compare) -> None:
     linears = [cell for cell in cells if cell["op"] == "linear"]
     assert len({tuple(cell.items()) for cell in linears}) == 400
     assert len({(cell["N"], cell["K"]) for cell in linears}) == 40
+    benched = compare.benched_cells()
+    assert Counter(cell["op"] for cell in benched) == {"linear": 70, "fused_moe": 10}
+    assert len({tuple(cell.items()) for cell in benched}) == 80
     for field, values in (("M", 7), ("out_dtype", 3), ("x_dtype", 2)):
         assert len({cell[field] for cell in linears}) == values
 
