@@ -13,7 +13,7 @@ import aiter_mx
 from aiter_mx.code_object import parse_code_object
 from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
-from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PARAMS, PERSISTENT, _lds_bytes
+from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PARAMS, PERSISTENT, _copied, _lds_bytes
 from aiter_mx.kernels.spec import Config, combinations
 from aiter_mx.launch import build_request
 from aiter_mx.runtimes.sim import last_report
@@ -71,7 +71,7 @@ def test_no_variant_spills_and_named_sums_are_touched_by_nothing_else() -> None:
         (kernel,) = parse_code_object(code.image).kernels.values()
         spilled = (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes)
         assert spilled == (0, 0, 0), f"{problem} {config}: {kernel}"
-        assert kernel.lds_bytes == _lds_bytes(problem, config)
+        assert kernel.lds_bytes == _lds_bytes(_copied(problem), config["tile_m"], config["tile_n"])
         elements = config["tile_m"] * config["tile_n"]
         is_named = elements >= NAMED_FROM
         assert kernel.agprs == (256 if is_named else 0), f"{config}: {kernel}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
+from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.grouped_gemm.problem import (
@@ -76,16 +78,43 @@ def _refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
     return None
 
 
-def _lds_bytes(problem: GroupedGemmProblem, config: Config) -> int:
+class _Copied(NamedTuple):
+    """What a step's copies and a tile's results depend on, besides the tile.
+
+    Attributes:
+        a_layout, b_layout: of scales.
+        scale_bytes: what rows of scales start at multiples of.
+        a_in_runs: whether row-major scales of a are copied in runs.
+        out_bytes: of a result.
+    """
+
+    a_layout: str
+    b_layout: str
+    scale_bytes: int
+    a_in_runs: bool
+    out_bytes: int
+
+
+def _copied(problem: GroupedGemmProblem) -> _Copied:
+    return _Copied(
+        problem.a_scale_layout,
+        problem.b_scale_layout,
+        _scale_bytes(problem),
+        _a_in_runs(problem),
+        4 if problem.out_dtype == "fp32" else 2,
+    )
+
+
+@cache
+def _lds_bytes(copied: _Copied, tile_m: int, tile_n: int) -> int:
     """What the kernel's ``kLdsBytes`` is."""
-    tile_m, tile_n = config["tile_m"], config["tile_n"]
-    pieces = 4 // _scale_bytes(problem)
+    pieces = 4 // copied.scale_bytes
     at_once = _WAVES * 64 // pieces  # rows of scales that the waves copy together
     stage = (tile_m + tile_n) * _DEPTH
     for layout, rows, blocks, in_runs in (
         # a tile of a may begin within a block
-        (problem.a_scale_layout, tile_m, tile_m // 16 + 1, _a_in_runs(problem)),
-        (problem.b_scale_layout, tile_n, tile_n // 16, True),
+        (copied.a_layout, tile_m, tile_m // 16 + 1, copied.a_in_runs),
+        (copied.b_layout, tile_n, tile_n // 16, True),
     ):
         if layout == "row_major" and in_runs:
             stage += rows * _RUN_BYTES
@@ -93,26 +122,30 @@ def _lds_bytes(problem: GroupedGemmProblem, config: Config) -> int:
             stage += -(-rows // at_once) * at_once * 4 * pieces
         else:
             stage += -(-blocks // _WAVES) * _WAVES * 16 * _DEPTH // BLOCK
-    size = 4 if problem.out_dtype == "fp32" else 2
     features = tile_n // (2 if tile_m > 32 else 4)
-    return 2 * stage + _WAVES * 16 * min(features * size, 256)
+    return 2 * stage + _WAVES * 16 * min(features * copied.out_bytes, 256)
 
 
 def resident(problem: GroupedGemmProblem, config: Config) -> int:
     """Workgroups that a compute unit holds at once."""
+    return _resident(_copied(problem), config["tile_m"], config["tile_n"])
+
+
+@cache
+def _resident(copied: _Copied, tile_m: int, tile_n: int) -> int:
     # Tiles of half this size and less leave each lane half of a SIMD's registers or more.
-    by_registers = 2 if config["tile_m"] * config["tile_n"] <= 128 * 128 else 1
-    return min(by_registers, _LDS_BYTES // _lds_bytes(problem, config))
+    by_registers = 2 if tile_m * tile_n <= 128 * 128 else 1
+    return min(by_registers, _LDS_BYTES // _lds_bytes(copied, tile_m, tile_n))
 
 
-def _address_cycles(problem: GroupedGemmProblem, config: Config) -> float:
+def _address_cycles(copied: _Copied, tile_m: int, tile_n: int) -> float:
     """Of the copies of a step: one for four lanes in one line, else one for each lane."""
-    pieces = 4 // _scale_bytes(problem)  # lanes of a row of scales
+    pieces = 4 // copied.scale_bytes  # lanes of a row of scales
     run_steps = 4 if pieces == 1 else 3
     cycles = 0.0
     for layout, rows, in_runs in (
-        (problem.a_scale_layout, config["tile_m"], _a_in_runs(problem)),
-        (problem.b_scale_layout, config["tile_n"], True),
+        (copied.a_layout, tile_m, copied.a_in_runs),
+        (copied.b_layout, tile_n, True),
     ):
         cycles += rows * _DEPTH / _COPY_BYTES_A_CYCLE
         if layout != "row_major":
@@ -124,19 +157,24 @@ def _address_cycles(problem: GroupedGemmProblem, config: Config) -> float:
     return cycles
 
 
-def _cycles(target: Target, problem: GroupedGemmProblem, config: Config) -> float:
-    """A bound on a call's time, all groups of one size: docs/kernels/persistent.md."""
-    tile_m, tile_n = config["tile_m"], config["tile_n"]
+@cache
+def _step_cycles(copied: _Copied, tile_m: int, tile_n: int) -> float:
     waves_m = 2 if tile_m > 32 else 1
     reads = _DEPTH * (tile_m * _WAVES // waves_m + tile_n * waves_m)
     copies = _DEPTH * (tile_m + tile_n)
     matrix = tile_m * tile_n * _DEPTH / _PRODUCTS_A_CYCLE
     lds = (reads + copies) / _LDS_BYTES_A_CYCLE
-    step = max(matrix, lds, _address_cycles(problem, config))
+    return max(matrix, lds, _address_cycles(copied, tile_m, tile_n))
+
+
+def _cycles(target: Target, problem: GroupedGemmProblem, copied: _Copied, config: Config) -> float:
+    """A bound on a call's time, all groups of one size: docs/kernels/persistent.md."""
+    tile_m, tile_n = config["tile_m"], config["tile_n"]
+    step = _step_cycles(copied, tile_m, tile_n)
     epilogue = _EPILOGUE_CYCLES * tile_m * tile_n / (256 * 256)
     steps = -(-problem.K // _DEPTH)
     tile = steps * step + epilogue + _TILE_CYCLES
-    held = resident(problem, config)
+    held = _resident(copied, tile_m, tile_n)
     tiles = min(problem.G, problem.M) * -(-problem.usual_rows // tile_m) * -(-problem.N // tile_n)
     whole_rounds, left = divmod(tiles, target.cu_num * held)
     rounds = float(whole_rounds + (left > 0))
@@ -159,7 +197,7 @@ def candidates_of(target: Target, problem: GroupedGemmProblem) -> list[Config]:
             for m in PARAMS[0].values
             for n in PARAMS[1].values
         ),
-        key=lambda config: _cycles(target, problem, config),
+        key=partial(_cycles, target, problem, _copied(problem)),
     )
     orders = ({"swath": 8, "xcds": _XCDS}, {"swath": 4, "xcds": _XCDS}, {"swath": 1, "xcds": 1})
     return [{**tile, **order} for order in orders for tile in tiles]
