@@ -108,13 +108,17 @@ def stand_ins(key: Key) -> tuple[Key, ...]:
     M is given up first and the kind of x last: what quantises x itself is another kernel's work.
     """
     own_M, N, K, own_out, own_x, own_pdl = key
-    x_dtypes = (own_x, "bf16", "e4m3") if own_x != "e4m3" else ("e4m3",)
+    tuned_M = rows_tuned_for(own_M)
+    rows = (own_M,) if tuned_M == own_M else (own_M, tuned_M)
+    out_dtypes = ("bf16",) if own_out == "bf16" else (own_out, "bf16")
+    overlaps = (True, False) if own_pdl else (False,)
+    x_dtypes = {"e4m3": ("e4m3",), "bf16": ("bf16", "e4m3")}.get(own_x, (own_x, "bf16", "e4m3"))
     return tuple(
         (M, N, K, out_dtype, x_dtype, pdl)
-        for x_dtype in dict.fromkeys(x_dtypes)
-        for pdl in ((True, False) if own_pdl else (False,))
-        for out_dtype in dict.fromkeys((own_out, "bf16"))
-        for M in dict.fromkeys((own_M, rows_tuned_for(own_M)))
+        for x_dtype in x_dtypes
+        for pdl in overlaps
+        for out_dtype in out_dtypes
+        for M in rows
     )
 
 

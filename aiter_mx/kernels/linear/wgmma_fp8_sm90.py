@@ -125,13 +125,13 @@ def _layout_of(
     x_is_a = _X_IS_A_M <= problem.M <= GROUP_ROWS or problem.M >= _TWO_A_M
     many = problem.N >= _MANY_ROWS or problem.N * problem.K >= _MANY_WEIGHTS
     at_once = most_clusters(target, split)
+    w_groups, unshared = divmod(row_groups, _groups_of_x(problem))
+    most_columns = 0 if unshared else min(_MOST_BOX_ROWS, _MOST_COLUMNS * w_groups)
     for passes in _PASSES if many else _PASSES[:1]:
         share = -(-problem.N // (at_once * passes))
         for x_first in (x_is_a, not x_is_a):
             if x_first:
-                w_groups = row_groups // _groups_of_x(problem)
-                fits = 0 < share <= min(_MOST_BOX_ROWS, _MOST_COLUMNS * w_groups)
-                fits &= row_groups % _groups_of_x(problem) == 0
+                fits = 0 < share <= most_columns
             else:
                 fits = -(-share // GROUP_ROWS) == row_groups
             if fits:
