@@ -130,11 +130,8 @@ def _layout_of(
     for passes in _PASSES if many else _PASSES[:1]:
         share = -(-problem.N // (at_once * passes))
         for x_first in (x_is_a, not x_is_a):
-            if x_first:
-                fits = 0 < share <= most_columns
-            else:
-                fits = -(-share // GROUP_ROWS) == row_groups
-            if fits:
+            as_a = 0 < share <= most_columns
+            if as_a if x_first else -(-share // GROUP_ROWS) == row_groups:
                 found = _laid_out(problem, split, row_groups, k_groups, x_first, passes, share)
                 if found is not None:
                     return found
