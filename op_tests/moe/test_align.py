@@ -190,12 +190,21 @@ def test_ids_and_weights_may_be_views(device: torch.device) -> None:
         assert all(map(torch.equal, plain, views))
 
 
-def test_more_ids_than_the_workgroup_holds_at_once(device: torch.device) -> None:
-    draw = random.Random(5)
-    topk_ids = draw_ids(draw, 1500, 8, 200).to(torch.int32)
+@pytest.mark.parametrize("M", [128, 129, 512, 513, 1500])
+def test_as_many_ids_as_the_workgroup_holds_at_once_and_more(device: torch.device, M: int) -> None:
+    topk_ids = draw_ids(random.Random(M), M, 8, 200).to(torch.int32)
     ids, expert_ids, padded = aiter_mx.moe_align(topk_ids.to(device), 64, 200)
     expected = lists_by_hand(topk_ids.tolist(), 64, list(range(200)), False)
-    assert_lists(ids, expert_ids, padded, expected, 64, 1500, 8)
+    assert_lists(ids, expert_ids, padded, expected, 64, M, 8)
+
+
+def test_few_waves_hold_fewer_ids_than_are_few_for_more_waves() -> None:
+    kernel, target = find_kernel("moe_align", "gfx950", "hip", "align"), hardware("gfx950")
+    many = [
+        kernel.modules[-1].defines(target, MoeAlignProblem(M=M, E=8, top_k=8), {"waves": waves})
+        for M, waves in ((64, 2), (65, 2), (128, 8), (129, 8))
+    ]
+    assert [defines["MX_MANY"] for defines in many] == [0, 1, 0, 1]
 
 
 def test_many_experts_and_too_many(device: torch.device) -> None:
