@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -15,7 +16,7 @@ __all__ = [
     "copies_to_stay_cold",
     "random_mx",
     "time_graph_us",
-    "time_host_us",
+    "time_hosts_us",
 ]
 
 Statistic: TypeAlias = Callable[[Sequence[float]], float]
@@ -83,19 +84,27 @@ def time_graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> f
     return GraphedCalls(calls).time_us(replays)
 
 
-def time_host_us(call: Callable[[], object], calls: int = 200, rounds: int = 50) -> float:
-    """Host time of one call in microseconds, the GPU's queue never full: median over rounds."""
-    for _ in range(calls):
-        call()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(calls):
+def time_hosts_us(
+    calls: Sequence[Callable[[], object]], repeats: int = 200, rounds: int = 50
+) -> list[float]:
+    """Host time of one call of each in microseconds, the GPU's queue never full.
+
+    The calls take turns, and the least of a call's rounds is its time: whatever disturbs a host
+    makes it slower.
+    """
+    for call in calls:
+        for _ in range(repeats):
             call()
-        times.append((time.perf_counter() - start) / calls * 1e6)
-        torch.cuda.synchronize()
-    return median(times)
+    torch.cuda.synchronize()
+    least = [math.inf] * len(calls)
+    for _ in range(rounds):
+        for at, call in enumerate(calls):
+            start = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            least[at] = min(least[at], (time.perf_counter() - start) / repeats * 1e6)
+            torch.cuda.synchronize()
+    return least
 
 
 def random_mx(rows: int, K: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

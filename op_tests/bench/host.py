@@ -22,7 +22,7 @@ from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.launch import bind, load_function, runtime_of
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.target import target_of
-from aiter_mx.timing import time_host_us
+from aiter_mx.timing import time_hosts_us
 from op_tests.bench.common import refuse_no_gpu, report
 from op_tests.mx_reference import random_mx
 
@@ -78,7 +78,8 @@ def main() -> None:
         "torch.nn.functional.linear, bf16": partial(torch.nn.functional.linear, x, w),
         "torch.empty": partial(torch.empty, (M, N), dtype=torch.bfloat16, device="cuda"),
     }
-    rows = [{"call": name, "host_us": time_host_us(call)} for name, call in calls.items()]
+    times = time_hosts_us(list(calls.values()))
+    rows = [{"call": name, "host_us": us} for name, us in zip(calls, times, strict=True)]
     report("Host time of one call", rows, "host" if save else None)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -117,20 +118,22 @@ def test_a_capture_ends_where_a_call_fails(gpu: Callable[[list[float]], FakeGpu]
     assert fake.log[-1] == "end"
 
 
-def test_host_time_has_neither_the_first_calls_nor_the_waits(
+def test_host_time_has_neither_the_first_calls_nor_the_waits_nor_a_disturbance(
     gpu: Callable[[list[float]], FakeGpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu([])
-    now, made = [0.0], [0]
+    now, made = [0.0], {"fast": 0, "slow": 0}
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: now.__setitem__(0, now[0] + 1.0))
 
-    def call() -> None:
-        made[0] += 1
-        now[0] += 1.0 if made[0] <= 4 else 2e-6
+    def call(name: str, us: float) -> None:
+        made[name] += 1
+        disturbed = made[name] <= 4 or made[name] in (6, 13)  # the first, and in two of the rounds
+        now[0] += 1.0 if disturbed else us * 1e-6
 
-    assert timing.time_host_us(call, calls=4, rounds=3) == pytest.approx(2.0)
-    assert made[0] == 4 * 4
+    calls = [partial(call, "fast", 2.0), partial(call, "slow", 5.0)]
+    assert timing.time_hosts_us(calls, repeats=4, rounds=3) == pytest.approx([2.0, 5.0])
+    assert made == {"fast": 4 * 4, "slow": 4 * 4}
 
 
 @pytest.mark.parametrize("size", [1, MIB, 100 * MIB, 511 * MIB, 512 * MIB, 4096 * MIB])
