@@ -40,7 +40,7 @@ _OPTIONS = SimOptions(
     trace=True,
     schedule="round-robin",
     collect=True,
-    checks=("all", "-global-race", "-lanes-differ"),
+    checks=("-global-race", "-lanes-differ"),
 )
 
 Side = tuple[str, list[tuple[LaunchReport, Traced]]]

@@ -2,7 +2,8 @@
 
 A finding is *proven* where the ISA manual's rules are broken, or what is computed depends on the
 order in which the hardware happens to do things. It is *llvm* where LLVM leaves more room than code
-that ships, and works, does: hand-written kernels break each of these rules.
+that ships, and works, does: hand-written kernels break each of these rules. It is *style* where an
+instruction does nothing, on any path; those rules are off unless they are asked for.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 from aiter_mx.errors import SimulatorError
 from aiter_mx.sim import faults
 
-PROVEN, LLVM = "proven", "llvm"
-CLASSES = (PROVEN, LLVM)
+PROVEN, LLVM, STYLE = "proven", "llvm", "style"
+CLASSES = (PROVEN, LLVM, STYLE)
+DEFAULT = (PROVEN, LLVM)
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,10 @@ class Check:
 
     Attributes:
         name: by which it is switched.
-        kind: ``proven`` or ``llvm``.
+        kind: ``proven``, ``llvm`` or ``style``.
         error: what it raises.
-        fault: its number in csrc/core.h; None for wait states, whose rules share one.
+        fault: its number in csrc/core.h; None for wait states, whose rules share one, and for
+            style, which is read from the code.
     """
 
     name: str
@@ -62,7 +65,10 @@ _STATES = (
     *(Check(name, PROVEN, faults.HazardError) for name in _PROVEN_STATES),
     *(Check(name, LLVM, faults.HazardError) for name in _LLVM_STATES),
 )
-CHECKS = {check.name: check for check in (*_ACCESSES, *_STATES)}
+_IDLE = ("idle-nop", "idle-wait", "unread-m0", "unread-result")
+_STYLE = tuple(Check(name, STYLE, faults.IdleInstruction) for name in _IDLE)
+STYLE_RULES = frozenset(_IDLE)
+CHECKS = {check.name: check for check in (*_ACCESSES, *_STATES, *_STYLE)}
 BY_FAULT = {check.fault: check for check in _ACCESSES}
 # The bit of a launch's mask: an access's fault number, a wait-state rule's place after those.
 BITS = {check.name: check.fault or 0 for check in _ACCESSES} | {
@@ -74,7 +80,7 @@ def selected(names: Iterable[str]) -> frozenset[str]:
     """The rules that a list of names and classes switches on.
 
     ``all`` is every rule, and a name or class after a minus sign is taken away; the list is read
-    from left to right, and begins with every rule if it begins with a minus sign.
+    from left to right, and begins with all but the style rules if it begins with a minus sign.
 
     Raises:
         ValueError: a name is none of the rules or classes.
@@ -91,10 +97,10 @@ def selected(names: Iterable[str]) -> frozenset[str]:
         if not name.startswith("-"):
             chosen |= of
         else:
-            chosen = (set(CHECKS) if not i else chosen) - of
+            chosen = (set(selected(DEFAULT)) if not i else chosen) - of
     return frozenset(chosen)
 
 
 def mask(names: Iterable[str]) -> int:
-    """The rules as bits of ``Launch.checks``."""
-    return sum(1 << BITS[name] for name in selected(names))
+    """The rules as bits of ``Launch.checks``; those of style have none."""
+    return sum(1 << BITS[name] for name in selected(names) if name in BITS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +11,7 @@ from aiter_mx.sim.disasm import Instruction, Operand
 from aiter_mx.sim.matrix import is_matrix, matrix_passes
 
 EXEC, M0, VCC = 126, 124, 106
-_ACCUMULATORS = 1 << 10  # where their rows begin
+ACCUMULATORS = 1 << 10  # where their rows begin
 _VMEM = ("global_", "flat_", "scratch_", "buffer_")
 _TRANSCENDENTAL = re.compile(r"v_(rcp|rsq|sqrt|exp|log|sin|cos)_")
 _CARRIES_OUT = re.compile(r"v_(\w+_co_u32|div_scale_f\d\d|mad_[ui]64_[ui]32)")
@@ -100,7 +101,16 @@ class Effect:
 
 def row_name(row: int) -> str:
     """The assembler's name of a vector register."""
-    return f"a{row - _ACCUMULATORS}" if row >= _ACCUMULATORS else f"v{row}"
+    return f"a{row - ACCUMULATORS}" if row >= ACCUMULATORS else f"v{row}"
+
+
+def effects_of(instructions: Sequence[Instruction]) -> list[Effect]:
+    """What each instruction touches."""
+    by_text: dict[str, Effect] = {}
+    for ins in instructions:
+        if ins.text not in by_text:
+            by_text[ins.text] = effect_of(ins)
+    return [by_text[ins.text] for ins in instructions]
 
 
 def effect_of(ins: Instruction) -> Effect:
@@ -125,7 +135,7 @@ def _rows(*operands: Operand) -> tuple[int, ...]:
         row
         for operand in operands
         if operand.kind in ("v", "a")
-        for first in [operand.index + (_ACCUMULATORS if operand.kind == "a" else 0)]
+        for first in [operand.index + (ACCUMULATORS if operand.kind == "a" else 0)]
         for row in range(first, first + operand.count)
     )
 

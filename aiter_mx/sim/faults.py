@@ -37,6 +37,10 @@ class HazardError(SimulatorError):
     """An instruction follows another with fewer wait states between than software must leave."""
 
 
+class IdleInstruction(SimulatorError):
+    """An instruction that does nothing: the kernel would be right without it."""
+
+
 class StuckError(SimulatorError):
     """The kernel took more steps than the launch allows, or jumped to where no code is."""
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
 from aiter_mx.errors import SimulatorError
 from aiter_mx.sim import checks
+from aiter_mx.sim.idle import Idle
 from aiter_mx.sim.report import CFault, CFindings, Finding
+from aiter_mx.sim.run import Result, Translated
 
 _HAZARD = 15  # fault of csrc/core.h
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has the name from 3.13 on
@@ -69,3 +72,23 @@ def merged_findings(
                 before.message if before else str(error(fault)),
             )
     return tuple(sorted(merged.values(), key=lambda found: (found.address, found.check)))
+
+
+def idle_findings(
+    idle: Mapping[int, Idle], kernel: str, translated: Translated, results: Sequence[Result]
+) -> tuple[Finding, ...]:
+    """Of the instructions that do nothing, those that waves came to."""
+    blocks = {i: bisect_right(translated.leaders, i) - 1 for i in idle}
+    times = {i: sum(result.blocks[block] for result in results) for i, block in blocks.items()}
+    return tuple(
+        Finding(
+            each.rule,
+            checks.STYLE,
+            translated.texts[i],
+            translated.addresses[i],
+            times[i],
+            f"kernel {kernel}: {translated.texts[i]!r} at {translated.addresses[i]:#x} {each.why}",
+        )
+        for i, each in sorted(idle.items())
+        if times[i]
+    )

@@ -8,21 +8,23 @@ compilers do when they insert ``s_nop``; calls and computed jumps it does not fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from aiter_mx.sim.disasm import Instruction
-from aiter_mx.sim.effects import EXEC, M0, VCC, Effect, effect_of, row_name
+from aiter_mx.sim.effects import EXEC, M0, VCC, Effect, effects_of, row_name
 from aiter_mx.sim.isa.salu import BRANCHES
 
 _FARTHEST = 20  # wait states, of all rules
+_MOST_STATES = 16  # of an s_nop
 # Passes of a matrix instruction that reads C: wait states until C may be written.
 _READING_C = {2: 1, 4: 3, 8: 7, 16: 15}
 _ENDS = ("s_branch", "s_endpgm", "s_setpc_b64", "s_swappc_b64", "s_call_b64")
 
 # How a register was touched (written, read as C, stored, written by a scalar instruction), and it.
 _Key: TypeAlias = tuple[str, Any]
+_NOPS: _Key = ("nop", None)
 # The instructions that did, on any path here, and the wait states counted when each had issued.
 _State: TypeAlias = dict[_Key, dict[int, int]]
 
@@ -70,6 +72,16 @@ def find_hazards(instructions: Sequence[Instruction], leaders: Sequence[int]) ->
         for i, hazard in _Checker(instructions, leaders, mfma_waits=False).run().items()
     }
     return cautious | checker.run()
+
+
+def needless_nops(instructions: Sequence[Instruction], leaders: Sequence[int]) -> set[int]:
+    """Numbers of the ``s_nop`` that no rule asks for, be matrix instructions counted or not."""
+    nops = {i for i, ins in enumerate(instructions) if ins.mnemonic == "s_nop"}
+    for mfma_waits in (True, False) if nops else ():
+        checker = _Checker(instructions, leaders, mfma_waits, nops)
+        checker.run()
+        nops -= checker.asked_for
+    return nops
 
 
 # Wait states that the second instruction must leave after the first one, which wrote the register
@@ -220,13 +232,13 @@ class _Checker:
         instructions: Sequence[Instruction],
         leaders: Sequence[int],
         mfma_waits: bool = True,
+        nops: Set[int] = frozenset(),
     ) -> None:
         self.mfma_waits = mfma_waits
-        by_text: dict[str, Effect] = {}
-        for ins in instructions:
-            if ins.text not in by_text:
-                by_text[ins.text] = effect_of(ins)
-        self.effects = [by_text[ins.text] for ins in instructions]
+        self.nops = nops  # those of which it is to be found whether a rule asks for them
+        self.asked_for: set[int] = set()
+        self.farthest = _FARTHEST + (_MOST_STATES if nops else 0)
+        self.effects = effects_of(instructions)
         self.ends = dict(zip(leaders, [*leaders[1:], len(instructions)], strict=True))
         self.successors = block_successors(instructions, leaders)
         self.before: dict[int, _State] = {first: {} for first in leaders}
@@ -246,12 +258,15 @@ class _Checker:
     def _block(self, first: int) -> _State:
         """What later blocks must know, with the wait states counted from the block's end."""
         state = {key: dict(at) for key, at in self.before[first].items()}
+        recent = state.setdefault(_NOPS, {}) if self.nops else {}
         now = free = 0  # free: when the matrix unit takes another instruction
         for i in range(first, self.ends[first]):
             effect = self.effects[i]
             for key, rule, action in _uses(effect):
                 for producer, since in state.get(key, {}).items():
                     needed, name = rule(self.effects[producer], effect, key[1])
+                    if recent and needed > max(0, now - since - _MOST_STATES):
+                        self._ask_for(recent, since, now - since - needed)
                     if needed > now - since:
                         if (
                             name == "mfma-write-back"
@@ -263,13 +278,27 @@ class _Checker:
             if effect.is_matrix:
                 now = max(now, free) if self.mfma_waits else now
                 free = now + effect.passes
+            if i in self.nops:
+                for old in [old for old, at in recent.items() if now - at >= self.farthest]:
+                    del recent[old]
+                recent[i] = now + 1
             _remember(state, effect, i, now + 1)
             now += effect.states
         return {
             key: kept
             for key, at in state.items()
-            if (kept := {p: since - now for p, since in at.items() if now - since < _FARTHEST})
+            if (kept := {p: since - now for p, since in at.items() if now - since < self.farthest})
         }
+
+    def _ask_for(self, nops: Mapping[int, int], since: int, spare: int) -> None:
+        """Note the nops that may lie behind a producer and have more states than are to spare.
+
+        What comes from earlier blocks may be of different paths, so that its order is not known.
+        """
+        self.asked_for |= {
+            i for i, at in nops.items()
+            if self.effects[i].states > spare and (at > since or since <= 0)
+        }  # fmt: skip
 
     def _report(self, i: int, hazard: Hazard) -> None:
         known = self.found.get(i)

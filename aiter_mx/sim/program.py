@@ -21,7 +21,8 @@ from aiter_mx.sim import checks
 from aiter_mx.sim.compile import library
 from aiter_mx.sim.counts import GroupCounts
 from aiter_mx.sim.disasm import Instruction, disassemble
-from aiter_mx.sim.findings import Shadow, check_of, merged_findings, named
+from aiter_mx.sim.findings import Shadow, check_of, idle_findings, merged_findings, named
+from aiter_mx.sim.idle import Idle, idle_instructions
 from aiter_mx.sim.image import LoadedImage, disjoint, dispatch_packet, kernel_arguments
 from aiter_mx.sim.report import CFault, LaunchReport, Trace, fault_error
 from aiter_mx.sim.run import (
@@ -33,7 +34,7 @@ from aiter_mx.sim.run import (
     run_threads,
     trace_words,
 )
-from aiter_mx.sim.translate import translate_kernel
+from aiter_mx.sim.translate import accumulators_from, blocks_of, translate_kernel
 
 SCHEDULES = ("random", "round-robin", "run-to-barrier")
 SUM_ORDERS = ("exact", "forward", "backward", "tree")
@@ -76,7 +77,7 @@ class SimOptions:
         perturb: seed by which ``v_rcp``, ``v_rsq``, ``v_sqrt``, ``v_exp`` and ``v_log`` of f32 are
             off by up to one ulp; 0 leaves them as near as they get.
         checks: rules and classes of ``aiter_mx.sim.checks`` that strict mode follows, those after
-            a minus sign not.
+            a minus sign not; by default all but the class ``style``.
         coherence: workgroups run side by side, as many as an MI355X holds, and may wait for each
             other; each XCD has an L2 of its own and each CU caches, which hide what others write
             until waits, write-backs, flags and invalidations bring it; needs ``strict``.
@@ -98,7 +99,7 @@ class SimOptions:
     finite_scales: bool = False
     sum_order: str = "exact"
     perturb: int = 0
-    checks: tuple[str, ...] = ("all",)
+    checks: tuple[str, ...] = checks.DEFAULT
     coherence: bool = False
     collect: bool = False
 
@@ -151,7 +152,8 @@ class SimOptions:
             finite_scales=bool(number("FINITE_SCALES", 0)),
             sum_order=os.environ.get("AITER_MX_SIM_SUM_ORDER") or cls.sum_order,
             perturb=number("PERTURB", 0),
-            checks=tuple(os.environ.get("AITER_MX_SIM_CHECKS", "all").replace(",", " ").split()),
+            checks=tuple(os.environ.get("AITER_MX_SIM_CHECKS", "").replace(",", " ").split())
+            or cls.checks,
         )
 
 
@@ -164,6 +166,7 @@ class Program:
         self._kept = threading.local()
         self._loaded = LoadedImage(code_object)
         self._translated: dict[tuple[str, bool], Translated] = {}
+        self._idle: dict[str, dict[int, Idle]] = {}
         self._lock = Lock()
 
     @classmethod
@@ -202,6 +205,16 @@ class Program:
             UnknownInstruction: it has an instruction whose meaning the simulator lacks.
         """
         self._translate(self.kernel(kernel), strict)
+
+    def idle(self, kernel: str) -> dict[int, Idle]:
+        """The instructions of a kernel that could be left out, by their number."""
+        if kernel not in self._idle:
+            info = self.kernel(kernel)
+            code = blocks_of(self.code_object, info, self.listing)
+            self._idle[kernel] = idle_instructions(
+                code.instructions, code.leaders, code.entry, accumulators_from(info)
+            )
+        return self._idle[kernel]
 
     def _buffers(self, size: int) -> tuple[ctypes.Array[ctypes.c_char], ...]:
         """Memory for arguments and dispatch packet, the same for all launches of a thread.
@@ -358,6 +371,14 @@ class Program:
         lists = [result.findings for result in results]
         known = translated.hazards, translated.texts, translated.addresses
         report = replace(report, findings=merged_findings(lists, *known, error))
+        rules = checks.selected(options.checks) if options.strict else frozenset()
+        if rules & checks.STYLE_RULES:
+            asked = {i: each for i, each in self.idle(kernel).items() if each.rule in rules}
+            idle = idle_findings(asked, kernel, translated, results)
+            if idle and not options.collect:
+                check = checks.CHECKS[idle[0].check]
+                raise named(check.error(idle[0].message), check)
+            report = replace(report, findings=report.findings + idle)
         if counts:
             report = replace(
                 report,

@@ -59,7 +59,7 @@ class Finding:
 
     Attributes:
         check: the rule's name in ``aiter_mx.sim.checks``.
-        kind: its class, ``proven`` or ``llvm``.
+        kind: its class, ``proven``, ``llvm`` or ``style``.
         instruction: as disassembled.
         address: of the instruction in the code object.
         count: times that it was found there.

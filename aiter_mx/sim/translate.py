@@ -45,6 +45,36 @@ class Translation:
     too_soon: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """A kernel's instructions, and those of the functions that it calls.
+
+    Attributes:
+        instructions: by address.
+        leaders: numbers of those that begin a basic block.
+        entry: number of the one that waves begin at.
+    """
+
+    instructions: list[Instruction]
+    leaders: list[int]
+    entry: int
+
+
+def blocks_of(code_object: CodeObject, kernel: KernelInfo, listing: list[Instruction]) -> Blocks:
+    """What of a code object's disassembly a kernel may run."""
+    instructions = _reachable(code_object, kernel, listing)
+    number = {ins.address: i for i, ins in enumerate(instructions)}
+    entry = kernel.descriptor.entry + (256 if kernel.descriptor.preload_dwords else 0)
+    if entry not in number:
+        raise unknown(listing[0], f"no instruction at the entry point {entry:#x}")
+    return Blocks(instructions, _leaders(instructions, number, entry), number[entry])
+
+
+def accumulators_from(kernel: KernelInfo) -> int:
+    """The vector register that is a kernel's first accumulator, too."""
+    return ((kernel.descriptor.rsrc3 & 63) + 1) * 4
+
+
 def translate_kernel(
     code_object: CodeObject, kernel: KernelInfo, listing: list[Instruction], strict: bool
 ) -> Translation:
@@ -53,21 +83,17 @@ def translate_kernel(
     Raises:
         UnknownInstruction: there is an instruction whose meaning the simulator lacks.
     """
-    instructions = _reachable(code_object, kernel, listing)
+    code = blocks_of(code_object, kernel, listing)
+    instructions, leaders = code.instructions, code.leaders
     number = {ins.address: i for i, ins in enumerate(instructions)}
-    entry = kernel.descriptor.entry + (256 if kernel.descriptor.preload_dwords else 0)
-    if entry not in number:
-        raise unknown(listing[0], f"no instruction at the entry point {entry:#x}")
-    acc_base = ((kernel.descriptor.rsrc3 & 63) + 1) * 4
     allocated = ((kernel.descriptor.rsrc1 & 63) + 1) * 8
-    leaders = _leaders(instructions, number, entry)
     modes = find_modes(instructions, leaders)
     spare = _SPARE_ROWS if any(mode.indexed for mode in modes) else 0
-    context = Context(min(acc_base, allocated), allocated, spare)
+    context = Context(min(accumulators_from(kernel), allocated), allocated, spare)
     codes = [_translate(*both, context) for both in zip(instructions, modes, strict=True)]
     _check_overflow_mode(instructions)
     hazards = find_hazards(instructions, leaders) if strict else {}
-    early = early_readers(instructions, leaders, number[entry]) if strict else set()
+    early = early_readers(instructions, leaders, code.entry) if strict else set()
     rules = {i: BITS[hazard.rule] for i, hazard in hazards.items()}
     body = _Body(instructions, codes, number, leaders, strict, rules, early).render()
     blocks = _blocks(instructions, leaders)
@@ -77,7 +103,7 @@ def translate_kernel(
         "leaders": leaders,
         "blocks": [Counter(ins.mnemonic for ins in block) for block in blocks],
         "passes": [matrix_passes(block) for block in blocks],
-        "entry_pc": 2 * number[entry],
+        "entry_pc": 2 * code.entry,
         "hazards": {
             i: (hazard.rule, hazard.describe(instructions)) for i, hazard in hazards.items()
         },

@@ -32,7 +32,7 @@ import torch
 
 from aiter_mx.errors import AiterMxError
 from aiter_mx.region import Region
-from aiter_mx.sim.checks import CHECKS
+from aiter_mx.sim.checks import CHECKS, STYLE_RULES
 from aiter_mx.sim.program import SCHEDULES, Dim3, Program, SimOptions
 from aiter_mx.sim.report import Finding
 from aiter_mx.sim.translate import translate_kernel
@@ -192,10 +192,12 @@ def decode(folder: Path, only: str, saves: bool) -> int:
                 found = translate_kernel(program.code_object, kernel, program.listing, strict=True)
                 counts["instructions"] += len(found.instructions)
                 counts.update(f"wait states, {CHECKS[rule].kind}" for rule in found.too_soon)
+                counts.update(each.rule for each in program.idle(kernel.name).values())
             counts["known"] += 1
         except AiterMxError as error:
             print(f"{name}: {error}")
-    columns = ("objects", "known", "instructions", "wait states, proven", "wait states, llvm")
+    columns = ("objects", "known", "instructions", "wait states, proven", "wait states, llvm",
+               *sorted(STYLE_RULES))  # fmt: skip
     rows = [{"family": f, **{c: counts[c] for c in columns}} for f, counts in families.items()]
     total = {column: sum(row[column] for row in rows) for column in columns}
     print(f"{total['known']} of {total['objects']} code objects hold only known instructions")
@@ -238,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             error, findings = launch(
                 path,
                 family(name, np.random.default_rng(ran)),
-                SimOptions(collect=True, schedule=options.schedule),
+                SimOptions(collect=True, schedule=options.schedule, checks=("all",)),
             )
         except AiterMxError as fault:
             print(f"{name}: {type(fault).__name__}: {fault}")

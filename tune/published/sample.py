@@ -12,7 +12,7 @@ from aiter_mx.sim.timing.sample import joined
 from aiter_mx.sim.timing.sharing import Fresh, fresh
 from tune.published.run import Launch, PublishedRun
 
-_CHECKS = ("all", "-global-race", "-lanes-differ")  # their memory grows with the tensors
+_CHECKS = ("-global-race", "-lanes-differ")  # their memory grows with the tensors
 _LANES, _SIMDS = 64, 4
 _MOE_SAMPLES = 6
 _IDLE = 0.1  # of the busiest sample's instructions: such a workgroup finds nothing to do
