@@ -273,13 +273,16 @@ def check_expert_ids(topk_ids: Tensor, num_experts: int, tokens: Tensor | None =
     """
     if not checking():
         return
-    if tokens is not None:
-        topk_ids = topk_ids[: max(int(tokens), 0)]
-    wrong = (topk_ids < 0) | (topk_ids >= num_experts)
-    if wrong.any():
-        token, slot = wrong.nonzero()[0].tolist()
+    refuse_expert_ids(topk_ids if tokens is None else topk_ids[: max(int(tokens), 0)], num_experts)
+
+
+def refuse_expert_ids(topk_ids: Tensor, num_experts: int) -> None:
+    """Raise ValueError where an id is not within 0 to num_experts - 1; synchronises."""
+    wrong = ((topk_ids < 0) | (topk_ids >= num_experts)).nonzero().tolist()
+    if wrong:
+        token, slot = wrong[0]
         raise ValueError(
-            f"{int(wrong.sum())} of {topk_ids.numel()} ids in topk_ids are not within 0 to "
+            f"{len(wrong)} of {topk_ids.numel()} ids in topk_ids are not within 0 to "
             f"{num_experts - 1}; the first is topk_ids[{token}, {slot}] = "
             f"{int(topk_ids[token, slot])}"
         )
@@ -307,6 +310,20 @@ def check_expert_map(expert_map: Tensor | None, E: int) -> None:
         "expert_map[{again}] are both {value}",
         torch.arange(len(expert_map), device=expert_map.device),
     )
+
+
+def refuse_other_blocks(ids: int, experts: int, routed: int, block_m: int) -> None:
+    """Raise ValueError where lists of these lengths cannot be of blocks of ``block_m``.
+
+    Engines' buffers may end within a block, which is never in use, and may or may not have an
+    expert for it. With routed rows there is a whole block, or none at all.
+    """
+    whole, part = divmod(ids, block_m)
+    if not whole <= experts <= whole + (part > 0) or (routed and part and not whole):
+        raise ValueError(
+            f"sorted_token_ids has {ids} ids, which are {whole} whole blocks of block_m={block_m}, "
+            f"but expert_ids has {experts}: was the routing made for another block_m?"
+        )
 
 
 def check_routing(

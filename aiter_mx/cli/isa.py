@@ -85,6 +85,12 @@ def isa(
         **found.usage,
     }
     print_fields(console, dict(shown))
+    heading(console, "Parameters")
+    table = make_table("name", "value", "may be", "meaning", numbers=("value",))
+    for param in spec.params:
+        values = " ".join(map(str, param.values))
+        table.add_row(param.name, str(config[param.name]), values, param.doc)
+    console.print(table)
     heading(console, "Instructions, as they stand in the code")
     table = make_table("class", "count", "share", numbers=("count", "share"))
     total = sum(found.mix.values())

@@ -45,8 +45,8 @@ def explain(
             cannot have.
 
     Example:
-        >>> aiter_mx.explain("linear", M=1, N=2304, K=6144, arch="gfx950").kernel
-        'gemv'
+        >>> aiter_mx.explain("linear", M=1, N=2304, K=6144, arch="gfx950").backend
+        'hip'
     """
     target = hardware(arch) if arch is not None else default_target()
     if cu_num is not None:

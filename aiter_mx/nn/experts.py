@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aiter_mx.checks import shape_text
+from aiter_mx.checks import INDEX_NAMES, checking, either, refuse_expert_ids, shape_text
 from aiter_mx.nn.linear import MxGroupedLinear
 
 ACTIVATIONS = ("silu", "swiglu_oai")
@@ -77,8 +77,17 @@ class MxExperts(nn.Module):
             ``[T, hidden]`` of x's dtype.
 
         Raises:
-            ValueError: shapes that do not fit each other.
+            TypeError: ids that are no whole numbers, or weights that are.
+            ValueError: shapes that do not fit each other; on the CPU, or with ``AITER_MX_CHECK=1``,
+                also an id that is out of range.
         """
+        indices = tuple(INDEX_NAMES)
+        if topk_ids.dtype not in indices:
+            raise TypeError(f"topk_ids must be {either(indices)}, got {topk_ids.dtype}")
+        if not topk_weights.is_floating_point():
+            raise TypeError(
+                f"topk_weights must be of a floating-point dtype, got {topk_weights.dtype}"
+            )
         if x.ndim != 2 or topk_ids.ndim != 2 or topk_ids.shape[0] != x.shape[0]:
             raise ValueError(
                 f"x must be [T, hidden] and topk_ids [T, top_k], got {shape_text(x)} and "
@@ -89,6 +98,8 @@ class MxExperts(nn.Module):
                 f"topk_weights must be {list(topk_ids.shape)}, as topk_ids, got "
                 f"{shape_text(topk_weights)}"
             )
+        if not torch.compiler.is_compiling() and (topk_ids.device.type == "cpu" or checking()):
+            refuse_expert_ids(topk_ids, self.num_experts)
         (T, top_k), H = topk_ids.shape, x.shape[1]
         ids, order = topk_ids.flatten().sort(stable=True)
         experts = torch.arange(self.num_experts + 1, device=x.device, dtype=ids.dtype)

@@ -111,7 +111,20 @@ class MxLinear(_OfWeight):
     def from_linear(
         cls, linear: nn.Linear, *, reuse_quantized: bool = False, grad_format: str = "e4m3"
     ) -> MxLinear:
-        """A layer that shares the parameters of a ``torch.nn.Linear``."""
+        """A layer that shares the parameters of a ``torch.nn.Linear``.
+
+        Args:
+            linear: the layer whose weight and bias this one trains.
+            reuse_quantized, grad_format: as in ``MxLinear``.
+
+        Returns:
+            The layer; both have the same parameters, not copies.
+
+        Raises:
+            TypeError: another kind of layer.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear must be a torch.nn.Linear, got {type(linear).__name__}")
         made = cls(
             linear.in_features,
             linear.out_features,

@@ -26,6 +26,7 @@ from aiter_mx.checks import (
     refuse_less,
     refuse_no_experts,
     refuse_no_whole_number,
+    refuse_other_blocks,
     refuse_strides,
     swiglu_of,
 )
@@ -46,13 +47,8 @@ class Options(NamedTuple):
 
     Attributes:
         out_dtype: name of the result's dtype, ``mxfp8`` where it is activated and quantised.
-        num_valid_tokens: as the public functions take it, like those that follow.
-        top_k: likewise.
-        block_m: likewise.
-        a_div: likewise.
-        ids: likewise.
-        activation: ``none``, or as ``moe_gemm_activated`` takes it.
-        layout: likewise.
+        num_valid_tokens, top_k, block_m, a_div, ids: as the public functions take them.
+        activation, layout: ``none``, or as ``moe_gemm_activated`` takes them.
         swiglu: alpha, beta and limit of swiglu_oai, else nothing.
         exact_sums: as the public functions take it.
     """
@@ -96,10 +92,9 @@ def moe_gemm(
     which expert has it. Products are accumulated in fp32 and rounded once, but that Hopper's
     ``wgmma_fp8`` kernel, which some bf16 and activated results may get, adds those of a block with
     some 14 bits: within 2^-8 of the sum of their magnitudes, for random operands within 2^-10.
-    Results are bitwise the same on every run. The call does not synchronise, and
-    after ``aiter_mx.warmup`` it can be captured into a graph and replayed with other routings in
-    the same buffers. There is no gradient: where torch records one for routing weights or bias, its
-    backward pass raises.
+    Results are bitwise the same on every run. The call does not synchronise, and after
+    ``aiter_mx.warmup`` it can be captured into a graph and replayed with other routings. There is
+    no gradient: where torch records one for routing weights or bias, its backward pass raises.
 
     Args:
         xq: activations, float8_e4m3fn ``[rows, K]``, rows * a_div >= num_valid_tokens.
@@ -241,8 +236,10 @@ def moe_gemm_activated(
 class Plan:
     """What computes a call.
 
-    Attributes: the problem; the backend of the kernel that computes it, or ``none``; the kernel,
-    or None where there is nothing to compute.
+    Attributes:
+        problem: the problem that the call poses.
+        backend: whose kernel computes it, or ``none``.
+        run: the kernel, None where there is nothing to compute.
     """
 
     problem: MoeGemmProblem
@@ -349,19 +346,17 @@ def _problem_of(inputs: tuple[Tensor | None, ...], options: Options) -> MoeGemmP
     """The problem that these arguments pose; raises as ``moe_gemm`` documents."""
     xq, xs, wq, ws, sorted_ids, expert_ids, post_padded, weights, bias = inputs
     out_dtype, routed, top_k, block_m, a_div, ids, activation, layout, swiglu, _ = options
-    device = check_tensor("xq", xq, _FP8, ("rows", "K")).device
-    assert xq is not None
-    rows, K = xq.shape
+    xq = check_tensor("xq", xq, _FP8, ("rows", "K"))
+    device, (rows, K) = xq.device, xq.shape
     if K == 0 or K % BLOCK:
         raise ValueError(f"K must be a multiple of {BLOCK}, got K={K} (xq: {list(xq.shape)})")
     check_tensor("xs", xs, SCALE_DTYPES, (rows, K // BLOCK), device)
     E, N, _ = check_tensor("wq", wq, _FP8, ("E", "N", K), device).shape
     refuse_no_experts("wq", E, N, K)
     check_tensor("ws", ws, SCALE_DTYPES, (E, N, K // BLOCK), device)
-    check_tensor("sorted_token_ids", sorted_ids, _INT32, ("ids",), device)
-    check_tensor("expert_ids", expert_ids, _INT32, ("blocks",), device)
-    check_tensor("num_tokens_post_padded", post_padded, _INT32, ("1 or 2",), device)
-    assert sorted_ids is not None and expert_ids is not None and post_padded is not None
+    sorted_ids = check_tensor("sorted_token_ids", sorted_ids, _INT32, ("ids",), device)
+    expert_ids = check_tensor("expert_ids", expert_ids, _INT32, ("blocks",), device)
+    post_padded = check_tensor("num_tokens_post_padded", post_padded, _INT32, ("1 or 2",), device)
     if post_padded.numel() not in (1, 2):
         raise ValueError(
             f"num_tokens_post_padded must be [1] or [2], got {list(post_padded.shape)}"
@@ -380,7 +375,7 @@ def _problem_of(inputs: tuple[Tensor | None, ...], options: Options) -> MoeGemmP
         )
     is_block = block_m > 0 and block_m % 4 == 0  # else the problem refuses it
     if is_block:
-        _refuse_other_blocks(len(sorted_ids), len(expert_ids), routed, block_m)
+        refuse_other_blocks(len(sorted_ids), len(expert_ids), routed, block_m)
     if out_dtype == "mxfp8":
         refuse_unknown_activation(activation)
     by_place = ids == "aiter"
@@ -410,20 +405,6 @@ def _problem_of(inputs: tuple[Tensor | None, ...], options: Options) -> MoeGemmP
         beta=beta,
         limit=limit,
     )
-
-
-def _refuse_other_blocks(ids: int, experts: int, routed: int, block_m: int) -> None:
-    """Raise ValueError where lists of these lengths cannot be of blocks of ``block_m``.
-
-    Engines' buffers may end within a block, which is never in use, and may or may not have an
-    expert for it. With routed rows there is a whole block, or none at all.
-    """
-    whole, part = divmod(ids, block_m)
-    if not whole <= experts <= whole + (part > 0) or (routed and part and not whole):
-        raise ValueError(
-            f"sorted_token_ids has {ids} ids, which are {whole} whole blocks of block_m={block_m}, "
-            f"but expert_ids has {experts}: was the routing made for another block_m?"
-        )
 
 
 def _flat(inputs: tuple[Tensor | None, ...], options: Options) -> tuple[Any, ...]:

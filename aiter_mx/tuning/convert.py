@@ -51,6 +51,8 @@ def convert(path: Path) -> Converted:
     Raises:
         TableError: the file is no table of one op, or has a row that cannot be right.
     """
+    if not path.exists():
+        raise TableError(f"{path}: there is no such file")
     named = read_csv(path)
     ops = sorted(set(named["op"])) if "op" in named else []
     if len(ops) != 1 or "kernel" not in named:

@@ -200,8 +200,10 @@ def test_build_compiles_the_shapes_of_the_tuned_tables(command, tmp_path, monkey
 def test_isa_reports_resources_and_mix_of_a_gfx950_kernel(command):
     status, out, _ = command("isa", "gemv", "--M", "2", "--text")
     assert status == 0
-    summary = out[: out.index("\nInstructions")].splitlines()
+    summary = out[: out.index("\nParameters")].splitlines()
     fields = dict(line.split(None, 1) for line in summary)
+    parameters = out[out.index("\nParameters") : out.index("\nInstructions")]
+    assert re.search(r"waves +\d+ +1 2 3 4 6 8 12 +waves of a workgroup, which split K", parameters)
     assert fields["spills"] == "0 VGPRs, 0 SGPRs"
     assert fields["scratch"].startswith("0 bytes")
     assert int(fields["VGPRs"].split()[0]) > 0

@@ -173,6 +173,13 @@ def test_shipped_tables_pass_the_check(command) -> None:
     assert "sm_90a/linear.csv: " in out
 
 
+def test_a_table_that_is_not_there_is_not_converted(command, tmp_path) -> None:
+    missing = tmp_path / "missing.csv"
+    status, _, err = command("tables", "convert", missing)
+    assert (status, err) == (1, f"error: {missing}: there is no such file\n")
+    assert not missing.exists()
+
+
 def test_a_table_of_the_layout_of_before_is_refused_and_converted(command, tmp_path) -> None:
     table = tmp_path / "mine.csv"
     versions = "aiter-mx=0.1.0 torch=2.11.0"

@@ -180,6 +180,16 @@ def test_grouped_linears_take_lengths_and_wrong_arguments_are_told() -> None:
         experts(torch.randn(5, H), torch.zeros(5, 2, dtype=torch.int64), torch.rand(5, 1))
     with pytest.raises(ValueError, match=r"topk_ids \[T, top_k\], got \[5, 64\] and \[4, 2\]"):
         experts(torch.randn(5, H), torch.zeros(4, 2, dtype=torch.int64), torch.rand(4, 2))
+    weights, ids = torch.rand(5, 2), torch.zeros(5, 2, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"topk_ids must be .*int64, got torch.float32"):
+        experts(torch.randn(5, H), weights, ids)
+    with pytest.raises(TypeError, match=r"topk_weights must be of a floating.*got torch.int64"):
+        experts(torch.randn(5, H), ids, ids)
+    ids[3, 1] = E
+    with pytest.raises(ValueError, match=rf"within 0 to {E - 1}; the first is topk_ids\[3, 1\]"):
+        experts(torch.randn(5, H), ids, weights)
+    with pytest.raises(TypeError, match=r"linear must be a torch.nn.Linear, got Conv2d"):
+        MxLinear.from_linear(torch.nn.Conv2d(1, 1, 1))  # type: ignore[arg-type]
 
 
 def test_modules_quantise_gradients_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
