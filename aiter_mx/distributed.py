@@ -65,6 +65,9 @@ def prepare(
         x_scale: uint8 or float8_e8m0fnu ``[M, H // 32]``.
         group: of ranks; by default all.
 
+    Returns:
+        The tokens that came, with their routing over the experts here; ``finalize`` takes it.
+
     Raises:
         TypeError: scales of tokens that are not float8_e4m3fn.
         ValueError: scales of another dtype or shape, or experts that cannot be divided among the
@@ -168,6 +171,9 @@ def fused_moe(
 
     Returns:
         ``[M, H]``.
+
+    Raises:
+        TypeError, ValueError: as ``prepare`` and ``aiter_mx.fused_moe``.
     """
     if out_dtype is None:
         out_dtype = x.dtype if x_scale is None else torch.bfloat16

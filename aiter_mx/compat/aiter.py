@@ -272,7 +272,23 @@ def smallm_mxfp8_mfma(
     n_sub: int = 1,
     k_splits: int = 1,
 ) -> Tensor:
-    """As ``smallm_mxfp8_gemv``; ``n_sub`` and ``k_splits`` are of aiter's kernel, likewise."""
+    """``smallm_mxfp8_gemv`` under the name of aiter's kernel for some rows more.
+
+    Args:
+        Xq: as for ``smallm_mxfp8_gemv``.
+        Xs: likewise.
+        Wq: likewise.
+        Ws: likewise.
+        out_dtype: likewise.
+        n_sub: of aiter's kernel; those of this package have parameters of their own.
+        k_splits: likewise.
+
+    Returns:
+        ``[M, N]``.
+
+    Raises:
+        TypeError, ValueError: as ``aiter_mx.linear`` has it.
+    """
     return smallm_mxfp8_gemv(Xq, Xs, Wq, Ws, out_dtype)
 
 

@@ -243,24 +243,65 @@ def fp8_fp4_gemm_nt(
 
 
 def fp8_fp4_gemm_nn(a: Pair, b: Pair, *others: object, **options: object) -> None:
-    """``fp8_fp4_gemm_nt`` of b as ``[K, N]``, its scales likewise."""
+    """``fp8_fp4_gemm_nt`` of b as ``[K, N]``, its scales likewise.
+
+    Args:
+        a: float8_e4m3fn ``[M, K]``, and its scales.
+        b: float8_e4m3fn ``[K, N]``, and its scales, turned as it is.
+        others: d, c and what else ``fp8_fp4_gemm_nt`` takes, in its order.
+        options: likewise, by name.
+
+    Raises:
+        TypeError, ValueError: as ``fp8_fp4_gemm_nt``.
+    """
     fp8_fp4_gemm_nt(a, _turned("b", b), *others, **options)  # type: ignore[arg-type]
 
 
 def fp8_fp4_gemm_tn(a: Pair, b: Pair, *others: object, **options: object) -> None:
-    """``fp8_fp4_gemm_nt`` of a as ``[K, M]`` and b as ``[K, N]``, their scales likewise."""
+    """``fp8_fp4_gemm_nt`` of a as ``[K, M]`` and b as ``[K, N]``, their scales likewise.
+
+    Args:
+        a: float8_e4m3fn ``[K, M]``, and its scales, turned as it is.
+        b: float8_e4m3fn ``[K, N]``, and its scales, turned as it is.
+        others: d, c and what else ``fp8_fp4_gemm_nt`` takes, in its order.
+        options: likewise, by name.
+
+    Raises:
+        TypeError, ValueError: as ``fp8_fp4_gemm_nt``.
+    """
     fp8_fp4_gemm_nt(_turned("a", a), _turned("b", b), *others, **options)  # type: ignore[arg-type]
 
 
 def fp8_fp4_gemm_tt(a: Pair, b: Pair, *others: object, **options: object) -> None:
-    """``fp8_fp4_gemm_nt`` of a as ``[K, M]``, its scales likewise."""
+    """``fp8_fp4_gemm_nt`` of a as ``[K, M]``, its scales likewise.
+
+    Args:
+        a: float8_e4m3fn ``[K, M]``, and its scales, turned as it is.
+        b: float8_e4m3fn ``[N, K]``, and its scales.
+        others: d, c and what else ``fp8_fp4_gemm_nt`` takes, in its order.
+        options: likewise, by name.
+
+    Raises:
+        TypeError, ValueError: as ``fp8_fp4_gemm_nt``.
+    """
     fp8_fp4_gemm_nt(_turned("a", a), b, *others, **options)  # type: ignore[arg-type]
 
 
 def m_grouped_fp8_fp4_gemm_nn_contiguous(
     a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, **options: object
 ) -> None:
-    """``m_grouped_fp8_fp4_gemm_nt_contiguous`` of b as ``[G, K, N]``, its scales likewise."""
+    """``m_grouped_fp8_fp4_gemm_nt_contiguous`` of b as ``[G, K, N]``, its scales likewise.
+
+    Args:
+        a: as for ``m_grouped_fp8_fp4_gemm_nt_contiguous``.
+        b: float8_e4m3fn ``[G, K, N]``, and its scales, turned as it is.
+        d: as for ``m_grouped_fp8_fp4_gemm_nt_contiguous``.
+        grouped_layout: likewise.
+        options: what else it takes, by name.
+
+    Raises:
+        TypeError, ValueError: likewise.
+    """
     turned = _turned("b", b)
     m_grouped_fp8_fp4_gemm_nt_contiguous(a, turned, d, grouped_layout, **options)  # type: ignore[arg-type]
 
@@ -296,6 +337,9 @@ def expand_scales(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         payload: float8_e4m3fn; K a multiple of 32.
         scale: fp32, uint8 or float8_e8m0fnu: ``[..., rows, K // 32]``, ``[..., rows, K / 128]`` or
             ``[..., rows / 128, K / 128]``, rounded up. Of fp32, powers of two; NaN for all else.
+
+    Returns:
+        uint8, contiguous.
 
     Raises:
         TypeError: no tensor, or of another dtype.

@@ -23,12 +23,19 @@ _alignment = {"rows": _USUAL_ALIGNMENT}
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
-    """The multiple of rows at which groups begin with ``use_psum_layout``."""
+    """The multiple of rows at which groups begin with ``use_psum_layout``.
+
+    Returns:
+        What ``set_mk_alignment_for_contiguous_layout`` was told, or 128.
+    """
     return _alignment["rows"]
 
 
 def set_mk_alignment_for_contiguous_layout(value: int) -> None:
     """Have groups begin at multiples of ``value`` rows, in calls from here on.
+
+    Args:
+        value: rows, at least 1.
 
     Raises:
         ValueError: it is below 1.
@@ -39,18 +46,39 @@ def set_mk_alignment_for_contiguous_layout(value: int) -> None:
 
 
 def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = None) -> int:
-    """A multiple that suits the kernels: 128, as DeepGEMM has on Hopper. Any other is right too."""
+    """A multiple that suits the kernels. Any other is right too.
+
+    Args:
+        expected_m: not needed.
+
+    Returns:
+        128, as DeepGEMM has on Hopper.
+    """
     return _USUAL_ALIGNMENT
 
 
 def get_tma_aligned_size(mn: int, element_size: int) -> int:
-    """``mn`` elements, rounded up to what TMA takes as a stride: 16 bytes."""
+    """``mn`` elements, rounded up to what TMA takes as a stride.
+
+    Args:
+        mn: elements of a column.
+        element_size: bytes of one.
+
+    Returns:
+        Elements, a multiple of 16 bytes.
+    """
     each = _TMA_BYTES // element_size
     return -(-mn // each) * each
 
 
 def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
-    """Scales ``[..., mn, n]`` of which a column lies together, columns at multiples of 16 bytes.
+    """Scales of which a column lies together, columns at multiples of 16 bytes.
+
+    Args:
+        sf: fp32 ``[mn, n]`` or ``[G, mn, n]``.
+
+    Returns:
+        The same values and shape, with a stride of 1 along ``mn``.
 
     Raises:
         TypeError: scales that are not fp32.
@@ -70,6 +98,9 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(
     Args:
         sf: fp32 ``[mn, n]`` or ``[G, mn, n]``.
         psum_layout: not needed: rows of no group are packed as all are.
+
+    Returns:
+        int32 ``[..., mn, n / 4]``, rounded up.
 
     Raises:
         TypeError, ValueError: likewise.
@@ -101,6 +132,9 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
         gran_k: k that a scale is for.
         k_alignment: not needed.
         use_psum_layout: not needed.
+
+    Returns:
+        int32, the groups' words one behind the other.
 
     Raises:
         TypeError, ValueError: likewise; scales of more or fewer k than ks_cpu has.
@@ -136,6 +170,9 @@ def transform_sf_into_required_layout(
         is_sfa: with a recipe of three, whether these are a's scales.
         disable_ue8m0_cast: not needed: values stay as they are.
         psum_layout: not needed.
+
+    Returns:
+        fp32: ``sf`` itself where a scale is for several rows, else with a column lying together.
 
     Raises:
         TypeError, ValueError: as above; another shape than told.

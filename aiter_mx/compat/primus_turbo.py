@@ -55,7 +55,15 @@ class ScalingGranularity(Enum):
 
 
 class ScalingRecipe(NamedTuple):
-    """Options of a quantisation: 32 x 32 blocks, and scales in tiles of 16 x 4."""
+    """Options of a quantisation.
+
+    Attributes:
+        use_2d_block: blocks of 32 x 32 in place of 1 x 32.
+        use_sr: stochastic rounding, which is not there.
+        use_rht: a rotation before it, likewise.
+        shuffle_scale: scales in tiles of 16 x 4.
+        shuffle_out: a shuffled payload, which is not there.
+    """
 
     use_2d_block: bool = False
     use_sr: bool = False
@@ -66,7 +74,14 @@ class ScalingRecipe(NamedTuple):
 
 @dataclass(frozen=True)
 class Float8QuantConfig:
-    """How products are quantised."""
+    """How products are quantised.
+
+    Attributes:
+        format: ``E4M3``, or ``HYBRID`` for gradients of e5m2.
+        granularity: ``MX_BLOCKWISE``.
+        scale_dtype: ``E8M0``.
+        block_size: 32.
+    """
 
     format: Format = Format.E4M3
     granularity: ScalingGranularity = ScalingGranularity.MX_BLOCKWISE
@@ -202,7 +217,18 @@ def quantize_fp8_with_trans(
     scaling_recipe: Any = None,
     scaling_recipe_for_trans: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both of ``quantize_fp8``: payload and scales along rows, then along columns.
+    """Both of ``quantize_fp8``: along rows, then along columns.
+
+    Args:
+        x: as for ``quantize_fp8``.
+        out_dtype: likewise.
+        granularity: likewise.
+        block_size: likewise.
+        scaling_recipe: likewise, along rows.
+        scaling_recipe_for_trans: likewise, along columns.
+
+    Returns:
+        payload and scales along rows, payload and scales along columns.
 
     Raises:
         ValueError: as ``quantize_fp8``.
@@ -228,6 +254,16 @@ def grouped_quantize_fp8(
     scaling_recipe: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``aiter_mx.quantize_grouped`` as Primus-Turbo's: groups padded to multiples of 128 rows.
+
+    Args:
+        x: bf16, fp16 or fp32 ``[T, N]``.
+        out_dtype: as for ``quantize_fp8``.
+        granularity: likewise.
+        group_lens: rows of each group, ``[G]``.
+        group_offs: where groups begin and end, ``[G + 1]``.
+        block_size: as for ``quantize_fp8``.
+        axis: likewise.
+        scaling_recipe: ``shuffle_scale`` is known.
 
     Returns:
         payload, scales, and the padded groups' lengths and offsets.
@@ -255,6 +291,15 @@ def dequantize_fp8(
     scaling_recipe: Any = None,
 ) -> Tensor:
     """The values of what ``quantize_fp8`` gives, padding included, along the same axis.
+
+    Args:
+        x: the payload.
+        out_dtype: bf16, fp16 or fp32.
+        granularity: as for ``quantize_fp8``.
+        block_size: likewise.
+        axis: likewise.
+        scale_inv: the scales.
+        scaling_recipe: as for ``quantize_fp8``.
 
     Returns:
         as x was stored before: along columns of a matrix it is transposed back, while groups of

@@ -83,6 +83,9 @@ def convert(
         keep: patterns, as file names have them, of modules that stay as they are.
         on_bytes: called with a shard's name and the bytes of it that were read.
 
+    Returns:
+        Which weights were quantised, which tensors stay as they are and why, and bytes of all.
+
     Raises:
         ConvertError: not such a folder, a checkpoint that is quantised already, a damaged file, or
             a target that holds something else.

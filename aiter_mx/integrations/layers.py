@@ -21,6 +21,12 @@ class MxLinear(nn.Module):
     """A linear layer: ``weight`` float8_e4m3fn ``[N, K]``, ``weight_scale_inv`` uint8
     ``[N, K // 32]`` and perhaps ``bias``. Activations are quantised on the way.
 
+    Args:
+        in_features: K, a multiple of 32.
+        out_features: N.
+        bias: dtype of the bias, or None for none.
+        device: of all of them.
+
     Attributes:
         together: the ``Siblings`` that it is one of, and its place among them.
     """
@@ -80,7 +86,11 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None)
 
 @dataclass(frozen=True)
 class Gate:
-    """What stands between an expert's two products, as ``aiter_mx.fused_moe`` takes it."""
+    """What stands between an expert's two products, as ``aiter_mx.fused_moe`` takes it.
+
+    Attributes:
+        activation, layout, alpha, beta, limit: as ``aiter_mx.fused_moe`` has them.
+    """
 
     activation: str = "silu"
     layout: str = "halves"
@@ -101,7 +111,16 @@ class Gate:
 
 class MxExperts(nn.Module):
     """The experts of a layer: ``gate_up_proj`` float8_e4m3fn ``[E, 2 * I, H]``, ``down_proj``
-    ``[E, H, I]``, their scales and perhaps biases."""
+    ``[E, H, I]``, their scales and perhaps biases.
+
+    Args:
+        experts: E.
+        hidden: H, a multiple of 32.
+        intermediate: I, likewise.
+        gate: what stands between the two products.
+        bias: dtype of both biases, or None for none.
+        device: of all of them.
+    """
 
     def __init__(
         self,

@@ -14,7 +14,15 @@ _log = logging.getLogger("sglang.aiter_mx")
 
 
 def register() -> None:
-    """Hook the package's kernels into SGLang's MX-FP8 layers."""
+    """Hook the package's kernels into SGLang's MX-FP8 layers.
+
+    SGLang calls it when it starts, as the package names it among its entry points. An engine that
+    it does not fit is left as it is, with a warning.
+
+    Raises:
+        ValueError: ``AITER_MX_SGLANG`` is neither 0, 1 nor ``require``.
+        Incompatible: it is ``require``, and the plug-in cannot be active.
+    """
     from aiter_mx.integrations.engine import activate
 
     if activate("sglang", KNOWN, _patch, _log):

@@ -47,6 +47,7 @@ class AiterMxConfig(QuantizationConfigMixin):
         modules_to_not_convert: names, ends of names or patterns of modules that stay as they are;
             by default the output head and what shares its weights. Routers, and layers whose K is
             no multiple of 32, stay in any case.
+        others: what a saved configuration has besides, which is passed over.
     """
 
     def __init__(self, modules_to_not_convert: list[str] | None = None, **others: Any) -> None:

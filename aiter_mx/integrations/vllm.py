@@ -14,7 +14,15 @@ KNOWN = ("0.32.", "0.33.")
 
 
 def register() -> None:
-    """Put the package's kernels ahead of vLLM's own for MX-FP8 layers."""
+    """Put the package's kernels ahead of vLLM's own for MX-FP8 layers.
+
+    vLLM calls it when it starts, as the package names it among its entry points. An engine that it
+    does not fit is left as it is, with a warning.
+
+    Raises:
+        ValueError: ``AITER_MX_VLLM`` is neither 0, 1 nor ``require``.
+        Incompatible: it is ``require``, and the plug-in cannot be active.
+    """
     from vllm import envs
     from vllm.logger import init_logger
 

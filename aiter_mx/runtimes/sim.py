@@ -41,6 +41,12 @@ def simulate(arch: str = "gfx950") -> Iterator[Target]:
     there too (of the whole process, as Triton has one driver). The environment variable
     ``AITER_MX_SIMULATE=gfx950`` asks for the ops' part everywhere.
 
+    Args:
+        arch: ``"gfx950"``.
+
+    Yields:
+        The simulated GPU, as ``explain`` and tests take it.
+
     Raises:
         ValueError: the simulator has no such architecture.
     """
