@@ -23,20 +23,17 @@ from statistics import fmean
 import torch
 
 from aiter_mx.cli.explain import describe_config
-from aiter_mx.code_object import occupancy
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.grouped_wgrad.problem import START_COLUMNS, GroupedWgradProblem
-from aiter_mx.sim.program import SimOptions
-from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.timing.constants import shipped
 from aiter_mx.sim.timing.cu import SplitTrace
 from aiter_mx.sim.timing.draws import drawn
 from aiter_mx.sim.timing.fit import modelled_us
-from aiter_mx.sim.timing.model import SIMDS, Traced
-from aiter_mx.sim.timing.sample import sample
+from aiter_mx.sim.timing.model import Traced
 from aiter_mx.target import hardware
 from aiter_mx.trial import Prepared, prepare
+from aiter_mx.tuning.traces import held_by_unit, sampled
 from aiter_mx.workloads import workload_of
 from op_tests.bench.grouped import group_ends
 from tune.published.judges import FOLDER, GROUPED
@@ -56,8 +53,6 @@ _SAMPLES = {"balanced": 1, "mild": 2, "extreme": 3}
 JUDGES = FOLDER / "judges.xz"
 COLUMNS = ("what", "mode", "groups", "rows", "N", "K", "kernel", "ours_us", "published_us",
            "times_as_fast", "wins_of_draws", "share_of_even")  # fmt: skip
-_LANES = 64
-_CHECKS = ("-global-race", "-lanes-differ")  # those take memory as the tensors do
 
 
 @dataclass(frozen=True)
@@ -115,22 +110,8 @@ def ours(cell: Cell) -> tuple[list[Traced], str]:
     """Our launch of a cell, traced, and what it is."""
     launch, words = launch_of(cell)
 
-    def run(group: int) -> LaunchReport:
-        return launch.run(
-            SimOptions(
-                schedule="round-robin",
-                count_conflicts=True,
-                trace=True,
-                first_group=group,
-                group_count=1,
-                checks=_CHECKS,
-            )
-        )
-
-    found = sample(run, launch.groups, _SAMPLES[cell.mode], launch.groups)
-    held = occupancy(launch.kernel, launch.lanes, launch.geometry.shared_bytes)
-    resident = max(1, held * SIMDS * _LANES // launch.lanes)
-    return [Traced(SplitTrace(found.trace), launch.groups, resident)], words
+    found = sampled(launch, _SAMPLES[cell.mode], launch.groups)
+    return [Traced(SplitTrace(found.trace), launch.groups, held_by_unit(launch))], words
 
 
 def theirs(published: Pr330, cell: Cell) -> list[Traced]:

@@ -14,24 +14,21 @@ import argparse
 import csv
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from aiter_mx.code_object import occupancy
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.spec import Problem
-from aiter_mx.sim.program import SimOptions
-from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.timing.cu import SplitTrace
-from aiter_mx.sim.timing.model import SIMDS, Traced, predict
-from aiter_mx.sim.timing.sample import ALIKE, UNLIKE, sample
+from aiter_mx.sim.timing.model import Traced, predict
+from aiter_mx.sim.timing.sample import ALIKE, UNLIKE
 from aiter_mx.target import hardware
-from aiter_mx.trial import Prepared, prepare
+from aiter_mx.trial import prepare
+from aiter_mx.tuning.traces import TRACED, held_by_unit, sampled
 from aiter_mx.workloads.workload import workload_of
 
 SAVED = Path(__file__).parents[1] / "docs" / "measured" / "gfx950_simulated" / "sampled.csv"
@@ -48,13 +45,6 @@ CASES: tuple[tuple[str, Problem], ...] = (
     ("quantize", QuantizeProblem(512, 6144)),
 )
 BAR = 0.05
-_OPTIONS = SimOptions(
-    count_conflicts=True,
-    trace=True,
-    schedule="round-robin",
-    checks=("-global-race", "-lanes-differ"),
-)
-_LANES = 64
 
 
 @dataclass(frozen=True)
@@ -87,26 +77,15 @@ def compared(op: str, problem: Problem) -> Line:
     launch = prepare(chosen.spec, problem, chosen.config, operands=hollow)
     begin = time.process_time()
     is_unlike = op in ("grouped_gemm", "moe_gemm")
-    some = predict(_by_some(launch, UNLIKE if is_unlike else ALIKE)).us
+    found = sampled(launch, UNLIKE if is_unlike else ALIKE)
+    part = Traced(SplitTrace(found.trace), found.working, held_by_unit(launch))
+    some = predict(part).us
     middle = time.process_time()
-    all_ = predict(launch.traced(launch.run(_OPTIONS)), every_unit=True).us
+    all_ = predict(launch.traced(launch.run(TRACED)), every_unit=True).us
     end = time.process_time()
     shape = " ".join(f"{name}={size}" for name, size in vars(problem).items() if name.isupper())
     times = middle - begin, end - middle
     return Line(op, shape, chosen.kernel, launch.groups, some, all_, some / all_ - 1, *times)
-
-
-def _by_some(launch: Prepared, count: int) -> Traced:
-    run = partial(_workgroup, launch)
-    found = sample(run, launch.groups, count)
-    waves = -(-launch.lanes // _LANES)
-    held = occupancy(launch.kernel, launch.lanes, launch.geometry.shared_bytes)
-    resident = max(1, held * SIMDS // waves)
-    return Traced(SplitTrace(found.trace), found.working, resident)
-
-
-def _workgroup(launch: Prepared, number: int) -> LaunchReport:
-    return launch.run(replace(_OPTIONS, first_group=number, group_count=1))
 
 
 def lines(cases: Iterable[tuple[str, Problem]] = CASES) -> Iterator[Line]:

@@ -12,17 +12,18 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from aiter_mx.cli.explain import describe_config
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.timing.floor import floor
 from aiter_mx.sim.timing.model import Traced, predict, traced
 from aiter_mx.target import hardware
 from aiter_mx.trial import prepare
+from aiter_mx.tuning.traces import TRACED
 from tune.published.pr3783 import Pr3783
 from tune.published.run import Launch, PublishedRun
 
@@ -35,13 +36,7 @@ PUBLISHED_US = {  # of an MI355X, by the pull request's description: N, K, M
     (1536, 6144, 1): 7.82,
     (6144, 2048, 1): 7.65,
 }
-_OPTIONS = SimOptions(
-    count_conflicts=True,
-    trace=True,
-    schedule="round-robin",
-    collect=True,
-    checks=("-global-race", "-lanes-differ"),
-)
+_OPTIONS = replace(TRACED, collect=True)
 
 Side = tuple[str, list[tuple[LaunchReport, Traced]]]
 """What computes a shape, and its launches."""

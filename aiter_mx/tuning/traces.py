@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -23,12 +23,18 @@ from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport, Trace
 from aiter_mx.sim.timing.cu import SplitTrace
 from aiter_mx.sim.timing.model import SIMDS, Traced
-from aiter_mx.sim.timing.sample import sample
+from aiter_mx.sim.timing.sample import Sample, sample
 from aiter_mx.trial import Prepared, prepare, try_out
 from aiter_mx.tuning.candidates import Candidate, Unfit
 from aiter_mx.workloads.workload import Operands, Verdict, workload_of
 
-_CHECKS = ("-global-race", "-lanes-differ")  # those take memory as the tensors do
+TRACED = SimOptions(
+    schedule="round-robin",
+    count_conflicts=True,
+    trace=True,
+    checks=("-global-race", "-lanes-differ"),  # those take memory as the tensors do
+)
+"""How launches are simulated whose time is asked for."""
 _LANES = 64
 
 Alike: TypeAlias = "tuple[int, str, tuple[int, int, int]]"
@@ -87,29 +93,35 @@ def traced_launch(
     _refuse_spills(launch)
     alike = number, candidate.kernel, launch.geometry.grid
 
-    def run(group: int) -> LaunchReport:
-        return launch.run(
-            SimOptions(
-                schedule="round-robin",
-                count_conflicts=True,
-                trace=True,
-                first_group=group,
-                group_count=1,
-                checks=_CHECKS,
-            )
-        )
-
     def trace_it(path: Path) -> None:
-        found = sample(run, launch.groups, count, working.get(alike))
-        waves = -(-launch.lanes // _LANES)
-        held = occupancy(launch.kernel, launch.lanes, launch.geometry.shared_bytes)
-        resident = max(1, held * SIMDS // waves)
-        path.write_bytes(_Saved(found.working, resident, found.trace).to_bytes())
+        found = sampled(launch, count, working.get(alike))
+        path.write_bytes(_Saved(found.working, held_by_unit(launch), found.trace).to_bytes())
 
     key = _key(candidate, launch, problem, number, count)
     saved = _Saved.from_bytes(get_or_build(_kind(key), key, "trace", trace_it).data)
     working[alike] = saved.working
     return Traced(SplitTrace(saved.trace), saved.working, saved.resident)
+
+
+def sampled(launch: Prepared, count: int, working: int | None = None) -> Sample:
+    """Some workgroups of a launch, each simulated by itself.
+
+    Args:
+        launch: of hollow operands.
+        count: workgroups to run.
+        working: how many have something to do, where that is known.
+    """
+
+    def run(group: int) -> LaunchReport:
+        return launch.run(replace(TRACED, first_group=group, group_count=1))
+
+    return sample(run, launch.groups, count, working)
+
+
+def held_by_unit(launch: Prepared) -> int:
+    """The workgroups of a launch that a compute unit holds at once."""
+    held = occupancy(launch.kernel, launch.lanes, launch.geometry.shared_bytes)
+    return max(1, held * SIMDS // -(-launch.lanes // _LANES))
 
 
 def judged(candidate: Candidate, part: Problem, cu_num: int) -> Verdict:

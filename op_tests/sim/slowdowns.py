@@ -14,23 +14,20 @@ import csv
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
-from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.timing.constants import CUS, shipped
 from aiter_mx.sim.timing.model import predict, traced
+from aiter_mx.tuning.traces import TRACED
 from op_tests.sim.public import SAVED
 from op_tests.sim.tools import launch, program
 
 STEPS, TILES = 16, 4
 SLOT = 4
 KERNELS = ("gemv", "tile", "grouped")
-TRACED = SimOptions(
-    count_conflicts=True, trace=True, schedule="round-robin", group_count=4,
-    checks=("-global-race", "-lanes-differ"),
-)  # fmt: skip
+_OPTIONS = replace(TRACED, group_count=4)
 CYCLES_A_US = shipped().clock_ghz * 1e3
 
 
@@ -41,14 +38,21 @@ class SlowDown:
     Attributes:
         name: what is planted.
         kernel: into what.
-        cost_us: by the model.
-        worked_us: by hand, the least and the most.
+        plain, slow: the modelled time without it and with it.
+        worked_us: what it costs by hand, the least and the most.
+        launches: that the slow one takes.
     """
 
     name: str
     kernel: str
-    cost_us: Callable[[], float]
+    plain: Callable[[], float]
+    slow: Callable[[], float]
     worked_us: tuple[float, float]
+    launches: int = 1
+
+    def cost_us(self) -> float:
+        """By the model."""
+        return self.launches * self.slow() - self.plain()
 
     def is_held(self, cost_us: float) -> bool:
         """Whether a cost is within a factor of two of what was worked out."""
@@ -68,7 +72,7 @@ def modelled_us(
         np.zeros(4096, np.uint64),
         np.zeros(groups * 256, np.uint32),
     )
-    options = replace(TRACED, group_count=0) if whole else TRACED
+    options = TRACED if whole else _OPTIONS
     report = launch(loaded, kernel, groups, 256, [w, x, links, out, steps], access="rrrw",
                     options=options)  # fmt: skip
     return predict(traced(report, loaded.kernel(kernel), groups, 256)).us
@@ -81,6 +85,11 @@ def instructions_us(count: int) -> float:
 
 def slow_downs() -> Iterator[SlowDown]:
     """Every slow-down, in each kernel that has what it slows down."""
+    for kernel in KERNELS:
+        yield from _of(kernel)
+
+
+def _of(kernel: str) -> Iterator[SlowDown]:
     known = shipped()
     latency = known.memory_latency_us
     x_cycles = 4 * (1024 / known.data_bytes_a_cycle + 16 * known.address_cycles)
@@ -91,80 +100,76 @@ def slow_downs() -> Iterator[SlowDown]:
     barriers = STEPS * 4 * (known.barrier_cycles + SLOT) / CYCLES_A_US
     served = STEPS * 2 * 4096 / known.line_bytes_a_cycle / CYCLES_A_US
 
-    def planted(name: str, kernel: str, plant: str, least: float, most: float) -> SlowDown:
-        return SlowDown(
-            name, kernel, lambda: modelled_us(kernel, plant) - modelled_us(kernel), (least, most)
-        )
+    plain = partial(modelled_us, kernel)
 
-    for kernel in KERNELS:
-        is_gemv = kernel == "gemv"
-        tiles = TILES if kernel == "grouped" else 1
-        batches = STEPS / 4 if is_gemv else STEPS  # of loads that are waited for together
-        early, late = instructions_us(300), instructions_us(200) * tiles
-        yield planted("300 instructions before the first load", kernel, "EARLY=300", early, early)
-        yield planted("200 instructions after the last wait", kernel, "LATE=200", late, late)
+    def planted(name: str, plant: str, least: float, most: float) -> SlowDown:
+        slow = partial(modelled_us, kernel, plant)
+        return SlowDown(name, kernel, plain, slow, (least, most))
+
+    is_gemv = kernel == "gemv"
+    tiles = TILES if kernel == "grouped" else 1
+    batches = STEPS / 4 if is_gemv else STEPS  # of loads that are waited for together
+    early, late = instructions_us(300), instructions_us(200) * tiles
+    yield planted("300 instructions before the first load", "EARLY=300", early, early)
+    yield planted("200 instructions after the last wait", "LATE=200", late, late)
+    yield SlowDown(
+        "a load that others wait for",
+        kernel,
+        partial(modelled_us, kernel, "SERIAL=1"),
+        partial(modelled_us, kernel, "SERIAL=2"),
+        (known.cached_latency_us, latency),  # all workgroups load the same line
+    )
+    unpiped = STEPS * latency
+    least = (STEPS - batches) * latency if is_gemv else 0.0  # products hide what they can
+    yield planted("pipelining off", "AHEAD=1", least, unpiped)
+    for part in (2, 4):
+        worked = batches * (part - 1) * latency
         yield SlowDown(
-            "a load that others wait for",
+            f"a {'half' if part == 2 else 'quarter'} of the workgroups", kernel, plain,
+            partial(modelled_us, kernel, groups=CUS // part, steps=STEPS * part),
+            (worked, worked),
+        )  # fmt: skip
+    busy = instructions_us(3000)
+    yield SlowDown(
+        "one busy compute unit",
+        kernel,
+        partial(modelled_us, kernel, whole=True),
+        partial(modelled_us, kernel, "BUSY=3000", whole=True),
+        (busy, busy),
+    )
+    if not is_gemv:  # which has no LDS
+        # A second round of workgroups waits for its own loads.
+        one = (STEPS + (2 * TILES if kernel == "grouped" else 0)) * latency
+        yield SlowDown(
+            "LDS padded until occupancy halves",
             kernel,
-            lambda kernel=kernel: (  # type: ignore[misc]
-                modelled_us(kernel, "SERIAL=2") - modelled_us(kernel, "SERIAL=1")
-            ),
-            (known.cached_latency_us, latency),  # all workgroups load the same line
+            partial(modelled_us, kernel, groups=4 * CUS),
+            partial(modelled_us, kernel, "LDS_BYTES=81920", groups=4 * CUS),
+            (one, one),
         )
-        unpiped = STEPS * latency
-        least = (STEPS - batches) * latency if is_gemv else 0.0  # products hide what they can
-        yield planted("pipelining off", kernel, "AHEAD=1", least, unpiped)
-        for part in (2, 4):
-            worked = batches * (part - 1) * latency
-            yield SlowDown(
-                f"a {'half' if part == 2 else 'quarter'} of the workgroups", kernel,
-                lambda kernel=kernel, part=part: (  # type: ignore[misc]
-                    modelled_us(kernel, groups=CUS // part, steps=STEPS * part)
-                    - modelled_us(kernel)
-                ),
-                (worked, worked),
-            )  # fmt: skip
-        busy = instructions_us(3000)
-        yield SlowDown(
-            "one busy compute unit", kernel,
-            lambda kernel=kernel: (  # type: ignore[misc]
-                modelled_us(kernel, "BUSY=3000", whole=True) - modelled_us(kernel, whole=True)
-            ),
-            (busy, busy),
-        )  # fmt: skip
-        if not is_gemv:  # which has no LDS
-            # A second round of workgroups waits for its own loads.
-            one = (STEPS + (2 * TILES if kernel == "grouped" else 0)) * latency
-            yield SlowDown(
-                "LDS padded until occupancy halves", kernel,
-                lambda kernel=kernel: (  # type: ignore[misc]
-                    modelled_us(kernel, "LDS_BYTES=81920", groups=4 * CUS)
-                    - modelled_us(kernel, groups=4 * CUS)
-                ),
-                (one, one),
-            )  # fmt: skip
-            reads = STEPS * 4 * 8 * 1024 * 3 / known.lds_bytes_a_cycle / CYCLES_A_US
-            yield planted("4-way bank conflicts", kernel, "CONFLICTS=8", 0.0, reads)
-        most = barriers + (served if is_gemv else 0.0)
-        yield planted("4 barriers a step", kernel, "BARRIERS=4", barriers if is_gemv else 0.0, most)
-        found_us = 0.0 if is_gemv else instructions_us(14 * STEPS)  # addresses and sums
-        yield planted("x read twice", kernel, "X_READS=2", 0.0, x_us + found_us)
-        yield planted("scattered lines", kernel, "STRIDE=128", *lines_us)
-        scalar = STEPS * known.scalar_latency_us
-        # Loads ahead hide them in the others.
-        least = scalar if is_gemv else 0.0
-        yield planted("scales by scalar loads", kernel, "SCALAR=1", least, scalar)
-        spilled = batches * 2 * 4 * known.cached_latency_us
-        yield planted("4 registers spilled", kernel, "SPILL=4", spilled, spilled)
-        beginnings = 2 * TILES if kernel == "grouped" else 1
-        second = known.launch_us + beginnings * latency
-        yield SlowDown(
-            "a second launch", kernel,
-            lambda kernel=kernel: (  # type: ignore[misc]
-                2 * modelled_us(kernel, steps=STEPS // 2) - modelled_us(kernel)
-            ),
-            (second, second),
-        )  # fmt: skip
+        reads = STEPS * 4 * 8 * 1024 * 3 / known.lds_bytes_a_cycle / CYCLES_A_US
+        yield planted("4-way bank conflicts", "CONFLICTS=8", 0.0, reads)
+    most = barriers + (served if is_gemv else 0.0)
+    yield planted("4 barriers a step", "BARRIERS=4", barriers if is_gemv else 0.0, most)
+    found_us = 0.0 if is_gemv else instructions_us(14 * STEPS)  # addresses and sums
+    yield planted("x read twice", "X_READS=2", 0.0, x_us + found_us)
+    yield planted("scattered lines", "STRIDE=128", *lines_us)
+    scalar = STEPS * known.scalar_latency_us
+    # Loads ahead hide them in the others.
+    least = scalar if is_gemv else 0.0
+    yield planted("scales by scalar loads", "SCALAR=1", least, scalar)
+    spilled = batches * 2 * 4 * known.cached_latency_us
+    yield planted("4 registers spilled", "SPILL=4", spilled, spilled)
+    beginnings = 2 * TILES if kernel == "grouped" else 1
+    second = known.launch_us + beginnings * latency
+    yield SlowDown(
+        "a second launch",
+        kernel,
+        plain,
+        partial(modelled_us, kernel, steps=STEPS // 2),
+        (second, second),
+        launches=2,
+    )
 
 
 def main() -> int:
