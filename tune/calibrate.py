@@ -10,8 +10,9 @@
 ``draw`` writes manifest.csv, before anything is fitted. ``trace`` runs each row's public kernels in
 the simulator, those of AMD's repository as they are and FlyDSL's compiled by its wheel, and saves
 what they do (traces.xz) and each row's state (traced.csv). ``fit`` fits the constants of
-configs/gfx950/timing.json, once with all families and once without each, and writes predictions.csv
-and errors.csv. It keeps the present constants where the new ones are worse without a family.
+configs/gfx950/timing.json, once with all families and once without each, and writes
+predictions.csv, errors.csv and bars.csv. It keeps the present constants where the new ones are
+worse without a family.
 ``seen`` writes configs/gfx950/timing_seen.json, by which extrapolations are told, and ``picture``
 draws predicted.png.
 """
@@ -45,6 +46,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "measured" / "mi355x_published"
 _MANIFEST, _TRACES, _STATES = "manifest.csv", "traces.xz", "traced.csv"
 _PREDICTIONS = "predictions.csv"
 _LABELS = ("M <= 16", "M 17 to 64", "M 65 to 256", "M > 256", "all")
+_FEW = 64  # rows, within which ranks are compared
 _HBM_TB_S, _FLOOR_US = 6.3, 2.6  # of the baseline that knows bytes alone
 
 
@@ -148,14 +150,17 @@ def write_errors(constants: Constants) -> None:
         {row: float(line[column] or "nan") for (row, _), line in zip(data, lines, strict=True)}
         for column in ("modelled_us", "family_left_out_us")
     )
-    _write_errors(tests, {
+    sums = {row: sum(floor(each, constants).us for each in launches)
+            for row, launches in data if row.role == "test"}  # fmt: skip
+    known = {
         "model": replayed,
         "model, family left out": left_out,
-        "sums without a replay": {row: sum(floor(each, constants).us for each in launches)
-                                  for row, launches in data if row.role == "test"},
+        "sums without a replay": sums,
         "bytes and launch": {row: _bytes_us(row) for row in tests},
         "regression": _regression(fitting, tests),
-    })  # fmt: skip
+    }
+    _write_errors(tests, known)
+    _write_bars(tests, left_out, {name: known[name] for name in list(known)[2:]})
 
 
 def _write_predictions(
@@ -185,6 +190,35 @@ def _write_errors(rows: Sequence[Row], known: Mapping[str, Mapping[Row, float]])
                         p90 = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
                         median = f"{statistics.median(errors):.3f}"
                         writer.writerow([name, family, label, len(errors), median, f"{p90:.3f}"])
+
+
+def _write_bars(
+    rows: Sequence[Row], left_out: Mapping[Row, float], others: Mapping[str, Mapping[Row, float]]
+) -> None:
+    """Write how much better than others the model is, and how it ranks rows of few M."""
+
+    def median(found: Mapping[Row, float]) -> float:
+        return statistics.median(abs(found[row] / row.us - 1) for row in rows)
+
+    few = [row for row in rows if row.M <= _FEW]
+    families = sorted({row.family for row in few})
+    lines = [("share of the median error", name, len(rows), median(left_out) / median(found),
+              "at most 0.667") for name, found in others.items()]  # fmt: skip
+    for family in ["all", *families]:
+        part = [row for row in few if family in ("all", row.family)]
+        rank = spearman([row.us for row in part], [left_out[row] for row in part])
+        lines.append((f"Spearman, M <= {_FEW}", family, len(part), rank, "at least 0.95"))
+    with (FOLDER / "bars.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["what", "of", "rows", "value", "bar"])
+        writer.writerows((*line[:3], f"{line[3]:.3f}", line[4]) for line in lines)
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """The correlation of the ranks; equal values share the mean of theirs."""
+    import pandas as pd
+
+    return float(pd.Series(one).rank().corr(pd.Series(other).rank()))
 
 
 def _write_constants(values: Mapping[str, float], ratios: Sequence[float]) -> None:

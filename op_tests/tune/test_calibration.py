@@ -14,7 +14,7 @@ import pytest
 
 from aiter_mx.sim.timing.constants import described, shipped, with_values
 from aiter_mx.sim.timing.fit import Observation, at_the_edge, fit, fitted_names, loss, modelled_us
-from tune.calibrate import FOLDER
+from tune.calibrate import FOLDER, spearman
 from tune.published.picture import draw, errors
 from tune.published.rows import LEAST_TESTS, Row, drawn, read
 from tune.published.saved import load
@@ -69,6 +69,31 @@ def test_a_family_that_was_left_out_is_predicted_and_better_than_without_a_repla
     for other in ("sums without a replay", "bytes and launch", "regression"):
         least = saved.loc[(other, "all", "all"), "median"]
         assert left_out.loc[("all", "all"), "median"] <= least * 2 / 3, other
+
+
+def test_rows_of_few_m_are_ranked_as_published_and_others_are_off_by_half_as_much_again() -> None:
+    bars = pd.read_csv(FOLDER / "bars.csv").set_index(["what", "of"])
+    share = bars.loc["share of the median error"]
+    assert set(share.index) == {"sums without a replay", "bytes and launch", "regression"}
+    assert (share["value"] <= 0.667).all()
+    rows = pd.read_csv(FOLDER / "predictions.csv")
+    rows = rows[(rows["role"] == "test") & (rows["M"] <= 64)]
+    ranks = bars.loc["Spearman, M <= 64"]
+    for family, line in ranks.iterrows():
+        part = rows[(rows["family"] == family) | (family == "all")]
+        assert len(part) == line["rows"]
+        found = spearman(list(part["us"]), list(part["family_left_out_us"]))
+        assert found == pytest.approx(line["value"], abs=0.001)
+    assert ranks.loc["all", "value"] >= 0.95
+    # Times of the block scale family lie closer together, so that errors reorder more of them.
+    assert (ranks["value"].drop("block_scale_asm") >= 0.95).all()
+    assert ranks.loc["block_scale_asm", "value"] >= 0.9
+
+
+def test_ranks_of_equal_values_are_shared() -> None:
+    assert spearman([1, 2, 3], [10, 20, 90]) == pytest.approx(1)
+    assert spearman([1, 2, 3], [30, 20, 10]) == pytest.approx(-1)
+    assert spearman([1, 1, 3], [10, 20, 30]) == pytest.approx(3**0.5 / 2)
 
 
 def test_a_fit_finds_a_constant_again(observations: list[Observation]) -> None:
