@@ -144,7 +144,10 @@ def test_a_row_of_scales_far_apart_leaves_the_others_alone(bench: Bench) -> None
 
 
 @each(SUBJECTS)
-def test_nan_payloads_and_scales_reach_their_outputs_alone(bench: Bench) -> None:
+def test_nan_payloads_and_scales_reach_their_outputs_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AITER_MX_SIM_FINITE_SCALES", "1")
     shares = []
     for options in NANS:
         for case, drawn in bench.few(**options):
@@ -171,7 +174,10 @@ def test_nan_payloads_at_the_ends_of_a_row_do_not_reach_its_neighbours(bench: Be
 
 
 @each(SUBJECTS)
-def test_a_nan_scale_counts_even_where_the_payload_is_zero(bench: Bench) -> None:
+def test_a_nan_scale_counts_even_where_the_payload_is_zero(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AITER_MX_SIM_FINITE_SCALES", "1")
     for case, drawn in bench.few(scale_exponents=(-6, 6)):
         row, column, blocks = len(drawn[0]) // 2, len(drawn[2]) // 2, case.K // 32
         for block in range(0, blocks, 1 + blocks // 50):

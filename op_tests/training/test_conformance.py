@@ -141,7 +141,10 @@ def test_padding_and_other_groups_take_no_part(bench: Bench) -> None:
 
 
 @each(SUBJECTS, nans=range(len(NANS)))
-def test_nan_reaches_its_outputs_alone(bench: Bench, nans: int) -> None:
+def test_nan_reaches_its_outputs_alone(
+    bench: Bench, nans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AITER_MX_SIM_FINITE_SCALES", "1")
     shares = []
     for seed, few in enumerate(bench.subject.few):
         shape = replace(few, adds=seed % 2 == 1)
