@@ -2,7 +2,8 @@
 
     python -m op_tests.sim.mutation                  a sample of every kind in every kernel
     python -m op_tests.sim.mutation --per-class 0    every mutant there is
-    python -m op_tests.sim.mutation --save           the sample, and write docs/mutation.md
+    python -m op_tests.sim.mutation --save           the sample; write mutants.csv, docs/mutation.md
+    python -m op_tests.sim.mutation --save --kernels 'mfma*'    these; the other rows stay
 
 Each mutant is the code object with one instruction changed. It runs in the simulator (strict, under
 several schedules and seeds) and its results are compared with float64. What neither notices is a
@@ -30,9 +31,19 @@ from rich.progress import track
 from op_tests.sim.mutation_kinds import KINDS, NOP
 from op_tests.sim.mutation_planting import Mutant, assemble, case_named, patched, sample
 from op_tests.sim.mutation_probes import EVERY_CASE, AnyCase, verdict
-from op_tests.sim.mutation_report import Outcome, page, reasons, show, survivors
+from op_tests.sim.mutation_report import (
+    Outcome,
+    load_outcomes,
+    page,
+    reasons,
+    save_outcomes,
+    show,
+    survivors,
+)
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "mutation.md"
+_DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = _DOCS / "mutation.md"
+OUTCOMES = _DOCS / "measured" / "gfx950_simulated" / "mutants.csv"
 
 
 def judge(mutant: Mutant) -> Outcome:
@@ -79,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--per-class", type=int, default=8, metavar="N", help="0: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--save", action="store_true", help=f"write {PAGE.name}")
+    parser.add_argument("--save", action="store_true", help=f"write {OUTCOMES.name}, {PAGE.name}")
     options = parser.parse_args(arguments)
     console = Console()
     begin = time.perf_counter()
@@ -94,8 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(outcomes, known, console)
     console.print(f"{len(outcomes)} mutants in {time.perf_counter() - begin:.0f} s")
     if options.save:
-        given = " ".join(sys.argv[1:] if arguments is None else arguments)
-        PAGE.write_text(page(outcomes, known, f"python -m op_tests.sim.mutation {given}".strip()))
+        others = [o for o in load_outcomes(OUTCOMES) if not fnmatch(o.mutant.case, options.kernels)]
+        save_outcomes(OUTCOMES, [*others, *outcomes])
+        PAGE.write_text(page(load_outcomes(OUTCOMES), known))
     return 1 if any(reason is None for _, reason in survivors(outcomes, known)) else 0
 
 

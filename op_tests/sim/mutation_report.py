@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from op_tests.sim.mutation_kinds import KINDS
-from op_tests.sim.mutation_planting import Mutant, code_around
-from op_tests.sim.mutation_probes import CASES
+from op_tests.sim.mutation_planting import Mutant, code_around, listing
+from op_tests.sim.mutation_probes import EVERY_CASE
 
 HERE = Path(__file__).resolve().parent
 REASONS = HERE / "mutation_reasons.json"
@@ -91,10 +91,17 @@ class Row:
     def cells(self) -> list[str]:
         """As text."""
         by = ", ".join(f"{name} {count}" for name, count in self.by.most_common())
-        counts = (self.count, self.count - self.harmless)
-        shares = [f"{100 * self.caught / n:.1f} %" if n else "-" for n in counts]
         numbers = (self.harmless, self.missed, self.unexplained)
+        shares = (self._share(self.count), self.of_harmful)
         return [self.name, str(self.count), str(self.caught), *shares, by, *map(str, numbers)]
+
+    @property
+    def of_harmful(self) -> str:
+        """The share that is caught of those that are not known to do the same."""
+        return self._share(self.count - self.harmless)
+
+    def _share(self, count: int) -> str:
+        return f"{100 * self.caught / count:.1f} %" if count else "-"
 
 
 _HEADS = (
@@ -105,16 +112,17 @@ _HEADS = (
 
 def rows(outcomes: Sequence[Outcome], known: Sequence[Reason]) -> list[Row]:
     """The table: a row for each kind, and the total."""
-
-    def row(name: str, of: list[Outcome]) -> Row:
-        why = [reason_of(o, known) for o in of if not o.by]
-        verdicts = Counter(reason.verdict if reason else "" for reason in why)
-        by = Counter(o.by for o in of if o.by)
-        return Row(name, len(of), by, verdicts["harmless"], verdicts["missed"], verdicts[""])
-
     kinds = {kind: [o for o in outcomes if o.mutant.kind == kind] for kind in KINDS}
-    table = [row(kind, of) for kind, of in kinds.items() if of]
-    return [*table, row("all", list(outcomes))]
+    table = [row_of(kind, of, known) for kind, of in kinds.items() if of]
+    return [*table, row_of("all", outcomes, known)]
+
+
+def row_of(name: str, of: Sequence[Outcome], known: Sequence[Reason]) -> Row:
+    """A line for some mutants."""
+    why = [reason_of(o, known) for o in of if not o.by]
+    verdicts = Counter(reason.verdict if reason else "" for reason in why)
+    by = Counter(o.by for o in of if o.by)
+    return Row(name, len(of), by, verdicts["harmless"], verdicts["missed"], verdicts[""])
 
 
 def survivors(
@@ -143,20 +151,51 @@ def show(outcomes: Sequence[Outcome], known: Sequence[Reason], console: Console)
     console.print(table)
 
 
-def page(outcomes: Sequence[Outcome], known: Sequence[Reason], command: str) -> str:
+_FIELDS = ("case", "kind", "index", "change", "old", "new", "words")
+
+
+def save_outcomes(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """What came of each mutant, kernel after kernel."""
+    cases = [case.name for case in EVERY_CASE]
+    ordered = sorted(outcomes, key=lambda outcome: cases.index(outcome.mutant.case))
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow((*_FIELDS, "by", "message"))
+        for o in ordered:
+            words = " ".join(f"{word:08x}" for word in o.mutant.words)
+            fields = [getattr(o.mutant, name) for name in _FIELDS[:-1]]
+            writer.writerow((*fields, words, o.by, "" if o.by else o.message))
+
+
+def load_outcomes(path: Path) -> list[Outcome]:
+    """Those on file of kernels whose code is what it was."""
+    if not path.exists():
+        return []
+    cases = {case.name: case for case in EVERY_CASE}
+    found = []
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            words = tuple(int(word, 16) for word in row["words"].split())
+            index, case = int(row["index"]), cases.get(row["case"])
+            code = () if case is None else listing(case)
+            if index < len(code) and code[index].text == row["old"]:
+                given = (row["case"], row["kind"], index, row["change"], row["old"], row["new"])
+                found.append(Outcome(Mutant(*given, words), row["by"], row["message"]))
+    return found
+
+
+def page(outcomes: Sequence[Outcome], known: Sequence[Reason]) -> str:
     """docs/mutation.md."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
-    ).stdout.strip()
     lines = [
         "# What the simulator catches",
         "",
-        f"Written by `{command}` at commit {commit or 'unknown'}; not to be edited by hand.",
+        "Written by `python -m op_tests.sim.mutation --save`; not to be edited by hand.",
         "",
         "One instruction at a time of our gfx950 kernels is changed in the machine code. A mutant",
         "is caught when the simulator reports it (the name of the error is given) or its result",
         "differs from float64, in one of the launches of `op_tests/sim/mutation_probes.py`.",
         "*Harmless* survivors do the same as the original, *missed* ones do not.",
+        "Outcomes are in `docs/measured/gfx950_simulated/mutants.csv`.",
         "`op_tests/sim/mutation_reasons.json` holds the reasons; a survivor without one makes the",
         "program fail.",
         "",
@@ -166,13 +205,15 @@ def page(outcomes: Sequence[Outcome], known: Sequence[Reason], command: str) -> 
         "",
         "## Kernels",
         "",
-        "| kernel | mutants | caught |",
-        "| --- | ---: | ---: |",
+        "| kernel | mutants | caught | harmless | of harmful |",
+        "| --- | ---: | ---: | ---: | ---: |",
     ]
-    for case in CASES:
+    for case in EVERY_CASE:
         of = [o for o in outcomes if o.mutant.case == case.name]
         if of:
-            lines.append(f"| {case.name} | {len(of)} | {sum(bool(o.by) for o in of)} |")
+            total = row_of(case.name, of, known)
+            cells = (case.name, total.count, total.caught, total.harmless, total.of_harmful)
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines += [
         "",
         "A kernel's name has its parameters: rows or tiles, waves, unroll and the output's dtype.",

@@ -8,8 +8,12 @@ from functools import cached_property
 
 import torch
 
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
+from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_down import MoeDownProblem
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_up import MoeUpProblem
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.registry import find_kernel
@@ -136,6 +140,39 @@ WORKLOAD_CASES = (
         {"rows": 3, "waves": 2, "unroll": 1},
     ),
     WorkloadCase(
+        "moe_align w2",
+        "moe_align",
+        "align",
+        (
+            MoeAlignProblem(70, 3, 5, 16, shared=1, first_shared=5, x_dtype="bf16", K=96),
+            MoeAlignProblem(9, 2, 7, 32, expert_map="numbers", drop_absent=1, x_dtype="bf16", K=64),
+            MoeAlignProblem(1, 4, 64, 4, expert_map="mask", x_dtype="bf16", K=2080),
+        ),
+        {"waves": 2},
+    ),
+    WorkloadCase(
+        "moe_gemm t2 c1 w2 u1",
+        "moe_gemm",
+        "mfma",
+        (
+            MoeGemmProblem(5, 70, 1376, 3, 2, 16, "bf16", bias="bf16", weights="by_t"),
+            MoeGemmProblem(3, 37, 96, 3, 2, 16, "bf16", bias="fp32", a_div=2),
+            MoeGemmProblem(20, 64, 608, 2, 1, 32, "bf16", ids="aiter", weights="by_place"),
+        ),
+        {"row_tiles": 2, "col_tiles": 1, "waves": 2, "unroll": 1},
+    ),
+    WorkloadCase(
+        "moe_gemm activated t4 c1 w2 u1",
+        "moe_gemm",
+        "mfma",
+        (
+            MoeGemmProblem(5, 192, 1344, 3, 2, 16, "mxfp8", "silu", bias="bf16", a_div=2),
+            MoeGemmProblem(3, 64, 128, 3, 2, 16, "mxfp8", "silu", bias="fp32", a_div=2),
+            MoeGemmProblem(20, 128, 640, 2, 1, 32, "mxfp8", "silu"),
+        ),
+        {"row_tiles": 4, "col_tiles": 1, "waves": 2, "unroll": 1},
+    ),
+    WorkloadCase(
         "moe_combine k3",
         "moe_combine",
         "combine",
@@ -146,5 +183,46 @@ WORKLOAD_CASES = (
         "quantize",
         "rows",
         (QuantizeProblem(3, 2080), QuantizeProblem(17, 96), QuantizeProblem(1, 4128)),
+    ),
+    WorkloadCase(
+        "quantize tiles",
+        "quantize",
+        "tiles",
+        (
+            QuantizeProblem(224, 416, to="both", matrices=2),
+            QuantizeProblem(32, 64, to="both"),
+            QuantizeProblem(160, 1056, to="both"),
+        ),
+        {"rows": 128, "resident": 2, "steps": 2, "cluster": 1},
+    ),
+    WorkloadCase(
+        "grouped m32 n128",
+        "grouped_gemm",
+        "persistent",
+        (
+            GroupedGemmProblem(100, 200, 480, 3, bias="bf16"),
+            GroupedGemmProblem(132, 300, 352, 2, bias="bf16"),
+        ),
+        {"tile_m": 32, "tile_n": 128, "swath": 4, "xcds": 8},
+    ),
+    WorkloadCase(
+        "dgrad m64 n256 e5m2",
+        "grouped_gemm",
+        "persistent",
+        (
+            GroupedGemmProblem(150, 300, 640, 3, "fp32", a_format="e5m2"),
+            GroupedGemmProblem(70, 260, 256, 2, "fp32", a_format="e5m2"),
+        ),
+        {"tile_m": 64, "tile_n": 256, "swath": 1, "xcds": 1},
+    ),
+    WorkloadCase(
+        "wgrad m64 n128",
+        "grouped_wgrad",
+        "persistent",
+        (
+            GroupedWgradProblem(512, 96, 224, 3, "fp32"),
+            GroupedWgradProblem(384, 160, 32, 2, "fp32"),
+        ),
+        {"tile_m": 64, "tile_n": 128, "swath": 4, "xcds": 1},
     ),
 )

@@ -107,7 +107,7 @@ def test_survivors_count_against_the_share_and_need_a_reason() -> None:
     assert rows([survivor], [Reason("mfma*", "drop s_waitcnt", ".*", "", "missed", "")])[
         -1
     ].unexplained
-    text = page([caught, survivor], [], "command")
+    text = page([caught, survivor], [])
     assert "| all | 2 | 1 | 50.0 % | 50.0 % | RaceError 1 | 0 | 0 | 1 |" in text
 
 
