@@ -75,6 +75,7 @@ class WorkloadCase:
     def prepared(self, number: int, operands: list[torch.Tensor | None] | None) -> Prepared:
         """The launch of a problem."""
         target = hardware("gfx950")
+        assert not self.spec.refusal(target, self.problems[number])
         config = self.config or self.spec.configure(target, self.problems[0])
         return prepare(self.spec, self.problems[number], config, operands=operands)
 
@@ -200,8 +201,8 @@ WORKLOAD_CASES = (
         "grouped_gemm",
         "persistent",
         (
-            GroupedGemmProblem(100, 200, 480, 3, bias="bf16"),
-            GroupedGemmProblem(132, 300, 352, 2, bias="bf16"),
+            GroupedGemmProblem(100, 192, 480, 3, bias="bf16"),
+            GroupedGemmProblem(132, 288, 352, 2, bias="bf16"),
         ),
         {"tile_m": 32, "tile_n": 128, "swath": 4, "xcds": 8},
     ),
@@ -210,8 +211,8 @@ WORKLOAD_CASES = (
         "grouped_gemm",
         "persistent",
         (
-            GroupedGemmProblem(150, 300, 640, 3, "fp32", a_format="e5m2"),
-            GroupedGemmProblem(70, 260, 256, 2, "fp32", a_format="e5m2"),
+            GroupedGemmProblem(150, 288, 640, 3, "fp32", a_format="e5m2"),
+            GroupedGemmProblem(70, 416, 256, 2, "fp32", a_format="e5m2"),
         ),
         {"tile_m": 64, "tile_n": 256, "swath": 1, "xcds": 1},
     ),
