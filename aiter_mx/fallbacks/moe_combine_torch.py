@@ -15,7 +15,7 @@ def run(problem: MoeCombineProblem, tensors: Tensors, config: Config) -> None:
     Sums are fp32 and in the order of slots, as csrc/moe/combine.cu has them. A slot with an id
     outside 0 to E - 1 is left out, and shared slots weigh 1.
     """
-    y, topk_ids, topk_weights, expert_map, num_tokens, out = tensors
+    y, places, topk_ids, topk_weights, expert_map, num_tokens, out = tensors
     p = problem
     is_here = (topk_ids >= 0) & (topk_ids < p.E)
     if expert_map is not None:
@@ -23,6 +23,9 @@ def run(problem: MoeCombineProblem, tensors: Tensors, config: Config) -> None:
     shared = torch.ones((p.M, p.shared), dtype=torch.bool, device=y.device)
     is_here = torch.cat((is_here, shared), 1).unsqueeze(2)
     weights = torch.cat((topk_weights, shared.to(topk_weights.dtype)), 1).unsqueeze(2)
+    if p.sorted_y:
+        is_here &= (places >= 0).view(is_here.shape)
+        y = y[places.clamp(0, len(y) - 1).long()]
     rows = y.view(p.M, p.top_k + p.shared, p.N).to(torch.float32)
     total = torch.zeros((p.M, p.N), dtype=torch.float32, device=y.device)
     for slot in range(rows.shape[1]):  # in the order of the kernel

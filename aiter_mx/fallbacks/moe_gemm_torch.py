@@ -30,7 +30,15 @@ def run(problem: MoeGemmProblem, tensors: Tensors, config: Config) -> None:
     t, valid = _routed_rows(p, sorted_token_ids[:rows])
     used = -(-num_tokens_post_padded[0] // p.block_m) * p.block_m
     valid &= torch.arange(rows, device=t.device) < used
-    t = torch.where(valid, t, p.routed)
+    t = to = torch.where(valid, t, p.routed)
+    if p.sorted_out:
+        place = torch.arange(rows, device=t.device)
+        to = torch.where(valid, place, rows)
+        expert = expert_ids[place // p.block_m]
+        place = torch.where((expert >= 0) & (expert < p.E), place, -1)
+        noted = torch.cat((out_scales, out_scales[:1])).index_copy(0, t, place.to(torch.int32))
+        out_scales.copy_(noted[:-1])
+        out_scales = None
     # One row more than there are takes what must not be written.
     result = torch.cat((out.view(torch.uint8), out[:1].view(torch.uint8)))
     scales = None if out_scales is None else torch.cat((out_scales, out_scales[:1]))
@@ -52,7 +60,7 @@ def run(problem: MoeGemmProblem, tensors: Tensors, config: Config) -> None:
             y *= weight.unsqueeze(1)
         y = torch.where(is_here, y, 0.0)
         if p.activation == "none":
-            result[row] = round_once(y, out.dtype).view(torch.uint8)
+            result[to[places]] = round_once(y, out.dtype).view(torch.uint8)
         else:
             payload, scale = quantised(activate(p, y).to(torch.float32))
             result[row] = payload.view(torch.uint8)

@@ -31,6 +31,7 @@ def moe_tile_kernel(
     weights_ptr,
     bias_ptr,
     out_ptr,
+    places_ptr,
     M,
     N,
     K,
@@ -42,6 +43,7 @@ def moe_tile_kernel(
     HAS_WEIGHTS: tl.constexpr,
     BY_PLACE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SORTED_OUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -122,7 +124,11 @@ def moe_tile_kernel(
         acc *= weight[:, None]
     acc = tl.where(is_here, acc, 0.0)
     inside = valid[:, None] & (n[None, :] < N)
-    out_ptrs = out_ptr + t[:, None] * N + n[None, :]
+    row_out = t
+    if SORTED_OUT:
+        row_out = place.to(tl.int64)
+        tl.store(places_ptr + t, tl.where(is_here, place, -1), mask=valid & (tile_n == 0))
+    out_ptrs = out_ptr + row_out[:, None] * N + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -198,6 +204,7 @@ def run(problem: MoeGemmProblem, tensors: Tensors, config: Config) -> None:
             topk_weights,
             bias,
             sums,
+            out_scales,
             p.M,
             p.N,
             p.K,
@@ -209,11 +216,12 @@ def run(problem: MoeGemmProblem, tensors: Tensors, config: Config) -> None:
             HAS_WEIGHTS=topk_weights is not None,
             BY_PLACE=p.weights == "by_place",
             HAS_BIAS=bias is not None,
+            SORTED_OUT=p.sorted_out,
             WHOLE_STEPS=p.K % config["BLOCK_K"] == 0,
             **config,
             **OPTIONS,
         )
-    if out_scales is not None:  # rows that no id names may be anything then, as the op says
+    if p.activation != "none":  # rows that no id names may be anything then, as the op says
         _activate(p, sums, out, out_scales)
 
 

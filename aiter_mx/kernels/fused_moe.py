@@ -9,7 +9,7 @@ from aiter_mx.kernels import moe_down, moe_up
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_down import MoeDownProblem
-from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem, grouped
 from aiter_mx.kernels.moe_up import MoeUpProblem
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.numerics import BLOCK
@@ -109,7 +109,8 @@ class FusedMoeProblem:
         """The ops and the problems of the launches on an architecture.
 
         They are four, or three without a reduction; where tokens are few and the architecture has
-        the kernels, two.
+        the kernels, two. Where the second GEMM gathers its rows, the sum over a token's slots finds
+        its results as the ids are sorted.
         """
         if arch in FEW_TOKENS_ARCHS and (few := self._of_few_tokens()):
             return few
@@ -157,6 +158,8 @@ class FusedMoeProblem:
             a_div=1,
             early_routing=True,
         )
+        if self.reduce and not invariance.is_on() and grouped.is_first(arch, second):
+            second = replace(second, sorted_out=True)
         combine = MoeCombineProblem(
             M=self.M,
             N=self.hidden,
@@ -166,6 +169,7 @@ class FusedMoeProblem:
             y_dtype="fp32",
             out_dtype=self.dtype,
             id_dtype=self.id_dtype,
+            sorted_y=second.sorted_out,
         )
         launches = (
             ("moe_align", align),

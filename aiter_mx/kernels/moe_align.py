@@ -34,6 +34,7 @@ MAX_TRITON_IDS = 1 << 30  # so that programs' steps beyond them are int32 too
 _IDS_OF_FEW_WAVES = 1024
 _HELD = 4  # chunks of a wave whose experts stay in registers
 _MOST_THREADS = 1024
+_THREADS_OF_UNIT = 2048  # that a compute unit holds
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,10 @@ def _defines(target: Target, problem: MoeAlignProblem, config: Config) -> Mappin
     return {
         "MX_WAVES": config["waves"],
         "MX_HELD": _HELD,
-        "MX_MANY": int(problem.routed > min(_IDS_OF_FEW_WAVES, _held_ids(target, config))),
+        "MX_MANY": int(
+            not problem.masked
+            and problem.routed > min(_IDS_OF_FEW_WAVES, _held_ids(target, config))
+        ),
         "MX_EXPERTS": _room(problem),
         "MX_PACKED": int(problem.ids == "aiter"),
         "MX_WIDE_IDS": int(problem.id_dtype == "i64"),
@@ -182,12 +186,24 @@ def _defines(target: Target, problem: MoeAlignProblem, config: Config) -> Mappin
     }
 
 
+def _threads(target: Target, config: Config) -> int:
+    waves: int = config["waves"]
+    return waves * target.wave_size
+
+
+def _quantising(target: Target, problem: MoeAlignProblem, config: Config) -> int:
+    """Workgroups that quantise."""
+    threads = _threads(target, config)
+    groups = -(-problem.M * problem.K // (8 * threads))
+    if problem.masked:  # few of the rows count
+        return min(groups, target.cu_num * _THREADS_OF_UNIT // threads)
+    return groups
+
+
 def _geometry(target: Target, problem: MoeAlignProblem, config: Config) -> Geometry:
-    threads = config["waves"] * target.wave_size
-    quantizing = -(-problem.M * problem.K // (8 * threads))
     return Geometry(
-        grid=(1 + quantizing, 1, 1),
-        block=(threads, 1, 1),
+        grid=(1 + _quantising(target, problem, config), 1, 1),
+        block=(_threads(target, config), 1, 1),
         overlaps=target.arch == "sm_90a",
     )
 
@@ -205,12 +221,13 @@ def _scalars(target: Target, problem: MoeAlignProblem, config: Config) -> tuple[
         problem.block_m,
         problem.max_ids,
         problem.max_ids // problem.block_m,
+        _quantising(target, problem, config),
     )
 
 
 _SCALARS = (
     *("M", "top_k", "E", "shared", "first_shared", "map_kind", "drop_absent", "block_m"),
-    *("max_ids", "max_blocks"),
+    *("max_ids", "max_blocks", "groups"),
 )
 
 _ARGS = (

@@ -39,6 +39,8 @@ class MoeCombineProblem:
         y_dtype: of the routed rows.
         out_dtype: of the result.
         id_dtype: of the experts' ids, ``i32`` or ``i64``.
+        sorted_y: whether y lies as the sorted ids do, and ``places[m * slots + slot]`` is the row
+            of y, or -1 for none.
 
     Raises:
         ValueError: a field is none of the above.
@@ -52,6 +54,7 @@ class MoeCombineProblem:
     y_dtype: str = "fp32"
     out_dtype: str = "bf16"
     id_dtype: str = "i32"
+    sorted_y: bool = False
 
     def __post_init__(self) -> None:
         known = {"y_dtype": OUT_DTYPES, "out_dtype": OUT_DTYPES, "id_dtype": ID_DTYPES}
@@ -92,6 +95,7 @@ def _defines(target: Target, problem: MoeCombineProblem, config: Config) -> Mapp
         "MX_Y": DTYPE_CODES[problem.y_dtype],
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_WIDE_IDS": int(problem.id_dtype == "i64"),
+        "MX_SORTED": int(problem.sorted_y),
     }
 
 
@@ -105,6 +109,7 @@ def _geometry(target: Target, problem: MoeCombineProblem, config: Config) -> Geo
 
 _ARGS = (
     Arg("y", "pointer", "r"),
+    Arg("places", "pointer", "r"),  # i32 [M * slots], or null
     Arg("topk_ids", "pointer", "r"),
     Arg("topk_weights", "pointer", "r"),
     Arg("expert_map", "pointer", "r"),

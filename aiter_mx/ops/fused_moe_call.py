@@ -34,6 +34,7 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import CaptureError
 from aiter_mx.kernels.fused_moe import FusedMoeProblem, refuse_unknown_activation
 from aiter_mx.kernels.moe_align import MoeAlignProblem
+from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_up import MoeUpProblem
 from aiter_mx.kernels.spec import Parts
 from aiter_mx.launch import Run, not_warm
@@ -153,10 +154,16 @@ ARGUMENTS = (
     ),
     ("xq", "xs", "w1q", "w1s", *_LISTS, "none", "bias1", "hq", "hs"),
     ("hq", "hs", "w2q", "w2s", *_LISTS, "none", "bias2", "y", "none"),
-    ("y", "topk_ids", "topk_weights", "expert_map", "num_tokens", "out"),
+    ("y", "none", "topk_ids", "topk_weights", "expert_map", "num_tokens", "out"),
 )
 """The pointers of each launch of a layer that lists its routed rows. Without a reduction there is
 no last one."""
+_SORTED = (
+    *ARGUMENTS[:2],
+    (*ARGUMENTS[2][:-1], "places"),
+    ("y", "places", *ARGUMENTS[3][2:]),
+)
+"""Those of a layer whose second GEMM leaves its results as the ids are sorted."""
 
 NAMES = (
     *("x", "w1q", "w1s", "w2q", "w2s", "topk_ids", "topk_weights"),
@@ -245,13 +252,18 @@ def arguments_of(layer: Parts) -> tuple[tuple[str, ...], ...]:
     """The names of each launch's pointers: what the caller gave, or what lies between them."""
     up = layer[0][1]
     if not isinstance(up, MoeUpProblem):
-        return ARGUMENTS[: len(layer)]
+        return (_SORTED if _is_sorted(layer) else ARGUMENTS)[: len(layer)]
     x = ("xq", "xs") if up.x_dtype == "mxfp8" else ("x", "none")
     routing = ("topk_ids", "expert_map", "num_tokens")
     return (
         (*routing, *x, "w1q", "w1s", "bias1", "h"),
         ("h", "topk_ids", "topk_weights", *routing[1:], "w2q", "w2s", "bias2", "out"),
     )
+
+
+def _is_sorted(layer: Parts) -> bool:
+    last = layer[-1][1]
+    return isinstance(last, MoeCombineProblem) and last.sorted_y
 
 
 def tensors_between(
@@ -263,6 +275,11 @@ def tensors_between(
         return {"h": ((problem.routed, I), torch.float32)}
     quantisation = {"xq": ((M, H), _FP8[0]), "xs": ((M, H // BLOCK), torch.uint8)}
     to_reduce = {"y": ((problem.routed, H), torch.float32)}
+    if _is_sorted(layer):
+        to_reduce = {
+            "y": ((align.max_ids, H), torch.float32),
+            "places": ((problem.routed,), torch.int32),
+        }
     return {
         **({} if problem.quantised else quantisation),
         "hq": ((problem.routed, I), _FP8[0]),

@@ -12,19 +12,25 @@ from aiter_mx.launch import Tensors
 from aiter_mx.numerics import DTYPES, INDICES
 from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
 
-_MAP, _TOKENS, _OUT = 3, 4, 5  # positions
+_PLACES, _MAP, _TOKENS, _OUT = 1, 4, 5, 6  # positions
 _HERE = 0.7  # share of experts
+_PADDING = 5  # rows of a sorted y beside those of tokens
 
 
 def _operands(problem: MoeCombineProblem, device: torch.device) -> Operands:
     p = problem
     tokens = torch.full((1,), p.M, dtype=torch.int32).to(device)
-    return [_rows(p, device), *_routing(p, device), tokens, _result(p, device)]
+    return [*_rows(p, device), *_routing(p, device), tokens, _result(p, device)]
 
 
-def _rows(p: MoeCombineProblem, device: torch.device) -> torch.Tensor:
-    shape = (p.M * (p.top_k + p.shared), p.N)
-    return (torch.rand(shape, device=device) - 0.5).to(DTYPES[p.y_dtype])
+def _rows(p: MoeCombineProblem, device: torch.device) -> list[torch.Tensor | None]:
+    """Routed rows, and where they are if they are sorted."""
+    routed = p.M * (p.top_k + p.shared)
+    places = None
+    if p.sorted_y:
+        places = torch.randperm(routed + _PADDING)[:routed].to(torch.int32).to(device)
+    rows = torch.rand((routed + _PADDING * p.sorted_y, p.N), device=device) - 0.5
+    return [rows.to(DTYPES[p.y_dtype]), places]
 
 
 def _routing(p: MoeCombineProblem, device: torch.device) -> list[torch.Tensor]:
@@ -44,7 +50,7 @@ def _another(problem: MoeCombineProblem, operands: Operands) -> Operands:
     assert y is not None
     device = y.device
     routing = _routing(problem, device)
-    return [_rows(problem, device), *routing, operands[_TOKENS], _result(problem, device)]
+    return [*_rows(problem, device), *routing, operands[_TOKENS], _result(problem, device)]
 
 
 def _read_bytes(problem: MoeCombineProblem, operands: Operands | None) -> float:
@@ -54,7 +60,8 @@ def _read_bytes(problem: MoeCombineProblem, operands: Operands | None) -> float:
 
 def _judge(problem: MoeCombineProblem, tensors: Tensors) -> Judge:
     p = problem
-    y, ids, weights, numbers, *_ = tensors
+    y, places, ids, weights, numbers, *_ = tensors
+    y = y if places is None else y[places.long()]
     absent = numbers[ids.long()] < 0
     of_slots = torch.cat((weights, weights.new_ones(p.M, p.shared)), 1).double()
     of_slots[:, : p.top_k][absent] = 0.0
@@ -85,5 +92,5 @@ WORKLOAD = Workload(
     judge=_judge,
     sample=_sample,
     problems=_problems,
-    optional=(_MAP, _TOKENS),
+    optional=(_PLACES, _MAP, _TOKENS),
 )

@@ -112,18 +112,10 @@ struct Masked {
         const Id given = counts[expert];
         return given < 0 ? 0 : given < rows ? static_cast<int>(given) : rows;
     }
-    MX_MEMBER bool counts_row(long row) const {
-        const int expert = static_cast<unsigned>(row) / static_cast<unsigned>(rows);
-        return row - static_cast<long>(expert) * rows < count(expert);
-    }
 };
 
-MX_DEVICE void quantize(const X* x, unsigned char* xq, unsigned char* xs, long elements, long width,
-                        const Masked& masked, int group) {
-    const long i = static_cast<long>(group) * kThreads + thread_in_group();
-    bool is_inside = i * 8 < elements;
-    if (kMasked && is_inside)
-        is_inside = masked.counts_row(i * 8 / width);
+// Quantises piece i of all, if it is inside.
+MX_DEVICE void quantize(const X* x, unsigned char* xq, unsigned char* xs, long i, bool is_inside) {
     Piece piece = {};
     if (is_inside)
         piece = reinterpret_cast<const Piece*>(x)[i];
@@ -140,12 +132,49 @@ MX_DEVICE void quantize(const X* x, unsigned char* xq, unsigned char* xs, long e
         xs[i / 4] = scale.byte;
 }
 
+// Quantises the rows that count of a masked layer, whose room is many times theirs. The waves take
+// all lanes' pieces of a row in turn, and each finds out by itself whose rows these are.
+[[maybe_unused]] MX_DEVICE void quantize_counted(const X* x, unsigned char* xq, unsigned char* xs,
+                                                 long width, const Masked& masked, int experts,
+                                                 int group, int groups) {
+    const int lane = thread_in_group() % kLanes;
+    int own[kScanned], sum = 0; // rows that count, of the lane's experts
+#pragma unroll
+    for (int i = 0; i < kScanned; ++i) {
+        const int e = lane * kScanned + i;
+        own[i] = e < experts ? masked.count(e) : 0;
+        sum += own[i];
+    }
+    const int so_far = sum_so_far(sum, lane);
+    const int pieces = static_cast<int>(width / 8);
+    const int units = (pieces + kLanes - 1) / kLanes; // of a row
+    const long all = static_cast<long>(of_lane(kLanes - 1, so_far)) * units;
+    const long waves = static_cast<long>(groups) * kWaves;
+    for (long unit = group * kWaves + wave_in_group(); unit < all; unit += waves) {
+        int row = static_cast<int>(unit / units);
+        const int piece = static_cast<int>(unit - static_cast<long>(row) * units) * kLanes + lane;
+        const int owner = lanes_of(lanes_where(so_far <= row));
+        row -= of_lane(owner, so_far) - of_lane(owner, sum);
+        int expert = owner * kScanned;
+#pragma unroll
+        for (int i = 0; i < kScanned - 1; ++i) {
+            const int rows = of_lane(owner, own[i]);
+            const bool is_past = expert == owner * kScanned + i && row >= rows;
+            row -= is_past ? rows : 0;
+            expert += is_past;
+        }
+        const long first = (static_cast<long>(expert) * masked.rows + row) * pieces;
+        quantize(x, xq, xs, first + piece, piece < pieces);
+    }
+}
+
 MX_KERNEL(kThreads)
 aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* expert_map,
                    const int* num_tokens, const X* x, int* sorted_ids, float* sorted_weights,
                    int* expert_ids, int* post_padded, unsigned char* xq, unsigned char* xs,
                    long elements, int M, int top_k, int experts, int shared, int first_shared,
-                   int map_kind, int drop_absent, int block_m, int max_ids, int max_blocks) {
+                   int map_kind, int drop_absent, int block_m, int max_ids, int max_blocks,
+                   int groups) { // that quantise
     wait_for_grid_ahead();
     launch_dependents();
     int tokens = M;
@@ -154,7 +183,13 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
     const Masked masked{topk_ids, M / experts};
     if (kQuantizes && group_x() > 0) {
         const long width = elements / M;
-        quantize(x, xq, xs, width * tokens, width, masked, static_cast<int>(group_x()) - 1);
+        const int group = static_cast<int>(group_x()) - 1;
+        if constexpr (kMasked) {
+            quantize_counted(x, xq, xs, width, masked, experts, group, groups);
+        } else {
+            const long i = static_cast<long>(group) * kThreads + thread_in_group();
+            quantize(x, xq, xs, i, i * 8 < width * tokens);
+        }
         return;
     }
     const int lane = thread_in_group() % kLanes;
@@ -186,8 +221,9 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
     };
     // All is padding until ids are placed, which the barrier keeps after this.
     const int padding = kPacked ? routing.slots() << 24 | M : M * routing.slots();
-    for (int p = thread_in_group(); p < max_ids; p += kThreads)
-        put(p, padding, 0.0f);
+    if constexpr (!kMasked)
+        for (int p = thread_in_group(); p < max_ids; p += kThreads)
+            put(p, padding, 0.0f);
     for (int b = thread_in_group(); b < max_blocks; b += kThreads)
         expert_ids[b] = -1;
     for (int i = thread_in_group(); i < kWaves * kExperts; i += kThreads)
@@ -284,8 +320,8 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
     }
     if constexpr (kMasked)
         for (int e = wave; e < experts; e += kWaves)
-            for (int i = lane; i < totals[e]; i += kLanes)
-                put(firsts[e] * block_m + i, e * masked.rows + i, 0.0f);
+            for (int i = lane; i < (totals[e] + block_m - 1) / block_m * block_m; i += kLanes)
+                put(firsts[e] * block_m + i, i < totals[e] ? e * masked.rows + i : padding, 0.0f);
     const auto place_chunk = [&](int t, int expert, LaneMask same) {
         const int before = lanes_before(same, lane);
         const bool is_listed = expert >= 0 && totals[expert] > 0;

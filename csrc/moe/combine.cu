@@ -1,6 +1,7 @@
 // The last step of an expert layer: a token's result is the weighted sum of its routed rows.
 //
 //   y [M * slots, N]      routed rows, t = token * slots + slot, fp32 or 16 bits
+//   places [M * slots]    with MX_SORTED: which row of y is that of each t; -1 for none
 //   topk_ids [M, top_k]   expert of each slot; slots past top_k are shared experts', of weight 1
 //   expert_map [E]        number of an expert here, or -1; may be null
 //   num_tokens [1]        tokens that count, the first ones; null for all
@@ -16,6 +17,7 @@ constexpr int kTopK = MX_TOP_K;
 constexpr int kShared = MX_SHARED;
 constexpr int kThreads = MX_THREADS;         // of a workgroup
 constexpr int kMaxGroupsY = MX_MAX_GROUPS_Y; // tokens beyond it follow in a loop
+constexpr bool kSorted = MX_SORTED;          // y lies as the sorted ids do
 using Y = DType<MX_Y>;
 using Out = DType<MX_OUT>;
 #if MX_WIDE_IDS
@@ -42,8 +44,9 @@ struct alignas(sizeof(Y) * kWidth) Piece {
 MX_DEVICE float to_f32(float x) { return x; }
 
 MX_KERNEL(kThreads)
-aiter_mx_moe_combine(const Y* y, const Id* topk_ids, const float* weights, const int* expert_map,
-                     const int* num_tokens, Out* out, long N, int M, int experts) {
+aiter_mx_moe_combine(const Y* y, const int* places, const Id* topk_ids, const float* weights,
+                     const int* expert_map, const int* num_tokens, Out* out, long N, int M,
+                     int experts) {
     const long n = (static_cast<long>(group_x()) * kThreads + thread_in_group()) * kWidth;
     if (n >= N)
         return;
@@ -52,8 +55,10 @@ aiter_mx_moe_combine(const Y* y, const Id* topk_ids, const float* weights, const
         Piece pieces[kSlots];
         float factors[kSlots];
         bool is_here[kSlots];
+        [[maybe_unused]] int rows[kSlots]; // of y
         const auto load = [&](int s) {
-            return *reinterpret_cast<const Piece*>(y + (token * kSlots + s) * N + n);
+            const long row = kSorted ? rows[s] : token * kSlots + s;
+            return *reinterpret_cast<const Piece*>(y + row * N + n);
         };
 #pragma unroll
         for (int s = 0; s < kSlots; ++s) {
@@ -66,16 +71,23 @@ aiter_mx_moe_combine(const Y* y, const Id* topk_ids, const float* weights, const
                     is_here[s] = expert_map[id] >= 0;
                 factors[s] = weights[token * kTopK + s];
             }
-            if (!kOverlaps && is_here[s])
+            if (!kOverlaps && !kSorted && is_here[s])
                 pieces[s] = load(s);
         }
         if (kOverlaps && token == group_y()) {
             wait_for_grid_ahead();
             launch_dependents();
         }
+        if constexpr (kSorted) {
+#pragma unroll
+            for (int s = 0; s < kSlots; ++s) {
+                rows[s] = is_here[s] ? places[token * kSlots + s] : -1;
+                is_here[s] = rows[s] >= 0;
+            }
+        }
 #pragma unroll
         for (int s = 0; s < kSlots; ++s)
-            if (kOverlaps && is_here[s])
+            if ((kOverlaps || kSorted) && is_here[s])
                 pieces[s] = load(s);
         float sums[kWidth] = {};
 #pragma unroll

@@ -6,6 +6,9 @@
 //                                        padding are left as they are, their scales are 1
 //   starts, ends [E]                     rows of gathered that are an expert's, all of its blocks;
 //                                        0 and 0 where it has none
+//   places [routed rows]                 where each is among the gathered, or -1 where its expert
+//   is
+//                                        not here; may be null
 //
 // Workgroup 0 finds the ranges, from where the expert changes from one block to the next. In the
 // others each wave takes one row.
@@ -51,8 +54,9 @@ MX_DEVICE void find_ranges(const int* expert_ids, int* starts, int* ends, int bl
 MX_KERNEL(kThreads)
 aiter_mx_moe_gather(const unsigned char* xq, const unsigned char* xs, const int* sorted_ids,
                     const int* expert_ids, const int* post_padded, unsigned char* gathered,
-                    unsigned char* scales, int* starts, int* ends, Offset K, int experts,
-                    int valid_tokens, int a_div, int packed_top_k, int max_blocks, int block_m) {
+                    unsigned char* scales, int* starts, int* ends, int* places, Offset K,
+                    int experts, int valid_tokens, int a_div, int packed_top_k, int max_blocks,
+                    int block_m) {
     const int in_use = (*post_padded + block_m - 1) / block_m;
     const int blocks = in_use < max_blocks ? in_use : max_blocks;
     if (group_x() == 0) {
@@ -71,6 +75,10 @@ aiter_mx_moe_gather(const unsigned char* xq, const unsigned char* xs, const int*
         for (Offset b = lane; b < blocks_of_row; b += kLanes)
             scales[place * blocks_of_row + b] = kScaleOne;
         return;
+    }
+    if (places && lane == 0) {
+        const int expert = expert_ids[place / block_m];
+        places[t] = expert >= 0 && expert < experts ? static_cast<int>(place) : -1;
     }
     const Offset row = static_cast<unsigned>(t) / static_cast<unsigned>(a_div);
     for (Offset k = lane * kPiece; k < K; k += kLanes * kPiece)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 import aiter_mx
 from aiter_mx import launch
 from aiter_mx.checks import BLOCK
-from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.dispatch.route import Route
+from aiter_mx.kernels.fused_moe import FusedMoeProblem
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem, grouped
 from aiter_mx.kernels.moe_gemm.grouped import GATHER, GROUPED, grouped_problem
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.kernels.spec import KernelSpec
+from aiter_mx.ops import fused_moe_call
+from aiter_mx.plan import Plans, bind_route
 from aiter_mx.target import hardware, target_of
 from op_tests.launches import POISON, on
 from op_tests.moe.layers import assert_layer, random_call
@@ -45,7 +53,8 @@ def test_gathered_padding_has_scales_that_the_matrix_unit_takes(device: torch.de
         scales = torch.full((rows, blocks), 254, dtype=torch.uint8, device=device)
         bounds = torch.empty((2, problem.E), dtype=torch.int32, device=device)
         run = launch.bind(GATHER, target, problem, {}, device.index or 0)
-        every = (xq, xs, ids, expert_ids, used, gathered, scales, *bounds)
+        places = torch.full((problem.routed,), -9, dtype=torch.int32, device=device)
+        every = (xq, xs, ids, expert_ids, used, gathered, scales, *bounds, places)
         run(every, [tensor.data_ptr() for tensor in every])
         of_tokens = 0
         for start, end in zip(*bounds.tolist(), strict=True):
@@ -55,6 +64,59 @@ def test_gathered_padding_has_scales_that_the_matrix_unit_takes(device: torch.de
                 if not is_token and problem.ids == "vllm":
                     assert scales[place].tolist() == [127] * blocks
         assert problem.ids != "vllm" or of_tokens
+
+
+def results_of(
+    kernel: KernelSpec,
+    problem: MoeGemmProblem,
+    given: list[Tensor | None],
+    out: Tensor,
+    more: object,
+) -> None:
+    device = out.device
+    run = bind_route(Route(kernel, {}, "envelope", ()), target_of(device), problem, device)
+    launch.call(run, *given, out, more)
+
+
+@pytest.mark.parametrize("backend", ["hip", "torch"])
+@pytest.mark.parametrize("case", [Case(20, 64, 256, 4, 2, 12), Case(70, 96, 96, 3, 3, 20)])
+def test_sorted_results_are_those_of_routed_rows(
+    case: Case, backend: str, device: torch.device
+) -> None:
+    name = "grouped" if backend == "hip" else "reference"
+    kernel = find_kernel("moe_gemm", target_of(device).arch, backend, name)
+    for seed in range(3):
+        drawn = draw_layer(case, seed, "fp32", weighted=False)
+        plain = drawn.problem
+        given = [t if t is None else t.to(device) for t in drawn.tensors]
+        rows = torch.full((plain.routed, plain.N), torch.nan, device=device)
+        results_of(kernel, plain, given, rows, None)
+        every = torch.full((plain.blocks * plain.block_m, plain.N), torch.nan, device=device)
+        places = torch.full((plain.routed,), -9, dtype=torch.int32, device=device)
+        results_of(kernel, replace(plain, sorted_out=True), given, every, places)
+        for t, (expert, place) in enumerate(zip(drawn.layer.experts, places.tolist(), strict=True)):
+            if 0 <= expert < plain.E:
+                assert torch.equal(every[place], rows[t])
+            else:
+                assert place == (-9 if expert < 0 else -1)
+
+
+def test_layer_of_many_tokens_has_the_same_bits_with_sorted_results(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed = {"M": 300, "experts": 3, "top_k": 2, "hidden": 64, "intermediate": 96}
+    for seed, more in enumerate(({"has_map": False}, {"has_map": True, "shared": 1}, {})):
+        call = on(device, random_call(random.Random(seed), seed, **fixed, **more))
+        if seed == 2:
+            call["num_tokens"] = torch.tensor([280], dtype=torch.int32, device=device)
+            call["out"] = torch.full_like(call["x"], 7.0)
+        layer = FusedMoeProblem(300, 64, 96, call["w1q"].shape[0], 2, 3, has_map=1)
+        assert layer.parts(target_of(device).arch)[2][1].sorted_out
+        found = aiter_mx.fused_moe(**call).clone()
+        with monkeypatch.context() as patch:
+            patch.setattr(grouped, "is_first", lambda arch, problem: False)
+            patch.setattr(fused_moe_call, "_plans", Plans())
+            assert torch.equal(aiter_mx.fused_moe(**call), found)
 
 
 def test_dispatch_hands_over_where_experts_have_many_rows() -> None:

@@ -109,6 +109,7 @@ def check_combine(draw: random.Random, dtypes: tuple[str, ...], device: str) -> 
         y_dtype=draw.choice(dtypes),
         out_dtype=draw.choice(dtypes),
         id_dtype=draw.choice(tuple(INDICES)),
+        sorted_y=draw.choice([False, True]),
     )
     generator = torch.Generator().manual_seed(draw.randrange(1000))
     y = torch.randn(M, top_k + problem.shared, N, generator=generator)
@@ -126,7 +127,12 @@ def check_combine(draw: random.Random, dtypes: tuple[str, ...], device: str) -> 
     weights[absent] = torch.inf
     num_tokens = torch.tensor([draw.randint(-1, M + 1)], dtype=torch.int32)
     counted = draw.choice([None, num_tokens])
-    inputs = [y.flatten(0, 1).to(DTYPES[problem.y_dtype]), ids, weights, expert_map, counted]
+    rows, places = y.flatten(0, 1).to(DTYPES[problem.y_dtype]), None
+    if problem.sorted_y:
+        places = torch.randperm(len(rows), generator=generator).to(torch.int32)
+        rows = torch.empty_like(rows).index_copy_(0, places.long(), rows)
+        places[draw.randrange(len(places))] = -1
+    inputs = [rows, places, ids, weights, expert_map, counted]
     outputs = [poisoned((M, N), DTYPES[problem.out_dtype])]
     assert_as_torch("moe_combine", problem, inputs, outputs, device)
 

@@ -177,7 +177,11 @@ WORKLOAD_CASES = (
         "moe_combine k3",
         "moe_combine",
         "combine",
-        (MoeCombineProblem(3, 260, 3, 5, shared=1), MoeCombineProblem(2, 1028, 3, 2, shared=1)),
+        (
+            MoeCombineProblem(3, 260, 3, 5, shared=1),
+            MoeCombineProblem(2, 1028, 3, 2, shared=1),
+            MoeCombineProblem(3, 260, 3, 5, shared=1, sorted_y=True),
+        ),
     ),
     WorkloadCase(
         "quantize rows",

@@ -60,18 +60,18 @@ def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
     return None if None in refusals else f"grouped_gemm: {refusals[0]}"
 
 
-def _least_rows(target: Target, problem: MoeGemmProblem) -> int:
+def _least_rows(arch: str, problem: MoeGemmProblem) -> int:
     """Rows of an expert that pay for gathering them."""
-    if target.arch == "sm_90a" and problem.K % CHUNK:  # only mma_ring is there besides
+    if arch == "sm_90a" and problem.K % CHUNK:  # only mma_ring is there besides
         return most_rows(problem)
     activated = problem.activation != "none"
-    if target.arch == "sm_90a" and activated and problem.K >= _LONG_K:
+    if arch == "sm_90a" and activated and problem.K >= _LONG_K:
         return _LEAST_ROWS_OF_LONG_K
-    return _LEAST_ROWS.get(target.arch, 0)
+    return _LEAST_ROWS.get(arch, 0)
 
 
 def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
-    rows, least = problem.rows_of_expert, _least_rows(target, problem)
+    rows, least = problem.rows_of_expert, _least_rows(target.arch, problem)
     if rows >= least:
         return None
     return f"{rows:.0f} rows of an expert are fewer than the {least} that pay for gathering them"
@@ -93,6 +93,16 @@ def _packed_top_k(problem: MoeGemmProblem) -> int:
     return problem.top_k if problem.ids == "aiter" else 0
 
 
+def is_first(arch: str, problem: MoeGemmProblem) -> bool:
+    """Whether the kernel is the first in line on an architecture, where no table decides."""
+    expected = problem.as_expected() if problem.expected else problem
+    return (
+        arch in _LEAST_ROWS
+        and problem.E <= MAX_EXPERTS
+        and expected.rows_of_expert >= max(_LEAST_ROWS[arch], _least_rows(arch, expected))
+    )
+
+
 GATHER = declare(
     "moe_gemm",
     "gather",
@@ -101,7 +111,7 @@ GATHER = declare(
     args=(
         *(Arg(name, "pointer", "r") for name in ("xq", "xs", "sorted_ids", "expert_ids")),
         Arg("num_tokens_post_padded", "pointer", "r"),
-        *(Arg(name, "pointer", "w") for name in ("gathered", "scales", "starts", "ends")),
+        *(Arg(name, "pointer", "w") for name in ("gathered", "scales", "starts", "ends", "places")),
         Arg("K", "i64"),
         *(Arg(name, "i32") for name in (*_LIST_SCALARS, "a_div", "packed_top_k")),
         *(Arg(name, "i32") for name in ("max_blocks", "block_m")),

@@ -20,12 +20,15 @@ A kernel must keep to this:
   ``[N / 2]`` and ``out_scales[t]`` e8m0 ``[N / 64]``, quantised as ``quantize(mode="rceil")`` does
   from the fp32 activation. ``halves``: feature n is made of w's rows n (gate) and N / 2 + n (up);
   ``interleaved``: of rows 2 n and 2 n + 1. Weights are not multiplied in then.
+- With ``sorted_out`` the result is ``[max_blocks * block_m, N]`` and has the row of an id in the
+  id's place; ``out_scales`` gets the place of each valid row, int32 ``[num_valid_tokens]``, or -1
+  for one whose block's expert is outside. Rows of no id, and of such a block, hold anything.
 - Nothing is accumulated in ``out``, and results are the same on every run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +44,7 @@ from aiter_mx.kernels.spec import (
     require_blocks,
 )
 from aiter_mx.numerics import BLOCK
+from aiter_mx.target import Target
 
 ARGS = (
     Arg("xq", "pointer", "r"),  # e4m3 [rows, K]
@@ -53,7 +57,7 @@ ARGS = (
     Arg("topk_weights", "pointer", "r"),  # f32, by t or by place in sorted_token_ids; or null
     Arg("bias", "pointer", "r"),  # [E, N] of dtype bias_kind, or null
     Arg("out", "pointer", "w"),  # [num_valid_tokens, N], with an activation e4m3 [.., N / 2]
-    Arg("out_scales", "pointer", "w"),  # e8m0 [num_valid_tokens, N / 64], or null
+    Arg("out_scales", "pointer", "w"),  # e8m0 [num_valid_tokens, N / 64], places, or null
     Arg("N", "i64"),
     Arg("K", "i64"),
     Arg("num_experts", "i32"),
@@ -118,6 +122,7 @@ class MoeGemmProblem:
             so that a launch that overlaps with that one may use it already.
         expected: tokens of the M that are expected to be routed, for which a configuration is
             chosen; 0 for all of them.
+        sorted_out: whether the result lies as the sorted ids do, without an activation or weights.
 
     Raises:
         ValueError: a field is none of the above.
@@ -143,6 +148,7 @@ class MoeGemmProblem:
     num_experts: int = 0
     early_routing: bool = False
     expected: int = 0
+    sorted_out: bool = False
 
     def __post_init__(self) -> None:
         known = {
@@ -168,6 +174,8 @@ class MoeGemmProblem:
             )
         if self.activation != "none" and self.weights != "none":
             raise ValueError("routing weights cannot be multiplied in where there is an activation")
+        if self.sorted_out and (self.activation, self.weights) != ("none", "none"):
+            raise ValueError("sorted_out goes with neither an activation nor routing weights")
         for name in ("top_k", "a_div", "block_m"):  # which kernels take as 32 bits
             if getattr(self, name) >= MAX_ROUTED:
                 raise ValueError(f"{name} must be below 2^31, got {getattr(self, name)}")
@@ -244,12 +252,24 @@ def scalars(problem: MoeGemmProblem) -> tuple[int | float, ...]:
     )
 
 
-def declare_gemm(name: str, sources: Mapping[str, str], **more: Any) -> KernelSpec:
+def declare_gemm(
+    name: str,
+    sources: Mapping[str, str],
+    refusal: Callable[[Target, MoeGemmProblem], str | None],
+    **more: Any,
+) -> KernelSpec:
     """The kernel of that name, which takes ``ARGS``, and tensor maps after them."""
+
+    def refuses(target: Target, problem: MoeGemmProblem) -> str | None:
+        if problem.sorted_out:
+            return "its results are by routed rows, not by sorted ids"
+        return refusal(target, problem)
+
     return declare(
         *("moe_gemm", name, sources),
         args=ARGS,
         scalars=lambda target, problem, config: scalars(problem),
+        refusal=refuses,
         **more,
     )
 
