@@ -92,5 +92,5 @@ WORKLOAD = Workload(
     judge=_judge,
     sample=_sample,
     problems=_problems,
-    optional=(_PLACES, _MAP, _TOKENS),
+    optional=(_MAP, _TOKENS),
 )

@@ -55,7 +55,11 @@ def _weights(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor]:
 
 def _results(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | None]:
     if p.activation == "none":
-        return [torch.empty(p.routed, p.N, dtype=DTYPES[p.out_dtype], device=device), None]
+        rows, places = p.routed, None
+        if p.sorted_out:
+            rows = p.blocks * p.block_m
+            places = torch.empty(p.routed, dtype=torch.int32, device=device)
+        return [torch.empty(rows, p.N, dtype=DTYPES[p.out_dtype], device=device), places]
     width = p.out_features
     payload = torch.empty(p.routed, width, dtype=torch.float8_e4m3fn, device=device)
     return [payload, torch.empty(p.routed, width // BLOCK, dtype=torch.uint8, device=device)]
@@ -158,7 +162,8 @@ def _judge(problem: MoeGemmProblem, tensors: Tensors) -> Judge:
     reference, bound, listed = _reference(problem, tensors)
 
     def judge(results: Tensors) -> Verdict:
-        out = results[9][listed]
+        rows = results[10][listed].clamp(0, len(results[9]) - 1) if problem.sorted_out else listed
+        out = results[9][rows]
         if problem.activation == "none":
             return compare(out, reference, bound, problem.out_dtype)
         scales = as_scale_bytes(results[10][listed])

@@ -19,7 +19,8 @@
 //   whole tiles, as many as all clusters have, and then its even share of the chunks of K of all
 //   tiles that are left. Parts of a tile meet in memory: a part that is not the last to end leaves
 //   its sums there, and the last one adds all up, in the order of K, whichever it is. None waits
-//   for another.
+//   for another. With MX_SPLIT clusters compute whole tiles alone, and add up so many parts of K
+//   one after the other, which gives the bits of as many CTAs that share K.
 //
 //   warps 0 and 1: a lane each starts the copies of x and of w
 //   the second warpgroup and those after it, 64 features each: w to bf16, multiply; store, where
@@ -50,9 +51,10 @@ using namespace mx;
 constexpr int kTokens = MX_TILE_M;    // a multiple of 8, at most 256; of 32 with a launch ahead
 constexpr int kGroups = MX_GROUPS;    // warpgroups that multiply, side by side along w
 constexpr int kKGroups = MX_K_GROUPS; // as many of each, which share the CTA's part of K
-constexpr int kSplit = MX_SPLIT;      // CTAs that share K
-constexpr bool kOwnX = MX_OWN_X;      // each CTA makes bf16 of its x itself, without a launch ahead
-constexpr int kHelpers = MX_HELPERS;  // warpgroups that copy, and make bf16 of x if it is its own
+constexpr int kSplit = MX_PAIRS ? 1 : MX_SPLIT;  // CTAs that share K
+constexpr int kInTurn = MX_PAIRS ? MX_SPLIT : 1; // parts of K that a CTA adds up in their order
+constexpr bool kOwnX = MX_OWN_X;     // each CTA makes bf16 of its x itself, without a launch ahead
+constexpr int kHelpers = MX_HELPERS; // warpgroups that copy, and make bf16 of x if it is its own
 constexpr bool kPairs = MX_PAIRS;
 constexpr int kXStages = MX_X_STAGES, kWStages = MX_W_STAGES;
 using Out = DType<MX_OUT>;
@@ -78,7 +80,9 @@ constexpr int kStageBytes = kAtW + kWStages * kWStageBytes;
 // conflicts.
 constexpr int kPitch = kRows + 4;
 constexpr int kSumBytes = kPairs ? 0 : kTokens * kPitch * 4;
-constexpr int kAtBarriers = kStageBytes > kSumBytes ? kStageBytes : kSumBytes;
+// The sums of the parts of K before this one.
+constexpr int kKeptBytes = kInTurn > 1 ? kTokens * kRows * 4 : 0;
+constexpr int kAtBarriers = (kStageBytes > kSumBytes ? kStageBytes : kSumBytes) + kKeptBytes;
 constexpr int kXFull = kAtBarriers, kXEmpty = kXFull + 8 * kXStages;
 constexpr int kWFull = kXEmpty + 8 * kXStages, kWEmpty = kWFull + 8 * kWStages;
 // Warpgroups that share K have a ring each.
@@ -97,9 +101,12 @@ static_assert(kSharedBytes <= MX_SHARED_BYTES, "the host lays shared memory out 
 constexpr int kHelperRegisters = kPairs ? 40 : 56;
 constexpr int kConsumerRegisters = kGroups == 3 ? 152 : kTokens <= 128 ? 184 : kPairs ? 232 : 224;
 constexpr bool kSetsRegisters = kGroups > 1;
-constexpr bool kTwoOfSm = kTokens <= 64 && MX_SHARED_BYTES <= 113 << 10; // CTAs
+// CTAs that an SM has room for.
+constexpr int kOfSm = kTokens > 64 || MX_SHARED_BYTES > 113 << 10 ? 1
+                      : kOwnX && MX_SHARED_BYTES <= 75 << 10      ? 3
+                                                                  : 2;
 constexpr int kLaunchRegisters =
-    kOwnX || kTwoOfSm ? 65536 / (kThreads * (kTwoOfSm ? 2 : 1)) / 8 * 8
+    kOwnX || kOfSm > 1 ? 65536 / (kThreads * kOfSm) / 8 * 8
     : kGroups == 1
         ? 240
         : ((kGroups * kConsumerRegisters + kHelperRegisters) / (kGroups + 1) + 7) / 8 * 8;
@@ -114,6 +121,7 @@ struct Segment {
 struct Schedule {
     int cluster, clusters, rank, chunks, rounds; // rank: among those that share K
     int part, parts_with_one_more;               // chunks of a cluster's share
+    int tiles;                                   // of clusters that add up parts of K in turn
 
     MX_MEMBER int share_begin(int cluster) const {
         return cluster * part + min(cluster, parts_with_one_more);
@@ -131,6 +139,15 @@ struct Schedule {
             const int first = chunks * part / kParts;
             s = {cluster, first, static_cast<int>(chunks * (part + 1) / kParts) - first};
             return i == 0;
+        }
+        if constexpr (kInTurn > 1) {
+            const int tile = i / kInTurn * clusters + cluster;
+            if (tile >= tiles)
+                return false;
+            const long in_turn = i % kInTurn;
+            const int first = chunks * in_turn / kInTurn;
+            s = {tile, first, static_cast<int>(chunks * (in_turn + 1) / kInTurn) - first};
+            return true;
         }
         if (i < rounds) {
             s = {i * clusters + cluster, 0, chunks};
@@ -550,7 +567,8 @@ struct Consumer {
     int scales_left;  // for this lane, from there
     const bool pairs; // whether two scales are one load
     unsigned least, most, nan[2];
-    unsigned x_outside; // of this thread's units
+    unsigned x_outside;          // of this thread's units
+    bool outside_so_far = false; // of w, in parts of K before this one
     const unsigned magnitude = held(kMagnitude);
     const unsigned w_place;          // of what this lane loads of w, in the first stage
     const unsigned x_empty;          // of the first stage, in this lane's CTA of the cluster
@@ -704,13 +722,33 @@ struct Consumer {
         release_x(used);
     }
 
-    // Computes a segment, and loads what the next one needs first.
-    MX_MEMBER void segment(const Segment& s, const Segment& next, bool is_first) {
+    // Of the thread's sums: four after another.
+    MX_MEMBER unsigned kept_at(int octet) const {
+        return shared + kStageBytes + ((octet * kGroups + group) * kGroupThreads + thread()) * 16;
+    }
+    // Adds the sums of the parts of K before this one. Without a part after it these are all.
+    MX_MEMBER bool add_kept(float (&sums)[kTokens / 2], int in_turn) const {
+#pragma unroll
+        for (int j = 0; j < kOctets; ++j) {
+            if (in_turn > 0)
+                add_to(sums, j, load_cluster_16(kept_at(j)));
+            if (in_turn < kInTurn - 1) {
+                const unsigned four[4] = {
+                    float_to_bits(sums[4 * j]), float_to_bits(sums[4 * j + 1]),
+                    float_to_bits(sums[4 * j + 2]), float_to_bits(sums[4 * j + 3])};
+                store_shared_16(kept_at(j), four);
+            }
+        }
+        return in_turn == kInTurn - 1;
+    }
+
+    // Computes segment i, and loads what the next one needs first.
+    MX_MEMBER void segment(const Segment& s, const Segment& next, int i) {
         float sums[kTokens / 2];
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i)
             sums[i] = 0;
-        add(sums, s, is_first);
+        add(sums, s, i == 0);
         const unsigned highest = max(most & 0xffff, most >> 16);
         const bool nan_scale = highest == kNanScale;
         const bool w_outside = min(least & 0xffff, least >> 16) < kFirstWScale ||
@@ -721,7 +759,12 @@ struct Consumer {
 #pragma unroll
                 for (int j = 0; j < kOctets; ++j)
                     sums[4 * j + 2 * i] = sums[4 * j + 2 * i + 1] = bits_to_float(kNanBits);
-        if constexpr (kPairs) {
+        if constexpr (kInTurn > 1) {
+            open(next);
+            outside_so_far = i % kInTurn > 0 && outside_so_far || w_outside;
+            if (add_kept(sums, i % kInTurn))
+                finish(sums, s, outside_so_far || x_outside);
+        } else if constexpr (kPairs) {
             open(next);
             finish(sums, s, w_outside || x_outside);
         } else {
@@ -747,7 +790,7 @@ struct Consumer {
 
     MX_MEMBER void finish(float (&sums)[kTokens / 2], const Segment& s, bool any_outside) const {
         bool outside = named_barrier_or(1 + group, kGroupThreads, any_outside);
-        if (s.chunks < t.schedule.chunks && !join(sums, s, outside))
+        if (kInTurn == 1 && s.chunks < t.schedule.chunks && !join(sums, s, outside))
             return;
         const long token = t.token_tile(s) * static_cast<long>(kTokens);
         const long row = t.row(s) + group * kGroupRows;
@@ -857,7 +900,7 @@ struct Consumer {
         for (int i = 0; more; ++i) {
             next = s;
             more = t.schedule.segment(i + 1, next);
-            segment(s, next, i == 0);
+            segment(s, next, i);
             s = next;
         }
     }
@@ -960,7 +1003,9 @@ extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
         K,
         bias_kind,
         x,
-        {cluster, clusters, kPairs ? 0 : rank, chunks, rounds, part, parts_with_one_more},
+        {cluster, clusters, kPairs ? 0 : rank, chunks, rounds, part, parts_with_one_more,
+         kInTurn == 1 ? 0
+                      : static_cast<int>(x.tiles() * ((N + kPair * kRows - 1) / (kPair * kRows)))},
         kPairs ? rank : 0};
     // Told so, ptxas knows that it is the same for all lanes of a warp.
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);

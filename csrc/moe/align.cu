@@ -221,9 +221,8 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
     };
     // All is padding until ids are placed, which the barrier keeps after this.
     const int padding = kPacked ? routing.slots() << 24 | M : M * routing.slots();
-    if constexpr (!kMasked)
-        for (int p = thread_in_group(); p < max_ids; p += kThreads)
-            put(p, padding, 0.0f);
+    for (int p = thread_in_group(); p < max_ids; p += kThreads)
+        put(p, padding, 0.0f);
     for (int b = thread_in_group(); b < max_blocks; b += kThreads)
         expert_ids[b] = -1;
     for (int i = thread_in_group(); i < kWaves * kExperts; i += kThreads)
@@ -320,8 +319,8 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
     }
     if constexpr (kMasked)
         for (int e = wave; e < experts; e += kWaves)
-            for (int i = lane; i < (totals[e] + block_m - 1) / block_m * block_m; i += kLanes)
-                put(firsts[e] * block_m + i, i < totals[e] ? e * masked.rows + i : padding, 0.0f);
+            for (int i = lane; i < totals[e]; i += kLanes)
+                put(firsts[e] * block_m + i, e * masked.rows + i, 0.0f);
     const auto place_chunk = [&](int t, int expert, LaneMask same) {
         const int before = lanes_before(same, lane);
         const bool is_listed = expert >= 0 && totals[expert] > 0;

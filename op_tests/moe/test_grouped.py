@@ -22,6 +22,7 @@ from aiter_mx.kernels.spec import KernelSpec
 from aiter_mx.ops import fused_moe_call
 from aiter_mx.plan import Plans, bind_route
 from aiter_mx.target import hardware, target_of
+from aiter_mx.workloads import workload_of
 from op_tests.launches import POISON, on
 from op_tests.moe.layers import assert_layer, random_call
 from op_tests.moe.operands import Case, draw_layer
@@ -111,7 +112,11 @@ def test_layer_of_many_tokens_has_the_same_bits_with_sorted_results(
             call["num_tokens"] = torch.tensor([280], dtype=torch.int32, device=device)
             call["out"] = torch.full_like(call["x"], 7.0)
         layer = FusedMoeProblem(300, 64, 96, call["w1q"].shape[0], 2, 3, has_map=1)
-        assert layer.parts(target_of(device).arch)[2][1].sorted_out
+        gemm = layer.parts(target_of(device).arch)[2][1]
+        assert isinstance(gemm, MoeGemmProblem) and gemm.sorted_out
+        tried = workload_of("moe_gemm").operands(gemm, device)
+        results_of(GROUPED, gemm, tried[:9], *tried[9:])
+        assert workload_of("moe_gemm").judge(gemm, tried)(tried).right
         found = aiter_mx.fused_moe(**call).clone()
         with monkeypatch.context() as patch:
             patch.setattr(grouped, "is_first", lambda arch, problem: False)

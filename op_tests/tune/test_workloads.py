@@ -151,6 +151,7 @@ LISTS = [
     MoeAlignProblem(M=35, top_k=1, E=5, block_m=4, masked=1),
     MoeCombineProblem(M=9, N=64, top_k=3, E=5, shared=1),
     MoeCombineProblem(M=5, N=260, top_k=2, E=4, y_dtype="bf16", out_dtype="fp32", id_dtype="i64"),
+    MoeCombineProblem(M=7, N=96, top_k=2, E=4, shared=1, sorted_y=True),
 ]
 
 
@@ -178,6 +179,7 @@ EMPTY = [
     *((problem, 2) for problem in LISTS[:4]),
     *((problem, 4) for problem in LISTS[4:]),
     *((problem, 1) for problem in OTHERS),
+    (MoeGemmProblem(M=9, N=96, K=64, E=6, top_k=3, block_m=4, sorted_out=True), 1),
     (QuantizeProblem(64, 96, to="both", groups=2), 1),
 ]
 

@@ -223,3 +223,6 @@ class WgmmaBf16Few:
 
 
 WGMMA_BF16_FEW = WgmmaBf16Few()
+WGMMA_BF16_ONE = WgmmaBf16Few(start=0, tile=7000, unit=293, another=175)
+"""Of ``wgmma_bf16`` for 17 to 64 rows: the times of five weights in 1, 2 and 3 parts, beside those
+of one warpgroup, differ as this says."""

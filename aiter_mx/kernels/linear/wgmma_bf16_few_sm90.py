@@ -32,7 +32,7 @@ PARAMS = (
     Param("tile_m", (8, 16, 24, 32), "tokens of a tile"),
     Param("split", (1, 2, 3, 4, 6, 8), "CTAs of a cluster, which share K"),
     Param("k_groups", (1, 2, 3, 4), "warpgroups of a CTA, which share its part of K"),
-    Param("ctas", (1, 2), "CTAs that an SM has room for"),
+    Param("ctas", (1, 2, 3), "CTAs that an SM has room for"),
 )
 MAX_M = PARAMS[0].values[-1]
 UNIT = 64  # k that are multiplied at a time

@@ -46,7 +46,7 @@ from aiter_mx.target import Target
 PARAMS = (
     Param("tile_m", (32, 64, 96, 128, 160, 192, 256), "tokens of a tile"),
     Param("tile_n", (64, 128, 192), "features of a CTA, 64 for each warpgroup that multiplies"),
-    Param("split", (1, 2, 3, 4, 6, 8), "CTAs of a cluster, which share K, where none stay"),
+    Param("split", (1, 2, 3, 4, 6, 8), "parts of K: CTAs of a cluster, or of pairs in turn"),
     Param("pairs", tuple(range(67)), "of CTAs that stay and share all tiles, or 0"),
 )
 
@@ -105,22 +105,27 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     chunks = _chunks(problem)
     if tile_m > _MOST_TOKENS[tile_n] or split > chunks:
         return None
-    if pairs and (split > 1 or tile_n > _MOST_PAIRED or pairs > target.cu_num // _PAIR):
+    if pairs and (tile_n > _MOST_PAIRED or pairs > target.cu_num // _PAIR):
         return None
     tiles = _tiles(problem, tile_m, tile_n * (_PAIR if pairs else 1))
     if pairs > tiles * chunks:
         return None
     two_of_sm = tile_m <= _FEW and tile_n == GROUP_ROWS
     room = (SHARED_BYTES - RESERVED_BYTES) // 2 if two_of_sm else SHARED_BYTES
-    most = room - _FLAG_BYTES
+    kept = tile_m * tile_n * 4 if pairs and split > 1 else 0  # sums of parts of K
+    most = room - _FLAG_BYTES - kept
     x, w = tile_m * _UNIT * 2, tile_n * CHUNK
     chunks_ahead = min(most // (2 * x + w), 6)  # of both operands
+    if chunks_ahead < 2:
+        return None
     x_stages, w_stages = 2 * chunks_ahead, chunks_ahead
     w_stages += min((most - x_stages * x - w_stages * w) // w, 2)  # it comes from further away
     x_stages += min((most - x_stages * x - w_stages * w) // x, 2)
     stages = x_stages * x + w_stages * w
     sums = 0 if pairs else tile_m * (tile_n + 4) * 4
-    found = Layout(x_stages, w_stages, max(stages, sums) + _FLAG_BYTES, pairs or tiles)
+    found = Layout(x_stages, w_stages, max(stages, sums) + kept + _FLAG_BYTES, pairs or tiles)
+    if split > 1:
+        return found
     if not pairs or tiles % pairs == 0:
         return found._replace(rounds=tiles // pairs if pairs else 0)
     rounds = max(tiles // pairs - 1, 0)
@@ -214,6 +219,11 @@ def cycles_of_part(tile: Tile, split: int, units: int) -> float:
 def tiles_of_splits() -> tuple[Tile, ...]:
     """Those of CTAs that share no x."""
     return tuple(tile for tile in _tiles_of(FITTED, FITTED_PAIRS) if not tile.pairs)
+
+
+def tiles_of_pairs() -> tuple[Tile, ...]:
+    """Those of CTAs of which two share x."""
+    return tuple(tile for tile in _tiles_of(FITTED, FITTED_PAIRS) if tile.pairs)
 
 
 def _costs_of_pairs(chunks: int, most: int, tiles: int, tile: Tile) -> Iterator[Costed]:
