@@ -274,6 +274,7 @@ def tensors_between(
     if not isinstance(align, MoeAlignProblem):
         return {"h": ((problem.routed, I), torch.float32)}
     quantisation = {"xq": ((M, H), _FP8[0]), "xs": ((M, H // BLOCK), torch.uint8)}
+    to_reduce: dict[str, tuple[tuple[int, ...], torch.dtype]]
     to_reduce = {"y": ((problem.routed, H), torch.float32)}
     if _is_sorted(layer):
         to_reduce = {
