@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import pytest
 import torch
 
-import aiter_mx
 from aiter_mx.target import ARCHS, gpu_target
+from op_tests.places import device_in
 from op_tests.shards import Shard
 
 HAS_GPU = torch.cuda.is_available() and gpu_target(0).arch in ARCHS
 
 
-@pytest.fixture(params=["sim", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Where tensors are, once in each place that computes: simulated gfx950, torch, a GPU."""
-    if request.param == "sim":
-        with aiter_mx.simulate("gfx950"):
-            yield torch.device("cpu")
-    else:
-        yield torch.device("cpu" if request.param == "torch" else "cuda")
+device = device_in("sim", "torch", "cuda")
 
 
 @pytest.fixture

@@ -31,8 +31,9 @@ from aiter_mx.kernels.spec import (
     Arg,
     Config,
     Geometry,
-    Key,
     Param,
+    numbers,
+    pointers,
     reference,
     require,
     require_blocks,
@@ -92,11 +93,6 @@ class MoeDownProblem:
 KEY = ("M", "N", "K", "E", "top_k", "num_experts")
 
 
-def stand_ins(key: Key) -> tuple[Key, ...]:
-    """None: the choice is by rule."""
-    return ()
-
-
 PARAMS = (
     Param("rows", (1, 2, 3, 4, 6, 8), "features that a workgroup computes"),
     Param("waves", WAVES, "waves of a workgroup, which split the k of all slots"),
@@ -151,18 +147,10 @@ def _scalars(target: Target, problem: MoeDownProblem, config: Config) -> tuple[i
 
 
 _ARGS = (
-    Arg("h", "pointer", "r"),
-    Arg("topk_ids", "pointer", "r"),
-    Arg("topk_weights", "pointer", "r"),
-    Arg("expert_map", "pointer", "r"),
-    Arg("num_tokens", "pointer", "r"),
-    Arg("wq", "pointer", "r"),
-    Arg("ws", "pointer", "r"),
-    Arg("bias", "pointer", "r"),
+    *pointers("r", "h", "topk_ids", "topk_weights", "expert_map", "num_tokens", "wq", "ws", "bias"),
     Arg("out", "pointer", "w"),
-    Arg("N", "i64"),
-    Arg("K", "i64"),
-    *(Arg(name, "i32") for name in ("num_experts", "E", "bias_kind")),
+    *numbers("i64", "N", "K"),
+    *numbers("i32", "num_experts", "E", "bias_kind"),
 )
 
 PROBLEM = MoeDownProblem

@@ -24,8 +24,9 @@ from aiter_mx.kernels.spec import (
     Arg,
     Config,
     Geometry,
-    Key,
     Param,
+    numbers,
+    pointers,
     reference,
     require,
     require_blocks,
@@ -105,11 +106,6 @@ class MoeUpProblem:
 
 
 KEY = ("M", "N", "K", "E", "top_k", "num_experts")
-
-
-def stand_ins(key: Key) -> tuple[Key, ...]:
-    """None: the choice is by rule."""
-    return ()
 
 
 PARAMS = (
@@ -199,19 +195,11 @@ def _scalars(target: Target, problem: MoeUpProblem, config: Config) -> tuple[int
 
 
 _ARGS = (
-    Arg("topk_ids", "pointer", "r"),
-    Arg("expert_map", "pointer", "r"),
-    Arg("num_tokens", "pointer", "r"),
-    Arg("x", "pointer", "r"),
-    Arg("xs", "pointer", "r"),
-    Arg("wq", "pointer", "r"),
-    Arg("ws", "pointer", "r"),
-    Arg("bias", "pointer", "r"),
+    *pointers("r", "topk_ids", "expert_map", "num_tokens", "x", "xs", "wq", "ws", "bias"),
     Arg("h", "pointer", "w"),
-    Arg("N", "i64"),
-    Arg("K", "i64"),
-    *(Arg(name, "i32") for name in ("top_k", "num_experts", "shared", "E", "bias_kind")),
-    *(Arg(name, "f32") for name in ("alpha", "beta", "limit")),
+    *numbers("i64", "N", "K"),
+    *numbers("i32", "top_k", "num_experts", "shared", "E", "bias_kind"),
+    *numbers("f32", "alpha", "beta", "limit"),
 )
 
 PROBLEM = MoeUpProblem

@@ -3,8 +3,8 @@
 The order of ``KERNELS`` is the order of preference where no tuned table decides, except that of
 each backend those kernels come last that yield. ``PROBLEM`` is the dataclass of the op's shapes and
 dtypes; ``KEY`` names those of its fields that tables choose by, and the others have defaults.
-``stand_ins`` gives the keys whose rows serve a problem whose own key has none: a key is the values
-of those fields, in their order.
+``stand_ins``, where an op has it, gives the keys whose rows serve a problem whose own key has none:
+a key is the values of those fields, in their order.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def problem_key(op: str, problem: Problem) -> Problem:
 @cache
 def stand_ins(op: str) -> Callable[[Key], tuple[Key, ...]]:
     """What finds the keys whose rows serve another key that has none, the nearest first."""
-    found: Callable[[Key], tuple[Key, ...]] = _module(op).stand_ins
+    found: Callable[[Key], tuple[Key, ...]] = getattr(_module(op), "stand_ins", lambda key: ())
     return found
 
 

@@ -124,6 +124,16 @@ class Arg:
     align: int = 1
 
 
+def pointers(access: str, *names: str) -> tuple[Arg, ...]:
+    """Pointers of these names, which a kernel reads (``r``), writes (``w``) or both (``rw``)."""
+    return tuple(Arg(name, "pointer", access) for name in names)
+
+
+def numbers(kind: str, *names: str) -> tuple[Arg, ...]:
+    """Arguments of these names that are no pointers, all of one kind."""
+    return tuple(Arg(name, kind) for name in names)
+
+
 def place_of(args: Sequence[Arg], name: str) -> int:
     """Which of them is the argument of that name."""
     return [arg.name for arg in args].index(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -79,11 +78,6 @@ def _sample(problem: MoeAlignProblem, share: float) -> MoeAlignProblem:
     return replace(problem, M=max(1, round(problem.M / least * share)) * least)
 
 
-def _problems(model: Any, gpus: int, arch: str) -> list[MoeAlignProblem]:
-    """None: nothing about this kernel is worth a table."""
-    return []
-
-
 WORKLOAD = Workload(
     op="moe_align",
     draw=_operands,
@@ -92,6 +86,5 @@ WORKLOAD = Workload(
     results=_RESULTS,
     judge=_judge,
     sample=_sample,
-    problems=_problems,
     optional=(_TOKENS,),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -72,11 +71,6 @@ def _sample(problem: QuantizeProblem, share: float) -> QuantizeProblem:
     return replace(problem, M=min(rows, problem.M))
 
 
-def _problems(model: Any, gpus: int, arch: str) -> list[QuantizeProblem]:
-    """None: configurations do not depend on the shape, so tables have no rows for this op."""
-    return []
-
-
 WORKLOAD = Workload(
     op="quantize",
     draw=_operands,
@@ -85,5 +79,4 @@ WORKLOAD = Workload(
     results=_RESULTS,
     judge=_judge,
     sample=_sample,
-    problems=_problems,
 )

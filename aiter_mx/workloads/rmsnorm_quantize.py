@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -91,11 +90,6 @@ def _sample(problem: RMSNormQuantizeProblem, share: float) -> RMSNormQuantizePro
     return replace(problem, M=max(1, round(problem.M * share)))
 
 
-def _problems(model: Any, gpus: int, arch: str) -> list[RMSNormQuantizeProblem]:
-    """None: nothing about this kernel is worth a table."""
-    return []
-
-
 WORKLOAD = Workload(
     op="rmsnorm_quantize",
     draw=_operands,
@@ -104,5 +98,4 @@ WORKLOAD = Workload(
     results=_RESULTS,
     judge=_judge,
     sample=_sample,
-    problems=_problems,
 )

@@ -67,7 +67,7 @@ class Workload:
         sample: a problem with about this share of the weights' rows, for which every kernel is
             compiled as for the whole; the simulator runs it in place of the whole.
         problems: the problems that serving a model of the catalogue poses, on so many GPUs
-            of an architecture.
+            of an architecture; none where no table has rows for the op.
         optional: positions of operands that a caller may leave out, whatever the problem says.
         touched: the experts that a call with these operands reads, for an op that has some.
         indices: operands that say which rows or experts a call works on, by position; those of
@@ -81,7 +81,7 @@ class Workload:
     results: tuple[int, ...]
     judge: Callable[[Problem, Tensors], Judge]
     sample: Callable[[Problem, float], Problem]
-    problems: Callable[[Any, int, str], list[Problem]]
+    problems: Callable[[Any, int, str], list[Problem]] = lambda model, gpus, arch: []
     touched: Callable[[Problem, Operands], int] | None = None
     optional: tuple[int, ...] = ()
     indices: Callable[[Problem, int], dict[int, torch.Tensor | None]] | None = None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -19,17 +17,12 @@ from aiter_mx.compat.deep_gemm import (
     m_grouped_fp8_gemm_nt_contiguous,
     m_grouped_fp8_gemm_nt_masked,
 )
+from op_tests.places import device_in
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    if request.param == "cuda":
-        yield torch.device("cuda")
-    else:
-        with aiter_mx.simulate("gfx950"):
-            yield torch.device("cpu")
+device = device_in("sim", "cuda")
 
 
 def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:

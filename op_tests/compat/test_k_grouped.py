@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
-import aiter_mx
 from aiter_mx.compat.deep_gemm import (
     k_grouped_fp8_gemm_nt_contiguous,
     k_grouped_fp8_gemm_tn_contiguous,
@@ -16,15 +13,6 @@ from aiter_mx.compat.deep_gemm import (
 
 KS, M, N = [256, 0, 128, 384], 64, 96
 Pair = tuple[Tensor, Tensor]
-
-
-@pytest.fixture(params=["sim", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    if request.param == "sim":
-        with aiter_mx.simulate("gfx950"):
-            yield torch.device("cpu")
-    else:
-        yield torch.device("cuda" if request.param == "cuda" else "cpu")
 
 
 def drawn(rows: int, kind: str, seed: int) -> Pair:

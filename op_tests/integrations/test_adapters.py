@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import aiter_mx
+from op_tests.places import device_in
 
 H, I, E, TOP_K = 96, 64, 6, 3
 
@@ -111,9 +112,7 @@ class _Stub(ModuleType):
     __path__: list[str] = []  # noqa: RUF012 - a package, as imports look at it
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
+device = device_in("torch", "cuda")
 
 
 def replayed(compute: Callable[[], Tensor], device: torch.device) -> Tensor:

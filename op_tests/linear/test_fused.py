@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -28,18 +27,13 @@ from op_tests import launches
 from op_tests.conformance import DTYPES, SCHEDULES
 from op_tests.launches import Out
 from op_tests.mx_reference import assert_close_to_reference, random_mx
+from op_tests.places import device_in
 
 GFX950, SM90A = hardware("gfx950"), hardware("sm_90a")
 Weights = tuple[torch.Tensor, torch.Tensor]
 
 
-@pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    if request.param == "cuda":
-        yield torch.device("cuda")
-    else:
-        with aiter_mx.simulate("gfx950"):
-            yield torch.device("cpu")
+device = device_in("sim", "cuda")
 
 
 def activations(M: int, K: int, dtype: torch.dtype, seed: int, span: int = 12) -> torch.Tensor:

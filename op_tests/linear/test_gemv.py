@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -27,6 +26,7 @@ from op_tests.linear.operands import operands
 from op_tests.mx_reference import (
     assert_close_to_reference,
 )
+from op_tests.places import device_in
 
 GEMV = KERNELS[0]
 
@@ -48,13 +48,7 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    if request.param == "cuda":
-        yield torch.device("cuda")
-    else:
-        with aiter_mx.simulate("gfx950"):
-            yield torch.device("cpu")
+device = device_in("sim", "cuda")
 
 
 launch = partial(launch_linear, GEMV)

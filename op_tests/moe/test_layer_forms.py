@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,14 +12,12 @@ import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.target import hardware
+from op_tests.places import device_in
 
 M, H, I, E, TOP_K, SHARED = 7, 96, 64, 5, 3, 1
 
 
-@pytest.fixture(params=["cpu", "sim", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    with aiter_mx.simulate("gfx950") if request.param == "sim" else nullcontext():
-        yield torch.device("cpu" if request.param == "sim" else request.param)
+device = device_in("torch", "sim", "cuda")
 
 
 def mx(*shape: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

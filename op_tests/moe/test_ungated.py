@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from torch import Tensor
 import aiter_mx
 from op_tests.moe.test_layer_forms import mx
 from op_tests.mx_reference import dequantize64
+from op_tests.places import device_in
 
 M, H, I, E, TOP_K = 7, 96, 64, 5, 3
 
@@ -24,10 +23,7 @@ ACTIVATIONS = {
 }
 
 
-@pytest.fixture(params=["cpu", "sim", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    with aiter_mx.simulate("gfx950") if request.param == "sim" else nullcontext():
-        yield torch.device("cpu" if request.param == "sim" else request.param)
+device = device_in("torch", "sim", "cuda")
 
 
 def drawn(experts: int = E) -> dict[str, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -21,6 +19,7 @@ from aiter_mx.plan import bind_route
 from aiter_mx.target import SIMULATED_GFX950, hardware
 from aiter_mx.workloads.workload import workload_of
 from op_tests.conformance import every_order
+from op_tests.places import device_in
 
 ROWS = kernels_of("rmsnorm_quantize")[0]
 WORKLOAD = workload_of("rmsnorm_quantize")
@@ -34,11 +33,7 @@ PROBLEMS = [
 ]
 
 
-@pytest.fixture(params=["torch", "sim", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    simulates = request.param == "sim"
-    with aiter_mx.simulate("gfx950") if simulates else nullcontext():
-        yield torch.device("cuda" if request.param == "cuda" else "cpu")
+device = device_in("torch", "sim", "cuda")
 
 
 def called(problem: RMSNormQuantizeProblem, x: list[Tensor | None]) -> list[Tensor | None]:

@@ -20,6 +20,7 @@ from aiter_mx.kernels.spec import (
     Module,
     Param,
     TensorMap,
+    numbers,
     place_of,
 )
 from aiter_mx.numerics import BLOCK
@@ -125,9 +126,7 @@ _ARGS = (
     *(replace(arg, align=2 if arg.name == "ws" else 1) for arg in ARGS[:_POINTERS]),
     Arg("workspace", "pointer", "rw"),
     *ARGS[_POINTERS:],
-    Arg("most_tiles", "i64"),
-    Arg("most_slabs", "i64"),
-    Arg("pairs", "i64"),
+    *numbers("i64", "most_tiles", "most_slabs", "pairs"),
     Arg("clusters", "i32"),
 )
 

@@ -32,6 +32,7 @@ from aiter_mx.kernels.spec import (
     OUT_DTYPES,
     Arg,
     Key,
+    numbers,
     require,
     require_blocks,
 )
@@ -47,10 +48,7 @@ ARGS = (
     Arg("y", "pointer", "w"),  # out [M, N]
     Arg("starts", "pointer", "r"),  # [G], or null
     Arg("ends", "pointer", "r"),  # [G], or null
-    Arg("M", "i64"),
-    Arg("N", "i64"),
-    Arg("K", "i64"),
-    Arg("G", "i64"),
+    *numbers("i64", "M", "N", "K", "G"),
     Arg("layout", "i32"),  # LAYOUT_CODES; of unpadded that and the rows of out
     Arg("index_bytes", "i32"),  # of starts and ends, 4 or 8
     Arg("bias_kind", "i32"),  # code of the bias's dtype

@@ -15,12 +15,12 @@ from aiter_mx.kernels.grouped_wgrad.problem import (
 )
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
-    Arg,
     Composition,
     Config,
     Geometry,
     Parts,
     first_of,
+    numbers,
 )
 from aiter_mx.layouts import LAYOUTS
 from aiter_mx.target import Target
@@ -121,10 +121,8 @@ PERSISTENT = declare(
     {"gfx950": "grouped/persistent_gfx950.cu"},
     args=(
         *ARGS,
-        *(Arg(name, "i64") for name in ("M", "N", "K", "G")),
-        *(Arg(name, "i32") for name in ("layout", "index_bytes", "bias_kind")),
-        Arg("rows_each", "i32"),
-        Arg("workgroups", "i32"),
+        *numbers("i64", "M", "N", "K", "G"),
+        *numbers("i32", "layout", "index_bytes", "bias_kind", "rows_each", "workgroups"),
     ),
     defines=_defines,
     geometry=_geometry,

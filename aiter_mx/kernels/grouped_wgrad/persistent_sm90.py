@@ -24,6 +24,7 @@ from aiter_mx.kernels.spec import (
     Module,
     Parts,
     TensorMap,
+    numbers,
     place_of,
 )
 from aiter_mx.target import Target
@@ -117,9 +118,9 @@ _ARGS = (
     # Scales of x are loaded in pairs.
     *(replace(arg, align=2 if arg.name == "x_scale" else 1) for arg in ARGS),
     Arg("workspace", "pointer", "rw"),
-    *(Arg(name, "i64") for name in ("M", "N", "K", "G")),
-    *(Arg(name, "i32") for name in ("layout", "index_bytes", "bias_kind")),
-    *(Arg(name, "i64") for name in ("most_tiles", "most_words", "pairs")),
+    *numbers("i64", "M", "N", "K", "G"),
+    *numbers("i32", "layout", "index_bytes", "bias_kind"),
+    *numbers("i64", "most_tiles", "most_words", "pairs"),
     Arg("clusters", "i32"),
 )
 

@@ -42,6 +42,7 @@ from aiter_mx.kernels.spec import (
     Param,
     Parts,
     as_defines,
+    pointers,
 )
 from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
@@ -445,8 +446,7 @@ MFMA_SPLIT = declare(
     {"gfx950": "linear/mfma_gfx950.cu"},
     args=(
         *POINTERS,
-        Arg("parts", "pointer", "rw"),
-        Arg("arrived", "pointer", "rw"),
+        *pointers("rw", "parts", "arrived"),
         *MATRIX_ARGS[len(POINTERS) :],
         *_TILE_ARGS,
         Arg("tiles", "i32"),

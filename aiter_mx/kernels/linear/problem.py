@@ -14,25 +14,23 @@ from aiter_mx.kernels.spec import (
     Config,
     Key,
     Parts,
+    numbers,
     place_of,
+    pointers,
     require,
     require_blocks,
 )
 from aiter_mx.target import Target
 
 POINTERS = (
-    Arg("xq", "pointer", "r"),
-    Arg("xs", "pointer", "r"),
-    Arg("wq", "pointer", "r"),
-    Arg("ws", "pointer", "r"),
-    Arg("bias", "pointer", "r"),
+    *pointers("r", "xq", "xs", "wq", "ws", "bias"),
     Arg("y", "pointer", "w"),
 )
 """The pointers of every linear kernel. Its scalars follow: sizes, then the bias's dtype code."""
 
 MATRIX_ARGS = (
     *POINTERS,
-    *(Arg(name, "i64") for name in ("M", "N", "K")),
+    *numbers("i64", "M", "N", "K"),
     Arg("bias_kind", "i32"),
 )
 """What the arguments of every kernel that uses the matrix unit begin with."""

@@ -20,7 +20,7 @@ from aiter_mx.kernels.grouped_gemm.problem import (
     GroupedGemmProblem,
     require_groups,
 )
-from aiter_mx.kernels.spec import Arg, Key
+from aiter_mx.kernels.spec import Arg, numbers
 
 COARSE = 128
 """k that a scale is for, and rows of b."""
@@ -32,10 +32,9 @@ ARGS = (
     Arg("y", "pointer", "w"),  # out [M, N]
     Arg("starts", "pointer", "r"),  # [G], or null
     Arg("ends", "pointer", "r"),  # [G]
-    *(Arg(name, "i64") for name in ("M", "N", "K", "G")),
-    Arg("layout", "i32"),
-    Arg("index_bytes", "i32"),
-    *(Arg(name, "i64") for name in ("a_row", "a_step", "a_group", "b_block", "b_step", "b_group")),
+    *numbers("i64", "M", "N", "K", "G"),
+    *numbers("i32", "layout", "index_bytes"),
+    *numbers("i64", "a_row", "a_step", "a_group", "b_block", "b_step", "b_group"),
 )
 """The arguments of every kernel."""
 
@@ -104,11 +103,6 @@ class PromotedGemmProblem:
 
 
 KEY = ("M", "N", "K", "G", "out_dtype")
-
-
-def stand_ins(key: Key) -> tuple[Key, ...]:
-    """None: tiles follow from the shape."""
-    return ()
 
 
 def scalars(problem: PromotedGemmProblem) -> tuple[int, ...]:

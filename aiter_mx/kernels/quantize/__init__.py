@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from aiter_mx.kernels.quantize.problem import KEY, QuantizeProblem, stand_ins
+from aiter_mx.kernels.quantize.problem import KEY, QuantizeProblem
 from aiter_mx.kernels.quantize.rows import ROWS
 from aiter_mx.kernels.quantize.staged_sm90 import STAGED
 from aiter_mx.kernels.quantize.tiles import TILES
 from aiter_mx.kernels.spec import reference
 from aiter_mx.kernels.triton import without_tiles
 
-__all__ = ["KERNELS", "KEY", "PROBLEM", "QuantizeProblem", "stand_ins"]
+__all__ = ["KERNELS", "KEY", "PROBLEM", "QuantizeProblem"]
 
 PROBLEM = QuantizeProblem
 

@@ -6,21 +6,15 @@ from dataclasses import dataclass
 
 from aiter_mx.kernels.spec import (
     OUT_DTYPES,
-    Arg,
-    Key,
+    pointers,
     require,
 )
 from aiter_mx.layouts import LAYOUTS
 from aiter_mx.numerics import BLOCK, FORMATS, ROUNDING
 
 POINTERS = (
-    Arg("x", "pointer", "r"),
-    Arg("offsets", "pointer", "r"),
-    Arg("rows", "pointer", "w"),
-    Arg("row_scales", "pointer", "w"),
-    Arg("columns", "pointer", "w"),
-    Arg("column_scales", "pointer", "w"),
-    Arg("padded_offsets", "pointer", "w"),
+    *pointers("r", "x", "offsets"),
+    *pointers("w", "rows", "row_scales", "columns", "column_scales", "padded_offsets"),
 )
 """The pointers of every kernel; those of outputs that are not asked for are null."""
 
@@ -107,8 +101,3 @@ class QuantizeProblem:
 
 
 KEY = ("M", "N", "dtype", "to", "matrices", "groups", "format", "block")
-
-
-def stand_ins(key: Key) -> tuple[Key, ...]:
-    """None: a problem without a row of its own takes the kernel's own configuration."""
-    return ()

@@ -9,11 +9,11 @@ from aiter_mx.kernels.quantize.problem import GROUP_ROWS, POINTERS, QuantizeProb
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     MAX_GRID_X,
-    Arg,
     Config,
     Geometry,
     Param,
     combinations,
+    numbers,
 )
 from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
@@ -108,10 +108,8 @@ ROWS = declare(
     {"gfx950": "quantize/rows.cu", "sm_90a": "quantize/rows.cu"},
     args=(
         *POINTERS,
-        *(Arg(name, "i64") for name in ("blocks", "blocks_per_row", "span", "spans_per_tile")),
-        Arg("x_rows", "i64"),
-        Arg("groups", "i32"),
-        Arg("wide", "i32"),
+        *numbers("i64", "blocks", "blocks_per_row", "span", "spans_per_tile", "x_rows"),
+        *numbers("i32", "groups", "wide"),
     ),
     defines=_defines,
     geometry=_geometry,

@@ -14,6 +14,7 @@ from aiter_mx.kernels.spec import (
     Module,
     Param,
     combinations,
+    numbers,
 )
 from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
@@ -118,7 +119,7 @@ def _workspace_bytes(target: Target, problem: QuantizeProblem, config: Config) -
 
 
 def _args(*names: str) -> tuple[Arg, ...]:
-    return (*POINTERS, Arg("staged", "pointer", "rw"), *(Arg(name, "i32") for name in names))
+    return (*POINTERS, Arg("staged", "pointer", "rw"), *numbers("i32", *names))
 
 
 TILES_MODULE = Module(

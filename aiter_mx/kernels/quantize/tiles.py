@@ -10,11 +10,11 @@ from aiter_mx.kernels.quantize.rows import MODES, OF_FORMATS
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     MAX_GRID_X,
-    Arg,
     Config,
     Geometry,
     Param,
     combinations,
+    numbers,
 )
 from aiter_mx.layouts import LAYOUTS, padded_shape
 from aiter_mx.numerics import BLOCK
@@ -173,13 +173,10 @@ TILES = declare(
     {"gfx950": "quantize/tiles.cu", "sm_90a": "quantize/tiles_sm90.cu"},
     args=(
         *POINTERS,
-        *(Arg(name, "i32") for name in ("M", "N", "matrices", "x_rows")),
-        *(Arg(name, "i32") for name in ("tiles_down", "tiles_across")),
-        *(Arg(name, "i32") for name in ("scale_rows", "scale_columns")),
-        *(Arg(name, "i32") for name in ("column_scale_rows", "column_scale_columns")),
-        Arg("steps", "i32"),
-        Arg("groups", "i32"),
-        Arg("wide", "i32"),
+        *numbers("i32", "M", "N", "matrices", "x_rows", "tiles_down", "tiles_across"),
+        *numbers("i32", "scale_rows", "scale_columns"),
+        *numbers("i32", "column_scale_rows", "column_scale_columns"),
+        *numbers("i32", "steps", "groups", "wide"),
     ),
     defines=_defines,
     geometry=_geometry,
