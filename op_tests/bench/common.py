@@ -54,14 +54,19 @@ def cpu_name() -> str:
     return found[1] if found else platform.processor()
 
 
-def report(title: str, rows: Sequence[dict[str, object]], save_as: str | None) -> None:
-    """Print the rows as a table and, given a name, save them under ``docs/measured/<gpu>/``."""
-    table = Table(title=f"{title}, {torch.cuda.get_device_name()}, {commit()}")
+def show(title: str, rows: Sequence[dict[str, object]]) -> None:
+    """Print the rows as a table, with the commit in its title."""
+    table = Table(title=f"{title}, {commit()}")
     for column in rows[0]:
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
     Console(width=200).print(table)
+
+
+def report(title: str, rows: Sequence[dict[str, object]], save_as: str | None) -> None:
+    """Print the rows as a table and, given a name, save them under ``docs/measured/<gpu>/``."""
+    show(f"{title}, {torch.cuda.get_device_name()}", rows)
     if save_as is not None:
         folder = MEASURED / gpu_name()
         folder.mkdir(parents=True, exist_ok=True)

@@ -19,14 +19,12 @@ from typing import Any
 
 import pandas as pd
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from aiter_mx.integrations.transformers import AiterMxConfig, MxExperts, MxLinear
 from aiter_mx.tuning.origin import commit
-from op_tests.bench.common import MEASURED
+from op_tests.bench.common import MEASURED, show
 
 LENGTH = 128  # bytes that a model sees together
 _SIZES = {
@@ -121,12 +119,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=128)
     arguments = parser.parse_args()
     rows = [compare(name, arguments.steps, arguments.sequences) for name in CONFIGS]
-    table = Table(title=f"perplexity of bytes, {commit()}")
-    for column in rows[0]:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console(width=160).print(table)
+    show("perplexity of bytes", rows)
     if arguments.save:
         frame = pd.DataFrame(rows).assign(commit=commit(), date=datetime.date.today().isoformat())
         frame.to_csv(MEASURED / "amd_epyc" / "perplexity.csv", index=False, float_format="%.5g")

@@ -17,15 +17,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import aiter_mx
 from aiter_mx.runtimes import sim
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.tuning.origin import commit
-from op_tests.bench.common import MEASURED, cpu_name, folder_name
+from op_tests.bench.common import MEASURED, cpu_name, folder_name, show
 from op_tests.mx_reference import random_mx
 from op_tests.sim.tools import Array, launch, program
 
@@ -159,12 +157,7 @@ def main() -> None:
                 "million_wave_instructions_per_s": report.instructions / time_s / 1e6,
                 "gmac_per_s": report.mfma_macs / time_s / 1e9,
             })  # fmt: skip
-    table = Table(title=f"One core of {cpu_name()}, {commit()}")
-    for column in rows[0]:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console(width=160).print(table)
+    show(f"One core of {cpu_name()}", rows)
     if options.save:
         folder = MEASURED / folder_name(cpu_name())
         folder.mkdir(parents=True, exist_ok=True)

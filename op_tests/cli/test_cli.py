@@ -13,7 +13,6 @@ import pytest
 import aiter_mx
 from aiter_mx.cli.disassembly import gfx_class, sm_class
 from aiter_mx.cli.fields import parse_axis, parse_fields, parse_shape
-from aiter_mx.cli.main import main
 from aiter_mx.cli.source_lines import source_lines
 from aiter_mx.errors import ToolchainError
 from aiter_mx.jit.build import build
@@ -31,21 +30,6 @@ from aiter_mx.target import hardware
 def own_cache_and_no_tables(tmp_path, monkeypatch):
     monkeypatch.setenv("AITER_MX_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("aiter_mx.dispatch.tables.configs_dir", lambda: tmp_path / "none")
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Run a command line in this process: its exit status, standard output and standard error."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["aiter-mx", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        out, err = capsys.readouterr()
-        code = exit_.value.code
-        return (code if isinstance(code, int) else 0), out, err
-
-    return run
 
 
 def test_help_names_every_command_and_imports_nothing_heavy():

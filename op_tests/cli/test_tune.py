@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import torch
 import aiter_mx
 import aiter_mx.jit.build
 from aiter_mx import plan
-from aiter_mx.cli.main import main
 from aiter_mx.cli.tune import with_fields
 from aiter_mx.dispatch import dispatcher
 from aiter_mx.dispatch.tables import read_table
@@ -33,21 +31,6 @@ from aiter_mx.tuning.table import columns_of, read_rows, side_files, write_table
 
 SHAPE = ("--M", "2", "--N", "96", "--K", "128")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Run a command line in this process: its exit status, standard output and standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["aiter-mx", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        out, err = capsys.readouterr()
-        code = exit_.value.code
-        return (code if isinstance(code, int) else 0), out, err
-
-    return run
 
 
 def poisoned(spec: KernelSpec) -> KernelSpec:
