@@ -81,8 +81,8 @@ aiter_mx_moe_combine(const Y* y, const int* places, const Id* topk_ids, const fl
         if constexpr (kSorted) {
 #pragma unroll
             for (int s = 0; s < kSlots; ++s) {
-                rows[s] = is_here[s] ? places[token * kSlots + s] : -1;
-                is_here[s] = rows[s] >= 0;
+                rows[s] = places[token * kSlots + s]; // anything where the expert is not here
+                is_here[s] &= rows[s] >= 0;
             }
         }
 #pragma unroll
