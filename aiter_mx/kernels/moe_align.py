@@ -12,8 +12,9 @@ from aiter_mx.kernels.spec import (
     Arg,
     Config,
     Geometry,
-    Key,
     Param,
+    numbers,
+    pointers,
     reference,
     require,
 )
@@ -134,11 +135,6 @@ class MoeAlignProblem:
 KEY = ("M", "top_k", "E", "block_m", "ids")
 
 
-def stand_ins(key: Key) -> tuple[Key, ...]:
-    """None: nothing about this kernel is worth a table."""
-    return ()
-
-
 PARAMS = (Param("waves", (2, 4, 8, 16, 32), "waves of the workgroup"),)
 
 
@@ -231,19 +227,10 @@ _SCALARS = (
 )
 
 _ARGS = (
-    Arg("topk_ids", "pointer", "r"),
-    Arg("topk_weights", "pointer", "r"),
-    Arg("expert_map", "pointer", "r"),
-    Arg("num_tokens", "pointer", "r"),
-    Arg("x", "pointer", "r"),
-    Arg("sorted_ids", "pointer", "w"),
-    Arg("sorted_weights", "pointer", "w"),
-    Arg("expert_ids", "pointer", "w"),
-    Arg("post_padded", "pointer", "w"),
-    Arg("xq", "pointer", "w"),
-    Arg("xs", "pointer", "w"),
+    *pointers("r", "topk_ids", "topk_weights", "expert_map", "num_tokens", "x"),
+    *pointers("w", "sorted_ids", "sorted_weights", "expert_ids", "post_padded", "xq", "xs"),
     Arg("elements", "i64"),
-    *(Arg(name, "i32") for name in _SCALARS),
+    *numbers("i32", *_SCALARS),
 )
 
 PROBLEM = MoeAlignProblem

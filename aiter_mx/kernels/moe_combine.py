@@ -12,8 +12,9 @@ from aiter_mx.kernels.spec import (
     Arg,
     Config,
     Geometry,
-    Key,
     Param,
+    numbers,
+    pointers,
     reference,
     require,
 )
@@ -66,11 +67,6 @@ class MoeCombineProblem:
 KEY = ("M", "N", "top_k", "E")
 
 
-def stand_ins(key: Key) -> tuple[Key, ...]:
-    """None: nothing about this kernel is worth a table."""
-    return ()
-
-
 PARAMS = (Param("threads", (64, 128, 256), "threads of a workgroup"),)
 
 
@@ -110,14 +106,10 @@ def _geometry(target: Target, problem: MoeCombineProblem, config: Config) -> Geo
 _ARGS = (
     Arg("y", "pointer", "r"),
     Arg("places", "pointer", "r"),  # i32 [M * slots], or null
-    Arg("topk_ids", "pointer", "r"),
-    Arg("topk_weights", "pointer", "r"),
-    Arg("expert_map", "pointer", "r"),
-    Arg("num_tokens", "pointer", "r"),
+    *pointers("r", "topk_ids", "topk_weights", "expert_map", "num_tokens"),
     Arg("out", "pointer", "w"),
     Arg("N", "i64"),
-    Arg("M", "i32"),
-    Arg("E", "i32"),
+    *numbers("i32", "M", "E"),
 )
 
 PROBLEM = MoeCombineProblem

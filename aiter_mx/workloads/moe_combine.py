@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -78,11 +77,6 @@ def _sample(problem: MoeCombineProblem, share: float) -> MoeCombineProblem:
     return replace(problem, M=max(1, round(problem.M * share)))
 
 
-def _problems(model: Any, gpus: int, arch: str) -> list[MoeCombineProblem]:
-    """None: nothing about this kernel is worth a table."""
-    return []
-
-
 WORKLOAD = Workload(
     op="moe_combine",
     draw=_operands,
@@ -91,6 +85,5 @@ WORKLOAD = Workload(
     results=(_OUT,),
     judge=_judge,
     sample=_sample,
-    problems=_problems,
     optional=(_MAP, _TOKENS),
 )

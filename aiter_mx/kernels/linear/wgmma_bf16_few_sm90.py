@@ -17,13 +17,13 @@ from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, RESERVED_BYTES, SHARED_BYTE
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     MAX_INT,
-    Arg,
     Config,
     Geometry,
     KernelSpec,
     Param,
     Problem,
     TensorMap,
+    numbers,
     where_it_fits,
 )
 from aiter_mx.target import Target
@@ -140,7 +140,7 @@ def declare_few(configure: Callable[[Target, Problem], Config]) -> KernelSpec:
         "wgmma_bf16_few",
         {"sm_90a": "linear/wgmma_bf16_sm90.cu"},
         symbol="aiter_mx_linear_wgmma_bf16",
-        args=(*MATRIX_ARGS, *(Arg(name, "i32") for name in many.SCHEDULE)),
+        args=(*MATRIX_ARGS, *numbers("i32", *many.SCHEDULE)),
         defines=_defines,
         geometry=_geometry,
         scalars=_scalars,

@@ -21,6 +21,8 @@ from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     KernelSpec,
+    numbers,
+    pointers,
 )
 from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
@@ -109,12 +111,11 @@ GATHER = declare(
     {"gfx950": "moe/gather.cu", "sm_90a": "moe/gather.cu"},
     symbol="aiter_mx_moe_gather",
     args=(
-        *(Arg(name, "pointer", "r") for name in ("xq", "xs", "sorted_ids", "expert_ids")),
+        *pointers("r", "xq", "xs", "sorted_ids", "expert_ids"),
         Arg("num_tokens_post_padded", "pointer", "r"),
-        *(Arg(name, "pointer", "w") for name in ("gathered", "scales", "starts", "ends", "places")),
+        *pointers("w", "gathered", "scales", "starts", "ends", "places"),
         Arg("K", "i64"),
-        *(Arg(name, "i32") for name in (*_LIST_SCALARS, "a_div", "packed_top_k")),
-        *(Arg(name, "i32") for name in ("max_blocks", "block_m")),
+        *numbers("i32", *_LIST_SCALARS, "a_div", "packed_top_k", "max_blocks", "block_m"),
     ),
     defines=_gather_defines,
     geometry=lambda target, problem, config: _rows_grid(target, problem, 1),
@@ -142,13 +143,15 @@ SCATTER = declare(
     {"gfx950": "moe/scatter.cu", "sm_90a": "moe/scatter.cu"},
     symbol="aiter_mx_moe_scatter",
     args=(
-        *(Arg(name, "pointer", "r") for name in ("sums", "sorted_ids", "expert_ids")),
-        *(Arg(name, "pointer", "r") for name in ("num_tokens_post_padded", "topk_weights")),
-        *(Arg(name, "pointer", "w") for name in ("out", "out_scales")),
+        *pointers(
+            "r", "sums", "sorted_ids", "expert_ids", "num_tokens_post_padded", "topk_weights"
+        ),
+        *pointers("w", "out", "out_scales"),
         Arg("N", "i64"),
-        *(Arg(name, "i32") for name in (*_LIST_SCALARS, "packed_top_k", "weights_by_place")),
-        *(Arg(name, "i32") for name in ("max_blocks", "block_m")),
-        *(Arg(name, "f32") for name in ("alpha", "beta", "limit")),
+        *numbers(
+            "i32", *_LIST_SCALARS, "packed_top_k", "weights_by_place", "max_blocks", "block_m"
+        ),
+        *numbers("f32", "alpha", "beta", "limit"),
     ),
     defines=_scatter_defines,
     geometry=lambda target, problem, config: _rows_grid(target, problem, 0),
