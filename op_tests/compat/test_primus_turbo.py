@@ -46,6 +46,10 @@ def test_grouped_products_and_their_gradients(trans_b: bool, dtype: torch.dtype,
     offs = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
     again = turbo.grouped_gemm_fp8(a, b, lens, offs, trans_b, config=Float8QuantConfig())
     assert torch.equal(again, y)
+    single = turbo.grouped_gemm_fp8(
+        a, b, lens, trans_b=trans_b, out_dtype=torch.float32, config=Float8QuantConfig()
+    )
+    assert single.dtype == torch.float32 and torch.equal(single.to(dtype), y)
 
 
 @pytest.mark.parametrize("trans_a", [True, False])
@@ -100,12 +104,38 @@ def test_quantisation_pads_and_takes_recipes() -> None:
     assert torch.equal(square[1][0], square[1][31])
 
 
+def test_each_way_along_a_matrix_takes_a_recipe_of_its_own() -> None:
+    x = torch.randn(128, 256)
+    plain = turbo.quantize_fp8_with_trans(x, E4M3, MX, block_size=32)
+    recipe = ScalingRecipe(shuffle_scale=True)
+    for name, places in (("scaling_recipe", (0, 1)), ("scaling_recipe_for_trans", (2, 3))):
+        made = turbo.quantize_fp8_with_trans(x, E4M3, MX, block_size=32, **{name: recipe})
+        for at, (found, without) in enumerate(zip(made, plain, strict=True)):
+            is_same = torch.equal(found.view(torch.uint8), without.view(torch.uint8))
+            assert is_same == (at != places[1])
+        shuffled = aiter_mx.shuffle_scales(plain[places[1]], "16x4")
+        assert torch.equal(made[places[1]].flatten(), shuffled.flatten())
+    found = turbo.quantize_fp8(x, E4M3, MX, block_size=32, axis=1, scaling_recipe=recipe)
+    values = turbo.dequantize_fp8(
+        found[0], torch.float32, MX, block_size=32, axis=1, scale_inv=found[1],
+        scaling_recipe=recipe,
+    )  # fmt: skip
+    assert torch.equal(values, aiter_mx.dequantize(plain[0], plain[1]))
+
+
 def test_groups_are_padded_on_the_device() -> None:
     x, offs = torch.randn(70, 64), torch.tensor([0, 33, 70])
     made = turbo.grouped_quantize_fp8(x, E4M3, MX, offs.diff(), offs, block_size=32, axis=0)
     expected = aiter_mx.quantize_grouped(x, offs, -2)
     assert torch.equal(made[0].view(torch.uint8), expected.rows.view(torch.uint8))
     assert made[2].tolist() == [128, 128] and made[3].tolist() == [0, 128, 256]
+    shuffled = turbo.grouped_quantize_fp8(
+        x, E4M3, MX, offs.diff(), offs, block_size=32, axis=0,
+        scaling_recipe=ScalingRecipe(shuffle_scale=True),
+    )  # fmt: skip
+    expected = aiter_mx.quantize_grouped(x, offs, -2, scale_layout="16x4")
+    assert torch.equal(shuffled[1], expected.row_scales)
+    assert not torch.equal(shuffled[1], made[1])
 
 
 def test_primus_turbos_own_configuration_is_known_by_its_names() -> None:

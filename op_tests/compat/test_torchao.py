@@ -67,6 +67,9 @@ def test_fnuz_operands_become_mx() -> None:
     values = aiter_mx.dequantize(found, byte, torch.float64)
     block = exact.unflatten(-1, (-1, 32)).abs().amax(-1).repeat_interleave(32, -1)
     assert ((values - exact).abs() <= exact.abs() / 16 + block * 2.0**-17).all()
+    floors = mx_from_fnuz(payload, scale, "floor")
+    assert not torch.equal(floors[1], byte)
+    assert torch.equal(floors[1], aiter_mx.quantize(exact.float(), mode="floor")[1])
     payload[1, 40] = float("nan")
     nan = aiter_mx.dequantize(*mx_from_fnuz(payload, scale)).isnan()
     assert nan[1, 32:64].all() and nan.sum() == 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,27 @@ def test_batched_is_each_matrix_alone() -> None:
             assert equal(got[g], want)
     with pytest.raises(ValueError, match=r"\[G, M, N\], got \[32, 64\]"):
         aiter_mx.quantize_dual_batched(x[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "floor"},
+        {"mode": "even", "format": "e2m1"},
+        {"format": "e5m2"},
+        {"block": (32, 32)},
+        {"scale_layout": "16x4"},
+    ],
+    ids=str,
+)
+def test_batched_takes_the_options_of_one_matrix(options: dict[str, Any]) -> None:
+    x = random(3, 96, 160)
+    batched = aiter_mx.quantize_dual_batched(x, **options)
+    plain = aiter_mx.quantize_dual_batched(x)
+    assert not all(equal(got, without) for got, without in zip(batched, plain, strict=True))
+    for g in range(3):
+        for got, want in zip(batched, aiter_mx.quantize_dual(x[g], **options), strict=True):
+            assert equal(got[g], want)
 
 
 @pytest.mark.parametrize("offs_dtype", [torch.int32, torch.int64])
