@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from aiter_mx.tuning.meter import Meter
     from aiter_mx.tuning.race import Rules
     from aiter_mx.tuning.share import Share
+    from aiter_mx.tuning.sweep import Plan
 
 
 def tune(
@@ -70,11 +71,10 @@ def tune(
     shared out: torchrun --nproc-per-node=8 -m aiter_mx.cli tune linear --model ...
     """
     from aiter_mx.tuning import sweep
-    from aiter_mx.tuning.candidates import ContextLost, candidates_of
+    from aiter_mx.tuning.candidates import ContextLost
     from aiter_mx.tuning.check import stale_of
-    from aiter_mx.tuning.shapes import model_shapes, read_shapes
     from aiter_mx.tuning.share import join
-    from aiter_mx.tuning.table import incumbent_of, read_rows
+    from aiter_mx.tuning.table import write_text
 
     share = join()
     console = make_console()
@@ -86,17 +86,7 @@ def tune(
 
     target, meter = the_meter(op, arch, share, jobs, on_built if build_only else None)
     rules = replace(the_rules(most, rounds, meter.rules), only=_names(op, target, kernel or []))
-    wanted: list[Problem] = []
-    if shapes is not None:
-        wanted += read_shapes(shapes, op)
-    if untuned is not None:
-        wanted += read_shapes(untuned, op, target)
-    wanted += model_shapes(model or [], op, _counts(tp), target.arch)
-    if context.args:
-        fields = parse_fields(context.args)
-        wanted = with_fields(op, wanted, fields) if wanted else problems(op, fields)
-    if not wanted:
-        raise ValueError("no shapes: give --shapes, --model, --untuned, or fields such as --M 1")
+    wanted = _wanted(op, target, shapes, untuned, model or [], _counts(tp), context.args)
     path = table or default_table(op, target)
     if path.is_dir():
         raise ValueError(f"--table must be a file, got the folder {str(path)!r}")
@@ -107,19 +97,8 @@ def tune(
             return
     plan = sweep.make_plan(op, target, wanted, path, meter.source, rules)
     if build_only:
-        before = read_rows(path, op)
-        with progress, meter.ahead() as ahead:
-            wanted_by = {}
-            mine = set(sweep.parts_of(plan, plan.problems, share.workers)[share.rank])
-            for problem in (p for p in plan.problems if sweep.name_of(op, p) in mine):
-                wanted_by[problem] = candidates_of(
-                    *(op, target, problem, meter.backends, rules.most, rules.of_next, rules.only)
-                )
-                incumbent = incumbent_of(before, op, target, problem)
-                wanted_by[problem] += [] if incumbent is None else [incumbent]
-                ahead.add(problem, wanted_by[problem])
-            for problem, candidates in wanted_by.items():
-                ahead.wait(problem, candidates)
+        with progress:
+            _build(plan, meter, share)
         console.print(f"{progress.tasks[0].total:.0f} kernel variants were compiled")
         return
     if (fresh or stale) and share.local_rank == 0:
@@ -134,22 +113,69 @@ def tune(
             sys.exit(1)  # torchrun --max-restarts starts all workers again
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-m", "aiter_mx.cli", *sys.argv[1:]])
-    if share.rank == 0:
-        if timings is not None:
-            from aiter_mx.tuning.table import write_text
+    if share.rank != 0:
+        return
+    if timings is not None:
+        write_text(timings, sweep.timings_text(records))
+    right = sum(record["row"] is not None for record in records)
+    failed = sum(len(record["failures"]) for record in records)
+    seconds = time.monotonic() - started
+    unraced = len(plan.problems) - len(records)
+    console.print(
+        f"{right} rows {meter.source} in {seconds:.1f} s by {share.workers} workers, "
+        f"{failed} candidates failed; {path}",
+        soft_wrap=True,
+    )
+    if unraced:
+        console.print(f"{unraced} shapes are left: the same command goes on with them")
 
-            write_text(timings, sweep.timings_text(records))
-        right = sum(record["row"] is not None for record in records)
-        failed = sum(len(record["failures"]) for record in records)
-        seconds = time.monotonic() - started
-        unraced = len(plan.problems) - len(records)
-        console.print(
-            f"{right} rows {meter.source} in {seconds:.1f} s by {share.workers} workers, "
-            f"{failed} candidates failed; {path}",
-            soft_wrap=True,
-        )
-        if unraced:
-            console.print(f"{unraced} shapes are left: the same command goes on with them")
+
+def _wanted(
+    op: str,
+    target: Target,
+    shapes: Path | None,
+    untuned: Path | None,
+    models: list[str],
+    gpus: list[int],
+    arguments: list[str],
+) -> list[Problem]:
+    """The problems that a command line asks for; raises ValueError where it asks for none."""
+    from aiter_mx.tuning.shapes import model_shapes, read_shapes
+
+    wanted: list[Problem] = []
+    if shapes is not None:
+        wanted += read_shapes(shapes, op)
+    if untuned is not None:
+        wanted += read_shapes(untuned, op, target)
+    wanted += model_shapes(models, op, gpus, target.arch)
+    if arguments:
+        fields = parse_fields(arguments)
+        wanted = with_fields(op, wanted, fields) if wanted else problems(op, fields)
+    if not wanted:
+        raise ValueError("no shapes: give --shapes, --model, --untuned, or fields such as --M 1")
+    return wanted
+
+
+def _build(plan: Plan, meter: Meter, share: Share) -> None:
+    """Compile the candidates of this worker's part of a sweep, and what the table names so far."""
+    from aiter_mx.tuning.candidates import candidates_of
+    from aiter_mx.tuning.sweep import name_of, parts_of
+    from aiter_mx.tuning.table import incumbent_of, read_rows
+
+    op, target, rules = plan.op, plan.target, plan.rules
+    before = read_rows(plan.table, op)
+    mine = set(parts_of(plan, plan.problems, share.workers)[share.rank])
+    wanted = {}
+    with meter.ahead() as ahead:
+        for problem in (p for p in plan.problems if name_of(op, p) in mine):
+            wanted[problem] = candidates_of(
+                *(op, target, problem, meter.backends, rules.most, rules.of_next, rules.only)
+            )
+            incumbent = incumbent_of(before, op, target, problem)
+            wanted[problem] += [] if incumbent is None else [incumbent]
+            ahead.add(problem, wanted[problem])
+        for problem, candidates in wanted.items():
+            ahead.wait(problem, candidates)
 
 
 def _counts(tp: str) -> list[int]:

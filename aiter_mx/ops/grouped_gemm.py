@@ -281,26 +281,17 @@ def _problem_of(
     out_rows: int = 0,
 ) -> GroupedGemmProblem:
     """The problem that these operands pose; raises as ``grouped_gemm`` documents."""
-    indices = tuple(INDEX_NAMES)
-    for name, tensor, dtypes in (
+    _refuse_dtypes(
+        a.device,
         ("a", a, tuple(A_FORMATS)),
         ("a_scale", a_scale, SCALE_DTYPES),
         ("b", b, (torch.float8_e4m3fn,)),
         ("b_scale", b_scale, SCALE_DTYPES),
-        ("masked_m" if a.ndim == 3 else "group_offs", ends, indices),
+        ("masked_m" if a.ndim == 3 else "group_offs", ends, tuple(INDEX_NAMES)),
         ("starts", starts, (ends.dtype,)),
         ("bias", bias, tuple(DTYPE_NAMES)),
         ("out_offs", out_offs, (ends.dtype,)),
-    ):
-        if tensor is None:
-            continue
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"{name} must be {either(dtypes)}, got {tensor.dtype}")
-        if tensor.device != a.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, but a is on {a.device}: all operands must be on "
-                "one device"
-            )
+    )
     if out_dtype not in DTYPE_NAMES:
         raise TypeError(f"out_dtype must be {either(tuple(DTYPE_NAMES))}, got {out_dtype}")
     if a.ndim not in (2, 3):
@@ -331,6 +322,51 @@ def _problem_of(
                 f"{name} must be {list(expected)}, got {shape_text(tensor)} "
                 f"(a: {shape_text(a)}, b: {shape_text(b)})"
             )
+    _refuse_groups(a, b, starts, ends, out_offs, out_rows)
+    return GroupedGemmProblem(
+        M=a.shape[:-1].numel(),
+        N=N,
+        K=K,
+        G=G,
+        out_dtype=DTYPE_NAMES[out_dtype],
+        bias="none" if bias is None else DTYPE_NAMES[bias.dtype],
+        layout="masked" if masked else "jagged" if out_offs is None else "unpadded",
+        index=INDEX_NAMES[ends.dtype],
+        expected=expected_rows,
+        a_scale_layout=a_scale_layout,
+        b_scale_layout=b_scale_layout,
+        a_format=A_FORMATS[a.dtype],
+        out_rows=out_rows,
+    )
+
+
+def _refuse_dtypes(
+    device: torch.device,
+    *named: tuple[str, torch.Tensor | None, tuple[torch.dtype, ...]],
+) -> None:
+    """Raise for the first tensor that has none of its dtypes, or is on another device than a."""
+    for name, tensor, dtypes in named:
+        if tensor is None:
+            continue
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name} must be {either(dtypes)}, got {tensor.dtype}")
+        if tensor.device != device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, but a is on {device}: all operands must be on "
+                "one device"
+            )
+
+
+def _refuse_groups(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor,
+    out_offs: torch.Tensor | None,
+    out_rows: int,
+) -> None:
+    """Raise ValueError where what says which rows are whose has another length, or is too much."""
+    G, masked = b.shape[0], a.ndim == 3
     lengths = [(G,)] if masked or starts is not None else [(G,), (G + 1,)]
     if tuple(ends.shape) not in lengths:  # no set: while torch traces, sizes have no hash
         known = " or ".join(str(list(length)) for length in lengths)
@@ -349,21 +385,6 @@ def _problem_of(
             f"out_offs, and group_offs with it, must be [{G + 1}] for rows [M, K] of {G} groups, "
             f"got {shape_text(out_offs)} and {shape_text(ends)}"
         )
-    return GroupedGemmProblem(
-        M=a.shape[:-1].numel(),
-        N=N,
-        K=K,
-        G=G,
-        out_dtype=DTYPE_NAMES[out_dtype],
-        bias="none" if bias is None else DTYPE_NAMES[bias.dtype],
-        layout="masked" if masked else "jagged" if out_offs is None else "unpadded",
-        index=INDEX_NAMES[ends.dtype],
-        expected=expected_rows,
-        a_scale_layout=a_scale_layout,
-        b_scale_layout=b_scale_layout,
-        a_format=A_FORMATS[a.dtype],
-        out_rows=out_rows,
-    )
 
 
 def _check_places(group_offs: torch.Tensor, out_offs: torch.Tensor, out_rows: int) -> None:
