@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Sequence
 
 import pandas as pd
+import torch
 
 from aiter_mx.cli.explain import describe_config
 from aiter_mx.dispatch.dispatcher import route
@@ -26,7 +27,8 @@ from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Config, KernelSpec, Problem
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.target import hardware
-from aiter_mx.trial import Trial, try_out
+from aiter_mx.trial import Trial, prepare, tried
+from aiter_mx.workloads import workload_of
 from op_tests.bench.common import MEASURED
 
 COUNTED = SimOptions(
@@ -41,6 +43,7 @@ TARGET = hardware("gfx950")
 CUS = TARGET.cu_num
 HBM_BYTES_A_CYCLE = 6.5e6 / 2400  # of the GPU, at 2.4 GHz
 LDS_BYTES_A_CYCLE = 128
+LINE_BYTES = 128
 GROUPED_TILE, GROUPED_STEP = 256, 128
 WIDE = 6144  # of the model class whose decode shapes these are
 
@@ -64,7 +67,9 @@ OF_ROWS = [
     for width in (K, N)
 ]
 OF_WEIGHTS = [QuantizeProblem(N, K, to="both", matrices=GROUPS)]
-QUANTIZE = [QuantizeProblem(1024, 7168), QuantizeProblem(1024, 7168, to="both")]
+QUANTIZE = {
+    to: [QuantizeProblem(rows, 7168, to=to) for rows in (1024, 8192)] for to in ("rows", "both")
+}
 SHAPES: dict[str, tuple[str, Sequence[Problem]]] = {
     "gemv": ("linear", GEMV),
     "mfma": ("linear", MFMA),
@@ -72,8 +77,8 @@ SHAPES: dict[str, tuple[str, Sequence[Problem]]] = {
     "moe mfma": ("moe_gemm", MOE),
     "moe_up gemv": ("moe_up", [up for up, _ in FEW_TOKENS]),
     "moe_down gemv": ("moe_down", [down for _, down in FEW_TOKENS]),
-    "rows": ("quantize", QUANTIZE[:1]),
-    "tiles": ("quantize", QUANTIZE[1:]),
+    "rows": ("quantize", QUANTIZE["rows"]),
+    "tiles": ("quantize", QUANTIZE["both"]),
     "step's rows tiles": ("quantize", OF_ROWS),
     "step's weights tiles": ("quantize", OF_WEIGHTS),
     "forward persistent": ("grouped_gemm", [GroupedGemmProblem(ROWS, N, K, GROUPS)]),
@@ -89,6 +94,21 @@ def chosen(op: str, kernel: str, problem: Problem) -> tuple[KernelSpec, Config]:
     if (found.backend, found.kernel) == ("hip", kernel):
         return spec, dict(found.config)
     return spec, dict(spec.configure(TARGET, problem))
+
+
+def run(spec: KernelSpec, problem: Problem, config: Config, cu_num: int = CUS) -> Trial:
+    """Its launch, whose operands begin at lines, as what a GPU allocates does."""
+    drawn = workload_of(spec.op).operands(problem, torch.device("cpu"))
+    operands = [None if tensor is None else at_line(tensor) for tensor in drawn]
+    return tried(prepare(spec, problem, config, cu_num, operands), COUNTED)
+
+
+def at_line(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that begins at a line of 128 bytes."""
+    memory = torch.empty(tensor.nbytes + LINE_BYTES, dtype=torch.uint8)
+    begin = -memory.data_ptr() % LINE_BYTES
+    view = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return view.copy_(tensor)
 
 
 def on_cus(groups: Sequence[int]) -> list[int]:
@@ -139,8 +159,7 @@ def grouped_step(K: int, layout: str) -> dict[str, object]:
         spec = find_kernel("grouped_gemm", TARGET.arch, "hip", "persistent")
         config = dict(spec.configure(TARGET, problem))
         config.update(tile_m=GROUPED_TILE, tile_n=GROUPED_TILE)
-        tried = try_out(spec, problem, config, COUNTED, cu_num=1)  # which takes the whole tile
-        trials.append(tried.report.address_cycles)
+        trials.append(run(spec, problem, config, cu_num=1).report.address_cycles)  # the whole tile
     return {
         "kernel": "grouped step",
         "problem": f"K={K}, weights' scales {layout}",
@@ -156,7 +175,7 @@ def rows_of(kernel: str) -> list[dict[str, object]]:
     found = []
     for problem in problems:
         spec, config = chosen(op, kernel.split()[-1], problem)
-        trial = try_out(spec, problem, config, COUNTED)
+        trial = run(spec, problem, config)
         row = {"kernel": kernel, "problem": name_of(problem), "config": describe_config(config)}
         print(row, flush=True)
         found.append(row | counters(trial))

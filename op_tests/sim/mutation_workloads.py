@@ -19,13 +19,17 @@ from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import KernelSpec, Module, Problem
 from aiter_mx.sim.program import Program, SimOptions
+from aiter_mx.sim.timing.constants import CUS
 from aiter_mx.target import hardware
 from aiter_mx.trial import Prepared, prepare
 from aiter_mx.workloads import workload_of
-from op_tests.launches import poisoned
+from op_tests.launches import bound, poisoned
 
 _SCHEDULES = ("random", "round-robin", "run-to-barrier")
 _MAX_STEPS = 1 << 18
+_CPU = torch.device("cpu")
+_PRODUCTS = ("grouped_gemm", "grouped_wgrad", "moe_gemm")
+_NAN_SCALE = 255
 
 
 def vary_halves(values: torch.Tensor) -> None:
@@ -43,6 +47,7 @@ class WorkloadCase:
         op, kernel: which kernel it is.
         problems: what is computed, each with a schedule of its own.
         config: the kernel's parameters; by default its own choice for the first problem.
+        cu_num: compute units that take the work: of few, each has several tiles.
     """
 
     name: str
@@ -50,6 +55,7 @@ class WorkloadCase:
     kernel: str
     problems: tuple[Problem, ...]
     config: Mapping[str, int] | None = None
+    cu_num: int = CUS
 
     @cached_property
     def spec(self) -> KernelSpec:
@@ -77,7 +83,7 @@ class WorkloadCase:
         target = hardware("gfx950")
         assert not self.spec.refusal(target, self.problems[number])
         config = self.config or self.spec.configure(target, self.problems[0])
-        return prepare(self.spec, self.problems[number], config, operands=operands)
+        return prepare(self.spec, self.problems[number], config, self.cu_num, operands)
 
 
 class WorkloadLaunch:
@@ -85,12 +91,19 @@ class WorkloadLaunch:
 
     def __init__(self, case: WorkloadCase, number: int) -> None:
         problem, workload = case.problems[number], workload_of(case.op)
-        self._operands = list(workload.operands(problem, torch.device("cpu"), number))
+        self._operands = list(workload.operands(problem, _CPU, number))
         for arg, values in zip(case.module.args, self._operands, strict=False):
             if arg.name in ("x", "h") and arg.access == "r" and values is not None:
                 vary_halves(values)
+                if case.op == "quantize" and number % 2:
+                    values.view(-1)[5::97], values.view(-1)[11::613] = torch.inf, torch.nan
             elif arg.name == "bias" and values is not None:
                 values *= 512  # else it is lost in what sums may be off by
+            elif arg.name == "starts" and values is None and number % 2:
+                ends = self._operands[-1]
+                assert ends is not None
+                if problem.layout == "jagged":
+                    self._operands[-2] = torch.nn.functional.pad(ends[:-1], (1, 0))
         self._judge = workload.judge(problem, self._operands)
         self._prepared = case.prepared(number, self._operands)
         written = [arg.access == "w" for arg in case.module.args if arg.kind == "pointer"]
@@ -99,9 +112,30 @@ class WorkloadLaunch:
             for tensor, is_result in zip(self._operands, written, strict=False)
             if is_result and tensor is not None
         ]
+        has_nans = case.op in _PRODUCTS and number == 0 and len(self._results) == 1
         self._options = SimOptions(
-            schedule=_SCHEDULES[number % len(_SCHEDULES)], seed=number, max_steps=_MAX_STEPS
+            schedule=_SCHEDULES[number % len(_SCHEDULES)],
+            seed=number,
+            max_steps=_MAX_STEPS,
+            finite_scales=has_nans,
         )
+        self._without_nans = self._plant_nans(case, problem) if has_nans else None
+
+    def _plant_nans(
+        self, case: WorkloadCase, problem: Problem
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give some blocks NaN for a scale: the result without, and where it is NaN then."""
+        (result,), found = self._results, []
+        run = bound(find_kernel(case.op, "gfx950", "torch", "reference"), _CPU, problem)
+        for is_planted in (False, True):
+            for arg, values in zip(case.module.args, self._operands, strict=False):
+                if is_planted and arg.name in ("xs", "ws") and values is not None:
+                    flat = values.view(-1)
+                    flat[torch.randperm(len(flat))[: 3 if arg.name == "xs" else 5]] = _NAN_SCALE
+            result.zero_()
+            run(self._operands)
+            found.append(result.clone())
+        return found[0], found[1].isnan()
 
     def run(self, program: Program, strict: bool = True) -> None:
         """Launch and compare.
@@ -113,6 +147,10 @@ class WorkloadLaunch:
         for result in self._results:
             result.copy_(poisoned(result.shape, result.dtype))
         replace(self._prepared, program=program).run(replace(self._options, strict=strict))
+        if self._without_nans is not None:
+            (result,), (expected, nans) = self._results, self._without_nans
+            assert torch.equal(result.isnan(), nans), "NaN elsewhere"
+            result[nans] = expected[nans]
         verdict = self._judge(self._operands)
         assert verdict.right, str(verdict)
 
@@ -148,6 +186,8 @@ WORKLOAD_CASES = (
             MoeAlignProblem(70, 3, 5, 16, shared=1, first_shared=5, x_dtype="bf16", K=96),
             MoeAlignProblem(9, 2, 7, 32, expert_map="numbers", drop_absent=1, x_dtype="bf16", K=64),
             MoeAlignProblem(1, 4, 64, 4, expert_map="mask", x_dtype="bf16", K=2080),
+            MoeAlignProblem(120, 4, 9, 16, expert_map="mask", x_dtype="bf16", K=32),
+            MoeAlignProblem(61, 8, 60, 8, expert_map="numbers", x_dtype="bf16", K=32),
         ),
         {"waves": 2},
     ),
@@ -197,8 +237,11 @@ WORKLOAD_CASES = (
             QuantizeProblem(224, 416, to="both", matrices=2),
             QuantizeProblem(32, 64, to="both"),
             QuantizeProblem(160, 1056, to="both"),
+            QuantizeProblem(416, 320, to="both"),
+            QuantizeProblem(256, 2144, to="both"),
+            QuantizeProblem(256, 512, to="both"),
         ),
-        {"rows": 128, "resident": 2, "steps": 2, "cluster": 1},
+        {"rows": 128, "resident": 2, "steps": 8, "cluster": 1},
     ),
     WorkloadCase(
         "grouped m32 n128",
@@ -206,9 +249,12 @@ WORKLOAD_CASES = (
         "persistent",
         (
             GroupedGemmProblem(100, 192, 480, 3, bias="bf16"),
-            GroupedGemmProblem(132, 288, 352, 2, bias="bf16"),
+            GroupedGemmProblem(132, 288, 1376, 2, bias="bf16", index="i64"),
+            GroupedGemmProblem(280, 160, 2016, 70, bias="bf16", layout="masked"),
+            GroupedGemmProblem(516, 96, 96, 9, bias="bf16"),
         ),
         {"tile_m": 32, "tile_n": 128, "swath": 4, "xcds": 8},
+        cu_num=2,
     ),
     WorkloadCase(
         "dgrad m64 n256 e5m2",
@@ -216,9 +262,11 @@ WORKLOAD_CASES = (
         "persistent",
         (
             GroupedGemmProblem(150, 288, 640, 3, "fp32", a_format="e5m2"),
-            GroupedGemmProblem(70, 416, 256, 2, "fp32", a_format="e5m2"),
+            GroupedGemmProblem(70, 288, 896, 66, "fp32", a_format="e5m2", index="i64"),
+            GroupedGemmProblem(300, 544, 256, 4, "fp32", a_format="e5m2", layout="masked"),
         ),
         {"tile_m": 64, "tile_n": 256, "swath": 1, "xcds": 1},
+        cu_num=2,
     ),
     WorkloadCase(
         "wgrad m64 n128",
@@ -226,8 +274,10 @@ WORKLOAD_CASES = (
         "persistent",
         (
             GroupedWgradProblem(512, 96, 224, 3, "fp32"),
-            GroupedWgradProblem(384, 160, 32, 2, "fp32"),
+            GroupedWgradProblem(1920, 160, 32, 2, "fp32", index="i64"),
+            GroupedWgradProblem(8960, 32, 64, 70, "fp32"),
         ),
         {"tile_m": 64, "tile_n": 128, "swath": 4, "xcds": 1},
+        cu_num=2,
     ),
 )
