@@ -7,7 +7,9 @@ are compared by the wave instructions that they execute, as nothing here takes s
 
 from __future__ import annotations
 
+import gc
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -165,6 +167,11 @@ class _Launcher:
         active = driver.active
         program, name = function
         metadata = self._metadata
+        if len(arguments) != len(self._signature):
+            raise LaunchError(
+                f"the compiled kernel {name} takes {len(self._signature)} arguments, "
+                f"constexpr ones among them, got {len(arguments)}"
+            )
         values = [value for pair in zip(self._signature, arguments, strict=True)
                   for value in _values(*pair)]  # fmt: skip
         groups = x * y * z
@@ -232,6 +239,8 @@ def _packed(
                 )
             if region := _region(arg.name or kind, value):
                 regions.append(region)
+            if kind in _ADDRESSES:
+                regions += _pointed_to(arg.name or kind, value)
             value = value.data_ptr()
         if isinstance(value, float) or kind in _FLOATS:
             data = _float_bits(kind, arg.size, float(value))
@@ -241,6 +250,27 @@ def _packed(
     return bytes(segment), regions
 
 
+def _pointed_to(name: str, tensor: Any) -> list[Region]:
+    """The tensors whose addresses a tensor holds, as those of a product of groups do."""
+    import torch
+
+    held = getattr(tensor, "base", tensor)
+    addresses = sorted(held[held > _LOWEST_ADDRESS].tolist())
+    found = {}
+    for each in gc.get_objects() if addresses else ():
+        # Other subclasses may have no memory of their own.
+        if type(each) not in (torch.Tensor, torch.nn.Parameter) or each.device.type != "cpu":
+            continue
+        region = None if each.layout != torch.strided else _region(f"what {name} points to", each)
+        if region and region.address not in found:
+            at = bisect_left(addresses, region.address)
+            if at < len(addresses) and addresses[at] < region.address + region.size_bytes:
+                found[region.address] = region
+    return list(found.values())
+
+
+_ADDRESSES = ("*i64", "*u64")
+_LOWEST_ADDRESS = 1 << 40  # what is less are other numbers
 _FLOATS = ("fp16", "bf16", "fp32", "fp64", "f32", "f64")
 
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import aiter_mx
+from aiter_mx.errors import LaunchError
 from aiter_mx.runtimes import sim
 from aiter_mx.sim.faults import MemoryFault
 from aiter_mx.sim.program import SimOptions
@@ -45,6 +46,13 @@ def product(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constex
 def doubled(source, target, BM: tl.constexpr, BN: tl.constexpr):
     row = tl.program_id(0) * BM
     target.store([row, 0], source.load([row, 0]) * 2)
+
+
+@triton.jit
+def sums_of_groups(addresses, out, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(addresses + tl.program_id(0)).to(tl.pointer_type(tl.float32))
+    tl.store(out + tl.program_id(0), tl.sum(tl.load(x + at, mask=at < n, other=0.0)))
 
 
 def test_a_launch_on_cpu_tensors_runs_in_the_simulator() -> None:
@@ -93,6 +101,45 @@ def test_host_side_descriptors() -> None:
             TensorDescriptor.from_tensor(y, [32, 32]), BM=32, BN=32,
         )  # fmt: skip
     torch.testing.assert_close(y, 2 * x)
+
+
+def test_loads_ahead_of_a_product_are_copies_to_lds() -> None:
+    generator = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(64, 256, generator=generator).bfloat16() for _ in range(2))
+    c = torch.zeros(64, 64)
+    reports: list[LaunchReport] = []
+    sizes = {"BM": 64, "BN": 64, "BK": 64}
+    with triton_launches(reports.append):
+        product.fn[(1, 1)](a, b, c, 64, 64, 256, **sizes, num_warps=4, num_stages=3)
+    torch.testing.assert_close(c.double(), a.double() @ b.double().T, atol=1e-4, rtol=1e-4)
+    (report,) = reports
+    used = " ".join(report.mnemonics)
+    assert "ds_read" in used and "ds_write" not in used  # memory is copied to LDS
+
+
+def test_tensors_are_reached_by_addresses_in_a_tensor() -> None:
+    generator = torch.Generator().manual_seed(4)
+    groups = [torch.randn(100 + 7 * i, generator=generator) for i in range(3)]
+    parts = [group[5:] for group in groups]
+    addresses = torch.tensor([part.data_ptr() for part in parts])
+    out = torch.zeros(3)
+    with triton_launches():
+        sums_of_groups[(3,)](addresses, out, 90, BLOCK=128)
+        torch.testing.assert_close(out, torch.stack([part[:90].sum() for part in parts]))
+        with pytest.raises(MemoryFault, match=r"beyond the end of what \*i64 points to"):
+            sums_of_groups[(3,)](addresses, out, 127, BLOCK=128)
+
+
+def test_a_compiled_kernel_takes_constexpr_arguments_too() -> None:
+    x, z = torch.ones(256), torch.zeros(256)
+    with triton_launches():
+        compiled = add.warmup(x, x, z, 256, 1.0, BLOCK=256, MASK=True, grid=(1,))
+        with pytest.raises(
+            LaunchError, match="takes 7 arguments, constexpr ones among them, got 5"
+        ):
+            compiled[(1, 1, 1)](x, x, z, 256, 1.0)
+        compiled[(1, 1, 1)](x, x, z, 256, 1.0, 256, True)
+    torch.testing.assert_close(z, 2 * x)
 
 
 def test_simulate_takes_triton_launches_too() -> None:
