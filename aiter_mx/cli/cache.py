@@ -37,7 +37,10 @@ def list_artifacts() -> None:
 
 @app.command("clear")
 def clear_artifacts() -> None:
-    """Delete what the cache folder's manifest names; it is compiled again when needed."""
+    """Delete what was compiled.
+
+    What is needed again is compiled again. Files that the folder's manifest does not name stay.
+    """
     from aiter_mx.jit.contents import clear
     from aiter_mx.jit.folder import cache_dir
 

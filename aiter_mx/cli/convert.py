@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from aiter_mx.cli.screen import format_bytes, make_console, make_table
+from aiter_mx.cli.screen import format_bytes, make_console, make_progress, make_table
 
 _SHOWN = 6  # names beside a reason
 
@@ -23,19 +23,17 @@ def convert(
         list[str] | None, typer.Option(help="Pattern of modules that stay as they are.")
     ] = None,
 ) -> None:
-    """Quantise a checkpoint to MX-FP8, shard by shard; run again, it goes on from where it was."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+    """Quantise a checkpoint to MX-FP8.
+
+    It works shard by shard, and when it was stopped goes on from where it was.
+    """
+    from rich.progress import DownloadColumn
 
     from aiter_mx.integrations.convert import convert as convert_checkpoint
 
     console = make_console()
     total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
+    with make_progress(DownloadColumn()) as progress:
         task = progress.add_task("reading", total=total)
 
         def advance(shard: str, count: int) -> None:

@@ -14,9 +14,10 @@ from aiter_mx.cli.screen import make_console
 def demo(
     simulate: Annotated[bool, typer.Option(help="Use the simulator even with a GPU.")] = False,
 ) -> None:
-    """Run a real model in MX-FP8 and the decode shapes of a large one; check both.
+    """Run a real model, and shapes of a large one, in MX-FP8.
 
-    Runs on this machine's GPU, and without a supported one on the simulated gfx950.
+    Both are checked. They run on this machine's GPU, and without a supported one on the simulated
+    gfx950.
     """
     console = make_console()
     started = time.perf_counter()

@@ -29,7 +29,7 @@ def isa(
     ] = None,
     text: Annotated[bool, typer.Option(help="Print the whole disassembly too.")] = False,
 ) -> None:
-    """Show a kernel's registers, spills, LDS, occupancy and instruction mix.
+    """Show a kernel's registers, occupancy and instructions.
 
     The shape and the kernel's parameters may be given as options: isa gemv --M 4 --rows 2; what
     is left out is what dispatch would choose. --run shows what a launch of it does (on gfx950), the

@@ -5,7 +5,14 @@ from __future__ import annotations
 import sys
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 _PLAIN_WIDTH = 4096  # of output that is not a terminal's: lines are for grep, nothing is wrapped
@@ -38,14 +45,13 @@ def print_fields(console: Console, fields: dict[str, object]) -> None:
         console.print(f"{name:<{width}}  {value}", soft_wrap=True)
 
 
-def make_progress() -> Progress:
-    """A progress bar on standard error, shown on terminals only."""
+def make_progress(*counted: ProgressColumn) -> Progress:
+    """A progress bar on standard error, shown on terminals only; by default it counts things."""
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        *(counted or (MofNCompleteColumn(), TimeElapsedColumn())),
         console=console,
         transient=True,
         disable=not console.is_terminal,

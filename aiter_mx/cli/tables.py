@@ -30,10 +30,11 @@ def check(
     ] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at a time.")] = None,
 ) -> None:
-    """Check every row against the kernels there are; with --build compile what they name.
+    """Check every row against the kernels there are.
 
-    A shipped table that configs/digests.json does not know as it stands is an error: dispatch would
-    check it in every process. --record writes it there.
+    With --build what the rows name is compiled. A shipped table that configs/digests.json does not
+    know as it stands is an error: dispatch would check it in every process. --record writes it
+    there.
 
     Variants for an architecture without a compiler here are not compiled, which is said. Rows that
     were tuned with other sources than those here are counted, and with --build those of them whose
@@ -97,7 +98,7 @@ def diff(
     after: Annotated[Path, typer.Argument(help="Another, of the same op.")],
     all_rows: Annotated[bool, typer.Option("--all", help="Also rows whose choice stays.")] = False,
 ) -> None:
-    """Show which rows two tables choose differently, and how their times changed."""
+    """Show which rows two tables choose differently."""
     from aiter_mx.tuning.compare import KINDS, compare_tables
 
     console = make_console()
@@ -117,10 +118,10 @@ def diff(
 def convert(
     files: Annotated[list[Path], typer.Argument(help="Tables of an older layout.")],
 ) -> None:
-    """Rewrite tables of an older layout, and those that name kernels as they were called before.
+    """Rewrite tables of an older layout.
 
-    Rows of kernels that are gone are dropped, which is said: aiter-mx tune finds what takes their
-    place.
+    Those that name kernels as they were called before are rewritten too. Rows of kernels that are
+    gone are dropped, which is said: aiter-mx tune finds what takes their place.
     """
     from aiter_mx.tuning.convert import convert as converted
 
@@ -141,7 +142,7 @@ def report(
     files: Files = None,
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path(),
 ) -> None:
-    """Draw which kernel wins where, and by how much, as one picture a table."""
+    """Draw which kernel wins where, a picture a table."""
     from aiter_mx.tuning.picture import draw
 
     console = make_console()
@@ -163,7 +164,10 @@ def verify(
     rounds: Annotated[int, typer.Option(help="Times that each finalist is timed.")] = 11,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at a time.")] = None,
 ) -> None:
-    """Time each row's choice again beside all candidates; status 1 where one is too slow."""
+    """Time each row's choice again beside all candidates.
+
+    The status is 1 where a choice is slower than the best by more than --limit.
+    """
     import pandas as pd
     import torch
 

@@ -62,13 +62,14 @@ def tune(
     fresh: Annotated[bool, typer.Option(help="Discard what a killed sweep had found.")] = False,
     build_only: Annotated[bool, typer.Option(help="Compile the candidates, and end.")] = False,
 ) -> None:
-    """Time every candidate for each shape on this machine's GPU and write the tuned table.
+    """Race every candidate for each shape; write the tuned table.
 
-    Shapes come from --shapes, --model, --untuned or the op's fields (--M 1,4 --N 2304 --K 6144);
-    fields beside one of the others take the place of its own (--model qwen3-8b --M 128,256).
-    A sweep that was killed, or whose --budget ended, goes on where it was when the same command is
-    given again; with a budget the shapes are raced in the order given. Under torchrun they are
-    shared out: torchrun --nproc-per-node=8 -m aiter_mx.cli tune linear --model ...
+    Candidates are timed on this machine's GPU, or with --arch gfx950 by a model. Shapes come from
+    --shapes, --model, --untuned or the op's fields (--M 1,4 --N 2304 --K 6144); fields beside
+    one of the others take the place of its own (--model qwen3-8b --M 128,256). A sweep that was
+    killed, or whose --budget ended, goes on where it was when the same command is given again;
+    with a budget the shapes are raced in the order given. Under torchrun they are shared out:
+    torchrun --nproc-per-node=8 -m aiter_mx.cli tune linear --model ...
     """
     from aiter_mx.tuning import sweep
     from aiter_mx.tuning.candidates import ContextLost
