@@ -24,7 +24,7 @@
 //
 //   warps 0 and 1: a lane each starts the copies of x and of w
 //   the second warpgroup and those after it, 64 features each: w to bf16, multiply; store, where
-//   clusters stay
+//   the CTA has all of K, or clusters stay
 //
 // For few tokens (MX_OWN_X) there is no launch ahead: all warps of MX_HELPERS warpgroups but the
 // one that brings w make bf16 of x, and the warpgroups that multiply may have a part of K each in
@@ -62,6 +62,8 @@ using Out = DType<MX_OUT>;
 constexpr int kPair = kPairs ? 2 : 1; // CTAs that share x
 constexpr int kCluster = kPair * kSplit;
 constexpr int kParts = kSplit * kKGroups; // of K
+// Whether warpgroups store what they come to; else the CTA does, from shared memory.
+constexpr bool kStoresSums = kParts == 1 && !kOwnX;
 static_assert(!kPairs || kParts == 1);
 static_assert(kKGroups == 1 || kGroups == 1);
 static_assert(!kOwnX || (!kPairs && kTokens <= 32));
@@ -76,10 +78,10 @@ constexpr int kXStageBytes = kTokens * kUnitK * 2, kXPartBytes = kXStageBytes / 
 constexpr int kWStageBytes = kRows * kChunkK;
 constexpr int kAtW = kXStages * kXStageBytes;
 constexpr int kStageBytes = kAtW + kWStages * kWStageBytes;
-// Without pairs sums take the place of the stages. With this pitch a warp's stores of them have no
-// conflicts.
+// Where the CTA stores sums, they take the place of the stages. With this pitch a warp's stores of
+// them have no conflicts.
 constexpr int kPitch = kRows + 4;
-constexpr int kSumBytes = kPairs ? 0 : kTokens * kPitch * 4;
+constexpr int kSumBytes = kStoresSums ? 0 : kTokens * kPitch * 4;
 // The sums of the parts of K before this one.
 constexpr int kKeptBytes = kInTurn > 1 ? kTokens * kRows * 4 : 0;
 constexpr int kAtBarriers = (kStageBytes > kSumBytes ? kStageBytes : kSumBytes) + kKeptBytes;
@@ -88,12 +90,12 @@ constexpr int kWFull = kXEmpty + 8 * kXStages, kWEmpty = kWFull + 8 * kWStages;
 // Warpgroups that share K have a ring each.
 constexpr int kRingEnd = kWEmpty + 8 * kWStages;
 constexpr int kRingBytes = kKGroups == 1 ? kRingEnd : (kRingEnd + 1023) / 1024 * 1024;
-// With pairs, of each warpgroup: how many parts of its tile have ended, and which tokens and
-// features have scales that bf16 does not cover. Else the same of the CTA: whether there are any.
-constexpr int kEnded = kKGroups * kRingBytes;
-constexpr int kFlags = kEnded + 4 * kGroups;
-constexpr int kFlagBytes = kTokens + (kPairs ? kGroupRows : kRows);
-constexpr int kSharedBytes = kFlags + (kPairs ? kGroups : 1) * kFlagBytes;
+// Whether any scale of the CTA's is one that bf16 does not cover; then which tokens and features
+// have such, for each warpgroup that stores.
+constexpr int kOutsideAt = kKGroups * kRingBytes;
+constexpr int kFlags = kOutsideAt + 16;
+constexpr int kFlagBytes = kTokens + (kStoresSums ? kGroupRows : kRows);
+constexpr int kSharedBytes = kFlags + (kStoresSums ? kGroups : 1) * kFlagBytes;
 static_assert(kSharedBytes <= MX_SHARED_BYTES, "the host lays shared memory out differently: "
                                                "aiter_mx/kernels/linear/wgmma_bf16_sm90.py");
 // Registers of a thread that copies and of one that multiplies, once it is known which it is, and
@@ -313,7 +315,7 @@ struct Expander {
                     barrier_arrive(of.ring + kXFull + 8 * of.stage);
         }
         if (__any_sync(0xffffffff, outside) && lane == 0)
-            announce_shared(shared + kEnded, 1);
+            announce_shared(shared + kOutsideAt, 1);
     }
 };
 
@@ -551,6 +553,13 @@ struct Adder {
     }
 };
 
+// What others wrote before they added to *p is seen from now on.
+MX_DEVICE unsigned load_acquire(const unsigned* p) {
+    unsigned v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
 // Multiplies 64 rows of w by the tokens of a tile.
 struct Consumer {
     const Operands& t;
@@ -569,13 +578,14 @@ struct Consumer {
     unsigned least, most, nan[2];
     unsigned x_outside;          // of this thread's units
     bool outside_so_far = false; // of w, in parts of K before this one
+    unsigned ended_before; // parts of the tile, when this one was almost multiplied: of thread 0
     const unsigned magnitude = held(kMagnitude);
     const unsigned w_place;          // of what this lane loads of w, in the first stage
     const unsigned x_empty;          // of the first stage, in this lane's CTA of the cluster
     unsigned words[2][4], factor[2]; // of the unit to expand: [row]
 
     MX_MEMBER Consumer(const Operands& t, unsigned all, int group, int k_group, int warp, int lane)
-        : t(t), shared(all + k_group * kRingBytes), outside_at(all + kEnded), group(group),
+        : t(t), shared(all + k_group * kRingBytes), outside_at(all + kOutsideAt), group(group),
           k_group(k_group), warp(warp), lane(lane),
           pairs(t.blocks() % 2 == 0 && reinterpret_cast<unsigned long long>(t.ws) % 2 == 0),
           w_place(held(shared + kAtW + (group * kGroupRows + warp * 16 + lane % 8) * kChunkK +
@@ -717,6 +727,8 @@ struct Consumer {
         x_outside = 0;
         if constexpr (!kOwnX)
             look_at_x(s);
+        if (kPairs && kInTurn == 1 && s.chunks < t.schedule.chunks && thread() == 0)
+            ended_before = load_acquire(ended_at(s));
         wgmma_wait<0>();
         keep_in_order(sums);
         release_x(used);
@@ -759,13 +771,13 @@ struct Consumer {
 #pragma unroll
                 for (int j = 0; j < kOctets; ++j)
                     sums[4 * j + 2 * i] = sums[4 * j + 2 * i + 1] = bits_to_float(kNanBits);
-        if constexpr (kInTurn > 1) {
+        if constexpr (kPairs)
             open(next);
+        if constexpr (kInTurn > 1) {
             outside_so_far = i % kInTurn > 0 && outside_so_far || w_outside;
             if (add_kept(sums, i % kInTurn))
                 finish(sums, s, outside_so_far || x_outside);
-        } else if constexpr (kPairs) {
-            open(next);
+        } else if constexpr (kStoresSums) {
             finish(sums, s, w_outside || x_outside);
         } else {
             share(sums, w_outside || x_outside);
@@ -790,8 +802,9 @@ struct Consumer {
 
     MX_MEMBER void finish(float (&sums)[kTokens / 2], const Segment& s, bool any_outside) const {
         bool outside = named_barrier_or(1 + group, kGroupThreads, any_outside);
-        if (kInTurn == 1 && s.chunks < t.schedule.chunks && !join(sums, s, outside))
-            return;
+        if constexpr (kPairs && kInTurn == 1)
+            if (s.chunks < t.schedule.chunks && !join(sums, s, outside))
+                return;
         const long token = t.token_tile(s) * static_cast<long>(kTokens);
         const long row = t.row(s) + group * kGroupRows;
         const Block block{token,
@@ -815,53 +828,71 @@ struct Consumer {
                    (kGroupRows * kTokens * 4L) +
                thread() * 16;
     }
+    MX_MEMBER unsigned* ended_at(const Segment& s) const {
+        const int shared_tile = s.tile - t.schedule.rounds * t.schedule.clusters;
+        return t.x.ended() + (shared_tile * kPair + t.member) * kGroups + group;
+    }
+    // For all of the warpgroup, what its first thread finds.
+    MX_MEMBER bool first_finds(bool x) const {
+        return named_barrier_or(1 + group, kGroupThreads, thread() == 0 && x);
+    }
     // Leaves the sums of a part of a tile, or makes them those of the whole tile and returns true
-    // if all other parts have left theirs.
+    // if all other parts have left theirs: then its own stay in registers.
     MX_MEMBER bool join(float (&sums)[kTokens / 2], const Segment& s, bool& outside) const {
         const Schedule& of = t.schedule;
-        const int shared_tile = s.tile - of.rounds * of.clusters;
-        const int begin = shared_tile * of.chunks;
+        const int begin = (s.tile - of.rounds * of.clusters) * of.chunks;
         const int first = of.sharer(begin), last = of.sharer(begin + of.chunks - 1);
-        unsigned char* const to = place(of.cluster, begin);
+        const unsigned others = last - first;
+        unsigned ended = ended_before;
+        if (!first_finds((ended & kOutside - 1) == others)) {
+            unsigned char* const to = place(of.cluster, begin);
 #pragma unroll
-        for (int j = 0; j < kOctets; ++j)
-            store_vector(to + j * kGroupThreads * 16,
-                         u32x4{float_to_bits(sums[4 * j]), float_to_bits(sums[4 * j + 1]),
-                               float_to_bits(sums[4 * j + 2]), float_to_bits(sums[4 * j + 3])});
-        named_barrier(1 + group, kGroupThreads);
-        const unsigned ended_at = shared + kEnded + 4 * group;
-        if (thread() == 0)
-            store_shared(ended_at,
-                         add_acquire_release(t.x.ended() +
-                                                 (shared_tile * kPair + t.member) * kGroups + group,
-                                             outside ? kOutside + 1 : 1));
-        named_barrier(1 + group, kGroupThreads);
-        const unsigned ended = load_shared(ended_at);
-        if ((ended & kOutside - 1) != last - first)
-            return false;
-        outside |= ended >= kOutside;
-        // In the order of K: the sum of all parts before this one, this one, those after it.
-        constexpr int batch = kTokens <= 192 && kOctets % 8 == 0 ? 8 : kOctets % 4 == 0 ? 4 : 1;
-        static_assert(kOctets % batch == 0);
+            for (int j = 0; j < kOctets; ++j)
+                store_vector(to + j * kGroupThreads * 16,
+                             u32x4{float_to_bits(sums[4 * j]), float_to_bits(sums[4 * j + 1]),
+                                   float_to_bits(sums[4 * j + 2]), float_to_bits(sums[4 * j + 3])});
+            named_barrier(1 + group, kGroupThreads);
+            if (thread() == 0)
+                ended = add_acquire_release(ended_at(s), outside ? kOutside + 1 : 1);
+            if (!first_finds((ended & kOutside - 1) == others))
+                return false;
+        }
+        outside |= first_finds(ended >= kOutside);
+        // In the order of K: the sum of all parts before this one, this one, those after it. One
+        // part before it is added to it as it is, and leaves registers for more at a time.
+        constexpr int most = kOctets % 8 == 0 ? 8 : kOctets % 4 == 0 ? 4 : 1;
+        constexpr int many = kTokens > 192 && most == 8 ? 4 : most;
+        if (of.cluster - first <= 1)
+            add_parts<most, false>(sums, first, last, begin);
+        else
+            add_parts<many, true>(sums, first, last, begin);
+        return true;
+    }
+    // Batch: octets of tokens at a time; ManyBefore: whether there are two parts before this one,
+    // or more.
+    template <int Batch, bool ManyBefore>
+    MX_MEMBER void add_parts(float (&sums)[kTokens / 2], int first, int last, int begin) const {
+        static_assert(kOctets % Batch == 0);
+        const int own = t.schedule.cluster;
 #pragma unroll
-        for (int j = 0; j < kOctets; j += batch) {
-            float4 before[batch];
+        for (int j = 0; j < kOctets; j += Batch) {
+            float4 before[ManyBefore ? Batch : 1];
             for (int cluster = first; cluster <= last; ++cluster) {
-                if (cluster == of.cluster) {
-                    if (cluster > first)
+                if (cluster == own) {
+                    if constexpr (ManyBefore)
 #pragma unroll
-                        for (int i = 0; i < batch; ++i)
+                        for (int i = 0; i < Batch; ++i)
                             add_to(sums, j + i, before[i]);
                     continue;
                 }
                 const unsigned char* const from = place(cluster, begin) + j * kGroupThreads * 16;
-                float4 part[batch];
+                float4 part[Batch];
 #pragma unroll
-                for (int i = 0; i < batch; ++i)
+                for (int i = 0; i < Batch; ++i)
                     part[i] = load_cached(from + i * kGroupThreads * 16);
 #pragma unroll
-                for (int i = 0; i < batch; ++i)
-                    if (cluster > of.cluster) {
+                for (int i = 0; i < Batch; ++i)
+                    if (!ManyBefore || cluster > own) {
                         add_to(sums, j + i, part[i]);
                     } else if (cluster == first) {
                         before[i] = part[i];
@@ -873,7 +904,6 @@ struct Consumer {
                     }
             }
         }
-        return true;
     }
     MX_MEMBER static void add_to(float (&sums)[kTokens / 2], int octet, const float4& part) {
         sums[4 * octet] += part.x;
@@ -929,10 +959,10 @@ MX_DEVICE void add_up(const Operands& t, unsigned shared) {
     Adder{t, shared, block, first}.store_sums();
     bool outside = false;
     if constexpr (kSplit == 1)
-        outside = load_shared(shared + kEnded);
+        outside = load_shared(shared + kOutsideAt);
     else
         for (int part = 0; part < kSplit; ++part)
-            outside |= load_cluster_4(address_in_cluster(shared + kEnded, part)) != 0;
+            outside |= load_cluster_4(address_in_cluster(shared + kOutsideAt, part)) != 0;
     if constexpr (kSplit > 1)
         cluster_arrive();
     if (__builtin_expect(outside, false))
@@ -975,7 +1005,7 @@ extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
             }
         }
         if constexpr (!kPairs)
-            store_shared(shared + kEnded, 0);
+            store_shared(shared + kOutsideAt, 0);
         fence_barrier_init();
     }
     launch_dependents();
@@ -1039,7 +1069,7 @@ extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
     if constexpr (kPairs) { // the other CTA may still bring x and give stages back
         cluster_arrive_relaxed();
         cluster_wait();
-    } else {
+    } else if constexpr (!kStoresSums) {
         add_up(t, shared);
     }
 }
