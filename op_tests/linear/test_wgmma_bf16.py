@@ -103,18 +103,8 @@ def test_a_configuration_that_does_not_fit_is_refused() -> None:
             WGMMA_BF16.module.geometry(target, problem, chosen)
 
 
-@pytest.mark.parametrize(
-    ("M", "N", "comes_first"),
-    [
-        (64, 1536, False),
-        (2048, 9216, True),
-        (3072, 1536, True),  # 72 tiles of persistent, two rounds of 66
-        (3072, 9216, False),  # 432, seven
-        (4096, 2304, True),
-        (4352, 384, False),
-    ],
-)
-def test_beyond_2048_rows_it_is_for_what_fills_few_rounds_of_persistent(
-    M: int, N: int, comes_first: bool
-) -> None:
-    assert (WGMMA_BF16.yields(TARGET, LinearProblem(M, N, 6144)) is None) is comes_first
+@pytest.mark.parametrize("N", [768, 9216])
+def test_it_is_for_65_to_4096_rows_without_a_table(N: int) -> None:
+    for M in (64, 65, 4096, 4097):
+        found = WGMMA_BF16.yields(TARGET, LinearProblem(M, N, 6144))
+        assert (found is None) is (65 <= M <= 4096)

@@ -177,6 +177,7 @@ class WgmmaBf16:
         stored, exchanged: bytes of sums a cycle that are stored, and that come from the other parts
             of K.
         tile, exchange: for each tile: itself, and its exchange where K is shared.
+        start: of pairs of CTAs, beyond that of others.
     """
 
     group: float = 359
@@ -187,6 +188,7 @@ class WgmmaBf16:
     exchanged: float = 12
     tile: float = 6710
     exchange: float = 50
+    start: float = 0
 
 
 WGMMA_BF16_PAIRS = WgmmaBf16(
@@ -197,7 +199,8 @@ WGMMA_BF16_PAIRS = WgmmaBf16(
     stored=32,
     exchanged=21.4,
     tile=3750,
-    exchange=6300,
+    exchange=3150,
+    start=2500,
 )
 """Where pairs of CTAs stay: ``tile`` is for each part of a tile that one computes, ``exchange`` for
 each that is not a whole tile, and what is ``exchanged`` for each that another computes."""

@@ -58,17 +58,21 @@ _MIN_OWN_M = 65  # without a table: the other kernels have tiles of so few rows
 _PAIR = 2  # CTAs of a cluster
 _MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
 _MOST_PAIRED = 128  # features of a CTA of a pair
-# Above so many rows and without a table, tiles have at least so many, clusters at most so many CTAs
-# of 64 features, and larger tiles are those of pairs.
-_FEW_TOKENS, _OWN_TOKENS, _OWN_SPLIT = 128, 160, 4
+# Without a table, up to so many rows a tile has at most 128 features. Above, pairs have large tiles;
+# up to _MANY_TOKENS there are these too, of tokens and features, each of clusters of so many CTAs.
+_FEW_TOKENS, _MANY_TOKENS, _LARGE = 128, 2048, 160
+_OWN_SPLITS = {
+    (192, 64): (1, 2),
+    (256, 64): (1, 2, 3),
+    (160, 128): (1,),
+    (192, 128): (3,),
+    (256, 128): (1, 3),
+    (128, 192): (1,),
+}
 _UNIT = 64  # k that are multiplied at a time
 _FLAG_BYTES = 2048  # barriers, and which tokens and features have scales that bf16 does not cover
 _COUNTERS = 1024  # of parts of tiles that have ended, see ``XWorkspace``
-_MOST_OWN_M = 2048  # without a table, and
-_MOST_UNEVEN_M, _UNEVEN = 4096, 0.75
-"""where the tiles of ``persistent`` fill at most so much of its rounds: from there on it was the
-faster one on an H200."""
-_PERSISTENT_TILE = 256  # tokens, and features of a pair
+_MOST_OWN_M = 4096  # without a table: beyond, persistent was as fast or faster on an H200
 _MOST_BEYOND_X = 64 << 20  # bytes of a workspace, beside x in bf16
 FITTED, FITTED_PAIRS = WgmmaBf16(), WGMMA_BF16_PAIRS
 
@@ -122,10 +126,8 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     w_stages += min((most - x_stages * x - w_stages * w) // w, 2)  # it comes from further away
     x_stages += min((most - x_stages * x - w_stages * w) // x, 2)
     stages = x_stages * x + w_stages * w
-    sums = 0 if pairs else tile_m * (tile_n + 4) * 4
+    sums = 0 if pairs or split == 1 else tile_m * (tile_n + 4) * 4
     found = Layout(x_stages, w_stages, max(stages, sums) + kept + _FLAG_BYTES, pairs or tiles)
-    if split > 1:
-        return found
     if not pairs or tiles % pairs == 0:
         return found._replace(rounds=tiles // pairs if pairs else 0)
     rounds = max(tiles // pairs - 1, 0)
@@ -241,7 +243,7 @@ def _costs_of_pairs(chunks: int, most: int, tiles: int, tile: Tile) -> Iterator[
             others = chunks // part - whole if part < chunks else 1
         join = parts * FITTED_PAIRS.exchange + others * tile.sums / FITTED_PAIRS.exchanged
         cycles = 2 * own * tile.unit + segments * tile.itself + join
-        yield cycles, (), (tile.tile_m, tile.tile_n, 1, pairs)
+        yield FITTED_PAIRS.start + cycles, (), (tile.tile_m, tile.tile_n, 1, pairs)
 
 
 _search = Search(PARAMS, _costs, most=12)
@@ -258,11 +260,9 @@ def _own_costs(target: Target, problem: LinearProblem, least: Least) -> Iterator
 def _is_own(M: int, tile_m: int, tile_n: int, split: int, pairs: int) -> bool:
     if M <= _FEW_TOKENS:
         return tile_n <= _MOST_PAIRED
-    if M > _MOST_OWN_M:
-        return tile_n == _MOST_PAIRED and tile_m > _OWN_TOKENS and pairs > 0
-    if tile_n == GROUP_ROWS:
-        return tile_m >= _OWN_TOKENS and split <= _OWN_SPLIT and not pairs
-    return split == 1 and (tile_m > _OWN_TOKENS if pairs else tile_m == _OWN_TOKENS)
+    if pairs:
+        return tile_n == _MOST_PAIRED and tile_m > _LARGE
+    return M <= _MANY_TOKENS and split in _OWN_SPLITS.get((tile_m, tile_n), ())
 
 
 _own_search = Search(PARAMS, _own_costs, most=1)
@@ -291,16 +291,7 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
         return "the other kernels have tiles of so few rows"
     if problem.M <= _MOST_OWN_M:
         return None
-    if problem.M <= _MOST_UNEVEN_M and _filled_by_persistent(target, problem) <= _UNEVEN:
-        return None
     return "persistent has the larger tiles, and enough of them for all SMs"
-
-
-def _filled_by_persistent(target: Target, problem: LinearProblem) -> float:
-    """The share that a problem has of the rounds of whole tiles that ``persistent`` takes."""
-    tiles = -(-problem.M // _PERSISTENT_TILE) * -(-problem.N // _PERSISTENT_TILE)
-    a_round = target.cu_num // _PAIR
-    return problem.M * problem.N / (up(tiles, a_round) * _PERSISTENT_TILE**2)
 
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:

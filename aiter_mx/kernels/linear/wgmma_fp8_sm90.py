@@ -53,9 +53,9 @@ the largest and cuts them 13 bits below it, and then the sum: 32 times less than
 largest product."""
 _X_IS_A_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
 _TWO_A_M = 97  # from which x is A again, of two warpgroups
-_MOST_OWN_WEIGHTS = {192: 15_000_000, 256: 5_000_000}
-"""Up to which it was faster than wgmma_bf16 on an H200, for rows beyond 128: its products take
-longer to add than theirs take to multiply, but need no launch ahead."""
+_MOST_OWN_WEIGHTS = {80: 400_000_000, 128: 80_000_000, 192: 15_500_000, 256: 9_000_000}
+"""Up to which it was faster than wgmma_bf16 on an H200, by rows beyond 64: its products take longer
+to add than theirs take to multiply, but need no launch ahead."""
 _FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
 _FEWEST_OWN_WEIGHTS = 500_000
 _FEWEST_OWN_WEIGHT_ROWS = 384
@@ -307,13 +307,11 @@ _search = Search(
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
-    if problem.M > 2 * GROUP_ROWS:
+    if problem.M > GROUP_ROWS:
         most = next((most for rows, most in _MOST_OWN_WEIGHTS.items() if rows >= problem.M), 0)
         if most >= problem.N * problem.K:
             return None
         return f"wgmma_fp8 adds for longer than wgmma_bf16 multiplies, beyond {most} weights"
-    if problem.M > GROUP_ROWS:
-        return None
     chunks = problem.K // CHUNK
     if chunks % 2 and chunks > _MOST_ODD_CHUNKS:
         return f"wgmma_fp8 loads the scales of {chunks} chunks, an odd number, one by one"
