@@ -94,7 +94,7 @@ def test_a_configuration_that_does_not_fit_is_refused() -> None:
     for problem, target, chosen in (
         (LinearProblem(65, 64, 256), TARGET, config(96, 64, 3)),
         (LinearProblem(256, 640, 4096), TARGET, config(256, 192, 1)),
-        (LinearProblem(256, 640, 4096), TARGET, config(128, 64, 2, 8)),
+        (LinearProblem(256, 640, 4096), TARGET, config(256, 128, 2, 8)),
         (LinearProblem(256, 640, 4096), TARGET, config(128, 192, 1, 8)),
         (LinearProblem(65, 64, 256), TARGET, config(96, 64, 1, 3)),
         (LinearProblem(65, 6400, 256), replace(TARGET, cu_num=8), config(96, 64, 1, 5)),

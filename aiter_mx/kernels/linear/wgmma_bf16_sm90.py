@@ -128,6 +128,8 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     stages = x_stages * x + w_stages * w
     sums = 0 if pairs or split == 1 else tile_m * (tile_n + 4) * 4
     found = Layout(x_stages, w_stages, max(stages, sums) + kept + _FLAG_BYTES, pairs or tiles)
+    if split > 1:
+        return found
     if not pairs or tiles % pairs == 0:
         return found._replace(rounds=tiles // pairs if pairs else 0)
     rounds = max(tiles // pairs - 1, 0)

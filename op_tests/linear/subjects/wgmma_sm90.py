@@ -166,6 +166,9 @@ _WGMMA_BF16_PAIRS = cases(
      511  900  384  160 64 1 13
     1000  700  544  192 128 1 7
      600 3000 1184  128 64 1 50
+    # Parts of K in turn.
+     300 1001 2368  128 128 3 7
+     513  900  736  160 64 2 6
     """,
 )
 WGMMA_BF16_CASES = [*_WGMMA_BF16_SPLITS, *_WGMMA_BF16_PAIRS]
@@ -227,6 +230,7 @@ WGMMA_BF16_FEW_CASES = cases(
       29  130 7392  32 8 1 1
       32  515 2368  32 2 2 1
       32   64   32  32 1 1 1
+       7 1001  736  8 2 1 3
     """,
 )
 WGMMA_BF16_FEW = Subject(
