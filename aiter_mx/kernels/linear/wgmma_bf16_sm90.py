@@ -58,8 +58,8 @@ _MIN_OWN_M = 65  # without a table: the other kernels have tiles of so few rows
 _PAIR = 2  # CTAs of a cluster
 _MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
 _MOST_PAIRED = 128  # features of a CTA of a pair
-# Without a table, up to so many rows a tile has at most 128 features. Above, pairs have large tiles;
-# up to _MANY_TOKENS there are these too, of tokens and features, each of clusters of so many CTAs.
+# Without a table, tiles have at most 128 features up to so many rows. Above, those of pairs are
+# large, and up to _MANY_TOKENS there are these, of tokens and features, of clusters of so many CTAs.
 _FEW_TOKENS, _MANY_TOKENS, _LARGE = 128, 2048, 160
 _OWN_SPLITS = {
     (192, 64): (1, 2),
