@@ -59,7 +59,7 @@ _PAIR = 2  # CTAs of a cluster
 _MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
 _MOST_PAIRED = 128  # features of a CTA of a pair
 # Without a table, tiles have at most 128 features up to so many rows. Above, those of pairs are
-# large, and up to _MANY_TOKENS there are these, of tokens and features, of clusters of so many CTAs.
+# large, and up to _MANY_TOKENS there are these, of tokens and features, of clusters of so many.
 _FEW_TOKENS, _MANY_TOKENS, _LARGE = 128, 2048, 160
 _OWN_SPLITS = {
     (192, 64): (1, 2),
