@@ -4,6 +4,7 @@
     python -m op_tests.sim.mutation --per-class 0    every mutant there is
     python -m op_tests.sim.mutation --save           the sample; write mutants.csv, docs/mutation.md
     python -m op_tests.sim.mutation --save --kernels 'mfma*'    these; the other rows stay
+    python -m op_tests.sim.mutation --save --survivors          those on file, once more
 
 Each mutant is the code object with one instruction changed. It runs in the simulator (strict, under
 several schedules and seeds) and its results are compared with float64. What neither notices is a
@@ -90,23 +91,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--per-class", type=int, default=8, metavar="N", help="0: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--survivors", action="store_true", help=f"those of {OUTCOMES.name} alone")
     parser.add_argument("--save", action="store_true", help=f"write {OUTCOMES.name}, {PAGE.name}")
     options = parser.parse_args(arguments)
     console = Console()
     begin = time.perf_counter()
-    chosen = [
-        mutant
-        for case in EVERY_CASE
-        if fnmatch(case.name, options.kernels)
-        for mutant in sample(case, options.classes, options.per_class, options.seed)
-    ]
+    cases = [case for case in EVERY_CASE if fnmatch(case.name, options.kernels)]
+    names = {case.name for case in cases}
+    on_file = load_outcomes(OUTCOMES) if options.save or options.survivors else []
+    kept = [outcome for outcome in on_file if outcome.mutant.case not in names]
+    if options.survivors:
+        kept = [outcome for outcome in on_file if outcome.by or outcome.mutant.case not in names]
+        chosen = [outcome.mutant for outcome in on_file if outcome not in kept]
+    else:
+        drawn = options.classes, options.per_class, options.seed
+        chosen = [mutant for case in cases for mutant in sample(case, *drawn)]
     known = reasons()
     outcomes = list(judge_all(chosen, options.jobs, console))
     show(outcomes, known, console)
     console.print(f"{len(outcomes)} mutants in {time.perf_counter() - begin:.0f} s")
     if options.save:
-        others = [o for o in load_outcomes(OUTCOMES) if not fnmatch(o.mutant.case, options.kernels)]
-        save_outcomes(OUTCOMES, [*others, *outcomes])
+        save_outcomes(OUTCOMES, [*kept, *outcomes])
         PAGE.write_text(page(load_outcomes(OUTCOMES), known))
     return 1 if any(reason is None for _, reason in survivors(outcomes, known)) else 0
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from op_tests.sim.mutation_kinds import KINDS
 from op_tests.sim.mutation_planting import Mutant, code_around, listing
-from op_tests.sim.mutation_probes import EVERY_CASE
+from op_tests.sim.mutation_probes import EVERY_CASE, AnyCase
 
 HERE = Path(__file__).resolve().parent
 REASONS = HERE / "mutation_reasons.json"
@@ -171,17 +171,21 @@ def load_outcomes(path: Path) -> list[Outcome]:
     """Those on file of kernels whose code is what it was."""
     if not path.exists():
         return []
-    cases = {case.name: case for case in EVERY_CASE}
-    found = []
+    found: dict[str, list[Outcome]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             words = tuple(int(word, 16) for word in row["words"].split())
-            index, case = int(row["index"]), cases.get(row["case"])
-            code = () if case is None else listing(case)
-            if index < len(code) and code[index].text == row["old"]:
-                given = (row["case"], row["kind"], index, row["change"], row["old"], row["new"])
-                found.append(Outcome(Mutant(*given, words), row["by"], row["message"]))
-    return found
+            given = row["case"], row["kind"], int(row["index"]), row["change"], row["old"]
+            outcome = Outcome(Mutant(*given, row["new"], words), row["by"], row["message"])
+            found.setdefault(row["case"], []).append(outcome)
+    known = {case.name for case in EVERY_CASE if _is_of_code(found.get(case.name, ()), case)}
+    return [outcome for name, of in found.items() if name in known for outcome in of]
+
+
+def _is_of_code(outcomes: Sequence[Outcome], case: AnyCase) -> bool:
+    code = listing(case)
+    mutants = [outcome.mutant for outcome in outcomes]
+    return all(m.index < len(code) and code[m.index].text == m.old for m in mutants)
 
 
 def page(outcomes: Sequence[Outcome], known: Sequence[Reason]) -> str:

@@ -186,7 +186,7 @@ WORKLOAD_CASES = (
             MoeAlignProblem(70, 3, 5, 16, shared=1, first_shared=5, x_dtype="bf16", K=96),
             MoeAlignProblem(9, 2, 7, 32, expert_map="numbers", drop_absent=1, x_dtype="bf16", K=64),
             MoeAlignProblem(1, 4, 64, 4, expert_map="mask", x_dtype="bf16", K=2080),
-            MoeAlignProblem(120, 4, 9, 16, expert_map="mask", x_dtype="bf16", K=32),
+            MoeAlignProblem(99, 4, 9, 16, shared=1, first_shared=9, x_dtype="bf16", K=32),
             MoeAlignProblem(61, 8, 60, 8, expert_map="numbers", x_dtype="bf16", K=32),
         ),
         {"waves": 2},
