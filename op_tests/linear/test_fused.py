@@ -14,7 +14,7 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import CaptureError
 from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.linear import KERNELS, LinearProblem
-from aiter_mx.kernels.linear import mfma_gfx950 as mfma
+from aiter_mx.kernels.linear import mfma_ways_gfx950 as ways
 from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
@@ -275,11 +275,11 @@ def test_no_variant_that_quantises_spills() -> None:
         fused = [c for c in GEMV.candidates(GFX950, problem) if not GEMV.parts(GFX950, problem, c)]
         most = max(fused, key=lambda c: (c["unroll"] * (c["rows"] + 2 * M), c["waves"]))
         variants["gemv", M] = (GEMV, problem, most)
-    for config in combinations(mfma.PARAMS):
+    for config in combinations(ways.PARAMS):
         for col_tiles in (1, 2, 4) if config["fold"] == 2 else ():
             problem = LinearProblem(8 * col_tiles, 16, 2048 + 32, x_dtype="fp16")
-            way = mfma._way_of(problem, config)
-            if config["waves"] in (4, 8, 12, 16) and mfma._resident_of(config, way, quantises=True):
+            way = ways.way_of(problem, config)
+            if config["waves"] in (4, 8, 12, 16) and ways.resident_of(config, way, quantises=True):
                 key = ("mfma", config["row_tiles"], col_tiles, config["waves"])
                 variants[key] = (MFMA, problem, config)  # the last one loads most at once
     assert len(variants) > 20

@@ -13,7 +13,9 @@ from aiter_mx.code_object import parse_code_object
 from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear import mfma_gfx950 as registry
-from aiter_mx.kernels.linear.mfma_gfx950 import MAX_K, MAX_M, MFMA, MFMA_SPLIT, PARAMS, SPLITS
+from aiter_mx.kernels.linear import mfma_ways_gfx950 as ways
+from aiter_mx.kernels.linear.mfma_gfx950 import MAX_K, MAX_M, MFMA, MFMA_SPLIT
+from aiter_mx.kernels.linear.mfma_ways_gfx950 import PARAMS, SPLITS
 from aiter_mx.kernels.spec import Config, Geometry, KernelSpec, combinations
 from aiter_mx.launch import build_request
 from aiter_mx.runtimes.sim import last_report
@@ -137,8 +139,8 @@ def test_the_op_takes_mfma_for_decode_shapes_and_each_block_reads_weights_once(
         assert_close_to_reference(aiter_mx.linear(*drawn), *drawn)
     report = last_report()
     assert report is not None
-    work = registry._work_of(GFX950, problem, chosen.config)
-    way = registry._way_of(problem, chosen.config)
+    work = ways.work_of(GFX950, problem, chosen.config)
+    way = ways.way_of(problem, chosen.config)
     splits = way.splits
     tiles, tile_rows = work.groups // splits // way.blocks, way.row_tiles * 16
     counts = 4 * work.groups * chosen.config["waves"] * (splits > 1)
@@ -185,7 +187,7 @@ def test_no_variant_that_may_be_chosen_spills(kernel: KernelSpec) -> None:
             if kernel is MFMA_SPLIT:
                 config = {**config, "splits": SPLITS.values[-1]}
             problem = LinearProblem(16 // fold * col_tiles, 2304, (1 << 17) + 32)
-            if registry._resident_of(config, registry._way_of(problem, config)):
+            if ways.resident_of(config, ways.way_of(problem, config)):
                 key = (config["row_tiles"], col_tiles, config["waves"])
                 most[key] = max(
                     most.get(key, (problem, config)),
@@ -199,9 +201,9 @@ def test_no_variant_that_may_be_chosen_spills(kernel: KernelSpec) -> None:
             spilled = (info.vgpr_spills, info.sgpr_spills, info.scratch_bytes)
             assert spilled == (0, 0, 0), f"{request}: {info}"
             assert info.agprs == 0 or entry[1]["waves"] == 4, f"{request}: {info}"
-            col_tiles = registry._way_of(*entry).col_tiles
+            col_tiles = ways.way_of(*entry).col_tiles
             rows, unroll = entry[1]["row_tiles"], entry[1]["unroll"]
-            expected = registry._registers(rows, col_tiles, unroll)
+            expected = ways.registers_of(rows, col_tiles, unroll)
             assert waves_a_simd(info.vgprs) >= waves_a_simd(expected), f"{request}: {info}"
 
 
@@ -222,9 +224,9 @@ def test_as_much_is_under_way_as_a_compute_unit_waits_for(M: int, N: int, K: int
     """What the first loads of the workgroups on a busy unit ask for, or else all that they do."""
     problem = LinearProblem(M, N, K)
     config = MFMA.configure(GFX950, problem)
-    work = registry._work_of(GFX950, problem, config)
-    way = registry._way_of(problem, config)
-    at_once = min(registry._resident_of(config, way), -(-work.groups // GFX950.cu_num))
+    work = ways.work_of(GFX950, problem, config)
+    way = ways.way_of(problem, config)
+    at_once = min(ways.resident_of(config, way), -(-work.groups // GFX950.cu_num))
     steps = min(work.steps, config["waves"] * config["unroll"])
     rows = at_once * (work.rows + way.block_rows)
     under_way = rows * min(K, steps * config["fold"] * 256)

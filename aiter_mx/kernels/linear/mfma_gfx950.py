@@ -8,18 +8,28 @@ from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import product
 from math import inf
-from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.gfx950 import (
-    LDS_BYTES,
-    MOST_REGISTERS,
     REGISTERS,
     SIDE,
-    SIMDS,
-    TILE_K,
     WAVES,
     refuse_static_lds,
+)
+from aiter_mx.kernels.linear.mfma_ways_gfx950 import (
+    BLOCK_M,
+    PARAMS,
+    SPLITS,
+    Way,
+    Work,
+    lds_bytes_of,
+    registers_of,
+    resident_at,
+    resident_of,
+    way_at,
+    way_of,
+    work_at,
+    work_of,
 )
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
@@ -39,25 +49,12 @@ from aiter_mx.kernels.spec import (
     Arg,
     Config,
     Geometry,
-    Param,
     Parts,
     as_defines,
     pointers,
 )
 from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
-
-PARAMS = (
-    Param("row_tiles", (1, 2, 3, 4), "tiles of w that a workgroup computes, 16 / fold rows each"),
-    Param("fold", (1, 2, 4), "parts of K that a tile has side by side"),
-    Param("waves", WAVES, "waves of a workgroup, which split K"),
-    Param(
-        "unroll", (1, 2, 3, 4), "steps of a wave whose loads are issued before the first is used"
-    ),
-    Param("blocks", (1, 2, 4), "blocks of rows of x, each with workgroups of its own"),
-)
-
-SPLITS = Param("splits", (2, 3, 4), "workgroups that share K")
 
 FITTED: dict[str, float] = {
     "launch": 4800,
@@ -80,9 +77,6 @@ waves; a handover between workgroups; all but the steps of ``persistent``."""
 PERSISTENT_STEPS = {32: (128, 1434), 64: (256, 1816), 128: (256, 2267), 256: (256, 3406)}
 """Of tiles by their rows of x: rows of w, and cycles of a step of 128 k, by tune/fit_mfma.py."""
 
-BLOCK_M = 64
-"""Rows of x in a block, where there are more than twice as many; fewer are in as many blocks as a
-configuration says."""
 MAX_M = 512
 MAX_K = 1 << 25  # offsets within the rows of a workgroup, at most 64, are below 2^31
 _MAX_SPLIT_N = 1 << 23  # offsets within results of 64 rows are below 2^31
@@ -92,73 +86,6 @@ _MOST_FOLDED_TILES = 4
 _MOST_CANDIDATES = 48
 
 _QUANTISING = 4.8  # vector instructions for 64 values
-
-
-class _Work(NamedTuple):
-    """What a configuration makes of a problem.
-
-    Attributes:
-        groups: workgroups.
-        of_busiest: workgroups of the busiest compute unit.
-        rows: of w, of the largest workgroup.
-        steps: tiles along a workgroup's part of K.
-    """
-
-    groups: int
-    of_busiest: int
-    rows: int
-    steps: int
-
-
-class _Way(NamedTuple):
-    """Tiles of a workgroup, whatever N and K are.
-
-    Attributes:
-        row_tiles, fold, splits: as parameters have them.
-        blocks: of x.
-        col_tiles: tiles of x, of a block.
-        block_rows: rows of x, of a block.
-    """
-
-    row_tiles: int
-    fold: int
-    splits: int
-    blocks: int
-    col_tiles: int
-    block_rows: int
-
-
-@cache
-def _way(M: int, row_tiles: int, fold: int, blocks: int, splits: int = 1) -> _Way:
-    if M > 2 * BLOCK_M:
-        tiles = BLOCK_M * fold // SIDE
-    else:
-        tiles = -(-M * fold // (SIDE * blocks))
-        tiles += tiles % 2 * (tiles > 2)  # fewer code objects, for rows that take no memory
-    blocks = -(-M * fold // (SIDE * max(tiles, 1)))
-    return _Way(row_tiles, fold, splits, blocks, tiles, -(-M // max(blocks, 1)))
-
-
-def _work(cu_num: int, N: int, K: int, way: _Way) -> _Work:
-    """Workgroups are as many on each compute unit, where there are rows for them: the busiest has
-    no more of them then, and each has fewer rows."""
-    row_tiles, fold, splits, blocks, _, _ = way
-    of_tile = blocks * splits
-    needed = -(-N * fold // (SIDE * row_tiles)) * of_tile
-    of_busiest = -(-needed // cu_num)
-    tiles = min(N, of_busiest * cu_num // max(of_tile, 1))
-    groups = tiles * of_tile
-    rows, steps = -(-N // max(tiles, 1)), -(-K // (TILE_K * fold * splits))
-    return _Work(groups, -(-groups // cu_num), rows, steps)
-
-
-def _way_of(problem: LinearProblem, config: Config) -> _Way:
-    splits = config.get("splits", 1)
-    return _way(problem.M, config["row_tiles"], config["fold"], config["blocks"], splits)
-
-
-def _work_of(target: Target, problem: LinearProblem, config: Config) -> _Work:
-    return _work(target.cu_num, problem.N, problem.K, _way_of(problem, config))
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
@@ -172,41 +99,11 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
     """A quantisation first, where doing it here costs more or takes too much of something."""
     most = replace(problem, M=tuned_for(problem.M))
-    fits = problem.K < MAX_K // 2 and _resident_of(config, _way_of(most, config), True) > 0
-    groups = _work_of(target, most, config).groups
+    fits = problem.K < MAX_K // 2 and resident_of(config, way_of(most, config), True) > 0
+    groups = work_of(target, most, config).groups
     if fits and quantise_pays(target, most, groups, _QUANTISING):
         return ()
     return quantised_first(target, problem, config)
-
-
-def _registers(rows: int, cols: int, unroll: int, quantises: bool = False) -> int:
-    """At most so many registers of a lane: loads, operands at once, sums and addresses, as
-    compilers have it."""
-    held = 8 + 16 * unroll * cols if quantises else 0
-    operands = min(rows + cols, 2 + (rows - 1) * (rows + cols) // rows)
-    return 29 + 18 * unroll * (rows + cols) + 17 * operands + 4 * rows * cols + held
-
-
-@cache
-def _resident(
-    row_tiles: int, col_tiles: int, waves: int, unroll: int, quantises: bool = False
-) -> int:
-    """Workgroups that a compute unit holds at once; 0 where not even one fits."""
-    registers = -(-_registers(row_tiles, col_tiles, unroll, quantises) // 8) * 8
-    if registers > (MOST_REGISTERS if quantises else REGISTERS):
-        return 0
-    lds_bytes = _lds_bytes(row_tiles, col_tiles, waves)
-    return min(REGISTERS // registers * SIMDS // waves, LDS_BYTES // lds_bytes)
-
-
-def _resident_of(config: Config, way: _Way, quantises: bool = False) -> int:
-    tiles = (config["row_tiles"], way.col_tiles)
-    return _resident(*tiles, config["waves"], config["unroll"], quantises)
-
-
-def _lds_bytes(row_tiles: int, col_tiles: int, waves: int) -> int:
-    """What a workgroup declares: a tile or the sums of each wave, and the bias of its rows."""
-    return waves * 1024 * max(4, row_tiles * col_tiles) + 256
 
 
 def _costs(
@@ -226,12 +123,12 @@ def _costs(
         for unroll in PARAMS[3].values:
             if (but_turns + unroll * of_tiles) * ROUNDED_OFF > least.cost:
                 break
-            if _registers(rows, cols, unroll) > REGISTERS:
+            if registers_of(rows, cols, unroll) > REGISTERS:
                 break
             for waves, turns in without_waste(WAVES, work.steps, unroll):
                 if (but_turns + turns * unroll * of_tiles) * ROUNDED_OFF > least.cost:
                     continue
-                held = min(busiest, _resident(rows, cols, waves, unroll))
+                held = min(busiest, resident_at(rows, cols, waves, unroll))
                 if held == 0:
                     continue
                 rounds, each = -(-busiest // held), -(-results // (waves * target.wave_size))
@@ -243,13 +140,13 @@ def _costs(
 
 
 @cache
-def _ways(M: int, splits: tuple[int, ...]) -> list[tuple[_Way, int]]:
+def _ways(M: int, splits: tuple[int, ...]) -> list[tuple[Way, int]]:
     """Those that are worth a thought, and their parameter ``blocks``."""
     most, found = -(-M // SIDE) if M <= 2 * BLOCK_M else 1, []  # blocks: each has a tile
     for rows, fold, blocks, split in product(*(PARAMS[i].values for i in (0, 1, 4)), splits):
         folds = fold == 1 or (split * blocks == 1 and M * fold <= SIDE * _MOST_FOLDED_TILES)
         if folds and blocks <= max(1, min(most, 2 * BLOCK_M // (SIDE * split))):
-            found.append((_way(M, rows, fold, blocks, split), blocks))
+            found.append((way_at(M, rows, fold, blocks, split), blocks))
     return found
 
 
@@ -261,7 +158,7 @@ def weights_cycles(target: Target, problem: LinearProblem) -> float:
 
 def _bounds(
     splits: tuple[int, ...], target: Target, problem: LinearProblem, least: Least
-) -> Iterator[tuple[float, float, _Way, int, _Work]]:
+) -> Iterator[tuple[float, float, Way, int, Work]]:
     """At least what each way takes, and of that what memory, the L2 cache or address units do."""
     cycles, row_bytes = FITTED, problem.K * (BLOCK + 1) / BLOCK
     memory, cu_num, N, K = weights_cycles(target, problem), target.cu_num, problem.N, problem.K
@@ -271,7 +168,7 @@ def _bounds(
     a_step = cycles["step"] / WAVES[-1]
     for way, own_blocks in _ways(problem.M, splits):
         rows, fold, split, _, cols, block_rows = way
-        work = _work(cu_num, N, K, way)
+        work = work_at(cu_num, N, K, way)
         busiest = work.of_busiest
         asked = busiest * (block_rows + work.rows) * row_bytes / split
         addresses = busiest * work.steps * (rows + cols) * a_tile + asked / moved
@@ -379,7 +276,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
     return {
         "MX_SPLITS": 1,
         **as_defines({name: config[name] for name in config if name != "blocks"}),
-        "MX_COL_TILES": _way_of(problem, config).col_tiles,
+        "MX_COL_TILES": way_of(problem, config).col_tiles,
         "MX_EVEN_BLOCKS": int(problem.K % (2 * BLOCK) == 0),
         "MX_X": X_CODES[problem.x_dtype],
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
@@ -388,10 +285,10 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
 
 
 def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
-    way = _way_of(problem, config)
-    needed = _lds_bytes(config["row_tiles"], way.col_tiles, config["waves"])
+    way = way_of(problem, config)
+    needed = lds_bytes_of(config["row_tiles"], way.col_tiles, config["waves"])
     refuse_static_lds(problem, config, needed)
-    groups = _work_of(target, problem, config).groups // max(1, way.blocks)
+    groups = work_of(target, problem, config).groups // max(1, way.blocks)
     return Geometry(
         grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), way.blocks),
         block=(config["waves"] * target.wave_size, 1, 1),
@@ -400,15 +297,15 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
 
 def _tiles(target: Target, problem: LinearProblem, config: Config) -> int:
     """Of outputs, for a block of x: a workgroup computes one, or several share it."""
-    way = _way_of(problem, config)
-    return _work_of(target, problem, config).groups // (way.splits * max(1, way.blocks))
+    way = way_of(problem, config)
+    return work_of(target, problem, config).groups // (way.splits * max(1, way.blocks))
 
 
 def _parts_bytes(target: Target, problem: LinearProblem, config: Config) -> int:
     """Sums of each workgroup."""
-    way, side = _way_of(problem, config), SIDE // config["fold"]
+    way, side = way_of(problem, config), SIDE // config["fold"]
     sums = way.row_tiles * side * way.col_tiles * side
-    return _work_of(target, problem, config).groups * 4 * sums
+    return work_of(target, problem, config).groups * 4 * sums
 
 
 def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
@@ -461,7 +358,7 @@ MFMA_SPLIT = declare(
     composed=QUANTISED_FIRST,
     workspace_bytes=_parts_bytes,
     counters=lambda target, problem, config: (
-        _tiles(target, problem, config) * _way_of(problem, config).blocks * config["waves"]
+        _tiles(target, problem, config) * way_of(problem, config).blocks * config["waves"]
     ),
     yields=_yielding("mfma_split"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from aiter_mx.kernels.linear.gemv import MAX_M as GEMV_MAX_M
-from aiter_mx.kernels.linear.mfma_gfx950 import BLOCK_M as MFMA_BLOCK_M
+from aiter_mx.kernels.linear.mfma_ways_gfx950 import BLOCK_M as MFMA_BLOCK_M
 from op_tests.conformance import named
 from op_tests.linear.subjects.subject import Case, Subject
 

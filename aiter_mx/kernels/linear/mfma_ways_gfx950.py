@@ -1,0 +1,132 @@
+"""How ``mfma`` divides a linear: tiles of a workgroup, workgroups, and how many a unit holds."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from aiter_mx.kernels.gfx950 import (
+    LDS_BYTES,
+    MOST_REGISTERS,
+    REGISTERS,
+    SIDE,
+    SIMDS,
+    TILE_K,
+    WAVES,
+)
+from aiter_mx.kernels.linear.problem import LinearProblem
+from aiter_mx.kernels.spec import Config, Param
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("row_tiles", (1, 2, 3, 4), "tiles of w that a workgroup computes, 16 / fold rows each"),
+    Param("fold", (1, 2, 4), "parts of K that a tile has side by side"),
+    Param("waves", WAVES, "waves of a workgroup, which split K"),
+    Param(
+        "unroll", (1, 2, 3, 4), "steps of a wave whose loads are issued before the first is used"
+    ),
+    Param("blocks", (1, 2, 4), "blocks of rows of x, each with workgroups of its own"),
+)
+
+SPLITS = Param("splits", (2, 3, 4), "workgroups that share K")
+
+BLOCK_M = 64
+"""Rows of x in a block, where there are more than twice as many; fewer are in as many blocks as a
+configuration says."""
+
+
+class Work(NamedTuple):
+    """What a configuration makes of a problem.
+
+    Attributes:
+        groups: workgroups.
+        of_busiest: workgroups of the busiest compute unit.
+        rows: of w, of the largest workgroup.
+        steps: tiles along a workgroup's part of K.
+    """
+
+    groups: int
+    of_busiest: int
+    rows: int
+    steps: int
+
+
+class Way(NamedTuple):
+    """Tiles of a workgroup, whatever N and K are.
+
+    Attributes:
+        row_tiles, fold, splits: as parameters have them.
+        blocks: of x.
+        col_tiles: tiles of x, of a block.
+        block_rows: rows of x, of a block.
+    """
+
+    row_tiles: int
+    fold: int
+    splits: int
+    blocks: int
+    col_tiles: int
+    block_rows: int
+
+
+@cache
+def way_at(M: int, row_tiles: int, fold: int, blocks: int, splits: int = 1) -> Way:
+    if M > 2 * BLOCK_M:
+        tiles = BLOCK_M * fold // SIDE
+    else:
+        tiles = -(-M * fold // (SIDE * blocks))
+        tiles += tiles % 2 * (tiles > 2)  # fewer code objects, for rows that take no memory
+    blocks = -(-M * fold // (SIDE * max(tiles, 1)))
+    return Way(row_tiles, fold, splits, blocks, tiles, -(-M // max(blocks, 1)))
+
+
+def work_at(cu_num: int, N: int, K: int, way: Way) -> Work:
+    """Workgroups are as many on each compute unit, where there are rows for them: the busiest has
+    no more of them then, and each has fewer rows."""
+    row_tiles, fold, splits, blocks, _, _ = way
+    of_tile = blocks * splits
+    needed = -(-N * fold // (SIDE * row_tiles)) * of_tile
+    of_busiest = -(-needed // cu_num)
+    tiles = min(N, of_busiest * cu_num // max(of_tile, 1))
+    groups = tiles * of_tile
+    rows, steps = -(-N // max(tiles, 1)), -(-K // (TILE_K * fold * splits))
+    return Work(groups, -(-groups // cu_num), rows, steps)
+
+
+def way_of(problem: LinearProblem, config: Config) -> Way:
+    splits = config.get("splits", 1)
+    return way_at(problem.M, config["row_tiles"], config["fold"], config["blocks"], splits)
+
+
+def work_of(target: Target, problem: LinearProblem, config: Config) -> Work:
+    return work_at(target.cu_num, problem.N, problem.K, way_of(problem, config))
+
+
+def registers_of(rows: int, cols: int, unroll: int, quantises: bool = False) -> int:
+    """At most so many registers of a lane: loads, operands at once, sums and addresses, as
+    compilers have it."""
+    held = 8 + 16 * unroll * cols if quantises else 0
+    operands = min(rows + cols, 2 + (rows - 1) * (rows + cols) // rows)
+    return 29 + 18 * unroll * (rows + cols) + 17 * operands + 4 * rows * cols + held
+
+
+@cache
+def resident_at(
+    row_tiles: int, col_tiles: int, waves: int, unroll: int, quantises: bool = False
+) -> int:
+    """Workgroups that a compute unit holds at once; 0 where not even one fits."""
+    registers = -(-registers_of(row_tiles, col_tiles, unroll, quantises) // 8) * 8
+    if registers > (MOST_REGISTERS if quantises else REGISTERS):
+        return 0
+    lds_bytes = lds_bytes_of(row_tiles, col_tiles, waves)
+    return min(REGISTERS // registers * SIMDS // waves, LDS_BYTES // lds_bytes)
+
+
+def resident_of(config: Config, way: Way, quantises: bool = False) -> int:
+    tiles = (config["row_tiles"], way.col_tiles)
+    return resident_at(*tiles, config["waves"], config["unroll"], quantises)
+
+
+def lds_bytes_of(row_tiles: int, col_tiles: int, waves: int) -> int:
+    """What a workgroup declares: a tile or the sums of each wave, and the bias of its rows."""
+    return waves * 1024 * max(4, row_tiles * col_tiles) + 256
