@@ -99,6 +99,8 @@ class WorkloadLaunch:
                     values.view(-1)[5::97], values.view(-1)[11::613] = torch.inf, torch.nan
             elif arg.name == "bias" and values is not None:
                 values *= 512  # else it is lost in what sums may be off by
+            elif arg.name == "expert_map" and case.op == "moe_align" and values is not None:
+                values[number % 3 :: 3] = -1 if problem.expert_map == "numbers" else 0
             elif arg.name == "starts" and values is None and number % 2:
                 ends = self._operands[-1]
                 assert ends is not None
@@ -186,8 +188,16 @@ WORKLOAD_CASES = (
             MoeAlignProblem(70, 3, 5, 16, shared=1, first_shared=5, x_dtype="bf16", K=96),
             MoeAlignProblem(9, 2, 7, 32, expert_map="numbers", drop_absent=1, x_dtype="bf16", K=64),
             MoeAlignProblem(1, 4, 64, 4, expert_map="mask", x_dtype="bf16", K=2080),
-            MoeAlignProblem(99, 4, 9, 16, shared=1, first_shared=9, x_dtype="bf16", K=32),
-            MoeAlignProblem(61, 8, 60, 8, expert_map="numbers", x_dtype="bf16", K=32),
+            MoeAlignProblem(
+                *(99, 4, 9, 16),
+                expert_map="numbers",
+                drop_absent=1,
+                shared=1,
+                first_shared=9,
+                x_dtype="bf16",
+                K=32,
+            ),
+            MoeAlignProblem(61, 8, 60, 8, expert_map="mask", x_dtype="bf16", K=32),
         ),
         {"waves": 2},
     ),
