@@ -19,7 +19,6 @@ from __future__ import annotations
 import torch
 
 from aiter_mx.checks import (
-    BLOCK,
     INDEX_NAMES,
     check_groups,
     check_tensor,
@@ -32,7 +31,7 @@ from aiter_mx.compat import deep_gemm_layout as layout
 from aiter_mx.compat import k_grouped, promoted
 from aiter_mx.compat.names import payload_of, renamed
 from aiter_mx.compat.promoted import COARSE
-from aiter_mx.numerics import NAN_SCALE, as_scale_bytes
+from aiter_mx.numerics import NAN_SCALE
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 from aiter_mx.ops.linear import linear
 from aiter_mx.ops.promoted_gemm import promoted_gemm
@@ -40,10 +39,6 @@ from aiter_mx.ops.promoted_gemm import promoted_gemm
 Pair = tuple[torch.Tensor, torch.Tensor]
 Recipe = tuple[int, int, int] | None
 HalfRecipe = tuple[int, int] | None
-
-_MANTISSA_BITS = 23
-_MANTISSA = (1 << _MANTISSA_BITS) - 1
-_LEAST_BITS = 1 << (_MANTISSA_BITS - 1)  # 2^-127, which fp32 has as a subnormal
 
 
 def m_grouped_fp8_fp4_gemm_nt_contiguous(
@@ -328,64 +323,7 @@ get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor = (
     layout.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor
 )
 transform_sf_into_required_layout = layout.transform_sf_into_required_layout
-
-
-def expand_scales(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The scales of ``payload [..., rows, K]`` as e8m0 bytes ``[..., rows, K // 32]``.
-
-    Args:
-        payload: float8_e4m3fn; K a multiple of 32.
-        scale: fp32, uint8 or float8_e8m0fnu: ``[..., rows, K // 32]``, ``[..., rows, K / 128]`` or
-            ``[..., rows / 128, K / 128]``, rounded up. Of fp32, powers of two; NaN for all else.
-
-    Returns:
-        uint8, contiguous.
-
-    Raises:
-        TypeError: no tensor, or of another dtype.
-        ValueError: another shape, or scales on another device than the payload.
-    """
-    refuse_no_tensor(payload=payload, scale=scale)
-    scale = _in_order(payload, scale)
-    if scale.dtype == torch.float32:
-        scale = _power_of_two_bytes(scale)
-    scale = as_scale_bytes(scale)
-    *_, rows, K = payload.shape
-    coarse = -(-K // COARSE)
-    if scale.shape[-2] != rows:
-        scale = promoted.of_rows(scale, rows)
-    if scale.shape[-1] == coarse != K // BLOCK:
-        scale = scale.repeat_interleave(COARSE // BLOCK, -1, output_size=coarse * 4)
-        scale = scale[..., : K // BLOCK]
-    return scale.contiguous()
-
-
-def _in_order(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Scales with a payload's last dimensions in the payload's order; raises for other shapes."""
-    if payload.device != scale.device:
-        raise ValueError(
-            f"scales of a payload on {payload.device} must be there too, got {scale.device}"
-        )
-    if payload.ndim < 2 or payload.shape[-1] == 0 or payload.shape[-1] % BLOCK:
-        raise ValueError(
-            f"a payload must be [..., rows, K], K a multiple of {BLOCK}, got {shape_text(payload)}"
-        )
-    if scale.dtype not in (torch.float32, torch.uint8, torch.float8_e8m0fnu):
-        raise TypeError(
-            f"scales must be torch.float32, torch.uint8 or torch.float8_e8m0fnu, got {scale.dtype}"
-        )
-    *outer, rows, K = payload.shape
-    coarse = -(-K // COARSE)
-    tiles = (*outer, -(-rows // COARSE), coarse)
-    known = [(*outer, rows, K // BLOCK), (*outer, rows, coarse), tiles]
-    if tuple(scale.shape) in known:
-        return scale
-    if scale.dtype == torch.float32 and tuple(scale.shape) == (*outer, coarse, rows):
-        return scale.transpose(-1, -2)
-    raise ValueError(
-        f"scales of {shape_text(payload)} must be {', '.join(str(list(s)) for s in known[:2])} or "
-        f"{list(known[2])}, got {shape_text(scale)}"
-    )
+expand_scales = layout.expand_scales
 
 
 def _operand(name: str, pair: Pair) -> Pair:
@@ -398,8 +336,10 @@ def _operand(name: str, pair: Pair) -> Pair:
     if scale.dtype == torch.int32:
         scale = layout.unpacked(payload, scale)
     if scale.dtype == torch.float32:
-        scale = _in_order(payload, scale)
-        if scale.device.type != "cpu" or not bool((_power_of_two_bytes(scale) != NAN_SCALE).all()):
+        scale = layout.in_order(payload, scale)
+        if scale.device.type != "cpu" or not bool(
+            (layout.power_of_two_bytes(scale) != NAN_SCALE).all()
+        ):
             return payload.contiguous(), scale
     return payload.contiguous(), expand_scales(payload, scale)
 
@@ -479,11 +419,3 @@ def _promoted_dense(
         return False
     end = torch.full((1,), a.shape[0], dtype=torch.int32, device=a.device)
     return _promoted(a, a_scale, b.unsqueeze(0), b_scale.unsqueeze(0), None, end, d)
-
-
-def _power_of_two_bytes(scale: torch.Tensor) -> torch.Tensor:
-    """e8m0 bytes of fp32 powers of two; NaN for all else."""
-    bits = scale.contiguous().view(torch.int32)
-    byte = bits >> _MANTISSA_BITS  # above 255 or negative with a sign bit: not exact, see below
-    is_exact = (bits > _MANTISSA) & ((bits & _MANTISSA) == 0) | (bits == _LEAST_BITS)
-    return torch.where(is_exact, byte, NAN_SCALE).to(torch.uint8)

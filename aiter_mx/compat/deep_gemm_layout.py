@@ -11,11 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aiter_mx.checks import BLOCK, checking, shape_text
-from aiter_mx.compat.promoted import COARSE
+from aiter_mx.checks import BLOCK, checking, refuse_no_tensor, shape_text
+from aiter_mx.compat.promoted import COARSE, of_rows
+from aiter_mx.numerics import NAN_SCALE, as_scale_bytes
 
 _TMA_BYTES = 16
 _MANTISSA_BITS = 23
+_MANTISSA = (1 << _MANTISSA_BITS) - 1
+_LEAST_BITS = 1 << (_MANTISSA_BITS - 1)  # 2^-127, which fp32 has as a subnormal
 _USUAL_ALIGNMENT = 128
 _PACKED = 4  # e8m0 bytes of an int32
 _alignment = {"rows": _USUAL_ALIGNMENT}
@@ -185,6 +188,72 @@ def transform_sf_into_required_layout(
     if tuple(sf.shape) != expected:
         raise ValueError(f"sf must be {list(expected)}, as the recipe says, got {shape_text(sf)}")
     return sf if rows > 1 else _by_columns(sf)
+
+
+def expand_scales(payload: Tensor, scale: Tensor) -> Tensor:
+    """The scales of ``payload [..., rows, K]`` as e8m0 bytes ``[..., rows, K // 32]``.
+
+    Args:
+        payload: float8_e4m3fn; K a multiple of 32.
+        scale: fp32, uint8 or float8_e8m0fnu: ``[..., rows, K // 32]``, ``[..., rows, K / 128]`` or
+            ``[..., rows / 128, K / 128]``, rounded up. Of fp32, powers of two; NaN for all else.
+
+    Returns:
+        uint8, contiguous.
+
+    Raises:
+        TypeError: no tensor, or of another dtype.
+        ValueError: another shape, or scales on another device than the payload.
+    """
+    refuse_no_tensor(payload=payload, scale=scale)
+    scale = in_order(payload, scale)
+    if scale.dtype == torch.float32:
+        scale = power_of_two_bytes(scale)
+    scale = as_scale_bytes(scale)
+    *_, rows, K = payload.shape
+    coarse = -(-K // COARSE)
+    if scale.shape[-2] != rows:
+        scale = of_rows(scale, rows)
+    if scale.shape[-1] == coarse != K // BLOCK:
+        scale = scale.repeat_interleave(COARSE // BLOCK, -1, output_size=coarse * 4)
+        scale = scale[..., : K // BLOCK]
+    return scale.contiguous()
+
+
+def in_order(payload: Tensor, scale: Tensor) -> Tensor:
+    """Scales with a payload's last dimensions in the payload's order; raises for other shapes."""
+    if payload.device != scale.device:
+        raise ValueError(
+            f"scales of a payload on {payload.device} must be there too, got {scale.device}"
+        )
+    if payload.ndim < 2 or payload.shape[-1] == 0 or payload.shape[-1] % BLOCK:
+        raise ValueError(
+            f"a payload must be [..., rows, K], K a multiple of {BLOCK}, got {shape_text(payload)}"
+        )
+    if scale.dtype not in (torch.float32, torch.uint8, torch.float8_e8m0fnu):
+        raise TypeError(
+            f"scales must be torch.float32, torch.uint8 or torch.float8_e8m0fnu, got {scale.dtype}"
+        )
+    *outer, rows, K = payload.shape
+    coarse = -(-K // COARSE)
+    tiles = (*outer, -(-rows // COARSE), coarse)
+    known = [(*outer, rows, K // BLOCK), (*outer, rows, coarse), tiles]
+    if tuple(scale.shape) in known:
+        return scale
+    if scale.dtype == torch.float32 and tuple(scale.shape) == (*outer, coarse, rows):
+        return scale.transpose(-1, -2)
+    raise ValueError(
+        f"scales of {shape_text(payload)} must be {', '.join(str(list(s)) for s in known[:2])} or "
+        f"{list(known[2])}, got {shape_text(scale)}"
+    )
+
+
+def power_of_two_bytes(scale: Tensor) -> Tensor:
+    """e8m0 bytes of fp32 powers of two; NaN for all else."""
+    bits = scale.contiguous().view(torch.int32)
+    byte = bits >> _MANTISSA_BITS  # above 255 or negative with a sign bit: not exact, see below
+    is_exact = (bits > _MANTISSA) & ((bits & _MANTISSA) == 0) | (bits == _LEAST_BITS)
+    return torch.where(is_exact, byte, NAN_SCALE).to(torch.uint8)
 
 
 def unpacked(payload: Tensor, scale: Tensor) -> Tensor:
