@@ -6,7 +6,8 @@ Every row of this GPU's tables that names one of the kernels given is raced as t
 with these kernels left out, beside the row's own configuration; with ``--rows`` at most so many of
 them, drawn by a seed. ``--shapes`` names a CSV of further problems (columns ``op``, the op's
 fields, and perhaps ``kernel`` and ``config``), each raced beside that kernel, or what dispatch
-takes for it now. Races that a saved file has and that are not run again stay in it.
+takes for it now; with ``other`` and ``other_config`` against that kernel alone. Races that a saved
+file has and that are not run again stay in it.
 """
 
 from __future__ import annotations
@@ -126,8 +127,13 @@ def _of_shapes(
                 chosen = route(op, target, problem)
                 kernel = find_kernel(op, target.arch, chosen.backend, chosen.kernel)
                 config = chosen.config
-            now = candidate_of(kernel, target.arch, config)
-            yield _race(row.get("why", "shape"), op, target, problem, now, gone, most, few)
+            now, why = candidate_of(kernel, target.arch, config), row.get("why", "shape")
+            if row.get("other"):
+                other = find_kernel(op, target.arch, "hip", row["other"])
+                against = candidate_of(other, target.arch, parse_config(row["other_config"]))
+                yield Race(why, op, problem, now, (against,))
+            else:
+                yield _race(why, op, target, problem, now, gone, most, few)
 
 
 def _problem(op: str, row: dict[str, str]) -> Problem:
