@@ -47,6 +47,10 @@ def launch_beyond_4_gib(
     N, device = 700_000, torch.device("cuda")
     (xq, xs), (wq, ws) = random_mx_there(M, K, device), random_mx_there(N, K, device)
     assert wq.nbytes > 4 << 30
+    # So that each block counts: one that outweighs all others has every later addition cut alike in
+    # units that truncate, and their errors are not those of sqrt(K) additions.
+    for scales in (xs, ws):
+        scales.random_(126, 129)
     out = torch.full((M, N), float("nan"), dtype=DTYPES[dtype], device=device)
     bound(kernel, device, LinearProblem(M, N, K, dtype))((xq, xs, wq, ws, None, out))
     generator = torch.Generator().manual_seed(9)
