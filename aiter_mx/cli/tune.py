@@ -122,8 +122,9 @@ def tune(
     failed = sum(len(record["failures"]) for record in records)
     seconds = time.monotonic() - started
     unraced = len(plan.problems) - len(records)
+    how = "modelled" if meter.source == "model" else meter.source
     console.print(
-        f"{right} rows {meter.source} in {seconds:.1f} s by {share.workers} workers, "
+        f"{right} rows {how} in {seconds:.1f} s by {share.workers} workers, "
         f"{failed} candidates failed; {path}",
         soft_wrap=True,
     )
@@ -219,7 +220,8 @@ def _print_race(console: Console, record: Record, done: int, of: int, seconds_le
     chosen = record["chosen"] or "nothing computes it"
     row = record["row"] or {}
     backends = [f"{name[:-3]} {us}" for name, us in row.items() if name.endswith("_us")]
-    times = f": {row['us']} us ({', '.join(backends)})" if row else ""
+    others = f" ({', '.join(backends)})" if backends else ""
+    times = f": {row['us']} us{others}" if row else ""
     wrong = [f for f in record["failures"] if f["why"].startswith("wrong")]
     failed = f"; {len(record['failures'])} failed" if record["failures"] else ""
     if wrong:

@@ -133,7 +133,7 @@ def quantize(
     refuse_no_tensor(x=x)
     along_rows = axis in (-1, x.dim() - 1)
     if not along_rows and axis not in (-2, x.dim() - 2):
-        raise ValueError(f"axis must be the last dimension or the one before, got {axis}")
+        raise ValueError(f"axis must be the last dimension (-1) or the one before, got {axis!r}")
     if multiple != BLOCK:
         x = _padded(x, -1 if along_rows else -2, multiple)
     options = Options("rows" if along_rows else "columns", mode, _is_square(block), format,

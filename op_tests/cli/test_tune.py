@@ -55,7 +55,7 @@ def test_modelled_table_and_a_poisoned_kernel(command, tmp_path, monkeypatch) ->
     tune = ("tune", "linear", *shape, "--arch", "gfx950", "--table", table, "--most", 2)
     status, out, err = command(*tune, "--timings", timings)
     assert (status, err) == (0, "")
-    assert "1 rows model in" in out
+    assert "1 rows modelled in" in out
     assert "of them wrong, as hip/half_gemv" in out
     (row,) = read_rows(table, "linear").values()
     assert row["kernel"] in ("gemv", "mfma")
@@ -145,7 +145,7 @@ def test_rows_that_were_tuned_with_other_sources_are_told_from_those_of_another_
         assert "1 of them compile to the same machine code" in out
     status, out, err = command(*tune, "--M", "1,2,64", "--table", table, "--stale")
     assert (status, err) == (0, "")
-    assert "2 of 3 shapes are stale" in out and "2 rows model" in out
+    assert "2 of 3 shapes are stale" in out and "2 rows modelled" in out
     assert "0 of 3 shapes are" in command(*tune, "--M", "1,2,64", "--table", table, "--stale")[1]
     assert len(read_rows(table, "linear")) == 3
 
