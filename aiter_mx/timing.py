@@ -46,6 +46,7 @@ class GraphedCalls:
         """
         self.calls = len(calls)
         self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())  # which may still draw operands
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             for call in calls[:2]:

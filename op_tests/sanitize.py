@@ -2,8 +2,8 @@
 
 One case of every kernel that the conformance suites try on this GPU, and each test marked
 ``sanitized``, is run under each of its tools, all at once: memcheck, racecheck, initcheck,
-synccheck. They look at the package's own kernels alone. ``build/sanitizer`` gets the logs;
-``--save`` keeps how many errors each found in ``docs/measured/<gpu>/sanitizer.csv``.
+synccheck. ``build/sanitizer`` gets the logs; ``--save`` keeps how many errors each found in
+``docs/measured/<gpu>/sanitizer.csv``.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from aiter_mx.jit import nvidia
 from op_tests import gpu
 
+OWN = ("--kernel-name", "kernel_substring=aiter_mx")
+"""Looks at the package's kernels alone."""
 TOOLS: dict[str, tuple[str, ...]] = {
-    "memcheck": ("--report-api-errors", "no"),  # the driver's bindings ask for functions it lacks
-    "racecheck": (),
-    "initcheck": ("--check-api-memory-access", "no"),  # tests copy what padding rows hold
-    "synccheck": (),
+    "memcheck": (*OWN, "--report-api-errors", "no"),  # the driver's bindings ask for what it lacks
+    "racecheck": OWN,
+    # What torch's kernels wrote would not count without them; tests copy what padding rows hold.
+    "initcheck": ("--check-api-memory-access", "no"),
+    "synccheck": OWN,
 }
 """And their options."""
 BUILD = gpu.ROOT / "build" / "sanitizer"
@@ -33,29 +38,36 @@ TESTS = (
     "op_tests/grouped/test_promoted.py",
     "op_tests/training/test_gpu.py",
 )
-LEFT_OUT = {"racecheck": "training"}
-"""Tests whose kernel a tool's own code makes end with an illegal instruction."""
-HANDED_OVER = (
-    "aiter_mx_grouped_gemm_persistent",
-    "aiter_mx_linear_wgmma_bf16",
-    "aiter_mx_moe_gemm_wgmma_f16",
-    "aiter_mx_moe_gemm_wgmma_fp8",
-)
-"""Kernels whose warps write, meet in ``__syncwarp``, and have one lane arrive at an mbarrier for
-all, or have TMA fill again what they read: racecheck orders neither."""
+HANDED_OVER = {
+    ("Opener::open", "wgmma_roles_sm90.h"): ("fetch_x", "fetch_all", "find_tops", "store_rows"),
+    ("Bringer::find_tops", "wgmma_f16_sm90.cu"): ("scale_sums",),
+    ("Scaler::run", "wgmma_f16_sm90.cu"): ("load_shared_8",),
+    ("store_shared_4", "memory.h"): ("load_cluster_16",),
+}
+"""Functions that write shared memory, the file of each, and functions that read it, in order.
+
+racecheck takes an mbarrier to order what the threads that arrive did before, and knows nothing of
+a cluster's barrier. Here the lanes of a warp write, meet in ``__syncwarp``, and one of them arrives
+for all; those that read wait for that, or for a warp that has. What is read is written again once
+the warps that add have arrived in the same way, after the last of them has read. The last pair has
+the cluster's barrier between."""
 _SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
-_RACE = re.compile(r"Race reported between \w+ access at (\w+)")
+_RACE = re.compile(r"(Read|Write) access at (.+?)\+0x\w+ in (\S+?):\d+")
 _CASES = re.compile(r"(\d+) passed")
 _FAILED = re.compile(r"(\d+) failed")
 
 
+def pytest_load_initial_conftests() -> None:
+    """As a plugin: have the kernels say which function of the source an instruction is of."""
+    nvidia.FLAGS = (*nvidia.FLAGS, *nvidia.LINE_FLAGS)
+
+
 def command(tool: str, log: Path) -> list[str]:
     """What runs one case of every kernel under a tool."""
-    own = ("--kernel-name", "kernel_substring=aiter_mx", "--target-processes", "all")
-    sanitizer = ["compute-sanitizer", "--tool", tool, *TOOLS[tool], *own, "--log-file", str(log)]
-    given = [test for test in TESTS if tool not in LEFT_OUT or LEFT_OUT[tool] not in test]
-    tests = ("-q", "-p", "no:cacheprovider", "-m", "gpu", "--one-each", *given)
-    return [*sanitizer, sys.executable, "-m", "pytest", *tests]
+    options = (*TOOLS[tool], "--target-processes", "all", "--log-file", str(log))
+    tests = ("-q", "-p", "no:cacheprovider", "-p", "op_tests.sanitize", "-m", "gpu", "--one-each")
+    run = [sys.executable, "-m", "pytest", *tests, *TESTS]
+    return ["compute-sanitizer", "--tool", tool, *options, *run]
 
 
 def errors_of(log: str) -> int | None:
@@ -65,8 +77,23 @@ def errors_of(log: str) -> int | None:
 
 
 def races_of_handing_over(log: str) -> int:
-    """How many of the races are of kernels that hand over in a way which racecheck misses."""
-    return sum(kernel in HANDED_OVER for kernel in _RACE.findall(log))
+    """How many of the races are between functions of which one hands over to the other."""
+    return sum(_in_order(_RACE.findall(race)) for race in log.split("Race reported between ")[1:])
+
+
+def _in_order(accesses: Sequence[tuple[str, str, str]]) -> bool:
+    """Of the first access and all that race with it: kind, function and file."""
+    named = [(kind, *_name(function), file) for kind, function, file in accesses]
+    writes = {(name, file) for kind, name, _, file in named if kind == "Write"}
+    reads = {last for kind, _, last, _ in named if kind == "Read"}
+    known = [HANDED_OVER.get(write, ()) for write in writes]
+    return bool(known and reads) and all(reads <= set(readers) for readers in known)
+
+
+def _name(function: str) -> tuple[str, str]:
+    """``void mx::A::f<int>(const T &) const`` as ``A::f``, and as ``f``."""
+    name = re.split(r"[<(]", function)[0].split()[-1].removeprefix("mx::")
+    return name, name.rpartition("::")[2]
 
 
 def count_of(found: re.Pattern[str], output: str) -> int:

@@ -120,18 +120,33 @@ def test_a_sanitizers_log_is_summed_up(log: str, errors: int | None) -> None:
     assert sanitize.errors_of(log) == errors
 
 
-def test_races_of_kernels_that_hand_over_by_one_lane_are_counted_apart() -> None:
-    race = "========= Error: Race reported between Write access at aiter_mx_{}+0x10\n"
-    log = race.format("moe_gemm_wgmma_f16") * 2 + race.format("linear_gemv")
-    log += "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)"
-    assert (sanitize.errors_of(log), sanitize.races_of_handing_over(log)) == (3, 2)
+def test_races_in_the_known_order_alone_are_counted_apart() -> None:
+    race = "Error: Race reported between {} access at {}+0x10 in {}:1\n"
+    other = "=========     and {} access at {}+0x20 in {}:2 [4 hazards]\n"
+    opened = ("Write", "mx::Opener::open()", "wgmma_roles_sm90.h")
+    fetched = ("Read", "void fetch_x<2>(const mx::MoeArgs &)", "wgmma_f16_sm90.cu")
+    unknown = ("Read", "mx::load_shared(unsigned int)", "memory.h")
+    log = race.format(*opened) + other.format(*fetched)
+    log += race.format(*opened) + other.format(*fetched) + other.format(*unknown)
+    log += race.format(*fetched) + other.format("Write", *unknown[1:])
+    log += race.format(*opened) + other.format(*opened)
+    log += "========= RACECHECK SUMMARY: 4 hazards displayed (4 errors, 0 warnings)"
+    assert (sanitize.errors_of(log), sanitize.races_of_handing_over(log)) == (4, 1)
+
+
+def test_every_function_that_hands_over_is_in_its_file() -> None:
+    csrc = gpu.ROOT / "csrc"
+    for (writer, file), readers in sanitize.HANDED_OVER.items():
+        (path,) = csrc.rglob(file) if file != "memory.h" else [csrc / "include/sm90/memory.h"]
+        assert f" {writer.rpartition('::')[2]}(" in path.read_text()
+        sources = "".join(each.read_text() for each in csrc.rglob("*sm90*.*"))
+        sources += (csrc / "include/sm90/memory.h").read_text()
+        assert all(f" {reader}(" in sources for reader in readers)
 
 
 def test_tools_and_their_options_come_before_the_tests() -> None:
-    words = sanitize.command("racecheck", Path("log"))
-    assert words[:3] == ["compute-sanitizer", "--tool", "racecheck"]
-    assert not any("training" in word for word in words)
     words = sanitize.command("memcheck", Path("log"))
+    assert words[:3] == ["compute-sanitizer", "--tool", "memcheck"]
     assert words[words.index("--report-api-errors") + 1] == "no"
     assert "op_tests/training/test_conformance.py" in words[words.index("pytest") :]
 

@@ -131,7 +131,9 @@ def _geometry(target: Target, problem: RMSNormQuantizeProblem, config: Config) -
         raise ValueError(f"{dict(config)} does not fit {problem}: a workgroup has a whole row")
     groups = problem.M * (2 if problem.N2 else 1)
     return Geometry(
-        grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1), block=(threads, 1, 1)
+        grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1),
+        block=(threads, 1, 1),
+        overlaps=target.arch == "sm_90a" and groups <= target.cu_num,
     )
 
 

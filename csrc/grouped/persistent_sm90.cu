@@ -187,6 +187,7 @@ struct Expander {
         const unsigned of_group = (group_bytes + piece_bytes - 1) / piece_bytes;
         const unsigned all = *workspace.empty() * of_group;
         const bool aligned = reinterpret_cast<unsigned long long>(y) % 16 == 0;
+        named_barrier(Barrier, Threads); // all have read what was claimed last
         while (piece < all) {
             const long first = piece % of_group * static_cast<long>(piece_bytes);
             const int bytes = min(group_bytes - first, static_cast<long>(piece_bytes));

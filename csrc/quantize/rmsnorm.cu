@@ -72,10 +72,11 @@ template <int Columns>
 constexpr int kSteps = (kPieces<Columns> + kThreads - 1) / kThreads;
 
 // A row's values, after the residual's were added and stored where there is one; zeros past its
-// end.
+// end. Its weights are asked for before anything waits.
 template <int Columns, bool Adds>
-MX_DEVICE void load_row(const Piece* x, const Piece* residual, Piece* sum,
-                        float (&values)[kSteps<Columns>][kValues]) {
+MX_DEVICE void load_row(const Piece* x, const Piece* residual, const Piece* weight, Piece* sum,
+                        float (&values)[kSteps<Columns>][kValues],
+                        Piece (&weights)[kSteps<Columns>]) {
     Piece pieces[kSteps<Columns>], added[kSteps<Columns>];
 #pragma unroll
     for (int step = 0; step < kSteps<Columns>; ++step) {
@@ -84,6 +85,7 @@ MX_DEVICE void load_row(const Piece* x, const Piece* residual, Piece* sum,
             pieces[step] = x[p];
             if (Adds)
                 added[step] = residual[p];
+            weights[step] = weight[p];
         }
     }
 #pragma unroll
@@ -104,19 +106,14 @@ MX_DEVICE void load_row(const Piece* x, const Piece* residual, Piece* sum,
 
 // Multiplies a row by its weights over its root mean square.
 template <int Columns>
-MX_DEVICE void normalise(const Piece* weight, float epsilon,
+MX_DEVICE void normalise(const Piece (&weights)[kSteps<Columns>], float epsilon,
                          float (&values)[kSteps<Columns>][kValues]) {
-    Piece weights[kSteps<Columns>];
     float squares = 0;
 #pragma unroll
-    for (int step = 0; step < kSteps<Columns>; ++step) {
-        const int p = step * kThreads + thread_in_group();
-        if (p < kPieces<Columns>)
-            weights[step] = weight[p];
+    for (int step = 0; step < kSteps<Columns>; ++step)
 #pragma unroll
         for (int i = 0; i < kValues; ++i)
             squares = mx::fma(values[step][i], values[step][i], squares);
-    }
     const float factor = reciprocal_root(sum_of_group(squares) * (1.0f / Columns) + epsilon);
 #pragma unroll
     for (int step = 0; step < kSteps<Columns>; ++step)
@@ -131,6 +128,8 @@ aiter_mx_rmsnorm_quantize_rows(const In* x, const In* residual, const In* weight
                                const In* other_weight, unsigned char* payload,
                                unsigned char* scales, In* sum, In* other_norm, long M,
                                float epsilon, float other_epsilon) {
+    launch_dependents();
+    wait_for_grid_ahead();
     const long row = group_y() * kMaxGridX + group_x();
     const auto pieces = [](const In* p) { return reinterpret_cast<const Piece*>(p); };
     const auto results = [](In* p) { return reinterpret_cast<Piece*>(p); };
@@ -138,8 +137,10 @@ aiter_mx_rmsnorm_quantize_rows(const In* x, const In* residual, const In* weight
         constexpr int columns = MX_N;
         const long at = row * columns;
         float values[kSteps<columns>][kValues];
-        load_row<columns, kAdds>(pieces(x + at), pieces(residual + at), results(sum + at), values);
-        normalise<columns>(pieces(weight), epsilon, values);
+        Piece weights[kSteps<columns>];
+        load_row<columns, kAdds>(pieces(x + at), pieces(residual + at), pieces(weight),
+                                 results(sum + at), values, weights);
+        normalise<columns>(weights, epsilon, values);
 #pragma unroll
         for (int step = 0; step < kSteps<columns>; ++step) {
             const int p = step * kThreads + thread_in_group();
@@ -163,8 +164,10 @@ aiter_mx_rmsnorm_quantize_rows(const In* x, const In* residual, const In* weight
         constexpr int columns = MX_N2;
         const long at = (row - M) * columns;
         float values[kSteps<columns>][kValues];
-        load_row<columns, false>(pieces(other + at), nullptr, nullptr, values);
-        normalise<columns>(pieces(other_weight), other_epsilon, values);
+        Piece weights[kSteps<columns>];
+        load_row<columns, false>(pieces(other + at), nullptr, pieces(other_weight), nullptr, values,
+                                 weights);
+        normalise<columns>(weights, other_epsilon, values);
 #pragma unroll
         for (int step = 0; step < kSteps<columns>; ++step) {
             const int p = step * kThreads + thread_in_group();

@@ -1,16 +1,19 @@
 """Gradients of a grouped GEMM, and whole steps: ours and torch's bf16, for even and uneven groups.
 
     python -m op_tests.bench.training [--save] [--shapes 16x2048x4096x7168 ...] [--modes mild ...]
-                                      [--settle MS] [--rounds N]
+                                      [--window MS]
 
-Shapes and modes are those of op_tests.bench.grouped, and timed as there. ``dgrad`` and ``wgrad``
+Shapes and modes are those of op_tests.bench.grouped. What is compared runs in turns within the same
+window, so that the clock, which wanders with the load, is the same for all. ``dgrad`` and ``wgrad``
 are each alone, of operands that were quantised before; ``main_grad`` is a wgrad that is added to a
 tensor in fp32. ``step`` is forward and backward with all quantisation, weights included, and
 ``step_reused`` with weights that were quantised before. ``quantize`` is all the quantisation of a
 step, and ``copy`` a device copy of as many bytes. torch multiplies in bf16 by its grouped products,
 the tensors as they were drawn, or the values that MX stands for; ``step_fp8`` is its three products
 in fp8 with a scale for each row, without any quantisation, where groups are even, which it demands.
-All write gradients in bf16. Memory is the most that a step allocates beyond what is there before.
+``step_torchao`` is torchao's MX-FP8 step, of its own quantisation, where torchao is installed and
+takes the operands; ``torchao`` says by which of its ways, or why it does not. All write gradients
+in bf16. Memory is the most that a step allocates beyond what is there before.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import pandas as pd
 import torch
@@ -35,17 +40,16 @@ from op_tests.bench.grouped import (
     DEVICE,
     MODES,
     PEAK_TFLOPS,
-    ROUNDS,
-    SETTLE_MS,
     SHAPES,
     dequantized,
     group_ends,
     quantize_rows,
-    settled_us,
 )
 
 Call = Callable[[], Tensor]
 CELL = ("G", "mode", "M", "N", "K")
+WINDOW_MS = 250.0
+LEAST_ROUNDS = 11
 
 
 class Operands:
@@ -185,8 +189,83 @@ def most_bytes(call: Call) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+def alternated_us(graphs: Mapping[str, GraphedCalls], window_ms: float) -> dict[str, float]:
+    """Time of a call of each: the median of replays in turns, in random order, for so long, after
+    half as long in the same way."""
+    draw, order = random.Random(0), list(graphs)
+
+    def turn() -> dict[str, float]:
+        draw.shuffle(order)
+        return {name: graphs[name].time_us(1, 0) for name in order}
+
+    turn_ms = sum(us * graphs[name].calls for name, us in turn().items()) / 1e3
+    rounds = max(LEAST_ROUNDS, math.ceil(window_ms / turn_ms))
+    times = [turn() for _ in range(rounds + rounds // 2)][rounds // 2 :]
+    return {name: median(each[name] for each in times) for name in graphs}
+
+
+def step_of_torchao(data: Operands, preference: str) -> Call:
+    """Forward and backward by torchao, with the kernels that it prefers so."""
+    from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    x, w = data.x.detach().requires_grad_(), data.w.detach().requires_grad_()
+
+    def step() -> Tensor:
+        x.grad = w.grad = None
+        y: Tensor = _to_mxfp8_then_scaled_grouped_mm(
+            x, w.mT, data.offs[1:], kernel_preference=KernelPreference[preference]
+        )
+        y.backward(data.dy)
+        return y.detach()
+
+    return step
+
+
+def time_of_torchao(data: Operands) -> dict[str, object]:
+    """Time of a step of the first of its ways that takes these operands, or how each refuses."""
+    refusals = []
+    for preference in ("AUTO", "EMULATED"):
+        try:
+            step = step_of_torchao(data, preference)
+            step()
+        except (
+            ImportError,
+            AttributeError,
+            AssertionError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            words = " ".join(str(error).split())
+            refusals.append(f"{preference}: {type(error).__name__}: {words[:80]}")
+        else:
+            us = median(_eager_us(step) for _ in range(3))
+            return {"step_torchao_us": us, "torchao": "; ".join([*refusals, f"{preference} runs"])}
+    return {"step_torchao_us": math.nan, "torchao": "; ".join(refusals)}
+
+
+def _eager_us(call: Call) -> float:
+    """Of a call that may wait for the GPU, which no graph captures."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
+COMPARED = (
+    ("dgrad", "dgrad_bf16", "dgrad_bf16_of_mx"),
+    ("wgrad", "wgrad_bf16", "wgrad_bf16_of_mx", "main_grad"),
+    ("step", "step_reused", "step_bf16", "step_bf16_of_mx", "step_fp8"),
+    ("quantize", "copy"),
+)
+"""What shares a window."""
+
+
 def measure(
-    shape: tuple[int, int, int, int], mode: str, settle_ms: float = SETTLE_MS, rounds: int = ROUNDS
+    shape: tuple[int, int, int, int], mode: str, window_ms: float = WINDOW_MS
 ) -> dict[str, object]:
     """One row of the table."""
     groups, rows, N, K = shape
@@ -197,10 +276,13 @@ def measure(
     graphs = {name: GraphedCalls([each[name] for each in compared]) for name in compared[0]}
     if mode == "balanced":
         graphs["step_fp8"] = GraphedCalls([each.products_in_fp8() for each in operands])
-    us = {"step_fp8": math.nan} | settled_us(graphs, settle_ms, rounds)
+    us = {"step_fp8": math.nan}
+    for names in COMPARED:
+        us |= alternated_us({n: graphs[n] for n in names if n in graphs}, window_ms)
     flops = 2 * groups * rows * N * K
     row: dict[str, object] = {"G": groups, "mode": mode, "M": groups * rows, "N": N, "K": K}
     row |= {f"{name}_us": value for name, value in us.items()}
+    row |= time_of_torchao(operands[0])
     row["floor_us"] = flops / PEAK_TFLOPS / 1e6
     for name in ("dgrad", "wgrad", "step"):
         row[f"{name}_tflops"] = (3 if name == "step" else 1) * flops / us[name] / 1e6
@@ -222,8 +304,7 @@ def main() -> None:
     )
     parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, s)) for s in SHAPES])
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
-    parser.add_argument("--settle", type=float, default=SETTLE_MS, metavar="MS")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--window", type=float, default=WINDOW_MS, metavar="MS")
     arguments = parser.parse_args()
     refuse_no_gpu()
     path = MEASURED / gpu_name() / "training.csv"
@@ -233,7 +314,7 @@ def main() -> None:
         groups, rows_each, N, K = map(int, text.split("x"))
         if (groups, mode, groups * rows_each, N, K) in done:
             continue
-        rows.append(measure((groups, rows_each, N, K), mode, arguments.settle, arguments.rounds))
+        rows.append(measure((groups, rows_each, N, K), mode, arguments.window))
         print(rows[-1], flush=True)
         if arguments.save:
             facts = {"commit": commit(), "date": today()}
