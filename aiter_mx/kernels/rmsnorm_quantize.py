@@ -97,9 +97,17 @@ def _configure(target: Target, problem: RMSNormQuantizeProblem) -> Config:
     return next(c for c in _candidates(target, problem))
 
 
+def _has_few_rows(target: Target, problem: RMSNormQuantizeProblem) -> bool:
+    """Whether Hopper's SMs have a row each at most: then what counts is how long a row takes."""
+    groups = problem.M * (2 if problem.N2 else 1)
+    return target.arch == "sm_90a" and groups <= target.cu_num
+
+
 def _candidates(target: Target, problem: RMSNormQuantizeProblem) -> list[Config]:
     lanes = target.wave_size
-    if target.arch == "sm_90a" and target.cu_num < problem.M:
+    if _has_few_rows(target, problem):
+        wanted = -(-2 * _pieces(problem) // lanes)
+    elif target.arch == "sm_90a" and target.cu_num < problem.M:
         # Many rows an SM keep memory busier than many threads a row, as far as registers go.
         wanted = -(-max(problem.N, problem.N2) // (_HOPPER_VALUES * lanes))
     else:
@@ -122,6 +130,7 @@ def _defines(target: Target, problem: RMSNormQuantizeProblem, config: Config) ->
         "MX_RESIDUAL": problem.residual,
         "MX_WAVES": config["waves"],
         "MX_MAX_GRID_X": MAX_GRID_X,
+        "MX_EARLY_WEIGHTS": int(_has_few_rows(target, problem)),
     }
 
 
@@ -133,7 +142,7 @@ def _geometry(target: Target, problem: RMSNormQuantizeProblem, config: Config) -
     return Geometry(
         grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), 1),
         block=(threads, 1, 1),
-        overlaps=target.arch == "sm_90a" and groups <= target.cu_num,
+        overlaps=_has_few_rows(target, problem),
     )
 
 

@@ -20,6 +20,7 @@ using In = DType<MX_IN>;
 constexpr ScaleMode kMode = static_cast<ScaleMode>(MX_MODE);
 constexpr int kWaves = MX_WAVES;                   // of a workgroup
 constexpr bool kAdds = MX_RESIDUAL;                // a residual
+constexpr bool kEarly = MX_EARLY_WEIGHTS;          // asked for with the row, not once it is there
 constexpr unsigned long kMaxGridX = MX_MAX_GRID_X; // rows beyond it continue in the grid's y
 
 constexpr int kThreads = kWaves * kLanes;
@@ -72,7 +73,7 @@ template <int Columns>
 constexpr int kSteps = (kPieces<Columns> + kThreads - 1) / kThreads;
 
 // A row's values, after the residual's were added and stored where there is one; zeros past its
-// end. Its weights are asked for before anything waits.
+// end.
 template <int Columns, bool Adds>
 MX_DEVICE void load_row(const Piece* x, const Piece* residual, const Piece* weight, Piece* sum,
                         float (&values)[kSteps<Columns>][kValues],
@@ -85,7 +86,8 @@ MX_DEVICE void load_row(const Piece* x, const Piece* residual, const Piece* weig
             pieces[step] = x[p];
             if (Adds)
                 added[step] = residual[p];
-            weights[step] = weight[p];
+            if (kEarly)
+                weights[step] = weight[p];
         }
     }
 #pragma unroll
@@ -106,14 +108,18 @@ MX_DEVICE void load_row(const Piece* x, const Piece* residual, const Piece* weig
 
 // Multiplies a row by its weights over its root mean square.
 template <int Columns>
-MX_DEVICE void normalise(const Piece (&weights)[kSteps<Columns>], float epsilon,
+MX_DEVICE void normalise(const Piece* weight, Piece (&weights)[kSteps<Columns>], float epsilon,
                          float (&values)[kSteps<Columns>][kValues]) {
     float squares = 0;
 #pragma unroll
-    for (int step = 0; step < kSteps<Columns>; ++step)
+    for (int step = 0; step < kSteps<Columns>; ++step) {
+        const int p = step * kThreads + thread_in_group();
+        if (!kEarly && p < kPieces<Columns>)
+            weights[step] = weight[p];
 #pragma unroll
         for (int i = 0; i < kValues; ++i)
             squares = mx::fma(values[step][i], values[step][i], squares);
+    }
     const float factor = reciprocal_root(sum_of_group(squares) * (1.0f / Columns) + epsilon);
 #pragma unroll
     for (int step = 0; step < kSteps<Columns>; ++step)
@@ -140,7 +146,7 @@ aiter_mx_rmsnorm_quantize_rows(const In* x, const In* residual, const In* weight
         Piece weights[kSteps<columns>];
         load_row<columns, kAdds>(pieces(x + at), pieces(residual + at), pieces(weight),
                                  results(sum + at), values, weights);
-        normalise<columns>(weights, epsilon, values);
+        normalise<columns>(pieces(weight), weights, epsilon, values);
 #pragma unroll
         for (int step = 0; step < kSteps<columns>; ++step) {
             const int p = step * kThreads + thread_in_group();
@@ -167,7 +173,7 @@ aiter_mx_rmsnorm_quantize_rows(const In* x, const In* residual, const In* weight
         Piece weights[kSteps<columns>];
         load_row<columns, false>(pieces(other + at), nullptr, pieces(other_weight), nullptr, values,
                                  weights);
-        normalise<columns>(weights, other_epsilon, values);
+        normalise<columns>(pieces(other_weight), weights, other_epsilon, values);
 #pragma unroll
         for (int step = 0; step < kSteps<columns>; ++step) {
             const int p = step * kThreads + thread_in_group();
