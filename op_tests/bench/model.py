@@ -18,9 +18,10 @@ the first cell's logits and those of the same weights in bf16, uncompiled. ``--l
 first layers of a model alone, and ``layers`` says so.
 
 Each side of a model has a process. They compile at the same time and measure in turn, the models
-one after the other or ``--together``. Rows are written as they come; those that this commit has
-saved are not measured again. ``--seconds`` is for each round: after six tenths of them no cell is
-compiled, after them none is measured.
+one after the other or ``--together``. torchao compiles several times as long as the others, which
+would wait for it: give it a run of its own. Rows are written as they come; those that this commit
+has saved are not measured again. ``--seconds`` is for each round: after six tenths of them no cell
+is compiled, after them none is measured.
 """
 
 from __future__ import annotations
