@@ -5,9 +5,10 @@
 
 Configurations that fit shapes of the table are drawn and traced as the tuner does it. Those of
 ``FITTED`` that the cost is linear in are fitted to the predicted times by non-negative least
-squares of relative errors. With ``--persistent`` it is the cycles of a step of the kernel with
-large tiles, for each tile: the median over shapes whose weights do not bound the time. Nothing is
-written: numbers are taken over by hand into aiter_mx/kernels/linear/mfma_gfx950.py.
+squares of relative errors. With ``--persistent`` it is told by how much the cycles of the steps of
+the kernel with large tiles are off, for each tile: the median over shapes whose weights do not
+bound the time, by how many tiles there are. Nothing is written: numbers are taken over by hand into
+aiter_mx/kernels/linear/mfma_gfx950.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -47,6 +49,7 @@ WITHIN = 1.6
 """Of the least cost: what costs more would never be chosen."""
 GFX950 = hardware("gfx950")
 CYCLES_A_US = 2400
+MOST_TILES = 1 << 20
 
 
 def costs(kernel: str, problem: LinearProblem) -> list[Costed]:
@@ -89,27 +92,32 @@ def predicted_us(kernel: str, problem: LinearProblem, config: Config) -> float:
     return bench.sample_us(candidate)
 
 
-def step_cycles(tile_m: int) -> Iterator[float]:
-    """Of the kernel with large tiles, by shape."""
+def step_cycles(tile: tuple[int, int]) -> Iterator[tuple[int, float]]:
+    """Of the kernel with large tiles, by shape: tiles, and cycles for each of today's."""
     spec = find_kernel("linear", "gfx950", "hip", "persistent")
-    for N, K in PERSISTENT_SHAPES:
-        problem = LinearProblem(2 * tile_m, N, K)
+    for (N, K), many in product(PERSISTENT_SHAPES, (1, 2, 4, 8, 16)):
+        problem = LinearProblem(many * tile[0], N, K)
         config = next(
             config
             for config in spec.candidates(GFX950, problem)
-            if (config["tile_m"], config["tile_n"]) == (tile_m, PERSISTENT_STEPS[tile_m][0])
+            if (config["tile_m"], config["tile_n"]) == tile
         )
         cycles = predicted_us("persistent", problem, config) * CYCLES_A_US
         cycles -= FITTED["launch"] + FITTED["persistent"]
         if cycles > UNBOUNDED * weights_cycles(GFX950, problem):
-            yield cycles / persistent_steps(GFX950, problem, tile_m)
+            yield many * -(-N // tile[1]), cycles / persistent_steps(GFX950, problem, tile)
 
 
 def fit_persistent() -> None:
-    for tile_m, (tile_n, before) in PERSISTENT_STEPS.items():
-        found = list(step_cycles(tile_m))
-        low, middle, high = np.quantile(found, (0.1, 0.5, 0.9))
-        print(f"{tile_m}x{tile_n}: {before} -> {middle:.0f} ({low:.0f} to {high:.0f})", flush=True)
+    cus = GFX950.cu_num
+    bounds = {"few": (0, cus // 2), "many": (cus // 2, cus), "rounds": (cus, MOST_TILES)}
+    for tile in PERSISTENT_STEPS:
+        found = list(step_cycles(tile))
+        for what, (above, most) in bounds.items():
+            of_these = [ratio for tiles, ratio in found if above < tiles <= most]
+            if of_these:
+                low, middle, high = np.quantile(of_these, (0.1, 0.5, 0.9))
+                print(f"{tile} {what}: {middle:.2f} of now ({low:.2f} to {high:.2f})", flush=True)
 
 
 def main() -> None:

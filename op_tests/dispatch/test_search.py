@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from aiter_mx.kernels.linear.grouped import TILES_GFX950
-from aiter_mx.kernels.linear.mfma_gfx950 import tuned_for
+from aiter_mx.kernels.linear.mfma_gfx950 import persistent_tile, tuned_for
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import _own_costs, rows_chosen_for
 from aiter_mx.kernels.registry import kernels_of, ops, problem_type
 from aiter_mx.kernels.search import Costed, Least, Search, without_waste
@@ -62,8 +61,9 @@ def test_the_choice_is_the_first_of_all_candidates(kernel: KernelSpec, arch: str
             # These are the best of its tiles, or the best of all.
             assert candidates[0] == kernel.configure(target, problem)
         elif (kernel.op, kernel.name, arch) == ("linear", "persistent", "gfx950"):
-            few = [c for c in candidates if (c["tile_m"], c["tile_n"]) in TILES_GFX950]
-            assert kernel.configure(target, problem) == few[0]
+            tile = persistent_tile(target, problem)
+            own = [c for c in candidates if (c["tile_m"], c["tile_n"]) == tile]
+            assert kernel.configure(target, problem) == own[0]
         else:
             assert kernel.configure(target, problem) == candidates[0], problem
 

@@ -238,7 +238,7 @@ def test_refusals_say_what_is_covered() -> None:
         return MFMA.refusal(replace(GFX950, arch=arch), LinearProblem(M, 3, K))
 
     assert refusal(MAX_M, MAX_K - 32) is None
-    assert refusal(513, 32) == "M=513 is above 512, the most rows of mfma"
+    assert refusal(769, 32) == "M=769 is above 768, the most rows of mfma"
     assert refusal(1, MAX_K) == (
         f"K={MAX_K} is not below {MAX_K}, as the 32-bit offsets of mfma demand"
     )

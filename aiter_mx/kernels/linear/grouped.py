@@ -10,6 +10,7 @@ from aiter_mx import invariance
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
 from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTENT_SM90
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
+from aiter_mx.kernels.linear.mfma_gfx950 import persistent_tile
 from aiter_mx.kernels.linear.problem import LinearProblem
 from aiter_mx.kernels.spec import Config, KernelSpec, Module
 from aiter_mx.target import Target
@@ -69,16 +70,13 @@ def as_linear(spec: KernelSpec) -> KernelSpec:
     )
 
 
-TILES_GFX950 = ((32, 128), (64, 256), (128, 256), (256, 256))
-"""One for each number of rows: a w has at most so many code objects, and the model of time has the
-other widths faster by 1 % at most, or slower."""
-
-
 def _of_few_tiles(target: Target, problem: GroupedGemmProblem) -> Config:
+    """A w has a code object for each tile, so that there are few."""
+    tile = persistent_tile(target, LinearProblem(problem.M, problem.N, problem.K))
     return next(
         config
         for config in PERSISTENT_GFX950.candidates(target, problem)
-        if (config["tile_m"], config["tile_n"]) in TILES_GFX950
+        if (config["tile_m"], config["tile_n"]) == tile
     )
 
 

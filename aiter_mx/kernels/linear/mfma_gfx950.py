@@ -1,4 +1,4 @@
-"""The CDNA4 kernel of the linear for up to 512 rows of x, csrc/linear/mfma_gfx950.cu, two ways:
+"""The CDNA4 kernel of the linear for up to 768 rows of x, csrc/linear/mfma_gfx950.cu, two ways:
 ``mfma``, and ``mfma_split``, whose workgroups share K."""
 
 from __future__ import annotations
@@ -74,15 +74,21 @@ FITTED: dict[str, float] = {
 and the L2 cache's rate; the address unit's work on a tile, and the bytes that it moves; how much of
 the slowest of these counts; a round of workgroups; a wave's turn; a step's work on a tile; a sum of
 waves; a handover between workgroups; all but the steps of ``persistent``."""
-PERSISTENT_STEPS = {32: (128, 1434), 64: (256, 1816), 128: (256, 2267), 256: (256, 3406)}
-"""Of tiles by their rows of x: rows of w, and cycles of a step of 128 k, by tune/fit_mfma.py."""
+PERSISTENT_STEPS = {(128, 128): (1520, 1520, 0.72), (256, 256): (2300, 3750, 0.93)}
+"""Of tiles, by tune/fit_mfma.py: cycles of a step of 128 k, where half of the compute units have
+none and where more of them do, and what a further round of tiles takes of that. Other tiles are
+faster by 4 % at most."""
 
-MAX_M = 512
+MAX_M = 768
 MAX_K = 1 << 25  # offsets within the rows of a workgroup, at most 64, are below 2^31
 _MAX_SPLIT_N = 1 << 23  # offsets within results of 64 rows are below 2^31
 _FEWEST_SHARED_ROWS = 17  # that other kernels than mfma take
 _WORTH_LEAVING = 0.95
 _MOST_FOLDED_TILES = 4
+_MANY = 128  # rows, beyond which few tiles serve, and K is not split
+_STEP = 32  # of rows that are chosen for, up to there
+_COL_TILES_OF_MANY = (3, 4, 6)
+_WAVES_OF_MANY = 4  # at most, so that few code objects serve all numbers of rows
 _MOST_CANDIDATES = 48
 
 _QUANTISING = 4.8  # vector instructions for 64 values
@@ -120,12 +126,15 @@ def _costs(
         busiest, results = work.of_busiest, block_rows * work.rows
         of_tiles = a_step * (rows + cols)
         but_turns = bound + once + a_sum * fold * results / target.wave_size
-        for unroll in PARAMS[3].values:
+        for unroll in PARAMS[3].values if problem.M <= BLOCK_M else (1,):
             if (but_turns + unroll * of_tiles) * ROUNDED_OFF > least.cost:
                 break
             if registers_of(rows, cols, unroll) > REGISTERS:
                 break
-            for waves, turns in without_waste(WAVES, work.steps, unroll):
+            of_waves = without_waste(WAVES, work.steps, unroll)
+            if problem.M > _MANY:
+                of_waves = tuple(found for found in of_waves if found[0] <= _WAVES_OF_MANY)[-1:]
+            for waves, turns in of_waves:
                 if (but_turns + turns * unroll * of_tiles) * ROUNDED_OFF > least.cost:
                     continue
                 held = min(busiest, resident_at(rows, cols, waves, unroll))
@@ -142,12 +151,24 @@ def _costs(
 @cache
 def _ways(M: int, splits: tuple[int, ...]) -> list[tuple[Way, int]]:
     """Those that are worth a thought, and their parameter ``blocks``."""
-    most, found = -(-M // SIDE) if M <= 2 * BLOCK_M else 1, []  # blocks: each has a tile
-    for rows, fold, blocks, split in product(*(PARAMS[i].values for i in (0, 1, 4)), splits):
+    if M > _MANY:
+        return [*dict.fromkeys(_ways_of_many(M, splits))]
+    most, found = -(-M // SIDE), []  # blocks: each has a tile
+    for rows, fold, blocks, split in product(
+        *(PARAMS[i].values for i in (0, 1)), (1, 2, 4), splits
+    ):
         folds = fold == 1 or (split * blocks == 1 and M * fold <= SIDE * _MOST_FOLDED_TILES)
         if folds and blocks <= max(1, min(most, 2 * BLOCK_M // (SIDE * split))):
             found.append((way_at(M, rows, fold, blocks, split), blocks))
     return found
+
+
+def _ways_of_many(M: int, splits: tuple[int, ...]) -> Iterator[tuple[Way, int]]:
+    """Large tiles, in as few blocks as they give."""
+    for tiles, split in product(_COL_TILES_OF_MANY, splits):
+        blocks = -(-M // (SIDE * tiles))
+        if blocks in PARAMS[4].values:
+            yield way_at(M, PARAMS[0].values[-1], 1, blocks, split), blocks
 
 
 def weights_cycles(target: Target, problem: LinearProblem) -> float:
@@ -189,7 +210,9 @@ SEARCHES: dict[str, Search] = {
 
 def tuned_for(M: int) -> int:
     """Few code objects serve all numbers of rows."""
-    return max(8, rows_tuned_for(M)) if M <= 2 * BLOCK_M else 4 * BLOCK_M
+    if M <= BLOCK_M:
+        return max(8, rows_tuned_for(M))
+    return -(-M // _STEP) * _STEP if M <= _MANY else -(-M // SIDE) * SIDE
 
 
 @lru_cache(maxsize=1024)
@@ -226,38 +249,41 @@ def _split_refusal(target: Target, problem: LinearProblem) -> str | None:
     return _refusal(target, problem)
 
 
-def persistent_steps(target: Target, problem: LinearProblem, tile_m: int) -> float:
-    """Steps of 128 k that the kernel with large tiles takes, where a further round of tiles counts
-    half."""
-    tiles = -(-problem.M // tile_m) * -(-problem.N // PERSISTENT_STEPS[tile_m][0])
-    return (1 + (-(-tiles // target.cu_num) - 1) / 2) * -(-problem.K // 128)
+def persistent_steps(target: Target, problem: LinearProblem, tile: tuple[int, int]) -> float:
+    """Cycles of all the steps that the kernel with large tiles takes."""
+    tiles = -(-problem.M // tile[0]) * -(-problem.N // tile[1])
+    of_few, of_many, further = PERSISTENT_STEPS[tile]
+    rounds = 1 + further * (-(-tiles // target.cu_num) - 1)
+    cycles = of_few if 2 * tiles <= target.cu_num else of_many
+    return rounds * cycles * -(-problem.K // 128)
+
+
+def persistent_tile(target: Target, problem: LinearProblem) -> tuple[int, int]:
+    """The fastest of its tiles."""
+    return min(PERSISTENT_STEPS, key=lambda tile: persistent_steps(target, problem, tile))
 
 
 def _persistent(target: Target, problem: LinearProblem) -> float:
     """What the kernel with large tiles would take."""
-    cycles = (
-        step * persistent_steps(target, problem, tile_m)
-        for tile_m, (_, step) in PERSISTENT_STEPS.items()
-    )
-    return max(min(cycles), weights_cycles(target, problem)) + FITTED["persistent"]
+    cycles = persistent_steps(target, problem, persistent_tile(target, problem))
+    return max(cycles, weights_cycles(target, problem)) + FITTED["persistent"]
 
 
 def _fastest(target: Target, problem: LinearProblem) -> tuple[str, Config | None]:
-    M = problem.M if problem.M > 2 * BLOCK_M else tuned_for(problem.M)
-    return _fastest_of(target, M, problem.N, problem.K)
+    return _fastest_of(target, tuned_for(problem.M), problem.N, problem.K)
 
 
 @lru_cache(maxsize=1024)
 def _fastest_of(target: Target, M: int, N: int, K: int) -> tuple[str, Config | None]:
     """The kernel that is, and its configuration unless it is ``persistent``; ``mfma`` is unless
     another is by a twentieth. No search goes beyond what would be taken in its place."""
-    tuned, launch, best = LinearProblem(tuned_for(M), N, K), FITTED["launch"], inf
+    tuned, launch, best = LinearProblem(M, N, K), FITTED["launch"], inf
     if M >= _FEWEST_SHARED_ROWS:
-        best = launch + _persistent(target, LinearProblem(M, N, K))
+        best = launch + _persistent(target, tuned)
     mfma = SEARCHES["mfma"].cheapest(target, tuned, best / _WORTH_LEAVING - launch)
     if mfma is not None:
         best = min(best, _WORTH_LEAVING * (launch + mfma[0]))
-    if M >= _FEWEST_SHARED_ROWS and N < _MAX_SPLIT_N:
+    if _FEWEST_SHARED_ROWS <= M <= _MANY and N < _MAX_SPLIT_N:
         split = SEARCHES["mfma_split"].cheapest(target, tuned, best - launch)
         if split is not None:
             return "mfma_split", split[1]

@@ -25,14 +25,14 @@ PARAMS = (
     Param(
         "unroll", (1, 2, 3, 4), "steps of a wave whose loads are issued before the first is used"
     ),
-    Param("blocks", (1, 2, 4), "blocks of rows of x, each with workgroups of its own"),
+    Param("blocks", tuple(range(1, 9)), "blocks of rows of x, each with workgroups of its own"),
 )
 
 SPLITS = Param("splits", (2, 3, 4), "workgroups that share K")
 
 BLOCK_M = 64
-"""Rows of x in a block, where there are more than twice as many; fewer are in as many blocks as a
-configuration says."""
+"""Rows of x in a block, where there are too many for as many blocks as a configuration says."""
+COL_TILES = (1, 2, 3, 4, 6, 8)
 
 
 class Work(NamedTuple):
@@ -71,10 +71,10 @@ class Way(NamedTuple):
 
 @cache
 def way_at(M: int, row_tiles: int, fold: int, blocks: int, splits: int = 1) -> Way:
-    if M > 2 * BLOCK_M:
-        tiles = BLOCK_M * fold // SIDE
+    tiles = -(-M * fold // (SIDE * blocks))
+    if M > BLOCK_M:
+        tiles = next((t for t in COL_TILES if t >= tiles), BLOCK_M * fold // SIDE)
     else:
-        tiles = -(-M * fold // (SIDE * blocks))
         tiles += tiles % 2 * (tiles > 2)  # fewer code objects, for rows that take no memory
     blocks = -(-M * fold // (SIDE * max(tiles, 1)))
     return Way(row_tiles, fold, splits, blocks, tiles, -(-M // max(blocks, 1)))

@@ -92,7 +92,10 @@ def _mfma_swept(config: dict[str, int], col_tiles: int, odd: bool, dtype: str) -
 _MFMA_FOLDS = [_mfma(1, 1, 2, 1, 1), _mfma(2, 2, 2, 1, 1), _mfma(1, 4, 1, 1, 1)]
 
 # Rows of x that are divided into blocks, evenly and not.
-_SEVERAL_BLOCKS = ((1, (65, 128)), (1, (129, 200, 512)), (2, (33, 50, 64)), (4, (33, 37, 49, 64)))
+_SEVERAL_BLOCKS = (
+    *((1, (65, 128)), (1, (129, 200, 512)), (2, (33, 50, 64)), (4, (33, 37, 49, 64))),
+    *((2, (65, 96, 130, 192)), (3, (129, 144)), (5, (65, 300)), (8, (384, 768))),
+)
 
 MFMA_GFX950 = Subject(
     "mfma",
