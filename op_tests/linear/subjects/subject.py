@@ -27,7 +27,8 @@ class Case(NamedTuple):
 
 
 def cases(params: Sequence[str], table: str, cu_num: int | None = None) -> list[Case]:
-    """A case for each line of a table: M, N, K, then the values of the kernel's parameters.
+    """A case for each line of a table: M, N, K, then the values of the kernel's parameters, or none
+    where it chooses them.
 
     Args:
         params: the kernel's parameters.
@@ -36,7 +37,7 @@ def cases(params: Sequence[str], table: str, cu_num: int | None = None) -> list[
     """
     rows = ([int(word) for word in line.partition("#")[0].split()] for line in table.splitlines())
     return [
-        Case(M, N, K, dict(zip(params, values, strict=True)), cu_num)
+        Case(M, N, K, dict(zip(params, values, strict=True)) if values else None, cu_num)
         for M, N, K, *values in filter(None, rows)
     ]
 

@@ -92,12 +92,21 @@ WGMMA_FP8_PASSES = cases(
     """,
     cu_num=8,
 )
-_WGMMA_FP8_OWN = [
-    *(Case(17, 1537, 6144, None), Case(33, 6143, 1536, None), Case(47, 2304, 6144, None)),
-    *(Case(63, 6144, 2048, None), Case(64, 1535, 6144, None)),
-    *(Case(65, 6143, 2048, None), Case(90, 1537, 6144, None), Case(128, 9215, 1536, None)),
-    *(Case(150, 1537, 6144, None), Case(256, 383, 6144, None)),
-]
+_WGMMA_FP8_OWN = cases(
+    (),
+    """
+     17 1537 6144
+     33 6143 1536
+     47 2304 6144
+     63 6144 2048
+     64 1535 6144
+     65 6143 2048
+     90 1537 6144
+    128 9215 1536
+    150 1537 6144
+    256  383 6144
+    """,
+)
 
 WGMMA_FP8 = Subject(
     "wgmma_fp8",
@@ -188,9 +197,14 @@ WGMMA_BF16_SMALL = cases(
     """,
     cu_num=8,
 )
-_WGMMA_BF16_OWN = [
-    *(Case(65, 1537, 6144, None), Case(127, 2304, 6144, None), Case(600, 6143, 1536, None))
-]
+_WGMMA_BF16_OWN = cases(
+    (),
+    """
+      65 1537 6144
+     127 2304 6144
+     600 6143 1536
+    """,
+)
 
 WGMMA_BF16 = Subject(
     "wgmma_bf16",
