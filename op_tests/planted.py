@@ -1,10 +1,10 @@
 """``python -m op_tests.planted``: mistakes in Hopper's sources, each of which tests must find.
 
 Each mistake is planted in a copy of ``csrc``, over which the conformance suite of its op is run on
-the GPU of this machine until a test fails. ``build/planted`` gets the outputs; ``--save`` keeps
-what found each in ``docs/measured/<gpu>/planted.csv``. ``--compile`` needs no GPU: it says whether
-every mistake compiles. The exit status is 1 where one is not found, or the sources as they are
-fail.
+the GPU of this machine until a test fails. The tests that failed are then run over the sources as
+they are. ``build/planted`` gets the outputs; ``--save`` keeps what found each in
+``docs/measured/<gpu>/planted.csv``. ``--compile`` needs no GPU: it says whether every mistake
+compiles. The exit status is 1 where one is not found, or the sources as they are fail.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from op_tests import gpu
 
 BUILD = gpu.ROOT / "build" / "planted"
 VARIABLE = "AITER_MX_PLANTED_CSRC"
-_FAILED = re.compile(r"^FAILED \S+::(\S+)", re.MULTILINE)
+_FAILED = re.compile(r"^FAILED \S+?::(\S+?):?(?=\s|$)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -172,19 +173,43 @@ def sources(name: str, mistake: Mistake | None) -> Path:
     return folder
 
 
-def tested(suite: str, kernel: str, csrc: Path) -> str:
-    """The test that fails, or how the run ended."""
+def tested(csrc: Path, output: Path, *tests: str) -> str:
+    """The first test that fails over some sources, or how the run ended."""
     plugin = ("-p", "op_tests.planted", "-p", "no:cacheprovider", "-q", "-x", "-m", "gpu")
-    command = [sys.executable, "-m", "pytest", *plugin, "-k", f"{kernel}-gpu", suite]
-    environment = gpu.environment() | {VARIABLE: str(csrc)}
     done = subprocess.run(
-        command, cwd=gpu.ROOT, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "pytest", *plugin, *tests],
+        cwd=gpu.ROOT,
+        env=gpu.environment() | {VARIABLE: str(csrc)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    (csrc.parent / "output").write_text(done.stdout + done.stderr)
-    failed = _FAILED.search(done.stdout)
-    if done.returncode == 1 and failed and "BuildError" not in done.stdout:
+    output.write_text(done.stdout + done.stderr)
+    return ending(done.returncode, done.stdout)
+
+
+def ending(status: int, output: str) -> str:
+    """Of a run of pytest: the test that failed, nothing where none did, or words."""
+    failed = _FAILED.search(output)
+    if status == 1 and failed and "BuildError" not in output:
         return failed[1]
-    return "" if done.returncode == 0 else f"ended with {done.returncode}"
+    return "" if status == 0 else f"ended with {status}"
+
+
+def found_by(mistake: Mistake) -> str:
+    """The first test that fails over the mistake."""
+    csrc = sources(mistake.name, mistake)
+    return tested(csrc, csrc.parent / "output", "-k", f"{mistake.kernel}-gpu", mistake.suite)
+
+
+def controls(found: Mapping[Mistake, str]) -> list[str]:
+    """The tests that found mistakes, as pytest names them, each once."""
+    return sorted({f"{m.suite}::{test}" for m, test in found.items() if is_test(test)})
+
+
+def is_test(found: str) -> bool:
+    """Whether a mistake was found, by a test."""
+    return bool(found) and " " not in found
 
 
 def compiled(mistake: Mistake) -> str:
@@ -231,25 +256,23 @@ def main() -> int:
             for mistake, reason in zip(MISTAKES, reasons, strict=True):
                 print(mistake.name, reason or "compiles")
             return int(any(reasons))
-        controls = sorted({(m.suite, m.kernel) for m in MISTAKES})
-        plain = sources("none", None)
-        sound = list(pool.map(lambda control: tested(*control, plain), controls))
-        found = list(pool.map(lambda m: tested(m.suite, m.kernel, sources(m.name, m)), MISTAKES))
+        found = dict(zip(MISTAKES, pool.map(found_by, MISTAKES), strict=True))
+    plain, passing = sources("none", None), controls(found)
+    failure = tested(plain, plain.parent / "output", *passing) if passing else ""
     rows = [
         {"kernel": m.kernel, "source": m.source, "mistake": m.what, "found_by": test}
-        for m, test in zip(MISTAKES, found, strict=True)
+        for m, test in found.items()
     ]
-    for (_, kernel), failure in zip(controls, sound, strict=True):
-        print(f"{kernel} as it is: {failure or 'passes'}")
     for row in rows:
         print(f"{row['kernel']}, {row['mistake']}: {row['found_by'] or 'NOT FOUND'}")
+    print(f"{len(passing)} tests over the sources as they are: {failure or 'all pass'}")
     if asked.save:
         import pandas as pd
 
         from op_tests.bench.common import MEASURED, gpu_name
 
         pd.DataFrame(rows).to_csv(MEASURED / gpu_name() / "planted.csv", index=False)
-    return int(any(sound) or not all(test and " " not in test for test in found))
+    return int(bool(failure) or not all(map(is_test, found.values())))
 
 
 if __name__ == "__main__":

@@ -163,3 +163,15 @@ def test_every_mistake_can_be_planted(tmp_path: Path) -> None:
         assert copy.read_text() != (csrc_dir() / mistake.source).read_text()
         with pytest.raises(ValueError, match=r"has .* times, not once"):
             replace(mistake, right="text that is not there").plant(tmp_path)
+
+
+def test_tests_that_found_mistakes_are_run_over_the_sources_as_they_are() -> None:
+    failed = "FAILED op_tests/a/test_b.py::test_c[gemv-gpu-0]: AssertionError: far off\n"
+    assert planted.ending(1, f".\n{failed}") == "test_c[gemv-gpu-0]"
+    assert planted.ending(1, failed.partition(":")[0] + "::test_c[x]\n") == "test_c[x]"
+    assert planted.ending(0, "") == ""
+    assert planted.ending(124, failed) == "ended with 124"
+    assert planted.ending(1, failed + "BuildError") == "ended with 1"
+    one, other, third, *_ = planted.MISTAKES
+    found = {one: "test_c[0]", other: "test_c[0]", third: "ended with 124"}
+    assert planted.controls(found) == [f"{one.suite}::test_c[0]"]
