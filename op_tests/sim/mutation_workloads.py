@@ -29,6 +29,7 @@ _SCHEDULES = ("random", "round-robin", "run-to-barrier")
 _MAX_STEPS = 1 << 18
 _CPU = torch.device("cpu")
 _PRODUCTS = ("grouped_gemm", "grouped_wgrad", "moe_gemm")
+_SCALES = ("xs", "ws", "x_scale", "grad_scale")
 _NAN_SCALE = 255
 
 
@@ -93,7 +94,7 @@ class WorkloadLaunch:
         problem, workload = case.problems[number], workload_of(case.op)
         self._operands = list(workload.operands(problem, _CPU, number))
         for arg, values in zip(case.module.args, self._operands, strict=False):
-            if arg.name in ("x", "h") and arg.access == "r" and values is not None:
+            if arg.name in ("x", "h") and values is not None and values.itemsize > 1:
                 vary_halves(values)
                 if case.op == "quantize" and number % 2:
                     values.view(-1)[5::97], values.view(-1)[11::613] = torch.inf, torch.nan
@@ -108,7 +109,7 @@ class WorkloadLaunch:
                     self._operands[-2] = torch.nn.functional.pad(ends[:-1], (1, 0))
         self._judge = workload.judge(problem, self._operands)
         self._prepared = case.prepared(number, self._operands)
-        written = [arg.access == "w" for arg in case.module.args if arg.kind == "pointer"]
+        written = [arg.access in ("w", "rw") for arg in case.module.args if arg.kind == "pointer"]
         self._results = [
             tensor
             for tensor, is_result in zip(self._operands, written, strict=False)
@@ -127,13 +128,13 @@ class WorkloadLaunch:
         self, case: WorkloadCase, problem: Problem
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Give some blocks NaN for a scale: the result without, and where it is NaN then."""
-        (result,), found = self._results, []
+        (result,), found, draw = self._results, [], torch.Generator().manual_seed(0)
         run = bound(find_kernel(case.op, "gfx950", "torch", "reference"), _CPU, problem)
         for is_planted in (False, True):
             for arg, values in zip(case.module.args, self._operands, strict=False):
-                if is_planted and arg.name in ("xs", "ws") and values is not None:
+                if is_planted and arg.name in _SCALES and values is not None:
                     flat = values.view(-1)
-                    flat[torch.randperm(len(flat))[: 3 if arg.name == "xs" else 5]] = _NAN_SCALE
+                    flat[torch.randperm(len(flat), generator=draw)[:4]] = _NAN_SCALE
             result.zero_()
             run(self._operands)
             found.append(result.clone())
@@ -209,6 +210,7 @@ WORKLOAD_CASES = (
             MoeGemmProblem(5, 70, 1376, 3, 2, 16, "bf16", bias="bf16", weights="by_t"),
             MoeGemmProblem(3, 37, 96, 3, 2, 16, "bf16", bias="fp32", a_div=2),
             MoeGemmProblem(20, 64, 608, 2, 1, 32, "bf16", ids="aiter", weights="by_place"),
+            MoeGemmProblem(2, 43, 608, 3, 2, 64, "bf16", bias="fp16"),
         ),
         {"row_tiles": 2, "col_tiles": 1, "waves": 2, "unroll": 1},
     ),
@@ -220,6 +222,7 @@ WORKLOAD_CASES = (
             MoeGemmProblem(5, 192, 1344, 3, 2, 16, "mxfp8", "silu", bias="bf16", a_div=2),
             MoeGemmProblem(3, 64, 128, 3, 2, 16, "mxfp8", "silu", bias="fp32", a_div=2),
             MoeGemmProblem(20, 128, 640, 2, 1, 32, "mxfp8", "silu"),
+            MoeGemmProblem(2, 128, 640, 3, 2, 64, "mxfp8", "silu", bias="fp16", a_div=2),
         ),
         {"row_tiles": 4, "col_tiles": 1, "waves": 2, "unroll": 1},
     ),
@@ -230,7 +233,15 @@ WORKLOAD_CASES = (
         (
             MoeCombineProblem(3, 260, 3, 5, shared=1),
             MoeCombineProblem(2, 1028, 3, 2, shared=1),
+        ),
+    ),
+    WorkloadCase(
+        "moe_combine k3 sorted",
+        "moe_combine",
+        "combine",
+        (
             MoeCombineProblem(3, 260, 3, 5, shared=1, sorted_y=True),
+            MoeCombineProblem(2, 1028, 3, 2, shared=1, sorted_y=True),
         ),
     ),
     WorkloadCase(
@@ -261,7 +272,9 @@ WORKLOAD_CASES = (
             GroupedGemmProblem(100, 192, 480, 3, bias="bf16"),
             GroupedGemmProblem(132, 288, 1376, 2, bias="bf16", index="i64"),
             GroupedGemmProblem(280, 160, 2016, 70, bias="bf16", layout="masked"),
-            GroupedGemmProblem(516, 96, 96, 9, bias="bf16"),
+            GroupedGemmProblem(516, 96, 96, 70, bias="bf16", index="i64"),
+            GroupedGemmProblem(516, 96, 96, 70, bias="bf16"),
+            GroupedGemmProblem(516, 96, 96, 70, bias="bf16"),
         ),
         {"tile_m": 32, "tile_n": 128, "swath": 4, "xcds": 8},
         cu_num=2,

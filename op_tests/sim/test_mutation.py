@@ -23,8 +23,10 @@ from op_tests.sim.mutation_planting import (
 )
 from op_tests.sim.mutation_probes import CASES, EVERY_CASE, Case, verdict
 from op_tests.sim.mutation_report import Outcome, Reason, page, reason_of, reasons, rows
+from op_tests.sim.mutation_workloads import WORKLOAD_CASES, WorkloadCase
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+each_workload = pytest.mark.parametrize("case", WORKLOAD_CASES, ids=lambda case: case.name)
 
 
 def test_a_sample_of_every_kind_is_caught_or_explained() -> None:
@@ -39,6 +41,17 @@ def test_a_sample_of_every_kind_is_caught_or_explained() -> None:
 
 @each_case
 def test_unchanged_kernels_pass_their_probes(case: Case) -> None:
+    assert verdict(case, case.image) == ("", "")
+
+
+@each_workload
+def test_problems_of_a_case_share_its_code(case: WorkloadCase) -> None:
+    assert len({case.prepared(number, None).image for number in range(len(case.problems))}) == 1
+
+
+@pytest.mark.slow
+@each_workload
+def test_unchanged_kernels_pass_their_problems(case: WorkloadCase) -> None:
     assert verdict(case, case.image) == ("", "")
 
 
