@@ -115,7 +115,7 @@ class WorkloadLaunch:
             for tensor, is_result in zip(self._operands, written, strict=False)
             if is_result and tensor is not None
         ]
-        has_nans = case.op in _PRODUCTS and number == 0 and len(self._results) == 1
+        has_nans = case.op in _PRODUCTS and number == 0
         self._options = SimOptions(
             schedule=_SCHEDULES[number % len(_SCHEDULES)],
             seed=number,
@@ -126,19 +126,20 @@ class WorkloadLaunch:
 
     def _plant_nans(
         self, case: WorkloadCase, problem: Problem
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give some blocks NaN for a scale: the result without, and where it is NaN then."""
-        (result,), found, draw = self._results, [], torch.Generator().manual_seed(0)
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Give some blocks NaN for a scale: the results without, and where they are NaN then."""
+        found, draw = [], torch.Generator().manual_seed(0)
         run = bound(find_kernel(case.op, "gfx950", "torch", "reference"), _CPU, problem)
         for is_planted in (False, True):
             for arg, values in zip(case.module.args, self._operands, strict=False):
                 if is_planted and arg.name in _SCALES and values is not None:
                     flat = values.view(-1)
                     flat[torch.randperm(len(flat), generator=draw)[:4]] = _NAN_SCALE
-            result.zero_()
+            for result in self._results:
+                result.view(torch.uint8).zero_()
             run(self._operands)
-            found.append(result.clone())
-        return found[0], found[1].isnan()
+            found.append([result.clone() for result in self._results])
+        return found[0], _nans(found[1][-1])
 
     def run(self, program: Program, strict: bool = True) -> None:
         """Launch and compare.
@@ -151,11 +152,19 @@ class WorkloadLaunch:
             result.copy_(poisoned(result.shape, result.dtype))
         replace(self._prepared, program=program).run(replace(self._options, strict=strict))
         if self._without_nans is not None:
-            (result,), (expected, nans) = self._results, self._without_nans
-            assert torch.equal(result.isnan(), nans), "NaN elsewhere"
-            result[nans] = expected[nans]
+            expected, nans = self._without_nans
+            assert torch.equal(_nans(self._results[-1]), nans), "NaN elsewhere"
+            for result, without in zip(self._results, expected, strict=True):
+                result.view(torch.uint8).view(*nans.shape, -1)[nans] = without.view(
+                    torch.uint8
+                ).view(*nans.shape, -1)[nans]
         verdict = self._judge(self._operands)
         assert verdict.right, str(verdict)
+
+
+def _nans(results: torch.Tensor) -> torch.Tensor:
+    """Which of them are NaN, or which scales say that their block is."""
+    return results == _NAN_SCALE if results.dtype == torch.uint8 else results.isnan()
 
 
 WORKLOAD_CASES = (
