@@ -135,6 +135,19 @@ def in_order(monkeypatch: pytest.MonkeyPatch, draw: random.Random, seed: int) ->
     monkeypatch.setenv("AITER_MX_SIM_DELAY", draw.choice("01"))
 
 
+def in_drawn_orders(
+    monkeypatch: pytest.MonkeyPatch, number: int, cases: Iterable[_Case]
+) -> Iterator[tuple[int, _Case, random.Random]]:
+    """Cases, each with its place and with waves in an order of its own, as ``number`` has it drawn.
+
+    The third value has drawn the orders so far, and may draw more.
+    """
+    draw = random.Random(number)
+    for seed, case in enumerate(cases):
+        in_order(monkeypatch, draw, seed)
+        yield seed, case, draw
+
+
 def every_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Set one order of simulated waves after the other, and late stores for half of them."""
     for at, (schedule, seed) in enumerate(ORDERS):

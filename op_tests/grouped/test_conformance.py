@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from op_tests import conformance
-from op_tests.conformance import DTYPES, bench_of, each, every_order, in_order
+from op_tests.conformance import DTYPES, bench_of, each, every_order, in_drawn_orders
 from op_tests.grouped.cases import (
     Case,
     Groups,
@@ -79,9 +78,7 @@ bench = bench_of(Bench)
 def test_any_groups_shape_and_configuration_match_float64(
     bench: Bench, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw = random.Random(group)
-    for seed, case in enumerate(bench.subject.groups[group]):
-        in_order(monkeypatch, draw, seed)
+    for seed, case, draw in in_drawn_orders(monkeypatch, group, bench.subject.groups[group]):
         exponents = (-12, -6) if case.dtype == "fp16" else draw.choice([(-20, 20), (-6, 6)])
         bench.assert_right(case, bench.draw(case, seed, exponents), bench.bias(case, seed))
 

@@ -19,7 +19,14 @@ from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import build_request
 from aiter_mx.target import hardware
 from op_tests import conformance
-from op_tests.conformance import DTYPES, bench_of, each, every_order, in_order, named
+from op_tests.conformance import (
+    DTYPES,
+    bench_of,
+    each,
+    every_order,
+    in_drawn_orders,
+    named,
+)
 from op_tests.grouped.cases import Groups, draw_groups, ending_at, of_every_size, one_group
 from op_tests.launches import (
     Out,
@@ -216,9 +223,7 @@ def assert_groups(out: Tensor, case: Case, drawn: Operands, bound_of_error: floa
 def test_any_groups_shape_and_configuration_match_float64(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = random.Random(0)
-    for seed, case in enumerate(bench.subject.groups):
-        in_order(monkeypatch, order, seed)
+    for seed, case, _ in in_drawn_orders(monkeypatch, 0, bench.subject.groups):
         bench.assert_right(case, draw(case, seed))
 
 

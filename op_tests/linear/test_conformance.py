@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from aiter_mx.kernels.linear import LinearProblem
 from op_tests import conformance
-from op_tests.conformance import DTYPES, bench_of, each, every_order, in_order
+from op_tests.conformance import DTYPES, bench_of, each, every_order, in_drawn_orders
 from op_tests.launches import Out, assert_repeats_on_two_streams, bound, same_bytes
 from op_tests.linear.launches import (
     chain_of_layers,
@@ -83,9 +82,7 @@ def test_any_shape_and_configuration_match_float64(
     bench: Bench, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scales far apart, and near each other; in the simulator in one order of waves or another."""
-    draw = random.Random(group)
-    for seed, case in enumerate(bench.subject.groups[group]):
-        in_order(monkeypatch, draw, seed)
+    for seed, case, _ in in_drawn_orders(monkeypatch, group, bench.subject.groups[group]):
         both = [(-12, -6)] if case.dtype == "fp16" else [(-20, 20), (-6, 6)]
         if bench.device.type == "cpu":
             both = [both[seed % len(both)]]

@@ -18,7 +18,7 @@ from torch import Tensor
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.timing import random_mx as random_mx_there
 from op_tests import conformance
-from op_tests.conformance import DTYPES, bench_of, each, every_order, in_order
+from op_tests.conformance import DTYPES, bench_of, each, every_order, in_drawn_orders
 from op_tests.launches import (
     Out,
     assert_repeats_on_two_streams,
@@ -105,9 +105,8 @@ bench = bench_of(Bench)
 def test_any_shape_routing_and_configuration_match_float64(
     bench: Bench, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw, on_gpu = random.Random(group), bench.device.type == "cuda"
-    for seed, case in enumerate(bench.subject.groups[group]):
-        in_order(monkeypatch, draw, seed)
+    on_gpu = bench.device.type == "cuda"
+    for seed, case, _ in in_drawn_orders(monkeypatch, group, bench.subject.groups[group]):
         for ids, dtype in (("vllm", "bf16"), ("aiter", "")) if on_gpu else ((None, ""),):
             bench.assert_right(case, bench.draw(case, 100 * group + seed, dtype, ids=ids))
 
@@ -116,12 +115,10 @@ def test_any_shape_routing_and_configuration_match_float64(
 def test_activated_rows_are_quantised_as_the_exact_ones(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw = random.Random(1)
-    for seed, (case, activation, layout) in enumerate(bench.subject.activated):
-        in_order(monkeypatch, draw, seed)
+    for seed, (case, *kind), _ in in_drawn_orders(monkeypatch, 1, bench.subject.activated):
         swiglu = SWIGLU if seed % 2 else (1.2, 0.5, 3.0)
         drawn = bench.draw(case, seed, "mxfp8")
-        bench.assert_right(case, activated(drawn, activation, layout, swiglu))
+        bench.assert_right(case, activated(drawn, *kind, swiglu))
 
 
 @each(SUBJECTS)

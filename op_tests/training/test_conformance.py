@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.target import target_of
 from op_tests import conformance
-from op_tests.conformance import DTYPES, INDICES, bench_of, each, in_order
+from op_tests.conformance import DTYPES, INDICES, bench_of, each, in_drawn_orders
 from op_tests.launches import Out, assert_repeats_on_two_streams, bound, launch, moved, same_bytes
 from op_tests.mx_reference import in_e5m2
 from op_tests.operands import NANS, SPREADS
@@ -79,9 +78,7 @@ bench = bench_of(Bench)
 def test_any_groups_and_shape_match_float64(
     bench: Bench, swept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw = random.Random(swept)
-    for seed, shape in enumerate(bench.subject.swept[swept]):
-        in_order(monkeypatch, draw, seed)
+    for seed, shape, draw in in_drawn_orders(monkeypatch, swept, bench.subject.swept[swept]):
         exponents = (-12, -6) if shape.dtype == "fp16" else draw.choice([(-20, 20), (-6, 6)])
         case = bench.draw(shape, seed, exponents)
         if case.grad.shape[1]:
