@@ -15,8 +15,9 @@ from aiter_mx.kernels.spec import (
     Arg,
     Config,
     Geometry,
-    Key,
     Param,
+    numbers,
+    pointers,
     reference,
     require,
 )
@@ -70,11 +71,6 @@ class RMSNormQuantizeProblem:
 
 
 KEY = ("M", "N", "dtype", "N2", "residual")
-
-
-def stand_ins(key: Key) -> tuple[Key, ...]:
-    """None: nothing about this kernel is worth a table."""
-    return ()
 
 
 PARAMS = (Param("waves", (1, 2, 4, 8, 16, 32), "waves of a workgroup, which has a row"),)
@@ -154,11 +150,10 @@ KERNELS = (
         "rows",
         {"gfx950": "quantize/rmsnorm.cu", "sm_90a": "quantize/rmsnorm.cu"},
         args=(
-            *(Arg(name, "pointer", "r") for name in ("x", "residual", "weight", "x2", "weight2")),
-            *(Arg(name, "pointer", "w") for name in ("payload", "scales", "sum", "norm2")),
+            *pointers("r", "x", "residual", "weight", "x2", "weight2"),
+            *pointers("w", "payload", "scales", "sum", "norm2"),
             Arg("M", "i64"),
-            Arg("epsilon", "f32"),
-            Arg("epsilon2", "f32"),
+            *numbers("f32", "epsilon", "epsilon2"),
         ),
         defines=_defines,
         geometry=_geometry,

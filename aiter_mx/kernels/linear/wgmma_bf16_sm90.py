@@ -38,6 +38,7 @@ from aiter_mx.kernels.spec import (
     Param,
     Parts,
     TensorMap,
+    numbers,
     where_it_fits,
 )
 from aiter_mx.numerics import BLOCK
@@ -393,9 +394,9 @@ WGMMA_BF16 = declare(
     {"sm_90a": "linear/wgmma_bf16_sm90.cu"},
     args=(
         *_POINTERS,
-        *(Arg(name, "i64") for name in ("M", "N", "K")),
+        *numbers("i64", "M", "N", "K"),
         Arg("bias_kind", "i32"),
-        *(Arg(name, "i32") for name in SCHEDULE),
+        *numbers("i32", *SCHEDULE),
     ),
     defines=_defines,
     geometry=_geometry,
