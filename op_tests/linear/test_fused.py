@@ -144,7 +144,7 @@ def test_the_result_is_that_of_quantising_first(
         (1, 130, 1056, "gemv", 1),
         (20, 200, 1056, "mfma", 1),
         (64, 70, 12320, "mfma_split", 2),
-        (600, 96, 160, "persistent", 2),
+        (800, 96, 160, "persistent", 2),
     ],
 )
 @pytest.mark.parametrize("x_dtype", ["bf16", "fp16"])
