@@ -242,6 +242,7 @@ WORKLOAD_CASES = (
         (
             MoeCombineProblem(3, 260, 3, 5, shared=1),
             MoeCombineProblem(2, 1028, 3, 2, shared=1),
+            MoeCombineProblem(40, 12, 3, 4, shared=1),
         ),
     ),
     WorkloadCase(
@@ -251,6 +252,7 @@ WORKLOAD_CASES = (
         (
             MoeCombineProblem(3, 260, 3, 5, shared=1, sorted_y=True),
             MoeCombineProblem(2, 1028, 3, 2, shared=1, sorted_y=True),
+            MoeCombineProblem(40, 12, 3, 4, shared=1, sorted_y=True),
         ),
     ),
     WorkloadCase(
@@ -295,7 +297,10 @@ WORKLOAD_CASES = (
         (
             GroupedGemmProblem(150, 288, 640, 3, "fp32", a_format="e5m2"),
             GroupedGemmProblem(70, 288, 896, 66, "fp32", a_format="e5m2", index="i64"),
+            GroupedGemmProblem(132, 96, 256, 66, "fp32", a_format="e5m2"),
             GroupedGemmProblem(300, 544, 256, 4, "fp32", a_format="e5m2", layout="masked"),
+            GroupedGemmProblem(132, 96, 256, 66, "fp32", a_format="e5m2", index="i64"),
+            GroupedGemmProblem(132, 96, 256, 66, "fp32", a_format="e5m2"),
         ),
         {"tile_m": 64, "tile_n": 256, "swath": 1, "xcds": 1},
         cu_num=2,
