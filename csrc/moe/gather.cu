@@ -1,14 +1,12 @@
 // Routed rows of x side by side, and the ranges of each expert, for the grouped GEMM:
 // aiter_mx/kernels/moe_gemm/problem.py defines the lists.
 //
-//   gathered [max_blocks * block_m, K]   row p is row t / a_div of x, t being sorted id p; payloads
-//   of
-//                                        padding are left as they are, their scales are 1
+//   gathered [max_blocks * block_m, K]   row p is row t / a_div of x, t being sorted id p;
+//                                        payloads of padding are left as they are, its scales are 1
 //   starts, ends [E]                     rows of gathered that are an expert's, all of its blocks;
 //                                        0 and 0 where it has none
 //   places [routed rows]                 where each is among the gathered, or -1 where its expert
-//   is
-//                                        not here; may be null
+//                                        is not here; may be null
 //
 // Workgroup 0 finds the ranges, from where the expert changes from one block to the next. In the
 // others each wave takes one row.

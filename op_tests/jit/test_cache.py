@@ -9,7 +9,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,16 +18,6 @@ from aiter_mx.errors import BuildError, CacheError
 from aiter_mx.jit import cache, contents
 from aiter_mx.jit.folder import cache_dir
 from op_tests.jit.fakes import forget, unwritable
-
-
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache folder that does not exist yet, where any user may reach it."""
-    with tempfile.TemporaryDirectory() as above:
-        Path(above).chmod(0o755)
-        monkeypatch.setenv("AITER_MX_CACHE_DIR", f"{above}/cache")
-        forget(monkeypatch)
-        yield Path(above) / "cache"
 
 
 def random_bytes() -> bytes:

@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from op_tests.jit.test_cache import folder  # noqa: F401
-
 COMMON = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
@@ -91,21 +89,21 @@ def run(program: str, log: Path) -> None:
 
 
 def test_fifty_killed_builders_leave_nothing_that_is_half_built(
-    folder: Path,  # noqa: F811
+    folder: Path,
     tmp_path: Path,
 ) -> None:
     run(KILLS, tmp_path / "log")
 
 
 def test_twenty_children_forked_while_threads_build_come_to_their_ends(
-    folder: Path,  # noqa: F811
+    folder: Path,
     tmp_path: Path,
 ) -> None:
     run(FORKS, tmp_path / "log")
 
 
 def test_sixteen_cold_ranks_build_each_artifact_once(
-    folder: Path,  # noqa: F811
+    folder: Path,
     tmp_path: Path,
 ) -> None:
     run(RANKS, tmp_path / "log")

@@ -77,7 +77,7 @@ waves; a handover between workgroups; all but the steps of ``persistent``."""
 PERSISTENT_STEPS = {(128, 128): (1520, 1520, 0.72), (256, 256): (2300, 3750, 0.93)}
 """Of tiles, by tune/fit_mfma.py: cycles of a step of 128 k, where half of the compute units have
 none and where more of them do, and what a further round of tiles takes of that. Other tiles are
-faster by 4 % at most."""
+left out, so that few code objects serve a weight."""
 
 MAX_M = 768
 MAX_K = 1 << 25  # offsets within the rows of a workgroup, at most 64, are below 2^31
