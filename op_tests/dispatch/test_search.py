@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aiter_mx.kernels.linear.mfma_gfx950 import persistent_tile, tuned_for
-from aiter_mx.kernels.linear.wgmma_bf16_sm90 import _own_costs, rows_chosen_for
+from aiter_mx.kernels.linear.wgmma_bf16_sm90 import _costs, _own_tiles, rows_chosen_for
 from aiter_mx.kernels.registry import kernels_of, ops, problem_type
 from aiter_mx.kernels.search import Costed, Least, Search, without_waste
 from aiter_mx.kernels.spec import KernelSpec, Param, Problem, combinations
@@ -56,7 +56,7 @@ def test_the_choice_is_the_first_of_all_candidates(kernel: KernelSpec, arch: str
             assert kernel.configure(target, problem) == kernel.candidates(target, most)[0]
         elif (kernel.op, kernel.name) == ("linear", "wgmma_bf16"):
             alike = replace(problem, M=rows_chosen_for(problem.M))
-            own = list(_own_costs(target, alike, Least()))
+            own = list(_costs(_own_tiles, target, alike, Least()))
             assert tuple(kernel.configure(target, problem).values()) == min(own)[2]
             # These are the best of its tiles, or the best of all.
             assert candidates[0] == kernel.configure(target, problem)

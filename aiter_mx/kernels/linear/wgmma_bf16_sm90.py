@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -186,29 +186,59 @@ def _tile(tile_m: int, tile_n: int, of: WgmmaBf16, pairs: bool) -> Tile:
     return Tile(tile_m, tile_n, pairs, unit, of.tile + sums / of.stored, sums)
 
 
-def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
+Tiles = tuple[tuple[Tile, tuple[int, ...]], ...]
+"""Tiles that are weighed, each with the splits of K that are."""
+
+
+def _every_tile(M: int) -> Tiles:
+    return tuple((tile, PARAMS[2].values) for tile in _tiles_of(FITTED, FITTED_PAIRS))
+
+
+def _own_tiles(M: int) -> Tiles:
+    """What is chosen from without a table: few tiles, so that few code objects serve all numbers of
+    rows."""
+    return _own_tiles_of(FITTED, FITTED_PAIRS, M <= _FEW_TOKENS, M <= _MANY_TOKENS)
+
+
+@cache
+def _own_tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16, few: bool, many: bool) -> Tiles:
+    every: tuple[int, ...] = PARAMS[2].values
+    found = []
+    for tile in _tiles_of(splits, pairs):
+        if few:
+            own = every if tile.tile_n <= _MOST_PAIRED else ()
+        elif tile.pairs:
+            own = every if tile.tile_n == _MOST_PAIRED and tile.tile_m > _LARGE else ()
+        else:
+            own = _OWN_SPLITS.get((tile.tile_m, tile.tile_n), ()) if many else ()
+        if own:
+            found.append((tile, own))
+    return tuple(found)
+
+
+def _costs(
+    tiles_for: Callable[[int], Tiles], target: Target, problem: LinearProblem, least: Least
+) -> Iterator[Costed]:
     """A model of a call's time beyond its start, see ``FITTED``."""
     M, N, chunks = problem.M, problem.N, _chunks(problem)
     most = target.cu_num // _PAIR
     bounds = []
-    for tile in _tiles_of(FITTED, FITTED_PAIRS):
+    for tile, splits in tiles_for(M):
         features = tile.tile_n * (_PAIR if tile.pairs else 1)
         tiles = -(-M // tile.tile_m) * -(-N // features)
         side_by_side = most if tile.pairs else target.cu_num
-        bounds.append((tiles * tile.unit / side_by_side * 2 * chunks * ROUNDED_OFF, tiles, tile))
-    splits = [
-        (split, most_clusters(target, split), -(-chunks // split) * 2)
-        for split in PARAMS[2].values
-        if split <= chunks
-    ]
-    for bound, tiles, tile in sorted(bounds):
+        bound = tiles * tile.unit / side_by_side * 2 * chunks * ROUNDED_OFF
+        bounds.append((bound, tiles, tile, splits))
+    for bound, tiles, tile, splits in sorted(bounds):
         if bound > least.cost:
             return
         if tile.pairs:
             yield from _costs_of_pairs(chunks, most, tiles, tile)
-        else:
-            for split, side_by_side, units in splits:
-                cycles = -(-tiles // side_by_side) * cycles_of_part(tile, split, units)
+            continue
+        for split in splits:
+            if split <= chunks:
+                part = cycles_of_part(tile, split, -(-chunks // split) * 2)
+                cycles = -(-tiles // most_clusters(target, split)) * part
                 yield cycles, (), (tile.tile_m, tile.tile_n, split, 0)
 
 
@@ -249,26 +279,8 @@ def _costs_of_pairs(chunks: int, most: int, tiles: int, tile: Tile) -> Iterator[
         yield FITTED_PAIRS.start + cycles, (), (tile.tile_m, tile.tile_n, 1, pairs)
 
 
-_search = Search(PARAMS, _costs, most=12)
-
-
-def _own_costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
-    """Of what is chosen without a table: few tiles, so that few code objects serve all numbers of
-    rows."""
-    for costed in _costs(target, problem, least):
-        if _is_own(problem.M, *costed[2]):
-            yield costed
-
-
-def _is_own(M: int, tile_m: int, tile_n: int, split: int, pairs: int) -> bool:
-    if M <= _FEW_TOKENS:
-        return tile_n <= _MOST_PAIRED
-    if pairs:
-        return tile_n == _MOST_PAIRED and tile_m > _LARGE
-    return M <= _MANY_TOKENS and split in _OWN_SPLITS.get((tile_m, tile_n), ())
-
-
-_own_search = Search(PARAMS, _own_costs, most=1)
+_search = Search(PARAMS, partial(_costs, _every_tile), most=12)
+_own_search = Search(PARAMS, partial(_costs, _own_tiles), most=1)
 
 
 def rows_chosen_for(M: int) -> int:
