@@ -22,7 +22,7 @@ from aiter_mx.jit import folder as folders
 from aiter_mx.jit.build import BuildRequest, build
 from aiter_mx.sim import compile as sim_compile
 from op_tests.jit.fakes import Workshop, forget
-from op_tests.jit.test_cache import folder, writer  # noqa: F401
+from op_tests.jit.test_cache import writer
 
 REQUEST = BuildRequest("kernel.cu", "gfx950", (("M", 1),))
 
@@ -57,7 +57,7 @@ def a_huge_file(path: Path) -> None:
 
 @pytest.mark.parametrize("plant", [a_pipe, a_link, a_folder, a_huge_file])
 def test_what_is_no_file_of_ours_is_never_opened(
-    folder: Path,  # noqa: F811
+    folder: Path,
     plant: Callable[[Path], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -76,7 +76,7 @@ def test_what_is_no_file_of_ours_is_never_opened(
     assert not {path, about} & {*opened}
 
 
-def test_an_artifact_under_another_name_is_refused(folder: Path) -> None:  # noqa: F811
+def test_an_artifact_under_another_name_is_refused(folder: Path) -> None:
     path = cache.get_or_build("thing", "a", "so", writer(b"of a")).path
     other = path.with_name(path.name.replace("a.", "b.", 1))
     elsewhere = folder / "other" / path.name
@@ -91,7 +91,7 @@ def test_an_artifact_under_another_name_is_refused(folder: Path) -> None:  # noq
     assert cache.get_or_build("thing", "b", "so", writer(b"of b")).data == b"of b"
 
 
-def test_folders_on_the_way_are_looked_at(folder: Path) -> None:  # noqa: F811
+def test_folders_on_the_way_are_looked_at(folder: Path) -> None:
     cache.get_or_build("thing", "a", "so", writer(b"x"))
     (folder / "thing").chmod(0o777)
     assert cache.lookup("thing", "a", "so")  # nobody else can enter the folder above it
@@ -113,7 +113,7 @@ def test_folders_on_the_way_are_looked_at(folder: Path) -> None:  # noqa: F811
     assert cache.get_or_build("thing", "a", "so", writer(b"x")).built
 
 
-def test_clear_deletes_nothing_that_no_manifest_names(folder: Path) -> None:  # noqa: F811
+def test_clear_deletes_nothing_that_no_manifest_names(folder: Path) -> None:
     path = cache.get_or_build("thing", "a", "so", writer(b"x")).path
     named_alike = [
         path.with_name(path.name.replace("a.", "z.", 1)),
@@ -208,7 +208,7 @@ def test_a_process_without_file_descriptors_is_told_so_and_loses_nothing(
 
 
 def test_a_library_on_a_file_system_without_execution_says_where_to_put_it(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(path: str) -> None:
@@ -222,7 +222,7 @@ def test_a_library_on_a_file_system_without_execution_says_where_to_put_it(
 
 
 def test_processes_that_clear_and_build_leave_a_cache_that_works(
-    folder: Path,  # noqa: F811
+    folder: Path,
 ) -> None:
     script = (
         "import os, sys\nfrom aiter_mx.jit import cache, contents\n"
