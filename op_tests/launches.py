@@ -53,6 +53,18 @@ def moved(tensor: Tensor, elements: int = 1) -> Tensor:
     return view.copy_(tensor)
 
 
+def placed(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on ``device``, poisoned up to the end of its last word.
+
+    compute-sanitizer takes a copy of part of a word for one of the whole.
+    """
+    left = -tensor.nbytes % 4
+    if not left or tensor.device == device or not tensor.is_contiguous():
+        return tensor.to(device)
+    memory = poisoned((tensor.nbytes + left,), torch.uint8, device)
+    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
 def on(device: torch.device, call: dict[str, Any]) -> dict[str, Any]:
     """A call's arguments, with tensors on ``device``."""
     return {name: v.to(device) if isinstance(v, Tensor) else v for name, v in call.items()}
@@ -94,7 +106,7 @@ def launch(
             memories.append(poisoned((size + 2 * GUARD,), torch.uint8, device))
             every.append(memories[-1][GUARD:][:size].view(each.dtype).view(each.shape))
         else:
-            every.append(None if each is None else each.to(device))
+            every.append(None if each is None else placed(each, device))
     run(every)
     for memory in memories:
         assert is_poison(memory[:GUARD]) and is_poison(memory[-GUARD:]), "wrote outside a result"

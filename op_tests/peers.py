@@ -5,15 +5,17 @@
 The tests are run as they are, over their own helpers; only what they import from the peer's
 compiled parts comes from this package. A case is *passed*, *failed*, or *not there*: this package
 has no such name, or refuses the option with an error that says so. ``--save`` keeps the counts in
-``docs/measured/<gpu>/peers_<suite>.csv``; ``--cpu`` has tensors for a GPU lie on the CPU. Other
-options go to pytest; suites that are none take ``--most=SIZE``, which leaves larger cases out, and
-``--seconds=SECONDS``, after which they leave out the rest.
+``docs/measured/<gpu>/peers_<suite>.csv``; ``--cpu`` has tensors for a GPU lie on the CPU, and
+``--jobs=JOBS`` shares the cases among processes. Other options go to pytest; suites that are none
+take ``--most=SIZE``, which leaves larger cases out, and ``--seconds=SECONDS``, after which they
+leave out the rest.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import multiprocessing
 import os
 import random
 import sys
@@ -37,10 +39,13 @@ from torch.overrides import TorchFunctionMode
 
 import aiter_mx
 from aiter_mx.layouts import shuffle_scales
+from op_tests.shards import Shard
 
 OURS = str(Path(aiter_mx.__file__).parent)
 Counts = Counter[tuple[str, str]]
 """How many cases of a test ended how."""
+Run = Callable[[Path, list[str], Shard], Counts]
+"""Runs the cases of a shard from a checkout, with options."""
 
 
 class NotThere(NotImplementedError):
@@ -93,10 +98,14 @@ def how(error: BaseException | None) -> str:
 
 
 class Counting:
-    """A plugin of pytest that counts."""
+    """A plugin of pytest that runs the tests of a shard, and counts them."""
 
-    def __init__(self) -> None:
+    def __init__(self, shard: Shard) -> None:
         self.counts: Counts = Counter()
+        self.shard = shard
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = [item for item in items if self.shard.has(item.name)]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
@@ -114,11 +123,11 @@ class Counting:
             self.counts[report.nodeid, "not there"] += 1
 
 
-def by_pytest(*files: str) -> Callable[[Path, list[str]], Counts]:
+def by_pytest(*files: str) -> Run:
     """Runs files of tests."""
 
-    def run(checkout: Path, options: list[str]) -> Counts:
-        plugin = Counting()
+    def run(checkout: Path, options: list[str], shard: Shard) -> Counts:
+        plugin = Counting(shard)
         paths = [str(checkout / file) for file in files]
         usual = [
             "-q",
@@ -137,16 +146,17 @@ def by_pytest(*files: str) -> Callable[[Path, list[str]], Counts]:
 
 @dataclass(frozen=True)
 class Limits:
-    """Which cases are left out: larger ones, and those after a time."""
+    """Which cases are run: those of a shard, but for larger ones, and those after a time."""
 
     most: float
     end: float
+    shard: Shard
 
     @staticmethod
-    def of(options: list[str]) -> Limits:
+    def of(options: list[str], shard: Shard) -> Limits:
         given = {name: float(value) for name, value in (o.split("=") for o in options)}
         seconds = given.get("--seconds", float("inf"))
-        return Limits(given.get("--most", float("inf")), time.monotonic() + seconds)
+        return Limits(given.get("--most", float("inf")), time.monotonic() + seconds, shard)
 
     def leave_out(self, size: float) -> bool:
         return size > self.most or time.monotonic() > self.end
@@ -165,7 +175,9 @@ def ended(what: str, case: Callable[[], object]) -> str:
 def each_case(file: ModuleType, test: str, draw: str, limits: Limits) -> Counts:
     """Runs a test that draws its cases itself with one case at a time."""
     counts: Counts = Counter()
-    for case in list(getattr(file, draw)(torch.float8_e4m3fn)):
+    for number, case in enumerate(list(getattr(file, draw)(torch.float8_e4m3fn))):
+        if not limits.shard.has(f"{test} {number}"):
+            continue
         if limits.leave_out(prod(v for v in case if isinstance(v, int) and v > 1)):
             counts[test, "skipped"] += 1
             continue
@@ -176,7 +188,7 @@ def each_case(file: ModuleType, test: str, draw: str, limits: Limits) -> Counts:
     return counts
 
 
-def run_deep_gemm(checkout: Path, options: list[str]) -> Counts:
+def run_deep_gemm(checkout: Path, options: list[str], shard: Shard) -> Counts:
     os.environ["DG_USE_NVIDIA_TOOLS"] = "1"  # DeepGEMM's way not to take times
     ours = names_of("deep_gemm", "k_grouped")
     package = stand_in("deep_gemm", checkout / "deep_gemm", **ours)
@@ -186,7 +198,7 @@ def run_deep_gemm(checkout: Path, options: list[str]) -> Counts:
     package.cublaslt_gemm_nt = lambda *_, **__: None  # type: ignore[attr-defined]
     sys.path.insert(0, str(checkout / "tests"))
     file = importlib.import_module("test_fp8_fp4")
-    limits = Limits.of(options)
+    limits = Limits.of(options, shard)
     counts: Counts = Counter()
     for test, draw in (
         ("test_gemm", "enumerate_normal"),
@@ -206,7 +218,7 @@ def run_deep_gemm(checkout: Path, options: list[str]) -> Counts:
     return counts
 
 
-def run_primus_turbo(checkout: Path, options: list[str]) -> Counts:
+def run_primus_turbo(checkout: Path, options: list[str], shard: Shard) -> Counts:
     inner = checkout / "primus_turbo" / "pytorch"
     stand_in("primus_turbo", checkout / "primus_turbo")
     turbo = stand_in("primus_turbo.pytorch", inner)
@@ -227,11 +239,11 @@ def run_primus_turbo(checkout: Path, options: list[str]) -> Counts:
     extension = SimpleNamespace(shuffle_scale=lambda scale, _: shuffle_scales(scale, "16x4"))
     with mock.patch.object(torch.ops, "primus_turbo_cpp_extension", extension, create=True):
         return by_pytest("tests/pytorch/ops/test_quantization.py")(
-            checkout, ["-k", "mxfp8", *options]
+            checkout, ["-k", "mxfp8", *options], shard
         )
 
 
-def run_aiter_sorting(checkout: Path, options: list[str]) -> Counts:
+def run_aiter_sorting(checkout: Path, options: list[str], shard: Shard) -> Counts:
     from aiter_mx.compat import aiter as ours
 
     def topk(x: torch.Tensor, score: torch.Tensor, count: int, renormalised: bool) -> Any:
@@ -259,7 +271,7 @@ def run_aiter_sorting(checkout: Path, options: list[str]) -> Counts:
     sys.path.insert(0, str(checkout / "op_tests"))
     with mock.patch.object(torch, "set_default_device"):
         file = importlib.import_module("test_moe_sorting")
-    limits = Limits.of(options)
+    limits = Limits.of(options, shard)
     sizes = (1, 7, 31, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
     routings = ((32, 5), (256, 8), (40, 6), (385, 7))
     counts: Counts = Counter()
@@ -268,12 +280,14 @@ def run_aiter_sorting(checkout: Path, options: list[str]) -> Counts:
             counts["test_moe_sorting", "skipped"] += 1
             continue
         shape = (tokens, 4096, 4096, *routing, masked, padding)
+        if not shard.has(str(shape)):
+            continue
         call = partial(file.test_moe_sorting, torch.bfloat16, *shape)
         counts["test_moe_sorting", ended(f"test_moe_sorting {shape}", call)] += 1
     return counts
 
 
-def run_aiter_small_m(checkout: Path, options: list[str]) -> Counts:
+def run_aiter_small_m(checkout: Path, options: list[str], shard: Shard) -> Counts:
     def run_gemv(*_: object) -> None:  # it says which rows a template has; here any may be
         raise NotThere("_run_gemv")
 
@@ -283,10 +297,10 @@ def run_aiter_small_m(checkout: Path, options: list[str]) -> Counts:
     stand_in("aiter.ops.smallm_gemm_mxfp8", **ours)
     given = torch.cuda.get_device_properties
     torch.cuda.get_device_properties = lambda *device: As950(given, device)  # type: ignore
-    return by_pytest("op_tests/test_smallm_gemm_mxfp8.py")(checkout, options)
+    return by_pytest("op_tests/test_smallm_gemm_mxfp8.py")(checkout, options, shard)
 
 
-def run_vllm_align(checkout: Path, options: list[str]) -> Counts:
+def run_vllm_align(checkout: Path, options: list[str], shard: Shard) -> Counts:
     stand_in("vllm")
     for name in ("model_executor", "model_executor.layers", "model_executor.layers.fused_moe"):
         stand_in(f"vllm.{name}")
@@ -297,7 +311,7 @@ def run_vllm_align(checkout: Path, options: list[str]) -> Counts:
     stand_in("vllm.utils", **arithmetic)
     stand_in("vllm.utils.math_utils", **arithmetic)
     stand_in("vllm.utils.torch_utils", set_random_seed=torch.manual_seed)
-    return by_pytest("tests/kernels/moe/test_moe_align_block_size.py")(checkout, options)
+    return by_pytest("tests/kernels/moe/test_moe_align_block_size.py")(checkout, options, shard)
 
 
 class As950:
@@ -317,7 +331,7 @@ class Suite:
     """A peer's tests, and what runs those of a checkout."""
 
     repository: str
-    run: Callable[[Path, list[str]], Counts]
+    run: Run
 
 
 SUITES: Mapping[str, Suite] = {
@@ -378,15 +392,27 @@ def save(suite: str, rows: list[dict[str, object]]) -> None:
     pd.DataFrame(rows).assign(**facts).to_csv(path, index=False)
 
 
+def counts_of(asked: argparse.Namespace, options: list[str], shard: Shard) -> Counts:
+    """Runs the cases of a shard."""
+    with on_cpu() if asked.cpu else nullcontext():
+        return SUITES[asked.suite].run(asked.checkout.resolve(), options, shard)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser("python -m op_tests.peers", description=__doc__)
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--cpu", action="store_true", help="on the CPU")
     parser.add_argument("--save", action="store_true", help="keep the counts in docs/measured")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     asked, options = parser.parse_known_args()
-    with on_cpu() if asked.cpu else nullcontext():
-        counts = SUITES[asked.suite].run(asked.checkout.resolve(), options)
+    counts: Counts = Counter()
+    with multiprocessing.get_context("fork").Pool(asked.jobs, maxtasksperchild=1) as pool:
+        shards = Shard(1, 1).parts(asked.jobs)
+        for of_shard in pool.imap_unordered(
+            partial(counts_of, asked, options), shards, chunksize=1
+        ):
+            counts += of_shard
     rows = rows_of(asked.suite, counts)
     for row in rows:
         print(*row.values())

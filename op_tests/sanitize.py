@@ -2,8 +2,8 @@
 
 One case of every kernel that the conformance suites try on this GPU, and each test marked
 ``sanitized``, is run under each of its tools, all at once: memcheck, racecheck, initcheck,
-synccheck. ``build/sanitizer`` gets the logs; ``--save`` keeps how many errors each found in
-``docs/measured/<gpu>/sanitizer.csv``.
+synccheck. ``build/sanitizer`` gets the logs; what they report is told by kernel and line.
+``--save`` keeps how many errors each found in ``docs/measured/<gpu>/sanitizer.csv``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,6 +32,8 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "synccheck": OWN,
 }
 """And their options."""
+PRINTED = ("--print-limit", "200000", "--show-backtrace", "device")
+"""What is not printed cannot be told by kernel and line."""
 BUILD = gpu.ROOT / "build" / "sanitizer"
 SUITES = ("linear", "moe", "grouped", "training", "quantize")
 TESTS = (
@@ -51,7 +54,9 @@ a cluster's barrier. Here the lanes of a warp write, meet in ``__syncwarp``, and
 for all; those that read wait for that, or for a warp that has. What is read is written again once
 the warps that add have arrived in the same way, after the last of them has read. The last pair has
 the cluster's barrier between."""
-_SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
+_SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)\b(?! were not)")
+_REPORT = re.compile(r"^========= (?=\S)", re.MULTILINE)
+_PLACE = re.compile(r"(?:\bat |Device Frame: ?)(.+?)\+0x\w+(?: in (\S+:\d+))?$", re.MULTILINE)
 _RACE = re.compile(r"(Read|Write) access at (.+?)\+0x\w+ in (\S+?):\d+")
 _CASES = re.compile(r"(\d+) passed")
 _FAILED = re.compile(r"(\d+) failed")
@@ -64,7 +69,7 @@ def pytest_load_initial_conftests() -> None:
 
 def command(tool: str, log: Path) -> list[str]:
     """What runs one case of every kernel under a tool."""
-    options = (*TOOLS[tool], "--target-processes", "all", "--log-file", str(log))
+    options = (*TOOLS[tool], *PRINTED, "--target-processes", "all", "--log-file", str(log))
     tests = ("-q", "-p", "no:cacheprovider", "-p", "op_tests.sanitize", "-m", "gpu", "--one-each")
     run = [sys.executable, "-m", "pytest", *tests, *TESTS]
     return ["compute-sanitizer", "--tool", tool, *options, *run]
@@ -74,6 +79,21 @@ def errors_of(log: str) -> int | None:
     """How many errors or hazards a log sums up to; None where it has no summary."""
     found = _SUMMARY.findall(log)
     return sum(int(count) for _, count in found) if found else None
+
+
+def reports_of(log: str) -> Counter[tuple[str, ...]]:
+    """How often a log reports what, and where: the kernel, then lines from it to the instruction.
+
+    Races are told of by ``races_of_handing_over``.
+    """
+    found: Counter[tuple[str, ...]] = Counter()
+    for report in _REPORT.split(log):
+        what = report.partition("\n")[0]
+        places = [(_name(function)[0], line) for function, line in _PLACE.findall(report)]
+        if places and not what.startswith("Error: Race"):
+            outwards = dict.fromkeys(line for _, line in places if line)
+            found[(what, places[-1][0], *reversed(outwards))] += 1
+    return found
 
 
 def races_of_handing_over(log: str) -> int:
@@ -140,6 +160,8 @@ def run(seconds: float) -> list[dict[str, object]]:
             "seconds": round(time.monotonic() - begin),
         }
         print(*row.values(), flush=True)
+        for reported, count in reports_of(text).most_common():
+            print(f"  {count}:", *reported, flush=True)
         rows.append(row)
     return rows
 

@@ -14,6 +14,9 @@ from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import hardware
 from aiter_mx.workloads.workload import compare
 from op_tests import peers, rows
+from op_tests.shards import Shard
+
+ALL = Shard(1, 1)
 
 CPU = torch.device("cpu")
 
@@ -74,8 +77,11 @@ def test_a_peers_cases_are_run_one_by_one() -> None:
         assert [sum(case) for case in file.draw(dtype=None)] != [9]
 
     file.test = test  # type: ignore[attr-defined]
-    counts = peers.each_case(file, "test", "draw", peers.Limits.of(["--most=20"]))
+    counts = peers.each_case(file, "test", "draw", peers.Limits.of(["--most=20"], ALL))
     assert counts == {("test", "passed"): 1, ("test", "failed"): 1, ("test", "skipped"): 1}
+    limits = [peers.Limits.of(["--most=20"], part) for part in ALL.parts(3)]
+    parts = [peers.each_case(file, "test", "draw", of_part) for of_part in limits]
+    assert sum(parts, start=type(counts)()) == counts and counts not in parts
 
 
 def test_a_peers_file_of_tests_is_counted(tmp_path: Path) -> None:
@@ -85,10 +91,12 @@ def test_a_peers_file_of_tests_is_counted(tmp_path: Path) -> None:
         "def test_small(n):\n    assert n < 3\n"
         "def test_skipped():\n    pytest.skip('no')\n"
     )
-    counts = peers.by_pytest("test_it.py")(tmp_path, [])
+    counts = peers.by_pytest("test_it.py")(tmp_path, [], ALL)
     ends = {
         ("test_small", "passed"): 2,
         ("test_small", "failed"): 1,
         ("test_skipped", "skipped"): 1,
     }
     assert counts == ends
+    parts = [peers.by_pytest("test_it.py")(tmp_path, [], part) for part in ALL.parts(3)]
+    assert sum(parts, start=type(counts)()) == ends

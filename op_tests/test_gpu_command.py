@@ -112,12 +112,32 @@ def test_every_kernel_for_hopper_is_sanitized_once(tmp_path: Path) -> None:
     [
         ("========= ERROR SUMMARY: 0 errors", 0),
         ("========= ERROR SUMMARY: 3 errors\n========= ERROR SUMMARY: 1 error", 4),
+        ("= ERROR SUMMARY: 9 errors\n= ERROR SUMMARY: 8 errors were not printed. Use", 9),
         ("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)", 2),
         ("========= Error: process didn't terminate successfully", None),
     ],
 )
 def test_a_sanitizers_log_is_summed_up(log: str, errors: int | None) -> None:
     assert sanitize.errors_of(log) == errors
+
+
+def test_reports_are_counted_by_kernel_and_line() -> None:
+    report = """========= Uninitialized __global__ memory read of size 4 bytes
+=========     at mx::copy(unsigned int, int)+0x1610 in tma.h:32
+=========     by thread ({},0,0) in block (2,0,0)
+=========         Device Frame: f(int)::[lambda(int)]::operator ()(int) const+0x1 in a.cu:9
+=========         Device Frame: aiter_mx_linear(void *)+0xff0 in a.cu:30
+=========
+"""
+    plain = """========= Invalid __global__ read of size 1 bytes
+=========     at aiter_mx_other+0x20
+=========     by thread (0,0,0) in block (2,0,0)
+"""
+    log = "========= COMPUTE-SANITIZER\n" + report.format(0) + report.format(4) + plain
+    assert sanitize.reports_of(log + "========= ERROR SUMMARY: 3 errors") == {
+        (report.split("\n")[0][10:], "aiter_mx_linear", "a.cu:30", "a.cu:9", "tma.h:32"): 2,
+        ("Invalid __global__ read of size 1 bytes", "aiter_mx_other"): 1,
+    }
 
 
 def test_races_in_the_known_order_alone_are_counted_apart() -> None:

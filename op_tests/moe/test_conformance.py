@@ -8,8 +8,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from aiter_mx.timing import random_mx as random_mx_there
 from op_tests import conformance
 from op_tests.conformance import DTYPES, bench_of, each, every_order, in_drawn_orders
 from op_tests.launches import (
+    POISON,
     Out,
     assert_repeats_on_two_streams,
     bound,
@@ -54,6 +57,24 @@ def outs(problem: MoeGemmProblem) -> tuple[Out, Out | None]:
     return Out((problem.routed, 32 * blocks), E4M3), Out((problem.routed, blocks), torch.uint8)
 
 
+@contextmanager
+def poisoned_payloads() -> Iterator[None]:
+    """Has payloads be poisoned where a launch makes room for them.
+
+    Those of padding stay so: ``gather`` writes their scales alone, and their sums go nowhere.
+    """
+    new_empty = Tensor.new_empty
+
+    def make_room(like: Tensor, *shape: Any, **options: Any) -> Tensor:
+        room = new_empty(like, *shape, **options)
+        if room.dtype == torch.float8_e4m3fn:
+            room.view(torch.uint8).fill_(POISON)
+        return room
+
+    with mock.patch.object(Tensor, "new_empty", make_room):
+        yield
+
+
 class Bench(conformance.Bench):
     """A subject where it is tried."""
 
@@ -82,7 +103,8 @@ class Bench(conformance.Bench):
         if config is not None:
             config = self.subject.fitted(drawn.problem, config)
         tensors = [*drawn.tensors, *outs(drawn.problem)]
-        return launch(self.kernel, self.device, drawn.problem, config, tensors)
+        with poisoned_payloads():
+            return launch(self.kernel, self.device, drawn.problem, config, tensors)
 
     def assert_right(self, case: Case, drawn: Drawn) -> list[Tensor]:
         """The results, once they are compared with float64."""
