@@ -184,7 +184,7 @@ struct Tile {
     unsigned group;       // whose weights and bias
     unsigned feature;     // first of the tile
     unsigned begin, end;  // of a gradient of w: its first k, and how many
-    unsigned is_half;     // it has no more than kHalfN features
+    unsigned is_half;     // it has no more than kTileN / 2 features
 };
 
 // Who keeps what in which lanes: tiles, the workgroup's turn, Deal and Zeros.
@@ -435,7 +435,6 @@ static_assert(kHalfX >= 1 && kHalfW >= 1 && kLdsBytes <= 160 * 1024);
 
 // Half a tile has so many features: each wave's lower half of w. Both halves of the waves' rows of
 // w in LDS are then filled with half as many features, one after the other.
-constexpr int kHalfN = kTileN / 2;
 constexpr bool kHalves = kTileM * kTileN == 256 * 256;
 
 // The row of w, of 32, at a row of LDS. Fragments are pairs of which lanes hold eight features side

@@ -693,7 +693,6 @@ struct Filler {
     SharedOfTwo& shared;
     const int group, lane;
 
-    static constexpr int kInSector = 32 / kBlocks; // chunks that a prefetch brings
     using Words = unsigned[kTiles][kOwned][kBatch];
     using Tops = unsigned[kTiles][kOwned];
     using Largests = Largest[kTiles][kOwned];

@@ -93,9 +93,6 @@ struct Turn {
     }
 };
 
-MX_DEVICE Operand transpose_payload(u32x4* lds, const Tile& tile, int lane) {
-    return Turn(lds, lane).payload(tile);
-}
 MX_DEVICE Operand transpose(u32x4* lds, const Tile& tile, int lane) {
     return Turn(lds, lane).whole(tile, lane);
 }

@@ -11,19 +11,6 @@ namespace mx {
 
 constexpr unsigned kFirstWScale = 63, kLastWScale = 194, kLastXScale = 186;
 
-MX_DEVICE unsigned multiply_bf16x2(unsigned a, unsigned b) {
-    unsigned product;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-}
-
-// The factor, twice, that makes a weight's bits at the place of a bf16's, which are 2^-120 of its
-// value, the weight times a scale that bf16 covers.
-MX_DEVICE unsigned w_factor(unsigned scale) {
-    constexpr unsigned shift = (120 - 60) * 0x00800080u;
-    return scale * 0x00800080u + shift;
-}
-
 // a where mask is set, else b. Left to the compiler, constants would make it two instructions.
 MX_DEVICE unsigned select_bits(unsigned mask, unsigned a, unsigned b) {
     unsigned chosen;
@@ -52,21 +39,15 @@ MX_DEVICE unsigned multiply_by_half(unsigned a, unsigned b) {
     return product;
 }
 
-// Bytes 0 and 2, then 1 and 3, of four e4m3 times factor. NaN payloads are not NaN here. magnitude
-// is kMagnitude, in a register.
-constexpr unsigned kMagnitude = 0x07f007f0; // where a payload without its sign is put
-MX_DEVICE void e4m3x4_to_bf16(unsigned word, unsigned factor, unsigned magnitude, unsigned& even,
-                              unsigned& odd) {
-    unsigned signs;
-    asm("and.b32 %0, %1, 0x80808080;" : "=r"(signs) : "r"(word)); // else it is found twice
-    even = multiply_bf16x2(select_bits(magnitude, word << 4, signs << 8), factor);
-    odd = multiply_bf16x2(select_bits(magnitude, word >> 4, signs), factor);
-}
-
-// Does the same with one of two factors: w_factors of their scales are in the halves of a word.
+// The factors of two scales, in the halves of a word. A factor makes a weight's bits at the place
+// of a bf16's, which are 2^-120 of its value, the weight times a scale that bf16 covers.
 MX_DEVICE unsigned w_factors(unsigned scales) {
     return scales * 0x80 + ((120 - 60) << 7) * 0x00010001u;
 }
+
+// Bytes 0 and 2, then 1 and 3, of four e4m3 times the factor in a half of factors. NaN payloads are
+// not NaN here. magnitude is kMagnitude, in a register.
+constexpr unsigned kMagnitude = 0x07f007f0; // where a payload without its sign is put
 template <int Half>
 MX_DEVICE void e4m3x4_to_bf16(unsigned word, unsigned factors, unsigned magnitude, unsigned& even,
                               unsigned& odd) {

@@ -72,12 +72,6 @@ MX_DEVICE void barrier_arrive_expect(unsigned barrier, unsigned bytes) {
                  : "memory");
 }
 
-// Arrives at a barrier of any workgroup of the cluster.
-MX_DEVICE void barrier_arrive_cluster(unsigned barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
-                 : "memory");
-}
-
 // Waits until the phase of this parity is over, to which only this workgroup adds.
 MX_DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile("{\n"

@@ -117,12 +117,7 @@ MX_WGMMA(256, 128, "%128, %129, %130, %131", "%132")
 #undef MX_WGMMA
 #undef MX_WGMMA_OVER
 
-// These multiply over the first Columns of sums that have room for more.
-template <int Columns, int Count>
-MX_DEVICE void wgmma_first(float (&d)[Count], const unsigned (&a)[4], unsigned long long b) {
-    static_assert(Columns / 2 <= Count, "d has no room for so many columns");
-    wgmma(reinterpret_cast<float (&)[Columns / 2]>(d), a, b);
-}
+// Multiplies over the first Columns of sums that have room for more.
 template <int Columns, int Count>
 MX_DEVICE void wgmma_f16_first(float (&d)[Count], const unsigned (&a)[4], unsigned long long b) {
     static_assert(Columns / 2 <= Count, "d has no room for so many columns");
