@@ -186,6 +186,8 @@ def measure(
             Step(model, cell, parts, layers=1)()
             ready.append(cell)
             print(f"{time.monotonic() - begun:.1f} s: compiled {side.keys(cell)}", flush=True)
+    if on_gpu:
+        torch.cuda.empty_cache()  # for those that measure first
     weights = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     likeness = None
     with together.measuring(side.place):
