@@ -125,7 +125,7 @@ class FusedMoeProblem:
             shared=self.shared,
             first_shared=self.E - self.shared,
             x_dtype="none" if self.quantised else self.dtype,
-            K=0 if self.quantised and self.masked else self.hidden,
+            K=0 if self.quantised else self.hidden,
             masked=self.masked,
         )
         first = MoeGemmProblem(

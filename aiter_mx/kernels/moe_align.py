@@ -54,8 +54,7 @@ class MoeAlignProblem:
         shared: further slots of every token, for experts after the E.
         first_shared: number of the first of these among the experts here.
         x_dtype: dtype of the tokens' activations, to be quantised by the same launch, or ``none``.
-        K: elements of a token's activations, a multiple of 32; 0 where the launch has none. Those
-            that come quantised are fetched into L2.
+        K: elements of a token's activations, a multiple of 32; 0 where none are quantised.
         masked: 1: rows are with their experts already, M / E of each, and in place of experts' ids
             there is how many of them count.
 
@@ -95,10 +94,10 @@ class MoeAlignProblem:
             )
         if self.block_m <= 0 or self.block_m % 4:
             raise ValueError(f"block_m must be a multiple of 4, got {self.block_m}")
-        if self.K < 0 or self.K % BLOCK or (self.K == 0 and self.x_dtype != "none"):
+        if self.K < 0 or self.K % BLOCK or (self.K > 0) != (self.x_dtype != "none"):
             raise ValueError(
-                f"K must be a multiple of {BLOCK}, and positive where activations are quantised, "
-                f"got K={self.K} and x_dtype={self.x_dtype!r}"
+                f"K must be a multiple of {BLOCK} where activations are quantised, else 0, got "
+                f"K={self.K} and x_dtype={self.x_dtype!r}"
             )
         if self.masked and (self.top_k, self.shared, self.M % self.E) != (1, 0, 0):
             raise ValueError(
@@ -190,8 +189,6 @@ def _threads(target: Target, config: Config) -> int:
 
 def _quantising(target: Target, problem: MoeAlignProblem, config: Config) -> int:
     """Workgroups that quantise."""
-    if problem.x_dtype == "none":
-        return 0
     threads = _threads(target, config)
     groups = -(-problem.M * problem.K // (8 * threads))
     if problem.masked:  # few of the rows count

@@ -22,8 +22,7 @@
 // of each follow each other, and row t is routed row t.
 //
 // With kQuantizes the other workgroups of the launch meanwhile quantise the tokens' activations, as
-// aiter_mx.quantize does: two launches of which neither needs the other's result are one. On Hopper
-// tokens that come quantised are fetched into L2, as the first GEMM of few tokens waits for them.
+// aiter_mx.quantize does: two launches of which neither needs the other's result are one.
 
 #include "common/quantize.h"
 #include "common/target.h"
@@ -103,16 +102,6 @@ struct alignas(8) Payload {
 };
 
 [[maybe_unused]] MX_DEVICE float to_f32(float x) { return x; }
-
-// Has L2 fetch the first bytes of memory that is read later, a line a thread.
-[[maybe_unused]] MX_DEVICE void fetch_to_l2(const unsigned char* first, long bytes) {
-#if !defined(__AMDGCN__)
-    constexpr long line = 128;
-    const long at = thread_in_group() * line;
-    if (at < bytes)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(first + at));
-#endif
-}
 
 // Rows of a masked layer, M / experts of each expert one behind the other.
 struct Masked {
@@ -202,10 +191,6 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
             quantize(x, xq, xs, i, i * 8 < width * tokens);
         }
         return;
-    }
-    if (!kQuantizes && xq) {
-        fetch_to_l2(xq, elements);
-        fetch_to_l2(xs, elements / 32);
     }
     const int lane = thread_in_group() % kLanes;
     const int wave = wave_in_group();

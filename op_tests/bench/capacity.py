@@ -2,12 +2,12 @@
 
     python -m op_tests.bench.capacity [--save] [--M 1 8 64] [--capacity 16]
 
-All in one run on one GPU, graph replay, medians; each call routes its tokens to other experts than
-the one before, so that weights are cold. ``num_tokens_us`` is the layer over as many times more
-tokens than are expected and counted, beside ``fused_moe_us`` of those that count. ``masked_us`` is
-``fused_moe_masked`` with room for as many times more rows of each expert than it has in the mean,
-beside ``rows_us``, which is ``fused_moe`` of the same rows, an expert each. ``quantised_us`` is the
-layer of tokens that come quantised.
+All in one run on one GPU, replays of graphs in turns, medians; each call routes its tokens to other
+experts than the one before, so that weights are cold. ``num_tokens_us`` is the layer over as many
+times more tokens than are expected and counted, beside ``fused_moe_us`` of those that count.
+``masked_us`` is ``fused_moe_masked`` with room for as many times more rows of each expert than it
+has in the mean, beside ``rows_us``, which is ``fused_moe`` of the same rows, an expert each.
+``quantised_us`` is the layer of tokens that come quantised.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ import torch
 from torch import Tensor
 
 import aiter_mx
+from aiter_mx.timing import GraphedCalls
 from op_tests.bench.common import refuse_no_gpu, report
-from op_tests.bench.moe import MOST_CALLS, Layer, graph_us, make_layer, route_tokens
+from op_tests.bench.moe import MOST_CALLS, Layer, make_layer, route_tokens
+from op_tests.bench.training import alternated_us
 
+WINDOW_MS = 300.0
 Call = Callable[[], Tensor]
 
 
@@ -65,7 +68,8 @@ def measure(layer: Layer, M: int, capacity: int) -> dict[str, object]:
     """One row of the table."""
     copies = max(3, min(MOST_CALLS, 2 * layer.E // (M * layer.top_k)))
     calls = [calls_of(layer, each, capacity) for each in route_tokens(layer, M, "uniform", copies)]
-    us = {name: graph_us([each[name] for each in calls]) for name in calls[0]}
+    graphs = {name: GraphedCalls([each[name] for each in calls]) for name in calls[0]}
+    us = alternated_us(graphs, WINDOW_MS)
     row: dict[str, object] = {"M": M, "capacity": capacity, "E": layer.E, "top_k": layer.top_k}
     row |= {"H": layer.H, "I": layer.intermediate} | {f"{k}_us": v for k, v in us.items()}
     row["num_tokens_over"] = us["num_tokens"] / us["fused_moe"]
