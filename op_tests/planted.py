@@ -3,8 +3,9 @@
 Each mistake is planted in a copy of ``csrc``, over which the conformance suite of its op is run on
 the GPU of this machine until a test fails. The tests that failed are then run over the sources as
 they are. ``build/planted`` gets the outputs; ``--save`` keeps what found each in
-``docs/measured/<gpu>/planted.csv``. ``--compile`` needs no GPU: it says whether every mistake
-compiles. The exit status is 1 where one is not found, or the sources as they are fail.
+``docs/measured/<gpu>/planted.csv``. ``--resume`` tries no mistake again that a test found before in
+the same sources. ``--compile`` needs no GPU: it says whether every mistake compiles. The exit
+status is 1 where one is not found, or the sources as they are fail.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from aiter_mx.jit import build as jit
@@ -196,10 +198,17 @@ def ending(status: int, output: str) -> str:
     return "" if status == 0 else f"ended with {status}"
 
 
-def found_by(mistake: Mistake) -> str:
+def found_by(mistake: Mistake, resume: bool = False) -> str:
     """The first test that fails over the mistake."""
+    digest, kept = gpu.digests()["csrc"], BUILD / mistake.name / "found"
+    if resume and kept.is_file():
+        of, test = kept.read_text().split(" ", 1)
+        if of == digest and is_test(test):
+            return test
     csrc = sources(mistake.name, mistake)
-    return tested(csrc, csrc.parent / "output", "-k", f"{mistake.kernel}-gpu", mistake.suite)
+    test = tested(csrc, csrc.parent / "output", "-k", f"{mistake.kernel}-gpu", mistake.suite)
+    kept.write_text(f"{digest} {test}")
+    return test
 
 
 def controls(found: Mapping[Mistake, str]) -> list[str]:
@@ -249,6 +258,7 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="compile each, and run nothing")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--save", action="store_true", help="keep what found each")
+    parser.add_argument("--resume", action="store_true", help="keep what tests found before")
     asked = parser.parse_args()
     with ThreadPoolExecutor(asked.jobs) as pool:
         if asked.compile:
@@ -256,7 +266,8 @@ def main() -> int:
             for mistake, reason in zip(MISTAKES, reasons, strict=True):
                 print(mistake.name, reason or "compiles")
             return int(any(reasons))
-        found = dict(zip(MISTAKES, pool.map(found_by, MISTAKES), strict=True))
+        tests = pool.map(partial(found_by, resume=asked.resume), MISTAKES)
+        found = dict(zip(MISTAKES, tests, strict=True))
     plain, passing = sources("none", None), controls(found)
     failure = tested(plain, plain.parent / "output", *passing) if passing else ""
     rows = [

@@ -185,6 +185,21 @@ def test_every_mistake_can_be_planted(tmp_path: Path) -> None:
             replace(mistake, right="text that is not there").plant(tmp_path)
 
 
+def test_a_mistake_that_was_found_in_the_same_sources_is_not_sought_again(
+    tmp_path: Path, monkeypatch
+) -> None:
+    one, *_ = planted.MISTAKES
+    runs: list[str] = []
+    monkeypatch.setattr(planted, "BUILD", tmp_path)
+    monkeypatch.setattr(planted, "tested", lambda *_: runs.append("test_c[0]") or runs[-1])
+    assert [planted.found_by(one, resume) for resume in (True, True, False)] == ["test_c[0]"] * 3
+    assert len(runs) == 2
+    (tmp_path / one.name / "found").write_text("other test_c[1]")
+    assert planted.found_by(one, resume=True) == "test_c[0]"
+    (tmp_path / one.name / "found").write_text(f"{gpu.digests()['csrc']} ended with 124")
+    assert planted.found_by(one, resume=True) == "test_c[0]"
+
+
 def test_tests_that_found_mistakes_are_run_over_the_sources_as_they_are() -> None:
     failed = "FAILED op_tests/a/test_b.py::test_c[gemv-gpu-0]: AssertionError: far off\n"
     assert planted.ending(1, f".\n{failed}") == "test_c[gemv-gpu-0]"
