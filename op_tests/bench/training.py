@@ -3,18 +3,25 @@
     python -m op_tests.bench.training [--save] [--shapes 16x2048x4096x7168 ...] [--modes mild ...]
                                       [--window MS]
 
-Shapes and modes are those of op_tests.bench.grouped. What is compared runs in turns within the same
-window, so that the clock, which wanders with the load, is the same for all. ``dgrad`` and ``wgrad``
-are each alone, of operands that were quantised before; ``main_grad`` is a wgrad that is added to a
-tensor in fp32. ``step`` is forward and backward with all quantisation, weights included, and
-``step_reused`` with weights that were quantised before. ``quantize`` is all the quantisation of a
-step, and ``copy`` a device copy of as many bytes. torch multiplies in bf16 by its grouped products,
-the tensors as they were drawn, or the values that MX stands for; ``step_fp8`` is its three products
-in fp8 with a scale for each row, without any quantisation, where groups are even, which it demands.
+Shapes and modes are those of op_tests.bench.grouped. ``dgrad`` and ``wgrad`` are each alone, of
+operands that were quantised before; ``main_grad`` is a wgrad that is added to a tensor in fp32.
+``step`` is forward and backward with all quantisation, weights included, and ``step_reused`` with
+weights that were quantised before: ``reused`` is this one against bf16, and ``batches_4`` four
+micro-batches that quantise the weights once. ``quantize`` is all the quantisation of a step, and
+``copy`` a device copy of as many bytes. torch multiplies in bf16 by its grouped products, the
+tensors as they were drawn, or the values that MX stands for; ``step_fp8`` is its three products in
+fp8 with a scale for each row, without any quantisation, where groups are even, which it demands.
 ``step_torchao`` is torchao's MX-FP8 step, of its own quantisation, where torchao is installed and
 groups are even: it fails on the device where their rows are no multiples of 32; ``torchao`` says by
 which of its ways, or why it does not. All write gradients in bf16. Memory is the most that a step
 allocates beyond what is there before.
+
+Each contender runs alone for a window of time, in turns with the others, after half a window that
+does not count. Products draw all the power that a GPU has, so its clock follows what they
+multiply, within 50 ms: short mantissas leave it higher. A training step runs by itself for hours,
+at the clock of its own power; contenders that replace each other every few milliseconds would
+share a clock that none of them has in use. Several windows each, in turns, spread over all what
+else moves the clock.
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import pandas as pd
 import torch
@@ -49,8 +56,9 @@ from op_tests.bench.grouped import (
 
 Call = Callable[[], Tensor]
 CELL = ("G", "mode", "M", "N", "K")
-WINDOW_MS = 250.0
-LEAST_ROUNDS = 11
+WINDOW_MS = 100.0
+ROUNDS = 3
+LEAST_REPLAYS = 3
 
 
 class Operands:
@@ -190,19 +198,24 @@ def most_bytes(call: Call) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def alternated_us(graphs: Mapping[str, GraphedCalls], window_ms: float) -> dict[str, float]:
-    """Time of a call of each: the median of replays in turns, in random order, for so long, after
-    half as long in the same way."""
+def settled_us(graphs: Mapping[str, GraphedCalls], window_ms: float) -> dict[str, float]:
+    """Time of a call of each at the clock that its own load leaves the GPU: of windows in turns, in
+    random order, the median of their means, after half a window that is not timed."""
     draw, order = random.Random(0), list(graphs)
-
-    def turn() -> dict[str, float]:
+    replays = {
+        name: max(LEAST_REPLAYS, math.ceil(window_ms * 1e3 / (graph.time_us(1, 1) * graph.calls)))
+        for name, graph in graphs.items()
+    }
+    rounds = []
+    for _ in range(ROUNDS):
         draw.shuffle(order)
-        return {name: graphs[name].time_us(1, 0) for name in order}
-
-    turn_ms = sum(us * graphs[name].calls for name, us in turn().items()) / 1e3
-    rounds = max(LEAST_ROUNDS, math.ceil(window_ms / turn_ms))
-    times = [turn() for _ in range(rounds + rounds // 2)][rounds // 2 :]
-    return {name: median(each[name] for each in times) for name in graphs}
+        rounds.append(
+            {
+                name: graphs[name].time_us(replays[name], -(-replays[name] // 2), fmean)
+                for name in order
+            }
+        )
+    return {name: median(each[name] for each in rounds) for name in graphs}
 
 
 def step_of_torchao(data: Operands, preference: str) -> Call:
@@ -262,7 +275,7 @@ COMPARED = (
     ("step", "step_reused", "step_bf16", "step_bf16_of_mx", "step_fp8"),
     ("quantize", "copy"),
 )
-"""What shares a window."""
+"""What takes turns."""
 
 
 def measure(
@@ -279,7 +292,7 @@ def measure(
         graphs["step_fp8"] = GraphedCalls([each.products_in_fp8() for each in operands])
     us = {"step_fp8": math.nan}
     for names in COMPARED:
-        us |= alternated_us({n: graphs[n] for n in names if n in graphs}, window_ms)
+        us |= settled_us({n: graphs[n] for n in names if n in graphs}, window_ms)
     flops = 2 * groups * rows * N * K
     row: dict[str, object] = {"G": groups, "mode": mode, "M": groups * rows, "N": N, "K": K}
     row |= {f"{name}_us": value for name, value in us.items()}
@@ -291,6 +304,7 @@ def measure(
         for peer in ("bf16", "bf16_of_mx"):
             row[f"{name}_over_{peer}"] = us[f"{name}_{peer}"] / us[name]
     row["reused_over_bf16"] = us["step_bf16"] / us["step_reused"]
+    row["batches_4_over_bf16"] = 4 * us["step_bf16"] / (us["step"] + 3 * us["step_reused"])
     row["quantize_over_copy"] = us["copy"] / us["quantize"]
     for name in ("step", "step_bf16"):
         row[f"{name}_mib"] = most_bytes(compared[0][name]) / 2**20

@@ -103,6 +103,16 @@ def test_signal_to_noise_holds_for_every_group_tile_and_tail(format: str) -> Non
         exact = dyg.T @ xg
         for tile in (slice(None), slice(0, 32), slice(-32, None)):
             assert decibels(w.grad[g][tile], exact[tile]) >= GRADIENT_DB
+    tails = torch.zeros_like(dy)
+    for _, rows in parts(w.detach()):
+        tail = slice(max(rows.start, rows.stop - 32), rows.stop)
+        tails[tail] = dy[tail]
+    w.grad = None
+    forward(x, w, grad_format=format).backward(tails)
+    for g, (_, rows) in enumerate(parts(w.detach())):
+        if rows.start < rows.stop:
+            by_tail = tails[rows].double().T @ x.detach()[rows].double()
+            assert decibels(w.grad[g], by_tail) >= GRADIENT_DB
 
 
 def recorded(function: Callable[[], Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -133,6 +143,16 @@ def test_payloads_and_scales_alone_are_kept_and_of_them_what_is_needed(groups: b
     assert sum(t.nbytes for t in kept) <= 1.1 * w.numel() + 64
     y.backward(dy)
     assert x.grad is not None
+
+
+def test_what_a_layer_keeps_is_11_tenths_of_a_byte_an_element() -> None:
+    """Where groups have 2,048 rows in the mean, whatever each has."""
+    lens = torch.tensor([4000, 1, 4191, 0])
+    x, w = torch.randn(int(lens.sum()), 32, requires_grad=True), torch.randn(4, 32, 32)
+    kept, _ = recorded(
+        lambda: aiter_mx.grouped_linear(x, w.requires_grad_(), group_lens=lens.to(torch.int32))
+    )
+    assert sum(t.nbytes for t in kept) <= 1.1 * (x.numel() + w.numel())
 
 
 def test_gradients_of_any_strides_are_taken() -> None:
@@ -170,10 +190,42 @@ def test_a_tokens_scale_may_be_anything(spread: int) -> None:
     scales = torch.exp2(torch.randint(-spread, spread + 1, (T, 1)).float()).bfloat16()
     dy = dy * scales
     forward(x, w).backward(dy)
-    for of_w, rows in parts(w.detach()):
+    for g, (of_w, rows) in enumerate(parts(w.detach())):
         exact = dy[rows].double() @ of_w.double()
         for found, expected in zip(x.grad[rows], exact, strict=True):
             assert decibels(found, expected) >= GRADIENT_DB
+        if rows.start < rows.stop:  # which the largest tokens make
+            of_group = dy[rows].double().T @ x.detach()[rows].double()
+            assert decibels(w.grad[g], of_group) >= GRADIENT_DB
+
+
+def test_sparse_gradients_keep_their_zeros() -> None:
+    x, w, _, dy = draw(torch.bfloat16, True)
+    generator = torch.Generator().manual_seed(1)
+    dy *= torch.rand(dy.shape, generator=generator) < 0.02
+    dy[:, 7] = 0
+    forward(x, w).backward(dy)
+    silent = ~dy.any(1)
+    assert silent.any() and not x.grad[silent].any() and not w.grad[:, 7].any()
+    for g, (of_w, rows) in enumerate(parts(w.detach())):
+        if dy[rows].any():
+            exact = dy[rows].double() @ of_w.double()
+            assert decibels(x.grad[rows], exact) >= GRADIENT_DB
+            of_group = dy[rows].double().T @ x.detach()[rows].double()
+            assert decibels(w.grad[g], of_group) >= GRADIENT_DB
+
+
+def test_scaled_losses_in_fp16_scale_gradients_exactly() -> None:
+    """A loss times 2^10 gives each gradient times 2^10, where fp16 has both."""
+    x, w, bias, dy = draw(torch.float16, True)
+    grads = []
+    for scale in (1.0, 1024.0):
+        for each in (x, w, bias):
+            each.grad = None
+        forward(x, w, bias).backward(dy * 2**-6 * scale)
+        grads.append([each.grad.double() / scale for each in (x, w, bias)])
+    for plain, scaled in zip(*grads, strict=True):
+        assert (plain - scaled).abs().max() <= 2**-24  # fp16's subnormal numbers
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -129,12 +129,14 @@ def test_padding_and_other_groups_take_no_part(bench: Bench) -> None:
             assert torch.equal(
                 bench.launch(shape, case.with_other_padding(payload, scale)), expected
             )
-        case.grad.view(torch.uint8)[:, case.columns(2)] = 0x7F
-        case.x_scale[:, case.columns(2).start // 32] = 255
-        found = bench.launch(shape, case)
-        assert found[2].isnan().all()
         others = torch.arange(5) != 2
-        assert torch.equal(found[others], expected[others])
+        for payload, scale in ((0x7E, 187), (0x7F, 255)):  # 448 times 2^60, and NaN
+            case.grad.view(torch.uint8)[:, case.columns(2)] = payload
+            case.x_scale[:, case.columns(2).start // 32] = scale
+            found = bench.launch(shape, case)
+            assert torch.equal(found[others], expected[others])
+            assert not torch.equal(found[2], expected[2])
+        assert found[2].isnan().all()
 
 
 @each(SUBJECTS, nans=range(len(NANS)))

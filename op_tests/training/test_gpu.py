@@ -9,6 +9,7 @@ from itertools import accumulate
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import aiter_mx
 from aiter_mx.nn import MxExperts
@@ -118,6 +119,62 @@ def test_a_graph_of_both_passes_follows_its_inputs(format: str, groups: bool) ->
         expected = (step(), x.grad, w.grad)
     for found, right in zip(replayed, expected, strict=True):
         assert right is not None and torch.equal(found, right)
+
+
+@pytest.mark.parametrize("groups", [False, True], ids=["linear", "grouped"])
+def test_compiled_and_checkpointed_steps_are_bitwise_the_same(groups: bool) -> None:
+    x, w, bias = leaves(
+        (300, 352), *(((3, 288, 352), (3, 288)) if groups else ((288, 352), (288,)))
+    )
+    offs = torch.tensor([0, 100, 137, 300], device="cuda")
+    dy = torch.randn(300, 288, device="cuda").bfloat16()
+
+    def forward(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        if groups:
+            return aiter_mx.grouped_linear(x, w, offs, bias)
+        return aiter_mx.linear_autograd(x, w, bias)
+
+    def again(*operands: Tensor) -> Tensor:
+        y: Tensor = checkpoint(forward, *operands, use_reentrant=False)
+        return y
+
+    results = []
+    for call in (forward, torch.compile(forward, fullgraph=True), again):
+        x.grad = w.grad = bias.grad = None
+        y = call(x, w, bias)
+        y.backward(dy)
+        results.append((y.detach(), x.grad, w.grad, bias.grad))
+    for found in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
+
+
+def test_groups_may_be_told_on_the_cpu_and_are_read_on_demand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, w = leaves((300, 64), (3, 96, 64))
+    offs = torch.tensor([0, 100, 137, 300])
+    results = []
+    for bounds in (offs, offs.cuda(), offs.int()[1:], offs.int().cuda()):
+        x.grad = w.grad = None
+        y = aiter_mx.grouped_linear(x, w, bounds)
+        y.sum().backward()
+        results.append((y.detach(), x.grad, w.grad))
+    for found in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
+    wrong = torch.tensor([0, 137, 100, 300])
+    with pytest.raises(ValueError, match="group 1 would be rows 137 to 100"):
+        aiter_mx.grouped_linear(x, w, wrong)
+    aiter_mx.grouped_linear(x, w, wrong.cuda()).sum().backward()  # harms no memory
+    monkeypatch.setenv("AITER_MX_CHECK", "1")
+    with pytest.raises(ValueError, match="group 1 would be rows 137 to 100"):
+        aiter_mx.grouped_linear(x, w, wrong.cuda())
+    made = aiter_mx.quantize_dual_grouped(x.detach(), offs.cuda(), pad_rows=False)
+    columns = (made.columns, made.column_scales)
+    for bounds in (wrong.cuda() * 128, made.group_offs + 4096):
+        with pytest.raises(ValueError, match=r"group \d is \d+ to \d+"):
+            aiter_mx.grouped_gemm_wgrad(*columns, *columns, bounds)
+    with pytest.raises(ValueError, match="group 1 is 137 to 100"):
+        aiter_mx.grouped_gemm_dgrad(*made[:2], *aiter_mx.quantize(w.detach()), wrong.cuda())
 
 
 def test_experts_train_without_waiting_and_repeat() -> None:

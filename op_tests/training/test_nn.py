@@ -89,26 +89,27 @@ def reference(layer: MxExperts, x: Tensor, ids: Tensor, weights: Tensor, activat
     for token in range(len(x)):
         for slot in range(ids.shape[1]):
             e = int(ids[token, slot])
-            gate, up = (layer.gate_up.weight[e] @ x[token]).chunk(2)
+            gate, up = (layer.gate_up.weight[e] @ x[token] + layer.gate_up.bias[e]).chunk(2)
             if activation == "silu":
                 active = nn.functional.silu(gate) * up
             else:
                 gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
                 active = (up + 1) * gate * torch.sigmoid(1.702 * gate)
-            out[token] = out[token] + weights[token, slot] * (layer.down.weight[e] @ active)
+            result = layer.down.weight[e] @ active + layer.down.bias[e]
+            out[token] = out[token] + weights[token, slot] * result
     return out
 
 
 @pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
 def test_experts_match_float64_forward_and_backward(activation: str) -> None:
     torch.manual_seed(0)
-    layer = MxExperts(E, H, I, activation)
+    layer = MxExperts(E, H, I, activation, bias=True)
     ids = torch.randint(0, E - 1, (T, TOP_K))  # the last expert has no token
     leaves = [torch.randn(T, H), torch.rand(T, TOP_K)]
     x, weights = (each.requires_grad_() for each in leaves)
     y, dy = layer(x, ids, weights), torch.randn(T, H)
     y.backward(dy)
-    exact_layer = MxExperts(E, H, I, activation).double()
+    exact_layer = MxExperts(E, H, I, activation, bias=True).double()
     exact_layer.load_state_dict(layer.state_dict())
     exact = [each.detach().double().requires_grad_() for each in leaves]
     exact_y = reference(exact_layer, exact[0], ids, exact[1], activation)
