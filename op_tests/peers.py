@@ -218,6 +218,9 @@ def run_deep_gemm(checkout: Path, options: list[str], shard: Shard) -> Counts:
     return counts
 
 
+OF_PRIMUS_TURBO = ("quantization", "grouped_gemm_fp8", "gemm_fp8")
+
+
 def run_primus_turbo(checkout: Path, options: list[str], shard: Shard) -> Counts:
     inner = checkout / "primus_turbo" / "pytorch"
     stand_in("primus_turbo", checkout / "primus_turbo")
@@ -235,12 +238,16 @@ def run_primus_turbo(checkout: Path, options: list[str], shard: Shard) -> Counts
     ours = names_of("primus_turbo")
     stand_in("primus_turbo.pytorch.ops", **ours)
     stand_in("primus_turbo.pytorch.ops.quantization", **ours)
+    stand_in("primus_turbo.common", checkout / "primus_turbo" / "common")
+    stand_in("primus_turbo.triton")
+    stand_in("primus_turbo.triton.utils")
+    stand_in("primus_turbo.triton.utils.origami")
     sys.path.insert(0, str(checkout))
     extension = SimpleNamespace(shuffle_scale=lambda scale, _: shuffle_scales(scale, "16x4"))
     with mock.patch.object(torch.ops, "primus_turbo_cpp_extension", extension, create=True):
-        return by_pytest("tests/pytorch/ops/test_quantization.py")(
-            checkout, ["-k", "mxfp8", *options], shard
-        )
+        files = (f"tests/pytorch/ops/test_{of}.py" for of in OF_PRIMUS_TURBO)
+        options = ["-k", "mxfp8 or mx_blockwise or mx_fused", *options]
+        return by_pytest(*files)(checkout, options, shard)
 
 
 def run_aiter_sorting(checkout: Path, options: list[str], shard: Shard) -> Counts:
