@@ -241,7 +241,7 @@ def run_primus_turbo(checkout: Path, options: list[str], shard: Shard) -> Counts
     stand_in("primus_turbo.common", checkout / "primus_turbo" / "common")
     stand_in("primus_turbo.triton")
     stand_in("primus_turbo.triton.utils")
-    stand_in("primus_turbo.triton.utils.origami")
+    stand_in("primus_turbo.triton.utils.origami", origami_clear_caches=lambda: None)
     sys.path.insert(0, str(checkout))
     extension = SimpleNamespace(shuffle_scale=lambda scale, _: shuffle_scales(scale, "16x4"))
     with mock.patch.object(torch.ops, "primus_turbo_cpp_extension", extension, create=True):
@@ -358,10 +358,10 @@ class OnCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
-        swap = {"cuda": "cpu", torch.device("cuda"): torch.device("cpu")}
 
         def cpu(value: Any) -> Any:
-            return swap.get(value, value) if isinstance(value, str | torch.device) else value
+            named = isinstance(value, str | torch.device)
+            return "cpu" if named and str(value).partition(":")[0] == "cuda" else value
 
         kwargs = {name: cpu(value) for name, value in (kwargs or {}).items()}
         return func(*map(cpu, args), **kwargs)

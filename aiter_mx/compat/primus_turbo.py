@@ -98,6 +98,7 @@ def grouped_gemm_fp8(
     out_dtype: torch.dtype | None = None,
     config: Any = None,
     num_cu: int | None = None,
+    fuse_bgrad_accum_pattern: str | None = None,
 ) -> Tensor:
     """``grouped_linear`` as Primus-Turbo's ``grouped_gemm_fp8``, with gradients of a and b.
 
@@ -110,21 +111,29 @@ def grouped_gemm_fp8(
         out_dtype: of the result; None: what torch makes of the dtypes of a and b.
         config: ``Float8QuantConfig``, with ``MX_BLOCKWISE`` and ``E4M3`` or ``HYBRID``.
         num_cu: ignored: kernels take all compute units.
+        fuse_bgrad_accum_pattern: ``"megatron"`` adds the gradient of b to ``b.main_grad``, bf16 or
+            fp32, says so in ``b.grad_added_to_main_grad``, and gives b a gradient of zeros; None
+            returns it as any other.
 
     Returns:
         ``[T, N]``.
 
     Raises:
-        TypeError, ValueError: as ``grouped_linear``, or another granularity or format.
+        TypeError, ValueError: as ``grouped_linear``, another granularity or format, operands that
+            are quantised already, or a main gradient where ``trans_b`` is false.
     """
+    _refuse_quantized(a=a, b=b)
     grad_format = _grad_format(config)
+    b, main_grad = _main_grad(b, fuse_bgrad_accum_pattern, trans_b)
     G = b.shape[0]
     if group_offs is None:
         offs = offsets_of_groups(None, group_lens, G, a)
     else:
         offs = offsets_of_groups(group_offs, None, G, a)
     a, w, quantized_w = _operands(a, b, trans_b)
-    y = grouped_linear(a, w, offs, quantized_w=quantized_w, grad_format=grad_format)
+    y = grouped_linear(
+        a, w, offs, quantized_w=quantized_w, main_grad=main_grad, grad_format=grad_format
+    )
     return y.to(out_dtype or torch.promote_types(a.dtype, b.dtype))
 
 
@@ -135,6 +144,7 @@ def gemm_fp8(
     trans_b: bool = False,
     out_dtype: torch.dtype | None = None,
     config: Any = None,
+    fuse_bgrad_accum_pattern: str | None = None,
 ) -> Tensor:
     """``linear_autograd`` as Primus-Turbo's ``gemm_fp8``, with gradients of a and b.
 
@@ -144,17 +154,65 @@ def gemm_fp8(
         trans_a, trans_b: how they lie.
         out_dtype: of the result; None: what torch makes of the dtypes of a and b.
         config: as of ``grouped_gemm_fp8``.
+        fuse_bgrad_accum_pattern: likewise.
 
     Returns:
         ``[M, N]``.
 
     Raises:
-        TypeError, ValueError: as ``linear_autograd``, or another granularity or format.
+        TypeError, ValueError: as ``grouped_gemm_fp8``.
     """
+    _refuse_quantized(a=a, b=b)
     grad_format = _grad_format(config)
+    b, main_grad = _main_grad(b, fuse_bgrad_accum_pattern, trans_b)
     a, w, quantized_w = _operands(a.mT if trans_a else a, b, trans_b)
-    y = linear_autograd(a, w, quantized_w=quantized_w, grad_format=grad_format)
+    y = linear_autograd(a, w, quantized_w=quantized_w, main_grad=main_grad, grad_format=grad_format)
     return y.to(out_dtype or torch.promote_types(a.dtype, b.dtype))
+
+
+def _refuse_quantized(**operands: object) -> None:
+    for name, value in operands.items():
+        if not isinstance(value, Tensor) or hasattr(value, "qdata"):
+            raise TypeError(
+                f"{name} must be a tensor that is not quantised yet, got {type(value).__name__}; "
+                "share quantised weights by aiter_mx.grouped_linear(quantized_w=...)"
+            )
+
+
+def _main_grad(b: Tensor, pattern: str | None, trans_b: bool) -> tuple[Tensor, Tensor | None]:
+    """b, and the main gradient that its own is added to, if there is one."""
+    if pattern is None:
+        return b, None
+    if pattern != "megatron":
+        raise ValueError(f"fuse_bgrad_accum_pattern must be None or 'megatron', got {pattern!r}")
+    if not trans_b:
+        raise ValueError("a main gradient is that of b as [..., N, K]: trans_b must be true")
+    main_grad = getattr(b, "main_grad", None)
+    if not isinstance(main_grad, Tensor) or main_grad.shape != b.shape:
+        raise ValueError(
+            "fuse_bgrad_accum_pattern='megatron' adds to b.main_grad, which must be a tensor of "
+            f"b's shape, {list(b.shape)}"
+        )
+    if b.shape[-1] % BLOCK:
+        raise ValueError(f"with a main gradient K must be a multiple of {BLOCK}, got {b.shape[-1]}")
+    b.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    flagged: Tensor = _Flagged.apply(b)  # type: ignore[no-untyped-call]
+    return flagged, main_grad
+
+
+class _Flagged(torch.autograd.Function):
+    """A weight whose gradient is kept elsewhere: it gets zeros, so that its hooks are called."""
+
+    @staticmethod
+    def forward(ctx: Any, b: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.zero = b.new_zeros(()).expand(b.shape)
+        return b.view_as(b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: None) -> Tensor:
+        zero: Tensor = ctx.zero
+        return zero
 
 
 def _operands(a: Tensor, b: Tensor, trans_b: bool) -> tuple[Tensor, Tensor, Dual | None]:

@@ -78,6 +78,35 @@ def test_hybrid_quantises_gradients_to_e5m2() -> None:
     assert torch.equal(found[0], a.grad) and torch.equal(found[1], b.grad)
 
 
+@pytest.mark.parametrize("groups", [False, True], ids=["gemm", "grouped"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_main_gradient_is_added_to_as_megatron_has_it(dtype: torch.dtype, groups: bool) -> None:
+    a, dy = torch.randn(60, 64).bfloat16(), torch.randn(60, 32).bfloat16()
+    drawn = torch.randn(2, 32, 64) if groups else torch.randn(32, 64)
+    lens = torch.tensor([23, 37])
+
+    def call(b: Tensor, **options: str) -> Tensor:
+        if groups:
+            return turbo.grouped_gemm_fp8(a, b, lens, config=Float8QuantConfig(), **options)
+        return turbo.gemm_fp8(a, b, trans_b=True, config=Float8QuantConfig(), **options)
+
+    plain, fused = (drawn.bfloat16().requires_grad_() for _ in range(2))
+    previous = torch.randn(drawn.shape).to(dtype)
+    fused.main_grad, fused.grad_added_to_main_grad = previous.clone(), False
+    expected, y = call(plain), call(fused, fuse_bgrad_accum_pattern="megatron")
+    assert torch.equal(y, expected) and fused.grad_added_to_main_grad
+    for each in (expected, y):
+        each.backward(dy)
+    assert fused.grad is not None and not fused.grad.any()
+    assert (fused.grad.shape, fused.grad.dtype) == (fused.shape, fused.dtype)
+    found = fused.main_grad.float() - previous.float()
+    assert (found - plain.grad.float()).norm() <= 0.01 * plain.grad.float().norm()
+    with pytest.raises(ValueError, match="must be None or 'megatron', got 'other'"):
+        call(fused, fuse_bgrad_accum_pattern="other")
+    with pytest.raises(ValueError, match=r"adds to b.main_grad, which must be a tensor of b's"):
+        call(plain, fuse_bgrad_accum_pattern="megatron")
+
+
 def test_quantisation_pads_and_takes_recipes() -> None:
     x = torch.randn(40, 160)
     payload, scale = turbo.quantize_fp8(x, E4M3, MX, block_size=32, axis=1)

@@ -60,13 +60,17 @@ def test_gradients_of_rows_match_float64() -> None:
         assert_close_to_reference(out[part], rows[0][part], rows[1][part], *of_group)
 
 
-@pytest.mark.sanitized
 @pytest.mark.parametrize("lens", [(0, 33, 1, 200), (6000,)], ids=["groups", "pieces"])
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
-def test_a_step_matches_the_fallbacks(format: str, lens: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.sanitized), torch.float16], ids=str
+)
+def test_a_step_matches_the_fallbacks(
+    dtype: torch.dtype, format: str, lens: tuple[int, ...]
+) -> None:
     """Its gradients of weights, of few tiles, are added up in pieces where a group is long."""
-    drawn = [torch.randn(sum(lens), size).bfloat16() for size in (64, 96)]
-    w = (torch.randn(len(lens), 96, 64) / 8).bfloat16()
+    drawn = [torch.randn(sum(lens), size).to(dtype) for size in (64, 96)]
+    w = (torch.randn(len(lens), 96, 64) / 8).to(dtype)
     main_grad, offs = torch.randn(w.shape), torch.tensor([0, *accumulate(lens)])
     results = []
     for device in ("cuda", "cpu"):
