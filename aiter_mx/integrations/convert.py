@@ -19,7 +19,13 @@ from typing import Any, BinaryIO
 import torch
 
 import aiter_mx
-from aiter_mx.errors import AiterMxError
+from aiter_mx.integrations.checkpoint import (
+    HEADER_LENGTH,
+    OFFSETS,
+    CheckpointError,
+    Stored,
+    read_header,
+)
 from aiter_mx.integrations.layers import is_router, why_not
 from aiter_mx.numerics import BLOCK
 
@@ -31,23 +37,6 @@ _FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _PIECE_BYTES = 1 << 26
 _STATE = ".aiter_mx_convert.json"
 _INDEX = "model.safetensors.index.json"
-_OFFSETS = "data_offsets"
-_HEADER_LENGTH = 8  # bytes ahead of the header that say how long it is
-
-
-class ConvertError(AiterMxError):
-    """A checkpoint that cannot be converted, or a folder that cannot take the result."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of a safetensors file: dtype as the format names it, and where its bytes are."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -87,18 +76,18 @@ def convert(
         Which weights were quantised, which tensors stay as they are and why, and bytes of all.
 
     Raises:
-        ConvertError: not such a folder, a checkpoint that is quantised already, a damaged file, or
-            a target that holds something else.
+        CheckpointError: not such a folder, a checkpoint that is quantised already, a damaged file,
+            or a target that holds something else.
     """
     shards = sorted(source.glob("*.safetensors"))
     if engine not in ENGINES:
-        raise ConvertError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+        raise CheckpointError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     if not shards or not (source / "config.json").is_file():
-        raise ConvertError(f"{source} holds no config.json beside *.safetensors")
+        raise CheckpointError(f"{source} holds no config.json beside *.safetensors")
     config = json.loads((source / "config.json").read_text())
     if "quantization_config" in config:
         method = config["quantization_config"].get("quant_method")
-        raise ConvertError(f"{source} is quantised already, by {method!r}")
+        raise CheckpointError(f"{source} is quantised already, by {method!r}")
     plans = {shard.name: _plan(shard, engine, keep) for shard in shards}
     _claim(target, source, shards, engine, keep)
 
@@ -156,14 +145,15 @@ def _claim(
     text = json.dumps(of, indent=2) + "\n"
     target.mkdir(parents=True, exist_ok=True)
     state = target / _STATE
+    begun = _partial(state)
     if state.is_file():
         if state.read_text() != text:
-            raise ConvertError(
+            raise CheckpointError(
                 f"{target} holds the beginning of another conversion; delete it or name another "
                 "folder"
             )
-    elif any(target.iterdir()):
-        raise ConvertError(f"{target} is not empty; name a new folder")
+    elif any(path != begun for path in target.iterdir()):
+        raise CheckpointError(f"{target} is not empty; name a new folder")
     else:
         _write_text(state, text)
     for left_over in target.glob(".*.partial"):
@@ -220,37 +210,6 @@ def _why_kept(stored: Stored, keep: Sequence[str]) -> str:
     return why_not("", stored.shape)
 
 
-def read_header(path: Path) -> list[Stored]:
-    """The tensors of a safetensors file, in the order of their bytes.
-
-    Raises:
-        ConvertError: the file is damaged.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(_HEADER_LENGTH), "little")
-        if size < _HEADER_LENGTH or _HEADER_LENGTH + length > size:
-            raise ConvertError(f"{path} is cut off: its header would end behind its last byte")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ConvertError(f"{path} has no readable header: {error}") from error
-    first = _HEADER_LENGTH + length
-    found = [
-        Stored(
-            name, each["dtype"], tuple(each["shape"]), *(first + o for o in each["data_offsets"])
-        )
-        for name, each in header.items()
-        if name != "__metadata__"
-    ]
-    for stored in found:
-        if stored.end > size:
-            raise ConvertError(
-                f"{path} is cut off: {stored.name} would end at byte {stored.end} of {size}"
-            )
-    return sorted(found, key=lambda stored: stored.begin)
-
-
 def _write_shard(
     source: Path, target: Path, plan: _Plan, on_bytes: Callable[[str, int], None]
 ) -> None:
@@ -261,13 +220,13 @@ def _write_shard(
             header[each.name] = {
                 "dtype": each.dtype,
                 "shape": list(each.shape),
-                _OFFSETS: offsets,
+                OFFSETS: offsets,
             }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 16)  # payloads begin where kernels can load them
-    partial = target.with_name(f".{target.name}.partial")
+    partial = _partial(target)
     with source.open("rb") as reader, partial.open("wb") as writer:
-        writer.write(len(text).to_bytes(_HEADER_LENGTH, "little"))
+        writer.write(len(text).to_bytes(HEADER_LENGTH, "little"))
         writer.write(text)
         for stored, made in plan:
             scales = []
@@ -298,7 +257,12 @@ def _pieces(reader: BinaryIO, stored: Stored) -> Iterator[bytearray]:
         yield piece
 
 
+def _partial(path: Path) -> Path:
+    """What a file is called until it is whole."""
+    return path.with_name(f".{path.name}.partial")
+
+
 def _write_text(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
+    partial = _partial(path)
     partial.write_text(text)
     partial.rename(path)

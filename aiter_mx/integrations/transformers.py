@@ -7,8 +7,9 @@ name ``aiter_mx``; it has to be imported before a checkpoint that was saved so i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name, shoul
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import aiter_mx
+from aiter_mx.integrations.checkpoint import refuse_misfits
 from aiter_mx.integrations.layers import (
     SCALE,
     Gate,
@@ -74,7 +76,12 @@ class AiterMxQuantizer(HfQuantizer):
         of = {MxLinear: ("weight",), MxExperts: ("gate_up_proj", "down_proj")}
         return not self.pre_quantized and name in of.get(type(module), ())
 
-    def _process_model_before_weight_loading(self, model: nn.Module, **others: Any) -> None:
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **others: Any
+    ) -> None:
+        if self.pre_quantized:
+            files = (Path(file) for file in checkpoint_files or ())
+            refuse_misfits(file for file in files if file.suffix == ".safetensors")
         skip = self.get_modules_to_not_convert(
             model,
             self.quantization_config.modules_to_not_convert,

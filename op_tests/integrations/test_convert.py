@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +22,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import aiter_mx
 from aiter_mx.cli.main import app
 from aiter_mx.integrations import convert as module
-from aiter_mx.integrations.convert import ConvertError, convert
+from aiter_mx.integrations.checkpoint import CheckpointError
+from aiter_mx.integrations.convert import convert
 from op_tests.integrations.test_transformers import EXPERTS, SIZES, load
 
 IDS = torch.arange(3, 27).view(2, 12)
@@ -108,7 +112,56 @@ convert(Path(sys.argv[1]), Path(sys.argv[2]), on_bytes=lambda *_: time.sleep(0.0
 """
 
 
-@pytest.mark.parametrize("shards", [0, 1, 2])
+class _Killed(BaseException):
+    """In place of a signal, at a step that a signal would rarely meet."""
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(b"cut")
+
+
+def _killed_at(step: int, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a conversion meets its death at this step of those that change the folder, which
+    leaves what it writes cut off."""
+    steps = iter(range(step))
+    writers = {
+        (Path, "mkdir"): lambda *_: None,
+        (Path, "write_text"): lambda path, *_: _cut(path),
+        (Path, "rename"): lambda *_: None,
+        (Path, "unlink"): lambda *_: None,
+        (os, "fsync"): lambda *_: None,
+        (shutil, "copy"): lambda _, path: _cut(path),
+    }
+    with monkeypatch.context() as patched, suppress(_Killed):
+        for (owner, name), leave in writers.items():
+            original = getattr(owner, name)
+
+            def dies(*given: Any, of: Any = original, leave: Any = leave, **more: Any) -> Any:
+                if next(steps, None) is None:
+                    patched.undo()
+                    leave(*given)
+                    raise _Killed
+                return of(*given, **more)
+
+            patched.setattr(owner, name, dies)
+        convert(source, target)
+        return False
+    return True
+
+
+def test_killed_at_any_step_and_run_again_it_leaves_the_same_bytes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(source, tmp_path / "whole")
+    expected, step = digests(tmp_path / "whole"), 0
+    while _killed_at(step, source, target := tmp_path / str(step), monkeypatch):
+        convert(source, target)
+        assert digests(target) == expected, step
+        step += 1
+    assert step > 3 * len(list(source.glob("*.safetensors")))
+
+
+@pytest.mark.parametrize("shards", [0, 2])
 def test_killed_and_run_again_it_leaves_the_same_bytes(
     shards: int, source: Path, tmp_path: Path
 ) -> None:
@@ -156,18 +209,18 @@ def test_memory_is_that_of_pieces(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_converted_is_said(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConvertError, match=r"holds no config\.json beside \*\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"holds no config\.json beside \*\.safetensors"):
         convert(tmp_path, tmp_path / "out")
-    with pytest.raises(ConvertError, match="engine must be one of sglang, vllm, transformers"):
+    with pytest.raises(CheckpointError, match="engine must be one of sglang, vllm, transformers"):
         convert(source, tmp_path / "out", "ollama")
     convert(source, tmp_path / "out")
-    with pytest.raises(ConvertError, match="out is not empty; name a new folder"):
+    with pytest.raises(CheckpointError, match="out is not empty; name a new folder"):
         convert(source, tmp_path / "out")
-    with pytest.raises(ConvertError, match="is quantised already, by 'mxfp8'"):
+    with pytest.raises(CheckpointError, match="is quantised already, by 'mxfp8'"):
         convert(tmp_path / "out", tmp_path / "again")
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / module._STATE).write_text("{}")
-    with pytest.raises(ConvertError, match="holds the beginning of another conversion"):
+    with pytest.raises(CheckpointError, match="holds the beginning of another conversion"):
         convert(source, tmp_path / "begun")
     damaged = tmp_path / "damaged"
     damaged.mkdir()
@@ -175,7 +228,7 @@ def test_what_cannot_be_converted_is_said(source: Path, tmp_path: Path) -> None:
     shard = next(source.glob("*.safetensors")).read_bytes()
     for length, message in ((4, "header would end behind"), (len(shard) - 1, "would end at byte")):
         (damaged / "model.safetensors").write_bytes(shard[:length])
-        with pytest.raises(ConvertError, match=message):
+        with pytest.raises(CheckpointError, match=message):
             convert(damaged, tmp_path / "of_damaged")
 
 

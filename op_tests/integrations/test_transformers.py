@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
@@ -22,7 +24,15 @@ from transformers import (
 )
 
 import aiter_mx
-from aiter_mx.integrations.layers import Gate, MxExperts, MxLinear, experts_forward, settle
+from aiter_mx.integrations.checkpoint import CheckpointError
+from aiter_mx.integrations.layers import (
+    SCALE,
+    Gate,
+    MxExperts,
+    MxLinear,
+    experts_forward,
+    settle,
+)
 from aiter_mx.integrations.transformers import AiterMxConfig, gate_of, quantize_model
 
 SIZES = {
@@ -200,6 +210,43 @@ def test_experts_function_refuses_weights_of_another_kind() -> None:
     x = torch.zeros(1, 32)
     with pytest.raises(TypeError, match=r"load the model with quantization_config=AiterMxConfig"):
         experts_forward(_Experts(_clamped), x, torch.zeros(1, 1).int(), torch.ones(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "change", "complaint"),
+    [
+        ("llama", "mlp.up_proj.weight_scale_inv", lambda t: t[:, :1],
+         r"must be U8 \[96, 2\], as its weight is \[96, 64\], got U8 \[96, 1\]"),
+        ("qwen3_moe", "mlp.experts.1.up_proj.weight_scale_inv", lambda t: t[:16],
+         r"must be U8 \[32, 2\], as its weight is \[32, 64\], got U8 \[16, 2\]"),
+        ("llama", "mlp.up_proj.weight_scale_inv", torch.Tensor.float,
+         r"must be U8 \[96, 2\].* got F32"),
+        ("llama", "mlp.up_proj.weight_scale_inv", lambda t: None,
+         r"mlp\.up_proj\.weight has no scales, .*weight_scale_inv, in any file"),
+        ("llama", "mlp.up_proj.weight", lambda t: t[:, :48],
+         r"mlp\.up_proj\.weight \[96, 48\]: K=48 is no multiple of 32"),
+    ],
+    ids=["columns", "rows", "dtype", "missing", "K"],
+)  # fmt: skip
+def test_checkpoint_with_other_scales_is_refused_by_tensor_and_file(
+    name: str,
+    tensor: str,
+    change: Callable[[torch.Tensor], torch.Tensor | None],
+    complaint: str,
+    tmp_path: Path,
+) -> None:
+    saved(name, tmp_path / "plain")
+    load(tmp_path / "plain").save_pretrained(tmp_path / "saved", max_shard_size="60KB")
+    key = f"model.layers.1.{tensor}"
+    (file,) = (f for f in (tmp_path / "saved").glob("*.safetensors") if key in load_file(f))
+    tensors = load_file(file)
+    changed = change(tensors.pop(key))
+    if changed is not None:
+        tensors[key] = changed.contiguous()
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=complaint) as raised:
+        load(tmp_path / "saved", quantised=False)
+    assert str(raised.value).startswith(f"{file}: {key.removesuffix(SCALE)}")
 
 
 def test_scales_of_another_shape_are_refused_by_name() -> None:

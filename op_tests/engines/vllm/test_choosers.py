@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from vllm import logger
 from vllm.model_executor.kernels import linear as kernels
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability, PlatformEnum
@@ -24,11 +25,29 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def test_choosers_take_ours_on_both_gpus(gpu: str) -> None:
-    kernel = kernels.init_mxfp8_linear_kernel(weight_shape=(2304, 6144))
+def test_choosers_take_ours_on_both_gpus_and_say_so(
+    gpu: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("vllm").propagate = True
+    logger._print_info_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        kernel = kernels.init_mxfp8_linear_kernel(weight_shape=(2304, 6144))
+        _, experts = experts_layer(f"layers.{gpu}.experts")
     assert type(kernel).__name__ == "AiterMxLinearKernel"
-    _, experts = experts_layer(f"layers.{gpu}.experts")
     assert experts.quant_method.experts_cls.__name__ == "AiterMxExperts"
+    for line in (
+        "Using AiterMxLinearKernel for MXFP8 GEMM",
+        "Using AiterMxExperts for MXFP8 MoE",
+    ):
+        assert line in caplog.messages
+
+
+def test_plug_in_says_that_it_is_active(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("vllm").propagate = True
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        plugin.register()
+    line = "aiter_mx computes MX-FP8 layers: AiterMxLinearKernel and AiterMxExperts"
+    assert line in caplog.messages
 
 
 def test_choosers_take_another_where_ours_declines(
@@ -37,7 +56,8 @@ def test_choosers_take_another_where_ours_declines(
     from aiter_mx.integrations import vllm_layers
 
     logging.getLogger("vllm").propagate = True
-    N, activation = {"CUDA": (64, "swiglustep"), "ROCM": (72, "situ")}[gpu]  # each is logged once
+    logger._print_info_once.cache_clear()
+    N, activation = {"CUDA": (64, "swiglustep"), "ROCM": (72, "situ")}[gpu]
     with caplog.at_level(logging.INFO, logger="vllm.plugins.aiter_mx"):
         kernel = kernels.init_mxfp8_linear_kernel(weight_shape=(N, 4304))
         assert type(kernel).__name__ != "AiterMxLinearKernel"

@@ -72,6 +72,38 @@ def test_expert_layer_gives_the_bits_of_our_op(
     assert torch.equal(found, plain) == (gate == Gate("silu"))  # a clamp that were lost would show
 
 
+def test_online_quantisation_of_experts_gives_the_bits_of_ours() -> None:
+    from vllm.model_executor.layers.quantization.online.mxfp8 import Mxfp8OnlineMoEMethod
+
+    _, experts = experts_layer("layers.online.experts")
+    method = Mxfp8OnlineMoEMethod(moe=experts.moe_config)
+    assert method.experts_cls.__name__ == "AiterMxExperts"
+    plain = {"w13": torch.randn(E, 2 * I, H, dtype=BF16), "w2": torch.randn(E, H, I, dtype=BF16)}
+    for name, weight in plain.items():
+        setattr(experts, f"{name}_weight", torch.nn.Parameter(weight, requires_grad=False))
+    method.process_weights_after_loading(experts)
+    for name, weight in plain.items():
+        payload, scale = aiter_mx.quantize(weight)
+        found = getattr(experts, f"{name}_weight").view(torch.uint8)
+        assert torch.equal(found, payload.view(torch.uint8))
+        assert torch.equal(getattr(experts, f"{name}_weight_scale"), scale)
+    x, ids = torch.randn(6, H, dtype=BF16), torch.randint(0, E, (6, TOP_K), dtype=torch.int32)
+    weights = torch.rand(6, TOP_K)
+    found = through_kernel(method.moe_kernel, experts, x, ids, weights)
+    assert torch.equal(found, by_our_op(experts, x, (weights, ids), Gate()))
+
+
+def test_simulated_gfx950_gives_the_bits_of_our_op() -> None:
+    _, experts = experts_layer("layers.simulated.experts")
+    fill_experts(experts, 9)
+    experts.quant_method.process_weights_after_loading(experts)
+    x, ids = torch.randn(3, H, dtype=BF16), torch.randint(0, E, (3, TOP_K), dtype=torch.int32)
+    weights = torch.rand(3, TOP_K)
+    with aiter_mx.simulate("gfx950"):
+        found = through_kernel(experts.quant_method.moe_kernel, experts, x, ids, weights)
+        assert torch.equal(found, by_our_op(experts, x, (weights, ids), Gate()))
+
+
 def test_experts_of_another_rank_are_left_out() -> None:
     _, experts = experts_layer("layers.map.experts")
     fill_experts(experts, 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from op_tests.engines.vllm.layers import BF16, FORMATS, H, I, fill, mx, ready
 
 @pytest.mark.parametrize("leading", [(1,), (7,), (2, 3)])
 def test_linear_layer_gives_the_bits_of_our_op(
-    quantisation: Any, leading: tuple[int, ...], caplog: pytest.LogCaptureFixture
+    quantisation: Any, leading: tuple[int, ...]
 ) -> None:
     layer = MergedColumnParallelLinear(
         H, [I, I], bias=True, quant_config=quantisation, params_dtype=BF16, prefix="mlp.gate_up"
@@ -68,7 +67,7 @@ def test_online_quantisation_gives_the_bits_of_ours() -> None:
     assert torch.equal(method.apply(layer, x), expected)
 
 
-def test_simulated_gfx950_gives_the_bits_of_our_op(tmp_path: Path) -> None:
+def test_simulated_gfx950_gives_the_bits_of_our_op() -> None:
     layer = ColumnParallelLinear(
         H, I, bias=False, quant_config=FORMATS["mxfp8"](), params_dtype=BF16, prefix="simulated"
     )
