@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -60,6 +61,12 @@ def activate(
         log.warning(message)
         return False
     return True
+
+
+@cache
+def say_once(log: logging.Logger, line: str) -> None:
+    """Say in the log what many layers have in common."""
+    log.info(line)
 
 
 def expect(function: Callable[..., Any], *parameters: str) -> None:

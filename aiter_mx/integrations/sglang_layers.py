@@ -12,6 +12,7 @@ from sglang.srt.layers.quantization import fp8_utils
 from torch import Tensor
 
 import aiter_mx
+from aiter_mx.integrations.engine import say_once
 from aiter_mx.integrations.layers import Gate, linear, unsupported_device, why_not
 
 _log = logging.getLogger("sglang.aiter_mx")
@@ -34,7 +35,10 @@ def resolve_backend(original: Callable[[], Any]) -> Any:
 
 def dispatch_linear(original: Callable[[], Callable[..., Tensor]]) -> Callable[..., Tensor]:
     """What computes a linear layer."""
-    return mxfp8_linear if _ours() else original()
+    if not _ours():
+        return original()
+    say_once(_log, "Using aiter_mx.linear for MXFP8 GEMM")
+    return mxfp8_linear
 
 
 def _ours() -> bool:
@@ -67,7 +71,7 @@ def process_experts(
 ) -> None:
     """Leave experts as the checkpoint has them, or quantise them, where ours computes them."""
     if reason := _why_not_experts(method):
-        _log.info("aiter_mx declines an expert layer: %s", reason)
+        say_once(_log, f"aiter_mx declines an expert layer: {reason}")
         original(method, layer, quantize=quantize)
         return
     for name in ("w13", "w2") if quantize else ():
@@ -78,7 +82,7 @@ def process_experts(
             setattr(layer, f"{name}_{end}", parameter)
     layer.w13_input_scale = None
     layer.w2_input_scale = None
-    _log.info("Using aiter_mx.fused_moe for MXFP8 MoE")
+    say_once(_log, "Using aiter_mx.fused_moe for MXFP8 MoE")
 
 
 def _why_not_experts(method: Any) -> str:

@@ -13,6 +13,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 from torchao.utils import TorchAOBaseTensor
 
 import aiter_mx
+from aiter_mx.integrations.engine import say_once
 from aiter_mx.integrations.layers import linear, why_not
 
 _log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ def _quantise_module(module: nn.Module, config: AiterMxConfig) -> nn.Module:
     elif reason := why_not("", tuple(weight.shape)):
         _log.info("aiter_mx leaves a linear layer %s as it is: %s", list(weight.shape), reason)
     else:
+        say_once(_log, "Using aiter_mx.linear for linear layers in MX-FP8")
         quantised = AiterMxTensor.of(weight.detach())
         module.weight = nn.Parameter(quantised, requires_grad=False)
     return module

@@ -100,6 +100,9 @@ class AiterMxQuantizer(HfQuantizer):
                 kept[name] = reason
             elif not self.pre_quantized:
                 _expect_unquantised(model.get_submodule(name))
+        for kind, op in ((MxLinear, "linear"), (MxExperts, "fused_moe")):
+            if count := sum(isinstance(module, kind) for module in model.modules()):
+                _log.info("Using aiter_mx.%s for %d %s", op, count, kind.__name__)
         for name, reason in kept.items():
             _log.info("aiter_mx leaves %s as it is: %s", name, reason)
         self.kept: dict[str, str] = kept

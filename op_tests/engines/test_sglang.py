@@ -22,6 +22,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 import aiter_mx
 from aiter_mx.integrations import sglang as plugin
+from aiter_mx.integrations.engine import say_once
 from aiter_mx.integrations.layers import Gate
 
 H, I, E, TOP_K = 64, 96, 4, 2
@@ -222,6 +223,7 @@ def test_layers_that_ours_declines_take_the_engines_path(
     runner = runner_of(**options)
     method = SimpleNamespace(runner=runner, moe_runner_config=runner.config)
     asked: list[Any] = []
+    say_once.cache_clear()
     with caplog.at_level(logging.INFO):
         sglang_layers.process_experts(lambda *a, **k: asked.append(k), method, torch.nn.Module())
     assert asked == [{"quantize": True}]
@@ -248,6 +250,43 @@ def test_experts_stay_as_loaded_or_are_quantised_by_ours(online: bool) -> None:
         expected = aiter_mx.quantize(weight)[0] if online else weight
         assert torch.equal(getattr(layer, name).view(torch.uint8), expected.view(torch.uint8))
     assert hasattr(layer, "w13_weight_scale_inv") == online
+
+
+def test_chosen_kernels_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    say_once.cache_clear()
+    method = Fp8MoEMethod.__new__(Fp8MoEMethod)
+    method.runner = runner_of()
+    method.moe_runner_config = method.runner.config
+    with caplog.at_level(logging.INFO, logger="sglang.aiter_mx"):
+        plugin.register()
+        for _ in range(2):
+            ReplicatedLinear(H, I, quant_config=config(), params_dtype=BF16, prefix="mlp.up")
+            method._process_mxfp8_moe_weights(torch.nn.Module(), quantize=False)
+    assert caplog.messages == [
+        "aiter_mx computes MX-FP8 layers: linear and fused_moe",
+        "Using aiter_mx.linear for MXFP8 GEMM",
+        "Using aiter_mx.fused_moe for MXFP8 MoE",
+    ]
+
+
+def test_simulated_gfx950_gives_the_bits_of_our_ops() -> None:
+    layer = ReplicatedLinear(
+        H, I, bias=False, quant_config=config(), params_dtype=BF16, prefix="mlp.up"
+    )
+    payload, scale = mx(I, H, seed=3)
+    layer.weight.weight_loader(layer.weight, payload)
+    layer.weight_scale_inv.weight_loader(layer.weight_scale_inv, scale)
+    layer.quant_method.process_weights_after_loading(layer)
+    w, x, weights = experts(4), torch.randn(3, H, dtype=BF16), torch.rand(3, TOP_K)
+    ids = torch.randint(-1, E, (3, TOP_K), dtype=torch.int32)
+    info = TritonMoeQuantInfo(**w, block_shape=[1, 32])
+    dispatched = StandardDispatchOutput(
+        x, None, StandardTopKOutput(weights, ids, torch.empty(3, E))
+    )
+    with aiter_mx.simulate("gfx950"):
+        assert torch.equal(layer(x)[0], aiter_mx.linear(x, None, payload, scale))
+        found = runner_of().run(dispatched, info).hidden_states
+        assert torch.equal(found, by_our_op(w, x, ids, weights, Gate("silu")))
 
 
 def test_hopper_may_load_mxfp8(monkeypatch: pytest.MonkeyPatch) -> None:

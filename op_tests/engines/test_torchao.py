@@ -11,6 +11,7 @@ from torch import nn
 from torchao.quantization import quantize_
 
 import aiter_mx
+from aiter_mx.integrations.engine import say_once
 from aiter_mx.integrations.torchao import AiterMxConfig, AiterMxTensor
 
 
@@ -72,8 +73,10 @@ def test_state_dict_brings_the_same_bits_back(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_layer_that_is_not_covered_stays_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    plain = nn.Sequential(nn.Linear(40, 64))
+    say_once.cache_clear()
+    plain = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 64), nn.Linear(64, 32))
     with caplog.at_level(logging.INFO):
         quantize_(plain, AiterMxConfig())
+    assert caplog.messages.count("Using aiter_mx.linear for linear layers in MX-FP8") == 1
     assert type(plain[0].weight) is nn.Parameter and not isinstance(plain[0].weight, AiterMxTensor)
     assert "K=40 is no multiple of 32" in caplog.text

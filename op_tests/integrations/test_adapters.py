@@ -1,5 +1,5 @@
-"""Adapters over stand-ins of what they import from vLLM and SGLang, so that they run where these do
-not fit: on a GPU captured into a graph, and to the bit as our ops."""
+"""Adapters over stand-ins of what they import from vLLM, SGLang and torchao, so that they run where
+these do not fit: on a GPU captured into a graph, and to the bit as our ops."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 import aiter_mx
+from aiter_mx.integrations.layers import Gate, MxExperts, MxLinear
 from op_tests.places import device_in
 
 H, I, E, TOP_K = 96, 64, 6, 3
@@ -78,6 +79,42 @@ def _sglang_modules() -> Iterator[tuple[str, dict[str, Any]]]:
     yield f"{layers}.quantization.fp8_utils", {}
 
 
+class _Wrapper(torch.Tensor):
+    """What torchao's tensors inherit from: functions that a class implements are called in place
+    of torch's."""
+
+    table: ClassVar[dict[Any, Any]] = {}
+
+    @classmethod
+    def implements(cls, functions: Any) -> Callable[[Any], Any]:
+        def keep(function: Any) -> Any:
+            cls.table |= dict.fromkeys(functions, function)
+            return function
+
+        return keep
+
+    implements_torch_function = implements
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in cls.table:
+            return cls.table[func](func, types, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:  # as nn.Parameter asks for
+            return args[0]
+        raise NotImplementedError(f"{func} of a tensor of ours")
+
+
+def _torchao_modules() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "torchao.core.config", {"AOBaseConfig": object}
+    register = {"register_quantize_module_handler": lambda _: lambda function: function}
+    yield "torchao.quantization.transform_module", register
+    yield "torchao.utils", {"TorchAOBaseTensor": _Wrapper}
+
+
 def _over(
     stand_ins: Iterable[tuple[str, dict[str, Any]]], module: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
@@ -106,6 +143,13 @@ def adapters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """SGLang's."""
     yield from _over(_sglang_modules(), "aiter_mx.integrations.sglang_layers", monkeypatch)
+
+
+@pytest.fixture
+def torchao(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """torchao's."""
+    monkeypatch.setattr(torch.serialization, "add_safe_globals", lambda _: None)
+    yield from _over(_torchao_modules(), "aiter_mx.integrations.torchao", monkeypatch)
 
 
 class _Stub(ModuleType):
@@ -236,3 +280,42 @@ def test_experts_of_sglang(sglang: Any, device: torch.device, factor: float | No
 
     expected = aiter_mx.fused_moe(x, w1, s1, w2, s2, ids, weights * (factor or 1.0))
     assert torch.equal(replayed(compute, device), expected)
+
+
+@torch.no_grad()
+def test_weight_of_torchao(torchao: Any, device: torch.device) -> None:
+    layer = torch.nn.Linear(H, I, device=device, dtype=torch.bfloat16)
+    payload, scale = aiter_mx.quantize(layer.weight)
+    layer = torchao._quantise_module(layer, torchao.AiterMxConfig())
+    x = torch.randn(2, 5, H, device=device, dtype=torch.bfloat16)
+    expected = aiter_mx.linear(x, None, payload, scale, layer.bias)
+    assert torch.equal(replayed(lambda: layer(x), device), expected)
+
+
+@torch.no_grad()
+def test_layers_of_transformers(device: torch.device) -> None:
+    experts = MxExperts(E, H, I, Gate("gelu"), torch.bfloat16, device)
+    for name, shape in (("gate_up_proj", (E, 2 * I, H)), ("down_proj", (E, H, I))):
+        tensors = mx(*shape, seed=len(name), device=device)
+        for end, tensor in zip(("", "_scale_inv"), tensors, strict=True):
+            getattr(experts, name + end).copy_(tensor)
+        getattr(experts, f"{name}_bias").normal_()
+    linear = MxLinear.of(torch.nn.Linear(H, H, device=device, dtype=torch.bfloat16))
+    x = torch.randn(2, 4, H, device=device, dtype=torch.bfloat16)
+    ids = torch.randint(0, E, (8, TOP_K), device=device)
+    weights = torch.rand(8, TOP_K, device=device)
+    found = replayed(lambda: experts(linear(x), ids, weights), device)
+    hidden = aiter_mx.linear(x, None, linear.weight, linear.weight_scale_inv, linear.bias)
+    expected = aiter_mx.fused_moe(
+        hidden.view(8, H),
+        experts.gate_up_proj,
+        experts.gate_up_proj_scale_inv,
+        experts.down_proj,
+        experts.down_proj_scale_inv,
+        ids,
+        weights,
+        activation="gelu",
+        bias1=experts.gate_up_proj_bias,
+        bias2=experts.down_proj_bias,
+    )
+    assert torch.equal(found.view(8, H), expected)

@@ -156,6 +156,8 @@ def test_layers_that_stay_are_named_with_the_reason(
         model = load(tmp_path, False, quantization_config=config)
     assert isinstance(model.model.layers[0].self_attn.q_proj, MxLinear)
     assert type(model.model.layers[1].self_attn.q_proj) is torch.nn.Linear
+    assert "Using aiter_mx.linear for 7 MxLinear" in caplog.text
+    assert "Using aiter_mx.fused_moe for 1 MxExperts" in caplog.text
     assert "mlp.shared_expert_gate as it is: a router" in caplog.text
     assert "lm_head as it is: named in modules_to_not_convert" in caplog.text
 

@@ -18,9 +18,7 @@ from op_tests.engines.vllm.layers import BF16, FORMATS, H, I, fill, mx, ready
 
 
 @pytest.mark.parametrize("leading", [(1,), (7,), (2, 3)])
-def test_linear_layer_gives_the_bits_of_our_op(
-    quantisation: Any, leading: tuple[int, ...]
-) -> None:
+def test_linear_layer_gives_the_bits_of_our_op(quantisation: Any, leading: tuple[int, ...]) -> None:
     layer = MergedColumnParallelLinear(
         H, [I, I], bias=True, quant_config=quantisation, params_dtype=BF16, prefix="mlp.gate_up"
     )
