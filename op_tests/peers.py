@@ -8,7 +8,8 @@ has no such name, or refuses the option with an error that says so. ``--save`` k
 ``docs/measured/<gpu>/peers_<suite>.csv``; ``--cpu`` has tensors for a GPU lie on the CPU, and
 ``--jobs=JOBS`` shares the cases among processes. Other options go to pytest; suites that are none
 take ``--most=SIZE``, which leaves larger cases out, and ``--seconds=SECONDS``, after which they
-leave out the rest.
+leave out the rest. ``vllm_align`` takes ``--ours-on-gpu`` beside ``--cpu``: its own arithmetic is
+many small steps, each of which a GPU would be waited for.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 import aiter_mx
 from aiter_mx.layouts import shuffle_scales
@@ -84,6 +87,17 @@ def names_of(*modules: str) -> dict[str, object]:
         named = vars(importlib.import_module(f"aiter_mx.compat.{module}"))
         found |= {name: value for name, value in named.items() if not name.startswith("_")}
     return found
+
+
+def over_copies(function: object) -> object:
+    """What calls a function with its tensors on a GPU, and brings back its results."""
+
+    def call(*positional: object, **named: object) -> object:
+        with torch._C.DisableTorchFunction():  # and so what has tensors lie on the CPU
+            of_gpu = tree_map_only(Tensor, Tensor.cuda, (positional, named))
+            return tree_map_only(Tensor, Tensor.cpu, function(*of_gpu[0], **of_gpu[1]))
+
+    return call if isinstance(function, FunctionType) else function
 
 
 def how(error: BaseException | None) -> str:
@@ -311,7 +325,11 @@ def run_vllm_align(checkout: Path, options: list[str], shard: Shard) -> Counts:
     stand_in("vllm")
     for name in ("model_executor", "model_executor.layers", "model_executor.layers.fused_moe"):
         stand_in(f"vllm.{name}")
-    stand_in("vllm.model_executor.layers.fused_moe.moe_align_block_size", **names_of("vllm"))
+    ours = names_of("vllm")
+    if "--ours-on-gpu" in options:
+        options.remove("--ours-on-gpu")
+        ours = {name: over_copies(each) for name, each in ours.items()}
+    stand_in("vllm.model_executor.layers.fused_moe.moe_align_block_size", **ours)
     platform = mock.Mock(is_rocm=lambda: False, seed_everything=torch.manual_seed)
     stand_in("vllm.platforms", current_platform=platform)
     arithmetic = {"round_up": lambda x, y: -(-x // y) * y, "cdiv": lambda x, y: -(-x // y)}

@@ -27,7 +27,8 @@ from op_tests import gpu
 
 BUILD = gpu.ROOT / "build" / "planted"
 VARIABLE = "AITER_MX_PLANTED_CSRC"
-_FAILED = re.compile(r"^FAILED \S+?::(\S+?):?(?=\s|$)", re.MULTILINE)
+_FAILED = re.compile(r"^FAILED \S+?::(\w+(?:\[.*?\](?=[\s:]|$))?)", re.MULTILINE)
+_ENDED = "ended with "
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def ending(status: int, output: str) -> str:
     failed = _FAILED.search(output)
     if status == 1 and failed and "BuildError" not in output:
         return failed[1]
-    return "" if status == 0 else f"ended with {status}"
+    return "" if status == 0 else f"{_ENDED}{status}"
 
 
 def found_by(mistake: Mistake, resume: bool = False) -> str:
@@ -218,7 +219,7 @@ def controls(found: Mapping[Mistake, str]) -> list[str]:
 
 def is_test(found: str) -> bool:
     """Whether a mistake was found, by a test."""
-    return bool(found) and " " not in found
+    return bool(found) and not found.startswith(_ENDED)
 
 
 def compiled(mistake: Mistake) -> str:

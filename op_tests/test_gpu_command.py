@@ -204,6 +204,12 @@ def test_tests_that_found_mistakes_are_run_over_the_sources_as_they_are() -> Non
     failed = "FAILED op_tests/a/test_b.py::test_c[gemv-gpu-0]: AssertionError: far off\n"
     assert planted.ending(1, f".\n{failed}") == "test_c[gemv-gpu-0]"
     assert planted.ending(1, failed.partition(":")[0] + "::test_c[x]\n") == "test_c[x]"
+    spaced = "test_c[wgmma_fp8-gpu-huge x]"
+    for rest in (" - AssertionError: a[0] is b]", ": a[1]", ""):
+        assert planted.ending(1, f"FAILED op_tests/a/test_b.py::{spaced}{rest}\n") == spaced
+    assert (
+        planted.is_test(spaced) and not planted.is_test("") and not planted.is_test("ended with 2")
+    )
     assert planted.ending(0, "") == ""
     assert planted.ending(124, failed) == "ended with 124"
     assert planted.ending(1, failed + "BuildError") == "ended with 1"

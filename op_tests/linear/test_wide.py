@@ -51,7 +51,8 @@ def test_the_chosen_configuration_is_legal_and_fits(M: int, N: int, K: int) -> N
         (64, 9216, 6144, config(8, 128, 5)),
         (32, 6144, 1536, config(2, 96, 4)),
         (64, 1536, 6144, config(8, 112, 4)),
-        (64, 6144, 2048, config(2, 96, 4)),
+        (64, 6144, 2048, config(2, 96, 3)),
+        (64, 7168, 2048, config(2, 112, 3)),
     ],
 )
 def test_the_default_configurations_are_what_won_on_an_h200(

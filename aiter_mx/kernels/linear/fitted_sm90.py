@@ -75,7 +75,8 @@ class Wide:
         exchange, exchange_sum: after a pass: itself, for each sum where K is shared.
         ring_bytes, short_ring: what a ring holds at least so that copies go on meanwhile, and by
             how much they are slower with none.
-        shallow, deep: for each chunk of a ring's depth below 4, and above 5.
+        shallow, deep: for each chunk of a ring's depth below 4, and above 5; both 3 where x of
+            one pass takes the ring's end at first.
         cluster: by its size, and for others ``other_cluster``.
     """
 

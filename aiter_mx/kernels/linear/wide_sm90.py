@@ -45,6 +45,7 @@ _TILES_M = (8, 16, 32, 48, 64)
 _MOST_CHUNKS = 16  # of a part of K, whose scales are in registers for a while
 _MOST_CHUNKS_OF_MANY = 12  # of more than 16 rows of x
 FITTED = Wide()
+_MOST_APART = 6  # of 64 rows of x, which have room beside the ring before they are fp16
 _BUSY_CHUNKS = 4  # of a pass of which sums are sent in the next, with them and with other work
 _SHARED_BYTES = SHARED_BYTES - 1024  # static shared memory apart
 
@@ -170,7 +171,9 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
                     copied *= 1 + FITTED.short_ring * missing
                 a_pass = max(copied, computed + exchanged)
                 last = max(copied, computed) + exchanged
-                depths = FITTED.shallow * max(0, 4 - depth) + FITTED.deep * max(0, depth - 5)
+                depths = _depth_cycles(
+                    depth, passes == 1 and tile_m == MAX_M and chunks > _MOST_APART
+                )
                 cost = started + (passes - 1) * a_pass + last + depths + cluster
                 if cost <= least.cost:
                     found = _layout_of(target, problem, split, rows, depth)
@@ -198,6 +201,12 @@ def _start_cycles(tile_m: int, chunks: int) -> float:
 
 def _exchange_cycles(split: int, rows: int, tile_m: int) -> float:
     return FITTED.exchange + (FITTED.exchange_sum * rows * tile_m if split > 1 else 0)
+
+
+def _depth_cycles(depth: int, lent: bool) -> float:
+    """What a ring costs that is too short, or too long, also one whose end x takes at first."""
+    enough, most = (3, 3) if lent else (4, 5)
+    return FITTED.shallow * max(0, enough - depth) + FITTED.deep * max(0, depth - most)
 
 
 def _cluster_cycles(split: int) -> float:
