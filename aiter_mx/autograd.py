@@ -173,6 +173,13 @@ def _check_offsets(offs: Tensor, x: Tensor, name: str) -> None:
         )
 
 
+def refuse_grad_format(grad_format: str) -> None:
+    """Raise ValueError unless gradients can be quantised to this."""
+    if grad_format not in GRAD_FORMATS:
+        known = " or ".join(map(repr, GRAD_FORMATS))
+        raise ValueError(f"grad_format must be {known}, got {grad_format!r}")
+
+
 def _check(
     x: Tensor,
     w: Tensor,
@@ -184,9 +191,7 @@ def _check(
 ) -> None:
     """Raise for operands that either pass could not multiply."""
     refuse_no_tensor(("bias", "main_grad"), x=x, w=w, bias=bias, main_grad=main_grad)
-    if grad_format not in GRAD_FORMATS:
-        known = " or ".join(map(repr, GRAD_FORMATS))
-        raise ValueError(f"grad_format must be {known}, got {grad_format!r}")
+    refuse_grad_format(grad_format)
     for what, tensor in (("x", x), (name, w)):
         if tensor.dtype not in _FLOATS:
             raise TypeError(f"{what} must be bfloat16, float16 or float32, got {tensor.dtype}")
@@ -231,6 +236,12 @@ def _apply(
 
 def _quantized_of(w: Tensor, quantized_w: Dual) -> tuple[Tensor, ...]:
     """Its four tensors; raises unless they have the shapes of w's."""
+    if not isinstance(quantized_w, tuple) or len(quantized_w) != 4:
+        raise TypeError(
+            "quantized_w must be what quantize_dual makes of w: payload and scales along rows, "
+            f"payload and scales along columns; got {type(quantized_w).__name__}"
+            + (f" of {len(quantized_w)}" if isinstance(quantized_w, tuple) else "")
+        )
     rows, row_scales, columns, column_scales = quantized_w
     if rows.shape != w.shape or columns.shape != w.mT.shape:
         raise ValueError(

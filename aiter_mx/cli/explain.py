@@ -25,8 +25,9 @@ def explain(
     """
     from aiter_mx.dispatch.explain import default_target
     from aiter_mx.dispatch.explain import explain as explain_shape
-    from aiter_mx.kernels.registry import launches_of
+    from aiter_mx.kernels.registry import launches_of, problem_type
 
+    problem_type(op)  # a mistyped op is told before what is wrong with its shape
     fields = parse_fields(context.args)
     routes = [
         (shape, explain_shape(name, arch=arch, cu_num=cu_num, **vars(part)))

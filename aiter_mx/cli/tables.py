@@ -68,7 +68,8 @@ def check(
             f"{path}: {table.rows} rows, {len(table.requests)} kernel variants", soft_wrap=True
         )
     if not build:
-        console.print(f"{len(requests)} kernel variants in all, which --build compiles")
+        if checked:
+            console.print(f"{len(requests)} kernel variants in all, which --build compiles")
     else:
         wanted = [r for r in requests if _has_compiler(r.arch)]
         missing = sum(not is_cached(r) for r in wanted)

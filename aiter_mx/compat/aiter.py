@@ -84,6 +84,8 @@ def moe_sorting(
     Raises:
         TypeError, ValueError: as ``aiter_mx.moe_sort``.
     """
+    if not isinstance(moebuf_dtype, torch.dtype):
+        raise TypeError(f"moebuf_dtype must be a torch.dtype, got {moebuf_dtype!r}")
     try:
         ids, weights, experts, valid = moe_sort(
             topk_ids, topk_weights, num_experts, block_size, expert_mask, num_local_tokens

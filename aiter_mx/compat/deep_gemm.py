@@ -216,6 +216,8 @@ def fp8_fp4_gemm_nt(
     payload, scale = _operand("a", a)
     weights, weight_scale = _operand("b", b)
     refuse_no_tensor(("c",), d=d, c=c)
+    if not isinstance(alpha, (int, float, torch.Tensor, type(None))):
+        raise TypeError(f"alpha must be a number or None, got {alpha!r}")
     M, N = payload.shape[0], weights.shape[0]
     _refuse_other_d(d, (M, N), payload)
     adds = c is not None or alpha is not None

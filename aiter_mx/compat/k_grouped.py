@@ -83,7 +83,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     """
     _refuse_psum(use_psum_layout)
     refuse_no_tensor(d=d, ks_tensor=ks_tensor)
-    lengths = ks_tensor.tolist() if ks is None else list(ks)
+    lengths = _lengths(ks, ks_tensor)
     if d.ndim != 3:
         raise ValueError(f"d must be [G, M, N], got {shape_text(d)}")
     sides = []
@@ -98,6 +98,16 @@ def k_grouped_fp8_gemm_nt_contiguous(
         whole = torch.cat([part.view(rows, -1) for part in parts], 1)
         sides.append(_operand(name, whole.t(), scale.t()))
     _multiply(sides, d, lengths, ks_tensor, c)
+
+
+def _lengths(ks: Sequence[int] | None, ks_tensor: Tensor) -> list[int]:
+    """Rows of each group."""
+    if ks is None:
+        lengths: list[int] = ks_tensor.tolist()
+        return lengths
+    if not isinstance(ks, (Sequence, Tensor)) or isinstance(ks, str):
+        raise TypeError(f"ks must be a list of each group's rows, or None, got {ks!r}")
+    return [int(k) for k in ks]
 
 
 def _refuse_psum(use_psum_layout: bool) -> None:
@@ -145,7 +155,7 @@ def _multiply(
         raise ValueError(f"a and b must have as many rows, got {K} and {b.shape[1]}")
     if c is not None:
         check_tensor("c", c, (d.dtype,), (G, M, N), a.device)
-    lengths = ks_tensor.tolist() if ks is None else [int(k) for k in ks]
+    lengths = _lengths(ks, ks_tensor)
     if len(lengths) != G or any(k % COARSE or k < 0 for k in lengths) or sum(lengths) > K:
         raise ValueError(
             f"ks must be {G} multiples of {COARSE} that come to at most K={K}, got {lengths}"

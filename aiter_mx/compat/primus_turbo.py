@@ -384,6 +384,12 @@ def _grad_format(config: Any) -> str:
             "Float8QuantConfig(granularity=ScalingGranularity.MX_BLOCKWISE, block_size=32, "
             "scale_dtype=ScaleDtype.E8M0)"
         )
+    missing = [n for n in ("granularity", "block_size", "format") if not hasattr(config, n)]
+    if missing:
+        raise TypeError(
+            f"config must be a Float8QuantConfig, got {type(config).__name__}, which has no "
+            f"{missing[0]}"
+        )
     _refuse_granularity(config.granularity, config.block_size)
     formats = {"E4M3": "e4m3", "HYBRID": "e5m2"}
     if _name(config.format) not in formats:
@@ -406,7 +412,9 @@ def _axis(x: Tensor, axis: int | None) -> int:
         return -1
     if axis in (-2, x.ndim - 2):
         return -2
-    raise ValueError(f"axis must be {x.ndim - 2} or {x.ndim - 1} for {x.ndim} dimensions")
+    raise ValueError(
+        f"axis must be {x.ndim - 2} or {x.ndim - 1} for {x.ndim} dimensions, got {axis}"
+    )
 
 
 def _format(dtype: torch.dtype) -> str:

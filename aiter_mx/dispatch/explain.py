@@ -80,8 +80,11 @@ def make_problem(op: str, shape: Mapping[str, object]) -> Problem:
         name for name, field in known.items() if field.default is MISSING and name not in shape
     ]
     if unknown or missing:
+        needed = ", ".join(name for name, field in known.items() if field.default is MISSING)
+        others = ", ".join(name for name, field in known.items() if field.default is not MISSING)
         raise ValueError(
-            f"{op} is described by {', '.join(known)}; "
+            f"{op} is described by {needed}"
+            + (f" and, optionally, {others}; " if others else "; ")
             + (f"{unknown[0]!r} is none of them" if unknown else f"{missing[0]!r} was not given")
         )
     return of_type(**{name: _value(known[name], value) for name, value in shape.items()})

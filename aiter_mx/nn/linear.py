@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from aiter_mx.autograd import grouped_linear, linear_autograd
+from aiter_mx.autograd import grouped_linear, linear_autograd, refuse_grad_format
+from aiter_mx.checks import BLOCK, refuse_no_whole_number
 from aiter_mx.ops.quantize import Dual, quantize_dual
 
 
@@ -45,6 +46,11 @@ class _OfWeight(nn.Module):
         reuse: bool,
         grad_format: str,
     ) -> None:
+        for name, size in (("out_features", shape[-2]), ("in_features", shape[-1])):
+            refuse_no_whole_number(**{name: size})
+            if size <= 0 or size % BLOCK:
+                raise ValueError(f"{name} must be a multiple of {BLOCK}, got {size}")
+        refuse_grad_format(grad_format)
         self.reuse_quantized, self.grad_format = reuse, grad_format
         self._quantized = QuantizedOnce()
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))

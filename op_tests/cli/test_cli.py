@@ -89,6 +89,8 @@ SHAPE = ("--M", "1", "--N", "64", "--K", "64", "--arch", "gfx950")
     ("arguments", "message"),
     [
         (("explain", "lineer", "--M", "1"), "unknown op 'lineer'; there are"),
+        (("explain", "lineer", "1x2x3"), "unknown op 'lineer'; there are"),
+        (("explain", "linear", "--M", "1", "--N", "8"), "by M, N, K and, optionally, out_dtype, "),
         (("explain", "linear", "--M", "1", "--N", "8"), "'K' was not given"),
         (("explain", "linear", "--M", "9-2"), "the range '9-2' is empty"),
         (("explain", "linear", "--M", "-1"), "M must be a whole number, got '-1'"),

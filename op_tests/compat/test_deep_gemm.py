@@ -135,6 +135,8 @@ def test_scales_are_expanded_exactly() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     a, b = aiter_mx.quantize(torch.randn(8, 64)), aiter_mx.quantize(torch.randn(2, 32, 64))
+    with pytest.raises(TypeError, match="alpha must be a number or None, got 'half'"):
+        fp8_gemm_nt(a, aiter_mx.quantize(torch.randn(8, 64)), torch.empty(8, 8), alpha="half")
     d, layout = torch.empty(8, 32).bfloat16(), torch.zeros(8, dtype=torch.int32)
     for arguments, keywords, error, message in [
         ((a[0], b, d, layout), {}, TypeError, r"a must be a pair \(payload, scale\), got Tensor"),

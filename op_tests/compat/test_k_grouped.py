@@ -87,6 +87,7 @@ def test_what_cannot_be_is_refused() -> None:
         ((a, b, d, KS, ks), ValueError, "scales of b must be for 128 k each"),
         ((a, fine, d[:, :, 1:], KS, ks), ValueError, "d must be .4, 64, 96."),
         ((a, fine, d, [100, 0, 28, 640], ks), ValueError, "ks must be 4 multiples of 128"),
+        ((a, fine, d, 128, ks), TypeError, "ks must be a list .*, or None, got 128"),
         ((a, fine, d, KS, ks[:3]), ValueError, "d must be"),
         (((a[0][1:], a[1]), fine, d, KS, ks), ValueError, "a must be .* K a multiple of 128"),
         (((a[0], a[1].half()), fine, d, KS, ks), TypeError, "scales of a must be torch.float32"),

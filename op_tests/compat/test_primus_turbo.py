@@ -186,12 +186,14 @@ def test_primus_turbos_own_configuration_is_known_by_its_names() -> None:
             turbo.grouped_gemm_fp8(a, b, lens, config=changed)
     with pytest.raises(ValueError, match="one scale a tensor; give Float8QuantConfig"):
         turbo.grouped_gemm_fp8(a, b, lens)
+    with pytest.raises(TypeError, match="config must be a Float8QuantConfig, got str"):
+        turbo.grouped_gemm_fp8(a, b, lens, config="mx")
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"axis": 2}, "axis must be 0 or 1 for 2 dimensions"),
+        ({"axis": 2}, "axis must be 0 or 1 for 2 dimensions, got 2"),
         ({"axis": 1, "pad_align_last": 128}, "TENSORWISE alone"),
         ({"axis": 1, "scaling_recipe": ScalingRecipe(use_sr=True)}, "use_sr is not there"),
     ],

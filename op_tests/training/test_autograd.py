@@ -349,6 +349,8 @@ def test_other_operands_are_refused() -> None:
         aiter_mx.linear_autograd(x, w, main_grad=torch.zeros(64, 32))
     with pytest.raises(ValueError, match=r"quantized_w must be what quantize_dual makes of w, \["):
         aiter_mx.linear_autograd(x, w, quantized_w=aiter_mx.quantize_dual(w.mT))
+    with pytest.raises(TypeError, match=r"quantized_w must be what .*; got tuple of 2"):
+        aiter_mx.linear_autograd(x, w, quantized_w=aiter_mx.quantize(w))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="w must be bfloat16, float16 or float32, got"):
         aiter_mx.linear_autograd(x, w.double())
     with pytest.raises(TypeError, match="x must be a tensor, got list"):

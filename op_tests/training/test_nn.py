@@ -210,4 +210,6 @@ def test_modules_quantise_gradients_as_they_are_told(monkeypatch: pytest.MonkeyP
     made(x).sum().backward()
     assert formats == {(torch.float8_e5m2, torch.float8_e4m3fn)}
     with pytest.raises(ValueError, match="grad_format must be 'e4m3' or 'e5m2', got 'e3m4'"):
-        MxLinear(64, 32, grad_format="e3m4")(x)
+        MxLinear(64, 32, grad_format="e3m4")
+    with pytest.raises(ValueError, match="in_features must be a multiple of 32, got 33"):
+        MxLinear(33, 32)
