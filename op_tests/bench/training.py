@@ -18,10 +18,10 @@ allocates beyond what is there before.
 
 Each contender runs alone for a window of time, in turns with the others, after half a window that
 does not count. Products draw all the power that a GPU has, so its clock follows what they
-multiply, within 50 ms: short mantissas leave it higher. A training step runs by itself for hours,
-at the clock of its own power; contenders that replace each other every few milliseconds would
-share a clock that none of them has in use. Several windows each, in turns, spread over all what
-else moves the clock.
+multiply, within tens of milliseconds: short mantissas leave it higher. A training step runs by
+itself for hours, at the clock of its own power; contenders that replace each other every few
+milliseconds would share a clock that none of them has in use. Several windows each, in turns,
+spread over all what else moves the clock.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from op_tests.bench.grouped import (
 
 Call = Callable[[], Tensor]
 CELL = ("G", "mode", "M", "N", "K")
-WINDOW_MS = 100.0
+WINDOW_MS = 80.0
 ROUNDS = 3
 LEAST_REPLAYS = 3
 
