@@ -101,6 +101,24 @@ def grouped() -> str:
     return _table(columns, rows) + _origin(run)
 
 
+def training() -> str:
+    """Training: a step's TFLOPS, and times over torch's bf16 of its products and of steps."""
+    run = pd.read_csv(MEASURED / "training.csv")
+    over = ("dgrad", "wgrad", "step", "batches_4")
+    rows = [
+        [f"{r.G} x {r.N} x {r.K}, {r['mode']}", f"{r.step_tflops:.0f}"]
+        + [f"{r[f'{name}_over_bf16']:.2f}" for name in over]
+        + [f"{r.step_mib:.0f}", f"{r.step_bf16_mib:.0f}"]
+        for _, r in run.iterrows()
+    ]
+    means = [f"{_geometric(run[f'{name}_over_bf16']):.2f}" for name in over]
+    rows.append(["geometric mean", "", *means, "", ""])
+    columns = ["groups x N x K, rows", "TFLOPS of a step", "dgrad", "wgrad", "step"]
+    columns += ["4 micro-batches", "MiB", "MiB in bf16"]
+    how = "each at the clock of its own load, cold operands, graph replay, median of three windows"
+    return _table(columns, rows) + _origin(run, how)
+
+
 def quantize() -> str:
     """Quantisation: us, and the share of a device copy's speed."""
     run = pd.read_csv(MEASURED / "quantize.csv")
@@ -243,7 +261,7 @@ def summary() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     each.__name__: each
     for each in (
-        *(linear, moe, grouped, quantize, host, perplexity, model, capacity, invariance),
+        *(linear, moe, grouped, training, quantize, host, perplexity, model, capacity, invariance),
         *(zoo, every_m, summary),
     )
 }
