@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import math
 import platform
+import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 import pandas as pd
 import torch
@@ -14,10 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 import aiter_mx
+from aiter_mx.timing import GraphedCalls
 from aiter_mx.tuning.origin import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "docs" / "measured"
+LEAST_ROUNDS = 11
 
 
 def normal_mx(
@@ -27,6 +32,21 @@ def normal_mx(
     values = (deviation * torch.randn(shape, device=device)).bfloat16()
     payload, scale = aiter_mx.quantize(values.flatten(0, -2))
     return values, (payload.view(shape), scale.view(*shape[:-1], -1))
+
+
+def alternated_us(graphs: Mapping[str, GraphedCalls], window_ms: float) -> dict[str, float]:
+    """Time of a call of each: the median of replays in turns, in random order, for so long, after
+    half as long in the same way."""
+    draw, order = random.Random(0), list(graphs)
+
+    def turn() -> dict[str, float]:
+        draw.shuffle(order)
+        return {name: graphs[name].time_us(1, 0) for name in order}
+
+    turn_ms = sum(us * graphs[name].calls for name, us in turn().items()) / 1e3
+    rounds = max(LEAST_ROUNDS, math.ceil(window_ms / turn_ms))
+    times = [turn() for _ in range(rounds + rounds // 2)][rounds // 2 :]
+    return {name: median(each[name] for each in times) for name in graphs}
 
 
 def refuse_no_gpu() -> None:
