@@ -52,8 +52,9 @@ def activate(
             raise Incompatible(f"it was tested with {tested}")
         patch()
     except (Incompatible, ImportError, AttributeError) as error:
+        reason = " ".join(str(error).split())  # an import's may have several lines
         message = (
-            f"aiter_mx {__version__} leaves {engine} {found} as it is: {error} "
+            f"aiter_mx {__version__} leaves {engine} {found} as it is: {reason} "
             f"({variable}=0 silences this)"
         )
         if wish == "require":

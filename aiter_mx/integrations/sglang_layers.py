@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +36,11 @@ def resolve_backend(original: Callable[[], Any]) -> Any:
 
 def dispatch_linear(original: Callable[[], Callable[..., Tensor]]) -> Callable[..., Tensor]:
     """What computes a linear layer."""
+    theirs = original()
     if not _ours():
-        return original()
+        return theirs
     say_once(_log, "Using aiter_mx.linear for MXFP8 GEMM")
-    return mxfp8_linear
+    return partial(mxfp8_linear, theirs=theirs)
 
 
 def _ours() -> bool:
@@ -52,9 +54,17 @@ def mxfp8_linear(
     weight_scale: Tensor,
     input_scale: Tensor | None = None,
     bias: Tensor | None = None,
+    *,
+    theirs: Callable[..., Tensor] | None = None,
     **others: Any,
 ) -> Tensor:
-    """``aiter_mx.linear`` with the arguments of SGLang's MX-FP8 linear functions."""
+    """``aiter_mx.linear`` with the arguments of SGLang's MX-FP8 linear functions; or ``theirs``,
+    for weights that it does not cover."""
+    reason = why_not("", tuple(weight.shape))
+    if theirs is not None and reason:
+        shape = str(list(weight.shape))
+        say_once(_log, f"aiter_mx declines a linear layer {shape}: {reason}")
+        return theirs(input, weight, weight_scale, input_scale, bias=bias, **others)
     if input_scale is None:
         return linear(input, weight, weight_scale, bias)
     return aiter_mx.linear(input, input_scale.view(torch.uint8), weight, weight_scale, bias)

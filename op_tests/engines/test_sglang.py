@@ -234,6 +234,23 @@ def test_layers_that_ours_declines_take_the_engines_path(
     assert sglang_layers.run_experts(_Runner.run, runner, dispatched, info) == "theirs"
 
 
+def test_linear_layer_that_ours_declines_takes_the_engines_path(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layer = ReplicatedLinear(
+        4304, 64, bias=False, quant_config=config(), params_dtype=BF16, prefix="mlp.up"
+    )
+    say_once.cache_clear()
+    with (
+        caplog.at_level(logging.INFO, logger="sglang.aiter_mx"),
+        pytest.raises(RuntimeError, match="No MXFP8 dense GEMM kernel is available"),
+    ):
+        layer(torch.randn(2, 4304, dtype=BF16))
+    assert caplog.messages == [
+        "aiter_mx declines a linear layer [64, 4304]: K=4304 is no multiple of 32"
+    ]
+
+
 @pytest.mark.parametrize("online", [False, True])
 def test_experts_stay_as_loaded_or_are_quantised_by_ours(online: bool) -> None:
     runner = runner_of()

@@ -66,12 +66,17 @@ def vanished() -> None:
     expect_names(sys.modules["fakengine"], "chooser", "oracle")
 
 
+def broken() -> None:
+    raise ImportError("\nneeds what is not here.\n Install it.\n")
+
+
 @pytest.mark.parametrize(
     ("known", "apply", "reason"),
     [
         (("3.0.", "2."), patch, r"it was tested with 3\.0\.x, 2\.x"),
         (("3.1.",), changed, r"chooser has no parameter hints, it has config, other"),
         (("3.1.",), vanished, r"fakengine has no oracle"),
+        (("3.1.",), broken, r"as it is: needs what is not here\. Install it\. \(AITER"),
     ],
 )
 def test_another_engine_runs_as_it_is_with_one_warning(
