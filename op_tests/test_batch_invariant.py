@@ -42,22 +42,27 @@ def mx(*shape: int, seed: int) -> tuple[Tensor, Tensor]:
 Rows = Callable[[Tensor], Tensor]
 
 
-def linear(where: str, features: int = N, depth: int = K) -> tuple[Rows, int]:
+def linear(where: str, features: int = N, depth: int = K, spoilt: bool = False) -> tuple[Rows, int]:
     weights = on(where, *mx(features, depth, seed=1))
     most = max(ROWS[where])
     xq, xs = on(where, *mx(most, depth, seed=2))
+    if spoilt:
+        xs[1::2] = 255
     return lambda rows: aiter_mx.linear(xq[rows], xs[rows], *weights, out_dtype=torch.float32), most
 
 
-def grouped(where: str) -> tuple[Rows, int]:
+def grouped(where: str, spoilt: bool = False) -> tuple[Rows, int]:
     weights = on(where, *mx(2, N, K, seed=1))
     most = max(ROWS[where])
     xq, xs = on(where, *mx(most, K, seed=2))
+    if spoilt:
+        xs[1::2] = 255
 
     def compute(rows: Tensor) -> Tensor:
-        """Rows of even number are the first group's, the others the second's."""
-        order = (rows % 2).argsort(stable=True)
-        ends = torch.stack(((rows % 2 == 0).sum(), torch.tensor(len(rows), device=rows.device)))
+        """Pairs of rows are the first group's and the second's in turn."""
+        group = rows // 2 % 2
+        order = group.argsort(stable=True)
+        ends = torch.stack(((group == 0).sum(), torch.tensor(len(rows), device=rows.device)))
         offsets = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
         picked = rows[order]
         out = aiter_mx.grouped_gemm(
@@ -68,12 +73,16 @@ def grouped(where: str) -> tuple[Rows, int]:
     return compute, most
 
 
-def experts(where: str, hidden: int = 96, intermediate: int = 64) -> tuple[Rows, int]:
+def experts(
+    where: str, hidden: int = 96, intermediate: int = 64, spoilt: bool = False
+) -> tuple[Rows, int]:
     first, second = (E, 2 * intermediate, hidden), (E, hidden, intermediate)
     weights = on(where, *mx(*first, seed=1), *mx(*second, seed=2))
     most = max(ROWS[where])
     g = torch.Generator().manual_seed(3)
     (x,) = on(where, torch.randn(most, hidden, generator=g).bfloat16())
+    if spoilt:
+        x[1::2] = torch.nan
     ids, topk = on(
         where,
         torch.randint(0, E, (most, TOP_K), generator=g, dtype=torch.int32),
@@ -86,6 +95,16 @@ def experts(where: str, hidden: int = 96, intermediate: int = 64) -> tuple[Rows,
 def test_bits_of_a_row_are_the_same_in_every_batch(
     make: Callable[[str], tuple[Rows, int]], where: str
 ) -> None:
+    assert_same_bits(*make(where), where)
+
+
+@pytest.mark.parametrize("where", ["cpu", "sim"], indirect=True)
+@pytest.mark.parametrize("make", [linear, grouped])
+def test_bits_of_a_row_are_the_same_in_every_batch_of_hundreds(
+    make: Callable[[str], tuple[Rows, int]], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = ROWS["cuda"]
+    monkeypatch.setitem(ROWS, where, rows if where == "sim" else rows[:300])
     assert_same_bits(*make(where), where)
 
 
@@ -125,14 +144,15 @@ def test_rows_would_tell_where_the_order_depends_on_the_batch() -> None:
         assert not all(torch.equal(compute(torch.arange(M)), whole[:M]) for M in (1, 17))
 
 
-def test_neighbours_that_are_nan_change_nothing(where: str) -> None:
-    xq, xs, wq, ws = on(where, *mx(40, K, seed=2), *mx(N, K, seed=1))
+@pytest.mark.parametrize("make", [linear, grouped, experts])
+def test_neighbours_that_are_nan_change_nothing(
+    make: Callable[..., tuple[Rows, int]], where: str
+) -> None:
+    rows = torch.arange(40, device="cuda" if where == "cuda" else "cpu")
     with aiter_mx.batch_invariant():
-        clean = aiter_mx.linear(xq, xs, wq, ws)
-        xs[1::2] = 255
-        found = aiter_mx.linear(xq, xs, wq, ws)
+        clean, found = (make(where, spoilt=spoilt)[0](rows) for spoilt in (False, True))
     assert torch.equal(found[::2], clean[::2])
-    assert found[1::2].isnan().all()
+    assert not clean.isnan().any() and found[1::2].isnan().all()
 
 
 def test_x_yet_to_be_quantised_and_a_bias_too(where: str) -> None:

@@ -95,6 +95,8 @@ def test_align_lists_every_routed_row_once(
             expert_map = torch.tensor(numbers, dtype=torch.int32, device=device)
             local = sum(here)
         drop = mapped and case % 2 == 0
+        count = draw.randint(-1, M + 2) if case % 3 == 1 else M
+        number = torch.tensor([count], dtype=torch.int32, device=device)
         ids, expert_ids, padded = aiter_mx.moe_align(
             topk_ids.to(device),
             block_m,
@@ -103,11 +105,12 @@ def test_align_lists_every_routed_row_once(
             drop_absent=drop,
             shared_experts=shared,
             first_shared=local,
+            num_tokens=number if case % 3 == 1 else None,
         )
         all_numbers = numbers + [local + s for s in range(shared)]
         rows = [
             [e if 0 <= e < E else -1 for e in row] + [E + s for s in range(shared)]
-            for row in topk_ids.tolist()
+            for row in topk_ids[: max(count, 0)].tolist()
         ]
         expected = lists_by_hand(rows, block_m, all_numbers, drop)
         assert_lists(ids, expert_ids, padded, expected, block_m, M, top_k + shared)
