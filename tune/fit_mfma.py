@@ -5,10 +5,10 @@
 
 Configurations that fit shapes of the table are drawn and traced as the tuner does it. Those of
 ``FITTED`` that the cost is linear in are fitted to the predicted times by non-negative least
-squares of relative errors. With ``--persistent`` it is told by how much the cycles of the steps of
-the kernel with large tiles are off, for each tile: the median over shapes whose weights do not
-bound the time, by how many tiles there are. Nothing is written: numbers are taken over by hand into
-aiter_mx/kernels/linear/mfma_gfx950.py.
+squares of relative errors. With ``--persistent`` it is told by how much the cycles of the kernel
+with large tiles are off, for each tile: the median over shapes, by how many tiles there are.
+Nothing is written: numbers are taken over by hand into
+aiter_mx/kernels/linear/mfma_choice_gfx950.py.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from scipy.optimize import nnls
 
 from aiter_mx.errors import AiterMxError
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear.mfma_gfx950 import (
+from aiter_mx.kernels.linear.mfma_choice_gfx950 import (
     FITTED,
-    PERSISTENT_STEPS,
+    PERSISTENT,
     SEARCHES,
-    persistent_steps,
-    weights_cycles,
+    persistent_cycles,
 )
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.search import Costed, Least
@@ -39,12 +38,10 @@ from aiter_mx.target import hardware
 from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.modelled import ModelBench
 
-LINEAR = ("bound", "round", "turn", "step", "sum", "split")
-ROWS = (4, 16, 32, 64, 128)
+LINEAR = ("memory", "lines", "round", "step", "sum", "split", "handover")
+ROWS = (4, 16, 32, 64, 80, 128, 144, 256, 512, 768)
 MOST_WEIGHTS = 1 << 26  # of a shape: larger ones take long to trace, and say the same
 PERSISTENT_SHAPES = ((2304, 6144), (6144, 2048), (8192, 4096), (14336, 4096), (28672, 4096))
-UNBOUNDED = 1.2
-"""Times of what memory takes for w."""
 WITHIN = 1.6
 """Of the least cost: what costs more would never be chosen."""
 GFX950 = hardware("gfx950")
@@ -92,8 +89,8 @@ def predicted_us(kernel: str, problem: LinearProblem, config: Config) -> float:
     return bench.sample_us(candidate)
 
 
-def step_cycles(tile: tuple[int, int]) -> Iterator[tuple[int, float]]:
-    """Of the kernel with large tiles, by shape: tiles, and cycles for each of today's."""
+def large_tiles(tile: tuple[int, int]) -> Iterator[tuple[int, float]]:
+    """Of the kernel with large tiles, by shape: tiles, and cycles for each that is expected."""
     spec = find_kernel("linear", "gfx950", "hip", "persistent")
     for (N, K), many in product(PERSISTENT_SHAPES, (1, 2, 4, 8, 16)):
         problem = LinearProblem(many * tile[0], N, K)
@@ -103,16 +100,14 @@ def step_cycles(tile: tuple[int, int]) -> Iterator[tuple[int, float]]:
             if (config["tile_m"], config["tile_n"]) == tile
         )
         cycles = predicted_us("persistent", problem, config) * CYCLES_A_US
-        cycles -= FITTED["launch"] + FITTED["persistent"]
-        if cycles > UNBOUNDED * weights_cycles(GFX950, problem):
-            yield many * -(-N // tile[1]), cycles / persistent_steps(GFX950, problem, tile)
+        yield many * -(-N // tile[1]), cycles / persistent_cycles(GFX950, problem, tile)
 
 
 def fit_persistent() -> None:
     cus = GFX950.cu_num
     bounds = {"few": (0, cus // 2), "many": (cus // 2, cus), "rounds": (cus, MOST_TILES)}
-    for tile in PERSISTENT_STEPS:
-        found = list(step_cycles(tile))
+    for tile in PERSISTENT:
+        found = list(large_tiles(tile))
         for what, (above, most) in bounds.items():
             of_these = [ratio for tiles, ratio in found if above < tiles <= most]
             if of_these:

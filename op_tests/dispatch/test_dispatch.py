@@ -136,10 +136,10 @@ def test_nearest_tuned_rows_stand_in_and_say_so(
 
 
 def test_envelope_names_each_refusal_on_the_way() -> None:
-    problem = LinearProblem(M=769, N=1000, K=96, out_dtype="bf16")
+    problem = LinearProblem(M=4097, N=1000, K=96, out_dtype="bf16")
     chosen = route("linear", GFX950, problem)
     assert chosen.backend == "triton"
-    assert "M=769 is above 16" in chosen.reason and "M=769 is above 768" in chosen.reason
+    assert "M=4097 is above 16" in chosen.reason and "M=4097 is above 4096" in chosen.reason
     assert len(set(chosen.reason.split("; "))) == len(chosen.reason.split("; "))
     simulated = aiter_mx.explain("linear", arch="gfx950", M=1, N=1000, K=96)
     assert simulated.kernel == "gemv"
@@ -169,8 +169,8 @@ def test_simulated_gfx950_takes_our_kernels_but_never_triton() -> None:
     with aiter_mx.simulate("gfx950"):
         assert aiter_mx.explain("linear", M=1, N=64, K=64).kernel == "gemv"
         assert aiter_mx.explain("linear", M=100, N=64, K=64).kernel == "mfma"
-        assert aiter_mx.explain("linear", M=800, N=64, K=64).kernel == "persistent"
-        assert aiter_mx.explain("linear", M=800, N=70, K=64).backend == "torch"
+        assert aiter_mx.explain("linear", M=5000, N=64, K=64).kernel == "persistent"
+        assert aiter_mx.explain("linear", M=5000, N=70, K=64).backend == "torch"
 
 
 def test_failed_kernels_are_passed_over_when_told_so() -> None:
@@ -313,7 +313,7 @@ def test_a_reason_is_written_when_asked_for_and_says_who_speaks(
         return 0.0
 
     monkeypatch.setattr(dispatcher, "_distance", distance)
-    chosen = route("linear", GFX950, replace(PROBLEM, M=769))
+    chosen = route("linear", GFX950, replace(PROBLEM, M=4097))
     assert chosen.spec is find_kernel("linear", "gfx950", "triton", "dot_scaled")
     assert not written
     _, *passed_over = chosen.reason.split("; ")

@@ -144,7 +144,7 @@ def test_the_result_is_that_of_quantising_first(
         (1, 130, 1056, "gemv", 1),
         (20, 200, 1056, "mfma", 1),
         (64, 70, 12320, "mfma_split", 2),
-        (800, 96, 160, "persistent", 2),
+        (4800, 96, 160, "persistent", 2),
     ],
 )
 @pytest.mark.parametrize("x_dtype", ["bf16", "fp16"])
@@ -278,8 +278,7 @@ def test_no_variant_that_quantises_spills() -> None:
     for config in combinations(ways.PARAMS):
         for col_tiles in (1, 2, 4) if config["fold"] == 2 else ():
             problem = LinearProblem(8 * col_tiles, 16, 2048 + 32, x_dtype="fp16")
-            way = ways.way_of(problem, config)
-            if config["waves"] in (4, 8, 12, 16) and ways.resident_of(config, way, quantises=True):
+            if config["waves"] in (4, 8, 12, 16) and ways.resident_of(problem, config, True):
                 key = ("mfma", config["row_tiles"], col_tiles, config["waves"])
                 variants[key] = (MFMA, problem, config)  # the last one loads most at once
     assert len(variants) > 20

@@ -78,10 +78,10 @@ def test_k_is_split_where_rows_are_many_and_workgroups_read_much_of_x() -> None:
     def splits(M: int, N: int, K: int) -> bool:
         return MFMA_SPLIT.yields(GFX950, LinearProblem(M, N, K)) is None
 
-    assert splits(64, 2304, 16384) and splits(33, 1280, 8192) and splits(64, 2048, 8192)
+    assert splits(64, 2304, 16384) and splits(40, 2304, 16384) and splits(33, 4096, 14336)
     assert not splits(16, 2304, 6144) and not splits(64, 384, 384) and not splits(64, 57344, 8192)
     with aiter_mx.simulate("gfx950"):
-        chosen = aiter_mx.explain("linear", M=64, N=2080, K=8192)
+        chosen = aiter_mx.explain("linear", M=64, N=2336, K=16384)
     assert chosen.kernel == "mfma_split"
     assert "hip/mfma: mfma_split is faster here by the model of time" in chosen.reason
 

@@ -10,7 +10,7 @@ from aiter_mx import invariance
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
 from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTENT_SM90
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
-from aiter_mx.kernels.linear.mfma_gfx950 import persistent_tile
+from aiter_mx.kernels.linear.mfma_choice_gfx950 import persistent_tile
 from aiter_mx.kernels.linear.problem import LinearProblem
 from aiter_mx.kernels.spec import Config, KernelSpec, Module
 from aiter_mx.target import Target

@@ -16,6 +16,7 @@ from aiter_mx.kernels.gfx950 import (
 )
 from aiter_mx.kernels.linear.problem import LinearProblem
 from aiter_mx.kernels.spec import Config, Param
+from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 PARAMS = (
@@ -25,7 +26,7 @@ PARAMS = (
     Param(
         "unroll", (1, 2, 3, 4), "steps of a wave whose loads are issued before the first is used"
     ),
-    Param("blocks", tuple(range(1, 9)), "blocks of rows of x, each with workgroups of its own"),
+    Param("blocks", tuple(range(1, 257)), "blocks of rows of x, each with workgroups of its own"),
 )
 
 SPLITS = Param("splits", (2, 3, 4), "workgroups that share K")
@@ -102,29 +103,51 @@ def work_of(target: Target, problem: LinearProblem, config: Config) -> Work:
     return work_at(target.cu_num, problem.N, problem.K, way_of(problem, config))
 
 
-def registers_of(rows: int, cols: int, unroll: int, quantises: bool = False) -> int:
+def registers_of(
+    rows: int, cols: int, unroll: int, is_odd: bool = False, quantises: bool = False
+) -> int:
     """At most so many registers of a lane: loads, operands at once, sums and addresses, as
-    compilers have it."""
-    held = 8 + 16 * unroll * cols if quantises else 0
-    operands = min(rows + cols, 2 + (rows - 1) * (rows + cols) // rows)
-    return 29 + 18 * unroll * (rows + cols) + 17 * operands + 4 * rows * cols + held
+    compilers have it.
+
+    Args:
+        rows, cols: tiles of w and of x.
+        unroll: steps whose loads are issued before the first is used.
+        is_odd: whether scales come one by one, as K has an odd number of blocks.
+        quantises: whether x is quantised here.
+    """
+    tiles, pairs = unroll * (rows + cols), min(rows, cols)
+    held = 18 * tiles + (tiles + 1 if is_odd else 0) + (8 if unroll > 1 else 0)
+    if quantises:
+        held += 8 + 16 * unroll * cols
+    operands = 2 * pairs - (1 < pairs == rows)  # tiles of w and x take turns, and are used up
+    return 26 + held + 17 * operands + 4 * rows * cols
 
 
 @cache
 def resident_at(
-    row_tiles: int, col_tiles: int, waves: int, unroll: int, quantises: bool = False
+    row_tiles: int,
+    col_tiles: int,
+    waves: int,
+    unroll: int,
+    is_odd: bool = False,
+    quantises: bool = False,
 ) -> int:
     """Workgroups that a compute unit holds at once; 0 where not even one fits."""
-    registers = -(-registers_of(row_tiles, col_tiles, unroll, quantises) // 8) * 8
+    registers = -(-registers_of(row_tiles, col_tiles, unroll, is_odd, quantises) // 8) * 8
     if registers > (MOST_REGISTERS if quantises else REGISTERS):
         return 0
     lds_bytes = lds_bytes_of(row_tiles, col_tiles, waves)
     return min(REGISTERS // registers * SIMDS // waves, LDS_BYTES // lds_bytes)
 
 
-def resident_of(config: Config, way: Way, quantises: bool = False) -> int:
-    tiles = (config["row_tiles"], way.col_tiles)
-    return resident_at(*tiles, config["waves"], config["unroll"], quantises)
+def has_odd_blocks(K: int) -> bool:
+    return K % (2 * BLOCK) != 0
+
+
+def resident_of(problem: LinearProblem, config: Config, quantises: bool = False) -> int:
+    tiles = config["row_tiles"], way_of(problem, config).col_tiles
+    is_odd = has_odd_blocks(problem.K)
+    return resident_at(*tiles, config["waves"], config["unroll"], is_odd, quantises)
 
 
 def lds_bytes_of(row_tiles: int, col_tiles: int, waves: int) -> int:

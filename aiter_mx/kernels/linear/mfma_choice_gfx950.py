@@ -1,0 +1,319 @@
+"""Which configuration of ``mfma`` and ``mfma_split`` is fastest, and where ``persistent`` is: by a
+fit to the model of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from itertools import product
+from math import ceil, inf
+from typing import NamedTuple
+
+from aiter_mx.kernels.gfx950 import SIDE, WAVES
+from aiter_mx.kernels.linear.mfma_ways_gfx950 import (
+    BLOCK_M,
+    COL_TILES,
+    PARAMS,
+    SPLITS,
+    Way,
+    Work,
+    has_odd_blocks,
+    resident_at,
+    way_at,
+    way_of,
+    work_at,
+)
+from aiter_mx.kernels.linear.problem import LinearProblem, rows_tuned_for
+from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search, without_waste
+from aiter_mx.kernels.spec import Config
+from aiter_mx.numerics import BLOCK
+from aiter_mx.target import Target
+
+FITTED: dict[str, float] = {
+    "launch": 6330,
+    "memory": 42.1,
+    "lines": 25.5,
+    "round": 461,
+    "step": 79.7,
+    "sum": 104,
+    "split": 1879,
+    "handover": 579,
+}
+"""Cycles of a compute unit at 2.4 GHz, by tune/fit_mfma.py: a launch; a KiB of the operands, of the
+unit's share of them; a KiB that its workgroups ask the L2 cache for; a round of workgroups; a
+wave's step, for each tile; a sum of waves; shared K, at all and for each workgroup of a unit."""
+_FROM_MEMORY = 0.56
+"""By so much is a line waited for longer that comes from memory."""
+_TILES_OF_WAIT = 8
+"""A wave's next loads are waited for as long as so many tiles of a step take."""
+
+
+class Persistent(NamedTuple):
+    """Cycles of the kernel with large tiles, by tune/fit_mfma.py.
+
+    Attributes:
+        once: all but its steps.
+        once_in_parts: likewise, where compute units divide all tiles.
+        step: of 128 k, of a compute unit's first tile.
+        further: of each further tile.
+        in_parts: of the last, where compute units divide it; 0 where they never do.
+    """
+
+    once: float
+    once_in_parts: float
+    step: float
+    further: float
+    in_parts: float
+
+
+PERSISTENT = {
+    (128, 128): Persistent(14400, 14400, 1404, 1176, 0),
+    (256, 256): Persistent(33600, 18240, 3072, 3072, 1975),
+}
+"""Other tiles are left out, so that few code objects serve a weight."""
+_OF_WEIGHTS = 118  # cycles of a KiB of w and a compute unit, beside those steps
+
+MAX_SPLIT_N = 1 << 23  # offsets within results of 128 rows are below 2^32
+_FEWEST_SHARED_ROWS = 17  # that other kernels than mfma take
+MOST_SHARED_ROWS = 256  # beyond, K is not split
+_FEWEST_SHARED_TILES = 3  # of w and of x, beyond BLOCK_M
+_WORTH_LEAVING = 0.95
+_MOST_FOLDED_TILES = 4
+_MOST_SUMS = 24  # of a thread: more make long code
+_ROWS_OF_MENU = (80, 128, 144, 272, 528)
+"""Beyond BLOCK_M, numbers of rows whose fastest code objects serve all."""
+_MOST_CANDIDATES = 48
+_LANES = 64
+
+
+def _costs(
+    splits: tuple[int, ...], target: Target, problem: LinearProblem, least: Least
+) -> Iterator[Costed]:
+    """A fit to the model of time, in cycles; then what to have less of where it is equal."""
+    shared, is_odd = splits != (1,), has_odd_blocks(problem.K)
+    for lowest, asked, way, own_blocks, work in sorted(_bounds(splits, target, problem, least)):
+        if lowest * ROUNDED_OFF > least.cost:
+            return
+        for unroll in PARAMS[3].values if problem.M <= BLOCK_M else (1,):
+            if not resident_at(way.row_tiles, way.col_tiles, 1, unroll, is_odd):
+                break
+            for waves, turns in without_waste(WAVES, work.steps, unroll):
+                rounds = _rounds(way, work, waves, unroll, is_odd)
+                if rounds:
+                    cost = asked + rounds * _round(way, waves, turns, unroll)
+                    if cost <= least.cost:
+                        values = (way.row_tiles, way.fold, waves, unroll, own_blocks)
+                        further = (way.splits,) if shared else ()
+                        yield cost, (ceil(rounds), waves * unroll, unroll), (*values, *further)
+
+
+def _rounds(way: Way, work: Work, waves: int, unroll: int, is_odd: bool) -> float:
+    """Of workgroups on the busiest compute unit; 0 where none fits."""
+    if way.row_tiles * way.col_tiles * SIDE**2 > _MOST_SUMS * way.fold**2 * waves * _LANES:
+        return 0
+    held = resident_at(way.row_tiles, way.col_tiles, waves, unroll, is_odd)
+    return max(1.0, work.of_busiest / held) if held else 0
+
+
+def _round(way: Way, waves: int, turns: int, unroll: int) -> float:
+    """A workgroup that waits for nobody but itself."""
+    rows, cols, fold = way.row_tiles, way.col_tiles, way.fold
+    sums = -(-rows * cols * (SIDE // fold) ** 2 // (waves * _LANES)) * waves * fold
+    tiles = turns * float(((unroll * (rows + cols)) ** 4 + _TILES_OF_WAIT**4) ** 0.25)
+    return FITTED["round"] + FITTED["step"] * tiles + FITTED["sum"] * sums
+
+
+class _Weighed(NamedTuple):
+    """A way that is worth a thought, for numbers of rows that are alike.
+
+    Attributes:
+        way, blocks: it, and the parameter ``blocks``.
+        most_waves: that a workgroup may have.
+        slots: waves that a compute unit holds at once.
+        tiles: of a wave's step.
+        sums: of a workgroup's waves, at least.
+    """
+
+    way: Way
+    blocks: int
+    most_waves: int
+    slots: int
+    tiles: int
+    sums: float
+
+
+@cache
+def _ways(M: int, splits: tuple[int, ...]) -> list[_Weighed]:
+    return [_weighed(*found) for found in _ways_of(M, splits)]
+
+
+def _weighed(way: Way, blocks: int) -> _Weighed:
+    rows, cols = way.row_tiles, way.col_tiles
+    slots = resident_at(rows, cols, 1, 1)
+    most_waves = max((waves for waves in WAVES if resident_at(rows, cols, waves, 1)), default=1)
+    sums = way.fold * rows * cols * (SIDE // way.fold) ** 2 / _LANES
+    return _Weighed(way, blocks, most_waves, slots, rows + cols, sums)
+
+
+def _ways_of(M: int, splits: tuple[int, ...]) -> Iterator[tuple[Way, int]]:
+    if M > BLOCK_M:
+        for rows, cols, split in product(PARAMS[0].values, COL_TILES, splits):
+            if split == 1 or min(rows, cols) >= _FEWEST_SHARED_TILES:
+                yield from _ways_of_many(M, rows, cols, split)
+        return
+    most = -(-M // SIDE)  # blocks: each has a tile
+    for rows, fold, blocks, split in product(
+        *(PARAMS[i].values for i in (0, 1)), (1, 2, 4), splits
+    ):
+        folds = fold == 1 or (split * blocks == 1 and M * fold <= SIDE * _MOST_FOLDED_TILES)
+        if folds and blocks <= max(1, min(most, 2 * BLOCK_M // (SIDE * split))):
+            yield way_at(M, rows, fold, blocks, split), blocks
+
+
+@cache
+def _ways_of_many(M: int, rows: int, cols: int, split: int) -> tuple[tuple[Way, int], ...]:
+    """In blocks the largest of which have so many tiles: as few as can be, and one more."""
+    fewest = -(-M // (SIDE * cols))
+    found = ((way_at(M, rows, 1, blocks, split), blocks) for blocks in (fewest, fewest + 1))
+    return tuple(each for each in found if (each[0].blocks, each[0].col_tiles) == (each[1], cols))
+
+
+def weights_cycles(target: Target, problem: LinearProblem) -> float:
+    """What counts of memory's time for the operands."""
+    row_kib = problem.K * (BLOCK + 1) / BLOCK / 1024
+    return FITTED["memory"] * (problem.N + problem.M) * row_kib / target.cu_num
+
+
+def _bounds(
+    splits: tuple[int, ...], target: Target, problem: LinearProblem, least: Least
+) -> Iterator[tuple[float, float, Way, int, Work]]:
+    """At least what each way takes, and of that what its units ask for."""
+    memory, cu_num, N, K = weights_cycles(target, problem), target.cu_num, problem.N, problem.K
+    most = least.cost / ROUNDED_OFF - memory - FITTED["round"]
+    a_step, a_sum = FITTED["step"], FITTED["sum"]
+    for way, own_blocks, most_waves, slots, tiles, sums in _ways(problem.M, splits):
+        work = work_at(cu_num, N, K, way)
+        asked = _asked(way, work, K)
+        if asked < most:
+            turns = work.steps * max(1 / most_waves, work.of_busiest / slots)
+            in_turn = asked + a_step * turns * tiles + a_sum * sums
+            if in_turn <= most:
+                yield in_turn + memory + FITTED["round"], memory + asked, way, own_blocks, work
+
+
+def _asked(way: Way, work: Work, K: int) -> float:
+    """For lines of w and x, and the sums of workgroups that share K."""
+    _, _, splits, blocks, _, block_rows = way
+    rows = work.rows * (1 + _FROM_MEMORY / blocks) + block_rows
+    lines = FITTED["lines"] * work.of_busiest * rows * K * (BLOCK + 1) / (BLOCK * 1024 * splits)
+    if splits == 1:
+        return lines
+    return lines + FITTED["split"] + FITTED["handover"] * work.of_busiest
+
+
+SEARCHES: dict[str, Search] = {
+    "mfma": Search(PARAMS, partial(_costs, (1,)), _MOST_CANDIDATES),
+    "mfma_split": Search((*PARAMS, SPLITS), partial(_costs, SPLITS.values), _MOST_CANDIDATES),
+}
+
+
+def tuned_for(M: int) -> int:
+    """Few code objects serve all numbers of rows."""
+    return max(8, rows_tuned_for(M)) if M <= BLOCK_M else -(-M // SIDE) * SIDE
+
+
+@lru_cache(maxsize=1024)
+def cheapest(kernel: str, target: Target, M: int, N: int, K: int) -> Config:
+    return SEARCHES[kernel].best(target, LinearProblem(M, N, K))
+
+
+class Code(NamedTuple):
+    """A code object for more rows than BLOCK_M.
+
+    Attributes:
+        kernel: of it.
+        row_tiles, col_tiles, waves, splits: as parameters and ``Way`` have them.
+    """
+
+    kernel: str
+    row_tiles: int
+    col_tiles: int
+    waves: int
+    splits: int
+
+
+@lru_cache(maxsize=1024)
+def menu(target: Target, N: int, K: int) -> tuple[Code, ...]:
+    """The code objects of a weight for more rows than BLOCK_M, but those of ``persistent``."""
+    codes = []
+    for M in _ROWS_OF_MENU:
+        kernel, config = _searched(target, M, N, K)
+        if config is not None:
+            way = way_of(LinearProblem(M, N, K), config)
+            codes.append(Code(kernel, way.row_tiles, way.col_tiles, config["waves"], way.splits))
+    return tuple(dict.fromkeys(codes))
+
+
+def _of_menu(target: Target, M: int, N: int, K: int) -> tuple[str, Config | None]:
+    """What is fastest of the menu."""
+    problem, found = LinearProblem(M, N, K), dict[float, tuple[str, Config | None]]()
+    found[_persistent(target, problem)] = "persistent", None
+    memory = weights_cycles(target, problem) + FITTED["launch"]
+    for kernel, row_tiles, col_tiles, waves, splits in menu(target, N, K):
+        names = [param.name for param in SEARCHES[kernel].params]
+        for way, blocks in _ways_of_many(M, row_tiles, col_tiles, splits):
+            work = work_at(target.cu_num, N, K, way)
+            turns, rounds = -(-work.steps // waves), _rounds(way, work, waves, 1, has_odd_blocks(K))
+            cost = memory + _asked(way, work, K) + rounds * _round(way, waves, turns, 1)
+            values = (row_tiles, 1, waves, 1, blocks, splits)
+            found[cost] = kernel, dict(zip(names, values, strict=False))
+    return found[min(found)]
+
+
+def persistent_cycles(target: Target, problem: LinearProblem, tile: tuple[int, int]) -> float:
+    """What the kernel with large tiles takes with these."""
+    tiles = -(-problem.M // tile[0]) * -(-problem.N // tile[1])
+    whole, left = divmod(tiles, target.cu_num)
+    fitted = PERSISTENT[tile]
+    once, step = fitted.once, fitted.step + (whole + (left > 0) - 1) * fitted.further
+    if fitted.in_parts and 0 < 2 * left <= target.cu_num:
+        step += fitted.in_parts - fitted.further
+        once = once if whole else fitted.once_in_parts
+    steps = step * -(-problem.K // 128)
+    memory = _OF_WEIGHTS * weights_cycles(target, replace(problem, M=0)) / FITTED["memory"]
+    return once + float((steps**4 + memory**4) ** 0.25)
+
+
+def persistent_tile(target: Target, problem: LinearProblem) -> tuple[int, int]:
+    """The fastest of its tiles."""
+    return min(PERSISTENT, key=lambda tile: persistent_cycles(target, problem, tile))
+
+
+def _persistent(target: Target, problem: LinearProblem) -> float:
+    """What the kernel with large tiles would take."""
+    if problem.N % BLOCK:
+        return inf
+    return persistent_cycles(target, problem, persistent_tile(target, problem))
+
+
+@lru_cache(maxsize=1024)
+def fastest_of(target: Target, M: int, N: int, K: int) -> tuple[str, Config | None]:
+    """The kernel that is, and its configuration unless it is ``persistent``."""
+    return (_searched if M <= BLOCK_M else _of_menu)(target, M, N, K)
+
+
+def _searched(target: Target, M: int, N: int, K: int) -> tuple[str, Config | None]:
+    """``mfma`` is the fastest unless another is by a twentieth. No search goes beyond what would
+    be taken in its place."""
+    tuned, launch, best = LinearProblem(M, N, K), FITTED["launch"], inf
+    if M >= _FEWEST_SHARED_ROWS:
+        best = _persistent(target, tuned)
+    mfma = SEARCHES["mfma"].cheapest(target, tuned, best / _WORTH_LEAVING - launch)
+    if mfma is not None:
+        best = min(best, _WORTH_LEAVING * (launch + mfma[0]))
+    if _FEWEST_SHARED_ROWS <= M <= MOST_SHARED_ROWS and N < MAX_SPLIT_N:
+        split = SEARCHES["mfma_split"].cheapest(target, tuned, best - launch)
+        if split is not None:
+            return "mfma_split", split[1]
+    return ("persistent", None) if mfma is None else ("mfma", mfma[1])
