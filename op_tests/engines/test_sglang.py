@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from sglang.srt import plugins
 from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
 from sglang.srt.layers.moe.moe_runner.runner import MoeRunner
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
@@ -19,9 +23,11 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.moe.utils import MoeRunnerBackend
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.runtime_context import get_context, get_parallel
 
 import aiter_mx
 from aiter_mx.integrations import sglang as plugin
+from aiter_mx.integrations.convert import convert
 from aiter_mx.integrations.engine import say_once
 from aiter_mx.integrations.layers import Gate
 
@@ -304,6 +310,54 @@ def test_simulated_gfx950_gives_the_bits_of_our_ops() -> None:
         assert torch.equal(layer(x)[0], aiter_mx.linear(x, None, payload, scale))
         found = runner_of().run(dispatched, info).hidden_states
         assert torch.equal(found, by_our_op(w, x, ids, weights, Gate("silu")))
+
+
+def test_converted_checkpoint_loads_into_the_engine_s_own_layer(tmp_path: Path) -> None:
+    shapes = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
+    plain = {
+        f"mlp.experts.{expert}.{name}.weight": torch.randn(shape, dtype=BF16)
+        for expert in range(E)
+        for name, shape in shapes.items()
+    }
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "config.json").write_text("{}")
+    save_file(plain, tmp_path / "plain" / "model.safetensors")
+    convert(tmp_path / "plain", tmp_path / "out", "sglang")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    with (
+        get_context().override_server_args(device="cpu"),
+        get_parallel().override(tp_rank=0, moe_ep_rank=0, moe_tp_rank=0),
+    ):
+        layer = FusedMoE(
+            *(E, H, I),
+            layer_id=0,
+            top_k=TOP_K,
+            params_dtype=BF16,
+            quant_config=Fp8Config.from_config(written),
+            prefix="mlp.experts",
+        )
+        parameters = {f"mlp.experts.{name}": value for name, value in layer.named_parameters()}
+        mapping = FusedMoE.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", E)
+        loaded = set()
+        for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
+            for parameter_name, weight_name, expert, shard in mapping:
+                if weight_name in name:
+                    mapped = name.replace(weight_name, parameter_name)
+                    parameters[mapped].weight_loader(
+                        parameters[mapped], value, mapped, shard, expert
+                    )
+                    loaded.add(name)
+        assert len(loaded) == 2 * len(plain)
+        layer.quant_method.process_weights_after_loading(layer)
+        x, ids = torch.randn(5, H, dtype=BF16), torch.randint(0, E, (5, TOP_K), dtype=torch.int32)
+        routed = StandardTopKOutput(torch.rand(5, TOP_K), ids, torch.empty(5, E))
+        found = layer.quant_method.apply(layer, StandardDispatchOutput(x, None, routed))
+    of_experts = [[plain[f"mlp.experts.{e}.{n}.weight"] for n in shapes] for e in range(E)]
+    first = torch.stack([torch.cat(each[:2]) for each in of_experts])
+    second = torch.stack([each[2] for each in of_experts])
+    weights = (*aiter_mx.quantize(first), *aiter_mx.quantize(second))
+    expected = aiter_mx.fused_moe(x, *weights, ids, routed.topk_weights)
+    assert torch.equal(found.hidden_states, expected)
 
 
 def test_hopper_may_load_mxfp8(monkeypatch: pytest.MonkeyPatch) -> None:
