@@ -140,6 +140,21 @@ def test_those_that_work_are_counted_to_the_last(working: int) -> None:
     assert numbers[0] == max(numbers)  # the busiest
 
 
+@pytest.mark.parametrize("counted", [(0, 7, 0), (9, 0, 0)])
+def test_where_the_host_puts_tensors_does_not_pick_the_workgroup(counted: tuple[int, ...]) -> None:
+    """Which stands for all: cycles that a report counts depend on addresses, those of a trace do
+    not. A memory instruction is five words, of which the second has them in its low half."""
+
+    def run(number: int) -> LaunchReport:
+        group, wave, memory = 2 << 28, 1 << 28, 3 << 28
+        words = np.array([group, wave, memory, 4 + number % 2, 0, 1, 64], np.uint32).tobytes()
+        trace = Trace(words, 1, 1, ("global_load_dword v0, v[0:1], off",), (1,), (64,))
+        cycles = counted[number // 50]
+        return LaunchReport("k", 1, 0.0, {"s_nop": 100}, address_cycles=cycles, trace=trace)
+
+    assert sample(run, 100, 3).trace.words == joined([run(99), run(0), run(49)]).words
+
+
 def test_traces_with_other_regions_are_not_joined() -> None:
     traces = [Trace(b"", 1, 1, ("s_endpgm",), (1,), (size,)) for size in (64, 128)]
     reports = [LaunchReport("k", 1, 0.0, trace=trace) for trace in traces]

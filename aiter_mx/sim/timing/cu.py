@@ -209,6 +209,10 @@ class SplitTrace:
         """Bytes of lines that a workgroup touches."""
         return float(_library().trace_touched(self._trace, group))
 
+    def address_cycles(self, group: int) -> int:
+        """Of the address unit, for what a workgroup loads and stores."""
+        return int(_library().trace_addressed(self._trace, group))
+
     def first_lines(self) -> list[list[int]]:
         """The lowest line of each region that a workgroup touches, by workgroup; -1: of none."""
         lines = _library().trace_firsts(self._trace)
@@ -284,6 +288,8 @@ def _library() -> Any:
     library.trace_touched.restype = ctypes.c_double
     library.trace_touched.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
     library.trace_stored.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
+    library.trace_addressed.restype = ctypes.c_uint64
+    library.trace_addressed.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
     library.trace_firsts.argtypes = [ctypes.c_void_p]
     library.trace_firsts.restype = ctypes.POINTER(ctypes.c_uint32)
     library.replay.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_uint32] * 2 + [ctypes.c_void_p] * 3

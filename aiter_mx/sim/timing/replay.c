@@ -49,6 +49,7 @@ typedef struct {
     Words* waves_of; // one for each wave of each workgroup
     double footprint[REGIONS];
     double* touched;     // bytes of lines, by workgroup
+    u64* addressed;      // cycles of the address unit, by workgroup
     u32* firsts;         // by workgroup and region: 1 + the lowest line that it touches, or 0
     u32 stored[REGIONS]; // whether any workgroup stores to it
 } Trace;
@@ -100,6 +101,7 @@ void trace_free(Trace* trace) {
     free(trace->waves_of);
     free(trace->firsts);
     free(trace->touched);
+    free(trace->addressed);
     free(trace);
 }
 
@@ -111,6 +113,7 @@ Trace* trace_split(const Instruction* code, const u32* words, u64 count, u32 gro
     trace->waves = waves;
     trace->waves_of = calloc((u64)groups * waves, sizeof *trace->waves_of);
     trace->touched = calloc(groups, sizeof *trace->touched);
+    trace->addressed = calloc(groups, sizeof *trace->addressed);
     trace->firsts = calloc((u64)groups * REGIONS, sizeof *trace->firsts);
     Lines lines = {0};
     u32 group = ~0u, wave = 0;
@@ -128,6 +131,7 @@ Trace* trace_split(const Instruction* code, const u32* words, u64 count, u32 gro
             memcpy(copy, words + i, size * sizeof *copy);
             if (kind == MEMORY) {
                 u32 region = copy[1] >> 16 & (REGIONS - 1);
+                trace->addressed[group] += copy[1] & 0xffff;
                 if (is_new(&lines, (u64)(region + 1) << 40 | copy[2])) {
                     trace->footprint[region] += 128.0 * copy[3];
                     trace->touched[group] += 128.0 * copy[3];
@@ -148,6 +152,7 @@ Trace* trace_split(const Instruction* code, const u32* words, u64 count, u32 gro
 }
 double trace_footprint(const Trace* trace, u32 region) { return trace->footprint[region]; }
 double trace_touched(const Trace* trace, u32 group) { return trace->touched[group]; }
+u64 trace_addressed(const Trace* trace, u32 group) { return trace->addressed[group]; }
 u32 trace_stored(const Trace* trace, u32 region) { return trace->stored[region]; }
 const u32* trace_firsts(const Trace* trace) { return trace->firsts; }
 

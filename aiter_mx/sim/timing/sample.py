@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from aiter_mx.sim.report import LaunchReport, Trace
+from aiter_mx.sim.timing.cu import SplitTrace
 
 ALIKE, UNLIKE = 3, 16
 """Workgroups that stand for a launch in which all do the same, or in which the data decide."""
@@ -50,8 +51,13 @@ def sample(
 
 
 def _work(report: LaunchReport) -> int:
-    """What a workgroup asks of its unit: tiles of few rows take all instructions, but few lines."""
-    return report.instructions + report.address_cycles
+    """What a workgroup asks of its unit: tiles of few rows take all instructions, but few lines.
+
+    Address cycles are the trace's, whose regions begin at lines: those that the report counts
+    depend on where the host put each tensor, and so would the workgroup that stands for all.
+    """
+    assert report.trace is not None
+    return report.instructions + SplitTrace(report.trace).address_cycles(0)
 
 
 def _spread(groups: int, count: int) -> list[int]:
