@@ -38,3 +38,20 @@ def test_readme_is_short_and_its_links_lead_somewhere() -> None:
     assert len(text.splitlines()) <= 130
     links = re.findall(r"\]\(([^)#:]+)[^)]*\)", text)
     assert links and not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_files_and_modules_that_pages_name_are_there() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    rooms = "csrc|aiter_mx|op_tests|tune|configs|docs"
+    missing = []
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        paths = re.findall(rf"(?<![\w/.@-])((?:{rooms})/[\w./-]*\w)(?![\w./<*{{-])", text)
+        modules = re.findall(r"python -m ((?:aiter_mx|op_tests|tune)[\w.]*\w)", text)
+        paths += [name.replace(".", "/") for name in modules]
+        missing += [
+            f"{page.name}: {path}"
+            for path in dict.fromkeys(paths)
+            if not any((ROOT / f"{path}{ending}").exists() for ending in ("", ".py"))
+        ]
+    assert not missing

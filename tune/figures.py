@@ -137,6 +137,18 @@ def host() -> str:
     return _table(["call", "us on the host"], rows) + _origin(run, how)
 
 
+def routes() -> str:
+    """CPU time of a problem that no table has, us, and of reading tables, ms."""
+    run = pd.read_csv(MEASURED.parent / "amd_epyc" / "routes.csv")
+    named = ["median_us", "p99_us", "call_median_us", "call_p99_us", "tables_ms"]
+    rows = [
+        [r.op, r.arch, *("" if pd.isna(r[name]) else f"{r[name]:.0f}" for name in named)]
+        for _, r in run.iterrows()
+    ]
+    columns = ["op", "for", "route", "p99", "route and launch", "p99", "its tables, ms"]
+    return _table(columns, rows) + "\nOne core of an AMD EPYC.\n"
+
+
 def perplexity() -> str:
     """Small language models, trained on the spot: perplexity of bytes in both formats."""
     run = pd.read_csv(MEASURED.parent / "amd_epyc" / "perplexity.csv", dtype={"commit": str})
@@ -261,8 +273,8 @@ def summary() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     each.__name__: each
     for each in (
-        *(linear, moe, grouped, training, quantize, host, perplexity, model, capacity, invariance),
-        *(zoo, every_m, summary),
+        *(linear, moe, grouped, training, quantize, host, routes, perplexity, model, capacity),
+        *(invariance, zoo, every_m, summary),
     )
 }
 
