@@ -31,6 +31,10 @@
 // place of features (MX_K_GROUPS). As a wgmma adds 16 k of an output at a time, whatever its tile
 // is, the sums are the same bits as those of kSplit * kKGroups CTAs.
 //
+// For more rows than features (MX_SWAPPED) x and w change places: x is wgmma's A, and the launch
+// ahead makes bf16 of w, which is the smaller of them. What is called tokens below are features
+// then, and the other way round.
+//
 // The launch ahead may still run when this one begins: w is asked for at once, x when that ends.
 //
 // Scales that bf16 does not cover are noted, and the outputs that they reach are computed again by
@@ -55,7 +59,7 @@ constexpr int kSplit = MX_PAIRS ? 1 : MX_SPLIT;  // CTAs that share K
 constexpr int kInTurn = MX_PAIRS ? MX_SPLIT : 1; // parts of K that a CTA adds up in their order
 constexpr bool kOwnX = MX_OWN_X;     // each CTA makes bf16 of its x itself, without a launch ahead
 constexpr int kHelpers = MX_HELPERS; // warpgroups that copy, and make bf16 of x if it is its own
-constexpr bool kPairs = MX_PAIRS;
+constexpr bool kPairs = MX_PAIRS, kSwapped = MX_SWAPPED;
 constexpr int kXStages = MX_X_STAGES, kWStages = MX_W_STAGES;
 using Out = DType<MX_OUT>;
 
@@ -67,6 +71,7 @@ constexpr bool kStoresSums = kParts == 1 && !kOwnX;
 static_assert(!kPairs || kParts == 1);
 static_assert(kKGroups == 1 || kGroups == 1);
 static_assert(!kOwnX || (!kPairs && kTokens <= 32));
+static_assert(!kSwapped || (kStoresSums && kTokens % kLanes == 0));
 constexpr int kGroupThreads = 128, kWarps = 4; // of a warpgroup
 constexpr int kThreads = (kHelpers + kGroups * kKGroups) * kGroupThreads;
 constexpr int kGroupRows = 64, kRows = kGroups * kGroupRows;
@@ -339,19 +344,58 @@ MX_DEVICE float exact_piece(const unsigned char* xq, const unsigned char* wq, un
     }
     return add_scaled(0.0f, dot(x, w), e8m0_split(x_scale), e8m0_to_f32(w_scale));
 }
-// The lanes take 16 k in turn.
+// The lanes take 16 k in turn. Some of these are loaded at once, as nothing else hides latency.
 MX_DEVICE float exact_output_of_warp(const Operands& t, long m, long n, int lane) {
-    constexpr int piece = 16;
+    constexpr int piece = 16, at_once = 4;
     float sum = 0.0f;
 #pragma unroll 1
-    for (long k = lane * piece; k < t.K; k += kLanes * piece)
-        sum += exact_piece(t.xq + m * t.K + k, t.wq + n * t.K + k,
-                           load_byte(t.xs + m * t.blocks() + k / kBlock),
-                           load_byte(t.ws + n * t.blocks() + k / kBlock));
+    for (long first = lane * piece; first < t.K; first += at_once * kLanes * piece) {
+        float pieces[at_once];
+#pragma unroll
+        for (int i = 0; i < at_once; ++i) {
+            const long k = min(first + i * kLanes * piece, t.K - piece);
+            pieces[i] = exact_piece(t.xq + m * t.K + k, t.wq + n * t.K + k,
+                                    load_byte(t.xs + m * t.blocks() + k / kBlock),
+                                    load_byte(t.ws + n * t.blocks() + k / kBlock));
+        }
+#pragma unroll
+        for (int i = 0; i < at_once; ++i)
+            if (first + i * kLanes * piece < t.K)
+                sum += pieces[i];
+    }
 #pragma unroll
     for (int distance = kLanes / 2; distance; distance /= 2)
         sum += __shfl_xor_sync(0xffffffff, sum, distance);
     return sum;
+}
+// Whether a row has a scale that bf16 does not cover; small ones of w count where they have values.
+template <bool OfX>
+MX_DEVICE bool is_outside(const unsigned char* payload, const unsigned char* scales, long blocks,
+                          int lane) {
+    constexpr int at_once = 4;
+    constexpr unsigned last = OfX ? kLastXScale : kLastWScale;
+    bool outside = false;
+    for (long first = lane; first < blocks; first += at_once * kLanes) {
+        unsigned scale[at_once], values[at_once];
+#pragma unroll
+        for (int i = 0; i < at_once; ++i) {
+            const long b = min(first + i * kLanes, blocks - 1);
+            scale[i] = load_byte(scales + b);
+            if constexpr (!OfX) {
+                const u32x4 low = load(payload + b * kBlock),
+                            high = load(payload + b * kBlock + 16);
+                values[i] =
+                    low[0] | low[1] | low[2] | low[3] | high[0] | high[1] | high[2] | high[3];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < at_once; ++i) {
+            outside |= scale[i] > last && scale[i] != kNanScale;
+            if constexpr (!OfX)
+                outside |= scale[i] < kFirstWScale && values[i] & 0x7f7f7f7f;
+        }
+    }
+    return __any_sync(0xffffffff, outside);
 }
 // A part of the result, and the threads that store it.
 struct Block {
@@ -362,35 +406,41 @@ struct Block {
 };
 
 // Computes again the outputs of a block that scales reach which bf16 does not cover, once all of
-// its threads are here: sync waits for them.
+// its threads are here: sync waits for them. of_x: whether such a scale may be x's.
 template <class Sync>
-MX_DEVICE void mend(const Operands& t, const Block& block, Sync sync) {
+MX_DEVICE void mend(const Operands& t, const Block& block, bool of_x, Sync sync) {
     const int lane = block.thread % kLanes, warp = block.thread / kLanes;
     const int tokens = block.tokens, rows = block.rows;
-    for (int i = warp; i < tokens + rows; i += block.warps) {
-        const bool of_x = i < tokens;
-        const unsigned char* const scales = of_x ? t.xs + (block.token + i) * t.blocks()
-                                                 : t.ws + (block.row + i - tokens) * t.blocks();
-        bool outside = false;
-        for (long b = lane; b < t.blocks(); b += kLanes) {
-            const unsigned scale = load_byte(scales + b);
-            outside |= scale != kNanScale &&
-                       (of_x ? scale > kLastXScale : scale < kFirstWScale || scale > kLastWScale);
-        }
-        outside = __any_sync(0xffffffff, outside);
+    const auto note = [&](int i, bool outside) {
         if (lane == 0)
             store_shared_byte(block.flags + i, outside);
+    };
+    for (int i = warp; i < tokens; i += block.warps) {
+        const unsigned char* const scales = t.xs + (block.token + i) * t.blocks();
+        note(i, of_x && is_outside<true>(nullptr, scales, t.blocks(), lane));
+    }
+    for (int i = warp; i < rows; i += block.warps) {
+        const long n = block.row + i;
+        note(tokens + i,
+             is_outside<false>(t.wq + n * t.K, t.ws + n * t.blocks(), t.blocks(), lane));
     }
     sync(); // these are there, and all sums have been stored
-    for (int i = warp; i < tokens * rows; i += block.warps) {
-        const int token = i / rows, row = i % rows;
-        if (!load_shared_byte(block.flags + token) && !load_shared_byte(block.flags + tokens + row))
-            continue;
+    const auto compute = [&](int token, int row) {
         const long m = block.token + token, n = block.row + row;
         const float sum = exact_output_of_warp(t, m, n, lane);
         if (lane == 0)
-            store(t.y + m * t.N + n, sum + load_bias(t.bias, t.bias_kind, n));
-    }
+            store(t.y + (kSwapped ? n * t.M + m : m * t.N + n),
+                  sum + load_bias(t.bias, t.bias_kind, kSwapped ? m : n));
+    };
+    for (int row = 0; row < rows; ++row)
+        if (load_shared_byte(block.flags + tokens + row))
+            for (int token = warp; token < tokens; token += block.warps)
+                compute(token, row);
+    for (int token = 0; of_x && token < tokens; ++token)
+        if (load_shared_byte(block.flags + token))
+            for (int row = warp; row < rows; row += block.warps)
+                if (!load_shared_byte(block.flags + tokens + row))
+                    compute(token, row);
     sync(); // the flags have been read
 }
 
@@ -399,8 +449,10 @@ struct Results {
     const Operands& t;
     const Block& block;
 
-    MX_MEMBER void store_sums(const float (&sums)[kTokens / 2]) const {
-        if constexpr (sizeof(Out) == 4)
+    MX_MEMBER void store_sums(float (&sums)[kTokens / 2]) const {
+        if constexpr (kSwapped)
+            store_rows(sums);
+        else if constexpr (sizeof(Out) == 4)
             store_fp32(sums);
         else
             store_16<Out>(sums);
@@ -460,6 +512,86 @@ struct Results {
             for (int i = 0; i < 4; ++i)
                 if (j * 8 + i % 2 < left && n + i / 2 * 8 < t.N)
                     store(to + i % 2 * t.N + i / 2 * 8, sums[4 * j + i] + plus[i / 2]);
+    }
+    // Swapped: a thread has two neighbouring columns of y in each of two rows, for each octet.
+    MX_MEMBER void store_rows(float (&sums)[kTokens / 2]) const {
+        const int lane = block.thread % kLanes;
+        if (t.bias_kind != kNone)
+            add_bias_of_columns(sums, lane);
+        const int row = block.thread / kLanes * 16 + lane / 4;
+        if (t.M % 8 == 0 && reinterpret_cast<unsigned long long>(t.y) % 16 == 0)
+            store_rows_whole<Out>(sums, row, lane % 4);
+        else
+            store_rows_singly(sums, row, lane % 4);
+    }
+    // A lane loads every 32nd column's.
+    MX_MEMBER void add_bias_of_columns(float (&sums)[kTokens / 2], int lane) const {
+#pragma unroll
+        for (int first = 0; first < kTokens; first += kLanes) {
+            const long column = min(block.token + first + lane, t.M - 1);
+            const float of_lane = load_bias(t.bias, t.bias_kind, column);
+#pragma unroll
+            for (int octet = 0; octet < kLanes / 8; ++octet)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float plus =
+                        __shfl_sync(0xffffffff, of_lane, octet * 8 + lane % 4 * 2 + i);
+                    sums[4 * (first / 8 + octet) + i] += plus;
+                    sums[4 * (first / 8 + octet) + 2 + i] += plus;
+                }
+        }
+    }
+    MX_MEMBER void store_rows_singly(const float (&sums)[kTokens / 2], int row, int quarter) const {
+#pragma unroll
+        for (int j = 0; j < kOctets; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int column = j * 8 + quarter * 2 + i % 2, of_row = row + i / 2 * 8;
+                if (column < block.tokens && of_row < block.rows)
+                    store(t.y + (block.row + of_row) * t.M + block.token + column, sums[4 * j + i]);
+            }
+    }
+    // Four lanes have the same rows: of 16-bit results each stores 16 bytes of one of these, of one
+    // octet out of two.
+    template <class T>
+    MX_MEMBER void store_rows_whole(const float (&sums)[kTokens / 2], int row, int quarter) const {
+        if constexpr (sizeof(T) == 4) {
+#pragma unroll
+            for (int j = 0; j < kOctets; ++j)
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    if (j * 8 < block.tokens && row + i * 8 < block.rows)
+                        asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(
+                                         t.y + (block.row + row + i * 8) * t.M + block.token +
+                                         j * 8 + quarter * 2),
+                                     "f"(sums[4 * j + 2 * i]), "f"(sums[4 * j + 2 * i + 1])
+                                     : "memory");
+        } else {
+            const int own_row = row + quarter / 2 * 8, own_octet = quarter % 2;
+            Out* const to = t.y + (block.row + own_row) * t.M + block.token + own_octet * 8;
+            const int left = own_row < block.rows ? block.tokens - own_octet * 8 : 0;
+#pragma unroll
+            for (int j = 0; j < kOctets; j += 2) {
+                // words[i]: of row i / 2 and octet i % 2
+                unsigned words[4] = {pack<T>(sums[4 * j], sums[4 * j + 1]),
+                                     pack<T>(sums[4 * j + 4], sums[4 * j + 5]),
+                                     pack<T>(sums[4 * j + 2], sums[4 * j + 3]),
+                                     pack<T>(sums[4 * j + 6], sums[4 * j + 7])};
+                exchange<1>(words[0], words[1], quarter % 2);
+                exchange<1>(words[2], words[3], quarter % 2);
+                exchange<2>(words[0], words[2], quarter / 2);
+                exchange<2>(words[1], words[3], quarter / 2);
+                if (j * 8 < left)
+                    store_vector(to + j * 8, {words[0], words[1], words[2], words[3]});
+            }
+        }
+    }
+    // Lanes that differ in the bit Distance: the lower one gets both `low`, the upper one both
+    // `high`, its own in its own place.
+    template <int Distance>
+    MX_MEMBER static void exchange(unsigned& low, unsigned& high, bool is_upper) {
+        const unsigned got = __shfl_xor_sync(0xffffffff, is_upper ? low : high, Distance);
+        (is_upper ? low : high) = got;
     }
     // Lane 4g + t of a matrix of 8 x 8 gives columns 2t and 2t + 1 of row g, and gets those rows of
     // column g.
@@ -776,9 +908,9 @@ struct Consumer {
         if constexpr (kInTurn > 1) {
             outside_so_far = i % kInTurn > 0 && outside_so_far || w_outside;
             if (add_kept(sums, i % kInTurn))
-                finish(sums, s, outside_so_far || x_outside);
+                finish(sums, s, outside_so_far);
         } else if constexpr (kStoresSums) {
-            finish(sums, s, w_outside || x_outside);
+            finish(sums, s, w_outside);
         } else {
             share(sums, w_outside || x_outside);
         }
@@ -800,8 +932,8 @@ struct Consumer {
                                float_to_bits(sums[j * 4 + i]));
     }
 
-    MX_MEMBER void finish(float (&sums)[kTokens / 2], const Segment& s, bool any_outside) const {
-        bool outside = named_barrier_or(1 + group, kGroupThreads, any_outside);
+    MX_MEMBER void finish(float (&sums)[kTokens / 2], const Segment& s, bool w_outside) const {
+        bool outside = named_barrier_or(1 + group, kGroupThreads, w_outside || x_outside);
         if constexpr (kPairs && kInTurn == 1)
             if (s.chunks < t.schedule.chunks && !join(sums, s, outside))
                 return;
@@ -816,7 +948,8 @@ struct Consumer {
                           shared + kFlags + group * kFlagBytes};
         Results{t, block}.store_sums(sums);
         if (__builtin_expect(outside, false))
-            mend(t, block, [&] { named_barrier(1 + group, kGroupThreads); });
+            mend(t, block, named_barrier_or(1 + group, kGroupThreads, x_outside),
+                 [&] { named_barrier(1 + group, kGroupThreads); });
     }
 
     // Where a part of a tile leaves its sums, 16 bytes a thread after another: the cluster's first
@@ -966,7 +1099,7 @@ MX_DEVICE void add_up(const Operands& t, unsigned shared) {
     if constexpr (kSplit > 1)
         cluster_arrive();
     if (__builtin_expect(outside, false))
-        mend(t, block, [] { group_barrier(); });
+        mend(t, block, true, [] { group_barrier(); });
     if constexpr (kSplit > 1)
         cluster_wait();
 }
@@ -1020,22 +1153,28 @@ extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
     unsigned char* const workspace = nullptr;
 #endif
     const bool quantised = kOwnX || xs != nullptr; // else the launch ahead quantised it
-    const XWorkspace x{workspace, M, K, kTokens, !quantised};
+    const long tokens = kSwapped ? N : M, features = kSwapped ? M : N;
+    const XWorkspace x{workspace, tokens, K, kTokens, !quantised};
     const Operands t{
-        quantised ? xq : x.payload(),
-        quantised ? xs : x.scales(),
-        wq,
-        ws,
+        kSwapped    ? wq
+        : quantised ? xq
+                    : x.payload(),
+        kSwapped    ? ws
+        : quantised ? xs
+                    : x.scales(),
+        kSwapped ? xq : wq,
+        kSwapped ? xs : ws,
         bias,
         y,
-        M,
-        N,
+        tokens,
+        features,
         K,
         bias_kind,
         x,
         {cluster, clusters, kPairs ? 0 : rank, chunks, rounds, part, parts_with_one_more,
-         kInTurn == 1 ? 0
-                      : static_cast<int>(x.tiles() * ((N + kPair * kRows - 1) / (kPair * kRows)))},
+         kInTurn == 1
+             ? 0
+             : static_cast<int>(x.tiles() * ((features + kPair * kRows - 1) / (kPair * kRows)))},
         kPairs ? rank : 0};
     // Told so, ptxas knows that it is the same for all lanes of a warp.
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);

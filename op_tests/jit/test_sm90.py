@@ -27,7 +27,7 @@ SM90 = hardware("sm_90a")
 PROBLEMS: dict[str, list[Problem]] = {
     "grouped_gemm": [GroupedGemmProblem(8192, 4096, 2048, 8)],
     "grouped_wgrad": [GroupedWgradProblem(8192, 4096, 2048, 8)],
-    "linear": [LinearProblem(M, 2304, 6144) for M in (1, 8, 64, 512)],
+    "linear": [LinearProblem(M, 2304, 6144) for M in (1, 8, 64, 512, 4096)],
     "moe_align": [MoeAlignProblem(8, 4, 128, 16, x_dtype="bf16", K=6144)],
     "moe_combine": [MoeCombineProblem(8, 6144, 4, 128)],
     "moe_gemm": [MoeGemmProblem(M, 1536, 6144, 128, 4, 32, "mxfp8", "silu") for M in (16, 512)],

@@ -21,6 +21,7 @@ from aiter_mx.kernels.linear.triton import DOT_SCALED
 from aiter_mx.kernels.linear.vendor import SCALED_MM
 from aiter_mx.kernels.linear.wgmma_bf16_few_sm90 import declare_few
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
+from aiter_mx.kernels.linear.wgmma_bf16_swapped_sm90 import WGMMA_BF16_SWAPPED
 from aiter_mx.kernels.linear.wgmma_fp8_sm90 import WGMMA_FP8
 from aiter_mx.kernels.linear.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import KernelSpec, reference
@@ -31,12 +32,13 @@ PROBLEM = LinearProblem
 
 _WGMMA_BF16 = replace(WGMMA_BF16, invariant=invariant_sm90.configure)
 _WGMMA_BF16_FEW = declare_few(invariant_sm90.configure_few)
-_STARTING_EARLY = (MMA_REGISTERS, WGMMA_FP8, _WGMMA_BF16_FEW)
+_STARTING_EARLY = (MMA_REGISTERS, WGMMA_FP8, _WGMMA_BF16_FEW, WGMMA_BF16_SWAPPED)
 _FOR_QUANTISED_X = (
     MMA_REGISTERS,
     WGMMA_FP8,
     WIDE,
     MMA_RING,
+    WGMMA_BF16_SWAPPED,
     _WGMMA_BF16,
     _WGMMA_BF16_FEW,
     *GROUPED,

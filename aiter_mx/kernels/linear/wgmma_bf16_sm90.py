@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
@@ -261,6 +262,12 @@ def tiles_of_pairs() -> tuple[Tile, ...]:
     return tuple(tile for tile in _tiles_of(FITTED, FITTED_PAIRS) if tile.pairs)
 
 
+def costs_of_pairs(target: Target, problem: LinearProblem, tile: Tile) -> Iterator[Costed]:
+    """Of a tile of pairs, with the numbers of them that suit it."""
+    tiles = _tiles(problem, tile.tile_m, _PAIR * tile.tile_n)
+    return _costs_of_pairs(_chunks(problem), target.cu_num // _PAIR, tiles, tile)
+
+
 def _costs_of_pairs(chunks: int, most: int, tiles: int, tile: Tile) -> Iterator[Costed]:
     even = tiles // -(-tiles // most) if tiles >= most else tiles * (most // tiles)
     for pairs in {min(most, tiles * chunks), min(even, tiles * chunks)}:
@@ -281,6 +288,17 @@ def _costs_of_pairs(chunks: int, most: int, tiles: int, tile: Tile) -> Iterator[
 
 _search = Search(PARAMS, partial(_costs, _every_tile), most=12)
 _own_search = Search(PARAMS, partial(_costs, _own_tiles), most=1)
+
+
+def least_cycles(target: Target, problem: LinearProblem) -> float:
+    """Of the choice without a table, or of pairs with the largest tiles, as persistent has."""
+    if problem.M <= _MOST_OWN_M:
+        found = _own_search.cheapest(target, problem)
+        return found[0] if found is not None else inf
+    tile = max(
+        _tiles_of(FITTED, FITTED_PAIRS), key=lambda tile: (tile.pairs, tile.tile_m, tile.tile_n)
+    )
+    return min(cycles for cycles, *_ in costs_of_pairs(target, problem, tile))
 
 
 def rows_chosen_for(M: int) -> int:
@@ -309,7 +327,7 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
     return "persistent has the larger tiles, and enough of them for all SMs"
 
 
-def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
+def defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     found = _layout(target, problem, config)
     return {
         "MX_TILE_M": config["tile_m"],
@@ -318,6 +336,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_SPLIT": config["split"],
         "MX_PAIRS": int(config["pairs"] > 0),
         "MX_OWN_X": 0,
+        "MX_SWAPPED": 0,
         "MX_HELPERS": 1,
         "MX_X_STAGES": found.x_stages,
         "MX_W_STAGES": found.w_stages,
@@ -326,7 +345,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
     }
 
 
-def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
+def geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
     found = _layout(target, problem, config)
     return Geometry(
         grid=(found.clusters * (_PAIR if config["pairs"] else config["split"]), 1, 1),
@@ -336,9 +355,14 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
     )
 
 
-def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
+def schedule(target: Target, problem: LinearProblem, config: Config) -> tuple[int, ...]:
+    """The values of ``SCHEDULE``."""
     found = _layout(target, problem, config)
-    return *matrix_scalars(problem), found.rounds, found.part, found.parts_with_one_more
+    return found.rounds, found.part, found.parts_with_one_more
+
+
+def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
+    return *matrix_scalars(problem), *schedule(target, problem, config)
 
 
 def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
@@ -376,26 +400,32 @@ def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
 
 
 def _x_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
-    return {"MX_X": X_CODES[problem.x_dtype]}
+    return {"MX_X": X_CODES[problem.x_dtype], "MX_SWAPPED": 0}
 
 
 def _x_scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
     return problem.M, problem.K, config["tile_m"]
 
 
-def _x_geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
+def x_geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
     return Geometry(grid=(_units(problem, config), 1, 1), block=(256, 1, 1), overlaps=problem.pdl)
 
 
 SCHEDULE = ("rounds", "part", "parts_with_one_more")
 """Scalars, see ``Layout``."""
 _POINTERS = (*POINTERS, Arg("workspace", "pointer", "rw"))
+ARGS = (
+    *_POINTERS,
+    *numbers("i64", "M", "N", "K"),
+    Arg("bias_kind", "i32"),
+    *numbers("i32", *SCHEDULE),
+)
 EXPAND_X = Module(
     {"sm_90a": "linear/wgmma_bf16_x_sm90.cu"},
     "aiter_mx_linear_wgmma_bf16_x",
     (*_POINTERS, Arg("M", "i64"), Arg("K", "i64"), Arg("tile_tokens", "i32")),
     _x_defines,
-    _x_geometry,
+    x_geometry,
     _x_scalars,
 )
 
@@ -404,14 +434,9 @@ WGMMA_BF16 = declare(
     "linear",
     "wgmma_bf16",
     {"sm_90a": "linear/wgmma_bf16_sm90.cu"},
-    args=(
-        *_POINTERS,
-        *numbers("i64", "M", "N", "K"),
-        Arg("bias_kind", "i32"),
-        *numbers("i32", *SCHEDULE),
-    ),
-    defines=_defines,
-    geometry=_geometry,
+    args=ARGS,
+    defines=defines,
+    geometry=geometry,
     scalars=_scalars,
     tensor_maps=(_weights,),
     before=(EXPAND_X,),

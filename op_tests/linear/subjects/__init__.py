@@ -9,6 +9,7 @@ from op_tests.linear.subjects.subject import Case, Subject
 from op_tests.linear.subjects.wgmma_sm90 import (
     WGMMA_BF16,
     WGMMA_BF16_FEW,
+    WGMMA_BF16_SWAPPED,
     WGMMA_FP8,
     WIDE,
 )
@@ -36,6 +37,7 @@ SUBJECTS = (
     WGMMA_FP8,
     WGMMA_BF16,
     WGMMA_BF16_FEW,
+    WGMMA_BF16_SWAPPED,
     WIDE,
     TORCH,
 )

@@ -224,6 +224,45 @@ WGMMA_BF16 = Subject(
     beyond_4_gib=[(65, 6176)],
 )
 
+_swapped = named("tile_n", "pairs")
+
+# As many tiles as pairs, fewer, more and many more, of whole and cut features, of an odd number of
+# them too, which no store of 16 bytes fits.
+WGMMA_BF16_SWAPPED = Subject(
+    "wgmma_bf16_swapped",
+    ("sm_90a",),
+    alone(
+        cases(
+            ("tile_n", "pairs"),
+            """
+              65   64  128  192  1
+             300  160 1120  256  4
+             513  513 7392  256  4
+             700  259 1184  192  3
+            1000  700  544  192  7
+            1537 1001  736  192 66
+            2304  515 2368  256 66
+            4100  520 2880  256 60
+            """,
+        )
+    ),
+    few=cases(
+        ("tile_n", "pairs"),
+        """
+         140  64  128  192  1
+         300 130  608  256  3
+         299 264 2368  192  4
+        """,
+        cu_num=8,
+    ),
+    least_rows=130,
+    most_rows=270,
+    dtypes=("bf16", "fp32", "fp16"),
+    with_bias=[Case(300, 137, 1120, _swapped(192, 2)), Case(300, 264, 1152, _swapped(256, 3))],
+    repeats=[(M, 2304, 6144, None) for M in (2304, 6144)],
+    chained=(2048,),
+)
+
 _FEW = ("tile_m", "split", "k_groups", "ctas")
 _few = named(*_FEW)
 

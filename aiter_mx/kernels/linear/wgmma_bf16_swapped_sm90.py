@@ -1,0 +1,134 @@
+"""wgmma_bf16 for more rows than features on Hopper: csrc/linear/wgmma_bf16_sm90.cu.
+
+x and w change places, so that the launch ahead expands w, the smaller operand, once, and x is made
+bf16 by the kernel itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from aiter_mx.kernels.declare import declare
+from aiter_mx.kernels.linear import wgmma_bf16_sm90 as unswapped
+from aiter_mx.kernels.linear.clusters_sm90 import x_map
+from aiter_mx.kernels.linear.problem import LinearProblem, matrix_scalars
+from aiter_mx.kernels.search import Costed, Least, Search
+from aiter_mx.kernels.spec import (
+    Config,
+    Geometry,
+    Module,
+    Param,
+    TensorMap,
+)
+from aiter_mx.numerics import BLOCK
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("tile_n", (192, 256), "features of a tile"),
+    Param("pairs", tuple(range(1, 67)), "of CTAs that stay and share all tiles"),
+)
+_TILE_M = 128  # tokens of a CTA
+_MIN_OWN_M = 2048  # without a table
+# It is preferred where the model has the others' time above so much of its own: persistent stores
+# while it multiplies, which counts the more the shorter K is. From 45 cells timed on an H200.
+_MARGIN, _MARGIN_K = 1.05, 200
+_EXPANDED_BYTES = 1700  # that an H200 reads and writes in a cycle
+
+
+def _swapped(problem: LinearProblem) -> LinearProblem:
+    """What wgmma_bf16 takes the problem for."""
+    return replace(problem, M=problem.N, N=problem.M, x_dtype="e4m3")
+
+
+def _config(config: Config) -> Config:
+    return {"tile_m": config["tile_n"], "tile_n": _TILE_M, "split": 1, "pairs": config["pairs"]}
+
+
+def _refusal(target: Target, problem: LinearProblem) -> str | None:
+    if problem.M < problem.N:
+        return f"M={problem.M} is below N={problem.N}: w takes more to expand than x"
+    if problem.N < unswapped.MIN_M:
+        return f"N={problem.N} is below {unswapped.MIN_M}: its tiles have many more features"
+    return unswapped.WGMMA_BF16.refusal(target, _swapped(problem))
+
+
+def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
+    swapped = _swapped(problem)
+    for tile in unswapped.tiles_of_pairs():
+        if tile.tile_n == _TILE_M and tile.tile_m in PARAMS[0].values:
+            for cycles, more, values in unswapped.costs_of_pairs(target, swapped, tile):
+                yield cycles, more, (tile.tile_m, values[-1])
+
+
+_search = Search(PARAMS, _costs, most=4)
+
+
+def _workspace_bytes(target: Target, problem: LinearProblem, config: Config) -> int:
+    return unswapped.WGMMA_BF16.workspace_bytes(target, _swapped(problem), _config(config))
+
+
+def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
+    found = unswapped.defines(target, _swapped(problem), _config(config))
+    return {**found, "MX_SWAPPED": 1}
+
+
+def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
+    return unswapped.geometry(target, _swapped(problem), _config(config))
+
+
+def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
+    schedule = unswapped.schedule(target, _swapped(problem), _config(config))
+    return *matrix_scalars(problem), *schedule
+
+
+def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
+    return x_map(problem, _TILE_M)
+
+
+def _ahead_geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
+    return unswapped.x_geometry(target, _swapped(problem), _config(config))
+
+
+def _expanding(rows: int, K: int) -> float:
+    return rows * K * (BLOCK * 3 + 1) / BLOCK / _EXPANDED_BYTES
+
+
+def _yields(target: Target, problem: LinearProblem) -> str | None:
+    M, N, K = problem.M, problem.N, problem.K
+    if M < _MIN_OWN_M:
+        return f"others have tiles of fewer rows for M={M} below {_MIN_OWN_M}"
+    own = _search.cheapest(target, problem)
+    assert own is not None
+    cycles = own[0] + _expanding(N, K)
+    others = unswapped.least_cycles(target, problem) + _expanding(M, K)
+    if others > cycles * (_MARGIN + _MARGIN_K / K):
+        return None
+    return "expanding x takes little of the others' time"
+
+
+WGMMA_BF16_SWAPPED = declare(
+    "linear",
+    "wgmma_bf16_swapped",
+    {"sm_90a": "linear/wgmma_bf16_sm90.cu"},
+    symbol="aiter_mx_linear_wgmma_bf16",
+    args=unswapped.ARGS,
+    defines=_defines,
+    geometry=_geometry,
+    scalars=_scalars,
+    tensor_maps=(_x,),
+    before=(
+        Module(
+            unswapped.EXPAND_X.sources,
+            unswapped.EXPAND_X.symbol,
+            unswapped.EXPAND_X.args,
+            lambda target, problem, config: {"MX_X": 0, "MX_SWAPPED": 1},
+            _ahead_geometry,
+            lambda target, problem, config: (problem.N, problem.K, config["tile_n"]),
+        ),
+    ),
+    workspace_bytes=_workspace_bytes,
+    refusal=_refusal,
+    search=_search,
+    yields=_yields,
+)
