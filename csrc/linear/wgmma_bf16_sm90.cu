@@ -33,7 +33,7 @@
 //
 // For more rows than features (MX_SWAPPED) x and w change places: x is wgmma's A, and the launch
 // ahead makes bf16 of w, which is the smaller of them. What is called tokens below are features
-// then, and the other way round.
+// then, and the other way round. There is no bias: the sums leave no registers for it.
 //
 // The launch ahead may still run when this one begins: w is asked for at once, x when that ends.
 //
@@ -71,7 +71,7 @@ constexpr bool kStoresSums = kParts == 1 && !kOwnX;
 static_assert(!kPairs || kParts == 1);
 static_assert(kKGroups == 1 || kGroups == 1);
 static_assert(!kOwnX || (!kPairs && kTokens <= 32));
-static_assert(!kSwapped || (kStoresSums && kTokens % kLanes == 0));
+static_assert(!kSwapped || (kStoresSums && kTokens % 16 == 0));
 constexpr int kGroupThreads = 128, kWarps = 4; // of a warpgroup
 constexpr int kThreads = (kHelpers + kGroups * kKGroups) * kGroupThreads;
 constexpr int kGroupRows = 64, kRows = kGroups * kGroupRows;
@@ -430,7 +430,7 @@ MX_DEVICE void mend(const Operands& t, const Block& block, bool of_x, Sync sync)
         const float sum = exact_output_of_warp(t, m, n, lane);
         if (lane == 0)
             store(t.y + (kSwapped ? n * t.M + m : m * t.N + n),
-                  sum + load_bias(t.bias, t.bias_kind, kSwapped ? m : n));
+                  kSwapped ? sum : sum + load_bias(t.bias, t.bias_kind, n));
     };
     for (int row = 0; row < rows; ++row)
         if (load_shared_byte(block.flags + tokens + row))
@@ -449,7 +449,7 @@ struct Results {
     const Operands& t;
     const Block& block;
 
-    MX_MEMBER void store_sums(float (&sums)[kTokens / 2]) const {
+    MX_MEMBER void store_sums(const float (&sums)[kTokens / 2]) const {
         if constexpr (kSwapped)
             store_rows(sums);
         else if constexpr (sizeof(Out) == 4)
@@ -514,32 +514,13 @@ struct Results {
                     store(to + i % 2 * t.N + i / 2 * 8, sums[4 * j + i] + plus[i / 2]);
     }
     // Swapped: a thread has two neighbouring columns of y in each of two rows, for each octet.
-    MX_MEMBER void store_rows(float (&sums)[kTokens / 2]) const {
+    MX_MEMBER void store_rows(const float (&sums)[kTokens / 2]) const {
         const int lane = block.thread % kLanes;
-        if (t.bias_kind != kNone)
-            add_bias_of_columns(sums, lane);
         const int row = block.thread / kLanes * 16 + lane / 4;
         if (t.M % 8 == 0 && reinterpret_cast<unsigned long long>(t.y) % 16 == 0)
             store_rows_whole<Out>(sums, row, lane % 4);
         else
             store_rows_singly(sums, row, lane % 4);
-    }
-    // A lane loads every 32nd column's.
-    MX_MEMBER void add_bias_of_columns(float (&sums)[kTokens / 2], int lane) const {
-#pragma unroll
-        for (int first = 0; first < kTokens; first += kLanes) {
-            const long column = min(block.token + first + lane, t.M - 1);
-            const float of_lane = load_bias(t.bias, t.bias_kind, column);
-#pragma unroll
-            for (int octet = 0; octet < kLanes / 8; ++octet)
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const float plus =
-                        __shfl_sync(0xffffffff, of_lane, octet * 8 + lane % 4 * 2 + i);
-                    sums[4 * (first / 8 + octet) + i] += plus;
-                    sums[4 * (first / 8 + octet) + 2 + i] += plus;
-                }
-        }
     }
     MX_MEMBER void store_rows_singly(const float (&sums)[kTokens / 2], int row, int quarter) const {
 #pragma unroll

@@ -6,7 +6,7 @@ bf16 by the kernel itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from aiter_mx.kernels.declare import declare
@@ -14,6 +14,7 @@ from aiter_mx.kernels.linear import wgmma_bf16_sm90 as unswapped
 from aiter_mx.kernels.linear.clusters_sm90 import x_map
 from aiter_mx.kernels.linear.problem import LinearProblem, matrix_scalars
 from aiter_mx.kernels.search import Costed, Least, Search
+from aiter_mx.kernels.sm90 import up
 from aiter_mx.kernels.spec import (
     Config,
     Geometry,
@@ -32,7 +33,7 @@ _TILE_M = 128  # tokens of a CTA
 _MIN_OWN_M = 2048  # without a table
 # It is preferred where the model has the others' time above so much of its own: persistent stores
 # while it multiplies, which counts the more the shorter K is. From 45 cells timed on an H200.
-_MARGIN, _MARGIN_K = 1.05, 200
+_MARGIN, _MARGIN_OF_PERSISTENT, _MARGIN_K = 1.05, 1.02, 220
 _EXPANDED_BYTES = 1700  # that an H200 reads and writes in a cycle
 
 
@@ -50,18 +51,36 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"M={problem.M} is below N={problem.N}: w takes more to expand than x"
     if problem.N < unswapped.MIN_M:
         return f"N={problem.N} is below {unswapped.MIN_M}: its tiles have many more features"
+    if problem.bias != "none":
+        return "its sums leave no registers for a bias"
     return unswapped.WGMMA_BF16.refusal(target, _swapped(problem))
 
 
-def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
+def _costs_of(tiles_n: Sequence[int], target: Target, problem: LinearProblem) -> Iterator[Costed]:
     swapped = _swapped(problem)
     for tile in unswapped.tiles_of_pairs():
-        if tile.tile_n == _TILE_M and tile.tile_m in PARAMS[0].values:
+        if tile.tile_n == _TILE_M and tile.tile_m in tiles_n:
             for cycles, more, values in unswapped.costs_of_pairs(target, swapped, tile):
                 yield cycles, more, (tile.tile_m, values[-1])
 
 
+def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
+    return _costs_of(PARAMS[0].values, target, problem)
+
+
+def _own_costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
+    """With the tile that leaves the fewest features over, so that M chooses no code object."""
+    tile_n = min(PARAMS[0].values, key=lambda tile: (up(problem.N, tile), -tile))
+    return _costs_of((tile_n,), target, problem)
+
+
 _search = Search(PARAMS, _costs, most=4)
+_own_search = Search(PARAMS, _own_costs, most=1)
+
+
+def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
+    chosen = _own_search.best(target, problem)
+    return [chosen, *(c for c in _search.candidates(target, problem) if c != chosen)]
 
 
 def _workspace_bytes(target: Target, problem: LinearProblem, config: Config) -> int:
@@ -98,11 +117,12 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
     M, N, K = problem.M, problem.N, problem.K
     if M < _MIN_OWN_M:
         return f"others have tiles of fewer rows for M={M} below {_MIN_OWN_M}"
-    own = _search.cheapest(target, problem)
+    own = _own_search.cheapest(target, problem)
     assert own is not None
     cycles = own[0] + _expanding(N, K)
     others = unswapped.least_cycles(target, problem) + _expanding(M, K)
-    if others > cycles * (_MARGIN + _MARGIN_K / K):
+    margin = _MARGIN if M <= unswapped.MOST_OWN_M else _MARGIN_OF_PERSISTENT
+    if others > cycles * (margin + _MARGIN_K / K):
         return None
     return "expanding x takes little of the others' time"
 
@@ -129,6 +149,8 @@ WGMMA_BF16_SWAPPED = declare(
     ),
     workspace_bytes=_workspace_bytes,
     refusal=_refusal,
-    search=_search,
+    params=PARAMS,
+    configure=_own_search.best,
+    candidates=_candidates,
     yields=_yields,
 )
