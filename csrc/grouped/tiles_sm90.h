@@ -147,9 +147,11 @@ constexpr int kRows = kConsumers * kGroupRows;
 constexpr int kNoTile = 1 << 30; // beyond all
 
 // Tiles of the list are expanded in bands: the first chunk of each tile of the band, then the
-// second of each. A band has the tiles that clusters begin with together.
+// second of each. A band has the tiles that clusters begin with together. With MX_WGRAD an eighth
+// of them may begin in the next one: what is expanded long before it is multiplied leaves the L2.
 MX_DEVICE int tiles_of_band(int order, int pairs, int clusters) {
-    return (clusters + order * pairs - 1) / (order * pairs) * order;
+    const int counted = kWgrad ? max(clusters - clusters / 8, 1) : clusters;
+    return (counted + order * pairs - 1) / (order * pairs) * order;
 }
 
 // The rows of a w are cut into those of tiles. Where one or two consumers of a tile would have

@@ -316,7 +316,7 @@ def main() -> None:
     parser.add_argument(
         "--save",
         action="store_true",
-        help="add to docs/measured/<gpu>/training.csv, row by row, what it lacks of this commit",
+        help="put into docs/measured/<gpu>/training.csv, row by row, what it lacks of this commit",
     )
     parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, s)) for s in SHAPES])
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
@@ -324,29 +324,29 @@ def main() -> None:
     arguments = parser.parse_args()
     refuse_no_gpu()
     path = MEASURED / gpu_name() / "training.csv"
-    rows = _of_this_commit(path) if arguments.save else []
-    done = {tuple(row[name] for name in CELL) for row in rows}
+    saved = _saved(path) if arguments.save else {}
+    facts = {"commit": commit(), "date": today()}
     for mode, text in itertools.product(arguments.modes, arguments.shapes):
         groups, rows_each, N, K = map(int, text.split("x"))
-        if (groups, mode, groups * rows_each, N, K) in done:
+        cell = (groups, mode, groups * rows_each, N, K)
+        if saved.get(cell, {}).get("commit") == facts["commit"]:
             continue
-        rows.append(measure((groups, rows_each, N, K), mode, arguments.window))
-        print(rows[-1], flush=True)
+        saved[cell] = measure((groups, rows_each, N, K), mode, arguments.window) | facts
+        print(saved[cell], flush=True)
         if arguments.save:
-            facts = {"commit": commit(), "date": today()}
-            frame = pd.DataFrame(rows).assign(**facts).sort_values([*CELL])
+            frame = pd.DataFrame([saved[each] for each in sorted(saved)])
             frame.to_csv(path, index=False, float_format="%.5g")
         torch.cuda.empty_cache()
-    report("Training", rows, None)
+    report("Training", [*saved.values()], None)
 
 
-def _of_this_commit(path: Path) -> list[dict[str, object]]:
-    """What an earlier run saved, which this one goes on with."""
+def _saved(path: Path) -> dict[tuple[object, ...], dict[str, object]]:
+    """The rows of runs before, by their cells."""
     if not path.is_file():
-        return []
+        return {}
     frame = pd.read_csv(path, dtype={"commit": str})
-    kept = frame[frame.commit == commit()].drop(columns=["commit", "date"])
-    return [{str(name): value for name, value in row.items()} for row in kept.to_dict("records")]
+    rows = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
+    return {tuple(row[name] for name in CELL): row for row in rows}
 
 
 if __name__ == "__main__":

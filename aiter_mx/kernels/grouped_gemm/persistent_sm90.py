@@ -87,7 +87,8 @@ def _clusters(target: Target, problem: GroupedGemmProblem) -> int:
 
 
 def _configure(target: Target, problem: GroupedGemmProblem) -> Config:
-    return {"order": 8}
+    """Where all features are multiplied at once, a higher order only has more x expanded early."""
+    return {"order": 8 if pairs(problem) > 8 else 4}
 
 
 def _candidates(target: Target, problem: GroupedGemmProblem) -> list[Config]:
