@@ -171,6 +171,7 @@ def model() -> str:
     """Whole models: ms of a step on each side, and GiB while it runs."""
     run = pd.read_csv(MEASURED / "model.csv", dtype={"commit": str})
     keys, rows = ["model", "phase", "batch", "tokens"], []
+    peers = [name for name in ("torchao",) if name in set(run.side)]
     for (name, phase, batch, tokens), cells in run.groupby(keys, sort=False):
         at = cells.set_index("side")
         if not {"ours", "bf16"} <= set(at.index):
@@ -183,12 +184,13 @@ def model() -> str:
                 f"{at.ms['ours']:.2f}",
                 f"{at.ms['bf16']:.2f}",
                 f"{at.ms['bf16'] / at.ms['ours']:.2f}",
-                f"{at.ms['torchao']:.2f}" if "torchao" in at.index else "",
+                *(f"{at.ms[name]:.2f}" if name in at.index else "" for name in peers),
                 f"{at.memory_gib['ours']:.1f}",
                 f"{at.memory_gib['bf16']:.1f}",
             ]
         )
-    columns = ["model", "step", "ms", "bf16", "times faster", "torchao fp8", "GiB", "of bf16"]
+    columns = ["model", "step", "ms", "bf16", "times faster"]
+    columns += [*(f"{name} fp8" for name in peers), "GiB", "of bf16"]
     return _table(columns, rows) + _origin(run)
 
 
