@@ -59,16 +59,20 @@ def _read_bytes(problem: MoeCombineProblem, operands: Operands | None) -> float:
 
 def _judge(problem: MoeCombineProblem, tensors: Tensors) -> Judge:
     p = problem
-    y, places, ids, weights, numbers, *_ = tensors
-    y = y if places is None else y[places.long()]
-    absent = numbers[ids.long()] < 0
+    y, places, ids, weights, numbers, tokens, *_ = tensors
+    is_expert = (ids >= 0) & (ids < p.E)
+    absent = ~is_expert | (numbers[ids.long().clamp(0, p.E - 1)] < 0)
     of_slots = torch.cat((weights, weights.new_ones(p.M, p.shared)), 1).double()
     of_slots[:, : p.top_k][absent] = 0.0
+    if places is not None:
+        y = y[places.long().clamp(min=0)]
+        of_slots[places.view(p.M, -1) < 0] = 0.0
     rows = y.view(p.M, -1, p.N).double() * of_slots.unsqueeze(2)
     reference, bound = rows.sum(1), rows.abs().sum(1)
+    count = int(tokens)
 
     def judge(results: Tensors) -> Verdict:
-        return compare(results[_OUT], reference, bound, p.out_dtype)
+        return compare(results[_OUT][:count], reference[:count], bound[:count], p.out_dtype)
 
     return judge
 

@@ -80,7 +80,7 @@ def _routing(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | Non
     experts = _experts(p, p.M)
     if p.routed and not bool((experts < p.E).any()):
         experts[0, 0] = torch.randint(p.E, ())
-    return [None if tensor is None else tensor.to(device) for tensor in _sorted(p, align, experts)]
+    return [None if tensor is None else tensor.to(device) for tensor in sorted_by(p, experts)]
 
 
 def _experts(p: MoeGemmProblem, tokens: int) -> torch.Tensor:
@@ -98,15 +98,14 @@ def _indices(p: MoeGemmProblem, number: int) -> dict[int, torch.Tensor | None]:
         experts = _experts(p, tokens)[: p.M]
         if not bool((experts < p.E).any()):
             experts[0, 0] = torch.randint(p.E, ())
-        return dict(enumerate(_sorted(p, _align(p), experts), 4))
+        return dict(enumerate(sorted_by(p, experts), 4))
 
 
-def _sorted(
-    p: MoeGemmProblem, align: MoeAlignProblem, experts: torch.Tensor
-) -> list[torch.Tensor | None]:
+def sorted_by(p: MoeGemmProblem, experts: torch.Tensor) -> list[torch.Tensor | None]:
     """What moe_align makes of the tokens' experts, and random routing weights."""
     from aiter_mx.fallbacks import moe_align_torch
 
+    align = _align(p)
     every = p.num_experts or p.E
     weights = torch.rand(p.M, p.top_k, dtype=torch.float32) + 0.1
     numbers = torch.arange(every, dtype=torch.int32)

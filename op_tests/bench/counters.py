@@ -26,8 +26,12 @@ from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Config, KernelSpec, Problem
 from aiter_mx.sim.program import SimOptions
+from aiter_mx.sim.timing.constants import shipped
+from aiter_mx.sim.timing.cu import SplitTrace
+from aiter_mx.sim.timing.model import Traced, predict
 from aiter_mx.target import hardware
 from aiter_mx.trial import Trial, prepare, tried
+from aiter_mx.tuning.traces import held_by_unit, sampled
 from aiter_mx.workloads import workload_of
 from op_tests.bench.common import MEASURED
 
@@ -45,6 +49,13 @@ HBM_BYTES_A_CYCLE = 6.5e6 / 2400  # of the GPU, at 2.4 GHz
 LDS_BYTES_A_CYCLE = 128
 LINE_BYTES = 128
 GROUPED_TILE, GROUPED_STEP = 256, 128
+STEPS = (
+    (4096, "16x4", "16x4"),
+    (4096, "row_major", "16x4"),
+    (4096, "row_major", "row_major"),
+    (2880, "row_major", "row_major"),
+)
+LAST_ROUNDS = ((256, 2048), (384, 2880))  # tiles, and N
 WIDE = 6144  # of the model class whose decode shapes these are
 
 GEMV = [LinearProblem(M, 2304, WIDE) for M in (1, 2, 4, 8)]
@@ -77,6 +88,8 @@ SHAPES: dict[str, tuple[str, Sequence[Problem]]] = {
     "moe mfma": ("moe_gemm", MOE),
     "moe_up gemv": ("moe_up", [up for up, _ in FEW_TOKENS]),
     "moe_down gemv": ("moe_down", [down for _, down in FEW_TOKENS]),
+    "unequal moe_up gemv": ("moe_up", [up for up, _ in FEW_TOKENS]),
+    "unequal moe_down gemv": ("moe_down", [down for _, down in FEW_TOKENS]),
     "rows": ("quantize", QUANTIZE["rows"]),
     "tiles": ("quantize", QUANTIZE["both"]),
     "step's rows tiles": ("quantize", OF_ROWS),
@@ -96,11 +109,25 @@ def chosen(op: str, kernel: str, problem: Problem) -> tuple[KernelSpec, Config]:
     return spec, dict(spec.configure(TARGET, problem))
 
 
-def run(spec: KernelSpec, problem: Problem, config: Config, cu_num: int = CUS) -> Trial:
-    """Its launch, whose operands begin at lines, as what a GPU allocates does."""
-    drawn = workload_of(spec.op).operands(problem, torch.device("cpu"))
-    operands = [None if tensor is None else at_line(tensor) for tensor in drawn]
-    return tried(prepare(spec, problem, config, cu_num, operands), COUNTED)
+def run(spec: KernelSpec, problem: Problem, config: Config, is_unequal: bool = False) -> Trial:
+    """Its launch, whose operands begin at lines, as what a GPU allocates does.
+
+    Where its load is unequal, all tokens choose the same experts.
+    """
+    operands = drawn(spec, problem)
+    if is_unequal:
+        assert spec.module is not None
+        names = [arg.name for arg in spec.module.args]
+        ids = operands[names.index("topk_ids")]
+        assert ids is not None
+        ids.copy_(ids[0].clone())
+    return tried(prepare(spec, problem, config, CUS, operands), COUNTED)
+
+
+def drawn(spec: KernelSpec, problem: Problem) -> list[torch.Tensor | None]:
+    """Operands that begin at lines."""
+    operands = workload_of(spec.op).operands(problem, torch.device("cpu"))
+    return [None if tensor is None else at_line(tensor) for tensor in operands]
 
 
 def at_line(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,33 +176,58 @@ def counters(trial: Trial) -> dict[str, object]:
     }
 
 
-def grouped_step(K: int, layout: str) -> dict[str, object]:
+def grouped_step(K: int, a_layout: str, b_layout: str) -> dict[str, object]:
     """Of a step of the main loop of the largest tile: what four steps more add, over four."""
-    trials = []
+    cycles = []
     for steps in (0, 4):
         problem = GroupedGemmProblem(
-            GROUPED_TILE, GROUPED_TILE, K + steps * GROUPED_STEP, 1, b_scale_layout=layout
+            *(GROUPS * GROUPED_TILE, GROUPED_TILE, K + steps * GROUPED_STEP, GROUPS),
+            a_scale_layout=a_layout,
+            b_scale_layout=b_layout,
         )
         spec = find_kernel("grouped_gemm", TARGET.arch, "hip", "persistent")
         config = dict(spec.configure(TARGET, problem))
         config.update(tile_m=GROUPED_TILE, tile_n=GROUPED_TILE)
-        trials.append(run(spec, problem, config, cu_num=1).report.address_cycles)  # the whole tile
+        operands = drawn(spec, problem)
+        operands[-1] = torch.arange(1, GROUPS + 1, dtype=torch.int32) * GROUPED_TILE
+        # One workgroup takes a whole tile of each group.
+        trial = tried(prepare(spec, problem, config, 1, operands), COUNTED)
+        cycles.append(trial.report.address_cycles / GROUPS)
     return {
         "kernel": "grouped step",
-        "problem": f"K={K}, weights' scales {layout}",
-        "address_cycles": (trials[1] - trials[0]) / 4,
+        "problem": f"K={K}, scales {a_layout} and {b_layout}",
+        "address_cycles": (cycles[1] - cycles[0]) / 4,
+    }
+
+
+def last_round(tiles: int, N: int) -> dict[str, object]:
+    """Time of so many tiles of groups of one size, of which the GPU holds 256 at once."""
+    problem = GroupedGemmProblem(8192, N, 2880, 4)
+    found = route("grouped_gemm", TARGET, problem)
+    operands = workload_of("grouped_gemm").hollow(problem)
+    operands[-1] = torch.arange(1, problem.G + 1, dtype=torch.int32) * (problem.M // problem.G)
+    launch = prepare(found.spec, problem, found.config, operands=operands)
+    trace = sampled(launch, 1, launch.groups).trace
+    traced = Traced(SplitTrace(trace), launch.groups, held_by_unit(launch))
+    return {
+        "kernel": "grouped last round",
+        "problem": f"{name_of(problem)}: {tiles} tiles",
+        "config": describe_config(found.config),
+        "predicted_us": predict(traced, shipped()).us,
     }
 
 
 def rows_of(kernel: str) -> list[dict[str, object]]:
     """The rows of a kernel."""
     if kernel == "grouped step":
-        return [grouped_step(K, "row_major") for K in (4096, 2880)]
+        return [grouped_step(*step) for step in STEPS]
+    if kernel == "grouped last round":
+        return [last_round(*round_of) for round_of in LAST_ROUNDS]
     op, problems = SHAPES[kernel]
     found = []
     for problem in problems:
         spec, config = chosen(op, kernel.split()[-1], problem)
-        trial = run(spec, problem, config)
+        trial = run(spec, problem, config, kernel.startswith("unequal"))
         row = {"kernel": kernel, "problem": name_of(problem), "config": describe_config(config)}
         print(row, flush=True)
         found.append(row | counters(trial))
@@ -189,7 +241,7 @@ def name_of(problem: Problem) -> str:
 
 
 def main() -> None:
-    kernels = [*SHAPES, "grouped step"]
+    kernels = [*SHAPES, "grouped step", "grouped last round"]
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default=",".join(kernels), help="kernels, with commas between")
     parser.add_argument("--save", action="store_true", help="write gfx950_simulated/counters.csv")

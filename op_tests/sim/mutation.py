@@ -29,10 +29,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from op_tests.sim.mutation_kinds import KINDS, NOP
-from op_tests.sim.mutation_planting import Mutant, assemble, case_named, patched, sample
-from op_tests.sim.mutation_probes import EVERY_CASE, AnyCase, verdict
+from op_tests.sim.mutation_coverage import reached
+from op_tests.sim.mutation_kinds import KINDS
+from op_tests.sim.mutation_planting import Mutant, case_named, patched, sample
+from op_tests.sim.mutation_probes import EVERY_CASE, verdict
 from op_tests.sim.mutation_report import (
+    UNREACHED,
     Outcome,
     load_outcomes,
     page,
@@ -51,19 +53,9 @@ def judge(mutant: Mutant) -> Outcome:
     """Run a mutant against its case's probes."""
     case = case_named(mutant.case)
     by, message = verdict(case, patched(case, mutant))
-    if not by and not _executed(case, mutant):
-        message = "no probe executes it"
+    if not by and mutant.index not in reached(case):
+        message = UNREACHED
     return Outcome(mutant, by, message)
-
-
-def _executed(case: AnyCase, mutant: Mutant) -> bool:
-    """Whether any probe reaches the instruction: an endless loop in its place is noticed."""
-    (loop,) = assemble(["s_branch -1"])
-    (nop,) = assemble([NOP])
-    assert loop and nop
-    words = loop + nop * (len(mutant.words) - 1)
-    there = Mutant(mutant.case, "", mutant.index, "", "", "", words)
-    return bool(verdict(case, patched(case, there))[0])
 
 
 def _start_worker() -> None:

@@ -134,8 +134,13 @@ def case_named(name: str) -> AnyCase:
 
 def code_around(mutant: Mutant) -> str:
     """The instructions around a mutant's, one a line."""
+    return code_at(mutant, mutant.index)
+
+
+def code_at(mutant: Mutant, index: int) -> str:
+    """The instructions around one of a mutant's kernel, which is marked."""
     code = listing(case_named(mutant.case))
-    first = max(mutant.index - _CONTEXT, 0)
-    lines = [ins.text for ins in code[first : mutant.index + _CONTEXT + 1]]
-    lines[mutant.index - first] = f">>>{mutant.old}<<<"
+    first = max(index - _CONTEXT, 0)
+    lines = [ins.text for ins in code[first : index + _CONTEXT + 1]]
+    lines[index - first] = f">>>{code[index].text}<<<"
     return "\n".join(lines)

@@ -7,8 +7,6 @@ several rounds, each bias, NaN, offsets above 4 GiB and addresses that carry int
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,6 +26,7 @@ from aiter_mx.region import Region
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.target import hardware
+from op_tests.far_memory import Memory
 from op_tests.mx_reference import assert_close_to_reference, linear_reference64, random_mx
 from op_tests.sim.mutation_workloads import WORKLOAD_CASES, WorkloadCase
 
@@ -180,43 +179,6 @@ CASES = (
     _mfma_split((17, 30), 2, 2, 3, "bf16", odd=1),
 )
 EVERY_CASE: tuple[AnyCase, ...] = (*CASES, *WORKLOAD_CASES)
-
-
-class Memory:
-    """Zeroed memory that is reserved and not there before it is touched.
-
-    Its middle is at a multiple of 4 GiB, so that addresses within it differ in their high words.
-    """
-
-    _next = 0x2000_0000_0000
-    _libc = ctypes.CDLL(None, use_errno=True)
-    _libc.mmap.restype = ctypes.c_void_p
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + 2 * mmap.PAGESIZE
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000 | 0x100000  # NORESERVE, no clobber
-        for _ in range(1000):
-            middle = Memory._next
-            Memory._next += (pages // 2 >> 32) + 2 << 32
-            self.address = middle - size // 2 // 16 * 16
-            start = self.address // mmap.PAGESIZE * mmap.PAGESIZE
-            found = self._libc.mmap(
-                ctypes.c_void_p(start),
-                ctypes.c_size_t(pages),
-                mmap.PROT_READ | mmap.PROT_WRITE,
-                flags,
-                -1,
-                ctypes.c_long(0),
-            )
-            if found == start:
-                return
-        raise MemoryError(f"no {size} bytes of address space: errno {ctypes.get_errno()}")
-
-    def array(self) -> np.ndarray[Any, Any]:
-        """The bytes."""
-        memory = memoryview((ctypes.c_uint8 * self.size).from_address(self.address))
-        return np.frombuffer(memory, np.uint8)
 
 
 class Launch:

@@ -14,12 +14,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from op_tests.sim.mutation_coverage import first_unreached
 from op_tests.sim.mutation_kinds import KINDS
-from op_tests.sim.mutation_planting import Mutant, code_around, listing
+from op_tests.sim.mutation_planting import Mutant, code_around, code_at, listing
 from op_tests.sim.mutation_probes import EVERY_CASE, AnyCase
+from op_tests.sim.mutation_rules import why_harmless
 
 HERE = Path(__file__).resolve().parent
 REASONS = HERE / "mutation_reasons.json"
+UNREACHED = "no probe executes it"
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Reason:
         verdict: ``harmless`` (the mutant does the same) or ``missed`` (it does not, and no check or
             probe can tell).
         why: a sentence.
+        unreached: the mutant is one that no probe executes, of any kind, and ``code`` is where the
+            code around it begins that none does.
     """
 
     kernel: str
@@ -51,15 +56,21 @@ class Reason:
     code: str
     verdict: str
     why: str
+    unreached: bool = False
 
     def explains(self, mutant: Mutant, code: str) -> bool:
         """Whether this is the reason for a survivor."""
         return (
-            fnmatch(mutant.case, self.kernel)
+            not self.unreached
+            and fnmatch(mutant.case, self.kernel)
             and self.kind == mutant.kind
             and re.fullmatch(self.change, mutant.change) is not None
             and re.search(self.code, code) is not None
         )
+
+    def is_entry(self, mutant: Mutant, code: str) -> bool:
+        """Whether code of the mutant's kernel that no probe reaches begins where this says."""
+        return fnmatch(mutant.case, self.kernel) and re.search(self.code, code) is not None
 
 
 def reasons() -> list[Reason]:
@@ -69,8 +80,16 @@ def reasons() -> list[Reason]:
 
 def reason_of(outcome: Outcome, known: Sequence[Reason]) -> Reason | None:
     """The reason for a survivor, None when there is none."""
-    code = code_around(outcome.mutant)
-    return next((reason for reason in known if reason.explains(outcome.mutant, code)), None)
+    mutant, code = outcome.mutant, code_around(outcome.mutant)
+    if why := why_harmless(mutant):
+        return Reason(mutant.case, mutant.kind, "", "", "harmless", why)
+    if outcome.message == UNREACHED:
+        entry = code_at(mutant, first_unreached(mutant))
+        of_entry = (reason for reason in known if reason.unreached)
+        found = next((r for r in of_entry if r.is_entry(mutant, entry)), None)
+        if found:
+            return found
+    return next((reason for reason in known if reason.explains(mutant, code)), None)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,20 +23,17 @@ from aiter_mx.sim.timing.constants import CUS
 from aiter_mx.target import hardware
 from aiter_mx.trial import Prepared, prepare
 from aiter_mx.workloads import workload_of
-from op_tests.launches import bound, poisoned
+from aiter_mx.workloads.workload import Operands
+from op_tests.launches import POISON, bound
+from op_tests.sim.mutation_operands import posed
 
 _SCHEDULES = ("random", "round-robin", "run-to-barrier")
 _MAX_STEPS = 1 << 18
 _CPU = torch.device("cpu")
 _PRODUCTS = ("grouped_gemm", "grouped_wgrad", "moe_gemm")
+_ROWS = (*_PRODUCTS, "moe_combine")  # ops whose results are rows, not all of which are written
 _SCALES = ("xs", "ws", "x_scale", "grad_scale")
 _NAN_SCALE = 255
-
-
-def vary_halves(values: torch.Tensor) -> None:
-    """Give the halves of blocks, each of which a lane has, sizes of their own."""
-    halves = values.view(len(values), -1, 16)
-    halves *= torch.randint(-4, 4, halves.shape[:2]).exp2().to(halves.dtype)[..., None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,23 +89,10 @@ class WorkloadLaunch:
 
     def __init__(self, case: WorkloadCase, number: int) -> None:
         problem, workload = case.problems[number], workload_of(case.op)
-        self._operands = list(workload.operands(problem, _CPU, number))
-        for arg, values in zip(case.module.args, self._operands, strict=False):
-            if arg.name in ("x", "h") and values is not None and values.itemsize > 1:
-                vary_halves(values)
-                if case.op == "quantize" and number % 2:
-                    values.view(-1)[5::97], values.view(-1)[11::613] = torch.inf, torch.nan
-            elif arg.name == "bias" and values is not None:
-                values *= 512  # else it is lost in what sums may be off by
-            elif arg.name == "expert_map" and case.op == "moe_align" and values is not None:
-                values[number % 3 :: 3] = -1 if problem.expert_map == "numbers" else 0
-            elif arg.name == "starts" and values is None and number % 2:
-                ends = self._operands[-1]
-                assert ends is not None
-                if problem.layout == "jagged":
-                    self._operands[-2] = torch.nn.functional.pad(ends[:-1], (1, 0))
+        drawn = workload.operands(problem, _CPU, number)
+        given, self._operands = posed(case.op, problem, number, drawn)
         self._judge = workload.judge(problem, self._operands)
-        self._prepared = case.prepared(number, self._operands)
+        self._prepared = case.prepared(number, given)
         written = [arg.access in ("w", "rw") for arg in case.module.args if arg.kind == "pointer"]
         self._results = [
             tensor
@@ -122,14 +106,25 @@ class WorkloadLaunch:
             max_steps=_MAX_STEPS,
             finite_scales=has_nans,
         )
-        self._without_nans = self._plant_nans(case, problem) if has_nans else None
+        self._left_alone: list[torch.Tensor] | None = None
+        self._without_nans: tuple[list[torch.Tensor], torch.Tensor] | None = None
+        if case.op in _ROWS:
+            run = bound(find_kernel(case.op, "gfx950", "torch", "reference"), _CPU, problem)
+            self._poison()
+            run(self._operands)
+            self._left_alone = [_poisoned_rows(result) for result in self._results]
+            if has_nans:
+                self._without_nans = self._plant_nans(case, run)
+
+    def _poison(self) -> None:
+        for result in self._results:  # where it is a scale, NaN
+            result.view(torch.uint8).fill_(_poison_of(result))
 
     def _plant_nans(
-        self, case: WorkloadCase, problem: Problem
+        self, case: WorkloadCase, run: Callable[[Operands], None]
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Give some blocks NaN for a scale: the results without, and where they are NaN then."""
         found, draw = [], torch.Generator().manual_seed(0)
-        run = bound(find_kernel(case.op, "gfx950", "torch", "reference"), _CPU, problem)
         for is_planted in (False, True):
             for arg, values in zip(case.module.args, self._operands, strict=False):
                 if is_planted and arg.name in _SCALES and values is not None:
@@ -148,9 +143,10 @@ class WorkloadLaunch:
             SimulatorError: the simulator found a mistake.
             AssertionError: the result is wrong.
         """
-        for result in self._results:
-            result.copy_(poisoned(result.shape, result.dtype))
+        self._poison()
         replace(self._prepared, program=program).run(replace(self._options, strict=strict))
+        for result, left_alone in zip(self._results, self._left_alone or (), strict=False):
+            assert _poisoned_rows(result)[left_alone].all(), "a row that is no result is written"
         if self._without_nans is not None:
             expected, nans = self._without_nans
             assert torch.equal(_nans(self._results[-1]), nans), "NaN elsewhere"
@@ -160,6 +156,15 @@ class WorkloadLaunch:
                 ).view(*nans.shape, -1)[nans]
         verdict = self._judge(self._operands)
         assert verdict.right, str(verdict)
+
+
+def _poisoned_rows(results: torch.Tensor) -> torch.Tensor:
+    """Which rows nothing has been written to."""
+    return (results.view(len(results), -1).view(torch.uint8) == _poison_of(results)).all(1)
+
+
+def _poison_of(results: torch.Tensor) -> int:
+    return _NAN_SCALE if results.dtype == torch.uint8 else POISON
 
 
 def _nans(results: torch.Tensor) -> torch.Tensor:
@@ -220,6 +225,8 @@ WORKLOAD_CASES = (
             MoeGemmProblem(3, 37, 96, 3, 2, 16, "bf16", bias="fp32", a_div=2),
             MoeGemmProblem(20, 64, 608, 2, 1, 32, "bf16", ids="aiter", weights="by_place"),
             MoeGemmProblem(2, 43, 608, 3, 2, 64, "bf16", bias="fp16"),
+            MoeGemmProblem(56, 37, 96, 40, 1, 32, "bf16", bias="fp16", weights="by_t"),
+            MoeGemmProblem(9, 37, 96, 3, 2, 32, "bf16", ids="aiter", weights="by_place"),
         ),
         {"row_tiles": 2, "col_tiles": 1, "waves": 2, "unroll": 1},
     ),
@@ -232,6 +239,8 @@ WORKLOAD_CASES = (
             MoeGemmProblem(3, 64, 128, 3, 2, 16, "mxfp8", "silu", bias="fp32", a_div=2),
             MoeGemmProblem(20, 128, 640, 2, 1, 32, "mxfp8", "silu"),
             MoeGemmProblem(2, 128, 640, 3, 2, 64, "mxfp8", "silu", bias="fp16", a_div=2),
+            MoeGemmProblem(56, 64, 128, 40, 1, 32, "mxfp8", "silu", bias="bf16"),
+            MoeGemmProblem(9, 128, 128, 3, 3, 32, "mxfp8", "silu", ids="aiter", a_div=3),
         ),
         {"row_tiles": 4, "col_tiles": 1, "waves": 2, "unroll": 1},
     ),
@@ -243,6 +252,7 @@ WORKLOAD_CASES = (
             MoeCombineProblem(3, 260, 3, 5, shared=1),
             MoeCombineProblem(2, 1028, 3, 2, shared=1),
             MoeCombineProblem(40, 12, 3, 4, shared=1),
+            MoeCombineProblem(65540, 4, 3, 4, shared=1),
         ),
     ),
     WorkloadCase(
@@ -253,6 +263,7 @@ WORKLOAD_CASES = (
             MoeCombineProblem(3, 260, 3, 5, shared=1, sorted_y=True),
             MoeCombineProblem(2, 1028, 3, 2, shared=1, sorted_y=True),
             MoeCombineProblem(40, 12, 3, 4, shared=1, sorted_y=True),
+            MoeCombineProblem(65540, 4, 3, 4, shared=1, sorted_y=True),
         ),
     ),
     WorkloadCase(
@@ -286,9 +297,17 @@ WORKLOAD_CASES = (
             GroupedGemmProblem(516, 96, 96, 70, bias="bf16", index="i64"),
             GroupedGemmProblem(516, 96, 96, 70, bias="bf16"),
             GroupedGemmProblem(516, 96, 96, 70, bias="bf16"),
+            GroupedGemmProblem(280, 160, 608, 70, bias="bf16", layout="masked", index="i64"),
+            GroupedGemmProblem(516, 96, 96, 70, bias="bf16", index="i64"),
+            GroupedGemmProblem(40, 96, 352, 3, bias="bf16", index="i64"),
+            GroupedGemmProblem(516, 96, 96, 70, bias="bf16"),
+            GroupedGemmProblem(516, 96, 96, 70, bias="bf16", index="i64"),
+            GroupedGemmProblem(516, 96, 96, 70, bias="bf16", index="i64"),
+            GroupedGemmProblem(280, 96, 96, 70, bias="bf16", layout="masked"),
+            GroupedGemmProblem(516, 96, 96, 70, bias="bf16"),
         ),
         {"tile_m": 32, "tile_n": 128, "swath": 4, "xcds": 8},
-        cu_num=2,
+        cu_num=4,
     ),
     WorkloadCase(
         "dgrad m64 n256 e5m2",
@@ -298,9 +317,20 @@ WORKLOAD_CASES = (
             GroupedGemmProblem(150, 288, 640, 3, "fp32", a_format="e5m2"),
             GroupedGemmProblem(70, 288, 896, 66, "fp32", a_format="e5m2", index="i64"),
             GroupedGemmProblem(132, 96, 256, 66, "fp32", a_format="e5m2"),
-            GroupedGemmProblem(300, 544, 256, 4, "fp32", a_format="e5m2", layout="masked"),
+            GroupedGemmProblem(140, 96, 256, 70, "fp32", a_format="e5m2", index="i64"),
             GroupedGemmProblem(132, 96, 256, 66, "fp32", a_format="e5m2", index="i64"),
             GroupedGemmProblem(132, 96, 256, 66, "fp32", a_format="e5m2"),
+            GroupedGemmProblem(300, 544, 256, 4, "fp32", a_format="e5m2", layout="masked"),
+            GroupedGemmProblem(140, 96, 256, 70, "fp32", a_format="e5m2"),
+            GroupedGemmProblem(140, 96, 256, 70, "fp32", a_format="e5m2", layout="masked"),
+            GroupedGemmProblem(140, 96, 256, 70, "fp32", a_format="e5m2"),
+            GroupedGemmProblem(132, 96, 256, 66, "fp32", a_format="e5m2"),
+            GroupedGemmProblem(132, 96, 256, 66, "fp32", a_format="e5m2", index="i64"),
+            GroupedGemmProblem(
+                140, 96, 256, 70, "fp32", a_format="e5m2", layout="masked", index="i64"
+            ),
+            GroupedGemmProblem(140, 96, 256, 70, "fp32", a_format="e5m2", index="i64"),
+            GroupedGemmProblem(150, 96, 512, 3, "fp32", a_format="e5m2"),
         ),
         {"tile_m": 64, "tile_n": 256, "swath": 1, "xcds": 1},
         cu_num=2,
@@ -312,7 +342,16 @@ WORKLOAD_CASES = (
         (
             GroupedWgradProblem(512, 96, 224, 3, "fp32"),
             GroupedWgradProblem(1920, 160, 32, 2, "fp32", index="i64"),
+            GroupedWgradProblem(26880, 32, 64, 70, "fp32"),
+            GroupedWgradProblem(26880, 32, 64, 70, "fp32", index="i64"),
+            GroupedWgradProblem(2560, 64, 192, 9, "fp32"),
+            GroupedWgradProblem(1536, 160, 32, 6, "fp32", index="i64"),
+            GroupedWgradProblem(26880, 32, 64, 70, "fp32", index="i64"),
+            GroupedWgradProblem(8960, 64, 96, 70, "fp32"),
             GroupedWgradProblem(8960, 32, 64, 70, "fp32"),
+            GroupedWgradProblem(8960, 32, 64, 70, "fp32", index="i64"),
+            GroupedWgradProblem(8960, 32, 64, 70, "fp32"),
+            GroupedWgradProblem(8960, 32, 64, 70, "fp32", index="i64"),
         ),
         {"tile_m": 64, "tile_n": 128, "swath": 4, "xcds": 1},
         cu_num=2,

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from aiter_mx.sim.disasm import disassemble, parse_line
 from op_tests.sim.mutation import judge_all
+from op_tests.sim.mutation_coverage import first_unreached, reached
 from op_tests.sim.mutation_kinds import KINDS, Form, mutants_of
 from op_tests.sim.mutation_planting import (
     Mutant,
@@ -22,7 +23,16 @@ from op_tests.sim.mutation_planting import (
     sample,
 )
 from op_tests.sim.mutation_probes import CASES, EVERY_CASE, Case, verdict
-from op_tests.sim.mutation_report import Outcome, Reason, page, reason_of, reasons, rows
+from op_tests.sim.mutation_report import (
+    UNREACHED,
+    Outcome,
+    Reason,
+    page,
+    reason_of,
+    reasons,
+    rows,
+)
+from op_tests.sim.mutation_rules import why_harmless
 from op_tests.sim.mutation_workloads import WORKLOAD_CASES, WorkloadCase
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -103,23 +113,57 @@ def test_a_mistake_is_caught_by_the_check_that_is_for_it(
 
 def test_reasons_are_known_to_apply_to_mutants_that_exist() -> None:
     for reason in reasons():
-        assert reason.verdict in ("harmless", "missed") and reason.kind in KINDS
         cases = [case for case in EVERY_CASE if fnmatch(case.name, reason.kernel)]
+        if reason.unreached:
+            code = ["\n".join(ins.text for ins in listing(case)) for case in cases]
+            begins = reason.code.replace(">>>", "").replace("<<<", "")
+            assert any(re.search(begins, text) for text in code), f"no code for {reason}"
+            continue
+        assert reason.verdict in ("harmless", "missed") and reason.kind in KINDS
         planted = (mutant for case in cases for mutant in mutants(case, [reason.kind]))
         assert any(reason.explains(m, code_around(m)) for m in planted), f"no mutant for {reason}"
 
 
+def test_code_that_no_probe_reaches_is_known() -> None:
+    case = next(case for case in EVERY_CASE if case.name == "moe_gemm t2 c1 w2 u1")
+    known = reached(case)
+    left = [i for i in range(len(listing(case))) if i not in known]
+    assert 0 in known and 0 < len(left) < 0.2 * len(listing(case))
+    mutant = Mutant(case.name, "opcode", left[5], "", listing(case)[left[5]].text, "", (0,))
+    found = reason_of(Outcome(mutant, "", UNREACHED), reasons())
+    assert found is not None and found.unreached
+    assert first_unreached(mutant) == left[0]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind", "code", "is_harmless"),
+    [
+        ("grouped m32", "drop s_waitcnt", r">>>s_waitcnt lgkmcnt\(5\)", True),
+        ("gemv m2", "drop s_waitcnt", r">>>s_waitcnt vmcnt\(0\)", False),
+        ("grouped m32", "shorten s_nop", r"s_load_dwordx2 .*\n>>>s_nop 1<<<\nv_writelane", True),
+        ("grouped m32", "shorten s_nop", r"row_shr:1 .*\n>>>s_nop 1<<<\nv_add_u32_dpp", False),
+        ("moe_combine k3 sorted", "conversion select", r"src1_sel:DWORD<<<", True),
+    ],
+)
+def test_a_rule_tells_harmless_mutants_from_others(
+    kernel: str, kind: str, code: str, is_harmless: bool
+) -> None:
+    case = next(case for case in EVERY_CASE if case.name.startswith(kernel))
+    found = [m for m in mutants(case, [kind]) if re.search(code, code_around(m))]
+    assert any(bool(why_harmless(m)) == is_harmless for m in found[:4])
+
+
 def test_survivors_count_against_the_share_and_need_a_reason() -> None:
     (case, *_), words = CASES, (0xBF800000,)
-    mutant = Mutant(case.name, "drop s_waitcnt", 5, "dropped", listing(case)[5].text, "", words)
+    mutant = Mutant(case.name, "opcode", 5, "dropped", listing(case)[5].text, "", words)
     caught, survivor = Outcome(mutant, "RaceError"), Outcome(mutant, "")
     total = rows([caught, caught, survivor], [])[-1]
     assert (total.count, total.caught, total.unexplained) == (3, 2, 1)
     for verdict_of in ("harmless", "missed"):
-        known = [Reason("gemv*", "drop s_waitcnt", "drop.*", ">>>", verdict_of, "because")]
+        known = [Reason("gemv*", "opcode", "drop.*", ">>>", verdict_of, "because")]
         total = rows([survivor], known)[-1]
         assert (total.unexplained, getattr(total, verdict_of)) == (0, 1)
-    assert rows([survivor], [Reason("mfma*", "drop s_waitcnt", ".*", "", "missed", "")])[
+    assert rows([survivor], [Reason("mfma*", "opcode", ".*", "", "missed", "")])[
         -1
     ].unexplained
     text = page([caught, survivor], [])

@@ -1,0 +1,178 @@
+"""Operands that show mistakes: those that a workload draws, made as odd as a caller's may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.workloads.moe_gemm import sorted_by
+from aiter_mx.workloads.workload import Operands
+from op_tests.far_memory import across
+
+Posed: TypeAlias = tuple[Operands, Operands]
+"""What a kernel is given, and what its results are judged by, which says what it stands for."""
+
+_NAN_PAYLOAD, _NAN_SCALE = 0x7F, 255
+_LOUD = 512  # times a bias, which else is lost in what sums may be off by
+
+
+def posed(op: str, problem: Any, number: int, drawn: Operands) -> Posed:
+    """Operands of a case's problem of this number.
+
+    Every second problem of products and their sum has them across a multiple of 4 GiB, where
+    addresses carry.
+    """
+    is_across = number % 2 == 1 and op in _ACROSS
+    operands = [across(t) if is_across and t is not None else t for t in drawn]
+    return _VARIED[op](problem, number, operands)
+
+
+def _vary_halves(values: torch.Tensor | None) -> None:
+    """Give the halves of blocks, each of which a lane has, sizes of their own."""
+    if values is not None and values.itemsize > 1:
+        halves = values.view(len(values), -1, 16)
+        halves *= torch.randint(-4, 4, halves.shape[:2]).exp2().to(halves.dtype)[..., None]
+
+
+def _raise(bias: torch.Tensor | None) -> None:
+    if bias is not None:
+        bias *= _LOUD
+
+
+def _quantize(problem: Any, number: int, operands: Operands) -> Posed:
+    """Infinity and NaN, in every second problem."""
+    _vary_halves(x := operands[0])
+    if number % 2 and x is not None:
+        x.view(-1)[5::97], x.view(-1)[11::613] = torch.inf, torch.nan
+    return operands, operands
+
+
+def _moe_up(problem: Any, number: int, operands: Operands) -> Posed:
+    _vary_halves(operands[3])
+    _raise(operands[7])
+    return operands, operands
+
+
+def _moe_down(problem: Any, number: int, operands: Operands) -> Posed:
+    _vary_halves(operands[0])
+    _raise(operands[7])
+    return operands, operands
+
+
+def _align(problem: Any, number: int, operands: Operands) -> Posed:
+    """Experts that are elsewhere, in every chunk of them."""
+    _vary_halves(operands[4])
+    if (here := operands[2]) is not None:
+        here[number % 3 :: 3] = -1 if problem.expert_map == "numbers" else 0
+    return operands, operands
+
+
+def _combine(problem: Any, number: int, operands: Operands) -> Posed:
+    """Ids that name no expert, tokens that do not count, rows that are nowhere; or all is there,
+    and what says so left out."""
+    _, places, ids, _, numbers, tokens, _ = operands
+    assert ids is not None and numbers is not None and tokens is not None
+    if places is not None:  # the first row of y is one; its token has it last
+        slots = problem.top_k + problem.shared
+        first = int(places.argmin())
+        places[first], places[slots - 1] = places[slots - 1].clone(), 0
+    if number % 3 == 2:
+        numbers.zero_()
+        return [*operands[:4], None, None, operands[6]], operands
+    numbers[number % 2 :: 2] = -1
+    ids.view(-1)[1::7] = problem.E
+    ids.view(-1)[3::11] = -1
+    if places is not None:
+        places[slots::13] = -1
+    tokens -= number % 2
+    return operands, operands
+
+
+def _moe_gemm(problem: Any, number: int, operands: Operands) -> Posed:
+    """Sums no larger than a bias; blocks of experts that are not here; many experts of a token each
+    beside one of many; ids in any order, padding of any slot, a last block that counts in part."""
+    x, x_scale, w, w_scale, ids, experts, used, _, bias, _, _ = operands
+    assert ids is not None and experts is not None and used is not None
+    assert x is not None and x_scale is not None and w is not None and w_scale is not None
+    if bias is not None:
+        _raise(bias)
+        of_x = dequantize_block_scaled(x, as_scale_bytes(x_scale), torch.float64).norm(dim=-1)
+        of_w = dequantize_block_scaled(w, as_scale_bytes(w_scale), torch.float64).norm(dim=-1)
+        excess = int(torch.log2(of_x.median() * of_w.median() / _LOUD))
+        w_scale.copy_((w_scale.int() - excess).clamp(0, 254).to(w_scale.dtype))
+    if problem.E > _MANY_EXPERTS:
+        experts = torch.arange(problem.M).clamp(max=problem.E - 1)[:, None]
+        operands[4:8] = sorted_by(problem, experts)
+    elif number % 4 == 1:
+        experts[0], experts[1] = -1, problem.E
+        used[0] -= problem.block_m // 2
+        if problem.ids == "aiter":
+            ids[ids & 0xFFFFFF >= problem.M] = problem.M
+        ids[: problem.block_m] = ids[: problem.block_m].flip(0)
+    return operands, operands
+
+
+def _grouped(problem: Any, number: int, operands: Operands) -> Posed:
+    """Bounds of each kind: with starts, with ends alone, with neither, cut, and of no rows."""
+    _raise(operands[4])
+    *rest, starts, ends = operands
+    assert ends is not None
+    if problem.layout != "jagged" or number % 6 in (0, 2):
+        return operands, operands
+    given = ends.clone()
+    if number % 6 == 3 or number > 6:  # the first 64 groups are empty, and one of the others
+        ends[: min(64, problem.G - 3)] = 0
+        given = torch.where(ends == 0, -1, ends)
+        ends[-2] = given[-2] = ends[-3]
+    if number % 6 == 3:
+        return [*rest, None, given], operands
+    starts = torch.nn.functional.pad(ends[:-1], (1, 0))
+    if number % 6 == 4:
+        starts[1:] = problem.M
+        return [*rest, starts, None], [*rest, starts, torch.full_like(ends, problem.M)]
+    given_starts = starts.clone()
+    if number % 6 == 5:
+        given_starts[0], given[-1] = -1, problem.M + 1000
+    return [*rest, given_starts, given], [*rest, starts, ends]
+
+
+def _wgrad(problem: Any, number: int, operands: Operands) -> Posed:
+    """Groups of no columns and of any part of 16, NaN for padding; ends in place of counts."""
+    grad, grad_scale, x, x_scale, _, _, starts, counts = operands
+    assert starts is not None and counts is not None
+    assert grad is not None and grad_scale is not None and x is not None and x_scale is not None
+    if number:
+        starts = starts[: len(counts)]
+        room = torch.diff(torch.cat([starts, starts.new_tensor([problem.M])]))
+        counts.copy_((room - torch.arange(len(room)) * 7 % 128).clamp(min=0))
+        counts[number % 3 :: 5] = 0
+        if number % 4 == 3:
+            counts[:64] = 0
+        if number > 7:
+            counts[:-1] = 0
+        for first, count, end in zip(starts.tolist(), counts.tolist(), (starts + room).tolist(),
+                                     strict=True):  # fmt: skip
+            for payload, scale in ((grad, grad_scale), (x, x_scale)):
+                payload.view(torch.uint8)[:, first + count : end] = _NAN_PAYLOAD
+                scale.view(torch.uint8)[:, -(-(first + count) // BLOCK) : end // BLOCK] = _NAN_SCALE
+    if number // 2 % 2 == 0:
+        return operands, operands
+    before = torch.randint(1000, counts.shape).to(counts.dtype)
+    return [*operands[:4], before, *operands[5:7], counts + before], operands
+
+
+_ACROSS = ("moe_combine", "moe_gemm", "grouped_gemm", "grouped_wgrad")
+_MANY_EXPERTS = 32
+_VARIED: dict[str, Callable[[Any, int, Operands], Posed]] = {
+    "quantize": _quantize,
+    "moe_up": _moe_up,
+    "moe_down": _moe_down,
+    "moe_align": _align,
+    "moe_combine": _combine,
+    "moe_gemm": _moe_gemm,
+    "grouped_gemm": _grouped,
+    "grouped_wgrad": _wgrad,
+}
