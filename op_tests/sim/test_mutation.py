@@ -163,9 +163,7 @@ def test_survivors_count_against_the_share_and_need_a_reason() -> None:
         known = [Reason("gemv*", "opcode", "drop.*", ">>>", verdict_of, "because")]
         total = rows([survivor], known)[-1]
         assert (total.unexplained, getattr(total, verdict_of)) == (0, 1)
-    assert rows([survivor], [Reason("mfma*", "opcode", ".*", "", "missed", "")])[
-        -1
-    ].unexplained
+    assert rows([survivor], [Reason("mfma*", "opcode", ".*", "", "missed", "")])[-1].unexplained
     text = page([caught, survivor], [])
     assert "| all | 2 | 1 | 50.0 % | 50.0 % | RaceError 1 | 0 | 0 | 1 |" in text
 
