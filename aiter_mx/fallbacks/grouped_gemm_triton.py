@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from aiter_mx.fallbacks.grouped_gemm_torch import first_rows_of_out, ranges
+from aiter_mx.fallbacks.triton_step import add_step
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.kernels.triton import OPTIONS
@@ -75,18 +76,10 @@ def grouped_tile_kernel(
     bs_ptrs = bs_ptr + row_n[:, None] * (K // 32) + s[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for step in range(tl.cdiv(K, BLOCK_K)):
-        if WHOLE_STEPS:
-            a = tl.load(a_ptrs)
-            b = tl.load(b_ptrs)
-            a_scale = tl.load(as_ptrs)
-            b_scale = tl.load(bs_ptrs)
-        else:
-            left = K - step * BLOCK_K
-            a = tl.load(a_ptrs, mask=k[None, :] < left, other=0.0)
-            b = tl.load(b_ptrs, mask=k[None, :] < left, other=0.0)
-            a_scale = tl.load(as_ptrs, mask=s[None, :] < left // 32, other=127)
-            b_scale = tl.load(bs_ptrs, mask=s[None, :] < left // 32, other=127)
-        acc = tl.dot_scaled(a, a_scale, A_FORMAT, b.T, b_scale, "e4m3", acc)
+        left = K - step * BLOCK_K
+        acc = add_step(
+            acc, a_ptrs, b_ptrs, as_ptrs, bs_ptrs, k, s, left, A_FORMAT, False, WHOLE_STEPS
+        )
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K
         as_ptrs += SCALES

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from aiter_mx.fallbacks.triton_step import add_step
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.kernels.triton import OPTIONS
@@ -73,21 +74,8 @@ def linear_tile_kernel(
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for step in range(steps):
-        if WHOLE_STEPS:
-            x = tl.load(x_ptrs)
-            w = tl.load(w_ptrs)
-            xs = tl.load(xs_ptrs)
-            ws = tl.load(ws_ptrs)
-        else:
-            left = K - first_k - step * BLOCK_K
-            x = tl.load(x_ptrs, mask=k[None, :] < left, other=0.0)
-            w = tl.load(w_ptrs, mask=k[None, :] < left, other=0.0)
-            xs = tl.load(xs_ptrs, mask=s[None, :] < left // 32, other=127)
-            ws = tl.load(ws_ptrs, mask=s[None, :] < left // 32, other=127)
-        if SWAP:
-            acc = tl.dot_scaled(w, ws, "e4m3", x.T, xs, "e4m3", acc)
-        else:
-            acc = tl.dot_scaled(x, xs, "e4m3", w.T, ws, "e4m3", acc)
+        left = K - first_k - step * BLOCK_K
+        acc = add_step(acc, x_ptrs, w_ptrs, xs_ptrs, ws_ptrs, k, s, left, "e4m3", SWAP, WHOLE_STEPS)
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
         xs_ptrs += SCALES
