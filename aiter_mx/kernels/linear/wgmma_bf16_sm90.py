@@ -69,6 +69,7 @@ _OWN_SPLITS = {
     (160, 128): (1,),
     (192, 128): (3,),
     (256, 128): (1,),
+    (128, 192): (1,),
 }
 _UNIT = 64  # k that are multiplied at a time
 _FLAG_BYTES = 2048  # barriers, and which tokens and features have scales that bf16 does not cover
