@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.spec import Problem
 from aiter_mx.launch import Tensors
 from aiter_mx.layouts import shuffle_scales, unshuffle_scales
 from aiter_mx.numerics import BLOCK, DTYPES, FORMATS, as_scale_bytes, dequantize_block_scaled
@@ -135,14 +136,12 @@ def _judge(problem: GroupedGemmProblem, tensors: Tensors) -> Judge:
     return judge
 
 
-def _sample(problem: GroupedGemmProblem, share: float) -> GroupedGemmProblem:
-    """Two groups of their usual size, and some of the output features."""
+def two_groups(problem: Problem, share: float, of_m: int = 1, of_n: int = 1) -> Problem:
+    """Two groups of their usual size, and some of the output features: multiples of these units."""
     groups = min(problem.G, 2)
-    M = problem.M // problem.G * groups
-    N = min(problem.N, max(_SAMPLE_ROWS, round(problem.N * share)))
-    if M == 0:
-        return problem
-    return replace(problem, G=groups, M=M, N=N)
+    M = problem.M // problem.G * groups // of_m * of_m
+    N = min(problem.N, max(_SAMPLE_ROWS, round(problem.N * share / of_n) * of_n))
+    return replace(problem, G=groups, M=M, N=N) if M else problem
 
 
 def _problems(model: Model, gpus: int, arch: str) -> list[GroupedGemmProblem]:
@@ -164,7 +163,7 @@ WORKLOAD = Workload(
     read_bytes=_read_bytes,
     results=(5,),
     judge=_judge,
-    sample=_sample,
+    sample=two_groups,
     problems=_problems,
     indices=_indices,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -11,13 +11,10 @@ from aiter_mx.kernels.grouped_wgrad.problem import START_COLUMNS
 from aiter_mx.launch import Tensors
 from aiter_mx.numerics import BLOCK, DTYPES, INDICES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.timing import random_mx
-from aiter_mx.workloads.grouped_gemm import in_format
+from aiter_mx.workloads.grouped_gemm import WORKLOAD as GROUPED_GEMM
+from aiter_mx.workloads.grouped_gemm import in_format, two_groups
 from aiter_mx.workloads.models import Model
 from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
-
-ROWS = (8192, 32768)
-"""Rows of all groups that tables have."""
-_SAMPLE_ROWS = 256
 
 
 def _operands(problem: GroupedWgradProblem, device: torch.device) -> Operands:
@@ -79,25 +76,12 @@ def _judge(problem: GroupedWgradProblem, tensors: Tensors) -> Judge:
     return judge
 
 
-def _sample(problem: GroupedWgradProblem, share: float) -> GroupedWgradProblem:
-    """Two groups of their usual size, and some of the output features."""
-    groups = min(problem.G, 2)
-    M = problem.M // problem.G * groups // START_COLUMNS * START_COLUMNS
-    N = min(problem.N, max(_SAMPLE_ROWS, round(problem.N * share / BLOCK) * BLOCK))
-    if M == 0:
-        return problem
-    return replace(problem, G=groups, M=M, N=N)
-
-
 def _problems(model: Model, gpus: int, arch: str) -> list[GroupedWgradProblem]:
-    """A model's experts divided among GPUs, which is how they are trained."""
-    if model.experts is None or model.experts.count % gpus:
-        return []
+    """Those of ``grouped_gemm``."""
     return [
-        GroupedWgradProblem(M=M, N=N, K=K, G=model.experts.count // gpus)
-        for N, K in model.expert_linears(1)
-        if K % BLOCK == 0 and N % BLOCK == 0
-        for M in ROWS
+        GroupedWgradProblem(M=p.M, N=p.N, K=p.K, G=p.G)
+        for p in GROUPED_GEMM.problems(model, gpus, arch)
+        if p.N % BLOCK == 0
     ]
 
 
@@ -108,6 +92,6 @@ WORKLOAD = Workload(
     read_bytes=_read_bytes,
     results=(5,),
     judge=_judge,
-    sample=_sample,
+    sample=partial(two_groups, of_m=START_COLUMNS, of_n=BLOCK),
     problems=_problems,
 )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.launch import Tensors
 from aiter_mx.numerics import DTYPES, INDICES
-from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
+from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare, fewer_rows
 
 _PLACES, _MAP, _TOKENS, _OUT = 1, 4, 5, 6  # positions
 _HERE = 0.7  # share of experts
@@ -77,10 +75,6 @@ def _judge(problem: MoeCombineProblem, tensors: Tensors) -> Judge:
     return judge
 
 
-def _sample(problem: MoeCombineProblem, share: float) -> MoeCombineProblem:
-    return replace(problem, M=max(1, round(problem.M * share)))
-
-
 WORKLOAD = Workload(
     op="moe_combine",
     draw=_operands,
@@ -88,6 +82,6 @@ WORKLOAD = Workload(
     read_bytes=_read_bytes,
     results=(_OUT,),
     judge=_judge,
-    sample=_sample,
+    sample=fewer_rows,
     optional=(_MAP, _TOKENS),
 )

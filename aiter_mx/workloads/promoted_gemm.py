@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from aiter_mx.launch import Tensors
 from aiter_mx.numerics import BLOCK, DTYPES
 from aiter_mx.timing import random_mx
 from aiter_mx.workloads.grouped_gemm import WORKLOAD as GROUPED_GEMM
-from aiter_mx.workloads.grouped_gemm import bounds
+from aiter_mx.workloads.grouped_gemm import bounds, two_groups
 from aiter_mx.workloads.models import Model
 from aiter_mx.workloads.workload import (
     ACCUMULATION,
@@ -24,7 +24,6 @@ from aiter_mx.workloads.workload import (
     compare,
 )
 
-_SAMPLE_ROWS = 256
 _SUMS_ERROR = 2.0**-9  # of the sum of magnitudes: Hopper's fp8 matrix unit adds with 14 bits
 
 
@@ -108,16 +107,6 @@ def _judge(problem: PromotedGemmProblem, tensors: Tensors) -> Judge:
     return judge
 
 
-def _sample(problem: PromotedGemmProblem, share: float) -> PromotedGemmProblem:
-    """Two groups of their usual size, and some of the output features."""
-    groups = min(problem.G, 2)
-    M = problem.M // problem.G * groups
-    N = min(problem.N, max(_SAMPLE_ROWS, round(problem.N * share / BLOCK) * BLOCK))
-    if M == 0:
-        return problem
-    return replace(problem, G=groups, M=M, N=N)
-
-
 def _problems(model: Model, gpus: int, arch: str) -> list[PromotedGemmProblem]:
     """Those of ``grouped_gemm``."""
     return [
@@ -134,6 +123,6 @@ WORKLOAD = Workload(
     read_bytes=_read_bytes,
     results=(4,),
     judge=_judge,
-    sample=_sample,
+    sample=partial(two_groups, of_n=BLOCK),
     problems=_problems,
 )

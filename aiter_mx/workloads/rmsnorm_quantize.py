@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from aiter_mx.kernels.rmsnorm_quantize import RMSNormQuantizeProblem
 from aiter_mx.launch import Tensors
 from aiter_mx.numerics import BLOCK, DTYPES, dequantize_block_scaled
-from aiter_mx.workloads.workload import ROUNDING, Judge, Operands, Verdict, Workload
+from aiter_mx.workloads.workload import ROUNDING, Judge, Operands, Verdict, Workload, fewer_rows
 
 _RESULTS = (5, 6, 7, 8)
 _E4M3_STEP = 2.0**-4  # half of a step, of a number that is normal
@@ -86,10 +84,6 @@ def _judge(problem: RMSNormQuantizeProblem, tensors: Tensors) -> Judge:
     return judge
 
 
-def _sample(problem: RMSNormQuantizeProblem, share: float) -> RMSNormQuantizeProblem:
-    return replace(problem, M=max(1, round(problem.M * share)))
-
-
 WORKLOAD = Workload(
     op="rmsnorm_quantize",
     draw=_operands,
@@ -97,5 +91,5 @@ WORKLOAD = Workload(
     read_bytes=_read_bytes,
     results=_RESULTS,
     judge=_judge,
-    sample=_sample,
+    sample=fewer_rows,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -173,6 +173,11 @@ def workload_of(op: str) -> Workload:
             raise
         raise ValueError(f"nothing says how to try out {op!r}: there is no {name}") from None
     return found
+
+
+def fewer_rows(problem: Problem, share: float) -> Problem:
+    """A share of a problem's M."""
+    return replace(problem, M=max(1, round(problem.M * share)))
 
 
 def poison(tensors: Tensors, results: tuple[int, ...]) -> None:
