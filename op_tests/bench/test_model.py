@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 import aiter_mx
 from op_tests.bench import model as bench
 from op_tests.bench.decoder import Cell, Parts, Step, build, convert
+from op_tests.threads import in_threads
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -164,9 +164,5 @@ def test_processes_build_in_turn_and_measure_without_one_that_failed() -> None:
         with together.measuring(1):
             order.append("measured")
 
-    threads = [threading.Thread(target=each) for each in (measures, fails)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda index: (measures, fails)[index](), 2)
     assert order == ["first", "second", "measured"]

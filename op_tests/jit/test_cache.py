@@ -18,6 +18,7 @@ from aiter_mx.errors import BuildError, CacheError
 from aiter_mx.jit import cache, contents
 from aiter_mx.jit.folder import cache_dir
 from op_tests.jit.fakes import forget, unwritable
+from op_tests.threads import in_threads
 
 
 def random_bytes() -> bytes:
@@ -183,15 +184,11 @@ def test_threads_that_ask_at_once_build_once(
         time.sleep(0.1)
         out.write_bytes(b"x")
 
-    def ask() -> None:
+    def ask(_: int) -> None:
         barrier.wait()
         results.append(cache.get_or_build("thing", "a", "so", build).built)
 
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(ask, 8)
     assert len(calls) == 1
     assert sorted(results) == [False] * 7 + [True]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from aiter_mx.kernels.linear.wgmma_fp8_sm90 import ACCUMULATION_ERROR
 from aiter_mx.target import target_of
 from op_tests.launches import name_triton
 from op_tests.mx_reference import assert_close_to_reference, random_mx
+from op_tests.threads import in_threads
 
 pytestmark = pytest.mark.gpu
 
@@ -122,11 +122,7 @@ def test_threads_launch_on_their_own_streams() -> None:
         if not torch.equal(out, expected[index]):
             wrong.append(index)
 
-    threads = [threading.Thread(target=call, args=(index,)) for index in range(len(cases))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(call, len(cases))
     assert not wrong
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ import aiter_mx
 from aiter_mx.errors import BuildError, CaptureError
 from aiter_mx.ops import linear as linear_module
 from op_tests.mx_reference import assert_close_to_reference, linear_reference64, random_mx
+from op_tests.threads import in_threads
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -179,11 +179,7 @@ def test_threads_do_not_share_argument_buffers() -> None:
                 if not torch.equal(aiter_mx.linear(*cases[index]), expected[index]):
                     wrong.append(index)
 
-    threads = [threading.Thread(target=call, args=(index,)) for index in range(len(cases))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(call, len(cases))
     assert not wrong
 
 

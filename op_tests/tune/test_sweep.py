@@ -24,6 +24,7 @@ from aiter_mx.tuning.forked import aside
 from aiter_mx.tuning.journal import Journal, folder_of, merge, read_folder
 from aiter_mx.tuning.share import Alone, Shared
 from aiter_mx.tuning.table import read_rows
+from op_tests.threads import in_threads
 from op_tests.tune import fakes
 from op_tests.tune.fakes import (
     AXES,
@@ -246,11 +247,7 @@ def test_workers_share_the_work_and_write_the_same_table(tmp_path: Path) -> None
     def work(rank: int) -> None:
         sweep(table, fakes[rank], Shared(store, {"RANK": str(rank), "WORLD_SIZE": "3"}))
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 3)
     assert table.read_text() == expected.read_text()
     raced = [{problem for problem, _ in fake.tried} for fake in fakes]
     assert sum(map(len, raced)) == len(set.union(*raced)) == len(PROBLEMS)
