@@ -74,7 +74,7 @@ _OWN_SPLITS = {
 _UNIT = 64  # k that are multiplied at a time
 _FLAG_BYTES = 2048  # barriers, and which tokens and features have scales that bf16 does not cover
 _COUNTERS = 1024  # of parts of tiles that have ended, see ``XWorkspace``
-_MOST_OWN_M = 4096  # without a table: beyond, persistent was as fast or faster on an H200
+MOST_OWN_M = 4096  # without a table: beyond, persistent was as fast or faster on an H200
 _MOST_BEYOND_X = 64 << 20  # bytes of a workspace, beside x in bf16
 FITTED, FITTED_PAIRS = WgmmaBf16(), WGMMA_BF16_PAIRS
 
@@ -292,7 +292,7 @@ _own_search = Search(PARAMS, partial(_costs, _own_tiles), most=1)
 
 def least_cycles(target: Target, problem: LinearProblem) -> float:
     """Of the choice without a table, or of pairs with the largest tiles, as persistent has."""
-    if problem.M <= _MOST_OWN_M:
+    if problem.M <= MOST_OWN_M:
         found = _own_search.cheapest(target, problem)
         return found[0] if found is not None else inf
     tile = max(
@@ -322,7 +322,7 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     if problem.M < _MIN_OWN_M:
         return "the other kernels have tiles of so few rows"
-    if problem.M <= _MOST_OWN_M:
+    if problem.M <= MOST_OWN_M:
         return None
     return "persistent has the larger tiles, and enough of them for all SMs"
 

@@ -31,9 +31,10 @@ PARAMS = (
 )
 _TILE_M = 128  # tokens of a CTA
 _MIN_OWN_M = 2048  # without a table
-# It is preferred where the model has the others' time above so much of its own: persistent stores
-# while it multiplies, which counts the more the shorter K is. From 70 cells timed on an H200.
-_MARGIN, _MARGIN_K = 1.02, 220
+# It is preferred where the model has the others' time above so much of its own, from 70 cells timed
+# on an H200. Beyond MOST_OWN_M rows the other is persistent, which stores while it multiplies: that
+# counts the more the shorter K is.
+_MARGIN, _MARGIN_OF_PERSISTENT, _MARGIN_K = 1.06, 1.02, 220
 _EXPANDED_BYTES = 1700  # that an H200 reads and writes in a cycle
 
 
@@ -121,7 +122,8 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
     assert own is not None
     cycles = own[0] + _expanding(N, K)
     others = unswapped.least_cycles(target, problem) + _expanding(M, K)
-    if others > cycles * (_MARGIN + _MARGIN_K / K):
+    of_persistent = _MARGIN_OF_PERSISTENT + _MARGIN_K / K
+    if others > cycles * (_MARGIN if M <= unswapped.MOST_OWN_M else of_persistent):
         return None
     return "expanding x takes little of the others' time"
 
