@@ -8,6 +8,7 @@ import platform
 import random
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -17,7 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 import aiter_mx
-from aiter_mx.timing import GraphedCalls
+from aiter_mx.errors import AiterMxError
+from aiter_mx.jit.build import build_all
+from aiter_mx.kernels.registry import kernels_of
+from aiter_mx.kernels.spec import Config, Problem
+from aiter_mx.launch import Tensors, bind, build_request, call
+from aiter_mx.target import target_of
+from aiter_mx.timing import GraphedCalls, time_graph_us
 from aiter_mx.tuning.origin import commit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +54,26 @@ def alternated_us(graphs: Mapping[str, GraphedCalls], window_ms: float) -> dict[
     rounds = max(LEAST_ROUNDS, math.ceil(window_ms / turn_ms))
     times = [turn() for _ in range(rounds + rounds // 2)][rounds // 2 :]
     return {name: median(each[name] for each in times) for name in graphs}
+
+
+def swept_us(
+    op: str, problem: Problem, copies: Sequence[Tensors], replays: int = 15
+) -> list[tuple[float, str, Config]]:
+    """The time of each configuration of our kernels that builds, the fastest first."""
+    target, timed = target_of(torch.device("cuda", 0)), []
+    for kernel in kernels_of(op):
+        if kernel.backend != "hip" or kernel.refusal(target, problem):
+            continue
+        configs = kernel.candidates(target, problem)
+        build_all([build_request(kernel, target, problem, config) for config in configs])
+        for config in configs:
+            try:
+                launch = bind(kernel, target, problem, config, 0)
+                calls = [partial(call, launch, *tensors) for tensors in copies]
+                timed.append((time_graph_us(calls, replays), kernel.name, config))
+            except AiterMxError as error:
+                print(f"{kernel.name} {config}: {error}"[:200])
+    return sorted(timed, key=lambda entry: entry[0])
 
 
 def refuse_no_gpu() -> None:

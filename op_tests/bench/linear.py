@@ -28,21 +28,20 @@ import torch
 
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.errors import AiterMxError
 from aiter_mx.fallbacks import linear_triton, linear_vendor
-from aiter_mx.jit.build import BuildRequest, build, build_all
+from aiter_mx.jit.build import BuildRequest, build
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.triton import CANDIDATES, bucket
-from aiter_mx.kernels.registry import find_kernel, kernels_of
+from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Arg, Config, Geometry
-from aiter_mx.launch import bind, build_request, call, runtime_of
+from aiter_mx.launch import bind, call, runtime_of
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.target import Target, target_of
 from aiter_mx.timing import copies_to_stay_cold, time_graph_us
 from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.triton_ahead import compile_without_gpu, stand_in_for_a_gpu
 from op_tests.bench import every_m
-from op_tests.bench.common import normal_mx, refuse_no_gpu, report
+from op_tests.bench.common import normal_mx, refuse_no_gpu, report, swept_us
 from op_tests.mx_reference import linear_reference64
 
 SHAPES = ((2304, 6144), (1536, 6144), (6144, 2048), (6144, 1536), (9216, 6144))
@@ -94,25 +93,7 @@ def time_ours(problem: LinearProblem, copies: list[Operands], sweep: bool) -> li
         ours = partial(aiter_mx.linear, out=out, pdl=problem.pdl)
         us = time_graph_us([partial(ours, *operands) for operands in copies])
         return [(us, chosen.kernel, chosen.config)]
-    timed = []
-    for kernel in kernels_of("linear"):
-        if kernel.backend != "hip" or kernel.refusal(target, problem):
-            continue
-        configs = kernel.candidates(target, problem)
-        build_all([build_request(kernel, target, problem, config) for config in configs])
-        for config in configs:
-            try:
-                launch = bind(kernel, target, problem, config, 0)
-            except AiterMxError as error:
-                print(f"{kernel.name} {config}: {error}"[:200])
-                continue
-            calls = []
-            for operands in copies:
-                tensors = (*operands, None, out)
-                addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-                calls.append(partial(launch, tensors, addresses))
-            timed.append((time_graph_us(calls), kernel.name, config))
-    return sorted(timed, key=lambda entry: entry[0])
+    return swept_us("linear", problem, [(*operands, None, out) for operands in copies])
 
 
 def chain(

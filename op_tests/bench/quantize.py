@@ -19,15 +19,13 @@ import torch
 
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.errors import AiterMxError
 from aiter_mx.fallbacks import quantize_torch
-from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.quantize import KERNELS, QuantizeProblem
-from aiter_mx.launch import bind, build_request
+from aiter_mx.launch import bind, call
 from aiter_mx.ops.quantize_call import Options, check, empty_outputs
 from aiter_mx.target import target_of
 from aiter_mx.timing import copies_to_stay_cold, time_graph_us
-from op_tests.bench.common import refuse_no_gpu, report
+from op_tests.bench.common import refuse_no_gpu, report, swept_us
 
 DEVICE = torch.device("cuda", 0)
 COLUMNS = 4096
@@ -74,25 +72,12 @@ def sweep_us(
     problem: QuantizeProblem, tensors: list[tuple[torch.Tensor | None, ...]]
 ) -> tuple[float, str]:
     """The fastest configuration of our kernels, and its time; prints the others."""
-    target, timed = target_of(DEVICE), []
-    for kernel in KERNELS:
-        if kernel.backend != "hip" or kernel.refusal(target, problem):
-            continue
-        configs = kernel.candidates(target, problem)
-        build_all([build_request(kernel, target, problem, config) for config in configs])
-        for config in configs:
-            try:
-                launch = bind(kernel, target, problem, config, 0)
-                calls = [
-                    partial(launch, some, [0 if t is None else t.data_ptr() for t in some])
-                    for some in tensors
-                ]
-                timed.append((time_graph_us(calls, replays=7), f"{kernel.name} {config}"))
-            except AiterMxError as error:
-                print(f"{kernel.name} {config}: {error}"[:200])
-    for us, what in sorted(timed)[:8]:
+    timed = [
+        (us, f"{name} {config}") for us, name, config in swept_us("quantize", problem, tensors, 7)
+    ]
+    for us, what in timed[:8]:
         print(f"    {us:8.2f} us  {what}")
-    return min(timed)
+    return timed[0]
 
 
 def compiled_us(problem: QuantizeProblem, tensors: list[tuple[torch.Tensor | None, ...]]) -> float:
@@ -146,10 +131,7 @@ def measure(name: str, size_mb: int, arguments: argparse.Namespace) -> dict[str,
     else:
         kernel = next(k for k in KERNELS if k.name == chosen.kernel)
         launch = bind(kernel, target, problem, chosen.config, 0)
-        calls = [
-            partial(launch, some, [0 if t is None else t.data_ptr() for t in some])
-            for some in tensors
-        ]
+        calls = [partial(call, launch, *some) for some in tensors]
         ours_us, what = time_graph_us(calls), f"{chosen.kernel} {dict(chosen.config)}"
     row: dict[str, object] = {"case": name, "M": problem.M, "N": problem.N}
     row |= {"matrices": problem.matrices, "groups": problem.groups, "dtype": problem.dtype}

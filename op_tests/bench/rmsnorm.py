@@ -16,7 +16,7 @@ import torch
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.rmsnorm_quantize import RMSNormQuantizeProblem
-from aiter_mx.launch import bind
+from aiter_mx.launch import bind, call
 from aiter_mx.target import target_of
 from aiter_mx.timing import copies_to_stay_cold, time_graph_us
 from aiter_mx.workloads.workload import Operands, workload_of
@@ -53,7 +53,7 @@ def measure(name: str, rows: int) -> dict[str, object]:
     more = range(copies_to_stay_cold(total) - 1)
     copies = [operands, *(WORKLOAD.draw(problem, DEVICE) for _ in more)]
     launch = bind(chosen.spec, target, problem, chosen.config, 0)
-    calls = [partial(launch, t, [0 if o is None else o.data_ptr() for o in t]) for t in copies]
+    calls = [partial(call, launch, *t) for t in copies]
     ours_us = time_graph_us(calls)
     row: dict[str, object] = {"case": name, "M": rows, "N": problem.N, "N2": problem.N2}
     row |= {"dtype": problem.dtype, "residual": problem.residual, "total_mb": total / 2**20}

@@ -18,7 +18,7 @@ from aiter_mx.kernels.moe_gemm import MoeGemmProblem, triton
 from aiter_mx.kernels.spec import Config
 from aiter_mx.numerics import dequantize_block_scaled
 from aiter_mx.target import hardware
-from op_tests.bench import linear, moe, pictures, training
+from op_tests.bench import common, linear, moe, pictures, training
 from op_tests.bench.common import MEASURED, normal_mx
 
 
@@ -42,23 +42,25 @@ def test_the_linears_table_is_of_what_was_timed(
 ) -> None:
     graphs, tables = [], {}
 
-    def clock(calls: list[Any]) -> float:
+    def clock(calls: list[Any], *_: object) -> float:
         graphs.append(calls)
         return float(len(graphs))
 
     def report(title: str, rows: list[dict[str, Any]], name: str) -> None:
         tables[name] = rows
 
-    nothing = {"refuse_no_gpu": None, "compile_all": None, "time_vendor": None, "build_all": None}
+    nothing = {"refuse_no_gpu": None, "compile_all": None, "time_vendor": None}
     for name, value in nothing.items():
         monkeypatch.setattr(linear, name, lambda *_, value=value: value)
     monkeypatch.setattr(linear, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(linear, "target_of", lambda _: hardware("sm_90a"))
     monkeypatch.setattr(linear, "copies_to_stay_cold", lambda size: 3)
-    monkeypatch.setattr(linear, "time_graph_us", clock)
     monkeypatch.setattr(linear, "reader", lambda target: lambda tensors: 1.5)
-    monkeypatch.setattr(linear, "bind", lambda *_: aiter_mx.linear)
-    monkeypatch.setattr(linear, "call", lambda run, *tensors: run(*tensors[:5], out=tensors[5]))
+    monkeypatch.setattr(common, "build_all", lambda _: None)
+    for module in (linear, common):
+        monkeypatch.setattr(module, "target_of", lambda _: hardware("sm_90a"))
+        monkeypatch.setattr(module, "time_graph_us", clock)
+        monkeypatch.setattr(module, "bind", lambda *_: aiter_mx.linear)
+        monkeypatch.setattr(module, "call", lambda run, *some: run(*some[:5], out=some[5]))
     monkeypatch.setattr(linear, "report", report)
     arguments = ["linear", "--save", "--M", "5", "--shapes", "64x256"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--sweep"] if sweep else arguments)
