@@ -87,13 +87,15 @@ def _clusters(target: Target, problem: GroupedGemmProblem) -> int:
 
 
 def _configure(target: Target, problem: GroupedGemmProblem) -> Config:
-    """Where all features are multiplied at once, a higher order only has more x expanded early."""
-    return {"order": 8 if pairs(problem) > 8 else 4}
+    """Where all features are multiplied at once, a higher order has more x expanded early, and
+    where x is deep that leaves the L2 before it is multiplied."""
+    return {"order": 4 if pairs(problem) <= 8 and problem.K > 4096 else 8}
 
 
 def _candidates(target: Target, problem: GroupedGemmProblem) -> list[Config]:
     """The few that were within 5 % of the best anywhere."""
-    return [{"order": order} for order in (8, 4, 16)]
+    first = _configure(target, problem)
+    return [first, *({"order": order} for order in (8, 4, 16) if order != first["order"])]
 
 
 def _round_up(size: int, to: int) -> int:
