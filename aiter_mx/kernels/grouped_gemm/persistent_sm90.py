@@ -87,9 +87,9 @@ def _clusters(target: Target, problem: GroupedGemmProblem) -> int:
 
 
 def _configure(target: Target, problem: GroupedGemmProblem) -> Config:
-    """Where all features are multiplied at once, a higher order has more x expanded early, and
-    where x is deep that leaves the L2 before it is multiplied."""
-    return {"order": 4 if pairs(problem) <= 8 and problem.K > 4096 else 8}
+    """Clusters begin with little more than 8 tiles of x where features are 7 or 8 tiles. Order 8
+    expands 16 ahead of them, and where x is deep these leave the L2 before they are used."""
+    return {"order": 4 if pairs(problem) in (7, 8) and problem.K > 4096 else 8}
 
 
 def _candidates(target: Target, problem: GroupedGemmProblem) -> list[Config]:
