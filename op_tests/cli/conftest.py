@@ -25,3 +25,13 @@ def command(
         return (code if isinstance(code, int) else 0), out, err
 
     return run
+
+
+def assert_refused(result: tuple[int, str, str], message: str) -> None:
+    """Assert that a command ended in one message, with status 1."""
+    status, out, err = result
+    assert status == 1
+    assert message in err
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    assert out == ""

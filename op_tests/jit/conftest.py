@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from op_tests.jit.fakes import forget
+from op_tests.jit.fakes import Workshop, forget
 
 
 @pytest.fixture
@@ -19,3 +19,9 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv("AITER_MX_CACHE_DIR", f"{above}/cache")
         forget(monkeypatch)
         yield Path(above) / "cache"
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    """Sources and a compiler of a test's own."""
+    return Workshop(tmp_path, monkeypatch)

@@ -14,6 +14,7 @@ import pytest
 
 import aiter_mx.jit.build
 from aiter_mx.jit import amd, cache, nvidia, toolchain
+from aiter_mx.jit.build import BuildRequest
 
 # Writes random bytes, so that two compilations never give the same image.
 FAKE_CLANG = """#!/bin/sh
@@ -64,6 +65,10 @@ def hide_compilers(monkeypatch: pytest.MonkeyPatch, empty: Path) -> None:
     monkeypatch.setattr(nvidia, "_USUAL", empty / "nvcc")
     monkeypatch.setattr(nvidia, "_wheels", list)
     toolchain._find.cache_clear()
+
+
+REQUEST = BuildRequest("kernel.cu", "gfx950", (("M", 1),))
+"""What a workshop builds."""
 
 
 class Workshop:

@@ -21,15 +21,8 @@ from aiter_mx.jit import cache, contents, toolchain
 from aiter_mx.jit import folder as folders
 from aiter_mx.jit.build import BuildRequest, build
 from aiter_mx.sim import compile as sim_compile
-from op_tests.jit.fakes import Workshop, forget
+from op_tests.jit.fakes import REQUEST, Workshop, forget
 from op_tests.jit.test_cache import writer
-
-REQUEST = BuildRequest("kernel.cu", "gfx950", (("M", 1),))
-
-
-@pytest.fixture
-def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
-    return Workshop(tmp_path, monkeypatch)
 
 
 def fresh() -> None:

@@ -12,14 +12,7 @@ import pytest
 from aiter_mx.errors import BuildError, CacheError, ToolchainError
 from aiter_mx.jit import compiler, toolchain
 from aiter_mx.jit.build import BuildRequest, build, build_all, is_cached
-from op_tests.jit.fakes import Workshop, hide_compilers, wait_until
-
-REQUEST = BuildRequest("kernel.cu", "gfx950", (("M", 1),))
-
-
-@pytest.fixture
-def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
-    return Workshop(tmp_path, monkeypatch)
+from op_tests.jit.fakes import REQUEST, Workshop, hide_compilers, wait_until
 
 
 def test_compilers_of_a_thread_that_gives_way_are_nice(tmp_path: Path) -> None:
