@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from aiter_mx.kernels.registry import kernels_of, ops
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -55,3 +57,9 @@ def test_files_and_modules_that_pages_name_are_there() -> None:
             if not any((ROOT / f"{path}{ending}").exists() for ending in ("", ".py"))
         ]
     assert not missing
+
+
+def test_the_overview_names_every_kernel_of_ours() -> None:
+    overview = (ROOT / "docs" / "kernels" / "index.md").read_text(encoding="utf-8")
+    ours = {kernel.name for op in ops() for kernel in kernels_of(op) if kernel.backend == "hip"}
+    assert not [name for name in sorted(ours) if f"`{name}`" not in overview]
