@@ -19,7 +19,7 @@ from aiter_mx.workloads import workload_of
 from op_tests.conformance import in_order
 from op_tests.launches import bound, is_poison, poisoned
 from op_tests.moe.layers import random_call
-from op_tests.sim.mutation_workloads import vary_halves
+from op_tests.sim.mutation_operands import vary_halves
 
 CPU = torch.device("cpu")
 NAN_SCALE, NAN_PAYLOAD = 255, 0x7F

@@ -30,7 +30,7 @@ def posed(op: str, problem: Any, number: int, drawn: Operands) -> Posed:
     return _VARIED[op](problem, number, operands)
 
 
-def _vary_halves(values: torch.Tensor | None) -> None:
+def vary_halves(values: torch.Tensor | None) -> None:
     """Give the halves of blocks, each of which a lane has, sizes of their own."""
     if values is not None and values.itemsize > 1:
         halves = values.view(len(values), -1, 16)
@@ -44,27 +44,27 @@ def _raise(bias: torch.Tensor | None) -> None:
 
 def _quantize(problem: Any, number: int, operands: Operands) -> Posed:
     """Infinity and NaN, in every second problem."""
-    _vary_halves(x := operands[0])
+    vary_halves(x := operands[0])
     if number % 2 and x is not None:
         x.view(-1)[5::97], x.view(-1)[11::613] = torch.inf, torch.nan
     return operands, operands
 
 
 def _moe_up(problem: Any, number: int, operands: Operands) -> Posed:
-    _vary_halves(operands[3])
+    vary_halves(operands[3])
     _raise(operands[7])
     return operands, operands
 
 
 def _moe_down(problem: Any, number: int, operands: Operands) -> Posed:
-    _vary_halves(operands[0])
+    vary_halves(operands[0])
     _raise(operands[7])
     return operands, operands
 
 
 def _align(problem: Any, number: int, operands: Operands) -> Posed:
     """Experts that are elsewhere, in every chunk of them."""
-    _vary_halves(operands[4])
+    vary_halves(operands[4])
     if (here := operands[2]) is not None:
         here[number % 3 :: 3] = -1 if problem.expert_map == "numbers" else 0
     return operands, operands
