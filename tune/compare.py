@@ -2,6 +2,7 @@
 
     python tune/compare.py /path/to/base --out compare.csv      # this tree beside an older one
     python tune/compare.py /path/to/base --dry-run              # on the simulator, tiny shapes
+    python tune/compare.py /path/to/base --out compare.csv --where N=1536 M=1,2,4  # these anew
 
 Cells are drawn by a seed from the catalogue: ``linear`` over shapes x rows x dtypes of result and
 activations x bias x overlapping launches, whole expert layers, prefill's groups, quantisation, and
@@ -10,8 +11,9 @@ Each tree runs in a process of its own, which compiles what the cells need ahead
 then answers for one cell at a time: operands drawn by the cell's seed, one graph of calls over cold
 weights, a digest of the results, and times as it is asked for them. Rounds alternate between the
 processes, so that clocks and temperature meet both alike. Cells that come out slower than
-``--limit`` are timed again. Ends with status 1 where a group's geometric mean or a repeated cell
-misses its bar.
+``--limit`` are timed again. With ``--where`` the cells that it leaves out keep the rows that
+``--out`` has of them. Ends with status 1 where a group's geometric mean or a repeated cell misses
+its bar.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import sys
 import threading
 import time
 import timeit
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,6 +40,8 @@ from compare_cells import EAGER, Cell, benched_cells, draw_cells, operands_of, t
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS = ("op", "timed", "M", "out_dtype", "x_dtype", "bias", "pdl")
+FIELDS = (*GROUPS, "N", "K", "E", "top_k", "to", "G", "mode")
+"""That a cell may have."""
 COLD_BYTES = 512 << 20
 """Weights rotate through so much memory, several times the last-level cache."""
 EAGER_CALLS = 200
@@ -316,10 +320,38 @@ def summary(lines: list[Cell], limit: float) -> tuple[str, bool]:
     return "\n".join(text), met and not slow and not failed
 
 
-def write(path: Path, lines: list[Cell]) -> None:
+def where(cells: Iterable[Cell], conditions: Sequence[str]) -> list[Cell]:
+    """The cells that meet every condition: a field and the values that it may have, as M=1,2."""
+    wanted = [condition.partition("=") for condition in conditions]
+    return [
+        cell
+        for cell in cells
+        if all(str(cell.get(field)) in values.split(",") for field, _, values in wanted)
+    ]
+
+
+def rows_of(path: Path) -> list[Cell]:
+    """The rows that a comparison before this one has written."""
     import pandas as pd
 
+    rows = pd.read_csv(path).to_dict("records")
+    return [{str(k): v for k, v in row.items() if not pd.isna(v)} for row in rows]
+
+
+def write(path: Path, lines: list[Cell], before: Sequence[Cell] = ()) -> None:
+    """Write the lines; among rows of a comparison before, each in the place of its cell's."""
+    import pandas as pd
+
+    if before:
+        rows = {_key(row): row for row in before} | {_key(line): line for line in lines}
+        lines = list(rows.values())
     pd.DataFrame(lines).to_csv(path, index=False)
+
+
+def _key(row: Cell) -> tuple[str, ...]:
+    """What tells a cell from others; a table has whole numbers as others where some are missing."""
+    values = (row.get(field) for field in FIELDS)
+    return tuple(str(int(v) if isinstance(v, float) else v) for v in values)
 
 
 def compare(arguments: argparse.Namespace) -> bool:
@@ -330,8 +362,10 @@ def compare(arguments: argparse.Namespace) -> bool:
     )
     if on_gpu:
         cells += [cell for cell in benched_cells() if cell not in cells]
-    else:
+    cells = where(cells, arguments.where)
+    if not on_gpu:
         cells = tiny(cells)
+    before = rows_of(arguments.out) if arguments.where and arguments.out.is_file() else []
     ends_at = time.monotonic() + arguments.budget
     trees = Tree(arguments.base, on_gpu), Tree(ROOT, on_gpu)
     jobs = arguments.jobs or max(2, len(os.sched_getaffinity(0)) // 2)
@@ -355,7 +389,7 @@ def compare(arguments: argparse.Namespace) -> bool:
                 break
             lines.append(compare_cell(trees, cell, arguments.rounds, arguments.replays))
             if done % 50 == 0 or done == len(cells):
-                write(arguments.out, lines)
+                write(arguments.out, lines, before)
                 print(f"{done} cells, {time.monotonic() - begun:.0f} s", flush=True)
         slowest = sorted(range(len(lines)), key=lambda i: -lines[i].get("ratio", 0.0))
         for at in slowest:
@@ -368,7 +402,7 @@ def compare(arguments: argparse.Namespace) -> bool:
         for tree in trees:
             tree.close()
         if lines:
-            write(arguments.out, lines)
+            write(arguments.out, lines, before)
     text, met = summary(lines, arguments.limit)
     print(text)
     return met
@@ -383,6 +417,7 @@ def main() -> None:
     parser.add_argument("--grouped", type=int, default=8, help="grouped GEMMs")
     parser.add_argument("--quantize", type=int, default=12, help="quantisations")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--where", nargs="+", default=[], help="field=values of the cells to time")
     parser.add_argument("--jobs", type=int, help="calls that a tree builds for at a time")
     parser.add_argument("--rounds", type=int, default=5, help="of each tree, in turns")
     parser.add_argument("--replays", type=int, default=5, help="of a graph in a round")

@@ -20,8 +20,9 @@ first layers of a model alone, and ``layers`` says so.
 Each side of a model has a process. They compile at the same time and measure in turn, the models
 one after the other or ``--together``. torchao compiles several times as long as the others, which
 would wait for it: give it a run of its own. Rows are written as they come; those that this commit
-has saved are not measured again. ``--seconds`` is for each round: after six tenths of them no cell
-is compiled, after them none is measured.
+has saved are not measured again, and where a model's side is measured no other commit's are kept.
+``--seconds`` is for each round: after six tenths of them no cell is compiled, after them none is
+measured.
 """
 
 from __future__ import annotations
@@ -242,11 +243,19 @@ def run_all(sides: Sequence[Side], table: Path, *options: Any) -> bool:
 
 
 def saved(table: Path) -> pd.DataFrame:
-    """The rows of this commit that are there already."""
+    """The rows that are there already."""
     if not table.is_file():
         return pd.DataFrame(columns=[*KEYS, "commit"])
-    frame = pd.read_csv(table, dtype={"commit": str})
-    return frame[frame.commit == commit()]
+    return pd.read_csv(table, dtype={"commit": str})
+
+
+def forget(table: Path, models: Sequence[str], sides: Sequence[str]) -> None:
+    """Leave out rows of other commits where these are measured: a model's side is of one commit."""
+    frame = saved(table)
+    measured = frame.model.isin(models) & frame.side.isin(sides)
+    kept = frame[frame.commit.eq(commit()) | ~measured]
+    if len(kept) < len(frame):
+        kept.to_csv(table, index=False)
 
 
 def write(row: dict[str, object], table: Path) -> None:
@@ -281,7 +290,7 @@ def sides_of(
 ) -> list[Side]:  # fmt: skip
     """What is left to measure, in the order in which it will be."""
     found: list[Side] = []
-    had = set(done[KEYS].itertuples(index=False, name=None))
+    had = set(done.loc[done.commit == commit(), KEYS].itertuples(index=False, name=None))
     for model, name in product(models, names):
         config, of_layers = CONFIGS[model], CONFIGS[model].num_hidden_layers
         config = type(config)(**{**config.to_dict(), "num_hidden_layers": layers or of_layers})
@@ -310,9 +319,8 @@ def main() -> None:
     cells = cells_of(arguments.batch, arguments.context, arguments.prefill)
     folder = MEASURED / gpu_name() if arguments.save else Path(tempfile.mkdtemp())
     table = folder / "model.csv"
-    if table.is_file():
-        saved(table).to_csv(table, index=False)  # one commit a table
     models = arguments.models
+    forget(table, models, arguments.sides)
     failed = False
     for wave in [models] if arguments.together else [[model] for model in models]:
         sides = sides_of(wave, arguments.sides, cells, arguments.layers, saved(table))

@@ -120,6 +120,26 @@ def test_rows_of_both_sides_stand_beside_each_other(
     assert left[0].cells == [Cell("decode", 7, 16)]
 
 
+def test_a_side_that_is_measured_keeps_no_rows_of_other_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "model.csv"
+    for of in ("before", "now"):
+        monkeypatch.setattr(bench, "commit", lambda of=of: of)
+        for model, side in (("a", "ours"), ("a", "torchao"), ("b", "torchao")):
+            bench.write(dict(zip(bench.KEYS, (model, 2, "decode", 1, 8, side), strict=True)), table)
+    monkeypatch.setattr(bench, "commit", lambda: "now")
+    bench.forget(table, ["a"], ["torchao"])
+    kept = bench.saved(table)[["model", "side", "commit"]].to_numpy().tolist()
+    assert kept == [
+        ["a", "ours", "before"],
+        ["b", "torchao", "before"],
+        ["a", "ours", "now"],
+        ["a", "torchao", "now"],
+        ["b", "torchao", "now"],
+    ]
+
+
 def test_steps_of_simulated_kernels_are_those_of_the_reference(config: PretrainedConfig) -> None:
     model = build(config, CPU)
     convert(model, "ours")
@@ -134,7 +154,7 @@ def test_a_side_that_is_not_covered_says_why(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("op_tests.bench.decoder.find_spec", lambda name: object())
-    nothing = pd.DataFrame(columns=bench.KEYS)
+    nothing = pd.DataFrame(columns=[*bench.KEYS, "commit"])
     sides = bench.sides_of(list(bench.CONFIGS), ["torchao"], CELLS, None, nothing)
     assert [side.model for side in sides] == ["llama-3.1-8b"]
     assert "qwen3-30b-a3b, torchao: left out, as its experts" in capsys.readouterr().out

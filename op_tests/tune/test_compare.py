@@ -58,6 +58,22 @@ def test_bars_are_for_groups_and_for_cells(compare, ratios, met) -> None:
     assert not compare.summary([*lines, {"op": "linear", "error": "new: no"}], 1.05)[1]
 
 
+def test_cells_that_are_timed_anew_take_the_places_of_their_rows(compare, tmp_path: Path) -> None:
+    cells = compare.where(compare.benched_cells(), ["N=1536", "K=6144", "pdl=True", "M=1,2,4,8"])
+    assert [cell["M"] for cell in cells] == [1, 2, 4, 8]
+    saved = ROOT / "docs" / "measured" / "nvidia_h200" / "compare.csv"
+    out, rows = tmp_path / "compare.csv", compare.rows_of(saved)
+    compare.write(out, [], rows)
+    assert out.read_text() == saved.read_text(), "as it was"
+    lines = [cell | {"base_us": 4.0, "new_us": 3.0, "ratio": 0.75} for cell in cells]
+    compare.write(out, lines, rows)
+    before, after = pd.read_csv(saved), pd.read_csv(out)
+    other = ~(after.new_us.eq(before.new_us) | after.new_us.isna() & before.new_us.isna())
+    assert len(after) == len(before) and other.sum() == len(cells)
+    chosen = after[other].astype({"K": int})
+    assert set(chosen.ratio) == {0.75} and chosen[list(cells[0])].to_dict("records") == cells
+
+
 def test_a_tree_beside_itself_gives_the_same_bits(tmp_path: Path) -> None:
     out = tmp_path / "compare.csv"
     command = [sys.executable, ROOT / "tune" / "compare.py", ROOT, "--dry-run", "--cells", "2"]
