@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -122,3 +123,11 @@ def test_captured_launches_keep_counters_of_their_own(gpu: torch.device) -> None
     eager = counters.counters(30, gpu, stream=1, capturing=False)
     kept = {s.untyped_storage()._cdata for s in counters._slabs}
     assert eager.untyped_storage()._cdata not in kept
+
+
+def test_many_rows_of_few_steps_are_refused_where_no_configuration_would_fit() -> None:
+    for M, K in product((65, 129, 256), (32, 512, 544, 2048)):
+        problem = LinearProblem(M, 48, K)
+        refusal = MFMA_SPLIT.refusal(GFX950, problem)
+        assert bool(MFMA_SPLIT.candidates(GFX950, problem)) == (refusal is None) == (K > 512)
+        assert refusal is None or f"K={K} is not above 512" in refusal

@@ -10,7 +10,7 @@ from itertools import product
 from math import ceil, inf
 from typing import NamedTuple
 
-from aiter_mx.kernels.gfx950 import SIDE, WAVES
+from aiter_mx.kernels.gfx950 import SIDE, TILE_K, WAVES
 from aiter_mx.kernels.linear.mfma_ways_gfx950 import (
     BLOCK_M,
     COL_TILES,
@@ -77,6 +77,8 @@ _OF_WEIGHTS = 118  # cycles of a KiB of w and a compute unit, beside those steps
 MAX_SPLIT_N = 1 << 23  # offsets within results of 128 rows are below 2^32
 _FEWEST_SHARED_ROWS = 17  # that other kernels than mfma take
 MOST_SHARED_ROWS = 256  # beyond, K is not split
+LEAST_SPLIT_K = min(SPLITS.values) * TILE_K
+"""Beyond BLOCK_M more, as a workgroup's sums take two waves, each with a tile of K."""
 _FEWEST_SHARED_TILES = 3  # of w and of x, beyond BLOCK_M
 _WORTH_LEAVING = 0.95
 _MOST_FOLDED_TILES = 4

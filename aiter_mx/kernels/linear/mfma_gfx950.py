@@ -12,6 +12,7 @@ from aiter_mx.kernels.gfx950 import (
     refuse_static_lds,
 )
 from aiter_mx.kernels.linear.mfma_choice_gfx950 import (
+    LEAST_SPLIT_K,
     MAX_SPLIT_N,
     MOST_SHARED_ROWS,
     SEARCHES,
@@ -20,6 +21,7 @@ from aiter_mx.kernels.linear.mfma_choice_gfx950 import (
     tuned_for,
 )
 from aiter_mx.kernels.linear.mfma_ways_gfx950 import (
+    BLOCK_M,
     PARAMS,
     SPLITS,
     has_odd_blocks,
@@ -101,6 +103,9 @@ def _split_refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"N={problem.N} is not below {MAX_SPLIT_N}, as 32-bit offsets of results demand"
     if problem.M > MOST_SHARED_ROWS:
         return f"M={problem.M} is above {MOST_SHARED_ROWS}, the most rows for which K is split"
+    if problem.M > BLOCK_M and problem.K <= LEAST_SPLIT_K:
+        most = f"M={problem.M} is above {BLOCK_M}, and K={problem.K} is not above {LEAST_SPLIT_K}"
+        return f"{most}: too few steps of K to be split"
     return _refusal(target, problem)
 
 
