@@ -91,12 +91,13 @@ def _mfma_swept(config: dict[str, int], col_tiles: int, odd: bool, dtype: str) -
 
 _MFMA_FOLDS = [_mfma(1, 1, 2, 1, 1), _mfma(2, 2, 2, 1, 1), _mfma(1, 4, 1, 1, 1)]
 
-# Rows of x that are divided into blocks, evenly and not.
+# Rows of x that are divided into blocks, evenly and not; the second are too many to split K.
 _SEVERAL_BLOCKS = (
-    *((1, (65, 128)), (1, (129, 200, 512)), (2, (33, 50, 64)), (4, (33, 37, 49, 64))),
-    *((2, (65, 96, 130, 192)), (3, (129, 144)), (5, (65, 127, 129, 300)), (8, (384, 511, 768))),
-    *((16, (511,)), (32, (1000,))),
+    *((1, (65, 128)), (1, (129, 200, 256)), (2, (33, 50, 64)), (4, (33, 37, 49, 64))),
+    *((2, (65, 96, 130, 192)), (3, (129, 144)), (5, (65, 127, 129, 255)), (8, (200, 249, 256))),
+    (16, (251,)),
 )
+_MANY_BLOCKS = ((1, (512,)), (5, (300,)), (8, (384, 511, 768)), (16, (511,)), (32, (1000,)))
 
 MFMA_GFX950 = Subject(
     "mfma",
@@ -105,7 +106,7 @@ MFMA_GFX950 = Subject(
         *(_mfma_swept(*swept) for swept in _MFMA_SWEPT),
         *(
             [Case(M, 37, 1120, _mfma(2, 1, 3, 1, blocks), 7) for M in Ms]
-            for blocks, Ms in _SEVERAL_BLOCKS
+            for blocks, Ms in (*_SEVERAL_BLOCKS, *_MANY_BLOCKS)
         ),
     ],
     few=[
