@@ -10,7 +10,7 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.explain import make_problems
 from aiter_mx.dispatch.route import Route
 from aiter_mx.jit.build import BuildRequest, CodeObject, build_all
-from aiter_mx.kernels.registry import LAYERS, launches_of
+from aiter_mx.kernels.registry import launches_of
 from aiter_mx.launch import call
 from aiter_mx.plan import bind, build_requests
 from aiter_mx.target import target_of
@@ -56,25 +56,16 @@ def warmup(
     device = torch.device(device)
     target = target_of(device, exact_sums)
     problems = make_problems(op, shape)
-    if op in LAYERS:
-        return [
-            made
-            for layer in problems
-            for name, part in launches_of(op, layer, target.arch)
-            for made in warmup(
-                name,
-                device=device,
-                jobs=jobs,
-                on_built=on_built,
-                exact_sums=exact_sums,
-                **vars(part),
-            )
-        ]
-    routes = [route(op, target, problem) for problem in problems]
-    build_all(build_requests(target, problems, routes), jobs=jobs, on_done=on_built)
-    for problem, chosen in zip(problems, routes, strict=True):
-        run = bind(op, target, problem, device)
+    launches = [each for problem in problems for each in launches_of(op, problem, target.arch)]
+    routes = [route(name, target, problem) for name, problem in launches]
+    build_all(
+        build_requests(target, (problem for _, problem in launches), routes),
+        jobs=jobs,
+        on_done=on_built,
+    )
+    for (name, problem), chosen in zip(launches, routes, strict=True):
+        run = bind(name, target, problem, device)
         if chosen.backend == "triton":  # Triton compiles when it is called
-            for tensors in workload_of(op).calls(problem, device):
+            for tensors in workload_of(name).calls(problem, device):
                 call(run, *tensors)
     return routes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import aiter_mx
+from aiter_mx.jit.build import BuildRequest
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.sim.program import Program
 from op_tests.conformance import in_order
@@ -244,6 +246,22 @@ def test_warmup_makes_every_launch_ready() -> None:
         routes = aiter_mx.warmup("fused_moe", M=[1, 5], hidden=64, intermediate=32, E=8, top_k=2)
     few, many = ["moe_up", "moe_down"], ["moe_align", "moe_gemm", "moe_gemm", "moe_combine"]
     assert [(route.op, route.backend) for route in routes] == [(op, "hip") for op in few + many]
+
+
+def test_warmup_builds_all_launches_of_all_layers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def noted(requests: Sequence[BuildRequest], **_: Any) -> None:
+        asked.append([request.source for request in requests])
+
+    monkeypatch.setattr("aiter_mx.warm.build_all", noted)
+    monkeypatch.setattr("aiter_mx.warm.bind", lambda *_: None)
+    with aiter_mx.simulate("gfx950"):
+        aiter_mx.warmup("fused_moe", M=[1, 40], hidden=64, intermediate=32, E=8, top_k=2)
+    (sources,) = asked
+    assert len(sources) == len(set(sources)) + 1, "both GEMMs are of one file"
+    few, many = ("up_gfx950", "down_gfx950"), ("align", "mfma_gfx950", "combine")
+    assert set(sources) == {f"moe/{name}.cu" for name in (*few, *many)}
 
 
 @pytest.mark.parametrize(
