@@ -19,8 +19,8 @@ class Dispatched:
     """Tokens of all ranks with an expert here.
 
     Attributes:
-        x: their payloads, float8_e4m3fn ``[tokens, H]``.
-        x_scale: their scales, uint8 ``[tokens, H // 32]``.
+        x: their payloads, float8_e4m3fn ``[tokens, H]``, or the tokens as they were given.
+        x_scale: their scales, uint8 ``[tokens, H // 32]``, or None.
         topk_ids: int32 ``[tokens, top_k]``: numbers of experts here, -1 for experts elsewhere.
         topk_weights: float32 ``[tokens, top_k]``.
         sent: for each rank, which tokens of this rank went there.
@@ -31,7 +31,7 @@ class Dispatched:
     """
 
     x: Tensor
-    x_scale: Tensor
+    x_scale: Tensor | None
     topk_ids: Tensor
     topk_weights: Tensor
     sent: tuple[Tensor, ...]
@@ -48,6 +48,7 @@ def prepare(
     num_experts: int,
     *,
     x_scale: Tensor | None = None,
+    quantise: bool = True,
     group: Any = None,
 ) -> Dispatched:
     """Send each token once to every rank that has one of its experts.
@@ -63,6 +64,7 @@ def prepare(
         topk_weights: float32 ``[M, top_k]``.
         num_experts: on all ranks together.
         x_scale: uint8 or float8_e8m0fnu ``[M, H // 32]``.
+        quantise: False sends tokens without scales as they are, in 2 H bytes for bf16.
         group: of ranks; by default all.
 
     Returns:
@@ -76,9 +78,10 @@ def prepare(
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if num_experts % ranks:
         raise ValueError(f"num_experts={num_experts} cannot be divided among {ranks} ranks")
-    each, (M, top_k), H = num_experts // ranks, topk_ids.shape, x.shape[1]
+    each, (M, H) = num_experts // ranks, x.shape
     if x_scale is None:
-        x, x_scale = aiter_mx.quantize(x)
+        if quantise:
+            x, x_scale = aiter_mx.quantize(x)
     elif x.dtype != torch.float8_e4m3fn:
         raise TypeError(f"x must be torch.float8_e4m3fn where x_scale is given, got {x.dtype}")
     elif x_scale.dtype not in SCALE_DTYPES or tuple(x_scale.shape) != (M, H // BLOCK):
@@ -88,28 +91,25 @@ def prepare(
     ids = topk_ids.to(torch.int32)
     valid = (ids >= 0) & (ids < num_experts)
     owner = torch.where(valid, ids // each, -1)
-    sent = tuple((owner == to).any(1).nonzero().flatten() for to in range(ranks))
-    rows = torch.cat(
-        (
-            x.view(torch.uint8),
-            x_scale.view(torch.uint8),
-            ids.contiguous().view(torch.uint8).view(M, 4 * top_k),
-            topk_weights.float().contiguous().view(torch.uint8).view(M, 4 * top_k),
-        ),
-        1,
+    goes = (owner.unsqueeze(2) == torch.arange(ranks, device=x.device)).any(1)  # [M, ranks]
+    counts, received = _exchange_counts(goes.sum(0), group)
+    order = goes.T.nonzero()[:, 1]
+    scales = () if x_scale is None else (x_scale.view(torch.uint8),)
+    columns = [column.contiguous() for column in (ids, topk_weights.float(), x, *scales)]
+    as_bytes = [column.view(torch.uint8) for column in columns]
+    rows = torch.cat(as_bytes, 1)
+    came = _exchange(rows[order], counts, received, group)
+    parts = came.split([column.shape[1] for column in as_bytes], 1)
+    ids, weights, x, *scales_here = (
+        part.contiguous().view(column.dtype) for part, column in zip(parts, columns, strict=True)
     )
-    counts = [len(tokens) for tokens in sent]
-    received = _exchange_counts(counts, x.device, group)
-    came = _exchange(rows[torch.cat(sent)], counts, received, group)
-    scales_end, ids_end = H + H // BLOCK, H + H // BLOCK + 4 * top_k
-    ids = came[:, scales_end:ids_end].contiguous().view(torch.int32)
     here = ids - rank * each
     return Dispatched(
-        x=came[:, :H].contiguous().view(torch.float8_e4m3fn),
-        x_scale=came[:, H:scales_end].contiguous(),
+        x=x,
+        x_scale=scales_here[0] if scales_here else None,
         topk_ids=torch.where((here >= 0) & (here < each), here, -1),
-        topk_weights=came[:, ids_end:].contiguous().view(torch.float32),
-        sent=sent,
+        topk_weights=weights,
+        sent=order.split(counts),
         received=tuple(received),
         tokens=M,
         bytes_sent=(sum(counts) - counts[rank]) * rows.shape[1],
@@ -134,7 +134,7 @@ def finalize(dispatched: Dispatched, sums: Tensor) -> Tensor:
     parts = came.view(sums.dtype).view(-1, H).split(counts)
     total = torch.zeros(dispatched.tokens, H, dtype=torch.float32, device=sums.device)
     for tokens, part in zip(dispatched.sent, parts, strict=True):
-        total[tokens] += part.float()
+        total.index_add_(0, tokens, part.float())
     return total.to(sums.dtype)
 
 
@@ -193,12 +193,12 @@ def fused_moe(
     return finalize(at, sums)
 
 
-def _exchange_counts(counts: list[int], device: torch.device, group: Any) -> list[int]:
-    own = torch.tensor(counts, dtype=torch.int64, device=device)
-    others = torch.empty_like(own)
-    dist.all_to_all_single(others, own, group=group)
-    found: list[int] = others.tolist()
-    return found
+def _exchange_counts(counts: Tensor, group: Any) -> tuple[list[int], list[int]]:
+    """How many rows go to each rank, and how many come from it, read on the host at once."""
+    others = torch.empty_like(counts)
+    dist.all_to_all_single(others, counts, group=group)
+    here, there = torch.stack((counts, others)).tolist()
+    return here, there
 
 
 def _exchange(rows: Tensor, counts: list[int], received: list[int], group: Any) -> Tensor:

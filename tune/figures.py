@@ -223,6 +223,32 @@ def invariance() -> str:
     return _table(["N x K", *(f"M={m}" for m in batches)], rows) + _origin(run)
 
 
+def distributed() -> str:
+    """Experts on several ranks: bytes of a token there and back, and us where GPUs carried them."""
+    folders = MEASURED.parent
+    found = sorted(folders.glob("nvidia_*/distributed.csv"))
+    path = found[-1] if found else folders / "amd_epyc" / "distributed.csv"
+    run = pd.read_csv(path, dtype={"commit": str})
+    timed = "layer_us" in run.columns
+    columns = ["experts, of a token, H x I", "tokens of a rank", "bytes there", "in bf16", "back"]
+    if timed:
+        columns += ["dispatch, us", "in bf16", "experts", "combine", "layer", "in bf16", "one rank"]
+    rows = []
+    for _, r in run.iterrows():
+        row = [f"{r.E}, {r.top_k}, {r.H} x {r.I}", str(r.M)]
+        row += [f"{r[name]:.0f}" for name in ("bytes", "bf16_bytes", "back_bytes")]
+        if timed:
+            row += [_us(r[f"{name}_us"]) for name in ("dispatch", "bf16_dispatch", "experts")]
+            row += [_us(r[f"{name}_us"]) for name in ("combine", "layer", "bf16_layer", "one_rank")]
+        rows.append(row)
+    first = run.iloc[0]
+    how = f"{first.ranks} ranks over {first.backend}, {first.hardware}"
+    if timed:
+        how += ", eager calls, the slowest rank, medians"
+    commits = ", ".join(sorted(set(run.commit)))
+    return _table(columns, rows) + f"\n{how}; commit {commits}.\n"
+
+
 def zoo() -> str:
     """What each kernel's absence costs over the cells where it was raced."""
     run = pd.read_csv(MEASURED / "zoo.csv").dropna(subset=["ratio"])
@@ -276,7 +302,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     each.__name__: each
     for each in (
         *(linear, moe, grouped, training, quantize, host, routes, perplexity, model, capacity),
-        *(invariance, zoo, every_m, summary),
+        *(invariance, distributed, zoo, every_m, summary),
     )
 }
 

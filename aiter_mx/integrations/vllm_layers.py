@@ -227,14 +227,15 @@ class AiterMxPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         quant_config: Any,
         defer_input_quant: bool = False,
-    ) -> tuple[Tensor, Tensor, None, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, None, Tensor, Tensor]:
         if apply_router_weight_on_input:
             if topk_ids.shape[1] != 1:
                 raise ValueError(
                     f"weights on the input need one expert a token, got {topk_ids.shape[1]}"
                 )
             a1 = a1 * topk_weights.to(a1.dtype)
-        at = distributed.prepare(a1, topk_ids, topk_weights, num_experts, group=self.group)
+        options = {"quantise": not defer_input_quant, "group": self.group}
+        at = distributed.prepare(a1, topk_ids, topk_weights, num_experts, **options)
         self.dispatched = at
         first = dist.get_rank(self.group) * num_experts // dist.get_world_size(self.group)
         if expert_map is None:
