@@ -185,7 +185,8 @@ def time_tables(path: Path, arch: str, op: str) -> float:
     return _cpu_us(lambda: tables.load_rows(arch, op)) / 1e3
 
 
-def _aside(*arguments: object, **environment: str) -> Any:
+def aside(*arguments: object, **environment: str) -> Any:
+    """What this file prints as JSON in a process of its own."""
     command = [sys.executable, __file__, *map(str, arguments)]
     done = subprocess.run(
         command, env={**os.environ, **environment}, check=True, stdout=subprocess.PIPE, text=True
@@ -237,13 +238,13 @@ def main() -> None:
                     "AITER_MX_CONFIG": str(mine),
                     "AITER_MX_LOG_UNTUNED": str(Path(folder) / "untuned.csv"),
                 }
-                found = _aside("routes", op, arch, given.problems, **environment)
+                found = aside("routes", op, arch, given.problems, **environment)
                 results.append(
                     {"op": op, "arch": arch, **{k: f"{v:.1f}" for k, v in found.items()}}
                 )
                 print(*results[-1].values(), flush=True)
         grow(configs_dir() / "sm_90a" / "linear.csv", MANY_ROWS, Path(folder) / "sm_90a/linear.csv")
-        many = [_aside("tables", folder, "sm_90a", "linear") for _ in range(5)]
+        many = [aside("tables", folder, "sm_90a", "linear") for _ in range(5)]
         results.append(
             {"op": MANY, "arch": "sm_90a", "tables_ms": f"{statistics.median(many):.1f}"}
         )

@@ -1,0 +1,27 @@
+"""A problem that no table has costs the host little: what is saved, and what a few take now."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from aiter_mx.target import ARCHS
+from op_tests.bench import routes
+from op_tests.bench.common import MEASURED
+
+BARS = {"median_us": 100, "p99_us": 500, "call_p99_us": 1000, "tables_ms": 50}
+
+
+def test_saved_times_of_every_op_meet_the_bars() -> None:
+    saved = pd.read_csv(MEASURED / "amd_epyc" / "routes.csv")
+    drawn = saved[saved.op != routes.MANY]
+    assert {*zip(drawn.op, drawn.arch, strict=True)} == {(o, a) for o in routes.OPS for a in ARCHS}
+    assert not drawn[[*BARS]].isna().any(axis=None) and len(saved) > len(drawn)
+    assert {name: saved[name].max() for name in BARS if saved[name].max() > BARS[name]} == {}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_few_routes_take_no_more_than_five_times_the_bar(arch: str) -> None:
+    """A core may be shared here; a choice that tries everything takes far more."""
+    times = routes.aside("routes", "linear", arch, 60)
+    assert times["median_us"] < 5 * BARS["median_us"]
