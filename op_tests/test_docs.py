@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,14 @@ def test_files_and_modules_that_pages_name_are_there() -> None:
     assert not missing
 
 
-def test_the_overview_names_every_kernel_of_ours() -> None:
-    overview = (ROOT / "docs" / "kernels" / "index.md").read_text(encoding="utf-8")
-    ours = {kernel.name for op in ops() for kernel in kernels_of(op) if kernel.backend == "hip"}
+@pytest.mark.parametrize(
+    ("page", "of"),
+    [
+        ("docs/kernels/index.md", ops()),
+        ("README.md", ("linear", "moe_gemm", "moe_align", "grouped_gemm", "quantize")),
+    ],
+)
+def test_overviews_name_every_kernel_of_ours(page: str, of: Sequence[str]) -> None:
+    overview = (ROOT / page).read_text(encoding="utf-8")
+    ours = {kernel.name for op in of for kernel in kernels_of(op) if kernel.backend == "hip"}
     assert not [name for name in sorted(ours) if f"`{name}`" not in overview]
