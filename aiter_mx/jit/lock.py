@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from aiter_mx.errors import CacheError
 
@@ -33,6 +33,14 @@ def _timeout_s() -> float:
     return seconds
 
 
+def _lock_at(path: Path) -> BaseFileLock:
+    """A lock that the kernel releases; a soft one would outlive a killed holder."""
+    try:
+        return FileLock(path, fallback_to_soft=False)
+    except TypeError:  # releases of filelock before 3.25, whose locks turn into soft ones
+        return FileLock(path)
+
+
 @contextmanager
 def build_lock(path: Path, purpose: str) -> Iterator[None]:
     """Hold the lock file ``path`` while something is built.
@@ -47,7 +55,7 @@ def build_lock(path: Path, purpose: str) -> Iterator[None]:
     """
     timeout = _timeout_s()
     path.parent.mkdir(exist_ok=True)
-    lock = FileLock(path)
+    lock = _lock_at(path)
     holder = path.with_suffix(".holder")
     try:
         lock.acquire(timeout=timeout, poll_interval=_POLL_S)
@@ -62,7 +70,6 @@ def build_lock(path: Path, purpose: str) -> Iterator[None]:
             raise
         lock_works = False
     else:
-        # A soft lock would outlive a killed holder.
         lock_works = not isinstance(lock, SoftFileLock)
     if not lock_works:
         lock.release()
