@@ -23,6 +23,8 @@ RENAMED = {
 }
 """What kernels are called now, by op and the name that they had."""
 ADDED = {
+    ("linear", "outer"): {"per_sm": 1},
+    ("linear", "wgmma_fp8"): {"per_sm": 1},
     ("moe_gemm", "boxes"): {"tiles": 1},
     ("moe_gemm", "wgmma_f16"): {"tiles": 1},
     ("moe_gemm", "slabs"): {"groups": 2, "tiles": 2},

@@ -88,6 +88,7 @@ constexpr int kRowsW = MX_ROWS_W;             // of w in a workgroup, a multiple
 constexpr int kRowGroups = MX_ROW_GROUPS;     // warpgroups side by side along w, and along x
 constexpr int kKGroups = MX_K_GROUPS;         // warpgroups that take turns along K
 constexpr int kSplit = MX_SPLIT;              // workgroups of a cluster, which share K
+constexpr int kPerSm = MX_PER_SM;             // workgroups that an SM is to hold
 constexpr int kChunks = MX_CHUNKS;            // of the largest part of K
 constexpr int kStages = MX_STAGES;            // of them, that there is room for
 constexpr int kDepth = MX_DEPTH;              // of them, that are under way at a time
@@ -98,12 +99,19 @@ using Out = DType<MX_OUT>;
 constexpr int kGroups = kRowGroups * kKGroups;
 constexpr int kWarps = 4 * kGroups; // that multiply
 constexpr int kConsumers = kWarps * kLanes;
-constexpr int kThreads = kConsumers + 4 * kLanes; // one more warpgroup, of which two threads copy
-constexpr int kSet = kConsumers + kLanes;         // of the threads, that set out together
-// Of a lane. All of those that a launch begins with are a workgroup's: what the warpgroup that
-// copies leaves goes to the others.
-constexpr int kCopyRegisters = 24;
-constexpr int kMostRegisters = kGroups == 1 ? 248 : kGroups == 2 ? 240 : kGroups == 3 ? 160 : 112;
+// Two warps copy, a thread each. Where an SM holds one workgroup they are of one more warpgroup,
+// and what that leaves of its registers goes to the others: all of those that a launch begins with
+// are a workgroup's.
+constexpr bool kDealsRegisters = kPerSm == 1 && kGroups > 1;
+constexpr int kThreads = kConsumers + (kPerSm == 1 ? 4 : 2) * kLanes;
+constexpr int kSet = kConsumers + kLanes; // of the threads, that set out together
+constexpr int kCopyRegisters = 24;        // of a lane
+// Each quarter of an SM has 512 for a lane of all its warps, which are given 8 at a time.
+constexpr int kMostRegisters = kPerSm > 1     ? 512 / ((kThreads / kLanes * kPerSm + 3) / 4) / 8 * 8
+                               : kGroups == 1 ? 248
+                               : kGroups == 2 ? 240
+                               : kGroups == 3 ? 160
+                                              : 112;
 constexpr int kParts = kSplit * kKGroups; // whose sums are added
 
 constexpr int kGroupRows = 64; // of A, of a warpgroup
@@ -145,7 +153,6 @@ MX_DEVICE constexpr int boxes_of(int part) { // of a workgroup, into which sums 
                        (kParts - 1)
                  : (kTiles - part + kSplit - 1) / kSplit * kParts;
 }
-static_assert(kTiles >= kSplit, "who owns a tile waits for the whole cluster");
 
 constexpr int kXBytes = kRowsM * kChunk, kWBytes = kRowsW * kChunk; // of a chunk
 constexpr int kStageBytes = kXBytes + kWBytes;
@@ -162,7 +169,7 @@ constexpr int kEnd = kBarriers + (kRings * kStages + 2) * 8;
 static_assert(!kRefills || kStages % kKGroups == 0,
               "a stage is one warpgroup's, as are its phases");
 static_assert(kEnd + 1024 <= MX_SHARED_BYTES, "the host lays shared memory out differently: "
-                                              "aiter_mx/kernels/linear/outer_sm90.py");
+                                              "aiter_mx/kernels/linear/wgmma_fp8_sm90.py");
 
 using Sums = float[kValues];
 
@@ -558,7 +565,7 @@ struct Kept {
 #define CLUSTER
 #endif
 
-extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
+extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
     aiter_mx_linear_wgmma_fp8(const unsigned char* xq, const unsigned char* xs,
                               const unsigned char* wq, const unsigned char* ws, const void* bias,
                               Out* y, long M, long N, long K, int bias_kind, int part_chunks,
@@ -579,7 +586,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     if (threadIdx.x >= kConsumers) { // the producers
         const int warp = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);
         if (warp > kWarps + 1) {
-            if constexpr (kGroups > 1)
+            if constexpr (kDealsRegisters)
                 decrease_registers<kCopyRegisters>();
             return;
         }
@@ -613,7 +620,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
             named_barrier_arrive(3, kSet);
         }
         // Before a wait: whom a producer waits for may be waiting for its registers.
-        if constexpr (kGroups > 1)
+        if constexpr (kDealsRegisters)
             decrease_registers<kCopyRegisters>();
         if (of_x) {
             named_barrier(2, 2 * kLanes);
@@ -641,7 +648,9 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
                 tma_load(to + next.at * kStageBytes, map, (first_chunk + i) * kChunk, row,
                          full + 8 * next.at);
                 next.next();
-                if (of_x && i == min(early, chunks) - 1)
+                // An SM that is to hold several workgroups has room for the next launch's, which
+                // ask for weights while these wait for x.
+                if (of_x == (kPerSm == 1) && i == min(early, chunks) - 1)
                     launch_dependents();
             }
         }
@@ -657,7 +666,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     scale_copies.ask(xs, ws, first_row, static_cast<int>(M), N, K, first_chunk, chunks, overlaps);
     if constexpr (kSplit > 1)
         cluster_arrive_relaxed();
-    if constexpr (kGroups > 1)
+    if constexpr (kDealsRegisters)
         increase_registers<kMostRegisters>();
     const int lane = held(threadIdx.x % kLanes);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);

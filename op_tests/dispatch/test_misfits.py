@@ -24,8 +24,8 @@ EXPERTS = MoeGemmProblem(M=40, N=1544, K=6144, E=16, top_k=4, out_dtype="fp32")
 MANY_ROWS = LinearProblem(M=64, N=2311, K=6144)
 ACTIVATED = MoeGemmProblem(M=4, N=1536, K=6144, E=16, top_k=4, activation="silu", out_dtype="mxfp8")
 ROWS: list[tuple[str, Problem, str, dict[str, int], str]] = [
-    ("linear", LINEAR, "wgmma_fp8", {"split": 8, "row_groups": 1, "k_groups": 4, "depth": 2},
-     "depth"),
+    ("linear", LINEAR, "wgmma_fp8", {"split": 8, "row_groups": 1, "k_groups": 4, "depth": 2,
+     "per_sm": 1}, "depth"),
     ("linear", LINEAR, "wide", {"split": 1, "rows": 128, "depth": 8}, "'rows': 128"),
     ("moe_gemm", EXPERTS, "wgmma_f16", {"col_tiles": 8, "groups": 3, "depth": 4, "slots": 0,
      "ahead": 3, "tiles": 1}, "bytes of shared memory, and can have 232448"),

@@ -60,11 +60,14 @@ def launch_beyond_4_gib(
     return out[:, there].cpu(), (xq.cpu(), xs.cpu(), *weights)
 
 
-def chain_of_layers(kernel: KernelSpec, M: int) -> Callable[[bool], torch.Tensor]:
+def chain_of_layers(
+    kernel: KernelSpec, M: int, config: Config | None = None
+) -> Callable[[bool], torch.Tensor]:
     """Layers each of whose activations are made from the result of the one ahead, in one stream.
 
-    It is told whether launches overlap, and takes one configuration either way: another one may add
-    in another order. Both ways are loaded here, so that either can be captured at once.
+    It is told whether launches overlap, and takes one configuration either way, the kernel's own
+    where ``config`` is None: another one may add in another order. Both ways are loaded here, so
+    that either can be captured at once.
     """
     width, layers = 1536, 12
     generator = torch.Generator().manual_seed(7)
@@ -74,7 +77,7 @@ def chain_of_layers(kernel: KernelSpec, M: int) -> Callable[[bool], torch.Tensor
     ]
     first = [t.cuda() for t in random_mx(M, width, generator, scale_exponents=(-3, 3))]
     target, problem = target_of(torch.device("cuda")), LinearProblem(M, width, width)
-    config = kernel.configure(target, problem)
+    config = config or kernel.configure(target, problem)
     runs = {
         pdl: bound(kernel, first[0].device, replace(problem, pdl=pdl), config)
         for pdl in (False, True)

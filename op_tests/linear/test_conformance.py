@@ -256,8 +256,9 @@ def test_results_are_bitwise_equal_over_launches_on_two_streams(bench: Bench, pd
 def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(
     bench: Bench, captured: bool
 ) -> None:
-    for M in bench.subject.chained:
-        chain = chain_of_layers(bench.kernel, M)
+    subject = bench.subject
+    for M, config in (*((M, None) for M in subject.chained), *subject.chained_in):
+        chain = chain_of_layers(bench.kernel, M, config)
         expected = chain(False)
         if not captured:
             assert all(torch.equal(chain(True), expected) for _ in range(20))

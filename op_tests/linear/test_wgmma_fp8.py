@@ -43,15 +43,22 @@ def test_cases_fit_and_reach_what_differs_between_configurations() -> None:
     assert kept >= {(False, True), (True, False)}
     assert {one.scale_chunks for one, _ in found} == {1, 2, 4}
     assert {chosen["row_groups"] * chosen["k_groups"] for _, chosen in found} == {1, 2, 3, 4}
+    shared = [(one, chosen) for one, chosen in found if chosen["per_sm"] > 1]
+    assert {chosen["per_sm"] for _, chosen in shared} == {2, 3}
+    assert {one.stages < one.chunks for one, _ in shared} == {False, True}
+    tiles = [(4 * chosen["row_groups"] * one.columns // 8, chosen) for one, chosen in shared]
+    assert {owned < chosen["split"] for owned, chosen in tiles} == {False, True}
 
 
 @pytest.mark.parametrize(("N", "K"), [(1, 128), (300, 384), (2304, 6144), (6144, 2048)])
 def test_all_workgroups_of_a_candidate_are_there_at_once(N: int, K: int) -> None:
     assert WGMMA_FP8.module is not None
-    for M in (1, 8, 17, 32, 33, 48, 49, 64, 65, 96, 97, 128):
-        problem = LinearProblem(M, N, K)
+    for M, pdl in product((1, 8, 17, 32, 33, 48, 49, 64, 65, 96, 97, 128), (False, True)):
+        problem = LinearProblem(M, N, K, pdl=pdl)
         for chosen in WGMMA_FP8.candidates(TARGET, problem):
-            assert WGMMA_FP8.module.geometry(TARGET, problem, chosen).grid[0] <= TARGET.cu_num
+            per_sm, geometry = chosen["per_sm"], WGMMA_FP8.module.geometry(TARGET, problem, chosen)
+            assert geometry.grid[0] <= TARGET.cu_num * per_sm
+            assert (geometry.shared_bytes + 1024) * per_sm <= 228 * 1024
 
 
 def test_rows_and_chunks_are_dealt_out_whole() -> None:
@@ -73,12 +80,33 @@ def test_rows_and_chunks_are_dealt_out_whole() -> None:
 
 
 @pytest.mark.parametrize(("N", "K"), [(2304, 6144), (1536, 6144), (6144, 2048), (9216, 6144)])
-def test_what_fits_a_power_of_two_of_rows_fits_fewer(N: int, K: int) -> None:
-    for most in (16, 32, 64):
-        for chosen in WGMMA_FP8.candidates(TARGET, LinearProblem(most, N, K)):
+@pytest.mark.parametrize("pdl", [False, True])
+def test_what_fits_a_power_of_two_of_rows_fits_fewer(N: int, K: int, pdl: bool) -> None:
+    for most in (8, 16, 32, 64):
+        for chosen in WGMMA_FP8.candidates(TARGET, LinearProblem(most, N, K, pdl=pdl)):
             for M in range(most // 2 + 1, most):
                 found = layout(TARGET, LinearProblem(M, N, K), chosen)
                 assert found is not None, (M, N, K, chosen)
+
+
+@pytest.mark.parametrize("M", [1, 8, 16])
+@pytest.mark.parametrize(("N", "K"), [(1280, 6144), (1536, 6144), (2304, 4096)])
+def test_several_of_an_sm_are_tried_where_launches_overlap(M: int, N: int, K: int) -> None:
+    alone = WGMMA_FP8.candidates(TARGET, LinearProblem(M, N, K))
+    assert {chosen["per_sm"] for chosen in alone} == {1}
+    overlapping = WGMMA_FP8.candidates(TARGET, LinearProblem(M, N, K, pdl=True))
+    assert any(chosen["per_sm"] > 1 for chosen in overlapping[:2])
+    assert any(chosen["per_sm"] == 1 for chosen in overlapping)
+
+
+def test_workgroups_of_an_sm_have_its_registers_together() -> None:
+    assert WGMMA_FP8.module is not None
+    for M, N, K, chosen, *_ in CASES:
+        geometry = WGMMA_FP8.module.geometry(TARGET, LinearProblem(M, N, K), chosen)
+        groups = chosen["row_groups"] * chosen["k_groups"]
+        of_copies = 128 if chosen["per_sm"] == 1 else 64
+        assert geometry.block == (128 * groups + of_copies, 1, 1)
+        assert geometry.block[0] * chosen["per_sm"] <= 640  # 96 registers for each, or more
 
 
 @pytest.mark.parametrize("pdl", [False, True])

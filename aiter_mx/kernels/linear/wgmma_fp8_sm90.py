@@ -16,7 +16,15 @@ from aiter_mx.kernels.linear.problem import (
     matrix_scalars,
 )
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
-from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, SHARED_BYTES, SUM_BYTES, most_clusters, up
+from aiter_mx.kernels.sm90 import (
+    CHUNK,
+    GROUP_ROWS,
+    RESERVED_BYTES,
+    SHARED_BYTES,
+    SUM_BYTES,
+    most_clusters,
+    up,
+)
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     MAX_INT,
@@ -34,6 +42,7 @@ PARAMS = (
     Param("row_groups", (1, 2, 3, 4), "warpgroups side by side along w"),
     Param("k_groups", (1, 2, 3, 4), "warpgroups that take turns along K"),
     Param("depth", (2, 3, 4, 6, 8, 12), "chunks of 128 k that are under way at most"),
+    Param("per_sm", (1, 2, 3), "workgroups that an SM is to hold"),
 )
 
 _MOST_GROUPS = 4
@@ -66,12 +75,13 @@ _MANY_WEIGHTS, _MANY_ROWS = 50_000_000, 16_384
 _MOST_CANDIDATES = 16
 _MOST_ALIKE = 2
 _FACTOR_BYTES = 8  # of a row's scales in a chunk
+_MOST_SHARED_M = 16  # up to which several workgroups of an SM are candidates
 _MOST_COLUMNS = 96  # of a wgmma
 _MOST_FAST_COLUMNS, _FEW_ROWS, _OF_SLOW_COLUMNS = 112, 48, 1.8
 """Beyond so many columns, and rows of w in a workgroup, products were seen to take that much
 longer."""
 _MOST_BOX_ROWS = 256
-_REGISTERS = (248, 240, 160, 112)  # of a lane, by warpgroups that multiply
+_REGISTERS = (248, 240, 160, 112)  # of a lane, by warpgroups that multiply and have an SM
 _ALIGNMENT_BYTES = 1024  # of boxes in shared memory, which the kernel's first byte may not have
 FITTED, FITTED_MANY, FITTED_MOST = WgmmaFp8(), WGMMA_FP8_MANY, WGMMA_FP8_MOST
 
@@ -112,7 +122,26 @@ class Layout(NamedTuple):
 
 def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
     """How a configuration is laid out, or None where it does not fit."""
-    return _layout_of(target, problem, config["split"], config["row_groups"], config["k_groups"])
+    tile = config["split"], config["row_groups"], config["k_groups"]
+    if config["per_sm"] > 1:
+        return _shared_layout(target, problem, *tile, config["per_sm"])
+    return _layout_of(target, problem, *tile)
+
+
+def _shared_layout(
+    target: Target, problem: LinearProblem, split: int, row_groups: int, k_groups: int, per_sm: int
+) -> Layout | None:
+    """Of workgroups that share an SM, with one another or with the next launch's where launches
+    overlap: tiles have all the rows that a warpgroup takes, so as to be few."""
+    if row_groups * k_groups * per_sm > _MOST_GROUPS or problem.K // CHUNK // split < k_groups:
+        return None
+    needed = -(-problem.N // (GROUP_ROWS * row_groups))
+    if problem.M >= _X_IS_A_M or needed > most_clusters(target, split) * per_sm:
+        return None
+    share = -(-problem.N // needed)
+    if -(-share // GROUP_ROWS) != row_groups:
+        return None
+    return _laid_out(problem, split, row_groups, k_groups, False, 1, share, per_sm)
 
 
 def _layout_of(
@@ -146,6 +175,13 @@ def _rows_m(problem: LinearProblem, x_is_a: bool) -> int:
     return up(problem.M, 8 if problem.M <= GROUP_ROWS // 2 else 16)
 
 
+def _registers(groups: int, per_sm: int) -> int:
+    """Of a lane that multiplies, as the kernel's kMostRegisters."""
+    if per_sm == 1:
+        return _REGISTERS[groups - 1]
+    return 512 // -(-(4 * groups + 2) * per_sm // 4) // 8 * 8
+
+
 def _groups_of_x(problem: LinearProblem) -> int:
     """Warpgroups side by side along x, where it is wgmma's A."""
     return -(-problem.M // GROUP_ROWS)
@@ -159,6 +195,7 @@ def _laid_out(
     x_is_a: bool,
     passes: int,
     share: int,
+    per_sm: int = 1,
 ) -> Layout | None:
     rows_m = _rows_m(problem, x_is_a)
     groups_a = _groups_of_x(problem) if x_is_a else row_groups
@@ -169,14 +206,14 @@ def _laid_out(
     if rows_w > _MOST_BOX_ROWS:
         return None
     # Sums, and products and scales of a block at least.
-    if 3 * columns // 2 + 32 > _REGISTERS[groups - 1]:
+    if 3 * columns // 2 + 32 > _registers(groups, per_sm):
         return None
     fewest_chunks, more = divmod(problem.K // CHUNK, split)
     chunks = fewest_chunks + (more > 0)
     rows_a, rows_b = (rows_m, rows_w) if x_is_a else (rows_w, rows_m)
     tiles = -(-rows_a // 16) * (rows_b // 8)
-    if tiles < split:
-        return None  # who owns no sums would not wait for the cluster
+    if tiles < split and per_sm == 1:
+        return None  # choices are fitted without clusters of which some own no sums
     parts = split * k_groups
     of_warp = columns // 8  # tiles
     kept = 1 < parts <= of_warp // 2
@@ -190,7 +227,8 @@ def _laid_out(
     behind = scales + boxes * SUM_BYTES + (2 * chunks + 2) * 8
     # The last stage is read as if it had all rows of A.
     behind = max(behind, groups_a * GROUP_ROWS * CHUNK - stage_bytes)
-    stages = (SHARED_BYTES - _ALIGNMENT_BYTES - behind) // stage_bytes
+    room = (SHARED_BYTES + RESERVED_BYTES) // per_sm - RESERVED_BYTES
+    stages = (room - _ALIGNMENT_BYTES - behind) // stage_bytes
     stages = chunks if stages >= chunks else stages // k_groups * k_groups
     if stages < min(2 * k_groups, chunks):
         return None
@@ -247,9 +285,36 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
                 under_way = min(depth, found.stages) * found.stage_bytes
                 once = of_pass + fitted.off * abs(under_way - fitted.under_way_bytes)
                 cycles = found.passes * (once + between) - between
-                yield cycles, (), (split, *groups, depth)
+                yield cycles, (), (split, *groups, depth, 1)
                 if depth >= found.stages:  # deeper ones are the same
                     break
+    if problem.pdl and problem.M <= _MOST_SHARED_M:
+        yield from _shared_costs(target, problem)
+
+
+def _shared_costs(target: Target, problem: LinearProblem) -> Iterator[Costed]:
+    """Where workgroups share an SM, those of the next launch have what one leaves of it: a launch
+    costs what it takes of all SMs, but no less than what each of its workgroups does."""
+    fitted, columns = _fitted(problem), up(problem.M, 8)
+    shapes = product(PARAMS[4].values[1:], (1, 2, 4, 8), _GROUPS)
+    for per_sm, split, (row_groups, k_groups) in shapes:
+        found = _shared_layout(target, problem, split, row_groups, k_groups, per_sm)
+        if found is None:
+            continue
+        groups = row_groups * k_groups
+        of_sm = max(1, found.clusters * split / target.cu_num)
+        copied = of_sm * found.chunks * found.stage_bytes / fitted.bytes_a_cycle
+        of_block = fitted.block + fitted.column * columns + fitted.sharing / (groups * per_sm)
+        blocks = up(found.chunks, k_groups) * row_groups * 4
+        computed = blocks * max(of_sm * of_block, fitted.waited / groups)
+        exchanged = _exchange_cycles(fitted, split, found.rows_m * found.rows_w * k_groups)
+        once = _together(fitted, copied, computed) + exchanged
+        for depth in PARAMS[3].values:
+            under_way = of_sm * min(depth, found.stages) * found.stage_bytes
+            cycles = once + fitted.off * abs(under_way - fitted.under_way_bytes)
+            yield cycles, (), (split, row_groups, k_groups, depth, per_sm)
+            if depth >= found.stages:
+                break
 
 
 def _bound(target: Target, problem: LinearProblem, split: int) -> float:
@@ -301,7 +366,7 @@ _search = Search(
     PARAMS,
     _costs,
     most=_MOST_CANDIDATES,
-    alike=("split", "row_groups", "k_groups"),
+    alike=("split", "row_groups", "k_groups", "per_sm"),
     most_alike=_MOST_ALIKE,
 )
 
@@ -342,7 +407,7 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
     groups = config["row_groups"] * config["k_groups"]
     return Geometry(
         grid=(found.clusters * config["split"], 1, 1),
-        block=(128 * (groups + 1), 1, 1),
+        block=(128 * groups + (128 if config["per_sm"] == 1 else 64), 1, 1),
         shared_bytes=found.shared_bytes,
         overlaps=problem.pdl,
     )

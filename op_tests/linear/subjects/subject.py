@@ -58,6 +58,7 @@ class Subject(conformance.Subject):
         underflow: what a block of 32 products may lose at the lower end of fp32.
         repeats: M, N, K and configuration of a thousand launches on two streams.
         chained: M of chains of overlapping launches; none where launches do not overlap.
+        chained_in: likewise, and a configuration for 1536 features and as many k.
         beyond_4_gib: M and K of a launch whose weights take more than 4 GiB.
     """
 
@@ -74,4 +75,5 @@ class Subject(conformance.Subject):
     underflow: float = 2.0**-126
     repeats: Sequence[tuple[int, int, int, Config | None]] = ()
     chained: Sequence[int] = ()
+    chained_in: Sequence[tuple[int, Config]] = ()
     beyond_4_gib: Sequence[tuple[int, int]] = ()
