@@ -200,7 +200,8 @@ def draw(table: Path) -> Path:
 
     frame = pd.read_csv(table)
     figure = DRAWN[table.stem](frame)
-    what = f"{table.stem}, {table.parent.name}, commit {frame.commit.iloc[0]}, {frame.date.iloc[0]}"
+    commits, dates = (", ".join(sorted(set(frame[of].astype(str)))) for of in ("commit", "date"))
+    what = f"{table.stem}, {table.parent.name}, commit {commits}, {dates}"
     figure.suptitle(what, fontsize=10)
     picture = table.with_suffix(".png")
     figure.savefig(picture, dpi=120)
