@@ -58,12 +58,20 @@ def of_other_code(saved: Path = SAVED) -> list[str]:
     return [name for name, digest in digests().items() if row.get(name) != digest]
 
 
+def latest(measured: Path = SAVED.parents[1]) -> Path:
+    """The saved run of this code, on whichever GPU of Hopper; else the last of other code."""
+    runs = measured.glob(f"nvidia_*/{SAVED.name}")
+    order = {run: (not of_other_code(run), pd.read_csv(run).date[0]) for run in runs}
+    return max(order, key=lambda run: order[run], default=SAVED)
+
+
 def state(saved: Path = SAVED) -> str:
     """A sentence about the saved run."""
     if not saved.is_file():
         return f"GPU tests: no run is saved in {saved.relative_to(ROOT)}; make test-gpu makes one"
     table = pd.read_csv(saved)
-    of = f"GPU tests: the run of {table['date'][0]} had {table['tests'].sum()} tests"
+    of = f"GPU tests: the run of {table['date'][0]}, {saved.parent.name}, had"
+    of += f" {table['tests'].sum()} tests"
     of += f", of which {table['failed'].sum()} failed and {table['skipped'].sum()} were skipped"
     others = of_other_code(saved)
     return of + (f"; {', '.join(others)} changed since" if others else "; it is of this code")
@@ -193,7 +201,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     asked = _arguments()
     if asked.state:
-        print(state())
+        print(state(latest()))
         return 0
     if asked.save and asked.tests != ["op_tests"]:
         raise SystemExit("--save keeps the result of all tests: leave the files out")

@@ -69,6 +69,15 @@ def test_a_saved_run_of_other_code_is_told(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "configs/sm_90a/b.csv").write_text("")
     assert gpu.of_other_code(saved) == ["csrc", "configs"]
     assert "csrc, configs changed since" in gpu.state(saved)
+    runs = [tmp_path / folder / saved.name for folder in ("nvidia_a", "nvidia_b", "nvidia_c")]
+    assert gpu.latest(tmp_path) == gpu.SAVED
+    for run, date in zip(runs, ("2026-01-03", "2026-01-01", "2026-01-02"), strict=True):
+        run.parent.mkdir()
+        pd.DataFrame([row | {"csrc": "other", "date": date}]).to_csv(run, index=False)
+    assert gpu.latest(tmp_path) == runs[0], "the last"
+    pd.DataFrame([row | gpu.digests()]).to_csv(runs[1], index=False)
+    assert gpu.latest(tmp_path) == runs[1], "of this code"
+    assert "2026-01-02, nvidia_b, had 3 tests" in gpu.state(runs[1])
 
 
 def test_a_rehearsal_asks_for_what_a_test_launches(tmp_path: Path) -> None:
