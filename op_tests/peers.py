@@ -143,15 +143,8 @@ def by_pytest(*files: str) -> Run:
     def run(checkout: Path, options: list[str], shard: Shard) -> Counts:
         plugin = Counting(shard)
         paths = [str(checkout / file) for file in files]
-        usual = [
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"--rootdir={checkout}",
-            "--tb=line",
-            "-c",
-            os.devnull,
-        ]
+        usual = ["-q", "-p", "no:cacheprovider", f"--rootdir={checkout}", "--tb=line"]
+        usual += ["-c", os.devnull]
         pytest.main([*usual, *options, *paths], plugins=[plugin])
         return plugin.counts
 

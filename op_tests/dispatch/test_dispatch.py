@@ -18,7 +18,7 @@ from aiter_mx.dispatch.cells import SIDE_FILES, format_config, parse_config
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import TableError
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.kernels.registry import find_kernel, kernels_of
 from aiter_mx.kernels.spec import Key
 from aiter_mx.paths import configs_dir
 from aiter_mx.plan import build_requests
@@ -153,13 +153,18 @@ def test_a_layer_of_several_launches_says_where_its_routes_are() -> None:
         aiter_mx.explain("fused_mo", M=1)
 
 
+def ours() -> frozenset[tuple[str, str]]:
+    """The kernels of the linear that are ours."""
+    return frozenset(("hip", k.name) for k in kernels_of("linear") if k.backend == "hip")
+
+
 def test_a_kernel_that_yields_comes_after_the_others_of_its_backend() -> None:
     limited = LinearProblem(M=3, N=4640, K=6144)  # in no shipped table
     chosen = route("linear", GFX950, limited)
     assert (chosen.backend, chosen.kernel) == ("hip", "mfma")
     assert "mfma is as fast from M=2" in chosen.reason
     assert "mma_ring is faster" not in chosen.reason  # which is Hopper's
-    chosen = route("linear", GFX950, limited, frozenset({("hip", "mfma")}))
+    chosen = route("linear", GFX950, limited, ours() - {("hip", "gemv")})
     assert (chosen.backend, chosen.kernel) == ("hip", "gemv")
     chosen = route("linear", GFX950, LinearProblem(M=1, N=4640, K=6144))
     assert (chosen.backend, chosen.kernel) == ("hip", "gemv")
@@ -174,8 +179,7 @@ def test_simulated_gfx950_takes_our_kernels_but_never_triton() -> None:
 
 
 def test_failed_kernels_are_passed_over_when_told_so() -> None:
-    failed = frozenset(("hip", name) for name in ("gemv", "mfma", "mfma_split"))
-    chosen = route("linear", GFX950, PROBLEM, failed)
+    chosen = route("linear", GFX950, PROBLEM, ours())
     assert chosen.backend == "triton"
     assert "hip/gemv: it failed before" in chosen.reason
 

@@ -28,7 +28,7 @@ SM90 = hardware("sm_90a")
 KERNELS = (MMA_RING, WGMMA_F16, WGMMA_FP8)
 
 
-def test_stream_runs_where_experts_have_few_rows_and_others_where_more() -> None:
+def test_mma_ring_runs_where_experts_have_few_rows_and_others_where_more() -> None:
     few = MoeGemmProblem(16, 1536, 6144, 128, 4, 16)
     many = replace(few, M=1024, block_m=48)
     assert route("moe_gemm", SM90, few).kernel == "mma_ring"
@@ -57,7 +57,7 @@ def test_rows_of_the_next_power_of_two_and_of_silu_stand_in() -> None:
     assert nearest == [(4, "swiglu_oai"), (3, "silu"), (4, "silu")]
 
 
-def test_boxes_holds_whole_blocks_and_keeps_x_where_it_fits() -> None:
+def test_wgmma_f16_holds_whole_blocks_and_keeps_x_where_it_fits() -> None:
     first, second = (MoeGemmProblem(512, N, K, 128, 4, 32) for N, K in ((1536, 6144), (6144, 768)))
     few = ((400, 24, 4), (400, 48, 6))
     for M, block_m, col_tiles in (*few, (1024, 48, 6), (1024, 128, 8), (2048, 80, 10)):
@@ -84,7 +84,7 @@ def test_layers_have_blocks_that_hold_most_experts_rows() -> None:
     assert (narrow.block_m, broad.block_m) == (32, 32)
 
 
-def test_outer_is_for_results_that_hide_its_error() -> None:
+def test_wgmma_fp8_is_for_results_that_hide_its_error() -> None:
     bf16 = MoeGemmProblem(512, 1536, 6144, 128, 4, 32)
     activated = replace(bf16, out_dtype="mxfp8", activation="silu")
     for problem in (bf16, activated):
