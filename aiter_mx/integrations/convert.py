@@ -89,7 +89,7 @@ def convert(
         method = config["quantization_config"].get("quant_method")
         raise CheckpointError(f"{source} is quantised already, by {method!r}")
     plans = {shard.name: _plan(shard, engine, keep) for shard in shards}
-    _claim(target, source, shards, engine, keep)
+    _claim(target, shards, engine, keep)
 
     weight_map: dict[str, str] = {}
     kept: dict[str, str] = {}
@@ -136,9 +136,7 @@ def _configuration(engine: str, ignored: list[str]) -> dict[str, Any]:
     }
 
 
-def _claim(
-    target: Path, source: Path, shards: list[Path], engine: str, keep: Sequence[str]
-) -> None:
+def _claim(target: Path, shards: list[Path], engine: str, keep: Sequence[str]) -> None:
     """Make ``target`` the folder of this conversion, or find that it is."""
     sizes = {shard.name: shard.stat().st_size for shard in shards}
     of = {"version": aiter_mx.__version__, "engine": engine, "keep": list(keep), "shards": sizes}

@@ -17,7 +17,6 @@ from op_tests.launches import moved
 from op_tests.mx_reference import assert_close_to_reference, random_mx, random_mx_groups
 
 POISON = 7.25
-EDGES = (0, 1, 7, 63, 64, 65, 127, 128, 129, 191, 192, 255, 256, 257, 320, 511, 513)
 
 
 @pytest.fixture
