@@ -2,8 +2,8 @@
 //
 //   y[m] = sum over k' of (xq[m, k'] * wq[g, :, k']^T) * xs[m, k'] * ws[g, n / 128, k']
 //
-// for each group g, each row m of it, and each step k' of 128 k. aiter_mx/kernels/promoted_gemm.py
-// says what is passed.
+// for each group g, each row m of it, and each step k' of 128 k.
+// aiter_mx/kernels/promoted_gemm/wgmma_fp8_sm90.py says what is passed.
 //
 //   producer, a thread: the step's x and w, as boxes that TMA swizzles, into a ring
 //   consumer, two warpgroups: the products of a step by wgmma over fp8, which adds them with about
@@ -38,7 +38,8 @@ constexpr int kStageX = kTileM * kStepK, kStageW = kTileN * kStepK;
 constexpr int kStageBytes = kStageX + kStageW;
 constexpr int kBoxRows = kTileM / kCluster; // of x, that a workgroup brings
 static_assert(kStages * kStageBytes == MX_SHARED_BYTES,
-              "the host lays shared memory out differently: aiter_mx/kernels/promoted_gemm.py");
+              "the host lays shared memory out differently: "
+              "aiter_mx/kernels/promoted_gemm/wgmma_fp8_sm90.py");
 constexpr int kProducerRegisters = kResident > 1 ? 32 : 40;
 constexpr int kConsumerRegisters = kResident > 1 ? 104 : 232;
 using Out = DType<MX_OUT>;

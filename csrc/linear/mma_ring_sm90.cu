@@ -67,8 +67,9 @@ constexpr int kRingEnd = kRing + kWarps * kDepth * kStageBytes;
 constexpr int kPartialBytes = kKWarps == 1 ? 0 : kKWarps * kTurnTiles * kTileBytes;
 constexpr int kPartials = kOnePass ? kRing : kRingEnd; // in place of rings after the only pass
 constexpr int kEnd = kRingEnd > kPartials + kPartialBytes ? kRingEnd : kPartials + kPartialBytes;
-static_assert(kEnd == MX_SHARED_BYTES,
-              "the host lays shared memory out differently: aiter_mx/kernels/linear/mma_sm90.py");
+static_assert(
+    kEnd == MX_SHARED_BYTES,
+    "the host lays shared memory out differently: aiter_mx/kernels/linear/mma_ring_sm90.py");
 static_assert(kOneTurn || kTurnTiles >= kSplit, "who owns a tile waits for the whole cluster");
 
 using Sums = float[kRowTiles][kTilesM][4];

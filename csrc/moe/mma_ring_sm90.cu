@@ -86,7 +86,7 @@ constexpr int kMaximaBytes = kCluster > 1 ? sizeof(Maxima) : 0;
 static_assert(
     kWarps * (kRingBytes + kPartials * 4 + kEntries * sizeof(Entry)) + kMaximaBytes ==
         MX_SHARED_BYTES,
-    "the host lays shared memory out differently: aiter_mx/kernels/moe_gemm/stream_sm90.py");
+    "the host lays shared memory out differently: aiter_mx/kernels/moe_gemm/mma_ring_sm90.py");
 
 MX_DEVICE int blocks_of(const MoeArgs& a, int chunk) {
     return kWhole ? kBlocks : min(kBlocks, static_cast<int>(a.blocks()) - chunk * kBlocks);

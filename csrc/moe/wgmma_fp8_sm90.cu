@@ -37,8 +37,9 @@ struct Shared {
     unsigned long long arrived[kSlots], ready[kSlots], taken[kSlots];
     unsigned long long opened[kEntries], closed[kEntries]; // of the queue
 };
-static_assert(sizeof(Shared) <= MX_SHARED_BYTES,
-              "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/outer_sm90.py");
+static_assert(
+    sizeof(Shared) <= MX_SHARED_BYTES,
+    "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/wgmma_fp8_sm90.py");
 
 // By all threads.
 MX_DEVICE void set_up_barriers(Shared& shared) {

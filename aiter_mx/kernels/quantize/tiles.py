@@ -1,4 +1,4 @@
-"""Quantisation along rows, columns or both, and into every layout, csrc/quantize_tiles*.cu."""
+"""Quantisation along rows, columns or both, and into every layout, csrc/quantize/tiles*.cu."""
 
 from __future__ import annotations
 
