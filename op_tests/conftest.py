@@ -12,6 +12,8 @@ from op_tests.places import device_in
 from op_tests.shards import Shard
 
 HAS_GPU = torch.cuda.is_available() and gpu_target(0).arch in ARCHS
+MOST_KEPT_BYTES = 2 << 30
+"""Of a GPU's memory between two tests."""
 
 
 device = device_in("sim", "torch", "cuda")
@@ -80,6 +82,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         items[:] = kept
         config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_runtest_teardown() -> None:
+    """Leave the GPU's memory to the other workers: torch keeps what a test has freed."""
+    if HAS_GPU and torch.cuda.memory_reserved() > MOST_KEPT_BYTES:
+        torch.cuda.empty_cache()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
