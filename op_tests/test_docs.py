@@ -43,8 +43,10 @@ def test_readme_is_short_and_its_links_lead_somewhere() -> None:
     assert links and not [link for link in links if not (ROOT / link).exists()]
 
 
-def test_files_and_modules_that_pages_name_are_there() -> None:
+def test_files_and_modules_that_pages_and_sources_name_are_there() -> None:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages += sorted(p for p in (ROOT / "aiter_mx").rglob("*.py") if "sim" not in p.parts)
+    pages += sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cu", ".h"))
     rooms = "csrc|aiter_mx|op_tests|tune|configs|docs"
     missing = []
     for page in pages:

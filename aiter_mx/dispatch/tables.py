@@ -12,7 +12,7 @@ A process reads a file once, when it first needs a row of it: later changes to t
 processes that start later.
 
 Where a row comes from is told in the file ``<table>.provenance.csv`` beside it, which dispatch
-does not read (``aiter_mx/tuning/provenance.py``).
+does not read (``aiter_mx/tuning/table.py``).
 
 The shipped tables were proven when they were made, and ``digests.json`` beside them says which
 bytes were: ``aiter-mx tables check`` proves them again. Of any other file every row's shape, kernel
