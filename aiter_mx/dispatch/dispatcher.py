@@ -34,6 +34,7 @@ _logged_lock = Lock()
 _unwritable: set[str] = set()
 _misfits: set[str] = set()
 _LOG = logging.getLogger("aiter_mx")
+_OF_16_BITS = ("bf16", "fp16")
 
 
 def route(
@@ -63,7 +64,7 @@ def route(
         return _invariant(op, target, problem, skip)
     key, passed_over, why_none = key_of(op)(problem), list[Clause](), list[Clause]()
     rows = NO_ROWS if target.runtime == "none" else load_rows(target.arch, op)
-    for stand_in in dict.fromkeys((key, *stand_ins(op)(key))):
+    for stand_in in _keys(op, target, key):
         row = rows.find(stand_in, target.cu_num)
         if row is None:
             if stand_in == key:
@@ -77,6 +78,16 @@ def route(
             return Route(row.spec, row.config, row.where, (*passed_over, decided, in_parts))
         passed_over.append(f"{row.where} names {row.backend}/{row.kernel}, but {refusal}")
     return _from_envelope(op, target, problem, skip, why_none + passed_over)
+
+
+def _keys(op: str, target: Target, key: Key) -> dict[Key, None]:
+    """Whose rows serve a problem, in turn: its own key, those that stand in for it, and for exact
+    sums then those of fp32 results, whose kernels add no less exactly."""
+    keys = [key, *stand_ins(op)(key)]
+    if target.exact_sums and "out_dtype" in key_columns(op):
+        place = key_columns(op).index("out_dtype")
+        keys += [(*k[:place], "fp32", *k[place + 1 :]) for k in keys if k[place] in _OF_16_BITS]
+    return dict.fromkeys(keys)
 
 
 def _as_expected(

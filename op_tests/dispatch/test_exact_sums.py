@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 import aiter_mx
+from aiter_mx.dispatch.cells import format_config
+from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.tables import load_rows
+from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.wgmma_fp8_sm90 import ACCUMULATION_ERROR, MOST_ACCUMULATION_ERROR
 from aiter_mx.ops import linear as linear_module
 from aiter_mx.target import hardware, target_of, wants_exact_sums
+from op_tests.dispatch.test_dispatch import write_table
 from op_tests.mx_reference import random_mx
 
 SWITCH = "AITER_MX_EXACT_SUMS"
@@ -42,6 +49,30 @@ def test_no_row_gives_inexact_sums_where_exact_ones_are_asked_for() -> None:
         for problem in problems[:: max(1, len(problems) // 150)]:
             chosen = aiter_mx.explain(op, arch="sm_90a", exact_sums=True, **vars(problem))
             assert chosen.kernel != "wgmma_fp8", problem
+
+
+def test_exact_sums_of_16_bits_take_a_row_of_fp32_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = hardware("sm_90a")
+    fast = {"split": 1, "row_groups": 1, "k_groups": 2, "depth": 4, "per_sm": 1}
+    exact = {"split": 2, "rows": 80, "depth": 3}
+    shape: dict[str, object] = {"gfx": "sm_90a", "cu_num": target.cu_num, "op": "linear"}
+    shape |= {"M": 64, "N": 6016, "K": 2048, "backend": "hip", "source": "measured"}
+    rows = [
+        shape | {"out_dtype": out_dtype, "kernel": kernel, "config": format_config(config)}
+        for out_dtype, kernel, config in (("bf16", "wgmma_fp8", fast), ("fp32", "wide", exact))
+    ]
+    monkeypatch.setenv("AITER_MX_CONFIG", str(write_table(tmp_path / "mine.csv", *rows)))
+    for M, out_dtype in ((64, "bf16"), (50, "bf16"), (64, "fp16"), (33, "fp16")):
+        problem = LinearProblem(M, 6016, 2048, out_dtype)
+        usual = route("linear", target, problem)
+        assert (usual.kernel, usual.config) == ("wgmma_fp8", fast)
+        chosen = route("linear", replace(target, exact_sums=True), problem)
+        assert (chosen.kernel, chosen.config) == ("wide", exact)
+        assert "exact sums are asked for" in chosen.reason and "out_dtype=fp32" in chosen.reason
+    monkeypatch.setenv("AITER_MX_CONFIG", str(write_table(tmp_path / "fp32.csv", rows[1])))
+    assert route("linear", target, LinearProblem(64, 6016, 2048)).source == "envelope"
 
 
 @pytest.mark.parametrize("text", [*ON, *OFF])
