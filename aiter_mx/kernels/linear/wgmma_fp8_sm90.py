@@ -4,7 +4,9 @@ csrc/linear/wgmma_fp8_sm90.cu."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
@@ -65,6 +67,14 @@ _TWO_A_M = 97  # from which x is A again, of two warpgroups
 _MOST_OWN_WEIGHTS = {80: 400_000_000, 128: 80_000_000, 192: 15_500_000, 256: 9_000_000}
 """Up to which it was faster than wgmma_bf16 on an H200, by rows beyond 64: its products take longer
 to add than theirs take to multiply, but need no launch ahead."""
+_TILES = (
+    (80, 0, inf),
+    (112, _MOST_OWN_WEIGHTS[192], inf),
+    (128, 0, inf),
+    (192, 0, inf),
+    (256, 0, inf),
+)
+"""The rows of tiles of more than 64, of which there are few, and for how many weights they are."""
 _FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
 _FEWEST_OWN_WEIGHTS = 500_000
 _FEWEST_OWN_WEIGHT_ROWS = 384
@@ -151,6 +161,7 @@ def _layout_of(
     for all M up to its own."""
     if row_groups * k_groups > _MOST_GROUPS or problem.K // CHUNK // split < k_groups:
         return None
+    problem = in_tile(problem)
     x_is_a = _X_IS_A_M <= problem.M <= GROUP_ROWS or problem.M >= _TWO_A_M
     many = problem.N >= _MANY_ROWS or problem.N * problem.K >= _MANY_WEIGHTS
     at_once = most_clusters(target, split)
@@ -244,6 +255,26 @@ def _laid_out(
 _layout = where_it_fits(layout)
 
 
+def in_tile(problem: LinearProblem) -> LinearProblem:
+    """With as many rows as its tile has. Rows that there are not are neither copied nor stored."""
+    M = problem.M
+    if M <= GROUP_ROWS:
+        return problem
+    for rows, fewest, most in _TILES:
+        if rows >= M and fewest < problem.N * problem.K <= most:
+            return replace(problem, M=rows)
+    return problem
+
+
+def most_own_rows(target: Target, problem: LinearProblem) -> int:
+    """The most rows, from 64 on, that are its own where no table decides."""
+    if _refusal(target, replace(problem, M=GROUP_ROWS + 1)) is not None:
+        return GROUP_ROWS
+    weights = problem.N * problem.K
+    fits = [rows for rows, most in _MOST_OWN_WEIGHTS.items() if weights <= most]
+    return max(fits, default=GROUP_ROWS)
+
+
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if problem.M > MAX_M:
         return f"M={problem.M} is above {MAX_M}, the most rows of a tile of wgmma_fp8"
@@ -269,6 +300,7 @@ def _fitted(problem: LinearProblem) -> WgmmaFp8:
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
     """A model of what a call takes beyond its start: see ``FITTED``."""
+    problem = in_tile(problem)
     fitted, splits = _fitted(problem), PARAMS[0].values
     between = fitted.between_passes
     for bound, split in sorted((_bound(target, problem, split), split) for split in splits):
