@@ -186,6 +186,12 @@ def occupancy(kernel: KernelInfo, block: int = 0, shared_bytes: int = 0) -> int:
     return min(waves, -(-groups * waves_per_group // _SIMDS_PER_CU))
 
 
+def resident(kernel: KernelInfo, block: int, shared_bytes: int = 0) -> int:
+    """Workgroups that a compute unit holds at once, as SIMDs have room; arguments as above."""
+    waves = -(-block // _WAVE_SIZE)
+    return max(1, occupancy(kernel, block, shared_bytes) * _SIMDS_PER_CU // waves)
+
+
 def parse_code_object(image: bytes) -> CodeObject:
     """Parse the ELF image of an AMDGPU code object.
 

@@ -21,7 +21,7 @@ from statistics import fmean
 from unittest.mock import patch
 
 from aiter_mx.cli.explain import describe_config
-from aiter_mx.code_object import occupancy
+from aiter_mx.code_object import resident
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.explain import make_problem
 from aiter_mx.kernels.registry import field_value, find_kernel, problem_type
@@ -35,7 +35,7 @@ from aiter_mx.sim.timing.constants import Constants, shipped
 from aiter_mx.sim.timing.cu import SplitTrace
 from aiter_mx.sim.timing.draws import drawn
 from aiter_mx.sim.timing.fit import modelled_us
-from aiter_mx.sim.timing.model import SIMDS, Traced
+from aiter_mx.sim.timing.model import Traced
 from aiter_mx.sim.timing.sample import ALIKE, UNLIKE, sample
 from aiter_mx.sim.triton_driver import triton_launches
 from aiter_mx.target import hardware
@@ -48,7 +48,6 @@ SAVED = Path(__file__).parents[1] / "docs/measured/gfx950_simulated/triton_besid
 OPS = ("linear", "moe_gemm")
 GFX950 = hardware("gfx950")
 FEW_ROWS = 64
-_LANES = 64
 _LARGE_BLOCK = 48  # rows; such blocks are filled to any share
 
 
@@ -77,9 +76,8 @@ def triton_launches_of(op: str, problem: Problem, config: Config, number: int = 
             return launch(program, *told, replace(TRACED, first_group=number, group_count=1))
 
         taken = sample(of_group, prod(grid), count)
-        held = occupancy(program.kernel(kernel), prod(block), shared_bytes)
-        resident = max(1, held * SIMDS // -(-prod(block) // _LANES))
-        found.append(Traced(SplitTrace(taken.trace), taken.working, resident))
+        held = resident(program.kernel(kernel), prod(block), shared_bytes)
+        found.append(Traced(SplitTrace(taken.trace), taken.working, held))
         return LaunchReport(kernel, 0, 0.0)
 
     with patch.object(Program, "launch", traced), triton_launches():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from aiter_mx.code_object import CodeObject, KernelInfo, occupancy, parse_code_object
+from aiter_mx.code_object import CodeObject, KernelInfo, parse_code_object, resident
 from aiter_mx.errors import LaunchError, SimulatorError
 from aiter_mx.forks import Lock
 from aiter_mx.region import Region
@@ -42,7 +42,7 @@ _ARCH = "gfx950"
 _LDS_BYTES = 160 * 1024
 _MAX_LANES = 1024
 _LANES = 64
-_CUS, _SIMDS = 256, 4  # of an MI355X, and of a CU
+_CUS = 256  # of an MI355X
 _MOST_GROUPS = 16  # of a CU, if they have more than one wave
 _MOST_FOLLOWED_WAVES = 1 << 14
 
@@ -408,12 +408,11 @@ def _follows_writes(options: SimOptions) -> bool:
 def _resident(kernel: KernelInfo, block: Dim3, shared_bytes: int) -> int:
     """How many workgroups an MI355X holds at once; no fewer than one a CU, which the launch has."""
     lanes = prod(block)
-    waves = -(-lanes // _LANES)
-    of_cu = max(1, occupancy(kernel, lanes, shared_bytes) * _SIMDS // waves)
+    of_cu = resident(kernel, lanes, shared_bytes)
     lds = kernel.lds_bytes + shared_bytes
     if lds:
         of_cu = min(of_cu, max(1, _LDS_BYTES // lds))
-    return _CUS * (of_cu if waves == 1 else min(of_cu, _MOST_GROUPS))
+    return _CUS * (of_cu if lanes <= _LANES else min(of_cu, _MOST_GROUPS))
 
 
 def _check_geometry(kernel: KernelInfo, grid: Dim3, block: Dim3, lds_bytes: int) -> None:

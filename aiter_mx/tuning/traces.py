@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TypeAlias
 
 from aiter_mx import sim
-from aiter_mx.code_object import occupancy
+from aiter_mx.code_object import resident
 from aiter_mx.jit.cache import get_or_build
 from aiter_mx.jit.fingerprint import code_hash
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport, Trace
 from aiter_mx.sim.timing.cu import SplitTrace
-from aiter_mx.sim.timing.model import SIMDS, Traced
+from aiter_mx.sim.timing.model import Traced
 from aiter_mx.sim.timing.sample import Sample, sample
 from aiter_mx.trial import Prepared, prepare, try_out
 from aiter_mx.tuning.candidates import Candidate, Unfit
@@ -35,7 +35,6 @@ TRACED = SimOptions(
     checks=("-global-race", "-lanes-differ"),  # those take memory as the tensors do
 )
 """How launches are simulated whose time is asked for."""
-_LANES = 64
 
 Alike: TypeAlias = "tuple[int, str, tuple[int, int, int]]"
 """Launches with as many workgroups that work: draw of indices, kernel, grid."""
@@ -120,8 +119,7 @@ def sampled(launch: Prepared, count: int, working: int | None = None) -> Sample:
 
 def held_by_unit(launch: Prepared) -> int:
     """The workgroups of a launch that a compute unit holds at once."""
-    held = occupancy(launch.kernel, launch.lanes, launch.geometry.shared_bytes)
-    return max(1, held * SIMDS // -(-launch.lanes // _LANES))
+    return resident(launch.kernel, launch.lanes, launch.geometry.shared_bytes)
 
 
 def judged(candidate: Candidate, part: Problem, cu_num: int) -> Verdict:

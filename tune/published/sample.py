@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from aiter_mx.code_object import occupancy
+from aiter_mx.code_object import resident
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport, Trace
 from aiter_mx.sim.timing.sample import joined
@@ -13,7 +13,6 @@ from aiter_mx.sim.timing.sharing import Fresh, fresh
 from tune.published.run import Launch, PublishedRun
 
 _CHECKS = ("-global-race", "-lanes-differ")  # their memory grows with the tensors
-_LANES, _SIMDS = 64, 4
 _MOE_SAMPLES = 6
 _IDLE = 0.1  # of the busiest sample's instructions: such a workgroup finds nothing to do
 
@@ -70,10 +69,9 @@ def _sample(run: PublishedRun, launch: Launch, is_layer: bool, split_k: int, fil
     busy = [report for report in reports if report.instructions > _IDLE * most]
     lanes = launch.block[0] * launch.block[1] * launch.block[2]
     kernel = launch.program.kernel(launch.kernel)
-    waves = -(-lanes // _LANES)
-    resident = max(1, occupancy(kernel, lanes, launch.shared_bytes) * _SIMDS // waves)
+    held = resident(kernel, lanes, launch.shared_bytes)
     working = max(1, round(groups * len(busy) / len(reports)))
-    return Sample(joined(busy), working, resident, fills, busy[0])
+    return Sample(joined(busy), working, held, fills, busy[0])
 
 
 def _traced(run: PublishedRun, launch: Launch, number: int) -> LaunchReport:

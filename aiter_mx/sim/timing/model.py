@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from aiter_mx.code_object import KernelInfo, occupancy
+from aiter_mx.code_object import KernelInfo, resident
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.timing.constants import CUS, Constants, shipped
 from aiter_mx.sim.timing.cu import REASONS, Replay, Shares, Span, SplitTrace
 from aiter_mx.sim.timing.sharing import COLD, Fresh, Left, shares
 
 SIMDS = 4
-_LANES = 64
 _SAMPLED_CUS = 8
 _MOST_SPANS = 1 << 17
 _ROUNDS = 3  # that are replayed of the workgroups that a unit takes one after the other
@@ -68,7 +67,6 @@ def traced(
     groups: int,
     block: int,
     shared_bytes: int = 0,
-    fills: int = 0,
 ) -> Traced:
     """A launch that was simulated with ``SimOptions(trace=True, count_conflicts=True)``.
 
@@ -78,13 +76,11 @@ def traced(
         groups: workgroups of the whole launch.
         block: lanes of a workgroup.
         shared_bytes: dynamic LDS.
-        fills: launches ahead of it that only fill memory.
     """
     if report.trace is None:
         raise ValueError("the launch was not traced: simulate it with SimOptions(trace=True)")
-    waves = -(-block // _LANES)
-    resident = max(1, occupancy(kernel, block, shared_bytes) * SIMDS // waves)
-    return Traced(SplitTrace(report.trace), groups, resident, fills)
+    held = resident(kernel, block, shared_bytes)
+    return Traced(SplitTrace(report.trace), groups, held)
 
 
 def predict(
@@ -122,9 +118,9 @@ def predict(
     return Prediction(before + us, parts, busy, waited)
 
 
-def timeline(launch: Traced, constants: Constants | None = None) -> list[Span]:
+def timeline(launch: Traced) -> list[Span]:
     """What the waves of the slowest unit do when, in cycles; the first of them of a long launch."""
-    constants = constants or shipped()
+    constants = shipped()
     groups = max(_dealt(launch), key=lambda each: _unit(launch, each, constants)[0])
     machine = constants.machine(_sharers(launch, groups))
     held = min(launch.resident, len(groups))
