@@ -11,6 +11,7 @@ from aiter_mx.jit.build import build, csrc_dir
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.wgmma_fp8_sm90 import WGMMA_FP8
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
@@ -54,6 +55,11 @@ def launches() -> dict[str, tuple[Module, Problem, Config]]:
                 if name in found and "MX_WGRAD" in module.defines(SM90, taken[0], config):
                     name += f" of {op}"
                 found.setdefault(name, (module, taken[0], config))
+    shared, module = LinearProblem(8, 1536, 6144, pdl=True), WGMMA_FP8.module
+    assert module is not None
+    config = WGMMA_FP8.configure(SM90, shared)
+    assert config["per_sm"] > 1
+    found["linear/wgmma_fp8_sm90.cu of several on an SM"] = (module, shared, config)
     return found
 
 
