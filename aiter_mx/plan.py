@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -238,18 +238,33 @@ def _warn_once(chosen: Route, error: Exception) -> None:
     )
 
 
+class Function(NamedTuple):
+    """What is loaded once a process and device: a code object's entry, with its shared memory."""
+
+    request: BuildRequest
+    symbol: str
+    shared_bytes: int
+
+
+def functions_of(target: Target, problem: Problem, chosen: Route) -> list[Function]:
+    """All that a route needs, in the order of its launches."""
+    spec, config, found = chosen.spec, chosen.config, list[Function]()
+    parts = spec.parts(target, problem, config)
+    for op, part in parts:
+        of_part = chosen if op == chosen.op else route(op, target, part)
+        found += functions_of(target, part, of_part)
+    around = spec.composed.around if spec.composed else ()
+    for module in around if parts else spec.modules:
+        shared_bytes = module.geometry(target, problem, config).shared_bytes
+        request = module_request(module, target, problem, config)
+        found.append(Function(request, module.symbol, shared_bytes))
+    return found
+
+
 def build_requests(
     target: Target, problems: Iterable[Problem], routes: Iterable[Route]
 ) -> list[BuildRequest]:
     """The builds that these routes need, each once."""
-    requests: dict[BuildRequest, None] = {}
-    for problem, chosen in zip(problems, routes, strict=True):
-        spec = chosen.spec
-        parts = spec.parts(target, problem, chosen.config)
-        for op, part in parts:
-            of_part = chosen if op == chosen.op else route(op, target, part)
-            requests |= dict.fromkeys(build_requests(target, [part], [of_part]))
-        around = spec.composed.around if spec.composed else ()
-        for module in around if parts else spec.modules:
-            requests[module_request(module, target, problem, chosen.config)] = None
-    return list(requests)
+    each = zip(problems, routes, strict=True)
+    needed = (f.request for problem, chosen in each for f in functions_of(target, problem, chosen))
+    return list(dict.fromkeys(needed))

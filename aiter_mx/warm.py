@@ -12,7 +12,7 @@ from aiter_mx.dispatch.route import Route
 from aiter_mx.jit.build import BuildRequest, CodeObject, build_all
 from aiter_mx.kernels.registry import launches_of
 from aiter_mx.launch import call
-from aiter_mx.plan import bind, build_requests
+from aiter_mx.plan import Function, bind, functions_of
 from aiter_mx.target import target_of
 from aiter_mx.workloads import workload_of
 
@@ -58,12 +58,15 @@ def warmup(
     problems = make_problems(op, shape)
     launches = [each for problem in problems for each in launches_of(op, problem, target.arch)]
     routes = [route(name, target, problem) for name, problem in launches]
-    build_all(
-        build_requests(target, (problem for _, problem in launches), routes),
-        jobs=jobs,
-        on_done=on_built,
-    )
-    for (name, problem), chosen in zip(launches, routes, strict=True):
+    each = list(zip(launches, routes, strict=True))
+    needed = [functions_of(target, problem, chosen) for (_, problem), chosen in each]
+    requests = dict.fromkeys(one.request for functions in needed for one in functions)
+    build_all(list(requests), jobs=jobs, on_done=on_built)
+    loaded: set[Function] = set()
+    for ((name, problem), chosen), functions in zip(each, needed, strict=True):
+        if functions and loaded.issuperset(functions):
+            continue
+        loaded.update(functions)
         run = bind(name, target, problem, device)
         if chosen.backend == "triton":  # Triton compiles when it is called
             for tensors in workload_of(name).calls(problem, device):
