@@ -47,7 +47,8 @@ PARAMS = (
     Param("per_sm", (1, 2, 3), "workgroups that an SM is to hold"),
 )
 
-_MOST_GROUPS = 4
+_MOST_GROUPS = 4  # of a workgroup that has an SM
+_MOST_SHARED_GROUPS = 6  # of an SM
 _GROUPS = tuple(
     groups
     for groups in product(PARAMS[1].values, PARAMS[2].values)
@@ -143,7 +144,10 @@ def _shared_layout(
 ) -> Layout | None:
     """Of workgroups that share an SM, with one another or with the next launch's where launches
     overlap: tiles have all the rows that a warpgroup takes, so as to be few."""
-    if row_groups * k_groups * per_sm > _MOST_GROUPS or problem.K // CHUNK // split < k_groups:
+    if (
+        row_groups * k_groups * per_sm > _MOST_SHARED_GROUPS
+        or problem.K // CHUNK // split < k_groups
+    ):
         return None
     needed = -(-problem.N // (GROUP_ROWS * row_groups))
     if problem.M >= _X_IS_A_M or needed > most_clusters(target, split) * per_sm:
@@ -340,13 +344,9 @@ def _shared_costs(target: Target, problem: LinearProblem) -> Iterator[Costed]:
         blocks = up(found.chunks, k_groups) * row_groups * 4
         computed = blocks * max(of_sm * of_block, fitted.waited / groups)
         exchanged = _exchange_cycles(fitted, split, found.rows_m * found.rows_w * k_groups)
-        once = _together(fitted, copied, computed) + exchanged
-        for depth in PARAMS[3].values:
-            under_way = of_sm * min(depth, found.stages) * found.stage_bytes
-            cycles = once + fitted.off * abs(under_way - fitted.under_way_bytes)
-            yield cycles, (), (split, row_groups, k_groups, depth, per_sm)
-            if depth >= found.stages:
-                break
+        depth = next((d for d in PARAMS[3].values if d >= found.stages), PARAMS[3].values[-1])
+        cycles = _together(fitted, copied, computed) + exchanged
+        yield cycles, (), (split, row_groups, k_groups, depth, per_sm)
 
 
 def _bound(target: Target, problem: LinearProblem, split: int) -> float:
