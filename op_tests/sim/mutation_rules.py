@@ -18,8 +18,13 @@ from op_tests.sim.mutation_probes import AnyCase
 _IDLE = "Nothing that it waits for is needed before a later wait: no path shows the difference."
 _APART = "No rule asks for the wait state on any path."
 _ZERO = "The register holds zero, of which each part is zero."
+_NOTHING_ADDED = "Zeros from beyond the row are added to lanes that now stay as they are: the same."
 _LOADS = re.compile(r"(global|buffer)_load|s_load|ds_(read|bpermute)")
 _OTHERS = re.compile(r"(global|buffer)_(store|atomic)|ds_")
+# Takes zeros from beyond a row of lanes, into the register that it adds to.
+_ADDS_SHIFTED = re.compile(
+    r"v_(?:add|max|or)_[ub]32_dpp (v\d+), v\d+, \1 row_shr:(\d+) .*bound_ctrl:1"
+)
 _MOST = 63  # operations of a kind that are told apart
 
 
@@ -43,6 +48,9 @@ def why_harmless(mutant: Mutant) -> str:
     if mutant.kind == "shorten s_nop":
         before, after = (_hazards(image) for image in (case.image, patched(case, mutant)))
         return "" if after - before else _APART
+    if mutant.kind == "lane move" and mutant.change == "bank_mask:0xe":  # lanes 0 to 3 of each row
+        adds = _ADDS_SHIFTED.match(mutant.old)
+        return _NOTHING_ADDED if adds and int(adds[2]) >= 4 else ""
     if mutant.kind == "conversion select":
         old = Form.of(mutant.old)
         operand = old.operands[-2 if mutant.change.startswith("src0") else -1]
