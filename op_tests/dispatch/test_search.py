@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.mfma_choice_gfx950 import Code, menu, persistent_tile, tuned_for
+from aiter_mx.kernels.linear.mfma_gfx950 import MAX_K
 from aiter_mx.kernels.linear.mfma_ways_gfx950 import BLOCK_M, way_of
 from aiter_mx.kernels.linear.wgmma_bf16_menu_sm90 import cycles_by_config
 from aiter_mx.kernels.registry import kernels_of, ops, problem_type
@@ -19,6 +21,11 @@ from aiter_mx.target import ARCHS, Target, hardware
 from op_tests.bench.routes import DRAWS
 
 PROBLEMS = 120
+EXTREMES = tuple(
+    LinearProblem(M, N, K)
+    for M in (1, 4, 16, 17, 64, 65, 129, 4096)
+    for N, K in ((1, 32), (1 << 22, 32), (70, 65568), (9216, 28672), (3, MAX_K - 32))
+)
 SUBJECTS = [
     pytest.param(kernel, arch, id=f"{kernel.op}-{kernel.name}-{arch}")
     for op in ops()
@@ -38,18 +45,28 @@ def _problems(kernel: KernelSpec, target: Target) -> Iterator[tuple[Target, Prob
         if kernel.op == "linear" and draw.random() < 0.5:
             more = {"M": draw.randrange(1, 20), "N": draw.randrange(1, 20000)}
             fields |= {**more, "K": 32 * draw.randrange(1, 300)}
+        elif kernel.op == "moe_gemm" and draw.random() < 0.5:
+            fields |= {"block_m": draw.choice((4, 48, 128, 256)), "E": draw.choice((1, 32, 256))}
         problem = of_type(**fields)
         cu_num = draw.choice((target.cu_num, target.cu_num, 8, 114))
         of_size = replace(target, cu_num=cu_num)
         if kernel.refusal(of_size, problem) is None:
             found += 1
             yield of_size, problem
+    for problem in EXTREMES if kernel.op == "linear" else ():
+        if kernel.refusal(target, problem) is None:
+            yield target, problem
 
 
 @pytest.mark.parametrize(("kernel", "arch"), SUBJECTS)
-def test_the_choice_is_the_first_of_all_candidates(kernel: KernelSpec, arch: str) -> None:
+def test_candidates_are_legal_and_fit_and_the_first_is_chosen(
+    kernel: KernelSpec, arch: str
+) -> None:
     for target, problem in _problems(kernel, hardware(arch)):
         candidates = kernel.candidates(target, problem)
+        for config in candidates:
+            kernel.check_config(config)
+            assert kernel.misfit(target, problem, config) is None
         if kernel.op == "quantize" or (kernel.name, arch) == ("gemv", "gfx950"):
             assert kernel.configure(target, problem) in candidates  # it is a rule of its own
         elif kernel.op == "linear" and kernel.name in ("mfma", "mfma_split"):
