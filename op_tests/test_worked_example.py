@@ -13,9 +13,7 @@ from typer.testing import CliRunner
 
 import aiter_mx
 from aiter_mx.cli.main import app
-from aiter_mx.code_object import parse_code_object
 from aiter_mx.dispatch.tables import read_table
-from aiter_mx.jit.build import build
 from aiter_mx.kernels import linear
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import KernelSpec
@@ -28,6 +26,7 @@ from op_tests.linear.operands import bias_as_large_as_outputs, operands
 from op_tests.linear.subjects import Case, Subject
 from op_tests.mx_reference import assert_close_to_reference
 from op_tests.operands import SPREADS
+from op_tests.spills import assert_no_spills
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
 TABLE = EXAMPLES / "linear_dot.csv"
@@ -157,10 +156,7 @@ def test_every_candidate_builds_and_none_spills(dot: KernelSpec) -> None:
     assert len(configs) == len(dot.params[0].values)
     for config in configs:
         dot.check_config(config)
-        image = build(build_request(dot, GFX950, problem, config)).image
-        (kernel,) = parse_code_object(image).kernels.values()
-        spilled = (kernel.vgpr_spills, kernel.sgpr_spills, kernel.agprs, kernel.scratch_bytes)
-        assert spilled == (0, 0, 0, 0)
+    assert_no_spills(build_request(dot, GFX950, problem, config) for config in configs)
 
 
 def test_isa_shows_it_and_what_a_launch_does() -> None:

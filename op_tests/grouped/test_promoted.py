@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiter_mx.code_object import parse_code_object
-from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.promoted_gemm import PromotedGemmProblem
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Config
@@ -36,6 +34,7 @@ from op_tests.launches import (
     launch,
     same_bytes,
 )
+from op_tests.spills import assert_no_spills
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 HALF_ULP = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-23}
@@ -327,8 +326,5 @@ def test_no_variant_for_cdna4_spills_or_has_scratch() -> None:
     target, kernel = hardware("gfx950"), find_kernel("promoted_gemm", "gfx950", "hip", "mfma")
     problems = [PromotedGemmProblem(1000, 256, 512, 4, dtype) for dtype in DTYPES]
     configs = kernel.candidates(target, problems[0])
-    requests = [build_request(kernel, target, p, config) for p in problems for config in configs]
-    for request, built in zip(requests, build_all(requests), strict=True):
-        for found in parse_code_object(built.image).kernels.values():
-            spilled = (found.vgpr_spills, found.sgpr_spills, found.scratch_bytes)
-            assert spilled == (0, 0, 0), f"{request}: {found}"
+    requests = (build_request(kernel, target, p, config) for p in problems for config in configs)
+    assert_no_spills(requests, accumulators=True)

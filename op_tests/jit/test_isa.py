@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from aiter_mx.code_object import parse_code_object
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.tables import read_table, table_files
 from aiter_mx.jit.build import BuildRequest, build_all
@@ -20,6 +19,7 @@ from aiter_mx.kernels.registry import find_kernel, kernels_of, ops
 from aiter_mx.kernels.spec import OUT_DTYPES
 from aiter_mx.launch import build_request, load_function
 from aiter_mx.target import Target, hardware
+from op_tests.spills import assert_no_spills, kernels_without_spills
 
 GEMV = KERNELS[0]
 NAMES_ITS_SUMS = "grouped/persistent_gfx950.cu"
@@ -53,15 +53,12 @@ def tabled(target: Target) -> dict[BuildRequest, None]:
 
 def test_no_gfx950_variant_in_use_spills_or_has_scratch() -> None:
     target = hardware("gfx950")
-    requests = [*configured(target), *tabled(target)]
-    for request, built in zip(requests, build_all(requests), strict=True):
-        for kernel in parse_code_object(built.image).kernels.values():
-            # Accumulation registers that a source names hold sums: test_grouped_isa.py counts them.
-            # Of a wave that has a SIMD to itself they are the other half of its 512 registers.
-            alone = request.source == "linear/mfma_gfx950.cu" and kernel.max_workgroup <= 256
-            agprs = 0 if alone or request.source == NAMES_ITS_SUMS else kernel.agprs
-            spilled = (kernel.vgpr_spills, kernel.sgpr_spills, agprs, kernel.scratch_bytes)
-            assert spilled == (0, 0, 0, 0), f"{request}: {kernel}"
+    requests = (*configured(target), *tabled(target))
+    for request, kernel in kernels_without_spills(requests, accumulators=True):
+        # Accumulation registers that a source names hold sums: op_tests/grouped/test_isa.py counts
+        # them. Of a wave that has a SIMD to itself they are the other half of its 512 registers.
+        alone = request.source == "linear/mfma_gfx950.cu" and kernel.max_workgroup <= 256
+        assert alone or request.source == NAMES_ITS_SUMS or not kernel.agprs, f"{request}: {kernel}"
 
 
 def test_no_other_launch_of_a_gfx950_expert_layer_spills_or_has_scratch() -> None:
@@ -86,10 +83,7 @@ def test_no_other_launch_of_a_gfx950_expert_layer_spills_or_has_scratch() -> Non
     swiglu = replace(many, out_dtype="mxfp8", activation="swiglu_oai", weights="none")
     requests.append(build_request(GATHER, target, many, {}))
     requests += [build_request(SCATTER, target, problem, {}) for problem in (many, swiglu)]
-    for request, built in zip(requests, build_all(requests), strict=True):
-        for kernel in parse_code_object(built.image).kernels.values():
-            spilled = (kernel.vgpr_spills, kernel.sgpr_spills, kernel.agprs, kernel.scratch_bytes)
-            assert spilled == (0, 0, 0, 0), f"{request}: {kernel}"
+    assert_no_spills(requests)
 
 
 @pytest.mark.gpu

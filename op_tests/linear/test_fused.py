@@ -9,10 +9,8 @@ import pytest
 import torch
 
 import aiter_mx
-from aiter_mx.code_object import parse_code_object
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import CaptureError
-from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.linear import KERNELS, LinearProblem
 from aiter_mx.kernels.linear import mfma_ways_gfx950 as ways
 from aiter_mx.kernels.linear.gemv import GEMV
@@ -28,6 +26,7 @@ from op_tests.conformance import DTYPES, SCHEDULES
 from op_tests.launches import Out
 from op_tests.mx_reference import assert_close_to_reference, random_mx
 from op_tests.places import device_in
+from op_tests.spills import assert_no_spills
 
 GFX950, SM90A = hardware("gfx950"), hardware("sm_90a")
 Weights = tuple[torch.Tensor, torch.Tensor]
@@ -282,11 +281,7 @@ def test_no_variant_that_quantises_spills() -> None:
                 key = ("mfma", config["row_tiles"], col_tiles, config["waves"])
                 variants[key] = (MFMA, problem, config)  # the last one loads most at once
     assert len(variants) > 20
-    requests = [build_request(kernel, GFX950, *rest) for kernel, *rest in variants.values()]
-    for request, built in zip(requests, build_all(requests), strict=True):
-        for kernel in parse_code_object(built.image).kernels.values():
-            spilled = (kernel.vgpr_spills, kernel.sgpr_spills, kernel.agprs, kernel.scratch_bytes)
-            assert spilled == (0, 0, 0, 0), f"{request}: {kernel}"
+    assert_no_spills(build_request(kernel, GFX950, *rest) for kernel, *rest in variants.values())
 
 
 def test_every_other_kernel_has_x_quantised_before() -> None:

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import aiter_mx
-from aiter_mx.code_object import parse_code_object
-from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear import mfma_gfx950 as registry
 from aiter_mx.kernels.linear import mfma_ways_gfx950 as ways
@@ -26,6 +24,7 @@ from op_tests.linear.operands import Operands, operands
 from op_tests.mx_reference import (
     assert_close_to_reference,
 )
+from op_tests.spills import kernels_without_spills
 
 GFX950 = hardware("gfx950")
 DECODE_SHAPES = [(2304, 6144), (1536, 6144), (6144, 2048), (6144, 1536), (9216, 6144), (768, 6144)]
@@ -196,27 +195,13 @@ def test_no_variant_that_may_be_chosen_spills(kernel: KernelSpec) -> None:
                 )
     assert len(most) >= 30
     requests = {build_request(kernel, GFX950, *entry): entry for entry in most.values()}
-    for (request, entry), built in zip(requests.items(), build_all([*requests]), strict=True):
-        for info in parse_code_object(built.image).kernels.values():
-            spilled = (info.vgpr_spills, info.sgpr_spills, info.scratch_bytes)
-            assert spilled == (0, 0, 0), f"{request}: {info}"
-            assert info.agprs == 0 or entry[1]["waves"] == 4, f"{request}: {info}"
-            col_tiles = ways.way_of(*entry).col_tiles
-            rows, unroll = entry[1]["row_tiles"], entry[1]["unroll"]
-            is_odd = ways.has_odd_blocks(entry[0].K)
-            expected = ways.registers_of(rows, col_tiles, unroll, is_odd)
-            assert waves_a_simd(info.vgprs) >= waves_a_simd(expected), f"{request}: {info}"
-
-
-@pytest.mark.parametrize("M", [1, 2, 5, 8, 9, 16, 17, 32, 33, 48, 64])
-def test_what_is_configured_is_a_candidate_and_legal(M: int) -> None:
-    for N, K in [*DECODE_SHAPES, (1, 32), (384, 384), (1 << 22, 32), (3, MAX_K - 32)]:
-        problem = LinearProblem(M, N, K)
-        config = MFMA.configure(GFX950, problem)
-        MFMA.check_config(config)
-        candidates = MFMA.candidates(GFX950, problem)
-        assert config in candidates
-        assert len(candidates) <= 48
+    for request, info in kernels_without_spills(requests, accumulators=True):
+        problem, config = requests[request]
+        assert info.agprs == 0 or config["waves"] == 4, f"{request}: {info}"
+        tiles = config["row_tiles"], ways.way_of(problem, config).col_tiles
+        is_odd = ways.has_odd_blocks(problem.K)
+        expected = ways.registers_of(*tiles, config["unroll"], is_odd)
+        assert waves_a_simd(info.vgprs) >= waves_a_simd(expected), f"{request}: {info}"
 
 
 @pytest.mark.parametrize(("N", "K"), DECODE_SHAPES)

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 import aiter_mx
-from aiter_mx.code_object import parse_code_object
-from aiter_mx.jit.build import build_all
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.grouped_wgrad.persistent_gfx950 import PERSISTENT
 from aiter_mx.launch import build_request
@@ -19,6 +17,7 @@ from aiter_mx.target import hardware
 from op_tests import launches
 from op_tests.grouped.test_isa import difference
 from op_tests.launches import Out
+from op_tests.spills import assert_no_spills
 from op_tests.training.cases import Case, draw_case
 from op_tests.training.subjects import TILES, config_of
 
@@ -94,19 +93,11 @@ def test_no_variant_spills() -> None:
         (tile, dtype, add) for tile in TILES[2:] for dtype, add in (("bf16", 0), ("fp32", 1))
     ]
     variants.append(((256, 256), "bf16", 0))
-    requests = [
-        build_request(
-            PERSISTENT,
-            GFX950,
-            GroupedWgradProblem(256, 64, 64, 2, dtype, add),
-            config_of(*tile, 4, 8),
-        )
-        for tile, dtype, add in variants
-    ]
-    for code, variant in zip(build_all(requests), variants, strict=True):
-        (kernel,) = parse_code_object(code.image).kernels.values()
-        spilled = (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes)
-        assert spilled == (0, 0, 0), f"{variant}: {kernel}"
+    problems = [(GroupedWgradProblem(256, 64, 64, 2, *of), tile) for tile, *of in variants]
+    assert_no_spills(
+        (build_request(PERSISTENT, GFX950, p, config_of(*tile, 4, 8)) for p, tile in problems),
+        accumulators=True,
+    )
 
 
 def test_what_it_cannot_is_refused() -> None:
