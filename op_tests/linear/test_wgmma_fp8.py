@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear.wgmma_fp8_sm90 import layout
+from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import layout
 from aiter_mx.kernels.registry import find_kernel, in_line
 from aiter_mx.target import hardware
 from op_tests.linear.subjects.wgmma_sm90 import WGMMA_FP8_CASES as CASES

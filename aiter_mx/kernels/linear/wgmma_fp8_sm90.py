@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from math import inf
-from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars, w_map, x_map
@@ -17,13 +15,24 @@ from aiter_mx.kernels.linear.problem import (
     LinearProblem,
     matrix_scalars,
 )
+from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import (
+    GROUPS,
+    MOST_COLUMNS,
+    MOST_GROUPS,
+    MOST_OWN_WEIGHTS,
+    PARAMS,
+    Layout,
+    groups_of_x,
+    in_tile,
+    layout,
+    layout_of,
+    registers,
+    shared_layout,
+)
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
 from aiter_mx.kernels.sm90 import (
     CHUNK,
     GROUP_ROWS,
-    RESERVED_BYTES,
-    SHARED_BYTES,
-    SUM_BYTES,
     most_clusters,
     up,
 )
@@ -32,28 +41,11 @@ from aiter_mx.kernels.spec import (
     MAX_INT,
     Config,
     Geometry,
-    Param,
     TensorMap,
     as_defines,
     where_it_fits,
 )
 from aiter_mx.target import Target
-
-PARAMS = (
-    Param("split", (1, 2, 3, 4, 5, 6, 7, 8), "workgroups of a cluster, which share K"),
-    Param("row_groups", (1, 2, 3, 4), "warpgroups side by side along w"),
-    Param("k_groups", (1, 2, 3, 4), "warpgroups that take turns along K"),
-    Param("depth", (2, 3, 4, 6, 8, 12), "chunks of 128 k that are under way at most"),
-    Param("per_sm", (1, 2, 3), "workgroups that an SM is to hold"),
-)
-
-_MOST_GROUPS = 4  # of a workgroup that has an SM
-_MOST_SHARED_GROUPS = 6  # of an SM
-_GROUPS = tuple(
-    groups
-    for groups in product(PARAMS[1].values, PARAMS[2].values)
-    if groups[0] * groups[1] <= _MOST_GROUPS
-)
 
 MAX_M = 256
 ACCUMULATION_ERROR = 2.0**-10
@@ -63,211 +55,20 @@ MOST_ACCUMULATION_ERROR = 2.0**-8
 """Likewise, for any operands. The matrix unit shifts the 32 products of a block to the exponent of
 the largest and cuts them 13 bits below it, and then the sum: 32 times less than 2^-13 of a block's
 largest product."""
-_X_IS_A_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
-_TWO_A_M = 97  # from which x is A again, of two warpgroups
-_MOST_OWN_WEIGHTS = {80: 400_000_000, 128: 80_000_000, 192: 15_500_000, 256: 9_000_000}
-"""Up to which it was faster than wgmma_bf16 on an H200, by rows beyond 64: its products take longer
-to add than theirs take to multiply, but need no launch ahead."""
-_TILES = (
-    (80, 0, inf),
-    (112, _MOST_OWN_WEIGHTS[192], inf),
-    (128, 0, inf),
-    (192, 0, inf),
-    (256, 0, inf),
-)
-"""The rows of tiles of more than 64, of which there are few, and for how many weights they are."""
 _FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
 _FEWEST_OWN_WEIGHTS = 500_000
 _FEWEST_OWN_WEIGHT_ROWS = 384
 _MOST_ODD_CHUNKS = 128  # with 231 mma_ring takes 0.6 of the time at 32 rows on an H200
-_PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""In which workgroups take the rows of w, where SMs have no room for all at once."""
-_MANY_WEIGHTS, _MANY_ROWS = 50_000_000, 16_384
 _MOST_CANDIDATES = 16
 _MOST_ALIKE = 2
-_FACTOR_BYTES = 8  # of a row's scales in a chunk
 _MOST_SHARED_M = 16  # up to which several workgroups of an SM are candidates
-_MOST_COLUMNS = 96  # of a wgmma
 _MOST_FAST_COLUMNS, _FEW_ROWS, _OF_SLOW_COLUMNS = 112, 48, 1.8
 """Beyond so many columns, and rows of w in a workgroup, products were seen to take that much
 longer."""
-_MOST_BOX_ROWS = 256
-_REGISTERS = (248, 240, 160, 112)  # of a lane, by warpgroups that multiply and have an SM
-_ALIGNMENT_BYTES = 1024  # of boxes in shared memory, which the kernel's first byte may not have
 FITTED, FITTED_MANY, FITTED_MOST = WgmmaFp8(), WGMMA_FP8_MANY, WGMMA_FP8_MOST
 
 
-class Layout(NamedTuple):
-    """What the host works out of a configuration: see the constants of the kernel.
-
-    Attributes:
-        x_is_a: whether x is wgmma's A, not w.
-        rows_m: of x, with padding.
-        rows_w: of w in a workgroup.
-        columns: of a wgmma.
-        passes: in which the SMs take the clusters.
-        clusters: how many share the rows of w.
-        chunks: of K in the largest part.
-        stages: of them, that there is room for.
-        shared_bytes: of a workgroup.
-        scale_chunks: of which the scales of a row are loaded at once.
-        kept: whether each warp keeps a share of its sums, and gets the other parts' for these.
-    """
-
-    x_is_a: bool
-    rows_m: int
-    rows_w: int
-    columns: int
-    passes: int
-    clusters: int
-    chunks: int
-    stages: int
-    shared_bytes: int
-    scale_chunks: int
-    kept: bool
-
-    @property
-    def stage_bytes(self) -> int:
-        return (self.rows_m + self.rows_w) * CHUNK
-
-
-def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
-    """How a configuration is laid out, or None where it does not fit."""
-    tile = config["split"], config["row_groups"], config["k_groups"]
-    if config["per_sm"] > 1:
-        return _shared_layout(target, problem, *tile, config["per_sm"])
-    return _layout_of(target, problem, *tile)
-
-
-def _shared_layout(
-    target: Target, problem: LinearProblem, split: int, row_groups: int, k_groups: int, per_sm: int
-) -> Layout | None:
-    """Of workgroups that share an SM, with one another or with the next launch's where launches
-    overlap: tiles have all the rows that a warpgroup takes, so as to be few."""
-    if (
-        row_groups * k_groups * per_sm > _MOST_SHARED_GROUPS
-        or problem.K // CHUNK // split < k_groups
-    ):
-        return None
-    needed = -(-problem.N // (GROUP_ROWS * row_groups))
-    if problem.M >= _X_IS_A_M or needed > most_clusters(target, split) * per_sm:
-        return None
-    share = -(-problem.N // needed)
-    if -(-share // GROUP_ROWS) != row_groups:
-        return None
-    return _laid_out(problem, split, row_groups, k_groups, False, 1, share, per_sm)
-
-
-def _layout_of(
-    target: Target, problem: LinearProblem, split: int, row_groups: int, k_groups: int
-) -> Layout | None:
-    """What fits some rows of x fits fewer, though it may not have w as wgmma's A: a table's row is
-    for all M up to its own."""
-    if row_groups * k_groups > _MOST_GROUPS or problem.K // CHUNK // split < k_groups:
-        return None
-    problem = in_tile(problem)
-    x_is_a = _X_IS_A_M <= problem.M <= GROUP_ROWS or problem.M >= _TWO_A_M
-    many = problem.N >= _MANY_ROWS or problem.N * problem.K >= _MANY_WEIGHTS
-    at_once = most_clusters(target, split)
-    w_groups, unshared = divmod(row_groups, _groups_of_x(problem))
-    most_columns = 0 if unshared else min(_MOST_BOX_ROWS, _MOST_COLUMNS * w_groups)
-    for passes in _PASSES if many else _PASSES[:1]:
-        share = -(-problem.N // (at_once * passes))
-        for x_first in (x_is_a, not x_is_a):
-            as_a = 0 < share <= most_columns
-            if as_a if x_first else -(-share // GROUP_ROWS) == row_groups:
-                found = _laid_out(problem, split, row_groups, k_groups, x_first, passes, share)
-                if found is not None:
-                    return found
-    return None
-
-
-def _rows_m(problem: LinearProblem, x_is_a: bool) -> int:
-    """Of a tile of x. Rows that it is not full of are not copied and, where x is A, multiplied with
-    the others: then few sizes, and code objects, do. To 64 rows sums are handed over by 16."""
-    if x_is_a:
-        return up(problem.M, 16 if problem.M <= GROUP_ROWS else GROUP_ROWS)
-    return up(problem.M, 8 if problem.M <= GROUP_ROWS // 2 else 16)
-
-
-def _registers(groups: int, per_sm: int) -> int:
-    """Of a lane that multiplies, as the kernel's kMostRegisters."""
-    if per_sm == 1:
-        return _REGISTERS[groups - 1]
-    return 512 // -(-(4 * groups + 2) * per_sm // 4) // 8 * 8
-
-
-def _groups_of_x(problem: LinearProblem) -> int:
-    """Warpgroups side by side along x, where it is wgmma's A."""
-    return -(-problem.M // GROUP_ROWS)
-
-
-def _laid_out(
-    problem: LinearProblem,
-    split: int,
-    row_groups: int,
-    k_groups: int,
-    x_is_a: bool,
-    passes: int,
-    share: int,
-    per_sm: int = 1,
-) -> Layout | None:
-    rows_m = _rows_m(problem, x_is_a)
-    groups_a = _groups_of_x(problem) if x_is_a else row_groups
-    groups_b = row_groups // groups_a
-    rows_w = up(share, 8 * groups_b if x_is_a else 8)
-    columns = rows_w // groups_b if x_is_a else rows_m
-    groups = row_groups * k_groups
-    if rows_w > _MOST_BOX_ROWS:
-        return None
-    # Sums, and products and scales of a block at least.
-    if 3 * columns // 2 + 32 > _registers(groups, per_sm):
-        return None
-    fewest_chunks, more = divmod(problem.K // CHUNK, split)
-    chunks = fewest_chunks + (more > 0)
-    rows_a, rows_b = (rows_m, rows_w) if x_is_a else (rows_w, rows_m)
-    tiles = -(-rows_a // 16) * (rows_b // 8)
-    if tiles < split and per_sm == 1:
-        return None  # choices are fitted without clusters of which some own no sums
-    parts = split * k_groups
-    of_warp = columns // 8  # tiles
-    kept = 1 < parts <= of_warp // 2
-    if kept:
-        warps = k_groups * -(-rows_a // 16) * groups_b
-        boxes = warps * -(-of_warp // parts) * (parts - 1)
-    else:
-        boxes = -(-tiles // split) * parts if parts > 1 else 0
-    stage_bytes = (rows_m + rows_w) * CHUNK
-    scales = (chunks * rows_a + up(chunks, 2) * rows_b) * _FACTOR_BYTES
-    behind = scales + boxes * SUM_BYTES + (2 * chunks + 2) * 8
-    # The last stage is read as if it had all rows of A.
-    behind = max(behind, groups_a * GROUP_ROWS * CHUNK - stage_bytes)
-    room = (SHARED_BYTES + RESERVED_BYTES) // per_sm - RESERVED_BYTES
-    stages = (room - _ALIGNMENT_BYTES - behind) // stage_bytes
-    stages = chunks if stages >= chunks else stages // k_groups * k_groups
-    if stages < min(2 * k_groups, chunks):
-        return None
-    shared_bytes = up(_ALIGNMENT_BYTES + stages * stage_bytes + behind, 16)
-    clusters = -(-problem.N // rows_w)
-    at_once = 1 if more else next(words for words in (4, 2, 1) if chunks % words == 0)
-    return Layout(
-        *(x_is_a, rows_m, rows_w, columns, passes, clusters),
-        *(chunks, stages, shared_bytes, at_once, kept),
-    )
-
-
 _layout = where_it_fits(layout)
-
-
-def in_tile(problem: LinearProblem) -> LinearProblem:
-    """With as many rows as its tile has. Rows that there are not are neither copied nor stored."""
-    M = problem.M
-    if M <= GROUP_ROWS:
-        return problem
-    for rows, fewest, most in _TILES:
-        if rows >= M and fewest < problem.N * problem.K <= most:
-            return replace(problem, M=rows)
-    return problem
 
 
 def most_own_rows(target: Target, problem: LinearProblem) -> int:
@@ -275,7 +76,7 @@ def most_own_rows(target: Target, problem: LinearProblem) -> int:
     if _refusal(target, replace(problem, M=GROUP_ROWS + 1)) is not None:
         return GROUP_ROWS
     weights = problem.N * problem.K
-    fits = [rows for rows, most in _MOST_OWN_WEIGHTS.items() if weights <= most]
+    fits = [rows for rows, most in MOST_OWN_WEIGHTS.items() if weights <= most]
     return max(fits, default=GROUP_ROWS)
 
 
@@ -290,8 +91,8 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"K={problem.K} is no multiple of {CHUNK}, which wgmma_fp8 takes at a time"
     if max(problem.N, problem.K) > MAX_INT:
         return f"N={problem.N}, K={problem.K}: wgmma_fp8 counts both in 31 bits"
-    shapes = product(PARAMS[0].values, _GROUPS)
-    if not any(_layout_of(target, problem, split, *groups) for split, groups in shapes):
+    shapes = product(PARAMS[0].values, GROUPS)
+    if not any(layout_of(target, problem, split, *groups) for split, groups in shapes):
         return f"N={problem.N}: no room for all of w in shared memory"
     return None
 
@@ -310,8 +111,8 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
     for bound, split in sorted((_bound(target, problem, split), split) for split in splits):
         if bound > least.cost:
             break
-        for groups in _GROUPS:
-            found = _layout_of(target, problem, split, *groups)
+        for groups in GROUPS:
+            found = layout_of(target, problem, split, *groups)
             if found is None:
                 continue
             of_pass = _cycles_of_pass(fitted, found, split, *groups)
@@ -332,9 +133,9 @@ def _shared_costs(target: Target, problem: LinearProblem) -> Iterator[Costed]:
     """Where workgroups share an SM, those of the next launch have what one leaves of it: a launch
     costs what it takes of all SMs, but no less than what each of its workgroups does."""
     fitted, columns = _fitted(problem), up(problem.M, 8)
-    shapes = product(PARAMS[4].values[1:], (1, 2, 4, 8), _GROUPS)
+    shapes = product(PARAMS[4].values[1:], (1, 2, 4, 8), GROUPS)
     for per_sm, split, (row_groups, k_groups) in shapes:
-        found = _shared_layout(target, problem, split, row_groups, k_groups, per_sm)
+        found = shared_layout(target, problem, split, row_groups, k_groups, per_sm)
         if found is None:
             continue
         groups = row_groups * k_groups
@@ -355,10 +156,10 @@ def _bound(target: Target, problem: LinearProblem, split: int) -> float:
     rows_m, chunks = up(problem.M, 8), -(-(problem.K // CHUNK) // split)
     share = -(-problem.N // most_clusters(target, split))  # of w, in all passes
     copied = chunks * (rows_m + share) * CHUNK / fitted.bytes_a_cycle
-    a_group = fitted.block + fitted.sharing / _MOST_GROUPS
+    a_group = fitted.block + fitted.sharing / MOST_GROUPS
     w_is_a = -(-share // GROUP_ROWS) * (a_group + fitted.column * rows_m)
-    x_is_a = -(-share // _MOST_COLUMNS) * a_group + fitted.column * share
-    x_is_a *= _groups_of_x(problem)
+    x_is_a = -(-share // MOST_COLUMNS) * a_group + fitted.column * share
+    x_is_a *= groups_of_x(problem)
     computed = chunks * 4 * min(w_is_a, x_is_a)
     exchanged = _exchange_cycles(fitted, split, rows_m * share)
     return (_together(fitted, copied, computed) + exchanged) * ROUNDED_OFF
@@ -371,7 +172,7 @@ def _cycles_of_pass(
     groups = row_groups * k_groups
     copied: float = found.chunks * found.stage_bytes / fitted.bytes_a_cycle
     blocks = up(found.chunks, k_groups) * row_groups * 4
-    doubled = 5 * found.columns // 2 + 32 <= _REGISTERS[groups - 1]
+    doubled = 5 * found.columns // 2 + 32 <= registers(groups)
     waited = (fitted.waited if doubled else fitted.waited_single) / groups
     of_block = fitted.block + fitted.column * found.columns + fitted.sharing / groups
     if not found.x_is_a and found.columns > _MOST_FAST_COLUMNS and found.rows_w > _FEW_ROWS:
@@ -405,7 +206,7 @@ _search = Search(
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     if problem.M > GROUP_ROWS:
-        most = next((most for rows, most in _MOST_OWN_WEIGHTS.items() if rows >= problem.M), 0)
+        most = next((most for rows, most in MOST_OWN_WEIGHTS.items() if rows >= problem.M), 0)
         if most >= problem.N * problem.K:
             return None
         return f"wgmma_fp8 adds for longer than wgmma_bf16 multiplies, beyond {most} weights"
