@@ -99,12 +99,16 @@ def test_bits_of_a_row_are_the_same_in_every_batch(
 
 
 @pytest.mark.parametrize("where", ["cpu", "sim"], indirect=True)
-@pytest.mark.parametrize("make", [linear, grouped])
+def small_experts(where: str) -> tuple[Rows, int]:
+    return experts(where, hidden=64, intermediate=32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [linear, grouped, small_experts])
 def test_bits_of_a_row_are_the_same_in_every_batch_of_hundreds(
     make: Callable[[str], tuple[Rows, int]], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = ROWS["cuda"]
-    monkeypatch.setitem(ROWS, where, rows if where == "sim" else rows[:300])
+    monkeypatch.setitem(ROWS, where, ROWS["cuda"])
     assert_same_bits(*make(where), where)
 
 
