@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from math import prod
@@ -37,6 +37,8 @@ _FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _PIECE_BYTES = 1 << 26
 _STATE = ".aiter_mx_convert.json"
 _INDEX = "model.safetensors.index.json"
+_STACKED = ("gate_up_proj", "down_proj")
+"""Weights of all experts of a layer in one tensor."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,9 @@ def convert(
     if "quantization_config" in config:
         method = config["quantization_config"].get("quant_method")
         raise CheckpointError(f"{source} is quantised already, by {method!r}")
-    plans = {shard.name: _plan(shard, engine, keep) for shard in shards}
+    headers = {shard.name: read_header(shard) for shard in shards}
+    transposed = _transposed(stored for header in headers.values() for stored in header)
+    plans = {name: _plan(header, engine, keep, transposed) for name, header in headers.items()}
     _claim(target, shards, engine, keep)
 
     weight_map: dict[str, str] = {}
@@ -104,14 +108,16 @@ def convert(
                 quantised.append(stored.name)
         kept |= reasons
         if not (target / shard.name).exists():
-            _write_shard(shard, target / shard.name, tensors, on_bytes)
+            _write_shard(shard, target / shard.name, tensors, transposed, on_bytes)
         else:
             on_bytes(shard.name, shard.stat().st_size)
 
     ignored = sorted(
-        name.removesuffix(".weight")
-        for name, reason in kept.items()
-        if reason not in ("a vector", "an embedding")
+        {
+            _module_of(name)
+            for name, reason in kept.items()
+            if reason not in ("a vector", "an embedding")
+        }
     )
     config["quantization_config"] = _configuration(engine, ignored)
     for path in sorted(source.iterdir()):
@@ -161,37 +167,62 @@ def _claim(target: Path, shards: list[Path], engine: str, keep: Sequence[str]) -
 _Plan = list[tuple[Stored, list[Stored]]]
 
 
-def _plan(shard: Path, engine: str, keep: Sequence[str]) -> tuple[_Plan, dict[str, str]]:
+def _transposed(tensors: Iterable[Stored]) -> set[str]:
+    """Names of stacked weights ``[E, K, N]``, which the two of a layer tell together."""
+    shapes = {stored.name: stored.shape for stored in tensors if len(stored.shape) == 3}
+    found: set[str] = set()
+    for name, (_, rows, columns) in shapes.items():
+        module, _, last = name.rpartition(".")
+        second = f"{module}.{_STACKED[1]}"
+        if last == _STACKED[0] and shapes.get(second, ())[1:] == (columns // 2, rows):
+            found |= {name, second}
+    return found
+
+
+def _module_of(name: str) -> str:
+    """The module that a configuration names for a tensor that stays as it is."""
+    module, _, last = name.rpartition(".")
+    return module if last in (*_STACKED, "weight") else name
+
+
+def _plan(
+    tensors: Iterable[Stored], engine: str, keep: Sequence[str], transposed: set[str]
+) -> tuple[_Plan, dict[str, str]]:
     """What becomes of each tensor of a shard, and why some stay as they are."""
     plan, kept, at = [], {}, 0
-    for stored in read_header(shard):
-        reason = _why_kept(stored, keep)
+    for stored in tensors:
+        shape = stored.shape
+        if stored.name in transposed:
+            shape = (shape[0], shape[2], shape[1])
+        reason = _why_kept(stored, shape, keep)
+        if not reason and stored.name in transposed and engine != "transformers":
+            reason = "experts with K ahead of N, as transformers alone loads them"
         made = [(stored.name, stored.dtype, stored.shape)]
         if reason:
             kept[stored.name] = reason
         else:
-            *rows, K = stored.shape
+            *rows, K = shape
             stem, dot, last = stored.name.rpartition(".")
             scale = _SCALES[engine] if last == "weight" else last + "_scale_inv"
             made = [
-                (stored.name, "F8_E4M3", stored.shape),
+                (stored.name, "F8_E4M3", shape),
                 (f"{stem}{dot}{scale}", "U8", (*rows, K // BLOCK)),
             ]
         outputs = []
-        for name, dtype, shape in made:
-            size = stored.end - stored.begin if reason else prod(shape)
-            outputs.append(Stored(name, dtype, shape, at, at + size))
+        for name, dtype, of in made:
+            size = stored.end - stored.begin if reason else prod(of)
+            outputs.append(Stored(name, dtype, of, at, at + size))
             at += size
         plan.append((stored, outputs))
     return plan, kept
 
 
-def _why_kept(stored: Stored, keep: Sequence[str]) -> str:
-    """Why a tensor stays as it is; nothing if it is quantised."""
+def _why_kept(stored: Stored, shape: tuple[int, ...], keep: Sequence[str]) -> str:
+    """Why a tensor stays as it is; nothing if it is quantised, in this shape."""
     module, _, last = stored.name.rpartition(".")
     if len(stored.shape) < 2:
         return "a vector"
-    is_stacked = len(stored.shape) == 3 and last in ("gate_up_proj", "down_proj")
+    is_stacked = len(stored.shape) == 3 and last in _STACKED
     if not is_stacked and (len(stored.shape) != 2 or last != "weight"):
         return "no weight of a linear layer"
     if stored.dtype not in _FLOATS:
@@ -205,11 +236,15 @@ def _why_kept(stored: Stored, keep: Sequence[str]) -> str:
         return "named by --keep"
     if is_router(module):
         return "a router"
-    return why_not("", stored.shape)
+    return why_not("", shape)
 
 
 def _write_shard(
-    source: Path, target: Path, plan: _Plan, on_bytes: Callable[[str, int], None]
+    source: Path,
+    target: Path,
+    plan: _Plan,
+    transposed: set[str],
+    on_bytes: Callable[[str, int], None],
 ) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for _, made in plan:
@@ -228,13 +263,15 @@ def _write_shard(
         writer.write(text)
         for stored, made in plan:
             scales = []
-            for piece in _pieces(reader, stored):
+            is_transposed = stored.name in transposed
+            for piece in _pieces(reader, stored, is_transposed):
                 on_bytes(source.name, len(piece))
                 if len(made) == 1:
                     writer.write(piece)
                     continue
                 rows = torch.frombuffer(piece, dtype=_FLOATS[stored.dtype])
-                payload, scale = aiter_mx.quantize(rows.view(-1, stored.shape[-1]))
+                rows = rows.view(-1, stored.shape[-1])
+                payload, scale = aiter_mx.quantize(rows.T.contiguous() if is_transposed else rows)
                 writer.write(payload.view(torch.uint8).numpy().data)
                 scales.append(scale)
             for scale in scales:
@@ -244,11 +281,13 @@ def _write_shard(
     partial.rename(target)
 
 
-def _pieces(reader: BinaryIO, stored: Stored) -> Iterator[bytearray]:
-    """A tensor's bytes, whole rows at a time."""
+def _pieces(reader: BinaryIO, stored: Stored, by_expert: bool) -> Iterator[bytearray]:
+    """A tensor's bytes, whole rows at a time, or an expert at a time."""
     rows = prod(stored.shape[:-1]) or 1
     row_bytes = max(1, (stored.end - stored.begin) // rows)
     step = max(1, _PIECE_BYTES // row_bytes) * row_bytes
+    if by_expert:
+        step = stored.shape[1] * row_bytes
     reader.seek(stored.begin)
     for at in range(stored.begin, stored.end, step):
         piece = bytearray(reader.read(min(step, stored.end - at)))

@@ -24,7 +24,9 @@ from aiter_mx.cli.main import app
 from aiter_mx.integrations import convert as module
 from aiter_mx.integrations.checkpoint import CheckpointError
 from aiter_mx.integrations.convert import convert
-from op_tests.integrations.test_transformers import EXPERTS, SIZES, load
+from aiter_mx.integrations.layers import MxExperts
+from aiter_mx.integrations.transformers import AiterMxConfig
+from op_tests.integrations.test_transformers import EXPERTS, SIZES, load, saved
 
 IDS = torch.arange(3, 27).view(2, 12)
 
@@ -102,6 +104,41 @@ def test_transformers_loads_what_was_converted(source: Path, tmp_path: Path) -> 
     convert(source, tmp_path / "out", "transformers")
     converted, quantised = load(tmp_path / "out", quantised=False), load(source)
     assert torch.equal(converted(IDS).logits, quantised(IDS).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("keep", [(), ("*.1.mlp.experts",)])
+def test_experts_with_k_ahead_of_n_are_those_that_transformers_quantises(
+    keep: tuple[str, ...], tmp_path: Path
+) -> None:
+    plain = saved("gpt_oss", tmp_path / "plain")
+    read: dict[str, int] = {}
+
+    def on_bytes(shard: str, count: int) -> None:
+        read[shard] = read.get(shard, 0) + count
+
+    done = convert(tmp_path / "plain", tmp_path / "out", "transformers", keep, on_bytes)
+    assert read == {"model.safetensors": done.bytes_before}
+    stay = ["lm_head", *("layers.1.mlp.experts" for _ in keep)]
+    config = AiterMxConfig(modules_to_not_convert=stay)
+    expected = load(tmp_path / "plain", quantised=False, quantization_config=config)
+    converted = load(tmp_path / "out", quantised=False)
+    kinds = [type(layer.mlp.experts) for layer in converted.model.layers]
+    other = type(plain.model.layers[1].mlp.experts)
+    assert kinds == [MxExperts, other if keep else MxExperts]
+    assert torch.equal(converted(IDS).logits, expected(IDS).logits)
+
+
+def test_experts_with_k_ahead_of_n_stay_where_an_engine_does_not_load_them(tmp_path: Path) -> None:
+    saved("gpt_oss", tmp_path / "plain")
+    done = convert(tmp_path / "plain", tmp_path / "out", "vllm")
+    experts = "model.layers.0.mlp.experts"
+    assert done.kept[f"{experts}.down_proj"].startswith("experts with K ahead of N")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert experts in config["quantization_config"]["ignored_layers"]
+    before, after = tensors(tmp_path / "plain"), tensors(tmp_path / "out")
+    name = f"{experts}.gate_up_proj"
+    assert torch.equal(after[name], before[name])
 
 
 _SLOWLY = """
