@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from sglang.srt.layers.quantization import fp8_utils
 from torch import Tensor
 
@@ -99,6 +100,11 @@ def _why_not_experts(method: Any) -> str:
     runner = getattr(method, "runner", None)
     if runner is None or not (runner.runner_backend.is_triton() or _is_deep_gemm(runner)):
         return "another MoE runner is asked for"
+    if runner.lora_enabled:
+        return "adapters (LoRA) are served"
+    dispatch = get_moe_a2a_backend()
+    if not dispatch.is_none():
+        return f"tokens are dispatched by {dispatch.value}"
     return why_not_config(method.moe_runner_config)
 
 

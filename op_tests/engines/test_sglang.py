@@ -20,7 +20,7 @@ from sglang.srt.layers.moe.moe_runner.runner import MoeRunner
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
 from sglang.srt.layers.moe.topk import StandardTopKOutput
-from sglang.srt.layers.moe.utils import MoeRunnerBackend
+from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context, get_parallel
@@ -238,6 +238,52 @@ def test_layers_that_ours_declines_take_the_engines_path(
     topk = StandardTopKOutput(torch.rand(1, 1), torch.zeros(1, 1).int(), torch.empty(1, E))
     dispatched = StandardDispatchOutput(torch.zeros(1, H, dtype=BF16), None, topk)
     assert sglang_layers.run_experts(_Runner.run, runner, dispatched, info) == "theirs"
+
+
+def test_the_user_s_choice_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.layers.quantization import fp8_utils
+
+    from aiter_mx.integrations import sglang_layers
+
+    def theirs() -> str:
+        return "theirs"
+
+    assert sglang_layers.resolve_backend(theirs) != "theirs"
+    chosen = next(each for each in fp8_utils.Fp8GemmRunnerBackend if not each.is_auto())
+    monkeypatch.setattr(fp8_utils, "FP8_GEMM_RUNNER_BACKEND", chosen)
+    assert sglang_layers.resolve_backend(theirs) == "theirs"
+    assert sglang_layers.dispatch_linear(theirs) == "theirs"
+    runner = runner_of()
+    runner.runner_backend = MoeRunnerBackend.CUTLASS
+    method = SimpleNamespace(runner=runner, moe_runner_config=runner.config)
+    asked: list[Any] = []
+    sglang_layers.process_experts(lambda *a, **k: asked.append(k), method, torch.nn.Module())
+    assert asked == [{"quantize": True}]
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "lora", "reason"),
+    [("deepep", False, "tokens are dispatched by deepep"), ("none", True, "adapters (LoRA)")],
+)
+def test_weights_are_left_to_the_engine_where_its_path_will_be_taken(
+    dispatch: str,
+    lora: bool,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from aiter_mx.integrations import sglang_layers
+
+    runner = runner_of()
+    runner.lora_enabled = lora
+    monkeypatch.setattr(sglang_layers, "get_moe_a2a_backend", lambda: MoeA2ABackend(dispatch))
+    asked: list[Any] = []
+    say_once.cache_clear()
+    method = SimpleNamespace(runner=runner, moe_runner_config=runner.config)
+    with caplog.at_level(logging.INFO):
+        sglang_layers.process_experts(lambda *a, **k: asked.append(k), method, torch.nn.Module())
+    assert asked == [{"quantize": True}]
+    assert f"aiter_mx declines an expert layer: {reason}" in caplog.text
 
 
 def test_linear_layer_that_ours_declines_takes_the_engines_path(

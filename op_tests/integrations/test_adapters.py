@@ -76,6 +76,7 @@ def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
 def _sglang_modules() -> Iterator[tuple[str, dict[str, Any]]]:
     layers = "sglang.srt.layers"
     yield f"{layers}.moe.token_dispatcher.standard", {"StandardCombineInput": SimpleNamespace}
+    yield f"{layers}.moe.utils", {"get_moe_a2a_backend": None}
     yield f"{layers}.quantization.fp8_utils", {}
 
 
@@ -133,10 +134,12 @@ def _over(
     sys.modules.pop(module, None)
 
 
-@pytest.fixture
-def adapters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """vLLM's."""
+def vllm_adapters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """vLLM's, once."""
     yield from _over(_modules(), "aiter_mx.integrations.vllm_layers", monkeypatch)
+
+
+adapters = pytest.fixture(vllm_adapters, name="adapters")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 from vllm import logger
@@ -10,6 +11,9 @@ from vllm.model_executor.kernels import linear as kernels
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability, PlatformEnum
 
+import aiter_mx
+from aiter_mx import invariance
+from aiter_mx.integrations import engine
 from aiter_mx.integrations import vllm as plugin
 from op_tests.engines.vllm.layers import experts_layer
 
@@ -48,6 +52,58 @@ def test_plug_in_says_that_it_is_active(caplog: pytest.LogCaptureFixture) -> Non
         plugin.register()
     line = "aiter_mx computes MX-FP8 layers: AiterMxLinearKernel and AiterMxExperts"
     assert line in caplog.messages
+
+
+def test_the_user_s_choice_of_experts_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.fused_moe.oracle import mxfp8
+
+    monkeypatch.setattr(mxfp8, "_select_kernel_cls", lambda backend, config: backend.name)
+    chosen = mxfp8.select_mxfp8_moe_backend(SimpleNamespace(moe_backend="marlin"))
+    assert (chosen[0].name, chosen[1]) == ("MARLIN", "MARLIN")
+
+
+def test_vllm_s_batch_invariance_is_ours_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AITER_MX_BATCH_INVARIANT", "0")  # so that it is put back
+    monkeypatch.delenv("AITER_MX_BATCH_INVARIANT")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    plugin.register()
+    assert not invariance.is_on()
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    plugin.register()
+    assert invariance.is_on()
+
+
+@pytest.mark.parametrize("changed", ["parameter", "version"])
+def test_another_vllm_is_left_as_it_is_unless_ours_is_required(
+    changed: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = engine.version("vllm")
+    if changed == "version":
+        found, reason = "9.1.0", "it was tested with 0.32.x, 0.33.x"
+        monkeypatch.setattr(engine, "version", lambda _: found)
+    else:
+        reason = "apply_weights has no parameter bias, it has self, layer, x"
+        changed_base = kernels.Mxfp8LinearKernel
+        monkeypatch.setattr(changed_base, "apply_weights", lambda self, layer, x: x)
+        monkeypatch.setattr(changed_base.apply_weights, "__qualname__", "apply_weights")
+    theirs = {
+        platform: [each for each in of if each.__name__ != "AiterMxLinearKernel"]
+        for platform, of in kernels._POSSIBLE_MXFP8_KERNELS.items()
+    }
+    monkeypatch.setattr(kernels, "_POSSIBLE_MXFP8_KERNELS", theirs)
+    before = {platform: list(of) for platform, of in theirs.items()}
+    logging.getLogger("vllm").propagate = True
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        plugin.register()
+    (line,) = caplog.messages
+    assert line.startswith(f"aiter_mx {aiter_mx.__version__} leaves vllm {found} as it is: ")
+    assert reason in line and theirs == before
+    monkeypatch.setenv("AITER_MX_VLLM", "require")
+    with pytest.raises(engine.Incompatible, match="leaves vllm"):
+        plugin.register()
+    monkeypatch.setenv("AITER_MX_VLLM", "0")
+    plugin.register()
+    assert len(caplog.messages) == 1 and theirs == before
 
 
 def test_choosers_take_another_where_ours_declines(

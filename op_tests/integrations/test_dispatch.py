@@ -1,0 +1,84 @@
+"""vLLM's dispatch and combine by ``aiter_mx.distributed``, with our experts between them, on two
+ranks: over stand-ins of vLLM, as each process would take a minute to import it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import aiter_mx
+from op_tests.integrations.test_adapters import TOP_K, E, H, I, _Activation, mx, vllm_adapters
+
+CPU = torch.device("cpu")
+TOKENS = (5, 0)
+
+
+def work(rank: int, folder: str) -> None:
+    """What one rank does; a failed comparison ends the test."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        for adapters in vllm_adapters(patch):
+            for has_map in (False, True):
+                for defers in (False, True):
+                    compare(rank, adapters, has_map, defers)
+    dist.destroy_process_group()
+
+
+def compare(rank: int, adapters: Any, has_map: bool, defers: bool) -> None:
+    whole = (*mx(E, 2 * I, H, seed=1, device=CPU), *mx(E, H, I, seed=2, device=CPU))
+    half = slice(rank * E // 2, (rank + 1) * E // 2)
+    w1, s1, w2, s2 = (tensor[half] for tensor in whole)
+    g = torch.Generator().manual_seed(rank)
+    M = TOKENS[rank]
+    x = torch.randn(M, H, generator=g).bfloat16()
+    ids = torch.randint(-1, E, (M, TOP_K), generator=g, dtype=torch.int32)
+    weights = torch.rand(M, TOP_K, generator=g)
+    expert_map = torch.full((E,), -1, dtype=torch.int32)
+    expert_map[half] = torch.arange(E // 2, dtype=torch.int32)
+    dispatch = adapters.AiterMxPrepareAndFinalize()
+    assert dispatch.num_dispatchers() == 2 and dispatch.output_is_reduced()
+    given = expert_map if has_map else None
+    came, scale, _, ids_here, weights_here = dispatch.prepare(
+        x, weights, ids, E, given, False, None, defer_input_quant=defers
+    )
+    assert (scale is None, came.dtype == torch.bfloat16) == (defers, defers)
+    config = SimpleNamespace(clamp_limit=None, alpha=1.0, beta=0.0)
+    experts = adapters.AiterMxExperts(
+        w1_scale=s1, w2_scale=s2, w1_bias=None, w2_bias=None, activation_config=config
+    )
+    sums = torch.full((len(came), H), torch.nan, dtype=torch.bfloat16)
+    experts.apply(
+        output=sums,
+        hidden_states=came,
+        w1=w1,
+        w2=w2,
+        topk_weights=weights_here,
+        topk_ids=ids_here,
+        activation=_Activation.SILU,
+        global_num_experts=E,
+        expert_map=given,
+        a1q_scale=scale,
+        a2_scale=None,
+        workspace13=None,
+        workspace2=None,
+        expert_tokens_meta=None,
+        apply_router_weight_on_input=False,
+    )
+    out = torch.full((M, H), torch.nan, dtype=torch.bfloat16)
+    dispatch.finalize(out, sums, weights_here, ids_here, False, None)
+    one = aiter_mx.fused_moe(x.float(), *whole, ids, weights)
+    assert (out.float() - one).norm() <= 2**-7 * one.norm()
+
+
+def test_two_ranks_agree_with_one(tmp_path: Path) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(work, (str(tmp_path),), nprocs=2)
