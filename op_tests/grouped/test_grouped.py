@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import aiter_mx
-from aiter_mx.errors import CaptureError
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.ops import grouped_gemm as grouped_module
@@ -240,22 +239,6 @@ def test_compiles_as_one_graph() -> None:
     a, a_scale = aiter_mx.quantize(x)
     expected = 2 * aiter_mx.grouped_gemm(a, a_scale, b, s, OFFS, out_dtype=torch.float32)
     assert torch.equal(layer(x, b, s, OFFS), expected)
-
-
-def test_first_use_under_capture_names_the_warmup_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    from aiter_mx.runtimes import sim
-
-    case = operands()
-    monkeypatch.setattr(grouped_module._plans, "by_call", {})
-    monkeypatch.setattr("aiter_mx.launch._functions", {})
-    with aiter_mx.simulate("gfx950"):
-        monkeypatch.setattr(sim, "is_capturing", lambda device: True)
-        with pytest.raises(CaptureError, match=r"warmup\('grouped_gemm', M=90, N=64, K=160, G=4"):
-            aiter_mx.grouped_gemm(*case, OFFS)
-        monkeypatch.setattr(sim, "is_capturing", lambda device: False)
-        aiter_mx.warmup("grouped_gemm", device="cpu", M=90, N=64, K=160, G=4, index="i64")
-        monkeypatch.setattr(sim, "is_capturing", lambda device: True)
-        aiter_mx.grouped_gemm(*case, OFFS)
 
 
 def test_most_tiles_is_the_most_there_can_be() -> None:

@@ -10,7 +10,6 @@ import torch
 
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.errors import CaptureError
 from aiter_mx.kernels.linear import KERNELS, LinearProblem
 from aiter_mx.kernels.linear import mfma_ways_gfx950 as ways
 from aiter_mx.kernels.linear.gemv import GEMV
@@ -18,7 +17,6 @@ from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
 from aiter_mx.kernels.spec import Config, KernelSpec, combinations
 from aiter_mx.launch import build_request
-from aiter_mx.ops import linear as linear_module
 from aiter_mx.plan import bind_route
 from aiter_mx.target import hardware, target_of
 from op_tests import launches
@@ -246,25 +244,6 @@ def test_torch_library_checks_pass() -> None:
         lambda x: aiter_mx.linear(x, None, *w), fullgraph=True, backend="aot_eager"
     )
     assert torch.equal(layer(x), aiter_mx.linear(x, None, *w))
-
-
-@pytest.mark.parametrize("M", [2, 64])
-def test_warmup_makes_all_launches_ready(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from aiter_mx.runtimes import sim
-
-    x, w = activations(M, 6176, torch.bfloat16, 0), weights(34, 6176, 1)
-    monkeypatch.setattr(linear_module._plans, "by_call", {})
-    monkeypatch.setattr("aiter_mx.launch._functions", {})
-    with aiter_mx.simulate("gfx950"):
-        monkeypatch.setattr(sim, "is_capturing", lambda device: True)
-        message = rf"aiter_mx\.warmup\('linear', M={M}, N=34, K=6176, .*x_dtype='bf16'\)"
-        with pytest.raises(CaptureError, match=message):
-            aiter_mx.linear(x, None, *w)
-        monkeypatch.setattr(sim, "is_capturing", lambda device: False)
-        aiter_mx.warmup("linear", device="cpu", M=M, N=34, K=6176, x_dtype="bf16")
-        monkeypatch.setattr(sim, "is_capturing", lambda device: True)
-        y = aiter_mx.linear(x, None, *w)
-    assert_close_to_reference(y, *aiter_mx.quantize(x), *w)
 
 
 def test_no_variant_that_quantises_spills() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import aiter_mx
-from aiter_mx.errors import BuildError, CaptureError
+from aiter_mx.errors import BuildError
 from aiter_mx.ops import linear as linear_module
 from op_tests.mx_reference import assert_close_to_reference, linear_reference64, random_mx
 from op_tests.threads import in_threads
@@ -214,25 +214,6 @@ def test_a_simulator_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatc
         aiter_mx.linear(*operands(2, 33, 352))
     with pytest.raises(ValueError, match="runs gfx950, got 'sm_90a'"), aiter_mx.simulate("sm_90a"):
         pass
-
-
-def test_first_use_under_capture_names_the_warmup_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    from aiter_mx.runtimes import sim
-
-    case = operands(2, 34, 352)
-    monkeypatch.setattr(linear_module._plans, "by_call", {})
-    with aiter_mx.simulate("gfx950"):
-        monkeypatch.setattr(sim, "is_capturing", lambda device: True)
-        monkeypatch.setattr("aiter_mx.launch._functions", {})
-        shape = "M=2, N=34, K=352, out_dtype='fp32'"
-        message = rf"aiter_mx.warmup\('linear', {shape}\)"
-        with pytest.raises(CaptureError, match=message):
-            aiter_mx.linear(*case, out_dtype=torch.float32)
-        monkeypatch.setattr(sim, "is_capturing", lambda device: False)
-        routes = aiter_mx.warmup("linear", device="cpu", M=[1, 2], N=34, K=352, out_dtype="fp32")
-        assert [route.kernel for route in routes] == ["gemv", "mfma"]
-        monkeypatch.setattr(sim, "is_capturing", lambda device: True)
-        assert_close_to_reference(aiter_mx.linear(*case, out_dtype=torch.float32), *case, None)
 
 
 @pytest.mark.parametrize("M", [65, 127, 129, 511, 1000])
