@@ -10,11 +10,11 @@ its results anew, and says so.
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from aiter_mx.kernels.registry import find_kernel, problem_type
 from aiter_mx.kernels.spec import Config, Problem
 from aiter_mx.launch import bind
 from aiter_mx.target import hardware, simulate
+from aiter_mx.tuning.table import write_csv
 from aiter_mx.workloads import workload_of
 
 ARCH = "gfx950"
@@ -114,10 +115,7 @@ def main() -> None:
     for line in found:
         print(*line.values(), sep="  ")
     if save:
-        with FILE.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(found[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(found)
+        write_csv(FILE, pd.DataFrame(found))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
+import pandas as pd
 import torch
 
 from aiter_mx.cli.explain import describe_config
@@ -33,6 +34,7 @@ from aiter_mx.sim.timing.fit import modelled_us
 from aiter_mx.sim.timing.model import Traced
 from aiter_mx.target import hardware
 from aiter_mx.trial import Prepared, prepare
+from aiter_mx.tuning.table import write_csv
 from aiter_mx.tuning.traces import held_by_unit, sampled
 from aiter_mx.workloads import workload_of
 from op_tests.bench.grouped import group_ends
@@ -213,10 +215,8 @@ def main() -> None:
         found[key_of(row)] = row
     if options.save:
         ranks = {key_of(vars(cell)): rank for rank, cell in enumerate(cells())}
-        with SAVED.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(found[key] for key in sorted(found, key=ranks.__getitem__))
+        in_order = [found[key] for key in sorted(found, key=ranks.__getitem__)]
+        write_csv(SAVED, pd.DataFrame(in_order, columns=COLUMNS, dtype=object))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
+
 from aiter_mx.cli.explain import describe_config
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
@@ -23,6 +25,7 @@ from aiter_mx.sim.timing.floor import floor
 from aiter_mx.sim.timing.model import Traced, predict, traced
 from aiter_mx.target import hardware
 from aiter_mx.trial import prepare
+from aiter_mx.tuning.table import write_csv
 from aiter_mx.tuning.traces import TRACED
 from tune.published.pr3783 import Pr3783
 from tune.published.run import Launch, PublishedRun
@@ -116,10 +119,7 @@ def main() -> None:
     for row in lines(options.checkout, options.work):
         print(*row.values(), flush=True)
         found.append(row)
-    with SAVED.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(found[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found)
+    write_csv(SAVED, pd.DataFrame(found, dtype=object))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import fmean
 from unittest.mock import patch
 
+import pandas as pd
+
 from aiter_mx.cli.explain import describe_config
 from aiter_mx.code_object import resident
 from aiter_mx.dispatch.dispatcher import route
@@ -41,6 +43,7 @@ from aiter_mx.sim.triton_driver import triton_launches
 from aiter_mx.target import hardware
 from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.modelled import ROUTINGS, ModelBench
+from aiter_mx.tuning.table import write_csv
 from aiter_mx.tuning.traces import TRACED
 from aiter_mx.workloads import workload_of
 
@@ -182,10 +185,7 @@ def main() -> None:
     if options.save:
         if SAVED.exists():  # ops that were not asked for stay as they are
             found = [*(row for row in rows_of(SAVED) if row["op"] not in ops), *found]
-        with SAVED.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(found[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(found)
+        write_csv(SAVED, pd.DataFrame(found))
 
 
 if __name__ == "__main__":

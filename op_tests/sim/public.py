@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
+import pandas as pd
 import torch
 
 from aiter_mx.errors import AiterMxError
@@ -37,6 +38,7 @@ from aiter_mx.sim.program import SCHEDULES, Dim3, Program, SimOptions
 from aiter_mx.sim.report import Finding
 from aiter_mx.sim.translate import translate_kernel
 from aiter_mx.tuning.origin import commit
+from aiter_mx.tuning.table import write_csv
 from op_tests.sim.tools import Array, e4m3_to_f64
 
 K = 1024
@@ -209,11 +211,8 @@ def decode(folder: Path, only: str, saves: bool) -> int:
 def save_counts(name: str, rows: Sequence[Mapping[str, object]]) -> None:
     """Write ``docs/measured/gfx950_simulated/<name>.csv``, with the commit that counted."""
     of_commit = commit()  # before the file is another
-    SAVED.mkdir(parents=True, exist_ok=True)
-    with (SAVED / f"{name}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], "commit"], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**row, "commit": of_commit} for row in rows)
+    counts = pd.DataFrame(rows, columns=[*rows[0]], dtype=object)
+    write_csv(SAVED / f"{name}.csv", counts.assign(commit=of_commit))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
