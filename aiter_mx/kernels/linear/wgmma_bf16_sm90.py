@@ -220,8 +220,13 @@ def tiles_of_pairs() -> tuple[Tile, ...]:
 
 def costs_of_pairs(target: Target, problem: LinearProblem, tile: Tile) -> Iterator[Costed]:
     """Of a tile of pairs, with the numbers of them that suit it."""
-    tiles = _tiles(problem, tile.tile_m, _PAIR * tile.tile_n)
-    return _costs_of_pairs(chunks_of(problem), target.cu_num // _PAIR, tiles, tile)
+    return costs_of_pairs_of(target, problem.M, problem.N, chunks_of(problem), tile)
+
+
+def costs_of_pairs_of(target: Target, M: int, N: int, chunks: int, tile: Tile) -> Iterator[Costed]:
+    """The same for so many rows, features and chunks of K."""
+    tiles = -(-M // tile.tile_m) * -(-N // (_PAIR * tile.tile_n))
+    return _costs_of_pairs(chunks, target.cu_num // _PAIR, tiles, tile)
 
 
 def _costs_of_pairs(chunks: int, most: int, tiles: int, tile: Tile) -> Iterator[Costed]:

@@ -225,5 +225,5 @@ def in_tile(problem: LinearProblem) -> LinearProblem:
         return problem
     for rows, fewest, most in _TILES:
         if rows >= M and fewest < problem.N * problem.K <= most:
-            return replace(problem, M=rows)
+            return problem if rows == M else replace(problem, M=rows)
     return problem
