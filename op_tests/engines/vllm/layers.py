@@ -66,7 +66,7 @@ FORMATS = {
 def mx(*shape: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
-    return aiter_mx.quantize(x * torch.randn(shape[0], 1, generator=generator).exp2())
+    return aiter_mx.quantize(x * torch.randn(*shape[:-1], 1, generator=generator).exp2())
 
 
 def fill(layer: torch.nn.Module, shards: dict[Any, tuple[torch.Tensor, torch.Tensor]]) -> None:
