@@ -1,8 +1,8 @@
-"""Counters of kernels: words of 32 bits that are zero when a launch begins, and when it ends.
+"""Words of 32 bits through which a launch's workgroups meet: zero when it begins, and when it ends.
 
 Launches that may run side by side must not share them. Those of one stream follow each other, so
 each stream has some of its own. A captured launch may be replayed beside any other, so it keeps its
-own for ever: a few hundred bytes, out of memory that was zeroed before the capture.
+own for ever: as much as its results or more, out of memory that was zeroed before the capture.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from aiter_mx.forks import Lock
 
 _LEAST_WORDS = 1 << 10
-_SLAB_WORDS = 1 << 16  # for some hundred captured launches
+_SLAB_WORDS = 1 << 24  # 64 MiB: for some hundred captured launches
 
 _lock = Lock()
 _of_streams: dict[tuple[torch.device, int], torch.Tensor] = {}

@@ -19,7 +19,6 @@
 
 #pragma once
 
-#include "common/epilogue.h"
 #include "common/scale.h"
 #include "common/target.h"
 #include "fused.h"
@@ -129,26 +128,6 @@ MX_DEVICE void accumulate_step(float* sums, const Piece (&w)[kRows], const Piece
         accumulate<1, kRows>(sums, w, x, taken_w, taken_x);
     else
         accumulate<kRows, 1>(sums, x, w, taken_x, taken_w);
-}
-
-// Adds the waves' sums and stores them.
-MX_DEVICE void store_sums(float (&sums)[kValues], Offset first_row, const void* bias, int bias_kind,
-                          Out* y, Offset N) {
-    const int lane = thread_in_group() % kLanes, wave = wave_in_group();
-    MX_LDS float partial[kWaves][kValues];
-    sum_lanes(sums, partial[wave], lane);
-    group_barrier();
-    for (int i = thread_in_group(); i < kValues; i += kThreads) {
-        const int m = i / kRows;
-        const Offset n = first_row + i % kRows;
-        if (n < N) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int v = 0; v < kWaves; ++v)
-                sum += partial[v][i];
-            store(y + m * N + n, sum + load_bias(bias, bias_kind, n));
-        }
-    }
 }
 
 } // namespace mx

@@ -12,6 +12,7 @@
 // as they are in use as fp32, so that the next steps' are under way while these are multiplied.
 
 #include "gemv.h"
+#include "gfx950/bias.h"
 #include "gfx950/memory.h"
 
 using namespace mx;
@@ -81,6 +82,7 @@ MX_KERNEL(kThreads)
 aiter_mx_linear_gemv(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
                      const unsigned char* ws, const void* bias, Out* y, Offset N, Offset wide_k,
                      int bias_kind) {
+    asm volatile("" ::"s"(bias_kind)); // loaded with the rest, not where it is first used
     const unsigned group = group_y() * kMaxGridX + group_x(), first_row = group * kRows;
     const unsigned K = wide_k, blocks = K / kBlock;
     // Groups past the last row have none. As a vector operation it would make descriptors that
@@ -141,6 +143,23 @@ aiter_mx_linear_gemv(const unsigned char* xq, const unsigned char* xs, const uns
     };
     load_rest(first);
 
+    // What a thread stores at the end: asked for, and its place computed, while memory is waited
+    // for.
+    constexpr int kEach = (kValues + kThreads - 1) / kThreads;
+    const Buffer results(reinterpret_cast<unsigned char*>(y + first_row),
+                         ((kM - 1) * static_cast<unsigned>(N) + rows) * sizeof(Out));
+    const auto number_of = [](int e) { return e * kThreads + thread_in_group(); };
+    BiasLoad biases[kEach];
+    unsigned places[kEach];
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+        const unsigned m = number_of(e) / kRows, row = number_of(e) % kRows;
+        biases[e] = BiasLoad(bias, bias_kind, first_row, rows, row);
+        const bool is_own = number_of(e) < kValues && row < rows;
+        places[e] = is_own ? (m * static_cast<unsigned>(N) + row) * sizeof(Out) : kNowhere;
+        asm volatile("" : "+v"(places[e]));
+    }
+
     const auto multiply = [&](auto reloads) {
         constexpr bool reloads_now = decltype(reloads)::value;
         const Scales<kRows> ws_now = w_scales;
@@ -179,5 +198,15 @@ aiter_mx_linear_gemv(const unsigned char* xq, const unsigned char* xs, const uns
         }
     }
     multiply(Constant<0>{});
-    store_sums(sums, first_row, bias, bias_kind, y, N);
+    MX_LDS float partial[kWaves][kValues];
+    sum_lanes(sums, partial[wave_in_group()], lane);
+    group_barrier();
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int v = 0; v < kWaves; ++v)
+            sum += partial[v][min(number_of(e), kValues - 1)];
+        results.store(places[e], static_cast<Out>(sum + biases[e].to_f32()));
+    }
 }

@@ -1,10 +1,31 @@
 // The decode linear of gemv.h on Hopper: loads of all steps under way are issued, then used.
 
+#include "common/epilogue.h"
 #include "gemv.h"
 
 using namespace mx;
 
 constexpr bool kOverlaps = MX_OVERLAPS; // may begin before the grid ahead of it ends
+
+// Adds the waves' sums and stores them.
+MX_DEVICE void store_sums(float (&sums)[kValues], Offset first_row, const void* bias, int bias_kind,
+                          Out* y, Offset N) {
+    const int lane = thread_in_group() % kLanes, wave = wave_in_group();
+    MX_LDS float partial[kWaves][kValues];
+    sum_lanes(sums, partial[wave], lane);
+    group_barrier();
+    for (int i = thread_in_group(); i < kValues; i += kThreads) {
+        const int m = i / kRows;
+        const Offset n = first_row + i % kRows;
+        if (n < N) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int v = 0; v < kWaves; ++v)
+                sum += partial[v][i];
+            store(y + m * N + n, sum + load_bias(bias, bias_kind, n));
+        }
+    }
+}
 
 struct Operands {
     const unsigned char *xq, *xs, *wq, *ws;

@@ -32,6 +32,7 @@
 
 #include "common/target.h"
 #include "fused.h"
+#include "gfx950/bias.h"
 #include "gfx950/memory.h"
 #include "gfx950/tile.h"
 
@@ -47,11 +48,6 @@ constexpr bool kEvenBlocks = MX_EVEN_BLOCKS; // K / 32 is even
 constexpr bool kQuantises = !kIsQuantised<MX_X>;
 using Out = DType<MX_OUT>;
 using Offset = unsigned long; // elements and bytes: tensors may exceed 4 GiB
-#if MX_SPLITS == 1
-using Group = Offset; // a workgroup's number
-#else
-using Group = unsigned; // where K is split, N is too small for more
-#endif
 
 constexpr int kTileRows = kSide / kFold;
 constexpr unsigned kStep = kFold * kTileK;   // k of a tile
@@ -59,30 +55,39 @@ constexpr unsigned kStride = kWaves * kStep; // k of a step of all waves
 constexpr int kRows = kRowTiles * kTileRows;
 constexpr unsigned kBlockRows = kColTiles * kTileRows; // of x
 constexpr int kThreads = kWaves * kLanes;
-constexpr Offset kMaxGridX = MX_MAX_GRID_X; // groups beyond it continue in the grid's y
+constexpr unsigned kMaxGridX = MX_MAX_GRID_X; // groups beyond it continue in the grid's y
 
 constexpr int kSumPieces = kRowTiles * kColTiles * kProductWords * 4 / kPiece;
 constexpr int kWavePieces = kPieces > kSumPieces ? kPieces : kSumPieces; // LDS of a wave
 constexpr int kResultPieces = kRows / 4;                                 // of a row of x
-constexpr int kPiecesApart = kSplits > 1 ? 2 : 1; // lanes read fours of outputs, or single ones
-constexpr int kMostPieces = kResultPieces * kColTiles * kTileRows; // of a workgroup
-constexpr unsigned kPartBytes = kMostPieces * kPiece;
+constexpr int kRowPairs = kRows / 2;
+constexpr int kMostPairs = kRowPairs * kColTiles * kTileRows; // of a workgroup's sums
+
+// The part of a tile's first rows that a lane loads, of a payload and of two scales.
+struct LanePart {
+    unsigned row, k, scale_row, block;
+
+    MX_MEMBER explicit LanePart(int lane) {
+        const int quad = lane / 4 % 4, part = lane / kSide; // rows 4 quad.., a fourth of their k
+        row = 4 * quad % kTileRows;
+        k = 4 * quad / kTileRows * kTileK + part * 64 + lane % 4 * kPiece;
+        scale_row = lane / 4 % kTileRows;
+        block = lane / 4 / kTileRows * (kTileK / kBlock) + lane % 4 * 2;
+        asm volatile("" : "+v"(row), "+v"(k), "+v"(scale_row), "+v"(block)); // computed here
+    }
+};
 
 // A lane's loads of a tile's first rows, in a step of K.
 struct Place {
     unsigned payload, scales[2]; // offsets, or kNowhere past the end of the workgroup's part of K
 
     // The lane's place in the step of K that begins at first.
-    MX_MEMBER Place(int lane, unsigned first, unsigned end, unsigned K) {
-        const int quad = lane / 4 % 4, part = lane / kSide; // rows 4 quad.., a fourth of their k
-        const unsigned k = first + 4 * quad / kTileRows * kTileK + part * 64 + lane % 4 * kPiece;
-        payload = k < end ? 4 * quad % kTileRows * K + k : kNowhere;
-
-        const int row = lane / 4;
-        const unsigned blocks = K / kBlock;
-        const unsigned block = (first + row / kTileRows * kTileK) / kBlock + lane % 4 * 2;
+    MX_MEMBER Place(const LanePart& part, unsigned first, unsigned end, unsigned K) {
+        const unsigned k = first + part.k, at = part.row * K + k;
+        payload = k < end ? at : kNowhere;
+        const unsigned block = first / kBlock + part.block, in_rows = part.scale_row * (K / kBlock);
         for (int i = 0; i < 2; ++i)
-            scales[i] = block + i < end / kBlock ? row % kTileRows * blocks + block + i : kNowhere;
+            scales[i] = block + i < end / kBlock ? in_rows + block + i : kNowhere;
     }
 };
 
@@ -249,74 +254,134 @@ MX_DEVICE void multiply_step(const Turn& turn, LoadedTile (&w)[kRowTiles],
 }
 
 // Where rows 4 g to 4 g + 3 of a column of a product are kept in LDS, in pieces of 16 bytes. Lanes
-// that write together have adjacent columns, those that read have adjacent outputs, or fours of
-// them: adjacent rows of w, then the next row of x. The exclusive or puts either in different
-// banks.
+// that write together have adjacent columns, those that read have adjacent outputs: rows of w, then
+// the next row of x. The exclusive or puts either in different banks.
 MX_DEVICE int place_of_sums(int row_tile, int col_tile, int g, int column) {
     constexpr int of_tile = kTileRows / 4, of_group = kResultPieces;
-    constexpr int spread = of_group > 8   ? 1
-                           : of_group > 4 ? 2 / kPiecesApart
-                           : of_group > 2 ? 4 / kPiecesApart
-                                          : 16 / of_group / kPiecesApart;
+    constexpr int spread = of_group > 8 ? 1 : of_group > 4 ? 2 : of_group > 2 ? 4 : 16 / of_group;
     const int piece = row_tile * of_tile + g % of_tile; // of all that one row of x has
     const int swizzled = column ^ (piece * spread ^ col_tile * kTileRows) % kSide;
     return (row_tile * kColTiles + col_tile) * kLanes + g * kSide + swizzled;
 }
 
-// What the workgroup's waves have of an output, or of four.
-template <class T>
-MX_DEVICE T sum_of_waves(const u32x4 (&lds)[kWaves][kWavePieces], int m, int row) {
-    T sum = {};
-#pragma unroll
-    for (int v = 0; v < kWaves; ++v)
+// Two outputs of adjacent rows of w, which a thread adds up and stores.
+struct Outputs {
+    // Their sums lie at the same place of each wave's LDS, one for each part of K that is side by
+    // side in a tile.
+    MX_LDS_POINTER const f32x2* of_first_wave[kFold];
+    unsigned at, next; // bytes of the results, or kNowhere
+    int row;
+    bool are_own; // of the workgroup
+
+    MX_MEMBER static Outputs number(int i, const u32x4* lds, unsigned N, int M, int rows) {
+        Outputs outputs;
+        const int m = i / kRowPairs;
+        outputs.row = i % kRowPairs * 2;
+        const unsigned at = (m * N + outputs.row) * sizeof(Out);
+        outputs.are_own = m < M && outputs.row < rows;
+        outputs.at = outputs.are_own ? at : kNowhere;
+        outputs.next = outputs.are_own && outputs.row + 1 < rows ? at + sizeof(Out) : kNowhere;
+        const int row = outputs.row % kRows, column = m % (kColTiles * kTileRows);
 #pragma unroll
         for (int f = 0; f < kFold; ++f) {
             const int operand_row = f * kTileRows + row % kTileRows;
-            const int place = place_of_sums(row / kTileRows, m / kTileRows, operand_row / 4,
-                                            f * kTileRows + m % kTileRows);
-            const T* const of_wave = reinterpret_cast<const T*>(lds[v] + place);
-            sum += sizeof(T) == kPiece ? *of_wave : of_wave[operand_row % 4];
+            const int piece = place_of_sums(row / kTileRows, column / kTileRows, operand_row / 4,
+                                            f * kTileRows + column % kTileRows);
+            outputs.of_first_wave[f] =
+                (MX_LDS_POINTER const f32x2*)(lds + piece) + operand_row % 4 / 2;
         }
-    return sum;
-}
-
-// Where the workgroups that share K leave their sums, and how many have left what a wave adds: none
-// when a launch begins, and when it ends.
-struct Handover {
-    unsigned char* parts;
-    unsigned* arrived; // of each wave of each tile
-    unsigned tiles;    // of outputs, for a block of x
+        return outputs;
+    }
+    MX_MEMBER f32x2 sums() const {
+        f32x2 sums = {};
+#pragma unroll
+        for (int v = 0; v < kWaves; ++v)
+#pragma unroll
+            for (int f = 0; f < kFold; ++f)
+                sums += of_first_wave[f][v * kWavePieces * 2];
+        return sums;
+    }
+    MX_MEMBER void store(const Buffer& results, f32x2 values) const {
+        results.store(at, static_cast<Out>(values.x));
+        results.store(next, static_cast<Out>(values.y));
+    }
+    // Has the addresses computed here: the compiler would do it when all waits for them.
+    MX_MEMBER void keep() {
+        asm volatile("" : "+v"(at), "+v"(next));
+#pragma unroll
+        for (int f = 0; f < kFold; ++f)
+            asm volatile("" : "+v"(of_first_wave[f]));
+    }
 };
 
-// The wave has stored what its like in other workgroups may need; true in the last to do so.
-MX_DEVICE bool is_last_to_arrive(unsigned* arrived, int lane) {
-    stores_are_over();
-    unsigned before = 0;
-    if (lane == 0)
-        before = count_for_all(arrived);
-    const bool is_last = __builtin_amdgcn_readfirstlane(before) == kSplits - 1;
-    if (is_last && lane == 0)
-        reset_for_all(arrived);
-    return is_last;
+// Where workgroups that share K meet by twos: one leaves its sums, the other adds them to its own.
+struct Handover {
+    unsigned char* slots; // of two sums each: zero when a launch begins, and when it ends
+    unsigned tiles;       // of outputs, for a block of x
+};
+
+// What a slot holds of two sums, which is never zero.
+MX_DEVICE unsigned long as_left(f32x2 sums) {
+    const unsigned low =
+        min(float_to_bits(sums.x), ~1u); // 2^32 - 1 is a NaN, and so is what is below
+    return static_cast<unsigned long>(float_to_bits(sums.y)) << 32 | (low + 1);
+}
+MX_DEVICE f32x2 sums_left(unsigned long left) {
+    return {bits_to_float(static_cast<unsigned>(left) - 1),
+            bits_to_float(static_cast<unsigned>(left >> 32))};
+}
+
+// Adds the sums of the workgroups that share a tile, by twos: whichever of two comes later goes on.
+// Either order gives the same bits. What is left to others is no longer the thread's own.
+template <int Each>
+MX_DEVICE void meet(const Handover& handover, unsigned part, unsigned tile, f32x2 (&sums)[Each],
+                    Outputs (&own)[Each]) {
+    constexpr unsigned bytes = (kSplits - 1) * kMostPairs * sizeof(unsigned long);
+    const Buffer slots(handover.slots + static_cast<Offset>(tile) * bytes, bytes);
+    unsigned first = 0; // slot of the level
+#pragma unroll
+    for (unsigned nodes = kSplits; nodes > 1; nodes = (nodes + 1) / 2) {
+        if ((part ^ 1) < nodes) {
+            unsigned long left[Each];
+            unsigned at[Each];
+#pragma unroll
+            for (int e = 0; e < Each; ++e) {
+                const unsigned slot = first + part / 2 * kMostPairs + e * kThreads;
+                at[e] =
+                    own[e].are_own ? (slot + thread_in_group()) * sizeof(unsigned long) : kNowhere;
+                left[e] = slots.exchange_for_all(at[e], as_left(sums[e]));
+            }
+#pragma unroll
+            for (int e = 0; e < Each; ++e) {
+                const bool goes_on = static_cast<unsigned>(left[e]) != 0;
+                slots.clear_for_all(goes_on ? at[e] : kNowhere);
+                own[e].are_own = own[e].are_own && goes_on;
+                own[e].at = goes_on ? own[e].at : kNowhere;
+                own[e].next = goes_on ? own[e].next : kNowhere;
+                sums[e] += sums_left(left[e]);
+            }
+        }
+        first += nodes / 2 * kMostPairs;
+        part /= 2;
+    }
 }
 
 struct Arguments {
     const unsigned char *xq, *xs, *wq, *ws;
     const void* bias;
     Out* y;
-    Offset M, N, k_size;
+    unsigned M, N, K;
     int bias_kind;
-    unsigned rows_each;
-    Offset longer;
+    unsigned rows_each, longer;
 };
 
 // Has the arguments loaded at once: left alone, each is loaded where it is first used, and the
 // latencies add up.
 MX_DEVICE void wait_for_arguments(const Arguments& a, const Handover& handover) {
     asm volatile("" ::"s"(a.xq), "s"(a.xs), "s"(a.wq), "s"(a.ws), "s"(a.bias), "s"(a.y), "s"(a.M),
-                 "s"(a.N), "s"(a.k_size), "s"(a.bias_kind), "s"(a.rows_each), "s"(a.longer));
+                 "s"(a.N), "s"(a.K), "s"(a.bias_kind), "s"(a.rows_each), "s"(a.longer));
     if constexpr (kSplits > 1)
-        asm volatile("" ::"s"(handover.parts), "s"(handover.arrived), "s"(handover.tiles));
+        asm volatile("" ::"s"(handover.slots), "s"(handover.tiles));
 }
 
 // The pointer, of which the compiler computes nothing before this.
@@ -326,22 +391,19 @@ MX_DEVICE const unsigned char* from_here(const unsigned char* pointer) {
 }
 
 MX_DEVICE void multiply(const Arguments& a, Handover handover) {
-    const Group group = static_cast<Group>(group_y()) * kMaxGridX + group_x();
+    const unsigned group = group_y() * kMaxGridX + group_x();
+    const int lane = thread_in_group() % kLanes, wave = wave_in_group();
+    const LanePart lane_part(lane); // while the arguments are on their way
     wait_for_arguments(a, handover);
-    const Group tile = group / kSplits;
-    const unsigned part = group % kSplits;
-    const bool is_longer = tile < a.longer;
-    const Offset first_row = tile * a.rows_each + (is_longer ? tile : a.longer);
+    const unsigned tile = group / kSplits, part = group % kSplits;
+    const unsigned first_row = tile * a.rows_each + min(tile, a.longer);
     if (first_row >= a.N)
         return;
-    const unsigned rows = a.rows_each + is_longer;
-    const unsigned K = a.k_size, k_each = (K + kSplits * kStep - 1) / (kSplits * kStep) * kStep;
+    const unsigned rows = a.rows_each + (tile < a.longer);
+    const unsigned K = a.K, k_each = (K + kSplits * kStep - 1) / (kSplits * kStep) * kStep;
     const unsigned begin = part * k_each, end = min(begin + k_each, K);
-    const Offset first_m = group_z() * kBlockRows;
-    const unsigned left = static_cast<unsigned>(a.M) - static_cast<unsigned>(first_m);
-    const unsigned own_m = min(left, kBlockRows);
-    const int lane = thread_in_group() % kLanes;
-    const int wave = wave_in_group();
+    const unsigned first_m = group_z() * kBlockRows;
+    const unsigned own_m = min(a.M - first_m, kBlockRows);
 
     const Rows w_rows(a.wq, a.ws, first_row, rows, K);
     MX_LDS u32x4 lds[kWaves][kWavePieces];
@@ -349,7 +411,7 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
     LoadedTile w[kUnroll][kRowTiles];
     X::Loaded x[kUnroll][kColTiles];
     unsigned first = begin + wave * kStep;
-    const Place begun(lane, first, end, K);
+    const Place begun(lane_part, first, end, K);
     w_rows.load_payload<true>(w[0][0], 0, 0, begun);
     finish_before_next(); // memory is asked for weights before the rest has addresses
     w_rows.load_scales(w[0][0], 0, begun);
@@ -366,7 +428,7 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
     };
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) { // a step past the end of K loads zeros
-        const Place place(lane, first + i * kStride, end, K);
+        const Place place(lane_part, first + i * kStride, end, K);
 #pragma unroll
         for (int pair = 0; pair < kTiles; pair += 2)
 #pragma unroll
@@ -384,10 +446,23 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
     NanNotes w_nans[kRowTiles], x_nans[kColTiles];
     Turn turn(lds[wave], lane);
     turn.keep();
+
+    constexpr int kEach = (kMostPairs + kThreads - 1) / kThreads; // of a thread
+    Offset first_result = static_cast<Offset>(first_m) * a.N + first_row;
+    asm volatile("" : "+s"(first_result)); // one number, and computed here
+    const Buffer results(reinterpret_cast<unsigned char*>(a.y + first_result),
+                         own_m * a.N * sizeof(Out));
+    Outputs own[kEach];
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+        own[e] = Outputs::number(e * kThreads + thread_in_group(), lds[0], a.N, own_m, rows);
+        if constexpr (kEach == 1)
+            own[e].keep();
+    }
     const auto multiply_round = [&](auto load_next) {
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
-            const Place next(lane, first + (kUnroll + i) * kStride, end, K);
+            const Place next(lane_part, first + (kUnroll + i) * kStride, end, K);
             multiply_step(turn, w[i], x[i], lane, sums, w_nans, x_nans,
                           [&](int t) { load_next(i, t, next); });
         }
@@ -401,79 +476,30 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
     if (thread_in_group() < kRows)
         reinterpret_cast<float*>(added)[thread_in_group()] = own_bias.to_f32();
     group_barrier();
-    const int M = own_m;
-    Out* const y = a.y + first_m * a.N + first_row;
-    if constexpr (kSplits == 1) {
-        constexpr int kEach = (kRows * kColTiles * kTileRows + kThreads - 1) / kThreads;
-        const unsigned size = sizeof(Out);
-        float of_thread[kEach];
+    f32x2 sums_of[kEach];
 #pragma unroll
-        for (int e = 0; e < kEach; ++e) {
-            const int i = min(e * kThreads + thread_in_group(), kRows * kColTiles * kTileRows - 1);
-            of_thread[e] = sum_of_waves<float>(lds, i / kRows, i % kRows) +
-                           reinterpret_cast<const float*>(added)[i % kRows];
-        }
+    for (int e = 0; e < kEach; ++e)
+        sums_of[e] = own[e].sums();
+    if constexpr (kSplits > 1)
+        meet(handover, part, group_z() * handover.tiles + tile, sums_of, own);
 #pragma unroll
-        for (int e = 0; e < kEach; ++e) {
-            const int i = e * kThreads + thread_in_group(), m = i / kRows, row = i % kRows;
-            if (m < M && row < static_cast<int>(rows))
-                store(y + m * a.N + row, of_thread[e]);
-        }
-    } else {
-        const Offset own = group_z() * handover.tiles + tile;
-        const Buffer parts(handover.parts + own * (kSplits * kPartBytes), kSplits * kPartBytes);
-        for (int i = thread_in_group(); i < M * kResultPieces; i += kThreads)
-            parts.store_for_all(part * kPartBytes + i * kPiece,
-                                sum_of_waves<f32x4>(lds, i / kResultPieces, i % kResultPieces * 4));
-        if (!is_last_to_arrive(handover.arrived + own * kWaves + wave, lane))
-            return;
-        constexpr int kEach = (kMostPieces + kThreads - 1) / kThreads; // of a thread
-        f32x4 of_part[kEach][kSplits];
-#pragma unroll
-        for (int e = 0; e < kEach; ++e)
-#pragma unroll
-            for (int s = 0; s < kSplits; ++s) {
-                const int i = e * kThreads + thread_in_group();
-                const unsigned at = s * kPartBytes + i * kPiece;
-                of_part[e][s] = parts.load_of_all(i < M * kResultPieces ? at : kNowhere);
-            }
-        constexpr unsigned bytes = sizeof(Out);
-        const Buffer results(reinterpret_cast<unsigned char*>(y), M * a.N * bytes);
-#pragma unroll
-        for (int e = 0; e < kEach; ++e) {
-            const int i = e * kThreads + thread_in_group();
-            const int m = i / kResultPieces, piece = i % kResultPieces;
-            f32x4 sum = of_part[e][0];
-#pragma unroll
-            for (int s = 1; s < kSplits; ++s)
-                sum += of_part[e][s];
-            sum += added[piece];
-            const int row = 4 * piece;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const bool is_own = m < M && row + j < static_cast<int>(rows);
-                results.store(is_own ? (m * a.N + row + j) * bytes : kNowhere,
-                              static_cast<Out>(sum[j]));
-            }
-        }
-    }
+    for (int e = 0; e < kEach; ++e)
+        own[e].store(results, sums_of[e] + reinterpret_cast<const f32x2*>(added)[own[e].row / 2]);
 }
 
 #if MX_SPLITS == 1
 MX_KERNEL(kThreads)
 aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
-                     const unsigned char* ws, const void* bias, Out* y, Offset M, Offset N,
-                     Offset k_size, int bias_kind, unsigned rows_each, Offset longer) {
-    multiply({xq, xs, wq, ws, bias, y, M, N, k_size, bias_kind, rows_each, longer}, {});
+                     const unsigned char* ws, const void* bias, Out* y, unsigned M, unsigned N,
+                     unsigned K, int bias_kind, unsigned rows_each, unsigned longer) {
+    multiply({xq, xs, wq, ws, bias, y, M, N, K, bias_kind, rows_each, longer}, {});
 }
 #else
 MX_KERNEL(kThreads)
 aiter_mx_linear_mfma_split(const unsigned char* xq, const unsigned char* xs,
                            const unsigned char* wq, const unsigned char* ws, const void* bias,
-                           Out* y, unsigned char* parts, unsigned* arrived, Offset M, Offset N,
-                           Offset k_size, int bias_kind, unsigned rows_each, Offset longer,
-                           unsigned tiles) {
-    multiply({xq, xs, wq, ws, bias, y, M, N, k_size, bias_kind, rows_each, longer},
-             {parts, arrived, tiles});
+                           Out* y, unsigned char* slots, unsigned M, unsigned N, unsigned K,
+                           int bias_kind, unsigned rows_each, unsigned longer, unsigned tiles) {
+    multiply({xq, xs, wq, ws, bias, y, M, N, K, bias_kind, rows_each, longer}, {slots, tiles});
 }
 #endif

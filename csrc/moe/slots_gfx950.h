@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../linear/gemv.h"
+#include "common/epilogue.h"
 #include "gfx950/memory.h"
 
 namespace mx {

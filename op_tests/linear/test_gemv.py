@@ -83,7 +83,11 @@ def test_each_weight_is_read_once_in_pieces_of_16_bytes() -> None:
     waves = N // config["rows"] * config["waves"]
     rounds = K // (1024 * config["waves"] * config["unroll"])
     of_scales = 2 * waves * rounds  # a dword a lane of x's rows, and of w's
-    assert loads == {"buffer_load_dwordx4": pieces, "buffer_load_dword": of_scales}
+    assert loads == {
+        "buffer_load_dwordx4": pieces,
+        "buffer_load_dword": of_scales,
+        "buffer_load_ushort": 2 * waves,  # both halves of a bias that there is not
+    }
     assert report.scratch_bytes == 0
 
 

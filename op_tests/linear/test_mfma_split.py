@@ -13,6 +13,7 @@ from aiter_mx import counters
 from aiter_mx.jit.build import build
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA_SPLIT
+from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.launch import build_request
 from aiter_mx.region import Region
 from aiter_mx.runtimes.base import PackedArgs
@@ -47,20 +48,18 @@ def test_whoever_comes_last_the_bits_are_the_same(
     assert all(torch.equal(runs[0].view(torch.int32), run.view(torch.int32)) for run in runs)
 
 
-def test_a_launch_finds_its_counters_as_the_one_before_left_them() -> None:
+def test_a_launch_leaves_its_slots_as_it_found_them() -> None:
     M, N, K = SHAPES[0]
     drawn, problem = operands(M, N, K, 8), LinearProblem(M, N, K, "fp32")
     target, module = replace(GFX950, cu_num=8), MFMA_SPLIT.module
     assert module is not None
     program = Program.from_image(build(build_request(MFMA_SPLIT, target, problem, CONFIG)).image)
-    arrived = torch.zeros(MFMA_SPLIT.counters(target, problem, CONFIG), dtype=torch.int32)
-    parts = torch.empty(MFMA_SPLIT.workspace_bytes(target, problem, CONFIG), dtype=torch.uint8)
+    slots = torch.zeros(MFMA_SPLIT.counters(target, problem, CONFIG), dtype=torch.int32)
     args = PackedArgs(module.args, module.scalars(target, problem, CONFIG))
     launch = module.geometry(target, problem, CONFIG)
     for seed in range(3):
         y = torch.full((M, N), float("nan"))
-        parts.fill_(0xFF)  # NaN
-        tensors = (*drawn, None, y, parts, arrived)
+        tensors = (*drawn, None, y, slots)
         args.set_pointers(*(0 if t is None else t.data_ptr() for t in tensors))
         regions = [
             Region(arg.name, t.data_ptr(), t.nbytes, arg.access)
@@ -72,7 +71,7 @@ def test_a_launch_finds_its_counters_as_the_one_before_left_them() -> None:
             module.symbol, launch.grid, launch.block, args.to_bytes(), 0, regions, options
         )
         assert_close_to_reference(y, *drawn)
-        assert not arrived.any()
+        assert not slots.any()
 
 
 def test_k_is_split_where_rows_are_many_and_workgroups_read_much_of_x() -> None:
@@ -87,10 +86,14 @@ def test_k_is_split_where_rows_are_many_and_workgroups_read_much_of_x() -> None:
     assert "hip/mfma: mfma_split is faster here by the model of time" in chosen.reason
 
 
-def test_wide_results_are_refused() -> None:
-    assert MFMA_SPLIT.refusal(GFX950, LinearProblem(64, (1 << 23) - 1, 32)) is None
-    refusal = MFMA_SPLIT.refusal(GFX950, LinearProblem(64, 1 << 23, 32))
-    assert refusal == "N=8388608 is not below 8388608, as 32-bit offsets of results demand"
+@pytest.mark.parametrize(("kernel", "most"), [("gemv", 16), ("mfma", 128), ("mfma_split", 128)])
+def test_results_beyond_32_bit_offsets_are_refused(kernel: str, most: int) -> None:
+    refusal = find_kernel("linear", "gfx950", "hip", kernel).refusal
+    for M in (1, most):
+        N = (1 << 29) // M
+        assert refusal(GFX950, LinearProblem(M, N - 1, 1024)) is None
+        told = f"{M} rows of N={N} are too many results for offsets of 31 bits"
+        assert refusal(GFX950, LinearProblem(M, N, 1024)) == told
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from aiter_mx.kernels.linear.problem import (
     LinearProblem,
     quantise_pays,
     quantised_first,
+    too_many_results,
 )
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search, without_waste
 from aiter_mx.kernels.spec import (
@@ -56,7 +57,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         if getattr(problem, name) >= most:
             size = getattr(problem, name)
             return f"{name}={size} is not below {most}, as the 32-bit offsets of gemv demand"
-    return None
+    return too_many_results(problem, MAX_M) if target.arch == "gfx950" else None
 
 
 def _configure(target: Target, problem: LinearProblem) -> Config:

@@ -74,7 +74,6 @@ PERSISTENT = {
 """Other tiles are left out, so that few code objects serve a weight."""
 _OF_WEIGHTS = 118  # cycles of a KiB of w and a compute unit, beside those steps
 
-MAX_SPLIT_N = 1 << 23  # offsets within results of 128 rows are below 2^32
 _FEWEST_SHARED_ROWS = 17  # that other kernels than mfma take
 MOST_SHARED_ROWS = 256  # beyond, K is not split
 LEAST_SPLIT_K = min(SPLITS.values) * TILE_K
@@ -314,7 +313,7 @@ def _searched(target: Target, M: int, N: int, K: int) -> tuple[str, Config | Non
     mfma = SEARCHES["mfma"].cheapest(target, tuned, best / _WORTH_LEAVING - launch)
     if mfma is not None:
         best = min(best, _WORTH_LEAVING * (launch + mfma[0]))
-    if _FEWEST_SHARED_ROWS <= M <= MOST_SHARED_ROWS and N < MAX_SPLIT_N:
+    if _FEWEST_SHARED_ROWS <= M <= MOST_SHARED_ROWS:
         split = SEARCHES["mfma_split"].cheapest(target, tuned, best - launch)
         if split is not None:
             return "mfma_split", split[1]

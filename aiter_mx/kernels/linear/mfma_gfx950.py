@@ -13,7 +13,6 @@ from aiter_mx.kernels.gfx950 import (
 )
 from aiter_mx.kernels.linear.mfma_choice_gfx950 import (
     LEAST_SPLIT_K,
-    MAX_SPLIT_N,
     MOST_SHARED_ROWS,
     SEARCHES,
     cheapest,
@@ -22,6 +21,7 @@ from aiter_mx.kernels.linear.mfma_choice_gfx950 import (
 )
 from aiter_mx.kernels.linear.mfma_ways_gfx950 import (
     BLOCK_M,
+    COL_TILES,
     PARAMS,
     SPLITS,
     has_odd_blocks,
@@ -31,7 +31,6 @@ from aiter_mx.kernels.linear.mfma_ways_gfx950 import (
     work_of,
 )
 from aiter_mx.kernels.linear.problem import (
-    MATRIX_ARGS,
     POINTERS,
     QUANTISED_FIRST,
     X_CODES,
@@ -39,6 +38,7 @@ from aiter_mx.kernels.linear.problem import (
     matrix_scalars,
     quantise_pays,
     quantised_first,
+    too_many_results,
 )
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
@@ -48,11 +48,13 @@ from aiter_mx.kernels.spec import (
     Geometry,
     Parts,
     as_defines,
+    numbers,
     pointers,
 )
 from aiter_mx.target import Target
 
 MAX_M = 4096
+MOST_BLOCK_ROWS = SIDE * COL_TILES[-1]  # of x
 MAX_K = 1 << 25  # offsets within the rows of a workgroup, at most 128, are below 2^32
 _QUANTISING = 4.8  # vector instructions for 64 values
 
@@ -60,6 +62,8 @@ _QUANTISING = 4.8  # vector instructions for 64 values
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if problem.M > MAX_M:
         return f"M={problem.M} is above {MAX_M}, the most rows of mfma"
+    if refusal := too_many_results(problem, MOST_BLOCK_ROWS):
+        return refusal
     if problem.K >= MAX_K:
         return f"K={problem.K} is not below {MAX_K}, as the 32-bit offsets of mfma demand"
     return None
@@ -99,8 +103,6 @@ def _candidates(kernel: str) -> Callable[[Target, LinearProblem], list[Config]]:
 
 
 def _split_refusal(target: Target, problem: LinearProblem) -> str | None:
-    if problem.N >= MAX_SPLIT_N:
-        return f"N={problem.N} is not below {MAX_SPLIT_N}, as 32-bit offsets of results demand"
     if problem.M > MOST_SHARED_ROWS:
         return f"M={problem.M} is above {MOST_SHARED_ROWS}, the most rows for which K is split"
     if problem.M > BLOCK_M and problem.K <= LEAST_SPLIT_K:
@@ -150,11 +152,11 @@ def _tiles(target: Target, problem: LinearProblem, config: Config) -> int:
     return work_of(target, problem, config).groups // (way.splits * max(1, way.blocks))
 
 
-def _parts_bytes(target: Target, problem: LinearProblem, config: Config) -> int:
-    """Sums of each workgroup."""
-    way, side = way_of(problem, config), SIDE // config["fold"]
-    sums = way.row_tiles * side * way.col_tiles * side
-    return work_of(target, problem, config).groups * 4 * sums
+def _slot_words(target: Target, problem: LinearProblem, config: Config) -> int:
+    """Two for two sums, wherever two of the workgroups that share K meet."""
+    way = way_of(problem, config)
+    sums = way.row_tiles * way.col_tiles * (SIDE // config["fold"]) ** 2
+    return _tiles(target, problem, config) * way.blocks * (way.splits - 1) * sums
 
 
 def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
@@ -168,13 +170,13 @@ def _split_scalars(
     return (*_scalars(target, problem, config), _tiles(target, problem, config))
 
 
-_TILE_ARGS = (Arg("rows_each", "i32"), Arg("longer_tiles", "i64"))
+_ARGS = (*numbers("i32", "M", "N", "K", "bias_kind", "rows_each", "longer_tiles"),)
 
 MFMA = declare(
     "linear",
     "mfma",
     {"gfx950": "linear/mfma_gfx950.cu"},
-    args=(*MATRIX_ARGS, *_TILE_ARGS),
+    args=(*POINTERS, *_ARGS),
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
@@ -192,9 +194,8 @@ MFMA_SPLIT = declare(
     {"gfx950": "linear/mfma_gfx950.cu"},
     args=(
         *POINTERS,
-        *pointers("rw", "parts", "arrived"),
-        *MATRIX_ARGS[len(POINTERS) :],
-        *_TILE_ARGS,
+        *pointers("rw", "slots"),
+        *_ARGS,
         Arg("tiles", "i32"),
     ),
     defines=_defines,
@@ -205,9 +206,6 @@ MFMA_SPLIT = declare(
     configure=_configuring("mfma_split"),
     candidates=_candidates("mfma_split"),
     composed=QUANTISED_FIRST,
-    workspace_bytes=_parts_bytes,
-    counters=lambda target, problem, config: (
-        _tiles(target, problem, config) * way_of(problem, config).blocks * config["waves"]
-    ),
+    counters=_slot_words,
     yields=_yielding("mfma_split"),
 )

@@ -91,6 +91,14 @@ def matrix_scalars(problem: LinearProblem) -> tuple[int, ...]:
     return (problem.M, problem.N, problem.K, DTYPE_CODES[problem.bias])
 
 
+def too_many_results(problem: LinearProblem, most_rows: int) -> str | None:
+    """Why a gfx950 kernel whose workgroups have results of so many rows refuses a problem."""
+    rows = min(problem.M, most_rows)
+    if rows * problem.N * 4 < 1 << 31:
+        return None
+    return f"{rows} rows of N={problem.N} are too many results for offsets of 31 bits"
+
+
 def rows_tuned_for(M: int) -> int:
     """The next power of two: what is chosen for so many rows serves fewer of them too, so that few
     code objects serve all numbers of rows."""

@@ -12,6 +12,11 @@ constexpr unsigned kNowhere = 1u << 31;
 using u32x2 = unsigned __attribute__((ext_vector_type(2)));
 using f32x4 = float __attribute__((ext_vector_type(4)));
 
+// What clang has no builtin for.
+__attribute__((device)) unsigned long
+buffer_atomic_swap(unsigned long value, __amdgpu_buffer_rsrc_t rsrc, int offset, int further,
+                   int flags) __asm("llvm.amdgcn.raw.ptr.buffer.atomic.swap.i64");
+
 class Buffer {
   public:
     // first is the same in all lanes; size_bytes is below kNowhere.
@@ -56,15 +61,14 @@ class Buffer {
             __builtin_amdgcn_raw_buffer_store_b16(__builtin_bit_cast(unsigned short, value), rsrc,
                                                   offset, 0, kCached);
     }
-    // 16 bytes that workgroups of other XCDs see as soon as stores_are_over.
-    MX_MEMBER void store_for_all(unsigned offset, f32x4 values) const {
-        __builtin_amdgcn_raw_buffer_store_b128(__builtin_bit_cast(u32x4, values), rsrc, offset, 0,
-                                               kPastCaches);
+    // Leaves 8 bytes for all workgroups of the GPU, and says what was there: zeros beyond the
+    // length.
+    MX_MEMBER unsigned long exchange_for_all(unsigned offset, unsigned long value) const {
+        return buffer_atomic_swap(value, rsrc, offset, 0, kCached);
     }
-    // 16 bytes that another workgroup has stored for all.
-    MX_MEMBER f32x4 load_of_all(unsigned offset) const {
-        return __builtin_bit_cast(
-            f32x4, __builtin_amdgcn_raw_buffer_load_b128(rsrc, offset, 0, kPastCaches));
+    // Zeros for all of them.
+    MX_MEMBER void clear_for_all(unsigned offset) const {
+        __builtin_amdgcn_raw_buffer_store_b64(u32x2{}, rsrc, offset, 0, kPastCaches);
     }
 
   private:
@@ -73,20 +77,6 @@ class Buffer {
     static constexpr int kCached = 0, kNonTemporal = 2, kPastCaches = 16; // nt, sc1
     __amdgpu_buffer_rsrc_t rsrc;
 };
-
-// The wave's stores are where others look for them.
-MX_DEVICE void stores_are_over() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
-
-// Counts one more for all workgroups of the GPU, and says how many there were.
-MX_DEVICE unsigned count_for_all(unsigned* counter) {
-    const unsigned before =
-        __hip_atomic_fetch_add(counter, 1u, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
-    asm volatile("" ::: "memory"); // what follows is loaded after it
-    return before;
-}
-MX_DEVICE void reset_for_all(unsigned* counter) {
-    __hip_atomic_store(counter, 0u, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
-}
 
 // Copies from memory to LDS that pass no register (ISA manual, section 9.1.9): lane l's bytes land
 // at M0 + l * size, at 4 bytes a lane where fewer are copied.

@@ -114,27 +114,6 @@ struct NanNotes {
     }
 };
 
-// The bias of one output. It is under way during all of the sum: waiting for it at the end would
-// cost a latency of memory.
-struct BiasLoad {
-    unsigned low, high; // 16 bits each
-    int kind;
-
-    MX_MEMBER BiasLoad(const void* bias, int kind, unsigned long first, unsigned rows, unsigned row)
-        : kind(kind) {
-        const unsigned size = kind == kF32 ? 4 : 2;
-        const Buffer values(static_cast<const unsigned char*>(bias) + first * size,
-                            kind == kNone ? 0 : rows * size);
-        low = values.load_two_bytes(row * size);
-        high = values.load_two_bytes(kind == kF32 ? row * size + 2 : kNowhere);
-    }
-    MX_MEMBER float to_f32() const {
-        if (kind == kFP16)
-            return mx::to_f32(__builtin_bit_cast(fp16, static_cast<unsigned short>(low)));
-        return bits_to_float(kind == kF32 ? high << 16 | low : low << 16);
-    }
-};
-
 // A step's tiles as loaded; operand_of makes operands of tiles of x. Tiles are transposed in the
 // wave's LDS.
 template <int RowTiles, int ColTiles, class X, class OperandOf>
