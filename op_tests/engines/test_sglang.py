@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from sglang.srt import plugins
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
@@ -27,9 +26,9 @@ from sglang.srt.runtime_context import get_context, get_parallel
 
 import aiter_mx
 from aiter_mx.integrations import sglang as plugin
-from aiter_mx.integrations.convert import convert
 from aiter_mx.integrations.engine import say_once
 from aiter_mx.integrations.layers import Gate
+from op_tests.engines.checkpoints import converted_experts, load_experts
 
 H, I, E, TOP_K = 64, 96, 4, 2
 BF16 = torch.bfloat16
@@ -70,14 +69,20 @@ def test_linear_layer_gives_the_bits_of_our_op_also_after_a_refit(leading: tuple
         assert torch.equal(layer(x)[0], expected)
 
 
-def test_quantised_activations_are_taken_as_they_are() -> None:
-    layer = ReplicatedLinear(
-        H, I, bias=False, quant_config=config(), params_dtype=BF16, prefix="mlp.up"
-    )
-    payload, scale = mx(I, H, seed=3)
+def linear_of(payload: torch.Tensor, scale: torch.Tensor) -> ReplicatedLinear:
+    """A layer with these weights, ready."""
+    N, K = payload.shape
+    options = {"quant_config": config(), "params_dtype": BF16, "prefix": "mlp.up"}
+    layer = ReplicatedLinear(K, N, bias=False, **options)
     layer.weight.weight_loader(layer.weight, payload)
     layer.weight_scale_inv.weight_loader(layer.weight_scale_inv, scale)
     layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def test_quantised_activations_are_taken_as_they_are() -> None:
+    payload, scale = mx(I, H, seed=3)
+    layer = linear_of(payload, scale)
     xq, xs = mx(5, H, seed=4)
     found = layer.quant_method.apply(layer, (xq, xs))
     assert torch.equal(found, aiter_mx.linear(xq, xs, payload, scale))
@@ -181,13 +186,7 @@ def test_slots_may_stay_apart(weighted: bool) -> None:
 
 @torch.no_grad()
 def test_layers_trace_whole_under_compile() -> None:
-    linear = ReplicatedLinear(
-        H, H, bias=False, quant_config=config(), params_dtype=BF16, prefix="mlp.up"
-    )
-    payload, scale = mx(H, H, seed=7)
-    linear.weight.weight_loader(linear.weight, payload)
-    linear.weight_scale_inv.weight_loader(linear.weight_scale_inv, scale)
-    linear.quant_method.process_weights_after_loading(linear)
+    linear = linear_of(*mx(H, H, seed=7))
     info, runner = TritonMoeQuantInfo(**experts(8), block_shape=[1, 32]), runner_of()
     ids = torch.randint(-1, E, (5, TOP_K), dtype=torch.int32)
     weights, logits = torch.rand(5, TOP_K), torch.empty(5, E)
@@ -339,13 +338,8 @@ def test_chosen_kernels_are_named_once(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_simulated_gfx950_gives_the_bits_of_our_ops() -> None:
-    layer = ReplicatedLinear(
-        H, I, bias=False, quant_config=config(), params_dtype=BF16, prefix="mlp.up"
-    )
     payload, scale = mx(I, H, seed=3)
-    layer.weight.weight_loader(layer.weight, payload)
-    layer.weight_scale_inv.weight_loader(layer.weight_scale_inv, scale)
-    layer.quant_method.process_weights_after_loading(layer)
+    layer = linear_of(payload, scale)
     w, x, weights = experts(4), torch.randn(3, H, dtype=BF16), torch.rand(3, TOP_K)
     ids = torch.randint(-1, E, (3, TOP_K), dtype=torch.int32)
     info = TritonMoeQuantInfo(**w, block_shape=[1, 32])
@@ -359,16 +353,7 @@ def test_simulated_gfx950_gives_the_bits_of_our_ops() -> None:
 
 
 def test_converted_checkpoint_loads_into_the_engine_s_own_layer(tmp_path: Path) -> None:
-    shapes = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
-    plain = {
-        f"mlp.experts.{expert}.{name}.weight": torch.randn(shape, dtype=BF16)
-        for expert in range(E)
-        for name, shape in shapes.items()
-    }
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "plain" / "config.json").write_text("{}")
-    save_file(plain, tmp_path / "plain" / "model.safetensors")
-    convert(tmp_path / "plain", tmp_path / "out", "sglang")
+    plain = converted_experts(tmp_path, "sglang", E, H, I)
     written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     with (
         get_context().override_server_args(device="cpu"),
@@ -382,25 +367,14 @@ def test_converted_checkpoint_loads_into_the_engine_s_own_layer(tmp_path: Path) 
             quant_config=Fp8Config.from_config(written),
             prefix="mlp.experts",
         )
-        parameters = {f"mlp.experts.{name}": value for name, value in layer.named_parameters()}
         mapping = FusedMoE.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", E)
-        loaded = set()
-        for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
-            for parameter_name, weight_name, expert, shard in mapping:
-                if weight_name in name:
-                    mapped = name.replace(weight_name, parameter_name)
-                    parameters[mapped].weight_loader(
-                        parameters[mapped], value, mapped, shard, expert
-                    )
-                    loaded.add(name)
-        assert len(loaded) == 2 * len(plain)
+        assert load_experts(tmp_path / "out", dict(layer.named_parameters()), mapping) == 6 * E
         layer.quant_method.process_weights_after_loading(layer)
         x, ids = torch.randn(5, H, dtype=BF16), torch.randint(0, E, (5, TOP_K), dtype=torch.int32)
         routed = StandardTopKOutput(torch.rand(5, TOP_K), ids, torch.empty(5, E))
         found = layer.quant_method.apply(layer, StandardDispatchOutput(x, None, routed))
-    of_experts = [[plain[f"mlp.experts.{e}.{n}.weight"] for n in shapes] for e in range(E)]
-    first = torch.stack([torch.cat(each[:2]) for each in of_experts])
-    second = torch.stack([each[2] for each in of_experts])
+    first = torch.stack([torch.cat(each[:2]) for each in plain])
+    second = torch.stack([each[2] for each in plain])
     weights = (*aiter_mx.quantize(first), *aiter_mx.quantize(second))
     expected = aiter_mx.fused_moe(x, *weights, ids, routed.topk_weights)
     assert torch.equal(found.hidden_states, expected)

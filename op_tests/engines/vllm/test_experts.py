@@ -9,16 +9,16 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import (
     ApplyMoEActivationConfig,
     MoEActivation,
 )
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-)
+from vllm.model_executor.layers.linear import ColumnParallelLinear
 
 import aiter_mx
 from aiter_mx.integrations.layers import Gate
+from op_tests.engines.checkpoints import converted_experts, load_experts
 from op_tests.engines.vllm.layers import (
     BF16,
     FORMATS,
@@ -34,6 +34,14 @@ from op_tests.engines.vllm.layers import (
     ready,
     through_kernel,
 )
+
+
+def filled(name: str, seed: int) -> RoutedExperts:
+    """A layer of this name whose weights are ready."""
+    _, experts = experts_layer(f"layers.{name}.experts")
+    fill_experts(experts, seed)
+    experts.quant_method.process_weights_after_loading(experts)
+    return experts
 
 
 @pytest.mark.parametrize(
@@ -94,9 +102,7 @@ def test_online_quantisation_of_experts_gives_the_bits_of_ours() -> None:
 
 
 def test_simulated_gfx950_gives_the_bits_of_our_op() -> None:
-    _, experts = experts_layer("layers.simulated.experts")
-    fill_experts(experts, 9)
-    experts.quant_method.process_weights_after_loading(experts)
+    experts = filled("simulated", 9)
     x, ids = torch.randn(3, H, dtype=BF16), torch.randint(0, E, (3, TOP_K), dtype=torch.int32)
     weights = torch.rand(3, TOP_K)
     with aiter_mx.simulate("gfx950"):
@@ -105,9 +111,7 @@ def test_simulated_gfx950_gives_the_bits_of_our_op() -> None:
 
 
 def test_experts_of_another_rank_are_left_out() -> None:
-    _, experts = experts_layer("layers.map.experts")
-    fill_experts(experts, 3)
-    experts.quant_method.process_weights_after_loading(experts)
+    experts = filled("map", 3)
     x, ids = torch.randn(6, H, dtype=BF16), torch.randint(0, 2 * E, (6, TOP_K), dtype=torch.int32)
     weights = torch.rand(6, TOP_K)
     expert_map = torch.tensor([-1, 0, -1, 2, 1, -1, 3, -1], dtype=torch.int32)
@@ -130,9 +134,7 @@ def test_experts_of_another_rank_are_left_out() -> None:
 
 
 def test_result_may_be_wanted_where_the_tokens_are() -> None:
-    _, experts = experts_layer("layers.inplace.experts")
-    fill_experts(experts, 8)
-    experts.quant_method.process_weights_after_loading(experts)
+    experts = filled("inplace", 8)
     x, ids = torch.randn(40, H, dtype=BF16), torch.randint(0, E, (40, TOP_K), dtype=torch.int32)
     weights = torch.rand(40, TOP_K)
     expected = by_our_op(experts, x, (weights, ids), Gate())
@@ -147,9 +149,7 @@ def test_result_may_be_wanted_where_the_tokens_are() -> None:
 
 
 def test_dispatched_tokens_come_quantised() -> None:
-    _, experts = experts_layer("layers.quantised.experts")
-    fill_experts(experts, 4)
-    experts.quant_method.process_weights_after_loading(experts)
+    experts = filled("quantised", 4)
     x, ids = torch.randn(6, H, dtype=BF16), torch.randint(0, E, (6, TOP_K), dtype=torch.int32)
     weights, out = torch.rand(6, TOP_K), torch.full((6, H), torch.nan, dtype=BF16)
     xq, xs = aiter_mx.quantize(x)
@@ -161,34 +161,14 @@ def test_dispatched_tokens_come_quantised() -> None:
 
 def test_converted_checkpoint_loads(tmp_path: Path) -> None:
     """Names and shapes that ``aiter-mx convert`` writes, by the mapping and loaders of vLLM."""
-    from safetensors.torch import load_file, save_file
     from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_mapping
 
-    from aiter_mx.integrations.convert import convert
-
-    shapes = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
-    plain = {
-        f"mlp.experts.{expert}.{name}.weight": torch.randn(shape, dtype=BF16)
-        for expert in range(E)
-        for name, shape in shapes.items()
-    }
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "plain" / "config.json").write_text("{}")
-    save_file(plain, tmp_path / "plain" / "model.safetensors")
-    convert(tmp_path / "plain", tmp_path / "out", "vllm")
+    plain = converted_experts(tmp_path, "vllm", E, H, I)
     runner, experts = experts_layer("layers.converted.experts")
-    parameters = {f"mlp.experts.{n}": p for n, p in runner.named_parameters()}
     mapping = fused_moe_make_expert_params_mapping(runner, "gate_proj", "down_proj", "up_proj", E)
-    loaded = set()
-    for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
-        for parameter_name, weight_name, expert, shard in mapping:
-            if weight_name in name:
-                mapped = name.replace(weight_name, parameter_name)
-                parameters[mapped].weight_loader(parameters[mapped], value, mapped, shard, expert)
-                loaded.add(name)
-    assert len(loaded) == 2 * len(plain)
+    assert load_experts(tmp_path / "out", dict(runner.named_parameters()), mapping) == 6 * E
     experts.quant_method.process_weights_after_loading(experts)
-    first = torch.cat([plain[f"mlp.experts.2.{name}.weight"] for name in ("gate_proj", "up_proj")])
+    first = torch.cat(plain[2][:2])
     payload, scale = aiter_mx.quantize(first)
     found = experts.w13_weight[2].view(torch.uint8)
     assert torch.equal(found, payload.view(torch.uint8))
@@ -196,9 +176,7 @@ def test_converted_checkpoint_loads(tmp_path: Path) -> None:
 
 
 def test_weights_on_the_input_are_applied_once() -> None:
-    _, experts = experts_layer("layers.input.experts")
-    fill_experts(experts, 5)
-    experts.quant_method.process_weights_after_loading(experts)
+    experts = filled("input", 5)
     x, weights = torch.randn(3, H, dtype=BF16), torch.rand(3, 1)
     ids = torch.tensor([[2], [0], [3]], dtype=torch.int32)
     kernel = experts.quant_method.moe_kernel
@@ -209,9 +187,7 @@ def test_weights_on_the_input_are_applied_once() -> None:
 
 
 def test_experts_without_a_gate() -> None:
-    _, experts = experts_layer("layers.ungated.experts")
-    fill_experts(experts, 5)
-    experts.quant_method.process_weights_after_loading(experts)
+    experts = filled("ungated", 5)
     apply = experts.quant_method.moe_kernel.fused_experts
     x, weights = torch.randn(5, H, dtype=BF16), torch.rand(5, TOP_K)
     ids = torch.randint(0, E, (5, TOP_K), dtype=torch.int32)
@@ -230,9 +206,7 @@ def test_dispatch_of_ours_under_the_modular_kernel(has_map: bool) -> None:
 
     from aiter_mx.integrations.vllm_layers import AiterMxPrepareAndFinalize
 
-    _, experts = experts_layer(f"layers.dispatch.{has_map}.experts")
-    fill_experts(experts, 6)
-    experts.quant_method.process_weights_after_loading(experts)
+    experts = filled(f"dispatch.{has_map}", 6)
     of_layer = experts.quant_method.moe_kernel.fused_experts
     kernel = FusedMoEKernel(AiterMxPrepareAndFinalize(), of_layer)
     x, ids = torch.randn(6, H, dtype=BF16), torch.randint(-1, E, (6, TOP_K), dtype=torch.int32)
@@ -261,9 +235,7 @@ def test_traces_whole_under_compile() -> None:
     )
     fill(layer, {None: mx(I, H, seed=4)})
     ready(layer)
-    _, experts = experts_layer("layers.compiled.experts")
-    fill_experts(experts, 7)
-    experts.quant_method.process_weights_after_loading(experts)
+    experts = filled("compiled", 7)
     apply = experts.quant_method.moe_kernel.fused_experts.apply
 
     def both(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
