@@ -74,7 +74,11 @@ def grouped(where: str, spoilt: bool = False) -> tuple[Rows, int]:
 
 
 def experts(
-    where: str, hidden: int = 96, intermediate: int = 64, spoilt: bool = False
+    where: str,
+    hidden: int = 96,
+    intermediate: int = 64,
+    spoilt: bool = False,
+    top_k: int = TOP_K,
 ) -> tuple[Rows, int]:
     first, second = (E, 2 * intermediate, hidden), (E, hidden, intermediate)
     weights = on(where, *mx(*first, seed=1), *mx(*second, seed=2))
@@ -85,8 +89,8 @@ def experts(
         x[1::2] = torch.nan
     ids, topk = on(
         where,
-        torch.randint(0, E, (most, TOP_K), generator=g, dtype=torch.int32),
-        torch.rand(most, TOP_K, generator=g),
+        torch.randint(0, E, (most, top_k), generator=g, dtype=torch.int32),
+        torch.rand(most, top_k, generator=g),
     )
     return lambda rows: aiter_mx.fused_moe(x[rows], *weights, ids[rows], topk[rows]), most
 
@@ -98,12 +102,12 @@ def test_bits_of_a_row_are_the_same_in_every_batch(
     assert_same_bits(*make(where), where)
 
 
-@pytest.mark.parametrize("where", ["cpu", "sim"], indirect=True)
 def small_experts(where: str) -> tuple[Rows, int]:
-    return experts(where, hidden=64, intermediate=32)
+    return experts(where, hidden=64, intermediate=32, top_k=2)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("where", ["cpu", "sim"], indirect=True)
 @pytest.mark.parametrize("make", [linear, grouped, small_experts])
 def test_bits_of_a_row_are_the_same_in_every_batch_of_hundreds(
     make: Callable[[str], tuple[Rows, int]], where: str, monkeypatch: pytest.MonkeyPatch
