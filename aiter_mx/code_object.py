@@ -19,7 +19,7 @@ _MAX_WAVES_PER_SIMD = 8
 _VGPRS_PER_SIMD_LANE = 512
 _VGPR_GRANULE = 8
 _SGPRS_PER_SIMD = 800
-_LDS_BYTES_PER_CU = 160 * 1024
+LDS_BYTES = 160 * 1024  # of a compute unit
 _LDS_GRANULE = 1280
 _WAVE_SIZE = 64
 
@@ -181,7 +181,7 @@ def occupancy(kernel: KernelInfo, block: int = 0, shared_bytes: int = 0) -> int:
     lds = kernel.lds_bytes + shared_bytes
     if not lds:
         return waves
-    groups = _LDS_BYTES_PER_CU // _round_up(lds, _LDS_GRANULE)
+    groups = LDS_BYTES // _round_up(lds, _LDS_GRANULE)
     waves_per_group = -(-(block or kernel.max_workgroup) // _WAVE_SIZE)
     return min(waves, -(-groups * waves_per_group // _SIMDS_PER_CU))
 

@@ -14,9 +14,10 @@ from functools import partial as partial_of
 import torch
 from torch import Tensor
 
+from aiter_mx.numerics import BLOCK
+
 COARSE = 128
 _ONE = 127  # 2^0 as an e8m0 byte
-_BLOCK = 32
 
 Partial = Callable[[Tensor, Tensor, Tensor], None]
 """Writes the product of two payloads under scales of 1 to its third argument."""
@@ -24,7 +25,7 @@ Partial = Callable[[Tensor, Tensor, Tensor], None]
 
 def ones_of(payload: Tensor) -> Tensor:
     """MX scales of 1 of a payload ``[..., K]``."""
-    shape = (*payload.shape[:-1], payload.shape[-1] // _BLOCK)
+    shape = (*payload.shape[:-1], payload.shape[-1] // BLOCK)
     return torch.full(shape, _ONE, dtype=torch.uint8, device=payload.device)
 
 
@@ -80,6 +81,6 @@ def multiply(
 def _steps(scale: Tensor, K: int) -> tuple[Tensor, int]:
     """Values of scales, and the elements of K that each of them is for."""
     if scale.dtype == torch.float32:
-        return scale, COARSE if scale.shape[-1] == -(-K // COARSE) else _BLOCK
+        return scale, COARSE if scale.shape[-1] == -(-K // COARSE) else BLOCK
     byte = scale.double() - _ONE
-    return torch.exp2(byte).masked_fill(scale == 255, torch.nan), _BLOCK
+    return torch.exp2(byte).masked_fill(scale == 255, torch.nan), BLOCK

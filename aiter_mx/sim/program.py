@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from aiter_mx.code_object import CodeObject, KernelInfo, parse_code_object, resident
+from aiter_mx.code_object import LDS_BYTES, CodeObject, KernelInfo, parse_code_object, resident
 from aiter_mx.errors import LaunchError, SimulatorError
 from aiter_mx.forks import Lock
 from aiter_mx.region import Region
@@ -39,7 +39,6 @@ from aiter_mx.sim.translate import accumulators_from, blocks_of, translate_kerne
 SCHEDULES = ("random", "round-robin", "run-to-barrier")
 SUM_ORDERS = ("exact", "forward", "backward", "tree")
 _ARCH = "gfx950"
-_LDS_BYTES = 160 * 1024
 _MAX_LANES = 1024
 _LANES = 64
 _CUS = 256  # of an MI355X
@@ -411,7 +410,7 @@ def _resident(kernel: KernelInfo, block: Dim3, shared_bytes: int) -> int:
     of_cu = resident(kernel, lanes, shared_bytes)
     lds = kernel.lds_bytes + shared_bytes
     if lds:
-        of_cu = min(of_cu, max(1, _LDS_BYTES // lds))
+        of_cu = min(of_cu, max(1, LDS_BYTES // lds))
     return _CUS * (of_cu if lanes <= _LANES else min(of_cu, _MOST_GROUPS))
 
 
@@ -424,7 +423,7 @@ def _check_geometry(kernel: KernelInfo, grid: Dim3, block: Dim3, lds_bytes: int)
             f"kernel {kernel.name} takes workgroups of at most {kernel.max_workgroup} lanes, "
             f"got {block}"
         )
-    if lds_bytes > _LDS_BYTES:
+    if lds_bytes > LDS_BYTES:
         raise LaunchError(
-            f"kernel {kernel.name} wants {lds_bytes} bytes of LDS; a workgroup has {_LDS_BYTES}"
+            f"kernel {kernel.name} wants {lds_bytes} bytes of LDS; a workgroup has {LDS_BYTES}"
         )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from aiter_mx.code_object import LDS_BYTES
 from aiter_mx.errors import LaunchError
 from aiter_mx.forks import Lock
 from aiter_mx.region import Region
@@ -21,10 +22,9 @@ from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.sim.report import LaunchReport
 
 _DEVICE = 950  # apart from the numbers of GPUs, as Triton keeps kernels by device
-_LDS_BYTES = 160 * 1024
 _MAX_LANES = 1024
 _PROPERTIES = {
-    "max_shared_mem": _LDS_BYTES,
+    "max_shared_mem": LDS_BYTES,
     "multiprocessor_count": 256,
     "warpSize": 64,
     "arch": "gfx950",

@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
+from aiter_mx.kernels.gfx950 import LDS_BYTES
 from aiter_mx.kernels.grouped_gemm.problem import (
     ARGS,
     GroupedGemmProblem,
@@ -42,7 +43,6 @@ _WAVES = 4
 _RUN_BYTES = 16  # of a row's scales, copied at once
 # Of an MI355X: the CDNA4 ISA manual and white paper.
 _XCDS = 8
-_LDS_BYTES = 160 * 1024
 # Of a compute unit, a cycle.
 _PRODUCTS_A_CYCLE = 4096
 _LDS_BYTES_A_CYCLE = 128
@@ -135,7 +135,7 @@ def resident(problem: GroupedGemmProblem, config: Config) -> int:
 def _resident(copied: _Copied, tile_m: int, tile_n: int) -> int:
     # Tiles of half this size and less leave each lane half of a SIMD's registers or more.
     by_registers = 2 if tile_m * tile_n <= 128 * 128 else 1
-    return min(by_registers, _LDS_BYTES // _lds_bytes(copied, tile_m, tile_n))
+    return min(by_registers, LDS_BYTES // _lds_bytes(copied, tile_m, tile_n))
 
 
 def _address_cycles(copied: _Copied, tile_m: int, tile_n: int) -> float:

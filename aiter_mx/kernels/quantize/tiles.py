@@ -17,7 +17,7 @@ from aiter_mx.kernels.spec import (
     numbers,
 )
 from aiter_mx.layouts import LAYOUTS, padded_shape
-from aiter_mx.numerics import BLOCK
+from aiter_mx.numerics import BLOCK, DTYPES
 from aiter_mx.target import Target
 
 PARAMS = (
@@ -29,7 +29,6 @@ PARAMS = (
 _THREADS = 256
 _AHEAD_BYTES = _THREADS * 8 * 16  # csrc/quantize/tile.h
 _TILE_BYTES = 128 * 256  # of x
-_DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MAX_COLUMNS = 1 << 22  # a tile's rows lie within 2^31 bytes
 _MAX_ROWS = 1 << 31
 
@@ -134,7 +133,7 @@ def tiles_of(problem: QuantizeProblem, config: Config) -> tuple[int, int]:
     if problem.to != "rows":
         rows.append(of_columns[1] * BLOCK)
         columns.append(of_columns[0])
-    tile_columns = _TILE_BYTES // config["rows"] // _DTYPE_BYTES[problem.dtype]
+    tile_columns = _TILE_BYTES // config["rows"] // DTYPES[problem.dtype].itemsize
     return -(-max(rows) // config["rows"]), -(-max(columns) // tile_columns)
 
 
