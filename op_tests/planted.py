@@ -106,7 +106,7 @@ MISTAKES = [
         ("far scales not noticed", "return far != 0;", "return false;"),
     ),
     *_of(
-        *(LINEAR, "wide", "linear/wide_sm90.cu"),
+        *(LINEAR, "wgmma_f16", "linear/wgmma_f16_sm90.cu"),
         ("bias of another row", *BIAS),
         ("far scales not noticed", "return exponent > 60 || exponent < -60;", "return false;"),
         (

@@ -27,7 +27,7 @@ from aiter_mx.dispatch.tables import Row, read_table
 from aiter_mx.kernels.search import Least
 from aiter_mx.paths import configs_dir
 
-KERNELS = ("mma_registers", "wgmma_fp8", "wide", "mma_ring", "wgmma_bf16")
+KERNELS = ("mma_registers", "wgmma_fp8", "wgmma_f16", "mma_ring", "wgmma_bf16")
 STEPS = (1.3, 1.1, 1.03)
 """By what factor a number is changed, in the first round, the second and all others."""
 Number = tuple[str, Any]

@@ -16,6 +16,7 @@ RENAMED = {
     ("linear", "direct"): "mma_registers",
     ("linear", "outer"): "wgmma_fp8",
     ("linear", "mma"): "mma_ring",
+    ("linear", "wide"): "wgmma_f16",
     ("moe_gemm", "stream"): "mma_ring",
     ("moe_gemm", "outer"): "wgmma_fp8",
     ("moe_gemm", "boxes"): "wgmma_f16",

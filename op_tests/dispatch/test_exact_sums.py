@@ -61,7 +61,7 @@ def test_exact_sums_of_16_bits_take_a_row_of_fp32_results(
     shape |= {"M": 64, "N": 6016, "K": 2048, "backend": "hip", "source": "measured"}
     rows = [
         shape | {"out_dtype": out_dtype, "kernel": kernel, "config": format_config(config)}
-        for out_dtype, kernel, config in (("bf16", "wgmma_fp8", fast), ("fp32", "wide", exact))
+        for out_dtype, kernel, config in (("bf16", "wgmma_fp8", fast), ("fp32", "wgmma_f16", exact))
     ]
     monkeypatch.setenv("AITER_MX_CONFIG", str(write_table(tmp_path / "mine.csv", *rows)))
     for M, out_dtype in ((64, "bf16"), (50, "bf16"), (64, "fp16"), (33, "fp16")):
@@ -69,7 +69,7 @@ def test_exact_sums_of_16_bits_take_a_row_of_fp32_results(
         usual = route("linear", target, problem)
         assert (usual.kernel, usual.config) == ("wgmma_fp8", fast)
         chosen = route("linear", replace(target, exact_sums=True), problem)
-        assert (chosen.kernel, chosen.config) == ("wide", exact)
+        assert (chosen.kernel, chosen.config) == ("wgmma_f16", exact)
         assert "exact sums are asked for" in chosen.reason and "out_dtype=fp32" in chosen.reason
     monkeypatch.setenv("AITER_MX_CONFIG", str(write_table(tmp_path / "fp32.csv", rows[1])))
     assert route("linear", target, LinearProblem(64, 6016, 2048)).source == "envelope"

@@ -26,7 +26,7 @@ ACTIVATED = MoeGemmProblem(M=4, N=1536, K=6144, E=16, top_k=4, activation="silu"
 ROWS: list[tuple[str, Problem, str, dict[str, int], str]] = [
     ("linear", LINEAR, "wgmma_fp8", {"split": 8, "row_groups": 1, "k_groups": 4, "depth": 2,
      "per_sm": 1}, "depth"),
-    ("linear", LINEAR, "wide", {"split": 1, "rows": 128, "depth": 8}, "'rows': 128"),
+    ("linear", LINEAR, "wgmma_f16", {"split": 1, "rows": 128, "depth": 8}, "'rows': 128"),
     ("moe_gemm", EXPERTS, "wgmma_f16", {"col_tiles": 8, "groups": 3, "depth": 4, "slots": 0,
      "ahead": 3, "tiles": 1}, "bytes of shared memory, and can have 232448"),
     ("moe_gemm", EXPERTS, "wgmma_f16", {"col_tiles": 12, "depth": 6, "slots": 3, "ahead": 4,

@@ -35,7 +35,7 @@ def kernel_of(name: str) -> KernelSpec:
         ),
         ("mma_ring", LinearProblem(64, 8, 64), [(LinearProblem(65, 8, 64), "above 64")]),
         (
-            "wide",
+            "wgmma_f16",
             LinearProblem(64, 8, 64),
             [(LinearProblem(65, 8, 64), "above 64"), (LinearProblem(64, 8, 65536), "no room")],
         ),
@@ -90,7 +90,7 @@ def test_what_a_kernel_does_not_cover_is_refused(
         assert why in (kernel.refusal(TARGET, problem) or "")
 
 
-@pytest.mark.parametrize("name", ["mma_registers", "mma_ring", "wide", "wgmma_fp8"])
+@pytest.mark.parametrize("name", ["mma_registers", "mma_ring", "wgmma_f16", "wgmma_fp8"])
 def test_only_the_asked_for_launch_overlaps(name: str) -> None:
     kernel = kernel_of(name)
     module, alone = kernel.module, LinearProblem(8, 2304, 6144)
@@ -155,8 +155,8 @@ def test_no_configuration_of_wgmma_fp8_holds_the_rows_of_a_very_long_k() -> None
         (64, 7168, 2048, _wide(2, 112, 3)),
     ],
 )
-def test_wide_is_configured_as_won_on_an_h200(M: int, N: int, K: int, config: Config) -> None:
-    assert kernel_of("wide").configure(TARGET, LinearProblem(M, N, K)) == config
+def test_wgmma_f16_is_configured_as_won_on_an_h200(M: int, N: int, K: int, config: Config) -> None:
+    assert kernel_of("wgmma_f16").configure(TARGET, LinearProblem(M, N, K)) == config
 
 
 @pytest.mark.parametrize(

@@ -82,10 +82,10 @@ def test_every_number_counts_and_bounds_hold_with_others(module: ModuleType) -> 
 
 
 def test_what_a_model_would_choose_is_in_the_first_place() -> None:
-    row = _row("wide", LinearProblem(64, 4096, 4096))
-    assert place_of(module_of("wide"), row) == 1
-    assert judge(module_of("wide"), [row, row]).first == 1.0
-    assert judge(module_of("wide"), []).rows == 0
+    row = _row("wgmma_f16", LinearProblem(64, 4096, 4096))
+    assert place_of(module_of("wgmma_f16"), row) == 1
+    assert judge(module_of("wgmma_f16"), [row, row]).first == 1.0
+    assert judge(module_of("wgmma_f16"), []).rows == 0
 
 
 def test_a_fit_finds_a_spoilt_number_and_leaves_the_module_alone() -> None:
@@ -104,7 +104,7 @@ def test_a_fit_finds_a_spoilt_number_and_leaves_the_module_alone() -> None:
 
 
 def test_the_command_judges_what_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["wide", "--rows", "8", "--rounds", "1"])
+    main(["wgmma_f16", "--rows", "8", "--rounds", "1"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0].split()[-1] for line in lines[:2]] == ["fitted", "others"]
     assert lines[2].endswith("with new numbers")

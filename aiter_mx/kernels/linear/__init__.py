@@ -22,8 +22,8 @@ from aiter_mx.kernels.linear.vendor import SCALED_MM
 from aiter_mx.kernels.linear.wgmma_bf16_few_sm90 import declare_few
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
 from aiter_mx.kernels.linear.wgmma_bf16_swapped_sm90 import WGMMA_BF16_SWAPPED
+from aiter_mx.kernels.linear.wgmma_f16_sm90 import WGMMA_F16
 from aiter_mx.kernels.linear.wgmma_fp8_sm90 import WGMMA_FP8
-from aiter_mx.kernels.linear.wide_sm90 import WIDE
 from aiter_mx.kernels.spec import KernelSpec, reference
 
 __all__ = ["KERNELS", "KEY", "PROBLEM", "LinearProblem", "stand_ins"]
@@ -41,7 +41,7 @@ _STARTING_EARLY = (MMA_REGISTERS, WGMMA_FP8, _WGMMA_BF16_FEW, WGMMA_BF16_SWAPPED
 _FOR_QUANTISED_X = (
     MMA_REGISTERS,
     WGMMA_FP8,
-    WIDE,
+    WGMMA_F16,
     MMA_RING,
     WGMMA_BF16_SWAPPED,
     _WGMMA_BF16,

@@ -64,8 +64,8 @@ WGMMA_FP8_MOST = replace(WGMMA_FP8_MANY, under_way_bytes=100_000)
 
 
 @dataclass(frozen=True)
-class Wide:
-    """Of ``wide``.
+class WgmmaF16:
+    """Of ``wgmma_f16``.
 
     Attributes:
         bytes_a_cycle: of memory, for all SMs.

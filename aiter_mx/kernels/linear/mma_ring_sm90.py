@@ -19,7 +19,7 @@ from aiter_mx.kernels.linear.problem import (
     matrix_scalars,
     quantised_meanwhile,
 )
-from aiter_mx.kernels.linear.wide_sm90 import WIDE
+from aiter_mx.kernels.linear.wgmma_f16_sm90 import WGMMA_F16
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
 from aiter_mx.kernels.sm90 import (
     CHUNK,
@@ -66,7 +66,7 @@ _K_WARPS = {
 MAX_M = 64
 _MOST_CANDIDATES = 20
 _MOST_ALIKE = 2
-_MOST_OWN_ROWS = 16  # above, wide is faster on one H200
+_MOST_OWN_ROWS = 16  # above, wgmma_f16 is faster on one H200
 _STATIC_BYTES = RESERVED_BYTES + 128  # of a workgroup: what the system takes, and barriers
 
 
@@ -254,8 +254,8 @@ _search = Search(
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
-    if problem.M > _MOST_OWN_ROWS and WIDE.refusal(target, problem) is None:
-        return f"wide is faster above M={_MOST_OWN_ROWS}"
+    if problem.M > _MOST_OWN_ROWS and WGMMA_F16.refusal(target, problem) is None:
+        return f"wgmma_f16 is faster above M={_MOST_OWN_ROWS}"
     return None
 
 

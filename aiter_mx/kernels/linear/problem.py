@@ -149,7 +149,7 @@ def quantised_meanwhile(target: Target, problem: LinearProblem, config: Config) 
 QUANTISED_FIRST = Composition(quantised_first, "aiter_mx.joined:quantised_first")
 """Of a kernel that takes quantised x alone."""
 QUANTISED_MEANWHILE = replace(QUANTISED_FIRST, parts=quantised_meanwhile)
-"""Of one that gains by starting early on an H200, as ``gemv`` and ``wide`` do not."""
+"""Of one that gains by starting early on an H200, as ``gemv`` and ``wgmma_f16`` do not."""
 
 
 def quantise_pays(target: Target, problem: LinearProblem, groups: int, cycles: float) -> bool:

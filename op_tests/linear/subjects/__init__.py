@@ -10,8 +10,8 @@ from op_tests.linear.subjects.wgmma_sm90 import (
     WGMMA_BF16,
     WGMMA_BF16_FEW,
     WGMMA_BF16_SWAPPED,
+    WGMMA_F16,
     WGMMA_FP8,
-    WIDE,
 )
 
 _SHAPES = [(1, 1, 32), (3, 40, 160), (17, 65, 1056), (150, 20, 64), (2, 16, 64)]
@@ -38,7 +38,7 @@ SUBJECTS = (
     WGMMA_BF16,
     WGMMA_BF16_FEW,
     WGMMA_BF16_SWAPPED,
-    WIDE,
+    WGMMA_F16,
     TORCH,
 )
 

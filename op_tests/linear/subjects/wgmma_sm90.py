@@ -1,4 +1,4 @@
-"""Subjects on Hopper that multiply by wgmma: ``wgmma_fp8``, ``wgmma_bf16`` and ``wide``."""
+"""Subjects on Hopper that multiply by wgmma: ``wgmma_fp8``, ``wgmma_bf16`` and ``wgmma_f16``."""
 
 from __future__ import annotations
 
@@ -365,8 +365,8 @@ WIDE_RUNNING_ON = cases(
     """,
 )
 
-WIDE = Subject(
-    "wide",
+WGMMA_F16 = Subject(
+    "wgmma_f16",
     ("sm_90a",),
     alone([*_WIDE_CASES, *WIDE_RUNNING_ON]),
     few=_WIDE_CASES[1:12],

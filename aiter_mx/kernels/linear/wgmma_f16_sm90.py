@@ -1,5 +1,5 @@
 """The Hopper kernel of the linear over wgmma and fp16, for up to 64 rows of x,
-csrc/linear/wide_sm90.cu."""
+csrc/linear/wgmma_f16_sm90.cu."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars, w_map, x_map
-from aiter_mx.kernels.linear.fitted_sm90 import Wide
+from aiter_mx.kernels.linear.fitted_sm90 import WgmmaF16
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
     LinearProblem,
@@ -44,7 +44,7 @@ _MOST_OF_OTHERS = 16  # rows of x up to which mma_ring is faster on one H200
 _TILES_M = (8, 16, 32, 48, 64)
 _MOST_CHUNKS = 16  # of a part of K, whose scales are in registers for a while
 _MOST_CHUNKS_OF_MANY = 12  # of more than 16 rows of x
-FITTED = Wide()
+FITTED = WgmmaF16()
 _MOST_APART = 6  # of 64 rows of x, which have room beside the ring before they are fp16
 _BUSY_CHUNKS = 4  # of a pass of which sums are sent in the next, with them and with other work
 _SHARED_BYTES = SHARED_BYTES - 1024  # static shared memory apart
@@ -127,13 +127,13 @@ _layout = where_it_fits(layout)
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if problem.M > MAX_M:
-        return f"M={problem.M} is above {MAX_M}, the most rows of a tile of wide"
+        return f"M={problem.M} is above {MAX_M}, the most rows of a tile of wgmma_f16"
     if problem.N > MAX_INT:
-        return f"N={problem.N}: wide counts rows of w in 31 bits"
+        return f"N={problem.N}: wgmma_f16 counts rows of w in 31 bits"
     # The shortest parts of K and rings: one of these fits where any configuration does.
     found = ((rows, _layout_of(target, problem, 8, rows, 1)) for rows in _ROWS)
     if not any(layout is not None and _has_registers(layout, rows) for rows, layout in found):
-        return f"M={problem.M}, K={problem.K}: wide has no room for an eighth of x"
+        return f"M={problem.M}, K={problem.K}: wgmma_f16 has no room for an eighth of x"
     return None
 
 
@@ -265,10 +265,10 @@ def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
     return x_map(problem, _layout(target, problem, config).tile_m)
 
 
-WIDE = declare(
+WGMMA_F16 = declare(
     "linear",
-    "wide",
-    {"sm_90a": "linear/wide_sm90.cu"},
+    "wgmma_f16",
+    {"sm_90a": "linear/wgmma_f16_sm90.cu"},
     args=(*MATRIX_ARGS, *PART_ARGS),
     defines=_defines,
     geometry=_geometry,

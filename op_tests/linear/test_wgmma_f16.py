@@ -1,4 +1,4 @@
-"""The Hopper ``wide`` kernel of the linear: its host side here, its results with ``-m gpu``."""
+"""The linear of Hopper's ``wgmma_f16``: its host side here, its results with ``-m gpu``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear.wide_sm90 import layout
+from aiter_mx.kernels.linear.wgmma_f16_sm90 import layout
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import hardware
 from op_tests.linear.launches import launch_linear
@@ -14,7 +14,7 @@ from op_tests.linear.operands import Operands, operands, with_zero_blocks
 from op_tests.linear.subjects.wgmma_sm90 import WIDE_RUNNING_ON as RUNNING_ON
 from op_tests.mx_reference import assert_close_to_reference
 
-WIDE = find_kernel("linear", "sm_90a", "hip", "wide")
+WGMMA_F16 = find_kernel("linear", "sm_90a", "hip", "wgmma_f16")
 TARGET = hardware("sm_90a")
 
 
@@ -28,7 +28,7 @@ def test_clusters_of_candidates_cover_w_and_are_there_at_once_or_for_one_pass(
 ) -> None:
     for M in (1, 8, 9, 17, 33, 64):
         problem = LinearProblem(M, N, K)
-        for chosen in WIDE.candidates(TARGET, problem):
+        for chosen in WGMMA_F16.candidates(TARGET, problem):
             found = layout(TARGET, problem, chosen)
             assert found is not None
             assert found.clusters * chosen["split"] <= TARGET.cu_num or found.passes == 1
@@ -47,15 +47,15 @@ def test_passes_run_on_where_each_has_chunks_for_it() -> None:
 
 
 def test_maps_have_boxes_of_a_stage_of_w_and_a_chunk_of_x() -> None:
-    assert WIDE.module is not None
+    assert WGMMA_F16.module is not None
     problem, chosen = LinearProblem(20, 300, 416), config(2, 48, 2)
     for of, name, rows, box_rows in zip(
-        WIDE.module.tensor_maps, ("wq", "xq"), (300, 20), (48, 32), strict=True
+        WGMMA_F16.module.tensor_maps, ("wq", "xq"), (300, 20), (48, 32), strict=True
     ):
         described = of(TARGET, problem, chosen)
         assert (described.rows, described.row_bytes) == (rows, 416)
         assert (described.box_rows, described.box_bytes) == (box_rows, 128)
-        assert WIDE.module.args[described.pointer].name == name
+        assert WGMMA_F16.module.args[described.pointer].name == name
 
 
 def launch(
@@ -64,7 +64,7 @@ def launch(
     bias: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    return launch_linear(WIDE, torch.device("cuda"), chosen, arguments, bias, dtype)
+    return launch_linear(WGMMA_F16, torch.device("cuda"), chosen, arguments, bias, dtype)
 
 
 @pytest.mark.gpu

@@ -56,9 +56,10 @@ constexpr int kInStep = kLate ? 4 : kAddWarps; // warps that wait for room in th
 constexpr int kBusyChunks = 4;
 MX_DEVICE bool sends_with(int c, int group) { return c % 2 == 0 && group == c / 2; }
 MX_DEVICE bool makes_table_with(int c, int group) { return c % 2 == 1 && group == (3 - c) / 2; }
-static_assert(!kLate || (!kOnePass && kSplit > 1 && kAddWarps == 8 && kChunks > kBusyChunks &&
-                         kTileM > 32 && kWhole),
-              "the host lets other passes run on than can: aiter_mx/kernels/linear/wide_sm90.py");
+static_assert(
+    !kLate || (!kOnePass && kSplit > 1 && kAddWarps == 8 && kChunks > kBusyChunks && kTileM > 32 &&
+               kWhole),
+    "the host lets other passes run on than can: aiter_mx/kernels/linear/wgmma_f16_sm90.py");
 constexpr int kAddingRegisters = 168, kHelpingRegisters = 88; // 16 warps have 128 each
 constexpr int kRowWarps = kRows / kWarpRows; // that have rows; others only take part in wgmma
 static_assert(kRows % kWarpRows == 0, "a warp has all of its rows or none");
@@ -87,8 +88,9 @@ constexpr int kTables = kX + kChunks * kChunkSteps * kStepBytes;
 constexpr int kTableBytes = kRows * kScaleStride * 4;
 static_assert(kOnePass || kSplit == 1 || kTiles >= kSplit,
               "who owns a tile waits for the whole cluster");
-static_assert(kTables + (kLate ? 2 : 1) * kTableBytes == MX_SHARED_BYTES,
-              "the host lays shared memory out differently: aiter_mx/kernels/linear/wide_sm90.py");
+static_assert(
+    kTables + (kLate ? 2 : 1) * kTableBytes == MX_SHARED_BYTES,
+    "the host lays shared memory out differently: aiter_mx/kernels/linear/wgmma_f16_sm90.py");
 
 constexpr unsigned kMarker = 0x7fabcdef; // a NaN that arithmetic does not make
 // Stages of w that are asked for before x is fp16, where x, as it is, has left them room; and how
@@ -733,11 +735,12 @@ struct Adder {
 #endif
 
 extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
-    aiter_mx_linear_wide(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
-                         const unsigned char* ws, const void* bias, Out* y, long M, long N, long K,
-                         int bias_kind, int part_chunks, int parts_with_one_more, int overlaps,
-                         const __grid_constant__ TensorMap weights,
-                         const __grid_constant__ TensorMap x_map) {
+    aiter_mx_linear_wgmma_f16(const unsigned char* xq, const unsigned char* xs,
+                              const unsigned char* wq, const unsigned char* ws, const void* bias,
+                              Out* y, long M, long N, long K, int bias_kind, int part_chunks,
+                              int parts_with_one_more, int overlaps,
+                              const __grid_constant__ TensorMap weights,
+                              const __grid_constant__ TensorMap x_map) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     __shared__ Shared shared;
     // The same in all lanes, and known to be.
