@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from aiter_mx.kernels.linear import invariant_sm90, wgmma_bf16_menu_sm90
+from aiter_mx.kernels.linear import invariant_sm90
 from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.grouped import GROUPED
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA, MFMA_SPLIT
@@ -30,12 +30,7 @@ __all__ = ["KERNELS", "KEY", "PROBLEM", "LinearProblem", "stand_ins"]
 
 PROBLEM = LinearProblem
 
-_WGMMA_BF16 = replace(
-    WGMMA_BF16,
-    configure=wgmma_bf16_menu_sm90.configure,
-    candidates=wgmma_bf16_menu_sm90.candidates,
-    invariant=invariant_sm90.configure,
-)
+_WGMMA_BF16 = replace(WGMMA_BF16, invariant=invariant_sm90.configure)
 _WGMMA_BF16_FEW = declare_few(invariant_sm90.configure_few)
 _STARTING_EARLY = (MMA_REGISTERS, WGMMA_FP8, _WGMMA_BF16_FEW, WGMMA_BF16_SWAPPED)
 _FOR_QUANTISED_X = (

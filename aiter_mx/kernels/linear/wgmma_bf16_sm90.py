@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
@@ -52,12 +53,24 @@ PARAMS = (
 )
 
 MIN_M = 17
+_MIN_TIMED_M = 33
 _FEW = 64  # tokens of a tile of which two CTAs fit an SM; such tiles are for one order of addition
 _TILES_M = tuple(tokens for tokens in PARAMS[0].values if tokens > _FEW)
 _MIN_OWN_M = 65  # without a table: the other kernels have tiles of so few rows
 _PAIR = 2  # CTAs of a cluster
 _MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
 _MOST_PAIRED = 128  # features of a CTA of a pair
+# Without a table, tiles have at most 128 features up to so many rows. Above, those of pairs are
+# large, and up to _MANY_TOKENS there are these, of tokens and features, of clusters of so many.
+_FEW_TOKENS, _MANY_TOKENS, _LARGE = 128, 2048, 160
+_OWN_SPLITS = {
+    (192, 64): (1,),
+    (256, 64): (1, 2, 3),
+    (160, 128): (1,),
+    (192, 128): (3,),
+    (256, 128): (1,),
+    (128, 192): (1,),
+}
 _UNIT = 64  # k that are multiplied at a time
 _FLAG_BYTES = 2048  # barriers, and which tokens and features have scales that bf16 does not cover
 _COUNTERS = 1024  # of parts of tiles that have ended, see ``XWorkspace``
@@ -88,15 +101,14 @@ class Layout(NamedTuple):
     parts_with_one_more: int = 0
 
 
-def chunks_of(problem: LinearProblem) -> int:
-    """Of 128 k, the last one with fewer."""
+def _chunks(problem: LinearProblem) -> int:
     return -(-problem.K // CHUNK)
 
 
 def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
     """How a configuration is laid out, or None where it does not fit."""
     tile_m, tile_n, split, pairs = (config[p.name] for p in PARAMS)
-    chunks = chunks_of(problem)
+    chunks = _chunks(problem)
     if tile_m > _MOST_TOKENS[tile_n] or split > chunks:
         return None
     if pairs and (tile_n > _MOST_PAIRED or pairs > target.cu_num // _PAIR):
@@ -141,7 +153,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         if (value := getattr(problem, name)) > MAX_INT:
             return f"{name}={value}: wgmma_bf16 counts it in 31 bits"
     tiles = _tiles(problem, _TILES_M[0], PARAMS[1].values[0])
-    if tiles * chunks_of(problem) > MAX_INT:
+    if tiles * _chunks(problem) > MAX_INT:
         return f"there are up to {tiles} tiles, and the chunks of K of all are counted in 31 bits"
     return None
 
@@ -175,24 +187,56 @@ def _tile(tile_m: int, tile_n: int, of: WgmmaBf16, pairs: bool) -> Tile:
     return Tile(tile_m, tile_n, pairs, unit, of.tile + sums / of.stored, sums)
 
 
-def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
+Tiles = tuple[tuple[Tile, tuple[int, ...]], ...]
+"""Tiles that are weighed, each with the splits of K that are."""
+
+
+def _every_tile(M: int) -> Tiles:
+    return tuple((tile, PARAMS[2].values) for tile in _tiles_of(FITTED, FITTED_PAIRS))
+
+
+def _own_tiles(M: int) -> Tiles:
+    """What is chosen from without a table: few tiles, so that few code objects serve all numbers of
+    rows."""
+    return _own_tiles_of(FITTED, FITTED_PAIRS, M <= _FEW_TOKENS, M <= _MANY_TOKENS)
+
+
+@cache
+def _own_tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16, few: bool, many: bool) -> Tiles:
+    every: tuple[int, ...] = PARAMS[2].values
+    found = []
+    for tile in _tiles_of(splits, pairs):
+        if few:
+            own = every if tile.tile_n <= _MOST_PAIRED else ()
+        elif tile.pairs:
+            own = every if tile.tile_n == _MOST_PAIRED and tile.tile_m > _LARGE else ()
+        else:
+            own = _OWN_SPLITS.get((tile.tile_m, tile.tile_n), ()) if many else ()
+        if own:
+            found.append((tile, own))
+    return tuple(found)
+
+
+def _costs(
+    tiles_for: Callable[[int], Tiles], target: Target, problem: LinearProblem, least: Least
+) -> Iterator[Costed]:
     """A model of a call's time beyond its start, see ``FITTED``."""
-    M, N, chunks = problem.M, problem.N, chunks_of(problem)
+    M, N, chunks = problem.M, problem.N, _chunks(problem)
     most = target.cu_num // _PAIR
     bounds = []
-    for tile in _tiles_of(FITTED, FITTED_PAIRS):
+    for tile, splits in tiles_for(M):
         features = tile.tile_n * (_PAIR if tile.pairs else 1)
         tiles = -(-M // tile.tile_m) * -(-N // features)
         side_by_side = most if tile.pairs else target.cu_num
         bound = tiles * tile.unit / side_by_side * 2 * chunks * ROUNDED_OFF
-        bounds.append((bound, tiles, tile))
-    for bound, tiles, tile in sorted(bounds):
+        bounds.append((bound, tiles, tile, splits))
+    for bound, tiles, tile, splits in sorted(bounds):
         if bound > least.cost:
             return
         if tile.pairs:
             yield from _costs_of_pairs(chunks, most, tiles, tile)
             continue
-        for split in PARAMS[2].values:
+        for split in splits:
             if split <= chunks:
                 part = cycles_of_part(tile, split, -(-chunks // split) * 2)
                 cycles = -(-tiles // most_clusters(target, split)) * part
@@ -220,13 +264,8 @@ def tiles_of_pairs() -> tuple[Tile, ...]:
 
 def costs_of_pairs(target: Target, problem: LinearProblem, tile: Tile) -> Iterator[Costed]:
     """Of a tile of pairs, with the numbers of them that suit it."""
-    return costs_of_pairs_of(target, problem.M, problem.N, chunks_of(problem), tile)
-
-
-def costs_of_pairs_of(target: Target, M: int, N: int, chunks: int, tile: Tile) -> Iterator[Costed]:
-    """The same for so many rows, features and chunks of K."""
-    tiles = -(-M // tile.tile_m) * -(-N // (_PAIR * tile.tile_n))
-    return _costs_of_pairs(chunks, target.cu_num // _PAIR, tiles, tile)
+    tiles = _tiles(problem, tile.tile_m, _PAIR * tile.tile_n)
+    return _costs_of_pairs(_chunks(problem), target.cu_num // _PAIR, tiles, tile)
 
 
 def _costs_of_pairs(chunks: int, most: int, tiles: int, tile: Tile) -> Iterator[Costed]:
@@ -247,13 +286,37 @@ def _costs_of_pairs(chunks: int, most: int, tiles: int, tile: Tile) -> Iterator[
         yield FITTED_PAIRS.start + cycles, (), (tile.tile_m, tile.tile_n, 1, pairs)
 
 
-def cycles_of_largest(target: Target, problem: LinearProblem) -> float:
-    """The model's, of pairs with the largest tiles, as persistent has."""
-    tile = max(tiles_of_pairs(), key=lambda tile: (tile.tile_m, tile.tile_n))
+_search = Search(PARAMS, partial(_costs, _every_tile), most=12)
+_own_search = Search(PARAMS, partial(_costs, _own_tiles), most=1)
+
+
+def least_cycles(target: Target, problem: LinearProblem) -> float:
+    """Of the choice without a table, or of pairs with the largest tiles, as persistent has."""
+    if problem.M <= MOST_OWN_M:
+        found = _own_search.cheapest(target, problem)
+        return found[0] if found is not None else inf
+    tile = max(
+        _tiles_of(FITTED, FITTED_PAIRS), key=lambda tile: (tile.pairs, tile.tile_m, tile.tile_n)
+    )
     return min(cycles for cycles, *_ in costs_of_pairs(target, problem, tile))
 
 
-_search = Search(PARAMS, _costs, most=12)
+def rows_chosen_for(M: int) -> int:
+    """The most rows of those that have one configuration, without a table."""
+    return up(M, 32) if M <= _FEW_TOKENS else M
+
+
+def _configure(target: Target, problem: LinearProblem) -> Config:
+    return _own_search.best(target, replace(problem, M=rows_chosen_for(problem.M)))
+
+
+def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
+    """The choice for this number of rows and those near it, then the best for this one alone."""
+    chosen = _configure(target, problem)
+    if problem.M < _MIN_TIMED_M:
+        return [chosen]
+    others = [found for found in _search.candidates(target, problem) if found != chosen]
+    return [chosen, *others]
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
@@ -337,11 +400,11 @@ def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
 
 
 def _x_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
-    return {"MX_X": X_CODES[problem.x_dtype]}
+    return {"MX_X": X_CODES[problem.x_dtype], "MX_SWAPPED": 0}
 
 
 def _x_scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
-    return problem.M, problem.K, config["tile_m"], 0
+    return problem.M, problem.K, config["tile_m"]
 
 
 def x_geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
@@ -360,7 +423,7 @@ ARGS = (
 EXPAND_X = Module(
     {"sm_90a": "linear/wgmma_bf16_x_sm90.cu"},
     "aiter_mx_linear_wgmma_bf16_x",
-    (*_POINTERS, *numbers("i64", "M", "K"), *numbers("i32", "tile_tokens", "swapped")),
+    (*_POINTERS, Arg("M", "i64"), Arg("K", "i64"), Arg("tile_tokens", "i32")),
     _x_defines,
     x_geometry,
     _x_scalars,
@@ -379,7 +442,9 @@ WGMMA_BF16 = declare(
     before=(EXPAND_X,),
     workspace_bytes=_workspace_bytes,
     refusal=_refusal,
-    search=_search,
+    params=PARAMS,
+    configure=_configure,
+    candidates=_candidates,
     composed=replace(QUANTISED_MEANWHILE, parts=_parts),
     yields=_yields,
 )

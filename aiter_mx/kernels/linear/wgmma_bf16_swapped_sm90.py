@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from aiter_mx.kernels.declare import declare
-from aiter_mx.kernels.linear import wgmma_bf16_menu_sm90 as menu
 from aiter_mx.kernels.linear import wgmma_bf16_sm90 as unswapped
 from aiter_mx.kernels.linear.clusters_sm90 import x_map
 from aiter_mx.kernels.linear.problem import LinearProblem, matrix_scalars
@@ -37,7 +35,6 @@ _MIN_OWN_M = 2048  # without a table
 # on an H200. Beyond MOST_OWN_M rows the other is persistent, which stores while it multiplies: that
 # counts the more the shorter K is.
 _MARGIN, _MARGIN_OF_PERSISTENT, _MARGIN_K = 1.06, 1.02, 220
-_ROWS_OF_MANY = (4097, 8192, 32768)  # with a say
 _EXPANDED_BYTES = 1700  # that an H200 reads and writes in a cycle
 
 
@@ -117,38 +114,18 @@ def _expanding(rows: int, K: int) -> float:
     return rows * K * (BLOCK * 3 + 1) / BLOCK / _EXPANDED_BYTES
 
 
-@lru_cache(maxsize=1024)
-def _serves_many(target: Target, N: int, K: int) -> bool:
-    """Whether it does all numbers of rows that wgmma_bf16 does not, so that persistent's code
-    objects are not needed for these weights."""
-    if N > unswapped.MOST_OWN_M:
-        return False
-    margin, gain = _MARGIN_OF_PERSISTENT + _MARGIN_K / K, 1.0
-    for M in _ROWS_OF_MANY:
-        problem = LinearProblem(M, N, K)
-        gain *= (unswapped.cycles_of_largest(target, problem) + _expanding(M, K)) / margin
-        gain /= _own_cycles(target, problem)
-    return gain > 1
-
-
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     M, N, K = problem.M, problem.N, problem.K
     if M < _MIN_OWN_M:
         return f"others have tiles of fewer rows for M={M} below {_MIN_OWN_M}"
-    if not _serves_many(target, N, K):
-        return "expanding x takes little of the others' time"
-    if M > unswapped.MOST_OWN_M:
-        return None
-    others = menu.least_cycles(target, problem) + _expanding(M, K)
-    if others > _MARGIN * _own_cycles(target, problem):
-        return None
-    return f"wgmma_bf16 expands x of M={M} in less time"
-
-
-def _own_cycles(target: Target, problem: LinearProblem) -> float:
     own = _own_search.cheapest(target, problem)
     assert own is not None
-    return own[0] + _expanding(problem.N, problem.K)
+    cycles = own[0] + _expanding(N, K)
+    others = unswapped.least_cycles(target, problem) + _expanding(M, K)
+    of_persistent = _MARGIN_OF_PERSISTENT + _MARGIN_K / K
+    if others > cycles * (_MARGIN if M <= unswapped.MOST_OWN_M else of_persistent):
+        return None
+    return "expanding x takes little of the others' time"
 
 
 WGMMA_BF16_SWAPPED = declare(
@@ -166,9 +143,9 @@ WGMMA_BF16_SWAPPED = declare(
             unswapped.EXPAND_X.sources,
             unswapped.EXPAND_X.symbol,
             unswapped.EXPAND_X.args,
-            lambda target, problem, config: {"MX_X": 0},
+            lambda target, problem, config: {"MX_X": 0, "MX_SWAPPED": 1},
             _ahead_geometry,
-            lambda target, problem, config: (problem.N, problem.K, config["tile_n"], 1),
+            lambda target, problem, config: (problem.N, problem.K, config["tile_n"]),
         ),
     ),
     workspace_bytes=_workspace_bytes,

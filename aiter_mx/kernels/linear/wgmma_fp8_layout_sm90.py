@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
-from math import inf
 from typing import NamedTuple
 
 from aiter_mx.kernels.linear.problem import LinearProblem
@@ -38,17 +36,6 @@ GROUPS = tuple(
 
 _X_IS_A_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
 _TWO_A_M = 97  # from which x is A again, of two warpgroups
-MOST_OWN_WEIGHTS = {80: 400_000_000, 128: 80_000_000, 192: 15_500_000, 256: 9_000_000}
-"""Up to which it was faster than wgmma_bf16 on an H200, by rows beyond 64: its products take longer
-to add than theirs take to multiply, but need no launch ahead."""
-_TILES = (
-    (80, 0, inf),
-    (112, MOST_OWN_WEIGHTS[192], inf),
-    (128, 0, inf),
-    (192, 0, inf),
-    (256, 0, inf),
-)
-"""The rows of tiles of more than 64, of which there are few, and for how many weights they are."""
 _PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """In which workgroups take the rows of w, where SMs have no room for all at once."""
 _MANY_WEIGHTS, _MANY_ROWS = 50_000_000, 16_384
@@ -127,7 +114,6 @@ def layout_of(
     for all M up to its own."""
     if row_groups * k_groups > MOST_GROUPS or problem.K // CHUNK // split < k_groups:
         return None
-    problem = in_tile(problem)
     x_is_a = _X_IS_A_M <= problem.M <= GROUP_ROWS or problem.M >= _TWO_A_M
     many = problem.N >= _MANY_ROWS or problem.N * problem.K >= _MANY_WEIGHTS
     at_once = most_clusters(target, split)
@@ -216,14 +202,3 @@ def _laid_out(
         *(x_is_a, rows_m, rows_w, columns, passes, clusters),
         *(chunks, stages, shared_bytes, at_once, kept),
     )
-
-
-def in_tile(problem: LinearProblem) -> LinearProblem:
-    """With as many rows as its tile has. Rows that there are not are neither copied nor stored."""
-    M = problem.M
-    if M <= GROUP_ROWS:
-        return problem
-    for rows, fewest, most in _TILES:
-        if rows >= M and fewest < problem.N * problem.K <= most:
-            return problem if rows == M else replace(problem, M=rows)
-    return problem

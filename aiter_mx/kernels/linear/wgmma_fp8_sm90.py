@@ -4,7 +4,6 @@ csrc/linear/wgmma_fp8_sm90.cu."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import product
 
 from aiter_mx.kernels.declare import declare
@@ -19,11 +18,9 @@ from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import (
     GROUPS,
     MOST_COLUMNS,
     MOST_GROUPS,
-    MOST_OWN_WEIGHTS,
     PARAMS,
     Layout,
     groups_of_x,
-    in_tile,
     layout,
     layout_of,
     registers,
@@ -55,6 +52,9 @@ MOST_ACCUMULATION_ERROR = 2.0**-8
 """Likewise, for any operands. The matrix unit shifts the 32 products of a block to the exponent of
 the largest and cuts them 13 bits below it, and then the sum: 32 times less than 2^-13 of a block's
 largest product."""
+_MOST_OWN_WEIGHTS = {80: 400_000_000, 128: 80_000_000, 192: 15_500_000, 256: 9_000_000}
+"""Up to which it was faster than wgmma_bf16 on an H200, by rows beyond 64: its products take longer
+to add than theirs take to multiply, but need no launch ahead."""
 _FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
 _FEWEST_OWN_WEIGHTS = 500_000
 _FEWEST_OWN_WEIGHT_ROWS = 384
@@ -69,15 +69,6 @@ FITTED, FITTED_MANY, FITTED_MOST = WgmmaFp8(), WGMMA_FP8_MANY, WGMMA_FP8_MOST
 
 
 _layout = where_it_fits(layout)
-
-
-def most_own_rows(target: Target, problem: LinearProblem) -> int:
-    """The most rows, from 64 on, that are its own where no table decides."""
-    if _refusal(target, replace(problem, M=GROUP_ROWS + 1)) is not None:
-        return GROUP_ROWS
-    weights = problem.N * problem.K
-    fits = [rows for rows, most in MOST_OWN_WEIGHTS.items() if weights <= most]
-    return max(fits, default=GROUP_ROWS)
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
@@ -105,7 +96,6 @@ def _fitted(problem: LinearProblem) -> WgmmaFp8:
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
     """A model of what a call takes beyond its start: see ``FITTED``."""
-    problem = in_tile(problem)
     fitted, splits = _fitted(problem), PARAMS[0].values
     between = fitted.between_passes
     for bound, split in sorted((_bound(target, problem, split), split) for split in splits):
@@ -206,7 +196,7 @@ _search = Search(
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     if problem.M > GROUP_ROWS:
-        most = next((most for rows, most in MOST_OWN_WEIGHTS.items() if rows >= problem.M), 0)
+        most = next((most for rows, most in _MOST_OWN_WEIGHTS.items() if rows >= problem.M), 0)
         if most >= problem.N * problem.K:
             return None
         return f"wgmma_fp8 adds for longer than wgmma_bf16 multiplies, beyond {most} weights"

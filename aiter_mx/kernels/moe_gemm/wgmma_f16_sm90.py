@@ -53,7 +53,7 @@ _TWO_TILES = {
 }
 """What there is of two tiles, whose sums leave few registers."""
 _SCALE_CHUNKS = 4  # times 128 k whose scales are loaded at once, where there are two tiles
-_FEWEST_ROWS_OF_TWO, _MOST_ROWS_OF_TWO = 36, 96  # of an expert, of a block
+_FEWEST_ROWS_OF_TWO, _MOST_ROWS_OF_TWO = 40, 96  # of an expert, of a block
 _MOST_OF_THREE_GROUPS = 12  # tiles of x whose sums three warpgroups have registers for
 _WHOLE_ROWS = 48  # of a block that is taken at once, however few rows an expert has on average
 _FEW_ROWS = 24  # of a block, for which 48 columns have no more room for an expert's than 32
