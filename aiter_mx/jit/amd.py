@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,9 @@ FLAGS = (
 )
 LINE_FLAGS = ("-gline-tables-only",)
 """That add source lines to a code object and change nothing else of it."""
+PRELOAD = "MX_PRELOAD"
+"""A definition: the dwords of a kernel's first arguments that its waves begin with in registers,
+without a load."""
 INSTALL = (
     "install ROCm 7 (and set ROCM_PATH if it is not in /opt/rocm), or clang 20 or newer with its "
     "lld (on Debian and Ubuntu: apt-get install clang-22 lld-22 llvm-22)"
@@ -185,3 +188,9 @@ def _dotted(version: tuple[int, ...]) -> str:
 def command(tool: Toolchain) -> Command:
     """The beginning of a command line: all of it that does not depend on the kernel."""
     return [tool.compiler, "-x", "hip", f"--offload-arch={tool.arch}", *FLAGS, *tool.flags]
+
+
+def flags_for(defines: Mapping[str, int]) -> list[str]:
+    """What a kernel's definitions ask of the compiler itself."""
+    dwords = defines.get(PRELOAD, 0)
+    return ["-mllvm", f"-amdgpu-kernarg-preload-count={dwords}"] if dwords else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -114,3 +114,8 @@ def _cudart(header: Path | None) -> str:
 def command(tool: Toolchain) -> Command:
     """The beginning of a command line: all of it that does not depend on the kernel."""
     return [tool.compiler, *FLAGS, *_gencode(tool.arch), *tool.flags]
+
+
+def flags_for(defines: Mapping[str, int]) -> list[str]:
+    """What a kernel's definitions ask of the compiler itself: nothing."""
+    return []

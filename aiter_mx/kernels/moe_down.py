@@ -17,6 +17,7 @@ from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.moe_up import (
     ID_DTYPES,
     MAX_ROUTED,
+    PRELOADED,
     STEP,
     WAVES,
     refuse_bytes,
@@ -26,7 +27,6 @@ from aiter_mx.kernels.moe_up import (
 from aiter_mx.kernels.spec import (
     BIAS_DTYPES,
     DTYPE_CODES,
-    MAX_INT,
     OUT_DTYPES,
     Arg,
     Config,
@@ -41,7 +41,7 @@ from aiter_mx.kernels.spec import (
 from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
-_GROUP_BYTES = 12 << 10
+_GROUP_BYTES = 24 << 10
 MAX_SLOTS = 16  # each lane looks through them
 
 
@@ -96,7 +96,7 @@ KEY = ("M", "N", "K", "E", "top_k", "num_experts")
 PARAMS = (
     Param("rows", (1, 2, 3, 4, 6, 8), "features that a workgroup computes"),
     Param("waves", WAVES, "waves of a workgroup, which split the k of all slots"),
-    Param("unroll", (1, 2), "steps of a wave whose loads precede all use"),
+    Param("halves", (1, 2), "halves of an operand, 1024 k each, that a wave takes in a step"),
 )
 
 
@@ -113,23 +113,20 @@ def refusal(problem: MoeDownProblem) -> str | None:
 def _configure(target: Target, problem: MoeDownProblem) -> Config:
     row_bytes = problem.slots * problem.K
     rows = rows_a_group(target, problem.N, max(1, problem.M), row_bytes, _GROUP_BYTES, most=8)
-    return {"rows": rows, **split_of_k(-(-problem.slots * problem.K // STEP))}
+    return {"rows": rows, **split_of_k(-(-problem.K // STEP), problem.slots)}
 
 
 def _defines(target: Target, problem: MoeDownProblem, config: Config) -> Mapping[str, int]:
-    steps = -(-problem.slots * problem.K // STEP)
     return {
-        "MX_M": 1,
+        "MX_PRELOAD": PRELOADED,
         "MX_ROWS": config["rows"],
         "MX_WAVES": config["waves"],
-        "MX_UNROLL": config["unroll"],
-        "MX_X": DTYPE_CODES["fp32"],
+        "MX_HALVES": config["halves"],
+        "MX_STEPS": -(-problem.K // (STEP * config["halves"])),
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
-        "MX_MAX_GRID_X": MAX_INT,
         "MX_TOP_K": problem.top_k,
         "MX_SHARED": problem.shared,
         "MX_SCALE_DWORDS": int(problem.K % (4 * BLOCK) == 0),
-        "MX_ONE_ROUND": int(steps <= config["waves"] * config["unroll"]),
         "MX_HAS_MAP": problem.has_map,
         "MX_WIDE_IDS": int(problem.id_dtype == "i64"),
     }
@@ -149,8 +146,7 @@ def _scalars(target: Target, problem: MoeDownProblem, config: Config) -> tuple[i
 _ARGS = (
     *pointers("r", "h", "topk_ids", "topk_weights", "expert_map", "num_tokens", "wq", "ws", "bias"),
     Arg("out", "pointer", "w"),
-    *numbers("i64", "N", "K"),
-    *numbers("i32", "num_experts", "E", "bias_kind"),
+    *numbers("i32", "N", "K", "num_experts", "E", "bias_kind"),
 )
 
 PROBLEM = MoeDownProblem

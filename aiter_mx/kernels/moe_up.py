@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, LAYOUTS
-from aiter_mx.kernels.search import without_waste
 from aiter_mx.kernels.spec import (
     BIAS_DTYPES,
     DTYPE_CODES,
@@ -37,9 +36,10 @@ from aiter_mx.target import Target
 ID_DTYPES = ("i32", "i64")
 X_DTYPES = (*OUT_DTYPES, "mxfp8")
 MAX_ROUTED = 65535  # the grid's y
-STEP = 1024  # k of a wave at a time
-WAVES = (1, 2, 3, 4, 6, 8, 12)
-_GROUP_BYTES = 24 << 10
+STEP = 1024  # k of half an operand of the matrix unit, as a wave is given it
+WAVES = (1, 2, 3, 4, 5, 6, 8, 9, 12)
+PRELOADED = 14  # dwords of arguments, as many as registers have room for: seven pointers
+_GROUP_BYTES = 48 << 10
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ KEY = ("M", "N", "K", "E", "top_k", "num_experts")
 PARAMS = (
     Param("features", (1, 2, 3, 4, 6, 8), "activated features that a workgroup computes"),
     Param("waves", WAVES, "waves of a workgroup, which split K"),
-    Param("unroll", (1, 2), "steps of a wave whose loads precede all use"),
+    Param("halves", (1, 2), "halves of an operand, 1024 k each, that a wave takes in a step"),
 )
 
 
@@ -129,16 +129,18 @@ def refusal(problem: MoeUpProblem) -> str | None:
     return refuse_bytes(max(problem.N, 4) * problem.K)
 
 
-def split_of_k(steps: int) -> Config:
-    """Waves and steps of each under way, such that few have nothing to do."""
-    fits = [
-        (rounds * unroll, -waves, unroll)
-        for unroll in PARAMS[2].values
-        for waves, rounds in without_waste(WAVES, steps, unroll)
-    ]
-    wanted = 3 if steps > 2 else steps
-    _, waves, unroll = min(fits, key=lambda fit: (fit[0] > 2, abs(-fit[1] - wanted), fit))
-    return {"waves": -waves, "unroll": unroll}
+def split_of_k(steps: int, parts: int = 1) -> Config:
+    """Waves and halves of a step, such that few have nothing to do.
+
+    Args:
+        steps: of half an operand each.
+        parts: whose steps no wave shares: slots, each with as many.
+    """
+    halves = 1 if steps == 1 else 2
+    every = -(-steps // halves) * parts
+    rounds = -(-every // WAVES[-1])
+    waves = next(waves for waves in WAVES if waves * rounds >= every)
+    return {"waves": waves, "halves": halves}
 
 
 def rows_a_group(
@@ -164,13 +166,15 @@ def _configure(target: Target, problem: MoeUpProblem) -> Config:
 
 def _defines(target: Target, problem: MoeUpProblem, config: Config) -> Mapping[str, int]:
     return {
-        "MX_M": 1,
+        "MX_PRELOAD": PRELOADED,
         "MX_ROWS": 2 * config["features"],
         "MX_WAVES": config["waves"],
-        "MX_UNROLL": config["unroll"],
+        "MX_HALVES": config["halves"],
+        "MX_ONCE": int(config["waves"] * config["halves"] * STEP >= problem.K),
         "MX_X": DTYPE_CODES.get(problem.x_dtype, 0),
         "MX_OUT": DTYPE_CODES["fp32"],
-        "MX_MAX_GRID_X": MAX_INT,
+        "MX_TOP_K": problem.top_k,
+        "MX_SHARED": problem.shared,
         "MX_ACTIVATION": ACTIVATION_CODES[problem.activation],
         "MX_INTERLEAVED": int(problem.layout == "interleaved"),
         "MX_SCALE_DWORDS": int(problem.K % (4 * BLOCK) == 0),
@@ -189,7 +193,7 @@ def _geometry(target: Target, problem: MoeUpProblem, config: Config) -> Geometry
 
 def _scalars(target: Target, problem: MoeUpProblem, config: Config) -> tuple[int | float, ...]:
     return (
-        *(problem.N, problem.K, problem.top_k, problem.num_experts, problem.shared, problem.E),
+        *(problem.N, problem.K, problem.num_experts, problem.E),
         *(DTYPE_CODES[problem.bias], problem.alpha, problem.beta, problem.limit),
     )
 
@@ -197,8 +201,7 @@ def _scalars(target: Target, problem: MoeUpProblem, config: Config) -> tuple[int
 _ARGS = (
     *pointers("r", "topk_ids", "expert_map", "num_tokens", "x", "xs", "wq", "ws", "bias"),
     Arg("h", "pointer", "w"),
-    *numbers("i64", "N", "K"),
-    *numbers("i32", "top_k", "num_experts", "shared", "E", "bias_kind"),
+    *numbers("i32", "N", "K", "num_experts", "E", "bias_kind"),
     *numbers("f32", "alpha", "beta", "limit"),
 )
 

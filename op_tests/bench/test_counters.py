@@ -35,3 +35,13 @@ def test_few_tokens_give_every_compute_unit_as_much_of_the_weights(saved: pd.Dat
     halves = saved[saved.kernel.isin(["moe_up gemv", "moe_down gemv"])]
     assert (halves.busiest_cu_over_mean <= 1.25).all()
     assert (halves.cus_with_weights >= 240).all() and (halves.dependent_waits <= 4).all()
+
+
+def test_an_expert_layer_of_one_token_is_predicted_in_little_more_than_its_bytes(
+    saved: pd.DataFrame,
+) -> None:
+    """Of a class 6144 wide, divided among four GPUs and eight."""
+    first = saved[saved.kernel == "moe_up gemv"].set_index("problem").predicted_us
+    second = saved[saved.kernel == "moe_down gemv"].set_index("problem").predicted_us
+    assert first["M=1 N=1536 K=6144"] + second["M=1 N=6144 K=768"] <= 15.8
+    assert first["M=1 N=768 K=6144"] + second["M=1 N=6144 K=384"] <= 11.3

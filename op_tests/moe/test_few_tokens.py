@@ -15,11 +15,15 @@ from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.moe_down import MoeDownProblem
 from aiter_mx.kernels.moe_up import MoeUpProblem
 from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.sim.program import Program
+from aiter_mx.target import hardware
+from aiter_mx.trial import prepare
 from aiter_mx.workloads import workload_of
 from op_tests.conformance import in_order
 from op_tests.launches import bound, is_poison, poisoned
 from op_tests.moe.layers import random_call
 from op_tests.sim.mutation_operands import vary_halves
+from op_tests.sim.tools import without_preload
 
 CPU = torch.device("cpu")
 NAN_SCALE, NAN_PAYLOAD = 255, 0x7F
@@ -79,8 +83,8 @@ def test_each_half_is_float64s_in_any_order_of_waves(
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize(("waves", "unroll"), [(1, 2), (3, 1), (2, 2)])
-def test_every_width_and_split_of_k(rows: int, waves: int, unroll: int) -> None:
+@pytest.mark.parametrize(("waves", "halves"), [(1, 2), (3, 1), (2, 2)])
+def test_every_width_and_split_of_k(rows: int, waves: int, halves: int) -> None:
     """Features that a workgroup's do not divide, and steps that waves do not."""
     with aiter_mx.simulate("gfx950"):
         for op, problem, name in (
@@ -90,7 +94,7 @@ def test_every_width_and_split_of_k(rows: int, waves: int, unroll: int) -> None:
             operands, _ = drawn(op, problem, "hip")
             judge = workload_of(op).judge(problem, operands)
             kernel = find_kernel(op, "gfx950", "hip", "gemv")
-            bound(kernel, CPU, problem, {name: rows, "waves": waves, "unroll": unroll})(operands)
+            bound(kernel, CPU, problem, {name: rows, "waves": waves, "halves": halves})(operands)
             assert judge(operands).right
 
 
@@ -208,6 +212,24 @@ def test_tokens_quantised_on_the_way_give_the_bits_of_those_that_come_quantised(
         bound(kernel, CPU, replace(up, x_dtype="mxfp8"))(operands)
         quantised = operands[-1]
         assert quantised is not None and torch.equal(quantised, h)
+
+
+@pytest.mark.parametrize(("op", "problem"), [PROBLEMS[0], PROBLEMS[-1]])
+def test_waves_begin_with_pointers_in_registers(op: str, problem: Any) -> None:
+    """And load them themselves on firmware that does not know of that."""
+    kernel = find_kernel(op, "gfx950", "hip", "gemv")
+    config = kernel.configure(hardware("gfx950"), problem)
+    assert kernel.module is not None
+    assert all(arg.kind == "pointer" for arg in kernel.module.args[:7])
+    operands = workload_of(op).operands(problem, CPU)
+    launch = prepare(kernel, problem, config, operands=operands)
+    assert launch.kernel.descriptor.preload_dwords == 14
+    assert launch.kernel.scratch_bytes == launch.kernel.vgpr_spills == 0
+    judge = workload_of(op).judge(problem, operands)
+    program = Program.from_image(without_preload(launch.image.read_bytes()))
+    assert program.kernel(launch.symbol).descriptor.preload_dwords == 0
+    replace(launch, program=program).run()
+    assert judge(operands).right
 
 
 def test_few_tokens_take_two_launches_where_an_architecture_has_them() -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from functools import cache
 from unittest.mock import patch
 
-from aiter_mx.sim.program import Program
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.run import Result, Translated, launch_report
 from op_tests.sim.mutation_planting import Mutant, case_named, listing
-from op_tests.sim.mutation_probes import AnyCase
+from op_tests.sim.mutation_probes import AnyCase, runs
 
 
 @cache
 def reached(case: AnyCase) -> frozenset[int]:
     """Positions in ``listing(case)`` of the instructions that any probe enters."""
-    program = Program.from_image(case.image)
     leaders, entered = set[int](), set[int]()
 
     def noted(kernel: str, waves: int, seconds: float, translated: Translated,
@@ -27,7 +25,7 @@ def reached(case: AnyCase) -> frozenset[int]:
         return launch_report(kernel, waves, seconds, translated, results)
 
     with patch("aiter_mx.sim.program.launch_report", noted):
-        for launch in case.launches:
+        for launch, program in runs(case, case.image):
             launch.run(program)
     found, is_entered = [], False
     for position, ins in enumerate(listing(case)):

@@ -51,8 +51,11 @@ def _quantize(problem: Any, number: int, operands: Operands) -> Posed:
 
 
 def _moe_up(problem: Any, number: int, operands: Operands) -> Posed:
+    """In the third problem the last token does not count."""
     vary_halves(operands[3])
     _raise(operands[7])
+    if (tokens := operands[2]) is not None:
+        tokens -= number // 2
     return operands, operands
 
 
@@ -164,7 +167,7 @@ def _wgrad(problem: Any, number: int, operands: Operands) -> Posed:
     return [*operands[:4], before, *operands[5:7], counts + before], operands
 
 
-_ACROSS = ("moe_combine", "moe_gemm", "grouped_gemm", "grouped_wgrad")
+_ACROSS = ("moe_up", "moe_down", "moe_combine", "moe_gemm", "grouped_gemm", "grouped_wgrad")
 _MANY_EXPERTS = 32
 _VARIED: dict[str, Callable[[Any, int, Operands], Posed]] = {
     "quantize": _quantize,

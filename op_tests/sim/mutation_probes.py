@@ -7,7 +7,7 @@ several rounds, each bias, NaN, offsets above 4 GiB and addresses that carry int
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -28,7 +28,8 @@ from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.target import hardware
 from op_tests.far_memory import Memory
 from op_tests.mx_reference import assert_close_to_reference, linear_reference64, random_mx
-from op_tests.sim.mutation_workloads import WORKLOAD_CASES, WorkloadCase
+from op_tests.sim.mutation_workloads import WORKLOAD_CASES, WorkloadCase, WorkloadLaunch
+from op_tests.sim.tools import without_preload
 
 GFX950 = replace(hardware("gfx950"), cu_num=1)  # whose workgroups have all the rows they may
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -288,10 +289,19 @@ class Launch:
         assert not self._shared.get("slots", np.zeros(1)).any(), "sums are left"
 
 
-def verdict(case: AnyCase, image: bytes) -> tuple[str, str]:
-    """What catches a mutant of a code object, and its message; both empty if nothing does."""
+def runs(case: AnyCase, image: bytes) -> Iterator[tuple[Launch | WorkloadLaunch, Program]]:
+    """The launches of a code object; where waves begin with arguments in registers one more, on
+    firmware that does not know of that."""
     program = Program.from_image(image)
     for launch in case.launches:
+        yield launch, program
+    if program.kernel(case.module.symbol).descriptor.preload_dwords:
+        yield case.launches[0], Program.from_image(without_preload(image))
+
+
+def verdict(case: AnyCase, image: bytes) -> tuple[str, str]:
+    """What catches a mutant of a code object, and its message; both empty if nothing does."""
+    for launch, program in runs(case, image):
         try:
             launch.run(program)
         except SimulatorError as error:

@@ -30,7 +30,7 @@ from op_tests.sim.mutation_operands import posed
 _SCHEDULES = ("random", "round-robin", "run-to-barrier")
 _MAX_STEPS = 1 << 18
 _CPU = torch.device("cpu")
-_PRODUCTS = ("grouped_gemm", "grouped_wgrad", "moe_gemm")
+_PRODUCTS = ("grouped_gemm", "grouped_wgrad", "moe_gemm", "moe_up", "moe_down")
 _ROWS = (*_PRODUCTS, "moe_combine")  # ops whose results are rows, not all of which are written
 _SCALES = ("xs", "ws", "x_scale", "grad_scale")
 _NAN_SCALE = 255
@@ -174,18 +174,18 @@ def _nans(results: torch.Tensor) -> torch.Tensor:
 
 WORKLOAD_CASES = (
     WorkloadCase(
-        "moe_up f2 w2 u1",
+        "moe_up f2 w2 h1",
         "moe_up",
         "gemv",
         (
             MoeUpProblem(2, 64, 2176, 3, 2, 5, shared=1, has_map=1, bias="bf16"),
-            MoeUpProblem(1, 192, 3200, 4, 3, 3, has_map=1, bias="fp32"),
-            MoeUpProblem(3, 64, 128, 3, 2, 5, has_map=1, bias="fp16"),
+            MoeUpProblem(1, 192, 3200, 4, 2, 3, shared=1, has_map=1, bias="fp32"),
+            MoeUpProblem(3, 64, 2304, 3, 2, 5, shared=1, has_map=1, bias="fp16"),
         ),
-        {"features": 2, "waves": 2, "unroll": 1},
+        {"features": 2, "waves": 2, "halves": 1},
     ),
     WorkloadCase(
-        "moe_down r3 w2 u1",
+        "moe_down r3 w2 h1",
         "moe_down",
         "gemv",
         (
@@ -193,7 +193,7 @@ WORKLOAD_CASES = (
             MoeDownProblem(1, 97, 1280, 4, 2, 4, shared=1, has_map=1, bias="fp32"),
             MoeDownProblem(3, 32, 1408, 3, 2, 5, shared=1, has_map=1, bias="fp16"),
         ),
-        {"rows": 3, "waves": 2, "unroll": 1},
+        {"rows": 3, "waves": 2, "halves": 1},
     ),
     WorkloadCase(
         "moe_align w2",

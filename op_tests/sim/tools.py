@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from aiter_mx.code_object import parse_code_object
 from aiter_mx.jit.toolchain import find_toolchain
 from aiter_mx.region import Region
 from aiter_mx.sim.program import Dim3, Program, SimOptions
@@ -94,3 +95,16 @@ def random_e4m3(rng: np.random.Generator, *shape: int) -> Array:
     codes = rng.integers(0, 256, shape, dtype=np.uint8)
     codes[codes & 0x7F == 0x7F] ^= 1
     return codes
+
+
+def without_preload(image: bytes) -> bytes:
+    """A code object of one kernel as it runs where firmware puts no arguments into registers."""
+    code = parse_code_object(image)
+    (kernel,) = code.kernels.values()
+    for segment in code.segments:
+        for at in range(-segment.address % 64, len(segment.data) - 63, 64):
+            (entry,) = struct.unpack_from("<q", segment.data, at + 16)
+            if segment.address + at + entry == kernel.descriptor.entry:
+                field = image.index(segment.data) + at + 58  # LLVM's AMDGPU usage guide
+                return image[:field] + bytes(2) + image[field + 2 :]
+    raise ValueError(f"the descriptor of {kernel.name} is in no section")
