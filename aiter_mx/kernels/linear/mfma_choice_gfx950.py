@@ -31,18 +31,17 @@ from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 FITTED: dict[str, float] = {
-    "launch": 6330,
-    "memory": 42.1,
-    "lines": 25.5,
-    "round": 461,
-    "step": 79.7,
-    "sum": 104,
-    "split": 1879,
-    "handover": 579,
+    "launch": 6000,
+    "memory": 28.4,
+    "lines": 28.4,
+    "round": 942,
+    "step": 67.1,
+    "sum": 83.9,
+    "split": 1150,
 }
 """Cycles of a compute unit at 2.4 GHz, by tune/fit_mfma.py: a launch; a KiB of the operands, of the
 unit's share of them; a KiB that its workgroups ask the L2 cache for; a round of workgroups; a
-wave's step, for each tile; a sum of waves; shared K, at all and for each workgroup of a unit."""
+wave's step, for each tile; a sum of waves; a meeting of workgroups that share K."""
 _FROM_MEMORY = 0.56
 """By so much is a line waited for longer that comes from memory."""
 _TILES_OF_WAIT = 8
@@ -74,7 +73,8 @@ PERSISTENT = {
 """Other tiles are left out, so that few code objects serve a weight."""
 _OF_WEIGHTS = 118  # cycles of a KiB of w and a compute unit, beside those steps
 
-_FEWEST_SHARED_ROWS = 17  # that other kernels than mfma take
+_FEWEST_SPLIT_ROWS = 9  # with fewer, what split K saves of x is little
+_FEWEST_LARGE_ROWS = 17  # of the kernel with large tiles
 MOST_SHARED_ROWS = 256  # beyond, K is not split
 LEAST_SPLIT_K = min(SPLITS.values) * TILE_K
 """Beyond BLOCK_M more, as a workgroup's sums take two waves, each with a tile of K."""
@@ -208,9 +208,7 @@ def _asked(way: Way, work: Work, K: int) -> float:
     _, _, splits, blocks, _, block_rows = way
     rows = work.rows * (1 + _FROM_MEMORY / blocks) + block_rows
     lines = FITTED["lines"] * work.of_busiest * rows * K * (BLOCK + 1) / (BLOCK * 1024 * splits)
-    if splits == 1:
-        return lines
-    return lines + FITTED["split"] + FITTED["handover"] * work.of_busiest
+    return lines + (splits - 1).bit_length() * FITTED["split"]
 
 
 SEARCHES: dict[str, Search] = {
@@ -308,12 +306,12 @@ def _searched(target: Target, M: int, N: int, K: int) -> tuple[str, Config | Non
     """``mfma`` is the fastest unless another is by a twentieth. No search goes beyond what would
     be taken in its place."""
     tuned, launch, best = LinearProblem(M, N, K), FITTED["launch"], inf
-    if M >= _FEWEST_SHARED_ROWS:
+    if M >= _FEWEST_LARGE_ROWS:
         best = _persistent(target, tuned)
     mfma = SEARCHES["mfma"].cheapest(target, tuned, best / _WORTH_LEAVING - launch)
     if mfma is not None:
         best = min(best, _WORTH_LEAVING * (launch + mfma[0]))
-    if _FEWEST_SHARED_ROWS <= M <= MOST_SHARED_ROWS:
+    if _FEWEST_SPLIT_ROWS <= M <= MOST_SHARED_ROWS:
         split = SEARCHES["mfma_split"].cheapest(target, tuned, best - launch)
         if split is not None:
             return "mfma_split", split[1]
