@@ -79,6 +79,9 @@ MISTAKES = [
     *_of(
         *(LINEAR, "gemv", "linear/gemv.h"),
         ("scales of one operand ignored", "e8m0_to_f32(b[j].scale)", "1.0f"),
+    ),
+    *_of(
+        *(LINEAR, "gemv", "linear/gemv_sm90.cu"),
         (
             "bias of the first row",
             "load_bias(bias, bias_kind, n)",
