@@ -4,7 +4,6 @@ fit to the model of time."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import product
 from math import ceil, inf
@@ -93,13 +92,18 @@ def _costs(
 ) -> Iterator[Costed]:
     """A fit to the model of time, in cycles; then what to have less of where it is equal."""
     shared, is_odd = splits != (1,), has_odd_blocks(problem.K)
-    for lowest, asked, way, own_blocks, work in sorted(_bounds(splits, target, problem, least)):
+    a_round, a_step = FITTED["round"], FITTED["step"]
+    for lowest, asked, way, own_blocks in sorted(_bounds(splits, target, problem, least)):
         if lowest * ROUNDED_OFF > least.cost:
             return
+        work = work_at(target.cu_num, problem.N, problem.K, way)
         for unroll in PARAMS[3].values if problem.M <= BLOCK_M else (1,):
             if not resident_at(way.row_tiles, way.col_tiles, 1, unroll, is_odd):
                 break
+            a_turn = a_step * unroll * (way.row_tiles + way.col_tiles)
             for waves, turns in without_waste(WAVES, work.steps, unroll):
+                if (asked + a_round + a_turn * turns) * ROUNDED_OFF > least.cost:
+                    continue
                 rounds = _rounds(way, work, waves, unroll, is_odd)
                 if rounds:
                     cost = asked + rounds * _round(way, waves, turns, unroll)
@@ -182,33 +186,53 @@ def _ways_of_many(M: int, rows: int, cols: int, split: int) -> tuple[tuple[Way, 
 
 def weights_cycles(target: Target, problem: LinearProblem) -> float:
     """What counts of memory's time for the operands."""
-    row_kib = problem.K * (BLOCK + 1) / BLOCK / 1024
-    return FITTED["memory"] * (problem.N + problem.M) * row_kib / target.cu_num
+    return FITTED["memory"] * (problem.N + problem.M) * _row_kib(problem.K) / target.cu_num
+
+
+def _row_kib(K: int) -> float:
+    """Of w or x, with its scales."""
+    return K * (BLOCK + 1) / (BLOCK * 1024)
 
 
 def _bounds(
     splits: tuple[int, ...], target: Target, problem: LinearProblem, least: Least
-) -> Iterator[tuple[float, float, Way, int, Work]]:
+) -> Iterator[tuple[float, float, Way, int]]:
     """At least what each way takes, and of that what its units ask for."""
-    memory, cu_num, N, K = weights_cycles(target, problem), target.cu_num, problem.N, problem.K
-    most = least.cost / ROUNDED_OFF - memory - FITTED["round"]
-    a_step, a_sum = FITTED["step"], FITTED["sum"]
+    N, K, cu_num, memory = problem.N, problem.K, target.cu_num, weights_cycles(target, problem)
+    ahead = memory + FITTED["round"]
+    most = least.cost / ROUNDED_OFF - ahead
+    a_step, a_sum, a_line = FITTED["step"], FITTED["sum"], FITTED["lines"] * _row_kib(K)
+    meetings = [_meeting(shared) for shared in range(1, SPLITS.values[-1] + 1)]
+    # As work_at and _asked have it, without calls: there are dozens of ways, and most end here.
     for way, own_blocks, most_waves, slots, tiles, sums in _ways(problem.M, splits):
-        work = work_at(cu_num, N, K, way)
-        asked = _asked(way, work, K)
+        row_tiles, fold, shared, blocks, _, block_rows = way
+        of_tile = blocks * shared
+        of_busiest = -(-(-(-N * fold // (SIDE * row_tiles)) * of_tile) // cu_num)
+        groups = of_busiest * cu_num // of_tile
+        if groups > N:
+            groups, of_busiest = N, -(-N * of_tile // cu_num)
+        rows = -(-N // groups) * (1 + _FROM_MEMORY / blocks) + block_rows
+        asked = a_line * of_busiest * rows / shared + meetings[shared - 1]
         if asked < most:
-            turns = work.steps * max(1 / most_waves, work.of_busiest / slots)
+            turns = of_busiest / slots
+            if turns * most_waves < 1:
+                turns = 1 / most_waves
+            turns *= -(-K // (TILE_K * fold * shared))
             in_turn = asked + a_step * turns * tiles + a_sum * sums
             if in_turn <= most:
-                yield in_turn + memory + FITTED["round"], memory + asked, way, own_blocks, work
+                yield in_turn + ahead, memory + asked, way, own_blocks
+
+
+def _meeting(splits: int) -> float:
+    """Of workgroups that share K."""
+    return (splits - 1).bit_length() * FITTED["split"]
 
 
 def _asked(way: Way, work: Work, K: int) -> float:
     """For lines of w and x, and the sums of workgroups that share K."""
     _, _, splits, blocks, _, block_rows = way
     rows = work.rows * (1 + _FROM_MEMORY / blocks) + block_rows
-    lines = FITTED["lines"] * work.of_busiest * rows * K * (BLOCK + 1) / (BLOCK * 1024 * splits)
-    return lines + (splits - 1).bit_length() * FITTED["split"]
+    return FITTED["lines"] * _row_kib(K) * work.of_busiest * rows / splits + _meeting(splits)
 
 
 SEARCHES: dict[str, Search] = {
@@ -254,10 +278,27 @@ def menu(target: Target, N: int, K: int) -> tuple[Code, ...]:
     return tuple(dict.fromkeys(codes))
 
 
+@cache
+def _least_of_products() -> float:
+    """Cycles of a compute unit for each product of two values, at least, of any tiles for more rows
+    than BLOCK_M: the lines that tiles ask for, and their steps with the most waves there can be."""
+    found = []
+    for rows, cols in product(PARAMS[0].values, COL_TILES):
+        waves = max(waves * resident_at(rows, cols, waves, 1) for waves in WAVES)
+        if waves:
+            lines = FITTED["lines"] * _row_kib(1) * (1 / rows + 1 / cols) / SIDE
+            steps = FITTED["step"] * (1 / rows + 1 / cols) / (SIDE**2 * TILE_K * waves)
+            found.append(lines + steps)
+    return min(found)
+
+
 def _of_menu(target: Target, M: int, N: int, K: int) -> tuple[str, Config | None]:
     """What is fastest of the menu."""
     problem, found = LinearProblem(M, N, K), dict[float, tuple[str, Config | None]]()
-    found[_persistent(target, problem)] = "persistent", None
+    persistent = _persistent(target, problem)
+    if persistent < _least_of_products() * M * N * K / target.cu_num:
+        return "persistent", None
+    found[persistent] = "persistent", None
     memory = weights_cycles(target, problem) + FITTED["launch"]
     for kernel, row_tiles, col_tiles, waves, splits in menu(target, N, K):
         names = [param.name for param in SEARCHES[kernel].params]
@@ -280,7 +321,7 @@ def persistent_cycles(target: Target, problem: LinearProblem, tile: tuple[int, i
         step += fitted.in_parts - fitted.further
         once = once if whole else fitted.once_in_parts
     steps = step * -(-problem.K // 128)
-    memory = _OF_WEIGHTS * weights_cycles(target, replace(problem, M=0)) / FITTED["memory"]
+    memory = _OF_WEIGHTS * problem.N * _row_kib(problem.K) / target.cu_num
     return once + float((steps**4 + memory**4) ** 0.25)
 
 
@@ -293,7 +334,7 @@ def _persistent(target: Target, problem: LinearProblem) -> float:
     """What the kernel with large tiles would take."""
     if problem.N % BLOCK:
         return inf
-    return persistent_cycles(target, problem, persistent_tile(target, problem))
+    return min(persistent_cycles(target, problem, tile) for tile in PERSISTENT)
 
 
 @lru_cache(maxsize=1024)
