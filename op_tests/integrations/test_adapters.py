@@ -194,6 +194,44 @@ def test_linear_kernel(adapters: Any, device: torch.device, leading: tuple[int, 
     assert torch.equal(found, aiter_mx.linear(x, None, payload, scale, bias))
 
 
+def experts_output(
+    adapters: Any,
+    layer: tuple[Tensor, ...],
+    x: Tensor,
+    scale: Tensor | None,
+    weights: Tensor,
+    ids: Tensor,
+    num_experts: int,
+    expert_map: Tensor | None,
+    limit: float | None = None,
+) -> Tensor:
+    """What vLLM's experts of ours make of tokens, called as vLLM does, over poison."""
+    w1, s1, w2, s2 = layer
+    config = SimpleNamespace(clamp_limit=limit, alpha=1.0, beta=0.0)
+    experts = adapters.AiterMxExperts(
+        w1_scale=s1, w2_scale=s2, w1_bias=None, w2_bias=None, activation_config=config
+    )
+    out = torch.full((len(x), H), torch.nan, device=x.device, dtype=torch.bfloat16)
+    experts.apply(
+        output=out,
+        hidden_states=x,
+        w1=w1,
+        w2=w2,
+        topk_weights=weights,
+        topk_ids=ids,
+        activation=_Activation.SILU,
+        global_num_experts=num_experts,
+        expert_map=expert_map,
+        a1q_scale=scale,
+        a2_scale=None,
+        workspace13=None,
+        workspace2=None,
+        expert_tokens_meta=None,
+        apply_router_weight_on_input=False,
+    )
+    return out
+
+
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("limit", [None, 0.5])
 def test_experts(adapters: Any, device: torch.device, quantised: bool, limit: float | None) -> None:
@@ -204,32 +242,11 @@ def test_experts(adapters: Any, device: torch.device, quantised: bool, limit: fl
     weights = torch.rand(tokens, TOP_K, device=device)
     expert_map = torch.full((2 * E,), -1, dtype=torch.int32, device=device)
     expert_map[1::2] = torch.arange(E, dtype=torch.int32, device=device)
-    config = SimpleNamespace(clamp_limit=limit, alpha=1.0, beta=0.0)
-    experts = adapters.AiterMxExperts(
-        w1_scale=s1, w2_scale=s2, w1_bias=None, w2_bias=None, activation_config=config
-    )
     given, scale = aiter_mx.quantize(x) if quantised else (x, None)
+    routing = weights, ids, 2 * E, expert_map
 
     def compute() -> Tensor:
-        out = torch.empty(tokens, H, device=device, dtype=torch.bfloat16)
-        experts.apply(
-            output=out,
-            hidden_states=given,
-            w1=w1,
-            w2=w2,
-            topk_weights=weights,
-            topk_ids=ids,
-            activation=_Activation.SILU,
-            global_num_experts=2 * E,
-            expert_map=expert_map,
-            a1q_scale=scale,
-            a2_scale=None,
-            workspace13=None,
-            workspace2=None,
-            expert_tokens_meta=None,
-            apply_router_weight_on_input=False,
-        )
-        return out
+        return experts_output(adapters, (w1, s1, w2, s2), given, scale, *routing, limit=limit)
 
     options: dict[str, Any] = {"num_experts": 2 * E, "expert_map": expert_map}
     if limit is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import aiter_mx
-from op_tests.integrations.test_adapters import TOP_K, E, H, I, _Activation, mx, vllm_adapters
+from op_tests.integrations.test_adapters import TOP_K, E, H, I, experts_output, mx, vllm_adapters
 
 CPU = torch.device("cpu")
 TOKENS = (5, 0)
@@ -51,28 +50,8 @@ def compare(rank: int, adapters: Any, has_map: bool, defers: bool) -> None:
         x, weights, ids, E, given, False, None, defer_input_quant=defers
     )
     assert (scale is None, came.dtype == torch.bfloat16) == (defers, defers)
-    config = SimpleNamespace(clamp_limit=None, alpha=1.0, beta=0.0)
-    experts = adapters.AiterMxExperts(
-        w1_scale=s1, w2_scale=s2, w1_bias=None, w2_bias=None, activation_config=config
-    )
-    sums = torch.full((len(came), H), torch.nan, dtype=torch.bfloat16)
-    experts.apply(
-        output=sums,
-        hidden_states=came,
-        w1=w1,
-        w2=w2,
-        topk_weights=weights_here,
-        topk_ids=ids_here,
-        activation=_Activation.SILU,
-        global_num_experts=E,
-        expert_map=given,
-        a1q_scale=scale,
-        a2_scale=None,
-        workspace13=None,
-        workspace2=None,
-        expert_tokens_meta=None,
-        apply_router_weight_on_input=False,
-    )
+    layer, routing = (w1, s1, w2, s2), (weights_here, ids_here, E, given)
+    sums = experts_output(adapters, layer, came, scale, *routing)
     out = torch.full((M, H), torch.nan, dtype=torch.bfloat16)
     dispatch.finalize(out, sums, weights_here, ids_here, False, None)
     one = aiter_mx.fused_moe(x.float(), *whole, ids, weights)
