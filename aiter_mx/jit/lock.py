@@ -37,7 +37,7 @@ def _lock_at(path: Path) -> BaseFileLock:
     """A lock that the kernel releases; a soft one would outlive a killed holder."""
     try:
         return FileLock(path, fallback_to_soft=False)
-    except TypeError:  # releases of filelock before 3.25, whose locks turn into soft ones
+    except TypeError:  # older releases of filelock, whose locks turn into soft ones
         return FileLock(path)
 
 
