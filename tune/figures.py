@@ -115,7 +115,7 @@ def training() -> str:
     rows.append(["geometric mean", "", *means, "", ""])
     columns = ["groups x N x K, rows", "TFLOPS of a step", "dgrad", "wgrad", "step"]
     columns += ["4 micro-batches", "MiB", "MiB in bf16"]
-    how = "each at the clock of its own load, cold operands, graph replay, median of three windows"
+    how = "each at the clock of its own load, cold operands, graph replay, medians of windows"
     return _table(columns, rows) + _origin(run, how)
 
 

@@ -157,3 +157,56 @@ def test_what_training_compares_is_the_same_product() -> None:
     assert data.x.grad is not None and data.w.grad is not None
     assert torch.equal(data.x.grad.double(), results["dgrad"])
     assert torch.equal(data.w.grad.double(), results["wgrad"])
+
+
+class Clock:
+    """A graph whose calls take one time in each window, after the one that tells how many."""
+
+    calls = 1
+
+    def __init__(self, *us: float) -> None:
+        self.us = list(us)
+
+    def time_us(self, replays: int = 1, warm: int = 1, of: object = None) -> float:
+        return 1.0 if (replays, warm) == (1, 1) else self.us.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "ours", "again", "windows"),
+    [
+        ("balanced", 99.0, 2, 9),  # 1.01 of a bar of 1
+        ("extreme", 98.0, 2, 9),  # 0.972 of a bar of 1.05
+        ("balanced", 98.0, 0, 3),
+        ("extreme", 99.5, 2, 3),
+        ("balanced", 95.0, 2, 3),
+    ],
+)
+def test_what_is_near_its_bar_is_timed_for_more_rounds(
+    mode: str, ours: float, again: int, windows: int
+) -> None:
+    graphs: dict[str, Any] = {
+        "dgrad": Clock(*[ours] * 3, *[80.0] * 6),
+        "dgrad_bf16": Clock(*[100.0] * 9),
+        "dgrad_bf16_of_mx": Clock(*[90.0] * 9),
+    }
+    rounds = training.judged_us("dgrad", mode, graphs, 1.0, again)
+    assert len(rounds) == windows
+    row = training.figures_of("dgrad", rounds, 1e6)
+    expected = 80.0 if windows == 9 else ours
+    assert row["dgrad_us"] == expected and row["dgrad_over_bf16"] == 100 / expected
+    each = [f"{100 / us:.3f}" for us in [ours] * 3 + [80.0] * (windows - 3)]
+    assert row["dgrad_rounds"] == " ".join(each)
+
+
+def test_ratios_are_medians_of_what_each_round_gives() -> None:
+    """A clock that changes between rounds changes both sides of a ratio alike."""
+    rounds = [
+        {"step": 2 * us, "step_reused": us, "step_bf16": us, "step_bf16_of_mx": 4 * us}
+        for us in (1.0, 10.0, 3.0)
+    ]
+    rounds[1]["step_bf16"] = 30.0
+    row = training.figures_of("step", rounds, 6e6)
+    assert (row["step_us"], row["step_bf16_us"], row["step_tflops"]) == (6.0, 3.0, 1.0)
+    assert (row["step_over_bf16"], row["step_rounds"]) == (0.5, "0.500 1.500 0.500")
+    assert (row["reused_over_bf16"], row["batches_4_over_bf16"]) == (1.0, 0.8)
+    assert row["step_over_bf16_of_mx"] == 2.0
