@@ -62,20 +62,29 @@ def test_every_result_is_a_product_of_quantised_operands(
     x, w, bias, dy = draw(dtype, groups)
     y = forward(x, w, bias, grad_format=format)
     y.backward(dy)
-    grads = (x.grad, w.grad, bias.grad)
-    assert [each.dtype for each in grads if each is not None] == [dtype] * 3
-    for g, (of_w, rows) in enumerate(parts(w.detach())):
-        xg, dyg = x.detach()[rows], dy[rows]
-        own_bias = bias.detach()[g] if groups else bias.detach()
-        dw, db = (each[g] if groups else each for each in (w.grad, bias.grad))
+    assert [each.grad.dtype for each in (x, w, bias)] == [dtype] * 3
+    assert_products(y, dy, x, w, bias, format)
+
+
+def assert_products(
+    y: Tensor, dy: Tensor, x: Tensor, w: Tensor, bias: Tensor, format: str = "e4m3"
+) -> None:
+    """Assert that y and the gradients of x, w and bias are right in every element."""
+    y, dy, x_grad, w_grad, bias_grad = (
+        t.detach().cpu() for t in (y, dy, x.grad, w.grad, bias.grad)
+    )
+    x, w, bias = (each.detach().cpu() for each in (x, w, bias))
+    for g, (of_w, rows) in enumerate(parts(w)):
+        xg, dyg = x[rows], dy[rows]
+        own_bias, dw, db = (t[g] if w.ndim == 3 else t for t in (bias, w_grad, bias_grad))
         if not len(xg):
             assert not dw.any() and not db.any()
             continue
         assert_close_to_reference(
-            y.detach()[rows], *aiter_mx.quantize(xg), *aiter_mx.quantize(of_w), own_bias
+            y[rows], *aiter_mx.quantize(xg), *aiter_mx.quantize(of_w), own_bias
         )
         assert_close_to_reference(
-            x.grad[rows], *aiter_mx.quantize(dyg, format=format), *aiter_mx.quantize(of_w, axis=-2)
+            x_grad[rows], *aiter_mx.quantize(dyg, format=format), *aiter_mx.quantize(of_w, axis=-2)
         )
         assert_close_to_reference(dw, *columns_of(dyg, format), *columns_of(xg))
         total = dyg.double().abs().sum(0, keepdim=True)
@@ -155,15 +164,42 @@ def test_what_a_layer_keeps_is_11_tenths_of_a_byte_an_element() -> None:
     assert sum(t.nbytes for t in kept) <= 1.1 * (x.numel() + w.numel())
 
 
-def test_gradients_of_any_strides_are_taken() -> None:
-    x, w, bias, _ = draw(torch.bfloat16, True)
-    forward(x, w, bias).sum().backward()  # strides of 0
-    expanded = [each.grad.clone() for each in (x, w, bias)]
-    for each in (x, w, bias):
-        each.grad = None
-    forward(x, w, bias).backward(torch.ones(N, T, dtype=torch.bfloat16).T)
-    for each, expected in zip((x, w, bias), expanded, strict=True):
-        assert torch.equal(each.grad, expected)
+@pytest.mark.parametrize("groups", [False, True], ids=["linear", "grouped"])
+def test_operands_and_gradients_of_any_strides_are_taken(groups: bool) -> None:
+    x, w, bias, dy = draw(torch.bfloat16, groups)
+    other = torch.randn(T, 2, N).bfloat16()
+    other[:, 1] = dy
+
+    def step(x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
+        own = [each.detach().requires_grad_() for each in (x, w, bias)]
+        y = forward(*own)
+        y.backward(dy)
+        return [y.detach(), *(each.grad for each in own)]
+
+    expected = step(x, w, dy)
+    for strided in (dy.T.contiguous().T, other[:, 1], other.transpose(1, 2)[..., 1]):
+        assert not strided.is_contiguous()
+        assert all(map(torch.equal, step(x, w, strided), expected))
+    turned = step(x.T.contiguous().T, w.mT.contiguous().mT, dy)
+    assert all(map(torch.equal, turned, expected))
+    expanded = dy[3].expand(T, N)  # as sum().backward() has it, but for the ones
+    assert all(map(torch.equal, step(x, w, expanded), step(x, w, expanded.contiguous())))
+
+
+@pytest.mark.parametrize("value", [2.0**60, -(2.0**60), torch.nan])
+def test_a_groups_rows_are_no_other_groups_gradient(value: float) -> None:
+    x, w, bias, dy = draw(torch.bfloat16, True)
+    forward(x, w, bias).backward(dy)
+    clean = [each.grad.clone() for each in (x, w, bias)]
+    rows, groups = torch.zeros(T, dtype=torch.bool), torch.arange(len(w)) == 4
+    rows[OFFSETS[4] : OFFSETS[5]] = True
+    with torch.no_grad():
+        x[rows], dy[rows] = value, -value
+    x.grad = w.grad = bias.grad = None
+    forward(x, w, bias).backward(dy)
+    for each, expected, changed in zip((x, w, bias), clean, (rows, groups, groups), strict=True):
+        assert torch.equal(each.grad[~changed], expected[~changed])
+        assert not torch.equal(each.grad[changed], expected[changed])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -235,13 +271,14 @@ def test_main_gradients_are_added_to_and_weights_shared(dtype: torch.dtype, grou
     forward(x, w).backward(dy)
     alone, dx = w.grad, x.grad
     w.grad = x.grad = None
-    main = torch.zeros(w.shape, dtype=dtype)
+    before = torch.randn(w.shape).to(dtype)
+    main = before.clone()
     shared = aiter_mx.quantize_dual(w.detach())
     for _ in range(2):
         x.grad = None
         forward(x, w, main_grad=main, quantized_w=shared).backward(dy)
         assert w.grad is None and torch.equal(x.grad, dx)
-    assert (main - 2 * alone.to(dtype)).norm() <= 0.01 * main.norm()
+    assert (main - before - 2 * alone.to(dtype)).norm() <= 0.01 * main.norm()
 
 
 @pytest.mark.parametrize("groups", [False, True], ids=["linear", "grouped"])

@@ -126,19 +126,26 @@ def test_experts_match_float64_forward_and_backward(activation: str) -> None:
 
 
 class Launched(TorchDispatchMode):
-    """Notes the names of all ops."""
+    """Notes the names of all ops, and the types of their tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.types: list[list[torch.dtype]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(func))
+        self.types.append([each.dtype for each in args if isinstance(each, Tensor)])
         return func(*args, **(kwargs or {}))
 
 
-def test_no_product_of_experts_is_torchs() -> None:
-    layer = MxExperts(E, H, I, bias=True, dtype=torch.bfloat16)
+TORCHS = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "matmul")
+TORCHS += ("linear", "einsum", "inner", "tensordot", "convolution", "_grouped_mm", "_scaled")
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_no_product_of_experts_is_torchs(reuse: bool) -> None:
+    layer = MxExperts(E, H, I, bias=True, dtype=torch.bfloat16, reuse_quantized=reuse)
     x = torch.randn(T, H, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.rand(T, TOP_K, requires_grad=True)
     launched = Launched()
@@ -149,9 +156,48 @@ def test_no_product_of_experts_is_torchs() -> None:
         for name in ("grouped_gemm", "grouped_gemm_wgrad", "quantize_dual")
     }
     assert counts == {"grouped_gemm": 4, "grouped_gemm_wgrad": 2, "quantize_dual": 2}
-    products = ("aten.mm", "aten.bmm", "aten.addmm", "aten.matmul", "aten._grouped_mm")
-    assert not [each for each in launched.names if each.startswith(products)]
-    assert not [each for each in launched.names if "_local_scalar_dense" in each]
+    for name, types in zip(launched.names, launched.types, strict=True):
+        assert not name.startswith(tuple(f"aten.{each}" for each in TORCHS)), name
+        assert "_local_scalar_dense" not in name
+        if name.startswith("aiter_mx.grouped_gemm"):
+            assert types[:4] == [torch.float8_e4m3fn, torch.uint8] * 2
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+def test_gradients_beside_the_products_are_those_of_float64(activation: str) -> None:
+    """Of the activation and of routing weights, by what the products gave."""
+    torch.manual_seed(0)
+    layer = MxExperts(E, H, I, activation, bias=True)
+    x, ids, weights = torch.randn(T, H) * 4, torch.randint(0, E, (T, TOP_K)), torch.rand(T, TOP_K)
+    kept: dict[str, Tensor] = {}
+
+    def keep(name: str, tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            tensor.retain_grad()
+            kept[name] = tensor
+
+    layer.gate_up.register_forward_hook(lambda *call: keep("gate_up", call[2]))
+    layer.down.register_forward_pre_hook(lambda *call: keep("active", call[1][0]))
+    dy = torch.randn(T, H)
+    layer(x, ids, weights.requires_grad_()).backward(dy)
+    gate_up = kept["gate_up"].detach().double().requires_grad_()
+    gate, up = gate_up.chunk(2, -1)
+    if activation == "silu":
+        active = gate * torch.sigmoid(gate) * up
+    else:
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        assert gate.eq(7).any() and up.abs().eq(7).any()
+        active = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    active.backward(kept["active"].grad.double())
+    error = (kept["gate_up"].grad.double() - gate_up.grad).abs()
+    assert (error <= 1e-5 * gate_up.grad.abs().amax(1, keepdim=True)).all()
+    with torch.no_grad():
+        ones = torch.ones(T, 1)
+        each = torch.stack([layer(x, ids[:, k : k + 1], ones) for k in range(TOP_K)], 1).double()
+    products = each * dy[:, None].double()
+    assert weights.grad is not None
+    error = (weights.grad.double() - products.sum(2)).abs()
+    assert (error <= 1e-5 * products.abs().sum(2)).all()
 
 
 def test_experts_are_repeatable_and_take_the_same_compiled() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate, pairwise, starmap
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from aiter_mx.target import hardware
 from op_tests import launches
 from op_tests.grouped.test_isa import difference
 from op_tests.launches import Out
+from op_tests.mx_reference import assert_close_to_reference, random_mx
 from op_tests.spills import assert_no_spills
-from op_tests.training.cases import Case, draw_case
+from op_tests.training.cases import Case, check, draw_case
 from op_tests.training.subjects import TILES, config_of
 
 GFX950 = hardware("gfx950")
@@ -45,6 +47,31 @@ def test_results_repeat_bitwise_however_waves_are_scheduled(
         monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
         found.append(launch((64, 128), case, (1, 7, 256)[seed]))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+FEW_AND_MANY = (1, 31, 0, 33, 127, 1000, 128)
+OF_32 = tuple(5 * g % 67 for g in range(32))
+
+
+@pytest.mark.parametrize("lens", [FEW_AND_MANY, OF_32], ids=["few and many", "32 groups"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_both_gradients_are_right_in_every_schedule(
+    schedule: str, lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", schedule)
+    case = draw_case(96, 64, lens)
+    rows = random_mx(sum(lens), 96, generator := torch.Generator().manual_seed(1))
+    w = random_mx(len(lens) * 64, 96, generator)
+    bounds = [0, *accumulate(lens)]
+    with aiter_mx.simulate("gfx950"):
+        of_w = [each.view(len(lens), 64, -1) for each in w]
+        dx = aiter_mx.grouped_gemm_dgrad(*rows, *of_w, torch.tensor(bounds))
+        dw = aiter_mx.grouped_gemm_wgrad(*case.operands)
+    check(dw, case)
+    for g, part in enumerate(starmap(slice, pairwise(bounds))):
+        if lens[g]:
+            of_group = [each[g] for each in of_w]
+            assert_close_to_reference(dx[part], *(each[part] for each in rows), *of_group)
 
 
 def test_the_op_runs_there_and_trains() -> None:
