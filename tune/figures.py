@@ -267,16 +267,19 @@ def zoo() -> str:
 
 
 def every_m() -> str:
-    """How often bf16 cuBLAS's time is ours, by numbers of rows: with x quantised and in bf16."""
+    """How often peers' times are ours, by numbers of rows: with x quantised and in bf16."""
     run = pd.read_csv(MEASURED / "linear_every_m.csv")
     ends = (0, 16, 64, 128, 256, 1024, 2048, 4096, 32768)
+    ratios = {"over bf16": "over_bf16", "with bf16 x": "bf16_x_over_bf16"}
+    if "over_humming" in run:
+        ratios |= {"over Humming": "over_humming", "it with bf16 x": "bf16_x_over_humming"}
     rows = []
     for before, last in pairwise(ends):
         cells = run[run.M.between(before + 1, last)]
-        ratios = (cells.over_bf16, cells.bf16_x_over_bf16)
-        both = [f"{_geometric(each):.2f} ({each.min():.2f})" for each in ratios]
-        rows.append([f"{before + 1} to {last}", str(len(cells)), *both])
-    return _table(["M", "cells", "over bf16", "with bf16 x"], rows) + _origin(run)
+        of_peers = (cells[column].dropna() for column in ratios.values())
+        shown = [f"{_geometric(r):.2f} ({r.min():.2f})" if len(r) else "" for r in of_peers]
+        rows.append([f"{before + 1} to {last}", str(len(cells)), *shown])
+    return _table(["M", "cells", *ratios], rows) + _origin(run)
 
 
 def summary() -> str:

@@ -5,8 +5,9 @@
 The shapes are the dense ones of the catalogue's models on 1 to 8 GPUs, or one in ``--share`` of
 them, drawn by a seed. Contenders are bf16 cuBLAS over weights of its own and Humming, with bf16 and
 with fp8 activations; weights are cold and each is timed by graph replay, all of a shape in one
-process. Each cell is saved as it is measured: a run that ends early, or after ``--seconds``, goes
-on where it ended, and what was measured at another commit is measured again.
+process. Humming takes x in bf16 with both, and is left out where it is not installed. Each cell is
+saved as it is measured: a run that ends early, or after ``--seconds``, goes on where it ended, and
+what was measured at another commit is measured again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
@@ -183,6 +185,8 @@ def row_of(target: Target, problem: LinearProblem, times: Mapping[str, float]) -
     row |= {"bf16_x_over_bf16": times["bf16_us"] / times["ours_bf16_x_us"]}
     if humming := [times[name] for name in ("humming_us", "humming_fp8_us") if name in times]:
         row |= {"over_humming": min(humming) / times["ours_us"]}
+        row |= {"bf16_x_over_humming": min(humming) / times["ours_bf16_x_us"]}
+        row |= {"humming": version("humming-kernels")}
     return row
 
 

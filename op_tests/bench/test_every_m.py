@@ -80,7 +80,9 @@ def test_a_run_goes_on_where_another_of_the_same_commit_ended(tmp_path: Path) ->
     assert list(table["ours_us"][1:]) == pytest.approx([M + 0.25 for M in rows[1:]], rel=1e-4)
 
 
-def test_a_cell_names_what_ran_and_the_better_of_hummings_two_kinds() -> None:
+def test_a_cell_names_what_ran_and_the_better_of_hummings_two_kinds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     times = {"ours_us": 10.0, "ours_bf16_x_us": 12.5, "bf16_us": 15.0}
     problem = LinearProblem(300, 2304, 6144)
     row = every_m.row_of(hardware("sm_90a"), problem, times)
@@ -88,9 +90,11 @@ def test_a_cell_names_what_ran_and_the_better_of_hummings_two_kinds() -> None:
     assert row["over_bf16"] == 1.5 and row["bf16_x_over_bf16"] == 1.2
     assert float(str(row["workspace_mb"])) >= 300 * 6144 * 2 / 1e6
     assert "over_humming" not in row
+    monkeypatch.setattr(every_m, "version", lambda name: f"{name} 1.2")
     humming = {"humming_us": 14.0, "humming_fp8_us": 13.0}
     row = every_m.row_of(hardware("sm_90a"), problem, times | humming)
-    assert row["over_humming"] == 1.3
+    assert row["over_humming"] == 1.3 and row["humming"] == "humming-kernels 1.2"
+    assert row["bf16_x_over_humming"] == 13.0 / 12.5
 
 
 def test_contenders_compute_the_same_product_over_cold_weights(
