@@ -210,6 +210,18 @@ def test_a_mistake_that_was_found_in_the_same_sources_is_not_sought_again(
     assert planted.found_by(one, resume=True) == "test_c[0]"
 
 
+def test_what_should_find_a_mistake_is_run_before_all_else(tmp_path: Path, monkeypatch) -> None:
+    one, *_ = planted.MISTAKES
+    runs: list[str] = []
+    monkeypatch.setattr(planted, "BUILD", tmp_path)
+    monkeypatch.setattr(planted, "tested", lambda *words: runs.append(words[3]) or "")
+    assert planted.found_by(one) == ""
+    assert runs == [f"{one.kernel}-gpu and {one.sought}", f"{one.kernel}-gpu"]
+    for mistake in planted.MISTAKES:
+        suite = (gpu.ROOT / mistake.suite).read_text()
+        assert f"def {mistake.sought}" in suite, mistake.name
+
+
 def test_tests_that_found_mistakes_are_run_over_the_sources_as_they_are() -> None:
     failed = "FAILED op_tests/a/test_b.py::test_c[gemv-gpu-0]: AssertionError: far off\n"
     assert planted.ending(1, f".\n{failed}") == "test_c[gemv-gpu-0]"
