@@ -61,9 +61,10 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         a: float8_e4m3fn ``[M, K]`` and its scales.
         b: float8_e4m3fn ``[G, N, K]``, of any strides, and its scales.
         d: ``[M, N]``, bf16, fp16 or fp32, written.
-        grouped_layout: int32 ``[M]``: a row's group, or -1 for padding. The rows of a group must be
-            next to each other, which is looked at on the CPU or where ``AITER_MX_CHECK=1`` asks for
-            it; they need not be padded to any multiple. With use_psum_layout ``[G]``: the row after
+        grouped_layout: int32 ``[M]``: a row's group, or -1 for padding; runs of rows need not be
+            padded to any multiple. A group may have several runs with others between them where
+            the layout is read: on the CPU, or where ``AITER_MX_CHECK=1`` asks for it; elsewhere
+            rows of others that lie between become NaN. With use_psum_layout ``[G]``: the row after
             each group's last, and a group begins at the next multiple from there of what
             ``set_mk_alignment_for_contiguous_layout`` set, 128 at first.
         recipe: not needed: shapes tell what a scale stands for; likewise recipe_a and recipe_b.
@@ -77,8 +78,8 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         expected_m_for_psum_layout: not needed.
 
     Raises:
-        TypeError, ValueError: as ``aiter_mx.grouped_gemm``; scales of another shape or dtype; a
-            layout whose groups are torn apart.
+        TypeError, ValueError: as ``aiter_mx.grouped_gemm``; scales of another shape or dtype; with
+            ``AITER_MX_CHECK=1`` a group that is not there.
     """
     payload, scale = _operand("a", a)
     weights, weight_scale = _operand("b", b)
@@ -106,9 +107,16 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         starts = torch.nn.functional.pad(-(-ends[:-1] // each) * each, (1, 0))
         owner = layout.owners(starts, ends, M)
     else:
-        if grouped_layout.device.type == "cpu" or checking():
-            layout.refuse_torn(grouped_layout, G)
         owner = torch.where(grouped_layout < G, grouped_layout, -1)
+        if grouped_layout.device.type == "cpu" or checking():
+            layout.refuse_unknown(grouped_layout, G)
+            order = layout.order_of_runs(owner)
+            if order is not None:
+                by_group = torch.empty_like(d)
+                rows = layout.taken(payload, order), promoted.of_rows(scale, M)[order]
+                m_grouped_fp8_fp4_gemm_nt_contiguous(rows, b, by_group, owner[order])
+                d[order] = by_group
+                return
         starts, ends = layout.ranges(owner, G)
     if _is_fine(scale) and _is_fine(weight_scale):
         _multiply(payload, scale, weights, weight_scale, starts, ends, d)
@@ -121,7 +129,9 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         scales = promoted.of_rows(scale, M), promoted.of_rows(weight_scale, weights.shape[1], True)
         _refuse_other_d(d, (M, weights.shape[1]), payload)
         promoted.multiply(payload, scales[0], weights, scales[1], owner, d, partial)
-    if ensure_zero_padding or not use_psum_layout:
+    if not use_psum_layout:
+        layout.fill_rows(d, owner, starts, ends)
+    elif ensure_zero_padding:
         d.masked_fill_((owner < 0).unsqueeze(1), 0)
 
 

@@ -266,25 +266,43 @@ def unpacked(payload: Tensor, scale: Tensor) -> Tensor:
     return scale
 
 
-def refuse_torn(grouped_layout: Tensor, groups: int) -> None:
-    """Raise ValueError where the rows of a group are not next to each other, or of no known one."""
+def refuse_unknown(grouped_layout: Tensor, groups: int) -> None:
+    """With ``AITER_MX_CHECK=1`` raise ValueError where a row has a group that is not there."""
+    if not checking():
+        return
     wrong = (grouped_layout < -1) | (grouped_layout >= groups)
-    if checking() and wrong.any():
+    if wrong.any():
         row = int(wrong.nonzero()[0])
         raise ValueError(
             f"grouped_layout must be within -1 to {groups - 1}, as b has {groups} groups; "
             f"grouped_layout[{row}] is {int(grouped_layout[row])}"
         )
-    begins = torch.ones_like(grouped_layout, dtype=torch.bool)
-    begins[1:] = grouped_layout[1:] != grouped_layout[:-1]
-    first: dict[int, int] = {}
-    rows = begins.nonzero().flatten()
-    for row, group in zip(rows.tolist(), grouped_layout[rows].tolist(), strict=True):
-        if 0 <= group < groups and first.setdefault(group, row) != row:
-            raise ValueError(
-                f"the rows of a group must be next to each other, but grouped_layout has group "
-                f"{group} from row {first[group]} and again from row {row}; sort rows by group"
-            )
+
+
+def order_of_runs(owner: Tensor) -> Tensor | None:
+    """Rows by their group, where a group has several runs of rows with others between them."""
+    here = owner[owner >= 0]
+    begins = torch.ones_like(here, dtype=torch.bool)
+    begins[1:] = here[1:] != here[:-1]
+    if begins.sum() == here.unique().numel():
+        return None
+    return owner.argsort(stable=True)
+
+
+def taken(payload: Tensor, order: Tensor) -> Tensor:
+    """Rows of a payload in an order."""
+    return payload.view(torch.uint8)[order].view(payload.dtype)
+
+
+def fill_rows(d: Tensor, owner: Tensor, starts: Tensor, ends: Tensor) -> None:
+    """Rows of no group become 0, and rows within the bounds of two groups NaN."""
+    M, has = len(owner), starts < ends
+    change = torch.zeros(M + 1, dtype=torch.int32, device=owner.device)
+    for bound, by in ((starts, 1), (ends, -1)):
+        change.scatter_add_(0, torch.where(has, bound, M).long(), torch.full_like(bound, by))
+    other = (owner < 0) | (change.cumsum(0)[:-1] > 1)
+    value = torch.where(owner < 0, 0.0, float("nan")).to(d.dtype)
+    torch.where(other.unsqueeze(1), value.unsqueeze(1), d, out=d)
 
 
 def ranges(owner: Tensor, groups: int) -> tuple[Tensor, Tensor]:

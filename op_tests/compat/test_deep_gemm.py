@@ -311,13 +311,71 @@ def test_powers_of_two_are_multiplied_as_mx(device: torch.device) -> None:
     assert torch.allclose(mixed, d * 0.75, rtol=1e-4, atol=1e-4)
 
 
-def test_groups_that_are_torn_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [*KINDS, "any"])
+@pytest.mark.parametrize("unit", [128, 37])
+def test_a_group_may_have_several_runs(
+    device: torch.device, kind: str, unit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any lengths, with others and padding between them, where the layout is read."""
+    monkeypatch.setenv("AITER_MX_CHECK", "1")
+    torch.manual_seed(4)
+    runs, (N, K) = [0, 1, -1, 0, 2, 1], (96, 320)
+    owner = torch.tensor(runs, dtype=torch.int32).repeat_interleave(unit)
+    x, w = torch.randn(len(owner), K), torch.randn(3, N, K)
+    a, b = both("1x32" if kind == "any" else kind, x, w)
+    if kind == "any":
+        a = coarse(len(owner), K, 1, 3)
+        b = coarse(3 * N, K, N, 5)
+        b = b[0].view(3, N, K), b[1].view(3, 1, -1)
+        x = a[0].float() * a[1].repeat_interleave(128, 1)[:, :K]
+        w = b[0].float() * b[1].repeat_interleave(128, 2)[..., :K]
+    d = torch.full((len(x), N), 7.0, dtype=torch.bfloat16, device=device)
+    on = [(q.to(device), s.to(device)) for q, s in (a, b)]
+    m_grouped_fp8_gemm_nt_contiguous(*on, d, owner.to(device))
+    expected = torch.einsum("mk,mnk->mn", x, w[owner.long()])
+    mine = owner >= 0
+    for run in range(len(runs)):
+        rows = slice(run * unit, (run + 1) * unit)
+        if runs[run] >= 0:
+            assert calc_diff(d[rows].cpu(), expected[rows]) < 1e-3
+    assert not d.cpu()[~mine].any()
+
+
+OF_SEVERAL_RUNS = torch.tensor([0, 1, 0, -1, 0, -1, 2], dtype=torch.int32).repeat_interleave(40)
+
+
+def test_rows_within_the_bounds_of_two_groups_become_nan() -> None:
+    owner = OF_SEVERAL_RUNS
+    d = torch.randn(len(owner), 8).to(torch.bfloat16)
+    before = d.clone()
+    starts, ends = deep_gemm.layout.ranges(owner, 4)
+    assert starts.tolist() == [0, 40, 240, 280] and ends.tolist() == [200, 80, 280, 0]
+    deep_gemm.layout.fill_rows(d, owner, starts, ends)
+    assert d[owner == 1].isnan().all() and not d[owner < 0].any()
+    others = (owner == 0) | (owner == 2)
+    assert torch.equal(d[others], before[others])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_between_runs_of_a_group_are_nan_on_a_gpu(kind: str) -> None:
+    torch.manual_seed(5)
+    owner = OF_SEVERAL_RUNS
+    x, w = torch.randn(len(owner), 256), torch.randn(3, 32, 256)
+    d = torch.empty(len(x), 32, dtype=torch.bfloat16, device="cuda")
+    m_grouped_fp8_gemm_nt_contiguous(
+        *((q.cuda(), s.cuda()) for q, s in both(kind, x, w)), d, owner.cuda()
+    )
+    d, expected = d.cpu(), torch.einsum("mk,mnk->mn", x, w[owner.long()])
+    assert d[owner == 1].isnan().all() and not d[owner < 0].any()
+    for group in (0, 2):
+        assert calc_diff(d[owner == group], expected[owner == group]) < 1e-3
+
+
+def test_groups_that_are_not_there_are_refused_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = aiter_mx.quantize(torch.randn(384, 64)), aiter_mx.quantize(torch.randn(2, 32, 64))
     d = torch.empty(384, 32, dtype=torch.bfloat16)
-    layout = torch.tensor([0] * 128 + [1] * 128 + [0] * 128, dtype=torch.int32)
-    with pytest.raises(ValueError, match="has group 0 from row 0 and again from row 256; sort"):
-        m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout)
-    layout[256:] = -1
+    layout = torch.tensor([0] * 128 + [1] * 128 + [-1] * 128, dtype=torch.int32)
     layout[300] = 5
     m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout)
     assert not d[256:].any()
