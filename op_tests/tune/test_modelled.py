@@ -11,12 +11,16 @@ import torch
 from aiter_mx.dispatch.cells import told_source
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.quantize import QuantizeProblem
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.kernels.spec import Problem
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.timing.constants import Constants, shipped
 from aiter_mx.sim.timing.draws import drawn
+from aiter_mx.target import hardware
 from aiter_mx.trial import try_out
 from aiter_mx.tuning import modelled, traces
-from aiter_mx.tuning.candidates import Admission, Built, Candidate, Unfit
+from aiter_mx.tuning.candidates import Admission, Built, Candidate, Unfit, candidate_of
 from aiter_mx.tuning.modelled import RULES, ModelBench, decide
 from aiter_mx.workloads.workload import workload_of
 
@@ -142,6 +146,22 @@ def test_fewer_rows_take_the_fastest_where_more_take_less() -> None:
         assert chosen(bench, known) == expected
 
 
+@pytest.mark.parametrize("candidates", [EVERY, (OTHER, THIRD)])
+def test_a_row_stays_where_what_would_replace_it_is_slower(
+    candidates: tuple[Candidate, ...],
+) -> None:
+    """Also where it is no candidate, or floor 1 would leave it out."""
+    held = Candidate("linear", "gfx950", "hip", "gemv", (("rows", 4),))
+    us = {USUAL: 10.0, OTHER: 9.9, THIRD: 9.8, held: 9.7}
+    for more, expected in (({}, held), ({THIRD: 9.5}, THIRD)):
+        bench = FakeBench(us=us | more, floors={held: 9.0, USUAL: 6.0, OTHER: 6.0})
+        outcome = decide({}, bench, candidates, held, RULES)
+        assert outcome.chosen is not None and outcome.chosen.candidate == expected
+    failing = FakeBench(us=us, wrong=(held,))
+    outcome = decide({}, failing, candidates, held, RULES)
+    assert outcome.chosen is not None and outcome.chosen.candidate == candidates[0]
+
+
 def test_the_spread_is_that_of_the_draws() -> None:
     outcome = decide({}, FakeBench(us={USUAL: 10.0}, late={USUAL: 2.0}), EVERY, None, RULES)
     assert outcome.chosen is not None
@@ -172,6 +192,39 @@ def test_a_trace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.sample_us(candidate) == first.sample_us(candidate)
     with pytest.raises(TypeError):
         ModelBench("linear", LinearProblem(3, 128, 512)).admit(candidate)
+
+
+@pytest.mark.parametrize(
+    ("op", "problem", "kernel", "config"),
+    [
+        ("linear", LinearProblem(1, 106496, 16384), "gemv", (6, 6, 1)),  # a rest of rows
+        ("linear", LinearProblem(1, 106496, 16384), "gemv", (4, 1, 3)),  # many rounds, no rest
+        ("linear", LinearProblem(2, 53250, 8192), "gemv", (8, 1, 1)),
+        ("linear", LinearProblem(8, 53250, 8192), "mfma", ()),
+        ("moe_gemm", MoeGemmProblem(16, 2304, 6144, 64, 2, 16, a_div=2), "mfma", ()),
+        ("quantize", QuantizeProblem(16384, 7168), "rows", ()),
+        ("quantize", QuantizeProblem(16384, 7168, to="both"), "tiles", ()),
+    ],
+)
+def test_no_launch_is_faster_than_the_bytes_that_it_needs(
+    op: str, problem: Problem, kernel: str, config: tuple[int, ...]
+) -> None:
+    """Whichever its operands, and in every draw: weights of experts count where some token goes."""
+    spec = find_kernel(op, "gfx950", "hip", kernel)
+    target, names = hardware("gfx950"), (param.name for param in spec.params)
+    values = dict(zip(names, config, strict=True)) if config else spec.configure(target, problem)
+    candidate = candidate_of(spec, "gfx950", values)
+    bench = ModelBench(op, problem)
+    bench.admit(candidate)
+    workload = workload_of(op)
+    if op == "moe_gemm":
+        least = min(workload.read_bytes(problem, workload.hollow(problem, n)) for n in range(3))
+    else:
+        least = sum(tensor.nbytes for tensor in workload.hollow(problem) if tensor is not None)
+    for draw in (shipped(), *drawn()):
+        of_bytes = least / draw.memory_tb_s / 1e6
+        assert of_bytes > 20
+        assert bench.replay_us(candidate, draw) >= (draw.launch_us + of_bytes) * (1 - 1e-6)
 
 
 @pytest.mark.parametrize(("E", "num_experts"), [(16, 0), (4, 16)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from aiter_mx.code_object import KernelInfo, resident
 from aiter_mx.sim.report import LaunchReport
@@ -14,7 +15,7 @@ from aiter_mx.sim.timing.sharing import COLD, Fresh, Left, shares
 SIMDS = 4
 _SAMPLED_CUS = 8
 _MOST_SPANS = 1 << 17
-_ROUNDS = 3  # that are replayed of the workgroups that a unit takes one after the other
+_ROUNDS = 4  # that are replayed of the workgroups that a unit takes one after the other
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class Traced:
     def shares(self) -> Shares:
         """Where the lines come from that its workgroups touch."""
         return shares(self.split, self.groups, self.fresh, self.left)
+
+    def memory_us(self, constants: Constants) -> float:
+        """What the bytes of HBM take at its rate: no launch takes less."""
+        of_traced = float(sum(map(mul, self.split.footprint(), self.shares().memory)))
+        every = of_traced / self.split.groups * self.groups
+        return every / (constants.memory_tb_s * 1e6)
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,7 @@ def predict(
     dealt = _dealt(launch, CUS if every_unit else _SAMPLED_CUS)
     runs = [_unit(launch, groups, constants, every_unit) for groups in dealt]
     us, run = max(runs, key=lambda pair: pair[0])
+    us = max(us, launch.memory_us(constants))
     before = constants.launch_us + launch.fills * constants.fill_us
     scale = us / run.wave_cycles if run.wave_cycles else 0.0
     parts = {"launch": before, "run": (run.wave_cycles - sum(run.waits.values())) * scale}
@@ -152,7 +160,12 @@ def _sharers(launch: Traced, groups: Sequence[int]) -> float:
 def _unit(
     launch: Traced, groups: Sequence[int], constants: Constants, every_round: bool = False
 ) -> tuple[float, Replay]:
-    """The time of a compute unit; many rounds of workgroups are taken for alike."""
+    """The time of a compute unit; many rounds of workgroups are taken for alike.
+
+    Their rate is that of a unit that is full: from the first end to the last that makes room for
+    a workgroup which is replayed. The ends behind that one come faster, as workgroups that are in
+    the midst of their work get all of the unit.
+    """
     held = min(launch.resident, len(groups))
     some = groups if every_round else groups[: max(_ROUNDS * held, held + 1)]
     machine = constants.machine(_sharers(launch, groups))
@@ -160,5 +173,5 @@ def _unit(
     cycles = run.cycles
     if left := len(groups) - len(some):
         ends = sorted(run.ends)
-        cycles += left * (ends[-1] - ends[held - 1]) / (len(ends) - held)
+        cycles += left * (ends[-held] - ends[0]) / (len(ends) - held)
     return constants.us(cycles, run.matrix / SIMDS / max(run.cycles, 1.0)), run

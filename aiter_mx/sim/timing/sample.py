@@ -36,13 +36,15 @@ def sample(
     Args:
         run: simulates the workgroup of a number, traced.
         groups: workgroups of the launch.
-        count: those to run.
+        count: those to run; the last that works is among the sample only where all are.
         working: how many work, where that is known; else some more are run to find out.
     """
     run = cache(run)
     if working is None:
         working = _working(run, groups, count)
     numbers = _spread(working, count)
+    if 1 < count < working:  # the last one has the rest of rows, and stands for none of the others
+        numbers[-1] -= 1
     most = max(run(number).instructions for number in numbers)
     busy = [number for number in numbers if run(number).instructions > IDLE * most]
     busiest = max(busy, key=lambda number: _work(run(number)))
