@@ -189,16 +189,18 @@ def decide(
             are candidates too; this one's is added.
         bench: a ``ModelBench``.
         candidates: the first is what dispatch takes where no table decides.
-        incumbent: not asked: the model's own earlier choice has no better right than this one.
+        incumbent: what the table names so far; it is tried too, and stays where what is chosen is
+            predicted to be slower.
         rules: which are hopeless, out at first look, and too little faster.
     """
     assert isinstance(bench, ModelBench)
     alike = chosen.setdefault(str(replace(bench.problem, M=0)), {})
-    starters = list(dict.fromkeys([*in_turn(candidates, rules.tries), *alike]))
+    held = [] if incumbent is None else [incumbent]
+    starters = list(dict.fromkeys([*in_turn(candidates, rules.tries), *alike, *held]))
     admitted: dict[Candidate, Admission] = {}
     failures: list[Failure] = []
     for place, candidate in enumerate(starters):
-        if is_hopeless(candidate, starters[:place], admitted, rules):
+        if candidate not in held and is_hopeless(candidate, starters[:place], admitted, rules):
             continue
         try:
             admitted[candidate] = bench.admit(candidate)
@@ -207,7 +209,8 @@ def decide(
     while admitted:
         usual = next(candidate for candidate in starters if candidate in admitted)
         least = min(admission.us for admission in admitted.values())
-        kept = [c for c, seen in admitted.items() if seen.us <= rules.first_look * least]
+        limit = rules.first_look * least
+        kept = [c for c, seen in admitted.items() if seen.us <= limit or c in held]
         running: dict[Candidate, float] = {}
         for candidate in dict.fromkeys([usual, *kept]):
             try:
@@ -221,6 +224,7 @@ def decide(
         best = next(c for c in order if c == usual or beats(bench, c, usual, rules.margin))
         if running[best] > (1 + rules.margin) * min(alike.values(), default=inf):
             best = order[0]  # else more rows would take less
+        best = min([best, *(c for c in held if c in running)], key=lambda c: running[c])
         try:
             admitted[best] = Admission(running[best], bench.rel_err(best))
         except Unfit as error:
