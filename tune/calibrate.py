@@ -3,6 +3,7 @@
     python -m tune.calibrate draw --published FOLDER        # which rows fit and which test, by seed
     python -m tune.calibrate trace --published FOLDER --aiter CHECKOUT --work FOLDER
     python -m tune.calibrate fit [--steps 16]               # from the saved traces alone
+    python -m tune.calibrate predict                        # likewise, by the constants there are
     python -m tune.calibrate seen                           # likewise: what the launches are like
     python -m tune.calibrate errors                         # from the saved predictions
     python -m tune.calibrate picture                        # likewise
@@ -12,7 +13,8 @@ the simulator, those of AMD's repository as they are and FlyDSL's compiled by it
 what they do (traces.xz) and each row's state (traced.csv). ``fit`` fits the constants of
 configs/gfx950/timing.json, once with all families and once without each, and writes
 predictions.csv, errors.csv and bars.csv. It keeps the present constants where the new ones are
-worse without a family.
+worse without a family. ``predict`` brings what these predict up to date with the model; constants
+without a family are not kept, so that what they predicted stays.
 ``seen`` writes configs/gfx950/timing_seen.json, by which extrapolations are told, and ``picture``
 draws predicted.png.
 """
@@ -128,14 +130,32 @@ def calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
+def repredict() -> None:
+    """Write what the present constants predict."""
+    from tune.published.saved import load
+
+    predicted, left_out = {}, {}
+    for (row, launches), line in zip(load(FOLDER / _TRACES), _predictions(), strict=True):
+        predicted[row] = modelled_us(launches, shipped())
+        if line["family_left_out_us"]:
+            left_out[row] = float(line["family_left_out_us"])
+    _write_predictions(list(predicted), predicted, left_out)
+    _write_constants({}, [us / row.us for row, us in predicted.items() if row.role == "test"])
+    write_errors(shipped())
+
+
+def _predictions() -> list[dict[str, str]]:
+    with (FOLDER / _PREDICTIONS).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def _left_out_error() -> float:
     """The saved median error of test rows by constants that were fitted without their family."""
-    with (FOLDER / _PREDICTIONS).open(newline="") as file:
-        return statistics.median(
-            abs(float(line["family_left_out_us"]) / float(line["us"]) - 1)
-            for line in csv.DictReader(file)
-            if line["family_left_out_us"]
-        )
+    return statistics.median(
+        abs(float(line["family_left_out_us"]) / float(line["us"]) - 1)
+        for line in _predictions()
+        if line["family_left_out_us"]
+    )
 
 
 def write_errors(constants: Constants) -> None:
@@ -144,8 +164,7 @@ def write_errors(constants: Constants) -> None:
 
     data = list(load(FOLDER / _TRACES))
     fitting, tests = ([row for row, _ in data if row.role == role] for role in ("fit", "test"))
-    with (FOLDER / _PREDICTIONS).open(newline="") as file:
-        lines = list(csv.DictReader(file))
+    lines = _predictions()
     replayed, left_out = (
         {row: float(line[column] or "nan") for (row, _), line in zip(data, lines, strict=True)}
         for column in ("modelled_us", "family_left_out_us")
@@ -279,13 +298,16 @@ def main() -> int:
     command.add_argument("--steps", type=int, default=16, help="of the search")
     command.add_argument("--apart-steps", type=int, default=16, help="without a family, each")
     command.add_argument("--force", action="store_true", help="write constants that are worse")
+    commands.add_parser("predict")
     commands.add_parser("seen")
     commands.add_parser("errors")
     commands.add_parser("picture")
     options = parser.parse_args()
     if options.command == "fit":
         return calibrate(options)
-    if options.command == "seen":
+    if options.command == "predict":
+        repredict()
+    elif options.command == "seen":
         write_seen()
     elif options.command == "errors":
         write_errors(shipped())
