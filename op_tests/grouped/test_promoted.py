@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aiter_mx.kernels.promoted_gemm import PromotedGemmProblem
+from aiter_mx.kernels.promoted_gemm.wgmma_fp8_sm90 import ACCUMULATION_ERROR
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import build_request
@@ -104,7 +105,7 @@ SUBJECTS = (
         ],
         every_size=Case(of_every_size(70), 96, 288, config_of(64, 1)),
         dtypes=("bf16", "fp16"),
-        error=2.0**-9,
+        error=ACCUMULATION_ERROR,
     ),
     Subject(
         "mfma",

@@ -24,6 +24,11 @@ PARAMS = (
     Param("cluster", (1, 2), "workgroups with the same rows of a, which each brings a part of"),
 )
 
+ACCUMULATION_ERROR = 2.0**-9
+"""Of the sum of the magnitudes of 128 products, of random payloads, which are added up with about
+14 bits; MOST_ACCUMULATION_ERROR bounds it for any: 127 of them may be cut off beside the first."""
+MOST_ACCUMULATION_ERROR = 2.0**-6
+
 _TILE_N = 128
 _STAGES = {64: 4, 128: 6, 256: 4}  # by tile_m: what shared memory has room for
 _RESIDENT = {64: 2, 128: 1, 256: 1}  # workgroups on an SM, so that one begins while another ends
