@@ -96,7 +96,20 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize(("kernel", "config", "Ms", "odd_blocks", "x_dtype", "out_dtype"), VARIANTS)
+PLACES = {"gfx950": "sim", "sm_90a": "cuda"}
+TRIALS = [
+    pytest.param(place, *variant, marks=[pytest.mark.gpu] if place == "cuda" else [])
+    for variant in VARIANTS
+    for arch, place in PLACES.items()
+    if variant[0].is_for(arch)
+]
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel", "config", "Ms", "odd_blocks", "x_dtype", "out_dtype"),
+    TRIALS,
+    indirect=["device"],
+)
 def test_the_result_is_that_of_quantising_first(
     device: torch.device,
     kernel: KernelSpec,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -19,27 +18,20 @@ from aiter_mx.kernels.spec import Config, Geometry, KernelSpec, combinations
 from aiter_mx.launch import build_request
 from aiter_mx.runtimes.sim import last_report
 from aiter_mx.sim.timing.constants import shipped
-from aiter_mx.target import hardware, target_of
+from aiter_mx.target import hardware
 from op_tests.linear.launches import launch_linear
 from op_tests.linear.operands import Operands, operands
 from op_tests.mx_reference import (
     assert_close_to_reference,
 )
+from op_tests.places import device_in
 from op_tests.spills import kernels_without_spills
 
 GFX950 = hardware("gfx950")
 DECODE_SHAPES = [(2304, 6144), (1536, 6144), (6144, 2048), (6144, 1536), (9216, 6144), (768, 6144)]
 
 
-@pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    if request.param == "cuda":
-        if target_of(torch.device("cuda")).arch != "gfx950":
-            pytest.skip("the kernel is for another GPU")
-        yield torch.device("cuda")
-    else:
-        with aiter_mx.simulate("gfx950"):
-            yield torch.device("cpu")
+device = device_in("sim")
 
 
 def config_of(row_tiles: int, fold: int, waves: int, unroll: int) -> dict[str, int]:
