@@ -128,7 +128,7 @@ def bind(spec: KernelSpec, target: Target, problem: Problem, config: Config, dev
     workspace_bytes = spec.workspace_bytes(target, problem, config)
     runs = [bind_module(spec, module, target, problem, config, device) for module in spec.modules]
     words = spec.counters(target, problem, config)
-    pointers = [arg for arg in _module_of(spec).args if arg.kind == "pointer"]
+    pointers = _module_of(spec).pointers
     nulls = sum(arg.access == "null" for arg in pointers)
     aligned = [(at, arg.align) for at, arg in enumerate(pointers) if arg.align > 1]
     if len(runs) == 1 and not (workspace_bytes or words or nulls or aligned):
@@ -178,7 +178,7 @@ def bind_module(
     args = PackedArgs(module.args, module.scalars(target, problem, config), maps_at)
     start = runtime.bind(function, module.geometry(target, problem, config), args)
     if target.runtime == "sim":
-        return _simulated(start, args, [arg for arg in module.args if arg.kind == "pointer"])
+        return _simulated(start, args, module.pointers)
     set_pointers = _setting_maps(args, described, runtime) if described else args.set_pointers
     current_stream, current_device = runtime.current_stream, torch._C._cuda_getDevice
 

@@ -177,7 +177,7 @@ def prepare(
     args.set_pointers(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
     regions = [
         Region(arg.name, tensor.data_ptr(), tensor.nbytes, arg.access)
-        for arg, tensor in zip(module.args, tensors, strict=False)
+        for arg, tensor in zip(module.pointers, tensors, strict=False)
         if tensor is not None
     ]
     geometry = module.geometry(target, problem, config)

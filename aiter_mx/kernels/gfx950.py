@@ -21,6 +21,8 @@ TILE_K = 256
 """Elements of an operand's row in a tile."""
 WAVES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Of a workgroup that splits K."""
+PRELOADED = 14
+"""Dwords of arguments that registers have room for as a wave begins: ``MX_PRELOAD``."""
 
 
 def resident(registers: int, waves: int, lds_bytes: int) -> int:

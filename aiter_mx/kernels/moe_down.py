@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aiter_mx.kernels.declare import declare
+from aiter_mx.kernels.gfx950 import PRELOADED
 from aiter_mx.kernels.moe_up import (
     ID_DTYPES,
     MAX_ROUTED,
-    PRELOADED,
     STEP,
     WAVES,
     refuse_bytes,

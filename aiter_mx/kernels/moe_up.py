@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aiter_mx.kernels.declare import declare
+from aiter_mx.kernels.gfx950 import PRELOADED
 from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, LAYOUTS
 from aiter_mx.kernels.spec import (
     BIAS_DTYPES,
@@ -38,7 +39,6 @@ X_DTYPES = (*OUT_DTYPES, "mxfp8")
 MAX_ROUTED = 65535  # the grid's y
 STEP = 1024  # k of half an operand of the matrix unit, as a wave is given it
 WAVES = (1, 2, 3, 4, 5, 6, 8, 9, 12)
-PRELOADED = 14  # dwords of arguments, as many as registers have room for: seven pointers
 _GROUP_BYTES = 48 << 10
 
 

@@ -211,6 +211,11 @@ class Module:
     scalars: Callable[[Target, Problem, Config], tuple[int | float, ...]]
     tensor_maps: tuple[Callable[[Target, Problem, Config], TensorMap], ...] = ()
 
+    @property
+    def pointers(self) -> tuple[Arg, ...]:
+        """Those of its arguments, which follow each other."""
+        return tuple(arg for arg in self.args if arg.kind == "pointer")
+
 
 @dataclass(frozen=True)
 class Composition:

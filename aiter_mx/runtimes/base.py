@@ -33,19 +33,25 @@ class PackedArgs:
         self, args: tuple[Arg, ...], scalars: tuple[int | float, ...], maps_at: Sequence[int] = ()
     ) -> None:
         layout = struct.Struct("@" + "".join(_FORMAT[arg.kind] for arg in args))
-        pointers = sum(arg.kind == "pointer" for arg in args)
-        if any(arg.kind != "pointer" for arg in args[:pointers]):
-            raise ValueError("a kernel's pointers must come before its scalars")
+        places = [place for place, arg in enumerate(args) if arg.kind == "pointer"]
+        pointers, first = len(places), min(places, default=0)
+        if places != list(range(first, first + pointers)):
+            raise ValueError("a kernel's pointers must follow each other")
         if len(scalars) != len(args) - pointers:
             raise ValueError(
                 f"the kernel takes {len(args) - pointers} scalars, got {len(scalars)}: {scalars}"
             )
         self.size_bytes = max([layout.size, *(at + MAP_BYTES for at in maps_at)])
         self._buffer = ctypes.create_string_buffer(self.size_bytes)
-        layout.pack_into(self._buffer, 0, *([0] * pointers), *scalars)
+        layout.pack_into(self._buffer, 0, *scalars[:first], *([0] * pointers), *scalars[first:])
         self.address = ctypes.addressof(self._buffer)
         self.regions: tuple[Region, ...] = ()
-        self.set_pointers = partial(struct.Struct(f"@{pointers}P").pack_into, self._buffer, 0)
+        ahead = "".join(_FORMAT[arg.kind] for arg in args[:first])
+        self.set_pointers = partial(
+            struct.Struct(f"@{pointers}P").pack_into,
+            self._buffer,
+            struct.calcsize(f"@{ahead}0P"),
+        )
         set_map = struct.Struct(f"{MAP_BYTES}s").pack_into
         self.set_maps = [partial(set_map, self._buffer, at) for at in maps_at]
 

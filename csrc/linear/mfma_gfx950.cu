@@ -366,20 +366,20 @@ MX_DEVICE void meet(const Handover& handover, unsigned part, unsigned tile, f32x
     }
 }
 
+// Registers have all but the last two as a wave begins.
 struct Arguments {
-    const unsigned char *xq, *xs, *wq, *ws;
-    const void* bias;
-    Out* y;
     unsigned M, N, K;
     int bias_kind;
     unsigned rows_each, longer;
+    const unsigned char *xq, *xs, *wq, *ws;
+    const void* bias;
+    Out* y;
 };
 
-// Has the arguments loaded at once: left alone, each is loaded where it is first used, and the
-// latencies add up.
+// Has the other arguments loaded at once: left alone, each is loaded where it is first used, and
+// the latencies add up.
 MX_DEVICE void wait_for_arguments(const Arguments& a, const Handover& handover) {
-    asm volatile("" ::"s"(a.xq), "s"(a.xs), "s"(a.wq), "s"(a.ws), "s"(a.bias), "s"(a.y), "s"(a.M),
-                 "s"(a.N), "s"(a.K), "s"(a.bias_kind), "s"(a.rows_each), "s"(a.longer));
+    asm volatile("" ::"s"(a.bias), "s"(a.y));
     if constexpr (kSplits > 1)
         asm volatile("" ::"s"(handover.slots), "s"(handover.tiles));
 }
@@ -393,8 +393,7 @@ MX_DEVICE const unsigned char* from_here(const unsigned char* pointer) {
 MX_DEVICE void multiply(const Arguments& a, Handover handover) {
     const unsigned group = group_y() * kMaxGridX + group_x();
     const int lane = thread_in_group() % kLanes, wave = wave_in_group();
-    const LanePart lane_part(lane); // while the arguments are on their way
-    wait_for_arguments(a, handover);
+    const LanePart lane_part(lane);
     const unsigned tile = group / kSplits, part = group % kSplits;
     const unsigned first_row = tile * a.rows_each + min(tile, a.longer);
     if (first_row >= a.N)
@@ -441,6 +440,7 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
                     }
     }
     finish_before_next();
+    wait_for_arguments(a, handover);
     const BiasLoad own_bias(a.bias, a.bias_kind, first_row, rows, thread_in_group());
     f32x4 sums[kRowTiles][kColTiles] = {};
     NanNotes w_nans[kRowTiles], x_nans[kColTiles];
@@ -489,17 +489,17 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
 
 #if MX_SPLITS == 1
 MX_KERNEL(kThreads)
-aiter_mx_linear_mfma(const unsigned char* xq, const unsigned char* xs, const unsigned char* wq,
-                     const unsigned char* ws, const void* bias, Out* y, unsigned M, unsigned N,
-                     unsigned K, int bias_kind, unsigned rows_each, unsigned longer) {
-    multiply({xq, xs, wq, ws, bias, y, M, N, K, bias_kind, rows_each, longer}, {});
+aiter_mx_linear_mfma(unsigned M, unsigned N, unsigned K, int bias_kind, unsigned rows_each,
+                     unsigned longer, const unsigned char* xq, const unsigned char* xs,
+                     const unsigned char* wq, const unsigned char* ws, const void* bias, Out* y) {
+    multiply({M, N, K, bias_kind, rows_each, longer, xq, xs, wq, ws, bias, y}, {});
 }
 #else
 MX_KERNEL(kThreads)
-aiter_mx_linear_mfma_split(const unsigned char* xq, const unsigned char* xs,
+aiter_mx_linear_mfma_split(unsigned M, unsigned N, unsigned K, int bias_kind, unsigned rows_each,
+                           unsigned longer, const unsigned char* xq, const unsigned char* xs,
                            const unsigned char* wq, const unsigned char* ws, const void* bias,
-                           Out* y, unsigned char* slots, unsigned M, unsigned N, unsigned K,
-                           int bias_kind, unsigned rows_each, unsigned longer, unsigned tiles) {
-    multiply({xq, xs, wq, ws, bias, y, M, N, K, bias_kind, rows_each, longer}, {slots, tiles});
+                           Out* y, unsigned char* slots, unsigned tiles) {
+    multiply({M, N, K, bias_kind, rows_each, longer, xq, xs, wq, ws, bias, y}, {slots, tiles});
 }
 #endif

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from aiter_mx.kernels.spec import Arg
+from aiter_mx.runtimes.base import PackedArgs
+
 STAND_IN = r"""
 #include <stdio.h>
 #include <string.h>
@@ -105,3 +108,12 @@ def test_launches_carry_packed_arguments_and_errors_name_the_call(stand_in: Path
     expected = (-7, 1 << 40, 1.5)
     assert struct.unpack(layout, bytes.fromhex(first["args"])) == (0x7F0000000010, 0, *expected)
     assert struct.unpack(layout, bytes.fromhex(second["args"])) == (0x20, 2**64 - 16, *expected)
+
+
+def test_scalars_may_lie_on_both_sides_of_the_pointers() -> None:
+    kinds = {"n": "i32", "x": "pointer", "y": "pointer", "s": "f32", "k": "i64"}
+    args = PackedArgs(tuple(Arg(*each) for each in kinds.items()), (-7, 1.5, 1 << 40))
+    args.set_pointers(0x7F0000000010, 0x20)
+    assert struct.unpack("<i4xQQf4xq", args.to_bytes()) == (-7, 0x7F0000000010, 0x20, 1.5, 1 << 40)
+    with pytest.raises(ValueError, match="pointers must follow each other"):
+        PackedArgs((Arg("x", "pointer"), Arg("n", "i32"), Arg("y", "pointer")), (1,))

@@ -63,7 +63,7 @@ def test_a_launch_leaves_its_slots_as_it_found_them() -> None:
         args.set_pointers(*(0 if t is None else t.data_ptr() for t in tensors))
         regions = [
             Region(arg.name, t.data_ptr(), t.nbytes, arg.access)
-            for arg, t in zip(module.args, tensors, strict=False)
+            for arg, t in zip(module.pointers, tensors, strict=False)
             if t is not None
         ]
         options = SimOptions(coherence=True, seed=seed)

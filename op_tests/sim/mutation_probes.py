@@ -234,9 +234,7 @@ class Launch:
         shared = {"slots": 4 * spec.counters(GFX950, problem, self.case.config)}
         self._shared: dict[str, np.ndarray[Any, Any]] = {}
         addresses, regions, self._memory = [], [], []
-        for arg in self.case.module.args:
-            if arg.kind != "pointer":
-                continue
+        for arg in self.case.module.pointers:
             values = tensors.get(arg.name)
             if arg.name == "y":
                 memory = Memory(self.probe.M * N * self.dtype.itemsize)

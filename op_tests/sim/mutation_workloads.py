@@ -93,7 +93,7 @@ class WorkloadLaunch:
         given, self._operands = posed(case.op, problem, number, drawn)
         self._judge = workload.judge(problem, self._operands)
         self._prepared = case.prepared(number, given)
-        written = [arg.access in ("w", "rw") for arg in case.module.args if arg.kind == "pointer"]
+        written = [arg.access in ("w", "rw") for arg in case.module.pointers]
         self._results = [
             tensor
             for tensor, is_result in zip(self._operands, written, strict=False)
@@ -126,7 +126,7 @@ class WorkloadLaunch:
         """Give some blocks NaN for a scale: the results without, and where they are NaN then."""
         found, draw = [], torch.Generator().manual_seed(0)
         for is_planted in (False, True):
-            for arg, values in zip(case.module.args, self._operands, strict=False):
+            for arg, values in zip(case.module.pointers, self._operands, strict=False):
                 if is_planted and arg.name in _SCALES and values is not None:
                     flat = values.view(-1)
                     flat[torch.randperm(len(flat), generator=draw)[:4]] = _NAN_SCALE

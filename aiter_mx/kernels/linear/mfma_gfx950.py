@@ -7,10 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from aiter_mx.kernels.declare import declare
-from aiter_mx.kernels.gfx950 import (
-    SIDE,
-    refuse_static_lds,
-)
+from aiter_mx.kernels.gfx950 import PRELOADED, SIDE, refuse_static_lds
 from aiter_mx.kernels.linear.mfma_choice_gfx950 import (
     LEAST_SPLIT_K,
     MOST_SHARED_ROWS,
@@ -125,6 +122,7 @@ def _yielding(kernel: str) -> Callable[[Target, LinearProblem], str | None]:
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     return {
+        "MX_PRELOAD": PRELOADED,
         "MX_SPLITS": 1,
         **as_defines({name: config[name] for name in config if name != "blocks"}),
         "MX_COL_TILES": way_of(problem, config).col_tiles,
@@ -170,13 +168,14 @@ def _split_scalars(
     return (*_scalars(target, problem, config), _tiles(target, problem, config))
 
 
-_ARGS = (*numbers("i32", "M", "N", "K", "bias_kind", "rows_each", "longer_tiles"),)
+# Those that registers have as a wave begins end with the pointers to x and w.
+_ARGS = (*numbers("i32", "M", "N", "K", "bias_kind", "rows_each", "longer_tiles"), *POINTERS)
 
 MFMA = declare(
     "linear",
     "mfma",
     {"gfx950": "linear/mfma_gfx950.cu"},
-    args=(*POINTERS, *_ARGS),
+    args=_ARGS,
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
@@ -192,12 +191,7 @@ MFMA_SPLIT = declare(
     "linear",
     "mfma_split",
     {"gfx950": "linear/mfma_gfx950.cu"},
-    args=(
-        *POINTERS,
-        *pointers("rw", "slots"),
-        *_ARGS,
-        Arg("tiles", "i32"),
-    ),
+    args=(*_ARGS, *pointers("rw", "slots"), Arg("tiles", "i32")),
     defines=_defines,
     geometry=_geometry,
     scalars=_split_scalars,
