@@ -366,22 +366,20 @@ MX_DEVICE void meet(const Handover& handover, unsigned part, unsigned tile, f32x
     }
 }
 
-// Registers have all but the last two as a wave begins.
 struct Arguments {
-    unsigned M, N, K;
-    int bias_kind;
-    unsigned rows_each, longer;
+    unsigned M, N, K, rows_each, longer;
     const unsigned char *xq, *xs, *wq, *ws;
     const void* bias;
     Out* y;
+    int bias_kind;
 };
 
-// Has the other arguments loaded at once: left alone, each is loaded where it is first used, and
-// the latencies add up.
-MX_DEVICE void wait_for_arguments(const Arguments& a, const Handover& handover) {
-    asm volatile("" ::"s"(a.bias), "s"(a.y));
+// Has the arguments that registers do not hold when a wave begins loaded at once, behind the first
+// weights: left alone, each is loaded where it is first used, and the latencies add up.
+MX_DEVICE void ask_for_the_rest(const Arguments& a, const Handover& handover) {
+    asm volatile("" ::"s"(a.bias), "s"(a.y), "s"(a.bias_kind));
     if constexpr (kSplits > 1)
-        asm volatile("" ::"s"(handover.slots), "s"(handover.tiles));
+        asm volatile("" ::"s"(handover.slots));
 }
 
 // The pointer, of which the compiler computes nothing before this.
@@ -440,7 +438,7 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
                     }
     }
     finish_before_next();
-    wait_for_arguments(a, handover);
+    ask_for_the_rest(a, handover);
     const BiasLoad own_bias(a.bias, a.bias_kind, first_row, rows, thread_in_group());
     f32x4 sums[kRowTiles][kColTiles] = {};
     NanNotes w_nans[kRowTiles], x_nans[kColTiles];
@@ -487,19 +485,21 @@ MX_DEVICE void multiply(const Arguments& a, Handover handover) {
         own[e].store(results, sums_of[e] + reinterpret_cast<const f32x2*>(added)[own[e].row / 2]);
 }
 
+// As many arguments as there is room for come in registers: those up to ws.
 #if MX_SPLITS == 1
 MX_KERNEL(kThreads)
-aiter_mx_linear_mfma(unsigned M, unsigned N, unsigned K, int bias_kind, unsigned rows_each,
-                     unsigned longer, const unsigned char* xq, const unsigned char* xs,
-                     const unsigned char* wq, const unsigned char* ws, const void* bias, Out* y) {
-    multiply({M, N, K, bias_kind, rows_each, longer, xq, xs, wq, ws, bias, y}, {});
+aiter_mx_linear_mfma(unsigned M, unsigned N, unsigned K, unsigned rows_each, unsigned longer,
+                     unsigned, const unsigned char* xq, const unsigned char* xs,
+                     const unsigned char* wq, const unsigned char* ws, const void* bias, Out* y,
+                     int bias_kind) {
+    multiply({M, N, K, rows_each, longer, xq, xs, wq, ws, bias, y, bias_kind}, {});
 }
 #else
 MX_KERNEL(kThreads)
-aiter_mx_linear_mfma_split(unsigned M, unsigned N, unsigned K, int bias_kind, unsigned rows_each,
-                           unsigned longer, const unsigned char* xq, const unsigned char* xs,
+aiter_mx_linear_mfma_split(unsigned M, unsigned N, unsigned K, unsigned rows_each, unsigned longer,
+                           unsigned tiles, const unsigned char* xq, const unsigned char* xs,
                            const unsigned char* wq, const unsigned char* ws, const void* bias,
-                           Out* y, unsigned char* slots, unsigned tiles) {
-    multiply({M, N, K, bias_kind, rows_each, longer, xq, xs, wq, ws, bias, y}, {slots, tiles});
+                           Out* y, unsigned char* slots, int bias_kind) {
+    multiply({M, N, K, rows_each, longer, xq, xs, wq, ws, bias, y, bias_kind}, {slots, tiles});
 }
 #endif

@@ -17,14 +17,18 @@ from aiter_mx.kernels.linear.mfma_ways_gfx950 import PARAMS, SPLITS
 from aiter_mx.kernels.spec import Config, Geometry, KernelSpec, combinations
 from aiter_mx.launch import build_request
 from aiter_mx.runtimes.sim import last_report
+from aiter_mx.sim.program import Program
 from aiter_mx.sim.timing.constants import shipped
 from aiter_mx.target import hardware
+from aiter_mx.trial import prepare
+from aiter_mx.workloads import workload_of
 from op_tests.linear.launches import launch_linear
 from op_tests.linear.operands import Operands, operands
 from op_tests.mx_reference import (
     assert_close_to_reference,
 )
 from op_tests.places import device_in
+from op_tests.sim.tools import without_preload
 from op_tests.spills import kernels_without_spills
 
 GFX950 = hardware("gfx950")
@@ -80,7 +84,7 @@ def test_compute_units_have_as_many_rows_each(cu_num: int) -> None:
         problem = LinearProblem(16, N, 6144)
         for config in MFMA.candidates(target, problem)[:12]:
             grid = MFMA.module.geometry(target, problem, config).grid
-            *_, each, longer = MFMA.module.scalars(target, problem, config)
+            _, _, _, each, longer, *_ = MFMA.module.scalars(target, problem, config)
             groups = grid[0] * grid[1]
             assert groups % cu_num == 0 or groups == N
             assert groups * each + longer == N
@@ -210,6 +214,20 @@ def test_as_much_is_under_way_as_a_compute_unit_waits_for(M: int, N: int, K: int
     rows = at_once * (work.rows + way.block_rows)
     under_way = rows * min(K, steps * config["fold"] * 256)
     assert under_way >= min(shipped().missing_kib * 1024, rows * K)
+
+
+@pytest.mark.parametrize("kernel", [MFMA, MFMA_SPLIT], ids=lambda kernel: kernel.name)
+def test_waves_begin_with_sizes_x_and_w_in_registers(kernel: KernelSpec) -> None:
+    """And load them themselves on firmware that does not know of that."""
+    problem = LinearProblem(16, 40, 1536)
+    operands = workload_of("linear").operands(problem, torch.device("cpu"))
+    config = kernel.configure(GFX950, problem)
+    launch = prepare(kernel, problem, config, operands=operands)
+    assert launch.kernel.descriptor.preload_dwords == 14
+    program = Program.from_image(without_preload(launch.image.read_bytes()))
+    assert program.kernel(launch.symbol).descriptor.preload_dwords == 0
+    replace(launch, program=program).run()
+    assert workload_of("linear").judge(problem, operands)(operands).right
 
 
 def test_refusals_say_what_is_covered() -> None:

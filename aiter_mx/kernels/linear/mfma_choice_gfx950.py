@@ -13,11 +13,13 @@ from aiter_mx.kernels.gfx950 import SIDE, TILE_K, WAVES
 from aiter_mx.kernels.linear.mfma_ways_gfx950 import (
     BLOCK_M,
     COL_TILES,
+    LANES,
     PARAMS,
     SPLITS,
     Way,
     Work,
     has_odd_blocks,
+    has_too_few_lanes,
     resident_at,
     way_at,
     way_of,
@@ -30,7 +32,7 @@ from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 FITTED: dict[str, float] = {
-    "launch": 6000,
+    "launch": 5700,
     "memory": 28.4,
     "lines": 28.4,
     "round": 942,
@@ -84,7 +86,6 @@ _MOST_SUMS = 24  # of a thread: more make long code
 _ROWS_OF_MENU = (80, 128, 144, 272, 528)
 """Beyond BLOCK_M, numbers of rows whose fastest code objects serve all."""
 _MOST_CANDIDATES = 48
-_LANES = 64
 
 
 def _costs(
@@ -115,7 +116,9 @@ def _costs(
 
 def _rounds(way: Way, work: Work, waves: int, unroll: int, is_odd: bool) -> float:
     """Of workgroups on the busiest compute unit; 0 where none fits."""
-    if way.row_tiles * way.col_tiles * SIDE**2 > _MOST_SUMS * way.fold**2 * waves * _LANES:
+    if way.row_tiles * way.col_tiles * SIDE**2 > _MOST_SUMS * way.fold**2 * waves * LANES:
+        return 0
+    if has_too_few_lanes(way.row_tiles, way.fold, waves):
         return 0
     held = resident_at(way.row_tiles, way.col_tiles, waves, unroll, is_odd)
     return max(1.0, work.of_busiest / held) if held else 0
@@ -124,7 +127,7 @@ def _rounds(way: Way, work: Work, waves: int, unroll: int, is_odd: bool) -> floa
 def _round(way: Way, waves: int, turns: int, unroll: int) -> float:
     """A workgroup that waits for nobody but itself."""
     rows, cols, fold = way.row_tiles, way.col_tiles, way.fold
-    sums = -(-rows * cols * (SIDE // fold) ** 2 // (waves * _LANES)) * waves * fold
+    sums = -(-rows * cols * (SIDE // fold) ** 2 // (waves * LANES)) * waves * fold
     tiles = turns * float(((unroll * (rows + cols)) ** 4 + _TILES_OF_WAIT**4) ** 0.25)
     return FITTED["round"] + FITTED["step"] * tiles + FITTED["sum"] * sums
 
@@ -150,14 +153,15 @@ class _Weighed(NamedTuple):
 
 @cache
 def _ways(M: int, splits: tuple[int, ...]) -> list[_Weighed]:
-    return [_weighed(*found) for found in _ways_of(M, splits)]
+    weighed = (_weighed(*found) for found in _ways_of(M, splits))
+    return [found for found in weighed if found.slots]
 
 
 def _weighed(way: Way, blocks: int) -> _Weighed:
     rows, cols = way.row_tiles, way.col_tiles
     slots = resident_at(rows, cols, 1, 1)
     most_waves = max((waves for waves in WAVES if resident_at(rows, cols, waves, 1)), default=1)
-    sums = way.fold * rows * cols * (SIDE // way.fold) ** 2 / _LANES
+    sums = way.fold * rows * cols * (SIDE // way.fold) ** 2 / LANES
     return _Weighed(way, blocks, most_waves, slots, rows + cols, sums)
 
 

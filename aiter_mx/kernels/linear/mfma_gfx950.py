@@ -22,6 +22,7 @@ from aiter_mx.kernels.linear.mfma_ways_gfx950 import (
     PARAMS,
     SPLITS,
     has_odd_blocks,
+    has_too_few_lanes,
     lds_bytes_of,
     resident_of,
     way_of,
@@ -137,6 +138,11 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
     way = way_of(problem, config)
     needed = lds_bytes_of(config["row_tiles"], way.col_tiles, config["waves"])
     refuse_static_lds(problem, config, needed)
+    if has_too_few_lanes(config["row_tiles"], config["fold"], config["waves"]):
+        raise ValueError(
+            f"{dict(config)} does not fit {problem}: a workgroup would have fewer lanes than rows "
+            "of w, and each lane adds the bias of one: take more waves"
+        )
     groups = work_of(target, problem, config).groups // max(1, way.blocks)
     return Geometry(
         grid=(min(groups, MAX_GRID_X), -(-groups // MAX_GRID_X), way.blocks),
@@ -159,23 +165,19 @@ def _slot_words(target: Target, problem: LinearProblem, config: Config) -> int:
 
 def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
     tiles = max(1, _tiles(target, problem, config))
-    return (*matrix_scalars(problem), problem.N // tiles, problem.N % tiles)
-
-
-def _split_scalars(
-    target: Target, problem: LinearProblem, config: Config
-) -> tuple[int | float, ...]:
-    return (*_scalars(target, problem, config), _tiles(target, problem, config))
+    *sizes, bias_kind = matrix_scalars(problem)
+    return (*sizes, problem.N // tiles, problem.N % tiles, tiles, bias_kind)
 
 
 # Those that registers have as a wave begins end with the pointers to x and w.
-_ARGS = (*numbers("i32", "M", "N", "K", "bias_kind", "rows_each", "longer_tiles"), *POINTERS)
+_SIZES = numbers("i32", "M", "N", "K", "rows_each", "longer_tiles", "tiles")
+_BIAS_KIND = Arg("bias_kind", "i32")
 
 MFMA = declare(
     "linear",
     "mfma",
     {"gfx950": "linear/mfma_gfx950.cu"},
-    args=_ARGS,
+    args=(*_SIZES, *POINTERS, _BIAS_KIND),
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,
@@ -191,10 +193,10 @@ MFMA_SPLIT = declare(
     "linear",
     "mfma_split",
     {"gfx950": "linear/mfma_gfx950.cu"},
-    args=(*_ARGS, *pointers("rw", "slots"), Arg("tiles", "i32")),
+    args=(*_SIZES, *POINTERS, *pointers("rw", "slots"), _BIAS_KIND),
     defines=_defines,
     geometry=_geometry,
-    scalars=_split_scalars,
+    scalars=_scalars,
     refusal=_split_refusal,
     params=(*PARAMS, SPLITS),
     configure=_configuring("mfma_split"),

@@ -20,7 +20,9 @@ from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 PARAMS = (
-    Param("row_tiles", (1, 2, 3, 4), "tiles of w that a workgroup computes, 16 / fold rows each"),
+    Param(
+        "row_tiles", (1, 2, 3, 4, 5, 6), "tiles of w that a workgroup computes, 16 / fold rows each"
+    ),
     Param("fold", (1, 2, 4), "parts of K that a tile has side by side"),
     Param("waves", WAVES, "waves of a workgroup, which split K"),
     Param(
@@ -34,6 +36,7 @@ SPLITS = Param("splits", (2, 3, 4), "workgroups that share K")
 BLOCK_M = 64
 """Rows of x in a block, where there are too many for as many blocks as a configuration says."""
 COL_TILES = (1, 2, 3, 4, 6, 8)
+LANES = 64
 
 
 class Work(NamedTuple):
@@ -120,7 +123,8 @@ def registers_of(
     if quantises:
         held += 8 + 16 * unroll * cols
     operands = 2 * pairs - (1 < pairs == rows)  # tiles of w and x take turns, and are used up
-    return 26 + held + 17 * operands + 4 * rows * cols
+    spare = 10 if 1 < cols < rows else 0  # of the last tiles of w each is used up at once
+    return 26 + held - spare + 17 * operands + 4 * rows * cols
 
 
 @cache
@@ -138,6 +142,11 @@ def resident_at(
         return 0
     lds_bytes = lds_bytes_of(row_tiles, col_tiles, waves)
     return min(REGISTERS // registers * SIMDS // waves, LDS_BYTES // lds_bytes)
+
+
+def has_too_few_lanes(row_tiles: int, fold: int, waves: int) -> bool:
+    """Whether a workgroup has more rows of w than lanes, each of which adds a row's bias."""
+    return row_tiles * SIDE > fold * waves * LANES
 
 
 def has_odd_blocks(K: int) -> bool:
