@@ -46,6 +46,12 @@ def zero_blocks(payload: Tensor, scale: Tensor, generator: torch.Generator) -> N
     scale[empty] = anything[empty]
 
 
+def scale_zeros(payload: Tensor, scale: Tensor, by: int) -> None:
+    """Give all blocks of zeros this scale."""
+    blocks = payload.view(torch.uint8).view(*scale.shape, 32)
+    scale[(blocks & 0x7F).amax(-1) == 0] = by
+
+
 def nan_scale_of_zeros(payload: Tensor, scale: Tensor, *at: int) -> None:
     """Make one block zero and its scale NaN."""
     payload.view(torch.uint8).view(*scale.shape, 32)[at] = 0

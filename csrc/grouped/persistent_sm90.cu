@@ -458,14 +458,52 @@ MX_DEVICE float value(T x) {
 // Some outputs are computed without the matrix unit: those that NaN in w reaches, and those of
 // scales that bf16 does not cover.
 
+// The blocks of a row that a tile is a sum over.
+struct Blocks {
+    long start, count;
+};
+MX_DEVICE Blocks blocks_of(const Operands& t, const Depth& depth) {
+    if constexpr (kWgrad)
+        return {depth.start / kBlock, (depth.columns + kBlock - 1) / kBlock};
+    return {0, t.blocks()};
+}
+
 // True if bf16 does not cover a scale of this row of x.
 MX_DEVICE bool token_outside(const Operands& t, long row, const Depth& depth) {
     bool outside = false;
-    const long start = kWgrad ? depth.start / kBlock : 0;
-    const long blocks = kWgrad ? (depth.columns + kBlock - 1) / kBlock : t.blocks();
-    for (long i = start; i < start + blocks; ++i) {
+    const Blocks blocks = blocks_of(t, depth);
+    for (long i = blocks.start; i < blocks.start + blocks.count; ++i) {
         const unsigned scale = load_byte(t.xs + row * t.blocks() + i);
         outside |= scale > kLastScale && scale != kNanScale;
+    }
+    return outside;
+}
+
+// True if bf16 does not cover a scale of this row of w, in two blocks of each four from the first
+// on. Zeros under a small scale are right as they are: quantisation gives blocks of zeros the
+// smallest.
+MX_DEVICE bool weights_outside(const Operands& t, long row, const Depth& depth, int first) {
+    bool outside = false;
+    const Blocks blocks = blocks_of(t, depth);
+    const unsigned char* const scales = t.ws + row * t.blocks() + blocks.start;
+    const unsigned char* const payload = t.wq + row * t.K + blocks.start * kBlock;
+#pragma unroll 1
+    for (long i = first; i < blocks.count; i += 4) {
+        unsigned pair[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+            pair[j] = i + j < blocks.count ? load_byte(scales + i + j) : 127;
+#pragma unroll 1
+        for (int piece = 0; piece < 4; ++piece) {
+            const unsigned scale = pair[piece / 2];
+            outside |= scale > kLastWScale;
+            if (scale >= kFirstWScale)
+                continue;
+            const long k = i * kBlock + piece * 16;
+            const int left = kWgrad ? min(depth.columns - k, 16L) : 16;
+            const u32x4 words = first_bytes(load(payload + k), left);
+            outside |= ((words[0] | words[1] | words[2] | words[3]) & 0x7f7f7f7f) != 0;
+        }
     }
     return outside;
 }
@@ -1035,10 +1073,9 @@ struct Consumer {
         if (looks_for_nan)
             note_nans(workspace, tokens.group * t.N + n + warp * 16, lane, nan[0] & 0x80808080,
                       nan[1] & 0x80808080);
-        const bool scale_outside = min(least & 0xffff, least >> 16) < kFirstWScale ||
-                                   max(most & 0xffff, most >> 16) > kLastWScale;
+        bool scale_outside = min(least & 0xffff, least >> 16) < kFirstWScale ||
+                             max(most & 0xffff, most >> 16) > kLastWScale;
         const bool x_outside = tile_outside(tokens);
-        const bool again = scale_outside || x_outside;
         float added[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -1050,6 +1087,12 @@ struct Consumer {
         await();
         wgmma_wait<0>();
         keep_in_order(sums);
+        if (scale_outside) {
+            const long row = n + warp * 16 + lane / 4 + lane % 2 * 8;
+            scale_outside = weights_outside(t, t.w_row(tokens) + min(row, t.N - 1),
+                                            depth_of(tokens, t.K), lane / 2 % 2 * 2);
+        }
+        const bool again = scale_outside || x_outside;
         const Results out{t,
                           results,
                           tokens,

@@ -27,7 +27,7 @@ from op_tests.grouped.cases import (
 from op_tests.grouped.subjects import SUBJECTS, Subject
 from op_tests.launches import Out, assert_repeats_on_two_streams, bound, launch, moved, same_bytes
 from op_tests.mx_reference import in_e5m2, random_mx, random_mx_groups
-from op_tests.operands import NANS, SPREADS, nan_scale_of_zeros, zero_blocks
+from op_tests.operands import NANS, SPREADS, nan_scale_of_zeros, scale_zeros, zero_blocks
 
 
 class Bench(conformance.Bench):
@@ -123,6 +123,21 @@ def test_zeros_of_any_scale_add_nothing(bench: Bench) -> None:
         zero_blocks(a, a_scale, generator)
         zero_blocks(b, b_scale, generator)
         bench.assert_right(case, (a, a_scale, b, b_scale))
+
+
+@each(SUBJECTS)
+def test_zeros_under_small_scales_are_multiplied_as_others_are(bench: Bench) -> None:
+    """Quantisation makes such blocks of zeros: what bf16 does not cover is another sum."""
+    generator = torch.Generator().manual_seed(9)
+    for case, (a, a_scale, b, b_scale) in bench.few():
+        zero_blocks(a, a_scale, generator)
+        zero_blocks(b, b_scale, generator)
+        found = []
+        for scale in (0, 127):
+            scale_zeros(a, a_scale, scale)
+            scale_zeros(b, b_scale, scale)
+            found.append(bench.launch(case, (a, a_scale, b, b_scale)))
+        assert torch.equal(*found)
 
 
 @each(SUBJECTS)

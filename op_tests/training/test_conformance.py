@@ -18,7 +18,7 @@ from op_tests import conformance
 from op_tests.conformance import DTYPES, INDICES, bench_of, each, in_drawn_orders
 from op_tests.launches import Out, assert_repeats_on_two_streams, bound, launch, moved, same_bytes
 from op_tests.mx_reference import in_e5m2
-from op_tests.operands import NANS, SPREADS
+from op_tests.operands import NANS, SPREADS, scale_zeros, zero_blocks
 from op_tests.training.cases import Case, check, draw_case
 from op_tests.training.subjects import PERSISTENT_GFX950, PERSISTENT_SM90, SUBJECTS, Shape, Subject
 
@@ -107,6 +107,26 @@ def test_gradients_in_e5m2_match_float64(bench: Bench, spread: str) -> None:
         case = bench.draw(shape, seed, of_grad, of_x, nan_payload=1e-5)
         infinite = seed == 0 and spread == "usual"
         bench.assert_right(shape, replace(case, grad=in_e5m2(case.grad, infinite)))
+
+
+@each(SUBJECTS)
+def test_zeros_under_small_scales_are_multiplied_as_others_are(bench: Bench) -> None:
+    """Quantisation makes such blocks of zeros: what bf16 does not cover is another sum."""
+    generator = torch.Generator().manual_seed(9)
+    for few in bench.subject.few:
+        shape = replace(few, adds=False, lens=(33, 0, 217))
+        case = bench.draw(shape, 5)
+        zero_blocks(case.grad, case.grad_scale, generator)
+        zero_blocks(case.x, case.x_scale, generator)
+        old = torch.randn(case.shape, generator=generator)
+        for adds in (False, True):
+            found = []
+            for scale in (0, 127):
+                scale_zeros(case.grad, case.grad_scale, scale)
+                scale_zeros(case.x, case.x_scale, scale)
+                found.append(bench.launch(replace(shape, adds=adds), case, old if adds else None))
+            assert torch.equal(*found)
+            check(found[0], case, old if adds else None, bench.subject.underflow)
 
 
 @each(SUBJECTS)
