@@ -95,7 +95,7 @@ def run(
 
 
 def save(arch: str | None, seed: str, made: Counter[str], wrong: int) -> None:
-    """Add the counts of a run to those of other runs on the same hardware."""
+    """Add the counts of a run to those of other runs on the same hardware, or of it before."""
     folder = MEASURED / ("gfx950_simulated" if arch else folder_name(cpu_name()))
     folder.mkdir(parents=True, exist_ok=True)
     base, _, first = seed.partition("/")
@@ -110,7 +110,11 @@ def save(arch: str | None, seed: str, made: Counter[str], wrong: int) -> None:
     }
     path = folder / "fuzz.csv"
     frame = pd.DataFrame([row])
-    frame.to_csv(path, mode="a", header=not path.is_file(), index=False)
+    if path.is_file():
+        kept = pd.read_csv(path)
+        again = (kept["seed"].astype(str) == base) & (kept["first"] == row["first"])
+        frame = pd.concat([kept[~again], frame])
+    frame.to_csv(path, index=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
