@@ -424,6 +424,8 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="keep the counts in docs/measured")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     asked, options = parser.parse_known_args()
+    if asked.jobs > 1:  # which share the GPU's memory, so none may keep what it has freed
+        os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     counts: Counts = Counter()
     with multiprocessing.get_context("fork").Pool(asked.jobs, maxtasksperchild=1) as pool:
         shards = Shard(1, 1).parts(asked.jobs)

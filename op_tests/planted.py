@@ -81,7 +81,7 @@ LINEAR, MOE, GROUPED, PROMOTED = (
     "op_tests/grouped/test_promoted.py",
 )
 BIAS = "load_bias(bias, bias_kind, n + 8 * i)", "load_bias(bias, bias_kind, n)"
-FAR = "test_scales_over_their_whole_range"
+FAR, BIASES = "test_scales_over_their_whole_range", "test_outputs_and_biases"
 MISTAKES = [
     *_of(
         *(LINEAR, "gemv", "linear/gemv.h"),
@@ -93,6 +93,7 @@ MISTAKES = [
             "bias of the first row",
             "load_bias(bias, bias_kind, n)",
             "load_bias(bias, bias_kind, first_row)",
+            BIASES,
         ),
         ("last row left out", "if (n < N) {", "if (n + 1 < N) {"),
     ),
@@ -105,7 +106,7 @@ MISTAKES = [
             "usual_scale(multiply_scales(of_w, of_x), block ^ 1)",
         ),
     ),
-    *_of(*(LINEAR, "mma_ring", "linear/mma_ring_sm90.cu"), ("bias of another row", *BIAS)),
+    *_of(*(LINEAR, "mma_ring", "linear/mma_ring_sm90.cu"), ("bias of another row", *BIAS, BIASES)),
     *_of(
         *(LINEAR, "wgmma_fp8", "linear/wgmma_fp8_sm90.cu"),
         (
@@ -117,7 +118,7 @@ MISTAKES = [
     ),
     *_of(
         *(LINEAR, "wgmma_f16", "linear/wgmma_f16_sm90.cu"),
-        ("bias of another row", *BIAS),
+        ("bias of another row", *BIAS, BIASES),
         ("far scales not noticed", "return exponent > 60 || exponent < -60;", "return false;", FAR),
         (
             "scales of half their size",
