@@ -155,12 +155,8 @@ MISTAKES = [
     ),
     *_of(
         *(PROMOTED, "wgmma_fp8", "grouped/promoted_sm90.cu"),
-        ("scale of another row", "scale[1] * scale_w}", "scale[0] * scale_w}"),
-        (
-            "scales of the step before",
-            "load_scales(min(step + 1, steps - 1));",
-            "load_scales(step);",
-        ),
+        ("scale of another row", "__shfl_sync(~0u, own, i, 4);", "__shfl_sync(~0u, own, 0, 4);"),
+        ("scales of the first step for all", "factor[i] = next[i];", "factor[i] = factor[i];"),
         ("last 32 k of a step left out", "k < kStepK / 32;", "k < kStepK / 32 - 1;"),
         (
             "last row of a group not stored",

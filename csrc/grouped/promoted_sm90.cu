@@ -101,6 +101,40 @@ MX_DEVICE bool is_far(float factor, float one, float other) {
            other * 0.0f == 0.0f && other != 0.0f;
 }
 
+// A lane's sums are of kRows rows, which three other lanes have too: each of the four loads the
+// scales of one, makes a factor of them, and hands it to the others, a step ahead.
+struct Scales {
+    static constexpr int kRows = 2 * kWaves;
+    const float *of_row, *of_w; // at `step`
+    long row_step, w_step;
+    int steps, step;
+    float row, w; // of `step`
+
+    MX_MEMBER Scales(const Args& a, const float* of_row, const float* of_w)
+        : of_row(of_row), of_w(of_w), row_step(a.x_step), w_step(a.w_step), steps(a.steps()),
+          step(0), row(__ldg(of_row)), w(__ldg(of_w)) {}
+
+    // Factors of `step`; loads the next one's scales. Whether this lane's factor is far is told.
+    MX_MEMBER bool take(float (&factor)[kRows]) {
+        const float own = row * w;
+        const bool far = is_far(own, row, w);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+            factor[i] = __shfl_sync(~0u, own, i, 4);
+        if (++step < steps) {
+            row = __ldg(of_row += row_step);
+            w = __ldg(of_w += w_step);
+        }
+        return far;
+    }
+    // The product of the scales of row i and of w in a step before.
+    MX_MEMBER double product(int i, int before) const {
+        const int back = min(step, steps - 1) - before;
+        const double own = __shfl_sync(~0u, __ldg(of_row - back * row_step), i, 4);
+        return own * __ldg(of_w - back * w_step);
+    }
+};
+
 struct Consumer {
     const Args& a;
     unsigned shared, full, empty; // addresses
@@ -134,43 +168,26 @@ struct Consumer {
         const int first = kByColumns ? 0 : index * kWaves * 64;
         // Told so, ptxas knows that it is the same for all lanes of a warp.
         const int rows = __shfl_sync(~0u, tile.rows, 0);
-        const float *of_row[kWaves][2], *of_w;
-#pragma unroll
-        for (int wave = 0; wave < kWaves; ++wave)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int row = min(first + wave * 64 + warp * 16 + lane / 4 + 8 * i, rows - 1);
-                of_row[wave][i] = a.xs + (a.groups.room() ? tile.group * a.x_group : 0) +
-                                  (tile.in_group + row) * a.x_row;
-            }
+        const int mine = lane % Scales::kRows;
+        const int row = first + mine / 2 * 64 + warp * 16 + lane / 4 + 8 * (mine % 2);
         const long last_block = (a.N - 1) / kTileN;
-        of_w = a.ws + tile.group * a.w_group + min(n / kTileN + 0l, last_block) * a.w_block;
+        Scales scales(a,
+                      a.xs + (a.groups.room() ? tile.group * a.x_group : 0) +
+                          (tile.in_group + min(row, rows - 1)) * a.x_row,
+                      a.ws + tile.group * a.w_group + min(n / kTileN + 0l, last_block) * a.w_block);
         float sums[kWaves][kValues];
 #pragma unroll
         for (int wave = 0; wave < kWaves; ++wave)
 #pragma unroll
             for (int v = 0; v < kValues; ++v)
                 sums[wave][v] = 0;
-        float next[kWaves][2], next_w;
-        const auto load_scales = [&](long step) {
-            next_w = __ldg(of_w + step * a.w_step);
-#pragma unroll
-            for (int wave = 0; wave < kWaves; ++wave)
-#pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    next[wave][i] = __ldg(of_row[wave][i] + step * a.x_step);
-        };
-        load_scales(0);
+        float factor[Scales::kRows], next[Scales::kRows];
+        bool far = __any_sync(~0u, scales.take(factor)), next_is_far = false;
         const SwizzledDescriptor x(shared + (kByColumns ? 0 : first * kStepK));
         const SwizzledDescriptor w(shared + kStageX + (kByColumns ? index * kColumns * kStepK : 0));
         const int steps = a.steps();
 #pragma unroll 1
         for (int step = 0; step < steps; ++step, ring.next()) {
-            float scale[kWaves][2], scale_w = next_w;
-#pragma unroll
-            for (int wave = 0; wave < kWaves; ++wave)
-                scale[wave][0] = next[wave][0], scale[wave][1] = next[wave][1];
-            load_scales(min(step + 1, steps - 1));
             const int stage = __shfl_sync(~0u, ring.at, 0);
             barrier_wait(full + 8 * stage, ring.parity);
             const unsigned at = stage * (kStageBytes / 16);
@@ -178,6 +195,8 @@ struct Consumer {
             for (int wave = 0; wave < kWaves; ++wave) {
                 const bool last = wave == kWaves - 1;
                 if (first + wave * 64 >= rows) {
+                    if (wave == 0)
+                        next_is_far = scales.take(next);
                     if (last)
                         release(stage);
                     continue;
@@ -192,12 +211,21 @@ struct Consumer {
                     wgmma_fp8<true>(products, SwizzledDescriptor::of(x_at + 2 * k),
                                     SwizzledDescriptor::of(w_at + 2 * k));
                 wgmma_commit();
+                if (wave == 0)
+                    next_is_far = scales.take(next);
                 wgmma_wait<0>();
                 keep_in_order(products);
                 if (last)
                     release(stage);
-                promote(sums[wave], products, scale[wave], scale_w);
+                if (__builtin_expect(far, false))
+                    promote_far(sums[wave], products, scales, wave, step);
+                else
+                    promote(sums[wave], products, factor[2 * wave], factor[2 * wave + 1]);
             }
+            far = __any_sync(~0u, next_is_far);
+#pragma unroll
+            for (int i = 0; i < Scales::kRows; ++i)
+                factor[i] = next[i];
         }
 #pragma unroll
         for (int wave = 0; wave < kWaves; ++wave)
@@ -206,22 +234,18 @@ struct Consumer {
     }
 
     MX_MEMBER static void promote(float (&sums)[kValues], const float (&products)[kValues],
-                                  const float (&scale)[2], float scale_w) {
-        const float factor[2] = {scale[0] * scale_w, scale[1] * scale_w};
-        const bool far =
-            is_far(factor[0], scale[0], scale_w) || is_far(factor[1], scale[1], scale_w);
-        if (__builtin_expect(__any_sync(~0u, far), false)) {
-            // The product of scales is not in fp32, but what they make of a product may be.
+                                  float upper, float lower) {
 #pragma unroll
-            for (int v = 0; v < kValues; ++v) {
-                const double both = static_cast<double>(scale[v / 2 % 2]) * scale_w;
-                sums[v] += static_cast<float>(products[v] * both);
-            }
-        } else {
+        for (int v = 0; v < kValues; ++v)
+            sums[v] = mx::fma(products[v], v / 2 % 2 ? lower : upper, sums[v]);
+    }
+    // Where the product of scales is not in fp32, but what they make of a product may be.
+    MX_MEMBER static void promote_far(float (&sums)[kValues], const float (&products)[kValues],
+                                      const Scales& scales, int wave, int step) {
+        const double both[2] = {scales.product(2 * wave, step), scales.product(2 * wave + 1, step)};
 #pragma unroll
-            for (int v = 0; v < kValues; ++v)
-                sums[v] = mx::fma(products[v], factor[v / 2 % 2], sums[v]);
-        }
+        for (int v = 0; v < kValues; ++v)
+            sums[v] += static_cast<float>(products[v] * both[v / 2 % 2]);
     }
 
     // Sums of up to 64 rows from `row`, and of columns from n.
