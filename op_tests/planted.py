@@ -30,6 +30,8 @@ BUILD = gpu.ROOT / "build" / "planted"
 VARIABLE = "AITER_MX_PLANTED_CSRC"
 _FAILED = re.compile(r"^FAILED \S+?::(\w+(?:\[.*?\](?=[\s:]|$))?)", re.MULTILINE)
 _ENDED = "ended with "
+_NO_FINDING = ("BuildError", "OUT_OF_MEMORY", "CUDA out of memory")
+"""What fails a test whatever the sources are."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ def tested(csrc: Path, output: Path, *tests: str) -> str:
 def ending(status: int, output: str) -> str:
     """Of a run of pytest: the test that failed, nothing where none did, or words."""
     failed = _FAILED.search(output)
-    if status == 1 and failed and "BuildError" not in output:
+    if status == 1 and failed and not any(words in output for words in _NO_FINDING):
         return failed[1]
     return "" if status == 0 else f"{_ENDED}{status}"
 
