@@ -173,7 +173,7 @@ def _build(plan: Plan, meter: Meter, share: Share) -> None:
             wanted[problem] = candidates_of(
                 *(op, target, problem, meter.backends, rules.most, rules.of_next, rules.only)
             )
-            incumbent = incumbent_of(before, op, target, problem)
+            incumbent = incumbent_of(before, op, target, problem, plan.source)
             wanted[problem] += [] if incumbent is None else [incumbent]
             ahead.add(problem, wanted[problem])
         for problem, candidates in wanted.items():

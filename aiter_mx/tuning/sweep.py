@@ -265,7 +265,8 @@ class _Starters:
     def incumbent(self, name: str) -> Candidate | None:
         """What the table names so far, unless a process was lost to it."""
         plan = self._plan
-        found = incumbent_of(self._before, plan.op, plan.target, self.by_name[name])
+        problem = self.by_name[name]
+        found = incumbent_of(self._before, plan.op, plan.target, problem, plan.source)
         return None if (name, str(found)) in self.lost else found
 
     def to_compile(self, name: str) -> list[Candidate]:

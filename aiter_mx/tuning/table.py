@@ -21,7 +21,15 @@ from typing import TypeAlias
 
 import pandas as pd
 
-from aiter_mx.dispatch.cells import CHOICE, MODEL, SCOPE, SIDE_FILES, format_config, parse_config
+from aiter_mx.dispatch.cells import (
+    CHOICE,
+    MEASURED,
+    MODEL,
+    SCOPE,
+    SIDE_FILES,
+    format_config,
+    parse_config,
+)
 from aiter_mx.dispatch.tables import read_table
 from aiter_mx.kernels.registry import find_kernel, key_columns, problem_type
 from aiter_mx.kernels.spec import Problem
@@ -117,11 +125,14 @@ def read_origins(path: Path, op: str) -> Rows:
     return {key_of(op, row): row for row in records}
 
 
-def incumbent_of(rows: Rows, op: str, target: Target, problem: Problem) -> Candidate | None:
-    """What a table names for a problem on this target, if that was measured."""
+def incumbent_of(
+    rows: Rows, op: str, target: Target, problem: Problem, source: str = MEASURED
+) -> Candidate | None:
+    """What a table names for a problem on this target, if that was measured, or else if a model is
+    the ``source`` of what is to be held against it."""
     key = {"gfx": target.arch, "cu_num": str(target.cu_num), **problem_cells(op, problem)}
     row = rows.get(key_of(op, key))
-    if row is None or row.get("source", "").startswith(MODEL):
+    if row is None or (row.get("source", "").startswith(MODEL) and source != MODEL):
         return None
     kernel = find_kernel(op, target.arch, row["backend"], row["kernel"])
     return candidate_of(kernel, target.arch, parse_config(row["config"]))

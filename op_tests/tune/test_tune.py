@@ -251,8 +251,10 @@ def test_a_model_never_replaces_what_was_measured(tmp_path: Path) -> None:
     rows = read_rows(table, "linear")
     assert measured.items() <= rows.items()
     assert sorted(row["source"] for row in rows.values()) == ["measured"] * 2 + ["model"] * 2
-    # Nor does a modelled row hold its place against a measured one.
+    # Nor does a modelled row hold its place against a measured one, but against a modelled one.
     assert incumbent_of(rows, "linear", TARGET, PROBLEMS[3]) is None
+    held = incumbent_of(rows, "linear", TARGET, PROBLEMS[3], "model")
+    assert held == by_time(PROBLEMS[3])[0]
 
 
 def test_a_kernel_far_behind_is_given_up_unless_one_looks_closely() -> None:
