@@ -110,7 +110,9 @@ class FusedMoeProblem:
 
         They are four, or three without a reduction; where tokens are few and the architecture has
         the kernels, two. Where the second GEMM gathers its rows, the sum over a token's slots finds
-        its results as the ids are sorted.
+        its results as the ids are sorted, and in bf16 where that is the layer's dtype: there are
+        so many that their bytes take as long as a third of their products. In fp16 they might
+        overflow where the weighted sum does not.
         """
         if arch in FEW_TOKENS_ARCHS and (few := self._of_few_tokens()):
             return few
@@ -159,14 +161,15 @@ class FusedMoeProblem:
             early_routing=True,
         )
         if self.reduce and not invariance.is_on() and grouped.is_first(arch, second):
-            second = replace(second, sorted_out=True)
+            narrow = self.dtype == "bf16"
+            second = replace(second, sorted_out=True, out_dtype="bf16" if narrow else "fp32")
         combine = MoeCombineProblem(
             M=self.M,
             N=self.hidden,
             top_k=self.top_k,
             E=self.num_experts,
             shared=self.shared,
-            y_dtype="fp32",
+            y_dtype=second.out_dtype if self.reduce else "fp32",
             out_dtype=self.dtype,
             id_dtype=self.id_dtype,
             sorted_y=second.sorted_out,

@@ -38,6 +38,7 @@ from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_up import MoeUpProblem
 from aiter_mx.kernels.spec import Parts
 from aiter_mx.launch import Run, not_warm
+from aiter_mx.numerics import DTYPES
 from aiter_mx.plan import Plans, bind, falls_back
 from aiter_mx.registration import with_memory
 from aiter_mx.target import ENVIRONMENT, EXACT_SUMS, Target, cpu_target, target_of
@@ -262,8 +263,12 @@ def arguments_of(layer: Parts) -> tuple[tuple[str, ...], ...]:
 
 
 def _is_sorted(layer: Parts) -> bool:
+    return (last := _combine_of(layer)) is not None and last.sorted_y
+
+
+def _combine_of(layer: Parts) -> MoeCombineProblem | None:
     last = layer[-1][1]
-    return isinstance(last, MoeCombineProblem) and last.sorted_y
+    return last if isinstance(last, MoeCombineProblem) else None
 
 
 def tensors_between(
@@ -274,18 +279,17 @@ def tensors_between(
     if not isinstance(align, MoeAlignProblem):
         return {"h": ((problem.routed, I), torch.float32)}
     quantisation = {"xq": ((M, H), _FP8[0]), "xs": ((M, H // BLOCK), torch.uint8)}
-    to_reduce: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    to_reduce = {"y": ((problem.routed, H), torch.float32)}
-    if _is_sorted(layer):
-        to_reduce = {
-            "y": ((align.max_ids, H), torch.float32),
-            "places": ((problem.routed,), torch.int32),
-        }
+    to_reduce: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if combine := _combine_of(layer):
+        rows = align.max_ids if combine.sorted_y else problem.routed
+        to_reduce = {"y": ((rows, H), DTYPES[combine.y_dtype])}
+        if combine.sorted_y:
+            to_reduce["places"] = ((problem.routed,), torch.int32)
     return {
         **({} if problem.quantised else quantisation),
         "hq": ((problem.routed, I), _FP8[0]),
         "hs": ((problem.routed, I // BLOCK), torch.uint8),
-        **(to_reduce if problem.reduce else {}),
+        **to_reduce,
         "sorted_ids": ((align.max_ids,), torch.int32),
         "expert_ids": ((align.max_ids // align.block_m,), torch.int32),
         "post_padded": ((1,), torch.int32),

@@ -11,6 +11,7 @@ from torch import Tensor
 import aiter_mx
 from aiter_mx.checks import DTYPE_NAMES
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
+from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.launch import call as launched
 from aiter_mx.plan import bind
 from aiter_mx.target import target_of
@@ -105,9 +106,11 @@ def assert_layer(out: Tensor, call: dict[str, Any], device: torch.device) -> Non
         quantised=1,
         bias1="none" if here["bias1"] is None else DTYPE_NAMES[here["bias1"].dtype],
         id_dtype="i32" if here["topk_ids"].dtype == torch.int32 else "i64",
+        dtype=DTYPE_NAMES[call["x"].dtype],
         **kinds,
     )
-    op, up = problem.parts(target_of(device).arch)[0]
+    launches = problem.parts(target_of(device).arch)
+    (op, up), (_, last) = launches[0], launches[-1]
     if op == "moe_up":
         rows = torch.zeros(M * slots, problem.intermediate, device=device)
         routing = (here["topk_ids"], expert_map, None)
@@ -129,11 +132,16 @@ def assert_layer(out: Tensor, call: dict[str, Any], device: torch.device) -> Non
     weights = torch.cat((call["topk_weights"], torch.ones(M, shared)), 1).flatten().double()
     N = call["x"].shape[1]
     ref, error, total = (torch.zeros(M, N, dtype=torch.float64) for _ in range(3))
+    rounded_slots = isinstance(last, MoeCombineProblem) and last.y_dtype == "bf16"
     for expert in set(experts) - {-1}:
         rows = torch.tensor(second.rows_of(expert))
-        for sums, part in zip((ref, error, total), second.sums(expert), strict=True):
-            weight = weights[rows].unsqueeze(1)
-            sums.index_add_(0, rows // slots, part * (weight if sums is ref else weight.abs()))
+        value, off, magnitude = second.sums(expert)
+        if rounded_slots:
+            off = off + 2.0**-8 * (value.abs() + off)
+        weight = weights[rows].unsqueeze(1)
+        parts = (value * weight, off * weight.abs(), magnitude * weight.abs())
+        for sums, part in zip((ref, error, total), parts, strict=True):
+            sums.index_add_(0, rows // slots, part)
     error += (slots + 2) * 2.0**-24 * total
     assert_rounded(out, ref, error, total, note="fused")
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 import aiter_mx
 from aiter_mx import launch
-from aiter_mx.checks import BLOCK
+from aiter_mx.checks import BLOCK, DTYPE_NAMES
 from aiter_mx.dispatch.route import Route
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
+from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem, grouped
 from aiter_mx.kernels.moe_gemm.grouped import GATHER, GROUPED, grouped_problem
 from aiter_mx.kernels.registry import find_kernel
@@ -23,6 +24,7 @@ from aiter_mx.ops import fused_moe_call
 from aiter_mx.plan import Plans, bind_route
 from aiter_mx.target import hardware, target_of
 from aiter_mx.workloads import workload_of
+from op_tests.conformance import DTYPES
 from op_tests.launches import POISON, on
 from op_tests.moe.layers import assert_layer, random_call
 from op_tests.moe.operands import Case, draw_layer
@@ -106,12 +108,13 @@ def test_layer_of_many_tokens_has_the_same_bits_with_sorted_results(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fixed = {"M": 300, "experts": 3, "top_k": 2, "hidden": 64, "intermediate": 96}
+    fixed["dtype"] = torch.float16  # whose slots stay in fp32 both ways
     for seed, more in enumerate(({"has_map": False}, {"has_map": True, "shared": 1}, {})):
         call = on(device, random_call(random.Random(seed), seed, **fixed, **more))
         if seed == 2:
             call["num_tokens"] = torch.tensor([280], dtype=torch.int32, device=device)
             call["out"] = torch.full_like(call["x"], 7.0)
-        layer = FusedMoeProblem(300, 64, 96, call["w1q"].shape[0], 2, 3, has_map=1)
+        layer = FusedMoeProblem(300, 64, 96, call["w1q"].shape[0], 2, 3, has_map=1, dtype="fp16")
         gemm = layer.parts(target_of(device).arch)[2][1]
         assert isinstance(gemm, MoeGemmProblem) and gemm.sorted_out
         tried = workload_of("moe_gemm").operands(gemm, device)
@@ -132,9 +135,17 @@ def test_dispatch_hands_over_where_experts_have_many_rows() -> None:
     assert "N=100 is not a multiple of 32" in str(GROUPED.refusal(hardware("gfx950"), odd))
 
 
-def test_fused_layer_of_many_tokens_matches_float64(device: torch.device) -> None:
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_fused_layer_of_many_tokens_matches_float64(
+    dtype: torch.dtype, device: torch.device
+) -> None:
     fixed = {"M": 300, "experts": 2, "top_k": 2, "hidden": 256, "intermediate": 256, "shared": 0}
-    fixed |= {"has_map": False, "dtype": torch.bfloat16, "id_dtype": torch.int32, "biased": True}
+    fixed |= {"has_map": False, "dtype": dtype, "id_dtype": torch.int32, "biased": True}
     call = random_call(random.Random(1), 1, activation="silu", layout="halves", **fixed)
+    layer = FusedMoeProblem(300, 256, 256, 2, 2, dtype=DTYPE_NAMES[dtype])
+    second, combine = (part for _, part in layer.parts(target_of(device).arch)[2:])
+    slots = "bf16" if dtype == torch.bfloat16 else "fp32"
+    assert isinstance(second, MoeGemmProblem) and second.out_dtype == slots
+    assert isinstance(combine, MoeCombineProblem) and combine.y_dtype == slots
     with_wide_blocks = aiter_mx.fused_moe(**on(device, call))
     assert_layer(with_wide_blocks.cpu(), call, device)
