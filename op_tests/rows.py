@@ -15,7 +15,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import MISSING
 from itertools import islice
@@ -117,6 +117,12 @@ def rows(kernel: KernelSpec, target: Target, seed: int) -> Iterator[tuple[str, P
             return
 
 
+def tried(arch: str) -> dict[str, KernelSpec]:
+    """Our kernels of an architecture, by the names that are saved."""
+    every = (kernel for op in ops() for kernel in kernels_of(op))
+    return {f"{k.op}/{k.name}": k for k in every if k.modules and k.is_for(arch)}
+
+
 def compile_ahead(
     kernel: KernelSpec, target: Target, drawn: Sequence[tuple[str, Problem, Config]]
 ) -> None:
@@ -148,15 +154,17 @@ def ran(kernel: KernelSpec, problem: Problem, config: Config, device: torch.devi
     return "" if verdict.right else f"another result: {verdict}"
 
 
-def save(path: Path, row: dict[str, object]) -> None:
-    """Put a kernel's counts in the place of those that a file may have of it."""
+def save(path: Path, row: dict[str, object], kernels: Collection[str]) -> None:
+    """Put a kernel's counts in the place of those that a file may have of it, or of kernels that
+    are none of these."""
     with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as other processes may try other kernels
         frame = pd.DataFrame([row])
         if file.tell():
             file.seek(0)
             old = pd.read_csv(file)
-            frame = pd.concat([old[old["kernel"] != row["kernel"]], frame])
+            kept = old["kernel"].isin({*kernels} - {row["kernel"]})
+            frame = pd.concat([old[kept], frame])
             file.truncate(0)
         frame.sort_values("kernel").to_csv(file, index=False)
 
@@ -175,10 +183,8 @@ def main() -> int:
     device = torch.device("cpu" if simulated else "cuda")
     target, failures = hardware(asked.arch), 0
     with aiter_mx.simulate("gfx950") if simulated else nullcontext():
-        for kernel in (kernel for op in ops() for kernel in kernels_of(op)):
-            name = f"{kernel.op}/{kernel.name}"
-            if not kernel.modules or not kernel.is_for(asked.arch):
-                continue
+        kernels = tried(asked.arch)
+        for name, kernel in kernels.items():
             if asked.kernels and name not in asked.kernels:
                 continue
             counts, end = Counter[str](), time.monotonic() + asked.seconds
@@ -198,7 +204,7 @@ def main() -> int:
             if asked.save:
                 row = {"kernel": name, "rows": counts["rows"], "wrong": counts["wrong"]}
                 folder = MEASURED / ("gfx950_simulated" if simulated else gpu_name())
-                save(folder / "rows.csv", row | {"seed": asked.seed, "commit": commit()})
+                save(folder / "rows.csv", row | {"seed": asked.seed, "commit": commit()}, kernels)
     return int(failures > 0)
 
 
