@@ -189,8 +189,8 @@ def decide(
             are candidates too; this one's is added.
         bench: a ``ModelBench``.
         candidates: the first is what dispatch takes where no table decides.
-        incumbent: what the table names so far; it is tried too, and stays where what is chosen is
-            predicted to be slower.
+        incumbent: what the table names so far; it is tried too, and stays unless what would take
+            its place is no slower, and ahead in four of five draws.
         rules: which are hopeless, out at first look, and too little faster.
     """
     assert isinstance(bench, ModelBench)
@@ -224,7 +224,8 @@ def decide(
         best = next(c for c in order if c == usual or beats(bench, c, usual, rules.margin))
         if running[best] > (1 + rules.margin) * min(alike.values(), default=inf):
             best = order[0]  # else more rows would take less
-        best = min([best, *(c for c in held if c in running)], key=lambda c: running[c])
+        if incumbent in running and not beats(bench, best, incumbent, 0.0):
+            best = incumbent
         try:
             admitted[best] = Admission(running[best], bench.rel_err(best))
         except Unfit as error:

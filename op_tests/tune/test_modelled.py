@@ -157,6 +157,9 @@ def test_a_row_stays_where_what_would_replace_it_is_slower(
         bench = FakeBench(us=us | more, floors={held: 9.0, USUAL: 6.0, OTHER: 6.0})
         outcome = decide({}, bench, candidates, held, RULES)
         assert outcome.chosen is not None and outcome.chosen.candidate == expected
+    bench = FakeBench(us=us | {held: 9.9}, late={THIRD: 1.5})  # in a quarter of the draws
+    outcome = decide({}, bench, candidates, held, RULES)
+    assert outcome.chosen is not None and outcome.chosen.candidate == held
     failing = FakeBench(us=us, wrong=(held,))
     outcome = decide({}, failing, candidates, held, RULES)
     assert outcome.chosen is not None and outcome.chosen.candidate == candidates[0]
