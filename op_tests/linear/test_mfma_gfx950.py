@@ -76,6 +76,26 @@ def test_rows_are_the_same_in_blocks_of_64_and_in_one_of_128(device: torch.devic
     assert all(torch.equal(most[: len(each)], each) for each in fewer)
 
 
+@pytest.mark.parametrize(("fold", "M"), [(2, 13), (2, 32), (4, 5), (4, 8), (4, 16)])
+def test_few_rows_are_the_same_in_blocks_of_folded_tiles(
+    fold: int, M: int, device: torch.device
+) -> None:
+    config, drawn = config_of(2, fold, 2, 2), operands(M, 37, 2336, 7)
+    bias, runs = torch.randn(37), []
+    for blocks in range(1, -(-M * fold // 16) + 1):
+        runs.append(launch(device, {**config, "blocks": blocks}, drawn, bias, torch.float32))
+    assert len(runs) > 1
+    assert_close_to_reference(runs[0], *drawn, bias)
+    assert all(torch.equal(runs[0], run) for run in runs)
+
+
+@pytest.mark.parametrize(("M", "N", "K"), [(8, 384, 5120), (8, 384, 1536), (16, 384, 5120)])
+def test_few_rows_are_divided_where_w_has_few_too(M: int, N: int, K: int) -> None:
+    chosen = MFMA.configure(GFX950, LinearProblem(M, N, K))
+    assert chosen["blocks"] > 1 and chosen["fold"] > 1
+    assert MFMA.configure(GFX950, LinearProblem(M, 36864, K))["blocks"] == 1
+
+
 @pytest.mark.parametrize("cu_num", [1, 6, 64, 256])
 def test_compute_units_have_as_many_rows_each(cu_num: int) -> None:
     assert MFMA.module is not None
@@ -85,8 +105,8 @@ def test_compute_units_have_as_many_rows_each(cu_num: int) -> None:
         for config in MFMA.candidates(target, problem)[:12]:
             grid = MFMA.module.geometry(target, problem, config).grid
             _, _, _, each, longer, *_ = MFMA.module.scalars(target, problem, config)
-            groups = grid[0] * grid[1]
-            assert groups % cu_num == 0 or groups == N
+            groups, blocks = grid[0] * grid[1], grid[2]
+            assert -groups * blocks % cu_num < blocks or groups == N
             assert groups * each + longer == N
             assert each + (longer > 0) <= config["row_tiles"] * 16 // config["fold"]
 

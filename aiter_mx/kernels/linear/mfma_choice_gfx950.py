@@ -171,12 +171,12 @@ def _ways_of(M: int, splits: tuple[int, ...]) -> Iterator[tuple[Way, int]]:
             if split == 1 or min(rows, cols) >= _FEWEST_SHARED_TILES:
                 yield from _ways_of_many(M, rows, cols, split)
         return
-    most = -(-M // SIDE)  # blocks: each has a tile
     for rows, fold, blocks, split in product(
         *(PARAMS[i].values for i in (0, 1)), (1, 2, 4), splits
     ):
-        folds = fold == 1 or (split * blocks == 1 and M * fold <= SIDE * _MOST_FOLDED_TILES)
-        if folds and blocks <= max(1, min(most, 2 * BLOCK_M // (SIDE * split))):
+        tiles = -(-M * fold // SIDE)  # each block has one
+        folds = fold == 1 or (split == 1 and tiles <= _MOST_FOLDED_TILES)
+        if folds and blocks <= max(1, min(tiles, 2 * BLOCK_M // (SIDE * split))):
             yield way_at(M, rows, fold, blocks, split), blocks
 
 
