@@ -305,6 +305,8 @@ def _of_menu(target: Target, M: int, N: int, K: int) -> tuple[str, Config | None
     found[persistent] = "persistent", None
     memory = weights_cycles(target, problem) + FITTED["launch"]
     for kernel, row_tiles, col_tiles, waves, splits in menu(target, N, K):
+        if splits > 1 and M > MOST_SHARED_ROWS:
+            continue
         names = [param.name for param in SEARCHES[kernel].params]
         for way, blocks in _ways_of_many(M, row_tiles, col_tiles, splits):
             work = work_at(target.cu_num, N, K, way)
@@ -348,14 +350,15 @@ def fastest_of(target: Target, M: int, N: int, K: int) -> tuple[str, Config | No
 
 
 def _searched(target: Target, M: int, N: int, K: int) -> tuple[str, Config | None]:
-    """``mfma`` is the fastest unless another is by a twentieth. No search goes beyond what would
-    be taken in its place."""
+    """``mfma`` is the fastest unless another is by a twentieth; beyond BLOCK_M the fit has what
+    shares K that much too slow. No search goes beyond what would be taken in its place."""
     tuned, launch, best = LinearProblem(M, N, K), FITTED["launch"], inf
     if M >= _FEWEST_LARGE_ROWS:
         best = _persistent(target, tuned)
-    mfma = SEARCHES["mfma"].cheapest(target, tuned, best / _WORTH_LEAVING - launch)
+    worth = _WORTH_LEAVING if M <= BLOCK_M else 1.0
+    mfma = SEARCHES["mfma"].cheapest(target, tuned, best / worth - launch)
     if mfma is not None:
-        best = min(best, _WORTH_LEAVING * (launch + mfma[0]))
+        best = min(best, worth * (launch + mfma[0]))
     if _FEWEST_SPLIT_ROWS <= M <= MOST_SHARED_ROWS:
         split = SEARCHES["mfma_split"].cheapest(target, tuned, best - launch)
         if split is not None:
