@@ -99,7 +99,16 @@ def traced_launch(
     key = _key(candidate, launch, problem, number, count)
     saved = _Saved.from_bytes(get_or_build(_kind(key), key, "trace", trace_it).data)
     working[alike] = saved.working
-    return Traced(SplitTrace(saved.trace), saved.working, saved.resident)
+    traced = Traced(SplitTrace(saved.trace), saved.working, saved.resident)
+    return replace(traced, least_bytes=_needed(candidate.op, problem, operands))
+
+
+def _needed(op: str, problem: Problem, operands: Operands) -> float:
+    """Bytes of memory that any kernel has to read or write: of all operands, unless a call says
+    which experts or rows of them it uses."""
+    if workload_of(op).indices is not None or hasattr(problem, "E"):
+        return 0.0
+    return float(sum(tensor.nbytes for tensor in operands if tensor is not None))
 
 
 def sampled(launch: Prepared, count: int, working: int | None = None) -> Sample:

@@ -204,6 +204,7 @@ def test_a_trace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ("linear", LinearProblem(1, 106496, 16384), "gemv", (4, 1, 3)),  # many rounds, no rest
         ("linear", LinearProblem(2, 53250, 8192), "gemv", (8, 1, 1)),
         ("linear", LinearProblem(8, 53250, 8192), "mfma", ()),
+        ("linear", LinearProblem(32, 106496, 16384), "persistent", (64, 256, 8, 8)),  # uneven
         ("moe_gemm", MoeGemmProblem(16, 2304, 6144, 64, 2, 16, a_div=2), "mfma", ()),
         ("quantize", QuantizeProblem(16384, 7168), "rows", ()),
         ("quantize", QuantizeProblem(16384, 7168, to="both"), "tiles", ()),

@@ -29,6 +29,8 @@ class Traced:
         fills: launches ahead of it that only fill memory.
         fresh: how much of what the workgroups of an XCD touch no other of them does, by region.
         left: what caches hold from before the launch.
+        least_bytes: that it is known to have of memory: the traced workgroups may have less than
+            others, where these divide what they do unevenly.
     """
 
     split: SplitTrace
@@ -37,6 +39,7 @@ class Traced:
     fills: int = 0
     fresh: Fresh = ()
     left: Left = COLD
+    least_bytes: float = 0.0
 
     def shares(self) -> Shares:
         """Where the lines come from that its workgroups touch."""
@@ -46,7 +49,7 @@ class Traced:
         """What the bytes of HBM take at its rate: no launch takes less."""
         of_traced = float(sum(map(mul, self.split.footprint(), self.shares().memory)))
         every = of_traced / self.split.groups * self.groups
-        return every / (constants.memory_tb_s * 1e6)
+        return max(every, self.least_bytes) / (constants.memory_tb_s * 1e6)
 
 
 @dataclass(frozen=True)
