@@ -222,10 +222,10 @@ def decide(
             continue
         order = sorted(running, key=lambda candidate: running[candidate])
         best = next(c for c in order if c == usual or beats(bench, c, usual, rules.margin))
-        if running[best] > (1 + rules.margin) * min(alike.values(), default=inf):
-            best = order[0]  # else more rows would take less
         if incumbent in running and not beats(bench, best, incumbent, 0.0):
             best = incumbent
+        if running[best] > (1 + rules.margin) * min(alike.values(), default=inf):
+            best = order[0]  # else more rows would take less
         try:
             admitted[best] = Admission(running[best], bench.rel_err(best))
         except Unfit as error:

@@ -144,6 +144,12 @@ def test_fewer_rows_take_the_fastest_where_more_take_less() -> None:
     ):
         bench = FakeBench(problem=LinearProblem(M, 96, 256), us=us)
         assert chosen(bench, known) == expected
+    # Also where what the table names is ahead in a quarter of the draws.
+    bench = FakeBench(
+        problem=LinearProblem(4, 96, 256), us={USUAL: 9.9, OTHER: 9.6}, late={OTHER: 1.5}
+    )
+    outcome = decide(known, bench, (USUAL, OTHER), USUAL, RULES)
+    assert outcome.chosen is not None and outcome.chosen.candidate == OTHER
 
 
 @pytest.mark.parametrize("candidates", [EVERY, (OTHER, THIRD)])
