@@ -115,6 +115,7 @@ MISTAKES = [
             "bias of the first row",
             "load_bias(bias, bias_kind, first + own_row)",
             "load_bias(bias, bias_kind, first)",
+            BIASES,
         ),
         ("far scales not noticed", "return far != 0;", "return false;", FAR),
     ),
