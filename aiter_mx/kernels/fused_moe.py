@@ -110,9 +110,9 @@ class FusedMoeProblem:
 
         They are four, or three without a reduction; where tokens are few and the architecture has
         the kernels, two. Where the second GEMM gathers its rows, the sum over a token's slots finds
-        its results as the ids are sorted, and in bf16 where that is the layer's dtype: there are
-        so many that their bytes take as long as a third of their products. In fp16 they might
-        overflow where the weighted sum does not.
+        its results as the ids are sorted, and in bf16 where that is the layer's dtype: with few
+        intermediate features fp32's bytes would take about as long as the products. In fp16 they
+        might overflow where the weighted sum does not.
         """
         if arch in FEW_TOKENS_ARCHS and (few := self._of_few_tokens()):
             return few
