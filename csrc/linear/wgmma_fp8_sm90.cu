@@ -148,6 +148,8 @@ constexpr int kBoxes = kKept         ? kKGroups * kRowWarps * kMostKept * (kPart
                        : kParts == 1 ? 0
                                      : kOwnedTiles * kParts;
 constexpr int kInboxBytes = kBoxes * kTileBytes;
+// Of a warp's results where there is one part, where the stages were.
+constexpr int kStagingBytes = kXIsA ? (kTilesB | 1) * 256 : 0;
 MX_DEVICE constexpr int boxes_of(int part) { // of a workgroup, into which sums come
     return kKept ? (first_kept((part + 1) * kKGroups) - first_kept(part * kKGroups)) * kRowWarps *
                        (kParts - 1)
@@ -163,6 +165,7 @@ constexpr int kScalesA = kStages * kStageBytes;
 constexpr int kScalesB = kScalesA + kChunks * kRowsA * kFactorBytes;
 constexpr int kInbox = kScalesB + kPairs * kRowsB * 2 * kFactorBytes;
 constexpr int kBarriers = kInbox + kInboxBytes;
+static_assert(kParts > 1 || kActive * kGroupsB * kStagingBytes <= kStages * kStageBytes);
 constexpr bool kRefills = kStages < kChunks;
 constexpr int kRings = kRefills ? 2 : 1; // of barriers
 constexpr int kEnd = kBarriers + (kRings * kStages + 2) * 8;
@@ -499,6 +502,14 @@ struct Kept {
                 store_tile(at, tile_of(sums, j));
         });
     }
+    // Where there is one part; staging: where the warp leaves 16-bit results on their way.
+    MX_MEMBER void store_own(const Sums& sums, unsigned staging) const {
+        float4 tiles[kTilesB];
+#pragma unroll
+        for (int i = 0; i < kTilesB; ++i)
+            tiles[i] = tile_of(sums, i);
+        store_tiles(tiles, 0, staging);
+    }
     // Adds in the order of the parts, whoever does it.
     MX_MEMBER void receive(const Sums& sums) const {
         for_each_int<kParts>([&](auto part) {
@@ -510,7 +521,7 @@ struct Kept {
 #pragma unroll
                     for (int i = 0; i < count; ++i)
                         tiles[i] = whole<p>(tile_of(sums, first + i), i);
-                    store_tiles(tiles, first);
+                    store_tiles(tiles, first, box(own, 0, own == 0 ? 1 : 0) - store.lane * 16);
                 }
         });
     }
@@ -527,10 +538,17 @@ struct Kept {
             of[0] = add(of[0], of[s]);
         return of[0];
     }
+    // Code that has not run yet comes from memory: so little of it, where no output is special.
     template <int Count>
-    MX_MEMBER void store_tiles(const float4 (&tiles)[Count], int first) const {
-        // Code that has not run yet comes from memory: so little of it, where no output is special.
-        if (store.bias_kind == kNone && store.paired && store.first + kRowsW <= store.N) {
+    MX_MEMBER void store_tiles(float4 (&tiles)[Count], int first, unsigned staging) const {
+        const bool plain =
+            !kXIsA && store.bias_kind == kNone && store.paired && store.first + kRowsW <= store.N;
+        if (kXIsA && store.N % 8 == 0 && reinterpret_cast<unsigned long>(store.y) % 16 == 0) {
+            if (store.bias_kind != kNone)
+                add_bias(tiles, first);
+            __syncwarp(); // others have loaded what came to the place of these
+            store_staged(tiles, first, staging);
+        } else if (plain) {
 #pragma unroll
             for (int i = 0; i < Count; ++i)
                 store_plain(tiles[i], first + i);
@@ -540,22 +558,70 @@ struct Kept {
                 store(tiles[i], row_warp * kTilesB + first + i);
         }
     }
-    // Two neighbours along N at a time.
-    MX_MEMBER void store_plain(float4 tile, int j) const {
-        const int i = store.lane / 4, a = row_warp % kActive * 16, pair = store.lane % 4 * 2;
-        unsigned low = pack<Out>(tile.x, tile.y), high = pack<Out>(tile.z, tile.w);
-        if constexpr (!kXIsA) {
-            low = transposed(low);
-            high = transposed(high);
+    // The first of the warp's rows of A; of w in the workgroup, of tile j, where x is A.
+    MX_MEMBER int a() const { return row_warp % kActive * 16; }
+    MX_MEMBER int row(int j) const { return row_warp / kActive * kColumns + 8 * j; }
+    template <int Count>
+    MX_MEMBER void add_bias(float4 (&tiles)[Count], int first) const {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            const long n = store.first + row(first + i) + store.lane % 4 * 2;
+            const float plus[2] = {load_bias(store.bias, store.bias_kind, min(n, store.N - 1)),
+                                   load_bias(store.bias, store.bias_kind, min(n + 1, store.N - 1))};
+            tiles[i].x += plus[0];
+            tiles[i].y += plus[1];
+            tiles[i].z += plus[0];
+            tiles[i].w += plus[1];
         }
-        const int m = kXIsA ? a + i : 8 * j + i,
-                  row = kXIsA ? row_warp / kActive * kColumns + 8 * j + pair : a + pair;
-        constexpr int next_m = kXIsA ? 8 : 0, next_row = 8 - next_m;
-        unsigned* to = reinterpret_cast<unsigned*>(store.y + m * store.N + store.first + row);
-        if (m < store.M && row < kRowsW)
+    }
+    // By way of shared memory, so that whole sectors are stored, of 32 bytes and more. Where w is A
+    // a token's features in a warp are one sector, and that way is longer than it saves.
+    template <int Count>
+    MX_MEMBER void store_staged(const float4 (&tiles)[Count], int first, unsigned staging) const {
+        constexpr int pitch = (Count | 1) * 16; // bytes of a row
+        const int lane = store.lane;
+        const int rows = static_cast<int>(min(static_cast<long>(kRowsW), store.N - store.first));
+        const unsigned to = staging + lane % 16 * pitch + lane / 16 * 16;
+        for_each_int<(Count + 1) / 2>([&](auto at) {
+            constexpr int i = 2 * decltype(at)::value, next = i + 1 < Count ? i + 1 : i;
+            store_matrices<i + 1 < Count>(
+                to + i * 16, pack<Out>(tiles[i].x, tiles[i].y), pack<Out>(tiles[i].z, tiles[i].w),
+                pack<Out>(tiles[next].x, tiles[next].y), pack<Out>(tiles[next].z, tiles[next].w));
+        });
+        __syncwarp();
+#pragma unroll 2
+        for (int i = lane; i < 16 * Count; i += kLanes) {
+            const int of_x = i / Count, piece = i % Count;
+            const int m = a() + of_x, n = row(first) + piece * 8;
+            if (m < store.M && n < rows)
+                store_vector(store.y + m * store.N + store.first + n,
+                             load_shared_vector(staging + of_x * pitch + piece * 16));
+        }
+    }
+    // Two matrices of 8 by 8, or four; lane 4i + j has columns 2j and 2j + 1 of row i.
+    template <bool Four>
+    MX_MEMBER static void store_matrices(unsigned address, unsigned v0, unsigned v1, unsigned v2,
+                                         unsigned v3) {
+        if constexpr (Four)
+            asm volatile(
+                "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                "r"(v0), "r"(v1), "r"(v2), "r"(v3)
+                : "memory");
+        else
+            asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address),
+                         "r"(v0), "r"(v1)
+                         : "memory");
+    }
+    // Where w is A: two neighbours along N at a time.
+    MX_MEMBER void store_plain(float4 tile, int j) const {
+        const int i = store.lane / 4, pair = store.lane % 4 * 2, m = 8 * j + i, n = a() + pair;
+        const unsigned low = transposed(pack<Out>(tile.x, tile.y)),
+                       high = transposed(pack<Out>(tile.z, tile.w));
+        unsigned* to = reinterpret_cast<unsigned*>(store.y + m * store.N + store.first + n);
+        if (m < store.M && n < kRowsW)
             *to = low;
-        if (m + next_m < store.M && row + next_row < kRowsW)
-            to[(next_m * store.N + next_row) / 2] = high;
+        if (m < store.M && n + 8 < kRowsW)
+            to[4] = high;
     }
 };
 
@@ -882,10 +948,11 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
             barrier_arrive_read(address_in_cluster(received, lane));
     };
     if constexpr (kParts == 1) {
+        if constexpr (kXIsA)
+            named_barrier(1, kConsumers); // all stages have been read
+        const int own = first_tile / kTilesB;
         if (active)
-#pragma unroll
-            for (int j = 0; j < kTilesB; ++j)
-                store_outputs(tile_sum(j), first_tile + j);
+            Kept{store_outputs, 0, 0, own, 0}.store_own(sums, shared + own * kStagingBytes);
     } else if constexpr (kKept) {
         const Kept kept{store_outputs, shared + kInbox, inbox_full, first_tile / kTilesB,
                         part * kKGroups + k_group};
