@@ -880,10 +880,12 @@ struct Consumer {
                                (highest > kLastWScale && !nan_scale);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            if (any_of_row((nan[i] & 0x80808080) || (lane % 2 == i && nan_scale), lane))
+            if (any_of_row((nan[i] & 0x80808080) || (lane % 2 == i && nan_scale), lane)) {
+                asm volatile(""); // a branch: selects would be run by all
 #pragma unroll
                 for (int j = 0; j < kOctets; ++j)
                     sums[4 * j + 2 * i] = sums[4 * j + 2 * i + 1] = bits_to_float(kNanBits);
+            }
         if constexpr (kPairs)
             open(next);
         if constexpr (kInTurn > 1) {
