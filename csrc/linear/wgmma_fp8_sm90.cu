@@ -1,4 +1,4 @@
-// Decode linear for up to 256 rows of x on Hopper, for bf16 results: y = dequantised(x) *
+// Linear for few rows of x, or few weights, on Hopper, for bf16 results: y = dequantised(x) *
 // dequantised(w)^T + bias.
 //
 //   xq [M, K], wq [N, K]        e4m3 payload, K a multiple of 128
@@ -24,6 +24,8 @@
 // wgmma's A, of 64 rows, is x where kXIsA: then its four warps have as much work each, whatever
 // the rows of w, and more rows of x than 64 are for two warpgroups and more. Sums are added over
 // the warpgroups and the cluster in a fixed order.
+//
+// Where kTiled, a cluster takes kRowsM of the rows of x, not all; the grid's y counts them.
 
 #include "common/epilogue.h"
 #include "common/scale.h"
@@ -83,6 +85,7 @@ MX_DEVICE void wait_for_stage(unsigned barrier, unsigned parity) {
 }
 
 constexpr bool kXIsA = MX_X_IS_A;             // wgmma's A is x, its B is w; else the other way
+constexpr bool kTiled = MX_TILED;             // whether there may be more rows of x
 constexpr int kRowsM = MX_ROWS_M;             // of x, a multiple of 8
 constexpr int kRowsW = MX_ROWS_W;             // of w in a workgroup, a multiple of 8
 constexpr int kRowGroups = MX_ROW_GROUPS;     // warpgroups side by side along w, and along x
@@ -649,6 +652,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
     const int first_chunk =
         kEven ? part * kChunks : part * part_chunks + min(part, parts_with_one_more);
 
+    const int first_m = kTiled ? blockIdx.y * kRowsM : 0;
     if (threadIdx.x >= kConsumers) { // the producers
         const int warp = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);
         if (warp > kWarps + 1) {
@@ -696,7 +700,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
         if constexpr (kSplit > 1)
             cluster_arrive_relaxed();
         const unsigned to = shared + (of_x == kXIsA ? 0 : kXIsA ? kXBytes : kWBytes);
-        const int row = of_x ? 0 : static_cast<int>(first_row);
+        const int row = of_x ? first_m : static_cast<int>(first_row);
         constexpr int early = kDepth < kStages ? kDepth : kStages;
         if (elected_lane()) {
             PipelineState<kStages> arriving, next;
@@ -728,6 +732,12 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
         return;
     }
 
+    if constexpr (kTiled) {
+        xq += first_m * K;
+        xs += first_m * (K / kBlock);
+        y += first_m * N;
+        M -= first_m;
+    }
     ScaleCopies scale_copies;
     scale_copies.ask(xs, ws, first_row, static_cast<int>(M), N, K, first_chunk, chunks, overlaps);
     if constexpr (kSplit > 1)

@@ -12,6 +12,7 @@ from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.wgmma_fp8_sm90 import WGMMA_FP8
+from aiter_mx.kernels.linear.wgmma_fp8_tiled_sm90 import WGMMA_FP8_TILED
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
@@ -60,6 +61,11 @@ def launches() -> dict[str, tuple[Module, Problem, Config]]:
     config = WGMMA_FP8.configure(SM90, shared)
     assert config["per_sm"] > 1
     found["linear/wgmma_fp8_sm90.cu of several on an SM"] = (module, shared, config)
+    tiled, module = LinearProblem(300, 2304, 3072), WGMMA_FP8_TILED.module
+    assert module is not None
+    for config in WGMMA_FP8_TILED.candidates(SM90, tiled):
+        name = "linear/wgmma_fp8_sm90.cu in tiles " + "x".join(map(str, config.values()))
+        found[name] = (module, tiled, config)
     return found
 
 

@@ -24,6 +24,7 @@ from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
 from aiter_mx.kernels.linear.wgmma_bf16_swapped_sm90 import WGMMA_BF16_SWAPPED
 from aiter_mx.kernels.linear.wgmma_f16_sm90 import WGMMA_F16
 from aiter_mx.kernels.linear.wgmma_fp8_sm90 import WGMMA_FP8
+from aiter_mx.kernels.linear.wgmma_fp8_tiled_sm90 import WGMMA_FP8_TILED
 from aiter_mx.kernels.spec import KernelSpec, reference
 
 __all__ = ["KERNELS", "KEY", "PROBLEM", "LinearProblem", "stand_ins"]
@@ -32,10 +33,11 @@ PROBLEM = LinearProblem
 
 _WGMMA_BF16 = replace(WGMMA_BF16, invariant=invariant_sm90.configure)
 _WGMMA_BF16_FEW = declare_few(invariant_sm90.configure_few)
-_STARTING_EARLY = (MMA_REGISTERS, WGMMA_FP8, _WGMMA_BF16_FEW, WGMMA_BF16_SWAPPED)
+_STARTING_EARLY = (MMA_REGISTERS, WGMMA_FP8, WGMMA_FP8_TILED, _WGMMA_BF16_FEW, WGMMA_BF16_SWAPPED)
 _FOR_QUANTISED_X = (
     MMA_REGISTERS,
     WGMMA_FP8,
+    WGMMA_FP8_TILED,
     WGMMA_F16,
     MMA_RING,
     WGMMA_BF16_SWAPPED,

@@ -8,7 +8,7 @@ and all others cycles, of which an SM has 1.98 in a nanosecond, unless something
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,21 @@ WGMMA_FP8_MANY = WgmmaFp8(
     together=3.3,
 )
 """For more than 64 rows of x."""
-WGMMA_FP8_MOST = replace(WGMMA_FP8_MANY, under_way_bytes=100_000)
-"""For more than 128, whose chunks are large: three of them under way, not two."""
+WGMMA_FP8_TILED = WgmmaFp8(
+    bytes_a_cycle=29,
+    block=4.5,
+    column=1.5,
+    sharing=84,
+    waited=98,
+    waited_single=392,
+    kept=0.1,
+    sent=0.05,
+    member=1110,
+    odd_cluster=550,
+    between_passes=525,
+    together=7.9,
+)
+"""In tiles of 64 rows, for 129 to 2,048."""
 
 
 @dataclass(frozen=True)

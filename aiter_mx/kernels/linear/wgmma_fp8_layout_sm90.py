@@ -104,7 +104,7 @@ def shared_layout(
     share = -(-problem.N // needed)
     if -(-share // GROUP_ROWS) != row_groups:
         return None
-    return _laid_out(problem, split, row_groups, k_groups, False, 1, share, per_sm)
+    return laid_out(problem, split, row_groups, k_groups, False, 1, share, per_sm)
 
 
 def layout_of(
@@ -124,7 +124,7 @@ def layout_of(
         for x_first in (x_is_a, not x_is_a):
             as_a = 0 < share <= most_columns
             if as_a if x_first else -(-share // GROUP_ROWS) == row_groups:
-                found = _laid_out(problem, split, row_groups, k_groups, x_first, passes, share)
+                found = laid_out(problem, split, row_groups, k_groups, x_first, passes, share)
                 if found is not None:
                     return found
     return None
@@ -150,7 +150,7 @@ def groups_of_x(problem: LinearProblem) -> int:
     return -(-problem.M // GROUP_ROWS)
 
 
-def _laid_out(
+def laid_out(
     problem: LinearProblem,
     split: int,
     row_groups: int,

@@ -8,7 +8,7 @@ from itertools import product
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars, w_map, x_map
-from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_MANY, WGMMA_FP8_MOST, WgmmaFp8
+from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_MANY, WgmmaFp8
 from aiter_mx.kernels.linear.problem import (
     MATRIX_ARGS,
     LinearProblem,
@@ -44,7 +44,7 @@ from aiter_mx.kernels.spec import (
 )
 from aiter_mx.target import Target
 
-MAX_M = 256
+MAX_M = 128
 ACCUMULATION_ERROR = 2.0**-10
 """Of a sum, relative to the sum of its products' magnitudes, for random payloads, which were at
 most half as far off; MOST_ACCUMULATION_ERROR bounds it for any."""
@@ -52,7 +52,7 @@ MOST_ACCUMULATION_ERROR = 2.0**-8
 """Likewise, for any operands. The matrix unit shifts the 32 products of a block to the exponent of
 the largest and cuts them 13 bits below it, and then the sum: 32 times less than 2^-13 of a block's
 largest product."""
-_MOST_OWN_WEIGHTS = {80: 400_000_000, 128: 80_000_000, 192: 15_500_000, 256: 9_000_000}
+_MOST_OWN_WEIGHTS = {80: 400_000_000, 128: 80_000_000}
 """Up to which it was faster than wgmma_bf16 on an H200, by rows beyond 64: its products take longer
 to add than theirs take to multiply, but need no launch ahead."""
 _FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
@@ -65,7 +65,7 @@ _MOST_SHARED_M = 16  # up to which several workgroups of an SM are candidates
 _MOST_FAST_COLUMNS, _FEW_ROWS, _OF_SLOW_COLUMNS = 112, 48, 1.8
 """Beyond so many columns, and rows of w in a workgroup, products were seen to take that much
 longer."""
-FITTED, FITTED_MANY, FITTED_MOST = WgmmaFp8(), WGMMA_FP8_MANY, WGMMA_FP8_MOST
+FITTED, FITTED_MANY = WgmmaFp8(), WGMMA_FP8_MANY
 
 
 _layout = where_it_fits(layout)
@@ -89,9 +89,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 
 
 def _fitted(problem: LinearProblem) -> WgmmaFp8:
-    if problem.M <= GROUP_ROWS:
-        return FITTED
-    return FITTED_MANY if problem.M <= 2 * GROUP_ROWS else FITTED_MOST
+    return FITTED if problem.M <= GROUP_ROWS else FITTED_MANY
 
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
@@ -105,7 +103,7 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
             found = layout_of(target, problem, split, *groups)
             if found is None:
                 continue
-            of_pass = _cycles_of_pass(fitted, found, split, *groups)
+            of_pass = cycles_of_pass(fitted, found, split, *groups)
             if found.passes * of_pass > least.cost:
                 continue
             for depth in PARAMS[3].values:
@@ -155,7 +153,7 @@ def _bound(target: Target, problem: LinearProblem, split: int) -> float:
     return (_together(fitted, copied, computed) + exchanged) * ROUNDED_OFF
 
 
-def _cycles_of_pass(
+def cycles_of_pass(
     fitted: WgmmaFp8, found: Layout, split: int, row_groups: int, k_groups: int
 ) -> float:
     """What workgroups take from their start to their end, with a good depth."""
@@ -209,10 +207,13 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
     return "wgmma_fp8 keeps fewer bits of sums than the others, and gains where that was measured"
 
 
-def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
-    found = _layout(target, problem, config)
+def defines_of(
+    found: Layout, problem: LinearProblem, config: Config, tiled: bool
+) -> Mapping[str, int]:
+    """What tells the compiler of a layout."""
     return {
         **as_defines(config),
+        "MX_TILED": int(tiled),
         "MX_X_IS_A": int(found.x_is_a),
         "MX_ROWS_M": found.rows_m,
         "MX_ROWS_W": found.rows_w,
@@ -223,6 +224,10 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_SHARED_BYTES": found.shared_bytes,
     }
+
+
+def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
+    return defines_of(_layout(target, problem, config), problem, config, tiled=False)
 
 
 def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:

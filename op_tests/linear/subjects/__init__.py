@@ -12,6 +12,7 @@ from op_tests.linear.subjects.wgmma_sm90 import (
     WGMMA_BF16_SWAPPED,
     WGMMA_F16,
     WGMMA_FP8,
+    WGMMA_FP8_TILED,
 )
 
 _SHAPES = [(1, 1, 32), (3, 40, 160), (17, 65, 1056), (150, 20, 64), (2, 16, 64)]
@@ -35,6 +36,7 @@ SUBJECTS = (
     MMA_REGISTERS,
     MMA_RING,
     WGMMA_FP8,
+    WGMMA_FP8_TILED,
     WGMMA_BF16,
     WGMMA_BF16_FEW,
     WGMMA_BF16_SWAPPED,

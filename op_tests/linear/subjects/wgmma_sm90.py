@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aiter_mx.kernels.linear import wgmma_fp8_sm90
+from aiter_mx.kernels.linear import wgmma_fp8_sm90, wgmma_fp8_tiled_sm90
 from op_tests.conformance import alone, named
 from op_tests.linear.subjects.subject import Case, Subject, cases
 
@@ -46,12 +46,6 @@ WGMMA_FP8_CASES = cases(
     113 2304 6144  4 4 1 3 1
     127 1501 2048  4 2 1 3 1
     128 6144 2048  1 2 2 4 1
-    # Three and four warpgroups along x.
-    129  777 1152  4 3 1 2 1
-    160 2304 6144  4 3 1 3 1
-    191 6144 2048  1 3 1 3 1
-    193  641 1280  4 4 1 2 1
-    255  896 5120  4 4 1 2 1
     # Several on an SM.
       1 1536 6144  8 1 1 6 2
       3 1537 6144  8 1 2 4 2
@@ -85,8 +79,6 @@ WGMMA_FP8_SMALL = cases(
      99 250 1152  2 2 1 4 1
     128 300 2048  2 4 1 3 1
     122 299 1536  1 2 2 4 1
-    150 250 1152  2 3 1 2 1
-    240 190  896  2 4 1 2 1
       5  60 1152  8 1 1 2 2
      12 100  896  4 1 1 2 2
     """,
@@ -115,8 +107,6 @@ _WGMMA_FP8_OWN = cases(
      65 6143 2048
      90 1537 6144
     128 9215 1536
-    150 1537 6144
-    256  383 6144
     """,
 )
 
@@ -129,8 +119,9 @@ WGMMA_FP8 = Subject(
     dtypes=("bf16", "fp16"),
     width=(1370, 1152),
     with_bias=[
-        *(Case(M, N, 1152, _wgmma_fp8(2, 1, 2, 4, 1)) for M in (19, 61) for N in (1370, 1371)),
+        *(Case(M, N, 1152, _wgmma_fp8(2, 1, 2, 4, 1)) for M in (19, 61) for N in (1371, 1376)),
         *(Case(M, 1371, 1152, None) for M in (9, 40, 64, 85, 111)),
+        *(Case(M, 1376, 1152, _wgmma_fp8(1, 1, 1, 4, 1)) for M in (30, 61, 90)),
     ],
     accumulation_error=wgmma_fp8_sm90.ACCUMULATION_ERROR,
     repeats=[
@@ -139,6 +130,60 @@ WGMMA_FP8 = Subject(
     ],
     chained=(8, 32, 64, 128),
     chained_in=[(1, _wgmma_fp8(8, 1, 1, 2, 2)), (8, _wgmma_fp8(4, 1, 1, 3, 3))],
+)
+
+_FP8_TILED = ("tile_n", "row_groups", "k_groups", "split")
+_wgmma_fp8_tiled = named(*_FP8_TILED)
+
+# Between them: tiles of every size, one of tokens and many, the last one of one token, features
+# that no tile divides, whole eights of them and odd ones, clusters of every size and none, parts of
+# K that differ, warps that keep tiles of sums and that do not, and stages that are used again.
+WGMMA_FP8_TILED_CASES = cases(
+    _FP8_TILED,
+    """
+      65   64  128   64 1 1 1
+     129 2304 6144  128 2 1 2
+     130  777 1152   96 1 2 1
+     191 1001  896  120 3 1 3
+     200  300 1664   64 1 2 4
+     255 3072 1536  192 2 1 1
+     257 1990 2304  160 2 1 2
+     320  768 3584   64 1 2 2
+     449  516  640  144 3 1 1
+     511  136 1280   96 1 1 1
+     640 1280 2944  120 3 1 1
+    1000  700  512  128 2 1 1
+    1537  264 1152   64 1 1 2
+    2049   64  384  192 2 1 3
+    """,
+)
+WGMMA_FP8_TILED_SMALL = cases(
+    _FP8_TILED,
+    """
+     129 300 1152   64 1 2 1
+     150 250 1152  120 3 1 2
+     200 190  896  128 2 1 1
+     300 130 2048   64 1 2 4
+    """,
+    cu_num=8,
+)
+
+WGMMA_FP8_TILED = Subject(
+    "wgmma_fp8_tiled",
+    ("sm_90a",),
+    alone([*WGMMA_FP8_TILED_CASES, *cases((), "129 1537 6144\n 320 4096 512\n 900 383 3072")]),
+    few=WGMMA_FP8_TILED_SMALL,
+    least_rows=wgmma_fp8_tiled_sm90.MIN_M,
+    most_rows=290,
+    dtypes=("bf16", "fp16"),
+    width=(130, 1152),
+    with_bias=[
+        *(Case(140, N, 1152, _wgmma_fp8_tiled(96, 1, 2, 1)) for N in (1371, 1376)),
+        *(Case(83, N, 1152, _wgmma_fp8_tiled(120, 3, 1, 1)) for N in (1371, 1376)),
+    ],
+    accumulation_error=wgmma_fp8_sm90.ACCUMULATION_ERROR,
+    repeats=[(M, 2304, 3072, None) for M in (129, 320)],
+    chained=(129, 320),
 )
 
 _BF16 = ("tile_m", "tile_n", "split", "pairs")

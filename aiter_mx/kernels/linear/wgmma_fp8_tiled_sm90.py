@@ -1,0 +1,210 @@
+"""``wgmma_fp8`` for more rows of few weights: csrc/linear/wgmma_fp8_sm90.cu.
+
+x comes in tiles of 64 tokens, wgmma's A; nothing is launched ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+from math import inf
+from typing import NamedTuple
+
+from aiter_mx.kernels.declare import declare
+from aiter_mx.kernels.linear import wgmma_fp8_sm90 as untiled
+from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars, w_map, x_map
+from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_TILED as FITTED
+from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
+from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import Layout, laid_out
+from aiter_mx.kernels.search import Costed, Least, Search
+from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, most_clusters, up
+from aiter_mx.kernels.spec import Config, Geometry, Param, TensorMap, where_it_fits
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("tile_n", (64, 96, 120, 128, 144, 160, 192), "features of a tile"),
+    Param("row_groups", (1, 2, 3), "warpgroups side by side along the features"),
+    Param("k_groups", (1, 2), "warpgroups that take turns along K"),
+    Param("split", (1, 2, 3, 4), "workgroups of a cluster, which share K"),
+)
+_TILES = ((64, 1, 2), (96, 1, 2), (120, 3, 1), (128, 2, 1), (144, 3, 1), (160, 2, 1), (192, 2, 1))
+"""Those that are weighed: all but the last parameter."""
+_OWN_SPLITS = (1, 2)  # without a table: more are seldom faster
+_WORTH_A_CODE = 0.06  # of the fourth powers of times beside the best, on average
+_START = 3900  # cycles of a call beyond what the model has
+_DEPTH = 3  # chunks of 128 k that are under way; 4 and 6 take as long
+_NAMES = tuple(param.name for param in PARAMS)
+MIN_M = GROUP_ROWS + 1
+_MIN_OWN_M = 129  # without a table: up to 128 rows one tile of wgmma_fp8 has all of x
+_MOST_TILES_M = 65_535  # of a grid's y
+_OF_STORING = 1000
+_MOST_OWN = 4_500_000_000
+"""Without a table, it is chosen while rows, in whole tiles, times N times K and ``_OF_STORING`` are
+at most so many, from 81 cells timed on an H200: its products take longer than wgmma_bf16's, which
+begin later."""
+
+
+def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
+    """How a configuration is laid out, or None where it does not fit."""
+    tile_n, row_groups, k_groups, split = (config[p.name] for p in PARAMS)
+    if tile_n % (8 * row_groups) or problem.K // CHUNK // split < k_groups:
+        return None
+    of_tile = replace(problem, M=GROUP_ROWS)
+    return laid_out(of_tile, split, row_groups, k_groups, True, 1, tile_n)
+
+
+_layout = where_it_fits(layout)
+
+
+def _tiles_m(problem: LinearProblem) -> int:
+    return -(-problem.M // GROUP_ROWS)
+
+
+def _layouts(
+    target: Target, problem: LinearProblem, splits: tuple[int, ...] = PARAMS[3].values
+) -> Iterator[Layout | None]:
+    for tile, split in product(_TILES, splits):
+        yield layout(target, problem, dict(zip(_NAMES, (*tile, split), strict=True)))
+
+
+def _refusal(target: Target, problem: LinearProblem) -> str | None:
+    if problem.M < MIN_M:
+        return f"M={problem.M} is below {MIN_M}: wgmma_fp8 has all of x in one tile"
+    if _tiles_m(problem) > _MOST_TILES_M:
+        return f"M={problem.M} is more than {_MOST_TILES_M} tiles of {GROUP_ROWS} rows"
+    refused = untiled.WGMMA_FP8.refusal(target, replace(problem, M=GROUP_ROWS))
+    if refused is not None:
+        return refused
+    if not any(_layouts(target, problem)):
+        return f"K={problem.K}: no room for the scales of a tile in shared memory"
+    return None
+
+
+class Code(NamedTuple):
+    """A configuration, and what does not depend on the rows of x."""
+
+    values: tuple[int, ...]
+    clusters: int
+    side_by_side: int
+    cycles: float
+
+    def cost(self, M: int) -> float:
+        """A model of what a call takes beyond its start: see ``FITTED``."""
+        rounds = -(-(-(-M // GROUP_ROWS) * self.clusters) // self.side_by_side)
+        return rounds * self.cycles
+
+
+@lru_cache(maxsize=1024)
+def _codes(target: Target, N: int, K: int, splits: tuple[int, ...]) -> tuple[Code, ...]:
+    found, problem = [], LinearProblem(MIN_M, N, K)
+    each = zip(product(_TILES, splits), _layouts(target, problem, splits), strict=True)
+    for (tile, split), one in each:
+        if one is not None:
+            cycles = untiled.cycles_of_pass(FITTED, one, split, *tile[1:]) + FITTED.between_passes
+            most = most_clusters(target, split)
+            found.append(Code((*tile, split), one.clusters, most, cycles))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def menu(target: Target, N: int, K: int) -> tuple[Code, ...]:
+    """What a weight's rows are chosen from: the few of all that lose the least together, as each is
+    a code object."""
+    rows = [M for M in range(3 * GROUP_ROWS, 33 * GROUP_ROWS, GROUP_ROWS) if _is_own(M, N, K)]
+    codes = _codes(target, N, K, _OWN_SPLITS) or _codes(target, N, K, PARAMS[3].values)
+    best = [min(code.cost(M) for code in codes) + _START for M in rows]
+    lost = {  # small numbers of rows count as much as large ones
+        code: [((code.cost(M) + _START) / b) ** 4 / M for M, b in zip(rows, best, strict=True)]
+        for code in codes
+    }
+    found: list[Code] = []
+    left = [inf] * len(rows)
+    worth = _WORTH_A_CODE * sum(1 / M for M in rows)
+    while True:
+        more = min(codes, key=lambda code: sum(map(min, left, lost[code])))
+        then = list(map(min, left, lost[more]))
+        if found and sum(left) - sum(then) <= worth:
+            return tuple(found)
+        found.append(more)
+        left = then
+
+
+def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
+    for code in _codes(target, problem.N, problem.K, PARAMS[3].values):
+        yield code.cost(problem.M), (), code.values
+
+
+_search = Search(PARAMS, _costs, most=8)
+
+
+def _configure(target: Target, problem: LinearProblem) -> Config:
+    if not _is_own(problem.M, problem.N, problem.K):
+        return _search.best(target, problem)
+    best = min(menu(target, problem.N, problem.K), key=lambda code: code.cost(problem.M))
+    return dict(zip(_NAMES, best.values, strict=True))
+
+
+def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
+    chosen = _configure(target, problem)
+    others = [found for found in _search.candidates(target, problem) if found != chosen]
+    return [chosen, *others]
+
+
+def _is_own(M: int, N: int, K: int) -> bool:
+    return up(M, GROUP_ROWS) * N * (K + _OF_STORING) <= _MOST_OWN
+
+
+def _yields(target: Target, problem: LinearProblem) -> str | None:
+    if problem.M < _MIN_OWN_M:
+        return f"one tile has all of M={problem.M}"
+    if not _is_own(problem.M, problem.N, problem.K):
+        return f"wgmma_bf16 multiplies M={problem.M} rows in less time"
+    return None
+
+
+def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
+    of_tile = {**config, "depth": _DEPTH, "per_sm": 1}
+    del of_tile["tile_n"]
+    return untiled.defines_of(_layout(target, problem, config), problem, of_tile, tiled=True)
+
+
+def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
+    found = _layout(target, problem, config)
+    return Geometry(
+        grid=(found.clusters * config["split"], _tiles_m(problem), 1),
+        block=(128 * (config["row_groups"] * config["k_groups"] + 1), 1, 1),
+        shared_bytes=found.shared_bytes,
+        overlaps=problem.pdl,
+    )
+
+
+def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
+    return (*matrix_scalars(problem), *part_scalars(problem, config["split"]))
+
+
+def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
+    return w_map(problem, config["tile_n"])
+
+
+def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
+    return x_map(problem, GROUP_ROWS)
+
+
+WGMMA_FP8_TILED = declare(
+    "linear",
+    "wgmma_fp8_tiled",
+    {"sm_90a": "linear/wgmma_fp8_sm90.cu"},
+    symbol="aiter_mx_linear_wgmma_fp8",
+    args=(*MATRIX_ARGS, *PART_ARGS),
+    defines=_defines,
+    geometry=_geometry,
+    scalars=_scalars,
+    tensor_maps=(_weights, _x),
+    refusal=_refusal,
+    params=PARAMS,
+    configure=_configure,
+    candidates=_candidates,
+    yields=_yields,
+)
