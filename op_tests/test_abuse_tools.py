@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
+import pandas as pd
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import hardware
 from aiter_mx.workloads.workload import compare
 from op_tests import peers, rows
+from op_tests.bench.common import MEASURED
 from op_tests.shards import Shard
 
 ALL = Shard(1, 1)
@@ -50,6 +52,19 @@ def test_saved_rows_of_a_kernel_stand_once(tmp_path: Path) -> None:
     for kernel, count in (("op/c", 1), ("op/b", 1), ("op/a", 2), ("op/b", 3)):
         rows.save(path, {"kernel": kernel, "rows": count}, {"op/a", "op/b"})  # op/c is gone
     assert path.read_text() == "kernel,rows\nop/a,2\nop/b,3\n"
+
+
+@pytest.mark.parametrize(
+    ("folder", "arch", "least"),
+    [("gfx950_simulated", "gfx950", 200), ("nvidia_h200", "sm_90a", 50)],
+)
+def test_saved_rows_are_of_kernels_of_now_and_none_is_wrong(
+    folder: str, arch: str, least: int
+) -> None:
+    saved = pd.read_csv(MEASURED / folder / "rows.csv").set_index("kernel")
+    kernels = set(rows.tried(arch))
+    assert set(saved.index) == kernels if arch == "gfx950" else set(saved.index) <= kernels
+    assert (saved["rows"] >= least).all() and not saved["wrong"].any()
 
 
 def test_the_judge_allows_one_rounding_of_least_numbers_and_no_more() -> None:
