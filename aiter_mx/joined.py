@@ -73,7 +73,7 @@ def added_up(problem: GroupedWgradProblem, parts: Parts, runs: Sequence[Run]) ->
 def by_groups(problem: MoeGemmProblem, parts: Parts, runs: Sequence[Run]) -> Run:
     """Gathers the rows of each expert, multiplies them as groups, and scatters their sums, if these
     do not stay as the ids are sorted."""
-    ((_, inner),), (multiply, gather, scatter) = parts, runs
+    ((_, inner),), (multiply, gather, *scatter) = parts, runs
 
     def run(tensors: Tensors, addresses: object) -> None:
         xq, xs, wq, ws, sorted_ids, expert_ids, used, weights, bias, out, out_scales = tensors
@@ -81,12 +81,12 @@ def by_groups(problem: MoeGemmProblem, parts: Parts, runs: Sequence[Run]) -> Run
         scales = xq.new_empty((inner.M, inner.K // BLOCK), dtype=torch.uint8)
         starts, ends = xq.new_empty((2, inner.G), dtype=torch.int32)
         sums, places = out, out_scales
-        if not problem.sorted_out:
+        if scatter:
             sums, places = xq.new_empty((inner.M, inner.N), dtype=DTYPES[inner.out_dtype]), None
         lists = (sorted_ids, expert_ids, used)
         call(gather, xq, xs, *lists, gathered, scales, starts, ends, places)
         call(multiply, gathered, scales, wq, ws, bias, sums, starts, ends)
-        if not problem.sorted_out:
-            call(scatter, sums, *lists, weights, out, out_scales)
+        for each in scatter:
+            call(each, sums, *lists, weights, out, out_scales)
 
     return run

@@ -186,7 +186,7 @@ def _bind_parts(
     ]
     composed = spec.composed
     assert composed is not None
-    for module in composed.around:
+    for module in composed.around(problem):
         index = device.index or 0
         runs.append(launch.bind_module(spec, module, target, problem, chosen.config, index))
     run: Run = _imported(composed.joined_by)(problem, parts, runs)
@@ -253,7 +253,7 @@ def functions_of(target: Target, problem: Problem, chosen: Route) -> list[Functi
     for op, part in parts:
         of_part = chosen if op == chosen.op else route(op, target, part)
         found += functions_of(target, part, of_part)
-    around = spec.composed.around if spec.composed else ()
+    around = spec.composed.around(problem) if spec.composed else ()
     for module in around if parts else spec.modules:
         shared_bytes = module.geometry(target, problem, config).shared_bytes
         request = module_request(module, target, problem, config)

@@ -77,9 +77,9 @@ def _refusal(target: Target, problem: MoeCombineProblem) -> str | None:
 
 
 def _configure(target: Target, problem: MoeCombineProblem) -> Config:
-    """Small workgroups while there are fewer of them than compute units."""
+    """Small workgroups while large ones would be fewer than two for each compute unit."""
     pieces = problem.N // _WIDTH * problem.M
-    return {"threads": next((t for t in (256, 128) if pieces >= 2 * t * target.cu_num), 64)}
+    return {"threads": 256 if pieces >= 2 * 256 * target.cu_num else 64}
 
 
 def _defines(target: Target, problem: MoeCombineProblem, config: Config) -> Mapping[str, int]:

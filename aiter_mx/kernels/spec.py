@@ -228,12 +228,12 @@ class Composition:
         joined_by: where there are parts, ``module:function``, imported when a problem is bound:
             from the problem, its parts and what runs them, and then ``around``, it makes what runs
             the whole.
-        around: what is launched beside the parts.
+        around: what a problem has launched beside the parts.
     """
 
     parts: Callable[[Target, Problem, Config], Parts]
     joined_by: str
-    around: tuple[Module, ...] = ()
+    around: Callable[[Problem], tuple[Module, ...]] = lambda problem: ()
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ GROUPED = KernelSpec(
     composed=Composition(
         parts=lambda target, problem, config: (("grouped_gemm", grouped_problem(problem)),),
         joined_by="aiter_mx.joined:by_groups",
-        around=(*GATHER.modules, *SCATTER.modules),
+        around=lambda problem: (*GATHER.modules, *(() if problem.sorted_out else SCATTER.modules)),
     ),
     yields=_yields,
 )
