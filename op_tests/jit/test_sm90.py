@@ -51,7 +51,8 @@ def launches() -> dict[str, tuple[Module, Problem, Config]]:
             taken = [p for p in PROBLEMS[op] if kernel.refusal(SM90, p) is None]
             assert taken, f"say in PROBLEMS what {op}/{kernel.name} is tried with"
             config = kernel.configure(SM90, taken[0])
-            for module in (*kernel.modules, *(kernel.composed.around if kernel.composed else ())):
+            around = kernel.composed.around(taken[0]) if kernel.composed else ()
+            for module in (*kernel.modules, *around):
                 name = module.sources["sm_90a"]
                 if name in found and "MX_WGRAD" in module.defines(SM90, taken[0], config):
                     name += f" of {op}"
