@@ -614,20 +614,16 @@ MX_DEVICE void spread_nans(const Operands& t, const Workspace& workspace, const 
 
 // A consumer stores its part of a tile.
 //
-// Results go through shared memory, from where TMA takes them to memory, in boxes of 32 tokens by
-// 128 bytes, while the next tile is multiplied. They need more room than there is beside the rings:
-// so the stages that were used last are given back only when they have been read, by each warp once
-// it has seen that those that it sent have been. fp32 takes all of the room twice.
+// 16-bit results go through shared memory, from where TMA takes them to memory, in
+// boxes of 32 tokens, while the next tile is multiplied. They need more room than there is beside
+// the rings: so the stages that were used last are given back only when they have been read, by
+// each warp once it has seen that those that it sent have been.
 
 constexpr int kGroupThreads = 128;
 constexpr int kWarps = kGroupThreads / kLanes;
-constexpr int kBoxRows = 32, kBoxRowBytes = 128, kBoxBytes = kBoxRows * kBoxRowBytes;
-constexpr int kBoxColumns = kBoxRowBytes / sizeof(Out);
-constexpr int kBoxesAbreast = kGroupRows / kBoxColumns; // of the same tokens
-constexpr int kBoxes = 8;                               // for which a consumer has room
+constexpr int kBoxRows = 32, kBoxBytes = kBoxRows * kGroupRows * 2;
 constexpr int kOwnBoxes = kStagingBytes / kBoxBytes;
-static_assert(kOwnBoxes + 4 + kBoxUnits == kBoxes,
-              "four in the stage's x, and the others in its w");
+static_assert(kOwnBoxes + 4 + kBoxUnits == 8, "four in the stage's x, and the others in its w");
 constexpr int kConsumersBarrier = 1 + kConsumers; // a named one of all, after those of each
 
 struct Results {
@@ -645,11 +641,28 @@ struct Results {
                          bool again) const {
         if constexpr (kAccumulate)
             return add<Slabs>(sums, again);
+        else if constexpr (sizeof(Out) == 4)
+            return store_fp32<Slabs>(sums, added, again);
         else
-            return store_boxes<Slabs>(sums, added, again);
+            return store_16<Slabs>(sums, added, again);
     }
 
   private:
+    template <int Slabs>
+    MX_MEMBER bool store_fp32(const float (&sums)[Slabs * 32], const float (&added)[2],
+                              bool again) const {
+        const int lane = thread % kLanes;
+        const long first = n + thread / kLanes * 16 + lane / 4; // row of w
+        Out* to = t.y + (t.y_row(tokens) + lane % 4 * 2) * t.N + first;
+#pragma unroll
+        for (int i = 0; i < Slabs * 32; ++i) {
+            const int token = i / 4 * 8 + i % 2, row = i / 2 % 2 * 8;
+            if (token + lane % 4 * 2 < tokens.rows && first + row < t.N)
+                mx::store(to + token * t.N + row, sums[i] + added[i / 2 % 2]);
+        }
+        return named_barrier_or(1 + index, kGroupThreads, again);
+    }
+
     // Adds to what y holds, unless the warp's rows are to be computed again. No one else adds to
     // these, so that fp32 can be added in the L2 without waiting for what is there.
     template <int Slabs>
@@ -674,17 +687,15 @@ struct Results {
     }
 
     template <int Slabs>
-    MX_MEMBER bool store_boxes(const float (&sums)[Slabs * 32], const float (&added)[2],
-                               bool again) const {
-        constexpr int boxes = Slabs * kSlabRows / kBoxRows * kBoxesAbreast;
-        constexpr int first = boxes < kBoxes ? boxes : kBoxes,
-                      own = first < kOwnBoxes ? first : kOwnBoxes;
+    MX_MEMBER bool store_16(const float (&sums)[Slabs * 32], const float (&added)[2],
+                            bool again) const {
+        constexpr int boxes = Slabs * kSlabRows / kBoxRows;
         // The warps have seen that what was staged before has been read.
         named_barrier(1 + index, kGroupThreads);
-        stage<Slabs, 0, own>(sums, added);
-        if constexpr (first <= kOwnBoxes) {
+        stage<Slabs, 0, (boxes < kOwnBoxes ? boxes : kOwnBoxes)>(sums, added);
+        if constexpr (boxes <= kOwnBoxes) {
             const bool any = named_barrier_or(1 + index, kGroupThreads, again);
-            send<0, first>();
+            send<0, boxes>();
             return any;
         } else {
             // The other consumer, if it has rows of w, may still multiply by the stage.
@@ -692,24 +703,15 @@ struct Results {
                 named_barrier(kConsumersBarrier, kConsumers * kGroupThreads);
             else
                 named_barrier(1 + index, kGroupThreads);
-            send<0, own>();
-            stage<Slabs, own, first>(sums, added);
+            send<0, kOwnBoxes>();
+            stage<Slabs, kOwnBoxes, boxes>(sums, added);
             const bool any = named_barrier_or(1 + index, kGroupThreads, again);
-            send<own, first>();
-            if constexpr (first < boxes) {
-                if (thread % kLanes == 0)
-                    tma_store_wait_read<0>();
-                named_barrier(1 + index, kGroupThreads);
-                stage<Slabs, first, boxes>(sums, added);
-                named_barrier(1 + index, kGroupThreads);
-                send<first, boxes>();
-            }
+            send<kOwnBoxes, boxes>();
             return any;
         }
     }
 
     MX_MEMBER unsigned place(int box) const {
-        box %= kBoxes;
         return box < kOwnBoxes       ? own + box * kBoxBytes
                : box < kOwnBoxes + 4 ? in_x + (box - kOwnBoxes) * kBoxBytes
                                      : in_w + (box - kOwnBoxes - 4) * kBoxBytes;
@@ -728,33 +730,6 @@ struct Results {
     // has them.
     template <int Slabs, int First, int End, bool Biased>
     MX_MEMBER void stage_sums(const float (&sums)[Slabs * 32], const float (&added)[2]) const {
-        if constexpr (sizeof(Out) == 4)
-            stage_fp32<Slabs, First, End, Biased>(sums, added);
-        else
-            stage_16<Slabs, First, End, Biased>(sums, added);
-        fence_async();
-    }
-
-    // Lanes store to different banks: those of four have tokens whose places differ.
-    template <int Slabs, int First, int End, bool Biased>
-    MX_MEMBER void stage_fp32(const float (&sums)[Slabs * 32], const float (&added)[2]) const {
-        const int lane = thread % kLanes, warp = thread / kLanes, token = lane % 4 * 2;
-        const int piece = (warp % 2 * 4 + lane / 16) ^ token;
-        const unsigned at = warp / 2 * kBoxBytes + token * kBoxRowBytes + lane / 4 % 4 * 4;
-#pragma unroll
-        for (int box = First; box < End; box += kBoxesAbreast)
-#pragma unroll
-            for (int i = 0; i < kBoxRows / 2; ++i) {
-                const float plus = Biased ? added[i / 2 % 2] : -0.0f;
-                const unsigned to = place(box) + at + (i / 4 * 8 + i % 2) * kBoxRowBytes +
-                                    (piece ^ (i / 2 % 2 * 2 + i % 2)) * 16;
-                store_shared_4(
-                    to, float_to_bits(sums[box / kBoxesAbreast * (kBoxRows / 2) + i] + plus));
-            }
-    }
-
-    template <int Slabs, int First, int End, bool Biased>
-    MX_MEMBER void stage_16(const float (&sums)[Slabs * 32], const float (&added)[2]) const {
         const int lane = thread % kLanes, row = lane % 8;
         const int piece = (thread / kLanes * 2 + lane / 8 % 2) ^ row;
         const unsigned at_place = (lane / 16 * 8 + row) * 128 + piece * 16;
@@ -772,6 +747,7 @@ struct Results {
                 store_matrices_transposed(place(box) + at_place + j * 16 * 128, packed);
             }
         }
+        fence_async();
     }
 
     // Stores boxes that all threads have staged.
@@ -779,36 +755,28 @@ struct Results {
     MX_MEMBER void send() const {
         const bool aligned = reinterpret_cast<unsigned long long>(t.y) % 16 == 0;
         // Each warp's first thread stores some of the boxes that are whole, all threads the others.
-        const int whole =
-            max(First, aligned ? min(tokens.rows / kBoxRows * kBoxesAbreast, End) : 0);
+        const int whole = max(First, aligned ? min(tokens.rows / kBoxRows, End) : 0);
         if (thread % kLanes == 0) {
 #pragma unroll 1
             for (int box = First + (thread / kLanes - First & kWarps - 1); box < whole;
                  box += kWarps)
-                tma_store(map, column_of(box) * sizeof(Out), t.y_row(tokens) + row_of(box),
-                          place(box));
+                tma_store(map, n * sizeof(Out), t.y_row(tokens) + box * kBoxRows, place(box));
             tma_store_commit();
         }
 #pragma unroll 1
         for (int box = whole; box < End; ++box)
-            send_rows(box, aligned);
+            send_rows(box * kBoxRows, place(box), aligned);
     }
 
-    MX_MEMBER int row_of(int box) const { return box / kBoxesAbreast * kBoxRows; }
-    MX_MEMBER int column_of(int box) const { return n + box % kBoxesAbreast * kBoxColumns; }
-
     // Stores the rows of a box that are of the tile, where the copy engine cannot.
-    MX_MEMBER void send_rows(int box, bool aligned) const {
-        const int piece = thread % 8, first = row_of(box);
-        const int column = column_of(box) + piece * (16 / static_cast<int>(sizeof(Out)));
-        const int rows = min(tokens.rows - first, kBoxRows);
-        if (column >= t.N)
+    MX_MEMBER void send_rows(int first, unsigned staged, bool aligned) const {
+        const int piece = thread % 8, rows = min(tokens.rows - first, kBoxRows);
+        if (n + piece * 8 >= t.N)
             return;
 #pragma unroll 1
         for (int row = thread / 8; row < rows; row += kGroupThreads / 8) {
-            const u32x4 values =
-                load_shared_vector(place(box) + row * kBoxRowBytes + (piece ^ (row % 8)) * 16);
-            Out* to = t.y + (t.y_row(tokens) + first + row) * t.N + column;
+            const u32x4 values = load_shared_vector(staged + row * 128 + (piece ^ (row % 8)) * 16);
+            Out* to = t.y + (t.y_row(tokens) + first + row) * t.N + n + piece * 8;
             if (aligned)
                 store_vector(to, values);
             else
