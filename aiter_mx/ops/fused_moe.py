@@ -64,11 +64,11 @@ def fused_moe(
     Four launches: the routing, beside the quantisation of x; the first GEMM, whose sums are
     activated and quantised before they leave it; the second; and the sum over a token's slots, in
     their order. Few tokens on gfx950 take two launches, without a list of routed rows. Sums are as
-    exact as ``moe_gemm`` has them. A slot's result is added in fp32, but in bf16 where the layer's
-    result is in bf16 and tokens are so many, some 128 an expert, that the second GEMM gathers its
-    rows. Results are bitwise the same on every run. Nothing is read on the host, and after
-    ``aiter_mx.warmup("fused_moe", ...)`` the call can be captured into a graph. There is no
-    gradient: where torch records one for tokens, routing weights or biases, its backward pass
+    exact as ``moe_gemm`` has them. Slots are added up in fp32; each is rounded to bf16 before that
+    where the layer's result is in bf16 and tokens are so many, some 128 an expert, that the second
+    GEMM gathers its rows. Results are bitwise the same on every run. Nothing is read on the host,
+    and after ``aiter_mx.warmup("fused_moe", ...)`` the call can be captured into a graph. There is
+    no gradient: where torch records one for tokens, routing weights or biases, its backward pass
     raises.
 
     Args:
