@@ -8,13 +8,9 @@ from math import inf
 from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
-from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars, w_map, x_map
+from aiter_mx.kernels.linear.clusters_sm90 import ARGS, operand_maps, scalars
 from aiter_mx.kernels.linear.fitted_sm90 import WgmmaF16
-from aiter_mx.kernels.linear.problem import (
-    MATRIX_ARGS,
-    LinearProblem,
-    matrix_scalars,
-)
+from aiter_mx.kernels.linear.problem import LinearProblem
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
 from aiter_mx.kernels.sm90 import CHUNK, SHARED_BYTES, SUM_BYTES, most_clusters
 from aiter_mx.kernels.spec import (
@@ -23,7 +19,6 @@ from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     Param,
-    TensorMap,
     as_defines,
     where_it_fits,
 )
@@ -253,27 +248,19 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
     )
 
 
-def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
-    return (*matrix_scalars(problem), *part_scalars(problem, config["split"]))
-
-
-def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-    return w_map(problem, config["rows"])
-
-
-def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-    return x_map(problem, _layout(target, problem, config).tile_m)
+def _box_rows(target: Target, problem: LinearProblem, config: Config) -> tuple[int, int]:
+    return config["rows"], _tile_m(problem)
 
 
 WGMMA_F16 = declare(
     "linear",
     "wgmma_f16",
     {"sm_90a": "linear/wgmma_f16_sm90.cu"},
-    args=(*MATRIX_ARGS, *PART_ARGS),
+    args=ARGS,
     defines=_defines,
     geometry=_geometry,
-    scalars=_scalars,
-    tensor_maps=(_weights, _x),
+    scalars=scalars,
+    tensor_maps=operand_maps(_box_rows),
     refusal=_refusal,
     search=_search,
     yields=_yields,

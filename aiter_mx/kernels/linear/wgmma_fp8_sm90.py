@@ -7,13 +7,9 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 
 from aiter_mx.kernels.declare import declare
-from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars, w_map, x_map
+from aiter_mx.kernels.linear.clusters_sm90 import ARGS, operand_maps, scalars
 from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_MANY, WgmmaFp8
-from aiter_mx.kernels.linear.problem import (
-    MATRIX_ARGS,
-    LinearProblem,
-    matrix_scalars,
-)
+from aiter_mx.kernels.linear.problem import LinearProblem
 from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import (
     GROUPS,
     MOST_COLUMNS,
@@ -38,7 +34,6 @@ from aiter_mx.kernels.spec import (
     MAX_INT,
     Config,
     Geometry,
-    TensorMap,
     as_defines,
     where_it_fits,
 )
@@ -241,27 +236,20 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
     )
 
 
-def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
-    return (*matrix_scalars(problem), *part_scalars(problem, config["split"]))
-
-
-def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-    return w_map(problem, _layout(target, problem, config).rows_w)
-
-
-def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-    return x_map(problem, _layout(target, problem, config).rows_m)
+def _box_rows(target: Target, problem: LinearProblem, config: Config) -> tuple[int, int]:
+    found = _layout(target, problem, config)
+    return found.rows_w, found.rows_m
 
 
 WGMMA_FP8 = declare(
     "linear",
     "wgmma_fp8",
     {"sm_90a": "linear/wgmma_fp8_sm90.cu"},
-    args=(*MATRIX_ARGS, *PART_ARGS),
+    args=ARGS,
     defines=_defines,
     geometry=_geometry,
-    scalars=_scalars,
-    tensor_maps=(_weights, _x),
+    scalars=scalars,
+    tensor_maps=operand_maps(_box_rows),
     refusal=_refusal,
     search=_search,
     yields=_yields,

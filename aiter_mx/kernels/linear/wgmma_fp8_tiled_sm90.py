@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear import wgmma_fp8_sm90 as untiled
-from aiter_mx.kernels.linear.clusters_sm90 import PART_ARGS, part_scalars, w_map, x_map
+from aiter_mx.kernels.linear.clusters_sm90 import ARGS, operand_maps, scalars
 from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_TILED as FITTED
-from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
+from aiter_mx.kernels.linear.problem import LinearProblem
 from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import Layout, laid_out
 from aiter_mx.kernels.search import Costed, Least, Search
 from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, most_clusters, up
-from aiter_mx.kernels.spec import Config, Geometry, Param, TensorMap, where_it_fits
+from aiter_mx.kernels.spec import Config, Geometry, Param, where_it_fits
 from aiter_mx.target import Target
 
 PARAMS = (
@@ -180,28 +180,16 @@ def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometr
     )
 
 
-def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
-    return (*matrix_scalars(problem), *part_scalars(problem, config["split"]))
-
-
-def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-    return w_map(problem, config["tile_n"])
-
-
-def _x(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-    return x_map(problem, GROUP_ROWS)
-
-
 WGMMA_FP8_TILED = declare(
     "linear",
     "wgmma_fp8_tiled",
     {"sm_90a": "linear/wgmma_fp8_sm90.cu"},
     symbol="aiter_mx_linear_wgmma_fp8",
-    args=(*MATRIX_ARGS, *PART_ARGS),
+    args=ARGS,
     defines=_defines,
     geometry=_geometry,
-    scalars=_scalars,
-    tensor_maps=(_weights, _x),
+    scalars=scalars,
+    tensor_maps=operand_maps(lambda target, problem, config: (config["tile_n"], GROUP_ROWS)),
     refusal=_refusal,
     params=PARAMS,
     configure=_configure,
