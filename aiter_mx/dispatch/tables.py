@@ -144,8 +144,8 @@ class Rows:
         Raises:
             TableError: its kernel does not cover its shape.
         """
-        lines = self._lines.get(key, {})
-        line = lines.get(cu_num) or lines.get(None)
+        lines = self._lines.get(key)
+        line = (lines.get(cu_num) or lines.get(None)) if lines else None
         return None if line is None else self._take(*line)
 
     def _take(self, form: _Form, number: int, cells: Sequence[str]) -> Row:

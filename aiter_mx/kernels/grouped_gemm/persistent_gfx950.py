@@ -189,17 +189,18 @@ def in_dwords(args: Sequence[Arg]) -> Iterator[Arg]:
     return (replace(arg, align=4) if at in (1, 3) else arg for at, arg in enumerate(args))
 
 
+def config_of(tile_m: int, tile_n: int) -> Config:
+    """With a tile, in the order that comes first."""
+    return {"tile_m": tile_m, "tile_n": tile_n, "swath": 8, "xcds": _XCDS}
+
+
 def candidates_of(target: Target, problem: GroupedGemmProblem) -> list[Config]:
     """Every tile that fits, the one of the least modelled time first, in a few orders each."""
     tiles = sorted(
-        (
-            {"tile_m": m, "tile_n": n, "swath": 8, "xcds": _XCDS}
-            for m in PARAMS[0].values
-            for n in PARAMS[1].values
-        ),
+        (config_of(m, n) for m in PARAMS[0].values for n in PARAMS[1].values),
         key=partial(_cycles, target, problem, _copied(problem)),
     )
-    orders = ({"swath": 8, "xcds": _XCDS}, {"swath": 4, "xcds": _XCDS}, {"swath": 1, "xcds": 1})
+    orders: tuple[Config, ...] = ({}, {"swath": 4}, {"swath": 1, "xcds": 1})
     return [{**tile, **order} for order in orders for tile in tiles]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import TypeVar
 
 from aiter_mx import invariance
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
+from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import config_of
 from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTENT_SM90
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
 from aiter_mx.kernels.linear.mfma_choice_gfx950 import persistent_tile
@@ -22,6 +24,7 @@ _FEWEST_OWN_ROWS = {"gfx950": _FEWEST_ROWS, "sm_90a": 65}
 """Without a table. On sm_90a others take all rows below; on gfx950 they say where they do."""
 
 
+@lru_cache(maxsize=64)
 def _one_group(problem: LinearProblem) -> GroupedGemmProblem:
     return GroupedGemmProblem(
         problem.M, problem.N, problem.K, 1, problem.out_dtype, problem.bias, "jagged", "i32"
@@ -70,17 +73,12 @@ def as_linear(spec: KernelSpec) -> KernelSpec:
     )
 
 
-def _of_few_tiles(target: Target, problem: GroupedGemmProblem) -> Config:
+def _of_few_tiles(target: Target, problem: LinearProblem) -> Config:
     """A w has a code object for each tile, so that there are few."""
-    tile = persistent_tile(target, LinearProblem(problem.M, problem.N, problem.K))
-    return next(
-        config
-        for config in PERSISTENT_GFX950.candidates(target, problem)
-        if (config["tile_m"], config["tile_n"]) == tile
-    )
+    return config_of(*persistent_tile(target, problem))
 
 
 GROUPED = (
-    as_linear(replace(PERSISTENT_GFX950, configure=_of_few_tiles)),
+    replace(as_linear(PERSISTENT_GFX950), configure=_of_few_tiles),
     as_linear(PERSISTENT_SM90),
 )
