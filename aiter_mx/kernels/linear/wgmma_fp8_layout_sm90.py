@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from math import gcd
 from typing import NamedTuple
 
 from aiter_mx.kernels.linear.problem import LinearProblem
@@ -197,7 +198,7 @@ def laid_out(
         return None
     shared_bytes = up(_ALIGNMENT_BYTES + stages * stage_bytes + behind, 16)
     clusters = -(-problem.N // rows_w)
-    at_once = 1 if more else next(words for words in (4, 2, 1) if chunks % words == 0)
+    at_once = 1 if more else gcd(4, chunks)
     return Layout(
         *(x_is_a, rows_m, rows_w, columns, passes, clusters),
         *(chunks, stages, shared_bytes, at_once, kept),

@@ -66,9 +66,8 @@ FITTED, FITTED_MANY = WgmmaFp8(), WGMMA_FP8_MANY
 _layout = where_it_fits(layout)
 
 
-def _refusal(target: Target, problem: LinearProblem) -> str | None:
-    if problem.M > MAX_M:
-        return f"M={problem.M} is above {MAX_M}, the most rows of a tile of wgmma_fp8"
+def refusal_of_any_rows(target: Target, problem: LinearProblem) -> str | None:
+    """Why it does not cover a problem, whatever its rows of x are."""
     if target.exact_sums:
         return "wgmma_fp8 adds the products of a block with 14 bits, and exact sums are asked for"
     if problem.out_dtype == "fp32":
@@ -77,6 +76,14 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"K={problem.K} is no multiple of {CHUNK}, which wgmma_fp8 takes at a time"
     if max(problem.N, problem.K) > MAX_INT:
         return f"N={problem.N}, K={problem.K}: wgmma_fp8 counts both in 31 bits"
+    return None
+
+
+def _refusal(target: Target, problem: LinearProblem) -> str | None:
+    if problem.M > MAX_M:
+        return f"M={problem.M} is above {MAX_M}, the most rows of a tile of wgmma_fp8"
+    if (refused := refusal_of_any_rows(target, problem)) is not None:
+        return refused
     shapes = product(PARAMS[0].values, GROUPS)
     if not any(layout_of(target, problem, split, *groups) for split, groups in shapes):
         return f"N={problem.N}: no room for all of w in shared memory"

@@ -5,8 +5,7 @@ x comes in tiles of 64 tokens, wgmma's A; nothing is launched ahead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import product
 from math import inf
@@ -48,10 +47,21 @@ begin later."""
 
 def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
     """How a configuration is laid out, or None where it does not fit."""
-    tile_n, row_groups, k_groups, split = (config[p.name] for p in PARAMS)
-    if tile_n % (8 * row_groups) or problem.K // CHUNK // split < k_groups:
+    of_tile = _of_tile(problem.N, problem.K)
+    return _layout_of(of_tile, *(config[name] for name in _NAMES))
+
+
+@lru_cache(maxsize=64)
+def _of_tile(N: int, K: int) -> LinearProblem:
+    """The problem of the rows of x in a tile."""
+    return LinearProblem(GROUP_ROWS, N, K)
+
+
+def _layout_of(
+    of_tile: LinearProblem, tile_n: int, row_groups: int, k_groups: int, split: int
+) -> Layout | None:
+    if tile_n % (8 * row_groups) or of_tile.K // CHUNK // split < k_groups:
         return None
-    of_tile = replace(problem, M=GROUP_ROWS)
     return laid_out(of_tile, split, row_groups, k_groups, True, 1, tile_n)
 
 
@@ -63,10 +73,14 @@ def _tiles_m(problem: LinearProblem) -> int:
 
 
 def _layouts(
-    target: Target, problem: LinearProblem, splits: tuple[int, ...] = PARAMS[3].values
-) -> Iterator[Layout | None]:
+    N: int, K: int, splits: tuple[int, ...] = PARAMS[3].values
+) -> Iterator[tuple[tuple[int, int, int], int, Layout]]:
+    """Those of the tiles that are weighed, with them and with splits of K."""
+    of_tile = _of_tile(N, K)
     for tile, split in product(_TILES, splits):
-        yield layout(target, problem, dict(zip(_NAMES, (*tile, split), strict=True)))
+        found = _layout_of(of_tile, *tile, split)
+        if found is not None:
+            yield tile, split, found
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
@@ -74,10 +88,10 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"M={problem.M} is below {MIN_M}: wgmma_fp8 has all of x in one tile"
     if _tiles_m(problem) > _MOST_TILES_M:
         return f"M={problem.M} is more than {_MOST_TILES_M} tiles of {GROUP_ROWS} rows"
-    refused = untiled.WGMMA_FP8.refusal(target, replace(problem, M=GROUP_ROWS))
+    refused = untiled.refusal_of_any_rows(target, problem)
     if refused is not None:
         return refused
-    if not any(_layouts(target, problem)):
+    if not any(_layouts(problem.N, problem.K)):
         return f"K={problem.K}: no room for the scales of a tile in shared memory"
     return None
 
@@ -90,21 +104,21 @@ class Code(NamedTuple):
     side_by_side: int
     cycles: float
 
+    def costs(self, tiles_m: Iterable[int]) -> list[float]:
+        """A model of what calls with so many tiles of x take beyond their start: see ``FITTED``."""
+        _, clusters, most, cycles = self
+        return [-(-tiles * clusters // most) * cycles for tiles in tiles_m]
+
     def cost(self, M: int) -> float:
-        """A model of what a call takes beyond its start: see ``FITTED``."""
-        rounds = -(-(-(-M // GROUP_ROWS) * self.clusters) // self.side_by_side)
-        return rounds * self.cycles
+        return self.costs((-(-M // GROUP_ROWS),))[0]
 
 
 @lru_cache(maxsize=1024)
 def _codes(target: Target, N: int, K: int, splits: tuple[int, ...]) -> tuple[Code, ...]:
-    found, problem = [], LinearProblem(MIN_M, N, K)
-    each = zip(product(_TILES, splits), _layouts(target, problem, splits), strict=True)
-    for (tile, split), one in each:
-        if one is not None:
-            cycles = untiled.cycles_of_pass(FITTED, one, split, *tile[1:]) + FITTED.between_passes
-            most = most_clusters(target, split)
-            found.append(Code((*tile, split), one.clusters, most, cycles))
+    found = []
+    for tile, split, one in _layouts(N, K, splits):
+        cycles = untiled.cycles_of_pass(FITTED, one, split, *tile[1:]) + FITTED.between_passes
+        found.append(Code((*tile, split), one.clusters, most_clusters(target, split), cycles))
     return tuple(found)
 
 
@@ -114,10 +128,12 @@ def menu(target: Target, N: int, K: int) -> tuple[Code, ...]:
     a code object."""
     rows = [M for M in range(3 * GROUP_ROWS, 33 * GROUP_ROWS, GROUP_ROWS) if _is_own(M, N, K)]
     codes = _codes(target, N, K, _OWN_SPLITS) or _codes(target, N, K, PARAMS[3].values)
-    best = [min(code.cost(M) for code in codes) + _START for M in rows]
+    tiles_m = [M // GROUP_ROWS for M in rows]
+    took = [code.costs(tiles_m) for code in codes]
+    best = [min(each) + _START for each in zip(*took, strict=True)]
     lost = {  # small numbers of rows count as much as large ones
-        code: [((code.cost(M) + _START) / b) ** 4 / M for M, b in zip(rows, best, strict=True)]
-        for code in codes
+        code: [((c + _START) / b) ** 4 / M for c, b, M in zip(cycles, best, rows, strict=True)]
+        for code, cycles in zip(codes, took, strict=True)
     }
     found: list[Code] = []
     left = [inf] * len(rows)
