@@ -120,3 +120,40 @@ def report(title: str, rows: Sequence[dict[str, object]], save_as: str | None) -
         frame = pd.DataFrame(rows).assign(commit=commit(), date=datetime.date.today().isoformat())
         frame.to_csv(folder / f"{save_as}.csv", index=False, float_format="%.5g")
         print("python -m op_tests.bench.pictures draws what is saved")
+
+
+class Saved:
+    """The cells of a table that a run adds to, in the file as soon as they are measured."""
+
+    def __init__(self, path: Path, cell: Sequence[str], facts: Mapping[str, str]) -> None:
+        """A table that may have cells already.
+
+        Args:
+            path: of the file.
+            cell: the columns that tell cells apart; the file is sorted by the others, then by the
+                first.
+            facts: columns that all cells of this run have; a cell with others is not done.
+        """
+        self._path, self._cell, self._facts = path, tuple(cell), dict(facts)
+        self._rows: dict[tuple[str, ...], dict[str, object]] = {}
+        if path.is_file():
+            for row in pd.read_csv(path, dtype=dict.fromkeys(facts, str)).to_dict("records"):
+                self._keep({str(name): value for name, value in row.items()})
+
+    def _keep(self, row: dict[str, object]) -> None:
+        self._rows[tuple(str(row[name]) for name in self._cell)] = row
+
+    def has(self, *cell: object) -> bool:
+        """Whether a cell was measured with these facts."""
+        row = self._rows.get(tuple(map(str, cell)), {})
+        return all(row.get(name) == value for name, value in self._facts.items())
+
+    def add(self, row: Mapping[str, object]) -> None:
+        """Add a cell, or replace it, in the file too."""
+        self._keep({**row, **self._facts})
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        first, *others = self._cell
+        frame = pd.DataFrame(list(self._rows.values())).sort_values([*others, first])
+        partly = self._path.with_suffix(".part")
+        frame.to_csv(partly, index=False, float_format="%.5g")
+        partly.replace(self._path)

@@ -15,13 +15,11 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 
-import pandas as pd
 import torch
 
 import aiter_mx
@@ -32,7 +30,7 @@ from aiter_mx.target import Target, target_of
 from aiter_mx.timing import copies_to_stay_cold, random_mx, time_graph_us
 from aiter_mx.tuning import origin
 from aiter_mx.workloads.models import MODELS
-from op_tests.bench.common import MEASURED, gpu_name, refuse_no_gpu
+from op_tests.bench.common import MEASURED, Saved, gpu_name, refuse_no_gpu
 
 GRID = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 63, 64, 65, 96, 97, 127, 128, 129, 192, 193, 256, 257, 384, 512),
@@ -42,7 +40,7 @@ DRAWN = 5
 """Numbers of rows beside these, drawn for each shape."""
 NEAR = 0.03
 """A cell that misses its bar by less is timed three times more, and the median counts."""
-CELL = ["M", "N", "K"]
+CELL = ("M", "N", "K")
 Shape = tuple[int, int]
 Clock = Callable[[], float]
 """Microseconds of a contender's call."""
@@ -85,41 +83,10 @@ def measured(clocks: Mapping[str, Clock], M: int) -> dict[str, float]:
     return times
 
 
-class Saved:
-    """The cells of a table that a run adds to."""
-
-    def __init__(self, path: Path, facts: Mapping[str, str]) -> None:
-        """``facts``: columns that all cells of this run have; a cell with others is not done."""
-        self._path, self._facts = path, dict(facts)
-        self._rows: dict[tuple[int, ...], dict[str, object]] = {}
-        if path.is_file():
-            for row in pd.read_csv(path, dtype=dict.fromkeys(facts, str)).to_dict("records"):
-                self._rows[self._key(row)] = {str(name): value for name, value in row.items()}
-
-    @staticmethod
-    def _key(row: Mapping[object, object]) -> tuple[int, ...]:
-        return tuple(int(str(row[name])) for name in CELL)
-
-    def has(self, *cell: int) -> bool:
-        """Whether a cell was measured with these facts."""
-        row = self._rows.get(cell, {})
-        return all(row.get(name) == value for name, value in self._facts.items())
-
-    def add(self, row: Mapping[str, object]) -> None:
-        """Add a cell, or replace it, in the file too."""
-        own = {**row, **self._facts}
-        self._rows[self._key(dict(own))] = own
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        frame = pd.DataFrame(list(self._rows.values())).sort_values(["N", "K", "M"])
-        partly = self._path.with_suffix(".part")
-        frame.to_csv(partly, index=False, float_format="%.5g")
-        partly.replace(self._path)
-
-
 class Weights:
     """A shape's weights, as often as they must be to stay cold, for each contender."""
 
-    def __init__(self, N: int, K: int, device: torch.device) -> None:
+    def __init__(self, N: int, K: int, device: torch.device, with_humming: bool = True) -> None:
         self.N, self.K, self.device = N, K, device
         self.mx = [random_mx(N, K, device) for _ in range(copies_to_stay_cold(N * K))]
         few = copies_to_stay_cold(2 * N * K)
@@ -127,7 +94,7 @@ class Weights:
         self.humming = {
             name: [_humming(N, K, *w, dtype) for w in self.mx]
             for name, dtype in (("humming_us", None), ("humming_fp8_us", "float8e4m3"))
-            if HUMMING is not None
+            if HUMMING is not None and with_humming
         }
 
     def clocks(self, M: int) -> dict[str, Clock]:
@@ -190,10 +157,12 @@ def row_of(target: Target, problem: LinearProblem, times: Mapping[str, float]) -
     return row
 
 
-def cells(of: Iterable[Shape], saved: Saved) -> Iterator[tuple[Shape, list[int]]]:
+def cells(
+    of: Iterable[tuple[Shape, Sequence[int]]], saved: Saved
+) -> Iterator[tuple[Shape, list[int]]]:
     """The shapes and numbers of rows that are not done."""
-    for N, K in of:
-        if left := [M for M in rows_of(N, K) if not saved.has(M, N, K)]:
+    for (N, K), rows in of:
+        if left := [M for M in rows if not saved.has(M, N, K)]:
             yield (N, K), left
 
 
@@ -202,12 +171,12 @@ def main(arguments: argparse.Namespace) -> None:
     refuse_no_gpu()
     begin, device = time.monotonic(), torch.device("cuda", 0)
     facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
-    saved = Saved(MEASURED / gpu_name() / "linear_every_m.csv", facts)
+    saved = Saved(MEASURED / gpu_name() / "linear_every_m.csv", CELL, facts)
     if HUMMING is None:
         print(f"Humming is left out; tried: {WITHOUT_HUMMING}")
     chosen = shapes() if arguments.share == 1 else drawn(shapes(), arguments.share, arguments.seed)
     target = target_of(device)
-    for (N, K), rows in cells(chosen, saved):
+    for (N, K), rows in cells(((shape, rows_of(*shape)) for shape in chosen), saved):
         for x_dtype in ("e4m3", "bf16"):
             aiter_mx.warmup("linear", device=device, M=rows, N=N, K=K, x_dtype=x_dtype)
         weights = Weights(N, K, device)

@@ -40,7 +40,7 @@ from aiter_mx.target import Target, target_of
 from aiter_mx.timing import copies_to_stay_cold, time_graph_us
 from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.triton_ahead import compile_without_gpu, stand_in_for_a_gpu
-from op_tests.bench import every_m
+from op_tests.bench import every_m, hand_overs
 from op_tests.bench.common import normal_mx, refuse_no_gpu, report, swept_us
 from op_tests.mx_reference import linear_reference64
 
@@ -178,16 +178,15 @@ def main() -> None:
     parser.add_argument("--M", type=int, nargs="+", default=ROWS)
     parser.add_argument("--shapes", nargs="+", default=[f"{N}x{K}" for N, K in SHAPES])
     parser.add_argument("--every-m", action="store_true", help="see op_tests/bench/every_m.py")
-    parser.add_argument("--share", type=int, default=1, help="of --every-m: one in so many shapes")
     parser.add_argument(
-        "--seed", type=int, default=22, help="of --every-m: by which they are drawn"
+        "--hand-overs", action="store_true", help="see op_tests/bench/hand_overs.py"
     )
-    parser.add_argument(
-        "--seconds", type=float, default=inf, help="of --every-m: end after so many"
-    )
+    parser.add_argument("--share", type=int, default=1, help="of both: one in so many shapes")
+    parser.add_argument("--seed", type=int, default=22, help="of both: by which they are drawn")
+    parser.add_argument("--seconds", type=float, default=inf, help="of both: end after so many")
     arguments = parser.parse_args()
-    if arguments.every_m:
-        every_m.main(arguments)
+    if arguments.every_m or arguments.hand_overs:
+        (every_m if arguments.every_m else hand_overs).main(arguments)
         return
     shapes = [(int(N), int(K)) for N, K in (shape.split("x") for shape in arguments.shapes)]
     refuse_no_gpu()

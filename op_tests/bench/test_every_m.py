@@ -12,7 +12,7 @@ import torch
 import aiter_mx
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.target import hardware
-from op_tests.bench import every_m
+from op_tests.bench import common, every_m
 
 FACTS = {"gpu": "a GPU", "commit": "0123456"}
 
@@ -62,17 +62,20 @@ def test_only_what_just_misses_its_bar_is_timed_again(M: int, bf16: float, round
 
 def test_a_run_goes_on_where_another_of_the_same_commit_ended(tmp_path: Path) -> None:
     path, shape = tmp_path / "h200" / "linear_every_m.csv", (768, 512)
-    first = every_m.Saved(path, FACTS)
+    first = common.Saved(path, every_m.CELL, FACTS)
     rows = every_m.rows_of(*shape)
-    assert list(every_m.cells([shape], first)) == [(shape, rows)]
+    wanted = [(shape, rows)]
+    assert list(every_m.cells(wanted, first)) == [(shape, rows)]
     for M in rows[:-2]:
         first.add({"M": M, "N": shape[0], "K": shape[1], "ours_us": M + 0.25})
-    assert list(every_m.cells([shape], every_m.Saved(path, FACTS))) == [(shape, rows[-2:])]
+    assert list(every_m.cells(wanted, common.Saved(path, every_m.CELL, FACTS))) == [
+        (shape, rows[-2:])
+    ]
     for M in rows[-2:]:
         first.add({"M": M, "N": shape[0], "K": shape[1], "ours_us": M + 0.25})
-    assert list(every_m.cells([shape], every_m.Saved(path, FACTS))) == []
-    other = every_m.Saved(path, FACTS | {"commit": "7654321"})
-    assert list(every_m.cells([shape], other)) == [(shape, rows)]
+    assert list(every_m.cells(wanted, common.Saved(path, every_m.CELL, FACTS))) == []
+    other = common.Saved(path, every_m.CELL, FACTS | {"commit": "7654321"})
+    assert list(every_m.cells(wanted, other)) == [(shape, rows)]
     other.add({"M": rows[0], "N": shape[0], "K": shape[1], "ours_us": 1.0})
     table = pd.read_csv(path, dtype={"commit": str})
     assert list(table["M"]) == rows and (table["gpu"] == "a GPU").all()
