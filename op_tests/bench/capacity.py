@@ -66,7 +66,10 @@ def calls_of(layer: Layer, experts: Tensor, capacity: int) -> dict[str, Call]:
 def measure(layer: Layer, M: int, capacity: int) -> dict[str, object]:
     """One row of the table."""
     copies = max(3, min(MOST_CALLS, 2 * layer.E // (M * layer.top_k)))
-    calls = [calls_of(layer, each, capacity) for each in route_tokens(layer, M, "uniform", copies)]
+    calls = [
+        calls_of(layer, each, capacity)
+        for each in route_tokens(layer.E, layer.top_k, M, "uniform", copies)
+    ]
     graphs = {name: GraphedCalls([each[name] for each in calls]) for name in calls[0]}
     us = alternated_us(graphs, WINDOW_MS)
     row: dict[str, object] = {"M": M, "capacity": capacity, "E": layer.E, "top_k": layer.top_k}

@@ -53,7 +53,7 @@ def layer_calls(layer: Layer, M: int) -> list[Call]:
     copies = max(3, min(16, 2 * layer.E // (M * layer.top_k)))
     return [
         partial(aiter_mx.fused_moe, x, *layer.w1, *layer.w2, experts, weights)
-        for experts in route_tokens(layer, M, "uniform", copies)
+        for experts in route_tokens(layer.E, layer.top_k, M, "uniform", copies)
     ]
 
 

@@ -1,6 +1,7 @@
 """An expert layer at decode: ours, Triton and torch's bf16 grouped GEMM beside reading the weights.
 
     python -m op_tests.bench.moe [--save] [--M 1 8 64] [--routing uniform skewed]
+    python -m op_tests.bench.moe --layers   # op_tests/bench/expert_layers.py: prefill, other models
     python -m op_tests.bench.pictures       # the picture of what is saved
 
 All in one run on one GPU, graph replay, medians. Each call routes its tokens to other experts than
@@ -75,23 +76,27 @@ def make_layer(E: int, top_k: int, H: int, intermediate: int) -> Layer:
     return Layer(E, top_k, H, intermediate, w1, w2, dense)
 
 
-def route_tokens(layer: Layer, M: int, routing: str, calls: int) -> list[torch.Tensor]:
+def route_tokens(E: int, top_k: int, M: int, routing: str, calls: int) -> list[torch.Tensor]:
     """Experts ``[M, top_k]`` of each call: any with the same chance, or some of them often.
 
     Where few experts are touched, calls one after the other take different ones.
     """
-    order, found = torch.randperm(layer.E), []
+    order, found = torch.randperm(E), []
     for call in range(calls):
-        if M * layer.top_k * 4 <= layer.E:
-            first = call * M * layer.top_k
-            experts = order[(first + torch.arange(M * layer.top_k)) % layer.E]
-            found.append(experts.view(M, layer.top_k))
+        if is_few(E, top_k, M):
+            first = call * M * top_k
+            found.append(order[(first + torch.arange(M * top_k)) % E].view(M, top_k))
             continue
-        weights = torch.ones(layer.E)
+        weights = torch.ones(E)
         if routing == "skewed":
-            weights = 1.0 / (1 + torch.arange(layer.E))[torch.randperm(layer.E)]
-        found.append(torch.multinomial(weights.expand(M, -1), layer.top_k))
+            weights = 1.0 / (1 + torch.arange(E))[torch.randperm(E)]
+        found.append(torch.multinomial(weights.expand(M, -1), top_k))
     return [experts.int().to(DEVICE) for experts in found]
+
+
+def is_few(E: int, top_k: int, M: int) -> bool:
+    """Whether every token has experts of its own, whatever the routing is called."""
+    return M * top_k * 4 <= E
 
 
 def graph_us(calls: Sequence[Callable[[], object]], seconds: float = 0.1) -> float:
@@ -303,7 +308,7 @@ def floor_of(
 
 def bench(layer: Layer, M: int, routing: str, read_us: Callable[..., float]) -> list[dict]:
     calls = max(3, min(MOST_CALLS, 2 * layer.E // (M * layer.top_k)))
-    experts = route_tokens(layer, M, routing, calls)
+    experts = route_tokens(layer.E, layer.top_k, M, routing, calls)
     touched = sum(chosen.unique().numel() for chosen in experts) / calls
     most = max(int(chosen.flatten().bincount().max()) for chosen in experts)
     block_m = FusedMoeProblem(M, layer.H, layer.intermediate, layer.E, layer.top_k).block_m
@@ -367,7 +372,8 @@ def build_ahead(layer: Layer, rows: Sequence[int]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write docs/measured/<gpu>/moe.csv")
-    parser.add_argument("--M", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--layers", nargs="*", help="see op_tests/bench/expert_layers.py")
+    parser.add_argument("--M", type=int, nargs="+")
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=ROUTINGS)
     parser.add_argument("--seconds", type=float, default=600, help="begin no cell after these")
     parser.add_argument("--experts", type=int, default=128)
@@ -375,14 +381,20 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=6144)
     parser.add_argument("--intermediate", type=int, default=768)
     arguments = parser.parse_args()
+    if arguments.layers is not None:
+        from op_tests.bench import expert_layers  # of parts of this module
+
+        expert_layers.main(arguments)
+        return
     refuse_no_gpu()
     torch.manual_seed(0)
+    tokens = arguments.M or ROWS
     layer = make_layer(arguments.experts, arguments.top_k, arguments.hidden, arguments.intermediate)
     read_us = reader(target_of(DEVICE))
     rows: list[dict] = []
-    build_ahead(layer, arguments.M)
+    build_ahead(layer, tokens)
     began = time.monotonic()
-    for routing, M in product(arguments.routing, arguments.M):
+    for routing, M in product(arguments.routing, tokens):
         if time.monotonic() - began < arguments.seconds:
             rows += bench(layer, M, routing, read_us)
         else:

@@ -30,7 +30,7 @@ def _computed(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_computed")
 def test_layers_with_room_give_the_bits_of_those_without(layer: Layer) -> None:
-    (experts,) = moe.route_tokens(layer, 5, "uniform", 1)
+    (experts,) = moe.route_tokens(layer.E, layer.top_k, 5, "uniform", 1)
     found = {name: call() for name, call in capacity.calls_of(layer, experts, 4).items()}
     assert found["num_tokens"].shape == (20, 64)
     assert torch.equal(found["num_tokens"][:5], found["fused_moe"])
