@@ -54,7 +54,8 @@ def test_the_linears_table_is_of_what_was_timed(
         monkeypatch.setattr(linear, name, lambda *_, value=value: value)
     monkeypatch.setattr(linear, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(linear, "copies_to_stay_cold", lambda size: 3)
-    monkeypatch.setattr(linear, "reader", lambda target: lambda tensors: 1.5)
+    read: list[int] = []
+    monkeypatch.setattr(linear, "reader", lambda _: lambda ts: read.extend(map(len, ts)) or 1.5)
     monkeypatch.setattr(common, "build_all", lambda _: None)
     for module in (linear, common):
         monkeypatch.setattr(module, "target_of", lambda _: hardware("sm_90a"))
@@ -70,6 +71,7 @@ def test_the_linears_table_is_of_what_was_timed(
     assert 5e-4 < row["rel_err"] < 4e-3  # of bf16
     assert row["pdl_kernel"] and row["pdl_config"] and row["over_bf16"] > 0
     assert all(len(calls) == 3 for calls in graphs)
+    assert read == [64 * 256 * 33 // 32] * 3, "the floor reads scales too"
     for name in ("quantised_us", "quantised_pdl_us", "normed_us", "normed_pdl_us"):
         first = graphs[int(row[name]) - 1][0]
         x, norm, w, out, pdl = first.args
@@ -109,6 +111,27 @@ def test_triton_gets_its_best_tile_in_its_best_block(monkeypatch: pytest.MonkeyP
     assert rows["layer"]["triton_us"] > 20
     assert 5e-4 < rows["gemm1"]["rel_err"] < 4e-3  # of bf16, as it is timed
     assert 0 <= rows["gemm2"]["rel_err"] < 1e-5  # of fp32
+
+
+@pytest.mark.parametrize(("touched", "copies"), [(1.5, 24), (5.0, 2)])
+def test_a_layers_floor_reads_weights_and_scales_of_the_experts_touched(
+    touched: float, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wq = torch.randint(0, 255, (4, 64, 64), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    given: list[torch.Tensor] = []
+
+    def read_us(tensors: list[torch.Tensor]) -> float:
+        given[:] = tensors
+        return 2.0
+
+    us, size = moe.floor_of(read_us, wq, touched)
+    assert size == touched * 64 * 64 * 33 / 32 and len(given) == copies
+    lengths = {len(each) for each in given}
+    if touched < 4:  # other bytes for each call, so that none is cached
+        assert (us, lengths) == (2.0, {size})
+        assert len({each.data_ptr() for each in given}) > copies // 2
+    else:  # scales and all do not fit the weights' own bytes
+        assert lengths == {wq.numel()} and us == 2.0 * size / wq.numel()
 
 
 def test_operands_are_normal_values_and_what_they_are_in_mx() -> None:
