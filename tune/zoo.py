@@ -1,13 +1,14 @@
 """Races what it would cost to have fewer kernels.
 
-    python tune/zoo.py linear/fp8 moe_gemm/apart --save docs/measured/nvidia_h200/zoo.csv
+    python tune/zoo.py linear/wgmma_fp8 --rows 20 --save docs/measured/nvidia_h200/zoo.csv
+    python tune/zoo.py --shapes tune/zoo_linear.csv --most 3 --save ...
 
 Every row of this GPU's tables that names one of the kernels given is raced as the tuner races, but
 with these kernels left out, beside the row's own configuration; with ``--rows`` at most so many of
 them, drawn by a seed. ``--shapes`` names a CSV of further problems (columns ``op``, the op's
 fields, and perhaps ``kernel`` and ``config``), each raced beside that kernel, or what dispatch
-takes for it now; with ``other`` and ``other_config`` against that kernel alone. Races that a saved
-file has and that are not run again stay in it.
+takes for it now, which is left out too; with ``other`` and ``other_config`` against that kernel
+alone. Races that a saved file has and that are not run again stay in it.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def _of_shapes(
                 against = candidate_of(other, target.arch, parse_config(row["other_config"]))
                 yield Race(why, op, problem, now, (against,))
             else:
-                yield _race(why, op, target, problem, now, gone, most, few)
+                without = {op: {*gone.get(op, ()), now.kernel}}
+                yield _race(why, op, target, problem, now, without, most, few)
 
 
 def _problem(op: str, row: dict[str, str]) -> Problem:
@@ -220,7 +222,7 @@ def _joined(
     """What a file has but for races that were run again, then these."""
 
     def race_of(row: dict[str, object]) -> tuple[object, ...]:
-        return tuple(row[name] for name in ("why", "op", "shape", "kernel"))
+        return tuple(row[name] for name in ("why", "op", "shape"))
 
     again = {race_of(row) for row in rows}
     return [*(row for row in kept if race_of(row) not in again), *rows]
