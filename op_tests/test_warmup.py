@@ -24,8 +24,8 @@ LAYER = {"hidden": 2880, "intermediate": 2880, "E": 128, "top_k": 4}
 RANGES = [  # and how many code objects one takes at most, those that all weights share among them
     ("linear", "gfx950", LINEAR, 12),
     ("linear", "gfx950", LINEAR | {"x_dtype": "bf16"}, 12),
-    ("linear", "sm_90a", LINEAR, 23),
-    ("linear", "sm_90a", LINEAR | {"x_dtype": "bf16"}, 25),
+    ("linear", "sm_90a", LINEAR, 21),
+    ("linear", "sm_90a", LINEAR | {"x_dtype": "bf16"}, 24),
     ("fused_moe", "gfx950", LAYER, 24),
     ("fused_moe", "sm_90a", LAYER, 20),
 ]

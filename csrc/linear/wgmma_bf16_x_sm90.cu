@@ -1,6 +1,6 @@
 // The launch ahead of wgmma_bf16: x as bf16 with its scales applied, as wgmma takes its B. With
-// MX_X x is bf16 or fp16, quantised first, and what it is quantised to is kept too. With MX_SWAPPED
-// it is w that takes the place of x.
+// MX_X x is bf16 or fp16, quantised first, and what it is quantised to is kept too. Where
+// swapped, it is w that takes the place of x.
 //
 // A CTA expands a unit of 64 k of a tile of tokens. A lane takes 16 k of a token at a time: the two
 // halves of a block are neighbours, lane / 2 % 8 is the token of an octet, so that a warp writes
@@ -44,13 +44,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     aiter_mx_linear_wgmma_bf16_x(const unsigned char* xq, const unsigned char* x_scales,
                                  const unsigned char* wq, const unsigned char* w_scales,
                                  const void*, void*, unsigned char* memory, long M, long K,
-                                 int tile_tokens) {
-    const unsigned char *const x = MX_SWAPPED ? wq : xq, *const xs =
-                                                             MX_SWAPPED ? w_scales : x_scales;
-    if (!MX_SWAPPED)
+                                 int tile_tokens, int swapped) {
+    const unsigned char *const x = swapped ? wq : xq, *const xs = swapped ? w_scales : x_scales;
+    if (!swapped)
         launch_dependents();
     wait_for_grid_ahead();
-    if (MX_SWAPPED) // the dependent reads the real x at once
+    if (swapped) // the dependent reads the real x at once
         launch_dependents();
     const XWorkspace to{memory, M, K, tile_tokens, kQuantises};
     for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < XWorkspace::kCounters;

@@ -400,11 +400,11 @@ def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
 
 
 def _x_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
-    return {"MX_X": X_CODES[problem.x_dtype], "MX_SWAPPED": 0}
+    return {"MX_X": X_CODES[problem.x_dtype]}
 
 
 def _x_scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
-    return problem.M, problem.K, config["tile_m"]
+    return problem.M, problem.K, config["tile_m"], 0
 
 
 def x_geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
@@ -423,7 +423,7 @@ ARGS = (
 EXPAND_X = Module(
     {"sm_90a": "linear/wgmma_bf16_x_sm90.cu"},
     "aiter_mx_linear_wgmma_bf16_x",
-    (*_POINTERS, Arg("M", "i64"), Arg("K", "i64"), Arg("tile_tokens", "i32")),
+    (*_POINTERS, *numbers("i64", "M", "K"), *numbers("i32", "tile_tokens", "swapped")),
     _x_defines,
     x_geometry,
     _x_scalars,
