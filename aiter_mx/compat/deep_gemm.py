@@ -63,12 +63,13 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         a: float8_e4m3fn ``[M, K]`` and its scales.
         b: float8_e4m3fn ``[G, N, K]``, of any strides, and its scales.
         d: ``[M, N]``, bf16, fp16 or fp32, written.
-        grouped_layout: int32 ``[M]``: a row's group, or -1 for padding; runs of rows need not be
-            padded to any multiple. A group may have several runs with others between them where
-            the layout is read: on the CPU, or where ``AITER_MX_CHECK=1`` asks for it; elsewhere
-            rows of others that lie between become NaN. With use_psum_layout ``[G]``: the row after
-            each group's last, and a group begins at the next multiple from there of what
-            ``set_mk_alignment_for_contiguous_layout`` set, 128 at first.
+        grouped_layout: int32 ``[M]``: a row's group, or -1 for padding. A group may have several
+            runs of rows with others between them, in any order, which all begin at multiples of
+            what ``set_mk_alignment_for_contiguous_layout`` set, 128 at first. Runs may begin
+            anywhere where they are no more than groups, and where the layout is read: on the CPU,
+            or where ``AITER_MX_CHECK=1`` asks for it; elsewhere rows of those beyond become NaN.
+            With use_psum_layout ``[G]``: the row after each group's last, and a group begins at
+            the next multiple of the same from there.
         recipe: not needed: shapes tell what a scale stands for; likewise recipe_a and recipe_b.
         recipe_a: not needed.
         recipe_b: not needed.
@@ -103,6 +104,7 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         raise ValueError(
             f"grouped_layout is on {grouped_layout.device}, but a is on {payload.device}"
         )
+    run_rows, lost = 0, None
     if use_psum_layout:
         ends = grouped_layout
         each = layout.get_mk_alignment_for_contiguous_layout()
@@ -110,30 +112,32 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         owner = layout.owners(starts, ends, M)
     else:
         owner = torch.where(grouped_layout < G, grouped_layout, -1)
+        starts, ends, lost = layout.runs_of(owner, G)
+        run_rows = layout.get_mk_alignment_for_contiguous_layout()
         if grouped_layout.device.type == "cpu" or checking():
             layout.refuse_unknown(grouped_layout, G)
-            order = layout.order_of_runs(owner)
-            if order is not None:
-                by_group = torch.empty_like(d)
+            if lost.any():
+                order, by_group = owner.argsort(stable=True), torch.empty_like(d)
                 rows = layout.taken(payload, order), promoted.of_rows(scale, M)[order]
                 m_grouped_fp8_fp4_gemm_nt_contiguous(rows, b, by_group, owner[order])
                 d[order] = by_group
                 return
-        starts, ends = layout.ranges(owner, G)
+        _refuse_other_d(d, (M, weights.shape[1]), payload)
+        layout.fill_rows(d, lost)
+    bounds = (starts, ends, d, 0, run_rows)
     if _is_fine(scale) and _is_fine(weight_scale):
-        _multiply(payload, scale, weights, weight_scale, starts, ends, d)
-    elif not _promoted(payload, scale, weights, weight_scale, starts, ends, d):
+        _multiply(payload, scale, weights, weight_scale, *bounds)
+    elif not _promoted(payload, scale, weights, weight_scale, *bounds):
 
         def partial(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
             ones = promoted.ones_of(x), promoted.ones_of(w)
-            _multiply(x, ones[0], w, ones[1], starts, ends, out)
+            _multiply(x, ones[0], w, ones[1], starts, ends, out, 0, run_rows)
 
         scales = promoted.of_rows(scale, M), promoted.of_rows(weight_scale, weights.shape[1], True)
         _refuse_other_d(d, (M, weights.shape[1]), payload)
-        promoted.multiply(payload, scales[0], weights, scales[1], owner, d, partial)
-    if not use_psum_layout:
-        layout.fill_rows(d, owner, starts, ends)
-    elif ensure_zero_padding:
+        kept = owner if lost is None else owner.masked_fill(lost, -1)
+        promoted.multiply(payload, scales[0], weights, scales[1], kept, d, partial)
+    if use_psum_layout and ensure_zero_padding:
         d.masked_fill_((owner < 0).unsqueeze(1), 0)
 
 
@@ -390,10 +394,11 @@ def _multiply(
     ends: torch.Tensor,
     d: torch.Tensor,
     expected: int = 0,
+    run_rows: int = 0,
 ) -> None:
     try:
         grouped_gemm_ranges(
-            a, a_scale, b, b_scale, starts, ends, d, d.dtype, expected_rows=expected
+            a, a_scale, b, b_scale, starts, ends, d, d.dtype, None, expected, run_rows=run_rows
         )
     except (TypeError, ValueError) as error:
         raise renamed(error, {"out": "d", "out_dtype": "d's dtype"}) from error
@@ -408,6 +413,7 @@ def _promoted(
     ends: torch.Tensor,
     d: torch.Tensor,
     expected: int = 0,
+    run_rows: int = 0,
 ) -> bool:
     """Whether a kernel has written the product of operands with fp32 scales for 128 k."""
     if b.ndim != 3 or (a.ndim == 3 and b.shape[0] != a.shape[0]) or a.shape[-1] != b.shape[-1]:
@@ -418,7 +424,7 @@ def _promoted(
         check_groups("masked_m", b.shape[0], None, ends, a.shape[1], True)
     if a_scale.shape != (*a.shape[:-1], -(-a.shape[-1] // COARSE)):
         return False
-    return promoted_gemm(a, a_scale, b, b_scale, starts, ends, d, expected)
+    return promoted_gemm(a, a_scale, b, b_scale, starts, ends, d, expected, run_rows)
 
 
 def _promoted_dense(

@@ -22,13 +22,21 @@ def run(problem: GroupedGemmProblem, tensors: Tensors, config: Config) -> None:
     M, N, K = problem.M, problem.N, problem.K
     a, a_scale, out = a.view(M, K), a_scale.view(M, K // BLOCK), out.view(problem.rows_of_out, N)
     first_of_out = first_rows_of_out(problem, starts, ends)
+    owners = groups_of_ranges(problem, ends)
     starts, ends = (each.clamp(0, M) for each in ranges(problem, starts, ends))
     of_groups = [(b[g], b_scale[g], None if bias is None else bias[g]) for g in range(problem.G)]
     if out.device.type == "cpu":
-        bounds = (each.tolist() for each in (starts, ends, first_of_out))
-        for g, (start, end, to) in enumerate(zip(*bounds, strict=True)):
-            rows, of_out = slice(start, end), slice(to, to + max(end - start, 0))
-            linear_torch(a[rows], a_scale[rows], *of_groups[g], out[of_out])
+        bounds = (each.tolist() for each in (owners, starts, ends, first_of_out))
+        for g, start, end, to in zip(*bounds, strict=True):
+            if start < end:
+                rows, of_out = slice(start, end), slice(to, to + end - start)
+                linear_torch(a[rows], a_scale[rows], *of_groups[int(g)], out[of_out])
+        return
+    if problem.layout == "runs":
+        owner, product = owners_of_rows(M, owners, starts, ends), torch.empty_like(out)
+        for g in range(problem.G):
+            linear_torch(a, a_scale, *of_groups[g], product)
+            torch.where((owner == g).unsqueeze(1), product, out, out=out)
         return
     row = torch.arange(len(out), device=out.device).unsqueeze(1)
     product = torch.empty(out.shape, dtype=out.dtype, device=out.device)
@@ -45,7 +53,8 @@ def run(problem: GroupedGemmProblem, tensors: Tensors, config: Config) -> None:
 def ranges(
     problem: GroupedGemmProblem, starts: Tensor | None, ends: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """First row of a of each group, and the row after its last, whatever the layout."""
+    """First row of a of each group, and the row after its last, whatever the layout; of each range
+    where a group may have several."""
     M, G = problem.M, problem.G
     if problem.unpads:
         assert starts is not None
@@ -57,7 +66,25 @@ def ranges(
         return first, first + ends.clamp(max=M // G)
     if starts is None:
         return torch.nn.functional.pad(ends[:-1], (1, 0)), ends
+    if problem.layout == "runs":
+        return starts, ends[: problem.most_runs]
     return starts[:G], ends[-G:]
+
+
+def groups_of_ranges(problem: GroupedGemmProblem, ends: Tensor) -> Tensor:
+    """The group of each of the ranges of rows that ``ranges`` finds."""
+    if problem.layout == "runs":
+        return ends[problem.most_runs + 1 :]
+    return torch.arange(problem.G, dtype=torch.int32, device=ends.device)
+
+
+def owners_of_rows(rows: int, owners: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """The group of each row, or -1, where range r belongs to group ``owners[r]``."""
+    row = torch.arange(rows, device=ends.device)
+    found = torch.full_like(row, -1)
+    for owner, start, end in zip(owners, starts, ends, strict=True):
+        found = torch.where((row >= start) & (row < end), owner, found)
+    return found
 
 
 def first_rows_of_out(problem: GroupedGemmProblem, starts: Tensor | None, ends: Tensor) -> Tensor:

@@ -9,7 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from aiter_mx.fallbacks.grouped_gemm_torch import first_rows_of_out, ranges
+from aiter_mx.fallbacks.grouped_gemm_torch import (
+    first_rows_of_out,
+    groups_of_ranges,
+    ranges,
+)
 from aiter_mx.fallbacks.triton_step import add_step
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.spec import Config
@@ -29,6 +33,7 @@ def grouped_tile_kernel(
     starts_ptr,
     ends_ptr,
     of_out_ptr,
+    owners_ptr,
     M,
     N,
     K,
@@ -37,12 +42,16 @@ def grouped_tile_kernel(
     A_FORMAT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     UNPADS: tl.constexpr,
+    RUNS: tl.constexpr,
     WHOLE_STEPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile, of the group that it falls into; none where there are not so many tiles."""
+    """One tile, of the group that it falls into; none where there are not so many tiles.
+
+    With RUNS G is how many ranges of rows there may be, and each has its group.
+    """
     SCALES: tl.constexpr = BLOCK_K // 32
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile_m = tl.program_id(0) // tiles_n
@@ -67,7 +76,8 @@ def grouped_tile_kernel(
     m = first + tl.arange(0, BLOCK_M)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_m = tl.minimum(m, end - 1)
-    row_n = group.to(tl.int64) * N + tl.minimum(n, N - 1)
+    owner = tl.load(owners_ptr + group) if RUNS else group
+    row_n = owner.to(tl.int64) * N + tl.minimum(n, N - 1)
     k = tl.arange(0, BLOCK_K)
     s = tl.arange(0, SCALES)
     a_ptrs = a_ptr + row_m[:, None] * K + k[None, :]
@@ -100,7 +110,7 @@ def run(problem: GroupedGemmProblem, tensors: Tensors, config: Config) -> None:
     neither synchronise nor compile. Rows in no group are left as they are.
     """
     a, a_scale, b, b_scale, bias, out, starts, ends = tensors
-    M, N, K, G = problem.M, problem.N, problem.K, problem.G
+    M, N, K, G = problem.M, problem.N, problem.K, problem.most_runs or problem.G
     grid = (problem.most_tiles(config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"]),)
     with torch.cuda.device_of(out):
         grouped_tile_kernel[grid](
@@ -112,6 +122,7 @@ def run(problem: GroupedGemmProblem, tensors: Tensors, config: Config) -> None:
             out,
             *ranges(problem, starts, ends),
             first_rows_of_out(problem, starts, ends) if problem.unpads else None,
+            groups_of_ranges(problem, ends) if problem.most_runs else None,
             M,
             N,
             K,
@@ -120,6 +131,7 @@ def run(problem: GroupedGemmProblem, tensors: Tensors, config: Config) -> None:
             A_FORMAT=problem.a_format,
             HAS_BIAS=bias is not None,
             UNPADS=problem.unpads,
+            RUNS=problem.most_runs > 0,
             WHOLE_STEPS=K % config["BLOCK_K"] == 0,
             **config,
             **OPTIONS,

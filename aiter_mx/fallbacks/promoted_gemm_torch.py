@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aiter_mx.fallbacks.grouped_gemm_torch import ranges
+from aiter_mx.fallbacks.grouped_gemm_torch import groups_of_ranges, owners_of_rows, ranges
 from aiter_mx.kernels.promoted_gemm import PromotedGemmProblem
 from aiter_mx.kernels.promoted_gemm.problem import COARSE
 from aiter_mx.kernels.spec import Config
@@ -24,13 +24,12 @@ def run(problem: PromotedGemmProblem, tensors: Tensors, config: Config) -> None:
     block, step, group = problem.b_strides
     of_blocks = b_scale.as_strided((G, -(-N // COARSE), steps), (group, block, step))
     x = a.view(M, K).double() * _every(of_rows, -1, K)
-    starts, ends = ranges(problem.groups, starts, ends)
+    owners = groups_of_ranges(problem.groups, ends)
+    owner = owners_of_rows(M, owners, *ranges(problem.groups, starts, ends)).unsqueeze(1)
     out = out.view(M, N)
-    number = torch.arange(M, device=out.device).unsqueeze(1)
     for g in range(G):
         w = b.view(G, N, K)[g].double() * _every(_every(of_blocks[g], -1, K), -2, N)
-        mine = (number >= starts[g]) & (number < ends[g])
-        torch.where(mine, (x @ w.T).to(out.dtype), out, out=out)
+        torch.where(owner == g, (x @ w.T).to(out.dtype), out, out=out)
 
 
 def _every(scale: Tensor, dim: int, size: int) -> Tensor:

@@ -22,7 +22,7 @@ from aiter_mx.checks import (
     shape_text,
 )
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
-from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS
+from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS, room_for_runs
 from aiter_mx.launch import Run
 from aiter_mx.layouts import layout_of, padded_shape
 from aiter_mx.plan import Plans, bind
@@ -124,6 +124,7 @@ def grouped_gemm_ranges(
     b_scale_layout: str = "row_major",
     out_offs: torch.Tensor | None = None,
     out_rows: int | None = None,
+    run_rows: int = 0,
 ) -> torch.Tensor:
     """``grouped_gemm`` whose groups need neither be in order nor adjoin, or start at fixed rows.
 
@@ -144,6 +145,11 @@ def grouped_gemm_ranges(
         a_scale_layout: as in ``grouped_gemm``; where a is ``[G, rows, K]``, of each group's.
         b_scale_layout: as in ``grouped_gemm``.
         out_offs, out_rows: as in ``grouped_gemm``, where ``starts`` is None.
+        run_rows: above 0, a group may have several ranges of rows, which all begin at multiples of
+            ``run_rows`` unless there are no more of them than groups. With R the larger one of G
+            and M / run_rows, rounded up, ``starts`` is int32 ``[R]``, and ``ends`` int32
+            ``[2 R + 1]``: the row after each range's last, how many ranges there are, and the group
+            of each. Places of no range have an end that is not after its start.
 
     Returns:
         ``[M, N]`` or ``[G, rows, N]``, or ``out``.
@@ -162,13 +168,13 @@ def grouped_gemm_ranges(
     ):
         arguments = (
             a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
-            a_scale_layout, b_scale_layout, out_offs, out_rows,
+            a_scale_layout, b_scale_layout, out_offs, out_rows, run_rows,
         )  # fmt: skip
         result: torch.Tensor = _through_torch(arguments, out, out_dtype)
         return result
     return _grouped_gemm(
         a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
-        a_scale_layout, b_scale_layout, out_offs, out_rows, out,
+        a_scale_layout, b_scale_layout, out_offs, out_rows, run_rows, out,
     )  # fmt: skip
 
 
@@ -189,6 +195,7 @@ def _grouped_gemm(
     b_scale_layout: str,
     out_offs: torch.Tensor | None = None,
     out_rows: int = 0,
+    run_rows: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     device = a.device
@@ -199,13 +206,14 @@ def _grouped_gemm(
         starts is not None and (starts.shape, starts.dtype, starts.device),
         bias is not None and (bias.shape, bias.dtype, bias.device),
         out_offs is not None and (out_offs.shape, out_offs.dtype, out_offs.device),
-        (a.is_cuda or cpu_target(), expected_rows, a_scale_layout, b_scale_layout, out_rows),
+        (a.is_cuda or cpu_target(), expected_rows, a_scale_layout, b_scale_layout),
+        (out_rows, run_rows),
     )
     found = _plans.by_call.get(call)
     if found is None:
         problem = _problem_of(
             a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
-            a_scale_layout, b_scale_layout, out_offs, out_rows,
+            a_scale_layout, b_scale_layout, out_offs, out_rows, run_rows,
         )  # fmt: skip
         found = _plans.keep(call, _plan(problem, a, ends))
     run, shape, first_end = found
@@ -215,7 +223,8 @@ def _grouped_gemm(
     refuse_strides(**operands)
     apart = a.ndim == 3
     name = "masked_m" if apart else "group_offs" if starts is None else "ends"
-    check_groups(name, b.shape[0], starts, ends, a.shape[-2], apart)
+    bounds = ends[: len(starts)] if run_rows and starts is not None else ends
+    check_groups(name, b.shape[0], starts, bounds, a.shape[-2], apart)
     if out_offs is not None:
         _check_places(ends, out_offs, out_rows)
     if out is None:
@@ -279,6 +288,7 @@ def _problem_of(
     b_scale_layout: str = "row_major",
     out_offs: torch.Tensor | None = None,
     out_rows: int = 0,
+    run_rows: int = 0,
 ) -> GroupedGemmProblem:
     """The problem that these operands pose; raises as ``grouped_gemm`` documents."""
     _refuse_dtypes(
@@ -314,7 +324,7 @@ def _problem_of(
         ("a_scale", a_scale, (*a.shape[:-2], *a_scales)),
         ("b", b, (G, N, K)),
         ("b_scale", b_scale, (G, *padded_shape(N, K // BLOCK, b_scale_layout))),
-        ("starts", starts, (G,)),
+        ("starts", starts, (room_for_runs(a.shape[-2], G, run_rows) or G,)),
         ("bias", bias, (G, N)),
     ):
         if tensor is not None and tuple(tensor.shape) != expected:
@@ -322,7 +332,8 @@ def _problem_of(
                 f"{name} must be {list(expected)}, got {shape_text(tensor)} "
                 f"(a: {shape_text(a)}, b: {shape_text(b)})"
             )
-    _refuse_groups(a, b, starts, ends, out_offs, out_rows)
+    _refuse_groups(a, b, starts, ends, out_offs, out_rows, run_rows)
+    jagged = "runs" if run_rows else "jagged"
     return GroupedGemmProblem(
         M=a.shape[:-1].numel(),
         N=N,
@@ -330,13 +341,14 @@ def _problem_of(
         G=G,
         out_dtype=DTYPE_NAMES[out_dtype],
         bias="none" if bias is None else DTYPE_NAMES[bias.dtype],
-        layout="masked" if masked else "jagged" if out_offs is None else "unpadded",
+        layout="masked" if masked else jagged if out_offs is None else "unpadded",
         index=INDEX_NAMES[ends.dtype],
         expected=expected_rows,
         a_scale_layout=a_scale_layout,
         b_scale_layout=b_scale_layout,
         a_format=A_FORMATS[a.dtype],
         out_rows=out_rows,
+        run_rows=run_rows,
     )
 
 
@@ -364,10 +376,15 @@ def _refuse_groups(
     ends: torch.Tensor,
     out_offs: torch.Tensor | None,
     out_rows: int,
+    run_rows: int,
 ) -> None:
     """Raise ValueError where what says which rows are whose has another length, or is too much."""
     G, masked = b.shape[0], a.ndim == 3
     lengths = [(G,)] if masked or starts is not None else [(G,), (G + 1,)]
+    if run_rows:
+        if masked or starts is None or out_offs is not None:
+            raise ValueError("run_rows is for rows [M, K] and starts, without out_offs")
+        lengths = [(2 * room_for_runs(a.shape[0], G, run_rows) + 1,)]
     if tuple(ends.shape) not in lengths:  # no set: while torch traces, sizes have no hash
         known = " or ".join(str(list(length)) for length in lengths)
         raise ValueError(
@@ -415,7 +432,7 @@ _through_torch = register_with_out(
     "grouped_gemm",
     "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? starts, Tensor group_offs, "
     "ScalarType out_dtype, Tensor? bias, SymInt expected_rows, str a_scale_layout, "
-    "str b_scale_layout, Tensor? out_offs=None, SymInt out_rows=0",
+    "str b_scale_layout, Tensor? out_offs=None, SymInt out_rows=0, SymInt run_rows=0",
     "Tensor",
     _grouped_gemm,
     _fake,

@@ -29,6 +29,7 @@ def promoted_gemm(
     ends: Tensor,
     out: Tensor,
     expected_rows: int = 0,
+    run_rows: int = 0,
 ) -> bool:
     """Write groups of rows of ``a @ b.T``, whose products of 128 k are scaled in fp32.
 
@@ -46,6 +47,7 @@ def promoted_gemm(
         ends: the row after each group's last or, masked, its number of rows.
         out: ``[M, N]`` or ``[G, rows, N]``, which other rows of keep their values.
         expected_rows: a likely number of rows of a group, or 0.
+        run_rows: as of ``grouped_gemm_ranges``.
 
     Returns:
         Whether a kernel covers such operands. If not, nothing is written.
@@ -62,7 +64,7 @@ def promoted_gemm(
     of_group, of_row, of_step = a_scale.stride() if masked else (0, *a_scale.stride())
     problem = PromotedGemmProblem(
         *(M, N, K, G, DTYPE_NAMES[out.dtype]),
-        layout="masked" if masked else "jagged",
+        layout="masked" if masked else "runs" if run_rows else "jagged",
         index=INDEX_NAMES[ends.dtype],
         expected=expected_rows,
         a_row=of_row,
@@ -71,13 +73,14 @@ def promoted_gemm(
         b_block=b_scale.stride(1),
         b_step=b_scale.stride(2),
         b_group=b_scale.stride(0),
+        run_rows=run_rows,
     )
     target = target_of(a.device)
     if route("promoted_gemm", target, problem).backend != "hip":
         return False
     tensors = (a, a_scale, b, b_scale, starts, ends)
     if is_traced((*tensors, out)):
-        _through_torch(*tensors, out, expected_rows)
+        _through_torch(*tensors, out, expected_rows, run_rows)
     else:
         _run(problem, target, tensors, out)
     return True
@@ -107,7 +110,7 @@ def _run(
 _through_torch = register(
     "promoted_gemm",
     "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? starts, Tensor ends, "
-    "Tensor(a!) out, SymInt expected_rows) -> ()",
+    "Tensor(a!) out, SymInt expected_rows, SymInt run_rows=0) -> ()",
     lambda *arguments: None if promoted_gemm(*arguments) else _vanished(),
     lambda *arguments: None,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -66,9 +67,37 @@ def bounds(
         padded = -(-offs.diff() // _PADDED_TO) * _PADDED_TO
         starts = torch.nn.functional.pad(padded[:-1].cumsum(0), (1, 0))
         return starts.to(index).to(device), offs.to(device)
+    if problem.layout == "runs":
+        return _runs(problem, device)
     ends = (shares.cumsum(0) / shares.sum() * problem.M).round()
     ends[-1] = problem.M
     return None, ends.to(index).to(device)
+
+
+def _runs(problem: GroupedGemmProblem, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """As many as there is room for at multiples of ``run_rows``, of random groups."""
+    starts = torch.arange(problem.most_runs) * problem.run_rows
+    owners = torch.randint(problem.G, (problem.most_runs,))
+    ends = (starts + problem.run_rows).clamp(max=problem.M)
+    count = (starts < ends).sum().view(1)
+    return starts.int().to(device), torch.cat([ends, count, owners]).int().to(device)
+
+
+def ranges_of(
+    problem: GroupedGemmProblem, starts: torch.Tensor, ends: torch.Tensor
+) -> Iterable[tuple[int, int, int]]:
+    """The group, the first row and the row after the last of each range that ``bounds`` made."""
+    owners, lasts = torch.arange(problem.G), ends
+    firsts = owners * (problem.M // problem.G)
+    if problem.unpads:
+        firsts, lasts = starts, starts + ends.diff()
+    elif problem.layout == "masked":
+        lasts = firsts + ends.cpu()
+    elif problem.layout == "runs":
+        owners, firsts, lasts = ends[problem.most_runs + 1 :], starts, ends[: problem.most_runs]
+    else:
+        firsts = torch.nn.functional.pad(ends[:-1], (1, 0))
+    return zip(owners.tolist(), firsts.tolist(), lasts.tolist(), strict=True)
 
 
 def _indices(problem: GroupedGemmProblem, number: int) -> dict[int, torch.Tensor | None]:
@@ -93,17 +122,8 @@ def _judge(problem: GroupedGemmProblem, tensors: Tensors) -> Judge:
     rows_a = room if problem.layout == "masked" else problem.M
     a_scale = unshuffle_scales(a_scale, problem.a_scale_layout, rows_a, blocks).view(-1, blocks)
     b_scale = unshuffle_scales(b_scale, problem.b_scale_layout, problem.N, blocks)
-    lasts = ends.tolist()
-    if problem.unpads:
-        lengths, firsts = ends.diff().tolist(), starts.tolist()
-        lasts = [first + length for first, length in zip(firsts, lengths, strict=True)]
-    elif problem.layout == "jagged":
-        firsts = [0, *lasts]
-    else:
-        firsts = [*range(0, problem.M, room)]
-        lasts = [first + length for first, length in zip(firsts, lasts, strict=True)]
     groups = []
-    for g, (first, last) in enumerate(zip(firsts, lasts, strict=False)):
+    for g, first, last in ranges_of(problem, starts, ends):
         rows = slice(first, last)
         to = int(ends[g]) if problem.unpads else first
         a = dequantize_block_scaled(aq[rows], as_scale_bytes(a_scale[rows]), torch.float64)

@@ -13,7 +13,7 @@ from aiter_mx.launch import Tensors
 from aiter_mx.numerics import BLOCK, DTYPES
 from aiter_mx.timing import random_mx
 from aiter_mx.workloads.grouped_gemm import WORKLOAD as GROUPED_GEMM
-from aiter_mx.workloads.grouped_gemm import bounds, two_groups
+from aiter_mx.workloads.grouped_gemm import bounds, ranges_of, two_groups
 from aiter_mx.workloads.models import Model
 from aiter_mx.workloads.workload import (
     ACCUMULATION,
@@ -72,16 +72,12 @@ def _values(payload: Tensor, scale: Tensor, each: int) -> Tensor:
 
 
 def _judge(problem: PromotedGemmProblem, tensors: Tensors) -> Judge:
-    a, a_scale, b, b_scale, _, _, ends = tensors
-    room = problem.M // problem.G
-    lasts = ends.tolist()
-    jagged = problem.layout == "jagged"
-    firsts = [0, *lasts] if jagged else range(0, problem.M, room)
+    a, a_scale, b, b_scale, _, starts, ends = tensors
     a_scale = a_scale.reshape(problem.M, -1)
     on_hopper = a.is_cuda and torch.version.hip is None
     groups = []
-    for g, (first, last) in enumerate(zip(firsts, lasts, strict=False)):
-        rows = slice(first, last if jagged else first + last)
+    for g, first, last in ranges_of(problem.groups, starts, ends):
+        rows = slice(first, last)
         x, w = _values(a[rows], a_scale[rows], 1), _values(b[g], b_scale[g], COARSE)
         if on_hopper:
             allowed = (x.abs() @ w.abs().T) * (_SUMS_ERROR / ACCUMULATION)

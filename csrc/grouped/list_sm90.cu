@@ -34,17 +34,17 @@ MX_DEVICE Need need_of(const RowRange& range) {
 
 struct Place {
     RowRange range;
-    Need before; // of the groups before
+    Need before; // of the ranges before
 };
 
-// Places the groups whose numbers begin with base, one for each thread. Adds what they need to
-// that of those before.
-MX_DEVICE void place_groups(const RowGroups& groups, long base, Need& before,
+// Places the ranges, `count` in all, whose numbers begin with base, one for each thread. Adds what
+// they need to that of those before.
+MX_DEVICE void place_ranges(const RowGroups& groups, int count, long base, Need& before,
                             Place (&places)[kThreads]) {
     __shared__ Need totals[kWarps];
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-    const long group = base + threadIdx.x;
-    const RowRange range = group < groups.count ? groups.range(group) : RowRange{0, 0};
+    const long own_range = base + threadIdx.x;
+    const RowRange range = own_range < count ? groups.range(own_range) : RowRange{0, 0};
     const Need own = need_of(range);
     Need sum = own;
 #pragma unroll
@@ -126,9 +126,10 @@ MX_DEVICE Cut best_cut(const int (&tiles)[kMostSlabs + 1], const Columns& column
 MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most_tiles,
                           int most_slabs, const Columns& columns, int clusters) {
     __shared__ Place places[kThreads];
+    const int ranges = groups.ranges();
     Need all{};
-    for (long base = 0; base < groups.count; base += kThreads)
-        place_groups(groups, base, all, places);
+    for (long base = 0; base < ranges; base += kThreads)
+        place_ranges(groups, ranges, base, all, places);
     const Cut cut = best_cut(all.of, columns, clusters);
     const int uncut = all.of[kMostSlabs] - cut.tiles, pieces = kMostSlabs / cut.slabs;
     // Tiles that come of cutting are listed ahead of others of their kind.
@@ -144,34 +145,35 @@ MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most
         if (threadIdx.x == 0)
             to.tiles()[kind] = listed;
     }
-    // Threads share groups where there are fewer of these.
-    const int count = min(groups.count, static_cast<long>(kThreads));
+    // Threads share ranges where there are fewer of these.
+    const int count = min(ranges, kThreads);
     int sharing = kThreads;
     while (sharing * count > kThreads)
         sharing /= 2;
     Need before{};
-    for (long base = 0; base < groups.count; base += kThreads) {
-        if (groups.count > kThreads)
-            place_groups(groups, base, before, places);
+    for (long base = 0; base < ranges; base += kThreads) {
+        if (ranges > kThreads)
+            place_ranges(groups, ranges, base, before, places);
         const int in_base = threadIdx.x / sharing;
-        if (base + in_base >= groups.count)
+        if (base + in_base >= ranges)
             continue;
-        const Place& group = places[in_base];
-        const Need own = need_of(group.range);
+        const Place& place = places[in_base];
+        const Need own = need_of(place.range);
+        const int group = groups.group_of(base + in_base);
         const auto put = [&](int at, int skipped, int slabs) {
-            const long row = group.range.begin + static_cast<long>(skipped) * kSlabRows;
-            const long rows = min(group.range.end - row, static_cast<long>(slabs * kSlabRows));
+            const long row = place.range.begin + static_cast<long>(skipped) * kSlabRows;
+            const long rows = min(place.range.end - row, static_cast<long>(slabs * kSlabRows));
             if (at < most_tiles)
                 to.tile()[at] = {row,
                                  static_cast<short>(rows),
                                  skipped == 0,
-                                 static_cast<int>(base + in_base),
-                                 min(group.before.of[0] + skipped, most_slabs - slabs),
+                                 group,
+                                 min(place.before.of[0] + skipped, most_slabs - slabs),
                                  at};
         };
         const int full = own.of[kMostSlabs];
         for (int i = threadIdx.x % sharing; i < full; i += sharing) {
-            const int at = group.before.of[kMostSlabs] + i, skipped = i * kMostSlabs;
+            const int at = place.before.of[kMostSlabs] + i, skipped = i * kMostSlabs;
             if (at < uncut)
                 put(first[kMostSlabs] + at, skipped, kMostSlabs);
             else
@@ -182,7 +184,7 @@ MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most
 #pragma unroll
         for (int kind = 1; kind < kMostSlabs; ++kind)
             if (own.of[kind] && threadIdx.x % sharing == 0)
-                put(first[kind] + group.before.of[kind], full * kMostSlabs, kind);
+                put(first[kind] + place.before.of[kind], full * kMostSlabs, kind);
     }
 }
 

@@ -103,8 +103,8 @@ struct GroupedArguments {
     void* y;
     const void *starts, *ends;
     Offset M, N, K, count;
-    int is_masked, index_bytes, bias_kind; // with MX_UNPAD is_masked is 2 and the rows of y
-    unsigned rows_each;                    // of a masked group
+    int layout, index_bytes, bias_kind; // layout: problem.py says what it is
+    unsigned rows_each;                 // of a masked group
     unsigned workgroups;
 };
 using ArgumentsPointer = const __attribute__((address_space(4))) GroupedArguments*;
@@ -127,18 +127,34 @@ MX_DEVICE unsigned bound(const void* of, int index_bytes, unsigned g, unsigned m
 // The first row of y of group g, with MX_UNPAD, and how many it may have.
 MX_DEVICE void rows_of_y(unsigned g, unsigned& first, unsigned& rows) {
     const ArgumentsPointer args = arguments();
-    const unsigned most = args->is_masked - 2;
+    const unsigned most = args->layout - 2;
     first = bound(args->ends, args->index_bytes, g, most);
     const unsigned end = bound(args->ends, args->index_bytes, g + 1, most);
     rows = end > first ? end - first : 0;
 }
 
-// The first row of group g, and how many it has.
+// Where a group may have several ranges of rows: how many there are, and then the group of each.
+using Numbers = const __attribute__((address_space(4))) int*; // which scalar loads read
+MX_DEVICE Numbers runs() {
+    const ArgumentsPointer args = arguments();
+    const int layout = args->layout;
+    return layout < 0 ? (Numbers) static_cast<const int*>(args->ends) - layout : nullptr;
+}
+MX_DEVICE unsigned ranges() {
+    const Numbers of = kWgrad || kUnpad ? nullptr : runs();
+    return of ? min(static_cast<unsigned>(*of), 0u - arguments()->layout) : arguments()->count;
+}
+MX_DEVICE unsigned group_of(unsigned range) {
+    const Numbers of = kWgrad || kUnpad ? nullptr : runs();
+    return of ? of[1 + range] : range;
+}
+
+// The first row of group g, or of a range, and how many it has.
 MX_DEVICE void rows_of(unsigned g, unsigned& first, unsigned& rows) {
     const ArgumentsPointer args = arguments();
     const void *starts = args->starts, *ends = args->ends;
     const int size = args->index_bytes;
-    const bool is_masked = args->is_masked;
+    const bool is_masked = args->layout > 0;
     const unsigned each = args->rows_each;
     if constexpr (kUnpad) {
         unsigned of_y;
@@ -268,7 +284,7 @@ class Deal {
         // Tiles that are too few for another round are dealt by halves, if these are not too many.
         const unsigned all = in_chunk(), workgroups = arguments()->workgroups;
         const unsigned left = all % workgroups;
-        const bool has_halves = Halves && arguments()->count <= kLanes && 2 * left <= workgroups;
+        const bool has_halves = Halves && ranges() <= kLanes && 2 * left <= workgroups;
         shelf.put<kWhole>(has_halves ? all - left : ~0u);
     }
 
@@ -280,7 +296,7 @@ class Deal {
         t = is_half ? whole + (t - whole) / 2 : t;
         unsigned chunk = shelf.get<kChunk>(), before = shelf.get<kBefore>();
         while (t >= before + in_chunk()) {
-            if (chunk + kLanes >= arguments()->count)
+            if (chunk + kLanes >= ranges())
                 return false;
             before += in_chunk();
             shelf.put<kBefore>(before);
@@ -296,7 +312,7 @@ class Deal {
         const unsigned height = min(Swath, (left + TileM - 1) / TileM - swath * Swath);
         const unsigned below = (swath * Swath + in_swath % height) * TileM;
         tile.rows = scalar(min(left - below, TileM));
-        tile.group = scalar(chunk + owner);
+        tile.group = scalar(group_of(chunk + owner));
         tile.feature = scalar(in_swath / height * TileN + half * (TileN / 2));
         if constexpr (kWgrad) {
             tile.first = scalar(below);
@@ -315,7 +331,7 @@ class Deal {
         shelf.put<kChunk>(first);
         first_row = rows = 0;
         unsigned down = 0;
-        if (first + lane < arguments()->count) {
+        if (first + lane < ranges()) {
             if constexpr (kWgrad)
                 depth_of(first + lane, first_row, rows);
             else
@@ -513,7 +529,7 @@ class Copier {
         w = resource(args->wq + w_row * K, w_rows * K);
         if constexpr (kShuffledX) {
             // Groups of one size each begin with a block.
-            const Offset more = args->is_masked ? -args->rows_each % kSide : 0;
+            const Offset more = args->layout > 0 ? -args->rows_each % kSide : 0;
             const Offset row = x_row + more * tile.group;
             skew = row % kSide;
             x_scales = resource(args->xs + row / kSide * block_row(),

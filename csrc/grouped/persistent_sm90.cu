@@ -602,12 +602,18 @@ MX_DEVICE void spread_nans(const Operands& t, const Workspace& workspace, const 
             const int at = __ffs(some) - 1;
             const bool mine = __shfl_sync(0xffffffff, own, at) >> lane & 1;
             const long row = (base + at) * 32 + lane, group = row / t.N;
-            const RowRange range =
-                kWgrad ? RowRange{group * t.M, (group + 1) * t.M} : groups.range_of_y(group);
-            if (mine)
+            const bool several = groups.runs();
+            const int first = several ? 0 : group, end = several ? groups.ranges() : group + 1;
+#pragma unroll 1
+            for (int at = first; at < end; ++at) {
+                if (!mine || groups.group_of(at) != group)
+                    continue;
+                const RowRange range =
+                    kWgrad ? RowRange{group * t.M, (group + 1) * t.M} : groups.range_of_y(at);
 #pragma unroll 1
                 for (long m = range.begin; m < range.end; ++m)
                     store(t.y + m * t.N + row % t.N, bits_to_float(kNanBits));
+            }
         }
     }
 }

@@ -55,7 +55,7 @@ struct Args {
     Out* y;
     const void *starts, *ends;
     Offset M, N, K, G;
-    int is_masked, index_bytes;
+    int layout, index_bytes;
     Offset x_row, x_step, x_group, w_block, w_step, w_group;
     Offset room, workgroups; // room: rows from one masked group to the next
 };
@@ -66,6 +66,22 @@ MX_DEVICE ArgsPointer arguments() {
     return at;
 }
 
+// Where a group may have several ranges of rows: how many there are, and then the group of each.
+using Numbers = const __attribute__((address_space(4))) int*; // which scalar loads read
+MX_DEVICE Numbers runs() {
+    const ArgsPointer a = arguments();
+    const int layout = a->layout;
+    return layout < 0 ? (Numbers) static_cast<const int*>(a->ends) - layout : nullptr;
+}
+MX_DEVICE unsigned ranges() {
+    const Numbers of = runs();
+    return of ? min(static_cast<unsigned>(*of), 0u - arguments()->layout) : arguments()->G;
+}
+MX_DEVICE unsigned group_of(unsigned range) {
+    const Numbers of = runs();
+    return of ? of[1 + range] : range;
+}
+
 struct Tile {
     unsigned first, rows; // of x
     unsigned in_room;     // of a masked group, from its first row
@@ -74,10 +90,10 @@ struct Tile {
 
 MX_DEVICE unsigned scalar(unsigned x) { return __builtin_amdgcn_readfirstlane(x); }
 
-// Deals tiles: a wave looks at 64 groups at a time, a lane at each.
+// Deals tiles: a wave looks at 64 ranges at a time, a lane at each.
 struct Deal {
     unsigned lane, columns;
-    unsigned chunk = 0, before = 0; // first of the 64 groups; tiles before them
+    unsigned chunk = 0, before = 0; // first of the 64 ranges; tiles before them
     unsigned first_row, rows, through, in_chunk;
 
     MX_MEMBER explicit Deal(unsigned lane)
@@ -88,7 +104,7 @@ struct Deal {
     // Tile t, if there are so many. The t of successive calls must not decrease.
     MX_MEMBER bool find(unsigned t, Tile& tile) {
         while (t >= before + in_chunk) {
-            if (chunk + kLanes >= arguments()->G)
+            if (chunk + kLanes >= ranges())
                 return false;
             before += in_chunk;
             look(chunk + kLanes);
@@ -103,7 +119,7 @@ struct Deal {
         const unsigned below = (swath * kSwath + in_swath % height) * kTileM;
         tile.first = scalar(at_lane(first_row, owner) + below);
         tile.rows = scalar(min(left - below, static_cast<unsigned>(kTileM)));
-        tile.group = scalar(chunk + owner);
+        tile.group = scalar(group_of(chunk + owner));
         const unsigned room = arguments()->room;
         tile.in_room = scalar(tile.first - room * tile.group);
         tile.feature = scalar(in_swath / height * kTileN);
@@ -126,8 +142,8 @@ struct Deal {
         const ArgsPointer a = arguments();
         const void *starts = a->starts, *ends = a->ends;
         const int size = a->index_bytes;
-        const unsigned is_masked = a->is_masked;
-        if (g < a->G) {
+        const bool is_masked = a->layout > 0;
+        if (g < ranges()) {
             const unsigned most = is_masked ? a->room : a->M;
             if (starts)
                 first_row = bound(starts, size, g, most);
@@ -188,7 +204,7 @@ MX_KERNEL(kThreads) aiter_mx_promoted_gemm_mfma(const Args) {
         const Resource w =
             resource(a->wq + (tile.group * N + tile.feature) * k_bytes, w_rows * k_bytes);
         const unsigned char* const x_scales = reinterpret_cast<const unsigned char*>(
-            a->xs + (a->is_masked ? tile.group * a->x_group : 0) +
+            a->xs + (a->layout > 0 ? tile.group * a->x_group : 0) +
             static_cast<Offset>(tile.in_room) * a->x_row);
         const unsigned scale_row = min(wave * kScaleRows + lane % kScaleRows, tile.rows - 1);
         const unsigned scale_from = scale_row * static_cast<unsigned>(a->x_row) * 4;

@@ -63,31 +63,33 @@ struct Tile {
     int n;              // of the cluster
 };
 
-// The tiles of all groups one after another; those asked for grow.
+// The tiles of all ranges of rows one after another; those asked for grow.
 struct TileWalk {
     const Args& a;
-    long before = 0; // tiles of groups before this one
-    int group = -1;
-    long here = 0; // tiles of this one
-    RowRange range{0, 0};
+    const int ranges = a.groups.ranges();
+    int number = -1, group = 0, begin = 0, end = 0; // of this range: its group and rows
+    long through = 0;                               // tiles of all up to this one
 
-    MX_MEMBER Tile at(long turn) {
+    MX_MEMBER Tile at(int turn) {
         const int pairs = a.pairs();
-        while (turn >= before + here) {
-            before += here;
-            if (++group >= a.groups.count)
+        while (turn >= through) {
+            if (++number >= ranges)
                 return Tile{0, 0, 0, 0, 0};
-            range = a.groups.range(group);
-            here = (range.end - range.begin + kTileM - 1) / kTileM * pairs;
+            const RowRange range = a.groups.range(number);
+            group = a.groups.group_of(number);
+            begin = range.begin;
+            end = range.end;
+            through += static_cast<long>((end - begin + kTileM - 1) / kTileM) * pairs;
         }
-        const int inside = turn - before, tiles = here / pairs;
+        const int tiles = (end - begin + kTileM - 1) / kTileM;
+        const int inside = turn - (through - static_cast<long>(tiles) * pairs);
         const int super = inside / (kSwath * pairs) * kSwath;
         const int height = min(kSwath, tiles - super), place = inside - super * pairs;
-        const long m = static_cast<long>(super + place % height) * kTileM;
+        const int row = begin + (super + place % height) * kTileM;
         Tile tile;
-        tile.row = range.begin + m;
-        tile.in_group = tile.row - a.groups.room() * group;
-        tile.rows = min(static_cast<long>(kTileM), range.end - tile.row);
+        tile.row = row;
+        tile.in_group = row - a.groups.room() * group;
+        tile.rows = min(kTileM, end - row);
         tile.group = group;
         tile.n = place / height * kCluster * kTileN;
         return tile;
@@ -143,8 +145,8 @@ struct Consumer {
     MX_MEMBER void run() const {
         TileWalk walk{a};
         Ring ring;
-        const long clusters = gridDim.x / kCluster;
-        for (long turn = blockIdx.x / kCluster;; turn += clusters) {
+        const int clusters = gridDim.x / kCluster;
+        for (int turn = blockIdx.x / kCluster;; turn += clusters) {
             const Tile tile = walk.at(turn);
             if (tile.rows == 0)
                 break;
@@ -306,8 +308,8 @@ struct Producer {
         TileWalk walk{a};
         Ring ring;
         const int steps = a.steps();
-        const long clusters = gridDim.x / kCluster;
-        for (long turn = blockIdx.x / kCluster;; turn += clusters) {
+        const int clusters = gridDim.x / kCluster;
+        for (int turn = blockIdx.x / kCluster;; turn += clusters) {
             const Tile tile = walk.at(turn);
             if (tile.rows == 0)
                 break;

@@ -20,14 +20,28 @@ struct RowRange {
 
 struct RowGroups {
     const void *starts, *ends;
-    long rows, count;
+    long rows, count; // of x, and of groups
     int layout, index_bytes;
+
+    // Where a group may have several ranges: how many there are, then the group of each.
+    MX_MEMBER const int* runs() const {
+        return layout < 0 ? static_cast<const int*>(ends) - layout : nullptr;
+    }
+    MX_MEMBER int ranges() const {
+        const int* of = runs();
+        return of ? cut(*of, -static_cast<long>(layout)) : count;
+    }
+    MX_MEMBER int group_of(int range) const {
+        const int* of = runs();
+        return of ? of[1 + range] : range;
+    }
 
     // Rows from one group's first to the next one's, where they lie so.
     MX_MEMBER long room() const {
         constexpr int masked = 1;
         return layout == masked ? rows / count : 0;
     }
+    // The rows of a group, or of one of several ranges.
     MX_MEMBER RowRange range(long group) const {
         constexpr int masked = 1;
         if constexpr (kUnpad) {

@@ -41,11 +41,11 @@ constexpr int kChunksOfWord = 32 / kChunkParts;
 constexpr unsigned kWholeChunk = (1 << kChunkParts) - 1;
 constexpr unsigned kSomeNan = 1u << 31; // in what counts the consumers that have finished
 
-// Rows of one group that are multiplied together.
+// Rows of one group, next to each other, that are multiplied together.
 struct TokenTile {
     long row; // first, of x and y
     short rows;
-    short first; // whether it is the first of its group
+    short first; // whether it is the first of a range of its group's
     int group;
     int slab;  // first, of the workspace; with MX_WGRAD the first unit of it
     int index; // in the list

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from aiter_mx.compat.deep_gemm import (
     get_mk_alignment_for_contiguous_layout,
     m_grouped_fp8_gemm_nt_contiguous,
     m_grouped_fp8_gemm_nt_masked,
+    set_mk_alignment_for_contiguous_layout,
 )
 from op_tests.places import device_in
 
@@ -316,8 +319,9 @@ def test_powers_of_two_are_multiplied_as_mx(device: torch.device) -> None:
 def test_a_group_may_have_several_runs(
     device: torch.device, kind: str, unit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of any lengths, with others and padding between them, where the layout is read."""
-    monkeypatch.setenv("AITER_MX_CHECK", "1")
+    """With others and padding between them; of any lengths where the layout is read."""
+    if unit % get_mk_alignment_for_contiguous_layout():
+        monkeypatch.setenv("AITER_MX_CHECK", "1")
     torch.manual_seed(4)
     runs, (N, K) = [0, 1, -1, 0, 2, 1], (96, 320)
     owner = torch.tensor(runs, dtype=torch.int32).repeat_interleave(unit)
@@ -341,35 +345,116 @@ def test_a_group_may_have_several_runs(
     assert not d.cpu()[~mine].any()
 
 
-OF_SEVERAL_RUNS = torch.tensor([0, 1, 0, -1, 0, -1, 2], dtype=torch.int32).repeat_interleave(40)
+def drawn_layout(draw: random.Random, groups: int, blocks: int, each: int) -> torch.Tensor:
+    """Blocks of rows dealt to groups or to nobody, the last rows of some of them nobody's."""
+    owner = torch.empty(blocks, each, dtype=torch.int32)
+    for block in owner:
+        block[:] = draw.randrange(-1, groups)
+        block[each - draw.choice([0, 0, 1, each // 2]) :] = -1
+    return owner.flatten()
 
 
-def test_rows_within_the_bounds_of_two_groups_become_nan() -> None:
-    owner = OF_SEVERAL_RUNS
-    d = torch.randn(len(owner), 8).to(torch.bfloat16)
-    before = d.clone()
-    starts, ends = deep_gemm.layout.ranges(owner, 4)
-    assert starts.tolist() == [0, 40, 240, 280] and ends.tolist() == [200, 80, 280, 0]
-    deep_gemm.layout.fill_rows(d, owner, starts, ends)
-    assert d[owner == 1].isnan().all() and not d[owner < 0].any()
-    others = (owner == 0) | (owner == 2)
-    assert torch.equal(d[others], before[others])
+def in_order_of_groups(
+    a: Pair, b: Pair, owner: torch.Tensor, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The product with each group's rows side by side, put back in their order."""
+    order = owner.argsort(stable=True)
+    rows = a[0].view(torch.uint8)[order].view(a[0].dtype).to(device), a[1][order].to(device)
+    by_group = torch.empty(len(owner), b[0].shape[1], dtype=dtype, device=device)
+    m_grouped_fp8_gemm_nt_contiguous(rows, b, by_group, owner[order].to(device))
+    result = torch.empty_like(by_group)
+    result[order.to(device)] = by_group
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["1x32", "any"])
+@pytest.mark.parametrize("alignment", [128, 64])
+def test_runs_in_any_order_are_as_those_in_order(
+    device: torch.device, kind: str, dtype: torch.dtype, alignment: int
+) -> None:
+    draw, (G, N, K) = random.Random(f"{kind} {dtype}"), (5, 96, 288)
+    set_mk_alignment_for_contiguous_layout(alignment)
+    try:
+        for seed in range(2):
+            owner = drawn_layout(draw, G, draw.randint(6, 12), alignment)
+            M = len(owner)
+            if kind == "any":
+                a, b = coarse(M, K, 1, seed), coarse(N, K, 128, seed, G)
+            else:
+                a, b = aiter_mx.quantize(torch.randn(M, K)), aiter_mx.quantize(torch.randn(G, N, K))
+            on = [(q.to(device), s.to(device)) for q, s in (a, b)]
+            d = torch.full((M, N), 7.0, dtype=dtype, device=device)
+            m_grouped_fp8_gemm_nt_contiguous(*on, d, owner.to(device))
+            assert torch.equal(d, in_order_of_groups(a, on[1], owner, dtype, device))
+            assert not d.cpu()[owner < 0].any() and d.cpu()[owner >= 0].any(1).all()
+    finally:
+        set_mk_alignment_for_contiguous_layout(128)
+
+
+def test_runs_are_found_up_to_the_room_for_them() -> None:
+    def runs(blocks: list[int], each: int, groups: int) -> tuple[list[int], ...]:
+        owner = torch.tensor(blocks, dtype=torch.int32).repeat_interleave(each)
+        starts, ends, lost = deep_gemm.layout.runs_of(owner, groups)
+        most = max(groups, -(-len(owner) // 128))
+        assert len(starts) == most and len(ends) == 2 * most + 1
+        count = int(ends[most])
+        assert (ends[count:most] <= starts[count:]).all()
+        firsts, lasts, of = starts[:count], ends[:count], ends[most + 1 :][:count]
+        return firsts.tolist(), lasts.tolist(), of.tolist(), lost.view(-1, each).all(1).tolist()
+
+    none = [False] * 6
+    assert runs([1, 0, 1, -1, 1, 0], 128, 2) == ([0, 128, 256, 512, 640],
+                                                 [128, 256, 384, 640, 768],
+                                                 [1, 0, 1, 1, 0], none)  # fmt: skip
+    assert runs([-1, 1, 1, -1, 0, 2], 40, 4) == ([40, 160, 200], [120, 200, 240], [1, 0, 2], none)
+    beyond = [False, False, False, False, True, True]  # the third run and those after it
+    assert runs([1, 1, 0, -1, 1, 0], 40, 2) == ([0, 80], [80, 120], [1, 0], beyond)
+
+
+def test_rows_of_runs_beyond_the_room_become_nan() -> None:
+    d = torch.randn(4, 8).to(torch.bfloat16)
+    deep_gemm.layout.fill_rows(d, torch.tensor([True, False, False, True]))
+    assert d[[0, 3]].isnan().all() and not d[1:3].any()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_between_runs_of_a_group_are_nan_on_a_gpu(kind: str) -> None:
+def test_unaligned_runs_beyond_the_number_of_groups_are_nan_on_a_gpu(kind: str) -> None:
     torch.manual_seed(5)
-    owner = OF_SEVERAL_RUNS
+    owner = torch.tensor([0, 1, 0, -1, 0, 1, 2], dtype=torch.int32).repeat_interleave(40)
     x, w = torch.randn(len(owner), 256), torch.randn(3, 32, 256)
     d = torch.empty(len(x), 32, dtype=torch.bfloat16, device="cuda")
     m_grouped_fp8_gemm_nt_contiguous(
         *((q.cuda(), s.cuda()) for q, s in both(kind, x, w)), d, owner.cuda()
     )
     d, expected = d.cpu(), torch.einsum("mk,mnk->mn", x, w[owner.long()])
-    assert d[owner == 1].isnan().all() and not d[owner < 0].any()
-    for group in (0, 2):
-        assert calc_diff(d[owner == group], expected[owner == group]) < 1e-3
+    assert d[200:].isnan().all() and not d[120:160].any()
+    for rows in (slice(0, 120), slice(160, 200)):
+        assert calc_diff(d[rows], expected[rows]) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["1x32", "any"])
+def test_a_replay_takes_the_runs_that_are_then_in_memory(kind: str) -> None:
+    draw, device, (G, N, K) = random.Random(kind), torch.device("cuda"), (4, 160, 416)
+    layouts = [drawn_layout(draw, G, 9, 128) for _ in range(3)]
+    layouts.append(torch.arange(9, dtype=torch.int32).div(3).floor().int().repeat_interleave(128))
+    if kind == "any":
+        a, b = coarse(9 * 128, K, 1, 1), coarse(N, K, 128, 2, G)
+    else:
+        a, b = aiter_mx.quantize(torch.randn(9 * 128, K)), aiter_mx.quantize(torch.randn(G, N, K))
+    on = [(q.to(device), s.to(device)) for q, s in (a, b)]
+    now, d = layouts[0].to(device), torch.empty(9 * 128, N, dtype=torch.bfloat16, device=device)
+    m_grouped_fp8_gemm_nt_contiguous(*on, d, now)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        m_grouped_fp8_gemm_nt_contiguous(*on, d, now)
+    for owner in layouts[1:]:
+        now.copy_(owner)
+        d.fill_(7)
+        graph.replay()
+        assert torch.equal(d, in_order_of_groups(a, on[1], owner, d.dtype, device))
 
 
 def test_groups_that_are_not_there_are_refused_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

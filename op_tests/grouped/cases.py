@@ -13,7 +13,7 @@ from torch import Tensor
 
 import aiter_mx
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
-from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS, LAYOUT_CODES
+from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS, LAYOUT_CODES, room_for_runs
 from aiter_mx.kernels.spec import Config, KernelSpec
 from op_tests.conformance import INDICES, NAMES
 from op_tests.launches import Out, is_poison, launch, poisoned
@@ -30,16 +30,21 @@ class Groups:
 
     Attributes:
         ranges: first row of each group, and the row after its last.
-        told: ``offsets`` [G + 1], ``ends`` [G], ``ranges`` (starts and ends), ``masked``, or
-            ``unpadded``: starts, and offsets of results that follow one another.
+        told: ``offsets`` [G + 1], ``ends`` [G], ``ranges`` (starts and ends), ``masked``,
+            ``unpadded``: starts, and offsets of results that follow one another, or ``runs``:
+            ranges of rows, of which a group may have several.
         index: dtype of these.
         M: rows of a.
+        owners: where told as ``runs``, the group of each range.
+        run_rows: likewise, rows at multiples of which they begin.
     """
 
     ranges: Sequence[Range]
     told: str
     index: str
     M: int
+    owners: Sequence[int] = ()
+    run_rows: int = 0
 
     def bounds(self) -> tuple[Tensor | None, Tensor]:
         """starts and ends."""
@@ -55,7 +60,18 @@ class Groups:
             return None, ends - starts
         if self.told == "unpadded":
             return starts, torch.tensor(self.out_offs, dtype=dtype)
+        if self.told == "runs":
+            count = len(self.ranges)
+            left = room_for_runs(self.M, max(self.owners) + 1, self.run_rows) - count
+            owners = torch.tensor([count, *self.owners, *[1 << 30] * left], dtype=dtype)
+            starts = torch.nn.functional.pad(starts, (0, left), value=self.M)
+            return starts, torch.cat([torch.nn.functional.pad(ends, (0, left)), owners])
         return None, ends
+
+    @property
+    def as_groups(self) -> Groups:
+        """Each range as a group of its own."""
+        return Groups(self.ranges, "ranges", self.index, self.M)
 
     @property
     def out_offs(self) -> list[int]:
@@ -101,6 +117,24 @@ def of_every_size(most: int) -> Groups:
     return ending_at(ends, ends[-1], "offsets", "i64")
 
 
+def draw_runs(draw: random.Random, groups: int, blocks: int, run_rows: int) -> Groups:
+    """Ranges of whole blocks but for some last rows, dealt to groups; some blocks are nobody's."""
+    ranges: list[Range] = []
+    owners: list[int] = []
+    for block in range(blocks):
+        owner, row = draw.randrange(-1, groups), block * run_rows
+        if owner < 0:
+            continue
+        end = row + max(1, run_rows - draw.choice([0, 0, 1, run_rows // 2]))
+        if owners and owner == owners[-1] and ranges[-1][1] == row:
+            ranges[-1] = (ranges[-1][0], end)
+        else:
+            ranges.append((row, end))
+            owners.append(owner)
+    owners[-1] = groups - 1
+    return Groups(ranges, "runs", "i32", blocks * run_rows, owners, run_rows)
+
+
 def draw_groups(draw: random.Random, tile_m: int) -> Groups:
     """Groups of sizes around every tile's edge; seldom more than a wave has lanes."""
     edges = [0, 0, 1, 1, 2, 15, 16, 17, tile_m - 1, tile_m, tile_m + 1, tile_m + tile_m // 2]
@@ -141,7 +175,7 @@ def launch_grouped(
     layout = groups.told if groups.told in LAYOUT_CODES else "jagged"
     problem = GroupedGemmProblem(
         M, N, K, G, NAMES[dtype], bias_name, layout, groups.index, 0, *layouts, A_FORMATS[a.dtype],
-        groups.out_rows if layout == "unpadded" else 0,
+        groups.out_rows if layout == "unpadded" else 0, groups.run_rows,
     )  # fmt: skip
     if layouts != ROW_MAJOR:
         if layout == "masked":

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from op_tests.grouped.cases import (
     Groups,
     Operands,
     assert_groups,
+    draw_runs,
     ending_at,
     launch_grouped,
 )
@@ -221,6 +223,25 @@ def test_padded_groups_are_stored_without_their_padding(bench: Bench) -> None:
             padding[start:end] = False
         drawn[0].view(torch.uint8)[padding], drawn[1][padding] = 0x7F, 255
         bench.assert_right(case, drawn, bench.bias(case, at))
+
+
+@each(SUBJECTS, of=[(3, 11, 64), (2, 9, 128), (3, 150, 1)])
+def test_groups_of_several_ranges_are_as_if_each_were_one(
+    bench: Bench, of: tuple[int, int, int]
+) -> None:
+    """In any order, with nobody's rows between them; also of more ranges than a wave has lanes."""
+    for at, few in enumerate(bench.subject.few):
+        groups = draw_runs(random.Random(at), *of)
+        dtype, bias = (("bf16", "none"), ("fp32", bench.subject.biases[-1]))[at % 2]
+        case = few._replace(groups=groups, dtype=dtype, bias=bias)
+        a, a_scale, *weights = bench.draw(case, at, nan_payload=1e-4 * (at % 3))
+        shared, given = [t[: of[0]] for t in weights], bench.bias(case, at)
+        each_own, bias_of_each = [t[list(groups.owners)] for t in shared], None
+        if given is not None:
+            given, bias_of_each = given[: of[0]], given[list(groups.owners)]
+        out = bench.launch(case, (a, a_scale, *shared), given)
+        apart = case._replace(groups=groups.as_groups)
+        assert same_bytes(out, bench.assert_right(apart, (a, a_scale, *each_own), bias_of_each))
 
 
 @each(SUBJECTS)

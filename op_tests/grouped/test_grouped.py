@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -285,6 +286,18 @@ def run_triton_in_its_interpreter() -> None:
         grouped_gemm_triton.run(problem, (*case, bias, out, starts, ends), tile)
         assert_group_rows(out, case, [(50, 70), (0, 12), (13, 13), (70, 90)], bias)
         assert (out[12:50] == 7).all()
+        out.fill_(7.0)
+        # Six ranges, and then two places more for 90 rows of 12 rows each.
+        firsts = torch.tensor([0, 12, 24, 36, 60, 72, 90, 90], dtype=torch.int32)
+        lasts = torch.tensor([12, 24, 30, 48, 72, 90, 0, 0], dtype=torch.int32)
+        owners = torch.tensor([6, 1, 0, 1, 3, 0, 1, 9, 9], dtype=torch.int32)
+        problem = replace(problem, layout="runs", run_rows=12)
+        table = torch.cat([lasts, owners])
+        grouped_gemm_triton.run(problem, (*case, bias, out, firsts, table), tile)
+        of = owners[1:7].long()
+        own = (*case[:2], case[2][of], case[3][of])
+        assert_group_rows(out, own, [*zip(firsts[:6], lasts[:6], strict=True)], bias[of])
+        assert (out[30:36] == 7).all() and (out[48:60] == 7).all()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,14 @@ from op_tests.conformance import (
     in_drawn_orders,
     named,
 )
-from op_tests.grouped.cases import Groups, draw_groups, ending_at, of_every_size, one_group
+from op_tests.grouped.cases import (
+    Groups,
+    draw_groups,
+    draw_runs,
+    ending_at,
+    of_every_size,
+    one_group,
+)
 from op_tests.launches import (
     Out,
     assert_repeats_on_two_streams,
@@ -156,9 +163,11 @@ class Bench(conformance.Bench):
             b_scale = b_scale.transpose(1, 2).contiguous()
             strides = dict(zip(("a_group", "a_step", "a_row"), a_scale.stride(), strict=True))
             strides |= zip(("b_group", "b_step", "b_block"), b_scale.stride(), strict=True)
+        layout = case.groups.told if case.groups.told in ("masked", "runs") else "jagged"
         problem = PromotedGemmProblem(
-            *(M, N, K, G, case.dtype, "masked" if masked else "jagged", case.groups.index),
+            *(M, N, K, G, case.dtype, layout, case.groups.index),
             **strides,
+            run_rows=case.groups.run_rows,
         )
         tensors = (a, a_scale, b, b_scale, Out((M, N), DTYPES[case.dtype]), *case.groups.bounds())
         (out,) = launch(self.kernel, self.device, problem, case.config, tensors, case.cu_num)
@@ -298,6 +307,20 @@ def test_bounds_that_make_no_sense_touch_nothing_else(bench: Bench) -> None:
     cut = [(0, 9), (9, 9), (30, 50), (50, 50), (50, 50)]
     inside = case._replace(groups=Groups(cut, "ranges", "i64", 50))
     assert_groups(bench.launch(case, drawn), inside, drawn, bench.subject.error)
+
+
+@each(SUBJECTS, of=[(3, 11, 64), (2, 9, 128), (3, 150, 1)])
+def test_groups_of_several_ranges_are_as_if_each_were_one(
+    bench: Bench, of: tuple[int, int, int]
+) -> None:
+    for at, few in enumerate(bench.subject.few):
+        case = few._replace(groups=draw_runs(random.Random(at), *of))
+        a, a_scale, *weights = draw(case, at)
+        shared = [t[: of[0]] for t in weights]
+        out = bench.launch(case, (a, a_scale, *shared))
+        each_own = [t[list(case.groups.owners)] for t in shared]
+        apart = case._replace(groups=case.groups.as_groups)
+        assert same_bytes(out, bench.assert_right(apart, (a, a_scale, *each_own)))
 
 
 @each(SUBJECTS, "sim")

@@ -307,6 +307,7 @@ WORKLOAD_CASES = (
             GroupedGemmProblem(516, 96, 96, 70, bias="bf16"),
             GroupedGemmProblem(516, 96, 96, 70, bias="bf16"),
             GroupedGemmProblem(280, 96, 96, 70, bias="bf16", layout="masked"),
+            GroupedGemmProblem(280, 96, 96, 3, bias="bf16", layout="runs", run_rows=4),
         ),
         {"tile_m": 32, "tile_n": 128, "swath": 4, "xcds": 8},
         cu_num=16,
@@ -334,6 +335,7 @@ WORKLOAD_CASES = (
             GroupedGemmProblem(
                 140, 96, 256, 70, "fp32", a_format="e5m2", layout="masked", index="i64"
             ),
+            GroupedGemmProblem(140, 96, 256, 3, "fp32", a_format="e5m2", layout="runs", run_rows=2),
         ),
         {"tile_m": 64, "tile_n": 256, "swath": 1, "xcds": 1},
         cu_num=2,

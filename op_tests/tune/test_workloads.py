@@ -120,6 +120,8 @@ OTHERS = [
     MoeGemmProblem(9, 128, 96, 3, 2, 16, "mxfp8", "silu", ids="aiter", num_experts=12),
     MoeGemmProblem(7, 128, 96, 5, 2, 16, "mxfp8", "silu", a_div=2),
     MoeGemmProblem(7, 128, 96, 5, 2, 16, "mxfp8", "swiglu_oai", "interleaved", bias="bf16"),
+    GroupedGemmProblem(M=70, N=64, K=96, G=3, layout="runs", run_rows=9),
+    PromotedGemmProblem(M=70, N=160, K=416, G=3, layout="runs", run_rows=9),
 ]
 
 

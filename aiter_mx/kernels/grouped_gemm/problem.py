@@ -8,6 +8,9 @@ A kernel must keep to this:
   starts where the one before it ends, the first at row 0; where ``ends`` is null too, there is one
   group, of all rows.
 - ``masked``: group g is the first ``ends[g]`` rows of the M / G rows from ``g * M / G``.
+- ``runs``: a group may have several ranges of rows. ``starts`` has R places, R being ``most_runs``,
+  and range r is the rows ``starts[r] .. ends[r]``. ``ends`` has 2 R + 1: after the ends of ranges,
+  how many of them there are, and then the group of each. All are 4 bytes.
 - ``unpadded``: group g has the rows of a from ``starts[g]`` on, and is the rows
   ``ends[g] .. ends[g + 1]`` of out, which has ``out_rows`` rows.
 - Both arrays are on the device, of 4 or 8 bytes an index, and no one reads them on the host. Groups
@@ -49,14 +52,14 @@ ARGS = (
     Arg("starts", "pointer", "r"),  # [G], or null
     Arg("ends", "pointer", "r"),  # [G], or null
     *numbers("i64", "M", "N", "K", "G"),
-    Arg("layout", "i32"),  # LAYOUT_CODES; of unpadded that and the rows of out
+    Arg("layout", "i32"),  # LAYOUT_CODES; of unpadded that and the rows of out, of runs -R
     Arg("index_bytes", "i32"),  # of starts and ends, 4 or 8
     Arg("bias_kind", "i32"),  # code of the bias's dtype
 )
 """The arguments of every grouped kernel; up to y they are those of a linear, which is one group.
 A kernel that has a workspace takes its pointer after ends; it may add scalars of its own."""
 
-LAYOUT_CODES = {"jagged": 0, "masked": 1, "unpadded": 2}
+LAYOUT_CODES = {"jagged": 0, "masked": 1, "unpadded": 2, "runs": 0}
 MAX_OUT_ROWS = (1 << 31) - 4  # whose sum with a code has 31 bits
 INDEX_BYTES = {"i32": 4, "i64": 8}
 A_DTYPES = {name: FORMATS[name].dtype for name in ("e4m3", "e5m2")}
@@ -65,11 +68,22 @@ A_FORMATS = {dtype: name for name, dtype in A_DTYPES.items()}
 
 def require_groups(problem: Any, **known: tuple[str, ...]) -> None:
     """Raise ValueError unless fields of a grouped product, and those `known`, have such values."""
-    usual = {"out_dtype": OUT_DTYPES, "layout": ("jagged", "masked"), "index": tuple(INDEX_BYTES)}
-    require(problem, {"M": 0, "N": 0, "G": 1, "expected": 0}, usual | known)
+    layouts = ("jagged", "masked", "runs")
+    usual = {"out_dtype": OUT_DTYPES, "layout": layouts, "index": tuple(INDEX_BYTES)}
+    of_runs = problem.layout == "runs"
+    least = {"M": 0, "N": 0, "G": 1, "expected": 0, "run_rows": int(of_runs)}
+    require(problem, least, usual | known | ({"index": ("i32",)} if of_runs else {}))
+    if problem.run_rows and not of_runs:
+        raise ValueError(f"run_rows must be 0 unless the layout is runs, got {problem.run_rows}")
     require_blocks("K", problem.K)
     if problem.layout == "masked" and problem.M % problem.G:
         raise ValueError(f"masked groups have M / G rows each, got M={problem.M} and G={problem.G}")
+
+
+def room_for_runs(rows: int, groups: int, run_rows: int) -> int:
+    """How many ranges of rows there is room for, where they begin at multiples of ``run_rows`` or
+    are no more than groups; 0 for ``run_rows`` of 0."""
+    return max(groups, -(-rows // run_rows)) if run_rows else 0
 
 
 @dataclass(frozen=True)
@@ -83,7 +97,7 @@ class GroupedGemmProblem:
         G: groups.
         out_dtype: ``bf16``, ``fp16`` or ``fp32``.
         bias: dtype of the bias, one of those or ``none``.
-        layout: ``jagged``, ``masked`` or ``unpadded``.
+        layout: ``jagged``, ``masked``, ``runs`` or ``unpadded``.
         index: dtype of the groups' bounds, ``i32`` or ``i64``.
         expected: rows that a group is likely to have, or 0 for M / G. It may choose a kernel's
             tiles, and never bears on results.
@@ -91,6 +105,8 @@ class GroupedGemmProblem:
         b_scale_layout: of b's.
         a_format: of a's payload, ``e4m3``, or ``e5m2`` as gradients have; b is e4m3.
         out_rows: rows of out where the layout is ``unpadded``, else 0.
+        run_rows: rows at multiples of which ranges begin where the layout is ``runs``, unless there
+            are no more of them than groups; else 0.
 
     Raises:
         ValueError: a field is none of the above.
@@ -109,6 +125,7 @@ class GroupedGemmProblem:
     b_scale_layout: str = "row_major"
     a_format: str = "e4m3"
     out_rows: int = 0
+    run_rows: int = 0
 
     def __post_init__(self) -> None:
         require_groups(
@@ -133,6 +150,11 @@ class GroupedGemmProblem:
         return self.out_rows if self.unpads else self.M
 
     @property
+    def most_runs(self) -> int:
+        """Ranges of rows that there is room for where the layout is ``runs``, else 0."""
+        return room_for_runs(self.M, self.G, self.run_rows)
+
+    @property
     def usual_rows(self) -> int:
         """Rows of a group to choose tiles by."""
         return self.expected or -(-self.M // self.G)
@@ -155,7 +177,10 @@ class GroupedGemmProblem:
             return self.G * -(-(self.M // self.G) // rows)
         # A group of full tiles and one row more has the most for its rows.
         with_one_more = min(self.G, self.M)
-        return with_one_more + (self.M - with_one_more) // rows
+        most = with_one_more + (self.M - with_one_more) // rows
+        if self.layout != "runs":
+            return most
+        return max(most, -(-self.M // self.run_rows) * -(-self.run_rows // rows))
 
 
 KEY = ("M", "N", "K", "G", "out_dtype")
@@ -175,7 +200,7 @@ def scalars(problem: GroupedGemmProblem) -> tuple[int, ...]:
         problem.N,
         problem.K,
         problem.G,
-        LAYOUT_CODES[problem.layout] + problem.out_rows,
+        LAYOUT_CODES[problem.layout] + problem.out_rows - problem.most_runs,
         INDEX_BYTES[problem.index],
         DTYPE_CODES[problem.bias],
     )

@@ -58,8 +58,9 @@ def candidates(target: Target, problem: GroupedGemmProblem) -> Sequence[Config]:
 
 
 def _refusal(problem: GroupedGemmProblem) -> str | None:
-    if problem.G > MAX_GROUPS:
-        return f"G={problem.G} is above {MAX_GROUPS}, the most groups of the Triton grouped GEMM"
+    if max(problem.G, problem.most_runs) > MAX_GROUPS:
+        given = f"G={problem.G}" if problem.G > MAX_GROUPS else f"{problem.most_runs} runs of rows"
+        return f"{given} is above {MAX_GROUPS}, the most groups of the Triton grouped GEMM"
     return None
 
 

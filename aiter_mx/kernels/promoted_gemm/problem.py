@@ -44,7 +44,8 @@ class PromotedGemmProblem:
     """A grouped GEMM with scales for 128 k, as this module's docstring defines it.
 
     Attributes:
-        M, N, K, G, layout, index, expected: as of ``GroupedGemmProblem``; N a multiple of 32 too.
+        M, N, K, G, layout, index, expected, run_rows: as of ``GroupedGemmProblem``; N a multiple of
+            32 too.
         out_dtype: ``bf16``, ``fp16`` or ``fp32``.
         a_row, a_step, a_group: elements from a scale of a to that of the next row, step, and
             group where groups are masked; all 0 for scales that are ``[M, K / 128]``.
@@ -69,6 +70,7 @@ class PromotedGemmProblem:
     b_block: int = 0
     b_step: int = 0
     b_group: int = 0
+    run_rows: int = 0
 
     def __post_init__(self) -> None:
         require_groups(self)
@@ -85,6 +87,7 @@ class PromotedGemmProblem:
             layout=self.layout,
             index=self.index,
             expected=self.expected,
+            run_rows=self.run_rows,
         )
 
     @property
@@ -112,7 +115,7 @@ def scalars(problem: PromotedGemmProblem) -> tuple[int, ...]:
         problem.N,
         problem.K,
         problem.G,
-        LAYOUT_CODES[problem.layout],
+        LAYOUT_CODES[problem.layout] - problem.groups.most_runs,
         INDEX_BYTES[problem.index],
         *problem.a_strides,
         *problem.b_strides,
