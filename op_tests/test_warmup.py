@@ -26,8 +26,8 @@ RANGES = [  # and how many code objects one takes at most, those that all weight
     ("linear", "gfx950", LINEAR | {"x_dtype": "bf16"}, 12),
     ("linear", "sm_90a", LINEAR, 21),
     ("linear", "sm_90a", LINEAR | {"x_dtype": "bf16"}, 24),
-    ("fused_moe", "gfx950", LAYER, 24),
-    ("fused_moe", "sm_90a", LAYER, 20),
+    ("fused_moe", "gfx950", LAYER, 21),
+    ("fused_moe", "sm_90a", LAYER, 17),
 ]
 
 

@@ -86,7 +86,7 @@ def _defines(target: Target, problem: MoeCombineProblem, config: Config) -> Mapp
     return {
         "MX_TOP_K": problem.top_k,
         "MX_SHARED": problem.shared,
-        "MX_THREADS": config["threads"],
+        "MX_MAX_THREADS": PARAMS[0].values[-1],
         "MX_MAX_GROUPS_Y": MAX_GROUPS_Y,
         "MX_Y": DTYPE_CODES[problem.y_dtype],
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
@@ -109,7 +109,7 @@ _ARGS = (
     *pointers("r", "topk_ids", "topk_weights", "expert_map", "num_tokens"),
     Arg("out", "pointer", "w"),
     Arg("N", "i64"),
-    *numbers("i32", "M", "E"),
+    *numbers("i32", "M", "E", "threads"),
 )
 
 PROBLEM = MoeCombineProblem
@@ -123,7 +123,10 @@ KERNELS = (
         args=_ARGS,
         defines=_defines,
         geometry=_geometry,
-        scalars=lambda target, problem, config: (problem.N, problem.M, problem.E),
+        scalars=lambda target, problem, config: (
+            *(problem.N, problem.M, problem.E),
+            config["threads"],
+        ),
         refusal=_refusal,
         params=PARAMS,
         configure=_configure,

@@ -111,8 +111,8 @@ def refusal(problem: MoeDownProblem) -> str | None:
 
 
 def _configure(target: Target, problem: MoeDownProblem) -> Config:
-    row_bytes = problem.slots * problem.K
-    rows = rows_a_group(target, problem.N, max(1, problem.M), row_bytes, _GROUP_BYTES, most=8)
+    M, row_bytes = max(1, problem.M), problem.slots * problem.K
+    rows = rows_a_group(target, problem.N, M, 1, row_bytes, _GROUP_BYTES, most=8)
     return {"rows": rows, **split_of_k(-(-problem.K // STEP), problem.slots)}
 
 

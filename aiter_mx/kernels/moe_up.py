@@ -40,6 +40,7 @@ MAX_ROUTED = 65535  # the grid's y
 STEP = 1024  # k of half an operand of the matrix unit, as a wave is given it
 WAVES = (1, 2, 3, 4, 5, 6, 8, 9, 12)
 _GROUP_BYTES = 48 << 10
+_WORTH_A_CODE = 1.03  # of what the busiest compute unit reads
 
 
 @dataclass(frozen=True)
@@ -144,23 +145,34 @@ def split_of_k(steps: int, parts: int = 1) -> Config:
 
 
 def rows_a_group(
-    target: Target, rows: int, grid_y: int, row_bytes: int, group_bytes: int, most: int
+    target: Target,
+    rows: int,
+    tokens: int,
+    of_token: int,
+    row_bytes: int,
+    group_bytes: int,
+    most: int,
 ) -> int:
     """Of those that give the busiest compute unit the least to read, what has a workgroup read
-    about ``group_bytes``: workgroups start one after the other, and large ones end late."""
+    about ``group_bytes``: workgroups start one after the other, and large ones end late. What suits
+    one token serves more of them, so that few code objects do, unless another reads much less."""
+    widths = [width for width in PARAMS[0].values if width <= most]
 
-    def of_busiest(width: int) -> int:
-        return -(-(-(-rows // width) * grid_y) // target.cu_num) * width
+    def of_busiest(width: int, tokens: int) -> int:
+        return -(-(-(-rows // width) * of_token * tokens) // target.cu_num) * width
 
-    return min(
-        (width for width in PARAMS[0].values if width <= most),
-        key=lambda width: (of_busiest(width), abs(width * row_bytes - group_bytes)),
-    )
+    def best(tokens: int) -> int:
+        return min(widths, key=lambda w: (of_busiest(w, tokens), abs(w * row_bytes - group_bytes)))
+
+    first, own = best(1), best(tokens)
+    return first if of_busiest(first, tokens) <= _WORTH_A_CODE * of_busiest(own, tokens) else own
 
 
 def _configure(target: Target, problem: MoeUpProblem) -> Config:
-    rows = max(1, problem.M * problem.slots)
-    features = rows_a_group(target, problem.N // 2, rows, 2 * problem.K, _GROUP_BYTES, most=4)
+    M, row_bytes = max(1, problem.M), 2 * problem.K
+    features = rows_a_group(
+        target, problem.N // 2, M, problem.slots, row_bytes, _GROUP_BYTES, most=4
+    )
     return {"features": features, **split_of_k(-(-problem.K // STEP))}
 
 

@@ -15,7 +15,7 @@ using namespace mx;
 
 constexpr int kTopK = MX_TOP_K;
 constexpr int kShared = MX_SHARED;
-constexpr int kThreads = MX_THREADS;         // of a workgroup
+constexpr int kMaxThreads = MX_MAX_THREADS;  // of a workgroup
 constexpr int kMaxGroupsY = MX_MAX_GROUPS_Y; // tokens beyond it follow in a loop
 constexpr bool kSorted = MX_SORTED;          // y lies as the sorted ids do
 using Y = DType<MX_Y>;
@@ -43,11 +43,11 @@ struct alignas(sizeof(Y) * kWidth) Piece {
 
 MX_DEVICE float to_f32(float x) { return x; }
 
-MX_KERNEL(kThreads)
+MX_KERNEL(kMaxThreads)
 aiter_mx_moe_combine(const Y* y, const int* places, const Id* topk_ids, const float* weights,
                      const int* expert_map, const int* num_tokens, Out* out, long N, int M,
-                     int experts) {
-    const long n = (static_cast<long>(group_x()) * kThreads + thread_in_group()) * kWidth;
+                     int experts, int threads) {
+    const long n = (static_cast<long>(group_x()) * threads + thread_in_group()) * kWidth;
     if (n >= N)
         return;
     const int tokens = num_tokens && *num_tokens < M ? *num_tokens : M;

@@ -23,7 +23,7 @@ MOST = {"gfx950": 12, "sm_90a": 24}
 # Of the two GEMMs of a layer, which tables tune apart for each power of two of tokens, and of what
 # is launched around them, which most layers share.
 MOST_OF_LAYER = {"gfx950": 19, "sm_90a": 27}
-MOST_BETWEEN = 5
+MOST_BETWEEN = 4
 LAYERS = (  # hidden, intermediate, experts and top_k
     (6144, 768, 128, 4),
     (2048, 768, 128, 8),

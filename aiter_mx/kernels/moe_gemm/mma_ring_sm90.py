@@ -35,12 +35,16 @@ MAX_SIDE = 1 << 31  # N and K, of which products alone are 64 bits wide
 _MAX_ITEMS = 1 << 31
 _MOST_CANDIDATES = 40
 MOST_ROWS = 12  # of an expert, measured on an H200
-_MOST_ROWS_UNEVEN = 17  # where K is no multiple of a chunk, which wgmma_f16 refuses
+# Where K is no multiple of a chunk, which wgmma_f16 refuses: of few weights, and of many.
+_MOST_ROWS_UNEVEN, _MOST_ROWS_OF_MANY, _MANY_WEIGHTS = 17, 16, 120_000_000
 
 
 def most_rows(problem: MoeGemmProblem) -> int:
     """Rows of an expert up to which no other kernel of ours is faster."""
-    return _MOST_ROWS_UNEVEN if problem.K % CHUNK else MOST_ROWS
+    if problem.K % CHUNK == 0:
+        return MOST_ROWS
+    is_many = problem.E * problem.N * problem.K >= _MANY_WEIGHTS
+    return _MOST_ROWS_OF_MANY if is_many else _MOST_ROWS_UNEVEN
 
 
 def shared_bytes(problem: MoeGemmProblem, config: Config) -> int:
