@@ -40,7 +40,7 @@ from aiter_mx.target import Target, target_of
 from aiter_mx.timing import copies_to_stay_cold, time_graph_us
 from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.triton_ahead import compile_without_gpu, stand_in_for_a_gpu
-from op_tests.bench import every_m, hand_overs
+from op_tests.bench import every_m, hand_overs, variants
 from op_tests.bench.common import normal_mx, refuse_no_gpu, report, swept_us
 from op_tests.mx_reference import linear_reference64
 
@@ -181,13 +181,20 @@ def main() -> None:
     parser.add_argument(
         "--hand-overs", action="store_true", help="see op_tests/bench/hand_overs.py"
     )
-    parser.add_argument("--share", type=int, default=1, help="of both: one in so many shapes")
-    parser.add_argument("--seed", type=int, default=22, help="of both: by which they are drawn")
-    parser.add_argument("--seconds", type=float, default=inf, help="of both: end after so many")
+    parser.add_argument("--variants", action="store_true", help="see op_tests/bench/variants.py")
+    parser.add_argument(
+        "--share", type=int, default=1, help="of the first two: one in so many shapes"
+    )
+    parser.add_argument("--seed", type=int, default=22, help="of these: by which they are drawn")
+    parser.add_argument(
+        "--seconds", type=float, default=inf, help="of the three: end after so many"
+    )
     arguments = parser.parse_args()
-    if arguments.every_m or arguments.hand_overs:
-        (every_m if arguments.every_m else hand_overs).main(arguments)
-        return
+    others = (every_m, arguments.every_m), (hand_overs, arguments.hand_overs)
+    for bench, is_asked in (*others, (variants, arguments.variants)):
+        if is_asked:
+            bench.main(arguments)
+            return
     shapes = [(int(N), int(K)) for N, K in (shape.split("x") for shape in arguments.shapes)]
     refuse_no_gpu()
     target = target_of(DEVICE)
