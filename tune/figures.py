@@ -76,6 +76,70 @@ def moe() -> str:
     return _table(["", *(f"M={m}" for m in tokens)], rows) + _origin(run)
 
 
+def moe_layers() -> str:
+    """Layers of models: how many times ours bf16's layer takes, and its two GEMMs alone."""
+    run = pd.read_csv(MEASURED / "moe_layers.csv", dtype={"commit": str})
+    tokens = sorted(run.M.unique())
+    rows = []
+    for (name, routing), cells in run.groupby(["layer", "routing"], sort=False):
+        at = cells.set_index("M")
+        shown = (
+            f"{at.over_bf16[m]:.2f} ({at.over_gemms[m]:.2f})" if m in at.index else ""
+            for m in tokens
+        )
+        rows.append([f"{name}, {routing}", *shown])
+    each = [run[m == run.M] for m in tokens]
+    means = (f"{_geometric(at.over_bf16):.2f} ({_geometric(at.over_gemms):.2f})" for at in each)
+    rows.append(["geometric mean", *means])
+    launches = (f"{_geometric(at.over_launches):.2f} ({at.over_launches.max():.2f})" for at in each)
+    rows.append(["our time over our launches', and worst", *launches])
+    return _table(["", *(f"M={m}" for m in tokens)], rows) + _origin(run)
+
+
+def hand_overs() -> str:
+    """Steps of the linear's time from M to M + 1 rows, where it launches something else."""
+    run = pd.read_csv(MEASURED / "linear_hand_overs.csv", dtype={"commit": str})
+    rows = []
+    for before, last in pairwise((0, 16, 64, 128, 256, 1024, 2048, 4096, 32768)):
+        cells = run[run.M.between(before + 1, last)]
+        if len(cells):
+            steps = f"{_geometric(cells.step):.3f}", f"{_geometric(cells.bf16_step):.3f}"
+            worst = f"{cells.step.max():.2f}", f"{cells.step.min():.2f}"
+            counts = (cells.over_bar > 1).sum(), (cells.step < 1 / 1.05).sum()
+            rows.append(
+                [f"{before + 1} to {last}", str(len(cells)), *steps, *worst, *map(str, counts)]
+            )
+    columns = [
+        "M",
+        "cells",
+        "step",
+        "bf16's",
+        "largest",
+        "least",
+        "above its bar",
+        "below 1 / 1.05",
+    ]
+    return _table(columns, rows) + _origin(run, "both sides in turns, cold weights, medians")
+
+
+def variants() -> str:
+    """The linear's time in other dtypes, with a bias and without a table, over its usual one."""
+    run = pd.read_csv(MEASURED / "linear_variants.csv", dtype={"commit": str})
+    names = {
+        "fp16_over_usual": "fp16 results",
+        "bias_over_usual": "a bias",
+        "fp32_over_usual": "fp32 results",
+        "fp16_x_over_bf16_x": "fp16 x, over bf16 x",
+        "no_table_over_usual": "no table",
+        "other_cus_over_usual": "a table of a GPU with other SMs",
+    }
+    rows = []
+    for column, name in names.items():
+        times = run[column].dropna()
+        rows.append([name, str(len(times)), f"{_geometric(times):.3f}", f"{times.max():.2f}"])
+    return _table(["", "cells", "geometric mean", "worst"], rows) + _origin(run)
+
+
 def grouped() -> str:
     """Grouped GEMM: TFLOPS, and times over torch's bf16, its fp8 without MX, and Triton."""
     run = pd.read_csv(MEASURED / "grouped.csv")
@@ -305,7 +369,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     each.__name__: each
     for each in (
         *(linear, moe, grouped, training, quantize, host, routes, perplexity, model, capacity),
-        *(invariance, distributed, zoo, every_m, summary),
+        *(invariance, distributed, zoo, every_m, summary, moe_layers, hand_overs, variants),
     )
 }
 
