@@ -295,10 +295,14 @@ def least_cycles(target: Target, problem: LinearProblem) -> float:
     if problem.M <= MOST_OWN_M:
         found = _own_search.cheapest(target, problem)
         return found[0] if found is not None else inf
-    tile = max(
-        _tiles_of(FITTED, FITTED_PAIRS), key=lambda tile: (tile.pairs, tile.tile_m, tile.tile_n)
-    )
-    return min(cycles for cycles, *_ in costs_of_pairs(target, problem, tile))
+    costs = costs_of_pairs(target, problem, _largest_of_pairs(FITTED, FITTED_PAIRS))
+    return min(cycles for cycles, *_ in costs)
+
+
+@cache
+def _largest_of_pairs(splits: WgmmaBf16, pairs: WgmmaBf16) -> Tile:
+    tiles = (tile for tile in _tiles_of(splits, pairs) if tile.pairs)
+    return max(tiles, key=lambda tile: (tile.tile_m, tile.tile_n))
 
 
 def rows_chosen_for(M: int) -> int:

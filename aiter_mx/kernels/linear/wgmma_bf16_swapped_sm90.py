@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear import wgmma_bf16_sm90 as unswapped
@@ -38,6 +39,7 @@ _MARGIN, _MARGIN_OF_PERSISTENT, _MARGIN_K = 1.06, 1.02, 220
 _EXPANDED_BYTES = 1700  # that an H200 reads and writes in a cycle
 
 
+@lru_cache(maxsize=64)
 def _swapped(problem: LinearProblem) -> LinearProblem:
     """What wgmma_bf16 takes the problem for."""
     return replace(problem, M=problem.N, N=problem.M, x_dtype="e4m3")

@@ -96,9 +96,9 @@ def _fitted(problem: LinearProblem) -> WgmmaFp8:
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
     """A model of what a call takes beyond its start: see ``FITTED``."""
-    fitted, splits = _fitted(problem), PARAMS[0].values
+    fitted = _fitted(problem)
     between = fitted.between_passes
-    for bound, split in sorted((_bound(target, problem, split), split) for split in splits):
+    for bound, split in sorted(_bounds(target, problem, fitted)):
         if bound > least.cost:
             break
         for groups in GROUPS:
@@ -140,19 +140,21 @@ def _shared_costs(target: Target, problem: LinearProblem) -> Iterator[Costed]:
         yield cycles, (), (split, row_groups, k_groups, depth, per_sm)
 
 
-def _bound(target: Target, problem: LinearProblem, split: int) -> float:
-    """What clusters of a size take at least: their work without most of the padding."""
-    fitted = _fitted(problem)
-    rows_m, chunks = up(problem.M, 8), -(-(problem.K // CHUNK) // split)
-    share = -(-problem.N // most_clusters(target, split))  # of w, in all passes
-    copied = chunks * (rows_m + share) * CHUNK / fitted.bytes_a_cycle
-    a_group = fitted.block + fitted.sharing / MOST_GROUPS
-    w_is_a = -(-share // GROUP_ROWS) * (a_group + fitted.column * rows_m)
-    x_is_a = -(-share // MOST_COLUMNS) * a_group + fitted.column * share
-    x_is_a *= groups_of_x(problem)
-    computed = chunks * 4 * min(w_is_a, x_is_a)
-    exchanged = _exchange_cycles(fitted, split, rows_m * share)
-    return (_together(fitted, copied, computed) + exchanged) * ROUNDED_OFF
+def _bounds(
+    target: Target, problem: LinearProblem, fitted: WgmmaFp8
+) -> Iterator[tuple[float, int]]:
+    """What clusters of each size take at least: their work without most of the padding."""
+    N, rows_m, all_chunks = problem.N, up(problem.M, 8), problem.K // CHUNK
+    a_group, column = fitted.block + fitted.sharing / MOST_GROUPS, fitted.column
+    a_row_group, of_x = a_group + column * rows_m, groups_of_x(problem)
+    for split in PARAMS[0].values:
+        chunks = -(-all_chunks // split)
+        share = -(-N // most_clusters(target, split))  # of w, in all passes
+        copied = chunks * (rows_m + share) * CHUNK / fitted.bytes_a_cycle
+        w_is_a = -(-share // GROUP_ROWS) * a_row_group
+        x_is_a = (-(-share // MOST_COLUMNS) * a_group + column * share) * of_x
+        together = _together(fitted, copied, chunks * 4 * min(w_is_a, x_is_a))
+        yield (together + _exchange_cycles(fitted, split, rows_m * share)) * ROUNDED_OFF, split
 
 
 def cycles_of_pass(
