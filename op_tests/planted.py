@@ -166,7 +166,7 @@ MISTAKES = [
             "if (own < rows && column < a.N)",
             "if (own + 1 < rows && column < a.N)",
         ),
-        ("rows of the first group for all", "tile.row = range.begin + m;", "tile.row = m;"),
+        ("rows of the first group for all", "const int row = begin + (", "const int row = ("),
     ),
 ]
 

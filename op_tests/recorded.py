@@ -42,6 +42,7 @@ CASES: tuple[tuple[str, dict[str, object]], ...] = (
     ("grouped_gemm/persistent", {**_GROUPS, "out_dtype": "fp32", "bias": "bf16", "K": 160}),
     ("grouped_wgrad/persistent", {**_GROUPS, "M": 384, "out_dtype": "fp32"}),
     ("promoted_gemm/mfma", {**_GROUPS, "K": 256}),
+    ("group_runs/scan", {"M": 300, "N": 32, "G": 3, "run_rows": 16}),
     ("moe_gemm/mfma", {**_EXPERTS, "block_m": 16}),
     ("moe_gemm/mfma", {**_EXPERTS, "activation": "silu", "out_dtype": "mxfp8"}),
     ("moe_up/gemv", _LAYER),

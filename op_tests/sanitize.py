@@ -39,6 +39,7 @@ SUITES = ("linear", "moe", "grouped", "training", "quantize")
 TESTS = (
     *(f"op_tests/{suite}/test_conformance.py" for suite in SUITES),
     "op_tests/grouped/test_promoted.py",
+    "op_tests/grouped/test_runs.py",
     "op_tests/training/test_gpu.py",
 )
 HANDED_OVER = {

@@ -34,6 +34,7 @@ from aiter_mx.compat import k_grouped, promoted
 from aiter_mx.compat.names import payload_of, renamed
 from aiter_mx.compat.promoted import COARSE
 from aiter_mx.numerics import NAN_SCALE
+from aiter_mx.ops.group_runs import group_runs
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 from aiter_mx.ops.linear import linear
 from aiter_mx.ops.promoted_gemm import promoted_gemm
@@ -104,26 +105,25 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         raise ValueError(
             f"grouped_layout is on {grouped_layout.device}, but a is on {payload.device}"
         )
-    run_rows, lost = 0, None
+    run_rows = 0
     if use_psum_layout:
         ends = grouped_layout
         each = layout.get_mk_alignment_for_contiguous_layout()
         starts = torch.nn.functional.pad(-(-ends[:-1] // each) * each, (1, 0))
         owner = layout.owners(starts, ends, M)
     else:
-        owner = torch.where(grouped_layout < G, grouped_layout, -1)
-        starts, ends, lost = layout.runs_of(owner, G)
-        run_rows = layout.get_mk_alignment_for_contiguous_layout()
-        if grouped_layout.device.type == "cpu" or checking():
-            layout.refuse_unknown(grouped_layout, G)
-            if lost.any():
+        _refuse_other_d(d, (M, weights.shape[1]), payload)
+        run_rows, owner = layout.get_mk_alignment_for_contiguous_layout(), grouped_layout
+        starts, ends, lost = group_runs(owner.contiguous(), G, run_rows, d)
+        if owner.device.type == "cpu" or checking():
+            layout.refuse_unknown(owner, G)
+            if int(lost) < M:
+                owner = torch.where(owner < G, owner, -1)
                 order, by_group = owner.argsort(stable=True), torch.empty_like(d)
                 rows = layout.taken(payload, order), promoted.of_rows(scale, M)[order]
                 m_grouped_fp8_fp4_gemm_nt_contiguous(rows, b, by_group, owner[order])
                 d[order] = by_group
                 return
-        _refuse_other_d(d, (M, weights.shape[1]), payload)
-        layout.fill_rows(d, lost)
     bounds = (starts, ends, d, 0, run_rows)
     if _is_fine(scale) and _is_fine(weight_scale):
         _multiply(payload, scale, weights, weight_scale, *bounds)
@@ -135,8 +135,10 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
 
         scales = promoted.of_rows(scale, M), promoted.of_rows(weight_scale, weights.shape[1], True)
         _refuse_other_d(d, (M, weights.shape[1]), payload)
-        kept = owner if lost is None else owner.masked_fill(lost, -1)
-        promoted.multiply(payload, scales[0], weights, scales[1], kept, d, partial)
+        if not use_psum_layout:
+            row = torch.arange(M, device=owner.device)
+            owner = torch.where((owner < G) & (row < lost), owner, -1)
+        promoted.multiply(payload, scales[0], weights, scales[1], owner, d, partial)
     if use_psum_layout and ensure_zero_padding:
         d.masked_fill_((owner < 0).unsqueeze(1), 0)
 

@@ -7,14 +7,12 @@ them once, or hand them over packed, change one import.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from aiter_mx.checks import BLOCK, checking, refuse_no_tensor, shape_text
 from aiter_mx.compat.promoted import COARSE, of_rows
-from aiter_mx.kernels.grouped_gemm.problem import room_for_runs
 from aiter_mx.numerics import NAN_SCALE, as_scale_bytes
 
 _TMA_BYTES = 16
@@ -284,48 +282,6 @@ def refuse_unknown(grouped_layout: Tensor, groups: int) -> None:
 def taken(payload: Tensor, order: Tensor) -> Tensor:
     """Rows of a payload in an order."""
     return payload.view(torch.uint8)[order].view(payload.dtype)
-
-
-class Runs(NamedTuple):
-    """Runs of rows of one group, as ``grouped_gemm_ranges`` takes them.
-
-    Attributes:
-        starts: first row of each, int32 ``[R]``; M where there is none.
-        ends: int32 ``[2 R + 1]``: the row after the last of each, 0 where there is none; how many
-            there are; the group of each.
-        lost: which rows are of runs for which there is no room, ``[M]``.
-    """
-
-    starts: Tensor
-    ends: Tensor
-    lost: Tensor
-
-
-def runs_of(owner: Tensor, groups: int) -> Runs:
-    """The runs of rows of one group, with no others between them, in their order.
-
-    There is room for as many as begin at multiples of the alignment for a contiguous layout. Where
-    any begins elsewhere, as many as there are groups count. Nothing is read on the host.
-    """
-    M, each = len(owner), get_mk_alignment_for_contiguous_layout()
-    most = room_for_runs(M, groups, each)
-    row = torch.arange(M, dtype=torch.int32, device=owner.device)
-    known = owner >= 0
-    begins = known & (owner != torch.nn.functional.pad(owner[:-1], (1, 0), value=-1))
-    number = begins.cumsum(0)  # from 1
-    room = torch.where((begins & (row % each != 0)).any(), groups, most)
-    lost = known & (number > room)
-    slot = torch.where(known & ~lost, number, 0)  # 0 is for no run
-    starts = row.new_full((most + 1,), M).scatter_reduce_(0, slot, row, "amin")
-    ends = row.new_zeros(most + 1).scatter_reduce_(0, slot, row + 1, "amax")
-    of = row.new_zeros(most + 1).scatter_(0, slot, owner)
-    count = torch.minimum(begins.sum(), room).to(torch.int32)
-    return Runs(starts[1:], torch.cat([ends[1:], count.view(1), of[1:]]), lost)
-
-
-def fill_rows(d: Tensor, lost: Tensor) -> None:
-    """Write to d what rows have that no product is written to: NaN where lost, else 0."""
-    d.copy_(torch.where(lost, float("nan"), 0.0).unsqueeze(1))
 
 
 def owners(starts: Tensor, ends: Tensor, rows: int) -> Tensor:

@@ -392,32 +392,6 @@ def test_runs_in_any_order_are_as_those_in_order(
         set_mk_alignment_for_contiguous_layout(128)
 
 
-def test_runs_are_found_up_to_the_room_for_them() -> None:
-    def runs(blocks: list[int], each: int, groups: int) -> tuple[list[int], ...]:
-        owner = torch.tensor(blocks, dtype=torch.int32).repeat_interleave(each)
-        starts, ends, lost = deep_gemm.layout.runs_of(owner, groups)
-        most = max(groups, -(-len(owner) // 128))
-        assert len(starts) == most and len(ends) == 2 * most + 1
-        count = int(ends[most])
-        assert (ends[count:most] <= starts[count:]).all()
-        firsts, lasts, of = starts[:count], ends[:count], ends[most + 1 :][:count]
-        return firsts.tolist(), lasts.tolist(), of.tolist(), lost.view(-1, each).all(1).tolist()
-
-    none = [False] * 6
-    assert runs([1, 0, 1, -1, 1, 0], 128, 2) == ([0, 128, 256, 512, 640],
-                                                 [128, 256, 384, 640, 768],
-                                                 [1, 0, 1, 1, 0], none)  # fmt: skip
-    assert runs([-1, 1, 1, -1, 0, 2], 40, 4) == ([40, 160, 200], [120, 200, 240], [1, 0, 2], none)
-    beyond = [False, False, False, False, True, True]  # the third run and those after it
-    assert runs([1, 1, 0, -1, 1, 0], 40, 2) == ([0, 80], [80, 120], [1, 0], beyond)
-
-
-def test_rows_of_runs_beyond_the_room_become_nan() -> None:
-    d = torch.randn(4, 8).to(torch.bfloat16)
-    deep_gemm.layout.fill_rows(d, torch.tensor([True, False, False, True]))
-    assert d[[0, 3]].isnan().all() and not d[1:3].any()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_unaligned_runs_beyond_the_number_of_groups_are_nan_on_a_gpu(kind: str) -> None:

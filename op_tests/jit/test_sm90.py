@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from aiter_mx.jit.build import build, csrc_dir
+from aiter_mx.kernels.group_runs import GroupRunsProblem
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.linear import LinearProblem
@@ -27,6 +28,7 @@ from aiter_mx.target import hardware
 SM90 = hardware("sm_90a")
 # What each kernel has of an op is tried with the first of these that it takes.
 PROBLEMS: dict[str, list[Problem]] = {
+    "group_runs": [GroupRunsProblem(8192, 4096, 8)],
     "grouped_gemm": [GroupedGemmProblem(8192, 4096, 2048, 8)],
     "grouped_wgrad": [GroupedWgradProblem(8192, 4096, 2048, 8)],
     "linear": [LinearProblem(M, 2304, 6144) for M in (1, 8, 64, 512, 4096)],

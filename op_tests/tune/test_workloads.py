@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
+from aiter_mx.kernels.group_runs import GroupRunsProblem
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.moe_align import MoeAlignProblem
@@ -154,13 +155,15 @@ LISTS = [
     MoeCombineProblem(M=9, N=64, top_k=3, E=5, shared=1),
     MoeCombineProblem(M=5, N=260, top_k=2, E=4, y_dtype="bf16", out_dtype="fp32", id_dtype="i64"),
     MoeCombineProblem(M=7, N=96, top_k=2, E=4, shared=1, sorted_y=True),
+    GroupRunsProblem(M=70, N=64, G=3, run_rows=9),
 ]
 
 
 @pytest.mark.parametrize("problem", LISTS, ids=lambda problem: type(problem).__name__)
 def test_routing_ops_judge_torch_and_a_simulated_launch(problem: object) -> None:
     op = op_of(problem)
-    workload, kernel = workload_of(op), find_kernel(op, "gfx950", "hip", op.removeprefix("moe_"))
+    name = "scan" if op == "group_runs" else op.removeprefix("moe_")
+    workload, kernel = workload_of(op), find_kernel(op, "gfx950", "hip", name)
     operands = workload.operands(problem, CPU)
     judge = workload.judge(problem, operands)
     poison(operands, workload.results)
@@ -179,7 +182,8 @@ EMPTY = [
     (LinearProblem(3, 40, 64, bias="bf16"), 1),
     (MoeAlignProblem(M=0, top_k=2, E=5), 0),
     *((problem, 2) for problem in LISTS[:4]),
-    *((problem, 4) for problem in LISTS[4:]),
+    *((problem, 4) for problem in LISTS[4:7]),
+    (LISTS[7], 1),
     *((problem, 1) for problem in OTHERS),
     (MoeGemmProblem(M=9, N=96, K=64, E=6, top_k=3, block_m=4, sorted_out=True), 1),
     (QuantizeProblem(64, 96, to="both", groups=2), 1),
