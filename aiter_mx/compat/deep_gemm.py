@@ -105,17 +105,19 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         raise ValueError(
             f"grouped_layout is on {grouped_layout.device}, but a is on {payload.device}"
         )
-    run_rows = 0
+    _refuse_other_d(d, (M, weights.shape[1]), payload)
+    run_rows = each = layout.get_mk_alignment_for_contiguous_layout()
+    owner, lost = grouped_layout.contiguous(), None
     if use_psum_layout:
         ends = grouped_layout
-        each = layout.get_mk_alignment_for_contiguous_layout()
         starts = torch.nn.functional.pad(-(-ends[:-1] // each) * each, (1, 0))
+        check_groups("grouped_layout", G, starts, ends, M)
         owner = layout.owners(starts, ends, M)
+    if use_psum_layout and not ensure_zero_padding:
+        run_rows = 0
     else:
-        _refuse_other_d(d, (M, weights.shape[1]), payload)
-        run_rows, owner = layout.get_mk_alignment_for_contiguous_layout(), grouped_layout
-        starts, ends, lost = group_runs(owner.contiguous(), G, run_rows, d)
-        if owner.device.type == "cpu" or checking():
+        starts, ends, lost = group_runs(owner, G, run_rows, d)
+        if not use_psum_layout and (owner.device.type == "cpu" or checking()):
             layout.refuse_unknown(owner, G)
             if int(lost) < M:
                 owner = torch.where(owner < G, owner, -1)
@@ -134,13 +136,10 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
             _multiply(x, ones[0], w, ones[1], starts, ends, out, 0, run_rows)
 
         scales = promoted.of_rows(scale, M), promoted.of_rows(weight_scale, weights.shape[1], True)
-        _refuse_other_d(d, (M, weights.shape[1]), payload)
-        if not use_psum_layout:
+        if lost is not None:
             row = torch.arange(M, device=owner.device)
             owner = torch.where((owner < G) & (row < lost), owner, -1)
         promoted.multiply(payload, scales[0], weights, scales[1], owner, d, partial)
-    if use_psum_layout and ensure_zero_padding:
-        d.masked_fill_((owner < 0).unsqueeze(1), 0)
 
 
 def m_grouped_fp8_fp4_gemm_nt_masked(

@@ -441,6 +441,9 @@ def test_groups_that_are_not_there_are_refused_on_request(monkeypatch: pytest.Mo
     monkeypatch.setenv("AITER_MX_CHECK", "1")
     with pytest.raises(ValueError, match=r"within -1 to 1, .* grouped_layout\[300\] is 5"):
         m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout)
+    ends = torch.tensor([100, 385], dtype=torch.int32)
+    with pytest.raises(ValueError, match="grouped_layout must give groups of rows within 0 to 384"):
+        m_grouped_fp8_gemm_nt_contiguous(a, b, d, ends, use_psum_layout=True)
     masked = (aiter_mx.quantize(torch.randn(2, 4, 64)), b, d[:8].view(2, 4, 32))
     with pytest.raises(ValueError, match="masked_m must give groups of rows within 0 to 4"):
         m_grouped_fp8_gemm_nt_masked(*masked, torch.tensor([4, 5], dtype=torch.int32), 4)
