@@ -1,12 +1,13 @@
 // Linear for few rows of x, or few weights, on Hopper, for bf16 results: y = dequantised(x) *
 // dequantised(w)^T + bias.
 //
-//   xq [M, K], wq [N, K]        e4m3 payload, K a multiple of 128
+//   xq [M, K], wq [N, K]        e4m3 payload
 //   xs [M, K/32], ws [N, K/32]  e8m0 scale of each 32 consecutive k
 //   y  [M, N]                   bf16
 //   bias [N]                    fp32, bf16, fp16 or none
 //
 // A cluster takes kRowsW rows of w, its kSplit workgroups a part of K each, in chunks of 128 k.
+// Where K ends within the last one, TMA has zeros for what is missing, which any scale does for.
 // Those of x and of w come to shared memory together, so that products begin when the first of both
 // are there. Most often each chunk has a stage of its own, and nothing waits for room.
 //
@@ -42,15 +43,35 @@ struct Int {
     static constexpr int value = I;
 };
 
-// Four scales, which may be at any address.
-MX_DEVICE unsigned load_scale_word(const unsigned char* p) {
-    if (reinterpret_cast<unsigned long>(p) % 4 == 0)
+constexpr bool kWhole = MX_WHOLE; // K is a multiple of kChunk
+
+// Those of a chunk's scales that exist, and 1 for the others.
+MX_DEVICE unsigned with_units(unsigned scales, int exist) {
+    if (kWhole || exist >= kBlocks)
+        return scales;
+    const unsigned mask = (1u << 8 * max(exist, 0)) - 1;
+    return (scales & mask) | (kUnitScales & ~mask);
+}
+
+// The scales of a chunk, which may be at any address.
+MX_DEVICE unsigned load_scale_word(const unsigned char* p, int exist) {
+    if (kWhole && reinterpret_cast<unsigned long>(p) % 4 == 0)
         return load_word(p);
     unsigned v = 0;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i)
-        v |= load_byte(p + i) << (8 * i);
-    return v;
+        if (kWhole || i < exist)
+            v |= load_byte(p + i) << (8 * i);
+    return with_units(v, exist);
+}
+
+// The first bytes of an aligned word, one or more; no one waits for them unless they are three.
+MX_DEVICE unsigned load_some(const unsigned char* p, long bytes) {
+    if (bytes > 3)
+        return load_word(p);
+    if (bytes == 3)
+        return load_two(p) | load_byte(p + 2) << 16;
+    return bytes == 2 ? load_two(p) : load_byte(p);
 }
 
 // An output's sum over every step-th chunk, with scales applied one after the other.
@@ -58,9 +79,9 @@ MX_DEVICE float exact_sum(const Tensors& t, int m, long n, int first_chunk, int 
     float sum = 0;
 #pragma unroll 1
     for (int c = first_chunk; c < end; c += step)
-        sum +=
-            exact_output(t.xq + m * t.K + c * kChunk, t.xs + m * t.blocks() + c * kBlocks,
-                         t.wq + n * t.K + c * kChunk, t.ws + n * t.blocks() + c * kBlocks, kChunk);
+        sum += exact_output(t.xq + m * t.K + c * kChunk, t.xs + m * t.blocks() + c * kBlocks,
+                            t.wq + n * t.K + c * kChunk, t.ws + n * t.blocks() + c * kBlocks,
+                            kWhole ? kChunk : min(t.K - c * kChunk, static_cast<long>(kChunk)));
     return sum;
 }
 
@@ -189,24 +210,28 @@ MX_DEVICE unsigned is_far(unsigned scales) {
 }
 
 // Scales on their way from memory to their places in shared memory: those of a few chunks of a row
-// are an item, w's of the first threads, x's of the next.
+// are an item, w's of the first threads, x's of the next. Where K ends within a chunk rows begin at
+// any address: a chunk's scales are in one aligned word or two.
 struct ScaleCopies {
     static constexpr int kAtOnce = kScaleChunks;
+    static constexpr int kWords = kWhole ? kAtOnce : 2; // of an item
     // Of B those of a whole number of pairs of chunks: where they come one by one there may be one
     // chunk more than A has.
     static constexpr int kOfRow = kAtOnce == 1 ? 2 * kPairs : kChunks / kAtOnce;
     static constexpr int kItemsW = kRowsW * kOfRow, kItemsX = kRowsM * kOfRow;
     static constexpr int kFirstX = (kItemsW + kLanes - 1) / kLanes * kLanes;
     static constexpr int kOwn = (kFirstX + kItemsX + kConsumers - 1) / kConsumers; // of a thread
-    static_assert(kAtOnce == 1 || (kEven && kChunks % kAtOnce == 0), "all items are whole");
+    static_assert(kAtOnce == 1 || (kWhole && kEven && kChunks % kAtOnce == 0),
+                  "all items are whole");
 
     struct Item {
         bool of_x, exists;
         int row, chunk;
     };
-    unsigned words[kOwn][kAtOnce];
+    unsigned words[kOwn][kWords];
     const unsigned char* from[kOwn]; // null where there is nothing to load
-    bool aligned;                    // to what is loaded at once
+    bool aligned;                    // to what is loaded at once, or no word begins before a tensor
+    int left;                        // blocks, from the first chunk on
 
     MX_MEMBER static Item item(int i) {
         const unsigned number = threadIdx.x + i * kConsumers;
@@ -219,14 +244,16 @@ struct ScaleCopies {
     MX_MEMBER void ask(const unsigned char* xs, const unsigned char* ws, long first_row, int M,
                        long N, long K, int first_chunk, int chunks, bool overlaps) {
         const unsigned blocks = static_cast<unsigned>(K) / kBlock;
-        aligned = ((reinterpret_cast<unsigned long>(xs) | reinterpret_cast<unsigned long>(ws)) %
+        left = static_cast<int>(blocks) - first_chunk * kBlocks;
+        aligned = !kWhole ||
+                  ((reinterpret_cast<unsigned long>(xs) | reinterpret_cast<unsigned long>(ws)) %
                    (4 * kAtOnce)) == 0;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
             const Item own = item(i);
             from[i] = nullptr;
 #pragma unroll
-            for (int j = 0; j < kAtOnce; ++j)
+            for (int j = 0; j < kWords; ++j)
                 words[i][j] = 0;
             if (!own.exists || (kAtOnce == 1 && own.chunk >= chunks))
                 continue;
@@ -236,8 +263,20 @@ struct ScaleCopies {
             from[i] = (own.of_x ? xs : ws + first_row * blocks) +
                       static_cast<unsigned long>(min(own.row, last)) * blocks +
                       (first_chunk + own.chunk) * kBlocks;
-            if (aligned)
-                load_words(words[i], from[i]);
+            if constexpr (kWhole) {
+                if (aligned)
+                    load_words(words[i], from[i]);
+            } else {
+                const unsigned char* const tensor = own.of_x ? xs : ws;
+                const unsigned char* const word = from[i] - offset(i);
+                const long bytes = tensor + (own.of_x ? M : N) * blocks - word;
+                aligned &= word >= tensor;
+                if (word >= tensor) {
+                    words[i][0] = load_some(word, bytes);
+                    if (static_cast<int>(offset(i)) + min(exist(own), kBlocks) > 4)
+                        words[i][1] = load_some(word + 4, bytes - 4);
+                }
+            }
         }
     }
     // Asks for those at odd addresses. By then TMA copies are under way: they do not wait for code
@@ -247,10 +286,14 @@ struct ScaleCopies {
             return;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i)
-            if (from[i] != nullptr)
+            if (from[i] == nullptr)
+                continue;
+            else if constexpr (kWhole)
 #pragma unroll
                 for (int j = 0; j < kAtOnce; ++j)
-                    words[i][j] = load_scale_word(from[i] + j * kBlocks);
+                    words[i][j] = load_scale_word(from[i] + j * kBlocks, kBlocks);
+            else
+                put_into_words(i, load_scale_word(from[i], exist(item(i))));
     }
     // Returns whether any is near the ends of e8m0.
     MX_MEMBER bool put(unsigned shared, int chunks) const {
@@ -267,7 +310,7 @@ struct ScaleCopies {
                            own.chunk % 2 * kFactorBytes;
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) {
-                const unsigned word = words[i][j];
+                const unsigned word = of_chunk(i, j);
                 far |= kAtOnce > 1 || own.chunk < chunks ? is_far(word) : 0;
                 const unsigned further =
                     of_a ? j * kRowsA * kFactorBytes : (j / 2 * 2 * kRowsB + j % 2) * kFactorBytes;
@@ -279,7 +322,23 @@ struct ScaleCopies {
     }
 
   private:
-    MX_MEMBER static void load_words(unsigned (&to)[kAtOnce], const unsigned char* from) {
+    // Of an item's address in its first word.
+    MX_MEMBER unsigned offset(int i) const { return reinterpret_cast<unsigned long>(from[i]) & 3; }
+    // An item's blocks that exist, where it is a chunk's.
+    MX_MEMBER int exist(const Item& own) const { return left - own.chunk * kBlocks; }
+    MX_MEMBER unsigned of_chunk(int i, int j) const {
+        if constexpr (kWhole)
+            return words[i][j];
+        else
+            return with_units(__funnelshift_r(words[i][0], words[i][1], 8 * offset(i)),
+                              exist(item(i)));
+    }
+    // As if the words had been loaded.
+    MX_MEMBER void put_into_words(int i, unsigned scales) {
+        words[i][0] = scales << 8 * offset(i);
+        words[i][kWords - 1] = __funnelshift_l(scales, 0, 8 * offset(i));
+    }
+    MX_MEMBER static void load_words(unsigned (&to)[kWords], const unsigned char* from) {
         if constexpr (kAtOnce == 4)
             asm volatile("ld.relaxed.cta.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -318,11 +377,12 @@ MX_DEVICE void sum_again(Sums& sums, const Tensors& t, const Place& place, long 
             continue;
         const unsigned char* w_scales = t.ws + n * t.blocks() + first_chunk * kBlocks;
         const unsigned char* x_scales = t.xs + m * t.blocks() + first_chunk * kBlocks;
+        const int left = static_cast<int>(t.blocks()) - first_chunk * kBlocks;
         unsigned far = 0;
 #pragma unroll 1
         for (int c = chunk; c < chunks; c += kKGroups)
-            far |= is_far(load_scale_word(w_scales + c * kBlocks)) |
-                   is_far(load_scale_word(x_scales + c * kBlocks));
+            far |= is_far(load_scale_word(w_scales + c * kBlocks, left - c * kBlocks)) |
+                   is_far(load_scale_word(x_scales + c * kBlocks, left - c * kBlocks));
         if (!far)
             continue;
         const float sum = exact_sum(t, m, n, first_chunk + chunk, first_chunk + chunks, kKGroups);

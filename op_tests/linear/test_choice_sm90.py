@@ -41,22 +41,20 @@ def kernel_of(name: str) -> KernelSpec:
         ),
         (
             "wgmma_fp8",
-            LinearProblem(128, 8, 128),
+            LinearProblem(128, 8, 96),
             [
                 (LinearProblem(129, 8, 128), "above 128"),
                 (LinearProblem(8, 8, 128, "fp32"), "not for fp32"),
-                (LinearProblem(8, 8, 160), "no multiple of 128"),
                 (LinearProblem(8, 8, 1 << 20), "no room"),
             ],
         ),
         (
             "wgmma_fp8_tiled",
-            LinearProblem(65, 8, 128),
+            LinearProblem(65, 8, 96),
             [
                 (LinearProblem(64, 8, 128), "below 65"),
                 (LinearProblem(1 << 22, 8, 128), "more than 65535 tiles"),
                 (LinearProblem(129, 8, 128, "fp32"), "not for fp32"),
-                (LinearProblem(129, 8, 160), "no multiple of 128"),
                 (LinearProblem(129, 8, 1 << 16), "no room"),
             ],
         ),

@@ -39,6 +39,7 @@ def test_cases_fit_and_reach_what_differs_between_configurations() -> None:
     assert {one.chunks > chosen["depth"] for one, chosen in found} == {False, True}
     assert {one.stages < one.chunks for one, _ in found} == {False, True}
     assert {one.chunks % 2 for one, _ in found} == {0, 1}
+    assert {K % 128 // 32 for _, _, K, *_ in CASES} == {0, 1, 2, 3}
     kept = {(chosen["split"] > 1, chosen["k_groups"] > 1) for one, chosen in found if one.kept}
     assert kept >= {(False, True), (True, False)}
     assert {one.scale_chunks for one, _ in found} == {1, 2, 4}
@@ -68,7 +69,7 @@ def test_rows_and_chunks_are_dealt_out_whole() -> None:
         found = layout(TARGET, problem, chosen)
         assert found is not None, (M, N, K, chosen)
         *_, chunks, chunks_more, overlaps = WGMMA_FP8.module.scalars(TARGET, problem, chosen)
-        assert not overlaps and chosen["split"] * chunks + chunks_more == K // 128
+        assert not overlaps and chosen["split"] * chunks + chunks_more == -(-K // 128)
         assert found.clusters * found.rows_w >= N > (found.clusters - 1) * found.rows_w
         weights, x = WGMMA_FP8.module.tensor_maps
         described = weights(TARGET, problem, chosen)

@@ -47,6 +47,10 @@ _REGISTERS = (248, 240, 160, 112)  # of a lane, by warpgroups that multiply and 
 _ALIGNMENT_BYTES = 1024  # of boxes in shared memory, which the kernel's first byte may not have
 
 
+def chunks_of(problem: LinearProblem) -> int:
+    return -(-problem.K // CHUNK)
+
+
 class Layout(NamedTuple):
     """What the host works out of a configuration: see the constants of the kernel.
 
@@ -96,7 +100,7 @@ def shared_layout(
     overlap: tiles have all the rows that a warpgroup takes, so as to be few."""
     if (
         row_groups * k_groups * per_sm > _MOST_SHARED_GROUPS
-        or problem.K // CHUNK // split < k_groups
+        or chunks_of(problem) // split < k_groups
     ):
         return None
     needed = -(-problem.N // (GROUP_ROWS * row_groups))
@@ -113,7 +117,7 @@ def layout_of(
 ) -> Layout | None:
     """What fits some rows of x fits fewer, though it may not have w as wgmma's A: a table's row is
     for all M up to its own."""
-    if row_groups * k_groups > MOST_GROUPS or problem.K // CHUNK // split < k_groups:
+    if row_groups * k_groups > MOST_GROUPS or chunks_of(problem) // split < k_groups:
         return None
     x_is_a = _X_IS_A_M <= problem.M <= GROUP_ROWS or problem.M >= _TWO_A_M
     many = problem.N >= _MANY_ROWS or problem.N * problem.K >= _MANY_WEIGHTS
@@ -174,7 +178,7 @@ def laid_out(
     # Sums, and products and scales of a block at least.
     if 3 * columns // 2 + 32 > registers(groups, per_sm):
         return None
-    fewest_chunks, more = divmod(problem.K // CHUNK, split)
+    fewest_chunks, more = divmod(chunks_of(problem), split)
     chunks = fewest_chunks + (more > 0)
     rows_a, rows_b = (rows_m, rows_w) if x_is_a else (rows_w, rows_m)
     tiles = -(-rows_a // 16) * (rows_b // 8)
@@ -200,7 +204,7 @@ def laid_out(
         return None
     shared_bytes = up(_ALIGNMENT_BYTES + stages * stage_bytes + behind, 16)
     clusters = -(-problem.N // rows_w)
-    at_once = 1 if more else gcd(4, chunks)
+    at_once = 1 if more or problem.K % CHUNK else gcd(4, chunks)
     return Layout(
         *(x_is_a, rows_m, rows_w, columns, passes, clusters),
         *(chunks, stages, shared_bytes, at_once, kept),

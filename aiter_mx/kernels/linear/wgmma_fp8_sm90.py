@@ -16,6 +16,7 @@ from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import (
     MOST_GROUPS,
     PARAMS,
     Layout,
+    chunks_of,
     groups_of_x,
     layout,
     layout_of,
@@ -72,8 +73,6 @@ def refusal_of_any_rows(target: Target, problem: LinearProblem) -> str | None:
         return "wgmma_fp8 adds the products of a block with 14 bits, and exact sums are asked for"
     if problem.out_dtype == "fp32":
         return "wgmma_fp8 sums a block with 14 bits: enough for 16-bit results, not for fp32"
-    if problem.K % CHUNK:
-        return f"K={problem.K} is no multiple of {CHUNK}, which wgmma_fp8 takes at a time"
     if max(problem.N, problem.K) > MAX_INT:
         return f"N={problem.N}, K={problem.K}: wgmma_fp8 counts both in 31 bits"
     return None
@@ -144,7 +143,7 @@ def _bounds(
     target: Target, problem: LinearProblem, fitted: WgmmaFp8
 ) -> Iterator[tuple[float, int]]:
     """What clusters of each size take at least: their work without most of the padding."""
-    N, rows_m, all_chunks = problem.N, up(problem.M, 8), problem.K // CHUNK
+    N, rows_m, all_chunks = problem.N, up(problem.M, 8), chunks_of(problem)
     a_group, column = fitted.block + fitted.sharing / MOST_GROUPS, fitted.column
     a_row_group, of_x = a_group + column * rows_m, groups_of_x(problem)
     for split in PARAMS[0].values:
@@ -202,9 +201,9 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
         if most >= problem.N * problem.K:
             return None
         return f"wgmma_fp8 adds for longer than wgmma_bf16 multiplies, beyond {most} weights"
-    chunks = problem.K // CHUNK
-    if chunks % 2 and chunks > _MOST_ODD_CHUNKS:
-        return f"wgmma_fp8 loads the scales of {chunks} chunks, an odd number, one by one"
+    chunks = chunks_of(problem)
+    if (chunks % 2 or problem.K % CHUNK) and chunks > _MOST_ODD_CHUNKS:
+        return f"wgmma_fp8 loads the scales of K={problem.K} one by one, {chunks} chunks"
     enough = problem.M >= _FEWEST_OWN_ROWS and problem.N >= _FEWEST_OWN_WEIGHT_ROWS
     if enough and problem.N * problem.K >= _FEWEST_OWN_WEIGHTS:
         return None
@@ -224,7 +223,8 @@ def defines_of(
         "MX_CHUNKS": found.chunks,
         "MX_STAGES": found.stages,
         "MX_SCALE_CHUNKS": found.scale_chunks,
-        "MX_EVEN": int(problem.K // CHUNK % config["split"] == 0),
+        "MX_EVEN": int(chunks_of(problem) % config["split"] == 0),
+        "MX_WHOLE": int(problem.K % CHUNK == 0),
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_SHARED_BYTES": found.shared_bytes,
     }

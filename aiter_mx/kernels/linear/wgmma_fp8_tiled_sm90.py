@@ -16,9 +16,9 @@ from aiter_mx.kernels.linear import wgmma_fp8_sm90 as untiled
 from aiter_mx.kernels.linear.clusters_sm90 import ARGS, operand_maps, scalars
 from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_TILED as FITTED
 from aiter_mx.kernels.linear.problem import LinearProblem
-from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import Layout, laid_out
+from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import Layout, chunks_of, laid_out
 from aiter_mx.kernels.search import Costed, Least, Search
-from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, most_clusters, up
+from aiter_mx.kernels.sm90 import GROUP_ROWS, most_clusters, up
 from aiter_mx.kernels.spec import Config, Geometry, Param, where_it_fits
 from aiter_mx.target import Target
 
@@ -60,7 +60,7 @@ def _of_tile(N: int, K: int) -> LinearProblem:
 def _layout_of(
     of_tile: LinearProblem, tile_n: int, row_groups: int, k_groups: int, split: int
 ) -> Layout | None:
-    if tile_n % (8 * row_groups) or of_tile.K // CHUNK // split < k_groups:
+    if tile_n % (8 * row_groups) or chunks_of(of_tile) // split < k_groups:
         return None
     return laid_out(of_tile, split, row_groups, k_groups, True, 1, tile_n)
 

@@ -12,7 +12,8 @@ _wgmma_fp8 = named(*_FP8)
 # Between them: x or w as wgmma's A, no cluster, clusters of several sizes, parts of K that differ,
 # tiles of few rows and of an odd number of eights, chunks that no warpgroup's turn divides, an odd
 # number of them, warps without rows, chunks that wait to be asked for, more of them than there are,
-# stages that are used again, and several workgroups on an SM, of which some own no sums.
+# stages that are used again, several workgroups on an SM, of which some own no sums, and K that
+# ends within a chunk after one, two and three blocks, within the first one too.
 WGMMA_FP8_CASES = cases(
     _FP8,
     """
@@ -56,6 +57,18 @@ WGMMA_FP8_CASES = cases(
      16 1536 6144  4 1 2 12 2
      30 2879 2048  4 2 1 4 2
      48  777 1664  3 1 1 4 2
+    # K that is no multiple of 128.
+      1   64   96  1 1 1 4 1
+      9  130  160  1 1 2 4 1
+     31 1280 2880  4 1 2 6 1
+     33 2880 4096  2 1 2 6 1
+     40  600 7392  8 1 1 4 1
+     64 1280 2880  4 1 1 6 1
+     57 1999 2368  2 1 2 6 1
+     79  777 1120  4 1 1 3 1
+    128 1280 2880  4 2 1 4 1
+    101  300 2368  2 2 1 3 1
+     16 1279 2880  8 1 1 3 2
     """,
 )
 # Of few rows, for what eight SMs would take.
@@ -64,6 +77,7 @@ WGMMA_FP8_SMALL = cases(
     """
       1  64  128  1 1 1 4 1
      13 300  896  1 1 3 2 1
+     11 290  736  2 1 1 3 1
      17 300 1664  2 2 1 6 1
      31 290 2176  1 1 4 3 1
      32 250  768  4 4 1 2 1
@@ -73,11 +87,14 @@ WGMMA_FP8_SMALL = cases(
      57 240  896  4 3 1 2 1
      64 300 1664  2 2 1 4 1
      60 320 4096  1 1 3 4 1
+     63 299 1120  1 1 2 4 1
+     63 300 1088  1 1 2 4 1
      30 500 4224  1 1 2 6 1
      70 300 1152  1 1 2 4 1
      90 290 1664  2 2 1 3 1
      99 250 1152  2 2 1 4 1
     128 300 2048  2 4 1 3 1
+    127 299 1184  2 2 1 3 1
     122 299 1536  1 2 2 4 1
       5  60 1152  8 1 1 2 2
      12 100  896  4 1 1 2 2
@@ -137,7 +154,8 @@ _wgmma_fp8_tiled = named(*_FP8_TILED)
 
 # Between them: tiles of every size, one of tokens and many, the last one of one token, features
 # that no tile divides, whole eights of them and odd ones, clusters of every size and none, parts of
-# K that differ, warps that keep tiles of sums and that do not, and stages that are used again.
+# K that differ, warps that keep tiles of sums and that do not, stages that are used again, and K
+# that ends within a chunk.
 WGMMA_FP8_TILED_CASES = cases(
     _FP8_TILED,
     """
@@ -155,6 +173,11 @@ WGMMA_FP8_TILED_CASES = cases(
     1000  700  512  128 2 1 1
     1537  264 1152   64 1 1 2
     2049   64  384  192 2 1 3
+      65   72   32   64 1 1 1
+     129  515 2368  160 2 1 1
+     193 1280 2880   96 1 2 2
+     257 1001 7392   64 1 2 3
+     384 2880 1120  120 3 1 1
     """,
 )
 WGMMA_FP8_TILED_SMALL = cases(
@@ -164,6 +187,8 @@ WGMMA_FP8_TILED_SMALL = cases(
      150 250 1152  120 3 1 2
      200 190  896  128 2 1 1
      300 130 2048   64 1 2 4
+     131 131  992   96 1 2 2
+     193 130 1056  144 3 1 1
     """,
     cu_num=8,
 )
