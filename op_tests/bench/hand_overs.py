@@ -37,6 +37,7 @@ MOST_ROWS = 32768
 LEAST_BAR, ROOM = 1.10, 1.05
 WINDOW_MS = 40.0
 """Of the replays of one cell that count."""
+_PROCESSES = 4  # they find where in seconds a shape, and each takes seconds to begin
 Launched = tuple[str, tuple[tuple[str, int], ...], tuple[BuildRequest, ...]]
 """A kernel, its configuration and the code objects of its launches."""
 
@@ -95,10 +96,13 @@ def main(arguments: argparse.Namespace) -> None:
     facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
     saved = Saved(MEASURED / gpu_name() / "linear_hand_overs.csv", CELL, facts)
     chosen = shapes() if arguments.share == 1 else drawn(shapes(), arguments.share, arguments.seed)
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(_PROCESSES, get_context("spawn")) as pool:
         found = zip(chosen, pool.map(partial(hand_overs, target), chosen), strict=True)
         for shape, rows in cells(found, saved):
             N, K = shape
+            print(
+                f"{len(rows)} cells of {N} x {K} after {time.monotonic() - begin:.0f} s", flush=True
+            )
             both_sides = sorted({*rows, *(M + 1 for M in rows)})
             aiter_mx.warmup("linear", device=device, M=both_sides, N=N, K=K)
             weights = Weights(N, K, device, with_humming=False)
