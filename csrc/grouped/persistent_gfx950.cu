@@ -106,6 +106,7 @@ struct GroupedArguments {
     int layout, index_bytes, bias_kind; // layout: problem.py says what it is
     unsigned rows_each;                 // of a masked group
     unsigned workgroups;
+    unsigned tile_rows; // that a tile takes of a group, at most kTileM
 };
 using ArgumentsPointer = const __attribute__((address_space(4))) GroupedArguments*;
 
@@ -275,7 +276,7 @@ MX_DEVICE unsigned sum_through(unsigned x) {
     return x;
 }
 
-template <int TileM, int TileN, unsigned Swath, bool Halves>
+template <int TileN, unsigned Swath, bool Halves>
 class Deal {
   public:
     MX_MEMBER Deal(Shelf& shelf, int lane) : lane(lane) {
@@ -309,9 +310,10 @@ class Deal {
         const unsigned left = kWgrad ? arguments()->M : at_lane(rows, owner);
         const unsigned swath = t / (Swath * columns);
         const unsigned in_swath = t % (Swath * columns);
-        const unsigned height = min(Swath, (left + TileM - 1) / TileM - swath * Swath);
-        const unsigned below = (swath * Swath + in_swath % height) * TileM;
-        tile.rows = scalar(min(left - below, TileM));
+        const unsigned each = arguments()->tile_rows;
+        const unsigned height = min(Swath, (left + each - 1) / each - swath * Swath);
+        const unsigned below = (swath * Swath + in_swath % height) * each;
+        tile.rows = scalar(min(left - below, each));
         tile.group = scalar(group_of(chunk + owner));
         tile.feature = scalar(in_swath / height * TileN + half * (TileN / 2));
         if constexpr (kWgrad) {
@@ -336,7 +338,8 @@ class Deal {
                 depth_of(first + lane, first_row, rows);
             else
                 rows_of(first + lane, first_row, rows);
-            down = ((kWgrad && rows > 0 ? arguments()->M : rows) + TileM - 1) / TileM;
+            const unsigned each = arguments()->tile_rows;
+            down = ((kWgrad && rows > 0 ? arguments()->M : rows) + each - 1) / each;
         }
         through = sum_through(down * ((arguments()->N + TileN - 1) / TileN));
     }
@@ -353,7 +356,7 @@ class Deal {
 
 // LDS holds two stages of copied operands, and results on their way.
 
-constexpr int kTileM = MX_TILE_M;           // rows of x in a tile: 32, 64, 128 or 256
+constexpr int kTileM = MX_TILE_M;           // rows of x in a tile: 32, 64, 128, 160 or 256
 constexpr int kTileN = MX_TILE_N;           // rows of w
 constexpr int kScaleBytes = MX_SCALE_BYTES; // of one copy: what K / 32 is a multiple of, at most 4
 constexpr unsigned kRunSteps = kScaleBytes == 4 ? 4 : 3; // of row-major scales
@@ -371,11 +374,17 @@ constexpr int kThreads = kWaves * kLanes;
 constexpr unsigned kBlock = 32; // k of one scale
 constexpr unsigned kPiece = 16; // bytes of one copy or read of payload
 constexpr unsigned kRowPieces = kDepth / kPiece;
-constexpr int kFragsX = kTileM / kWavesM / kSide, kFragsW = kTileN / kWavesN / kSide;
-constexpr int kHalfX = kFragsX / 2, kHalfW = kFragsW / 2;
+constexpr int kWaveRowsX = kTileM / kWavesM; // of a wave
+constexpr int kFragsX = kWaveRowsX / kSide, kFragsW = kTileN / kWavesN / kSide;
+constexpr int kHalfX = (kFragsX + 1) / 2, kHalfW = kFragsW / 2;
+constexpr int kUpperX = kFragsX - kHalfX; // of the upper half: of 160 rows one less
+
+// LDS has room for two whole halves.
+constexpr int kRoomX = 2 * kHalfX * kSide;
 
 // A wave copies these.
-constexpr int kRowsX = kTileM / kWaves, kRowsW = kTileN / kWaves;
+constexpr int kRowsX = kRoomX * kWavesM / kWaves, kRowsW = kTileN / kWaves;
+constexpr int kScaleRowsX = kTileM / kWaves;
 constexpr int kCopyRows = kLanes / kRowPieces;
 constexpr int kCopiesX = kRowsX / kCopyRows, kCopiesW = kRowsW / kCopyRows;
 constexpr int kScalePieces = kDepth / kBlock / kScaleBytes; // of one row, each a dword of LDS
@@ -477,7 +486,7 @@ class Copier {
             const int w = first_w(wave) + row + odd * kCopyRows;
             k_x[odd] = (place ^ x / 2 % 8) * kPiece;
             k_w[odd] = (place ^ w / 2 % 8) * kPiece;
-            x_at[odd] = x * K + k_x[odd];
+            x_at[odd] = (x - x / kRoomX * (kRoomX - kWaveRowsX)) * K + k_x[odd];
             w_at[odd] = paired_row(w) * K + k_w[odd];
         }
         x_place = place_of_x(first_x(wave));
@@ -487,7 +496,7 @@ class Copier {
         const int of_share = lane / kBlockPieces, piece_at = lane % kBlockPieces * kPiece;
         blocks_x_at = (wave * (kBlocksX / kWaves) + of_share) * block_row() + piece_at;
         blocks_w_at = (wave * (kBlocksW / kWaves) + of_share) * block_row() + piece_at;
-        run_x_at = (wave * kRowsX + lane) * (K / kBlock);
+        run_x_at = (wave * kScaleRowsX + lane) * (K / kBlock);
         run_w_at = paired_row(wave * kRowsW + lane) * (K / kBlock) & ~3u;
     }
 
@@ -596,7 +605,8 @@ class Copier {
         else if constexpr (scales_w < kScaleCopiesW)
             copy_blocks<kBlocksW>(w_scales, blocks_w_now, stage, kScalesAtW);
         else if constexpr (runs < kRunsX)
-            copy_runs<kRowsX>(x_scales, kRunSteps == 4 ? run_x_at : run_x_at + skew & ~3u, kRunsAt);
+            copy_runs<kScaleRowsX>(x_scales, kRunSteps == 4 ? run_x_at : run_x_at + skew & ~3u,
+                                   kRunsAt);
         else if constexpr (runs < kRunCopies)
             copy_runs<kRowsW>(w_scales, run_w_at, kRunsWAt);
         else if constexpr (high_w < kHalfCopiesW)
@@ -653,7 +663,11 @@ class Copier {
     // Copy I of a half of x, or of all of it, whose rows begin so far from those of the lower half.
     template <int I, int Further>
     MX_MEMBER void copy_x(unsigned stage) const {
-        copy_16_bytes(x, x_now[I % 2], (Further + I / 2 * 2 * kCopyRows) * K, stage + x_place,
+        unsigned further = (Further + I / 2 * 2 * kCopyRows) * K;
+        constexpr int rows = Further > 0 ? kUpperX * kSide : kHalfRowsX; // of the half
+        if constexpr (rows < kHalfRowsX)
+            further = wave % kWavesN * kShareX + I * kCopyRows < rows ? further : kNowhere / 2;
+        copy_16_bytes(x, x_now[I % 2], further, stage + x_place,
                       place_of_x(Further) + I * kCopyRows * kDepth);
     }
     template <int I, int Further>
@@ -742,20 +756,20 @@ class Place {
   public:
     static constexpr int kReads = 3; // of one fragment
 
-    // blocks: scales of a row.
-    MX_MEMBER Place(int first, int lane, unsigned blocks) {
+    // first, first_scale: rows of LDS, of payload and of scales. blocks: scales of a row.
+    MX_MEMBER Place(int first, int first_scale, int lane, unsigned blocks) {
         const int row = first + lane % kSide, g = lane / kSide;
         const unsigned begin = row / Rows * kPart + At + row % Rows * kDepth;
         low = begin + (g ^ row / 2 % 8) * kPiece;
         high = begin + ((g + 4) ^ row / 2 % 8) * kPiece;
         const int own = IsPaired ? paired_row(lane % kSide) : lane % kSide;
         row_in_block = own % kSide;
-        block = ScalesAt + (first + own) / kSide * kScaleBlock + g * kSide;
-        run = ScalesAt + (first + lane % kSide) * kRun;
-        before = kRunSteps == 4 ? 0 : (first + own) * blocks % 4;
-        scale = IsShuffled
-                    ? block + row_in_block
-                    : ScalesAt + (first + own) * kScaleRow + g / kScaleBytes * 4 + g % kScaleBytes;
+        block = ScalesAt + (first_scale + own) / kSide * kScaleBlock + g * kSide;
+        run = ScalesAt + (first_scale + lane % kSide) * kRun;
+        before = kRunSteps == 4 ? 0 : (first_scale + own) * blocks % 4;
+        scale = IsShuffled ? block + row_in_block
+                           : ScalesAt + (first_scale + own) * kScaleRow + g / kScaleBytes * 4 +
+                                 g % kScaleBytes;
     }
 
     // From here on it is a tile's turn whose first row is row `skew` of a block of scales.
@@ -770,12 +784,11 @@ class Place {
         scale = run + at + (kRunSteps == 4 ? 0 : (before + skew) % 4);
     }
 
-    // Read `which`, of 3 Count, of a half: scales first, since all are looked at before the first
-    // product.
+    // Read `which`, of 3 Count, of a half whose first fragment is this: scales first, since all are
+    // looked at before the first product.
     template <int Which, int Count>
-    MX_MEMBER void read_half(Half<Count>& to, bool is_upper, unsigned stage) const {
+    MX_MEMBER void read_half(Half<Count>& to, int first, unsigned stage) const {
         const unsigned char* at = lds() + stage;
-        const int first = is_upper ? Count : 0;
         if constexpr (Which < Count)
             to.scales[Which] = (InRuns ? lds() : at)[scale + scale_of_fragment(first + Which)];
         else
@@ -1002,8 +1015,8 @@ class Stream {
 
     MX_MEMBER Stream(Shelf& shelf, const Copier& copier, unsigned blocks, int wave, int lane)
         : zeros(shelf), blocks(blocks), block(lane / kSide), copier(copier),
-          place_x(wave / kWavesN * (kTileM / kWavesM), lane, blocks),
-          place_w(wave % kWavesN * (kTileN / kWavesN), lane, blocks) {}
+          place_x(wave / kWavesN * kRoomX, wave / kWavesN * kWaveRowsX, lane, blocks),
+          place_w(wave % kWavesN * kFeatures, wave % kWavesN * kFeatures, lane, blocks) {}
 
     // Copies the first two steps of the first tile, and reads the first operands.
     MX_MEMBER void begin(const Tile& first) {
@@ -1024,8 +1037,8 @@ class Stream {
         if constexpr (kWgrad)
             copier.clear_low_beyond_end<kHalfCopies + kOfStep>(0);
         copies_arrived<kHalfCopies + kOfStep>();
-        each<kReadsX>([&](auto i) { place_x.read_half<i.value>(x_low, false, stage); });
-        each<kReadsW>([&](auto i) { place_w.read_half<i.value>(w_first, false, stage); });
+        each<kReadsX>([&](auto i) { place_x.read_half<i.value>(x_low, 0, stage); });
+        each<kReadsW>([&](auto i) { place_w.read_half<i.value>(w_first, 0, stage); });
         x_low.widen();
         w_first.widen();
     }
@@ -1061,7 +1074,7 @@ class Stream {
     }
 
     static constexpr int kReadsX = PlaceX::kReads * kHalfX, kReadsW = PlaceW::kReads * kHalfW;
-    static constexpr int kProducts = kHalfX * kHalfW, kBarrierAt = kProducts / 8;
+    static constexpr int kUpperReadsX = PlaceX::kReads * kUpperX;
     // Copies that are waited for: a run's count for none, as most steps have none.
     static constexpr int kOfStep = 2 * kHalfCopies + kMiddleCopies;
     // Of quarters 1 and 3; the others have the rest.
@@ -1090,17 +1103,18 @@ class Stream {
                 copier.clear_low_beyond_end<2 * kHalfCopies>(other);
             copies_arrived<2 * kHalfCopies>();
         };
-        const auto read_x_high = [&](auto j) { place_x.read_half<j.value>(x_high, true, stage); };
-        const auto read_next_x = [&](auto j) { place_x.read_half<j.value>(x_low, false, other); };
-        const auto read_next_w = [&](auto j) { place_w.read_half<j.value>(high, false, other); };
+        const auto read_x_high = [&](auto j) { place_x.read_half<j.value>(x_high, kHalfX, stage); };
+        const auto read_next_x = [&](auto j) { place_x.read_half<j.value>(x_low, 0, other); };
+        const auto read_next_w = [&](auto j) { place_w.read_half<j.value>(high, 0, other); };
         if constexpr (IsHalf) {
-            quarter<IsFirst, true, true, 1 + kReadsX + kHalfCopies>(x_low, 0, low, 0, [&](auto i) {
-                if constexpr (i.value == 0)
-                    upper_is_there();
-                else
-                    mixed<i.value - 1, kReadsX, kHalfCopies>(
-                        read_x_high, [&](auto j) { copier.copy_low<j.value>(stage); });
-            });
+            quarter<IsFirst, true, true, 1 + kUpperReadsX + kHalfCopies>(
+                x_low, 0, low, 0, [&](auto i) {
+                    if constexpr (i.value == 0)
+                        upper_is_there();
+                    else
+                        mixed<i.value - 1, kUpperReadsX, kHalfCopies>(
+                            read_x_high, [&](auto j) { copier.copy_low<j.value>(stage); });
+                });
             note(most_x, 1, x_high);
             turn_to_next();
             quarter<IsFirst, true, false, 1 + kReadsX + kReadsW + kUpperCopies>(
@@ -1124,13 +1138,13 @@ class Stream {
                     upper_is_there();
                 else
                     mixed<i.value - 1, kReadsW, kFirstLow>(
-                        [&](auto j) { place_w.read_half<j.value>(high, true, stage); },
+                        [&](auto j) { place_w.read_half<j.value>(high, kHalfW, stage); },
                         [&](auto j) { copier.copy_low<j.value>(stage); });
             });
             note(most_w, 1, high);
-            quarter<IsFirst, false, true, kReadsX + kHalfCopies - kFirstLow>(
+            quarter<IsFirst, false, true, kUpperReadsX + kHalfCopies - kFirstLow>(
                 x_low, 0, high, 1, [&](auto i) {
-                    mixed<i.value, kReadsX, kHalfCopies - kFirstLow>(
+                    mixed<i.value, kUpperReadsX, kHalfCopies - kFirstLow>(
                         read_x_high, [&](auto j) { copier.copy_low<kFirstLow + j.value>(stage); });
                 });
             note(most_x, 1, x_high);
@@ -1193,28 +1207,29 @@ class Stream {
 
     // A quarter of a step's products, of halves that come from loads now if they are fresh.
     // work(i), for each i below Work, is spread over those after the first few.
-    template <bool IsFirst, bool IsFreshX, bool IsFreshW, int Work, class Do>
-    MX_MEMBER void quarter(const Half<kHalfX>& x, int x_half, const Half<kHalfW>& w, int w_half,
+    template <bool IsFirst, bool IsFreshX, bool IsFreshW, int Work, int CountX, class Do>
+    MX_MEMBER void quarter(const Half<CountX>& x, int x_half, const Half<kHalfW>& w, int w_half,
                            Do work) {
-        constexpr int slots = kProducts - kBarrierAt;
+        constexpr int products = CountX * kHalfW, barrier_at = products / 8;
+        constexpr int slots = products - barrier_at;
         sums.reserve();
-        each<kProducts>([&](auto i) {
+        each<products>([&](auto i) {
             constexpr int fx = i.value / kHalfW, fw = i.value % kHalfW;
             constexpr bool is_fresh = (IsFreshX && fw == 0) || (IsFreshW && fx == 0);
             sums.template add<IsFirst, is_fresh>(
                 (x_half * kHalfX + fx) * kFragsW + w_half * kHalfW + fw, w.rows[fw], w.scales[fw],
                 x.rows[fx], x.scales[fx]);
-            if constexpr (i.value >= kBarrierAt) {
-                constexpr int first = (i.value - kBarrierAt) * Work / slots;
-                constexpr int end = (i.value - kBarrierAt + 1) * Work / slots;
+            if constexpr (i.value >= barrier_at) {
+                constexpr int first = (i.value - barrier_at) * Work / slots;
+                constexpr int end = (i.value - barrier_at + 1) * Work / slots;
                 each<end - first>([&](auto j) { work(Constant<first + j.value>{}); });
             }
             finish_before_next();
         });
     }
 
-    template <int Count>
-    MX_MEMBER static void note(Largest<Count>& most, int half, const Half<Count>& taken) {
+    template <int Most, int Count>
+    MX_MEMBER static void note(Largest<Most>& most, int half, const Half<Count>& taken) {
 #pragma unroll
         for (int i = 0; i < Count; ++i)
             most.take(half, i, taken.scales[i]);
@@ -1225,7 +1240,8 @@ class Stream {
     Copier copier;
     PlaceX place_x;
     PlaceW place_w;
-    Half<kHalfX> x_low, x_high;
+    Half<kHalfX> x_low;
+    Half<kUpperX> x_high;
     Half<kHalfW> w_first, w_second;
     Largest<kHalfX> most_x;
     Largest<kHalfW> most_w;
@@ -1320,9 +1336,9 @@ MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned wave, uns
     const Buffer out(reinterpret_cast<unsigned char*>(y + first_row * N + tile.feature),
                      tile.rows * row_bytes - tile.feature * sizeof(Out));
     const Old<Out, MX_ACCUMULATE> old{out, row_bytes, first_feature + eight * 8, left};
-    const unsigned first_written = wave / kWavesN * (kTileM / kWavesM) + written;
+    const unsigned first_written = wave / kWavesN * kWaveRowsX + written;
     const unsigned piece = lane % row_pieces;
-    const unsigned m = wave / kWavesN * (kTileM / kWavesM) + read;
+    const unsigned m = wave / kWavesN * kWaveRowsX + read;
     constexpr int stores = kSide / rows;
     u32x4 arrived[stores]; // of the 16 rows before, read while the next ones are rounded
     unsigned at;
@@ -1383,7 +1399,7 @@ MX_DEVICE void compute(Stream& stream, unsigned steps, Shelf& shelf, unsigned wa
 MX_KERNEL(kThreads)
 aiter_mx_grouped_gemm_persistent(const unsigned char*, const unsigned char*, const unsigned char*,
                                  const unsigned char*, const void*, Out*, const void*, const void*,
-                                 Offset, Offset, Offset, Offset, int, int, int, unsigned,
+                                 Offset, Offset, Offset, Offset, int, int, int, unsigned, unsigned,
                                  unsigned) {
     const unsigned K = arguments()->K;
     const int lane = thread_in_group() % kLanes;
@@ -1392,7 +1408,7 @@ aiter_mx_grouped_gemm_persistent(const unsigned char*, const unsigned char*, con
     const unsigned workgroups = arguments()->workgroups, group = group_x();
     unsigned t = workgroups % kXcds ? group : group % kXcds * (workgroups / kXcds) + group / kXcds;
     Shelf shelf;
-    Deal<kTileM, kTileN, kSwath, kHalves> deal(shelf, lane);
+    Deal<kTileN, kSwath, kHalves> deal(shelf, lane);
     Stream stream(shelf, Copier(K, wave, lane), K / kBlock, wave, lane);
     Tile now;
     if (!deal.find(shelf, t, now)) {

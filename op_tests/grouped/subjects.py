@@ -57,6 +57,8 @@ Swept = tuple[tuple[int, int], int, str, int]
 SWEPT: list[Swept] = [
     ((256, 256), 4, "bf16", 24),
     ((256, 256), 2, "fp32", 8),
+    ((160, 256), 4, "bf16", 24),
+    ((160, 128), 1, "fp16", 48),
     ((128, 256), 1, "bf16", 24),
     ((128, 128), 4, "fp16", 48),
     ((64, 128), 2, "bf16", 48),
@@ -97,6 +99,7 @@ PERSISTENT_GFX950 = Subject(
         Case(one_group(37), 160, 320, ONE_TILE, "fp32", cu_num=1),
         Case(one_group(69), 160, 576, ONE_TILE, "fp32", cu_num=1),
         Case(one_group(261), 160, 576, config_of(256, 256, 4, 8), "fp32", swept_bias(SWEPT[1], 0)),
+        Case(one_group(167), 160, 288, config_of(160, 128, 4, 8), "fp16", swept_bias(SWEPT[3], 0)),
     ],
     every_size=Case(of_every_size(40), 64, 320, ONE_TILE, "fp32"),
     ordered=[

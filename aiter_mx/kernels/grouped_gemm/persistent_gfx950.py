@@ -23,17 +23,20 @@ from aiter_mx.kernels.spec import (
     Param,
     as_defines,
     first_of,
+    numbers,
 )
 from aiter_mx.layouts import LAYOUTS as SCALE_LAYOUTS
 from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 PARAMS = (
-    Param("tile_m", (32, 64, 128, 256), "rows of a in a tile"),
+    Param("tile_m", (32, 64, 128, 160, 256), "rows of a in a tile"),
     Param("tile_n", (128, 256), "features in a tile"),
     Param("swath", (1, 4, 8, 16), "rows of tiles that are gone through column after column"),
     Param("xcds", (1, 8), "dies that tiles are dealt to in runs; 1 deals them one by one"),
 )
+
+_ROWS = (32, 64, 128, 256)  # of tiles; those of 160 are for a linear, whose rows they divide evenly
 
 LAYOUTS = ("16x4",)
 """Of scales, besides row-major ones, that the kernel reads."""
@@ -110,7 +113,8 @@ def _lds_bytes(copied: _Copied, tile_m: int, tile_n: int) -> int:
     """What the kernel's ``kLdsBytes`` is."""
     pieces = 4 // copied.scale_bytes
     at_once = _WAVES * 64 // pieces  # rows of scales that the waves copy together
-    stage = (tile_m + tile_n) * _DEPTH
+    room = -(-tile_m // 64) * 64 if tile_m > 32 else tile_m  # whole halves of waves
+    stage = (room + tile_n) * _DEPTH
     for layout, rows, blocks, in_runs in (
         # a tile of a may begin within a block
         (copied.a_layout, tile_m, tile_m // 16 + 1, copied.a_in_runs),
@@ -194,10 +198,16 @@ def config_of(tile_m: int, tile_n: int) -> Config:
     return {"tile_m": tile_m, "tile_n": tile_n, "swath": 8, "xcds": _XCDS}
 
 
-def candidates_of(target: Target, problem: GroupedGemmProblem) -> list[Config]:
-    """Every tile that fits, the one of the least modelled time first, in a few orders each."""
+def candidates_of(
+    target: Target, problem: GroupedGemmProblem, rows: Sequence[int] = _ROWS
+) -> list[Config]:
+    """Every tile that fits, the one of the least modelled time first, in a few orders each.
+
+    Args:
+        rows: that tiles may have.
+    """
     tiles = sorted(
-        (config_of(m, n) for m in PARAMS[0].values for n in PARAMS[1].values),
+        (config_of(m, n) for m in rows for n in PARAMS[1].values),
         key=partial(_cycles, target, problem, _copied(problem)),
     )
     orders: tuple[Config, ...] = ({}, {"swath": 4}, {"swath": 1, "xcds": 1})
@@ -209,8 +219,16 @@ def parts_of_last(config: Config) -> int:
     return 2 if config["tile_m"] * config["tile_n"] == 256 * 256 else 1
 
 
+def tile_rows(problem: GroupedGemmProblem, config: Config) -> int:
+    """Rows that a tile takes: of one group as many as any other, or one more."""
+    if problem.G > 1:
+        return config["tile_m"]
+    tiles = -(-problem.M // config["tile_m"])
+    return -(-problem.M // max(tiles, 1)) or config["tile_m"]
+
+
 def _workgroups(target: Target, problem: GroupedGemmProblem, config: Config) -> int:
-    tiles = problem.most_tiles(config["tile_m"]) * -(-problem.N // config["tile_n"])
+    tiles = problem.most_tiles(tile_rows(problem, config)) * -(-problem.N // config["tile_n"])
     most = target.cu_num * resident(problem, config)
     return max(1, min(tiles * parts_of_last(config), most))
 
@@ -264,6 +282,7 @@ def _scalars(
         *scalars(problem),
         problem.M // problem.G,
         _workgroups(target, problem, config),
+        tile_rows(problem, config),
     )
 
 
@@ -271,7 +290,7 @@ PERSISTENT = declare(
     "grouped_gemm",
     "persistent",
     {"gfx950": "grouped/persistent_gfx950.cu"},
-    args=(*in_dwords(ARGS), Arg("rows_each", "i32"), Arg("workgroups", "i32")),
+    args=(*in_dwords(ARGS), *numbers("i32", "rows_each", "workgroups", "tile_rows")),
     defines=_defines,
     geometry=_geometry,
     scalars=_scalars,

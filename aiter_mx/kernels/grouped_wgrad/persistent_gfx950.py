@@ -112,7 +112,7 @@ def _scalars(
     """The forward kernel's, to which grad is x, x is w, and the rows of all groups are K."""
     sizes = (problem.N, problem.K, problem.M, problem.G)
     options = (0, INDEX_BYTES[problem.index], DTYPE_CODES["none"])
-    return (*sizes, *options, 0, _workgroups(target, problem, config))
+    return (*sizes, *options, 0, _workgroups(target, problem, config), config["tile_m"])
 
 
 PERSISTENT = declare(
@@ -122,7 +122,9 @@ PERSISTENT = declare(
     args=(
         *ARGS,
         *numbers("i64", "M", "N", "K", "G"),
-        *numbers("i32", "layout", "index_bytes", "bias_kind", "rows_each", "workgroups"),
+        *numbers(
+            "i32", "layout", "index_bytes", "bias_kind", "rows_each", "workgroups", "tile_rows"
+        ),
     ),
     defines=_defines,
     geometry=_geometry,

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import TypeVar
 
 from aiter_mx import invariance
+from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PARAMS, candidates_of, config_of
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
-from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import config_of
 from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTENT_SM90
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
 from aiter_mx.kernels.linear.mfma_choice_gfx950 import persistent_tile
@@ -78,7 +78,12 @@ def _of_few_tiles(target: Target, problem: LinearProblem) -> Config:
     return config_of(*persistent_tile(target, problem))
 
 
+def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
+    """Those of any number of rows."""
+    return candidates_of(target, _one_group(problem), PARAMS[0].values)
+
+
 GROUPED = (
-    replace(as_linear(PERSISTENT_GFX950), configure=_of_few_tiles),
+    replace(as_linear(PERSISTENT_GFX950), configure=_of_few_tiles, candidates=_candidates),
     as_linear(PERSISTENT_SM90),
 )

@@ -125,14 +125,19 @@ MX_DEVICE void copy_16_bytes_of(Resource from, unsigned offset, unsigned further
 template <int Lanes>
 MX_DEVICE void copy_16_bytes_at_zero(unsigned zero, Resource from, unsigned offset,
                                      unsigned further, unsigned to, int at) {
-    constexpr long lanes = Lanes == kLanes ? -1 : (1l << Lanes) - 1;
+#define MX_COPY_AT_ZERO(first_lanes)                                                               \
+    asm volatile("s_add_u32 m0, %4, %5\n\ts_mov_b64 %0, exec\n\t" first_lanes                      \
+                 "s_cmp_eq_u32 %6, 0\n\ts_cselect_b64 exec, exec, 0\n\t"                           \
+                 "buffer_load_dwordx4 %1, %2, %3 offen lds\n\ts_mov_b64 exec, %0"                  \
+                 : "=&s"(all)                                                                      \
+                 : "v"(offset), "s"(from), "s"(further), "s"(to), "i"(at), "s"(zero), "i"(Lanes)   \
+                 : "memory", "scc")
     LaneMask all;
-    asm volatile("s_add_u32 m0, %4, %5\n\ts_mov_b64 %0, exec\n\ts_cmp_eq_u32 %6, 0\n\t"
-                 "s_cselect_b64 exec, %7, 0\n\tbuffer_load_dwordx4 %1, %2, %3 offen lds\n\t"
-                 "s_mov_b64 exec, %0"
-                 : "=&s"(all)
-                 : "v"(offset), "s"(from), "s"(further), "s"(to), "i"(at), "s"(zero), "i"(lanes)
-                 : "memory", "scc");
+    if constexpr (Lanes == kLanes) // every lane is on
+        MX_COPY_AT_ZERO("");
+    else
+        MX_COPY_AT_ZERO("s_bfm_b64 exec, %7, 0\n\t");
+#undef MX_COPY_AT_ZERO
 }
 
 // Size bytes a lane, each in a dword of LDS.
