@@ -95,7 +95,9 @@ def _candidates(kernel: str) -> Callable[[Target, LinearProblem], list[Config]]:
 
     def candidates(target: Target, problem: LinearProblem) -> list[Config]:
         M = tuned_for(problem.M) if problem.M > SIDE else problem.M
-        return SEARCHES[kernel].candidates(target, replace(problem, M=M))
+        found = SEARCHES[kernel].candidates(target, replace(problem, M=M))
+        configured = _configuring(kernel)(target, problem)
+        return found if configured in found else [configured, *found]
 
     return candidates
 
