@@ -65,10 +65,10 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         b: float8_e4m3fn ``[G, N, K]``, of any strides, and its scales.
         d: ``[M, N]``, bf16, fp16 or fp32, written.
         grouped_layout: int32 ``[M]``: a row's group, or -1 for padding. A group may have several
-            runs of rows with others between them, in any order, which all begin at multiples of
-            what ``set_mk_alignment_for_contiguous_layout`` set, 128 at first. Runs may begin
-            anywhere where they are no more than groups, and where the layout is read: on the CPU,
-            or where ``AITER_MX_CHECK=1`` asks for it; elsewhere rows of those beyond become NaN.
+            runs of rows with others or padding between them, in any order, which all begin at
+            multiples of what ``set_mk_alignment_for_contiguous_layout`` set, 128 at first. Runs may
+            begin anywhere where they are no more than groups, and where the layout is read: on the
+            CPU, or where ``AITER_MX_CHECK=1`` asks for it; elsewhere those beyond become NaN.
             With use_psum_layout ``[G]``: the row after each group's last, and a group begins at
             the next multiple of the same from there.
         recipe: not needed: shapes tell what a scale stands for; likewise recipe_a and recipe_b.

@@ -403,9 +403,8 @@ def test_unaligned_runs_beyond_the_number_of_groups_are_nan_on_a_gpu(kind: str) 
         *((q.cuda(), s.cuda()) for q, s in both(kind, x, w)), d, owner.cuda()
     )
     d, expected = d.cpu(), torch.einsum("mk,mnk->mn", x, w[owner.long()])
-    assert d[200:].isnan().all() and not d[120:160].any()
-    for rows in (slice(0, 120), slice(160, 200)):
-        assert calc_diff(d[rows], expected[rows]) < 1e-3
+    assert d[160:].isnan().all() and not d[120:160].any()
+    assert calc_diff(d[:120], expected[:120]) < 1e-3
 
 
 @pytest.mark.gpu
