@@ -102,7 +102,7 @@ def large_tiles(tile: tuple[int, int]) -> Iterator[tuple[int, float]]:
             if (config["tile_m"], config["tile_n"]) == tile
         )
         cycles = predicted_us("persistent", problem, config) * CYCLES_A_US
-        yield many * -(-N // tile[1]), cycles / persistent_cycles(GFX950, problem, tile)
+        yield many * -(-N // tile[1]), cycles / persistent_cycles(GFX950, problem)[tile]
 
 
 def fit_persistent() -> None:

@@ -279,33 +279,30 @@ def menu(target: Target, N: int, K: int) -> tuple[Code, ...]:
     """The code objects of a weight for more rows than BLOCK_M, but those of ``persistent``."""
     codes = list[Code]()
     for M in _ROWS_OF_MENU:
-        kernel, config = _searched(target, M, N, K)
-        if config is None:
-            continue
-        way = way_of(LinearProblem(M, N, K), config)
-        code = Code(kernel, way.row_tiles, way.col_tiles, config["waves"], way.splits)
-        least = min(_by_cost(codes, target, M, N, K), default=inf)
-        if least > _ALIKE * min(_by_cost([code], target, M, N, K)):
-            codes.append(code)
+        problem = LinearProblem(M, N, K)
+        least = min(_by_cost(codes, target, problem), default=inf)
+        kernel, config = _searched(target, problem, least / _ALIKE)
+        if config is not None:
+            way = way_of(problem, config)
+            codes.append(Code(kernel, way.row_tiles, way.col_tiles, config["waves"], way.splits))
     return tuple(codes)
 
 
 def _by_cost(
-    codes: Iterable[Code], target: Target, M: int, N: int, K: int
-) -> dict[float, tuple[str, Config]]:
-    """Kernels and configurations of code objects, by what they take."""
-    problem, found = LinearProblem(M, N, K), dict[float, tuple[str, Config]]()
-    memory = weights_cycles(target, problem) + FITTED["launch"]
-    for kernel, row_tiles, col_tiles, waves, splits in codes:
+    codes: Iterable[Code], target: Target, problem: LinearProblem
+) -> dict[float, tuple[Code, int]]:
+    """Code objects and their parameter ``blocks``, by what they take."""
+    (M, N, K), found = (problem.M, problem.N, problem.K), dict[float, tuple[Code, int]]()
+    memory, is_odd = weights_cycles(target, problem) + FITTED["launch"], has_odd_blocks(K)
+    for code in codes:
+        _, row_tiles, col_tiles, waves, splits = code
         if splits > 1 and M > MOST_SHARED_ROWS:
             continue
-        names = [param.name for param in SEARCHES[kernel].params]
         for way, blocks in _ways_of_many(M, row_tiles, col_tiles, splits):
             work = work_at(target.cu_num, N, K, way)
-            turns, rounds = -(-work.steps // waves), _rounds(way, work, waves, 1, has_odd_blocks(K))
+            turns, rounds = -(-work.steps // waves), _rounds(way, work, waves, 1, is_odd)
             cost = memory + _asked(way, work, K) + rounds * _round(way, waves, turns, 1)
-            values = (row_tiles, 1, waves, 1, blocks, splits)
-            found[cost] = kernel, dict(zip(names, values, strict=False))
+            found[cost] = code, blocks
     return found
 
 
@@ -323,62 +320,73 @@ def _least_of_products() -> float:
     return min(found)
 
 
-def _of_menu(target: Target, M: int, N: int, K: int) -> tuple[str, Config | None]:
+def _of_menu(target: Target, problem: LinearProblem) -> tuple[str, Config | None]:
     """What is fastest of the menu."""
-    persistent = _persistent(target, LinearProblem(M, N, K))
+    M, N, K = problem.M, problem.N, problem.K
+    persistent = _persistent(target, problem)
     if persistent < _least_of_products() * M * N * K / target.cu_num:
         return "persistent", None
-    found = _by_cost(menu(target, N, K), target, M, N, K)
+    found = _by_cost(menu(target, N, K), target, problem)
     least = min(found, default=inf)
-    return found[least] if least < persistent else ("persistent", None)
+    if least >= persistent:
+        return "persistent", None
+    code, blocks = found[least]
+    names = (param.name for param in SEARCHES[code.kernel].params)
+    values = (code.row_tiles, 1, code.waves, 1, blocks, code.splits)
+    return code.kernel, dict(zip(names, values, strict=False))
 
 
-def persistent_cycles(target: Target, problem: LinearProblem, tile: tuple[int, int]) -> float:
-    """What the kernel with large tiles takes with these, whose rows are divided evenly."""
-    down = -(-problem.M // tile[0])
-    whole, left = divmod(down * -(-problem.N // tile[1]), target.cu_num)
-    fitted = PERSISTENT[tile]
-    rounds = whole + (left > 0)
-    once, step = fitted.once, fitted.step + (rounds - 1) * fitted.further
-    if fitted.in_parts and 0 < 2 * left <= target.cu_num:
-        step += fitted.in_parts - fitted.further
-        once = once if whole else fitted.once_in_parts
-    step -= rounds * _OF_ROW * (tile[0] - problem.M / max(down, 1))
-    steps = step * -(-problem.K // 128)
-    memory = _OF_WEIGHTS * problem.N * _row_kib(problem.K) / target.cu_num
-    return once + float((steps**4 + memory**4) ** 0.25)
+def persistent_cycles(target: Target, problem: LinearProblem) -> dict[tuple[int, int], float]:
+    """What the kernel with large tiles takes with each, when rows are divided evenly among them."""
+    M, N, cu_num, chunks = problem.M, problem.N, target.cu_num, -(-problem.K // 128)
+    memory, found = (_OF_WEIGHTS * N * _row_kib(problem.K) / cu_num) ** 4, {}
+    for tile, fitted in PERSISTENT.items():
+        down = -(-M // tile[0])
+        whole, left = divmod(down * -(-N // tile[1]), cu_num)
+        rounds = whole + (left > 0)
+        once, step = fitted.once, fitted.step + (rounds - 1) * fitted.further
+        if fitted.in_parts and 0 < 2 * left <= cu_num:
+            step += fitted.in_parts - fitted.further
+            once = once if whole else fitted.once_in_parts
+        step -= rounds * _OF_ROW * (tile[0] - M / max(down, 1))
+        found[tile] = once + float(((step * chunks) ** 4 + memory) ** 0.25)
+    return found
 
 
 def persistent_tile(target: Target, problem: LinearProblem) -> tuple[int, int]:
     """The fastest of its tiles."""
-    return min(PERSISTENT, key=lambda tile: persistent_cycles(target, problem, tile))
+    cycles = persistent_cycles(target, problem)
+    return min(cycles, key=lambda tile: cycles[tile])
 
 
 def _persistent(target: Target, problem: LinearProblem) -> float:
     """What the kernel with large tiles would take."""
     if problem.N % BLOCK:
         return inf
-    return min(persistent_cycles(target, problem, tile) for tile in PERSISTENT)
+    return min(persistent_cycles(target, problem).values())
 
 
 @lru_cache(maxsize=1024)
 def fastest_of(target: Target, M: int, N: int, K: int) -> tuple[str, Config | None]:
     """The kernel that is, and its configuration unless it is ``persistent``."""
-    return (_searched if M <= BLOCK_M else _of_menu)(target, M, N, K)
+    return (_searched if M <= BLOCK_M else _of_menu)(target, LinearProblem(M, N, K))
 
 
-def _searched(target: Target, M: int, N: int, K: int) -> tuple[str, Config | None]:
+def _searched(
+    target: Target, problem: LinearProblem, most: float = inf
+) -> tuple[str, Config | None]:
     """``mfma`` is the fastest unless another is by a twentieth; beyond BLOCK_M the fit has what
-    shares K that much too slow. No search goes beyond what would be taken in its place."""
-    tuned, launch, best = LinearProblem(M, N, K), FITTED["launch"], inf
+    shares K that much too slow. No search goes beyond what would be taken in its place, or
+    beyond ``most`` cycles."""
+    M, launch, best = problem.M, FITTED["launch"], most
     if M >= _FEWEST_LARGE_ROWS:
-        best = _persistent(target, tuned)
+        best = min(best, _persistent(target, problem))
     worth = _WORTH_LEAVING if M <= BLOCK_M else 1.0
-    mfma = SEARCHES["mfma"].cheapest(target, tuned, best / worth - launch)
+    mfma = SEARCHES["mfma"].cheapest(target, problem, best / worth - launch)
     if mfma is not None:
         best = min(best, worth * (launch + mfma[0]))
     if _FEWEST_SPLIT_ROWS <= M <= MOST_SHARED_ROWS:
-        split = SEARCHES["mfma_split"].cheapest(target, tuned, best - launch)
+        split = SEARCHES["mfma_split"].cheapest(target, problem, best - launch)
         if split is not None:
             return "mfma_split", split[1]
     return ("persistent", None) if mfma is None else ("mfma", mfma[1])
