@@ -149,7 +149,9 @@ def test_envelope_names_each_refusal_on_the_way() -> None:
 def test_a_layer_of_several_launches_says_where_its_routes_are() -> None:
     with pytest.raises(ValueError, match=r"fused_moe is several launches.*aiter_mx\.warmup"):
         aiter_mx.explain("fused_moe", M=1, hidden=64, intermediate=32, E=8, top_k=2)
-    with pytest.raises(ValueError, match="unknown op 'fused_mo'; there are grouped_gemm, "):
+    with pytest.raises(
+        ValueError, match="unknown op 'fused_mo'; there are group_runs, grouped_gemm, "
+    ):
         aiter_mx.explain("fused_mo", M=1)
 
 
