@@ -96,8 +96,8 @@ def _candidates(kernel: str) -> Callable[[Target, LinearProblem], list[Config]]:
     def candidates(target: Target, problem: LinearProblem) -> list[Config]:
         M = tuned_for(problem.M) if problem.M > SIDE else problem.M
         found = SEARCHES[kernel].candidates(target, replace(problem, M=M))
-        configured = _configuring(kernel)(target, problem)
-        return found if configured in found else [configured, *found]
+        configured = _configuring(kernel)(target, problem) if found else None
+        return found if configured is None or configured in found else [configured, *found]
 
     return candidates
 
