@@ -84,7 +84,7 @@ QUANTIZE = {
 SHAPES: dict[str, tuple[str, Sequence[Problem]]] = {
     "gemv": ("linear", GEMV),
     "mfma": ("linear", MFMA),
-    "mfma_split": ("linear", MFMA[1:]),
+    "mfma_split": ("linear", MFMA),
     "moe mfma": ("moe_gemm", MOE),
     "moe_up gemv": ("moe_up", [up for up, _ in FEW_TOKENS]),
     "moe_down gemv": ("moe_down", [down for _, down in FEW_TOKENS]),

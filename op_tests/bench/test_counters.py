@@ -45,3 +45,9 @@ def test_an_expert_layer_of_one_token_is_predicted_in_little_more_than_its_bytes
     second = saved[saved.kernel == "moe_down gemv"].set_index("problem").predicted_us
     assert first["M=1 N=1536 K=6144"] + second["M=1 N=6144 K=768"] <= 15.8
     assert first["M=1 N=768 K=6144"] + second["M=1 N=6144 K=384"] <= 11.3
+
+
+def test_few_rows_are_read_few_times_over_where_k_is_split(saved: pd.DataFrame) -> None:
+    split = saved[saved.kernel == "mfma_split"].set_index("problem").asked_over_operands
+    assert split["M=16 N=2304 K=6144"] <= 2
+    assert split["M=64 N=2304 K=6144"] <= 4
