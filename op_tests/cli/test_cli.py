@@ -68,13 +68,13 @@ def test_explain_gives_route_config_and_reason(command):
     status, out, _ = command("explain", "linear", *shape, "--arch", "gfx950")
     assert status == 0
     lines = dict(line.split(None, 1) for line in out.splitlines())
-    assert lines["route"] == "hip/gemv"
+    assert lines["route"] == "hip/mfma"
     assert "waves=" in lines["config"]
     assert "no tuned table" in lines["reason"]
 
 
 def test_explain_takes_ranges_and_shows_where_the_route_changes(command):
-    shape = ("--M", "1-2,17-18", "--N", "1000", "--K", "768")
+    shape = ("--M", "1-2,17-18", "--N", "96", "--K", "12288")
     status, out, _ = command("explain", "linear", *shape, "--arch", "gfx950")
     assert status == 0
     routes = [line.split()[3] for line in out.splitlines()[1:]]
@@ -148,7 +148,7 @@ def test_a_missing_compiler_is_one_message_and_status_1(command, monkeypatch):
 
 
 def test_build_fills_the_cache_once_and_cache_lists_and_clears_it(command):
-    build = ("build", "--arch", "gfx950", "--shape", "1,2x64x96", "--out-dtype", "fp16")
+    build = ("build", "--arch", "gfx950", "--shape", "1,2x64x10240", "--out-dtype", "fp16")
     status, out, _ = command(*build)
     assert status == 0
     assert "gfx950: 2 shapes, 2 kernel variants" in out

@@ -52,7 +52,7 @@ def test_modelled_table_and_a_poisoned_kernel(command, tmp_path, monkeypatch) ->
     gemv = kernels.KERNELS[0]
     monkeypatch.setattr(kernels, "KERNELS", (poisoned(gemv), *kernels.KERNELS))
     table, timings = tmp_path / "linear.csv", tmp_path / "timings.csv"
-    shape = ("--M", 1, "--N", 96, "--K", 128)  # of a row that gemv has
+    shape = ("--M", 1, "--N", 64, "--K", 10240)  # of a row that gemv has
     tune = ("tune", "linear", *shape, "--arch", "gfx950", "--table", table, "--most", 2)
     status, out, err = command(*tune, "--timings", timings)
     assert (status, err) == (0, "")
@@ -115,8 +115,8 @@ def test_rows_that_were_tuned_with_other_sources_are_told_from_those_of_another_
     command, tmp_path, monkeypatch
 ) -> None:
     table, csrc = tmp_path / "linear.csv", tmp_path / "csrc"
-    tune = ("tune", "linear", "--N", 96, "--K", 128, "--arch", "gfx950", "--most", 1)
-    command(*tune, "--M", "1,64", "--table", table)
+    tune = ("tune", "linear", "--N", 64, "--K", 10240, "--arch", "gfx950", "--most", 1)
+    command(*tune, "--M", "1,8", "--table", table)
     status, out, _ = command("tables", "check", "--build", table)
     assert status == 0
     assert "have changed" not in out
@@ -144,10 +144,10 @@ def test_rows_that_were_tuned_with_other_sources_are_told_from_those_of_another_
         assert status == 0
         assert re.search(message, out)
         assert "1 of them compile to the same machine code" in out
-    status, out, err = command(*tune, "--M", "1,2,64", "--table", table, "--stale")
+    status, out, err = command(*tune, "--M", "1,2,8", "--table", table, "--stale")
     assert (status, err) == (0, "")
     assert "2 of 3 shapes are stale" in out and "2 rows modelled" in out
-    assert "0 of 3 shapes are" in command(*tune, "--M", "1,2,64", "--table", table, "--stale")[1]
+    assert "0 of 3 shapes are" in command(*tune, "--M", "1,2,8", "--table", table, "--stale")[1]
     assert len(read_rows(table, "linear")) == 3
 
 

@@ -142,7 +142,7 @@ def test_envelope_names_each_refusal_on_the_way() -> None:
     assert "M=4097 is above 16" in chosen.reason and "M=4097 is above 4096" in chosen.reason
     assert len(set(chosen.reason.split("; "))) == len(chosen.reason.split("; "))
     simulated = aiter_mx.explain("linear", arch="gfx950", M=1, N=1000, K=96)
-    assert simulated.kernel == "gemv"
+    assert simulated.kernel == "mfma"
     assert route("linear", CPU, problem).backend == "torch"
 
 
@@ -164,17 +164,27 @@ def test_a_kernel_that_yields_comes_after_the_others_of_its_backend() -> None:
     limited = LinearProblem(M=3, N=4640, K=6144)  # in no shipped table
     chosen = route("linear", GFX950, limited)
     assert (chosen.backend, chosen.kernel) == ("hip", "mfma")
-    assert "mfma is as fast from M=2" in chosen.reason
+    assert "mfma is as fast or faster by the model of time" in chosen.reason
     assert "mma_ring is faster" not in chosen.reason  # which is Hopper's
     chosen = route("linear", GFX950, limited, ours() - {("hip", "gemv")})
     assert (chosen.backend, chosen.kernel) == ("hip", "gemv")
-    chosen = route("linear", GFX950, LinearProblem(M=1, N=4640, K=6144))
-    assert (chosen.backend, chosen.kernel) == ("hip", "gemv")
+    kernels = {
+        (M, N, K): route("linear", GFX950, LinearProblem(M, N, K)).kernel
+        for M, N, K in (
+            (1, 4640, 6144),
+            (1, 96, 10208),
+            (1, 96, 10240),
+            (1, 128, 12768),
+            (2, 96, 10240),
+        )
+    }
+    assert [shape for shape, kernel in kernels.items() if kernel == "gemv"] == [(1, 96, 10240)]
 
 
 def test_simulated_gfx950_takes_our_kernels_but_never_triton() -> None:
     with aiter_mx.simulate("gfx950"):
-        assert aiter_mx.explain("linear", M=1, N=64, K=64).kernel == "gemv"
+        assert aiter_mx.explain("linear", M=1, N=64, K=16384).kernel == "gemv"
+        assert aiter_mx.explain("linear", M=1, N=64, K=64).kernel == "mfma"
         assert aiter_mx.explain("linear", M=100, N=64, K=64).kernel == "mfma"
         assert aiter_mx.explain("linear", M=5000, N=64, K=64).kernel == "persistent"
         assert aiter_mx.explain("linear", M=5000, N=70, K=64).backend == "torch"
@@ -378,7 +388,7 @@ def test_explain_takes_torch_dtypes_and_refuses_unknown_fields() -> None:
     for name, wrong in {"M": -1, "top_k": 0, "E": 0, "shared": -1, "y_dtype": "fp8"}.items():
         with pytest.raises(ValueError, match=f"{name} must be"):
             aiter_mx.explain("moe_combine", **{**sizes, name: wrong})
-    assert aiter_mx.explain("linear", arch="gfx950", M=torch.tensor(1), N=64, K=64).kernel == "gemv"
+    assert aiter_mx.explain("linear", arch="gfx950", M=torch.tensor(1), N=64, K=64).kernel == "mfma"
     with pytest.raises(ValueError, match="unknown op 'conv'"):
         aiter_mx.explain("conv", M=1)
     with pytest.raises(ValueError, match="gfx42"):
@@ -399,7 +409,7 @@ def test_an_empty_linear_needs_no_kernel(arch: str, M: int, N: int) -> None:
 def test_a_warm_up_passes_over_empty_linears() -> None:
     with aiter_mx.simulate("gfx950"):
         routes = aiter_mx.warmup("linear", M=[0, 1], N=72, K=64)
-    assert [chosen.kernel for chosen in routes] == ["reference", "gemv"]
+    assert [chosen.kernel for chosen in routes] == ["reference", "mfma"]
 
 
 def test_rows_for_overlap_or_unquantised_x_come_before_those_without(

@@ -151,7 +151,8 @@ def test_the_result_is_that_of_quantising_first(
 @pytest.mark.parametrize(
     ("M", "N", "K", "kernel", "launches"),
     [
-        (1, 130, 1056, "gemv", 1),
+        (1, 70, 10272, "gemv", 1),
+        (1, 130, 1056, "mfma", 1),
         (20, 200, 1056, "mfma", 1),
         (64, 70, 12320, "mfma_split", 2),
         (4800, 96, 160, "persistent", 2),

@@ -33,7 +33,8 @@ from aiter_mx.target import Target
 
 MAX_M = 16
 _MOST = {"gfx950": {"K": 1 << 27, "N": 1 << 31}}  # offsets within 16 rows of x are below 2^31
-_MOST_OWN_ROWS = 1  # on gfx950, without a table
+_LEAST_OWN_K, _LEAST_DEPTH = 10240, 100
+"""On gfx950, without a table: of one row of x, and K for each output, by the model of time."""
 _PIECE_BYTES = 16  # what a lane reads of one row of w in one step
 _WAVES = (1, 2, 3, 4, 6, 8, 12)
 _MOST_WIDE_ROWS = 8  # of x, of all steps that are under way, before they are quantised
@@ -97,8 +98,9 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
         gemv_us = 2.4 + (1.7 + 0.75 * problem.M) * 1e-7 * weights - saved_us / (2 * problem.M)
         mma_us = 3.4 + 2.57e-7 * weights - saved_us
         return "mma_ring is faster here by its fitted times" if mma_us < gemv_us else None
-    if target.arch == "gfx950" and problem.M > _MOST_OWN_ROWS:
-        return f"mfma is as fast from M={_MOST_OWN_ROWS + 1}, with one code object for several M"
+    is_deep = max(_LEAST_OWN_K, _LEAST_DEPTH * problem.N) <= problem.K
+    if target.arch == "gfx950" and (problem.M > 1 or not is_deep):
+        return "mfma is as fast or faster by the model of time, with one code object for several M"
     return None
 
 
