@@ -45,11 +45,11 @@ _ACTIVATED_TILES = 4  # hold the gate and up rows of a block of 32 features
 _TILE_BYTES = SIDE * TILE_K * 33 // 32
 _WIDE_BYTES = 1 << 31
 _MOST_CANDIDATES = 32
-# Without a table, by the model of time: half to three quarters of what the bound finds, which has a
-# few waves wait too long. Few code objects serve all numbers of tokens then.
+# Without a table, by the model of time: 0.4 to 1 of what the bound finds, which has few waves wait
+# too long. Few code objects serve all numbers of tokens then.
 _FEWEST_ROWS_OF_FOUR, _FEWEST_ROWS_OF_TWO = 24, 8  # of an expert, for workgroups of so many tiles
 _SHORT_K = 384  # of which one wave has few enough steps
-_MANY_GROUPS = 4  # of a compute unit, where one wave each is enough
+_MANY_GROUPS = 4  # of a compute unit, beside which a workgroup need not be fast itself
 
 _LOOK_UP_CYCLES = 1500  # the expert of a block and its ids: a latency of the L2
 
@@ -143,14 +143,21 @@ _search = Search(PARAMS, _costs, _MOST_CANDIDATES)
 
 
 def _configure(target: Target, problem: MoeGemmProblem) -> Config:
-    rows, block_m = problem.rows_of_expert, problem.block_m
-    cols = 4 if rows >= _FEWEST_ROWS_OF_FOUR and block_m >= 4 * SIDE else 2
-    if rows < _FEWEST_ROWS_OF_TWO or block_m < 2 * SIDE:
+    rows, block_m, cols = problem.rows_of_expert, problem.block_m, 1
+    if rows >= _FEWEST_ROWS_OF_FOUR and block_m >= 4 * SIDE:
+        cols = 4
+    elif rows >= _FEWEST_ROWS_OF_TWO and block_m >= 2 * SIDE:
+        cols = 2
+    is_short = problem.K <= _SHORT_K
+    row_tiles = _ACTIVATED_TILES
+    if problem.activation == "none" and cols == 1 and not is_short:
+        row_tiles = 2
+    groups = problem.touched * -(-problem.N // (SIDE * row_tiles))  # of one block an expert
+    are_many = groups >= _MANY_GROUPS * target.cu_num
+    if cols == 1 and not are_many:
         return _search.best(target, problem)
-    groups = problem.E * -(-problem.N // (SIDE * _ACTIVATED_TILES))  # of one block an expert
-    is_alone = groups >= _MANY_GROUPS * target.cu_num if cols == 4 else problem.K <= _SHORT_K
-    waves = 1 if is_alone else 2
-    return {"row_tiles": _ACTIVATED_TILES, "col_tiles": cols, "waves": waves, "unroll": 1}
+    waves = 1 if is_short or (cols == 4 and are_many) else 2
+    return {"row_tiles": row_tiles, "col_tiles": cols, "waves": waves, "unroll": 1}
 
 
 def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
