@@ -313,6 +313,21 @@ WORKLOAD_CASES = (
         cu_num=16,
     ),
     WorkloadCase(
+        "linear m160 n128",
+        "grouped_gemm",
+        "persistent",
+        (
+            GroupedGemmProblem(167, 160, 640, 1, "fp32"),
+            GroupedGemmProblem(323, 96, 256, 1, "fp32"),
+            GroupedGemmProblem(305, 288, 384, 2, "fp32", index="i64"),
+            GroupedGemmProblem(516, 96, 256, 70, "fp32", index="i64"),
+            GroupedGemmProblem(340, 96, 512, 2, "fp32", layout="masked"),
+            GroupedGemmProblem(516, 96, 256, 70, "fp32"),
+        ),
+        {"tile_m": 160, "tile_n": 128, "swath": 8, "xcds": 8},
+        cu_num=3,
+    ),
+    WorkloadCase(
         "dgrad m64 n256 e5m2",
         "grouped_gemm",
         "persistent",

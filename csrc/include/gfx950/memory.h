@@ -125,18 +125,20 @@ MX_DEVICE void copy_16_bytes_of(Resource from, unsigned offset, unsigned further
 template <int Lanes>
 MX_DEVICE void copy_16_bytes_at_zero(unsigned zero, Resource from, unsigned offset,
                                      unsigned further, unsigned to, int at) {
-#define MX_COPY_AT_ZERO(first_lanes)                                                               \
-    asm volatile("s_add_u32 m0, %4, %5\n\ts_mov_b64 %0, exec\n\t" first_lanes                      \
-                 "s_cmp_eq_u32 %6, 0\n\ts_cselect_b64 exec, exec, 0\n\t"                           \
+#define MX_COPY_AT_ZERO(set_lanes, lanes, number)                                                  \
+    asm volatile("s_add_u32 m0, %4, %5\n\ts_mov_b64 %0, exec\n\t" set_lanes                        \
+                 "s_cmp_eq_u32 %6, 0\n\ts_cselect_b64 exec, " lanes ", 0\n\t"                      \
                  "buffer_load_dwordx4 %1, %2, %3 offen lds\n\ts_mov_b64 exec, %0"                  \
                  : "=&s"(all)                                                                      \
-                 : "v"(offset), "s"(from), "s"(further), "s"(to), "i"(at), "s"(zero), "i"(Lanes)   \
+                 : "v"(offset), "s"(from), "s"(further), "s"(to), "i"(at), "s"(zero), "i"(number)  \
                  : "memory", "scc")
     LaneMask all;
-    if constexpr (Lanes == kLanes) // every lane is on
-        MX_COPY_AT_ZERO("");
+    if constexpr (Lanes == kLanes)
+        MX_COPY_AT_ZERO("", "%7", -1);
+    else if constexpr (Lanes <= 32) // the mask is a literal
+        MX_COPY_AT_ZERO("", "%7", (1l << Lanes) - 1);
     else
-        MX_COPY_AT_ZERO("s_bfm_b64 exec, %7, 0\n\t");
+        MX_COPY_AT_ZERO("s_bfm_b64 exec, %7, 0\n\t", "exec", Lanes);
 #undef MX_COPY_AT_ZERO
 }
 
