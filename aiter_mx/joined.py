@@ -70,6 +70,20 @@ def added_up(problem: GroupedWgradProblem, parts: Parts, runs: Sequence[Run]) ->
     return run
 
 
+def then_scattered(problem: MoeGemmProblem, parts: Parts, runs: Sequence[Run]) -> Run:
+    """Scatters sums that stay as the ids are sorted."""
+    ((_, sums),), (multiply, scatter) = parts, runs
+    shape = (sums.blocks * sums.block_m, sums.N)
+
+    def run(tensors: Tensors, addresses: object) -> None:
+        *operands, weights, bias, out, out_scales = tensors
+        held = operands[0].new_empty(shape, dtype=DTYPES[sums.out_dtype])
+        call(multiply, *operands, None, bias, held, None)
+        call(scatter, held, *operands[4:], weights, out, out_scales)
+
+    return run
+
+
 def by_groups(problem: MoeGemmProblem, parts: Parts, runs: Sequence[Run]) -> Run:
     """Gathers the rows of each expert, multiplies them as groups, and scatters their sums, if these
     do not stay as the ids are sorted."""

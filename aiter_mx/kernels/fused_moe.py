@@ -110,9 +110,9 @@ class FusedMoeProblem:
 
         They are four, or three without a reduction; where tokens are few and the architecture has
         the kernels, two. Where the second GEMM gathers its rows, the sum over a token's slots finds
-        its results as the ids are sorted, and in bf16 where that is the layer's dtype: with few
-        intermediate features fp32's bytes would take about as long as the products. In fp16 they
-        might overflow where the weighted sum does not.
+        its results as the ids are sorted, and of many rows in bf16 where that is the layer's dtype:
+        with few intermediate features fp32's bytes would take about as long as the products. In
+        fp16 they might overflow where the weighted sum does not.
         """
         if arch in FEW_TOKENS_ARCHS and (few := self._of_few_tokens()):
             return few
@@ -161,7 +161,7 @@ class FusedMoeProblem:
             early_routing=True,
         )
         if self.reduce and not invariance.is_on() and grouped.is_first(arch, second):
-            narrow = self.dtype == "bf16"
+            narrow = self.dtype == "bf16" and grouped.has_many_rows(arch, second)
             second = replace(second, sorted_out=True, out_dtype="bf16" if narrow else "fp32")
         combine = MoeCombineProblem(
             M=self.M,
@@ -234,6 +234,9 @@ def refuse_unknown_activation(activation: str) -> None:
 
 
 _BLOCKS = (16, 32, 48, 64, 80, 96)
+_MANY_ROWS, _BLOCK_OF_MANY = 128, 64
+"""Of an expert, from which on its rows are multiplied in pieces of such blocks, whatever their
+number: larger blocks have more padding."""
 _WIDER = range(512, 1281)
 """Features of which 48 rows have room in a Hopper SM's shared memory beside weights on their way:
 where few experts have most of the rows, the second GEMM then takes their weights fewer times."""
@@ -241,10 +244,12 @@ where few experts have most of the rows, the second GEMM then takes their weight
 
 def _block_m(problem: FusedMoeProblem) -> int:
     """The least of these blocks that holds most experts' rows, chosen at random; 48 in place of 32
-    where that costs other routings nothing."""
+    where that costs other routings nothing, and 64 where no block would hold them."""
     routed = (problem.expected or problem.M) * problem.top_k
     touched = problem.num_experts * (1 - (1 - 1 / problem.num_experts) ** routed)
     mean = routed / touched if touched else 0
+    if mean >= _MANY_ROWS:
+        return _BLOCK_OF_MANY
     rows = max(
         mean + 2 * mean**0.5, (problem.expected or problem.M) if problem.shared else 0
     )  # two deviations more

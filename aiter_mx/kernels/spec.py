@@ -262,6 +262,7 @@ class KernelSpec:
             None.
         invariant: the configuration to use where a row's bits must not depend on the batch, if that
             is another one.
+        archs: the architectures that it is for, where nothing of its own is built; none for all.
     """
 
     op: str
@@ -278,6 +279,7 @@ class KernelSpec:
     composed: Composition | None = None
     yields: Callable[[Target, Problem], str | None] = lambda target, problem: None
     invariant: Callable[[Target, Problem], Config] | None = None
+    archs: tuple[str, ...] = ()
 
     @property
     def module(self) -> Module | None:
@@ -290,7 +292,8 @@ class KernelSpec:
 
     def is_for(self, arch: str) -> bool:
         """Whether the kernel can be built for an architecture, or is built by someone else."""
-        return not self.modules or arch in self.modules[-1].sources
+        known = self.modules[-1].sources if self.modules else self.archs or (arch,)
+        return arch in known
 
     def misfit(self, target: Target, problem: Problem, config: Config) -> str | None:
         """Why a configuration whose values are legal has no launch for a problem, or None."""

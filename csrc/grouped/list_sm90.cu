@@ -188,6 +188,51 @@ MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most
     }
 }
 
+MX_DEVICE void begin(const Workspace& to, long most_tiles, long rows_of_w, int clusters) {
+    if (threadIdx.x == 0) {
+        *to.finished() = 0;
+        *to.claimed() = 0;
+        *to.begun() = clusters; // each begins with the tile of its own number
+    }
+    for (long i = threadIdx.x; i < most_tiles * to.words(); i += kThreads)
+        to.expanded()[i] = 0;
+    for (long i = threadIdx.x; i < rows_of_w / 32; i += kThreads)
+        to.nans()[i] = 0;
+}
+
+#if MX_ROUTED
+// The rows of each expert, from where it changes from one block to the next; 0 and 0 where it has
+// no block.
+MX_DEVICE void find_ranges(const Routing& routing, const Workspace& to, int experts) {
+    const int* const ids = routing.expert_ids;
+    const int blocks = routing.blocks();
+    for (int e = threadIdx.x; e < experts; e += kThreads)
+        to.starts()[e] = to.ends()[e] = 0;
+    __syncthreads();
+    for (int b = threadIdx.x; b < blocks; b += kThreads) {
+        if (routing.is_absent(b, experts))
+            continue;
+        if (b == 0 || ids[b - 1] != ids[b])
+            to.starts()[ids[b]] = b * routing.block_m;
+        if (b == blocks - 1 || ids[b + 1] != ids[b])
+            to.ends()[ids[b]] = (b + 1) * routing.block_m;
+    }
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    aiter_mx_grouped_gemm_list(MX_ROUTED_PARAMETERS) {
+    launch_dependents();
+    wait_for_grid_ahead();
+    const Workspace to{static_cast<unsigned char*>(workspace_memory), most_tiles, K, G * N, 0, G};
+    const Routing routing{sorted_ids, expert_ids,   post_padded, more,   valid_tokens,
+                          a_div,      packed_top_k, max_blocks,  block_m};
+    begin(to, most_tiles, G * N, clusters);
+    find_ranges(routing, to, G);
+    list_tiles({to.starts(), to.ends(), M, G, 0, sizeof(int)}, to, most_tiles, most_slabs,
+               Columns(N), clusters);
+}
+#else
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     aiter_mx_grouped_gemm_list(const unsigned char*, const unsigned char*, const unsigned char*,
                                const unsigned char*, const void*, void*, const void* starts,
@@ -197,15 +242,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     launch_dependents();
     wait_for_grid_ahead();
     const Workspace to{static_cast<unsigned char*>(workspace), most_tiles, K, G * N, 0, 0};
-    if (threadIdx.x == 0) {
-        *to.finished() = 0;
-        *to.claimed() = 0;
-        *to.begun() = clusters; // each begins with the tile of its own number
-    }
-    for (long i = threadIdx.x; i < most_tiles * to.words(); i += kThreads)
-        to.expanded()[i] = 0;
-    for (long i = threadIdx.x; i < G * N / 32; i += kThreads)
-        to.nans()[i] = 0;
+    begin(to, most_tiles, G * N, clusters);
     list_tiles({starts, ends, M, G, layout, index_bytes}, to, most_tiles, most_slabs, Columns(N),
                clusters);
 }
+#endif

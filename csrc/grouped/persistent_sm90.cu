@@ -29,6 +29,7 @@
 // consumer that finishes last.
 
 #include "common/epilogue.h"
+#include "common/quantize.h"
 #include "common/scale.h"
 #include "common/target.h"
 #include "sm90/convert.h"
@@ -144,6 +145,7 @@ struct Expander {
     const Workspace& workspace;
     const unsigned char *xq, *xs;
     long K;
+    Routing routing;
     int thread;
     unsigned turn; // shared: what was claimed
     unsigned now;  // shared: the tile that this workgroup multiplies, or one beyond all
@@ -207,8 +209,46 @@ struct Expander {
         }
     }
 
+    // With MX_ROUTED: notes the places of routed rows, -1 where the expert is not here, or writes
+    // zeros there; in pieces of which the first claim is this one's.
+    MX_MEMBER void settle(unsigned piece, unsigned parts, int experts, unsigned char* out,
+                          long features) const {
+        constexpr int piece_rows = 1024;
+        const long rows = routing.blocks() * static_cast<long>(routing.block_m);
+        const int lane = thread % kLanes;
+        named_barrier(Barrier, Threads); // all have read what was claimed last
+        while (piece * static_cast<long>(piece_rows) < rows) {
+#pragma unroll 1
+            for (int i = thread; i - lane < piece_rows; i += Threads) {
+                const long place = piece * static_cast<long>(piece_rows) + i;
+                const int t = place < rows ? routing.routed(place) : -1;
+                const bool absent = t >= 0 && routing.is_absent(place / routing.block_m, experts);
+                if constexpr (kActivation != kNoActivation) {
+                    unsigned some = __ballot_sync(0xffffffff, absent);
+#pragma unroll 1
+                    for (; some; some &= some - 1)
+                        clear_row(__shfl_sync(0xffffffff, t, __ffs(some) - 1), lane, out, features);
+                } else if (t >= 0 && routing.more) {
+                    routing.places()[t] = absent ? -1 : place;
+                }
+            }
+            if (thread == 0)
+                store_shared(turn, claim() - parts);
+            named_barrier(Barrier, Threads);
+            piece = load_shared(turn);
+            named_barrier(Barrier, Threads); // all have read it
+        }
+    }
+
   private:
     MX_MEMBER unsigned claim() const { return atomicAdd(workspace.claimed(), 1u); }
+
+    MX_MEMBER void clear_row(long t, int lane, unsigned char* out, long features) const {
+        for (long n = lane * 16; n < features; n += kLanes * 16)
+            store_vector(out + t * features + n, u32x4{});
+        for (long b = lane; b < features / kBlock; b += kLanes)
+            routing.scales()[t * (features / kBlock) + b] = 0;
+    }
 
     // True if bf16 does not cover a scale.
     MX_MEMBER bool expand(const TokenTile tile, int chunk, int part) const {
@@ -217,8 +257,9 @@ struct Expander {
         const int octets = (tile.rows + kSlabRows - 1) / kSlabRows * (of_slab / kChunkParts);
         const long k = static_cast<long>(chunk) * (kChunkUnits * kUnitK) + step * 16;
         const Depth depth = depth_of(tile, K);
-        const unsigned char* payload = xq + tile.row * K + depth.start + k;
-        const unsigned char* scales = xs + (tile.row * K + depth.start + k) / kBlock;
+        const long first = (kRouted ? 0 : tile.row * K) + depth.start + k;
+        const unsigned char* payload = xq + first;
+        const unsigned char* scales = xs + first / kBlock;
         const int units = min(workspace.units(tile) - chunk * kChunkUnits, kChunkUnits);
         unsigned char* const to = workspace.x(tile, 0) + chunk * kChunkUnits * kSlabUnitBytes +
                                   step * 256 + in_octet * 16;
@@ -226,16 +267,24 @@ struct Expander {
         for (int from = thread / kLanes; from < octets; from += kWarps * kUnroll) {
             u32x4 words[kUnroll][kChunkUnits];
             unsigned scale[kUnroll][kChunkUnits];
-#pragma unroll
-            for (int i = 0; i < kUnroll; ++i) {
+            const auto row_of = [&](int i) {
                 const int in_part = min(from + i * kWarps, octets - 1);
                 const int octet = part * octets + in_part;
-                const int row = min(octet * kOctet + in_octet, tile.rows - 1);
+                return min(octet * kOctet + in_octet, tile.rows - 1);
+            };
+            [[maybe_unused]] int sources[kUnroll];
+            if constexpr (kRouted)
+#pragma unroll
+                for (int i = 0; i < kUnroll; ++i)
+                    sources[i] = routing.source(routing.routed(tile.row + row_of(i)));
+#pragma unroll
+            for (int i = 0; i < kUnroll; ++i) {
+                const int row = kRouted ? sources[i] : row_of(i);
 #pragma unroll
                 for (int unit = 0; unit < kChunkUnits; ++unit) {
                     words[i][unit] = u32x4{};
                     scale[i][unit] = 127;
-                    if (k + unit * kUnitK < depth.columns) {
+                    if (k + unit * kUnitK < depth.columns && (!kRouted || row >= 0)) {
                         words[i][unit] = load(payload + row * K + unit * kUnitK);
                         if constexpr (kWgrad)
                             words[i][unit] =
@@ -308,7 +357,9 @@ constexpr int kWorkPlaces = 8;
 static_assert(kWorkPlaces >= kStages + 2, "a tile would be overwritten before it is read");
 constexpr int kTold = kWEmpty + 8 * kWStages, kWork = (kTold + 8 + 15) / 16 * 16;
 constexpr int kWorkFull = kWork + kWorkPlaces * sizeof(Work);
-constexpr int kBarrierBytes = kWorkFull + 8 * kWorkPlaces;
+// With an activation, then the scale of each token's block, of each consumer.
+constexpr int kAtScales = kWorkFull + 8 * kWorkPlaces;
+constexpr int kBarrierBytes = kAtScales + (kActivation ? kConsumers * kMostRows : 0);
 constexpr int kClaimAhead = 3; // units before its end that a tile's successor is claimed
 
 // The tile of this turn of the cluster, which was told.
@@ -336,9 +387,28 @@ struct Operands {
     int bias_kind;
     long M; // rows of x
     RowGroups groups;
+    Routing routing;
+    ActivationArgs activation;
 
     MX_MEMBER long blocks() const { return K / kBlock; }
     MX_MEMBER int units() const { return (K + kUnitK - 1) / kUnitK; }
+    // With MX_ROUTED M counts places, and this is the row of x in one, or -1.
+    MX_MEMBER long x_row(long place) const {
+        return kRouted ? routing.source(routing.routed(place)) : place;
+    }
+    // Row i, of 16, of its group's w that a warp multiplies, in a tile whose rows are counted from
+    // n on. With an activation these are 8 of gate and 8 of up.
+    // 64-bit arithmetic where it is not needed makes ptxas spill.
+    template <class Row>
+    MX_MEMBER Row w_row_of(Row n, int warp, int i) const {
+        if constexpr (kActivation == kNoActivation)
+            return n + warp * 16 + i;
+        return gate_or_up(n / 2 + warp * 8 + i % 8, i / 8);
+    }
+    // The row of a group's w that makes a feature's gate, or its up.
+    MX_MEMBER int gate_or_up(int feature, int up) const {
+        return kInterleaved ? 2 * feature + up : feature + up * static_cast<int>(N / 2);
+    }
     // The first row of w of a tile's group, and the first row of y of its tokens.
     MX_MEMBER long w_row(const TokenTile& tile) const { return kWgrad ? 0 : tile.group * N; }
     MX_MEMBER long y_row(const TokenTile& tile) const {
@@ -347,6 +417,13 @@ struct Operands {
         return kWgrad ? tile.group * M + tile.row : tile.row;
     }
 };
+
+// The rows of each group.
+MX_DEVICE RowGroups groups_of(const Operands& t, const Workspace& workspace) {
+    if constexpr (!kRouted)
+        return t.groups;
+    return {workspace.starts(), workspace.ends(), t.M, workspace.groups, 0, sizeof(int)};
+}
 
 // Fills stage after stage, for one tile after another.
 struct Producer {
@@ -407,7 +484,13 @@ struct Producer {
         announce_shared(now, work.tail ? kNoTile : work.tokens.index);
         const int units = workspace.units(work.tokens);
         const int slabs = (work.tokens.rows + kSlabRows - 1) / kSlabRows;
-        const int row = t.w_row(work.tokens) + work.n + (work.tail ? 0 : rank * kRows);
+        const int in_group = work.n + (work.tail ? 0 : rank * kRows);
+        int row = t.w_row(work.tokens) + in_group;
+        [[maybe_unused]] int other_row = row + kRows / 2;
+        if constexpr (kActivation != kNoActivation && !kInterleaved) {
+            row -= in_group / 2;
+            other_row = row + t.N / 2;
+        }
         const int start = depth_of(work.tokens, t.K).start;
         const int claimed_at = max(units - kClaimAhead, 0);
         const long slab_bytes = units * static_cast<long>(kSlabUnitBytes);
@@ -428,8 +511,11 @@ struct Producer {
                 barrier_wait(barriers + kWEmpty + 8 * w.at, w.parity ^ 1);
                 const unsigned w_barrier = barriers + kWFull + 8 * w.at;
                 barrier_arrive_expect(w_barrier, kStageW);
-                tma_load(shared + kAtW + w.at * kStageW, weights, start + unit * kUnitK, row,
-                         w_barrier);
+                const unsigned to = shared + kAtW + w.at * kStageW;
+                tma_load(to, weights, start + unit * kUnitK, row, w_barrier);
+                if constexpr (kActivation != kNoActivation)
+                    tma_load(to + kStageW / 2, weights, start + unit * kUnitK, other_row,
+                             w_barrier);
                 w.next();
             }
             barrier_wait(barriers + kEmpty + 8 * ring.at, ring.parity ^ 1);
@@ -448,6 +534,9 @@ struct Producer {
         }
     }
 };
+
+constexpr int kGroupThreads = 128; // of a warpgroup
+constexpr int kWarps = kGroupThreads / kLanes;
 
 MX_DEVICE float value(float x) { return x; }
 template <class T>
@@ -563,7 +652,9 @@ MX_DEVICE void compute_again(const Operands& t, const TokenTile& tokens, long n,
         const float added = kWgrad ? 0 : load_bias(t.bias, t.bias_kind, w);
 #pragma unroll 1
         for (int m = lane; m < tokens.rows; m += kLanes) {
-            const long x = tokens.row + m;
+            const long x = t.x_row(tokens.row + m);
+            if (kRouted && x < 0)
+                continue;
             if (!kAccumulate && !outside_row && !token_outside(t, x, depth))
                 continue;
             const float sum = sum_again(t, x, w, depth);
@@ -572,6 +663,97 @@ MX_DEVICE void compute_again(const Operands& t, const TokenTile& tokens, long n,
         }
     }
 }
+
+#if MX_ACTIVATION
+// Bytes and halves of shared memory, the lower ones of a register.
+MX_DEVICE void store_shared_byte(unsigned address, unsigned v) {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+MX_DEVICE unsigned load_shared_half(unsigned address) {
+    unsigned short v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+    return v;
+}
+
+// Quantises a block of a row's features, one a lane.
+MX_DEVICE void store_block(const Operands& t, long routed, long block, int lane, float value) {
+    unsigned amax = magnitude_bits(value);
+#pragma unroll
+    for (int distance = kLanes / 2; distance; distance /= 2)
+        amax = max(amax, __shfl_xor_sync(0xffffffff, amax, distance));
+    const BlockScale scale = block_scale<E4M3, kRoundUp>(amax);
+    const long blocks = t.N / 2 / kBlock;
+    reinterpret_cast<unsigned char*>(t.y)[(routed * blocks + block) * kBlock + lane] =
+        to_e4m3x4<kRoundUp>(value, 0, 0, 0, scale);
+    if (lane == 0)
+        t.routing.scales()[routed * blocks + block] = scale.byte;
+}
+
+// Computes a consumer's features, from row n of w on, again for tokens with a scale that bf16 does
+// not cover, or for all. Each warp takes some of the tokens.
+MX_DEVICE void activate_again(const Operands& t, const TokenTile& tokens, int n, int thread,
+                              bool all) {
+    const Depth depth = depth_of(tokens, t.K);
+    const int lane = thread % kLanes, warp = thread / kLanes;
+#pragma unroll 1
+    for (int base = 0; base < tokens.rows; base += kLanes) {
+        const long x = base + lane < tokens.rows ? t.x_row(tokens.row + base + lane) : -1;
+        bool again = x >= 0;
+        if (again && !all)
+            again = token_outside(t, x, depth);
+        __syncwarp();
+        static_assert(kWarps == 4, "a warp takes every fourth token");
+        unsigned some = __ballot_sync(0xffffffff, again) & 0x11111111u << warp;
+#pragma unroll 1
+        for (; some; some &= some - 1) {
+            const int at = __ffs(some) - 1;
+            const int routed = t.routing.routed(tokens.row + base + at);
+            float gate = 0, up = 0;
+#pragma unroll 1
+            for (int i = 0; i < 2; ++i) {
+                const long w = t.w_row(tokens) + t.gate_or_up(n / 2 + lane, i);
+                gate = up;
+                up = sum_again(t, t.routing.source(routed), w, depth) +
+                     load_bias(t.bias, t.bias_kind, w);
+            }
+            store_block(t, routed, n / 2 / kBlock, lane,
+                        activate<kActivation>(gate, up, t.activation));
+        }
+    }
+}
+
+// NaN reaches all of a block. For the consumer that finishes last.
+constexpr unsigned kNanPayload = 0x7f;
+MX_DEVICE void spread_nans(const Operands& t, const Workspace& workspace, const RowGroups& groups,
+                           int thread) {
+    const int lane = thread % kLanes;
+    const long blocks_of_group = t.N / 2 / kBlock, blocks = groups.count * blocks_of_group;
+#pragma unroll 1
+    for (long base = thread - lane; base < blocks; base += 128) {
+        // A block's rows of w have two words.
+        const unsigned* const own = workspace.nans() + (base + lane) * 2;
+        unsigned some = __ballot_sync(0xffffffff, base + lane < blocks &&
+                                                      (load_relaxed(own) | load_relaxed(own + 1)));
+#pragma unroll 1
+        for (; some; some &= some - 1) {
+            const long at = base + __ffs(some) - 1;
+            const RowRange range = groups.range(at / blocks_of_group);
+#pragma unroll 1
+            for (long m = range.begin + lane; m < range.end; m += kLanes) {
+                const long routed = t.routing.routed(m);
+                if (routed < 0)
+                    continue;
+                const long block = routed * blocks_of_group + at % blocks_of_group;
+                constexpr unsigned nans = kNanPayload * 0x01010101u;
+                unsigned char* const to = reinterpret_cast<unsigned char*>(t.y) + block * kBlock;
+                for (int i = 0; i < kBlock; i += 16)
+                    store_vector(to + i, u32x4{{nans, nans, nans, nans}});
+                t.routing.scales()[block] = kNanScale;
+            }
+        }
+    }
+}
+#endif
 
 // Notes which of a warp's 16 rows of w, from row, have NaN. Lane 4g + t tells whether it saw one
 // in row g, and in row g + 8.
@@ -588,6 +770,7 @@ MX_DEVICE void note_nans(const Workspace& workspace, long row, int lane, bool lo
     atomicOr(workspace.finished(), kSomeNan);
 }
 
+#if !MX_ACTIVATION
 // Makes NaN of all outputs of the rows that were noted. For the consumer that finishes last.
 MX_DEVICE void spread_nans(const Operands& t, const Workspace& workspace, const RowGroups& groups,
                            int thread) {
@@ -618,6 +801,8 @@ MX_DEVICE void spread_nans(const Operands& t, const Workspace& workspace, const 
     }
 }
 
+#endif
+
 // A consumer stores its part of a tile.
 //
 // 16-bit results go through shared memory, from where TMA takes them to memory, in
@@ -625,8 +810,6 @@ MX_DEVICE void spread_nans(const Operands& t, const Workspace& workspace, const 
 // the rings: so the stages that were used last are given back only when they have been read, by
 // each warp once it has seen that those that it sent have been.
 
-constexpr int kGroupThreads = 128;
-constexpr int kWarps = kGroupThreads / kLanes;
 constexpr int kBoxRows = 32, kBoxBytes = kBoxRows * kGroupRows * 2;
 constexpr int kOwnBoxes = kStagingBytes / kBoxBytes;
 static_assert(kOwnBoxes + 4 + kBoxUnits == 8, "four in the stage's x, and the others in its w");
@@ -798,6 +981,134 @@ struct Results {
     }
 };
 
+#if MX_ACTIVATION
+struct ActivatedResults {
+    const Operands& t;
+    const TokenTile& tokens;
+    int n, index, thread;
+    unsigned own, scales; // where blocks are staged, and the scales of each token's
+
+    // Tokens whose scales a thread finds, and whose blocks it stores with its neighbour.
+    template <int Slabs>
+    static constexpr int kTokens = (Slabs * kSlabRows + kGroupThreads - 1) / kGroupThreads;
+
+    // Their routed rows, or -1, which take long to come.
+    template <int Slabs>
+    MX_MEMBER void find_rows(int (&rows)[kTokens<Slabs>]) const {
+#pragma unroll
+        for (int i = 0; i < kTokens<Slabs>; ++i) {
+            const int token = token_of<Slabs>(i);
+            const bool exists =
+                i * kGroupThreads + thread < Slabs * kSlabRows && token < tokens.rows;
+            rows[i] = exists ? t.routing.routed(tokens.row + token) : -1;
+        }
+    }
+
+    // Activates sums, quantises the consumer's block of 32 features of each token, and stores it in
+    // the routed row. A thread has one feature of every fourth pair of tokens, its gate in the
+    // first of its two rows and its up in the other. Returns whether outside holds for any thread.
+    template <int Slabs>
+    MX_MEMBER bool store(const float (&sums)[Slabs * 32], const float (&added)[2],
+                         const int (&rows)[kTokens<Slabs>], bool outside) const {
+        const int lane = thread % kLanes, warp = thread / kLanes;
+        float values[Slabs * 16]; // of tokens 8 (i / 2) + 2 (lane % 4) + i % 2
+        unsigned largest[Slabs * 16];
+#pragma unroll
+        for (int i = 0; i < Slabs * 16; ++i) {
+            const int at = i / 2 * 4 + i % 2;
+            values[i] =
+                activate<kActivation>(sums[at] + added[0], sums[at + 2] + added[1], t.activation);
+            largest[i] = magnitude_bits(values[i]);
+        }
+        largest_of_lanes<Slabs * 8, 16>(largest);
+        largest_of_lanes<Slabs * 4, 8>(largest);
+        largest_of_lanes<Slabs * 2, 4>(largest);
+        // What was staged before has been read.
+        const bool any = named_barrier_or(1 + index, kGroupThreads, outside);
+#pragma unroll
+        for (int i = 0; i < Slabs * 2; ++i)
+            store_shared_4(own + (warp * Slabs * 2 + i) * 128 + lane * 4, largest[i]);
+        named_barrier(1 + index, kGroupThreads);
+#pragma unroll
+        for (int i = 0; i < kTokens<Slabs>; ++i) {
+            const int at = i * kGroupThreads + thread;
+            if (at >= Slabs * kSlabRows)
+                break;
+            unsigned amax = 0;
+#pragma unroll
+            for (int w = 0; w < kWarps; ++w)
+                amax = max(amax, load_shared_4(own + w * Slabs * 256 + at * 4));
+            const BlockScale scale = block_scale<E4M3, kRoundUp>(amax);
+            store_shared_byte(scales + token_of<Slabs>(i), scale.byte);
+            if (rows[i] >= 0)
+                t.routing.scales()[rows[i] * (t.N / 64) + n / 64] = scale.byte;
+        }
+        named_barrier(1 + index, kGroupThreads);
+#pragma unroll
+        for (int i = 0; i < Slabs * 16; i += 4) {
+            f32x2 pairs[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const unsigned two = load_shared_half(scales + (i / 2 + j) * 8 + lane % 4 * 2);
+                pairs[j] = {values[i + j * 2] * inverse_of(two & 0xff),
+                            values[i + j * 2 + 1] * inverse_of(two >> 8)};
+            }
+            const unsigned bytes = f32_to_e4m3x4<false>(pairs[0], pairs[1], false);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int token = (i / 2 + j / 2) * 8 + lane % 4 * 2 + j % 2;
+                store_shared_byte(piece(token, warp / 2) + warp % 2 * 8 + lane / 4, bytes >> 8 * j);
+            }
+        }
+        named_barrier(1 + index, kGroupThreads);
+        // Two lanes store a token's block, and then the other's.
+#pragma unroll
+        for (int i = 0; i < kTokens<Slabs>; ++i)
+#pragma unroll
+            for (int of = 0; of < 2; ++of) {
+                const int row = __shfl_sync(0xffffffff, rows[i], lane / 2 * 2 + of);
+                const int token = __shfl_sync(0xffffffff, token_of<Slabs>(i), lane / 2 * 2 + of);
+                if (row >= 0)
+                    store_vector(reinterpret_cast<unsigned char*>(t.y) + row * (t.N / 2) + n / 2 +
+                                     lane % 2 * 16,
+                                 load_shared_vector(piece(token, lane % 2)));
+            }
+        return any;
+    }
+
+  private:
+    // Where such a token is: lane / 4 is left with the maxima of a part of the tokens.
+    template <int Slabs>
+    MX_MEMBER int token_of(int i) const {
+        const int at = i * kGroupThreads + thread;
+        const int in_order = at % kLanes / 4 * Slabs * 2 + at / kLanes;
+        return in_order / 2 * 8 + at % 4 * 2 + in_order % 2;
+    }
+
+    // Where half of a token's block is staged, so that lanes of 8 tokens use different banks.
+    MX_MEMBER unsigned piece(int token, int half) const {
+        return own + token * kBlock + (half ^ token / 4 % 2) * 16;
+    }
+
+    // The inverse of a block's scale, NaN where it is.
+    MX_MEMBER static float inverse_of(unsigned scale) {
+        return bits_to_float(scale == kNanScale ? kNanBits : (254 - scale) << 23);
+    }
+
+    // Of twice as many values the larger ones, over two lanes of which each keeps one half.
+    template <int Count, int Distance, int Room>
+    MX_MEMBER void largest_of_lanes(unsigned (&values)[Room]) const {
+        const bool upper = thread & Distance;
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            const unsigned kept = upper ? values[Count + i] : values[i];
+            const unsigned given = upper ? values[i] : values[Count + i];
+            values[i] = max(kept, __shfl_xor_sync(0xffffffff, given, Distance));
+        }
+    }
+};
+#endif
+
 // A warpgroup that multiplies takes 64 rows of w of a tile, made bf16 in registers, by all of the
 // tile's tokens.
 
@@ -839,8 +1150,11 @@ struct Consumer {
           index(index), rank(rank), thread(thread) {
         lane = thread % kLanes;
         warp = thread / kLanes;
-        w_place = held(shared + kAtW + (index * kGroupRows + warp * 16 + lane % 8) * kBoxK +
-                       (lane / 8 ^ lane % 8) * 16);
+        // Of the box's rows: with an activation 64 of gate and then as many of up, or both in turn.
+        const int row = kActivation == kNoActivation ? index * kGroupRows + warp * 16 + lane % 8
+                        : kInterleaved               ? index * kGroupRows + warp * 16 + lane % 8 * 2
+                                                     : index * kGroupRows / 2 + warp * 8 + lane % 8;
+        w_place = held(shared + kAtW + row * kBoxK + (lane / 8 ^ row % 8) * 16);
     }
 
     MX_MEMBER int tile_units() const { return kWgrad ? own_units : t.units(); }
@@ -865,7 +1179,7 @@ struct Consumer {
         const Work work = receive(barriers, turn);
         // Told so, ptxas knows that these are the same for all lanes of a warp.
         slabs = __shfl_sync(0xffffffff, work.slabs, 0);
-        const long row = first_row(work, work.tail) + warp * 16 + lane / 4 + lane % 2 * 8;
+        const long row = t.w_row_of(first_row(work, work.tail), warp, lane / 4 + lane % 2 * 8);
         const int skipped = lane / 2 % 2 * 2;
         const Depth depth = depth_of(work.tokens, t.K);
         scales_at = t.ws + (t.w_row(work.tokens) + min(row, t.N - 1)) * t.blocks() +
@@ -940,7 +1254,9 @@ struct Consumer {
         }
         const unsigned place = (w_place + w.at * kStageW) ^ (Odd ? kUnitK : 0);
         load_matrices(words[0], place);
-        load_matrices(words[1], place + 8 * kBoxK);
+        load_matrices(words[1], kActivation == kNoActivation ? place + 8 * kBoxK
+                                : kInterleaved               ? (place ^ 16) + kBoxK
+                                                             : place + kRows / 2 * kBoxK);
         if constexpr (!Odd) {
             const unsigned halves = __byte_perm(scales, 0, 0x4140);
             least = min_halves(least, halves);
@@ -1085,19 +1401,40 @@ struct Consumer {
         float added[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            added[i] = kWgrad ? 0
-                              : load_bias(t.bias, t.bias_kind,
-                                          tokens.group * t.N + min(static_cast<long>(n) +
-                                                                       warp * 16 + lane / 4 + i * 8,
-                                                                   t.N - 1));
+            added[i] =
+                kWgrad ? 0
+                       : load_bias(t.bias, t.bias_kind,
+                                   tokens.group * t.N +
+                                       min(t.w_row_of(static_cast<long>(n), warp, lane / 4 + i * 8),
+                                           t.N - 1));
+#if MX_ACTIVATION
+        const ActivatedResults out{t,
+                                   tokens,
+                                   n,
+                                   index,
+                                   thread,
+                                   shared + kAtStaging + index * kStagingBytes,
+                                   barriers + kAtScales + index * kMostRows};
+        int rows[ActivatedResults::kTokens<Slabs>];
+        out.template find_rows<Slabs>(rows);
+#endif
         await();
         wgmma_wait<0>();
         keep_in_order(sums);
         if (scale_outside) {
-            const long row = n + warp * 16 + lane / 4 + lane % 2 * 8;
+            const long row = t.w_row_of(n, warp, lane / 4 + lane % 2 * 8);
             scale_outside = weights_outside(t, t.w_row(tokens) + min(row, t.N - 1),
                                             depth_of(tokens, t.K), lane / 2 % 2 * 2);
         }
+#if MX_ACTIVATION
+        __syncwarp();
+        const bool all = out.template store<Slabs>(sums, added, rows, scale_outside);
+        // All warps have seen the same of x.
+        if (all || __any_sync(0xffffffff, x_outside)) {
+            named_barrier(1 + index, kGroupThreads);
+            activate_again(t, tokens, n, thread, all);
+        }
+#else
         const bool again = scale_outside || x_outside;
         const Results out{t,
                           results,
@@ -1115,10 +1452,11 @@ struct Consumer {
             if (__any_sync(0xffffffff, again))
                 compute_again(t, tokens, n + warp * 16, lane, scale_outside, x_outside);
         }
+#endif
     }
 
     // After the last tile.
-    MX_MEMBER void leave(const RowGroups& groups) const {
+    MX_MEMBER void leave() const {
         if (lane == 0)
             tma_store_wait();
         named_barrier(1 + index, kGroupThreads);
@@ -1127,7 +1465,7 @@ struct Consumer {
             last = add_acquire_release(workspace.finished(), 1) ==
                    (kSomeNan | (gridDim.x * kConsumers - 1));
         if (named_barrier_or(1 + index, kGroupThreads, last))
-            spread_nans(t, workspace, groups, thread);
+            spread_nans(t, workspace, groups_of(t, workspace), thread);
     }
 
     MX_MEMBER bool tile_outside(const TokenTile& tile) const {
@@ -1148,6 +1486,12 @@ constexpr int kExpanderThreads = kGroupThreads - kLanes; // of the first warpgro
 constexpr int kHelperRegisters = 104, kConsumerRegisters = 200;
 constexpr int kExpanderBarrier = kConsumersBarrier + 1;
 
+#if MX_ROUTED
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    aiter_mx_grouped_gemm_persistent(MX_ROUTED_PARAMETERS,
+                                     const __grid_constant__ TensorMap weights,
+                                     const __grid_constant__ TensorMap results) {
+#else
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     aiter_mx_grouped_gemm_persistent(const unsigned char* xq, const unsigned char* xs,
                                      const unsigned char* wq, const unsigned char* ws,
@@ -1157,6 +1501,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                                      long most_slabs, long pairs, int clusters,
                                      const __grid_constant__ TensorMap weights,
                                      const __grid_constant__ TensorMap results) {
+#endif
     extern __shared__ __align__(1024) unsigned char dynamic[];
     // One object for all: with two, ptxas holds barriers' addresses in vector registers, and the
     // loop over k has more instructions.
@@ -1182,10 +1527,21 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     cluster_wait();
     wait_for_grid_ahead();
 
-    const RowGroups groups{starts, ends, M, G, layout, index_bytes};
-    const Operands t{xq, xs, wq, ws, bias, y, N, K, kWgrad ? kNone : bias_kind, M, groups};
     const Workspace workspace{
         static_cast<unsigned char*>(workspace_memory), most_tiles, K, G * N, most_slabs, G};
+#if MX_ROUTED
+    Out* const y = static_cast<Out*>(out);
+    const RowGroups groups{}; // the list has made them
+    const Routing routing{sorted_ids, expert_ids,   post_padded, more,   valid_tokens,
+                          a_div,      packed_top_k, max_blocks,  block_m};
+    const ActivationArgs activation{alpha, beta, limit};
+#else
+    const RowGroups groups{starts, ends, M, G, layout, index_bytes};
+    const Routing routing{};
+    const ActivationArgs activation{};
+#endif
+    const Operands t{xq, xs,     wq,      ws,        bias, y, N, K, kWgrad ? kNone : bias_kind,
+                     M,  groups, routing, activation};
     const int rank = rank_in_cluster();
     // Told so, ptxas knows that it is the same for all lanes of a warp.
     const int group = __shfl_sync(0xffffffff, threadIdx.x / kGroupThreads, 0);
@@ -1198,13 +1554,15 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             producer.run();
         } else if (thread >= kLanes) {
             const Expander<kExpanderThreads, kExpanderBarrier> expander{
-                workspace, xq, xs, K, thread - kLanes, turn, now};
+                workspace, xq, xs, K, routing, thread - kLanes, turn, now};
             unsigned parts;
             const unsigned beyond =
                 expander.run(tiles_of_band(kOrder, pairs, gridDim.x / kCluster), parts);
             if constexpr (kWgrad && !kAccumulate)
                 expander.clear(beyond, parts, reinterpret_cast<unsigned char*>(y),
                                M * N * static_cast<long>(sizeof(Out)));
+            if constexpr (kRouted)
+                expander.settle(beyond, parts, G, reinterpret_cast<unsigned char*>(y), N / 2);
         }
         __syncwarp();
     } else {
@@ -1220,7 +1578,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             consumer.tile<2>();
         while (consumer.slabs == 1)
             consumer.tile<1>();
-        consumer.leave(groups);
+        consumer.leave();
     }
     cluster_arrive();
     cluster_wait(); // what the other workgroup sends has arrived

@@ -17,6 +17,7 @@
 #pragma once
 
 #include "common/target.h"
+#include "routed_sm90.h"
 #include "row_groups_sm90.h"
 
 #ifndef MX_WGRAD
@@ -85,6 +86,9 @@ struct Workspace {
     MX_MEMBER int chunks() const { return (units() + kChunkUnits - 1) / kChunkUnits; }
     MX_MEMBER int words() const { return words_of(chunks()); }
     MX_MEMBER unsigned* after_nans() const { return nans() + w_rows / 32; }
+    // With MX_ROUTED: the rows of each group.
+    MX_MEMBER int* starts() const { return reinterpret_cast<int*>(after_nans()); }
+    MX_MEMBER int* ends() const { return starts() + groups; }
     // With MX_WGRAD: how many groups have no k, and their numbers.
     MX_MEMBER int* empty() const { return tiles() + kMostSlabs + 1; }
     MX_MEMBER int* empty_group() const { return reinterpret_cast<int*>(after_nans()); }
@@ -102,7 +106,9 @@ struct Workspace {
         return x() + (tile.slab + slab * static_cast<long>(units(tile))) * kSlabUnitBytes;
     }
 #else
-    MX_MEMBER unsigned char* x() const { return up_to_x(after_nans()); }
+    MX_MEMBER unsigned char* x() const {
+        return up_to_x(after_nans() + (kRouted ? 2 * groups : 0));
+    }
     MX_MEMBER long all_words() const { return most_tiles * words(); }
     MX_MEMBER unsigned long long* expanded(const TokenTile& tile) const {
         return expanded() + static_cast<long>(tile.index) * words();

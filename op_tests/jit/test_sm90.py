@@ -39,7 +39,11 @@ PROBLEMS: dict[str, list[Problem]] = {
     "rmsnorm_quantize": [RMSNormQuantizeProblem(8, 6144, N2=512, residual=1)],
     "quantize": [QuantizeProblem(64, 64), QuantizeProblem(8192, 8192, "bf16", "both")],
 }
-MOST_STACK = {"grouped/persistent_sm90.cu": 8, "moe/wgmma_f16_sm90.cu": 8}  # bytes of a thread
+MOST_STACK = {  # bytes of a thread
+    "grouped/persistent_sm90.cu": 8,
+    "grouped/persistent_sm90.cu of moe_gemm": 32,  # six words of a tile, none of its loop
+    "moe/wgmma_f16_sm90.cu": 8,
+}
 FRAME_SIZE = 0x11  # EIATTR_FRAME_SIZE of .nv.info: a symbol, and the bytes of its frame
 
 
@@ -56,7 +60,8 @@ def launches() -> dict[str, tuple[Module, Problem, Config]]:
             around = kernel.composed.around(taken[0]) if kernel.composed else ()
             for module in (*kernel.modules, *around):
                 name = module.sources["sm_90a"]
-                if name in found and "MX_WGRAD" in module.defines(SM90, taken[0], config):
+                defines = module.defines(SM90, taken[0], config)
+                if name in found and {"MX_WGRAD", "MX_ROUTED"} & set(defines):
                     name += f" of {op}"
                 found.setdefault(name, (module, taken[0], config))
     shared, module = LinearProblem(8, 1536, 6144, pdl=True), WGMMA_FP8.module
@@ -97,7 +102,7 @@ def test_a_source_for_hopper_compiles_and_spills_nothing(source: str) -> None:
     image = build(module_request(module, SM90, problem, config)).image
     found = [*frames(image)]
     assert found, "no .nv.info that says what functions have of stack"
-    assert max(found) <= MOST_STACK.get(source.split()[0], 0)
+    assert max(found) <= MOST_STACK.get(source, MOST_STACK.get(source.split()[0], 0))
 
 
 def test_no_source_for_hopper_is_left_out() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aiter_mx.kernels.moe_gemm.grouped import GROUPED
+from aiter_mx.kernels.moe_gemm.grouped import GROUPED, GROUPED_SM90
 from aiter_mx.kernels.moe_gemm.mfma_gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MMA_RING
 from aiter_mx.kernels.moe_gemm.problem import KEY, MoeGemmProblem, stand_ins
@@ -17,6 +17,7 @@ PROBLEM = MoeGemmProblem
 
 KERNELS = (
     GROUPED,
+    GROUPED_SM90,
     MFMA_GFX950,
     WGMMA_FP8,
     MMA_RING,

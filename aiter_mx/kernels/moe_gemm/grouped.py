@@ -1,18 +1,23 @@
 """The GEMM over routed tokens by way of ``grouped_gemm``, for many tokens an expert.
 
 Three steps: csrc/moe/gather.cu puts the rows of each expert side by side, the grouped GEMM that
-dispatch chooses multiplies them, csrc/moe/scatter.cu does what is left of the epilogue.
+dispatch chooses multiplies them, csrc/moe/scatter.cu does what is left of the epilogue. On Hopper
+the grouped kernel finds rows by the sorted ids, activates and quantises, so that it is alone but
+where results are neither activated nor stay as the ids are sorted: csrc/grouped/routed_sm90.h.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.grouped_gemm import KERNELS as GROUPED_KERNELS
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT
 from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import most_rows
-from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, MoeGemmProblem
+from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, ARGS, MoeGemmProblem
 from aiter_mx.kernels.sm90 import CHUNK
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
@@ -21,7 +26,11 @@ from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     KernelSpec,
+    Module,
+    Parts,
+    TensorMap,
     numbers,
+    place_of,
     pointers,
 )
 from aiter_mx.numerics import BLOCK
@@ -97,18 +106,25 @@ def _packed_top_k(problem: MoeGemmProblem) -> int:
 
 def is_first(arch: str, problem: MoeGemmProblem) -> bool:
     """Whether the kernel is the first in line on an architecture, where no table decides."""
+    if arch not in _LEAST_ROWS or problem.E > MAX_EXPERTS:
+        return False
     expected = problem.as_expected() if problem.expected else problem
-    return (
-        arch in _LEAST_ROWS
-        and problem.E <= MAX_EXPERTS
-        and expected.rows_of_expert >= max(_LEAST_ROWS[arch], _least_rows(arch, expected))
-    )
+    least = _least_rows(arch, expected)
+    if arch != "sm_90a" or problem.K % CHUNK == 0:
+        least = max(least, _LEAST_ROWS[arch])
+    return expected.rows_of_expert >= least
+
+
+def has_many_rows(arch: str, problem: MoeGemmProblem) -> bool:
+    """Whether experts have so many rows that results take about as long as weights."""
+    expected = problem.as_expected() if problem.expected else problem
+    return expected.rows_of_expert >= _LEAST_ROWS.get(arch, 0)
 
 
 GATHER = declare(
     "moe_gemm",
     "gather",
-    {"gfx950": "moe/gather.cu", "sm_90a": "moe/gather.cu"},
+    {"gfx950": "moe/gather.cu"},
     symbol="aiter_mx_moe_gather",
     args=(
         *pointers("r", "xq", "xs", "sorted_ids", "expert_ids"),
@@ -162,6 +178,95 @@ SCATTER = declare(
     refusal=_refusal,
 )
 
+# -- Hopper ----------------------------------------------------------------------------------------
+_LIST, _PRODUCT = PERSISTENT.modules
+_ROUTED_ARGS = (
+    *(replace(arg, align=2 if arg.name == "ws" else 1) for arg in ARGS if arg.kind == "pointer"),
+    Arg("workspace", "pointer", "rw"),
+    *numbers("i64", "M", "N", "K", "G"),
+    *numbers("i32", "num_valid_tokens", "a_div", "packed_top_k", "max_blocks", "block_m"),
+    Arg("bias_kind", "i32"),
+    *numbers("i64", "most_tiles", "most_slabs", "pairs"),
+    Arg("clusters", "i32"),
+    *numbers("f32", "alpha", "beta", "limit"),
+)
+_BOUND_BYTES = 8  # of each expert's rows
+_ALIGNMENT_BYTES = 1024  # of x in bf16, in the workspace
+
+
+def _routed_scalars(target: Target, p: MoeGemmProblem, config: Config) -> tuple[int | float, ...]:
+    M, N, K, G, _, _, bias, *tiles = _PRODUCT.scalars(target, grouped_problem(p), config)
+    lists = (p.routed, p.a_div, _packed_top_k(p), p.blocks, p.block_m)
+    return (M, N, K, G, *lists, bias, *tiles, p.alpha, p.beta, p.limit)
+
+
+def _routed_defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
+    inner = grouped_problem(problem)
+    found = dict(_PRODUCT.defines(target, inner, PERSISTENT.configure(target, inner)))
+    if problem.activation != "none":
+        found["MX_ACTIVATION"] = ACTIVATION_CODES[problem.activation]
+        found["MX_INTERLEAVED"] = int(problem.layout == "interleaved")
+    return {**found, "MX_ROUTED": 1}
+
+
+def _routed_map(at: int) -> Callable[[Target, MoeGemmProblem, Config], TensorMap]:
+    """The product's tensor map of that number; with an activation boxes of w are gate or up."""
+
+    def described(target: Target, problem: MoeGemmProblem, config: Config) -> TensorMap:
+        found = _PRODUCT.tensor_maps[at](target, grouped_problem(problem), config)
+        halves = 2 if problem.activation != "none" and at == 0 else 1
+        pointer = place_of(ARGS, ("wq", "out")[at])
+        return replace(found, pointer=pointer, box_rows=found.box_rows // halves)
+
+    return described
+
+
+def _routed(module: Module, **more: Any) -> Module:
+    return replace(
+        module,
+        args=_ROUTED_ARGS,
+        geometry=lambda target, p, config: module.geometry(target, grouped_problem(p), config),
+        scalars=_routed_scalars,
+        **more,
+    )
+
+
+_ROUTED = (
+    _routed(
+        _LIST,
+        defines=lambda target, problem, config: {
+            **_LIST.defines(target, grouped_problem(problem), config),
+            "MX_ROUTED": 1,
+        },
+    ),
+    _routed(_PRODUCT, defines=_routed_defines, tensor_maps=(_routed_map(0), _routed_map(1))),
+)
+
+
+def _workspace_bytes(target: Target, problem: MoeGemmProblem, config: Config) -> int:
+    bounds = -(-_BOUND_BYTES * problem.E // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return bounds + PERSISTENT.workspace_bytes(target, grouped_problem(problem), config)
+
+
+def sums_problem(problem: MoeGemmProblem) -> MoeGemmProblem:
+    """The sums of a problem alone, which stay as the ids are sorted."""
+    return replace(
+        problem,
+        sorted_out=True,
+        out_dtype=grouped_problem(problem).out_dtype,
+        activation="none",
+        layout="halves",
+        weights="none",
+    )
+
+
+def _sorted_first(target: Target, problem: MoeGemmProblem, config: Config) -> Parts:
+    """None where results stay as ids are sorted, or are activated."""
+    if problem.sorted_out or problem.activation != "none":
+        return ()
+    return (("moe_gemm", sums_problem(problem)),)
+
+
 GROUPED = KernelSpec(
     op="moe_gemm",
     backend="hip",
@@ -176,4 +281,15 @@ GROUPED = KernelSpec(
         around=lambda problem: (*GATHER.modules, *(() if problem.sorted_out else SCATTER.modules)),
     ),
     yields=_yields,
+    archs=("gfx950",),
+)
+GROUPED_SM90 = replace(
+    GROUPED,
+    modules=_ROUTED,
+    workspace_bytes=_workspace_bytes,
+    composed=Composition(
+        parts=_sorted_first,
+        joined_by="aiter_mx.joined:then_scattered",
+        around=lambda problem: SCATTER.modules,
+    ),
 )
