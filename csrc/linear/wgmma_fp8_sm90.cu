@@ -183,11 +183,14 @@ MX_DEVICE constexpr int boxes_of(int part) { // of a workgroup, into which sums 
 constexpr int kXBytes = kRowsM * kChunk, kWBytes = kRowsW * kChunk; // of a chunk
 constexpr int kStageBytes = kXBytes + kWBytes;
 // Scales are bf16, which all but the ends of e8m0 are in, and 8 bytes of a row in a chunk. Of B
-// those of two chunks are side by side: 8 k of wgmma's.
+// those of two chunks are side by side: 8 k of wgmma's. Neighbouring lanes store neighbouring
+// chunks of a row: with these pitches, in banks of their own.
 constexpr int kFactorBytes = 4 * 2, kPairs = (kChunks + 1) / 2;
+constexpr int kPitchA = (kRowsA + 1) * kFactorBytes;     // from a chunk to the next
+constexpr int kPitchB = (kRowsB + 1) * 2 * kFactorBytes; // from two chunks to the next
 constexpr int kScalesA = kStages * kStageBytes;
-constexpr int kScalesB = kScalesA + kChunks * kRowsA * kFactorBytes;
-constexpr int kInbox = kScalesB + kPairs * kRowsB * 2 * kFactorBytes;
+constexpr int kScalesB = kScalesA + (kChunks * kPitchA + 15) / 16 * 16;
+constexpr int kInbox = kScalesB + kPairs * kPitchB;
 constexpr int kBarriers = kInbox + kInboxBytes;
 static_assert(kParts > 1 || kActive * kGroupsB * kStagingBytes <= kStages * kStageBytes);
 constexpr bool kRefills = kStages < kChunks;
@@ -304,16 +307,16 @@ struct ScaleCopies {
             const bool of_a = own.of_x == kXIsA;
             if (!own.exists || (kAtOnce == 1 && of_a && own.chunk >= kChunks))
                 continue;
-            const unsigned place =
-                of_a ? kScalesA + (own.chunk * kRowsA + own.row) * kFactorBytes
-                     : kScalesB + (own.chunk / 2 * kRowsB + own.row) * 2 * kFactorBytes +
-                           own.chunk % 2 * kFactorBytes;
+            const unsigned place = of_a ? kScalesA + own.chunk * kPitchA + own.row * kFactorBytes
+                                        : kScalesB + own.chunk / 2 * kPitchB +
+                                              own.row * 2 * kFactorBytes +
+                                              own.chunk % 2 * kFactorBytes;
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) {
                 const unsigned word = of_chunk(i, j);
                 far |= kAtOnce > 1 || own.chunk < chunks ? is_far(word) : 0;
                 const unsigned further =
-                    of_a ? j * kRowsA * kFactorBytes : (j / 2 * 2 * kRowsB + j % 2) * kFactorBytes;
+                    of_a ? j * kPitchA : j / 2 * kPitchB + j % 2 * kFactorBytes;
                 store_shared_8(shared + place + further, __byte_perm(word, 0, 0x4140) << 7,
                                __byte_perm(word, 0, 0x4342) << 7);
             }
@@ -840,7 +843,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
     const auto fetch = [&](int c) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            words[i] = load_shared_4(words_at + (c * kRowsA + 8 * i) * kFactorBytes);
+            words[i] = load_shared_4(words_at + c * kPitchA + 8 * i * kFactorBytes);
 #pragma unroll
         for (int i = 0; i < kBlocks; ++i)
             masks[i] = lane % 4 == c % 2 * 2 + i / 2 ? (i % 2 ? 0xffff0000 : 0xffff) : 0;
@@ -858,8 +861,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
                     SwizzledDescriptor::of(b_rows.low + k));
     };
     const auto multiply_scales = [&](int p) {
-        wgmma_factors(scales[p], by[p][0], by[p][1], zero,
-                      factors.at(c / 2 * (kRowsB * 2 * kFactorBytes)));
+        wgmma_factors(scales[p], by[p][0], by[p][1], zero, factors.at(c / 2 * kPitchB));
     };
     const auto multiply = [&](int p, int block) {
         multiply_payload(p, block);

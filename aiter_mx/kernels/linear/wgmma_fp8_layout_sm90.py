@@ -193,8 +193,8 @@ def laid_out(
     else:
         boxes = -(-tiles // split) * parts if parts > 1 else 0
     stage_bytes = (rows_m + rows_w) * CHUNK
-    scales = (chunks * rows_a + up(chunks, 2) * rows_b) * _FACTOR_BYTES
-    behind = scales + boxes * SUM_BYTES + (2 * chunks + 2) * 8
+    scales = up(chunks * (rows_a + 1), 2) + up(chunks, 2) * (rows_b + 1)
+    behind = scales * _FACTOR_BYTES + boxes * SUM_BYTES + (2 * chunks + 2) * 8
     # The last stage is read as if it had all rows of A.
     behind = max(behind, groups_a * GROUP_ROWS * CHUNK - stage_bytes)
     room = (SHARED_BYTES + RESERVED_BYTES) // per_sm - RESERVED_BYTES
