@@ -12,6 +12,7 @@ import torch
 
 import aiter_mx
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.grouped_gemm import triton as triton_tiles
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.ops import grouped_gemm as grouped_module
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
@@ -267,6 +268,24 @@ def test_triton_has_legal_candidates_and_refuses_very_many_groups(arch: str) -> 
             triton.check_config(candidate)
     many = GroupedGemmProblem(1, 32, 32, 5000)
     assert "G=5000 is above 4096" in (triton.refusal(target, many) or "")
+
+
+@pytest.mark.parametrize(
+    ("arch", "tiles"),
+    [
+        ("sm_90a", {1: (16, 128), 16: (16, 128), 17: (64, 64), 64: (64, 64), 65: (128, 128)}),
+        ("sm_90a", {256: (128, 128), 257: (128, 256), 4096: (128, 256)}),
+        ("gfx950", {1: (16, 128), 17: (32, 128), 33: (64, 128), 65: (128, 128)}),
+    ],
+)
+def test_tritons_tile_is_that_for_an_average_groups_rows(
+    arch: str, tiles: dict[int, tuple[int, int]]
+) -> None:
+    target = hardware(arch)
+    for rows, tile in tiles.items():
+        config = triton_tiles.configure(target, GroupedGemmProblem(8 * rows, 256, 256, 8))
+        assert (config["BLOCK_M"], config["BLOCK_N"]) == tile
+        assert config in triton_tiles.candidates(target, GroupedGemmProblem(8, 256, 256, 8))
 
 
 def test_triton_matches_float64_in_its_interpreter() -> None:
