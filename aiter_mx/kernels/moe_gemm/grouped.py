@@ -71,7 +71,7 @@ def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
     return None if None in refusals else f"grouped_gemm: {refusals[0]}"
 
 
-def _least_rows(arch: str, problem: MoeGemmProblem) -> int:
+def _least_rows(arch: str, problem: MoeGemmProblem) -> float:
     """Rows of an expert that pay for gathering them."""
     if arch == "sm_90a" and problem.K % CHUNK:  # only mma_ring is there besides
         return most_rows(problem)

@@ -34,15 +34,18 @@ _PIECE = 64  # ids of a block that are looked up at a time
 MAX_SIDE = 1 << 31  # N and K, of which products alone are 64 bits wide
 _MAX_ITEMS = 1 << 31
 _MOST_CANDIDATES = 40
-MOST_ROWS = 12  # of an expert, measured on an H200
+# Of an expert, measured on an H200: of what is activated, and else of more experts and of few.
+_MOST_ROWS, _MOST_ROWS_PLAIN, _MOST_ROWS_OF_FEW_EXPERTS, _FEW_EXPERTS = 12, 8, 10.8, 8
 # Where K is no multiple of a chunk, which wgmma_f16 refuses: of few weights, and of many.
 _MOST_ROWS_UNEVEN, _MOST_ROWS_OF_MANY, _MANY_WEIGHTS = 17, 16, 120_000_000
 
 
-def most_rows(problem: MoeGemmProblem) -> int:
+def most_rows(problem: MoeGemmProblem) -> float:
     """Rows of an expert up to which no other kernel of ours is faster."""
     if problem.K % CHUNK == 0:
-        return MOST_ROWS
+        if problem.activation != "none":
+            return _MOST_ROWS
+        return _MOST_ROWS_OF_FEW_EXPERTS if problem.E <= _FEW_EXPERTS else _MOST_ROWS_PLAIN
     is_many = problem.E * problem.N * problem.K >= _MANY_WEIGHTS
     return _MOST_ROWS_OF_MANY if is_many else _MOST_ROWS_UNEVEN
 
@@ -110,7 +113,9 @@ def _preferred(target: Target, problem: MoeGemmProblem) -> list[Config]:
     """Configurations that did well on an H200, the best first; not all fit."""
     rows = problem.rows_of_expert
     most_cols = -(-min(problem.block_m, _PIECE) // 8)
-    col_tiles = next((c for c in (1, 2) if rows <= 4 * c or most_cols <= c), 4)
+    # Two tiles of ids are no slower for few, but where K is uneven.
+    few = (1, 2) if problem.K % CHUNK else (2,)
+    col_tiles = next((c for c in few if rows <= 4 * c or most_cols <= c), 4)
     row_tiles = 4 if problem.activation != "none" else 3
     if problem.K >= 16 * CHUNK:
         shapes = [(row_tiles, 8, 2, 1), (row_tiles, 4, 2, 2), (4, 8, 2, 1), (2, 4, 2, 2)]

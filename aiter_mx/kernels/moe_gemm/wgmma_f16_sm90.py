@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, product, zip_longest
 
-from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MAX_SIDE, MOST_ROWS
+from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MAX_SIDE, most_rows
 from aiter_mx.kernels.moe_gemm.problem import (
     ARGS,
     MoeGemmProblem,
@@ -53,7 +53,9 @@ _TWO_TILES = {
 }
 """What there is of two tiles, whose sums leave few registers."""
 _SCALE_CHUNKS = 4  # times 128 k whose scales are loaded at once, where there are two tiles
-_FEWEST_ROWS_OF_TWO, _MOST_ROWS_OF_TWO = 40, 96  # of an expert, of a block
+_FEWEST_ROWS_OF_TWO = {0.25: 24, 0.05: 36, float("-inf"): 40}
+"""Of an expert, by the share of time that is saved where two tiles fill rounds better."""
+_MOST_ROWS_OF_TWO = 96  # of a block
 _MOST_OF_THREE_GROUPS = 12  # tiles of x whose sums three warpgroups have registers for
 _WHOLE_ROWS = 48  # of a block that is taken at once, however few rows an expert has on average
 _FEW_ROWS = 24  # of a block, for which 48 columns have no more room for an expert's than 32
@@ -145,7 +147,7 @@ def _in_order(target: Target, problem: MoeGemmProblem) -> Iterator[Config]:
     """Those that fit, the ones that did well on an H200 first: of one tile and of two in turns,
     where experts have rows for two."""
     one: Iterator[Config] = islice(_of_one_tile(problem), _MOST_CANDIDATES)
-    if problem.rows_of_expert < _FEWEST_ROWS_OF_TWO:
+    if problem.rows_of_expert < _fewest_rows_of_two(target, problem):
         yield from one
         return
     two = islice(_of_two_tiles(problem), _MOST_CANDIDATES)
@@ -155,6 +157,16 @@ def _in_order(target: Target, problem: MoeGemmProblem) -> Iterator[Config]:
     two_first = not stays and rows_of_block(problem) <= _MOST_ROWS_OF_TWO
     in_turn = zip_longest(two, one) if two_first else zip_longest(one, two)
     yield from (config for pair in in_turn for config in pair if config is not None)
+
+
+def _fewest_rows_of_two(target: Target, problem: MoeGemmProblem) -> int:
+    """Rows of an expert from which two tiles are faster: fewer where they save rounds of tiles."""
+
+    def rounds(groups: int) -> int:
+        return -(-problem.E * -(-problem.N // (groups * GROUP_ROWS)) // target.cu_num) * groups
+
+    saved = 1 - rounds(4) / rounds(3)
+    return next(rows for least, rows in _FEWEST_ROWS_OF_TWO.items() if saved >= least)
 
 
 _configure = first_of(_in_order)
@@ -176,7 +188,7 @@ def _of_two_tiles(problem: MoeGemmProblem) -> Iterator[Config]:
     if problem.K % (_SCALE_CHUNKS * CHUNK):
         return
     rows = rows_of_block(problem)
-    tiles = next((t for t in _TWO_TILES["col_tiles"] if rows <= t * 8), 12)
+    tiles = 10 if rows <= 80 else 12  # for fewer 8 are 1 % faster, and one more code object
     for cols, depths, slots, ahead in product(
         by_distance(_TWO_TILES["col_tiles"], lambda c: abs(c - tiles)),
         by_distance(_TWO_TILES["depth"], lambda d: abs(d - 4)),
@@ -226,7 +238,7 @@ def _invariant(target: Target, problem: MoeGemmProblem) -> Config:
 
 def _yields(target: Target, problem: MoeGemmProblem) -> str | None:
     rows = problem.rows_of_expert
-    if rows <= MOST_ROWS:
+    if rows <= most_rows(problem):
         return f"mma_ring is faster for the {rows:.0f} rows of an expert"
     return None
 
