@@ -36,6 +36,7 @@ GROUPS = tuple(
 )
 
 _X_IS_A_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
+_X_IS_A_M_OF_SHORT_K, _SHORT_K = 33, 1536  # likewise, where no cluster shares so few k
 _TWO_A_M = 97  # from which x is A again, of two warpgroups
 _PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """In which workgroups take the rows of w, where SMs have no room for all at once."""
@@ -119,7 +120,9 @@ def layout_of(
     for all M up to its own."""
     if row_groups * k_groups > MOST_GROUPS or chunks_of(problem) // split < k_groups:
         return None
-    x_is_a = _X_IS_A_M <= problem.M <= GROUP_ROWS or problem.M >= _TWO_A_M
+    few_parts = split == 1 and problem.K <= _SHORT_K
+    fewest = _X_IS_A_M_OF_SHORT_K if few_parts else _X_IS_A_M
+    x_is_a = fewest <= problem.M <= GROUP_ROWS or problem.M >= _TWO_A_M
     many = problem.N >= _MANY_ROWS or problem.N * problem.K >= _MANY_WEIGHTS
     at_once = most_clusters(target, split)
     w_groups, unshared = divmod(row_groups, groups_of_x(problem))
@@ -137,11 +140,11 @@ def layout_of(
 
 def _rows_m(problem: LinearProblem, x_is_a: bool) -> int:
     """Of a tile of x. Rows that it is not full of are not copied and, where x is A, multiplied with
-    the others: then few sizes, and code objects, do. To 64 rows sums are handed over by 16. As
+    the others: then few sizes, and code objects, do. To 32 rows sums are handed over by 16. As
     columns, 112 rows take as long as 128 on an H200."""
     M = problem.M
     if x_is_a:
-        return up(M, 16 if M <= GROUP_ROWS else GROUP_ROWS)
+        return up(M, 16 if M < _X_IS_A_M_OF_SHORT_K else GROUP_ROWS)
     return up(M, 8 if M <= GROUP_ROWS // 2 else 16 if M < _TWO_A_M else 2 * GROUP_ROWS)
 
 
