@@ -22,7 +22,7 @@ from aiter_mx.target import hardware
 MOST = {"gfx950": 12, "sm_90a": 24}
 # Of the two GEMMs of a layer, which tables tune apart for each power of two of tokens, and of what
 # is launched around them, which most layers share.
-MOST_OF_LAYER = {"gfx950": 17, "sm_90a": 23}
+MOST_OF_LAYER = {"gfx950": 17, "sm_90a": 24}
 MOST_BETWEEN = 3
 LAYERS = (  # hidden, intermediate, experts and top_k
     (6144, 768, 128, 4),
