@@ -7,7 +7,7 @@ import math
 import platform
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -147,6 +147,10 @@ class Saved:
         """Whether a cell was measured with these facts."""
         row = self._rows.get(tuple(map(str, cell)), {})
         return all(row.get(name) == value for name, value in self._facts.items())
+
+    def forget(self, is_gone: Callable[[Mapping[str, object]], bool]) -> None:
+        """Leave out cells that are none any more, from the next one on that is added."""
+        self._rows = {cell: row for cell, row in self._rows.items() if not is_gone(row)}
 
     def add(self, row: Mapping[str, object]) -> None:
         """Add a cell, or replace it, in the file too."""

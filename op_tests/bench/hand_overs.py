@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -29,7 +29,7 @@ from aiter_mx.target import Target, target_of
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold, random_mx
 from aiter_mx.tuning import origin
 from op_tests.bench.common import MEASURED, Saved, alternated_us, gpu_name, refuse_no_gpu
-from op_tests.bench.every_m import CELL, Shape, Weights, cells, drawn, shapes
+from op_tests.bench.every_m import CELL, Shape, Weights, drawn, shapes
 
 ALWAYS = (64, 128, 192, 256, 384, 512, 1024, 2048)
 """Numbers of rows at which both sides are timed whatever they launch."""
@@ -82,6 +82,11 @@ def calls_of(weights: Weights, M: int) -> dict[str, list[Callable[[], object]]]:
     return found
 
 
+def is_gone(shape: Shape, rows: Sequence[int], row: Mapping[str, object]) -> bool:
+    """Whether a saved cell is one of this shape, which hands over elsewhere now."""
+    return (row["N"], row["K"]) == shape and row["M"] not in rows
+
+
 def timed(weights: Weights, M: int) -> dict[str, float]:
     """Microseconds of each, whose replays take turns."""
     graphs = {name: GraphedCalls(calls) for name, calls in calls_of(weights, M).items()}
@@ -98,19 +103,20 @@ def main(arguments: argparse.Namespace) -> None:
     chosen = shapes() if arguments.share == 1 else drawn(shapes(), arguments.share, arguments.seed)
     with ProcessPoolExecutor(_PROCESSES, get_context("spawn")) as pool:
         found = zip(chosen, pool.map(partial(hand_overs, target), chosen), strict=True)
-        for shape, rows in cells(found, saved):
-            N, K = shape
-            print(
-                f"{len(rows)} cells of {N} x {K} after {time.monotonic() - begin:.0f} s", flush=True
-            )
-            both_sides = sorted({*rows, *(M + 1 for M in rows)})
+        for (N, K), rows in found:
+            saved.forget(partial(is_gone, (N, K), rows))
+            left = [M for M in rows if not saved.has(M, N, K)]
+            if not left:
+                continue
+            print(f"{N} x {K} after {time.monotonic() - begin:.0f} s", flush=True)
+            both_sides = sorted({*left, *(M + 1 for M in left)})
             aiter_mx.warmup("linear", device=device, M=both_sides, N=N, K=K)
             weights = Weights(N, K, device, with_humming=False)
-            for M in rows:
+            for M in left:
                 if time.monotonic() - begin > arguments.seconds:
                     print(f"ended after {arguments.seconds} s; the same command goes on from here")
                     pool.shutdown(cancel_futures=True)
                     return
-                row = row_of(target, M, shape, timed(weights, M))
+                row = row_of(target, M, (N, K), timed(weights, M))
                 saved.add({**row, "versions": origin.versions(), "date": origin.today()})
                 print(*row.values(), flush=True)

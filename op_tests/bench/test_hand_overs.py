@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
 import pytest
 import torch
 
 import aiter_mx
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.target import hardware
-from op_tests.bench import every_m, hand_overs
+from op_tests.bench import common, every_m, hand_overs
 
 SM90 = hardware("sm_90a")
 SHAPE = (2560, 2048)
@@ -46,6 +50,20 @@ def test_a_step_is_held_to_a_tenth_or_to_that_of_bf16(
     assert row["step"] == ours[1] / ours[0] and row["bf16_step"] == bf16[1] / bf16[0]
     assert str(row["kernel"]).startswith("wgmma_fp8/")
     assert str(row["next_kernel"]).startswith("wgmma_fp8_tiled/")
+
+
+def test_cells_where_nothing_is_handed_over_any_more_are_left_out(tmp_path: Path) -> None:
+    path, facts = tmp_path / "linear_hand_overs.csv", {"commit": "0123456"}
+    saved = common.Saved(path, every_m.CELL, facts)
+    for M, N, K in ((80, *SHAPE), (96, *SHAPE), (80, 64, 96)):
+        saved.add({"M": M, "N": N, "K": K})
+    again = common.Saved(path, every_m.CELL, facts | {"commit": "7654321"})
+    again.forget(partial(hand_overs.is_gone, SHAPE, [64, 96]))
+    again.add({"M": 64, "N": SHAPE[0], "K": SHAPE[1]})
+    table = pd.read_csv(path, dtype={"commit": str})
+    left = list(zip(table["N"], table["M"], table["commit"], strict=True))
+    old, new = "0123456", "7654321"
+    assert left == [(64, 80, old), (SHAPE[0], 64, new), (SHAPE[0], 96, old)]
 
 
 def test_what_takes_turns_is_one_product_with_one_row_more(monkeypatch: pytest.MonkeyPatch) -> None:
