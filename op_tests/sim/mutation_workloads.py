@@ -313,7 +313,7 @@ WORKLOAD_CASES = (
         cu_num=16,
     ),
     WorkloadCase(
-        "linear m160 n128",
+        "grouped m160 n128",
         "grouped_gemm",
         "persistent",
         (
