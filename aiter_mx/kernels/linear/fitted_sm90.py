@@ -24,6 +24,7 @@ class WgmmaFp8:
         kept, sent: for each sum of a workgroup, that stays there or goes to its cluster.
         member: for each workgroup of a cluster.
         odd_cluster: for those of 3, 5, 6 and 7.
+        one_by_one: for each chunk of a row whose scales a thread loads by themselves.
         under_way_bytes, off: weights and x under way that suit an SM, and for each byte off it.
         between_passes: until the first weights of the next workgroup on an SM are there.
         together: the exponent by which copying and computing add up.
@@ -39,6 +40,7 @@ class WgmmaFp8:
     sent: float = 0.2
     member: float = 178
     odd_cluster: float = 500
+    one_by_one: float = 0
     under_way_bytes: float = 80_000
     off: float = 0.008
     between_passes: float = 1500
@@ -60,20 +62,21 @@ WGMMA_FP8_MANY = WgmmaFp8(
 )
 """For more than 64 rows of x."""
 WGMMA_FP8_TILED = WgmmaFp8(
-    bytes_a_cycle=29,
-    block=4.5,
+    bytes_a_cycle=55,
+    block=0,
     column=1.5,
-    sharing=84,
+    sharing=57,
     waited=98,
-    waited_single=392,
-    kept=0.1,
-    sent=0.05,
-    member=1110,
+    waited_single=270,
+    kept=0.19,
+    sent=0.27,
+    member=292,
     odd_cluster=550,
-    between_passes=525,
-    together=7.9,
+    one_by_one=489,
+    between_passes=906,
+    together=3,
 )
-"""In tiles of 64 rows, for 129 to 2,048."""
+"""In tiles of 64 and 128 rows, for 97 to 2,048."""
 
 
 @dataclass(frozen=True)
@@ -194,14 +197,14 @@ class WgmmaBf16:
         start: of pairs of CTAs, beyond that of others.
     """
 
-    group: float = 359
-    product: float = 2.19
-    bytes_a_cycle: float = 114
+    group: float = 373
+    product: float = 2.23
+    bytes_a_cycle: float = 84
     together: float = 1.85
-    stored: float = 77
-    exchanged: float = 12
+    stored: float = 89
+    exchanged: float = 11.9
     tile: float = 6710
-    exchange: float = 50
+    exchange: float = 1580
     start: float = 0
 
 
@@ -214,7 +217,7 @@ WGMMA_BF16_PAIRS = WgmmaBf16(
     exchanged=21.4,
     tile=3750,
     exchange=3150,
-    start=2500,
+    start=5400,
 )
 """Where pairs of CTAs stay: ``tile`` is for each part of a tile that one computes, ``exchange`` for
 each that is not a whole tile, and what is ``exchanged`` for each that another computes."""

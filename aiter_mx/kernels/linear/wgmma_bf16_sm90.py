@@ -64,12 +64,10 @@ _MOST_PAIRED = 128  # features of a CTA of a pair
 # large, and up to _MANY_TOKENS there are these, of tokens and features, of clusters of so many.
 _FEW_TOKENS, _MANY_TOKENS, _LARGE = 128, 2048, 160
 _OWN_SPLITS = {
-    (192, 64): (1,),
-    (256, 64): (1, 2, 3),
+    (192, 64): (1, 2),
+    (256, 64): (1, 2),
     (160, 128): (1,),
-    (192, 128): (3,),
     (256, 128): (1,),
-    (128, 192): (1,),
 }
 _UNIT = 64  # k that are multiplied at a time
 _FLAG_BYTES = 2048  # barriers, and which tokens and features have scales that bf16 does not cover

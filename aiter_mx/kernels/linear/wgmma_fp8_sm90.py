@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import product
+from math import inf
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.clusters_sm90 import ARGS, operand_maps, scalars
@@ -118,6 +119,12 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
         yield from _shared_costs(target, problem)
 
 
+def least_cycles(target: Target, problem: LinearProblem) -> float:
+    """Of the choice without a table; beyond all where nothing fits."""
+    found = _search.cheapest(target, problem)
+    return found[0] if found is not None else inf
+
+
 def _shared_costs(target: Target, problem: LinearProblem) -> Iterator[Costed]:
     """Where workgroups share an SM, those of the next launch have what one leaves of it: a launch
     costs what it takes of all SMs, but no less than what each of its workgroups does."""
@@ -170,7 +177,11 @@ def cycles_of_pass(
         of_block *= _OF_SLOW_COLUMNS
     computed = blocks * max(of_block, waited)
     sums = found.rows_m * found.rows_w * k_groups
-    return _together(fitted, copied, computed) + _exchange_cycles(fitted, split, sums)
+    cycles = _together(fitted, copied, computed) + _exchange_cycles(fitted, split, sums)
+    if found.scale_chunks == 1:
+        of_thread = (found.rows_m + found.rows_w) * found.chunks / (128 * groups)
+        cycles += fitted.one_by_one * of_thread
+    return cycles
 
 
 def _together(fitted: WgmmaFp8, copied: float, computed: float) -> float:

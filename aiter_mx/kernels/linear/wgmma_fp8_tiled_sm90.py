@@ -12,6 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
+from aiter_mx.kernels.linear import wgmma_bf16_sm90
 from aiter_mx.kernels.linear import wgmma_fp8_sm90 as untiled
 from aiter_mx.kernels.linear.clusters_sm90 import ARGS, operand_maps, scalars
 from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_TILED as FITTED
@@ -23,44 +24,53 @@ from aiter_mx.kernels.spec import Config, Geometry, Param, where_it_fits
 from aiter_mx.target import Target
 
 PARAMS = (
-    Param("tile_n", (64, 96, 120, 128, 144, 160, 192), "features of a tile"),
-    Param("row_groups", (1, 2, 3), "warpgroups side by side along the features"),
+    Param("tile_m", (GROUP_ROWS, 2 * GROUP_ROWS), "tokens of a tile, 64 for a warpgroup"),
+    Param("tile_n", tuple(range(32, 193, 8)), "features of a tile"),
+    Param("row_groups", (1, 2, 3), "warpgroups side by side along the tokens and the features"),
     Param("k_groups", (1, 2), "warpgroups that take turns along K"),
     Param("split", (1, 2, 3, 4), "workgroups of a cluster, which share K"),
 )
-_TILES = ((64, 1, 2), (96, 1, 2), (120, 3, 1), (128, 2, 1), (144, 3, 1), (160, 2, 1), (192, 2, 1))
+_COLUMNS = range(32, 97, 8)  # of a wgmma
+_TILES: tuple[tuple[int, int, int, int], ...] = (
+    *((64, columns, 1, 2) for columns in _COLUMNS),
+    *((64, 2 * columns, 2, 1) for columns in _COLUMNS if columns >= 40),
+    *((64, 3 * columns, 3, 1) for columns in _COLUMNS if columns <= 64),
+    *((128, columns, 2, 1) for columns in _COLUMNS),
+)
 """Those that are weighed: all but the last parameter."""
 _OWN_SPLITS = (1, 2)  # without a table: more are seldom faster
-_WORTH_A_CODE = 0.06  # of the fourth powers of times beside the best, on average
-_START = 3900  # cycles of a call beyond what the model has
+_MOST_CODES = 5  # of a weight
+_WORTH_A_CODE = 0.08  # of the fourth powers of times beside the best, on average
+# Cycles of a call beyond what the models have: of this kernel, wgmma_fp8 and wgmma_bf16.
+_START, _START_OF_FP8, _START_OF_BF16 = 3400, 3900, 3170
 _DEPTH = 3  # chunks of 128 k that are under way; 4 and 6 take as long
 _NAMES = tuple(param.name for param in PARAMS)
 MIN_M = GROUP_ROWS + 1
-_MIN_OWN_M = 129  # without a table: up to 128 rows one tile of wgmma_fp8 has all of x
+_MIN_OWN_M = 97  # without a table
 _MOST_TILES_M = 65_535  # of a grid's y
-_OF_STORING = 1000
-_MOST_OWN = 4_500_000_000
-"""Without a table, it is chosen while rows, in whole tiles, times N times K and ``_OF_STORING`` are
-at most so many, from 81 cells timed on an H200: its products take longer than wgmma_bf16's, which
-begin later."""
+_MOST_OWN_M = 2048  # without a table: its products take longer than wgmma_bf16's
+_ALIKE = 32  # rows, of which all sizes of tiles are multiples
+_ROWS = range(2 * GROUP_ROWS, _MOST_OWN_M + 1, GROUP_ROWS)  # that a menu is made for
 
 
 def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
     """How a configuration is laid out, or None where it does not fit."""
-    of_tile = _of_tile(problem.N, problem.K)
-    return _layout_of(of_tile, *(config[name] for name in _NAMES))
+    return _layout_of(problem.N, problem.K, *(config[name] for name in _NAMES))
 
 
 @lru_cache(maxsize=64)
-def _of_tile(N: int, K: int) -> LinearProblem:
+def _of_tile(tile_m: int, N: int, K: int) -> LinearProblem:
     """The problem of the rows of x in a tile."""
-    return LinearProblem(GROUP_ROWS, N, K)
+    return LinearProblem(tile_m, N, K)
 
 
 def _layout_of(
-    of_tile: LinearProblem, tile_n: int, row_groups: int, k_groups: int, split: int
+    N: int, K: int, tile_m: int, tile_n: int, row_groups: int, k_groups: int, split: int
 ) -> Layout | None:
-    if tile_n % (8 * row_groups) or chunks_of(of_tile) // split < k_groups:
+    of_tile, (along_n, left_over) = _of_tile(tile_m, N, K), divmod(row_groups, tile_m // GROUP_ROWS)
+    if left_over or tile_n % along_n or tile_n // along_n not in _COLUMNS:
+        return None
+    if chunks_of(of_tile) // split < k_groups:
         return None
     return laid_out(of_tile, split, row_groups, k_groups, True, 1, tile_n)
 
@@ -68,17 +78,16 @@ def _layout_of(
 _layout = where_it_fits(layout)
 
 
-def _tiles_m(problem: LinearProblem) -> int:
-    return -(-problem.M // GROUP_ROWS)
+def _tiles_m(problem: LinearProblem, tile_m: int) -> int:
+    return -(-problem.M // tile_m)
 
 
 def _layouts(
-    N: int, K: int, splits: tuple[int, ...] = PARAMS[3].values
-) -> Iterator[tuple[tuple[int, int, int], int, Layout]]:
+    N: int, K: int, splits: tuple[int, ...] = PARAMS[-1].values
+) -> Iterator[tuple[tuple[int, int, int, int], int, Layout]]:
     """Those of the tiles that are weighed, with them and with splits of K."""
-    of_tile = _of_tile(N, K)
     for tile, split in product(_TILES, splits):
-        found = _layout_of(of_tile, *tile, split)
+        found = _layout_of(N, K, *tile, split)
         if found is not None:
             yield tile, split, found
 
@@ -86,7 +95,7 @@ def _layouts(
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if problem.M < MIN_M:
         return f"M={problem.M} is below {MIN_M}: wgmma_fp8 has all of x in one tile"
-    if _tiles_m(problem) > _MOST_TILES_M:
+    if _tiles_m(problem, GROUP_ROWS) > _MOST_TILES_M:
         return f"M={problem.M} is more than {_MOST_TILES_M} tiles of {GROUP_ROWS} rows"
     refused = untiled.refusal_of_any_rows(target, problem)
     if refused is not None:
@@ -104,51 +113,55 @@ class Code(NamedTuple):
     side_by_side: int
     cycles: float
 
-    def costs(self, tiles_m: Iterable[int]) -> list[float]:
-        """A model of what calls with so many tiles of x take beyond their start: see ``FITTED``."""
-        _, clusters, most, cycles = self
-        return [-(-tiles * clusters // most) * cycles for tiles in tiles_m]
+    def costs(self, rows: Iterable[int]) -> list[float]:
+        """A model of what calls with so many rows of x take: see ``FITTED``."""
+        (tile_m, *_), clusters, most, cycles = self
+        return [_START - (-M // tile_m * clusters // most) * cycles for M in rows]
 
     def cost(self, M: int) -> float:
-        return self.costs((-(-M // GROUP_ROWS),))[0]
+        return self.costs((M,))[0]
 
 
 @lru_cache(maxsize=1024)
 def _codes(target: Target, N: int, K: int, splits: tuple[int, ...]) -> tuple[Code, ...]:
     found = []
     for tile, split, one in _layouts(N, K, splits):
-        cycles = untiled.cycles_of_pass(FITTED, one, split, *tile[1:]) + FITTED.between_passes
+        cycles = untiled.cycles_of_pass(FITTED, one, split, *tile[2:]) + FITTED.between_passes
         found.append(Code((*tile, split), one.clusters, most_clusters(target, split), cycles))
     return tuple(found)
+
+
+def _own_codes(target: Target, N: int, K: int) -> tuple[Code, ...]:
+    return _codes(target, N, K, _OWN_SPLITS) or _codes(target, N, K, PARAMS[-1].values)
 
 
 @lru_cache(maxsize=1024)
 def menu(target: Target, N: int, K: int) -> tuple[Code, ...]:
     """What a weight's rows are chosen from: the few of all that lose the least together, as each is
     a code object."""
-    rows = [M for M in range(3 * GROUP_ROWS, 33 * GROUP_ROWS, GROUP_ROWS) if _is_own(M, N, K)]
-    codes = _codes(target, N, K, _OWN_SPLITS) or _codes(target, N, K, PARAMS[3].values)
-    tiles_m = [M // GROUP_ROWS for M in rows]
-    took = [code.costs(tiles_m) for code in codes]
-    best = [min(each) + _START for each in zip(*took, strict=True)]
+    codes = _own_codes(target, N, K)
+    least = {M: min(code.cost(M) for code in codes) for M in _ROWS}
+    rows = [M for M, cost in least.items() if cost <= _others_cycles(target, M, N, K)]
+    took = [code.costs(rows) for code in codes]
+    best = [least[M] for M in rows]
     lost = {  # small numbers of rows count as much as large ones
-        code: [((c + _START) / b) ** 4 / M for c, b, M in zip(cycles, best, rows, strict=True)]
+        code: [(c / b) ** 4 / M**0.5 for c, b, M in zip(cycles, best, rows, strict=True)]
         for code, cycles in zip(codes, took, strict=True)
     }
     found: list[Code] = []
     left = [inf] * len(rows)
-    worth = _WORTH_A_CODE * sum(1 / M for M in rows)
+    worth = _WORTH_A_CODE * sum(1 / M**0.5 for M in rows)
     while True:
         more = min(codes, key=lambda code: sum(map(min, left, lost[code])))
         then = list(map(min, left, lost[more]))
-        if found and sum(left) - sum(then) <= worth:
+        if len(found) == _MOST_CODES or (found and sum(left) - sum(then) <= worth):
             return tuple(found)
         found.append(more)
         left = then
 
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
-    for code in _codes(target, problem.N, problem.K, PARAMS[3].values):
+    for code in _codes(target, problem.N, problem.K, PARAMS[-1].values):
         yield code.cost(problem.M), (), code.values
 
 
@@ -156,7 +169,7 @@ _search = Search(PARAMS, _costs, most=8)
 
 
 def _configure(target: Target, problem: LinearProblem) -> Config:
-    if not _is_own(problem.M, problem.N, problem.K):
+    if not _is_own(target, _rows_alike(problem.M), problem.N, problem.K):
         return _search.best(target, problem)
     best = min(menu(target, problem.N, problem.K), key=lambda code: code.cost(problem.M))
     return dict(zip(_NAMES, best.values, strict=True))
@@ -168,28 +181,48 @@ def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
     return [chosen, *others]
 
 
-def _is_own(M: int, N: int, K: int) -> bool:
-    return up(M, GROUP_ROWS) * N * (K + _OF_STORING) <= _MOST_OWN
+def _rows_alike(M: int) -> int:
+    """The most rows for which the models have what they have for M."""
+    return up(M, _ALIKE)
+
+
+@lru_cache(maxsize=1 << 14)
+def _is_own(target: Target, M: int, N: int, K: int) -> bool:
+    """Whether it takes less than wgmma_fp8 and wgmma_bf16, by the models of all."""
+    if not _MIN_OWN_M <= M <= _MOST_OWN_M:
+        return False
+    own = min(code.cost(M) for code in menu(target, N, K))
+    return own <= _others_cycles(target, M, N, K)
+
+
+@lru_cache(maxsize=1 << 14)
+def _others_cycles(target: Target, M: int, N: int, K: int) -> float:
+    """What wgmma_fp8 or wgmma_bf16 takes."""
+    problem = LinearProblem(M, N, K)
+    cycles = _START_OF_BF16 + wgmma_bf16_sm90.least_cycles(target, problem)
+    if M > untiled.MAX_M:
+        return cycles
+    return min(cycles, _START_OF_FP8 + untiled.least_cycles(target, problem))
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     if problem.M < _MIN_OWN_M:
-        return f"one tile has all of M={problem.M}"
-    if not _is_own(problem.M, problem.N, problem.K):
-        return f"wgmma_bf16 multiplies M={problem.M} rows in less time"
+        return f"one tile of wgmma_fp8 has all of M={problem.M}"
+    if not _is_own(target, _rows_alike(problem.M), problem.N, problem.K):
+        return f"others multiply M={problem.M} rows in less time"
     return None
 
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     of_tile = {**config, "depth": _DEPTH, "per_sm": 1}
-    del of_tile["tile_n"]
+    del of_tile["tile_m"], of_tile["tile_n"]
     return untiled.defines_of(_layout(target, problem, config), problem, of_tile, tiled=True)
 
 
 def _geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
     found = _layout(target, problem, config)
     return Geometry(
-        grid=(found.clusters * config["split"], _tiles_m(problem), 1),
+        grid=(found.clusters * config["split"], _tiles_m(problem, config["tile_m"]), 1),
         block=(128 * (config["row_groups"] * config["k_groups"] + 1), 1, 1),
         shared_bytes=found.shared_bytes,
         overlaps=problem.pdl,
@@ -205,7 +238,7 @@ WGMMA_FP8_TILED = declare(
     defines=_defines,
     geometry=_geometry,
     scalars=scalars,
-    tensor_maps=operand_maps(lambda target, problem, config: (config["tile_n"], GROUP_ROWS)),
+    tensor_maps=operand_maps(lambda target, problem, config: (config["tile_n"], config["tile_m"])),
     refusal=_refusal,
     params=PARAMS,
     configure=_configure,
