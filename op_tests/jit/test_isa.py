@@ -8,7 +8,7 @@ import pytest
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.tables import read_table, table_files
-from aiter_mx.jit.build import BuildRequest, build_all
+from aiter_mx.jit.build import BuildRequest, build, build_all
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.linear import KERNELS, LinearProblem
 from aiter_mx.kernels.linear.gemv import MAX_M as GEMV_MAX_M
@@ -18,11 +18,14 @@ from aiter_mx.kernels.moe_gemm.grouped import GATHER, SCATTER
 from aiter_mx.kernels.registry import find_kernel, kernels_of, ops
 from aiter_mx.kernels.spec import OUT_DTYPES
 from aiter_mx.launch import build_request, load_function
+from aiter_mx.sim.disasm import disassemble
 from aiter_mx.target import Target, hardware
 from op_tests.spills import assert_no_spills, kernels_without_spills
 
 GEMV = KERNELS[0]
 NAMES_ITS_SUMS = "grouped/persistent_gfx950.cu"
+MAY_HAVE_A_SIMD = ("linear/mfma_gfx950.cu", "moe/mfma_gfx950.cu")
+ACCUMULATOR_MOVES = {"v_accvgpr_read_b32", "v_accvgpr_write_b32", "v_accvgpr_mov_b32"}
 # (N, K) of ``wide-6144`` at TP4 and TP8, and of a sentence-embedding model.
 DECODE_SHAPES = [(2304, 6144), (6144, 2048), (9216, 6144), (6144, 384), (384, 1536)]
 
@@ -57,8 +60,13 @@ def test_no_gfx950_variant_in_use_spills_or_has_scratch() -> None:
     for request, kernel in kernels_without_spills(requests, accumulators=True):
         # Accumulation registers that a source names hold sums: op_tests/grouped/test_isa.py counts
         # them. Of a wave that has a SIMD to itself they are the other half of its 512 registers.
-        alone = request.source == "linear/mfma_gfx950.cu" and kernel.max_workgroup <= 256
-        assert alone or request.source == NAMES_ITS_SUMS or not kernel.agprs, f"{request}: {kernel}"
+        if request.source == NAMES_ITS_SUMS or not kernel.agprs:
+            continue
+        assert request.source in MAY_HAVE_A_SIMD, f"{request}: {kernel}"
+        assert kernel.max_workgroup <= 256, f"{request}: {kernel}"
+        if request.source != "linear/mfma_gfx950.cu":
+            used = {instruction.mnemonic for instruction in disassemble(build(request).image)}
+            assert not used & ACCUMULATOR_MOVES, f"{request}: {kernel}"
 
 
 def test_no_other_launch_of_a_gfx950_expert_layer_spills_or_has_scratch() -> None:
