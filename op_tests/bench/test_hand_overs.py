@@ -45,7 +45,7 @@ def test_a_step_is_held_to_a_tenth_or_to_that_of_bf16(
     times = dict(
         zip(("ours_us", "ours_next_us", "bf16_us", "bf16_next_us"), (*ours, *bf16), strict=True)
     )
-    row = hand_overs.row_of(SM90, 128, SHAPE, times)
+    row = hand_overs.row_of(SM90, 96, SHAPE, times)
     assert row["over_bar"] == pytest.approx(over_bar)
     assert row["step"] == ours[1] / ours[0] and row["bf16_step"] == bf16[1] / bf16[0]
     assert str(row["kernel"]).startswith("wgmma_fp8/")
