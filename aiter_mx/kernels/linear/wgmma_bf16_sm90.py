@@ -297,6 +297,13 @@ def least_cycles(target: Target, problem: LinearProblem) -> float:
     return min(cycles for cycles, *_ in costs)
 
 
+def takes_less(target: Target, problem: LinearProblem, cycles: float) -> bool:
+    """Whether these are fewer cycles, found without the least where others are fewer too."""
+    if problem.M <= MOST_OWN_M:
+        return _own_search.has_less(target, problem, cycles)
+    return least_cycles(target, problem) < cycles
+
+
 @cache
 def _largest_of_pairs(splits: WgmmaBf16, pairs: WgmmaBf16) -> Tile:
     tiles = (tile for tile in _tiles_of(splits, pairs) if tile.pairs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import product
-from math import inf
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.clusters_sm90 import ARGS, operand_maps, scalars
@@ -119,10 +118,9 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
         yield from _shared_costs(target, problem)
 
 
-def least_cycles(target: Target, problem: LinearProblem) -> float:
-    """Of the choice without a table; beyond all where nothing fits."""
-    found = _search.cheapest(target, problem)
-    return found[0] if found is not None else inf
+def takes_less(target: Target, problem: LinearProblem, cycles: float) -> bool:
+    """Whether the choice without a table does."""
+    return _search.has_less(target, problem, cycles)
 
 
 def _shared_costs(target: Target, problem: LinearProblem) -> Iterator[Costed]:

@@ -5,9 +5,9 @@ x comes in tiles of 64 tokens, wgmma's A; nothing is launched ahead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from itertools import product
+from itertools import compress, product
 from math import inf
 from typing import NamedTuple
 
@@ -19,8 +19,9 @@ from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_TILED as FITTED
 from aiter_mx.kernels.linear.problem import LinearProblem
 from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import Layout, chunks_of, laid_out
 from aiter_mx.kernels.search import Costed, Least, Search
-from aiter_mx.kernels.sm90 import GROUP_ROWS, most_clusters, up
+from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, most_clusters, up
 from aiter_mx.kernels.spec import Config, Geometry, Param, where_it_fits
+from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 PARAMS = (
@@ -51,6 +52,8 @@ _MOST_TILES_M = 65_535  # of a grid's y
 _MOST_OWN_M = 2048  # without a table: its products take longer than wgmma_bf16's
 _ALIKE = 32  # rows, of which all sizes of tiles are multiples
 _ROWS = range(2 * GROUP_ROWS, _MOST_OWN_M + 1, GROUP_ROWS)  # that a menu is made for
+_LESS_TILES = {tile_m: [-M // tile_m for M in _ROWS] for tile_m in PARAMS[0].values}
+"""Tiles of these rows, below zero, as division rounds down."""
 
 
 def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
@@ -113,22 +116,38 @@ class Code(NamedTuple):
     side_by_side: int
     cycles: float
 
-    def costs(self, rows: Iterable[int]) -> list[float]:
-        """A model of what calls with so many rows of x take: see ``FITTED``."""
-        (tile_m, *_), clusters, most, cycles = self
-        return [_START - (-M // tile_m * clusters // most) * cycles for M in rows]
-
     def cost(self, M: int) -> float:
-        return self.costs((M,))[0]
+        """A model of what a call with so many rows of x takes: see ``FITTED``."""
+        return _START - (-M // self.values[0] * self.clusters // self.side_by_side) * self.cycles
+
+    def costs(self) -> list[float]:
+        """Likewise, for ``_ROWS``."""
+        (tile_m, *_), clusters, most, cycles = self
+        return [_START - (tiles * clusters // most) * cycles for tiles in _LESS_TILES[tile_m]]
+
+
+@lru_cache(maxsize=1024)
+def _passes(K: int, splits: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], int, float], ...]:
+    """Of each configuration that fits: its values, the features of its tile, and its cycles."""
+    found = []
+    for tile, split, one in _layouts(1, K, splits):
+        cycles = untiled.cycles_of_pass(FITTED, one, split, *tile[2:]) + FITTED.between_passes
+        found.append(((*tile, split), one.rows_w, cycles))
+    return tuple(found)
 
 
 @lru_cache(maxsize=1024)
 def _codes(target: Target, N: int, K: int, splits: tuple[int, ...]) -> tuple[Code, ...]:
-    found = []
-    for tile, split, one in _layouts(N, K, splits):
-        cycles = untiled.cycles_of_pass(FITTED, one, split, *tile[2:]) + FITTED.between_passes
-        found.append(Code((*tile, split), one.clusters, most_clusters(target, split), cycles))
-    return tuple(found)
+    most = {split: most_clusters(target, split) for split in splits}
+    return tuple(
+        Code(values, -(-N // rows_w), most[values[-1]], cycles)
+        for values, rows_w, cycles in _passes(_k_alike(K), splits)
+    )
+
+
+def _k_alike(K: int) -> int:
+    """A K that has the layouts of this one: as many chunks, the last of them whole or not."""
+    return up(K, CHUNK) - (BLOCK if K % CHUNK else 0)
 
 
 def _own_codes(target: Target, N: int, K: int) -> tuple[Code, ...]:
@@ -140,13 +159,16 @@ def menu(target: Target, N: int, K: int) -> tuple[Code, ...]:
     """What a weight's rows are chosen from: the few of all that lose the least together, as each is
     a code object."""
     codes = _own_codes(target, N, K)
-    least = {M: min(code.cost(M) for code in codes) for M in _ROWS}
-    rows = [M for M, cost in least.items() if cost <= _others_cycles(target, M, N, K)]
-    took = [code.costs(rows) for code in codes]
-    best = [least[M] for M in rows]
+    of_all = [code.costs() for code in codes]
+    least = list(map(min, zip(*of_all, strict=True)))
+    is_own = [_is_least(target, M, N, K, c) for M, c in zip(_ROWS, least, strict=True)]
+    rows, best = list(compress(_ROWS, is_own)), list(compress(least, is_own))
     lost = {  # small numbers of rows count as much as large ones
-        code: [(c / b) ** 4 / M**0.5 for c, b, M in zip(cycles, best, rows, strict=True)]
-        for code, cycles in zip(codes, took, strict=True)
+        code: [
+            (c / b) ** 4 / M**0.5
+            for c, b, M in zip(compress(cycles, is_own), best, rows, strict=True)
+        ]
+        for code, cycles in zip(codes, of_all, strict=True)
     }
     found: list[Code] = []
     left = [inf] * len(rows)
@@ -191,18 +213,15 @@ def _is_own(target: Target, M: int, N: int, K: int) -> bool:
     """Whether it takes less than wgmma_fp8 and wgmma_bf16, by the models of all."""
     if not _MIN_OWN_M <= M <= _MOST_OWN_M:
         return False
-    own = min(code.cost(M) for code in menu(target, N, K))
-    return own <= _others_cycles(target, M, N, K)
+    return _is_least(target, M, N, K, min(code.cost(M) for code in menu(target, N, K)))
 
 
-@lru_cache(maxsize=1 << 14)
-def _others_cycles(target: Target, M: int, N: int, K: int) -> float:
-    """What wgmma_fp8 or wgmma_bf16 takes."""
+def _is_least(target: Target, M: int, N: int, K: int, cycles: float) -> bool:
+    """Whether neither wgmma_fp8 nor wgmma_bf16 takes less."""
     problem = LinearProblem(M, N, K)
-    cycles = _START_OF_BF16 + wgmma_bf16_sm90.least_cycles(target, problem)
-    if M > untiled.MAX_M:
-        return cycles
-    return min(cycles, _START_OF_FP8 + untiled.least_cycles(target, problem))
+    if wgmma_bf16_sm90.takes_less(target, problem, cycles - _START_OF_BF16):
+        return False
+    return M > untiled.MAX_M or not untiled.takes_less(target, problem, cycles - _START_OF_FP8)
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
