@@ -3,11 +3,11 @@
     python -m op_tests.bench.linear --every-m [--share 10] [--seed 22] [--seconds 500]
 
 The shapes are the dense ones of the catalogue's models on 1 to 8 GPUs, or one in ``--share`` of
-them, drawn by a seed. Contenders are bf16 cuBLAS over weights of its own and Humming, with bf16 and
-with fp8 activations; weights are cold and each is timed by graph replay, all of a shape in one
-process. Humming takes x in bf16 with both, and is left out where it is not installed. Each cell is
-saved as it is measured: a run that ends early, or after ``--seconds``, goes on where it ended, and
-what was measured at another commit is measured again.
+them, drawn by a seed. Contenders are bf16 cuBLAS over the normal values that ours are quantised
+from, and Humming, with bf16 and with fp8 activations; weights are cold and each is timed by graph
+replay, all of a shape in one process. Humming takes x in bf16 with both, and is left out where it
+is not installed. Each cell is saved as it is measured: a run that ends early, or after
+``--seconds``, goes on where it ended, and what was measured at another commit is measured again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import Target, target_of
-from aiter_mx.timing import copies_to_stay_cold, random_mx, time_graph_us
+from aiter_mx.timing import copies_to_stay_cold, time_graph_us
 from aiter_mx.tuning import origin
 from aiter_mx.workloads.models import MODELS
-from op_tests.bench.common import MEASURED, Saved, gpu_name, refuse_no_gpu
+from op_tests.bench.common import MEASURED, Saved, gpu_name, normal_mx, refuse_no_gpu
 
 GRID = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 63, 64, 65, 96, 97, 127, 128, 129, 192, 193, 256, 257, 384, 512),
@@ -88,9 +88,14 @@ class Weights:
 
     def __init__(self, N: int, K: int, device: torch.device, with_humming: bool = True) -> None:
         self.N, self.K, self.device = N, K, device
-        self.mx = [random_mx(N, K, device) for _ in range(copies_to_stay_cold(N * K))]
         few = copies_to_stay_cold(2 * N * K)
-        self.dense = [torch.randn(N, K, device=device).bfloat16() for _ in range(few)]
+        self.mx: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.dense: list[torch.Tensor] = []
+        for i in range(copies_to_stay_cold(N * K)):
+            values, quantised = normal_mx(N, K, device=device, deviation=K**-0.5)
+            self.mx.append(quantised)
+            if i < few:
+                self.dense.append(values)
         self.humming = {
             name: [_humming(N, K, *w, dtype) for w in self.mx]
             for name, dtype in (("humming_us", None), ("humming_fp8_us", "float8e4m3"))
@@ -99,8 +104,7 @@ class Weights:
 
     def clocks(self, M: int) -> dict[str, Clock]:
         """What times each contender with so many rows."""
-        q = random_mx(M, self.K, self.device)
-        x = torch.randn(M, self.K, device=self.device).bfloat16()
+        x, q = normal_mx(M, self.K, device=self.device)
         out = torch.empty(M, self.N, device=self.device, dtype=torch.bfloat16)
         # What a call writes keeps weights cold too.
         few, dense = (

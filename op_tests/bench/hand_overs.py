@@ -26,9 +26,16 @@ from aiter_mx.jit.build import BuildRequest
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.plan import functions_of
 from aiter_mx.target import Target, target_of
-from aiter_mx.timing import GraphedCalls, copies_to_stay_cold, random_mx
+from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
 from aiter_mx.tuning import origin
-from op_tests.bench.common import MEASURED, Saved, alternated_us, gpu_name, refuse_no_gpu
+from op_tests.bench.common import (
+    MEASURED,
+    Saved,
+    alternated_us,
+    gpu_name,
+    normal_mx,
+    refuse_no_gpu,
+)
 from op_tests.bench.every_m import CELL, Shape, Weights, drawn, shapes
 
 ALWAYS = (64, 128, 192, 256, 384, 512, 1024, 2048)
@@ -74,8 +81,7 @@ def calls_of(weights: Weights, M: int) -> dict[str, list[Callable[[], object]]]:
     few, dense = (copies_to_stay_cold(N * (each * K + 2 * M)) for each in (1, 2))
     found: dict[str, list[Callable[[], object]]] = {}
     for end, rows in (("us", M), ("next_us", M + 1)):
-        q = random_mx(rows, K, device)
-        x = torch.randn(rows, K, device=device).bfloat16()
+        x, q = normal_mx(rows, K, device=device)
         out = torch.empty(rows, N, device=device, dtype=torch.bfloat16)
         found[f"ours_{end}"] = [partial(aiter_mx.linear, *q, *w, out=out) for w in weights.mx[:few]]
         found[f"bf16_{end}"] = [partial(torch.mm, x, w.t(), out=out) for w in weights.dense[:dense]]

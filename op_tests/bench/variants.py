@@ -25,9 +25,16 @@ from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.launch import call
 from aiter_mx.plan import bind_route
 from aiter_mx.target import Target, target_of
-from aiter_mx.timing import GraphedCalls, copies_to_stay_cold, random_mx
+from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
 from aiter_mx.tuning import origin
-from op_tests.bench.common import MEASURED, Saved, alternated_us, gpu_name, refuse_no_gpu
+from op_tests.bench.common import (
+    MEASURED,
+    Saved,
+    alternated_us,
+    gpu_name,
+    normal_mx,
+    refuse_no_gpu,
+)
 from op_tests.bench.every_m import CELL, Weights
 
 SHAPES = (
@@ -73,9 +80,8 @@ def calls_of(
     """What each contender captures."""
     N, K, device = weights.N, weights.K, weights.device
     few, dense = (copies_to_stay_cold(N * (each * K + 2 * M)) for each in (1, 2))
-    drawn = torch.randn(M, K, device=device)
-    given = {"e4m3": random_mx(M, K, device)}
-    given |= {name: (drawn.to(DTYPES[name]), None) for name in ("bf16", "fp16")}
+    values, quantised = normal_mx(M, K, device=device)
+    given = {"e4m3": quantised, "bf16": (values, None), "fp16": (values.half(), None)}
     bias = torch.randn(N, device=device).bfloat16()
     found: dict[str, list[Callable[[], object]]] = {}
     for name, fields in OF_DTYPES.items():
