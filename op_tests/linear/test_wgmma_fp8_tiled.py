@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear.wgmma_fp8_tiled_sm90 import layout
+from aiter_mx.kernels.linear.wgmma_fp8_tiled_sm90 import layout, least_cycles, own_codes
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.plan import build_requests
 from aiter_mx.target import hardware
@@ -79,6 +80,17 @@ def test_few_code_objects_serve_its_numbers_of_rows(N: int, K: int) -> None:
     routes = [route("linear", TARGET, problem) for problem in problems]
     pairs = [(p, r) for p, r in zip(problems, routes, strict=True) if r.kernel == TILED.name]
     assert len(build_requests(TARGET, *zip(*pairs, strict=True))) <= 6
+
+
+def test_no_configuration_takes_less_than_what_rules_it_out_at_once() -> None:
+    draw, nearest = random.Random("least"), 0.0
+    for _ in range(200):
+        M, N, K = draw.randrange(97, 2049), draw.randrange(1, 20_000), 32 * draw.randrange(1, 400)
+        least = min(code.cost(M) for code in own_codes(TARGET, N, K))
+        at_least = least_cycles(TARGET, M, N, K)
+        assert at_least <= least, (M, N, K)
+        nearest = max(nearest, at_least / least)
+    assert nearest > 0.95
 
 
 @pytest.mark.parametrize(("N", "K"), [(64, 40960), (8, 128), (136, 128), (8192, 256), (64, 96)])

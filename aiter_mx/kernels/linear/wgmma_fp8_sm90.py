@@ -140,7 +140,7 @@ def _shared_costs(target: Target, problem: LinearProblem) -> Iterator[Costed]:
         computed = blocks * max(of_sm * of_block, fitted.waited / groups)
         exchanged = _exchange_cycles(fitted, split, found.rows_m * found.rows_w * k_groups)
         depth = next((d for d in PARAMS[3].values if d >= found.stages), PARAMS[3].values[-1])
-        cycles = _together(fitted, copied, computed) + exchanged
+        cycles = together(fitted, copied, computed) + exchanged
         yield cycles, (), (split, row_groups, k_groups, depth, per_sm)
 
 
@@ -157,8 +157,8 @@ def _bounds(
         copied = chunks * (rows_m + share) * CHUNK / fitted.bytes_a_cycle
         w_is_a = -(-share // GROUP_ROWS) * a_row_group
         x_is_a = (-(-share // MOST_COLUMNS) * a_group + column * share) * of_x
-        together = _together(fitted, copied, chunks * 4 * min(w_is_a, x_is_a))
-        yield (together + _exchange_cycles(fitted, split, rows_m * share)) * ROUNDED_OFF, split
+        both = together(fitted, copied, chunks * 4 * min(w_is_a, x_is_a))
+        yield (both + _exchange_cycles(fitted, split, rows_m * share)) * ROUNDED_OFF, split
 
 
 def cycles_of_pass(
@@ -175,17 +175,17 @@ def cycles_of_pass(
         of_block *= _OF_SLOW_COLUMNS
     computed = blocks * max(of_block, waited)
     sums = found.rows_m * found.rows_w * k_groups
-    cycles = _together(fitted, copied, computed) + _exchange_cycles(fitted, split, sums)
+    cycles = together(fitted, copied, computed) + _exchange_cycles(fitted, split, sums)
     if found.scale_chunks == 1:
         of_thread = (found.rows_m + found.rows_w) * found.chunks / (128 * groups)
         cycles += fitted.one_by_one * of_thread
     return cycles
 
 
-def _together(fitted: WgmmaFp8, copied: float, computed: float) -> float:
+def together(fitted: WgmmaFp8, copied: float, computed: float) -> float:
     power = fitted.together
-    both: float = (copied**power + computed**power) ** (1 / power)
-    return both
+    cycles: float = (copied**power + computed**power) ** (1 / power)
+    return cycles
 
 
 def _exchange_cycles(fitted: WgmmaFp8, split: int, sums: float) -> float:

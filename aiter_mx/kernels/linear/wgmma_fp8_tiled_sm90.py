@@ -5,8 +5,8 @@ x comes in tiles of 64 tokens, wgmma's A; nothing is launched ahead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, lru_cache
 from itertools import compress, product
 from math import inf
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from aiter_mx.kernels.linear.clusters_sm90 import ARGS, operand_maps, scalars
 from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_TILED as FITTED
 from aiter_mx.kernels.linear.problem import LinearProblem
 from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import Layout, chunks_of, laid_out
-from aiter_mx.kernels.search import Costed, Least, Search
+from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
 from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, most_clusters, up
 from aiter_mx.kernels.spec import Config, Geometry, Param, where_it_fits
 from aiter_mx.numerics import BLOCK
@@ -39,6 +39,7 @@ _TILES: tuple[tuple[int, int, int, int], ...] = (
     *((128, columns, 2, 1) for columns in _COLUMNS),
 )
 """Those that are weighed: all but the last parameter."""
+_MOST_SUMS = max(tile_m * tile_n for tile_m, tile_n, *_ in _TILES)
 _OWN_SPLITS = (1, 2)  # without a table: more are seldom faster
 _MOST_CODES = 5  # of a weight
 _WORTH_A_CODE = 0.08  # of the fourth powers of times beside the best, on average
@@ -150,7 +151,7 @@ def _k_alike(K: int) -> int:
     return up(K, CHUNK) - (BLOCK if K % CHUNK else 0)
 
 
-def _own_codes(target: Target, N: int, K: int) -> tuple[Code, ...]:
+def own_codes(target: Target, N: int, K: int) -> tuple[Code, ...]:
     return _codes(target, N, K, _OWN_SPLITS) or _codes(target, N, K, PARAMS[-1].values)
 
 
@@ -158,7 +159,7 @@ def _own_codes(target: Target, N: int, K: int) -> tuple[Code, ...]:
 def menu(target: Target, N: int, K: int) -> tuple[Code, ...]:
     """What a weight's rows are chosen from: the few of all that lose the least together, as each is
     a code object."""
-    codes = _own_codes(target, N, K)
+    codes = own_codes(target, N, K)
     of_all = [code.costs() for code in codes]
     least = list(map(min, zip(*of_all, strict=True)))
     is_own = [_is_least(target, M, N, K, c) for M, c in zip(_ROWS, least, strict=True)]
@@ -213,7 +214,36 @@ def _is_own(target: Target, M: int, N: int, K: int) -> bool:
     """Whether it takes less than wgmma_fp8 and wgmma_bf16, by the models of all."""
     if not _MIN_OWN_M <= M <= _MOST_OWN_M:
         return False
-    return _is_least(target, M, N, K, min(code.cost(M) for code in menu(target, N, K)))
+    return (
+        _is_least(target, M, N, K, least_cycles(target, M, N, K))
+        and _is_least(target, M, N, K, _least(own_codes(target, N, K), M))
+        and _is_least(target, M, N, K, _least(menu(target, N, K), M))
+    )
+
+
+def _least(codes: Iterable[Code], M: int) -> float:
+    return min(code.cost(M) for code in codes)
+
+
+def least_cycles(target: Target, M: int, N: int, K: int) -> float:
+    """What any configuration takes at least, were all SMs equally busy, without laying one out."""
+    sums = up(M, GROUP_ROWS) * N / target.cu_num
+    passes = max(1, sums / _MOST_SUMS)
+    at_least = sums * (-(-K // CHUNK) * _least_of_chunk() + FITTED.kept)
+    return _START + (at_least + passes * FITTED.between_passes) * ROUNDED_OFF
+
+
+@cache
+def _least_of_chunk() -> float:
+    """Of a sum's products in 128 k."""
+    found = []
+    for tile_m, tile_n, row_groups, k_groups in _TILES:
+        columns = tile_m // GROUP_ROWS * tile_n // row_groups
+        of_block = FITTED.block + FITTED.column * columns + FITTED.sharing / row_groups / k_groups
+        copied = (tile_m + tile_n) * CHUNK / FITTED.bytes_a_cycle
+        cycles = untiled.together(FITTED, copied, 4 * row_groups * of_block)
+        found.append(cycles / (tile_m * tile_n))
+    return min(found)
 
 
 def _is_least(target: Target, M: int, N: int, K: int, cycles: float) -> bool:
