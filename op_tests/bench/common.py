@@ -25,7 +25,7 @@ from aiter_mx.kernels.spec import Config, Problem
 from aiter_mx.launch import Tensors, bind, build_request, call
 from aiter_mx.target import target_of
 from aiter_mx.timing import GraphedCalls, time_graph_us
-from aiter_mx.tuning.origin import commit
+from aiter_mx.tuning.origin import commit, today, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "docs" / "measured"
@@ -74,6 +74,13 @@ def swept_us(
             except AiterMxError as error:
                 print(f"{kernel.name} {config}: {error}"[:200])
     return sorted(timed, key=lambda entry: entry[0])
+
+
+def graph_us(calls: Sequence[Callable[[], object]], seconds: float = 0.1) -> float:
+    """``time_graph_us`` with fewer replays of what takes longer than so many seconds."""
+    graph = GraphedCalls(calls)
+    once_s = graph.time_us(1, 2) * graph.calls * 1e-6
+    return graph.time_us(max(3, min(15, int(seconds / once_s))), 1)
 
 
 def refuse_no_gpu() -> None:
@@ -161,3 +168,8 @@ class Saved:
         partly = self._path.with_suffix(".part")
         frame.to_csv(partly, index=False, float_format="%.5g")
         partly.replace(self._path)
+
+    def report(self, row: Mapping[str, object]) -> None:
+        """Add what was measured just now, and print it."""
+        self.add({**row, "versions": versions(), "date": today()})
+        print(*row.values(), flush=True)

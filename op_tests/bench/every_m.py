@@ -6,7 +6,8 @@ The shapes are the dense ones of the catalogue's models on 1 to 8 GPUs, or one i
 them, drawn by a seed. Contenders are bf16 cuBLAS over the normal values that ours are quantised
 from, and Humming, with bf16 and with fp8 activations; weights are cold and each is timed by graph
 replay, all of a shape in one process. Humming takes x in bf16 with both, and is left out where it
-is not installed. Each cell is saved as it is measured: a run that ends early, or after
+is not installed and, with its error printed, where it refuses a shape. All visible GPUs measure, a
+shape each at a time. Each cell is saved as it is measured: a run that ends early, or after
 ``--seconds``, goes on where it ended, and what was measured at another commit is measured again.
 """
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -27,10 +27,11 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import Target, target_of
-from aiter_mx.timing import copies_to_stay_cold, time_graph_us
+from aiter_mx.timing import copies_to_stay_cold
 from aiter_mx.tuning import origin
 from aiter_mx.workloads.models import MODELS
-from op_tests.bench.common import MEASURED, Saved, gpu_name, normal_mx, refuse_no_gpu
+from op_tests.bench.common import MEASURED, Saved, gpu_name, graph_us, normal_mx, refuse_no_gpu
+from op_tests.bench.gpus import spread
 
 GRID = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 63, 64, 65, 96, 97, 127, 128, 129, 192, 193, 256, 257, 384, 512),
@@ -53,8 +54,14 @@ def shapes() -> list[Shape]:
 
 
 def drawn(every: list[Shape], share: int, seed: int) -> list[Shape]:
-    """One in ``share`` of the shapes, in an order that favours none, as a run may end early."""
-    return random.Random(seed).sample(every, -(-len(every) // share))
+    """One in ``share`` of the shapes, in an order that favours none, as a run may end early.
+
+    A smaller share is the beginning of a larger one, so that what was measured of it counts.
+    """
+    draw, found = random.Random(seed), dict[Shape, None]()
+    while len(found) < -(-len(every) // share):
+        found[draw.choice(every)] = None
+    return list(found)
 
 
 def rows_of(N: int, K: int) -> list[int]:
@@ -96,11 +103,14 @@ class Weights:
             self.mx.append(quantised)
             if i < few:
                 self.dense.append(values)
-        self.humming = {
-            name: [_humming(N, K, *w, dtype) for w in self.mx]
-            for name, dtype in (("humming_us", None), ("humming_fp8_us", "float8e4m3"))
-            if HUMMING is not None and with_humming
-        }
+        self.humming: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {}
+        for name, dtype in (("humming_us", None), ("humming_fp8_us", "float8e4m3")):
+            if HUMMING is None or not with_humming:
+                continue
+            try:
+                self.humming[name] = [_humming(N, K, *w, dtype) for w in self.mx]
+            except (RuntimeError, ValueError, AssertionError) as error:
+                print(f"{name} is left out at {N}x{K}: {error!r}", flush=True)
 
     def clocks(self, M: int) -> dict[str, Clock]:
         """What times each contender with so many rows."""
@@ -119,7 +129,7 @@ class Weights:
         }
         for name, layers in self.humming.items():
             calls[name] = [partial(layer, x) for layer in layers[:few]]
-        return {name: partial(time_graph_us, of) for name, of in calls.items()}
+        return {name: partial(graph_us, of, 0.4) for name, of in calls.items()}
 
 
 try:
@@ -170,25 +180,25 @@ def cells(
             yield (N, K), left
 
 
+def cells_of(of: tuple[Shape, list[int]]) -> Iterator[dict[str, object]]:
+    """A shape's cells, one after the other."""
+    (N, K), rows = of
+    device = torch.device("cuda", 0)
+    target = target_of(device)
+    for x_dtype in ("e4m3", "bf16"):
+        aiter_mx.warmup("linear", device=device, M=rows, N=N, K=K, x_dtype=x_dtype)
+    weights = Weights(N, K, device)
+    for M in rows:
+        yield row_of(target, LinearProblem(M, N, K), measured(weights.clocks(M), M))
+
+
 def main(arguments: argparse.Namespace) -> None:
     """Measure what is not done yet."""
     refuse_no_gpu()
-    begin, device = time.monotonic(), torch.device("cuda", 0)
     facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
     saved = Saved(MEASURED / gpu_name() / "linear_every_m.csv", CELL, facts)
     if HUMMING is None:
         print(f"Humming is left out; tried: {WITHOUT_HUMMING}")
     chosen = shapes() if arguments.share == 1 else drawn(shapes(), arguments.share, arguments.seed)
-    target = target_of(device)
-    for (N, K), rows in cells(((shape, rows_of(*shape)) for shape in chosen), saved):
-        for x_dtype in ("e4m3", "bf16"):
-            aiter_mx.warmup("linear", device=device, M=rows, N=N, K=K, x_dtype=x_dtype)
-        weights = Weights(N, K, device)
-        for M in rows:
-            if time.monotonic() - begin > arguments.seconds:
-                print(f"ended after {arguments.seconds} s; the same command goes on from here")
-                return
-            problem = LinearProblem(M, N, K)
-            row = row_of(target, problem, measured(weights.clocks(M), M))
-            saved.add({**row, "versions": origin.versions(), "date": origin.today()})
-            print(*row.values(), flush=True)
+    wanted = [(shape, rows_of(*shape)) for shape in chosen]
+    spread(cells_of, cells(wanted, saved), saved.report, arguments.seconds)

@@ -13,7 +13,6 @@ another commit is measured again.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +29,16 @@ from aiter_mx.target import target_of
 from aiter_mx.timing import GraphedCalls
 from aiter_mx.tuning import origin
 from aiter_mx.workloads.models import model_of
-from op_tests.bench.common import MEASURED, Saved, alternated_us, gpu_name, refuse_no_gpu
-from op_tests.bench.moe import MOST_CALLS, Layer, graph_us, is_few, make_layer, route_tokens
+from op_tests.bench.common import (
+    MEASURED,
+    Saved,
+    alternated_us,
+    gpu_name,
+    graph_us,
+    refuse_no_gpu,
+)
+from op_tests.bench.gpus import spread
+from op_tests.bench.moe import MOST_CALLS, Layer, is_few, make_layer, route_tokens
 
 ROWS = (1, 8, 64, 256, 1024, 2048, 4096, 8192, 32768)
 CELL = ("M", "layer", "routing")
@@ -222,29 +229,29 @@ def cells(
             yield name, left
 
 
+def cells_of(of: tuple[str, list[tuple[str, int]]]) -> Iterator[dict[str, object]]:
+    """A layer's cells, one after the other."""
+    name, left = of
+    torch.manual_seed(0)
+    sizes = LAYERS[name]
+    layer = make_layer(sizes.E, sizes.top_k, sizes.H, sizes.intermediate)
+    shape = {"hidden": sizes.H, "intermediate": sizes.intermediate, "E": sizes.E}
+    shape |= {"top_k": sizes.top_k, "num_experts": sizes.num_experts}
+    shape |= {"has_map": int(sizes.num_experts != sizes.E)}
+    rows = [M for _, M in left]
+    aiter_mx.warmup("fused_moe", device=torch.device("cuda", 0), M=rows, **shape)
+    for routing, M in left:
+        cell = make_cell(sizes, layer, M, routing)
+        yield row_of(name, cell, routing, measured(cell))
+        del cell
+        torch.cuda.empty_cache()
+
+
 def main(arguments: argparse.Namespace) -> None:
     """Measure what is not done yet."""
     refuse_no_gpu()
-    begin, device = time.monotonic(), torch.device("cuda", 0)
-    torch.manual_seed(0)
     facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
     saved = Saved(MEASURED / gpu_name() / "moe_layers.csv", CELL, facts)
     names, rows = arguments.layers or list(LAYERS), arguments.M or ROWS
-    for name, left in cells(names, arguments.routing, rows, saved):
-        sizes = LAYERS[name]
-        layer = make_layer(sizes.E, sizes.top_k, sizes.H, sizes.intermediate)
-        shape = {"hidden": sizes.H, "intermediate": sizes.intermediate, "E": sizes.E}
-        shape |= {"top_k": sizes.top_k, "num_experts": sizes.num_experts}
-        shape |= {"has_map": int(sizes.num_experts != sizes.E)}
-        aiter_mx.warmup("fused_moe", device=device, M=[M for _, M in left], **shape)
-        for routing, M in left:
-            if time.monotonic() - begin > arguments.seconds:
-                print(f"ended after {arguments.seconds} s; the same command goes on from here")
-                return
-            cell = make_cell(sizes, layer, M, routing)
-            row = row_of(name, cell, routing, measured(cell))
-            saved.add({**row, "versions": origin.versions(), "date": origin.today()})
-            print(*row.values(), flush=True)
-            del cell
-            torch.cuda.empty_cache()
-        del layer
+    left = cells(names, arguments.routing, rows, saved)
+    spread(cells_of, left, saved.report, arguments.seconds)

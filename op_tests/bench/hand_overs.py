@@ -11,8 +11,8 @@ step with ``ROOM``. Shapes are those of ``--every-m``, and cells are saved and r
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -37,6 +37,7 @@ from op_tests.bench.common import (
     refuse_no_gpu,
 )
 from op_tests.bench.every_m import CELL, Shape, Weights, drawn, shapes
+from op_tests.bench.gpus import spread
 
 ALWAYS = (64, 128, 192, 256, 384, 512, 1024, 2048)
 """Numbers of rows at which both sides are timed whatever they launch."""
@@ -44,7 +45,8 @@ MOST_ROWS = 32768
 LEAST_BAR, ROOM = 1.10, 1.05
 WINDOW_MS = 40.0
 """Of the replays of one cell that count."""
-_PROCESSES = 4  # they find where in seconds a shape, and each takes seconds to begin
+_PROCESSES = min(16, max(4, (os.cpu_count() or 1) // 4))
+"""They find where in seconds a shape, and each takes seconds to begin."""
 Launched = tuple[str, tuple[tuple[str, int], ...], tuple[BuildRequest, ...]]
 """A kernel, its configuration and the code objects of its launches."""
 
@@ -99,30 +101,33 @@ def timed(weights: Weights, M: int) -> dict[str, float]:
     return alternated_us(graphs, WINDOW_MS)
 
 
-def main(arguments: argparse.Namespace) -> None:
-    """Measure what is not done yet; other processes find where, while the GPU is timed."""
-    refuse_no_gpu()
-    begin, device = time.monotonic(), torch.device("cuda", 0)
+def steps_of(of: tuple[Shape, list[int]]) -> Iterator[dict[str, object]]:
+    """A shape's cells, one after the other."""
+    (N, K), rows = of
+    device = torch.device("cuda", 0)
     target = target_of(device)
+    both_sides = sorted({*rows, *(M + 1 for M in rows)})
+    aiter_mx.warmup("linear", device=device, M=both_sides, N=N, K=K)
+    weights = Weights(N, K, device, with_humming=False)
+    for M in rows:
+        yield row_of(target, M, (N, K), timed(weights, M))
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure what is not done yet; other processes find where, while GPUs are timed."""
+    refuse_no_gpu()
+    target = target_of(torch.device("cuda", 0))
     facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
     saved = Saved(MEASURED / gpu_name() / "linear_hand_overs.csv", CELL, facts)
     chosen = shapes() if arguments.share == 1 else drawn(shapes(), arguments.share, arguments.seed)
+
+    def left(found: Iterable[list[int]]) -> Iterator[tuple[Shape, list[int]]]:
+        for shape, rows in zip(chosen, found, strict=True):
+            saved.forget(partial(is_gone, shape, rows))
+            if of_shape := [M for M in rows if not saved.has(M, *shape)]:
+                yield shape, of_shape
+
     with ProcessPoolExecutor(_PROCESSES, get_context("spawn")) as pool:
-        found = zip(chosen, pool.map(partial(hand_overs, target), chosen), strict=True)
-        for (N, K), rows in found:
-            saved.forget(partial(is_gone, (N, K), rows))
-            left = [M for M in rows if not saved.has(M, N, K)]
-            if not left:
-                continue
-            print(f"{N} x {K} after {time.monotonic() - begin:.0f} s", flush=True)
-            both_sides = sorted({*left, *(M + 1 for M in left)})
-            aiter_mx.warmup("linear", device=device, M=both_sides, N=N, K=K)
-            weights = Weights(N, K, device, with_humming=False)
-            for M in left:
-                if time.monotonic() - begin > arguments.seconds:
-                    print(f"ended after {arguments.seconds} s; the same command goes on from here")
-                    pool.shutdown(cancel_futures=True)
-                    return
-                row = row_of(target, M, (N, K), timed(weights, M))
-                saved.add({**row, "versions": origin.versions(), "date": origin.today()})
-                print(*row.values(), flush=True)
+        found = pool.map(partial(hand_overs, target), chosen)
+        spread(steps_of, left(found), saved.report, arguments.seconds)
+        pool.shutdown(cancel_futures=True)

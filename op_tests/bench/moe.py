@@ -36,8 +36,8 @@ from aiter_mx.launch import Tensors, build_request
 from aiter_mx.ops.fused_moe_call import ARGUMENTS, tensors_between
 from aiter_mx.plan import runner
 from aiter_mx.target import target_of
-from aiter_mx.timing import COLD_BYTES, time_graph_us
-from op_tests.bench.common import normal_mx, refuse_no_gpu, report
+from aiter_mx.timing import COLD_BYTES
+from op_tests.bench.common import graph_us, normal_mx, refuse_no_gpu, report
 from op_tests.bench.linear import reader
 from op_tests.mx_reference import dequantize64
 
@@ -97,12 +97,6 @@ def route_tokens(E: int, top_k: int, M: int, routing: str, calls: int) -> list[t
 def is_few(E: int, top_k: int, M: int) -> bool:
     """Whether every token has experts of its own, whatever the routing is called."""
     return M * top_k * 4 <= E
-
-
-def graph_us(calls: Sequence[Callable[[], object]], seconds: float = 0.1) -> float:
-    """``time_graph_us`` with fewer replays of what is slow."""
-    once = time_graph_us(calls[:2], replays=3)
-    return time_graph_us(calls, replays=max(3, min(15, int(seconds / (once * len(calls) * 1e-6)))))
 
 
 Tile = tuple[int, tuple[tuple[str, int], ...]]

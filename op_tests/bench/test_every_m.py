@@ -43,7 +43,9 @@ def test_a_share_of_the_shapes_is_drawn_by_its_seed() -> None:
     assert (2304, 6144) in every and len(every) == len(set(every))
     tenth = every_m.drawn(every, 10, 22)
     assert tenth == every_m.drawn(every, 10, 22) != every_m.drawn(every, 10, 23)
-    assert len(tenth) == -(-len(every) // 10) and set(tenth) < set(every)
+    assert len(tenth) == -(-len(every) // 10) == len(set(tenth)) and set(tenth) < set(every)
+    third = every_m.drawn(every, 3, 22)
+    assert len(third) == -(-len(every) // 3) and third[: len(tenth)] == tenth
 
 
 @pytest.mark.parametrize(
@@ -100,11 +102,28 @@ def test_a_cell_names_what_ran_and_the_better_of_hummings_two_kinds(
     assert row["bf16_x_over_humming"] == 13.0 / 12.5
 
 
+def test_a_shape_that_humming_refuses_is_measured_without_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse_fp8(N: int, K: int, wq: torch.Tensor, ws: torch.Tensor, x: str | None) -> object:
+        if x is not None:
+            raise RuntimeError("shape is invalid")
+        return aiter_mx.linear
+
+    monkeypatch.setattr(every_m, "HUMMING", object())
+    monkeypatch.setattr(every_m, "_humming", refuse_fp8)
+    monkeypatch.setattr(every_m, "copies_to_stay_cold", lambda size: 2)
+    weights = every_m.Weights(64, 96, torch.device("cpu"))
+    assert list(weights.humming) == ["humming_us"]
+    assert "humming_fp8_us is left out at 64x96" in capsys.readouterr().out
+    assert {"ours_us", "bf16_us", "humming_us"} < set(weights.clocks(2))
+
+
 def test_contenders_compute_the_same_product_over_cold_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     timed = []
-    monkeypatch.setattr(every_m, "time_graph_us", lambda calls: timed.append(calls) or 1.0)
+    monkeypatch.setattr(every_m, "graph_us", lambda calls, _: timed.append(calls) or 1.0)
     monkeypatch.setattr(every_m, "copies_to_stay_cold", lambda size: 3)
     weights = every_m.Weights(64, 96, torch.device("cpu"))
     for clock in weights.clocks(5).values():

@@ -11,8 +11,7 @@ would leave, and both are empty where that is what the usual call takes.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -35,7 +34,8 @@ from op_tests.bench.common import (
     normal_mx,
     refuse_no_gpu,
 )
-from op_tests.bench.every_m import CELL, Weights
+from op_tests.bench.every_m import CELL, Shape, Weights, cells
+from op_tests.bench.gpus import spread
 
 SHAPES = (
     *((2304, 6144), (6144, 2048), (9216, 6144), (768, 3584), (4096, 4096), (2560, 2048)),
@@ -112,27 +112,25 @@ def row_of(target: Target, problem: LinearProblem, times: Mapping[str, float]) -
     return row
 
 
+def cells_of(of: tuple[Shape, list[int]]) -> Iterator[dict[str, object]]:
+    """A shape's cells, one after the other."""
+    (N, K), rows = of
+    device = torch.device("cuda", 0)
+    target = target_of(device)
+    for fields in OF_DTYPES.values():
+        aiter_mx.warmup("linear", device=device, M=rows, N=N, K=K, **fields)
+    weights = Weights(N, K, device, with_humming=False)
+    for M in rows:
+        problem = LinearProblem(M, N, K)
+        calls = calls_of(weights, M, untabled(target, problem))
+        times = alternated_us({n: GraphedCalls(each) for n, each in calls.items()}, WINDOW_MS)
+        yield row_of(target, problem, times)
+
+
 def main(arguments: argparse.Namespace) -> None:
     """Measure what is not done yet."""
     refuse_no_gpu()
-    begin, device = time.monotonic(), torch.device("cuda", 0)
-    target = target_of(device)
     facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
     saved = Saved(MEASURED / gpu_name() / "linear_variants.csv", CELL, facts)
-    for N, K in SHAPES:
-        left = [M for M in ROWS if not saved.has(M, N, K)]
-        if not left:
-            continue
-        for fields in OF_DTYPES.values():
-            aiter_mx.warmup("linear", device=device, M=left, N=N, K=K, **fields)
-        weights = Weights(N, K, device, with_humming=False)
-        for M in left:
-            if time.monotonic() - begin > arguments.seconds:
-                print(f"ended after {arguments.seconds} s; the same command goes on from here")
-                return
-            problem = LinearProblem(M, N, K)
-            calls = calls_of(weights, M, untabled(target, problem))
-            times = alternated_us({n: GraphedCalls(each) for n, each in calls.items()}, WINDOW_MS)
-            row = row_of(target, problem, times)
-            saved.add({**row, "versions": origin.versions(), "date": origin.today()})
-            print(*row.values(), flush=True)
+    left = cells([(shape, ROWS) for shape in SHAPES], saved)
+    spread(cells_of, left, saved.report, arguments.seconds)
