@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear.mfma_choice_gfx950 import Code, menu, persistent_tile, tuned_for
+from aiter_mx.kernels.linear.mfma_choice_gfx950 import (
+    FITTED,
+    SEARCHES,
+    Code,
+    least_cycles,
+    menu,
+    persistent_tile,
+    tuned_for,
+)
 from aiter_mx.kernels.linear.mfma_gfx950 import MAX_K
 from aiter_mx.kernels.linear.mfma_ways_gfx950 import BLOCK_M, way_of
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import _costs, _own_tiles, rows_chosen_for
@@ -88,6 +96,20 @@ def test_candidates_are_legal_and_fit_and_the_first_is_chosen(
             assert kernel.configure(target, problem) == own[0]
         else:
             assert kernel.configure(target, problem) == candidates[0], problem
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_none_takes_less_than_what_gives_many_rows_to_persistent_at_once(name: str) -> None:
+    draw, target, nearest = random.Random(name), hardware("gfx950"), 0.0
+    for _ in range(100):
+        M, N, K = draw.randrange(65, 257), draw.randrange(1, 20_000), 32 * draw.randrange(9, 400)
+        problem = LinearProblem(tuned_for(M), N, K)
+        found = SEARCHES[name].cheapest(target, problem)
+        assert found is not None
+        at_least, least = least_cycles(target, problem), FITTED["launch"] + found[0]
+        assert at_least <= least, problem
+        nearest = max(nearest, at_least / least)
+    assert nearest > 0.9
 
 
 PARAMS = (Param("split", (1, 2), ""), Param("rows", (3, 4, 5), ""), Param("depth", (6, 7), ""))

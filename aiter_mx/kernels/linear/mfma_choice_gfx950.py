@@ -120,12 +120,18 @@ def _costs(
 
 def _rounds(way: Way, work: Work, waves: int, unroll: int, is_odd: bool) -> float:
     """Of workgroups on the busiest compute unit; 0 where none fits."""
-    if way.row_tiles * way.col_tiles * SIDE**2 > _MOST_SUMS * way.fold**2 * waves * LANES:
-        return 0
-    if has_too_few_lanes(way.row_tiles, way.fold, waves):
-        return 0
-    held = resident_at(way.row_tiles, way.col_tiles, waves, unroll, is_odd)
+    held = _held(way.row_tiles, way.col_tiles, way.fold, waves, unroll, is_odd)
     return max(1.0, work.of_busiest / held) if held else 0
+
+
+@cache
+def _held(rows: int, cols: int, fold: int, waves: int, unroll: int, is_odd: bool) -> int:
+    """Workgroups that a compute unit holds at once; 0 where one is out of the question."""
+    if rows * cols * SIDE**2 > _MOST_SUMS * fold**2 * waves * LANES:
+        return 0
+    if has_too_few_lanes(rows, fold, waves):
+        return 0
+    return resident_at(rows, cols, waves, unroll, is_odd)
 
 
 def _round(way: Way, waves: int, turns: int, unroll: int) -> float:
@@ -306,27 +312,36 @@ def _by_cost(
     return found
 
 
+def least_cycles(target: Target, problem: LinearProblem) -> float:
+    """What any code object for more rows than BLOCK_M takes at least, were all compute units full
+    and equally busy."""
+    of_result = min(once + of_k * problem.K for once, of_k in _least_of_results())
+    of_all = of_result * problem.M * problem.N / target.cu_num
+    return (FITTED["launch"] + weights_cycles(target, problem) + of_all) * ROUNDED_OFF
+
+
 @cache
-def _least_of_products() -> float:
-    """Cycles of a compute unit for each product of two values, at least, of any tiles for more rows
-    than BLOCK_M: the lines that tiles ask for, and their steps with the most waves there can be."""
+def _least_of_results() -> list[tuple[float, float]]:
+    """Cycles of a compute unit for each result, and for each k of it: of all tiles and waves for
+    more rows than BLOCK_M, those that are the least for some K."""
     found = []
-    for rows, cols in product(PARAMS[0].values, COL_TILES):
-        waves = max(waves * resident_at(rows, cols, waves, 1) for waves in WAVES)
-        if waves:
+    for rows, cols, waves in product(PARAMS[0].values, COL_TILES, WAVES):
+        if held := _held(rows, cols, 1, waves, 1, False):
+            way = Way(rows, 1, 1, 1, cols, SIDE * cols)
+            results = held * rows * cols * SIDE**2
+            once = _round(way, waves, 0, 1)
+            steps = (_round(way, waves, 1, 1) - once) / (results * waves * TILE_K)
             lines = FITTED["lines"] * _row_kib(1) * (1 / rows + 1 / cols) / SIDE
-            steps = FITTED["step"] * (1 / rows + 1 / cols) / (SIDE**2 * TILE_K * waves)
-            found.append(lines + steps)
-    return min(found)
+            found.append((once / results, steps + lines))
+    return [a for a in found if not any(b != a and b[0] <= a[0] and b[1] <= a[1] for b in found)]
 
 
 def _of_menu(target: Target, problem: LinearProblem) -> tuple[str, Config | None]:
     """What is fastest of the menu."""
-    M, N, K = problem.M, problem.N, problem.K
     persistent = _persistent(target, problem)
-    if persistent < _least_of_products() * M * N * K / target.cu_num:
+    if persistent < least_cycles(target, problem):
         return "persistent", None
-    found = _by_cost(menu(target, N, K), target, problem)
+    found = _by_cost(menu(target, problem.N, problem.K), target, problem)
     least = min(found, default=inf)
     if least >= persistent:
         return "persistent", None
