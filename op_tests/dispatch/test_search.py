@@ -98,18 +98,17 @@ def test_candidates_are_legal_and_fit_and_the_first_is_chosen(
             assert kernel.configure(target, problem) == candidates[0], problem
 
 
-@pytest.mark.parametrize("name", SEARCHES)
-def test_none_takes_less_than_what_gives_many_rows_to_persistent_at_once(name: str) -> None:
-    draw, target, nearest = random.Random(name), hardware("gfx950"), 0.0
+def test_none_takes_less_than_what_gives_many_rows_to_persistent_at_once() -> None:
+    draw, target, nearest = random.Random("least"), hardware("gfx950"), 0.0
     for _ in range(100):
-        M, N, K = draw.randrange(65, 257), draw.randrange(1, 20_000), 32 * draw.randrange(9, 400)
+        M, N, K = draw.randrange(65, 2049), draw.randrange(1, 20_000), 32 * draw.randrange(9, 400)
         problem = LinearProblem(tuned_for(M), N, K)
-        found = SEARCHES[name].cheapest(target, problem)
-        assert found is not None
-        at_least, least = least_cycles(target, problem), FITTED["launch"] + found[0]
+        found = [search.cheapest(target, problem) for search in SEARCHES.values()]
+        least = FITTED["launch"] + min(each[0] for each in found if each is not None)
+        at_least = least_cycles(target, problem)
         assert at_least <= least, problem
         nearest = max(nearest, at_least / least)
-    assert nearest > 0.9
+    assert nearest > 0.95
 
 
 PARAMS = (Param("split", (1, 2), ""), Param("rows", (3, 4, 5), ""), Param("depth", (6, 7), ""))
