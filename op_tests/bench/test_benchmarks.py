@@ -18,7 +18,7 @@ from aiter_mx.kernels.moe_gemm import MoeGemmProblem, triton
 from aiter_mx.kernels.spec import Config
 from aiter_mx.numerics import dequantize_block_scaled
 from aiter_mx.target import hardware
-from op_tests.bench import common, linear, moe, pictures, training
+from op_tests.bench import common, linear, moe, pictures, training, warmup
 from op_tests.bench.common import MEASURED, normal_mx
 
 
@@ -26,7 +26,7 @@ from op_tests.bench.common import MEASURED, normal_mx
     "name",
     [
         *("capacity", "grouped", "host", "invariance", "linear"),
-        *("model", "moe", "quantize", "rmsnorm", "training"),
+        *("model", "moe", "quantize", "rmsnorm", "training", "warmup"),
     ],
 )
 def test_without_a_gpu_a_benchmark_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +34,29 @@ def test_without_a_gpu_a_benchmark_says_so(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", [name])
     with pytest.raises(SystemExit, match="measures a GPU, and torch finds none here"):
         import_module(f"op_tests.bench.{name}").main()
+
+
+def test_what_numbers_of_rows_compile_after_a_warm_up_is_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bound = []
+
+    def warm_up(op: str, *, M: range, **_: object) -> None:
+        assert op == "linear" and list(M) == [1, 2, 3, 4, 5, 6]
+        for name in ("a.cubin", "b.cubin", "b.about"):
+            (tmp_path / name).touch()
+
+    def bind(op: str, target: object, problem: Any, device: torch.device) -> None:
+        bound.append(problem.M)
+        if problem.M == 5:
+            (tmp_path / "c.cubin").touch()
+
+    monkeypatch.setenv("AITER_MX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("aiter_mx.warmup", warm_up)
+    monkeypatch.setattr("aiter_mx.plan.bind", bind)
+    found = warmup.warm("linear", most=6, N=64, K=128)
+    assert (found["objects"], found["compiled_after"]) == (2, 1)
+    assert bound == [1, 2, 3, 4, 5, 6] and 0 <= float(str(found["warmup_s"])) < 1
 
 
 @pytest.mark.parametrize("sweep", [False, True])
