@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -109,16 +110,8 @@ def hand_overs() -> str:
             rows.append(
                 [f"{before + 1} to {last}", str(len(cells)), *steps, *worst, *map(str, counts)]
             )
-    columns = [
-        "M",
-        "cells",
-        "step",
-        "bf16's",
-        "largest",
-        "least",
-        "above its bar",
-        "below 1 / 1.05",
-    ]
+    columns = ["M", "cells", "step", "bf16's", "largest", "least", "above its bar"]
+    columns += ["below 1 / 1.05"]
     return _table(columns, rows) + _origin(run, "both sides in turns, cold weights, medians")
 
 
@@ -154,15 +147,40 @@ def grouped() -> str:
         ]
         for _, r in run.iterrows()
     ]
-    columns = [
-        "groups x N x K, rows",
-        "TFLOPS",
-        "torch bf16",
-        "bf16 on MX values",
-        "fp8 by row, no MX",
-        "Triton",
-    ]
-    return _table(columns, rows) + _origin(run)
+    columns = ["groups x N x K, rows", "TFLOPS", "torch bf16", "bf16 on MX values"]
+    return _table([*columns, "fp8 by row, no MX", "Triton"], rows) + _origin(run)
+
+
+def few_rows() -> str:
+    """Few rows a group: how many times our time bf16 takes, over all shapes, and the least."""
+    run = pd.read_csv(MEASURED / "grouped_few_rows.csv", dtype={"commit": str})
+    forms = {"": "over_bf16", ", masked": "masked_over_bf16"}
+    lines = {
+        f"{spread}{form}": cells.groupby("rows")[column]
+        for spread, cells in run.groupby("spread", sort=False)
+        for form, column in forms.items()
+    }
+    return _by_column("rows a group", lines, min) + _origin(run)
+
+
+def blocks() -> str:
+    """Lists in blocks of 64: their time over that of our own blocks, over layers, and worst."""
+    run = pd.read_csv(MEASURED / "moe_blocks.csv", dtype={"commit": str})
+    lines = {
+        f"{part} GEMM, {routing}": cells.groupby("M").over_own
+        for (part, routing), cells in run.groupby(["part", "routing"], sort=False)
+    }
+    return _by_column("tokens", lines, max) + _origin(run)
+
+
+def values() -> str:
+    """One extreme row: the time with it over that without, over rows and shapes, and worst."""
+    run = pd.read_csv(MEASURED / "values.csv", dtype={"commit": str})
+    lines = {
+        f"`{op}`, in {place}": cells.groupby("kind", sort=False).ratio
+        for (op, place), cells in run.groupby(["op", "place"], sort=False)
+    }
+    return _by_column("a row of", lines, max) + _origin(run)
 
 
 def training() -> str:
@@ -241,18 +259,11 @@ def model() -> str:
         if not {"ours", "bf16"} <= set(at.index):
             continue
         decode = f"decode, batch {batch}, context {tokens}"
-        rows.append(
-            [
-                name,
-                decode if phase == "decode" else f"prefill of {tokens}",
-                f"{at.ms['ours']:.2f}",
-                f"{at.ms['bf16']:.2f}",
-                f"{at.ms['bf16'] / at.ms['ours']:.2f}",
-                *(f"{at.ms[name]:.2f}" if name in at.index else "" for name in peers),
-                f"{at.memory_gib['ours']:.1f}",
-                f"{at.memory_gib['bf16']:.1f}",
-            ]
-        )
+        times = f"{at.ms['ours']:.2f}", f"{at.ms['bf16']:.2f}"
+        row = [name, decode if phase == "decode" else f"prefill of {tokens}", *times]
+        row += [f"{at.ms['bf16'] / at.ms['ours']:.2f}"]
+        row += [f"{at.ms[name]:.2f}" if name in at.index else "" for name in peers]
+        rows.append([*row, *(f"{at.memory_gib[side]:.1f}" for side in ("ours", "bf16"))])
     columns = ["model", "step", "ms", "bf16", "times faster"]
     columns += [*(f"{name} fp8" for name in peers), "GiB", "of bf16"]
     return _table(columns, rows) + _origin(run)
@@ -370,6 +381,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     for each in (
         *(linear, moe, grouped, training, quantize, host, routes, perplexity, model, capacity),
         *(invariance, distributed, zoo, every_m, summary, moe_layers, hand_overs, variants),
+        *(few_rows, blocks, values),
     )
 }
 
@@ -381,6 +393,19 @@ def _us(value: float | None) -> str:
 def _geometric(ratios: Iterable[float]) -> float:
     logs = pd.Series(ratios, dtype=float)
     return float(logs.prod() ** (1 / len(logs)))
+
+
+def _by_column(head: str, lines: Mapping[str, Any], extreme: Callable[..., float]) -> str:
+    """A line for each name: the geometric mean of each of its groups, and the extreme."""
+    columns = list(dict.fromkeys(name for groups in lines.values() for name, _ in groups))
+    rows = []
+    for name, groups in lines.items():
+        of = dict(iter(groups))
+        shown = (
+            f"{_geometric(of[c]):.2f} ({extreme(of[c]):.2f})" if c in of else "" for c in columns
+        )
+        rows.append([name, *shown])
+    return _table([head, *map(str, columns)], rows)
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -2,6 +2,7 @@
 
     python -m op_tests.bench.grouped [--save] [--shapes 16x2048x4096x7168 ...] [--modes mild ...]
                                      [--settle MS]
+    python -m op_tests.bench.grouped --few-rows   # op_tests/bench/few_rows.py
 
 Shapes are groups x rows of each x N x K. All in one run on one GPU, graph replay over buffers
 rotated past the last-level cache; what is compared is timed in turn, several rounds, each in an
@@ -225,7 +226,14 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, s)) for s in SHAPES])
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--settle", type=float, default=SETTLE_MS, metavar="MS")
+    parser.add_argument("--few-rows", action="store_true", help="see op_tests/bench/few_rows.py")
+    parser.add_argument("--seconds", type=float, default=120, help="begin no cell after these")
     arguments = parser.parse_args()
+    if arguments.few_rows:
+        from op_tests.bench import few_rows
+
+        few_rows.main(arguments)
+        return
     refuse_no_gpu()
     rows = []
     for text in arguments.shapes:

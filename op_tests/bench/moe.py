@@ -2,6 +2,7 @@
 
     python -m op_tests.bench.moe [--save] [--M 1 8 64] [--routing uniform skewed]
     python -m op_tests.bench.moe --layers   # op_tests/bench/expert_layers.py: prefill, other models
+    python -m op_tests.bench.moe --blocks   # op_tests/bench/blocks.py: lists in blocks of 64
     python -m op_tests.bench.pictures       # the picture of what is saved
 
 All in one run on one GPU, graph replay, medians. Each call routes its tokens to other experts than
@@ -367,6 +368,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write docs/measured/<gpu>/moe.csv")
     parser.add_argument("--layers", nargs="*", help="see op_tests/bench/expert_layers.py")
+    parser.add_argument("--blocks", nargs="*", help="see op_tests/bench/blocks.py")
     parser.add_argument("--M", type=int, nargs="+")
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=ROUTINGS)
     parser.add_argument("--seconds", type=float, default=600, help="begin no cell after these")
@@ -379,6 +381,11 @@ def main() -> None:
         from op_tests.bench import expert_layers  # of parts of this module
 
         expert_layers.main(arguments)
+        return
+    if arguments.blocks is not None:
+        from op_tests.bench import blocks
+
+        blocks.main(arguments)
         return
     refuse_no_gpu()
     torch.manual_seed(0)

@@ -60,3 +60,40 @@ def test_variants_count_where_they_were_timed(measured: Path) -> None:
     rows = {row[0]: row[1:] for row in lines(figures.variants())[2:]}
     assert rows["fp32 results"] == ["2", "3.000", "6.00"]
     assert rows["no table"] == ["1", "1.200", "1.20"]
+
+
+def test_few_rows_blocks_and_values_are_means_with_their_worst(measured: Path) -> None:
+    columns = ("rows", "spread", "over_bf16", "masked_over_bf16")
+    cells = [(1, "skewed", 2.0, 1.0), (1, "skewed", 8.0, 4.0), (64, "skewed", 0.9, 1.5)]
+    save([dict(zip(columns, c, strict=True)) for c in cells], measured / "grouped_few_rows.csv")
+    head, _, *rows = lines(figures.few_rows())
+    assert head == ["rows a group", "1", "64"]
+    assert rows == [
+        ["skewed", "4.00 (2.00)", "0.90 (0.90)"],
+        ["skewed, masked", "2.00 (1.00)", "1.50 (1.50)"],
+    ]
+    columns = ("part", "routing", "M", "over_own")
+    cells = [
+        ("first", "uniform", 8, 1.0),
+        ("first", "uniform", 8, 1.21),
+        ("second", "skewed", 1, 3),
+    ]
+    save([dict(zip(columns, c, strict=True)) for c in cells], measured / "moe_blocks.csv")
+    _, _, *rows = lines(figures.blocks())
+    assert rows == [
+        ["first GEMM, uniform", "1.10 (1.21)", ""],
+        ["second GEMM, skewed", "", "3.00 (3.00)"],
+    ]
+    columns = ("op", "place", "kind", "ratio")
+    cells = [
+        ("linear", "x", "not a number", 1.0),
+        ("linear", "x", "2^127", 2.0),
+        ("linear", "w", "not a number", 4),
+    ]
+    save([dict(zip(columns, c, strict=True)) for c in cells], measured / "values.csv")
+    head, _, *rows = lines(figures.values())
+    assert head == ["a row of", "not a number", "2^127"]
+    assert rows == [
+        ["`linear`, in x", "1.00 (1.00)", "2.00 (2.00)"],
+        ["`linear`, in w", "4.00 (4.00)", ""],
+    ]

@@ -1,0 +1,57 @@
+"""The benchmark of extreme rows has them where it says, and sees a result that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import aiter_mx
+from op_tests.bench import moe, values
+from op_tests.bench.common import normal_mx
+from op_tests.bench.expert_layers import Sizes
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "DEVICE", CPU)
+    monkeypatch.setattr(values, "copies_to_stay_cold", lambda size: 2)
+    monkeypatch.setattr(values, "LAYERS", {values.LAYER: Sizes(6, 6, 2, 64, 64)})
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("kind", values.KINDS)
+def test_one_row_becomes_extreme_and_the_others_stay(kind: str) -> None:
+    x = normal_mx(7, 64, device=CPU)[1]
+    found = aiter_mx.dequantize(*values.spoiled(x, 3, kind))
+    usual = aiter_mx.dequantize(*x)
+    others = torch.arange(7) != 3
+    assert torch.equal(found[others], usual[others])
+    own = found[3]
+    if kind in values.KINDS[:2]:
+        assert own.isnan().all() or own.isinf().all()
+    else:
+        assert bool((own.abs() < 2.0**-100).all()) == (kind == "2^-127")
+        assert bool(own.abs().amax() > 2.0**100) == (kind == "2^127")
+    tokens = values.spoiled_tokens(torch.randn(9, 64).bfloat16(), kind)
+    assert int((~tokens.isfinite()).any(1).sum()) == (kind in values.KINDS[:2])
+
+
+def test_results_are_right_and_a_wrong_one_is_seen() -> None:
+    seen = set()
+    cases = [
+        *values.linear_cases(9, 64, 96, CPU),
+        *values.grouped_cases(6, 3, 64, 96, CPU),
+        *values.layer_cases(12, CPU),
+    ]
+    for case in cases:
+        assert case.is_right(), case.cell
+        seen.add(case.cell[1:2] + case.cell[4:])
+    places = {"linear": ("x", "w"), "grouped_gemm": ("x", "w"), "fused_moe": ("x", "w1", "w2")}
+    assert seen == {(op, p, kind) for op, of in places.items() for p in of for kind in values.KINDS}
+    x, w = (normal_mx(rows, 96, device=CPU)[1] for rows in (9, 64))
+    out = aiter_mx.linear(*x, *w)
+    assert values.judged(out, x, w, 3)
+    out[3, 5] = torch.nan
+    assert not values.judged(out, x, w, 3)
