@@ -346,6 +346,8 @@ def every_m() -> str:
     run = pd.read_csv(MEASURED / "linear_every_m.csv")
     ends = (0, 16, 64, 128, 256, 1024, 2048, 4096, 32768)
     ratios = {"over bf16": "over_bf16", "with bf16 x": "bf16_x_over_bf16"}
+    if "over_fp8" in run:
+        ratios |= {"over fp8 by rows": "over_fp8"}
     if "over_humming" in run:
         ratios |= {"over Humming": "over_humming", "it with bf16 x": "bf16_x_over_humming"}
     rows = []

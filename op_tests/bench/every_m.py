@@ -4,11 +4,12 @@
 
 The shapes are the dense ones of the catalogue's models on 1 to 8 GPUs, or one in ``--share`` of
 them, drawn by a seed. Contenders are bf16 cuBLAS over the normal values that ours are quantised
-from, and Humming, with bf16 and with fp8 activations; weights are cold and each is timed by graph
-replay, all of a shape in one process. Humming takes x in bf16 with both, and is left out where it
-is not installed and, with its error printed, where it refuses a shape. All visible GPUs measure, a
-shape each at a time. Each cell is saved as it is measured: a run that ends early, or after
-``--seconds``, goes on where it ended, and what was measured at another commit is measured again.
+from, ``torch._scaled_mm`` over fp8 without MX, a scale a row, and Humming, with bf16 and with fp8
+activations; weights are cold and each is timed by graph replay, all of a shape in one process.
+Humming takes x in bf16 with both, and is left out where it is not installed and, with its error
+printed, where it refuses a shape. All visible GPUs measure, a shape each at a time. Each cell is
+saved as it is measured: a run that ends early, or after ``--seconds``, goes on where it ended, and
+what was measured at another commit is measured again.
 """
 
 from __future__ import annotations
@@ -90,22 +91,41 @@ def measured(clocks: Mapping[str, Clock], M: int) -> dict[str, float]:
     return times
 
 
+def scaled_by_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values in e4m3 with a scale ``[rows, 1]``: fp8 without MX."""
+    scale = (values.abs().amax(1, keepdim=True).float() / 448).clamp(min=2.0**-126)
+    return (values / scale).to(torch.float8_e4m3fn), scale
+
+
+def multiply_fp8(
+    xq: torch.Tensor, xs: torch.Tensor, wq: torch.Tensor, ws: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """torch's product of what ``scaled_by_rows`` gives."""
+    found: torch.Tensor = torch._scaled_mm(
+        xq, wq.t(), xs, ws.t(), out_dtype=out.dtype, use_fast_accum=True, out=out
+    )
+    return found
+
+
 class Weights:
     """A shape's weights, as often as they must be to stay cold, for each contender."""
 
-    def __init__(self, N: int, K: int, device: torch.device, with_humming: bool = True) -> None:
+    def __init__(self, N: int, K: int, device: torch.device, with_peers: bool = True) -> None:
         self.N, self.K, self.device = N, K, device
         few = copies_to_stay_cold(2 * N * K)
         self.mx: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.dense: list[torch.Tensor] = []
+        self.fp8: list[tuple[torch.Tensor, torch.Tensor]] = []
         for i in range(copies_to_stay_cold(N * K)):
             values, quantised = normal_mx(N, K, device=device, deviation=K**-0.5)
             self.mx.append(quantised)
             if i < few:
                 self.dense.append(values)
+            if with_peers:
+                self.fp8.append(scaled_by_rows(values))
         self.humming: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {}
         for name, dtype in (("humming_us", None), ("humming_fp8_us", "float8e4m3")):
-            if HUMMING is None or not with_humming:
+            if HUMMING is None or not with_peers:
                 continue
             try:
                 self.humming[name] = [_humming(N, K, *w, dtype) for w in self.mx]
@@ -127,6 +147,9 @@ class Weights:
             ],
             "bf16_us": [partial(torch.mm, x, w.t(), out=out) for w in self.dense[:dense]],
         }
+        if self.fp8:
+            xq, xs = scaled_by_rows(x)
+            calls["fp8_us"] = [partial(multiply_fp8, xq, xs, *w, out) for w in self.fp8[:few]]
         for name, layers in self.humming.items():
             calls[name] = [partial(layer, x) for layer in layers[:few]]
         return {name: partial(graph_us, of, 0.4) for name, of in calls.items()}
@@ -164,6 +187,8 @@ def row_of(target: Target, problem: LinearProblem, times: Mapping[str, float]) -
     row |= {"rounds": 1, **times}
     row |= {"over_bf16": times["bf16_us"] / times["ours_us"]}
     row |= {"bf16_x_over_bf16": times["bf16_us"] / times["ours_bf16_x_us"]}
+    if "fp8_us" in times:
+        row |= {"over_fp8": times["fp8_us"] / times["ours_us"]}
     if humming := [times[name] for name in ("humming_us", "humming_fp8_us") if name in times]:
         row |= {"over_humming": min(humming) / times["ours_us"]}
         row |= {"bf16_x_over_humming": min(humming) / times["ours_bf16_x_us"]}

@@ -108,7 +108,7 @@ def steps_of(of: tuple[Shape, list[int]]) -> Iterator[dict[str, object]]:
     target = target_of(device)
     both_sides = sorted({*rows, *(M + 1 for M in rows)})
     aiter_mx.warmup("linear", device=device, M=both_sides, N=N, K=K)
-    weights = Weights(N, K, device, with_humming=False)
+    weights = Weights(N, K, device, with_peers=False)
     for M in rows:
         yield row_of(target, M, (N, K), timed(weights, M))
 

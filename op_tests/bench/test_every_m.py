@@ -97,7 +97,8 @@ def test_a_cell_names_what_ran_and_the_better_of_hummings_two_kinds(
     assert "over_humming" not in row
     monkeypatch.setattr(every_m, "version", lambda name: f"{name} 1.2")
     humming = {"humming_us": 14.0, "humming_fp8_us": 13.0}
-    row = every_m.row_of(hardware("sm_90a"), problem, times | humming)
+    row = every_m.row_of(hardware("sm_90a"), problem, times | humming | {"fp8_us": 9.0})
+    assert row["over_fp8"] == 0.9
     assert row["over_humming"] == 1.3 and row["humming"] == "humming-kernels 1.2"
     assert row["bf16_x_over_humming"] == 13.0 / 12.5
 
@@ -128,11 +129,13 @@ def test_contenders_compute_the_same_product_over_cold_weights(
     weights = every_m.Weights(64, 96, torch.device("cpu"))
     for clock in weights.clocks(5).values():
         clock()
-    quantised, own, dense = timed
-    assert [len(calls) for calls in timed] == [3, 3, 3]
-    places = [{call.args[i].data_ptr() for call in quantised} for i in (2, 3)]
-    assert [len(place) for place in places] == [3, 3]
+    quantised, own, dense, fp8 = timed
+    assert [len(calls) for calls in timed] == [3, 3, 3, 3]
+    places = [{call.args[i].data_ptr() for call in of} for of in (quantised, fp8) for i in (2, 3)]
+    assert [len(place) for place in places] == [3, 3, 3, 3]
     out = own[1]()
     x, _, *w = own[1].args
     assert torch.equal(out, aiter_mx.linear(x, None, *w))
-    assert dense[2]().shape == out.shape
+    results = [of[2]().float().clone() for of in (quantised, dense, fp8)]
+    for result in results:  # of the same values, in bf16 and by either rounding to fp8
+        assert (result - results[1]).norm() < 0.06 * results[1].norm()

@@ -69,7 +69,7 @@ def test_cells_where_nothing_is_handed_over_any_more_are_left_out(tmp_path: Path
 def test_what_takes_turns_is_one_product_with_one_row_more(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (every_m, hand_overs):
         monkeypatch.setattr(module, "copies_to_stay_cold", lambda size: 3)
-    weights = every_m.Weights(64, 96, torch.device("cpu"), with_humming=False)
+    weights = every_m.Weights(64, 96, torch.device("cpu"), with_peers=False)
     calls = hand_overs.calls_of(weights, 5)
     rows = {name: [call().shape[0] for call in of] for name, of in calls.items()}
     assert rows == {

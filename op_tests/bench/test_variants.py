@@ -17,7 +17,7 @@ def test_each_call_is_the_product_in_its_dtype(monkeypatch: pytest.MonkeyPatch) 
     for module in (every_m, variants):
         monkeypatch.setattr(module, "copies_to_stay_cold", lambda size: 2)
     torch.manual_seed(0)
-    weights = every_m.Weights(64, 96, torch.device("cpu"), with_humming=False)
+    weights = every_m.Weights(64, 96, torch.device("cpu"), with_peers=False)
     calls = variants.calls_of(weights, 5, {})
     assert {*calls} == {*variants.OF_DTYPES, "cublas"}
     results = {name: of[1]() for name, of in calls.items()}

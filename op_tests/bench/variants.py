@@ -119,7 +119,7 @@ def cells_of(of: tuple[Shape, list[int]]) -> Iterator[dict[str, object]]:
     target = target_of(device)
     for fields in OF_DTYPES.values():
         aiter_mx.warmup("linear", device=device, M=rows, N=N, K=K, **fields)
-    weights = Weights(N, K, device, with_humming=False)
+    weights = Weights(N, K, device, with_peers=False)
     for M in rows:
         problem = LinearProblem(M, N, K)
         calls = calls_of(weights, M, untabled(target, problem))
