@@ -118,6 +118,17 @@ def _moe_gemm(problem: Any, number: int, operands: Operands) -> Posed:
     return operands, operands
 
 
+def _group_runs(problem: Any, number: int, operands: Operands) -> Posed:
+    """Groups beyond the last, and in every second of the first problems, and in all of the others,
+    runs that begin at any row."""
+    layout = operands[0]
+    assert layout is not None
+    if number % 2 or number > 5:
+        layout.copy_(layout.roll(3 * number))
+    layout[7::31] = problem.G + number // 2
+    return operands, operands
+
+
 def _grouped(problem: Any, number: int, operands: Operands) -> Posed:
     """Bounds of each kind: with starts, with ends alone, with neither, cut, and of no rows."""
     _raise(operands[4])
@@ -167,7 +178,15 @@ def _wgrad(problem: Any, number: int, operands: Operands) -> Posed:
     return [*operands[:4], before, *operands[5:7], counts + before], operands
 
 
-_ACROSS = ("moe_up", "moe_down", "moe_combine", "moe_gemm", "grouped_gemm", "grouped_wgrad")
+_ACROSS = (
+    "moe_up",
+    "moe_down",
+    "moe_combine",
+    "moe_gemm",
+    "grouped_gemm",
+    "grouped_wgrad",
+    "group_runs",
+)
 _MANY_EXPERTS = 32
 _VARIED: dict[str, Callable[[Any, int, Operands], Posed]] = {
     "quantize": _quantize,
@@ -176,6 +195,7 @@ _VARIED: dict[str, Callable[[Any, int, Operands], Posed]] = {
     "moe_align": _align,
     "moe_combine": _combine,
     "moe_gemm": _moe_gemm,
+    "group_runs": _group_runs,
     "grouped_gemm": _grouped,
     "grouped_wgrad": _wgrad,
 }

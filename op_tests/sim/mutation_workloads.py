@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from aiter_mx.kernels.group_runs import GroupRunsProblem
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.moe_align import MoeAlignProblem
@@ -31,7 +32,11 @@ _SCHEDULES = ("random", "round-robin", "run-to-barrier")
 _MAX_STEPS = 1 << 18
 _CPU = torch.device("cpu")
 _PRODUCTS = ("grouped_gemm", "grouped_wgrad", "moe_gemm", "moe_up", "moe_down")
-_ROWS = (*_PRODUCTS, "moe_combine")  # ops whose results are rows, not all of which are written
+_ROWS = (
+    *_PRODUCTS,
+    "moe_combine",
+    "group_runs",
+)  # ops whose results are rows, not all of which are written
 _SCALES = ("xs", "ws", "x_scale", "grad_scale")
 _NAN_SCALE = 255
 
@@ -285,6 +290,27 @@ WORKLOAD_CASES = (
             QuantizeProblem(256, 512, to="both"),
         ),
         {"rows": 128, "resident": 2, "steps": 8, "cluster": 1},
+    ),
+    WorkloadCase(
+        "group_runs",
+        "group_runs",
+        "scan",
+        (
+            GroupRunsProblem(77, 1, 5, 8, "fp32"),
+            GroupRunsProblem(300, 9, 3, 16),
+            GroupRunsProblem(8500, 8, 300, 32),
+            GroupRunsProblem(333, 301, 4, 16, "fp16"),
+            GroupRunsProblem(150, 1100, 70, 1, "fp32"),
+            GroupRunsProblem(8333, 600, 90, 128, "fp16"),
+            GroupRunsProblem(57, 1, 2, 4, "fp32"),
+            GroupRunsProblem(47, 1, 2, 5, "fp32"),
+            GroupRunsProblem(43, 3, 2, 3),
+            GroupRunsProblem(43, 1, 2, 4, "fp32"),
+            GroupRunsProblem(57, 5, 2, 5),
+            GroupRunsProblem(20, 33161, 2, 3, "fp16"),
+            GroupRunsProblem(42, 1, 2, 5, "fp32"),
+            GroupRunsProblem(48, 1, 2, 5, "fp32"),
+        ),
     ),
     WorkloadCase(
         "grouped m32 n128",
