@@ -15,6 +15,7 @@ constexpr int kUnroll = MX_UNROLL;   // loads in flight
 extern "C" __global__ void __launch_bounds__(kThreads)
     aiter_mx_read_only(const unsigned char* data, unsigned* sink, long long size_bytes,
                        int groups) {
+    launch_dependents(); // where launches may overlap, the next begins as soon as there is room
     const long long stride = 16ll * kThreads * groups;
     unsigned mixed = 0;
     for (long long first = 16ll * (group_x() * kThreads + thread_in_group()); first < size_bytes;

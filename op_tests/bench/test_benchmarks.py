@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import aiter_mx
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem, triton
 from aiter_mx.kernels.spec import Config
 from aiter_mx.numerics import dequantize_block_scaled
-from aiter_mx.target import hardware
+from aiter_mx.target import Target, hardware
 from op_tests.bench import common, linear, moe, pictures, training, warmup
 from op_tests.bench.common import MEASURED, normal_mx
 
@@ -78,7 +78,11 @@ def test_the_linears_table_is_of_what_was_timed(
     monkeypatch.setattr(linear, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(linear, "copies_to_stay_cold", lambda size: 3)
     read: list[int] = []
-    monkeypatch.setattr(linear, "reader", lambda _: lambda ts: read.extend(map(len, ts)) or 1.5)
+
+    def reader(_: Target, overlaps: bool = False) -> Callable[[list[torch.Tensor]], float]:
+        return lambda tensors: read.extend(map(len, tensors)) or (1.25 if overlaps else 1.5)
+
+    monkeypatch.setattr(linear, "reader", reader)
     monkeypatch.setattr(common, "build_all", lambda _: None)
     for module in (linear, common):
         monkeypatch.setattr(module, "target_of", lambda _: hardware("sm_90a"))
@@ -94,7 +98,11 @@ def test_the_linears_table_is_of_what_was_timed(
     assert 5e-4 < row["rel_err"] < 4e-3  # of bf16
     assert row["pdl_kernel"] and row["pdl_config"] and row["over_bf16"] > 0
     assert all(len(calls) == 3 for calls in graphs)
-    assert read == [64 * 256 * 33 // 32] * 3, "the floor reads scales too"
+    assert read == [64 * 256 * 33 // 32] * 6, "the floor reads scales too"
+    assert (row["ours_over_floor"], row["pdl_over_floor"]) == (
+        row["ours_us"] / 1.5,
+        row["pdl_us"] / 1.25,
+    )
     for name in ("quantised_us", "quantised_pdl_us", "normed_us", "normed_pdl_us"):
         first = graphs[int(row[name]) - 1][0]
         x, norm, w, out, pdl = first.args
