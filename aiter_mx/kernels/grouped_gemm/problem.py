@@ -26,6 +26,7 @@ groups, or ``masked`` as G matrices of M / G rows each; those of b as G matrices
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,13 +67,20 @@ A_DTYPES = {name: FORMATS[name].dtype for name in ("e4m3", "e5m2")}
 A_FORMATS = {dtype: name for name, dtype in A_DTYPES.items()}
 
 
-def require_groups(problem: Any, **known: tuple[str, ...]) -> None:
-    """Raise ValueError unless fields of a grouped product, and those `known`, have such values."""
-    layouts = ("jagged", "masked", "runs")
-    usual = {"out_dtype": OUT_DTYPES, "layout": layouts, "index": tuple(INDEX_BYTES)}
+_LEAST = {"M": 0, "N": 0, "G": 1, "expected": 0, "run_rows": 0}
+KNOWN_OF_GROUPS: dict[str, tuple[str, ...]] = {
+    "out_dtype": OUT_DTYPES,
+    "layout": ("jagged", "masked", "runs"),
+    "index": tuple(INDEX_BYTES),
+}
+
+
+def require_groups(problem: Any, known: Mapping[str, tuple[str, ...]] = KNOWN_OF_GROUPS) -> None:
+    """Raise ValueError unless fields of a grouped product have such values as are known."""
+    require(problem, _LEAST, known)
     of_runs = problem.layout == "runs"
-    least = {"M": 0, "N": 0, "G": 1, "expected": 0, "run_rows": int(of_runs)}
-    require(problem, least, usual | known | ({"index": ("i32",)} if of_runs else {}))
+    if of_runs:
+        require(problem, {"run_rows": 1}, {"index": ("i32",)})
     if problem.run_rows and not of_runs:
         raise ValueError(f"run_rows must be 0 unless the layout is runs, got {problem.run_rows}")
     require_blocks("K", problem.K)
@@ -84,6 +92,15 @@ def room_for_runs(rows: int, groups: int, run_rows: int) -> int:
     """How many ranges of rows there is room for, where they begin at multiples of ``run_rows`` or
     are no more than groups; 0 for ``run_rows`` of 0."""
     return max(groups, -(-rows // run_rows)) if run_rows else 0
+
+
+_KNOWN = KNOWN_OF_GROUPS | {
+    "bias": BIAS_DTYPES,
+    "layout": tuple(LAYOUT_CODES),
+    "a_scale_layout": tuple(LAYOUTS),
+    "b_scale_layout": tuple(LAYOUTS),
+    "a_format": tuple(A_DTYPES),
+}
 
 
 @dataclass(frozen=True)
@@ -128,14 +145,7 @@ class GroupedGemmProblem:
     run_rows: int = 0
 
     def __post_init__(self) -> None:
-        require_groups(
-            self,
-            bias=BIAS_DTYPES,
-            layout=tuple(LAYOUT_CODES),
-            a_scale_layout=tuple(LAYOUTS),
-            b_scale_layout=tuple(LAYOUTS),
-            a_format=tuple(A_DTYPES),
-        )
+        require_groups(self, _KNOWN)
         if not 0 <= self.out_rows <= (MAX_OUT_ROWS if self.unpads else 0):
             raise ValueError(f"a result of {self.layout} groups cannot have {self.out_rows} rows")
 

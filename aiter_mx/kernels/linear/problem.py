@@ -46,6 +46,10 @@ _LAUNCH_CYCLES = {"gfx950": 6000, "sm_90a": 3000}
 _BYTES_A_CYCLE = 13  # of memory, for each compute unit of an MI355X
 
 
+_LEAST = {"M": 0, "N": 0}
+_KNOWN = {"out_dtype": OUT_DTYPES, "bias": BIAS_DTYPES, "x_dtype": tuple(X_CODES)}
+
+
 @dataclass(frozen=True)
 class LinearProblem:
     """``y[M, N] = x[M, K] @ w[N, K].T + bias[N]`` over MX-FP8 w, and x or what it is quantised to.
@@ -74,8 +78,7 @@ class LinearProblem:
     after_quantize: bool = False
 
     def __post_init__(self) -> None:
-        known = {"out_dtype": OUT_DTYPES, "bias": BIAS_DTYPES, "x_dtype": tuple(X_CODES)}
-        require(self, {"M": 0, "N": 0}, known)
+        require(self, _LEAST, _KNOWN)
         require_blocks("K", self.K)
         if self.pdl not in (False, True):
             raise ValueError(f"pdl must be False or True, got {self.pdl!r}")

@@ -176,10 +176,14 @@ def laid_out(
     per_sm: int = 1,
 ) -> Layout | None:
     rows_m = _rows_m(problem, x_is_a)
-    groups_a = groups_of_x(problem) if x_is_a else row_groups
-    groups_b = row_groups // groups_a
-    rows_w = up(share, 8 * groups_b if x_is_a else 8)
-    columns = rows_w // groups_b if x_is_a else rows_m
+    if x_is_a:
+        groups_a = groups_of_x(problem)
+        groups_b = row_groups // groups_a
+        rows_w = up(share, 8 * groups_b)
+        columns, rows_a, rows_b = rows_w // groups_b, rows_m, rows_w
+    else:
+        groups_a, groups_b, rows_w = row_groups, 1, up(share, 8)
+        columns, rows_a, rows_b = rows_m, rows_w, rows_m
     groups = row_groups * k_groups
     if rows_w > _MOST_BOX_ROWS:
         return None
@@ -188,7 +192,6 @@ def laid_out(
         return None
     fewest_chunks, more = divmod(chunks_of(problem), split)
     chunks = fewest_chunks + (more > 0)
-    rows_a, rows_b = (rows_m, rows_w) if x_is_a else (rows_w, rows_m)
     tiles = -(-rows_a // 16) * (rows_b // 8)
     if tiles < split and per_sm == 1:
         return None  # choices are fitted without clusters of which some own no sums
@@ -213,7 +216,5 @@ def laid_out(
     shared_bytes = up(_ALIGNMENT_BYTES + stages * stage_bytes + behind, 16)
     clusters = -(-problem.N // rows_w)
     at_once = 1 if more or problem.K % CHUNK else gcd(4, chunks)
-    return Layout(
-        *(x_is_a, rows_m, rows_w, columns, passes, clusters),
-        *(chunks, stages, shared_bytes, at_once, kept),
-    )
+    of_tile = x_is_a, rows_m, rows_w, columns, passes, clusters
+    return Layout(*of_tile, chunks, stages, shared_bytes, at_once, kept)

@@ -104,9 +104,14 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     refused = untiled.refusal_of_any_rows(target, problem)
     if refused is not None:
         return refused
-    if not any(_layouts(problem.N, problem.K)):
+    if not _fits(_k_alike(problem.K)):
         return f"K={problem.K}: no room for the scales of a tile in shared memory"
     return None
+
+
+@lru_cache(maxsize=1024)
+def _fits(K: int) -> bool:
+    return any(_layouts(1, K))
 
 
 class Code(NamedTuple):
@@ -164,23 +169,25 @@ def menu(target: Target, N: int, K: int) -> tuple[Code, ...]:
     least = list(map(min, zip(*of_all, strict=True)))
     is_own = [_is_least(target, M, N, K, c) for M, c in zip(_ROWS, least, strict=True)]
     rows, best = list(compress(_ROWS, is_own)), list(compress(least, is_own))
-    lost = {  # small numbers of rows count as much as large ones
-        code: [
-            (c / b) ** 4 / M**0.5
-            for c, b, M in zip(compress(cycles, is_own), best, rows, strict=True)
-        ]
-        for code, cycles in zip(codes, of_all, strict=True)
-    }
+    roots = [M**0.5 for M in rows]  # small numbers of rows count as much as large ones
+    lost = [
+        [(c / b) ** 4 / r for c, b, r in zip(compress(cycles, is_own), best, roots, strict=True)]
+        for cycles in of_all
+    ]
     found: list[Code] = []
-    left = [inf] * len(rows)
-    worth = _WORTH_A_CODE * sum(1 / M**0.5 for M in rows)
-    while True:
-        more = min(codes, key=lambda code: sum(map(min, left, lost[code])))
-        then = list(map(min, left, lost[more]))
-        if len(found) == _MOST_CODES or (found and sum(left) - sum(then) <= worth):
-            return tuple(found)
-        found.append(more)
-        left = then
+    left, worth = [inf] * len(rows), _WORTH_A_CODE * sum(1 / root for root in roots)
+    weighed = list(zip(codes, lost, strict=True))
+    while len(found) < _MOST_CODES:
+        had, sums = sum(left), [sum(map(min, left, of_code)) for _, of_code in weighed]
+        least_sum = min(sums)
+        if found and had - least_sum <= worth:
+            break
+        chosen, then = weighed[sums.index(least_sum)]
+        found.append(chosen)
+        left = list(map(min, left, then))
+        # What gains too little beside some gains no more beside others too.
+        weighed = [each for each, s in zip(weighed, sums, strict=True) if had - s >= worth]
+    return tuple(found)
 
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
