@@ -12,7 +12,8 @@ from torch import Tensor
 
 import aiter_mx
 from aiter_mx import invariance
-from aiter_mx.kernels.linear import LinearProblem, wgmma_bf16_sm90
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import layout
 from aiter_mx.target import hardware
 
 ROWS = {"cpu": (*range(1, 9), 17, 33, 64, 150), "sim": (1, 2, 17, 33, 70)}
@@ -223,9 +224,7 @@ def test_linears_on_hopper_divide_k_as_its_shape_alone_says(N: int, K: int) -> N
             assert M <= config["tile_m"] < max(2 * M, 9)
         assert chosen.kernel == "wgmma_bf16_few" if M <= 16 else "wgmma_bf16" in chosen.kernel
         if config.get("pairs", 0):  # which compute whole tiles
-            assert not wgmma_bf16_sm90.layout(
-                hardware("sm_90a"), LinearProblem(M, N, K), config
-            ).part
+            assert not layout(hardware("sm_90a"), LinearProblem(M, N, K), config).part
         parts.add(config["split"] * config.get("k_groups", 1))
     assert len(parts) == 1
 

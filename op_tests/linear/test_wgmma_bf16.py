@@ -8,11 +8,11 @@ from itertools import product
 import pytest
 
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear.wgmma_bf16_sm90 import layout
+from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import layout
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import hardware
-from op_tests.linear.subjects.wgmma_sm90 import WGMMA_BF16_CASES as CASES
-from op_tests.linear.subjects.wgmma_sm90 import WGMMA_BF16_SMALL as SMALL
+from op_tests.linear.subjects.wgmma_bf16_sm90 import WGMMA_BF16_CASES as CASES
+from op_tests.linear.subjects.wgmma_bf16_sm90 import WGMMA_BF16_SMALL as SMALL
 
 WGMMA_BF16 = find_kernel("linear", "sm_90a", "hip", "wgmma_bf16")
 TARGET = hardware("sm_90a")

@@ -17,6 +17,7 @@ from aiter_mx.kernels.linear import wgmma_bf16_sm90 as many
 from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_BF16_FEW as FITTED_FEW
 from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_BF16_ONE as FITTED_ONE
 from aiter_mx.kernels.linear.problem import LinearProblem
+from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import PARAMS, layout
 from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, most_clusters
 from aiter_mx.kernels.spec import Config
 from aiter_mx.target import Target
@@ -56,11 +57,11 @@ def _costs_of_few(target: Target, problem: LinearProblem, parts: int) -> Iterato
 def _costs_of_one_tile(target: Target, problem: LinearProblem, parts: int) -> Iterator[Costed]:
     """Of wgmma_bf16 with one tile of tokens, see ``FITTED_ONE``. Two CTAs of 64 features fit an SM,
     one of more."""
-    tile_m = next(tokens for tokens in many.PARAMS[0].values if tokens >= problem.M)
+    tile_m = next(tokens for tokens in PARAMS[0].values if tokens >= problem.M)
     units = -(-problem.K // (CHUNK * parts)) * _UNITS
-    for tile_n in many.PARAMS[1].values:
+    for tile_n in PARAMS[1].values:
         config = {"tile_m": tile_m, "tile_n": tile_n, "split": parts, "pairs": 0}
-        if many.layout(target, problem, config) is None:
+        if layout(target, problem, config) is None:
             continue
         groups, of_sm = tile_n // GROUP_ROWS, 2 if tile_n == GROUP_ROWS else 1
         ctas = -(-problem.N // tile_n) * parts
@@ -74,7 +75,7 @@ def _costs_of_many(target: Target, problem: LinearProblem, parts: int) -> Iterat
     units = -(-problem.K // (CHUNK * parts)) * _UNITS
     for tile in many.tiles_of_splits():
         config = {"tile_m": tile.tile_m, "tile_n": tile.tile_n, "split": parts, "pairs": 0}
-        if many.layout(target, problem, config) is None:
+        if layout(target, problem, config) is None:
             continue
         tiles = -(-problem.M // tile.tile_m) * -(-problem.N // tile.tile_n)
         rounds = -(-tiles // most_clusters(target, parts))
@@ -93,7 +94,7 @@ def _costs_of_pairs(target: Target, problem: LinearProblem, parts: int) -> Itera
             pairs = next(pairs for pairs in range(min(most, tiles), 0, -1) if tiles % pairs == 0)
             rounds = tiles // pairs
         config = {"tile_m": tile.tile_m, "tile_n": tile.tile_n, "split": parts, "pairs": pairs}
-        if many.layout(target, problem, config) is None:
+        if layout(target, problem, config) is None:
             continue
         kept = 2 * (parts - 1) * tile.sums / _KEPT_BYTES
         yield rounds * (units * tile.unit + tile.itself + kept), config

@@ -20,12 +20,20 @@ from aiter_mx.kernels.linear.problem import (
     matrix_scalars,
     quantised_meanwhile,
 )
+from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import (
+    FEW,
+    MOST_PAIRED,
+    MOST_TOKENS,
+    PAIR,
+    PARAMS,
+    UNIT,
+    chunks_of,
+    layout,
+    tile_count,
+)
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
 from aiter_mx.kernels.sm90 import (
-    CHUNK,
     GROUP_ROWS,
-    RESERVED_BYTES,
-    SHARED_BYTES,
     most_clusters,
     up,
 )
@@ -36,7 +44,6 @@ from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     Module,
-    Param,
     Parts,
     TensorMap,
     numbers,
@@ -45,21 +52,10 @@ from aiter_mx.kernels.spec import (
 from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
-PARAMS = (
-    Param("tile_m", (32, 64, 96, 128, 160, 192, 256), "tokens of a tile"),
-    Param("tile_n", (64, 128, 192), "features of a CTA, 64 for each warpgroup that multiplies"),
-    Param("split", (1, 2, 3, 4, 6, 8), "parts of K: CTAs of a cluster, or of pairs in turn"),
-    Param("pairs", tuple(range(67)), "of CTAs that stay and share all tiles, or 0"),
-)
-
 MIN_M = 17
 _MIN_TIMED_M = 33
-_FEW = 64  # tokens of a tile of which two CTAs fit an SM; such tiles are for one order of addition
-_TILES_M = tuple(tokens for tokens in PARAMS[0].values if tokens > _FEW)
+_TILES_M = tuple(tokens for tokens in PARAMS[0].values if tokens > FEW)
 _MIN_OWN_M = 65  # without a table: the other kernels have tiles of so few rows
-_PAIR = 2  # CTAs of a cluster
-_MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
-_MOST_PAIRED = 128  # features of a CTA of a pair
 # Without a table, tiles have at most 128 features up to so many rows. Above, those of pairs are
 # large, and up to _MANY_TOKENS there are these, of tokens and features, of clusters of so many.
 _FEW_TOKENS, _MANY_TOKENS, _LARGE = 128, 2048, 160
@@ -69,76 +65,10 @@ _OWN_SPLITS = {
     (160, 128): (1,),
     (256, 128): (1,),
 }
-_UNIT = 64  # k that are multiplied at a time
-_FLAG_BYTES = 2048  # barriers, and which tokens and features have scales that bf16 does not cover
 _COUNTERS = 1024  # of parts of tiles that have ended, see ``XWorkspace``
 MOST_OWN_M = 4096  # without a table: beyond, persistent was as fast or faster on an H200
 _MOST_BEYOND_X = 64 << 20  # bytes of a workspace, beside x in bf16
 FITTED, FITTED_PAIRS = WgmmaBf16(), WGMMA_BF16_PAIRS
-
-
-class Layout(NamedTuple):
-    """What the host works out of a configuration: see the constants of the kernel.
-
-    Attributes:
-        x_stages: stages of x in bf16.
-        w_stages: stages of w.
-        shared_bytes: shared memory of a CTA.
-        clusters: that are launched.
-        rounds: of whole tiles, of which each pair computes one.
-        part: chunks of the other tiles that each pair computes,
-        parts_with_one_more: and how many have one more.
-    """
-
-    x_stages: int
-    w_stages: int
-    shared_bytes: int
-    clusters: int
-    rounds: int = 0
-    part: int = 0
-    parts_with_one_more: int = 0
-
-
-def _chunks(problem: LinearProblem) -> int:
-    return -(-problem.K // CHUNK)
-
-
-def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
-    """How a configuration is laid out, or None where it does not fit."""
-    tile_m, tile_n, split, pairs = (config[p.name] for p in PARAMS)
-    chunks = _chunks(problem)
-    if tile_m > _MOST_TOKENS[tile_n] or split > chunks:
-        return None
-    if pairs and (tile_n > _MOST_PAIRED or pairs > target.cu_num // _PAIR):
-        return None
-    tiles = _tiles(problem, tile_m, tile_n * (_PAIR if pairs else 1))
-    if pairs > tiles * chunks:
-        return None
-    two_of_sm = tile_m <= _FEW and tile_n == GROUP_ROWS
-    room = (SHARED_BYTES - RESERVED_BYTES) // 2 if two_of_sm else SHARED_BYTES
-    kept = tile_m * tile_n * 4 if pairs and split > 1 else 0  # sums of parts of K
-    most = room - _FLAG_BYTES - kept
-    x, w = tile_m * _UNIT * 2, tile_n * CHUNK
-    chunks_ahead = min(most // (2 * x + w), 6)  # of both operands
-    if chunks_ahead < 2:
-        return None
-    x_stages, w_stages = 2 * chunks_ahead, chunks_ahead
-    w_stages += min((most - x_stages * x - w_stages * w) // w, 2)  # it comes from further away
-    x_stages += min((most - x_stages * x - w_stages * w) // x, 2)
-    stages = x_stages * x + w_stages * w
-    sums = 0 if pairs or split == 1 else tile_m * (tile_n + 4) * 4
-    found = Layout(x_stages, w_stages, max(stages, sums) + kept + _FLAG_BYTES, pairs or tiles)
-    if split > 1:
-        return found
-    if not pairs or tiles % pairs == 0:
-        return found._replace(rounds=tiles // pairs if pairs else 0)
-    rounds = max(tiles // pairs - 1, 0)
-    part, parts_with_one_more = divmod((tiles - rounds * pairs) * chunks, pairs)
-    return found._replace(rounds=rounds, part=part, parts_with_one_more=parts_with_one_more)
-
-
-def _tiles(problem: LinearProblem, tile_m: int, features: int) -> int:
-    return -(-problem.M // tile_m) * -(-problem.N // features)
 
 
 _layout = where_it_fits(layout)
@@ -150,8 +80,8 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     for name in ("M", "N", "K"):
         if (value := getattr(problem, name)) > MAX_INT:
             return f"{name}={value}: wgmma_bf16 counts it in 31 bits"
-    tiles = _tiles(problem, _TILES_M[0], PARAMS[1].values[0])
-    if tiles * _chunks(problem) > MAX_INT:
+    tiles = tile_count(problem, _TILES_M[0], PARAMS[1].values[0])
+    if tiles * chunks_of(problem) > MAX_INT:
         return f"there are up to {tiles} tiles, and the chunks of K of all are counted in 31 bits"
     return None
 
@@ -172,14 +102,14 @@ def _tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16) -> tuple[Tile, ...]:
     return tuple(
         _tile(tile_m, tile_n, of, of is pairs)
         for tile_m, tile_n in product(_TILES_M, PARAMS[1].values)
-        if tile_m <= _MOST_TOKENS[tile_n]
-        for of in ((splits, pairs) if tile_n <= _MOST_PAIRED else (splits,))
+        if tile_m <= MOST_TOKENS[tile_n]
+        for of in ((splits, pairs) if tile_n <= MOST_PAIRED else (splits,))
     )
 
 
 def _tile(tile_m: int, tile_n: int, of: WgmmaBf16, pairs: bool) -> Tile:
     computed = tile_n // GROUP_ROWS * max(of.group, of.product * tile_m)
-    copied = (tile_m * (1 if pairs else 2) + tile_n) * _UNIT / of.bytes_a_cycle
+    copied = (tile_m * (1 if pairs else 2) + tile_n) * UNIT / of.bytes_a_cycle
     unit = (computed**of.together + copied**of.together) ** (1 / of.together)
     sums = tile_m * tile_n * 4
     return Tile(tile_m, tile_n, pairs, unit, of.tile + sums / of.stored, sums)
@@ -205,9 +135,9 @@ def _own_tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16, few: bool, many: bool) ->
     found = []
     for tile in _tiles_of(splits, pairs):
         if few:
-            own = every if tile.tile_n <= _MOST_PAIRED else ()
+            own = every if tile.tile_n <= MOST_PAIRED else ()
         elif tile.pairs:
-            own = every if tile.tile_n == _MOST_PAIRED and tile.tile_m > _LARGE else ()
+            own = every if tile.tile_n == MOST_PAIRED and tile.tile_m > _LARGE else ()
         else:
             own = _OWN_SPLITS.get((tile.tile_m, tile.tile_n), ()) if many else ()
         if own:
@@ -219,11 +149,11 @@ def _costs(
     tiles_for: Callable[[int], Tiles], target: Target, problem: LinearProblem, least: Least
 ) -> Iterator[Costed]:
     """A model of a call's time beyond its start, see ``FITTED``."""
-    M, N, chunks = problem.M, problem.N, _chunks(problem)
-    most = target.cu_num // _PAIR
+    M, N, chunks = problem.M, problem.N, chunks_of(problem)
+    most = target.cu_num // PAIR
     bounds = []
     for tile, splits in tiles_for(M):
-        features = tile.tile_n * (_PAIR if tile.pairs else 1)
+        features = tile.tile_n * (PAIR if tile.pairs else 1)
         tiles = -(-M // tile.tile_m) * -(-N // features)
         side_by_side = most if tile.pairs else target.cu_num
         bound = tiles * tile.unit / side_by_side * 2 * chunks * ROUNDED_OFF
@@ -262,8 +192,8 @@ def tiles_of_pairs() -> tuple[Tile, ...]:
 
 def costs_of_pairs(target: Target, problem: LinearProblem, tile: Tile) -> Iterator[Costed]:
     """Of a tile of pairs, with the numbers of them that suit it."""
-    tiles = _tiles(problem, tile.tile_m, _PAIR * tile.tile_n)
-    return _costs_of_pairs(_chunks(problem), target.cu_num // _PAIR, tiles, tile)
+    tiles = tile_count(problem, tile.tile_m, PAIR * tile.tile_n)
+    return _costs_of_pairs(chunks_of(problem), target.cu_num // PAIR, tiles, tile)
 
 
 def _costs_of_pairs(chunks: int, most: int, tiles: int, tile: Tile) -> Iterator[Costed]:
@@ -357,7 +287,7 @@ def defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[s
 def geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
     found = _layout(target, problem, config)
     return Geometry(
-        grid=(found.clusters * (_PAIR if config["pairs"] else config["split"]), 1, 1),
+        grid=(found.clusters * (PAIR if config["pairs"] else config["split"]), 1, 1),
         block=(128 * (config["tile_n"] // GROUP_ROWS + 1), 1, 1),
         shared_bytes=found.shared_bytes,
         overlaps=True,  # with the launch that expands x
@@ -380,7 +310,7 @@ def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMa
 
 def _units(problem: LinearProblem, config: Config) -> int:
     """Of x, in all tiles of tokens, each of which a CTA of the launch ahead expands."""
-    return -(-problem.M // config["tile_m"]) * -(-problem.K // _UNIT)
+    return -(-problem.M // config["tile_m"]) * -(-problem.K // UNIT)
 
 
 def _workspace_bytes(target: Target, problem: LinearProblem, config: Config) -> int:
@@ -392,9 +322,9 @@ def _workspace_bytes(target: Target, problem: LinearProblem, config: Config) -> 
     return (
         4 * _COUNTERS
         + up(4 * units, 1024)
-        + units * tile_m * _UNIT * 2
+        + units * tile_m * UNIT * 2
         + up(kept, 1024)
-        + parts * _PAIR * tile_m * config["tile_n"] * 4
+        + parts * PAIR * tile_m * config["tile_n"] * 4
     )
 
 

@@ -1,0 +1,88 @@
+"""How ``wgmma_bf16`` of Hopper's linear is laid out: tiles, stages and who computes what."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from aiter_mx.kernels.linear.problem import LinearProblem
+from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, RESERVED_BYTES, SHARED_BYTES
+from aiter_mx.kernels.spec import Config, Param
+from aiter_mx.target import Target
+
+PARAMS = (
+    Param("tile_m", (32, 64, 96, 128, 160, 192, 256), "tokens of a tile"),
+    Param("tile_n", (64, 128, 192), "features of a CTA, 64 for each warpgroup that multiplies"),
+    Param("split", (1, 2, 3, 4, 6, 8), "parts of K: CTAs of a cluster, or of pairs in turn"),
+    Param("pairs", tuple(range(67)), "of CTAs that stay and share all tiles, or 0"),
+)
+
+FEW = 64  # tokens of a tile of which two CTAs fit an SM; such tiles are for one order of addition
+PAIR = 2  # CTAs of a cluster
+MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
+MOST_PAIRED = 128  # features of a CTA of a pair
+UNIT = 64  # k that are multiplied at a time
+_FLAG_BYTES = 2048  # barriers, and which tokens and features have scales that bf16 does not cover
+
+
+class Layout(NamedTuple):
+    """What the host works out of a configuration: see the constants of the kernel.
+
+    Attributes:
+        x_stages: stages of x in bf16.
+        w_stages: stages of w.
+        shared_bytes: shared memory of a CTA.
+        clusters: that are launched.
+        rounds: of whole tiles, of which each pair computes one.
+        part: chunks of the other tiles that each pair computes,
+        parts_with_one_more: and how many have one more.
+    """
+
+    x_stages: int
+    w_stages: int
+    shared_bytes: int
+    clusters: int
+    rounds: int = 0
+    part: int = 0
+    parts_with_one_more: int = 0
+
+
+def chunks_of(problem: LinearProblem) -> int:
+    return -(-problem.K // CHUNK)
+
+
+def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | None:
+    """How a configuration is laid out, or None where it does not fit."""
+    tile_m, tile_n, split, pairs = (config[p.name] for p in PARAMS)
+    chunks = chunks_of(problem)
+    if tile_m > MOST_TOKENS[tile_n] or split > chunks:
+        return None
+    if pairs and (tile_n > MOST_PAIRED or pairs > target.cu_num // PAIR):
+        return None
+    tiles = tile_count(problem, tile_m, tile_n * (PAIR if pairs else 1))
+    if pairs > tiles * chunks:
+        return None
+    two_of_sm = tile_m <= FEW and tile_n == GROUP_ROWS
+    room = (SHARED_BYTES - RESERVED_BYTES) // 2 if two_of_sm else SHARED_BYTES
+    kept = tile_m * tile_n * 4 if pairs and split > 1 else 0  # sums of parts of K
+    most = room - _FLAG_BYTES - kept
+    x, w = tile_m * UNIT * 2, tile_n * CHUNK
+    chunks_ahead = min(most // (2 * x + w), 6)  # of both operands
+    if chunks_ahead < 2:
+        return None
+    x_stages, w_stages = 2 * chunks_ahead, chunks_ahead
+    w_stages += min((most - x_stages * x - w_stages * w) // w, 2)  # it comes from further away
+    x_stages += min((most - x_stages * x - w_stages * w) // x, 2)
+    stages = x_stages * x + w_stages * w
+    sums = 0 if pairs or split == 1 else tile_m * (tile_n + 4) * 4
+    found = Layout(x_stages, w_stages, max(stages, sums) + kept + _FLAG_BYTES, pairs or tiles)
+    if split > 1:
+        return found
+    if not pairs or tiles % pairs == 0:
+        return found._replace(rounds=tiles // pairs if pairs else 0)
+    rounds = max(tiles // pairs - 1, 0)
+    part, parts_with_one_more = divmod((tiles - rounds * pairs) * chunks, pairs)
+    return found._replace(rounds=rounds, part=part, parts_with_one_more=parts_with_one_more)
+
+
+def tile_count(problem: LinearProblem, tile_m: int, features: int) -> int:
+    return -(-problem.M // tile_m) * -(-problem.N // features)
