@@ -13,7 +13,7 @@ from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import bind
 from aiter_mx.target import hardware
 from op_tests.linear.operands import operands
-from op_tests.linear.subjects.wgmma_sm90 import WGMMA_BF16_FEW_CASES as CASES
+from op_tests.linear.subjects.wgmma_bf16_sm90 import WGMMA_BF16_FEW_CASES as CASES
 
 FEW = find_kernel("linear", "sm_90a", "hip", "wgmma_bf16_few")
 MANY = find_kernel("linear", "sm_90a", "hip", "wgmma_bf16")

@@ -11,7 +11,7 @@ from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import hardware
 from op_tests.linear.launches import launch_linear
 from op_tests.linear.operands import Operands, operands, with_zero_blocks
-from op_tests.linear.subjects.wgmma_sm90 import WIDE_RUNNING_ON as RUNNING_ON
+from op_tests.linear.subjects.wgmma_bf16_sm90 import WIDE_RUNNING_ON as RUNNING_ON
 from op_tests.mx_reference import assert_close_to_reference
 
 WGMMA_F16 = find_kernel("linear", "sm_90a", "hip", "wgmma_f16")

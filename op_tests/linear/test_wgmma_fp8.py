@@ -11,9 +11,9 @@ from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import layout
 from aiter_mx.kernels.registry import find_kernel, in_line
 from aiter_mx.target import hardware
-from op_tests.linear.subjects.wgmma_sm90 import WGMMA_FP8_CASES as CASES
-from op_tests.linear.subjects.wgmma_sm90 import WGMMA_FP8_PASSES as PASSES
-from op_tests.linear.subjects.wgmma_sm90 import WGMMA_FP8_SMALL as SMALL
+from op_tests.linear.subjects.wgmma_fp8_sm90 import WGMMA_FP8_CASES as CASES
+from op_tests.linear.subjects.wgmma_fp8_sm90 import WGMMA_FP8_PASSES as PASSES
+from op_tests.linear.subjects.wgmma_fp8_sm90 import WGMMA_FP8_SMALL as SMALL
 
 WGMMA_FP8 = find_kernel("linear", "sm_90a", "hip", "wgmma_fp8")
 TARGET = hardware("sm_90a")

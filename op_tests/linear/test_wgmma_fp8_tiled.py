@@ -13,8 +13,8 @@ from aiter_mx.kernels.linear.wgmma_fp8_tiled_sm90 import layout, least_cycles, o
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.plan import build_requests
 from aiter_mx.target import hardware
-from op_tests.linear.subjects.wgmma_sm90 import WGMMA_FP8_TILED_CASES as CASES
-from op_tests.linear.subjects.wgmma_sm90 import WGMMA_FP8_TILED_SMALL as SMALL
+from op_tests.linear.subjects.wgmma_fp8_sm90 import WGMMA_FP8_TILED_CASES as CASES
+from op_tests.linear.subjects.wgmma_fp8_sm90 import WGMMA_FP8_TILED_SMALL as SMALL
 
 TILED = find_kernel("linear", "sm_90a", "hip", "wgmma_fp8_tiled")
 TARGET = hardware("sm_90a")

@@ -6,14 +6,13 @@ from op_tests.conformance import alone
 from op_tests.linear.subjects.gfx950 import GEMV, MFMA_GFX950, MFMA_SPLIT_GFX950
 from op_tests.linear.subjects.mma_sm90 import MMA_REGISTERS, MMA_RING
 from op_tests.linear.subjects.subject import Case, Subject
-from op_tests.linear.subjects.wgmma_sm90 import (
+from op_tests.linear.subjects.wgmma_bf16_sm90 import (
     WGMMA_BF16,
     WGMMA_BF16_FEW,
     WGMMA_BF16_SWAPPED,
     WGMMA_F16,
-    WGMMA_FP8,
-    WGMMA_FP8_TILED,
 )
+from op_tests.linear.subjects.wgmma_fp8_sm90 import WGMMA_FP8, WGMMA_FP8_TILED
 
 _SHAPES = [(1, 1, 32), (3, 40, 160), (17, 65, 1056), (150, 20, 64), (2, 16, 64)]
 

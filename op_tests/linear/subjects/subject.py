@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, product
 from typing import NamedTuple
 
 from aiter_mx.kernels.spec import Config
@@ -27,18 +28,19 @@ class Case(NamedTuple):
 
 
 def cases(params: Sequence[str], table: str, cu_num: int | None = None) -> list[Case]:
-    """A case for each line of a table: M, N, K, then the values of the kernel's parameters, or none
-    where it chooses them.
+    """The cases of each line of a table: M, N, K, then the values of the kernel's parameters, or
+    none where it chooses them; one for each combination where commas are between values.
 
     Args:
         params: the kernel's parameters.
         table: the lines; what follows a ``#`` is a comment.
         cu_num: of every case.
     """
-    rows = ([int(word) for word in line.partition("#")[0].split()] for line in table.splitlines())
+    lines = (line.partition("#")[0].split() for line in table.splitlines())
+    rows = (product(*(map(int, cell.split(",")) for cell in line)) for line in lines if line)
     return [
         Case(M, N, K, dict(zip(params, values, strict=True)) if values else None, cu_num)
-        for M, N, K, *values in filter(None, rows)
+        for M, N, K, *values in chain.from_iterable(rows)
     ]
 
 
