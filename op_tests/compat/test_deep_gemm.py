@@ -20,42 +20,19 @@ from aiter_mx.compat.deep_gemm import (
     m_grouped_fp8_gemm_nt_masked,
     set_mk_alignment_for_contiguous_layout,
 )
+from op_tests.compat.deep_gemm_operands import (
+    Pair,
+    assert_within,
+    both,
+    calc_diff,
+    coarse,
+    exact,
+    operands,
+    quantize_coarse,
+)
 from op_tests.places import device_in
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
 device = device_in("sim", "cuda")
-
-
-def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
-    """DeepGEMM's measure: 1 - 2 <x, y> / (<x, x> + <y, y>)."""
-    x, y = x.double(), y.double()
-    return float(1 - 2 * (x * y).sum() / (x * x + y * y).sum())
-
-
-def quantize_coarse(x: torch.Tensor, rows: int) -> Pair:
-    """e4m3 with a fp32 power of two for each 128 k of ``rows`` rows, rounded up to be one."""
-    *outer, M, K = x.shape
-    padded = x.new_zeros(*outer, -(-M // rows) * rows, -(-K // 128) * 128)
-    padded[..., :M, :K] = x
-    tiles = padded.unflatten(-1, (-1, 128)).unflatten(-3, (-1, rows))  # [.., m, rows, k, 128]
-    amax = tiles.abs().amax((-3, -1)).clamp(min=1e-4)
-    scale = torch.exp2(torch.ceil(torch.log2(amax / 448)))
-    payload = (tiles / scale[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
-    return payload[..., :M, :K].contiguous().to(torch.float8_e4m3fn), scale
-
-
-def to_uint8(pair: Pair) -> Pair:
-    return pair[0], (torch.log2(pair[1]) + 127).to(torch.uint8)
-
-
-def both(kind: str, x: torch.Tensor, w: torch.Tensor) -> tuple[Pair, Pair]:
-    """Activations and weights in one of the three kinds of scale."""
-    if kind == "1x32":
-        return aiter_mx.quantize(x), aiter_mx.quantize(w)
-    a, b = quantize_coarse(x, 1), quantize_coarse(w, 128)
-    return (a, b) if kind == "fp32 at 128" else (to_uint8(a), to_uint8(b))
 
 
 KINDS = ["fp32 at 128", "e8m0 at 128", "1x32"]
@@ -176,38 +153,6 @@ def test_bad_arguments_are_refused() -> None:
     ]:
         with pytest.raises(error, match=message):
             m_grouped_fp8_gemm_nt_masked(a, b, *more)
-
-
-def coarse(rows: int, K: int, each: int, seed: int, *outer: int, low: float = 1e-3) -> Pair:
-    """A random payload over the whole e4m3 range, and fp32 scales that are no powers of two."""
-    generator = torch.Generator().manual_seed(seed)
-    payload = torch.randint(0, 256, (*outer, rows, K), generator=generator, dtype=torch.uint8)
-    payload[(payload & 127) == 127] = 0x42  # a NaN is of another test
-    shape = (*outer, -(-rows // each), -(-K // 128))
-    scale = (torch.rand(shape, generator=generator) + 0.1) * low
-    return payload.view(torch.float8_e4m3fn), scale
-
-
-def exact(pair: Pair, each: int) -> tuple[torch.Tensor, torch.Tensor]:
-    payload, scale = pair
-    *_, rows, K = payload.shape
-    whole = scale.double().repeat_interleave(each, -2)[..., :rows, :].repeat_interleave(128, -1)
-    values = payload.double() * whole[..., :K]
-    return values, values.abs()
-
-
-def assert_within(found: torch.Tensor, x: Pair, w: Pair, device: torch.device) -> None:
-    """Against float64 of the exact operands: fp32 sums, and a rounding of the result.
-
-    Hopper's fp8 matrix unit, which makes 16-bit results, adds 128 products with about 14 bits.
-    """
-    sums = 2.0**-9 if device.type == "cuda" and found.dtype != torch.float32 else 2.0**-18
-    (x64, x_abs), (w64, w_abs) = exact(x, 1), exact(w, 128)
-    wanted, most = x64 @ w64.T, x_abs @ w_abs.T
-    finite = most < 3e38
-    ulp = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-23}[found.dtype]
-    error = (found.double() - wanted).abs()
-    assert (error <= sums * most + ulp * wanted.abs())[finite].all()
 
 
 @pytest.mark.parametrize(("dtype", "N"), [(torch.bfloat16, 160), (torch.float32, 256)])
@@ -378,13 +323,9 @@ def test_runs_in_any_order_are_as_those_in_order(
     try:
         for seed in range(2):
             owner = drawn_layout(draw, G, draw.randint(6, 12), alignment)
-            M = len(owner)
-            if kind == "any":
-                a, b = coarse(M, K, 1, seed), coarse(N, K, 128, seed, G)
-            else:
-                a, b = aiter_mx.quantize(torch.randn(M, K)), aiter_mx.quantize(torch.randn(G, N, K))
+            a, b = operands(kind, len(owner), N, K, G, seed)
             on = [(q.to(device), s.to(device)) for q, s in (a, b)]
-            d = torch.full((M, N), 7.0, dtype=dtype, device=device)
+            d = torch.full((len(owner), N), 7.0, dtype=dtype, device=device)
             m_grouped_fp8_gemm_nt_contiguous(*on, d, owner.to(device))
             assert torch.equal(d, in_order_of_groups(a, on[1], owner, dtype, device))
             assert not d.cpu()[owner < 0].any() and d.cpu()[owner >= 0].any(1).all()
@@ -413,10 +354,7 @@ def test_a_replay_takes_the_runs_that_are_then_in_memory(kind: str) -> None:
     draw, device, (G, N, K) = random.Random(kind), torch.device("cuda"), (4, 160, 416)
     layouts = [drawn_layout(draw, G, 9, 128) for _ in range(3)]
     layouts.append(torch.arange(9, dtype=torch.int32).div(3).floor().int().repeat_interleave(128))
-    if kind == "any":
-        a, b = coarse(9 * 128, K, 1, 1), coarse(N, K, 128, 2, G)
-    else:
-        a, b = aiter_mx.quantize(torch.randn(9 * 128, K)), aiter_mx.quantize(torch.randn(G, N, K))
+    a, b = operands(kind, 9 * 128, N, K, G, seed=1)
     on = [(q.to(device), s.to(device)) for q, s in (a, b)]
     now, d = layouts[0].to(device), torch.empty(9 * 128, N, dtype=torch.bfloat16, device=device)
     m_grouped_fp8_gemm_nt_contiguous(*on, d, now)

@@ -7,7 +7,7 @@ import torch
 
 import aiter_mx
 from aiter_mx.compat import deep_gemm
-from op_tests.compat.test_deep_gemm import quantize_coarse, to_uint8
+from op_tests.compat.deep_gemm_operands import quantize_coarse, to_uint8
 
 
 @pytest.mark.parametrize("alignment", [1, 48, 128])
