@@ -19,7 +19,7 @@ from aiter_mx.kernels.promoted_gemm import wgmma_fp8_sm90 as of_128
 from aiter_mx.ops import linear as linear_module
 from aiter_mx.ops.promoted_gemm import promoted_gemm
 from aiter_mx.target import hardware, target_of, wants_exact_sums
-from op_tests.dispatch.test_dispatch import write_table
+from op_tests.dispatch.rows import write_table
 from op_tests.mx_reference import random_mx
 
 SWITCH = "AITER_MX_EXACT_SUMS"

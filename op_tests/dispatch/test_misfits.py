@@ -16,7 +16,7 @@ from aiter_mx.kernels.registry import kernels_of, key_columns
 from aiter_mx.kernels.spec import Problem, combinations
 from aiter_mx.target import ARCHS, hardware
 from aiter_mx.tuning.check import check_table
-from op_tests.dispatch.test_dispatch import write_table
+from op_tests.dispatch.rows import write_table
 
 H200 = hardware("sm_90a")
 LINEAR = LinearProblem(M=33, N=2311, K=6144)  # in no shipped table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -10,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from aiter_mx.dispatch import dispatcher
+from aiter_mx.dispatch import dispatcher, tables
+from aiter_mx.dispatch.cells import SIDE_FILES
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.tables import load_rows, read_table
 from aiter_mx.errors import TableError
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.registry import key_of
-from op_tests.dispatch.test_dispatch import GFX950, PROBLEM, gemv_row, write_table
+from aiter_mx.kernels.registry import find_kernel, key_of
+from aiter_mx.paths import configs_dir
+from op_tests.dispatch.rows import GFX950, PROBLEM, UseTable, gemv_row, write_table
 
 HEADER = ",".join(gemv_row())
 
@@ -37,10 +40,9 @@ HEADER = ",".join(gemv_row())
     ],
 )
 def test_numbers_of_other_scripts_and_negative_ones_are_refused(
-    changes: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    use_table: UseTable, changes: dict[str, object], message: str
 ) -> None:
-    path = write_table(tmp_path / "bad.csv", gemv_row(M=5), gemv_row(**changes), gemv_row(us=1))
-    monkeypatch.setenv("AITER_MX_CONFIG", str(path))
+    path = use_table(gemv_row(M=5), gemv_row(**changes), gemv_row(us=1))
     for read in (lambda: route("linear", GFX950, PROBLEM), lambda: list(read_table(path))):
         with pytest.raises(TableError) as caught:
             read()
@@ -61,6 +63,121 @@ def test_headers_that_cannot_be_right_are_refused(text: str, message: str, tmp_p
     with pytest.raises(TableError) as caught:
         list(read_table(path))
     assert str(caught.value) == f"{path}:{message}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kernel": "gemw"}, "no kernel hip/gemw for gfx950; it has hip/gemv"),
+        (
+            {"gfx": "sm_90a", "kernel": "direct"},
+            "direct is called mma_registers now: rename it, or make a new table with aiter-mx tune",
+        ),
+        ({"op": "lineal"}, "unknown op 'lineal'"),
+        ({"gfx": "gfx90c"}, "unknown architecture 'gfx90c'"),
+        ({"M": "three"}, "M must be a whole number, got 'three'"),
+        ({"N": ""}, "key column 'N' is missing or empty"),
+        ({"out_dtype": "int8"}, "int8"),
+        ({"frobnicate": 1}, "unknown column 'frobnicate'; those of 'linear' are M, N, K"),
+        ({"config": "rows"}, "config must be like 'rows=2 waves=1', each once, got 'rows'"),
+        ({"config": "rows=1 rows=2"}, "each once, got 'rows=1 rows=2'"),
+        ({"config": "rows=two"}, "rows must be a whole number, got 'two'"),
+        ({"config": "split=1"}, "kernel 'gemv' has no parameter 'split'; it has rows"),
+        ({"cu_num": "many"}, "cu_num must be a whole number"),
+        ({"us": "fast"}, "us must be a number, got 'fast'"),
+        ({"us": "nan"}, "us must be above 0 and finite"),
+        ({"source": "guess"}, "source must be measured or model, got 'guess'"),
+        ({"source": "model 8%x"}, "source must be measured or model, got 'model 8%x'"),
+    ],
+)
+def test_malformed_row_is_an_error_with_file_and_line(
+    use_table: UseTable, changes: dict[str, object], message: str
+) -> None:
+    path = use_table(gemv_row(**changes), gemv_row(M=5, us=1))
+    with pytest.raises(TableError) as caught:
+        route("linear", GFX950, PROBLEM)
+    assert str(caught.value).startswith(f"{path}:2: ")
+    assert message in str(caught.value)
+
+
+def test_a_row_outside_its_kernels_envelope_is_an_error_where_it_is_taken(
+    use_table: UseTable,
+) -> None:
+    path = use_table(gemv_row(), gemv_row(M=32))
+    assert route("linear", GFX950, PROBLEM).source == f"{path}:2"
+    for M in (32, 17):  # its own shape, and one that it stands in for
+        with pytest.raises(TableError, match=r"\.csv:3: hip/gemv does not cover this row: M=32"):
+            route("linear", GFX950, replace(PROBLEM, M=M))
+    with pytest.raises(TableError, match=r"\.csv:3: hip/gemv does not cover"):
+        list(tables.read_table(path))
+
+
+def test_illegal_parameter_values_are_refused(use_table: UseTable) -> None:
+    for param in find_kernel("linear", "gfx950", "hip", "gemv").params:
+        for cell in (max(param.values) + 1, ""):
+            use_table(gemv_row(**{param.name: cell}))
+            with pytest.raises(TableError, match=param.name):
+                route("linear", GFX950, PROBLEM)
+
+
+def test_files_that_are_no_tables_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = ",".join(gemv_row())
+    for text, message in [
+        ("", "empty"),
+        ("gfx,cu_num,op\n", "column 'backend' is missing"),
+        (
+            f"{header.replace('config', 'rows,waves')}\n",
+            r"1: column 'config' is missing; aiter-mx tables convert \S+\.csv brings an older",
+        ),
+        (f"{header}\ngfx950,256\n", ":2: has 2 fields, the header has"),
+        (f"{header}\n{'1,' * 40}1\n", ":2: has 41 fields"),
+        (f'{header}\n"gfx950', "cannot be read"),
+        (b"\xff\xfe\x00", "cannot be read"),
+    ]:
+        path = tmp_path / f"{len(text)}.csv"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        monkeypatch.setenv("AITER_MX_CONFIG", str(path))
+        with pytest.raises(TableError, match=message):
+            route("linear", GFX950, PROBLEM)
+    monkeypatch.setenv("AITER_MX_CONFIG", str(tmp_path / "absent.csv"))
+    with pytest.raises(TableError, match="does not exist"):
+        route("linear", GFX950, PROBLEM)
+
+
+def test_shipped_tables_are_legal() -> None:
+    for arch in ("gfx950", "sm_90a"):
+        for path in tables.table_files(arch, "linear"):
+            rows = [row for _, row in tables.read_table(path)]
+            assert rows, path
+            assert len({(row.problem, row.cu_num) for row in rows}) == len(rows), path
+
+
+def test_shipped_tables_are_known_as_they_stand() -> None:
+    shipped = {
+        path.relative_to(configs_dir()).as_posix(): path
+        for path in configs_dir().rglob("*.csv")
+        if not path.name.endswith(SIDE_FILES)
+    }
+    found = {name: tables.digest_of(path) for name, path in shipped.items()}
+    assert found == tables.shipped_digests(), "aiter-mx tables check --record"
+
+
+def test_a_shipped_table_that_was_changed_is_checked_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "configs_dir", lambda: tmp_path)
+    (tmp_path / "gfx950").mkdir()
+    path = write_table(tmp_path / "gfx950" / "linear.csv", gemv_row(rows=5), gemv_row(M=4))
+    digests = tmp_path / "digests.json"
+    problem = replace(PROBLEM, M=4)
+    with pytest.raises(TableError, match=r"linear\.csv:2: parameter 'rows'"):
+        route("linear", GFX950, problem)
+    tables._is_shipped.cache_clear()
+    digests.write_text(json.dumps({"gfx950/linear.csv": tables.digest_of(path)}))
+    assert route("linear", GFX950, problem).source == f"{path}:3"
+    tables._is_shipped.cache_clear()
 
 
 def test_cells_may_have_spaces_around_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,11 +214,8 @@ def test_a_hundred_thousand_rows_are_loaded_in_two_seconds(
     assert time.thread_time() - start < 0.5  # it is read once a process
 
 
-def test_a_file_that_vanishes_is_not_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_table(tmp_path / "mine.csv", gemv_row(), gemv_row(M=4))
-    monkeypatch.setenv("AITER_MX_CONFIG", str(path))
+def test_a_file_that_vanishes_is_not_missed(use_table: UseTable) -> None:
+    path = use_table(gemv_row(), gemv_row(M=4))
     assert route("linear", GFX950, PROBLEM).source == f"{path}:2"
     path.unlink()
     assert route("linear", GFX950, replace(PROBLEM, M=4)).source == f"{path}:3"
@@ -110,11 +224,8 @@ def test_a_file_that_vanishes_is_not_missed(
     assert load_rows("sm_90a", "linear")
 
 
-def test_an_edited_file_is_for_later_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_table(tmp_path / "mine.csv", gemv_row(us=2))
-    monkeypatch.setenv("AITER_MX_CONFIG", str(path))
+def test_an_edited_file_is_for_later_processes(use_table: UseTable) -> None:
+    path = use_table(gemv_row(us=2))
     assert "in 2 us" in route("linear", GFX950, PROBLEM).reason
     write_table(path, gemv_row(us=3))
     assert "in 2 us" in route("linear", GFX950, PROBLEM).reason
