@@ -70,6 +70,7 @@ class Persistent(NamedTuple):
 PERSISTENT = {
     (128, 128): Persistent(16200, 16200, 1410, 1160, 0),
     (160, 128): Persistent(18200, 18200, 1550, 1660, 0),
+    (160, 256): Persistent(20600, 20600, 2400, 2550, 0),
     (256, 256): Persistent(22600, 20600, 3380, 3430, 2160),
 }
 """Other tiles are left out, so that few code objects serve a weight."""
