@@ -142,9 +142,12 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
         if bound * ROUNDED_OFF > least.cost:
             break
         halves, chunks, whole_chunks = -(-rows // 8), all_chunks / split, all_chunks // split
-        for bound, unroll, waves, a_lane, of_scheduler, most, of_round in loops:
+        short = log2(FITTED.under_way_bytes / (of_sm * rows * CHUNK))  # of chunks under way
+        for bound, at_once, unroll, waves, a_lane, of_scheduler, most, of_round in loops:
             if (busy_us + bound) * ROUNDED_OFF > least.cost:
                 break
+            if (busy_us + at_once + FITTED.starved * short) * ROUNDED_OFF > least.cost:
+                continue
             rounds = -(-whole_chunks // waves)
             if waves > whole_chunks or (unroll > rounds if unroll else rounds < 2):
                 continue
@@ -173,10 +176,11 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
             yield cost, (), (rows, waves, unroll, split)
 
 
-_Loop = tuple[float, int, int, int, int, int, float]
-"""A loop that registers leave room for: a bound of what it costs beyond computing, its unroll and
-waves, registers of a lane, waves of a scheduler, the most workgroups of an SM whatever ptxas is
-told, and the cost of its rounds."""
+_Loop = tuple[float, float, int, int, int, int, int, float]
+"""A loop that registers leave room for: a bound of what it costs beyond computing, another for one
+chunk under way of an SM in place of those that there may be, its unroll and waves, registers of a
+lane, waves of a scheduler, the most workgroups of an SM whatever ptxas is told, and the cost of its
+rounds."""
 
 
 @cache
@@ -200,9 +204,10 @@ def _loops(class_M: int, halves: int, clustered: bool) -> tuple[list[_Loop], lis
             bound = cost
             if under_way < FITTED.under_way_bytes:
                 bound += FITTED.starved * log2(FITTED.under_way_bytes / under_way)
+            at_once = cost - FITTED.starved * log2(waves * max(1, unroll))
             known = (unroll, waves, registers, of_scheduler, most, cost)
-            alone.append((bound + in_turn[0], *known))
-            overlapping.append((bound + in_turn[1], *known))
+            for found, less in zip((alone, overlapping), in_turn, strict=True):
+                found.append((bound + less, at_once + less, *known))
     return sorted(alone), sorted(overlapping)
 
 
