@@ -31,7 +31,15 @@ from aiter_mx.target import Target, target_of
 from aiter_mx.timing import copies_to_stay_cold
 from aiter_mx.tuning import origin
 from aiter_mx.workloads.models import MODELS
-from op_tests.bench.common import MEASURED, Saved, gpu_name, graph_us, normal_mx, refuse_no_gpu
+from op_tests.bench.common import (
+    MEASURED,
+    Saved,
+    gpu_name,
+    graph_us,
+    normal_mx,
+    quantize_rows,
+    refuse_no_gpu,
+)
 from op_tests.bench.gpus import spread
 
 GRID = (
@@ -91,18 +99,12 @@ def measured(clocks: Mapping[str, Clock], M: int) -> dict[str, float]:
     return times
 
 
-def scaled_by_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values in e4m3 with a scale ``[rows, 1]``: fp8 without MX."""
-    scale = (values.abs().amax(1, keepdim=True).float() / 448).clamp(min=2.0**-126)
-    return (values / scale).to(torch.float8_e4m3fn), scale
-
-
 def multiply_fp8(
     xq: torch.Tensor, xs: torch.Tensor, wq: torch.Tensor, ws: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
-    """torch's product of what ``scaled_by_rows`` gives."""
+    """torch's product of what ``quantize_rows`` gives."""
     found: torch.Tensor = torch._scaled_mm(
-        xq, wq.t(), xs, ws.t(), out_dtype=out.dtype, use_fast_accum=True, out=out
+        xq, wq.t(), xs[:, None], ws[None], out_dtype=out.dtype, use_fast_accum=True, out=out
     )
     return found
 
@@ -122,7 +124,7 @@ class Weights:
             if i < few:
                 self.dense.append(values)
             if with_peers:
-                self.fp8.append(scaled_by_rows(values))
+                self.fp8.append(quantize_rows(values))
         self.humming: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {}
         for name, dtype in (("humming_us", None), ("humming_fp8_us", "float8e4m3")):
             if HUMMING is None or not with_peers:
@@ -148,7 +150,7 @@ class Weights:
             "bf16_us": [partial(torch.mm, x, w.t(), out=out) for w in self.dense[:dense]],
         }
         if self.fp8:
-            xq, xs = scaled_by_rows(x)
+            xq, xs = quantize_rows(x)
             calls["fp8_us"] = [partial(multiply_fp8, xq, xs, *w, out) for w in self.fp8[:few]]
         for name, layers in self.humming.items():
             calls[name] = [partial(layer, x) for layer in layers[:few]]

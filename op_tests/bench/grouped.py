@@ -33,7 +33,7 @@ from aiter_mx.kernels.grouped_gemm.triton import candidates
 from aiter_mx.kernels.spec import Config
 from aiter_mx.target import target_of
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
-from op_tests.bench.common import refuse_no_gpu, report
+from op_tests.bench.common import quantize_rows, refuse_no_gpu, report
 from op_tests.mx_reference import linear_reference64
 
 SHAPES = (
@@ -99,12 +99,6 @@ def dequantized(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """MX as bf16, which holds these values exactly."""
     blocks = payload.bfloat16().unflatten(-1, (-1, 32))
     return torch.ldexp(blocks, scale[..., None].int() - 127).bfloat16().flatten(-2)
-
-
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 with one fp32 scale a row."""
-    scale = x.abs().amax(dim=-1).float() / 448
-    return (x / scale[:, None]).to(torch.float8_e4m3fn), scale
 
 
 def triton_calls(

@@ -46,16 +46,8 @@ import aiter_mx
 from aiter_mx.ops.quantize import Dual
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
 from aiter_mx.tuning.origin import commit, today
-from op_tests.bench.common import MEASURED, gpu_name, refuse_no_gpu, report
-from op_tests.bench.grouped import (
-    DEVICE,
-    MODES,
-    PEAK_TFLOPS,
-    SHAPES,
-    dequantized,
-    group_ends,
-    quantize_rows,
-)
+from op_tests.bench.common import MEASURED, gpu_name, quantize_rows, refuse_no_gpu, report
+from op_tests.bench.grouped import DEVICE, MODES, PEAK_TFLOPS, SHAPES, dequantized, group_ends
 
 Call = Callable[[], Tensor]
 CELL = ("G", "mode", "M", "N", "K")
