@@ -2,8 +2,9 @@
 
     python -m op_tests.bench.moe --layers [NAME ...] [--M 1024 8192] [--routing skewed]
 
-Three contenders' replays take turns: ours, a layer in bf16 as ``op_tests.bench.bf16_layer`` has it,
-whose rows are sorted ahead, and its two grouped GEMMs alone. ``launches_us`` is the sum of our
+Contenders' replays take turns: ours, a layer in bf16 as ``op_tests.bench.bf16_layer`` has it, whose
+rows are sorted ahead, its two grouped GEMMs alone, and Humming's two alone, with bf16 and with fp8
+activations, where it is installed and takes the layer. ``launches_us`` is the sum of our
 launches, each timed by itself, and ``difference`` how far our result is from bf16's, relative to
 it. Calls route their tokens to other experts than the ones before, and weights are cold. Each cell
 is saved as it is measured: a run that ends early goes on where it ended, and what was measured at
@@ -16,6 +17,8 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
+from types import MappingProxyType
 
 import torch
 
@@ -29,6 +32,7 @@ from aiter_mx.target import target_of
 from aiter_mx.timing import GraphedCalls
 from aiter_mx.tuning import origin
 from aiter_mx.workloads.models import model_of
+from op_tests.bench import every_m
 from op_tests.bench.common import (
     MEASURED,
     Saved,
@@ -117,7 +121,63 @@ def make_cell(sizes: Sizes, layer: Layer, M: int, routing: str) -> Cell:
     return Cell(sizes, layer, x, weights, experts, expert_map)
 
 
-def whole_layers(cell: Cell) -> tuple[dict[str, Calls], list[torch.Tensor]]:
+Humming = Mapping[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]]
+"""By name of its time: its product by both weights of a layer."""
+CONTIGUOUS = {"gemm_type": "grouped_contiguous"}
+
+
+def humming_of(layer: Layer) -> Humming:
+    """What Humming makes of a layer, with bf16 and with fp8 activations."""
+    found: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {}
+    for name, x_dtype in (("humming_us", None), ("humming_fp8_us", "float8e4m3")):
+        if every_m.HUMMING is not None:
+            try:
+                first, second = (
+                    every_m.humming(*w[0].shape[1:], *w, x_dtype, layer.E)
+                    for w in (layer.w1, layer.w2)
+                )
+                found[name] = first, second
+            except every_m.REFUSALS as error:
+                print(f"{name} is left out: {error!r}", flush=True)
+    return found
+
+
+def humming_calls(
+    cell: Cell, humming: Humming, operands: Sequence[torch.Tensor], ends: Sequence[torch.Tensor]
+) -> dict[str, Calls]:
+    """Humming's two products of each routing, over rows that are sorted ahead."""
+
+    def both(
+        first: Callable[..., torch.Tensor],
+        second: Callable[..., torch.Tensor],
+        n: int,
+        layout: torch.Tensor,
+    ) -> None:
+        for product, x in ((first, operands[0]), (second, operands[1])):
+            product(x[:n], expert_layout=layout, compute_config=CONTIGUOUS)
+
+    layouts = [torch.cat([each.new_zeros(1), each]).long() for each in ends]
+    counts = [int(each[-1]) for each in ends]
+    found: dict[str, Calls] = {}
+    for name, products in humming.items() if all(counts) else ():
+        for product, x, w in zip(products, operands, cell.layer.dense, strict=True):
+            rows = x[: counts[0]]
+            call = partial(product, rows, expert_layout=layouts[0], compute_config=CONTIGUOUS)
+            why_not = every_m.refusal(call, partial(torch._grouped_mm, rows, w, offs=ends[0]))
+            if why_not:
+                print(f"{name} is left out at {len(cell.x)} tokens: {why_not}", flush=True)
+                break
+        else:
+            found[name] = [
+                partial(both, *products, n, layout)
+                for n, layout in zip(counts, layouts, strict=True)
+            ]
+    return found
+
+
+def whole_layers(
+    cell: Cell, humming: Humming = MappingProxyType({})
+) -> tuple[dict[str, Calls], list[torch.Tensor]]:
     """The contenders' calls, and where our layer and bf16's write their results."""
     from op_tests.bench import bf16_layer  # Triton, which not every machine has
 
@@ -141,7 +201,9 @@ def whole_layers(cell: Cell) -> tuple[dict[str, Calls], list[torch.Tensor]]:
         partial(each.func, *(of[: each.args[0]] for of in operands), *each.args[1:])
         for each in gemms
     ]
-    return {"ours_us": ours, "bf16_us": bf16, "gemms_us": alone}, outs
+    found = {"ours_us": ours, "bf16_us": bf16, "gemms_us": alone}
+    found |= humming_calls(cell, humming, operands, [each.args[-1] for each in gemms])
+    return found, outs
 
 
 def launches(cell: Cell) -> dict[str, Calls]:
@@ -175,9 +237,9 @@ def launches(cell: Cell) -> dict[str, Calls]:
     return found
 
 
-def measured(cell: Cell) -> dict[str, float]:
+def measured(cell: Cell, humming: Humming = MappingProxyType({})) -> dict[str, float]:
     """Times of the contenders and of our launches, and how far the results are apart."""
-    calls, (ours, bf16) = whole_layers(cell)
+    calls, (ours, bf16) = whole_layers(cell, humming)
     for each in calls.values():
         each[0]()
     difference = float((ours.float() - bf16.float()).norm() / bf16.float().norm())
@@ -206,6 +268,11 @@ def row_of(name: str, cell: Cell, routing: str, found: Mapping[str, float]) -> d
     row |= found
     row["over_bf16"] = found["bf16_us"] / found["ours_us"]
     row["over_gemms"] = found["gemms_us"] / found["ours_us"]
+    if theirs := [us for contender, us in found.items() if contender.startswith("humming")]:
+        row |= {
+            "over_humming": min(theirs) / found["ours_us"],
+            "humming": version("humming-kernels"),
+        }
     row["over_launches"] = found["ours_us"] / found["launches_us"]
     return row
 
@@ -238,11 +305,11 @@ def cells_of(of: tuple[str, list[tuple[str, int]]]) -> Iterator[dict[str, object
     shape = {"hidden": sizes.H, "intermediate": sizes.intermediate, "E": sizes.E}
     shape |= {"top_k": sizes.top_k, "num_experts": sizes.num_experts}
     shape |= {"has_map": int(sizes.num_experts != sizes.E)}
-    rows = [M for _, M in left]
+    humming, rows = humming_of(layer), [M for _, M in left]
     aiter_mx.warmup("fused_moe", device=torch.device("cuda", 0), M=rows, **shape)
     for routing, M in left:
         cell = make_cell(sizes, layer, M, routing)
-        yield row_of(name, cell, routing, measured(cell))
+        yield row_of(name, cell, routing, measured(cell, humming))
         del cell
         torch.cuda.empty_cache()
 

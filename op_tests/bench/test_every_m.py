@@ -103,21 +103,32 @@ def test_a_cell_names_what_ran_and_the_better_of_hummings_two_kinds(
     assert row["bf16_x_over_humming"] == 13.0 / 12.5
 
 
-def test_a_shape_that_humming_refuses_is_measured_without_it(
+def test_what_humming_refuses_or_gets_wrong_is_measured_without_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse_fp8(N: int, K: int, wq: torch.Tensor, ws: torch.Tensor, x: str | None) -> object:
-        if x is not None:
+    def humming(N: int, K: int, wq: torch.Tensor, ws: torch.Tensor, x_dtype: str | None) -> object:
+        if N == 96:
             raise RuntimeError("shape is invalid")
-        return aiter_mx.linear
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            if x_dtype and len(x) == 3:
+                raise RuntimeError("no kernel compiles")
+            return aiter_mx.linear(x, None, wq, ws) * (2 if x_dtype and len(x) == 4 else 1)
+
+        return product
 
     monkeypatch.setattr(every_m, "HUMMING", object())
-    monkeypatch.setattr(every_m, "_humming", refuse_fp8)
+    monkeypatch.setattr(every_m, "humming", humming)
     monkeypatch.setattr(every_m, "copies_to_stay_cold", lambda size: 2)
-    weights = every_m.Weights(64, 96, torch.device("cpu"))
-    assert list(weights.humming) == ["humming_us"]
-    assert "humming_fp8_us is left out at 64x96" in capsys.readouterr().out
-    assert {"ours_us", "bf16_us", "humming_us"} < set(weights.clocks(2))
+    device = torch.device("cpu")
+    assert every_m.Weights(96, 64, device).humming == {}
+    assert "humming_fp8_us is left out at 96x64: RuntimeError" in capsys.readouterr().out
+    weights = every_m.Weights(64, 96, device)
+    theirs = {M: [n for n in weights.clocks(M) if "humming" in n] for M in (2, 3, 4)}
+    assert theirs == {2: ["humming_us", "humming_fp8_us"], 3: ["humming_us"], 4: ["humming_us"]}
+    told = capsys.readouterr().out
+    assert "humming_fp8_us is left out at 3x64x96: RuntimeError('no kernel compiles')" in told
+    assert "humming_fp8_us is left out at 4x64x96: its result is off by 1.0" in told
 
 
 def test_contenders_compute_the_same_product_over_cold_weights(

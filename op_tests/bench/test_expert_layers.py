@@ -5,6 +5,7 @@ Triton's kernels of the layer in bf16 run in its interpreter.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -90,12 +91,22 @@ def test_the_layer_in_bf16_is_ours_in_tritons_interpreter() -> None:
     assert_passes_in_the_interpreter(__name__)
 
 
+def multiply(
+    w: torch.Tensor, x: torch.Tensor, *, expert_layout: torch.Tensor, compute_config: object
+) -> torch.Tensor:
+    """A peer's product over rows that are sorted by their experts."""
+    assert compute_config == {"gemm_type": "grouped_contiguous"}
+    assert (expert_layout[0], expert_layout[-1]) == (0, len(x))
+    return torch._grouped_mm(x, w, offs=expert_layout[1:].int())
+
+
 def compare_layers() -> None:
     from op_tests.bench import bf16_layer
 
     bf16_layer.check()
     for sizes in SIZES.values():
         cell = cell_of(sizes, 9)
+        w1 = cell.layer.dense[0]
         calls, (ours, bf16) = expert_layers.whole_layers(cell)
         assert {len(each) for each in calls.values()} == {len(cell.experts)}
         for of_ours, of_bf16 in zip(calls["ours_us"], calls["bf16_us"], strict=True):
@@ -103,6 +114,12 @@ def compare_layers() -> None:
             error = (ours - bf16).float().norm() / bf16.float().norm()
             assert 0.005 < error < 0.08, error
         calls["gemms_us"][0]()
+        first, second = (partial(multiply, dense) for dense in cell.layer.dense)
+        peers = {"humming_us": (first, second), "humming_fp8_us": (partial(multiply, -w1), second)}
+        found, _ = expert_layers.whole_layers(cell, peers)
+        assert {*found} == {*calls, "humming_us"}, "what is wrong is left out"
+        assert len(found["humming_us"]) == len(cell.experts)
+        found["humming_us"][-1]()
 
 
 if __name__ == "__main__":
