@@ -47,7 +47,9 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x / scale[:, None]).to(torch.float8_e4m3fn), scale
 
 
-def alternated_us(graphs: Mapping[str, GraphedCalls], window_ms: float) -> dict[str, float]:
+def alternated_us(
+    graphs: Mapping[str, GraphedCalls], window_ms: float, least_rounds: int = LEAST_ROUNDS
+) -> dict[str, float]:
     """Time of a call of each: the median of replays in turns, in random order, for so long, after
     half as long in the same way."""
     draw, order = random.Random(0), list(graphs)
@@ -57,7 +59,7 @@ def alternated_us(graphs: Mapping[str, GraphedCalls], window_ms: float) -> dict[
         return {name: graphs[name].time_us(1, 0) for name in order}
 
     turn_ms = sum(us * graphs[name].calls for name, us in turn().items()) / 1e3
-    rounds = max(LEAST_ROUNDS, math.ceil(window_ms / turn_ms))
+    rounds = max(least_rounds, math.ceil(window_ms / turn_ms))
     times = [turn() for _ in range(rounds + rounds // 2)][rounds // 2 :]
     return {name: median(each[name] for each in times) for name in graphs}
 

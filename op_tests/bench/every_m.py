@@ -5,7 +5,7 @@
 The shapes are the dense ones of the catalogue's models on 1 to 8 GPUs, or one in ``--share`` of
 them, drawn by a seed. Contenders are bf16 cuBLAS over the normal values that ours are quantised
 from, ``torch._scaled_mm`` over fp8 without MX, a scale a row, and Humming, with bf16 and with fp8
-activations; weights are cold and each is timed by graph replay, all of a shape in one process.
+activations; weights are cold, and graphs are replayed in turns, as a GPU's clock falls under load.
 Humming takes x in bf16 with both, and is left out where it is not installed and, with its error
 printed, where it refuses a shape. All visible GPUs measure, a shape each at a time. Each cell is
 saved as it is measured: a run that ends early, or after ``--seconds``, goes on where it ended, and
@@ -28,14 +28,14 @@ from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import Target, target_of
-from aiter_mx.timing import copies_to_stay_cold
+from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
 from aiter_mx.tuning import origin
 from aiter_mx.workloads.models import MODELS
 from op_tests.bench.common import (
     MEASURED,
     Saved,
+    alternated_us,
     gpu_name,
-    graph_us,
     normal_mx,
     quantize_rows,
     refuse_no_gpu,
@@ -52,8 +52,10 @@ NEAR = 0.03
 """A cell that misses its bar by less is timed three times more, and the median counts."""
 CELL = ("M", "N", "K")
 Shape = tuple[int, int]
-Clock = Callable[[], float]
-"""Microseconds of a contender's call."""
+Clock = Callable[[], dict[str, float]]
+"""Microseconds of each contender's call, timed together."""
+WINDOW_MS, LEAST_ROUNDS = 15.0, 5
+"""Of the turns of one cell that count."""
 
 
 def shapes() -> list[Shape]:
@@ -89,11 +91,11 @@ def bar(M: int) -> float:
     return 1.0 if M <= 160 else 0.95
 
 
-def measured(clocks: Mapping[str, Clock], M: int) -> dict[str, float]:
+def measured(clock: Clock, M: int) -> dict[str, float]:
     """Each contender's time; those of a cell that just misses are medians of four."""
-    times = {name: clock() for name, clock in clocks.items()}
+    times = clock()
     if bar(M) * (1 - NEAR) <= times["bf16_us"] / times["ours_us"] < bar(M):
-        again = [{name: clock() for name, clock in clocks.items()} for _ in range(3)]
+        again = [clock() for _ in range(3)]
         times = {name: median([us, *(each[name] for each in again)]) for name, us in times.items()}
         times["rounds"] = 4
     return times
@@ -134,15 +136,15 @@ class Weights:
             except REFUSALS as error:
                 print(f"{name} is left out at {N}x{K}: {error!r}", flush=True)
 
-    def clocks(self, M: int) -> dict[str, Clock]:
-        """What times each contender with so many rows."""
+    def calls(self, M: int) -> dict[str, list[Callable[[], object]]]:
+        """What each contender captures with so many rows."""
         x, q = normal_mx(M, self.K, device=self.device)
         out = torch.empty(M, self.N, device=self.device, dtype=torch.bfloat16)
         # What a call writes keeps weights cold too.
         few, dense = (
             copies_to_stay_cold(self.N * (element * self.K + 2 * M)) for element in (1, 2)
         )
-        calls: dict[str, list[Callable[[], object]]] = {
+        found: dict[str, list[Callable[[], object]]] = {
             "ours_us": [partial(aiter_mx.linear, *q, *w, out=out) for w in self.mx[:few]],
             "ours_bf16_x_us": [
                 partial(aiter_mx.linear, x, None, *w, out=out) for w in self.mx[:few]
@@ -151,14 +153,14 @@ class Weights:
         }
         if self.fp8:
             xq, xs = quantize_rows(x)
-            calls["fp8_us"] = [partial(multiply_fp8, xq, xs, *w, out) for w in self.fp8[:few]]
+            found["fp8_us"] = [partial(multiply_fp8, xq, xs, *w, out) for w in self.fp8[:few]]
         for name, layers in self.humming.items():
             first = partial(layers[0], x)
             if why_not := refusal(first, partial(torch.mm, x, self.dense[0].t())):
                 print(f"{name} is left out at {M}x{self.N}x{self.K}: {why_not}", flush=True)
             else:
-                calls[name] = [partial(layer, x) for layer in layers[:few]]
-        return {name: partial(graph_us, of, 0.4) for name, of in calls.items()}
+                found[name] = [partial(layer, x) for layer in layers[:few]]
+        return found
 
 
 try:
@@ -236,7 +238,9 @@ def cells_of(of: tuple[Shape, list[int]]) -> Iterator[dict[str, object]]:
         aiter_mx.warmup("linear", device=device, M=rows, N=N, K=K, x_dtype=x_dtype)
     weights = Weights(N, K, device)
     for M in rows:
-        yield row_of(target, LinearProblem(M, N, K), measured(weights.clocks(M), M))
+        graphs = {name: GraphedCalls(calls) for name, calls in weights.calls(M).items()}
+        times = measured(partial(alternated_us, graphs, WINDOW_MS, LEAST_ROUNDS), M)
+        yield row_of(target, LinearProblem(M, N, K), times)
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -15,18 +14,6 @@ from aiter_mx.target import hardware
 from op_tests.bench import common, every_m
 
 FACTS = {"gpu": "a GPU", "commit": "0123456"}
-
-
-class Stub:
-    """A contender's clock: it tells these times in turn."""
-
-    def __init__(self, *times: float) -> None:
-        self.left: Iterator[float] = iter(times)
-        self.asked = 0
-
-    def __call__(self) -> float:
-        self.asked += 1
-        return next(self.left)
 
 
 def test_every_shape_has_the_grid_and_as_many_rows_of_its_own() -> None:
@@ -53,9 +40,10 @@ def test_a_share_of_the_shapes_is_drawn_by_its_seed() -> None:
     [(128, 9.8, 4), (128, 9.6, 1), (128, 10.0, 1), (161, 9.3, 4), (161, 9.6, 1), (161, 9.1, 1)],
 )
 def test_only_what_just_misses_its_bar_is_timed_again(M: int, bf16: float, rounds: int) -> None:
-    ours, peer = Stub(10.0, 9.0, 8.0, 7.0), Stub(bf16, 1.0, 2.0, 30.0)
-    times = every_m.measured({"ours_us": ours, "bf16_us": peer}, M)
-    assert (ours.asked, peer.asked) == (rounds, rounds)
+    timed = [(10.0, bf16), (9.0, 1.0), (8.0, 2.0), (7.0, 30.0)]
+    left = iter(timed)
+    times = every_m.measured(lambda: dict(zip(("ours_us", "bf16_us"), next(left), strict=True)), M)
+    assert len(timed) - len(list(left)) == rounds
     if rounds == 1:
         assert times == {"ours_us": 10.0, "bf16_us": bf16}
     else:
@@ -124,7 +112,7 @@ def test_what_humming_refuses_or_gets_wrong_is_measured_without_it(
     assert every_m.Weights(96, 64, device).humming == {}
     assert "humming_fp8_us is left out at 96x64: RuntimeError" in capsys.readouterr().out
     weights = every_m.Weights(64, 96, device)
-    theirs = {M: [n for n in weights.clocks(M) if "humming" in n] for M in (2, 3, 4)}
+    theirs = {M: [n for n in weights.calls(M) if "humming" in n] for M in (2, 3, 4)}
     assert theirs == {2: ["humming_us", "humming_fp8_us"], 3: ["humming_us"], 4: ["humming_us"]}
     told = capsys.readouterr().out
     assert "humming_fp8_us is left out at 3x64x96: RuntimeError('no kernel compiles')" in told
@@ -134,13 +122,9 @@ def test_what_humming_refuses_or_gets_wrong_is_measured_without_it(
 def test_contenders_compute_the_same_product_over_cold_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    timed = []
-    monkeypatch.setattr(every_m, "graph_us", lambda calls, _: timed.append(calls) or 1.0)
     monkeypatch.setattr(every_m, "copies_to_stay_cold", lambda size: 3)
     weights = every_m.Weights(64, 96, torch.device("cpu"))
-    for clock in weights.clocks(5).values():
-        clock()
-    quantised, own, dense, fp8 = timed
+    quantised, own, dense, fp8 = timed = list(weights.calls(5).values())
     assert [len(calls) for calls in timed] == [3, 3, 3, 3]
     places = [{call.args[i].data_ptr() for call in of} for of in (quantised, fp8) for i in (2, 3)]
     assert [len(place) for place in places] == [3, 3, 3, 3]
