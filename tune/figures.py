@@ -360,22 +360,35 @@ def every_m() -> str:
 
 
 def summary() -> str:
-    """The README's table: one line for each thing that somebody compares."""
-    run = pd.read_csv(MEASURED / "linear.csv")
-    rows = [
-        [
-            f"`linear` {r.N} x {r.K}, M = {r.M}",
-            f"{r.ours_us:.1f}",
-            f"{r.ours_over_floor:.2f}",
-            f"{r.over_bf16:.1f}",
-            f"{r.over_triton:.1f}",
-        ]
-        for _, r in run[run.M.isin([1, 16, 64]) & run.N.isin([2304, 6144, 9216])].iterrows()
-        if (r.N, r.K) != (6144, 1536)
-    ]
-    return _table(["", "us", "over reading", "faster than bf16", "than Triton"], rows) + _origin(
-        run
-    )
+    """The README's tables: decode of some weights, and geometric means at all numbers of rows."""
+    names = ("linear", "linear_every_m", "moe_layers")
+    runs = [pd.read_csv(MEASURED / f"{name}.csv", dtype={"commit": str}) for name in names]
+    run, rows = runs[0], []
+    for N, K in ((2304, 6144), (9216, 6144)):
+        shown = [f"`linear` {N} x {K}"]
+        for M in (1, 16, 64):
+            (r,) = run[(M == run.M) & (N == run.N) & (K == run.K)].itertuples()
+            over = f"{r.ours_over_floor:.2f}; {r.over_bf16:.1f}; {r.over_triton:.1f}"
+            shown.append(f"{r.ours_us:.1f} us ({over})")
+        rows.append(shown)
+    decode = _table(["", "M = 1", "M = 16", "M = 64"], rows)
+    return f"{decode}\n{means(*runs[1:])}{_origin(pd.concat(runs))}"
+
+
+def means(linears: pd.DataFrame, layers: pd.DataFrame) -> str:
+    """How often peers' times are ours, geometric means by rows."""
+    columns = [(linears, f"over_{peer}") for peer in ("bf16", "fp8", "humming")]
+    columns += [(layers[layers.routing == of], "over_bf16") for of in ("uniform", "skewed")]
+    rows = []
+    for before, last in pairwise((0, 64, 256, 2048, 32768)):
+        shown = [f"{before + 1} to {last}"]
+        for run, column in columns:
+            of = run[run.M.between(before + 1, last)]
+            ratios = of[column].dropna() if column in of else ()
+            shown.append(f"{_geometric(ratios):.2f}" if len(ratios) else "")
+        rows.append(shown)
+    heads = ("`linear` over bf16", "over fp8", "over Humming", "layer over bf16", "skewed")
+    return _table(["rows", *heads], rows)
 
 
 FIGURES: dict[str, Callable[[], str]] = {
