@@ -92,6 +92,10 @@ def moe_layers() -> str:
     each = [run[m == run.M] for m in tokens]
     means = (f"{_geometric(at.over_bf16):.2f} ({_geometric(at.over_gemms):.2f})" for at in each)
     rows.append(["geometric mean", *means])
+    if "over_humming" in run:
+        theirs = (at.over_humming.dropna() for at in each)
+        least = (f"{_geometric(of):.2f} ({of.min():.2f})" if len(of) else "" for of in theirs)
+        rows.append(["Humming's two products over our layer, and least", *least])
     launches = (f"{_geometric(at.over_launches):.2f} ({at.over_launches.max():.2f})" for at in each)
     rows.append(["our time over our launches', and worst", *launches])
     return _table(["", *(f"M={m}" for m in tokens)], rows) + _origin(run)

@@ -38,6 +38,12 @@ def test_layers_stand_beside_bf16s_by_tokens(measured: Path) -> None:
         ["geometric mean", "3.00 (2.00)", "0.60 (0.60)"],
         ["our time over our launches', and worst", "1.00 (1.00)", "0.99 (1.10)"],
     ]
+    timed = [dict(zip(columns, cell, strict=True)) for cell in cells]
+    save(
+        [timed[0], *(row | {"over_humming": row["M"] / 2048} for row in timed[1:])],
+        measured / "moe_layers.csv",
+    )
+    assert lines(figures.moe_layers())[-2][1:] == ["", "1.00 (1.00)"]
 
 
 def test_steps_are_counted_by_the_rows_that_they_come_after(measured: Path) -> None:
