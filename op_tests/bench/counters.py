@@ -59,7 +59,7 @@ LAST_ROUNDS = ((256, 2048), (384, 2880))  # tiles, and N
 WIDE = 6144  # of the model class whose decode shapes these are
 
 GEMV = [LinearProblem(M, 2304, WIDE) for M in (1, 2, 4, 8)]
-GEMV += [LinearProblem(M, WIDE, K) for K in (1536, 2880) for M in (1, 8)]
+GEMV += [LinearProblem(M, WIDE, K) for K in (1536, 2880) for M in (1, 2, 4, 8)]
 MFMA = [LinearProblem(M, 2304, WIDE) for M in (16, 32, 64)]
 MOE = [
     MoeGemmProblem(M, 2 * width, WIDE, 16, 4, 16, "mxfp8", "silu", a_div=4)

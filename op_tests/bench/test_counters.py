@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+from unittest.mock import patch
+
 import pandas as pd
 import pytest
 
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.region import Region
+from aiter_mx.sim.program import Dim3, Program, SimOptions
+from aiter_mx.sim.report import LaunchReport
 from op_tests.bench.common import MEASURED
-from op_tests.bench.counters import HBM_BYTES_A_CYCLE, SHAPES, name_of
+from op_tests.bench.counters import HBM_BYTES_A_CYCLE, SHAPES, TARGET, name_of, run
+from op_tests.bench.counters_before import run_again
 
 LAUNCH_US, CYCLES_A_US = 2.6, 6.5e6 / HBM_BYTES_A_CYCLE
 
@@ -51,3 +61,37 @@ def test_few_rows_are_read_few_times_over_where_k_is_split(saved: pd.DataFrame) 
     split = saved[saved.kernel == "mfma_split"].set_index("problem").asked_over_operands
     assert split["M=16 N=2304 K=6144"] <= 2
     assert split["M=64 N=2304 K=6144"] <= 4
+
+
+def test_gemv_takes_less_than_two_thirds_of_the_address_cycles_that_it_took() -> None:
+    compared = pd.read_csv(MEASURED / "gfx950_simulated" / "counters_before.csv")
+    of_gemv = compared[compared.kernel == "gemv"]
+    assert list(of_gemv.problem) == [name_of(problem) for problem in SHAPES["gemv"][1]]
+    assert (of_gemv.share <= 0.65).all()
+
+
+def test_a_launch_that_is_run_again_elsewhere_counts_as_much() -> None:
+    problem = LinearProblem(2, 40, 544)
+    spec = find_kernel("linear", "gfx950", "hip", "gemv")
+    told = []
+
+    def noted(
+        program: Program,
+        kernel: str,
+        grid: Dim3,
+        block: Dim3,
+        kernarg: bytes,
+        shared_bytes: int,
+        regions: Sequence[Region],
+        options: SimOptions,
+    ) -> LaunchReport:
+        memory = [(vars(r), ctypes.string_at(r.address, r.size_bytes)) for r in regions]
+        told.append((program._image, (kernel, grid, block), kernarg, shared_bytes, memory))
+        return launch(program, kernel, grid, block, kernarg, shared_bytes, regions, options)
+
+    launch = Program.launch
+    with patch.object(Program, "launch", noted):
+        report = run(spec, problem, dict(spec.configure(TARGET, problem))).report
+    again = run_again(*told[0])
+    assert again.address_cycles == report.address_cycles > 0
+    assert again.by_class == report.by_class
