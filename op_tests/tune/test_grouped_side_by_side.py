@@ -37,3 +37,4 @@ def test_the_saved_table_has_every_cell_whose_traces_are_kept() -> None:
     assert {cell for cell in cells() if cell.mode != "balanced"} <= found
     balanced = table[table["mode"] == "balanced"]
     assert (balanced.times_as_fast >= 1).all()
+    assert (table[table["mode"] != "balanced"].share_of_even >= 0.9).all()
