@@ -77,6 +77,9 @@ WGMMA_FP8_TILED = WgmmaFp8(
     together=3,
 )
 """In tiles of 64 and 128 rows, for 97 to 2,048."""
+START_OF_FP8, START_OF_FP8_TILED, START_OF_BF16 = 3900, 3400, 3170
+"""Of a call of more than 64 rows, beyond what the models of ``wgmma_fp8``, ``wgmma_fp8_tiled`` and
+``wgmma_bf16`` have."""
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,10 @@ MIN_M = 17
 _MIN_TIMED_M = 33
 _TILES_M = tuple(tokens for tokens in PARAMS[0].values if tokens > FEW)
 _MIN_OWN_M = 65  # without a table: the other kernels have tiles of so few rows
-# Without a table, tiles have at most 128 features up to so many rows. Above, those of pairs are
-# large, and up to _MANY_TOKENS there are these, of tokens and features, of clusters of so many.
+# Without a table, tiles are any up to so many rows. Above, those of pairs are large, and up to
+# _MANY_TOKENS there are these, of tokens and features, of clusters of so many.
 _FEW_TOKENS, _MANY_TOKENS, _LARGE = 128, 2048, 160
+_OWN_WIDE_SPLITS = (1, 2)  # of tiles of 192 features, of few tokens
 _OWN_SPLITS = {
     (192, 64): (1, 2),
     (256, 64): (1, 2),
@@ -135,7 +136,7 @@ def _own_tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16, few: bool, many: bool) ->
     found = []
     for tile in _tiles_of(splits, pairs):
         if few:
-            own = every if tile.tile_n <= MOST_PAIRED else ()
+            own = every if tile.tile_n <= MOST_PAIRED else _OWN_WIDE_SPLITS
         elif tile.pairs:
             own = every if tile.tile_n == MOST_PAIRED and tile.tile_m > _LARGE else ()
         else:

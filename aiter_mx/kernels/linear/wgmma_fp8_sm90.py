@@ -4,11 +4,18 @@ csrc/linear/wgmma_fp8_sm90.cu."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from itertools import product
 
 from aiter_mx.kernels.declare import declare
+from aiter_mx.kernels.linear import wgmma_bf16_sm90
 from aiter_mx.kernels.linear.clusters_sm90 import ARGS, operand_maps, scalars
-from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_MANY, WgmmaFp8
+from aiter_mx.kernels.linear.fitted_sm90 import (
+    START_OF_BF16,
+    START_OF_FP8,
+    WGMMA_FP8_MANY,
+    WgmmaFp8,
+)
 from aiter_mx.kernels.linear.problem import LinearProblem
 from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import (
     GROUPS,
@@ -48,9 +55,7 @@ MOST_ACCUMULATION_ERROR = 2.0**-8
 """Likewise, for any operands. The matrix unit shifts the 32 products of a block to the exponent of
 the largest and cuts them 13 bits below it, and then the sum: 32 times less than 2^-13 of a block's
 largest product."""
-_MOST_OWN_WEIGHTS = {80: 400_000_000, 128: 80_000_000}
-"""Up to which it was faster than wgmma_bf16 on an H200, by rows beyond 64: its products take longer
-to add than theirs take to multiply, but need no launch ahead."""
+_MOST_OWN_WEIGHTS = 400_000_000  # without a table, for more than 64 rows: no longer ones were timed
 _FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
 _FEWEST_OWN_WEIGHTS = 500_000
 _FEWEST_OWN_WEIGHT_ROWS = 384
@@ -61,6 +66,8 @@ _MOST_SHARED_M = 16  # up to which several workgroups of an SM are candidates
 _MOST_FAST_COLUMNS, _FEW_ROWS, _OF_SLOW_COLUMNS = 112, 48, 1.8
 """Beyond so many columns, and rows of w in a workgroup, products were seen to take that much
 longer."""
+_SPILLED, _OF_SPILLED = (3, 80), 1.6
+"""So many warpgroups, and columns, have too few registers where no warp lacks rows of w."""
 FITTED, FITTED_MANY = WgmmaFp8(), WGMMA_FP8_MANY
 
 
@@ -173,6 +180,8 @@ def cycles_of_pass(
     of_block = fitted.block + fitted.column * found.columns + fitted.sharing / groups
     if not found.x_is_a and found.columns > _MOST_FAST_COLUMNS and found.rows_w > _FEW_ROWS:
         of_block *= _OF_SLOW_COLUMNS
+    if not found.x_is_a and (groups, found.columns) == _SPILLED and found.rows_w % GROUP_ROWS == 0:
+        of_block *= _OF_SPILLED
     computed = blocks * max(of_block, waited)
     sums = found.rows_m * found.rows_w * k_groups
     cycles = together(fitted, copied, computed) + _exchange_cycles(fitted, split, sums)
@@ -204,12 +213,24 @@ _search = Search(
 )
 
 
+@lru_cache(maxsize=1 << 14)
+def _is_own(target: Target, M: int, N: int, K: int) -> bool:
+    """Whether more than 64 rows take less than with wgmma_bf16, by the models of both."""
+    if N * K > _MOST_OWN_WEIGHTS:
+        return False
+    problem = LinearProblem(M, N, K)
+    own = _search.cheapest(target, problem)
+    if own is None:
+        return False
+    others = own[0] + START_OF_FP8 - START_OF_BF16
+    return not wgmma_bf16_sm90.takes_less(target, problem, others)
+
+
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     if problem.M > GROUP_ROWS:
-        most = next((most for rows, most in _MOST_OWN_WEIGHTS.items() if rows >= problem.M), 0)
-        if most >= problem.N * problem.K:
+        if _is_own(target, problem.M, problem.N, problem.K):
             return None
-        return f"wgmma_fp8 adds for longer than wgmma_bf16 multiplies, beyond {most} weights"
+        return "wgmma_fp8 adds for longer than wgmma_bf16 launches x ahead and multiplies"
     chunks = chunks_of(problem)
     if (chunks % 2 or problem.K % CHUNK) and chunks > _MOST_ODD_CHUNKS:
         return f"wgmma_fp8 loads the scales of K={problem.K} one by one, {chunks} chunks"

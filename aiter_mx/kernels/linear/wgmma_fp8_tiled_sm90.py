@@ -15,6 +15,8 @@ from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear import wgmma_bf16_sm90
 from aiter_mx.kernels.linear import wgmma_fp8_sm90 as untiled
 from aiter_mx.kernels.linear.clusters_sm90 import ARGS, operand_maps, scalars
+from aiter_mx.kernels.linear.fitted_sm90 import START_OF_BF16, START_OF_FP8
+from aiter_mx.kernels.linear.fitted_sm90 import START_OF_FP8_TILED as START
 from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_TILED as FITTED
 from aiter_mx.kernels.linear.problem import LinearProblem
 from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import Layout, chunks_of, laid_out
@@ -43,8 +45,6 @@ _MOST_SUMS = max(tile_m * tile_n for tile_m, tile_n, *_ in _TILES)
 _OWN_SPLITS = (1, 2)  # without a table: more are seldom faster
 _MOST_CODES = 5  # of a weight
 _WORTH_A_CODE = 0.08  # of the fourth powers of times beside the best, on average
-# Cycles of a call beyond what the models have: of this kernel, wgmma_fp8 and wgmma_bf16.
-_START, _START_OF_FP8, _START_OF_BF16 = 3400, 3900, 3170
 _DEPTH = 3  # chunks of 128 k that are under way; 4 and 6 take as long
 _NAMES = tuple(param.name for param in PARAMS)
 MIN_M = GROUP_ROWS + 1
@@ -124,12 +124,12 @@ class Code(NamedTuple):
 
     def cost(self, M: int) -> float:
         """A model of what a call with so many rows of x takes: see ``FITTED``."""
-        return _START - (-M // self.values[0] * self.clusters // self.side_by_side) * self.cycles
+        return START - (-M // self.values[0] * self.clusters // self.side_by_side) * self.cycles
 
     def costs(self) -> list[float]:
         """Likewise, for ``_ROWS``."""
         (tile_m, *_), clusters, most, cycles = self
-        return [_START - (tiles * clusters // most) * cycles for tiles in _LESS_TILES[tile_m]]
+        return [START - (tiles * clusters // most) * cycles for tiles in _LESS_TILES[tile_m]]
 
 
 @lru_cache(maxsize=1024)
@@ -237,7 +237,7 @@ def least_cycles(target: Target, M: int, N: int, K: int) -> float:
     sums = up(M, GROUP_ROWS) * N / target.cu_num
     passes = max(1, sums / _MOST_SUMS)
     at_least = sums * (-(-K // CHUNK) * _least_of_chunk() + FITTED.kept)
-    return _START + (at_least + passes * FITTED.between_passes) * ROUNDED_OFF
+    return START + (at_least + passes * FITTED.between_passes) * ROUNDED_OFF
 
 
 @cache
@@ -256,9 +256,9 @@ def _least_of_chunk() -> float:
 def _is_least(target: Target, M: int, N: int, K: int, cycles: float) -> bool:
     """Whether neither wgmma_fp8 nor wgmma_bf16 takes less."""
     problem = LinearProblem(M, N, K)
-    if wgmma_bf16_sm90.takes_less(target, problem, cycles - _START_OF_BF16):
+    if wgmma_bf16_sm90.takes_less(target, problem, cycles - START_OF_BF16):
         return False
-    return M > untiled.MAX_M or not untiled.takes_less(target, problem, cycles - _START_OF_FP8)
+    return M > untiled.MAX_M or not untiled.takes_less(target, problem, cycles - START_OF_FP8)
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
