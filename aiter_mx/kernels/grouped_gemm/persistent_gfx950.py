@@ -55,6 +55,9 @@ _LATENCY_CYCLES = 2000
 _COPY_CYCLES = 1000  # until the copies of a step are there
 _EPILOGUE_CYCLES = 2600  # of the largest tile
 _TILE_CYCLES = 1000  # to find the next tile
+_UNEVEN_TILE = (128, 256)
+"""Comes last for groups of more rows on average: these are seldom of one size, and largest tiles
+take as many in fewer rounds."""
 _HALF_TILE = 0.6  # of a tile's time: LDS has more than half to do
 
 # Offsets within a tile are below 2^31, with the farthest row of a step added to one out of range.
@@ -210,6 +213,9 @@ def candidates_of(
         (config_of(m, n) for m in rows for n in PARAMS[1].values),
         key=partial(_cycles, target, problem, _copied(problem)),
     )
+    if problem.G > 1 and problem.usual_rows > _UNEVEN_TILE[0]:
+        uneven = config_of(*_UNEVEN_TILE)
+        tiles.sort(key=lambda tile: tile == uneven)
     orders: tuple[Config, ...] = ({}, {"swath": 4}, {"swath": 1, "xcds": 1})
     return [{**tile, **order} for order in orders for tile in tiles]
 
