@@ -621,6 +621,10 @@ struct Adder {
             parts[s] = kSplit == 1 ? own : address_in_cluster(own, s / kKGroups);
         }
         const int items = block.tokens * quads;
+        constexpr bool one_quad = kThreads % quads == 0; // whether all items of a thread have it
+        float plus[4];
+        if constexpr (one_quad)
+            load_plus(plus, threadIdx.x % quads);
 #pragma unroll 2
         for (int item = threadIdx.x; item < items; item += kThreads) {
             const int token = item / quads, quad = item % quads;
@@ -638,10 +642,11 @@ struct Adder {
             }
             const long row = block.row + quad * 4;
             Out* const to = t.y + (block.token + token) * t.N + row;
-            if (t.bias_kind != kNone)
+            if constexpr (!one_quad)
+                load_plus(plus, quad);
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    sums[i] += load_bias(t.bias, t.bias_kind, min(row + i, t.N - 1));
+            for (int i = 0; i < 4; ++i)
+                sums[i] += plus[i];
             if (whole && row < t.N) {
                 store_four(to, sums);
             } else {
@@ -654,6 +659,14 @@ struct Adder {
     }
 
   private:
+    // Of four features. Nothing changes by adding -0.
+    MX_MEMBER void load_plus(float (&plus)[4], int quad) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            plus[i] = t.bias_kind == kNone
+                          ? -0.0f
+                          : load_bias(t.bias, t.bias_kind, min(block.row + quad * 4 + i, t.N - 1));
+    }
     MX_MEMBER static void store_four(float* to, const float (&v)[4]) {
         store_vector(to, u32x4{float_to_bits(v[0]), float_to_bits(v[1]), float_to_bits(v[2]),
                                float_to_bits(v[3])});

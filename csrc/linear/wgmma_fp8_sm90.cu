@@ -607,11 +607,12 @@ struct Kept {
     // Code that has not run yet comes from memory: so little of it, where no output is special.
     template <int Count>
     MX_MEMBER void store_tiles(float4 (&tiles)[Count], int first, unsigned staging) const {
-        const bool plain =
-            !kXIsA && store.bias_kind == kNone && store.paired && store.first + kRowsW <= store.N;
-        if (kXIsA && store.N % 8 == 0 && reinterpret_cast<unsigned long>(store.y) % 16 == 0) {
-            if (store.bias_kind != kNone)
-                add_bias(tiles, first);
+        const bool plain = !kXIsA && store.paired && store.first + kRowsW <= store.N;
+        const bool staged =
+            kXIsA && store.N % 8 == 0 && reinterpret_cast<unsigned long>(store.y) % 16 == 0;
+        if (store.bias_kind != kNone && (plain || staged))
+            add_bias(tiles, first);
+        if (staged) {
             __syncwarp(); // others have loaded what came to the place of these
             store_staged(tiles, first, staging);
         } else if (plain) {
@@ -629,14 +630,39 @@ struct Kept {
     MX_MEMBER int row(int j) const { return row_warp / kActive * kColumns + 8 * j; }
     template <int Count>
     MX_MEMBER void add_bias(float4 (&tiles)[Count], int first) const {
+        if (store.bias_kind == kF32)
+            add_bias_of<float>(tiles, first);
+        else if (store.bias_kind == kBF16)
+            add_bias_of<bf16>(tiles, first);
+        else
+            add_bias_of<fp16>(tiles, first);
+    }
+    // All loads are under way at once. Where w is A all tiles have the same two rows of it.
+    template <class Bias, int Count>
+    MX_MEMBER void add_bias_of(float4 (&tiles)[Count], int first) const {
+        constexpr int of_tiles = kXIsA ? Count : 1, next = kXIsA ? 1 : 8;
+        Bias loaded[of_tiles][2];
+#pragma unroll
+        for (int i = 0; i < of_tiles; ++i)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int n =
+                    (kXIsA ? row(first + i) + store.lane % 4 * 2 : a() + store.lane / 4) + j * next;
+                loaded[i][j] =
+                    static_cast<const Bias*>(store.bias)[min(store.first + n, store.N - 1)];
+            }
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
-            const long n = store.first + row(first + i) + store.lane % 4 * 2;
-            const float plus[2] = {load_bias(store.bias, store.bias_kind, min(n, store.N - 1)),
-                                   load_bias(store.bias, store.bias_kind, min(n + 1, store.N - 1))};
+            float plus[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                if constexpr (sizeof(Bias) == 4)
+                    plus[j] = loaded[kXIsA ? i : 0][j];
+                else
+                    plus[j] = to_f32(loaded[kXIsA ? i : 0][j]);
             tiles[i].x += plus[0];
-            tiles[i].y += plus[1];
-            tiles[i].z += plus[0];
+            tiles[i].y += plus[kXIsA];
+            tiles[i].z += plus[!kXIsA];
             tiles[i].w += plus[1];
         }
     }
