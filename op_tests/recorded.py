@@ -48,6 +48,7 @@ CASES: tuple[tuple[str, dict[str, object]], ...] = (
     ("moe_up/gemv", _LAYER),
     ("moe_down/gemv", _LAYER),
     ("moe_align/align", {"M": 40, "top_k": 3, "E": 7, "block_m": 16}),
+    ("moe_align/align_split", {"M": 2000, "top_k": 3, "E": 7, "block_m": 16}),
     ("moe_combine/combine", {"M": 9, "N": 72, "top_k": 3, "E": 7}),
     ("quantize/rows", {"M": 7, "N": 416}),
     ("quantize/tiles", {"M": 96, "N": 64, "to": "both"}),

@@ -12,8 +12,8 @@ from aiter_mx.launch import Tensors
 def run(problem: MoeCombineProblem, tensors: Tensors, config: Config) -> None:
     """Add up ``weight * y[m * slots + slot]`` over the slots of a token whose experts are here.
 
-    Sums are fp32 and in the order of slots, as csrc/moe/combine.cu has them. A slot with an id
-    outside 0 to E - 1 is left out, and shared slots weigh 1.
+    Sums are fp32 and in the order of slots, as csrc/moe/combine_gfx950.cu has them. A slot with an
+    id outside 0 to E - 1 is left out, and shared slots weigh 1.
     """
     y, places, topk_ids, topk_weights, expert_map, num_tokens, out = tensors
     p = problem

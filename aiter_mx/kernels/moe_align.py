@@ -1,17 +1,21 @@
-"""What can compute ``aiter_mx.moe_align`` and ``moe_sort``: csrc/moe/align.cu, Triton, torch."""
+"""What can compute ``aiter_mx.moe_align`` and ``moe_sort``: csrc/moe/align.cu, Triton, torch.
+
+``align`` has one workgroup that sorts; ``align_split`` has several, and two launches.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.moe_gemm.problem import MAX_PACKED_TOKENS, MAX_PACKED_TOP_K, most_padded
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     Arg,
     Config,
     Geometry,
+    KernelSpec,
+    Module,
     Param,
     numbers,
     pointers,
@@ -33,8 +37,11 @@ MAX_IDS = 1 << 31  # places in the lists are int32
 MAX_TRITON_EXPERTS = 1 << 13  # whose counts a program holds
 MAX_TRITON_IDS = 1 << 30  # so that programs' steps beyond them are int32 too
 _IDS_OF_FEW_WAVES = 1024
+_MOST_OF_ONE = {"gfx950": 8192, "sm_90a": 1024}
+"""Ids that one workgroup sorts as fast as several, in a launch more."""
+_WAVES_OF_MANY = {"gfx950": 16, "sm_90a": 8}
+_MANY_PIECES = 4
 _HELD = 4  # chunks of a wave whose experts stay in registers
-_MOST_THREADS = 1024
 _THREADS_OF_UNIT = 2048  # that a compute unit holds
 
 
@@ -149,6 +156,24 @@ def _refusal(target: Target, problem: MoeAlignProblem) -> str | None:
     return None
 
 
+def _split_refusal(target: Target, problem: MoeAlignProblem) -> str | None:
+    if problem.masked:
+        return "rows are with their experts already"
+    return _refusal(target, problem)
+
+
+def _yields_to_split(target: Target, problem: MoeAlignProblem) -> str | None:
+    if problem.masked or problem.routed <= _MOST_OF_ONE[target.arch]:
+        return None
+    return f"{problem.routed} ids are sorted faster by several workgroups"
+
+
+def _split_yields(target: Target, problem: MoeAlignProblem) -> str | None:
+    if problem.routed > _MOST_OF_ONE[target.arch]:
+        return None
+    return f"{problem.routed} ids are sorted by one workgroup as fast"
+
+
 def _triton_refusal(problem: MoeAlignProblem) -> str | None:
     if (experts := problem.E + problem.shared) > MAX_TRITON_EXPERTS:
         return f"E={experts} is above {MAX_TRITON_EXPERTS}, the most the Triton align counts"
@@ -157,23 +182,37 @@ def _triton_refusal(problem: MoeAlignProblem) -> str | None:
     return None
 
 
+def _most_waves(target: Target, problem: MoeAlignProblem) -> int:
+    """Of many ids; their counts and five more words of each expert are within 48 KiB."""
+    room = _room(problem)
+    return min(_WAVES_OF_MANY[target.arch], 8192 // room if room < MAX_EXPERTS else 4)
+
+
 def _configure(target: Target, problem: MoeAlignProblem) -> Config:
-    most = min(_MOST_THREADS // target.wave_size, 8192 // _room(problem))  # 32 KiB of counts
-    return {"waves": min(most, 8) if problem.routed <= _IDS_OF_FEW_WAVES else most}
+    most = _most_waves(target, problem)
+    return {"waves": 8 if problem.routed <= _IDS_OF_FEW_WAVES else most}
+
+
+def _split_configure(target: Target, problem: MoeAlignProblem) -> Config:
+    return {"waves": _most_waves(target, problem)}
 
 
 def _held_ids(target: Target, config: Config) -> int:
-    return config["waves"] * target.wave_size * _HELD
+    return _threads(target, config) * _HELD
+
+
+def _sorters(target: Target, problem: MoeAlignProblem, config: Config) -> int:
+    """Workgroups of ``align_split`` that sort: so many that they hold the ids, if there is room."""
+    return max(1, min(-(-problem.routed // _held_ids(target, config)), target.cu_num))
 
 
 def _defines(target: Target, problem: MoeAlignProblem, config: Config) -> Mapping[str, int]:
+    most = min(_IDS_OF_FEW_WAVES, _held_ids(target, config))
     return {
         "MX_WAVES": config["waves"],
         "MX_HELD": _HELD,
-        "MX_MANY": int(
-            not problem.masked
-            and problem.routed > min(_IDS_OF_FEW_WAVES, _held_ids(target, config))
-        ),
+        "MX_PIECES": _pieces(problem),
+        "MX_MANY": int(not problem.masked and problem.routed > most),
         "MX_EXPERTS": _room(problem),
         "MX_PACKED": int(problem.ids == "aiter"),
         "MX_WIDE_IDS": int(problem.id_dtype == "i64"),
@@ -187,21 +226,30 @@ def _threads(target: Target, config: Config) -> int:
     return waves * target.wave_size
 
 
+def _pieces(problem: MoeAlignProblem) -> int:
+    """Eight elements each that a thread quantises: several, whose loads are under way together,
+    where it is the memory that takes the time."""
+    return _MANY_PIECES if problem.routed > _IDS_OF_FEW_WAVES and not problem.masked else 1
+
+
 def _quantising(target: Target, problem: MoeAlignProblem, config: Config) -> int:
     """Workgroups that quantise."""
     threads = _threads(target, config)
-    groups = -(-problem.M * problem.K // (8 * threads))
+    groups = -(-problem.M * problem.K // (8 * threads * _pieces(problem)))
     if problem.masked:  # few of the rows count
         return min(groups, target.cu_num * _THREADS_OF_UNIT // threads)
     return groups
 
 
-def _geometry(target: Target, problem: MoeAlignProblem, config: Config) -> Geometry:
-    return Geometry(
-        grid=(1 + _quantising(target, problem, config), 1, 1),
-        block=(_threads(target, config), 1, 1),
-        overlaps=target.arch == "sm_90a",
-    )
+_SCALARS = (
+    *("M", "top_k", "E", "shared", "first_shared", "map_kind", "drop_absent", "block_m"),
+    *("max_ids", "max_blocks", "groups"),
+)
+_POINTERS = (
+    *pointers("r", "topk_ids", "topk_weights", "expert_map", "num_tokens", "x"),
+    *pointers("w", "sorted_ids", "sorted_weights", "expert_ids", "post_padded", "xq", "xs"),
+)
+_COUNTS, _PLACES, _WHOLE = range(3)  # what a launch does, csrc/moe/align.cu
 
 
 def _scalars(target: Target, problem: MoeAlignProblem, config: Config) -> tuple[int | float, ...]:
@@ -221,34 +269,72 @@ def _scalars(target: Target, problem: MoeAlignProblem, config: Config) -> tuple[
     )
 
 
-_SCALARS = (
-    *("M", "top_k", "E", "shared", "first_shared", "map_kind", "drop_absent", "block_m"),
-    *("max_ids", "max_blocks", "groups"),
-)
+def _module(step: int) -> Module:
+    """A launch: of many ids all three are of one code object, in which one of one workgroup has a
+    number in place of the address of counts."""
+    is_whole = step == _WHOLE
+    counts = (
+        Arg("counts_of_groups", "i64") if is_whole else Arg("counts_of_groups", "pointer", "rw")
+    )
 
-_ARGS = (
-    *pointers("r", "topk_ids", "topk_weights", "expert_map", "num_tokens", "x"),
-    *pointers("w", "sorted_ids", "sorted_weights", "expert_ids", "post_padded", "xq", "xs"),
-    Arg("elements", "i64"),
-    *numbers("i32", *_SCALARS),
-)
+    def sorters(target: Target, problem: MoeAlignProblem, config: Config) -> int:
+        return 1 if is_whole else _sorters(target, problem, config)
+
+    def geometry(target: Target, problem: MoeAlignProblem, config: Config) -> Geometry:
+        quantising = 0 if step == _PLACES else _quantising(target, problem, config)
+        groups, threads = sorters(target, problem, config) + quantising, _threads(target, config)
+        return Geometry((groups, 1, 1), (threads, 1, 1), overlaps=target.arch == "sm_90a")
+
+    return Module(
+        sources={"gfx950": "moe/align.cu", "sm_90a": "moe/align.cu"},
+        symbol="aiter_mx_moe_align",
+        args=(
+            *(*_POINTERS, counts),
+            *numbers("i64", "sorters", "step", "elements"),
+            *numbers("i32", *_SCALARS),
+        ),
+        defines=lambda target, problem, config: {
+            **_defines(target, problem, config),
+            **({} if is_whole else {"MX_MANY": 1}),
+        },
+        geometry=geometry,
+        scalars=lambda target, problem, config: (
+            *((0,) if is_whole else ()),
+            *(sorters(target, problem, config), step),
+            *_scalars(target, problem, config),
+        ),
+    )
+
 
 PROBLEM = MoeAlignProblem
 
-KERNELS = (
-    declare(
-        "moe_align",
-        "align",
-        {"gfx950": "moe/align.cu", "sm_90a": "moe/align.cu"},
-        symbol="aiter_mx_moe_align",
-        args=_ARGS,
-        defines=_defines,
-        geometry=_geometry,
-        scalars=_scalars,
-        refusal=_refusal,
-        params=PARAMS,
-        configure=_configure,
+ALIGN = KernelSpec(
+    op="moe_align",
+    backend="hip",
+    name="align",
+    params=PARAMS,
+    refusal=_refusal,
+    configure=_configure,
+    candidates=lambda target, problem: (_configure(target, problem),),
+    modules=(_module(_WHOLE),),
+    yields=_yields_to_split,
+)
+ALIGN_SPLIT = replace(
+    ALIGN,
+    name="align_split",
+    refusal=_split_refusal,
+    configure=_split_configure,
+    candidates=lambda target, problem: (_split_configure(target, problem),),
+    modules=(_module(_COUNTS), _module(_PLACES)),
+    workspace_bytes=lambda target, problem, config: (
+        4 * _sorters(target, problem, config) * _room(problem)
     ),
+    yields=_split_yields,
+)
+
+KERNELS = (
+    ALIGN,
+    ALIGN_SPLIT,
     without_tiles("moe_align", "align", _triton_refusal),
     reference("moe_align"),
 )

@@ -1,4 +1,4 @@
-"""What adds up the routed rows of a token: csrc/moe/combine.cu, Triton, torch."""
+"""What adds up the routed rows of a token: csrc/moe/combine_<arch>.cu, Triton, torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from aiter_mx.target import Target
 MAX_SLOTS = 32  # whose loads are all under way at once
 MAX_GROUPS_Y = 65535
 ID_DTYPES = ("i32", "i64")
-_WIDTH = 4  # features of a thread
+_LEAST_WIDTH = 4  # features of a thread
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class MoeCombineProblem:
     def __post_init__(self) -> None:
         known = {"y_dtype": OUT_DTYPES, "out_dtype": OUT_DTYPES, "id_dtype": ID_DTYPES}
         require(self, {"M": 0, "N": 0, "top_k": 1, "E": 1, "shared": 0}, known)
-        if self.N % _WIDTH:
-            raise ValueError(f"N must be a multiple of {_WIDTH}, got N={self.N}")
+        if self.N % _LEAST_WIDTH:
+            raise ValueError(f"N must be a multiple of {_LEAST_WIDTH}, got N={self.N}")
 
 
 KEY = ("M", "N", "top_k", "E")
@@ -76,10 +76,19 @@ def _refusal(target: Target, problem: MoeCombineProblem) -> str | None:
     return None
 
 
+def _width(target: Target, problem: MoeCombineProblem) -> int:
+    """Features of a thread: on Hopper 16 bytes of 16-bit rows where a row is whole pieces."""
+    wide = target.arch == "sm_90a" and problem.y_dtype != "fp32" and problem.N % 8 == 0
+    return 2 * _LEAST_WIDTH if wide else _LEAST_WIDTH
+
+
 def _configure(target: Target, problem: MoeCombineProblem) -> Config:
-    """Small workgroups while large ones would be fewer than two for each compute unit."""
-    pieces = problem.N // _WIDTH * problem.M
-    return {"threads": 256 if pieces >= 2 * 256 * target.cu_num else 64}
+    """Small workgroups while large ones would be fewer than two for each compute unit; of wide
+    pieces those of 128 threads, which leave fewer idle."""
+    width = _width(target, problem)
+    if problem.N // width * problem.M < 2 * 256 * target.cu_num:
+        return {"threads": 64}
+    return {"threads": 128 if width > _LEAST_WIDTH else 256}
 
 
 def _defines(target: Target, problem: MoeCombineProblem, config: Config) -> Mapping[str, int]:
@@ -92,12 +101,17 @@ def _defines(target: Target, problem: MoeCombineProblem, config: Config) -> Mapp
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_WIDE_IDS": int(problem.id_dtype == "i64"),
         "MX_SORTED": int(problem.sorted_y),
+        **({"MX_WIDTH": _width(target, problem)} if target.arch == "sm_90a" else {}),
     }
 
 
 def _geometry(target: Target, problem: MoeCombineProblem, config: Config) -> Geometry:
     return Geometry(
-        grid=(-(-problem.N // (_WIDTH * config["threads"])), min(problem.M, MAX_GROUPS_Y), 1),
+        grid=(
+            -(-problem.N // (_width(target, problem) * config["threads"])),
+            min(problem.M, MAX_GROUPS_Y),
+            1,
+        ),
         block=(config["threads"], 1, 1),
         overlaps=target.arch == "sm_90a",
     )
@@ -118,7 +132,7 @@ KERNELS = (
     declare(
         "moe_combine",
         "combine",
-        {"gfx950": "moe/combine.cu", "sm_90a": "moe/combine.cu"},
+        {"gfx950": "moe/combine_gfx950.cu", "sm_90a": "moe/combine_sm90.cu"},
         symbol="aiter_mx_moe_combine",
         args=_ARGS,
         defines=_defines,

@@ -1,4 +1,4 @@
-// Routing of a mixture of experts: lists routed rows expert by expert, in blocks, in one launch.
+// Routing of a mixture of experts: lists routed rows expert by expert, in blocks.
 //
 //   topk_ids [M, top_k]   expert of each slot of a token; anything outside 0 .. E-1 is left out
 //   expert_map [E]        number of an expert here, -1 where it is not; or a mask of those here
@@ -10,19 +10,20 @@
 // t = token * slots + slot, where slots past top_k belong to shared experts, which every token has.
 // vLLM's ids are t, padding is M * slots; aiter's are slot << 24 | token, padding slots << 24 | M.
 //
-// One workgroup does it. Each wave counts its part of the ids, the counts are summed over waves and
-// experts in a fixed order, and each wave then places its part. Nothing is added atomically, so the
-// lists are the same on every run.
+// One workgroup does it, or of many ids several: a first launch counts the ids that each has of
+// each expert, a second one places them. Each wave counts its part of the ids, the counts are
+// summed over workgroups, waves and experts in a fixed order, and each wave then places its part.
+// Nothing is added atomically, so the lists are the same on every run.
 //
 //   ids     |<---- wave 0 ---->|<---- wave 1 ---->|...     chunks of a wave's lanes
 //   place = first of the expert + its ids in waves before + in chunks before + in lanes before
-
 //
 // Of a masked layer topk_ids is how many rows count of each expert [E], its first ones: M / E rows
 // of each follow each other, and row t is routed row t.
 //
-// With kQuantizes the other workgroups of the launch meanwhile quantise the tokens' activations, as
-// aiter_mx.quantize does: two launches of which neither needs the other's result are one.
+// With kQuantizes the other workgroups of the first launch meanwhile quantise the tokens'
+// activations, as aiter_mx.quantize does: two launches of which neither needs the other's result
+// are one.
 
 #include "common/quantize.h"
 #include "common/target.h"
@@ -33,7 +34,7 @@ constexpr int kWaves = MX_WAVES;     // of the workgroup
 constexpr int kExperts = MX_EXPERTS; // room for experts: a power of two, at least kLanes
 constexpr bool kPacked = MX_PACKED;  // aiter's ids
 constexpr bool kMasked = MX_MASKED;  // rows are with their experts already
-constexpr bool kMany = MX_MANY;      // there may be more ids than waves hold
+constexpr bool kMany = MX_MANY;      // more ids than waves hold, or several workgroups that sort
 constexpr bool kQuantizes = MX_X != kNone;
 using X = DType<kQuantizes ? MX_X : kF32>; // of the activations
 #if MX_WIDE_IDS
@@ -46,6 +47,7 @@ constexpr int kThreads = kWaves * kLanes;
 constexpr int kHeld = MX_HELD; // chunks of a wave whose experts stay in registers
 // Chunks after these that are looked up at a time; with more gfx950 would spill.
 constexpr int kAtOnce = kLanes == 64 ? 4 : 8;
+constexpr int kPieces = MX_PIECES;              // of activations that a thread quantises at once
 constexpr int kScanned = kExperts / kLanes;     // experts of a lane in the scan
 enum Map { kAll = 0, kNumbers = 1, kMask = 2 }; // what expert_map holds
 
@@ -114,11 +116,13 @@ struct Masked {
     }
 };
 
+MX_DEVICE Piece load_piece(const X* x, long i, bool is_inside) {
+    return is_inside ? reinterpret_cast<const Piece*>(x)[i] : Piece{};
+}
+
 // Quantises piece i of all, if it is inside.
-MX_DEVICE void quantize(const X* x, unsigned char* xq, unsigned char* xs, long i, bool is_inside) {
-    Piece piece = {};
-    if (is_inside)
-        piece = reinterpret_cast<const Piece*>(x)[i];
+MX_DEVICE void quantize(const Piece& piece, unsigned char* xq, unsigned char* xs, long i,
+                        bool is_inside) {
     float v[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j)
@@ -164,34 +168,57 @@ MX_DEVICE void quantize(const X* x, unsigned char* xq, unsigned char* xs, long i
             expert += is_past;
         }
         const long first = (static_cast<long>(expert) * masked.rows + row) * pieces;
-        quantize(x, xq, xs, first + piece, piece < pieces);
+        const bool is_inside = piece < pieces;
+        quantize(load_piece(x, first + piece, is_inside), xq, xs, first + piece, is_inside);
     }
 }
+
+// What a launch does of the sorting.
+enum Step { kCounts = 0, kPlaces = 1, kWhole = 2 };
+
+// Threads that have an expert in common take workgroups in turns.
+constexpr int kTurns = kThreads / kExperts > 1 ? kThreads / kExperts : 1;
 
 MX_KERNEL(kThreads)
 aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* expert_map,
                    const int* num_tokens, const X* x, int* sorted_ids, float* sorted_weights,
                    int* expert_ids, int* post_padded, unsigned char* xq, unsigned char* xs,
-                   long elements, int M, int top_k, int experts, int shared, int first_shared,
-                   int map_kind, int drop_absent, int block_m, int max_ids, int max_blocks,
-                   int groups) { // that quantise
-    wait_for_grid_ahead();
-    launch_dependents();
+                   int* counts_of_groups, long sorters, long step, long elements, int M, int top_k,
+                   int experts, int shared, int first_shared, int map_kind, int drop_absent,
+                   int block_m, int max_ids, int max_blocks,
+                   int groups) { // that quantise, behind those that sort
+    const bool counts_alone = kMany && step == kCounts;
+    const bool places_alone = kMany && step == kPlaces;
+    if (!places_alone) { // what it begins with is older than the launch ahead
+        wait_for_grid_ahead();
+        launch_dependents();
+    }
     int tokens = M;
     if (num_tokens)
         tokens = *num_tokens < 0 ? 0 : *num_tokens < M ? *num_tokens : M;
     const Masked masked{topk_ids, M / experts};
-    if (kQuantizes && group_x() > 0) {
+    const int all_sorters = kMany ? static_cast<int>(sorters) : 1;
+    if (kQuantizes && static_cast<int>(group_x()) >= all_sorters) {
         const long width = elements / M;
-        const int group = static_cast<int>(group_x()) - 1;
+        const int group = static_cast<int>(group_x()) - all_sorters;
         if constexpr (kMasked) {
             quantize_counted(x, xq, xs, width, masked, experts, group, groups);
         } else {
-            const long i = static_cast<long>(group) * kThreads + thread_in_group();
-            quantize(x, xq, xs, i, i * 8 < width * tokens);
+            const long first = static_cast<long>(group) * kPieces * kThreads + thread_in_group();
+            const long end = width * tokens / 8;
+            Piece pieces[kPieces];
+#pragma unroll
+            for (int j = 0; j < kPieces; ++j)
+                pieces[j] = load_piece(x, first + j * kThreads, first + j * kThreads < end);
+#pragma unroll
+            for (int j = 0; j < kPieces; ++j) {
+                const long i = first + j * kThreads;
+                quantize(pieces[j], xq, xs, i, i < end);
+            }
         }
         return;
     }
+    const int sorter = kMany ? static_cast<int>(group_x()) : 0;
     const int lane = thread_in_group() % kLanes;
     const int wave = wave_in_group();
     MX_LDS int counts[kWaves][kExperts]; // then ids of the expert in waves and chunks before
@@ -199,8 +226,9 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
 
     const Routing routing{topk_ids, tokens, top_k, experts, shared};
     const int routed = kMasked ? 0 : tokens * routing.slots(); // that have to be sorted
-    const int chunks = (routed + kThreads - 1) / kThreads;     // of each wave
-    const int first_t = wave * chunks * kLanes + lane;
+    const int threads = all_sorters * kThreads;
+    const int chunks = (routed + threads - 1) / threads; // of each wave
+    const int first_t = (sorter * kWaves + wave) * chunks * kLanes + lane;
     int held[kHeld];
 #pragma unroll
     for (int c = 0; c < kHeld; ++c)
@@ -219,12 +247,14 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
                 sorted_weights[place] = weight;
         }
     };
-    // All is padding until ids are placed, which the barrier keeps after this.
-    const int padding = kPacked ? routing.slots() << 24 | M : M * routing.slots();
-    for (int p = thread_in_group(); p < max_ids; p += kThreads)
-        put(p, padding, 0.0f);
-    for (int b = thread_in_group(); b < max_blocks; b += kThreads)
-        expert_ids[b] = -1;
+    if (!places_alone) {
+        // All is padding until ids are placed, which the barrier keeps after this.
+        const int padding = kPacked ? routing.slots() << 24 | M : M * routing.slots();
+        for (int p = sorter * kThreads + thread_in_group(); p < max_ids; p += threads)
+            put(p, padding, 0.0f);
+        for (int b = sorter * kThreads + thread_in_group(); b < max_blocks; b += threads)
+            expert_ids[b] = -1;
+    }
     for (int i = thread_in_group(); i < kWaves * kExperts; i += kThreads)
         counts[i / kExperts][i % kExperts] = 0;
     group_memory_barrier();
@@ -258,13 +288,46 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
     each_later([&](int, int expert) { count_chunk(expert, same_expert(expert)); });
     group_barrier();
 
+    // Ids of each expert in the workgroups before, and in all.
+    [[maybe_unused]] MX_LDS int before[kTurns][kExperts], in_all[kTurns][kExperts];
+    if (places_alone) {
+        wait_for_grid_ahead();
+        launch_dependents();
+        for (int i = thread_in_group(); i < kTurns * kExperts; i += kThreads) {
+            const int turn = i / kExperts, e = i % kExperts;
+            int sum_before = 0, sum = 0;
+            for (int group = turn; group < all_sorters; group += kTurns) {
+                const int count = counts_of_groups[group * kExperts + e];
+                sum_before += group < sorter ? count : 0;
+                sum += count;
+            }
+            before[turn][e] = sum_before;
+            in_all[turn][e] = sum;
+        }
+        group_barrier();
+    }
+
     for (int e = thread_in_group(); e < kExperts; e += kThreads) {
         int total = 0;
+        if (places_alone)
+#pragma unroll
+            for (int turn = 0; turn < kTurns; ++turn)
+                total += before[turn][e];
 #pragma unroll
         for (int w = 0; w < kWaves; ++w) {
             const int count = counts[w][e];
             counts[w][e] = total;
             total += count;
+        }
+        if (counts_alone) {
+            counts_of_groups[sorter * kExperts + e] = total;
+            continue;
+        }
+        if (places_alone) {
+            total = 0;
+#pragma unroll
+            for (int turn = 0; turn < kTurns; ++turn)
+                total += in_all[turn][e];
         }
         if (kMasked && e < experts)
             total = masked.count(e);
@@ -274,6 +337,8 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
         firsts[e] = (totals[e] + block_m - 1) / block_m;
         numbers[e] = map_kind == kMask && e < experts ? number != 0 : number;
     }
+    if (counts_alone)
+        return;
     group_barrier();
 
     if (wave == 0) { // from blocks of each expert to the first block of each
@@ -288,7 +353,7 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
             firsts[e] = first;
             first += own;
         }
-        if (lane == kLanes - 1) {
+        if (lane == kLanes - 1 && sorter == 0) {
             post_padded[0] = first * block_m;
             if (kPacked)
                 post_padded[1] = tokens;
@@ -313,7 +378,7 @@ aiter_mx_moe_align(const Id* topk_ids, const float* topk_weights, const int* exp
 
     for (int e = thread_in_group(); e < experts + shared; e += kThreads) {
         const int blocks = (totals[e] + block_m - 1) / block_m;
-        for (int b = 0; b < blocks; ++b)
+        for (int b = sorter; b < blocks; b += all_sorters)
             if (firsts[e] + b < max_blocks)
                 expert_ids[firsts[e] + b] = numbers[e];
     }

@@ -17,7 +17,7 @@ from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.grouped import GATHER, SCATTER
 from aiter_mx.kernels.registry import find_kernel, kernels_of, ops
 from aiter_mx.kernels.spec import OUT_DTYPES
-from aiter_mx.launch import build_request, load_function
+from aiter_mx.launch import build_request, load_function, module_request
 from aiter_mx.sim.disasm import disassemble
 from aiter_mx.target import Target, hardware
 from op_tests.spills import assert_no_spills, kernels_without_spills
@@ -85,8 +85,9 @@ def test_no_other_launch_of_a_gfx950_expert_layer_spills_or_has_scratch() -> Non
             if op != "moe_gemm":
                 requests.append(build_request(kernel, target, part, chosen.config))
     sorting = MoeAlignProblem(8, 4, 256, 32, ids="aiter", expert_map="mask", drop_absent=1)
-    (align,) = (kernel for kernel in kernels_of("moe_align") if kernel.backend == "hip")
-    requests.append(build_request(align, target, sorting, align.configure(target, sorting)))
+    for align in (kernel for kernel in kernels_of("moe_align") if kernel.backend == "hip"):
+        config = align.configure(target, sorting)
+        requests += [module_request(each, target, sorting, config) for each in align.modules]
     many = MoeGemmProblem(8192, 1536, 6144, 128, 4, 128, weights="by_t")
     swiglu = replace(many, out_dtype="mxfp8", activation="swiglu_oai", weights="none")
     requests.append(build_request(GATHER, target, many, {}))

@@ -16,7 +16,17 @@ from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import hardware, target_of
 from aiter_mx.trial import try_out
 from op_tests.conformance import in_order
-from op_tests.launches import moved
+from op_tests.launches import (
+    Out,
+    assert_repeats_on_two_streams,
+    bound,
+    launch,
+    moved,
+    same_bytes,
+)
+from op_tests.places import device_in
+
+kernels_device = device_in("sim", "cuda")
 
 
 def lists_by_hand(
@@ -201,6 +211,68 @@ def test_as_many_ids_as_the_workgroup_holds_at_once_and_more(device: torch.devic
     assert_lists(ids, expert_ids, padded, expected, 64, M, 8)
 
 
+# Of several workgroups that sort: tokens, slots, experts, block_m, waves, compute units.
+SPLIT = [
+    (300, 2, 60, 16, 2, 256),  # the last workgroup has few ids
+    (3, 1, 5, 4, 2, 256),  # one workgroup, most of whose waves have none
+    (300, 3, 130, 64, 2, 2),  # more ids than two workgroups hold
+    (220, 6, 1020, 8, 2, 3),
+]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "aiter", "few count"])
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_several_workgroups_list_what_one_does(
+    kernels_device: torch.device, monkeypatch: pytest.MonkeyPatch, case: tuple[int, ...], kind: str
+) -> None:
+    (M, top_k, E, block_m, waves, cu_num), draw = case, random.Random(f"{case} {kind}")
+    randomise(monkeypatch, draw)
+    packed, mapped = kind == "aiter", kind != "few count"
+    ids, maps = ("aiter", "mask") if packed else ("vllm", "numbers" if mapped else "none")
+    problem = MoeAlignProblem(
+        *(M, top_k, E, block_m, ids),
+        expert_map=maps,
+        drop_absent=int(packed),
+        shared=0 if packed else 2,
+        first_shared=E,
+        x_dtype="bf16",
+        K=64,
+    )
+    experts = draw_ids(draw, M, top_k, E).clamp(-1, E).int()
+    here = torch.tensor([draw.random() < 0.6 for _ in range(E)]).int()
+    numbers = torch.where(here > 0, here.cumsum(0).int() - 1, -1)
+    blocks = problem.max_ids // block_m
+    tensors = [
+        experts,
+        torch.rand(M, top_k) if packed else None,
+        {"mask": here, "numbers": numbers, "none": None}[maps],
+        torch.tensor([M - M // 3], dtype=torch.int32) if kind == "few count" else None,
+        torch.randn(M, 64).bfloat16(),
+        Out((problem.max_ids,), torch.int32),
+        Out((problem.max_ids,), torch.float32) if packed else None,
+        Out((blocks,), torch.int32),
+        Out((2 if packed else 1,), torch.int32),
+        Out((M, 64), torch.float8_e4m3fn),
+        Out((M, 2), torch.uint8),
+    ]
+    arch, config = target_of(kernels_device).arch, {"waves": waves}
+    one, split = (find_kernel("moe_align", arch, "hip", name) for name in ("align", "align_split"))
+    expected = launch(one, kernels_device, problem, config, tensors)
+    found = launch(split, kernels_device, problem, config, tensors, cu_num)
+    assert all(map(same_bytes, found, expected))
+    assert int(expected[3 if packed else 2][0]) > 0
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "sm_90a"])
+def test_many_ids_are_split_and_those_of_a_mask_are_not(arch: str) -> None:
+    def kernel(M: int, **more: int) -> str:
+        return explain("moe_align", arch=arch, M=M, top_k=1, E=128, **more).kernel
+
+    assert kernel(1024) == "align"
+    assert kernel(8193) == kernel(1 << 20) == "align_split"
+    assert kernel(1 << 18, masked=1) == "align"
+
+
 def test_few_waves_hold_fewer_ids_than_are_few_for_more_waves() -> None:
     kernel, target = find_kernel("moe_align", "gfx950", "hip", "align"), hardware("gfx950")
     many = [
@@ -283,19 +355,35 @@ def test_sorted_weights_have_no_gradient_and_say_so(device: torch.device) -> Non
 
 
 @pytest.mark.gpu
-def test_replays_with_other_routings() -> None:
+@pytest.mark.parametrize("M", [100, 3000], ids=["one workgroup", "several"])
+def test_replays_with_other_routings(M: int) -> None:
     draw = random.Random(9)
-    topk_ids = draw_ids(draw, 100, 4, 64).to("cuda", torch.int32)
+    topk_ids = draw_ids(draw, M, 4, 64).to("cuda", torch.int32)
     aiter_mx.moe_align(topk_ids, 16, 64)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         lists = aiter_mx.moe_align(topk_ids, 16, 64)
     for _ in range(3):
-        fresh = draw_ids(draw, 100, 4, 64).to(torch.int32)
+        fresh = draw_ids(draw, M, 4, 64).to(torch.int32)
         topk_ids.copy_(fresh)
         graph.replay()
         expected = lists_by_hand(fresh.tolist(), 16, list(range(64)), False)
-        assert_lists(*lists, expected, 16, 100, 4)
+        assert_lists(*lists, expected, 16, M, 4)
+
+
+@pytest.mark.gpu
+def test_several_workgroups_on_two_streams_list_the_same() -> None:
+    device, problem = torch.device("cuda"), MoeAlignProblem(20_000, 8, 128, 64)
+    kernel = find_kernel("moe_align", target_of(device).arch, "hip", "align_split")
+    lists = (
+        *(Out((problem.max_ids,), torch.int32), None),
+        *(Out((problem.max_ids // 64,), torch.int32), Out((1,), torch.int32), None, None),
+    )
+    calls = [
+        (torch.randint(0, 128, (20_000, 8), dtype=torch.int32, device=device), *[None] * 4, *lists)
+        for _ in range(2)
+    ]
+    assert_repeats_on_two_streams(bound(kernel, device, problem), calls, launches=20)
 
 
 def test_rows_that_a_mask_leaves_out_are_not_quantised() -> None:

@@ -260,7 +260,7 @@ def test_warmup_builds_all_launches_of_all_layers_at_once(monkeypatch: pytest.Mo
         aiter_mx.warmup("fused_moe", M=[1, 40], hidden=64, intermediate=32, E=8, top_k=2)
     (sources,) = asked
     assert len(sources) == len(set(sources)) + 1, "both GEMMs are of one file"
-    few, many = ("up_gfx950", "down_gfx950"), ("align", "mfma_gfx950", "combine")
+    few, many = ("up_gfx950", "down_gfx950"), ("align", "mfma_gfx950", "combine_gfx950")
     assert set(sources) == {f"moe/{name}.cu" for name in (*few, *many)}
 
 

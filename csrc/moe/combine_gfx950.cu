@@ -7,7 +7,9 @@
 //   num_tokens [1]        tokens that count, the first ones; null for all
 //   out [M, N]            sum over slots, in their order, of those whose expert is here
 //
-// Rows of the others are not read: nobody has written them.
+// Rows of the others are not read: nobody has written them. A workgroup has features of one token,
+// so that what it looks up of the routing are scalar loads; csrc/moe/combine_sm90.cu has lanes do
+// it.
 
 #include "common/target.h"
 
@@ -24,14 +26,6 @@ using Out = DType<MX_OUT>;
 using Id = long long;
 #else
 using Id = int;
-#endif
-
-// Whether the launch may begin before the one ahead of it, which makes y, has ended. The routing is
-// older than that one, and looked up first.
-#if defined(__AMDGCN__)
-constexpr bool kOverlaps = false;
-#else
-constexpr bool kOverlaps = true;
 #endif
 
 constexpr int kSlots = kTopK + kShared;
@@ -71,12 +65,8 @@ aiter_mx_moe_combine(const Y* y, const int* places, const Id* topk_ids, const fl
                     is_here[s] = expert_map[id] >= 0;
                 factors[s] = weights[token * kTopK + s];
             }
-            if (!kOverlaps && !kSorted && is_here[s])
+            if (!kSorted && is_here[s])
                 pieces[s] = load(s);
-        }
-        if (kOverlaps && token == group_y()) {
-            wait_for_grid_ahead();
-            launch_dependents();
         }
         if constexpr (kSorted) {
 #pragma unroll
@@ -87,7 +77,7 @@ aiter_mx_moe_combine(const Y* y, const int* places, const Id* topk_ids, const fl
         }
 #pragma unroll
         for (int s = 0; s < kSlots; ++s)
-            if ((kOverlaps || kSorted) && is_here[s])
+            if (kSorted && is_here[s])
                 pieces[s] = load(s);
         float sums[kWidth] = {};
 #pragma unroll
