@@ -559,11 +559,19 @@ MX_DEVICE Blocks blocks_of(const Operands& t, const Depth& depth) {
 
 // True if bf16 does not cover a scale of this row of x.
 MX_DEVICE bool token_outside(const Operands& t, long row, const Depth& depth) {
+    constexpr int at_once = 8;
     bool outside = false;
     const Blocks blocks = blocks_of(t, depth);
-    for (long i = blocks.start; i < blocks.start + blocks.count; ++i) {
-        const unsigned scale = load_byte(t.xs + row * t.blocks() + i);
-        outside |= scale > kLastScale && scale != kNanScale;
+    const unsigned char* const scales = t.xs + row * t.blocks() + blocks.start;
+#pragma unroll 1
+    for (long first = 0; first < blocks.count; first += at_once) {
+        unsigned scale[at_once];
+#pragma unroll
+        for (int i = 0; i < at_once; ++i)
+            scale[i] = load_byte(scales + min(first + i, blocks.count - 1));
+#pragma unroll
+        for (int i = 0; i < at_once; ++i)
+            outside |= scale[i] > kLastScale && scale[i] != kNanScale;
     }
     return outside;
 }
@@ -639,28 +647,36 @@ MX_DEVICE void compute_again(const Operands& t, const TokenTile& tokens, long n,
     const Depth depth = depth_of(tokens, t.K);
     x_outside = __any_sync(0xffffffff, x_outside);
     const unsigned scales_outside = __ballot_sync(0xffffffff, scale_outside);
-#pragma unroll 1
-    for (int row = 0; row < 16; ++row) {
-        const long in_group = n + row;
-        if (in_group >= t.N)
-            break;
-        const int lanes = row % 8 * 4, half = row / 8; // those that hold this row
-        const bool outside_row = scales_outside >> lanes & (half ? 0xa : 0x5);
-        if (!kAccumulate && !outside_row && !x_outside)
-            continue;
-        const long w = t.w_row(tokens) + in_group;
+    const auto is_outside = [&](int row) { // lanes row % 8 * 4 and on hold it
+        return scales_outside >> row % 8 * 4 & (row / 8 ? 0xa : 0x5);
+    };
+    const auto compute = [&](int m, int row) {
+        const long x = t.x_row(tokens.row + m), w = t.w_row(tokens) + n + row;
+        if (kRouted && x < 0)
+            return;
         const float added = kWgrad ? 0 : load_bias(t.bias, t.bias_kind, w);
+        const float sum = sum_again(t, x, w, depth);
+        Out* const to = t.y + (t.y_row(tokens) + m) * t.N + n + row;
+        store(to, sum + (kAccumulate ? value(*to) : added));
+    };
+    const int rows = min(16l, t.N - n);
 #pragma unroll 1
-        for (int m = lane; m < tokens.rows; m += kLanes) {
-            const long x = t.x_row(tokens.row + m);
-            if (kRouted && x < 0)
-                continue;
-            if (!kAccumulate && !outside_row && !token_outside(t, x, depth))
-                continue;
-            const float sum = sum_again(t, x, w, depth);
-            Out* const to = t.y + (t.y_row(tokens) + m) * t.N + in_group;
-            store(to, sum + (kAccumulate ? value(*to) : added));
-        }
+    for (int row = 0; row < rows; ++row)
+        if (kAccumulate || is_outside(row))
+#pragma unroll 1
+            for (int m = lane; m < tokens.rows; m += kLanes)
+                compute(m, row);
+    if (kAccumulate || !x_outside)
+        return;
+    // Few tokens have such scales: a lane takes a row of w.
+#pragma unroll 1
+    for (int base = 0; base < tokens.rows; base += kLanes) {
+        const long x = base + lane < tokens.rows ? t.x_row(tokens.row + base + lane) : -1;
+        unsigned some = __ballot_sync(0xffffffff, x >= 0 && token_outside(t, x, depth));
+#pragma unroll 1
+        for (; some; some &= some - 1)
+            if (lane < rows && !is_outside(lane))
+                compute(base + __ffs(some) - 1, lane);
     }
 }
 

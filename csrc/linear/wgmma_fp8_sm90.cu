@@ -368,30 +368,82 @@ struct Place {
     MX_MEMBER int row(int value) const { return kXIsA ? b(value) : a(value); }
 };
 
-// The sums of a lane over its warpgroup's chunks, where a row of w or x has scales so near the ends
-// of e8m0 that they are to be applied one after the other.
+// Whether a row has scales so near the ends of e8m0, in a warpgroup's chunks, that they are to be
+// applied one after the other.
+MX_DEVICE bool has_far(const unsigned char* scales, int chunk, int chunks, int left) {
+    constexpr int at_once = 4;
+    unsigned far = 0;
+#pragma unroll 1
+    for (int from = chunk; from < chunks; from += at_once * kKGroups) {
+        unsigned words[at_once];
+#pragma unroll
+        for (int i = 0; i < at_once; ++i) {
+            const int c = from + i * kKGroups < chunks ? from + i * kKGroups : from;
+            words[i] = load_scale_word(scales + c * kBlocks, left - c * kBlocks);
+        }
+#pragma unroll
+        for (int i = 0; i < at_once; ++i)
+            far |= is_far(words[i]);
+    }
+    return far;
+}
+
+// The sums of a warp over its warpgroup's chunks, of rows of w or x with such scales. Lanes take
+// the outputs of a row in turn, and hand each to the lane whose it is.
 MX_DEVICE void sum_again(Sums& sums, const Tensors& t, const Place& place, long first,
                          int first_chunk, int chunk, int chunks) {
-#pragma unroll 1
-    for (int v = 0; v < kValues; ++v) {
-        const int row = place.row(v), m = place.m(v);
-        const long n = first + row;
-        if (row >= kRowsW || n >= t.N || m >= t.M)
-            continue;
-        const unsigned char* w_scales = t.ws + n * t.blocks() + first_chunk * kBlocks;
-        const unsigned char* x_scales = t.xs + m * t.blocks() + first_chunk * kBlocks;
+    const int lane = place.lane;
+    const Place of_tile{place.row_warp, place.column_group, 0}; // its first row and column
+    const auto exists = [&](bool is_x, int i) {
+        return is_x ? i < t.M : i < kRowsW && first + i < t.N;
+    };
+    const auto is_far_row = [&](bool is_x, int i) {
+        const long row = is_x ? i : first + i;
+        const unsigned char* scales = (is_x ? t.xs : t.ws) + row * t.blocks();
         const int left = static_cast<int>(t.blocks()) - first_chunk * kBlocks;
-        unsigned far = 0;
+        return exists(is_x, i) && has_far(scales + first_chunk * kBlocks, chunk, chunks, left);
+    };
+    unsigned of_a = __ballot_sync(~0u, lane < 16 && is_far_row(kXIsA, of_tile.a(0) + lane));
+    unsigned of_b = 0; // of columns 32 lane and on
 #pragma unroll 1
-        for (int c = chunk; c < chunks; c += kKGroups)
-            far |= is_far(load_scale_word(w_scales + c * kBlocks, left - c * kBlocks)) |
-                   is_far(load_scale_word(x_scales + c * kBlocks, left - c * kBlocks));
-        if (!far)
-            continue;
-        const float sum = exact_sum(t, m, n, first_chunk + chunk, first_chunk + chunks, kKGroups);
+    for (int from = 0; from < kColumns; from += kLanes) {
+        const unsigned some = __ballot_sync(
+            ~0u, from + lane < kColumns && is_far_row(!kXIsA, of_tile.b(0) + from + lane));
+        of_b = lane == from / kLanes ? some : of_b;
+    }
+    int from = 0; // of the columns that are looked at
+#pragma unroll 1
+    while (from < kColumns) {
+        const bool by_a = of_a; // first the rows of A
+        const unsigned left = by_a ? of_a : __shfl_sync(~0u, of_b, from / kLanes);
+        const int at = __ffs(left) - 1;
+        const int a = by_a ? at : lane, b = from + (by_a ? lane : at);
+        float sum = 0;
+        if (left && a < 16 && b < kColumns) {
+            const int i = of_tile.a(0) + a, j = of_tile.b(0) + b;
+            const int m = kXIsA ? i : j, row = kXIsA ? j : i;
+            if (exists(true, m) && exists(false, row))
+                sum = exact_sum(t, m, first + row, first_chunk + chunk, first_chunk + chunks,
+                                kKGroups);
+        }
 #pragma unroll
-        for (int i = 0; i < kValues; ++i)
-            sums[i] = i == v ? sum : sums[i];
+        for (int v = 0; v < kValues; ++v) {
+            const int own_a = place.a(v) - of_tile.a(0), own_b = place.b(v) - of_tile.b(0);
+            const float handed = __shfl_sync(~0u, sum, by_a ? own_b % kLanes : own_a);
+            const bool is_own = by_a ? own_a == a && own_b / kLanes == from / kLanes : own_b == b;
+            sums[v] = left && is_own ? handed : sums[v];
+        }
+        if (by_a && from + kLanes < kColumns) {
+            from += kLanes; // of the same row
+        } else if (by_a) {
+            of_a &= of_a - 1;
+            from = 0;
+        } else if (left) {
+            if (lane == from / kLanes)
+                of_b &= of_b - 1;
+        } else {
+            from += kLanes;
+        }
     }
 }
 

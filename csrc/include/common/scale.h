@@ -40,21 +40,36 @@ MX_DEVICE float add_scaled(float sum, float dot, SplitScale one, float other) {
     return fma(dot * one.first * other, one.last, sum);
 }
 
-// Sum over K of x[k] * w[k], given the rows' payloads and scales.
+// Sum over K of x[k] * w[k], given the rows' payloads and scales. Some pieces are loaded at once,
+// as nothing else hides latency.
 MX_DEVICE float exact_output(const unsigned char* xq, const unsigned char* xs,
                              const unsigned char* wq, const unsigned char* ws, long K) {
-    constexpr int block = 32, piece = 16;
+    constexpr int block = 32, piece = 16, at_once = 4;
     float sum = 0.0f;
-    for (long k = 0; k < K; k += piece) {
-        f32x2 x[8], w[8];
-        const u32x4 x_words = load(xq + k), w_words = load(wq + k);
+#pragma unroll 1
+    for (long first = 0; first < K; first += at_once * piece) {
+        u32x4 x_words[at_once], w_words[at_once];
+        unsigned x_scale[at_once], w_scale[at_once];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            e4m3x4_to_f32(x_words[i], x[2 * i], x[2 * i + 1]);
-            e4m3x4_to_f32(w_words[i], w[2 * i], w[2 * i + 1]);
+        for (int i = 0; i < at_once; ++i) {
+            const long k = first + i * piece < K ? first + i * piece : K - piece;
+            x_words[i] = load(xq + k);
+            w_words[i] = load(wq + k);
+            x_scale[i] = load_byte(xs + k / block);
+            w_scale[i] = load_byte(ws + k / block);
         }
-        sum = add_scaled(sum, dot(x, w), e8m0_split(load_byte(xs + k / block)),
-                         e8m0_to_f32(load_byte(ws + k / block)));
+#pragma unroll
+        for (int i = 0; i < at_once; ++i) {
+            if (first + i * piece >= K)
+                break;
+            f32x2 x[8], w[8];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                e4m3x4_to_f32(x_words[i][j], x[2 * j], x[2 * j + 1]);
+                e4m3x4_to_f32(w_words[i][j], w[2 * j], w[2 * j + 1]);
+            }
+            sum = add_scaled(sum, dot(x, w), e8m0_split(x_scale[i]), e8m0_to_f32(w_scale[i]));
+        }
     }
     return sum;
 }
