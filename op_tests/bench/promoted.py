@@ -2,9 +2,10 @@
 
     python -m op_tests.bench.promoted [--save] [--configs] [--masked]
 
-Prefill: groups x rows of each x N x K, in TFLOP/s, beside MX (``aiter_mx.grouped_gemm``) and
-torch's fp8 with a scale a row. Masked: few rows of each group, in microseconds, beside reading the
-weights alone. Graph replay over weights that are cold; what is compared is timed in turn.
+Prefill: groups x rows of each x N x K, in TFLOP/s, beside MX (``aiter_mx.grouped_gemm``), torch's
+fp8 with a scale a row, and DeepGEMM where it is installed. Masked: few rows of each group, in
+microseconds, beside reading the weights alone, and DeepGEMM. Graph replay over weights that are
+cold; what is compared is timed in turn. DeepGEMM has its scales as its kernels read them.
 ``--configs`` times each of the kernel's configurations in place of the one that it takes.
 """
 
@@ -33,6 +34,12 @@ MASKED = ((16, 8), (16, 16), (16, 32), (16, 64))  # groups, rows of each that co
 MASKED_ROWS = 128  # that each has room for
 MASKED_WEIGHTS = ((4096, 7168), (7168, 2048))
 DEVICE = torch.device("cuda", 0)
+
+
+try:
+    import deep_gemm as DEEP_GEMM  # type: ignore[import-not-found]
+except ImportError as error:
+    DEEP_GEMM, WITHOUT_DEEP_GEMM = None, f"a build of github.com/deepseek-ai/DeepGEMM: {error}"
 
 
 def the_kernel() -> KernelSpec:
@@ -69,6 +76,31 @@ def ours(problem: PromotedGemmProblem, config: dict[str, int] | None) -> Callabl
     return call
 
 
+def by_deep_gemm(
+    d: dict[str, torch.Tensor], G: int, rows: int, out: torch.Tensor, counts: torch.Tensor | None
+) -> Callable[[], object]:
+    """DeepGEMM's product of whole groups of so many rows or, given counts, of about so many."""
+    b = d["b"], d["b_scale"]
+    if counts is None:
+        of_groups = torch.arange(G, device=DEVICE, dtype=torch.int32).repeat_interleave(rows)
+        a = d["a"], DEEP_GEMM.get_mn_major_tma_aligned_tensor(d["a_scale"])
+        return partial(DEEP_GEMM.m_grouped_fp8_gemm_nt_contiguous, a, b, out, of_groups)
+    xq, xs, out = (t.view(G, -1, t.shape[-1]) for t in (d["a"], d["a_scale"], out))
+    a = xq, DEEP_GEMM.get_mn_major_tma_aligned_tensor(xs)
+    return partial(DEEP_GEMM.m_grouped_fp8_gemm_nt_masked, a, b, out, counts, rows)
+
+
+def difference(
+    theirs: Callable[[], object], ours: Callable[[], object], out: torch.Tensor, rows: slice
+) -> float:
+    """How far these rows of the results are apart, relative to ours."""
+    results = []
+    for call in (theirs, ours):
+        call()
+        results.append(out[rows].double())
+    return float((results[0] - results[1]).norm() / results[1].norm())
+
+
 def prefill(shape: tuple[int, int, int, int], configs: bool) -> dict[str, object]:
     """A row of times of whole groups."""
     G, rows, N, K = shape
@@ -93,12 +125,16 @@ def prefill(shape: tuple[int, int, int, int], configs: bool) -> dict[str, object
     for name, config in tried(problem, configs).items():
         call = ours(problem, config)
         compared[name] = [partial(call, d, ends, out) for d in data]
+    row: dict[str, object] = {"shape": "x".join(map(str, shape))}
+    if DEEP_GEMM is not None:
+        compared["deep_gemm"] = [by_deep_gemm(d, G, rows, out, None) for d in data]
+        first = [compared[name][0] for name in ("deep_gemm", next(iter(tried(problem, configs))))]
+        row["deep_gemm_difference"] = difference(*first, out, slice(None))
     times = settled_us({name: GraphedCalls(calls) for name, calls in compared.items()}, 40.0)
     work = 2 * G * rows * N * K
-    row: dict[str, object] = {"shape": "x".join(map(str, shape))}
     row |= {f"{name}_tflops": work / us / 1e6 for name, us in times.items()}
     best = min(us for name, us in times.items() if name.startswith("ours"))
-    return row | {"over_mx": times["mx"] / best, "over_torch_fp8": times["torch_fp8"] / best}
+    return row | {f"over_{n}": us / best for n, us in times.items() if not n.startswith("ours")}
 
 
 def tried(problem: PromotedGemmProblem, configs: bool) -> dict[str, dict[str, int] | None]:
@@ -125,10 +161,19 @@ def masked(weights: tuple[int, int], groups: int, rows: int, configs: bool) -> d
         if config is not None and not rows <= config["tile_m"] <= 64:
             continue
         call = ours(problem, config)
-        times[name] = GraphedCalls([partial(call, d, counts, out) for d in data]).time_us(9)
+        calls = [partial(call, d, counts, out) for d in data]
+        times[name] = GraphedCalls(calls).time_us(9)
     reading = reader(target_of(DEVICE))([d["b"] for d in data])
     row: dict[str, object] = {"weights": f"{groups}x{N}x{K}", "rows": rows, "reading_us": reading}
-    return row | times | {"over_reading": min(times.values()) / reading}
+    best = min(times.values())
+    row |= times | {"over_reading": best / reading}
+    if DEEP_GEMM is not None:
+        theirs: list[Callable[[], object]]
+        theirs = [by_deep_gemm(d, groups, rows, out, counts) for d in data]
+        us = GraphedCalls(theirs).time_us(9)
+        row |= {"deep_gemm": us, "over_deep_gemm": us / best}
+        row["deep_gemm_difference"] = difference(theirs[0], calls[0], out, slice(rows))
+    return row
 
 
 def main() -> None:
@@ -138,6 +183,8 @@ def main() -> None:
     parser.add_argument("--masked", action="store_true", help="masked groups alone")
     asked = parser.parse_args()
     refuse_no_gpu()
+    if DEEP_GEMM is None:
+        print(f"DeepGEMM is left out; tried: {WITHOUT_DEEP_GEMM}")
     if not asked.masked:
         rows = [prefill(shape, asked.configs) for shape in PREFILL]
         report("Scales for 128 k, prefill", rows, "promoted" if asked.save else None)
