@@ -101,6 +101,17 @@ def moe_layers() -> str:
     return _table(["", *(f"M={m}" for m in tokens)], rows) + _origin(run)
 
 
+def warmup() -> str:
+    """Seconds of warming up for 1 to 32,768 rows, compilers included, and what a row compiles."""
+    run = pd.read_csv(MEASURED / "warmup.csv", dtype={"commit": str, "shape": str})
+    rows = [
+        [f"`{r.op}` {r.shape}", f"{r.warmup_s:.0f}", str(r.objects), str(r.compiled_after)]
+        for r in run.itertuples()
+    ]
+    heads = ["", f"s, {run.cores.iloc[0]} cores", "code objects", "compiled afterwards"]
+    return _table(heads, rows) + _origin(run, "empty caches")
+
+
 def hand_overs() -> str:
     """Steps of the linear's time from M to M + 1 rows, where it launches something else."""
     run = pd.read_csv(MEASURED / "linear_hand_overs.csv", dtype={"commit": str})
@@ -400,7 +411,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     for each in (
         *(linear, moe, grouped, training, quantize, host, routes, perplexity, model, capacity),
         *(invariance, distributed, zoo, every_m, summary, moe_layers, hand_overs, variants),
-        *(few_rows, blocks, values),
+        *(few_rows, blocks, values, warmup),
     )
 }
 

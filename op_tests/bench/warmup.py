@@ -29,11 +29,11 @@ from op_tests.bench.common import refuse_no_gpu, report
 MOST_ROWS = 32_768
 SUBJECTS: tuple[Mapping[str, object], ...] = (
     {"op": "linear", "N": 2304, "K": 6144},
+    {"op": "fused_moe", "hidden": 2880, "intermediate": 2880, "E": 128, "top_k": 4},
     {"op": "linear", "N": 2304, "K": 6144, "x_dtype": "bf16"},
     {"op": "linear", "N": 1280, "K": 2880},
-    {"op": "linear", "N": 9216, "K": 6144},
-    {"op": "fused_moe", "hidden": 2880, "intermediate": 2880, "E": 128, "top_k": 4},
     {"op": "fused_moe", "hidden": 6144, "intermediate": 768, "E": 128, "top_k": 4},
+    {"op": "linear", "N": 9216, "K": 6144},
 )
 
 
@@ -104,10 +104,11 @@ def main() -> None:
         finally:
             free.put(cores)
 
+    title, rows = f"Warming up for 1 to {MOST_ROWS} rows", list[dict[str, object]]()
     with ThreadPoolExecutor(count) as pool:
-        rows = list(pool.map(timed, SUBJECTS))
-    title = f"Warming up for 1 to {MOST_ROWS} rows"
-    report(title, rows, "warmup" if arguments.save else None)
+        for row in pool.map(timed, SUBJECTS):
+            rows.append(row)
+            report(title, rows, "warmup" if arguments.save else None)
 
 
 if __name__ == "__main__":

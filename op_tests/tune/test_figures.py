@@ -115,3 +115,10 @@ def test_means_leave_empty_what_was_not_timed() -> None:
     assert shown["1 to 64"] == ["4.00", "3.00", "", "", ""]
     assert shown["65 to 256"] == ["0.50", "", "", "", ""]
     assert shown["2049 to 32768"] == ["", "", "", "0.40", "1.25"]
+
+
+def test_warming_up_says_what_rows_compile_afterwards(measured: Path) -> None:
+    row = {"op": "linear", "shape": "N=64 K=32", "cores": 16, "warmup_s": 41.6, "objects": 19}
+    save([row | {"compiled_after": 2}], measured / "warmup.csv")
+    head, _, only = lines(figures.warmup())
+    assert head[1] == "s, 16 cores" and only == ["`linear` N=64 K=32", "42", "19", "2"]
