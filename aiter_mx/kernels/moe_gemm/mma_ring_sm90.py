@@ -113,10 +113,12 @@ def _preferred(target: Target, problem: MoeGemmProblem) -> list[Config]:
     """Configurations that did well on an H200, the best first; not all fit."""
     rows = problem.rows_of_expert
     most_cols = -(-min(problem.block_m, _PIECE) // 8)
-    # Two tiles of ids are no slower for few, but where K is uneven.
-    few = (1, 2) if problem.K % CHUNK else (2,)
-    col_tiles = next((c for c in few if rows <= 4 * c or most_cols <= c), 4)
-    row_tiles = 4 if problem.activation != "none" else 3
+    is_uneven = problem.K % CHUNK
+    # Two tiles of ids are no slower for few, but where K is uneven. Some more rows than half of
+    # them still leave an expert chosen at random within them.
+    few = (1, 2) if is_uneven else (2,)
+    col_tiles = next((c for c in few if rows <= 5 * c or most_cols <= c), 4)
+    row_tiles = 4 if is_uneven or problem.activation != "none" else 3
     if problem.K >= 16 * CHUNK:
         shapes = [(row_tiles, 8, 2, 1), (row_tiles, 4, 2, 2), (4, 8, 2, 1), (2, 4, 2, 2)]
         tiles = min(problem.routed, problem.E) * -(-problem.N // (row_tiles * 16))
