@@ -7,7 +7,9 @@ from itertools import product
 
 import pytest
 
+from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.many_rows_sm90 import work_of
 from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import layout
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import hardware
@@ -67,6 +69,37 @@ def test_pairs_that_stay_are_no_more_than_there_are_sms(N: int, K: int) -> None:
 
 @pytest.mark.parametrize("N", [768, 9216])
 def test_it_is_for_65_to_4096_rows_without_a_table(N: int) -> None:
-    for M in (64, 65, 4096, 4097):
+    for M in (64, 65, 4096):
         found = WGMMA_BF16.yields(TARGET, LinearProblem(M, N, 6144))
         assert (found is None) is (65 <= M <= 4096)
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "kernel"),
+    [
+        (4133, 3072, 1536, "wgmma_bf16"),
+        (5246, 3072, 768, "wgmma_bf16"),
+        (8192, 4096, 3584, "persistent"),
+        (16384, 5120, 6400, "persistent"),
+        (5246, 1536, 4096, "wgmma_bf16_swapped"),
+        (8192, 1024, 4096, "wgmma_bf16_swapped"),
+    ],
+)
+def test_beyond_4096_rows_is_chosen_what_won_on_an_h200(
+    M: int, N: int, K: int, kernel: str
+) -> None:
+    assert route("linear", TARGET, LinearProblem(M, N, K)).kernel == kernel
+
+
+@pytest.mark.parametrize(("N", "K"), [(301, 416), (2304, 6144), (5120, 1024)])
+def test_the_busiest_pair_has_the_work_that_it_is_modelled_with(N: int, K: int) -> None:
+    for M, pairs in product((300, 1000, 4133, 8192), (1, 3, 17, 64, 66)):
+        config = {"tile_m": 256, "tile_n": 128, "split": 1, "pairs": pairs}
+        found = layout(TARGET, LinearProblem(M, N, K), config)
+        chunks, tiles = -(-K // 128), -(-M // 256) * -(-N // 256)
+        if found is None:
+            continue
+        most = found.rounds * chunks + found.part + (found.parts_with_one_more > 0)
+        work = work_of(chunks, tiles, pairs)
+        assert work.chunks == most and most * pairs >= tiles * chunks
+        assert work.segments * chunks >= most and work.others <= chunks * work.parts

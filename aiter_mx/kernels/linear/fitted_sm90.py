@@ -227,6 +227,35 @@ each that is not a whole tile, and what is ``exchanged`` for each that another c
 
 
 @dataclass(frozen=True)
+class ManyRows:
+    """Of a kernel for thousands of rows, whose pairs of CTAs stay.
+
+    Attributes:
+        start: of a call.
+        unit: for 64 k of 256 x 256 results, of the busiest pair.
+        balanced: likewise, were all equally busy.
+        segment: for each tile of a pair, or part of one.
+        join: for each part of a tile that other pairs have parts of.
+        expanded: for each million values of the operand that is made bf16 in memory.
+        stored: for each million results.
+    """
+
+    start: float
+    unit: float
+    balanced: float
+    segment: float
+    join: float
+    expanded: float
+    stored: float
+
+
+PERSISTENT_MANY = ManyRows(21500, 243, 1276, 0, 0, 1156, 497)
+WGMMA_BF16_MANY = ManyRows(0, 1022, 502, 4080, 3630, 1533, 34)
+WGMMA_BF16_SWAPPED_MANY = ManyRows(3430, 1096, 502, 3060, 4090, 0, 251)
+"""From 12 shapes at 4,133 to 16,384 rows; nine others lose as little by the choice."""
+
+
+@dataclass(frozen=True)
 class WgmmaBf16Few:
     """Of ``wgmma_bf16_few``, for up to 8 rows.
 

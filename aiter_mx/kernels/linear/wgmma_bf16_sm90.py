@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.clusters_sm90 import w_map
-from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_BF16_PAIRS, WgmmaBf16
+from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_BF16_MANY, WGMMA_BF16_PAIRS, WgmmaBf16
+from aiter_mx.kernels.linear.many_rows_sm90 import (
+    cycles_of_pairs,
+    pairs_that_suit,
+    persistent_cycles,
+    work_of,
+)
 from aiter_mx.kernels.linear.problem import (
     POINTERS,
     QUANTISED_MEANWHILE,
@@ -67,7 +73,7 @@ _OWN_SPLITS = {
     (256, 128): (1,),
 }
 _COUNTERS = 1024  # of parts of tiles that have ended, see ``XWorkspace``
-MOST_OWN_M = 4096  # without a table: beyond, persistent was as fast or faster on an H200
+MOST_OWN_M = 4096  # without a table: beyond, models of it and persistent are asked
 _MOST_BEYOND_X = 64 << 20  # bytes of a workspace, beside x in bf16
 FITTED, FITTED_PAIRS = WgmmaBf16(), WGMMA_BF16_PAIRS
 
@@ -163,7 +169,7 @@ def _costs(
         if bound > least.cost:
             return
         if tile.pairs:
-            yield from _costs_of_pairs(chunks, most, tiles, tile)
+            yield from _costs_of_pairs(target, chunks, tiles, tile)
             continue
         for split in splits:
             if split <= chunks:
@@ -194,24 +200,14 @@ def tiles_of_pairs() -> tuple[Tile, ...]:
 def costs_of_pairs(target: Target, problem: LinearProblem, tile: Tile) -> Iterator[Costed]:
     """Of a tile of pairs, with the numbers of them that suit it."""
     tiles = tile_count(problem, tile.tile_m, PAIR * tile.tile_n)
-    return _costs_of_pairs(chunks_of(problem), target.cu_num // PAIR, tiles, tile)
+    return _costs_of_pairs(target, chunks_of(problem), tiles, tile)
 
 
-def _costs_of_pairs(chunks: int, most: int, tiles: int, tile: Tile) -> Iterator[Costed]:
-    even = tiles // -(-tiles // most) if tiles >= most else tiles * (most // tiles)
-    for pairs in {min(most, tiles * chunks), min(even, tiles * chunks)}:
-        rounds, left = divmod(tiles, pairs)
-        own, segments, parts, others = rounds * chunks, rounds, 0, 0
-        if left:
-            rounds = max(rounds - 1, 0)
-            part, more = divmod((tiles - rounds * pairs) * chunks, pairs)
-            own = rounds * chunks + part + (more > 0)
-            whole = more == 0 and part < chunks and chunks % part == 0
-            parts = 1 if whole else 2
-            segments = rounds + parts + (part > chunks)
-            others = chunks // part - whole if part < chunks else 1
-        join = parts * FITTED_PAIRS.exchange + others * tile.sums / FITTED_PAIRS.exchanged
-        cycles = 2 * own * tile.unit + segments * tile.itself + join
+def _costs_of_pairs(target: Target, chunks: int, tiles: int, tile: Tile) -> Iterator[Costed]:
+    for pairs in pairs_that_suit(target, chunks, tiles):
+        work = work_of(chunks, tiles, pairs)
+        join = work.parts * FITTED_PAIRS.exchange + work.others * tile.sums / FITTED_PAIRS.exchanged
+        cycles = 2 * work.chunks * tile.unit + work.segments * tile.itself + join
         yield FITTED_PAIRS.start + cycles, (), (tile.tile_m, tile.tile_n, 1, pairs)
 
 
@@ -219,26 +215,29 @@ _search = Search(PARAMS, partial(_costs, _every_tile), most=12)
 _own_search = Search(PARAMS, partial(_costs, _own_tiles), most=1)
 
 
+def _costs_of_many(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
+    """Beyond MOST_OWN_M rows, where what is launched ahead counts too."""
+    chunks = chunks_of(problem)
+    for tile, _ in _own_tiles(problem.M):
+        tiles = tile_count(problem, tile.tile_m, PAIR * tile.tile_n)
+        for pairs in pairs_that_suit(target, chunks, tiles):
+            cycles = cycles_of_pairs(WGMMA_BF16_MANY, target, problem, tile.tile_m, pairs)
+            yield cycles, (), (tile.tile_m, tile.tile_n, 1, pairs)
+
+
+_many_search = Search(PARAMS, _costs_of_many, most=1)
+
+
 def least_cycles(target: Target, problem: LinearProblem) -> float:
-    """Of the choice without a table, or of pairs with the largest tiles, as persistent has."""
-    if problem.M <= MOST_OWN_M:
-        found = _own_search.cheapest(target, problem)
-        return found[0] if found is not None else inf
-    costs = costs_of_pairs(target, problem, _largest_of_pairs(FITTED, FITTED_PAIRS))
-    return min(cycles for cycles, *_ in costs)
+    """Of the choice without a table."""
+    search = _own_search if problem.M <= MOST_OWN_M else _many_search
+    found = search.cheapest(target, problem)
+    return found[0] if found is not None else inf
 
 
 def takes_less(target: Target, problem: LinearProblem, cycles: float) -> bool:
     """Whether these are fewer cycles, found without the least where others are fewer too."""
-    if problem.M <= MOST_OWN_M:
-        return _own_search.has_less(target, problem, cycles)
-    return least_cycles(target, problem) < cycles
-
-
-@cache
-def _largest_of_pairs(splits: WgmmaBf16, pairs: WgmmaBf16) -> Tile:
-    tiles = (tile for tile in _tiles_of(splits, pairs) if tile.pairs)
-    return max(tiles, key=lambda tile: (tile.tile_m, tile.tile_n))
+    return _own_search.has_less(target, problem, cycles)
 
 
 def rows_chosen_for(M: int) -> int:
@@ -247,6 +246,8 @@ def rows_chosen_for(M: int) -> int:
 
 
 def _configure(target: Target, problem: LinearProblem) -> Config:
+    if problem.M > MOST_OWN_M:
+        return _many_search.best(target, problem)
     return _own_search.best(target, replace(problem, M=rows_chosen_for(problem.M)))
 
 
@@ -264,7 +265,9 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
         return "the other kernels have tiles of so few rows"
     if problem.M <= MOST_OWN_M:
         return None
-    return "persistent has the larger tiles, and enough of them for all SMs"
+    if least_cycles(target, problem) < persistent_cycles(target, problem):
+        return None
+    return "persistent expands x while it multiplies"
 
 
 def defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:

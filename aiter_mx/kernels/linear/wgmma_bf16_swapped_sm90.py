@@ -13,6 +13,8 @@ from functools import lru_cache
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear import wgmma_bf16_sm90 as unswapped
 from aiter_mx.kernels.linear.clusters_sm90 import x_map
+from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_BF16_SWAPPED_MANY
+from aiter_mx.kernels.linear.many_rows_sm90 import cycles_of_pairs, persistent_cycles
 from aiter_mx.kernels.linear.problem import LinearProblem, matrix_scalars
 from aiter_mx.kernels.search import Costed, Least, Search
 from aiter_mx.kernels.sm90 import up
@@ -32,10 +34,10 @@ PARAMS = (
 )
 _TILE_M = 128  # tokens of a CTA
 _MIN_OWN_M = 2048  # without a table
-# It is preferred where the model has the others' time above so much of its own, from 70 cells timed
-# on an H200. Beyond MOST_OWN_M rows the other is persistent, which stores while it multiplies: that
-# counts the more the shorter K is.
-_MARGIN, _MARGIN_OF_PERSISTENT, _MARGIN_K = 1.06, 1.02, 220
+# To MOST_OWN_M rows it is preferred where the model has the other's time above so much of its own,
+# from 70 cells timed on an H200.
+_MARGIN = 1.06
+_MARGIN_OF_MANY = 1.01  # beyond these rows: less is not worth its code object
 _EXPANDED_BYTES = 1700  # that an H200 reads and writes in a cycle
 
 
@@ -122,10 +124,17 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
         return f"others have tiles of fewer rows for M={M} below {_MIN_OWN_M}"
     own = _own_search.cheapest(target, problem)
     assert own is not None
-    cycles = own[0] + _expanding(N, K)
-    others = unswapped.least_cycles(target, problem) + _expanding(M, K)
-    of_persistent = _MARGIN_OF_PERSISTENT + _MARGIN_K / K
-    if others > cycles * (_MARGIN if M <= unswapped.MOST_OWN_M else of_persistent):
+    cycles, config = own
+    if M <= unswapped.MOST_OWN_M:
+        cycles = (cycles + _expanding(N, K)) * _MARGIN
+        others = unswapped.least_cycles(target, problem) + _expanding(M, K)
+    else:
+        cycles = cycles_of_pairs(
+            WGMMA_BF16_SWAPPED_MANY, target, _swapped(problem), config["tile_n"], config["pairs"]
+        )
+        others = min(unswapped.least_cycles(target, problem), persistent_cycles(target, problem))
+        cycles *= _MARGIN_OF_MANY
+    if others > cycles:
         return None
     return "expanding x takes little of the others' time"
 
