@@ -69,7 +69,6 @@ _OWN_WIDE_SPLITS = (1, 2)  # of tiles of 192 features, of few tokens
 _OWN_SPLITS = {
     (192, 64): (1, 2),
     (256, 64): (1, 2),
-    (128, 192): (1,),
     (160, 128): (1,),
     (256, 128): (1,),
 }
