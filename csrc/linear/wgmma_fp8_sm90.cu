@@ -74,14 +74,17 @@ MX_DEVICE unsigned load_some(const unsigned char* p, long bytes) {
     return bytes == 2 ? load_two(p) : load_byte(p);
 }
 
+constexpr int kPiecesAtOnce = MX_PER_SM == 1 ? 4 : 1; // where an SM holds more, registers are few
+
 // An output's sum over every step-th chunk, with scales applied one after the other.
 MX_DEVICE float exact_sum(const Tensors& t, int m, long n, int first_chunk, int end, int step) {
     float sum = 0;
 #pragma unroll 1
     for (int c = first_chunk; c < end; c += step)
-        sum += exact_output(t.xq + m * t.K + c * kChunk, t.xs + m * t.blocks() + c * kBlocks,
-                            t.wq + n * t.K + c * kChunk, t.ws + n * t.blocks() + c * kBlocks,
-                            kWhole ? kChunk : min(t.K - c * kChunk, static_cast<long>(kChunk)));
+        sum += exact_output<kPiecesAtOnce>(
+            t.xq + m * t.K + c * kChunk, t.xs + m * t.blocks() + c * kBlocks,
+            t.wq + n * t.K + c * kChunk, t.ws + n * t.blocks() + c * kBlocks,
+            kWhole ? kChunk : min(t.K - c * kChunk, static_cast<long>(kChunk)));
     return sum;
 }
 

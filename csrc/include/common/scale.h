@@ -42,9 +42,10 @@ MX_DEVICE float add_scaled(float sum, float dot, SplitScale one, float other) {
 
 // Sum over K of x[k] * w[k], given the rows' payloads and scales. Some pieces are loaded at once,
 // as nothing else hides latency.
+template <int AtOnce = 4>
 MX_DEVICE float exact_output(const unsigned char* xq, const unsigned char* xs,
                              const unsigned char* wq, const unsigned char* ws, long K) {
-    constexpr int block = 32, piece = 16, at_once = 4;
+    constexpr int block = 32, piece = 16, at_once = AtOnce;
     float sum = 0.0f;
 #pragma unroll 1
     for (long first = 0; first < K; first += at_once * piece) {
