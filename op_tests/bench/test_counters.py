@@ -63,6 +63,45 @@ def test_few_rows_are_read_few_times_over_where_k_is_split(saved: pd.DataFrame) 
     assert split["M=64 N=2304 K=6144"] <= 4
 
 
+@pytest.mark.parametrize(
+    ("kernel", "M", "most"), [("mfma", 16, 0.7), ("mfma_split", 16, 0.7), ("mfma_split", 64, 1.0)]
+)
+def test_addresses_and_lds_of_few_rows_stay_behind_the_operands(
+    saved: pd.DataFrame, kernel: str, M: int, most: float
+) -> None:
+    (counted,) = saved[
+        (saved.kernel == kernel) & (saved.problem == f"M={M} N=2304 K=6144")
+    ].itertuples()
+    assert counted.address_cycles_a_cu <= most * counted.hbm_cycles
+    assert counted.lds_cycles_a_cu <= most * counted.hbm_cycles
+
+
+def test_few_rows_wait_few_times_for_memory(saved: pd.DataFrame) -> None:
+    waits = saved.groupby("kernel").dependent_waits.max()
+    assert waits["mfma"] <= 2 and waits["mfma_split"] <= 5
+
+
+def test_gemv_asks_for_weights_at_once(saved: pd.DataFrame) -> None:
+    """The one wait is that for the arguments."""
+    gemv = saved[saved.kernel == "gemv"]
+    assert (gemv.instructions_ahead_of_load <= 40).all() and (gemv.waits_ahead_of_load <= 1).all()
+
+
+def test_a_grouped_step_leaves_the_address_unit_idle_part_of_its_products(
+    saved: pd.DataFrame,
+) -> None:
+    """They take 2,048 cycles."""
+    cycles = saved[saved.kernel == "grouped step"].set_index("problem").address_cycles
+    assert cycles["K=4096, scales 16x4 and 16x4"] <= 1100
+    assert cycles["K=4096, scales row_major and 16x4"] <= 1300
+    assert cycles["K=2880, scales row_major and row_major"] <= 1600
+
+
+def test_half_a_round_of_tiles_more_takes_less_than_a_round(saved: pd.DataFrame) -> None:
+    whole, more = saved[saved.kernel == "grouped last round"].predicted_us
+    assert more - LAUNCH_US <= 1.7 * (whole - LAUNCH_US)
+
+
 def test_gemv_takes_less_than_two_thirds_of_the_address_cycles_that_it_took() -> None:
     compared = pd.read_csv(MEASURED / "gfx950_simulated" / "counters_before.csv")
     of_gemv = compared[compared.kernel == "gemv"]
