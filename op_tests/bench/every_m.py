@@ -241,6 +241,8 @@ def cells_of(of: tuple[Shape, list[int]]) -> Iterator[dict[str, object]]:
         graphs = {name: GraphedCalls(calls) for name, calls in weights.calls(M).items()}
         times = measured(partial(alternated_us, graphs, WINDOW_MS, LEAST_ROUNDS), M)
         yield row_of(target, LinearProblem(M, N, K), times)
+        graphs.clear()  # or what they hold stays reserved, and large cells find no memory
+        torch.cuda.empty_cache()
 
 
 def main(arguments: argparse.Namespace) -> None:

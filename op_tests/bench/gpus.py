@@ -47,7 +47,7 @@ def spread(
         gpus: by default all that are visible.
 
     Raises:
-        SystemExit: a GPU's process died; the others measured the items that were left.
+        SystemExit: an item failed, or its process died; others were measured all the same.
     """
     until, names = time.monotonic() + seconds, list(visible() if gpus is None else gpus)
     rows = _alone(work, items) if len(names) == 1 else _together(work, iter(items), names, until)
@@ -94,6 +94,9 @@ def _together(
                     if row is None:  # the process is free
                         end.send(next(items))
                         continue
+                    if not row:
+                        died.append(ends[end].name)
+                        continue
                 except StopIteration:
                     ends.pop(end).terminate()
                     continue
@@ -105,16 +108,18 @@ def _together(
         for process in ends.values():
             process.terminate()
     if died:
-        raise SystemExit(f"the processes of GPUs {', '.join(died)} died; see above")
+        raise SystemExit(f"items failed on GPUs {', '.join(died)}; see above")
 
 
 def _serve(work: Work[Item], to: Connection) -> None:
-    """A GPU's process: it asks for items, and answers each by its rows."""
-    try:
-        while True:
-            to.send(None)
-            for row in work(to.recv()):
+    """A GPU's process: it asks for items, and answers each by its rows, and by an empty one where
+    it fails."""
+    while True:
+        to.send(None)
+        item = to.recv()
+        try:
+            for row in work(item):
                 to.send(row)
-    except Exception:
-        traceback.print_exc()
-        raise SystemExit(1) from None
+        except Exception:
+            traceback.print_exc()
+            to.send({})

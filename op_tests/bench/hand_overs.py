@@ -111,6 +111,7 @@ def steps_of(of: tuple[Shape, list[int]]) -> Iterator[dict[str, object]]:
     weights = Weights(N, K, device, with_peers=False)
     for M in rows:
         yield row_of(target, M, (N, K), timed(weights, M))
+        torch.cuda.empty_cache()  # or what graphs held stays reserved
 
 
 def main(arguments: argparse.Namespace) -> None:

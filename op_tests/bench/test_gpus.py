@@ -54,7 +54,7 @@ def test_what_a_dead_process_leaves_is_measured_by_the_others_and_the_run_fails(
     tmp_path: Path,
 ) -> None:
     rows: list[Row] = []
-    with pytest.raises(SystemExit, match=r"processes of GPUs [01] died"):
+    with pytest.raises(SystemExit, match=r"items failed on GPUs [01];"):
         spread(
             in_parts_or_dead,
             [(item, tmp_path / "done") for item in range(5)],

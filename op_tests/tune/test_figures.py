@@ -110,9 +110,10 @@ def test_means_leave_empty_what_was_not_timed() -> None:
     linears = [{"M": M, "over_bf16": a, "over_fp8": b} for M, a, b in cells]
     of_layers = [("skewed", 8192, 1.25), ("uniform", 8192, 0.8), ("uniform", 16384, 0.2)]
     layers = [{"routing": of, "M": M, "over_bf16": ratio} for of, M, ratio in of_layers]
-    table = figures.means(pd.DataFrame(linears), pd.DataFrame(layers))
+    theirs = pd.DataFrame([{"M": 64, "over_humming": 1.5}])
+    table = figures.means(pd.DataFrame(linears), theirs, pd.DataFrame(layers))
     shown = {row[0]: row[1:] for row in lines(table)[2:]}
-    assert shown["1 to 64"] == ["4.00", "3.00", "", "", ""]
+    assert shown["1 to 64"] == ["4.00", "3.00", "1.50", "", ""]
     assert shown["65 to 256"] == ["0.50", "", "", "", ""]
     assert shown["2049 to 32768"] == ["", "", "", "0.40", "1.25"]
 
