@@ -358,25 +358,30 @@ def zoo() -> str:
 
 def every_m() -> str:
     """How often peers' times are ours, by numbers of rows: with x quantised and in bf16."""
-    run = pd.read_csv(MEASURED / "linear_every_m.csv")
+    run, humming = pd.read_csv(MEASURED / "linear_every_m.csv"), beside_humming()
     ends = (0, 16, 64, 128, 256, 1024, 2048, 4096, 32768)
-    ratios = {"over bf16": "over_bf16", "with bf16 x": "bf16_x_over_bf16"}
-    if "over_fp8" in run:
-        ratios |= {"over fp8 by rows": "over_fp8"}
-    if "over_humming" in run:
-        ratios |= {"over Humming": "over_humming", "it with bf16 x": "bf16_x_over_humming"}
+    of_run = {"over bf16": "over_bf16", "with bf16 x": "bf16_x_over_bf16"}
+    of_run |= {"over fp8 by rows": "over_fp8"}
+    of_humming = {"over Humming": "over_humming", "it with bf16 x": "bf16_x_over_humming"}
     rows = []
     for before, last in pairwise(ends):
-        cells = run[run.M.between(before + 1, last)]
-        of_peers = (cells[column].dropna() for column in ratios.values())
-        shown = [f"{_geometric(r):.2f} ({r.min():.2f})" if len(r) else "" for r in of_peers]
+        cells, theirs = (of[of.M.between(before + 1, last)] for of in (run, humming))
+        ratios = [cells[column].dropna() for column in of_run.values()]
+        ratios += [theirs[column] for column in of_humming.values()]
+        shown = [f"{_geometric(r):.2f} ({r.min():.2f})" if len(r) else "" for r in ratios]
         rows.append([f"{before + 1} to {last}", str(len(cells)), *shown])
-    return _table(["M", "cells", *ratios], rows) + _origin(run)
+    table = _table(["M", "cells", *of_run, *of_humming], rows)
+    return table + _origin(pd.concat([run, humming]))
+
+
+def beside_humming() -> pd.DataFrame:
+    """The cells in which Humming was timed last: some of older commits, where it was not since."""
+    return pd.read_csv(MEASURED / "linear_humming.csv", dtype={"commit": str})
 
 
 def summary() -> str:
     """The README's tables: decode of some weights, and geometric means at all numbers of rows."""
-    names = ("linear", "linear_every_m", "moe_layers")
+    names = ("linear", "linear_every_m", "linear_humming", "moe_layers")
     runs = [pd.read_csv(MEASURED / f"{name}.csv", dtype={"commit": str}) for name in names]
     run, rows = runs[0], []
     for N, K in ((2304, 6144), (9216, 6144)):
@@ -390,9 +395,9 @@ def summary() -> str:
     return f"{decode}\n{means(*runs[1:])}{_origin(pd.concat(runs))}"
 
 
-def means(linears: pd.DataFrame, layers: pd.DataFrame) -> str:
+def means(linears: pd.DataFrame, humming: pd.DataFrame, layers: pd.DataFrame) -> str:
     """How often peers' times are ours, geometric means by rows."""
-    columns = [(linears, f"over_{peer}") for peer in ("bf16", "fp8", "humming")]
+    columns = [(linears, "over_bf16"), (linears, "over_fp8"), (humming, "over_humming")]
     columns += [(layers[layers.routing == of], "over_bf16") for of in ("uniform", "skewed")]
     rows = []
     for before, last in pairwise((0, 64, 256, 2048, 32768)):
