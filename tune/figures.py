@@ -101,6 +101,26 @@ def moe_layers() -> str:
     return _table(["", *(f"M={m}" for m in tokens)], rows) + _origin(run)
 
 
+def promoted() -> str:
+    """Scales for 128 k: how often others' times are ours, whole groups and a few rows of each."""
+    whole, few = (pd.read_csv(MEASURED / f"{n}.csv") for n in ("promoted", "promoted_masked"))
+    rows = [
+        [f"{r.shape}, whole groups", f"{r.over_deep_gemm:.2f}", f"{r.over_torch_fp8:.2f}", ""]
+        for r in whole.itertuples()
+    ]
+    rows += [
+        [
+            f"{r.weights}, {r.rows} rows of each",
+            f"{r.over_deep_gemm:.2f}",
+            "",
+            f"{r.over_reading:.2f}",
+        ]
+        for r in few.itertuples()
+    ]
+    heads = ["", "over DeepGEMM", "over torch's fp8 by rows", "our time over reading"]
+    return _table(heads, rows) + _origin(pd.concat([whole, few]))
+
+
 def warmup() -> str:
     """Seconds of warming up for 1 to 32,768 rows, compilers included, and what a row compiles."""
     run = pd.read_csv(MEASURED / "warmup.csv", dtype={"commit": str, "shape": str})
@@ -416,7 +436,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     for each in (
         *(linear, moe, grouped, training, quantize, host, routes, perplexity, model, capacity),
         *(invariance, distributed, zoo, every_m, summary, moe_layers, hand_overs, variants),
-        *(few_rows, blocks, values, warmup),
+        *(few_rows, blocks, values, warmup, promoted),
     )
 }
 

@@ -123,3 +123,14 @@ def test_warming_up_says_what_rows_compile_afterwards(measured: Path) -> None:
     save([row | {"compiled_after": 2}], measured / "warmup.csv")
     head, _, only = lines(figures.warmup())
     assert head[1] == "s, 16 cores" and only == ["`linear` N=64 K=32", "42", "19", "2"]
+
+
+def test_scales_for_128_k_stand_beside_deep_gemm(measured: Path) -> None:
+    whole = {"shape": "2x8x64x128", "over_deep_gemm": 0.8, "over_torch_fp8": 0.9}
+    few = {"weights": "2x64x128", "rows": 4, "over_deep_gemm": 1.1, "over_reading": 1.25}
+    save([whole], measured / "promoted.csv")
+    save([few], measured / "promoted_masked.csv")
+    assert lines(figures.promoted())[2:] == [
+        ["2x8x64x128, whole groups", "0.80", "0.90", ""],
+        ["2x64x128, 4 rows of each", "1.10", "", "1.25"],
+    ]
