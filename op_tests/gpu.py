@@ -73,14 +73,21 @@ def state(saved: Path = SAVED) -> str:
     of = f"GPU tests: the run of {table['date'][0]}, {saved.parent.name}, had"
     of += f" {table['tests'].sum()} tests"
     of += f", of which {table['failed'].sum()} failed and {table['skipped'].sum()} were skipped"
+    if "unfinished" in table and (unfinished := table["unfinished"][0]):
+        of += f", and ended before {unfinished} more"
     others = of_other_code(saved)
     return of + (f"; {', '.join(others)} changed since" if others else "; it is of this code")
 
 
 def rows_of(junits: Iterable[Path]) -> list[dict[str, object]]:
-    """A row for each file of tests: how many there were, failed and were skipped, and seconds."""
+    """A row for each file of tests: how many there were, failed and were skipped, and seconds; and
+    in each how many of all files had begun, and no more, when the run ended: they have no name."""
     rows: dict[str, dict[str, float]] = {}
+    unfinished = 0
     for case in (case for path in junits for case in ElementTree.parse(path).iter("testcase")):
+        if not case.get("classname"):
+            unfinished += 1
+            continue
         of_file = case.get("classname", "").partition(".Test")[0].replace(".", "/") + ".py"
         row = rows.setdefault(of_file, dict.fromkeys(("tests", "failed", "skipped", "seconds"), 0))
         row["tests"] += 1
@@ -90,6 +97,7 @@ def rows_of(junits: Iterable[Path]) -> list[dict[str, object]]:
     counts = ("tests", "failed", "skipped")
     return [
         {"file": name, **{c: int(row[c]) for c in counts}, "seconds": round(row["seconds"], 1)}
+        | {"unfinished": unfinished}
         for name, row in sorted(rows.items())
     ]
 

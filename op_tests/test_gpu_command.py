@@ -23,6 +23,7 @@ JUNIT = """<testsuites><testsuite>
 <testcase classname="op_tests.linear.test_gpu" name="b" time="0.5"><failure/></testcase>
 <testcase classname="op_tests.grouped.test_gpu.TestOnHopper" name="c" time="2"><skipped/></testcase>
 <testcase classname="op_tests.grouped.test_gpu.TestOnHopper" name="d" time="1"><error/></testcase>
+<testcase time="0.001" />
 </testsuite></testsuites>"""
 
 
@@ -43,11 +44,11 @@ def test_a_shard_that_makes_no_sense_is_refused(text: str) -> None:
         Shard.parse(text)
 
 
-def test_a_result_has_a_row_for_each_file(tmp_path: Path) -> None:
+def test_a_result_has_a_row_for_each_file_and_how_many_did_not_end(tmp_path: Path) -> None:
     (tmp_path / "junit.xml").write_text(JUNIT)
     assert [list(row.values()) for row in gpu.rows_of([tmp_path / "junit.xml"])] == [
-        ["op_tests/grouped/test_gpu.py", 2, 1, 1, 3.0],
-        ["op_tests/linear/test_gpu.py", 2, 1, 0, 1.8],
+        ["op_tests/grouped/test_gpu.py", 2, 1, 1, 3.0, 1],
+        ["op_tests/linear/test_gpu.py", 2, 1, 0, 1.8, 1],
     ]
 
 
@@ -62,6 +63,9 @@ def test_a_saved_run_of_other_code_is_told(tmp_path: Path, monkeypatch) -> None:
     row = {"file": "a", "tests": 3, "failed": 1, "skipped": 0, "seconds": 1.0, "date": "2026-01-02"}
     pd.DataFrame([row | gpu.digests()]).to_csv(saved, index=False)
     assert "3 tests, of which 1 failed" in gpu.state(saved)
+    assert "and ended before" not in gpu.state(saved)
+    pd.DataFrame([row | gpu.digests() | {"unfinished": 2}]).to_csv(saved, index=False)
+    assert "1 failed and 0 were skipped, and ended before 2 more" in gpu.state(saved)
     assert "is of this code" in gpu.state(saved)
     (tmp_path / "csrc/linear/a_gfx950.cu").write_text("for another GPU")
     assert gpu.of_other_code(saved) == []
