@@ -48,8 +48,9 @@ class Probe:
             last rows of w, is launched and checked, and one past the end.
         bias: its dtype, or ``none``.
         draw: options of ``random_mx`` for x and w.
-        nan: which of x and w has NaN, and what: ``payload``, ``scale``, or ``start`` for whole
-            first blocks in every second row, which whoever reads past the end of a row meets.
+        nan: which of x and w has NaN, and what: ``payload``, ``scale``, or of every second row
+            ``start`` for the whole first block and ``first scale`` for its scale, which whoever
+            reads past the end of a row meets.
         schedule, seed, delay, finite_scales, coherence: of the simulator.
     """
 
@@ -136,6 +137,10 @@ def _probes(
         last = (_GRID_X * (far_y - 1) + 1) * rows
         K = unit + few % unit if unit == 64 else few
         probes.append(Probe(ms[0], last, K, draw=draw, far=far_y))
+    for of in "xw":
+        probes.append(Probe(ms[-1], N, few, draw=draw, seed=7, nan=(of, "first scale")))
+        nan = (of, "scale")
+        probes.append(Probe(ms[-1], N, many, draw=draw, seed=8, nan=nan, finite_scales=True))
     return tuple(probes)
 
 
@@ -144,7 +149,9 @@ def _gemv(M: int, rows: int, waves: int, unroll: int, dtype: str) -> Case:
     ks = (416, 1024 * waves * unroll + 96, 3 * 1024 * waves * unroll - 480)
     name = f"gemv m{M} r{rows} w{waves} u{unroll} {dtype}"
     probes = _probes((M,), 2 * rows + 1, ks, dtype, rows, 32)
-    return Case(name, KERNELS[0], config, dtype, probes)
+    K = 1024 * waves * unroll - 1056  # ends in the last loads of the first round
+    last = tuple(replace(probes[3], K=K, seed=10, delay=False, nan=(of, "start")) for of in "xw")
+    return Case(name, KERNELS[0], config, dtype, probes + last)
 
 
 def _mfma(
@@ -220,6 +227,8 @@ class Launch:
         payload, scale = random_mx(rows, self.probe.K, generator, **options)
         if (where, what) == (of, "start"):
             payload.view(torch.uint8)[1::2, :32] = 0x7F
+        elif (where, what) == (of, "first scale"):
+            scale.view(torch.uint8)[1::2, 0] = 255
         return payload, scale
 
     def _place(self, N: int) -> None:

@@ -26,7 +26,7 @@ from aiter_mx.trial import Prepared, prepare
 from aiter_mx.workloads import workload_of
 from aiter_mx.workloads.workload import Operands
 from op_tests.launches import POISON, bound
-from op_tests.sim.mutation_operands import posed
+from op_tests.sim.mutation_operands import NAN_PAYLOAD, posed
 
 _SCHEDULES = ("random", "round-robin", "run-to-barrier")
 _MAX_STEPS = 1 << 18
@@ -38,6 +38,7 @@ _ROWS = (
     "group_runs",
 )  # ops whose results are rows, not all of which are written
 _SCALES = ("xs", "ws", "x_scale", "grad_scale")
+_PAYLOADS = ("xq", "wq")
 _NAN_SCALE = 255
 
 
@@ -51,6 +52,7 @@ class WorkloadCase:
         problems: what is computed, each with a schedule of its own.
         config: the kernel's parameters; by default its own choice for the first problem.
         cu_num: compute units that take the work: of few, each has several tiles.
+        with_nans: numbers of the problems in which blocks of a product have NaN for a scale.
     """
 
     name: str
@@ -59,6 +61,7 @@ class WorkloadCase:
     problems: tuple[Problem, ...]
     config: Mapping[str, int] | None = None
     cu_num: int = CUS
+    with_nans: tuple[int, ...] = (0,)
 
     @cached_property
     def spec(self) -> KernelSpec:
@@ -104,7 +107,7 @@ class WorkloadLaunch:
             for tensor, is_result in zip(self._operands, written, strict=False)
             if is_result and tensor is not None
         ]
-        has_nans = case.op in _PRODUCTS and number == 0
+        has_nans = case.op in _PRODUCTS and number in case.with_nans
         self._options = SimOptions(
             schedule=_SCHEDULES[number % len(_SCHEDULES)],
             seed=number,
@@ -119,22 +122,25 @@ class WorkloadLaunch:
             run(self._operands)
             self._left_alone = [_poisoned_rows(result) for result in self._results]
             if has_nans:
-                self._without_nans = self._plant_nans(case, run)
+                self._without_nans = self._plant_nans(case, run, number)
 
     def _poison(self) -> None:
         for result in self._results:  # where it is a scale, NaN
             result.view(torch.uint8).fill_(_poison_of(result))
 
     def _plant_nans(
-        self, case: WorkloadCase, run: Callable[[Operands], None]
+        self, case: WorkloadCase, run: Callable[[Operands], None], seed: int
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Give some blocks NaN for a scale: the results without, and where they are NaN then."""
-        found, draw = [], torch.Generator().manual_seed(0)
+        """Give some blocks NaN for a scale and, but in the first problem, some rows a NaN to begin
+        with: the results without, and where they are NaN then."""
+        found, draw = [], torch.Generator().manual_seed(seed)
         for is_planted in (False, True):
             for arg, values in zip(case.module.pointers, self._operands, strict=False):
                 if is_planted and arg.name in _SCALES and values is not None:
                     flat = values.view(-1)
                     flat[torch.randperm(len(flat), generator=draw)[:4]] = _NAN_SCALE
+                elif is_planted and seed and arg.name in _PAYLOADS and values is not None:
+                    values.view(torch.uint8).view(-1, values.shape[-1])[::7, 0] = NAN_PAYLOAD
             for result in self._results:
                 result.view(torch.uint8).zero_()
             run(self._operands)
@@ -186,6 +192,7 @@ WORKLOAD_CASES = (
             MoeUpProblem(2, 64, 2176, 3, 2, 5, shared=1, has_map=1, bias="bf16"),
             MoeUpProblem(1, 192, 3200, 4, 2, 3, shared=1, has_map=1, bias="fp32"),
             MoeUpProblem(3, 64, 2304, 3, 2, 5, shared=1, has_map=1, bias="fp16"),
+            MoeUpProblem(4, 64, 2176, 3, 2, 5, shared=1, has_map=1, bias="bf16"),
         ),
         {"features": 2, "waves": 2, "halves": 1},
     ),
@@ -334,9 +341,13 @@ WORKLOAD_CASES = (
             GroupedGemmProblem(516, 96, 96, 70, bias="bf16"),
             GroupedGemmProblem(280, 96, 96, 70, bias="bf16", layout="masked"),
             GroupedGemmProblem(280, 96, 96, 3, bias="bf16", layout="runs", run_rows=4),
+            GroupedGemmProblem(280, 96, 96, 3, bias="bf16", layout="runs", run_rows=4),
+            GroupedGemmProblem(100, 192, 96, 3, bias="bf16"),
+            GroupedGemmProblem(100, 192, 608, 3, bias="bf16"),
         ),
         {"tile_m": 32, "tile_n": 128, "swath": 4, "xcds": 8},
         cu_num=16,
+        with_nans=(0, 18, 19),
     ),
     WorkloadCase(
         "grouped m160 n128",
@@ -355,9 +366,14 @@ WORKLOAD_CASES = (
             GroupedGemmProblem(516, 288, 256, 70, "fp32", index="i64"),
             GroupedGemmProblem(516, 288, 256, 70, "fp32"),
             GroupedGemmProblem(516, 288, 256, 70, "fp32", index="i64"),
+            GroupedGemmProblem(516, 96, 256, 70, "fp32", index="i64"),
+            GroupedGemmProblem(280, 96, 256, 3, "fp32", layout="runs", run_rows=4),
+            GroupedGemmProblem(323, 160, 512, 1, "fp32"),
+            GroupedGemmProblem(516, 96, 256, 70, "fp32"),
         ),
         {"tile_m": 160, "tile_n": 128, "swath": 8, "xcds": 8},
         cu_num=3,
+        with_nans=(0, 14),
     ),
     WorkloadCase(
         "dgrad m64 n256 e5m2",
@@ -388,6 +404,7 @@ WORKLOAD_CASES = (
             GroupedGemmProblem(140, 288, 256, 70, "fp32", a_format="e5m2", layout="masked"),
             GroupedGemmProblem(1540, 288, 256, 70, "fp32", a_format="e5m2"),
             GroupedGemmProblem(1540, 288, 256, 70, "fp32", a_format="e5m2", index="i64"),
+            GroupedGemmProblem(140, 96, 256, 70, "fp32", a_format="e5m2", layout="masked"),
         ),
         {"tile_m": 64, "tile_n": 256, "swath": 1, "xcds": 1},
         cu_num=2,
