@@ -204,6 +204,7 @@ WORKLOAD_CASES = (
             MoeDownProblem(2, 64, 1152, 3, 2, 5, shared=1, has_map=1, bias="bf16"),
             MoeDownProblem(1, 97, 1280, 4, 2, 4, shared=1, has_map=1, bias="fp32"),
             MoeDownProblem(3, 32, 1408, 3, 2, 5, shared=1, has_map=1, bias="fp16"),
+            MoeDownProblem(9, 32, 1280, 4, 2, 4, shared=1, has_map=1, bias="fp32"),
         ),
         {"rows": 3, "waves": 2, "halves": 1},
     ),
