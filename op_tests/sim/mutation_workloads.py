@@ -226,6 +226,7 @@ WORKLOAD_CASES = (
                 K=32,
             ),
             MoeAlignProblem(61, 8, 60, 8, expert_map="mask", x_dtype="bf16", K=32),
+            MoeAlignProblem(61, 8, 60, 4, expert_map="mask", x_dtype="bf16", K=32),
         ),
         {"waves": 2},
     ),
