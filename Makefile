@@ -60,7 +60,7 @@ format: setup
 	$(C_FILES) | xargs -r $(BIN)/clang-format -i
 
 docs: setup
-	$(BIN)/python tune/figures.py --check
+	$(BIN)/python -m tune.figures --check
 	$(BIN)/mkdocs build --strict --quiet
 
 wheel: setup

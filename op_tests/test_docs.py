@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_figures_are_those_of_the_saved_runs() -> None:
-    check = [sys.executable, str(ROOT / "tune" / "figures.py"), "--check"]
-    done = subprocess.run(check, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"python tune/figures.py writes them: {done.stdout}{done.stderr}"
+    check = [sys.executable, "-m", "tune.figures", "--check"]
+    done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"python -m tune.figures writes them: {done.stdout}{done.stderr}"
 
 
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Writes the tables of figures in README.md and docs/ from the CSVs in docs/measured/.
 
-    python tune/figures.py           # writes them
-    python tune/figures.py --check   # exits with 1 where one is not what the CSVs say
+    python -m tune.figures           # writes them
+    python -m tune.figures --check   # exits with 1 where one is not what the CSVs say
 
 A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``. Every figure in prose
 belongs in such a table, so that no document can say what no benchmark wrote.
@@ -14,9 +14,9 @@ import re
 import sys
 from collections.abc import Callable
 
-import figures_kernels as kernels
-import figures_uses as uses
-from figures_shared import ROOT
+from tune import figures_kernels as kernels
+from tune import figures_uses as uses
+from tune.figures_shared import ROOT
 
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FIGURES: dict[str, Callable[[], str]] = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pandas as pd
-from figures_shared import MEASURED, by_column, geometric, origin, shown_us, table
+
+from tune.figures_shared import MEASURED, by_column, geometric, origin, shown_us, table
 
 
 def linear() -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pandas as pd
-from figures_shared import MEASURED, geometric, origin, shown_us, table
+
+from tune.figures_shared import MEASURED, geometric, origin, shown_us, table
 
 
 def training() -> str:

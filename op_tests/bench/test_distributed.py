@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from op_tests.bench import distributed as bench
-from tune import figures
+from tune import figures_uses
 
 SHAPE = bench.Shape(E=8, top_k=3, H=96, intermediate=64)
 
@@ -31,7 +31,7 @@ def test_rows_have_the_bytes_of_both_formats_and_every_time() -> None:
 def test_the_table_says_which_machine_carried_the_rows(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(figures, "MEASURED", tmp_path / "nvidia_h200")
+    monkeypatch.setattr(figures_uses, "MEASURED", tmp_path / "nvidia_h200")
     row = {"backend": backend, "hardware": "a machine", "ranks": 2, "M": 8, "E": 16, "top_k": 4}
     row |= {"H": 64, "I": 32, "bytes": 98.0, "bf16_bytes": 160.0, "back_bytes": 128}
     saved = {"amd_epyc": row}
@@ -43,7 +43,7 @@ def test_the_table_says_which_machine_carried_the_rows(
         (tmp_path / folder).mkdir()
         path = tmp_path / folder / "distributed.csv"
         pd.DataFrame([each | {"commit": folder}]).to_csv(path, index=False)
-    table = figures.distributed()
+    table = figures_uses.distributed()
     assert "| 16, 4, 64 x 32 | 8 | 98 | 160 | 128 |" in table
     assert ("us" in table.splitlines()[0]) == (backend == "nccl")
     last = table.splitlines()[-1]

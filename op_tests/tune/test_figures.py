@@ -7,12 +7,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tune import figures
+from tune import figures_kernels, figures_uses
 
 
 @pytest.fixture(autouse=True)
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(figures, "MEASURED", tmp_path)
+    for module in (figures_kernels, figures_uses):
+        monkeypatch.setattr(module, "MEASURED", tmp_path)
     return tmp_path
 
 
@@ -30,7 +31,7 @@ def test_layers_stand_beside_bf16s_by_tokens(measured: Path) -> None:
     cells += [("a", "skewed", 2048, 0.3, 0.4, 0.9)]
     columns = ("layer", "routing", "M", "over_bf16", "over_gemms", "over_launches")
     save([dict(zip(columns, cell, strict=True)) for cell in cells], measured / "moe_layers.csv")
-    head, _, *rows = lines(figures.moe_layers())
+    head, _, *rows = lines(figures_kernels.moe_layers())
     assert head == ["", "M=1", "M=2048"]
     assert rows == [
         ["a, uniform", "3.00 (2.00)", "1.20 (0.90)"],
@@ -43,7 +44,7 @@ def test_layers_stand_beside_bf16s_by_tokens(measured: Path) -> None:
         [timed[0], *(row | {"over_humming": row["M"] / 2048} for row in timed[1:])],
         measured / "moe_layers.csv",
     )
-    assert lines(figures.moe_layers())[-2][1:] == ["", "1.00 (1.00)"]
+    assert lines(figures_kernels.moe_layers())[-2][1:] == ["", "1.00 (1.00)"]
 
 
 def test_steps_are_counted_by_the_rows_that_they_come_after(measured: Path) -> None:
@@ -51,7 +52,7 @@ def test_steps_are_counted_by_the_rows_that_they_come_after(measured: Path) -> N
     columns = ("M", "step", "bf16_step", "over_bar")
     rows = [dict(zip(columns, cell, strict=True)) for cell in cells]
     save(rows, measured / "linear_hand_overs.csv")
-    _, _, *shown = lines(figures.hand_overs())
+    _, _, *shown = lines(figures_kernels.hand_overs())
     assert shown == [
         ["1 to 16", "1", "2.000", "1.000", "2.00", "2.00", "1", "0"],
         ["17 to 64", "2", "1.000", "1.118", "1.25", "0.80", "0", "1"],
@@ -63,7 +64,7 @@ def test_variants_count_where_they_were_timed(measured: Path) -> None:
     whole |= {"fp16_x_over_bf16_x": 1.0, "other_cus_over_usual": 2.0}
     other = dict.fromkeys(whole, 1.0) | {"fp32_over_usual": 6.0}
     save([whole | {"no_table_over_usual": 1.2}, other], measured / "linear_variants.csv")
-    rows = {row[0]: row[1:] for row in lines(figures.variants())[2:]}
+    rows = {row[0]: row[1:] for row in lines(figures_kernels.variants())[2:]}
     assert rows["fp32 results"] == ["2", "3.000", "6.00"]
     assert rows["no table"] == ["1", "1.200", "1.20"]
 
@@ -72,7 +73,7 @@ def test_few_rows_blocks_and_values_are_means_with_their_worst(measured: Path) -
     columns = ("rows", "spread", "over_bf16", "masked_over_bf16")
     cells = [(1, "skewed", 2.0, 1.0), (1, "skewed", 8.0, 4.0), (64, "skewed", 0.9, 1.5)]
     save([dict(zip(columns, c, strict=True)) for c in cells], measured / "grouped_few_rows.csv")
-    head, _, *rows = lines(figures.few_rows())
+    head, _, *rows = lines(figures_kernels.few_rows())
     assert head == ["rows a group", "1", "64"]
     assert rows == [
         ["skewed", "4.00 (2.00)", "0.90 (0.90)"],
@@ -85,7 +86,7 @@ def test_few_rows_blocks_and_values_are_means_with_their_worst(measured: Path) -
         ("second", "skewed", 1, 3),
     ]
     save([dict(zip(columns, c, strict=True)) for c in cells], measured / "moe_blocks.csv")
-    _, _, *rows = lines(figures.blocks())
+    _, _, *rows = lines(figures_kernels.blocks())
     assert rows == [
         ["first GEMM, uniform", "1.10 (1.21)", ""],
         ["second GEMM, skewed", "", "3.00 (3.00)"],
@@ -97,7 +98,7 @@ def test_few_rows_blocks_and_values_are_means_with_their_worst(measured: Path) -
         ("linear", "w", "not a number", 4),
     ]
     save([dict(zip(columns, c, strict=True)) for c in cells], measured / "values.csv")
-    head, _, *rows = lines(figures.values())
+    head, _, *rows = lines(figures_kernels.values())
     assert head == ["a row of", "not a number", "2^127"]
     assert rows == [
         ["`linear`, in x", "1.00 (1.00)", "2.00 (2.00)"],
@@ -111,7 +112,7 @@ def test_means_leave_empty_what_was_not_timed() -> None:
     of_layers = [("skewed", 8192, 1.25), ("uniform", 8192, 0.8), ("uniform", 16384, 0.2)]
     layers = [{"routing": of, "M": M, "over_bf16": ratio} for of, M, ratio in of_layers]
     theirs = pd.DataFrame([{"M": 64, "over_humming": 1.5}])
-    table = figures.means(pd.DataFrame(linears), theirs, pd.DataFrame(layers))
+    table = figures_kernels.means(pd.DataFrame(linears), theirs, pd.DataFrame(layers))
     shown = {row[0]: row[1:] for row in lines(table)[2:]}
     assert shown["1 to 64"] == ["4.00", "3.00", "1.50", "", ""]
     assert shown["65 to 256"] == ["0.50", "", "", "", ""]
@@ -121,7 +122,7 @@ def test_means_leave_empty_what_was_not_timed() -> None:
 def test_warming_up_says_what_rows_compile_afterwards(measured: Path) -> None:
     row = {"op": "linear", "shape": "N=64 K=32", "cores": 16, "warmup_s": 41.6, "objects": 19}
     save([row | {"compiled_after": 2}], measured / "warmup.csv")
-    head, _, only = lines(figures.warmup())
+    head, _, only = lines(figures_uses.warmup())
     assert head[1] == "s, 16 cores" and only == ["`linear` N=64 K=32", "42", "19", "2"]
 
 
@@ -130,7 +131,7 @@ def test_scales_for_128_k_stand_beside_deep_gemm(measured: Path) -> None:
     few = {"weights": "2x64x128", "rows": 4, "over_deep_gemm": 1.1, "over_reading": 1.25}
     save([whole], measured / "promoted.csv")
     save([few], measured / "promoted_masked.csv")
-    assert lines(figures.promoted())[2:] == [
+    assert lines(figures_kernels.promoted())[2:] == [
         ["2x8x64x128, whole groups", "0.80", "0.90", ""],
         ["2x64x128, 4 rows of each", "1.10", "", "1.25"],
     ]
