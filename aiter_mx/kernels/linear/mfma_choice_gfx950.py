@@ -75,8 +75,8 @@ PERSISTENT = {
 }
 """Other tiles are left out, so that few code objects serve a weight."""
 _MANY_FEATURES = 5120
-_BESIDES = {False: (160, 256), True: (160, 128)}
-"""Left out for few features and for many: it would gain less than one per cent beside the other."""
+"""From so many on a weight takes tiles of 160x256, and below 160x128: each would gain about one per
+cent beside the other, for a code object."""
 _OF_ROW = 1.8  # cycles of a step that a tile takes less for each row that it has not
 _OF_WEIGHTS = 118  # cycles of a KiB of w and a compute unit, beside those steps
 
@@ -91,8 +91,6 @@ _MOST_FOLDED_TILES = 4
 _MOST_SUMS = 24  # of a thread: more make long code
 _ROWS_OF_MENU = (128, 272, 528, 144, 80)
 """Beyond BLOCK_M, numbers of rows whose fastest code objects serve all."""
-_MOST_CODES = 4
-"""Of these: with those for fewer rows and persistent's a weight has some 12."""
 _ALIKE = 1.02
 """A code object has to be this much faster than those that more rows take."""
 _MOST_CANDIDATES = 48
@@ -297,7 +295,7 @@ def menu(target: Target, N: int, K: int) -> tuple[Code, ...]:
         if config is not None:
             way = way_of(problem, config)
             codes.append(Code(kernel, way.row_tiles, way.col_tiles, config["waves"], way.splits))
-    return tuple(codes[:_MOST_CODES])
+    return tuple(codes)
 
 
 def _by_cost(
@@ -361,7 +359,7 @@ def persistent_cycles(target: Target, problem: LinearProblem) -> dict[tuple[int,
     """What the kernel with large tiles takes with each, when rows are divided evenly among them."""
     M, N, cu_num, chunks = problem.M, problem.N, target.cu_num, -(-problem.K // 128)
     memory, found = (_OF_WEIGHTS * N * _row_kib(problem.K) / cu_num) ** 4, {}
-    left_out = _BESIDES[N >= _MANY_FEATURES]
+    left_out = (160, 128 if N >= _MANY_FEATURES else 256)
     for tile, fitted in PERSISTENT.items():
         if tile == left_out:
             continue
