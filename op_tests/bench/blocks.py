@@ -122,7 +122,6 @@ def main(arguments: argparse.Namespace) -> None:
                     each[0]()
                 graphs = {column: GraphedCalls(each) for column, each in calls.items()}
                 row = row_of(name, cell, routing, part, alternated_us(graphs, WINDOW_MS))
-                saved.add({**row, "versions": origin.versions(), "date": origin.today()})
-                print(*row.values(), flush=True)
+                saved.report(row)
         del layer
         torch.cuda.empty_cache()

@@ -51,6 +51,11 @@ DRAWN = 5
 NEAR = 0.03
 """A cell that misses its bar by less is timed three times more, and the median counts."""
 CELL = ("M", "N", "K")
+BESIDE_HUMMING = (
+    *("M", "N", "K", "ours_us", "ours_bf16_x_us", "humming_us", "humming_fp8_us"),
+    *("over_humming", "bf16_x_over_humming", "humming"),
+)
+"""Columns of what is kept of the last run that had Humming."""
 Shape = tuple[int, int]
 Clock = Callable[[], dict[str, float]]
 """Microseconds of each contender's call, timed together."""
@@ -220,6 +225,13 @@ def row_of(target: Target, problem: LinearProblem, times: Mapping[str, float]) -
     return row
 
 
+def keep(saved: Saved, beside_humming: Saved, row: Mapping[str, object]) -> None:
+    """Save a cell, and what it says of Humming where a later run without it replaces nothing."""
+    saved.report(row)
+    if "over_humming" in row:
+        beside_humming.add({name: row.get(name) for name in BESIDE_HUMMING})
+
+
 def cells(
     of: Iterable[tuple[Shape, Sequence[int]]], saved: Saved
 ) -> Iterator[tuple[Shape, list[int]]]:
@@ -249,9 +261,12 @@ def main(arguments: argparse.Namespace) -> None:
     """Measure what is not done yet."""
     refuse_no_gpu()
     facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
-    saved = Saved(MEASURED / gpu_name() / "linear_every_m.csv", CELL, facts)
+    folder = MEASURED / gpu_name()
+    saved = Saved(folder / "linear_every_m.csv", CELL, facts)
+    beside_humming = Saved(folder / "linear_humming.csv", CELL, facts)
     if HUMMING is None:
         print(f"Humming is left out; tried: {WITHOUT_HUMMING}")
     chosen = shapes() if arguments.share == 1 else drawn(shapes(), arguments.share, arguments.seed)
     wanted = [(shape, rows_of(*shape)) for shape in chosen]
-    spread(cells_of, cells(wanted, saved), saved.report, arguments.seconds)
+    save = partial(keep, saved, beside_humming)
+    spread(cells_of, cells(wanted, saved), save, arguments.seconds)

@@ -140,5 +140,4 @@ def main(arguments: argparse.Namespace) -> None:
             graphs = {name: GraphedCalls(each) for name, each in calls.items()}
             times = alternated_us(graphs, WINDOW_MS)
             row = row_of(target_of(device), shape, spread, counts, times)
-            saved.add({**row, "versions": origin.versions(), "date": origin.today()})
-            print(*row.values(), flush=True)
+            saved.report(row)

@@ -47,7 +47,8 @@ def spread(
         gpus: by default all that are visible.
 
     Raises:
-        SystemExit: an item failed, or its process died; others were measured all the same.
+        SystemExit: of several GPUs, an item failed, or its process died; others were measured all
+            the same. A single GPU's item raises what it raises.
     """
     until, names = time.monotonic() + seconds, list(visible() if gpus is None else gpus)
     rows = _alone(work, items) if len(names) == 1 else _together(work, iter(items), names, until)

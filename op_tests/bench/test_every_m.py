@@ -137,3 +137,15 @@ def test_contenders_compute_the_same_product_over_cold_weights(
     results = [of[2]().float().clone() for of in (quantised, dense, fp8)]
     for result in results:  # of the same values, in bf16 and by either rounding to fp8
         assert (result - results[1]).norm() < 0.06 * results[1].norm()
+
+
+def test_what_a_run_says_of_humming_outlasts_one_without_it(tmp_path: Path) -> None:
+    files = [tmp_path / f"{name}.csv" for name in ("every_m", "humming")]
+    row = {"M": 8, "N": 768, "K": 512, "ours_us": 2.0, "over_humming": 1.5}
+    every_m.keep(*(common.Saved(each, every_m.CELL, FACTS) for each in files), row)
+    later = FACTS | {"commit": "7654321"}
+    without = {"M": 8, "N": 768, "K": 512, "ours_us": 3.0}
+    every_m.keep(*(common.Saved(each, every_m.CELL, later) for each in files), without)
+    every, humming = (pd.read_csv(each, dtype={"commit": str}) for each in files)
+    assert (every.ours_us[0], every.commit[0]) == (3.0, "7654321")
+    assert (humming.ours_us[0], humming.over_humming[0], humming.commit[0]) == (2.0, 1.5, "0123456")

@@ -240,8 +240,7 @@ def main() -> None:
         graphs = {"plain_us": GraphedCalls(case.plain), "extreme_us": GraphedCalls(case.extreme)}
         times = alternated_us(graphs, WINDOW_MS)
         row |= {**times, "ratio": times["extreme_us"] / times["plain_us"]}
-        saved.add({**row, "versions": origin.versions(), "date": origin.today()})
-        print(*row.values(), flush=True)
+        saved.report(row)
 
 
 if __name__ == "__main__":
