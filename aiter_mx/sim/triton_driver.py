@@ -80,13 +80,12 @@ class _Utils:
 
     def load_binary(
         self, name: str, image: bytes, shared_bytes: int, device: int
-    ) -> tuple[Program, tuple[Program, str], int, int, int]:
+    ) -> tuple[None, tuple[Program, str], int, int, int]:
         program = Program.from_image(image)
         info = program.kernel(name)
-        return program, (program, name), info.vgprs, info.vgpr_spills, _MAX_LANES
-
-    def unload_module(self, program: Program) -> None:
-        """Nothing to give back."""
+        # no module: a kernel that has one asks the driver of the day to unload it when it is
+        # collected, and outlives this driver
+        return None, (program, name), info.vgprs, info.vgpr_spills, _MAX_LANES
 
 
 class _Driver:

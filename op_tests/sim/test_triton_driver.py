@@ -151,6 +151,13 @@ def test_simulate_takes_triton_launches_too() -> None:
     assert report is not None and report.kernel == "add"
 
 
+def test_a_kernel_may_be_collected_after_its_driver_is_gone() -> None:
+    x, z = torch.ones(256), torch.zeros(256)
+    with triton_launches():
+        compiled = add[(1,)](x, x, z, 256, 3.0, BLOCK=256, MASK=True)
+    compiled.__del__()  # as the collector would, wherever it runs: it asked for a driver
+
+
 def test_the_driver_before_is_there_again() -> None:
     from triton.runtime import driver
 
