@@ -90,6 +90,6 @@ def problems(op: str, fields: Mapping[str, Axis]) -> list[Problem]:
         for value in values:
             if types.get(name) in (int, "int") and not isinstance(value, int):
                 raise ValueError(f"{name} must be a whole number, got {value!r}")
-        if types.get(name) in (bool, "bool"):
+        if types.get(name) in (bool, "bool", float, "float"):
             read[name] = [field_value(of_type, name, str(value)) for value in values]
     return make_problems(op, read)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from math import isnan, nan
 from operator import attrgetter
 from pkgutil import iter_modules
 
@@ -76,7 +77,7 @@ def key_columns(op: str) -> tuple[str, ...]:
     return columns
 
 
-def field_value(of_type: type[Problem], name: str, text: str) -> int | bool | str:
+def field_value(of_type: type[Problem], name: str, text: str) -> int | float | bool | str:
     """A field of a problem from what a table or a command line says of it.
 
     Raises:
@@ -89,6 +90,8 @@ def field_value(of_type: type[Problem], name: str, text: str) -> int | bool | st
         return _TRUTH[text]
     if kind in (int, "int"):
         return whole_number(name, text)
+    if kind in (float, "float"):
+        return _number(name, text)
     return text
 
 
@@ -104,6 +107,16 @@ def whole_number(name: str, text: str) -> int:
     if digits != text:
         raise ValueError(f"{name} must be at least 0, got {text!r}")
     return int(text)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = nan
+    if isnan(number) or not text.isascii() or "_" in text:
+        raise ValueError(f"{name} must be a number, got {text!r}")
+    return number
 
 
 @cache

@@ -6,13 +6,14 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
 
 import aiter_mx
 from aiter_mx.cli.disassembly import gfx_class, sm_class
-from aiter_mx.cli.fields import parse_axis, parse_fields, parse_shape
+from aiter_mx.cli.fields import parse_axis, parse_fields, parse_shape, problems
 from aiter_mx.cli.source_lines import source_lines
 from aiter_mx.errors import ToolchainError
 from aiter_mx.jit.build import build
@@ -95,6 +96,7 @@ SHAPE = ("--M", "1", "--N", "64", "--K", "64", "--arch", "gfx950")
         (("explain", "linear", "--M", "1", "--N", "8"), "'K' was not given"),
         (("explain", "linear", "--M", "9-2"), "the range '9-2' is empty"),
         (("explain", "linear", "--M", "-1"), "M must be a whole number, got '-1'"),
+        (("explain", "moe_gemm", *SHAPE, "--alpha", "much"), "alpha must be a number, got 'much'"),
         (("explain", "linear", "--M"), "expected a field and its value"),
         (("explain", "linear", *SHAPE, "--cu-num", "0"), "cu_num must be a whole number of at"),
         (("explain", "fused_moe", "--M", "1"), "'hidden' was not given"),
@@ -115,6 +117,12 @@ SHAPE = ("--M", "1", "--N", "64", "--K", "64", "--arch", "gfx950")
 )
 def test_wrong_input_is_one_message_and_status_1(command, arguments, message):
     assert_refused(command(*arguments), message)
+
+
+def test_fields_may_be_numbers_with_a_point():
+    text = "--M 1 --N 64 --K 64 --E 4 --top_k 2 --alpha 1.5,2 --limit inf"
+    found = problems("moe_gemm", parse_fields(text.split()))
+    assert [(each.alpha, each.limit) for each in found] == [(1.5, inf), (2.0, inf)]
 
 
 def test_explain_shows_each_launch_of_a_layer(command):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from aiter_mx.dispatch.tables import read_table
 from aiter_mx.kernels import linear as kernels
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.spec import KernelSpec
 from aiter_mx.sim.timing.constants import shipped
 from aiter_mx.sim.timing.floor import floor
@@ -312,6 +314,23 @@ def test_lists_of_shapes_are_read_or_refused_by_line(tmp_path) -> None:
         with pytest.raises(ValueError, match=r"shapes\.csv cannot be read") as caught:
             read(text)
         assert message in str(caught.value)
+
+
+def test_lists_of_shapes_may_have_numbers_with_a_point(tmp_path) -> None:
+    path = tmp_path / "shapes.csv"
+
+    def read(alpha: str) -> list[MoeGemmProblem]:
+        path.write_text(
+            "M,N,K,E,top_k,out_dtype,activation,alpha,beta,limit\n"
+            f'3,128,96,5,2,mxfp8,swiglu_oai,"{alpha}",0.5,inf\n'
+        )
+        return read_shapes(path, "moe_gemm")
+
+    (found,) = read("1.625")
+    assert (found.alpha, found.beta, found.limit) == (1.625, 0.5, inf)
+    for wrong in ("1,7", "nan", "1_0", "\uff13", "much"):
+        with pytest.raises(ValueError, match=f"line 2: alpha must be a number, got '{wrong}'"):
+            read(wrong)
 
 
 def test_builds_alone_need_no_gpu_and_write_no_table(command, tmp_path) -> None:
