@@ -74,13 +74,14 @@ def run_again(
 ) -> LaunchReport:
     """A launch, with its memory at other addresses."""
     padded = kernarg.ljust(-(-len(kernarg) // WORD_BYTES) * WORD_BYTES, b"\0")
-    words, regions, held = np.frombuffer(padded, np.uint64).copy(), [], []
+    before, regions, held = np.frombuffer(padded, np.uint64), [], []
+    words = before.copy()
     for told, data in memory:
         room = np.frombuffer(data.ljust(len(data) + 256, b"\0"), np.uint8).copy()
         address = -(-room.ctypes.data // 128) * 128 + told["address"] % 128
         room[address - room.ctypes.data :][: len(data)] = np.frombuffer(data, np.uint8)
         held.append(room)
-        words[words == told["address"]] = address
+        words[before == told["address"]] = address  # new ones may be old ones of other regions
         regions.append(Region(told["name"], address, told["size_bytes"], told["access"]))
     return Program.from_image(image).launch(
         *geometry, words.tobytes()[: len(kernarg)], shared_bytes, regions, COUNTED
