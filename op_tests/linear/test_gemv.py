@@ -14,18 +14,25 @@ import torch
 
 import aiter_mx
 from aiter_mx.dispatch.cells import format_config
+from aiter_mx.jit.build import build
 from aiter_mx.kernels.linear import KERNELS, LinearProblem
 from aiter_mx.kernels.linear import gemv as registry
+from aiter_mx.launch import build_request
 from aiter_mx.ops.linear import _plans
+from aiter_mx.sim.disasm import disassemble
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.target import hardware, target_of
-from aiter_mx.trial import try_out
+from aiter_mx.trial import prepare, try_out
+from op_tests.bench.counters import GEMV as COUNTED
+from op_tests.bench.counters import chosen, name_of
 from op_tests.linear.launches import launch_linear
 from op_tests.linear.operands import operands
 from op_tests.mx_reference import assert_close_to_reference
 from op_tests.places import device_in
 
 GEMV = KERNELS[0]
+GFX950 = hardware("gfx950")
+AT_ONCE = SimOptions(count_groups=True, schedule="run-to-barrier", threads=1)
 
 device = device_in("sim", "cuda")
 
@@ -94,11 +101,39 @@ def test_each_weight_is_read_once_in_pieces_of_16_bytes() -> None:
 @pytest.mark.parametrize(("K", "unroll"), [(6144, 1), (2880, 2), (1536, 1)])
 def test_memory_is_asked_for_weights_at_once(K: int, unroll: int) -> None:
     config = {"rows": 3, "waves": 2, "unroll": unroll}
-    options = SimOptions(count_groups=True, schedule="run-to-barrier", threads=1)
-    report = try_out(GEMV, LinearProblem(1, 96, K), config, options).report
+    report = try_out(GEMV, LinearProblem(1, 96, K), config, AT_ONCE).report
     assert report.first_load is not None
     assert report.first_load.instructions <= 40
     assert report.first_load.waits <= 1  # for the arguments
+
+
+@pytest.mark.parametrize("problem", COUNTED, ids=name_of)
+def test_half_of_a_step_is_asked_for_at_once(problem: LinearProblem) -> None:
+    """Without a branch, so that what stands ahead of it is what is executed."""
+    _, config = chosen("linear", "gemv", problem)
+    code = disassemble(build(build_request(GEMV, GFX950, problem, config)).image)
+    loads = [at for at, ins in enumerate(code) if ins.mnemonic == "buffer_load_dwordx4"]
+    ahead = [ins.mnemonic for ins in code[: loads[(config["rows"] + problem.M - 1) // 2]]]
+    assert len(ahead) <= 40 and ahead.count("s_waitcnt") <= 1
+    assert not any("branch" in name for name in ahead)
+
+
+def test_memory_is_asked_for_weights_above_4_gib_at_once() -> None:
+    K, rows = 6144, 3
+    N = (1 << 32) // (K * rows) * rows + 8 * rows
+    wq = torch.empty((N, K), dtype=torch.float8_e4m3fn)  # memory that is never touched is free
+    ws = torch.empty((N, K // 32), dtype=torch.uint8)
+    xq, xs, *near = operands(1, rows, K, 9)
+    wq[-rows:], ws[-rows:] = near
+    assert (N - rows) * K > 1 << 32
+    y = torch.empty((1, N), dtype=torch.bfloat16)
+    problem, config = LinearProblem(1, N, K), {"rows": rows, "waves": 3, "unroll": 2}
+    launched = prepare(GEMV, problem, config, operands=[xq, xs, wq, ws, None, y])
+    options = replace(AT_ONCE, first_group=launched.groups - 1)
+    first = launched.run(options).first_load
+    assert_close_to_reference(y[:, -rows:], xq, xs, *near)
+    assert first is not None
+    assert first.instructions <= 40 and first.waits <= 1
 
 
 @pytest.mark.gpu
