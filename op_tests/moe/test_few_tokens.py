@@ -142,8 +142,9 @@ def spoil(tensor: Tensor, at: tuple[int, ...], byte: int) -> None:
 
 
 @pytest.mark.parametrize("blocks", [3, 4])
-def test_nans_reach_their_own_results_alone(blocks: int) -> None:
+def test_nans_reach_their_own_results_alone(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scale or a payload of a weight's row, of x, and of activations between the launches."""
+    monkeypatch.setenv("AITER_MX_SIM_FINITE_SCALES", "1")
     up = MoeUpProblem(2, 64, 32 * blocks, 2, 1, 2, x_dtype="mxfp8")
     down = MoeDownProblem(2, 32, 32 * blocks, 2, 1, 2)
     with aiter_mx.simulate("gfx950"):
