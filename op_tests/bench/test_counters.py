@@ -109,6 +109,12 @@ def test_gemv_takes_less_than_two_thirds_of_the_address_cycles_that_it_took() ->
     assert (of_gemv.share <= 0.65).all()
 
 
+def test_decode_of_few_rows_is_predicted_in_little_more_than_its_bytes() -> None:
+    decode = pd.read_csv(MEASURED / "gfx950_simulated" / "decode.csv")
+    few = decode[decode.M <= 4]
+    assert len(few) > 300 and (few.predicted_us <= 1.2 * few.ideal_us).all()
+
+
 def test_a_launch_that_is_run_again_elsewhere_counts_as_much() -> None:
     problem = LinearProblem(2, 40, 544)
     spec = find_kernel("linear", "gfx950", "hip", "gemv")

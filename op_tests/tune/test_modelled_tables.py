@@ -6,8 +6,10 @@ import pandas as pd
 import pytest
 
 from aiter_mx.dispatch.cells import told_source
+from aiter_mx.dispatch.tables import read_table, table_files
 from aiter_mx.kernels.registry import key_columns
 from aiter_mx.paths import configs_dir
+from aiter_mx.workloads import workload_of
 
 FALL = 0.03  # that a time may fall by where there are more rows
 TABLES = sorted(
@@ -30,6 +32,20 @@ def test_every_row_tells_the_model_and_its_error(table: pd.DataFrame) -> None:
     for source in modelled.source.unique():
         assert told_source(source).startswith("modelled, median error "), source
     assert (modelled.us > 2).all()  # no launch takes less
+
+
+@pytest.mark.parametrize("op", [path.stem for path in TABLES])
+def test_times_below_all_that_was_measured_are_marked_and_no_others(op: str) -> None:
+    """Of fp8 and at most 16 rows nothing takes less than 3.9 us and the weights at 6.3 TB/s."""
+    told = []
+    for path in table_files("gfx950", op):
+        for row_op, row in read_table(path):
+            weights_us = workload_of(row_op).read_bytes(row.problem, None) / 6.3e6
+            assert row.us is not None
+            is_below = row.problem.M <= 16 and row.us < 3.9 + weights_us
+            assert is_below == ("faster than anything" in told_source(row.origin)), row.where
+            told.append(is_below)
+    assert told and not all(told)
 
 
 def test_times_do_not_fall_as_rows_grow(table: pd.DataFrame) -> None:
