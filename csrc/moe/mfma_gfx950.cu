@@ -40,7 +40,6 @@ constexpr int kCols = kMostColTiles * kSide;
 constexpr int kThreads = kWaves * kLanes;
 constexpr int kSumPieces = kRowTiles * kMostColTiles * kProductWords * 4 / kPiece;
 constexpr int kWavePieces = kPieces > kSumPieces ? kPieces : kSumPieces; // LDS of a wave
-constexpr int kMaxGroupsY = MX_MAX_GROUPS_Y;                             // of the grid
 
 static_assert(kCols <= kLanes, "a lane looks up one id");
 static_assert(!kActivated || kRowTiles == 4, "gate and up of a block of 32 features");
@@ -56,6 +55,7 @@ struct Args {
     int experts, valid_tokens, a_div, packed_top_k, weights_by_place, max_blocks, block_m,
         bias_kind;
     ActivationArgs activation;
+    int groups_y; // of the grid
 };
 
 using ArgsInMemory = const __attribute__((address_space(4))) Args;
@@ -350,14 +350,11 @@ MX_KERNEL(kThreads)
 aiter_mx_moe_gemm_mfma(const unsigned char*, const unsigned char*, const unsigned char*,
                        const unsigned char*, const int*, const int*, const int*, const float*,
                        const void*, void*, unsigned char*, Offset, Offset, int, int, int, int, int,
-                       int, int, int, float, float, float) {
+                       int, int, int, float, float, float, int) {
     ArgsInMemory& args = loaded_anew();
     MX_LDS u32x4 lds[kWaves][kWavePieces];
     const int lane = thread_in_group() % kLanes;
     const int chunks = (args.block_m + kCols - 1) / kCols; // of a block
-    const long most_items = static_cast<long>(args.max_blocks) * chunks;
-    long groups_y = most_items < args.valid_tokens ? most_items : args.valid_tokens;
-    groups_y = groups_y < kMaxGroupsY ? groups_y : kMaxGroupsY; // as launched
 
     // Looked up under the supposition that it is in use and a first chunk, as most are.
     const long first_item = group_y();
@@ -369,7 +366,7 @@ aiter_mx_moe_gemm_mfma(const unsigned char*, const unsigned char*, const unsigne
     const int blocks = in_use < args.max_blocks ? in_use : args.max_blocks;
 
     bool lds_in_use = false;
-    for (long item = first_item; item < static_cast<long>(blocks) * chunks; item += groups_y) {
+    for (long item = first_item; item < static_cast<long>(blocks) * chunks; item += args.groups_y) {
         if (item != first_item || item >= blocks) {
             block = item % blocks;
             first = item / blocks * kCols;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -79,6 +81,44 @@ def test_what_is_looked_up_takes_one_latency(block_m: int, chunks: int) -> None:
     assert report is not None
     assert_rows(out, Layer(xq, xs, wq, ws, None, [6, 1, 3, 4], 1))
     assert report.latencies <= 4 * 4 * (chunks + 2)  # of four workgroups for each of four experts
+
+
+@pytest.mark.parametrize(("block_m", "col_tiles"), [(16, 1), (32, 1), (32, 2)])
+def test_workgroups_take_the_blocks_beyond_the_grid_in_turn(block_m: int, col_tiles: int) -> None:
+    """All tokens choose experts of this rank, though one in 64 was expected to."""
+    generator = torch.Generator().manual_seed(block_m + col_tiles)
+    M, N, K, E = 37, 1024, 160, 8
+    wq, ws = random_weights(E, N, K, generator)
+    xq, xs = random_mx(M, K, generator)
+    chosen = torch.stack([torch.randperm(E, generator=generator)[:2] for _ in range(M)])
+    chosen[:, 0] = torch.where(torch.arange(M) % 2 == 0, 5, chosen[:, 0])  # of many rows
+    experts = chosen.flatten().tolist()
+    problem = MoeGemmProblem(M, N, K, E, 2, block_m, "fp32", a_div=2, num_experts=64 * E)
+    config = {"row_tiles": 1, "col_tiles": col_tiles, "waves": 2, "unroll": 1}
+    with aiter_mx.simulate("gfx950"):
+        lists = aiter_mx.moe_align(chosen, block_m, E)
+        tensors = [xq, xs, wq, ws, *lists, None, None, Out((2 * M, N), torch.float32), None]
+        (out,) = launch(MFMA, CPU, problem, config, tensors)
+    used = int(lists[2]) // block_m
+    module = MFMA.module
+    assert module is not None
+    assert module.geometry(GFX950, problem, config).grid[1] < used
+    assert_rows(out, Layer(xq, xs, wq, ws, None, experts, 2))
+
+
+@pytest.mark.parametrize("M", [1, 4, 16, 64])
+def test_a_rank_of_eight_launches_hardly_more_workgroups_than_find_a_block(M: int) -> None:
+    module = MFMA.module
+    assert module is not None
+    config = {"row_tiles": 2, "col_tiles": 1, "waves": 2, "unroll": 1}
+    problem = MoeGemmProblem(M, 7168, 2048, 32, 8, 16, "fp32", num_experts=256)
+    (groups_x, groups_y, _), whole = module.geometry(GFX950, problem, config).grid, 8 * M
+    assert problem.touched < groups_y < max(whole / 2, 5)
+    assert groups_x * groups_y >= GFX950.cu_num
+    roomy = replace(problem, M=8192, expected=M)  # a fixed buffer, most of which stays empty
+    assert module.geometry(GFX950, roomy, config).grid[1] == groups_y
+    every = replace(problem, E=256)
+    assert module.geometry(GFX950, every, config).grid[1] > every.touched
 
 
 def test_operands_beyond_four_gib() -> None:

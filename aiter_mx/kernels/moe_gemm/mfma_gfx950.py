@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import product
+from math import ceil, sqrt
 from typing import NamedTuple
 
 from aiter_mx.kernels.gfx950 import (
@@ -21,6 +22,7 @@ from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, MoeGemmProblem, 
 from aiter_mx.kernels.search import Costed, Least, Search, without_waste
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
+    Arg,
     Config,
     Geometry,
     Param,
@@ -51,6 +53,7 @@ _FEWEST_ROWS_OF_FOUR, _FEWEST_ROWS_OF_TWO = 24, 8  # of an expert, for workgroup
 _SHORT_K = 384  # of which one wave has few enough steps
 _MANY_GROUPS = 4  # of a compute unit, beside which a workgroup need not be fast itself
 
+_DEVIATIONS = 2  # of the number of blocks, for which a grid has room
 _LOOK_UP_CYCLES = 1500  # the expert of a block and its ids: a latency of the L2
 
 
@@ -174,7 +177,6 @@ def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping
         "MX_OUT": DTYPE_CODES["fp32" if problem.out_dtype == "mxfp8" else problem.out_dtype],
         "MX_ACTIVATION": ACTIVATION_CODES[problem.activation],
         "MX_INTERLEAVED": int(problem.activation != "none" and problem.layout == "interleaved"),
-        "MX_MAX_GROUPS_Y": MAX_GROUPS_Y,
     }
 
 
@@ -186,20 +188,34 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
         )
     needed = _lds_bytes(config["row_tiles"], config["col_tiles"], config["waves"])
     refuse_static_lds(problem, config, needed)
-    chunks = problem.blocks * -(-problem.block_m // (SIDE * config["col_tiles"]))
+    groups_x = -(-problem.N // (SIDE * config["row_tiles"]))
     return Geometry(
-        grid=(
-            -(-problem.N // (SIDE * config["row_tiles"])),
-            min(chunks, problem.routed, MAX_GROUPS_Y),
-            1,
-        ),
+        grid=(groups_x, _groups_y(target, problem, config["col_tiles"], groups_x), 1),
         block=(config["waves"] * target.wave_size, 1, 1),
     )
+
+
+def _groups_y(target: Target, problem: MoeGemmProblem, col_tiles: int, groups_x: int) -> int:
+    """Workgroups of a tile of w, for as many chunks as tokens that choose at random hardly exceed.
+
+    A workgroup takes further chunks in turn. Without an end of its own the grid would have one for
+    each of all ranks' experts that tokens may choose, and most would find no block of theirs.
+    """
+    of_block = -(-problem.block_m // (SIDE * col_tiles))
+    expected = problem.as_expected() if problem.expected else problem
+    touched, rows = expected.touched, expected.rows_of_expert
+    blocks = touched * (1 + max(rows - 1, 0) / problem.block_m)  # at most, in the mean
+    likely = ceil((blocks + _DEVIATIONS * sqrt(blocks)) * of_block)
+    enough = -(-target.cu_num // groups_x)
+    most = min(problem.blocks * of_block, problem.routed, MAX_GROUPS_Y)
+    return min(max(likely, enough), most)
 
 
 MFMA = declare_gemm(
     "mfma",
     {"gfx950": "moe/mfma_gfx950.cu"},
+    args=(Arg("groups_y", "i32"),),
+    values=lambda target, problem, config: (_geometry(target, problem, config).grid[1],),
     defines=_defines,
     geometry=_geometry,
     refusal=_refusal,

@@ -38,6 +38,7 @@ from aiter_mx.kernels.spec import (
     DTYPE_CODES,
     OUT_DTYPES,
     Arg,
+    Config,
     KernelSpec,
     Key,
     require,
@@ -256,9 +257,12 @@ def declare_gemm(
     name: str,
     sources: Mapping[str, str],
     refusal: Callable[[Target, MoeGemmProblem], str | None],
+    args: tuple[Arg, ...] = (),
+    values: Callable[[Target, MoeGemmProblem, Config], tuple[int, ...]] = lambda *_: (),
     **more: Any,
 ) -> KernelSpec:
-    """The kernel of that name, which takes ``ARGS``, and tensor maps after them."""
+    """The kernel of that name, which takes ``ARGS``, ``args`` with these values after them, and
+    tensor maps at last."""
 
     def refuses(target: Target, problem: MoeGemmProblem) -> str | None:
         if problem.sorted_out:
@@ -267,8 +271,11 @@ def declare_gemm(
 
     return declare(
         *("moe_gemm", name, sources),
-        args=ARGS,
-        scalars=lambda target, problem, config: scalars(problem),
+        args=(*ARGS, *args),
+        scalars=lambda target, problem, config: (
+            *scalars(problem),
+            *values(target, problem, config),
+        ),
         refusal=refuses,
         **more,
     )
