@@ -6,6 +6,7 @@ import csv
 
 import pytest
 
+from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.spec import Problem
 from tune.sampled import BAR, CASES, SAVED, compared
 
@@ -27,3 +28,10 @@ def test_launches_are_as_saved(op: str, problem: Problem) -> None:
     found = compared(op, problem)
     assert abs(found.off) <= BAR
     assert found.whole_us > 2 and found.groups > 1
+
+
+@pytest.mark.parametrize(("M", "E"), [(1, 16), (4, 16), (8, 32)])
+def test_workgroups_that_find_no_block_are_not_taken_to_work(M: int, E: int) -> None:
+    """Of expert-parallel products, where they do a sixth of what others do."""
+    problem = MoeGemmProblem(M, 4096, 1536, E, 8, 16, "fp32", num_experts=128)
+    assert abs(compared("moe_gemm", problem).off) <= BAR
