@@ -23,7 +23,7 @@ from aiter_mx.numerics import DTYPES as DTYPES
 from aiter_mx.numerics import INDEX_NAMES as INDEX_NAMES
 from aiter_mx.numerics import INDICES as INDICES
 from aiter_mx.numerics import SCALE_DTYPES as SCALE_DTYPES
-from aiter_mx.target import ENVIRONMENT, OFF
+from aiter_mx.target import ENVIRONMENT, OFF, environment_key
 
 ALIGNMENT_BYTES = 16
 """Kernels load payloads in pieces of this size."""
@@ -33,7 +33,7 @@ STORED_FEATURES = 4
 """They store as many features at once."""
 
 
-_CHECK: Any = getattr(os.environ, "encodekey", str)("AITER_MX_CHECK")
+_CHECK = environment_key("AITER_MX_CHECK")
 
 
 def check_tensor(

@@ -116,7 +116,14 @@ OFF = ("", "0", "false", "no", "off")
 """Values of environment variables that ask for nothing, in any case."""
 ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 """What ``os.environ`` stands on: asking it takes a tenth of the time, and calls ask."""
-EXACT_SUMS: Any = getattr(os.environ, "encodekey", str)("AITER_MX_EXACT_SUMS")
+
+
+def environment_key(name: str) -> Any:
+    """What ``ENVIRONMENT`` has a variable under."""
+    return getattr(os.environ, "encodekey", str)(name)
+
+
+EXACT_SUMS = environment_key("AITER_MX_EXACT_SUMS")
 
 
 def wants_exact_sums() -> bool:

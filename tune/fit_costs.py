@@ -60,8 +60,9 @@ def module_of(kernel: str) -> ModuleType:
 def set_fitted(module: ModuleType, fitted: Any) -> None:
     """Have a kernel's model use other numbers."""
     module.FITTED = fitted  # type: ignore[attr-defined]
-    if hasattr(module, "_loops"):  # which keeps bounds that are made of them
-        module._loops.cache_clear()
+    for kept in ("_loops", "_by_stall"):  # bounds that are made of them
+        if hasattr(module, kept):
+            getattr(module, kept).cache_clear()
 
 
 def place_of(module: ModuleType, row: Row) -> int | None:

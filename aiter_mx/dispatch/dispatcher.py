@@ -25,13 +25,14 @@ from aiter_mx.kernels.registry import (
     stand_ins,
 )
 from aiter_mx.kernels.spec import Config, KernelSpec, Key, Problem
-from aiter_mx.target import Target
+from aiter_mx.target import ENVIRONMENT, Target, environment_key
 
 _logged: set[tuple[str, str, int, Key]] = set()
 _logged_lock = Lock()
 _unwritable: set[str] = set()
 _misfits: set[str] = set()
 _LOG = logging.getLogger("aiter_mx")
+_LOG_UNTUNED = environment_key("AITER_MX_LOG_UNTUNED")
 _OF_16_BITS = ("bf16", "fp16")
 
 
@@ -249,8 +250,7 @@ def _log_miss(op: str, target: Target, key: Key) -> None:
 
     Its columns are the same for all ops, as they share the file.
     """
-    path = os.environ.get("AITER_MX_LOG_UNTUNED")
-    if not path or target.runtime == "none":
+    if not ENVIRONMENT.get(_LOG_UNTUNED) or target.runtime == "none":
         return
     asked = (op, target.arch, target.cu_num, key)
     with _logged_lock:
@@ -258,6 +258,7 @@ def _log_miss(op: str, target: Target, key: Key) -> None:
             return
         _logged.add(asked)
         line = _csv_line(target.arch, target.cu_num, op, _shown(op, key))
+        path = os.environ["AITER_MX_LOG_UNTUNED"]
         # One write to a file opened for appending: ranks that share it do not cut lines in two.
         try:
             # Without waiting: of a pipe nobody may ever read.

@@ -53,8 +53,9 @@ from aiter_mx.kernels.registry import (
 )
 from aiter_mx.kernels.spec import Config, KernelSpec, Key, Problem
 from aiter_mx.paths import configs_dir
-from aiter_mx.target import Target, hardware
+from aiter_mx.target import ENVIRONMENT, Target, environment_key, hardware
 
+_CONFIG = environment_key("AITER_MX_CONFIG")
 DIGESTS = "digests.json"
 """The file in the folder of shipped tables that has each one's SHA-256."""
 
@@ -202,12 +203,12 @@ def load_rows(arch: str, op: str) -> Rows:
         TableError: a file is no table, or one of ours has a row that cannot be right, whichever op
             and architecture it is for.
     """
-    return _rows(table_files(arch, op), arch, op)
+    return _rows(configs_dir(), arch, op, ENVIRONMENT.get(_CONFIG))
 
 
 @cache
-def _rows(files: tuple[Path, ...], arch: str, op: str) -> Rows:
-    return Rows(op, arch, files)
+def _rows(shipped: Path, arch: str, op: str, listed: object) -> Rows:
+    return Rows(op, arch, table_files(arch, op))
 
 
 @cache

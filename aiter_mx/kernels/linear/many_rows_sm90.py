@@ -5,10 +5,11 @@ Their CTAs stay and take tiles in turns, two of a cluster side by side along the
 
 from __future__ import annotations
 
+from math import ceil
 from typing import NamedTuple
 
 from aiter_mx.kernels.linear.fitted_sm90 import PERSISTENT_MANY, ManyRows
-from aiter_mx.kernels.linear.problem import LinearProblem
+from aiter_mx.kernels.linear.problem import LinearProblem, Sizes
 from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import PAIR
 from aiter_mx.kernels.sm90 import CHUNK
 from aiter_mx.target import Target
@@ -57,32 +58,37 @@ def pairs_that_suit(target: Target, chunks: int, tiles: int) -> set[int]:
 
 
 def cycles_of_pairs(
-    fitted: ManyRows, target: Target, problem: LinearProblem, tile_m: int, pairs: int
-) -> float:
-    """A model of a call, of which the rows of x are expanded ahead."""
-    M, N, K = problem.M, problem.N, problem.K
-    chunks, tiles = -(-K // CHUNK), -(-M // tile_m) * -(-N // _TILE)
-    work, share = work_of(chunks, tiles, pairs), 2 * tile_m / _TILE
-    return (
-        fitted.start
-        + share * work.chunks * fitted.unit
-        + share * chunks * tiles / (target.cu_num // PAIR) * fitted.balanced
-        + work.segments * fitted.segment
-        + work.parts * fitted.join
-        + M * K / _MILLION * fitted.expanded
-        + M * N / _MILLION * fitted.stored
-    )
+    fitted: ManyRows, target: Target, sizes: LinearProblem | Sizes, tile_m: int
+) -> dict[int, float]:
+    """A model of a call, of which the rows of x are expanded ahead, by the number of pairs."""
+    M, N, K = sizes.M, sizes.N, sizes.K
+    chunks, tiles, share = -(-K // CHUNK), -(-M // tile_m) * -(-N // _TILE), 2 * tile_m / _TILE
+    balanced = share * chunks * tiles / (target.cu_num // PAIR) * fitted.balanced
+    expanded, stored = M * K / _MILLION * fitted.expanded, M * N / _MILLION * fitted.stored
+    found = {}
+    for pairs in pairs_that_suit(target, chunks, tiles):
+        work = work_of(chunks, tiles, pairs)
+        found[pairs] = (
+            fitted.start
+            + share * work.chunks * fitted.unit
+            + balanced
+            + work.segments * fitted.segment
+            + work.parts * fitted.join
+            + expanded
+            + stored
+        )
+    return found
 
 
-def persistent_cycles(target: Target, problem: LinearProblem) -> float:
+def persistent_cycles(target: Target, sizes: LinearProblem | Sizes) -> float:
     """Likewise of persistent, which expands x meanwhile."""
-    M, N, K = problem.M, problem.N, problem.K
+    M, N, K = sizes.M, sizes.N, sizes.K
     fitted = PERSISTENT_MANY
     rounds = -(-M // _TILE) * -(-N // _TILE) / (target.cu_num // PAIR)
     units = 2 * -(-K // CHUNK)
     return (
         fitted.start
-        + units * (-(-rounds // 1) * fitted.unit + rounds * fitted.balanced)
+        + units * (ceil(rounds) * fitted.unit + rounds * fitted.balanced)
         + M * K / _MILLION * fitted.expanded
         + M * N / _MILLION * fitted.stored
     )

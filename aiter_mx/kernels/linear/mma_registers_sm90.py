@@ -133,20 +133,20 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
     for rows, split in product(choices, _SPLITS):
         of_sm, halves = _of_sm(target, problem, rows, split), -(-rows // 8)
         us = of_sm * (all_chunks / split) * (of_half * halves + of_chunk) / _CYCLES_A_US
-        loops = _loops(class_M, halves, split > 1)[problem.pdl]
-        if loops:
-            busy.append(
-                (FITTED.busy * us + loops[0][0], FITTED.busy * us, rows, split, of_sm, loops)
-            )
+        busy_us = FITTED.busy * us
+        if loops := _loops(class_M, halves, split > 1, problem.pdl):
+            busy.append((busy_us + loops[0][0], busy_us, rows, split, of_sm, loops))
     for bound, busy_us, rows, split, of_sm, loops in sorted(busy):
         if bound * ROUNDED_OFF > least.cost:
             break
         halves, chunks, whole_chunks = -(-rows // 8), all_chunks / split, all_chunks // split
-        short = log2(FITTED.under_way_bytes / (of_sm * rows * CHUNK))  # of chunks under way
+        # Of chunks under way.
+        short = FITTED.starved * log2(FITTED.under_way_bytes / (of_sm * rows * CHUNK))
+        left = least.cost / ROUNDED_OFF - busy_us
         for bound, at_once, unroll, waves, a_lane, of_scheduler, most, of_round in loops:
-            if (busy_us + bound) * ROUNDED_OFF > least.cost:
+            if bound > left:
                 break
-            if (busy_us + at_once + FITTED.starved * short) * ROUNDED_OFF > least.cost:
+            if at_once + short > left:
                 continue
             rounds = -(-whole_chunks // waves)
             if waves > whole_chunks or (unroll > rounds if unroll else rounds < 2):
@@ -174,6 +174,7 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
             cost = busy_us + FITTED.idle * idle + FITTED.starved * starved
             cost = cost + FITTED.waits * waits + of_round + in_turn
             yield cost, (), (rows, waves, unroll, split)
+            left = least.cost / ROUNDED_OFF - busy_us
 
 
 _Loop = tuple[float, float, int, int, int, int, int, float]
@@ -184,17 +185,16 @@ rounds."""
 
 
 @cache
-def _loops(class_M: int, halves: int, clustered: bool) -> tuple[list[_Loop], list[_Loop]]:
-    """Those of launches that do not overlap and of those that do, by their bounds."""
-    alone: list[_Loop] = []
-    overlapping: list[_Loop] = []
+def _loops(class_M: int, halves: int, clustered: bool, overlaps: bool) -> list[_Loop]:
+    """Those of launches that overlap, or do not, by their bounds."""
+    found: list[_Loop] = []
     for unroll in PARAMS[2].values:
         registers = _registers(class_M, halves, unroll)
         of_scheduler = _SCHEDULER_REGISTERS // (-(-registers // 8) * 8)
         waves_of_sm = 4 * int(_SCHEDULER_REGISTERS / (_LEAST_SHARE * registers))
         length = max(1, unroll) * halves  # of a round's code
         of_round = FITTED.length * length + FITTED.unrolled * (unroll > 1)
-        in_turn = [_in_turn_us(8, overlaps) if unroll == 0 else 0.0 for overlaps in (False, True)]
+        in_turn = _in_turn_us(8, overlaps) if unroll == 0 else 0.0
         for waves in PARAMS[1].values[clustered:]:
             if registers > min(REGISTERS // (32 * waves), _MOST_REGISTERS):
                 break
@@ -206,9 +206,8 @@ def _loops(class_M: int, halves: int, clustered: bool) -> tuple[list[_Loop], lis
                 bound += FITTED.starved * log2(FITTED.under_way_bytes / under_way)
             at_once = cost - FITTED.starved * log2(waves * max(1, unroll))
             known = (unroll, waves, registers, of_scheduler, most, cost)
-            for found, less in zip((alone, overlapping), in_turn, strict=True):
-                found.append((bound + less, at_once + less, *known))
-    return sorted(alone), sorted(overlapping)
+            found.append((bound + in_turn, at_once + in_turn, *known))
+    return sorted(found)
 
 
 def _in_turn_us(rounds: int, overlaps: bool) -> float:

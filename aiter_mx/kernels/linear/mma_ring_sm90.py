@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
-from math import inf
 from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
@@ -28,6 +28,7 @@ from aiter_mx.kernels.sm90 import (
     SHARED_BYTES,
     SUM_BYTES,
     most_clusters,
+    up,
 )
 from aiter_mx.kernels.spec import (
     DTYPE_CODES,
@@ -154,28 +155,24 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
     """A model of what a call takes beyond reading: see ``FITTED``."""
     M, N, K, tiles_m = problem.M, problem.N, problem.K, -(-problem.M // 8)
     units = N * K / (512 * 4 * target.cu_num)
-    soonest = -FITTED.shares if problem.pdl else 0  # what overlapping launches may win
-    warps_of = product(PARAMS[0].values, PARAMS[1].values)
-    bounds = ((_bound(target, problem, *values) + soonest, *values) for values in warps_of)
-    for bound, split, row_tiles in sorted(bounds):
+    for bound, split, row_tiles in sorted(_bounds(target, problem)):
         if bound > least.cost:
             break
         part, most = -(-K // (CHUNK * split)), most_clusters(target, split)
-        unit = _issue_cycles(tiles_m, row_tiles)
-        least_unit = unit * _least_stall()
-        for row_warps, per_sm in _GROUPS:
-            pass_rows = 16 * row_tiles * row_warps
+        unit, exchange = _issue_cycles(tiles_m, row_tiles), FITTED.exchange[split]
+        for (row_warps, per_sm), by_stall in zip(_GROUPS, _by_stall(part), strict=True):
+            pass_rows, second = 16 * row_tiles * row_warps, FITTED.second_group * (per_sm - 1)
             clusters, passes = _shares(N, pass_rows, most, per_sm)
             groups, at_once = clusters * split, target.cu_num * per_sm
             idle = -(-groups // at_once) * at_once / groups
             padded = passes * pass_rows * clusters / N
-            x_bytes = M * K * clusters * passes * row_warps
-            computed = padded * idle * units * least_unit + FITTED.x_byte * x_bytes / target.cu_num
+            x_cycles = FITTED.x_byte * (M * K * clusters * passes * row_warps) / target.cu_num
             further = FITTED.further_pass * (passes - 1)
-            others = FITTED.exchange[split] + further + FITTED.second_group * (per_sm - 1) + soonest
-            if (computed + others) * ROUNDED_OFF > least.cost:
-                continue
-            for k_warps in _K_WARPS[row_warps, per_sm]:
+            of_stall, others = padded * idle * units * unit, x_cycles + exchange + further + second
+            soonest = _least_overlap(target, groups) if problem.pdl else 0
+            for stall, k_warps in by_stall:
+                if (of_stall * stall + others) * ROUNDED_OFF + soonest > least.cost:
+                    break
                 warps = row_warps * k_warps * per_sm
                 if 4 * row_tiles * tiles_m + 8 * tiles_m + 80 > min(REGISTERS // (32 * warps), 255):
                     continue
@@ -183,12 +180,12 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
                 steps = chunks * k_warps / (K / CHUNK / split)
                 base = (
                     padded * steps * idle * units * (unit * _stall(warps))
-                    + FITTED.exchange[split]
-                    + FITTED.x_byte * x_bytes / target.cu_num
+                    + exchange
+                    + x_cycles
                     + FITTED.warp * warps
                     + further  # sums are exchanged once more
                 )
-                if base + FITTED.second_group * (per_sm - 1) + soonest > least.cost:
+                if base + second + soonest > least.cost:
                     continue
                 for depth in PARAMS[4].values[: max(1, chunks * passes)]:
                     in_flight = warps * depth * row_tiles * 16 * CHUNK
@@ -196,7 +193,7 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
                         base
                         # With one chunk in flight nothing is copied while it is computed.
                         + FITTED.one_chunk * (depth == 1) * chunks * passes
-                        + FITTED.second_group * (per_sm - 1)
+                        + second
                         + (0 if in_flight >= FITTED.in_flight_bytes else FITTED.starved)
                     )
                     if cost + soonest > least.cost:
@@ -210,18 +207,21 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
                     yield cost, (), values
 
 
-def _bound(target: Target, problem: LinearProblem, split: int, row_tiles: int) -> float:
-    """What tiles of a warp take at least, with the best number of warps."""
-    M, N, K, rows = problem.M, problem.N, problem.K, 16 * row_tiles
-    most, shared = most_clusters(target, split), inf
-    for per_sm in PARAMS[5].values:
-        of_group = -(-N // (most * per_sm * rows)) * rows
-        shared = min(shared, of_group * per_sm / split * K)
-    computed = shared / (512 * 4) * _issue_cycles(-(-M // 8), row_tiles) * _least_stall()
-    x_cycles = FITTED.x_byte * M * K * N / rows / target.cu_num
-    return (
-        computed + x_cycles + FITTED.exchange[split] + FITTED.warp * _FEWEST_WARPS
-    ) * ROUNDED_OFF
+def _bounds(target: Target, problem: LinearProblem) -> Iterator[tuple[float, int, int]]:
+    """What tiles of a warp take at least, with the best number of warps, by a cluster's size."""
+    M, N, K = problem.M, problem.N, problem.K
+    x_cycles = FITTED.x_byte * M * K * N / target.cu_num
+    soonest = -FITTED.shares if problem.pdl else 0
+    for split in PARAMS[0].values:
+        most = most_clusters(target, split)
+        stall = min(stalls[0][0] for stalls in _by_stall(-(-K // (CHUNK * split))))
+        others = FITTED.exchange[split] + FITTED.warp * _FEWEST_WARPS
+        for row_tiles in PARAMS[1].values:
+            rows = 16 * row_tiles
+            units = -(-N // (most * rows)) * rows / split * K / (512 * 4)
+            computed = units * _issue_cycles(-(-M // 8), row_tiles) * stall
+            cycles = (computed + x_cycles / rows + others) * ROUNDED_OFF
+            yield cycles + soonest, split, row_tiles
 
 
 def _issue_cycles(tiles_m: int, row_tiles: int) -> float:
@@ -233,15 +233,29 @@ def _stall(warps: int) -> float:
     return FITTED.stall.get(round(warps / 4), FITTED.many_stall)
 
 
-def _least_stall() -> float:
-    return min(*FITTED.stall.values(), FITTED.many_stall)
+@lru_cache(maxsize=1024)
+def _by_stall(chunks: int) -> list[list[tuple[float, int]]]:
+    """Warps that take turns along such a part of K, the best first, by group: each with its stall
+    times what all together take beyond the part."""
+    return [
+        sorted(
+            (_stall(row_warps * k_warps * per_sm) * up(chunks, k_warps) / chunks, k_warps)
+            for k_warps in _K_WARPS[row_warps, per_sm]
+        )
+        for row_warps, per_sm in _GROUPS
+    ]
 
 
 def _overlap_cycles(target: Target, found: Layout, groups: int) -> float:
     """What a launch loses or wins beside others that start before it ends: see ``FITTED``."""
     alone = 2 * (found.shared_bytes + _STATIC_BYTES) > SHARED_BYTES
+    return FITTED.alone * alone + _least_overlap(target, groups)
+
+
+def _least_overlap(target: Target, groups: int) -> float:
+    """Likewise, of one that does not fill an SM."""
     shares = target.cu_num < groups <= 1.5 * target.cu_num  # leaves the next one a place on an SM
-    return FITTED.alone * alone - FITTED.shares * shares
+    return -FITTED.shares * shares
 
 
 _search = Search(

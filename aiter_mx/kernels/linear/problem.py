@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from aiter_mx.kernels.quantize.problem import QuantizeProblem
 from aiter_mx.kernels.spec import (
@@ -87,6 +88,14 @@ class LinearProblem:
     def is_empty(self) -> bool:
         """Whether the result has no element, so that no kernel is asked for it."""
         return 0 in (self.M, self.N)
+
+
+class Sizes(NamedTuple):
+    """All that the models of many rows ask of a linear."""
+
+    M: int
+    N: int
+    K: int
 
 
 def matrix_scalars(problem: LinearProblem) -> tuple[int, ...]:

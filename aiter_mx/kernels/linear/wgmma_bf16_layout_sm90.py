@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from aiter_mx.kernels.linear.problem import LinearProblem
+from aiter_mx.kernels.linear.problem import LinearProblem, Sizes
 from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, RESERVED_BYTES, SHARED_BYTES
 from aiter_mx.kernels.spec import Config, Param
 from aiter_mx.target import Target
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
     parts_with_one_more: int = 0
 
 
-def chunks_of(problem: LinearProblem) -> int:
+def chunks_of(problem: LinearProblem | Sizes) -> int:
     return -(-problem.K // CHUNK)
 
 
@@ -84,5 +84,5 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     return found._replace(rounds=rounds, part=part, parts_with_one_more=parts_with_one_more)
 
 
-def tile_count(problem: LinearProblem, tile_m: int, features: int) -> int:
+def tile_count(problem: LinearProblem | Sizes, tile_m: int, features: int) -> int:
     return -(-problem.M // tile_m) * -(-problem.N // features)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import product
-from math import inf
 from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
@@ -23,6 +22,7 @@ from aiter_mx.kernels.linear.problem import (
     QUANTISED_MEANWHILE,
     X_CODES,
     LinearProblem,
+    Sizes,
     matrix_scalars,
     quantised_meanwhile,
 )
@@ -81,7 +81,7 @@ FITTED, FITTED_PAIRS = WgmmaBf16(), WGMMA_BF16_PAIRS
 _layout = where_it_fits(layout)
 
 
-def _refusal(target: Target, problem: LinearProblem) -> str | None:
+def _refusal(target: Target, problem: LinearProblem | Sizes) -> str | None:
     if problem.M < MIN_M:
         return f"M={problem.M} is below {MIN_M}: the other kernels have tiles of so few rows"
     for name in ("M", "N", "K"):
@@ -153,7 +153,10 @@ def _own_tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16, few: bool, many: bool) ->
 
 
 def _costs(
-    tiles_for: Callable[[int], Tiles], target: Target, problem: LinearProblem, least: Least
+    tiles_for: Callable[[int], Tiles],
+    target: Target,
+    problem: LinearProblem | Sizes,
+    least: Least,
 ) -> Iterator[Costed]:
     """A model of a call's time beyond its start, see ``FITTED``."""
     M, N, chunks = problem.M, problem.N, chunks_of(problem)
@@ -192,15 +195,20 @@ def tiles_of_splits() -> tuple[Tile, ...]:
     return tuple(tile for tile in _tiles_of(FITTED, FITTED_PAIRS) if not tile.pairs)
 
 
+def tile_of_pairs(tile_m: int, tile_n: int) -> Tile:
+    """One of these."""
+    return _tile(tile_m, tile_n, FITTED_PAIRS, True)
+
+
 def tiles_of_pairs() -> tuple[Tile, ...]:
     """Those of CTAs of which two share x."""
     return tuple(tile for tile in _tiles_of(FITTED, FITTED_PAIRS) if tile.pairs)
 
 
-def costs_of_pairs(target: Target, problem: LinearProblem, tile: Tile) -> Iterator[Costed]:
+def costs_of_pairs(target: Target, sizes: Sizes, tile: Tile) -> Iterator[Costed]:
     """Of a tile of pairs, with the numbers of them that suit it."""
-    tiles = tile_count(problem, tile.tile_m, PAIR * tile.tile_n)
-    return _costs_of_pairs(target, chunks_of(problem), tiles, tile)
+    tiles = tile_count(sizes, tile.tile_m, PAIR * tile.tile_n)
+    return _costs_of_pairs(target, chunks_of(sizes), tiles, tile)
 
 
 def _costs_of_pairs(target: Target, chunks: int, tiles: int, tile: Tile) -> Iterator[Costed]:
@@ -215,29 +223,29 @@ _search = Search(PARAMS, partial(_costs, _every_tile), most=12)
 _own_search = Search(PARAMS, partial(_costs, _own_tiles), most=1)
 
 
-def _costs_of_many(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
+def _costs_of_many(target: Target, sizes: LinearProblem | Sizes, least: Least) -> Iterator[Costed]:
     """Beyond MOST_OWN_M rows, where what is launched ahead counts too."""
-    chunks = chunks_of(problem)
-    for tile, _ in _own_tiles(problem.M):
-        tiles = tile_count(problem, tile.tile_m, PAIR * tile.tile_n)
-        for pairs in pairs_that_suit(target, chunks, tiles):
-            cycles = cycles_of_pairs(WGMMA_BF16_MANY, target, problem, tile.tile_m, pairs)
+    for tile, _ in _own_tiles(sizes.M):
+        found = cycles_of_pairs(WGMMA_BF16_MANY, target, sizes, tile.tile_m)
+        for pairs, cycles in found.items():
             yield cycles, (), (tile.tile_m, tile.tile_n, 1, pairs)
 
 
 _many_search = Search(PARAMS, _costs_of_many, most=1)
 
 
-def least_cycles(target: Target, problem: LinearProblem) -> float:
-    """Of the choice without a table."""
-    search = _own_search if problem.M <= MOST_OWN_M else _many_search
-    found = search.cheapest(target, problem)
-    return found[0] if found is not None else inf
+@lru_cache(maxsize=1024)
+def cheapest(target: Target, sizes: Sizes) -> tuple[float, Config]:
+    """The choice without a table, and its cycles."""
+    search = _own_search if sizes.M <= MOST_OWN_M else _many_search
+    found = search.cheapest(target, sizes)
+    assert found is not None  # any tile fits where K is not shared
+    return found
 
 
-def takes_less(target: Target, problem: LinearProblem, cycles: float) -> bool:
+def takes_less(target: Target, sizes: Sizes, cycles: float) -> bool:
     """Whether these are fewer cycles, found without the least where others are fewer too."""
-    return _own_search.has_less(target, problem, cycles)
+    return _own_search.has_less(target, sizes, cycles)
 
 
 def rows_chosen_for(M: int) -> int:
@@ -246,9 +254,7 @@ def rows_chosen_for(M: int) -> int:
 
 
 def _configure(target: Target, problem: LinearProblem) -> Config:
-    if problem.M > MOST_OWN_M:
-        return _many_search.best(target, problem)
-    return _own_search.best(target, replace(problem, M=rows_chosen_for(problem.M)))
+    return cheapest(target, Sizes(rows_chosen_for(problem.M), problem.N, problem.K))[1]
 
 
 def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
@@ -265,7 +271,8 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
         return "the other kernels have tiles of so few rows"
     if problem.M <= MOST_OWN_M:
         return None
-    if least_cycles(target, problem) < persistent_cycles(target, problem):
+    sizes = Sizes(problem.M, problem.N, problem.K)
+    if cheapest(target, sizes)[0] < persistent_cycles(target, sizes):
         return None
     return "persistent expands x while it multiplies"
 

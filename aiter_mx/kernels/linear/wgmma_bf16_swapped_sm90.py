@@ -15,7 +15,7 @@ from aiter_mx.kernels.linear import wgmma_bf16_sm90 as unswapped
 from aiter_mx.kernels.linear.clusters_sm90 import x_map
 from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_BF16_SWAPPED_MANY
 from aiter_mx.kernels.linear.many_rows_sm90 import cycles_of_pairs, persistent_cycles
-from aiter_mx.kernels.linear.problem import LinearProblem, matrix_scalars
+from aiter_mx.kernels.linear.problem import LinearProblem, Sizes, matrix_scalars
 from aiter_mx.kernels.search import Costed, Least, Search
 from aiter_mx.kernels.sm90 import up
 from aiter_mx.kernels.spec import (
@@ -47,6 +47,10 @@ def _swapped(problem: LinearProblem) -> LinearProblem:
     return replace(problem, M=problem.N, N=problem.M, x_dtype="e4m3")
 
 
+def _sizes(problem: LinearProblem) -> Sizes:
+    return Sizes(problem.N, problem.M, problem.K)
+
+
 def _config(config: Config) -> Config:
     return {"tile_m": config["tile_n"], "tile_n": _TILE_M, "split": 1, "pairs": config["pairs"]}
 
@@ -58,15 +62,14 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"N={problem.N} is below {unswapped.MIN_M}: its tiles have many more features"
     if problem.bias != "none":
         return "its sums leave no registers for a bias"
-    return unswapped.WGMMA_BF16.refusal(target, _swapped(problem))
+    return unswapped.WGMMA_BF16.refusal(target, _sizes(problem))
 
 
 def _costs_of(tiles_n: Sequence[int], target: Target, problem: LinearProblem) -> Iterator[Costed]:
-    swapped = _swapped(problem)
-    for tile in unswapped.tiles_of_pairs():
-        if tile.tile_n == _TILE_M and tile.tile_m in tiles_n:
-            for cycles, more, values in unswapped.costs_of_pairs(target, swapped, tile):
-                yield cycles, more, (tile.tile_m, values[-1])
+    for tile_n in tiles_n:
+        tile = unswapped.tile_of_pairs(tile_n, _TILE_M)
+        for cycles, more, values in unswapped.costs_of_pairs(target, _sizes(problem), tile):
+            yield cycles, more, (tile_n, values[-1])
 
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
@@ -125,15 +128,17 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
     own = _own_search.cheapest(target, problem)
     assert own is not None
     cycles, config = own
+    sizes = Sizes(M, N, K)
+    others, _ = unswapped.cheapest(target, sizes)
     if M <= unswapped.MOST_OWN_M:
         cycles = (cycles + _expanding(N, K)) * _MARGIN
-        others = unswapped.least_cycles(target, problem) + _expanding(M, K)
+        others += _expanding(M, K)
     else:
-        cycles = cycles_of_pairs(
-            WGMMA_BF16_SWAPPED_MANY, target, _swapped(problem), config["tile_n"], config["pairs"]
+        of_pairs = cycles_of_pairs(
+            WGMMA_BF16_SWAPPED_MANY, target, _sizes(problem), config["tile_n"]
         )
-        others = min(unswapped.least_cycles(target, problem), persistent_cycles(target, problem))
-        cycles *= _MARGIN_OF_MANY
+        others = min(others, persistent_cycles(target, sizes))
+        cycles = of_pairs[config["pairs"]] * _MARGIN_OF_MANY
     if others > cycles:
         return None
     return "expanding x takes little of the others' time"

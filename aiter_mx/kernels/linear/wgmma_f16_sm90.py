@@ -4,7 +4,6 @@ csrc/linear/wgmma_f16_sm90.cu."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import inf
 from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
@@ -127,7 +126,8 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
         return f"N={problem.N}: wgmma_f16 counts rows of w in 31 bits"
     # The shortest parts of K and rings: one of these fits where any configuration does.
     found = ((rows, _layout_of(target, problem, 8, rows, 1)) for rows in _ROWS)
-    if not any(layout is not None and _has_registers(layout, rows) for rows, layout in found):
+    fits = _most_chunks(_tile_m(problem)) >= -(-problem.K // (CHUNK * 8))
+    if not fits or not any(layout and _has_registers(layout, rows) for rows, layout in found):
         return f"M={problem.M}, K={problem.K}: wgmma_f16 has no room for an eighth of x"
     return None
 
@@ -142,52 +142,56 @@ def _has_registers(found: Layout, rows: int) -> bool:
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
     """A model of a call's time: see ``FITTED``."""
-    tile_m, splits = _tile_m(problem), PARAMS[0].values
+    tile_m = _tile_m(problem)
     of_group = FITTED.group + FITTED.group_row * tile_m
-    for bound, split in sorted((_bound(target, problem, split), split) for split in splits):
+    for bound, split, rows in sorted(_bounds(target, problem, tile_m, of_group)):
         if bound > least.cost:
             break
         chunks, most = -(-problem.K // (CHUNK * split)), most_clusters(target, split)
+        clusters, passes = _shares(problem, rows, most)
+        groups = clusters * split
+        rounds = -(-groups // target.cu_num)
+        computed = chunks * rounds * (FITTED.chunk + -(-rows // 64) * of_group)
+        exchanged = _exchange_cycles(split, rows, tile_m)
         started, cluster = _start_cycles(tile_m, chunks), _cluster_cycles(split)
-        share = problem.N / most
-        for rows in sorted(_ROWS, key=lambda rows: abs(rows - share)):
-            clusters, passes = _shares(problem, rows, most)
-            groups = clusters * split
-            rounds = -(-groups // target.cu_num)
-            computed = chunks * rounds * (FITTED.chunk + -(-rows // 64) * of_group)
-            exchanged = _exchange_cycles(split, rows, tile_m)
-            if started + passes * (computed + exchanged) * ROUNDED_OFF > least.cost:
-                continue
-            at_once = min(groups, target.cu_num)
-            for depth in PARAMS[2].values[: chunks * passes]:
-                copied = rounds * at_once * rows * chunks * CHUNK / FITTED.bytes_a_cycle
-                if passes > 1:  # copies go on while sums are exchanged, as far as the ring is long
-                    missing = max(0.0, 1 - depth * rows * CHUNK / FITTED.ring_bytes)
-                    copied *= 1 + FITTED.short_ring * missing
-                a_pass = max(copied, computed + exchanged)
-                last = max(copied, computed) + exchanged
-                depths = _depth_cycles(
-                    depth, passes == 1 and tile_m == MAX_M and chunks > _MOST_APART
-                )
-                cost = started + (passes - 1) * a_pass + last + depths + cluster
-                if cost <= least.cost:
-                    found = _layout_of(target, problem, split, rows, depth)
-                    if found is None or not _has_registers(found, rows):
-                        break
-                    yield cost, (), (split, rows, depth)
+        at_once = min(groups, target.cu_num)
+        at_best = rounds * at_once * rows * chunks * CHUNK / FITTED.bytes_a_cycle
+        for depth in PARAMS[2].values[: chunks * passes]:
+            copied = at_best
+            if passes > 1:  # copies go on while sums are exchanged, as far as the ring is long
+                missing = max(0.0, 1 - depth * rows * CHUNK / FITTED.ring_bytes)
+                copied *= 1 + FITTED.short_ring * missing
+            a_pass = max(copied, computed + exchanged)
+            last = max(copied, computed) + exchanged
+            depths = _depth_cycles(depth, passes == 1 and tile_m == MAX_M and chunks > _MOST_APART)
+            cost = started + (passes - 1) * a_pass + last + depths + cluster
+            if cost <= least.cost:
+                found = _layout_of(target, problem, split, rows, depth)
+                if found is None or not _has_registers(found, rows):
+                    break
+                yield cost, (), (split, rows, depth)
 
 
-def _bound(target: Target, problem: LinearProblem, split: int) -> float:
-    """What clusters of a size take at least: their work without most of the padding."""
-    tile_m, chunks = _tile_m(problem), -(-problem.K // (CHUNK * split))
-    if chunks > (_MOST_CHUNKS if tile_m <= _MOST_OF_OTHERS else _MOST_CHUNKS_OF_MANY):
-        return inf
-    share = -(-problem.N // most_clusters(target, split))  # of w, in all passes
-    of_group = FITTED.group + FITTED.group_row * tile_m
-    computed = chunks * (FITTED.chunk + -(-share // 64) * of_group)
-    exchanged = _exchange_cycles(split, max(_ROWS[0], share), tile_m)
-    started = _start_cycles(tile_m, chunks) + _cluster_cycles(split)
-    return (started + computed + exchanged) * ROUNDED_OFF
+def _bounds(
+    target: Target, problem: LinearProblem, tile_m: int, of_group: float
+) -> Iterator[tuple[float, int, int]]:
+    """What clusters of each size and rows take at least, however short copies are."""
+    for split in PARAMS[0].values:
+        chunks, most = -(-problem.K // (CHUNK * split)), most_clusters(target, split)
+        if chunks > _most_chunks(tile_m):
+            continue
+        started = (_start_cycles(tile_m, chunks) + _cluster_cycles(split)) * ROUNDED_OFF
+        of_pass = (chunks * FITTED.chunk + FITTED.exchange) * ROUNDED_OFF
+        of_64_rows = chunks * of_group * ROUNDED_OFF
+        of_row = FITTED.exchange_sum * tile_m * ROUNDED_OFF if split > 1 else 0.0
+        for rows in _ROWS:
+            passes = -(-problem.N // (rows * most))
+            a_pass = of_pass + -(-rows // 64) * of_64_rows + rows * of_row
+            yield started + passes * a_pass, split, rows
+
+
+def _most_chunks(tile_m: int) -> int:
+    return _MOST_CHUNKS if tile_m <= _MOST_OF_OTHERS else _MOST_CHUNKS_OF_MANY
 
 
 def _start_cycles(tile_m: int, chunks: int) -> float:

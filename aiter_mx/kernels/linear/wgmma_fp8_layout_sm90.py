@@ -113,6 +113,12 @@ def shared_layout(
     return laid_out(problem, split, row_groups, k_groups, False, 1, share, per_sm)
 
 
+def passes_of(problem: LinearProblem) -> tuple[int, ...]:
+    """Those that are weighed."""
+    many = problem.N >= _MANY_ROWS or problem.N * problem.K >= _MANY_WEIGHTS
+    return _PASSES if many else _PASSES[:1]
+
+
 def layout_of(
     target: Target, problem: LinearProblem, split: int, row_groups: int, k_groups: int
 ) -> Layout | None:
@@ -123,11 +129,10 @@ def layout_of(
     few_parts = split == 1 and problem.K <= _SHORT_K
     fewest = _X_IS_A_M_OF_SHORT_K if few_parts else _X_IS_A_M
     x_is_a = fewest <= problem.M <= GROUP_ROWS or problem.M >= _TWO_A_M
-    many = problem.N >= _MANY_ROWS or problem.N * problem.K >= _MANY_WEIGHTS
     at_once = most_clusters(target, split)
     w_groups, unshared = divmod(row_groups, groups_of_x(problem))
     most_columns = 0 if unshared else min(_MOST_BOX_ROWS, MOST_COLUMNS * w_groups)
-    for passes in _PASSES if many else _PASSES[:1]:
+    for passes in passes_of(problem):
         share = -(-problem.N // (at_once * passes))
         for x_first in (x_is_a, not x_is_a):
             as_a = 0 < share <= most_columns

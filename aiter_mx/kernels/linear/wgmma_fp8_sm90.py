@@ -16,7 +16,7 @@ from aiter_mx.kernels.linear.fitted_sm90 import (
     WGMMA_FP8_MANY,
     WgmmaFp8,
 )
-from aiter_mx.kernels.linear.problem import LinearProblem
+from aiter_mx.kernels.linear.problem import LinearProblem, Sizes
 from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import (
     GROUPS,
     MOST_COLUMNS,
@@ -27,6 +27,7 @@ from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import (
     groups_of_x,
     layout,
     layout_of,
+    passes_of,
     registers,
     shared_layout,
 )
@@ -107,7 +108,9 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
     for bound, split in sorted(_bounds(target, problem, fitted)):
         if bound > least.cost:
             break
-        for groups in GROUPS:
+        for bound, groups in sorted(_bounds_of_groups(target, problem, fitted, split)):
+            if bound > least.cost:
+                break
             found = layout_of(target, problem, split, *groups)
             if found is None:
                 continue
@@ -168,6 +171,33 @@ def _bounds(
         yield (both + _exchange_cycles(fitted, split, rows_m * share)) * ROUNDED_OFF, split
 
 
+def _bounds_of_groups(
+    target: Target, problem: LinearProblem, fitted: WgmmaFp8, split: int
+) -> Iterator[tuple[float, tuple[int, int]]]:
+    """Likewise of clusters of one size, by their warpgroups."""
+    rows_m, chunks, of_x = up(problem.M, 8), -(-chunks_of(problem) // split), groups_of_x(problem)
+    share = -(-problem.N // most_clusters(target, split))
+    most_passes, power = passes_of(problem)[-1], fitted.together
+    of_chunk = chunks * CHUNK / fitted.bytes_a_cycle
+    of_row, of_share = fitted.block + fitted.column * rows_m, fitted.column * share
+    of_pass = _exchange_cycles(fitted, split, 0)
+    of_sums = _exchange_cycles(fitted, split, rows_m * share) - of_pass
+    for groups in GROUPS:
+        row_groups, k_groups = groups
+        sharing, w_groups = fitted.sharing / (row_groups * k_groups), row_groups // of_x
+        passes = -(-share // (GROUP_ROWS * row_groups))
+        least = passes * (of_row + sharing)
+        if w_groups:
+            of_x_as_a = -(-share // (MOST_COLUMNS * w_groups))
+            least = min(least, of_x_as_a * (fitted.block + sharing) + of_share / w_groups)
+            passes = min(passes, of_x_as_a)
+        if passes <= most_passes:
+            copied = of_chunk * (passes * rows_m + share)
+            computed = -(-chunks // k_groups) * k_groups * row_groups * 4 * least
+            both = (copied**power + computed**power) ** (1 / power)
+            yield (both + passes * of_pass + k_groups * of_sums) * ROUNDED_OFF, groups
+
+
 def cycles_of_pass(
     fitted: WgmmaFp8, found: Layout, split: int, row_groups: int, k_groups: int
 ) -> float:
@@ -223,7 +253,7 @@ def _is_own(target: Target, M: int, N: int, K: int) -> bool:
     if own is None:
         return False
     others = own[0] + START_OF_FP8 - START_OF_BF16
-    return not wgmma_bf16_sm90.takes_less(target, problem, others)
+    return not wgmma_bf16_sm90.takes_less(target, Sizes(M, N, K), others)
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:

@@ -18,7 +18,7 @@ from aiter_mx.kernels.linear.clusters_sm90 import ARGS, operand_maps, scalars
 from aiter_mx.kernels.linear.fitted_sm90 import START_OF_BF16, START_OF_FP8
 from aiter_mx.kernels.linear.fitted_sm90 import START_OF_FP8_TILED as START
 from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_TILED as FITTED
-from aiter_mx.kernels.linear.problem import LinearProblem
+from aiter_mx.kernels.linear.problem import LinearProblem, Sizes
 from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import Layout, chunks_of, laid_out
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
 from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, most_clusters, up
@@ -255,16 +255,18 @@ def _least_of_chunk() -> float:
 
 def _is_least(target: Target, M: int, N: int, K: int, cycles: float) -> bool:
     """Whether neither wgmma_fp8 nor wgmma_bf16 takes less."""
-    problem = LinearProblem(M, N, K)
-    if wgmma_bf16_sm90.takes_less(target, problem, cycles - START_OF_BF16):
+    if wgmma_bf16_sm90.takes_less(target, Sizes(M, N, K), cycles - START_OF_BF16):
         return False
-    return M > untiled.MAX_M or not untiled.takes_less(target, problem, cycles - START_OF_FP8)
+    if M > untiled.MAX_M:
+        return True
+    return not untiled.takes_less(target, LinearProblem(M, N, K), cycles - START_OF_FP8)
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     if problem.M < _MIN_OWN_M:
         return f"one tile of wgmma_fp8 has all of M={problem.M}"
-    if not _is_own(target, _rows_alike(problem.M), problem.N, problem.K):
+    M = _rows_alike(problem.M)
+    if M > _MOST_OWN_M or not _is_own(target, M, problem.N, problem.K):
         return f"others multiply M={problem.M} rows in less time"
     return None
 
