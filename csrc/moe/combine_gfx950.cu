@@ -1,41 +1,15 @@
-// The last step of an expert layer: a token's result is the weighted sum of its routed rows.
-//
-//   y [M * slots, N]      routed rows, t = token * slots + slot, fp32 or 16 bits
-//   places [M * slots]    with MX_SORTED: which row of y is that of each t; -1 for none
-//   topk_ids [M, top_k]   expert of each slot; slots past top_k are shared experts', of weight 1
-//   expert_map [E]        number of an expert here, or -1; may be null
-//   num_tokens [1]        tokens that count, the first ones; null for all
-//   out [M, N]            sum over slots, in their order, of those whose expert is here
-//
-// Rows of the others are not read: nobody has written them. A workgroup has features of one token,
-// so that what it looks up of the routing are scalar loads; csrc/moe/combine_sm90.cu has lanes do
-// it.
+// The kernel of combine.h on CDNA4. A workgroup has features of one token, so that what it looks up
+// of the routing are scalar loads; combine_sm90.cu has lanes do it.
 
-#include "common/target.h"
+#include "combine.h"
 
 using namespace mx;
 
-constexpr int kTopK = MX_TOP_K;
-constexpr int kShared = MX_SHARED;
-constexpr int kMaxThreads = MX_MAX_THREADS;  // of a workgroup
-constexpr int kMaxGroupsY = MX_MAX_GROUPS_Y; // tokens beyond it follow in a loop
-constexpr bool kSorted = MX_SORTED;          // y lies as the sorted ids do
-using Y = DType<MX_Y>;
-using Out = DType<MX_OUT>;
-#if MX_WIDE_IDS
-using Id = long long;
-#else
-using Id = int;
-#endif
-
-constexpr int kSlots = kTopK + kShared;
 constexpr int kWidth = 4; // features of a thread; N is a multiple of it
 
 struct alignas(sizeof(Y) * kWidth) Piece {
     Y values[kWidth];
 };
-
-MX_DEVICE float to_f32(float x) { return x; }
 
 MX_KERNEL(kMaxThreads)
 aiter_mx_moe_combine(const Y* y, const int* places, const Id* topk_ids, const float* weights,
