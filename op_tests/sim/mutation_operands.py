@@ -43,10 +43,13 @@ def _raise(bias: torch.Tensor | None) -> None:
 
 
 def _quantize(problem: Any, number: int, operands: Operands) -> Posed:
-    """Infinity and NaN, in every second problem."""
+    """Infinity and NaN, in every second problem; in one a column of infinity is beside zeros."""
     vary_halves(x := operands[0])
     if number % 2 and x is not None:
         x.view(-1)[5::97], x.view(-1)[11::613] = torch.inf, torch.nan
+    if number == 6 and x is not None:
+        rows = x.view(-1, x.shape[-1])[:BLOCK]
+        rows[:, ::2], rows[7, 1::2] = 0, torch.inf
     return operands, operands
 
 
@@ -60,8 +63,14 @@ def _moe_up(problem: Any, number: int, operands: Operands) -> Posed:
 
 
 def _moe_down(problem: Any, number: int, operands: Operands) -> Posed:
+    """In the last problem the last token does not count, and the first one has shared experts
+    alone."""
     vary_halves(operands[0])
     _raise(operands[7])
+    ids, tokens = operands[1], operands[4]
+    if number == 4 and ids is not None and tokens is not None:
+        ids[0] = -1
+        tokens -= 1
     return operands, operands
 
 
@@ -96,7 +105,8 @@ def _combine(problem: Any, number: int, operands: Operands) -> Posed:
 
 def _moe_gemm(problem: Any, number: int, operands: Operands) -> Posed:
     """Sums no larger than a bias; blocks of experts that are not here; many experts of a token each
-    beside one of many; ids in any order, padding of any slot, a last block that counts in part."""
+    beside one of many; ids in any order, padding of any slot, a last block that counts in part or
+    not at all."""
     x, x_scale, w, w_scale, ids, experts, used, _, bias, _, _ = operands
     assert ids is not None and experts is not None and used is not None
     assert x is not None and x_scale is not None and w is not None and w_scale is not None
@@ -115,6 +125,8 @@ def _moe_gemm(problem: Any, number: int, operands: Operands) -> Posed:
         if problem.ids == "aiter":
             ids[ids & 0xFFFFFF >= problem.M] = problem.M
         ids[: problem.block_m] = ids[: problem.block_m].flip(0)
+    elif number == 6:
+        used[0] -= problem.block_m
     return operands, operands
 
 

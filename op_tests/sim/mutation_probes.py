@@ -48,9 +48,9 @@ class Probe:
             last rows of w, is launched and checked, and one past the end.
         bias: its dtype, or ``none``.
         draw: options of ``random_mx`` for x and w.
-        nan: which of x and w has NaN, and what: ``payload``, ``scale``, or of every second row
-            ``start`` for the whole first block and ``first scale`` for its scale, which whoever
-            reads past the end of a row meets.
+        nan: which of x and w has NaN, and what: ``payload``, ``scale``, ``every scale``, or of
+            every second row ``start`` for the whole first block and ``first scale`` for its scale,
+            which whoever reads past the end of a row meets.
         schedule, seed, delay, finite_scales, coherence: of the simulator.
     """
 
@@ -176,6 +176,7 @@ def _mfma_split(
         for probe in _probes(ms, 2 * 16 * row_tiles + 3, ks, dtype, 16 * row_tiles, 64)
         if not probe.far
     ]
+    probes.append(replace(probes[0], nan=("w", "every scale"), finite_scales=True))
     name = f"mfma_split t{row_tiles} s{splits} w{waves} u1 {dtype}"
     return Case(name, MFMA_SPLIT, {**tiles, "blocks": 1, "splits": splits}, dtype, tuple(probes))
 
@@ -229,6 +230,8 @@ class Launch:
             payload.view(torch.uint8)[1::2, :32] = 0x7F
         elif (where, what) == (of, "first scale"):
             scale.view(torch.uint8)[1::2, 0] = 255
+        elif (where, what) == (of, "every scale"):
+            scale.view(torch.uint8).fill_(255)
         return payload, scale
 
     def _place(self, N: int) -> None:
