@@ -60,7 +60,38 @@ struct Args {
 
 using ArgsInMemory = const __attribute__((address_space(4))) Args;
 
-// The arguments, to be loaded where they are used from here on: held from the start of the kernel
+// The compiler takes a pointer from inline assembly for one to any memory unless it is told.
+template <class T>
+MX_DEVICE void hold(const T*& pointer) {
+    auto global = (const __attribute__((address_space(1))) T*)pointer;
+    asm volatile("" : "+s"(global));
+    pointer = (const T*)global;
+}
+
+// What the sums are made of, loaded at once as a wave begins: each load that waits for its turn
+// would be a scalar latency ahead of the first weights. Beside the products of four tiles of ids
+// there is no room to hold them.
+struct Held {
+    const unsigned char *xq, *xs, *wq, *ws;
+    const int *sorted_ids, *expert_ids, *post_padded;
+    Offset N, K;
+    int experts, valid_tokens, a_div, packed_top_k, max_blocks, block_m, groups_y;
+
+    MX_MEMBER explicit Held(ArgsInMemory& args)
+        : xq(args.xq), xs(args.xs), wq(args.wq), ws(args.ws), sorted_ids(args.sorted_ids),
+          expert_ids(args.expert_ids), post_padded(args.post_padded), N(args.N), K(args.K),
+          experts(args.experts), valid_tokens(args.valid_tokens), a_div(args.a_div),
+          packed_top_k(args.packed_top_k), max_blocks(args.max_blocks), block_m(args.block_m),
+          groups_y(args.groups_y) {
+        hold(xq), hold(xs), hold(wq), hold(ws);
+        hold(sorted_ids), hold(expert_ids), hold(post_padded);
+        asm volatile(""
+                     : "+s"(N), "+s"(K), "+s"(experts), "+s"(valid_tokens), "+s"(a_div),
+                       "+s"(packed_top_k), "+s"(max_blocks), "+s"(block_m), "+s"(groups_y));
+    }
+};
+
+// All arguments, to be loaded where they are used from here on: held from the start of the kernel
 // to its end, they would not all fit into scalar registers.
 MX_DEVICE ArgsInMemory& loaded_anew() {
     auto from = __builtin_amdgcn_kernarg_segment_ptr();
@@ -94,7 +125,7 @@ struct WRows {
     Buffer payload, scales;
     unsigned K;
 
-    MX_MEMBER WRows(ArgsInMemory& args, Offset first, unsigned rows)
+    MX_MEMBER WRows(const Held& args, Offset first, unsigned rows)
         : payload(args.wq + first * args.K, rows * args.K),
           scales(args.ws + first * (args.K / kBlock), rows * (args.K / kBlock)), K(args.K) {}
 
@@ -116,11 +147,11 @@ struct WRows {
 template <int ColTiles>
 struct XRows {
     Buffer payload, scales; // not of a wide x
-    ArgsInMemory& args;
+    const Held& args;
     int rows[ColTiles][kLoads], scale_rows[ColTiles];
 
     // own: the row of x of id `lane` of the chunk.
-    MX_MEMBER XRows(ArgsInMemory& args, int own, int lane)
+    MX_MEMBER XRows(const Held& args, int own, int lane)
         : payload(args.xq, kWide ? 0 : rows_of_x(args) * static_cast<unsigned>(args.K)),
           scales(args.xs, kWide ? 0 : rows_of_x(args) * static_cast<unsigned>(args.K / kBlock)),
           args(args) {
@@ -134,7 +165,7 @@ struct XRows {
     }
 
     // Divided by vector instructions, it would make descriptors that differ from lane to lane.
-    static MX_MEMBER unsigned rows_of_x(ArgsInMemory& args) {
+    static MX_MEMBER unsigned rows_of_x(const Held& args) {
         return __builtin_amdgcn_readfirstlane((args.valid_tokens + args.a_div - 1u) / args.a_div);
     }
 
@@ -181,7 +212,7 @@ struct Chunk {
 struct LookUp {
     int expert, id;
 
-    MX_MEMBER LookUp(ArgsInMemory& args, int block, int first, int lane)
+    MX_MEMBER LookUp(const Held& args, int block, int first, int lane)
         : expert(args.expert_ids[block]) {
         const int in_block = first + lane < args.block_m ? first + lane : args.block_m - 1;
         id = args.sorted_ids[block * args.block_m + in_block];
@@ -301,7 +332,7 @@ MX_DEVICE void store_zeros(ArgsInMemory& args, const Chunk& chunk) {
 }
 
 template <int ColTiles>
-MX_DEVICE void compute(ArgsInMemory& args, const Chunk& chunk, u32x4 (&lds)[kWaves][kWavePieces]) {
+MX_DEVICE void compute(const Held& args, const Chunk& chunk, u32x4 (&lds)[kWaves][kWavePieces]) {
     const int lane = thread_in_group() % kLanes;
     const int wave = wave_in_group();
     const unsigned K = args.K;
@@ -351,7 +382,7 @@ aiter_mx_moe_gemm_mfma(const unsigned char*, const unsigned char*, const unsigne
                        const unsigned char*, const int*, const int*, const int*, const float*,
                        const void*, void*, unsigned char*, Offset, Offset, int, int, int, int, int,
                        int, int, int, float, float, float, int) {
-    ArgsInMemory& args = loaded_anew();
+    const Held args(loaded_anew());
     MX_LDS u32x4 lds[kWaves][kWavePieces];
     const int lane = thread_in_group() % kLanes;
     const int chunks = (args.block_m + kCols - 1) / kCols; // of a block
@@ -385,13 +416,14 @@ aiter_mx_moe_gemm_mfma(const unsigned char*, const unsigned char*, const unsigne
         if (lds_in_use)
             group_barrier();
         lds_in_use = true;
+        const Held sums_of = kMostColTiles < 4 ? args : Held(loaded_anew());
         if (chunk.expert < 0 || chunk.expert >= args.experts)
             store_zeros(loaded_anew(), chunk);
         else if (kMostColTiles == 1 || valid >> kSide == 0)
-            compute<1>(loaded_anew(), chunk, lds);
+            compute<1>(sums_of, chunk, lds);
         else if (kMostColTiles == 2 || valid >> (2 * kSide) == 0)
-            compute < kMostColTiles<2 ? kMostColTiles : 2>(loaded_anew(), chunk, lds);
+            compute < kMostColTiles<2 ? kMostColTiles : 2>(sums_of, chunk, lds);
         else
-            compute<kMostColTiles>(loaded_anew(), chunk, lds);
+            compute<kMostColTiles>(sums_of, chunk, lds);
     }
 }
