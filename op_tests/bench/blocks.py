@@ -10,8 +10,7 @@ routings differ from call to call, and the replays of both take turns.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -24,7 +23,7 @@ from aiter_mx.plan import build_requests
 from aiter_mx.target import Target, target_of
 from aiter_mx.timing import GraphedCalls
 from aiter_mx.tuning import origin
-from op_tests.bench import expert_layers
+from op_tests.bench import expert_layers, gpus
 from op_tests.bench.common import (
     MEASURED,
     Saved,
@@ -41,6 +40,7 @@ PARTS = ("first", "second")
 BLOCK = 64
 CELL = ("M", "layer", "routing", "part")
 WINDOW_MS = 20.0
+GPU = torch.device("cuda", 0)
 
 
 def problem_of(sizes: Sizes, M: int, part: str, block_m: int) -> MoeGemmProblem:
@@ -94,34 +94,43 @@ def row_of(
     return {**row, **times, "over_own": times["blocks_us"] / times["own_us"]}
 
 
-def main(arguments: argparse.Namespace) -> None:
-    """Measure what is not done yet; where own blocks are of 64 ids there is nothing to measure."""
-    refuse_no_gpu()
-    begin, device = time.monotonic(), torch.device("cuda", 0)
+def cells_of(
+    is_done: Callable[..., bool],
+    routings: Sequence[str],
+    rows: Sequence[int],
+    name: str,
+    device: torch.device = GPU,
+) -> Iterator[dict[str, object]]:
+    """A layer's cells that are not done, one after the other; where its own blocks are of 64 ids
+    there is nothing to measure."""
+    sizes = LAYERS[name]
+    left = {
+        (routing, M): [part for part in PARTS if not is_done(M, name, routing, part)]
+        for routing in routings
+        for M in rows
+        if expert_layers.problem_of(sizes, M).block_m != BLOCK
+    }
+    if not any(left.values()):
+        return
     torch.manual_seed(0)
+    build_ahead(sizes, rows, target_of(device))
+    layer = make_layer(sizes.E, sizes.top_k, sizes.H, sizes.intermediate)
+    for (routing, M), parts in left.items():
+        cell = make_cell(sizes, layer, M, routing)
+        for part in parts:
+            blocks = {"own_us": cell.problem.block_m, "blocks_us": BLOCK}
+            calls = {column: calls_of(cell, part, block) for column, block in blocks.items()}
+            for each in calls.values():
+                each[0]()
+            graphs = {column: GraphedCalls(each) for column, each in calls.items()}
+            yield row_of(name, cell, routing, part, alternated_us(graphs, WINDOW_MS))
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure what is not done yet."""
+    refuse_no_gpu()
     facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
     saved = Saved(MEASURED / gpu_name() / "moe_blocks.csv", CELL, facts)
     names = arguments.blocks or [name for name, s in LAYERS.items() if s.num_experts == s.E]
-    for name in names:
-        sizes = LAYERS[name]
-        build_ahead(sizes, arguments.M or ROWS, target_of(device))
-        layer = make_layer(sizes.E, sizes.top_k, sizes.H, sizes.intermediate)
-        for routing, M in [(r, M) for r in arguments.routing for M in arguments.M or ROWS]:
-            cell = make_cell(sizes, layer, M, routing)
-            if cell.problem.block_m == BLOCK:
-                continue
-            for part in PARTS:
-                if saved.has(M, name, routing, part):
-                    continue
-                if time.monotonic() - begin > arguments.seconds:
-                    print(f"ended after {arguments.seconds} s; the same command goes on from here")
-                    return
-                blocks = {"own_us": cell.problem.block_m, "blocks_us": BLOCK}
-                calls = {column: calls_of(cell, part, block) for column, block in blocks.items()}
-                for each in calls.values():
-                    each[0]()
-                graphs = {column: GraphedCalls(each) for column, each in calls.items()}
-                row = row_of(name, cell, routing, part, alternated_us(graphs, WINDOW_MS))
-                saved.report(row)
-        del layer
-        torch.cuda.empty_cache()
+    work = partial(cells_of, saved.has, arguments.routing, arguments.M or ROWS)
+    gpus.spread(work, names, saved.report, arguments.seconds)

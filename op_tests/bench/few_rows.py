@@ -11,8 +11,7 @@ measured: a run that ends early goes on where it ended.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -24,6 +23,7 @@ from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 from aiter_mx.target import Target, target_of
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
 from aiter_mx.tuning import origin
+from op_tests.bench import gpus
 from op_tests.bench.common import (
     MEASURED,
     Saved,
@@ -39,6 +39,7 @@ ROWS = (1, 8, 32, 64, 65, 128, 512)
 SPREADS = ("balanced", "skewed", "half empty")
 CELL = ("rows", "spread", "G", "N", "K")
 WINDOW_MS = 25.0
+GPU = torch.device("cuda", 0)
 Calls = list[Callable[[], object]]
 
 
@@ -118,26 +119,30 @@ def row_of(
     }
 
 
+def cells_of(
+    is_done: Callable[..., bool], shape: tuple[int, int, int], device: torch.device = GPU
+) -> Iterator[dict[str, object]]:
+    """A shape's cells that are not done, one after the other."""
+    left = [
+        (spread, rows) for spread in SPREADS for rows in ROWS if not is_done(rows, spread, *shape)
+    ]
+    if not left:
+        return
+    torch.manual_seed(0)
+    weights = Weights(*shape, device)
+    for spread, rows in left:
+        counts = counts_of(spread, shape[0], rows)
+        calls = calls_of(weights, counts)
+        for each in calls.values():
+            each[0]()
+        graphs = {name: GraphedCalls(each) for name, each in calls.items()}
+        times = alternated_us(graphs, WINDOW_MS)
+        yield row_of(target_of(device), shape, spread, counts, times)
+
+
 def main(arguments: argparse.Namespace) -> None:
     """Measure what is not done yet."""
     refuse_no_gpu()
-    begin, device = time.monotonic(), torch.device("cuda", 0)
-    torch.manual_seed(0)
     facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
     saved = Saved(MEASURED / gpu_name() / "grouped_few_rows.csv", CELL, facts)
-    for shape in SHAPES:
-        left = [(s, r) for s in SPREADS for r in ROWS if not saved.has(r, s, *shape)]
-        weights = Weights(*shape, device) if left else None
-        for spread, rows in left:
-            if time.monotonic() - begin > arguments.seconds:
-                print(f"ended after {arguments.seconds} s; the same command goes on from here")
-                return
-            counts = counts_of(spread, shape[0], rows)
-            assert weights is not None
-            calls = calls_of(weights, counts)
-            for each in calls.values():
-                each[0]()
-            graphs = {name: GraphedCalls(each) for name, each in calls.items()}
-            times = alternated_us(graphs, WINDOW_MS)
-            row = row_of(target_of(device), shape, spread, counts, times)
-            saved.report(row)
+    gpus.spread(partial(cells_of, saved.has), SHAPES, saved.report, arguments.seconds)

@@ -42,3 +42,23 @@ def test_a_cell_names_the_kernels_of_both(
     assert row["own_kernel"] and row["kernel"]
     problem = blocks.problem_of(cell.sizes, 9, "first", 64)
     assert (problem.block_m, problem.activation, problem.a_div) == (64, "silu", 2)
+
+
+def test_cells_that_are_done_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "DEVICE", cpu := torch.device("cpu"))
+    monkeypatch.setattr(blocks, "LAYERS", {"a": Sizes(6, 6, 2, 64, 32)})
+    monkeypatch.setattr(blocks, "GraphedCalls", list)
+    monkeypatch.setattr(blocks, "alternated_us", lambda graphs, _: dict.fromkeys(graphs, 2.0))
+    monkeypatch.setattr(blocks, "target_of", lambda _: hardware("sm_90a"))
+    monkeypatch.setattr(blocks, "build_ahead", lambda *_: None)
+
+    def is_done(*cell: object) -> bool:
+        return cell == (9, "a", "skewed", "first")
+
+    found = blocks.cells_of(is_done, ("uniform", "skewed"), (9,), "a", cpu)
+    assert [(row["routing"], row["part"]) for row in found] == [
+        ("uniform", "first"),
+        ("uniform", "second"),
+        ("skewed", "second"),
+    ]
+    assert not list(blocks.cells_of(lambda *cell: True, ("uniform",), (9,), "a", cpu))

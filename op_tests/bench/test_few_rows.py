@@ -48,3 +48,18 @@ def test_a_cell_has_both_forms_over_bf16() -> None:
     row = few_rows.row_of(hardware("sm_90a"), (16, 4096, 7168), "skewed", counts, times)
     assert (row["over_bf16"], row["masked_over_bf16"]) == (1.5, 0.75)
     assert (row["rows"], row["most_rows"], row["kernel"]) == (8, max(counts), "persistent")
+
+
+def test_cells_that_are_done_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "copies_to_stay_cold", lambda size: 1)
+    monkeypatch.setattr(few_rows, "GraphedCalls", list)
+    monkeypatch.setattr(few_rows, "alternated_us", lambda graphs, _: dict.fromkeys(graphs, 2.0))
+    monkeypatch.setattr(few_rows, "target_of", lambda _: hardware("sm_90a"))
+    shape, cpu = (4, 64, 96), torch.device("cpu")
+
+    def is_done(rows: int, *cell: object) -> bool:
+        return rows not in (1, 8) or cell[0] == "skewed"
+
+    found = [(row["spread"], row["rows"]) for row in few_rows.cells_of(is_done, shape, cpu)]
+    assert found == [(spread, rows) for spread in ("balanced", "half empty") for rows in (1, 8)]
+    assert not list(few_rows.cells_of(lambda *cell: True, shape, cpu))

@@ -55,3 +55,20 @@ def test_results_are_right_and_a_wrong_one_is_seen() -> None:
     assert values.judged(out, x, w, 3)
     out[3, 5] = torch.nan
     assert not values.judged(out, x, w, 3)
+
+
+def test_cells_that_are_done_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "GraphedCalls", list)
+    monkeypatch.setattr(
+        values, "alternated_us", lambda graphs, _: dict(zip(graphs, (2.0, 3.0), strict=True))
+    )
+    sizes = {"linear": (9, 64, 96), "grouped_gemm": (6, 3, 64, 96), "fused_moe": (12,)}
+    assert {op for op, _ in values.every_size()} == set(sizes)
+    for op, of in sizes.items():
+        every = list(values.cells_of(lambda *cell: False, (op, of), CPU))
+        assert all(row["is_right"] and row["ratio"] == 1.5 for row in every)
+        done = {tuple(row[name] for name in values.CELL) for row in every[1:]}
+        left = list(values.cells_of(lambda *cell, done=done: cell in done, (op, of), CPU))
+        assert [[row[name] for name in values.CELL] for row in left] == [
+            [every[0][name] for name in values.CELL]
+        ]

@@ -13,7 +13,6 @@ weights of one expert.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ import aiter_mx
 from aiter_mx.ops.fused_moe import fused_moe
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
 from aiter_mx.tuning import origin
+from op_tests.bench import gpus
 from op_tests.bench.common import (
     MEASURED,
     Saved,
@@ -46,6 +46,7 @@ LAYER = "qwen3-30b-a3b"
 TOKENS = (512, 4096)
 CELL = ("M", "op", "N", "K", "place", "kind")
 WINDOW_MS = 15.0
+GPU = torch.device("cuda", 0)
 JUDGED_ROWS = 16
 ACCUMULATION_ERROR = 2.0**-8
 """Of the sum of magnitudes: the most that a kernel states."""
@@ -209,38 +210,49 @@ def layer_cases(M: int, device: torch.device) -> Iterator[Case]:
         yield Case((M, "fused_moe", sizes.H, sizes.intermediate, "w2", kind), plain, given, right)
 
 
-def every_case(device: torch.device) -> Iterator[Case]:
-    """All that is measured."""
+CASES: dict[str, Callable[..., Iterator[Case]]] = {
+    "linear": linear_cases,
+    "grouped_gemm": grouped_cases,
+    "fused_moe": layer_cases,
+}
+"""By the op, what is measured of sizes and a device."""
+
+
+def every_size() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """All ops and sizes that are measured."""
     for N, K in LINEARS:
         for M in LINEAR_ROWS:
-            yield from linear_cases(M, N, K, device)
+            yield "linear", (M, N, K)
     for rows in GROUP_ROWS:
-        yield from grouped_cases(rows, *GROUPS, device)
+        yield "grouped_gemm", (rows, *GROUPS)
     for M in TOKENS:
-        yield from layer_cases(M, device)
+        yield "fused_moe", (M,)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=120, help="begin no cell after these")
-    arguments = parser.parse_args()
-    refuse_no_gpu()
-    begin, device = time.monotonic(), torch.device("cuda", 0)
+def cells_of(
+    is_done: Callable[..., bool], of: tuple[str, tuple[int, ...]], device: torch.device = GPU
+) -> Iterator[dict[str, object]]:
+    """Cells of an op and sizes that are not done, one after the other."""
+    op, sizes = of
     torch.manual_seed(0)
-    facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
-    saved = Saved(MEASURED / gpu_name() / "values.csv", CELL, facts)
-    for case in every_case(device):
-        if saved.has(*case.cell):
+    for case in CASES[op](*sizes, device):
+        if is_done(*case.cell):
             continue
-        if time.monotonic() - begin > arguments.seconds:
-            print(f"ended after {arguments.seconds} s; the same command goes on from here")
-            return
         row: dict[str, object] = dict(zip(CELL, case.cell, strict=True))
         row["is_right"] = int(case.is_right())
         graphs = {"plain_us": GraphedCalls(case.plain), "extreme_us": GraphedCalls(case.extreme)}
         times = alternated_us(graphs, WINDOW_MS)
-        row |= {**times, "ratio": times["extreme_us"] / times["plain_us"]}
-        saved.report(row)
+        yield row | times | {"ratio": times["extreme_us"] / times["plain_us"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=120, help="save no cell after these")
+    arguments = parser.parse_args()
+    refuse_no_gpu()
+    facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
+    saved = Saved(MEASURED / gpu_name() / "values.csv", CELL, facts)
+    gpus.spread(partial(cells_of, saved.has), every_size(), saved.report, arguments.seconds)
 
 
 if __name__ == "__main__":
