@@ -32,6 +32,8 @@ _logged_lock = Lock()
 _unwritable: set[str] = set()
 _misfits: set[str] = set()
 _LOG = logging.getLogger("aiter_mx")
+_APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+"""Without waiting, as nobody may ever read a pipe."""
 _LOG_UNTUNED = environment_key("AITER_MX_LOG_UNTUNED")
 _OF_16_BITS = ("bf16", "fp16")
 
@@ -231,7 +233,7 @@ def _why_none(op: str, target: Target, key: Key, rows: Rows) -> str:
 
 
 def _shown(op: str, key: Key) -> str:
-    return " ".join(f"{name}={value}" for name, value in zip(key_columns(op), key, strict=True))
+    return " ".join(map("{}={}".format, key_columns(op), key))
 
 
 def _distance(shape: Key, key: Key) -> float:
@@ -257,16 +259,15 @@ def _log_miss(op: str, target: Target, key: Key) -> None:
         if asked in _logged:
             return
         _logged.add(asked)
-        line = _csv_line(target.arch, target.cu_num, op, _shown(op, key))
+        line = f"{target.arch},{target.cu_num},{op},{_shown(op, key)}\n"
         path = os.environ["AITER_MX_LOG_UNTUNED"]
         # One write to a file opened for appending: ranks that share it do not cut lines in two.
         try:
-            # Without waiting: of a pipe nobody may ever read.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
-            handle = os.open(path, flags, 0o644)
+            handle = os.open(path, _APPENDING, 0o644)
             try:
-                is_new = os.fstat(handle).st_size == 0
-                os.write(handle, (_csv_line(*SCOPE, SHAPE) if is_new else b"") + line)
+                if os.fstat(handle).st_size == 0:
+                    line = ",".join((*SCOPE, SHAPE)) + "\n" + line
+                os.write(handle, line.encode())
             finally:
                 os.close(handle)
         except OSError as error:  # a full disk ends the list of shapes, not the server
@@ -278,8 +279,3 @@ def _log_miss(op: str, target: Target, key: Key) -> None:
                     path,
                     error.strerror,
                 )
-
-
-def _csv_line(*cells: object) -> bytes:
-    """None of which has a comma or a quote."""
-    return (",".join(map(str, cells)) + "\n").encode()

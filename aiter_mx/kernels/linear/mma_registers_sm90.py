@@ -134,7 +134,7 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
         of_sm, halves = _of_sm(target, problem, rows, split), -(-rows // 8)
         us = of_sm * (all_chunks / split) * (of_half * halves + of_chunk) / _CYCLES_A_US
         busy_us = FITTED.busy * us
-        if loops := _loops(class_M, halves, split > 1, problem.pdl):
+        if loops := _loops()[class_M, halves, split > 1][problem.pdl]:
             busy.append((busy_us + loops[0][0], busy_us, rows, split, of_sm, loops))
     for bound, busy_us, rows, split, of_sm, loops in sorted(busy):
         if bound * ROUNDED_OFF > least.cost:
@@ -185,16 +185,24 @@ rounds."""
 
 
 @cache
-def _loops(class_M: int, halves: int, clustered: bool, overlaps: bool) -> list[_Loop]:
-    """Those of launches that overlap, or do not, by their bounds."""
-    found: list[_Loop] = []
+def _loops() -> dict[tuple[int, int, bool], tuple[list[_Loop], list[_Loop]]]:
+    """Those of each kind of products, halves of rows, and without clusters or with them: all at
+    once, so that one new shape waits for them."""
+    kinds = product((_FEW, _EIGHT, MAX_M), range(1, -(-_MOST_ROWS // 8) + 1), (False, True))
+    return {kind: _loops_of(*kind) for kind in kinds}
+
+
+def _loops_of(class_M: int, halves: int, clustered: bool) -> tuple[list[_Loop], list[_Loop]]:
+    """Those of launches that do not overlap and of those that do, by their bounds."""
+    alone: list[_Loop] = []
+    overlapping: list[_Loop] = []
     for unroll in PARAMS[2].values:
         registers = _registers(class_M, halves, unroll)
         of_scheduler = _SCHEDULER_REGISTERS // (-(-registers // 8) * 8)
         waves_of_sm = 4 * int(_SCHEDULER_REGISTERS / (_LEAST_SHARE * registers))
         length = max(1, unroll) * halves  # of a round's code
         of_round = FITTED.length * length + FITTED.unrolled * (unroll > 1)
-        in_turn = _in_turn_us(8, overlaps) if unroll == 0 else 0.0
+        in_turn = [_in_turn_us(8, overlaps) if unroll == 0 else 0.0 for overlaps in (False, True)]
         for waves in PARAMS[1].values[clustered:]:
             if registers > min(REGISTERS // (32 * waves), _MOST_REGISTERS):
                 break
@@ -206,8 +214,9 @@ def _loops(class_M: int, halves: int, clustered: bool, overlaps: bool) -> list[_
                 bound += FITTED.starved * log2(FITTED.under_way_bytes / under_way)
             at_once = cost - FITTED.starved * log2(waves * max(1, unroll))
             known = (unroll, waves, registers, of_scheduler, most, cost)
-            found.append((bound + in_turn, at_once + in_turn, *known))
-    return sorted(found)
+            for found, less in zip((alone, overlapping), in_turn, strict=True):
+                found.append((bound + less, at_once + less, *known))
+    return sorted(alone), sorted(overlapping)
 
 
 def _in_turn_us(rounds: int, overlaps: bool) -> float:

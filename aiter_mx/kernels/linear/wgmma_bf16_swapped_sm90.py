@@ -76,10 +76,13 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
     return _costs_of(PARAMS[0].values, target, problem)
 
 
+def _own_tile(N: int) -> int:
+    """That which leaves the fewest features over, so that M chooses no code object."""
+    return min(PARAMS[0].values, key=lambda tile: (up(N, tile), -tile))
+
+
 def _own_costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
-    """With the tile that leaves the fewest features over, so that M chooses no code object."""
-    tile_n = min(PARAMS[0].values, key=lambda tile: (up(problem.N, tile), -tile))
-    return _costs_of((tile_n,), target, problem)
+    return _costs_of((_own_tile(problem.N),), target, problem)
 
 
 _search = Search(PARAMS, _costs, most=4)
@@ -125,23 +128,18 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
     M, N, K = problem.M, problem.N, problem.K
     if M < _MIN_OWN_M:
         return f"others have tiles of fewer rows for M={M} below {_MIN_OWN_M}"
-    own = _own_search.cheapest(target, problem)
-    assert own is not None
-    cycles, config = own
     sizes = Sizes(M, N, K)
-    others, _ = unswapped.cheapest(target, sizes)
+    others = unswapped.cheapest(target, sizes)[0]
     if M <= unswapped.MOST_OWN_M:
-        cycles = (cycles + _expanding(N, K)) * _MARGIN
-        others += _expanding(M, K)
+        own = _own_search.cheapest(target, problem)
+        takes_less = own and others + _expanding(M, K) > (own[0] + _expanding(N, K)) * _MARGIN
     else:
-        of_pairs = cycles_of_pairs(
-            WGMMA_BF16_SWAPPED_MANY, target, _sizes(problem), config["tile_n"]
-        )
         others = min(others, persistent_cycles(target, sizes))
-        cycles = of_pairs[config["pairs"]] * _MARGIN_OF_MANY
-    if others > cycles:
-        return None
-    return "expanding x takes little of the others' time"
+        of_pairs = cycles_of_pairs(WGMMA_BF16_SWAPPED_MANY, target, _sizes(problem), _own_tile(N))
+        takes_less = min(of_pairs.values()) * _MARGIN_OF_MANY < others and (
+            of_pairs[_own_search.best(target, problem)["pairs"]] * _MARGIN_OF_MANY < others
+        )
+    return None if takes_less else "expanding x takes little of the others' time"
 
 
 WGMMA_BF16_SWAPPED = declare(
