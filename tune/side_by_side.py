@@ -31,7 +31,12 @@ from tune.published.pr3783 import Pr3783
 from tune.published.run import Launch, PublishedRun
 
 SAVED = Path(__file__).parents[1] / "docs" / "measured" / "gfx950_simulated" / "side_by_side.csv"
-SHAPES = ((2304, 6144), (6144, 2048), (1536, 6144))
+SHAPES = (
+    *((2304, 6144), (6144, 2048), (1536, 6144), (6144, 1536), (1152, 6144)),
+    *((768, 6144), (6144, 1024), (6144, 768), (9216, 6144), (6144, 6144)),
+    *((6144, 8192), (4608, 6144), (3072, 6144), (6144, 4096), (6144, 3072)),
+)
+"""All that the pull request's table names."""
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 PUBLISHED_US = {  # of an MI355X, by the pull request's description: N, K, M
     (2304, 6144, 1): 7.20,
