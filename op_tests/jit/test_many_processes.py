@@ -80,6 +80,23 @@ numbers = [child(rank) for _ in range(16)]
 assert [ends(number) for number in numbers] == [0] * 16
 assert log.read_text().count("built") == 3
 """
+ORPHAN = """
+def fork_and_wait(out):
+    orphan = child(lambda: time.sleep(60))
+    log.write_text(str(orphan))
+    time.sleep(60)
+number = child(lambda: cache.get_or_build("thing", "a", "so", fork_and_wait))
+while not (log.exists() and log.read_text()):
+    time.sleep(0.01)
+os.kill(number, signal.SIGKILL)
+assert ends(number) == -signal.SIGKILL
+orphan = int(log.read_text())
+os.environ["AITER_MX_LOCK_TIMEOUT"] = "5"
+try:
+    assert ask("a")
+finally:
+    os.kill(orphan, signal.SIGKILL)
+"""
 
 
 def run(program: str, log: Path) -> None:
@@ -107,3 +124,7 @@ def test_sixteen_cold_ranks_build_each_artifact_once(
     tmp_path: Path,
 ) -> None:
     run(RANKS, tmp_path / "log")
+
+
+def test_a_child_of_a_killed_builder_holds_no_lock(folder: Path, tmp_path: Path) -> None:
+    run(ORPHAN, tmp_path / "log")
