@@ -259,6 +259,8 @@ def _build_shared(
                 _publish(out, final, describe)
             except OSError as error:
                 return _keep(f"{kind}/{key}.{suffix}", data, seconds, error)
+            with suppress(OSError):
+                note(root, kind, key, suffix)  # again, as the cache may have been cleared meanwhile
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return Artifact(final, data, built=True, seconds=seconds)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from aiter_mx.errors import CacheError
 from aiter_mx.jit.cache import NAME, forget_unshared, read, sweep
-from aiter_mx.jit.folder import checked_dir, forget_notes, noted, read_regular
+from aiter_mx.jit.folder import checked_dir, manifests, noted, notes_aside, read_regular
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def entries() -> list[Entry]:
     """Every artifact in the cache, by kind and key."""
     root = checked_dir()
     found = []
-    for path, match in _artifacts(root) if root else ():
+    for path, match in _artifacts(root, noted(manifests(root))) if root else ():
         try:
             status = path.lstat()
         except OSError:
@@ -71,15 +71,16 @@ def clear() -> int:
     root = checked_dir()
     if root is None:
         return 0
-    artifacts = [path for path, _ in _artifacts(root)]
-    doomed = [path for artifact in artifacts for path in (artifact, artifact.with_suffix(".about"))]
-    for named in noted(root):
-        lock = root / "locks" / f"{named['kind']}-{named['key']}.lock"
-        doomed += [lock, lock.with_suffix(".holder")]
     try:
-        for path in doomed:
+        aside = notes_aside(root)
+        every = noted(aside)
+        artifacts = [path for path, _ in _artifacts(root, every)]
+        doomed = [path for each in artifacts for path in (each, each.with_suffix(".about"))]
+        for named in every:
+            lock = root / "locks" / f"{named['kind']}-{named['key']}.lock"
+            doomed += [lock, lock.with_suffix(".holder")]
+        for path in (*doomed, *aside):
             path.unlink(missing_ok=True)
-        forget_notes(root)
     except OSError as error:
         raise CacheError(f"the cache folder {root} cannot be cleared: {error}") from error
     sweep(root / "tmp")
@@ -87,9 +88,9 @@ def clear() -> int:
     return len(artifacts)
 
 
-def _artifacts(root: Path) -> Iterator[tuple[Path, re.Match[str]]]:
-    """The files of what the manifest names, by kind and key."""
-    keys = {(named["kind"], named["key"], named["suffix"]) for named in noted(root)}
+def _artifacts(root: Path, every: Iterable[re.Match[str]]) -> Iterator[tuple[Path, re.Match[str]]]:
+    """The files of what manifests name, by kind and key."""
+    keys = {(named["kind"], named["key"], named["suffix"]) for named in every}
     for kind in sorted({kind for kind, *_ in keys if not (root / kind).is_symlink()}):
         for path in sorted((root / kind).glob("*")):
             match = NAME.fullmatch(path.name)

@@ -7,7 +7,8 @@ import os
 import re
 import resource
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from aiter_mx.errors import CacheError
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _MOST_BYTES = 1 << 30
 """Of an artifact; what is longer is none."""
-_MANIFEST = "manifest"
+_MANIFEST, _ASIDE = "manifest", "manifest.cleared."
 _NOTE = re.compile(r"(?P<kind>[\w-]+)/(?P<key>[\w-]+)\.(?P<suffix>\w+)")
 
 
@@ -133,20 +134,30 @@ def note(root: Path, kind: str, key: str, suffix: str) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(root / _MANIFEST, flags, 0o600)
     try:
-        os.write(descriptor, f"{kind}/{key}.{suffix}\n".encode())
+        # It begins a line, whatever a full disk or a kill left of the one before.
+        os.write(descriptor, f"\n{kind}/{key}.{suffix}\n".encode())
     finally:
         os.close(descriptor)
 
 
-def noted(root: Path) -> list[re.Match[str]]:
-    """What the manifest names, each once: ``kind``, ``key`` and ``suffix``."""
-    lines = (read_regular(root / _MANIFEST) or b"").decode(errors="replace").splitlines()
+def notes_aside(root: Path) -> list[Path]:
+    """The manifest under another name, as what is built from now on is noted in a new one; and
+    those that were set aside before, and whose clearing was cut short."""
+    with suppress(FileNotFoundError):
+        (root / _MANIFEST).rename(root / f"{_ASIDE}{time.time_ns()}")
+    return sorted(root.glob(f"{_ASIDE}*"))
+
+
+def noted(manifests: Iterable[Path]) -> list[re.Match[str]]:
+    """What they name, each once: ``kind``, ``key`` and ``suffix``."""
+    text = b"\n".join(read_regular(path) or b"" for path in manifests)
+    lines = text.decode(errors="replace").splitlines()
     return [match for line in dict.fromkeys(lines) if (match := _NOTE.fullmatch(line))]
 
 
-def forget_notes(root: Path) -> None:
-    """Remove the manifest."""
-    (root / _MANIFEST).unlink(missing_ok=True)
+def manifests(root: Path) -> list[Path]:
+    """The manifest of a cache folder, and those that are set aside."""
+    return [root / _MANIFEST, *sorted(root.glob(f"{_ASIDE}*"))]
 
 
 @contextmanager

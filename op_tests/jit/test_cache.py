@@ -356,6 +356,29 @@ def test_clear_removes_what_the_cache_made_and_nothing_else(folder: Path) -> Non
     assert cache.get_or_build("thing", "a", "so", writer(b"x")).built
 
 
+def test_what_is_built_while_the_cache_is_cleared_is_cleared_the_next_time(folder: Path) -> None:
+    def clear_and_write(out: Path) -> None:
+        assert contents.clear() == 0
+        out.write_bytes(random_bytes())
+
+    cache.get_or_build("thing", "a", "so", clear_and_write)
+    assert [entry.key for entry in contents.entries()] == ["a"]
+    assert contents.clear() == 1
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("killed", ["manifest", "manifest.cleared.1"], ids=["note", "clearing"])
+def test_a_note_or_a_clearing_that_was_cut_short_hides_nothing(folder: Path, killed: str) -> None:
+    folder.mkdir(0o700)
+    (folder / "manifest").write_text("thing/of-a-full-di")
+    cache.get_or_build("thing", "a", "so", writer(random_bytes()))
+    (folder / "manifest").rename(folder / killed)
+    cache.get_or_build("thing", "b", "so", writer(random_bytes()))
+    assert [entry.key for entry in contents.entries()] == ["a", "b"]
+    assert contents.clear() == 2
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
+
+
 def test_a_cache_that_was_never_used_is_empty(folder: Path) -> None:
     assert contents.entries() == [] and contents.clear() == 0
     assert not folder.exists()
