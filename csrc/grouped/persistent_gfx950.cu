@@ -117,75 +117,112 @@ MX_DEVICE ArgumentsPointer arguments() {
     asm volatile("" : "+s"(at));
     return at;
 }
+struct Anew {
+    MX_MEMBER ArgumentsPointer operator()() const { return arguments(); }
+};
 
-// Bound g of those in `of`, cut to 0 .. most.
-MX_DEVICE unsigned bound(const void* of, int index_bytes, unsigned g, unsigned most) {
-    const long at =
-        index_bytes == 8 ? static_cast<const long*>(of)[g] : static_cast<const int*>(of)[g];
-    return at < 0 ? 0 : at < most ? at : most;
-}
+// Ahead of the loop all are loaded at once: the first weights would wait for one after the other.
+class AtOnce {
+  public:
+    MX_MEMBER AtOnce() : args(arguments()) {
+        asm volatile("" ::"s"(args->xq), "s"(args->xs), "s"(args->wq), "s"(args->ws),
+                     "s"(args->starts), "s"(args->ends), "s"(args->M), "s"(args->N), "s"(args->K),
+                     "s"(args->count), "s"(args->layout), "s"(args->index_bytes),
+                     "s"(args->rows_each), "s"(args->workgroups), "s"(args->tile_rows));
+    }
+    MX_MEMBER ArgumentsPointer operator()() const { return args; }
 
-// The first row of y of group g, with MX_UNPAD, and how many it may have.
-MX_DEVICE void rows_of_y(unsigned g, unsigned& first, unsigned& rows) {
-    const ArgumentsPointer args = arguments();
-    const unsigned most = args->layout - 2;
-    first = bound(args->ends, args->index_bytes, g, most);
-    const unsigned end = bound(args->ends, args->index_bytes, g + 1, most);
-    rows = end > first ? end - first : 0;
-}
+  private:
+    ArgumentsPointer args;
+};
+
+// Where groups begin or end: numbers of 4 or 8 bytes, zeros where there are none. Those of several
+// places are asked for before the first is used.
+class Bounds {
+  public:
+    struct Loaded {
+        unsigned low, high;
+        // Cut to 0 .. most.
+        MX_MEMBER unsigned up_to(unsigned most) const {
+            const unsigned whole = high == 0 && low < most ? low : most;
+            return static_cast<int>(high) < 0 ? 0 : whole;
+        }
+        MX_MEMBER long whole() const {
+            return static_cast<long>(static_cast<Offset>(high) << 32 | low);
+        }
+    };
+    MX_MEMBER Bounds(const void* of, int index_bytes)
+        : all(static_cast<const unsigned char*>(of), of ? kNowhere - 1 : 0), size(index_bytes) {}
+
+    MX_MEMBER Loaded load(unsigned g, bool is_there) const {
+        const unsigned at = is_there ? g * size : kNowhere;
+        const unsigned low = all.load_dword(at);
+        const unsigned high = all.load_dword(size == 8 ? at + 4 : kNowhere);
+        return {low, size == 8 ? high : static_cast<unsigned>(static_cast<int>(low) >> 31)};
+    }
+
+  private:
+    Buffer all;
+    unsigned size;
+};
 
 // Where a group may have several ranges of rows: how many there are, and then the group of each.
 using Numbers = const __attribute__((address_space(4))) int*; // which scalar loads read
-MX_DEVICE Numbers runs() {
-    const ArgumentsPointer args = arguments();
+MX_DEVICE Numbers runs(ArgumentsPointer args) {
     const int layout = args->layout;
     return layout < 0 ? (Numbers) static_cast<const int*>(args->ends) - layout : nullptr;
 }
-MX_DEVICE unsigned ranges() {
-    const Numbers of = kWgrad || kUnpad ? nullptr : runs();
-    return of ? min(static_cast<unsigned>(*of), 0u - arguments()->layout) : arguments()->count;
+MX_DEVICE unsigned most_ranges(ArgumentsPointer args) {
+    const bool has_runs = !kWgrad && !kUnpad && args->layout < 0;
+    return has_runs ? 0u - args->layout : args->count;
 }
-MX_DEVICE unsigned group_of(unsigned range) {
-    const Numbers of = kWgrad || kUnpad ? nullptr : runs();
+MX_DEVICE unsigned ranges(ArgumentsPointer args) {
+    const Numbers of = kWgrad || kUnpad ? nullptr : runs(args);
+    return of ? min(static_cast<unsigned>(*of), most_ranges(args)) : args->count;
+}
+MX_DEVICE unsigned group_of(ArgumentsPointer args, unsigned range) {
+    const Numbers of = kWgrad || kUnpad ? nullptr : runs(args);
     return of ? of[1 + range] : range;
 }
 
-// The first row of group g, or of a range, and how many it has.
-MX_DEVICE void rows_of(unsigned g, unsigned& first, unsigned& rows) {
-    const ArgumentsPointer args = arguments();
-    const void *starts = args->starts, *ends = args->ends;
-    const int size = args->index_bytes;
-    const bool is_masked = args->layout > 0;
-    const unsigned each = args->rows_each;
+// The first row of group g, or of a range, and how many it has, if it is there. With MX_UNPAD y has
+// other rows of it.
+MX_DEVICE void rows_of(ArgumentsPointer args, unsigned g, bool is_there, unsigned& first,
+                       unsigned& rows, unsigned& first_of_y) {
+    const Bounds starts(args->starts ? args->starts : args->ends, args->index_bytes);
+    const Bounds ends(args->ends, args->index_bytes);
     if constexpr (kUnpad) {
-        unsigned of_y;
-        rows_of_y(g, of_y, rows);
-        first = bound(starts, size, g, args->M);
-        rows = min(rows, static_cast<unsigned>(args->M) - first);
+        const unsigned most = args->layout - 2, M = args->M;
+        const Bounds::Loaded of_x = starts.load(g, is_there);
+        const Bounds::Loaded of_y = ends.load(g, is_there), end = ends.load(g + 1, is_there);
+        first = of_x.up_to(M);
+        first_of_y = of_y.up_to(most);
+        const unsigned end_of_y = end.up_to(most);
+        rows = min(end_of_y > first_of_y ? end_of_y - first_of_y : 0, M - first);
         return;
     }
-    const unsigned most = is_masked ? each : args->M;
-    first = 0;
-    if (starts)
-        first = bound(starts, size, g, most);
-    else if (ends && g > 0 && !is_masked)
-        first = bound(ends, size, g - 1, most);
-    const unsigned end = ends ? bound(ends, size, g, most) : most;
-    rows = end > first ? end - first : 0;
+    const bool is_masked = args->layout > 0, has_starts = args->starts != nullptr;
+    const unsigned each = args->rows_each, most = is_masked ? each : args->M;
+    // Else a group begins where the one before it ends.
+    const bool begins = is_there && (has_starts || g > 0 && !is_masked);
+    const Bounds::Loaded begin = starts.load(has_starts ? g : g - 1, begins);
+    const Bounds::Loaded end = ends.load(g, is_there);
+    first = begin.up_to(most);
+    const unsigned last = args->ends ? end.up_to(most) : most;
+    rows = is_there && last > first ? last - first : 0;
     first += is_masked ? g * each : 0;
 }
 
 // The first k of group g and how many it has, of a gradient of w.
-MX_DEVICE void depth_of(unsigned piece, unsigned& first, unsigned& count) {
-    const unsigned g = piece / kPieces;
-    const ArgumentsPointer args = arguments();
+MX_DEVICE void depth_of(ArgumentsPointer args, unsigned piece, bool is_there, unsigned& first,
+                        unsigned& count) {
+    const unsigned g = piece / kPieces, most = args->K;
     const int size = args->index_bytes;
-    const unsigned most = args->K;
-    first = bound(args->starts, size, g, most) / kStart * kStart;
-    const auto at = [&](const void* of) -> long {
-        return size == 8 ? static_cast<const long*>(of)[g] : static_cast<const int*>(of)[g];
-    };
-    const long found = at(args->ends) - (args->bias ? at(args->bias) : 0);
+    const Bounds::Loaded begin = Bounds(args->starts, size).load(g, is_there);
+    const Bounds::Loaded end = Bounds(args->ends, size).load(g, is_there);
+    const Bounds::Loaded subtracted = Bounds(args->bias, size).load(g, is_there);
+    first = begin.up_to(most) / kStart * kStart;
+    const long found = end.whole() - subtracted.whole();
     const unsigned left = most - first;
     count = found < 0 ? 0 : found < left ? found : left;
     if constexpr (kPieces > 1) {
@@ -279,42 +316,44 @@ MX_DEVICE unsigned sum_through(unsigned x) {
 template <int TileN, unsigned Swath, bool Halves>
 class Deal {
   public:
-    MX_MEMBER Deal(Shelf& shelf, int lane) : lane(lane) {
+    template <class Arguments>
+    MX_MEMBER Deal(Arguments args, Shelf& shelf, int lane) : lane(lane) {
         shelf.put<kBefore>(0);
-        look(shelf, 0);
+        look(args, shelf, 0);
         // Tiles that are too few for another round are dealt by halves, if these are not too many.
-        const unsigned all = in_chunk(), workgroups = arguments()->workgroups;
+        const unsigned all = in_chunk(), workgroups = args()->workgroups;
         const unsigned left = all % workgroups;
-        const bool has_halves = Halves && ranges() <= kLanes && 2 * left <= workgroups;
+        const bool has_halves = Halves && ranges(args()) <= kLanes && 2 * left <= workgroups;
         shelf.put<kWhole>(has_halves ? all - left : ~0u);
     }
 
     // Tile t, if there are so many. The t of successive calls must not decrease.
-    MX_MEMBER bool find(Shelf& shelf, unsigned t, Tile& tile) {
-        const unsigned whole = shelf.get<kWhole>(), N = arguments()->N;
+    template <class Arguments>
+    MX_MEMBER bool find(Arguments args, Shelf& shelf, unsigned t, Tile& tile) {
+        const unsigned whole = shelf.get<kWhole>(), N = args()->N;
         const unsigned columns = (N + TileN - 1) / TileN;
         const unsigned is_half = t >= whole, half = is_half & t - whole;
         t = is_half ? whole + (t - whole) / 2 : t;
         unsigned chunk = shelf.get<kChunk>(), before = shelf.get<kBefore>();
         while (t >= before + in_chunk()) {
-            if (chunk + kLanes >= ranges())
+            if (chunk + kLanes >= ranges(args()))
                 return false;
             before += in_chunk();
             shelf.put<kBefore>(before);
-            look(shelf, chunk += kLanes);
+            look(args, shelf, chunk += kLanes);
         }
         t -= before;
         const int owner = __builtin_popcountll(__builtin_amdgcn_ballot_w64(through <= t));
         if (owner > 0)
             t -= at_lane(through, owner - 1);
-        const unsigned left = kWgrad ? arguments()->M : at_lane(rows, owner);
+        const unsigned left = kWgrad ? args()->M : at_lane(rows, owner);
         const unsigned swath = t / (Swath * columns);
         const unsigned in_swath = t % (Swath * columns);
-        const unsigned each = arguments()->tile_rows;
+        const unsigned each = args()->tile_rows;
         const unsigned height = min(Swath, (left + each - 1) / each - swath * Swath);
         const unsigned below = (swath * Swath + in_swath % height) * each;
         tile.rows = scalar(min(left - below, each));
-        tile.group = scalar(group_of(chunk + owner));
+        tile.group = scalar(group_of(args(), chunk + owner));
         tile.feature = scalar(in_swath / height * TileN + half * (TileN / 2));
         if constexpr (kWgrad) {
             tile.first = scalar(below);
@@ -329,19 +368,20 @@ class Deal {
     }
 
   private:
-    MX_MEMBER void look(Shelf& shelf, unsigned first) {
+    template <class Arguments>
+    MX_MEMBER void look(Arguments args, Shelf& shelf, unsigned first) {
         shelf.put<kChunk>(first);
-        first_row = rows = 0;
-        unsigned down = 0;
-        if (first + lane < ranges()) {
-            if constexpr (kWgrad)
-                depth_of(first + lane, first_row, rows);
-            else
-                rows_of(first + lane, first_row, rows);
-            const unsigned each = arguments()->tile_rows;
-            down = ((kWgrad && rows > 0 ? arguments()->M : rows) + each - 1) / each;
-        }
-        through = sum_through(down * ((arguments()->N + TileN - 1) / TileN));
+        const unsigned range = first + lane;
+        const bool may_be = range < most_ranges(args());
+        [[maybe_unused]] unsigned first_of_y;
+        if constexpr (kWgrad)
+            depth_of(args(), range, may_be, first_row, rows);
+        else
+            rows_of(args(), range, may_be, first_row, rows, first_of_y);
+        const unsigned each = args()->tile_rows;
+        unsigned down = ((kWgrad && rows > 0 ? args()->M : rows) + each - 1) / each;
+        down = range < ranges(args()) ? down : 0;
+        through = sum_through(down * ((args()->N + TileN - 1) / TileN));
     }
     MX_MEMBER unsigned in_chunk() const { return at_lane(through, kLanes - 1); }
     MX_MEMBER static unsigned scalar(unsigned x) { return __builtin_amdgcn_readfirstlane(x); }
@@ -501,10 +541,11 @@ class Copier {
     }
 
     // Turns to this tile; if there is none, zeros are copied.
-    MX_MEMBER void start(Tile tile, bool is_any) {
+    template <class Arguments>
+    MX_MEMBER void start(Arguments known, Tile tile, bool is_any) {
         // Worked out here, not kept in registers since the tile is known.
         asm volatile("" : "+s"(tile.first), "+s"(tile.rows), "+s"(tile.group), "+s"(tile.feature));
-        const ArgumentsPointer args = arguments();
+        const ArgumentsPointer args = known();
         const unsigned blocks = K / kBlock, N = args->N;
         const unsigned left = N - tile.feature;
         Offset w_row = static_cast<Offset>(kWgrad ? 0 : tile.group) * N + tile.feature;
@@ -942,9 +983,10 @@ using Sums = SumsOf<(kFragsX * kFragsW >= 32), kFragsX * kFragsW>::type; // frag
 constexpr bool kZeros = kWgrad && !MX_ACCUMULATE;
 class Zeros {
   public:
-    MX_MEMBER explicit Zeros(Shelf& shelf) {
+    template <class Arguments>
+    MX_MEMBER Zeros(Arguments args, Shelf& shelf) {
         if constexpr (kZeros)
-            look(shelf, 0);
+            look(args, shelf, 0);
     }
     unsigned any = 0; // whether something is left of the first groups
 
@@ -975,7 +1017,7 @@ class Zeros {
             const unsigned next = shelf.get<kZerosChunk>() + kLanes;
             if (next >= arguments()->count)
                 return;
-            look(shelf, next);
+            look(Anew(), shelf, next);
         }
     }
 
@@ -984,12 +1026,13 @@ class Zeros {
     // pieces, where it goes on and what is left.
     static constexpr unsigned kStores = 2, kAtOnce = kStores * kThreads;
 
-    MX_MEMBER void look(Shelf& shelf, unsigned first) {
-        const unsigned lane = thread_in_group() % kLanes;
-        unsigned begin, count = 1;
-        if (first + lane < arguments()->count)
-            depth_of(first + lane, begin, count);
-        const LaneMask groups = __builtin_amdgcn_ballot_w64(count == 0);
+    template <class Arguments>
+    MX_MEMBER void look(Arguments args, Shelf& shelf, unsigned first) {
+        const unsigned group = first + thread_in_group() % kLanes;
+        const bool is_there = group < args()->count;
+        unsigned begin, count;
+        depth_of(args(), group, is_there, begin, count);
+        const LaneMask groups = __builtin_amdgcn_ballot_w64(is_there && count == 0);
         any = groups != 0;
         shelf.put<kZerosChunk>(first);
         shelf.put_long<kZerosGroups>(groups);
@@ -1013,14 +1056,17 @@ class Stream {
     Sums sums;
     Zeros zeros;
 
-    MX_MEMBER Stream(Shelf& shelf, const Copier& copier, unsigned blocks, int wave, int lane)
-        : zeros(shelf), blocks(blocks), block(lane / kSide), copier(copier),
+    template <class Arguments>
+    MX_MEMBER Stream(Arguments args, Shelf& shelf, const Copier& copier, unsigned blocks, int wave,
+                     int lane)
+        : zeros(args, shelf), blocks(blocks), block(lane / kSide), copier(copier),
           place_x(wave / kWavesN * kRoomX, wave / kWavesN * kWaveRowsX, lane, blocks),
           place_w(wave % kWavesN * kFeatures, wave % kWavesN * kFeatures, lane, blocks) {}
 
     // Copies the first two steps of the first tile, and reads the first operands.
-    MX_MEMBER void begin(const Tile& first) {
-        copier.start(first, true);
+    template <class Arguments>
+    MX_MEMBER void begin(Arguments args, const Tile& first) {
+        copier.start(args, first, true);
         for (int step = 0; step < 2; ++step) {
             copier.aim();
             each<kHalfCopies>([&](auto i) { copier.copy_low<i.value>(step * kStage); });
@@ -1087,7 +1133,7 @@ class Stream {
     MX_MEMBER void step(Half<kHalfW>& low, Half<kHalfW>& high, Shelf& shelf) {
         const unsigned other = kStage - stage;
         if (copier.is_done())
-            copier.start(shelf.tile<kNext>(), !shelf.get<kIsLast>());
+            copier.start(Anew(), shelf.tile<kNext>(), !shelf.get<kIsLast>());
         copier.aim();
         if (kZeros && zeros.any)
             zeros.store_some(shelf);
@@ -1329,9 +1375,8 @@ MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned wave, uns
     Offset first_row = (kWgrad ? arguments()->M * tile.group : 0) + tile.first;
     if constexpr (kUnpad) {
         unsigned of_x, of_y, rows;
-        rows_of(tile.group, of_x, rows);
-        rows_of_y(tile.group, of_y, rows);
-        first_row = tile.first - of_x + of_y;
+        rows_of(arguments(), tile.group, true, of_x, rows, of_y);
+        first_row = __builtin_amdgcn_readfirstlane(tile.first - of_x + of_y);
     }
     const Buffer out(reinterpret_cast<unsigned char*>(y + first_row * N + tile.feature),
                      tile.rows * row_bytes - tile.feature * sizeof(Out));
@@ -1401,21 +1446,22 @@ aiter_mx_grouped_gemm_persistent(const unsigned char*, const unsigned char*, con
                                  const unsigned char*, const void*, Out*, const void*, const void*,
                                  Offset, Offset, Offset, Offset, int, int, int, unsigned, unsigned,
                                  unsigned) {
-    const unsigned K = arguments()->K;
+    const AtOnce args;
+    const unsigned K = args()->K;
     const int lane = thread_in_group() % kLanes;
     const int wave = wave_in_group();
     // Workgroups go to the dies in turn: those of one die get tiles that follow each other.
-    const unsigned workgroups = arguments()->workgroups, group = group_x();
+    const unsigned workgroups = args()->workgroups, group = group_x();
     unsigned t = workgroups % kXcds ? group : group % kXcds * (workgroups / kXcds) + group / kXcds;
     Shelf shelf;
-    Deal<kTileN, kSwath, kHalves> deal(shelf, lane);
-    Stream stream(shelf, Copier(K, wave, lane), K / kBlock, wave, lane);
+    Deal<kTileN, kSwath, kHalves> deal(args, shelf, lane);
+    Stream stream(args, shelf, Copier(K, wave, lane), K / kBlock, wave, lane);
     Tile now;
-    if (!deal.find(shelf, t, now)) {
+    if (!deal.find(args, shelf, t, now)) {
         stream.zeros.store_all(shelf);
         return;
     }
-    stream.begin(now);
+    stream.begin(args, now);
     shelf.put_next(now);
     shelf.turn();
     shelf.put<kTurn>(t);
@@ -1423,7 +1469,7 @@ aiter_mx_grouped_gemm_persistent(const unsigned char*, const unsigned char*, con
         const unsigned turn = shelf.get<kTurn>() + arguments()->workgroups;
         Tile next = {};
         shelf.put<kTurn>(turn);
-        shelf.put<kIsLast>(!deal.find(shelf, turn, next));
+        shelf.put<kIsLast>(!deal.find(Anew(), shelf, turn, next));
         shelf.put_next(next);
         const unsigned k = kWgrad ? shelf.tile<kNow>().end : K;
         const unsigned steps =
