@@ -129,23 +129,26 @@ def bind(spec: KernelSpec, target: Target, problem: Problem, config: Config, dev
     runs = [bind_module(spec, module, target, problem, config, device) for module in spec.modules]
     words = spec.counters(target, problem, config)
     pointers = _module_of(spec).pointers
-    nulls = sum(arg.access == "null" for arg in pointers)
+    nulls = [None] * sum(arg.access == "null" for arg in pointers)
+    no_addresses = [0] * len(nulls)
     aligned = [(at, arg.align) for at, arg in enumerate(pointers) if arg.align > 1]
     if len(runs) == 1 and not (workspace_bytes or words or nulls or aligned):
         return runs[0]
 
     def run(tensors: Tensors, addresses: Sequence[int]) -> None:
-        tensors, addresses = [*tensors, *[None] * nulls], [*addresses, *[0] * nulls]
-        where, own = next(tensor.device for tensor in tensors if tensor is not None), []
+        where = tensors[0].device  # of an operand that no call leaves out
+        tensors, addresses = [*tensors, *nulls], [*addresses, *no_addresses]
         if workspace_bytes:
             # The allocator hands it out again only to what this stream does later.
-            own.append(torch.empty(workspace_bytes, dtype=torch.uint8, device=where))
+            own = torch.empty_strided((workspace_bytes,), (1,), dtype=torch.uint8, device=where)
+            tensors.append(own)
+            addresses.append(own.data_ptr())
         if words:
             runtime = runtime_of(target.runtime)
             stream, capturing = runtime.current_stream(device), runtime.is_capturing(device)
-            own.append(counters.counters(words, where, stream, capturing))
-        tensors += own
-        addresses += [tensor.data_ptr() for tensor in own]
+            own = counters.counters(words, where, stream, capturing)
+            tensors.append(own)
+            addresses.append(own.data_ptr())
         for at, align in aligned:
             if addresses[at] % align:
                 tensors[at] = tensors[at].clone()
