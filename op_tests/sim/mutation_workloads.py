@@ -132,14 +132,16 @@ class WorkloadLaunch:
         self, case: WorkloadCase, run: Callable[[Operands], None], seed: int
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Give some blocks NaN for a scale and, but in the first problem, some rows a NaN to begin
-        with: the results without, and where they are NaN then."""
+        with: the results without, and where they are NaN then. Where results are blocks, rows of x
+        alone, as rows of w would leave no block without."""
         found, draw = [], torch.Generator().manual_seed(seed)
+        payloads = _PAYLOADS[: 1 if self._results[-1].dtype == torch.uint8 else None]
         for is_planted in (False, True):
             for arg, values in zip(case.module.pointers, self._operands, strict=False):
                 if is_planted and arg.name in _SCALES and values is not None:
                     flat = values.view(-1)
                     flat[torch.randperm(len(flat), generator=draw)[:4]] = _NAN_SCALE
-                elif is_planted and seed and arg.name in _PAYLOADS and values is not None:
+                elif is_planted and seed and arg.name in payloads and values is not None:
                     values.view(torch.uint8).view(-1, values.shape[-1])[::7, 0] = NAN_PAYLOAD
             for result in self._results:
                 result.view(torch.uint8).zero_()
@@ -258,8 +260,10 @@ WORKLOAD_CASES = (
             MoeGemmProblem(56, 64, 128, 40, 1, 32, "mxfp8", "silu", bias="bf16"),
             MoeGemmProblem(9, 128, 128, 3, 3, 32, "mxfp8", "silu", ids="aiter", a_div=3),
             MoeGemmProblem(7, 64, 128, 3, 2, 16, "mxfp8", "silu", bias="bf16", a_div=2),
+            MoeGemmProblem(16, 512, 1344, 3, 2, 16, "mxfp8", "silu", bias="bf16", a_div=2),
         ),
         {"row_tiles": 4, "col_tiles": 1, "waves": 2, "unroll": 1},
+        with_nans=(0, 7),
     ),
     WorkloadCase(
         "moe_combine k3",
