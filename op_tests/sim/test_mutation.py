@@ -6,11 +6,12 @@ import random
 import re
 from fnmatch import fnmatch
 
+import pandas as pd
 import pytest
 from rich.console import Console
 
 from aiter_mx.sim.disasm import disassemble, parse_line
-from op_tests.sim.mutation import judge_all
+from op_tests.sim.mutation import OUTCOMES, PAGE, judge_all
 from op_tests.sim.mutation_coverage import first_unreached, reached
 from op_tests.sim.mutation_kinds import KINDS, Form, mutants_of
 from op_tests.sim.mutation_planting import (
@@ -47,6 +48,19 @@ def test_a_sample_of_every_kind_is_caught_or_explained() -> None:
     unexplained = [o.mutant for o in outcomes if not o.by and not reason_of(o, known)]
     assert not unexplained, "run op_tests/sim/mutation.py and see why these survive"
     assert total.caught >= 0.85 * total.count
+
+
+def test_of_each_kernel_95_of_100_harmful_mutants_are_caught() -> None:
+    """So the page says, and as many mutants are on file."""
+    page = PAGE.read_text()
+    on_file = pd.read_csv(OUTCOMES)
+    shares = re.findall(r"^\| (.+) \| (\d+) \| (\d+) \| (\d+) \| (\d+\.\d) % \|$", page, re.M)
+    assert [name for name, *_ in shares] == [case.name for case in EVERY_CASE]
+    for name, count, caught, harmless, share in shares:
+        of_kernel = on_file[on_file.case == name]
+        assert (len(of_kernel), of_kernel.by.count()) == (int(count), int(caught))
+        assert int(caught) >= 0.95 * (int(count) - int(harmless)) and float(share) >= 95, name
+    assert "**Unexplained**" not in page
 
 
 @each_case
