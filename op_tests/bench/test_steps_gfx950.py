@@ -6,8 +6,10 @@ import pandas as pd
 import pytest
 
 from aiter_mx.kernels.linear import LinearProblem
+from op_tests.bench.common import MEASURED
 from op_tests.bench.decode_gfx950 import row_of
-from op_tests.bench.steps_gfx950 import BAR, steps_of, summary
+from op_tests.bench.every_m import drawn, shapes
+from op_tests.bench.steps_gfx950 import BAR, EVERY, SEED, steps_of, summary
 
 
 def test_a_step_is_what_one_row_more_takes() -> None:
@@ -27,3 +29,9 @@ def test_steps_are_counted_by_rows() -> None:
     told = summary(frame)
     assert told.cells.tolist() == [2, 1, 1, 1] and told.met.tolist() == [0.5, 1.0, 1.0, 0.0]
     assert told.largest.tolist() == [1.2, BAR, 0.9, 2.0]
+
+
+def test_the_saved_table_has_every_drawn_shape() -> None:
+    saved = pd.read_csv(MEASURED / "gfx950_simulated" / "steps.csv")
+    assert {*zip(saved.N, saved.K, strict=True)} == {*drawn(shapes(), EVERY, SEED)}
+    assert (saved.step - saved.next_us / saved.us).abs().max() < 0.01
