@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -13,24 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from aiter_mx.errors import CacheError
 
 _LOG = logging.getLogger("aiter_mx")
 _DEFAULT_TIMEOUT_S = 120.0
 _POLL_S = 0.02
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-_held: set[int] = set()
-"""Descriptors of lock files."""
-
-
-def _let_go() -> None:
-    """Have a forked child hold no lock of its parent, which may be killed before it."""
-    for descriptor in _held:
-        os.close(descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_let_go)
 
 
 def _timeout_s() -> float:
@@ -42,24 +31,6 @@ def _timeout_s() -> float:
     if not seconds >= 0:
         raise CacheError(f"AITER_MX_LOCK_TIMEOUT must be a number of seconds, got {text!r}")
     return seconds
-
-
-def _acquired(descriptor: int, timeout: float) -> bool:
-    """Whether the lock of an open file was free within so many seconds, or there are no locks."""
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_POLL_S)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            _LOG.warning("the cache is on a file system without locks; building without one")
-            return True
 
 
 @contextmanager
@@ -76,30 +47,31 @@ def build_lock(path: Path, purpose: str) -> Iterator[None]:
     """
     timeout = _timeout_s()
     path.parent.mkdir(exist_ok=True)
+    lock = FileLock(path, fallback_to_soft=False)  # a soft one would outlive a killed holder
     holder = path.with_suffix(".holder")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    _held.add(descriptor)
     try:
-        if _acquired(descriptor, timeout):
-            with suppress(OSError):
-                me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-                holder.write_text(json.dumps(me | {"purpose": purpose}))
-            try:
-                yield
-            finally:
-                with suppress(OSError):
-                    holder.unlink()
-        else:
-            raise CacheError(
-                f"waited {timeout:g} s for the lock {path} to build {purpose}. {_held_by(holder)}. "
-                "If it is still building, wait or set AITER_MX_LOCK_TIMEOUT (seconds) higher; if "
-                "it hangs, end it: the lock is then free; or set AITER_MX_CACHE_DIR to another "
-                "folder"
-            )
+        lock.acquire(timeout=timeout, poll_interval=_POLL_S)
+    except Timeout:
+        raise CacheError(
+            f"waited {timeout:g} s for the lock {path} to build {purpose}. {_held_by(holder)}. If "
+            "it is still building, wait or set AITER_MX_LOCK_TIMEOUT (seconds) higher; if it "
+            "hangs, end it: the lock is then free; or set AITER_MX_CACHE_DIR to another folder"
+        ) from None
+    except (NotImplementedError, OSError) as error:  # the former from releases before the fourth
+        if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+            raise
+        _LOG.warning("%s is on a file system without locks; building without one", path.parent)
+        yield
+        return
+    try:
+        with suppress(OSError):
+            me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+            holder.write_text(json.dumps(me | {"purpose": purpose}))
+        yield
     finally:
-        if descriptor in _held:  # not in a forked child that leaves what its parent entered
-            _held.discard(descriptor)
-            os.close(descriptor)
+        with suppress(OSError):
+            holder.unlink()
+        lock.release()
 
 
 def _held_by(holder: Path) -> str:
