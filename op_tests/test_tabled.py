@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from aiter_mx.cli.explain import describe_config
 from aiter_mx.trial import Trial
 from op_tests import tabled
+from op_tests.bench.common import MEASURED
 
 
 def test_each_configuration_is_named_once_by_a_row_that_a_seed_draws() -> None:
@@ -35,3 +37,9 @@ def test_a_launch_is_right_and_one_of_another_result_is_told(
 
     monkeypatch.setattr(tabled, "try_out", spoiled)
     assert tabled.ran(op, row).startswith("another result")
+
+
+def test_none_of_those_that_were_run_is_wrong() -> None:
+    saved = pd.read_csv(MEASURED / "gfx950_simulated" / "tabled.csv")
+    assert {"linear", "moe_gemm", "grouped_gemm"} <= set(saved.op)
+    assert saved.configurations.sum() > 150 and not saved.wrong.any()
