@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -29,7 +29,7 @@ from aiter_mx.target import ENVIRONMENT, Target, environment_key
 
 _logged: set[tuple[str, str, int, Key]] = set()
 _logged_lock = Lock()
-_unwritable: set[str] = set()
+_unwritable: set[str | bytes] = set()
 _misfits: set[str] = set()
 _LOG = logging.getLogger("aiter_mx")
 _APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
@@ -66,7 +66,7 @@ def route(
     key, passed_over, why_none = key_of(op)(problem), list[Clause](), list[Clause]()
     rows = NO_ROWS if target.runtime == "none" else load_rows(target.arch, op)
     for stand_in in _keys(op, target, key):
-        row = rows.find(stand_in, target.cu_num)
+        row = rows.find(stand_in, target.cu_num) if stand_in in rows.keys else None
         if row is None:
             if stand_in == key:
                 why_none.append(partial(_why_none, op, target, key, rows))
@@ -180,7 +180,7 @@ def _in_parts(kernel: KernelSpec, target: Target, problem: Problem, config: Conf
 def _refusal(
     kernel: KernelSpec, target: Target, problem: Problem, skip: frozenset[tuple[str, str]]
 ) -> str | None:
-    if (kernel.backend, kernel.name) in skip:
+    if skip and (kernel.backend, kernel.name) in skip:
         return "it failed before"
     return kernel.refusal(target, problem)
 
@@ -233,7 +233,12 @@ def _why_none(op: str, target: Target, key: Key, rows: Rows) -> str:
 
 
 def _shown(op: str, key: Key) -> str:
-    return " ".join(map("{}={}".format, key_columns(op), key))
+    return _form_of_keys(op).format(*key)
+
+
+@cache
+def _form_of_keys(op: str) -> str:
+    return " ".join(f"{name}={{}}" for name in key_columns(op))
 
 
 def _distance(shape: Key, key: Key) -> float:
@@ -252,7 +257,8 @@ def _log_miss(op: str, target: Target, key: Key) -> None:
 
     Its columns are the same for all ops, as they share the file.
     """
-    if not ENVIRONMENT.get(_LOG_UNTUNED) or target.runtime == "none":
+    path = ENVIRONMENT.get(_LOG_UNTUNED)
+    if not path or target.runtime == "none":
         return
     asked = (op, target.arch, target.cu_num, key)
     with _logged_lock:
@@ -260,7 +266,6 @@ def _log_miss(op: str, target: Target, key: Key) -> None:
             return
         _logged.add(asked)
         line = f"{target.arch},{target.cu_num},{op},{_shown(op, key)}\n"
-        path = os.environ["AITER_MX_LOG_UNTUNED"]
         # One write to a file opened for appending: ranks that share it do not cut lines in two.
         try:
             handle = os.open(path, _APPENDING, 0o644)
@@ -276,6 +281,6 @@ def _log_miss(op: str, target: Target, key: Key) -> None:
                 _LOG.warning(
                     "AITER_MX_LOG_UNTUNED names %r, which cannot be written (%s): shapes without "
                     "a tuned row are missing from it",
-                    path,
+                    os.fsdecode(path),
                     error.strerror,
                 )

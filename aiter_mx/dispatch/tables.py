@@ -112,6 +112,7 @@ class Rows:
     def __init__(self, op: str, arch: str, files: Sequence[Path]) -> None:
         self._lines: dict[Key, dict[int | None, tuple[_Form, int, tuple[str, ...]]]] = {}
         self._taken: dict[tuple[Path, int], Row] = {}
+        self.keys = self._lines.keys()
         for path in files:
             columns, lines = _proven(path)
             gfx_at, cu_num_at = columns.index("gfx"), columns.index("cu_num")
