@@ -157,7 +157,8 @@ def _sharers(launch: Traced, groups: Sequence[int]) -> float:
     split = launch.split
     own = sum(map(split.touched, groups))
     every = sum(split.footprint()) / split.groups * launch.groups
-    return every / own if own else launch.groups / len(groups)
+    units = launch.groups / len(groups)  # one with less to read than others has its part at least
+    return min(every / own, units) if own else units
 
 
 def _unit(
