@@ -190,8 +190,11 @@ def _reference(
     for block in range(-(-int(used[0]) // p.block_m)):
         places = slice(block * p.block_m, (block + 1) * p.block_m)
         ids = sorted_ids[places].long()
-        rows = ids if p.ids == "vllm" else (ids & 0xFFFFFF) * p.top_k + (ids >> 24)
-        valid = rows < p.routed if p.ids == "vllm" else (ids & 0xFFFFFF) < p.M
+        if p.ids == "vllm":
+            rows, valid = ids, ids < p.routed
+        else:
+            tokens, slots = ids & 0xFFFFFF, ids >> 24 & 0xFF
+            rows, valid = tokens * p.top_k + slots, (tokens < p.M) & (slots < p.top_k)
         rows, expert = rows[valid], int(blocks[block])
         found.append(rows)
         if not rows.numel() or not 0 <= expert < p.E:
