@@ -123,7 +123,10 @@ def _moe_gemm(problem: Any, number: int, operands: Operands) -> Posed:
         experts[0], experts[1] = -1, problem.E
         used[0] -= problem.block_m // 2
         if problem.ids == "aiter":
-            ids[ids & 0xFFFFFF >= problem.M] = problem.M
+            padding = (ids & 0xFFFFFF >= problem.M).nonzero()[:, 0]
+            ids[padding] = problem.M
+            padding = padding[::2]
+            ids[padding] = problem.top_k << 24 | torch.arange(len(padding)).int() % problem.M
         ids[: problem.block_m] = ids[: problem.block_m].flip(0)
     elif number == 6:
         used[0] -= problem.block_m
@@ -142,18 +145,18 @@ def _group_runs(problem: Any, number: int, operands: Operands) -> Posed:
 
 
 def _grouped(problem: Any, number: int, operands: Operands) -> Posed:
-    """Bounds of each kind: with starts, with ends alone, with neither, cut, and of no rows."""
+    """Bounds of each kind: with starts, with ends alone, with neither, cut, below 0, of no rows."""
     _raise(operands[4])
     *rest, starts, ends = operands
     assert ends is not None
-    if problem.layout == "runs" and number in _BEGIN_LATE:  # and more in number than there is room
+    if problem.layout == "runs":
         assert starts is not None
-        ends[:64] = starts[:64]
-        given = ends.clone()
-        given[problem.most_runs] = 1 << 20
-        return [*rest, starts, given], operands
+        return [*rest, *_runs(problem, number, starts, ends)], operands
     if problem.layout == "masked" and number in _BEGIN_LATE:
-        ends[:64] = 0
+        ends[:64] = ends[-1] = 0
+        given = ends.clone()
+        given[-1] = -1
+        return [*rest, starts, given], operands
     if problem.layout != "jagged" or number % 6 in (0, 2):
         return operands, operands
     given = ends.clone()
@@ -172,6 +175,23 @@ def _grouped(problem: Any, number: int, operands: Operands) -> Posed:
     if number % 6 == 5:
         given_starts[0], given[-1] = -1, problem.M + 1000
     return [*rest, given_starts, given], [*rest, starts, ends]
+
+
+def _runs(problem: Any, number: int, starts: torch.Tensor, ends: torch.Tensor) -> Operands:
+    """The first 64 are empty, and more in number than there is room; or behind the last that counts
+    are two that do not, of rows that another one has."""
+    most = problem.most_runs
+    if number in _BEGIN_LATE:
+        ends[:64] = starts[:64]
+        given = ends.clone()
+        given[most] = 1 << 20
+        return [starts, given]
+    given_starts, given = starts.clone(), ends.clone()
+    left, owners = slice(most - 2, most), ends[most + 1 :]
+    ends[left] = starts[left]
+    given_starts[left], given[left] = starts[0], ends[0]
+    given[most], given[-2:] = most - 2, (owners[0] + 1) % problem.G
+    return [given_starts, given]
 
 
 def _wgrad(problem: Any, number: int, operands: Operands) -> Posed:
@@ -209,7 +229,7 @@ _ACROSS = (
     "group_runs",
 )
 _MANY_EXPERTS = 32
-_BEGIN_LATE = (13, 17, 22)  # numbers of problems whose first 64 masked groups, or runs, are empty
+_BEGIN_LATE = (13, 17, 22, 23)  # problems whose first 64 masked groups, or runs, are empty
 _VARIED: dict[str, Callable[[Any, int, Operands], Posed]] = {
     "quantize": _quantize,
     "moe_up": _moe_up,

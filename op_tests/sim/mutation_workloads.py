@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 import torch
 
@@ -29,14 +29,9 @@ from op_tests.launches import POISON, bound
 from op_tests.sim.mutation_operands import NAN_PAYLOAD, posed
 
 _SCHEDULES = ("random", "round-robin", "run-to-barrier")
-_MAX_STEPS = 1 << 18
-_CPU = torch.device("cpu")
+_MAX_STEPS, _CPU = 1 << 18, torch.device("cpu")
 _PRODUCTS = ("grouped_gemm", "grouped_wgrad", "moe_gemm", "moe_up", "moe_down")
-_ROWS = (
-    *_PRODUCTS,
-    "moe_combine",
-    "group_runs",
-)  # ops whose results are rows, not all of which are written
+_ROWS = (*_PRODUCTS, "moe_combine", "group_runs")  # whose results are rows, not all of them written
 _SCALES = ("xs", "ws", "x_scale", "grad_scale")
 _PAYLOADS = ("xq", "wq")
 _NAN_SCALE = 255
@@ -52,6 +47,7 @@ class WorkloadCase:
         problems: what is computed, each with a schedule of its own.
         config: the kernel's parameters; by default its own choice for the first problem.
         cu_num: compute units that take the work: of few, each has several tiles.
+        other_cu_num: of problems by number that more or fewer take.
         with_nans: numbers of the problems in which blocks of a product have NaN for a scale.
     """
 
@@ -62,6 +58,7 @@ class WorkloadCase:
     config: Mapping[str, int] | None = None
     cu_num: int = CUS
     with_nans: tuple[int, ...] = (0,)
+    other_cu_num: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
     def spec(self) -> KernelSpec:
@@ -89,7 +86,8 @@ class WorkloadCase:
         target = hardware("gfx950")
         assert not self.spec.refusal(target, self.problems[number])
         config = self.config or self.spec.configure(target, self.problems[0])
-        return prepare(self.spec, self.problems[number], config, self.cu_num, operands)
+        cu_num = self.other_cu_num.get(number, self.cu_num)
+        return prepare(self.spec, self.problems[number], config, cu_num, operands)
 
 
 class WorkloadLaunch:
@@ -163,10 +161,9 @@ class WorkloadLaunch:
         if self._without_nans is not None:
             expected, nans = self._without_nans
             assert torch.equal(_nans(self._results[-1]), nans), "NaN elsewhere"
-            for result, without in zip(self._results, expected, strict=True):
-                result.view(torch.uint8).view(*nans.shape, -1)[nans] = without.view(
-                    torch.uint8
-                ).view(*nans.shape, -1)[nans]
+            for pair in zip(self._results, expected, strict=True):
+                result, without = (t.view(torch.uint8).view(*nans.shape, -1) for t in pair)
+                result[nans] = without[nans]
         verdict = self._judge(self._operands)
         assert verdict.right, str(verdict)
 
@@ -185,6 +182,7 @@ def _nans(results: torch.Tensor) -> torch.Tensor:
     return results == _NAN_SCALE if results.dtype == torch.uint8 else results.isnan()
 
 
+_dgrad = partial(GroupedGemmProblem, out_dtype="fp32", a_format="e5m2")
 WORKLOAD_CASES = (
     WorkloadCase(
         "moe_up f2 w2 h1",
@@ -354,10 +352,12 @@ WORKLOAD_CASES = (
             GroupedGemmProblem(280, 96, 96, 3, bias="bf16", layout="runs", run_rows=4),
             GroupedGemmProblem(100, 192, 96, 3, bias="bf16"),
             GroupedGemmProblem(100, 192, 608, 3, bias="bf16"),
+            GroupedGemmProblem(2800, 96, 96, 70, bias="bf16"),
         ),
         {"tile_m": 32, "tile_n": 128, "swath": 4, "xcds": 8},
         cu_num=16,
         with_nans=(0, 18, 19),
+        other_cu_num={20: 12},
     ),
     WorkloadCase(
         "grouped m160 n128",
@@ -380,44 +380,47 @@ WORKLOAD_CASES = (
             GroupedGemmProblem(280, 96, 256, 3, "fp32", layout="runs", run_rows=4),
             GroupedGemmProblem(323, 160, 512, 1, "fp32"),
             GroupedGemmProblem(516, 96, 256, 70, "fp32"),
+            GroupedGemmProblem(305, 160, 256, 3, "fp32"),
+            GroupedGemmProblem(280, 160, 768, 3, "fp32"),
         ),
         {"tile_m": 160, "tile_n": 128, "swath": 8, "xcds": 8},
         cu_num=3,
-        with_nans=(0, 14),
+        with_nans=(0, 14, 17),
+        other_cu_num={16: 8},
     ),
     WorkloadCase(
         "dgrad m64 n256 e5m2",
         "grouped_gemm",
         "persistent",
         (
-            GroupedGemmProblem(150, 288, 640, 3, "fp32", a_format="e5m2"),
-            GroupedGemmProblem(70, 288, 896, 66, "fp32", a_format="e5m2", index="i64"),
-            GroupedGemmProblem(132, 96, 256, 66, "fp32", a_format="e5m2"),
-            GroupedGemmProblem(140, 96, 256, 70, "fp32", a_format="e5m2", index="i64"),
-            GroupedGemmProblem(132, 96, 256, 66, "fp32", a_format="e5m2", index="i64"),
-            GroupedGemmProblem(132, 96, 256, 66, "fp32", a_format="e5m2"),
-            GroupedGemmProblem(300, 544, 256, 4, "fp32", a_format="e5m2", layout="masked"),
-            GroupedGemmProblem(140, 96, 256, 70, "fp32", a_format="e5m2"),
-            GroupedGemmProblem(140, 96, 256, 70, "fp32", a_format="e5m2", layout="masked"),
-            GroupedGemmProblem(140, 96, 256, 70, "fp32", a_format="e5m2"),
-            GroupedGemmProblem(132, 96, 256, 66, "fp32", a_format="e5m2"),
-            GroupedGemmProblem(132, 96, 256, 66, "fp32", a_format="e5m2", index="i64"),
-            GroupedGemmProblem(140, 96, 256, 70, "fp32", a_format="e5m2", index="i64"),
-            GroupedGemmProblem(140, 96, 256, 70, "fp32", a_format="e5m2", index="i64"),
-            GroupedGemmProblem(150, 96, 768, 3, "fp32", a_format="e5m2"),
-            GroupedGemmProblem(
-                140, 96, 256, 70, "fp32", a_format="e5m2", layout="masked", index="i64"
-            ),
-            GroupedGemmProblem(140, 96, 256, 3, "fp32", a_format="e5m2", layout="runs", run_rows=2),
-            GroupedGemmProblem(140, 288, 256, 70, "fp32", a_format="e5m2"),
-            GroupedGemmProblem(140, 288, 256, 70, "fp32", a_format="e5m2", index="i64"),
-            GroupedGemmProblem(140, 288, 256, 70, "fp32", a_format="e5m2", layout="masked"),
-            GroupedGemmProblem(1540, 288, 256, 70, "fp32", a_format="e5m2"),
-            GroupedGemmProblem(1540, 288, 256, 70, "fp32", a_format="e5m2", index="i64"),
-            GroupedGemmProblem(140, 96, 256, 70, "fp32", a_format="e5m2", layout="masked"),
+            _dgrad(150, 288, 640, 3),
+            _dgrad(70, 288, 896, 66, index="i64"),
+            _dgrad(132, 96, 256, 66),
+            _dgrad(140, 96, 256, 70, index="i64"),
+            _dgrad(132, 96, 256, 66, index="i64"),
+            _dgrad(132, 96, 256, 66),
+            _dgrad(300, 544, 256, 4, layout="masked"),
+            _dgrad(140, 96, 256, 70),
+            _dgrad(140, 96, 256, 70, layout="masked"),
+            _dgrad(140, 96, 256, 70),
+            _dgrad(132, 96, 256, 66),
+            _dgrad(132, 96, 256, 66, index="i64"),
+            _dgrad(140, 96, 256, 70, index="i64"),
+            _dgrad(140, 96, 256, 70, index="i64"),
+            _dgrad(150, 96, 768, 3),
+            _dgrad(140, 96, 256, 70, layout="masked", index="i64"),
+            _dgrad(140, 96, 256, 3, layout="runs", run_rows=2),
+            _dgrad(140, 288, 256, 70),
+            _dgrad(140, 288, 256, 70, index="i64"),
+            _dgrad(140, 288, 256, 70, layout="masked"),
+            _dgrad(1540, 288, 256, 70),
+            _dgrad(1540, 288, 256, 70, index="i64"),
+            _dgrad(140, 96, 256, 70, layout="masked"),
+            _dgrad(140, 96, 256, 3, layout="runs", run_rows=2),
         ),
         {"tile_m": 64, "tile_n": 256, "swath": 1, "xcds": 1},
         cu_num=2,
+        other_cu_num={23: 8},
     ),
     WorkloadCase(
         "wgrad m64 n128",
@@ -436,8 +439,11 @@ WORKLOAD_CASES = (
             GroupedWgradProblem(8960, 32, 64, 70, "fp32", index="i64"),
             GroupedWgradProblem(8960, 32, 64, 70, "fp32"),
             GroupedWgradProblem(8960, 32, 64, 70, "fp32", index="i64"),
+            GroupedWgradProblem(512, 320, 32, 2, "fp32"),
+            GroupedWgradProblem(1024, 64, 64, 1, "fp32"),
         ),
         {"tile_m": 64, "tile_n": 128, "swath": 4, "xcds": 1},
         cu_num=2,
+        other_cu_num={12: 5},
     ),
 )
