@@ -57,8 +57,8 @@ def build_lock(path: Path, purpose: str) -> Iterator[None]:
             "it is still building, wait or set AITER_MX_LOCK_TIMEOUT (seconds) higher; if it "
             "hangs, end it: the lock is then free; or set AITER_MX_CACHE_DIR to another folder"
         ) from None
-    except (NotImplementedError, OSError) as error:  # the former from releases before the fourth
-        if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
             raise
         _LOG.warning("%s is on a file system without locks; building without one", path.parent)
         yield
