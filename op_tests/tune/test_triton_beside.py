@@ -36,14 +36,24 @@ def test_losses_are_counted_up_to_64_rows() -> None:
     assert "faster in 1 of 3 rows" in told and "least 0.90 times" in told and "; 2 are" in told
 
 
+OPS = ("linear", "moe_gemm")
+
+
+def test_enough_rows_of_each_op_are_saved() -> None:
+    for op in OPS:
+        assert sum(row["op"] == op for row in rows_of(SAVED)) > 40
+
+
 @pytest.mark.parametrize(
-    ("op", "lost_share", "least"),
-    # What is asked for, which the linear keeps to; docs/simulator.md says why experts do not yet.
-    [("linear", 0.02, 0.9), ("moe_gemm", 0.6, 0.8)],
+    "op",
+    [
+        OPS[0],
+        pytest.param(OPS[1], marks=pytest.mark.xfail(strict=True, reason="see docs/simulator.md")),
+    ],
 )
-def test_saved_rows_keep_to_what_the_docs_say(op: str, lost_share: float, least: float) -> None:
+def test_saved_rows_keep_to_what_is_asked(op: str) -> None:
     found = [row for row in rows_of(SAVED) if row["op"] == op]
     few = [row for row in found if int(row["M"]) <= 64]
     lost = [row for row in few if float(row["times_as_fast"]) < 1]
-    assert len(found) > 40 and len(lost) <= lost_share * len(few)
-    assert all(float(row["times_as_fast"]) > least for row in found)
+    assert len(lost) <= 0.02 * len(few)
+    assert all(float(row["times_as_fast"]) > 0.9 for row in found)
