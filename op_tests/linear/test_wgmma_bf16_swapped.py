@@ -23,7 +23,7 @@ def test_it_is_for_many_rows_of_few_features_without_a_table(x_dtype: str) -> No
             assert (route("linear", TARGET, problem).kernel == SWAPPED.name) is taken
             biased = route("linear", TARGET, replace(problem, bias="fp32"))
             assert biased.kernel == "persistent"
-    assert "2047 below 2048" in (SWAPPED.yields(TARGET, LinearProblem(2047, 768, 6144)) or "")
+    assert "1024 below 1025" in (SWAPPED.yields(TARGET, LinearProblem(1024, 768, 6144)) or "")
 
 
 @pytest.mark.parametrize(("N", "K"), [(17, 32), (768, 3584), (2112, 7168), (4096, 14336)])

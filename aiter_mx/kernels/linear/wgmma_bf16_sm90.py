@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.clusters_sm90 import w_map
-from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_BF16_MANY, WGMMA_BF16_PAIRS, WgmmaBf16
+from aiter_mx.kernels.linear.fitted_sm90 import (
+    WGMMA_BF16_LARGE,
+    WGMMA_BF16_MANY,
+    WGMMA_BF16_PAIRS,
+    WGMMA_BF16_PAIRS_LARGE,
+    WgmmaBf16,
+)
 from aiter_mx.kernels.linear.many_rows_sm90 import (
     cycles_of_pairs,
     pairs_that_suit,
@@ -63,8 +69,9 @@ _MIN_TIMED_M = 33
 _TILES_M = tuple(tokens for tokens in PARAMS[0].values if tokens > FEW)
 _MIN_OWN_M = 65  # without a table: the other kernels have tiles of so few rows
 # Without a table, tiles are any up to so many rows. Above, those of pairs are large, and up to
-# _MANY_TOKENS there are these, of tokens and features, of clusters of so many.
-_FEW_TOKENS, _MANY_TOKENS, _LARGE = 128, 2048, 160
+# MOST_OWN_M rows there are these, of tokens and features, of clusters of so many.
+_FEW_TOKENS, _LARGE = 128, 160
+_MOST_COMPARED = 2048  # rows for which other kernels ask what this one takes
 _OWN_WIDE_SPLITS = (1, 2)  # of tiles of 192 features, of few tokens
 _OWN_SPLITS = {
     (192, 64): (1, 2),
@@ -72,10 +79,14 @@ _OWN_SPLITS = {
     (160, 128): (1,),
     (256, 128): (1,),
 }
+_OWN_SPLITS_OF_MANY = {**_OWN_SPLITS, (192, 64): (1,)}  # from _MIN_MANY rows on
 _COUNTERS = 1024  # of parts of tiles that have ended, see ``XWorkspace``
 MOST_OWN_M = 4096  # without a table: beyond, models of it and persistent are asked
 _MOST_BEYOND_X = 64 << 20  # bytes of a workspace, beside x in bf16
 FITTED, FITTED_PAIRS = WgmmaBf16(), WGMMA_BF16_PAIRS
+# Rows. From here to MOST_OWN_M the model has other numbers, and what expanding x takes.
+_MIN_MANY = 768
+_EXPANDED_BYTES = 1776  # that an H200 reads and writes in a cycle
 
 
 _layout = where_it_fits(layout)
@@ -94,7 +105,8 @@ def _refusal(target: Target, problem: LinearProblem | Sizes) -> str | None:
 
 
 class Tile(NamedTuple):
-    """A tile of a CTA, and what the model takes for 64 k of it, itself, and its sums' bytes."""
+    """A tile of a CTA, and what the model takes for 64 k of it, itself, and its sums' bytes; and
+    the numbers that say so."""
 
     tile_m: int
     tile_n: int
@@ -102,6 +114,7 @@ class Tile(NamedTuple):
     unit: float
     itself: float
     sums: int
+    fitted: WgmmaBf16
 
 
 @cache
@@ -119,34 +132,56 @@ def _tile(tile_m: int, tile_n: int, of: WgmmaBf16, pairs: bool) -> Tile:
     copied = (tile_m * (1 if pairs else 2) + tile_n) * UNIT / of.bytes_a_cycle
     unit = (computed**of.together + copied**of.together) ** (1 / of.together)
     sums = tile_m * tile_n * 4
-    return Tile(tile_m, tile_n, pairs, unit, of.tile + sums / of.stored, sums)
+    return Tile(tile_m, tile_n, pairs, unit, of.tile + sums / of.stored, sums, of)
 
 
 Tiles = tuple[tuple[Tile, tuple[int, ...]], ...]
 """Tiles that are weighed, each with the splits of K that are."""
 
 
+def _are_many(M: int) -> bool:
+    return _MIN_MANY <= M <= MOST_OWN_M
+
+
+def _fitted_for(M: int) -> tuple[WgmmaBf16, WgmmaBf16]:
+    """The numbers of CTAs that share no x, and of pairs."""
+    if _are_many(M):
+        return WGMMA_BF16_LARGE, WGMMA_BF16_PAIRS_LARGE
+    return FITTED, FITTED_PAIRS
+
+
+def expanding(rows: int, K: int) -> float:
+    """Cycles for an operand of so many rows."""
+    return rows * K * (3 + 1 / BLOCK) / _EXPANDED_BYTES
+
+
 def _every_tile(M: int) -> Tiles:
-    return tuple((tile, PARAMS[2].values) for tile in _tiles_of(FITTED, FITTED_PAIRS))
+    return tuple((tile, PARAMS[2].values) for tile in _tiles_of(*_fitted_for(M)))
 
 
 def _own_tiles(M: int) -> Tiles:
     """What is chosen from without a table: few tiles, so that few code objects serve all numbers of
     rows."""
-    return _own_tiles_of(FITTED, FITTED_PAIRS, M <= _FEW_TOKENS, M <= _MANY_TOKENS)
+    return _own_tiles_of(*_fitted_for(M), M <= _FEW_TOKENS, M <= MOST_OWN_M)
+
+
+def _own_tiles_of_few(M: int) -> Tiles:
+    """By the numbers for fewer rows, which those of the kernels that it is compared with suit."""
+    return _own_tiles_of(FITTED, FITTED_PAIRS, M <= _FEW_TOKENS, M <= _MOST_COMPARED)
 
 
 @cache
 def _own_tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16, few: bool, many: bool) -> Tiles:
     every: tuple[int, ...] = PARAMS[2].values
     found = []
+    own_splits = _OWN_SPLITS_OF_MANY if splits is WGMMA_BF16_LARGE else _OWN_SPLITS
     for tile in _tiles_of(splits, pairs):
         if few:
             own = every if tile.tile_n <= MOST_PAIRED else _OWN_WIDE_SPLITS
         elif tile.pairs:
             own = every if tile.tile_n == MOST_PAIRED and tile.tile_m > _LARGE else ()
         else:
-            own = _OWN_SPLITS.get((tile.tile_m, tile.tile_n), ()) if many else ()
+            own = own_splits.get((tile.tile_m, tile.tile_n), ()) if many else ()
         if own:
             found.append((tile, own))
     return tuple(found)
@@ -154,6 +189,7 @@ def _own_tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16, few: bool, many: bool) ->
 
 def _costs(
     tiles_for: Callable[[int], Tiles],
+    expands: Callable[[int], bool],
     target: Target,
     problem: LinearProblem | Sizes,
     least: Least,
@@ -161,23 +197,25 @@ def _costs(
     """A model of a call's time beyond its start, see ``FITTED``."""
     M, N, chunks = problem.M, problem.N, chunks_of(problem)
     most = target.cu_num // PAIR
+    expanded = expanding(M, problem.K) if expands(M) else 0.0
     bounds = []
     for tile, splits in tiles_for(M):
         features = tile.tile_n * (PAIR if tile.pairs else 1)
         tiles = -(-M // tile.tile_m) * -(-N // features)
         side_by_side = most if tile.pairs else target.cu_num
-        bound = tiles * tile.unit / side_by_side * 2 * chunks * ROUNDED_OFF
+        bound = tiles * tile.unit / side_by_side * 2 * chunks * ROUNDED_OFF + expanded
         bounds.append((bound, tiles, tile, splits))
     for bound, tiles, tile, splits in sorted(bounds):
         if bound > least.cost:
             return
         if tile.pairs:
-            yield from _costs_of_pairs(target, chunks, tiles, tile)
+            for cycles, more, values in _costs_of_pairs(target, chunks, tiles, tile):
+                yield cycles + expanded, more, values
             continue
         for split in splits:
             if split <= chunks:
                 part = cycles_of_part(tile, split, -(-chunks // split) * 2)
-                cycles = -(-tiles // most_clusters(target, split)) * part
+                cycles = -(-tiles // most_clusters(target, split)) * part + expanded
                 yield cycles, (), (tile.tile_m, tile.tile_n, split, 0)
 
 
@@ -186,7 +224,7 @@ def cycles_of_part(tile: Tile, split: int, units: int) -> float:
     exchange = 0.0
     if split > 1:
         received = tile.sums * (split - 1) / split
-        exchange = received / FITTED.exchanged + FITTED.exchange
+        exchange = received / tile.fitted.exchanged + tile.fitted.exchange
     return units * tile.unit + tile.itself + exchange
 
 
@@ -195,9 +233,9 @@ def tiles_of_splits() -> tuple[Tile, ...]:
     return tuple(tile for tile in _tiles_of(FITTED, FITTED_PAIRS) if not tile.pairs)
 
 
-def tile_of_pairs(tile_m: int, tile_n: int) -> Tile:
-    """One of these."""
-    return _tile(tile_m, tile_n, FITTED_PAIRS, True)
+def tile_of_pairs(tile_m: int, tile_n: int, M: int) -> Tile:
+    """One of these, of a call of so many rows."""
+    return _tile(tile_m, tile_n, _fitted_for(M)[1], True)
 
 
 def tiles_of_pairs() -> tuple[Tile, ...]:
@@ -214,13 +252,15 @@ def costs_of_pairs(target: Target, sizes: Sizes, tile: Tile) -> Iterator[Costed]
 def _costs_of_pairs(target: Target, chunks: int, tiles: int, tile: Tile) -> Iterator[Costed]:
     for pairs in pairs_that_suit(target, chunks, tiles):
         work = work_of(chunks, tiles, pairs)
-        join = work.parts * FITTED_PAIRS.exchange + work.others * tile.sums / FITTED_PAIRS.exchanged
+        of = tile.fitted
+        join = work.parts * of.exchange + work.others * tile.sums / of.exchanged
         cycles = 2 * work.chunks * tile.unit + work.segments * tile.itself + join
-        yield FITTED_PAIRS.start + cycles, (), (tile.tile_m, tile.tile_n, 1, pairs)
+        yield of.start + cycles, (), (tile.tile_m, tile.tile_n, 1, pairs)
 
 
-_search = Search(PARAMS, partial(_costs, _every_tile), most=12)
-_own_search = Search(PARAMS, partial(_costs, _own_tiles), most=1)
+_search = Search(PARAMS, partial(_costs, _every_tile, _are_many), most=12)
+_own_search = Search(PARAMS, partial(_costs, _own_tiles, _are_many), most=1)
+_few_search = Search(PARAMS, partial(_costs, _own_tiles_of_few, lambda M: False), most=1)
 
 
 def _costs_of_many(target: Target, sizes: LinearProblem | Sizes, least: Least) -> Iterator[Costed]:
@@ -245,7 +285,7 @@ def cheapest(target: Target, sizes: Sizes) -> tuple[float, Config]:
 
 def takes_less(target: Target, sizes: Sizes, cycles: float) -> bool:
     """Whether these are fewer cycles, found without the least where others are fewer too."""
-    return _own_search.has_less(target, sizes, cycles)
+    return _few_search.has_less(target, sizes, cycles)
 
 
 def rows_chosen_for(M: int) -> int:

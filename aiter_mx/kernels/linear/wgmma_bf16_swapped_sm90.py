@@ -25,7 +25,6 @@ from aiter_mx.kernels.spec import (
     Param,
     TensorMap,
 )
-from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 PARAMS = (
@@ -33,12 +32,8 @@ PARAMS = (
     Param("pairs", tuple(range(1, 67)), "of CTAs that stay and share all tiles"),
 )
 _TILE_M = 128  # tokens of a CTA
-_MIN_OWN_M = 2048  # without a table
-# To MOST_OWN_M rows it is preferred where the model has the other's time above so much of its own,
-# from 70 cells timed on an H200.
-_MARGIN = 1.06
-_MARGIN_OF_MANY = 1.01  # beyond these rows: less is not worth its code object
-_EXPANDED_BYTES = 1700  # that an H200 reads and writes in a cycle
+_MIN_OWN_M = 1025  # without a table
+_MARGIN_OF_MANY = 1.01  # beyond MOST_OWN_M rows: less is not worth its code object
 
 
 @lru_cache(maxsize=64)
@@ -67,7 +62,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 
 def _costs_of(tiles_n: Sequence[int], target: Target, problem: LinearProblem) -> Iterator[Costed]:
     for tile_n in tiles_n:
-        tile = unswapped.tile_of_pairs(tile_n, _TILE_M)
+        tile = unswapped.tile_of_pairs(tile_n, _TILE_M, problem.M)
         for cycles, more, values in unswapped.costs_of_pairs(target, _sizes(problem), tile):
             yield cycles, more, (tile_n, values[-1])
 
@@ -78,7 +73,7 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
 
 def _own_tile(N: int) -> int:
     """That which leaves the fewest features over, so that M chooses no code object."""
-    return min(PARAMS[0].values, key=lambda tile: (up(N, tile), -tile))
+    return min(PARAMS[0].values, key=lambda tile: (up(N, tile), tile))
 
 
 def _own_costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
@@ -120,10 +115,6 @@ def _ahead_geometry(target: Target, problem: LinearProblem, config: Config) -> G
     return unswapped.x_geometry(target, _swapped(problem), _config(config))
 
 
-def _expanding(rows: int, K: int) -> float:
-    return rows * K * (BLOCK * 3 + 1) / BLOCK / _EXPANDED_BYTES
-
-
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     M, N, K = problem.M, problem.N, problem.K
     if M < _MIN_OWN_M:
@@ -132,7 +123,7 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
     others = unswapped.cheapest(target, sizes)[0]
     if M <= unswapped.MOST_OWN_M:
         own = _own_search.cheapest(target, problem)
-        takes_less = own and others + _expanding(M, K) > (own[0] + _expanding(N, K)) * _MARGIN
+        takes_less = own and own[0] + unswapped.expanding(N, K) < others
     else:
         others = min(others, persistent_cycles(target, sizes))
         of_pairs = cycles_of_pairs(WGMMA_BF16_SWAPPED_MANY, target, _sizes(problem), _own_tile(N))
