@@ -32,6 +32,7 @@
 #include "common/scale.h"
 #include "common/target.h"
 #include "rows_sm90.h"
+#include "sm90/exact.h"
 #include "sm90/memory.h"
 #include "sm90/tma.h"
 #include "sm90/wgmma.h"
@@ -72,20 +73,6 @@ MX_DEVICE unsigned load_some(const unsigned char* p, long bytes) {
     if (bytes == 3)
         return load_two(p) | load_byte(p + 2) << 16;
     return bytes == 2 ? load_two(p) : load_byte(p);
-}
-
-constexpr int kPiecesAtOnce = MX_PER_SM == 1 ? 4 : 1; // where an SM holds more, registers are few
-
-// An output's sum over every step-th chunk, with scales applied one after the other.
-MX_DEVICE float exact_sum(const Tensors& t, int m, long n, int first_chunk, int end, int step) {
-    float sum = 0;
-#pragma unroll 1
-    for (int c = first_chunk; c < end; c += step)
-        sum += exact_output<kPiecesAtOnce>(
-            t.xq + m * t.K + c * kChunk, t.xs + m * t.blocks() + c * kBlocks,
-            t.wq + n * t.K + c * kChunk, t.ws + n * t.blocks() + c * kBlocks,
-            kWhole ? kChunk : min(t.K - c * kChunk, static_cast<long>(kChunk)));
-    return sum;
 }
 
 // Waits for a stage while wgmmas are under way. ptxas lets these run on only past a loop that does
@@ -371,82 +358,82 @@ struct Place {
     MX_MEMBER int row(int value) const { return kXIsA ? b(value) : a(value); }
 };
 
-// Whether a row has scales so near the ends of e8m0, in a warpgroup's chunks, that they are to be
-// applied one after the other.
-MX_DEVICE bool has_far(const unsigned char* scales, int chunk, int chunks, int left) {
-    constexpr int at_once = 4;
-    unsigned far = 0;
-#pragma unroll 1
-    for (int from = chunk; from < chunks; from += at_once * kKGroups) {
-        unsigned words[at_once];
-#pragma unroll
-        for (int i = 0; i < at_once; ++i) {
-            const int c = from + i * kKGroups < chunks ? from + i * kKGroups : from;
-            words[i] = load_scale_word(scales + c * kBlocks, left - c * kBlocks);
-        }
-#pragma unroll
-        for (int i = 0; i < at_once; ++i)
-            far |= is_far(words[i]);
-    }
-    return far;
+MX_DEVICE void store_shared_byte(unsigned address, unsigned v) {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+MX_DEVICE unsigned load_shared_byte(unsigned address) {
+    unsigned v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
 }
 
-// The sums of a warp over its warpgroup's chunks, of rows of w or x with such scales. Lanes take
-// the outputs of a row in turn, and hand each to the lane whose it is.
-MX_DEVICE void sum_again(Sums& sums, const Tensors& t, const Place& place, long first,
-                         int first_chunk, int chunk, int chunks) {
-    const int lane = place.lane;
-    const Place of_tile{place.row_warp, place.column_group, 0}; // its first row and column
-    const auto exists = [&](bool is_x, int i) {
-        return is_x ? i < t.M : i < kRowsW && first + i < t.N;
+// Computes the sums of rows again whose scales are so near the ends of e8m0 that they are to be
+// applied one after the other. All warps share the outputs of such a row, over the workgroup's part
+// of K, and hand them over where stages were. Of warpgroups that take turns along K the first one
+// has them.
+MX_DEVICE void sum_again(Sums& sums, const Tensors& t, const Place& place, unsigned shared,
+                         long first, int first_chunk, int chunks, int warp) {
+    constexpr int rows = kRowsA + kRowsB, most = kRowsA > kRowsB ? kRowsA : kRowsB;
+    constexpr int at_once = kPerSm > 1 ? 1 : kMostRegisters > 160 ? 4 : 2;
+    static_assert(most * 4 + rows <= kStages * kStageBytes, "they fit where stages were");
+    const unsigned results = shared, flags = shared + most * 4;
+    const auto exists = [&](bool of_a, int row) {
+        return of_a == kXIsA ? row < t.M : row < kRowsW && first + row < t.N;
     };
-    const auto is_far_row = [&](bool is_x, int i) {
-        const long row = is_x ? i : first + i;
-        const unsigned char* scales = (is_x ? t.xs : t.ws) + row * t.blocks();
-        const int left = static_cast<int>(t.blocks()) - first_chunk * kBlocks;
-        return exists(is_x, i) && has_far(scales + first_chunk * kBlocks, chunk, chunks, left);
-    };
-    unsigned of_a = __ballot_sync(~0u, lane < 16 && is_far_row(kXIsA, of_tile.a(0) + lane));
-    unsigned of_b = 0; // of columns 32 lane and on
+    named_barrier(1, kConsumers); // all stages have been read
 #pragma unroll 1
-    for (int from = 0; from < kColumns; from += kLanes) {
-        const unsigned some = __ballot_sync(
-            ~0u, from + lane < kColumns && is_far_row(!kXIsA, of_tile.b(0) + from + lane));
-        of_b = lane == from / kLanes ? some : of_b;
-    }
-    int from = 0; // of the columns that are looked at
+    for (int i = threadIdx.x; i < rows; i += kConsumers) {
+        const bool of_a = i < kRowsA;
+        const int row = of_a ? i : i - kRowsA;
+        unsigned far = 0;
 #pragma unroll 1
-    while (from < kColumns) {
-        const bool by_a = of_a; // first the rows of A
-        const unsigned left = by_a ? of_a : __shfl_sync(~0u, of_b, from / kLanes);
-        const int at = __ffs(left) - 1;
-        const int a = by_a ? at : lane, b = from + (by_a ? lane : at);
-        float sum = 0;
-        if (left && a < 16 && b < kColumns) {
-            const int i = of_tile.a(0) + a, j = of_tile.b(0) + b;
-            const int m = kXIsA ? i : j, row = kXIsA ? j : i;
-            if (exists(true, m) && exists(false, row))
-                sum = exact_sum(t, m, first + row, first_chunk + chunk, first_chunk + chunks,
-                                kKGroups);
+        for (int c = 0; c < chunks && exists(of_a, row); ++c) {
+            const uint2 four = load_shared_8(
+                shared + (of_a ? kScalesA + c * kPitchA + row * kFactorBytes
+                               : kScalesB + c / 2 * kPitchB + (2 * row + c % 2) * kFactorBytes));
+            far |= is_far(four.x >> 7 | four.y << 1); // e8m0 again, in another order
         }
+        store_shared_byte(flags + i, far != 0);
+    }
+    named_barrier(1, kConsumers);
+    const long k = first_chunk * static_cast<long>(kChunk);
+    const long length = min(t.K - k, chunks * static_cast<long>(kChunk));
+    const auto row_of = [&](bool of_a, int row) -> ScaledRow {
+        const bool of_x = of_a == kXIsA;
+        const long at = of_x ? min(row, t.M - 1) : min(first + row, t.N - 1);
+        return {(of_x ? t.xq : t.wq) + at * t.K + k,
+                (of_x ? t.xs : t.ws) + at * t.blocks() + k / kBlock};
+    };
+#pragma unroll 1
+    for (int i = 0; i < rows; ++i) {
+        if (!load_shared_byte(flags + i))
+            continue;
+        const bool by_a = i < kRowsA;
+        const int own = by_a ? i : i - kRowsA, others = by_a ? kRowsB : kRowsA;
+        const ScaledRow one = row_of(by_a, own);
+#pragma unroll 1
+        for (int j = warp * at_once; j < others; j += kWarps * at_once) {
+            ScaledRow some[at_once];
+#pragma unroll
+            for (int o = 0; o < at_once; ++o)
+                some[o] = row_of(!by_a, j + o);
+            float found[at_once];
+            exact_outputs_of_warp(found, one, some, length, place.lane);
+            if (place.lane < at_once)
+                store_shared_4(results + (j + place.lane) * 4,
+                               float_to_bits(one_of(found, place.lane)));
+            __syncwarp();
+        }
+        named_barrier(1, kConsumers);
 #pragma unroll
         for (int v = 0; v < kValues; ++v) {
-            const int own_a = place.a(v) - of_tile.a(0), own_b = place.b(v) - of_tile.b(0);
-            const float handed = __shfl_sync(~0u, sum, by_a ? own_b % kLanes : own_a);
-            const bool is_own = by_a ? own_a == a && own_b / kLanes == from / kLanes : own_b == b;
-            sums[v] = left && is_own ? handed : sums[v];
+            const int a = place.a(v), b = place.b(v);
+            if ((by_a ? a : b) != own)
+                continue;
+            const unsigned found = load_shared_4(results + (by_a ? b : a) * 4);
+            sums[v] = warp < 4 * kRowGroups ? bits_to_float(found) : 0;
         }
-        if (by_a && from + kLanes < kColumns) {
-            from += kLanes; // of the same row
-        } else if (by_a) {
-            of_a &= of_a - 1;
-            from = 0;
-        } else if (left) {
-            if (lane == from / kLanes)
-                of_b &= of_b - 1;
-        } else {
-            from += kLanes;
-        }
+        named_barrier(1, kConsumers); // they have been read
     }
 }
 
@@ -1088,8 +1075,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
         }
     }
     const Tensors t{xq, xs, wq, ws, static_cast<int>(M), N, K};
-    if (__builtin_expect(far && active, 0))
-        sum_again(sums, t, place, first_row, first_chunk, k_group, chunks);
+    if (__builtin_expect(far, 0))
+        sum_again(sums, t, place, shared, first_row, first_chunk, chunks, warp);
     const auto tile_sum = [&](int j) {
         return float4{sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
     };
