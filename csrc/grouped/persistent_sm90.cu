@@ -25,8 +25,8 @@
 //
 // Clusters stay and claim the tiles of all groups, long ones first, kOrder tiles of tokens with the
 // same w after one another (tiles_sm90.h). What bf16 does not cover is put right after a tile
-// is stored. NaN in w is looked for in the first tile of each group alone, and put right by the
-// consumer that finishes last.
+// is stored, or before it is activated. NaN in w is looked for in the first tile of each group
+// alone, and put right by the consumer that finishes last.
 
 #include "common/epilogue.h"
 #include "common/quantize.h"
@@ -35,6 +35,7 @@
 #include "sm90/convert.h"
 #include "sm90/expand.h"
 #include "sm90/memory.h"
+#include "sm90/mma.h"
 #include "sm90/tma.h"
 #include "sm90/wgmma.h"
 #include "tiles_sm90.h"
@@ -691,51 +692,71 @@ MX_DEVICE unsigned load_shared_half(unsigned address) {
     return v;
 }
 
-// Quantises a block of a row's features, one a lane.
-MX_DEVICE void store_block(const Operands& t, long routed, long block, int lane, float value) {
-    unsigned amax = magnitude_bits(value);
-#pragma unroll
-    for (int distance = kLanes / 2; distance; distance /= 2)
-        amax = max(amax, __shfl_xor_sync(0xffffffff, amax, distance));
-    const BlockScale scale = block_scale<E4M3, kRoundUp>(amax);
-    const long blocks = t.N / 2 / kBlock;
-    reinterpret_cast<unsigned char*>(t.y)[(routed * blocks + block) * kBlock + lane] =
-        to_e4m3x4<kRoundUp>(value, 0, 0, 0, scale);
-    if (lane == 0)
-        t.routing.scales()[routed * blocks + block] = scale.byte;
-}
-
-// Computes a consumer's features, from row n of w on, again for tokens with a scale that bf16 does
-// not cover, or for all. Each warp takes some of the tokens.
-MX_DEVICE void activate_again(const Operands& t, const TokenTile& tokens, int n, int thread,
-                              bool all) {
-    const Depth depth = depth_of(tokens, t.K);
-    const int lane = thread % kLanes, warp = thread / kLanes;
+// Computes again the sums of a warp's rows of w, of a tile whose rows are counted from n on, where
+// bf16 does not cover a scale: of a block by the matrix unit over fp16, which holds any payload,
+// and then times both scales in turn.
+template <int Slabs>
+MX_DEVICE void sum_blocks(float (&sums)[Slabs * 32], const Operands& t, const TokenTile& tokens,
+                          int n, int warp, int lane) {
+    static_assert(!kWide && !kWgrad, "both payloads are e4m3, and K is whole");
+    constexpr int at_once = 2;
+    const int feature = min(n / 2 + warp * 8 + lane / 4, static_cast<int>(t.N / 2) - 1);
+    const long row = t.w_row(tokens) + t.gate_or_up(feature, 0);
+    const int to_up = t.gate_or_up(0, 1); // rows
+    const unsigned char *const of_w = t.wq + row * t.K + lane % 4 * 8, *const w_scales =
+                                                                           t.ws + row * t.blocks();
+    float found[Slabs * 32] = {};
 #pragma unroll 1
-    for (int base = 0; base < tokens.rows; base += kLanes) {
-        const long x = base + lane < tokens.rows ? t.x_row(tokens.row + base + lane) : -1;
-        bool again = x >= 0;
-        if (again && !all)
-            again = token_outside(t, x, depth);
+    for (int octet = 0; octet < Slabs * 8; ++octet) {
+        const int token = octet * 8 + lane / 4;
+        const long x = token < tokens.rows ? t.x_row(tokens.row + token) : -1;
+        const unsigned char* const of_x = t.xq + max(x, 0L) * t.K + lane % 4 * 8;
+        const unsigned char* const x_scales = t.xs + max(x, 0L) * t.blocks();
+        float own[4] = {};
         __syncwarp();
-        static_assert(kWarps == 4, "a warp takes every fourth token");
-        unsigned some = __ballot_sync(0xffffffff, again) & 0x11111111u << warp;
 #pragma unroll 1
-        for (; some; some &= some - 1) {
-            const int at = __ffs(some) - 1;
-            const int routed = t.routing.routed(tokens.row + base + at);
-            float gate = 0, up = 0;
-#pragma unroll 1
-            for (int i = 0; i < 2; ++i) {
-                const long w = t.w_row(tokens) + t.gate_or_up(n / 2 + lane, i);
-                gate = up;
-                up = sum_again(t, t.routing.source(routed), w, depth) +
-                     load_bias(t.bias, t.bias_kind, w);
+        for (long first = 0; first < t.blocks(); first += at_once) {
+            uint2 x_bytes[at_once], w_bytes[at_once][2];
+            unsigned x_scale[at_once], w_scale[at_once][2];
+#pragma unroll
+            for (int j = 0; j < at_once; ++j) {
+                const long block = min(first + j, t.blocks() - 1);
+                x_bytes[j] = *reinterpret_cast<const uint2*>(of_x + block * kBlock);
+                x_scale[j] = load_byte(x_scales + block);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    w_bytes[j][i] = *reinterpret_cast<const uint2*>(
+                        of_w + (block + i * to_up * t.blocks()) * kBlock);
+                    w_scale[j][i] = load_byte(w_scales + block + i * to_up * t.blocks());
+                }
             }
-            store_block(t, routed, n / 2 / kBlock, lane,
-                        activate<kActivation>(gate, up, t.activation));
+#pragma unroll
+            for (int j = 0; j < at_once; ++j) {
+                if (first + j >= t.blocks())
+                    break;
+                float products[4];
+                mma_block(products, e4m3x8_to_f16(w_bytes[j][0]), e4m3x8_to_f16(w_bytes[j][1]),
+                          e4m3x8_to_f16(x_bytes[j]));
+#pragma unroll
+                for (int v = 0; v < 4; ++v) {
+                    const unsigned scale =
+                        __shfl_sync(0xffffffff, x_scale[j], (lane % 4 * 2 + v % 2) * 4);
+                    own[v] = add_scaled(own[v], products[v], e8m0_split(scale),
+                                        e8m0_to_f32(w_scale[j][v / 2]));
+                }
+            }
         }
+        // Registers have no index at run time: all move on by an octet.
+#pragma unroll
+        for (int v = 0; v < Slabs * 32 - 4; ++v)
+            found[v] = found[v + 4];
+#pragma unroll
+        for (int v = 0; v < 4; ++v)
+            found[Slabs * 32 - 4 + v] = own[v];
     }
+#pragma unroll
+    for (int v = 0; v < Slabs * 32; ++v)
+        sums[v] = found[v];
 }
 
 // NaN reaches all of a block. For the consumer that finishes last.
@@ -1022,10 +1043,10 @@ struct ActivatedResults {
 
     // Activates sums, quantises the consumer's block of 32 features of each token, and stores it in
     // the routed row. A thread has one feature of every fourth pair of tokens, its gate in the
-    // first of its two rows and its up in the other. Returns whether outside holds for any thread.
+    // first of its two rows and its up in the other.
     template <int Slabs>
-    MX_MEMBER bool store(const float (&sums)[Slabs * 32], const float (&added)[2],
-                         const int (&rows)[kTokens<Slabs>], bool outside) const {
+    MX_MEMBER void store(const float (&sums)[Slabs * 32], const float (&added)[2],
+                         const int (&rows)[kTokens<Slabs>]) const {
         const int lane = thread % kLanes, warp = thread / kLanes;
         float values[Slabs * 16]; // of tokens 8 (i / 2) + 2 (lane % 4) + i % 2
         unsigned largest[Slabs * 16];
@@ -1040,7 +1061,7 @@ struct ActivatedResults {
         largest_of_lanes<Slabs * 4, 8>(largest);
         largest_of_lanes<Slabs * 2, 4>(largest);
         // What was staged before has been read.
-        const bool any = named_barrier_or(1 + index, kGroupThreads, outside);
+        named_barrier(1 + index, kGroupThreads);
 #pragma unroll
         for (int i = 0; i < Slabs * 2; ++i)
             store_shared_4(own + (warp * Slabs * 2 + i) * 128 + lane * 4, largest[i]);
@@ -1089,7 +1110,6 @@ struct ActivatedResults {
                                      lane % 2 * 16,
                                  load_shared_vector(piece(token, lane % 2)));
             }
-        return any;
     }
 
   private:
@@ -1444,12 +1464,9 @@ struct Consumer {
         }
 #if MX_ACTIVATION
         __syncwarp();
-        const bool all = out.template store<Slabs>(sums, added, rows, scale_outside);
-        // All warps have seen the same of x.
-        if (all || __any_sync(0xffffffff, x_outside)) {
-            named_barrier(1 + index, kGroupThreads);
-            activate_again(t, tokens, n, thread, all);
-        }
+        if (__any_sync(0xffffffff, scale_outside || x_outside))
+            sum_blocks<Slabs>(sums, t, tokens, n, warp, lane);
+        out.template store<Slabs>(sums, added, rows);
 #else
         const bool again = scale_outside || x_outside;
         const Results out{t,
